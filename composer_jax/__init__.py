@@ -1,0 +1,1 @@
+"""Trains sparse mixture-of-experts models as coding agents, in JAX."""

@@ -1,0 +1,1 @@
+"""Multi-turn episodes of a policy with tools; host only."""

@@ -1,0 +1,1 @@
+"""Checkpoints of training states, and weights as streams of blocks."""

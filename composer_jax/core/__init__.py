@@ -1,0 +1,1 @@
+"""Records, notation, files and trees that every other package may use."""

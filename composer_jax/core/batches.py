@@ -1,0 +1,67 @@
+"""Device batches: what crosses `jit`.
+
+These are `PyTreeNode`s, so they may hold arrays, tracers, shapes or shardings,
+and are therefore never checked in their constructors. Every per-token array is
+indexed by the token it is about, exactly as in `core.records`; the one shift by
+a token happens in `models.head`.
+"""
+
+import flax.struct
+import jax
+
+
+class LMBatch(flax.struct.PyTreeNode, kw_only=True):
+  """A packed batch of documents.
+
+  Attributes:
+    tokens_BT: int32.
+    segment_ids_BT: int32; 0 marks padding, documents count from 1 per row.
+    positions_BT: int32, position within the document, from 0.
+    loss_weights_BT: float32 weight of predicting that token from those before
+      it; 0 on padding and on the first token of each document.
+  """
+
+  tokens_BT: jax.Array
+  segment_ids_BT: jax.Array
+  positions_BT: jax.Array
+  loss_weights_BT: jax.Array
+
+
+class RLBatch(flax.struct.PyTreeNode, kw_only=True):
+  """A packed batch of trajectories with what the policy gradient needs.
+
+  Attributes:
+    tokens_BT: int32.
+    segment_ids_BT: int32; 0 marks padding, trajectories count from 1 per row.
+    positions_BT: int32, position within the trajectory.
+    loss_weights_BT: float32, 1 where the policy sampled the token, else 0.
+    rollout_logprobs_BT: float32 under the policy that sampled the token.
+    advantages_BT: float32, the trajectory's advantage at each of its tokens.
+    temperatures_BT: float32, 1 on padding.
+    expert_ids_MBTA: uint16 recorded routes, NO_ROUTE where there is none; None
+      to route every token afresh.
+  """
+
+  tokens_BT: jax.Array
+  segment_ids_BT: jax.Array
+  positions_BT: jax.Array
+  loss_weights_BT: jax.Array
+  rollout_logprobs_BT: jax.Array
+  advantages_BT: jax.Array
+  temperatures_BT: jax.Array
+  expert_ids_MBTA: jax.Array | None = None
+
+
+class RouteStats(flax.struct.PyTreeNode, kw_only=True):
+  """What the routers of all MoE layers did; returned, never sown.
+
+  Attributes:
+    load_ME: int32 tokens sent to each expert, padding excluded.
+    aux_loss_M: float32 load-balancing loss of each layer, before its weight.
+    replay_agreement_M: float32 share of replayed tokens whose own top-k equals
+      the recorded set; 1 where nothing was replayed.
+  """
+
+  load_ME: jax.Array
+  aux_loss_M: jax.Array
+  replay_agreement_M: jax.Array

@@ -1,0 +1,335 @@
+"""Numpy records that cross processes: what was sampled, judged and grouped.
+
+Every record is frozen, keyword-only and checked when it is made, so that code
+behind a boundary may trust it. Per-token arrays are indexed by the token they
+are *about* and are token-major; device batches (`core.batches`) are
+layer-major. Records travel between processes as `.npz` bytes (`to_bytes`,
+`group_from_bytes`), never as pickles: a reader runs no code of the writer's.
+"""
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import numpy as np
+
+# Not recorded: the trainer routes that token afresh. A gather with it is NaN,
+# so substitute before gathering.
+NO_ROUTE = int(np.iinfo(np.uint16).max)
+
+# Outcomes of grading. Infrastructure failures are not failures of the policy.
+GRADED = 'graded'
+UNFINISHED = 'unfinished'
+INFRASTRUCTURE = 'infrastructure'
+VERDICT_STATUSES = (GRADED, UNFINISHED, INFRASTRUCTURE)
+
+
+def _check_array(name: str, array: Any, dtype: Any, shape: tuple) -> None:
+  """Raises a ValueError that names the field unless dtype and shape match.
+
+  Args:
+    name: the field, for the message.
+    array: the value to check.
+    dtype: the numpy dtype required.
+    shape: required lengths; None accepts any length along that axis.
+  """
+  if not isinstance(array, np.ndarray) or array.dtype != dtype:
+    found = getattr(array, 'dtype', type(array).__name__)
+    raise ValueError(f'{name} must be a numpy array of {dtype}, not {found}.')
+  fits = len(shape) == array.ndim and all(
+      want is None or want == have
+      for want, have in zip(shape, array.shape, strict=True)
+  )
+  if not fits:
+    raise ValueError(f'{name} has shape {array.shape}; {shape} is required.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+  """One context window of an agent episode.
+
+  Per-token arrays are indexed by the token they are about: `logprobs_T[t]` is
+  the log-probability of `tokens_T[t]` given those before it, and
+  `expert_ids_TMA[t]` are the experts used by the pass that consumed it. The
+  last token of a window is consumed by no pass and has `NO_ROUTE`.
+
+  Attributes:
+    tokens_T: int32, context followed by what the policy and tools wrote.
+    loss_mask_T: true where the policy sampled the token.
+    logprobs_T: float32 under the rollout policy, zero where not sampled.
+    expert_ids_TMA: uint16; `NO_ROUTE` where the engine kept no record.
+    policy_version_T: int32, weights that produced (or consumed) each token.
+    temperature: what the policy sampled at; the trainer divides by it too.
+  """
+
+  tokens_T: np.ndarray
+  loss_mask_T: np.ndarray
+  logprobs_T: np.ndarray
+  expert_ids_TMA: np.ndarray
+  policy_version_T: np.ndarray
+  temperature: float
+
+  def __post_init__(self):
+    length = (len(self.tokens_T),)
+    _check_array('tokens_T', self.tokens_T, np.int32, (None,))
+    _check_array('loss_mask_T', self.loss_mask_T, np.bool_, length)
+    _check_array('logprobs_T', self.logprobs_T, np.float32, length)
+    _check_array('policy_version_T', self.policy_version_T, np.int32, length)
+    _check_array(
+        'expert_ids_TMA', self.expert_ids_TMA, np.uint16, (*length, None, None)
+    )
+    if np.any(np.diff(self.policy_version_T) < 0):
+      raise ValueError(
+          'policy_version_T must never decrease within a trajectory; it is '
+          f'{self.policy_version_T.tolist()}.'
+      )
+    if not np.all(np.isfinite(self.logprobs_T)):
+      raise ValueError('logprobs_T holds a value that is not finite.')
+    if not self.temperature > 0:
+      raise ValueError(f'temperature must be positive, not {self.temperature}.')
+
+  def __len__(self) -> int:
+    return len(self.tokens_T)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+  """What the verifier found in the final state of an episode.
+
+  Attributes:
+    passed: every hidden test passed and the episode finished.
+    num_passed: hidden tests that passed.
+    num_tests: hidden tests.
+    status: GRADED, UNFINISHED (the policy never called finish) or
+      INFRASTRUCTURE (the sandbox failed; says nothing about the policy).
+    sandbox_level: isolation that produced it ('bwrap', 'unshare', ...).
+    detail: one line for people.
+  """
+
+  passed: bool
+  num_passed: int
+  num_tests: int
+  status: str
+  sandbox_level: str
+  detail: str = ''
+
+  def __post_init__(self):
+    if self.status not in VERDICT_STATUSES:
+      raise ValueError(
+          f'Verdict.status {self.status!r} is not one of {VERDICT_STATUSES}.'
+      )
+    if not 0 <= self.num_passed <= self.num_tests:
+      raise ValueError(
+          f'num_passed ({self.num_passed}) must lie in 0..num_tests '
+          f'({self.num_tests}).'
+      )
+    if self.passed and (
+        self.status != GRADED or self.num_passed != self.num_tests
+    ):
+      raise ValueError(
+          'passed needs status "graded" and every test passed; got '
+          f'{self.status!r} with {self.num_passed} of {self.num_tests}.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+  """One episode of one task.
+
+  Attributes:
+    task_id: names the task; the task itself does not travel.
+    group: index of the group, which fixes prompt and random numbers.
+    member: index within the group.
+    trajectories: one per context window, in order.
+    verdict: what the verifier found.
+    reward: of the whole episode; shared by all its tokens.
+    num_turns: tool calls made, invalid ones included.
+    num_invalid: calls that named no tool or had wrong arguments.
+    tools: names of the tools called, in order; '' for an invalid call.
+    flags: what monitors found; counted, never a reason to drop the rollout.
+    sandbox_seconds: wall time spent inside the sandbox.
+  """
+
+  task_id: str
+  group: int
+  member: int
+  trajectories: tuple[Trajectory, ...]
+  verdict: Verdict
+  reward: float
+  num_turns: int
+  num_invalid: int
+  tools: tuple[str, ...] = ()
+  flags: tuple[str, ...] = ()
+  sandbox_seconds: float = 0.0
+
+  def __post_init__(self):
+    if not self.trajectories:
+      raise ValueError(f'Rollout of task {self.task_id!r} has no trajectory.')
+    if not np.isfinite(self.reward):
+      raise ValueError(f'reward must be finite, not {self.reward}.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+  """All rollouts of one prompt, ordered by member."""
+
+  group: int
+  task_id: str
+  rollouts: tuple[Rollout, ...]
+
+  def __post_init__(self):
+    members = [r.member for r in self.rollouts]
+    if members != list(range(len(self.rollouts))) or not members:
+      raise ValueError(
+          f'Group {self.group} must hold members 0..R-1 in order; it has '
+          f'{members}.'
+      )
+    for r in self.rollouts:
+      if (r.group, r.task_id) != (self.group, self.task_id):
+        raise ValueError(
+            f'Group {self.group} of task {self.task_id!r} holds a rollout of '
+            f'group {r.group}, task {r.task_id!r}.'
+        )
+
+  @property
+  def min_policy_version(self) -> int:
+    return min(
+        int(t.policy_version_T[t.loss_mask_T].min())
+        for r in self.rollouts
+        for t in r.trajectories
+        if t.loss_mask_T.any()
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+  """Asks the engine to go on with a session.
+
+  A session is one context window: the engine keeps its KV cache between
+  requests, so `context_T` holds only what it has not seen yet.
+
+  Attributes:
+    session: names the context window; the first request opens it.
+    context_T: int32 tokens to consume before sampling, at least one unless a
+      previous completion left its last token unconsumed.
+    max_new_tokens: sampled at most.
+    stop_tokens: sampling ends after one of these, which is part of the result.
+    seed: integers such as (seed, group, member); with the token's position
+      they alone decide the random numbers.
+    temperature: of the softmax.
+  """
+
+  session: str
+  context_T: np.ndarray
+  max_new_tokens: int
+  stop_tokens: tuple[int, ...]
+  seed: tuple[int, ...]
+  temperature: float = 1.0
+
+  def __post_init__(self):
+    _check_array('context_T', self.context_T, np.int32, (None,))
+    if self.max_new_tokens < 1:
+      raise ValueError(
+          f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
+      )
+    if not self.temperature > 0:
+      raise ValueError(f'temperature must be positive, not {self.temperature}.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+  """What the engine sampled for one request.
+
+  Attributes:
+    session: as in the request.
+    tokens_T: int32 sampled tokens, the stop token included.
+    logprobs_T: float32 of each sampled token under the sampled distribution.
+    policy_version_T: int32 of each sampled token.
+    consumed_expert_ids_TMA: uint16 routes of every token consumed since the
+      previous completion of the session: its last sampled token (if any), the
+      context, and all sampled tokens but the last. Concatenated over a
+      session's completions they cover all its tokens except the very last.
+    stopped: true when a stop token ended it, false at `max_new_tokens`.
+  """
+
+  session: str
+  tokens_T: np.ndarray
+  logprobs_T: np.ndarray
+  policy_version_T: np.ndarray
+  consumed_expert_ids_TMA: np.ndarray
+  stopped: bool
+
+  def __post_init__(self):
+    length = (len(self.tokens_T),)
+    _check_array('tokens_T', self.tokens_T, np.int32, (None,))
+    _check_array('logprobs_T', self.logprobs_T, np.float32, length)
+    _check_array('policy_version_T', self.policy_version_T, np.int32, length)
+    _check_array(
+        'consumed_expert_ids_TMA',
+        self.consumed_expert_ids_TMA,
+        np.uint16,
+        (None, None, None),
+    )
+
+
+_TRAJECTORY_ARRAYS = (
+    'tokens_T',
+    'loss_mask_T',
+    'logprobs_T',
+    'expert_ids_TMA',
+    'policy_version_T',
+)
+
+
+def group_to_bytes(group: Group) -> bytes:
+  """Serialises a group as a compressed `.npz` with one JSON header."""
+  arrays: dict[str, np.ndarray] = {}
+  rollouts = []
+  for r in group.rollouts:
+    for i, t in enumerate(r.trajectories):
+      for name in _TRAJECTORY_ARRAYS:
+        arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
+    header = {
+        f.name: getattr(r, f.name)
+        for f in dataclasses.fields(r)
+        if f.name not in ('trajectories', 'verdict')
+    }
+    header['verdict'] = dataclasses.asdict(r.verdict)
+    header['temperatures'] = [t.temperature for t in r.trajectories]
+    rollouts.append(header)
+  text = json.dumps(
+      {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
+  )
+  arrays['header'] = np.frombuffer(text.encode(), np.uint8)
+  buffer = io.BytesIO()
+  np.savez_compressed(buffer, allow_pickle=False, **arrays)
+  return buffer.getvalue()
+
+
+def group_from_bytes(data: bytes) -> Group:
+  """Rebuilds what `group_to_bytes` wrote; every record is checked again."""
+  with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+    header = json.loads(arrays['header'].tobytes())
+    rollouts = []
+    for fields in header['rollouts']:
+      temperatures = fields.pop('temperatures')
+      trajectories = tuple(
+          Trajectory(
+              temperature=temperature,
+              **{
+                  name: arrays[f'{fields["member"]}/{i}/{name}']
+                  for name in _TRAJECTORY_ARRAYS
+              },
+          )
+          for i, temperature in enumerate(temperatures)
+      )
+      fields['verdict'] = Verdict(**fields['verdict'])
+      fields['tools'] = tuple(fields['tools'])
+      fields['flags'] = tuple(fields['flags'])
+      rollouts.append(Rollout(trajectories=trajectories, **fields))
+  return Group(
+      group=header['group'],
+      task_id=header['task_id'],
+      rollouts=tuple(rollouts),
+  )

@@ -1,0 +1,1 @@
+"""Code corpora, packing and the resumable input stream."""

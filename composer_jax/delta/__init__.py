@@ -1,0 +1,1 @@
+"""Lossless, hashed, chained bundles of weight changes; host only."""

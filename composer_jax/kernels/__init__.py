@@ -1,0 +1,1 @@
+"""Numerical kernels, one function each with an implementation per backend."""

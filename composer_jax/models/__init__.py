@@ -1,0 +1,1 @@
+"""The one decoder that samples and trains, in small modules."""

@@ -1,0 +1,1 @@
+"""The device mesh, layout tables and the exchange of tokens with experts."""

@@ -1,0 +1,1 @@
+"""The asynchronous loop: buffer, controller and workers."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning: advantages, losses, batches, steps, evaluation."""

@@ -1,0 +1,1 @@
+"""Sampling from a policy with recorded log-probabilities and routes."""

@@ -1,0 +1,1 @@
+"""Isolated execution of code that a policy wrote; host only."""

@@ -1,0 +1,1 @@
+"""Tasks that a policy is trained and judged on; host only."""

@@ -1,0 +1,1 @@
+"""Tokens, chat messages, tool calls and fill-in-the-middle; host only."""

@@ -1,0 +1,1 @@
+"""Language-model training: state, loss, step, loop, held-out loss."""
