@@ -1,0 +1,65 @@
+"""One configuration per workdir: the second is refused, naming what differs."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from composer_jax.core import files
+
+CONFIG = 'config.json'
+
+
+def _flatten(value: Any, prefix: str = '') -> dict[str, Any]:
+  """Returns {'a.b.c': leaf}; lists and empty dictionaries are leaves."""
+  if not isinstance(value, dict) or not value:
+    return {prefix: value}
+  flat = {}
+  for key, inner in value.items():
+    flat |= _flatten(inner, f'{prefix}.{key}' if prefix else str(key))
+  return flat
+
+
+def claim(
+    workdir: str | os.PathLike,
+    config: dict[str, Any],
+    *,
+    ignored: tuple[str, ...] = (),
+) -> None:
+  """Binds a workdir to a configuration, or checks that it is bound to it.
+
+  Args:
+    workdir: made when missing.
+    config: nested dictionary of JSON values.
+    ignored: dotted keys, or their prefixes, that may differ between runs
+      because no result depends on them ('telemetry').
+
+  Raises:
+    ValueError: the workdir belongs to another configuration; names every
+      differing key with both values.
+  """
+  path = pathlib.Path(workdir) / CONFIG
+  # Through JSON, so that tuples compare equal to what was read back.
+  wanted = _flatten(json.loads(json.dumps(config)))
+  if not path.exists():
+    files.write_json(path, config)
+    return
+  found = _flatten(files.read_json(path))
+  missing = object()
+  differing = [
+      key
+      for key in sorted(found | wanted)
+      if found.get(key, missing) != wanted.get(key, missing)
+      and not any(key == i or key.startswith(i + '.') for i in ignored)
+  ]
+  if not differing:
+    return
+  lines = '; '.join(
+      f'{key} is {found.get(key, "absent")!r} there and '
+      f'{wanted.get(key, "absent")!r} now'
+      for key in differing
+  )
+  raise ValueError(
+      f'Workdir {workdir} belongs to another configuration: {lines}. Choose '
+      'another --workdir, or delete this one to start over.'
+  )

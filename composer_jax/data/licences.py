@@ -1,0 +1,70 @@
+"""Names the licence of a package from what it declares."""
+
+import os
+import pathlib
+import re
+from typing import Any
+
+UNKNOWN = 'unknown'
+_TEXTS = (
+  ('Apache-2.0', r'Apache License\s+Version 2\.0'),
+  ('MPL-2.0', r'Mozilla Public License,? (Version|v\.) 2\.0'),
+  ('AGPL-3.0', r'GNU AFFERO GENERAL PUBLIC LICENSE'),
+  ('LGPL', r'GNU LESSER GENERAL PUBLIC LICENSE'),
+  ('GPL', r'GNU GENERAL PUBLIC LICENSE'),
+  ('PSF-2.0', r'PYTHON SOFTWARE FOUNDATION LICENSE'),
+  ('BSD-3-Clause', r'Neither the names? of'),
+  ('BSD-2-Clause', r'Redistributions in binary form must reproduce'),
+  ('MIT', r'Permission is hereby granted, free of charge'),
+  ('ISC', r'Permission to use, copy, modify, and(/or)? distribute'),
+  ('Unlicense', r'released into the public domain'),
+)
+
+
+def of_metadata(metadata: Any) -> str:
+  """Reads core metadata: the expression, else a classifier, else the field.
+
+  Args:
+    metadata: what `importlib.metadata` or `email` parsed.
+  """
+  expression = metadata.get('License-Expression')
+  if expression:
+    return expression.strip()
+  classifiers = [
+    c.split(' :: ')[-1]
+    for c in metadata.get_all('Classifier') or ()
+    if c.startswith('License ::') and not c.endswith('OSI Approved')
+  ]
+  if classifiers:
+    return ' AND '.join(sorted(classifiers))
+  field = (metadata.get('License') or '').strip()
+  if field and '\n' not in field and len(field) < 60:
+    return UNKNOWN if field.upper() == 'UNKNOWN' else field
+  return of_text(field)
+
+
+def of_text(text: str) -> str:
+  """Recognises the text of a common licence."""
+  text = re.sub(r'\s+', ' ', text)
+  for name, pattern in _TEXTS:
+    if re.search(pattern, text, re.I):
+      return name
+  return UNKNOWN
+
+
+def of_file(text: str) -> str | None:
+  """Returns what a file's own SPDX line declares, which overrides the rest."""
+  match = re.search(
+    r'SPDX-License-Identifier:[ \t]*([\w.+-]+(?: (?:AND|OR|WITH) [\w.+-]+)*)',
+    text[:2000],
+  )
+  return match[1] if match else None
+
+
+def of_folder(folder: str | os.PathLike) -> str:
+  """Reads the first licence file that lies in a folder."""
+  for path in sorted(pathlib.Path(folder).iterdir()):
+    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path.name, re.I)
+    if is_licence and path.is_file():
+      return of_text(path.read_bytes().decode('utf-8', 'replace'))
+  return UNKNOWN

@@ -1,0 +1,174 @@
+"""Plans how documents fill rows, and fills them. No jax.
+
+A plan is made per epoch from lengths alone, so that row `r` of epoch `e` can
+be filled at any time without having filled those before it: that is what makes
+resuming exact and cheap. Two ways: `concatenate` cuts documents at the ends of
+rows (pretraining; no padding but at the end of the epoch), `first_fit` keeps
+every document whole (transcripts).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+# A rearranged piece shorter than this teaches nothing about the middle.
+_MIN_FIM_PIECE = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+  """A part of a document in a row: `document[start:stop]`.
+
+  Attributes:
+    document: index into the documents.
+    start: first token.
+    stop: one past the last token.
+    is_fim: rearranged, which takes `overhead` more tokens in the row.
+  """
+
+  document: int
+  start: int
+  stop: int
+  is_fim: bool = False
+
+
+Row = tuple[Piece, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FilledRow:
+  """One row of a batch; axes and meanings as in `core.batches.LMBatch`."""
+
+  tokens_T: np.ndarray
+  segment_ids_T: np.ndarray
+  positions_T: np.ndarray
+  loss_weights_T: np.ndarray
+
+
+def concatenate(
+  lengths: Sequence[int],
+  seq_len: int,
+  *,
+  rng: np.random.Generator,
+  fim_rate: float = 0.0,
+  fim_overhead: int = 0,
+) -> list[Row]:
+  """Lays documents end to end in random order and cuts at the ends of rows.
+
+  Args:
+    lengths: tokens of each document.
+    seq_len: tokens of a row.
+    rng: draws the order and which pieces are rearranged.
+    fim_rate: share of pieces of at least 32 tokens that are rearranged.
+    fim_overhead: tokens that rearranging adds.
+
+  Returns:
+    Rows in which every token of every document appears exactly once. Only the
+    last row may be short, apart from what `fim_overhead` reserves in vain.
+  """
+  draws = _uniform(rng)
+  rows: list[Row] = []
+  row: list[Piece] = []
+  space = seq_len
+  for document in rng.permutation(len(lengths)).tolist():
+    start, length = 0, int(lengths[document])
+    while start < length:
+      room = space - fim_overhead
+      is_fim = (
+        fim_rate > 0
+        and min(length - start, room) >= _MIN_FIM_PIECE
+        and next(draws) < fim_rate
+      )
+      stop = min(length, start + (room if is_fim else space))
+      row.append(
+        Piece(document=document, start=start, stop=stop, is_fim=is_fim)
+      )
+      space -= stop - start + (fim_overhead if is_fim else 0)
+      start = stop
+      if not space:
+        rows.append(tuple(row))
+        row, space = [], seq_len
+  return [*rows, tuple(row)] if row else rows
+
+
+def _uniform(rng: np.random.Generator) -> Iterator[float]:
+  while True:
+    yield from rng.random(1024).tolist()
+
+
+def first_fit(
+  lengths: Sequence[int],
+  seq_len: int,
+  *,
+  rng: np.random.Generator,
+  num_open: int = 64,
+) -> list[Row]:
+  """Puts each whole document into the first open row that has room.
+
+  Args:
+    lengths: tokens of each document, none above `seq_len`.
+    seq_len: tokens of a row.
+    rng: draws the order of the documents.
+    num_open: rows that may still take a document; more fill better.
+
+  Raises:
+    ValueError: a document is longer than a row.
+  """
+  longest = max(lengths, default=0)
+  if longest > seq_len:
+    raise ValueError(
+      f'A document of {longest} tokens does not fit whole into a row of '
+      f'seq_len ({seq_len}); raise seq_len or leave such documents out.'
+    )
+  done: list[Row] = []
+  rows: list[list[Piece]] = []
+  spaces: list[int] = []
+  for document in rng.permutation(len(lengths)).tolist():
+    length = int(lengths[document])
+    if not length:
+      continue
+    index = next((i for i, s in enumerate(spaces) if s >= length), None)
+    if index is None:
+      if len(rows) == num_open:
+        fullest = spaces.index(min(spaces))
+        done.append(tuple(rows.pop(fullest)))
+        spaces.pop(fullest)
+      index = len(rows)
+      rows.append([])
+      spaces.append(seq_len)
+    rows[index].append(Piece(document=document, start=0, stop=length))
+    spaces[index] -= length
+  return done + [tuple(row) for row in rows]
+
+
+def fill(
+  row: Row,
+  seq_len: int,
+  get: Callable[[Piece], tuple[np.ndarray, np.ndarray | None]],
+) -> FilledRow:
+  """Writes the pieces of a row one after another, each its own segment.
+
+  Args:
+    row: the pieces, possibly none: then all is padding.
+    seq_len: tokens of the row.
+    get: returns int32 tokens of a piece and a mask of those to learn, or None
+      to learn all. The first token of a piece is never learnt: nothing before
+      it predicts it.
+  """
+  filled = FilledRow(
+    tokens_T=np.zeros(seq_len, np.int32),
+    segment_ids_T=np.zeros(seq_len, np.int32),
+    positions_T=np.zeros(seq_len, np.int32),
+    loss_weights_T=np.zeros(seq_len, np.float32),
+  )
+  start = 0
+  for segment, piece in enumerate(row, 1):
+    tokens, mask = get(piece)
+    stop = start + len(tokens)
+    filled.tokens_T[start:stop] = tokens
+    filled.segment_ids_T[start:stop] = segment
+    filled.positions_T[start:stop] = np.arange(len(tokens))
+    filled.loss_weights_T[start + 1 : stop] = 1 if mask is None else mask[1:]
+    start = stop
+  return filled

@@ -1,0 +1,241 @@
+"""An endless, resumable stream of packed batches, as a grain pipeline.
+
+Documents are shuffled afresh in every epoch, cut or packed into rows, partly
+rearranged for fill-in-the-middle, and batched. Rows are computed by their
+number (`packing` plans an epoch from the lengths alone), so grain's iterator
+state is that number and resuming is exact wherever the last run stopped. That
+is why the shuffle lies in the source, before packing, and not in
+`MapDataset.shuffle`, which could only reorder finished rows.
+
+No threads: filling costs about 0.2 % of a core at 25 thousand tokens a second,
+less than handing rows between threads.
+"""
+
+import bisect
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from composer_jax.core import batches
+from composer_jax.data import packing
+from composer_jax.text import fim
+
+# A document, or (document, mask of the tokens to learn).
+Document = np.ndarray | tuple[np.ndarray, np.ndarray]
+_ORDER, _FIM = 0, 1
+
+
+class _Rows:
+  """Rows by number over all epochs: grain's random-access data source."""
+
+  def __init__(
+    self,
+    documents: Sequence[Document],
+    *,
+    seq_len: int,
+    seed: int,
+    fim_rate: float,
+    whole: bool,
+    num_epochs: int | None,
+    multiple: int,
+  ):
+    self._documents = documents
+    self._seq_len = seq_len
+    self._seed = seed
+    self._fim_rate = fim_rate
+    self._whole = whole
+    self._lengths = [
+      len(_split(documents[i])[0]) for i in range(len(documents))
+    ]
+    # First row of each epoch planned so far, and the plan of one of them.
+    self._firsts = [0]
+    self._epoch, self._plan = -1, []
+    self._len = sys.maxsize - sys.maxsize % multiple
+    if num_epochs is not None:
+      for epoch in range(num_epochs):
+        self._plan_epoch(epoch)
+      self._len = -(-self._firsts[num_epochs] // multiple) * multiple
+    self._num_epochs = num_epochs
+
+  def __len__(self) -> int:
+    return self._len
+
+  def __getitem__(self, index: int) -> packing.FilledRow:
+    while index >= self._firsts[-1] and not self._is_last(len(self._firsts)):
+      self._plan_epoch(len(self._firsts) - 1)
+    if index >= self._firsts[-1]:
+      return packing.fill((), self._seq_len, self._get)
+    epoch = bisect.bisect_right(self._firsts, index) - 1
+    if epoch != self._epoch:
+      self._plan_epoch(epoch)
+    row = self._plan[index - self._firsts[epoch]]
+    return packing.fill(row, self._seq_len, self._get)
+
+  def _is_last(self, num_firsts: int) -> bool:
+    return self._num_epochs is not None and num_firsts > self._num_epochs
+
+  def _plan_epoch(self, epoch: int) -> None:
+    rng = np.random.default_rng((self._seed, epoch, _ORDER))
+    if self._whole:
+      plan = packing.first_fit(self._lengths, self._seq_len, rng=rng)
+    else:
+      plan = packing.concatenate(
+        self._lengths,
+        self._seq_len,
+        rng=rng,
+        fim_rate=self._fim_rate,
+        fim_overhead=fim.OVERHEAD,
+      )
+    if epoch + 1 == len(self._firsts):
+      self._firsts.append(self._firsts[-1] + len(plan))
+    self._epoch, self._plan = epoch, plan
+
+  def _get(self, piece: packing.Piece) -> tuple[np.ndarray, np.ndarray | None]:
+    tokens, mask = _split(self._documents[piece.document])
+    tokens = tokens[piece.start : piece.stop]
+    if mask is not None:
+      mask = mask[piece.start : piece.stop]
+    if piece.is_fim:
+      where = (self._seed, self._epoch, _FIM, piece.document, piece.start)
+      tokens = fim.transform(tokens, np.random.default_rng(where))
+    return tokens, mask
+
+
+def _split(document: Document) -> tuple[np.ndarray, np.ndarray | None]:
+  return document if isinstance(document, tuple) else (document, None)
+
+
+def _stack(rows: Sequence[packing.FilledRow]) -> batches.LMBatch:
+  names = ('tokens', 'segment_ids', 'positions', 'loss_weights')
+  # Numpy leaves: placing them on devices is the trainer's affair.
+  arrays: dict[str, Any] = {
+    f'{name}_BT': np.stack([getattr(row, f'{name}_T') for row in rows])
+    for name in names
+  }
+  return batches.LMBatch(**arrays)
+
+
+class LMStream:
+  """An iterator of `LMBatch` with numpy leaves and a JSON-able state."""
+
+  def __init__(self, dataset: grain.IterDataset, fingerprint: str):
+    self._iterator = iter(dataset)
+    self._fingerprint = fingerprint
+
+  def __iter__(self) -> 'LMStream':
+    return self
+
+  def __next__(self) -> batches.LMBatch:
+    return next(self._iterator)
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns what `set_state` needs to go on after the last batch."""
+    return {
+      'grain': self._iterator.get_state(),
+      'fingerprint': self._fingerprint,
+    }
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on where `state` was taken, forwards or backwards.
+
+    Raises:
+      ValueError: the state is of other documents or other options.
+    """
+    if state.get('fingerprint') != self._fingerprint:
+      raise ValueError(
+        f'The data state is of stream {state.get("fingerprint")}, this one '
+        f'is {self._fingerprint}: documents, batch_size, seq_len, seed or '
+        'fim_rate changed. Restore them or start a new workdir.'
+      )
+    self._iterator.set_state(state['grain'])
+
+
+def lm_stream(
+  documents: Sequence[Document],
+  *,
+  batch_size: int,
+  seq_len: int,
+  seed: int,
+  fim_rate: float = 0.0,
+  whole: bool = False,
+  num_epochs: int | None = None,
+) -> LMStream:
+  """Streams packed batches of documents.
+
+  Every token of every document is in exactly one row of each epoch; there is
+  no remainder, since the last row of an epoch is padded. Rows of one epoch
+  follow those of the one before, also within a batch.
+
+  Args:
+    documents: int32 tokens, or pairs of tokens and a bool mask of those that
+      carry loss (SFT). Random access; may read a memory map.
+    batch_size: rows.
+    seq_len: tokens of a row.
+    seed: of order, cuts and rearrangement.
+    fim_rate: share of pieces rearranged for fill-in-the-middle; only for
+      documents without mask.
+    whole: keeps documents whole (transcripts) instead of cutting them at the
+      ends of rows.
+    num_epochs: None streams for ever; otherwise the last batch is filled up
+      with rows of padding.
+
+  Raises:
+    ValueError: nothing to stream, a document that does not fit, or options
+      that exclude each other.
+  """
+  if batch_size < 1 or seq_len < 2:
+    raise ValueError(
+      f'batch_size ({batch_size}) must be at least 1 and seq_len ({seq_len}) '
+      'at least 2.'
+    )
+  if num_epochs is not None and num_epochs < 1:
+    raise ValueError(f'num_epochs must be None or positive, not {num_epochs}.')
+  if not 0 <= fim_rate <= 1:
+    raise ValueError(f'fim_rate must lie in [0, 1], not {fim_rate}.')
+  masked = any(isinstance(documents[i], tuple) for i in range(len(documents)))
+  if fim_rate and (whole or masked):
+    raise ValueError(
+      f'fim_rate ({fim_rate}) needs documents that may be cut and have no '
+      'loss mask; set it to 0 for transcripts.'
+    )
+  options: dict[str, Any] = {
+    'seq_len': seq_len,
+    'seed': seed,
+    'fim_rate': fim_rate,
+    'whole': whole,
+    'num_epochs': num_epochs,
+  }
+  fingerprint = _fingerprint(documents, {**options, 'batch_size': batch_size})
+  rows = _Rows(documents, multiple=batch_size, **options)
+  dataset = (
+    grain.MapDataset.source(rows)
+    .batch(batch_size, batch_fn=_stack)
+    .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+  )
+  return LMStream(dataset, fingerprint)
+
+
+def _fingerprint(documents: Sequence[Document], options: dict) -> str:
+  """Hashes all tokens, masks and options, and refuses what cannot be used."""
+  digest = hashlib.sha256(repr(sorted(options.items())).encode())
+  total = 0
+  for i in range(len(documents)):
+    tokens, mask = _split(documents[i])
+    if mask is not None and len(mask) != len(tokens):
+      raise ValueError(
+        f'Document {i} has {len(tokens)} tokens and a mask of {len(mask)}.'
+      )
+    digest.update(f'{len(tokens)} {mask is None}'.encode())
+    digest.update(np.ascontiguousarray(tokens, np.int32).data)
+    if mask is not None:
+      digest.update(np.ascontiguousarray(mask, np.bool_).data)
+    total += len(tokens)
+  if not total:
+    raise ValueError(
+      f'Nothing to stream: {len(documents)} documents hold no token.'
+    )
+  return digest.hexdigest()

@@ -1,0 +1,57 @@
+"""Keys and values of consumed tokens."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from composer_jax.models import config as model_config
+
+
+class KVCache(flax.struct.PyTreeNode, kw_only=True):
+  """One row per session: slot s of a row holds its token at position s.
+
+  There is no length in here: a query at position p sees the slots s <= p, so
+  what stands behind is invisible until it is overwritten. Reusing a row for
+  another session needs no clearing.
+  """
+
+  keys_LBSKH: jax.Array
+  values_LBSKH: jax.Array
+
+  @property
+  def max_len(self) -> int:
+    return self.keys_LBSKH.shape[2]
+
+
+def init(
+    config: model_config.ModelConfig,
+    batch: int,
+    max_len: int,
+    dtype: str | None = None,
+) -> KVCache:
+  """Returns an empty cache; `dtype` defaults to the compute dtype."""
+  shape = (
+      config.num_layers,
+      batch,
+      max_len,
+      config.num_kv_heads,
+      config.head_dim,
+  )
+  dtype = jnp.dtype(dtype or config.compute_dtype)
+  return KVCache(
+      keys_LBSKH=jnp.zeros(shape, dtype), values_LBSKH=jnp.zeros(shape, dtype)
+  )
+
+
+def write(
+    cache_BSKH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array
+) -> jax.Array:
+  """Writes each token at its position; positions past the cache are dropped."""
+  # A negative position would wrap around to the end; only the past-the-end
+  # convention means padding.
+  rows_B1 = jnp.arange(cache_BSKH.shape[0])[:, None]
+  return cache_BSKH.at[rows_B1, positions_BT].set(
+      new_BTKH.astype(cache_BSKH.dtype),
+      mode='drop',
+      wrap_negative_indices=False,
+  )

@@ -1,0 +1,232 @@
+"""The one model that samples and trains.
+
+Routing is an argument and a result of the forward pass, layer-major, so it
+rides through the layer scan and through recomputation unchanged.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from composer_jax.core import batches
+from composer_jax.models import attention
+from composer_jax.models import cache as kv_cache
+from composer_jax.models import config as model_config
+from composer_jax.models import experts
+from composer_jax.models import norm
+from composer_jax.models import rope
+from composer_jax.parallel import exchange
+
+Variables = dict[str, Any]
+
+
+class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
+  """What a forward pass returns.
+
+  Attributes:
+    hidden_BTD: after the final norm; `models.head` turns it into logits.
+    expert_ids_MBTA: uint16 experts used, by MoE layer.
+    stats: of the routers.
+    cache: with this chunk written, or None when none was given.
+  """
+
+  hidden_BTD: jax.Array
+  expert_ids_MBTA: jax.Array
+  stats: batches.RouteStats
+  cache: kv_cache.KVCache | None
+
+
+class Context(flax.struct.PyTreeNode, kw_only=True):
+  """What every layer reads and none changes."""
+
+  cos_sin: tuple[jax.Array, jax.Array]
+  mask_BTS: jax.Array
+  positions_BT: jax.Array
+  valid_BT: jax.Array
+
+
+class DenseLayer(nn.Module):
+  """Attention and a dense feed-forward, each on a normalised residual."""
+
+  config: model_config.ModelConfig
+  plan: exchange.ExchangePlan | None = None
+
+  @nn.compact
+  def __call__(self, x_BTD, context, cache):
+    x_BTD, cache = _attend(self, x_BTD, context, cache)
+    h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
+    mlp = experts.DenseMLP(self.config, self.config.dense_ffw_dim, name='ffw')
+    return x_BTD + mlp(h_BTD), cache
+
+
+class MoELayer(nn.Module):
+  """Attention and a mixture of experts, each on a normalised residual."""
+
+  config: model_config.ModelConfig
+  plan: exchange.ExchangePlan | None = None
+
+  @nn.compact
+  def __call__(self, x_BTD, context, cache, replay_BTA):
+    x_BTD, cache = _attend(self, x_BTD, context, cache)
+    h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
+    moe = experts.MoE(self.config, self.plan, name='moe')
+    y_BTD, ids_BTA, stats = moe(h_BTD, context.valid_BT, replay_BTA)
+    return x_BTD + y_BTD, (cache, ids_BTA.astype(jnp.uint16), stats)
+
+
+def _attend(layer, x_BTD, context, cache):
+  c, plan = layer.config, layer.plan
+  x_BTD = exchange.constrain(x_BTD, plan)
+  h_BTD = norm.RMSNorm(c.norm_eps, name='attention_norm')(x_BTD)
+  with jax.named_scope('attention'):
+    y_BTD, cache = attention.Attention(c, plan, name='attention')(
+        h_BTD, context.cos_sin, context.mask_BTS, context.positions_BT, cache
+    )
+  return x_BTD + y_BTD, cache
+
+
+class Decoder(nn.Module):
+  """Embedding, dense layers, mixture-of-experts layers, final norm.
+
+  Attributes:
+    config: what to build.
+    plan: where experts lie; None on one device.
+  """
+
+  config: model_config.ModelConfig
+  plan: exchange.ExchangePlan | None = None
+
+  @nn.compact
+  def __call__(
+      self,
+      tokens_BT: jax.Array,
+      segment_ids_BT: jax.Array,
+      positions_BT: jax.Array,
+      *,
+      expert_ids_MBTA: jax.Array | None = None,
+      cache: kv_cache.KVCache | None = None,
+  ) -> DecoderOutput:
+    """Runs the layers over a packed batch, or over a chunk with a cache.
+
+    Args:
+      tokens_BT: int32.
+      segment_ids_BT: int32; 0 marks padding, which reaches no expert.
+      positions_BT: int32 within the document. With a cache, keys are written
+        at these; a position past the cache is dropped (padding of a chunk).
+      expert_ids_MBTA: routes to replay; None routes afresh.
+      cache: of earlier chunks. With it a query sees all slots up to its
+        position, whatever the segments say: a row holds one session.
+    """
+    c = self.config
+    x_BTD = self._embed(tokens_BT)
+    if cache is None:
+      mask_BTS = attention.packed_mask(segment_ids_BT)
+    else:
+      mask_BTS = attention.cached_mask(positions_BT, cache.max_len)
+    context = Context(
+        cos_sin=rope.angles(positions_BT, c.head_dim, c.rope_theta),
+        mask_BTS=mask_BTS,
+        positions_BT=positions_BT,
+        valid_BT=segment_ids_BT != 0,
+    )
+    first = c.num_dense_layers
+    dense_cache, moe_cache = _split(cache, first)
+    if first:
+      layers = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
+      x_BTD, dense_cache = layers(x_BTD, context, dense_cache)
+    layers = _scan(MoELayer, c, c.num_moe_layers)(
+        c, self.plan, name='moe_layers'
+    )
+    x_BTD, (moe_cache, ids_MBTA, stats) = layers(
+        x_BTD, context, moe_cache, expert_ids_MBTA
+    )
+    return DecoderOutput(
+        hidden_BTD=norm.RMSNorm(c.norm_eps, name='final_norm')(x_BTD),
+        expert_ids_MBTA=ids_MBTA,
+        stats=batches.RouteStats(
+            load_ME=stats.load_E,
+            aux_loss_M=stats.aux_loss,
+            replay_agreement_M=stats.replay_agreement,
+        ),
+        cache=_join(dense_cache, moe_cache) if cache is not None else None,
+    )
+
+  def _embed(self, tokens_BT):
+    c = self.config
+    normal = nn.initializers.normal(0.02)
+    embedding_VD = self.param(
+        'embedding',
+        nn.with_logical_partitioning(normal, ('vocab', 'embed')),
+        (c.vocab_size, c.embed_dim),
+    )
+    if not c.tie_embeddings:
+      # Made here, used by `models.head`: one tree holds all parameters.
+      self.param(
+          'unembedding',
+          nn.with_logical_partitioning(normal, ('embed', 'vocab')),
+          (c.embed_dim, c.vocab_size),
+      )
+    return embedding_VD.astype(c.compute_dtype)[tokens_BT]
+
+
+def _scan(layer, config, length):
+  if config.remat:
+    layer = nn.remat(layer, prevent_cse=False)
+  num_scanned = 1 if layer.__name__.endswith('DenseLayer') else 2
+  return nn.scan(
+      layer,
+      variable_axes={'params': 0, 'selection_bias': 0},
+      split_rngs={'params': True},
+      in_axes=(nn.broadcast,) + (0,) * num_scanned,
+      length=length,
+      metadata_params={nn.PARTITION_NAME: 'layer'},
+  )
+
+
+def _split(cache, first):
+  if cache is None:
+    return None, None
+  arrays = (cache.keys_LBSKH, cache.values_LBSKH)
+  return tuple(a[:first] for a in arrays), tuple(a[first:] for a in arrays)
+
+
+def _join(dense_cache, moe_cache):
+  keys_LBSKH, values_LBSKH = (
+      jnp.concatenate(parts) for parts in zip(dense_cache, moe_cache)
+  )
+  return kv_cache.KVCache(keys_LBSKH=keys_LBSKH, values_LBSKH=values_LBSKH)
+
+
+def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
+  zeros_BT = jnp.zeros((1, 1), jnp.int32)
+  return Decoder(config).init(key, zeros_BT, zeros_BT, zeros_BT)
+
+
+def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
+  """Returns {'params', 'selection_bias' (sigmoid router only)}, float32.
+
+  Trace it under `jax.jit(..., out_shardings=...)` to create shards in place.
+  """
+  return nn.meta.unbox(_boxed_init(config, key))
+
+
+def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
+  """Returns the variables as shapes, and their logical axes as specs."""
+  boxed = jax.eval_shape(
+      functools.partial(_boxed_init, config), jax.random.key(0)
+  )
+  return nn.meta.unbox(boxed), nn.get_partition_spec(boxed)
+
+
+def policy(variables: Variables) -> Variables:
+  """Returns the policy that the float32 masters stand for: their bf16 cast.
+
+  Rollout serves it and bundles carry it; the selection bias stays float32. On
+  CPU compute with `.astype(float32)` of it, which changes no value.
+  """
+  cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables['params'])
+  return {**variables, 'params': cast}

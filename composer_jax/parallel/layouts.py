@@ -1,0 +1,72 @@
+"""Logical axis -> mesh axes, one table per layout.
+
+A parameter with the logical axis 'expert' reads the `expert` table, any other
+the `dense` one. An axis that a table does not name is an error, not a
+replicated array.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# In an expert table: this dimension takes the mesh axes that the experts could
+# not, because their number does not divide by them. The first such dimension
+# in the table that divides takes them all.
+REST = 'rest'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """Where parameters and tokens lie.
+
+  Attributes:
+    name: for messages.
+    dense: logical axis -> mesh axes (a tuple) or None.
+    expert: likewise; 'expert' takes the largest product of its mesh axes that
+      divides the number of experts, and REST marks who takes the others.
+    batch: mesh axes of B.
+    sequence: mesh axes of T.
+  """
+
+  name: str
+  dense: Mapping[str, Any]
+  expert: Mapping[str, Any]
+  batch: tuple[str, ...]
+  sequence: tuple[str, ...]
+
+
+# Dense weights narrow, inside a replica; experts wide, over every device.
+TRAIN = Layout(
+    name='TRAIN',
+    dense={
+        'layer': None,
+        'embed': ('fsdp', 'context'),
+        'norm': None,
+        'route': None,
+        'heads': None,
+        'kv_heads': None,
+        'head_dim': None,
+        'gate_up': None,
+        'ffw': None,
+        'vocab': None,
+    },
+    expert={
+        'layer': None,
+        'expert': ('replica', 'fsdp', 'context'),
+        'embed': REST,
+        'ffw': REST,
+        'gate_up': None,
+    },
+    batch=('replica', 'fsdp'),
+    sequence=('context',),
+)
+
+# Every device holds everything: small policies, and rollout engines of one
+# device each.
+REPLICATED = Layout(
+    name='REPLICATED',
+    dense=dict.fromkeys(TRAIN.dense),
+    expert=dict.fromkeys(TRAIN.expert),
+    batch=('replica', 'fsdp'),
+    sequence=('context',),
+)

@@ -1,0 +1,152 @@
+"""Abstract tree + logical axes + layout + mesh -> NamedShardings."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import trees
+from composer_jax.parallel import layouts
+
+
+def spec(
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    layout: layouts.Layout,
+    mesh: Mesh,
+) -> P:
+  """Returns the mesh axes of each dimension of a parameter.
+
+  Args:
+    name: of the parameter, for messages.
+    shape: its dimensions.
+    axes: their logical names.
+    layout: the tables.
+    mesh: the one mesh.
+
+  Raises:
+    ValueError: names the parameter when an axis is missing from the table or
+      nothing divides.
+  """
+  table = layout.expert if 'expert' in axes else layout.dense
+  missing = [axis for axis in axes if axis not in table]
+  if missing or len(axes) != len(shape):
+    raise ValueError(
+        f'Parameter {name} of shape {shape} has logical axes {axes}; '
+        f'{missing or "their number"} does not fit layout {layout.name}, which '
+        f'knows {sorted(table)}. Add the axis to parallel/layouts.py.'
+    )
+  sizes = dict(zip(axes, shape, strict=True))
+  taken = {axis: table[axis] or () for axis in axes if table[axis] != layouts.REST}
+  if 'expert' in axes:
+    taken |= _place_experts(name, sizes, table, mesh)
+  for axis, mesh_axes in taken.items():
+    _check_divides(name, axis, sizes[axis], mesh_axes, mesh)
+  return P(*(taken.get(axis) or None for axis in axes))
+
+
+def _place_experts(
+    name: str, sizes: dict[str, int], table: Any, mesh: Mesh
+) -> dict[str, tuple[str, ...]]:
+  """Gives E the largest product that divides it, and the rest to D or F."""
+  wanted = table['expert'] or ()
+  expert_axes = _largest_divisor(sizes['expert'], wanted, mesh)
+  rest = tuple(axis for axis in wanted if axis not in expert_axes)
+  if _product(rest, mesh) == 1:
+    return {'expert': expert_axes}
+  candidates = [a for a in table if table[a] == layouts.REST and a in sizes]
+  for axis in candidates:
+    if sizes[axis] % _product(rest, mesh) == 0:
+      return {'expert': expert_axes, axis: rest}
+  raise ValueError(
+      f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
+      f'{_describe(wanted, mesh)}, and none of '
+      f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
+      f'{_describe(rest, mesh)}. Change the mesh or those sizes.'
+  )
+
+
+def _largest_divisor(
+    size: int, wanted: tuple[str, ...], mesh: Mesh
+) -> tuple[str, ...]:
+  """Returns the subset of mesh axes with the largest product dividing size."""
+  subsets = (
+      subset
+      for count in range(len(wanted), -1, -1)
+      for subset in itertools.combinations(wanted, count)
+      if size % _product(subset, mesh) == 0
+  )
+  return max(subsets, key=lambda subset: _product(subset, mesh))
+
+
+def _product(mesh_axes: tuple[str, ...], mesh: Mesh) -> int:
+  return math.prod(mesh.shape[axis] for axis in mesh_axes)
+
+
+def _describe(mesh_axes: tuple[str, ...], mesh: Mesh) -> str:
+  return ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
+
+
+def _check_divides(
+    name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: Mesh
+) -> None:
+  shards = _product(mesh_axes, mesh)
+  if size % shards:
+    raise ValueError(
+        f'Parameter {name}: its {axis} dimension ({size}) must divide by '
+        f'{_describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
+        f'{max(size - size % shards, shards)}.'
+    )
+
+
+def specs(
+    abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
+) -> Any:
+  """Returns a tree of PartitionSpecs for a tree of shapes.
+
+  Args:
+    abstract: arrays or `jax.ShapeDtypeStruct`s.
+    logical: PartitionSpecs of logical axis names, of the same structure.
+    layout: the tables.
+    mesh: the one mesh.
+  """
+  named = trees.flatten_names(logical)
+  return trees.map_names(
+      lambda name, leaf: spec(
+          name, leaf.shape, tuple(named[name]), layout=layout, mesh=mesh
+      ),
+      abstract,
+  )
+
+
+def shardings(
+    abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
+) -> Any:
+  """Returns a tree of NamedShardings; see `specs`."""
+  return jax.tree.map(
+      lambda s: NamedSharding(mesh, s),
+      specs(abstract, logical, layout=layout, mesh=mesh),
+      is_leaf=lambda s: isinstance(s, P),
+  )
+
+
+def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of arrays that start with [B, T]."""
+  return NamedSharding(mesh, P(layout.batch or None, layout.sequence or None))
+
+
+def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of expert_ids_MBTA."""
+  return NamedSharding(
+      mesh, P(None, layout.batch or None, layout.sequence or None)
+  )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, P())

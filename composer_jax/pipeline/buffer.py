@@ -1,0 +1,126 @@
+"""Finished groups on disk, between rollout workers and the trainer.
+
+One file per group, written whole or not at all, so that a reader never sees
+half a group and a crash of either side loses nothing that was finished. Groups
+are consumed in the order of their ids: step `v` trains on groups `v * P` to
+`v * P + P - 1` and on nothing else. Together with `admitted` this bounds
+staleness and makes "trained exactly once" a property of the step counter alone.
+"""
+
+import pathlib
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+
+from composer_jax.core import files
+from composer_jax.core import records
+
+
+def admitted(
+    version: int, *, prompts: int, max_staleness: int, steps: int
+) -> int:
+  """How many groups may have been started when `version` is the newest policy.
+
+  Group g is trained at version g // prompts, so starting it no earlier than
+  version g // prompts - max_staleness bounds its staleness; this is the
+  capacity rule of Fireworks (recipe of asynchronous RL) for in-order
+  consumption.
+  """
+  return min(version + max_staleness + 1, steps) * prompts
+
+
+class GroupBuffer:
+  """Groups by id in a directory that workers and the trainer share."""
+
+  def __init__(self, directory: pathlib.Path):
+    self._directory = pathlib.Path(directory)
+    self._directory.mkdir(parents=True, exist_ok=True)
+
+  def path(self, group: int) -> pathlib.Path:
+    return self._directory / f'{group:08d}.npz'
+
+  def ids(self) -> list[int]:
+    return sorted(int(p.stem) for p in self._directory.glob('[0-9]*.npz'))
+
+  def put(self, group: records.Group) -> None:
+    files.write_atomic(self.path(group.group), records.group_to_bytes(group))
+
+  def get(self, group: int) -> records.Group:
+    """Reads one group.
+
+    Raises:
+      ValueError: the file is damaged. It is set aside as `.damaged`, so that
+        running the same command again samples the group anew.
+    """
+    path = self.path(group)
+    try:
+      found = records.group_from_bytes(path.read_bytes())
+      if found.group != group:
+        raise ValueError(f'it holds group {found.group}')
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
+      aside = path.with_suffix('.damaged')
+      path.replace(aside)
+      raise ValueError(
+          f'The finished group {path} is damaged ({e}). It was set aside as '
+          f'{aside.name}; run the same command again to sample it anew.'
+      ) from e
+    return found
+
+  def wait(
+      self,
+      ids: Sequence[int],
+      *,
+      timeout_s: float,
+      while_waiting: Callable[[], None],
+  ) -> list[records.Group]:
+    """Blocks until all of `ids` are there, and returns them in that order.
+
+    Args:
+      ids: groups to wait for.
+      timeout_s: without any new group for so long, the wait is given up.
+      while_waiting: called between looks; raises when no worker can come back.
+
+    Raises:
+      TimeoutError: names the groups that are missing.
+    """
+    missing = list(ids)
+    last_arrival = time.monotonic()
+    while True:
+      arrived = [g for g in missing if self.path(g).exists()]
+      if arrived:
+        missing = [g for g in missing if g not in arrived]
+        last_arrival = time.monotonic()
+      if not missing:
+        return [self.get(g) for g in ids]
+      while_waiting()
+      if time.monotonic() - last_arrival > timeout_s:
+        raise TimeoutError(
+            f'No group finished in {timeout_s:.0f} s while the trainer waits '
+            f'for groups {missing}. The rollout worker lives but makes no '
+            'progress; see rollout_worker.log in the workdir.'
+        )
+      time.sleep(0.005)
+
+  def discard_newer(self, version: int) -> list[int]:
+    """Drops groups that a policy newer than `version` had a part in.
+
+    A trainer that resumes from `version` will publish other policies under the
+    numbers after it; what the lost ones sampled must not be trained on.
+    """
+    dropped = []
+    for group in self.ids():
+      newest = max(
+          int(t.policy_version_T.max())
+          for r in self.get(group).rollouts
+          for t in r.trajectories
+      )
+      if newest > version:
+        self.path(group).unlink()
+        dropped.append(group)
+    return dropped
+
+  def remove_below(self, group: int) -> None:
+    """Deletes groups with smaller ids: a durable checkpoint holds them."""
+    for found in self.ids():
+      if found < group:
+        self.path(found).unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""Starts, watches and restarts the rollout process of a run."""
+
+import collections
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RolloutProcess:
+  """A rollout worker in a process of its own, restarted when it dies.
+
+  The worker's whole state is on disk (the bundle store and the finished
+  groups), so a restart loses the episodes in flight and nothing else.
+
+  Consumes: nothing; the worker reads the store itself.
+  Woken by: `check`, which the trainer calls while it waits.
+  Produces: restarts, each reported; an error once `max_restarts` are used up.
+  """
+
+  def __init__(
+      self,
+      command: Sequence[str],
+      *,
+      log: pathlib.Path,
+      cores: Sequence[int],
+      max_restarts: int,
+      report: Callable[[str], None],
+      environment: dict[str, str] | None = None,
+  ):
+    self._command = list(command)
+    self._log = log
+    self._cores = list(cores)
+    self._restarts_left = max_restarts
+    self._report = report
+    self._environment = {**os.environ, **(environment or {})}
+    self._process = self._start()
+
+  def _start(self) -> subprocess.Popen:
+    with self._log.open('ab') as log:
+      process = subprocess.Popen(
+          self._command,
+          stdin=subprocess.DEVNULL,
+          stdout=log,
+          stderr=subprocess.STDOUT,
+          env=self._environment,
+      )
+    if self._cores and hasattr(os, 'sched_setaffinity'):
+      os.sched_setaffinity(process.pid, self._cores)
+    return process
+
+  def check(self) -> None:
+    """Restarts a dead worker.
+
+    Raises:
+      RuntimeError: it died more often than `max_restarts`; the message ends
+        with the tail of its log.
+    """
+    code = self._process.poll()
+    if code is None:
+      return
+    tail = tail_of(self._log)
+    if self._restarts_left == 0:
+      raise RuntimeError(
+          f'The rollout worker died again (exit code {code}) and was restarted '
+          f'as often as allowed. The end of {self._log}:\n{tail}'
+      )
+    self._restarts_left -= 1
+    self._report(
+        f'rollout worker died (exit code {code}); restarting it, '
+        f'{self._restarts_left} restarts left. Its last line: '
+        f'{tail.splitlines()[-1] if tail else "(none)"}'
+    )
+    time.sleep(0.5)
+    self._process = self._start()
+
+  def close(self) -> None:
+    """Ends the worker; waits, then kills."""
+    if self._process.poll() is None:
+      self._process.terminate()
+      try:
+        self._process.wait(timeout=10)
+      except subprocess.TimeoutExpired:
+        self._process.kill()
+        self._process.wait()
+
+
+def tail_of(path: pathlib.Path, lines: int = 15) -> str:
+  """The last lines of a text file, or '' where there is none."""
+  if not path.exists():
+    return ''
+  with path.open('rb') as file:
+    return '\n'.join(
+        raw.decode(errors='replace').rstrip()
+        for raw in collections.deque(file, maxlen=lines)
+    )
+
+
+def die_with_parent() -> None:
+  """Ends this process when its parent dies, however the parent died.
+
+  Linux sends a signal; elsewhere a thread watches the parent's id.
+  """
+  parent = os.getppid()
+  if sys.platform == 'linux':
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+  def watch():
+    while os.getppid() == parent:
+      time.sleep(0.5)
+    os._exit(1)
+
+  threading.Thread(target=watch, name='parent-watch', daemon=True).start()
+
+
+def divide_cores() -> tuple[list[int], list[int]]:
+  """Splits this process's cores between trainer and rollout worker.
+
+  Returns:
+    (trainer cores, rollout cores); both empty where there is one core or the
+    system cannot pin, which means: share.
+  """
+  if not hasattr(os, 'sched_getaffinity'):
+    return [], []
+  cores = sorted(os.sched_getaffinity(0))
+  if len(cores) < 2:
+    return [], []
+  half = len(cores) // 2
+  return cores[:half], cores[half:]

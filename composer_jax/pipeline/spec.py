@@ -1,0 +1,326 @@
+"""A whole run as frozen dataclasses: what the mains make of a ConfigDict.
+
+Each section of a config becomes one dataclass here or in the module it is for;
+a field that is missing, unknown or out of range is an error that names it.
+"""
+
+import dataclasses
+from typing import Any
+
+from composer_jax.agent import demonstrations
+from composer_jax.agent import episode
+from composer_jax.models import config as model_config
+from composer_jax.optim import groups as optim_groups
+from composer_jax.rl import update
+from composer_jax.rollout import steps as rollout_steps
+from composer_jax.sandbox import base as sandbox_base
+
+PLACEMENTS = ('processes', 'colocated')
+LAYOUTS = ('hsdp', 'data_parallel')
+
+
+def _at_least(section: str, lowest: float, **values: Any) -> None:
+  for name, value in values.items():
+    if not value >= lowest:
+      raise ValueError(
+          f'--config.{section}.{name} must be at least {lowest}, not {value}.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mesh:
+  """Axes of the one mesh; their product is the number of devices."""
+
+  replica: int
+  fsdp: int
+  context: int
+
+  def __post_init__(self):
+    _at_least('mesh', 1, **dataclasses.asdict(self))
+
+  @property
+  def size(self) -> int:
+    return self.replica * self.fsdp * self.context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+  """train_bytes: of the corpus that the merges are learnt from."""
+
+  train_bytes: int
+
+  def __post_init__(self):
+    _at_least('tokenizer', 1000, train_bytes=self.train_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+  """The corpus of continued pretraining; see `data.corpus`."""
+
+  sources: tuple[str, ...]
+  max_bytes: int
+  heldout_share: float
+  fim_rate: float
+
+  def __post_init__(self):
+    if not self.sources:
+      raise ValueError('--config.data.sources must name at least one source.')
+    if not 0 < self.heldout_share < 1 or not 0 <= self.fim_rate <= 1:
+      raise ValueError(
+          '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
+          f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
+      )
+    _at_least('data', 10_000, max_bytes=self.max_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+  """A language-model training stage: cpt or sft."""
+
+  steps: int
+  batch_size: int
+  seq_len: int
+  learning_rate: float
+  adam_learning_rate: float
+  warmup_steps: int
+  decay_steps: int
+  weight_decay: float
+  grad_clip: float
+  optimizer: str
+  bias_update_rate: float
+  checkpoint_every: int
+  eval_every: int
+  eval_batches: int
+  log_every: int
+
+  def __post_init__(self):
+    positive = ('steps', 'batch_size', 'seq_len', 'checkpoint_every')
+    positive += ('eval_every', 'eval_batches', 'log_every')
+    _at_least('cpt/sft', 1, **{n: getattr(self, n) for n in positive})
+    if self.warmup_steps + self.decay_steps > self.steps:
+      raise ValueError(
+          f'warmup_steps ({self.warmup_steps}) plus decay_steps '
+          f'({self.decay_steps}) must not exceed steps ({self.steps}).'
+      )
+
+  def optimizer_options(self) -> optim_groups.OptimizerOptions:
+    return optim_groups.OptimizerOptions(
+        name=self.optimizer,
+        learning_rate=self.learning_rate,
+        adam_learning_rate=self.adam_learning_rate,
+        warmup_steps=self.warmup_steps,
+        decay_steps=self.decay_steps,
+        final_ratio=0.1,
+        weight_decay=self.weight_decay,
+        clip_norm=self.grad_clip,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sandbox:
+  """level: of isolation ('auto' takes the best, 'static' executes nothing)."""
+
+  level: str
+  workers: int
+  wall_s: float
+  cpu_s: float
+  memory_bytes: int
+  processes: int
+  file_bytes: int
+  output_bytes: int
+
+  def limits(self) -> sandbox_base.Limits:
+    fields = dataclasses.asdict(self)
+    return sandbox_base.Limits(
+        **{k: v for k, v in fields.items() if k not in ('level', 'workers')}
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+  """Shapes of the rollout engine; see `rollout.steps.EngineOptions`."""
+
+  num_slots: int
+  prefill_chunk: int
+  prefill_rows: int
+  decode_steps: int
+
+  def engine_options(self, max_len: int) -> rollout_steps.EngineOptions:
+    return rollout_steps.EngineOptions(
+        max_len=max_len, **dataclasses.asdict(self)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RL:
+  """The reinforcement-learning stage."""
+
+  steps: int
+  prompts: int
+  rollouts_per_prompt: int
+  placement: str
+  max_staleness: int
+  learning_rate: float
+  warmup_steps: int
+  adam_b1: float
+  adam_b2: float
+  grad_clip: float
+  ratio_cap: float
+  kl_coefficient: float
+  reward: str
+  replay: bool
+  rows: int
+  seq_len: int
+  checkpoint_every: int
+  mismatch_every: int
+  episodes_every: int
+  keyframe_every: int
+  wait_timeout_s: float
+  max_restarts: int
+
+  def __post_init__(self):
+    if self.placement not in PLACEMENTS:
+      raise ValueError(
+          f'--config.rl.placement must be one of {PLACEMENTS}, not '
+          f'{self.placement!r}.'
+      )
+    _at_least('rl', 0, max_staleness=self.max_staleness, steps=self.steps)
+    _at_least(
+        'rl',
+        1,
+        checkpoint_every=self.checkpoint_every,
+        keyframe_every=self.keyframe_every,
+        rows=self.rows,
+        seq_len=self.seq_len,
+    )
+
+  def update_options(self, seed: int) -> update.UpdateOptions:
+    return update.UpdateOptions(
+        prompts=self.prompts,
+        rollouts_per_prompt=self.rollouts_per_prompt,
+        rows=self.rows,
+        seq_len=self.seq_len,
+        replay=self.replay,
+        reward=self.reward,
+        kl_coefficient=self.kl_coefficient,
+        ratio_cap=self.ratio_cap,
+        mismatch_every=self.mismatch_every,
+        seed=seed,
+    )
+
+  def optimizer_options(self) -> optim_groups.OptimizerOptions:
+    return optim_groups.OptimizerOptions(
+        name='adam',
+        learning_rate=self.learning_rate,
+        adam_learning_rate=self.learning_rate,
+        warmup_steps=self.warmup_steps,
+        decay_steps=0,
+        final_ratio=1.0,
+        weight_decay=0.0,
+        clip_norm=self.grad_clip,
+        b1=self.adam_b1,
+        b2=self.adam_b2,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+  """episodes: held-out ones, before and after RL."""
+
+  episodes: int
+
+  def __post_init__(self):
+    _at_least('evaluation', 1, episodes=self.episodes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Telemetry:
+  """Where metrics go beside metrics.jsonl."""
+
+  tensorboard: bool
+  wandb: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+  """Everything a run is; equal specs give equal runs (at staleness 0)."""
+
+  seed: int
+  layout: str
+  mesh: Mesh
+  model: model_config.ModelConfig
+  tokenizer: Tokenizer
+  data: Data
+  cpt: Stage
+  sft: Stage
+  demonstrations: demonstrations.Options
+  episode: episode.EpisodeOptions
+  sandbox: Sandbox
+  rollout: Rollout
+  rl: RL
+  evaluation: Evaluation
+  telemetry: Telemetry
+
+  def __post_init__(self):
+    if self.layout not in LAYOUTS:
+      raise ValueError(
+          f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
+      )
+    if self.episode.max_tokens > self.rl.seq_len:
+      raise ValueError(
+          f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
+          f'exceed --config.rl.seq_len ({self.rl.seq_len}): a trajectory has '
+          'to fit a row.'
+      )
+
+
+_SECTIONS = {
+    'mesh': Mesh,
+    'tokenizer': Tokenizer,
+    'data': Data,
+    'cpt': Stage,
+    'sft': Stage,
+    'demonstrations': demonstrations.Options,
+    'episode': episode.EpisodeOptions,
+    'sandbox': Sandbox,
+    'rollout': Rollout,
+    'rl': RL,
+    'evaluation': Evaluation,
+    'telemetry': Telemetry,
+}
+
+
+def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:
+  known = {f.name for f in dataclasses.fields(cls)}
+  for problem, names in (
+      ('has no', sorted(set(fields) - known)),
+      ('lacks', sorted(known - set(fields))),
+  ):
+    if names:
+      raise ValueError(
+          f'config.{name} {problem} field {", ".join(names)}; its fields are '
+          f'{", ".join(sorted(known))}.'
+      )
+  return cls(
+      **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+  )
+
+
+def from_dict(config: dict[str, Any]) -> Spec:
+  """Builds a Spec from nested dictionaries, naming what does not fit."""
+  known = {f.name for f in dataclasses.fields(Spec)}
+  if set(config) != known:
+    raise ValueError(
+        f'The config has unknown sections {sorted(set(config) - known)} and '
+        f'lacks {sorted(known - set(config))}.'
+    )
+  sections = {
+      name: _section(name, cls, config[name])
+      for name, cls in _SECTIONS.items()
+  }
+  return Spec(
+      seed=config['seed'],
+      layout=config['layout'],
+      model=model_config.ModelConfig.from_dict(config['model']),
+      **sections,
+  )

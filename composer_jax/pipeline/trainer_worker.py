@@ -1,0 +1,86 @@
+"""The training side of asynchronous RL: groups in, bundles out."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from composer_jax.core import records
+from composer_jax.pipeline import buffer as buffers
+from composer_jax.rl import batching
+from composer_jax.rl import step as steps
+from composer_jax.rl import update
+from composer_jax.train import state as train_state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ports:
+  """Everything the trainer touches outside itself.
+
+  Attributes:
+    buffer: finished groups.
+    wait: (group ids) -> groups; blocks. In the `processes` placement it
+      watches the rollout process, in `colocated` it samples them itself.
+    publish: (policy values, version) -> sizes of the bundle.
+    save: (step, state, force) -> None; asynchronous checkpoint.
+    saved_step: () -> the newest step whose checkpoint is durable.
+    log: (step, metrics, groups) -> None.
+  """
+
+  buffer: buffers.GroupBuffer
+  wait: Callable[[list[int]], list[records.Group]]
+  publish: Callable[[train_state.TrainState, int], dict[str, float]]
+  save: Callable[[int, train_state.TrainState, bool], None]
+  saved_step: Callable[[], int]
+  log: Callable[[int, dict[str, Any], list[records.Group]], None]
+
+
+def run(
+    state: train_state.TrainState,
+    functions: steps.Functions,
+    ports: Ports,
+    options: update.UpdateOptions,
+    shape: batching.BatchShape,
+    *,
+    num_steps: int,
+    reference: Any = None,
+) -> train_state.TrainState:
+  """Trains until `num_steps`, from whatever step `state` is at.
+
+  Consumes: finished Groups from the buffer, in the order of their ids.
+  Waits for: all groups of the step, none staler than max_staleness.
+  Woken by: rollout workers finishing.
+  Produces: a published policy and (as often as the config says) a checkpoint
+    after each step.
+
+  Args:
+    state: donated; its step says where to go on.
+    functions: of `rl.step.build`.
+    ports: the outside.
+    options: of the update.
+    shape: of the microbatches.
+    num_steps: of the whole run.
+    reference: policy values for the KL penalty; None without one.
+  """
+  P = options.prompts
+  start = int(state.step)
+  if start < num_steps:
+    ports.publish(state, start)
+  for step in range(start, num_steps):
+    began = time.monotonic()
+    groups = ports.wait(list(range(step * P, (step + 1) * P)))
+    waited = time.monotonic()
+    state, metrics = update.update(
+        state, groups, functions, options, shape, reference=reference
+    )
+    trained = time.monotonic()
+    metrics |= ports.publish(state, step + 1)
+    ports.save(step + 1, state, step + 1 == num_steps)
+    ports.buffer.remove_below(ports.saved_step() * P)
+    metrics |= {
+        'wait_s': waited - began,
+        'train_s': trained - waited,
+        'publish_s': time.monotonic() - trained,
+    }
+    ports.log(step + 1, metrics, groups)
+  return state

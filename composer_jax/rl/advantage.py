@@ -1,0 +1,64 @@
+"""From the rewards of a group to one advantage per rollout.
+
+Dr. GRPO (arXiv 2503.20783): reward minus the group's mean, divided by neither
+the group's deviation (degenerate when all are equally right) nor the length.
+The KL to a reference sits in the reward as the detached k1 estimator: its
+gradient is unbiased there, while differentiated in the loss it is zero in
+expectation (arXiv 2512.21852).
+"""
+
+import numpy as np
+
+from composer_jax.core import records
+
+
+def kl_penalized_rewards(
+    group: records.Group,
+    reference_logprobs: list[np.ndarray],
+    coefficient: float,
+) -> np.ndarray:
+  """Subtracts `coefficient * sum_t (log p - log q)` from each reward.
+
+  Args:
+    group: rollouts whose `logprobs_T` are log p.
+    reference_logprobs: per rollout, log q about every token of its
+      trajectories in order, concatenated.
+    coefficient: beta; nats of divergence per unit of reward.
+
+  Returns:
+    float64 rewards_R.
+  """
+  rewards_R = np.array([r.reward for r in group.rollouts])
+  for i, rollout in enumerate(group.rollouts):
+    logprobs_T = np.concatenate([t.logprobs_T for t in rollout.trajectories])
+    mask_T = np.concatenate([t.loss_mask_T for t in rollout.trajectories])
+    k1_T = logprobs_T - reference_logprobs[i]
+    rewards_R[i] -= coefficient * k1_T[mask_T].sum()
+  return rewards_R
+
+
+def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:
+  """Permutes rewards within the group: the control that must not learn.
+
+  It keeps every statistic of the rewards but their link to what was done.
+  """
+  rewards_R = np.array([r.reward for r in group.rollouts])
+  rng = np.random.default_rng((seed, group.group))
+  return rng.permutation(rewards_R)
+
+
+def group_advantages(
+    group: records.Group, rewards_R: np.ndarray
+) -> np.ndarray:
+  """Returns float32 advantages_R: reward minus the mean over judged rollouts.
+
+  A rollout whose sandbox failed says nothing about the policy: it is left out
+  of the mean and gets advantage 0, but stays in the group and is counted.
+  """
+  judged_R = np.array(
+      [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
+  )
+  if not judged_R.any():
+    return np.zeros(len(rewards_R), np.float32)
+  advantages_R = rewards_R - rewards_R[judged_R].mean()
+  return np.where(judged_R, advantages_R, 0).astype(np.float32)

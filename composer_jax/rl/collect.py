@@ -1,0 +1,170 @@
+"""Rolls out groups of episodes on an engine.
+
+Episodes are plain blocking functions in threads; the engine batches whatever
+they ask for. Which task, which random numbers and which group an episode
+belongs to depend on its (group, member) alone, never on timing.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+
+from composer_jax.agent import episode
+from composer_jax.agent import policy as policies
+from composer_jax.core import records
+from composer_jax.rollout import engine as engines
+from composer_jax.rollout import server
+from composer_jax.tasks import task as tasks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collector:
+  """What every episode of a run shares.
+
+  Attributes:
+    task_of_group: group id -> Task; the only source of tasks.
+    play: (task, policy, group, member, seed) -> Rollout, one whole episode.
+    rollouts_per_group: R.
+    seed: of the run; random numbers are (seed, group, member, position).
+  """
+
+  task_of_group: Callable[[int], tasks.Task]
+  play: Callable[..., records.Rollout]
+  rollouts_per_group: int
+  seed: int
+
+  def rollout(
+      self, policy: policies.Policy, group: int, member: int
+  ) -> records.Rollout:
+    return self.play(
+        self.task_of_group(group),
+        policy,
+        group=group,
+        member=member,
+        seed=self.seed,
+    )
+
+
+def episode_player(
+    tokenizer: object,
+    runner: object,
+    options: episode.EpisodeOptions,
+) -> Callable[..., records.Rollout]:
+  """Binds `agent.episode.run` to what does not change between episodes."""
+
+  def play(task, policy, *, group, member, seed):
+    return episode.run(
+        task,
+        policy,
+        tokenizer,
+        runner,
+        options,
+        group=group,
+        member=member,
+        seed=seed,
+    )
+
+  return play
+
+
+class GroupStream:
+  """Feeds admitted groups to episode threads and hands back finished ones.
+
+  Consumes: group ids, as `admit` names them, in increasing order.
+  Waits for: a free episode thread; there are as many as engine slots, so the
+    engine never has to queue a session.
+  Woken by: an episode that ends.
+  Produces: a Group as soon as its last member ends, through `on_group`, called
+    from the episode's thread.
+  """
+
+  def __init__(
+      self,
+      collector: Collector,
+      policy: policies.Policy,
+      num_threads: int,
+      on_group: Callable[[records.Group], None],
+  ):
+    self._collector = collector
+    self._policy = policy
+    self._on_group = on_group
+    self._lock = threading.Lock()
+    self._parts: dict[int, list[records.Rollout]] = collections.defaultdict(
+        list
+    )
+    self._failure: BaseException | None = None
+    self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
+    self._open = 0
+
+  def admit(self, group: int) -> None:
+    with self._lock:
+      self._open += self._collector.rollouts_per_group
+    for member in range(self._collector.rollouts_per_group):
+      future = self._pool.submit(
+          self._collector.rollout, self._policy, group, member
+      )
+      future.add_done_callback(self._finished)
+
+  def _finished(self, future: futures.Future) -> None:
+    failure = None if future.cancelled() else future.exception()
+    with self._lock:
+      self._open -= 1
+      if failure is not None:
+        self._failure = self._failure or failure
+        return
+      if future.cancelled():
+        return
+      rollout = future.result()
+      part = self._parts[rollout.group]
+      part.append(rollout)
+      if len(part) < self._collector.rollouts_per_group:
+        return
+      del self._parts[rollout.group]
+    part.sort(key=lambda r: r.member)
+    try:
+      self._on_group(
+          records.Group(
+              group=rollout.group,
+              task_id=rollout.task_id,
+              rollouts=tuple(part),
+          )
+      )
+    except OSError as error:
+      with self._lock:
+        self._failure = self._failure or error
+
+  @property
+  def open_episodes(self) -> int:
+    """Episodes admitted and not yet ended; raises what made one fail."""
+    with self._lock:
+      if self._failure is not None:
+        raise self._failure
+      return self._open
+
+  def close(self) -> None:
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def groups(
+    collector: Collector, engine: engines.Engine, ids: Iterable[int]
+) -> list[records.Group]:
+  """Rolls out whole groups and returns them sorted by id; blocks."""
+  found: list[records.Group] = []
+  policy = server.EnginePolicy(engine)
+  stream = GroupStream(collector, policy, engine.num_slots, found.append)
+  try:
+    for group in ids:
+      stream.admit(group)
+    policy.serve(lambda: stream.open_episodes == 0)
+    _ = stream.open_episodes  # Raises what made the last episode fail.
+  finally:
+    stream.close()
+    policy.close()
+  return sorted(found, key=lambda g: g.group)
+
+
+def rollouts(found: Iterable[records.Group]) -> Iterator[records.Rollout]:
+  for group in found:
+    yield from group.rollouts

@@ -1,0 +1,80 @@
+"""Pass rates of a policy on held-out tasks, with their interval."""
+
+import dataclasses
+
+from composer_jax.core import records
+from composer_jax.rl import collect
+from composer_jax.rollout import engine as engines
+from composer_jax.telemetry import intervals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassRate:
+  """Share of judged episodes that passed.
+
+  Attributes:
+    passed: episodes.
+    episodes: judged ones; infrastructure failures are counted apart.
+    infrastructure: episodes whose sandbox failed.
+    low, high: 95 % Wilson interval of the rate.
+    invalid_rate: invalid calls over all calls.
+    unfinished_rate: episodes that never called finish.
+    valid_episodes: episodes without any invalid call that finished.
+    passed_valid: of those, the ones that passed.
+  """
+
+  passed: int
+  episodes: int
+  infrastructure: int
+  low: float
+  high: float
+  invalid_rate: float
+  unfinished_rate: float
+  valid_episodes: int
+  passed_valid: int
+
+  @property
+  def rate(self) -> float:
+    return self.passed / max(self.episodes, 1)
+
+
+def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
+  """Summarises finished rollouts."""
+  judged = [
+      r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE
+  ]
+  passed = sum(r.verdict.passed for r in judged)
+  low, high = intervals.wilson(passed, len(judged))
+  turns = sum(r.num_turns for r in judged)
+  unfinished = sum(r.verdict.status == records.UNFINISHED for r in judged)
+  valid = [
+      r
+      for r in judged
+      if r.num_invalid == 0 and r.verdict.status == records.GRADED
+  ]
+  return PassRate(
+      passed=passed,
+      episodes=len(judged),
+      infrastructure=len(rollouts) - len(judged),
+      low=low,
+      high=high,
+      invalid_rate=sum(r.num_invalid for r in judged) / max(turns, 1),
+      unfinished_rate=unfinished / max(len(judged), 1),
+      valid_episodes=len(valid),
+      passed_valid=sum(r.verdict.passed for r in valid),
+  )
+
+
+def evaluate(
+    collector: collect.Collector, engine: engines.Engine, episodes: int
+) -> tuple[PassRate, list[records.Rollout]]:
+  """Plays `episodes` held-out episodes, one per task, and summarises them.
+
+  Args:
+    collector: with one rollout per group, over held-out tasks.
+    engine: holding the policy to judge.
+    episodes: groups 0..episodes-1 of the collector.
+  """
+  found = collect.groups(collector, engine, range(episodes))
+  rollouts = list(collect.rollouts(found))
+  return pass_rate(rollouts), rollouts

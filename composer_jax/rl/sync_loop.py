@@ -1,0 +1,57 @@
+"""The algorithm on one page: sample, judge, compare, update, repeat.
+
+The asynchronous pipeline computes exactly this when `max_staleness` is 0, with
+the rollouts in another process and the weights sent as delta bundles;
+`tests/pipeline/sync_equality_test.py` holds it to that, bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from composer_jax.rl import batching
+from composer_jax.rl import collect
+from composer_jax.rl import step as steps
+from composer_jax.rl import update
+from composer_jax.rollout import engine as engines
+from composer_jax.train import state as train_state
+
+
+def run(
+    state: train_state.TrainState,
+    functions: steps.Functions,
+    collector: collect.Collector,
+    make_engine: Callable[[Any, int], engines.Engine],
+    options: update.UpdateOptions,
+    shape: batching.BatchShape,
+    *,
+    num_steps: int,
+    reference: Any = None,
+) -> tuple[train_state.TrainState, list[dict[str, Any]]]:
+  """Trains for `num_steps` on fresh groups of the current policy.
+
+  Args:
+    state: donated.
+    functions: of `rl.step.build`.
+    collector: plays episodes.
+    make_engine: (policy values, version) -> engine, called once.
+    options: of the update.
+    shape: of the microbatches.
+    num_steps: optimizer steps.
+    reference: policy values for the KL penalty; None without one.
+
+  Returns:
+    The final state and the metrics of every step.
+  """
+  engine = make_engine(functions.policy(state), int(state.step))
+  history = []
+  for step in range(int(state.step), num_steps):
+    first = step * options.prompts
+    groups = collect.groups(
+        collector, engine, range(first, first + options.prompts)
+    )
+    state, metrics = update.update(
+        state, groups, functions, options, shape, reference=reference
+    )
+    engine.swap(functions.policy(state), step + 1)
+    history.append(metrics)
+  return state, history

@@ -1,0 +1,204 @@
+"""One engine for many threads: a blocking Policy over one serving loop.
+
+Episodes call `complete` from their threads and block; `serve` runs in one
+thread, batches whatever they ask for and wakes them. Every wait has a timeout,
+and what stops the loop reaches everyone who waits on it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from typing import Any
+
+from composer_jax.core import records
+from composer_jax.rollout import engine as engines
+
+# How long an idle loop sleeps before it looks at `done` and `before_step`.
+_IDLE_S = 0.02
+
+
+class EnginePolicy:
+  """Implements the agent's Policy protocol over one engine.
+
+  Consumes: requests and closings, from any thread.
+  Waits for: a request, or unfinished work in the engine.
+  Woken by: `complete`, `close`.
+  Produces: Completions, each to the thread that asked.
+  """
+
+  def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
+    """Wraps an engine that nothing else steps.
+
+    Args:
+      engine: owned by the thread in `serve`.
+      timeout_s: longest that `complete` waits, queueing for a slot included.
+    """
+    self._engine = engine
+    self._timeout_s = timeout_s
+    self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+    self._waiting: dict[str, futures.Future] = {}
+    self._lock = threading.Lock()
+    self._failure: BaseException | None = None
+
+  def complete(self, request: records.SampleRequest) -> records.Completion:
+    """Goes on with `request.session`; blocks until sampling ended.
+
+    Raises:
+      ValueError: the engine refuses the request; only this caller is told.
+      TimeoutError: no completion came in time.
+      RuntimeError: serving failed or ended; its cause is attached.
+    """
+    future: futures.Future = futures.Future()
+    with self._lock:
+      if self._failure is not None:
+        raise RuntimeError('The rollout engine serves no more.') from (
+            self._failure
+        )
+      self._inbox.put((request, future))
+    try:
+      return future.result(self._timeout_s)
+    except futures.TimeoutError as error:
+      raise TimeoutError(
+          f'Session {request.session!r} got no completion within '
+          f'{self._timeout_s:g} s; is `serve` running, and are there more open '
+          f'sessions than slots ({self._engine.num_slots})?'
+      ) from error
+
+  def close(self, session: str | None = None) -> None:
+    """Forgets a session, unknown ones are ignored; None ends the policy.
+
+    Ending it makes every waiting and later `complete` raise RuntimeError.
+    """
+    if session is None:
+      self._fail(RuntimeError('The policy was closed.'))
+    else:
+      self._inbox.put((session, None))
+
+  def serve(
+      self,
+      done: Callable[[], bool],
+      before_step: Callable[[], Any] | None = None,
+  ) -> None:
+    """Runs the engine until `done()`; only one thread at a time may.
+
+    Args:
+      done: asked before every step; what it raises ends the loop too.
+      before_step: called before every step and, while there is no work, every
+        few hundredths of a second; it may swap the engine's weights.
+
+    Raises:
+      Whatever the engine, `done` or `before_step` raise, after handing it to
+      every caller that waits.
+    """
+    try:
+      while not done():
+        if before_step is not None:
+          before_step()
+        self._take_requests()
+        for completion in self._engine.step():
+          self._waiting.pop(completion.session).set_result(completion)
+    except BaseException as error:
+      # Not handled here, only passed on: the waiting threads would hang.
+      self._fail(error)
+      raise
+
+  def _take_requests(self) -> None:
+    """Moves the inbox into the engine; sleeps a moment if all is idle."""
+    idle = self._engine.num_unfinished == 0
+    while True:
+      try:
+        item, future = self._inbox.get(timeout=_IDLE_S if idle else 0)
+      except queue.Empty:
+        return
+      idle = False
+      if future is None:
+        self._forget(item)
+      else:
+        self._submit(item, future)
+
+  def _submit(
+      self, request: records.SampleRequest, future: futures.Future
+  ) -> None:
+    try:
+      self._engine.submit(request)
+    except ValueError as error:
+      future.set_exception(error)
+    else:
+      self._waiting[request.session] = future
+
+  def _forget(self, session: str) -> None:
+    future = self._waiting.pop(session, None)
+    if future is not None:
+      future.set_exception(
+          RuntimeError(f'Session {session!r} was closed while it sampled.')
+      )
+    if self._engine.is_open(session):
+      self._engine.close(session)
+
+  def _fail(self, error: BaseException) -> None:
+    with self._lock:
+      self._failure = self._failure or error
+      waiting = [f for _, f in self._drain() if f is not None]
+    waiting += self._waiting.values()
+    self._waiting.clear()
+    for future in waiting:
+      failure = RuntimeError(f'The rollout engine stopped: {error}')
+      failure.__cause__ = error
+      future.set_exception(failure)
+
+  def _drain(self) -> Iterator[tuple[Any, Any]]:
+    while True:
+      try:
+        yield self._inbox.get_nowait()
+      except queue.Empty:
+        return
+
+
+def run_episodes(
+    jobs: Iterable[Callable[[EnginePolicy], Any]],
+    engine: engines.Engine,
+    *,
+    max_threads: int | None = None,
+    timeout_s: float = 600.0,
+) -> Iterator[Any]:
+  """Plays blocking episodes against an engine and yields results in job order.
+
+  Args:
+    jobs: each is called with a Policy, in a thread of its own.
+    engine: stepped by a thread of this function until it returns.
+    max_threads: episodes at a time; the engine's slots by default, so that no
+      session queues.
+    timeout_s: for one completion, and for one job's result once its turn has
+      come.
+
+  Raises:
+    Whatever the first failing job in order raises; the others are abandoned.
+    TimeoutError: a job gave no result in time.
+  """
+  policy = EnginePolicy(engine, timeout_s)
+  finished = threading.Event()
+  with futures.ThreadPoolExecutor(1, 'engine') as loop:
+    serving = loop.submit(policy.serve, finished.is_set)
+    pool = futures.ThreadPoolExecutor(max_threads or engine.num_slots)
+    try:
+      for result in [pool.submit(job, policy) for job in jobs]:
+        yield _result(result, timeout_s)
+    finally:
+      finished.set()
+      pool.shutdown(wait=False, cancel_futures=True)
+      policy.close()
+    serving.result()
+
+
+def _result(future: futures.Future, timeout_s: float) -> Any:
+  start = time.monotonic()
+  try:
+    return future.result(timeout_s)
+  except futures.TimeoutError as error:
+    if future.done():
+      raise
+    raise TimeoutError(
+        f'An episode gave no result within {time.monotonic() - start:.0f} s.'
+    ) from error

@@ -1,0 +1,296 @@
+"""Starts one zygote inside the namespaces of its level and waits for it.
+
+Run by path by the base interpreter, standard library only. It stays as the
+parent of what it starts: the kernel then kills the zygote when this process is
+killed, which a thread of the host that ends could not be trusted with.
+
+The file system that the code sees is built from nothing: the system's shared
+libraries, the interpreter with its packages masked, four devices, one empty
+directory for the workspace. No /proc, no /etc, no /tmp, no home; all of it
+read-only. Names inside are neutral, since a process can list its mounts.
+"""
+
+import ctypes
+import fcntl
+import glob
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+
+_PYTHON, _BOOT, _WORK = '/python', '/boot', '/work'
+_LIBRARY_TREES = ('/usr/lib', '/usr/lib32', '/usr/lib64', '/lib', '/lib32',
+                  '/lib64', '/nix/store')  # fmt: skip
+_DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+_BOOT_FILES = ('zygote.py', 'runner.py', 'confine.py', 'seccomp.py')
+# -I with the hash seed kept: -I is -E -P -s, and an environment built here
+# from nothing needs no -E. Random hashes would make verdicts irreproducible.
+_FLAGS = ('-s', '-P', '-S')
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_MNT_DETACH, _PR_SET_PDEATHSIG = 2, 1
+_NEW_USER = 0x10000000
+_NEW_OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_PIVOT_ROOT = {'x86_64': 155, 'aarch64': 41}
+_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
+_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(outcome: int, what: str) -> None:
+  if outcome:
+    code = ctypes.get_errno()
+    raise OSError(code, f'{what}: {os.strerror(code)}')
+
+
+def _mount(source, target, kind, flags, options=None):
+  encoded = [x and x.encode() for x in (source, target, kind, options)]
+  _check(libc.mount(*encoded[:3], flags, encoded[3]), f'mount of {target}')
+
+
+class Tree:
+  """What the code sees: directories, binds (source, target) and links."""
+
+  def __init__(self):
+    here = os.path.dirname(os.path.abspath(__file__))
+    self.executable = os.path.realpath(sys.executable)
+    stdlib = os.path.dirname(os.path.realpath(os.__file__))
+    lib = os.path.dirname(stdlib)
+    inner_lib = f'{_PYTHON}/{sys.platlibdir}'
+    name = f'python{sys.version_info.major}.{sys.version_info.minor}'
+    self.python = f'{_PYTHON}/bin/{name}'
+    self.libraries = inner_lib
+    self.binds = [(lib, inner_lib), (self.executable, self.python)]
+    self.binds += [
+        (os.path.join(here, file), f'{_BOOT}/{file}') for file in _BOOT_FILES
+    ]
+    self.links = []
+    for path in _LIBRARY_TREES:
+      if os.path.islink(path):
+        self.links.append((os.readlink(path), path))
+      elif os.path.isdir(path):
+        self.binds.append((path, path))
+    self.devices = [path for path in _DEVICES if os.path.exists(path)]
+    # Installed packages could hold this very project, with its generators.
+    self.masks = sorted(
+        inner + found.removeprefix(outer)
+        for outer, inner in self.binds
+        if os.path.isdir(outer)
+        for pattern in ('site-packages', 'dist-packages')
+        for found in glob.glob(f'{outer}/python*/{pattern}')
+        if not os.path.islink(found)
+    )
+
+  def environment(self) -> dict[str, str]:
+    return {
+        'LD_LIBRARY_PATH': self.libraries, 'LANG': 'C.UTF-8', 'HOME': _WORK,
+        'TMPDIR': _WORK, 'PYTHONHASHSEED': '0', 'PYTHONUTF8': '1',
+        'PYTHONDONTWRITEBYTECODE': '1',
+    }  # fmt: skip
+
+  def command(self, config: dict) -> list[str]:
+    script = f'{_BOOT}/zygote.py'
+    return [self.python, *_FLAGS, script, json.dumps(config)]
+
+
+def _effective_capabilities() -> int:
+  try:
+    with open('/proc/self/status') as file:
+      for line in file:
+        if line.startswith('CapEff:'):
+          return int(line.split()[1], 16)
+  except FileNotFoundError:
+    pass
+  return 0
+
+
+def _has(*capabilities: int) -> bool:
+  held = _effective_capabilities()
+  return os.geteuid() == 0 and all(held >> bit & 1 for bit in capabilities)
+
+
+def _user_processes() -> int:
+  """Processes and threads of this user, which RLIMIT_NPROC may count."""
+  count = 0
+  for path in glob.glob('/proc/[0-9]*/task'):
+    try:
+      if os.stat(path).st_uid == os.getuid():
+        count += len(os.listdir(path))
+    except OSError:  # it ended, or is not ours to look at
+      continue
+  return count
+
+
+def _enter(config: dict, privileged: bool) -> None:
+  """Unshares; the next child is the init of the new pid namespace."""
+  uid, gid = os.geteuid(), os.getegid()
+  flags = _NEW_OTHERS if privileged else _NEW_OTHERS | _NEW_USER
+  _check(libc.unshare(flags), 'unshare of namespaces')
+  if not privileged:
+    for name, text in (
+        ('setgroups', 'deny'),
+        ('uid_map', f'0 {uid} 1'),
+        ('gid_map', f'0 {gid} 1'),
+    ):
+      with open(f'/proc/self/{name}', 'w') as file:
+        file.write(text)
+
+
+def _raise_loopback() -> None:
+  """Sets the flag UP of lo: some programs talk to themselves."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    request = struct.pack('16sH14x', b'lo', 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
+    fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
+
+
+def _build_root(tree: Tree) -> None:
+  _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
+  # Hidden for this namespace only; nothing that is bound below lies in it.
+  root = '/sys'
+  _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
+  for directory in (_WORK, _BOOT, '/dev'):
+    os.makedirs(root + directory, 0o755)
+  for source, target in [*tree.binds, *((x, x) for x in tree.devices)]:
+    if os.path.isdir(source):
+      os.makedirs(root + target, 0o755, exist_ok=True)
+    else:
+      os.makedirs(os.path.dirname(root + target), 0o755, exist_ok=True)
+      with open(root + target, 'w'):
+        pass
+    _mount(source, root + target, None, _MS_BIND | _MS_REC)
+    if source not in tree.devices:
+      _make_read_only(root + target)
+  for target in tree.masks:
+    _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
+  for text, path in tree.links:
+    os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
+    os.symlink(text, root + path)
+  os.chdir(root)
+  _check(
+      libc.syscall(_PIVOT_ROOT[os.uname().machine], b'.', b'.'), 'pivot_root'
+  )
+  _check(libc.umount2(b'.', _MNT_DETACH), 'umount of the old root')
+  os.chdir('/')
+  _make_read_only('/', recursive=False)
+
+
+def _make_read_only(path: str, recursive: bool = True) -> None:
+  attributes = struct.pack('QQQQ', _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+  flags = _AT_RECURSIVE if recursive else 0
+  if not libc.syscall(
+      _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
+  ):
+    return
+  # Before Linux 5.12. Flags that a user namespace inherits may not be dropped.
+  kept = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00)
+  flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
+  _mount(None, path, None, flags)
+
+
+def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
+  command = [
+      config['bwrap'], '--unshare-pid', '--unshare-net', '--unshare-ipc',
+      '--unshare-uts', '--die-with-parent', '--new-session', '--clearenv',
+  ]  # fmt: skip
+  if not privileged:
+    command += ['--unshare-user', '--uid', '0', '--gid', '0']
+    command += ['--cap-add', 'ALL']
+  for name, value in tree.environment().items():
+    command += ['--setenv', name, value]
+  # Parents that bwrap makes by itself are closed to other uids.
+  parents = {os.path.dirname(target) for _, target in tree.binds}
+  for directory in sorted({_WORK, _BOOT, _PYTHON, '/dev', *parents} - {'/'}):
+    command += ['--perms', '0755', '--dir', directory]
+  for source, target in tree.binds:
+    command += ['--ro-bind', source, target]
+  for path in tree.devices:
+    command += ['--dev-bind', path, path]
+  for target in tree.masks:
+    command += ['--perms', '0755', '--tmpfs', target, '--remount-ro', target]
+  for text, path in tree.links:
+    command += ['--symlink', text, path]
+  command += ['--remount-ro', '/', '--chdir', '/', '--']
+  return command + tree.command(config)
+
+
+def _start(config: dict, tree: Tree, privileged: bool) -> None:
+  """Turns into the zygote, or into the program that starts it."""
+  if hasattr(libc, 'prctl'):
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  if config['level'] == 'bwrap':
+    command = _bwrap_command(tree, config, privileged)
+    os.execve(command[0], command, {})
+  elif config['level'] == 'unshare':
+    os.setsid()
+    _build_root(tree)
+    _raise_loopback()
+    os.execve(tree.python, tree.command(config), tree.environment())
+  script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'zygote.py')
+  environment = {**tree.environment(), 'HOME': '/', 'TMPDIR': config['scratch']}
+  environment['LD_LIBRARY_PATH'] = ''
+  command = [tree.executable, *_FLAGS, script, json.dumps(config)]
+  os.execve(command[0], command, environment)
+
+
+def _reachable(path: str) -> bool:
+  """Whether every user may pass through all directories above `path`."""
+  while path != '/':
+    path = os.path.dirname(path)
+    if not os.stat(path).st_mode & 1:
+      return False
+  return True
+
+
+def main() -> None:
+  config = json.loads(sys.argv[1])
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  tree = Tree()
+  privileged = _has(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
+  may_change_uid = privileged
+  if config['level'] == 'rlimits':
+    may_change_uid = (
+        _has(_CAP_SETGID, _CAP_SETUID)
+        # Else imports would fail for any other user.
+        and _reachable(os.__file__)
+    )
+  if not may_change_uid:
+    config['uid'] = None
+  config['workspace'] = _WORK
+  config['user_processes'] = _user_processes()
+  descriptors = [os.open(x, os.O_WRONLY) for x in config.pop('cgroup_procs')]
+  config['cgroup_fds'] = descriptors
+  config['host_pidfd'] = None
+  if hasattr(os, 'pidfd_open'):
+    try:
+      config['host_pidfd'] = os.pidfd_open(config['host_pid'])
+      descriptors = [*descriptors, config['host_pidfd']]
+    except OSError:
+      pass  # the end of the control socket will have to do
+  if os.getppid() != config['host_pid']:
+    return
+  for descriptor in [*descriptors, config['control']]:
+    os.set_inheritable(descriptor, True)
+  if config['level'] == 'unshare':
+    _enter(config, privileged)
+  pid = os.fork()
+  if pid == 0:
+    try:
+      _start(config, tree, privileged)
+    except OSError as error:
+      print(error, file=sys.stderr)
+    finally:
+      os._exit(1)
+  os.close(config['control'])
+  _, status = os.waitpid(pid, 0)
+  sys.exit(os.waitstatus_to_exitcode(status) != 0)
+
+
+if __name__ == '__main__':
+  try:
+    main()
+  except OSError as error:
+    sys.exit(str(error))

@@ -1,0 +1,50 @@
+"""Reading what untrusted code wrote: bounded in size, depth and types."""
+
+import json
+import re
+from typing import Any
+
+MAX_DEPTH = 64  # the writer stops at 32, below two lists of its own
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def parse(data: bytes, num_calls: int) -> list:
+  """Parses a result.
+
+  Args:
+    data: JSON; the caller bounded its length.
+    num_calls: outcomes it must hold.
+
+  Returns:
+    A list of `['ok', value]` and `['raised', text]`.
+
+  Raises:
+    ValueError: with the rule that the data breaks.
+  """
+  # The parser recurses: depth is counted first, outside of strings.
+  depth = 0
+  for byte in re.findall(rb'[\[\]{}]', _STRING.sub(b'', data)):
+    depth += 1 if byte in b'[{' else -1
+    if depth > MAX_DEPTH:
+      raise ValueError(f'the result is nested deeper than {MAX_DEPTH}')
+  try:
+    outcomes = json.loads(data.decode('utf-8'), parse_constant=_refuse)
+  except UnicodeDecodeError as error:
+    raise ValueError('the result is not UTF-8') from error
+  except json.JSONDecodeError as error:
+    raise ValueError(f'the result is not JSON: {error}') from error
+  if type(outcomes) is not list or len(outcomes) != num_calls:
+    raise ValueError(f'the result is not a list of {num_calls} outcomes')
+  for outcome in outcomes:
+    if (
+        type(outcome) is not list
+        or len(outcome) != 2
+        or outcome[0] not in ('ok', 'raised')
+        or (outcome[0] == 'raised' and type(outcome[1]) is not str)
+    ):
+      raise ValueError('an outcome is not [ok, value] or [raised, text]')
+  return outcomes
+
+
+def _refuse(constant: str) -> Any:
+  raise ValueError(f'the result holds {constant}, which is not JSON')

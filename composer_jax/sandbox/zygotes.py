@@ -1,0 +1,336 @@
+"""The host's side: a pool of zygotes, and one call through one of them."""
+
+import array
+import itertools
+import json
+import logging
+import os
+import pathlib
+import queue
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from composer_jax.sandbox import base, cgroups, results
+
+_START_S = 10.0
+_GRACE_S = 12.0  # beyond the wall limit: the zygote's own time for its setup
+_MAX_REQUEST = 16 << 20
+_CLOSE_S = 2.0
+_serials = itertools.count()
+
+
+class ZygoteError(Exception):
+  """The zygote died, hung or could not prepare a call."""
+
+
+class Zygote:
+  """One zygote process; one call at a time."""
+
+  def __init__(self, level: str, limits: base.Limits):
+    self.level, self.limits = level, limits
+    self.about: dict = {}
+    # Unique in this process: names the group, and makes the uid, by which
+    # processes are counted, one that no other zygote of ours uses.
+    self._serial = next(_serials)
+    self._group = cgroups.make(
+        f'{self._serial}', limits.memory_bytes, limits.processes
+    )
+    self._scratch = tempfile.mkdtemp(prefix='sandbox-')
+    # Passed through by users that own nothing else in it.
+    os.chmod(self._scratch, 0o711)
+    try:
+      self._start()
+    except BaseException:
+      self.close()
+      raise
+
+  def _start(self) -> None:
+    self._control, theirs = socket.socketpair()
+    with theirs, tempfile.TemporaryFile() as errors:
+      config = {
+          'level': self.level,
+          'control': theirs.fileno(),
+          'host_pid': os.getpid(),
+          'uid': 60000 + (os.getpid() * 16 + self._serial) % 5000,
+          'scratch': self._scratch,
+          'bwrap': shutil.which('bwrap'),
+          'cgroup': self._group.version,
+          'cgroup_procs': self._group.entrances(),
+          'limits': {
+              field: getattr(self.limits, field)
+              for field in base.Limits.__dataclass_fields__
+          },
+      }
+      script = pathlib.Path(__file__).with_name('launcher.py')
+      python = getattr(sys, '_base_executable', None) or sys.executable
+      self._process = subprocess.Popen(
+          [python, '-I', '-S', str(script), json.dumps(config)],
+          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+          pass_fds=[theirs.fileno()], env={}, start_new_session=True,
+      )  # fmt: skip
+      theirs.close()
+      self._inbox = b''
+      self._control.settimeout(_START_S)
+      try:
+        self.about = self._next_message()
+      except (OSError, ZygoteError) as error:
+        self._stop()
+        errors.seek(0)
+        text = errors.read(2000).decode('utf-8', 'replace').strip()
+        reason = text.splitlines()[-1] if text else str(error)
+        raise ZygoteError(f'{self.level}: {reason}') from error
+
+  def _next_message(self) -> dict:
+    while b'\n' not in self._inbox:
+      piece = self._control.recv(65536)
+      if not piece:
+        raise ZygoteError('the zygote ended')
+      self._inbox += piece
+    line, _, self._inbox = self._inbox.partition(b'\n')
+    return json.loads(line)
+
+  def run(self, request: bytes, num_calls: int) -> base.Result:
+    """Sends a request and reads its pipes until the call is dead.
+
+    Raises:
+      ZygoteError: when the call says nothing about the code.
+    """
+    start = time.monotonic()
+    result_read, result_write = os.pipe()
+    output_read, output_write = os.pipe()
+    try:
+      try:
+        self._control.settimeout(_GRACE_S)
+        self._send(request, (result_write, output_write))
+      except OSError as error:
+        raise ZygoteError(f'cannot send the request: {error}') from error
+      finally:
+        os.close(result_write)
+        os.close(output_write)
+      reader = _Reader(result_read, output_read, self.limits.output_bytes)
+      message = self._attend(reader, start)
+    finally:
+      os.close(result_read)
+      os.close(output_read)
+    return self._judge(message, reader, num_calls, time.monotonic() - start)
+
+  def _send(self, request: bytes, descriptors: tuple[int, int]) -> None:
+    rights = array.array('i', descriptors)
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+    self._control.sendmsg([struct.pack('!I', len(request))], ancillary)
+    self._control.sendall(request)
+
+  def _attend(self, reader: '_Reader', start: float) -> dict:
+    deadline = start + self.limits.wall_s + _GRACE_S
+    asked_to_kill = False
+    with selectors.DefaultSelector() as selector:
+      selector.register(self._control, selectors.EVENT_READ)
+      for descriptor in reader.descriptors:
+        selector.register(descriptor, selectors.EVENT_READ)
+      while True:
+        ready = selector.select(deadline - time.monotonic())
+        if not ready:
+          raise ZygoteError('the zygote does not answer')
+        for key, _ in ready:
+          if key.fileobj is not self._control and not reader.read(key.fd):
+            selector.unregister(key.fd)
+        if reader.result_too_large and not asked_to_kill:
+          asked_to_kill = True
+          self._tell_to_kill()
+        if any(key.fileobj is self._control for key, _ in ready):
+          try:
+            message = self._next_message()
+          except OSError as error:
+            raise ZygoteError(f'the zygote broke off: {error}') from error
+          # All writers are dead: what is left lies in the pipes.
+          reader.drain()
+          return message
+
+  def _tell_to_kill(self) -> None:
+    try:
+      self._control.sendall(b'K')
+    except OSError as error:
+      raise ZygoteError(f'the zygote is gone: {error}') from error
+
+  def _judge(self, message, reader, num_calls, wall_s) -> base.Result:
+    report = dict(line.partition(' ')[::2] for line in message['report'])
+    if 'error' in report:
+      raise ZygoteError(f'the call could not be prepared: {report["error"]}')
+    if 'started' not in report:
+      raise ZygoteError('the call was not prepared in time')
+    status, value, error = 'ok', None, ''
+    code = int(report['status']) if 'status' in report else None
+    if message['timed_out']:
+      status, error = 'timeout', f'wall limit of {self.limits.wall_s} s'
+    elif reader.result_too_large:
+      status = 'exit'
+      error = f'result larger than {self.limits.output_bytes} bytes'
+    elif code is None:  # its init went too
+      status, error = 'killed', 'killed, out of memory most likely'
+    elif os.WIFSIGNALED(code):
+      status, error = _signalled(os.WTERMSIG(code), self.limits)
+    else:
+      try:
+        value = results.parse(bytes(reader.result), num_calls)
+      except ValueError as reason:
+        status = 'exit'
+        error = f'exit code {os.waitstatus_to_exitcode(code)}: {reason}'
+    return base.Result(
+        level=self.level, status=status, value=value, error=error,
+        stdout=reader.output.decode('utf-8', 'replace'), wall_s=wall_s,
+    )  # fmt: skip
+
+  def close(self) -> None:
+    self._stop()
+    self._group.remove()
+    shutil.rmtree(self._scratch, ignore_errors=True)
+
+  def _stop(self) -> None:
+    """Asks by closing the socket, then kills; the namespaces follow."""
+    if not hasattr(self, '_process'):
+      return
+    self._control.close()
+    try:
+      self._process.wait(_CLOSE_S)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
+
+
+class _Reader:
+  """Keeps a bounded part of two pipes and empties them all the same."""
+
+  def __init__(self, result_fd: int, output_fd: int, cap: int):
+    self.descriptors = (result_fd, output_fd)
+    self.result, self.output = bytearray(), bytearray()
+    self.result_too_large = False
+    self._cap = cap
+    for descriptor in self.descriptors:
+      os.set_blocking(descriptor, False)
+
+  def read(self, descriptor: int) -> int:
+    """Reads once; 0 at the end of the pipe, -1 when there is nothing."""
+    try:
+      piece = os.read(descriptor, 65536)
+    except BlockingIOError:
+      return -1
+    kept = self.result if descriptor == self.descriptors[0] else self.output
+    room = self._cap - len(kept)
+    kept += piece[:room]
+    if kept is self.result and len(piece) > room:
+      self.result_too_large = True
+    return len(piece)
+
+  def drain(self) -> None:
+    for descriptor in self.descriptors:
+      while self.read(descriptor) > 0:
+        pass
+
+
+def _signalled(number: int, limits: base.Limits) -> tuple[str, str]:
+  if number == signal.SIGXCPU:
+    return 'timeout', f'CPU limit of {limits.cpu_s} s'
+  name = signal.Signals(number).name if number < 32 else f'signal {number}'
+  return 'killed', f'killed by {name}'
+
+
+class ZygotePool:
+  """A `base.Sandbox` of `size` zygotes; further threads wait their turn."""
+
+  def __init__(self, level: str, limits: base.Limits, size: int):
+    self.level = level
+    self._limits = limits
+    self._lock = threading.Lock()
+    self._closed = False
+    self._idle: queue.LifoQueue = queue.LifoQueue()
+    self._size = size
+    started = []
+    try:
+      for _ in range(size):
+        started.append(Zygote(level, limits))
+    except BaseException:
+      for zygote in started:
+        zygote.close()
+      raise
+    self.about = started[0].about
+    for zygote in started:
+      self._idle.put(zygote)
+
+  def call(
+      self,
+      files: dict[str, str],
+      module: str,
+      function: str,
+      arguments: list[list],
+  ) -> base.Result:
+    request = _encode(files, module, function, arguments)
+    zygote = self._idle.get()
+    try:
+      if self._closed:
+        raise ValueError('the sandbox is closed; open another one.')
+      for attempt in range(2):
+        try:
+          zygote = zygote or Zygote(self.level, self._limits)
+          return zygote.run(request, len(arguments))
+        except (ZygoteError, OSError) as error:
+          reason = str(error)
+          logging.warning(
+              'Sandbox zygote failed (%s), attempt %d of 2: restarting it.',
+              reason,
+              attempt + 1,
+          )
+          if zygote:
+            zygote.close()
+          zygote = None
+      return base.Result(
+          level=self.level, status='infrastructure', error=reason
+      )
+    finally:
+      self._idle.put(zygote)
+
+  def close(self) -> None:
+    """Waits for running calls, then ends all zygotes; may be called twice."""
+    with self._lock:
+      if self._closed:
+        return
+      self._closed = True
+    for _ in range(self._size):
+      zygote = self._idle.get()
+      if zygote:
+        zygote.close()
+    for _ in range(self._size):  # callers that wait get their error
+      self._idle.put(None)
+
+  def __enter__(self) -> 'ZygotePool':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+
+def _encode(files, module, function, arguments) -> bytes:
+  for name, text in files.items():
+    parts = pathlib.PurePosixPath(name).parts
+    if not parts or parts[0] == '/' or '..' in parts or '\0' in name:
+      raise ValueError(
+          f'file name {name!r} must be relative and stay in the workspace.'
+      )
+    if not isinstance(text, str):
+      raise ValueError(f'file {name!r} must be text, not {type(text)}.')
+  request = json.dumps({
+      'files': files, 'module': module, 'function': function,
+      'arguments': [list(each) for each in arguments],
+  }).encode()  # fmt: skip
+  if len(request) > _MAX_REQUEST:
+    raise ValueError(
+        f'the request ({len(request)} bytes) must not exceed {_MAX_REQUEST}.'
+    )
+  return request

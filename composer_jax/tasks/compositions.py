@@ -1,0 +1,190 @@
+"""Functions of a list, composed of an aggregate, a map and a filter.
+
+Each part has code, words and, apart from both, a meaning, so that the code can
+be tested against the meaning. No two compositions compute the same function.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from composer_jax.tasks import source
+
+CONSTANTS = (2, 3, 4, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One component: its code, its words and, apart from both, its meaning.
+
+  `{v}` is the loop variable, `{a}` the argument, `{k}` the constant; `{g}` in
+  an aggregate is the generator of mapped values.
+  """
+
+  code: str
+  words: str
+  order: str
+  meaning: Callable[..., Any]
+
+  @property
+  def has_constant(self) -> bool:
+    return '{k}' in self.code
+
+
+# `words` build "Return <aggregate> <map> <filter>.", `order` builds
+# "Take <filter>, <map>, <aggregate>."
+AGGREGATES = {
+  'sum': Part('sum({g})', 'the sum of', 'return their sum', sum),
+  'largest': Part(
+    'max(({g}), default=0)',
+    'the largest of',
+    'return the largest',
+    lambda m: max(m, default=0),
+  ),
+  'smallest': Part(
+    'min(({g}), default=0)',
+    'the smallest of',
+    'return the smallest',
+    lambda m: min(m, default=0),
+  ),
+  'first': Part(
+    'next(({g}), 0)',
+    'the first of',
+    'return the first',
+    lambda m: m[0] if m else 0,
+  ),
+  'list': Part('[{g}]', 'a list of', 'return a list', list),
+  'sorted': Part(
+    'sorted({g})', 'a sorted list of', 'return them sorted', sorted
+  ),
+  'descending': Part(
+    'sorted(({g}), reverse=True)',
+    'a descending list of',
+    'return them descending',
+    lambda m: sorted(m)[::-1],
+  ),
+  'reversed': Part(
+    '[{g}][::-1]',
+    'a reversed list of',
+    'return them reversed',
+    lambda m: m[::-1],
+  ),
+}
+MAPS = {
+  'itself': Part('{v}', '{f}', '', lambda v, k: v),
+  'double': Part(
+    '2 * {v}', 'the doubles of {f}', 'double each', lambda v, k: v + v
+  ),
+  'square': Part(
+    '{v} * {v}', 'the squares of {f}', 'square each', lambda v, k: v**2
+  ),
+  'cube': Part(
+    '{v} ** 3', 'the cubes of {f}', 'cube each', lambda v, k: v * v * v
+  ),
+  'negate': Part(
+    '-{v}', 'the negations of {f}', 'negate each', lambda v, k: 0 - v
+  ),
+  'plus': Part(
+    '{v} + {k}', '{f}, each plus {k}', 'add {k} to each', lambda v, k: k + v
+  ),
+}
+FILTERS = {
+  'all': Part('', 'the {a}', '', lambda v, k: True),
+  'even': Part(
+    '{v} % 2 == 0', 'the even {a}', '', lambda v, k: v in range(-98, 99, 2)
+  ),
+  'odd': Part(
+    '{v} % 2 == 1', 'the odd {a}', '', lambda v, k: v in range(-99, 99, 2)
+  ),
+  'positive': Part('{v} > 0', 'the positive {a}', '', lambda v, k: v >= 1),
+  'negative': Part('{v} < 0', 'the negative {a}', '', lambda v, k: v <= -1),
+  'above': Part('{v} > {k}', 'the {a} above {k}', '', lambda v, k: k < v),
+  'below': Part('{v} < {k}', 'the {a} below {k}', '', lambda v, k: k > v),
+}
+
+KINDS = tuple(itertools.product(AGGREGATES, MAPS, FILTERS))
+
+
+def is_held_out(kinds: tuple[str, str, str]) -> bool:
+  """Whether training must not see compositions of these kinds: one in five.
+
+  Fixing two of the three kinds leaves at least one index outside the residue
+  class, so every pair of parts stays in training.
+  """
+  tables = (AGGREGATES, MAPS, FILTERS)
+  indices = (list(t).index(k) for t, k in zip(tables, kinds, strict=True))
+  return sum(indices) % 5 == 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Composition:
+  """One function of a list: kinds of its parts and their constants or None."""
+
+  aggregate: str
+  map: str
+  filter: str
+  map_constant: int | None = None
+  filter_constant: int | None = None
+
+  @property
+  def kinds(self) -> tuple[str, str, str]:
+    return self.aggregate, self.map, self.filter
+
+  @property
+  def held_out(self) -> bool:
+    return is_held_out(self.kinds)
+
+  def evaluate(self, values: list[int]) -> Any:
+    """What the function returns, by the parts' meaning and not their code."""
+    keep, change = FILTERS[self.filter].meaning, MAPS[self.map].meaning
+    kept = [v for v in values if keep(v, self.filter_constant)]
+    mapped = [change(v, self.map_constant) for v in kept]
+    return AGGREGATES[self.aggregate].meaning(mapped)
+
+  def body(self, argument: str, variable: str) -> str:
+    names = {'v': variable, 'a': argument}
+    element = MAPS[self.map].code.format(k=self.map_constant, **names)
+    generator = f'{element} for {variable} in {argument}'
+    if FILTERS[self.filter].code:
+      condition = FILTERS[self.filter].code
+      generator += ' if ' + condition.format(k=self.filter_constant, **names)
+    return 'return ' + AGGREGATES[self.aggregate].code.format(g=generator)
+
+  def docstring(self, argument: str, phrasing: int) -> str:
+    """English for it; `phrasing` in range(NUM_PHRASINGS)."""
+    words = FILTERS[self.filter].words
+    chosen = words.format(a=argument, k=self.filter_constant)
+    if phrasing == len(_OPENINGS):
+      change = MAPS[self.map].order.format(k=self.map_constant)
+      steps = [f'Take {chosen}', change, AGGREGATES[self.aggregate].order]
+      return ', '.join(step for step in steps if step) + '.'
+    mapped = MAPS[self.map].words.format(f=chosen, k=self.map_constant)
+    aggregate = AGGREGATES[self.aggregate].words
+    return f'{_OPENINGS[phrasing]} {aggregate} {mapped}.'
+
+
+_OPENINGS = ('Return', 'Compute', 'Find')
+NUM_PHRASINGS = len(_OPENINGS) + 1
+
+
+@functools.cache
+def everything() -> tuple[Composition, ...]:
+  """Every composition with every constant, in a fixed order."""
+  return tuple(
+    Composition(a, m, f, j, k)
+    for a, m, f in KINDS
+    for j in (CONSTANTS if MAPS[m].has_constant else (None,))
+    for k in (CONSTANTS if FILTERS[f].has_constant else (None,))
+  )
+
+
+@functools.cache
+def _forms() -> dict[str, Composition]:
+  return {source.normal_body(c.body('a', 'v'), 'a'): c for c in everything()}
+
+
+def recognise(normal_form: str) -> Composition | None:
+  """The composition whose body has this `source.normal_form`, if any."""
+  return _forms().get(normal_form)

@@ -1,0 +1,111 @@
+"""Surgery on the source text of one function, and its normal form."""
+
+import ast
+import textwrap
+
+INDENT = '    '
+
+
+def find(tree: ast.Module, function: str) -> ast.FunctionDef | None:
+  """The top-level function of that name, or None."""
+  for node in tree.body:
+    if isinstance(node, ast.FunctionDef) and node.name == function:
+      return node
+  return None
+
+
+def parse(text: str) -> ast.Module:
+  """Parses text that a policy wrote.
+
+  Raises:
+    ValueError: for everything the parser may refuse, too deep nesting and null
+      bytes included, with a one-line reason.
+  """
+  try:
+    return ast.parse(text)
+  except SyntaxError as error:
+    raise ValueError(error.msg) from error
+  except (MemoryError, RecursionError, UnicodeError) as error:
+    raise ValueError('too deeply nested or not text') from error
+
+
+def replace_body(text: str, function: str, body: str) -> str:
+  """Gives a function another body; signature and docstring stay.
+
+  The body is parsed on its own first, so that an open bracket or quote in it
+  cannot swallow what follows the function: nothing outside the body can change.
+
+  Args:
+    text: a module that parses.
+    function: a top-level function of it.
+    body: statements at any common indentation.
+
+  Returns:
+    The module with the new body.
+
+  Raises:
+    LookupError: no such function.
+    ValueError: the body is empty or does not parse.
+  """
+  node = find(ast.parse(text), function)
+  if node is None:
+    raise LookupError(function)
+  # The parser ends lines at \r too; `splitlines` at more characters than it.
+  body = body.replace('\r\n', '\n').replace('\r', '\n').expandtabs(4)
+  body = textwrap.dedent(body).strip('\n')
+  indented = textwrap.indent(body, INDENT)
+  alone = parse(f'def f():\n{indented}\n').body
+  if len(alone) != 1 or not isinstance(alone[0], ast.FunctionDef):
+    raise ValueError('the body leaves its function')
+  lines = text.split('\n')
+  start = node.body[0].lineno - 1
+  if ast.get_docstring(node, clean=False) is not None:
+    start = node.body[0].end_lineno or start
+  return '\n'.join([*lines[:start], indented, *lines[node.end_lineno :]])
+
+
+class _Renamer(ast.NodeTransformer):
+  """Replaces bound names by their order of binding."""
+
+  def __init__(self, names: dict[str, str]):
+    self.names = names
+
+  def visit_Name(self, node: ast.Name) -> ast.Name:
+    return ast.Name(id=self.names.get(node.id, node.id), ctx=node.ctx)
+
+
+def normal_form(function: ast.FunctionDef) -> str:
+  """The function's statements up to the names it binds; docstring left out.
+
+  Two functions with the same normal form compute the same thing.
+
+  Raises:
+    ValueError: nested too deeply to be compared.
+  """
+  try:
+    return _normal_form(function)
+  except RecursionError as error:
+    raise ValueError('too deeply nested') from error
+
+
+def _normal_form(function: ast.FunctionDef) -> str:
+  names: dict[str, str] = {}
+  for argument in function.args.args:
+    names.setdefault(argument.arg, f'bound{len(names)}')
+  for node in ast.walk(function):
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      names.setdefault(node.id, f'bound{len(names)}')
+  has_doc = ast.get_docstring(function, clean=False) is not None
+  renamer = _Renamer(names)
+  return '\n'.join(
+    ast.dump(renamer.visit(node)) for node in function.body[has_doc:]
+  )
+
+
+def normal_body(body: str, argument: str) -> str:
+  """`normal_form` of a function with this body; ValueError if there is none."""
+  body = textwrap.indent(textwrap.dedent(body), INDENT)
+  text = f'def f({argument}):\n{body}\n'
+  function = parse(text).body[0]
+  assert isinstance(function, ast.FunctionDef)
+  return normal_form(function)

@@ -1,0 +1,146 @@
+"""Progress that a person watches: a live bar on a terminal, lines elsewhere.
+
+Log files, notebooks and continuous integration get one plain line every few
+seconds instead of control characters.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+def duration(seconds: float) -> str:
+  """Formats seconds as '8s', '3m20s' or '2h05m'."""
+  seconds = max(0, round(seconds))
+  if seconds < 60:
+    return f'{seconds}s'
+  if seconds < 3600:
+    return f'{seconds // 60}m{seconds % 60:02d}s'
+  return f'{seconds // 3600}h{seconds % 3600 // 60:02d}m'
+
+
+def number(value: Any) -> str:
+  """Formats a metric in at most about six characters: 3.142, 12.3k, 4.1e-05."""
+  if not isinstance(value, (int, float)):
+    return str(value)
+  if isinstance(value, int) and abs(value) < 10_000:
+    return str(value)
+  size = abs(value)
+  for limit, unit in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e4, 'k')):
+    if size >= limit:
+      return f'{value / (1e3 if unit == "k" else limit):.1f}{unit}'
+  if size and size < 1e-3:
+    return f'{value:.1e}'
+  return f'{value:.4g}'
+
+
+class Progress:
+  """Shows how far a stage is.
+
+    with progress.Progress('cpt', total=400) as bar:
+      for step in range(start, 400):
+        ...
+        bar.update(step + 1, loss=loss, tokens_per_s=rate)
+
+  The rate and the time left count only steps of this process, so a resumed
+  stage does not look faster than it is.
+  """
+
+  def __init__(
+    self,
+    stage: str,
+    total: int,
+    *,
+    start: int = 0,
+    every_s: float = 5.0,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Begins a stage.
+
+    Args:
+      stage: name shown in front.
+      total: steps of the whole stage.
+      start: steps done before, by a run that this one resumes.
+      every_s: seconds between plain lines; the first and last always show.
+      stream: standard output if None.
+      clock: seconds; tests pass their own.
+    """
+    self._stage = stage
+    self._total = total
+    self._start = start
+    self._step = start
+    self._every_s = every_s
+    self._stream = sys.stdout if stream is None else stream
+    self._clock = clock
+    self._began = clock()
+    self._shown_at: float | None = None
+    self._shown_step: int | None = None
+    self._text = ''
+    self._bar = self._open_bar() if self._stream.isatty() else None
+
+  def _open_bar(self) -> Any:
+    import rich.console
+    import rich.progress
+
+    bar = rich.progress.Progress(
+      rich.progress.TextColumn('[bold]{task.description:>5}'),
+      rich.progress.BarColumn(bar_width=24),
+      rich.progress.TextColumn('{task.completed}/{task.total}'),
+      rich.progress.TextColumn('{task.fields[text]}', markup=False),
+      console=rich.console.Console(file=self._stream),
+      refresh_per_second=4,
+    )
+    self._task = bar.add_task(
+      self._stage, total=self._total, completed=self._start, text=''
+    )
+    bar.start()
+    return bar
+
+  def update(self, step: int, **metrics: Any) -> None:
+    """Shows that `step` steps are done, with a few metrics.
+
+    Call it every step: plain lines are thinned out here.
+    """
+    self._step = step
+    shown = [f'{name} {number(value)}' for name, value in metrics.items()]
+    elapsed = self._clock() - self._began
+    done = step - self._start
+    if done > 0 and elapsed > 0:
+      rate = done / elapsed
+      shown.append(f'{number(rate)} steps/s')
+      shown.append(f'{duration((self._total - step) / rate)} left')
+    self._text = '  '.join(shown)
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, text=self._text)
+      return
+    now = self._clock()
+    if self._shown_at is None or now - self._shown_at >= self._every_s:
+      self._print()
+
+  def _print(self) -> None:
+    self._shown_at = self._clock()
+    self._shown_step = self._step
+    line = f'[{self._stage}] {self._step}/{self._total}  {self._text}'
+    print(line.rstrip(), file=self._stream, flush=True)
+
+  def message(self, text: str) -> None:
+    """Prints a line of its own above the bar."""
+    if self._bar is not None:
+      self._bar.console.print(f'[{self._stage}] {text}', markup=False)
+    else:
+      print(f'[{self._stage}] {text}', file=self._stream, flush=True)
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.stop()
+      self._bar = None
+    elif self._text and self._shown_step != self._step:
+      self._print()
+
+  def __enter__(self) -> 'Progress':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()

@@ -1,0 +1,84 @@
+"""Fill-in-the-middle: documents rearranged so that a prefix model can infill.
+
+Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the
+Middle": cut a document in three at random, move the middle last, mark the
+parts. Half of the time in PSM order, half in SPM order (their section 2.2;
+the SPM form keeps prefix and middle together behind the middle mark). The cuts
+fall between tokens here, not between characters, so a middle never starts
+inside a token.
+"""
+
+import numpy as np
+
+from composer_jax.text import tokenizer
+
+# Three marks, and an end after the middle where the piece had none.
+OVERHEAD = 4
+_T = tokenizer.Tokenizer
+
+
+def transform(
+  ids: np.ndarray,
+  rng: np.random.Generator,
+  rate: float = 1.0,
+  spm_rate: float = 0.5,
+) -> np.ndarray:
+  """Rearranges a document with probability `rate`.
+
+  A leading BOS stays first; the middle ends with EOD, which tells the model
+  where to stop, added where the document has none.
+
+  Args:
+    ids: int32 tokens of a document or of a piece of one.
+    rng: draws the choice and the two cuts.
+    rate: probability of rearranging at all.
+    spm_rate: probability of suffix-prefix-middle among the rearranged.
+
+  Returns:
+    The tokens unchanged, or every one of them once with at most `OVERHEAD`
+    more.
+
+  Raises:
+    ValueError: a rate is not a probability, or the document already holds
+      marks, which could not be told from those added.
+  """
+  for name, value in (('rate', rate), ('spm_rate', spm_rate)):
+    if not 0 <= value <= 1:
+      raise ValueError(f'FIM {name} must lie in [0, 1], not {value}.')
+  if rng.random() >= rate:
+    return ids
+  marks = (_T.FIM_PREFIX, _T.FIM_MIDDLE, _T.FIM_SUFFIX)
+  if np.isin(ids, marks).any():
+    raise ValueError('The document already holds fill-in-the-middle marks.')
+  head, body = (ids[:1], ids[1:]) if ids[:1] == _T.BOS else (ids[:0], ids)
+  body = body[:-1] if body[-1:] == _T.EOD else body
+  first, second = np.sort(rng.integers(0, len(body) + 1, 2))
+  prefix, middle, suffix = np.split(body, [first, second])
+  pre, mid, suf = (np.array([mark], np.int32) for mark in marks)
+  end = np.array([_T.EOD], np.int32)
+  if rng.random() < spm_rate:
+    parts = [head, pre, suf, suffix, mid, prefix, middle, end]
+  else:
+    parts = [head, pre, prefix, suf, suffix, mid, middle, end]
+  return np.concatenate(parts)
+
+
+def restore(ids: np.ndarray) -> np.ndarray:
+  """Undoes `transform`; the EOD that it may have added stays.
+
+  In SPM order prefix and middle come back joined, which is all that is needed.
+  """
+  where = [
+    np.flatnonzero(ids == mark)
+    for mark in (_T.FIM_PREFIX, _T.FIM_SUFFIX, _T.FIM_MIDDLE)
+  ]
+  if [len(w) for w in where] == [0, 0, 0]:
+    return ids
+  if [len(w) for w in where] != [1, 1, 1]:
+    raise ValueError(
+      'A rearranged document holds each fill-in-the-middle mark once.'
+    )
+  pre, suf, mid = (int(w[0]) for w in where)
+  head, prefix = ids[:pre], ids[pre + 1 : suf]
+  suffix, middle = ids[suf + 1 : mid], ids[mid + 1 :]
+  return np.concatenate([head, prefix, middle[:-1], suffix, middle[-1:]])

@@ -1,0 +1,212 @@
+"""Byte-level BPE with special tokens that no text can spell.
+
+The special tokens are ids that the merges know nothing about: they are added
+here, in front of the BPE's own ids, and `encode` cannot produce them. Text that
+spells '<|end|>' (a tool's output, a file in a repository) is encoded as the
+seven or so ordinary tokens it is, so nothing that a policy reads or prints can
+close its own turn.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from composer_jax.core import files
+
+FORMAT = 'composer_jax.tokenizer/1'
+SPECIALS = (
+  '<|pad|>',
+  '<|bos|>',
+  '<|eod|>',
+  '<|user|>',
+  '<|call|>',
+  '<|tool|>',
+  '<|end|>',
+  '<|fim_prefix|>',
+  '<|fim_middle|>',
+  '<|fim_suffix|>',
+)
+MIN_VOCAB_SIZE = len(SPECIALS) + 256
+
+# A line break keeps its indentation, so that a block of code costs one token a
+# line for its shape; digits stand alone, so that a number's tokens do not
+# depend on what else was in the corpus; snake_case splits before underscores,
+# so that the parts of a name are shared between names.
+_WORDS = (
+  r'(?:\r?\n)+[ \t]*'
+  r'| ?_*\p{L}+'
+  r'| ?\p{N}'
+  r'| ?[^\s\p{L}\p{N}]+'
+  r'|\s+'
+)
+
+
+def _byte_alphabet() -> dict[str, int]:
+  """Returns the printable stand-in of every byte, as byte-level BPE has it.
+
+  Radford et al. 2019: printable Latin-1 bytes stand for themselves, the other
+  68 are moved to U+0100 and on, in order.
+  """
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  moved = [byte for byte in range(256) if byte not in printable]
+  alphabet = {chr(byte): byte for byte in printable}
+  alphabet.update({chr(256 + i): byte for i, byte in enumerate(moved)})
+  return alphabet
+
+
+class Tokenizer:
+  """Text to int32 ids and back, lossless for any bytes.
+
+  Special tokens are attributes of the class: `Tokenizer.END`. Ids 0 to 9 are
+  special, the next 256 are single bytes, merges follow.
+  """
+
+  PAD, BOS, EOD, USER, CALL, TOOL, END = range(7)
+  FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = range(7, 10)
+
+  def __init__(self, bpe: tokenizers.Tokenizer):
+    """Wraps a byte-level BPE whose ids start at 0, special tokens excluded."""
+    self._bpe = bpe
+    alphabet = _byte_alphabet()
+    self._bytes: list[bytes] = [name.encode() for name in SPECIALS]
+    vocab = bpe.get_vocab()
+    for piece, _ in sorted(vocab.items(), key=lambda item: item[1]):
+      self._bytes.append(bytes(alphabet[c] for c in piece))
+    self._byte_ids = {
+      byte: vocab[c] + len(SPECIALS) for c, byte in alphabet.items()
+    }
+
+  @classmethod
+  def train(cls, texts: Iterable[str], vocab_size: int) -> 'Tokenizer':
+    """Learns merges from texts.
+
+    Args:
+      texts: any number of documents; at least one that is not empty.
+      vocab_size: ids in all, special tokens and the 256 bytes included. Fewer
+        come out when the texts hold too few pairs to merge.
+
+    Raises:
+      ValueError: vocab_size has no room for the bytes, or there is no text.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+      raise ValueError(
+        f'vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: '
+        f'{len(SPECIALS)} special tokens and 256 bytes.'
+      )
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+      [
+        pre_tokenizers.Split(tokenizers.Regex(_WORDS), 'isolated'),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+      ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+      vocab_size=vocab_size - len(SPECIALS),
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      show_progress=False,
+    )
+    texts = [_valid(text) for text in texts]
+    if not any(texts):
+      raise ValueError(
+        f'Cannot train a tokenizer: none of {len(texts)} texts holds a '
+        'character. Give it a corpus that is not empty.'
+      )
+    bpe.train_from_iterator(texts, trainer=trainer, length=len(texts))
+    return cls(bpe)
+
+  @classmethod
+  def load(cls, path: str | os.PathLike) -> 'Tokenizer':
+    """Reads what `save` wrote; a ValueError names any other file."""
+    data = files.read_json(path)
+    if not isinstance(data, dict) or data.get('format') != FORMAT:
+      raise ValueError(
+        f'{path} is not a tokenizer of format {FORMAT!r}; delete it to have '
+        'it trained again.'
+      )
+    if tuple(data['specials']) != SPECIALS:
+      raise ValueError(
+        f'{path} has special tokens {data["specials"]}; this version needs '
+        f'{list(SPECIALS)}. Delete it to have it trained again.'
+      )
+    return cls(tokenizers.Tokenizer.from_str(json.dumps(data['bpe'])))
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes JSON, whole or not at all."""
+    files.write_atomic(path, self._json())
+
+  def _json(self) -> bytes:
+    value = {
+      'format': FORMAT,
+      'specials': SPECIALS,
+      'bpe': json.loads(self._bpe.to_str()),
+    }
+    return (json.dumps(value, sort_keys=True, indent=1) + '\n').encode()
+
+  def fingerprint(self) -> str:
+    """Returns the SHA-256 of what `save` writes."""
+    return files.sha256(self._json())
+
+  @property
+  def vocab_size(self) -> int:
+    """Ids in use, special tokens included."""
+    return len(self._bytes)
+
+  def encode(self, text: str) -> np.ndarray:
+    """Returns int32 ids, never a special one; lone surrogates become '?'."""
+    return self.encode_batch([text])[0]
+
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encodes many texts at once, each as `encode` would."""
+    encodings = self._bpe.encode_batch_fast([_valid(text) for text in texts])
+    return [np.array(e.ids, np.int32) + len(SPECIALS) for e in encodings]
+
+  def encode_bytes(self, data: bytes) -> np.ndarray:
+    """Encodes any bytes so that `decode_bytes` returns them.
+
+    Bytes that are not UTF-8 become single-byte tokens; the rest is encoded as
+    text.
+    """
+    text = data.decode('utf-8', 'surrogateescape')
+    parts = [np.zeros(0, np.int32)]
+    for part in re.split('([\udc80-\udcff])', text):
+      if len(part) == 1 and '\udc80' <= part <= '\udcff':
+        byte = ord(part) - 0xDC00
+        parts.append(np.array([self._byte_ids[byte]], np.int32))
+      else:
+        parts.append(self.encode(part))
+    return np.concatenate(parts)
+
+  def decode_bytes(
+    self, ids: Iterable[int], skip_specials: bool = False
+  ) -> bytes:
+    """Returns the exact bytes; special tokens are spelled unless skipped."""
+    first = len(SPECIALS) if skip_specials else 0
+    try:
+      return b''.join(self._bytes[i] for i in map(int, ids) if i >= first)
+    except IndexError:
+      raise ValueError(
+        f'A token id is outside this vocabulary of {self.vocab_size}.'
+      ) from None
+
+  def decode(self, ids: Iterable[int], skip_specials: bool = False) -> str:
+    """Returns text; bytes that are not UTF-8 become U+FFFD.
+
+    Special tokens are spelled by default, so that one which a policy wrote
+    where none belongs is seen and not silently dropped.
+    """
+    return self.decode_bytes(ids, skip_specials).decode('utf-8', 'replace')
+
+
+def _valid(text: str) -> str:
+  """Replaces lone surrogates, which UTF-8 has no bytes for."""
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return text.encode('utf-8', 'replace').decode()
+  return text

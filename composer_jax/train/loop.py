@@ -1,0 +1,283 @@
+"""Drives one stage (pretraining or fine-tuning) from start or resume to export.
+
+Killed at any moment and started again with the same arguments it continues
+from its last checkpoint, and on CPU writes the same losses bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.checkpoint import manager
+from composer_jax.core import batches
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.models import flops
+from composer_jax.optim import groups
+from composer_jax.telemetry import progress
+from composer_jax.train import evaluate
+from composer_jax.train import export
+from composer_jax.train import placement as train_placement
+from composer_jax.train import reporting
+from composer_jax.train import state as train_state
+from composer_jax.train import step as train_step
+
+Variables = dict[str, Any]
+
+
+class Stream(Protocol):
+  """A resumable iterator of numpy `LMBatch`es (grain's protocol)."""
+
+  def __next__(self) -> batches.LMBatch: ...
+
+  def get_state(self) -> Any: ...
+
+  def set_state(self, state: Any) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+  """One stage.
+
+  Attributes:
+    stage: its name in metrics and folders ('cpt', 'sft').
+    steps: optimizer steps.
+    batch_size: rows of a global batch.
+    seq_len: tokens of a row.
+    optimizer: of the stage.
+    bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
+    checkpoint_every: steps between checkpoints; the last step always has one.
+    eval_every: steps between held-out losses; also before the first step and
+      after the last.
+    log_every: steps between metrics lines.
+    keep: checkpoints kept.
+    seed: of the initial weights, where none are given.
+  """
+
+  stage: str
+  steps: int
+  batch_size: int
+  seq_len: int
+  optimizer: groups.OptimizerOptions
+  bias_rate: float
+  checkpoint_every: int
+  eval_every: int
+  log_every: int
+  keep: int
+  seed: int
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is int and field.name != 'seed' and value < 1:
+        raise ValueError(f'{field.name} must be at least 1, not {value}.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Programs:
+  """What a stage runs on the devices, and the shapes it runs on."""
+
+  init: Callable[[jax.Array], train_state.TrainState]
+  adopt: Callable[[Variables], train_state.TrainState]
+  step: train_step.StepFunction
+  evaluate: evaluate.SumFunction
+  like: train_state.TrainState
+
+
+def run(
+    options: LoopOptions,
+    *,
+    workdir: str | os.PathLike,
+    model: model_config.ModelConfig,
+    placement: train_placement.Placement,
+    stream: Stream,
+    heldout: Sequence[batches.LMBatch],
+    writer: reporting.MetricsWriter,
+    initial: Variables | None = None,
+) -> Variables:
+  """Trains a stage to its end and returns its variables.
+
+  Args:
+    options: of the stage.
+    workdir: checkpoints go to `checkpoints/<stage>`, the result to
+      `exports/<stage>`; a stage that has its export is not run again.
+    model: what to train.
+    placement: where arrays lie.
+    stream: batches; its state is part of every checkpoint.
+    heldout: batches of documents that training never sees.
+    writer: of metrics.
+    initial: variables to start from; None draws them from the seed.
+
+  Raises:
+    FloatingPointError: a loss or gradient was not finite.
+    ValueError: the stream ends early, or has batches of another shape.
+    manager.DamagedCheckpoint: the last checkpoint is damaged.
+    OSError: the disk is full; earlier checkpoints are intact.
+  """
+  stage = options.stage
+  programs = _programs(options, model, placement)
+  if export.finished_step(workdir, stage) is not None:
+    return export.load(workdir, stage, programs.like.variables())
+  # Placed once; small beside the model.
+  heldout = [placement.put(batch) for batch in heldout]
+  checkpoints = manager.Checkpoints(
+      pathlib.Path(workdir) / 'checkpoints' / stage, keep=options.keep
+  )
+  with contextlib.closing(checkpoints):
+    start, state = _restore(checkpoints, programs, stream)
+    writer.truncate(stage, -1 if start is None else start)
+    with progress.Progress(stage, options.steps, start=start or 0) as bar:
+      report = _reporter(options, model, writer, bar)
+      if state is None:
+        start, state = 0, _first_state(options, programs, initial)
+        report.heldout(0, _heldout_loss(programs, state, heldout))
+
+      for step in range(start + 1, options.steps + 1):
+        batch = placement.put(_next_batch(stream, options, step))
+        state, metrics = programs.step(state, batch)
+        report.push(step, metrics)
+        if _is_due(step, options.eval_every, options.steps):
+          report.flush()
+          report.heldout(step, _heldout_loss(programs, state, heldout))
+        if _is_due(step, options.checkpoint_every, options.steps):
+          # Flushed first: a checkpoint promises that the step was finite and
+          # that its line is in the metrics.
+          report.flush()
+          checkpoints.save(step, state, stream.get_state())
+  export.save(workdir, stage, options.steps, state.variables())
+  return state.variables()
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+  return step % every == 0 or step == last
+
+
+@functools.lru_cache(maxsize=4)
+def _programs(
+    options: LoopOptions,
+    model: model_config.ModelConfig,
+    placement: train_placement.Placement,
+) -> _Programs:
+  """Describes the state before it exists and jits what works on it.
+
+  Cached: a process that runs a stage again compiles it once.
+  """
+  abstract, axes = decoder.abstract(model)
+  optimizer = groups.optimizer(
+      options.optimizer,
+      params=abstract['params'],
+      axes=axes['params'],
+      total_steps=options.steps,
+  )
+
+  def create(variables):
+    return train_state.create(variables, optimizer)
+
+  shapes = jax.eval_shape(create, abstract)
+  places = train_state.shardings(shapes, placement.variables, placement.mesh)
+  step = train_step.make(
+      model, optimizer, plan=placement.plan, bias_rate=options.bias_rate
+  )
+  variable_places = places.variables()
+  return _Programs(
+      init=jax.jit(
+          lambda key: create(decoder.init(model, key)), out_shardings=places
+      ),
+      adopt=jax.jit(
+          create, in_shardings=(variable_places,), out_shardings=places
+      ),
+      step=jax.jit(
+          step,
+          donate_argnums=0,
+          in_shardings=(places, placement.batch),
+          out_shardings=(places, placement.replicated),
+      ),
+      evaluate=jax.jit(
+          evaluate.make(model, plan=placement.plan),
+          in_shardings=(variable_places, placement.batch),
+          out_shardings=placement.replicated,
+      ),
+      like=jax.tree.map(
+          lambda a, place: jax.ShapeDtypeStruct(
+              a.shape, a.dtype, sharding=place
+          ),
+          shapes,
+          places,
+      ),
+  )
+
+
+def _restore(
+    checkpoints: manager.Checkpoints, programs: _Programs, stream: Stream
+) -> tuple[int | None, train_state.TrainState | None]:
+  """Returns the last checkpoint and rewinds the stream; None without one."""
+  step = checkpoints.latest_step()
+  if step is None:
+    return None, None
+  state, data = checkpoints.restore(step, programs.like)
+  stream.set_state(data)
+  return step, state
+
+
+def _first_state(
+    options: LoopOptions, programs: _Programs, initial: Variables | None
+) -> train_state.TrainState:
+  if initial is None:
+    return programs.init(jax.random.key(options.seed))
+  places = jax.tree.map(lambda a: a.sharding, programs.like.variables())
+  return programs.adopt(jax.device_put(initial, places))
+
+
+def _reporter(
+    options: LoopOptions,
+    model: model_config.ModelConfig,
+    writer: reporting.MetricsWriter,
+    bar: progress.Progress,
+) -> reporting.Reporter:
+  schedule = groups.schedule(
+      options.optimizer, options.steps, options.optimizer.learning_rate
+  )
+  return reporting.Reporter(
+      options.stage,
+      writer=writer,
+      bar=bar,
+      speed=reporting.Speed(3 * flops.flops_per_token(model, options.seq_len)),
+      learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
+      log_every=options.log_every,
+  )
+
+
+def _heldout_loss(
+    programs: _Programs,
+    state: train_state.TrainState,
+    heldout: Sequence[batches.LMBatch],
+) -> float:
+  return evaluate.mean_loss(programs.evaluate, state.variables(), heldout)
+
+
+def _next_batch(
+    stream: Stream, options: LoopOptions, step: int
+) -> batches.LMBatch:
+  batch = next(stream, None)
+  if batch is None:
+    raise ValueError(
+        f'The stream of stage {options.stage!r} ended before step {step} of '
+        f'{options.steps}; give it more data or fewer steps.'
+    )
+  # Each process feeds its own rows of the global batch.
+  wanted = (options.batch_size // jax.process_count(), options.seq_len)
+  if batch.tokens_BT.shape != wanted:
+    raise ValueError(
+        f'The stream of stage {options.stage!r} gives batches of '
+        f'{batch.tokens_BT.shape}; its options ask for {wanted} '
+        '(batch_size over processes, seq_len).'
+    )
+  return batch

@@ -1,0 +1,146 @@
+"""Turns the metrics of steps into lines, one step late, and stops on NaN."""
+
+import math
+import time
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from composer_jax.telemetry import mfu
+from composer_jax.telemetry import progress
+from composer_jax.train import step as train_step
+
+
+class MetricsWriter(Protocol):
+  """What the loop needs of `telemetry.writer.Writer`."""
+
+  def write(self, stage: str, step: int, **metrics: Any) -> None: ...
+
+  def truncate(self, stage: str, step: int) -> None: ...
+
+
+class Speed:
+  """Tokens per second and MFU since the last reading.
+
+  The clock starts with the first finished step, so that compilation does not
+  count; evaluation and checkpoints do.
+  """
+
+  def __init__(self, train_flops_per_token: float):
+    """Looks up the peak of the devices, or measures that of a CPU."""
+    self._flops = train_flops_per_token
+    device = jax.devices()[0]
+    peak = mfu.peak_flops(device.device_kind)
+    self._peak = mfu.measure_peak() if peak is None else peak
+    # Emulated CPU devices share the cores of one machine.
+    is_cpu = device.platform == 'cpu'
+    self._num_devices = jax.process_count() if is_cpu else jax.device_count()
+    self._since: float | None = None
+    self._tokens = 0
+
+  def add(self, num_tokens: int) -> None:
+    if self._since is None:
+      self._since = time.perf_counter()
+    else:
+      self._tokens += num_tokens
+
+  def read(self) -> dict[str, float]:
+    """Returns tokens_per_s and mfu; empty before the second step."""
+    if self._since is None or not self._tokens:
+      return {}
+    now = time.perf_counter()
+    rate = self._tokens / (now - self._since)
+    self._since, self._tokens = now, 0
+    share = mfu.mfu(
+        self._flops, rate, num_devices=self._num_devices, peak=self._peak
+    )
+    return {'tokens_per_s': rate, 'mfu': share}
+
+
+class Reporter:
+  """Holds the metrics of the last dispatched step until the next is on its way.
+
+  Reading them waits for the device; by then the device has its next step.
+  """
+
+  def __init__(
+      self,
+      stage: str,
+      *,
+      writer: MetricsWriter,
+      bar: progress.Progress,
+      speed: Speed,
+      learning_rates: np.ndarray,
+      log_every: int,
+  ):
+    self._stage = stage
+    self._writer = writer
+    self._bar = bar
+    self._speed = speed
+    self._learning_rates = learning_rates
+    self._log_every = log_every
+    self._pending: tuple[int, train_step.StepMetrics] | None = None
+    self._last_finite: float | None = None
+
+  def push(self, step: int, metrics: train_step.StepMetrics) -> None:
+    """Takes the metrics of a dispatched step and reports the one before.
+
+    Raises:
+      FloatingPointError: the step before was not finite.
+    """
+    before, self._pending = self._pending, (step, metrics)
+    if before is not None:
+      self._report(*before)
+
+  def flush(self) -> None:
+    """Reports the pending step; waits for the device."""
+    pending, self._pending = self._pending, None
+    if pending is not None:
+      self._report(*pending)
+
+  def heldout(self, step: int, loss: float) -> None:
+    """Writes the held-out loss after `step` steps."""
+    self._writer.write(self._stage, step, heldout_loss=loss)
+    self._bar.message(f'step {step}: held-out loss {loss:.4f}')
+
+  def _report(self, step: int, metrics: train_step.StepMetrics) -> None:
+    metrics = jax.device_get(metrics)
+    self._check_finite(step, metrics)
+    self._speed.add(int(metrics.loss.num_tokens))
+    self._bar.update(step, loss=float(metrics.loss.loss))
+    if step % self._log_every:
+      return
+    load_ME = metrics.loss.load_ME
+    self._writer.write(
+        self._stage,
+        step,
+        loss=float(metrics.loss.loss),
+        aux_loss=float(metrics.loss.aux_loss),
+        grad_norm=float(metrics.update.grad_norm),
+        update_norm=float(metrics.update.update_norm),
+        lr=float(self._learning_rates[step - 1]),
+        expert_load_max=train_step.expert_load_max(load_ME),
+        expert_load=load_ME.tolist(),
+        **self._speed.read(),
+    )
+
+  def _check_finite(self, step: int, metrics: train_step.StepMetrics) -> None:
+    values = {
+        'loss': float(metrics.loss.loss),
+        'aux_loss': float(metrics.loss.aux_loss),
+        'grad_norm': float(metrics.update.grad_norm),
+        'update_norm': float(metrics.update.update_norm),
+    }
+    if all(math.isfinite(v) for v in values.values()):
+      self._last_finite = values['loss']
+      return
+    text = ', '.join(f'{name} {value:g}' for name, value in values.items())
+    raise FloatingPointError(
+        f'Stage {self._stage!r} stopped at step {step}: {text}, loss weights '
+        f'sum to {float(metrics.loss.loss_weight):g} over '
+        f'{int(metrics.loss.num_tokens)} tokens, learning rate '
+        f'{self._learning_rates[step - 1]:g}, last finite loss '
+        f'{self._last_finite}. No checkpoint of this step was written. Lower '
+        'the learning rate or inspect the batch.'
+    )

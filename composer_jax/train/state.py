@@ -1,0 +1,91 @@
+"""What a training stage owns between steps, and where it lies."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import trees
+
+
+class TrainState(flax.struct.PyTreeNode, kw_only=True):
+  """The float32 masters and all that moves with them.
+
+  Attributes:
+    step: int32 optimizer steps done.
+    params: float32 masters.
+    selection_bias: of sigmoid routers, {} for softmax; moved by a sign rule,
+      outside the optimizer.
+    opt_state: of the optax transform.
+  """
+
+  step: jax.Array
+  params: Any
+  selection_bias: Any
+  opt_state: Any
+
+  def variables(self) -> dict[str, Any]:
+    """Returns what `models.decoder` calls its variables."""
+    return variables(self.params, self.selection_bias)
+
+
+def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
+  """Joins the collections; an empty selection bias is left out."""
+  if not selection_bias:
+    return {'params': params}
+  return {'params': params, 'selection_bias': selection_bias}
+
+
+def create(
+    model_variables: dict[str, Any], optimizer: optax.GradientTransformation
+) -> TrainState:
+  """Builds the state of step 0; pure, so that it can be traced or jitted."""
+  params = model_variables['params']
+  return TrainState(
+      step=jnp.zeros([], jnp.int32),
+      params=params,
+      selection_bias=model_variables.get('selection_bias', {}),
+      opt_state=optimizer.init(params),
+  )
+
+
+def shardings(
+    abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
+) -> TrainState:
+  """Places the state: moments lie as their parameters, scalars everywhere.
+
+  Args:
+    abstract: shapes of the state.
+    variable_shardings: tree of NamedShardings for the model's variables.
+    mesh: the one mesh.
+
+  Raises:
+    ValueError: an array of the optimizer belongs to no parameter, by name.
+  """
+  by_name = trees.flatten_names(variable_shardings['params'])
+  replicated = NamedSharding(mesh, P())
+
+  def place(name: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    if not leaf.ndim:
+      return replicated
+    # Optax nests the parameter tree in its own: the name ends alike.
+    parts = name.split('/')
+    for start in range(len(parts)):
+      if '/'.join(parts[start:]) in by_name:
+        return by_name['/'.join(parts[start:])]
+    raise ValueError(
+        f'Optimizer state {name} of shape {leaf.shape} is named after no '
+        f'parameter; the parameters are {sorted(by_name)}.'
+    )
+
+  return TrainState(
+      step=replicated,
+      params=variable_shardings['params'],
+      selection_bias=variable_shardings.get('selection_bias', {}),
+      opt_state=trees.map_names(place, abstract.opt_state),
+  )

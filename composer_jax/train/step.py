@@ -1,0 +1,110 @@
+"""One optimizer step: pure functions, jitted by whoever drives them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from composer_jax.core import batches
+from composer_jax.models import config as model_config
+from composer_jax.models import router
+from composer_jax.parallel import exchange
+from composer_jax.train import lm_loss
+from composer_jax.train import state as train_state
+
+
+class UpdateStats(flax.struct.PyTreeNode, kw_only=True):
+  """Size of one update.
+
+  Attributes:
+    grad_norm: global norm before clipping.
+    update_norm: global norm of what was added to the masters.
+  """
+
+  grad_norm: jax.Array
+  update_norm: jax.Array
+
+
+class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
+  """What one step reports; read on the host one step late."""
+
+  loss: lm_loss.LossStats
+  update: UpdateStats
+
+
+StepFunction = Callable[
+    [train_state.TrainState, batches.LMBatch],
+    tuple[train_state.TrainState, StepMetrics],
+]
+
+
+def apply_gradients(
+    state: train_state.TrainState,
+    gradients: Any,
+    load_ME: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation,
+    bias_rate: float,
+) -> tuple[train_state.TrainState, UpdateStats]:
+  """Moves masters and selection bias once.
+
+  Args:
+    state: before the step.
+    gradients: of the masters.
+    load_ME: tokens sent to each expert over the whole global batch.
+    optimizer: optax transform, clipping included.
+    bias_rate: step of the selection bias (DeepSeek-V3: 0.001); 0 freezes it.
+  """
+  updates, opt_state = optimizer.update(
+      gradients, state.opt_state, state.params
+  )
+  bias = jax.tree.map(
+      lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
+      state.selection_bias,
+  )
+  after = train_state.TrainState(
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      selection_bias=bias,
+      opt_state=opt_state,
+  )
+  stats = UpdateStats(
+      grad_norm=optax.tree.norm(gradients), update_norm=optax.tree.norm(updates)
+  )
+  return after, stats
+
+
+def make(
+    model: model_config.ModelConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    plan: exchange.ExchangePlan | None,
+    bias_rate: float,
+) -> StepFunction:
+  """Returns the language-model step; it traces under any mesh."""
+
+  def step(state, batch):
+    gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)
+    (_, loss_stats), gradients = gradient(
+        state.params, state.selection_bias, batch, model=model, plan=plan
+    )
+    with jax.named_scope('update'):
+      after, update_stats = apply_gradients(
+          state,
+          gradients,
+          loss_stats.load_ME,
+          optimizer=optimizer,
+          bias_rate=bias_rate,
+      )
+    return after, StepMetrics(loss=loss_stats, update=update_stats)
+
+  return step
+
+
+def expert_load_max(load_ME: jax.Array) -> float:
+  """Returns the busiest expert's load over the mean, of the worst layer."""
+  load_ME = jnp.asarray(load_ME, jnp.float32)
+  return float((load_ME.max(-1) / load_ME.mean(-1)).max())

@@ -1,0 +1,1 @@
+"""Configs, one `get_config(arg)` a file."""

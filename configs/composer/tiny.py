@@ -1,0 +1,155 @@
+"""The whole loop on two CPU cores: pretraining, SFT and RL of a coding agent.
+
+  ./run.sh
+  python -m experiments.composer --config=configs/composer/tiny.py \
+      --workdir=runs/tiny
+
+Arguments after a colon: `tiny.py:smoke` runs every stage with numbers so small
+that the whole job takes seconds (the tests do).
+"""
+
+import ml_collections
+
+from configs.models import tiny as model_tiny
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  if arg not in ('', 'smoke'):
+    raise ValueError(f"tiny.py takes no argument or 'smoke', not {arg!r}.")
+  c = ml_collections.ConfigDict()
+  c.seed = 0
+  # Devices of pretraining and SFT; their product is emulated on a CPU. RL
+  # trains on one device, since the rollout process needs the other core.
+  c.mesh = dict(replica=2, fsdp=1, context=1)
+  c.layout = 'data_parallel'  # or 'hsdp', the dual-mesh layout
+  c.model = model_tiny.get_config()
+  c.tokenizer = dict(
+      train_bytes=2_000_000,  # of the corpus that the merges are learnt from
+  )
+  c.data = dict(
+      sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
+      max_bytes=12_000_000,
+      heldout_share=0.05,  # of packages, for the held-out loss
+      fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
+  )
+  c.cpt = dict(
+      steps=700,
+      batch_size=8,  # rows
+      seq_len=512,
+      learning_rate=2e-3,  # peak, of Muon (Moonlight's scale) and AdamW alike
+      warmup_steps=20,
+      decay_steps=150,  # linear, to a tenth of the peak
+      weight_decay=0.1,
+      grad_clip=1.0,  # global norm
+      optimizer='muon',
+      bias_update_rate=1e-3,  # of the routers' selection bias, per step
+      checkpoint_every=100,
+      eval_every=100,
+      eval_batches=8,
+      log_every=10,
+  )
+  c.sft = dict(
+      **{**c.cpt.to_dict(), 'steps': 300, 'decay_steps': 100},
+  )
+  c.demonstrations = dict(
+      count=6000,  # transcripts, generated on training tasks only
+      # Each is a probability per decision; RL has to unlearn them.
+      wrong_tool=0.15,
+      wrong_arguments=0.1,
+      wrong_edit=0.4,
+      skip_test=0.3,
+      give_up=0.5,  # after a failed test
+  )
+  c.episode = dict(
+      max_tokens=384,
+      max_turns=10,
+      max_call_tokens=64,
+      temperature=1.0,
+      invalid_penalty=0.1,  # of reward, per invalid call
+  )
+  c.sandbox = dict(
+      level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
+      workers=1,
+      wall_s=2.0,
+      cpu_s=1.0,
+      memory_bytes=256 * 2**20,
+      processes=8,
+      file_bytes=2**20,
+      output_bytes=2**16,
+  )
+  c.rollout = dict(
+      num_slots=64,
+      prefill_chunk=16,  # tokens a slot consumes per prefill step
+  )
+  c.rl = dict(
+      steps=90,
+      prompts=8,
+      rollouts_per_prompt=8,
+      placement='processes',  # or 'colocated': one process takes turns
+      max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
+      learning_rate=5e-4,
+      warmup_steps=3,
+      adam_b1=0.9,
+      adam_b2=0.95,
+      grad_clip=1.0,
+      ratio_cap=2.0,
+      kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
+      reward='verdict',  # 'shuffled' is the control that must not learn
+      replay=True,
+      rows=8,
+      seq_len=512,
+      checkpoint_every=5,
+      mismatch_every=5,
+      episodes_every=10,
+      keyframe_every=25,  # bundles between full ones
+      wait_timeout_s=300.0,
+      max_restarts=3,
+  )
+  c.evaluation = dict(
+      episodes=200,  # held-out, before and after RL
+  )
+  c.telemetry = dict(tensorboard=True, wandb=False)
+  if arg == 'smoke':
+    _shrink(c)
+  return c
+
+
+def _shrink(c: ml_collections.ConfigDict) -> None:
+  """Keeps every stage and shortens it to what a test can afford."""
+  c.data.max_bytes = 400_000
+  c.data.sources = ('stdlib',)
+  c.tokenizer.train_bytes = 200_000
+  c.model.num_layers = 2
+  c.model.embed_dim = 32
+  c.model.head_dim = 16
+  c.model.num_heads = 2
+  c.model.num_kv_heads = 1
+  c.model.dense_ffw_dim = 64
+  c.model.moe.ffw_dim = 32
+  c.model.moe.num_experts = 4
+  for stage in (c.cpt, c.sft):
+    stage.steps = 6
+    stage.batch_size = 4
+    stage.seq_len = 128
+    stage.warmup_steps = 2
+    stage.decay_steps = 2
+    stage.checkpoint_every = 2
+    stage.eval_every = 3
+    stage.eval_batches = 1
+    stage.log_every = 1
+  c.demonstrations.count = 40
+  c.rollout.num_slots = 8
+  c.rl.steps = 4
+  c.rl.prompts = 2
+  c.rl.rollouts_per_prompt = 4
+  c.rl.max_staleness = 0
+  c.rl.rows = 4
+  c.rl.checkpoint_every = 1
+  c.rl.mismatch_every = 2
+  c.rl.episodes_every = 2
+  c.rl.keyframe_every = 3
+  c.episode.max_tokens = 192
+  c.episode.max_turns = 4
+  c.episode.max_call_tokens = 24
+  c.rl.seq_len = 192
+  c.evaluation.episodes = 8

@@ -1,0 +1,1 @@
+"""The mains: flags and configs in, one call out."""

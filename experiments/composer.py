@@ -1,0 +1,28 @@
+"""The whole loop: continued pretraining, SFT, reinforcement learning, report.
+
+  python -m experiments.composer --config=configs/composer/tiny.py \
+      --workdir=runs/tiny
+
+Every stage keeps its state in --workdir; the same command resumes a run that
+was stopped, at whatever moment, and does not repeat finished stages.
+"""
+
+from experiments import launch
+
+
+def run(spec, workdir, *, role, command):
+  from composer_jax.pipeline import stages
+
+  if role == 'rollout':
+    stages.serve_rollouts(spec, workdir)
+    return
+  with stages.open_run(spec, workdir, command) as job:
+    stages.pretrain(job)
+    stages.finetune(job)
+    stages.evaluate(job, 'sft')
+    stages.reinforce(job)
+    stages.evaluate(job, 'rl')
+
+
+if __name__ == '__main__':
+  launch.main(run)

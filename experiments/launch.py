@@ -1,0 +1,88 @@
+"""What every main shares: flags, the config as a Spec, and errors for people."""
+
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable
+
+from absl import app
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config',
+    'configs/composer/tiny.py',
+    'A config file, with `:argument` where it takes one. Override any field: '
+    '--config.rl.steps=20.',
+)
+_WORKDIR = flags.DEFINE_string(
+    'workdir',
+    'runs/tiny',
+    'Where the run keeps everything. The same command on the same workdir '
+    'resumes; another config needs another workdir.',
+)
+_DEBUG = flags.DEFINE_bool(
+    'debug', False, 'Shows the traceback of an error that has a message.'
+)
+_ROLE = flags.DEFINE_enum(
+    'role',
+    'run',
+    ['run', 'rollout'],
+    'run: the whole job. rollout: a rollout worker of the run in --workdir, '
+    'which the job starts by itself; start more on other machines that share '
+    'the workdir.',
+)
+
+
+def _set_xla_flags(num_devices: int) -> None:
+  """Must run before the first use of a backend."""
+  found = os.environ.get('XLA_FLAGS', '')
+  for flag in (
+      f'--xla_force_host_platform_device_count={num_devices}',
+      '--xla_cpu_collective_call_terminate_timeout_seconds=600',
+      # One thread per emulated device: eigen's own threads would fight them.
+      '--xla_cpu_multi_thread_eigen=false',
+  ):
+    if flag.split('=')[0] not in found:
+      found = f'{found} {flag}'
+  os.environ['XLA_FLAGS'] = found.strip()
+
+
+def main(run: Callable[..., None]) -> None:
+  """Runs `run(spec, workdir, role, command)` under absl.
+
+  `command` starts this very program again with the same flags, so that a run
+  can start its own rollout worker.
+
+  Errors that a user can cause (ValueError, OSError, ...) end the program with
+  their message alone; --debug shows where they come from.
+  """
+
+  def call(argv):
+    if len(argv) > 1:
+      raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+    config = _CONFIG.value.to_dict()
+    mesh = config.get('mesh', {})
+    devices = 1
+    for axis in mesh.values():
+      devices *= int(axis)
+    _set_xla_flags(1 if _ROLE.value == 'rollout' else devices)
+    # After the flags: this import loads jax.
+    from composer_jax.pipeline import spec
+
+    command = [sys.executable, '-m', module, *sys.argv[1:]]
+    try:
+      run(
+          spec.from_dict(config),
+          pathlib.Path(_WORKDIR.value).absolute(),
+          role=_ROLE.value,
+          command=command,
+      )
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+      if _DEBUG.value:
+        traceback.print_exc()
+      sys.exit(f'error: {error}')
+
+  module = sys.modules['__main__'].__spec__.name
+  app.run(call)

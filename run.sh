@@ -1,0 +1,201 @@
+#!/usr/bin/env bash
+# Runs composer_jax; `./run.sh help` explains.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+VENV=.venv
+MAIN_CONFIG=configs/composer/tiny.py
+
+usage() {
+  cat <<'TEXT'
+Usage:
+  ./run.sh [flags]               the main job: pretraining, SFT and RL of a
+                                 coding agent on 2 CPU cores, then a report
+  ./run.sh <experiment> [flags]  python -m experiments.<experiment> [flags]
+  ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args
+  ./run.sh lint                  ruff and pyrefly only
+  ./run.sh install               only make .venv
+  ./run.sh help                  this text
+
+Flags of the main job:
+  --config=FILE[:ARG]      default configs/composer/tiny.py
+  --config.rl.steps=N      changes one value; a misspelt name is an error
+  --workdir=DIR            default runs/<name of the config>; running again
+                           with the same DIR continues where it stopped
+
+The first run makes .venv with the versions in constraints.txt. It needs
+Python >= 3.11 (PYTHON=/path/to/python chooses one) or uv, and the network.
+TEXT
+}
+
+say() { printf '[run.sh] %s\n' "$*"; }
+fail() { printf '[run.sh] %s\n' "$*" >&2; exit 1; }
+
+recent_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Prints a Python >= 3.11; the versions that are tested come first.
+find_python() {
+  if [[ -n "${PYTHON:-}" ]]; then
+    recent_enough "$PYTHON" || fail "PYTHON=$PYTHON is not Python >= 3.11."
+    echo "$PYTHON"
+    return
+  fi
+  local name
+  for name in python3.11 python3.12 python3.13 python3 python python3.14; do
+    if command -v "$name" >/dev/null && recent_enough "$name"; then
+      command -v "$name"
+      return
+    fi
+  done
+  # uv brings a Python of its own.
+  if command -v uv >/dev/null; then
+    uv python find 3.11 2>/dev/null && return
+    uv python install 3.11 >&2 && uv python find 3.11 && return
+  fi
+  fail "No Python >= 3.11 found (python3 is $(python3 --version 2>&1 ||
+    true)). Install one from python.org, your package manager or uv
+(https://docs.astral.sh/uv), or set PYTHON=/path/to/python3."
+}
+
+make_venv() {
+  local python=$1
+  if command -v uv >/dev/null; then
+    uv venv --quiet --clear --python "$python" "$VENV"
+  elif "$python" -c 'import ensurepip' 2>/dev/null; then
+    "$python" -m venv --clear "$VENV"
+  elif "$python" -m pip --version >/dev/null 2>&1; then
+    # Some distributions leave ensurepip out but bring pip.
+    "$python" -m venv --clear --without-pip "$VENV"
+    "$python" -m pip --python "$VENV/bin/python" install --quiet pip
+  else
+    fail "$python cannot make environments: it has neither ensurepip nor pip.
+On Debian or Ubuntu: sudo apt-get install python3-venv. Or install uv."
+  fi
+}
+
+# install <marker> <what pip installs>; done once per setup.py + constraints.
+install() {
+  local marker="$VENV/composer_jax.$1" what=$2 key
+  key="$what $(cat setup.py constraints.txt | cksum)"
+  if [[ -x "$VENV/bin/python" && "$(cat "$marker" 2>/dev/null)" == "$key" ]]
+  then
+    return
+  fi
+  local python
+  python=$(find_python)
+  # The lock belongs to this shell's descriptor 9 and ends with the shell,
+  # however it ends. Python takes it because macOS has no flock command.
+  exec 9>"$VENV.lock"
+  if ! "$python" -c 'import fcntl
+fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+    say 'Another run.sh is installing; waiting for it.'
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+  fi
+  if [[ "$(cat "$marker" 2>/dev/null)" != "$key" ]]; then
+    # A first installation that was killed left files that pip would trust.
+    if [[ -f "$VENV/composer_jax.unfinished" || ! -x "$VENV/bin/python" ]]; then
+      say "Making $VENV with $("$python" --version) ($python)."
+      make_venv "$python"
+      touch "$VENV/composer_jax.unfinished"
+    fi
+    say "Installing $what and its dependencies: a few hundred MB, once."
+    local started=$SECONDS
+    if command -v uv >/dev/null; then
+      uv pip install --python "$VENV/bin/python" -c constraints.txt -e "$what"
+    else
+      "$VENV/bin/python" -m pip --version >/dev/null 2>&1 ||
+        "$VENV/bin/python" -m ensurepip >/dev/null
+      "$VENV/bin/python" -m pip install --disable-pip-version-check \
+        --progress-bar on -c constraints.txt -e "$what"
+    fi || fail 'The installation failed (see above); is the network there?
+Run the same command again to go on.'
+    rm -f "$VENV/composer_jax.unfinished"
+    printf '%s' "$key" >"$marker.new.$$"
+    mv "$marker.new.$$" "$marker"
+    say "Installed in $((SECONDS - started)) s."
+  fi
+  exec 9>&-
+}
+
+# The module's own flag parser reports misspelt flags; this only sees whether
+# the user chose a config or a workdir.
+main_job() {
+  local config='' workdir='' previous='' flag
+  for flag in "$@"; do
+    case "$flag" in
+      --config=* | -config=*) config=${flag#*=} ;;
+      --workdir=* | -workdir=*) workdir=${flag#*=} ;;
+    esac
+    case "$previous" in
+      --config | -config) config=$flag ;;
+      --workdir | -workdir) workdir=$flag ;;
+    esac
+    previous=$flag
+  done
+  local defaults=()
+  if [[ -z "$config" ]]; then
+    config=$MAIN_CONFIG
+    defaults+=("--config=$config")
+  fi
+  if [[ -z "$workdir" ]]; then
+    # configs/composer/tiny.py:smoke -> runs/tiny_smoke
+    workdir=$(basename "$config")
+    workdir="runs/${workdir/.py/}"
+    defaults+=("--workdir=${workdir//:/_}")
+  fi
+  exec "$VENV/bin/python" -m experiments.composer \
+    ${defaults[@]+"${defaults[@]}"} "$@"
+}
+
+lint() {
+  say 'ruff check'
+  "$VENV/bin/ruff" check .
+  say 'ruff format --check'
+  "$VENV/bin/ruff" format --check --quiet . || {
+    "$VENV/bin/ruff" format --check . | tail -n 1
+    fail "Not formatted; run $VENV/bin/ruff format ."
+  }
+  say 'pyrefly check'
+  "$VENV/bin/pyrefly" check
+}
+
+command=${1:-}
+case "$command" in
+  help | --help | -h | -help)
+    usage
+    ;;
+  test)
+    shift
+    install test '.[test]'
+    lint
+    say 'pytest'
+    # Files stay whole, so that what a file compiles is compiled once.
+    exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile \
+      --no-loadscope-reorder --durations 15 "$@"
+    ;;
+  lint)
+    install test '.[test]'
+    lint
+    ;;
+  install)
+    install base .
+    ;;
+  '' | -* | composer)
+    [[ "$command" == composer ]] && shift
+    install base .
+    main_job "$@"
+    ;;
+  *)
+    if [[ ! -f "experiments/$command.py" ]]; then
+      known=$(cd experiments && ls ./*.py 2>/dev/null |
+        sed 's|^\./||; s|\.py$||; /^__/d' | tr '\n' ' ' || true)
+      fail "Unknown experiment '$command'; there are: ${known}
+and the commands test, lint, install and help."
+    fi
+    shift
+    install base .
+    exec "$VENV/bin/python" -m "experiments.$command" "$@"
+    ;;
+esac

@@ -1,0 +1,53 @@
+"""What composer_jax needs; constraints.txt says what was tested."""
+
+import setuptools
+
+REQUIRED = [
+  'absl-py>=2.1',
+  'blake3>=1.0',
+  'chex>=0.1.90',
+  'datasketch>=1.6',
+  'flax>=0.12',
+  'grain>=0.2.10',
+  'jax>=0.10',
+  'matplotlib>=3.9',
+  'ml-collections>=1.0',
+  'ml-dtypes>=0.5',
+  'numpy>=2.0',
+  'optax>=0.2.8',
+  'orbax-checkpoint>=0.11',
+  'rich>=13',
+  'tensorboardX>=2.6',
+  'tokenizers>=0.20',
+  'zstandard>=0.22',
+]
+
+EXTRAS = {
+  'test': [
+    'hypothesis>=6.100',
+    'ipykernel>=6.29',
+    'nbclient>=0.10',
+    'nbformat>=5.10',
+    'pyrefly>=1.0',
+    'pytest>=8.3',
+    'pytest-xdist>=3.6',
+    'ruff>=0.14',
+  ],
+  'gpu': ['jax[cuda13]>=0.10'],
+  'tpu': ['jax[tpu]>=0.10'],
+  'wandb': ['wandb>=0.19'],
+}
+
+setuptools.setup(
+  name='composer_jax',
+  version='0.1.0',
+  description=(
+    'Pretrains a sparse mixture-of-experts language model and trains it by '
+    'reinforcement learning as a coding agent, in JAX.'
+  ),
+  license='Apache-2.0',
+  packages=setuptools.find_packages(include=['composer_jax', 'composer_jax.*']),
+  python_requires='>=3.11',
+  install_requires=REQUIRED,
+  extras_require=EXTRAS,
+)

@@ -1,0 +1,166 @@
+"""Makes every test process alike: 8 emulated CPU devices, one XLA cache.
+
+It also keeps the book of skips: a test may skip only for want of something
+that a machine can lack, named in ALLOWED_SKIPS, and every skip is printed at
+the end. Any other skip fails the run, so that no test stops running unseen.
+
+On a machine with a GPU, `JAX_PLATFORMS=cpu,cuda ./run.sh test` also runs the
+tests that need one.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+CACHE_BYTES = 2 << 30
+
+# What a skip's reason must begin with.
+ALLOWED_SKIPS = (
+  'no GPU',
+  'no QEMU',
+  'no libtpu',
+  'no java',
+  'no bwrap',
+  'no namespaces',
+)
+
+XLA_FLAGS = {
+  '--xla_force_host_platform_device_count': '8',
+  # Eight devices on two busy cores can keep a collective waiting for long.
+  '--xla_cpu_collective_call_terminate_timeout_seconds': '600',
+  '--xla_cpu_collective_call_warn_stuck_timeout_seconds': '120',
+  # Eight devices are threads enough for the cores.
+  '--xla_cpu_multi_thread_eigen': 'false',
+}
+
+
+def _cpu_name() -> str:
+  """Names the instruction set: compiled code must not move to a lesser CPU."""
+  try:
+    text = pathlib.Path('/proc/cpuinfo').read_text()
+  except OSError:
+    return platform.platform() + platform.processor()
+  return ''.join(
+    re.findall(r'^(?:flags|Features|model name).*$', text, re.M)[:2]
+  )
+
+
+def _cache_folder() -> pathlib.Path:
+  key = importlib.metadata.version('jaxlib') + _cpu_name()
+  return ROOT / '.xla_cache' / hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def _set_environment() -> None:
+  """Runs before anything imports jax; child processes inherit it."""
+  flags = os.environ.get('XLA_FLAGS', '').split()
+  given = {flag.partition('=')[0] for flag in flags}
+  flags += [f'{k}={v}' for k, v in XLA_FLAGS.items() if k not in given]
+  os.environ['XLA_FLAGS'] = ' '.join(flags)
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))
+  os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
+  os.environ.setdefault('MPLBACKEND', 'agg')
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+
+_set_environment()
+
+
+def sweep_cache(folder: pathlib.Path, max_bytes: int) -> int:
+  """Removes damaged entries, and the oldest ones beyond `max_bytes`.
+
+  JAX writes entries in place, so a killed process leaves half of one. JAX only
+  warns of it and compiles again, but never writes it anew.
+
+  Returns:
+    The number of files removed.
+  """
+  import zstandard
+
+  removed = total = 0
+  entries = [(p.stat().st_mtime, p) for p in folder.glob('*-cache')]
+  for _, path in sorted(entries, reverse=True):
+    data = path.read_bytes()
+    total += len(data)
+    try:
+      zstandard.ZstdDecompressor().decompress(data)
+      keep = total <= max_bytes
+    except zstandard.ZstdError:
+      keep = False
+    if not keep:
+      path.unlink(missing_ok=True)
+      removed += 1
+  return removed
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+    '--slow', action='store_true', help='also run the tests marked slow'
+  )
+
+
+def _is_worker(config) -> bool:
+  return hasattr(config, 'workerinput')
+
+
+def pytest_configure(config):
+  if not _is_worker(config):
+    folder = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'])
+    if folder.is_dir():
+      sweep_cache(folder, CACHE_BYTES)
+
+
+def pytest_collection_modifyitems(config, items):
+  """Leaves slow tests out unless asked for, and runs the longest first."""
+  slow = [i for i in items if i.get_closest_marker('slow')]
+  if slow and not config.getoption('--slow'):
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [i for i in items if not i.get_closest_marker('slow')]
+  # A long file begun last would leave the other core idle.
+  items.sort(key=lambda i: '/e2e/' not in i.nodeid)
+
+
+def _skips(config) -> list[tuple[str, str]]:
+  """Returns (place, reason) of every skip of the run."""
+  reporter = config.pluginmanager.get_plugin('terminalreporter')
+  skips = []
+  for report in reporter.stats.get('skipped', []) if reporter else []:
+    if hasattr(report, 'wasxfail'):
+      continue
+    longrepr = report.longrepr
+    reason = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    skips.append((report.nodeid, reason.removeprefix('Skipped: ')))
+  return skips
+
+
+def _forbidden(skips) -> list[tuple[str, str]]:
+  return [s for s in skips if not s[1].startswith(ALLOWED_SKIPS)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session, exitstatus):
+  if _is_worker(session.config) or exitstatus != pytest.ExitCode.OK:
+    return
+  if _forbidden(_skips(session.config)):
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  skips = _skips(config)
+  if not skips:
+    return
+  terminalreporter.section('tests that did not run')
+  for place, reason in skips:
+    terminalreporter.write_line(f'{place}: {reason}')
+  for place, reason in _forbidden(skips):
+    terminalreporter.write_line(
+      f'FAILED {place}: skipped because {reason!r}; a reason must begin with '
+      f'one of {", ".join(map(repr, ALLOWED_SKIPS))}.',
+      red=True,
+    )

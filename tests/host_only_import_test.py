@@ -1,0 +1,86 @@
+"""Sandboxes, tools and relays start fast: their modules never import jax."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# STYLE.md, section 1. A folder stands for all modules in it.
+HOST_ONLY = (
+  'core/records.py',
+  'core/files.py',
+  'core/notation.py',
+  'telemetry',
+  'sandbox',
+  'text',
+  'tasks',
+  'delta',
+  'agent',
+  'data/corpus.py',
+  'data/packing.py',
+)
+
+# Scripts of the process inside the sandbox, where no package is: they import
+# the standard library and each other, and are not modules of ours.
+INSIDE = ('confine', 'runner', 'seccomp', 'zygote')
+
+_PROGRAM = """
+import importlib, sys
+for name in sys.argv[1:]:
+  importlib.import_module(name)
+  heavy = [m for m in ('jax', 'jaxlib', 'flax', 'grain') if m in sys.modules]
+  if heavy:
+    sys.exit(f'{name} imports {heavy[0]}')
+"""
+
+
+def modules() -> list[str]:
+  names = []
+  for entry in HOST_ONLY:
+    path = ROOT / 'composer_jax' / entry
+    for file in [path] if path.suffix else sorted(path.rglob('*.py')):
+      if file.is_file():
+        parts = file.relative_to(ROOT).with_suffix('').parts
+        names.append('.'.join(parts).removesuffix('.__init__'))
+  inside = {f'composer_jax.sandbox.{name}' for name in INSIDE}
+  return [name for name in names if name not in inside]
+
+
+def run_imports(names) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-c', _PROGRAM, *names],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+def test_host_only_modules_do_not_import_jax():
+  names = modules()
+  assert 'composer_jax.telemetry.writer' in names
+  result = run_imports(names)
+  assert result.returncode == 0, result.stderr
+
+
+def test_an_import_of_jax_is_seen():
+  result = run_imports(['composer_jax.core.files', 'composer_jax.core.trees'])
+  assert result.returncode != 0
+  assert 'composer_jax.core.trees imports jax' in result.stderr
+
+
+def test_scripts_inside_the_sandbox_need_only_the_standard_library():
+  for script in INSIDE:
+    path = ROOT / 'composer_jax' / 'sandbox' / f'{script}.py'
+    for node in ast.walk(ast.parse(path.read_bytes())):
+      names = []
+      if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+      elif isinstance(node, ast.ImportFrom):
+        names = [node.module or '.']
+      for name in names:
+        root = name.split('.')[0]
+        allowed = root in sys.stdlib_module_names or root in INSIDE
+        assert allowed, f'{path.name}:{node.lineno} imports {name}'

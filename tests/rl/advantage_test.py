@@ -1,0 +1,107 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.rl import advantage
+
+
+def make_rollout(member, reward, *, length=3, status=records.GRADED, gap=0.0):
+  trajectory = records.Trajectory(
+      tokens_T=np.arange(length, dtype=np.int32),
+      loss_mask_T=np.array([False] + [True] * (length - 1)),
+      logprobs_T=np.full(length, gap - 1.0, np.float32),
+      expert_ids_TMA=np.zeros((length, 1, 1), np.uint16),
+      policy_version_T=np.zeros(length, np.int32),
+      temperature=1.0,
+  )
+  passed = status == records.GRADED and reward > 0.5
+  return records.Rollout(
+      task_id='t',
+      group=3,
+      member=member,
+      trajectories=(trajectory,),
+      verdict=records.Verdict(
+          passed=passed,
+          num_passed=2 * passed,
+          num_tests=2,
+          status=status,
+          sandbox_level='unshare',
+      ),
+      reward=reward,
+      num_turns=1,
+      num_invalid=0,
+  )
+
+
+def make_group(rewards, **kwargs):
+  rollouts = tuple(make_rollout(i, r, **kwargs) for i, r in enumerate(rewards))
+  return records.Group(group=3, task_id='t', rollouts=rollouts)
+
+
+def test_advantage_is_reward_minus_mean():
+  group = make_group([1.0, 0.0, 0.0, 1.0])
+  found = advantage.group_advantages(group, np.array([1.0, 0.0, 0.0, 1.0]))
+  np.testing.assert_array_equal(found, [0.5, -0.5, -0.5, 0.5])
+
+
+def test_equal_rewards_give_no_gradient():
+  group = make_group([0.7] * 5)
+  found = advantage.group_advantages(group, np.full(5, 0.7))
+  np.testing.assert_allclose(found, 0, atol=1e-7)
+
+
+def test_advantage_scales_with_the_reward_and_not_with_its_deviation():
+  group = make_group([1.0, 0.0])
+  one = advantage.group_advantages(group, np.array([1.0, 0.0]))
+  tenth = advantage.group_advantages(group, np.array([0.1, 0.0]))
+  np.testing.assert_allclose(one, 10 * tenth, rtol=1e-6)
+
+
+def test_a_failed_sandbox_is_not_a_failed_policy():
+  group = make_group([1.0, 0.0, 0.0])
+  broken = dataclasses.replace(
+      group,
+      rollouts=group.rollouts[:2]
+      + (make_rollout(2, 0.0, status=records.INFRASTRUCTURE),),
+  )
+  found = advantage.group_advantages(broken, np.array([1.0, 0.0, 0.0]))
+  np.testing.assert_array_equal(found, [0.5, -0.5, 0.0])
+
+
+def test_kl_penalty_is_k1_summed_over_sampled_tokens():
+  group = make_group([1.0, 0.0], length=4, gap=0.25)
+  reference = [np.full(4, -1.0), np.full(4, -1.0)]
+  found = advantage.kl_penalized_rewards(group, reference, 0.1)
+  np.testing.assert_allclose(found, [1 - 0.1 * 0.75, -0.1 * 0.75], rtol=1e-6)
+
+
+def test_shuffled_rewards_keep_their_multiset_and_change_their_places():
+  rewards = [float(i) for i in range(16)]
+  group = make_group(rewards)
+  shuffled = advantage.shuffled_rewards(group, seed=0)
+  assert sorted(shuffled) == rewards
+  assert list(shuffled) != rewards
+  np.testing.assert_array_equal(
+      shuffled, advantage.shuffled_rewards(group, seed=0)
+  )
+
+
+def test_group_refuses_missing_members_by_number():
+  rollouts = (make_rollout(0, 1.0), make_rollout(2, 0.0))
+  with pytest.raises(ValueError, match=r'members 0..R-1 in order.*\[0, 2\]'):
+    records.Group(group=3, task_id='t', rollouts=rollouts)
+
+
+def test_group_survives_its_bytes():
+  group = make_group([1.0, 0.25])
+  again = records.group_from_bytes(records.group_to_bytes(group))
+  assert again.group == group.group and again.task_id == group.task_id
+  for left, right in zip(group.rollouts, again.rollouts, strict=True):
+    assert left.verdict == right.verdict and left.reward == right.reward
+    for name in ('tokens_T', 'logprobs_T', 'expert_ids_TMA', 'loss_mask_T'):
+      ours = getattr(left.trajectories[0], name)
+      theirs = getattr(right.trajectories[0], name)
+      assert ours.dtype == theirs.dtype
+      np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.rl import batching
+
+SHAPE = batching.BatchShape(rows=2, seq_len=10, num_moe_layers=3, num_active=2)
+
+
+def make_trajectory(length, seed, layers=3):
+  rng = np.random.default_rng(seed)
+  ids = np.stack([
+      np.stack([rng.permutation(8)[:2] for _ in range(layers)])
+      for _ in range(length)
+  ]).astype(np.uint16)
+  ids[-1] = records.NO_ROUTE
+  return records.Trajectory(
+      tokens_T=rng.integers(1, 100, length).astype(np.int32),
+      loss_mask_T=rng.random(length) < 0.5,
+      logprobs_T=-rng.random(length).astype(np.float32),
+      expert_ids_TMA=ids,
+      policy_version_T=np.zeros(length, np.int32),
+      temperature=0.5 + seed,
+  )
+
+
+@pytest.fixture(scope='module')
+def packed():
+  trajectories = [make_trajectory(n, i) for i, n in enumerate([4, 9, 6, 3, 7])]
+  advantages = [1.0, -2.0, 3.0, 4.0, -5.0]
+  return (
+      trajectories,
+      advantages,
+      batching.pack(trajectories, advantages, SHAPE),
+  )
+
+
+def spans(batches):
+  """Every packed segment as (batch, row, slice)."""
+  for batch in batches:
+    for row, segments_T in enumerate(batch.segment_ids_BT):
+      for segment in range(1, segments_T.max() + 1):
+        where = np.flatnonzero(segments_T == segment)
+        assert (np.diff(where) == 1).all()
+        yield batch, row, slice(where[0], where[-1] + 1)
+
+
+def test_every_trajectory_is_packed_once_with_all_its_fields(packed):
+  trajectories, advantages, batches = packed
+  left = {t.tokens_T.tobytes(): i for i, t in enumerate(trajectories)}
+  for batch, row, span in spans(batches):
+    i = left.pop(batch.tokens_BT[row, span].tobytes())
+    t = trajectories[i]
+    np.testing.assert_array_equal(
+        batch.positions_BT[row, span], np.arange(len(t))
+    )
+    np.testing.assert_array_equal(
+        batch.loss_weights_BT[row, span], t.loss_mask_T
+    )
+    np.testing.assert_array_equal(
+        batch.rollout_logprobs_BT[row, span], t.logprobs_T
+    )
+    assert (batch.advantages_BT[row, span] == advantages[i]).all()
+    assert (batch.temperatures_BT[row, span] == t.temperature).all()
+    for layer in range(3):
+      np.testing.assert_array_equal(
+          batch.expert_ids_MBTA[layer, row, span], t.expert_ids_TMA[:, layer]
+      )
+  assert not left
+
+
+def test_padding_is_inert(packed):
+  _, _, batches = packed
+  for batch in batches:
+    padding_BT = batch.segment_ids_BT == 0
+    assert (batch.loss_weights_BT[padding_BT] == 0).all()
+    assert (batch.temperatures_BT[padding_BT] == 1).all()
+    assert (batch.expert_ids_MBTA[:, padding_BT] == records.NO_ROUTE).all()
+
+
+def test_rows_never_overflow_and_packing_is_dense():
+  lengths = [4, 9, 6, 3, 7, 10, 1]
+  rows = batching.assign_rows(lengths, 10)
+  assert sorted(i for row in rows for i in row) == list(range(7))
+  assert all(sum(lengths[i] for i in row) <= 10 for row in rows)
+  assert len(rows) == 4
+
+
+def test_a_long_trajectory_is_refused_by_its_length():
+  with pytest.raises(ValueError, match='trajectory of 11 tokens.*row of 10'):
+    batching.pack([make_trajectory(11, 0)], [0.0], SHAPE)
+
+
+def test_routes_of_another_model_are_refused():
+  with pytest.raises(ValueError, match=r'\(2, 2\), the trainer has \(3, 2\)'):
+    batching.pack([make_trajectory(4, 0, layers=2)], [0.0], SHAPE)

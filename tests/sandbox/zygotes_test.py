@@ -1,0 +1,369 @@
+"""Laws of the calls: results, limits, restarts, nothing left behind."""
+
+import concurrent.futures
+import glob
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from composer_jax.sandbox import base, open as sandbox_open, results
+from tests.sandbox import conftest
+
+DOUBLE = {'m.py': 'def f(x): return [x, x]'}
+
+
+def zygote_processes():
+  """pids of all zygotes of this machine and of all their calls."""
+  found = set()
+  for path in glob.glob('/proc/[0-9]*/cmdline'):
+    try:
+      if b'zygote.py' in pathlib.Path(path).read_bytes():
+        found.add(int(path.split('/')[2]))
+    except (FileNotFoundError, ProcessLookupError):
+      continue
+  return found
+
+
+def test_returns_values_and_errors_in_order(sandbox):
+  result = sandbox.call(
+      {'p/__init__.py': '', 'p/m.py': 'def f(x, y): return {"q": [x / y]}'},
+      'p.m', 'f', [[1, 2], [1, 0], [1]],
+  )  # fmt: skip
+  assert result.status == 'ok' and result.level == sandbox.level
+  assert result.value[0] == ['ok', {'q': [0.5]}]
+  assert result.value[1] == ['raised', 'ZeroDivisionError: division by zero']
+  assert result.value[2][0] == 'raised' and 'TypeError' in result.value[2][1]
+
+
+@pytest.mark.parametrize('expression', [
+    '(1, 2)', '{1}', 'float("nan")', '{1: 2}', 'type("A", (int,), {})(3)',
+    'type("E", (), {"__eq__": lambda *a: True})()', 'object',
+])  # fmt: skip
+def test_values_that_are_not_json_exactly_count_as_errors(run, expression):
+  result = run(f'def f(): return {expression}', whole=True)
+  assert result.status == 'ok' and result.value[0][0] == 'raised'
+
+
+def test_a_self_containing_list_is_an_error(run):
+  result = run('def f():\n  a = []\n  a.append(a)\n  return a', whole=True)
+  assert 'nested deeper' in result.value[0][1]
+
+
+def test_errors_at_import_reach_every_argument(sandbox):
+  result = sandbox.call({'m.py': 'def f(:'}, 'm', 'f', [[1], [2]])
+  assert [x[0] for x in result.value] == ['raised', 'raised']
+  assert 'SyntaxError' in result.value[0][1]
+  missing = sandbox.call({'m.py': ''}, 'm', 'f', [[1]])
+  assert 'AttributeError' in missing.value[0][1]
+
+
+def test_each_call_starts_fresh(run):
+  text = """
+    import os, sys, pathlib
+    def f(secret):
+      seen = getattr(sys, 'mark', None), sorted(os.listdir('.'))
+      sys.mark = secret
+      pathlib.Path('left').write_text('x')
+      frames, frame = [], sys._getframe().f_back
+      while frame:
+        frames.append(repr(frame.f_locals))
+        frame = frame.f_back
+      return [seen[0], seen[1], 'first' in ''.join(frames)]
+  """
+  text = textwrap.dedent(text)
+  assert run(text, 'first') == [None, ['m.py'], True]
+  assert run(text, 'second') == [None, ['m.py'], False]
+
+
+def test_a_file_of_the_workspace_wins_over_a_loaded_module(sandbox):
+  files = {'json.py': 'def f(): return 7'}
+  assert sandbox.call(files, 'json', 'f', [[]]).value == [['ok', 7]]
+
+
+def test_a_hang_ends_at_the_wall_limit(run, sandbox):
+  text = """
+    import signal, time
+    def f():
+      for number in set(signal.Signals) - {9, 19}:
+        signal.signal(number, signal.SIG_IGN)
+      while True: time.sleep(9)
+  """
+  start = time.monotonic()
+  result = run(textwrap.dedent(text), whole=True)
+  assert result.status == 'timeout' and 'wall limit' in result.error
+  assert 0.6 <= result.wall_s <= time.monotonic() - start < 2
+
+
+def test_processor_time_is_bounded_before_the_wall():
+  limits = base.Limits(
+      wall_s=20, cpu_s=1, memory_bytes=256 << 20, processes=4,
+      file_bytes=1 << 20, output_bytes=1 << 16,
+  )  # fmt: skip
+  burn = {'m.py': 'def f():\n  while True: pass'}
+  with sandbox_open.open_sandbox('auto', limits, allow_unsafe=True) as sandbox:
+    result = sandbox.call(burn, 'm', 'f', [[]])
+  assert result.status == 'timeout' and 'CPU limit' in result.error
+  assert result.wall_s < 15
+
+
+def test_memory_of_one_process_is_bounded(run):
+  result = run('def f(): return len(bytearray(1 << 30))', whole=True)
+  assert result.value == [['raised', 'MemoryError: ']]
+
+
+def test_memory_of_all_processes_is_bounded(run, sandbox):
+  if sandbox.about['cgroup'] == 'none':
+    pytest.skip('no cgroup can be made here')
+  text = """
+    import os
+    def f():
+      statuses = []
+      for _ in range(4):
+        if not (pid := os.fork()):
+          data = bytearray(b'x') * (100 << 20)
+          os.write(out, b'.')
+          os.pause() if hasattr(os, 'pause') else __import__('signal').pause()
+        statuses.append(pid)
+      held = 0
+      while True:
+        pid, status = os.wait()
+        return status
+    read, out = os.pipe()
+  """
+  result = run(textwrap.dedent(text), whole=True)
+  # One of the four is killed, or the call as a whole.
+  assert result.status == 'killed' or result.value == [['ok', 9]]
+
+
+def test_files_are_bounded(run_isolated):
+  text = """
+    import errno
+    def f():
+      try:
+        open('big', 'wb').write(bytes(2 << 20))
+      except OSError as error:
+        first = errno.errorcode[error.errno]
+      try:
+        for index in range(64):
+          open(f'{index}', 'wb').write(bytes(100_000))
+      except OSError as error:
+        return [first, errno.errorcode[error.errno]]
+  """
+  names = run_isolated(textwrap.dedent(text))
+  assert names[0] in ('EFBIG', 'ENOSPC') and names[1] == 'ENOSPC'
+
+
+def test_a_fork_bomb_stops_at_the_process_limit(run, sandbox):
+  text = """
+    import os, time
+    def f():
+      made = 0
+      try:
+        while made < 400:
+          if not os.fork():
+            time.sleep(60)
+          made += 1
+      except BlockingIOError:
+        pass
+      return made
+  """
+  if sandbox.about['uid'] is None and sandbox.about['cgroup'] == 'none':
+    pytest.skip('root without a uid to change to has no process limit')
+  before = zygote_processes()
+  made = run(textwrap.dedent(text))
+  assert 1 <= made <= conftest.LIMITS.processes + 4
+  assert zygote_processes() <= before
+
+
+def test_output_is_read_to_the_end_and_kept_to_the_cap(run):
+  text = 'def f():\n  for _ in range(40): print("x" * 50_000)\n  return 1'
+  result = run(text, whole=True)
+  assert result.value == [['ok', 1]]
+  assert len(result.stdout) == conftest.LIMITS.output_bytes
+
+
+def test_a_flood_that_does_not_end_is_killed(run):
+  result = run('def f():\n  while True: print("x" * 9999)', whole=True)
+  assert result.status == 'timeout'
+  assert len(result.stdout) == conftest.LIMITS.output_bytes
+
+
+def test_a_result_over_the_cap_is_no_result(run):
+  result = run('def f(): return "x" * 100_000', whole=True)
+  assert result.status == 'exit' and 'larger than 65536' in result.error
+  assert run('def f(): return 1') == 1
+
+
+def test_a_daemon_does_not_survive(run):
+  text = """
+    import os, signal, time
+    def f():
+      read, write = os.pipe()
+      if not os.fork():
+        os.setsid()
+        if os.fork():
+          os._exit(0)
+        for number in set(signal.Signals) - {9, 19}:
+          signal.signal(number, signal.SIG_IGN)
+        os.write(write, b'x')
+        time.sleep(600)
+      return len(os.read(read, 1))
+  """
+  before = zygote_processes()
+  assert run(textwrap.dedent(text)) == 1
+  assert zygote_processes() <= before
+
+
+@pytest.mark.parametrize('text, status', [
+    ('import os; os._exit(0)', 'exit'),
+    ('import sys; sys.exit(0)', 'exit'),
+    ('import os\ndef f(): os._exit(0)', 'exit'),
+    ('import os\ndef f(): os.abort()', 'killed'),
+    ('import os\ndef f(): os.kill(os.getpid(), 9)', 'killed'),
+    ('import os\ndef f(): os.closerange(0, 99)', 'exit'),
+    ('print(\'[["ok", 1]]\')\nimport os\nos._exit(0)', 'exit'),
+    ('import os\ndef f(): os.write(3, b"[[1, 2]]")', 'exit'),
+    ('import os\ndef f(): os.write(3, b"[" * 60_000)', 'exit'),
+])  # fmt: skip
+def test_an_end_without_a_result_is_never_ok(run, text, status):
+  assert run(text, whole=True).status == status
+
+
+def test_the_parser_bounds_depth_types_and_number():
+  assert results.parse(b'[["ok", "[[[{"]]', 1) == [['ok', '[[[{']]
+  for data, rule in (
+      (b'[' * 100_000, 'nested deeper'),
+      (b'[["ok", NaN]]', 'NaN'),
+      (b'[["ok", 1]]', 'list of 2'),
+      (b'[["ok", 1], ["no", 1]]', 'neither|not'),
+      (b'[["ok", 1], ["raised", 1]]', 'not'),
+      (b'\xff', 'UTF-8'),
+      (b'', 'not JSON'),
+  ):
+    with pytest.raises(ValueError, match=rule):
+      results.parse(data, 2)
+
+
+def test_file_names_stay_in_the_workspace(sandbox):
+  for name in ('../m.py', '/m.py', 'a/../../m.py', ''):
+    with pytest.raises(ValueError, match='stay in the workspace'):
+      sandbox.call({name: ''}, 'm', 'f', [[]])
+
+
+def _traces():
+  mounts = pathlib.Path('/proc/self/mounts').read_text()
+  groups = glob.glob('/sys/fs/cgroup/**/composer-sandbox-*', recursive=True)
+  scratch = glob.glob('/tmp/sandbox-*')
+  descriptors = len(os.listdir('/proc/self/fd'))
+  return mounts, sorted(groups), sorted(scratch), descriptors
+
+
+@pytest.mark.parametrize('level', base.LEVELS)
+def test_a_hundred_calls_leave_nothing(level):
+  before, processes = _traces(), zygote_processes()
+  try:
+    sandbox = sandbox_open.open_sandbox(
+        level, conftest.LIMITS, allow_unsafe=True, size=2
+    )
+  except ValueError as error:
+    pytest.skip(str(error))
+  with sandbox, concurrent.futures.ThreadPoolExecutor(4) as threads:
+    calls = [
+        threads.submit(sandbox.call, DOUBLE, 'm', 'f', [[index]])
+        for index in range(100)
+    ]
+    for index, call in enumerate(calls):
+      assert call.result().value == [['ok', [index, index]]]
+  sandbox.close()
+  with pytest.raises(ValueError, match='closed'):
+    sandbox.call(DOUBLE, 'm', 'f', [[1]])
+  assert _traces() == before
+  assert zygote_processes() <= processes
+
+
+def _own_zygotes(before):
+  return zygote_processes() - before
+
+
+@pytest.fixture
+def opened():
+  before = zygote_processes()
+  with sandbox_open.open_sandbox(
+      'auto', conftest.LIMITS, allow_unsafe=True
+  ) as sandbox:
+    yield sandbox, before
+
+
+def test_a_dead_zygote_is_replaced_and_the_call_repeated(opened, caplog):
+  sandbox, before = opened
+  for pid in _own_zygotes(before):
+    os.kill(pid, signal.SIGKILL)
+  with caplog.at_level(logging.WARNING):
+    assert sandbox.call(DOUBLE, 'm', 'f', [[1]]).value == [['ok', [1, 1]]]
+  assert 'restarting' in caplog.text
+
+
+def test_two_failures_are_infrastructure_not_a_verdict(opened, monkeypatch):
+  sandbox, before = opened
+  for pid in _own_zygotes(before):
+    os.kill(pid, signal.SIGKILL)
+  with monkeypatch.context() as patch:
+    patch.setattr(sys, '_base_executable', '/nonexistent/python')
+    result = sandbox.call(DOUBLE, 'm', 'f', [[1]])
+  assert result.status == 'infrastructure' and result.value is None
+  assert 'nonexistent' in result.error
+  assert sandbox.call(DOUBLE, 'm', 'f', [[1]]).value == [['ok', [1, 1]]]
+
+
+def test_zygotes_die_with_a_host_that_was_killed():
+  script = """
+    import sys, threading, time
+    from composer_jax.sandbox import open as sandbox_open
+    from tests.sandbox import conftest
+    s = sandbox_open.open_sandbox('auto', conftest.LIMITS, allow_unsafe=True)
+    loop = {'m.py': 'import time\\ndef f(): time.sleep(60)'}
+    threading.Thread(target=s.call, args=(loop, 'm', 'f', [[]])).start()
+    time.sleep(0.1)
+    print('ready', flush=True)
+  """
+  before = zygote_processes()
+  host = subprocess.Popen(
+      [sys.executable, '-c', textwrap.dedent(script)],
+      stdout=subprocess.PIPE, env={**os.environ, 'PYTHONPATH': os.getcwd()},
+  )  # fmt: skip
+  assert host.stdout.readline() == b'ready\n'
+  assert zygote_processes() - before
+  host.kill()
+  host.wait()
+  host.stdout.close()
+  deadline = time.monotonic() + 5
+  while zygote_processes() - before and time.monotonic() < deadline:
+    time.sleep(0.02)
+  assert zygote_processes() <= before
+
+
+def test_unsafe_levels_and_unknown_names_are_refused():
+  with pytest.raises(ValueError, match='refused for untrusted code'):
+    sandbox_open.open_sandbox('rlimits', conftest.LIMITS)
+  with pytest.raises(ValueError, match="'docker' is not"):
+    sandbox_open.open_sandbox('docker', conftest.LIMITS)
+  with pytest.raises(ValueError, match='wall_s'):
+    base.Limits(**{**dict.fromkeys(base.Limits.__slots__, 1), 'wall_s': 0})
+
+
+def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):
+  found = sandbox_open.probe()
+  assert [level for level, _, _ in found] == list(base.LEVELS)
+  assert all(reason and '\n' not in reason for _, _, reason in found)
+  monkeypatch.setenv('PATH', '')
+  level, available, reason = sandbox_open.probe()[0]
+  assert (level, available) == ('bwrap', False) and 'bubblewrap' in reason
+  monkeypatch.setattr(sys, 'platform', 'darwin')
+  assert 'do not exist' in sandbox_open.probe()[1][2]

@@ -1,0 +1,105 @@
+"""Laws of editing one function's body, hostile bodies included."""
+
+import ast
+
+import pytest
+
+from composer_jax.tasks import source
+
+MODULE = '''"""Module."""
+
+
+def first(values):
+    """Return the first."""
+    raise NotImplementedError
+
+
+def second(values):
+    """Say "hi"."""
+    return [
+        len(values),
+    ]
+'''
+
+
+def test_only_the_body_changes():
+  edited = source.replace_body(MODULE, 'first', 'return values[0]')
+  assert edited == MODULE.replace(
+    'raise NotImplementedError', 'return values[0]'
+  )
+  again = source.replace_body(edited, 'second', 'return 2')
+  assert again.endswith('"""Say "hi"."""\n    return 2\n')
+
+
+def test_indentation_of_the_body_does_not_matter():
+  plain = 'if values:\n    return 1\nreturn 2'
+  edited = source.replace_body(MODULE, 'first', plain)
+  for prefix in ('  ', '\t', '            '):
+    moved = '\n'.join(prefix + line for line in plain.split('\n'))
+    assert source.replace_body(MODULE, 'first', moved) == edited
+
+
+@pytest.mark.parametrize(
+  'body',
+  [
+    '',
+    'return (',
+    'x = """',
+    'x = "',
+    'return 1 \\',
+    'return )',
+    '"""\n    return 1\ndef second(values): return 0\n"""',
+    'return 1\x00',
+    'return ' + '(' * 400 + ')' * 400,
+  ],
+)
+def test_a_body_that_does_not_parse_alone_is_refused(body):
+  try:
+    edited = source.replace_body(MODULE, 'first', body)
+  except ValueError:
+    return
+  # What parses after all must have left everything else as it was.
+  others = [ast.dump(n) for n in ast.parse(MODULE).body if n.col_offset == 0]
+  now = [ast.dump(n) for n in ast.parse(edited).body]
+  assert now[0] == others[0]
+  assert now[2:] == others[2:]
+
+
+@pytest.mark.parametrize(
+  'body',
+  [
+    'return 1\n\ndef second(values):\n    return 0',
+    'x = 1\rreturn x',
+    'x = "\x0c"\nreturn x',
+    'x = "\u2028"\nreturn x',
+    'pass # """',
+  ],
+)
+def test_a_body_cannot_change_what_follows_it(body):
+  edited = ast.parse(source.replace_body(MODULE, 'first', body))
+  assert len(edited.body) == 3
+  assert ast.dump(edited.body[2]) == ast.dump(ast.parse(MODULE).body[2])
+  assert ast.get_docstring(edited.body[1]) == 'Return the first.'
+
+
+def test_a_missing_function_is_a_lookup_error():
+  with pytest.raises(LookupError, match='third'):
+    source.replace_body(MODULE, 'third', 'pass')
+
+
+def test_normal_form_forgets_bound_names_and_nothing_else():
+  form = source.normal_body('return [v for v in values if v > 2]', 'values')
+  assert form == source.normal_body('return [x for x in a if x > 2]', 'a')
+  assert form == source.normal_body('return [x  for x in a if (x>2)]', 'a')
+  for other in (
+    'return [x for x in a if x > 3]',
+    'return [a for x in a if x > 2]',
+    'return [x for x in b if x > 2]',
+    'return (x for x in a if x > 2)',
+  ):
+    assert form != source.normal_body(other, 'a')
+
+
+def test_too_deep_a_body_is_a_value_error():
+  with pytest.raises(ValueError, match=r'deeply|nested'):
+    source.normal_body('return ' + '-' * 900 + '1', 'a')

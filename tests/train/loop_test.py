@@ -1,0 +1,307 @@
+"""A stage resumes bit for bit, is not repeated, and stops on NaN."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from composer_jax.checkpoint import manager
+from composer_jax.core import batches
+from composer_jax.models import config as model_config
+from composer_jax.optim import groups
+from composer_jax.parallel import topology
+from composer_jax.telemetry import writer as metrics_writer
+from composer_jax.train import export
+from composer_jax.train import loop
+from composer_jax.train import placement
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+MODEL = model_config.ModelConfig.from_dict({
+    'vocab_size': 32,
+    'embed_dim': 16,
+    'num_layers': 2,
+    'num_dense_layers': 1,
+    'dense_ffw_dim': 16,
+    'num_heads': 2,
+    'num_kv_heads': 1,
+    'head_dim': 8,
+    'rope_theta': 1e4,
+    'norm_eps': 1e-6,
+    'tie_embeddings': True,
+    'remat': False,
+    'compute_dtype': 'float32',
+    'moe': {
+        'num_experts': 4,
+        'num_active': 2,
+        'ffw_dim': 8,
+        'num_shared': 1,
+        'router': 'sigmoid',
+        'renormalize': True,
+        'routed_scale': 1.0,
+        'aux_loss_weight': 0.01,
+    },
+})
+
+OPTIONS = loop.LoopOptions(
+    stage='cpt',
+    steps=6,
+    batch_size=2,
+    seq_len=16,
+    optimizer=groups.OptimizerOptions(
+        name='muon',
+        learning_rate=0.01,
+        adam_learning_rate=0.01,
+        warmup_steps=1,
+        decay_steps=2,
+        final_ratio=0.1,
+    ),
+    bias_rate=0.001,
+    checkpoint_every=2,
+    eval_every=3,
+    log_every=1,
+    keep=3,
+    seed=0,
+)
+
+
+class CountingStream:
+  """Batch n is drawn from seed n; the state is n."""
+
+  def __init__(self, stop_at=None, sleep_s=0.0):
+    self.index = 0
+    self.stop_at = stop_at
+    self.sleep_s = sleep_s
+
+  def __next__(self):
+    if self.index == self.stop_at:
+      raise KeyboardInterrupt
+    time.sleep(self.sleep_s)
+    batch = random_batch(self.index)
+    self.index += 1
+    return batch
+
+  def get_state(self):
+    return {'index': self.index}
+
+  def set_state(self, state):
+    self.index = state['index']
+
+
+def random_batch(seed):
+  rng = np.random.default_rng(seed)
+  segments = np.repeat([[1, 2], [1, 0]], [9, 7], axis=1).astype(np.int32)
+  positions = np.tile(np.r_[:9, :7], (2, 1)).astype(np.int32)
+  weights = ((segments > 0) & (positions > 0)).astype(np.float32)
+  return batches.LMBatch(
+      tokens_BT=rng.integers(0, 32, (2, 16), dtype=np.int32),
+      segment_ids_BT=segments,
+      positions_BT=positions,
+      loss_weights_BT=weights,
+  )
+
+
+@functools.cache  # One placement, so that each program is compiled once.
+def placed(replica=1, fsdp=1, context=1):
+  devices = jax.devices()[: replica * fsdp * context]
+  mesh = topology.make_mesh(replica, fsdp, context, devices=devices)
+  return placement.build(MODEL, mesh=mesh)
+
+
+def train(
+    workdir, *, options=OPTIONS, stream=None, initial=None, mesh=(1, 1, 1)
+):
+  with metrics_writer.Writer(workdir, tensorboard=False) as writer:
+    return loop.run(
+        options,
+        workdir=workdir,
+        model=MODEL,
+        placement=placed(*mesh),
+        stream=stream or CountingStream(),
+        heldout=[random_batch(-s % 2**31) for s in (1, 2)],
+        writer=writer,
+        initial=initial,
+    )
+
+
+def curves(workdir):
+  """Returns what must be equal bit for bit: all but the clock."""
+  clock = ('time', 'tokens_per_s', 'mfu')
+  return [
+      {k: v for k, v in row.items() if k not in clock}
+      for row in metrics_writer.read(workdir)
+  ]
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory):
+  """A run without interruption: its folder and its variables."""
+  workdir = tmp_path_factory.mktemp('straight')
+  return workdir, train(workdir)
+
+
+def test_metrics_of_a_stage(straight):
+  rows = curves(straight[0])
+  losses = {r['step']: r['loss'] for r in rows if 'loss' in r}
+  heldout = {r['step']: r['heldout_loss'] for r in rows if 'heldout_loss' in r}
+  assert list(losses) == [1, 2, 3, 4, 5, 6]
+  assert list(heldout) == [0, 3, 6]
+  # Weights near zero predict nothing: the loss starts at log V.
+  assert losses[1] == pytest.approx(np.log(32), abs=0.1)
+  assert [r['lr'] for r in rows if 'lr' in r] == pytest.approx(
+      [0.01, 0.01, 0.01, 0.01, 0.01, 0.0055]
+  )
+
+
+@pytest.mark.parametrize('stop_at', [0, 1, 3, 5])
+def test_interrupted_run_continues_bit_for_bit(straight, tmp_path, stop_at):
+  workdir, variables = straight
+  with pytest.raises(KeyboardInterrupt):
+    train(tmp_path, stream=CountingStream(stop_at=stop_at))
+  again = train(tmp_path)
+  assert curves(tmp_path) == curves(workdir)
+  jax.tree.map(np.testing.assert_array_equal, again, variables)
+
+
+def test_killed_process_continues_bit_for_bit(straight, tmp_path):
+  workdir, variables = straight
+  code = (
+      'import sys; from tests.train import loop_test as t; '
+      't.train(sys.argv[1], stream=t.CountingStream(sleep_s=0.2))'
+  )
+  process = subprocess.Popen(
+      [sys.executable, '-c', code, str(tmp_path)],
+      cwd=REPOSITORY,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.DEVNULL,
+  )
+  committed = tmp_path / 'checkpoints' / 'cpt' / '2'
+  deadline = time.monotonic() + 60
+  while not committed.exists() and process.poll() is None:
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  process.send_signal(signal.SIGKILL)
+  assert process.wait() == -signal.SIGKILL
+  again = train(tmp_path)
+  assert curves(tmp_path) == curves(workdir)
+  jax.tree.map(np.testing.assert_array_equal, again, variables)
+
+
+@pytest.mark.parametrize('mesh', [(1, 2, 1), (1, 2, 2), (2, 1, 4)])
+def test_sharded_stage_follows_one_device_and_resumes(straight, tmp_path, mesh):
+  if len(jax.devices()) < np.prod(mesh):
+    pytest.skip(f'needs {np.prod(mesh)} devices')
+  with pytest.raises(KeyboardInterrupt):
+    train(tmp_path, stream=CountingStream(stop_at=5), mesh=mesh)
+  steps = [r['loss'] for r in curves(tmp_path) if 'loss' in r]
+  train(tmp_path, mesh=mesh)
+  losses = [r['loss'] for r in curves(tmp_path) if 'loss' in r]
+  assert losses[:4] == steps[:4]
+  one = [r['loss'] for r in curves(straight[0]) if 'loss' in r]
+  # Sums in another order, then six steps of an optimizer that divides by
+  # small norms.
+  np.testing.assert_allclose(losses, one, rtol=0, atol=2e-3)
+  np.testing.assert_allclose(losses[0], one[0], rtol=0, atol=1e-5)
+
+
+def test_finished_stage_is_not_repeated(straight):
+  workdir, variables = straight
+  before = (workdir / 'metrics.jsonl').read_bytes()
+  again = train(workdir, stream=CountingStream(stop_at=0))
+  assert (workdir / 'metrics.jsonl').read_bytes() == before
+  jax.tree.map(np.testing.assert_array_equal, again, variables)
+
+
+def test_next_stage_starts_from_the_export(straight, tmp_path):
+  workdir, variables = straight
+  like = jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+      variables,
+  )
+  exported = export.load(workdir, 'cpt', like)
+  jax.tree.map(np.testing.assert_array_equal, exported, variables)
+  options = dataclasses.replace(OPTIONS, stage='sft')
+  with pytest.raises(KeyboardInterrupt):  # What it started from is enough.
+    train(
+        tmp_path,
+        options=options,
+        stream=CountingStream(stop_at=0),
+        initial=exported,
+    )
+  last = [r['heldout_loss'] for r in curves(workdir) if 'heldout_loss' in r][-1]
+  first = curves(tmp_path)[0]
+  assert (first['stage'], first['heldout_loss']) == ('sft', last)
+
+
+def test_unfinished_stage_has_no_export(tmp_path):
+  with pytest.raises(ValueError, match="Stage 'cpt'.*not finished"):
+    export.load(tmp_path, 'cpt', {})
+
+
+def test_non_finite_loss_stops_and_keeps_good_checkpoints(straight, tmp_path):
+  class Poisoned(CountingStream):
+
+    def __next__(self):
+      batch = super().__next__()
+      if self.index == 4:  # No weighted token: the mean is 0 / 0.
+        batch = batch.replace(loss_weights_BT=np.zeros((2, 16), np.float32))
+      return batch
+
+  with pytest.raises(FloatingPointError) as error:
+    train(tmp_path, stream=Poisoned())
+  message = str(error.value)
+  for part in ("'cpt' stopped at step 4", 'loss nan', 'grad_norm nan',
+               'loss weights sum to 0', 'last finite loss 3.'):
+    assert part in message, message
+  assert sorted(os.listdir(tmp_path / 'checkpoints' / 'cpt')) == ['2']
+  train(tmp_path)  # The batch repaired, the same command goes on.
+  assert curves(tmp_path) == curves(straight[0])
+
+
+def test_damaged_checkpoint_is_named_and_can_be_deleted(straight, tmp_path):
+  with pytest.raises(KeyboardInterrupt):
+    train(tmp_path, stream=CountingStream(stop_at=5))
+  folder = tmp_path / 'checkpoints' / 'cpt' / '4'
+  biggest = max(folder.rglob('*'), key=lambda p: p.stat().st_size)
+  data = bytearray(biggest.read_bytes())
+  data[len(data) // 2] ^= 1
+  biggest.write_bytes(data)
+  with pytest.raises(manager.DamagedCheckpoint, match='step 4 in .*from step 2'):
+    train(tmp_path)
+  os.rename(folder, tmp_path / 'away')
+  train(tmp_path)
+  assert curves(tmp_path) == curves(straight[0])
+
+
+def test_stream_that_ends_or_misfits_is_named(tmp_path):
+  class Empty(CountingStream):
+
+    def __next__(self):
+      raise StopIteration
+
+  with pytest.raises(ValueError, match='ended before step 1 of 6'):
+    train(tmp_path / 'a', stream=Empty())
+
+  class Short(CountingStream):
+
+    def __next__(self):
+      return jax.tree.map(lambda a: a[:, :8], super().__next__())
+
+  with pytest.raises(ValueError, match=r'\(2, 8\).*\(2, 16\)'):
+    train(tmp_path / 'b', stream=Short())
+
+
+def test_selection_bias_moves_by_its_rate(straight):
+  bias = straight[1]['selection_bias']
+  for bias_ME in jax.tree.leaves(bias):
+    ratio = np.asarray(bias_ME) / OPTIONS.bias_rate
+    np.testing.assert_allclose(ratio, np.round(ratio), atol=1e-3)
+    assert 0 < np.abs(ratio).max() <= OPTIONS.steps
