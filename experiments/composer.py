@@ -11,16 +11,18 @@ from experiments import launch
 
 
 def run(spec, workdir, *, role, command):
+  from composer_jax.pipeline import job as jobs
+  from composer_jax.pipeline import reinforce
   from composer_jax.pipeline import stages
 
   if role == 'rollout':
-    stages.serve_rollouts(spec, workdir)
+    reinforce.serve_rollouts(spec, workdir)
     return
-  with stages.open_run(spec, workdir, command) as job:
+  with jobs.open_run(spec, workdir, command) as job:
     stages.pretrain(job)
     stages.finetune(job)
     stages.evaluate(job, 'sft')
-    stages.reinforce(job)
+    reinforce.reinforce(job)
     stages.evaluate(job, 'rl')
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from absl import app
 from absl import flags
+from absl import logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -60,6 +61,9 @@ def main(run: Callable[..., None]) -> None:
   """
 
   def call(argv):
+    if not _DEBUG.value:
+      # Libraries report every file they touch at INFO.
+      logging.set_verbosity(logging.WARNING)
     if len(argv) > 1:
       raise app.UsageError(f'Unknown arguments {argv[1:]}.')
     config = _CONFIG.value.to_dict()

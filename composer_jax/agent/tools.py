@@ -62,7 +62,8 @@ class _InvalidCall(Exception):
 
 def _shown(value: Any) -> str:
   text = value if isinstance(value, str) else json.dumps(value)
-  text = ' '.join(text.split())
+  # Code may return lone surrogates, which no log or report could hold.
+  text = ' '.join(text.encode('utf-8', 'replace').decode().split())
   return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'
 
 
@@ -105,7 +106,9 @@ class Workspace:
       raise _InvalidCall(f'no such tool; use {", ".join(TOOLS)}')
     count, takes_payload = TOOLS[call.name]
     if len(call.arguments) != count:
-      raise _InvalidCall(f'{call.name} takes {count} arguments')
+      raise _InvalidCall(
+        f'{call.name} takes {count} argument{"s" * (count != 1)}'
+      )
     if bool(call.payload.strip()) != takes_payload:
       needs = 'needs' if takes_payload else 'takes no'
       raise _InvalidCall(f'{call.name} {needs} lines below')

@@ -306,6 +306,7 @@ def _split_and_deduplicate(kept, dropped, options, report):
   for c in kept:
     c.split = HELDOUT if c.file.package in heldout else TRAIN
   kept = sorted(kept, key=lambda c: c.split == TRAIN)
+  report(f'corpus: {len(kept)} files read; looking for near-duplicates')
   copies = filters.near_duplicates(
     [c.grams for c in kept], options.near_duplicate
   )

@@ -32,7 +32,7 @@ _GENERATED = re.compile(
 )
 # Inside a string '#' hides the rest of its line here; both sides of every
 # comparison are cut the same way, and a real tokenizer is 20 times slower.
-_LEXEME = re.compile(r'#[^\n]*|[^\W\d]\w*|\d[\w.]*|[^\w\s]')
+_LEXEME = re.compile(r'#[^\n]*|[^\W\d]\w*|\d[\w.]*|[^\w\s\\]')
 _DEFINITION = re.compile(r'^[ \t]*(?:async[ \t]+)?def[ \t]+(\w+)', re.M)
 _FIRST_STRING = re.compile(r'\s*[rRuU]?("""|\'\'\'|"|\')(.*?)\1', re.S)
 

@@ -47,6 +47,9 @@ _STDLIB_SKIPPED = frozenset({
     'site-packages', 'dist-packages', 'lib2to3', 'pydoc_data', 'idlelib',
     'turtledemo', 'ensurepip', '__phello__',
 })  # fmt: skip
+# Written by the interpreter's build or its packager: not the same everywhere,
+# which would defeat pinning a version.
+_MACHINE = ('_sysconfigdata', 'sitecustomize')
 # A run must never learn from the code that makes its own tasks.
 _OWN = frozenset({'composer-jax'})
 
@@ -78,7 +81,7 @@ class Source:
     name: the string that names the source.
     version: of the interpreter or the distribution; '' where there is none.
     files: sorted by package and path.
-    archive: the file itself, where the source is one.
+    archive: the file itself, where the source names one.
   """
 
   name: str
@@ -176,6 +179,7 @@ def _stdlib() -> Source:
   found = [
     _file(p, root, p.relative_to(root).parts[0].removesuffix('.py'), 'PSF-2.0')
     for p in _walk(root, skipped)
+    if not p.name.startswith(_MACHINE)
   ]
   return Source(
     name='stdlib', version=platform.python_version(), files=_sorted(found)
@@ -314,7 +318,13 @@ def _archive(
     for member, data in members.items()
     if _wanted(member.split('/'))
   ]
-  return Source(name=name, version=version, files=_sorted(found), archive=path)
+  # A release pinned by version has one hash, whether installed or a wheel.
+  return Source(
+    name=name,
+    version=version,
+    files=_sorted(found),
+    archive=None if name.startswith('pypi:') else path,
+  )
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:

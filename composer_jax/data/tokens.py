@@ -106,6 +106,9 @@ def tokenise(
     path = corpus.folder / f'tokens-{key}-{split}.npy'
     index = path.with_suffix('.json')
     if not index.exists():
+      report(
+        f'tokens: {split}: encoding {corpus.num_bytes(split) / 1e6:.1f} MB'
+      )
       # The index is written last: without it the array does not count.
       _tokenise(corpus.texts(split), tokenizer, path, index)
     result[split] = _load(path, index)

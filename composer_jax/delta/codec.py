@@ -68,13 +68,13 @@ def decode(
   """
   if codec not in CODECS:
     raise ValueError(f'codec {codec!r} is not one of {CODECS}')
-  if codec in (SAME, STEPS) and base is None:
-    raise ValueError(f'codec {codec!r} needs a base and there is none')
-  if codec == SAME:
+  if codec in (SAME, STEPS):
+    if base is None:
+      raise ValueError(f'codec {codec!r} needs a base and there is none')
+    if codec == STEPS:
+      return _decode_steps(blob, size, dtype, base)
     _check_length('blob', len(blob), 0)
     return base
-  if codec == STEPS:
-    return _decode_steps(blob, size, dtype, base)
   if codec == ZSTD:
     return _from_planes(_decompress(blob, size * dtype.itemsize), dtype)
   _check_length('blob', len(blob), size * dtype.itemsize)

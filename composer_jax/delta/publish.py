@@ -11,6 +11,7 @@ publish, when the pointer is not where it left it.
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -92,7 +93,7 @@ class Publisher:
         held = bundle.target_id(tensors), tensors
       try:
         self._depth = store.manifest(self._head.manifest).depth
-        self._base = self._read_base(held)
+        self._base = self._read_base(self._head, held)
       except (ValueError, OSError) as error:
         self._start_afresh(error)
 
@@ -116,9 +117,10 @@ class Publisher:
       OSError: the disk is full or refuses; what was committed stays, and
         publishing this version again is the cure once there is room.
     """
+    version = operator.index(version)  # a numpy integer will do
     tensors = bundle.assemble(blocks)
     if self._head is not None and version <= self._head.version:
-      return self._published(version, bundle.target_id(tensors))
+      return self._published(self._head, version, tensors)
     self._check_alone()
     manifest = self._write_bundle(tensors, version)
     name = self._store.put(manifest.to_bytes())
@@ -148,9 +150,9 @@ class Publisher:
     except (StopIteration, ValueError, OSError) as error:
       self._start_afresh(f'no version up to {version} is kept. {error}')
       return
-    self._rewinds = self._pointer.rewinds + 1
+    self._rewinds += 1
     self._move(kept[1], kept[0])
-    self._base = self._read_base(None)
+    self._base = self._read_base(self._pointer, None)
 
   def gc(self, keep: int) -> int:
     """Deletes what neither the last `keep` versions nor their bases need.
@@ -169,7 +171,8 @@ class Publisher:
       raise ValueError(f'keep must be at least 1, not {keep}.')
     names = set()
     for run_id in self._store.run_ids():
-      last = self._store.pointer(run_id).manifest
+      pointer = self._store.pointer(run_id)
+      last = '' if pointer is None else pointer.manifest
       for count, (name, manifest) in enumerate(
         restore.history(self._store, last), start=1
       ):
@@ -178,9 +181,10 @@ class Publisher:
           break
     return self._store.delete_except(names)
 
-  def _published(self, version: int, target_id: str) -> BundleInfo:
+  def _published(self, head, version: int, tensors) -> BundleInfo:
+    target_id = bundle.target_id(tensors)
     oldest = None
-    for _, manifest in restore.history(self._store, self._head.manifest):
+    for _, manifest in restore.history(self._store, head.manifest):
       oldest = manifest.version
       if manifest.version == version:
         if manifest.target_id != target_id:
@@ -192,7 +196,7 @@ class Publisher:
         return _info(manifest)
     raise ValueError(
       f'version {version} of run {self._run_id!r} is neither new (the last '
-      f'is {self._head.version}) nor kept (the oldest is {oldest}). A '
+      f'is {head.version}) nor kept (the oldest is {oldest}). A '
       'trainer resumed from checkpoint v calls rewind(v) first.'
     )
 
@@ -242,7 +246,7 @@ class Publisher:
     _log.warning(
       '%s: the next version starts a new chain: %s', self._run_id, reason
     )
-    self._rewinds = self._pointer.rewinds + 1
+    self._rewinds += 1
     self._head, self._base = None, None
 
   def _check_alone(self) -> None:
@@ -252,20 +256,20 @@ class Publisher:
       # Ours is in memory and about to replace the damaged one.
       _log.warning('%s The pointer is written anew.', error)
       return
-    if found not in (None, self._pointer):
+    if found is not None and found != self._pointer:
       raise ValueError(
         f'run {self._run_id!r}: another publisher moved the pointer to '
         f'version {found.version}; end one of the two.'
       )
 
-  def _read_base(self, held) -> Mapping[str, np.ndarray] | None:
+  def _read_base(self, head, held) -> Mapping[str, np.ndarray] | None:
     try:
-      return restore.weights(self._store, self._head.manifest, held)
+      return restore.weights(self._store, head.manifest, held)
     except (ValueError, OSError) as error:
       _log.warning(
         '%s: version %d cannot be rebuilt, so the next one is a keyframe: %s',
         self._run_id,
-        self._head.version,
+        head.version,
         error,
       )
       return None

@@ -26,9 +26,9 @@ def history(
   """
   after: bundle.Manifest | None = None
   while name:
-    if after is not None and after.kind == bundle.KEY:
-      if not (store.objects / name).exists():
-        return
+    needed = after is None or after.kind == bundle.DELTA
+    if not needed and not (store.objects / name).exists():
+      return
     manifest = store.manifest(name)
     if after is not None:
       _check_link(store.objects / name, manifest, after)
@@ -78,6 +78,7 @@ def weights(
       break
   for manifest in reversed(todo):
     tensors = apply(store, manifest, tensors)
+  assert tensors is not None  # a chain ends at held weights or a keyframe
   return dict(tensors)
 
 
@@ -89,6 +90,8 @@ def apply(
   """Applies one bundle to a base, which it leaves as it is."""
   if manifest.kind == bundle.KEY:
     base = None
+  elif base is None:
+    raise ValueError(f'version {manifest.version} needs a base.')
   elif bundle.signature_of(base) != manifest.signature():
     raise ValueError(
       f'version {manifest.version} has other tensors than its base: '
@@ -152,5 +155,5 @@ def _blobs(
 
 
 def _difference(left: Mapping, right: Mapping) -> str:
-  names = sorted(n for n in left | right if left.get(n) != right.get(n))
+  names = sorted(n for n in {*left, *right} if left.get(n) != right.get(n))
   return ', '.join(f'{n}: {left.get(n)} and {right.get(n)}' for n in names[:5])

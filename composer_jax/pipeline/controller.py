@@ -1,6 +1,7 @@
 """Starts, watches and restarts the rollout process of a run."""
 
 import collections
+import contextlib
 import ctypes
 import os
 import pathlib
@@ -134,3 +135,13 @@ def divide_cores() -> tuple[list[int], list[int]]:
     return [], []
   half = len(cores) // 2
   return cores[:half], cores[half:]
+
+
+def pin(cores: Sequence[int]) -> None:
+  """Moves every thread of this process to `cores`; none given does nothing."""
+  if not cores or not pathlib.Path('/proc/self/task').exists():
+    return
+  for task in pathlib.Path('/proc/self/task').iterdir():
+    # A thread may have ended since it was listed.
+    with contextlib.suppress(ProcessLookupError):
+      os.sched_setaffinity(int(task.name), cores)

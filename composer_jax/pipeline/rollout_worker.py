@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
@@ -75,8 +74,8 @@ def run(
     prompts: P, groups per optimizer step.
     max_staleness: bound on trainer version minus sampled version.
     num_steps: of the whole run.
-    until_version: returns once this version is served (or every group of the
-      run is there).
+    until_version: returns once this version is served and all it admits is
+      there.
 
   Returns:
     The version served at the end.
@@ -87,26 +86,28 @@ def run(
       collector, policy, engine.num_slots, buffer.put
   )
   next_group = first_version * prompts
-  last_group = num_steps * prompts
 
-  def before_step():
-    nonlocal next_group
-    follow()
-    limit = buffers.admitted(
+  def limit():
+    return buffers.admitted(
         follow.version,
         prompts=prompts,
         max_staleness=max_staleness,
         steps=num_steps,
     )
-    while next_group < limit:
+
+  def before_step():
+    nonlocal next_group
+    follow()
+    while next_group < limit():
       if not buffer.path(next_group).exists():
         stream.admit(next_group)
       next_group += 1
 
   def done():
-    open_episodes = stream.open_episodes
-    return open_episodes == 0 and (
-        next_group >= last_group or follow.version >= until_version
+    return (
+        stream.open_episodes == 0
+        and next_group >= limit()
+        and follow.version >= until_version
     )
 
   try:
@@ -116,11 +117,3 @@ def run(
     policy.close()
   return follow.version
 
-
-def describe(group: records.Group) -> str:
-  """One line about a finished group, for the worker's log."""
-  passed = sum(r.verdict.passed for r in group.rollouts)
-  return (
-      f'group {group.group} ({group.task_id}): {passed} of '
-      f'{len(group.rollouts)} passed'
-  )

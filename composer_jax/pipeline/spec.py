@@ -117,6 +117,35 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+  """SFT transcripts: how many, and the noise that RL has to unlearn.
+
+  Attributes:
+    count: transcripts, on training tasks only.
+    others: probabilities, see `agent.demonstrations.Noise`.
+  """
+
+  count: int
+  wrong_tool: float
+  wrong_arguments: float
+  detour: float
+  skip_read: float
+  wrong_edit: float
+  broken_edit: float
+  skip_test: float
+  give_up: float
+
+  def __post_init__(self):
+    _at_least('demonstrations', 1, count=self.count)
+    self.noise()
+
+  def noise(self) -> demonstrations.Noise:
+    fields = dataclasses.asdict(self)
+    del fields['count']
+    return demonstrations.Noise(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox:
   """level: of isolation ('auto' takes the best, 'static' executes nothing)."""
 
@@ -253,7 +282,7 @@ class Spec:
   data: Data
   cpt: Stage
   sft: Stage
-  demonstrations: demonstrations.Options
+  demonstrations: Demonstrations
   episode: episode.EpisodeOptions
   sandbox: Sandbox
   rollout: Rollout
@@ -266,12 +295,16 @@ class Spec:
       raise ValueError(
           f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
       )
-    if self.episode.max_tokens > self.rl.seq_len:
-      raise ValueError(
-          f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
-          f'exceed --config.rl.seq_len ({self.rl.seq_len}): a trajectory has '
-          'to fit a row.'
-      )
+    for name, seq_len in (
+        ('sft', self.sft.seq_len),
+        ('rl', self.rl.seq_len),
+    ):
+      if self.episode.max_tokens > seq_len:
+        raise ValueError(
+            f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
+            f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
+            'fit a row.'
+        )
 
 
 _SECTIONS = {
@@ -280,7 +313,7 @@ _SECTIONS = {
     'data': Data,
     'cpt': Stage,
     'sft': Stage,
-    'demonstrations': demonstrations.Options,
+    'demonstrations': Demonstrations,
     'episode': episode.EpisodeOptions,
     'sandbox': Sandbox,
     'rollout': Rollout,

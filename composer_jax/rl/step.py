@@ -19,6 +19,7 @@ from composer_jax.core import batches
 from composer_jax.models import decoder
 from composer_jax.models import head
 from composer_jax.rl import policy_loss
+from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 
 
@@ -47,7 +48,8 @@ class Functions:
   """The jitted functions of a run; each compiles once.
 
   Attributes:
-    policy: masters -> values the engine serves, in the compute type.
+    policy: state -> the policy's variables in float32: the masters rounded to
+      bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> sums.
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
     score: (values, batch) -> logprobs_BT, routed afresh or replayed as the
@@ -142,7 +144,9 @@ def build(
 
   @jax.jit
   def policy(state):
-    return decoder.policy(train_state.variables(state))
+    variables = state.variables()
+    params = policy_values.straight_through(variables['params'])
+    return {**variables, 'params': params}
 
   @jax.jit
   def first(values, batch):

@@ -15,12 +15,12 @@ they are with fixed tiles).
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import records
 from composer_jax.core import trees
 from composer_jax.models import config as config_lib
+from composer_jax.rollout import forward
 from composer_jax.rollout import slots as slots_lib
 from composer_jax.rollout import steps
 
@@ -50,7 +50,7 @@ class Engine:
     self.options = options
     self.version = version
     self._steps = steps.build(config, options, plan)
-    self._variables = self._served(variables)
+    self._weights = forward.unstack(variables, config)
     self._cache = self._steps.empty_cache()
     self._slots = slots_lib.Slots(options.num_slots, options.max_len)
 
@@ -117,9 +117,9 @@ class Engine:
           f'Cannot swap version {self.version} for the older {version}: '
           'versions never decrease within a session.'
       )
-    served = self._served(variables)
-    have = trees.flatten_names(self._variables)
-    want = trees.flatten_names(served)
+    weights = forward.unstack(variables, self.config)
+    have = trees.flatten_names(self._weights)
+    want = trees.flatten_names(weights)
     if have.keys() != want.keys():
       raise ValueError(
           f'Version {version} has other arrays than {self.version}: '
@@ -131,7 +131,7 @@ class Engine:
             f'{name} of version {version} is {array.dtype}{array.shape}; the '
             f'engine serves {have[name].dtype}{have[name].shape}.'
         )
-    self._variables, self.version = served, version
+    self._weights, self.version = weights, version
 
   def step(self) -> list[records.Completion]:
     """Dispatches one program and returns the requests that it finished."""
@@ -150,17 +150,6 @@ class Engine:
         session.waiting += 1
       self._decode(decoding)
     return self._slots.take_finished()
-
-  def _served(self, variables: Any) -> Any:
-    # A copy, since the caller may donate its arrays to the next train step.
-    # Widening bfloat16 is exact and spares every step the conversion.
-    widen = self.config.compute_dtype == 'float32'
-
-    def served(x):
-      narrow = widen and x.dtype == jnp.bfloat16
-      return jnp.array(x, jnp.float32 if narrow else x.dtype, copy=True)
-
-    return jax.tree.map(served, variables)
 
   def _extend(self, sessions: list[slots_lib.Session]) -> None:
     num_rows, chunk = self.options.num_rows, self.options.prefill_chunk
@@ -182,7 +171,7 @@ class Engine:
         draw=_draw(sessions, range(len(sessions)), num_rows),
     )
     self._cache, report = self._steps.extend(
-        self._variables, self._cache, inputs
+        self._weights, self._cache, inputs
     )
     report = jax.device_get(report)
     routes_BTMA = np.moveaxis(report.expert_ids_MBTA, 0, 2).astype(np.uint16)
@@ -224,7 +213,7 @@ class Engine:
         min_active=np.int32(max(1, len(sessions) * 3 // 4)),
     )
     self._cache, report = self._steps.decode(
-        self._variables, self._cache, inputs
+        self._weights, self._cache, inputs
     )
     report = jax.device_get(report)
     counts_B = report.active_TB.sum(0)

@@ -16,10 +16,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from composer_jax.models import cache as cache_lib
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder
 from composer_jax.models import head
+from composer_jax.rollout import forward
 from composer_jax.rollout import sampling
 
 
@@ -132,8 +131,8 @@ class Steps:
 
   Attributes:
     traces: times each program was traced, by name; stays at one.
-    extend: (variables, cache, ExtendInputs) -> (cache, Sampled).
-    decode: (variables, cache, DecodeInputs) -> (cache, Sampled).
+    extend: (weights, cache, ExtendInputs) -> (cache, Sampled).
+    decode: (weights, cache, DecodeInputs) -> (cache, Sampled).
     empty_cache: () -> cache.
   """
 
@@ -144,23 +143,19 @@ class Steps:
       plan: Any = None,
   ):
     self.traces: collections.Counter[str] = collections.Counter()
-    model = decoder.Decoder(config, plan=plan)
-    self.extend = self._compiled('extend', _extend, model, options)
-    self.decode = self._compiled('decode', _decode, model, options)
+    run = functools.partial(forward.forward, config=config, plan=plan)
+    self.extend = self._compiled('extend', _extend, run, config, options)
+    self.decode = self._compiled('decode', _decode, run, config, options)
     self.empty_cache = functools.partial(
-        cache_lib.init,
-        config,
-        options.num_slots,
-        options.max_len,
-        jnp.dtype(config.compute_dtype),
+        forward.empty_cache, config, options.num_slots, options.max_len
     )
 
   def _compiled(
       self, name: str, function: Callable[..., Any], *static: Any
   ) -> Callable[..., Any]:
-    def traced(variables, cache, inputs):
+    def traced(weights, cache, inputs):
       self.traces[name] += 1
-      return function(*static, variables, cache, inputs)
+      return function(*static, weights, cache, inputs)
 
     return jax.jit(traced, donate_argnums=(1,))
 
@@ -173,73 +168,56 @@ def build(
   return Steps(config, options, plan)
 
 
-def _forward(model, variables, cache, tokens_BT, valid_BT, positions_BT):
-  """Runs the decoder over the cache; what is not valid leaves no trace.
-
-  An invalid token has segment 0, so no expert works for it, and a position
-  outside the cache, so its key and value are dropped.
-  """
-  max_len = cache.keys_LBSKH.shape[2]
-  return model.apply(
-      variables,
-      tokens_BT,
-      valid_BT.astype(jnp.int32),
-      jnp.where(valid_BT, positions_BT, max_len),
-      cache=cache,
-  )
-
-
 def _take_rows(cache, slots_B):
-  return jax.tree.map(lambda x: jnp.take(x, slots_B, axis=1), cache)
+  return jax.tree.map(lambda x: x[slots_B], cache)
 
 
 def _put_rows(cache, rows, slots_B):
   def put(row, cache):
     def update(whole, part):
-      part = jax.lax.dynamic_slice_in_dim(part, row, 1, axis=1)
-      return jax.lax.dynamic_update_slice_in_dim(
-          whole, part, slots_B[row], axis=1
-      )
+      part = jax.lax.dynamic_slice_in_dim(part, row, 1)
+      return jax.lax.dynamic_update_slice_in_dim(whole, part, slots_B[row], 0)
 
     return jax.tree.map(update, cache, rows)
 
   return jax.lax.fori_loop(0, slots_B.shape[0], put, cache)
 
 
-def _extend(model, options, variables, cache, inputs: ExtendInputs):
+def _extend(run, config, options, weights, cache, inputs: ExtendInputs):
   """Consumes a chunk of context and samples the token that follows it."""
   columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
   positions_BT = inputs.starts_B[:, None] + columns_T
   valid_BT = columns_T < inputs.counts_B[:, None]
   rows = _take_rows(cache, inputs.slots_B)
-  output = _forward(
-      model, variables, rows, inputs.tokens_BT, valid_BT, positions_BT
+  hidden_BTD, ids_MBTA, rows = run(
+      weights, rows, inputs.tokens_BT, valid_BT, positions_BT
   )
   last_B = jnp.maximum(inputs.counts_B - 1, 0)
-  hidden_B1D = jnp.take_along_axis(
-      output.hidden_BTD, last_B[:, None, None], axis=1
-  )
+  hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
   tokens_B, logprobs_B = sampling.sample(
       inputs.draw.keys_B2,
       inputs.starts_B + inputs.counts_B,
-      head.logits(variables, hidden_B1D, model.config)[:, 0],
+      head.logits(weights.outer, hidden_B1D, config)[:, 0],
       inputs.draw.temperatures_B,
   )
   sampled = Sampled(
       tokens_TB=tokens_B[None],
       logprobs_TB=logprobs_B[None],
       active_TB=inputs.counts_B[None] > 0,
-      expert_ids_MBTA=output.expert_ids_MBTA,
+      expert_ids_MBTA=ids_MBTA,
   )
-  return _put_rows(cache, output.cache, inputs.slots_B), sampled
+  return _put_rows(cache, rows, inputs.slots_B), sampled
 
 
-def _decode(model, options, variables, cache, inputs: DecodeInputs):
+def _decode(run, config, options, weights, cache, inputs: DecodeInputs):
   """Samples up to `decode_steps` tokens per slot without the host."""
-  config = model.config
-  num_layers = config.num_layers - config.num_dense_layers
   shape_TB = (options.decode_steps, options.num_slots)
-  routes = (num_layers, options.num_slots, 1, config.moe.num_active)
+  routes = (
+      config.num_moe_layers,
+      options.num_slots,
+      1,
+      config.moe.num_active,
+  )
   report = Sampled(
       tokens_TB=jnp.zeros(shape_TB, jnp.int32),
       logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
@@ -255,9 +233,8 @@ def _decode(model, options, variables, cache, inputs: DecodeInputs):
   def one_token(state):
     step, cache, tokens_B, positions_B, remaining_B, report = state
     active_B = remaining_B > 0
-    output = _forward(
-        model,
-        variables,
+    hidden_BTD, ids_MBTA, cache = run(
+        weights,
         cache,
         tokens_B[:, None],
         active_B[:, None],
@@ -266,14 +243,14 @@ def _decode(model, options, variables, cache, inputs: DecodeInputs):
     drawn_B, logprobs_B = sampling.sample(
         inputs.draw.keys_B2,
         positions_B + 1,
-        head.logits(variables, output.hidden_BTD, config)[:, 0],
+        head.logits(weights.outer, hidden_BTD, config)[:, 0],
         inputs.draw.temperatures_B,
     )
     sampled = Sampled(
         tokens_TB=drawn_B,
         logprobs_TB=logprobs_B,
         active_TB=active_B,
-        expert_ids_MBTA=output.expert_ids_MBTA,
+        expert_ids_MBTA=ids_MBTA,
     )
     report = jax.tree.map(
         lambda whole, part: jax.lax.dynamic_update_index_in_dim(
@@ -285,7 +262,7 @@ def _decode(model, options, variables, cache, inputs: DecodeInputs):
     stopped_B = (drawn_B[:, None] == inputs.stop_tokens_BK).any(-1)
     return (
         step + 1,
-        output.cache,
+        cache,
         jnp.where(active_B, drawn_B, tokens_B),
         positions_B + active_B,
         jnp.where(stopped_B, 0, jnp.maximum(remaining_B - 1, 0)),

@@ -39,12 +39,12 @@ class Limits:
       value = getattr(self, field.name)
       if not value > 0 or not math.isfinite(value):
         raise ValueError(
-            f'sandbox limit {field.name} ({value}) must be positive and finite.'
+          f'sandbox limit {field.name} ({value}) must be positive and finite.'
         )
     if self.memory_bytes < 64 << 20:
       raise ValueError(
-          f'sandbox limit memory_bytes ({self.memory_bytes}) must be at least '
-          f'{64 << 20}: the interpreter alone needs most of it.'
+        f'sandbox limit memory_bytes ({self.memory_bytes}) must be at least '
+        f'{64 << 20}: the interpreter alone needs most of it.'
       )
 
 
@@ -75,8 +75,8 @@ class Result:
   def __post_init__(self):
     if self.level not in LEVELS or self.status not in STATUSES:
       raise ValueError(
-          f'level ({self.level}) must be one of {LEVELS} and status '
-          f'({self.status}) one of {STATUSES}.'
+        f'level ({self.level}) must be one of {LEVELS} and status '
+        f'({self.status}) one of {STATUSES}.'
       )
 
 
@@ -86,11 +86,11 @@ class Sandbox(Protocol):
   level: str
 
   def call(
-      self,
-      files: dict[str, str],
-      module: str,
-      function: str,
-      arguments: list[list],
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
   ) -> Result:
     """Calls `module.function(*arguments[i])` for each i in a fresh process.
 

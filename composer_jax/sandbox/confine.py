@@ -9,7 +9,7 @@ import math
 import os
 import resource
 
-import seccomp  # a file beside this one; there is no package in the sandbox
+from composer_jax.sandbox import seccomp
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 MS_NOSUID, MS_NODEV = 2, 4
@@ -63,7 +63,7 @@ def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
 def become_subreaper() -> bool:
   """Makes orphans of the calls our children, so that they can be found."""
   return hasattr(libc, 'prctl') and not libc.prctl(
-      _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
   )
 
 
@@ -83,14 +83,14 @@ def set_limits(limits: dict, processes: int) -> None:
   """Lowers soft and hard limits; a hard limit below is kept."""
   cpu_s = math.ceil(limits['cpu_s'])
   wanted = {
-      'RLIMIT_CPU': (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
-      'RLIMIT_AS': (limits['memory_bytes'],) * 2,
-      'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
-      'RLIMIT_NPROC': (processes, processes),
-      'RLIMIT_NOFILE': (256, 256),
-      'RLIMIT_CORE': (0, 0),
-      'RLIMIT_MSGQUEUE': (0, 0),
-      'RLIMIT_MEMLOCK': (0, 0),
+    'RLIMIT_CPU': (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
+    'RLIMIT_AS': (limits['memory_bytes'],) * 2,
+    'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
+    'RLIMIT_NPROC': (processes, processes),
+    'RLIMIT_NOFILE': (256, 256),
+    'RLIMIT_CORE': (0, 0),
+    'RLIMIT_MSGQUEUE': (0, 0),
+    'RLIMIT_MEMLOCK': (0, 0),
   }
   for name, (soft, hard) in wanted.items():
     kind = getattr(resource, name, None)
@@ -124,9 +124,7 @@ def become_nobody(uid: int | None, filter_: bytes | None) -> None:
       os.setuid(uid)
   if hasattr(libc, 'prctl'):
     _drop_capabilities()
-    check(
-        libc.prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'no_new_privs'
-    )
+    check(libc.prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'no_new_privs')
   if filter_ is not None:
     seccomp.install(filter_, libc)
 

@@ -21,7 +21,8 @@ import socket
 import struct
 import sys
 
-_PYTHON, _BOOT, _WORK = '/python', '/boot', '/work'
+_PYTHON, _WORK = '/python', '/work'
+_BOOT = '/boot/composer_jax/sandbox'  # these files and no others of it
 _LIBRARY_TREES = ('/usr/lib', '/usr/lib32', '/usr/lib64', '/lib', '/lib32',
                   '/lib64', '/nix/store')  # fmt: skip
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
@@ -66,7 +67,7 @@ class Tree:
     self.libraries = inner_lib
     self.binds = [(lib, inner_lib), (self.executable, self.python)]
     self.binds += [
-        (os.path.join(here, file), f'{_BOOT}/{file}') for file in _BOOT_FILES
+      (os.path.join(here, file), f'{_BOOT}/{file}') for file in _BOOT_FILES
     ]
     self.links = []
     for path in _LIBRARY_TREES:
@@ -77,12 +78,12 @@ class Tree:
     self.devices = [path for path in _DEVICES if os.path.exists(path)]
     # Installed packages could hold this very project, with its generators.
     self.masks = sorted(
-        inner + found.removeprefix(outer)
-        for outer, inner in self.binds
-        if os.path.isdir(outer)
-        for pattern in ('site-packages', 'dist-packages')
-        for found in glob.glob(f'{outer}/python*/{pattern}')
-        if not os.path.islink(found)
+      inner + found.removeprefix(outer)
+      for outer, inner in self.binds
+      if os.path.isdir(outer)
+      for pattern in ('site-packages', 'dist-packages')
+      for found in glob.glob(f'{outer}/python*/{pattern}')
+      if not os.path.islink(found)
     )
 
   def environment(self) -> dict[str, str]:
@@ -132,9 +133,9 @@ def _enter(config: dict, privileged: bool) -> None:
   _check(libc.unshare(flags), 'unshare of namespaces')
   if not privileged:
     for name, text in (
-        ('setgroups', 'deny'),
-        ('uid_map', f'0 {uid} 1'),
-        ('gid_map', f'0 {gid} 1'),
+      ('setgroups', 'deny'),
+      ('uid_map', f'0 {uid} 1'),
+      ('gid_map', f'0 {gid} 1'),
     ):
       with open(f'/proc/self/{name}', 'w') as file:
         file.write(text)
@@ -171,7 +172,7 @@ def _build_root(tree: Tree) -> None:
     os.symlink(text, root + path)
   os.chdir(root)
   _check(
-      libc.syscall(_PIVOT_ROOT[os.uname().machine], b'.', b'.'), 'pivot_root'
+    libc.syscall(_PIVOT_ROOT[os.uname().machine], b'.', b'.'), 'pivot_root'
   )
   _check(libc.umount2(b'.', _MNT_DETACH), 'umount of the old root')
   os.chdir('/')
@@ -182,11 +183,13 @@ def _make_read_only(path: str, recursive: bool = True) -> None:
   attributes = struct.pack('QQQQ', _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
   flags = _AT_RECURSIVE if recursive else 0
   if not libc.syscall(
-      _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
+    _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
   ):
     return
   # Before Linux 5.12. Flags that a user namespace inherits may not be dropped.
-  kept = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00)
+  kept = os.statvfs(path).f_flag & (
+    _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
+  )
   flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
   _mount(None, path, None, flags)
 
@@ -202,8 +205,11 @@ def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
   for name, value in tree.environment().items():
     command += ['--setenv', name, value]
   # Parents that bwrap makes by itself are closed to other uids.
-  parents = {os.path.dirname(target) for _, target in tree.binds}
-  for directory in sorted({_WORK, _BOOT, _PYTHON, '/dev', *parents} - {'/'}):
+  parents = {_WORK, '/dev'}
+  for _, path in tree.binds:
+    while (path := os.path.dirname(path)) != '/':
+      parents.add(path)
+  for directory in sorted(parents):
     command += ['--perms', '0755', '--dir', directory]
   for source, target in tree.binds:
     command += ['--ro-bind', source, target]
@@ -248,14 +254,15 @@ def _reachable(path: str) -> bool:
 def main() -> None:
   config = json.loads(sys.argv[1])
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  os.umask(0o022)
   tree = Tree()
   privileged = _has(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
   may_change_uid = privileged
   if config['level'] == 'rlimits':
     may_change_uid = (
-        _has(_CAP_SETGID, _CAP_SETUID)
-        # Else imports would fail for any other user.
-        and _reachable(os.__file__)
+      _has(_CAP_SETGID, _CAP_SETUID)
+      # Else imports would fail for any other user.
+      and _reachable(os.__file__)
     )
   if not may_change_uid:
     config['uid'] = None

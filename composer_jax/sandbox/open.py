@@ -39,8 +39,8 @@ def _try(level: str) -> tuple[bool, str]:
   about = sandbox.about
   uid = 'uid unchanged' if about['uid'] is None else f'uid {about["uid"]}'
   return True, (
-      f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}'
-      + (', NO namespaces: trusted code only' if level == 'rlimits' else '')
+    f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}'
+    + (', NO namespaces: trusted code only' if level == 'rlimits' else '')
   )
 
 
@@ -55,11 +55,11 @@ def _missing(level: str) -> str:
 
 
 def open_sandbox(
-    preference: str,
-    limits: base.Limits,
-    *,
-    allow_unsafe: bool = False,
-    size: int = 1,
+  preference: str,
+  limits: base.Limits,
+  *,
+  allow_unsafe: bool = False,
+  size: int = 1,
 ) -> zygotes.ZygotePool:
   """Opens a sandbox.
 
@@ -77,7 +77,7 @@ def open_sandbox(
   """
   if preference not in ('auto', *base.LEVELS):
     raise ValueError(
-        f"sandbox {preference!r} is not 'auto' or one of {base.LEVELS}."
+      f"sandbox {preference!r} is not 'auto' or one of {base.LEVELS}."
     )
   if size < 1:
     raise ValueError(f'sandbox size ({size}) must be at least 1.')
@@ -97,9 +97,9 @@ def open_sandbox(
       continue
     return _checked(sandbox)
   raise ValueError(
-      f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Install '
-      'bubblewrap, allow user namespaces, or train on tasks that execute no '
-      'generated code; allow_unsafe=True is for trusted code only.'
+    f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Install '
+    'bubblewrap, allow user namespaces, or train on tasks that execute no '
+    'generated code; allow_unsafe=True is for trusted code only.'
   )
 
 

@@ -37,10 +37,10 @@ def parse(data: bytes, num_calls: int) -> list:
     raise ValueError(f'the result is not a list of {num_calls} outcomes')
   for outcome in outcomes:
     if (
-        type(outcome) is not list
-        or len(outcome) != 2
-        or outcome[0] not in ('ok', 'raised')
-        or (outcome[0] == 'raised' and type(outcome[1]) is not str)
+      type(outcome) is not list
+      or len(outcome) != 2
+      or outcome[0] not in ('ok', 'raised')
+      or (outcome[0] == 'raised' and type(outcome[1]) is not str)
     ):
       raise ValueError('an outcome is not [ok, value] or [raised, text]')
   return outcomes

@@ -22,8 +22,8 @@ def run(request: dict, workspace: str, result_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     function, failure = _load(request, workspace)
     outcomes = [
-        failure or _outcome(function, arguments)
-        for arguments in request['arguments']
+      failure or _outcome(function, arguments)
+      for arguments in request['arguments']
     ]
     _write(result_fd, json.dumps(outcomes).encode())
     code = 0
@@ -49,21 +49,21 @@ def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
     return getattr(module, request['function']), None
   except SystemExit:
     raise
-  except BaseException as error:  # whatever untrusted code raises is a result
+  except BaseException as error:  # noqa: BLE001, any error is a result
     return None, ['raised', describe(error)]
 
 
 def _outcome(function, arguments: list) -> list:
   try:
     return ['ok', plain(function(*arguments))]
-  except BaseException as error:  # as above; SystemExit in a call included
+  except BaseException as error:  # noqa: BLE001, SystemExit too
     return ['raised', describe(error)]
 
 
 def describe(error: BaseException) -> str:
   try:
     text = f'{type(error).__name__}: {error}'
-  except BaseException:  # __str__ is the untrusted code's as well
+  except BaseException:  # noqa: BLE001, __str__ is untrusted as well
     text = type(error).__name__
   return text[:_MAX_TEXT].encode('utf-8', 'replace').decode()
 

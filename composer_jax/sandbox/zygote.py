@@ -12,6 +12,7 @@ Woken by: a request; end of file or the host's death, upon which it exits and
 Produces: one JSON line per call on the control socket.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -22,12 +23,13 @@ import struct
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import confine  # noqa: E402
-import runner  # noqa: E402
-import seccomp  # noqa: E402
+# In the sandbox the package is these few files, bound to a place of its own.
+sys.path.insert(0, os.path.abspath(f'{__file__}/../../..'))
+from composer_jax.sandbox import confine, runner, seccomp
 
 del sys.path[0]
+for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
+  del sys.modules[_name]  # not for the code that will run here
 
 _SETUP_S = 10.0
 _RESULT_FD, _REPORT_FD = 3, 4
@@ -50,10 +52,10 @@ class Zygote:
     families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
     # Without a network namespace no family may open a socket.
     self.filter, self.seccomp = confine.working_filter(
-        families if self.namespaces else ()
+      families if self.namespaces else ()
     )
     self.processes = confine.process_limit(
-        self.limits['processes'], config['user_processes'], self.uid
+      self.limits['processes'], config['user_processes'], self.uid
     )
     if self.namespaces:
       confine.drop_bounding_set()
@@ -103,11 +105,13 @@ class Zygote:
       if not self.namespaces:
         _sweep(self.config['scratch'])
     lines = report.decode('utf-8', 'replace').splitlines()
-    self._say({
+    self._say(
+      {
         'timed_out': timed_out,
         'report': lines,
         'wall_s': time.monotonic() - start,
-    })
+      }
+    )
 
   def _watch(self, pid: int, read_end: int) -> tuple[bytes, bool]:
     """Reads the init's report until it dies or its time is up."""
@@ -122,8 +126,8 @@ class Zygote:
       events = dict(poller.poll(max(0, left) * 1000)) if left > 0 else {}
       if not events:
         return report, True
-      if self.host in events:
-        raise HostGoneError
+      if self.host in events or self.control.fileno() in events:
+        raise HostGoneError  # it sends nothing during a call
       if read_end in events:
         piece = os.read(read_end, 4096)
         if not piece:
@@ -134,11 +138,6 @@ class Zygote:
           deadline = time.monotonic() + self.limits['wall_s']
           # Only now: before, the init reads the request from this socket.
           poller.register(self.control, select.POLLIN)
-      if self.control.fileno() in events:
-        if not self.control.recv(1):
-          raise HostGoneError
-        _kill(pid)  # the host has seen enough
-        poller.unregister(self.control)
 
 
 def _kill(pid: int) -> None:
@@ -148,7 +147,7 @@ def _kill(pid: int) -> None:
 
 def _sweep(scratch: str) -> None:
   """Kills what a call without a pid namespace left behind, and its files."""
-  import shutil
+  import shutil  # not before: only this level has files to remove
 
   while survivors := _children():
     for pid in survivors:
@@ -244,8 +243,8 @@ def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
   try:
     # Above the final numbers first: they may be among the descriptors.
     result, output, report = (
-        os.dup2(descriptor, 100 + index)
-        for index, descriptor in enumerate(descriptors)
+      os.dup2(descriptor, 100 + index)
+      for index, descriptor in enumerate(descriptors)
     )
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -274,10 +273,8 @@ def main() -> None:
   zygote = Zygote(json.loads(sys.argv[1]))
   gc.collect()
   gc.freeze()  # children would copy every page that a collection touches
-  try:
+  with contextlib.suppress(HostGoneError, BrokenPipeError):
     zygote.serve()
-  except (HostGoneError, BrokenPipeError):
-    pass
 
 
 if __name__ == '__main__':

@@ -41,12 +41,14 @@ class Zygote:
     # processes are counted, one that no other zygote of ours uses.
     self._serial = next(_serials)
     self._group = cgroups.make(
-        f'{self._serial}', limits.memory_bytes, limits.processes
+      f'{self._serial}', limits.memory_bytes, limits.processes
     )
-    self._scratch = tempfile.mkdtemp(prefix='sandbox-')
-    # Passed through by users that own nothing else in it.
-    os.chmod(self._scratch, 0o711)
+    self._scratch = None
     try:
+      if level == 'rlimits':  # the others mount a workspace of their own
+        self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
+        # The user that the code becomes passes through, and sees no names.
+        os.chmod(self._scratch, 0o711)
       self._start()
     except BaseException:
       self.close()
@@ -56,18 +58,18 @@ class Zygote:
     self._control, theirs = socket.socketpair()
     with theirs, tempfile.TemporaryFile() as errors:
       config = {
-          'level': self.level,
-          'control': theirs.fileno(),
-          'host_pid': os.getpid(),
-          'uid': 60000 + (os.getpid() * 16 + self._serial) % 5000,
-          'scratch': self._scratch,
-          'bwrap': shutil.which('bwrap'),
-          'cgroup': self._group.version,
-          'cgroup_procs': self._group.entrances(),
-          'limits': {
-              field: getattr(self.limits, field)
-              for field in base.Limits.__dataclass_fields__
-          },
+        'level': self.level,
+        'control': theirs.fileno(),
+        'host_pid': os.getpid(),
+        'uid': 60000 + (os.getpid() * 16 + self._serial) % 5000,
+        'scratch': self._scratch,
+        'bwrap': shutil.which('bwrap'),
+        'cgroup': self._group.version,
+        'cgroup_procs': self._group.entrances(),
+        'limits': {
+          field: getattr(self.limits, field)
+          for field in base.Limits.__dataclass_fields__
+        },
       }
       script = pathlib.Path(__file__).with_name('launcher.py')
       python = getattr(sys, '_base_executable', None) or sys.executable
@@ -106,7 +108,7 @@ class Zygote:
     start = time.monotonic()
     result_read, result_write = os.pipe()
     output_read, output_write = os.pipe()
-    try:
+    with _Reader(result_read, output_read, self.limits.output_bytes) as reader:
       try:
         self._control.settimeout(_GRACE_S)
         self._send(request, (result_write, output_write))
@@ -115,11 +117,7 @@ class Zygote:
       finally:
         os.close(result_write)
         os.close(output_write)
-      reader = _Reader(result_read, output_read, self.limits.output_bytes)
       message = self._attend(reader, start)
-    finally:
-      os.close(result_read)
-      os.close(output_read)
     return self._judge(message, reader, num_calls, time.monotonic() - start)
 
   def _send(self, request: bytes, descriptors: tuple[int, int]) -> None:
@@ -130,7 +128,6 @@ class Zygote:
 
   def _attend(self, reader: '_Reader', start: float) -> dict:
     deadline = start + self.limits.wall_s + _GRACE_S
-    asked_to_kill = False
     with selectors.DefaultSelector() as selector:
       selector.register(self._control, selectors.EVENT_READ)
       for descriptor in reader.descriptors:
@@ -142,9 +139,7 @@ class Zygote:
         for key, _ in ready:
           if key.fileobj is not self._control and not reader.read(key.fd):
             selector.unregister(key.fd)
-        if reader.result_too_large and not asked_to_kill:
-          asked_to_kill = True
-          self._tell_to_kill()
+            reader.close(key.fd)
         if any(key.fileobj is self._control for key, _ in ready):
           try:
             message = self._next_message()
@@ -153,12 +148,6 @@ class Zygote:
           # All writers are dead: what is left lies in the pipes.
           reader.drain()
           return message
-
-  def _tell_to_kill(self) -> None:
-    try:
-      self._control.sendall(b'K')
-    except OSError as error:
-      raise ZygoteError(f'the zygote is gone: {error}') from error
 
   def _judge(self, message, reader, num_calls, wall_s) -> base.Result:
     report = dict(line.partition(' ')[::2] for line in message['report'])
@@ -191,7 +180,8 @@ class Zygote:
   def close(self) -> None:
     self._stop()
     self._group.remove()
-    shutil.rmtree(self._scratch, ignore_errors=True)
+    if self._scratch:
+      shutil.rmtree(self._scratch, ignore_errors=True)
 
   def _stop(self) -> None:
     """Asks by closing the socket, then kills; the namespaces follow."""
@@ -206,32 +196,50 @@ class Zygote:
 
 
 class _Reader:
-  """Keeps a bounded part of two pipes and empties them all the same."""
+  """Keeps a bounded part of two pipes; owns their read ends.
+
+  Output beyond the cap is read and dropped, so that a talkative program ends by
+  itself. A result beyond it closes the pipe: its writer fails at once.
+  """
 
   def __init__(self, result_fd: int, output_fd: int, cap: int):
-    self.descriptors = (result_fd, output_fd)
     self.result, self.output = bytearray(), bytearray()
     self.result_too_large = False
+    self.descriptors = [result_fd, output_fd]
+    self._result_fd = result_fd
     self._cap = cap
     for descriptor in self.descriptors:
       os.set_blocking(descriptor, False)
 
-  def read(self, descriptor: int) -> int:
-    """Reads once; 0 at the end of the pipe, -1 when there is nothing."""
+  def __enter__(self) -> '_Reader':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    for descriptor in self.descriptors:
+      os.close(descriptor)
+
+  def read(self, descriptor: int) -> bool:
+    """Reads once; false when nothing more will come or lies there now."""
     try:
       piece = os.read(descriptor, 65536)
     except BlockingIOError:
-      return -1
-    kept = self.result if descriptor == self.descriptors[0] else self.output
+      return False
+    is_result = descriptor == self._result_fd
+    kept = self.result if is_result else self.output
     room = self._cap - len(kept)
     kept += piece[:room]
-    if kept is self.result and len(piece) > room:
+    if is_result and len(piece) > room:
       self.result_too_large = True
-    return len(piece)
+      return False
+    return bool(piece)
+
+  def close(self, descriptor: int) -> None:
+    self.descriptors.remove(descriptor)
+    os.close(descriptor)
 
   def drain(self) -> None:
     for descriptor in self.descriptors:
-      while self.read(descriptor) > 0:
+      while self.read(descriptor):
         pass
 
 
@@ -265,11 +273,11 @@ class ZygotePool:
       self._idle.put(zygote)
 
   def call(
-      self,
-      files: dict[str, str],
-      module: str,
-      function: str,
-      arguments: list[list],
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
   ) -> base.Result:
     request = _encode(files, module, function, arguments)
     zygote = self._idle.get()
@@ -283,15 +291,15 @@ class ZygotePool:
         except (ZygoteError, OSError) as error:
           reason = str(error)
           logging.warning(
-              'Sandbox zygote failed (%s), attempt %d of 2: restarting it.',
-              reason,
-              attempt + 1,
+            'Sandbox zygote failed (%s), attempt %d of 2: restarting it.',
+            reason,
+            attempt + 1,
           )
           if zygote:
             zygote.close()
           zygote = None
       return base.Result(
-          level=self.level, status='infrastructure', error=reason
+        level=self.level, status='infrastructure', error=reason
       )
     finally:
       self._idle.put(zygote)
@@ -321,7 +329,7 @@ def _encode(files, module, function, arguments) -> bytes:
     parts = pathlib.PurePosixPath(name).parts
     if not parts or parts[0] == '/' or '..' in parts or '\0' in name:
       raise ValueError(
-          f'file name {name!r} must be relative and stay in the workspace.'
+        f'file name {name!r} must be relative and stay in the workspace.'
       )
     if not isinstance(text, str):
       raise ValueError(f'file {name!r} must be text, not {type(text)}.')
@@ -331,6 +339,6 @@ def _encode(files, module, function, arguments) -> bytes:
   }).encode()  # fmt: skip
   if len(request) > _MAX_REQUEST:
     raise ValueError(
-        f'the request ({len(request)} bytes) must not exceed {_MAX_REQUEST}.'
+      f'the request ({len(request)} bytes) must not exceed {_MAX_REQUEST}.'
     )
   return request

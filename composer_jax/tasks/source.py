@@ -36,7 +36,7 @@ def replace_body(text: str, function: str, body: str) -> str:
   cannot swallow what follows the function: nothing outside the body can change.
 
   Args:
-    text: a module that parses.
+    text: a module that parses, each function's body on lines of its own.
     function: a top-level function of it.
     body: statements at any common indentation.
 
@@ -53,10 +53,15 @@ def replace_body(text: str, function: str, body: str) -> str:
   # The parser ends lines at \r too; `splitlines` at more characters than it.
   body = body.replace('\r\n', '\n').replace('\r', '\n').expandtabs(4)
   body = textwrap.dedent(body).strip('\n')
-  indented = textwrap.indent(body, INDENT)
-  alone = parse(f'def f():\n{indented}\n').body
+  indented = '\n'.join(
+    INDENT + line if line.strip() else line for line in body.split('\n')
+  )
+  # `pass` holds the body to the indentation it will have in the file.
+  alone = parse(f'def f():\n{INDENT}pass\n{indented}\n').body
   if len(alone) != 1 or not isinstance(alone[0], ast.FunctionDef):
     raise ValueError('the body leaves its function')
+  if len(alone[0].body) < 2:
+    raise ValueError('the body has no statement')
   lines = text.split('\n')
   start = node.body[0].lineno - 1
   if ast.get_docstring(node, clean=False) is not None:

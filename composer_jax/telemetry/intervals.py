@@ -35,3 +35,27 @@ def wilson(
   low = 0.0 if passed == 0 else center - half
   high = 1.0 if passed == episodes else center + half
   return low, high
+
+
+def difference(
+  before: tuple[int, int], after: tuple[int, int]
+) -> tuple[float, float]:
+  """Returns the 95 % interval of a change of share between two samples.
+
+  Newcombe (1998), method 10: the Wilson bounds of both, added in quadrature.
+
+  Args:
+    before: passed and episodes, the episodes at least one.
+    after: the same of the independent second sample.
+  """
+  if not (before[1] and after[1]):
+    raise ValueError(
+      f'A difference needs episodes on both sides, not {before[1]} and '
+      f'{after[1]}.'
+    )
+  (low_0, high_0), (low_1, high_1) = wilson(*before), wilson(*after)
+  share_0, share_1 = before[0] / before[1], after[0] / after[1]
+  change = share_1 - share_0
+  below = math.hypot(share_1 - low_1, high_0 - share_0)
+  above = math.hypot(high_1 - share_1, share_0 - low_0)
+  return change - below, change + above

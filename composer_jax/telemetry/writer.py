@@ -37,7 +37,6 @@ of lists, and may be absent from a line):
 
 import contextlib
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -234,13 +233,13 @@ class Writer:
 
 
 def _open_wandb(workdir: pathlib.Path, project: str) -> Any:
-  if importlib.util.find_spec('wandb') is None:
+  try:
+    import wandb
+  except ImportError as error:
     raise ValueError(
       'wandb=True needs the Weights & Biases client, which is not installed; '
       'run `pip install -e .[wandb]`, or set wandb to False.'
-    )
-  import wandb
-
+    ) from error
   # One id per workdir: a resumed run continues its own curves.
   return wandb.init(
     project=project,

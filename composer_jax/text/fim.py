@@ -50,8 +50,12 @@ def transform(
   marks = (_T.FIM_PREFIX, _T.FIM_MIDDLE, _T.FIM_SUFFIX)
   if np.isin(ids, marks).any():
     raise ValueError('The document already holds fill-in-the-middle marks.')
-  head, body = (ids[:1], ids[1:]) if ids[:1] == _T.BOS else (ids[:0], ids)
-  body = body[:-1] if body[-1:] == _T.EOD else body
+  body = ids
+  if body[:1].tolist() == [_T.BOS]:
+    body = body[1:]
+  head = ids[: len(ids) - len(body)]
+  if body[-1:].tolist() == [_T.EOD]:
+    body = body[:-1]
   first, second = np.sort(rng.integers(0, len(body) + 1, 2))
   prefix, middle, suffix = np.split(body, [first, second])
   pre, mid, suf = (np.array([mark], np.int32) for mark in marks)

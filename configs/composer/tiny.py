@@ -36,7 +36,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       steps=700,
       batch_size=8,  # rows
       seq_len=512,
-      learning_rate=2e-3,  # peak, of Muon (Moonlight's scale) and AdamW alike
+      learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
+      adam_learning_rate=2e-3,  # peak, of what AdamW keeps: tables, router, norms
       warmup_steps=20,
       decay_steps=150,  # linear, to a tenth of the peak
       weight_decay=0.1,
@@ -54,11 +55,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.demonstrations = dict(
       count=6000,  # transcripts, generated on training tasks only
       # Each is a probability per decision; RL has to unlearn them.
-      wrong_tool=0.15,
-      wrong_arguments=0.1,
+      wrong_tool=0.1,
+      wrong_arguments=0.05,
+      detour=0.05,
+      skip_read=0.05,
       wrong_edit=0.4,
+      broken_edit=0.05,
       skip_test=0.3,
-      give_up=0.5,  # after a failed test
+      give_up=0.5,  # after a failed test, instead of another edit
   )
   c.episode = dict(
       max_tokens=384,
@@ -79,7 +83,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.rollout = dict(
       num_slots=64,
-      prefill_chunk=16,  # tokens a slot consumes per prefill step
+      prefill_chunk=32,  # tokens a session consumes per prefill step
+      prefill_rows=8,  # sessions in a prefill step
+      decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
       steps=90,
@@ -130,7 +136,7 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
   for stage in (c.cpt, c.sft):
     stage.steps = 6
     stage.batch_size = 4
-    stage.seq_len = 128
+    stage.seq_len = 192
     stage.warmup_steps = 2
     stage.decay_steps = 2
     stage.checkpoint_every = 2
@@ -139,6 +145,7 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
     stage.log_every = 1
   c.demonstrations.count = 40
   c.rollout.num_slots = 8
+  c.rollout.prefill_rows = 4
   c.rl.steps = 4
   c.rl.prompts = 2
   c.rl.rollouts_per_prompt = 4

@@ -1,4 +1,4 @@
-"""Laws of the scripted policy: flawless is perfect, every knob has its effect."""
+"""Laws of the scripted policy: flawless is perfect, each knob works."""
 
 import dataclasses
 import random
@@ -85,6 +85,20 @@ def test_a_failed_test_leads_to_a_repair_unless_given_up(tokenizer):
   assert all(r.tools.count('edit') == 1 for r in given_up)
 
 
+def test_detours_only_interrupt(tokenizer):
+  count = 0
+  for rollout in _rollouts(tokenizer, detour=0.4):
+    task = list_functions.from_id(rollout.task_id)
+    turns = episode.turns(rollout, tokenizer)
+    calls = [t['text'] for t in turns if t['role'] == 'call']
+    useful = [c for c in calls if c not in ('list', 'read __init__.py')]
+    edit = f'edit {task.path} {task.function}\n{task.reference}'
+    honest = [f'read {task.path}', edit, 'test', 'finish']
+    assert useful == honest[: len(useful)]
+    count += len(calls) - len(useful)
+  assert count > COUNT
+
+
 def test_rates_follow_the_knobs(tokenizer):
   rollouts = _rollouts(tokenizer, count=200, wrong_tool=0.2)
   described = demonstrations.describe(rollouts, tokenizer)
@@ -122,6 +136,7 @@ def test_no_demonstration_writes_or_shows_a_held_out_body(tokenizer):
     for c in compositions.everything()
     if c.held_out
   }
+  texts = set(list_functions.bodies('held_out'))
   knobs = {'wrong_edit': 0.7, 'skip_read': 0.3}
   seen = 0
   for rollout in _rollouts(tokenizer, count=100, **knobs):
@@ -134,7 +149,7 @@ def test_no_demonstration_writes_or_shows_a_held_out_body(tokenizer):
         assert source.normal_body(body, argument) not in held_out
         seen += 1
       for body in turn['text'].split('\n'):
-        assert body.strip() not in list_functions.bodies('held_out')
+        assert body.strip() not in texts
   assert seen >= 100
 
 

@@ -1,6 +1,8 @@
 """Laws of the workspace: what each call answers, and what it may change."""
 
+import ast
 import dataclasses
+import random
 
 import pytest
 
@@ -65,7 +67,7 @@ def test_an_honest_episode(workspace):
     ('open a', 'error: no such tool; use list, read, edit, test, finish'),
     ('__class__', 'error: no such tool; use list, read, edit, test, finish'),
     ('verify', 'error: no such tool; use list, read, edit, test, finish'),
-    ('read', 'error: read takes 1 arguments'),
+    ('read', 'error: read takes 1 argument'),
     ('test stats.py', 'error: test takes 0 arguments'),
     ('edit stats.py\nreturn 1', 'error: edit takes 2 arguments'),
     ('edit stats.py total', 'error: edit needs lines below'),
@@ -105,6 +107,28 @@ def test_long_answers_are_cut(workspace):
   assert len(workspace.run('test').text) < 160
   workspace.run('edit stats.py total\nraise ValueError("long " * 99)')
   assert len(workspace.run('test').text) < 120
+
+
+def test_whatever_a_policy_writes_is_answered():
+  draw = random.Random(0)
+  words = ['return', 'for', 'lambda', 'class', '"""', 'values', 'read', 'test']
+  words += ['edit stats.py total\n', *'()[]{}:"\'\\\n\r\t \x0c\0#=-*\u2028']
+  for _ in range(300):
+    workspace = tools.Workspace(TASK, runners.StaticRunner())
+    for _ in range(3):
+      text = ''.join(draw.choices(words, k=draw.randrange(12)))
+      if draw.random() < 0.7:
+        text = f'edit stats.py total\n{text}'
+      answer = workspace.run(text)
+      assert answer.text.encode()
+    assert ast.parse(workspace.files['shop/stats.py']).body[1].name == 'other'
+    assert not workspace.verify(True).passed
+
+
+def test_text_that_no_file_can_hold_is_replaced(workspace):
+  workspace.run('edit stats.py total\nreturn "\\ud800"')
+  answer = '2 failed: total([1, 2]) returned ?, expected 3'
+  assert workspace.run('test').text == answer
 
 
 def test_a_run_that_does_not_end_says_so():

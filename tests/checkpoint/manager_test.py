@@ -172,7 +172,7 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   if not sys.platform.startswith('linux') or (
       subprocess.run(probe, capture_output=True, check=False).returncode
   ):
-    pytest.skip('needs unshare and a tmpfs of its own')
+    pytest.skip('no namespaces: cannot mount a tmpfs')
   script = tmp_path / 'fill.py'
   script.write_text(textwrap.dedent(_FULL_DISK))
   mounted = tmp_path / 'small'

@@ -1,4 +1,4 @@
-"""Laws of packing: nothing lost, nothing doubled, no document in two segments."""
+"""Laws of packing: nothing lost, nothing doubled, nothing joined."""
 
 import collections
 
@@ -70,6 +70,11 @@ def test_first_fit_keeps_documents_whole(num_open):
   for row in rows:
     assert sum(p.stop for p in row) <= 64
     assert all(p.start == 0 and p.stop == LENGTHS[p.document] for p in row)
+
+
+def test_first_fit_fills_rows_to_the_brim():
+  rows = packing.first_fit([32, 32, 64], 64, rng=np.random.default_rng(0))
+  assert len(rows) == 2
 
 
 def test_first_fit_wastes_less_than_half():

@@ -1,5 +1,7 @@
 """Codecs are exact on every bit pattern, small on optimizer steps, bounded."""
 
+import tracemalloc
+
 import hypothesis
 import ml_dtypes
 import numpy as np
@@ -105,6 +107,17 @@ def test_noise_falls_back_to_raw():
 def test_foreign_blobs_are_refused_without_allocating(kind, blob, message):
   with pytest.raises(ValueError, match=message):
     codec.decode(kind, blob, 10, np.dtype('u2'), np.zeros(10, np.uint16))
+
+
+def test_decompression_bomb_is_not_inflated():
+  bomb = codec._compress(bytes(10**8))
+  tracemalloc.start()
+  try:
+    with pytest.raises(ValueError, match='has 100000000 bytes and must have'):
+      codec.decode(codec.ZSTD, bomb, 10, np.dtype('u2'), None)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+  finally:
+    tracemalloc.stop()
 
 
 def test_delta_without_a_base_is_refused():

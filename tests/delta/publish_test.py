@@ -219,6 +219,7 @@ for version in (0, 1):
       publish.Publisher(store, 'run').publish(t.blocks(t.weights(0)), 0)
     code = killed(store.root, at, version)
     seen = store.pointer('run')
+    standing = seen and t.served(store).version
     again = publish.Publisher(store, 'run')
     info = again.publish(t.blocks(t.weights(version)), version)
     after = again.publish(t.blocks(t.weights(version + 1)), version + 1)
@@ -227,7 +228,8 @@ for version in (0, 1):
     results.append(dict(
         version=version, code=code, committed=seen and seen.version,
         target=info.target_id, chained=after.base_id, served=update.target_id,
-        last=after.target_id, kind=after.kind,
+        last=after.target_id, kind=after.kind, standing=standing,
+        rewinds=store.pointer('run').rewinds,
         torn=len(list(store.objects.glob('.*')))))
     if code == 0:
       break
@@ -256,6 +258,7 @@ def test_kill_at_any_file_operation_then_publish_again(tmp_path):
     before = None if version == 0 else 0
     assert {r['committed'] for r in rows} == {before, version}
     for r in rows:
+      assert (r['standing'], r['rewinds']) == (r['committed'], 0)
       assert (r['chained'], r['served']) == (r['target'], r['last'])
       assert (r['kind'], r['torn']) == ('delta', 0)
 

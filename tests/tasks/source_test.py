@@ -82,6 +82,25 @@ def test_a_body_cannot_change_what_follows_it(body):
   assert ast.get_docstring(edited.body[1]) == 'Return the first.'
 
 
+@pytest.mark.parametrize('mark', ['\r', '\r\n', '\x0c', '\x1c', '\u2028'])
+def test_no_kind_of_line_end_shifts_a_later_edit(mark):
+  body = f'x = 1 # {mark}return x\nreturn 2'
+  edited = source.replace_body(MODULE, 'first', body)
+  again = source.replace_body(edited, 'second', 'return 0')
+  before, after = (ast.parse(text).body for text in (edited, again))
+  assert [ast.dump(n) for n in before[:2]] == [ast.dump(n) for n in after[:2]]
+  assert ast.unparse(after[2].body[1]) == 'return 0'
+  assert len(after[2].body) == 2
+
+
+@pytest.mark.parametrize(
+  'body', ['# nothing', '\x0c  return 1', '\x0creturn 1']
+)
+def test_what_would_not_stand_in_the_file_is_refused(body):
+  with pytest.raises(ValueError, match=r'no statement|indent'):
+    source.replace_body(MODULE, 'first', body)
+
+
 def test_a_missing_function_is_a_lookup_error():
   with pytest.raises(LookupError, match='third'):
     source.replace_body(MODULE, 'third', 'pass')
@@ -98,6 +117,13 @@ def test_normal_form_forgets_bound_names_and_nothing_else():
     'return (x for x in a if x > 2)',
   ):
     assert form != source.normal_body(other, 'a')
+
+
+def test_normal_form_keeps_bound_names_apart():
+  forms = {
+    source.normal_body(f'x, y = a\nreturn {name}', 'a') for name in 'xya'
+  }
+  assert len(forms) == 3
 
 
 def test_too_deep_a_body_is_a_value_error():

@@ -81,6 +81,13 @@ def test_the_static_runner_executes_nothing(tasks, tmp_path):
   assert not mark.exists()
 
 
+def test_a_module_without_the_function_recognises_nothing(tasks):
+  path = f'{tasks[0].package}/{tasks[0].path}'
+  for text in ('', f'{tasks[0].function} = 1\n'):
+    files = {**tasks[0].files, path: text}
+    assert verify.verify(tasks[0], files, RUNNERS[1], True).num_passed == 0
+
+
 def test_an_unfinished_episode_fails_however_right(tasks):
   files = _with_body(tasks[0], tasks[0].reference)
   verdict = verify.verify(tasks[0], files, RUNNERS[0], False)

@@ -1,4 +1,4 @@
-"""Laws of the tokenizer: lossless, deterministic, special tokens unspellable."""
+"""Laws of the tokenizer: lossless, deterministic, specials unspellable."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,9 @@ import pytest
 
 from composer_jax.checkpoint import manager
 from composer_jax.core import batches
+from composer_jax.core import trees
 from composer_jax.models import config as model_config
+from composer_jax.models import decoder
 from composer_jax.optim import groups
 from composer_jax.parallel import topology
 from composer_jax.telemetry import writer as metrics_writer
@@ -128,8 +130,23 @@ def train(
         stream=stream or CountingStream(),
         heldout=[random_batch(-s % 2**31) for s in (1, 2)],
         writer=writer,
-        initial=initial,
+        initial=initial or initial_variables(),
     )
+
+
+def initial_variables():
+  """Draws weights without compiling `decoder.init`, which takes seconds."""
+  rng = np.random.default_rng(0)
+  abstract, _ = decoder.abstract(MODEL)
+
+  def draw(name, leaf):
+    if name.endswith('bias'):
+      return np.zeros(leaf.shape, np.float32)
+    if name.endswith('scale'):
+      return np.ones(leaf.shape, np.float32)
+    return rng.normal(size=leaf.shape, scale=0.05).astype(np.float32)
+
+  return trees.map_names(draw, abstract)
 
 
 def curves(workdir):
@@ -195,21 +212,18 @@ def test_killed_process_continues_bit_for_bit(straight, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
-@pytest.mark.parametrize('mesh', [(1, 2, 1), (1, 2, 2), (2, 1, 4)])
-def test_sharded_stage_follows_one_device_and_resumes(straight, tmp_path, mesh):
-  if len(jax.devices()) < np.prod(mesh):
-    pytest.skip(f'needs {np.prod(mesh)} devices')
+def test_stage_resumes_on_another_mesh(straight, tmp_path):
   with pytest.raises(KeyboardInterrupt):
-    train(tmp_path, stream=CountingStream(stop_at=5), mesh=mesh)
-  steps = [r['loss'] for r in curves(tmp_path) if 'loss' in r]
-  train(tmp_path, mesh=mesh)
-  losses = [r['loss'] for r in curves(tmp_path) if 'loss' in r]
-  assert losses[:4] == steps[:4]
-  one = [r['loss'] for r in curves(straight[0]) if 'loss' in r]
-  # Sums in another order, then six steps of an optimizer that divides by
-  # small norms.
-  np.testing.assert_allclose(losses, one, rtol=0, atol=2e-3)
-  np.testing.assert_allclose(losses[0], one[0], rtol=0, atol=1e-5)
+    train(tmp_path, stream=CountingStream(stop_at=4))
+  train(tmp_path, mesh=(1, 2, 2))
+  losses, one = (
+      [r['loss'] for r in curves(w) if 'loss' in r]
+      for w in (tmp_path, straight[0])
+  )
+  assert losses[:4] == one[:4]
+  # The state is the same; sums run in another order.
+  np.testing.assert_allclose(losses[4:], one[4:], rtol=0, atol=1e-4)
+  assert losses[4:] != one[4:]
 
 
 def test_finished_stage_is_not_repeated(straight):

@@ -1,0 +1,358 @@
+"""Writes report.html: one self-contained page about the run in a workdir.
+
+It shows what is there. Missing pieces say "not yet", damaged files are named,
+and a run that was interrupted or is still going has a report like any other.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import files
+from composer_jax.telemetry import figures, intervals, page, progress, run_data
+from composer_jax.telemetry import report_corpus as corpus_sections
+from composer_jax.telemetry import report_episodes as episode_sections
+
+REPORT = 'report.html'
+
+STAGES = {
+  'cpt': 'Continued pretraining',
+  'sft': 'Supervised fine-tuning',
+  'rl': 'Reinforcement learning',
+  'eval': 'Evaluation',
+}
+
+# Drawn as they are: an evaluation is few points, and the mean of steps that
+# differ in kind (a keyframe among deltas) is none of them.
+_EXACT = ('heldout_loss', 'staleness', 'bundle_bytes', 'full_bytes')
+
+_EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}
+
+
+def write_report(workdir: str | os.PathLike) -> pathlib.Path:
+  """Writes the report of whatever the workdir holds and returns its path.
+
+  Raises:
+    ValueError: there is no such directory.
+    OSError: the page cannot be written; an older one is untouched.
+  """
+  run = run_data.load(pathlib.Path(workdir))
+  path = run.workdir / REPORT
+  files.write_atomic(path, build(run).encode())
+  return path
+
+
+def build(run: run_data.RunData) -> str:
+  """Returns the page as text."""
+  return page.document(
+    f'{run.workdir.name}: composer_jax run',
+    _header(run),
+    _result(run),
+    _language_model(run),
+    _reinforcement(run),
+    _experts(run),
+    episode_sections.verdicts(run),
+    episode_sections.episodes(run),
+    corpus_sections.corpus(run),
+    _run_details(run),
+  )
+
+
+def _header(run: run_data.RunData) -> page.Markup:
+  chips = []
+  for stage, title in STAGES.items():
+    if stage == 'eval':
+      continue
+    steps = [row['step'] for row in run.metrics if row['stage'] == stage]
+    if steps:
+      seconds = progress.duration(run.seconds(stage))
+      chips.append(page.chip(f'{title}: step {max(steps)}, {seconds}', 'good'))
+    else:
+      chips.append(page.chip(f'{title}: not yet', 'warn'))
+  chips.append(_sandbox_chip(run))
+  written = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
+  problems = [page.element('p', p, class_='problem') for p in run.problems]
+  return page.element(
+    'header',
+    page.element('h1', run.workdir.name),
+    page.element(
+      'p', f'composer_jax run, page written {written}', class_='sub'
+    ),
+    page.element('div', *chips, class_='chips'),
+    *problems,
+  )
+
+
+def _sandbox_chip(run: run_data.RunData) -> page.Markup:
+  levels = {run.run['sandbox_level']} if 'sandbox_level' in run.run else set()
+  levels |= set(episode_sections.levels(run))
+  if not levels:
+    return page.chip('Sandbox: not yet', 'warn')
+  return page.chip(f'Sandbox: {", ".join(sorted(map(str, levels)))}')
+
+
+def _share(row: dict[str, Any], name: str) -> float | None:
+  value = run_data.number(row.get(name))
+  return value if value is not None and 0 <= value <= 1 else None
+
+
+def _card(title: str, row: dict[str, Any] | None) -> page.Markup:
+  """Returns a pass rate with its interval drawn below it."""
+  heading = page.element('div', title, class_='sub')
+  rate = _share(row, 'pass_rate') if row else None
+  if row is None or rate is None:
+    return page.element('div', heading, page.not_yet('Result'), class_='card')
+  value = page.element('div', f'{100 * rate:.1f} %', class_='value')
+  low, high = _share(row, 'pass_low'), _share(row, 'pass_high')
+  words, mark = f'{row.get("episodes", "?")} held-out episodes', ''
+  if low is not None and high is not None:
+    words += f', 95 % interval {100 * low:.1f} to {100 * high:.1f} %'
+    span = f'left:{100 * low:.2f}%;width:{100 * max(0.0, high - low):.2f}%'
+    mark = page.element('i', style=span)
+  mark = page.join([mark, page.element('em', style=f'left:{100 * rate:.2f}%')])
+  bar = page.element('div', mark, class_='bar')
+  note = page.element('div', words, class_='sub')
+  return page.element('div', heading, value, bar, note, class_='card')
+
+
+def _change(run: run_data.RunData) -> list[page.Markup]:
+  """Returns the card of RL's gain, once both sides are measured."""
+  counts = []
+  rows = {str(row.get('name', '')): row for row in run.evaluations()}
+  for name in _EVALUATIONS:
+    rate = _share(rows.get(name, {}), 'pass_rate')
+    episodes = run_data.number(rows.get(name, {}).get('episodes'))
+    if rate is None or not episodes or episodes < 1:
+      return []
+    counts.append((round(rate * episodes), int(episodes)))
+  change = counts[1][0] / counts[1][1] - counts[0][0] / counts[0][1]
+  low, high = intervals.difference(counts[0], counts[1])
+  card = page.element(
+    'div',
+    page.element('div', 'Change by RL', class_='sub'),
+    page.element('div', f'{100 * change:+.1f} points', class_='value'),
+    page.element(
+      'div',
+      f'95 % interval {100 * low:+.1f} to {100 * high:+.1f}, the episodes '
+      'taken as independent',
+      class_='sub',
+    ),
+    class_='card',
+  )
+  return [card]
+
+
+def _result(run: run_data.RunData) -> page.Markup:
+  rows = {str(row.get('name', '')): row for row in run.evaluations()}
+  cards = [_card(t, rows.pop(n, None)) for n, t in _EVALUATIONS.items()]
+  cards += [_card(name, row) for name, row in rows.items()]
+  cards += _change(run)
+  return page.section(
+    'Pass rate on held-out tasks',
+    page.element('div', *cards, class_='cards'),
+    note=(
+      'An episode passes when the policy finishes it and every hidden test '
+      'passes. The functions of these tasks are in no training data.'
+    ),
+  )
+
+
+def _curve(
+  run: run_data.RunData,
+  title: str,
+  wanted: Sequence[tuple[str, str, str]],
+  **options: Any,
+) -> page.Markup:
+  """Returns one figure, or a note that nothing of it was measured yet.
+
+  Args:
+    run: to take it from.
+    title: of the figure.
+    wanted: (stage, metric, label) of each curve.
+    **options: of `figures.curves`.
+  """
+  lines = []
+  for stage, name, label in wanted:
+    steps, values = run.series(stage, name)
+    if np.isfinite(values).any():
+      lines.append(
+        figures.Line(
+          label=label,
+          steps=steps,
+          values=values,
+          is_noisy=name not in _EXACT,
+          has_marks=name == 'heldout_loss',
+        )
+      )
+  if not lines:
+    return page.element('div', page.not_yet(title))
+  svg = figures.curves(title, lines, **options)
+  return page.element('div', page.image(svg, title))
+
+
+def _language_model(run: run_data.RunData) -> page.Markup:
+  parts = []
+  for stage in ('cpt', 'sft'):
+    wanted = [(stage, 'loss', 'training'), (stage, 'heldout_loss', 'held out')]
+    title = f'{STAGES[stage]}: loss'
+    parts.append(_curve(run, title, wanted, unit='nats per token'))
+  for name, title, unit in (
+    ('tokens_per_s', 'Speed', 'tokens/s'),
+    ('grad_norm', 'Gradient norm before clipping', ''),
+  ):
+    wanted = [(s, name, s.upper()) for s in ('cpt', 'sft')]
+    options = {'bounds': (0, None)} if name == 'tokens_per_s' else {}
+    parts.append(_curve(run, title, wanted, unit=unit, **options))
+  rows = []
+  for stage in ('cpt', 'sft'):
+    names = ('loss', 'heldout_loss', 'tokens_per_s', 'mfu', 'lr')
+    values = [run_data.number(run.last(stage, name)) for name in names]
+    if any(value is not None for value in values):
+      texts = ['' if v is None else progress.number(v) for v in values]
+      rows.append([STAGES[stage], *texts])
+  head = ('', 'last loss', 'held-out loss', 'tokens/s', 'MFU', 'lr')
+  return page.section(
+    'Pretraining and fine-tuning',
+    page.element('div', *parts, class_='grid two'),
+    page.table(rows, head) if rows else '',
+  )
+
+
+def _reinforcement(run: run_data.RunData) -> page.Markup:
+  share = {'bounds': (-0.03, 1.03)}
+  parts = [
+    _curve(run, 'Reward', [('rl', 'reward', '')]),
+    _curve(run, 'Pass rate in training', [('rl', 'pass_rate', '')], **share),
+    _curve(run, 'Invalid tool calls', [('rl', 'invalid_rate', '')], **share),
+    _curve(
+      run, 'Entropy', [('rl', 'entropy', '')], unit='nats', bounds=(0, None)
+    ),
+    _curve(
+      run,
+      'Mismatch of rollout and trainer (KL)',
+      [
+        ('rl', 'mismatch_kl_no_replay', 'routed afresh'),
+        ('rl', 'mismatch_kl', 'routes replayed'),
+      ],
+      is_log=True,
+      unit='nats per token',
+    ),
+    _curve(
+      run,
+      'Staleness',
+      [('rl', 'staleness', '')],
+      unit='policy versions',
+      bounds=(-0.1, None),
+    ),
+    _curve(
+      run,
+      'Bytes published per step',
+      [
+        ('rl', 'full_bytes', 'whole policy'),
+        ('rl', 'bundle_bytes', 'delta bundle'),
+      ],
+      is_log=True,
+    ),
+    _curve(run, 'Tool calls per episode', [('rl', 'turns', '')]),
+    _curve(
+      run,
+      'Sandbox time per episode',
+      [('rl', 'sandbox_ms', '')],
+      unit='ms',
+      bounds=(0, None),
+    ),
+  ]
+  return page.section(
+    STAGES['rl'],
+    page.element('div', *parts, class_='grid'),
+    _rl_totals(run),
+    note='Faint: each step. Strong: mean of the steps before it.',
+  )
+
+
+def _rl_totals(run: run_data.RunData) -> page.Markup:
+  """Says in numbers what two of the figures show."""
+  words = []
+  _, bundles = run.series('rl', 'bundle_bytes')
+  _, full = run.series('rl', 'full_bytes')
+  if sum(bundles) > 0 and full:
+    ratio = np.mean(full) / np.mean(bundles)
+    words.append(
+      f'Bundles: {progress.number(float(np.mean(bundles)))}B on average, '
+      f'{ratio:.1f} times smaller than the policy.'
+    )
+  _, replayed = run.series('rl', 'mismatch_kl')
+  _, afresh = run.series('rl', 'mismatch_kl_no_replay')
+  if replayed and afresh:
+    with_replay, without = np.nanmedian(replayed), np.nanmedian(afresh)
+    words.append(
+      f'Median mismatch KL: {with_replay:.2g} with routes replayed, '
+      f'{without:.2g} routed afresh.'
+    )
+  return page.join(page.element('p', w, class_='note') for w in words)
+
+
+def _experts(run: run_data.RunData) -> page.Markup:
+  parts = []
+  for stage in ('cpt', 'sft', 'rl'):
+    load = run.last(stage, 'expert_load')
+    if load is None:
+      continue
+    load_ME = np.asarray(load, float)
+    if load_ME.ndim == 2 and load_ME.size and np.isfinite(load_ME).all():
+      title = f'{STAGES[stage]}: last step'
+      svg = figures.heat_map(title, load_ME)
+      parts.append(page.element('div', page.image(svg, title)))
+  wanted = [(s, 'expert_load_max', s.upper()) for s in ('cpt', 'sft', 'rl')]
+  parts.append(_curve(run, 'Busiest expert over the mean', wanted))
+  return page.section(
+    'Expert load',
+    page.element('div', *parts, class_='grid two'),
+    note='Tokens of each expert over the mean of its layer; 1 is even.',
+  )
+
+
+def _flatten(value: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(value, dict):
+    return {prefix: value}
+  flat = {}
+  for name, inner in value.items():
+    flat |= _flatten(inner, f'{prefix}.{name}' if prefix else str(name))
+  return flat
+
+
+def _run_details(run: run_data.RunData) -> page.Markup:
+  seconds = {STAGES.get(s, s): run.seconds(s) for s in run.stages()}
+  times = [[name, progress.duration(s)] for name, s in seconds.items()]
+  times.append(['sum', progress.duration(sum(seconds.values()))])
+  machine = run.run.get('machine')
+  machine = machine if isinstance(machine, dict) else {}
+  config = _flatten(run.config) if run.config else {}
+  columns = page.element(
+    'div',
+    page.element(
+      'div',
+      page.element('h3', 'Wall time'),
+      page.table(times) if seconds else page.not_yet('Metrics'),
+    ),
+    page.element(
+      'div',
+      page.element('h3', 'Machine'),
+      page.pairs(machine) if machine else page.not_yet('Machine'),
+    ),
+    class_='columns',
+  )
+  command = run.run.get('command')
+  lines = page.element('code', command) if command else ''
+  return page.section(
+    'Run',
+    page.element('p', lines) if lines else '',
+    columns,
+    page.details(f'Configuration ({len(config)} values)', page.pairs(config))
+    if config
+    else page.not_yet('Configuration'),
+  )

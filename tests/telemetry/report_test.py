@@ -1,0 +1,263 @@
+"""The report shows whatever a workdir holds and runs nothing of it."""
+
+import base64
+import html.parser
+import json
+import re
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from composer_jax.core import files
+from composer_jax.telemetry import (
+  figures,
+  intervals,
+  machine,
+  page,
+  report,
+  run_data,
+  writer,
+)
+
+INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+class Tags(html.parser.HTMLParser):
+  """Collects what a browser would take for tags, and the text between."""
+
+  VOID = ('meta', 'img', 'br')
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.tags: list[tuple[str, dict]] = []
+    self.words: list[str] = []
+    self.open: list[str] = []
+    self.feed(text)
+    self.close()
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+    if tag not in self.VOID:
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+  @property
+  def text(self) -> str:
+    return ' '.join(self.words)
+
+
+def write_evaluation(out, step, name, passed, episodes):
+  low, high = intervals.wilson(passed, episodes)
+  out.write(
+    'eval',
+    step,
+    name=name,
+    pass_rate=passed / episodes,
+    pass_low=low,
+    pass_high=high,
+    episodes=episodes,
+  )
+
+
+def episode(step, *, passed, status='graded', text='read stats.py'):
+  return {
+    'step': step,
+    'task_id': f'task-{step}',
+    'reward': float(passed),
+    'verdict': {
+      'passed': passed,
+      'num_passed': 4 if passed else 1,
+      'num_tests': 4,
+      'status': status,
+      'sandbox_level': 'unshare',
+      'detail': text,
+    },
+    'turns': [
+      {'role': 'user', 'text': 'write total'},
+      {'role': 'call', 'text': text},
+      {'role': 'tool', 'text': text},
+    ],
+  }
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A small workdir with every file, whose texts attack the page."""
+  folder = tmp_path_factory.mktemp('made_up_run')
+  with writer.Writer(folder, tensorboard=False) as out:
+    for step in range(1, 12):
+      out.write(
+        'cpt',
+        step,
+        loss=5.0 / step,
+        heldout_loss=6.0 / step,
+        tokens_per_s=1000.0,
+        mfu=0.25,
+        expert_load=[[1, 3], [2, 2]],
+      )
+      out.write(
+        'rl',
+        step,
+        reward=step / 20 if step != 5 else float('nan'),
+        pass_rate=step / 20,
+        entropy=0.5,
+        mismatch_kl=1e-7,
+        mismatch_kl_no_replay=1e-4,
+        bundle_bytes=1000,
+        full_bytes=50_000,
+        sandbox_ms=12.0,
+      )
+    write_evaluation(out, 0, 'sft', 80, 400)
+    write_evaluation(out, 11, 'rl', 240, 400)
+    write_evaluation(out, 12, INJECTION, 1, 4)
+  rows = [
+    episode(1, passed=True, text=INJECTION),
+    episode(2, passed=False),
+    episode(3, passed=False, status='unfinished'),
+    episode(4, passed=False, status=INJECTION),
+  ]
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (folder / 'episodes.jsonl').write_text(text + '{"torn')
+  files.write_json(
+    folder / 'corpus' / 'manifest.json',
+    {
+      'documents': [
+        {
+          'package': INJECTION,
+          'split': 'train',
+          'licence': 'MIT',
+          'num_bytes': 1234,
+        }
+      ],
+      'dropped': [{'reason': 'near duplicate'}, {'reason': 'minified'}],
+    },
+  )
+  files.write_json(
+    folder / 'config.json', {'rl': {'steps': 11, 'x': INJECTION}}
+  )
+  files.write_json(
+    folder / 'run.json',
+    {'machine': machine.describe(), 'sandbox_level': 'unshare'},
+  )
+  return folder
+
+
+@pytest.fixture(scope='module')
+def whole(workdir) -> str:
+  path = report.write_report(workdir)
+  assert path == workdir / 'report.html'
+  return path.read_text()
+
+
+def test_nothing_written_by_a_policy_becomes_markup(whole):
+  tags = Tags(whole)
+  assert tags.open == []
+  assert 'script' not in {tag for tag, _ in tags.tags}
+  for _, attributes in tags.tags:
+    assert not [name for name in attributes if name.startswith('on')]
+  # It is there to be read: as a turn, a verdict, a config value, a package.
+  assert tags.text.count(INJECTION) >= 6
+
+
+def test_the_page_is_self_contained_and_forbids_scripts(whole):
+  tags = Tags(whole)
+  for _, attributes in tags.tags:
+    source = attributes.get('src') or attributes.get('href')
+    assert source is None or source.startswith('data:image/svg+xml;base64,')
+  policy = [
+    a for _, a in tags.tags if 'content-security-policy' in str(a).lower()
+  ]
+  assert "default-src 'none'" in policy[0]['content']
+  assert 'script-src' not in policy[0]['content']
+
+
+def test_the_page_shows_every_part_of_a_whole_run(whole):
+  text = Tags(whole).text
+  for words in (
+    '20.0 %',
+    '60.0 %',
+    '95 % interval 16.4 to 24.2 %',
+    '+40.0 points',
+    '50.0 times smaller',
+    'Median mismatch KL: 1e-07 with routes replayed, 0.0001',
+    'Sandbox: unshare',
+    'near duplicate',
+    'rl.steps',
+    'task-1',
+    'numpy',
+  ):
+    assert words in text, words
+  titles = {a.get('alt') for tag, a in Tags(whole).tags if tag == 'img'}
+  assert {'Continued pretraining: loss', 'Reward', 'Entropy'} <= titles
+  # SFT and a few metrics are not there.
+  assert 'Supervised fine-tuning: loss: not yet.' in text
+  assert 'Staleness: not yet.' in text
+
+
+def test_figures_are_valid_svg(whole):
+  pictures = re.findall(r'base64,([^"]+)"', whole)
+  assert len(pictures) >= 10
+  for picture in pictures:
+    tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
+    assert tree.tag.endswith('svg')
+
+
+def test_an_empty_workdir_has_a_report(tmp_path):
+  text = Tags(report.write_report(tmp_path).read_text()).text
+  for part in ('Reward', 'Episodes', 'Manifest', 'Metrics', 'Configuration'):
+    assert f'{part}: not yet.' in text
+
+
+def test_no_workdir_is_an_error_that_names_it(tmp_path):
+  with pytest.raises(ValueError, match=r'nowhere is not a directory'):
+    report.write_report(tmp_path / 'nowhere')
+
+
+def test_damaged_files_are_named_in_the_report(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"stage": "cpt"}\nhello\n{}\n')
+  (tmp_path / 'config.json').write_text('{')
+  (tmp_path / 'run.json').write_text('[]')
+  (tmp_path / 'episodes.jsonl').write_text('{"verdict": 3, "turns": "x"}\n7\n')
+  text = Tags(report.write_report(tmp_path).read_text()).text
+  assert 'metrics.jsonl, line 2 is not JSON' in text
+  assert 'config.json is not valid JSON' in text
+  assert 'run.json holds a list, not an object.' in text
+  assert 'not judged' in text
+
+
+def test_wall_time_leaves_out_the_time_a_run_lay_still(tmp_path):
+  times = [0.0, 10.0, 20.0, 5000.0, 5030.0]
+  rows = [{'stage': 'cpt', 'step': i, 'time': t} for i, t in enumerate(times)]
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (tmp_path / 'metrics.jsonl').write_text(text)
+  assert run_data.load(tmp_path).seconds('cpt') == 50.0
+  files.write_json(tmp_path / 'run.json', {'stages': {'cpt': 77.5}})
+  assert run_data.load(tmp_path).seconds('cpt') == 77.5
+
+
+def test_series_keep_gaps_and_evaluations_the_latest(workdir):
+  run = run_data.load(workdir)
+  steps, values = run.series('rl', 'reward')
+  assert steps == list(range(1, 12))
+  assert np.isnan(values[4])
+  assert np.isfinite(values).sum() == 10
+  assert [row['name'] for row in run.evaluations()] == ['sft', 'rl', INJECTION]
+
+
+def test_equal_figures_are_equal_text():
+  line = figures.Line(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
+  texts = {figures.curves('title', [line], is_log=True) for _ in range(2)}
+  assert len(texts) == 1
+
+
+def test_markup_escapes_all_but_markup():
+  inner = page.element('b', '<i>', class_='a"b')
+  assert inner == '<b class="a&quot;b">&lt;i&gt;</b>'
+  assert page.element('p', inner) == f'<p>{inner}</p>'
+  assert page.join(['<', inner]) == '&lt;' + inner

@@ -1,0 +1,154 @@
+"""metrics.jsonl survives kills, full disks and resumed runs."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from composer_jax.telemetry import writer
+
+
+def lines(path):
+  return [(row['stage'], row['step']) for row in writer.read(path)]
+
+
+def test_what_is_written_is_read(tmp_path):
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    out.write(
+      'cpt',
+      np.int32(3),
+      loss=np.float32(0.5),
+      bad=float('nan'),
+      expert_load=np.arange(4).reshape(2, 2),
+      name='sft',
+    )
+  (row,) = writer.read(tmp_path)
+  assert row.pop('time') > 1e9
+  assert row == {
+    'stage': 'cpt',
+    'step': 3,
+    'loss': 0.5,
+    'bad': 'nan',
+    'expert_load': [[0, 1], [2, 3]],
+    'name': 'sft',
+  }
+  assert np.isnan(float(row['bad']))
+
+
+def test_a_torn_line_is_skipped_and_then_cut_off(tmp_path):
+  path = tmp_path / writer.METRICS
+  for torn in ('{"stage": "cpt", "st', '{"stage": "cpt", "step": 2}'):
+    path.write_text('{"stage": "cpt", "step": 1}\n' + torn)
+    assert lines(path) == [('cpt', 1)]
+    with writer.Writer(tmp_path, tensorboard=False) as out:
+      out.write('cpt', 2)
+    assert lines(path) == [('cpt', 1), ('cpt', 2)]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+  path = tmp_path / writer.METRICS
+  path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+  with pytest.raises(ValueError, match=r'metrics\.jsonl, line 2 is not JSON'):
+    writer.read(path)
+
+
+def test_no_file_reads_as_no_lines(tmp_path):
+  assert writer.read(tmp_path) == []
+
+
+def test_truncate_drops_later_lines_of_one_stage(tmp_path):
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    for step in range(4):
+      out.write('cpt', step)
+      out.write('sft', step)
+    out.truncate('cpt', 1)
+    out.write('cpt', 2)
+  kept = [step for stage, step in lines(tmp_path) if stage == 'cpt']
+  assert kept == [0, 1, 2]
+  assert [s for stage, s in lines(tmp_path) if stage == 'sft'] == [0, 1, 2, 3]
+
+
+def test_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
+  def play(folder, spans):
+    for start, end in spans:
+      with writer.Writer(folder, tensorboard=False) as out:
+        out.truncate('cpt', start)
+        for step in range(start + 1, end + 1):
+          out.write('cpt', step, loss=1 / step)
+    return [(r['step'], r['loss']) for r in writer.read(folder)]
+
+  whole = play(tmp_path / 'a', [(0, 9)])
+  assert play(tmp_path / 'b', [(0, 7), (4, 6), (5, 9)]) == whole
+
+
+def test_reserved_names_are_refused(tmp_path):
+  with (
+    writer.Writer(tmp_path, tensorboard=False) as out,
+    pytest.raises(ValueError, match="cannot be called 'time'"),
+  ):
+    out.write('cpt', 1, time=3.0)
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path):
+  program = (
+    'import itertools, sys\n'
+    'from composer_jax.telemetry import writer\n'
+    'out = writer.Writer(sys.argv[1], tensorboard=False)\n'
+    'for step in itertools.count():\n'
+    '  out.write("cpt", step, loss=1.0)\n'
+    '  if step == 50: print("go", flush=True)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', program, str(tmp_path)], stdout=subprocess.PIPE
+  ) as process:
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+  steps = [step for _, step in lines(tmp_path)]
+  assert len(steps) > 50
+  assert steps == list(range(len(steps)))
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_lines_before(tmp_path):
+  # A limit on the file's size stands in for the disk: the same short write.
+  program = (
+    'import resource, signal, sys\n'
+    'from composer_jax.telemetry import writer\n'
+    'signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
+    'resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n'
+    'out = writer.Writer(sys.argv[1], tensorboard=False)\n'
+    'for step in range(100): out.write("cpt", step, loss=1.0)\n'
+  )
+  result = subprocess.run(
+    [sys.executable, '-c', program, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert result.returncode != 0
+  assert 'OSError' in result.stderr
+  assert str(tmp_path / writer.METRICS) in result.stderr
+  assert 'the lines before it are untouched' in result.stderr
+  text = (tmp_path / writer.METRICS).read_text()
+  assert text.endswith('\n')
+  rows = [json.loads(line) for line in text.splitlines()]
+  assert [row['step'] for row in rows] == list(range(len(rows)))
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+  with writer.Writer(tmp_path) as out:
+    out.write('rl', 1, reward=0.5, expert_load=[[1, 2]])
+  (events,) = (tmp_path / 'tensorboard' / 'rl').iterdir()
+  data = events.read_bytes()
+  assert b'rl/reward' in data
+  assert b'expert_load' not in data
+
+
+def test_wandb_without_its_package_names_the_extra(tmp_path, monkeypatch):
+  # None in sys.modules is how Python itself marks a module as not importable.
+  monkeypatch.setitem(sys.modules, 'wandb', None)
+  with pytest.raises(ValueError, match=r'pip install -e \.\[wandb\]'):
+    writer.Writer(tmp_path, wandb=True)
