@@ -75,25 +75,33 @@ On Debian or Ubuntu: sudo apt-get install python3-venv. Or install uv."
   fi
 }
 
+# is_installed <marker> <key>
+is_installed() {
+  [[ -x "$VENV/bin/python" && "$(cat "$1" 2>/dev/null)" == "$2" ]]
+}
+
 # install <marker> <what pip installs>; done once per setup.py + constraints.
 install() {
-  local marker="$VENV/composer_jax.$1" what=$2 key
-  key="$what $(cat setup.py constraints.txt | cksum)"
-  if [[ -x "$VENV/bin/python" && "$(cat "$marker" 2>/dev/null)" == "$key" ]]
-  then
+  local marker="$VENV/composer_jax.$1" what=$2 sum key
+  sum=$(cat setup.py constraints.txt | cksum)
+  key="$what $sum"
+  # What the tests need includes all that the jobs need.
+  if is_installed "$marker" "$key" ||
+    is_installed "$VENV/composer_jax.test" ".[test] $sum"; then
     return
   fi
   local python
   python=$(find_python)
   # The lock belongs to this shell's descriptor 9 and ends with the shell,
-  # however it ends. Python takes it because macOS has no flock command.
-  exec 9>"$VENV.lock"
+  # however it ends; it is on a file that is here anyway and never written.
+  # Python takes it because macOS has no flock command.
+  exec 9>>constraints.txt
   if ! "$python" -c 'import fcntl
 fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
     say 'Another run.sh is installing; waiting for it.'
     "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
   fi
-  if [[ "$(cat "$marker" 2>/dev/null)" != "$key" ]]; then
+  if ! is_installed "$marker" "$key"; then
     # A first installation that was killed left files that pip would trust.
     if [[ -f "$VENV/composer_jax.unfinished" || ! -x "$VENV/bin/python" ]]; then
       say "Making $VENV with $("$python" --version) ($python)."

@@ -31,6 +31,10 @@ _HASHES = 'hashes'
 _DISK_MARGIN = 4 * 2**20
 
 
+# What orbax's parsing of damaged metadata has been seen to raise.
+_READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
+
+
 class DamagedCheckpoint(ValueError):
   """A checkpoint that cannot be read or is not what was written."""
 
@@ -45,21 +49,25 @@ def _hash(block: np.ndarray) -> str:
   return blake3.blake3(np.ascontiguousarray(block).data.cast('B')).hexdigest()
 
 
+def _digest(text: str) -> str:
+  return blake3.blake3(text.encode()).hexdigest()
+
+
 def _record(array: jax.Array) -> dict[str, Any]:
   """Describes an array: shape, dtype, and a hash of each shard held here."""
   return {
-      'shape': list(array.shape),
-      'dtype': str(array.dtype),
-      'shards': {
-          _slices_name(shard.index, array.shape): _hash(_bytes(shard.data))
-          for shard in array.addressable_shards
-          if shard.replica_id == 0
-      },
+    'shape': list(array.shape),
+    'dtype': str(array.dtype),
+    'shards': {
+      _slices_name(shard.index, array.shape): _hash(_bytes(shard.data))
+      for shard in array.addressable_shards
+      if shard.replica_id == 0
+    },
   }
 
 
 def _bytes(array: Any) -> np.ndarray:
-  """Views an array as bytes; scalars and bfloat16 have no buffer of their own."""
+  """Views as bytes what has no plain buffer: scalars and bfloat16."""
   return np.atleast_1d(np.ascontiguousarray(np.asarray(array))).view(np.uint8)
 
 
@@ -79,13 +87,13 @@ def _matches(array: jax.Array, shards: dict[str, str]) -> bool:
         return False
     return True
   return all(
-      shards.get(_slices_name(s.index, array.shape), h) == h
-      for s in array.addressable_shards
-      for h in (_hash(_bytes(s.data)),)
+    shards.get(_slices_name(s.index, array.shape), h) == h
+    for s in array.addressable_shards
+    for h in (_hash(_bytes(s.data)),)
   )
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
   """Shortens tensorstore's page-long messages to their start."""
   first_line = (str(error).splitlines() or [''])[0]
   return f'{type(error).__name__}: {first_line[:160]}'
@@ -105,12 +113,12 @@ class Checkpoints:
     self.directory.mkdir(parents=True, exist_ok=True)
     self._writing: int | None = None
     self._manager = ocp.CheckpointManager(
-        self.directory,
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,
-        ),
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=True,
+        cleanup_tmp_directories=True,
+      ),
     )
 
   def steps(self) -> list[int]:
@@ -137,17 +145,21 @@ class Checkpoints:
     self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
     hashes = {name: _record(array) for name, array in flat.items()}
     text = json.dumps(data, sort_keys=True)
-    record = {'arrays': hashes, 'data': blake3.blake3(text.encode()).hexdigest()}
+    record = json.dumps({'arrays': hashes, 'data': _digest(text)})
     self._writing = step
     try:
       self._manager.save(
-          step,
-          args=ocp.args.Composite(**{
-              _STATE: ocp.args.StandardSave(flat),
-              _DATA: ocp.args.JsonSave({'text': text}),
-              _HASHES: ocp.args.JsonSave(record),
-          }),
-          force=True,
+        step,
+        args=ocp.args.Composite(
+          **{
+            _STATE: ocp.args.StandardSave(flat),
+            _DATA: ocp.args.JsonSave({'text': text}),
+            _HASHES: ocp.args.JsonSave(
+              {'text': record, 'blake3': _digest(record)}
+            ),
+          }
+        ),
+        force=True,
       )
     except (OSError, ValueError, RuntimeError) as error:
       raise self._write_error(error) from error
@@ -178,27 +190,28 @@ class Checkpoints:
       DamagedCheckpoint: unreadable, or a hash differs.
       ValueError: it holds other arrays than `like`.
     """
-    record = self._read(step, **{_HASHES: ocp.args.JsonRestore()})[_HASHES]
     flat = trees.flatten_names(like)
-    if not isinstance(record, dict) or not {'arrays', 'data'} <= set(record):
-      raise self._damaged(step, 'its hashes are missing')
+    stored = self._read(step, **{_HASHES: ocp.args.JsonRestore()})[_HASHES]
+    if _digest(stored.get('text', '')) != stored.get('blake3'):
+      raise self._damaged(step, 'its table of hashes has changed')
+    record = json.loads(stored['text'])
     self._check_same(step, record['arrays'], flat)
     targets = {
-        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
-        for name, a in flat.items()
+      name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+      for name, a in flat.items()
     }
     items = self._read(
-        step,
-        **{
-            _STATE: ocp.args.StandardRestore(targets),
-            _DATA: ocp.args.JsonRestore(),
-        },
+      step,
+      **{
+        _STATE: ocp.args.StandardRestore(targets),
+        _DATA: ocp.args.JsonRestore(),
+      },
     )
     for name, array in items[_STATE].items():
       if not _matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
     text = items[_DATA].get('text', '')
-    if blake3.blake3(text.encode()).hexdigest() != record['data']:
+    if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')
     leaves = [items[_STATE][name] for name in flat]
     tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -212,34 +225,37 @@ class Checkpoints:
   def _read(self, step: int, **items: Any) -> Any:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(**items))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-      raise self._damaged(step, _brief(error)) from error
+    except Exception as error:
+      # Orbax wraps what tensorstore could not read in a bare Exception.
+      is_wrapped = type(error) is Exception
+      if not is_wrapped and not isinstance(error, _READ_ERRORS):
+        raise
+      reason = error.__cause__ if is_wrapped and error.__cause__ else error
+      raise self._damaged(step, _brief(reason)) from error
 
   def _damaged(self, step: int, detail: str) -> DamagedCheckpoint:
     path = self.directory / str(step)
     earlier = [s for s in self.steps() if s < step]
     resume = f'step {earlier[-1]}' if earlier else 'the start of the stage'
     return DamagedCheckpoint(
-        f'Checkpoint of step {step} in {path} is damaged ({detail}). Delete '
-        f'that folder and run the same command: it continues from {resume}.'
+      f'Checkpoint of step {step} in {path} is damaged ({detail}). Delete '
+      f'that folder and run the same command: it continues from {resume}.'
     )
 
   def _check_same(
-      self, step: int, record: dict[str, Any], flat: dict[str, Any]
+    self, step: int, record: dict[str, Any], flat: dict[str, Any]
   ) -> None:
     """Raises unless names, shapes and dtypes are those of `flat`."""
     have = {n: (tuple(r['shape']), r['dtype']) for n, r in record.items()}
     want = {n: (tuple(a.shape), str(a.dtype)) for n, a in flat.items()}
-    differing = sorted(
-        n for n in have | want if have.get(n) != want.get(n)
-    )
+    differing = sorted(n for n in have | want if have.get(n) != want.get(n))
     if differing:
       name = differing[0]
       raise ValueError(
-          f'Checkpoint of step {step} in {self.directory} holds other arrays '
-          f'than this configuration: {len(differing)} differ, the first is '
-          f'{name} ({have.get(name)} in the checkpoint, {want.get(name)} '
-          'wanted). Use the configuration that wrote it or another --workdir.'
+        f'Checkpoint of step {step} in {self.directory} holds other arrays '
+        f'than this configuration: {len(differing)} differ, the first is '
+        f'{name} ({have.get(name)} in the checkpoint, {want.get(name)} '
+        'wanted). Use the configuration that wrote it or another --workdir.'
       )
 
   def _check_space(self, step: int, num_bytes: int) -> None:
@@ -247,11 +263,11 @@ class Checkpoints:
     free = shutil.disk_usage(self.directory).free
     if free < num_bytes + _DISK_MARGIN:
       raise OSError(
-          errno.ENOSPC,
-          f'Checkpoint of step {step} needs {num_bytes + _DISK_MARGIN} bytes, '
-          f'{free} are free; checkpoints of steps {self.steps()} are intact. '
-          'Free space and run the same command, or choose another --workdir',
-          str(self.directory),
+        errno.ENOSPC,
+        f'Checkpoint of step {step} needs {num_bytes + _DISK_MARGIN} bytes, '
+        f'{free} are free; checkpoints of steps {self.steps()} are intact. '
+        'Free space and run the same command, or choose another --workdir',
+        str(self.directory),
       )
 
   def _write_error(self, error: Exception) -> OSError:
@@ -260,9 +276,9 @@ class Checkpoints:
     number = errno.ENOSPC if is_full else getattr(error, 'errno', errno.EIO)
     reason = os.strerror(errno.ENOSPC) if is_full else _brief(error)
     return OSError(
-        number,
-        f'Checkpoint of step {self._writing} could not be written ({reason}); '
-        f'checkpoints of steps {self.steps()} are intact. Free space and run '
-        'the same command, or choose another --workdir',
-        str(self.directory),
+      number,
+      f'Checkpoint of step {self._writing} could not be written ({reason}); '
+      f'checkpoints of steps {self.steps()} are intact. Free space and run '
+      'the same command, or choose another --workdir',
+      str(self.directory),
     )

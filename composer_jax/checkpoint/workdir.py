@@ -21,10 +21,10 @@ def _flatten(value: Any, prefix: str = '') -> dict[str, Any]:
 
 
 def claim(
-    workdir: str | os.PathLike,
-    config: dict[str, Any],
-    *,
-    ignored: tuple[str, ...] = (),
+  workdir: str | os.PathLike,
+  config: dict[str, Any],
+  *,
+  ignored: tuple[str, ...] = (),
 ) -> None:
   """Binds a workdir to a configuration, or checks that it is bound to it.
 
@@ -47,19 +47,19 @@ def claim(
   found = _flatten(files.read_json(path))
   missing = object()
   differing = [
-      key
-      for key in sorted(found | wanted)
-      if found.get(key, missing) != wanted.get(key, missing)
-      and not any(key == i or key.startswith(i + '.') for i in ignored)
+    key
+    for key in sorted(found | wanted)
+    if found.get(key, missing) != wanted.get(key, missing)
+    and not any(key == i or key.startswith(i + '.') for i in ignored)
   ]
   if not differing:
     return
   lines = '; '.join(
-      f'{key} is {found.get(key, "absent")!r} there and '
-      f'{wanted.get(key, "absent")!r} now'
-      for key in differing
+    f'{key} is {found.get(key, "absent")!r} there and '
+    f'{wanted.get(key, "absent")!r} now'
+    for key in differing
   )
   raise ValueError(
-      f'Workdir {workdir} belongs to another configuration: {lines}. Choose '
-      'another --workdir, or delete this one to start over.'
+    f'Workdir {workdir} belongs to another configuration: {lines}. Choose '
+    'another --workdir, or delete this one to start over.'
   )

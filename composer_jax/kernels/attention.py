@@ -1,23 +1,27 @@
 """Grouped-query attention: one function, one implementation per backend.
 
-'reference' materialises the scores in float32 and runs anywhere; 'fused' hands
-bfloat16 to `jax.nn.dot_product_attention`, which XLA compiles to one kernel.
+'reference' materialises the scores in float32; 'rows' does the same row by row
+of the batch and recomputes them in the backward pass, so that the scores of one
+row stay in cache and training does not touch memory of size B T S (on CPU that
+traffic costs more than the products); 'fused' hands bfloat16 to
+`jax.nn.dot_product_attention`, which XLA compiles to one kernel.
 """
 
 import jax
 import jax.numpy as jnp
 
+BACKENDS = ('reference', 'rows', 'fused')
 # Finite, so that a row that sees nothing is uniform rather than NaN.
 _MASKED = -1e30
 
 
 def attend(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    mask_BTS: jax.Array,
-    *,
-    backend: str = 'auto',
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask_BTS: jax.Array,
+  *,
+  backend: str = 'auto',
 ) -> jax.Array:
   """Returns out_BTNH: softmax(q k / sqrt(H)) v over the slots mask_BTS allows.
 
@@ -26,37 +30,73 @@ def attend(
     k_BSKH: keys.
     v_BSKH: values.
     mask_BTS: bool, true where the query may look.
-    backend: 'reference', 'fused', or 'auto' by dtype and platform.
+    backend: one of BACKENDS, or 'auto' by platform, dtype and length.
   """
   if backend == 'auto':
-    fused = q_BTNH.dtype == jnp.bfloat16 and jax.default_backend() == 'gpu'
-    backend = 'fused' if fused else 'reference'
+    backend = _choose(q_BTNH)
+  if backend not in BACKENDS:
+    raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
   if backend == 'fused':
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None]
+      q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None]
     )
-  if backend != 'reference':
-    raise ValueError(
-        f'attention backend {backend!r} is not one of auto, reference, fused.'
-    )
+  if backend == 'rows':
+    return _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
   return _reference(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
+def _choose(q_BTNH: jax.Array) -> str:
+  platform = jax.default_backend()
+  if platform == 'gpu' and q_BTNH.dtype == jnp.bfloat16:
+    return 'fused'
+  return 'rows' if platform == 'cpu' and q_BTNH.shape[1] > 1 else 'reference'
+
+
+def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+  # One row and key/value head at a time: its products are plain matrices,
+  # which XLA:CPU multiplies in either order without a transposed copy.
+  batch, length, num_heads, head_dim = q_BTNH.shape
+  num_kv_heads = k_BSKH.shape[2]
+  groups = num_heads // num_kv_heads
+  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, groups, head_dim)
+  q_BKGTH = q_BTKGH.transpose(0, 2, 3, 1, 4)
+  flat = (
+    q_BKGTH.reshape(batch * num_kv_heads, groups * length, head_dim),
+    k_BSKH.swapaxes(1, 2).reshape(batch * num_kv_heads, -1, head_dim),
+    v_BSKH.swapaxes(1, 2).reshape(batch * num_kv_heads, -1, head_dim),
+    jnp.repeat(jnp.arange(batch), num_kv_heads),
+  )
+
+  @jax.checkpoint
+  def one(arrays):
+    q, k_SH, v_SH, row = arrays
+    scores = jnp.dot(
+      q * head_dim**-0.5, k_SH.T, preferred_element_type=jnp.float32
+    )
+    mask = jnp.tile(mask_BTS[row], (groups, 1))
+    scores = jnp.where(mask, scores, _MASKED)
+    return jax.nn.softmax(scores, axis=-1).astype(v_SH.dtype) @ v_SH
+
+  out = jax.lax.map(one, flat)
+  out_BKGTH = out.reshape(batch, num_kv_heads, groups, length, head_dim)
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+
+
 def _reference(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_kv_heads = k_BSKH.shape[2]
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
   scores_BKGTS = jnp.einsum(
-      'BTKGH,BSKH->BKGTS',
-      q_BTKGH * head_dim**-0.5,
-      k_BSKH,
-      preferred_element_type=jnp.float32,
+    'BTKGH,BSKH->BKGTS',
+    q_BTKGH * head_dim**-0.5,
+    k_BSKH,
+    preferred_element_type=jnp.float32,
   )
   scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
   probabilities_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
   out_BTKGH = jnp.einsum(
-      'BKGTS,BSKH->BTKGH', probabilities_BKGTS.astype(v_BSKH.dtype), v_BSKH
+    'BKGTS,BSKH->BTKGH', probabilities_BKGTS.astype(v_BSKH.dtype), v_BSKH
   )
   return out_BTKGH.reshape(batch, length, num_heads, head_dim)

@@ -27,12 +27,12 @@ _PLATFORM_BACKENDS = {'cpu': 'blocked', 'gpu': 'gathered', 'tpu': 'ragged'}
 
 
 def grouped_matmul(
-    lhs_YD: jax.Array,
-    rhs_EDF: jax.Array,
-    group_sizes_E: jax.Array,
-    *,
-    backend: str = 'auto',
-    block: int | None = None,
+  lhs_YD: jax.Array,
+  rhs_EDF: jax.Array,
+  group_sizes_E: jax.Array,
+  *,
+  backend: str = 'auto',
+  block: int | None = None,
 ) -> jax.Array:
   """Multiplies the rows of group e, which are contiguous, by rhs[e].
 
@@ -51,21 +51,21 @@ def grouped_matmul(
     backend = _PLATFORM_BACKENDS[jax.default_backend()]
   if backend not in BACKENDS:
     raise ValueError(
-        f'grouped_matmul backend {backend!r} is not one of {BACKENDS}.'
+      f'grouped_matmul backend {backend!r} is not one of {BACKENDS}.'
     )
   if block is None:
     block = 16 if lhs_YD.shape[0] <= _DECODE_ROWS else 64
   return _grouped_matmul(
-      lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32), backend, block
+    lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32), backend, block
   )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped_matmul(lhs_YD, rhs_EDF, group_sizes_E, backend, block):
   forward = {
-      'blocked': _blocked,
-      'gathered': _gathered,
-      'ragged': _ragged,
+    'blocked': _blocked,
+    'gathered': _gathered,
+    'ragged': _ragged,
   }[backend]
   return forward(lhs_YD, rhs_EDF, group_sizes_E, block)
 
@@ -78,12 +78,12 @@ def _forward(lhs_YD, rhs_EDF, group_sizes_E, backend, block):
 def _backward(backend, block, residuals, d_out_YF):
   lhs_YD, rhs_EDF, group_sizes_E = residuals
   d_lhs_YD = _grouped_matmul(
-      d_out_YF, rhs_EDF.swapaxes(1, 2), group_sizes_E, backend, block
+    d_out_YF, rhs_EDF.swapaxes(1, 2), group_sizes_E, backend, block
   )
   transposed = {
-      'blocked': _blocked_transposed,
-      'gathered': _gathered_transposed,
-      'ragged': _ragged_transposed,
+    'blocked': _blocked_transposed,
+    'gathered': _gathered_transposed,
+    'ragged': _ragged_transposed,
   }[backend]
   d_rhs_EDF = transposed(lhs_YD, d_out_YF, group_sizes_E, block)
   return d_lhs_YD, d_rhs_EDF.astype(rhs_EDF.dtype), None
@@ -131,7 +131,7 @@ def _blocked(lhs_YD, rhs_EDF, group_sizes_E, block):
     rows_bD = _slice_rows(padded_YD, start[i], block)
     weight_DF = jax.lax.dynamic_index_in_dim(rhs_EDF, group[i], keepdims=False)
     product_bF = jnp.dot(
-        rows_bD, weight_DF, preferred_element_type=jnp.float32
+      rows_bD, weight_DF, preferred_element_type=jnp.float32
     ).astype(out_YF.dtype)
     return jax.lax.dynamic_update_slice_in_dim(out_YF, product_bF, start[i], 0)
 
@@ -172,10 +172,10 @@ def _to_blocks(array_YD, group_sizes_E, block):
 def _gathered(lhs_YD, rhs_EDF, group_sizes_E, block):
   blocks, group, index = _to_blocks(lhs_YD, group_sizes_E, block)
   product = jnp.einsum(
-      'xbD,xDF->xbF',
-      blocks,
-      rhs_EDF[group],
-      preferred_element_type=jnp.float32,
+    'xbD,xDF->xbF',
+    blocks,
+    rhs_EDF[group],
+    preferred_element_type=jnp.float32,
   ).astype(lhs_YD.dtype)
   out_YF = jnp.zeros((lhs_YD.shape[0], rhs_EDF.shape[2]), lhs_YD.dtype)
   return out_YF.at[index].set(product, mode='drop', unique_indices=False)
@@ -185,7 +185,7 @@ def _gathered_transposed(lhs_YD, d_out_YF, group_sizes_E, block):
   lhs, group, _ = _to_blocks(lhs_YD, group_sizes_E, block)
   d_out, _, _ = _to_blocks(d_out_YF, group_sizes_E, block)
   product = jnp.einsum(
-      'xbD,xbF->xDF', lhs, d_out, preferred_element_type=jnp.float32
+    'xbD,xbF->xDF', lhs, d_out, preferred_element_type=jnp.float32
   )
   return jax.ops.segment_sum(product, group, group_sizes_E.shape[0])
 
@@ -200,14 +200,14 @@ def _ragged(lhs_YD, rhs_EDF, group_sizes_E, block):
 def _ragged_transposed(lhs_YD, d_out_YF, group_sizes_E, block):
   del block
   dims = jax.lax.RaggedDotDimensionNumbers(
-      dot_dimension_numbers=(((0,), (0,)), ((), ())),
-      lhs_ragged_dimensions=[0],
-      rhs_group_dimensions=[],
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
   )
   return jax.lax.ragged_dot_general(
-      lhs_YD,
-      d_out_YF,
-      group_sizes_E,
-      dims,
-      preferred_element_type=jnp.float32,
+    lhs_YD,
+    d_out_YF,
+    group_sizes_E,
+    dims,
+    preferred_element_type=jnp.float32,
   )

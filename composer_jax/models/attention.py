@@ -10,8 +10,6 @@ from composer_jax.models import config as model_config
 from composer_jax.models import rope
 from composer_jax.parallel import exchange
 
-Cache = tuple[jax.Array, jax.Array]
-
 
 def packed_mask(segment_ids_BT: jax.Array) -> jax.Array:
   """Lets a token see those before it in the row and in its own segment."""
@@ -33,14 +31,15 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(
-      self,
-      x_BTD: jax.Array,
-      cos_sin: Cache,
-      mask_BTS: jax.Array,
-      positions_BT: jax.Array,
-      cache: Cache | None,
-  ) -> tuple[jax.Array, Cache | None]:
-    """Returns y_BTD and the layer's cache with this chunk written into it."""
+    self,
+    x_BTD: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    mask_BTS: jax.Array,
+    positions_BT: jax.Array,
+    cache: kv_cache.KVCache | None,
+    layer: jax.Array,
+  ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    """Returns y_BTD and the cache with this chunk written at `layer`."""
     c = self.config
     q_BTNH = self._project('query', x_BTD, c.num_heads, 'heads')
     k_BTKH = self._project('key', x_BTD, c.num_kv_heads, 'kv_heads')
@@ -48,49 +47,47 @@ class Attention(nn.Module):
     q_BTNH = rope.rotate(q_BTNH, cos_sin)
     k_BTKH = rope.rotate(k_BTKH, cos_sin)
     if cache is not None:
-      cache = (
-          kv_cache.write(cache[0], k_BTKH, positions_BT),
-          kv_cache.write(cache[1], v_BTKH, positions_BT),
-      )
-      k_BTKH, v_BTKH = (array.astype(x_BTD.dtype) for array in cache)
-    k_BTKH = exchange.constrain(k_BTKH, self.plan, whole_sequence=True)
-    v_BTKH = exchange.constrain(v_BTKH, self.plan, whole_sequence=True)
-    out_BTNH = attention_kernel.attend(q_BTNH, k_BTKH, v_BTKH, mask_BTS)
+      cache = kv_cache.write(cache, layer, k_BTKH, v_BTKH, positions_BT)
+      k_BTKH = cache.keys_LBSKH[layer].astype(x_BTD.dtype)
+      v_BTKH = cache.values_LBSKH[layer].astype(x_BTD.dtype)
+    out_BTNH = exchange.attend_per_shard(
+      attention_kernel.attend, q_BTNH, k_BTKH, v_BTKH, mask_BTS, plan=self.plan
+    )
     out_NHD = self.param(
-        'out',
-        nn.with_logical_partitioning(
-            nn.initializers.variance_scaling(
-                0.5 / c.num_layers,
-                'fan_in',
-                'truncated_normal',
-                in_axis=(0, 1),
-                out_axis=2,
-            ),
-            ('heads', 'head_dim', 'embed'),
+      'out',
+      nn.with_logical_partitioning(
+        nn.initializers.variance_scaling(
+          0.5 / c.num_layers,
+          'fan_in',
+          'truncated_normal',
+          in_axis=(0, 1),
+          out_axis=2,
         ),
-        (c.num_heads, c.head_dim, c.embed_dim),
+        ('heads', 'head_dim', 'embed'),
+      ),
+      (c.num_heads, c.head_dim, c.embed_dim),
     )
     y_BTD = jnp.einsum(
-        'BTNH,NHD->BTD', out_BTNH, out_NHD.astype(out_BTNH.dtype)
+      'BTNH,NHD->BTD', out_BTNH, out_NHD.astype(out_BTNH.dtype)
     )
     return y_BTD, cache
 
   def _project(
-      self, name: str, x_BTD: jax.Array, num_heads: int, axis: str
+    self, name: str, x_BTD: jax.Array, num_heads: int, axis: str
   ) -> jax.Array:
     c = self.config
     weight_DNH = self.param(
-        name,
-        nn.with_logical_partitioning(
-            nn.initializers.variance_scaling(
-                1.0,
-                'fan_in',
-                'truncated_normal',
-                in_axis=0,
-                out_axis=(1, 2),
-            ),
-            ('embed', axis, 'head_dim'),
+      name,
+      nn.with_logical_partitioning(
+        nn.initializers.variance_scaling(
+          1.0,
+          'fan_in',
+          'truncated_normal',
+          in_axis=0,
+          out_axis=(1, 2),
         ),
-        (c.embed_dim, num_heads, c.head_dim),
+        ('embed', axis, 'head_dim'),
+      ),
+      (c.embed_dim, num_heads, c.head_dim),
     )
     return jnp.einsum('BTD,DNH->BTNH', x_BTD, weight_DNH.astype(x_BTD.dtype))

@@ -24,34 +24,48 @@ class KVCache(flax.struct.PyTreeNode, kw_only=True):
 
 
 def init(
-    config: model_config.ModelConfig,
-    batch: int,
-    max_len: int,
-    dtype: str | None = None,
+  config: model_config.ModelConfig,
+  batch: int,
+  max_len: int,
+  dtype: str | None = None,
 ) -> KVCache:
   """Returns an empty cache; `dtype` defaults to the compute dtype."""
   shape = (
-      config.num_layers,
-      batch,
-      max_len,
-      config.num_kv_heads,
-      config.head_dim,
+    config.num_layers,
+    batch,
+    max_len,
+    config.num_kv_heads,
+    config.head_dim,
   )
   dtype = jnp.dtype(dtype or config.compute_dtype)
   return KVCache(
-      keys_LBSKH=jnp.zeros(shape, dtype), values_LBSKH=jnp.zeros(shape, dtype)
+    keys_LBSKH=jnp.zeros(shape, dtype), values_LBSKH=jnp.zeros(shape, dtype)
   )
 
 
 def write(
-    cache_BSKH: jax.Array, new_BTKH: jax.Array, positions_BT: jax.Array
-) -> jax.Array:
-  """Writes each token at its position; positions past the cache are dropped."""
-  # A negative position would wrap around to the end; only the past-the-end
-  # convention means padding.
-  rows_B1 = jnp.arange(cache_BSKH.shape[0])[:, None]
-  return cache_BSKH.at[rows_B1, positions_BT].set(
-      new_BTKH.astype(cache_BSKH.dtype),
+  cache: KVCache,
+  layer: jax.Array,
+  keys_BTKH: jax.Array,
+  values_BTKH: jax.Array,
+  positions_BT: jax.Array,
+) -> KVCache:
+  """Writes each token at its position; positions past the cache are dropped.
+
+  All layers lie in one array that the layer scan carries, so that a step
+  writes its tokens in place instead of copying every layer out and back.
+  """
+  rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
+
+  def put(cache_LBSKH, new_BTKH):
+    # Wrapping would turn a negative position into one at the end.
+    return cache_LBSKH.at[layer, rows_B1, positions_BT].set(
+      new_BTKH.astype(cache_LBSKH.dtype),
       mode='drop',
       wrap_negative_indices=False,
+    )
+
+  return KVCache(
+    keys_LBSKH=put(cache.keys_LBSKH, keys_BTKH),
+    values_LBSKH=put(cache.values_LBSKH, values_BTKH),
   )

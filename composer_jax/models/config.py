@@ -12,8 +12,8 @@ def _require_at_least(config: Any, lowest: int, names: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
       raise ValueError(
-          f'{type(config).__name__}.{name} must be an integer of at least '
-          f'{lowest}, not {value!r}.'
+        f'{type(config).__name__}.{name} must be an integer of at least '
+        f'{lowest}, not {value!r}.'
       )
 
 
@@ -22,8 +22,8 @@ def _from_dict(cls: Any, fields: dict[str, Any]) -> Any:
   unknown, missing = set(fields) - known, known - set(fields)
   if unknown or missing:
     raise ValueError(
-        f'{cls.__name__} has no field {sorted(unknown)} and needs '
-        f'{sorted(missing)}; its fields are {sorted(known)}.'
+      f'{cls.__name__} has no field {sorted(unknown)} and needs '
+      f'{sorted(missing)}; its fields are {sorted(known)}.'
     )
   return cls(**fields)
 
@@ -58,13 +58,13 @@ class MoEConfig:
     _require_at_least(self, 0, ('num_shared',))
     if self.num_active > self.num_experts:
       raise ValueError(
-          f'num_active ({self.num_active}) must not exceed num_experts '
-          f'({self.num_experts}).'
+        f'num_active ({self.num_active}) must not exceed num_experts '
+        f'({self.num_experts}).'
       )
     if self.num_experts > 65535:
       raise ValueError(
-          f'num_experts ({self.num_experts}) must stay below 65535, the uint16 '
-          'id that marks a token without a recorded route.'
+        f'num_experts ({self.num_experts}) must stay below 65535, the uint16 '
+        'id that marks a token without a recorded route.'
       )
     if self.router not in _ROUTERS:
       raise ValueError(f'router {self.router!r} is not one of {_ROUTERS}.')
@@ -72,7 +72,7 @@ class MoEConfig:
       raise ValueError(f'routed_scale must be positive: {self.routed_scale}.')
     if not self.aux_loss_weight >= 0:
       raise ValueError(
-          f'aux_loss_weight must not be negative: {self.aux_loss_weight}.'
+        f'aux_loss_weight must not be negative: {self.aux_loss_weight}.'
       )
 
 
@@ -115,37 +115,37 @@ class ModelConfig:
 
   def __post_init__(self):
     _require_at_least(
-        self,
-        1,
-        (
-            'vocab_size',
-            'embed_dim',
-            'num_layers',
-            'dense_ffw_dim',
-            'num_heads',
-            'num_kv_heads',
-            'head_dim',
-        ),
+      self,
+      1,
+      (
+        'vocab_size',
+        'embed_dim',
+        'num_layers',
+        'dense_ffw_dim',
+        'num_heads',
+        'num_kv_heads',
+        'head_dim',
+      ),
     )
     _require_at_least(self, 0, ('num_dense_layers',))
     if self.num_dense_layers >= self.num_layers:
       raise ValueError(
-          f'num_dense_layers ({self.num_dense_layers}) must be less than '
-          f'num_layers ({self.num_layers}): at least one layer is a mixture.'
+        f'num_dense_layers ({self.num_dense_layers}) must be less than '
+        f'num_layers ({self.num_layers}): at least one layer is a mixture.'
       )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
-          f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
-          f'({self.num_heads}).'
+        f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
+        f'({self.num_heads}).'
       )
     if self.head_dim % 2:
       raise ValueError(
-          f'head_dim ({self.head_dim}) must be even: rotary positions turn '
-          'pairs of dimensions.'
+        f'head_dim ({self.head_dim}) must be even: rotary positions turn '
+        'pairs of dimensions.'
       )
     if self.compute_dtype not in _DTYPES:
       raise ValueError(
-          f'compute_dtype {self.compute_dtype!r} is not one of {_DTYPES}.'
+        f'compute_dtype {self.compute_dtype!r} is not one of {_DTYPES}.'
       )
     for name in ('rope_theta', 'norm_eps'):
       if not getattr(self, name) > 0:

@@ -13,12 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import batches
-from composer_jax.models import attention
+from composer_jax.models import attention, experts, norm, rope
 from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
-from composer_jax.models import experts
-from composer_jax.models import norm
-from composer_jax.models import rope
 from composer_jax.parallel import exchange
 
 Variables = dict[str, Any]
@@ -56,11 +53,11 @@ class DenseLayer(nn.Module):
   plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(self, x_BTD, context, cache):
-    x_BTD, cache = _attend(self, x_BTD, context, cache)
+  def __call__(self, carry, context, layer):
+    x_BTD, cache = _attend(self, carry, context, layer)
     h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
     mlp = experts.DenseMLP(self.config, self.config.dense_ffw_dim, name='ffw')
-    return x_BTD + mlp(h_BTD), cache
+    return (x_BTD + mlp(h_BTD), cache), None
 
 
 class MoELayer(nn.Module):
@@ -70,21 +67,27 @@ class MoELayer(nn.Module):
   plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(self, x_BTD, context, cache, replay_BTA):
-    x_BTD, cache = _attend(self, x_BTD, context, cache)
+  def __call__(self, carry, context, layer, replay_BTA):
+    x_BTD, cache = _attend(self, carry, context, layer)
     h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
     moe = experts.MoE(self.config, self.plan, name='moe')
     y_BTD, ids_BTA, stats = moe(h_BTD, context.valid_BT, replay_BTA)
-    return x_BTD + y_BTD, (cache, ids_BTA.astype(jnp.uint16), stats)
+    return (x_BTD + y_BTD, cache), (ids_BTA.astype(jnp.uint16), stats)
 
 
-def _attend(layer, x_BTD, context, cache):
-  c, plan = layer.config, layer.plan
+def _attend(module, carry, context, layer):
+  c, plan = module.config, module.plan
+  x_BTD, cache = carry
   x_BTD = exchange.constrain(x_BTD, plan)
   h_BTD = norm.RMSNorm(c.norm_eps, name='attention_norm')(x_BTD)
   with jax.named_scope('attention'):
     y_BTD, cache = attention.Attention(c, plan, name='attention')(
-        h_BTD, context.cos_sin, context.mask_BTS, context.positions_BT, cache
+      h_BTD,
+      context.cos_sin,
+      context.mask_BTS,
+      context.positions_BT,
+      cache,
+      layer,
     )
   return x_BTD + y_BTD, cache
 
@@ -102,13 +105,13 @@ class Decoder(nn.Module):
 
   @nn.compact
   def __call__(
-      self,
-      tokens_BT: jax.Array,
-      segment_ids_BT: jax.Array,
-      positions_BT: jax.Array,
-      *,
-      expert_ids_MBTA: jax.Array | None = None,
-      cache: kv_cache.KVCache | None = None,
+    self,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    expert_ids_MBTA: jax.Array | None = None,
+    cache: kv_cache.KVCache | None = None,
   ) -> DecoderOutput:
     """Runs the layers over a packed batch, or over a chunk with a cache.
 
@@ -128,49 +131,50 @@ class Decoder(nn.Module):
     else:
       mask_BTS = attention.cached_mask(positions_BT, cache.max_len)
     context = Context(
-        cos_sin=rope.angles(positions_BT, c.head_dim, c.rope_theta),
-        mask_BTS=mask_BTS,
-        positions_BT=positions_BT,
-        valid_BT=segment_ids_BT != 0,
+      cos_sin=rope.angles(positions_BT, c.head_dim, c.rope_theta),
+      mask_BTS=mask_BTS,
+      positions_BT=positions_BT,
+      valid_BT=segment_ids_BT != 0,
     )
     first = c.num_dense_layers
-    dense_cache, moe_cache = _split(cache, first)
+    carry = (x_BTD, cache)
     if first:
-      layers = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
-      x_BTD, dense_cache = layers(x_BTD, context, dense_cache)
-    layers = _scan(MoELayer, c, c.num_moe_layers)(
-        c, self.plan, name='moe_layers'
-    )
-    x_BTD, (moe_cache, ids_MBTA, stats) = layers(
-        x_BTD, context, moe_cache, expert_ids_MBTA
+      dense = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
+      carry, _ = dense(carry, context, jnp.arange(first))
+    moe = _scan(MoELayer, c, c.num_moe_layers)(c, self.plan, name='moe_layers')
+    (x_BTD, cache), (ids_MBTA, stats) = moe(
+      carry, context, jnp.arange(first, c.num_layers), expert_ids_MBTA
     )
     return DecoderOutput(
-        hidden_BTD=norm.RMSNorm(c.norm_eps, name='final_norm')(x_BTD),
-        expert_ids_MBTA=ids_MBTA,
-        stats=batches.RouteStats(
-            load_ME=stats.load_E,
-            aux_loss_M=stats.aux_loss,
-            replay_agreement_M=stats.replay_agreement,
-        ),
-        cache=_join(dense_cache, moe_cache) if cache is not None else None,
+      hidden_BTD=norm.RMSNorm(c.norm_eps, name='final_norm')(x_BTD),
+      expert_ids_MBTA=ids_MBTA,
+      stats=batches.RouteStats(
+        load_ME=stats.load_E,
+        aux_loss_M=stats.aux_loss,
+        replay_agreement_M=stats.replay_agreement,
+      ),
+      cache=cache,
     )
 
   def _embed(self, tokens_BT):
     c = self.config
     normal = nn.initializers.normal(0.02)
     embedding_VD = self.param(
-        'embedding',
-        nn.with_logical_partitioning(normal, ('vocab', 'embed')),
-        (c.vocab_size, c.embed_dim),
+      'embedding',
+      nn.with_logical_partitioning(normal, ('vocab', 'embed')),
+      (c.vocab_size, c.embed_dim),
     )
     if not c.tie_embeddings:
       # Made here, used by `models.head`: one tree holds all parameters.
       self.param(
-          'unembedding',
-          nn.with_logical_partitioning(normal, ('embed', 'vocab')),
-          (c.embed_dim, c.vocab_size),
+        'unembedding',
+        nn.with_logical_partitioning(normal, ('embed', 'vocab')),
+        (c.embed_dim, c.vocab_size),
       )
-    return embedding_VD.astype(c.compute_dtype)[tokens_BT]
+    embedding_VD = exchange.gather_weight(
+      embedding_VD.astype(c.compute_dtype), self.plan
+    )
+    return embedding_VD[tokens_BT]
 
 
 def _scan(layer, config, length):
@@ -178,27 +182,13 @@ def _scan(layer, config, length):
     layer = nn.remat(layer, prevent_cse=False)
   num_scanned = 1 if layer.__name__.endswith('DenseLayer') else 2
   return nn.scan(
-      layer,
-      variable_axes={'params': 0, 'selection_bias': 0},
-      split_rngs={'params': True},
-      in_axes=(nn.broadcast,) + (0,) * num_scanned,
-      length=length,
-      metadata_params={nn.PARTITION_NAME: 'layer'},
+    layer,
+    variable_axes={'params': 0, 'selection_bias': 0},
+    split_rngs={'params': True},
+    in_axes=(nn.broadcast,) + (0,) * num_scanned,
+    length=length,
+    metadata_params={nn.PARTITION_NAME: 'layer'},
   )
-
-
-def _split(cache, first):
-  if cache is None:
-    return None, None
-  arrays = (cache.keys_LBSKH, cache.values_LBSKH)
-  return tuple(a[:first] for a in arrays), tuple(a[first:] for a in arrays)
-
-
-def _join(dense_cache, moe_cache):
-  keys_LBSKH, values_LBSKH = (
-      jnp.concatenate(parts) for parts in zip(dense_cache, moe_cache)
-  )
-  return kv_cache.KVCache(keys_LBSKH=keys_LBSKH, values_LBSKH=values_LBSKH)
 
 
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
@@ -217,7 +207,7 @@ def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
 def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
   """Returns the variables as shapes, and their logical axes as specs."""
   boxed = jax.eval_shape(
-      functools.partial(_boxed_init, config), jax.random.key(0)
+    functools.partial(_boxed_init, config), jax.random.key(0)
   )
   return nn.meta.unbox(boxed), nn.get_partition_spec(boxed)
 

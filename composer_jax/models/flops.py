@@ -17,11 +17,11 @@ def _params(c: model_config.ModelConfig, experts: int) -> int:
   moe += (experts + c.moe.num_shared) * per_expert
   tables = 1 if c.tie_embeddings else 2
   return (
-      tables * c.vocab_size * c.embed_dim
-      + c.num_layers * (_attention_params(c) + norms)
-      + c.num_dense_layers * dense
-      + c.num_moe_layers * moe
-      + c.embed_dim
+    tables * c.vocab_size * c.embed_dim
+    + c.num_layers * (_attention_params(c) + norms)
+    + c.num_dense_layers * dense
+    + c.num_moe_layers * moe
+    + c.embed_dim
   )
 
 
@@ -46,14 +46,14 @@ def flops_per_token(config: model_config.ModelConfig, seq_len: int) -> float:
   c = config
   per_expert = 3 * c.embed_dim * c.moe.ffw_dim
   matrices = (
-      c.vocab_size * c.embed_dim
-      + c.num_layers * _attention_params(c)
-      + c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim
-      + c.num_moe_layers
-      * (
-          c.embed_dim * c.moe.num_experts
-          + (c.moe.num_active + c.moe.num_shared) * per_expert
-      )
+    c.vocab_size * c.embed_dim
+    + c.num_layers * _attention_params(c)
+    + c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim
+    + c.num_moe_layers
+    * (
+      c.embed_dim * c.moe.num_experts
+      + (c.moe.num_active + c.moe.num_shared) * per_expert
+    )
   )
   visible = (seq_len + 1) / 2
   scores = 2 * c.num_layers * c.num_heads * c.head_dim * visible

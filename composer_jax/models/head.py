@@ -12,9 +12,9 @@ from composer_jax.models import decoder
 
 
 def logits(
-    variables: decoder.Variables,
-    hidden_BTD: jax.Array,
-    config: model_config.ModelConfig,
+  variables: decoder.Variables,
+  hidden_BTD: jax.Array,
+  config: model_config.ModelConfig,
 ) -> jax.Array:
   """Returns float32 logits_BTV of the token after each."""
   params = variables['params']
@@ -23,20 +23,20 @@ def logits(
   else:
     weight, spec = params['unembedding'], 'BTD,DV->BTV'
   return jnp.einsum(
-      spec,
-      hidden_BTD,
-      weight.astype(hidden_BTD.dtype),
-      preferred_element_type=jnp.float32,
+    spec,
+    hidden_BTD,
+    weight.astype(hidden_BTD.dtype),
+    preferred_element_type=jnp.float32,
   )
 
 
 def target_logprobs(
-    variables: decoder.Variables,
-    hidden_BTD: jax.Array,
-    tokens_BT: jax.Array,
-    segment_ids_BT: jax.Array,
-    temperatures_BT: jax.Array | None,
-    config: model_config.ModelConfig,
+  variables: decoder.Variables,
+  hidden_BTD: jax.Array,
+  tokens_BT: jax.Array,
+  segment_ids_BT: jax.Array,
+  temperatures_BT: jax.Array | None,
+  config: model_config.ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-probability and entropy of each token's distribution.
 
@@ -64,9 +64,9 @@ def target_logprobs(
   probabilities_BTV = jnp.exp(logits_BTV - log_z_BT[..., None])
   entropy_BT = log_z_BT - (probabilities_BTV * logits_BTV).sum(-1)
   follows_BT = (
-      (_next(segment_ids_BT) == segment_ids_BT)
-      & (segment_ids_BT != 0)
-      & (jnp.arange(tokens_BT.shape[1]) < tokens_BT.shape[1] - 1)
+    (_next(segment_ids_BT) == segment_ids_BT)
+    & (segment_ids_BT != 0)
+    & (jnp.arange(tokens_BT.shape[1]) < tokens_BT.shape[1] - 1)
   )
   logprobs_BT = jnp.where(follows_BT, picked_BT - log_z_BT, 0)
   entropy_BT = jnp.where(follows_BT, entropy_BT, 0)

@@ -13,9 +13,9 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     scale_D = self.param(
-        'scale',
-        nn.with_logical_partitioning(nn.initializers.ones, ('norm',)),
-        (x_BTD.shape[-1],),
+      'scale',
+      nn.with_logical_partitioning(nn.initializers.ones, ('norm',)),
+      (x_BTD.shape[-1],),
     )
     wide_BTD = x_BTD.astype(jnp.float32)
     mean_square = jnp.square(wide_BTD).mean(-1, keepdims=True)

@@ -10,13 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.parallel import exchange
-from composer_jax.parallel import layouts
-from composer_jax.parallel import shardings
+from composer_jax.parallel import exchange, layouts, shardings
 
 
 def variable_shardings(
-    config: model_config.ModelConfig, *, layout: layouts.Layout, mesh: Mesh
+  config: model_config.ModelConfig, *, layout: layouts.Layout, mesh: Mesh
 ) -> Any:
   """Returns a NamedSharding for each variable of the decoder."""
   shapes, axes = decoder.abstract(config)
@@ -24,7 +22,7 @@ def variable_shardings(
 
 
 def exchange_plan(
-    config: model_config.ModelConfig, *, layout: layouts.Layout, mesh: Mesh
+  config: model_config.ModelConfig, *, layout: layouts.Layout, mesh: Mesh
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device."""
   if mesh.size == 1:
@@ -35,8 +33,8 @@ def exchange_plan(
   # Without the leading layer axis, which the scan consumes.
   weights = tuple((name, P(*moe[name][1:])) for name in ('gate_up', 'down'))
   return exchange.ExchangePlan(
-      mesh=mesh,
-      batch_axes=layout.batch,
-      sequence_axes=layout.sequence,
-      weight_specs=weights,
+    mesh=mesh,
+    batch_axes=layout.batch,
+    sequence_axes=layout.sequence,
+    weight_specs=weights,
   )

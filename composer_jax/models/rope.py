@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def angles(
-    positions_BT: jax.Array, head_dim: int, theta: float
+  positions_BT: jax.Array, head_dim: int, theta: float
 ) -> tuple[jax.Array, jax.Array]:
   """Returns float32 cos and sin of shape [B, T, 1, H / 2].
 
@@ -17,7 +17,7 @@ def angles(
 
 
 def rotate(
-    x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+  x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
   """Turns the pair (h, h + H/2) by the angle of its position, in float32."""
   cos, sin = cos_sin

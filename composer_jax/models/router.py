@@ -40,12 +40,12 @@ def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
 
 
 def route(
-    logits_BTE: jax.Array,
-    *,
-    config: model_config.MoEConfig,
-    valid_BT: jax.Array,
-    bias_E: jax.Array | None = None,
-    replay_BTA: jax.Array | None = None,
+  logits_BTE: jax.Array,
+  *,
+  config: model_config.MoEConfig,
+  valid_BT: jax.Array,
+  bias_E: jax.Array | None = None,
+  replay_BTA: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
   """Picks the active experts of each token, replaying recorded picks.
 
@@ -79,21 +79,21 @@ def route(
   if config.renormalize:
     weights_BTA /= weights_BTA.sum(-1, keepdims=True)
   stats = LayerStats(
-      *_load(scores_BTE, onehot_BTAE, valid_BT), replay_agreement=agreement
+    *_load(scores_BTE, onehot_BTAE, valid_BT), replay_agreement=agreement
   )
   return weights_BTA * config.routed_scale, ids_BTA, stats
 
 
 def _replay(
-    own_BTA: jax.Array, replay_BTA: jax.Array | None, valid_BT: jax.Array
+  own_BTA: jax.Array, replay_BTA: jax.Array | None, valid_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Substitutes recorded ids; returns them and the share that agrees as sets."""
+  """Substitutes recorded ids; returns them and the share equal as sets."""
   if replay_BTA is None:
     return own_BTA, jnp.ones((), jnp.float32)
   # Token by token: mixing slots could pick one expert twice.
   recorded_BT = (replay_BTA != records.NO_ROUTE).all(-1)
   ids_BTA = jnp.where(
-      recorded_BT[..., None], replay_BTA.astype(jnp.int32), own_BTA
+    recorded_BT[..., None], replay_BTA.astype(jnp.int32), own_BTA
   )
   same_BT = (jnp.sort(ids_BTA, -1) == jnp.sort(own_BTA, -1)).all(-1)
   replayed_BT = recorded_BT & valid_BT
@@ -104,7 +104,7 @@ def _replay(
 
 
 def _load(
-    scores_BTE: jax.Array, onehot_BTAE: jax.Array, valid_BT: jax.Array
+  scores_BTE: jax.Array, onehot_BTAE: jax.Array, valid_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns load_E and the balancing loss E sum_e f_e P_e (Switch, eq. 4).
 
@@ -124,7 +124,7 @@ def _load(
 
 
 def update_selection_bias(
-    bias_ME: jax.Array, load_ME: jax.Array, rate: float
+  bias_ME: jax.Array, load_ME: jax.Array, rate: float
 ) -> jax.Array:
   """Moves each bias by `rate` towards balance (DeepSeek-V3, section 2.1.2).
 

@@ -13,9 +13,7 @@ import jax
 import optax
 
 from composer_jax.core import trees
-from composer_jax.optim import muon
-from composer_jax.optim import newton_schulz
-from composer_jax.optim import schedules
+from composer_jax.optim import muon, newton_schulz, schedules
 
 ADAM = 'adam'
 
@@ -67,12 +65,12 @@ class OptimizerOptions:
   def __post_init__(self):
     if self.name not in ('muon', 'adam'):
       raise ValueError(
-          f"optimizer name must be 'muon' or 'adam', not {self.name!r}."
+        f"optimizer name must be 'muon' or 'adam', not {self.name!r}."
       )
     for field in ('learning_rate', 'adam_learning_rate', 'clip_norm'):
       if not getattr(self, field) > 0:
         raise ValueError(
-            f'{field} must be positive, not {getattr(self, field)}.'
+          f'{field} must be positive, not {getattr(self, field)}.'
         )
 
 
@@ -96,12 +94,12 @@ def role(name: str, axes: tuple[str | None, ...], ndim: int) -> str:
   is_matrix = is_table or len(sides) <= 2
   if unlabelled or not set(axes) <= set(known) or not is_matrix:
     raise ValueError(
-        f'Parameter {name} has {ndim} dimensions with logical axes {axes}; '
-        f'each must be one of {known}, and at most two outside {BATCH_AXES}. '
-        'Label it with nn.with_logical_partitioning, or teach '
-        'optim/groups.py its axes.'
+      f'Parameter {name} has {ndim} dimensions with logical axes {axes}; '
+      f'each must be one of {known}, and at most two outside {BATCH_AXES}. '
+      'Label it with nn.with_logical_partitioning, or teach '
+      'optim/groups.py its axes.'
     )
-  return ADAM if is_table or len(sides) < 2 else '->'.join(sides)
+  return ADAM if is_table or len(sides) < 2 else '->'.join(map(str, sides))
 
 
 def roles(params: Any, axes: Any) -> Any:
@@ -114,8 +112,8 @@ def roles(params: Any, axes: Any) -> Any:
   """
   named = trees.flatten_names(axes)
   return trees.map_names(
-      lambda name, leaf: role(name, tuple(named.get(name, ())), leaf.ndim),
-      params,
+    lambda name, leaf: role(name, tuple(named.get(name, ())), leaf.ndim),
+    params,
   )
 
 
@@ -128,33 +126,33 @@ def _matrix(role_name: str, axes: tuple[str, ...]) -> muon.Matrix:
 
 
 def schedule(
-    options: OptimizerOptions, total_steps: int, peak: float
+  options: OptimizerOptions, total_steps: int, peak: float
 ) -> schedules.Schedule:
   """Returns the schedule of a stage for one of its two peaks."""
   return schedules.warmup_stable_decay(
-      peak,
-      total_steps=total_steps,
-      warmup_steps=options.warmup_steps,
-      decay_steps=options.decay_steps,
-      final_ratio=options.final_ratio,
+    peak,
+    total_steps=total_steps,
+    warmup_steps=options.warmup_steps,
+    decay_steps=options.decay_steps,
+    final_ratio=options.final_ratio,
   )
 
 
 def _adamw(
-    options: OptimizerOptions, rate: schedules.Schedule, decayed: Any
+  options: OptimizerOptions, rate: schedules.Schedule, decayed: Any
 ) -> optax.GradientTransformation:
   return optax.adamw(
-      rate,
-      b1=options.b1,
-      b2=options.b2,
-      eps=options.eps,
-      weight_decay=options.weight_decay,
-      mask=decayed,
+    rate,
+    b1=options.b1,
+    b2=options.b2,
+    eps=options.eps,
+    weight_decay=options.weight_decay,
+    mask=decayed,
   )
 
 
 def optimizer(
-    options: OptimizerOptions, *, params: Any, axes: Any, total_steps: int
+  options: OptimizerOptions, *, params: Any, axes: Any, total_steps: int
 ) -> optax.GradientTransformation:
   """Builds the transform of a stage: clipping, then Muon and AdamW.
 
@@ -169,8 +167,8 @@ def optimizer(
   # Vectors (norms, biases) are spared by weight decay; stacking them over
   # layers does not make them matrices.
   is_decayed = {
-      n: sum(a not in BATCH_AXES for a in named.get(n, ())) >= 2
-      for n in trees.flatten_names(params)
+    n: sum(a not in BATCH_AXES for a in named.get(n, ())) >= 2
+    for n in trees.flatten_names(params)
   }
   rate = schedule(options, total_steps, options.learning_rate)
   clip = optax.clip_by_global_norm(options.clip_norm)
@@ -179,31 +177,29 @@ def optimizer(
     return optax.chain(clip, _adamw(options, rate, decayed))
 
   matrices = trees.map_names(
-      lambda n, r: (
-          optax.MaskedNode() if r == ADAM else _matrix(r, named[n])
-      ),
-      role_tree,
+    lambda n, r: optax.MaskedNode() if r == ADAM else _matrix(r, named[n]),
+    role_tree,
   )
   decayed = trees.map_names(
-      lambda n, r: is_decayed[n] if r == ADAM else optax.MaskedNode(),
-      role_tree,
+    lambda n, r: is_decayed[n] if r == ADAM else optax.MaskedNode(),
+    role_tree,
   )
   muon_transform = optax.chain(
-      muon.scale_by_muon(
-          matrices,
-          beta=options.beta,
-          rms=options.rms,
-          options=newton_schulz.NewtonSchulz(preset=options.preset),
-      ),
-      optax.add_decayed_weights(options.weight_decay),
-      optax.scale_by_learning_rate(rate),
+    muon.scale_by_muon(
+      matrices,
+      beta=options.beta,
+      rms=options.rms,
+      options=newton_schulz.NewtonSchulz(preset=options.preset),
+    ),
+    optax.add_decayed_weights(options.weight_decay),
+    optax.scale_by_learning_rate(rate),
   )
   adam_rate = schedule(options, total_steps, options.adam_learning_rate)
   labels = jax.tree.map(lambda r: ADAM if r == ADAM else 'muon', role_tree)
   return optax.chain(
-      clip,
-      optax.partition(
-          {'muon': muon_transform, ADAM: _adamw(options, adam_rate, decayed)},
-          labels,
-      ),
+    clip,
+    optax.partition(
+      {'muon': muon_transform, ADAM: _adamw(options, adam_rate, decayed)},
+      labels,
+    ),
   )

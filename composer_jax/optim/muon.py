@@ -39,7 +39,7 @@ class MuonState(NamedTuple):
 
 
 def _orthogonalize_parameter(
-    x: jax.Array, matrix: Matrix, options: newton_schulz.NewtonSchulz
+  x: jax.Array, matrix: Matrix, options: newton_schulz.NewtonSchulz
 ) -> jax.Array:
   """Orthogonalises a parameter along its matrix dimensions."""
   sides = matrix.rows + matrix.columns
@@ -49,11 +49,11 @@ def _orthogonalize_parameter(
   moved = x.transpose(order)
   split = len(batch) + len(matrix.rows)
   stack = moved.reshape(
-      moved.shape[: len(batch)]
-      + (
-          math.prod(moved.shape[len(batch) : split]),
-          math.prod(moved.shape[split:]),
-      )
+    moved.shape[: len(batch)]
+    + (
+      math.prod(moved.shape[len(batch) : split]),
+      math.prod(moved.shape[split:]),
+    )
   )
   result = newton_schulz.orthogonalize(stack, options).reshape(moved.shape)
   inverse = tuple(order.index(d) for d in range(x.ndim))
@@ -61,7 +61,7 @@ def _orthogonalize_parameter(
 
 
 def update_scale(
-    shape: tuple[int, ...], matrix: Matrix, rms: float | None
+  shape: tuple[int, ...], matrix: Matrix, rms: float | None
 ) -> float:
   """Returns the factor on the orthogonal matrix.
 
@@ -80,11 +80,11 @@ def update_scale(
 
 
 def scale_by_muon(
-    matrices: Any,
-    *,
-    beta: float = 0.95,
-    rms: float | None = None,
-    options: newton_schulz.NewtonSchulz | None = None,
+  matrices: Any,
+  *,
+  beta: float = 0.95,
+  rms: float | None = None,
+  options: newton_schulz.NewtonSchulz | None = None,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled orthogonal Nesterov momentum.
 
@@ -103,9 +103,9 @@ def scale_by_muon(
 
   def update(updates, state, params=None):
     del params
-    count = optax.safe_increment(state.count)
+    count = jnp.asarray(optax.safe_increment(state.count))
     momentum = jax.tree.map(
-        lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates
+      lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates
     )
     # Bias corrections only change the ratio of momentum to gradient in the
     # look-ahead; Newton-Schulz drops any common factor.

@@ -16,11 +16,11 @@ KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 # YouJiacheng's quintics, optax's 'dion' preset: singular values end in
 # 0.98-1.15.
 QUINTIC = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
+  (4.0848, -6.8946, 2.9270),
+  (3.9505, -6.3029, 2.6377),
+  (3.7418, -5.5913, 2.3037),
+  (2.8769, -3.1427, 1.2046),
+  (2.8366, -3.0525, 1.2012),
 )
 
 _PRESETS = {'keller': KELLER, 'quintic': QUINTIC}
@@ -42,8 +42,8 @@ class NewtonSchulz:
   def __post_init__(self):
     if self.preset not in _PRESETS:
       raise ValueError(
-          f'Newton-Schulz preset {self.preset!r} is not one of '
-          f'{sorted(_PRESETS)}.'
+        f'Newton-Schulz preset {self.preset!r} is not one of '
+        f'{sorted(_PRESETS)}.'
       )
 
   @property

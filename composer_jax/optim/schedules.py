@@ -9,12 +9,12 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
 def warmup_stable_decay(
-    peak: float,
-    *,
-    total_steps: int,
-    warmup_steps: int,
-    decay_steps: int,
-    final_ratio: float,
+  peak: float,
+  *,
+  total_steps: int,
+  warmup_steps: int,
+  decay_steps: int,
+  final_ratio: float,
 ) -> Schedule:
   """Linear warm-up, constant, linear decay (WSD, arXiv 2404.06395).
 
@@ -30,11 +30,11 @@ def warmup_stable_decay(
     ValueError: warm-up and decay do not fit, or a value is out of range.
   """
   if min(total_steps, warmup_steps, decay_steps) < 0 or (
-      warmup_steps + decay_steps > total_steps
+    warmup_steps + decay_steps > total_steps
   ):
     raise ValueError(
-        f'warmup_steps ({warmup_steps}) + decay_steps ({decay_steps}) must fit '
-        f'in total_steps ({total_steps}), none of them negative.'
+      f'warmup_steps ({warmup_steps}) + decay_steps ({decay_steps}) must fit '
+      f'in total_steps ({total_steps}), none of them negative.'
     )
   if not 0 <= final_ratio <= 1:
     raise ValueError(f'final_ratio must lie in [0, 1], not {final_ratio}.')

@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -44,8 +43,8 @@ class ExchangePlan:
     axes = {axis_names(spec[0]) for _, spec in self.weight_specs}
     if len(axes) != 1:
       raise ValueError(
-          'All expert arrays must shard their expert axis alike; the plan has '
-          f'{dict(self.weight_specs)}.'
+        'All expert arrays must shard their expert axis alike; the plan has '
+        f'{dict(self.weight_specs)}.'
       )
     return axes.pop()
 
@@ -57,31 +56,61 @@ def axis_names(entry: Any) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def constrain(
-    x_BT: jax.Array, plan: ExchangePlan | None, *, whole_sequence: bool = False
-) -> jax.Array:
+def constrain(x_BT: jax.Array, plan: ExchangePlan | None) -> jax.Array:
   """Keeps an array that starts with [B, T] where the tokens are.
 
   Without it the partitioner may trade a gather of a weight for one of the
-  activations. `whole_sequence` gathers T, as keys and values need.
+  activations.
   """
   if plan is None:
     return x_BT
-  sequence = None if whole_sequence else plan.sequence_axes or None
-  return jax.lax.with_sharding_constraint(
-      x_BT, NamedSharding(plan.mesh, P(plan.batch_axes or None, sequence))
+  spec = P(plan.batch_axes or None, plan.sequence_axes or None)
+  return jax.lax.with_sharding_constraint(x_BT, NamedSharding(plan.mesh, spec))
+
+
+def gather_weight(weight: jax.Array, plan: ExchangePlan | None) -> jax.Array:
+  """Makes a weight whole on every device, for look-ups that index it."""
+  if plan is None:
+    return weight
+  return jax.lax.with_sharding_constraint(weight, NamedSharding(plan.mesh, P()))
+
+
+def attend_per_shard(
+  attend: Callable[..., jax.Array],
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask_BTS: jax.Array,
+  *,
+  plan: ExchangePlan | None,
+) -> jax.Array:
+  """Runs an attention kernel on each device's queries and its rows' keys.
+
+  A kernel is opaque to the partitioner, or loops over B: it must see only the
+  rows of its device. Keys and values of a row are gathered along S.
+  """
+  if plan is None:
+    return attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+  batch, sequence = plan.batch_axes or None, plan.sequence_axes or None
+  local = jax.shard_map(
+    attend,
+    mesh=plan.mesh,
+    in_specs=(P(batch, sequence), P(batch), P(batch), P(batch, sequence)),
+    out_specs=P(batch, sequence),
+    check_vma=False,
   )
+  return local(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
 def exchange(
-    expert_fn: ExpertFunction,
-    weights: dict[str, jax.Array],
-    x_BTD: jax.Array,
-    ids_BTA: jax.Array,
-    gates_BTA: jax.Array,
-    valid_BT: jax.Array,
-    *,
-    plan: ExchangePlan | None,
+  expert_fn: ExpertFunction,
+  weights: dict[str, jax.Array],
+  x_BTD: jax.Array,
+  ids_BTA: jax.Array,
+  gates_BTA: jax.Array,
+  valid_BT: jax.Array,
+  *,
+  plan: ExchangePlan | None,
 ) -> jax.Array:
   """Returns y_BTD, each token's gated sum over its experts; zero on padding.
 
@@ -101,15 +130,15 @@ def exchange(
   specs = dict(plan.weight_specs)
   if set(specs) != set(weights):
     raise ValueError(
-        f'The plan knows the expert arrays {sorted(specs)}, not '
-        f'{sorted(weights)}.'
+      f'The plan knows the expert arrays {sorted(specs)}, not '
+      f'{sorted(weights)}.'
     )
   ring = jax.shard_map(
-      functools.partial(_ring, expert_fn, plan),
-      mesh=plan.mesh,
-      in_specs=(specs, token_P, token_P, token_P, token_P),
-      out_specs=token_P,
-      check_vma=False,
+    functools.partial(_ring, expert_fn, plan),
+    mesh=plan.mesh,
+    in_specs=(specs, token_P, token_P, token_P, token_P),
+    out_specs=token_P,
+    check_vma=False,
   )
   return ring(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
 
@@ -121,16 +150,16 @@ def _check_divides(plan: ExchangePlan, x_BTD: jax.Array) -> None:
       shards *= plan.mesh.shape[axis]
     if x_BTD.shape[dim] % shards:
       raise ValueError(
-          f'{("batch", "sequence")[dim]} size ({x_BTD.shape[dim]}) must divide '
-          f'by the mesh axes {axes} ({shards}); pad it to a multiple.'
+        f'{("batch", "sequence")[dim]} size ({x_BTD.shape[dim]}) must divide '
+        f'by the mesh axes {axes} ({shards}); pad it to a multiple.'
       )
 
 
 def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   with jax.named_scope('gather_weights'):
     weights = {
-        name: _gather_dims(weights[name], spec)
-        for name, spec in plan.weight_specs
+      name: _gather_dims(weights[name], spec)
+      for name, spec in plan.weight_specs
     }
   axes = plan.expert_axes
   if not axes:
@@ -138,14 +167,14 @@ def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   num_local = jax.tree.leaves(weights)[0].shape[0]
   with jax.named_scope('dispatch'):
     everyone = [
-        jax.lax.all_gather(a, axes, axis=0, tiled=True)
-        for a in (x_BTD, ids_BTA, gates_BTA, valid_BT)
+      jax.lax.all_gather(a, axes, axis=0, tiled=True)
+      for a in (x_BTD, ids_BTA, gates_BTA, valid_BT)
     ]
   first = jax.lax.axis_index(axes) * num_local
   partial_BTD = _local(expert_fn, weights, *everyone, first)
   with jax.named_scope('combine'):
     return jax.lax.psum_scatter(
-        partial_BTD, axes, scatter_dimension=0, tiled=True
+      partial_BTD, axes, scatter_dimension=0, tiled=True
     )
 
 
@@ -153,7 +182,7 @@ def _gather_dims(weight, spec):
   for dim, entry in enumerate(spec):
     if dim and axis_names(entry):
       weight = jax.lax.all_gather(
-          weight, axis_names(entry), axis=dim, tiled=True
+        weight, axis_names(entry), axis=dim, tiled=True
       )
   return weight
 
@@ -174,15 +203,15 @@ def _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first):
   # Summed in float32 in the order of A, so replay repeats it bit for bit.
   gates_BTA = jnp.where(mine_BTA, gates_BTA.astype(jnp.float32), 0)
   y_BTD = jnp.einsum(
-      'BTAD,BTA->BTD',
-      copies_YD.reshape(batch, length, num_active, dim).astype(jnp.float32),
-      gates_BTA,
+    'BTAD,BTA->BTD',
+    copies_YD.reshape(batch, length, num_active, dim).astype(jnp.float32),
+    gates_BTA,
   )
   return y_BTD.astype(x_BTD.dtype)
 
 
 def sort_by_group(
-    key_Y: jax.Array, num_groups: int
+  key_Y: jax.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Sorts copies by key, stably.
 
@@ -198,7 +227,7 @@ def sort_by_group(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def take_rows(
-    x_ZD: jax.Array, order_Y: jax.Array, place_Y: jax.Array, num_active: int
+  x_ZD: jax.Array, order_Y: jax.Array, place_Y: jax.Array, num_active: int
 ) -> jax.Array:
   """Returns x[order // A]; its gradient gathers too, and sums over A."""
   del place_Y
@@ -220,7 +249,7 @@ take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 @jax.custom_vjp
 def permute_rows(
-    x_YD: jax.Array, source_Y: jax.Array, inverse_Y: jax.Array
+  x_YD: jax.Array, source_Y: jax.Array, inverse_Y: jax.Array
 ) -> jax.Array:
   """Returns x[source]; its gradient is a gather by the inverse permutation."""
   del inverse_Y

@@ -37,36 +37,36 @@ class Layout:
 
 # Dense weights narrow, inside a replica; experts wide, over every device.
 TRAIN = Layout(
-    name='TRAIN',
-    dense={
-        'layer': None,
-        'embed': ('fsdp', 'context'),
-        'norm': None,
-        'route': None,
-        'heads': None,
-        'kv_heads': None,
-        'head_dim': None,
-        'gate_up': None,
-        'ffw': None,
-        'vocab': None,
-    },
-    expert={
-        'layer': None,
-        'expert': ('replica', 'fsdp', 'context'),
-        'embed': REST,
-        'ffw': REST,
-        'gate_up': None,
-    },
-    batch=('replica', 'fsdp'),
-    sequence=('context',),
+  name='TRAIN',
+  dense={
+    'layer': None,
+    'embed': ('fsdp', 'context'),
+    'norm': None,
+    'route': None,
+    'heads': None,
+    'kv_heads': None,
+    'head_dim': None,
+    'gate_up': None,
+    'ffw': None,
+    'vocab': None,
+  },
+  expert={
+    'layer': None,
+    'expert': ('replica', 'fsdp', 'context'),
+    'embed': REST,
+    'ffw': REST,
+    'gate_up': None,
+  },
+  batch=('replica', 'fsdp'),
+  sequence=('context',),
 )
 
 # Every device holds everything: small policies, and rollout engines of one
 # device each.
 REPLICATED = Layout(
-    name='REPLICATED',
-    dense=dict.fromkeys(TRAIN.dense),
-    expert=dict.fromkeys(TRAIN.expert),
-    batch=('replica', 'fsdp'),
-    sequence=('context',),
+  name='REPLICATED',
+  dense=dict.fromkeys(TRAIN.dense),
+  expert=dict.fromkeys(TRAIN.expert),
+  batch=('replica', 'fsdp'),
+  sequence=('context',),
 )

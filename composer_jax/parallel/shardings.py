@@ -5,8 +5,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
@@ -14,12 +13,12 @@ from composer_jax.parallel import layouts
 
 
 def spec(
-    name: str,
-    shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
-    *,
-    layout: layouts.Layout,
-    mesh: Mesh,
+  name: str,
+  shape: tuple[int, ...],
+  axes: tuple[str | None, ...],
+  *,
+  layout: layouts.Layout,
+  mesh: Mesh,
 ) -> P:
   """Returns the mesh axes of each dimension of a parameter.
 
@@ -38,12 +37,14 @@ def spec(
   missing = [axis for axis in axes if axis not in table]
   if missing or len(axes) != len(shape):
     raise ValueError(
-        f'Parameter {name} of shape {shape} has logical axes {axes}; '
-        f'{missing or "their number"} does not fit layout {layout.name}, which '
-        f'knows {sorted(table)}. Add the axis to parallel/layouts.py.'
+      f'Parameter {name} of shape {shape} has logical axes {axes}; '
+      f'{missing or "their number"} does not fit layout {layout.name}, which '
+      f'knows {sorted(table)}. Add the axis to parallel/layouts.py.'
     )
   sizes = dict(zip(axes, shape, strict=True))
-  taken = {axis: table[axis] or () for axis in axes if table[axis] != layouts.REST}
+  taken = {
+    axis: table[axis] or () for axis in axes if table[axis] != layouts.REST
+  }
   if 'expert' in axes:
     taken |= _place_experts(name, sizes, table, mesh)
   for axis, mesh_axes in taken.items():
@@ -52,7 +53,7 @@ def spec(
 
 
 def _place_experts(
-    name: str, sizes: dict[str, int], table: Any, mesh: Mesh
+  name: str, sizes: dict[str, int], table: Any, mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
   """Gives E the largest product that divides it, and the rest to D or F."""
   wanted = table['expert'] or ()
@@ -65,22 +66,22 @@ def _place_experts(
     if sizes[axis] % _product(rest, mesh) == 0:
       return {'expert': expert_axes, axis: rest}
   raise ValueError(
-      f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
-      f'{_describe(wanted, mesh)}, and none of '
-      f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
-      f'{_describe(rest, mesh)}. Change the mesh or those sizes.'
+    f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
+    f'{_describe(wanted, mesh)}, and none of '
+    f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
+    f'{_describe(rest, mesh)}. Change the mesh or those sizes.'
   )
 
 
 def _largest_divisor(
-    size: int, wanted: tuple[str, ...], mesh: Mesh
+  size: int, wanted: tuple[str, ...], mesh: Mesh
 ) -> tuple[str, ...]:
   """Returns the subset of mesh axes with the largest product dividing size."""
   subsets = (
-      subset
-      for count in range(len(wanted), -1, -1)
-      for subset in itertools.combinations(wanted, count)
-      if size % _product(subset, mesh) == 0
+    subset
+    for count in range(len(wanted), -1, -1)
+    for subset in itertools.combinations(wanted, count)
+    if size % _product(subset, mesh) == 0
   )
   return max(subsets, key=lambda subset: _product(subset, mesh))
 
@@ -94,19 +95,19 @@ def _describe(mesh_axes: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def _check_divides(
-    name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: Mesh
+  name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: Mesh
 ) -> None:
   shards = _product(mesh_axes, mesh)
   if size % shards:
     raise ValueError(
-        f'Parameter {name}: its {axis} dimension ({size}) must divide by '
-        f'{_describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
-        f'{max(size - size % shards, shards)}.'
+      f'Parameter {name}: its {axis} dimension ({size}) must divide by '
+      f'{_describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
+      f'{max(size - size % shards, shards)}.'
     )
 
 
 def specs(
-    abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
+  abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
 ) -> Any:
   """Returns a tree of PartitionSpecs for a tree of shapes.
 
@@ -118,21 +119,21 @@ def specs(
   """
   named = trees.flatten_names(logical)
   return trees.map_names(
-      lambda name, leaf: spec(
-          name, leaf.shape, tuple(named[name]), layout=layout, mesh=mesh
-      ),
-      abstract,
+    lambda name, leaf: spec(
+      name, leaf.shape, tuple(named[name]), layout=layout, mesh=mesh
+    ),
+    abstract,
   )
 
 
 def shardings(
-    abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
+  abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
 ) -> Any:
   """Returns a tree of NamedShardings; see `specs`."""
   return jax.tree.map(
-      lambda s: NamedSharding(mesh, s),
-      specs(abstract, logical, layout=layout, mesh=mesh),
-      is_leaf=lambda s: isinstance(s, P),
+    lambda s: NamedSharding(mesh, s),
+    specs(abstract, logical, layout=layout, mesh=mesh),
+    is_leaf=lambda s: isinstance(s, P),
   )
 
 
@@ -144,7 +145,7 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
   """Returns the sharding of expert_ids_MBTA."""
   return NamedSharding(
-      mesh, P(None, layout.batch or None, layout.sequence or None)
+    mesh, P(None, layout.batch or None, layout.sequence or None)
   )
 
 

@@ -13,11 +13,11 @@ AXES = ('replica', 'fsdp', 'context')
 
 
 def make_mesh(
-    replica: int = 1,
-    fsdp: int = 1,
-    context: int = 1,
-    *,
-    devices: Sequence[jax.Device] | None = None,
+  replica: int = 1,
+  fsdp: int = 1,
+  context: int = 1,
+  *,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """Returns a mesh with axes `AXES`, all of type Auto.
 
@@ -34,14 +34,14 @@ def make_mesh(
   shape = (replica, fsdp, context)
   if min(shape) < 1 or replica * fsdp * context != len(devices):
     raise ValueError(
-        f'The mesh replica={replica} x fsdp={fsdp} x context={context} needs '
-        f'{replica * fsdp * context} devices and there are {len(devices)}; the '
-        'product of the axes must equal the number of devices.'
+      f'The mesh replica={replica} x fsdp={fsdp} x context={context} needs '
+      f'{replica * fsdp * context} devices and there are {len(devices)}; the '
+      'product of the axes must equal the number of devices.'
     )
   # make_mesh defaults to Explicit axes in recent jax; models use Auto.
   return jax.make_mesh(
-      shape,
-      AXES,
-      axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-      devices=devices,
+    shape,
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    devices=devices,
   )

@@ -161,6 +161,16 @@ def _ports(
         entropy=metrics['entropy'],
         staleness=metrics['staleness'],
     )
+    # For audits: everything that the policy wrote and was trained on.
+    edits = [
+        edit
+        for g in groups
+        for r in g.rollouts
+        for edit in stages.edits_of(job, r)
+    ]
+    files.write_atomic(
+        job.workdir / 'rl_edits' / f'{step:06d}.txt', '\n'.join(edits).encode()
+    )
     if step % rl.episodes_every == 0 or step == 1:
       job.log_episodes('rl', step, list(groups[0].rollouts[:2]))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from composer_jax.agent import demonstrations
 from composer_jax.core import files
+from composer_jax.core import records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
@@ -97,6 +98,13 @@ def demonstrations_of(
   say('demonstrations: ' + ', '.join(f'{k} {v:.3g}' for k, v in rates.items()))
   files.write_json(job.workdir / 'demonstrations.json', rates)
   job.log_episodes('sft', 0, rollouts[:3])
+  # For audits: what the policy was shown, as text.
+  text = '\n'.join(
+      job.tokenizer.decode(t.tokens_T)
+      for r in rollouts
+      for t in r.trajectories
+  )
+  files.write_atomic(job.workdir / 'sft_transcripts.txt', text.encode())
   return [
       (t.tokens_T, t.loss_mask_T) for r in rollouts for t in r.trajectories
   ]
@@ -223,24 +231,30 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
   return found
 
 
-def _episode_lines(job: jobs.Job, rollouts: Any) -> str:
+def edits_of(
+    job: jobs.Job, rollout: records.Rollout
+) -> list[str]:
+  """The edit calls of a rollout, as the policy wrote them."""
+  return [
+      turn['text']
+      for t in rollout.trajectories
+      for turn in chat.turns(job.tokenizer, t.tokens_T)
+      if turn['role'] == 'call' and turn['text'].startswith('edit ')
+  ]
+
+
+def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
   """One line an episode: what studies and audits need, without arrays."""
-  lines = []
-  for rollout in rollouts:
-    edits = [
-        turn['text']
-        for t in rollout.trajectories
-        for turn in chat.turns(job.tokenizer, t.tokens_T)
-        if turn['role'] == 'call' and turn['text'].startswith('edit ')
-    ]
-    lines.append(
-        json.dumps({
-            'task_id': rollout.task_id,
-            'passed': rollout.verdict.passed,
-            'status': rollout.verdict.status,
-            'num_invalid': rollout.num_invalid,
-            'num_turns': rollout.num_turns,
-            'edits': edits,
-        })
-    )
+  lines = [
+      json.dumps({
+          'task_id': rollout.task_id,
+          'passed': rollout.verdict.passed,
+          'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
+          'status': rollout.verdict.status,
+          'num_invalid': rollout.num_invalid,
+          'num_turns': rollout.num_turns,
+          'edits': edits_of(job, rollout),
+      })
+      for rollout in rollouts
+  ]
   return '\n'.join(lines) + '\n'

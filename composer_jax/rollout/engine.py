@@ -17,12 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from composer_jax.core import records
-from composer_jax.core import trees
+from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
-from composer_jax.rollout import forward
+from composer_jax.rollout import forward, steps
 from composer_jax.rollout import slots as slots_lib
-from composer_jax.rollout import steps
 
 EngineOptions = steps.EngineOptions
 
@@ -38,13 +36,13 @@ class Engine:
   """
 
   def __init__(
-      self,
-      config: config_lib.ModelConfig,
-      variables: Any,
-      version: int,
-      options: EngineOptions,
-      *,
-      plan: Any = None,
+    self,
+    config: config_lib.ModelConfig,
+    variables: Any,
+    version: int,
+    options: EngineOptions,
+    *,
+    plan: Any = None,
   ):
     self.config = config
     self.options = options
@@ -85,16 +83,16 @@ class Engine:
     vocab_size = self.config.vocab_size
     if len(request.stop_tokens) > self.options.max_stop_tokens:
       raise ValueError(
-          f'{len(request.stop_tokens)} stop tokens exceed max_stop_tokens '
-          f'({self.options.max_stop_tokens}); raise it in EngineOptions.'
+        f'{len(request.stop_tokens)} stop tokens exceed max_stop_tokens '
+        f'({self.options.max_stop_tokens}); raise it in EngineOptions.'
       )
     context_T = request.context_T
     if len(context_T) and not (
-        0 <= context_T.min() and context_T.max() < vocab_size
+      context_T.min() >= 0 and context_T.max() < vocab_size
     ):
       raise ValueError(
-          f'context_T holds tokens from {context_T.min()} to '
-          f'{context_T.max()}; the vocabulary is 0..{vocab_size - 1}.'
+        f'context_T holds tokens from {context_T.min()} to '
+        f'{context_T.max()}; the vocabulary is 0..{vocab_size - 1}.'
       )
     self._slots.submit(request)
 
@@ -114,22 +112,22 @@ class Engine:
     """
     if version < self.version:
       raise ValueError(
-          f'Cannot swap version {self.version} for the older {version}: '
-          'versions never decrease within a session.'
+        f'Cannot swap version {self.version} for the older {version}: '
+        'versions never decrease within a session.'
       )
     weights = forward.unstack(variables, self.config)
     have = trees.flatten_names(self._weights)
     want = trees.flatten_names(weights)
     if have.keys() != want.keys():
       raise ValueError(
-          f'Version {version} has other arrays than {self.version}: '
-          f'{sorted(have.keys() ^ want.keys())[:4]}.'
+        f'Version {version} has other arrays than {self.version}: '
+        f'{sorted(have.keys() ^ want.keys())[:4]}.'
       )
     for name, array in want.items():
       if (array.shape, array.dtype) != (have[name].shape, have[name].dtype):
         raise ValueError(
-            f'{name} of version {version} is {array.dtype}{array.shape}; the '
-            f'engine serves {have[name].dtype}{have[name].shape}.'
+          f'{name} of version {version} is {array.dtype}{array.shape}; the '
+          f'engine serves {have[name].dtype}{have[name].shape}.'
         )
     self._weights, self.version = weights, version
 
@@ -140,9 +138,9 @@ class Engine:
     if not pending and not decoding:
       return []
     if pending and (
-        not decoding
-        or len(pending) >= self.options.num_rows
-        or pending[0].waiting >= _MAX_PUT_OFF
+      not decoding
+      or len(pending) >= self.options.num_rows
+      or pending[0].waiting >= _MAX_PUT_OFF
     ):
       self._extend(pending[: self.options.num_rows])
     else:
@@ -157,26 +155,25 @@ class Engine:
     counts_B = np.zeros(num_rows, np.int32)
     tokens_BT = np.zeros((num_rows, chunk), np.int32)
     for row, session in enumerate(sessions):
-      part_T = session.work.pending_T[session.work.offset :][:chunk]
+      work = session.at_work
+      part_T = work.pending_T[work.offset :][:chunk]
       starts_B[row] = session.consumed
       counts_B[row] = len(part_T)
       tokens_BT[row, : len(part_T)] = part_T
     taken = [s.slot for s in sessions]
     others = sorted(set(range(self.options.num_slots)) - set(taken))
     inputs = steps.ExtendInputs(
-        slots_B=np.array((taken + others)[:num_rows], np.int32),
-        starts_B=starts_B,
-        counts_B=counts_B,
-        tokens_BT=tokens_BT,
-        draw=_draw(sessions, range(len(sessions)), num_rows),
+      slots_B=np.array((taken + others)[:num_rows], np.int32),
+      starts_B=starts_B,
+      counts_B=counts_B,
+      tokens_BT=tokens_BT,
+      draw=_draw(sessions, range(len(sessions)), num_rows),
     )
-    self._cache, report = self._steps.extend(
-        self._weights, self._cache, inputs
-    )
+    self._cache, report = self._steps.extend(self._weights, self._cache, inputs)
     report = jax.device_get(report)
     routes_BTMA = np.moveaxis(report.expert_ids_MBTA, 0, 2).astype(np.uint16)
     for row, session in enumerate(sessions):
-      work, count = session.work, int(counts_B[row])
+      work, count = session.at_work, int(counts_B[row])
       work.offset += count
       work.routes.append(routes_BTMA[row, :count])
       session.consumed += count
@@ -184,9 +181,9 @@ class Engine:
       if not work.needs_context:
         session.last_token = int(report.tokens_TB[0, row])
         work.record(
-            session.last_token,
-            float(report.logprobs_TB[0, row]),
-            self.version,
+          session.last_token,
+          float(report.logprobs_TB[0, row]),
+          self.version,
         )
 
   def _decode(self, sessions: list[slots_lib.Session]) -> None:
@@ -195,31 +192,30 @@ class Engine:
     positions_B = np.zeros(num_slots, np.int32)
     remaining_B = np.zeros(num_slots, np.int32)
     stop_tokens_BK = np.full(
-        (num_slots, self.options.max_stop_tokens), -1, np.int32
+      (num_slots, self.options.max_stop_tokens), -1, np.int32
     )
     for session in sessions:
-      slot, stop_tokens = session.slot, session.work.request.stop_tokens
+      slot, stop_tokens = session.slot, session.at_work.request.stop_tokens
+      assert session.last_token is not None
       tokens_B[slot] = session.last_token
       positions_B[slot] = session.consumed
-      remaining_B[slot] = session.work.remaining
+      remaining_B[slot] = session.at_work.remaining
       stop_tokens_BK[slot, : len(stop_tokens)] = stop_tokens
     inputs = steps.DecodeInputs(
-        tokens_B=tokens_B,
-        positions_B=positions_B,
-        remaining_B=remaining_B,
-        stop_tokens_BK=stop_tokens_BK,
-        draw=_draw(sessions, [s.slot for s in sessions], num_slots),
-        # Finished slots idle until the host looks: a quarter may.
-        min_active=np.int32(max(1, len(sessions) * 3 // 4)),
+      tokens_B=tokens_B,
+      positions_B=positions_B,
+      remaining_B=remaining_B,
+      stop_tokens_BK=stop_tokens_BK,
+      draw=_draw(sessions, [s.slot for s in sessions], num_slots),
+      # Finished slots idle until the host looks: a quarter may.
+      min_active=np.int32(max(1, len(sessions) * 3 // 4)),
     )
-    self._cache, report = self._steps.decode(
-        self._weights, self._cache, inputs
-    )
+    self._cache, report = self._steps.decode(self._weights, self._cache, inputs)
     report = jax.device_get(report)
     counts_B = report.active_TB.sum(0)
     routes_BTMA = report.expert_ids_MBTA[:, :, :, 0].transpose(2, 0, 1, 3)
     for session in sessions:
-      slot, work = session.slot, session.work
+      slot, work = session.slot, session.at_work
       count = int(counts_B[slot])
       tokens = report.tokens_TB[:count, slot].tolist()
       logprobs = report.logprobs_TB[:count, slot].tolist()

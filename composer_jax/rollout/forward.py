@@ -15,10 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder
-from composer_jax.models import experts
-from composer_jax.models import norm
-from composer_jax.models import rope
+from composer_jax.models import decoder, experts, norm, rope
 
 # Finite, so that a row that sees nothing is uniform rather than NaN.
 _MASKED = -1e30
@@ -52,7 +49,7 @@ class Cache(flax.struct.PyTreeNode, kw_only=True):
 
 
 def unstack(
-    variables: decoder.Variables, config: config_lib.ModelConfig
+  variables: decoder.Variables, config: config_lib.ModelConfig
 ) -> Weights:
   """Splits stacked layers; `compute_dtype` float32 widens bfloat16 weights.
 
@@ -80,27 +77,27 @@ def unstack(
 
 
 def empty_cache(
-    config: config_lib.ModelConfig, batch: int, max_len: int
+  config: config_lib.ModelConfig, batch: int, max_len: int
 ) -> Cache:
   c, dtype = config, jnp.dtype(config.compute_dtype)
   keys = (batch, c.num_kv_heads, c.head_dim, max_len)
   values = (batch, c.num_kv_heads, max_len, c.head_dim)
   layers = range(c.num_layers)
   return Cache(
-      keys=tuple(jnp.zeros(keys, dtype) for _ in layers),
-      values=tuple(jnp.zeros(values, dtype) for _ in layers),
+    keys=tuple(jnp.zeros(keys, dtype) for _ in layers),
+    values=tuple(jnp.zeros(values, dtype) for _ in layers),
   )
 
 
 def forward(
-    weights: Weights,
-    cache: Cache,
-    tokens_BT: jax.Array,
-    valid_BT: jax.Array,
-    positions_BT: jax.Array,
-    *,
-    config: config_lib.ModelConfig,
-    plan: Any = None,
+  weights: Weights,
+  cache: Cache,
+  tokens_BT: jax.Array,
+  valid_BT: jax.Array,
+  positions_BT: jax.Array,
+  *,
+  config: config_lib.ModelConfig,
+  plan: Any = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
@@ -129,11 +126,11 @@ def forward(
     h_BTD = _norm(params['attention_norm'], x_BTD, c)
     with jax.named_scope('attention'):
       y_BTD, keys_BKHS, values_BKSH = _attention(
-          params['attention'],
-          h_BTD,
-          cos_sin,
-          (positions_BT, write_BT),
-          (cache.keys[i], cache.values[i]),
+        params['attention'],
+        h_BTD,
+        cos_sin,
+        (positions_BT, write_BT),
+        (cache.keys[i], cache.values[i]),
       )
     x_BTD += y_BTD
     h_BTD = _norm(params['ffw_norm'], x_BTD, c)
@@ -143,7 +140,8 @@ def forward(
     else:
       variables = {k: tree['moe'] for k, tree in layer.items()}
       moe = experts.MoE(c, plan)
-      y_BTD, ids_BTA, _ = moe.apply(variables, h_BTD, valid_BT, None)
+      result: Any = moe.apply(variables, h_BTD, valid_BT, None)
+      y_BTD, ids_BTA, _ = result
       x_BTD += y_BTD
       routes.append(ids_BTA.astype(jnp.uint16))
     all_keys.append(keys_BKHS)
@@ -153,7 +151,7 @@ def forward(
   return hidden_BTD, jnp.stack(routes), cache
 
 
-def _norm(params, x_BTD, config):
+def _norm(params, x_BTD, config) -> Any:
   return norm.RMSNorm(config.norm_eps).apply({'params': params}, x_BTD)
 
 
@@ -161,23 +159,23 @@ def _attention(params, h_BTD, cos_sin, positions, cache):
   """Grouped-query attention over the cache, this chunk included."""
   dtype = h_BTD.dtype
   q_BTNH, k_BTKH, v_BTKH = (
-      jnp.einsum('BTD,DNH->BTNH', h_BTD, params[name].astype(dtype))
-      for name in ('query', 'key', 'value')
+    jnp.einsum('BTD,DNH->BTNH', h_BTD, params[name].astype(dtype))
+    for name in ('query', 'key', 'value')
   )
   positions_BT, write_BT = positions
   keys_BKHS, values_BKSH = cache
   rows_B1 = jnp.arange(keys_BKHS.shape[0])[:, None]
   keys_BKHS = keys_BKHS.at[rows_B1, :, :, write_BT].set(
-      rope.rotate(k_BTKH, cos_sin).astype(keys_BKHS.dtype), mode='drop'
+    rope.rotate(k_BTKH, cos_sin).astype(keys_BKHS.dtype), mode='drop'
   )
   values_BKSH = values_BKSH.at[rows_B1, :, write_BT].set(
-      v_BTKH.astype(values_BKSH.dtype), mode='drop'
+    v_BTKH.astype(values_BKSH.dtype), mode='drop'
   )
   out_BTNH = _attend(
-      rope.rotate(q_BTNH, cos_sin),
-      keys_BKHS.astype(dtype),
-      values_BKSH.astype(dtype),
-      positions_BT,
+    rope.rotate(q_BTNH, cos_sin),
+    keys_BKHS.astype(dtype),
+    values_BKSH.astype(dtype),
+    positions_BT,
   )
   y_BTD = jnp.einsum('BTNH,NHD->BTD', out_BTNH, params['out'].astype(dtype))
   return y_BTD, keys_BKHS, values_BKSH
@@ -188,25 +186,25 @@ def _attend(q_BTNH, keys_BKHS, values_BKSH, positions_BT):
   num_kv_heads, max_len = keys_BKHS.shape[1], keys_BKHS.shape[3]
   # Queries that share a key head are rows of one product, [T G, H] by [H, S].
   q_BTKGH = (q_BTNH * head_dim**-0.5).reshape(
-      batch, length, num_kv_heads, -1, head_dim
+    batch, length, num_kv_heads, -1, head_dim
   )
   q_BKXH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
-      batch, num_kv_heads, -1, head_dim
+    batch, num_kv_heads, -1, head_dim
   )
   scores_BKXS = jnp.einsum(
-      'BKXH,BKHS->BKXS',
-      q_BKXH,
-      keys_BKHS,
-      preferred_element_type=jnp.float32,
+    'BKXH,BKHS->BKXS',
+    q_BKXH,
+    keys_BKHS,
+    preferred_element_type=jnp.float32,
   )
   seen_BTS = jnp.arange(max_len) <= positions_BT[:, :, None]
   seen_BXS = jnp.repeat(seen_BTS, num_heads // num_kv_heads, axis=1)
   scores_BKXS = jnp.where(seen_BXS[:, None], scores_BKXS, _MASKED)
   probabilities_BKXS = jax.nn.softmax(scores_BKXS, axis=-1)
   out_BKXH = jnp.einsum(
-      'BKXS,BKSH->BKXH',
-      probabilities_BKXS.astype(values_BKSH.dtype),
-      values_BKSH,
+    'BKXS,BKSH->BKXH',
+    probabilities_BKXS.astype(values_BKSH.dtype),
+    values_BKSH,
   )
   out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, head_dim)
   return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(q_BTNH.shape)

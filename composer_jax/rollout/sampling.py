@@ -35,10 +35,10 @@ def key_of(seed: tuple[int, ...]) -> np.ndarray:
 
 
 def sample(
-    keys_B2: jax.Array,
-    positions_B: jax.Array,
-    logits_BV: jax.Array,
-    temperatures_B: jax.Array,
+  keys_B2: jax.Array,
+  positions_B: jax.Array,
+  logits_BV: jax.Array,
+  temperatures_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Draws one token per row by the Gumbel-max rule.
 

@@ -39,6 +39,7 @@ class EnginePolicy:
     self._timeout_s = timeout_s
     self._inbox: queue.SimpleQueue = queue.SimpleQueue()
     self._waiting: dict[str, futures.Future] = {}
+    self._sessions: set[str] = set()
     self._lock = threading.Lock()
     self._failure: BaseException | None = None
 
@@ -54,32 +55,37 @@ class EnginePolicy:
     with self._lock:
       if self._failure is not None:
         raise RuntimeError('The rollout engine serves no more.') from (
-            self._failure
+          self._failure
         )
       self._inbox.put((request, future))
     try:
       return future.result(self._timeout_s)
     except futures.TimeoutError as error:
       raise TimeoutError(
-          f'Session {request.session!r} got no completion within '
-          f'{self._timeout_s:g} s; is `serve` running, and are there more open '
-          f'sessions than slots ({self._engine.num_slots})?'
+        f'Session {request.session!r} got no completion within '
+        f'{self._timeout_s:g} s; is `serve` running, and are there more open '
+        f'sessions than slots ({self._engine.num_slots})?'
       ) from error
 
   def close(self, session: str | None = None) -> None:
     """Forgets a session, unknown ones are ignored; None ends the policy.
 
-    Ending it makes every waiting and later `complete` raise RuntimeError.
+    Ending it, once `serve` has returned, makes every waiting and later
+    `complete` raise RuntimeError and frees the slots of all its sessions.
     """
-    if session is None:
-      self._fail(RuntimeError('The policy was closed.'))
-    else:
+    if session is not None:
       self._inbox.put((session, None))
+      return
+    self._fail(RuntimeError('The policy was closed.'))
+    for name in self._sessions:
+      if self._engine.is_open(name):
+        self._engine.close(name)
+    self._sessions.clear()
 
   def serve(
-      self,
-      done: Callable[[], bool],
-      before_step: Callable[[], Any] | None = None,
+    self,
+    done: Callable[[], bool],
+    before_step: Callable[[], Any] | None = None,
   ) -> None:
     """Runs the engine until `done()`; only one thread at a time may.
 
@@ -99,27 +105,29 @@ class EnginePolicy:
         self._take_requests()
         for completion in self._engine.step():
           self._waiting.pop(completion.session).set_result(completion)
+      # Sessions closed by the episodes that ended last.
+      self._take_requests(wait=False)
     except BaseException as error:
       # Not handled here, only passed on: the waiting threads would hang.
       self._fail(error)
       raise
 
-  def _take_requests(self) -> None:
-    """Moves the inbox into the engine; sleeps a moment if all is idle."""
-    idle = self._engine.num_unfinished == 0
+  def _take_requests(self, wait: bool = True) -> None:
+    """Moves the inbox into the engine; may sleep a moment if all is idle."""
+    wait = wait and self._engine.num_unfinished == 0
     while True:
       try:
-        item, future = self._inbox.get(timeout=_IDLE_S if idle else 0)
+        item, future = self._inbox.get(wait, _IDLE_S)
       except queue.Empty:
         return
-      idle = False
+      wait = False
       if future is None:
         self._forget(item)
       else:
         self._submit(item, future)
 
   def _submit(
-      self, request: records.SampleRequest, future: futures.Future
+    self, request: records.SampleRequest, future: futures.Future
   ) -> None:
     try:
       self._engine.submit(request)
@@ -127,12 +135,14 @@ class EnginePolicy:
       future.set_exception(error)
     else:
       self._waiting[request.session] = future
+      self._sessions.add(request.session)
 
   def _forget(self, session: str) -> None:
+    self._sessions.discard(session)
     future = self._waiting.pop(session, None)
     if future is not None:
       future.set_exception(
-          RuntimeError(f'Session {session!r} was closed while it sampled.')
+        RuntimeError(f'Session {session!r} was closed while it sampled.')
       )
     if self._engine.is_open(session):
       self._engine.close(session)
@@ -157,11 +167,11 @@ class EnginePolicy:
 
 
 def run_episodes(
-    jobs: Iterable[Callable[[EnginePolicy], Any]],
-    engine: engines.Engine,
-    *,
-    max_threads: int | None = None,
-    timeout_s: float = 600.0,
+  jobs: Iterable[Callable[[EnginePolicy], Any]],
+  engine: engines.Engine,
+  *,
+  max_threads: int | None = None,
+  timeout_s: float = 600.0,
 ) -> Iterator[Any]:
   """Plays blocking episodes against an engine and yields results in job order.
 
@@ -187,6 +197,7 @@ def run_episodes(
         yield _result(result, timeout_s)
     finally:
       finished.set()
+      futures.wait([serving])
       pool.shutdown(wait=False, cancel_futures=True)
       policy.close()
     serving.result()
@@ -200,5 +211,5 @@ def _result(future: futures.Future, timeout_s: float) -> Any:
     if future.done():
       raise
     raise TimeoutError(
-        f'An episode gave no result within {time.monotonic() - start:.0f} s.'
+      f'An episode gave no result within {time.monotonic() - start:.0f} s.'
     ) from error

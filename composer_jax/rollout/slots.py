@@ -58,12 +58,12 @@ class Work:
 
   def completion(self) -> records.Completion:
     return records.Completion(
-        session=self.request.session,
-        tokens_T=np.array(self.tokens, np.int32),
-        logprobs_T=np.array(self.logprobs, np.float32),
-        policy_version_T=np.array(self.versions, np.int32),
-        consumed_expert_ids_TMA=np.concatenate(self.routes),
-        stopped=self.stopped,
+      session=self.request.session,
+      tokens_T=np.array(self.tokens, np.int32),
+      logprobs_T=np.array(self.logprobs, np.float32),
+      policy_version_T=np.array(self.versions, np.int32),
+      consumed_expert_ids_TMA=np.concatenate(self.routes),
+      stopped=self.stopped,
     )
 
 
@@ -86,11 +86,17 @@ class Session:
   consumed: int = 0
   last_token: int | None = None
   key_2: np.ndarray = dataclasses.field(
-      default_factory=lambda: np.zeros(2, np.uint32)
+    default_factory=lambda: np.zeros(2, np.uint32)
   )
   temperature: float = 1.0
   work: Work | None = None
   waiting: int = 0
+
+  @property
+  def at_work(self) -> Work:
+    """The request at hand of a session that is known to have one."""
+    assert self.work is not None
+    return self.work
 
 
 class Slots:
@@ -120,8 +126,8 @@ class Slots:
       return
     if session.work is not None:
       raise ValueError(
-          f'Session {request.session!r} already has a request under way; wait '
-          'for its completion before the next one.'
+        f'Session {request.session!r} already has a request under way; wait '
+        'for its completion before the next one.'
       )
     self._check_length(request, session.consumed, session.last_token)
     self._start(session, request)
@@ -129,31 +135,31 @@ class Slots:
   def _submit_first(self, request: records.SampleRequest) -> None:
     if any(r.session == request.session for r in self._queue):
       raise ValueError(
-          f'Session {request.session!r} already has a request waiting for a '
-          'slot; wait for its completion before the next one.'
+        f'Session {request.session!r} already has a request waiting for a '
+        'slot; wait for its completion before the next one.'
       )
     self._check_length(request, 0, None)
     self._queue.append(request)
     self.admit()
 
   def _check_length(
-      self,
-      request: records.SampleRequest,
-      consumed: int,
-      last_token: int | None,
+    self,
+    request: records.SampleRequest,
+    consumed: int,
+    last_token: int | None,
   ) -> None:
     pending = len(request.context_T) + (last_token is not None)
     if pending == 0:
       raise ValueError(
-          f'The first request of session {request.session!r} has an empty '
-          'context; give at least one token.'
+        f'The first request of session {request.session!r} has an empty '
+        'context; give at least one token.'
       )
     if consumed + pending >= self.max_len:
       raise ValueError(
-          f'Session {request.session!r} would hold {consumed + pending} tokens '
-          f'({len(request.context_T)} of them new context), which leaves no '
-          f'room to sample within max_len ({self.max_len}); shorten the '
-          'context or raise max_len.'
+        f'Session {request.session!r} would hold {consumed + pending} tokens '
+        f'({len(request.context_T)} of them new context), which leaves no '
+        f'room to sample within max_len ({self.max_len}); shorten the '
+        'context or raise max_len.'
       )
 
   def admit(self) -> None:
@@ -167,17 +173,17 @@ class Slots:
   def _start(self, session: Session, request: records.SampleRequest) -> None:
     pending_T = request.context_T
     if session.last_token is not None:
-      pending_T = np.concatenate([
-          np.array([session.last_token], np.int32), pending_T
-      ])
+      pending_T = np.concatenate(
+        [np.array([session.last_token], np.int32), pending_T]
+      )
     room = self.max_len - session.consumed - len(pending_T)
     session.key_2 = sampling.key_of(request.seed)
     session.temperature = request.temperature
     session.waiting = 0
     session.work = Work(
-        request=request,
-        pending_T=pending_T,
-        remaining=min(request.max_new_tokens, room),
+      request=request,
+      pending_T=pending_T,
+      remaining=min(request.max_new_tokens, room),
     )
 
   def is_open(self, name: str) -> bool:
@@ -198,26 +204,25 @@ class Slots:
     kept = [r for r in self._queue if r.session != name]
     if len(kept) == len(self._queue):
       raise ValueError(
-          f'Session {name!r} is not open; open are '
-          f'{sorted(self.sessions)[:8]}.'
+        f'Session {name!r} is not open; open are {sorted(self.sessions)[:8]}.'
       )
     self._queue = collections.deque(kept)
 
   def with_context(self) -> list[Session]:
     """Sessions with context to consume, those put off longest first."""
     pending = [
-        s
-        for s in self.sessions.values()
-        if s.work is not None and s.work.needs_context
+      s
+      for s in self.sessions.values()
+      if s.work is not None and s.work.needs_context
     ]
     return sorted(pending, key=lambda s: -s.waiting)
 
   def sampling(self) -> list[Session]:
     """Sessions whose next step is to sample another token."""
     return [
-        s
-        for s in self.sessions.values()
-        if s.work is not None and not s.work.needs_context
+      s
+      for s in self.sessions.values()
+      if s.work is not None and not s.work.needs_context
     ]
 
   def take_finished(self) -> list[records.Completion]:

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from composer_jax.models import config as config_lib
 from composer_jax.models import head
-from composer_jax.rollout import forward
-from composer_jax.rollout import sampling
+from composer_jax.rollout import forward, sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +47,13 @@ class EngineOptions:
       value = getattr(self, field.name)
       if not isinstance(value, int) or value < 1:
         raise ValueError(
-            f'EngineOptions.{field.name} must be a positive integer, not '
-            f'{value!r}.'
+          f'EngineOptions.{field.name} must be a positive integer, not '
+          f'{value!r}.'
         )
     if self.max_len < 2:
       raise ValueError(
-          f'max_len ({self.max_len}) must hold a context token and a sampled '
-          'one; use at least 2.'
+        f'max_len ({self.max_len}) must hold a context token and a sampled '
+        'one; use at least 2.'
       )
 
   @property
@@ -137,21 +136,21 @@ class Steps:
   """
 
   def __init__(
-      self,
-      config: config_lib.ModelConfig,
-      options: EngineOptions,
-      plan: Any = None,
+    self,
+    config: config_lib.ModelConfig,
+    options: EngineOptions,
+    plan: Any = None,
   ):
     self.traces: collections.Counter[str] = collections.Counter()
     run = functools.partial(forward.forward, config=config, plan=plan)
     self.extend = self._compiled('extend', _extend, run, config, options)
     self.decode = self._compiled('decode', _decode, run, config, options)
     self.empty_cache = functools.partial(
-        forward.empty_cache, config, options.num_slots, options.max_len
+      forward.empty_cache, config, options.num_slots, options.max_len
     )
 
   def _compiled(
-      self, name: str, function: Callable[..., Any], *static: Any
+    self, name: str, function: Callable[..., Any], *static: Any
   ) -> Callable[..., Any]:
     def traced(weights, cache, inputs):
       self.traces[name] += 1
@@ -162,7 +161,7 @@ class Steps:
 
 @functools.lru_cache(maxsize=8)
 def build(
-    config: config_lib.ModelConfig, options: EngineOptions, plan: Any = None
+  config: config_lib.ModelConfig, options: EngineOptions, plan: Any = None
 ) -> Steps:
   """Returns the programs, shared by every engine of the same shapes."""
   return Steps(config, options, plan)
@@ -190,21 +189,21 @@ def _extend(run, config, options, weights, cache, inputs: ExtendInputs):
   valid_BT = columns_T < inputs.counts_B[:, None]
   rows = _take_rows(cache, inputs.slots_B)
   hidden_BTD, ids_MBTA, rows = run(
-      weights, rows, inputs.tokens_BT, valid_BT, positions_BT
+    weights, rows, inputs.tokens_BT, valid_BT, positions_BT
   )
   last_B = jnp.maximum(inputs.counts_B - 1, 0)
   hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
   tokens_B, logprobs_B = sampling.sample(
-      inputs.draw.keys_B2,
-      inputs.starts_B + inputs.counts_B,
-      head.logits(weights.outer, hidden_B1D, config)[:, 0],
-      inputs.draw.temperatures_B,
+    inputs.draw.keys_B2,
+    inputs.starts_B + inputs.counts_B,
+    head.logits(weights.outer, hidden_B1D, config)[:, 0],
+    inputs.draw.temperatures_B,
   )
   sampled = Sampled(
-      tokens_TB=tokens_B[None],
-      logprobs_TB=logprobs_B[None],
-      active_TB=inputs.counts_B[None] > 0,
-      expert_ids_MBTA=ids_MBTA,
+    tokens_TB=tokens_B[None],
+    logprobs_TB=logprobs_B[None],
+    active_TB=inputs.counts_B[None] > 0,
+    expert_ids_MBTA=ids_MBTA,
   )
   return _put_rows(cache, rows, inputs.slots_B), sampled
 
@@ -213,16 +212,16 @@ def _decode(run, config, options, weights, cache, inputs: DecodeInputs):
   """Samples up to `decode_steps` tokens per slot without the host."""
   shape_TB = (options.decode_steps, options.num_slots)
   routes = (
-      config.num_moe_layers,
-      options.num_slots,
-      1,
-      config.moe.num_active,
+    config.num_moe_layers,
+    options.num_slots,
+    1,
+    config.moe.num_active,
   )
   report = Sampled(
-      tokens_TB=jnp.zeros(shape_TB, jnp.int32),
-      logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
-      active_TB=jnp.zeros(shape_TB, bool),
-      expert_ids_MBTA=jnp.zeros((options.decode_steps, *routes), jnp.uint16),
+    tokens_TB=jnp.zeros(shape_TB, jnp.int32),
+    logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
+    active_TB=jnp.zeros(shape_TB, bool),
+    expert_ids_MBTA=jnp.zeros((options.decode_steps, *routes), jnp.uint16),
   )
 
   def going_on(state):
@@ -234,48 +233,48 @@ def _decode(run, config, options, weights, cache, inputs: DecodeInputs):
     step, cache, tokens_B, positions_B, remaining_B, report = state
     active_B = remaining_B > 0
     hidden_BTD, ids_MBTA, cache = run(
-        weights,
-        cache,
-        tokens_B[:, None],
-        active_B[:, None],
-        positions_B[:, None],
+      weights,
+      cache,
+      tokens_B[:, None],
+      active_B[:, None],
+      positions_B[:, None],
     )
     drawn_B, logprobs_B = sampling.sample(
-        inputs.draw.keys_B2,
-        positions_B + 1,
-        head.logits(weights.outer, hidden_BTD, config)[:, 0],
-        inputs.draw.temperatures_B,
+      inputs.draw.keys_B2,
+      positions_B + 1,
+      head.logits(weights.outer, hidden_BTD, config)[:, 0],
+      inputs.draw.temperatures_B,
     )
     sampled = Sampled(
-        tokens_TB=drawn_B,
-        logprobs_TB=logprobs_B,
-        active_TB=active_B,
-        expert_ids_MBTA=ids_MBTA,
+      tokens_TB=drawn_B,
+      logprobs_TB=logprobs_B,
+      active_TB=active_B,
+      expert_ids_MBTA=ids_MBTA,
     )
     report = jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_index_in_dim(
-            whole, part.astype(whole.dtype), step, axis=0
-        ),
-        report,
-        sampled,
+      lambda whole, part: jax.lax.dynamic_update_index_in_dim(
+        whole, part.astype(whole.dtype), step, axis=0
+      ),
+      report,
+      sampled,
     )
     stopped_B = (drawn_B[:, None] == inputs.stop_tokens_BK).any(-1)
     return (
-        step + 1,
-        cache,
-        jnp.where(active_B, drawn_B, tokens_B),
-        positions_B + active_B,
-        jnp.where(stopped_B, 0, jnp.maximum(remaining_B - 1, 0)),
-        report,
+      step + 1,
+      cache,
+      jnp.where(active_B, drawn_B, tokens_B),
+      positions_B + active_B,
+      jnp.where(stopped_B, 0, jnp.maximum(remaining_B - 1, 0)),
+      report,
     )
 
   state = (
-      jnp.int32(0),
-      cache,
-      inputs.tokens_B,
-      inputs.positions_B,
-      inputs.remaining_B,
-      report,
+    jnp.int32(0),
+    cache,
+    inputs.tokens_B,
+    inputs.positions_B,
+    inputs.remaining_B,
+    report,
   )
   _, cache, _, _, _, report = jax.lax.while_loop(going_on, one_token, state)
   return cache, report

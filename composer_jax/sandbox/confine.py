@@ -154,6 +154,24 @@ def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
   return filter_, 'on'
 
 
+def can_join(groups: list[int]) -> bool:
+  """Tries in a child whether the entrances of the cgroups let it in."""
+  pid = os.fork()
+  if pid == 0:
+    code = 1
+    try:
+      join(groups)
+      code = 0
+    finally:
+      os._exit(code)
+  return os.waitpid(pid, 0)[1] == 0
+
+
+def join(groups: list[int]) -> None:
+  for descriptor in groups:
+    os.write(descriptor, b'0')  # 0 is the writer itself
+
+
 def process_limit(processes: int, others: int, uid: int | None) -> int:
   """The RLIMIT_NPROC that leaves room for `processes`.
 

@@ -26,22 +26,37 @@ def probe() -> list[tuple[str, bool, str]]:
 
 
 def _try(level: str) -> tuple[bool, str]:
-  missing = _missing(level)
-  if missing:
-    return False, missing
   try:
-    with zygotes.ZygotePool(level, _PROBE_LIMITS, 1) as sandbox:
-      result = sandbox.call({'m.py': 'def f(x): return x'}, 'm', 'f', [[1]])
-  except (zygotes.ZygoteError, OSError) as error:
-    return False, f'refused here: {error}'
-  if result.status != 'ok':
-    return False, f'refused here: {result.error}'
+    sandbox = _open(level, _PROBE_LIMITS, 1)
+  except ValueError as error:
+    return False, str(error)
+  sandbox.close()
   about = sandbox.about
   uid = 'uid unchanged' if about['uid'] is None else f'uid {about["uid"]}'
+  warning = ', NO namespaces: trusted code only' if level == 'rlimits' else ''
   return True, (
-    f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}'
-    + (', NO namespaces: trusted code only' if level == 'rlimits' else '')
+    f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}{warning}'
   )
+
+
+def _open(level: str, limits: base.Limits, size: int) -> zygotes.ZygotePool:
+  """Opens one level and makes a first call.
+
+  Raises:
+    ValueError: why it does not work here.
+  """
+  if missing := _missing(level):
+    raise ValueError(missing)
+  try:
+    sandbox = zygotes.ZygotePool(level, limits, size)
+  except (zygotes.ZygoteError, OSError) as error:
+    raise ValueError(f'refused here: {error}') from error
+  # Namespaces can be granted and the mounts inside them refused.
+  result = sandbox.call({'m.py': 'def f(x): return x'}, 'm', 'f', [[1]])
+  if result.status not in ('ok', 'timeout'):  # a busy machine is no refusal
+    sandbox.close()
+    raise ValueError(f'a first call gave {result.status}: {result.error}')
+  return sandbox
 
 
 def _missing(level: str) -> str:
@@ -86,27 +101,18 @@ def open_sandbox(
     if level == 'rlimits' and not allow_unsafe:
       reasons.append('rlimits: no isolation, refused for untrusted code')
       continue
-    missing = _missing(level)
-    if missing:
-      reasons.append(f'{level}: {missing}')
-      continue
     try:
-      sandbox = zygotes.ZygotePool(level, limits, size)
-    except (zygotes.ZygoteError, OSError) as error:
-      reasons.append(str(error))
+      sandbox = _open(level, limits, size)
+    except ValueError as error:
+      reasons.append(f'{level}: {error}')
       continue
-    return _checked(sandbox)
+    if sandbox.about['seccomp'] != 'on':
+      logging.warning(
+        'Sandbox %s has no seccomp: %s.', level, sandbox.about['seccomp']
+      )
+    return sandbox
   raise ValueError(
     f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Install '
     'bubblewrap, allow user namespaces, or train on tasks that execute no '
     'generated code; allow_unsafe=True is for trusted code only.'
   )
-
-
-def _checked(sandbox: zygotes.ZygotePool) -> zygotes.ZygotePool:
-  if sandbox.about['seccomp'] != 'on':
-    logging.warning(
-        'Sandbox %s without seccomp: %s.',
-        sandbox.level, sandbox.about['seccomp'],
-    )  # fmt: skip
-  return sandbox

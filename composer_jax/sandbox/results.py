@@ -1,6 +1,7 @@
 """Reading what untrusted code wrote: bounded in size, depth and types."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -28,8 +29,12 @@ def parse(data: bytes, num_calls: int) -> list:
     if depth > MAX_DEPTH:
       raise ValueError(f'the result is nested deeper than {MAX_DEPTH}')
   try:
-    outcomes = json.loads(data.decode('utf-8'), parse_constant=_refuse)
-  except UnicodeDecodeError as error:
+    outcomes = json.loads(
+      data.decode('utf-8'), parse_constant=_refuse, parse_float=_finite
+    )
+    # Escapes can spell lone surrogates, upon which any writer would stumble.
+    json.dumps(outcomes, ensure_ascii=False).encode('utf-8')
+  except UnicodeError as error:
     raise ValueError('the result is not UTF-8') from error
   except json.JSONDecodeError as error:
     raise ValueError(f'the result is not JSON: {error}') from error
@@ -44,6 +49,11 @@ def parse(data: bytes, num_calls: int) -> list:
     ):
       raise ValueError('an outcome is not [ok, value] or [raised, text]')
   return outcomes
+
+
+def _finite(text: str) -> float:
+  number = float(text)
+  return number if math.isfinite(number) else _refuse(text)
 
 
 def _refuse(constant: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 _MAX_DEPTH = 32
 _MAX_TEXT = 500
+_MAX_INTEGER_BITS = 4096
 
 
 def run(request: dict, workspace: str, result_fd: int) -> None:
@@ -73,7 +74,14 @@ def plain(value: Any, depth: int = 0) -> Any:
   kind = type(value)
   if depth > _MAX_DEPTH:
     raise ValueError(f'result is nested deeper than {_MAX_DEPTH}')
-  if value is None or kind in (bool, int, str):
+  if value is None or kind is bool:
+    return value
+  if kind is int:
+    if value.bit_length() > _MAX_INTEGER_BITS:
+      raise ValueError(f'result holds over {_MAX_INTEGER_BITS} bits of integer')
+    return value
+  if kind is str:
+    value.encode()  # lone surrogates are no text
     return value
   if kind is float:
     if value - value != 0:
@@ -82,7 +90,7 @@ def plain(value: Any, depth: int = 0) -> Any:
   if kind is list:
     return [plain(item, depth + 1) for item in value]
   if kind is dict and all(type(key) is str for key in value):
-    return {key: plain(item, depth + 1) for key, item in value.items()}
+    return {plain(key): plain(item, depth + 1) for key, item in value.items()}
   raise TypeError(f'result holds a {kind.__name__}, which JSON does not have')
 
 

@@ -23,13 +23,16 @@ import struct
 import sys
 import time
 
-# In the sandbox the package is these few files, bound to a place of its own.
-sys.path.insert(0, os.path.abspath(f'{__file__}/../../..'))
+if __name__ == '__main__':
+  # In the sandbox the package is these few files, bound to a place of its own.
+  sys.path.insert(0, os.path.abspath(f'{__file__}/../../..'))
+
 from composer_jax.sandbox import confine, runner, seccomp
 
-del sys.path[0]
-for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
-  del sys.modules[_name]  # not for the code that will run here
+if __name__ == '__main__':
+  del sys.path[0]
+  for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
+    del sys.modules[_name]  # not for the code that will run here
 
 _SETUP_S = 10.0
 _RESULT_FD, _REPORT_FD = 3, 4
@@ -49,6 +52,9 @@ class Zygote:
     self.control = socket.socket(fileno=config['control'])
     self.host = config['host_pidfd']
     self.uid = config['uid']
+    self.groups, self.cgroup = config['cgroup_fds'], config['cgroup']
+    if not confine.can_join(self.groups):
+      self.groups, self.cgroup = [], 'none'
     families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
     # Without a network namespace no family may open a socket.
     self.filter, self.seccomp = confine.working_filter(
@@ -66,7 +72,7 @@ class Zygote:
     """Answers requests until the host closes its end or dies."""
     about = {
         'seccomp': self.seccomp, 'uid': self.uid,
-        'processes': self.processes, 'cgroup': self.config['cgroup'],
+        'processes': self.processes, 'cgroup': self.cgroup,
     }  # fmt: skip
     self._say(about)
     poller = select.poll()
@@ -181,8 +187,7 @@ def _init(zygote: Zygote, report: int) -> None:
   """Prepares the call, runs it in a child and outlives it; never returns."""
   code = 1
   try:
-    for descriptor in zygote.config['cgroup_fds']:
-      os.write(descriptor, b'0')  # 0 is the writer itself
+    confine.join(zygote.groups)
     os.setsid()
     request, descriptors = _read_request(zygote.control)
     workspace = _make_workspace(zygote, request['files'])

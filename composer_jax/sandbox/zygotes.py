@@ -44,6 +44,8 @@ class Zygote:
       f'{self._serial}', limits.memory_bytes, limits.processes
     )
     self._scratch = None
+    self._process: subprocess.Popen | None = None
+    self._control, self._theirs = socket.socketpair()
     try:
       if level == 'rlimits':  # the others mount a workspace of their own
         self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
@@ -55,8 +57,7 @@ class Zygote:
       raise
 
   def _start(self) -> None:
-    self._control, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as errors:
+    with self._theirs as theirs, tempfile.TemporaryFile() as errors:
       config = {
         'level': self.level,
         'control': theirs.fileno(),
@@ -88,7 +89,7 @@ class Zygote:
         errors.seek(0)
         text = errors.read(2000).decode('utf-8', 'replace').strip()
         reason = text.splitlines()[-1] if text else str(error)
-        raise ZygoteError(f'{self.level}: {reason}') from error
+        raise ZygoteError(reason) from error
 
   def _next_message(self) -> dict:
     while b'\n' not in self._inbox:
@@ -185,9 +186,10 @@ class Zygote:
 
   def _stop(self) -> None:
     """Asks by closing the socket, then kills; the namespaces follow."""
-    if not hasattr(self, '_process'):
-      return
     self._control.close()
+    self._theirs.close()
+    if self._process is None:
+      return
     try:
       self._process.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:

@@ -128,12 +128,13 @@ p { margin: 6px 0; }
 .note, .absent, .sub { color: var(--soft); font-size: 13.5px; max-width: 78ch; }
 .absent { font-style: italic; }
 .grid { display: grid; gap: 14px 18px; margin-top: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); }
-.grid.two { grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); }
+.grid.two {
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 .grid > div { min-width: 0; }
 .grid img { width: 100%; height: auto; display: block; }
 .columns { display: grid; gap: 4px 28px;
-  grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
 .scroll { overflow-x: auto; margin-top: 8px; }
 table { border-collapse: collapse; font-size: 13.5px;
   min-width: min(100%, 380px); }
@@ -152,7 +153,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .bad { background: #fae3e1; color: var(--red); }
 .warn { background: #fdf0d9; color: var(--amber); }
 .cards { display: grid; gap: 14px; margin-top: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 240px), 1fr)); }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; }
 .card .value { font-size: 30px; font-weight: 650; letter-spacing: -0.02em;
   line-height: 1.25; }

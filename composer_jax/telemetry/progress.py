@@ -128,7 +128,8 @@ class Progress:
   def message(self, text: str) -> None:
     """Prints a line of its own above the bar."""
     if self._bar is not None:
-      self._bar.console.print(f'[{self._stage}] {text}', markup=False)
+      line = f'[{self._stage}] {text}'
+      self._bar.console.print(line, markup=False, highlight=False)
     else:
       print(f'[{self._stage}] {text}', file=self._stream, flush=True)
 

@@ -8,23 +8,22 @@ import jax
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
-from composer_jax.train import lm_loss
-from composer_jax.train import policy_values
+from composer_jax.train import lm_loss, policy_values
 
 SumFunction = Callable[
-    [dict[str, Any], batches.LMBatch], tuple[jax.Array, jax.Array]
+  [dict[str, Any], batches.LMBatch], tuple[jax.Array, jax.Array]
 ]
 
 
 def make(
-    model: model_config.ModelConfig, *, plan: exchange.ExchangePlan | None
+  model: model_config.ModelConfig, *, plan: exchange.ExchangePlan | None
 ) -> SumFunction:
   """Returns (variables, batch) -> (weighted sum of -log p, sum of weights)."""
 
   def sums(variables, batch):
     values = policy_values.straight_through(variables['params'])
     total, _ = lm_loss.negative_logprob_sum(
-        {**variables, 'params': values}, batch, model=model, plan=plan
+      {**variables, 'params': values}, batch, model=model, plan=plan
     )
     return total, batch.loss_weights_BT.sum()
 
@@ -32,9 +31,9 @@ def make(
 
 
 def mean_loss(
-    sum_function: SumFunction,
-    variables: dict[str, Any],
-    heldout: Iterable[batches.LMBatch],
+  sum_function: SumFunction,
+  variables: dict[str, Any],
+  heldout: Iterable[batches.LMBatch],
 ) -> float:
   """Returns nats per weighted token over all batches.
 
@@ -47,6 +46,6 @@ def mean_loss(
   weight = sum(float(w) for _, w in parts)
   if not weight:
     raise ValueError(
-        f'The {len(parts)} held-out batches hold no token with a loss weight.'
+      f'The {len(parts)} held-out batches hold no token with a loss weight.'
     )
   return total / weight

@@ -17,7 +17,7 @@ def _open(workdir: str | os.PathLike, stage: str) -> manager.Checkpoints:
 
 
 def save(
-    workdir: str | os.PathLike, stage: str, step: int, variables: Any
+  workdir: str | os.PathLike, stage: str, step: int, variables: Any
 ) -> None:
   """Writes an export and waits until it is whole.
 
@@ -51,7 +51,7 @@ def load(workdir: str | os.PathLike, stage: str, like: Any) -> Any:
   step = finished_step(workdir, stage)
   if step is None:
     raise ValueError(
-        f'Stage {stage!r} of {workdir} is not finished; run it to its end.'
+      f'Stage {stage!r} of {workdir} is not finished; run it to its end.'
     )
   with contextlib.closing(_open(workdir, stage)) as exports:
     variables, _ = exports.restore(step, like)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder
-from composer_jax.models import head
+from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
@@ -34,35 +33,35 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
 
 
 def negative_logprob_sum(
-    variables: decoder.Variables,
-    batch: batches.LMBatch,
-    *,
-    model: model_config.ModelConfig,
-    plan: exchange.ExchangePlan | None,
+  variables: decoder.Variables,
+  batch: batches.LMBatch,
+  *,
+  model: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, batches.RouteStats]:
   """Returns the weighted sum of -log p over a batch, and router statistics."""
-  output = decoder.Decoder(model, plan).apply(
-      variables, batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
+  output: Any = decoder.Decoder(model, plan).apply(
+    variables, batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
   )
   logprobs_BT, _ = head.target_logprobs(
-      variables,
-      output.hidden_BTD,
-      batch.tokens_BT,
-      batch.segment_ids_BT,
-      None,
-      model,
+    variables,
+    output.hidden_BTD,
+    batch.tokens_BT,
+    batch.segment_ids_BT,
+    None,
+    model,
   )
   # float32 sums: a batch has more tokens than bfloat16 has integers.
   return -(batch.loss_weights_BT * logprobs_BT).sum(), output.stats
 
 
 def loss(
-    params: Any,
-    selection_bias: Any,
-    batch: batches.LMBatch,
-    *,
-    model: model_config.ModelConfig,
-    plan: exchange.ExchangePlan | None,
+  params: Any,
+  selection_bias: Any,
+  batch: batches.LMBatch,
+  *,
+  model: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, LossStats]:
   """Returns the training loss (auxiliary loss included) and statistics.
 
@@ -72,19 +71,19 @@ def loss(
   """
   values = policy_values.straight_through(params)
   total, stats = negative_logprob_sum(
-      train_state.variables(values, selection_bias),
-      batch,
-      model=model,
-      plan=plan,
+    train_state.variables(values, selection_bias),
+    batch,
+    model=model,
+    plan=plan,
   )
   loss_weight = batch.loss_weights_BT.sum()
   mean = total / loss_weight
   aux_loss = stats.aux_loss_M.sum()
   lm_stats = LossStats(
-      loss=mean,
-      aux_loss=aux_loss,
-      loss_weight=loss_weight,
-      num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
-      load_ME=stats.load_ME,
+    loss=mean,
+    aux_loss=aux_loss,
+    loss_weight=loss_weight,
+    num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
+    load_ME=stats.load_ME,
   )
   return mean + model.moe.aux_loss_weight * aux_loss, lm_stats

@@ -19,14 +19,11 @@ import numpy as np
 from composer_jax.checkpoint import manager
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder
-from composer_jax.models import flops
+from composer_jax.models import decoder, flops
 from composer_jax.optim import groups
 from composer_jax.telemetry import progress
-from composer_jax.train import evaluate
-from composer_jax.train import export
+from composer_jax.train import evaluate, export, reporting
 from composer_jax.train import placement as train_placement
-from composer_jax.train import reporting
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
@@ -93,15 +90,15 @@ class _Programs:
 
 
 def run(
-    options: LoopOptions,
-    *,
-    workdir: str | os.PathLike,
-    model: model_config.ModelConfig,
-    placement: train_placement.Placement,
-    stream: Stream,
-    heldout: Sequence[batches.LMBatch],
-    writer: reporting.MetricsWriter,
-    initial: Variables | None = None,
+  options: LoopOptions,
+  *,
+  workdir: str | os.PathLike,
+  model: model_config.ModelConfig,
+  placement: train_placement.Placement,
+  stream: Stream,
+  heldout: Sequence[batches.LMBatch],
+  writer: reporting.MetricsWriter,
+  initial: Variables | None = None,
 ) -> Variables:
   """Trains a stage to its end and returns its variables.
 
@@ -129,15 +126,16 @@ def run(
   # Placed once; small beside the model.
   heldout = [placement.put(batch) for batch in heldout]
   checkpoints = manager.Checkpoints(
-      pathlib.Path(workdir) / 'checkpoints' / stage, keep=options.keep
+    pathlib.Path(workdir) / 'checkpoints' / stage, keep=options.keep
   )
   with contextlib.closing(checkpoints):
     start, state = _restore(checkpoints, programs, stream)
-    writer.truncate(stage, -1 if start is None else start)
-    with progress.Progress(stage, options.steps, start=start or 0) as bar:
+    # The line of step 0 is written again by a run that has no checkpoint.
+    writer.truncate(stage, -1 if state is None else start)
+    with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, writer, bar)
       if state is None:
-        start, state = 0, _first_state(options, programs, initial)
+        state = _first_state(options, programs, initial)
         report.heldout(0, _heldout_loss(programs, state, heldout))
 
       for step in range(start + 1, options.steps + 1):
@@ -162,9 +160,9 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _programs(
-    options: LoopOptions,
-    model: model_config.ModelConfig,
-    placement: train_placement.Placement,
+  options: LoopOptions,
+  model: model_config.ModelConfig,
+  placement: train_placement.Placement,
 ) -> _Programs:
   """Describes the state before it exists and jits what works on it.
 
@@ -172,10 +170,10 @@ def _programs(
   """
   abstract, axes = decoder.abstract(model)
   optimizer = groups.optimizer(
-      options.optimizer,
-      params=abstract['params'],
-      axes=axes['params'],
-      total_steps=options.steps,
+    options.optimizer,
+    params=abstract['params'],
+    axes=axes['params'],
+    total_steps=options.steps,
   )
 
   def create(variables):
@@ -184,51 +182,49 @@ def _programs(
   shapes = jax.eval_shape(create, abstract)
   places = train_state.shardings(shapes, placement.variables, placement.mesh)
   step = train_step.make(
-      model, optimizer, plan=placement.plan, bias_rate=options.bias_rate
+    model, optimizer, plan=placement.plan, bias_rate=options.bias_rate
   )
   variable_places = places.variables()
   return _Programs(
-      init=jax.jit(
-          lambda key: create(decoder.init(model, key)), out_shardings=places
-      ),
-      adopt=jax.jit(
-          create, in_shardings=(variable_places,), out_shardings=places
-      ),
-      step=jax.jit(
-          step,
-          donate_argnums=0,
-          in_shardings=(places, placement.batch),
-          out_shardings=(places, placement.replicated),
-      ),
-      evaluate=jax.jit(
-          evaluate.make(model, plan=placement.plan),
-          in_shardings=(variable_places, placement.batch),
-          out_shardings=placement.replicated,
-      ),
-      like=jax.tree.map(
-          lambda a, place: jax.ShapeDtypeStruct(
-              a.shape, a.dtype, sharding=place
-          ),
-          shapes,
-          places,
-      ),
+    init=jax.jit(
+      lambda key: create(decoder.init(model, key)), out_shardings=places
+    ),
+    adopt=jax.jit(
+      create, in_shardings=(variable_places,), out_shardings=places
+    ),
+    step=jax.jit(
+      step,
+      donate_argnums=0,
+      in_shardings=(places, placement.batch),
+      out_shardings=(places, placement.replicated),
+    ),
+    evaluate=jax.jit(
+      evaluate.make(model, plan=placement.plan),
+      in_shardings=(variable_places, placement.batch),
+      out_shardings=placement.replicated,
+    ),
+    like=jax.tree.map(
+      lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+      shapes,
+      places,
+    ),
   )
 
 
 def _restore(
-    checkpoints: manager.Checkpoints, programs: _Programs, stream: Stream
-) -> tuple[int | None, train_state.TrainState | None]:
-  """Returns the last checkpoint and rewinds the stream; None without one."""
+  checkpoints: manager.Checkpoints, programs: _Programs, stream: Stream
+) -> tuple[int, train_state.TrainState | None]:
+  """Returns the last checkpoint and rewinds the stream; step 0 without one."""
   step = checkpoints.latest_step()
   if step is None:
-    return None, None
+    return 0, None
   state, data = checkpoints.restore(step, programs.like)
   stream.set_state(data)
   return step, state
 
 
 def _first_state(
-    options: LoopOptions, programs: _Programs, initial: Variables | None
+  options: LoopOptions, programs: _Programs, initial: Variables | None
 ) -> train_state.TrainState:
   if initial is None:
     return programs.init(jax.random.key(options.seed))
@@ -237,47 +233,47 @@ def _first_state(
 
 
 def _reporter(
-    options: LoopOptions,
-    model: model_config.ModelConfig,
-    writer: reporting.MetricsWriter,
-    bar: progress.Progress,
+  options: LoopOptions,
+  model: model_config.ModelConfig,
+  writer: reporting.MetricsWriter,
+  bar: progress.Progress,
 ) -> reporting.Reporter:
   schedule = groups.schedule(
-      options.optimizer, options.steps, options.optimizer.learning_rate
+    options.optimizer, options.steps, options.optimizer.learning_rate
   )
   return reporting.Reporter(
-      options.stage,
-      writer=writer,
-      bar=bar,
-      speed=reporting.Speed(3 * flops.flops_per_token(model, options.seq_len)),
-      learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
-      log_every=options.log_every,
+    options.stage,
+    writer=writer,
+    bar=bar,
+    speed=reporting.Speed(3 * flops.flops_per_token(model, options.seq_len)),
+    learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
+    log_every=options.log_every,
   )
 
 
 def _heldout_loss(
-    programs: _Programs,
-    state: train_state.TrainState,
-    heldout: Sequence[batches.LMBatch],
+  programs: _Programs,
+  state: train_state.TrainState,
+  heldout: Sequence[batches.LMBatch],
 ) -> float:
   return evaluate.mean_loss(programs.evaluate, state.variables(), heldout)
 
 
 def _next_batch(
-    stream: Stream, options: LoopOptions, step: int
+  stream: Stream, options: LoopOptions, step: int
 ) -> batches.LMBatch:
   batch = next(stream, None)
   if batch is None:
     raise ValueError(
-        f'The stream of stage {options.stage!r} ended before step {step} of '
-        f'{options.steps}; give it more data or fewer steps.'
+      f'The stream of stage {options.stage!r} ended before step {step} of '
+      f'{options.steps}; give it more data or fewer steps.'
     )
   # Each process feeds its own rows of the global batch.
   wanted = (options.batch_size // jax.process_count(), options.seq_len)
   if batch.tokens_BT.shape != wanted:
     raise ValueError(
-        f'The stream of stage {options.stage!r} gives batches of '
-        f'{batch.tokens_BT.shape}; its options ask for {wanted} '
-        '(batch_size over processes, seq_len).'
+      f'The stream of stage {options.stage!r} gives batches of '
+      f'{batch.tokens_BT.shape}; its options ask for {wanted} '
+      '(batch_size over processes, seq_len).'
     )
   return batch

@@ -4,15 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
-from composer_jax.parallel import exchange
-from composer_jax.parallel import layouts
-from composer_jax.parallel import shardings
+from composer_jax.parallel import exchange, layouts, shardings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,15 +35,15 @@ class Placement:
   def put(self, batch: batches.LMBatch) -> batches.LMBatch:
     """Places a numpy batch; each process gives its own rows."""
     return jax.tree.map(
-        lambda a: jax.make_array_from_process_local_data(self.batch, a), batch
+      lambda a: jax.make_array_from_process_local_data(self.batch, a), batch
     )
 
 
 def build(
-    model: model_config.ModelConfig,
-    *,
-    mesh: Mesh,
-    layout: layouts.Layout = layouts.TRAIN,
+  model: model_config.ModelConfig,
+  *,
+  mesh: Mesh,
+  layout: layouts.Layout = layouts.TRAIN,
 ) -> Placement:
   """Places a model by a layout table.
 
@@ -55,10 +52,10 @@ def build(
       not divide; names the parameter.
   """
   return Placement(
-      mesh=mesh,
-      variables=model_placement.variable_shardings(
-          model, layout=layout, mesh=mesh
-      ),
-      batch=shardings.tokens(layout, mesh),
-      plan=model_placement.exchange_plan(model, layout=layout, mesh=mesh),
+    mesh=mesh,
+    variables=model_placement.variable_shardings(
+      model, layout=layout, mesh=mesh
+    ),
+    batch=shardings.tokens(layout, mesh),
+    plan=model_placement.exchange_plan(model, layout=layout, mesh=mesh),
   )

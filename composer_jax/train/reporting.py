@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from composer_jax.telemetry import mfu
-from composer_jax.telemetry import progress
+from composer_jax.telemetry import mfu, progress
 from composer_jax.train import step as train_step
 
 
@@ -53,7 +52,7 @@ class Speed:
     rate = self._tokens / (now - self._since)
     self._since, self._tokens = now, 0
     share = mfu.mfu(
-        self._flops, rate, num_devices=self._num_devices, peak=self._peak
+      self._flops, rate, num_devices=self._num_devices, peak=self._peak
     )
     return {'tokens_per_s': rate, 'mfu': share}
 
@@ -65,14 +64,14 @@ class Reporter:
   """
 
   def __init__(
-      self,
-      stage: str,
-      *,
-      writer: MetricsWriter,
-      bar: progress.Progress,
-      speed: Speed,
-      learning_rates: np.ndarray,
-      log_every: int,
+    self,
+    stage: str,
+    *,
+    writer: MetricsWriter,
+    bar: progress.Progress,
+    speed: Speed,
+    learning_rates: np.ndarray,
+    log_every: int,
   ):
     self._stage = stage
     self._writer = writer
@@ -113,34 +112,34 @@ class Reporter:
       return
     load_ME = metrics.loss.load_ME
     self._writer.write(
-        self._stage,
-        step,
-        loss=float(metrics.loss.loss),
-        aux_loss=float(metrics.loss.aux_loss),
-        grad_norm=float(metrics.update.grad_norm),
-        update_norm=float(metrics.update.update_norm),
-        lr=float(self._learning_rates[step - 1]),
-        expert_load_max=train_step.expert_load_max(load_ME),
-        expert_load=load_ME.tolist(),
-        **self._speed.read(),
+      self._stage,
+      step,
+      loss=float(metrics.loss.loss),
+      aux_loss=float(metrics.loss.aux_loss),
+      grad_norm=float(metrics.update.grad_norm),
+      update_norm=float(metrics.update.update_norm),
+      lr=float(self._learning_rates[step - 1]),
+      expert_load_max=train_step.expert_load_max(load_ME),
+      expert_load=load_ME.tolist(),
+      **self._speed.read(),
     )
 
   def _check_finite(self, step: int, metrics: train_step.StepMetrics) -> None:
     values = {
-        'loss': float(metrics.loss.loss),
-        'aux_loss': float(metrics.loss.aux_loss),
-        'grad_norm': float(metrics.update.grad_norm),
-        'update_norm': float(metrics.update.update_norm),
+      'loss': float(metrics.loss.loss),
+      'aux_loss': float(metrics.loss.aux_loss),
+      'grad_norm': float(metrics.update.grad_norm),
+      'update_norm': float(metrics.update.update_norm),
     }
     if all(math.isfinite(v) for v in values.values()):
       self._last_finite = values['loss']
       return
     text = ', '.join(f'{name} {value:g}' for name, value in values.items())
     raise FloatingPointError(
-        f'Stage {self._stage!r} stopped at step {step}: {text}, loss weights '
-        f'sum to {float(metrics.loss.loss_weight):g} over '
-        f'{int(metrics.loss.num_tokens)} tokens, learning rate '
-        f'{self._learning_rates[step - 1]:g}, last finite loss '
-        f'{self._last_finite}. No checkpoint of this step was written. Lower '
-        'the learning rate or inspect the batch.'
+      f'Stage {self._stage!r} stopped at step {step}: {text}, loss weights '
+      f'sum to {float(metrics.loss.loss_weight):g} over '
+      f'{int(metrics.loss.num_tokens)} tokens, learning rate '
+      f'{self._learning_rates[step - 1]:g}, last finite loss '
+      f'{self._last_finite}. No checkpoint of this step was written. Lower '
+      'the learning rate or inspect the batch.'
     )

@@ -6,8 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
@@ -42,21 +41,21 @@ def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
 
 
 def create(
-    model_variables: dict[str, Any], optimizer: optax.GradientTransformation
+  model_variables: dict[str, Any], optimizer: optax.GradientTransformation
 ) -> TrainState:
   """Builds the state of step 0; pure, so that it can be traced or jitted."""
   params = model_variables['params']
   return TrainState(
-      step=jnp.zeros([], jnp.int32),
-      params=params,
-      selection_bias=model_variables.get('selection_bias', {}),
-      opt_state=optimizer.init(params),
+    step=jnp.zeros([], jnp.int32),
+    params=params,
+    selection_bias=model_variables.get('selection_bias', {}),
+    opt_state=optimizer.init(params),
   )
 
 
 def shardings(
-    abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
-) -> TrainState:
+  abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
+) -> Any:
   """Places the state: moments lie as their parameters, scalars everywhere.
 
   Args:
@@ -79,13 +78,14 @@ def shardings(
       if '/'.join(parts[start:]) in by_name:
         return by_name['/'.join(parts[start:])]
     raise ValueError(
-        f'Optimizer state {name} of shape {leaf.shape} is named after no '
-        f'parameter; the parameters are {sorted(by_name)}.'
+      f'Optimizer state {name} of shape {leaf.shape} is named after no '
+      f'parameter; the parameters are {sorted(by_name)}.'
     )
 
-  return TrainState(
-      step=replicated,
-      params=variable_shardings['params'],
-      selection_bias=variable_shardings.get('selection_bias', {}),
-      opt_state=trees.map_names(place, abstract.opt_state),
+  place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
+  return place_of(
+    step=replicated,
+    params=variable_shardings['params'],
+    selection_bias=variable_shardings.get('selection_bias', {}),
+    opt_state=trees.map_names(place, abstract.opt_state),
   )

@@ -36,18 +36,18 @@ class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
 
 
 StepFunction = Callable[
-    [train_state.TrainState, batches.LMBatch],
-    tuple[train_state.TrainState, StepMetrics],
+  [train_state.TrainState, batches.LMBatch],
+  tuple[train_state.TrainState, StepMetrics],
 ]
 
 
 def apply_gradients(
-    state: train_state.TrainState,
-    gradients: Any,
-    load_ME: jax.Array,
-    *,
-    optimizer: optax.GradientTransformation,
-    bias_rate: float,
+  state: train_state.TrainState,
+  gradients: Any,
+  load_ME: jax.Array,
+  *,
+  optimizer: optax.GradientTransformation,
+  bias_rate: float,
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
@@ -59,45 +59,45 @@ def apply_gradients(
     bias_rate: step of the selection bias (DeepSeek-V3: 0.001); 0 freezes it.
   """
   updates, opt_state = optimizer.update(
-      gradients, state.opt_state, state.params
+    gradients, state.opt_state, state.params
   )
   bias = jax.tree.map(
-      lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
-      state.selection_bias,
+    lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
+    state.selection_bias,
   )
   after = train_state.TrainState(
-      step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
-      selection_bias=bias,
-      opt_state=opt_state,
+    step=state.step + 1,
+    params=optax.apply_updates(state.params, updates),
+    selection_bias=bias,
+    opt_state=opt_state,
   )
   stats = UpdateStats(
-      grad_norm=optax.tree.norm(gradients), update_norm=optax.tree.norm(updates)
+    grad_norm=optax.tree.norm(gradients), update_norm=optax.tree.norm(updates)
   )
   return after, stats
 
 
 def make(
-    model: model_config.ModelConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    plan: exchange.ExchangePlan | None,
-    bias_rate: float,
+  model: model_config.ModelConfig,
+  optimizer: optax.GradientTransformation,
+  *,
+  plan: exchange.ExchangePlan | None,
+  bias_rate: float,
 ) -> StepFunction:
   """Returns the language-model step; it traces under any mesh."""
 
   def step(state, batch):
     gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)
     (_, loss_stats), gradients = gradient(
-        state.params, state.selection_bias, batch, model=model, plan=plan
+      state.params, state.selection_bias, batch, model=model, plan=plan
     )
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
-          state,
-          gradients,
-          loss_stats.load_ME,
-          optimizer=optimizer,
-          bias_rate=bias_rate,
+        state,
+        gradients,
+        loss_stats.load_ME,
+        optimizer=optimizer,
+        bias_rate=bias_rate,
       )
     return after, StepMetrics(loss=loss_stats, update=update_stats)
 

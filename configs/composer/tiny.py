@@ -33,9 +33,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
   )
   c.cpt = dict(
-      steps=700,
-      batch_size=8,  # rows
-      seq_len=512,
+      steps=500,
+      batch_size=16,  # rows
+      seq_len=256,
       learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
       adam_learning_rate=2e-3,  # peak, of what AdamW keeps: tables, router, norms
       warmup_steps=20,
@@ -50,7 +50,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       log_every=10,
   )
   c.sft = dict(
-      **{**c.cpt.to_dict(), 'steps': 300, 'decay_steps': 100},
+      **{**c.cpt.to_dict(), 'steps': 360, 'batch_size': 12, 'seq_len': 320},
   )
   c.demonstrations = dict(
       count=6000,  # transcripts, generated on training tasks only
@@ -65,7 +65,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       give_up=0.5,  # after a failed test, instead of another edit
   )
   c.episode = dict(
-      max_tokens=384,
+      max_tokens=320,
       max_turns=10,
       max_call_tokens=64,
       temperature=1.0,
@@ -102,8 +102,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
       reward='verdict',  # 'shuffled' is the control that must not learn
       replay=True,
-      rows=8,
-      seq_len=512,
+      rows=12,
+      seq_len=320,
       checkpoint_every=5,
       mismatch_every=5,
       episodes_every=10,

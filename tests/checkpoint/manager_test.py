@@ -22,16 +22,16 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 def _tree(seed=0):
   values = np.random.default_rng(seed).normal(size=(8, 64)).astype(np.float32)
   return {
-      'params': {'layers': {'up': jnp.asarray(values)}},
-      'half': jnp.asarray(values[0], jnp.bfloat16),
-      'step': jnp.int32(seed),
+    'params': {'layers': {'up': jnp.asarray(values)}},
+    'half': jnp.asarray(values[0], jnp.bfloat16),
+    'step': jnp.int32(seed),
   }
 
 
 def _like(tree):
   return jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-      tree,
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+    tree,
   )
 
 
@@ -60,7 +60,7 @@ def test_restores_onto_another_mesh(written):
   like = _like(_tree())
   up = like['params']['layers']['up']
   like['params']['layers']['up'] = jax.ShapeDtypeStruct(
-      up.shape, up.dtype, sharding=sharding
+    up.shape, up.dtype, sharding=sharding
   )
   tree, _ = written.restore(2, like)
   restored = tree['params']['layers']['up']
@@ -87,26 +87,27 @@ def test_only_the_newest_are_kept(tmp_path):
   assert manager.Checkpoints(tmp_path, keep=2).steps() == [2, 3]
 
 
-def test_a_flipped_byte_is_found_in_every_file(written):
+def test_flipped_bytes_in_any_file_never_restore_other_arrays(written):
   folder = written.directory / '2'
-  refused = 0
+  refused = []
   for path in sorted(p for p in folder.rglob('*') if p.is_file()):
     original = path.read_bytes()
     damaged = bytearray(original)
-    damaged[len(damaged) // 2] ^= 1
+    for at in range(0, len(damaged), max(len(damaged) // 8, 1)):
+      damaged[at] ^= 1
     path.write_bytes(damaged)
     try:
       tree, data = written.restore(2, _like(_tree()))
     except manager.DamagedCheckpoint as error:
-      refused += 1
-      for part in ('step 2', str(folder), 'Delete', 'continues from step 1'):
-        assert part in str(error), (path, error)
+      refused.append(str(error))
     else:  # Bytes that decide nothing: timestamps, superseded index nodes.
       jax.tree.map(np.testing.assert_array_equal, tree, _tree(2))
       assert data == {'position': [2, 'x']}
       assert len(original) < tree['params']['layers']['up'].nbytes, path
     path.write_bytes(original)
-  assert refused >= 3
+  assert len(refused) >= 3
+  for part in ('step 2', str(folder), 'Delete', 'continues from step 1'):
+    assert all(part in message for message in refused), part
   written.restore(2, _like(_tree()))
 
 
@@ -170,7 +171,7 @@ print('intact', len(again.steps()))
 def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   probe = ['unshare', '-rm', 'mount', '-t', 'tmpfs', 'tmpfs', str(tmp_path)]
   if not sys.platform.startswith('linux') or (
-      subprocess.run(probe, capture_output=True, check=False).returncode
+    subprocess.run(probe, capture_output=True, check=False).returncode
   ):
     pytest.skip('no namespaces: cannot mount a tmpfs')
   script = tmp_path / 'fill.py'
@@ -178,15 +179,15 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   mounted = tmp_path / 'small'
   mounted.mkdir()
   command = (
-      f'mount -t tmpfs -o size=2m tmpfs {mounted} && '
-      f'exec {sys.executable} {script} {mounted}'
+    f'mount -t tmpfs -o size=2m tmpfs {mounted} && '
+    f'exec {sys.executable} {script} {mounted}'
   )
   result = subprocess.run(
-      ['unshare', '-rm', 'sh', '-c', command],
-      capture_output=True,
-      text=True,
-      check=False,
-      env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
+    ['unshare', '-rm', 'sh', '-c', command],
+    capture_output=True,
+    text=True,
+    check=False,
+    env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
   )
   assert result.returncode == 0, result.stderr[-2000:]
   assert f'errno {errno.ENOSPC}' in result.stdout

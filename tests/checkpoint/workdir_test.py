@@ -15,16 +15,16 @@ def test_every_differing_key_is_named_with_both_values(tmp_path):
   workdir.claim(tmp_path, {'model': {'layers': 2, 'old': 1}, 'log': {'n': 1}})
   with pytest.raises(ValueError) as error:
     workdir.claim(
-        tmp_path,
-        {'model': {'layers': 3}, 'log': {'n': 9}, 'seed': 5},
-        ignored=('log',),
+      tmp_path,
+      {'model': {'layers': 3}, 'log': {'n': 9}, 'seed': 5},
+      ignored=('log',),
     )
   message = str(error.value)
   for part in (
-      'model.layers is 2 there and 3 now',
-      "model.old is 1 there and 'absent' now",
-      "seed is 'absent' there and 5 now",
-      '--workdir',
+    'model.layers is 2 there and 3 now',
+    "model.old is 1 there and 'absent' now",
+    "seed is 'absent' there and 5 now",
+    '--workdir',
   ):
     assert part in message
   assert 'log.n' not in message

@@ -12,10 +12,10 @@ def _draws(logits_V, temperature, count, seed=(7,)):
   positions_B = np.arange(count, dtype=np.int32)
   logits_BV = jnp.broadcast_to(jnp.array(logits_V), (count, len(logits_V)))
   return jax.jit(sampling.sample)(
-      keys_B2,
-      positions_B,
-      logits_BV,
-      np.full(count, temperature, np.float32),
+    keys_B2,
+    positions_B,
+    logits_BV,
+    np.full(count, temperature, np.float32),
   )
 
 
@@ -23,17 +23,17 @@ def test_frequencies_match_the_softmax_of_logits_over_temperature():
   probabilities_V = np.array([0.5, 0.25, 0.15, 0.1])
   count, temperature = 20_000, 2.0
   tokens_B, logprobs_B = _draws(
-      (temperature * np.log(probabilities_V)).astype(np.float32),
-      temperature,
-      count,
+    (temperature * np.log(probabilities_V)).astype(np.float32),
+    temperature,
+    count,
   )
   frequencies_V = np.bincount(tokens_B, minlength=4) / count
   # Five standard errors of a share at most 0.5.
   np.testing.assert_allclose(
-      frequencies_V, probabilities_V, atol=5 * 0.5 / count**0.5
+    frequencies_V, probabilities_V, atol=5 * 0.5 / count**0.5
   )
   np.testing.assert_allclose(
-      logprobs_B, np.log(probabilities_V)[tokens_B], atol=1e-5
+    logprobs_B, np.log(probabilities_V)[tokens_B], atol=1e-5
   )
 
 
@@ -46,7 +46,7 @@ def test_a_draw_depends_on_seed_and_position_only():
   tokens_B, logprobs_B = sample(keys_B2, positions_B, logits_BV, ones_B)
   order = np.array([3, 0, 5, 1, 4, 2])
   again_B, again_logprobs_B = sample(
-      keys_B2[order], positions_B[order], logits_BV[order], ones_B
+    keys_B2[order], positions_B[order], logits_BV[order], ones_B
   )
   np.testing.assert_array_equal(again_B, tokens_B[order])
   np.testing.assert_array_equal(again_logprobs_B, logprobs_B[order])

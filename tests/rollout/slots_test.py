@@ -9,11 +9,11 @@ from composer_jax.rollout import slots
 
 def _request(session, length=3, new=2):
   return records.SampleRequest(
-      session=session,
-      context_T=np.arange(length, dtype=np.int32),
-      max_new_tokens=new,
-      stop_tokens=(9,),
-      seed=(0,),
+    session=session,
+    context_T=np.arange(length, dtype=np.int32),
+    max_new_tokens=new,
+    stop_tokens=(9,),
+    seed=(0,),
   )
 
 

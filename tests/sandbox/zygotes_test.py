@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from composer_jax.sandbox import base, results
+from composer_jax.sandbox import base, cgroups, results
 from composer_jax.sandbox import open as sandbox_open
 from tests.sandbox import conftest
 
@@ -48,7 +48,8 @@ def test_returns_values_and_errors_in_order(sandbox):
 
 
 @pytest.mark.parametrize('expression', [
-    '(1, 2)', '{1}', 'float("nan")', '{1: 2}', 'type("A", (int,), {})(3)',
+    '(1, 2)', '{1}', 'float("nan")', '1 << 5000', 'chr(0xD800)',
+    '{1: 2}', 'type("A", (int,), {})(3)',
     'type("E", (), {"__eq__": lambda *a: True})()', 'object',
 ])  # fmt: skip
 def test_values_that_are_not_json_exactly_count_as_errors(run, expression):
@@ -145,6 +146,29 @@ def test_memory_of_all_processes_is_bounded(level):
     # One of the four is killed before all hold their share, or the call is.
     assert result.status == 'killed' or result.value[0][1] < 4
     assert sandbox.call(DOUBLE, 'm', 'f', [[1]]).status == 'ok'
+
+
+def test_limits_hold_and_are_recorded_without_cgroups(monkeypatch):
+  monkeypatch.setattr(cgroups, '_own_groups', dict)
+  text = 'def f(size): return len(bytearray(size))'
+  with sandbox_open.open_sandbox(
+    'auto', conftest.LIMITS, allow_unsafe=True
+  ) as sandbox:
+    assert sandbox.about['cgroup'] == 'none'
+    result = sandbox.call({'m.py': text}, 'm', 'f', [[10], [1 << 30]])
+  assert result.value == [['ok', 10], ['raised', 'MemoryError: ']]
+
+
+def test_version_two_is_one_group_with_all_limits(tmp_path, monkeypatch):
+  # Plain files stand for the kernel's: only their names and values are tested.
+  monkeypatch.setattr(cgroups, '_own_groups', lambda: {'': tmp_path})
+  group = cgroups.make('0', 1 << 27, 8)
+  (directory,) = group.directories
+  assert group.version == 'v2' and directory.parent == tmp_path
+  assert (directory / 'memory.max').read_text() == f'{1 << 27}'
+  assert (directory / 'pids.max').read_text() == '9'
+  enabled = (tmp_path / 'cgroup.subtree_control').read_text()
+  assert enabled == '+memory +pids'
 
 
 def test_files_are_bounded(run_isolated):
@@ -246,6 +270,9 @@ def test_the_parser_bounds_depth_types_and_number():
   for data, rule in (
     (b'[' * 100_000, 'nested deeper'),
     (b'[["ok", NaN]]', 'NaN'),
+    (b'[["ok", 1e999]]', '1e999'),
+    (b'[["ok", "\\ud800"]]', 'UTF-8'),
+    (b'[["ok", ' + b'9' * 9999 + b']]', 'digits'),
     (b'[["ok", 1]]', 'list of 2'),
     (b'[["ok", 1], ["no", 1]]', 'not'),
     (b'[["ok", 1], ["raised", 1]]', 'not'),
@@ -356,6 +383,19 @@ def test_unsafe_levels_and_unknown_names_are_refused():
     sandbox_open.open_sandbox('docker', conftest.LIMITS)
   with pytest.raises(ValueError, match='wall_s'):
     base.Limits(**{**dict.fromkeys(base.Limits.__slots__, 1), 'wall_s': 0})
+
+
+def test_a_bwrap_that_is_refused_is_passed_over(tmp_path, monkeypatch):
+  program = tmp_path / 'bwrap'
+  program.write_text('#!/bin/sh\necho "bwrap: not permitted" >&2\nexit 1\n')
+  program.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  with pytest.raises(ValueError, match='bwrap: .*not permitted'):
+    sandbox_open.open_sandbox('bwrap', conftest.LIMITS)
+  with sandbox_open.open_sandbox(
+    'auto', conftest.LIMITS, allow_unsafe=True
+  ) as sandbox:
+    assert sandbox.level != 'bwrap'
 
 
 def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):

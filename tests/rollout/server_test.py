@@ -1,0 +1,150 @@
+"""Serving: many blocking threads, one engine, and no one left waiting."""
+
+import threading
+import time
+from concurrent import futures
+
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.rollout import engine as engines
+from composer_jax.rollout import server
+
+OPTIONS = engines.EngineOptions(
+  num_slots=3, max_len=24, prefill_chunk=4, prefill_rows=2, decode_steps=2
+)
+
+
+@pytest.fixture(scope='module')
+def policy_arrays(make_config, make_variables):
+  config = make_config(num_layers=2)
+  return config, [make_variables(config, i) for i in range(2)]
+
+
+@pytest.fixture
+def engine(policy_arrays):
+  config, variables = policy_arrays
+  return engines.Engine(config, variables[0], 0, OPTIONS)
+
+
+def _request(index, length=3):
+  return records.SampleRequest(
+    session=f'session {index}',
+    context_T=np.arange(length, dtype=np.int32) + index,
+    max_new_tokens=4,
+    stop_tokens=(),
+    seed=(index,),
+  )
+
+
+def _episode(index):
+  def play(policy):
+    completions = [policy.complete(_request(index)) for _ in range(2)]
+    policy.close(f'session {index}')
+    return index, [c.tokens_T.tolist() for c in completions]
+
+  return play
+
+
+def test_results_come_in_job_order_and_do_not_depend_on_threads(engine):
+  jobs = [_episode(i) for i in range(7)]
+  few = list(server.run_episodes(jobs, engine, max_threads=1))
+  # More threads than slots: the sessions over the slots wait and come through.
+  many = list(server.run_episodes(jobs, engine, max_threads=7))
+  assert [index for index, _ in many] == list(range(7))
+  assert many == few
+  assert not engine.is_open('session 6')
+
+
+def test_weights_can_be_swapped_while_episodes_run(engine, policy_arrays):
+  policy = server.EnginePolicy(engine, timeout_s=60)
+  steps = []
+
+  def before_step():
+    steps.append(engine.num_unfinished)
+    if sum(n > 0 for n in steps) == 1:
+      engine.swap(policy_arrays[1][1], 1)
+
+  with futures.ThreadPoolExecutor() as pool:
+    job = pool.submit(policy.complete, _request(0))
+    policy.serve(job.done, before_step)
+  assert job.result().policy_version_T.tolist() == [0, 1, 1, 1]
+
+
+def test_a_refused_request_is_told_to_its_caller_alone(engine):
+  def bad(policy):
+    with pytest.raises(ValueError, match=r'hold 30 tokens.*max_len \(24\)'):
+      policy.complete(_request(9, length=30))
+    return 'refused'
+
+  results = list(server.run_episodes([_episode(0), bad, _episode(1)], engine))
+  assert results[1] == 'refused' and results[2][0] == 1
+
+
+def test_what_stops_the_loop_reaches_every_waiting_thread(engine):
+  policy = server.EnginePolicy(engine, timeout_s=60)
+  with futures.ThreadPoolExecutor() as pool:
+    # Five callers, three slots: some wait in the engine's queue.
+    jobs = [pool.submit(policy.complete, _request(i)) for i in range(5)]
+
+    def before_step():
+      if engine.num_unfinished == 5:
+        raise OSError('the store is gone')
+
+    with pytest.raises(OSError, match='store is gone'):
+      policy.serve(lambda: False, before_step)
+    for job in jobs:
+      with pytest.raises(RuntimeError, match='store is gone'):
+        job.result(timeout=60)
+  with pytest.raises(RuntimeError, match='serves no more'):
+    policy.complete(_request(7))
+
+
+def test_a_failing_episode_ends_the_run_with_its_own_error(engine):
+  def bad(policy):
+    policy.complete(_request(1))
+    raise ZeroDivisionError('an episode broke')
+
+  with pytest.raises(ZeroDivisionError, match='an episode broke'):
+    list(server.run_episodes([_episode(0), bad, _episode(2)], engine))
+
+
+def test_waiting_ends_at_the_timeout_and_says_for_what(engine):
+  policy = server.EnginePolicy(engine, timeout_s=0.05)
+  start = time.monotonic()
+  with pytest.raises(TimeoutError, match="'session 0' got no completion"):
+    policy.complete(_request(0))
+  assert time.monotonic() - start < 5
+  release = threading.Event()
+  jobs = [lambda policy: release.wait(30)]
+  with pytest.raises(TimeoutError, match='episode gave no result within'):
+    try:
+      list(server.run_episodes(jobs, engine, timeout_s=0.2))
+    finally:
+      release.set()
+
+
+def test_a_session_closed_while_it_samples_frees_its_slot(engine):
+  policy = server.EnginePolicy(engine, timeout_s=60)
+  with futures.ThreadPoolExecutor() as pool:
+    job = pool.submit(policy.complete, _request(0))
+
+    def before_step():
+      if engine.num_unfinished:
+        policy.close('session 0')
+
+    policy.serve(job.done, before_step)
+    with pytest.raises(RuntimeError, match='closed while it sampled'):
+      job.result()
+  assert not engine.is_open('session 0')
+  policy.close('never opened')
+  policy.serve(iter([False, True]).__next__)
+
+
+def test_ending_a_policy_frees_what_its_episodes_left_open(engine):
+  def careless(policy):
+    policy.complete(_request(1))
+
+  list(server.run_episodes([careless], engine))
+  assert not engine.is_open('session 1')
