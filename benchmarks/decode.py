@@ -15,6 +15,7 @@ the speed of the machine's own matrix product.
 
 import argparse
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def _uncached(config, variables, length: int):
 
   @jax.jit
   def next_tokens(variables):
-    output = decoder.Decoder(config).apply(
+    output: Any = decoder.Decoder(config).apply(
       variables, tokens_BT, jnp.ones_like(tokens_BT), positions_BT
     )
     last_B1D = output.hidden_BTD[:, -1:]

@@ -75,12 +75,13 @@ def run(
     )
     trained = time.monotonic()
     metrics |= ports.publish(state, step + 1)
-    ports.save(step + 1, state, step + 1 == num_steps)
-    ports.buffer.remove_below(ports.saved_step() * P)
     metrics |= {
         'wait_s': waited - began,
         'train_s': trained - waited,
         'publish_s': time.monotonic() - trained,
     }
+    # Before the checkpoint, which promises that the line of its step is there.
     ports.log(step + 1, metrics, groups)
+    ports.save(step + 1, state, step + 1 == num_steps)
+    ports.buffer.remove_below(ports.saved_step() * P)
   return state

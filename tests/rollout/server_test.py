@@ -148,3 +148,17 @@ def test_ending_a_policy_frees_what_its_episodes_left_open(engine):
 
   list(server.run_episodes([careless], engine))
   assert not engine.is_open('session 1')
+
+
+def test_what_is_closed_last_is_closed_when_serving_ends(engine):
+  policy = server.EnginePolicy(engine, timeout_s=60)
+  with futures.ThreadPoolExecutor() as pool:
+    job = pool.submit(policy.complete, _request(0))
+
+    def done():
+      if job.done():
+        policy.close('session 0')
+      return job.done()
+
+    policy.serve(done)
+  assert not engine.is_open('session 0')

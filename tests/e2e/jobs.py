@@ -1,0 +1,219 @@
+"""Starts the smoke job, watches it from outside, and reads what it left."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import psutil
+
+from composer_jax.telemetry import writer as writers
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = 'configs/composer/tiny.py:smoke'
+# Generous: the machine may be busy with other tests.
+TIMEOUT_S = 300
+
+# Of a line of metrics: what a clock measured, and the size of bundles, since
+# the first one after a restart may stand alone.
+UNCERTAIN = (
+    'time',
+    'tokens_per_s',
+    'mfu',
+    'sandbox_ms',
+    'wait_s',
+    'train_s',
+    'publish_s',
+    'bundle_bytes',
+)
+
+
+def environment() -> dict[str, str]:
+  """This process's, without the eight devices of the tests."""
+  found = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  # A resumed run compiles what the killed one did: even quick ones pay.
+  return found | {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+
+
+def arguments(workdir: pathlib.Path, *more: str) -> list[str]:
+  return [f'--config={CONFIG}', f'--workdir={workdir}', *more]
+
+
+def command(workdir: pathlib.Path, *more: str) -> list[str]:
+  return [
+      sys.executable,
+      '-m',
+      'experiments.composer',
+      *arguments(workdir, *more),
+  ]
+
+
+def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
+  """The real command line, to its end."""
+  return subprocess.run(
+      command(workdir, *more),
+      cwd=ROOT,
+      env=environment(),
+      capture_output=True,
+      text=True,
+      timeout=TIMEOUT_S,
+  )
+
+
+class Zygote:
+  """Runs of the main job that cost no imports; see `zygote.py`."""
+
+  def __init__(self):
+    self._process = subprocess.Popen(
+        [sys.executable, '-m', 'tests.e2e.zygote'],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+  def start(self, workdir: pathlib.Path, log: pathlib.Path) -> int:
+    request = json.dumps([arguments(workdir), str(log)])
+    self._process.stdin.write(request + '\n')
+    self._process.stdin.flush()
+    return json.loads(self._process.stdout.readline())
+
+  def exit_code(self) -> int:
+    """Of the last run; blocks until it has ended."""
+    return json.loads(self._process.stdout.readline())
+
+  def close(self) -> None:
+    self._process.stdin.close()
+    self._process.wait(timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def zygote() -> Iterator[Zygote]:
+  found = Zygote()
+  try:
+    yield found
+  finally:
+    found.close()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+  try:
+    return psutil.Process(pid).children(recursive=True)
+  except psutil.NoSuchProcess:
+    return []
+
+
+def mentioning(workdir: pathlib.Path) -> list[psutil.Process]:
+  """Processes whose command line names the workdir."""
+  found = []
+  for process in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):
+      if any(str(workdir) in a for a in process.cmdline()):
+        found.append(process)
+  return found
+
+
+def assert_gone(processes: list[psutil.Process], within_s: float = 10) -> None:
+  _, alive = psutil.wait_procs(processes, timeout=within_s)
+  # A zombie has ended; it only waits for init to read its status.
+  alive = [p for p in alive if p.is_running()]
+  alive = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+  assert not alive, f'these outlived the process that started them: {alive}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Strike:
+  """A moment to kill at.
+
+  Attributes:
+    name: of the moment.
+    is_due: (workdir) -> whether it has come.
+    worker: kill the rollout worker instead of the main process.
+  """
+
+  name: str
+  is_due: Callable[[pathlib.Path], bool]
+  worker: bool = False
+
+
+def strike(pid: int, workdir: pathlib.Path, moment: Strike) -> bool:
+  """Kills when the moment comes; False where the run ended before.
+
+  Nothing that the killed process started may outlive it.
+  """
+  main = psutil.Process(pid)
+  deadline = time.monotonic() + TIMEOUT_S
+  while not moment.is_due(workdir):
+    assert time.monotonic() < deadline, f'{moment.name}: never came'
+    if not main.is_running() or main.status() == psutil.STATUS_ZOMBIE:
+      return False
+    time.sleep(0.004)
+  victim = main
+  if moment.worker:
+    victim = next(p for p in mentioning(workdir) if p.ppid() == pid)
+  family = descendants(victim.pid)
+  try:
+    os.kill(victim.pid, signal.SIGKILL)
+  except ProcessLookupError:
+    return False
+  assert_gone(family)
+  return True
+
+
+def metrics(workdir: pathlib.Path) -> list[dict]:
+  """Everything that must be equal bit for bit, in order of stage and step."""
+  rows = [
+      {k: v for k, v in row.items() if k not in UNCERTAIN}
+      for row in writers.read(workdir)
+  ]
+  # Stages write in order; a held-out loss and a loss share a step.
+  return sorted(rows, key=lambda r: (r['stage'], r['step'], sorted(r)))
+
+
+def steps(workdir: pathlib.Path, stage: str) -> list[int]:
+  """Steps of a stage with a loss, as the metrics have them now."""
+  return [
+      r['step']
+      for r in writers.read(workdir)
+      if r['stage'] == stage and 'loss' in r
+  ]
+
+
+def hashes(workdir: pathlib.Path, stage: str) -> dict:
+  """Shape, dtype and BLAKE3 of every exported array, which restore verifies."""
+  step = max(
+      p for p in (workdir / 'exports' / stage).iterdir() if p.name.isdigit()
+  )
+  return json.loads((step / 'hashes' / 'metadata').read_text())['arrays']
+
+
+def episodes(workdir: pathlib.Path) -> list[dict]:
+  return [
+      json.loads(line)
+      for line in (workdir / 'episodes.jsonl').read_text().splitlines()
+  ]
+
+
+def differences(found: dict, expected: dict) -> list[str]:
+  keys = sorted(found.keys() | expected.keys())
+  return [
+      k
+      for k in keys
+      if not np.array_equal(found.get(k), expected.get(k))
+  ]
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+  with path.open('w') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
