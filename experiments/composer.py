@@ -12,8 +12,7 @@ from experiments import launch
 
 def run(spec, workdir, *, role, command):
   from composer_jax.pipeline import job as jobs
-  from composer_jax.pipeline import reinforce
-  from composer_jax.pipeline import stages
+  from composer_jax.pipeline import reinforce, stages
 
   if role == 'rollout':
     reinforce.serve_rollouts(spec, workdir)

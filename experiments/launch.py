@@ -1,4 +1,4 @@
-"""What every main shares: flags, the config as a Spec, and errors for people."""
+"""What every main shares: flags, the config as a Spec, readable errors."""
 
 import os
 import pathlib
@@ -6,33 +6,31 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
-    'config',
-    'configs/composer/tiny.py',
-    'A config file, with `:argument` where it takes one. Override any field: '
-    '--config.rl.steps=20.',
+  'config',
+  'configs/composer/tiny.py',
+  'A config file, with `:argument` where it takes one. Override any field: '
+  '--config.rl.steps=20.',
 )
 _WORKDIR = flags.DEFINE_string(
-    'workdir',
-    'runs/tiny',
-    'Where the run keeps everything. The same command on the same workdir '
-    'resumes; another config needs another workdir.',
+  'workdir',
+  'runs/tiny',
+  'Where the run keeps everything. The same command on the same workdir '
+  'resumes; another config needs another workdir.',
 )
 _DEBUG = flags.DEFINE_bool(
-    'debug', False, 'Shows the traceback of an error that has a message.'
+  'debug', False, 'Shows the traceback of an error that has a message.'
 )
 _ROLE = flags.DEFINE_enum(
-    'role',
-    'run',
-    ['run', 'rollout'],
-    'run: the whole job. rollout: a rollout worker of the run in --workdir, '
-    'which the job starts by itself; start more on other machines that share '
-    'the workdir.',
+  'role',
+  'run',
+  ['run', 'rollout'],
+  'run: the whole job. rollout: a rollout worker of the run in --workdir, '
+  'which the job starts by itself; start more on other machines that share '
+  'the workdir.',
 )
 
 
@@ -40,10 +38,10 @@ def _set_xla_flags(num_devices: int) -> None:
   """Must run before the first use of a backend."""
   found = os.environ.get('XLA_FLAGS', '')
   for flag in (
-      f'--xla_force_host_platform_device_count={num_devices}',
-      '--xla_cpu_collective_call_terminate_timeout_seconds=600',
-      # One thread per emulated device: eigen's own threads would fight them.
-      '--xla_cpu_multi_thread_eigen=false',
+    f'--xla_force_host_platform_device_count={num_devices}',
+    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
+    # One thread per emulated device: eigen's own threads would fight them.
+    '--xla_cpu_multi_thread_eigen=false',
   ):
     if flag.split('=')[0] not in found:
       found = f'{found} {flag}'
@@ -78,15 +76,19 @@ def main(run: Callable[..., None]) -> None:
     command = [sys.executable, '-m', module, *sys.argv[1:]]
     try:
       run(
-          spec.from_dict(config),
-          pathlib.Path(_WORKDIR.value).absolute(),
-          role=_ROLE.value,
-          command=command,
+        spec.from_dict(config),
+        pathlib.Path(_WORKDIR.value).absolute(),
+        role=_ROLE.value,
+        command=command,
       )
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       if _DEBUG.value:
         traceback.print_exc()
       sys.exit(f'error: {error}')
 
-  module = sys.modules['__main__'].__spec__.name
+  # Absent when a main is run as a plain file.
+  main_spec = sys.modules['__main__'].__spec__
+  if main_spec is None:
+    sys.exit('error: start this as `python -m experiments.<name>`.')
+  module = main_spec.name
   app.run(call)

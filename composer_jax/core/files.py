@@ -32,7 +32,7 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   descriptor, temporary = tempfile.mkstemp(
-      dir=path.parent, prefix=f'.{path.name}.', suffix='.tmp'
+    dir=path.parent, prefix=f'.{path.name}.', suffix='.tmp'
   )
   try:
     with os.fdopen(descriptor, 'wb') as file:
@@ -44,10 +44,10 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(temporary)
     raise OSError(
-        error.errno,
-        f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
-        'content, if any, is untouched. Free space or choose another --workdir',
-        str(path),
+      error.errno,
+      f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
+      'content, if any, is untouched. Free space or choose another --workdir',
+      str(path),
     ) from error
   fsync_directory(path.parent)
 

@@ -38,8 +38,8 @@ def _check_array(name: str, array: Any, dtype: Any, shape: tuple) -> None:
     found = getattr(array, 'dtype', type(array).__name__)
     raise ValueError(f'{name} must be a numpy array of {dtype}, not {found}.')
   fits = len(shape) == array.ndim and all(
-      want is None or want == have
-      for want, have in zip(shape, array.shape, strict=True)
+    want is None or want == have
+    for want, have in zip(shape, array.shape, strict=True)
   )
   if not fits:
     raise ValueError(f'{name} has shape {array.shape}; {shape} is required.')
@@ -77,12 +77,12 @@ class Trajectory:
     _check_array('logprobs_T', self.logprobs_T, np.float32, length)
     _check_array('policy_version_T', self.policy_version_T, np.int32, length)
     _check_array(
-        'expert_ids_TMA', self.expert_ids_TMA, np.uint16, (*length, None, None)
+      'expert_ids_TMA', self.expert_ids_TMA, np.uint16, (*length, None, None)
     )
     if np.any(np.diff(self.policy_version_T) < 0):
       raise ValueError(
-          'policy_version_T must never decrease within a trajectory; it is '
-          f'{self.policy_version_T.tolist()}.'
+        'policy_version_T must never decrease within a trajectory; it is '
+        f'{self.policy_version_T.tolist()}.'
       )
     if not np.all(np.isfinite(self.logprobs_T)):
       raise ValueError('logprobs_T holds a value that is not finite.')
@@ -117,19 +117,19 @@ class Verdict:
   def __post_init__(self):
     if self.status not in VERDICT_STATUSES:
       raise ValueError(
-          f'Verdict.status {self.status!r} is not one of {VERDICT_STATUSES}.'
+        f'Verdict.status {self.status!r} is not one of {VERDICT_STATUSES}.'
       )
     if not 0 <= self.num_passed <= self.num_tests:
       raise ValueError(
-          f'num_passed ({self.num_passed}) must lie in 0..num_tests '
-          f'({self.num_tests}).'
+        f'num_passed ({self.num_passed}) must lie in 0..num_tests '
+        f'({self.num_tests}).'
       )
     if self.passed and (
-        self.status != GRADED or self.num_passed != self.num_tests
+      self.status != GRADED or self.num_passed != self.num_tests
     ):
       raise ValueError(
-          'passed needs status "graded" and every test passed; got '
-          f'{self.status!r} with {self.num_passed} of {self.num_tests}.'
+        'passed needs status "graded" and every test passed; got '
+        f'{self.status!r} with {self.num_passed} of {self.num_tests}.'
       )
 
 
@@ -182,23 +182,23 @@ class Group:
     members = [r.member for r in self.rollouts]
     if members != list(range(len(self.rollouts))) or not members:
       raise ValueError(
-          f'Group {self.group} must hold members 0..R-1 in order; it has '
-          f'{members}.'
+        f'Group {self.group} must hold members 0..R-1 in order; it has '
+        f'{members}.'
       )
     for r in self.rollouts:
       if (r.group, r.task_id) != (self.group, self.task_id):
         raise ValueError(
-            f'Group {self.group} of task {self.task_id!r} holds a rollout of '
-            f'group {r.group}, task {r.task_id!r}.'
+          f'Group {self.group} of task {self.task_id!r} holds a rollout of '
+          f'group {r.group}, task {r.task_id!r}.'
         )
 
   @property
   def min_policy_version(self) -> int:
     return min(
-        int(t.policy_version_T[t.loss_mask_T].min())
-        for r in self.rollouts
-        for t in r.trajectories
-        if t.loss_mask_T.any()
+      int(t.policy_version_T[t.loss_mask_T].min())
+      for r in self.rollouts
+      for t in r.trajectories
+      if t.loss_mask_T.any()
     )
 
 
@@ -231,7 +231,7 @@ class SampleRequest:
     _check_array('context_T', self.context_T, np.int32, (None,))
     if self.max_new_tokens < 1:
       raise ValueError(
-          f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
+        f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
       )
     if not self.temperature > 0:
       raise ValueError(f'temperature must be positive, not {self.temperature}.')
@@ -266,19 +266,19 @@ class Completion:
     _check_array('logprobs_T', self.logprobs_T, np.float32, length)
     _check_array('policy_version_T', self.policy_version_T, np.int32, length)
     _check_array(
-        'consumed_expert_ids_TMA',
-        self.consumed_expert_ids_TMA,
-        np.uint16,
-        (None, None, None),
+      'consumed_expert_ids_TMA',
+      self.consumed_expert_ids_TMA,
+      np.uint16,
+      (None, None, None),
     )
 
 
 _TRAJECTORY_ARRAYS = (
-    'tokens_T',
-    'loss_mask_T',
-    'logprobs_T',
-    'expert_ids_TMA',
-    'policy_version_T',
+  'tokens_T',
+  'loss_mask_T',
+  'logprobs_T',
+  'expert_ids_TMA',
+  'policy_version_T',
 )
 
 
@@ -291,15 +291,15 @@ def group_to_bytes(group: Group) -> bytes:
       for name in _TRAJECTORY_ARRAYS:
         arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
     header = {
-        f.name: getattr(r, f.name)
-        for f in dataclasses.fields(r)
-        if f.name not in ('trajectories', 'verdict')
+      f.name: getattr(r, f.name)
+      for f in dataclasses.fields(r)
+      if f.name not in ('trajectories', 'verdict')
     }
     header['verdict'] = dataclasses.asdict(r.verdict)
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
   text = json.dumps(
-      {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
+    {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
   )
   arrays['header'] = np.frombuffer(text.encode(), np.uint8)
   buffer = io.BytesIO()
@@ -315,21 +315,21 @@ def group_from_bytes(data: bytes) -> Group:
     for fields in header['rollouts']:
       temperatures = fields.pop('temperatures')
       trajectories = tuple(
-          Trajectory(
-              temperature=temperature,
-              **{
-                  name: arrays[f'{fields["member"]}/{i}/{name}']
-                  for name in _TRAJECTORY_ARRAYS
-              },
-          )
-          for i, temperature in enumerate(temperatures)
+        Trajectory(
+          temperature=temperature,
+          **{
+            name: arrays[f'{fields["member"]}/{i}/{name}']
+            for name in _TRAJECTORY_ARRAYS
+          },
+        )
+        for i, temperature in enumerate(temperatures)
       )
       fields['verdict'] = Verdict(**fields['verdict'])
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
       rollouts.append(Rollout(trajectories=trajectories, **fields))
   return Group(
-      group=header['group'],
-      task_id=header['task_id'],
-      rollouts=tuple(rollouts),
+    group=header['group'],
+    task_id=header['task_id'],
+    rollouts=tuple(rollouts),
   )

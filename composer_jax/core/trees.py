@@ -9,8 +9,8 @@ import jax
 def path_name(path: tuple[Any, ...]) -> str:
   """Joins a key path with '/': `layers/moe/up`."""
   return '/'.join(
-      str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
-      for key in path
+    str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
+    for key in path
   )
 
 
@@ -23,7 +23,7 @@ def flatten_names(tree: Any) -> dict[str, Any]:
 def map_names(function: Any, tree: Any) -> Any:
   """Maps `function(name, leaf)` over a tree."""
   return jax.tree_util.tree_map_with_path(
-      lambda path, leaf: function(path_name(path), leaf), tree
+    lambda path, leaf: function(path_name(path), leaf), tree
   )
 
 

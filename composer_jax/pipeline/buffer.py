@@ -12,12 +12,11 @@ import time
 import zipfile
 from collections.abc import Callable, Sequence
 
-from composer_jax.core import files
-from composer_jax.core import records
+from composer_jax.core import files, records
 
 
 def admitted(
-    version: int, *, prompts: int, max_staleness: int, steps: int
+  version: int, *, prompts: int, max_staleness: int, steps: int
 ) -> int:
   """How many groups may have been started when `version` is the newest policy.
 
@@ -61,17 +60,17 @@ class GroupBuffer:
       aside = path.with_suffix('.damaged')
       path.replace(aside)
       raise ValueError(
-          f'The finished group {path} is damaged ({e}). It was set aside as '
-          f'{aside.name}; run the same command again to sample it anew.'
+        f'The finished group {path} is damaged ({e}). It was set aside as '
+        f'{aside.name}; run the same command again to sample it anew.'
       ) from e
     return found
 
   def wait(
-      self,
-      ids: Sequence[int],
-      *,
-      timeout_s: float,
-      while_waiting: Callable[[], None],
+    self,
+    ids: Sequence[int],
+    *,
+    timeout_s: float,
+    while_waiting: Callable[[], None],
   ) -> list[records.Group]:
     """Blocks until all of `ids` are there, and returns them in that order.
 
@@ -95,9 +94,9 @@ class GroupBuffer:
       while_waiting()
       if time.monotonic() - last_arrival > timeout_s:
         raise TimeoutError(
-            f'No group finished in {timeout_s:.0f} s while the trainer waits '
-            f'for groups {missing}. The rollout worker lives but makes no '
-            'progress; see rollout_worker.log in the workdir.'
+          f'No group finished in {timeout_s:.0f} s while the trainer waits '
+          f'for groups {missing}. The rollout worker lives but makes no '
+          'progress; see rollout_worker.log in the workdir.'
         )
       time.sleep(0.005)
 
@@ -110,9 +109,9 @@ class GroupBuffer:
     dropped = []
     for group in self.ids():
       newest = max(
-          int(t.policy_version_T.max())
-          for r in self.get(group).rollouts
-          for t in r.trajectories
+        int(t.policy_version_T.max())
+        for r in self.get(group).rollouts
+        for t in r.trajectories
       )
       if newest > version:
         self.path(group).unlink()

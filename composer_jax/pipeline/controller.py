@@ -27,14 +27,14 @@ class RolloutProcess:
   """
 
   def __init__(
-      self,
-      command: Sequence[str],
-      *,
-      log: pathlib.Path,
-      cores: Sequence[int],
-      max_restarts: int,
-      report: Callable[[str], None],
-      environment: dict[str, str] | None = None,
+    self,
+    command: Sequence[str],
+    *,
+    log: pathlib.Path,
+    cores: Sequence[int],
+    max_restarts: int,
+    report: Callable[[str], None],
+    environment: dict[str, str] | None = None,
   ):
     self._command = list(command)
     self._log = log
@@ -47,11 +47,11 @@ class RolloutProcess:
   def _start(self) -> subprocess.Popen:
     with self._log.open('ab') as log:
       process = subprocess.Popen(
-          self._command,
-          stdin=subprocess.DEVNULL,
-          stdout=log,
-          stderr=subprocess.STDOUT,
-          env=self._environment,
+        self._command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=self._environment,
       )
     if self._cores and hasattr(os, 'sched_setaffinity'):
       os.sched_setaffinity(process.pid, self._cores)
@@ -70,14 +70,14 @@ class RolloutProcess:
     tail = tail_of(self._log)
     if self._restarts_left == 0:
       raise RuntimeError(
-          f'The rollout worker died again (exit code {code}) and was restarted '
-          f'as often as allowed. The end of {self._log}:\n{tail}'
+        f'The rollout worker died again (exit code {code}) and was restarted '
+        f'as often as allowed. The end of {self._log}:\n{tail}'
       )
     self._restarts_left -= 1
     self._report(
-        f'rollout worker died (exit code {code}); restarting it, '
-        f'{self._restarts_left} restarts left. Its last line: '
-        f'{tail.splitlines()[-1] if tail else "(none)"}'
+      f'rollout worker died (exit code {code}); restarting it, '
+      f'{self._restarts_left} restarts left. Its last line: '
+      f'{tail.splitlines()[-1] if tail else "(none)"}'
     )
     time.sleep(0.5)
     self._process = self._start()
@@ -99,8 +99,8 @@ def tail_of(path: pathlib.Path, lines: int = 15) -> str:
     return ''
   with path.open('rb') as file:
     return '\n'.join(
-        raw.decode(errors='replace').rstrip()
-        for raw in collections.deque(file, maxlen=lines)
+      raw.decode(errors='replace').rstrip()
+      for raw in collections.deque(file, maxlen=lines)
     )
 
 

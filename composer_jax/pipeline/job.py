@@ -12,16 +12,13 @@ import jax
 
 from composer_jax.agent import episode
 from composer_jax.checkpoint import workdir as workdirs
-from composer_jax.core import files
-from composer_jax.core import records
+from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import tokens as corpus_tokens
-from composer_jax.parallel import layouts
-from composer_jax.parallel import topology
+from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks import list_functions
-from composer_jax.tasks import runners
+from composer_jax.tasks import list_functions, runners
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
@@ -61,7 +58,7 @@ class Job:
   @functools.cached_property
   def documents(self) -> dict[str, corpus_tokens.Documents]:
     return corpus_tokens.tokenise(
-        self.corpus, self.tokenizer, report=tell('data')
+      self.corpus, self.tokenizer, report=tell('data')
     )
 
   @functools.cached_property
@@ -69,7 +66,7 @@ class Job:
     """Of pretraining and SFT: all devices."""
     mesh = topology.make_mesh(**dataclasses.asdict(self.spec.mesh))
     return placements.build(
-        self.spec.model, mesh=mesh, layout=_LAYOUTS[self.spec.layout]
+      self.spec.model, mesh=mesh, layout=_LAYOUTS[self.spec.layout]
     )
 
   @functools.cached_property
@@ -77,7 +74,7 @@ class Job:
     """Of RL: one device, since the rollout process needs the others."""
     mesh = topology.make_mesh(devices=jax.devices()[:1])
     return placements.build(
-        self.spec.model, mesh=mesh, layout=layouts.REPLICATED
+      self.spec.model, mesh=mesh, layout=layouts.REPLICATED
     )
 
   @contextlib.contextmanager
@@ -87,7 +84,7 @@ class Job:
       yield runner
 
   def log_episodes(
-      self, stage: str, step: int, rollouts: list[records.Rollout]
+    self, stage: str, step: int, rollouts: list[records.Rollout]
   ) -> None:
     """Keeps readable episodes; writing a step again replaces it."""
     path = self.workdir / 'episodes.jsonl'
@@ -99,19 +96,19 @@ class Job:
           kept.append(line)
     for rollout in rollouts:
       row = {
-          'stage': stage,
-          'step': step,
-          'task_id': rollout.task_id,
-          'reward': rollout.reward,
-          'verdict': dataclasses.asdict(rollout.verdict),
-          'versions': sorted(
-              {
-                  int(v)
-                  for t in rollout.trajectories
-                  for v in t.policy_version_T[t.loss_mask_T]
-              }
-          ),
-          'turns': episode.turns(rollout, self.tokenizer),
+        'stage': stage,
+        'step': step,
+        'task_id': rollout.task_id,
+        'reward': rollout.reward,
+        'verdict': dataclasses.asdict(rollout.verdict),
+        'versions': sorted(
+          {
+            int(v)
+            for t in rollout.trajectories
+            for v in t.policy_version_T[t.loss_mask_T]
+          }
+        ),
+        'turns': episode.turns(rollout, self.tokenizer),
       }
       kept.append(json.dumps(row))
     files.write_atomic(path, ('\n'.join(kept) + '\n').encode())
@@ -127,44 +124,44 @@ def tell(stage: str):
 
 
 def build_corpus(
-    spec: specs.Spec, workdir: pathlib.Path, report_line: Any = None
+  spec: specs.Spec, workdir: pathlib.Path, report_line: Any = None
 ) -> corpora.Corpus:
   """The corpus of the run, without anything the tasks hold out."""
   packages, functions, bodies = list_functions.holdout()
   return corpora.build(
-      spec.data.sources,
-      workdir=workdir / 'corpus',
-      holdout=corpora.HoldOut(
-          packages=packages, functions=functions, bodies=bodies
-      ),
-      options=corpora.CorpusOptions(
-          max_bytes=spec.data.max_bytes,
-          heldout_fraction=spec.data.heldout_share,
-          seed=spec.seed,
-      ),
-      report=report_line or tell('data'),
+    spec.data.sources,
+    workdir=workdir / 'corpus',
+    holdout=corpora.HoldOut(
+      packages=packages, functions=functions, bodies=bodies
+    ),
+    options=corpora.CorpusOptions(
+      max_bytes=spec.data.max_bytes,
+      heldout_fraction=spec.data.heldout_share,
+      seed=spec.seed,
+    ),
+    report=report_line or tell('data'),
   )
 
 
 def train_tokenizer(
-    spec: specs.Spec, workdir: pathlib.Path, corpus: corpora.Corpus
+  spec: specs.Spec, workdir: pathlib.Path, corpus: corpora.Corpus
 ) -> tokenizers.Tokenizer:
   """The run's tokenizer, also saved where a rollout worker finds it."""
   path = workdir / 'tokenizer.json'
   if not path.exists():
     tokenizer = corpus_tokens.train_tokenizer(
-        corpus,
-        spec.model.vocab_size,
-        max_bytes=spec.tokenizer.train_bytes,
-        extra_texts=_protocol_texts(),
-        report=tell('data'),
+      corpus,
+      spec.model.vocab_size,
+      max_bytes=spec.tokenizer.train_bytes,
+      extra_texts=_protocol_texts(),
+      report=tell('data'),
     )
     tokenizer.save(path)
   tokenizer = tokenizers.Tokenizer.load(path)
   if tokenizer.vocab_size > spec.model.vocab_size:
     raise ValueError(
-        f'{path} has {tokenizer.vocab_size} tokens, the model '
-        f'{spec.model.vocab_size}; delete it to have it trained again.'
+      f'{path} has {tokenizer.vocab_size} tokens, the model '
+      f'{spec.model.vocab_size}; delete it to have it trained again.'
     )
   return tokenizer
 
@@ -174,8 +171,8 @@ def _protocol_texts() -> list[str]:
   for index in range(_PROTOCOL_TASKS):
     task = list_functions.generate(index, 'train', _PROTOCOL_SEED)
     calls = (
-        f'read {task.path}\nedit {task.path} {task.function}\n'
-        f'{task.reference}\ntest\nfinish\n'
+      f'read {task.path}\nedit {task.path} {task.function}\n'
+      f'{task.reference}\ntest\nfinish\n'
     )
     texts.append('\n'.join([task.prompt, *task.files.values(), calls]))
   return texts
@@ -188,7 +185,7 @@ def open_runner(options: specs.Sandbox) -> Iterator[runners.Runner]:
     yield runners.StaticRunner()
     return
   sandbox = sandboxes.open_sandbox(
-      options.level, options.limits(), size=options.workers
+    options.level, options.limits(), size=options.workers
   )
   try:
     yield sandbox
@@ -196,9 +193,7 @@ def open_runner(options: specs.Sandbox) -> Iterator[runners.Runner]:
     sandbox.close()
 
 
-def settle_sandbox(
-    spec: specs.Spec, workdir: pathlib.Path
-) -> specs.Spec:
+def settle_sandbox(spec: specs.Spec, workdir: pathlib.Path) -> specs.Spec:
   """Decides what judges code before anything is trained, and says so.
 
   Where no namespaces are to be had, the run goes on with verifier tasks that
@@ -219,23 +214,23 @@ def settle_sandbox(
       say(f'{name}: {"works" if works else "not here"}: {why}')
     if level == 'static':
       say(
-          'No isolation here, so no generated code is executed: the tasks are '
-          'judged by form (verifier tasks). For real execution use Linux with '
-          'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1, '
-          'or a container started with --privileged), with bubblewrap where '
-          'there is one.'
+        'No isolation here, so no generated code is executed: the tasks are '
+        'judged by form (verifier tasks). For real execution use Linux with '
+        'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1, '
+        'or a container started with --privileged), with bubblewrap where '
+        'there is one.'
       )
     else:
       say(f'code is judged in {level}')
   files.write_json(path, {'level': level})
   return dataclasses.replace(
-      spec, sandbox=dataclasses.replace(spec.sandbox, level=level)
+    spec, sandbox=dataclasses.replace(spec.sandbox, level=level)
   )
 
 
 @contextlib.contextmanager
 def open_run(
-    spec: specs.Spec, workdir: pathlib.Path, command: list[str]
+  spec: specs.Spec, workdir: pathlib.Path, command: list[str]
 ) -> Iterator[Job]:
   """Opens a workdir for this spec, and leaves a report behind, always.
 
@@ -243,13 +238,13 @@ def open_run(
     ValueError: the workdir belongs to another config; names what differs.
   """
   workdirs.claim(
-      workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
+    workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
   )
   spec = settle_sandbox(spec, workdir)
   with writers.Writer(
-      workdir,
-      tensorboard=spec.telemetry.tensorboard,
-      wandb=spec.telemetry.wandb,
+    workdir,
+    tensorboard=spec.telemetry.tensorboard,
+    wandb=spec.telemetry.wandb,
   ) as writer:
     try:
       yield Job(spec, workdir, tuple(command), writer)

@@ -1,4 +1,4 @@
-"""The RL stage: state and store in, trainer and rollouts together, state out."""
+"""The RL stage: trainer and rollouts together, from a state to a state."""
 
 import contextlib
 import dataclasses
@@ -9,23 +9,22 @@ from typing import Any
 
 import jax
 
-from composer_jax.checkpoint import manager
-from composer_jax.checkpoint import weights
-from composer_jax.core import files
-from composer_jax.core import records
-from composer_jax.delta import publish
+from composer_jax.checkpoint import manager, weights
+from composer_jax.core import files, records
+from composer_jax.delta import publish, subscribe
 from composer_jax.delta import store as stores
-from composer_jax.delta import subscribe
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.pipeline import controller
+from composer_jax.pipeline import (
+  controller,
+  rollout_worker,
+  stages,
+  trainer_worker,
+)
 from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import rollout_worker
 from composer_jax.pipeline import spec as specs
-from composer_jax.pipeline import stages
-from composer_jax.pipeline import trainer_worker
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress
@@ -41,10 +40,10 @@ _FIRST_POLICY_S = 300.0
 
 def batch_shape(spec: specs.Spec) -> batching.BatchShape:
   return batching.BatchShape(
-      rows=spec.rl.rows,
-      seq_len=spec.rl.seq_len,
-      num_moe_layers=spec.model.num_moe_layers,
-      num_active=spec.model.moe.num_active,
+    rows=spec.rl.rows,
+    seq_len=spec.rl.seq_len,
+    num_moe_layers=spec.model.num_moe_layers,
+    num_active=spec.model.moe.num_active,
   )
 
 
@@ -63,10 +62,10 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
   model = decoder.Decoder(spec.model)
   shapes, axes = decoder.abstract(spec.model)
   optimizer = optim_groups.optimizer(
-      spec.rl.optimizer_options(),
-      params=shapes['params'],
-      axes=axes['params'],
-      total_steps=max(spec.rl.steps, 1),
+    spec.rl.optimizer_options(),
+    params=shapes['params'],
+    axes=axes['params'],
+    total_steps=max(spec.rl.steps, 1),
   )
   functions = steps.build(model, optimizer, ratio_cap=spec.rl.ratio_cap)
   variables = stages.load_variables(job, 'sft', job.single)
@@ -75,8 +74,8 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
   latest = checkpoints.latest_step()
   if latest is not None:
     like = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-        state,
+      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+      state,
     )
     state, _ = checkpoints.restore(latest, like)
   return Start(state, functions, reference)
@@ -93,50 +92,48 @@ def reinforce(job: jobs.Job) -> None:
   if export.finished_step(job.workdir, 'rl') is not None:
     return
   say = jobs.tell('rl')
-  checkpoints = manager.Checkpoints(
-      job.workdir / 'checkpoints' / 'rl', keep=2
-  )
+  checkpoints = manager.Checkpoints(job.workdir / 'checkpoints' / 'rl', keep=2)
   with contextlib.closing(checkpoints):
     start = prepare(job, checkpoints)
     first = int(start.state.step)
     publisher = publish.Publisher(
-        stores.Store(job.workdir / 'store'),
-        _RUN_ID,
-        keyframe_every=rl.keyframe_every,
+      stores.Store(job.workdir / 'store'),
+      _RUN_ID,
+      keyframe_every=rl.keyframe_every,
     )
     publisher.rewind(first)
     buffer = buffers.GroupBuffer(job.workdir / 'groups')
     dropped = buffer.discard_newer(first)
     if first or dropped:
       say(
-          f'going on from step {first}; {len(buffer.ids())} finished groups '
-          f'kept, {len(dropped)} of void policies dropped'
+        f'going on from step {first}; {len(buffer.ids())} finished groups '
+        f'kept, {len(dropped)} of void policies dropped'
       )
     job.writer.truncate('rl', first)
     with (
-        _placed(job, buffer, start, publisher) as wait,
-        progress.Progress('rl', rl.steps, start=first) as bar,
+      _placed(job, buffer, start, publisher) as wait,
+      progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       ports = _ports(job, buffer, checkpoints, publisher, wait, bar)
       state = trainer_worker.run(
-          start.state,
-          start.functions,
-          ports,
-          rl.update_options(spec.seed),
-          batch_shape(spec),
-          num_steps=rl.steps,
-          reference=start.reference,
+        start.state,
+        start.functions,
+        ports,
+        rl.update_options(spec.seed),
+        batch_shape(spec),
+        num_steps=rl.steps,
+        reference=start.reference,
       )
   export.save(job.workdir, 'rl', rl.steps, state.variables())
 
 
 def _ports(
-    job: jobs.Job,
-    buffer: buffers.GroupBuffer,
-    checkpoints: manager.Checkpoints,
-    publisher: publish.Publisher,
-    wait: Callable[[list[int]], list[records.Group]],
-    bar: progress.Progress,
+  job: jobs.Job,
+  buffer: buffers.GroupBuffer,
+  checkpoints: manager.Checkpoints,
+  publisher: publish.Publisher,
+  wait: Callable[[list[int]], list[records.Group]],
+  bar: progress.Progress,
 ) -> trainer_worker.Ports:
   rl = job.spec.rl
 
@@ -154,42 +151,42 @@ def _ports(
   def log(step, metrics, groups):
     job.writer.write('rl', step, **metrics)
     bar.update(
-        step,
-        reward=metrics['reward'],
-        passed=metrics['pass_rate'],
-        invalid=metrics['invalid_rate'],
-        entropy=metrics['entropy'],
-        staleness=metrics['staleness'],
+      step,
+      reward=metrics['reward'],
+      passed=metrics['pass_rate'],
+      invalid=metrics['invalid_rate'],
+      entropy=metrics['entropy'],
+      staleness=metrics['staleness'],
     )
     # For audits: everything that the policy wrote and was trained on.
     edits = [
-        edit
-        for g in groups
-        for r in g.rollouts
-        for edit in stages.edits_of(job, r)
+      edit
+      for g in groups
+      for r in g.rollouts
+      for edit in stages.edits_of(job, r)
     ]
     files.write_atomic(
-        job.workdir / 'rl_edits' / f'{step:06d}.txt', '\n'.join(edits).encode()
+      job.workdir / 'rl_edits' / f'{step:06d}.txt', '\n'.join(edits).encode()
     )
     if step % rl.episodes_every == 0 or step == 1:
       job.log_episodes('rl', step, list(groups[0].rollouts[:2]))
 
   return trainer_worker.Ports(
-      buffer=buffer,
-      wait=wait,
-      publish=send,
-      save=save,
-      saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
-      log=log,
+    buffer=buffer,
+    wait=wait,
+    publish=send,
+    save=save,
+    saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
+    log=log,
   )
 
 
 @contextlib.contextmanager
 def _placed(
-    job: jobs.Job,
-    buffer: buffers.GroupBuffer,
-    start: Start,
-    publisher: publish.Publisher,
+  job: jobs.Job,
+  buffer: buffers.GroupBuffer,
+  start: Start,
+  publisher: publish.Publisher,
 ) -> Iterator[Callable[[list[int]], list[records.Group]]]:
   """Yields what the trainer calls to get groups, per placement."""
   if job.spec.rl.placement == 'colocated':
@@ -205,16 +202,16 @@ def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
   rl = job.spec.rl
   own, others = controller.divide_cores()
   worker = controller.RolloutProcess(
-      [*job.command, '--role=rollout'],
-      log=job.workdir / _WORKER_LOG,
-      cores=others,
-      max_restarts=rl.max_restarts,
-      report=jobs.tell('rl'),
+    [*job.command, '--role=rollout'],
+    log=job.workdir / _WORKER_LOG,
+    cores=others,
+    max_restarts=rl.max_restarts,
+    report=jobs.tell('rl'),
   )
   controller.pin(own)
   try:
     yield lambda ids: buffer.wait(
-        ids, timeout_s=rl.wait_timeout_s, while_waiting=worker.check
+      ids, timeout_s=rl.wait_timeout_s, while_waiting=worker.check
     )
   finally:
     worker.close()
@@ -228,9 +225,7 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
   receiver = Receiver(job.workdir, spec.model)
   engine = None
   with job.runner() as runner:
-    collector = stages.collector_of(
-        spec, job.tokenizer, runner, split='train'
-    )
+    collector = stages.collector_of(spec, job.tokenizer, runner, split='train')
 
     def wait(ids: list[int]) -> list[records.Group]:
       nonlocal engine
@@ -244,15 +239,15 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
       if engine is None:
         raise ValueError(f'No policy in {job.workdir / "store"} to roll out.')
       rollout_worker.run(
-          collector,
-          engine,
-          buffer,
-          receiver.poll,
-          first_version=engine.version,
-          prompts=spec.rl.prompts,
-          max_staleness=spec.rl.max_staleness,
-          num_steps=spec.rl.steps,
-          until_version=engine.version,
+        collector,
+        engine,
+        buffer,
+        receiver.poll,
+        first_version=engine.version,
+        prompts=spec.rl.prompts,
+        max_staleness=spec.rl.max_staleness,
+        num_steps=spec.rl.steps,
+        until_version=engine.version,
       )
       return [buffer.get(g) for g in ids]
 
@@ -262,11 +257,9 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
 class Receiver:
   """Follows the store of a run and rebuilds its policies as device arrays."""
 
-  def __init__(
-      self, workdir: pathlib.Path, model: model_config.ModelConfig
-  ):
+  def __init__(self, workdir: pathlib.Path, model: model_config.ModelConfig):
     self._subscriber = subscribe.Subscriber(
-        stores.Store(workdir / 'store'), _RUN_ID
+      stores.Store(workdir / 'store'), _RUN_ID
     )
     self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
 
@@ -293,8 +286,8 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   while (update := receiver.poll()) is None:
     if time.monotonic() > deadline:
       raise TimeoutError(
-          f'No usable policy in {workdir / "store"} within '
-          f'{_FIRST_POLICY_S:.0f} s ({receiver.problem or "nothing there"}).'
+        f'No usable policy in {workdir / "store"} within '
+        f'{_FIRST_POLICY_S:.0f} s ({receiver.problem or "nothing there"}).'
       )
     time.sleep(0.05)
   version, values = update
@@ -302,14 +295,14 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   options = dataclasses.replace(spec.sandbox, level=level)
   with jobs.open_runner(options) as runner:
     version = rollout_worker.run(
-        stages.collector_of(spec, tokenizer, runner, split='train'),
-        stages.make_engine(spec, values, version),
-        buffers.GroupBuffer(workdir / 'groups'),
-        receiver.poll,
-        first_version=version,
-        prompts=spec.rl.prompts,
-        max_staleness=spec.rl.max_staleness,
-        num_steps=spec.rl.steps,
-        until_version=spec.rl.steps,
+      stages.collector_of(spec, tokenizer, runner, split='train'),
+      stages.make_engine(spec, values, version),
+      buffers.GroupBuffer(workdir / 'groups'),
+      receiver.poll,
+      first_version=version,
+      prompts=spec.rl.prompts,
+      max_staleness=spec.rl.max_staleness,
+      num_steps=spec.rl.steps,
+      until_version=spec.rl.steps,
     )
   say(f'done at version {version}')

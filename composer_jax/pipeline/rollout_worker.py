@@ -22,11 +22,11 @@ class Follower:
   """
 
   def __init__(
-      self,
-      poll: Callable[[], tuple[int, Any] | None],
-      engine: engines.Engine,
-      version: int,
-      interval_s: float = 0.05,
+    self,
+    poll: Callable[[], tuple[int, Any] | None],
+    engine: engines.Engine,
+    version: int,
+    interval_s: float = 0.05,
   ):
     self._poll = poll
     self._engine = engine
@@ -47,16 +47,16 @@ class Follower:
 
 
 def run(
-    collector: collect.Collector,
-    engine: engines.Engine,
-    buffer: buffers.GroupBuffer,
-    poll: Callable[[], tuple[int, Any] | None],
-    *,
-    first_version: int,
-    prompts: int,
-    max_staleness: int,
-    num_steps: int,
-    until_version: int,
+  collector: collect.Collector,
+  engine: engines.Engine,
+  buffer: buffers.GroupBuffer,
+  poll: Callable[[], tuple[int, Any] | None],
+  *,
+  first_version: int,
+  prompts: int,
+  max_staleness: int,
+  num_steps: int,
+  until_version: int,
 ) -> int:
   """Samples every group that may be started, until the run is over.
 
@@ -82,17 +82,15 @@ def run(
   """
   follow = Follower(poll, engine, first_version)
   policy = server.EnginePolicy(engine)
-  stream = collect.GroupStream(
-      collector, policy, engine.num_slots, buffer.put
-  )
+  stream = collect.GroupStream(collector, policy, engine.num_slots, buffer.put)
   next_group = first_version * prompts
 
   def limit():
     return buffers.admitted(
-        follow.version,
-        prompts=prompts,
-        max_staleness=max_staleness,
-        steps=num_steps,
+      follow.version,
+      prompts=prompts,
+      max_staleness=max_staleness,
+      steps=num_steps,
     )
 
   def before_step():
@@ -105,9 +103,9 @@ def run(
 
   def done():
     return (
-        stream.open_episodes == 0
-        and next_group >= limit()
-        and follow.version >= until_version
+      stream.open_episodes == 0
+      and next_group >= limit()
+      and follow.version >= until_version
     )
 
   try:
@@ -116,4 +114,3 @@ def run(
     stream.close()
     policy.close()
   return follow.version
-

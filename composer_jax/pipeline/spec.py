@@ -7,8 +7,7 @@ a field that is missing, unknown or out of range is an error that names it.
 import dataclasses
 from typing import Any
 
-from composer_jax.agent import demonstrations
-from composer_jax.agent import episode
+from composer_jax.agent import demonstrations, episode
 from composer_jax.models import config as model_config
 from composer_jax.optim import groups as optim_groups
 from composer_jax.rl import update
@@ -23,7 +22,7 @@ def _at_least(section: str, lowest: float, **values: Any) -> None:
   for name, value in values.items():
     if not value >= lowest:
       raise ValueError(
-          f'--config.{section}.{name} must be at least {lowest}, not {value}.'
+        f'--config.{section}.{name} must be at least {lowest}, not {value}.'
       )
 
 
@@ -67,8 +66,8 @@ class Data:
       raise ValueError('--config.data.sources must name at least one source.')
     if not 0 < self.heldout_share < 1 or not 0 <= self.fim_rate <= 1:
       raise ValueError(
-          '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
-          f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
+        '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
+        f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
       )
     _at_least('data', 10_000, max_bytes=self.max_bytes)
 
@@ -99,20 +98,20 @@ class Stage:
     _at_least('cpt/sft', 1, **{n: getattr(self, n) for n in positive})
     if self.warmup_steps + self.decay_steps > self.steps:
       raise ValueError(
-          f'warmup_steps ({self.warmup_steps}) plus decay_steps '
-          f'({self.decay_steps}) must not exceed steps ({self.steps}).'
+        f'warmup_steps ({self.warmup_steps}) plus decay_steps '
+        f'({self.decay_steps}) must not exceed steps ({self.steps}).'
       )
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     return optim_groups.OptimizerOptions(
-        name=self.optimizer,
-        learning_rate=self.learning_rate,
-        adam_learning_rate=self.adam_learning_rate,
-        warmup_steps=self.warmup_steps,
-        decay_steps=self.decay_steps,
-        final_ratio=0.1,
-        weight_decay=self.weight_decay,
-        clip_norm=self.grad_clip,
+      name=self.optimizer,
+      learning_rate=self.learning_rate,
+      adam_learning_rate=self.adam_learning_rate,
+      warmup_steps=self.warmup_steps,
+      decay_steps=self.decay_steps,
+      final_ratio=0.1,
+      weight_decay=self.weight_decay,
+      clip_norm=self.grad_clip,
     )
 
 
@@ -161,7 +160,7 @@ class Sandbox:
   def limits(self) -> sandbox_base.Limits:
     fields = dataclasses.asdict(self)
     return sandbox_base.Limits(
-        **{k: v for k, v in fields.items() if k not in ('level', 'workers')}
+      **{k: v for k, v in fields.items() if k not in ('level', 'workers')}
     )
 
 
@@ -176,7 +175,7 @@ class Rollout:
 
   def engine_options(self, max_len: int) -> rollout_steps.EngineOptions:
     return rollout_steps.EngineOptions(
-        max_len=max_len, **dataclasses.asdict(self)
+      max_len=max_len, **dataclasses.asdict(self)
     )
 
 
@@ -210,45 +209,45 @@ class RL:
   def __post_init__(self):
     if self.placement not in PLACEMENTS:
       raise ValueError(
-          f'--config.rl.placement must be one of {PLACEMENTS}, not '
-          f'{self.placement!r}.'
+        f'--config.rl.placement must be one of {PLACEMENTS}, not '
+        f'{self.placement!r}.'
       )
     _at_least('rl', 0, max_staleness=self.max_staleness, steps=self.steps)
     _at_least(
-        'rl',
-        1,
-        checkpoint_every=self.checkpoint_every,
-        keyframe_every=self.keyframe_every,
-        rows=self.rows,
-        seq_len=self.seq_len,
+      'rl',
+      1,
+      checkpoint_every=self.checkpoint_every,
+      keyframe_every=self.keyframe_every,
+      rows=self.rows,
+      seq_len=self.seq_len,
     )
 
   def update_options(self, seed: int) -> update.UpdateOptions:
     return update.UpdateOptions(
-        prompts=self.prompts,
-        rollouts_per_prompt=self.rollouts_per_prompt,
-        rows=self.rows,
-        seq_len=self.seq_len,
-        replay=self.replay,
-        reward=self.reward,
-        kl_coefficient=self.kl_coefficient,
-        ratio_cap=self.ratio_cap,
-        mismatch_every=self.mismatch_every,
-        seed=seed,
+      prompts=self.prompts,
+      rollouts_per_prompt=self.rollouts_per_prompt,
+      rows=self.rows,
+      seq_len=self.seq_len,
+      replay=self.replay,
+      reward=self.reward,
+      kl_coefficient=self.kl_coefficient,
+      ratio_cap=self.ratio_cap,
+      mismatch_every=self.mismatch_every,
+      seed=seed,
     )
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     return optim_groups.OptimizerOptions(
-        name='adam',
-        learning_rate=self.learning_rate,
-        adam_learning_rate=self.learning_rate,
-        warmup_steps=self.warmup_steps,
-        decay_steps=0,
-        final_ratio=1.0,
-        weight_decay=0.0,
-        clip_norm=self.grad_clip,
-        b1=self.adam_b1,
-        b2=self.adam_b2,
+      name='adam',
+      learning_rate=self.learning_rate,
+      adam_learning_rate=self.learning_rate,
+      warmup_steps=self.warmup_steps,
+      decay_steps=0,
+      final_ratio=1.0,
+      weight_decay=0.0,
+      clip_norm=self.grad_clip,
+      b1=self.adam_b1,
+      b2=self.adam_b2,
     )
 
 
@@ -293,49 +292,49 @@ class Spec:
   def __post_init__(self):
     if self.layout not in LAYOUTS:
       raise ValueError(
-          f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
+        f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
       )
     for name, seq_len in (
-        ('sft', self.sft.seq_len),
-        ('rl', self.rl.seq_len),
+      ('sft', self.sft.seq_len),
+      ('rl', self.rl.seq_len),
     ):
       if self.episode.max_tokens > seq_len:
         raise ValueError(
-            f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
-            f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
-            'fit a row.'
+          f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
+          f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
+          'fit a row.'
         )
 
 
 _SECTIONS = {
-    'mesh': Mesh,
-    'tokenizer': Tokenizer,
-    'data': Data,
-    'cpt': Stage,
-    'sft': Stage,
-    'demonstrations': Demonstrations,
-    'episode': episode.EpisodeOptions,
-    'sandbox': Sandbox,
-    'rollout': Rollout,
-    'rl': RL,
-    'evaluation': Evaluation,
-    'telemetry': Telemetry,
+  'mesh': Mesh,
+  'tokenizer': Tokenizer,
+  'data': Data,
+  'cpt': Stage,
+  'sft': Stage,
+  'demonstrations': Demonstrations,
+  'episode': episode.EpisodeOptions,
+  'sandbox': Sandbox,
+  'rollout': Rollout,
+  'rl': RL,
+  'evaluation': Evaluation,
+  'telemetry': Telemetry,
 }
 
 
 def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:
   known = {f.name for f in dataclasses.fields(cls)}
   for problem, names in (
-      ('has no', sorted(set(fields) - known)),
-      ('lacks', sorted(known - set(fields))),
+    ('has no', sorted(set(fields) - known)),
+    ('lacks', sorted(known - set(fields))),
   ):
     if names:
       raise ValueError(
-          f'config.{name} {problem} field {", ".join(names)}; its fields are '
-          f'{", ".join(sorted(known))}.'
+        f'config.{name} {problem} field {", ".join(names)}; its fields are '
+        f'{", ".join(sorted(known))}.'
       )
   return cls(
-      **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
   )
 
 
@@ -344,16 +343,15 @@ def from_dict(config: dict[str, Any]) -> Spec:
   known = {f.name for f in dataclasses.fields(Spec)}
   if set(config) != known:
     raise ValueError(
-        f'The config has unknown sections {sorted(set(config) - known)} and '
-        f'lacks {sorted(known - set(config))}.'
+      f'The config has unknown sections {sorted(set(config) - known)} and '
+      f'lacks {sorted(known - set(config))}.'
     )
   sections = {
-      name: _section(name, cls, config[name])
-      for name, cls in _SECTIONS.items()
+    name: _section(name, cls, config[name]) for name, cls in _SECTIONS.items()
   }
   return Spec(
-      seed=config['seed'],
-      layout=config['layout'],
-      model=model_config.ModelConfig.from_dict(config['model']),
-      **sections,
+    seed=config['seed'],
+    layout=config['layout'],
+    model=model_config.ModelConfig.from_dict(config['model']),
+    **sections,
   )

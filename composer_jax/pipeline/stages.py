@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from composer_jax.agent import demonstrations
-from composer_jax.core import files
-from composer_jax.core import records
+from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
@@ -19,14 +18,11 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
-from composer_jax.tasks import list_functions
-from composer_jax.tasks import runners
+from composer_jax.tasks import list_functions, runners
 from composer_jax.text import chat
 from composer_jax.text import tokenizer as tokenizers
-from composer_jax.train import export
-from composer_jax.train import loop
+from composer_jax.train import export, loop, policy_values
 from composer_jax.train import placement as placements
-from composer_jax.train import policy_values
 
 # Added to the run's seed, so that no stage shares tasks or random numbers.
 SFT_SEED, RL_SEED, EVAL_SEED = 1_000_003, 2_000_003, 3_000_017
@@ -38,18 +34,18 @@ def pretrain(job: jobs.Job) -> None:
     return
   stage, data = job.spec.cpt, job.spec.data
   stream = streams.lm_stream(
-      job.documents[corpora.TRAIN],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=job.spec.seed,
-      fim_rate=data.fim_rate,
+    job.documents[corpora.TRAIN],
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    seed=job.spec.seed,
+    fim_rate=data.fim_rate,
   )
   heldout = streams.lm_stream(
-      job.documents[corpora.HELDOUT],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=0,
-      num_epochs=1,
+    job.documents[corpora.HELDOUT],
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    seed=0,
+    num_epochs=1,
   )
   _train(job, 'cpt', stage, stream, heldout, initial=None)
 
@@ -61,38 +57,38 @@ def finetune(job: jobs.Job) -> None:
   stage, count = job.spec.sft, job.spec.demonstrations.count
   transcripts = demonstrations_of(job, count + max(32, count // 20))
   heldout = streams.lm_stream(
-      transcripts[count:],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=0,
-      whole=True,
-      num_epochs=1,
+    transcripts[count:],
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    seed=0,
+    whole=True,
+    num_epochs=1,
   )
   stream = streams.lm_stream(
-      transcripts[:count],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=job.spec.seed,
-      whole=True,
+    transcripts[:count],
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    seed=job.spec.seed,
+    whole=True,
   )
   initial = load_variables(job, 'cpt')
   _train(job, 'sft', stage, stream, heldout, initial)
 
 
 def demonstrations_of(
-    job: jobs.Job, count: int
+  job: jobs.Job, count: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Transcripts as (tokens, loss mask), and their error rates to the log."""
   say = jobs.tell('sft')
   say(f'playing {count} demonstrations')
   rollouts = list(
-      demonstrations.transcripts(
-          job.tokenizer,
-          seed=job.spec.seed + SFT_SEED,
-          count=count,
-          noise=job.spec.demonstrations.noise(),
-          options=job.spec.episode,
-      )
+    demonstrations.transcripts(
+      job.tokenizer,
+      seed=job.spec.seed + SFT_SEED,
+      count=count,
+      noise=job.spec.demonstrations.noise(),
+      options=job.spec.episode,
+    )
   )
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
   say('demonstrations: ' + ', '.join(f'{k} {v:.3g}' for k, v in rates.items()))
@@ -100,89 +96,85 @@ def demonstrations_of(
   job.log_episodes('sft', 0, rollouts[:3])
   # For audits: what the policy was shown, as text.
   text = '\n'.join(
-      job.tokenizer.decode(t.tokens_T)
-      for r in rollouts
-      for t in r.trajectories
+    job.tokenizer.decode(t.tokens_T) for r in rollouts for t in r.trajectories
   )
   files.write_atomic(job.workdir / 'sft_transcripts.txt', text.encode())
-  return [
-      (t.tokens_T, t.loss_mask_T) for r in rollouts for t in r.trajectories
-  ]
+  return [(t.tokens_T, t.loss_mask_T) for r in rollouts for t in r.trajectories]
 
 
 def _train(
-    job: jobs.Job,
-    name: str,
-    stage: specs.Stage,
-    stream: Any,
-    heldout: Any,
-    initial: Any,
+  job: jobs.Job,
+  name: str,
+  stage: specs.Stage,
+  stream: Any,
+  heldout: Any,
+  initial: Any,
 ) -> None:
   options = loop.LoopOptions(
-      stage=name,
-      steps=stage.steps,
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      optimizer=stage.optimizer_options(),
-      bias_rate=stage.bias_update_rate,
-      checkpoint_every=stage.checkpoint_every,
-      eval_every=stage.eval_every,
-      log_every=stage.log_every,
-      keep=2,
-      seed=job.spec.seed,
+    stage=name,
+    steps=stage.steps,
+    batch_size=stage.batch_size,
+    seq_len=stage.seq_len,
+    optimizer=stage.optimizer_options(),
+    bias_rate=stage.bias_update_rate,
+    checkpoint_every=stage.checkpoint_every,
+    eval_every=stage.eval_every,
+    log_every=stage.log_every,
+    keep=2,
+    seed=job.spec.seed,
   )
   loop.run(
-      options,
-      workdir=job.workdir,
-      model=job.spec.model,
-      placement=job.placement,
-      stream=stream,
-      heldout=list(itertools.islice(heldout, stage.eval_batches)),
-      writer=job.writer,
-      initial=initial,
+    options,
+    workdir=job.workdir,
+    model=job.spec.model,
+    placement=job.placement,
+    stream=stream,
+    heldout=list(itertools.islice(heldout, stage.eval_batches)),
+    writer=job.writer,
+    initial=initial,
   )
 
 
 def load_variables(
-    job: jobs.Job, stage: str, placement: placements.Placement | None = None
+  job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
   """The variables a finished stage exported, placed for what comes next."""
   placement = placement or job.placement
   shapes, _ = decoder.abstract(job.spec.model)
   like = jax.tree.map(
-      lambda shape, sharding: jax.ShapeDtypeStruct(
-          shape.shape, shape.dtype, sharding=sharding
-      ),
-      shapes,
-      placement.variables,
+    lambda shape, sharding: jax.ShapeDtypeStruct(
+      shape.shape, shape.dtype, sharding=sharding
+    ),
+    shapes,
+    placement.variables,
   )
   return export.load(job.workdir, stage, like)
 
 
 def collector_of(
-    spec: specs.Spec,
-    tokenizer: tokenizers.Tokenizer,
-    runner: runners.Runner,
-    *,
-    split: str,
+  spec: specs.Spec,
+  tokenizer: tokenizers.Tokenizer,
+  runner: runners.Runner,
+  *,
+  split: str,
 ) -> collect.Collector:
   """Who plays the episodes: groups on training tasks, singles on held-out."""
   seed = spec.seed + (RL_SEED if split == 'train' else EVAL_SEED)
   members = spec.rl.rollouts_per_prompt if split == 'train' else 1
   return collect.Collector(
-      task_of_group=lambda group: list_functions.generate(group, split, seed),
-      play=collect.episode_player(tokenizer, runner, spec.episode),
-      rollouts_per_group=members,
-      seed=seed,
+    task_of_group=lambda group: list_functions.generate(group, split, seed),
+    play=collect.episode_player(tokenizer, runner, spec.episode),
+    rollouts_per_group=members,
+    seed=seed,
   )
 
 
 def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
   return engines.Engine(
-      spec.model,
-      values,
-      version,
-      spec.rollout.engine_options(spec.episode.max_tokens),
+    spec.model,
+    values,
+    version,
+    spec.rollout.engine_options(spec.episode.max_tokens),
   )
 
 
@@ -199,62 +191,62 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
   values = {**variables, 'params': params}
   with job.runner() as runner:
     found, rollouts = rl_evaluate.evaluate(
-        collector_of(job.spec, job.tokenizer, runner, split='held_out'),
-        make_engine(job.spec, values, 0),
-        episodes,
+      collector_of(job.spec, job.tokenizer, runner, split='held_out'),
+      make_engine(job.spec, values, 0),
+      episodes,
     )
   fields = dataclasses.asdict(found)
   step = job.spec.rl.steps if stage == 'rl' else 0
   job.writer.truncate('eval', step - 1)
   job.writer.write(
-      'eval',
-      step,
-      name=stage,
-      pass_rate=found.rate,
-      pass_low=found.low,
-      pass_high=found.high,
-      temperature=job.spec.episode.temperature,
-      **{k: v for k, v in fields.items() if k not in ('low', 'high')},
+    'eval',
+    step,
+    name=stage,
+    pass_rate=found.rate,
+    pass_low=found.low,
+    pass_high=found.high,
+    temperature=job.spec.episode.temperature,
+    **{k: v for k, v in fields.items() if k not in ('low', 'high')},
   )
   job.log_episodes(f'eval_{stage}', 0, rollouts[:6])
   files.write_atomic(
-      job.workdir / f'evaluation_{stage}_episodes.jsonl',
-      _episode_lines(job, rollouts).encode(),
+    job.workdir / f'evaluation_{stage}_episodes.jsonl',
+    _episode_lines(job, rollouts).encode(),
   )
   # Last: its existence says that the evaluation is done.
   files.write_json(path, fields)
   say(
-      f'{stage}: {found.passed} of {found.episodes} passed = {found.rate:.3f} '
-      f'(95 % interval {found.low:.3f} to {found.high:.3f}); '
-      f'{found.invalid_rate:.3f} of calls invalid'
+    f'{stage}: {found.passed} of {found.episodes} passed = {found.rate:.3f} '
+    f'(95 % interval {found.low:.3f} to {found.high:.3f}); '
+    f'{found.invalid_rate:.3f} of calls invalid'
   )
   return found
 
 
-def edits_of(
-    job: jobs.Job, rollout: records.Rollout
-) -> list[str]:
+def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
   """The edit calls of a rollout, as the policy wrote them."""
   return [
-      turn['text']
-      for t in rollout.trajectories
-      for turn in chat.turns(job.tokenizer, t.tokens_T)
-      if turn['role'] == 'call' and turn['text'].startswith('edit ')
+    turn['text']
+    for t in rollout.trajectories
+    for turn in chat.turns(job.tokenizer, t.tokens_T)
+    if turn['role'] == 'call' and turn['text'].startswith('edit ')
   ]
 
 
 def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
   """One line an episode: what studies and audits need, without arrays."""
   lines = [
-      json.dumps({
-          'task_id': rollout.task_id,
-          'passed': rollout.verdict.passed,
-          'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
-          'status': rollout.verdict.status,
-          'num_invalid': rollout.num_invalid,
-          'num_turns': rollout.num_turns,
-          'edits': edits_of(job, rollout),
-      })
-      for rollout in rollouts
+    json.dumps(
+      {
+        'task_id': rollout.task_id,
+        'passed': rollout.verdict.passed,
+        'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
+        'status': rollout.verdict.status,
+        'num_invalid': rollout.num_invalid,
+        'num_turns': rollout.num_turns,
+        'edits': edits_of(job, rollout),
+      }
+    )
+    for rollout in rollouts
   ]
   return '\n'.join(lines) + '\n'

@@ -7,9 +7,8 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.rl import batching
+from composer_jax.rl import batching, update
 from composer_jax.rl import step as steps
-from composer_jax.rl import update
 from composer_jax.train import state as train_state
 
 
@@ -29,21 +28,21 @@ class Ports:
 
   buffer: buffers.GroupBuffer
   wait: Callable[[list[int]], list[records.Group]]
-  publish: Callable[[train_state.TrainState, int], dict[str, float]]
+  publish: Callable[[train_state.TrainState, int], dict[str, int]]
   save: Callable[[int, train_state.TrainState, bool], None]
   saved_step: Callable[[], int]
   log: Callable[[int, dict[str, Any], list[records.Group]], None]
 
 
 def run(
-    state: train_state.TrainState,
-    functions: steps.Functions,
-    ports: Ports,
-    options: update.UpdateOptions,
-    shape: batching.BatchShape,
-    *,
-    num_steps: int,
-    reference: Any = None,
+  state: train_state.TrainState,
+  functions: steps.Functions,
+  ports: Ports,
+  options: update.UpdateOptions,
+  shape: batching.BatchShape,
+  *,
+  num_steps: int,
+  reference: Any = None,
 ) -> train_state.TrainState:
   """Trains until `num_steps`, from whatever step `state` is at.
 
@@ -71,14 +70,14 @@ def run(
     groups = ports.wait(list(range(step * P, (step + 1) * P)))
     waited = time.monotonic()
     state, metrics = update.update(
-        state, groups, functions, options, shape, reference=reference
+      state, groups, functions, options, shape, reference=reference
     )
     trained = time.monotonic()
     metrics |= ports.publish(state, step + 1)
     metrics |= {
-        'wait_s': waited - began,
-        'train_s': trained - waited,
-        'publish_s': time.monotonic() - trained,
+      'wait_s': waited - began,
+      'train_s': trained - waited,
+      'publish_s': time.monotonic() - trained,
     }
     # Before the checkpoint, which promises that the line of its step is there.
     ports.log(step + 1, metrics, groups)

@@ -13,9 +13,9 @@ from composer_jax.core import records
 
 
 def kl_penalized_rewards(
-    group: records.Group,
-    reference_logprobs: list[np.ndarray],
-    coefficient: float,
+  group: records.Group,
+  reference_logprobs: list[np.ndarray],
+  coefficient: float,
 ) -> np.ndarray:
   """Subtracts `coefficient * sum_t (log p - log q)` from each reward.
 
@@ -47,16 +47,14 @@ def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:
   return rng.permutation(rewards_R)
 
 
-def group_advantages(
-    group: records.Group, rewards_R: np.ndarray
-) -> np.ndarray:
+def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
   """Returns float32 advantages_R: reward minus the mean over judged rollouts.
 
   A rollout whose sandbox failed says nothing about the policy: it is left out
   of the mean and gets advantage 0, but stays in the group and is counted.
   """
   judged_R = np.array(
-      [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
+    [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
   )
   if not judged_R.any():
     return np.zeros(len(rewards_R), np.float32)

@@ -7,11 +7,11 @@ Routes turn from token-major to layer-major here.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
-from composer_jax.core import batches
-from composer_jax.core import records
+from composer_jax.core import batches, records
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
   for i in order:
     if lengths[i] > seq_len:
       raise ValueError(
-          f'A trajectory of {lengths[i]} tokens does not fit a row of '
-          f'{seq_len}; raise --config.rl.seq_len or lower '
-          '--config.rl.episode.max_tokens.'
+        f'A trajectory of {lengths[i]} tokens does not fit a row of '
+        f'{seq_len}; raise --config.rl.seq_len or lower '
+        '--config.rl.episode.max_tokens.'
       )
     fits = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
     if fits is None:
@@ -59,49 +59,50 @@ def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
   return [sorted(row) for row in rows]
 
 
-def empty_batch(shape: BatchShape) -> batches.RLBatch:
-  """A microbatch of padding alone; what packing fills and shapes compile."""
+def _padding(shape: BatchShape) -> dict[str, Any]:
+  """Numpy arrays of a microbatch of padding alone; what packing fills."""
   B, T = shape.rows, shape.seq_len
-  return batches.RLBatch(
-      tokens_BT=np.zeros((B, T), np.int32),
-      segment_ids_BT=np.zeros((B, T), np.int32),
-      positions_BT=np.zeros((B, T), np.int32),
-      loss_weights_BT=np.zeros((B, T), np.float32),
-      rollout_logprobs_BT=np.zeros((B, T), np.float32),
-      advantages_BT=np.zeros((B, T), np.float32),
-      temperatures_BT=np.ones((B, T), np.float32),
-      expert_ids_MBTA=np.full(
-          (shape.num_moe_layers, B, T, shape.num_active),
-          records.NO_ROUTE,
-          np.uint16,
-      ),
-  )
+  return {
+    'tokens_BT': np.zeros((B, T), np.int32),
+    'segment_ids_BT': np.zeros((B, T), np.int32),
+    'positions_BT': np.zeros((B, T), np.int32),
+    'loss_weights_BT': np.zeros((B, T), np.float32),
+    'rollout_logprobs_BT': np.zeros((B, T), np.float32),
+    'advantages_BT': np.zeros((B, T), np.float32),
+    'temperatures_BT': np.ones((B, T), np.float32),
+    'expert_ids_MBTA': np.full(
+      (shape.num_moe_layers, B, T, shape.num_active),
+      records.NO_ROUTE,
+      np.uint16,
+    ),
+  }
 
 
 def _write(
-    batch: batches.RLBatch,
-    row: int,
-    span: slice,
-    segment: int,
-    trajectory: records.Trajectory,
-    advantage: float,
+  arrays: dict[str, Any],
+  row: int,
+  span: slice,
+  segment: int,
+  trajectory: records.Trajectory,
+  advantage: float,
 ) -> None:
-  batch.tokens_BT[row, span] = trajectory.tokens_T
-  batch.segment_ids_BT[row, span] = segment
-  batch.positions_BT[row, span] = np.arange(len(trajectory))
-  batch.loss_weights_BT[row, span] = trajectory.loss_mask_T
-  batch.rollout_logprobs_BT[row, span] = trajectory.logprobs_T
-  batch.advantages_BT[row, span] = advantage
-  batch.temperatures_BT[row, span] = trajectory.temperature
-  batch.expert_ids_MBTA[:, row, span] = trajectory.expert_ids_TMA.transpose(
-      1, 0, 2
+  arrays['tokens_BT'][row, span] = trajectory.tokens_T
+  arrays['segment_ids_BT'][row, span] = segment
+  arrays['positions_BT'][row, span] = np.arange(len(trajectory))
+  arrays['loss_weights_BT'][row, span] = trajectory.loss_mask_T
+  arrays['rollout_logprobs_BT'][row, span] = trajectory.logprobs_T
+  arrays['advantages_BT'][row, span] = advantage
+  arrays['temperatures_BT'][row, span] = trajectory.temperature
+  # Token-major on the host, layer-major on the device.
+  arrays['expert_ids_MBTA'][:, row, span] = trajectory.expert_ids_TMA.transpose(
+    1, 0, 2
   )
 
 
 def pack(
-    trajectories: list[records.Trajectory],
-    advantages: list[float],
-    shape: BatchShape,
+  trajectories: list[records.Trajectory],
+  advantages: list[float],
+  shape: BatchShape,
 ) -> list[batches.RLBatch]:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
@@ -120,19 +121,19 @@ def pack(
   for trajectory in trajectories:
     if trajectory.expert_ids_TMA.shape[1:] != want:
       raise ValueError(
-          'Recorded routes have (MoE layers, active experts) = '
-          f'{trajectory.expert_ids_TMA.shape[1:]}, the trainer has {want}: the '
-          'rollout fleet runs another model.'
+        'Recorded routes have (MoE layers, active experts) = '
+        f'{trajectory.expert_ids_TMA.shape[1:]}, the trainer has {want}: the '
+        'rollout fleet runs another model.'
       )
   rows = assign_rows([len(t) for t in trajectories], shape.seq_len)
   packed = []
   for start in range(0, len(rows), shape.rows):
-    batch = empty_batch(shape)
+    arrays = _padding(shape)
     for row, members in enumerate(rows[start : start + shape.rows]):
       offset = 0
       for segment, i in enumerate(members, start=1):
         span = slice(offset, offset + len(trajectories[i]))
-        _write(batch, row, span, segment, trajectories[i], advantages[i])
+        _write(arrays, row, span, segment, trajectories[i], advantages[i])
         offset = span.stop
-    packed.append(batch)
+    packed.append(batches.RLBatch(**arrays))
   return packed

@@ -36,34 +36,34 @@ class Collector:
   seed: int
 
   def rollout(
-      self, policy: policies.Policy, group: int, member: int
+    self, policy: policies.Policy, group: int, member: int
   ) -> records.Rollout:
     return self.play(
-        self.task_of_group(group),
-        policy,
-        group=group,
-        member=member,
-        seed=self.seed,
+      self.task_of_group(group),
+      policy,
+      group=group,
+      member=member,
+      seed=self.seed,
     )
 
 
 def episode_player(
-    tokenizer: object,
-    runner: object,
-    options: episode.EpisodeOptions,
+  tokenizer: object,
+  runner: object,
+  options: episode.EpisodeOptions,
 ) -> Callable[..., records.Rollout]:
   """Binds `agent.episode.run` to what does not change between episodes."""
 
   def play(task, policy, *, group, member, seed):
     return episode.run(
-        task,
-        policy,
-        tokenizer,
-        runner,
-        options,
-        group=group,
-        member=member,
-        seed=seed,
+      task,
+      policy,
+      tokenizer,
+      runner,
+      options,
+      group=group,
+      member=member,
+      seed=seed,
     )
 
   return play
@@ -81,18 +81,18 @@ class GroupStream:
   """
 
   def __init__(
-      self,
-      collector: Collector,
-      policy: policies.Policy,
-      num_threads: int,
-      on_group: Callable[[records.Group], None],
+    self,
+    collector: Collector,
+    policy: policies.Policy,
+    num_threads: int,
+    on_group: Callable[[records.Group], None],
   ):
     self._collector = collector
     self._policy = policy
     self._on_group = on_group
     self._lock = threading.Lock()
     self._parts: dict[int, list[records.Rollout]] = collections.defaultdict(
-        list
+      list
     )
     self._failure: BaseException | None = None
     self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
@@ -103,7 +103,7 @@ class GroupStream:
       self._open += self._collector.rollouts_per_group
     for member in range(self._collector.rollouts_per_group):
       future = self._pool.submit(
-          self._collector.rollout, self._policy, group, member
+        self._collector.rollout, self._policy, group, member
       )
       future.add_done_callback(self._finished)
 
@@ -125,11 +125,11 @@ class GroupStream:
     part.sort(key=lambda r: r.member)
     try:
       self._on_group(
-          records.Group(
-              group=rollout.group,
-              task_id=rollout.task_id,
-              rollouts=tuple(part),
-          )
+        records.Group(
+          group=rollout.group,
+          task_id=rollout.task_id,
+          rollouts=tuple(part),
+        )
       )
     except OSError as error:
       with self._lock:
@@ -148,7 +148,7 @@ class GroupStream:
 
 
 def groups(
-    collector: Collector, engine: engines.Engine, ids: Iterable[int]
+  collector: Collector, engine: engines.Engine, ids: Iterable[int]
 ) -> list[records.Group]:
   """Rolls out whole groups and returns them sorted by id; blocks."""
   found: list[records.Group] = []

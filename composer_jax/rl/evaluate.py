@@ -40,33 +40,31 @@ class PassRate:
 
 def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
   """Summarises finished rollouts."""
-  judged = [
-      r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE
-  ]
+  judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   passed = sum(r.verdict.passed for r in judged)
   low, high = intervals.wilson(passed, len(judged))
   turns = sum(r.num_turns for r in judged)
   unfinished = sum(r.verdict.status == records.UNFINISHED for r in judged)
   valid = [
-      r
-      for r in judged
-      if r.num_invalid == 0 and r.verdict.status == records.GRADED
+    r
+    for r in judged
+    if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
   return PassRate(
-      passed=passed,
-      episodes=len(judged),
-      infrastructure=len(rollouts) - len(judged),
-      low=low,
-      high=high,
-      invalid_rate=sum(r.num_invalid for r in judged) / max(turns, 1),
-      unfinished_rate=unfinished / max(len(judged), 1),
-      valid_episodes=len(valid),
-      passed_valid=sum(r.verdict.passed for r in valid),
+    passed=passed,
+    episodes=len(judged),
+    infrastructure=len(rollouts) - len(judged),
+    low=low,
+    high=high,
+    invalid_rate=sum(r.num_invalid for r in judged) / max(turns, 1),
+    unfinished_rate=unfinished / max(len(judged), 1),
+    valid_episodes=len(valid),
+    passed_valid=sum(r.verdict.passed for r in valid),
   )
 
 
 def evaluate(
-    collector: collect.Collector, engine: engines.Engine, episodes: int
+  collector: collect.Collector, engine: engines.Engine, episodes: int
 ) -> tuple[PassRate, list[records.Rollout]]:
   """Plays `episodes` held-out episodes, one per task, and summarises them.
 

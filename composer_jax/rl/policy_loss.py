@@ -34,12 +34,12 @@ def k3(train_logprobs: jax.Array, rollout_logprobs: jax.Array) -> jax.Array:
 
 
 def truncated_policy_gradient(
-    train_logprobs_BT: jax.Array,
-    rollout_logprobs_BT: jax.Array,
-    advantages_BT: jax.Array,
-    loss_weights_BT: jax.Array,
-    *,
-    ratio_cap: float,
+  train_logprobs_BT: jax.Array,
+  rollout_logprobs_BT: jax.Array,
+  advantages_BT: jax.Array,
+  loss_weights_BT: jax.Array,
+  *,
+  ratio_cap: float,
 ) -> jax.Array:
   """Sums `-min(ratio, cap) * advantage * log p` over sampled tokens.
 
@@ -55,20 +55,20 @@ def truncated_policy_gradient(
 
 
 def policy_stats(
-    train_logprobs_BT: jax.Array,
-    rollout_logprobs_BT: jax.Array,
-    entropy_BT: jax.Array,
-    loss_weights_BT: jax.Array,
-    *,
-    ratio_cap: float,
+  train_logprobs_BT: jax.Array,
+  rollout_logprobs_BT: jax.Array,
+  entropy_BT: jax.Array,
+  loss_weights_BT: jax.Array,
+  *,
+  ratio_cap: float,
 ) -> PolicyStats:
   """Sums the statistics over sampled tokens."""
   log_ratio_BT = train_logprobs_BT - rollout_logprobs_BT
   w_BT = loss_weights_BT
   return PolicyStats(
-      num_tokens=w_BT.sum(),
-      entropy=(entropy_BT * w_BT).sum(),
-      mismatch_kl=(k3(train_logprobs_BT, rollout_logprobs_BT) * w_BT).sum(),
-      truncated=((jnp.exp(log_ratio_BT) >= ratio_cap) * w_BT).sum(),
-      log_ratio=(log_ratio_BT * w_BT).sum(),
+    num_tokens=w_BT.sum(),
+    entropy=(entropy_BT * w_BT).sum(),
+    mismatch_kl=(k3(train_logprobs_BT, rollout_logprobs_BT) * w_BT).sum(),
+    truncated=((jnp.exp(log_ratio_BT) >= ratio_cap) * w_BT).sum(),
+    log_ratio=(log_ratio_BT * w_BT).sum(),
   )

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from composer_jax.core import batches
-from composer_jax.models import decoder
-from composer_jax.models import head
+from composer_jax.models import decoder, head
 from composer_jax.rl import policy_loss
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
@@ -63,68 +62,68 @@ class Functions:
 
 
 def forward(
-    model: decoder.Decoder, values: Any, batch: batches.RLBatch
+  model: decoder.Decoder, values: Any, batch: batches.RLBatch
 ) -> tuple[jax.Array, jax.Array, decoder.DecoderOutput]:
   """Returns (logprobs_BT, entropy_BT, output) at the batch's temperatures."""
   output = model.apply(
-      values,
-      batch.tokens_BT,
-      batch.segment_ids_BT,
-      batch.positions_BT,
-      expert_ids_MBTA=batch.expert_ids_MBTA,
+    values,
+    batch.tokens_BT,
+    batch.segment_ids_BT,
+    batch.positions_BT,
+    expert_ids_MBTA=batch.expert_ids_MBTA,
   )
   logprobs_BT, entropy_BT = head.target_logprobs(
-      values,
-      output.hidden_BTD,
-      batch.tokens_BT,
-      batch.segment_ids_BT,
-      batch.temperatures_BT,
-      model.config,
+    values,
+    output.hidden_BTD,
+    batch.tokens_BT,
+    batch.segment_ids_BT,
+    batch.temperatures_BT,
+    model.config,
   )
   return logprobs_BT, entropy_BT, output
 
 
 def microbatch_sums(
-    model: decoder.Decoder,
-    values: Any,
-    batch: batches.RLBatch,
-    *,
-    ratio_cap: float,
+  model: decoder.Decoder,
+  values: Any,
+  batch: batches.RLBatch,
+  *,
+  ratio_cap: float,
 ) -> StepSums:
   """Gradient and statistics of one microbatch at the policy's values."""
 
   def loss_function(params):
     logprobs_BT, entropy_BT, output = forward(
-        model, {**values, 'params': params}, batch
+      model, {**values, 'params': params}, batch
     )
     loss = policy_loss.truncated_policy_gradient(
-        logprobs_BT,
-        batch.rollout_logprobs_BT,
-        batch.advantages_BT,
-        batch.loss_weights_BT,
-        ratio_cap=ratio_cap,
+      logprobs_BT,
+      batch.rollout_logprobs_BT,
+      batch.advantages_BT,
+      batch.loss_weights_BT,
+      ratio_cap=ratio_cap,
     )
     stats = policy_loss.policy_stats(
-        logprobs_BT,
-        batch.rollout_logprobs_BT,
-        entropy_BT,
-        batch.loss_weights_BT,
-        ratio_cap=ratio_cap,
+      logprobs_BT,
+      batch.rollout_logprobs_BT,
+      entropy_BT,
+      batch.loss_weights_BT,
+      ratio_cap=ratio_cap,
     )
     gap_BT = jnp.abs(logprobs_BT - batch.rollout_logprobs_BT)
     gap = (gap_BT * batch.loss_weights_BT).max()
     return loss, (stats, output.stats, gap)
 
   (loss, (stats, routes, gap)), grads = jax.value_and_grad(
-      loss_function, has_aux=True
+    loss_function, has_aux=True
   )(values['params'])
   return StepSums(
-      grads=grads,
-      loss=loss,
-      stats=stats,
-      load_ME=routes.load_ME,
-      replay_agreement_M=routes.replay_agreement_M,
-      max_logit_gap=gap,
+    grads=grads,
+    loss=loss,
+    stats=stats,
+    load_ME=routes.load_ME,
+    replay_agreement_M=routes.replay_agreement_M,
+    max_logit_gap=gap,
   )
 
 
@@ -135,10 +134,10 @@ def add(left: StepSums, right: StepSums) -> StepSums:
 
 
 def build(
-    model: decoder.Decoder,
-    optimizer: optax.GradientTransformation,
-    *,
-    ratio_cap: float,
+  model: decoder.Decoder,
+  optimizer: optax.GradientTransformation,
+  *,
+  ratio_cap: float,
 ) -> Functions:
   """Jits the functions of a run."""
 
@@ -165,9 +164,9 @@ def build(
     grad_norm = optax.global_norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     state = state.replace(
-        step=state.step + 1,
-        params=optax.apply_updates(state.params, updates),
-        opt_state=opt_state,
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      opt_state=opt_state,
     )
     return state, grad_norm
 
@@ -176,15 +175,15 @@ def build(
     return forward(model, values, batch)[0]
 
   return Functions(
-      policy=policy,
-      add_microbatch=add_microbatch,
-      apply=jax.jit(apply, donate_argnums=0),
-      score=score,
+    policy=policy,
+    add_microbatch=add_microbatch,
+    apply=jax.jit(apply, donate_argnums=0),
+    score=score,
   )
 
 
 def mismatch_kl(
-    functions: Functions, values: Any, packed: list[batches.RLBatch]
+  functions: Functions, values: Any, packed: list[batches.RLBatch]
 ) -> float:
   """Mean k3 of KL(rollout || trainer) over the sampled tokens of a step.
 

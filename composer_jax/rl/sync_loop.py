@@ -8,24 +8,22 @@ the rollouts in another process and the weights sent as delta bundles;
 from collections.abc import Callable
 from typing import Any
 
-from composer_jax.rl import batching
-from composer_jax.rl import collect
+from composer_jax.rl import batching, collect, update
 from composer_jax.rl import step as steps
-from composer_jax.rl import update
 from composer_jax.rollout import engine as engines
 from composer_jax.train import state as train_state
 
 
 def run(
-    state: train_state.TrainState,
-    functions: steps.Functions,
-    collector: collect.Collector,
-    make_engine: Callable[[Any, int], engines.Engine],
-    options: update.UpdateOptions,
-    shape: batching.BatchShape,
-    *,
-    num_steps: int,
-    reference: Any = None,
+  state: train_state.TrainState,
+  functions: steps.Functions,
+  collector: collect.Collector,
+  make_engine: Callable[[Any, int], engines.Engine],
+  options: update.UpdateOptions,
+  shape: batching.BatchShape,
+  *,
+  num_steps: int,
+  reference: Any = None,
 ) -> tuple[train_state.TrainState, list[dict[str, Any]]]:
   """Trains for `num_steps` on fresh groups of the current policy.
 
@@ -47,10 +45,10 @@ def run(
   for step in range(int(state.step), num_steps):
     first = step * options.prompts
     groups = collect.groups(
-        collector, engine, range(first, first + options.prompts)
+      collector, engine, range(first, first + options.prompts)
     )
     state, metrics = update.update(
-        state, groups, functions, options, shape, reference=reference
+      state, groups, functions, options, shape, reference=reference
     )
     engine.swap(functions.policy(state), step + 1)
     history.append(metrics)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rl import advantage
-from composer_jax.rl import batching
+from composer_jax.rl import advantage, batching
 from composer_jax.rl import step as steps
 from composer_jax.train import state as train_state
 
@@ -52,32 +51,32 @@ class UpdateOptions:
   def __post_init__(self):
     if self.reward not in ('verdict', 'shuffled'):
       raise ValueError(
-          f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
+        f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
       )
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(
-          'rl.prompts must be at least 1 and rl.rollouts_per_prompt at least '
-          f'2 (a group of one has no baseline); got {self.prompts} and '
-          f'{self.rollouts_per_prompt}.'
+        'rl.prompts must be at least 1 and rl.rollouts_per_prompt at least '
+        f'2 (a group of one has no baseline); got {self.prompts} and '
+        f'{self.rollouts_per_prompt}.'
       )
     if self.kl_coefficient < 0 or self.ratio_cap < 1:
       raise ValueError(
-          'rl.kl_coefficient must not be negative and rl.ratio_cap must be at '
-          f'least 1; got {self.kl_coefficient} and {self.ratio_cap}.'
+        'rl.kl_coefficient must not be negative and rl.ratio_cap must be at '
+        f'least 1; got {self.kl_coefficient} and {self.ratio_cap}.'
       )
 
 
 def _trajectories(
-    groups: list[records.Group],
+  groups: list[records.Group],
 ) -> list[records.Trajectory]:
   return [t for g in groups for r in g.rollouts for t in r.trajectories]
 
 
 def _score(
-    functions: steps.Functions,
-    values: Any,
-    trajectories: list[records.Trajectory],
-    shape: batching.BatchShape,
+  functions: steps.Functions,
+  values: Any,
+  trajectories: list[records.Trajectory],
+  shape: batching.BatchShape,
 ) -> list[np.ndarray]:
   """Log-probabilities of `values` about every token, one array a trajectory."""
   scored: list[np.ndarray] = [np.zeros(0)] * len(trajectories)
@@ -87,7 +86,7 @@ def _score(
   for i, batch in enumerate(packed):
     # The reference has its own routes: another policy's may not be replayed.
     batch = batch.replace(
-        expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
+      expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
     )
     logprobs_BT = np.asarray(functions.score(values, batch))
     for row, members in enumerate(rows[i * shape.rows : (i + 1) * shape.rows]):
@@ -100,11 +99,11 @@ def _score(
 
 
 def rewards_of(
-    groups: list[records.Group],
-    options: UpdateOptions,
-    functions: steps.Functions,
-    reference: Any,
-    shape: batching.BatchShape,
+  groups: list[records.Group],
+  options: UpdateOptions,
+  functions: steps.Functions,
+  reference: Any,
+  shape: batching.BatchShape,
 ) -> list[np.ndarray]:
   """Rewards of each group, with the control and the KL penalty applied."""
   if options.reward == 'shuffled':
@@ -115,23 +114,23 @@ def rewards_of(
   penalized = []
   for group in groups:
     logprobs = [
-        np.concatenate([next(scored) for _ in r.trajectories])
-        for r in group.rollouts
+      np.concatenate([next(scored) for _ in r.trajectories])
+      for r in group.rollouts
     ]
     penalized.append(
-        advantage.kl_penalized_rewards(group, logprobs, options.kl_coefficient)
+      advantage.kl_penalized_rewards(group, logprobs, options.kl_coefficient)
     )
   return penalized
 
 
 def update(
-    state: train_state.TrainState,
-    groups: list[records.Group],
-    functions: steps.Functions,
-    options: UpdateOptions,
-    shape: batching.BatchShape,
-    *,
-    reference: Any = None,
+  state: train_state.TrainState,
+  groups: list[records.Group],
+  functions: steps.Functions,
+  options: UpdateOptions,
+  shape: batching.BatchShape,
+  *,
+  reference: Any = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`.
 
@@ -153,12 +152,12 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   advantages = [
-      float(a)
-      for g, rewards_R in zip(groups, rewards, strict=True)
-      for r, a in zip(
-          g.rollouts, advantage.group_advantages(g, rewards_R), strict=True
-      )
-      for _ in r.trajectories
+    float(a)
+    for g, rewards_R in zip(groups, rewards, strict=True)
+    for r, a in zip(
+      g.rollouts, advantage.group_advantages(g, rewards_R), strict=True
+    )
+    for _ in r.trajectories
   ]
   version = int(state.step)
   values = functions.policy(state)
@@ -166,46 +165,48 @@ def update(
   sums = None
   for batch in packed:
     sums = functions.add_microbatch(
-        values, sums, batch if options.replay else fresh(batch)
+      values, sums, batch if options.replay else fresh(batch)
     )
   assert sums is not None
   measured = measure(groups, version)
   if options.mismatch_every and version % options.mismatch_every == 0:
     for name, replay in (('_replay', True), ('_no_replay', False)):
       measured[f'mismatch_kl{name}'] = steps.mismatch_kl(
-          functions,
-          values,
-          [b if replay else fresh(b) for b in packed],
+        functions,
+        values,
+        [b if replay else fresh(b) for b in packed],
       )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
-  loss, stats, load_ME, agreement_M, gap = jax.device_get((
+  loss, stats, load_ME, agreement_M, gap = jax.device_get(
+    (
       sums.loss,
       sums.stats,
       sums.load_ME,
       sums.replay_agreement_M,
       sums.max_logit_gap,
-  ))
+    )
+  )
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
   tokens = max(float(stats.num_tokens), 1.0)
   measured |= {
-      'loss': float(loss) * scale,
-      'grad_norm': float(grad_norm),
-      'entropy': float(stats.entropy) / tokens,
-      'mismatch_kl': float(stats.mismatch_kl) / tokens,
-      'mismatch_max': float(gap),
-      'truncated': float(stats.truncated) / tokens,
-      'replay_agreement': float(agreement_M.min()) / len(packed),
-      'expert_load_max': float((load_ME.max(1) / load_ME.mean(1)).max()),
-      'expert_load': load_ME.tolist(),
-      'sampled_tokens': tokens,
-      'microbatches': len(packed),
+    'loss': float(loss) * scale,
+    'grad_norm': float(grad_norm),
+    'entropy': float(stats.entropy) / tokens,
+    'mismatch_kl': float(stats.mismatch_kl) / tokens,
+    'mismatch_max': float(gap),
+    'truncated': float(stats.truncated) / tokens,
+    'replay_agreement': float(agreement_M.min()) / len(packed),
+    'expert_load_max': float((load_ME.max(1) / load_ME.mean(1)).max()),
+    'expert_load': load_ME.tolist(),
+    'sampled_tokens': tokens,
+    'microbatches': len(packed),
   }
   for name in ('loss', 'grad_norm'):
     if not math.isfinite(measured[name]):
       raise FloatingPointError(
-          f'rl step {version}: {name} is {measured[name]}; statistics: '
-          f'{ {k: v for k, v in measured.items() if k != "expert_load"} }. '
-          'The last checkpoint is intact; lower --config.rl.learning_rate.'
+        f'rl step {version}: {name} is {measured[name]}; statistics: '
+        f'{ {k: v for k, v in measured.items() if k != "expert_load"} }. '
+        'The last checkpoint is intact; lower --config.rl.learning_rate.'
       )
   return state, measured
 
@@ -217,37 +218,35 @@ def fresh(batch: Any) -> Any:
   serves both.
   """
   return batch.replace(
-      expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
+    expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
   )
 
 
 def measure(groups: list[records.Group], version: int) -> dict[str, Any]:
   """Metrics that need no device: rewards, verdicts, staleness."""
   rollouts = [r for g in groups for r in g.rollouts]
-  judged = [
-      r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE
-  ]
+  judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   turns = sum(r.num_turns for r in rollouts)
   ages = [
-      version - int(t.policy_version_T[t.loss_mask_T].min())
-      for r in rollouts
-      for t in r.trajectories
-      if t.loss_mask_T.any()
+    version - int(t.policy_version_T[t.loss_mask_T].min())
+    for r in rollouts
+    for t in r.trajectories
+    if t.loss_mask_T.any()
   ]
   spread = [np.std([r.reward for r in g.rollouts]) > 0 for g in groups]
   return {
-      'reward': float(np.mean([r.reward for r in rollouts])),
-      'pass_rate': sum(r.verdict.passed for r in judged) / max(len(judged), 1),
-      'infrastructure': len(rollouts) - len(judged),
-      'staleness': max(ages, default=0),
-      'staleness_mean': float(np.mean(ages)) if ages else 0.0,
-      'invalid_rate': sum(r.num_invalid for r in rollouts) / max(turns, 1),
-      'turns': turns / len(rollouts),
-      'tokens': float(
-          np.mean([sum(len(t) for t in r.trajectories) for r in rollouts])
-      ),
-      'flags': sum(bool(r.flags) for r in rollouts),
-      'informative_groups': float(np.mean(spread)),
-      'sandbox_ms': 1e3 * float(np.mean([r.sandbox_seconds for r in rollouts])),
-      'groups': [g.group for g in groups],
+    'reward': float(np.mean([r.reward for r in rollouts])),
+    'pass_rate': sum(r.verdict.passed for r in judged) / max(len(judged), 1),
+    'infrastructure': len(rollouts) - len(judged),
+    'staleness': max(ages, default=0),
+    'staleness_mean': float(np.mean(ages)) if ages else 0.0,
+    'invalid_rate': sum(r.num_invalid for r in rollouts) / max(turns, 1),
+    'turns': turns / len(rollouts),
+    'tokens': float(
+      np.mean([sum(len(t) for t in r.trajectories) for r in rollouts])
+    ),
+    'flags': sum(bool(r.flags) for r in rollouts),
+    'informative_groups': float(np.mean(spread)),
+    'sandbox_ms': 1e3 * float(np.mean([r.sandbox_seconds for r in rollouts])),
+    'groups': [g.group for g in groups],
   }

@@ -24,95 +24,95 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.layout = 'data_parallel'  # or 'hsdp', the dual-mesh layout
   c.model = model_tiny.get_config()
   c.tokenizer = dict(
-      train_bytes=2_000_000,  # of the corpus that the merges are learnt from
+    train_bytes=2_000_000,  # of the corpus that the merges are learnt from
   )
   c.data = dict(
-      sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
-      max_bytes=12_000_000,
-      heldout_share=0.05,  # of packages, for the held-out loss
-      fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
+    sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
+    max_bytes=12_000_000,
+    heldout_share=0.05,  # of packages, for the held-out loss
+    fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
   )
   c.cpt = dict(
-      steps=500,
-      batch_size=16,  # rows
-      seq_len=256,
-      learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
-      adam_learning_rate=2e-3,  # peak, of what AdamW keeps: tables, router, norms
-      warmup_steps=20,
-      decay_steps=150,  # linear, to a tenth of the peak
-      weight_decay=0.1,
-      grad_clip=1.0,  # global norm
-      optimizer='muon',
-      bias_update_rate=1e-3,  # of the routers' selection bias, per step
-      checkpoint_every=100,
-      eval_every=100,
-      eval_batches=8,
-      log_every=10,
+    steps=500,
+    batch_size=16,  # rows
+    seq_len=256,
+    learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
+    adam_learning_rate=2e-3,  # peak, of what AdamW keeps
+    warmup_steps=20,
+    decay_steps=150,  # linear, to a tenth of the peak
+    weight_decay=0.1,
+    grad_clip=1.0,  # global norm
+    optimizer='muon',
+    bias_update_rate=1e-3,  # of the routers' selection bias, per step
+    checkpoint_every=100,
+    eval_every=100,
+    eval_batches=8,
+    log_every=10,
   )
   c.sft = dict(
-      **{**c.cpt.to_dict(), 'steps': 360, 'batch_size': 12, 'seq_len': 320},
+    **{**c.cpt.to_dict(), 'steps': 360, 'batch_size': 12, 'seq_len': 320},
   )
   c.demonstrations = dict(
-      count=6000,  # transcripts, generated on training tasks only
-      # Each is a probability per decision; RL has to unlearn them.
-      wrong_tool=0.1,
-      wrong_arguments=0.05,
-      detour=0.05,
-      skip_read=0.05,
-      wrong_edit=0.4,
-      broken_edit=0.05,
-      skip_test=0.3,
-      give_up=0.5,  # after a failed test, instead of another edit
+    count=6000,  # transcripts, generated on training tasks only
+    # Each is a probability per decision; RL has to unlearn them.
+    wrong_tool=0.1,
+    wrong_arguments=0.05,
+    detour=0.05,
+    skip_read=0.05,
+    wrong_edit=0.4,
+    broken_edit=0.05,
+    skip_test=0.3,
+    give_up=0.5,  # after a failed test, instead of another edit
   )
   c.episode = dict(
-      max_tokens=320,
-      max_turns=10,
-      max_call_tokens=64,
-      temperature=1.0,
-      invalid_penalty=0.1,  # of reward, per invalid call
+    max_tokens=320,
+    max_turns=10,
+    max_call_tokens=64,
+    temperature=1.0,
+    invalid_penalty=0.1,  # of reward, per invalid call
   )
   c.sandbox = dict(
-      level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
-      workers=1,
-      wall_s=2.0,
-      cpu_s=1.0,
-      memory_bytes=256 * 2**20,
-      processes=8,
-      file_bytes=2**20,
-      output_bytes=2**16,
+    level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
+    workers=1,
+    wall_s=2.0,
+    cpu_s=1.0,
+    memory_bytes=256 * 2**20,
+    processes=8,
+    file_bytes=2**20,
+    output_bytes=2**16,
   )
   c.rollout = dict(
-      num_slots=64,
-      prefill_chunk=32,  # tokens a session consumes per prefill step
-      prefill_rows=8,  # sessions in a prefill step
-      decode_steps=4,  # tokens per dispatch; weights change between dispatches
+    num_slots=64,
+    prefill_chunk=32,  # tokens a session consumes per prefill step
+    prefill_rows=8,  # sessions in a prefill step
+    decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-      steps=90,
-      prompts=8,
-      rollouts_per_prompt=8,
-      placement='processes',  # or 'colocated': one process takes turns
-      max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
-      learning_rate=5e-4,
-      warmup_steps=3,
-      adam_b1=0.9,
-      adam_b2=0.95,
-      grad_clip=1.0,
-      ratio_cap=2.0,
-      kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
-      reward='verdict',  # 'shuffled' is the control that must not learn
-      replay=True,
-      rows=12,
-      seq_len=320,
-      checkpoint_every=5,
-      mismatch_every=5,
-      episodes_every=10,
-      keyframe_every=25,  # bundles between full ones
-      wait_timeout_s=300.0,
-      max_restarts=3,
+    steps=90,
+    prompts=8,
+    rollouts_per_prompt=8,
+    placement='processes',  # or 'colocated': one process takes turns
+    max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
+    learning_rate=5e-4,
+    warmup_steps=3,
+    adam_b1=0.9,
+    adam_b2=0.95,
+    grad_clip=1.0,
+    ratio_cap=2.0,
+    kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
+    reward='verdict',  # 'shuffled' is the control that must not learn
+    replay=True,
+    rows=12,
+    seq_len=320,
+    checkpoint_every=5,
+    mismatch_every=5,
+    episodes_every=10,
+    keyframe_every=25,  # bundles between full ones
+    wait_timeout_s=300.0,
+    max_restarts=3,
   )
   c.evaluation = dict(
-      episodes=200,  # held-out, before and after RL
+    episodes=200,  # held-out, before and after RL
   )
   c.telemetry = dict(tensorboard=True, wandb=False)
   if arg == 'smoke':

@@ -17,9 +17,9 @@ def _solutions(path: pathlib.Path) -> list[str]:
   """The last edit's body of every episode that passed."""
   rows = [json.loads(line) for line in path.read_text().splitlines()]
   return [
-      row['edits'][-1].split('\n', 1)[1]
-      for row in rows
-      if row['passed'] and row['edits'] and '\n' in row['edits'][-1]
+    row['edits'][-1].split('\n', 1)[1]
+    for row in rows
+    if row['passed'] and row['edits'] and '\n' in row['edits'][-1]
   ]
 
 
@@ -29,15 +29,15 @@ def audit(workdir: pathlib.Path, stage: str) -> dict[str, int]:
   shown = (workdir / 'corpus' / 'texts.bin').read_bytes()
   shown += (workdir / 'sft_transcripts.txt').read_bytes()
   own = b''.join(
-      p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
+    p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
   )
   return {
-      'solved': len(bodies),
-      'distinct': len(set(bodies)),
-      'bytes_shown': len(shown),
-      'bytes_own_edits': len(own),
-      'verbatim_in_shown': sum(b.encode() in shown for b in bodies),
-      'verbatim_in_own_edits': sum(b.encode() in own for b in bodies),
+    'solved': len(bodies),
+    'distinct': len(set(bodies)),
+    'bytes_shown': len(shown),
+    'bytes_own_edits': len(own),
+    'verbatim_in_shown': sum(b.encode() in shown for b in bodies),
+    'verbatim_in_own_edits': sum(b.encode() in own for b in bodies),
   }
 
 

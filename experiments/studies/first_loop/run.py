@@ -18,8 +18,7 @@ import subprocess
 import sys
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from composer_jax.core import files
 from experiments.studies.first_loop import collect
@@ -58,8 +57,8 @@ def _arm(seed: int, arm: str) -> None:
   main, workdir = root / f'{seed}_main', root / f'{seed}_{arm}'
   program = 'experiments.composer'
   overrides = [
-      f'--config.seed={seed}',
-      f'--config.evaluation.episodes={_EPISODES.value}',
+    f'--config.seed={seed}',
+    f'--config.evaluation.episodes={_EPISODES.value}',
   ]
   if arm != 'main':
     _share(main, workdir, _SHARED)
@@ -70,12 +69,12 @@ def _arm(seed: int, arm: str) -> None:
     program = 'experiments.sft'
     overrides += [f'--config.demonstrations.{n}=0.0' for n in _NOISE]
   command = [
-      sys.executable,
-      '-m',
-      program,
-      f'--config={_CONFIG.value}',
-      f'--workdir={workdir}',
-      *overrides,
+    sys.executable,
+    '-m',
+    program,
+    f'--config={_CONFIG.value}',
+    f'--workdir={workdir}',
+    *overrides,
   ]
   print('[study]', ' '.join(command), flush=True)
   began = time.monotonic()
@@ -84,8 +83,8 @@ def _arm(seed: int, arm: str) -> None:
   collect.collect(workdir, results / f'{seed}_{arm}')
   seconds = time.monotonic() - began
   files.write_json(
-      results / f'{seed}_{arm}' / 'run.json',
-      {'command': command[1:], 'wall_seconds': round(seconds, 1)},
+    results / f'{seed}_{arm}' / 'run.json',
+    {'command': command[1:], 'wall_seconds': round(seconds, 1)},
   )
 
 

@@ -1,0 +1,129 @@
+"""Killed at any moment and started again, the job ends bit for bit the same.
+
+A watcher outside the job sees a file appear and kills with SIGKILL, then starts
+the same command again: with one moment after another, in one workdir. At
+staleness 0 the result must equal that of a run nobody touched.
+"""
+
+import json
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from tests.e2e import jobs
+
+
+def exists(pattern):
+  return lambda workdir: next(workdir.glob(pattern), None) is not None
+
+
+def reached(stage, step):
+  return lambda workdir: max(jobs.steps(workdir, stage), default=0) >= step
+
+
+def published(version):
+  """The pointer names this version or a later one."""
+
+  def is_due(workdir: pathlib.Path):
+    try:
+      text = (workdir / 'store/refs/policy/latest').read_text()
+    except FileNotFoundError:
+      return False
+    return json.loads(text)['body']['version'] >= version
+
+  return is_due
+
+
+# In the order in which a run reaches them.
+STRIKES = (
+    jobs.Strike('corpus written', exists('corpus/texts.bin')),
+    jobs.Strike('corpus encoded', exists('corpus/tokens-*-train.npy')),
+    jobs.Strike(
+        'first checkpoint of pretraining half written',
+        exists('checkpoints/cpt/*.orbax-checkpoint-tmp'),
+    ),
+    jobs.Strike('pretraining step 5', reached('cpt', 5)),
+    jobs.Strike('export half written', exists('exports/cpt/*tmp')),
+    jobs.Strike('demonstrations played', exists('demonstrations.json')),
+    jobs.Strike('SFT step 3', reached('sft', 3)),
+    jobs.Strike('SFT exported', exists('exports/sft/[0-9]')),
+    jobs.Strike('first policy published', published(0)),
+    jobs.Strike('first group finished', exists('groups/[0-9]*.npz')),
+    jobs.Strike('only the worker', reached('rl', 1), worker=True),
+    jobs.Strike('policy 2 published', published(2)),
+    jobs.Strike('RL step 3', reached('rl', 3)),
+    jobs.Strike('RL exported', exists('exports/rl/[0-9]')),
+    jobs.Strike(
+        'last evaluation played', exists('evaluation_rl_episodes.jsonl')
+    ),
+)
+
+
+def run_through(zygote, workdir, log, strikes):
+  """Runs until a run ends by itself; returns the moments that were hit."""
+  hit = []
+  waiting = list(strikes)
+  while True:
+    pid = zygote.start(workdir, log)
+    ended = False
+    while waiting and not ended:
+      moment = waiting.pop(0)
+      began = time.monotonic()
+      struck = jobs.strike(pid, workdir, moment)
+      if struck:
+        hit.append(moment.name)
+        print(f'{moment.name}: killed after {time.monotonic() - began:.1f} s')
+      ended = not struck or not moment.worker
+    code = zygote.exit_code()
+    if code == 0:
+      return hit
+    assert code == -9, log.read_text()[-3000:]
+
+
+def assert_same(workdir, straight):
+  found, expected = jobs.metrics(workdir), jobs.metrics(straight)
+  assert found == expected
+  for stage in ('cpt', 'sft', 'rl'):
+    ours, theirs = jobs.weights(workdir, stage), jobs.weights(straight, stage)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+      np.testing.assert_array_equal(ours[name], array, err_msg=name)
+  for name in ('evaluation_sft.json', 'evaluation_rl.json', 'tokenizer.json'):
+    assert (workdir / name).read_bytes() == (straight / name).read_bytes()
+  assert jobs.episodes(workdir) == jobs.episodes(straight)
+  assert not jobs.mentioning(workdir)
+
+
+def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
+    tmp_path, request
+):
+  workdir = tmp_path / 'killed'
+  with jobs.zygote() as zygote:
+    hit = run_through(zygote, workdir, tmp_path / 'log.txt', STRIKES)
+  print((tmp_path / 'log.txt').read_text())
+  assert hit == [moment.name for moment in STRIKES]
+  # Only now: on another core the same job ran undisturbed meanwhile.
+  assert_same(workdir, request.getfixturevalue('straight'))
+
+
+@pytest.mark.slow
+def test_a_job_killed_every_few_seconds_ends_bit_for_bit_the_same(
+    tmp_path, request
+):
+  workdir = tmp_path / 'killed'
+  rng = np.random.default_rng(0)
+  strikes = []
+  for i, wait_s in enumerate(rng.uniform(0.5, 12, size=30)):
+    start = None
+
+    def is_due(_, wait_s=wait_s, start=start):
+      start = start or time.monotonic()
+      return time.monotonic() - start > wait_s
+
+    strikes.append(jobs.Strike(f'{i}: after {wait_s:.1f} s', is_due))
+  with jobs.zygote() as zygote:
+    hit = run_through(zygote, workdir, tmp_path / 'log.txt', strikes)
+  assert len(hit) >= 5
+  assert_same(workdir, request.getfixturevalue('straight'))
