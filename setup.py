@@ -6,7 +6,6 @@ REQUIRED = [
   'absl-py>=2.1',
   'blake3>=1.0',
   'chex>=0.1.90',
-  'datasketch>=1.6',
   'flax>=0.12',
   'grain>=0.2.10',
   'jax>=0.10',

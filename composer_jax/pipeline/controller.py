@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
+# Tells a worker the id of the process that started it.
+_PARENT = 'COMPOSER_JAX_PARENT'
 
 
 class RolloutProcess:
@@ -41,7 +43,11 @@ class RolloutProcess:
     self._cores = list(cores)
     self._restarts_left = max_restarts
     self._report = report
-    self._environment = {**os.environ, **(environment or {})}
+    self._environment = {
+        **os.environ,
+        _PARENT: str(os.getpid()),
+        **(environment or {}),
+    }
     self._process = self._start()
 
   def _start(self) -> subprocess.Popen:
@@ -105,15 +111,20 @@ def tail_of(path: pathlib.Path, lines: int = 15) -> str:
 
 
 def die_with_parent() -> None:
-  """Ends this process when its parent dies, however the parent died.
+  """Ends this process when the run that started it dies, however it died.
 
-  Linux sends a signal; elsewhere a thread watches the parent's id.
+  Linux sends a signal; elsewhere a thread watches the parent's id. A worker
+  that no `RolloutProcess` started lives on its own.
   """
-  parent = os.getppid()
+  parent = int(os.environ.get(_PARENT, '0'))
+  if not parent:
+    return
   if sys.platform == 'linux':
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
   def watch():
+    # Compared with the id that was handed down: the parent may have died while
+    # this process was still importing.
     while os.getppid() == parent:
       time.sleep(0.5)
     os._exit(1)

@@ -33,13 +33,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
   )
   c.cpt = dict(
-    steps=500,
+    steps=400,
     batch_size=16,  # rows
     seq_len=256,
     learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
     adam_learning_rate=2e-3,  # peak, of what AdamW keeps
     warmup_steps=20,
-    decay_steps=150,  # linear, to a tenth of the peak
+    decay_steps=120,  # linear, to a tenth of the peak
     weight_decay=0.1,
     grad_clip=1.0,  # global norm
     optimizer='muon',
@@ -50,10 +50,16 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     log_every=10,
   )
   c.sft = dict(
-    **{**c.cpt.to_dict(), 'steps': 360, 'batch_size': 12, 'seq_len': 320},
+    **{
+      **c.cpt.to_dict(),
+      'steps': 280,
+      'batch_size': 12,
+      'seq_len': 320,
+      'decay_steps': 100,
+    },
   )
   c.demonstrations = dict(
-    count=6000,  # transcripts, generated on training tasks only
+    count=7000,  # transcripts, generated on training tasks only
     # Each is a probability per decision; RL has to unlearn them.
     wrong_tool=0.1,
     wrong_arguments=0.05,
@@ -88,7 +94,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=90,
+    steps=100,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns

@@ -26,8 +26,9 @@ from experiments.studies.first_loop import collect
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/first_loop', 'For all arms.')
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One main job each.')
 _ARMS = flags.DEFINE_list('arms', ['main', 'flawless', 'shuffled'], 'Which.')
-_CONFIG = flags.DEFINE_string('config', 'configs/composer/tiny.py', 'Of all.')
-_EPISODES = flags.DEFINE_integer('episodes', 400, 'Held-out ones, each time.')
+_CONFIG = flags.DEFINE_string(
+  'config', 'configs/composer/first_loop.py', 'Of all.'
+)
 
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
 _SFT = ('exports/sft', 'evaluation_sft.json', 'evaluation_sft_episodes.jsonl')
@@ -56,10 +57,7 @@ def _arm(seed: int, arm: str) -> None:
   root = pathlib.Path(_WORKDIR.value)
   main, workdir = root / f'{seed}_main', root / f'{seed}_{arm}'
   program = 'experiments.composer'
-  overrides = [
-    f'--config.seed={seed}',
-    f'--config.evaluation.episodes={_EPISODES.value}',
-  ]
+  overrides = [f'--config.seed={seed}']
   if arm != 'main':
     _share(main, workdir, _SHARED)
   if arm == 'shuffled':
@@ -91,9 +89,12 @@ def _arm(seed: int, arm: str) -> None:
 def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  for seed in _SEEDS.value:
-    for arm in _ARMS.value:
-      _arm(int(seed), arm)
+  # The control comes last: what it is compared with is there first.
+  for arms in (('main', 'flawless'), ('shuffled',)):
+    for seed in _SEEDS.value:
+      for arm in arms:
+        if arm in _ARMS.value:
+          _arm(int(seed), arm)
 
 
 if __name__ == '__main__':

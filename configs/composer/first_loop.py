@@ -1,0 +1,20 @@
+"""tiny.py on pinned sources: what the study and the figures of README use.
+
+  python -m experiments.composer --config=configs/composer/first_loop.py \
+      --workdir=runs/first_loop/0_main
+
+The list pins what constraints.txt installs on Python 3.11; another version is
+refused by name.
+"""
+
+import ml_collections
+
+from configs.composer import tiny
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Takes the argument of tiny.py."""
+  c = tiny.get_config(arg)
+  c.data.sources = ('configs/pretrain/first_loop.sources',)
+  c.evaluation.episodes = 400
+  return c
