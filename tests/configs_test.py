@@ -1,17 +1,42 @@
-"""Every file in configs/ loads and says what it is."""
+"""Every file in configs/ loads, says what it is, and describes a whole run."""
 
 import ast
+import dataclasses
 import importlib.util
 import pathlib
 
+import jax
 import ml_collections
 import pytest
+
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, flops
+from composer_jax.pipeline import spec as specs
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted(
   path
   for path in (ROOT / 'configs').rglob('*.py')
   if not path.name.startswith('_')
+)
+MODELS = [p for p in CONFIGS if p.parent.name == 'models']
+COMPOSERS = [p for p in CONFIGS if p.parent.name == 'composer']
+
+# Besides '': what a module's docstring or its function's names after a colon.
+ARGUMENTS = {'composer/tiny.py': ('smoke',), 'composer/gpu.py': ('smoke',)}
+
+
+def name_of(path: pathlib.Path) -> str:
+  return str(path.relative_to(ROOT / 'configs'))
+
+
+each = pytest.mark.parametrize('path', CONFIGS, ids=name_of)
+each_composer = pytest.mark.parametrize(
+  'path, argument',
+  [(p, a) for p in COMPOSERS for a in ('', *ARGUMENTS.get(name_of(p), ()))],
+  ids=lambda value: (
+    name_of(value) if isinstance(value, pathlib.Path) else value
+  ),
 )
 
 
@@ -24,6 +49,10 @@ def load(path: pathlib.Path):
   return module
 
 
+def tiny() -> ml_collections.ConfigDict:
+  return load(ROOT / 'configs' / 'composer' / 'tiny.py').get_config()
+
+
 def leaves(config, prefix=''):
   """Yields (dotted name, value) of everything that is not a ConfigDict."""
   for name, value in config.items():
@@ -34,12 +63,13 @@ def leaves(config, prefix=''):
 
 
 def test_there_are_configs():
-  assert ROOT / 'configs' / 'composer' / 'tiny.py' in CONFIGS
+  assert ROOT / 'configs' / 'composer' / 'tiny.py' in COMPOSERS
+  assert MODELS
+  # One that is in neither would be loaded and never built.
+  assert sorted(MODELS + COMPOSERS) == CONFIGS
 
 
-@pytest.mark.parametrize(
-  'path', CONFIGS, ids=lambda p: str(p.relative_to(ROOT / 'configs'))
-)
+@each
 def test_config_loads(path):
   assert ast.get_docstring(ast.parse(path.read_bytes())), f'{path}: docstring'
   config = load(path).get_config()
@@ -52,9 +82,7 @@ def test_config_loads(path):
     assert isinstance(value, kinds), f'{path}: {name} is a {type(value)}'
 
 
-@pytest.mark.parametrize(
-  'path', CONFIGS, ids=lambda p: str(p.relative_to(ROOT / 'configs'))
-)
+@each
 def test_two_loads_share_nothing(path):
   module = load(path)
   first, second = module.get_config(), module.get_config()
@@ -62,3 +90,136 @@ def test_two_loads_share_nothing(path):
     for name in list(first):
       del first[name]
   assert dict(leaves(second)) == dict(leaves(module.get_config()))
+
+
+@each
+def test_documented_arguments_are_those_that_work(path):
+  known = ARGUMENTS.get(name_of(path), ())
+  text = path.read_text()
+  for argument in known:
+    assert f'.py:{argument}`' in text, f'{path} does not tell of {argument!r}'
+    assert dict(leaves(load(path).get_config(argument)))
+  with pytest.raises(ValueError, match="'nonsense'"):
+    load(path).get_config('nonsense')
+
+
+def counted(config: model_config.ModelConfig) -> int:
+  shapes, axes = decoder.abstract(config)
+  for shape, names in zip(
+    jax.tree.leaves(shapes),
+    jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, jax.P)),
+    strict=True,
+  ):
+    assert len(shape.shape) == len(names), (shape, names)
+  return sum(s.size for s in jax.tree.leaves(shapes['params']))
+
+
+@pytest.mark.parametrize('path', MODELS, ids=name_of)
+def test_model_is_describable(path):
+  fields = load(path).get_config().to_dict()
+  config = model_config.ModelConfig.from_dict(fields)
+  assert counted(config) == flops.params_total(config)
+
+
+@each_composer
+def test_composer_is_a_whole_run(path, argument):
+  config = load(path).get_config(argument)
+  spec = specs.from_dict(config.to_dict())
+  # The spec holds what the config says, no more and no less.
+  said = {name for name, _ in leaves(config)}
+  held = set()
+  for name, value in dataclasses.asdict(spec).items():
+    held |= set(flattened(name, value))
+  assert said == held
+  assert counted(spec.model) == flops.params_total(spec.model)
+  # What is made of the sections later is made of them here.
+  spec.cpt.optimizer_options(), spec.sft.optimizer_options()
+  spec.rl.optimizer_options(), spec.rl.update_options(spec.seed)
+  spec.rollout.engine_options(spec.episode.max_tokens)
+  spec.demonstrations.noise(), spec.sandbox.limits()
+
+
+def flattened(name, value):
+  if isinstance(value, dict):
+    for key, inner in value.items():
+      yield from flattened(f'{name}.{key}', inner)
+  else:
+    yield name
+
+
+SECTIONS = [n for n, v in tiny().items() if isinstance(v, dict | type(tiny()))]
+
+
+@pytest.mark.parametrize('section', [*SECTIONS, 'model.moe'])
+def test_misspelt_key_is_named(section):
+  fields = tiny().to_dict()
+  inner = fields
+  for name in section.split('.'):
+    inner = inner[name]
+  inner['num_expert'] = 8
+  with pytest.raises(ValueError, match=r'num_expert\b'):
+    specs.from_dict(fields)
+
+
+@pytest.mark.parametrize('section', [*SECTIONS, 'model.moe'])
+def test_missing_key_is_named(section):
+  fields = tiny().to_dict()
+  inner = fields
+  for name in section.split('.'):
+    inner = inner[name]
+  missing = next(iter(inner))
+  del inner[missing]
+  with pytest.raises(ValueError, match=missing):
+    specs.from_dict(fields)
+
+
+def test_misspelt_section_is_named():
+  fields = tiny().to_dict()
+  fields['rollouts'] = fields.pop('rollout')
+  with pytest.raises(ValueError, match=r"'rollouts'.*'rollout'"):
+    specs.from_dict(fields)
+
+
+@pytest.mark.parametrize(
+  'name, value, told',
+  [
+    ('layout', 'pipeline', 'pipeline'),
+    ('mesh.fsdp', 0, r'mesh\.fsdp'),
+    ('model.num_kv_heads', 3, r'num_kv_heads \(3\)'),
+    ('model.head_dim', 31, r'head_dim \(31\)'),
+    ('model.compute_dtype', 'float16', 'float16'),
+    ('model.moe.num_active', 9, r'num_active \(9\)'),
+    ('model.moe.router', 'top', 'top'),
+    ('data.sources', (), 'data.sources'),
+    ('data.heldout_share', 1.5, '1.5'),
+    ('cpt.warmup_steps', 10**6, r'warmup_steps \(1000000\)'),
+    ('cpt.optimizer', 'sgd', 'sgd'),
+    ('sft.learning_rate', 0.0, 'learning_rate'),
+    ('demonstrations.wrong_edit', 1.5, r'wrong_edit \(1.5\)'),
+    ('episode.max_tokens', 10**6, r'max_tokens \(1000000\)'),
+    ('episode.invalid_penalty', -1.0, r'invalid_penalty \(-1.0\)'),
+    ('sandbox.level', 'docker', 'docker'),
+    ('sandbox.wall_s', 0.0, 'wall_s'),
+    ('rollout.num_slots', 0, 'num_slots'),
+    ('rl.placement', 'remote', 'remote'),
+    ('rl.reward', 'judge', 'judge'),
+    ('rl.rollouts_per_prompt', 1, 'rollouts_per_prompt'),
+    ('rl.ratio_cap', 0.5, 'ratio_cap'),
+    ('rl.max_staleness', -1, 'max_staleness'),
+    ('rl.learning_rate', -1.0, 'learning_rate'),
+    ('rl.warmup_steps', 10**6, r'warmup_steps \(1000000\)'),
+    ('sandbox.level', 'rlimits', 'rlimits'),
+    ('sandbox.workers', 0, r'sandbox\.workers'),
+    ('evaluation.episodes', 0, 'episodes'),
+  ],
+)
+def test_impossible_value_is_named(name, value, told):
+  fields = tiny().to_dict()
+  *sections, last = name.split('.')
+  inner = fields
+  for section in sections:
+    inner = inner[section]
+  assert last in inner
+  inner[last] = value
+  with pytest.raises(ValueError, match=told):
+    specs.from_dict(fields)

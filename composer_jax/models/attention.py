@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from composer_jax.kernels import attention as attention_kernel
 from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
-from composer_jax.models import rope
+from composer_jax.models import parameters, rope
 from composer_jax.parallel import exchange
 
 
@@ -53,18 +53,17 @@ class Attention(nn.Module):
     out_BTNH = exchange.attend_per_shard(
       attention_kernel.attend, q_BTNH, k_BTKH, v_BTKH, mask_BTS, plan=self.plan
     )
-    out_NHD = self.param(
+    out_NHD = parameters.create(
+      self,
       'out',
-      nn.with_logical_partitioning(
-        nn.initializers.variance_scaling(
-          0.5 / c.num_layers,
-          'fan_in',
-          'truncated_normal',
-          in_axis=(0, 1),
-          out_axis=2,
-        ),
-        ('heads', 'head_dim', 'embed'),
+      nn.initializers.variance_scaling(
+        0.5 / c.num_layers,
+        'fan_in',
+        'truncated_normal',
+        in_axis=(0, 1),
+        out_axis=2,
       ),
+      ('heads', 'head_dim', 'embed'),
       (c.num_heads, c.head_dim, c.embed_dim),
     )
     y_BTD = jnp.einsum(
@@ -76,18 +75,17 @@ class Attention(nn.Module):
     self, name: str, x_BTD: jax.Array, num_heads: int, axis: str
   ) -> jax.Array:
     c = self.config
-    weight_DNH = self.param(
+    weight_DNH = parameters.create(
+      self,
       name,
-      nn.with_logical_partitioning(
-        nn.initializers.variance_scaling(
-          1.0,
-          'fan_in',
-          'truncated_normal',
-          in_axis=0,
-          out_axis=(1, 2),
-        ),
-        ('embed', axis, 'head_dim'),
+      nn.initializers.variance_scaling(
+        1.0,
+        'fan_in',
+        'truncated_normal',
+        in_axis=0,
+        out_axis=(1, 2),
       ),
+      ('embed', axis, 'head_dim'),
       (c.embed_dim, num_heads, c.head_dim),
     )
     return jnp.einsum('BTD,DNH->BTNH', x_BTD, weight_DNH.astype(x_BTD.dtype))

@@ -37,9 +37,10 @@ def init(
     config.num_kv_heads,
     config.head_dim,
   )
-  dtype = jnp.dtype(dtype or config.compute_dtype)
+  kind = jnp.dtype(dtype or config.compute_dtype)
+  # Two arrays, not one twice: a step donates both.
   return KVCache(
-    keys_LBSKH=jnp.zeros(shape, dtype), values_LBSKH=jnp.zeros(shape, dtype)
+    keys_LBSKH=jnp.zeros(shape, kind), values_LBSKH=jnp.zeros(shape, kind)
   )
 
 

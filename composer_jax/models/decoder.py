@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import batches
-from composer_jax.models import attention, experts, norm, rope
+from composer_jax.models import attention, experts, norm, parameters, rope
 from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 
 Variables = dict[str, Any]
+
+# For `jax.jit` of `init`: a program that runs once is not worth optimising,
+# and its many random numbers take four seconds to compile, or one with these.
+INIT_COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
 
 
 class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
@@ -159,16 +163,20 @@ class Decoder(nn.Module):
   def _embed(self, tokens_BT):
     c = self.config
     normal = nn.initializers.normal(0.02)
-    embedding_VD = self.param(
+    embedding_VD = parameters.create(
+      self,
       'embedding',
-      nn.with_logical_partitioning(normal, ('vocab', 'embed')),
+      normal,
+      ('vocab', 'embed'),
       (c.vocab_size, c.embed_dim),
     )
     if not c.tie_embeddings:
       # Made here, used by `models.head`: one tree holds all parameters.
-      self.param(
+      parameters.create(
+        self,
         'unembedding',
-        nn.with_logical_partitioning(normal, ('embed', 'vocab')),
+        normal,
+        ('embed', 'vocab'),
         (c.embed_dim, c.vocab_size),
       )
     embedding_VD = exchange.gather_weight(
@@ -193,7 +201,7 @@ def _scan(layer, config, length):
 
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   zeros_BT = jnp.zeros((1, 1), jnp.int32)
-  return Decoder(config).init(key, zeros_BT, zeros_BT, zeros_BT)
+  return dict(Decoder(config).init(key, zeros_BT, zeros_BT, zeros_BT))
 
 
 def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:

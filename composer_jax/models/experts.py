@@ -1,12 +1,14 @@
 """Feed-forward layers: one dense MLP, and a mixture of routed ones."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from composer_jax.kernels import grouped_matmul
 from composer_jax.models import config as model_config
-from composer_jax.models import router
+from composer_jax.models import parameters, router
 from composer_jax.parallel import exchange
 
 
@@ -68,18 +70,18 @@ class DenseMLP(nn.Module):
     c = self.config
     # Gate and up are one product; their axis is a batch axis to the optimizer,
     # which sees two matrices.
-    gate_up_D2F = self.param(
+    gate_up_D2F = parameters.create(
+      self,
       'gate_up',
-      nn.with_logical_partitioning(
-        _initializer(1.0, 0, (1,)), ('embed', 'gate_up', 'ffw')
-      ),
+      _initializer(1.0, 0, (1,)),
+      ('embed', 'gate_up', 'ffw'),
       (c.embed_dim, 2, self.ffw_dim),
     ).astype(x_BTD.dtype)
-    down_FD = self.param(
+    down_FD = parameters.create(
+      self,
       'down',
-      nn.with_logical_partitioning(
-        _initializer(0.5 / c.num_layers, 0), ('ffw', 'embed')
-      ),
+      _initializer(0.5 / c.num_layers, 0),
+      ('ffw', 'embed'),
       (self.ffw_dim, c.embed_dim),
     ).astype(x_BTD.dtype)
     both_BTF = x_BTD @ gate_up_D2F.reshape(c.embed_dim, -1)
@@ -102,19 +104,18 @@ class MoE(nn.Module):
     """Returns y_BTD, the int32 ids_BTA used, and the layer's statistics."""
     c, moe = self.config, self.config.moe
     gates_BTA, ids_BTA, stats = self._route(x_BTD, valid_BT, replay_BTA)
-    gate_up_ED2F = self.param(
+    gate_up_ED2F = parameters.create(
+      self,
       'gate_up',
-      nn.with_logical_partitioning(
-        _initializer(1.0, 1, (0, 2)), ('expert', 'embed', 'gate_up', 'ffw')
-      ),
+      _initializer(1.0, 1, (0, 2)),
+      ('expert', 'embed', 'gate_up', 'ffw'),
       (moe.num_experts, c.embed_dim, 2, moe.ffw_dim),
     )
-    down_EFD = self.param(
+    down_EFD = parameters.create(
+      self,
       'down',
-      nn.with_logical_partitioning(
-        _initializer(0.5 / c.num_layers, 1, (0,)),
-        ('expert', 'ffw', 'embed'),
-      ),
+      _initializer(0.5 / c.num_layers, 1, (0,)),
+      ('expert', 'ffw', 'embed'),
       (moe.num_experts, moe.ffw_dim, c.embed_dim),
     )
     weights = {'gate_up': gate_up_ED2F, 'down': down_EFD}
@@ -137,12 +138,14 @@ class MoE(nn.Module):
   def _route(self, x_BTD, valid_BT, replay_BTA):
     moe = self.config.moe
     # 'route', not 'expert': the router must not pick up the experts' sharding.
-    router_DE = self.param(
+    router_DE = parameters.create(
+      self,
       'router',
-      nn.with_logical_partitioning(_initializer(1.0, 0), ('embed', 'route')),
+      _initializer(1.0, 0),
+      ('embed', 'route'),
       (x_BTD.shape[-1], moe.num_experts),
     )
-    bias_E = None
+    bias_E: Any = None
     if moe.router == 'sigmoid':
       bias_E = self.variable(
         'selection_bias',

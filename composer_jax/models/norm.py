@@ -4,6 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from composer_jax.models import parameters
+
 
 class RMSNorm(nn.Module):
   """Divides by the root mean square over D, in float32 (Zhang & Sennrich)."""
@@ -12,10 +14,8 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    scale_D = self.param(
-      'scale',
-      nn.with_logical_partitioning(nn.initializers.ones, ('norm',)),
-      (x_BTD.shape[-1],),
+    scale_D = parameters.create(
+      self, 'scale', nn.initializers.ones, ('norm',), (x_BTD.shape[-1],)
     )
     wide_BTD = x_BTD.astype(jnp.float32)
     mean_square = jnp.square(wide_BTD).mean(-1, keepdims=True)

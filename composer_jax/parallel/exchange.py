@@ -166,12 +166,14 @@ def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
     return _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, 0)
   num_local = jax.tree.leaves(weights)[0].shape[0]
   with jax.named_scope('dispatch'):
-    everyone = [
+    x_BTD, ids_BTA, gates_BTA, valid_BT = (
       jax.lax.all_gather(a, axes, axis=0, tiled=True)
       for a in (x_BTD, ids_BTA, gates_BTA, valid_BT)
-    ]
+    )
   first = jax.lax.axis_index(axes) * num_local
-  partial_BTD = _local(expert_fn, weights, *everyone, first)
+  partial_BTD = _local(
+    expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first
+  )
   with jax.named_scope('combine'):
     return jax.lax.psum_scatter(
       partial_BTD, axes, scatter_dimension=0, tiled=True

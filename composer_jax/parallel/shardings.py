@@ -15,7 +15,7 @@ from composer_jax.parallel import layouts
 def spec(
   name: str,
   shape: tuple[int, ...],
-  axes: tuple[str | None, ...],
+  axes: tuple[str, ...],
   *,
   layout: layouts.Layout,
   mesh: Mesh,

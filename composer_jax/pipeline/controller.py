@@ -44,9 +44,9 @@ class RolloutProcess:
     self._restarts_left = max_restarts
     self._report = report
     self._environment = {
-        **os.environ,
-        _PARENT: str(os.getpid()),
-        **(environment or {}),
+      **os.environ,
+      _PARENT: str(os.getpid()),
+      **(environment or {}),
     }
     self._process = self._start()
 

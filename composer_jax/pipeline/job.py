@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
+from composer_jax.telemetry import machine
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
@@ -185,7 +186,10 @@ def open_runner(options: specs.Sandbox) -> Iterator[runners.Runner]:
     yield runners.StaticRunner()
     return
   sandbox = sandboxes.open_sandbox(
-    options.level, options.limits(), size=options.workers
+    options.level,
+    options.limits(),
+    allow_unsafe=options.allow_unsafe,
+    size=options.workers,
   )
   try:
     yield sandbox
@@ -193,7 +197,11 @@ def open_runner(options: specs.Sandbox) -> Iterator[runners.Runner]:
     sandbox.close()
 
 
-def settle_sandbox(spec: specs.Spec, workdir: pathlib.Path) -> specs.Spec:
+def settle_sandbox(
+  spec: specs.Spec,
+  workdir: pathlib.Path,
+  probe: Callable[[], list[tuple[str, bool, str]]] = sandboxes.probe,
+) -> specs.Spec:
   """Decides what judges code before anything is trained, and says so.
 
   Where no namespaces are to be had, the run goes on with verifier tasks that
@@ -206,7 +214,7 @@ def settle_sandbox(spec: specs.Spec, workdir: pathlib.Path) -> specs.Spec:
   elif spec.sandbox.level != 'auto':
     level = spec.sandbox.level
   else:
-    found = sandboxes.probe()
+    found = probe()
     usable = [n for n, works, _ in found if works and n != 'rlimits']
     level = usable[0] if usable else 'static'
     say = tell('sandbox')
@@ -241,6 +249,14 @@ def open_run(
     workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
   )
   spec = settle_sandbox(spec, workdir)
+  files.write_json(
+    workdir / 'run.json',
+    {
+      'machine': machine.describe(),
+      'command': ' '.join(command[1:]),
+      'sandbox_level': spec.sandbox.level,
+    },
+  )
   with writers.Writer(
     workdir,
     tensorboard=spec.telemetry.tensorboard,
@@ -248,8 +264,17 @@ def open_run(
   ) as writer:
     try:
       yield Job(spec, workdir, tuple(command), writer)
-    finally:
-      writer.flush()
-      from composer_jax.telemetry import report
+    except BaseException:
+      # The report of an interrupted run must not hide what interrupted it.
+      with contextlib.suppress(OSError, ValueError):
+        _report(workdir, writer)
+      raise
+    _report(workdir, writer)
 
-      print(f'Report: {report.write_report(workdir)}', flush=True)
+
+def _report(workdir: pathlib.Path, writer: writers.Writer) -> None:
+  # Loads matplotlib, which a resumed run need not wait for.
+  from composer_jax.telemetry import report
+
+  writer.flush()
+  print(f'Report: {report.write_report(workdir)}', flush=True)

@@ -16,6 +16,7 @@ from composer_jax.sandbox import base as sandbox_base
 
 PLACEMENTS = ('processes', 'colocated')
 LAYOUTS = ('hsdp', 'data_parallel')
+SANDBOX_LEVELS = ('auto', *sandbox_base.LEVELS, 'static')
 
 
 def _at_least(section: str, lowest: float, **values: Any) -> None:
@@ -146,9 +147,18 @@ class Demonstrations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox:
-  """level: of isolation ('auto' takes the best, 'static' executes nothing)."""
+  """What judges code that the policy wrote, and its limits.
+
+  Attributes:
+    level: of isolation; 'auto' takes the best there is, 'static' executes
+      nothing.
+    allow_unsafe: accept 'rlimits', which isolates nothing.
+    workers: calls at a time.
+    others: limits of each call, see `sandbox.base.Limits`.
+  """
 
   level: str
+  allow_unsafe: bool
   workers: int
   wall_s: float
   cpu_s: float
@@ -157,11 +167,20 @@ class Sandbox:
   file_bytes: int
   output_bytes: int
 
+  def __post_init__(self):
+    if self.level not in SANDBOX_LEVELS:
+      raise ValueError(
+        f'--config.sandbox.level must be one of {SANDBOX_LEVELS}, not '
+        f'{self.level!r}.'
+      )
+    _at_least('sandbox', 1, workers=self.workers)
+    self.limits()
+
   def limits(self) -> sandbox_base.Limits:
     fields = dataclasses.asdict(self)
-    return sandbox_base.Limits(
-      **{k: v for k, v in fields.items() if k not in ('level', 'workers')}
-    )
+    for name in ('level', 'allow_unsafe', 'workers'):
+      del fields[name]
+    return sandbox_base.Limits(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.tasks import list_functions, runners
+from composer_jax.telemetry import progress
 from composer_jax.text import chat
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import export, loop, policy_values
@@ -81,15 +82,17 @@ def demonstrations_of(
   """Transcripts as (tokens, loss mask), and their error rates to the log."""
   say = jobs.tell('sft')
   say(f'playing {count} demonstrations')
-  rollouts = list(
-    demonstrations.transcripts(
+  rollouts = []
+  with progress.Progress('sft', count) as bar:
+    for rollout in demonstrations.transcripts(
       job.tokenizer,
       seed=job.spec.seed + SFT_SEED,
       count=count,
       noise=job.spec.demonstrations.noise(),
       options=job.spec.episode,
-    )
-  )
+    ):
+      rollouts.append(rollout)
+      bar.update(len(rollouts))
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
   say('demonstrations: ' + ', '.join(f'{k} {v:.3g}' for k, v in rates.items()))
   files.write_json(job.workdir / 'demonstrations.json', rates)
@@ -189,11 +192,12 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
   variables = load_variables(job, stage, job.single)
   params = jax.jit(policy_values.straight_through)(variables['params'])
   values = {**variables, 'params': params}
-  with job.runner() as runner:
+  with job.runner() as runner, progress.Progress('eval', episodes) as bar:
     found, rollouts = rl_evaluate.evaluate(
       collector_of(job.spec, job.tokenizer, runner, split='held_out'),
       make_engine(job.spec, values, 0),
       episodes,
+      on_progress=bar.update,
     )
   fields = dataclasses.asdict(found)
   step = job.spec.rl.steps if stage == 'rl' else 0

@@ -16,7 +16,9 @@ from composer_jax.agent import policy as policies
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
+from composer_jax.tasks import runners
 from composer_jax.tasks import task as tasks
+from composer_jax.text import tokenizer as tokenizers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class Collector:
 
 
 def episode_player(
-  tokenizer: object,
-  runner: object,
+  tokenizer: tokenizers.Tokenizer,
+  runner: runners.Runner,
   options: episode.EpisodeOptions,
 ) -> Callable[..., records.Rollout]:
   """Binds `agent.episode.run` to what does not change between episodes."""
@@ -108,19 +110,21 @@ class GroupStream:
       future.add_done_callback(self._finished)
 
   def _finished(self, future: futures.Future) -> None:
-    failure = None if future.cancelled() else future.exception()
+    failure = None
+    if not future.cancelled():
+      failure = future.exception() or self._keep(future.result())
     with self._lock:
+      self._failure = self._failure or failure
+      # Last: who sees no open episode must find every group handed over.
       self._open -= 1
-      if failure is not None:
-        self._failure = self._failure or failure
-        return
-      if future.cancelled():
-        return
-      rollout = future.result()
+
+  def _keep(self, rollout: records.Rollout) -> Exception | None:
+    """Hands over the group if this was its last member."""
+    with self._lock:
       part = self._parts[rollout.group]
       part.append(rollout)
       if len(part) < self._collector.rollouts_per_group:
-        return
+        return None
       del self._parts[rollout.group]
     part.sort(key=lambda r: r.member)
     try:
@@ -131,9 +135,9 @@ class GroupStream:
           rollouts=tuple(part),
         )
       )
-    except OSError as error:
-      with self._lock:
-        self._failure = self._failure or error
+    except (OSError, ValueError) as error:
+      return error
+    return None
 
   @property
   def open_episodes(self) -> int:
@@ -148,16 +152,28 @@ class GroupStream:
 
 
 def groups(
-  collector: Collector, engine: engines.Engine, ids: Iterable[int]
+  collector: Collector,
+  engine: engines.Engine,
+  ids: Iterable[int],
+  on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[records.Group]:
-  """Rolls out whole groups and returns them sorted by id; blocks."""
+  """Rolls out whole groups and returns them sorted by id; blocks.
+
+  Args:
+    collector: plays the episodes.
+    engine: owned by this call while it lasts.
+    ids: of the groups.
+    on_progress: told how many groups are finished, between engine steps.
+  """
   found: list[records.Group] = []
   policy = server.EnginePolicy(engine)
   stream = GroupStream(collector, policy, engine.num_slots, found.append)
   try:
     for group in ids:
       stream.admit(group)
-    policy.serve(lambda: stream.open_episodes == 0)
+    policy.serve(
+      lambda: stream.open_episodes == 0, lambda: on_progress(len(found))
+    )
     _ = stream.open_episodes  # Raises what made the last episode fail.
   finally:
     stream.close()

@@ -1,6 +1,7 @@
 """Pass rates of a policy on held-out tasks, with their interval."""
 
 import dataclasses
+from collections.abc import Callable
 
 from composer_jax.core import records
 from composer_jax.rl import collect
@@ -64,7 +65,10 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
 
 
 def evaluate(
-  collector: collect.Collector, engine: engines.Engine, episodes: int
+  collector: collect.Collector,
+  engine: engines.Engine,
+  episodes: int,
+  on_progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[PassRate, list[records.Rollout]]:
   """Plays `episodes` held-out episodes, one per task, and summarises them.
 
@@ -72,7 +76,10 @@ def evaluate(
     collector: with one rollout per group, over held-out tasks.
     engine: holding the policy to judge.
     episodes: groups 0..episodes-1 of the collector.
+    on_progress: told how many episodes have ended.
   """
-  found = collect.groups(collector, engine, range(episodes))
+  found = collect.groups(
+    collector, engine, range(episodes), on_progress=on_progress
+  )
   rollouts = list(collect.rollouts(found))
   return pass_rate(rollouts), rollouts

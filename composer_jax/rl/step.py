@@ -65,7 +65,8 @@ def forward(
   model: decoder.Decoder, values: Any, batch: batches.RLBatch
 ) -> tuple[jax.Array, jax.Array, decoder.DecoderOutput]:
   """Returns (logprobs_BT, entropy_BT, output) at the batch's temperatures."""
-  output = model.apply(
+  # Linen's annotation of `apply` is a union; the model returns this.
+  output: Any = model.apply(
     values,
     batch.tokens_BT,
     batch.segment_ids_BT,

@@ -134,6 +134,7 @@ def run(
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, writer, bar)
+      bar.message('compiling, then step by step')
       if state is None:
         state = _first_state(options, programs, initial)
         report.heldout(0, _heldout_loss(programs, state, heldout))

@@ -79,6 +79,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.sandbox = dict(
     level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
+    allow_unsafe=False,  # rlimits isolates nothing: for trusted code only
     workers=1,
     wall_s=2.0,
     cpu_s=1.0,

@@ -27,10 +27,10 @@ CONFIG = 'configs/composer/tiny.py:smoke'
 # Six steps at this rate teach SFT which tokens are frequent, so that calls end
 # early and episodes differ in their invalid calls: groups have a gradient.
 OVERRIDES = (
-    '--config.sft.learning_rate=0.05',
-    '--config.sft.adam_learning_rate=0.05',
-    '--config.sft.warmup_steps=1',
-    '--config.episode.max_turns=12',
+  '--config.sft.learning_rate=0.05',
+  '--config.sft.adam_learning_rate=0.05',
+  '--config.sft.warmup_steps=1',
+  '--config.episode.max_turns=12',
 )
 # Generous: the machine may be busy with other tests.
 TIMEOUT_S = 300
@@ -38,14 +38,14 @@ TIMEOUT_S = 300
 # Of a line of metrics: what a clock measured, and the size of bundles, since
 # the first one after a restart may stand alone.
 UNCERTAIN = (
-    'time',
-    'tokens_per_s',
-    'mfu',
-    'sandbox_ms',
-    'wait_s',
-    'train_s',
-    'publish_s',
-    'bundle_bytes',
+  'time',
+  'tokens_per_s',
+  'mfu',
+  'sandbox_ms',
+  'wait_s',
+  'train_s',
+  'publish_s',
+  'bundle_bytes',
 )
 
 
@@ -62,22 +62,22 @@ def arguments(workdir: pathlib.Path, *more: str) -> list[str]:
 
 def command(workdir: pathlib.Path, *more: str) -> list[str]:
   return [
-      sys.executable,
-      '-m',
-      'experiments.composer',
-      *arguments(workdir, *more),
+    sys.executable,
+    '-m',
+    'experiments.composer',
+    *arguments(workdir, *more),
   ]
 
 
 def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
   """The real command line, to its end."""
   return subprocess.run(
-      command(workdir, *more),
-      cwd=ROOT,
-      env=environment(),
-      capture_output=True,
-      text=True,
-      timeout=TIMEOUT_S,
+    command(workdir, *more),
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=TIMEOUT_S,
   )
 
 
@@ -86,12 +86,12 @@ class Zygote:
 
   def __init__(self):
     self._process = subprocess.Popen(
-        [sys.executable, '-m', 'tests.e2e.zygote'],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+      [sys.executable, '-m', 'tests.e2e.zygote'],
+      cwd=ROOT,
+      env=environment(),
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
 
   def start(self, workdir: pathlib.Path, log: pathlib.Path) -> int:
@@ -135,7 +135,7 @@ def mentioning(workdir: pathlib.Path) -> list[psutil.Process]:
   return found
 
 
-def assert_gone(processes: list[psutil.Process], within_s: float = 10) -> None:
+def assert_gone(processes: list[psutil.Process], within_s: float = 30) -> None:
   _, alive = psutil.wait_procs(processes, timeout=within_s)
   # A zombie has ended; it only waits for init to read its status.
   alive = [p for p in alive if p.is_running()]
@@ -185,8 +185,8 @@ def strike(pid: int, workdir: pathlib.Path, moment: Strike) -> bool:
 def metrics(workdir: pathlib.Path) -> list[dict]:
   """Everything that must be equal bit for bit, in order of stage and step."""
   rows = [
-      {k: v for k, v in row.items() if k not in UNCERTAIN}
-      for row in writers.read(workdir)
+    {k: v for k, v in row.items() if k not in UNCERTAIN}
+    for row in writers.read(workdir)
   ]
   # Stages write in order; a held-out loss and a loss share a step.
   return sorted(rows, key=lambda r: (r['stage'], r['step'], sorted(r)))
@@ -195,29 +195,33 @@ def metrics(workdir: pathlib.Path) -> list[dict]:
 def steps(workdir: pathlib.Path, stage: str) -> list[int]:
   """Steps of a stage with a loss, as the metrics have them now."""
   return [
-      r['step']
-      for r in writers.read(workdir)
-      if r['stage'] == stage and 'loss' in r
+    r['step']
+    for r in writers.read(workdir)
+    if r['stage'] == stage and 'loss' in r
   ]
 
 
 def weights(workdir: pathlib.Path, stage: str) -> dict[str, np.ndarray]:
   """The exported masters of a finished stage, by name."""
   config = model_config.ModelConfig.from_dict(
-      json.loads((workdir / 'config.json').read_text())['model']
+    json.loads((workdir / 'config.json').read_text())['model']
   )
   shapes, _ = decoder.abstract(config)
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes
   )
-  return trees.flatten_names(export.load(workdir, stage, like))
+  return named(export.load(workdir, stage, like))
+
+
+def named(variables: dict) -> dict[str, np.ndarray]:
+  return {n: np.asarray(a) for n, a in trees.flatten_names(variables).items()}
 
 
 def episodes(workdir: pathlib.Path) -> list[dict]:
   return [
-      json.loads(line)
-      for line in (workdir / 'episodes.jsonl').read_text().splitlines()
+    json.loads(line)
+    for line in (workdir / 'episodes.jsonl').read_text().splitlines()
   ]
 
 

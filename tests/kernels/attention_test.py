@@ -18,10 +18,15 @@ def test_backends_agree_in_value_and_gradient():
   mask = mask.at[1, 3:, :3].set(False)
   results = []
   for backend in attention.BACKENDS:
-    out, pull = jax.vjp(
-      lambda *a, b=backend: attention.attend(*a, mask, backend=b), q, k, v
-    )
-    results.append((out, *pull(d_out)))
+
+    @jax.jit
+    def value_and_gradients(q, k, v, backend=backend):
+      out, pull = jax.vjp(
+        lambda *a: attention.attend(*a, mask, backend=backend), q, k, v
+      )
+      return out, *pull(d_out)
+
+    results.append(value_and_gradients(q, k, v))
   for result in results[1:]:
     for have, want in zip(result, results[0], strict=True):
       np.testing.assert_allclose(have, want, atol=3e-6)

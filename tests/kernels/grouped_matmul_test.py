@@ -57,6 +57,7 @@ def test_rows_past_the_groups_are_zero_and_move_nothing(backend):
   lhs_YD, rhs_EDF, d_out_YF = _arrays()
   sizes = jnp.array([3, 0, 9, 1])
 
+  @jax.jit
   def ours(lhs_YD, d_out_YF):
     out, pull = jax.vjp(
       lambda a, b: gm.grouped_matmul(a, b, sizes, backend=backend, block=8),

@@ -16,7 +16,7 @@ def test_logprobs_are_indexed_by_the_token_they_are_about():
   tokens = jnp.array([[3, 1, 4, 1, 5, 9]])
   segments = jnp.array([[1, 1, 1, 2, 2, 0]])
   temperatures = jnp.array([[1.0, 2.0, 1.0, 1.0, 0.5, 1.0]])
-  logprobs, entropy = head.target_logprobs(
+  logprobs, entropy = jax.jit(head.target_logprobs, static_argnums=5)(
     {'params': {'unembedding': weight}},
     hidden,
     tokens,

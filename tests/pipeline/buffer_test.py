@@ -1,3 +1,5 @@
+"""Groups on disk: bounded staleness, exactly once, damage named."""
+
 import dataclasses
 
 import hypothesis
@@ -16,30 +18,28 @@ def buffer(tmp_path):
 def make_group(number, version=0):
   group = advantage_test.make_group([1.0, 0.0])
   rollouts = tuple(
-      dataclasses.replace(
-          r,
-          group=number,
-          trajectories=tuple(
-              dataclasses.replace(
-                  t, policy_version_T=t.policy_version_T + version
-              )
-              for t in r.trajectories
-          ),
-      )
-      for r in group.rollouts
+    dataclasses.replace(
+      r,
+      group=number,
+      trajectories=tuple(
+        dataclasses.replace(t, policy_version_T=t.policy_version_T + version)
+        for t in r.trajectories
+      ),
+    )
+    for r in group.rollouts
   )
   return dataclasses.replace(group, group=number, rollouts=rollouts)
 
 
 @hypothesis.given(
-    prompts=st.integers(1, 5),
-    max_staleness=st.integers(0, 4),
-    steps=st.integers(1, 12),
-    data=st.data(),
+  prompts=st.integers(1, 5),
+  max_staleness=st.integers(0, 4),
+  steps=st.integers(1, 12),
+  data=st.data(),
 )
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_staleness_is_bounded_and_every_group_trained_once(
-    prompts, max_staleness, steps, data
+  prompts, max_staleness, steps, data
 ):
   # A simulated clock: at each tick either the worker starts or finishes some
   # admitted group with whatever version it serves, or the trainer steps.
@@ -50,7 +50,7 @@ def test_staleness_is_bounded_and_every_group_trained_once(
     ticks += 1
     assert ticks < 10_000, 'deadlock'
     limit = buffers.admitted(
-        served, prompts=prompts, max_staleness=max_staleness, steps=steps
+      served, prompts=prompts, max_staleness=max_staleness, steps=steps
     )
     moves = []
     if next_group < limit:

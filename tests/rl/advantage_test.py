@@ -1,3 +1,5 @@
+"""Advantages, the KL penalty in the reward, and group records."""
+
 import dataclasses
 
 import numpy as np
@@ -9,29 +11,29 @@ from composer_jax.rl import advantage
 
 def make_rollout(member, reward, *, length=3, status=records.GRADED, gap=0.0):
   trajectory = records.Trajectory(
-      tokens_T=np.arange(length, dtype=np.int32),
-      loss_mask_T=np.array([False] + [True] * (length - 1)),
-      logprobs_T=np.full(length, gap - 1.0, np.float32),
-      expert_ids_TMA=np.zeros((length, 1, 1), np.uint16),
-      policy_version_T=np.zeros(length, np.int32),
-      temperature=1.0,
+    tokens_T=np.arange(length, dtype=np.int32),
+    loss_mask_T=np.array([False] + [True] * (length - 1)),
+    logprobs_T=np.full(length, gap - 1.0, np.float32),
+    expert_ids_TMA=np.zeros((length, 1, 1), np.uint16),
+    policy_version_T=np.zeros(length, np.int32),
+    temperature=1.0,
   )
   passed = status == records.GRADED and reward > 0.5
   return records.Rollout(
-      task_id='t',
-      group=3,
-      member=member,
-      trajectories=(trajectory,),
-      verdict=records.Verdict(
-          passed=passed,
-          num_passed=2 * passed,
-          num_tests=2,
-          status=status,
-          sandbox_level='unshare',
-      ),
-      reward=reward,
-      num_turns=1,
-      num_invalid=0,
+    task_id='t',
+    group=3,
+    member=member,
+    trajectories=(trajectory,),
+    verdict=records.Verdict(
+      passed=passed,
+      num_passed=2 * passed,
+      num_tests=2,
+      status=status,
+      sandbox_level='unshare',
+    ),
+    reward=reward,
+    num_turns=1,
+    num_invalid=0,
   )
 
 
@@ -62,9 +64,9 @@ def test_advantage_scales_with_the_reward_and_not_with_its_deviation():
 def test_a_failed_sandbox_is_not_a_failed_policy():
   group = make_group([1.0, 0.0, 0.0])
   broken = dataclasses.replace(
-      group,
-      rollouts=group.rollouts[:2]
-      + (make_rollout(2, 0.0, status=records.INFRASTRUCTURE),),
+    group,
+    rollouts=group.rollouts[:2]
+    + (make_rollout(2, 0.0, status=records.INFRASTRUCTURE),),
   )
   found = advantage.group_advantages(broken, np.array([1.0, 0.0, 0.0]))
   np.testing.assert_array_equal(found, [0.5, -0.5, 0.0])
@@ -84,7 +86,7 @@ def test_shuffled_rewards_keep_their_multiset_and_change_their_places():
   assert sorted(shuffled) == rewards
   assert list(shuffled) != rewards
   np.testing.assert_array_equal(
-      shuffled, advantage.shuffled_rewards(group, seed=0)
+    shuffled, advantage.shuffled_rewards(group, seed=0)
   )
 
 

@@ -1,3 +1,5 @@
+"""Packing loses nothing, and padding is inert."""
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,20 @@ SHAPE = batching.BatchShape(rows=2, seq_len=10, num_moe_layers=3, num_active=2)
 
 def make_trajectory(length, seed, layers=3):
   rng = np.random.default_rng(seed)
-  ids = np.stack([
+  ids = np.stack(
+    [
       np.stack([rng.permutation(8)[:2] for _ in range(layers)])
       for _ in range(length)
-  ]).astype(np.uint16)
+    ]
+  ).astype(np.uint16)
   ids[-1] = records.NO_ROUTE
   return records.Trajectory(
-      tokens_T=rng.integers(1, 100, length).astype(np.int32),
-      loss_mask_T=rng.random(length) < 0.5,
-      logprobs_T=-rng.random(length).astype(np.float32),
-      expert_ids_TMA=ids,
-      policy_version_T=np.zeros(length, np.int32),
-      temperature=0.5 + seed,
+    tokens_T=rng.integers(1, 100, length).astype(np.int32),
+    loss_mask_T=rng.random(length) < 0.5,
+    logprobs_T=-rng.random(length).astype(np.float32),
+    expert_ids_TMA=ids,
+    policy_version_T=np.zeros(length, np.int32),
+    temperature=0.5 + seed,
   )
 
 
@@ -29,9 +33,9 @@ def packed():
   trajectories = [make_trajectory(n, i) for i, n in enumerate([4, 9, 6, 3, 7])]
   advantages = [1.0, -2.0, 3.0, 4.0, -5.0]
   return (
-      trajectories,
-      advantages,
-      batching.pack(trajectories, advantages, SHAPE),
+    trajectories,
+    advantages,
+    batching.pack(trajectories, advantages, SHAPE),
   )
 
 
@@ -52,19 +56,19 @@ def test_every_trajectory_is_packed_once_with_all_its_fields(packed):
     i = left.pop(batch.tokens_BT[row, span].tobytes())
     t = trajectories[i]
     np.testing.assert_array_equal(
-        batch.positions_BT[row, span], np.arange(len(t))
+      batch.positions_BT[row, span], np.arange(len(t))
     )
     np.testing.assert_array_equal(
-        batch.loss_weights_BT[row, span], t.loss_mask_T
+      batch.loss_weights_BT[row, span], t.loss_mask_T
     )
     np.testing.assert_array_equal(
-        batch.rollout_logprobs_BT[row, span], t.logprobs_T
+      batch.rollout_logprobs_BT[row, span], t.logprobs_T
     )
     assert (batch.advantages_BT[row, span] == advantages[i]).all()
     assert (batch.temperatures_BT[row, span] == t.temperature).all()
     for layer in range(3):
       np.testing.assert_array_equal(
-          batch.expert_ids_MBTA[layer, row, span], t.expert_ids_TMA[:, layer]
+        batch.expert_ids_MBTA[layer, row, span], t.expert_ids_TMA[:, layer]
       )
   assert not left
 

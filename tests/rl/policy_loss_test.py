@@ -1,3 +1,5 @@
+"""The loss against float64 and closed forms; where the KL belongs."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,31 +22,31 @@ def tokens():
   rng = np.random.default_rng(0)
   train = -rng.exponential(1.0, (3, 5))
   return {
-      'train': train,
-      'rollout': train + rng.normal(0, 0.5, (3, 5)),
-      'advantages': rng.normal(0, 1, (3, 5)),
-      'weights': (rng.random((3, 5)) < 0.7).astype(float),
+    'train': train,
+    'rollout': train + rng.normal(0, 0.5, (3, 5)),
+    'advantages': rng.normal(0, 1, (3, 5)),
+    'weights': (rng.random((3, 5)) < 0.7).astype(float),
   }
 
 
 def call(t, cap=2.0, train=None):
   return policy_loss.truncated_policy_gradient(
-      jnp.float32(t['train']) if train is None else train,
-      jnp.float32(t['rollout']),
-      jnp.float32(t['advantages']),
-      jnp.float32(t['weights']),
-      ratio_cap=cap,
+    jnp.float32(t['train']) if train is None else train,
+    jnp.float32(t['rollout']),
+    jnp.float32(t['advantages']),
+    jnp.float32(t['weights']),
+    ratio_cap=cap,
   )
 
 
 @pytest.mark.parametrize('cap', [1.0, 2.0, 100.0])
 def test_loss_equals_float64(tokens, cap):
   want = reference_loss(
-      tokens['train'],
-      tokens['rollout'],
-      tokens['advantages'],
-      tokens['weights'],
-      cap,
+    tokens['train'],
+    tokens['rollout'],
+    tokens['advantages'],
+    tokens['weights'],
+    cap,
   )
   np.testing.assert_allclose(call(tokens, cap), want, rtol=1e-5)
 
@@ -61,9 +63,9 @@ def test_gradient_of_a_token_does_not_depend_on_the_length():
     train = jnp.full((1, length), -1.0)
     ones = jnp.ones((1, length))
     return jax.grad(
-        lambda x: policy_loss.truncated_policy_gradient(
-            x, train, ones, ones, ratio_cap=2.0
-        )
+      lambda x: policy_loss.truncated_policy_gradient(
+        x, train, ones, ones, ratio_cap=2.0
+      )
     )(train)
 
   np.testing.assert_array_equal(grad(3)[0, 0], grad(300)[0, 0])
@@ -109,14 +111,14 @@ def test_kl_belongs_in_the_reward():
 
 def test_stats_add_up_over_microbatches(tokens):
   args = [
-      jnp.float32(tokens[n]) for n in ('train', 'rollout', 'train', 'weights')
+    jnp.float32(tokens[n]) for n in ('train', 'rollout', 'train', 'weights')
   ]
   whole = policy_loss.policy_stats(*args, ratio_cap=2.0)
   parts = [
-      policy_loss.policy_stats(*(a[i : i + 1] for a in args), ratio_cap=2.0)
-      for i in range(3)
+    policy_loss.policy_stats(*(a[i : i + 1] for a in args), ratio_cap=2.0)
+    for i in range(3)
   ]
   total = jax.tree.map(lambda *x: sum(x), *parts)
   jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), total, whole
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), total, whole
   )

@@ -1,0 +1,138 @@
+"""At staleness 0 the pipeline computes what the loop on one page computes.
+
+Trainer and engine take turns here (`colocated`), policies still pass through
+the store as bundles and groups through files; `tests/e2e/composer_test.py`
+holds the `processes` placement to the same law.
+"""
+
+import contextlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.checkpoint import manager
+from composer_jax.core import trees
+from composer_jax.models import decoder
+from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import reinforce, stages
+from composer_jax.pipeline import spec as specs
+from composer_jax.rl import sync_loop
+from composer_jax.tasks import list_functions
+from composer_jax.telemetry import writer as writers
+from composer_jax.text import tokenizer as tokenizers
+from composer_jax.train import export
+from configs.composer import tiny
+
+CLOCKS = ('time', 'sandbox_ms', 'wait_s', 'train_s', 'publish_s')
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  texts = [
+    text
+    for index in range(5)
+    for text in list_functions.generate(index, 'train').files.values()
+  ]
+  return tokenizers.Tokenizer.train(texts, 300)
+
+
+@pytest.fixture(scope='module')
+def spec(tokenizer):
+  config = tiny.get_config('smoke')
+  config.mesh = dict(replica=1, fsdp=1, context=1)
+  config.model.vocab_size = tokenizer.vocab_size
+  config.sandbox.level = 'static'  # nothing the policy writes gets so far
+  config.rl.placement = 'colocated'
+  config.rl.steps = 3
+  config.rl.learning_rate = 5e-3
+  config.episode.max_turns = 30
+  # Long calls, so that some meet END by chance and leave room for another:
+  # episodes differ in their invalid calls, and groups have a gradient.
+  config.episode.max_call_tokens = 64
+  config.episode.max_tokens = 288
+  config.rl.seq_len = 288
+  config.sft.seq_len = 288
+  return specs.from_dict(config.to_dict())
+
+
+def random_policy(config):
+  """Wide weights: the policy prefers some tokens, so that calls end early."""
+  rng = np.random.default_rng(5)
+  shapes, _ = decoder.abstract(config)
+  return jax.tree.map(
+    lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), jnp.float32),
+    shapes,
+  )
+
+
+@contextlib.contextmanager
+def opened(workdir, spec, tokenizer):
+  """A job whose SFT is over, with a policy and a tokenizer of our own."""
+  export.save(workdir, 'sft', 1, random_policy(spec.model))
+  with writers.Writer(workdir, tensorboard=False) as writer:
+    job = jobs.Job(spec, workdir, (), writer)
+    # Where the cached property keeps what it would train from a corpus.
+    vars(job)['tokenizer'] = tokenizer
+    yield job
+
+
+@pytest.fixture(scope='module')
+def synchronous(spec, tokenizer, tmp_path_factory):
+  """Final variables and metrics of every step."""
+  workdir = tmp_path_factory.mktemp('synchronous')
+  checkpoints = manager.Checkpoints(workdir / 'checkpoints' / 'rl', keep=1)
+  with opened(workdir, spec, tokenizer) as job, job.runner() as runner:
+    with contextlib.closing(checkpoints):
+      start = reinforce.prepare(job, checkpoints)
+    state, history = sync_loop.run(
+      start.state,
+      start.functions,
+      stages.collector_of(spec, tokenizer, runner, split='train'),
+      lambda values, version: stages.make_engine(spec, values, version),
+      spec.rl.update_options(spec.seed),
+      reinforce.batch_shape(spec),
+      num_steps=spec.rl.steps,
+    )
+  return trees.flatten_names(state.variables()), history
+
+
+@pytest.fixture(scope='module')
+def colocated(spec, tokenizer, tmp_path_factory):
+  """Workdir and final variables of the pipeline."""
+  workdir = tmp_path_factory.mktemp('colocated')
+  with opened(workdir, spec, tokenizer) as job:
+    reinforce.reinforce(job)
+    return workdir, trees.flatten_names(stages.load_variables(job, 'rl'))
+
+
+def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):
+  workdir, found = colocated
+  variables, history = synchronous
+  rows = [r for r in writers.read(workdir) if r['stage'] == 'rl']
+  assert [r['step'] for r in rows] == [1, 2, 3]
+  for row, metrics in zip(rows, history, strict=True):
+    for name in sorted(set(metrics) - set(CLOCKS)):
+      assert row[name] == metrics[name], (row['step'], name)
+  for name, array in variables.items():
+    np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_the_compared_runs_did_learn(spec, synchronous):
+  variables, history = synchronous
+  before = trees.flatten_names(random_policy(spec.model))
+  assert all(m['grad_norm'] > 0 and m['staleness'] == 0 for m in history)
+  moved = [n for n in before if not np.array_equal(before[n], variables[n])]
+  assert set(moved) == {n for n in before if n.startswith('params/')}
+
+
+def test_policies_reach_the_engine_through_bundles(spec, colocated):
+  workdir, _ = colocated
+  version, _ = reinforce.Receiver(workdir, spec.model).poll()
+  assert version == spec.rl.steps
+  lines = (workdir / 'episodes.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  # Episodes of step v were sampled by version v - 1 and by no other.
+  assert {(r['step'], *r['versions']) for r in rows} == {(1, 0), (2, 1)}
