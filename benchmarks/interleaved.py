@@ -88,16 +88,18 @@ def report(
   limit: float,
   goal: str,
   met: Callable[[float, float], bool],
+  unit: str = 'tokens/s',
 ) -> dict[str, Any]:
   """Prints the line of one case.
 
   Args:
     name: the benchmark.
     case: what was run.
-    found: of `rates`, in tokens/s.
-    limit: tokens/s if every useful operation ran at the device's peak.
+    found: of `rates`.
+    limit: the rate if every useful operation ran at the device's peak.
     goal: in words.
     met: (ours, ratio) -> whether the goal is met.
+    unit: of the rates.
   """
   ours, peer = (statistics.median(values) for values in found)
   line = {
@@ -105,7 +107,7 @@ def report(
     'case': case,
     'ours': round(ours, 1),
     'peer': round(peer, 1),
-    'unit': 'tokens/s',
+    'unit': unit,
     'ratio': round(ours / peer, 2),
     'spread': [round(spread(values), 3) for values in found],
     'limit': round(limit, 1),

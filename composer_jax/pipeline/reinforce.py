@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -294,6 +296,7 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   say(f'serving version {version}, judging in {level}')
   options = dataclasses.replace(spec.sandbox, level=level)
   with jobs.open_runner(options) as runner:
+    _yield_to_sandboxes()
     version = rollout_worker.run(
       stages.collector_of(spec, tokenizer, runner, split='train'),
       stages.make_engine(spec, values, version),
@@ -306,3 +309,15 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
       until_version=spec.rl.steps,
     )
   say(f'done at version {version}')
+
+
+def _yield_to_sandboxes() -> None:
+  """Lets the short answers go before the long computation.
+
+  A tool call is a chain of short turns of an episode's thread and a sandbox;
+  behind a decode step that holds the core, each turn would wait for a whole
+  time slice. The sandboxes are already running and keep their priority.
+  """
+  sys.setswitchinterval(5e-4)
+  if hasattr(os, 'nice'):
+    os.nice(5)

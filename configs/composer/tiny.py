@@ -95,7 +95,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=100,
+    steps=60,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns

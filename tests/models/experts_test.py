@@ -1,0 +1,89 @@
+"""Sorted, grouped and ungrouped experts equal a dense sum over all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.models import experts, rope
+from composer_jax.parallel import exchange
+
+B, T, D, E, A, F = 2, 6, 5, 4, 2, 3
+
+
+def _inputs():
+  keys = jax.random.split(jax.random.key(0), 5)
+  weights = {
+    'gate_up': jax.random.normal(keys[0], (E, D, 2, F)),
+    'down': jax.random.normal(keys[1], (E, F, D)),
+  }
+  x_BTD = jax.random.normal(keys[2], (B, T, D))
+  gates_BTA = jax.random.uniform(keys[3], (B, T, A))
+  # Expert 2 gets no token, and no token one expert twice.
+  first_BT = jax.random.randint(keys[4], (B, T), 0, 2)
+  ids_BTA = jnp.stack([3 * first_BT, jnp.ones_like(first_BT)], -1)
+  valid_BT = jnp.ones((B, T), bool).at[1, 3:].set(False)
+  return weights, x_BTD, gates_BTA, ids_BTA, valid_BT
+
+
+def _dense(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+  """Every expert on every token, SwiGLU written as its definition."""
+  both_BTE2F = jnp.einsum('BTD,EDSF->BTESF', x_BTD, weights['gate_up'])
+  gate_BTEF, up_BTEF = both_BTE2F[..., 0, :], both_BTE2F[..., 1, :]
+  hidden_BTEF = gate_BTEF / (1 + jnp.exp(-gate_BTEF)) * up_BTEF
+  y_BTED = jnp.einsum('BTEF,EFD->BTED', hidden_BTEF, weights['down'])
+  chosen_BTAE = jax.nn.one_hot(ids_BTA, E) * valid_BT[..., None, None]
+  return jnp.einsum('BTED,BTAE,BTA->BTD', y_BTED, chosen_BTAE, gates_BTA)
+
+
+def _ours(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+  return exchange.exchange(
+    experts.expert_mlp,
+    weights,
+    x_BTD,
+    ids_BTA,
+    gates_BTA,
+    valid_BT,
+    plan=None,
+  )
+
+
+def test_values_and_gradients_equal_a_dense_sum_over_experts():
+  weights, x_BTD, gates_BTA, ids_BTA, valid_BT = _inputs()
+
+  @jax.jit
+  def both(weights, x_BTD, gates_BTA):
+    results = []
+    for function in (_ours, _dense):
+      y_BTD, pull = jax.vjp(
+        lambda *a, f=function: f(*a, ids_BTA, valid_BT),
+        weights,
+        x_BTD,
+        gates_BTA,
+      )
+      results.append((y_BTD, pull(jnp.cos(y_BTD))))
+    return results
+
+  ours, dense = both(weights, x_BTD, gates_BTA)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
+    ours,
+    dense,
+  )
+  np.testing.assert_array_equal(ours[0][1, 3:], 0)
+  np.testing.assert_array_equal(ours[1][0]['down'][2], 0)
+
+
+def test_rotation_turns_a_pair_by_its_position_and_scores_see_distances():
+  angles = rope.angles(jnp.array([[0, 1, 2, 7, 8]]), 4, 100.0)
+  x = jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]), (1, 5, 1, 1))
+  turned = rope.rotate(x, angles)[0, :, 0]
+  np.testing.assert_array_equal(turned[0], x[0, 0, 0])
+  # Pairs (h, h + 2); wavelengths 100**0 and 100**(1/2).
+  c, s = np.cos([1, 0.1]), np.sin([1, 0.1])
+  first, second = np.array([1, 2]), np.array([3, 4])
+  np.testing.assert_allclose(
+    turned[1], [*(first * c - second * s), *(second * c + first * s)], rtol=1e-5
+  )
+  scores = turned @ turned.T
+  np.testing.assert_allclose(scores[1, 2], scores[3, 4], rtol=1e-5)
+  np.testing.assert_allclose(np.diag(scores), 30.0, rtol=1e-5)

@@ -1,0 +1,406 @@
+"""One update from groups that the engine sampled, routes and all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from composer_jax.core import records
+from composer_jax.core import trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.models import head
+from composer_jax.rl import advantage
+from composer_jax.rl import batching
+from composer_jax.rl import step as steps
+from composer_jax.rl import update
+from composer_jax.rollout import engine as engines
+from composer_jax.train import policy_values
+from composer_jax.train import state as train_state
+
+MODEL = model_config.ModelConfig.from_dict({
+  'vocab_size': 40,
+  'embed_dim': 16,
+  'num_layers': 3,
+  'num_dense_layers': 1,
+  'dense_ffw_dim': 24,
+  'num_heads': 4,
+  'num_kv_heads': 2,
+  'head_dim': 8,
+  'rope_theta': 1e4,
+  'norm_eps': 1e-6,
+  'tie_embeddings': True,
+  'remat': False,
+  'compute_dtype': 'float32',
+  'moe': {
+    'num_experts': 8,
+    'num_active': 2,
+    'ffw_dim': 8,
+    'num_shared': 1,
+    'router': 'sigmoid',
+    'renormalize': True,
+    'routed_scale': 1.5,
+    'aux_loss_weight': 0.0,
+  },
+})
+P, R, LENGTH = 2, 3, 24
+SHAPE = batching.BatchShape(
+  rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2
+)
+OPTIONS = update.UpdateOptions(
+  prompts=P,
+  rollouts_per_prompt=R,
+  rows=SHAPE.rows,
+  seq_len=SHAPE.seq_len,
+  replay=True,
+  reward='verdict',
+  kl_coefficient=0.0,
+  ratio_cap=2.0,
+  mismatch_every=0,
+  seed=0,
+)
+TEMPERATURE = 0.8
+
+
+def draw(seed):
+  rng = np.random.default_rng(seed)
+  shapes, _ = decoder.abstract(MODEL)
+  return jax.tree.map(
+    lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), jnp.float32), shapes
+  )
+
+
+def make_state(variables):
+  # A copy: the update donates its state.
+  return train_state.create(jax.tree.map(jnp.copy, variables), optax.sgd(0.1))
+
+
+def rounded(variables):
+  """What the engine serves: the values of the policy."""
+  params = policy_values.straight_through(variables['params'])
+  return {**variables, 'params': params}
+
+
+def reroute(variables, size):
+  """Moves the routers and nothing else, as optimizer steps would."""
+  rng = np.random.default_rng(3)
+  return trees.map_names(
+    lambda name, a: (
+      a + size * rng.normal(size=a.shape).astype(np.float32)
+      if 'router' in name
+      else a
+    ),
+    variables,
+  )
+
+
+@pytest.fixture(scope='module')
+def variables():
+  return draw(0)
+
+
+@pytest.fixture(scope='module')
+def functions():
+  return steps.build(
+    decoder.Decoder(MODEL), optax.sgd(0.1), ratio_cap=OPTIONS.ratio_cap
+  )
+
+
+def _rollout(completion, context_T, group, member):
+  tokens_T = np.concatenate([context_T, completion.tokens_T])
+  sampled = len(completion.tokens_T)
+  unrouted = np.full((1, 2, 2), records.NO_ROUTE, np.uint16)
+  return records.Rollout(
+    task_id=f'task {group}',
+    group=group,
+    member=member,
+    trajectories=(
+      records.Trajectory(
+        tokens_T=tokens_T,
+        loss_mask_T=np.arange(len(tokens_T)) >= len(context_T),
+        logprobs_T=np.pad(completion.logprobs_T, (len(context_T), 0)),
+        expert_ids_TMA=np.concatenate(
+          [completion.consumed_expert_ids_TMA, unrouted]
+        ),
+        policy_version_T=np.zeros(len(tokens_T), np.int32),
+        temperature=TEMPERATURE,
+      ),
+    ),
+    verdict=records.Verdict(
+      passed=member == 0,
+      num_passed=int(member == 0),
+      num_tests=1,
+      status=records.GRADED,
+      sandbox_level='static',
+    ),
+    reward=1.0 * (member == 0) - 0.1 * sampled,
+    num_turns=1,
+    num_invalid=member,
+  )
+
+
+@pytest.fixture(scope='module')
+def groups(variables):
+  """Two groups of three rollouts of different lengths, from the engine."""
+  engine = engines.Engine(
+    MODEL,
+    rounded(variables),
+    0,
+    engines.EngineOptions(
+      num_slots=P * R, max_len=LENGTH, prefill_chunk=4, decode_steps=4
+    ),
+  )
+  contexts = {}
+  for group in range(P):
+    for member in range(R):
+      name = f'{group}/{member}'
+      contexts[name] = np.arange(5, dtype=np.int32) + 7 * group
+      engine.submit(
+        records.SampleRequest(
+          session=name,
+          context_T=contexts[name],
+          max_new_tokens=9 + 5 * member,
+          stop_tokens=(),
+          seed=(group, member),
+          temperature=TEMPERATURE,
+        )
+      )
+  found = {}
+  while engine.num_unfinished:
+    found |= {c.session: c for c in engine.step()}
+  return [
+    records.Group(
+      group=group,
+      task_id=f'task {group}',
+      rollouts=tuple(
+        _rollout(found[name], contexts[name], group, member)
+        for member in range(R)
+        for name in [f'{group}/{member}']
+      ),
+    )
+    for group in range(P)
+  ]
+
+
+def packed(groups, values=(1.0, -1.0, 0.5)):
+  trajectories = [r.trajectories[0] for g in groups for r in g.rollouts]
+  return batching.pack(trajectories, list(values) * P, SHAPE)
+
+
+def with_rewards(groups, rewards_PR):
+  return [
+    dataclasses.replace(
+      g,
+      rollouts=tuple(
+        dataclasses.replace(r, reward=float(reward))
+        for r, reward in zip(g.rollouts, rewards, strict=True)
+      ),
+    )
+    for g, rewards in zip(groups, rewards_PR, strict=True)
+  ]
+
+
+def test_replayed_trainer_gives_the_engines_logprobs(
+  functions, variables, groups
+):
+  for batch in packed(groups):
+    logprobs_BT = functions.score(rounded(variables), batch)
+    gap_BT = (logprobs_BT - batch.rollout_logprobs_BT) * batch.loss_weights_BT
+    # Other tile shapes and one packed row: float32 sums in another order.
+    assert np.abs(gap_BT).max() < 1e-4
+
+
+def test_replay_lowers_the_mismatch_of_a_router_that_moved(
+  functions, variables, groups
+):
+  batches = packed(groups)
+  fresh = [update.fresh(b) for b in batches]
+  for size in (0.03, 0.1, 0.3):
+    values = rounded(reroute(variables, size))
+    replayed = steps.mismatch_kl(functions, values, batches)
+    rerouted = steps.mismatch_kl(functions, values, fresh)
+    assert 0 <= replayed < 0.5 * rerouted
+  same = rounded(variables)
+  # k3 is quadratic in gaps below 1e-4.
+  assert 0 <= steps.mismatch_kl(functions, same, batches) < 1e-9
+
+
+def test_a_replayed_choice_keeps_the_routers_gradient(
+  functions, variables, groups
+):
+  values = rounded(variables)
+  sums = functions.add_microbatch(values, None, packed(groups)[0])
+  grads = trees.flatten_names(sums.grads)
+  routers = [n for n in grads if 'router' in n]
+  assert routers
+  for name in routers:
+    # Of every layer, and of every expert that a token went to.
+    assert (jnp.abs(grads[name]).max(axis=1) > 0).sum() >= 8, name
+  assert np.all(np.asarray(sums.replay_agreement_M) == 1)
+
+
+def test_gradient_is_that_of_the_loss_written_out(
+  functions, variables, groups
+):
+  """REINFORCE on one trajectory at a time, without packing or padding."""
+  rewards = np.array([[r.reward for r in g.rollouts] for g in groups])
+  advantages = rewards - rewards.mean(1, keepdims=True)
+
+  def objective(params):
+    total = 0.0
+    for group, row in zip(groups, advantages, strict=True):
+      for rollout, a in zip(group.rollouts, row, strict=True):
+        t = rollout.trajectories[0]
+        logprobs_T = score_alone({**variables, 'params': params}, t)
+        total += a * (logprobs_T * t.loss_mask_T).sum()
+    return total / (P * R)
+
+  grads = jax.grad(objective)(rounded(variables)['params'])
+  state, metrics = update.update(
+    make_state(variables), groups, functions, OPTIONS, SHAPE
+  )
+  for name, grad in trees.flatten_names(grads).items():
+    moved = trees.flatten_names(state.params)[name]
+    moved = moved - trees.flatten_names(variables['params'])[name]
+    np.testing.assert_allclose(moved, 0.1 * grad, atol=2e-5, err_msg=name)
+  assert metrics['grad_norm'] == pytest.approx(
+    float(optax.global_norm(grads)), rel=1e-4
+  )
+  assert metrics['microbatches'] == 2 and metrics['groups'] == [0, 1]
+
+
+def score_alone(variables, trajectory, *, replay=True):
+  tokens_BT = jnp.asarray(trajectory.tokens_T)[None]
+  ones_BT = jnp.ones_like(tokens_BT)
+  ids_MBTA = jnp.asarray(trajectory.expert_ids_TMA.transpose(1, 0, 2))[:, None]
+  output = decoder.Decoder(MODEL).apply(
+    variables,
+    tokens_BT,
+    ones_BT,
+    jnp.arange(tokens_BT.shape[1])[None],
+    expert_ids_MBTA=ids_MBTA if replay else None,
+  )
+  return head.target_logprobs(
+    variables,
+    output.hidden_BTD,
+    tokens_BT,
+    ones_BT,
+    jnp.full(tokens_BT.shape, trajectory.temperature),
+    MODEL,
+  )[0][0]
+
+
+def test_order_of_the_groups_changes_no_bit(functions, variables, groups):
+  results = [
+    update.update(make_state(variables), g, functions, OPTIONS, SHAPE)
+    for g in (groups, groups[::-1])
+  ]
+  jax.tree.map(
+    np.testing.assert_array_equal, results[0][0].params, results[1][0].params
+  )
+  assert results[0][1] == results[1][1]
+
+
+def test_equal_rewards_move_nothing(functions, variables, groups):
+  equal = with_rewards(groups, np.ones((P, R)))
+  state, metrics = update.update(
+    make_state(variables), equal, functions, OPTIONS, SHAPE
+  )
+  assert metrics['grad_norm'] == 0 and metrics['informative_groups'] == 0
+  jax.tree.map(
+    np.testing.assert_array_equal, state.params, variables['params']
+  )
+
+
+def test_the_shuffled_control_trains_on_permuted_rewards(
+  functions, variables, groups
+):
+  options = dataclasses.replace(OPTIONS, reward='shuffled', seed=1)
+  permuted = [advantage.shuffled_rewards(g, seed=1) for g in groups]
+  assert any(
+    list(p) != [r.reward for r in g.rollouts]
+    for p, g in zip(permuted, groups, strict=True)
+  )
+  shuffled, metrics = update.update(
+    make_state(variables), groups, functions, options, SHAPE
+  )
+  direct, _ = update.update(
+    make_state(variables),
+    with_rewards(groups, permuted),
+    functions,
+    OPTIONS,
+    SHAPE,
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal, shuffled.params, direct.params
+  )
+  # What is reported stays the reward that was earned.
+  earned = [r.reward for g in groups for r in g.rollouts]
+  assert metrics['reward'] == pytest.approx(np.mean(earned))
+
+
+def test_kl_penalty_is_the_divergence_from_the_reference(
+  functions, variables, groups
+):
+  reference = rounded(draw(1))
+  options = dataclasses.replace(OPTIONS, kl_coefficient=0.3)
+  found = update.rewards_of(groups, options, functions, reference, SHAPE)
+  for group, rewards_R in zip(groups, found, strict=True):
+    for rollout, reward in zip(group.rollouts, rewards_R, strict=True):
+      t = rollout.trajectories[0]
+      # The reference routes by itself.
+      theirs_T = score_alone(reference, t, replay=False)
+      kl = ((t.logprobs_T - theirs_T) * t.loss_mask_T).sum()
+      assert reward == pytest.approx(rollout.reward - 0.3 * kl, abs=1e-3)
+
+
+def test_the_policy_itself_as_reference_costs_nothing(
+  functions, variables, groups
+):
+  options = dataclasses.replace(OPTIONS, kl_coefficient=1.0)
+  found = update.rewards_of(
+    groups, options, functions, rounded(variables), SHAPE
+  )
+  earned = [[r.reward for r in g.rollouts] for g in groups]
+  np.testing.assert_allclose(found, earned, atol=1e-3)
+
+
+def test_mismatch_is_measured_both_ways_when_due(
+  functions, variables, groups
+):
+  options = dataclasses.replace(OPTIONS, mismatch_every=1)
+  state = make_state(reroute(variables, 0.1))
+  _, metrics = update.update(state, groups, functions, options, SHAPE)
+  assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
+  assert metrics['mismatch_kl_replay'] == pytest.approx(
+    metrics['mismatch_kl'], rel=1e-3
+  )
+  assert metrics['replay_agreement'] < 1
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_statistics(
+  functions, variables, groups
+):
+  broken = jax.tree.map(jnp.copy, variables)
+  embed = next(n for n in trees.flatten_names(broken) if 'embed' in n)
+  broken = trees.map_names(
+    lambda name, a: a.at[0].set(jnp.nan) if name == embed else a, broken
+  )
+  with pytest.raises(FloatingPointError, match=r'rl step 0: loss is nan.*rewa'):
+    update.update(make_state(broken), groups, functions, OPTIONS, SHAPE)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (dict(reward='random'), "'verdict' or 'shuffled', not 'random'"),
+    (dict(rollouts_per_prompt=1), r'at least 2 \(a group of one.*2 and 1'),
+    (dict(ratio_cap=0.5), r'ratio_cap must be at least 1; got 0.0 and 0.5'),
+  ],
+)
+def test_bad_options_are_named(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(OPTIONS, **change)
