@@ -28,9 +28,8 @@ _ROLE = flags.DEFINE_enum(
   'role',
   'run',
   ['run', 'rollout'],
-  'run: the whole job. rollout: a rollout worker of the run in --workdir, '
-  'which the job starts by itself; start more on other machines that share '
-  'the workdir.',
+  'run: the whole job. rollout: the rollout worker of the run in --workdir, '
+  'which the job starts by itself.',
 )
 
 

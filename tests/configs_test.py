@@ -208,7 +208,6 @@ def test_misspelt_section_is_named():
     ('rl.max_staleness', -1, 'max_staleness'),
     ('rl.learning_rate', -1.0, 'learning_rate'),
     ('rl.warmup_steps', 10**6, r'warmup_steps \(1000000\)'),
-    ('sandbox.level', 'rlimits', 'rlimits'),
     ('sandbox.workers', 0, r'sandbox\.workers'),
     ('evaluation.episodes', 0, 'episodes'),
   ],

@@ -213,6 +213,8 @@ def settle_sandbox(
     level = files.read_json(path)['level']
   elif spec.sandbox.level != 'auto':
     level = spec.sandbox.level
+    with open_runner(spec.sandbox):
+      pass  # Refused now rather than after the training before it.
   else:
     found = probe()
     usable = [n for n, works, _ in found if works and n != 'rlimits']

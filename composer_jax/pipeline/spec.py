@@ -240,6 +240,11 @@ class RL:
       rows=self.rows,
       seq_len=self.seq_len,
     )
+    if self.warmup_steps > self.steps:
+      raise ValueError(
+        f'--config.rl.warmup_steps ({self.warmup_steps}) must not exceed '
+        f'--config.rl.steps ({self.steps}).'
+      )
 
   def update_options(self, seed: int) -> update.UpdateOptions:
     return update.UpdateOptions(
@@ -309,6 +314,13 @@ class Spec:
   telemetry: Telemetry
 
   def __post_init__(self):
+    # Each checks its values: made here, so that an impossible one is told
+    # before anything is trained.
+    self.cpt.optimizer_options()
+    self.sft.optimizer_options()
+    self.rl.optimizer_options()
+    self.rl.update_options(self.seed)
+    self.rollout.engine_options(self.episode.max_tokens)
     if self.layout not in LAYOUTS:
       raise ValueError(
         f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'

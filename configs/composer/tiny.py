@@ -70,6 +70,18 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     skip_test=0.3,
     give_up=0.5,  # after a failed test, instead of another edit
   )
+  _reinforcement(c)
+  c.evaluation = dict(
+    episodes=200,  # held-out, before and after RL
+  )
+  c.telemetry = dict(tensorboard=True, wandb=False)
+  if arg == 'smoke':
+    _shrink(c)
+  return c
+
+
+def _reinforcement(c: ml_collections.ConfigDict) -> None:
+  """Episodes, what judges them, the engine that plays them, and RL."""
   c.episode = dict(
     max_tokens=320,
     max_turns=10,
@@ -118,13 +130,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     wait_timeout_s=300.0,
     max_restarts=3,
   )
-  c.evaluation = dict(
-    episodes=200,  # held-out, before and after RL
-  )
-  c.telemetry = dict(tensorboard=True, wandb=False)
-  if arg == 'smoke':
-    _shrink(c)
-  return c
 
 
 def _shrink(c: ml_collections.ConfigDict) -> None:

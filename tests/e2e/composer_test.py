@@ -14,9 +14,8 @@ from composer_jax.core import files
 from composer_jax.delta import store as stores
 from composer_jax.delta import subscribe
 from composer_jax.pipeline import job as jobs_of_runs
-from composer_jax.pipeline import reinforce
+from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
-from composer_jax.pipeline import stages
 from composer_jax.rl import sync_loop
 from composer_jax.telemetry import writer as writers
 from configs.composer import tiny

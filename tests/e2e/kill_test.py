@@ -7,6 +7,7 @@ staleness 0 the result must equal that of a run nobody touched.
 
 import json
 import pathlib
+import subprocess
 import time
 
 import numpy as np
@@ -103,21 +104,77 @@ def assert_same(workdir, straight):
   assert not jobs.mentioning(workdir)
 
 
+@pytest.fixture(scope='module')
+def zygote():
+  with jobs.zygote() as found:
+    yield found
+
+
 def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
-  tmp_path, request
+  tmp_path, zygote, request
 ):
   workdir = tmp_path / 'killed'
-  with jobs.zygote() as zygote:
-    hit = run_through(zygote, workdir, tmp_path / 'log.txt', STRIKES)
+  hit = run_through(zygote, workdir, tmp_path / 'log.txt', STRIKES)
   print((tmp_path / 'log.txt').read_text())
   assert hit == [moment.name for moment in STRIKES]
   # Only now: on another core the same job ran undisturbed meanwhile.
   assert_same(workdir, request.getfixturevalue('straight'))
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 4 MB; `grow` gives it room."""
+  folder = tmp_path / 'disk'
+  folder.mkdir()
+
+  def mount(options):
+    return subprocess.run(
+      ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(folder)],
+      capture_output=True,
+      text=True,
+    )
+
+  mounted = mount('size=4m')
+  if mounted.returncode:
+    pytest.skip(f'no namespaces: {mounted.stderr.strip()}')
+
+  def grow():
+    assert mount('remount,size=256m').returncode == 0
+
+  try:
+    yield folder, grow
+  finally:
+    subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
+  tmp_path, zygote, small_disk, request
+):
+  folder, grow = small_disk
+  workdir, log = folder / 'run', tmp_path / 'log.txt'
+  zygote.start(workdir, log)
+  assert zygote.exit_code() == 1
+  error = log.read_text().splitlines()[-1]
+  assert error.startswith('error: [Errno 28]') and 'Checkpoint' in error
+  assert 'Traceback' not in log.read_text()
+  # What was written before is whole, and is what the next run builds on.
+  assert jobs.steps(workdir, 'cpt') == [1, 2]
+  corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
+  grow()
+  pid = zygote.start(workdir, log)
+  done = jobs.Strike('pretraining over', exists('demonstrations.json'))
+  assert jobs.strike(pid, workdir, done)
+  assert zygote.exit_code() == -9
+  assert (workdir / 'corpus' / 'manifest.json').read_bytes() == corpus
+  expected = jobs.metrics(request.getfixturevalue('straight'))
+  assert [r for r in jobs.metrics(workdir) if r['stage'] == 'cpt'] == [
+    r for r in expected if r['stage'] == 'cpt'
+  ]
+
+
 @pytest.mark.slow
 def test_a_job_killed_every_few_seconds_ends_bit_for_bit_the_same(
-  tmp_path, request
+  tmp_path, zygote, request
 ):
   workdir = tmp_path / 'killed'
   rng = np.random.default_rng(0)
@@ -125,7 +182,6 @@ def test_a_job_killed_every_few_seconds_ends_bit_for_bit_the_same(
     jobs.Strike(f'after {wait_s:.1f} s', after(wait_s))
     for wait_s in rng.uniform(0.5, 12, size=30)
   ]
-  with jobs.zygote() as zygote:
-    hit = run_through(zygote, workdir, tmp_path / 'log.txt', strikes)
+  hit = run_through(zygote, workdir, tmp_path / 'log.txt', strikes)
   assert len(hit) >= 5
   assert_same(workdir, request.getfixturevalue('straight'))

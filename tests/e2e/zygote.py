@@ -17,11 +17,11 @@ import sys
 # Before numpy: the threads of its BLAS would not survive a fork.
 os.environ['OPENBLAS_NUM_THREADS'] = '1'
 
-import datasketch  # noqa: E402, F401
-import tensorboardX  # noqa: E402, F401
+import datasketch  # noqa: F401
+import tensorboardX  # noqa: F401
 
-from composer_jax.pipeline import reinforce, stages  # noqa: E402, F401
-from composer_jax.telemetry import report  # noqa: E402, F401
+from composer_jax.pipeline import reinforce, stages  # noqa: F401
+from composer_jax.telemetry import report  # noqa: F401
 
 
 def _become(arguments: list[str], log: str) -> None:

@@ -105,7 +105,9 @@ def colocated(spec, tokenizer, tmp_path_factory):
   workdir = tmp_path_factory.mktemp('colocated')
   with opened(workdir, spec, tokenizer) as job:
     reinforce.reinforce(job)
-    return workdir, trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+    return workdir, trees.flatten_names(
+      stages.load_variables(job, 'rl', job.single)
+    )
 
 
 def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):

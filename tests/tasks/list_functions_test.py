@@ -144,3 +144,8 @@ def test_an_unknown_task_id_is_refused(task_id):
 def test_an_unknown_split_is_refused():
   with pytest.raises(ValueError, match=r"split 'test' is not one of"):
     list_functions.generate(0, 'test')
+
+
+def test_no_held_out_body_stands_inside_a_training_body(tasks):
+  shown = '\n'.join(list_functions.bodies('train'))
+  assert not [t.task_id for t in tasks['held_out'] if t.reference in shown]

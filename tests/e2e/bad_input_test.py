@@ -1,0 +1,175 @@
+"""Bad input: a clear error or a contained failure, and nothing written lost."""
+
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from composer_jax.agent import episode
+from composer_jax.checkpoint import manager, weights
+from composer_jax.core import records
+from composer_jax.delta import publish
+from composer_jax.delta import store as stores
+from composer_jax.models import decoder
+from composer_jax.pipeline import job as jobs_of_runs
+from composer_jax.pipeline import reinforce, stages
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import list_functions
+from configs.composer import tiny
+from tests.agent import episode_test
+from tests.e2e import composer_test, jobs
+
+COMMAND = [sys.executable, '-m', 'experiments.composer']
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--config.rl.stepz=3'], 'stepz'),
+    (['--config.rl.steps=many'], 'many'),
+    (['--confg=x'], 'confg'),
+    (['--config=configs/composer/huge.py'], 'huge.py'),
+    (['--config=configs/composer/tiny.py:hug'], "'smoke', not 'hug'"),
+    (['train'], "Unknown arguments ['train']"),
+  ],
+)
+def test_a_wrong_flag_is_named(tmp_path, flags, message):
+  done = subprocess.run(
+    [*COMMAND, f'--workdir={tmp_path / "run"}', *flags],
+    cwd=jobs.ROOT,
+    env=jobs.environment(),
+    capture_output=True,
+    text=True,
+    timeout=jobs.TIMEOUT_S,
+  )
+  assert done.returncode
+  assert message in done.stderr + done.stdout
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
+  done = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
+  assert done.returncode == 1
+  assert done.stderr.splitlines()[-1] == (
+    "error: --config.rl.placement must be one of ('processes', 'colocated'), "
+    "not 'nowhere'."
+  )
+  assert 'Traceback' not in done.stderr
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  'override, message',
+  [
+    ('--config.rl.rollouts_per_prompt=1', 'a group of one has no baseline'),
+    ('--config.episode.max_tokens=900', r'max_tokens \(900\) must not exceed'),
+    ('--config.layout=diagonal', "'diagonal'"),
+    ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
+    ('--config.sandbox.level=none', 'none'),
+  ],
+)
+def test_a_value_out_of_range_is_named(override, message):
+  with pytest.raises(ValueError, match=message):
+    spec = composer_test.make_spec(override)
+    spec.rl.update_options(0)
+    with jobs_of_runs.open_runner(spec.sandbox):
+      pass
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda path: path.mkdir(),
+    lambda path: None,
+    lambda path: (path.mkdir(), (path / 'a.py').write_bytes(b'\xff\0')),
+  ],
+  ids=['empty', 'absent', 'unreadable'],
+)
+def test_a_corpus_without_text_is_refused_by_its_path(tmp_path, make):
+  make(tmp_path / 'code')
+  config = tiny.get_config('smoke')
+  config.data.sources = (str(tmp_path / 'code'),)
+  spec = specs.from_dict(config.to_dict())
+  with pytest.raises((ValueError, OSError), match='code'):
+    jobs_of_runs.build_corpus(spec, tmp_path / 'run', lambda text: None)
+
+
+def _flip(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 16
+  path.write_bytes(data)
+
+
+def _largest(folder):
+  files = [p for p in folder.rglob('*') if p.is_file()]
+  return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_place_and_the_cure(
+  straight, tmp_path
+):
+  copy = shutil.copytree(straight, tmp_path / 'copy')
+  _flip(_largest(copy / 'exports' / 'sft' / '6' / 'state'))
+  with composer_test.opened(copy, composer_test.make_spec()) as job:
+    with pytest.raises(
+      manager.DamagedCheckpoint, match=r'(?s)exports/sft/6.*damaged.*Delete'
+    ):
+      stages.load_variables(job, 'sft', job.single)
+
+
+def test_a_damaged_bundle_is_not_served_and_the_next_one_heals(
+  straight, tmp_path
+):
+  copy = shutil.copytree(straight, tmp_path / 'copy')
+  spec = composer_test.make_spec()
+  receiver = reinforce.Receiver(copy, spec.model)
+  store = stores.Store(copy / 'store')
+  manifest = store.manifest(store.pointer('policy').manifest)
+  _flip(store.objects / manifest.objects[0][0])
+  assert receiver.poll() is None
+  assert 'version 4): its blob is damaged' in receiver.problem
+  # A resumed trainer cannot build on it either, and publishes it whole.
+  with composer_test.opened(copy, spec) as job:
+    variables = stages.load_variables(job, 'rl', job.single)
+  publisher = publish.Publisher(store, 'policy', keyframe_every=3)
+  publisher.publish(weights.blocks(decoder.policy(variables)), 5)
+  version, _ = receiver.poll()
+  assert version == 5 and receiver.problem is None
+
+
+def test_a_function_that_never_returns_is_a_failed_episode(straight):
+  """What the policy wrote hangs; the sandbox ends it and the run goes on."""
+  task = list_functions.generate(3, 'train')
+  spec = composer_test.make_spec(
+    '--config.sandbox.wall_s=0.5', '--config.sandbox.cpu_s=1.0'
+  )
+  with composer_test.opened(straight, spec) as job, job.runner() as runner:
+    tokenizer = job.tokenizer
+    calls = [
+      f'read {task.path}',
+      f'edit {task.path} {task.function}\nwhile True: pass',
+      'finish',
+    ]
+    began = time.monotonic()
+    rollout = episode.run(
+      task,
+      episode_test.TapePolicy(tokenizer, calls),
+      tokenizer,
+      runner,
+      episode.EpisodeOptions(
+        max_tokens=2000,
+        max_turns=9,
+        max_call_tokens=200,
+        invalid_penalty=0.25,
+      ),
+      group=0,
+      member=0,
+      seed=0,
+    )
+    after = runner.call({'ok.py': 'def f():\n  return 1\n'}, 'ok', 'f', [[]])
+  assert time.monotonic() - began < 30
+  assert rollout.verdict.status == records.GRADED
+  assert not rollout.verdict.passed and rollout.reward == 0
+  assert after.value == [['ok', 1]]

@@ -1,0 +1,109 @@
+"""The trainer's hold on its rollout worker, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from composer_jax.pipeline import controller
+
+CRASH = "import sys; print('no such device', flush=True); sys.exit(3)"
+
+
+def _process(tmp_path, code, max_restarts=2):
+  said = []
+  worker = controller.RolloutProcess(
+    [sys.executable, '-S', '-c', code],
+    log=tmp_path / 'worker.log',
+    cores=[],
+    max_restarts=max_restarts,
+    report=said.append,
+  )
+  return worker, said
+
+
+def _check_until_it_fails(worker):
+  deadline = time.monotonic() + 60
+  while time.monotonic() < deadline:
+    worker.check()
+    time.sleep(0.02)
+
+
+def test_a_worker_that_keeps_dying_ends_the_run_with_its_log(tmp_path):
+  worker, said = _process(tmp_path, CRASH)
+  with pytest.raises(RuntimeError, match=r'(?s)exit code 3.*no such device$'):
+    _check_until_it_fails(worker)
+  assert [line.split('; ')[1].split('.')[0] for line in said] == [
+    'restarting it, 1 restarts left',
+    'restarting it, 0 restarts left',
+  ]
+  assert 'no such device' in said[0]
+  log = (tmp_path / 'worker.log').read_text()
+  assert log.count('no such device') == 3
+
+
+def test_close_ends_a_worker_that_ignores_being_asked(tmp_path, monkeypatch):
+  code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1, '
+  worker, _ = _process(tmp_path, f'{code} flush=True); time.sleep(600)')
+  process = worker._process
+  deadline = time.monotonic() + 60
+  while not (tmp_path / 'worker.log').read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  wait = process.wait
+  monkeypatch.setattr(
+    process, 'wait', lambda timeout=None: wait(timeout and 0.2)
+  )
+  worker.close()
+  assert process.poll() == -signal.SIGKILL
+
+
+# A worker that takes its time to import, as the real one does.
+_SLOW_WORKER = """
+import time
+time.sleep({sleep_s})
+from composer_jax.pipeline import controller
+controller.die_with_parent()
+print('alive', flush=True)
+time.sleep(600)
+"""
+_PARENT = """
+import pathlib, sys, time
+from composer_jax.pipeline import controller
+worker = controller.RolloutProcess([sys.executable, '-c', sys.argv[1]],
+  log=pathlib.Path(sys.argv[2]), cores=[], max_restarts=0, report=print)
+print(worker._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('sleep_s', [0, 1])
+def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
+  """Killed while the worker serves, and while it still imports."""
+  log = tmp_path / 'worker.log'
+  code = _SLOW_WORKER.format(sleep_s=sleep_s)
+  parent = subprocess.Popen(
+    [sys.executable, '-c', _PARENT, code, str(log)],
+    stdout=subprocess.PIPE,
+    text=True,
+    env={**os.environ, 'PYTHONPATH': os.getcwd()},
+  )
+  worker = psutil.Process(int(parent.stdout.readline()))
+  deadline = time.monotonic() + 60
+  while not sleep_s and 'alive' not in log.read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+  parent.kill()
+  parent.wait()
+  _, alive = psutil.wait_procs([worker], timeout=30)
+  assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
+
+
+def test_cores_are_divided_without_overlap():
+  own, others = controller.divide_cores()
+  assert not set(own) & set(others)
+  assert sorted(own + others) in ([], sorted(os.sched_getaffinity(0)))

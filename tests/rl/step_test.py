@@ -1,0 +1,170 @@
+"""A microbatch on 8 devices gives the gradient it gives on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from composer_jax.core import batches, records, trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, placement
+from composer_jax.parallel import layouts, shardings, topology
+from composer_jax.rl import step as steps
+
+B, T, M, E, A = 8, 8, 1, 8, 2
+MODEL = model_config.ModelConfig.from_dict(
+  dict(
+    vocab_size=24,
+    embed_dim=16,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_ffw_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    remat=False,
+    compute_dtype='float32',
+    moe=dict(
+      num_experts=E,
+      num_active=A,
+      ffw_dim=8,
+      num_shared=1,
+      router='softmax',
+      renormalize=True,
+      routed_scale=1.0,
+      aux_loss_weight=0.0,
+    ),
+  )
+)
+
+
+def make_batch():
+  """Two trajectories a row, padded; routes recorded but for a few tokens."""
+  rng = np.random.default_rng(0)
+  segments_T = np.array([1, 1, 1, 1, 2, 2, 2, 0], np.int32)
+  segments_BT = np.tile(segments_T, (B, 1))
+  segments_BT[6:] = 0  # whole shards of padding
+  ids_MBTA = np.argsort(rng.random((M, B, T, E)), axis=-1)[..., :A]
+  ids_MBTA[:, :, 3] = records.NO_ROUTE  # the last token of a trajectory
+  return batches.RLBatch(
+    tokens_BT=rng.integers(0, 24, (B, T), dtype=np.int32),
+    segment_ids_BT=segments_BT,
+    positions_BT=np.tile(np.array([0, 1, 2, 3, 0, 1, 2, 0], np.int32), (B, 1)),
+    loss_weights_BT=((segments_BT > 0) & (rng.random((B, T)) < 0.7)).astype(
+      np.float32
+    ),
+    rollout_logprobs_BT=-3 - rng.random((B, T)).astype(np.float32),
+    advantages_BT=rng.normal(size=(B, T)).astype(np.float32),
+    temperatures_BT=np.where(segments_BT == 1, 0.7, 1.0).astype(np.float32),
+    expert_ids_MBTA=ids_MBTA.astype(np.uint16),
+  )
+
+
+def make_variables():
+  rng = np.random.default_rng(1)
+  shapes, _ = decoder.abstract(MODEL)
+  return jax.tree.map(
+    lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32), shapes
+  )
+
+
+def sums_on(replica, fsdp, context):
+  devices = jax.devices()[: replica * fsdp * context]
+  mesh = topology.make_mesh(replica, fsdp, context, devices=devices)
+  kwargs = dict(layout=layouts.TRAIN, mesh=mesh)
+  model = decoder.Decoder(MODEL, placement.exchange_plan(MODEL, **kwargs))
+  places = placement.variable_shardings(MODEL, **kwargs)
+  batch = make_batch()
+  tokens = shardings.tokens(layouts.TRAIN, mesh)
+  by_field = jax.tree.map(lambda _: tokens, batch)
+  by_field = by_field.replace(
+    expert_ids_MBTA=shardings.routes(layouts.TRAIN, mesh)
+  )
+  run = jax.jit(
+    lambda values, batch: steps.microbatch_sums(
+      model, values, batch, ratio_cap=2.0
+    )
+  )
+  return run(
+    jax.device_put(make_variables(), places), jax.device_put(batch, by_field)
+  )
+
+
+@pytest.fixture(scope='module')
+def single():
+  return sums_on(1, 1, 1)
+
+
+@pytest.mark.parametrize('shape', [(2, 2, 2), (1, 8, 1)])
+def test_sharded_microbatch_equals_the_single_device(single, shape):
+  found = sums_on(*shape)
+  experts = trees.flatten_names(found.grads)['moe_layers/moe/gate_up']
+  assert isinstance(experts.sharding, NamedSharding)
+  for name, array in trees.flatten_names(single.grads).items():
+    np.testing.assert_allclose(
+      trees.flatten_names(found.grads)[name], array, atol=1e-5, err_msg=name
+    )
+  np.testing.assert_array_equal(found.load_ME, single.load_ME)
+  np.testing.assert_allclose(
+    found.replay_agreement_M, single.replay_agreement_M, rtol=1e-6
+  )
+  assert float(found.loss) == pytest.approx(float(single.loss), rel=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    found.stats,
+    single.stats,
+  )
+
+
+def test_replayed_routes_decide_which_experts_work(single):
+  batch = make_batch()
+  real_BT = batch.segment_ids_BT > 0
+  ids_ZA = batch.expert_ids_MBTA[0][real_BT]
+  recorded_Z = (ids_ZA != records.NO_ROUTE).all(-1)
+  replayed_E = np.bincount(ids_ZA[recorded_Z].ravel(), minlength=E)
+  fresh_E = np.asarray(single.load_ME)[0] - replayed_E
+  assert fresh_E.min() >= 0
+  assert fresh_E.sum() == A * (~recorded_Z).sum() > 0
+  # A random record is not what the router would have chosen.
+  assert 0 < float(single.replay_agreement_M[0]) + 1e-9 < 1
+
+
+def test_adding_microbatches_adds_sums_and_keeps_the_largest_gap(single):
+  total = steps.add(single, single)
+  assert float(total.max_logit_gap) == float(single.max_logit_gap) > 0
+  jax.tree.map(
+    lambda t, s: np.testing.assert_allclose(t, 2 * s, rtol=1e-6),
+    (total.grads, total.stats, total.loss),
+    (single.grads, single.stats, single.loss),
+  )
+
+
+def test_padding_and_context_have_no_say(single):
+  """Gradient and statistics stay when what is masked changes."""
+  batch = make_batch()
+  masked_BT = batch.loss_weights_BT == 0
+  changed = batch.replace(
+    rollout_logprobs_BT=np.where(masked_BT, -9, batch.rollout_logprobs_BT),
+    advantages_BT=np.where(masked_BT, 7, batch.advantages_BT),
+  )
+  model = decoder.Decoder(MODEL)
+  values = jax.tree.map(jnp.asarray, make_variables())
+  run = jax.jit(
+    lambda values, batch: steps.microbatch_sums(
+      model, values, batch, ratio_cap=2.0
+    )
+  )
+  found = run(
+    values,
+    changed.replace(
+      rollout_logprobs_BT=changed.rollout_logprobs_BT.astype(np.float32),
+      advantages_BT=changed.advantages_BT.astype(np.float32),
+    ),
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal, found.grads, run(values, batch).grads
+  )
