@@ -198,7 +198,7 @@ case "$command" in
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed 's|^\./||; s|\.py$||; /^__/d' | tr '\n' ' ' || true)
+        sed 's|^\./||; s|\.py$||; /^__/d; /^launch$/d' | tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, lint, install and help."
     fi

@@ -33,13 +33,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle
   )
   c.cpt = dict(
-    steps=400,
+    steps=300,
     batch_size=16,  # rows
     seq_len=256,
     learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
     adam_learning_rate=2e-3,  # peak, of what AdamW keeps
     warmup_steps=20,
-    decay_steps=120,  # linear, to a tenth of the peak
+    decay_steps=100,  # linear, to a tenth of the peak
     weight_decay=0.1,
     grad_clip=1.0,  # global norm
     optimizer='muon',
@@ -55,7 +55,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       'steps': 280,
       'batch_size': 12,
       'seq_len': 320,
-      'decay_steps': 100,
     },
   )
   c.demonstrations = dict(
@@ -65,10 +64,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     wrong_arguments=0.05,
     detour=0.05,
     skip_read=0.05,
-    wrong_edit=0.4,
+    wrong_edit=0.25,
     broken_edit=0.05,
-    skip_test=0.3,
-    give_up=0.5,  # after a failed test, instead of another edit
+    skip_test=0.5,
+    give_up=0.6,  # after a failed test, instead of another edit
   )
   _reinforcement(c)
   c.evaluation = dict(
@@ -107,12 +106,12 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=60,
+    steps=80,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
-    learning_rate=5e-4,
+    learning_rate=4e-4,
     warmup_steps=3,
     adam_b1=0.9,
     adam_b2=0.95,

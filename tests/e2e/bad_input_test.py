@@ -66,6 +66,8 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rl.rollouts_per_prompt=1', 'a group of one has no baseline'),
     ('--config.episode.max_tokens=900', r'max_tokens \(900\) must not exceed'),
     ('--config.layout=diagonal', "'diagonal'"),
+    ('--config.rl.ratio_cap=0.5', 'ratio_cap must be at least 1'),
+    ('--config.rl.reward=random', "'shuffled', not 'random'"),
     ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
     ('--config.sandbox.level=none', 'none'),
   ],

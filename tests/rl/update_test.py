@@ -370,17 +370,6 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
       assert reward == pytest.approx(rollout.reward - 0.3 * kl, abs=1e-3)
 
 
-def test_the_policy_itself_as_reference_costs_nothing(
-  functions, variables, groups
-):
-  options = dataclasses.replace(OPTIONS, kl_coefficient=1.0)
-  found = update.rewards_of(
-    groups, options, functions, rounded(variables), SHAPE
-  )
-  earned = [[r.reward for r in g.rollouts] for g in groups]
-  np.testing.assert_allclose(found, earned, atol=1e-3)
-
-
 def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
   options = dataclasses.replace(OPTIONS, mismatch_every=1)
   state = make_state(reroute(variables, 0.1))
@@ -402,16 +391,3 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_statistics(
   )
   with pytest.raises(FloatingPointError, match=r'rl step 0: loss is nan.*rewa'):
     update.update(make_state(broken), groups, functions, OPTIONS, SHAPE)
-
-
-@pytest.mark.parametrize(
-  'change, message',
-  [
-    (dict(reward='random'), "'verdict' or 'shuffled', not 'random'"),
-    (dict(rollouts_per_prompt=1), r'at least 2 \(a group of one.*2 and 1'),
-    (dict(ratio_cap=0.5), r'ratio_cap must be at least 1; got 0.0 and 0.5'),
-  ],
-)
-def test_bad_options_are_named(change, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(OPTIONS, **change)
