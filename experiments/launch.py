@@ -9,6 +9,8 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from composer_jax.pipeline import controller
+
 _CONFIG = config_flags.DEFINE_config_file(
   'config',
   'configs/composer/tiny.py',
@@ -69,6 +71,9 @@ def main(run: Callable[..., None]) -> None:
     for axis in mesh.values():
       devices *= int(axis)
     _set_xla_flags(1 if _ROLE.value == 'rollout' else devices)
+    if _ROLE.value == 'rollout':
+      # Before the imports: the job may die while they last.
+      controller.die_with_parent()
     # After the flags: this import loads jax.
     from composer_jax.pipeline import spec
 

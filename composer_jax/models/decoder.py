@@ -212,8 +212,12 @@ def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   return nn.meta.unbox(_boxed_init(config, key))
 
 
+@functools.lru_cache(maxsize=16)
 def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
-  """Returns the variables as shapes, and their logical axes as specs."""
+  """Returns the variables as shapes, and their logical axes as specs.
+
+  Cached, since tracing takes a third of a second; do not change the result.
+  """
   boxed = jax.eval_shape(
     functools.partial(_boxed_init, config), jax.random.key(0)
   )

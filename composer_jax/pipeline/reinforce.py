@@ -279,7 +279,6 @@ class Receiver:
 
 def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   """The whole life of a rollout worker process."""
-  controller.die_with_parent()
   say = jobs.tell('rollout')
   level = files.read_json(workdir / 'sandbox.json')['level']
   tokenizer = tokenizers.Tokenizer.load(workdir / 'tokenizer.json')

@@ -200,7 +200,8 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
       on_progress=bar.update,
     )
   fields = dataclasses.asdict(found)
-  step = job.spec.rl.steps if stage == 'rl' else 0
+  # Also where RL has no steps, its line must not replace that of SFT.
+  step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
   job.writer.truncate('eval', step - 1)
   job.writer.write(
     'eval',
