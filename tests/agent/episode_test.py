@@ -22,7 +22,7 @@ HONEST = [f'read {TASK.path}', EDIT, 'test', 'finish']
 
 @pytest.fixture(scope='module')
 def tokenizer():
-  return tokenizer_lib.Tokenizer.train([*TASK.files.values(), EDIT], 290)
+  return tokenizer_lib.Tokenizer.train([*TASK.files.values(), *HONEST * 4], 290)
 
 
 class TapePolicy:
