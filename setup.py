@@ -27,6 +27,7 @@ EXTRAS = {
     'ipykernel>=6.29',
     'nbclient>=0.10',
     'nbformat>=5.10',
+    'psutil>=5.9',
     'pyrefly>=1.0',
     'pytest>=8.3',
     'pytest-xdist>=3.6',
