@@ -17,7 +17,6 @@ import sys
 # Before numpy: the threads of its BLAS would not survive a fork.
 os.environ['OPENBLAS_NUM_THREADS'] = '1'
 
-import datasketch  # noqa: F401
 import tensorboardX  # noqa: F401
 
 from composer_jax.pipeline import reinforce, stages  # noqa: F401
