@@ -209,6 +209,7 @@ class RL:
   max_staleness: int
   learning_rate: float
   warmup_steps: int
+  decay_steps: int
   adam_b1: float
   adam_b2: float
   grad_clip: float
@@ -240,9 +241,10 @@ class RL:
       rows=self.rows,
       seq_len=self.seq_len,
     )
-    if self.warmup_steps > self.steps:
+    if self.warmup_steps + self.decay_steps > max(self.steps, 1):
       raise ValueError(
-        f'--config.rl.warmup_steps ({self.warmup_steps}) must not exceed '
+        f'--config.rl.warmup_steps ({self.warmup_steps}) plus '
+        f'--config.rl.decay_steps ({self.decay_steps}) must not exceed '
         f'--config.rl.steps ({self.steps}).'
       )
 
@@ -266,8 +268,8 @@ class RL:
       learning_rate=self.learning_rate,
       adam_learning_rate=self.learning_rate,
       warmup_steps=self.warmup_steps,
-      decay_steps=0,
-      final_ratio=1.0,
+      decay_steps=self.decay_steps,
+      final_ratio=0.1,
       weight_decay=0.0,
       clip_norm=self.grad_clip,
       b1=self.adam_b1,

@@ -72,6 +72,19 @@ def _trajectories(
   return [t for g in groups for r in g.rollouts for t in r.trajectories]
 
 
+def _informative(
+  trajectories: list[records.Trajectory], advantages: list[float]
+) -> tuple[list[records.Trajectory], list[float]]:
+  """Leaves out what has no advantage: its gradient is exactly zero.
+
+  Once the policy solves most groups whole, that is most of the work. Statistics
+  over tokens are those of the rest. All are kept where none has an advantage,
+  so that a step always has a batch.
+  """
+  kept = [i for i, a in enumerate(advantages) if a] or range(len(advantages))
+  return [trajectories[i] for i in kept], [advantages[i] for i in kept]
+
+
 def _score(
   functions: steps.Functions,
   values: Any,
@@ -159,9 +172,10 @@ def update(
     )
     for _ in r.trajectories
   ]
+  trajectories, advantages = _informative(_trajectories(groups), advantages)
   version = int(state.step)
   values = functions.policy(state)
-  packed = batching.pack(_trajectories(groups), advantages, shape)
+  packed = batching.pack(trajectories, advantages, shape)
   sums = None
   for batch in packed:
     sums = functions.add_microbatch(

@@ -113,6 +113,7 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=4e-4,
     warmup_steps=3,
+    decay_steps=40,  # linear, to a tenth
     adam_b1=0.9,
     adam_b2=0.95,
     grad_clip=1.0,
@@ -158,6 +159,8 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
   c.rollout.num_slots = 8
   c.rollout.prefill_rows = 4
   c.rl.steps = 4
+  c.rl.warmup_steps = 1
+  c.rl.decay_steps = 2
   c.rl.prompts = 2
   c.rl.rollouts_per_prompt = 4
   c.rl.max_staleness = 0
