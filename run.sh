@@ -15,7 +15,8 @@ Usage:
   ./run.sh [flags]               the main job: pretraining, SFT and RL of a
                                  coding agent on 2 CPU cores, then a report
   ./run.sh <experiment> [flags]  python -m experiments.<experiment> [flags]
-  ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args
+  ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args;
+                                 --no-isolation where namespaces are refused
   ./run.sh lint                  ruff and pyrefly only
   ./run.sh install               only make .venv
   ./run.sh help                  this text
@@ -130,6 +131,24 @@ Run the same command again to go on.'
   exec 9>&-
 }
 
+# The sandbox tests run at every level, so bubblewrap has to be there.
+install_bubblewrap() {
+  if [[ "$(uname)" != Linux ]] || command -v bwrap >/dev/null; then
+    return
+  fi
+  if [[ "$(id -u)" == 0 ]] && command -v apt-get >/dev/null; then
+    say 'Installing bubblewrap, which the sandbox tests need.'
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install -qq -y bubblewrap >/dev/null 2>&1 ||
+      { apt-get update -qq && apt-get install -qq -y bubblewrap >/dev/null; } ||
+      true
+  fi
+  command -v bwrap >/dev/null ||
+    say 'No bubblewrap: the sandbox tests of that level will fail. Install it
+(on Debian or Ubuntu: sudo apt-get install bubblewrap), or allow these tests to
+be skipped: ./run.sh test --no-isolation'
+}
+
 # The module's own flag parser reports misspelt flags; this only sees whether
 # the user chose a config or a workdir.
 main_job() {
@@ -180,6 +199,7 @@ case "$command" in
   test)
     shift
     install test '.[test]'
+    [[ " $* " == *' --no-isolation '* ]] || install_bubblewrap
     lint
     say 'pytest'
     # Files stay whole, so that what a file compiles is compiled once.

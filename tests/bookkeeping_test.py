@@ -1,6 +1,7 @@
 """The test suite's own book: skips are named, its XLA cache heals."""
 
 import os
+import sys
 
 import pytest
 import zstandard
@@ -8,14 +9,23 @@ import zstandard
 from tests import conftest
 
 
-def test_only_named_reasons_may_skip():
+def test_only_named_reasons_may_skip(pytestconfig, monkeypatch):
   skips = [
     ('a', 'no GPU'),
     ('b', 'no bwrap: not on PATH'),
     ('c', 'takes too long'),
     ('d', 'unconditional skip'),
   ]
-  assert [place for place, _ in conftest._forbidden(skips)] == ['c', 'd']
+
+  def forbidden():
+    allowed = conftest._allowed(pytestconfig)
+    return [place for place, _ in conftest._forbidden(skips, allowed)]
+
+  monkeypatch.setattr(pytestconfig.option, 'no_isolation', False)
+  monkeypatch.setattr(sys, 'platform', 'linux')
+  assert forbidden() == ['b', 'c', 'd']
+  monkeypatch.setattr(pytestconfig.option, 'no_isolation', True)
+  assert forbidden() == ['c', 'd']
 
 
 def test_a_forbidden_skip_fails_the_run(tmp_path, monkeypatch):

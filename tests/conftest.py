@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import sys
 
 import pytest
 
@@ -26,9 +27,10 @@ ALLOWED_SKIPS = (
   'no QEMU',
   'no libtpu',
   'no java',
-  'no bwrap',
-  'no namespaces',
 )
+# And on a system that cannot isolate processes; on Linux only when asked for
+# (--no-isolation), since there it is the normal case.
+ALLOWED_WITHOUT_ISOLATION = ('no bwrap', 'no namespaces')
 
 XLA_FLAGS = {
   '--xla_force_host_platform_device_count': '8',
@@ -103,6 +105,11 @@ def pytest_addoption(parser):
   parser.addoption(
     '--slow', action='store_true', help='also run the tests marked slow'
   )
+  parser.addoption(
+    '--no-isolation',
+    action='store_true',
+    help='let tests skip that need namespaces or bubblewrap',
+  )
 
 
 def _is_worker(config) -> bool:
@@ -139,15 +146,20 @@ def _skips(config) -> list[tuple[str, str]]:
   return skips
 
 
-def _forbidden(skips) -> list[tuple[str, str]]:
-  return [s for s in skips if not s[1].startswith(ALLOWED_SKIPS)]
+def _allowed(config) -> tuple[str, ...]:
+  without = config.getoption('--no-isolation') or sys.platform != 'linux'
+  return ALLOWED_SKIPS + (ALLOWED_WITHOUT_ISOLATION if without else ())
+
+
+def _forbidden(skips, allowed) -> list[tuple[str, str]]:
+  return [s for s in skips if not s[1].startswith(allowed)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session, exitstatus):
   if _is_worker(session.config) or exitstatus != pytest.ExitCode.OK:
     return
-  if _forbidden(_skips(session.config)):
+  if _forbidden(_skips(session.config), _allowed(session.config)):
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -158,9 +170,11 @@ def pytest_terminal_summary(terminalreporter, config):
   terminalreporter.section('tests that did not run')
   for place, reason in skips:
     terminalreporter.write_line(f'{place}: {reason}')
-  for place, reason in _forbidden(skips):
+  allowed = _allowed(config)
+  for place, reason in _forbidden(skips, allowed):
     terminalreporter.write_line(
       f'FAILED {place}: skipped because {reason!r}; a reason must begin with '
-      f'one of {", ".join(map(repr, ALLOWED_SKIPS))}.',
+      f'one of {", ".join(map(repr, allowed))} (--no-isolation lets tests '
+      'skip that need namespaces or bubblewrap).',
       red=True,
     )
