@@ -203,10 +203,11 @@ def _placed(
 def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
   rl = job.spec.rl
   own, others = controller.divide_cores()
+  # The worker takes its share by itself, once its sandboxes may use all.
   worker = controller.RolloutProcess(
     [*job.command, '--role=rollout'],
     log=job.workdir / _WORKER_LOG,
-    cores=others,
+    cores=[*own, *others],
     max_restarts=rl.max_restarts,
     report=jobs.tell('rl'),
   )
@@ -282,20 +283,13 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   say = jobs.tell('rollout')
   level = files.read_json(workdir / 'sandbox.json')['level']
   tokenizer = tokenizers.Tokenizer.load(workdir / 'tokenizer.json')
-  receiver = Receiver(workdir, spec.model)
-  deadline = time.monotonic() + _FIRST_POLICY_S
-  while (update := receiver.poll()) is None:
-    if time.monotonic() > deadline:
-      raise TimeoutError(
-        f'No usable policy in {workdir / "store"} within '
-        f'{_FIRST_POLICY_S:.0f} s ({receiver.problem or "nothing there"}).'
-      )
-    time.sleep(0.05)
-  version, values = update
-  say(f'serving version {version}, judging in {level}')
   options = dataclasses.replace(spec.sandbox, level=level)
   with jobs.open_runner(options) as runner:
+    # Before the engine's threads exist: they inherit cores and priority.
     _yield_to_sandboxes()
+    receiver = Receiver(workdir, spec.model)
+    version, values = _first_policy(receiver, workdir)
+    say(f'serving version {version}, judging in {level}')
     version = rollout_worker.run(
       stages.collector_of(spec, tokenizer, runner, split='train'),
       stages.make_engine(spec, values, version),
@@ -310,13 +304,28 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   say(f'done at version {version}')
 
 
+def _first_policy(receiver: Receiver, workdir: pathlib.Path) -> tuple[int, Any]:
+  """Waits for a trainer to publish."""
+  deadline = time.monotonic() + _FIRST_POLICY_S
+  while (update := receiver.poll()) is None:
+    if time.monotonic() > deadline:
+      raise TimeoutError(
+        f'No usable policy in {workdir / "store"} within '
+        f'{_FIRST_POLICY_S:.0f} s ({receiver.problem or "nothing there"}).'
+      )
+    time.sleep(0.05)
+  return update
+
+
 def _yield_to_sandboxes() -> None:
   """Lets the short answers go before the long computation.
 
   A tool call is a chain of short turns of an episode's thread and a sandbox;
   behind a decode step that holds the core, each turn would wait for a whole
-  time slice. The sandboxes are already running and keep their priority.
+  time slice. The sandboxes are already running: they keep their priority and
+  may use every core, the rest of this process its share at a lower one.
   """
   sys.setswitchinterval(5e-4)
+  controller.pin(controller.divide_cores()[1])
   if hasattr(os, 'nice'):
     os.nice(5)
