@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,8 +95,8 @@ class Zygote:
       text=True,
     )
 
-  def start(self, workdir: pathlib.Path, log: pathlib.Path) -> int:
-    request = json.dumps([arguments(workdir), str(log)])
+  def start(self, workdir: pathlib.Path, log: pathlib.Path, *more: str) -> int:
+    request = json.dumps([arguments(workdir, *more), str(log)])
     self._process.stdin.write(request + '\n')
     self._process.stdin.flush()
     return json.loads(self._process.stdout.readline())
@@ -116,6 +117,30 @@ def zygote() -> Iterator[Zygote]:
     yield found
   finally:
     found.close()
+
+
+# What RL starts from: every stage before it finds its result and does nothing.
+BEFORE_RL = (
+  'corpus',
+  'tokenizer.json',
+  'sandbox.json',
+  'exports/cpt',
+  'exports/sft',
+  'demonstrations.json',
+  'sft_transcripts.txt',
+  'evaluation_sft.json',
+  'evaluation_sft_episodes.jsonl',
+)
+
+
+def copy_before_rl(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Makes a workdir, of any config of RL, whose next stage is RL."""
+  (target / 'exports').mkdir(parents=True)
+  for name in BEFORE_RL:
+    if (source / name).is_dir():
+      shutil.copytree(source / name, target / name)
+    else:
+      shutil.copyfile(source / name, target / name)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -7,6 +7,7 @@ staleness 0 the result must equal that of a run nobody touched.
 
 import json
 import pathlib
+import shutil
 import subprocess
 import time
 
@@ -69,12 +70,12 @@ STRIKES = (
 )
 
 
-def run_through(zygote, workdir, log, strikes):
+def run_through(zygote, workdir, log, strikes, *more):
   """Runs until a run ends by itself; returns the moments that were hit."""
   hit = []
   waiting = list(strikes)
   while True:
-    pid = zygote.start(workdir, log)
+    pid = zygote.start(workdir, log, *more)
     ended = False
     while waiting and not ended:
       moment = waiting.pop(0)
@@ -121,9 +122,44 @@ def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
   assert_same(workdir, request.getfixturevalue('straight'))
 
 
+STALE = (
+  jobs.Strike('group 3 finished', exists('groups/00000003.npz')),
+  jobs.Strike('only the worker', reached('rl', 2), worker=True),
+  jobs.Strike('RL step 3', reached('rl', 3)),
+  jobs.Strike('policy 5 published', published(5)),
+  jobs.Strike('RL step 6', reached('rl', 6)),
+)
+
+
+def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
+  tmp_path, zygote, request
+):
+  workdir = tmp_path / 'stale'
+  jobs.copy_before_rl(request.getfixturevalue('straight'), workdir)
+  hit = run_through(
+    zygote,
+    workdir,
+    tmp_path / 'log.txt',
+    STALE,
+    '--config.rl.max_staleness=1',
+    '--config.rl.steps=8',
+    '--config.rl.checkpoint_every=2',
+  )
+  print((tmp_path / 'log.txt').read_text())
+  assert hit == [moment.name for moment in STALE]
+  rows = [r for r in jobs.metrics(workdir) if r['stage'] == 'rl']
+  assert [r['step'] for r in rows] == list(range(1, 9))
+  # Two prompts a step: every group once, and in order.
+  assert [g for r in rows for g in r['groups']] == list(range(16))
+  # A negative one would be a group of a policy that a kill made void.
+  assert {r['staleness'] for r in rows} == {0, 1}
+  assert min(r['staleness_mean'] for r in rows) >= 0
+  assert not jobs.mentioning(workdir)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
-  """A file system of 4 MB; `grow` gives it room."""
+  """A file system of 4 MB, and what gives it another size."""
   folder = tmp_path / 'disk'
   folder.mkdir()
 
@@ -138,11 +174,11 @@ def small_disk(tmp_path):
   if mounted.returncode:
     pytest.skip(f'no namespaces: {mounted.stderr.strip()}')
 
-  def grow():
-    assert mount('remount,size=256m').returncode == 0
+  def resize(num_bytes):
+    assert mount(f'remount,size={num_bytes}').returncode == 0
 
   try:
-    yield folder, grow
+    yield folder, resize
   finally:
     subprocess.run(['umount', '-l', str(folder)], check=True)
 
@@ -150,7 +186,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   tmp_path, zygote, small_disk, request
 ):
-  folder, grow = small_disk
+  folder, resize = small_disk
   workdir, log = folder / 'run', tmp_path / 'log.txt'
   zygote.start(workdir, log)
   assert zygote.exit_code() == 1
@@ -160,7 +196,7 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   # What was written before is whole, and is what the next run builds on.
   assert jobs.steps(workdir, 'cpt') == [1, 2]
   corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
-  grow()
+  resize(256 << 20)
   pid = zygote.start(workdir, log)
   done = jobs.Strike('pretraining over', exists('demonstrations.json'))
   assert jobs.strike(pid, workdir, done)
@@ -170,6 +206,36 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   assert [r for r in jobs.metrics(workdir) if r['stage'] == 'cpt'] == [
     r for r in expected if r['stage'] == 'cpt'
   ]
+
+
+def test_a_disk_that_fills_up_in_rl_loses_nothing(
+  tmp_path, zygote, small_disk, request
+):
+  folder, resize = small_disk
+  workdir, log = folder / 'run', tmp_path / 'log.txt'
+  straight = request.getfixturevalue('straight')
+  resize(256 << 20)
+  jobs.copy_before_rl(straight, workdir)
+  usage = shutil.disk_usage(folder)
+  # Room for the first policy and some groups, not for the whole stage.
+  resize(usage.used + (600 << 10))
+  zygote.start(workdir, log)
+  assert zygote.exit_code() == 1
+  text = log.read_text()
+  print(text)
+  assert text.splitlines()[-1].startswith('error: ')
+  assert 'No space left' in text and 'Traceback' not in text
+  resize(256 << 20)
+  zygote.start(workdir, log)
+  assert zygote.exit_code() == 0
+
+  def of_rl(path):
+    return [r for r in jobs.metrics(path) if r['stage'] == 'rl']
+
+  assert of_rl(workdir) == of_rl(straight)
+  ours, theirs = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
+  for name, array in theirs.items():
+    np.testing.assert_array_equal(ours[name], array, err_msg=name)
 
 
 @pytest.mark.slow
