@@ -7,13 +7,14 @@ tokens than those whose log-probabilities and routes were recorded.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from composer_jax.agent import effort, tools
 from composer_jax.agent import policy as policy_lib
-from composer_jax.agent import tools
 from composer_jax.core import records
 from composer_jax.tasks import runners
 from composer_jax.tasks import task as task_lib
@@ -30,6 +31,7 @@ class EpisodeOptions:
     max_call_tokens: of one call, its end token included.
     temperature: of sampling.
     invalid_penalty: reward lost per invalid call.
+    effort_coefficient: and three more, see `effort.EffortOptions`.
   """
 
   max_tokens: int = 512
@@ -37,6 +39,10 @@ class EpisodeOptions:
   max_call_tokens: int = 96
   temperature: float = 1.0
   invalid_penalty: float = 0.05
+  effort_coefficient: float = 0.0
+  effort_scale: float = 100.0
+  effort_q: float = 0.5
+  effort_turn_tokens: float = 0.0
 
   def __post_init__(self):
     for name in ('max_tokens', 'max_turns', 'max_call_tokens'):
@@ -44,11 +50,25 @@ class EpisodeOptions:
         raise ValueError(
           f'{name} must be at least 1, not {getattr(self, name)}.'
         )
-    if self.invalid_penalty < 0:
+    if not 0 < self.temperature < math.inf:
+      raise ValueError(
+        f'temperature ({self.temperature}) must be positive and finite: the '
+        'policy is sampled from, never maximised over.'
+      )
+    if not self.invalid_penalty >= 0:
       raise ValueError(
         f'invalid_penalty ({self.invalid_penalty}) must not be negative: an '
         'invalid call would pay.'
       )
+    self.effort()
+
+  def effort(self) -> effort.EffortOptions:
+    return effort.EffortOptions(
+      coefficient=self.effort_coefficient,
+      scale=self.effort_scale,
+      q=self.effort_q,
+      turn_tokens=self.effort_turn_tokens,
+    )
 
 
 class _Window:
@@ -192,13 +212,17 @@ def run(
     policy.close(session)
   verdict = _verdict(task, workspace, runner, results)
   num_invalid = sum(not r.is_valid for r in results)
+  trajectory = window.trajectory(options.temperature)
+  lost = options.invalid_penalty * num_invalid + options.effort().penalty(
+    int(trajectory.loss_mask_T.sum()), len(results)
+  )
   return records.Rollout(
     task_id=task.task_id,
     group=group,
     member=member,
-    trajectories=(window.trajectory(options.temperature),),
+    trajectories=(trajectory,),
     verdict=verdict,
-    reward=float(verdict.passed) - options.invalid_penalty * num_invalid,
+    reward=float(verdict.passed) - lost,
     num_turns=len(results),
     num_invalid=num_invalid,
     tools=tuple(r.tool for r in results),

@@ -52,7 +52,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.sft = dict(
     **{
       **c.cpt.to_dict(),
-      'steps': 280,
+      'steps': 180,
       'batch_size': 12,
       'seq_len': 320,
     },
@@ -60,14 +60,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
     # Each is a probability per decision; RL has to unlearn them.
-    wrong_tool=0.1,
+    wrong_tool=0.15,
     wrong_arguments=0.05,
     detour=0.05,
     skip_read=0.05,
-    wrong_edit=0.25,
+    wrong_edit=0.12,
     broken_edit=0.05,
     skip_test=0.5,
-    give_up=0.6,  # after a failed test, instead of another edit
+    give_up=0.5,  # after a failed test, instead of another edit
   )
   _reinforcement(c)
   c.evaluation = dict(
@@ -87,11 +87,17 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     max_call_tokens=64,
     temperature=1.0,
     invalid_penalty=0.1,  # of reward, per invalid call
+    # Without a price on effort a wrong edit that is mended later earns as much
+    # as a right one, and RL unlearns to get it right at once.
+    effort_coefficient=0.1,
+    effort_scale=80.0,  # sampled tokens, about an episode's
+    effort_q=0.5,
+    effort_turn_tokens=8.0,
   )
   c.sandbox = dict(
     level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
     allow_unsafe=False,  # rlimits isolates nothing: for trusted code only
-    workers=1,
+    workers=2,
     wall_s=2.0,
     cpu_s=1.0,
     memory_bytes=256 * 2**20,
@@ -106,14 +112,14 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=80,
+    steps=200,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
-    learning_rate=4e-4,
+    learning_rate=3e-4,
     warmup_steps=3,
-    decay_steps=40,  # linear, to a tenth
+    decay_steps=150,  # linear, to a tenth
     adam_b1=0.9,
     adam_b2=0.95,
     grad_clip=1.0,
@@ -121,10 +127,10 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
     reward='verdict',  # 'shuffled' is the control that must not learn
     replay=True,
-    rows=12,
+    rows=8,
     seq_len=320,
     checkpoint_every=5,
-    mismatch_every=5,
+    mismatch_every=10,
     episodes_every=10,
     keyframe_every=25,  # bundles between full ones
     wait_timeout_s=300.0,

@@ -256,9 +256,25 @@ def test_the_real_sandbox_gives_the_trusted_runners_verdict(tokenizer):
     sandbox.close()
 
 
+def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
+  _, free = _run(tokenizer, HONEST)
+  prices = {
+    'effort_coefficient': 0.3,
+    'effort_scale': 40.0,
+    'effort_turn_tokens': 7.0,
+  }
+  _, paid = _run(tokenizer, HONEST, **prices)
+  sampled = int(free.trajectories[0].loss_mask_T.sum())
+  costly = dataclasses.replace(OPTIONS, **prices)
+  price = costly.effort().penalty(sampled, free.num_turns)
+  assert 0.1 < price < 1
+  assert free.reward - paid.reward == pytest.approx(price)
+
+
 @pytest.mark.parametrize(
   'field, value, message',
   [
+    ('effort_q', -1.0, r'episode\.effort_q must be at least 0'),
     ('max_turns', 0, 'max_turns must be at least 1, not 0'),
     ('max_tokens', 0, 'max_tokens must be at least 1'),
     ('invalid_penalty', -0.1, 'an invalid call would pay'),
