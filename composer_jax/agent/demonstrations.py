@@ -7,7 +7,6 @@ Wrong edits are train compositions: no held-out body is ever written.
 """
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ class Noise:
     wrong_edit: a body is that of a near composition.
     broken_edit: a body lacks its last bracket or word.
     skip_test: finishes after an edit without a test.
-    give_up: finishes after a failed test instead of editing again.
+    give_up: finishes after an error or a failed test instead of trying again.
   """
 
   wrong_tool: float = 0.0
@@ -125,7 +124,10 @@ class ScriptedPolicy:
     if self._is_first:
       skip = self._happens(self._noise.skip_read)
       self._step = 'edit' if skip else 'read'
-    elif self._step == 'detour' or answer.startswith('error:'):
+    elif answer.startswith('error:'):
+      give_up = self._happens(self._noise.give_up)
+      self._step = 'finish' if give_up else self._resume
+    elif self._step == 'detour':
       self._step = self._resume
     elif self._step == 'read':
       self._has_read = True
@@ -202,29 +204,24 @@ def transcripts(
   tokenizer: Any,
   *,
   seed: int,
-  count: int | None,
+  count: int,
   noise: Noise,
   options: episode.EpisodeOptions,
-  start: int = 0,
 ) -> Iterator[records.Rollout]:
-  """Rollouts of scripted policies on train tasks `start`, `start + 1`, ...
+  """Rollouts of scripted policies on train tasks 0, 1, ...
 
   Args:
     tokenizer: as for any episode.
     seed: of the tasks and of the noise; equal arguments give equal tokens.
-    count: how many; None for without end.
+    count: how many.
     noise: how flawed.
     options: limits, as in RL.
-    start: index of the first task.
 
   Yields:
     Rollouts; `trajectories[0]` is what SFT trains on.
   """
   runner = runners.TrustedRunner()
-  stop = (
-    itertools.count(start) if count is None else range(start, start + count)
-  )
-  for index in stop:
+  for index in range(count):
     task = list_functions.generate(index, 'train', seed)
     draw = random.Random(f'demonstration/{seed}/{index}')
     policy = ScriptedPolicy(task, tokenizer, noise, draw)

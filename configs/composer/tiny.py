@@ -52,7 +52,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.sft = dict(
     **{
       **c.cpt.to_dict(),
-      'steps': 180,
+      'steps': 280,
       'batch_size': 12,
       'seq_len': 320,
     },
@@ -60,14 +60,14 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
     # Each is a probability per decision; RL has to unlearn them.
-    wrong_tool=0.15,
+    wrong_tool=0.1,
     wrong_arguments=0.05,
-    detour=0.05,
-    skip_read=0.05,
-    wrong_edit=0.12,
-    broken_edit=0.05,
+    detour=0.03,
+    skip_read=0.02,
+    wrong_edit=0.08,
+    broken_edit=0.1,
     skip_test=0.5,
-    give_up=0.5,  # after a failed test, instead of another edit
+    give_up=0.35,  # after an error or a failed test
   )
   _reinforcement(c)
   c.evaluation = dict(
@@ -112,14 +112,14 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=200,
+    steps=160,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=3e-4,
     warmup_steps=3,
-    decay_steps=150,  # linear, to a tenth
+    decay_steps=120,  # linear, to a tenth
     adam_b1=0.9,
     adam_b2=0.95,
     grad_clip=1.0,

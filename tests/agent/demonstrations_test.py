@@ -63,6 +63,8 @@ NEVER_RIGHT = {'wrong_edits': 1.0, 'passed': 0.0, 'correct': 0.0}
     ({'detour': 1.0}, {'invalid_calls': 0.0, 'edited': 0.0, 'finished': 0.0}),
     ({'wrong_edit': 1.0, 'give_up': 1.0}, NEVER_RIGHT | {'finished': 1.0}),
     ({'broken_edit': 1.0}, NEVER_RIGHT | {'tested': 0.0}),
+    # Read, a body that does not parse, finish.
+    ({'broken_edit': 1.0, 'give_up': 1.0}, {'turns': 3.0, 'finished': 1.0}),
     ({'skip_test': 1.0}, {'tested': 0.0, 'passed': 1.0, 'turns': 3.0}),
     ({'skip_read': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
   ],
@@ -119,15 +121,8 @@ def test_transcripts_are_those_of_their_seed(tokenizer):
   ]
   assert tokens[0] == tokens[1]
   assert tokens[0] != tokens[2]
-  later = demonstrations.transcripts(
-    tokenizer,
-    seed=1,
-    count=3,
-    noise=demonstrations.Noise(**knobs),
-    options=OPTIONS,
-    start=5,
-  )
-  assert [r.trajectories[0].tokens_T.tolist() for r in later] == tokens[0][5:]
+  fewer = _rollouts(tokenizer, count=3, seed=1, **knobs)
+  assert [r.trajectories[0].tokens_T.tolist() for r in fewer] == tokens[0][:3]
 
 
 def test_no_demonstration_writes_or_shows_a_held_out_body(tokenizer):
