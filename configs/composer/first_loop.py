@@ -1,4 +1,4 @@
-"""tiny.py on pinned sources: what the study and the figures of README use.
+"""tiny.py on pinned sources and with RL twice as long: what the study uses.
 
   python -m experiments.composer --config=configs/composer/first_loop.py \
       --workdir=runs/first_loop/0_main
@@ -17,4 +17,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c = tiny.get_config(arg)
   c.data.sources = ('configs/pretrain/first_loop.sources',)
   c.evaluation.episodes = 400
+  if arg != 'smoke':
+    c.rl.steps = 320
+    c.rl.decay_steps = 240
   return c
