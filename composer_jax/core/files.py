@@ -1,12 +1,19 @@
-"""Files that are whole or absent, and hashes of what they hold."""
+"""Files that are whole or absent, their hashes, and folders of one owner."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
-import tempfile
+import platform
+import re
+import secrets
+from collections.abc import Iterator
 from typing import Any
+
+# Of the files that `write_atomic` leaves behind when it is killed.
+_TEMPORARY = re.compile(r'\..+\.[0-9a-f]{16}\.tmp')
 
 
 def fsync_directory(path: pathlib.Path) -> None:
@@ -30,19 +37,18 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
       refuses; what stood at `path` before is untouched.
   """
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  descriptor, temporary = tempfile.mkstemp(
-    dir=path.parent, prefix=f'.{path.name}.', suffix='.tmp'
-  )
+  temporary = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.tmp')
   try:
-    with os.fdopen(descriptor, 'wb') as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not mkstemp, whose files nobody but their owner may read.
+    with open(temporary, 'xb') as file:
       file.write(data)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
   except OSError as error:
-    with contextlib.suppress(FileNotFoundError):
-      os.unlink(temporary)
+    with contextlib.suppress(OSError):
+      temporary.unlink()
     raise OSError(
       error.errno,
       f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
@@ -50,6 +56,61 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
       str(path),
     ) from error
   fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def alone(workdir: str | os.PathLike) -> Iterator[None]:
+  """Holds the lock of a workdir; the kernel frees it however a run dies.
+
+  Programs that the run starts do not inherit it, so its rollout worker, which
+  shares the workdir and does not take it, cannot keep it either.
+
+  Raises:
+    ValueError: another process holds it; names which.
+    OSError: the workdir cannot be made or locked.
+  """
+  workdir = pathlib.Path(workdir)
+  path = workdir / 'lock'
+  with contextlib.ExitStack() as stack:
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context(path.open('a'))
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      file.truncate(0)
+      file.write(f'{os.getpid()} on {platform.node()}')
+      file.flush()
+    except BlockingIOError as error:
+      raise ValueError(
+        f'Another process ({path.read_text() or "just started"}) runs in '
+        f'workdir {workdir}. Wait until it ends or stop it, or choose another '
+        '--workdir.'
+      ) from error
+    except OSError as error:
+      raise OSError(
+        error.errno,
+        f'Cannot lock the workdir ({error.strerror}); choose another --workdir',
+        str(path),
+      ) from error
+    stack.callback(file.truncate, 0)
+    yield
+
+
+def sweep(folder: str | os.PathLike) -> list[pathlib.Path]:
+  """Deletes what killed calls of `write_atomic` left in and below a folder.
+
+  Nothing may be writing there.
+
+  Returns:
+    The deleted files.
+  """
+  found = [
+    path
+    for path in pathlib.Path(folder).rglob('.*.tmp')
+    if _TEMPORARY.fullmatch(path.name)
+  ]
+  for path in found:
+    path.unlink()
+  return found
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

@@ -36,7 +36,9 @@ def _check_array(name: str, array: Any, dtype: Any, shape: tuple) -> None:
   """
   if not isinstance(array, np.ndarray) or array.dtype != dtype:
     found = getattr(array, 'dtype', type(array).__name__)
-    raise ValueError(f'{name} must be a numpy array of {dtype}, not {found}.')
+    raise ValueError(
+      f'{name} must be a numpy array of {np.dtype(dtype)}, not {found}.'
+    )
   fits = len(shape) == array.ndim and all(
     want is None or want == have
     for want, have in zip(shape, array.shape, strict=True)
@@ -59,7 +61,9 @@ class Trajectory:
     loss_mask_T: true where the policy sampled the token.
     logprobs_T: float32 under the rollout policy, zero where not sampled.
     expert_ids_TMA: uint16; `NO_ROUTE` where the engine kept no record.
-    policy_version_T: int32, weights that produced (or consumed) each token.
+    policy_version_T: int32, weights that sampled each token; of context, those
+      that sampled the token after it. Context is consumed in chunks and weights
+      may be swapped between them: routes of earlier chunks may be older.
     temperature: what the policy sampled at; the trainer divides by it too.
   """
 
@@ -191,15 +195,6 @@ class Group:
           f'Group {self.group} of task {self.task_id!r} holds a rollout of '
           f'group {r.group}, task {r.task_id!r}.'
         )
-
-  @property
-  def min_policy_version(self) -> int:
-    return min(
-      int(t.policy_version_T[t.loss_mask_T].min())
-      for r in self.rollouts
-      for t in r.trajectories
-      if t.loss_mask_T.any()
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,5 @@
 """Pytrees as flat dictionaries of '/'-joined names."""
 
-import re
 from typing import Any
 
 import jax
@@ -25,9 +24,3 @@ def map_names(function: Any, tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: function(path_name(path), leaf), tree
   )
-
-
-def select(tree: Any, pattern: str) -> dict[str, Any]:
-  """Returns the named leaves whose whole name matches a regular expression."""
-  regex = re.compile(pattern)
-  return {n: v for n, v in flatten_names(tree).items() if regex.fullmatch(n)}

@@ -2,7 +2,8 @@
 
 `build` reads sources in an order that depends on names and the seed alone,
 drops what is not worth learning from (each file with its reason), refuses what
-the tasks hold out, removes exact and near duplicates, and splits by package.
+the tasks hold out, removes exact and near duplicates, and splits by package (a
+lone package by file).
 The result lies in a folder: `texts.bin`, the documents' UTF-8 end to end, and
 `manifest.json`, which lists every document and every dropped file and whose
 hash identifies the corpus. A folder that holds the corpus asked for is opened,
@@ -19,6 +20,7 @@ from typing import Any
 
 from composer_jax.core import files
 from composer_jax.data import filters, licences, mixture
+from composer_jax.data import heldout as heldout_lib
 from composer_jax.data import pins as pins_lib
 from composer_jax.data import sources as sources_lib
 
@@ -35,37 +37,35 @@ class CorpusOptions:
 
   Attributes:
     max_bytes: of text to accept, before duplicates are removed.
-    weights: share of `max_bytes` per source; None for equal shares.
-    heldout_fraction: of the bytes, in whole packages; 0 for none.
+    weights: share of `max_bytes` per source; () for equal shares.
+    heldout_share: of the bytes, in whole packages.
     min_file_bytes: shorter files are dropped.
     max_file_bytes: longer files are dropped.
     near_duplicate: share of the smaller file's 5-grams that makes a copy.
     seed: of the choice of files and of the split.
-    archives: folder with sdists and wheels for `pypi:` sources.
+    archives: folder with sdists and wheels for `pypi:` sources; '' for none.
   """
 
   max_bytes: int = 12_000_000
-  weights: tuple[float, ...] | None = None
-  heldout_fraction: float = 0.04
+  weights: tuple[float, ...] = ()
+  heldout_share: float = 0.04
   min_file_bytes: int = 128
   max_file_bytes: int = 250_000
   near_duplicate: float = 0.6
   seed: int = 0
-  archives: str | None = None
+  archives: str = ''
 
   def __post_init__(self):
     if self.max_bytes < 1:
       raise ValueError(f'max_bytes must be positive, not {self.max_bytes}.')
-    if not 0 <= self.heldout_fraction < 1:
+    if not 0 < self.heldout_share < 1:
       raise ValueError(
-        f'heldout_fraction must lie in [0, 1), not {self.heldout_fraction}.'
+        f'heldout_share must lie in (0, 1), not {self.heldout_share}.'
       )
     if not 0 < self.near_duplicate <= 1:
       raise ValueError(
         f'near_duplicate must lie in (0, 1], not {self.near_duplicate}.'
       )
-    if self.weights is not None:
-      object.__setattr__(self, 'weights', tuple(self.weights))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +230,7 @@ def _select(found, holdout, options, report):
   lexicon = filters.Lexicon()
   scan = filters.HoldOutScan(holdout, lexicon)
   packages = {sources_lib.normalise(p) for p in holdout.packages}
+  packages.add(sources_lib.OWN)
   kept, dropped, seen = [], [], {}
   counts: collections.Counter = collections.Counter()
   for index, source in enumerate(found):
@@ -259,7 +260,7 @@ def _select(found, holdout, options, report):
     raise ValueError(
       f'The corpus is empty: of {sum(len(s.files) for s in found)} files in '
       f'{[s.name for s in found]} none was kept ({reasons}). Add sources or '
-      f'raise max_bytes ({options.max_bytes}).'
+      f'raise data.max_bytes ({options.max_bytes}).'
     )
   return kept, dropped, counts
 
@@ -277,9 +278,7 @@ def _dropped(
 
 def _read(file, packages, scan, lexicon, options):
   """Returns (reason to drop, None) or ('', candidate)."""
-  names = {file.package, sources_lib.normalise(file.path.split('/')[0])}
-  names |= {n.removesuffix('-py') for n in names}
-  if names & packages:
+  if sources_lib.names(file) & packages:
     return 'held-out package', None
   if file.num_bytes > options.max_file_bytes:
     return 'too large', None
@@ -302,9 +301,7 @@ def _read(file, packages, scan, lexicon, options):
 
 def _split_and_deduplicate(kept, dropped, options, report):
   """Holds packages out, then drops copies, held-out files winning."""
-  heldout = _heldout_packages(kept, options)
-  for c in kept:
-    c.split = HELDOUT if c.file.package in heldout else TRAIN
+  _hold_out(kept, options, report)
   kept = sorted(kept, key=lambda c: c.split == TRAIN)
   report(f'corpus: {len(kept)} files read; looking for near-duplicates')
   copies = filters.near_duplicates(
@@ -320,37 +317,35 @@ def _split_and_deduplicate(kept, dropped, options, report):
   if not any(c.split == TRAIN for c in kept):
     raise ValueError(
       'Nothing is left to train on: every file repeats a held-out one. Add '
-      'sources or lower heldout_fraction.'
+      f'sources or lower data.heldout_share ({options.heldout_share}).'
     )
   return kept
 
 
-def _heldout_packages(kept, options) -> set[str]:
-  """Picks packages by hash until their bytes reach the fraction.
-
-  None is larger than a quarter of it, so that the held-out loss is that of
-  several packages, unless only such are there.
-  """
-  if not options.heldout_fraction:
-    return set()
+def _hold_out(kept, options, report) -> None:
+  """Sets the split of every file: by package, or by file where there is one."""
+  units = [c.file.package for c in kept]
+  is_lone = len(set(units)) == 1
+  if is_lone:
+    report(
+      f'corpus: {units[0]} is the only package: the held-out loss is that of '
+      'other files of the same package, which flatters it'
+    )
+    units = [c.file.path for c in kept]
   sizes: collections.Counter = collections.Counter()
-  for c in kept:
-    sizes[c.file.package] += len(c.text)
+  for unit, c in zip(units, kept, strict=True):
+    sizes[unit] += len(c.text)
   if len(sizes) < 2:
     raise ValueError(
-      f'Holding out packages needs at least two; the corpus has {list(sizes)}'
-      '. Add a source or set heldout_fraction=0.'
+      'A part of the corpus must be held out, and all that is left of it is '
+      f'one file, {kept[0].file.package}: {kept[0].file.path}. Add a source.'
     )
-  quota = options.heldout_fraction * sizes.total()
-  chosen, total = set(), 0
-  order = sorted(
-    sizes, key=lambda p: files.sha256(f'{options.seed}/{p}'.encode())
-  )
-  for package in order:
-    if sizes[package] <= quota / 4 and total < quota:
-      chosen.add(package)
-      total += sizes[package]
-  return chosen or {min(order, key=lambda p: (sizes[p], p))}
+  quota = options.heldout_share * sizes.total()
+  # A package's only small file may be an `__init__.py` of one line.
+  least = quota / 2 if is_lone else 0
+  heldout = heldout_lib.choose(sizes, quota, least=least, seed=options.seed)
+  for unit, c in zip(units, kept, strict=True):
+    c.split = HELDOUT if unit in heldout else TRAIN
 
 
 def _write(folder, key, found, kept, dropped, counts, options) -> None:

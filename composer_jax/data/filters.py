@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from composer_jax.core import files
+
 GRAM = 5
 # A run of 5-grams longer than this is thinned by hash, all files alike, so
-# that comparing stays linear in memory: 20 million take about 400 MB.
+# that comparing stays linear in memory: 20 million take about 800 MB.
 _MAX_GRAMS = 20_000_000
 _ANCHOR = 16
 # Licence headers and idioms are no sign of a copy.
@@ -132,8 +134,11 @@ def near_duplicates(
   """Finds files most of whose 5-grams are in an earlier file, or reversed.
 
   Two files are near-duplicates when the 5-grams they share are at least
-  `threshold` of the smaller file's; grams in more than 50 files do not count.
-  The count is exact up to 20 million grams.
+  `threshold` of the smaller file's: of all its grams, or of those in at most
+  50 files. Of a gram, only the first 50 files kept count. A copy is dropped as
+  it comes, so that the grams of a file with a thousand copies are in one kept
+  file: what is in more than 50 is an idiom. The count is exact up to 20 million
+  grams.
 
   Args:
     grams: of each file, sorted and distinct; earlier files win.
@@ -143,35 +148,59 @@ def near_duplicates(
     {dropped file: the kept file it repeats}. No two files that are not dropped
     are near-duplicates of each other.
   """
-  sizes = [len(g) for g in grams]
-  if not sum(sizes):
+  if not any(map(len, grams)):
     return {}
   hashes = np.concatenate(grams)
-  owners = np.repeat(np.arange(len(grams)), sizes)
-  keep = hashes % np.uint64(1 + len(hashes) // _MAX_GRAMS) == 0
-  hashes, owners = hashes[keep], owners[keep]
-  order = np.lexsort((owners, hashes))
-  hashes, owners = hashes[order], owners[order]
-  _, group, counts = np.unique(hashes, return_inverse=True, return_counts=True)
-  rare = counts[group] <= _BOILERPLATE_FILES
-  group, owners = group[rare], owners[rare]
-  sizes = np.bincount(owners, minlength=len(grams))
-  shared: dict[tuple[int, int], int] = {}
-  for step in range(1, _BOILERPLATE_FILES):
-    same = group[step:] == group[:-step]
-    if not same.any():
-      break
-    pairs = owners[:-step][same] * len(grams) + owners[step:][same]
-    for pair, n in zip(*np.unique(pairs, return_counts=True), strict=True):
-      key = divmod(int(pair), len(grams))
-      shared[key] = shared.get(key, 0) + int(n)
+  owners = np.repeat(np.arange(len(grams), dtype=np.int32), [*map(len, grams)])
+  thinned = hashes % np.uint64(1 + len(hashes) // _MAX_GRAMS) == 0
+  hashes, owners = hashes[thinned], owners[thinned]
+  starts = np.searchsorted(owners, np.arange(len(grams) + 1))
+  _, ids, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+  rare = counts[ids] <= _BOILERPLATE_FILES
+  measures = [
+    (counted, np.bincount(owners, counted, len(grams)))
+    for counted in (np.ones_like(rare), rare)
+  ]
+  # Per gram a linked list of the kept files that hold it: the newest entry of
+  # each, and the entry before each; an entry is a position in `ids`.
+  newest = np.full(len(counts), -1, np.int32)
+  before = np.full(len(ids), -1, np.int32)
+  num_kept = np.zeros(len(counts), np.uint8)
+  equal: dict[str, int] = {}
   dropped: dict[int, int] = {}
-  for (first, second), n in sorted(shared.items(), key=lambda kv: kv[0][::-1]):
-    # By second file: whether the first was dropped is known by then.
-    alike = n >= threshold * min(sizes[first], sizes[second])
-    if alike and first not in dropped and second not in dropped:
-      dropped[second] = first
+  for index, own in enumerate(grams):
+    start, stop = starts[index], starts[index + 1]
+    mine = ids[start:stop]
+    # Files of idioms alone are compared whole.
+    digest = files.sha256(own.tobytes())
+    first = equal.setdefault(digest, index) if len(own) else index
+    if first != index:
+      dropped[index] = dropped.get(first, first)
+      continue
+    entries = _chains(newest[mine], before)
+    others, which = np.unique(owners[entries], return_inverse=True)
+    alike = np.zeros(len(others), bool)
+    for counted, sizes in measures:
+      shared = np.bincount(which, counted[entries], len(others))
+      needed = threshold * np.minimum(sizes[others], sizes[index])
+      alike |= (shared > 0) & (shared >= needed)
+    if alike.any():
+      dropped[index] = int(others[np.argmax(alike)])
+      continue
+    has_room = num_kept[mine] < _BOILERPLATE_FILES
+    mine, places = mine[has_room], np.arange(start, stop)[has_room]
+    before[places], newest[mine] = newest[mine], places
+    num_kept[mine] += 1
   return dropped
+
+
+def _chains(entries: np.ndarray, before: np.ndarray) -> np.ndarray:
+  """Returns `entries` and all that `before` leads to from them; -1 ends."""
+  found = []
+  while len(entries := entries[entries >= 0]):
+    found.append(entries)
+    entries = before[entries]
+  return np.concatenate(found) if found else np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

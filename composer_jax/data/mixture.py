@@ -24,7 +24,7 @@ def allocate(
   if len(weights) != len(sizes):
     raise ValueError(
       f'{len(weights)} mixture weights for {len(sizes)} sources; give one '
-      'weight per source.'
+      'weight per source in data.weights, or none for equal shares.'
     )
   if any(w < 0 for w in weights) or not any(w > 0 for w in weights):
     raise ValueError(

@@ -51,7 +51,8 @@ _STDLIB_SKIPPED = frozenset({
 # which would defeat pinning a version.
 _MACHINE = ('_sysconfigdata', 'sitecustomize')
 # A run must never learn from the code that makes its own tasks.
-_OWN = frozenset({'composer-jax'})
+OWN = 'composer-jax'
+_HERE = pathlib.Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +133,17 @@ def normalise(package: str) -> str:
   return re.sub(r'[-_.]+', '-', package).lower()
 
 
+def names(file: File) -> set[str]:
+  """Returns every name that may be that of the package a file belongs to.
+
+  That is each folder and module on its path, version cut off: an sdist keeps
+  `foo-1.2/src/bank/x.py`.
+  """
+  parts = file.path.removesuffix('.py').split('/')
+  found = {normalise(re.split(r'-\d', part)[0]) for part in parts}
+  return found | {file.package}
+
+
 def _wanted(parts: Iterable[str], skipped: frozenset = frozenset()) -> bool:
   """True for a .py file outside tests and skipped folders."""
   *folders, name = parts
@@ -193,7 +205,7 @@ def _site_packages() -> Source:
   found: dict[str, list[File]] = {}
   for dist in importlib.metadata.distributions(path=folders):
     name = normalise(dist.metadata['Name'] or '')
-    if name and name not in _OWN and name not in found:
+    if name and name != OWN and name not in found:
       found[name] = _distribution(dist)
   return Source(
     name='site-packages',
@@ -236,9 +248,10 @@ def _pinned(name: str, archives: str | os.PathLike | None) -> Source:
     f'version {dist.version} is installed' if dist else 'not installed'
   )
   raise ValueError(
-    f'Source {name!r} is not on this machine ({installed}, no archive in '
-    f'{archives}); fetch it with `pip download --no-deps {match[1]}=={version}`'
-    ' and name its folder in data.archives, or name the file as a source.'
+    f'Source {name!r} is not on this machine ({installed}, no archive of it in '
+    f'data.archives, {str(archives or "")!r}); fetch it with `pip download '
+    f'--no-deps {match[1]}=={version}` and name its folder in data.archives, '
+    'or name the file as a source.'
   )
 
 
@@ -254,6 +267,11 @@ def _release(file_name: str) -> tuple[str, str] | None:
 
 def _path(name: str) -> Source:
   path = pathlib.Path(name).expanduser()
+  if path.resolve().is_relative_to(_HERE):
+    raise ValueError(
+      f'Source {name!r} is composer_jax itself, which makes the tasks of its '
+      'runs; point data.sources at other code.'
+    )
   if path.is_dir():
     return _folder(name, path)
   if not path.is_file():

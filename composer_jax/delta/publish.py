@@ -3,7 +3,8 @@
 The order of writes is blobs, manifest, pointer. Until the pointer is replaced,
 which is atomic, readers see the version before; afterwards the new one. What a
 killed publisher leaves behind is unreachable and `gc` removes it. Publishing
-the same weights under the same version again changes nothing.
+the same weights under the same version again changes nothing, unless the last
+version was damaged: then it is written anew, as a keyframe.
 
 One publisher at a time writes to a store; a second one is noticed at its next
 publish, when the pointer is not where it left it.
@@ -12,6 +13,7 @@ publish, when the pointer is not where it left it.
 import dataclasses
 import logging
 import operator
+import time
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -53,7 +55,8 @@ class Publisher:
   A trainer that resumes from a checkpoint of version v calls `rewind(v)` and
   publishes v: if the weights of later published versions differ from what it
   will train now, they are void; if it trains bit for bit the same, the same
-  identities appear again.
+  identities appear again. A damaged pointer, manifest or blob ends the chain,
+  and a keyframe starts another.
 
   Args:
     store: where to write.
@@ -62,9 +65,6 @@ class Publisher:
       a late joiner reads.
     base_blocks: weights of the last committed version, if the caller has them;
       others are ignored. Without, they are read from the store.
-
-  Raises:
-    ValueError: the run's pointer is damaged.
   """
 
   def __init__(
@@ -80,12 +80,23 @@ class Publisher:
     self._store = store
     self._run_id = run_id
     self._keyframe_every = keyframe_every
-    self._pointer = store.pointer(run_id)
+    store.pointer_path(run_id)  # Refuses a bad name before anything is read.
+    self._depth = 0
+    self._base: Mapping[str, np.ndarray] | None = None
+    # Of the last pointer. Receivers refuse one that falls behind.
+    self._sequence = self._rewinds = 0
+    self._pointer: store_lib.Pointer | None = None
+    try:
+      self._pointer = store.pointer(run_id)
+    except ValueError as error:
+      # The counts are lost with it; the clock is ahead of any of them.
+      self._sequence = self._rewinds = time.time_ns()
+      self._start_afresh(error)
+    if self._pointer is not None:
+      self._sequence = self._pointer.sequence
+      self._rewinds = self._pointer.rewinds
     # Where the chain goes on; None while there is nothing to build on.
     self._head: store_lib.Pointer | None = self._pointer
-    self._depth = 0
-    self._rewinds = self._pointer.rewinds if self._pointer else 0
-    self._base: Mapping[str, np.ndarray] | None = None
     if self._head is not None:
       held = None
       if base_blocks is not None:
@@ -119,6 +130,9 @@ class Publisher:
     """
     version = operator.index(version)  # a numpy integer will do
     tensors = bundle.assemble(blocks)
+    head = self._head
+    if head is not None and version == head.version:
+      self._check_intact(head, tensors)
     if self._head is not None and version <= self._head.version:
       return self._published(self._head, version, tensors)
     self._check_alone()
@@ -181,6 +195,15 @@ class Publisher:
           break
     return self._store.delete_except(names)
 
+  def _check_intact(self, head, tensors) -> None:
+    """Starts afresh when the last version is damaged; `tensors` replace it."""
+    if bundle.target_id(tensors) != head.target_id:
+      return
+    try:
+      restore.weights(self._store, head.manifest)
+    except (ValueError, OSError) as error:
+      self._start_afresh(error)
+
   def _published(self, head, version: int, tensors) -> BundleInfo:
     target_id = bundle.target_id(tensors)
     oldest = None
@@ -229,10 +252,9 @@ class Publisher:
     )
 
   def _move(self, manifest: bundle.Manifest, name: str) -> None:
-    sequence = 1 if self._pointer is None else self._pointer.sequence + 1
     pointer = store_lib.Pointer(
       run_id=self._run_id,
-      sequence=sequence,
+      sequence=self._sequence + 1,
       rewinds=self._rewinds,
       version=manifest.version,
       target_id=manifest.target_id,
@@ -240,6 +262,7 @@ class Publisher:
     )
     self._store.move_pointer(pointer)
     self._pointer = self._head = pointer
+    self._sequence = pointer.sequence
     self._depth = manifest.depth
 
   def _start_afresh(self, reason: object) -> None:
@@ -253,7 +276,7 @@ class Publisher:
     try:
       found = self._store.pointer(self._run_id)
     except ValueError as error:
-      # Ours is in memory and about to replace the damaged one.
+      # What is in memory is about to replace the damaged one.
       _log.warning('%s The pointer is written anew.', error)
       return
     if found is not None and found != self._pointer:

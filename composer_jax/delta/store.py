@@ -137,8 +137,8 @@ class Store:
       return unseal(data, run_id)
     except ValueError as error:
       raise ValueError(
-        f'{path}: the pointer is damaged: {error}. Put an intact copy back, '
-        'let a running publisher publish again, or use another run_id.'
+        f'{path}: the pointer is damaged: {error}. The next publish writes a '
+        'new one; if no publisher runs, start the trainer again.'
       ) from error
 
   def move_pointer(self, pointer: Pointer) -> None:

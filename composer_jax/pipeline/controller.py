@@ -36,18 +36,12 @@ class RolloutProcess:
     cores: Sequence[int],
     max_restarts: int,
     report: Callable[[str], None],
-    environment: dict[str, str] | None = None,
   ):
     self._command = list(command)
     self._log = log
     self._cores = list(cores)
     self._restarts_left = max_restarts
     self._report = report
-    self._environment = {
-      **os.environ,
-      _PARENT: str(os.getpid()),
-      **(environment or {}),
-    }
     self._process = self._start()
 
   def _start(self) -> subprocess.Popen:
@@ -57,7 +51,7 @@ class RolloutProcess:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=self._environment,
+        env={**os.environ, _PARENT: str(os.getpid())},
       )
     if self._cores and hasattr(os, 'sched_setaffinity'):
       os.sched_setaffinity(process.pid, self._cores)

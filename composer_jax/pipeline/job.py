@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import pathlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +22,7 @@ from composer_jax.parallel import layouts, topology
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
-from composer_jax.telemetry import machine
+from composer_jax.telemetry import machine, stage_times
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
@@ -49,18 +52,25 @@ class Job:
   writer: writers.Writer
 
   @functools.cached_property
+  def times(self) -> stage_times.StageTimes:
+    return stage_times.StageTimes(self.workdir)
+
+  @functools.cached_property
   def corpus(self) -> corpora.Corpus:
-    return build_corpus(self.spec, self.workdir)
+    with self.times.stage('corpus'):
+      return build_corpus(self.spec, self.workdir)
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
-    return train_tokenizer(self.spec, self.workdir, self.corpus)
+    with self.times.stage('tokenizer'):
+      return train_tokenizer(self.spec, self.workdir, self.corpus)
 
   @functools.cached_property
   def documents(self) -> dict[str, corpus_tokens.Documents]:
-    return corpus_tokens.tokenise(
-      self.corpus, self.tokenizer, report=tell('data')
-    )
+    with self.times.stage('tokenizer'):
+      return corpus_tokens.tokenise(
+        self.corpus, self.tokenizer, report=tell('data')
+      )
 
   @functools.cached_property
   def placement(self) -> placements.Placement:
@@ -80,7 +90,8 @@ class Job:
 
   @contextlib.contextmanager
   def runner(self) -> Iterator[runners.Runner]:
-    """A sandbox, or the runner that executes nothing."""
+    """A sandbox, or the runner that executes nothing; says which."""
+    tell('sandbox')(f'judging in {self.spec.sandbox.level}')
     with open_runner(self.spec.sandbox) as runner:
       yield runner
 
@@ -130,15 +141,18 @@ def build_corpus(
   """The corpus of the run, without anything the tasks hold out."""
   packages, functions, bodies = list_functions.holdout()
   return corpora.build(
-    spec.data.sources,
+    # The flag `--config.data.sources=a,b` arrives as one string.
+    [name for names in spec.data.sources for name in names.split(',')],
     workdir=workdir / 'corpus',
     holdout=corpora.HoldOut(
       packages=packages, functions=functions, bodies=bodies
     ),
     options=corpora.CorpusOptions(
       max_bytes=spec.data.max_bytes,
-      heldout_fraction=spec.data.heldout_share,
+      weights=spec.data.weights,
+      heldout_share=spec.data.heldout_share,
       seed=spec.seed,
+      archives=spec.data.archives,
     ),
     report=report_line or tell('data'),
   )
@@ -154,7 +168,7 @@ def train_tokenizer(
       corpus,
       spec.model.vocab_size,
       max_bytes=spec.tokenizer.train_bytes,
-      extra_texts=_protocol_texts(),
+      extra_texts=protocol_texts(),
       report=tell('data'),
     )
     tokenizer.save(path)
@@ -167,7 +181,8 @@ def train_tokenizer(
   return tokenizer
 
 
-def _protocol_texts() -> list[str]:
+def protocol_texts() -> list[str]:
+  """What the tokenizer is trained on beside the corpus; for audits, too."""
   texts = []
   for index in range(_PROTOCOL_TASKS):
     task = list_functions.generate(index, 'train', _PROTOCOL_SEED)
@@ -226,9 +241,10 @@ def settle_sandbox(
       say(
         'No isolation here, so no generated code is executed: the tasks are '
         'judged by form (verifier tasks). For real execution use Linux with '
-        'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1, '
-        'or a container started with --privileged), with bubblewrap where '
-        'there is one.'
+        'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1; '
+        'on Ubuntu 23.10 and later '
+        'kernel.apparmor_restrict_unprivileged_userns=0; or a container '
+        'started with --privileged), with bubblewrap where there is one.'
       )
     else:
       say(f'code is judged in {level}')
@@ -238,45 +254,79 @@ def settle_sandbox(
   )
 
 
-@contextlib.contextmanager
-def open_run(
-  spec: specs.Spec, workdir: pathlib.Path, command: list[str]
-) -> Iterator[Job]:
-  """Opens a workdir for this spec, and leaves a report behind, always.
-
-  Raises:
-    ValueError: the workdir belongs to another config; names what differs.
-  """
-  workdirs.claim(
-    workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
-  )
-  spec = settle_sandbox(spec, workdir)
-  files.write_json(
-    workdir / 'run.json',
-    {
-      'machine': machine.describe(),
-      'command': ' '.join(command[1:]),
-      'sandbox_level': spec.sandbox.level,
-    },
-  )
-  with writers.Writer(
-    workdir,
-    tensorboard=spec.telemetry.tensorboard,
-    wandb=spec.telemetry.wandb,
-  ) as writer:
-    try:
-      yield Job(spec, workdir, tuple(command), writer)
-    except BaseException:
-      # The report of an interrupted run must not hide what interrupted it.
-      with contextlib.suppress(OSError, ValueError):
-        _report(workdir, writer)
-      raise
-    _report(workdir, writer)
-
-
 def _report(workdir: pathlib.Path, writer: writers.Writer) -> None:
   # Loads matplotlib, which a resumed run need not wait for.
   from composer_jax.telemetry import report
 
   writer.flush()
   print(f'Report: {report.write_report(workdir)}', flush=True)
+
+
+@contextlib.contextmanager
+def open_run(
+  spec: specs.Spec,
+  workdir: pathlib.Path,
+  command: list[str],
+  write_report: Callable[[pathlib.Path, writers.Writer], None] = _report,
+) -> Iterator[Job]:
+  """Opens a workdir for this spec, and leaves a report behind, always.
+
+  Raises:
+    ValueError: the workdir belongs to another config; names what differs. Or
+      another process runs in it.
+    OSError: the workdir cannot be made.
+  """
+  with _ended_by_sigterm(), files.alone(workdir):
+    workdirs.claim(
+      workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
+    )
+    files.sweep(workdir)
+    spec = settle_sandbox(spec, workdir)
+    files.write_json(
+      workdir / 'run.json',
+      {
+        'machine': machine.describe(),
+        'command': ' '.join(command[1:]),
+        'sandbox_level': spec.sandbox.level,
+      },
+    )
+    with writers.Writer(
+      workdir,
+      tensorboard=spec.telemetry.tensorboard,
+      wandb=spec.telemetry.wandb,
+    ) as writer:
+      try:
+        yield Job(spec, workdir, tuple(command), writer)
+      except BaseException:
+        try:
+          write_report(workdir, writer)
+        except (OSError, ValueError) as error:
+          tell('report')(f'not written: {error}')
+        except Exception:
+          # Not even a bug of the report may hide what interrupted the run.
+          logging.exception('The report of the interrupted run failed:')
+        raise
+      write_report(workdir, writer)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+  """Makes SIGTERM (docker stop, Slurm) end the run as an exception does.
+
+  Only a main thread can; elsewhere the signal does what it did.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+
+  def end(number: int, _: Any) -> None:
+    # A second one must not interrupt the report; SIGKILL still ends anything.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+  before = signal.signal(signal.SIGTERM, end)
+  try:
+    yield
+  finally:
+    # None: a handler that was not set from Python.
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -90,9 +90,14 @@ def reinforce(job: jobs.Job) -> None:
   void, groups that later policies had a part in are dropped and counted, the
   others are trained on exactly once.
   """
-  spec, rl = job.spec, job.spec.rl
   if export.finished_step(job.workdir, 'rl') is not None:
     return
+  with job.times.stage('rl'):
+    _reinforce(job)
+
+
+def _reinforce(job: jobs.Job) -> None:
+  spec, rl = job.spec, job.spec.rl
   say = jobs.tell('rl')
   checkpoints = manager.Checkpoints(job.workdir / 'checkpoints' / 'rl', keep=2)
   with contextlib.closing(checkpoints):
@@ -109,11 +114,11 @@ def reinforce(job: jobs.Job) -> None:
     if first or dropped:
       say(
         f'going on from step {first}; {len(buffer.ids())} finished groups '
-        f'kept, {len(dropped)} of void policies dropped'
+        f'kept, {len(dropped)} damaged or of void policies dropped'
       )
     job.writer.truncate('rl', first)
     with (
-      _placed(job, buffer, start, publisher) as wait,
+      _placed(job, buffer) as wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       ports = _ports(job, buffer, checkpoints, publisher, wait, bar)
@@ -124,6 +129,7 @@ def reinforce(job: jobs.Job) -> None:
         rl.update_options(spec.seed),
         batch_shape(spec),
         num_steps=rl.steps,
+        max_staleness=rl.max_staleness,
         reference=start.reference,
       )
   export.save(job.workdir, 'rl', rl.steps, state.variables())
@@ -148,7 +154,7 @@ def _ports(
     if step % rl.checkpoint_every == 0 or is_last:
       checkpoints.save(step, state)
       # Receivers and a resumed trainer need no more than the checkpoints span.
-      publisher.gc(keep=2 * rl.checkpoint_every + 1)
+      collect_garbage(publisher, 2 * rl.checkpoint_every + 1, bar.message)
 
   def log(step, metrics, groups):
     job.writer.write('rl', step, **metrics)
@@ -160,7 +166,8 @@ def _ports(
       entropy=metrics['entropy'],
       staleness=metrics['staleness'],
     )
-    # For audits: everything that the policy wrote and was trained on.
+    # For audits: what the policy wrote in all groups of the step, those without
+    # an advantage included.
     edits = [
       edit
       for g in groups
@@ -183,12 +190,23 @@ def _ports(
   )
 
 
+def collect_garbage(
+  publisher: publish.Publisher, keep: int, say: Callable[[str], None]
+) -> None:
+  """Frees what no receiver needs any more, or says why it cannot.
+
+  Old versions whose bundles are damaged cost room and nothing else: they end
+  no run.
+  """
+  try:
+    publisher.gc(keep=keep)
+  except (ValueError, FileNotFoundError) as error:
+    say(f'old bundles are not deleted, the run goes on: {error}')
+
+
 @contextlib.contextmanager
 def _placed(
-  job: jobs.Job,
-  buffer: buffers.GroupBuffer,
-  start: Start,
-  publisher: publish.Publisher,
+  job: jobs.Job, buffer: buffers.GroupBuffer
 ) -> Iterator[Callable[[list[int]], list[records.Group]]]:
   """Yields what the trainer calls to get groups, per placement."""
   if job.spec.rl.placement == 'colocated':
@@ -203,13 +221,15 @@ def _placed(
 def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
   rl = job.spec.rl
   own, others = controller.divide_cores()
+  say = jobs.tell('rl')
+  say(f'judging in {job.spec.sandbox.level}')
   # The worker takes its share by itself, once its sandboxes may use all.
   worker = controller.RolloutProcess(
     [*job.command, '--role=rollout'],
     log=job.workdir / _WORKER_LOG,
     cores=[*own, *others],
     max_restarts=rl.max_restarts,
-    report=jobs.tell('rl'),
+    report=say,
   )
   controller.pin(own)
   try:
@@ -233,6 +253,10 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
     def wait(ids: list[int]) -> list[records.Group]:
       nonlocal engine
       update = receiver.poll()
+      if receiver.problem is not None:
+        # Published a moment ago by this process: waiting would not mend it, and
+        # the policy before it may not sample what is due.
+        raise ValueError(receiver.problem)
       if update is not None:
         version, values = update
         if engine is None:
@@ -246,7 +270,6 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
         engine,
         buffer,
         receiver.poll,
-        first_version=engine.version,
         prompts=spec.rl.prompts,
         max_staleness=spec.rl.max_staleness,
         num_steps=spec.rl.steps,
@@ -295,7 +318,6 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
       stages.make_engine(spec, values, version),
       buffers.GroupBuffer(workdir / 'groups'),
       receiver.poll,
-      first_version=version,
       prompts=spec.rl.prompts,
       max_staleness=spec.rl.max_staleness,
       num_steps=spec.rl.steps,

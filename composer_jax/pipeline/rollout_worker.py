@@ -25,14 +25,13 @@ class Follower:
     self,
     poll: Callable[[], tuple[int, Any] | None],
     engine: engines.Engine,
-    version: int,
     interval_s: float = 0.05,
   ):
     self._poll = poll
     self._engine = engine
     self._interval_s = interval_s
     self._next_look = 0.0
-    self.version = version
+    self.version = engine.version
 
   def __call__(self) -> None:
     now = time.monotonic()
@@ -52,7 +51,6 @@ def run(
   buffer: buffers.GroupBuffer,
   poll: Callable[[], tuple[int, Any] | None],
   *,
-  first_version: int,
   prompts: int,
   max_staleness: int,
   num_steps: int,
@@ -67,10 +65,9 @@ def run(
 
   Args:
     collector: plays episodes.
-    engine: serving `first_version`.
+    engine: serving the version to begin with.
     buffer: groups already there are not sampled again.
     poll: () -> (version, values) once there is a newer policy, else None.
-    first_version: the version the engine serves now.
     prompts: P, groups per optimizer step.
     max_staleness: bound on trainer version minus sampled version.
     num_steps: of the whole run.
@@ -80,10 +77,10 @@ def run(
   Returns:
     The version served at the end.
   """
-  follow = Follower(poll, engine, first_version)
+  follow = Follower(poll, engine)
   policy = server.EnginePolicy(engine)
   stream = collect.GroupStream(collector, policy, engine.num_slots, buffer.put)
-  next_group = first_version * prompts
+  next_group = follow.version * prompts
 
   def limit():
     return buffers.admitted(

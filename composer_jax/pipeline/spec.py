@@ -19,8 +19,9 @@ LAYOUTS = ('hsdp', 'data_parallel')
 SANDBOX_LEVELS = ('auto', *sandbox_base.LEVELS, 'static')
 
 
-def _at_least(section: str, lowest: float, **values: Any) -> None:
-  for name, value in values.items():
+def _at_least(section: str, fields: Any, lowest: float, *names: str) -> None:
+  for name in names:
+    value = getattr(fields, name)
     if not value >= lowest:
       raise ValueError(
         f'--config.{section}.{name} must be at least {lowest}, not {value}.'
@@ -36,7 +37,7 @@ class Mesh:
   context: int
 
   def __post_init__(self):
-    _at_least('mesh', 1, **dataclasses.asdict(self))
+    _at_least('mesh', self, 1, 'replica', 'fsdp', 'context')
 
   @property
   def size(self) -> int:
@@ -50,7 +51,7 @@ class Tokenizer:
   train_bytes: int
 
   def __post_init__(self):
-    _at_least('tokenizer', 1000, train_bytes=self.train_bytes)
+    _at_least('tokenizer', self, 1000, 'train_bytes')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class Data:
   """The corpus of continued pretraining; see `data.corpus`."""
 
   sources: tuple[str, ...]
+  weights: tuple[float, ...]
+  archives: str
   max_bytes: int
   heldout_share: float
   fim_rate: float
@@ -70,7 +73,7 @@ class Data:
         '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
         f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
       )
-    _at_least('data', 10_000, max_bytes=self.max_bytes)
+    _at_least('data', self, 10_000, 'max_bytes')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class Stage:
   def __post_init__(self):
     positive = ('steps', 'batch_size', 'seq_len', 'checkpoint_every')
     positive += ('eval_every', 'eval_batches', 'log_every')
-    _at_least('cpt/sft', 1, **{n: getattr(self, n) for n in positive})
+    _at_least('cpt/sft', self, 1, *positive)
     if self.warmup_steps + self.decay_steps > self.steps:
       raise ValueError(
         f'warmup_steps ({self.warmup_steps}) plus decay_steps '
@@ -112,7 +115,7 @@ class Stage:
       decay_steps=self.decay_steps,
       final_ratio=0.1,
       weight_decay=self.weight_decay,
-      clip_norm=self.grad_clip,
+      grad_clip=self.grad_clip,
     )
 
 
@@ -136,7 +139,7 @@ class Demonstrations:
   give_up: float
 
   def __post_init__(self):
-    _at_least('demonstrations', 1, count=self.count)
+    _at_least('demonstrations', self, 1, 'count')
     self.noise()
 
   def noise(self) -> demonstrations.Noise:
@@ -173,7 +176,7 @@ class Sandbox:
         f'--config.sandbox.level must be one of {SANDBOX_LEVELS}, not '
         f'{self.level!r}.'
       )
-    _at_least('sandbox', 1, workers=self.workers)
+    _at_least('sandbox', self, 1, 'workers')
     self.limits()
 
   def limits(self) -> sandbox_base.Limits:
@@ -232,15 +235,11 @@ class RL:
         f'--config.rl.placement must be one of {PLACEMENTS}, not '
         f'{self.placement!r}.'
       )
-    _at_least('rl', 0, max_staleness=self.max_staleness, steps=self.steps)
-    _at_least(
-      'rl',
-      1,
-      checkpoint_every=self.checkpoint_every,
-      keyframe_every=self.keyframe_every,
-      rows=self.rows,
-      seq_len=self.seq_len,
-    )
+    zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
+    _at_least('rl', self, 0, *zero)
+    positive = ('checkpoint_every', 'episodes_every', 'keyframe_every')
+    positive += ('wait_timeout_s', 'rows', 'seq_len')
+    _at_least('rl', self, 1, *positive)
     if self.warmup_steps + self.decay_steps > max(self.steps, 1):
       raise ValueError(
         f'--config.rl.warmup_steps ({self.warmup_steps}) plus '
@@ -252,8 +251,6 @@ class RL:
     return update.UpdateOptions(
       prompts=self.prompts,
       rollouts_per_prompt=self.rollouts_per_prompt,
-      rows=self.rows,
-      seq_len=self.seq_len,
       replay=self.replay,
       reward=self.reward,
       kl_coefficient=self.kl_coefficient,
@@ -271,7 +268,7 @@ class RL:
       decay_steps=self.decay_steps,
       final_ratio=0.1,
       weight_decay=0.0,
-      clip_norm=self.grad_clip,
+      grad_clip=self.grad_clip,
       b1=self.adam_b1,
       b2=self.adam_b2,
     )
@@ -284,7 +281,7 @@ class Evaluation:
   episodes: int
 
   def __post_init__(self):
-    _at_least('evaluation', 1, episodes=self.episodes)
+    _at_least('evaluation', self, 1, 'episodes')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,25 +315,38 @@ class Spec:
   def __post_init__(self):
     # Each checks its values: made here, so that an impossible one is told
     # before anything is trained.
-    self.cpt.optimizer_options()
-    self.sft.optimizer_options()
-    self.rl.optimizer_options()
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft), ('rl', self.rl)):
+      try:
+        stage.optimizer_options()
+      except ValueError as error:
+        raise ValueError(f'--config.{name}: {error}') from error
     self.rl.update_options(self.seed)
     self.rollout.engine_options(self.episode.max_tokens)
     if self.layout not in LAYOUTS:
       raise ValueError(
         f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
       )
-    for name, seq_len in (
-      ('sft', self.sft.seq_len),
-      ('rl', self.rl.seq_len),
-    ):
+    for name, seq_len in (('sft', self.sft.seq_len), ('rl', self.rl.seq_len)):
       if self.episode.max_tokens > seq_len:
         raise ValueError(
           f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
           f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
           'fit a row.'
         )
+    # Rows of pretraining and SFT lie over the mesh in both layouts.
+    shards = {
+      'batch_size': ('replica x fsdp', self.mesh.replica * self.mesh.fsdp),
+      'seq_len': ('context', self.mesh.context),
+    }
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      for field, (axes, count) in shards.items():
+        size = getattr(stage, field)
+        if size % count:
+          raise ValueError(
+            f'--config.{name}.{field} ({size}) must divide by --config.mesh '
+            f'{axes} ({count}); the nearest that does is '
+            f'{max(size - size % count, count)}.'
+          )
 
 
 _SECTIONS = {

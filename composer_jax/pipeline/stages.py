@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pathlib
 from typing import Any
 
 import jax
@@ -33,47 +34,50 @@ def pretrain(job: jobs.Job) -> None:
   """Continued pretraining on code; does nothing when it is finished."""
   if export.finished_step(job.workdir, 'cpt') is not None:
     return
-  stage, data = job.spec.cpt, job.spec.data
-  stream = streams.lm_stream(
-    job.documents[corpora.TRAIN],
-    batch_size=stage.batch_size,
-    seq_len=stage.seq_len,
-    seed=job.spec.seed,
-    fim_rate=data.fim_rate,
-  )
-  heldout = streams.lm_stream(
-    job.documents[corpora.HELDOUT],
-    batch_size=stage.batch_size,
-    seq_len=stage.seq_len,
-    seed=0,
-    num_epochs=1,
-  )
-  _train(job, 'cpt', stage, stream, heldout, initial=None)
+  with job.times.stage('cpt'):
+    stage, data = job.spec.cpt, job.spec.data
+    stream = streams.lm_stream(
+      job.documents[corpora.TRAIN],
+      batch_size=stage.batch_size,
+      seq_len=stage.seq_len,
+      seed=job.spec.seed,
+      fim_rate=data.fim_rate,
+    )
+    heldout = streams.lm_stream(
+      job.documents[corpora.HELDOUT],
+      batch_size=stage.batch_size,
+      seq_len=stage.seq_len,
+      seed=0,
+      num_epochs=1,
+    )
+    _train(job, 'cpt', stage, stream, heldout, initial=None)
 
 
 def finetune(job: jobs.Job) -> None:
   """SFT on imperfect transcripts of the tool protocol."""
   if export.finished_step(job.workdir, 'sft') is not None:
     return
-  stage, count = job.spec.sft, job.spec.demonstrations.count
-  transcripts = demonstrations_of(job, count + max(32, count // 20))
-  heldout = streams.lm_stream(
-    transcripts[count:],
-    batch_size=stage.batch_size,
-    seq_len=stage.seq_len,
-    seed=0,
-    whole=True,
-    num_epochs=1,
-  )
-  stream = streams.lm_stream(
-    transcripts[:count],
-    batch_size=stage.batch_size,
-    seq_len=stage.seq_len,
-    seed=job.spec.seed,
-    whole=True,
-  )
-  initial = load_variables(job, 'cpt')
-  _train(job, 'sft', stage, stream, heldout, initial)
+  with job.times.stage('sft'):
+    stage, count = job.spec.sft, job.spec.demonstrations.count
+    with job.times.stage('demonstrations'):
+      transcripts = demonstrations_of(job, count + max(32, count // 20))
+    heldout = streams.lm_stream(
+      transcripts[count:],
+      batch_size=stage.batch_size,
+      seq_len=stage.seq_len,
+      seed=0,
+      whole=True,
+      num_epochs=1,
+    )
+    stream = streams.lm_stream(
+      transcripts[:count],
+      batch_size=stage.batch_size,
+      seq_len=stage.seq_len,
+      seed=job.spec.seed,
+      whole=True,
+    )
+    initial = load_variables(job, 'cpt')
+    _train(job, 'sft', stage, stream, heldout, initial)
 
 
 def demonstrations_of(
@@ -186,6 +190,13 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
   path = job.workdir / f'evaluation_{stage}.json'
   if path.exists():
     return rl_evaluate.PassRate(**files.read_json(path))
+  with job.times.stage(f'eval_{stage}'):
+    return _evaluate(job, stage, path)
+
+
+def _evaluate(
+  job: jobs.Job, stage: str, path: pathlib.Path
+) -> rl_evaluate.PassRate:
   say = jobs.tell('eval')
   episodes = job.spec.evaluation.episodes
   say(f'playing {episodes} held-out episodes of {stage}')
@@ -200,9 +211,11 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
       on_progress=bar.update,
     )
   fields = dataclasses.asdict(found)
-  # Also where RL has no steps, its line must not replace that of SFT.
+  # Also where RL has no steps, its point must not stand on that of SFT.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
-  job.writer.truncate('eval', step - 1)
+  # Of an evaluation that was killed before its file was there. The other
+  # stage's line stays: it is not written again.
+  job.writer.truncate('eval', step - 1, name=stage)
   job.writer.write(
     'eval',
     step,

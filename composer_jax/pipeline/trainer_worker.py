@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.rl import batching, update
@@ -20,8 +22,9 @@ class Ports:
     buffer: finished groups.
     wait: (group ids) -> groups; blocks. In the `processes` placement it
       watches the rollout process, in `colocated` it samples them itself.
-    publish: (policy values, version) -> sizes of the bundle.
-    save: (step, state, force) -> None; asynchronous checkpoint.
+    publish: (state, version) -> sizes of the bundle of its policy.
+    save: (step, state, is_last) -> None; an asynchronous checkpoint, where one
+      is due.
     saved_step: () -> the newest step whose checkpoint is durable.
     log: (step, metrics, groups) -> None.
   """
@@ -42,12 +45,13 @@ def run(
   shape: batching.BatchShape,
   *,
   num_steps: int,
+  max_staleness: int,
   reference: Any = None,
 ) -> train_state.TrainState:
   """Trains until `num_steps`, from whatever step `state` is at.
 
   Consumes: finished Groups from the buffer, in the order of their ids.
-  Waits for: all groups of the step, none staler than max_staleness.
+  Waits for: all groups of the step; one staler than max_staleness is refused.
   Woken by: rollout workers finishing.
   Produces: a published policy and (as often as the config says) a checkpoint
     after each step.
@@ -59,7 +63,12 @@ def run(
     options: of the update.
     shape: of the microbatches.
     num_steps: of the whole run.
+    max_staleness: bound on trainer version minus sampled version.
     reference: policy values for the KL penalty; None without one.
+
+  Raises:
+    ValueError: a group breaks the bound, or `ports.wait` raises it.
+    FloatingPointError: a loss or gradient is not finite.
   """
   P = options.prompts
   start = int(state.step)
@@ -69,6 +78,7 @@ def run(
     began = time.monotonic()
     groups = ports.wait(list(range(step * P, (step + 1) * P)))
     waited = time.monotonic()
+    check_staleness(groups, step, max_staleness)
     state, metrics = update.update(
       state, groups, functions, options, shape, reference=reference
     )
@@ -84,3 +94,30 @@ def run(
     ports.save(step + 1, state, step + 1 == num_steps)
     ports.buffer.remove_below(ports.saved_step() * P)
   return state
+
+
+def check_staleness(
+  groups: list[records.Group], version: int, max_staleness: int
+) -> None:
+  """Refuses groups that the rule of admission cannot have let in.
+
+  Raises:
+    ValueError: a token was sampled by a policy older than the bound allows, or
+      newer than the one that is trained; the message names group and versions.
+  """
+  for group in groups:
+    versions = np.concatenate(
+      [
+        t.policy_version_T[t.loss_mask_T]
+        for r in group.rollouts
+        for t in r.trajectories
+      ]
+    )
+    oldest, newest = int(versions.min()), int(versions.max())
+    if not version - max_staleness <= oldest <= newest <= version:
+      raise ValueError(
+        f'Group {group.group} was sampled by versions {oldest} to {newest}; '
+        f'version {version} with max_staleness {max_staleness} trains on '
+        f'{max(version - max_staleness, 0)} to {version}. Delete its file in '
+        'groups/ and run the same command again to sample it anew.'
+      )

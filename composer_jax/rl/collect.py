@@ -104,40 +104,36 @@ class GroupStream:
     with self._lock:
       self._open += self._collector.rollouts_per_group
     for member in range(self._collector.rollouts_per_group):
-      future = self._pool.submit(
-        self._collector.rollout, self._policy, group, member
-      )
+      # Hands over as well, so that the future carries whatever went wrong.
+      future = self._pool.submit(self._play, group, member)
       future.add_done_callback(self._finished)
 
+  def _play(self, group: int, member: int) -> None:
+    self._keep(self._collector.rollout(self._policy, group, member))
+
   def _finished(self, future: futures.Future) -> None:
-    failure = None
-    if not future.cancelled():
-      failure = future.exception() or self._keep(future.result())
+    failure = None if future.cancelled() else future.exception()
     with self._lock:
       self._failure = self._failure or failure
       # Last: who sees no open episode must find every group handed over.
       self._open -= 1
 
-  def _keep(self, rollout: records.Rollout) -> Exception | None:
+  def _keep(self, rollout: records.Rollout) -> None:
     """Hands over the group if this was its last member."""
     with self._lock:
       part = self._parts[rollout.group]
       part.append(rollout)
       if len(part) < self._collector.rollouts_per_group:
-        return None
+        return
       del self._parts[rollout.group]
     part.sort(key=lambda r: r.member)
-    try:
-      self._on_group(
-        records.Group(
-          group=rollout.group,
-          task_id=rollout.task_id,
-          rollouts=tuple(part),
-        )
+    self._on_group(
+      records.Group(
+        group=rollout.group,
+        task_id=rollout.task_id,
+        rollouts=tuple(part),
       )
-    except (OSError, ValueError) as error:
-      return error
-    return None
+    )
 
   @property
   def open_episodes(self) -> int:

@@ -7,8 +7,7 @@ and what stops the loop reaches everyone who waits on it.
 
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -164,52 +163,3 @@ class EnginePolicy:
         yield self._inbox.get_nowait()
       except queue.Empty:
         return
-
-
-def run_episodes(
-  jobs: Iterable[Callable[[EnginePolicy], Any]],
-  engine: engines.Engine,
-  *,
-  max_threads: int | None = None,
-  timeout_s: float = 600.0,
-) -> Iterator[Any]:
-  """Plays blocking episodes against an engine and yields results in job order.
-
-  Args:
-    jobs: each is called with a Policy, in a thread of its own.
-    engine: stepped by a thread of this function until it returns.
-    max_threads: episodes at a time; the engine's slots by default, so that no
-      session queues.
-    timeout_s: for one completion, and for one job's result once its turn has
-      come.
-
-  Raises:
-    Whatever the first failing job in order raises; the others are abandoned.
-    TimeoutError: a job gave no result in time.
-  """
-  policy = EnginePolicy(engine, timeout_s)
-  finished = threading.Event()
-  with futures.ThreadPoolExecutor(1, 'engine') as loop:
-    serving = loop.submit(policy.serve, finished.is_set)
-    pool = futures.ThreadPoolExecutor(max_threads or engine.num_slots)
-    try:
-      for result in [pool.submit(job, policy) for job in jobs]:
-        yield _result(result, timeout_s)
-    finally:
-      finished.set()
-      futures.wait([serving])
-      pool.shutdown(wait=False, cancel_futures=True)
-      policy.close()
-    serving.result()
-
-
-def _result(future: futures.Future, timeout_s: float) -> Any:
-  start = time.monotonic()
-  try:
-    return future.result(timeout_s)
-  except futures.TimeoutError as error:
-    if future.done():
-      raise
-    raise TimeoutError(
-      f'An episode gave no result within {time.monotonic() - start:.0f} s.'
-    ) from error

@@ -28,6 +28,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.data = dict(
     sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
+    weights=(),  # shares of max_bytes, one a source; () for equal ones
+    archives='',  # folder of sdists and wheels, for pypi:NAME==VERSION
     max_bytes=12_000_000,
     heldout_share=0.05,  # of packages, for the held-out loss
     fim_rate=0.3,  # share of documents rearranged for fill-in-the-middle

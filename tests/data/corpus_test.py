@@ -4,6 +4,7 @@ import collections
 import json
 import pathlib
 import random
+import tarfile
 import textwrap
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 
 from composer_jax.data import corpus as corpus_lib
 from composer_jax.data import filters, pins, tokens
+from composer_jax.pipeline import job, spec
 from composer_jax.text import tokenizer as tokenizer_lib
+from configs.composer import tiny
 
 BODY = """\
 total = 0
@@ -21,7 +24,7 @@ for value in values:
 return total
 """
 FUNCTION = 'def accumulate(values):\n' + textwrap.indent(BODY, '    ')
-OPTIONS = {'heldout_fraction': 0.2, 'max_bytes': 10**6}
+OPTIONS = {'heldout_share': 0.2, 'max_bytes': 10**6}
 
 
 def code(seed, functions=8):
@@ -167,6 +170,65 @@ def test_no_near_duplicates_remain_by_brute_force():
   assert all(kept in expected for kept in dropped.values())
 
 
+def test_a_file_with_many_copies_is_kept_once(tmp_path):
+  """More copies than the files that make a 5-gram an idiom, of two packages."""
+  text = code(9999)
+  copies = {
+    f'pack{i % 2}/copy{i}.py': text + code(1000 + i, functions=1)
+    for i in range(130)
+  }
+  corpus = build(tmp_path, {**packages(2), **copies}, heldout_share=0.4)
+  first_line = text.splitlines()[0]
+  kept = [
+    split
+    for split in corpus_lib.SPLITS
+    for found in corpus.texts(split)
+    if first_line in found
+  ]
+  assert kept == ['heldout']
+  found = collections.Counter(reasons(corpus).values())
+  # One package is held out, the other is not.
+  assert found == {'near-duplicate across splits': 65, 'near-duplicate': 64}
+
+
+def test_no_copies_of_many_remain_by_brute_force():
+  """Clusters of far more than 50 copies, each with lines of its own."""
+  rng = random.Random(0)
+  roots = [
+    [code(100 * c + i, functions=1) for i in range(10)] for c in range(3)
+  ]
+  texts = [
+    ''.join(rng.sample(roots[i % 3], 8)) + code(1000 + i, functions=1)
+    for i in range(270)
+  ]
+  lexicon = filters.Lexicon()
+  grams = [lexicon.grams(text) for text in texts]
+  dropped = filters.near_duplicates(grams, 0.6)
+  sets = [set(g.tolist()) for g in grams]
+  kept: list[int] = []
+  for i, own in enumerate(sets):
+    if all(
+      len(own & sets[k]) < 0.6 * min(len(own), len(sets[k])) for k in kept
+    ):
+      kept.append(i)
+  assert [i for i in range(270) if i not in dropped] == kept
+  assert len(kept) == 3
+
+
+def test_idioms_make_no_copy_but_their_copies_are_copies():
+  """An idiom of 150 files; of files that hold nothing else, one is kept."""
+  idiom = code(9999, functions=2)
+  texts = [idiom + code(i) for i in range(150)] + [idiom] * 70
+  lexicon = filters.Lexicon()
+  grams = [lexicon.grams(text) for text in texts]
+  kept = set(range(220)) - set(filters.near_duplicates(grams, 0.6))
+  assert set(range(150)) <= kept
+  assert len(kept & set(range(150, 220))) <= 1
+  # Nothing to compare: no copies of each other.
+  empty = [np.zeros(0, np.uint64)] * 2
+  assert not filters.near_duplicates([*empty, grams[0], *empty], 0.6)
+
+
 def test_grams_see_tokens_only():
   lexicon = filters.Lexicon()
   grams = lexicon.grams('a = b + c * d')
@@ -208,6 +270,32 @@ def test_holdout_is_refused_by_name_function_and_body(tmp_path):
     for text in corpus.texts(split):
       assert 'hidden_one' not in text
       assert 'total += value * value' not in text
+
+
+@pytest.mark.parametrize(
+  'path',
+  [
+    'shop.py',
+    'shop/mod.py',
+    'shop-2.0/mod.py',
+    'foo-1.2/shop/stats.py',
+    'foo-1.2/src/Shop/x/y.py',
+    'foo-1.2/lib/shop.py',
+    'checkout/composer_jax/tasks/source.py',
+  ],
+)
+def test_a_held_out_package_is_refused_wherever_it_lies(tmp_path, path):
+  holdout = corpus_lib.HoldOut(packages=('shop',))
+  files = {**packages(), path: code(1), 'pack0/workshop.py': code(8888)}
+  corpus = build(tmp_path, files, holdout=holdout)
+  assert reasons(corpus) == {path: 'held-out package'}
+  archive_path = tmp_path / 'other-3.tar.gz'
+  with tarfile.open(archive_path, 'w:gz') as archive:
+    archive.add(tmp_path / 'code', 'other-3')
+  corpus = corpus_lib.build(
+    [str(archive_path)], workdir=tmp_path / 'sdist', holdout=holdout
+  )
+  assert reasons(corpus) == {f'other-3/{path}': 'held-out package'}
 
 
 def test_half_of_the_grams_is_the_limit():
@@ -260,6 +348,28 @@ def test_split_is_by_package_and_deterministic(tmp_path):
   assert other.documents != first.documents
 
 
+@pytest.mark.parametrize('form', ['folder', 'sdist'])
+def test_a_lone_package_is_split_by_file(tmp_path, form):
+  root = tmp_path / 'pack'
+  write(root, {'__init__.py': code(9999), **packages(1, files=20)})
+  source, lines = str(root), []
+  if form == 'sdist':
+    source = str(tmp_path / 'pack-1.2.tar.gz')
+    with tarfile.open(source, 'w:gz') as archive:
+      archive.add(root, 'pack-1.2')
+  corpus = corpus_lib.build(
+    [source],
+    workdir=tmp_path / 'corpus',
+    options=corpus_lib.CorpusOptions(**OPTIONS),
+    report=lines.append,
+  )
+  assert any('pack is the only package' in line for line in lines)
+  assert {d.package for d in corpus.documents} == {'pack'}
+  sizes = [corpus.num_bytes(split) for split in corpus_lib.SPLITS]
+  assert 0.1 < sizes[1] / sum(sizes) < 0.3
+  assert len(corpus.documents) == 21
+
+
 def test_max_bytes_is_a_limit_and_weights_divide_it(tmp_path):
   roots = [write(tmp_path / n, packages()) for n in 'ab']
   write(roots[1], {f'{p}/x.py': code(f'{p}x') for p in 'uvwxyz'})
@@ -275,6 +385,30 @@ def test_max_bytes_is_a_limit_and_weights_divide_it(tmp_path):
   assert sizes[0] + sizes[1] <= 12_000
   assert 6_000 < sizes[0] <= 9_000
   assert 0 < sizes[1] <= 3_000
+
+
+def test_what_the_config_says_of_data_reaches_the_corpus(tmp_path):
+  """Weights, and the folder in which a pinned release is looked for."""
+  write(tmp_path / 'demo', packages(1, files=40))
+  with tarfile.open(tmp_path / 'demo-1.2.tar.gz', 'w:gz') as archive:
+    archive.add(tmp_path / 'demo', 'demo-1.2')
+  write(tmp_path / 'b', {f'{p}/x.py': code(f'{p}x') for p in 'uvwxyz'})
+  config = tiny.get_config('smoke')
+  config.data.update(
+    # As it comes from the flag, where a comma parts sources.
+    sources=(f'pypi:demo==1.2,{tmp_path / "b"}',),
+    weights=(3, 1),
+    archives=str(tmp_path),
+    max_bytes=40_000,
+  )
+  corpus = job.build_corpus(
+    spec.from_dict(config.to_dict()), tmp_path / 'run', lambda line: None
+  )
+  sizes = collections.Counter()
+  for document in corpus.documents:
+    sizes[document.source] += document.num_bytes
+  assert 20_000 < sizes[0] <= 30_000
+  assert 0 < sizes[1] <= 10_000
 
 
 def test_licences_are_recorded(tmp_path):
@@ -337,14 +471,17 @@ def test_empty_and_impossible_corpora_are_errors(tmp_path):
     build(tmp_path / 'a', {'p/a.py': 'x = 1\n'})
   with pytest.raises(ValueError, match='holds no Python file outside tests'):
     build(tmp_path / 'b', {'p/a.txt': 'x'})
-  with pytest.raises(ValueError, match=r"at least two; .*\['pack0'\]"):
-    build(tmp_path / 'c', packages(1))
+  with pytest.raises(ValueError, match=r'one file, only: only\.py\. Add a'):
+    build(tmp_path / 'c', {'only.py': code(1)})
+  copies = {'only.py': code(1), 'copy.py': code(1) + '# Copied.\n'}
+  with pytest.raises(ValueError, match=r'lower data\.heldout_share \(0\.2\)'):
+    build(tmp_path / 'd', copies)
   with pytest.raises(ValueError, match='No sources'):
     corpus_lib.build([], workdir=tmp_path)
   with pytest.raises(ValueError, match="'nowhere' does not exist"):
     corpus_lib.build(['nowhere'], workdir=tmp_path)
-  with pytest.raises(ValueError, match=r'heldout_fraction .*not 1\.5'):
-    corpus_lib.CorpusOptions(heldout_fraction=1.5)
+  with pytest.raises(ValueError, match=r'heldout_share .*not 1\.5'):
+    corpus_lib.CorpusOptions(heldout_share=1.5)
   assert not (tmp_path / 'a/corpus').exists()
 
 

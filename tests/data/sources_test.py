@@ -3,6 +3,7 @@
 import email
 import importlib.metadata
 import io
+import pathlib
 import sys
 import tarfile
 import zipfile
@@ -119,6 +120,12 @@ def test_errors_name_the_source(tmp_path, sdist):
     sources.find('pypi:numpy==0.0.1')
   with pytest.raises(ValueError, match='must read pypi:NAME==VERSION'):
     sources.find('pypi:numpy')
+  with pytest.raises(ValueError, match="no archive of it in data.archives, ''"):
+    sources.find('pypi:numpy==0.0.1')
+  own = pathlib.Path(sources.__file__).parents[1]
+  for path in (own, own / 'tasks', own / 'tasks/source.py'):
+    with pytest.raises(ValueError, match='is composer_jax itself'):
+      sources.find(str(path))
   with pytest.raises(ValueError, match="'/nowhere' does not exist"):
     sources.find('/nowhere')
   damaged = tmp_path / 'x-1.tar.gz'

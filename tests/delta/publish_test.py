@@ -114,19 +114,55 @@ def test_rewind_past_all_kept_versions_starts_a_new_chain(store):
   assert subscriber.poll().target_id == info.target_id
 
 
-@pytest.mark.parametrize('part', ['manifest', 'pack'])
-def test_publisher_goes_on_over_a_damaged_store(store, part):
+def damage(store, part):
+  """Damages a part of the last version."""
+  pointer = store.pointer('run')
+  path = store.objects / pointer.manifest
+  if part == 'pack':
+    path = store.objects / store.manifest(pointer.manifest).objects[0][0]
+  elif part == 'base':
+    previous = store.manifest(pointer.manifest).previous
+    path = store.objects / store.manifest(previous).objects[0][0]
+  elif part == 'pointer':
+    path = store.pointer_path('run')
+  path.write_bytes(b'rot')
+
+
+@pytest.mark.parametrize('last', [1, 2])
+@pytest.mark.parametrize('part', ['manifest', 'pack', 'base', 'pointer'])
+def test_a_resumed_trainer_heals_the_version_it_resumes_from(store, part, last):
+  publisher = publish.Publisher(store, 'run')
+  for v in range(last + 1):
+    publisher.publish(blocks(weights(v)), v)
+  subscriber = subscribe.Subscriber(store, 'run')
+  subscriber.poll()
+  damage(store, part)
+  resumed = publish.Publisher(store, 'run')
+  resumed.rewind(1)
+  info = resumed.publish(blocks(weights(1)), 1)
+  joined = served(store)
+  assert (joined.version, joined.target_id) == (1, info.target_id)
+  np.testing.assert_array_equal(joined.weights['a'], weights(1)['a'])
+  # So does who followed all along, and nothing stands in the way of the next.
+  update = subscriber.poll()
+  assert subscriber.problem is None and update.target_id == info.target_id
+  assert resumed.publish(blocks(weights(2)), 2).kind == 'delta'
+  assert subscriber.poll().version == served(store).version == 2
+
+
+@pytest.mark.parametrize('given', [True, False])
+def test_publishing_the_last_version_again_heals_it(store, given):
   publisher = publish.Publisher(store, 'run')
   for v in range(2):
     publisher.publish(blocks(weights(v)), v)
-  name = store.pointer('run').manifest
-  if part == 'pack':
-    ((name, _),) = store.manifest(name).objects
-  (store.objects / name).write_bytes(b'rot')
-  resumed = publish.Publisher(store, 'run')
-  resumed.rewind(1)
-  assert resumed.publish(blocks(weights(2)), 2).kind == 'key'
-  assert served(store).version == 2
+  damage(store, 'pack')
+  if given:
+    base = blocks(weights(1))
+    publisher = publish.Publisher(store, 'run', base_blocks=base)
+  with pytest.raises(ValueError, match='version 1 with other.*rewind'):
+    publisher.publish(blocks(weights(1, seed=1)), 1)
+  assert publisher.publish(blocks(weights(1)), 1).kind == 'key'
+  assert served(store).version == 1
 
 
 def test_live_publisher_replaces_a_damaged_pointer(store):
@@ -134,9 +170,7 @@ def test_live_publisher_replaces_a_damaged_pointer(store):
   publisher.publish(blocks(weights(0)), 0)
   subscriber = subscribe.Subscriber(store, 'run')
   subscriber.poll()
-  store.pointer_path('run').write_bytes(b'rot')
-  with pytest.raises(ValueError, match='latest: the pointer is damaged'):
-    publish.Publisher(store, 'run')
+  damage(store, 'pointer')
   assert subscriber.poll() is None and 'damaged' in subscriber.problem
   publisher.publish(blocks(weights(1)), 1)
   assert subscriber.poll().version == 1
@@ -202,7 +236,7 @@ def killed(root, at, version):
     publisher = publish.Publisher(store_lib.Store(root), 'run')
     count = [0]
     def hook(event, arguments):
-      if event in ('open', 'os.rename', 'os.mkdir', 'tempfile.mkstemp'):
+      if event in ('open', 'os.rename', 'os.mkdir'):
         count[0] += 1
         if count[0] == at:
           os.kill(os.getpid(), signal.SIGKILL)

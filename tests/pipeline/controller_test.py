@@ -104,6 +104,13 @@ def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
 
 
 def test_cores_are_divided_without_overlap():
+  cores = sorted(os.sched_getaffinity(0))
   own, others = controller.divide_cores()
-  assert not set(own) & set(others)
-  assert sorted(own + others) in ([], sorted(os.sched_getaffinity(0)))
+  if len(cores) > 1:
+    assert sorted(own + others) == cores
+    assert 0 <= len(others) - len(own) <= 1 <= len(own)
+  try:
+    os.sched_setaffinity(0, cores[:1])
+    assert controller.divide_cores() == ([], [])
+  finally:
+    os.sched_setaffinity(0, cores)

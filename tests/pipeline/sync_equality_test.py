@@ -7,6 +7,7 @@ holds the `processes` placement to the same law.
 
 import contextlib
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import pytest
 from composer_jax.checkpoint import manager
 from composer_jax.core import trees
 from composer_jax.models import decoder
+from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
@@ -71,7 +73,8 @@ def random_policy(config):
 @contextlib.contextmanager
 def opened(workdir, spec, tokenizer):
   """A job whose SFT is over, with a policy and a tokenizer of our own."""
-  export.save(workdir, 'sft', 1, random_policy(spec.model))
+  if export.finished_step(workdir, 'sft') is None:
+    export.save(workdir, 'sft', 1, random_policy(spec.model))
   with writers.Writer(workdir, tensorboard=False) as writer:
     job = jobs.Job(spec, workdir, (), writer)
     # Where the cached property keeps what it would train from a corpus.
@@ -138,3 +141,34 @@ def test_policies_reach_the_engine_through_bundles(spec, colocated):
   rows = [json.loads(line) for line in lines]
   # Episodes of step v were sampled by version v - 1 and by no other.
   assert {(r['step'], *r['versions']) for r in rows} == {(1, 0), (2, 1)}
+
+
+def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
+  spec, tokenizer, colocated
+):
+  workdir, _ = colocated
+  evaluated = []
+  with opened(workdir, spec, tokenizer) as job:
+    for stage in ('rl', 'sft'):
+      stages.evaluate(job, stage)
+    # As if it had been killed before it wrote down that it was done.
+    (workdir / 'evaluation_sft.json').unlink()
+    stages.evaluate(job, 'sft')
+    evaluated = [r for r in writers.read(workdir) if r['stage'] == 'eval']
+  found = [(r['name'], r['step']) for r in evaluated]
+  assert found == [('rl', spec.rl.steps), ('sft', 0)]
+
+
+def test_a_damaged_policy_ends_a_colocated_run_by_name(
+  spec, tokenizer, colocated, tmp_path
+):
+  """Waiting would not mend it, nor may an older policy sample in its place."""
+  workdir, _ = colocated
+  shutil.copytree(workdir / 'store', tmp_path / 'store')
+  with opened(tmp_path, spec, tokenizer) as job:
+    buffer = buffers.GroupBuffer(tmp_path / 'groups')
+    with reinforce._colocated(job, buffer) as wait:
+      pointer = tmp_path / 'store' / 'refs' / 'policy' / 'latest'
+      pointer.write_bytes(b'rot')
+      with pytest.raises(ValueError, match='latest: the pointer is damaged'):
+        wait([0])

@@ -183,6 +183,15 @@ def _logprob_of(engine, index, tokens_T, place):
   return completion.logprobs_T
 
 
+def test_context_is_put_off_for_two_dispatches_at_most(engine):
+  """Whether other context or decodes go before it."""
+  for index, new in enumerate((30, 30, 1)):
+    engine.submit(_request(index, [7], new=new))
+  # Two rows: the third session waits for an extend, then for one decode.
+  finished = [[c.session for c in engine.step()] for _ in range(3)]
+  assert finished == [[], [], ['session 2']]
+
+
 def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
   free = _play(engine, [2])[2][0]
   stop = int(free.tokens_T[3])

@@ -1,0 +1,60 @@
+"""What the trainer asks of the groups that it is handed."""
+
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.pipeline import trainer_worker
+
+
+def make_group(group, *versions):
+  """One rollout for each (version of the context, version that sampled)."""
+  rollouts = tuple(
+    records.Rollout(
+      task_id='t',
+      group=group,
+      member=member,
+      trajectories=(
+        records.Trajectory(
+          tokens_T=np.zeros(3, np.int32),
+          loss_mask_T=np.array([False, True, True]),
+          logprobs_T=np.zeros(3, np.float32),
+          expert_ids_TMA=np.zeros((3, 1, 1), np.uint16),
+          policy_version_T=np.array([before, before, last], np.int32),
+          temperature=1.0,
+        ),
+      ),
+      verdict=records.Verdict(
+        passed=False,
+        num_passed=0,
+        num_tests=1,
+        status=records.GRADED,
+        sandbox_level='static',
+      ),
+      reward=0.0,
+      num_turns=1,
+      num_invalid=0,
+    )
+    for member, (before, last) in enumerate(versions)
+  )
+  return records.Group(group=group, task_id='t', rollouts=rollouts)
+
+
+def test_groups_within_the_bound_are_let_in():
+  groups = [make_group(6, (3, 3), (4, 5)), make_group(7, (5, 5))]
+  trainer_worker.check_staleness(groups, 5, 2)
+  trainer_worker.check_staleness([make_group(0, (0, 0))], 0, 0)
+
+
+@pytest.mark.parametrize(
+  'versions,bound,message',
+  [
+    (((5, 5), (2, 5)), 2, 'Group 7 .*versions 2 to 5; .*trains on 3 to 5'),
+    (((4, 5),), 0, 'Group 7 .*versions 4 to 5; .*trains on 5 to 5'),
+    (((5, 6),), 2, 'Group 7 .*versions 5 to 6; .*trains on 3 to 5'),
+  ],
+)
+def test_a_group_that_breaks_the_bound_is_named(versions, bound, message):
+  groups = [make_group(6, (5, 5)), make_group(7, *versions)]
+  with pytest.raises(ValueError, match=message):
+    trainer_worker.check_staleness(groups, 5, bound)
