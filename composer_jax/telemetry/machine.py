@@ -14,7 +14,7 @@ def describe() -> dict[str, str]:
   found = {
     'system': f'{platform.system()} {platform.release()}',
     'processor': _processor(),
-    'cores': f'{_cores()} of {os.cpu_count()} usable',
+    'cores': f'{usable_cores()} of {os.cpu_count()} usable',
     'Python': platform.python_version(),
   }
   memory = _memory_bytes()
@@ -28,7 +28,7 @@ def describe() -> dict[str, str]:
   return found
 
 
-def _cores() -> int:
+def usable_cores() -> int:
   # Containers and taskset narrow the set; macOS does not tell.
   if hasattr(os, 'sched_getaffinity'):
     return len(os.sched_getaffinity(0))

@@ -5,16 +5,24 @@ what XLA executes, so recomputation and padding lower it. Peaks are dense, per
 device, without sparsity; the CPU's is an estimate (`measure_peak`).
 """
 
-import time
+import functools
+import os
+import subprocess
+import sys
 
-import numpy as np
+from composer_jax.telemetry import machine
 
 # Dense FLOP/s per `jax.Device` by `device_kind`, lower case, bfloat16.
-# NVIDIA: data sheets (H100, H200 and B200 SXM). TPU: cloud.google.com/tpu/docs
-# v2 to v3 list two devices a chip, whose peak is halved here.
+# NVIDIA: data sheets. TPU: cloud.google.com/tpu/docs; v2 to v3 list two devices
+# a chip, whose peak is halved here. The whole name decides: 'L4' is not 'L40S',
+# an H100 on PCIe not one on SXM ('80GB HBM3'), a MIG slice not its device.
 PEAKS = {
-  'nvidia a100': 312e12,
-  'nvidia h100': 989e12,
+  'nvidia a100-sxm4-40gb': 312e12,
+  'nvidia a100-sxm4-80gb': 312e12,
+  'nvidia a100-pcie-40gb': 312e12,
+  'nvidia a100 80gb pcie': 312e12,
+  'nvidia h100 80gb hbm3': 989e12,
+  'nvidia h100 pcie': 756e12,
   'nvidia h200': 989e12,
   'nvidia b200': 2250e12,
   'nvidia l4': 121e12,
@@ -31,6 +39,28 @@ PEAKS = {
   'tpu7x': 1153.5e12,
 }
 
+# Arguments: side of the matrices, seconds to try. Prints FLOP/s.
+_CORE_RATE = """
+import sys, time
+import numpy as np
+side, seconds = int(sys.argv[1]), float(sys.argv[2])
+matrix, best = np.ones((side, side), np.float32), 0.0
+matrix @ matrix
+began = time.process_time()
+while time.process_time() - began < seconds:
+  start = time.process_time()
+  matrix @ matrix
+  spent = time.process_time() - start
+  best = max(best, 2.0 * side**3 / spent if spent else 0.0)
+print(best)
+"""
+
+_ONE_THREAD = {
+  'OPENBLAS_NUM_THREADS': '1',
+  'MKL_NUM_THREADS': '1',
+  'VECLIB_MAXIMUM_THREADS': '1',
+}
+
 
 def peak_flops(device_kind: str) -> float | None:
   """Returns the bfloat16 peak of a device in FLOP/s, None when unknown.
@@ -38,28 +68,33 @@ def peak_flops(device_kind: str) -> float | None:
   Args:
     device_kind: as `jax.Device.device_kind`, e.g. 'NVIDIA H200'.
   """
-  kind = device_kind.lower()
-  # 'tpu v5 lite' also starts with 'tpu v5': the longest name decides.
-  names = [name for name in PEAKS if kind.startswith(name)]
-  return PEAKS[max(names, key=len)] if names else None
+  return PEAKS.get(device_kind.lower())
 
 
-def measure_peak(size: int = 768, seconds: float = 0.2) -> float:
-  """Measures float32 FLOP/s of numpy's matrix product on this machine's CPU.
+@functools.cache
+def measure_peak(side: int = 512, seconds: float = 0.1) -> float:
+  """Estimates the float32 FLOP/s of the cores that this process may use.
 
-  A stand-in for the peak that no data sheet gives: it uses all the cores that
-  BLAS does, and rises and falls with what else runs on them.
+  A stand-in for the peak that no data sheet gives: what numpy's matrix product
+  reaches on one core, in CPU time, times the cores. So it is the same on a busy
+  machine as on an idle one. Cores that share their arithmetic units
+  (hyper-threads) make it too large.
+
+  In a process of its own: BLAS reads its number of threads when it is loaded,
+  and with several, threads that wait for one another burn CPU time.
+
+  Args:
+    side: of the matrices.
+    seconds: of CPU time to look for the best.
   """
-  left = np.ones((size, size), np.float32)
-  right = np.ones((size, size), np.float32)
-  left @ right  # Starts BLAS's threads.
-  best = np.inf
-  deadline = time.perf_counter() + seconds
-  while time.perf_counter() < deadline:
-    start = time.perf_counter()
-    left @ right
-    best = min(best, time.perf_counter() - start)
-  return 2.0 * size**3 / best
+  done = subprocess.run(
+    [sys.executable, '-c', _CORE_RATE, str(side), str(seconds)],
+    env=os.environ | _ONE_THREAD,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  return float(done.stdout) * machine.usable_cores()
 
 
 def mfu(

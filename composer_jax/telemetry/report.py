@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import files
+from composer_jax.core import dotted, files
 from composer_jax.telemetry import figures, intervals, page, progress, run_data
 from composer_jax.telemetry import report_corpus as corpus_sections
 from composer_jax.telemetry import report_episodes as episode_sections
@@ -29,6 +29,19 @@ STAGES = {
 # Drawn as they are: an evaluation is few points, and the mean of steps that
 # differ in kind (a keyframe among deltas) is none of them.
 _EXACT = ('heldout_loss', 'staleness', 'bundle_bytes', 'full_bytes')
+
+# Of what wall time was measured, in the order of a run.
+_TIMED = {
+  'corpus': 'Corpus',
+  'tokenizer': 'Tokenizer, and the corpus in its tokens',
+  'cpt': STAGES['cpt'],
+  'demonstrations': 'Demonstrations',
+  'sft': STAGES['sft'],
+  'eval_sft': 'Evaluation after SFT',
+  'rl': STAGES['rl'],
+  'eval_rl': 'Evaluation after RL',
+}
+_TRAINED = ('cpt', 'sft', 'rl')
 
 _EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}
 
@@ -69,8 +82,10 @@ def _header(run: run_data.RunData) -> page.Markup:
       continue
     steps = [row['step'] for row in run.metrics if row['stage'] == stage]
     if steps:
-      seconds = progress.duration(run.seconds(stage))
-      chips.append(page.chip(f'{title}: step {max(steps)}, {seconds}', 'good'))
+      words = f'{title}: step {max(steps)}'
+      if stage in run.seconds:
+        words += f', {progress.duration(run.seconds[stage])}'
+      chips.append(page.chip(words, 'good'))
     else:
       chips.append(page.chip(f'{title}: not yet', 'warn'))
   chips.append(_sandbox_chip(run))
@@ -227,6 +242,13 @@ def _reinforcement(run: run_data.RunData) -> page.Markup:
   parts = [
     _curve(run, 'Reward', [('rl', 'reward', '')]),
     _curve(run, 'Pass rate in training', [('rl', 'pass_rate', '')], **share),
+    _curve(
+      run,
+      'Sandbox verdicts',
+      [('rl', name, name) for name in episode_sections.OUTCOMES],
+      unit='episodes of a step',
+      bounds=(0, None),
+    ),
     _curve(run, 'Invalid tool calls', [('rl', 'invalid_rate', '')], **share),
     _curve(
       run, 'Entropy', [('rl', 'entropy', '')], unit='nats', bounds=(0, None)
@@ -316,28 +338,26 @@ def _experts(run: run_data.RunData) -> page.Markup:
   )
 
 
-def _flatten(value: Any, prefix: str = '') -> dict[str, Any]:
-  if not isinstance(value, dict):
-    return {prefix: value}
-  flat = {}
-  for name, inner in value.items():
-    flat |= _flatten(inner, f'{prefix}.{name}' if prefix else str(name))
-  return flat
+def _times(run: run_data.RunData) -> list[list[str]]:
+  """Returns the measured stages in order, with sums."""
+  known = [name for name in _TIMED if name in run.seconds]
+  known += sorted(run.seconds.keys() - _TIMED.keys())
+  rows = {_TIMED.get(name, name): run.seconds[name] for name in known}
+  rows['The three trainings'] = sum(run.seconds.get(n, 0) for n in _TRAINED)
+  rows['Sum'] = sum(run.seconds.values())
+  return [[name, progress.duration(s)] for name, s in rows.items()]
 
 
 def _run_details(run: run_data.RunData) -> page.Markup:
-  seconds = {STAGES.get(s, s): run.seconds(s) for s in run.stages()}
-  times = [[name, progress.duration(s)] for name, s in seconds.items()]
-  times.append(['sum', progress.duration(sum(seconds.values()))])
   machine = run.run.get('machine')
   machine = machine if isinstance(machine, dict) else {}
-  config = _flatten(run.config) if run.config else {}
+  config = dotted.flatten(run.config) if run.config else {}
   columns = page.element(
     'div',
     page.element(
       'div',
       page.element('h3', 'Wall time'),
-      page.table(times) if seconds else page.not_yet('Metrics'),
+      page.table(_times(run)) if run.seconds else page.not_yet('Wall time'),
     ),
     page.element(
       'div',

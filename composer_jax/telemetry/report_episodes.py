@@ -1,6 +1,11 @@
-"""The report's sections about episodes: what was judged, and some to read."""
+"""The report's sections about episodes: what was judged, and some to read.
+
+The demonstrations that SFT trained on are scripted. They are shown to be read,
+apart, and count for nothing.
+"""
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +21,18 @@ def _verdict(row: dict[str, Any]) -> dict[str, Any]:
   return verdict if isinstance(verdict, dict) else {}
 
 
+def _is_played(row: dict[str, Any]) -> bool:
+  """Returns whether a policy played it, and no script."""
+  return row.get('stage') != 'sft'
+
+
 def levels(run: run_data.RunData) -> list[str]:
   """Returns the isolation levels that verdicts came from."""
-  found = {_verdict(row).get('sandbox_level') for row in run.episodes}
+  found = {
+    _verdict(row).get('sandbox_level')
+    for row in run.episodes
+    if _is_played(row)
+  }
   return sorted(str(level) for level in found if level)
 
 
@@ -39,32 +53,69 @@ _MEANINGS = {
   'infrastructure': 'the sandbox failed; says nothing about the policy',
 }
 
+OUTCOMES = tuple(_MEANINGS)
+
+
+def _of_evaluation(row: dict[str, Any]) -> list[int] | None:
+  """Returns the count of each of OUTCOMES, None where the line lacks one."""
+  names = ('episodes', 'passed', 'unfinished_rate', 'infrastructure')
+  found = [run_data.number(row.get(name)) for name in names]
+  known = [v for v in found if v is not None and math.isfinite(v)]
+  if len(known) < len(names):
+    return None
+  episodes, passed, rate, broken = known
+  unfinished = round(rate * episodes)
+  counts = (passed, episodes - passed - unfinished, unfinished, broken)
+  return [int(count) for count in counts]
+
+
+def _all_verdicts(run: run_data.RunData) -> page.Markup:
+  """Counts every episode of RL and of the evaluations."""
+  rows: list[list[Any]] = []
+  steps = run.series('rl', OUTCOMES[0])[0]
+  if steps:
+    values = [run.series('rl', name)[1] for name in OUTCOMES]
+    sums = [int(sum(filter(math.isfinite, v))) for v in values]
+    rows.append([f'RL, {len(steps)} steps', *sums])
+  for row in run.evaluations():
+    counts = _of_evaluation(row)
+    if counts is not None:
+      rows.append([f'Evaluation of {row.get("name", "")}', *counts])
+  if not rows:
+    return page.not_yet('Verdicts')
+  return page.table(rows, ('', *OUTCOMES))
+
 
 def verdicts(run: run_data.RunData) -> page.Markup:
-  """Counts the recorded episodes by outcome and by sandbox level."""
+  """Counts episodes by outcome, and those recorded also by sandbox level."""
   title = 'Sandbox verdicts'
-  if not run.episodes:
-    return page.section(title, page.not_yet('Episodes'))
+  played = [row for row in run.episodes if _is_played(row)]
+  return page.section(
+    title,
+    _all_verdicts(run),
+    page.element('h3', 'Of the episodes that were recorded to be read'),
+    _recorded(played) if played else page.not_yet('Episodes'),
+    note='Of every episode that a policy played.',
+  )
+
+
+def _recorded(episodes: list[dict[str, Any]]) -> page.Markup:
   counts = collections.Counter(
     (str(_verdict(row).get('sandbox_level', '')), _outcome(row))
-    for row in run.episodes
+    for row in episodes
   )
   rows = [
     (
       level,
       page.chip(outcome, _KINDS.get(outcome, '')),
       count,
-      f'{100 * count / len(run.episodes):.1f} %',
+      f'{100 * count / len(episodes):.1f} %',
       _MEANINGS.get(outcome, ''),
     )
     for (level, outcome), count in sorted(counts.items())
   ]
   head = ('level', 'outcome', 'episodes', 'share', 'meaning')
-  return page.section(
-    title,
-    page.table(rows, head),
-    note='Of the episodes that the run recorded to be read.',
-  )
+  return page.table(rows, head)
 
 
 def _turn(turn: Any) -> page.Markup:
@@ -117,13 +168,19 @@ def episodes(run: run_data.RunData) -> page.Markup:
   if not run.episodes:
     return page.section(title, page.not_yet('Episodes'))
 
-  def latest(test: Callable[[str], bool]) -> list[dict[str, Any]]:
-    return [row for row in run.episodes if test(_outcome(row))][-_SHOWN:][::-1]
+  def latest(test: Callable[[dict], bool]) -> list[dict[str, Any]]:
+    return [row for row in run.episodes if test(row)][-_SHOWN:][::-1]
 
-  passed = latest(lambda outcome: outcome == 'passed')
-  others = latest(lambda outcome: outcome != 'passed')
+  def passed(row: dict[str, Any]) -> bool:
+    return _outcome(row) == 'passed'
+
+  groups = {
+    'Passed': latest(lambda r: _is_played(r) and passed(r)),
+    'Not passed': latest(lambda r: _is_played(r) and not passed(r)),
+    'Scripted, for SFT to imitate': latest(lambda r: not _is_played(r)),
+  }
   parts = []
-  for heading, rows in (('Passed', passed), ('Not passed', others)):
+  for heading, rows in groups.items():
     parts.append(page.element('h3', heading))
     parts += [_episode(row, i == 0) for i, row in enumerate(rows)]
     if not rows:
@@ -132,7 +189,7 @@ def episodes(run: run_data.RunData) -> page.Markup:
     title,
     *parts,
     note=(
-      f'The latest {len(passed) + len(others)} of {len(run.episodes)} '
+      f'The latest {sum(map(len, groups.values()))} of {len(run.episodes)} '
       'recorded. Select one to read it turn by turn.'
     ),
   )

@@ -3,8 +3,8 @@
 | file             | holds                                                   |
 |------------------|---------------------------------------------------------|
 | config.json      | the run's configuration                                 |
-| run.json         | optional: 'machine', 'command', 'sandbox_level',        |
-|                  | 'stages' {name: wall seconds}                           |
+| run.json         | optional: 'machine', 'command', 'sandbox_level'         |
+| stages.json      | `telemetry.stage_times`                                 |
 | metrics.jsonl    | `telemetry.writer`                                      |
 | episodes.jsonl   | {step, task_id, reward, verdict, turns}, turns being    |
 |                  | [{role, text}]; 'stage' if not of RL's training         |
@@ -20,10 +20,7 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.telemetry import writer
-
-# Longer silence between two lines of a stage is an interruption, not work.
-_MAX_GAP_S = 180.0
+from composer_jax.telemetry import stage_times, writer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +31,7 @@ class RunData:
     workdir: it was read from.
     config: nested.
     run: of run.json.
+    seconds: of wall time, by stage.
     metrics: lines, in order.
     episodes: lines, in order.
     manifest: of the corpus.
@@ -43,6 +41,7 @@ class RunData:
   workdir: pathlib.Path
   config: dict[str, Any]
   run: dict[str, Any]
+  seconds: dict[str, float]
   metrics: list[dict[str, Any]]
   episodes: list[dict[str, Any]]
   manifest: dict[str, Any]
@@ -78,18 +77,6 @@ class RunData:
         found[str(row.get('name', ''))] = row
     return list(found.values())
 
-  def stages(self) -> list[str]:
-    return list(dict.fromkeys(row['stage'] for row in self.metrics))
-
-  def seconds(self, stage: str) -> float:
-    """Returns the stage's wall time, without the time that a run lay still."""
-    known = self.run.get('stages', {})
-    if isinstance(known, dict) and number(known.get(stage)) is not None:
-      return float(known[stage])
-    times = [row['time'] for row in self.metrics if row['stage'] == stage]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
-    return sum(gap for gap in gaps if 0 < gap < _MAX_GAP_S)
-
 
 def number(value: Any) -> float | None:
   """Returns a metric as a float ('nan' and 'inf' are names of floats)."""
@@ -119,6 +106,7 @@ def load(workdir: str | pathlib.Path) -> RunData:
     workdir=workdir,
     config=_object(workdir / 'config.json', problems),
     run=_object(workdir / 'run.json', problems),
+    seconds=_seconds(workdir / stage_times.STAGES, problems),
     metrics=metrics,
     episodes=_lines(workdir / 'episodes.jsonl', problems),
     manifest=_manifest(workdir, problems),
@@ -138,6 +126,11 @@ def _object(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
     problems.append(f'{path} holds a {type(value).__name__}, not an object.')
     return {}
   return value
+
+
+def _seconds(path: pathlib.Path, problems: list[str]) -> dict[str, float]:
+  found = {n: number(s) for n, s in _object(path, problems).items()}
+  return {n: s for n, s in found.items() if s is not None and math.isfinite(s)}
 
 
 def _lines(path: pathlib.Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -5,38 +5,85 @@ TensorBoard) is derived from. Appending is one write of whole lines, so `kill
 -9` loses at most the line being written, which `read` skips and the next
 `Writer` cuts off. TensorBoard and Weights & Biases receive the same numbers.
 
-Metrics, by stage (`expert_load` is tokens per expert of each MoE layer, a list
-of lists, and may be absent from a line):
+Metrics, by stage; a line tells of the one step that it names. In RL they are of
+all the step's rollouts, but for those marked *: these cover only what the step
+trains on, the trajectories with an advantage, or all where none has one.
 
 | stage    | name                  | meaning                                   |
 |----------|-----------------------|-------------------------------------------|
 | cpt, sft | loss                  | mean over weighted tokens, nats           |
 | cpt, sft | heldout_loss          | same, on documents that training skips    |
+| cpt, sft | aux_loss              | load balancing, before its weight, summed |
+|          |                       | over MoE layers                           |
 | cpt, sft | grad_norm             | global, before clipping                   |
-| cpt, sft | tokens_per_s          | real tokens, padding excluded             |
-| cpt, sft | mfu                   | share of peak FLOP/s (`telemetry.mfu`)    |
+| cpt, sft | update_norm           | global, of what was added to the masters  |
 | cpt, sft | lr                    | learning rate of the step                 |
-| all      | expert_load_max       | busiest expert over the mean, worst layer |
-| rl       | reward                | mean over the step's rollouts             |
-| rl       | pass_rate             | share of rollouts that passed             |
-| rl       | entropy               | of the sampled distribution, nats a token |
-| rl       | staleness             | trainer version minus sampled, largest    |
+| cpt, sft | tokens_per_s          | real tokens, padding excluded, since the  |
+|          |                       | line before; no compilation               |
+| cpt, sft | mfu                   | share of peak FLOP/s; absent where no     |
+|          |                       | peak is known. On a CPU the peak is an    |
+|          |                       | estimate of idle cores (`telemetry.mfu`), |
+|          |                       | so that other work on them lowers it      |
+| cpt, sft | expert_load           | tokens per expert, a list for each MoE    |
+|          |                       | layer                                     |
+| cpt, sft | expert_load_max       | busiest expert over the mean, worst layer |
+| rl       | groups                | their ids                                 |
+| rl       | reward                | mean, penalties of invalid calls included |
+| rl       | pass_rate             | share of judged rollouts that passed      |
+| rl       | passed                | rollouts whose hidden tests all passed    |
+| rl       | failed                | rollouts graded of which a test failed    |
+| rl       | unfinished            | rollouts that never called finish         |
+| rl       | infrastructure        | rollouts not judged: the sandbox failed   |
+| rl       | informative_groups    | share of groups with an advantage         |
+| rl       | turns                 | tool calls per rollout                    |
 | rl       | invalid_rate          | invalid tool calls over all calls         |
-| rl       | mismatch_kl           | rollout to training log-probs, replayed   |
-| rl       | mismatch_kl_no_replay | the same batch, every token routed afresh |
+| rl       | tokens                | per rollout, the harness's included       |
+| rl       | flags                 | rollouts in which monitors found anything |
+| rl       | sandbox_ms            | wall time in the sandbox per rollout      |
+| rl       | staleness             | trainer version minus the oldest that     |
+|          |                       | sampled in a trajectory, largest          |
+| rl       | staleness_mean        | same, mean over trajectories              |
+| rl       | sampled_tokens        | * of the policy, which the loss is of     |
+| rl       | microbatches          | * packed                                  |
+| rl       | loss                  | * policy gradient's, per rollout of the   |
+|          |                       | step; its value says little, its gradient |
+|          |                       | is what counts                            |
+| rl       | grad_norm             | global, before clipping                   |
+| rl       | entropy               | * of the sampled distribution, nats a     |
+|          |                       | token                                     |
+| rl       | mismatch_kl           | * rollout to training log-probs, as       |
+|          |                       | trained on: replayed if rl.replay         |
+| rl       | mismatch_max          | * largest difference of a log-prob        |
+| rl       | truncated             | * share of tokens at rl.ratio_cap         |
+| rl       | mismatch_kl_replay    | * every rl.mismatch_every steps, routes   |
+|          |                       | replayed                                  |
+| rl       | mismatch_kl_no_replay | * the same batch, every token routed      |
+|          |                       | afresh                                    |
+| rl       | replay_agreement      | * share of recorded routes that the       |
+|          |                       | trainer would choose, lowest layer        |
+| rl       | expert_load           | * as above                                |
+| rl       | expert_load_max       | * as above                                |
 | rl       | bundle_bytes          | published for the step                    |
 | rl       | full_bytes            | of the whole policy                       |
-| rl       | grad_norm             | global, before clipping                   |
-| rl       | turns                 | tool calls per rollout                    |
-| rl       | sandbox_ms            | wall time in the sandbox per rollout      |
-| eval     | pass_rate             | on held-out tasks                         |
-| eval     | pass_low, pass_high   | 95 % interval (`telemetry.intervals`)     |
-| eval     | episodes              | judged                                    |
+| rl       | wait_s                | for the step's groups                     |
+| rl       | train_s               | in the update                             |
+| rl       | publish_s             | in making and writing the bundle          |
 | eval     | name                  | text: which policy, 'sft' or 'rl'         |
+| eval     | episodes              | held-out ones that were judged            |
+| eval     | passed                | of these                                  |
+| eval     | pass_rate             | their share                               |
+| eval     | pass_low              | end of its 95 % interval                  |
+|          |                       | (`telemetry.intervals`)                   |
+| eval     | pass_high             | the other end                             |
+| eval     | infrastructure        | episodes not judged: the sandbox failed   |
+| eval     | unfinished_rate       | share that never called finish            |
+| eval     | invalid_rate          | invalid tool calls over all calls         |
+| eval     | valid_episodes        | finished, without an invalid call         |
+| eval     | passed_valid          | of these, passed                          |
+| eval     | temperature           | that the policy sampled at                |
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -45,6 +92,7 @@ import time
 from typing import Any
 
 from composer_jax.core import files
+from composer_jax.telemetry import append, board
 
 METRICS = 'metrics.jsonl'
 _OWN_FIELDS = ('stage', 'step', 'time')
@@ -125,111 +173,102 @@ class Writer:
     if wandb:
       self._wandb_run = _open_wandb(self._workdir, wandb_project)
     self._tensorboard = tensorboard
-    self._boards: dict[str, Any] = {}
+    self._boards: dict[str, board.Board] = {}
     _, end = _whole_lines(self._path)
-    # Unbuffered, so that one write is one line and a kill tears at most that.
-    self._file = open(self._path, 'ab', buffering=0)  # noqa: SIM115
+    self._file = self._open()
     self._file.truncate(end)
+
+  def _open(self) -> append.AppendFile:
+    return append.AppendFile(self._path, 'a line of metrics')
 
   def write(self, stage: str, step: int, **metrics: Any) -> None:
     """Appends one line; values are scalars, text or (nested) lists.
 
     Raises:
       ValueError: a metric takes the name of one of the line's own fields.
-      OSError: the disk is full, with the path; earlier lines are untouched.
+      OSError: the disk is full, with the path; earlier lines are untouched,
+        and TensorBoard has at most what the lines have.
     """
-    row = {'stage': stage, 'step': int(step), 'time': time.time()}
+    now = time.time()
+    row: dict[str, Any] = {'stage': stage, 'step': int(step), 'time': now}
     for name in _OWN_FIELDS:
       if name in metrics:
         raise ValueError(f'A metric cannot be called {name!r}: lines use it.')
     row |= {name: _plain(value) for name, value in metrics.items()}
-    self._append(json.dumps(row) + '\n')
+    self._file.append((json.dumps(row) + '\n').encode())
     scalars = {
       f'{stage}/{name}': float(value)
       for name, value in row.items()
       if name not in _OWN_FIELDS and isinstance(value, (int, float))
     }
     if self._tensorboard and scalars:
-      board = self._board(stage)
-      for name, value in scalars.items():
-        board.add_scalar(name, value, int(step), walltime=row['time'])
+      self._board(stage).write(int(step), scalars, walltime=now)
     if self._wandb_run is not None:
       self._wandb_run.log(scalars | {f'{stage}/step': int(step)})
 
-  def _append(self, line: str) -> None:
-    data = line.encode()
-    start = self._file.seek(0, os.SEEK_END)
-    try:
-      written = self._file.write(data)
-    except OSError as error:
-      self._cut(start)
-      raise OSError(
-        error.errno,
-        f'Cannot append a line of metrics ({error.strerror}); the lines '
-        'before it are untouched. Free space or choose another --workdir',
-        str(self._path),
-      ) from error
-    if written != len(data):  # A disk that fills up writes part of the line.
-      self._cut(start)
-      raise OSError(
-        errno.ENOSPC,
-        f'Only {written} of {len(data)} bytes of a line of metrics fitted; '
-        'the lines before it are untouched. Free space or choose another '
-        '--workdir',
-        str(self._path),
-      )
-
-  def _cut(self, end: int) -> None:
-    with contextlib.suppress(OSError):
-      self._file.truncate(end)
-
-  def truncate(self, stage: str, step: int) -> None:
+  def truncate(self, stage: str, step: int, name: str | None = None) -> None:
     """Drops the stage's lines after `step`, those a resumed run writes again.
 
-    TensorBoard is told to purge the same steps.
+    TensorBoard is told to purge the same steps; not where `name` is given,
+    since a purge would take the lines of other names too.
+
+    Args:
+      stage: of the lines.
+      step: the last to keep.
+      name: drops only lines whose metric `name` is this one; None drops all.
     """
     rows = read(self._path)
-    kept = [r for r in rows if r['stage'] != stage or r['step'] <= step]
+    kept = [
+      r
+      for r in rows
+      if r['stage'] != stage
+      or r['step'] <= step
+      or (name is not None and r.get('name') != name)
+    ]
     if len(kept) == len(rows):
       return
-    self._file.close()
     text = ''.join(json.dumps(row) + '\n' for row in kept)
     files.write_atomic(self._path, text.encode())
-    self._file = open(self._path, 'ab', buffering=0)  # noqa: SIM115
-    if self._tensorboard:
+    self._file.close()
+    self._file = self._open()
+    if self._tensorboard and name is None:
       if stage in self._boards:
         self._boards.pop(stage).close()
       self._board(stage, purge_step=step + 1)
 
-  def _board(self, stage: str, purge_step: int | None = None) -> Any:
+  def _board(self, stage: str, purge_step: int | None = None) -> board.Board:
     if stage not in self._boards:
-      # Slow to import, and not wanted by every writer.
-      import tensorboardX
-
-      self._boards[stage] = tensorboardX.SummaryWriter(
-        str(self._workdir / 'tensorboard' / stage), purge_step=purge_step
+      self._boards[stage] = board.Board(
+        self._workdir / 'tensorboard' / stage, purge_step=purge_step
       )
     return self._boards[stage]
 
   def flush(self) -> None:
-    os.fsync(self._file.fileno())
-    for board in self._boards.values():
-      board.flush()
+    self._file.sync()
+    for each in self._boards.values():
+      each.sync()
 
   def close(self) -> None:
-    self._file.close()
-    for board in self._boards.values():
-      board.close()
-    self._boards = {}
-    if self._wandb_run is not None:
-      self._wandb_run.finish()
-      self._wandb_run = None
+    # All of them, also where one fails.
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._file.close)
+      for each in self._boards.values():
+        stack.callback(each.close)
+      self._boards = {}
+      if self._wandb_run is not None:
+        stack.callback(self._wandb_run.finish)
+        self._wandb_run = None
 
   def __enter__(self) -> 'Writer':
     return self
 
-  def __exit__(self, *unused) -> None:
-    self.close()
+  def __exit__(self, kind: type[BaseException] | None, *unused) -> None:
+    if kind is None:
+      self.close()
+      return
+    # What ended the run is the error to show, not what follows from it.
+    with contextlib.suppress(OSError):
+      self.close()
 
 
 def _open_wandb(workdir: pathlib.Path, project: str) -> Any:

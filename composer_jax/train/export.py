@@ -13,7 +13,11 @@ from composer_jax.checkpoint import manager
 
 
 def _open(workdir: str | os.PathLike, stage: str) -> manager.Checkpoints:
-  return manager.Checkpoints(pathlib.Path(workdir) / 'exports' / stage, keep=1)
+  return manager.Checkpoints(
+    pathlib.Path(workdir) / 'exports' / stage,
+    keep=1,
+    fallback=f'the last checkpoint of the stage, in checkpoints/{stage}',
+  )
 
 
 def save(

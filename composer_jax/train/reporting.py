@@ -30,10 +30,10 @@ class Speed:
     """Looks up the peak of the devices, or measures that of a CPU."""
     self._flops = train_flops_per_token
     device = jax.devices()[0]
-    peak = mfu.peak_flops(device.device_kind)
-    self._peak = mfu.measure_peak() if peak is None else peak
-    # Emulated CPU devices share the cores of one machine.
     is_cpu = device.platform == 'cpu'
+    kind = device.device_kind
+    self._peak = mfu.measure_peak() if is_cpu else mfu.peak_flops(kind)
+    # Emulated CPU devices share the cores of one machine.
     self._num_devices = jax.process_count() if is_cpu else jax.device_count()
     self._since: float | None = None
     self._tokens = 0
@@ -45,12 +45,17 @@ class Speed:
       self._tokens += num_tokens
 
   def read(self) -> dict[str, float]:
-    """Returns tokens_per_s and mfu; empty before the second step."""
+    """Returns tokens_per_s and mfu; empty before the second step.
+
+    No mfu of a device whose peak is not known.
+    """
     if self._since is None or not self._tokens:
       return {}
     now = time.perf_counter()
     rate = self._tokens / (now - self._since)
     self._since, self._tokens = now, 0
+    if self._peak is None:
+      return {'tokens_per_s': rate}
     share = mfu.mfu(
       self._flops, rate, num_devices=self._num_devices, peak=self._peak
     )

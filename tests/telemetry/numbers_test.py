@@ -2,11 +2,19 @@
 
 import io
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from composer_jax.telemetry import figures, intervals, mfu, progress
+from composer_jax.telemetry import (
+  figures,
+  intervals,
+  machine,
+  mfu,
+  progress,
+)
 
 
 def test_wilson_matches_published_values():
@@ -57,19 +65,49 @@ def test_difference_matches_published_values():
   [
     ('NVIDIA H200', 989),
     ('NVIDIA H100 80GB HBM3', 989),
+    ('NVIDIA H100 PCIe', 756),
+    ('NVIDIA A100-SXM4-80GB', 312),
+    ('NVIDIA L4', 121),
     ('TPU v5 lite', 197),
     ('TPU v5p', 459),
     ('TPU v5', 459),
     ('TPU v6 lite', 918),
   ],
 )
-def test_peaks_are_found_by_the_longest_name(kind, tflops):
+def test_peaks_are_found_by_the_whole_name(kind, tflops):
   assert mfu.peak_flops(kind) == tflops * 1e12
 
 
-def test_unknown_devices_have_no_peak():
-  assert mfu.peak_flops('cpu') is None
-  assert mfu.measure_peak(64, 0.01) > 1e6
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'cpu',
+    'NVIDIA L40',
+    'NVIDIA L40S',
+    'NVIDIA H100 NVL',
+    'NVIDIA A100-SXM4-80GB MIG 1g.10gb',
+    'TPU v4 lite',
+  ],
+)
+def test_unknown_devices_have_no_peak(kind):
+  assert mfu.peak_flops(kind) is None
+
+
+def test_the_peak_of_a_busy_machine_is_that_of_an_idle_one():
+  measure = mfu.measure_peak.__wrapped__
+  idle = measure(256, 0.05)
+  busy_loop = [sys.executable, '-c', 'while True: pass']
+  others = [
+    subprocess.Popen(busy_loop) for _ in range(2 * machine.usable_cores())
+  ]
+  try:
+    busy = measure(256, 0.05)
+  finally:
+    for process in others:
+      process.kill()
+      process.wait()
+  # Threads that wait for one another would make it several times smaller.
+  assert idle / 2 < busy < 2 * idle
 
 
 def test_mfu_is_the_share_of_the_peak():

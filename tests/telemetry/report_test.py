@@ -4,6 +4,8 @@ import base64
 import html.parser
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import numpy as np
@@ -62,11 +64,14 @@ def write_evaluation(out, step, name, passed, episodes):
     pass_low=low,
     pass_high=high,
     episodes=episodes,
+    passed=passed,
+    unfinished_rate=0.05,
+    infrastructure=2,
   )
 
 
-def episode(step, *, passed, status='graded', text='read stats.py'):
-  return {
+def episode(step, *, passed, status='graded', text='read stats.py', **more):
+  return more | {
     'step': step,
     'task_id': f'task-{step}',
     'reward': float(passed),
@@ -112,6 +117,10 @@ def workdir(tmp_path_factory):
         bundle_bytes=1000,
         full_bytes=50_000,
         sandbox_ms=12.0,
+        passed=step,
+        failed=11 - step,
+        unfinished=4,
+        infrastructure=step % 2,
       )
     write_evaluation(out, 0, 'sft', 80, 400)
     write_evaluation(out, 11, 'rl', 240, 400)
@@ -121,7 +130,9 @@ def workdir(tmp_path_factory):
     episode(2, passed=False),
     episode(3, passed=False, status='unfinished'),
     episode(4, passed=False, status=INJECTION),
+    episode(0, passed=True, stage='sft'),
   ]
+  rows[-1]['verdict']['sandbox_level'] = 'trusted'
   text = ''.join(json.dumps(row) + '\n' for row in rows)
   (folder / 'episodes.jsonl').write_text(text + '{"torn')
   files.write_json(
@@ -144,6 +155,10 @@ def workdir(tmp_path_factory):
   files.write_json(
     folder / 'run.json',
     {'machine': machine.describe(), 'sandbox_level': 'unshare'},
+  )
+  files.write_json(
+    folder / 'stages.json',
+    {'cpt': 170.0, 'rl': 290.0, 'sft': 60, 'eval_rl': 31.0, 'corpus': 9.6},
   )
   return folder
 
@@ -202,7 +217,7 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
 
 def test_figures_are_valid_svg(whole):
   pictures = re.findall(r'base64,([^"]+)"', whole)
-  assert len(pictures) == 9
+  assert len(pictures) == 10
   for picture in pictures:
     tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
     assert tree.tag.endswith('svg')
@@ -210,7 +225,7 @@ def test_figures_are_valid_svg(whole):
 
 def test_an_empty_workdir_has_a_report(tmp_path):
   text = Tags(report.write_report(tmp_path).read_text()).text
-  for part in ('Reward', 'Episodes', 'Manifest', 'Metrics', 'Configuration'):
+  for part in ('Reward', 'Episodes', 'Manifest', 'Wall time', 'Configuration'):
     assert f'{part}: not yet.' in text
 
 
@@ -223,6 +238,7 @@ def test_damaged_files_are_named_in_the_report(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"stage": "cpt"}\nhello\n{}\n')
   (tmp_path / 'config.json').write_text('{')
   (tmp_path / 'run.json').write_text('[]')
+  (tmp_path / 'stages.json').write_text('{"cpt": "long", "rl": 7}')
   (tmp_path / 'episodes.jsonl').write_text('{"verdict": 3, "turns": "x"}\n7\n')
   text = Tags(report.write_report(tmp_path).read_text()).text
   assert 'metrics.jsonl, line 2 is not JSON' in text
@@ -231,14 +247,79 @@ def test_damaged_files_are_named_in_the_report(tmp_path):
   assert 'not judged' in text
 
 
-def test_wall_time_leaves_out_the_time_a_run_lay_still(tmp_path):
-  times = [0.0, 10.0, 20.0, 5000.0, 5030.0]
-  rows = [{'stage': 'cpt', 'step': i, 'time': t} for i, t in enumerate(times)]
-  text = ''.join(json.dumps(row) + '\n' for row in rows)
-  (tmp_path / 'metrics.jsonl').write_text(text)
-  assert run_data.load(tmp_path).seconds('cpt') == 50.0
-  files.write_json(tmp_path / 'run.json', {'stages': {'cpt': 77.5}})
-  assert run_data.load(tmp_path).seconds('cpt') == 77.5
+def rows_of(text, heading):
+  """The cells of the first table after a heading, row by row."""
+  table = text[text.index(f'>{heading}<') :]
+  table = table[: table.index('</table>')]
+  rows = re.findall(r'<tr>(.*?)</tr>', table)
+  cells = [re.findall(r'<td.*?>(.*?)</td>', row) for row in rows]
+  return [row for row in cells if row]
+
+
+def test_wall_time_is_what_was_measured_in_order_and_adds_up(whole):
+  assert rows_of(whole, 'Wall time') == [
+    ['Corpus', '10s'],
+    ['Continued pretraining', '2m50s'],
+    ['Supervised fine-tuning', '1m00s'],
+    ['Reinforcement learning', '4m50s'],
+    ['Evaluation after RL', '31s'],
+    ['The three trainings', '8m40s'],
+    ['Sum', '9m21s'],
+  ]
+  assert 'Continued pretraining: step 11, 2m50s' in whole
+
+
+def test_every_verdict_counts_and_no_demonstration(whole):
+  assert rows_of(whole, 'Sandbox verdicts')[:3] == [
+    ['RL, 11 steps', '66', '55', '44', '6'],
+    ['Evaluation of sft', '80', '300', '20', '2'],
+    ['Evaluation of rl', '240', '140', '20', '2'],
+  ]
+  recorded = rows_of(whole, 'Of the episodes that were recorded to be read')
+  assert [(row[0], row[2]) for row in recorded] == [('unshare', '1')] * 4
+  assert 'trusted' not in whole
+  assert 'Sandbox: unshare<' in whole
+  scripted = whole[whole.index('>Scripted, for SFT to imitate<') :]
+  assert 'task-0' in scripted and 'task-1' not in scripted
+  assert whole.count('task-0') == 1
+
+
+def test_a_killed_run_has_a_report_by_command(tmp_path):
+  program = (
+    'import itertools, sys, time\n'
+    'from composer_jax.telemetry import stage_times, writer\n'
+    'times = stage_times.StageTimes(sys.argv[1])\n'
+    'out = writer.Writer(sys.argv[1], tensorboard=False)\n'
+    'with times.stage("rl"):\n'
+    '  out.write("rl", 3, reward=1.0)\n'
+    '  print("go", flush=True)\n'
+    '  time.sleep(60)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', program, str(tmp_path)], stdout=subprocess.PIPE
+  ) as process:
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+
+  def command(workdir):
+    return subprocess.run(
+      [sys.executable, '-m', 'experiments.report', f'--workdir={workdir}'],
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+
+  done = command(tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == f'Report: {tmp_path / "report.html"}\n'
+  assert (
+    'Reinforcement learning: step 3, 0s'
+    in (tmp_path / 'report.html').read_text()
+  )
+  done = command(tmp_path / 'nowhere')
+  assert done.returncode == 1
+  assert done.stderr.startswith('error: ') and 'nowhere is not a' in done.stderr
 
 
 def test_series_keep_gaps_and_evaluations_the_latest(workdir):

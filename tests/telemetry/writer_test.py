@@ -2,11 +2,14 @@
 
 import json
 import signal
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2
 
 from composer_jax.telemetry import writer
 
@@ -112,26 +115,41 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
   assert steps == list(range(len(steps)))
 
 
-def test_a_full_disk_is_an_error_that_keeps_the_lines_before(tmp_path):
+# A metric takes more bytes in an event than in a line, the rest fewer: with one
+# metric the lines fill the disk first, with twenty the events do.
+@pytest.mark.parametrize(
+  'num_metrics, board, named',
+  [
+    (1, 'none', writer.METRICS),
+    (1, 'board', writer.METRICS),
+    (20, 'board', 'tensorboard/cpt/events.out.tfevents.'),
+  ],
+)
+def test_a_full_disk_is_an_error_that_keeps_what_is_there(
+  tmp_path, num_metrics, board, named
+):
   # A limit on the file's size stands in for the disk: the same short write.
   program = (
     'import resource, signal, sys\n'
     'from composer_jax.telemetry import writer\n'
     'signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
     'resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n'
-    'out = writer.Writer(sys.argv[1], tensorboard=False)\n'
-    'for step in range(100): out.write("cpt", step, loss=1.0)\n'
+    'with writer.Writer(sys.argv[1], tensorboard="board" in sys.argv) as out:\n'
+    '  losses = {f"l{i}": 1.0 for i in range(int(sys.argv[2]))}\n'
+    '  for step in range(100): out.write("cpt", step, **losses)\n'
   )
   result = subprocess.run(
-    [sys.executable, '-c', program, str(tmp_path)],
+    [sys.executable, '-c', program, str(tmp_path), str(num_metrics), board],
     capture_output=True,
     text=True,
     timeout=60,
   )
-  assert result.returncode != 0
-  assert 'OSError' in result.stderr
-  assert str(tmp_path / writer.METRICS) in result.stderr
-  assert 'the lines before it are untouched' in result.stderr
+  assert result.returncode == 1
+  # The last error is the one that the run ends with.
+  error = result.stderr.splitlines()[-1]
+  assert error.startswith('OSError: [Errno ')
+  assert str(tmp_path / named) in error
+  assert 'what is there already is untouched' in error
   text = (tmp_path / writer.METRICS).read_text()
   assert text.endswith('\n')
   rows = [json.loads(line) for line in text.splitlines()]
@@ -145,6 +163,60 @@ def test_tensorboard_gets_the_scalars(tmp_path):
   data = events.read_bytes()
   assert b'rl/reward' in data
   assert b'expert_load' not in data
+
+
+def events(path):
+  """The events of a file, with both sums of every record checked."""
+  data, found = path.read_bytes(), []
+  while data:
+    (size,) = struct.unpack('<Q', data[:8])
+    parts = data[:8], data[12 : 12 + size]
+    sums = data[8:12], data[12 + size : 16 + size]
+    for part, expected in zip(parts, sums, strict=True):
+      crc = record_writer.masked_crc32c(part)
+      assert struct.pack('<I', crc) == expected
+    found.append(event_pb2.Event.FromString(parts[1]))
+    data = data[16 + size :]
+  return found
+
+
+def test_tensorboard_forgets_the_steps_that_are_written_again(tmp_path):
+  with writer.Writer(tmp_path) as out:
+    for step in (1, 2, 3):
+      out.write('rl', step, reward=0.5 * step, turns=step)
+    # Within the second in which the first file began.
+    out.truncate('rl', 1)
+    out.write('rl', 2, reward=7.0)
+  first, second = sorted((tmp_path / 'tensorboard' / 'rl').iterdir())
+  assert [
+    (e.step, {v.tag: v.simple_value for v in e.summary.value})
+    for e in events(first)[1:]
+  ] == [(s, {'rl/reward': 0.5 * s, 'rl/turns': s}) for s in (1, 2, 3)]
+  header, purge, again = events(second)
+  assert header.file_version == 'brain.Event:2'
+  assert purge.step == 2
+  assert purge.session_log.status == event_pb2.SessionLog.START
+  assert (again.step, again.summary.value[0].simple_value) == (2, 7.0)
+  rows = writer.read(tmp_path)
+  assert again.wall_time == rows[-1]['time']
+
+
+def test_the_first_error_is_the_one_that_leaves(tmp_path, monkeypatch):
+  closed = []
+
+  def fail(board):
+    closed.append(board)
+    raise OSError('second')
+
+  monkeypatch.setattr(writer.board.Board, 'close', fail)
+  with pytest.raises(ZeroDivisionError), writer.Writer(tmp_path) as out:
+    out.write('cpt', 1, loss=1.0)
+    out.write('sft', 1, loss=1.0)
+    raise ZeroDivisionError
+  assert len(closed) == 2
+  # Where nothing went wrong before, it is not hidden.
+  with pytest.raises(OSError, match='second'), writer.Writer(tmp_path) as out:
+    out.write('cpt', 2, loss=1.0)
 
 
 def test_wandb_without_its_package_names_the_extra(tmp_path, monkeypatch):

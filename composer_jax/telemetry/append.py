@@ -1,0 +1,69 @@
+"""Files that grow by whole records, or say that they cannot."""
+
+import contextlib
+import errno
+import os
+import pathlib
+
+
+class AppendFile:
+  """Appends records to a file, each whole or not at all.
+
+  Unbuffered, so that a record is one write: a kill tears at most that, and
+  nothing is left to be written, hence to fail, when the file is closed.
+  """
+
+  def __init__(self, path: pathlib.Path, what: str, *, cure: str = ''):
+    """Opens the file, which may exist.
+
+    Args:
+      path: parents are made when missing.
+      what: a record is called in errors.
+      cure: besides free space or another workdir, for errors.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._path = path
+    self._what = what
+    self._cure = f'Free space{cure} or choose another --workdir'
+    self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
+
+  def append(self, data: bytes) -> None:
+    """Appends one record.
+
+    Raises:
+      OSError: it did not fit, with the path; the file is as it was.
+    """
+    start = self._file.seek(0, os.SEEK_END)
+    try:
+      written = self._file.write(data)
+    except OSError as error:
+      self._restore(start)
+      raise OSError(
+        error.errno,
+        f'Cannot append {self._what} ({error.strerror}); what is there '
+        f'already is untouched. {self._cure}',
+        str(self._path),
+      ) from error
+    if written != len(data):  # A disk that fills up takes a part.
+      self._restore(start)
+      raise OSError(
+        errno.ENOSPC,
+        f'Only {written} of {len(data)} bytes of {self._what} fitted; what '
+        f'is there already is untouched. {self._cure}',
+        str(self._path),
+      )
+
+  def _restore(self, end: int) -> None:
+    # The error to tell is the one that brought us here.
+    with contextlib.suppress(OSError):
+      self._file.truncate(end)
+
+  def truncate(self, end: int) -> None:
+    self._file.truncate(end)
+
+  def sync(self) -> None:
+    """Returns once everything appended would survive a power cut."""
+    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    self._file.close()
