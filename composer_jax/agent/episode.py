@@ -88,8 +88,9 @@ class _Window:
     """Adds what one request consumed and what it sampled."""
     sampled_T = completion.tokens_T
     num_context, num_sampled = len(context_T), len(sampled_T)
-    # The pass that consumed the context ran under the weights that then
-    # sampled the first token.
+    # Of the last chunk of context, which sampled the first token. The engine
+    # may swap weights between chunks: earlier ones, and their routes, may be of
+    # an older version.
     first = completion.policy_version_T[:1]
     self._tokens += [context_T, sampled_T]
     self._sampled += [np.zeros(num_context, bool), np.ones(num_sampled, bool)]

@@ -1,4 +1,10 @@
-"""Keys and values of consumed tokens."""
+"""Keys and values of consumed tokens, as the decoder itself keeps them.
+
+The plain form: all layers in one array that the layer scan carries. The engine
+lays them out otherwise (`rollout.forward`), which is faster there; this form is
+what says that the decoder can consume a session in chunks, and
+`tests/models/decoder_test.py` holds it to the whole pass.
+"""
 
 import flax.struct
 import jax

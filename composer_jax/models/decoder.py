@@ -20,8 +20,9 @@ from composer_jax.parallel import exchange
 
 Variables = dict[str, Any]
 
-# For `jax.jit` of `init`: a program that runs once is not worth optimising,
-# and its many random numbers take four seconds to compile, or one with these.
+# For `jax.jit` of `init` in tests, which compile it often: its many random
+# numbers take four seconds, or one with these. A run goes without: its weights
+# would differ in the last bit from those of earlier runs of the same seed.
 INIT_COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
 
 

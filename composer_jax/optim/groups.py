@@ -38,7 +38,7 @@ class OptimizerOptions:
     decay_steps: linear decay at the end, in optimizer steps.
     final_ratio: share of the peak left at the end.
     weight_decay: decoupled, times the learning rate; spares vectors.
-    clip_norm: gradients are scaled down to this global norm.
+    grad_clip: gradients are scaled down to this global norm.
     beta: Muon's momentum.
     rms: root mean square of Muon's update at learning rate 1.
     preset: Newton-Schulz coefficients, see `newton_schulz`.
@@ -54,7 +54,7 @@ class OptimizerOptions:
   decay_steps: int
   final_ratio: float
   weight_decay: float = 0.1
-  clip_norm: float = 1.0
+  grad_clip: float = 1.0
   beta: float = 0.95
   rms: float = 0.2
   preset: str = 'keller'
@@ -67,7 +67,7 @@ class OptimizerOptions:
       raise ValueError(
         f"optimizer name must be 'muon' or 'adam', not {self.name!r}."
       )
-    for field in ('learning_rate', 'adam_learning_rate', 'clip_norm'):
+    for field in ('learning_rate', 'adam_learning_rate', 'grad_clip'):
       if not getattr(self, field) > 0:
         raise ValueError(
           f'{field} must be positive, not {getattr(self, field)}.'
@@ -171,7 +171,7 @@ def optimizer(
     for n in trees.flatten_names(params)
   }
   rate = schedule(options, total_steps, options.learning_rate)
-  clip = optax.clip_by_global_norm(options.clip_norm)
+  clip = optax.clip_by_global_norm(options.grad_clip)
   if options.name == 'adam':
     decayed = trees.map_names(lambda n, _: is_decayed[n], params)
     return optax.chain(clip, _adamw(options, rate, decayed))

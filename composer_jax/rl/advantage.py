@@ -37,14 +37,23 @@ def kl_penalized_rewards(
   return rewards_R
 
 
-def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:
-  """Permutes rewards within the group: the control that must not learn.
+def _judged(group: records.Group) -> np.ndarray:
+  return np.array(
+    [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
+  )
 
-  It keeps every statistic of the rewards but their link to what was done.
+
+def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:
+  """Permutes judged rewards within the group: the control that must not learn.
+
+  It keeps every statistic of the rewards but their link to what was done. A
+  rollout that no sandbox judged keeps its own: it has no part in the mean.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
+  judged_R = _judged(group)
   rng = np.random.default_rng((seed, group.group))
-  return rng.permutation(rewards_R)
+  rewards_R[judged_R] = rng.permutation(rewards_R[judged_R])
+  return rewards_R
 
 
 def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
@@ -52,11 +61,11 @@ def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
 
   A rollout whose sandbox failed says nothing about the policy: it is left out
   of the mean and gets advantage 0, but stays in the group and is counted.
+  Where all judged rewards are equal, every advantage is exactly 0.
   """
-  judged_R = np.array(
-    [r.verdict.status != records.INFRASTRUCTURE for r in group.rollouts]
-  )
-  if not judged_R.any():
+  judged_R = _judged(group)
+  # Also where none was judged. The mean of seven times 0.8 is not 0.8.
+  if len(set(rewards_R[judged_R])) < 2:
     return np.zeros(len(rewards_R), np.float32)
   advantages_R = rewards_R - rewards_R[judged_R].mean()
   return np.where(judged_R, advantages_R, 0).astype(np.float32)

@@ -7,7 +7,7 @@ Routes turn from token-major to layer-major here.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
       raise ValueError(
         f'A trajectory of {lengths[i]} tokens does not fit a row of '
         f'{seq_len}; raise --config.rl.seq_len or lower '
-        '--config.rl.episode.max_tokens.'
+        '--config.episode.max_tokens.'
       )
     fits = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
     if fits is None:
@@ -57,6 +57,27 @@ def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
     rows[fits].append(i)
     room[fits] -= lengths[i]
   return [sorted(row) for row in rows]
+
+
+class Place(NamedTuple):
+  """Where a trajectory lies: microbatch, row, segment number and tokens."""
+
+  batch: int
+  row: int
+  segment: int
+  span: slice
+
+
+def places(lengths: list[int], shape: BatchShape) -> list[Place]:
+  """The place that `pack` gives to each trajectory, in the given order."""
+  found: dict[int, Place] = {}
+  for row, members in enumerate(assign_rows(lengths, shape.seq_len)):
+    offset = 0
+    for segment, i in enumerate(members, start=1):
+      span = slice(offset, offset + lengths[i])
+      found[i] = Place(row // shape.rows, row % shape.rows, segment, span)
+      offset = span.stop
+  return [found[i] for i in range(len(lengths))]
 
 
 def _padding(shape: BatchShape) -> dict[str, Any]:
@@ -80,12 +101,11 @@ def _padding(shape: BatchShape) -> dict[str, Any]:
 
 def _write(
   arrays: dict[str, Any],
-  row: int,
-  span: slice,
-  segment: int,
+  place: Place,
   trajectory: records.Trajectory,
   advantage: float,
 ) -> None:
+  _, row, segment, span = place
   arrays['tokens_BT'][row, span] = trajectory.tokens_T
   arrays['segment_ids_BT'][row, span] = segment
   arrays['positions_BT'][row, span] = np.arange(len(trajectory))
@@ -125,15 +145,11 @@ def pack(
         f'{trajectory.expert_ids_TMA.shape[1:]}, the trainer has {want}: the '
         'rollout fleet runs another model.'
       )
-  rows = assign_rows([len(t) for t in trajectories], shape.seq_len)
-  packed = []
-  for start in range(0, len(rows), shape.rows):
-    arrays = _padding(shape)
-    for row, members in enumerate(rows[start : start + shape.rows]):
-      offset = 0
-      for segment, i in enumerate(members, start=1):
-        span = slice(offset, offset + len(trajectories[i]))
-        _write(arrays, row, span, segment, trajectories[i], advantages[i])
-        offset = span.stop
-    packed.append(batches.RLBatch(**arrays))
-  return packed
+  where = places([len(t) for t in trajectories], shape)
+  num_batches = max((p.batch for p in where), default=-1) + 1
+  packed = [_padding(shape) for _ in range(num_batches)]
+  for place, trajectory, advantage in zip(
+    where, trajectories, advantages, strict=True
+  ):
+    _write(packed[place.batch], place, trajectory, advantage)
+  return [batches.RLBatch(**arrays) for arrays in packed]

@@ -13,14 +13,12 @@ class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
     entropy: nats.
     mismatch_kl: k3 estimate of KL(rollout || trainer), r - 1 - log r.
     truncated: tokens whose importance ratio met the cap.
-    log_ratio: log p_train - log p_rollout.
   """
 
   num_tokens: jax.Array
   entropy: jax.Array
   mismatch_kl: jax.Array
   truncated: jax.Array
-  log_ratio: jax.Array
 
 
 def k3(train_logprobs: jax.Array, rollout_logprobs: jax.Array) -> jax.Array:
@@ -70,5 +68,4 @@ def policy_stats(
     entropy=(entropy_BT * w_BT).sum(),
     mismatch_kl=(k3(train_logprobs_BT, rollout_logprobs_BT) * w_BT).sum(),
     truncated=((jnp.exp(log_ratio_BT) >= ratio_cap) * w_BT).sum(),
-    log_ratio=(log_ratio_BT * w_BT).sum(),
   )

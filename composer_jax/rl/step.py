@@ -20,6 +20,7 @@ from composer_jax.models import decoder, head
 from composer_jax.rl import policy_loss
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
+from composer_jax.train import step as train_step
 
 
 class StepSums(flax.struct.PyTreeNode, kw_only=True):
@@ -162,14 +163,11 @@ def build(
 
   def apply(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
-    grad_norm = optax.global_norm(grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    state = state.replace(
-      step=state.step + 1,
-      params=optax.apply_updates(state.params, updates),
-      opt_state=opt_state,
+    # RL leaves the selection bias alone: recorded routes were chosen with it.
+    state, stats = train_step.apply_gradients(
+      state, grads, sums.load_ME, optimizer=optimizer, bias_rate=0.0
     )
-    return state, grad_norm
+    return state, stats.grad_norm
 
   @jax.jit
   def score(values, batch):
@@ -185,18 +183,20 @@ def build(
 
 def mismatch_kl(
   functions: Functions, values: Any, packed: list[batches.RLBatch]
-) -> float:
+) -> jax.Array:
   """Mean k3 of KL(rollout || trainer) over the sampled tokens of a step.
+
+  Returns at once, as any jitted function does: reading it waits.
 
   Args:
     functions: of `build`.
     values: policy values to score with.
     packed: microbatches whose routes are replayed where they are recorded.
   """
-  total, count = 0.0, 0.0
+  total, count = jnp.float32(0), 0.0
   for batch in packed:
     logprobs_BT = functions.score(values, batch)
     k3_BT = policy_loss.k3(logprobs_BT, batch.rollout_logprobs_BT)
-    total += float((k3_BT * batch.loss_weights_BT).sum())
+    total += (k3_BT * batch.loss_weights_BT).sum()
     count += float(batch.loss_weights_BT.sum())
   return total / max(count, 1.0)

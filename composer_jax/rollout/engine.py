@@ -25,7 +25,8 @@ from composer_jax.rollout import slots as slots_lib
 EngineOptions = steps.EngineOptions
 
 # An extend costs the same however few of its rows carry context, so a step
-# decodes instead while fewer wait, but puts no context off longer than this.
+# decodes instead while fewer wait. Context that was put off for so many
+# dispatches goes before any decode, and before context that was put off less.
 _MAX_PUT_OFF = 2
 
 
@@ -41,13 +42,11 @@ class Engine:
     variables: Any,
     version: int,
     options: EngineOptions,
-    *,
-    plan: Any = None,
   ):
     self.config = config
     self.options = options
     self.version = version
-    self._steps = steps.build(config, options, plan)
+    self._steps = steps.build(config, options)
     self._weights = forward.unstack(variables, config)
     self._cache = self._steps.empty_cache()
     self._slots = slots_lib.Slots(options.num_slots, options.max_len)
@@ -66,11 +65,6 @@ class Engine:
   def num_unfinished(self) -> int:
     """Requests submitted and not yet completed."""
     return self._slots.num_unfinished
-
-  @property
-  def num_waiting(self) -> int:
-    """Requests that wait for another session to close."""
-    return self._slots.num_waiting
 
   def submit(self, request: records.SampleRequest) -> None:
     """Queues a request.
@@ -142,11 +136,13 @@ class Engine:
       or len(pending) >= self.options.num_rows
       or pending[0].waiting >= _MAX_PUT_OFF
     ):
-      self._extend(pending[: self.options.num_rows])
+      served = pending[: self.options.num_rows]
+      self._extend(served)
     else:
-      for session in pending:
-        session.waiting += 1
+      served = []
       self._decode(decoding)
+    for session in pending[len(served) :]:
+      session.waiting += 1
     return self._slots.take_finished()
 
   def _extend(self, sessions: list[slots_lib.Session]) -> None:

@@ -4,8 +4,8 @@
 training and costs a copy of the whole cache per token here. This module calls
 the same feed-forward, router, norm and rotation code layer by layer, with one
 cache array per layer in the order that the products of attention read:
-keys_BKHS and values_BKSH. `tests/rollout/forward_test.py` holds it to the
-decoder, cached and uncached.
+keys_BKHS and values_BKSH. It serves on one device.
+`tests/rollout/forward_test.py` holds it to the decoder.
 """
 
 from typing import Any
@@ -97,7 +97,6 @@ def forward(
   positions_BT: jax.Array,
   *,
   config: config_lib.ModelConfig,
-  plan: Any = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
@@ -109,7 +108,6 @@ def forward(
       the cache does not change.
     positions_BT: int32 within the session.
     config: of the decoder.
-    plan: where experts lie; None on one device.
 
   Returns:
     hidden_BTD after the final norm, uint16 expert_ids_MBTA, and the cache.
@@ -139,7 +137,7 @@ def forward(
       x_BTD += mlp.apply({'params': params['ffw']}, h_BTD)
     else:
       variables = {k: tree['moe'] for k, tree in layer.items()}
-      moe = experts.MoE(c, plan)
+      moe = experts.MoE(c)
       result: Any = moe.apply(variables, h_BTD, valid_BT, None)
       y_BTD, ids_BTA, _ = result
       x_BTD += y_BTD

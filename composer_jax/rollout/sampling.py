@@ -19,9 +19,9 @@ _GENERATOR = 'threefry2x32'
 def key_of(seed: tuple[int, ...]) -> np.ndarray:
   """Folds a seed tuple into key data, on the host.
 
-  A hash rather than a chain of `fold_in`s: it costs no device call, and tuples
-  of different lengths, or with large or negative members, never collide by
-  construction of the padding.
+  A hash rather than a chain of `fold_in`s: it costs no device call, and takes
+  tuples of any length, with large or negative members. Different tuples are
+  different texts; that two of n share a key has a chance of about n^2 / 2^65.
 
   Args:
     seed: integers such as (seed, group, member).

@@ -126,7 +126,7 @@ class Sampled(flax.struct.PyTreeNode, kw_only=True):
 
 
 class Steps:
-  """The compiled programs of one (config, options, plan).
+  """The compiled programs of one (config, options).
 
   Attributes:
     traces: times each program was traced, by name; stays at one.
@@ -139,10 +139,9 @@ class Steps:
     self,
     config: config_lib.ModelConfig,
     options: EngineOptions,
-    plan: Any = None,
   ):
     self.traces: collections.Counter[str] = collections.Counter()
-    run = functools.partial(forward.forward, config=config, plan=plan)
+    run = functools.partial(forward.forward, config=config)
     self.extend = self._compiled('extend', _extend, run, config, options)
     self.decode = self._compiled('decode', _decode, run, config, options)
     self.empty_cache = functools.partial(
@@ -160,11 +159,9 @@ class Steps:
 
 
 @functools.lru_cache(maxsize=8)
-def build(
-  config: config_lib.ModelConfig, options: EngineOptions, plan: Any = None
-) -> Steps:
+def build(config: config_lib.ModelConfig, options: EngineOptions) -> Steps:
   """Returns the programs, shared by every engine of the same shapes."""
-  return Steps(config, options, plan)
+  return Steps(config, options)
 
 
 def _take_rows(cache, slots_B):

@@ -42,7 +42,7 @@ class LocalResult:
 
 
 class Runner(Protocol):
-  """Calls `module.function(*args)` for each args, as `sandbox.base.Sandbox`."""
+  """Calls `module.function(*args)` for each args, as a sandbox does."""
 
   level: str
 
@@ -119,7 +119,10 @@ class StaticRunner:
 
   A body equal to a composition's up to bound names has that composition's
   meaning, which is computed from the composition. Any other body is 'raised
-  NotRecognised', even if it is right: stricter than a sandbox, never laxer.
+  NotRecognised', even if it is right, and so is every body in a module that
+  does not compile: stricter than a sandbox. It looks at bodies alone, which is
+  all that `source.replace_body` changes; what another function does when it is
+  called is not asked.
   """
 
   level = 'static'
@@ -144,7 +147,7 @@ class StaticRunner:
     self, text: str, function: str
   ) -> compositions.Composition | None:
     try:
-      node = source.find(source.parse(text), function)
+      node = source.find(source.check(text), function)
       if node is None:
         return None
       return compositions.recognise(source.normal_form(node))

@@ -29,6 +29,24 @@ def parse(text: str) -> ast.Module:
     raise ValueError('too deeply nested or not text') from error
 
 
+def check(text: str) -> ast.Module:
+  """Parses and compiles a whole module; nothing is executed.
+
+  `break` outside a loop parses, and fails when the module is imported.
+
+  Raises:
+    ValueError: as `parse`, and for what does not compile.
+  """
+  tree = parse(text)
+  try:
+    compile(tree, '<module>', 'exec', dont_inherit=True)
+  except SyntaxError as error:
+    raise ValueError(error.msg) from error
+  except (MemoryError, RecursionError) as error:
+    raise ValueError('too deeply nested') from error
+  return tree
+
+
 def replace_body(text: str, function: str, body: str) -> str:
   """Gives a function another body; signature and docstring stay.
 
@@ -82,7 +100,11 @@ class _Renamer(ast.NodeTransformer):
 def normal_form(function: ast.FunctionDef) -> str:
   """The function's statements up to the names it binds; docstring left out.
 
-  Two functions with the same normal form compute the same thing.
+  Bound are positional parameters and what a statement or comprehension assigns,
+  one name being one variable in all scopes. That suits bodies without inner
+  functions and classes: a lambda's parameter keeps its name, so two bodies with
+  one may share a form and differ. Of the signature only the order of positional
+  parameters counts; decorators and defaults do not.
 
   Raises:
     ValueError: nested too deeply to be compared.
@@ -94,12 +116,14 @@ def normal_form(function: ast.FunctionDef) -> str:
 
 
 def _normal_form(function: ast.FunctionDef) -> str:
-  names: dict[str, str] = {}
-  for argument in function.args.args:
-    names.setdefault(argument.arg, f'bound{len(names)}')
-  for node in ast.walk(function):
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-      names.setdefault(node.id, f'bound{len(names)}')
+  bound = [argument.arg for argument in function.args.args]
+  bound += [
+    node.id
+    for node in ast.walk(function)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+  ]
+  # No identifier, so that no free name can be taken for a bound one.
+  names = {name: f'<{i}>' for i, name in enumerate(dict.fromkeys(bound))}
   has_doc = ast.get_docstring(function, clean=False) is not None
   renamer = _Renamer(names)
   return '\n'.join(

@@ -50,7 +50,7 @@ def _options(**changes):
       'warmup_steps': 0,
       'decay_steps': 0,
       'final_ratio': 1.0,
-      'clip_norm': 1e9,
+      'grad_clip': 1e9,
       **changes,
     }
   )
@@ -129,7 +129,7 @@ def test_gradients_are_clipped_to_the_global_norm(params):
   unit = jax.tree.map(lambda p: p / norm, scaled)
   clipped, free = (
     groups.optimizer(
-      _options(clip_norm=c, **options),
+      _options(grad_clip=c, **options),
       params=params,
       axes=AXES,
       total_steps=1,

@@ -48,10 +48,23 @@ def test_advantage_is_reward_minus_mean():
   np.testing.assert_array_equal(found, [0.5, -0.5, -0.5, 0.5])
 
 
-def test_equal_rewards_give_no_gradient():
-  group = make_group([0.7] * 5)
-  found = advantage.group_advantages(group, np.full(5, 0.7))
-  np.testing.assert_allclose(found, 0, atol=1e-7)
+@pytest.mark.parametrize('count,reward', [(5, 0.7), (7, 0.8)])
+def test_equal_rewards_give_advantages_of_exactly_zero(count, reward):
+  """Also where rounding moves the mean away from them."""
+  group = make_group([reward] * count)
+  found = advantage.group_advantages(group, np.full(count, reward))
+  np.testing.assert_array_equal(found, np.zeros(count))
+  # One that was not judged is no reason for the others to differ.
+  group = with_unjudged(group, member=1)
+  rewards_R = np.where(np.arange(count) == 1, 0.0, reward)
+  found = advantage.group_advantages(group, rewards_R)
+  np.testing.assert_array_equal(found, np.zeros(count))
+
+
+def with_unjudged(group, member):
+  rollouts = list(group.rollouts)
+  rollouts[member] = make_rollout(member, 0.0, status=records.INFRASTRUCTURE)
+  return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
 def test_advantage_scales_with_the_reward_and_not_with_its_deviation():
@@ -62,12 +75,7 @@ def test_advantage_scales_with_the_reward_and_not_with_its_deviation():
 
 
 def test_a_failed_sandbox_is_not_a_failed_policy():
-  group = make_group([1.0, 0.0, 0.0])
-  broken = dataclasses.replace(
-    group,
-    rollouts=group.rollouts[:2]
-    + (make_rollout(2, 0.0, status=records.INFRASTRUCTURE),),
-  )
+  broken = with_unjudged(make_group([1.0, 0.0, 0.0]), member=2)
   found = advantage.group_advantages(broken, np.array([1.0, 0.0, 0.0]))
   np.testing.assert_array_equal(found, [0.5, -0.5, 0.0])
 
@@ -87,6 +95,20 @@ def test_shuffled_rewards_keep_their_multiset_and_change_their_places():
   assert list(shuffled) != rewards
   np.testing.assert_array_equal(
     shuffled, advantage.shuffled_rewards(group, seed=0)
+  )
+
+
+def test_shuffling_leaves_what_was_not_judged_in_its_place():
+  rewards = [float(i) for i in range(1, 17)]
+  group = with_unjudged(make_group(rewards), member=5)
+  shuffled = advantage.shuffled_rewards(group, seed=0)
+  assert shuffled[5] == 0
+  judged = sorted(rewards[:5] + rewards[6:])
+  assert sorted(np.delete(shuffled, 5)) == judged
+  # So that mean and spread of the advantages are those of the real rewards.
+  real = np.array([r.reward for r in group.rollouts])
+  np.testing.assert_array_equal(
+    *(np.sort(advantage.group_advantages(group, r)) for r in (shuffled, real))
   )
 
 

@@ -51,8 +51,6 @@ SHAPE = batching.BatchShape(
 OPTIONS = update.UpdateOptions(
   prompts=P,
   rollouts_per_prompt=R,
-  rows=SHAPE.rows,
-  seq_len=SHAPE.seq_len,
   replay=True,
   reward='verdict',
   kl_coefficient=0.0,
@@ -330,6 +328,72 @@ def test_equal_rewards_move_nothing(functions, variables, groups):
   jax.tree.map(np.testing.assert_array_equal, state.params, variables['params'])
 
 
+def test_a_group_of_equal_rewards_has_no_part_in_the_update(
+  functions, variables, groups
+):
+  """Not by 1e-16 either, though the mean of three times 0.8 is not 0.8."""
+  assert np.full(R, 0.8).mean() != 0.8
+  mixed, flat = groups[0], with_rewards(groups[1:], np.full((1, R), 0.8))[0]
+  both, metrics = update.update(
+    make_state(variables), [mixed, flat], functions, OPTIONS, SHAPE
+  )
+  alone, metrics_alone = update.update(
+    make_state(variables), [mixed], functions, OPTIONS, SHAPE
+  )
+  jax.tree.map(np.testing.assert_array_equal, both.params, alone.params)
+  assert metrics['informative_groups'] == 0.5
+  assert metrics_alone['informative_groups'] == 1
+  for name in ('grad_norm', 'sampled_tokens', 'entropy', 'expert_load'):
+    assert metrics[name] == metrics_alone[name]
+  assert metrics['grad_norm'] > 0
+  # The gradient with the flat group's tokens in the batch is the same.
+  values = rounded(variables)
+  trajectories = [r.trajectories[0] for g in (mixed, flat) for r in g.rollouts]
+  rewards_R = np.array([r.reward for r in mixed.rollouts])
+  advantages = [*advantage.group_advantages(mixed, rewards_R), *[0.0] * R]
+  sums = None
+  for batch in batching.pack(trajectories, advantages, SHAPE):
+    sums = functions.add_microbatch(values, sums, batch)
+  whole = float(optax.global_norm(sums.grads)) / (P * R)
+  assert metrics['grad_norm'] == pytest.approx(whole, rel=1e-5)
+
+
+def test_every_rollout_has_one_of_four_verdicts(groups):
+  rollouts = [r for g in groups for r in g.rollouts]
+  assert len(rollouts) == 6
+
+  def judged(status, num_passed):
+    return records.Verdict(
+      passed=status == records.GRADED and num_passed == 3,
+      num_passed=num_passed,
+      num_tests=3,
+      status=status,
+      sandbox_level='static',
+    )
+
+  verdicts = [judged(records.GRADED, n) for n in (3, 3, 2)]
+  # What is not finished does not count as passed, whatever its tests say.
+  verdicts += [judged(records.UNFINISHED, 3), judged(records.UNFINISHED, 0)]
+  verdicts.append(judged(records.INFRASTRUCTURE, 0))
+  found = update.verdict_counts(
+    [
+      dataclasses.replace(r, verdict=v)
+      for r, v in zip(rollouts, verdicts, strict=True)
+    ]
+  )
+  assert found == {
+    'passed': 2,
+    'failed': 1,
+    'unfinished': 2,
+    'infrastructure': 1,
+  }
+
+
+def test_the_shuffled_control_takes_no_kl_penalty():
+  with pytest.raises(ValueError, match=r'kl_coefficient must be 0.*not 0\.1'):
+    dataclasses.replace(OPTIONS, reward='shuffled', kl_coefficient=0.1)
+
+
 def test_the_shuffled_control_trains_on_permuted_rewards(
   functions, variables, groups
 ):
@@ -375,10 +439,24 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
   state = make_state(reroute(variables, 0.1))
   _, metrics = update.update(state, groups, functions, options, SHAPE)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
-  assert metrics['mismatch_kl_replay'] == pytest.approx(
-    metrics['mismatch_kl'], rel=1e-3
-  )
   assert metrics['replay_agreement'] < 1
+  # Each as a pass of its own measures it, whichever of them was trained on.
+  values = rounded(reroute(variables, 0.1))
+  own = {
+    'mismatch_kl_replay': steps.mismatch_kl(functions, values, packed(groups)),
+    'mismatch_kl_no_replay': steps.mismatch_kl(
+      functions, values, [update.fresh(b) for b in packed(groups)]
+    ),
+  }
+  assert metrics['mismatch_kl'] == metrics['mismatch_kl_replay']
+  state = make_state(reroute(variables, 0.1))
+  options = dataclasses.replace(options, replay=False)
+  _, afresh = update.update(state, groups, functions, options, SHAPE)
+  assert afresh['mismatch_kl'] == afresh['mismatch_kl_no_replay']
+  for name, value in own.items():
+    # Two programs, with and without a gradient: sums in another order.
+    assert metrics[name] == pytest.approx(float(value), rel=1e-3)
+    assert afresh[name] == pytest.approx(float(value), rel=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_statistics(

@@ -1,5 +1,6 @@
 """Laws of the verdict, and of the runners that execute no policy's text."""
 
+import ast
 import dataclasses
 import random
 
@@ -79,6 +80,34 @@ def test_the_static_runner_executes_nothing(tasks, tmp_path):
     verdict = verify.verify(task, files, RUNNERS[1], True)
     assert (verdict.passed, verdict.num_passed) == (False, 0)
   assert not mark.exists()
+
+
+@pytest.mark.parametrize('runner', RUNNERS, ids=lambda r: r.level)
+def test_a_neighbour_that_does_not_compile_fails_the_task(tasks, runner):
+  task = next(t for t in tasks if _neighbour(t))
+  right = _with_body(task, task.reference)
+  path = f'{task.package}/{task.path}'
+  text = source.replace_body(right[path], _neighbour(task), 'break')
+  assert verify.verify(task, right, runner, True).passed
+  verdict = verify.verify(task, {**right, path: text}, runner, True)
+  assert (verdict.passed, verdict.num_passed) == (False, 0)
+
+
+def _neighbour(task):
+  """The function beside the one to restore, if there is one."""
+  tree = ast.parse(task.files[f'{task.package}/{task.path}'])
+  names = [node.name for node in tree.body if node.name != task.function]
+  return names[0] if names else None
+
+
+def test_a_free_name_is_not_recognised_as_a_bound_one(tasks):
+  task = tasks[0]
+  argument, variable = list_functions.names_of(task)
+  body = task.reference.replace(f'in {argument}', 'in bound0')
+  assert body != task.reference
+  for runner in RUNNERS:
+    verdict = verify.verify(task, _with_body(task, body), runner, True)
+    assert (verdict.passed, verdict.num_passed) == (False, 0)
 
 
 def test_a_module_without_the_function_recognises_nothing(tasks):
