@@ -9,7 +9,10 @@ from collections.abc import Callable
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from composer_jax.core import files
 from composer_jax.pipeline import controller
+
+_TRACEBACK = 'error.txt'
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config',
@@ -24,7 +27,7 @@ _WORKDIR = flags.DEFINE_string(
   'resumes; another config needs another workdir.',
 )
 _DEBUG = flags.DEFINE_bool(
-  'debug', False, 'Shows the traceback of an error that has a message.'
+  'debug', False, 'Prints the traceback of an error that has a message.'
 )
 _ROLE = flags.DEFINE_enum(
   'role',
@@ -49,6 +52,18 @@ def _set_xla_flags(num_devices: int) -> None:
   os.environ['XLA_FLAGS'] = found.strip()
 
 
+def _keep_traceback(workdir: pathlib.Path) -> str:
+  """Writes the current traceback; returns the words that name its file."""
+  if not workdir.is_dir():
+    return ''
+  path = workdir / _TRACEBACK
+  try:
+    files.write_atomic(path, traceback.format_exc().encode())
+  except OSError:
+    return ''  # The disk is full or refuses, which is most likely the error.
+  return f' (traceback: {path})'
+
+
 def main(run: Callable[..., None]) -> None:
   """Runs `run(spec, workdir, role, command)` under absl.
 
@@ -56,7 +71,9 @@ def main(run: Callable[..., None]) -> None:
   can start its own rollout worker.
 
   Errors that a user can cause (ValueError, OSError, ...) end the program with
-  their message alone; --debug shows where they come from.
+  one line. Libraries raise the same classes for faults of ours, so where the
+  error came from is kept in the workdir, if there is one yet, and named in that
+  line; --debug shows it at once, and a rollout worker writes it to its log.
   """
 
   def call(argv):
@@ -78,17 +95,18 @@ def main(run: Callable[..., None]) -> None:
     from composer_jax.pipeline import spec
 
     command = [sys.executable, '-m', module, *sys.argv[1:]]
+    workdir = pathlib.Path(_WORKDIR.value).absolute()
     try:
-      run(
-        spec.from_dict(config),
-        pathlib.Path(_WORKDIR.value).absolute(),
-        role=_ROLE.value,
-        command=command,
-      )
+      run(spec.from_dict(config), workdir, role=_ROLE.value, command=command)
+      if _ROLE.value == 'run':
+        (workdir / _TRACEBACK).unlink(missing_ok=True)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-      if _DEBUG.value:
+      where = ''
+      if _DEBUG.value or _ROLE.value == 'rollout':
         traceback.print_exc()
-      sys.exit(f'error: {error}')
+      else:
+        where = _keep_traceback(workdir)
+      sys.exit(f'error: {error}{where}')
 
   # Absent when a main is run as a plain file.
   main_spec = sys.modules['__main__'].__spec__

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 from typing import Any
 
@@ -30,9 +31,12 @@ _HASHES = 'hashes'
 # system's own rounding.
 _DISK_MARGIN = 4 * 2**20
 
-
 # What orbax's parsing of damaged metadata has been seen to raise.
 _READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
+# Errors of files that say that something of a checkpoint is gone; any other,
+# like too many open files, says nothing on the checkpoint.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedCheckpoint(ValueError):
@@ -47,6 +51,12 @@ def _slices_name(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 def _hash(block: np.ndarray) -> str:
   return blake3.blake3(np.ascontiguousarray(block).data.cast('B')).hexdigest()
+
+
+def _texts(stored: Any) -> dict[str, str]:
+  """Returns the texts of a JSON item; damage may have left any JSON value."""
+  items = stored.items() if isinstance(stored, dict) else ()
+  return {name: value for name, value in items if isinstance(value, str)}
 
 
 def _digest(text: str) -> str:
@@ -93,6 +103,37 @@ def _matches(array: jax.Array, shards: dict[str, str]) -> bool:
   )
 
 
+def _errno(error: BaseException) -> int | None:
+  """Returns the system's number; tensorstore's ValueErrors spell it out."""
+  if isinstance(error, OSError):
+    return error.errno
+  found = re.search(r"os_error_code='(\d+)'", str(error))
+  return int(found[1]) if found else None
+
+
+def _raised_by(error: BaseException) -> str:
+  """Returns the name of the module whose code raised."""
+  trace = error.__traceback__
+  while trace is not None and trace.tb_next is not None:
+    trace = trace.tb_next
+  return trace.tb_frame.f_globals.get('__name__', '') if trace else ''
+
+
+def _check_readable(folder: pathlib.Path) -> None:
+  """Raises the system's error for a file that may not be read.
+
+  Orbax takes for absent what lies in a folder that refuses.
+  """
+
+  def refuse(error: OSError) -> None:
+    raise error
+
+  for parent, _, names in os.walk(folder, onerror=refuse):
+    for name in names:
+      with open(os.path.join(parent, name), 'rb') as file:
+        file.read(1)
+
+
 def _brief(error: BaseException) -> str:
   """Shortens tensorstore's page-long messages to their start."""
   first_line = (str(error).splitlines() or [''])[0]
@@ -102,14 +143,22 @@ def _brief(error: BaseException) -> str:
 class Checkpoints:
   """Checkpoints of one stage in one directory, numbered by step."""
 
-  def __init__(self, directory: str | os.PathLike, *, keep: int):
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    keep: int,
+    fallback: str = 'the start of the stage',
+  ):
     """Opens a directory, sweeping what a killed process left half-written.
 
     Args:
       directory: made when missing.
       keep: newest checkpoints kept.
+      fallback: what a run goes on from when the directory holds none.
     """
     self.directory = pathlib.Path(directory).absolute()
+    self._fallback = fallback
     self.directory.mkdir(parents=True, exist_ok=True)
     self._writing: int | None = None
     self._manager = ocp.CheckpointManager(
@@ -138,7 +187,7 @@ class Checkpoints:
 
     Raises:
       OSError: too little space for this one, or the previous one failed to be
-        written. Earlier checkpoints are untouched.
+        written. Earlier checkpoints are untouched, whatever is raised.
     """
     self.wait()
     flat = trees.flatten_names(tree)
@@ -162,7 +211,8 @@ class Checkpoints:
         force=True,
       )
     except (OSError, ValueError, RuntimeError) as error:
-      raise self._write_error(error) from error
+      self._explain_full_disk(error)
+      raise
 
   def wait(self) -> None:
     """Waits for the checkpoint being written, if any.
@@ -173,7 +223,8 @@ class Checkpoints:
     try:
       self._manager.wait_until_finished()
     except (OSError, ValueError, RuntimeError) as error:
-      raise self._write_error(error) from error
+      self._explain_full_disk(error)
+      raise
     self._writing = None
 
   def restore(self, step: int, like: Any) -> tuple[Any, Any]:
@@ -187,11 +238,13 @@ class Checkpoints:
       The tree, placed as `like` says, and the JSON value.
 
     Raises:
-      DamagedCheckpoint: unreadable, or a hash differs.
+      DamagedCheckpoint: something of it is gone or has changed.
       ValueError: it holds other arrays than `like`.
+      OSError: the system refuses to read it; it may be whole.
     """
     flat = trees.flatten_names(like)
-    stored = self._read(step, **{_HASHES: ocp.args.JsonRestore()})[_HASHES]
+    read = self._read(step, **{_HASHES: ocp.args.JsonRestore()})
+    stored = _texts(read[_HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
       raise self._damaged(step, 'its table of hashes has changed')
     record = json.loads(stored['text'])
@@ -210,7 +263,7 @@ class Checkpoints:
     for name, array in items[_STATE].items():
       if not _matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
-    text = items[_DATA].get('text', '')
+    text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')
     leaves = [items[_STATE][name] for name in flat]
@@ -230,13 +283,25 @@ class Checkpoints:
       is_wrapped = type(error) is Exception
       if not is_wrapped and not isinstance(error, _READ_ERRORS):
         raise
+      # Files are read and parsed by others; what JAX refuses came from us.
+      if _raised_by(error).startswith(('jax', 'composer_jax')):
+        raise
       reason = error.__cause__ if is_wrapped and error.__cause__ else error
+      number = _errno(reason)
+      if number is not None and number not in _GONE:
+        raise OSError(
+          number,
+          f'Checkpoint of step {step} cannot be read ({os.strerror(number)}), '
+          'which does not mean that it is damaged',
+          str(self.directory / str(step)),
+        ) from error
+      _check_readable(self.directory / str(step))
       raise self._damaged(step, _brief(reason)) from error
 
   def _damaged(self, step: int, detail: str) -> DamagedCheckpoint:
     path = self.directory / str(step)
     earlier = [s for s in self.steps() if s < step]
-    resume = f'step {earlier[-1]}' if earlier else 'the start of the stage'
+    resume = f'step {earlier[-1]}' if earlier else self._fallback
     return DamagedCheckpoint(
       f'Checkpoint of step {step} in {path} is damaged ({detail}). Delete '
       f'that folder and run the same command: it continues from {resume}.'
@@ -270,15 +335,17 @@ class Checkpoints:
         str(self.directory),
       )
 
-  def _write_error(self, error: Exception) -> OSError:
+  def _explain_full_disk(self, error: Exception) -> None:
+    """Raises an OSError with the cure if it was want of space, else returns."""
     # Tensorstore reports a full disk as a ValueError that ends in the reason.
-    is_full = 'No space left' in str(error)
-    number = errno.ENOSPC if is_full else getattr(error, 'errno', errno.EIO)
-    reason = os.strerror(errno.ENOSPC) if is_full else _brief(error)
-    return OSError(
+    number = _errno(error)
+    if number not in _FULL:
+      return
+    raise OSError(
       number,
-      f'Checkpoint of step {self._writing} could not be written ({reason}); '
-      f'checkpoints of steps {self.steps()} are intact. Free space and run '
-      'the same command, or choose another --workdir',
+      f'Checkpoint of step {self._writing} could not be written '
+      f'({os.strerror(number)}); checkpoints of steps {self.steps()} are '
+      'intact. Free space and run the same command, or choose another '
+      '--workdir',
       str(self.directory),
-    )
+    ) from error

@@ -5,19 +5,9 @@ import os
 import pathlib
 from typing import Any
 
-from composer_jax.core import files
+from composer_jax.core import dotted, files
 
 CONFIG = 'config.json'
-
-
-def _flatten(value: Any, prefix: str = '') -> dict[str, Any]:
-  """Returns {'a.b.c': leaf}; lists and empty dictionaries are leaves."""
-  if not isinstance(value, dict) or not value:
-    return {prefix: value}
-  flat = {}
-  for key, inner in value.items():
-    flat |= _flatten(inner, f'{prefix}.{key}' if prefix else str(key))
-  return flat
 
 
 def claim(
@@ -40,11 +30,11 @@ def claim(
   """
   path = pathlib.Path(workdir) / CONFIG
   # Through JSON, so that tuples compare equal to what was read back.
-  wanted = _flatten(json.loads(json.dumps(config)))
+  wanted = dotted.flatten(json.loads(json.dumps(config)))
   if not path.exists():
     files.write_json(path, config)
     return
-  found = _flatten(files.read_json(path))
+  found = dotted.flatten(files.read_json(path))
   missing = object()
   differing = [
     key

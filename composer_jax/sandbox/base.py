@@ -5,7 +5,7 @@ No level executes anything here; `open.open_sandbox` picks one.
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 LEVELS = ('bwrap', 'unshare', 'rlimits')
 STATUSES = ('ok', 'timeout', 'killed', 'exit', 'infrastructure')
@@ -78,29 +78,3 @@ class Result:
         f'level ({self.level}) must be one of {LEVELS} and status '
         f'({self.status}) one of {STATUSES}.'
       )
-
-
-class Sandbox(Protocol):
-  """Runs functions of untrusted files; safe to call from several threads."""
-
-  level: str
-
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> Result:
-    """Calls `module.function(*arguments[i])` for each i in a fresh process.
-
-    Args:
-      files: relative path -> text; the whole workspace of the call.
-      module: dotted name, imported from the workspace.
-      function: attribute of the module.
-      arguments: JSON values only. Expected results have no place here: they
-        are compared by the caller.
-    """
-    ...
-
-  def close(self) -> None: ...

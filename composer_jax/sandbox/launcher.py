@@ -10,6 +10,7 @@ directory for the workspace. No /proc, no /etc, no /tmp, no home; all of it
 read-only. Names inside are neutral, since a process can list its mounts.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import glob
@@ -112,6 +113,24 @@ def _effective_capabilities() -> int:
 def _has(*capabilities: int) -> bool:
   held = _effective_capabilities()
   return os.geteuid() == 0 and all(held >> bit & 1 for bit in capabilities)
+
+
+def _maps(uid: int) -> bool:
+  """Whether this user namespace lets a process become this user and group.
+
+  Root of a namespace that maps one user only, as `unshare -r` and some
+  containers without a daemon make, holds every capability and is nobody else.
+  """
+  try:
+    for name in ('uid_map', 'gid_map'):
+      with open(f'/proc/self/{name}') as file:
+        ranges = [[int(x) for x in line.split()] for line in file]
+      if not any(first <= uid < first + count for first, _, count in ranges):
+        return False
+    with open('/proc/self/setgroups') as file:
+      return file.read().strip() != 'deny'
+  except FileNotFoundError:  # no user namespaces here
+    return True
 
 
 def _user_processes() -> int:
@@ -251,8 +270,18 @@ def _reachable(path: str) -> bool:
   return True
 
 
+def _place(cores: list[int] | None, priority: int) -> None:
+  """Takes the pool's cores and priority instead of the starting thread's."""
+  if cores is not None:
+    os.sched_setaffinity(0, cores)
+  # Only root may raise a priority again: without, a lower one has to do.
+  with contextlib.suppress(PermissionError):
+    os.setpriority(os.PRIO_PROCESS, 0, priority)
+
+
 def main() -> None:
   config = json.loads(sys.argv[1])
+  _place(config['cores'], config['priority'])
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   os.umask(0o022)
   tree = Tree()
@@ -264,7 +293,7 @@ def main() -> None:
       # Else imports would fail for any other user.
       and _reachable(os.__file__)
     )
-  if not may_change_uid:
+  if not (may_change_uid and _maps(config['uid'])):
     config['uid'] = None
   config['workspace'] = _WORK
   config['user_processes'] = _user_processes()

@@ -6,7 +6,9 @@ import re
 from typing import Any
 
 MAX_DEPTH = 64  # the writer stops at 32, below two lists of its own
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and content with a string that does not end: from a quote on it
+# never fails nor goes back, so hostile text costs one pass.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 
 
 def parse(data: bytes, num_calls: int) -> list:

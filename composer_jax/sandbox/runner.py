@@ -50,21 +50,25 @@ def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
     return getattr(module, request['function']), None
   except SystemExit:
     raise
-  except BaseException as error:  # noqa: BLE001, any error is a result
+  # Whatever untrusted code raises is its result, KeyboardInterrupt and classes
+  # of its own included; no error of ours can arise here.
+  except BaseException as error:  # noqa: BLE001
     return None, ['raised', describe(error)]
 
 
 def _outcome(function, arguments: list) -> list:
   try:
     return ['ok', plain(function(*arguments))]
-  except BaseException as error:  # noqa: BLE001, SystemExit too
+  # A SystemExit of the function too: the next arguments have their turn.
+  except BaseException as error:  # noqa: BLE001
     return ['raised', describe(error)]
 
 
 def describe(error: BaseException) -> str:
   try:
     text = f'{type(error).__name__}: {error}'
-  except BaseException:  # noqa: BLE001, __str__ is untrusted as well
+  # The error's class is untrusted code as well, and its __str__ may raise.
+  except BaseException:  # noqa: BLE001
     text = type(error).__name__
   return text[:_MAX_TEXT].encode('utf-8', 'replace').decode()
 

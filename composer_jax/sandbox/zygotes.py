@@ -1,6 +1,8 @@
 """The host's side: a pool of zygotes, and one call through one of them."""
 
 import array
+import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -31,11 +33,32 @@ class ZygoteError(Exception):
   """The zygote died, hung or could not prepare a call."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where zygotes run.
+
+  Attributes:
+    cores: None where a process cannot choose them.
+    priority: the nice value.
+  """
+
+  cores: tuple[int, ...] | None
+  priority: int
+
+  @classmethod
+  def current(cls) -> 'Place':
+    """That of the calling thread."""
+    cores = None
+    if hasattr(os, 'sched_getaffinity'):
+      cores = tuple(sorted(os.sched_getaffinity(0)))
+    return cls(cores, os.getpriority(os.PRIO_PROCESS, 0))
+
+
 class Zygote:
   """One zygote process; one call at a time."""
 
-  def __init__(self, level: str, limits: base.Limits):
-    self.level, self.limits = level, limits
+  def __init__(self, level: str, limits: base.Limits, place: Place):
+    self.level, self.limits, self.place = level, limits, place
     self.about: dict = {}
     # Unique in this process: names the group, and makes the uid, by which
     # processes are counted, one that no other zygote of ours uses.
@@ -46,15 +69,14 @@ class Zygote:
     self._scratch = None
     self._process: subprocess.Popen | None = None
     self._control, self._theirs = socket.socketpair()
-    try:
+    with contextlib.ExitStack() as unless_started:
+      unless_started.callback(self.close)
       if level == 'rlimits':  # the others mount a workspace of their own
         self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
         # The user that the code becomes passes through, and sees no names.
         os.chmod(self._scratch, 0o711)
       self._start()
-    except BaseException:
-      self.close()
-      raise
+      unless_started.pop_all()
 
   def _start(self) -> None:
     with self._theirs as theirs, tempfile.TemporaryFile() as errors:
@@ -67,6 +89,7 @@ class Zygote:
         'bwrap': shutil.which('bwrap'),
         'cgroup': self._group.version,
         'cgroup_procs': self._group.entrances(),
+        **dataclasses.asdict(self.place),
         'limits': {
           field: getattr(self.limits, field)
           for field in base.Limits.__dataclass_fields__
@@ -253,7 +276,11 @@ def _signalled(number: int, limits: base.Limits) -> tuple[str, str]:
 
 
 class ZygotePool:
-  """A `base.Sandbox` of `size` zygotes; further threads wait their turn."""
+  """A sandbox of `size` zygotes; further threads wait their turn.
+
+  All zygotes run where the thread that opened the pool ran, also those that
+  replace a dead one: the thread that finds it dead may be pinned to a core.
+  """
 
   def __init__(self, level: str, limits: base.Limits, size: int):
     self.level = level
@@ -262,14 +289,13 @@ class ZygotePool:
     self._closed = False
     self._idle: queue.LifoQueue = queue.LifoQueue()
     self._size = size
+    self._place = Place.current()
     started = []
-    try:
+    with contextlib.ExitStack() as unless_started:
       for _ in range(size):
-        started.append(Zygote(level, limits))
-    except BaseException:
-      for zygote in started:
-        zygote.close()
-      raise
+        started.append(Zygote(level, limits, self._place))
+        unless_started.callback(started[-1].close)
+      unless_started.pop_all()
     self.about = started[0].about
     for zygote in started:
       self._idle.put(zygote)
@@ -281,6 +307,15 @@ class ZygotePool:
     function: str,
     arguments: list[list],
   ) -> base.Result:
+    """Calls `module.function(*arguments[i])` for each i in a fresh process.
+
+    Args:
+      files: relative path -> text; the whole workspace of the call.
+      module: dotted name, imported from the workspace.
+      function: attribute of the module.
+      arguments: JSON values only. Expected results have no place here: they
+        are compared by the caller.
+    """
     request = _encode(files, module, function, arguments)
     zygote = self._idle.get()
     try:
@@ -288,7 +323,7 @@ class ZygotePool:
         raise ValueError('the sandbox is closed; open another one.')
       for attempt in range(2):
         try:
-          zygote = zygote or Zygote(self.level, self._limits)
+          zygote = zygote or Zygote(self.level, self._limits, self._place)
           return zygote.run(request, len(arguments))
         except (ZygoteError, OSError) as error:
           reason = str(error)

@@ -1,10 +1,13 @@
 """Checkpoints are whole, verified, and never at the cost of earlier ones."""
 
+import contextlib
 import errno
 import os
 import pathlib
+import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import jax
@@ -109,6 +112,98 @@ def test_flipped_bytes_in_any_file_never_restore_other_arrays(written):
   for part in ('step 2', str(folder), 'Delete', 'continues from step 1'):
     assert all(part in message for message in refused), part
   written.restore(2, _like(_tree()))
+
+
+@pytest.mark.parametrize('text', ['null', '[]', '{"text": 1}', '{}'])
+@pytest.mark.parametrize('part', ['data', 'hashes'])
+def test_other_json_is_damage(written, part, text):
+  path = written.directory / '2' / part / 'metadata'
+  original = path.read_bytes()
+  path.write_text(text)
+  try:
+    with pytest.raises(manager.DamagedCheckpoint, match='has changed'):
+      written.restore(2, _like(_tree()))
+  finally:
+    path.write_bytes(original)
+
+
+def test_the_cure_names_what_the_run_goes_on_from(tmp_path):
+  checkpoints = manager.Checkpoints(tmp_path, keep=1, fallback='the moon')
+  checkpoints.save(1, _tree(1))
+  checkpoints.wait()
+  (tmp_path / '1' / 'hashes' / 'metadata').write_text('{}')
+  with pytest.raises(manager.DamagedCheckpoint, match='continues from the moo'):
+    checkpoints.restore(1, _like(_tree()))
+  checkpoints.close()
+
+
+def _descriptors(extra):
+  """Allows so many more descriptors than are open."""
+  count = len(os.listdir('/proc/self/fd'))
+  _, ceiling = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (count + extra, ceiling))
+
+
+def test_too_many_open_files_are_not_called_damage(written):
+  before = resource.getrlimit(resource.RLIMIT_NOFILE)
+  _descriptors(1)
+  try:
+    with pytest.raises(OSError, match='does not mean') as caught:
+      written.restore(2, _like(_tree()))
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+  assert caught.value.errno == errno.EMFILE
+  written.restore(2, _like(_tree()))
+
+
+@pytest.fixture(scope='module')
+def shared():
+  """A checkpoint that another user may read."""
+  with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o755)
+    checkpoints = manager.Checkpoints(folder, keep=1)
+    checkpoints.save(1, _tree(1))
+    checkpoints.wait()
+    yield checkpoints
+    checkpoints.close()
+
+
+@contextlib.contextmanager
+def _ordinary_user():
+  """Root may read everything."""
+  uid = os.geteuid()
+  os.seteuid(uid or 65001)
+  try:
+    yield
+  finally:
+    os.seteuid(uid)
+
+
+@pytest.mark.parametrize(
+  'part', ['data', 'data/metadata', 'state', 'state/_METADATA', 'state/d']
+)
+def test_what_may_not_be_read_is_not_called_damage(shared, part):
+  path = shared.directory / '1' / part
+  mode = path.stat().st_mode
+  path.chmod(0)
+  try:
+    with _ordinary_user(), pytest.raises(PermissionError, match='1'):
+      shared.restore(1, _like(_tree()))
+  finally:
+    path.chmod(mode)
+  with _ordinary_user():
+    shared.restore(1, _like(_tree()))
+
+
+def test_a_sharding_that_does_not_divide_is_not_called_damage(written):
+  mesh = jax.make_mesh((3,), ('fsdp',), devices=jax.devices()[:3])
+  like = _like(_tree())
+  like['half'] = jax.ShapeDtypeStruct(
+    (64,), jnp.bfloat16, sharding=NamedSharding(mesh, P('fsdp'))
+  )
+  with pytest.raises(ValueError, match='divi') as caught:
+    written.restore(2, like)
+  assert not isinstance(caught.value, manager.DamagedCheckpoint)
 
 
 def test_changed_content_that_decodes_is_found_by_hash(tmp_path):

@@ -1,13 +1,18 @@
 """The main job through the real command line, every stage at its smallest."""
 
 import contextlib
+import os
+import re
 import shutil
 import subprocess
 import sys
 
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from composer_jax.checkpoint import manager
 from composer_jax.core import files
@@ -18,7 +23,6 @@ from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import sync_loop
 from composer_jax.telemetry import writer as writers
-from configs.composer import tiny
 from tests.e2e import jobs
 
 EXPECTED_METRICS = {
@@ -33,14 +37,22 @@ EXPECTED_METRICS = {
 
 def make_spec(*overrides: str) -> specs.Spec:
   """The spec that the command line makes of the smoke config."""
-  config = tiny.get_config('smoke')
-  for flag in (*jobs.OVERRIDES, *overrides):
-    key, _, value = flag.removeprefix('--config.').partition('=')
-    old = config
-    for part in key.split('.'):
-      old = old[part]
-    config.update_from_flattened_dict({key: type(old)(value)})
-  return specs.from_dict(config.to_dict())
+  path = f'--config={jobs.ROOT / jobs.CONFIG}'
+  arguments = ['test', path, *jobs.OVERRIDES, *overrides]
+  values = flags.FlagValues()
+  config = config_flags.DEFINE_config_file(
+    'config', flag_values=values, sys_argv=arguments
+  )
+  values(arguments)
+  return specs.from_dict(config.value.to_dict())
+
+
+def test_flags_of_every_type_are_read_as_the_command_line_does():
+  spec = make_spec(
+    '--config.telemetry.tensorboard=False', '--config.rl.learning_rate=1e-5'
+  )
+  assert spec.telemetry.tensorboard is False
+  assert spec.rl.learning_rate == 1e-5
 
 
 @pytest.fixture
@@ -74,6 +86,29 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
   rows = [r for r in writers.read(straight) if r['stage'] == stage]
   found = {name for row in rows for name in row}
   assert set(EXPECTED_METRICS[stage].split()) <= found
+
+
+def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
+  explained = set()
+  for line in (writers.__doc__ or '').splitlines():
+    first, *others = [cell.strip() for cell in line.strip('|').split('|')]
+    if first in (*EXPECTED_METRICS, 'cpt, sft'):
+      explained |= {(stage, others[0]) for stage in first.split(', ')}
+  rows = writers.read(straight)
+  found = {(row['stage'], name) for row in rows for name in row}
+  own = {(row['stage'], n) for row in rows for n in ('stage', 'step', 'time')}
+  assert found - own == explained
+
+
+def test_every_stage_was_timed(straight):
+  seconds = files.read_json(straight / 'stages.json')
+  assert seconds.keys() == {
+    *('corpus', 'tokenizer', 'cpt', 'demonstrations', 'sft', 'eval_sft'),
+    *('rl', 'eval_rl'),
+  }
+  assert all(s > 0 for s in seconds.values())
+  rows = [r['time'] for r in writers.read(straight) if r['stage'] == 'rl']
+  assert seconds['rl'] > rows[-1] - rows[0]
 
 
 def test_both_policies_were_judged_on_the_same_held_out_tasks(straight):
@@ -110,8 +145,28 @@ def test_the_chain_of_bundles_ends_at_the_exported_policy(straight):
     np.testing.assert_array_equal(update.weights[name], array, err_msg=name)
 
 
+def sandbox_processes() -> dict[psutil.Process, int]:
+  """Launchers, zygotes and their calls, and the id of the host of each."""
+  found = {}
+  for process in psutil.process_iter():
+    with contextlib.suppress(psutil.Error):
+      match = re.search(r'"host_pid": (\d+),', ' '.join(process.cmdline()))
+      if match:
+        found[process] = int(match[1])
+  return found
+
+
 def test_nothing_survives_the_job(straight):
   assert not jobs.mentioning(straight)
+  # Sandboxes name their host instead. Others of this machine may be at work.
+  with jobs_of_runs.open_runner(make_spec().sandbox):
+    assert os.getpid() in sandbox_processes().values()
+  orphans = [
+    process
+    for process, host in sandbox_processes().items()
+    if not psutil.pid_exists(host)
+  ]
+  jobs.assert_gone(orphans)
 
 
 def test_finished_stages_are_not_repeated(copy):

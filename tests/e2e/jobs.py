@@ -83,17 +83,22 @@ def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
 
 
 class Zygote:
-  """Runs of the main job that cost no imports; see `zygote.py`."""
+  """Runs of the main job that cost no imports; see `zygote.py`.
 
-  def __init__(self):
+  Attributes:
+    pid: of the process that all of them are forked from.
+  """
+
+  def __init__(self, *prefix: str):
     self._process = subprocess.Popen(
-      [sys.executable, '-m', 'tests.e2e.zygote'],
+      [*prefix, sys.executable, '-m', 'tests.e2e.zygote'],
       cwd=ROOT,
       env=environment(),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
     )
+    self.pid = self._process.pid
 
   def start(self, workdir: pathlib.Path, log: pathlib.Path, *more: str) -> int:
     request = json.dumps([arguments(workdir, *more), str(log)])
@@ -111,8 +116,9 @@ class Zygote:
 
 
 @contextlib.contextmanager
-def zygote() -> Iterator[Zygote]:
-  found = Zygote()
+def zygote(*prefix: str) -> Iterator[Zygote]:
+  """A Zygote started by the command `prefix`, which must exec it."""
+  found = Zygote(*prefix)
   try:
     yield found
   finally:

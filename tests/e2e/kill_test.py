@@ -5,8 +5,10 @@ the same command again: with one moment after another, in one workdir. At
 staleness 0 the result must equal that of a run nobody touched.
 """
 
+import dataclasses
 import json
 import pathlib
+import shlex
 import shutil
 import subprocess
 import time
@@ -157,38 +159,58 @@ def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
   assert not jobs.mentioning(workdir)
 
 
+@dataclasses.dataclass(frozen=True)
+class SmallDisk:
+  """A file system of its own, mounted where nobody needs to be root.
+
+  Attributes:
+    zygote: lives in the namespace that has it mounted.
+    inside: its folder, as that zygote and its runs name it.
+    outside: the same folder, as everybody else does.
+  """
+
+  zygote: jobs.Zygote
+  inside: pathlib.Path
+  outside: pathlib.Path
+
+  def resize(self, num_bytes: int) -> None:
+    enter = ['nsenter', f'--target={self.zygote.pid}', '--mount', '--user']
+    enter += ['--preserve-credentials']
+    # With its source named, `mount` adds no options of before: the owner is one
+    # of them, whom the namespace knows by another number.
+    mount = ['mount', '-o', f'remount,size={num_bytes}', 'tmpfs']
+    mount += [str(self.inside)]
+    subprocess.run([*enter, *mount], check=True, timeout=60)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
-  """A file system of 4 MB, and what gives it another size."""
+  """A disk of 4 MB."""
   folder = tmp_path / 'disk'
   folder.mkdir()
-
-  def mount(options):
-    return subprocess.run(
-      ['mount', '-t', 'tmpfs', '-o', options, 'tmpfs', str(folder)],
-      capture_output=True,
-      text=True,
-    )
-
-  mounted = mount('size=4m')
-  if mounted.returncode:
-    pytest.skip(f'no namespaces: {mounted.stderr.strip()}')
-
-  def resize(num_bytes):
-    assert mount(f'remount,size={num_bytes}').returncode == 0
-
-  try:
-    yield folder, resize
-  finally:
-    subprocess.run(['umount', '-l', str(folder)], check=True)
+  become = ['unshare', '--map-root-user', '--mount']
+  refused = subprocess.run(
+    [*become, 'true'], capture_output=True, text=True, check=False
+  )
+  if refused.returncode:
+    pytest.skip(f'no namespaces: {refused.stderr.strip()}')
+  mount = f'mount -t tmpfs -o size=4m tmpfs {shlex.quote(str(folder))}'
+  script = f'{mount} && exec "$@"'
+  with jobs.zygote(*become, 'sh', '-c', script, 'sh') as zygote:
+    outside = pathlib.Path(f'/proc/{zygote.pid}/root{folder}')
+    deadline = time.monotonic() + 60
+    while not outside.is_mount() and time.monotonic() < deadline:
+      time.sleep(0.01)
+    assert outside.is_mount()
+    yield SmallDisk(zygote, folder, outside)
 
 
 def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
-  tmp_path, zygote, small_disk, request
+  tmp_path, small_disk, request
 ):
-  folder, resize = small_disk
-  workdir, log = folder / 'run', tmp_path / 'log.txt'
-  zygote.start(workdir, log)
+  zygote, run = small_disk.zygote, small_disk.inside / 'run'
+  workdir, log = small_disk.outside / 'run', tmp_path / 'log.txt'
+  zygote.start(run, log)
   assert zygote.exit_code() == 1
   error = log.read_text().splitlines()[-1]
   assert error.startswith('error: [Errno 28]') and 'Checkpoint' in error
@@ -196,8 +218,8 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   # What was written before is whole, and is what the next run builds on.
   assert jobs.steps(workdir, 'cpt') == [1, 2]
   corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
-  resize(256 << 20)
-  pid = zygote.start(workdir, log)
+  small_disk.resize(256 << 20)
+  pid = zygote.start(run, log)
   done = jobs.Strike('pretraining over', exists('demonstrations.json'))
   assert jobs.strike(pid, workdir, done)
   assert zygote.exit_code() == -9
@@ -209,24 +231,24 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
 
 
 def test_a_disk_that_fills_up_in_rl_loses_nothing(
-  tmp_path, zygote, small_disk, request
+  tmp_path, small_disk, request
 ):
-  folder, resize = small_disk
-  workdir, log = folder / 'run', tmp_path / 'log.txt'
+  zygote, run = small_disk.zygote, small_disk.inside / 'run'
+  workdir, log = small_disk.outside / 'run', tmp_path / 'log.txt'
   straight = request.getfixturevalue('straight')
-  resize(256 << 20)
+  small_disk.resize(256 << 20)
   jobs.copy_before_rl(straight, workdir)
-  usage = shutil.disk_usage(folder)
+  usage = shutil.disk_usage(small_disk.outside)
   # Room for the first policy and some groups, not for the whole stage.
-  resize(usage.used + (600 << 10))
-  zygote.start(workdir, log)
+  small_disk.resize(usage.used + (600 << 10))
+  zygote.start(run, log)
   assert zygote.exit_code() == 1
   text = log.read_text()
   print(text)
   assert text.splitlines()[-1].startswith('error: ')
-  assert 'No space left' in text and 'Traceback' not in text
-  resize(256 << 20)
-  zygote.start(workdir, log)
+  assert 'Errno 28' in text and 'Traceback' not in text
+  small_disk.resize(256 << 20)
+  zygote.start(run, log)
   assert zygote.exit_code() == 0
 
   def of_rl(path):

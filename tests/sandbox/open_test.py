@@ -1,0 +1,142 @@
+"""Which sandbox is opened where, and for whom."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
+from tests.sandbox import conftest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_unsafe_levels_and_unknown_names_are_refused():
+  with pytest.raises(ValueError, match='refused for untrusted code'):
+    sandbox_open.open_sandbox('rlimits', conftest.LIMITS)
+  with pytest.raises(ValueError, match="'docker' is not"):
+    sandbox_open.open_sandbox('docker', conftest.LIMITS)
+  with pytest.raises(ValueError, match='wall_s'):
+    base.Limits(**{**dict.fromkeys(base.Limits.__slots__, 1), 'wall_s': 0})
+
+
+def test_a_bwrap_that_is_refused_is_passed_over(tmp_path, monkeypatch):
+  program = tmp_path / 'bwrap'
+  program.write_text('#!/bin/sh\necho "bwrap: not permitted" >&2\nexit 1\n')
+  program.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  with pytest.raises(ValueError, match='bwrap: .*not permitted'):
+    sandbox_open.open_sandbox('bwrap', conftest.LIMITS)
+  with sandbox_open.open_sandbox(
+    'auto', conftest.LIMITS, allow_unsafe=True
+  ) as sandbox:
+    assert sandbox.level != 'bwrap'
+
+
+def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):
+  found = sandbox_open.probe()
+  assert [level for level, _, _ in found] == list(base.LEVELS)
+  assert all(reason and '\n' not in reason for _, _, reason in found)
+  monkeypatch.setenv('PATH', '')
+  level, available, reason = sandbox_open.probe()[0]
+  assert (level, available) == ('bwrap', False) and 'bubblewrap' in reason
+  monkeypatch.setattr(sys, 'platform', 'darwin')
+  assert 'do not exist' in sandbox_open.probe()[1][2]
+
+
+# Becomes the user 65001, who may pass neither through the home of root nor, it
+# may be, to this checkout: both are bound, for this process alone, to places
+# that everyone may reach.
+_BECOME = """
+mount --bind "$1" "$3/python" && mount --bind "$2" "$3/code" || exit 77
+export LD_LIBRARY_PATH="$3/python/lib"
+cd "$3/code"
+exec setpriv --reuid=65001 --regid=65001 --clear-groups \
+  "$3/python/$4" -B -c "$5"
+"""
+_CODE = """
+import ctypes, os
+def f():
+  made = 0
+  try:
+    while made < 200:
+      if not os.fork():
+        __import__('time').sleep(60)
+      made += 1
+  except BlockingIOError:
+    pass
+  try:
+    open('/x', 'w')
+    wrote = True
+  except OSError:
+    wrote = False
+  return [made, wrote, os.path.exists('/home'), os.getppid(),
+          ctypes.CDLL(None).unshare(0x10000000)]
+"""
+_REPORT = """
+import json, sys
+sys.path.insert(0, '.')
+from composer_jax.sandbox import base, open as sandbox_open
+limits = base.Limits(wall_s=5, cpu_s=2, memory_bytes=256 << 20, processes=8,
+                     file_bytes=1 << 20, output_bytes=1 << 16)
+try:
+  with sandbox_open.open_sandbox(LEVEL, limits) as sandbox:
+    result = sandbox.call({'m.py': CODE}, 'm', 'f', [[]])
+    print(json.dumps([sandbox.about, result.value]))
+except ValueError as error:
+  print(json.dumps(str(error)))
+"""
+
+
+def _script(level: str) -> str:
+  return _REPORT.replace('LEVEL', repr(level)).replace('CODE', repr(_CODE))
+
+
+def _check_report(command, **more):
+  """Runs it and reads its report; skips where isolation is refused."""
+  done = subprocess.run(
+    command, capture_output=True, text=True, check=False, **more
+  )
+  if done.returncode == 77:
+    pytest.skip(f'no namespaces: {done.stderr}')
+  assert done.returncode == 0, done.stderr
+  report = json.loads(done.stdout)
+  if isinstance(report, str):
+    assert 'refused here' in report or 'no program' in report, report
+    pytest.skip(f'no namespaces: {report}')
+  about, ((outcome, (made, *rest)),) = report
+  assert outcome == 'ok' and about['uid'] is None
+  # The kernel sets root no limit of processes; only a cgroup does.
+  assert made <= 12 or (os.getuid() == 0 and about['cgroup'] == 'none')
+  assert rest == [False, False, 1, -1]
+
+
+@pytest.mark.parametrize('level', ['bwrap', 'unshare'])
+def test_an_unprivileged_user_has_the_same_sandbox(level):
+  python = pathlib.Path(getattr(sys, '_base_executable', sys.executable))
+  if os.getuid():
+    _check_report([python, '-B', '-c', _script(level)], cwd=ROOT)
+    return
+  prefix = pathlib.Path(sys.base_prefix).resolve()
+  inside = str(python.resolve().relative_to(prefix))
+  with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o755)
+    for name in ('python', 'code'):
+      os.mkdir(f'{folder}/{name}')
+    arguments = [prefix, ROOT, folder, inside, _script(level)]
+    _check_report(['unshare', '-m', 'sh', '-c', _BECOME, 'sh', *arguments])
+
+
+@pytest.mark.parametrize('level', ['bwrap', 'unshare'])
+def test_root_of_a_namespace_with_one_user_has_the_same_sandbox(level):
+  """All capabilities, and no other user to become: rootless containers."""
+  become = ['unshare', '-rm']
+  if subprocess.run([*become, 'true'], check=False).returncode:
+    pytest.skip('no namespaces: unshare -rm is refused')
+  python = [sys.executable, '-B', '-c', _script(level)]
+  _check_report([*become, *python], cwd=ROOT)
