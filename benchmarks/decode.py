@@ -126,7 +126,6 @@ def main() -> None:
   from composer_jax.models import config as config_lib
   from composer_jax.models import decoder, flops
   from composer_jax.rollout import engine as engines
-  from composer_jax.telemetry import mfu
   from configs.models import tiny
 
   config = config_lib.ModelConfig.from_dict(tiny.get_config().to_dict())
@@ -137,7 +136,7 @@ def main() -> None:
     num_slots=_SLOTS, max_len=_MAX_LEN, prefill_chunk=16, decode_steps=8
   )
   engine = engines.Engine(config, variables, 0, options)
-  peak = mfu.measure_peak()
+  peak = interleaved.peak()
 
   length = _CONTEXT + _NEW // 2
   interleaved.report(

@@ -12,8 +12,6 @@ is not in them. Figures are medians.
 """
 
 import argparse
-import json
-import platform
 import tempfile
 import time
 
@@ -21,11 +19,11 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
+from benchmarks import interleaved
 from composer_jax.delta import bundle, codec, publish, subscribe
 from composer_jax.delta import store as store_lib
 
 TENSORS = 20
-COMMAND = 'python -m benchmarks.delta_bundle'
 
 
 class AdamW:
@@ -120,45 +118,22 @@ def follow(rate: float, warmup: int, steps: int, parameters: int, seed: int):
       optimizer.step()
 
 
-def line(case, unit, ours, peer, limit, goal, *, met):
-  """Prints one result; `ours` is a list of samples, ratio is ours to peer."""
-  middle = float(np.median(ours))
-  print(
-    json.dumps(
-      {
-        'benchmark': 'delta_bundle',
-        'case': case,
-        'ours': middle,
-        'peer': peer,
-        'unit': unit,
-        'ratio': None if peer is None else middle / peer,
-        'spread': [float(min(ours)), float(max(ours))],
-        'limit': limit,
-        'goal': goal,
-        'met': bool(met(middle)),
-        'command': COMMAND,
-        'machine': f'{platform.machine()}, 1 core',
-      }
-    )
-  )
-
-
 def measure(rate: float, goal: float, args) -> None:
   records = list(follow(rate, args.warmup, args.steps, args.parameters, 0))
   full = records[0][2].full_bytes
   deltas = records[1:]
-  peers = [full / xor_zstd(base, a) for base, a, *_ in deltas]
-  peer = float(np.median(peers))
-  limit = full / entropy_bytes(*deltas[-1][:2])
   case = f'AdamW lr {rate:g}, {args.parameters} weights'
-  line(
+  interleaved.report(
+    'delta_bundle',
     f'{case}: full bytes / bundle bytes, peer XOR+zstd-3',
-    'x',
-    [full / info.bytes for _, _, info, *_ in deltas],
-    peer,
-    limit,
-    f'>= {goal} times the peer',
-    met=lambda ours: ours >= goal * peer,
+    (
+      [full / info.bytes for _, _, info, *_ in deltas],
+      [full / xor_zstd(base, a) for base, a, *_ in deltas],
+    ),
+    limit=full / entropy_bytes(*deltas[-1][:2]),
+    goal=f'ratio >= {goal}',
+    met=lambda _, ratio: ratio >= goal,
+    unit='x',
   )
   times = (
     ('publish', [write for *_, write, _ in records]),
@@ -166,14 +141,14 @@ def measure(rate: float, goal: float, args) -> None:
   )
   for name, seconds in times:
     for kind, part in (('keyframe', seconds[:1]), ('delta', seconds[1:])):
-      line(
+      interleaved.report(
+        'delta_bundle',
         f'{case}: {name} a {kind}',
-        'ms',
-        [1e3 * second for second in part],
-        None,
-        None,
-        '< 60 ms',
-        met=lambda ours: ours < 60,
+        ([1e3 * second for second in part], []),
+        limit=None,
+        goal='< 60 ms',
+        met=lambda ours, _: ours < 60,
+        unit='ms',
       )
 
 
@@ -181,6 +156,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--quick', action='store_true')
   args = parser.parse_args()
+  interleaved.pin_to_one_core()
   args.warmup, args.steps = (5, 2) if args.quick else (40, 7)
   args.parameters = 400_000 if args.quick else 2_000_000
   # Ratios to XOR+zstd that gaps and steps reached in earlier measurements,

@@ -18,7 +18,6 @@ import numpy as np
 from benchmarks import interleaved
 
 DIM, WIDTH = 256, 512
-_SIDE = 768
 # Rows, experts, with gradients, ratio to reach.
 CASES = (
   (2048, 8, False, 2.5),
@@ -76,36 +75,12 @@ def _runner(arrays, backend: str, gradients: bool, repeats: int):
   return run
 
 
-def _peak() -> float:
-  """Returns operations per second: a data sheet's, or a measured product's.
-
-  Measured on the clock of everything else here, so that neighbours of this
-  process do not lower it.
-  """
-  import jax
-  import jax.numpy as jnp
-
-  from composer_jax.telemetry import mfu
-
-  known = mfu.peak_flops(jax.devices()[0].device_kind)
-  if known:
-    return known
-  multiply = jax.jit(jnp.dot)
-  matrix = jnp.ones((_SIDE, _SIDE))
-
-  def run() -> float:
-    jax.block_until_ready(multiply(matrix, matrix))
-    return 2.0 * _SIDE**3
-
-  return max(max(values) for values in interleaved.rates(run, run, 9))
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--quick', action='store_true', help='under a minute')
   quick = parser.parse_args().quick
   interleaved.pin_to_one_core()
-  peak = _peak()
+  peak = interleaved.peak()
   for rows, num_experts, gradients, goal in CASES:
     arrays = _arrays(rows, num_experts)
     # Short products are repeated within a round, so that the clock's own

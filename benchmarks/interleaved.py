@@ -6,6 +6,7 @@ else runs there does not show; on an accelerator the wall clock counts.
 """
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+_SIDE = 768  # of the matrices whose product measures the peak
 
 
 def pin_to_one_core() -> None:
@@ -23,17 +26,13 @@ def pin_to_one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def _clock() -> Callable[[], float]:
-  import jax
-
-  on_cpu = jax.default_backend() == 'cpu'
-  return time.process_time if on_cpu else time.perf_counter
+def _uses_accelerator() -> bool:
+  """Asks JAX, where the benchmark has loaded it; what does not, uses none."""
+  jax = sys.modules.get('jax')
+  return jax is not None and jax.default_backend() != 'cpu'
 
 
 def _machine() -> str:
-  import jax
-
-  device = jax.devices()[0]
   name = platform.processor() or platform.machine()
   try:
     with open('/proc/cpuinfo') as file:
@@ -41,7 +40,10 @@ def _machine() -> str:
     name = names[0].split(':')[1].strip() if names else name
   except OSError:
     pass
-  where = 'one core' if device.platform == 'cpu' else device.device_kind
+  jax = sys.modules.get('jax')
+  if jax is None:
+    return f'{name}, one core'
+  where = jax.devices()[0].device_kind if _uses_accelerator() else 'one core'
   return f'{name}, {where}, jax {jax.__version__}'
 
 
@@ -63,7 +65,7 @@ def rates(
   Returns:
     Units per second of each round.
   """
-  clock = _clock()
+  clock = time.perf_counter if _uses_accelerator() else time.process_time
   found: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     before()
@@ -73,6 +75,34 @@ def rates(
       if turn:
         into.append(units / (clock() - start))
   return found
+
+
+def peak() -> float:
+  """Returns operations per second: a data sheet's, or a measured product's.
+
+  Measured on the clock of everything else here, so that neighbours of this
+  process do not lower it.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from composer_jax.telemetry import mfu
+
+  known = mfu.peak_flops(jax.devices()[0].device_kind)
+  if known:
+    return known
+  multiply = jax.jit(jnp.dot)
+  matrix = jnp.ones((_SIDE, _SIDE))
+
+  def run() -> float:
+    jax.block_until_ready(multiply(matrix, matrix))
+    return 2.0 * _SIDE**3
+
+  return max(max(values) for values in rates(run, run, 9))
+
+
+def _rounded(value: float | None) -> float | None:
+  return None if value is None else float(f'{value:.4g}')
 
 
 def spread(values: list[float]) -> float:
@@ -85,34 +115,39 @@ def report(
   case: str,
   found: tuple[list[float], list[float]],
   *,
-  limit: float,
+  limit: float | None,
   goal: str,
   met: Callable[[float, float], bool],
   unit: str = 'tokens/s',
 ) -> dict[str, Any]:
-  """Prints the line of one case.
+  """Prints the line of one case, with the medians of both.
 
   Args:
     name: the benchmark.
     case: what was run.
-    found: of `rates`.
-    limit: the rate if every useful operation ran at the device's peak.
+    found: ours and the peer's, as of `rates`; none of the peer where there is
+      nothing to compare with.
+    limit: the rate if every useful operation ran at the device's peak, or
+      whatever else bounds it; None where nothing is known to.
     goal: in words.
-    met: (ours, ratio) -> whether the goal is met.
-    unit: of the rates.
+    met: (ours, ratio) -> whether the goal is met; the ratio is NaN without a
+      peer.
+    unit: of the figures.
   """
-  ours, peer = (statistics.median(values) for values in found)
+  ours = statistics.median(found[0])
+  peer = statistics.median(found[1]) if found[1] else None
+  ratio = None if peer is None else ours / peer
   line = {
     'benchmark': name,
     'case': case,
-    'ours': round(ours, 1),
-    'peer': round(peer, 1),
+    'ours': _rounded(ours),
+    'peer': _rounded(peer),
     'unit': unit,
-    'ratio': round(ours / peer, 2),
-    'spread': [round(spread(values), 3) for values in found],
-    'limit': round(limit, 1),
+    'ratio': _rounded(ratio),
+    'spread': [round(spread(values), 3) for values in found if values],
+    'limit': _rounded(limit),
     'goal': goal,
-    'met': bool(met(ours, ours / peer)),
+    'met': bool(met(ours, math.nan if ratio is None else ratio)),
     'command': ' '.join(['python', '-m', f'benchmarks.{name}', *sys.argv[1:]]),
     'machine': _machine(),
   }

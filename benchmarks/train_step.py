@@ -92,7 +92,6 @@ def main() -> None:
 
   from composer_jax.models import config as config_lib
   from composer_jax.models import flops
-  from composer_jax.telemetry import mfu
   from configs.models import tiny
 
   config = config_lib.ModelConfig.from_dict(tiny.get_config().to_dict())
@@ -110,7 +109,7 @@ def main() -> None:
       _runner(config, batch, steps, 'ragged'),
       2 if quick else 9,
     ),
-    limit=mfu.measure_peak() / per_token,
+    limit=interleaved.peak() / per_token,
     goal='ratio >= 1.2',
     met=lambda rate, ratio: ratio >= 1.2,
   )

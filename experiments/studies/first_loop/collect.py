@@ -1,16 +1,21 @@
 """Takes from a workdir what the study keeps: metrics, evaluations, the audit.
 
 The audit looks for every body that solved a held-out task, byte for byte, in
-all that the policy was trained on: the corpus, the SFT transcripts and the
-policy's own edits in RL rollouts (which nobody showed it, so they are counted
-apart).
+all that the policy was shown: the corpus, the texts that the tokenizer was
+trained on beside it, the SFT transcripts and the files of the RL tasks, whose
+other functions have bodies. The policy's own edits in RL rollouts are trained
+on, but nobody showed them to it: they are counted apart.
 """
 
 import json
 import pathlib
 import shutil
+from typing import Any
 
 from composer_jax.core import files
+from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import stages
+from composer_jax.tasks import list_functions
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
@@ -23,20 +28,51 @@ def _solutions(path: pathlib.Path) -> list[str]:
   ]
 
 
-def audit(workdir: pathlib.Path, stage: str) -> dict[str, int]:
+def _rl_texts(workdir: pathlib.Path) -> list[str]:
+  """Prompts and files of every task that RL trained on, by group id.
+
+  They are made again from the seed, as `stages.collector_of` makes them: a
+  group's file does not outlive its step.
+  """
+  config = files.read_json(workdir / 'config.json')
+  seed = config['seed'] + stages.RL_SEED
+  texts = []
+  for group in range(config['rl']['steps'] * config['rl']['prompts']):
+    task = list_functions.generate(group, 'train', seed)
+    texts += [task.prompt, *task.files.values()]
+  return texts
+
+
+def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
+  """All that a finished stage's policy was shown, by where it stood."""
+  texts = {
+    'corpus': (workdir / 'corpus' / 'texts.bin').read_bytes(),
+    'tokenizer_texts': '\n'.join(jobs.protocol_texts()).encode(),
+    'sft_transcripts': (workdir / 'sft_transcripts.txt').read_bytes(),
+  }
+  if stage == 'rl':
+    texts['rl_tasks'] = '\n'.join(_rl_texts(workdir)).encode()
+  return texts
+
+
+def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
   """Counts solved bodies and those found verbatim in training data."""
   bodies = _solutions(workdir / f'evaluation_{stage}_episodes.jsonl')
-  shown = (workdir / 'corpus' / 'texts.bin').read_bytes()
-  shown += (workdir / 'sft_transcripts.txt').read_bytes()
+  texts = shown(workdir, stage)
   own = b''.join(
     p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
   )
+  found = {
+    name: [body.encode() in data for body in bodies]
+    for name, data in texts.items()
+  }
   return {
     'solved': len(bodies),
     'distinct': len(set(bodies)),
-    'bytes_shown': len(shown),
+    'bytes': {name: len(data) for name, data in texts.items()},
     'bytes_own_edits': len(own),
-    'verbatim_in_shown': sum(b.encode() in shown for b in bodies),
+    'verbatim_in': {name: sum(hits) for name, hits in found.items()},
+    'verbatim_in_shown': sum(map(any, zip(*found.values(), strict=True))),
     'verbatim_in_own_edits': sum(b.encode() in own for b in bodies),
   }
 

@@ -9,18 +9,20 @@ Arms of a seed share their pretraining; `shuffled` shares the SFT too.
   flawless   SFT on flawless demonstrations of as many tokens, no RL
   shuffled   as main, with rewards permuted within each group
 
-An arm that is finished is not run again.
+An arm that is finished is not run again. `run.json` of an arm holds its
+command, with paths as seen from the repository, and the seconds of all the
+processes it took, per commit.
 """
 
 import pathlib
 import shutil
 import subprocess
 import sys
-import time
 
 from absl import app, flags
 
 from composer_jax.core import files
+from composer_jax.telemetry import stage_times
 from experiments.studies.first_loop import collect
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/first_loop', 'For all arms.')
@@ -29,6 +31,13 @@ _ARMS = flags.DEFINE_list('arms', ['main', 'flawless', 'shuffled'], 'Which.')
 _CONFIG = flags.DEFINE_string(
   'config', 'configs/composer/first_loop.py', 'Of all.'
 )
+_RESULTS = flags.DEFINE_string(
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Kept of each arm.'
+)
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
+# Results change while the study runs; these decide them.
+_CODE = ('composer_jax', 'configs', 'experiments/*.py', 'constraints.txt')
 
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
 _SFT = ('exports/sft', 'evaluation_sft.json', 'evaluation_sft_episodes.jsonl')
@@ -53,10 +62,56 @@ def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
     partial.rename(target / name)
 
 
+def _portable(path: str) -> str:
+  """A path without this machine: from the repository, else its last part."""
+  whole = pathlib.Path(path)
+  if not whole.is_absolute():
+    return path
+  inside = whole.is_relative_to(_REPOSITORY)
+  return str(whole.relative_to(_REPOSITORY)) if inside else whole.name
+
+
+def _commit() -> str:
+  """The commit of the code, '-dirty' where it differs; else 'unknown'."""
+
+  def git(*arguments: str) -> str:
+    command = ['git', '-C', str(_REPOSITORY), *arguments]
+    return subprocess.run(
+      command, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+  try:
+    dirty = '-dirty' if git('status', '--porcelain', '--', *_CODE) else ''
+    return git('rev-parse', 'HEAD') + dirty
+  except (OSError, subprocess.CalledProcessError):
+    return 'unknown'  # No git, or no repository.
+
+
+def record(path: pathlib.Path, command: list[str], times: pathlib.Path) -> None:
+  """Writes run.json: the command, and the seconds measured in `times`.
+
+  An arm whose seconds were measured elsewhere keeps the file it has.
+  """
+  if not (times / stage_times.STAGES).exists():
+    if not path.exists():
+      files.write_json(path, {'command': command})
+    return
+  commits = files.read_json(times / stage_times.STAGES)
+  files.write_json(
+    path,
+    {
+      'command': command,
+      'commits': commits,
+      'wall_seconds': round(sum(commits.values()), 1),
+    },
+  )
+
+
 def _arm(seed: int, arm: str) -> None:
   root = pathlib.Path(_WORKDIR.value)
-  main, workdir = root / f'{seed}_main', root / f'{seed}_{arm}'
-  program = 'experiments.composer'
+  name = f'{seed}_{arm}'
+  main, workdir = root / f'{seed}_main', root / name
+  program, last = 'experiments.composer', 'rl'
   overrides = [f'--config.seed={seed}']
   if arm != 'main':
     _share(main, workdir, _SHARED)
@@ -64,26 +119,26 @@ def _arm(seed: int, arm: str) -> None:
     _share(main, workdir, _SFT)
     overrides.append('--config.rl.reward=shuffled')
   elif arm == 'flawless':
-    program = 'experiments.sft'
+    program, last = 'experiments.sft', 'sft'
     overrides += [f'--config.demonstrations.{n}=0.0' for n in _NOISE]
-  command = [
-    sys.executable,
-    '-m',
-    program,
-    f'--config={_CONFIG.value}',
-    f'--workdir={workdir}',
-    *overrides,
-  ]
-  print('[study]', ' '.join(command), flush=True)
-  began = time.monotonic()
-  subprocess.run(command, check=True)
-  results = pathlib.Path(__file__).parent / 'results'
-  collect.collect(workdir, results / f'{seed}_{arm}')
-  seconds = time.monotonic() - began
-  files.write_json(
-    results / f'{seed}_{arm}' / 'run.json',
-    {'command': command[1:], 'wall_seconds': round(seconds, 1)},
-  )
+
+  def command(config: str, folder: str) -> list[str]:
+    paths = [f'--config={config}', f'--workdir={folder}/{name}']
+    return ['-m', program, *paths, *overrides]
+
+  # Beside the workdir, where the run sweeps away what it did not write.
+  times = root / 'times' / name
+  if (workdir / f'evaluation_{last}.json').exists():
+    print(f'[study] {name} is finished', flush=True)
+  else:
+    called = [sys.executable, *command(_CONFIG.value, _WORKDIR.value)]
+    print('[study]', ' '.join(called), flush=True)
+    with stage_times.StageTimes(times).stage(_commit()):
+      subprocess.run(called, check=True)
+  results = pathlib.Path(_RESULTS.value) / name
+  collect.collect(workdir, results)
+  written = command(_portable(_CONFIG.value), _portable(_WORKDIR.value))
+  record(results / 'run.json', written, times)
 
 
 def main(argv):

@@ -1,0 +1,163 @@
+"""Laws of the first study: what it audits, and what it writes down."""
+
+import json
+import pathlib
+import re
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from composer_jax.core import files
+from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import spec as specs
+from composer_jax.pipeline import stages
+from composer_jax.tasks import list_functions
+from configs.composer import tiny
+from experiments.studies.first_loop import analyze, collect, run
+
+SEED, STEPS, PROMPTS = 5, 3, 8
+UNSEEN = 'return sum(v for v in nobody_saw_this)'
+
+
+def bodies(text):
+  return re.findall(r'^    (return .+)$', text, re.M)
+
+
+def rl_tasks():
+  seed = SEED + stages.RL_SEED
+  return [
+    list_functions.generate(g, 'train', seed) for g in range(STEPS * PROMPTS)
+  ]
+
+
+@pytest.fixture
+def workdir(tmp_path):
+  folder = tmp_path / 'study' / '0_main'
+  config = {'seed': SEED, 'rl': {'steps': STEPS, 'prompts': PROMPTS}}
+  files.write_json(folder / 'config.json', config)
+  for name, text in {
+    'corpus/texts.bin': 'def f(a):\n  return in_the_corpus\n',
+    'sft_transcripts.txt': 'edit x f\nreturn in_the_transcripts\n',
+    'rl_edits/000001.txt': 'edit x f\nreturn in_own_edits',
+    'evaluation_rl_episodes.jsonl': '',
+  }.items():
+    files.write_atomic(folder / name, text.encode())
+  return folder
+
+
+def solve(folder, stage, solutions):
+  lines = [
+    json.dumps({'passed': True, 'edits': ['edit x f\nno', f'edit x f\n{body}']})
+    for body in solutions
+  ]
+  path = folder / f'evaluation_{stage}_episodes.jsonl'
+  files.write_atomic(path, '\n'.join(lines).encode())
+
+
+def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
+  protocol = '\n'.join(jobs.protocol_texts())
+  neighbours = [
+    body
+    for task in rl_tasks()
+    for text in task.files.values()
+    for body in bodies(text)
+    if body not in protocol
+  ]
+  reference = list_functions.generate(0, 'train', jobs._PROTOCOL_SEED).reference
+  solutions = [
+    'return in_the_corpus',
+    'return in_the_transcripts',
+    'return in_own_edits',
+    neighbours[0],
+    reference,
+    UNSEEN,
+    UNSEEN,
+  ]
+  for stage in ('sft', 'rl'):
+    solve(workdir, stage, solutions)
+  found = collect.audit(workdir, 'rl')
+  assert found['verbatim_in'] == {
+    'corpus': 1,
+    'tokenizer_texts': 1,
+    'sft_transcripts': 1,
+    'rl_tasks': 1,
+  }
+  assert found['verbatim_in_shown'] == 4
+  assert found['verbatim_in_own_edits'] == 1
+  assert (found['solved'], found['distinct']) == (7, 6)
+  # RL came after this evaluation.
+  before = collect.audit(workdir, 'sft')
+  assert 'rl_tasks' not in before['verbatim_in']
+  assert before['verbatim_in_shown'] == 3
+
+
+def test_the_audited_tasks_are_those_that_rl_trains_on(workdir):
+  config = tiny.get_config('smoke').to_dict()
+  config['seed'] = SEED
+  collector = stages.collector_of(
+    specs.from_dict(config), None, None, split='train'
+  )
+  shown = collect.shown(workdir, 'rl')['rl_tasks'].decode()
+  for group in range(STEPS * PROMPTS):
+    task = collector.task_of_group(group)
+    assert task.prompt in shown
+    assert all(text in shown for text in task.files.values())
+
+
+def test_audits_of_either_form_are_read():
+  audit = {'solved': 3, 'distinct': 2, 'verbatim_in_shown': 0}
+  assert analyze._audited(audit) == '3, 2, 0 (corpus and transcripts only)'
+  assert analyze._audited({**audit, 'verbatim_in': {}}) == '3, 2, 0'
+
+
+def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
+  workdir, tmp_path, monkeypatch
+):
+  """An arm fails, is run to its end, and is started again for nothing."""
+  program = tmp_path / 'program'
+  program.write_text(
+    '#!/bin/sh\n'
+    f'echo "$@" >> {tmp_path}/calls\n'
+    'sleep 0.3\n'
+    f'[ "$(wc -l < {tmp_path}/calls)" = 1 ] && exit 1\n'
+    f'echo "{{}}" > {workdir}/evaluation_rl.json\n'
+  )
+  program.chmod(0o755)
+  monkeypatch.setattr(sys, 'executable', str(program))
+  results = tmp_path / 'results'
+  flags.FLAGS.mark_as_parsed()
+  written = []
+  with flagsaver.flagsaver(
+    (run._WORKDIR, str(workdir.parent)),
+    (run._RESULTS, str(results)),
+    (run._CONFIG, str(run._REPOSITORY / 'configs/composer/tiny.py')),
+    (run._SEEDS, ['0']),
+    (run._ARMS, ['main']),
+  ):
+    with pytest.raises(run.subprocess.CalledProcessError):
+      run.main(['run'])
+    for _ in range(2):
+      run.main(['run'])
+      written.append(files.read_json(results / '0_main' / 'run.json'))
+  assert len((tmp_path / 'calls').read_text().splitlines()) == 2
+  assert written[0] == written[1]
+  (commit,) = written[0]['commits']
+  assert re.fullmatch('([0-9a-f]{40}(-dirty)?|unknown)', commit)
+  assert 0.6 <= written[0]['wall_seconds'] < 60
+  assert written[0]['command'] == [
+    '-m',
+    'experiments.composer',
+    '--config=configs/composer/tiny.py',
+    '--workdir=study/0_main',
+    '--config.seed=0',
+  ]
+
+
+def test_an_arm_that_was_measured_elsewhere_keeps_its_seconds(tmp_path):
+  path = tmp_path / 'run.json'
+  old = {'command': ['-m', 'x'], 'wall_seconds': 805.2}
+  files.write_json(path, old)
+  run.record(path, ['-m', 'x'], pathlib.Path(tmp_path, 'times'))
+  assert files.read_json(path) == old
