@@ -258,7 +258,7 @@ def test_gradient_is_that_of_the_loss_written_out(functions, variables, groups):
     moved = moved - trees.flatten_names(variables['params'])[name]
     np.testing.assert_allclose(moved, 0.1 * grad, atol=2e-5, err_msg=name)
   assert metrics['grad_norm'] == pytest.approx(
-    float(optax.global_norm(grads)), rel=1e-4
+    float(optax.tree.norm(grads)), rel=1e-4
   )
   assert metrics['microbatches'] == 2 and metrics['groups'] == [0, 1]
 
@@ -354,7 +354,7 @@ def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   sums = None
   for batch in batching.pack(trajectories, advantages, SHAPE):
     sums = functions.add_microbatch(values, sums, batch)
-  whole = float(optax.global_norm(sums.grads)) / (P * R)
+  whole = float(optax.tree.norm(sums.grads)) / (P * R)
   assert metrics['grad_norm'] == pytest.approx(whole, rel=1e-5)
 
 
