@@ -1,4 +1,4 @@
-"""tiny.py on pinned sources and with RL twice as long: what the study uses.
+"""tiny.py on pinned sources and with longer RL: what the study uses.
 
   python -m experiments.composer --config=configs/composer/first_loop.py \
       --workdir=runs/first_loop/0_main

@@ -114,14 +114,14 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     decode_steps=4,  # tokens per dispatch; weights change between dispatches
   )
   c.rl = dict(
-    steps=160,
+    steps=125,
     prompts=8,
     rollouts_per_prompt=8,
     placement='processes',  # or 'colocated': one process takes turns
     max_staleness=1,  # optimizer steps; 0 equals the synchronous loop
     learning_rate=3e-4,
     warmup_steps=3,
-    decay_steps=120,  # linear, to a tenth
+    decay_steps=95,  # linear, to a tenth
     adam_b1=0.9,
     adam_b2=0.95,
     grad_clip=1.0,
