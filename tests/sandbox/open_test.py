@@ -50,14 +50,17 @@ def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):
 
 
 # Becomes the user 65001, who may pass neither through the home of root nor, it
-# may be, to this checkout: both are bound, for this process alone, to places
-# that everyone may reach.
+# may be, to this checkout: the checkout is bound to a place that everyone may
+# reach, and what bars the way to the interpreter is covered, for this process
+# alone. The interpreter keeps its path, by which it finds its shared library.
 _BECOME = """
 mount --bind "$1" "$3/python" && mount --bind "$2" "$3/code" || exit 77
-export LD_LIBRARY_PATH="$3/python/lib"
+if [ -n "$6" ]; then
+  mount -t tmpfs -o mode=755 tmpfs "$6" && mkdir -p "$1" &&
+    mount --bind "$3/python" "$1" || exit 77
+fi
 cd "$3/code"
-exec setpriv --reuid=65001 --regid=65001 --clear-groups \
-  "$3/python/$4" -B -c "$5"
+exec setpriv --reuid=65001 --regid=65001 --clear-groups "$1/$4" -B -c "$5"
 """
 _CODE = """
 import ctypes, os
@@ -128,7 +131,11 @@ def test_an_unprivileged_user_has_the_same_sandbox(level):
     os.chmod(folder, 0o755)
     for name in ('python', 'code'):
       os.mkdir(f'{folder}/{name}')
+    private = [
+      p for p in reversed(prefix.parents) if not p.stat().st_mode & 0o001
+    ]
     arguments = [prefix, ROOT, folder, inside, _script(level)]
+    arguments.append(private[0] if private else '')
     _check_report(['unshare', '-m', 'sh', '-c', _BECOME, 'sh', *arguments])
 
 
