@@ -4,8 +4,9 @@
   python -m experiments.composer --config=configs/composer/tiny.py \
       --workdir=runs/tiny
 
-Nine and a half minutes on two quiet cores of an Intel Xeon: pretraining 2.1, SFT
-1.8, RL 4.8. One run passed 0.68 of 200 held-out episodes before RL, 0.94 after.
+Nine and a half minutes on two quiet cores of an Intel Xeon: pretraining 2.1,
+SFT 1.8, RL 4.8. One run passed 0.68 of 200 held-out episodes before RL, 0.94
+after it.
 
 Arguments after a colon: `tiny.py:smoke` runs every stage with numbers so small
 that the whole job takes seconds (the tests do).
