@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 VENV=.venv
+TORCH_CPU=https://download.pytorch.org/whl/cpu
 # XLA's temporaries are fresh maps: with 4 KiB pages, faults take about a tenth
 # of a train step on CPU. Without effect before glibc 2.35 and off Linux.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
@@ -79,6 +80,12 @@ On Debian or Ubuntu: sudo apt-get install python3-venv. Or install uv."
   fi
 }
 
+# answers <python> <url>: whether the address can be reached at once.
+answers() {
+  "$1" -c 'import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=5)' "$2/" >/dev/null 2>&1
+}
+
 # is_installed <marker> <key>
 is_installed() {
   [[ -x "$VENV/bin/python" && "$(cat "$1" 2>/dev/null)" == "$2" ]]
@@ -112,15 +119,24 @@ fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
       make_venv "$python"
       touch "$VENV/composer_jax.unfinished"
     fi
-    say "Installing $what and its dependencies: a few hundred MB, once."
+    say "Installing $what and its dependencies: several hundred MB, once."
     local started=$SECONDS
+    # torch is only compared with, on the CPU; its default wheels on Linux
+    # bring gigabytes of CUDA.
+    local uv_extra=() pip_extra=()
+    if [[ "$what" == *test* ]] && answers "$python" "$TORCH_CPU"; then
+      uv_extra=(--torch-backend cpu)
+      pip_extra=(--extra-index-url "$TORCH_CPU")
+    fi
     if command -v uv >/dev/null; then
-      uv pip install --python "$VENV/bin/python" -c constraints.txt -e "$what"
+      uv pip install --python "$VENV/bin/python" \
+        ${uv_extra[@]+"${uv_extra[@]}"} -c constraints.txt -e "$what"
     else
       "$VENV/bin/python" -m pip --version >/dev/null 2>&1 ||
         "$VENV/bin/python" -m ensurepip >/dev/null
       "$VENV/bin/python" -m pip install --disable-pip-version-check \
-        --progress-bar on -c constraints.txt -e "$what"
+        --progress-bar on ${pip_extra[@]+"${pip_extra[@]}"} \
+        -c constraints.txt -e "$what"
     fi || fail 'The installation failed (see above); is the network there?
 Run the same command again to go on.'
     rm -f "$VENV/composer_jax.unfinished"
@@ -221,7 +237,7 @@ case "$command" in
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed 's|^\./||; s|\.py$||; /^__/d; /^launch$/d' | tr '\n' ' ' || true)
+        sed 's|^\./||; s|\.py$||; /^__/d; /^launch$/d; /^files_main$/d' | tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, lint, install and help."
     fi

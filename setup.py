@@ -9,6 +9,7 @@ REQUIRED = [
   'flax>=0.12',
   'grain>=0.2.10',
   'jax>=0.10',
+  'jinja2>=3.1.6',
   'matplotlib>=3.9',
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
@@ -16,13 +17,22 @@ REQUIRED = [
   'optax>=0.2.8',
   'orbax-checkpoint>=0.11',
   'rich>=13',
+  'safetensors>=0.5',
   'tensorboardX>=2.6',
   'tokenizers>=0.20',
   'zstandard>=0.22',
 ]
 
+# The reference that models and checkpoints are proven against.
+HF = [
+  'compressed-tensors>=0.15',
+  'torch>=2.8',
+  'transformers>=5.20',
+]
+
 EXTRAS = {
   'test': [
+    *HF,
     'hypothesis>=6.100',
     'ipykernel>=6.29',
     'nbclient>=0.10',
@@ -33,6 +43,7 @@ EXTRAS = {
     'pytest-xdist>=3.6',
     'ruff>=0.14',
   ],
+  'hf': HF,
   'gpu': ['jax[cuda13]>=0.10'],
   'tpu': ['jax[tpu]>=0.10'],
   'wandb': ['wandb>=0.19'],

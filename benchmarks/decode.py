@@ -149,7 +149,7 @@ def main() -> None:
       # This case is decoding: contexts are consumed off the clock.
       before=lambda: _open_sessions(engine),
     ),
-    limit=peak / flops.flops_per_token(config, 2 * length),
+    limit=peak / flops.forward_per_token(config, length),
     goal='ours >= 5000 tokens/s',
     met=lambda rate, ratio: rate >= 5000,
   )
@@ -164,7 +164,7 @@ def main() -> None:
       lambda: _play_turns(engine, keep=False),
       2 if quick else 5,
     ),
-    limit=peak / flops.flops_per_token(config, total),
+    limit=peak / flops.forward_per_token(config, total, causal=True),
     goal='ratio >= 1.5',
     met=lambda rate, ratio: ratio >= 1.5,
   )

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import pathlib
+import re
 
 import jax
 import ml_collections
@@ -114,11 +115,48 @@ def counted(config: model_config.ModelConfig) -> int:
   return sum(s.size for s in jax.tree.leaves(shapes['params']))
 
 
-@pytest.mark.parametrize('path', MODELS, ids=name_of)
-def test_model_is_describable(path):
+each_model = pytest.mark.parametrize('path', MODELS, ids=name_of)
+
+
+def described(path: pathlib.Path) -> model_config.ModelConfig:
   fields = load(path).get_config().to_dict()
-  config = model_config.ModelConfig.from_dict(fields)
+  return model_config.ModelConfig.from_dict(fields)
+
+
+@each_model
+def test_model_is_describable(path):
+  config = described(path)
   assert counted(config) == flops.params_total(config)
+
+
+@each_model
+def test_model_docstring_states_its_counts(path):
+  config = described(path)
+  text = ' '.join(str(ast.get_docstring(ast.parse(path.read_bytes()))).split())
+  units = {'M': 1e6, 'B': 1e9}
+  found = re.search(
+    r'([\d.]+)([MB]) parameters, ([\d.]+)([MB]) of them active', text
+  )
+  assert found, f'{path} does not state its parameters'
+  total, total_unit, active, active_unit = found.groups()
+  assert f'{flops.params_total(config) / units[total_unit]:.2f}' == total
+  assert f'{flops.params_active(config) / units[active_unit]:.2f}' == active
+  found = re.search(r'([\d,]+) bytes per token in bfloat16', text)
+  assert found, f'{path} does not state the size of its cache'
+  assert f'{flops.cache_bytes_per_token(config):,}' == found.group(1)
+
+
+@each_model
+def test_model_survives_its_own_dictionary(path):
+  config = described(path)
+  assert model_config.ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_big_models_recompute_and_use_bfloat16():
+  big = [c for c in map(described, MODELS) if flops.params_total(c) > 5e9]
+  assert len(big) == 7
+  for config in big:
+    assert config.remat and config.compute_dtype == 'bfloat16', config
 
 
 @each_composer
@@ -148,9 +186,12 @@ def flattened(name, value):
 
 
 SECTIONS = [n for n, v in tiny().items() if isinstance(v, dict | type(tiny()))]
+each_section = pytest.mark.parametrize(
+  'section', [*SECTIONS, 'model.attention', 'model.rope', 'model.moe']
+)
 
 
-@pytest.mark.parametrize('section', [*SECTIONS, 'model.moe'])
+@each_section
 def test_misspelt_key_is_named(section):
   fields = tiny().to_dict()
   inner = fields
@@ -161,7 +202,7 @@ def test_misspelt_key_is_named(section):
     specs.from_dict(fields)
 
 
-@pytest.mark.parametrize('section', [*SECTIONS, 'model.moe'])
+@each_section
 def test_missing_key_is_named(section):
   fields = tiny().to_dict()
   inner = fields
@@ -171,6 +212,16 @@ def test_missing_key_is_named(section):
   del inner[missing]
   with pytest.raises(ValueError, match=missing):
     specs.from_dict(fields)
+
+
+def test_misspelt_key_of_another_attention_is_named():
+  fields = load(ROOT / 'configs' / 'models' / 'kimi_k2.py').get_config()
+  fields = fields.to_dict()
+  for section in (fields['attention'], fields['rope']['yarn']):
+    section['latent_dim'] = 512
+    with pytest.raises(ValueError, match='latent_dim'):
+      model_config.ModelConfig.from_dict(fields)
+    del section['latent_dim']
 
 
 def test_misspelt_section_is_named():
@@ -185,8 +236,17 @@ def test_misspelt_section_is_named():
   [
     ('layout', 'pipeline', 'pipeline'),
     ('mesh.fsdp', 0, r'mesh\.fsdp'),
-    ('model.num_kv_heads', 3, r'num_kv_heads \(3\)'),
-    ('model.head_dim', 31, r'head_dim \(31\)'),
+    ('model.attention.kind', 'mqa', "'mqa'"),
+    ('model.attention.kind', 'mla', 'MLAConfig .*kv_lora_dim'),
+    ('model.attention.num_kv_heads', 3, r'num_kv_heads \(3\)'),
+    ('model.attention.head_dim', 31, r'head_dim \(31\)'),
+    ('model.attention.qk_norm', 'l2', "qk_norm 'l2'"),
+    ('model.rope.theta', 0.0, r'RopeConfig\.theta .* not 0\.0'),
+    ('model.rope.yarn', {'factor': 2.0}, 'YarnConfig .*beta_fast'),
+    ('model.moe.num_groups', 0, r'num_groups .* not 0'),
+    ('model.moe.num_active_groups', 2, r'num_active_groups \(2\)'),
+    ('model.moe.routed_scale', 0.0, r'routed_scale .* not 0\.0'),
+    ('model.moe.z_loss_weight', -1.0, r'z_loss_weight .* -1\.0'),
     ('model.compute_dtype', 'float16', 'float16'),
     ('model.moe.num_active', 9, r'num_active \(9\)'),
     ('model.moe.router', 'top', 'top'),

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
 
-_STATE = 'state'
+STATE = 'state'
 _DATA = 'data'
 _HASHES = 'hashes'
 
@@ -81,26 +81,66 @@ def _bytes(array: Any) -> np.ndarray:
   return np.atleast_1d(np.ascontiguousarray(np.asarray(array))).view(np.uint8)
 
 
-def _matches(array: jax.Array, shards: dict[str, str]) -> bool:
-  """Verifies every recorded shard that this process can see.
+def bounds(name: str) -> tuple[slice, ...]:
+  """The inverse of `_slices_name`."""
+  pairs = [b.split(':') for b in name.split(',') if b]
+  return tuple(slice(int(a), int(b)) for a, b in pairs)
 
-  The mesh may differ from the one that wrote, so recorded bounds are cut out of
-  the whole array where it is addressable; elsewhere only shards of equal bounds
-  can be compared.
+
+def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
+  """Returns what orbax shall save beside the arrays, as its arguments.
+
+  Args:
+    arrays: {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
+    data: any JSON value.
   """
+  text = json.dumps(data, sort_keys=True)
+  record = json.dumps({'arrays': arrays, 'data': _digest(text)})
+  hashes = {'text': record, 'blake3': _digest(record)}
+  return {
+    _DATA: ocp.args.JsonSave({'text': text}),
+    _HASHES: ocp.args.JsonSave(hashes),
+  }
+
+
+def _matches(array: jax.Array, shards: dict[str, str]) -> bool:
+  """Verifies every recorded block that this process can see.
+
+  The mesh may differ from the one that wrote. A block within a shard is cut out
+  of it; one across shards out of the whole array, where it is addressable.
+  """
+  held = [(s.index, s.data) for s in array.addressable_shards]
   if array.is_fully_addressable:
-    whole = np.asarray(array)
-    for name, expected in shards.items():
-      bounds = [b.split(':') for b in name.split(',') if b]
-      block = whole[tuple(slice(int(a), int(b)) for a, b in bounds)]
-      if _hash(_bytes(block)) != expected:
+    held.append(((slice(None),) * array.ndim, array))
+  hosts: dict[int, np.ndarray] = {}
+  for name, expected in shards.items():
+    block = bounds(name)
+    for i, (index, values) in enumerate(held):
+      starts = _starts_within(block, index, array.shape)
+      if starts is None:
+        continue
+      if i not in hosts:
+        hosts[i] = np.asarray(values)
+      inside = tuple(
+        slice(b.start - start, b.stop - start)
+        for b, start in zip(block, starts, strict=True)
+      )
+      if _hash(_bytes(hosts[i][inside])) != expected:
         return False
-    return True
-  return all(
-    shards.get(_slices_name(s.index, array.shape), h) == h
-    for s in array.addressable_shards
-    for h in (_hash(_bytes(s.data)),)
+      break
+  return True
+
+
+def _starts_within(
+  block: tuple[slice, ...], index: tuple[slice, ...], shape: tuple[int, ...]
+) -> list[int] | None:
+  """Returns where a shard begins, None if the block is not all in it."""
+  ends = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+  inside = all(
+    start <= b.start and b.stop <= stop
+    for b, (start, stop) in zip(block, ends, strict=True)
   )
+  return [start for start, _ in ends] if inside else None
 
 
 def _errno(error: BaseException) -> int | None:
@@ -193,20 +233,12 @@ class Checkpoints:
     flat = trees.flatten_names(tree)
     self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
     hashes = {name: _record(array) for name, array in flat.items()}
-    text = json.dumps(data, sort_keys=True)
-    record = json.dumps({'arrays': hashes, 'data': _digest(text)})
     self._writing = step
     try:
       self._manager.save(
         step,
         args=ocp.args.Composite(
-          **{
-            _STATE: ocp.args.StandardSave(flat),
-            _DATA: ocp.args.JsonSave({'text': text}),
-            _HASHES: ocp.args.JsonSave(
-              {'text': record, 'blake3': _digest(record)}
-            ),
-          }
+          **{STATE: ocp.args.StandardSave(flat), **side_items(hashes, data)}
         ),
         force=True,
       )
@@ -243,11 +275,7 @@ class Checkpoints:
       OSError: the system refuses to read it; it may be whole.
     """
     flat = trees.flatten_names(like)
-    read = self._read(step, **{_HASHES: ocp.args.JsonRestore()})
-    stored = _texts(read[_HASHES])
-    if _digest(stored.get('text', '')) != stored.get('blake3'):
-      raise self._damaged(step, 'its table of hashes has changed')
-    record = json.loads(stored['text'])
+    record = self.record(step)
     self._check_same(step, record['arrays'], flat)
     targets = {
       name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
@@ -256,19 +284,34 @@ class Checkpoints:
     items = self._read(
       step,
       **{
-        _STATE: ocp.args.StandardRestore(targets),
+        STATE: ocp.args.StandardRestore(targets),
         _DATA: ocp.args.JsonRestore(),
       },
     )
-    for name, array in items[_STATE].items():
+    for name, array in items[STATE].items():
       if not _matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
     text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')
-    leaves = [items[_STATE][name] for name in flat]
+    leaves = [items[STATE][name] for name in flat]
     tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return tree, json.loads(text)
+
+  def record(self, step: int) -> dict[str, Any]:
+    """Reads what a checkpoint holds, without its arrays.
+
+    Returns:
+      {'arrays': {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}, ...}.
+
+    Raises:
+      DamagedCheckpoint: the record itself has changed.
+    """
+    read = self._read(step, **{_HASHES: ocp.args.JsonRestore()})
+    stored = _texts(read[_HASHES])
+    if _digest(stored.get('text', '')) != stored.get('blake3'):
+      raise self._damaged(step, 'its table of hashes has changed')
+    return json.loads(stored['text'])
 
   def close(self) -> None:
     """Waits for the write under way and releases the threads."""

@@ -58,10 +58,12 @@ class RouteStats(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     load_ME: int32 tokens sent to each expert, padding excluded.
     aux_loss_M: float32 load-balancing loss of each layer, before its weight.
+    z_loss_M: float32 mean squared log-sum-exp of the logits, before its weight.
     replay_agreement_M: float32 share of replayed tokens whose own top-k equals
       the recorded set; 1 where nothing was replayed.
   """
 
   load_ME: jax.Array
   aux_loss_M: jax.Array
+  z_loss_M: jax.Array
   replay_agreement_M: jax.Array

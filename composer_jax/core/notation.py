@@ -15,6 +15,7 @@ AXES = {
   'K': 'key/value heads',
   'G': 'query heads per key/value head',
   'H': 'head dim',
+  'J': 'MLA rotated head dim',
   'C': 'MLA compressed key/value',
   'Q': 'MLA compressed query',
   'P': 'prompts',

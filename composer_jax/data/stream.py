@@ -39,6 +39,7 @@ class _Rows:
     seq_len: int,
     seed: int,
     fim_rate: float,
+    fim_marks: fim.Marks,
     whole: bool,
     num_epochs: int | None,
     multiple: int,
@@ -47,6 +48,7 @@ class _Rows:
     self._seq_len = seq_len
     self._seed = seed
     self._fim_rate = fim_rate
+    self._fim_marks = fim_marks
     self._whole = whole
     self._lengths = [
       len(_split(documents[i])[0]) for i in range(len(documents))
@@ -101,7 +103,8 @@ class _Rows:
       mask = mask[piece.start : piece.stop]
     if piece.is_fim:
       where = (self._seed, self._epoch, _FIM, piece.document, piece.start)
-      tokens = fim.transform(tokens, np.random.default_rng(where))
+      rng = np.random.default_rng(where)
+      tokens = fim.transform(tokens, rng, marks=self._fim_marks)
     return tokens, mask
 
 
@@ -161,6 +164,7 @@ def lm_stream(
   seq_len: int,
   seed: int,
   fim_rate: float = 0.0,
+  fim_marks: fim.Marks = fim.OWN,
   whole: bool = False,
   num_epochs: int | None = None,
 ) -> LMStream:
@@ -178,6 +182,7 @@ def lm_stream(
     seed: of order, cuts and rearrangement.
     fim_rate: share of pieces rearranged for fill-in-the-middle; only for
       documents without mask.
+    fim_marks: of the tokenizer that made the documents.
     whole: keeps documents whole (transcripts) instead of cutting them at the
       ends of rows.
     num_epochs: None streams for ever; otherwise the last batch is filled up
@@ -206,6 +211,7 @@ def lm_stream(
     'seq_len': seq_len,
     'seed': seed,
     'fim_rate': fim_rate,
+    'fim_marks': fim_marks,
     'whole': whole,
     'num_epochs': num_epochs,
   }

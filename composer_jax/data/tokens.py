@@ -15,6 +15,7 @@ import numpy as np
 
 from composer_jax.core import files
 from composer_jax.data import corpus as corpus_lib
+from composer_jax.text import hf_tokenizer
 from composer_jax.text import tokenizer as tokenizer_lib
 
 # Documents encoded at once: bounds memory, keeps threads busy.
@@ -87,7 +88,7 @@ def train_tokenizer(
 
 def tokenise(
   corpus: corpus_lib.Corpus,
-  tokenizer: tokenizer_lib.Tokenizer,
+  tokenizer: hf_tokenizer.AnyTokenizer,
   *,
   report: Callable[[str], None] = print,
 ) -> dict[str, Documents]:
@@ -121,7 +122,7 @@ def tokenise(
 
 def _tokenise(
   texts: list[str],
-  tokenizer: tokenizer_lib.Tokenizer,
+  tokenizer: hf_tokenizer.AnyTokenizer,
   path: pathlib.Path,
   index: pathlib.Path,
 ) -> None:

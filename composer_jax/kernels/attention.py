@@ -21,28 +21,29 @@ def attend(
   v_BSKH: jax.Array,
   mask_BTS: jax.Array,
   *,
+  scale: float | None = None,
   backend: str = 'auto',
 ) -> jax.Array:
-  """Returns out_BTNH: softmax(q k / sqrt(H)) v over the slots mask_BTS allows.
+  """Returns out_BTNH: softmax(scale q k) v over the slots mask_BTS allows.
 
   Args:
     q_BTNH: queries; query head n reads key/value head n // (N / K).
     k_BSKH: keys.
-    v_BSKH: values.
+    v_BSKH: values, whose width may be another; the result has it.
     mask_BTS: bool, true where the query may look.
+    scale: on the scores; None means 1 / sqrt(H).
     backend: one of BACKENDS, or 'auto' by platform, dtype and length.
   """
   if backend == 'auto':
     backend = _choose(q_BTNH)
   if backend not in BACKENDS:
     raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
+  scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   if backend == 'fused':
-    return jax.nn.dot_product_attention(
-      q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None]
-    )
+    return _fused(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
   if backend == 'rows':
-    return _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
-  return _reference(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
+  return _reference(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
 
 
 def _choose(q_BTNH: jax.Array) -> str:
@@ -52,7 +53,18 @@ def _choose(q_BTNH: jax.Array) -> str:
   return 'rows' if platform == 'cpu' and q_BTNH.shape[1] > 1 else 'reference'
 
 
-def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
+def _fused(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
+  # It wants values as wide as keys. Latent attention has narrower ones.
+  width = v_BSKH.shape[-1]
+  missing = q_BTNH.shape[-1] - width
+  v_BSKH = jnp.pad(v_BSKH, ((0, 0), (0, 0), (0, 0), (0, missing)))
+  out_BTNH = jax.nn.dot_product_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], scale=scale
+  )
+  return out_BTNH[..., :width]
+
+
+def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
   # One row and key/value head at a time: its products are plain matrices,
   # which XLA:CPU multiplies in either order without a transposed copy.
   batch, length, num_heads, head_dim = q_BTNH.shape
@@ -63,34 +75,37 @@ def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
   flat = (
     q_BKGTH.reshape(batch * num_kv_heads, groups * length, head_dim),
     k_BSKH.swapaxes(1, 2).reshape(batch * num_kv_heads, -1, head_dim),
-    v_BSKH.swapaxes(1, 2).reshape(batch * num_kv_heads, -1, head_dim),
+    v_BSKH.swapaxes(1, 2).reshape(batch * num_kv_heads, *v_BSKH.shape[1::2]),
     jnp.repeat(jnp.arange(batch), num_kv_heads),
   )
 
   @jax.checkpoint
   def one(arrays):
     q, k_SH, v_SH, row = arrays
-    scores = jnp.dot(
-      q * head_dim**-0.5, k_SH.T, preferred_element_type=jnp.float32
-    )
+    scores = jnp.dot(q * scale, k_SH.T, preferred_element_type=jnp.float32)
     mask = jnp.tile(mask_BTS[row], (groups, 1))
     scores = jnp.where(mask, scores, _MASKED)
     return jax.nn.softmax(scores, axis=-1).astype(v_SH.dtype) @ v_SH
 
   out = jax.lax.map(one, flat)
-  out_BKGTH = out.reshape(batch, num_kv_heads, groups, length, head_dim)
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+  out_BKGTH = out.reshape(batch, num_kv_heads, groups, length, -1)
+  out_BTKGH = out_BKGTH.transpose(0, 3, 1, 2, 4)
+  return out_BTKGH.reshape(batch, length, num_heads, -1)
 
 
 def _reference(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  mask_BTS: jax.Array,
+  scale: float,
 ) -> jax.Array:
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_kv_heads = k_BSKH.shape[2]
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
   scores_BKGTS = jnp.einsum(
     'BTKGH,BSKH->BKGTS',
-    q_BTKGH * head_dim**-0.5,
+    q_BTKGH * scale,
     k_BSKH,
     preferred_element_type=jnp.float32,
   )
@@ -99,4 +114,4 @@ def _reference(
   out_BTKGH = jnp.einsum(
     'BKGTS,BSKH->BTKGH', probabilities_BKGTS.astype(v_BSKH.dtype), v_BSKH
   )
-  return out_BTKGH.reshape(batch, length, num_heads, head_dim)
+  return out_BTKGH.reshape(batch, length, num_heads, -1)

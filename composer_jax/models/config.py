@@ -5,6 +5,7 @@ from typing import Any
 
 _ROUTERS = ('softmax', 'sigmoid')
 _DTYPES = ('float32', 'bfloat16')
+_QK_NORMS = ('none', 'head', 'projection')
 
 
 def _require_at_least(config: Any, lowest: int, names: tuple[str, ...]) -> None:
@@ -15,6 +16,23 @@ def _require_at_least(config: Any, lowest: int, names: tuple[str, ...]) -> None:
         f'{type(config).__name__}.{name} must be an integer of at least '
         f'{lowest}, not {value!r}.'
       )
+
+
+def _require_positive(config: Any, *names: str) -> None:
+  for name in names:
+    if not getattr(config, name) > 0:
+      raise ValueError(
+        f'{type(config).__name__}.{name} must be positive, not '
+        f'{getattr(config, name)!r}.'
+      )
+
+
+def _require_even(config: Any, name: str) -> None:
+  if getattr(config, name) % 2:
+    raise ValueError(
+      f'{type(config).__name__}.{name} ({getattr(config, name)}) must be even: '
+      'rotary positions turn pairs of dimensions.'
+    )
 
 
 def _from_dict(cls: Any, fields: dict[str, Any]) -> Any:
@@ -29,6 +47,151 @@ def _from_dict(cls: Any, fields: dict[str, Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GQAConfig:
+  """Grouped-query attention (Ainslie et al. 2023).
+
+  Attributes:
+    kind: 'gqa'.
+    num_heads: query heads.
+    num_kv_heads: key/value heads; must divide num_heads.
+    head_dim: width of a head; even, for the rotation.
+    qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
+      (over H, one scale for all heads: Qwen3), or 'projection' (over all heads
+      at once: OLMoE).
+    qkv_bias: whether query, key and value have biases.
+    out_bias: whether the output projection has one.
+  """
+
+  kind: str
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  qk_norm: str
+  qkv_bias: bool
+  out_bias: bool
+
+  def __post_init__(self):
+    _require_at_least(self, 1, ('num_heads', 'num_kv_heads', 'head_dim'))
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
+        f'({self.num_heads}).'
+      )
+    _require_even(self, 'head_dim')
+    if self.qk_norm not in _QK_NORMS:
+      raise ValueError(f'qk_norm {self.qk_norm!r} is not one of {_QK_NORMS}.')
+
+  @property
+  def rotary_dim(self) -> int:
+    """Dimensions of a head that rotate."""
+    return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+  """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+  Attributes:
+    kind: 'mla'.
+    num_heads: heads.
+    q_lora_dim: width of the compressed query (Q); None projects directly.
+    kv_lora_dim: width of the compressed key and value (C), which is cached.
+    nope_dim: width of a head's part without positions (H).
+    rope_dim: width of its rotated part (J); one rotated key serves all heads.
+    value_dim: width of a head's value.
+    latent_norm_eps: of the RMSNorms on the compressed vectors.
+  """
+
+  kind: str
+  num_heads: int
+  q_lora_dim: int | None
+  kv_lora_dim: int
+  nope_dim: int
+  rope_dim: int
+  value_dim: int
+  latent_norm_eps: float
+
+  def __post_init__(self):
+    sizes = ('num_heads', 'kv_lora_dim', 'nope_dim', 'rope_dim', 'value_dim')
+    _require_at_least(self, 1, sizes)
+    if self.q_lora_dim is not None:
+      _require_at_least(self, 1, ('q_lora_dim',))
+    _require_even(self, 'rope_dim')
+    _require_positive(self, 'latent_norm_eps')
+
+  @property
+  def rotary_dim(self) -> int:
+    """Dimensions of a head that rotate."""
+    return self.rope_dim
+
+  @property
+  def head_dim(self) -> int:
+    """Width of a query and of a key, both parts."""
+    return self.nope_dim + self.rope_dim
+
+
+_ATTENTIONS = {'gqa': GQAConfig, 'mla': MLAConfig}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+  """Longer context by stretched wavelengths (YaRN, Peng et al. 2023).
+
+  Attributes:
+    factor: of the context length.
+    original_max_len: context of the pretraining before.
+    beta_fast: wavelengths that turn more often than this within that context
+      keep their frequency.
+    beta_slow: those that turn less often have it divided by `factor`.
+    mscale: with s(m) = 0.1 m log(factor) + 1, cos and sin are multiplied by
+      s(mscale) / s(mscale_all_dim); by s(1) where both are None.
+    mscale_all_dim: queries and keys are each multiplied whole by
+      s(mscale_all_dim) (DeepSeek); by nothing where both are None.
+    truncate: whether the bounds of the ramp are rounded outward.
+  """
+
+  factor: float
+  original_max_len: int
+  beta_fast: float
+  beta_slow: float
+  mscale: float | None
+  mscale_all_dim: float | None
+  truncate: bool
+
+  def __post_init__(self):
+    _require_at_least(self, 1, ('original_max_len',))
+    _require_positive(self, 'beta_fast', 'beta_slow')
+    if not self.factor >= 1:
+      raise ValueError(f'YarnConfig.factor must be >= 1, not {self.factor}.')
+    alone = not self.mscale_all_dim and self.mscale not in (None, 1.0)
+    if alone or (self.mscale_all_dim and not self.mscale):
+      raise ValueError(
+        f'mscale ({self.mscale}) and mscale_all_dim ({self.mscale_all_dim}) of '
+        "YaRN must both be given: from one alone transformers and DeepSeek's "
+        'code compute different things.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """Rotary positions.
+
+  Attributes:
+    theta: base of the wavelengths.
+    interleaved: whether neighbours (2h, 2h + 1) form a pair, as in DeepSeek's
+      weights, instead of the halves (h, h + H / 2).
+    yarn: how the context was stretched; None when it was not.
+  """
+
+  theta: float
+  interleaved: bool
+  yarn: YarnConfig | None
+
+  def __post_init__(self):
+    _require_positive(self, 'theta')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
   """One mixture-of-experts layer.
 
@@ -39,9 +202,15 @@ class MoEConfig:
     num_shared: experts every token passes, computed as one wide expert.
     router: 'softmax' (scores compete) or 'sigmoid' (scores are independent and
       a selection bias outside the optimizer balances the load, DeepSeek-V3).
+    num_groups: equal groups of neighbouring experts.
+    num_active_groups: groups a token may choose from, those with the largest
+      sum of their two best biased scores (DeepSeek-V3, section 2.1.2); equal
+      to num_groups it limits nothing. Needs the sigmoid router.
     renormalize: whether the weights of the chosen experts sum to one.
     routed_scale: factor on those weights (DeepSeek-V3: 2.5, Kimi K2: 2.827).
     aux_loss_weight: of the load-balancing loss in the training loss.
+    z_loss_weight: of the mean squared log-sum-exp of the router's logits in
+      the training loss (ST-MoE, eq. 5).
   """
 
   num_experts: int
@@ -49,12 +218,16 @@ class MoEConfig:
   ffw_dim: int
   num_shared: int
   router: str
+  num_groups: int
+  num_active_groups: int
   renormalize: bool
   routed_scale: float
   aux_loss_weight: float
+  z_loss_weight: float
 
   def __post_init__(self):
     _require_at_least(self, 1, ('num_experts', 'num_active', 'ffw_dim'))
+    _require_at_least(self, 1, ('num_groups', 'num_active_groups'))
     _require_at_least(self, 0, ('num_shared',))
     if self.num_active > self.num_experts:
       raise ValueError(
@@ -68,11 +241,36 @@ class MoEConfig:
       )
     if self.router not in _ROUTERS:
       raise ValueError(f'router {self.router!r} is not one of {_ROUTERS}.')
-    if not self.routed_scale > 0:
-      raise ValueError(f'routed_scale must be positive: {self.routed_scale}.')
-    if not self.aux_loss_weight >= 0:
+    self._check_groups()
+    _require_positive(self, 'routed_scale')
+    for name in ('aux_loss_weight', 'z_loss_weight'):
+      if not getattr(self, name) >= 0:
+        raise ValueError(f'{name} must not be negative: {getattr(self, name)}.')
+
+  def _check_groups(self):
+    if self.num_active_groups > self.num_groups:
       raise ValueError(
-        f'aux_loss_weight must not be negative: {self.aux_loss_weight}.'
+        f'num_active_groups ({self.num_active_groups}) must not exceed '
+        f'num_groups ({self.num_groups}).'
+      )
+    if self.num_active_groups == self.num_groups:
+      return
+    if self.router != 'sigmoid':
+      raise ValueError(
+        f'num_active_groups ({self.num_active_groups}) below num_groups '
+        f"({self.num_groups}) needs router 'sigmoid', not {self.router!r}."
+      )
+    size, left = divmod(self.num_experts, self.num_groups)
+    if left or size < 2:
+      raise ValueError(
+        f'num_groups ({self.num_groups}) must divide num_experts '
+        f'({self.num_experts}) into groups of at least two, whose two best '
+        'scores are summed.'
+      )
+    if self.num_active > size * self.num_active_groups:
+      raise ValueError(
+        f'num_active ({self.num_active}) must not exceed the experts of '
+        f'num_active_groups ({self.num_active_groups}) groups of {size}.'
       )
 
 
@@ -86,15 +284,13 @@ class ModelConfig:
     num_layers: decoder layers, dense ones included.
     num_dense_layers: leading layers whose feed-forward is dense.
     dense_ffw_dim: hidden width of those.
-    num_heads: query heads.
-    num_kv_heads: key/value heads; must divide num_heads.
-    head_dim: width of a head; even, for the rotation.
-    rope_theta: base of the rotary wavelengths.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: whether the head is the transposed embedding.
     remat: whether the backward pass recomputes each layer.
     compute_dtype: of activations and matmuls; norms, router, softmax and
       logits are float32 always.
+    attention: of every layer; its `kind` says which.
+    rope: rotary positions.
     moe: of every layer after the dense ones.
   """
 
@@ -103,62 +299,63 @@ class ModelConfig:
   num_layers: int
   num_dense_layers: int
   dense_ffw_dim: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  rope_theta: float
   norm_eps: float
   tie_embeddings: bool
   remat: bool
   compute_dtype: str
+  attention: GQAConfig | MLAConfig
+  rope: RopeConfig
   moe: MoEConfig
 
   def __post_init__(self):
-    _require_at_least(
-      self,
-      1,
-      (
-        'vocab_size',
-        'embed_dim',
-        'num_layers',
-        'dense_ffw_dim',
-        'num_heads',
-        'num_kv_heads',
-        'head_dim',
-      ),
-    )
+    sizes = ('vocab_size', 'embed_dim', 'num_layers', 'dense_ffw_dim')
+    _require_at_least(self, 1, sizes)
     _require_at_least(self, 0, ('num_dense_layers',))
     if self.num_dense_layers >= self.num_layers:
       raise ValueError(
         f'num_dense_layers ({self.num_dense_layers}) must be less than '
         f'num_layers ({self.num_layers}): at least one layer is a mixture.'
       )
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
-        f'({self.num_heads}).'
-      )
-    if self.head_dim % 2:
-      raise ValueError(
-        f'head_dim ({self.head_dim}) must be even: rotary positions turn '
-        'pairs of dimensions.'
-      )
     if self.compute_dtype not in _DTYPES:
       raise ValueError(
         f'compute_dtype {self.compute_dtype!r} is not one of {_DTYPES}.'
       )
-    for name in ('rope_theta', 'norm_eps'):
-      if not getattr(self, name) > 0:
-        raise ValueError(f'{name} must be positive: {getattr(self, name)}.')
+    _require_positive(self, 'norm_eps')
 
   @property
   def num_moe_layers(self) -> int:
     return self.num_layers - self.num_dense_layers
 
+  @property
+  def mla(self) -> MLAConfig:
+    """The attention of a model that has this kind."""
+    assert isinstance(self.attention, MLAConfig)
+    return self.attention
+
   @classmethod
   def from_dict(cls, fields: dict[str, Any]) -> 'ModelConfig':
     """Builds a config from nested dictionaries; names every unknown key."""
     fields = dict(fields)
+    if 'attention' in fields:
+      fields['attention'] = _attention(dict(fields['attention']))
+    if 'rope' in fields:
+      rope = dict(fields['rope'])
+      if rope.get('yarn') is not None:
+        rope['yarn'] = _from_dict(YarnConfig, dict(rope['yarn']))
+      fields['rope'] = _from_dict(RopeConfig, rope)
     if 'moe' in fields:
       fields['moe'] = _from_dict(MoEConfig, dict(fields['moe']))
     return _from_dict(cls, fields)
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns what `from_dict` takes."""
+    return dataclasses.asdict(self)
+
+
+def _attention(fields: dict[str, Any]) -> GQAConfig | MLAConfig:
+  kind = fields.get('kind')
+  if kind not in _ATTENTIONS:
+    raise ValueError(
+      f'attention.kind must be one of {sorted(_ATTENTIONS)}, not {kind!r}.'
+    )
+  return _from_dict(_ATTENTIONS[kind], fields)

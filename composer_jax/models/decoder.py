@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import batches
-from composer_jax.models import attention, experts, norm, parameters, rope
+from composer_jax.models import attention, experts, mla, norm, parameters, rope
 from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 
 Variables = dict[str, Any]
+
+_ATTENTIONS = {'gqa': attention.Attention, 'mla': mla.LatentAttention}
 
 # For `jax.jit` of `init` in tests, which compile it often: its many random
 # numbers take four seconds, or one with these. A run goes without: its weights
@@ -39,7 +41,7 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   hidden_BTD: jax.Array
   expert_ids_MBTA: jax.Array
   stats: batches.RouteStats
-  cache: kv_cache.KVCache | None
+  cache: kv_cache.Cache | None
 
 
 class Context(flax.struct.PyTreeNode, kw_only=True):
@@ -86,7 +88,7 @@ def _attend(module, carry, context, layer):
   x_BTD = exchange.constrain(x_BTD, plan)
   h_BTD = norm.RMSNorm(c.norm_eps, name='attention_norm')(x_BTD)
   with jax.named_scope('attention'):
-    y_BTD, cache = attention.Attention(c, plan, name='attention')(
+    y_BTD, cache = _ATTENTIONS[c.attention.kind](c, plan, name='attention')(
       h_BTD,
       context.cos_sin,
       context.mask_BTS,
@@ -116,7 +118,7 @@ class Decoder(nn.Module):
     positions_BT: jax.Array,
     *,
     expert_ids_MBTA: jax.Array | None = None,
-    cache: kv_cache.KVCache | None = None,
+    cache: kv_cache.Cache | None = None,
   ) -> DecoderOutput:
     """Runs the layers over a packed batch, or over a chunk with a cache.
 
@@ -136,7 +138,7 @@ class Decoder(nn.Module):
     else:
       mask_BTS = attention.cached_mask(positions_BT, cache.max_len)
     context = Context(
-      cos_sin=rope.angles(positions_BT, c.head_dim, c.rope_theta),
+      cos_sin=rope.angles(positions_BT, c.attention.rotary_dim, c.rope),
       mask_BTS=mask_BTS,
       positions_BT=positions_BT,
       valid_BT=segment_ids_BT != 0,
@@ -156,6 +158,7 @@ class Decoder(nn.Module):
       stats=batches.RouteStats(
         load_ME=stats.load_E,
         aux_loss_M=stats.aux_loss,
+        z_loss_M=stats.z_loss,
         replay_agreement_M=stats.replay_agreement,
       ),
       cache=cache,

@@ -1,60 +1,139 @@
-"""Closed forms for parameters and floating-point operations."""
+"""Closed forms for parameters, floating-point operations and cache bytes.
+
+All of them follow from a ModelConfig alone. Operations are those of matrix
+products, two per multiply and add; norms, rotations, softmax and the lookup of
+embeddings are left out. They are the model's own, whatever a program does
+beyond them: recomputation and padding do not count.
+
+A query meets either all `seq_len` keys (`causal=False`, as in published MFU
+figures and in every MFU of this project: it is what a kernel that skips no
+masked block computes) or those up to itself, (seq_len + 1) / 2 on average
+(`causal=True`, what no program can do without).
+"""
 
 from composer_jax.models import config as model_config
 
 
-def _attention_params(c: model_config.ModelConfig) -> int:
-  heads = 2 * c.num_heads + 2 * c.num_kv_heads
-  return c.embed_dim * c.head_dim * heads
+def params_by_part(config: model_config.ModelConfig) -> dict[str, int]:
+  """Counts trained parameters; the selection bias is not among them.
 
-
-def _params(c: model_config.ModelConfig, experts: int) -> int:
-  """Counts parameters with `experts` routed experts per MoE layer."""
-  per_expert = 3 * c.embed_dim * c.moe.ffw_dim
-  norms = 2 * c.embed_dim
-  dense = 3 * c.embed_dim * c.dense_ffw_dim
-  moe = c.embed_dim * c.moe.num_experts
-  moe += (experts + c.moe.num_shared) * per_expert
+  'embedding' holds both tables where they are not tied, 'attention' its
+  matrices and biases, 'norms' every RMSNorm's scale, also those in attention.
+  """
+  c = config
   tables = 1 if c.tie_embeddings else 2
-  return (
-    tables * c.vocab_size * c.embed_dim
-    + c.num_layers * (_attention_params(c) + norms)
-    + c.num_dense_layers * dense
-    + c.num_moe_layers * moe
-    + c.embed_dim
-  )
+  matrices, biases, norms = _attention(c)
+  return {
+    'embedding': tables * c.vocab_size * c.embed_dim,
+    'attention': c.num_layers * (matrices + biases),
+    'dense_ffw': c.num_dense_layers * _ffw(c, c.dense_ffw_dim),
+    'router': c.num_moe_layers * c.embed_dim * c.moe.num_experts,
+    'routed_experts': c.num_moe_layers * c.moe.num_experts * _expert(c),
+    'shared_experts': c.num_moe_layers * c.moe.num_shared * _expert(c),
+    'norms': c.num_layers * (norms + 2 * c.embed_dim) + c.embed_dim,
+  }
 
 
 def params_total(config: model_config.ModelConfig) -> int:
   """Counts trained parameters; the selection bias is not among them."""
-  return _params(config, config.moe.num_experts)
+  return sum(params_by_part(config).values())
 
 
 def params_active(config: model_config.ModelConfig) -> int:
-  """Counts the parameters that one token reads."""
-  return _params(config, config.moe.num_active)
+  """Counts the parameters of the layers that one token passes.
+
+  Both embedding tables count whole, though a token reads one row of the first.
+  """
+  skipped = config.moe.num_experts - config.moe.num_active
+  return params_total(config) - config.num_moe_layers * skipped * _expert(
+    config
+  )
 
 
-def flops_per_token(config: model_config.ModelConfig, seq_len: int) -> float:
-  """Counts the useful operations of a forward pass per token; training is 3x.
+def forward_per_token(
+  config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
+) -> float:
+  """Counts the operations of a forward pass per token, head included.
 
-  Two per weight of a matrix the token passes (the embedding lookup passes
-  none), plus attention over the causal half of `seq_len` positions. Norms,
-  rotations and softmax are left out, and so is work that an implementation
-  does beyond this, such as masked scores.
+  Args:
+    config: of the model.
+    seq_len: tokens of a row.
+    causal: whether a query meets only the keys up to itself.
   """
   c = config
-  per_expert = 3 * c.embed_dim * c.moe.ffw_dim
-  matrices = (
+  matrices, _, _ = _attention(c)
+  passed = (
     c.vocab_size * c.embed_dim
-    + c.num_layers * _attention_params(c)
-    + c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim
-    + c.num_moe_layers
-    * (
-      c.embed_dim * c.moe.num_experts
-      + (c.moe.num_active + c.moe.num_shared) * per_expert
-    )
+    + c.num_layers * matrices
+    + c.num_dense_layers * _ffw(c, c.dense_ffw_dim)
+    + c.num_moe_layers * c.embed_dim * c.moe.num_experts
+    + c.num_moe_layers * (c.moe.num_active + c.moe.num_shared) * _expert(c)
   )
-  visible = (seq_len + 1) / 2
-  scores = 2 * c.num_layers * c.num_heads * c.head_dim * visible
-  return 2 * (matrices + scores)
+  keys = (seq_len + 1) / 2 if causal else seq_len
+  return 2 * (passed + c.num_layers * _score_width(c.attention) * keys)
+
+
+def backward_per_token(
+  config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
+) -> float:
+  """Counts those of a backward pass: each product has two gradients."""
+  return 2 * forward_per_token(config, seq_len, causal=causal)
+
+
+def train_per_token(
+  config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
+) -> float:
+  """Counts those of a training step, forward and backward."""
+  return 3 * forward_per_token(config, seq_len, causal=causal)
+
+
+def cache_bytes_per_token(
+  config: model_config.ModelConfig, bytes_per_value: int = 2
+) -> int:
+  """Counts what a token adds to the cache: keys and values, or the latent."""
+  a = config.attention
+  if isinstance(a, model_config.MLAConfig):
+    width = a.kv_lora_dim + a.rope_dim
+  else:
+    width = 2 * a.num_kv_heads * a.head_dim
+  return config.num_layers * width * bytes_per_value
+
+
+def _ffw(c: model_config.ModelConfig, ffw_dim: int) -> int:
+  return 3 * c.embed_dim * ffw_dim
+
+
+def _expert(c: model_config.ModelConfig) -> int:
+  return _ffw(c, c.moe.ffw_dim)
+
+
+def _attention(c: model_config.ModelConfig) -> tuple[int, int, int]:
+  """Counts the matrices, the biases and the norms of one layer's attention."""
+  if isinstance(c.attention, model_config.MLAConfig):
+    return _mla(c.embed_dim, c.attention)
+  return _gqa(c.embed_dim, c.attention)
+
+
+def _score_width(a: model_config.GQAConfig | model_config.MLAConfig) -> int:
+  """Multiplications per query and key: q k and p v, each head its own."""
+  mla = isinstance(a, model_config.MLAConfig)
+  return a.num_heads * (a.head_dim + (a.value_dim if mla else a.head_dim))
+
+
+def _gqa(embed_dim: int, a: model_config.GQAConfig) -> tuple[int, int, int]:
+  queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+  biases = a.qkv_bias * (queries + 2 * keys) + a.out_bias * embed_dim
+  norms = {'none': 0, 'head': 2 * a.head_dim, 'projection': queries + keys}
+  return embed_dim * 2 * (queries + keys), biases, norms[a.qk_norm]
+
+
+def _mla(embed_dim: int, a: model_config.MLAConfig) -> tuple[int, int, int]:
+  queries = a.num_heads * a.head_dim
+  if a.q_lora_dim is None:
+    query = embed_dim * queries
+  else:
+    query = a.q_lora_dim * (embed_dim + queries)
+  key_value = embed_dim * (a.kv_lora_dim + a.rope_dim)
+  key_value += a.kv_lora_dim * a.num_heads * (a.nope_dim + a.value_dim)
+  out = a.num_heads * a.value_dim * embed_dim
+  return query + key_value + out, 0, (a.q_lora_dim or 0) + a.kv_lora_dim

@@ -1,5 +1,7 @@
 """Root-mean-square normalisation."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,40 @@ import jax.numpy as jnp
 from composer_jax.models import parameters
 
 
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """Divides by the root mean square, in float32 (Zhang & Sennrich 2019).
+
+  Args:
+    x: any array; the mean is over its last axes, as many as `scale` has.
+    scale: multiplies the result.
+    eps: added to the mean square.
+  """
+  wide = x.astype(jnp.float32)
+  axes = tuple(range(-scale.ndim, 0))
+  mean_square = jnp.square(wide).mean(axes, keepdims=True)
+  y = wide * jax.lax.rsqrt(mean_square + eps)
+  return (y * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Scale(nn.Module):
+  """The parameter of a norm over an axis of this length."""
+
+  dim: int
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    return parameters.create(
+      self, 'scale', nn.initializers.ones, ('norm',), (self.dim,)
+    )
+
+
+def scale_of(name: str, dim: int) -> dict[str, Any]:
+  """Creates `<name>/scale` inside a compact module, as a params tree."""
+  return {'scale': Scale(dim, name=name)()}
+
+
 class RMSNorm(nn.Module):
-  """Divides by the root mean square over D, in float32 (Zhang & Sennrich)."""
+  """`rms_norm` over D with its own scale."""
 
   eps: float
 
@@ -17,7 +51,4 @@ class RMSNorm(nn.Module):
     scale_D = parameters.create(
       self, 'scale', nn.initializers.ones, ('norm',), (x_BTD.shape[-1],)
     )
-    wide_BTD = x_BTD.astype(jnp.float32)
-    mean_square = jnp.square(wide_BTD).mean(-1, keepdims=True)
-    y_BTD = wide_BTD * jax.lax.rsqrt(mean_square + self.eps)
-    return (y_BTD * scale_D.astype(jnp.float32)).astype(x_BTD.dtype)
+    return rms_norm(x_BTD, scale_D, self.eps)

@@ -1,26 +1,100 @@
-"""Rotary positions (Su et al. 2021, RoFormer), halves convention."""
+"""Rotary positions (Su et al. 2021, RoFormer) and their stretching (YaRN)."""
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.models import config as model_config
 
 
 def angles(
-  positions_BT: jax.Array, head_dim: int, theta: float
+  positions_BT: jax.Array, dim: int, config: model_config.RopeConfig
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns float32 cos and sin of shape [B, T, 1, H / 2].
+  """Returns float32 cos and sin of shape [B, T, 1, dim / 2].
 
   Positions are within the document, so packing leaves them as they were alone.
+  YaRN's factor on queries and keys (its section 3.4) is part of both.
   """
-  fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  angle = positions_BT[..., None, None].astype(jnp.float32) / theta**fraction
-  return jnp.cos(angle), jnp.sin(angle)
+  fraction = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+  wavelengths = config.theta**fraction
+  angle = positions_BT[..., None, None].astype(jnp.float32) / wavelengths
+  if config.yarn is None:
+    return jnp.cos(angle), jnp.sin(angle)
+  angle *= _yarn_shares(config.theta, config.yarn, dim)
+  scale = _rotation_scale(config.yarn)
+  return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(
-  x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+  x_BTNH: jax.Array,
+  cos_sin: tuple[jax.Array, jax.Array],
+  *,
+  interleaved: bool = False,
 ) -> jax.Array:
-  """Turns the pair (h, h + H/2) by the angle of its position, in float32."""
+  """Turns pairs of dimensions by the angle of their position, in float32.
+
+  Args:
+    x_BTNH: queries or keys.
+    cos_sin: of `angles`.
+    interleaved: whether the pairs are (2h, 2h + 1) instead of (h, h + H/2).
+      The result holds first members before second ones either way: the same
+      permutation of queries and keys, which no score sees.
+  """
   cos, sin = cos_sin
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  wide = x_BTNH.astype(jnp.float32)
+  if interleaved:
+    first, second = wide[..., 0::2], wide[..., 1::2]
+  else:
+    first, second = jnp.split(wide, 2, axis=-1)
   turned = (first * cos - second * sin, second * cos + first * sin)
   return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+
+
+def softmax_scale(head_dim: int, config: model_config.RopeConfig) -> float:
+  """Returns the factor on q k: 1 / sqrt(H), times YaRN's mscale squared.
+
+  The square is DeepSeek's: queries and keys are each scaled whole by the
+  factor of `mscale_all_dim`, the rotated part and the other.
+  """
+  scale = head_dim**-0.5
+  if config.yarn is None or not config.yarn.mscale_all_dim:
+    return scale
+  return scale * _mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
+
+
+def _mscale(factor: float, m: float) -> float:
+  return 0.1 * m * math.log(factor) + 1.0
+
+
+def _rotation_scale(yarn: model_config.YarnConfig) -> float:
+  if yarn.mscale and yarn.mscale_all_dim:
+    # Pairs of equal ones, DeepSeek-V3's and Kimi K2's, cancel here.
+    whole = _mscale(yarn.factor, yarn.mscale_all_dim)
+    return _mscale(yarn.factor, yarn.mscale) / whole
+  return _mscale(yarn.factor, 1.0)
+
+
+def _yarn_shares(
+  theta: float, yarn: model_config.YarnConfig, dim: int
+) -> np.ndarray:
+  """Returns the share that each frequency keeps, in [1 / factor, 1].
+
+  Peng et al. 2023, section 3.2 ("NTK-by-parts"): a ramp over the dimensions,
+  from those that turn `beta_fast` times within the original context to those
+  that turn `beta_slow` times.
+  """
+
+  def dimension(turns: float) -> float:
+    length = yarn.original_max_len / (turns * 2 * math.pi)
+    return dim * math.log(length) / (2 * math.log(theta))
+
+  low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+  if yarn.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, dim - 1)
+  if low == high:
+    high += 0.001  # A ramp of no length would divide by zero.
+  ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+  return (ramp / yarn.factor + (1 - ramp)).astype(np.float32)

@@ -13,12 +13,18 @@ import jax.numpy as jnp
 from composer_jax.core import records
 from composer_jax.models import config as model_config
 
+# No sum of scores is divided by less. Sigmoids of very negative logits are
+# zero, and 0 / 0 would be NaN; transformers adds 1e-20 for the same end. The
+# gradient of a quotient squares this, which must not underflow.
+_LOWEST_SUM = 1e-18
+
 
 class LayerStats(NamedTuple):
   """`core.batches.RouteStats` of one layer."""
 
   load_E: jax.Array
   aux_loss: jax.Array
+  z_loss: jax.Array
   replay_agreement: jax.Array
 
 
@@ -56,8 +62,8 @@ def route(
     config: of the layer.
     valid_BT: false on padding, which counts in no statistic.
     bias_E: added to the scores for selection only (sigmoid router).
-    replay_BTA: recorded ids; a token with any `NO_ROUTE` is routed afresh,
-      whole.
+    replay_BTA: recorded ids, honoured whatever the groups and the bias say; a
+      token with any `NO_ROUTE` is routed afresh, whole.
 
   Returns:
     weights_BTA (float32), the int32 ids_BTA they belong to, and statistics.
@@ -70,6 +76,12 @@ def route(
   select_BTE = jax.lax.stop_gradient(scores_BTE)
   if bias_E is not None:
     select_BTE += jax.lax.stop_gradient(bias_E.astype(jnp.float32))
+  if config.num_active_groups < config.num_groups:
+    # Closed ones get -inf: 0 would beat the scores that a bias made negative.
+    mask_BTE = _group_mask(
+      select_BTE, config.num_groups, config.num_active_groups
+    )
+    select_BTE = jnp.where(mask_BTE, select_BTE, -jnp.inf)
   own_BTA = top_k(select_BTE, config.num_active)
   ids_BTA, agreement = _replay(own_BTA, replay_BTA, valid_BT)
   onehot_BTAE = jax.nn.one_hot(ids_BTA, config.num_experts, dtype=jnp.float32)
@@ -77,11 +89,36 @@ def route(
   # where the gradient of a gather is a scatter. Sums of one non-zero are exact.
   weights_BTA = jnp.einsum('...E,...AE->...A', scores_BTE, onehot_BTAE)
   if config.renormalize:
-    weights_BTA /= weights_BTA.sum(-1, keepdims=True)
-  stats = LayerStats(
-    *_load(scores_BTE, onehot_BTAE, valid_BT), replay_agreement=agreement
-  )
+    weights_BTA = _normalize(weights_BTA)
+  load_E, aux_loss = _load(scores_BTE, onehot_BTAE, valid_BT)
+  stats = LayerStats(load_E, aux_loss, _z_loss(logits_BTE, valid_BT), agreement)
   return weights_BTA * config.routed_scale, ids_BTA, stats
+
+
+def _normalize(scores: jax.Array) -> jax.Array:
+  """Makes the last axis sum to one, or leaves it zero."""
+  return scores / jnp.maximum(scores.sum(-1, keepdims=True), _LOWEST_SUM)
+
+
+def _group_mask(
+  select_BTE: jax.Array, num_groups: int, num_active_groups: int
+) -> jax.Array:
+  """Returns which experts lie in the best groups (DeepSeek-V3, 2.1.2).
+
+  X is the group, worth the sum of its two best scores. Ties go to the smaller
+  index, as between experts.
+  """
+  grouped_BTXE = select_BTE.reshape(*select_BTE.shape[:-1], num_groups, -1)
+  group_size = grouped_BTXE.shape[-1]
+  best_BTXE = _contains(top_k(grouped_BTXE, 2), group_size)
+  worth_BTX = jnp.where(best_BTXE, grouped_BTXE, 0.0).sum(-1)
+  open_BTX = _contains(top_k(worth_BTX, num_active_groups), num_groups)
+  return jnp.repeat(open_BTX, group_size, axis=-1)
+
+
+def _contains(ids: jax.Array, num_classes: int) -> jax.Array:
+  """Returns, for each class, whether the last axis of `ids` has it."""
+  return (ids[..., None] == jnp.arange(num_classes)).any(-2)
 
 
 def _replay(
@@ -115,12 +152,17 @@ def _load(
   valid_BT1 = valid_BT[..., None].astype(jnp.float32)
   tokens = tuple(range(valid_BT.ndim))
   load_E = (onehot_BTAE.sum(-2) * valid_BT1).sum(tokens)
-  share_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
   num_valid = jnp.maximum(valid_BT1.sum(), 1.0)
-  mean_E = (share_BTE * valid_BT1).sum(tokens) / num_valid
+  mean_E = (_normalize(scores_BTE) * valid_BT1).sum(tokens) / num_valid
   fraction_E = jax.lax.stop_gradient(load_E) / (num_valid * num_active)
   aux_loss = num_experts * (fraction_E * mean_E).sum()
   return load_E.astype(jnp.int32), aux_loss
+
+
+def _z_loss(logits_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
+  """Returns the mean of logsumexp(logits)^2 over tokens (ST-MoE, eq. 5)."""
+  squares_BT = jax.nn.logsumexp(logits_BTE, axis=-1) ** 2
+  return squares_BT.sum(where=valid_BT) / jnp.maximum(valid_BT.sum(), 1)
 
 
 def update_selection_bias(

@@ -23,7 +23,7 @@ BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
 # A parameter with one of these is a table, a classifier or a scale, not a map
 # between activations.
 ADAM_AXES = ('vocab', 'route', 'norm')
-MATRIX_AXES = ('embed', 'ffw', 'head_dim')
+MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

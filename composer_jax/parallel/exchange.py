@@ -77,9 +77,9 @@ def gather_weight(weight: jax.Array, plan: ExchangePlan | None) -> jax.Array:
 
 def attend_per_shard(
   attend: Callable[..., jax.Array],
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
+  query_BT: Any,
+  keys_BS: Any,
+  weights: Any,
   mask_BTS: jax.Array,
   *,
   plan: ExchangePlan | None,
@@ -87,19 +87,28 @@ def attend_per_shard(
   """Runs an attention kernel on each device's queries and its rows' keys.
 
   A kernel is opaque to the partitioner, or loops over B: it must see only the
-  rows of its device. Keys and values of a row are gathered along S.
+  rows of its device.
+
+  Args:
+    attend: (query_BT, keys_BS, weights, mask_BTS) -> out of shape [B, T, ...].
+    query_BT: tree of arrays [B, T, ...].
+    keys_BS: tree of arrays [B, S, ...], gathered along S: all that a query may
+      meet, such as keys and values.
+    weights: tree of arrays that every device gets whole.
+    mask_BTS: true where a query may look.
+    plan: where tokens lie; None means on this device.
   """
   if plan is None:
-    return attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return attend(query_BT, keys_BS, weights, mask_BTS)
   batch, sequence = plan.batch_axes or None, plan.sequence_axes or None
   local = jax.shard_map(
     attend,
     mesh=plan.mesh,
-    in_specs=(P(batch, sequence), P(batch), P(batch), P(batch, sequence)),
+    in_specs=(P(batch, sequence), P(batch), P(), P(batch, sequence)),
     out_specs=P(batch, sequence),
     check_vma=False,
   )
-  return local(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+  return local(query_BT, keys_BS, weights, mask_BTS)
 
 
 def exchange(

@@ -21,7 +21,8 @@ class Layout:
 
   Attributes:
     name: for messages.
-    dense: logical axis -> mesh axes (a tuple) or None.
+    dense: logical axis -> mesh axes (a tuple) or None. A mesh axis goes to
+      the first dimension of a parameter that wants it.
     expert: likewise; 'expert' takes the largest product of its mesh axes that
       divides the number of experts, and REST marks who takes the others.
     batch: mesh axes of B.
@@ -46,6 +47,9 @@ TRAIN = Layout(
     'heads': None,
     'kv_heads': None,
     'head_dim': None,
+    # Where 'embed' is another dimension, that one has these axes already.
+    'q_lora': ('fsdp', 'context'),
+    'kv_lora': ('fsdp', 'context'),
     'gate_up': None,
     'ffw': None,
     'vocab': None,
@@ -70,3 +74,6 @@ REPLICATED = Layout(
   batch=('replica', 'fsdp'),
   sequence=('context',),
 )
+
+# As configs and command lines name them.
+BY_NAME = {'hsdp': TRAIN, 'data_parallel': REPLICATED}

@@ -42,9 +42,11 @@ def spec(
       f'knows {sorted(table)}. Add the axis to parallel/layouts.py.'
     )
   sizes = dict(zip(axes, shape, strict=True))
-  taken = {
-    axis: table[axis] or () for axis in axes if table[axis] != layouts.REST
-  }
+  taken: dict[str, tuple[str, ...]] = {}
+  for axis in axes:
+    if table[axis] != layouts.REST:
+      earlier = set().union(*taken.values())
+      taken[axis] = tuple(a for a in table[axis] or () if a not in earlier)
   if 'expert' in axes:
     taken |= _place_experts(name, sizes, table, mesh)
   for axis, mesh_axes in taken.items():

@@ -19,11 +19,13 @@ from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import tokens as corpus_tokens
 from composer_jax.parallel import layouts, topology
+from composer_jax.pipeline import imported, sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
 from composer_jax.telemetry import machine, stage_times
 from composer_jax.telemetry import writer as writers
+from composer_jax.text import hf_tokenizer
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
 
@@ -31,8 +33,6 @@ from composer_jax.train import placement as placements
 # protocol costs few tokens; their seed is used for nothing else.
 _PROTOCOL_TASKS = 1500
 _PROTOCOL_SEED = 7_000_003
-
-_LAYOUTS = {'hsdp': layouts.TRAIN, 'data_parallel': layouts.REPLICATED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +61,28 @@ class Job:
       return build_corpus(self.spec, self.workdir)
 
   @functools.cached_property
-  def tokenizer(self) -> tokenizers.Tokenizer:
+  def tokenizer(self) -> hf_tokenizer.AnyTokenizer:
+    spec = self.spec
     with self.times.stage('tokenizer'):
+      if spec.initial:
+        return imported.tokenizer(
+          spec.initial, self.workdir, spec.model.vocab_size
+        )
       return train_tokenizer(self.spec, self.workdir, self.corpus)
 
   @functools.cached_property
   def documents(self) -> dict[str, corpus_tokens.Documents]:
     with self.times.stage('tokenizer'):
-      return corpus_tokens.tokenise(
-        self.corpus, self.tokenizer, report=tell('data')
-      )
+      # The tokenizer first: one that cannot be used is told at once.
+      tokenizer = self.tokenizer
+      return corpus_tokens.tokenise(self.corpus, tokenizer, report=tell('data'))
 
   @functools.cached_property
   def placement(self) -> placements.Placement:
     """Of pretraining and SFT: all devices."""
     mesh = topology.make_mesh(**dataclasses.asdict(self.spec.mesh))
     return placements.build(
-      self.spec.model, mesh=mesh, layout=_LAYOUTS[self.spec.layout]
+      self.spec.model, mesh=mesh, layout=layouts.BY_NAME[self.spec.layout]
     )
 
   @functools.cached_property
@@ -195,7 +200,7 @@ def protocol_texts() -> list[str]:
 
 
 @contextlib.contextmanager
-def open_runner(options: specs.Sandbox) -> Iterator[runners.Runner]:
+def open_runner(options: sections.Sandbox) -> Iterator[runners.Runner]:
   """Opens what runs the tests; closed on exit."""
   if options.level == 'static':
     yield runners.StaticRunner()
@@ -273,13 +278,15 @@ def open_run(
 
   Raises:
     ValueError: the workdir belongs to another config; names what differs. Or
-      another process runs in it.
+      another process runs in it. Or the model is not the one to import.
     OSError: the workdir cannot be made.
   """
+  if spec.initial:
+    imported.check_model(spec.initial, spec.model)
+  if path := spec.demonstrations.conversations:
+    pathlib.Path(path).open().close()  # Told now rather than after cpt.
   with _ended_by_sigterm(), files.alone(workdir):
-    workdirs.claim(
-      workdir, dataclasses.asdict(spec), ignored=('telemetry', 'rl.placement')
-    )
+    _claim(spec, workdir)
     files.sweep(workdir)
     spec = settle_sandbox(spec, workdir)
     files.write_json(
@@ -307,6 +314,15 @@ def open_run(
           logging.exception('The report of the interrupted run failed:')
         raise
       write_report(workdir, writer)
+
+
+def _claim(spec: specs.Spec, workdir: pathlib.Path) -> None:
+  """Binds the workdir to this spec, and to the content of what it imports."""
+  config = dataclasses.asdict(spec)
+  config['imported'] = imported.identity(spec.initial) if spec.initial else ''
+  # A folder may be moved; what it holds may not change.
+  ignored = ('telemetry', 'rl.placement', 'initial')
+  workdirs.claim(workdir, config, ignored=ignored)
 
 
 @contextlib.contextmanager

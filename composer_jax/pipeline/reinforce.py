@@ -30,7 +30,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress
-from composer_jax.text import tokenizer as tokenizers
+from composer_jax.text import hf_tokenizer
 from composer_jax.train import export
 from composer_jax.train import state as train_state
 
@@ -305,7 +305,7 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   """The whole life of a rollout worker process."""
   say = jobs.tell('rollout')
   level = files.read_json(workdir / 'sandbox.json')['level']
-  tokenizer = tokenizers.Tokenizer.load(workdir / 'tokenizer.json')
+  tokenizer = hf_tokenizer.load_any(workdir / 'tokenizer.json')
   options = dataclasses.replace(spec.sandbox, level=level)
   with jobs.open_runner(options) as runner:
     # Before the engine's threads exist: they inherit cores and priority.

@@ -1,318 +1,62 @@
 """A whole run as frozen dataclasses: what the mains make of a ConfigDict.
 
-Each section of a config becomes one dataclass here or in the module it is for;
-a field that is missing, unknown or out of range is an error that names it.
+Each section of a config becomes one dataclass of `pipeline.sections` or of the
+module it is for; a field that is missing, unknown or out of range is an error
+that names it.
 """
 
 import dataclasses
 from typing import Any
 
-from composer_jax.agent import demonstrations, episode
+from composer_jax.agent import episode
 from composer_jax.models import config as model_config
-from composer_jax.optim import groups as optim_groups
-from composer_jax.rl import update
-from composer_jax.rollout import steps as rollout_steps
-from composer_jax.sandbox import base as sandbox_base
-
-PLACEMENTS = ('processes', 'colocated')
-LAYOUTS = ('hsdp', 'data_parallel')
-SANDBOX_LEVELS = ('auto', *sandbox_base.LEVELS, 'static')
-
-
-def _at_least(section: str, fields: Any, lowest: float, *names: str) -> None:
-  for name in names:
-    value = getattr(fields, name)
-    if not value >= lowest:
-      raise ValueError(
-        f'--config.{section}.{name} must be at least {lowest}, not {value}.'
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mesh:
-  """Axes of the one mesh; their product is the number of devices."""
-
-  replica: int
-  fsdp: int
-  context: int
-
-  def __post_init__(self):
-    _at_least('mesh', self, 1, 'replica', 'fsdp', 'context')
-
-  @property
-  def size(self) -> int:
-    return self.replica * self.fsdp * self.context
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokenizer:
-  """train_bytes: of the corpus that the merges are learnt from."""
-
-  train_bytes: int
-
-  def __post_init__(self):
-    _at_least('tokenizer', self, 1000, 'train_bytes')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-  """The corpus of continued pretraining; see `data.corpus`."""
-
-  sources: tuple[str, ...]
-  weights: tuple[float, ...]
-  archives: str
-  max_bytes: int
-  heldout_share: float
-  fim_rate: float
-
-  def __post_init__(self):
-    if not self.sources:
-      raise ValueError('--config.data.sources must name at least one source.')
-    if not 0 < self.heldout_share < 1 or not 0 <= self.fim_rate <= 1:
-      raise ValueError(
-        '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
-        f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
-      )
-    _at_least('data', self, 10_000, 'max_bytes')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-  """A language-model training stage: cpt or sft."""
-
-  steps: int
-  batch_size: int
-  seq_len: int
-  learning_rate: float
-  adam_learning_rate: float
-  warmup_steps: int
-  decay_steps: int
-  weight_decay: float
-  grad_clip: float
-  optimizer: str
-  bias_update_rate: float
-  checkpoint_every: int
-  eval_every: int
-  eval_batches: int
-  log_every: int
-
-  def __post_init__(self):
-    positive = ('steps', 'batch_size', 'seq_len', 'checkpoint_every')
-    positive += ('eval_every', 'eval_batches', 'log_every')
-    _at_least('cpt/sft', self, 1, *positive)
-    if self.warmup_steps + self.decay_steps > self.steps:
-      raise ValueError(
-        f'warmup_steps ({self.warmup_steps}) plus decay_steps '
-        f'({self.decay_steps}) must not exceed steps ({self.steps}).'
-      )
-
-  def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name=self.optimizer,
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.adam_learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=self.weight_decay,
-      grad_clip=self.grad_clip,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demonstrations:
-  """SFT transcripts: how many, and the noise that RL has to unlearn.
-
-  Attributes:
-    count: transcripts, on training tasks only.
-    others: probabilities, see `agent.demonstrations.Noise`.
-  """
-
-  count: int
-  wrong_tool: float
-  wrong_arguments: float
-  detour: float
-  skip_read: float
-  wrong_edit: float
-  broken_edit: float
-  skip_test: float
-  give_up: float
-
-  def __post_init__(self):
-    _at_least('demonstrations', self, 1, 'count')
-    self.noise()
-
-  def noise(self) -> demonstrations.Noise:
-    fields = dataclasses.asdict(self)
-    del fields['count']
-    return demonstrations.Noise(**fields)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sandbox:
-  """What judges code that the policy wrote, and its limits.
-
-  Attributes:
-    level: of isolation; 'auto' takes the best there is, 'static' executes
-      nothing.
-    allow_unsafe: accept 'rlimits', which isolates nothing.
-    workers: calls at a time.
-    others: limits of each call, see `sandbox.base.Limits`.
-  """
-
-  level: str
-  allow_unsafe: bool
-  workers: int
-  wall_s: float
-  cpu_s: float
-  memory_bytes: int
-  processes: int
-  file_bytes: int
-  output_bytes: int
-
-  def __post_init__(self):
-    if self.level not in SANDBOX_LEVELS:
-      raise ValueError(
-        f'--config.sandbox.level must be one of {SANDBOX_LEVELS}, not '
-        f'{self.level!r}.'
-      )
-    _at_least('sandbox', self, 1, 'workers')
-    self.limits()
-
-  def limits(self) -> sandbox_base.Limits:
-    fields = dataclasses.asdict(self)
-    for name in ('level', 'allow_unsafe', 'workers'):
-      del fields[name]
-    return sandbox_base.Limits(**fields)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollout:
-  """Shapes of the rollout engine; see `rollout.steps.EngineOptions`."""
-
-  num_slots: int
-  prefill_chunk: int
-  prefill_rows: int
-  decode_steps: int
-
-  def engine_options(self, max_len: int) -> rollout_steps.EngineOptions:
-    return rollout_steps.EngineOptions(
-      max_len=max_len, **dataclasses.asdict(self)
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RL:
-  """The reinforcement-learning stage."""
-
-  steps: int
-  prompts: int
-  rollouts_per_prompt: int
-  placement: str
-  max_staleness: int
-  learning_rate: float
-  warmup_steps: int
-  decay_steps: int
-  adam_b1: float
-  adam_b2: float
-  grad_clip: float
-  ratio_cap: float
-  kl_coefficient: float
-  reward: str
-  replay: bool
-  rows: int
-  seq_len: int
-  checkpoint_every: int
-  mismatch_every: int
-  episodes_every: int
-  keyframe_every: int
-  wait_timeout_s: float
-  max_restarts: int
-
-  def __post_init__(self):
-    if self.placement not in PLACEMENTS:
-      raise ValueError(
-        f'--config.rl.placement must be one of {PLACEMENTS}, not '
-        f'{self.placement!r}.'
-      )
-    zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
-    _at_least('rl', self, 0, *zero)
-    positive = ('checkpoint_every', 'episodes_every', 'keyframe_every')
-    positive += ('wait_timeout_s', 'rows', 'seq_len')
-    _at_least('rl', self, 1, *positive)
-    if self.warmup_steps + self.decay_steps > max(self.steps, 1):
-      raise ValueError(
-        f'--config.rl.warmup_steps ({self.warmup_steps}) plus '
-        f'--config.rl.decay_steps ({self.decay_steps}) must not exceed '
-        f'--config.rl.steps ({self.steps}).'
-      )
-
-  def update_options(self, seed: int) -> update.UpdateOptions:
-    return update.UpdateOptions(
-      prompts=self.prompts,
-      rollouts_per_prompt=self.rollouts_per_prompt,
-      replay=self.replay,
-      reward=self.reward,
-      kl_coefficient=self.kl_coefficient,
-      ratio_cap=self.ratio_cap,
-      mismatch_every=self.mismatch_every,
-      seed=seed,
-    )
-
-  def optimizer_options(self) -> optim_groups.OptimizerOptions:
-    return optim_groups.OptimizerOptions(
-      name='adam',
-      learning_rate=self.learning_rate,
-      adam_learning_rate=self.learning_rate,
-      warmup_steps=self.warmup_steps,
-      decay_steps=self.decay_steps,
-      final_ratio=0.1,
-      weight_decay=0.0,
-      grad_clip=self.grad_clip,
-      b1=self.adam_b1,
-      b2=self.adam_b2,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-  """episodes: held-out ones, before and after RL."""
-
-  episodes: int
-
-  def __post_init__(self):
-    _at_least('evaluation', self, 1, 'episodes')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Telemetry:
-  """Where metrics go beside metrics.jsonl."""
-
-  tensorboard: bool
-  wandb: bool
+from composer_jax.parallel import layouts
+from composer_jax.pipeline import sections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-  """Everything a run is; equal specs give equal runs (at staleness 0)."""
+  """Everything a run is; equal specs give equal runs (at staleness 0).
+
+  Attributes:
+    seed: of everything that is drawn.
+    initial: folder that `experiments.hf_import` made, whose model, weights and
+      tokenizer the run starts from; '' for random weights and a tokenizer of
+      its own.
+    layout: one of `layouts.BY_NAME`.
+    others: sections.
+  """
 
   seed: int
+  initial: str
   layout: str
-  mesh: Mesh
+  mesh: sections.Mesh
   model: model_config.ModelConfig
-  tokenizer: Tokenizer
-  data: Data
-  cpt: Stage
-  sft: Stage
-  demonstrations: Demonstrations
+  tokenizer: sections.Tokenizer
+  data: sections.Data
+  cpt: sections.Stage
+  sft: sections.Stage
+  demonstrations: sections.Demonstrations
   episode: episode.EpisodeOptions
-  sandbox: Sandbox
-  rollout: Rollout
-  rl: RL
-  evaluation: Evaluation
-  telemetry: Telemetry
+  sandbox: sections.Sandbox
+  rollout: sections.Rollout
+  rl: sections.RL
+  evaluation: sections.Evaluation
+  telemetry: sections.Telemetry
 
   def __post_init__(self):
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      if stage.steps < 1 and not (name == 'cpt' and self.initial):
+        raise ValueError(
+          f'--config.{name}.steps must be at least 1, not {stage.steps}; 0 '
+          'leaves out cpt alone, and of an imported model (--config.initial).'
+        )
+    if self.demonstrations.conversations and not self.initial:
+      raise ValueError(
+        f'--config.demonstrations.conversations '
+        f'({self.demonstrations.conversations!r}) needs the chat template of '
+        'an imported model: --config.initial.'
+      )
     # Each checks its values: made here, so that an impossible one is told
     # before anything is trained.
     for name, stage in (('cpt', self.cpt), ('sft', self.sft), ('rl', self.rl)):
@@ -322,9 +66,10 @@ class Spec:
         raise ValueError(f'--config.{name}: {error}') from error
     self.rl.update_options(self.seed)
     self.rollout.engine_options(self.episode.max_tokens)
-    if self.layout not in LAYOUTS:
+    if self.layout not in layouts.BY_NAME:
       raise ValueError(
-        f'--config.layout must be one of {LAYOUTS}, not {self.layout!r}.'
+        f'--config.layout must be one of {tuple(layouts.BY_NAME)}, not '
+        f'{self.layout!r}.'
       )
     for name, seq_len in (('sft', self.sft.seq_len), ('rl', self.rl.seq_len)):
       if self.episode.max_tokens > seq_len:
@@ -350,18 +95,18 @@ class Spec:
 
 
 _SECTIONS = {
-  'mesh': Mesh,
-  'tokenizer': Tokenizer,
-  'data': Data,
-  'cpt': Stage,
-  'sft': Stage,
-  'demonstrations': Demonstrations,
+  'mesh': sections.Mesh,
+  'tokenizer': sections.Tokenizer,
+  'data': sections.Data,
+  'cpt': sections.Stage,
+  'sft': sections.Stage,
+  'demonstrations': sections.Demonstrations,
   'episode': episode.EpisodeOptions,
-  'sandbox': Sandbox,
-  'rollout': Rollout,
-  'rl': RL,
-  'evaluation': Evaluation,
-  'telemetry': Telemetry,
+  'sandbox': sections.Sandbox,
+  'rollout': sections.Rollout,
+  'rl': sections.RL,
+  'evaluation': sections.Evaluation,
+  'telemetry': sections.Telemetry,
 }
 
 
@@ -389,12 +134,13 @@ def from_dict(config: dict[str, Any]) -> Spec:
       f'The config has unknown sections {sorted(set(config) - known)} and '
       f'lacks {sorted(known - set(config))}.'
     )
-  sections = {
+  made = {
     name: _section(name, cls, config[name]) for name, cls in _SECTIONS.items()
   }
   return Spec(
     seed=config['seed'],
+    initial=config['initial'],
     layout=config['layout'],
     model=model_config.ModelConfig.from_dict(config['model']),
-    **sections,
+    **made,
   )

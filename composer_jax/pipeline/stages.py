@@ -14,6 +14,7 @@ from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
+from composer_jax.pipeline import conversations, imported, sections
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
@@ -21,8 +22,7 @@ from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.tasks import list_functions, runners
 from composer_jax.telemetry import progress
-from composer_jax.text import chat
-from composer_jax.text import tokenizer as tokenizers
+from composer_jax.text import chat, chat_template, fim, hf_tokenizer
 from composer_jax.train import export, loop, policy_values
 from composer_jax.train import placement as placements
 
@@ -32,6 +32,8 @@ SFT_SEED, RL_SEED, EVAL_SEED = 1_000_003, 2_000_003, 3_000_017
 
 def pretrain(job: jobs.Job) -> None:
   """Continued pretraining on code; does nothing when it is finished."""
+  if not job.spec.cpt.steps:
+    return
   if export.finished_step(job.workdir, 'cpt') is not None:
     return
   with job.times.stage('cpt'):
@@ -42,6 +44,7 @@ def pretrain(job: jobs.Job) -> None:
       seq_len=stage.seq_len,
       seed=job.spec.seed,
       fim_rate=data.fim_rate,
+      fim_marks=fim.marks_of(job.tokenizer),
     )
     heldout = streams.lm_stream(
       job.documents[corpora.HELDOUT],
@@ -50,7 +53,8 @@ def pretrain(job: jobs.Job) -> None:
       seed=0,
       num_epochs=1,
     )
-    _train(job, 'cpt', stage, stream, heldout, initial=None)
+    initial = _imported_variables(job) if job.spec.initial else None
+    _train(job, 'cpt', stage, stream, heldout, initial)
 
 
 def finetune(job: jobs.Job) -> None:
@@ -58,11 +62,11 @@ def finetune(job: jobs.Job) -> None:
   if export.finished_step(job.workdir, 'sft') is not None:
     return
   with job.times.stage('sft'):
-    stage, count = job.spec.sft, job.spec.demonstrations.count
+    stage = job.spec.sft
     with job.times.stage('demonstrations'):
-      transcripts = demonstrations_of(job, count + max(32, count // 20))
+      learnt, held_out = sft_documents(job)
     heldout = streams.lm_stream(
-      transcripts[count:],
+      held_out,
       batch_size=stage.batch_size,
       seq_len=stage.seq_len,
       seed=0,
@@ -70,14 +74,38 @@ def finetune(job: jobs.Job) -> None:
       num_epochs=1,
     )
     stream = streams.lm_stream(
-      transcripts[:count],
+      learnt,
       batch_size=stage.batch_size,
       seq_len=stage.seq_len,
       seed=job.spec.seed,
       whole=True,
     )
-    initial = load_variables(job, 'cpt')
+    if job.spec.cpt.steps:
+      initial = load_variables(job, 'cpt')
+    else:
+      initial = _imported_variables(job)
     _train(job, 'sft', stage, stream, heldout, initial)
+
+
+def sft_documents(job: jobs.Job) -> tuple[list, list]:
+  """(tokens, loss mask) of what SFT learns, and of transcripts held out."""
+  count = job.spec.demonstrations.count
+  transcripts = demonstrations_of(job, count + max(32, count // 20))
+  return [*transcripts[:count], *_conversations(job)], transcripts[count:]
+
+
+def _conversations(job: jobs.Job) -> list[tuple[np.ndarray, np.ndarray]]:
+  path, tokenizer = job.spec.demonstrations.conversations, job.tokenizer
+  if not path:
+    return []
+  # Spec refuses them where the tokenizer would be our own.
+  assert isinstance(tokenizer, hf_tokenizer.Tokenizer)
+  template = chat_template.load(job.spec.initial)
+  found = conversations.documents(
+    path, template, tokenizer, job.spec.sft.seq_len
+  )
+  jobs.tell('sft')(f'{len(found)} conversations of {path}')
+  return found
 
 
 def demonstrations_of(
@@ -112,7 +140,7 @@ def demonstrations_of(
 def _train(
   job: jobs.Job,
   name: str,
-  stage: specs.Stage,
+  stage: sections.Stage,
   stream: Any,
   heldout: Any,
   initial: Any,
@@ -146,21 +174,28 @@ def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
   """The variables a finished stage exported, placed for what comes next."""
-  placement = placement or job.placement
+  return export.load(job.workdir, stage, _like(job, placement or job.placement))
+
+
+def _imported_variables(job: jobs.Job) -> Any:
+  return imported.variables(job.spec.initial, _like(job, job.placement))
+
+
+def _like(job: jobs.Job, placement: placements.Placement) -> Any:
+  """Shapes, dtypes and places of the variables."""
   shapes, _ = decoder.abstract(job.spec.model)
-  like = jax.tree.map(
+  return jax.tree.map(
     lambda shape, sharding: jax.ShapeDtypeStruct(
       shape.shape, shape.dtype, sharding=sharding
     ),
     shapes,
     placement.variables,
   )
-  return export.load(job.workdir, stage, like)
 
 
 def collector_of(
   spec: specs.Spec,
-  tokenizer: tokenizers.Tokenizer,
+  tokenizer: hf_tokenizer.AnyTokenizer,
   runner: runners.Runner,
   *,
   split: str,

@@ -18,7 +18,7 @@ from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 from composer_jax.tasks import runners
 from composer_jax.tasks import task as tasks
-from composer_jax.text import tokenizer as tokenizers
+from composer_jax.text import hf_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Collector:
 
 
 def episode_player(
-  tokenizer: tokenizers.Tokenizer,
+  tokenizer: hf_tokenizer.AnyTokenizer,
   runner: runners.Runner,
   options: episode.EpisodeOptions,
 ) -> Callable[..., records.Rollout]:

@@ -2,9 +2,9 @@
 
 `models.decoder` scans stacked layers and keeps one stacked cache, which suits
 training and costs a copy of the whole cache per token here. This module calls
-the same feed-forward, router, norm and rotation code layer by layer, with one
-cache array per layer in the order that the products of attention read:
-keys_BKHS and values_BKSH. It serves on one device.
+the same projections, feed-forward, router, norm and rotation code layer by
+layer, with cache arrays per layer in the order that the products of attention
+read: keys_BKHS and values_BKSH. It serves on one device.
 `tests/rollout/forward_test.py` holds it to the decoder.
 """
 
@@ -14,8 +14,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from composer_jax.models import attention, decoder, experts, mla, norm, rope
 from composer_jax.models import config as config_lib
-from composer_jax.models import decoder, experts, norm, rope
 
 # Finite, so that a row that sees nothing is uniform rather than NaN.
 _MASKED = -1e30
@@ -34,18 +34,21 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
 
 
 class Cache(flax.struct.PyTreeNode, kw_only=True):
-  """Keys and values of consumed tokens, one array per layer.
+  """What is kept of consumed tokens, two arrays per layer.
 
   Slot s of a row holds its token at position s; a query at position p sees the
   slots s <= p, so a row can be reused without being cleared.
+
+  Attributes:
+    layers: (keys_BKHS, values_BKSH) of grouped-query attention, or
+      (latents_BSC, rotated_keys_BSJ) of latent attention.
   """
 
-  keys: tuple[jax.Array, ...]
-  values: tuple[jax.Array, ...]
+  layers: tuple[tuple[jax.Array, jax.Array], ...]
 
   @property
   def max_len(self) -> int:
-    return self.values[0].shape[2]
+    return self.layers[0][1].shape[-2]
 
 
 def unstack(
@@ -79,13 +82,18 @@ def unstack(
 def empty_cache(
   config: config_lib.ModelConfig, batch: int, max_len: int
 ) -> Cache:
-  c, dtype = config, jnp.dtype(config.compute_dtype)
-  keys = (batch, c.num_kv_heads, c.head_dim, max_len)
-  values = (batch, c.num_kv_heads, max_len, c.head_dim)
-  layers = range(c.num_layers)
+  a, dtype = config.attention, jnp.dtype(config.compute_dtype)
+  if isinstance(a, config_lib.MLAConfig):
+    first = (batch, max_len, a.kv_lora_dim)
+    second = (batch, max_len, a.rope_dim)
+  else:
+    first = (batch, a.num_kv_heads, a.head_dim, max_len)
+    second = (batch, a.num_kv_heads, max_len, a.head_dim)
   return Cache(
-    keys=tuple(jnp.zeros(keys, dtype) for _ in layers),
-    values=tuple(jnp.zeros(values, dtype) for _ in layers),
+    layers=tuple(
+      (jnp.zeros(first, dtype), jnp.zeros(second, dtype))
+      for _ in range(config.num_layers)
+    )
   )
 
 
@@ -115,20 +123,22 @@ def forward(
   c = config
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
-  cos_sin = rope.angles(positions_BT, c.head_dim, c.rope_theta)
+  cos_sin = rope.angles(positions_BT, c.attention.rotary_dim, c.rope)
   # Past the end of the cache, where a write is dropped.
   write_BT = jnp.where(valid_BT, positions_BT, cache.max_len)
-  all_keys, all_values, routes = [], [], []
+  caches, routes = [], []
+  attend = _ATTENTIONS[c.attention.kind]
   for i, layer in enumerate(weights.layers):
     params = layer['params']
     h_BTD = _norm(params['attention_norm'], x_BTD, c)
     with jax.named_scope('attention'):
-      y_BTD, keys_BKHS, values_BKSH = _attention(
+      y_BTD, layer_cache = attend(
         params['attention'],
         h_BTD,
         cos_sin,
         (positions_BT, write_BT),
-        (cache.keys[i], cache.values[i]),
+        cache.layers[i],
+        c,
       )
     x_BTD += y_BTD
     h_BTD = _norm(params['ffw_norm'], x_BTD, c)
@@ -142,50 +152,44 @@ def forward(
       y_BTD, ids_BTA, _ = result
       x_BTD += y_BTD
       routes.append(ids_BTA.astype(jnp.uint16))
-    all_keys.append(keys_BKHS)
-    all_values.append(values_BKSH)
+    caches.append(layer_cache)
   hidden_BTD = _norm(weights.outer['params']['final_norm'], x_BTD, c)
-  cache = Cache(keys=tuple(all_keys), values=tuple(all_values))
-  return hidden_BTD, jnp.stack(routes), cache
+  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(caches))
 
 
 def _norm(params, x_BTD, config) -> Any:
   return norm.RMSNorm(config.norm_eps).apply({'params': params}, x_BTD)
 
 
-def _attention(params, h_BTD, cos_sin, positions, cache):
+def _grouped(params, h_BTD, cos_sin, positions, cache, config):
   """Grouped-query attention over the cache, this chunk included."""
   dtype = h_BTD.dtype
-  q_BTNH, k_BTKH, v_BTKH = (
-    jnp.einsum('BTD,DNH->BTNH', h_BTD, params[name].astype(dtype))
-    for name in ('query', 'key', 'value')
-  )
+  q_BTNH, k_BTKH, v_BTKH = attention.project(params, h_BTD, cos_sin, config)
   positions_BT, write_BT = positions
   keys_BKHS, values_BKSH = cache
   rows_B1 = jnp.arange(keys_BKHS.shape[0])[:, None]
   keys_BKHS = keys_BKHS.at[rows_B1, :, :, write_BT].set(
-    rope.rotate(k_BTKH, cos_sin).astype(keys_BKHS.dtype), mode='drop'
+    k_BTKH.astype(keys_BKHS.dtype), mode='drop'
   )
   values_BKSH = values_BKSH.at[rows_B1, :, write_BT].set(
     v_BTKH.astype(values_BKSH.dtype), mode='drop'
   )
-  out_BTNH = _attend(
-    rope.rotate(q_BTNH, cos_sin),
+  out_BTNH = _attend_grouped(
+    q_BTNH,
     keys_BKHS.astype(dtype),
     values_BKSH.astype(dtype),
     positions_BT,
+    rope.softmax_scale(config.attention.head_dim, config.rope),
   )
-  y_BTD = jnp.einsum('BTNH,NHD->BTD', out_BTNH, params['out'].astype(dtype))
-  return y_BTD, keys_BKHS, values_BKSH
+  y_BTD = attention.project_out(params, out_BTNH)
+  return y_BTD, (keys_BKHS, values_BKSH)
 
 
-def _attend(q_BTNH, keys_BKHS, values_BKSH, positions_BT):
+def _attend_grouped(q_BTNH, keys_BKHS, values_BKSH, positions_BT, scale):
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_kv_heads, max_len = keys_BKHS.shape[1], keys_BKHS.shape[3]
   # Queries that share a key head are rows of one product, [T G, H] by [H, S].
-  q_BTKGH = (q_BTNH * head_dim**-0.5).reshape(
-    batch, length, num_kv_heads, -1, head_dim
-  )
+  q_BTKGH = (q_BTNH * scale).reshape(batch, length, num_kv_heads, -1, head_dim)
   q_BKXH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
     batch, num_kv_heads, -1, head_dim
   )
@@ -206,3 +210,58 @@ def _attend(q_BTNH, keys_BKHS, values_BKSH, positions_BT):
   )
   out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, head_dim)
   return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(q_BTNH.shape)
+
+
+def _latent(params, h_BTD, cos_sin, positions, cache, config):
+  """Latent attention over the cache in the absorbed form (`models.mla`)."""
+  dtype = h_BTD.dtype
+  query = mla.queries(params, h_BTD, cos_sin, config)
+  positions_BT, write_BT = positions
+  rows_B1 = jnp.arange(h_BTD.shape[0])[:, None]
+  cache = tuple(
+    cache_BS.at[rows_B1, write_BT].set(
+      new_BT.astype(cache_BS.dtype), mode='drop'
+    )
+    for cache_BS, new_BT in zip(
+      cache, mla.latents(params, h_BTD, cos_sin, config), strict=True
+    )
+  )
+  out_BTNV = _attend_latent(
+    query,
+    tuple(cache_BS.astype(dtype) for cache_BS in cache),
+    (params['key_up'].astype(dtype), params['value_up'].astype(dtype)),
+    positions_BT,
+    rope.softmax_scale(config.attention.head_dim, config.rope),
+  )
+  return attention.project_out(params, out_BTNV), cache
+
+
+def _attend_latent(query, latent, weights, positions_BT, scale):
+  q_BTNH, q_BTNJ = (q * scale for q in query)
+  latents_BSC, keys_BSJ = latent
+  key_up_CNH, value_up_CNV = weights
+  batch, length, num_heads, _ = q_BTNH.shape
+  q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, key_up_CNH)
+  # Queries of all heads meet the same latents: rows of one product. Two
+  # products and a sum, since joining C and J would copy the cache.
+  scores_BXS = sum(
+    jnp.einsum(
+      'BXC,BSC->BXS',
+      q_BTN.reshape(batch, length * num_heads, -1),
+      cache_BS,
+      preferred_element_type=jnp.float32,
+    )
+    for q_BTN, cache_BS in ((q_BTNC, latents_BSC), (q_BTNJ, keys_BSJ))
+  )
+  seen_BTS = jnp.arange(latents_BSC.shape[1]) <= positions_BT[:, :, None]
+  seen_BXS = jnp.repeat(seen_BTS, num_heads, axis=1)
+  scores_BXS = jnp.where(seen_BXS, scores_BXS, _MASKED)
+  probabilities_BXS = jax.nn.softmax(scores_BXS, axis=-1)
+  out_BXC = jnp.einsum(
+    'BXS,BSC->BXC', probabilities_BXS.astype(latents_BSC.dtype), latents_BSC
+  )
+  out_BTNC = out_BXC.reshape(batch, length, num_heads, -1)
+  return jnp.einsum('BTNC,CNV->BTNV', out_BTNC, value_up_CNV)
+
+
+_ATTENTIONS = {'gqa': _grouped, 'mla': _latent}

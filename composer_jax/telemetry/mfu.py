@@ -1,8 +1,10 @@
 """Model FLOPs utilisation: useful arithmetic over what the device could do.
 
 The numerator counts the model's own multiplications (`models.flops`), never
-what XLA executes, so recomputation and padding lower it. Peaks are dense, per
-device, without sparsity; the CPU's is an estimate (`measure_peak`).
+what XLA executes, so recomputation and padding lower it. Attention counts
+unmasked, as in published figures: every query meets all keys of its row, though
+the mask hides half of them and other documents. Peaks are dense, per device,
+without sparsity; the CPU's is an estimate (`measure_peak`).
 """
 
 import functools
@@ -107,7 +109,8 @@ def mfu(
   """Returns the share of the devices' peak spent on useful arithmetic.
 
   Args:
-    flops_per_token: of the whole step, forward and backward.
+    flops_per_token: of the whole step, forward and backward
+      (`models.flops.train_per_token`).
     tokens_per_s: over all devices.
     num_devices: that share the work; emulated CPU devices are one device.
     peak: FLOP/s of one device.

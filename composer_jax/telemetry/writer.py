@@ -15,15 +15,20 @@ trains on, the trajectories with an advantage, or all where none has one.
 | cpt, sft | heldout_loss          | same, on documents that training skips    |
 | cpt, sft | aux_loss              | load balancing, before its weight, summed |
 |          |                       | over MoE layers                           |
+| cpt, sft | z_loss                | mean squared log-sum-exp of the router's  |
+|          |                       | logits, before its weight, summed over    |
+|          |                       | MoE layers                                |
 | cpt, sft | grad_norm             | global, before clipping                   |
 | cpt, sft | update_norm           | global, of what was added to the masters  |
 | cpt, sft | lr                    | learning rate of the step                 |
 | cpt, sft | tokens_per_s          | real tokens, padding excluded, since the  |
 |          |                       | line before; no compilation               |
-| cpt, sft | mfu                   | share of peak FLOP/s; absent where no     |
-|          |                       | peak is known. On a CPU the peak is an    |
-|          |                       | estimate of idle cores (`telemetry.mfu`), |
-|          |                       | so that other work on them lowers it      |
+| cpt, sft | mfu                   | share of peak FLOP/s, attention unmasked  |
+|          |                       | (every query meets the whole row); absent |
+|          |                       | where no peak is known. On a CPU the peak |
+|          |                       | is an estimate of idle cores              |
+|          |                       | (`telemetry.mfu`), so that other work on  |
+|          |                       | them lowers it                            |
 | cpt, sft | expert_load           | tokens per expert, a list for each MoE    |
 |          |                       | layer                                     |
 | cpt, sft | expert_load_max       | busiest expert over the mean, worst layer |

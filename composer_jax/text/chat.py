@@ -35,19 +35,12 @@ def call_prefix(tokenizer: Any) -> np.ndarray:
   return np.asarray([tokenizer.CALL], np.int32)
 
 
-def special_ids(tokenizer: Any) -> frozenset[int]:
-  """Ids that structure a conversation; no text holds them."""
-  names = ('PAD', 'BOS', 'EOD', 'USER', 'CALL', 'TOOL', 'END')
-  fim = ('FIM_PREFIX', 'FIM_MIDDLE', 'FIM_SUFFIX')
-  return frozenset(int(getattr(tokenizer, name)) for name in names + fim)
-
-
 def is_text(tokenizer: Any, ids: np.ndarray) -> bool:
   """Whether ids are all of text: none special, none beyond the vocabulary.
 
   A model may have more logits than its tokenizer has ids.
   """
-  specials = special_ids(tokenizer)
+  specials = tokenizer.special_ids
   return all(
     i < tokenizer.vocab_size and i not in specials for i in ids.tolist()
   )
@@ -64,7 +57,7 @@ def turns(tokenizer: Any, tokens_T: np.ndarray) -> list[dict[str, str]]:
     `{'role': 'user' | 'call' | 'tool' | 'text', 'text': ...}` in order.
   """
   roles = {int(getattr(tokenizer, r)): r.lower() for r in _ROLES}
-  specials = special_ids(tokenizer)
+  specials = tokenizer.special_ids
   messages: list[tuple[str, list[str]]] = []
   plain: list[int] = []
   is_open = False

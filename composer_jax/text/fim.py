@@ -8,13 +8,40 @@ fall between tokens here, not between characters, so a middle never starts
 inside a token.
 """
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
-from composer_jax.text import tokenizer
+from composer_jax.text import tokenizer as tokenizers
 
 # Three marks, and an end after the middle where the piece had none.
 OVERHEAD = 4
-_T = tokenizer.Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+  """Ids that frame a document and its parts."""
+
+  bos: int
+  eod: int
+  prefix: int
+  middle: int
+  suffix: int
+
+
+def marks_of(tokenizer: Any) -> Marks:
+  """Those of a tokenizer, or of the class of our own."""
+  return Marks(
+    bos=tokenizer.BOS,
+    eod=tokenizer.EOD,
+    prefix=tokenizer.FIM_PREFIX,
+    middle=tokenizer.FIM_MIDDLE,
+    suffix=tokenizer.FIM_SUFFIX,
+  )
+
+
+OWN = marks_of(tokenizers.Tokenizer)
 
 
 def transform(
@@ -22,6 +49,7 @@ def transform(
   rng: np.random.Generator,
   rate: float = 1.0,
   spm_rate: float = 0.5,
+  marks: Marks = OWN,
 ) -> np.ndarray:
   """Rearranges a document with probability `rate`.
 
@@ -33,6 +61,7 @@ def transform(
     rng: draws the choice and the two cuts.
     rate: probability of rearranging at all.
     spm_rate: probability of suffix-prefix-middle among the rearranged.
+    marks: of the tokenizer that made the tokens.
 
   Returns:
     The tokens unchanged, or every one of them once with at most `OVERHEAD`
@@ -47,19 +76,19 @@ def transform(
       raise ValueError(f'FIM {name} must lie in [0, 1], not {value}.')
   if rng.random() >= rate:
     return ids
-  marks = (_T.FIM_PREFIX, _T.FIM_MIDDLE, _T.FIM_SUFFIX)
-  if np.isin(ids, marks).any():
+  three = (marks.prefix, marks.middle, marks.suffix)
+  if np.isin(ids, three).any():
     raise ValueError('The document already holds fill-in-the-middle marks.')
   body = ids
-  if body[:1].tolist() == [_T.BOS]:
+  if body[:1].tolist() == [marks.bos]:
     body = body[1:]
   head = ids[: len(ids) - len(body)]
-  if body[-1:].tolist() == [_T.EOD]:
+  if body[-1:].tolist() == [marks.eod]:
     body = body[:-1]
   first, second = np.sort(rng.integers(0, len(body) + 1, 2))
   prefix, middle, suffix = np.split(body, [first, second])
-  pre, mid, suf = (np.array([mark], np.int32) for mark in marks)
-  end = np.array([_T.EOD], np.int32)
+  pre, mid, suf = (np.array([mark], np.int32) for mark in three)
+  end = np.array([marks.eod], np.int32)
   if rng.random() < spm_rate:
     parts = [head, pre, suf, suffix, mid, prefix, middle, end]
   else:
@@ -67,14 +96,14 @@ def transform(
   return np.concatenate(parts)
 
 
-def restore(ids: np.ndarray) -> np.ndarray:
+def restore(ids: np.ndarray, marks: Marks = OWN) -> np.ndarray:
   """Undoes `transform`; the EOD that it may have added stays.
 
   In SPM order prefix and middle come back joined, which is all that is needed.
   """
   where = [
     np.flatnonzero(ids == mark)
-    for mark in (_T.FIM_PREFIX, _T.FIM_SUFFIX, _T.FIM_MIDDLE)
+    for mark in (marks.prefix, marks.suffix, marks.middle)
   ]
   if [len(w) for w in where] == [0, 0, 0]:
     return ids

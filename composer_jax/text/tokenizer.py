@@ -10,7 +10,7 @@ close its own turn.
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -46,7 +46,7 @@ _WORDS = (
 )
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
   """Returns the printable stand-in of every byte, as byte-level BPE has it.
 
   Radford et al. 2019: printable Latin-1 bytes stand for themselves, the other
@@ -72,7 +72,7 @@ class Tokenizer:
   def __init__(self, bpe: tokenizers.Tokenizer):
     """Wraps a byte-level BPE whose ids start at 0, special tokens excluded."""
     self._bpe = bpe
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     self._bytes: list[bytes] = [name.encode() for name in SPECIALS]
     vocab = bpe.get_vocab()
     for piece, _ in sorted(vocab.items(), key=lambda item: item[1]):
@@ -93,32 +93,7 @@ class Tokenizer:
     Raises:
       ValueError: vocab_size has no room for the bytes, or there is no text.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-      raise ValueError(
-        f'vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: '
-        f'{len(SPECIALS)} special tokens and 256 bytes.'
-      )
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-      [
-        pre_tokenizers.Split(tokenizers.Regex(_WORDS), 'isolated'),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-      ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-      vocab_size=vocab_size - len(SPECIALS),
-      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-      show_progress=False,
-    )
-    texts = [_valid(text) for text in texts]
-    if not any(texts):
-      raise ValueError(
-        f'Cannot train a tokenizer: none of {len(texts)} texts holds a '
-        'character. Give it a corpus that is not empty.'
-      )
-    bpe.train_from_iterator(texts, trainer=trainer, length=len(texts))
-    return cls(bpe)
+    return cls(train_bpe(texts, vocab_size))
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'Tokenizer':
@@ -153,6 +128,11 @@ class Tokenizer:
     return files.sha256(self._json())
 
   @property
+  def special_ids(self) -> frozenset[int]:
+    """Ids that no text yields."""
+    return frozenset(range(len(SPECIALS)))
+
+  @property
   def vocab_size(self) -> int:
     """Ids in use, special tokens included."""
     return len(self._bytes)
@@ -163,7 +143,9 @@ class Tokenizer:
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     """Encodes many texts at once, each as `encode` would."""
-    encodings = self._bpe.encode_batch_fast([_valid(text) for text in texts])
+    encodings = self._bpe.encode_batch_fast(
+      [without_surrogates(text) for text in texts]
+    )
     return [np.array(e.ids, np.int32) + len(SPECIALS) for e in encodings]
 
   def encode_bytes(self, data: bytes) -> np.ndarray:
@@ -172,15 +154,7 @@ class Tokenizer:
     Bytes that are not UTF-8 become single-byte tokens; the rest is encoded as
     text.
     """
-    text = data.decode('utf-8', 'surrogateescape')
-    parts = [np.zeros(0, np.int32)]
-    for part in re.split('([\udc80-\udcff])', text):
-      if len(part) == 1 and '\udc80' <= part <= '\udcff':
-        byte = ord(part) - 0xDC00
-        parts.append(np.array([self._byte_ids[byte]], np.int32))
-      else:
-        parts.append(self.encode(part))
-    return np.concatenate(parts)
+    return encode_bytes(data, self.encode, self._byte_ids)
 
   def decode_bytes(
     self, ids: Iterable[int], skip_specials: bool = False
@@ -203,10 +177,59 @@ class Tokenizer:
     return self.decode_bytes(ids, skip_specials).decode('utf-8', 'replace')
 
 
-def _valid(text: str) -> str:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+  """Learns merges from texts, with room left for the special tokens.
+
+  See `Tokenizer.train`, whose ids without the special ones these are.
+  """
+  if vocab_size < MIN_VOCAB_SIZE:
+    raise ValueError(
+      f'vocab_size ({vocab_size}) must be at least {MIN_VOCAB_SIZE}: '
+      f'{len(SPECIALS)} special tokens and 256 bytes.'
+    )
+  bpe = tokenizers.Tokenizer(models.BPE())
+  bpe.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_WORDS), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  bpe.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size - len(SPECIALS),
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  texts = [without_surrogates(text) for text in texts]
+  if not any(texts):
+    raise ValueError(
+      f'Cannot train a tokenizer: none of {len(texts)} texts holds a '
+      'character. Give it a corpus that is not empty.'
+    )
+  bpe.train_from_iterator(texts, trainer=trainer, length=len(texts))
+  return bpe
+
+
+def without_surrogates(text: str) -> str:
   """Replaces lone surrogates, which UTF-8 has no bytes for."""
   try:
     text.encode()
   except UnicodeEncodeError:
     return text.encode('utf-8', 'replace').decode()
   return text
+
+
+def encode_bytes(
+  data: bytes,
+  encode: Callable[[str], np.ndarray],
+  byte_ids: Mapping[int, int],
+) -> np.ndarray:
+  """Encodes what is UTF-8 as text and every other byte as its token."""
+  text = data.decode('utf-8', 'surrogateescape')
+  parts = [np.zeros(0, np.int32)]
+  for part in re.split('([\udc80-\udcff])', text):
+    if len(part) == 1 and '\udc80' <= part <= '\udcff':
+      parts.append(np.array([byte_ids[ord(part) - 0xDC00]], np.int32))
+    else:
+      parts.append(encode(part))
+  return np.concatenate(parts)

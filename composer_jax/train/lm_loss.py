@@ -18,8 +18,9 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
   """What the loss saw.
 
   Attributes:
-    loss: weighted mean of -log p, nats per token, without the auxiliary loss.
+    loss: weighted mean of -log p, nats per token, without the routers' losses.
     aux_loss: load balancing, summed over MoE layers, before its weight.
+    z_loss: mean squared log-sum-exp of the routers' logits, likewise.
     loss_weight: sum of the loss weights.
     num_tokens: int32 tokens that are not padding.
     load_ME: int32 tokens sent to each expert, over the whole batch.
@@ -27,6 +28,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
 
   loss: jax.Array
   aux_loss: jax.Array
+  z_loss: jax.Array
   loss_weight: jax.Array
   num_tokens: jax.Array
   load_ME: jax.Array
@@ -63,7 +65,7 @@ def loss(
   model: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, LossStats]:
-  """Returns the training loss (auxiliary loss included) and statistics.
+  """Returns the training loss (the routers' included) and statistics.
 
   The forward pass uses the bfloat16 values of the masters, see
   `policy_values`. A batch without a weighted token has a loss of NaN, which
@@ -78,12 +80,21 @@ def loss(
   )
   loss_weight = batch.loss_weights_BT.sum()
   mean = total / loss_weight
-  aux_loss = stats.aux_loss_M.sum()
+  aux_loss, z_loss = stats.aux_loss_M.sum(), stats.z_loss_M.sum()
   lm_stats = LossStats(
     loss=mean,
     aux_loss=aux_loss,
+    z_loss=z_loss,
     loss_weight=loss_weight,
     num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
     load_ME=stats.load_ME,
   )
-  return mean + model.moe.aux_loss_weight * aux_loss, lm_stats
+  total_loss = mean
+  for weight, value in (
+    (model.moe.aux_loss_weight, aux_loss),
+    (model.moe.z_loss_weight, z_loss),
+  ):
+    # XLA keeps 0 * x, here and in the gradient: a zero weight leaves it out.
+    if weight:
+      total_loss += weight * value
+  return total_loss, lm_stats

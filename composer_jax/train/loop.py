@@ -246,7 +246,7 @@ def _reporter(
     options.stage,
     writer=writer,
     bar=bar,
-    speed=reporting.Speed(3 * flops.flops_per_token(model, options.seq_len)),
+    speed=reporting.Speed(flops.train_per_token(model, options.seq_len)),
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
   )

@@ -121,6 +121,7 @@ class Reporter:
       step,
       loss=float(metrics.loss.loss),
       aux_loss=float(metrics.loss.aux_loss),
+      z_loss=float(metrics.loss.z_loss),
       grad_norm=float(metrics.update.grad_norm),
       update_norm=float(metrics.update.update_norm),
       lr=float(self._learning_rates[step - 1]),
@@ -133,6 +134,7 @@ class Reporter:
     values = {
       'loss': float(metrics.loss.loss),
       'aux_loss': float(metrics.loss.aux_loss),
+      'z_loss': float(metrics.loss.z_loss),
       'grad_norm': float(metrics.update.grad_norm),
       'update_norm': float(metrics.update.update_norm),
     }

@@ -23,7 +23,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg == 'smoke':
     return c
   c.model.embed_dim = 256
-  c.model.head_dim = 64
+  c.model.attention.head_dim = 64
   c.model.dense_ffw_dim = 768
   c.model.moe.ffw_dim = 256
   for stage in (c.cpt, c.sft):

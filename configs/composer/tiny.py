@@ -22,6 +22,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f"tiny.py takes no argument or 'smoke', not {arg!r}.")
   c = ml_collections.ConfigDict()
   c.seed = 0
+  c.initial = ''  # random weights; or a folder made by experiments.hf_import
   # Devices of pretraining and SFT; their product is emulated on a CPU. RL
   # trains on one device, since the rollout process needs the other core.
   c.mesh = dict(replica=2, fsdp=1, context=1)
@@ -65,6 +66,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
+    conversations='',  # file of your own beside them, for an imported model
     # Each is a probability per decision; RL has to unlearn them.
     wrong_tool=0.1,
     wrong_arguments=0.05,
@@ -151,9 +153,9 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
   c.tokenizer.train_bytes = 200_000
   c.model.num_layers = 2
   c.model.embed_dim = 32
-  c.model.head_dim = 16
-  c.model.num_heads = 2
-  c.model.num_kv_heads = 1
+  c.model.attention.head_dim = 16
+  c.model.attention.num_heads = 2
+  c.model.attention.num_kv_heads = 1
   c.model.dense_ffw_dim = 64
   c.model.moe.ffw_dim = 32
   c.model.moe.num_experts = 4

@@ -1,4 +1,8 @@
-"""A policy of about 2 million parameters that trains on a CPU core."""
+"""A policy that trains on a CPU core.
+
+1.81M parameters, 0.92M of them active, the tied table included. Keys and values
+of 1,024 bytes per token in bfloat16.
+"""
 
 import ml_collections
 
@@ -13,21 +17,31 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.num_layers = 4
   c.num_dense_layers = 1  # of num_layers, the first ones
   c.dense_ffw_dim = 384
-  c.num_heads = 4
-  c.num_kv_heads = 2
-  c.head_dim = 32
-  c.rope_theta = 10000.0
   c.norm_eps = 1e-6
   c.tie_embeddings = True
   c.remat = False  # activations fit; recomputing would cost a third more time
   c.compute_dtype = 'float32'
-  c.moe = ml_collections.ConfigDict()
-  c.moe.num_experts = 8
-  c.moe.num_active = 2
-  c.moe.ffw_dim = 128
-  c.moe.num_shared = 1
-  c.moe.router = 'sigmoid'
-  c.moe.renormalize = True
-  c.moe.routed_scale = 1.0
-  c.moe.aux_loss_weight = 0.0  # the selection bias balances the load
+  c.attention = dict(
+    kind='gqa',
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    qk_norm='none',
+    qkv_bias=False,
+    out_bias=False,
+  )
+  c.rope = dict(theta=10000.0, interleaved=False, yarn=None)
+  c.moe = dict(
+    num_experts=8,
+    num_active=2,
+    ffw_dim=128,
+    num_shared=1,
+    router='sigmoid',
+    num_groups=1,
+    num_active_groups=1,
+    renormalize=True,
+    routed_scale=1.0,
+    aux_loss_weight=0.0,  # the selection bias balances the load
+    z_loss_weight=0.0,
+  )
   return c

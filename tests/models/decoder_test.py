@@ -20,10 +20,16 @@ FIELDS = dict(
   num_layers=3,
   num_dense_layers=1,
   dense_ffw_dim=24,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=4,
-  rope_theta=1e4,
+  attention=dict(
+    kind='gqa',
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    qk_norm='none',
+    qkv_bias=False,
+    out_bias=False,
+  ),
+  rope=dict(theta=1e4, interleaved=False, yarn=None),
   norm_eps=1e-6,
   tie_embeddings=False,
   remat=False,
@@ -34,21 +40,72 @@ FIELDS = dict(
     ffw_dim=8,
     num_shared=1,
     router='sigmoid',
+    num_groups=1,
+    num_active_groups=1,
     renormalize=True,
     routed_scale=2.0,
     aux_loss_weight=0.0,
+    z_loss_weight=0.0,
   ),
 )
 CONFIG = model_config.ModelConfig.from_dict(FIELDS)
+MLA = dict(
+  kind='mla',
+  num_heads=3,
+  q_lora_dim=10,
+  kv_lora_dim=6,
+  nope_dim=4,
+  rope_dim=2,
+  value_dim=5,
+  latent_norm_eps=1e-5,
+)
+YARN = dict(
+  factor=4.0,
+  original_max_len=8,
+  beta_fast=2.0,
+  beta_slow=0.5,
+  mscale=1.0,
+  mscale_all_dim=0.7,
+  truncate=False,
+)
+GROUPED = dict(num_groups=3, num_active_groups=2)
+CONFIGS = {
+  # Everything that grouped-query attention can have.
+  'gqa': model_config.ModelConfig.from_dict(
+    FIELDS
+    | dict(
+      attention=FIELDS['attention']
+      | dict(qk_norm='projection', qkv_bias=True, out_bias=True)
+    )
+  ),
+  'mla': model_config.ModelConfig.from_dict(
+    FIELDS
+    | dict(
+      attention=MLA,
+      rope=dict(theta=100.0, interleaved=True, yarn=YARN),
+      moe=FIELDS['moe'] | GROUPED,
+    )
+  ),
+}
+
+
+@pytest.fixture(scope='module', params=sorted(CONFIGS))
+def config(request):
+  return CONFIGS[request.param]
 
 
 @pytest.fixture(scope='module')
-def variables():
+def variables(config):
   init = jax.jit(
-    functools.partial(decoder.init, CONFIG),
+    functools.partial(decoder.init, config),
     compiler_options=decoder.INIT_COMPILER_OPTIONS,
   )
-  return init(jax.random.key(0))
+  # Biases and norms that do nothing would hide their absence.
+  leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
+  random = np.random.default_rng(0)
+  return tree.unflatten(
+    [leaf + 0.1 * random.normal(size=leaf.shape) for leaf in leaves]
+  )
 
 
 @pytest.fixture(scope='module')
@@ -58,31 +115,35 @@ def batch():
   return tokens_BT, ones_BT, ones_BT * jnp.arange(T)
 
 
-@jax.jit
-def _run(variables, batch, expert_ids_MBTA=None, cache=None):
-  return decoder.Decoder(CONFIG).apply(
-    variables, *batch, expert_ids_MBTA=expert_ids_MBTA, cache=cache
-  )
+@pytest.fixture(scope='module')
+def run(config):
+  @jax.jit
+  def run(variables, batch, expert_ids_MBTA=None, cache=None):
+    return decoder.Decoder(config).apply(
+      variables, *batch, expert_ids_MBTA=expert_ids_MBTA, cache=cache
+    )
+
+  return run
 
 
 @pytest.fixture(scope='module')
-def output(variables, batch):
-  return _run(variables, batch)
+def output(run, variables, batch):
+  return run(variables, batch)
 
 
 @pytest.fixture(scope='module')
-def value_and_grad():
+def value_and_grad(config):
   """Returns {remat: (variables, batch, ids) -> (loss, aux), gradients}."""
 
   def make(remat):
-    config = dataclasses.replace(CONFIG, remat=remat)
+    remade = dataclasses.replace(config, remat=remat)
 
     def loss(variables, batch, expert_ids_MBTA):
-      out = decoder.Decoder(config).apply(
+      out = decoder.Decoder(remade).apply(
         variables, *batch, expert_ids_MBTA=expert_ids_MBTA
       )
       logprobs_BT, _ = head.target_logprobs(
-        variables, out.hidden_BTD, batch[0], batch[1], None, config
+        variables, out.hidden_BTD, batch[0], batch[1], None, remade
       )
       return -logprobs_BT.sum(), (out.hidden_BTD, out.expert_ids_MBTA)
 
@@ -96,8 +157,8 @@ def afresh(output):
   return jnp.full_like(output.expert_ids_MBTA, records.NO_ROUTE)
 
 
-def test_replay_of_own_routes_is_bitwise(variables, batch, output):
-  replayed = _run(variables, batch, output.expert_ids_MBTA)
+def test_replay_of_own_routes_is_bitwise(run, variables, batch, output):
+  replayed = run(variables, batch, output.expert_ids_MBTA)
   np.testing.assert_array_equal(replayed.hidden_BTD, output.hidden_BTD)
   np.testing.assert_array_equal(
     replayed.expert_ids_MBTA, output.expert_ids_MBTA
@@ -106,26 +167,26 @@ def test_replay_of_own_routes_is_bitwise(variables, batch, output):
 
 
 def test_tokens_without_route_are_routed_afresh_whole(
-  variables, batch, output, afresh
+  run, variables, batch, output, afresh
 ):
   np.testing.assert_array_equal(
-    _run(variables, batch, afresh).hidden_BTD, output.hidden_BTD
+    run(variables, batch, afresh).hidden_BTD, output.hidden_BTD
   )
   # Half a record is none: the slot that is there must not be used.
   half = afresh.at[..., 0].set(5)
   np.testing.assert_array_equal(
-    _run(variables, batch, half).expert_ids_MBTA, output.expert_ids_MBTA
+    run(variables, batch, half).expert_ids_MBTA, output.expert_ids_MBTA
   )
   other = afresh.at[:, 0, 0].set(jnp.array([4, 1], jnp.uint16))
-  replayed = _run(variables, batch, other)
+  replayed = run(variables, batch, other)
   np.testing.assert_array_equal(replayed.expert_ids_MBTA[:, 0, 0], [[4, 1]] * 2)
   np.testing.assert_array_equal(replayed.hidden_BTD[1], output.hidden_BTD[1])
 
 
 def test_chunked_prefill_and_decode_equal_full_forward(
-  variables, batch, output
+  config, run, variables, batch, output
 ):
-  cache = kv_cache.init(CONFIG, B, T + 2)
+  cache = kv_cache.init(config, B, T + 2)
   hidden, ids = [], []
   for start, stop in ((0, 4), (4, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
     chunk = [a[:, start:stop] for a in batch]
@@ -136,7 +197,7 @@ def test_chunked_prefill_and_decode_equal_full_forward(
         jnp.pad(a, pad, constant_values=f)
         for a, f in zip(chunk, (0, 0, T + 2), strict=True)
       ]
-    out = _run(variables, chunk, cache=cache)
+    out = run(variables, chunk, cache=cache)
     cache = out.cache
     hidden.append(out.hidden_BTD[:, : stop - start])
     ids.append(out.expert_ids_MBTA[:, :, : stop - start])
@@ -144,16 +205,18 @@ def test_chunked_prefill_and_decode_equal_full_forward(
     jnp.concatenate(hidden, 1), output.hidden_BTD, atol=2e-5
   )
   np.testing.assert_array_equal(jnp.concatenate(ids, 2), output.expert_ids_MBTA)
-  np.testing.assert_array_equal(cache.keys_LBSKH[:, :, T:], 0)
+  for leaf_LBS in jax.tree.leaves(cache):
+    assert np.abs(leaf_LBS[:, :, :T]).min() > 0
+    np.testing.assert_array_equal(leaf_LBS[:, :, T:], 0)
 
 
-def test_packed_documents_equal_documents_alone(variables, batch, output):
+def test_packed_documents_equal_documents_alone(run, variables, batch, output):
   tokens_BT = batch[0]
   packed = jnp.concatenate([tokens_BT[:1, :7], tokens_BT[1:, :3]], 1)
   packed = jnp.pad(packed, ((0, 1), (0, 2)))
   segments = jnp.array([[1] * 7 + [2] * 3 + [0] * 2, [0] * 12])
   positions = jnp.array([[*range(7), *range(3), 0, 0], [0] * 12])
-  out = _run(variables, (packed, segments, positions))
+  out = run(variables, (packed, segments, positions))
   np.testing.assert_allclose(
     out.hidden_BTD[0, :7], output.hidden_BTD[0, :7], atol=2e-5
   )
@@ -164,14 +227,14 @@ def test_packed_documents_equal_documents_alone(variables, batch, output):
   np.testing.assert_array_equal(out.stats.load_ME.sum(-1), [20, 20])
 
 
-def test_no_gradient_from_the_future_or_another_document(variables):
+def test_no_gradient_from_the_future_or_another_document(config, variables):
   segments = jnp.array([[1] * 6 + [2] * 6])
   positions = jnp.array([[*range(6)] * 2])
   tokens_BT = jnp.arange(T)[None] % V
 
   def value(embedding_VD):
     params = {**variables['params'], 'embedding': embedding_VD}
-    out = decoder.Decoder(CONFIG).apply(
+    out = decoder.Decoder(config).apply(
       {**variables, 'params': params}, tokens_BT, segments, positions
     )
     return jnp.sin(out.hidden_BTD[0, 8]).sum()
@@ -222,8 +285,8 @@ def test_policy_is_the_bfloat16_of_the_masters(variables):
   assert policy['selection_bias']['x'].dtype == jnp.float32
 
 
-def test_every_parameter_has_named_axes():
-  shapes, axes = decoder.abstract(CONFIG)
+def test_every_parameter_has_named_axes(config):
+  shapes, axes = decoder.abstract(config)
   jax.tree.map(
     lambda s, a: np.testing.assert_equal(len(s.shape), len(a)), shapes, axes
   )
@@ -236,12 +299,29 @@ def test_every_parameter_has_named_axes():
   )
 
 
+def _attention(**change):
+  return dict(attention=FIELDS['attention'] | change)
+
+
+def _yarn(**change):
+  return dict(rope=dict(theta=1e4, interleaved=False, yarn=YARN | change))
+
+
 @pytest.mark.parametrize(
   'change,message',
   [
-    (dict(num_kv_heads=3), r'num_kv_heads \(3\) must divide num_heads'),
     (dict(num_dense_layers=3), r'num_dense_layers \(3\) must be less'),
-    (dict(head_dim=3), r'head_dim \(3\) must be even'),
+    (_attention(num_kv_heads=3), r'num_kv_heads \(3\) must divide num_heads'),
+    (_attention(head_dim=3), r'head_dim \(3\) must be even'),
+    (_attention(qk_norm='key'), "qk_norm 'key' is not one of"),
+    (_attention(rope_dim=2), r"GQAConfig has no field \['rope_dim'\]"),
+    (_attention(kind='mha'), "attention.kind must be one of .* not 'mha'"),
+    (dict(attention=MLA | dict(rope_dim=3)), r'rope_dim \(3\) must be even'),
+    (dict(attention=MLA | dict(q_lora_dim=0)), 'q_lora_dim .* not 0'),
+    (dict(rope=dict(theta=1e4, interleaved=True)), r"needs \['yarn'\]"),
+    (_yarn(factor=0.5), 'factor must be >= 1, not 0.5'),
+    (_yarn(mscale=None), r'mscale \(None\) and mscale_all_dim \(0.7\)'),
+    (_yarn(beta=1.0), r"YarnConfig has no field \['beta'\]"),
     (dict(compute_dtype='half'), "compute_dtype 'half' is not one of"),
     (dict(embed_dimm=3), 'embed_dimm'),
     (dict(moe=dict(FIELDS['moe'], num_active=9)), r'num_active \(9\)'),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.models import experts, rope
+from composer_jax.models import experts
 from composer_jax.parallel import exchange
 
 B, T, D, E, A, F = 2, 6, 5, 4, 2, 3
@@ -71,19 +71,3 @@ def test_values_and_gradients_equal_a_dense_sum_over_experts():
   )
   np.testing.assert_array_equal(ours[0][1, 3:], 0)
   np.testing.assert_array_equal(ours[1][0]['down'][2], 0)
-
-
-def test_rotation_turns_a_pair_by_its_position_and_scores_see_distances():
-  angles = rope.angles(jnp.array([[0, 1, 2, 7, 8]]), 4, 100.0)
-  x = jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]), (1, 5, 1, 1))
-  turned = rope.rotate(x, angles)[0, :, 0]
-  np.testing.assert_array_equal(turned[0], x[0, 0, 0])
-  # Pairs (h, h + 2); wavelengths 100**0 and 100**(1/2).
-  c, s = np.cos([1, 0.1]), np.sin([1, 0.1])
-  first, second = np.array([1, 2]), np.array([3, 4])
-  np.testing.assert_allclose(
-    turned[1], [*(first * c - second * s), *(second * c + first * s)], rtol=1e-5
-  )
-  scores = turned @ turned.T
-  np.testing.assert_allclose(scores[1, 2], scores[3, 4], rtol=1e-5)
-  np.testing.assert_allclose(np.diag(scores), 30.0, rtol=1e-5)

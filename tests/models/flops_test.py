@@ -1,78 +1,322 @@
 """The closed forms, against literals and against the program itself."""
 
 import functools
+import importlib
+import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from composer_jax.core import trees
+from composer_jax.kernels import grouped_matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops, head
 from configs.models import tiny
-from tests.models import decoder_test, hlo_flops
+from tests.models import hlo_flops
 
-B, T = 4, 64
-TINY = model_config.ModelConfig.from_dict(tiny.get_config().to_dict())
+B, T = 2, 32
+GQA = dict(
+  kind='gqa',
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  qk_norm='none',
+  qkv_bias=False,
+  out_bias=False,
+)
+MLA = dict(
+  kind='mla',
+  num_heads=4,
+  q_lora_dim=12,
+  kv_lora_dim=10,
+  nope_dim=8,
+  rope_dim=6,
+  value_dim=4,
+  latent_norm_eps=1e-6,
+)
+MOE = dict(
+  num_experts=6,
+  num_active=2,
+  ffw_dim=8,
+  num_shared=1,
+  router='sigmoid',
+  num_groups=3,
+  num_active_groups=2,
+  renormalize=True,
+  routed_scale=2.0,
+  aux_loss_weight=0.0,
+  z_loss_weight=0.0,
+)
 
 
-def test_params_total_equals_what_init_makes():
-  for config in (decoder_test.CONFIG, TINY):
-    shapes, _ = decoder.abstract(config)
-    sizes = [leaf.size for leaf in jax.tree.leaves(shapes['params'])]
-    assert flops.params_total(config) == sum(sizes)
+def described(*, attention=GQA, moe=MOE, **fields):
+  return model_config.ModelConfig.from_dict(
+    dict(
+      vocab_size=48,
+      embed_dim=16,
+      num_layers=3,
+      num_dense_layers=1,
+      dense_ffw_dim=24,
+      norm_eps=1e-6,
+      tie_embeddings=True,
+      remat=False,
+      compute_dtype='float32',
+      rope=dict(theta=1e4, interleaved=False, yarn=None),
+      attention=attention,
+      moe=moe,
+    )
+    | fields
+  )
+
+
+VARIANTS = {
+  'plain': described(),
+  'qk_norm_biases_untied': described(
+    attention={**GQA, 'qk_norm': 'head', 'qkv_bias': True, 'out_bias': True},
+    tie_embeddings=False,
+  ),
+  'softmax_no_dense_no_shared': described(
+    attention={**GQA, 'qk_norm': 'projection'},
+    moe={
+      **MOE,
+      'router': 'softmax',
+      'num_active_groups': 3,
+      'num_shared': 0,
+      'num_active': 3,
+    },
+    num_dense_layers=0,
+  ),
+  'mla': described(attention=MLA, moe={**MOE, 'num_shared': 2}),
+  'mla_without_q_lora_untied': described(
+    attention={**MLA, 'q_lora_dim': None},
+    num_dense_layers=2,
+    tie_embeddings=False,
+  ),
+}
+each_variant = pytest.mark.parametrize('name', VARIANTS)
+
+
+def of_config(name):
+  module = importlib.import_module(f'configs.models.{name}')
+  return model_config.ModelConfig.from_dict(module.get_config().to_dict())
+
+
+# What papers, model cards and notes say, in billions, to the digits they give,
+# and how many of the two embedding tables the active figure counts. Totals
+# count both. DeepSeek's and Moonshot's cards say 37B and 32B active: with both
+# tables it is 37.6B and, as our own arithmetic says of K2, 32.9B.
+PUBLISHED = {
+  'olmoe_7b_a1b': ('6.9', '1.3', 2),
+  'moonlight_16b_a3b': ('16', '3', 2),
+  'qwen3_30b_a3b': ('30.5', '3.4', 2),  # the card cuts 3.35 to 3.3
+  'qwen3_235b_a22b': ('235', '22', 2),
+  'deepseek_v3': ('671', '37', 1),
+  'kimi_k2': ('1026', '32.9', 2),
+}
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_counts_are_those_published(name):
+  config = of_config(name)
+  total, active, tables = PUBLISHED[name]
+  skipped = (2 - tables) * config.vocab_size * config.embed_dim
+  for counted, said in (
+    (flops.params_total(config), total),
+    (flops.params_active(config) - skipped, active),
+  ):
+    digits = len(said.partition('.')[2])
+    assert f'{counted / 1e9:.{digits}f}' == said
+
+
+def test_counts_without_embeddings_are_those_published():
+  # Moonlight's paper, table 3; Qwen3-30B-A3B's card; Qwen3-235B-A22B's card.
+  for name, total, active in (
+    ('moonlight_16b_a3b', '15.29', '2.24'),
+    ('qwen3_30b_a3b', '29.91', '2.73'),
+    ('qwen3_235b_a22b', '233.85', '20.95'),
+  ):
+    config = of_config(name)
+    tables = 2 * config.vocab_size * config.embed_dim
+    assert f'{(flops.params_total(config) - tables) / 1e9:.2f}' == total
+    assert f'{(flops.params_active(config) - tables) / 1e9:.2f}' == active
+
+
+def test_kimi_k2_counts_to_the_parameter():
+  d, layers = 7168, 61
+  attention = d * 1536 + 1536 * 64 * 192 + d * (512 + 64)
+  attention += 512 * 64 * (128 + 128) + 64 * 128 * d
+  expert = 3 * d * 2048
+  norms = layers * (2 * d + 1536 + 512) + d
+  expected = {
+    'embedding': 2 * 163840 * d,
+    'attention': layers * attention,
+    'dense_ffw': 3 * d * 18432,
+    'router': 60 * d * 384,
+    'routed_experts': 60 * 384 * expert,
+    'shared_experts': 60 * expert,
+    'norms': norms,
+  }
+  assert flops.params_by_part(of_config('kimi_k2')) == expected
+  assert sum(expected.values()) == 1_026_408_209_408
+  # The advertised 1.04T counts the dense layer as a mixture too.
+  mixture = 385 * expert + d * 384
+  all_mixtures = sum(expected.values()) + mixture - expected['dense_ffw']
+  assert f'{all_mixtures / 1e12:.3f}' == '1.043'
+
+
+def test_moe_1_5t_is_what_its_name_says():
+  assert f'{flops.params_total(of_config("moe_1_5t")) / 1e12:.1f}' == '1.5'
+
+
+@each_variant
+def test_params_equal_what_init_makes(name):
+  config = VARIANTS[name]
+  shapes, _ = decoder.abstract(config)
+  made = dict.fromkeys(flops.params_by_part(config), 0)
+  for path, leaf in trees.flatten_names(shapes['params']).items():
+    made[part_of(path)] += leaf.size
+  assert flops.params_by_part(config) == made
+  assert flops.params_total(config) == sum(made.values())
+
+
+def part_of(path):
+  if 'norm' in path:
+    return 'norms'
+  for word, part in (
+    ('embedding', 'embedding'),
+    ('attention/', 'attention'),
+    ('ffw/', 'dense_ffw'),
+    ('router', 'router'),
+    ('shared', 'shared_experts'),
+  ):
+    if word in path:
+      return part
+  return 'routed_experts'
 
 
 def test_params_active_leaves_out_the_experts_a_token_skips():
-  config = decoder_test.CONFIG
+  config = VARIANTS['plain']
   inactive = 2 * (6 - 2) * 3 * 16 * 8  # layers, experts, matrices of D by F
   total = flops.params_total(config)
   assert flops.params_active(config) == total - inactive
 
 
 def test_flops_equal_a_literal_count():
-  # Per layer: attention 16*4*(4+4+2+2); router 16*6; three experts of 3*16*8.
-  matrices = 32 * 16 + 3 * 768 + 3 * 16 * 24 + 2 * (96 + 3 * 384)
-  scores = 2 * 3 * 16 * 4.5  # q k and p v over (8 + 1) / 2 keys
-  expected = 2 * (matrices + scores)
-  assert flops.flops_per_token(decoder_test.CONFIG, 8) == expected
+  # Per layer: attention 16*8*(4+4+2+2); router 16*6; three experts of 3*16*8.
+  ffw = 3 * 16 * 24 + 2 * (96 + 3 * 384)
+  matrices = 48 * 16 + 3 * 1536 + ffw
+  scores = 3 * 4 * (8 + 8) * 32  # q k and p v over all keys of a row
+  config = VARIANTS['plain']
+  assert flops.forward_per_token(config, 32) == 2 * (matrices + scores)
+  # MLA: queries over 12, a latent of 10 and 6 rotated, heads of 8 + 6 and 4.
+  attention = 16 * 12 + 12 * 4 * 14 + 16 * 16 + 10 * 4 * 12 + 4 * 4 * 16
+  matrices = 48 * 16 + 3 * attention + ffw + 2 * 384  # a second shared expert
+  scores = 3 * 4 * (14 + 4) * 32
+  config = VARIANTS['mla']
+  assert flops.forward_per_token(config, 32) == 2 * (matrices + scores)
 
 
-def _loss(variables, tokens_BT, segments_BT, positions_BT):
-  out = decoder.Decoder(TINY).apply(
+@each_variant
+def test_causal_counts_the_mean_of_all_positions(name):
+  config = VARIANTS[name]
+  # The query at position t meets t + 1 keys.
+  each = [flops.forward_per_token(config, t + 1) for t in range(T)]
+  causal = flops.forward_per_token(config, T, causal=True)
+  assert causal == pytest.approx(np.mean(each), rel=1e-12)
+
+
+def test_backward_is_two_forwards_in_both_conventions():
+  config = VARIANTS['mla']
+  for causal in (False, True):
+    forward = flops.forward_per_token(config, T, causal=causal)
+    assert flops.backward_per_token(config, T, causal=causal) == 2 * forward
+    assert flops.train_per_token(config, T, causal=causal) == 3 * forward
+
+
+def test_cache_bytes_equal_literals():
+  # 2 * 4 heads of 128 and two bytes in 48 layers; 512 + 64 in 61.
+  assert flops.cache_bytes_per_token(of_config('qwen3_30b_a3b')) == 98_304
+  assert flops.cache_bytes_per_token(of_config('kimi_k2')) == 70_272
+  assert flops.cache_bytes_per_token(of_config('kimi_k2'), 1) == 35_136
+
+
+def _loss(config, variables, tokens_BT, segments_BT, positions_BT):
+  out = decoder.Decoder(config).apply(
     variables, tokens_BT, segments_BT, positions_BT
   )
   logprobs_BT, _ = head.target_logprobs(
-    variables, out.hidden_BTD, tokens_BT, segments_BT, None, TINY
+    variables, out.hidden_BTD, tokens_BT, segments_BT, None, config
   )
   return logprobs_BT.sum()
 
 
-@functools.cache
-def _counted(function):
-  variables, _ = decoder.abstract(TINY)
+def _counted(config, transform, *, backend, dynamic_trips=math.nan):
+  """Returns the operations per token of the program that jax makes."""
+  variables, _ = decoder.abstract(config)
   ints_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
-  lowered = jax.jit(function).lower(variables, *[ints_BT] * 3)
+  chosen = {**grouped_matmul._PLATFORM_BACKENDS, 'cpu': backend}
+  # The backend is picked while tracing; jax keeps traces of one function.
+  with mock.patch.object(grouped_matmul, '_PLATFORM_BACKENDS', chosen):
+    function = transform(functools.partial(_loss, config))
+    lowered = jax.jit(function).lower(variables, *[ints_BT] * 3)
   text = lowered.compiler_ir('hlo').as_hlo_text()
-  copies = B * T * TINY.moe.num_active
-  # The grouped matmul loops over blocks of 16 rows of one expert: as many as
-  # the copies fill. Dense experts would show up as `num_experts` times that.
-  return hlo_flops.count(text, dynamic_trips=copies / 16) / (B * T)
+  return hlo_flops.count(text, dynamic_trips) / (B * T)
 
 
-# The kernel computes the masked half of the scores too: as many as a token
-# has on average in a row of 2 T - 1.
-_USEFUL_AND_MASKED = flops.flops_per_token(TINY, 2 * T - 1)
+def _routed(config):
+  """Returns the part of routed experts in a token's forward pass."""
+  width = config.moe.num_active * config.moe.ffw_dim
+  return 2 * config.num_moe_layers * 3 * config.embed_dim * width
 
 
-def test_forward_flops_equal_those_of_the_program():
-  np.testing.assert_allclose(_counted(_loss), _USEFUL_AND_MASKED, rtol=0.01)
+def _scores_again(config):
+  """The backward pass of the attention kernel computes q k once more."""
+  a = config.attention
+  return 2 * config.num_layers * a.num_heads * a.head_dim * T
 
 
-def test_training_is_three_times_the_forward():
-  # The backward pass of attention computes its scores once more.
-  scores = 2 * TINY.num_layers * TINY.num_heads * TINY.head_dim * T
+def _gates(config):
+  """Picking and applying gates: products that belong to no matrix."""
+  moe = config.moe
+  width = moe.num_experts + config.embed_dim
+  return 2 * config.num_moe_layers * moe.num_active * width
+
+
+@each_variant
+def test_flops_equal_those_of_a_dense_expert_reference(name):
+  config = VARIANTS[name]
+  # 'ragged' off TPU is a dense product: it multiplies each of a token's A
+  # copies by all E experts, so E times the closed form for that part.
+  inactive = (config.moe.num_experts - 1) * _routed(config)
+  forward = flops.forward_per_token(config, T) + inactive
+  train = flops.train_per_token(config, T) + 3 * inactive
+  train += _scores_again(config)
+  for transform, expected, gates in (
+    (lambda f: f, forward, _gates(config)),
+    (jax.grad, train, 3 * _gates(config)),
+  ):
+    counted = _counted(config, transform, backend='ragged')
+    np.testing.assert_allclose(counted, expected, rtol=0.01)
+    # Without gates the rest is small enough to miss no matrix of a layer: the
+    # smallest, a router, is 0.8 %.
+    np.testing.assert_allclose(counted - gates, expected, rtol=0.002)
+
+
+def test_flops_equal_those_of_the_blocked_program():
+  config = model_config.ModelConfig.from_dict(tiny.get_config().to_dict())
+  # It loops over blocks of 16 rows of one expert: as many as the copies fill.
+  blocks = B * T * config.moe.num_active / 16
+  count = functools.partial(_counted, backend='blocked', dynamic_trips=blocks)
   np.testing.assert_allclose(
-    _counted(jax.grad(_loss)), 3 * _USEFUL_AND_MASKED + scores, rtol=0.01
+    count(config, lambda f: f), flops.forward_per_token(config, T), rtol=0.01
+  )
+  np.testing.assert_allclose(
+    count(config, jax.grad),
+    flops.train_per_token(config, T) + _scores_again(config),
+    rtol=0.01,
   )
 
 

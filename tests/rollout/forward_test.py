@@ -8,10 +8,41 @@ import pytest
 from composer_jax.models import decoder
 from composer_jax.rollout import forward
 
+GROUPED = {
+  'kind': 'gqa',
+  'num_heads': 4,
+  'num_kv_heads': 2,
+  'head_dim': 8,
+  'qk_norm': 'head',
+  'qkv_bias': True,
+  'out_bias': True,
+}
+LATENT = {
+  'kind': 'mla',
+  'num_heads': 3,
+  'q_lora_dim': 10,
+  'kv_lora_dim': 6,
+  'nope_dim': 4,
+  'rope_dim': 2,
+  'value_dim': 5,
+  'latent_norm_eps': 1e-6,
+}
+YARN = {
+  'factor': 4.0,
+  'original_max_len': 8,
+  'beta_fast': 2.0,
+  'beta_slow': 0.5,
+  'mscale': 1.0,
+  'mscale_all_dim': 0.7,
+  'truncate': True,
+}
 
-@pytest.mark.parametrize('router', ['softmax', 'sigmoid'])
+
+@pytest.mark.parametrize(
+  'attention,router', [(GROUPED, 'softmax'), (LATENT, 'sigmoid')]
+)
 def test_chunks_over_the_cache_equal_the_decoder_without_one(
-  router, make_config, make_variables
+  attention, router, make_config, make_variables
 ):
   moe = {
     'num_experts': 4,
@@ -19,11 +50,19 @@ def test_chunks_over_the_cache_equal_the_decoder_without_one(
     'ffw_dim': 8,
     'num_shared': 1,
     'router': router,
+    'num_groups': 1,
+    'num_active_groups': 1,
     'renormalize': True,
     'routed_scale': 1.5,
     'aux_loss_weight': 0.0,
+    'z_loss_weight': 0.0,
   }
-  config = make_config(moe=moe, tie_embeddings=router == 'softmax')
+  config = make_config(
+    moe=moe,
+    tie_embeddings=router == 'softmax',
+    attention=attention,
+    rope={'theta': 100.0, 'interleaved': attention is LATENT, 'yarn': YARN},
+  )
   variables = make_variables(config, 0)
   assert ('selection_bias' in variables) == (router == 'sigmoid')
   batch, length, chunk = 3, 12, 5
@@ -57,8 +96,13 @@ def test_chunks_over_the_cache_equal_the_decoder_without_one(
   np.testing.assert_array_equal(
     jnp.concatenate(routes, 2)[:, :, :length], want.expert_ids_MBTA
   )
-  assert not cache.values[0][:, :, length:].any()
-  assert not cache.keys[-1][..., length:].any()
+  for first, second in cache.layers:
+    if attention is GROUPED:
+      # [B, K, H, S] and [B, K, S, H].
+      first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
+    for kept_BS in (first, second):
+      assert np.abs(kept_BS[:, :length]).min() > 0
+      assert not kept_BS[:, length:].any()
 
 
 def test_bfloat16_weights_are_widened_exactly_and_copied(

@@ -1,10 +1,13 @@
-"""What a line says of speed."""
+"""What a line says of speed and of the routers' losses."""
 
 import types
 
 import jax
+import numpy as np
+import pytest
 
-from composer_jax.train import reporting
+from composer_jax.train import lm_loss, reporting
+from composer_jax.train import step as train_step
 
 
 def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
@@ -21,3 +24,39 @@ def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
   for device in (('gpu', 'NVIDIA L4'), ('cpu', 'cpu')):
     found = read(*device)
     assert found['tokens_per_s'] > 0 and found['mfu'] > 0
+
+
+def test_the_losses_of_the_routers_are_written_and_must_be_finite():
+  written = []
+  writer = types.SimpleNamespace(
+    write=lambda stage, step, **metrics: written.append(metrics)
+  )
+  reporter = reporting.Reporter(
+    'cpt',
+    writer=writer,
+    bar=types.SimpleNamespace(update=lambda step, **metrics: None),
+    speed=types.SimpleNamespace(add=lambda tokens: None, read=dict),
+    learning_rates=np.array([0.5, 0.25]),
+    log_every=1,
+  )
+
+  def metrics(z_loss):
+    return train_step.StepMetrics(
+      loss=lm_loss.LossStats(
+        loss=np.float32(1),
+        aux_loss=np.float32(2),
+        z_loss=np.float32(z_loss),
+        loss_weight=np.float32(4),
+        num_tokens=np.int32(5),
+        load_ME=np.array([[1, 3]]),
+      ),
+      update=train_step.UpdateStats(
+        grad_norm=np.float32(6), update_norm=np.float32(7)
+      ),
+    )
+
+  reporter.push(1, metrics(3.0))
+  reporter.push(2, metrics(np.inf))
+  assert (written[0]['aux_loss'], written[0]['z_loss']) == (2.0, 3.0)
+  with pytest.raises(FloatingPointError, match='step 2: .*z_loss inf'):
+    reporter.flush()

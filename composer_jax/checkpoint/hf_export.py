@@ -1,0 +1,383 @@
+"""Checkpoints of ours as Hugging Face checkpoints, tensor by tensor.
+
+An import that nobody trained goes back as it came: names, order, dtypes,
+split into files and bytes. What was trained goes out in the dtype asked for.
+The folder appears whole, under a temporary name until then; a killed export
+begins anew.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from composer_jax.checkpoint import (
+  hf_blocks,
+  hf_carried,
+  hf_cast,
+  hf_config,
+  hf_import,
+  hf_io,
+  hf_layout,
+  hf_names,
+  hf_quantized,
+  hf_source,
+  hf_stored,
+  manager,
+)
+from composer_jax.checkpoint import workdir as workdirs
+from composer_jax.core import files
+from composer_jax.models import config as model_config
+from composer_jax.telemetry import progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """What is exported.
+
+  Attributes:
+    weights: directory of a `manager.Checkpoints`.
+    config: of the model.
+    family: of `hf_names.FAMILIES`.
+    imported: import directory that the model came from; None if it was born
+      here.
+    is_trained: whether the weights are others than those imported.
+  """
+
+  weights: pathlib.Path
+  config: model_config.ModelConfig
+  family: str
+  imported: pathlib.Path | None
+  is_trained: bool
+
+
+def of_import(directory: str | os.PathLike) -> Origin:
+  """Returns the origin that an import directory is."""
+  directory = pathlib.Path(directory)
+  hf_import.open_weights(directory).close()
+  return Origin(
+    weights=directory / hf_import.WEIGHTS,
+    config=_config(directory),
+    family=_record(directory)['family'],
+    imported=directory,
+    is_trained=False,
+  )
+
+
+def of_training(
+  weights: str | os.PathLike,
+  config: model_config.ModelConfig,
+  *,
+  imported: str | os.PathLike | None,
+  family: str | None,
+) -> Origin:
+  """Returns the origin that a trained model is.
+
+  Args:
+    weights: directory of a `manager.Checkpoints` of variables.
+    config: of the model.
+    imported: import directory it began from, if any.
+    family: whose config.json and names to write; needed if it has none.
+
+  Raises:
+    ValueError: there is no family to be had, or the model is another.
+  """
+  if imported is None:
+    if family is None:
+      raise ValueError(
+        'A model that was not imported needs --family, one of '
+        f'{hf_names.FAMILIES}: whose config.json and names to write.'
+      )
+    return Origin(
+      weights=pathlib.Path(weights),
+      config=config,
+      family=family,
+      imported=None,
+      is_trained=True,
+    )
+  imported = pathlib.Path(imported)
+  theirs = _record(imported)['family']
+  if family not in (None, theirs):
+    raise ValueError(
+      f'The model was imported as {theirs!r} from {imported}; leave out '
+      f'--family={family}.'
+    )
+  if _weightless(config) != _weightless(_config(imported)):
+    raise ValueError(
+      f'The model of {weights} is not that of {imported / hf_import.MODEL}, '
+      'from which it is said to have begun.'
+    )
+  return Origin(
+    weights=pathlib.Path(weights),
+    config=config,
+    family=theirs,
+    imported=imported,
+    is_trained=True,
+  )
+
+
+def of_run(
+  workdir: str | os.PathLike, stage: str | None, *, family: str | None
+) -> Origin:
+  """Returns the origin that a finished stage of a run is.
+
+  Raises:
+    ValueError: it is not finished, or as `of_training`.
+  """
+  workdir = pathlib.Path(workdir)
+  exports = workdir / 'exports'
+  stages = sorted(exports.iterdir()) if exports.is_dir() else []
+  finished = [path.name for path in stages if _latest_step(path) is not None]
+  if stage not in finished:
+    raise ValueError(
+      f'{workdir} is no import directory and has no finished stage {stage!r}; '
+      f'finished are {finished}. Name one with --stage, or run it to its end.'
+    )
+  config = files.read_json(workdir / workdirs.CONFIG)
+  return of_training(
+    exports / stage,
+    model_config.ModelConfig.from_dict(config['model']),
+    imported=config['initial'] or None,
+    family=family,
+  )
+
+
+def _latest_step(weights: pathlib.Path) -> int | None:
+  with contextlib.closing(manager.Checkpoints(weights, keep=1)) as checkpoints:
+    return checkpoints.latest_step()
+
+
+def _config(imported: pathlib.Path) -> model_config.ModelConfig:
+  fields = files.read_json(imported / hf_import.MODEL)
+  return model_config.ModelConfig.from_dict(fields)
+
+
+def _record(imported: pathlib.Path) -> dict[str, Any]:
+  if not (imported / hf_import.RECORD).is_file():
+    raise ValueError(f'{imported} has no {hf_import.RECORD}: it is no import.')
+  return files.read_json(imported / hf_import.RECORD)
+
+
+def _weightless(c: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the config without the choices of a training run."""
+  fields = c.to_dict()
+  for key in ('remat', 'compute_dtype'):
+    del fields[key]
+  for key in ('aux_loss_weight', 'z_loss_weight'):
+    del fields['moe'][key]
+  return fields
+
+
+def write(
+  origin: Origin,
+  out: str | os.PathLike,
+  *,
+  dtype: str | None = None,
+  expert_layout: str | None = None,
+  file_bytes: int = hf_layout.FILE_BYTES,
+) -> None:
+  """Writes a Hugging Face checkpoint.
+
+  Args:
+    origin: from `of_import` or `of_training`.
+    out: folder, which must not exist.
+    dtype: of `hf_layout.DTYPES`, or 'source' for that of each imported tensor;
+      None is 'source' for imports and 'bfloat16' for what was trained. The
+      selection bias is float32 in any but 'source'.
+    expert_layout: of `hf_names.EXPERT_LAYOUTS`; None is the import's, or
+      'per_expert'.
+    file_bytes: bytes a file should not exceed, where the split of the import
+      is not kept.
+
+  Raises:
+    ValueError: `out` exists, or the weights are not the model's.
+    manager.DamagedCheckpoint: the weights have changed since they were written.
+    OSError: too little space, or the disk refuses.
+  """
+  out = pathlib.Path(out).absolute()
+  record = None if origin.imported is None else _record(origin.imported)
+  dtype = dtype or ('bfloat16' if origin.is_trained else hf_layout.SOURCE)
+  if dtype == hf_layout.SOURCE and record is None:
+    raise ValueError(
+      f'--dtype={dtype} needs an imported model; choose one of '
+      f'{[*hf_layout.DTYPES]}.'
+    )
+  layout = record['expert_layout'] if record else 'per_expert'
+  table = hf_names.tensors(
+    origin.config,
+    origin.family,
+    expert_layout=expert_layout or layout,
+    prefix=record['prefix'] if record else '',
+  )
+  dtypes = hf_layout.dtypes(table, dtype, record)
+  plan = hf_layout.plan(
+    table, dtypes, record, expert_layout or layout, file_bytes
+  )
+  if out.exists():
+    raise ValueError(f'{out} exists; choose another --out, or delete it.')
+  with _open(origin.weights) as stored:
+    _check_arrays(stored, table, origin.weights)
+    _check_space(plan, out)
+    partial = out.with_name(out.name + '.partial')
+    with files.alone(partial):
+      _empty(partial)
+      _write_files(stored, table, dtypes, plan, record, origin, partial)
+      _write_beside(origin, dtype, partial)
+    (partial / 'lock').unlink()
+    os.replace(partial, out)
+    files.fsync_directory(out.parent)
+
+
+@contextlib.contextmanager
+def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
+  with contextlib.closing(manager.Checkpoints(weights, keep=1)) as checkpoints:
+    step = checkpoints.latest_step()
+    if step is None:
+      raise ValueError(f'{weights} holds no checkpoint.')
+    yield hf_stored.Stored(checkpoints, step)
+
+
+def _check_arrays(
+  stored: hf_stored.Stored, table: hf_names.Table, weights: pathlib.Path
+) -> None:
+  """Raises unless the checkpoint holds the arrays of the table."""
+  want = hf_blocks.shapes(table)
+  have = stored.shapes
+  differing = sorted(n for n in have | want if have.get(n) != want.get(n))
+  if differing:
+    name = differing[0]
+    raise ValueError(
+      f'{weights} and the model differ in {len(differing)} arrays, the first '
+      f'is {name} ({have.get(name)} there, {want.get(name)} in the model).'
+    )
+
+
+def _check_space(
+  plan: dict[str, list[hf_layout.Entry]], out: pathlib.Path
+) -> None:
+  needed = sum(e.num_bytes for entries in plan.values() for e in entries)
+  parent = next(p for p in out.parents if p.exists())
+  free = shutil.disk_usage(parent).free
+  if free < needed:
+    raise OSError(
+      errno.ENOSPC,
+      f'The export needs {needed} bytes and {free} are free; free space or '
+      'choose another --out',
+      str(parent),
+    )
+
+
+def _empty(partial: pathlib.Path) -> None:
+  """Deletes what a killed export left."""
+  for path in partial.iterdir():
+    if path.name != 'lock':
+      path.unlink()
+
+
+def _write_files(
+  stored: hf_stored.Stored,
+  table: hf_names.Table,
+  dtypes: dict[str, np.dtype],
+  plan: dict[str, list[hf_layout.Entry]],
+  record: dict[str, Any] | None,
+  origin: Origin,
+  partial: pathlib.Path,
+) -> None:
+  headers = {
+    file: hf_layout.header(entries, file, record)
+    for file, entries in plan.items()
+  }
+  index = hf_layout.index(plan, headers, record)
+  if index is not None:
+    files.write_atomic(partial / hf_io.INDEX, index.encode())
+  entries = [(file, entry) for file in plan for entry in plan[file]]
+  total = len(stored.shapes) + len(entries)
+  with (
+    contextlib.ExitStack() as stack,
+    progress.Progress('export', total) as bar,
+  ):
+    for done, name in enumerate(stored.shapes):
+      # Before the first tensor is written: a piece alone has no hash.
+      stored.verify(name)
+      bar.update(done + 1, verified=name)
+    carried = None
+    if any(entry.is_carried for _, entry in entries):
+      assert origin.imported is not None
+      carried = hf_carried.open_carried(origin.imported)
+      stack.enter_context(carried)
+    writers = {
+      file: hf_io.Writer(partial / file, header)
+      for file, header in headers.items()
+    }
+    for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
+      if carried is not None and entry.is_carried:
+        hf_carried.copy(carried, entry.name, writers[file])
+      else:
+        dtype = dtypes[entry.name]
+        _write_tensor(stored, table[entry.name], dtype, writers[file])
+      bar.update(done + 1, written=entry.name)
+    for writer in writers.values():
+      writer.close()
+
+
+def _write_tensor(
+  stored: hf_stored.Stored,
+  tensor: hf_names.Tensor,
+  dtype: np.dtype,
+  writer: hf_io.Writer,
+) -> None:
+  """Writes a tensor piece by piece, or whole where pieces interleave."""
+  pieces: list[hf_blocks.Piece] = []
+  for part in tensor.parts:
+    item_bytes = stored.dtypes[part.array].itemsize
+    chunk = hf_blocks.chunk_shape(part, item_bytes)
+    pieces += hf_blocks.pieces(part, chunk)
+  is_split = all(piece.is_whole for piece in pieces)
+  whole = np.empty(0 if is_split else math.prod(tensor.shape), dtype)
+  for piece in pieces:
+    block = hf_cast.cast(stored.read(piece.array, piece.box), dtype)
+    if is_split:
+      values = np.empty(piece.stop - piece.start, dtype)
+      piece.put(block, values)
+      start = piece.start * dtype.itemsize
+      writer.write(tensor.name, hf_io.as_bytes(values), start)
+    else:
+      piece.put(block, whole[piece.start : piece.stop])
+  if not is_split:
+    writer.write(tensor.name, hf_io.as_bytes(whole))
+
+
+def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
+  """Writes config.json and the tokenizer's files."""
+  if origin.imported is None:
+    fields = hf_config.to_hf(origin.config, origin.family)
+    files.write_atomic(partial / hf_source.CONFIG, _config_text(fields, dtype))
+    return
+  for path in hf_import.copied(origin.imported):
+    files.write_atomic(partial / path.name, path.read_bytes())
+  fields = files.read_json(origin.imported / hf_source.CONFIG)
+  if dtype != hf_layout.SOURCE or hf_quantized.scheme(fields) is not None:
+    files.write_atomic(partial / hf_source.CONFIG, _config_text(fields, dtype))
+
+
+def _config_text(fields: dict[str, Any], dtype: str) -> bytes:
+  """Returns a config.json of plain weights of a dtype."""
+  places = [fields]
+  if isinstance(fields.get('text_config'), dict):
+    places.append(fields['text_config'])
+  for place in places:
+    place.pop('quantization_config', None)
+    for key in ('dtype', 'torch_dtype'):
+      if key in place and dtype != hf_layout.SOURCE:
+        place[key] = dtype
+  if dtype != hf_layout.SOURCE and 'torch_dtype' not in fields:
+    fields['dtype'] = dtype
+  return (json.dumps(fields, indent=2, ensure_ascii=False) + '\n').encode()

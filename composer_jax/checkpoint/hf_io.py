@@ -1,0 +1,310 @@
+"""Safetensors files: read by byte range, written tensor by tensor.
+
+The `safetensors` library judges every header (sizes, overlaps, dtypes); data
+go through `pread` into our own buffers instead of its memory map, whose pages
+would count as this process's memory, and out through `pwrite`, since the
+library writes whole files from memory.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import blake3
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from composer_jax.core import files
+
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
+METADATA = '__metadata__'
+
+# What this package computes with; other dtypes are only carried along.
+DTYPES: dict[str, np.dtype] = {
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  'F16': np.dtype(np.float16),
+  'F32': np.dtype(np.float32),
+  'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
+  'I32': np.dtype(np.int32),
+  'I64': np.dtype(np.int64),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Bytes moved at once where nothing else sets a size.
+BLOCK_BYTES = 2**25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Raw:
+  """A tensor as a file holds it.
+
+  Attributes:
+    name: of the tensor.
+    file: its file's name, without a folder.
+    dtype: as the header spells it.
+    shape: of the tensor.
+    start: of its first byte in the file.
+    num_bytes: that it takes.
+  """
+
+  name: str
+  file: str
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  num_bytes: int
+
+
+def render_header(header: dict[str, Any]) -> bytes:
+  """Returns the bytes before the data, as the library writes them."""
+  text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+  text += b' ' * (-len(text) % 8)
+  return len(text).to_bytes(8, 'little') + text
+
+
+def new_header(
+  tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
+  metadata: dict[str, str] | None,
+) -> dict[str, Any]:
+  """Lays tensors out one behind the other.
+
+  Args:
+    tensors: (name, dtype, shape, bytes) of each.
+    metadata: texts for the head of the file, if any.
+  """
+  header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
+  end = 0
+  for name, dtype, shape, num_bytes in tensors:
+    offsets = [end, end + num_bytes]
+    header[name] = {
+      'dtype': dtype,
+      'shape': list(shape),
+      'data_offsets': offsets,
+    }
+    end = offsets[1]
+  return header
+
+
+def read_fully(descriptor: int, into: memoryview, offset: int) -> int:
+  """Fills `into` from a file; returns the bytes read, fewer at its end."""
+  done = 0
+  while done < len(into):
+    count = os.preadv(descriptor, [into[done:]], offset + done)
+    if not count:
+      break
+    done += count
+  return done
+
+
+def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
+  done = 0
+  while done < len(data):
+    done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def as_bytes(values: np.ndarray) -> memoryview:
+  """Views a contiguous array, also of dtypes without a buffer, as bytes."""
+  return values.reshape(-1).view(np.uint8).data
+
+
+class Folder:
+  """The safetensors files of one folder, whose headers are sound.
+
+  Attributes:
+    path: of the folder.
+    headers: {file: header}, in the order of the files' names.
+    tensors: {name: Raw}, file by file in the order of their bytes.
+    index: text of the sharded index; None for a single file.
+  """
+
+  def __init__(
+    self, path: str | os.PathLike, names: Iterable[str] | None = None
+  ):
+    """Reads and checks all headers.
+
+    Args:
+      path: of the folder.
+      names: of its files; None asks the index.
+
+    Raises:
+      ValueError: names the file, and the tensor where there is one.
+      OSError: a file cannot be read.
+    """
+    self.path = pathlib.Path(path)
+    self._descriptors: dict[str, int] = {}
+    self._hashes: dict[str, str] = {}
+    self.index, places = None, {}
+    if names is None:
+      self.index, places = _read_index(self.path)
+      names = sorted(set(places.values())) or [SINGLE]
+    for name in names:
+      if not (self.path / name).is_file():
+        tensor = next((t for t, file in places.items() if file == name), '')
+        raise ValueError(
+          f'{self.path / INDEX} says that {tensor} is in {name}, and there is '
+          f'no such file in {self.path}; copy it there.'
+        )
+    self.headers = {name: self._read_header(name) for name in names}
+    self.tensors: dict[str, Raw] = {}
+    for name in self.headers:
+      self._add(name)
+    if places:
+      self._compare(places)
+
+  def _read_header(self, name: str) -> dict[str, Any]:
+    path = self.path / name
+    try:
+      with safetensors.safe_open(path, framework='np'):
+        pass
+    except safetensors.SafetensorError as error:
+      raise ValueError(
+        f'{path} is not a whole safetensors file ({error}); fetch it again.'
+      ) from error
+    with path.open('rb') as file:
+      text = file.read(int.from_bytes(file.read(8), 'little'))
+    self._hashes[name] = blake3.blake3(text).hexdigest()
+    return json.loads(text)
+
+  def _add(self, name: str) -> None:
+    header = {k: v for k, v in self.headers[name].items() if k != METADATA}
+    with (self.path / name).open('rb') as file:
+      start = 8 + int.from_bytes(file.read(8), 'little')
+    by_offset = sorted(header, key=lambda k: header[k]['data_offsets'])
+    for tensor in by_offset:
+      if tensor in self.tensors:
+        raise ValueError(
+          f'{tensor} is in both {self.tensors[tensor].file} and {name} of '
+          f'{self.path}; keep one of them.'
+        )
+      entry = header[tensor]
+      first, last = entry['data_offsets']
+      self.tensors[tensor] = Raw(
+        name=tensor,
+        file=name,
+        dtype=entry['dtype'],
+        shape=tuple(entry['shape']),
+        start=start + first,
+        num_bytes=last - first,
+      )
+
+  def _compare(self, places: dict[str, str]) -> None:
+    """Raises unless index and headers agree."""
+    for tensor, file in places.items():
+      found = self.tensors.get(tensor)
+      if found is None or found.file != file:
+        where = f'{found.file} holds it' if found else 'no file holds it'
+        raise ValueError(
+          f'{self.path / INDEX} says that {tensor} is in {file}, but {where}.'
+        )
+    for tensor, raw in self.tensors.items():
+      if tensor not in places:
+        raise ValueError(
+          f'{self.path / raw.file} holds {tensor}, which {INDEX} does not name.'
+        )
+
+  def identity(self) -> dict[str, Any]:
+    """Returns sizes and hashes of headers; equal for equal files, we trust."""
+    return {
+      name: [(self.path / name).stat().st_size, self._hashes[name]]
+      for name in self.headers
+    }
+
+  def read_bytes(self, raw: Raw, start: int, into: memoryview) -> None:
+    """Fills `into` with bytes of a tensor, from its byte `start` on."""
+    if raw.file not in self._descriptors:
+      path = self.path / raw.file
+      self._descriptors[raw.file] = os.open(path, os.O_RDONLY)
+    descriptor = self._descriptors[raw.file]
+    if read_fully(descriptor, into, raw.start + start) < len(into):
+      raise ValueError(
+        f'{self.path / raw.file} ended within {raw.name}: it has changed since '
+        'its header was read.'
+      )
+
+  def read(self, raw: Raw, start: int, stop: int) -> np.ndarray:
+    """Returns elements `start:stop` of a tensor, flat."""
+    values = np.empty(stop - start, DTYPES[raw.dtype])
+    self.read_bytes(raw, start * values.itemsize, as_bytes(values))
+    return values
+
+  def close(self) -> None:
+    for descriptor in self._descriptors.values():
+      os.close(descriptor)
+    self._descriptors.clear()
+
+  def __enter__(self) -> 'Folder':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+
+def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
+  """Returns the text of the index and {tensor: file}; none of a single file."""
+  if not (path / INDEX).is_file():
+    if not (path / SINGLE).is_file():
+      raise ValueError(
+        f'{path} holds neither {INDEX} nor {SINGLE}; it must be the folder of '
+        'a Hugging Face checkpoint in the safetensors format.'
+      )
+    return None, {}
+  found = files.read_json(path / INDEX)
+  places = found.get('weight_map') if isinstance(found, dict) else None
+  if not isinstance(places, dict) or not places:
+    raise ValueError(f'{path / INDEX} has no weight_map of tensors to files.')
+  for tensor, file in places.items():
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+      raise ValueError(
+        f'{path / INDEX} says that {tensor} is in {file!r}, which is not the '
+        'name of a file beside it.'
+      )
+  return (path / INDEX).read_text(), places
+
+
+class Writer:
+  """A safetensors file that takes its tensors in any order, in pieces.
+
+  The file is under its own name from the start: its folder, or the caller's
+  rename, must say when it is whole.
+  """
+
+  def __init__(self, path: str | os.PathLike, header: dict[str, Any]):
+    self._path = pathlib.Path(path)
+    self._header = header
+    head = render_header(header)
+    self._start = len(head)
+    self._left = sum(
+      entry['data_offsets'][1] - entry['data_offsets'][0]
+      for name, entry in header.items()
+      if name != METADATA
+    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    self._descriptor = os.open(path, flags, 0o666)
+    write_fully(self._descriptor, memoryview(head), 0)
+
+  def write(self, name: str, data: memoryview, start: int = 0) -> None:
+    """Writes bytes of a tensor, from its byte `start` on, each once."""
+    first, last = self._header[name]['data_offsets']
+    assert start + len(data) <= last - first, name
+    write_fully(self._descriptor, data, self._start + first + start)
+    self._left -= len(data)
+
+  def close(self) -> None:
+    """Makes the file survive a power cut; every byte must be there."""
+    assert not self._left, (self._path, self._left)
+    os.fsync(self._descriptor)
+    os.close(self._descriptor)
+
+
+def blocks(folder: Folder, raw: Raw) -> Iterator[tuple[int, memoryview]]:
+  """Yields (start, bytes) of a tensor of whatever dtype, in one buffer."""
+  buffer = memoryview(bytearray(min(raw.num_bytes, BLOCK_BYTES)))
+  for start in range(0, raw.num_bytes, BLOCK_BYTES):
+    block = buffer[: raw.num_bytes - start]
+    folder.read_bytes(raw, start, block)
+    yield start, block

@@ -1,0 +1,54 @@
+"""Reads keys of a Hugging Face `config.json`, and refuses them by name."""
+
+from typing import Any
+
+NO_DEFAULT = object()
+
+
+def take(
+  fields: dict[str, Any], key: str, kind: type, default: Any = NO_DEFAULT
+) -> Any:
+  """Returns a value of the kind asked for; null counts as absent.
+
+  Args:
+    fields: the parsed file, or an object in it.
+    key: of the value.
+    kind: int, float (an integer will do) or bool.
+    default: for a key that is absent; without one it must be there.
+  """
+  value = fields.get(key)
+  if value is None:
+    if default is NO_DEFAULT:
+      raise ValueError(f'{key!r} is missing; it must be {kind.__name__}.')
+    return default
+  accepted = (int, float) if kind is float else kind
+  if not isinstance(value, accepted) or (
+    kind is not bool and isinstance(value, bool)
+  ):
+    raise ValueError(f'{key!r} is {value!r}; it must be {kind.__name__}.')
+  return kind(value)
+
+
+def take_any(fields: dict[str, Any], keys: tuple[str, ...], kind: type) -> Any:
+  """Returns the value that stands under any of several names for it."""
+  given = {key: take(fields, key, kind, None) for key in keys}
+  given = {key: value for key, value in given.items() if value is not None}
+  if len(set(given.values())) != 1:
+    raise ValueError(
+      f'exactly one {kind.__name__} must stand under {keys}, not {given}.'
+    )
+  return next(iter(given.values()))
+
+
+def check_only(fields: dict[str, Any], modelled: dict[str, Any]) -> None:
+  """Refuses every key that has another value than the one modelled.
+
+  Null or absent passes.
+  """
+  for key, only in modelled.items():
+    value = fields.get(key)
+    if value is not None and value != only:
+      raise ValueError(
+        f'{key!r} is {value!r}, which changes what the model computes; only '
+        f'{only!r} is implemented.'
+      )

@@ -1,0 +1,106 @@
+"""What a run takes from the folder that `experiments.hf_import` made.
+
+The folder holds a model's config, its weights as an orbax checkpoint, and the
+files of its tokenizer. A run copies the tokenizer and remembers which import it
+came from; nothing is ever written there.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from composer_jax.checkpoint import hf_import
+from composer_jax.core import dotted, files
+from composer_jax.models import config as model_config
+from composer_jax.text import chat_template, hf_tokenizer
+
+# What a run may choose: none of it is in the weights.
+FREE = (
+  *('compute_dtype', 'remat', 'moe.aux_loss_weight', 'moe.z_loss_weight'),
+)
+
+
+def model_of(folder: str | os.PathLike) -> dict[str, Any]:
+  """The fields of the imported model's config.
+
+  Raises:
+    ValueError: the folder is not an import, or one that is not finished.
+  """
+  path = pathlib.Path(folder) / hf_import.MODEL
+  lacking = [
+    name
+    for name in (hf_import.MODEL, hf_import.RECORD, hf_import.WEIGHTS)
+    if not path.with_name(name).exists()
+  ]
+  if lacking:
+    raise ValueError(
+      f'{os.fspath(folder)!r} is not a finished import: it lacks '
+      f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
+      '--source=CHECKPOINT --out=DIR` and name it: '
+      '--config=configs/composer/imported.py:DIR.'
+    )
+  fields = files.read_json(path)
+  if not isinstance(fields, dict):
+    raise ValueError(f'{path} holds no config of a model.')
+  return fields
+
+
+def check_model(
+  folder: str | os.PathLike, model: model_config.ModelConfig
+) -> None:
+  """Raises a ValueError that names where the run's model is another one."""
+  # Through JSON, so that both are what was read back.
+  wanted = dotted.flatten(json.loads(json.dumps(model.to_dict())))
+  there = dotted.flatten(model_of(folder))
+  missing = object()
+  differing = [
+    f'{key} is {there.get(key, "absent")!r} there and '
+    f'{wanted.get(key, "absent")!r} in --config.model'
+    for key in sorted(there | wanted)
+    if key not in FREE and there.get(key, missing) != wanted.get(key, missing)
+  ]
+  if differing:
+    raise ValueError(
+      f'The model in {folder} is not that of this run: {"; ".join(differing)}. '
+      f'Only {", ".join(FREE)} may differ; '
+      f'--config=configs/composer/imported.py:{folder} takes the rest from '
+      'there.'
+    )
+
+
+def identity(folder: str | os.PathLike) -> str:
+  """SHA-256 of all that a run depends on: model, weights, texts.
+
+  Of the weights it reads the hashes that lie beside them.
+  """
+  folder = pathlib.Path(folder)
+  paths = [folder / hf_import.MODEL]
+  paths += [folder / hf_tokenizer.SOURCE, folder / hf_tokenizer.CONFIG]
+  paths += [folder / chat_template.FILE]
+  paths += sorted(
+    path
+    for path in folder.glob(f'{hf_import.WEIGHTS}/*/hashes/**/*')
+    if path.is_file()
+  )
+  found = {
+    str(path.relative_to(folder)): files.sha256(path.read_bytes())
+    for path in paths
+    if path.exists()
+  }
+  return files.sha256(json.dumps(found, sort_keys=True).encode())
+
+
+def tokenizer(
+  folder: str | os.PathLike, workdir: pathlib.Path, vocab_size: int
+) -> hf_tokenizer.Tokenizer:
+  """The import's tokenizer, also saved where a rollout worker finds it."""
+  path = workdir / 'tokenizer.json'
+  if not path.exists():
+    hf_tokenizer.Tokenizer.from_folder(folder, vocab_size).save(path)
+  return hf_tokenizer.Tokenizer.load(path)
+
+
+def variables(folder: str | os.PathLike, like: Any) -> Any:
+  """The imported weights as float32 masters, placed as `like` says."""
+  return hf_import.load_variables(folder, like)

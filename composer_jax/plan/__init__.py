@@ -1,0 +1,1 @@
+"""What a model needs of machines that are not there: sizes before arrays."""

@@ -1,0 +1,47 @@
+"""Tables that answer a question, for people and for programs."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+  """Rows under a title.
+
+  Attributes:
+    title: one line.
+    columns: names, which are also the keys of a row in JSON.
+    rows: a value per column: str, int, float, or a tuple of those and None.
+  """
+
+  title: str
+  columns: tuple[str, ...]
+  rows: list[tuple[Any, ...]]
+
+  def to_json(self) -> dict[str, Any]:
+    rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+    return {'title': self.title, 'rows': rows}
+
+  def to_text(self) -> str:
+    """Aligns the columns: words to the left, numbers to the right."""
+    cells = [self.columns, *([_text(v) for v in row] for row in self.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [isinstance(v, int | float) for v in self.rows[0]]
+    lines = [
+      '  '.join(
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(row, widths, numeric, strict=True)
+      ).rstrip()
+      for row in cells
+    ]
+    rule = '-' * max(map(len, lines))
+    return '\n'.join([self.title, rule, lines[0], rule, *lines[1:]])
+
+
+def _text(value: Any) -> str:
+  if isinstance(value, tuple):
+    # No thousands in it: a comma divides the dimensions.
+    return ', '.join('-' if v is None else str(v) for v in value)
+  if isinstance(value, int):
+    return f'{value:,}'
+  return f'{value:.4g}' if isinstance(value, float) else str(value)

@@ -1,0 +1,62 @@
+"""The whole loop on a model imported from Hugging Face.
+
+  python -m experiments.hf_import --source=CHECKPOINT --out=runs/import/qwen3
+  python -m experiments.composer \
+      --config=configs/composer/imported.py:runs/import/qwen3 \
+      --workdir=runs/qwen3
+
+The model is that of the import; weights and tokenizer come from it as well.
+Everything else is tiny.py's, but for the learning rates: pretraining goes on at
+what pretraining ends at, far below what suits random weights. For a model of
+size set `--config.mesh`, `--config.layout=hsdp` and the lengths. Not measured
+on a model that knows anything.
+
+Arguments: the import, or `imported.py:DIR,smoke` for tiny.py's shortest job.
+Without one the file can be read and listed, and a run of it says what is
+missing.
+"""
+
+import json
+import pathlib
+
+import ml_collections
+
+from configs.composer import tiny
+
+_UNNAMED = 'DIR'  # stands in `initial` where no import is named
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  folder, comma, variant = arg.partition(',')
+  if comma and variant != 'smoke':
+    raise ValueError(f'imported.py:DIR[,smoke] has no variant {variant!r}.')
+  c = tiny.get_config(variant)
+  c.initial = folder or _UNNAMED
+  if folder:
+    c.model = _model(folder)
+  if variant == 'smoke':
+    # For a CPU; an import says bfloat16 and recomputing, for accelerators.
+    c.model.compute_dtype, c.model.remat = 'float32', False
+    # Calls take more tokens of a vocabulary that was not learnt from them.
+    c.episode.max_call_tokens = 64
+  for stage in (c.cpt, c.sft):
+    # What published weights were mostly trained with; a model of Muon's, such
+    # as Kimi K2 and Moonlight, goes on with it: optimizer='muon'.
+    stage.optimizer = 'adam'
+    stage.learning_rate = 2e-5
+    stage.adam_learning_rate = 2e-5
+    # DeepSeek-V3 froze it at the end of pretraining (section 4.2).
+    stage.bias_update_rate = 0.0
+  c.rl.learning_rate = 1e-6
+  return c
+
+
+def _model(folder: str) -> ml_collections.ConfigDict:
+  path = pathlib.Path(folder) / 'model.json'
+  try:
+    return ml_collections.ConfigDict(json.loads(path.read_text()))
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'{folder!r} is not an import ({error}); make it with `python -m '
+      f'experiments.hf_import --source=CHECKPOINT --out={folder}`.'
+    ) from error

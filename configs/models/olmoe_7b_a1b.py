@@ -1,0 +1,49 @@
+"""OLMoE-1B-7B-0924 (Muennighoff et al. 2024, arXiv:2409.02060; config.json).
+
+6.92B parameters, 1.28B of them active, both untied tables included: the 6.9B
+and 1.3B of the paper. Keys and values of 131,072 bytes per token in bfloat16.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the fields of ModelConfig; it takes no `arg`."""
+  if arg:
+    raise ValueError(
+      f'configs/models/olmoe_7b_a1b.py takes no argument, not {arg!r}.'
+    )
+  c = ml_collections.ConfigDict()
+  c.vocab_size = 50304
+  c.embed_dim = 2048
+  c.num_layers = 16
+  c.num_dense_layers = 0
+  c.dense_ffw_dim = 1024  # of no layer
+  c.norm_eps = 1e-5
+  c.tie_embeddings = False
+  c.remat = True
+  c.compute_dtype = 'bfloat16'
+  c.attention = dict(
+    kind='gqa',
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    qk_norm='projection',
+    qkv_bias=False,
+    out_bias=False,
+  )
+  c.rope = dict(theta=10000.0, interleaved=False, yarn=None)
+  c.moe = dict(
+    num_experts=64,
+    num_active=8,
+    ffw_dim=1024,
+    num_shared=0,
+    router='softmax',
+    num_groups=1,
+    num_active_groups=1,
+    renormalize=False,
+    routed_scale=1.0,
+    aux_loss_weight=0.01,
+    z_loss_weight=0.001,  # the paper's; config.json has none
+  )
+  return c

@@ -1,0 +1,68 @@
+"""Writes a model as a Hugging Face checkpoint: safetensors and config.json.
+
+  python -m experiments.export --source=runs/tiny --stage=rl --out=exports/tiny
+  python -m experiments.export --source=runs/import/qwen3 --out=exports/qwen3
+
+The source is the workdir of a run, or an import directory, which goes back as
+it came, byte for byte. What an import carried along goes out with every export
+of a model that began from it.
+"""
+
+import pathlib
+
+from absl import flags
+
+from experiments import files_main
+
+_SOURCE = flags.DEFINE_string(
+  'source', None, 'Workdir of a run, or an import directory.', required=True
+)
+_STAGE = flags.DEFINE_string(
+  'stage', None, 'Finished stage of the run: cpt, sft or rl.'
+)
+_OUT = flags.DEFINE_string(
+  'out', None, 'Folder to make; must not exist.', required=True
+)
+_DTYPE = flags.DEFINE_enum(
+  'dtype',
+  None,
+  ['source', 'bfloat16', 'float16', 'float32'],
+  'Of the tensors. The default is bfloat16 for what was trained, and source, '
+  'that of each tensor as imported, for an import directory.',
+)
+_FAMILY = flags.DEFINE_string(
+  'family',
+  None,
+  'Whose names and config.json to write, for a model that was not imported: '
+  'qwen3_moe, deepseek_v3, mixtral or olmoe.',
+)
+_LAYOUT = flags.DEFINE_enum(
+  'expert_layout',
+  None,
+  ['per_expert', 'stacked'],
+  "Three matrices for each expert, as on the hub, or two arrays for a layer's. "
+  "The default is the import's, or per_expert.",
+)
+
+
+def run() -> None:
+  from composer_jax.checkpoint import hf_export, hf_import
+
+  source = pathlib.Path(_SOURCE.value)
+  if (source / hf_import.RECORD).exists():
+    if _STAGE.value or _FAMILY.value:
+      raise ValueError(
+        f'{source} is an import directory, which has no stages and knows its '
+        'family; leave out --stage and --family.'
+      )
+    origin = hf_export.of_import(source)
+  else:
+    origin = hf_export.of_run(source, _STAGE.value, family=_FAMILY.value)
+  hf_export.write(
+    origin, _OUT.value, dtype=_DTYPE.value, expert_layout=_LAYOUT.value
+  )
+  print(f'Hugging Face checkpoint: {_OUT.value}')
+
+
+if __name__ == '__main__':
+  files_main.main(run)

@@ -1,0 +1,74 @@
+"""Answers questions about a model on machines that are not there.
+
+  python -m experiments.plan --config=configs/models/kimi_k2.py \
+      --topology=cpu:8 --what=params
+
+Questions: 'params', the place and the bytes of every parameter. Nothing is
+allocated. An error ends the program with one line.
+"""
+
+import json
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from composer_jax.plan import topologies
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config',
+  'configs/models/tiny.py',
+  'A model config, or a config of a run, whose model is taken.',
+)
+_TOPOLOGY = flags.DEFINE_string(
+  'topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'
+)
+_WHAT = flags.DEFINE_string('what', 'params', 'The question.')
+_MESH = flags.DEFINE_string(
+  'mesh',
+  '',
+  'replica,fsdp,context. Default: 2,N/4,2 where 4 divides the N devices, '
+  '2,2,2 for 8; else 1,N,1.',
+)
+_LAYOUT = flags.DEFINE_string('layout', 'hsdp', 'hsdp or data_parallel.')
+_DTYPE = flags.DEFINE_string('dtype', 'float32', 'Of the parameters.')
+_JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
+
+
+def _answer(fields):
+  topologies.prepare(_TOPOLOGY.value)
+  # After the flags: these imports load jax.
+  from composer_jax.plan import case, params
+
+  # A question is a function from a Case to a list of tables.
+  questions = {'params': params.tables}
+  if _WHAT.value not in questions:
+    raise ValueError(
+      f'--what {_WHAT.value!r} is not one of {sorted(questions)}.'
+    )
+  return questions[_WHAT.value](
+    case.make(
+      fields,
+      topology_name=_TOPOLOGY.value,
+      mesh=_MESH.value,
+      layout=_LAYOUT.value,
+      dtype=_DTYPE.value,
+    )
+  )
+
+
+def _main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  try:
+    tables = _answer(_CONFIG.value.to_dict())
+  except ValueError as error:
+    sys.exit(f'error: {error}')
+  if _JSON.value:
+    print(json.dumps({_WHAT.value: [table.to_json() for table in tables]}))
+  else:
+    print('\n\n'.join(table.to_text() for table in tables))
+
+
+if __name__ == '__main__':
+  app.run(_main)

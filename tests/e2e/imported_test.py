@@ -1,0 +1,228 @@
+"""From a Hugging Face checkpoint through every stage, and back to one."""
+
+import contextlib
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import transformers
+
+from composer_jax.checkpoint import hf_export, hf_import
+from composer_jax.models import decoder, head
+from composer_jax.pipeline import job as jobs_of_runs
+from composer_jax.pipeline import reinforce, stages
+from composer_jax.pipeline import spec as specs
+from composer_jax.telemetry import writer as writers
+from configs.composer import imported as imported_config
+from tests.e2e import jobs
+from tests.text import chat_template_test, hf_files
+
+VOCAB_SIZE = 384
+
+
+@pytest.fixture(scope='module')
+def checkpoint(tmp_path_factory):
+  """Made by transformers, random, with 37 rows more than tokens."""
+  torch.set_num_threads(1)
+  torch.manual_seed(0)
+  folder = tmp_path_factory.mktemp('hf') / 'tiny'
+  config = transformers.Qwen3MoeConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+  )
+  transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+  return hf_files.qwen(folder, chat_template=chat_template_test.QWEN)
+
+
+@pytest.fixture(scope='module')
+def imported(checkpoint, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('import') / 'tiny'
+  hf_import.convert(checkpoint, folder)
+  return folder
+
+
+def spec_of(imported, **changes):
+  c = imported_config.get_config(f'{imported},smoke')
+  c.sandbox.level = 'static'
+  c.telemetry.tensorboard = False
+  c.rl.placement = 'colocated'
+  for stage in (c.cpt, c.sft, c.rl):
+    stage.warmup_steps = stage.decay_steps = 0
+  for name, value in changes.items():
+    section, field = name.split('__')
+    c[section][field] = value
+  return specs.from_dict(c.to_dict())
+
+
+@contextlib.contextmanager
+def opened(spec, workdir):
+  """A run on one of the eight devices that tests have, without a report."""
+  with jobs_of_runs.open_run(spec, workdir, [], lambda *unused: None) as job:
+    job.__dict__['placement'] = job.single
+    yield job
+
+
+def exported(workdir, stage, spec, folder):
+  """The weights of a stage as Hugging Face has them."""
+  origin = hf_export.of_training(
+    workdir / 'exports' / stage,
+    spec.model,
+    imported=spec.initial,
+    family=None,
+  )
+  hf_export.write(origin, folder, dtype='float32')
+  return folder
+
+
+def tensors(folder):
+  found = {}
+  for path in folder.glob('*.safetensors'):
+    found |= safetensors.numpy.load_file(path)
+  return found
+
+
+@pytest.fixture(scope='module')
+def pretrained(imported, tmp_path_factory):
+  """A workdir with a step of pretraining that changes nothing."""
+  workdir = tmp_path_factory.mktemp('runs') / 'pretrained'
+  spec = spec_of(imported, cpt__steps=1, cpt__learning_rate=1e-30)
+  with opened(spec, workdir) as job:
+    stages.pretrain(job)
+    return workdir, spec, stages.load_variables(job, 'cpt', job.single)
+
+
+def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
+  checkpoint, pretrained, tmp_path
+):
+  workdir, spec, _ = pretrained
+  back = tensors(exported(workdir, 'cpt', spec, tmp_path / 'back'))
+  theirs = tensors(checkpoint)
+  assert back.keys() == theirs.keys() and len(theirs) > 20
+  for name, array in theirs.items():
+    np.testing.assert_array_equal(back[name], array, err_msg=name)
+
+
+def check_logits(folder, spec, variables):
+  """What transformers computes with an export is what we compute."""
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  ids = tokenizer('def total(values):\n  return sum(values)')['input_ids']
+  with torch.no_grad():
+    expected_BTV = theirs(torch.tensor([ids])).logits.numpy()
+  tokens_BT = jnp.asarray([ids])
+  positions_BT = jnp.arange(len(ids))[None]
+
+  @jax.jit
+  def ours(variables):
+    out = decoder.Decoder(spec.model).apply(
+      variables, tokens_BT, jnp.ones_like(tokens_BT), positions_BT
+    )
+    return head.logits(variables, out.hidden_BTD, spec.model)
+
+  logits_BTV = ours(variables)
+  np.testing.assert_allclose(logits_BTV, expected_BTV, atol=2e-5)
+  assert np.abs(expected_BTV).max() > 0.1
+
+
+def test_transformers_computes_what_a_pretrained_import_does(
+  pretrained, tmp_path
+):
+  workdir, spec, variables = pretrained
+  check_logits(
+    exported(workdir, 'cpt', spec, tmp_path / 'out'), spec, variables
+  )
+
+
+@pytest.fixture(scope='module')
+def trained(imported, tmp_path_factory):
+  """A workdir with every stage run to its end, without pretraining."""
+  workdir = tmp_path_factory.mktemp('runs') / 'imported'
+  talks = workdir.with_name('talks.jsonl')
+  messages = chat_template_test.CALLS[1:]
+  talks.write_text(json.dumps({'messages': messages}))
+  spec = spec_of(
+    imported,
+    cpt__steps=0,
+    demonstrations__conversations=str(talks),
+    sft__steps=3,
+    sft__learning_rate=1e-2,
+    rl__steps=2,
+    rl__learning_rate=1e-3,
+    evaluation__episodes=4,
+  )
+  with opened(spec, workdir) as job:
+    stages.pretrain(job)
+    stages.finetune(job)
+    stages.evaluate(job, 'sft')
+    reinforce.reinforce(job)
+    stages.evaluate(job, 'rl')
+  return workdir, spec
+
+
+@pytest.mark.slow
+def test_every_stage_runs_with_the_foreign_tokenizer(trained):
+  workdir, _ = trained
+  rows = writers.read(workdir)
+  assert [r['step'] for r in rows if r['stage'] == 'rl'] == [1, 2]
+  assert {r['stage'] for r in rows} == {'sft', 'rl', 'eval'}
+  episodes = [
+    json.loads(line)
+    for line in (workdir / 'episodes.jsonl').read_text().splitlines()
+  ]
+  shown = [e['turns'][0] for e in episodes if e['stage'] == 'sft']
+  assert shown and all(turn['role'] == 'user' for turn in shown)
+  assert 'def ' in (workdir / 'sft_transcripts.txt').read_text()
+
+
+@pytest.mark.slow
+def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
+  workdir, spec = trained
+  with opened(spec, workdir) as job:
+    variables = stages.load_variables(job, 'rl', job.single)
+  check_logits(exported(workdir, 'rl', spec, tmp_path / 'out'), spec, variables)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme(tmp_path):
+  """As typed, with a rollout process of its own."""
+  checkpoint, folder = tmp_path / 'hf_tiny', tmp_path / 'import'
+  workdir, out = tmp_path / 'run', tmp_path / 'out'
+  config = f'configs/composer/imported.py:{folder},smoke'
+  for name, *flags in (
+    ('hf_tiny', '--family=deepseek_v3', f'--out={checkpoint}'),
+    ('hf_import', f'--source={checkpoint}', f'--out={folder}'),
+    ('composer', f'--config={config}', f'--workdir={workdir}'),
+    ('export', f'--source={workdir}', '--stage=rl', f'--out={out}'),
+  ):
+    done = subprocess.run(
+      [sys.executable, '-m', f'experiments.{name}', *flags],
+      cwd=jobs.ROOT,
+      env=jobs.environment(),
+      capture_output=True,
+      text=True,
+      timeout=jobs.TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+  assert (workdir / 'report.html').exists()
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+  assert theirs.dtype == torch.bfloat16
+  assert theirs.config.model_type == 'deepseek_v3'
+  before, after = tensors(checkpoint), tensors(out)
+  assert before.keys() == after.keys()
+  assert any((before[name] != after[name]).any() for name in before)

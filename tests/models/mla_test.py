@@ -1,0 +1,59 @@
+"""Latent attention: two forms, one function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.models import mla
+
+B, T, S, N, H, J, C, V = 2, 5, 7, 3, 4, 2, 6, 5
+
+
+@pytest.fixture(scope='module')
+def inputs():
+  random = np.random.default_rng(0)
+
+  def normal(*shape):
+    return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+  mask_BTS = jnp.asarray(random.random((B, T, S)) < 0.6).at[:, :, 0].set(True)
+  query = (normal(B, T, N, H), normal(B, T, N, J))
+  latent = (normal(B, S, C), normal(B, S, J))
+  weights = (normal(C, N, H), normal(C, N, V))
+  return (query, latent, weights), mask_BTS
+
+
+def _by_hand(query, latent, weights, mask_BTS, scale):
+  """One token, one head at a time."""
+  (q_BTNH, q_BTNJ), (c_BSC, k_BSJ) = query, latent
+  up_CNH, value_CNV = weights
+  out_BTNV = np.zeros((B, T, N, V))
+  for b, t, n in np.ndindex(B, T, N):
+    keys_SH = c_BSC[b] @ up_CNH[:, n]
+    scores_S = scale * (keys_SH @ q_BTNH[b, t, n] + k_BSJ[b] @ q_BTNJ[b, t, n])
+    weights_S = np.where(mask_BTS[b, t], np.exp(scores_S), 0)
+    values_SV = c_BSC[b] @ value_CNV[:, n]
+    out_BTNV[b, t, n] = weights_S / weights_S.sum() @ values_SV
+  return out_BTNV
+
+
+def test_absorbed_equals_naive_in_value_and_gradient(inputs):
+  arrays, mask_BTS = inputs
+  d_out = jax.random.normal(jax.random.key(1), (B, T, N, V))
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def value_and_gradients(form, arrays):
+    out, pull = jax.vjp(lambda a: form(*a, mask_BTS, scale=0.3), arrays)
+    return out, pull(d_out)
+
+  naive = value_and_gradients(mla.attend_naive, arrays)
+  absorbed = value_and_gradients(mla.attend_absorbed, arrays)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), absorbed, naive
+  )
+  with jax.default_matmul_precision('highest'):
+    want = _by_hand(*jax.tree.map(np.asarray, arrays), mask_BTS, 0.3)
+  np.testing.assert_allclose(naive[0], want, atol=2e-5)

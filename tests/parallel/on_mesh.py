@@ -1,0 +1,100 @@
+"""Runs loss and gradients of a decoder on one device and on a mesh of 8."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.models import decoder, head, placement
+from composer_jax.parallel import layouts, shardings, topology
+from tests.parallel import collectives
+
+# For configs of at least this many tokens of vocabulary.
+B, T, V = 8, 8, 18
+
+
+def batch():
+  """Two documents per row and mostly padding: whole shards have no token."""
+  tokens_BT = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+  segments = jnp.ones((B, T), jnp.int32).at[:, 3:].set(2)
+  segments = segments.at[3:, 4:].set(0).at[6:].set(0)
+  positions = jnp.where(jnp.arange(T) < 3, jnp.arange(T), jnp.arange(T) - 3)
+  return tokens_BT, segments, jnp.broadcast_to(positions, (B, T))
+
+
+@functools.cache
+def initial(config):
+  """Draws variables in which biases and norms do something."""
+  init = jax.jit(
+    functools.partial(decoder.init, config),
+    compiler_options=decoder.INIT_COMPILER_OPTIONS,
+  )
+  leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
+  random = np.random.default_rng(0)
+  return tree.unflatten(
+    [leaf + 0.05 * random.normal(size=leaf.shape) for leaf in leaves]
+  )
+
+
+def _step(config, plan):
+  """Returns (variables, batch, ids) -> ((loss, (load, ids)), gradients)."""
+
+  def loss(params, variables, batch, expert_ids_MBTA):
+    variables = {**variables, 'params': params}
+    out = decoder.Decoder(config, plan).apply(
+      variables, *batch, expert_ids_MBTA=expert_ids_MBTA
+    )
+    logprobs_BT, _ = head.target_logprobs(
+      variables, out.hidden_BTD, batch[0], batch[1], None, config
+    )
+    routers = out.stats.aux_loss_M.sum() + out.stats.z_loss_M.sum()
+    value = 0.01 * routers - logprobs_BT.sum() / 30
+    return value, (out.stats.load_ME, out.expert_ids_MBTA)
+
+  def step(variables, batch, expert_ids_MBTA):
+    return jax.value_and_grad(loss, has_aux=True)(
+      variables['params'], variables, batch, expert_ids_MBTA
+    )
+
+  return step
+
+
+@functools.cache
+def single(config):
+  """Returns ((loss, (load, ids)), gradients) of one device."""
+  return jax.jit(_step(config, None))(initial(config), batch(), None)
+
+
+def sharded(config, shape, expert_ids_MBTA=None, *, layout=layouts.TRAIN):
+  """Returns the plan, the same as `single`, and the program's collectives."""
+  mesh = topology.make_mesh(*shape)
+  where = dict(layout=layout, mesh=mesh)
+  plan = placement.exchange_plan(config, **where)
+  places = placement.variable_shardings(config, **where)
+  variables = jax.device_put(initial(config), places)
+  tokens = jax.device_put(batch(), shardings.tokens(layout, mesh))
+  if expert_ids_MBTA is not None:
+    expert_ids_MBTA = jax.device_put(
+      expert_ids_MBTA, shardings.routes(layout, mesh)
+    )
+  step = jax.jit(_step(config, plan), out_shardings=(None, places['params']))
+  compiled = step.lower(variables, tokens, expert_ids_MBTA).compile()
+  result = compiled(variables, tokens, expert_ids_MBTA)
+  return plan, result, collectives.read(compiled.as_text())
+
+
+def assert_equal(have, want):
+  """Losses and gradients up to rounding, loads and routes exactly."""
+  (loss, aux), grads = have
+  (want_loss, want_aux), want_grads = want
+  np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+  jax.tree.map(np.testing.assert_array_equal, aux, want_aux)
+  # Sums in another order: a few units of the last place of the largest term.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, atol=5e-6 * np.abs(b).max() + 1e-9
+    ),
+    grads,
+    want_grads,
+  )

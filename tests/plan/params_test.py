@@ -1,0 +1,299 @@
+"""The table of parameters against arrays, closed forms and literals."""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from composer_jax.core import trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, flops
+from composer_jax.parallel import layouts, shardings, topology
+from composer_jax.plan import case as cases
+from composer_jax.plan import params, report, topologies
+from configs.models import moe_1_5t
+
+MODELS = (
+  *('tiny', 'small', 'olmoe_7b_a1b', 'moonlight_16b_a3b', 'qwen3_30b_a3b'),
+  *('qwen3_235b_a22b', 'deepseek_v3', 'kimi_k2', 'moe_1_5t'),
+)
+
+
+def fields(name):
+  return (
+    importlib.import_module(f'configs.models.{name}').get_config().to_dict()
+  )
+
+
+def case(name='tiny', mesh='', topology_name='cpu:8', **options):
+  options = dict(layout='hsdp', dtype='float32') | options
+  made = fields(name) if isinstance(name, str) else name
+  return cases.make(made, topology_name=topology_name, mesh=mesh, **options)
+
+
+def on_abstract_mesh(name, *sizes):
+  """A Case on more devices than a test emulates."""
+  return cases.Case(
+    model=model_config.ModelConfig.from_dict(fields(name)),
+    mesh=jax.sharding.AbstractMesh(sizes, topology.AXES),
+    layout=layouts.TRAIN,
+    dtype='float32',
+  )
+
+
+@pytest.mark.parametrize('mesh', ['2,2,2', '4,1,2'])
+@pytest.mark.parametrize('layout', layouts.BY_NAME)
+def test_bytes_are_those_of_arrays(mesh, layout):
+  subject = case(mesh=mesh, layout=layout)
+  shapes, logical = decoder.abstract(subject.model)
+  arrays = jax.tree.map(
+    lambda s, place: jax.device_put(np.zeros(s.shape, s.dtype), place),
+    shapes,
+    shardings.shardings(
+      shapes, logical, layout=subject.layout, mesh=subject.mesh
+    ),
+  )
+  held = {p.name: p.bytes_per_device for p in params.parameters(subject)}
+  named = trees.flatten_names(arrays)
+  assert held.keys() == named.keys()
+  for name, array in named.items():
+    for shard in array.addressable_shards:
+      assert shard.data.nbytes == held[name], name
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_parts_sum_to_the_closed_forms(name):
+  found = params.parameters(case(name))
+  sizes = dict.fromkeys(flops.params_by_part(case(name).model), 0)
+  for parameter in found:
+    if parameter.part != 'selection_bias':
+      sizes[parameter.part] += math.prod(parameter.shape)
+  assert sizes == flops.params_by_part(case(name).model)
+  # Nothing is lost: devices that share no expert hold all of them.
+  held = sum(p.bytes_per_device for p in found if p.part == 'routed_experts')
+  assert 8 * held == 4 * sizes['routed_experts']
+
+
+def test_kimi_k2_on_eight_devices_equals_literals():
+  found = {p.name: p for p in params.parameters(case('kimi_k2'))}
+  wide, narrow = ('replica', 'fsdp', 'context'), ('fsdp', 'context')
+  gate_up = found['params/moe_layers/moe/gate_up']
+  assert gate_up.shape == (60, 384, 7168, 2, 2048)
+  assert gate_up.axes == ('layer', 'expert', 'embed', 'gate_up', 'ffw')
+  assert tuple(gate_up.spec) == (None, wide, None, None, None)
+  assert gate_up.bytes_per_device == 60 * 48 * 7168 * 2 * 2048 * 4
+  query_up = found['params/moe_layers/attention/query_up']
+  assert query_up.shape == (60, 1536, 64, 192)
+  assert tuple(query_up.spec) == (None, narrow, None, None)
+  bias = found['selection_bias/moe_layers/moe/bias']
+  assert bias.bytes_per_device == 60 * 384 * 4
+  each, totals = params.tables(case('kimi_k2'))
+  assert len(each.rows) == len(found) == 33
+  assert totals.rows[-1] == ('total', 1_026_408_209_408, 519_068_217_344)
+
+
+def test_bfloat16_halves_all_but_the_selection_bias():
+  whole = params.parameters(case('kimi_k2'))
+  half = params.parameters(case('kimi_k2', dtype='bfloat16'))
+  for before, after in zip(whole, half, strict=True):
+    factor = 1 if before.part == 'selection_bias' else 2
+    assert before.bytes_per_device == factor * after.bytes_per_device
+
+
+def test_parameters_come_as_a_token_meets_them():
+  names = [p.name for p in params.parameters(case('kimi_k2'))]
+  shapes, _ = decoder.abstract(case('kimi_k2').model)
+  assert sorted(names) == sorted(trees.flatten_names(shapes))
+  met = [
+    'params/embedding',
+    'params/dense_layers/attention/query_down',
+    'params/dense_layers/ffw/gate_up',
+    'params/moe_layers/attention_norm/scale',
+    'params/moe_layers/attention/query_up',
+    'params/moe_layers/attention/kv_norm/scale',
+    'params/moe_layers/attention/value_up',
+    'params/moe_layers/attention/out',
+    'params/moe_layers/ffw_norm/scale',
+    'params/moe_layers/moe/router',
+    'params/moe_layers/moe/gate_up',
+    'params/moe_layers/moe/down',
+    'params/moe_layers/moe/shared/gate_up',
+    'params/final_norm/scale',
+    'params/unembedding',
+    'selection_bias/moe_layers/moe/bias',
+  ]
+  positions = [names.index(name) for name in met]
+  assert positions == sorted(positions)
+
+
+def test_512_experts_lie_one_a_device_where_384_do_not():
+  def expert_spec(name):
+    found = params.parameters(on_abstract_mesh(name, 64, 4, 2))
+    return next(tuple(p.spec) for p in found if p.name.endswith('moe/gate_up'))
+
+  assert expert_spec('moe_1_5t')[1] == ('replica', 'fsdp', 'context')
+  assert expert_spec('kimi_k2')[1:3] == (('replica', 'context'), 'fsdp')
+  each, _ = params.tables(on_abstract_mesh('kimi_k2', 64, 4, 2))
+  cells = {row[0]: row[3] for row in each.rows}['params/moe_layers/moe/down']
+  assert cells == (None, 'replica+context', None, 'fsdp')
+
+
+@pytest.mark.parametrize(
+  'sizes, experts, others',
+  [
+    ((64, 4, 2), 'experts take {:.1f} GB', '64 times, {:.1f} GB a device'),
+    ((16, 16, 2), 'experts take {:.1f} GB', 'the rest takes {:.1f} GB'),
+  ],
+)
+def test_moe_1_5t_takes_the_memory_its_docstring_says(sizes, experts, others):
+  text = ' '.join(str(moe_1_5t.__doc__).split())
+  # Masters, gradient and two moments: four float32 a parameter.
+  held = {'experts': 0, 'others': 0}
+  for p in params.parameters(on_abstract_mesh('moe_1_5t', *sizes)):
+    part = 'experts' if p.part == 'routed_experts' else 'others'
+    held[part] += 4 * p.bytes_per_device
+  assert str(sizes) in text
+  assert experts.format(held['experts'] / 1e9) in text
+  assert others.format(held['others'] / 1e9) in text
+
+
+def test_moe_1_5t_divides_over_every_wide_mesh():
+  for sizes in ((8, 4, 2), (64, 8, 4), (64, 32, 2), (128, 16, 8)):
+    for parameter in params.parameters(on_abstract_mesh('moe_1_5t', *sizes)):
+      if parameter.part == 'routed_experts':
+        whole = 4 * math.prod(parameter.shape)
+        assert parameter.bytes_per_device * math.prod(sizes) == whole
+
+
+def test_an_axis_that_no_layout_maps_is_named():
+  subject = case('kimi_k2')
+  dense = {k: v for k, v in layouts.TRAIN.dense.items() if k != 'kv_lora'}
+  layout = dataclasses.replace(layouts.TRAIN, dense=dense)
+  with pytest.raises(ValueError, match=r'attention/kv_down .*kv_lora'):
+    params.parameters(dataclasses.replace(subject, layout=layout))
+
+
+def test_a_dimension_that_does_not_divide_is_named():
+  subject = case(topology_name='cpu:3')
+  with pytest.raises(ValueError, match=r'params/embedding.*\(128\).*\(3\)'):
+    params.parameters(subject)
+  odd = fields('tiny')
+  odd['moe'] |= dict(num_experts=7, ffw_dim=129)
+  odd['embed_dim'] = 130
+  with pytest.raises(ValueError, match=r'moe/gate_up: its 7 experts'):
+    params.parameters(case(odd, mesh='4,1,2'))
+
+
+def test_a_parameter_of_no_part_is_named():
+  with pytest.raises(ValueError, match='params/vision/patch .*_PARTS'):
+    params.part_of('params/vision/patch')
+
+
+@pytest.mark.parametrize(
+  'options, told',
+  [
+    ({'layout': 'pipeline'}, r"layout 'pipeline' .*'hsdp'"),
+    ({'dtype': 'float16'}, r"dtype 'float16' .*'bfloat16'"),
+    ({'mesh': '2,2'}, r"mesh '2,2' .*replica,fsdp,context"),
+    ({'mesh': '2,x,2'}, r"mesh '2,x,2'"),
+    ({'mesh': '0,8,1'}, r'replica=0'),
+    ({'mesh': '2,2,1'}, r'needs 4 devices and there are 8'),
+    ({'topology_name': 'v5p:8x8x8'}, r"topology 'v5p:8x8x8' .*cpu:N"),
+    ({'topology_name': 'cpu:0'}, r"topology 'cpu:0'"),
+    ({'topology_name': 'cpu:4096'}, r'needs 4096 devices .* with 8'),
+  ],
+)
+def test_impossible_request_is_named(options, told):
+  with pytest.raises(ValueError, match=told):
+    case(**options)
+
+
+def test_preparing_replaces_only_the_count(monkeypatch):
+  count = '--xla_force_host_platform_device_count'
+  monkeypatch.setenv('JAX_PLATFORMS', 'tpu')
+  monkeypatch.setenv('XLA_FLAGS', f'--first {count}=4 --last')
+  topologies.prepare('cpu:16')
+  assert os.environ['XLA_FLAGS'] == f'--first --last {count}=16'
+  assert os.environ['JAX_PLATFORMS'] == 'cpu'
+
+
+@pytest.mark.parametrize('count', [1, 2, 3, 4, 8, 12, 512])
+def test_default_mesh_uses_every_device(count):
+  assert math.prod(topologies.default_mesh(count)) == count
+
+
+def test_default_mesh_of_eight_has_context_2_and_experts_8():
+  assert topologies.default_mesh(8) == (2, 2, 2)
+
+
+def test_table_aligns_words_left_and_numbers_right():
+  table = report.Table(
+    title='Sizes',
+    columns=('name', 'shape', 'bytes'),
+    rows=[('a', (2, 3), 24), ('longer', (None, 'fsdp'), 1234567)],
+  )
+  assert table.to_text().splitlines() == [
+    'Sizes',
+    '--------------------------',
+    'name    shape        bytes',
+    '--------------------------',
+    'a       2, 3            24',
+    'longer  -, fsdp  1,234,567',
+  ]
+
+
+def command(*arguments):
+  # As a user starts it, not as the tests were: without eight devices.
+  unset = ('XLA_FLAGS', 'JAX_PLATFORMS')
+  env = {k: v for k, v in os.environ.items() if k not in unset}
+  done = subprocess.run(
+    [sys.executable, '-m', 'experiments.plan', *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=env,
+  )
+  return done.returncode, done.stdout, done.stderr.strip().splitlines()
+
+
+def test_command_prints_the_table():
+  code, text, _ = command(
+    '--config=configs/models/kimi_k2.py', '--topology=cpu:8', '--what=params'
+  )
+  assert code == 0
+  expected = params.tables(case('kimi_k2'))
+  assert text.strip() == '\n\n'.join(table.to_text() for table in expected)
+
+
+def test_command_takes_configs_of_runs_and_prints_json():
+  code, text, _ = command(
+    '--config=configs/composer/tiny.py',
+    '--topology=cpu:2',
+    '--layout=data_parallel',
+    '--json',
+  )
+  assert code == 0
+  subject = case(topology_name='cpu:2', layout='data_parallel')
+  expected = [table.to_json() for table in params.tables(subject)]
+  assert json.loads(text) == json.loads(json.dumps({'params': expected}))
+
+
+@pytest.mark.parametrize(
+  'arguments, told',
+  [
+    (['--topology=cpu:3'], r'embed dimension'),
+    (['--what=weather'], r"'weather' is not one of ['params'"),
+  ],
+)
+def test_command_fails_with_one_line(arguments, told):
+  code, text, lines = command(*arguments)
+  assert (code, text) == (1, '')
+  assert len(lines) == 1
+  assert lines[0].startswith('error: ') and told in lines[0]

@@ -1,0 +1,118 @@
+"""What the losses of the routers add to the training loss."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.core import batches
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.train import lm_loss
+
+MODEL = model_config.ModelConfig.from_dict(
+  {
+    'vocab_size': 16,
+    'embed_dim': 8,
+    'num_layers': 2,
+    'num_dense_layers': 0,
+    'dense_ffw_dim': 8,
+    'norm_eps': 1e-6,
+    'tie_embeddings': True,
+    'remat': False,
+    'compute_dtype': 'float32',
+    'attention': {
+      'kind': 'gqa',
+      'num_heads': 1,
+      'num_kv_heads': 1,
+      'head_dim': 4,
+      'qk_norm': 'none',
+      'qkv_bias': False,
+      'out_bias': False,
+    },
+    'rope': {'theta': 1e4, 'interleaved': False, 'yarn': None},
+    'moe': {
+      'num_experts': 4,
+      'num_active': 2,
+      'ffw_dim': 4,
+      'num_shared': 0,
+      'router': 'softmax',
+      'num_groups': 1,
+      'num_active_groups': 1,
+      'renormalize': True,
+      'routed_scale': 1.0,
+      'aux_loss_weight': 0.0,
+      'z_loss_weight': 0.0,
+    },
+  }
+)
+BATCH = batches.LMBatch(
+  tokens_BT=np.array([[1, 2, 3, 0]], np.int32),
+  segment_ids_BT=np.array([[1, 1, 1, 0]], np.int32),
+  positions_BT=np.array([[0, 1, 2, 0]], np.int32),
+  loss_weights_BT=np.array([[0, 1, 1, 0]], np.float32),
+)
+
+
+@pytest.mark.parametrize(
+  'aux_weight, z_weight, expected, expected_gradient',
+  [
+    (0.0, 0.0, 3.0, 2.0),
+    (0.5, 0.0, 3.0 + 0.5 * 5.0, 2.0 + 0.5 * 1.0),
+    (0.0, 0.25, 3.0 + 0.25 * 13.0, 2.0 + 0.25 * 10.0),
+    (0.5, 0.25, 3.0 + 0.5 * 5.0 + 0.25 * 13.0, 2.0 + 0.5 + 2.5),
+  ],
+)
+def test_routers_count_by_their_weights(
+  monkeypatch, aux_weight, z_weight, expected, expected_gradient
+):
+  """With a model whose loss is 3 at weight 2, and of known router losses."""
+
+  def forward(variables, batch, *, model, plan):
+    x = variables['params']['x'] - 1.0
+    stats = batches.RouteStats(
+      load_ME=jnp.ones((2, 4), jnp.int32),
+      aux_loss_M=jnp.stack([2.0 + x, jnp.float32(3.0)]),
+      z_loss_M=jnp.stack([jnp.float32(4.0), 9.0 + 10.0 * x]),
+      replay_agreement_M=jnp.ones(2),
+    )
+    return 6.0 + 4.0 * x, stats
+
+  monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
+  moe = dataclasses.replace(
+    MODEL.moe, aux_loss_weight=aux_weight, z_loss_weight=z_weight
+  )
+  (value, stats), gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)(
+    {'x': jnp.float32(1.0)},
+    {},
+    BATCH,
+    model=dataclasses.replace(MODEL, moe=moe),
+    plan=None,
+  )
+  assert float(value) == expected
+  assert float(gradient['x']) == expected_gradient
+  assert float(stats.loss) == 3.0
+  assert float(stats.aux_loss) == 5.0
+  assert float(stats.z_loss) == 13.0
+
+
+def test_a_model_of_zeros_has_uniform_routers():
+  """Then a layer's balancing loss is 1 and its z-loss log(experts)^2."""
+  moe = dataclasses.replace(MODEL.moe, aux_loss_weight=0.5, z_loss_weight=0.25)
+  shapes, _ = decoder.abstract(MODEL)
+  params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes['params'])
+  value, stats = jax.jit(
+    functools.partial(
+      lm_loss.loss, model=dataclasses.replace(MODEL, moe=moe), plan=None
+    )
+  )(params, {}, BATCH)
+  z_loss = 2 * np.log(4) ** 2
+  np.testing.assert_allclose(stats.loss, np.log(16), rtol=1e-6)
+  np.testing.assert_allclose(stats.aux_loss, 2.0, rtol=1e-6)
+  np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
+  np.testing.assert_allclose(
+    value, np.log(16) + 0.5 * 2 + 0.25 * z_loss, rtol=1e-6
+  )
