@@ -1,14 +1,12 @@
 """What mains share that turn files into files: flags, readable errors."""
 
+import os
 import sys
-import traceback
 from collections.abc import Callable
 
-from absl import app, flags, logging
+from absl import logging
 
-_DEBUG = flags.DEFINE_bool(
-  'debug', False, 'Prints the traceback of an error that has a message.'
-)
+from experiments import start
 
 
 def main(run: Callable[[], None]) -> None:
@@ -18,19 +16,17 @@ def main(run: Callable[[], None]) -> None:
   line. It imports its libraries itself, so that --help is quick.
   """
 
-  def call(argv):
-    if len(argv) > 1:
-      raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-    if not _DEBUG.value:
+  def call():
+    if not start.DEBUG.value:
       # Orbax warns of ways to save that are not these.
       logging.set_verbosity(logging.ERROR)
+    # Files need no accelerator, whose memory jax would take.
+    os.environ['JAX_PLATFORMS'] = 'cpu'
     try:
       run()
     except (ValueError, OSError) as error:
-      if _DEBUG.value:
-        traceback.print_exc()
-      sys.exit(f'error: {error}')
+      start.fail(error)
     except KeyboardInterrupt:
       sys.exit('Stopped; run the same command again.')
 
-  app.run(call)
+  start.run(call)

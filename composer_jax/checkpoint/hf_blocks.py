@@ -64,7 +64,7 @@ class Piece:
 
   def put(self, block: np.ndarray, values: np.ndarray) -> None:
     """The inverse of `of`."""
-    view = values.reshape(self.view, copy=False)[self.select]
+    view = values.reshape(self.view)[self.select]
     sizes = [view.shape[axis] for axis in self.order]
     theirs = block.reshape(sizes).transpose(np.argsort(self.order))
     view[...] = contiguous(theirs)

@@ -4,8 +4,10 @@ Layers for multi-token prediction and vision towers lie in an import directory
 as in the source, of any dtype, quantised or not.
 """
 
+import collections
 import os
 import pathlib
+import re
 
 import blake3
 
@@ -13,6 +15,17 @@ from composer_jax.checkpoint import hf_io, hf_source
 from composer_jax.core import files
 
 FOLDER = 'carried'
+
+
+def show(source: hf_source.Source) -> None:
+  """Prints what is carried along, a line for each layer or tower."""
+  groups: collections.Counter[str] = collections.Counter()
+  for name in source.carried:
+    layer = re.match(r'model\.layers\.\d+', name.removeprefix(source.prefix))
+    start = source.prefix + layer[0] if layer else name.partition('.')[0]
+    groups[start] += 1
+  for start, count in groups.items():
+    print(f'Not modelled, carried along unchanged: {start}.* ({count} tensors)')
 
 
 def carry(source: hf_source.Source, file: str, folder: pathlib.Path) -> None:

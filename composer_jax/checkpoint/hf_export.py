@@ -226,11 +226,13 @@ def write(
   with _open(origin.weights) as stored:
     _check_arrays(stored, table, origin.weights)
     _check_space(plan, out)
-    partial = out.with_name(out.name + '.partial')
+    # Not the suffix of imports, which must not be taken for an export's.
+    partial = out.with_name(out.name + '.exporting')
     with files.alone(partial):
       _empty(partial)
       _write_files(stored, table, dtypes, plan, record, origin, partial)
       _write_beside(origin, dtype, partial)
+      hf_io.sync_tree(partial)
     (partial / 'lock').unlink()
     os.replace(partial, out)
     files.fsync_directory(out.parent)

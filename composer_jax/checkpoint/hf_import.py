@@ -52,6 +52,7 @@ _COPIED = ('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py')
 _Parts = list[tuple[hf_quantized.Tensor, hf_names.Part]]
 
 _STAGING = 'staging'
+_IDENTITY = 'source.json'
 _DISK_MARGIN = 64 * 2**20
 
 
@@ -80,12 +81,10 @@ def convert(
     _check_unmodelled(found, unmodelled)
     partial = out.with_name(out.name + '.partial')
     _check_destination(found, arrays, out, partial)
-    if found.carried:
-      print(
-        f'{len(found.carried)} tensors are carried along unchanged, from '
-        f'{found.carried[0]} to {found.carried[-1]}; {RECORD} lists them.'
-      )
+    hf_carried.show(found)
     with files.alone(partial):
+      files.sweep(partial)
+      _claim(found, arrays, partial)
       # Orbax gives a checkpoint its number by a rename, when it is whole.
       if not (partial / WEIGHTS / '0').exists():
         _write_weights(found, arrays, partial)
@@ -93,6 +92,8 @@ def convert(
         hf_carried.carry(found, name, partial / hf_carried.FOLDER)
       _write_records(found, partial)
       shutil.rmtree(partial / _STAGING, ignore_errors=True)
+      (partial / _IDENTITY).unlink()
+      hf_io.sync_tree(partial)
     (partial / 'lock').unlink()
     os.replace(partial, out)
     files.fsync_directory(out.parent)
@@ -146,17 +147,37 @@ def _check_destination(
     )
 
 
+def _claim(
+  source: hf_source.Source,
+  arrays: dict[str, hf_staging.Array],
+  partial: pathlib.Path,
+) -> None:
+  """Binds a partial import to what it is of, or checks that it is bound.
+
+  Between the deletion of this file and the last rename nothing else is left to
+  do, and doing it again is harmless.
+  """
+  identity = {
+    'files': source.folder.identity(),
+    'config': source.fields,
+    'chunks': {name: list(array.chunk) for name, array in arrays.items()},
+  }
+  path = partial / _IDENTITY
+  if not path.exists():
+    files.write_json(path, identity)
+  elif files.read_json(path) != identity:
+    raise ValueError(
+      f'{partial} was begun from another checkpoint, or that has changed '
+      'since. Delete that folder to start over.'
+    )
+
+
 def _write_weights(
   source: hf_source.Source,
   arrays: dict[str, hf_staging.Array],
   partial: pathlib.Path,
 ) -> None:
-  identity = {
-    'files': source.folder.identity(),
-    'config': source.fields,
-    'chunks': {name: array.chunk for name, array in arrays.items()},
-  }
-  staging = hf_staging.Staging(partial / _STAGING, arrays, identity)
+  staging = hf_staging.Staging(partial / _STAGING, arrays)
   start = len(staging.done)
   if start:
     print(f'Going on after {start} of {len(source.tensors)} tensors.')
@@ -172,8 +193,6 @@ def _write_weights(
       staging.finish()
       start += 1
       bar.update(start, GB=done_bytes / 1e9)
-  # What orbax had begun when it was killed.
-  shutil.rmtree(partial / WEIGHTS, ignore_errors=True)
   staging.save(partial / WEIGHTS)
   staging.remove()
 
@@ -209,7 +228,6 @@ def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
     'prefix': source.prefix,
     'expert_layout': source.expert_layout,
     'quantization': source.fields.get('quantization_config'),
-    'is_quantized': source.is_quantized,
     'index': folder.index,
     'files': folder.headers,
     # Where each tensor of the model came from, and as what it was read.
@@ -349,9 +367,9 @@ def _place(
   dtype: np.dtype,
 ) -> jax.Array:
   devices: dict[hf_blocks.Box, list] = {}
-  for device, index in sharding.addressable_devices_indices_map(
-    array.shape
-  ).items():
+  places = sharding.addressable_devices_indices_map(array.shape)
+  for device, index in places.items():
+    assert index is not None, device  # It is None for devices elsewhere.
     ends = zip(index, array.shape, strict=True)
     box = tuple(s.indices(n)[:2] for s, n in ends)
     devices.setdefault(box, []).append(device)

@@ -53,10 +53,6 @@ class Source:
   tensors: dict[str, hf_quantized.Tensor]
   carried: tuple[str, ...]
 
-  @property
-  def is_quantized(self) -> bool:
-    return hf_quantized.scheme(self.fields) is not None
-
   def dtypes(self) -> dict[str, np.dtype]:
     """Returns the dtype of every array: its tensors', float32 if they differ.
 

@@ -10,13 +10,14 @@ only once it would survive a power cut.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import blake3
 import numpy as np
@@ -46,21 +47,12 @@ class Array:
 class Staging:
   """The chunks in one folder, and the journal of those that are whole."""
 
-  def __init__(
-    self,
-    folder: str | os.PathLike,
-    arrays: Mapping[str, Array],
-    identity: Any,
-  ):
+  def __init__(self, folder: str | os.PathLike, arrays: Mapping[str, Array]):
     """Opens a folder, made when missing, and reads its journal.
 
     Args:
-      folder: of this alone.
+      folder: of this alone, and of these arrays.
       arrays: by name.
-      identity: JSON value of everything that the chunks depend on.
-
-    Raises:
-      ValueError: the folder was begun for another identity.
     """
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
@@ -73,27 +65,37 @@ class Staging:
       path.mkdir(parents=True, exist_ok=True)
       if not (path / '.zarray').exists():
         files.write_atomic(path / '.zarray', _zarr_metadata(array))
-    self._journal = self._open_journal({'identity': identity})
+    self._journal = self._open_journal()
 
-  def _open_journal(self, head: dict[str, Any]):
+  def _open_journal(self) -> BinaryIO:
     path = self._folder / _JOURNAL
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     # A killed run may leave half a line, with nothing after it.
     whole = [line for line in lines if line.endswith(b'\n')]
-    if not whole:
-      files.write_atomic(path, json.dumps(head).encode() + b'\n')
-    elif json.loads(whole[0]) != json.loads(json.dumps(head)):
-      raise ValueError(
-        f'{self._folder.parent} was begun from another checkpoint, or that has '
-        'changed since. Delete that folder to start over.'
-      )
-    for line in whole[1:]:
+    for line in whole:
       self.done.update(json.loads(line))
+    # Where files cannot be linked, a killed run has moved some away.
+    self.done = {
+      tensor: arrays
+      for tensor, arrays in self.done.items()
+      if all(self._has(name, chunks) for name, chunks in arrays.items())
+    }
+    path.touch()
     journal = path.open('r+b')
-    if whole:
-      journal.truncate(sum(map(len, whole)))
+    journal.truncate(sum(map(len, whole)))
     journal.seek(0, os.SEEK_END)
     return journal
+
+  def _path(self, name: str, start: Sequence[int]) -> pathlib.Path:
+    chunk = self._arrays[name].chunk
+    numbers = [a // c for a, c in zip(start, chunk, strict=True)]
+    return self._folder / _CHUNKS / name / '.'.join(map(str, numbers))
+
+  def _has(self, name: str, chunks: Iterable[str]) -> bool:
+    return all(
+      self._path(name, [s.start for s in manager.bounds(bounds)]).exists()
+      for bounds in chunks
+    )
 
   def begin(self, tensor: str) -> None:
     """Says which tensor the next chunks come from."""
@@ -119,8 +121,7 @@ class Staging:
       # Zarr's chunks are all of one size; what sticks out is never read.
       padding = [(0, c - n) for c, n in zip(array.chunk, block.shape)]
       data = hf_io.as_bytes(np.pad(block, padding))
-    numbers = [a // c for a, c in zip(start, array.chunk, strict=True)]
-    path = self._folder / _CHUNKS / name / '.'.join(map(str, numbers))
+    path = self._path(name, start)
     with path.open('wb', buffering=0) as file:
       hf_io.write_fully(file.fileno(), data, 0)
     self._unsynced.append(path)
@@ -141,11 +142,6 @@ class Staging:
     os.fsync(self._journal.fileno())
     self.done.update(self._pending)
     self._pending, self._unsynced, self._unsynced_bytes = {}, [], 0
-
-  def num_bytes(self) -> int:
-    """Returns the bytes of the chunks that are there, whole or not."""
-    chunks = (self._folder / _CHUNKS).rglob('*')
-    return sum(path.stat().st_size for path in chunks if path.is_file())
 
   def save(self, directory: str | os.PathLike, data: Any = None) -> None:
     """Makes a checkpoint of step 0 of the chunks.
@@ -217,12 +213,21 @@ class _Links(ocp.type_handlers.NumpyHandler):
         target = pathlib.Path(info.parent_dir) / info.name
         target.mkdir(parents=True)
         for source in os.scandir(value.folder):
-          os.link(source.path, target / source.name)
+          _link(source.path, target / source.name)
         files.fsync_directory(target)
 
     return [
       ocp_future.CommitFutureAwaitingContractedSignals(link(), name='links')
     ]
+
+
+def _link(source: str, target: pathlib.Path) -> None:
+  try:
+    os.link(source, target)
+  except OSError as error:
+    if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+      raise
+    os.replace(source, target)
 
 
 def _commit(

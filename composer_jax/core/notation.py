@@ -11,6 +11,8 @@ AXES = {
   'D': 'embedding',
   'F': 'ffw hidden',
   'V': 'vocabulary',
+  'W': 'MLA value dim',
+  'X': 'axes joined or split for one step, said where it is used',
   'N': 'query heads',
   'K': 'key/value heads',
   'G': 'query heads per key/value head',

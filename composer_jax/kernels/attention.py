@@ -4,7 +4,9 @@
 of the batch and recomputes them in the backward pass, so that the scores of one
 row stay in cache and training does not touch memory of size B T S (on CPU that
 traffic costs more than the products); 'fused' hands bfloat16 to
-`jax.nn.dot_product_attention`, which XLA compiles to one kernel.
+`jax.nn.dot_product_attention`, which leaves the choice to JAX. In 0.10 to 0.12
+that is XLA's own form, with scores of size B N T S: none of the three is for
+long contexts.
 """
 
 import jax

@@ -116,7 +116,7 @@ class Attention(nn.Module):
       )
 
     out_BTNH = exchange.attend_per_shard(
-      attend, q_BTNH, (k_BSKH, v_BSKH), (), mask_BTS, plan=self.plan
+      attend, q_BTNH, (k_BSKH, v_BSKH), {}, mask_BTS, plan=self.plan
     )
     return project_out(params, out_BTNH), cache
 

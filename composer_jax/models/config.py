@@ -1,30 +1,14 @@
 """What a decoder is made of; nothing about how it is trained or placed."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+from composer_jax.core import checks
 
 _ROUTERS = ('softmax', 'sigmoid')
 _DTYPES = ('float32', 'bfloat16')
 _QK_NORMS = ('none', 'head', 'projection')
-
-
-def _require_at_least(config: Any, lowest: int, names: tuple[str, ...]) -> None:
-  for name in names:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be an integer of at least '
-        f'{lowest}, not {value!r}.'
-      )
-
-
-def _require_positive(config: Any, *names: str) -> None:
-  for name in names:
-    if not getattr(config, name) > 0:
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be positive, not '
-        f'{getattr(config, name)!r}.'
-      )
 
 
 def _require_even(config: Any, name: str) -> None:
@@ -71,15 +55,16 @@ class GQAConfig:
   out_bias: bool
 
   def __post_init__(self):
-    _require_at_least(self, 1, ('num_heads', 'num_kv_heads', 'head_dim'))
+    checks.at_least(self, 1, 'num_heads', 'num_kv_heads', 'head_dim')
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
         f'({self.num_heads}).'
       )
     _require_even(self, 'head_dim')
-    if self.qk_norm not in _QK_NORMS:
-      raise ValueError(f'qk_norm {self.qk_norm!r} is not one of {_QK_NORMS}.')
+    checks.one_of(self, 'kind', ('gqa',))
+    checks.one_of(self, 'qk_norm', _QK_NORMS)
+    checks.boolean(self, 'qkv_bias', 'out_bias')
 
   @property
   def rotary_dim(self) -> int:
@@ -113,11 +98,12 @@ class MLAConfig:
 
   def __post_init__(self):
     sizes = ('num_heads', 'kv_lora_dim', 'nope_dim', 'rope_dim', 'value_dim')
-    _require_at_least(self, 1, sizes)
+    checks.at_least(self, 1, *sizes)
     if self.q_lora_dim is not None:
-      _require_at_least(self, 1, ('q_lora_dim',))
+      checks.at_least(self, 1, 'q_lora_dim')
     _require_even(self, 'rope_dim')
-    _require_positive(self, 'latent_norm_eps')
+    checks.one_of(self, 'kind', ('mla',))
+    checks.positive(self, 'latent_norm_eps')
 
   @property
   def rotary_dim(self) -> int:
@@ -159,10 +145,18 @@ class YarnConfig:
   truncate: bool
 
   def __post_init__(self):
-    _require_at_least(self, 1, ('original_max_len',))
-    _require_positive(self, 'beta_fast', 'beta_slow')
-    if not self.factor >= 1:
-      raise ValueError(f'YarnConfig.factor must be >= 1, not {self.factor}.')
+    checks.at_least(self, 1, 'original_max_len')
+    checks.number(self, 1, 'factor')
+    checks.positive(self, 'beta_fast', 'beta_slow')
+    checks.boolean(self, 'truncate')
+    for name in ('mscale', 'mscale_all_dim'):
+      if getattr(self, name) is not None:
+        checks.number(self, 0, name)
+    if self.beta_fast <= self.beta_slow:
+      raise ValueError(
+        f'YarnConfig.beta_fast ({self.beta_fast}) must be above beta_slow '
+        f'({self.beta_slow}).'
+      )
     alone = not self.mscale_all_dim and self.mscale not in (None, 1.0)
     if alone or (self.mscale_all_dim and not self.mscale):
       raise ValueError(
@@ -188,7 +182,12 @@ class RopeConfig:
   yarn: YarnConfig | None
 
   def __post_init__(self):
-    _require_positive(self, 'theta')
+    checks.number(self, 1, 'theta')
+    checks.boolean(self, 'interleaved')
+    if self.theta == 1:
+      raise ValueError(
+        'RopeConfig.theta must be above 1, not 1: all wavelengths are equal.'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,9 +207,10 @@ class MoEConfig:
       to num_groups it limits nothing. Needs the sigmoid router.
     renormalize: whether the weights of the chosen experts sum to one.
     routed_scale: factor on those weights (DeepSeek-V3: 2.5, Kimi K2: 2.827).
-    aux_loss_weight: of the load-balancing loss in the training loss.
-    z_loss_weight: of the mean squared log-sum-exp of the router's logits in
-      the training loss (ST-MoE, eq. 5).
+    aux_loss_weight: of the load-balancing loss in the loss of pretraining and
+      fine-tuning; RL has neither this nor the next.
+    z_loss_weight: of the mean squared log-sum-exp of the router's logits
+      (ST-MoE, eq. 5), likewise.
   """
 
   num_experts: int
@@ -226,9 +226,9 @@ class MoEConfig:
   z_loss_weight: float
 
   def __post_init__(self):
-    _require_at_least(self, 1, ('num_experts', 'num_active', 'ffw_dim'))
-    _require_at_least(self, 1, ('num_groups', 'num_active_groups'))
-    _require_at_least(self, 0, ('num_shared',))
+    checks.at_least(self, 1, 'num_experts', 'num_active', 'ffw_dim')
+    checks.at_least(self, 1, 'num_groups', 'num_active_groups')
+    checks.at_least(self, 0, 'num_shared')
     if self.num_active > self.num_experts:
       raise ValueError(
         f'num_active ({self.num_active}) must not exceed num_experts '
@@ -239,13 +239,11 @@ class MoEConfig:
         f'num_experts ({self.num_experts}) must stay below 65535, the uint16 '
         'id that marks a token without a recorded route.'
       )
-    if self.router not in _ROUTERS:
-      raise ValueError(f'router {self.router!r} is not one of {_ROUTERS}.')
+    checks.one_of(self, 'router', _ROUTERS)
     self._check_groups()
-    _require_positive(self, 'routed_scale')
-    for name in ('aux_loss_weight', 'z_loss_weight'):
-      if not getattr(self, name) >= 0:
-        raise ValueError(f'{name} must not be negative: {getattr(self, name)}.')
+    checks.boolean(self, 'renormalize')
+    checks.positive(self, 'routed_scale')
+    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight')
 
   def _check_groups(self):
     if self.num_active_groups > self.num_groups:
@@ -309,18 +307,23 @@ class ModelConfig:
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'dense_ffw_dim')
-    _require_at_least(self, 1, sizes)
-    _require_at_least(self, 0, ('num_dense_layers',))
+    checks.at_least(self, 1, *sizes)
+    checks.at_least(self, 0, 'num_dense_layers')
     if self.num_dense_layers >= self.num_layers:
       raise ValueError(
         f'num_dense_layers ({self.num_dense_layers}) must be less than '
         f'num_layers ({self.num_layers}): at least one layer is a mixture.'
       )
-    if self.compute_dtype not in _DTYPES:
+    checks.one_of(self, 'compute_dtype', _DTYPES)
+    checks.positive(self, 'norm_eps')
+    checks.boolean(self, 'tie_embeddings', 'remat')
+    is_gqa = isinstance(self.attention, GQAConfig)
+    if is_gqa and self.rope.yarn and self.rope.yarn.mscale_all_dim:
       raise ValueError(
-        f'compute_dtype {self.compute_dtype!r} is not one of {_DTYPES}.'
+        f'rope.yarn.mscale_all_dim ({self.rope.yarn.mscale_all_dim}) needs '
+        'latent attention: transformers scales the softmax by it there alone. '
+        'Set mscale and mscale_all_dim to None.'
       )
-    _require_positive(self, 'norm_eps')
 
   @property
   def num_moe_layers(self) -> int:
@@ -337,19 +340,25 @@ class ModelConfig:
     """Builds a config from nested dictionaries; names every unknown key."""
     fields = dict(fields)
     if 'attention' in fields:
-      fields['attention'] = _attention(dict(fields['attention']))
+      fields['attention'] = _attention(_section(fields, 'attention'))
     if 'rope' in fields:
-      rope = dict(fields['rope'])
+      rope = _section(fields, 'rope')
       if rope.get('yarn') is not None:
-        rope['yarn'] = _from_dict(YarnConfig, dict(rope['yarn']))
+        rope['yarn'] = _from_dict(YarnConfig, _section(rope, 'yarn'))
       fields['rope'] = _from_dict(RopeConfig, rope)
     if 'moe' in fields:
-      fields['moe'] = _from_dict(MoEConfig, dict(fields['moe']))
+      fields['moe'] = _from_dict(MoEConfig, _section(fields, 'moe'))
     return _from_dict(cls, fields)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns what `from_dict` takes."""
     return dataclasses.asdict(self)
+
+
+def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
+  if not isinstance(fields[name], Mapping):
+    raise ValueError(f'{name} must be a section, not {fields[name]!r}.')
+  return dict(fields[name])
 
 
 def _attention(fields: dict[str, Any]) -> GQAConfig | MLAConfig:

@@ -154,11 +154,13 @@ class MoE(nn.Module):
         (moe.num_experts,),
       ).value
     with jax.named_scope('route'):
-      # float32: a rounding in a logit may flip a discrete choice.
+      # float32: a rounding in a logit may flip a discrete choice. Accelerators
+      # take bfloat16 or TF32 for float32 products unless told otherwise.
       logits_BTE = jnp.einsum(
         'BTD,DE->BTE',
         x_BTD.astype(jnp.float32),
         router_DE.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
       )
       return router.route(
         logits_BTE,

@@ -20,6 +20,9 @@ from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 
+# What makes keys and values of latents, once for all shards of a sequence.
+PER_SHARD = ('key_up', 'value_up')
+
 
 def queries(
   params: Any,
@@ -63,31 +66,30 @@ def latents(
 def attend_naive(
   query: tuple[jax.Array, jax.Array],
   latent: tuple[jax.Array, jax.Array],
-  weights: tuple[jax.Array, jax.Array],
+  weights: dict[str, jax.Array],
   mask_BTS: jax.Array,
   *,
   scale: float,
 ) -> jax.Array:
-  """Returns out_BTNV from keys and values made for each head.
+  """Returns out_BTNW from keys and values made for each head.
 
   Args:
     query: q_BTNH, q_BTNJ of `queries`.
     latent: latents_BSC, keys_BSJ of `latents`.
-    weights: key_up_CNH, value_up_CNV.
+    weights: the arrays PER_SHARD, in the dtype of the latents.
     mask_BTS: true where the query may look.
     scale: on the scores.
   """
   latents_BSC, keys_BSJ = latent
-  key_up_CNH, value_up_CNV = (w.astype(latents_BSC.dtype) for w in weights)
-  k_BSNH = jnp.einsum('BSC,CNH->BSNH', latents_BSC, key_up_CNH)
-  v_BSNV = jnp.einsum('BSC,CNV->BSNV', latents_BSC, value_up_CNV)
+  k_BSNH = jnp.einsum('BSC,CNH->BSNH', latents_BSC, weights['key_up'])
+  v_BSNW = jnp.einsum('BSC,CNW->BSNW', latents_BSC, weights['value_up'])
   k_BSNJ = jnp.broadcast_to(
     keys_BSJ[:, :, None], (*k_BSNH.shape[:3], keys_BSJ.shape[-1])
   )
   return attention_kernel.attend(
     jnp.concatenate(query, axis=-1),
     jnp.concatenate([k_BSNH, k_BSNJ], axis=-1),
-    v_BSNV,
+    v_BSNW,
     mask_BTS,
     scale=scale,
   )
@@ -96,20 +98,19 @@ def attend_naive(
 def attend_absorbed(
   query: tuple[jax.Array, jax.Array],
   latent: tuple[jax.Array, jax.Array],
-  weights: tuple[jax.Array, jax.Array],
+  weights: dict[str, jax.Array],
   mask_BTS: jax.Array,
   *,
   scale: float,
 ) -> jax.Array:
-  """Returns out_BTNV like `attend_naive`, over one shared key and value.
+  """Returns out_BTNW like `attend_naive`, over one shared key and value.
 
   q (W c) = (W' q) c, so queries move to the latents' space and all heads read
   the same C + J numbers of a token.
   """
   q_BTNH, q_BTNJ = query
   latents_BSC, keys_BSJ = latent
-  key_up_CNH, value_up_CNV = (w.astype(latents_BSC.dtype) for w in weights)
-  q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, key_up_CNH)
+  q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, weights['key_up'])
   out_BTNC = attention_kernel.attend(
     jnp.concatenate([q_BTNC, q_BTNJ], axis=-1),
     jnp.concatenate([latents_BSC, keys_BSJ], axis=-1)[:, :, None],
@@ -117,7 +118,7 @@ def attend_absorbed(
     mask_BTS,
     scale=scale,
   )
-  return jnp.einsum('BTNC,CNV->BTNV', out_BTNC, value_up_CNV)
+  return jnp.einsum('BTNC,CNW->BTNW', out_BTNC, weights['value_up'])
 
 
 class LatentAttention(nn.Module):
@@ -151,16 +152,16 @@ class LatentAttention(nn.Module):
       return form(query, latent, weights, mask_BTS, scale=scale)
 
     # Context shards gather latents, not keys and values, and make those of
-    # all heads themselves: C + J numbers a token travel instead of N (H + V).
-    out_BTNV = exchange.attend_per_shard(
+    # all heads themselves: C + J numbers a token travel instead of N (H + W).
+    out_BTNW = exchange.attend_per_shard(
       attend,
       query,
       latent,
-      (params['key_up'], params['value_up']),
+      {name: params[name].astype(x_BTD.dtype) for name in PER_SHARD},
       mask_BTS,
       plan=self.plan,
     )
-    return attention.project_out(params, out_BTNV), cache
+    return attention.project_out(params, out_BTNW), cache
 
   def _parameters(self, a: Any) -> dict[str, Any]:
     embed_dim, params = self.config.embed_dim, {}

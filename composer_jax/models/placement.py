@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder
+from composer_jax.models import decoder, mla
 from composer_jax.parallel import exchange, layouts, shardings
 
 
@@ -29,12 +29,17 @@ def exchange_plan(
     return None
   shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layout, mesh=mesh)
-  moe = specs['params']['moe_layers']['moe']
+  layers = specs['params']['moe_layers']
+
   # Without the leading layer axis, which the scan consumes.
-  weights = tuple((name, P(*moe[name][1:])) for name in ('gate_up', 'down'))
+  def of_a_layer(module, names):
+    tree = layers[module]
+    return tuple((n, P(*tree[n][1:])) for n in names if n in tree)
+
   return exchange.ExchangePlan(
     mesh=mesh,
     batch_axes=layout.batch,
     sequence_axes=layout.sequence,
-    weight_specs=weights,
+    weight_specs=of_a_layer('moe', ('gate_up', 'down')),
+    attention_specs=of_a_layer('attention', mla.PER_SHARD),
   )

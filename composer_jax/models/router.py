@@ -86,8 +86,14 @@ def route(
   ids_BTA, agreement = _replay(own_BTA, replay_BTA, valid_BT)
   onehot_BTAE = jax.nn.one_hot(ids_BTA, config.num_experts, dtype=jnp.float32)
   # A product with one-hot instead of a gather: its gradient is a product too,
-  # where the gradient of a gather is a scatter. Sums of one non-zero are exact.
-  weights_BTA = jnp.einsum('...E,...AE->...A', scores_BTE, onehot_BTAE)
+  # where the gradient of a gather is a scatter. Sums of one non-zero are exact
+  # in float32, which accelerators take for such a product only if told to.
+  weights_BTA = jnp.einsum(
+    '...E,...AE->...A',
+    scores_BTE,
+    onehot_BTAE,
+    precision=jax.lax.Precision.HIGHEST,
+  )
   if config.renormalize:
     weights_BTA = _normalize(weights_BTA)
   load_E, aux_loss = _load(scores_BTE, onehot_BTAE, valid_BT)

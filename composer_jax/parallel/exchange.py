@@ -31,12 +31,15 @@ class ExchangePlan:
     weight_specs: storage spec of each expert array, by name; axis 0 is the
       expert axis and its mesh axes form the expert shards. Other sharded
       dimensions are gathered before use, layer by layer.
+    attention_specs: storage spec of each array that attention multiplies with
+      inside of shards, gathered likewise.
   """
 
   mesh: Mesh
   batch_axes: tuple[str, ...]
   sequence_axes: tuple[str, ...]
   weight_specs: tuple[tuple[str, P], ...]
+  attention_specs: tuple[tuple[str, P], ...] = ()
 
   @property
   def expert_axes(self) -> tuple[str, ...]:
@@ -61,9 +64,13 @@ def constrain(x_BT: jax.Array, plan: ExchangePlan | None) -> jax.Array:
 
   Without it the partitioner may trade a gather of a weight for one of the
   activations.
+
+  Raises:
+    ValueError: the batch or the sequence does not divide over its devices.
   """
   if plan is None:
     return x_BT
+  _check_divides(plan, x_BT)
   spec = P(plan.batch_axes or None, plan.sequence_axes or None)
   return jax.lax.with_sharding_constraint(x_BT, NamedSharding(plan.mesh, spec))
 
@@ -79,7 +86,7 @@ def attend_per_shard(
   attend: Callable[..., jax.Array],
   query_BT: Any,
   keys_BS: Any,
-  weights: Any,
+  weights: dict[str, jax.Array],
   mask_BTS: jax.Array,
   *,
   plan: ExchangePlan | None,
@@ -94,17 +101,24 @@ def attend_per_shard(
     query_BT: tree of arrays [B, T, ...].
     keys_BS: tree of arrays [B, S, ...], gathered along S: all that a query may
       meet, such as keys and values.
-    weights: tree of arrays that every device gets whole.
+    weights: arrays that every device gathers whole.
     mask_BTS: true where a query may look.
     plan: where tokens lie; None means on this device.
   """
   if plan is None:
     return attend(query_BT, keys_BS, weights, mask_BTS)
   batch, sequence = plan.batch_axes or None, plan.sequence_axes or None
+  specs = {name: dict(plan.attention_specs)[name] for name in weights}
+
+  def attend_locally(query_BT, keys_BS, weights, mask_BTS):
+    # Gathered in here, so that the gradient is reduced to shards, not whole.
+    whole = {name: _gather_dims(weights[name], specs[name]) for name in weights}
+    return attend(query_BT, keys_BS, whole, mask_BTS)
+
   local = jax.shard_map(
-    attend,
+    attend_locally,
     mesh=plan.mesh,
-    in_specs=(P(batch, sequence), P(batch), P(), P(batch, sequence)),
+    in_specs=(P(batch, sequence), P(batch), specs, P(batch, sequence)),
     out_specs=P(batch, sequence),
     check_vma=False,
   )
@@ -134,7 +148,6 @@ def exchange(
   """
   if plan is None:
     return _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, 0)
-  _check_divides(plan, x_BTD)
   token_P = P(plan.batch_axes or None, plan.sequence_axes or None)
   specs = dict(plan.weight_specs)
   if set(specs) != set(weights):
@@ -152,14 +165,14 @@ def exchange(
   return ring(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
 
 
-def _check_divides(plan: ExchangePlan, x_BTD: jax.Array) -> None:
+def _check_divides(plan: ExchangePlan, x_BT: jax.Array) -> None:
   for dim, axes in enumerate((plan.batch_axes, plan.sequence_axes)):
     shards = 1
     for axis in axes:
       shards *= plan.mesh.shape[axis]
-    if x_BTD.shape[dim] % shards:
+    if x_BT.shape[dim] % shards:
       raise ValueError(
-        f'{("batch", "sequence")[dim]} size ({x_BTD.shape[dim]}) must divide '
+        f'{("batch", "sequence")[dim]} size ({x_BT.shape[dim]}) must divide '
         f'by the mesh axes {axes} ({shards}); pad it to a multiple.'
       )
 
@@ -167,7 +180,8 @@ def _check_divides(plan: ExchangePlan, x_BTD: jax.Array) -> None:
 def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   with jax.named_scope('gather_weights'):
     weights = {
-      name: _gather_dims(weights[name], spec)
+      # Experts stay where they are.
+      name: _gather_dims(weights[name], P(None, *spec[1:]))
       for name, spec in plan.weight_specs
     }
   axes = plan.expert_axes
@@ -191,7 +205,7 @@ def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def _gather_dims(weight, spec):
   for dim, entry in enumerate(spec):
-    if dim and axis_names(entry):
+    if axis_names(entry):
       weight = jax.lax.all_gather(
         weight, axis_names(entry), axis=dim, tiled=True
       )
@@ -217,6 +231,7 @@ def _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first):
     'BTAD,BTA->BTD',
     copies_YD.reshape(batch, length, num_active, dim).astype(jnp.float32),
     gates_BTA,
+    precision=jax.lax.Precision.HIGHEST,
   )
   return y_BTD.astype(x_BTD.dtype)
 

@@ -20,9 +20,11 @@ class Layout:
   """Where parameters and tokens lie.
 
   Attributes:
-    name: for messages.
+    name: as configs and command lines call it.
     dense: logical axis -> mesh axes (a tuple) or None. A mesh axis goes to
       the first dimension of a parameter that wants it.
+    partial: axes of `dense` that take the largest product of their mesh axes
+      that divides the dimension, where all of them would not.
     expert: likewise; 'expert' takes the largest product of its mesh axes that
       divides the number of experts, and REST marks who takes the others.
     batch: mesh axes of B.
@@ -31,6 +33,7 @@ class Layout:
 
   name: str
   dense: Mapping[str, Any]
+  partial: tuple[str, ...]
   expert: Mapping[str, Any]
   batch: tuple[str, ...]
   sequence: tuple[str, ...]
@@ -38,7 +41,7 @@ class Layout:
 
 # Dense weights narrow, inside a replica; experts wide, over every device.
 TRAIN = Layout(
-  name='TRAIN',
+  name='hsdp',
   dense={
     'layer': None,
     'embed': ('fsdp', 'context'),
@@ -54,6 +57,8 @@ TRAIN = Layout(
     'ffw': None,
     'vocab': None,
   },
+  # A few hundred wide: they do not divide over thousands of devices.
+  partial=('q_lora', 'kv_lora'),
   expert={
     'layer': None,
     'expert': ('replica', 'fsdp', 'context'),
@@ -68,12 +73,12 @@ TRAIN = Layout(
 # Every device holds everything: small policies, and rollout engines of one
 # device each.
 REPLICATED = Layout(
-  name='REPLICATED',
+  name='data_parallel',
   dense=dict.fromkeys(TRAIN.dense),
+  partial=(),
   expert=dict.fromkeys(TRAIN.expert),
   batch=('replica', 'fsdp'),
   sequence=('context',),
 )
 
-# As configs and command lines name them.
-BY_NAME = {'hsdp': TRAIN, 'data_parallel': REPLICATED}
+BY_NAME = {layout.name: layout for layout in (TRAIN, REPLICATED)}

@@ -5,11 +5,18 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
 from composer_jax.parallel import layouts
+
+# A spec follows from the sizes of a mesh; nothing needs its devices.
+AnyMesh = Mesh | AbstractMesh
+
+
+# Specs need the sizes of axes only, so a mesh may be one that nobody has.
+AnyMesh = Mesh | AbstractMesh
 
 
 def spec(
@@ -18,7 +25,7 @@ def spec(
   axes: tuple[str, ...],
   *,
   layout: layouts.Layout,
-  mesh: Mesh,
+  mesh: AnyMesh,
 ) -> P:
   """Returns the mesh axes of each dimension of a parameter.
 
@@ -47,6 +54,8 @@ def spec(
     if table[axis] != layouts.REST:
       earlier = set().union(*taken.values())
       taken[axis] = tuple(a for a in table[axis] or () if a not in earlier)
+      if axis in layout.partial:
+        taken[axis] = _largest_divisor(sizes[axis], taken[axis], mesh)
   if 'expert' in axes:
     taken |= _place_experts(name, sizes, table, mesh)
   for axis, mesh_axes in taken.items():
@@ -55,7 +64,7 @@ def spec(
 
 
 def _place_experts(
-  name: str, sizes: dict[str, int], table: Any, mesh: Mesh
+  name: str, sizes: dict[str, int], table: Any, mesh: AnyMesh
 ) -> dict[str, tuple[str, ...]]:
   """Gives E the largest product that divides it, and the rest to D or F."""
   wanted = table['expert'] or ()
@@ -76,7 +85,7 @@ def _place_experts(
 
 
 def _largest_divisor(
-  size: int, wanted: tuple[str, ...], mesh: Mesh
+  size: int, wanted: tuple[str, ...], mesh: AnyMesh
 ) -> tuple[str, ...]:
   """Returns the subset of mesh axes with the largest product dividing size."""
   subsets = (
@@ -88,16 +97,16 @@ def _largest_divisor(
   return max(subsets, key=lambda subset: _product(subset, mesh))
 
 
-def _product(mesh_axes: tuple[str, ...], mesh: Mesh) -> int:
+def _product(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> int:
   return math.prod(mesh.shape[axis] for axis in mesh_axes)
 
 
-def _describe(mesh_axes: tuple[str, ...], mesh: Mesh) -> str:
+def _describe(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
   return ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
 
 
 def _check_divides(
-  name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: Mesh
+  name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: AnyMesh
 ) -> None:
   shards = _product(mesh_axes, mesh)
   if size % shards:
@@ -109,7 +118,7 @@ def _check_divides(
 
 
 def specs(
-  abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: Mesh
+  abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: AnyMesh
 ) -> Any:
   """Returns a tree of PartitionSpecs for a tree of shapes.
 

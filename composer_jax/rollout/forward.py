@@ -213,7 +213,11 @@ def _attend_grouped(q_BTNH, keys_BKHS, values_BKSH, positions_BT, scale):
 
 
 def _latent(params, h_BTD, cos_sin, positions, cache, config):
-  """Latent attention over the cache in the absorbed form (`models.mla`)."""
+  """Latent attention over the cache in the absorbed form (`models.mla`).
+
+  A chunk of context goes the same way. Above some hundred tokens (171 for Kimi
+  K2) making keys and values of the cache anew would cost it less.
+  """
   dtype = h_BTD.dtype
   query = mla.queries(params, h_BTD, cos_sin, config)
   positions_BT, write_BT = positions
@@ -226,20 +230,20 @@ def _latent(params, h_BTD, cos_sin, positions, cache, config):
       cache, mla.latents(params, h_BTD, cos_sin, config), strict=True
     )
   )
-  out_BTNV = _attend_latent(
+  out_BTNW = _attend_latent(
     query,
     tuple(cache_BS.astype(dtype) for cache_BS in cache),
     (params['key_up'].astype(dtype), params['value_up'].astype(dtype)),
     positions_BT,
     rope.softmax_scale(config.attention.head_dim, config.rope),
   )
-  return attention.project_out(params, out_BTNV), cache
+  return attention.project_out(params, out_BTNW), cache
 
 
 def _attend_latent(query, latent, weights, positions_BT, scale):
   q_BTNH, q_BTNJ = (q * scale for q in query)
   latents_BSC, keys_BSJ = latent
-  key_up_CNH, value_up_CNV = weights
+  key_up_CNH, value_up_CNW = weights
   batch, length, num_heads, _ = q_BTNH.shape
   q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, key_up_CNH)
   # Queries of all heads meet the same latents: rows of one product. Two
@@ -261,7 +265,7 @@ def _attend_latent(query, latent, weights, positions_BT, scale):
     'BXS,BSC->BXC', probabilities_BXS.astype(latents_BSC.dtype), latents_BSC
   )
   out_BTNC = out_BXC.reshape(batch, length, num_heads, -1)
-  return jnp.einsum('BTNC,CNV->BTNV', out_BTNC, value_up_CNV)
+  return jnp.einsum('BTNC,CNW->BTNW', out_BTNC, value_up_CNW)
 
 
 _ATTENTIONS = {'gqa': _grouped, 'mla': _latent}

@@ -204,9 +204,18 @@ def test_a_changed_weight_is_noticed(tmp_path, imported):
   data[7] ^= 16
   chunk.write_bytes(data)
   table = hf_checkpoints.table_of(DEEPSEEK)
-  like = _like(hf_blocks.shapes(table), np.float32)
-  with pytest.raises(manager.DamagedCheckpoint, match='moe/down has changed'):
-    hf_import.load_variables(tmp_path / 'ours', like)
+  shapes = hf_blocks.shapes(table)
+  # Placed whole, a shard an expert, and with blocks across shards.
+  for spec in (P(), P(None, 'x'), P(None, None, None, 'x')):
+    mesh = jax.make_mesh((8,), ('x',))
+    like = _like(shapes, np.float32)
+    like['params/moe_layers/moe/down'] = jax.ShapeDtypeStruct(
+      shapes['params/moe_layers/moe/down'],
+      np.float32,
+      sharding=NamedSharding(mesh, spec),
+    )
+    with pytest.raises(manager.DamagedCheckpoint, match='moe/down has changed'):
+      hf_import.load_variables(tmp_path / 'ours', like)
   with pytest.raises(
     ValueError, match='moe/down of .* differs from .*experts.3'
   ):
@@ -227,7 +236,9 @@ def test_unmodelled_tensors_are_carried_or_refused(tmp_path, capsys):
     hf_import.convert(source, tmp_path / 'ours', unmodelled='refuse')
   assert os.listdir(tmp_path) == ['hf']
   hf_import.convert(source, tmp_path / 'ours')
-  assert '3 tensors are carried along unchanged' in capsys.readouterr().out
+  shown = capsys.readouterr().out
+  for group in ('model.layers.3.* (2 tensors)', 'vision_tower.* (1 tensors)'):
+    assert f'carried along unchanged: {group}' in shown
   record = json.loads((tmp_path / 'ours' / 'hf.json').read_text())
   assert set(record['carried']) == EXTRA.keys()
   folder = tmp_path / 'ours' / 'carried'
@@ -386,8 +397,8 @@ def _content(folder):
 @pytest.mark.parametrize(
   'function, count',
   [
-    # The 120th chunk; the 20th file that orbax takes over; the last step.
-    ('write_fully', 120),
+    # The 70th chunk; the 20th file that orbax takes over; the last step.
+    ('write_fully', 70),
     ('link', 20),
     ('replace', 1),
   ],
@@ -422,15 +433,19 @@ def test_a_killed_import_goes_on_where_it_was(
   assert num_resumed in wanted
 
 
-def test_a_partial_import_of_another_source_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize('method', ['save', 'remove'])
+def test_a_partial_import_of_another_source_is_refused(
+  tmp_path, monkeypatch, method
+):
+  """Whether or not its weights are a checkpoint already."""
   arrays = hf_checkpoints.tensors(QWEN)
   source = hf_checkpoints.write(tmp_path / 'hf', QWEN, arrays)
 
   def stop(*_):
-    raise KeyboardInterrupt
+    raise RuntimeError
 
-  monkeypatch.setattr(hf_staging.Staging, 'save', stop)
-  with pytest.raises(KeyboardInterrupt):
+  monkeypatch.setattr(hf_staging.Staging, method, stop)
+  with pytest.raises(RuntimeError):
     hf_import.convert(source, tmp_path / 'ours')
   fields = QWEN | {'rope_theta': 20000.0}
   (source / 'config.json').write_text(json.dumps(fields))
@@ -444,7 +459,11 @@ _MEASURED = """
   from composer_jax.checkpoint import hf_import
 
   def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != 'linux':
+      return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    # Here getrusage begins with the memory of whoever started this process.
+    with open('/proc/self/status') as status:
+      return int(status.read().split('VmHWM:')[1].split()[0])
 
   tiny, source, out = sys.argv[1:]
   hf_import.convert(tiny, out + '_tiny')
@@ -490,7 +509,7 @@ def _peaks(tmp_path, num_experts, ffw_dim, embed_dim):
 def test_memory_is_that_of_two_tensors_not_of_an_array(tmp_path):
   """24 experts of 4 MiB: gate and up are an array of 192 MiB."""
   before, after = _peaks(tmp_path, 24, 1024, 2048)
-  assert after - before <= 2 * 4 + 4 + 16
+  assert after - before <= 2 * 4 + 4 + 40
 
 
 @pytest.mark.slow
@@ -498,3 +517,34 @@ def test_memory_of_a_frontier_checkpoint(tmp_path):
   """Tensors of 64 MiB, an array of 20 times that, with the interpreter."""
   _, after = _peaks(tmp_path, 10, 4096, 8192)
   assert after <= 2 * 64 + 31 + 512
+
+
+@pytest.mark.parametrize('count', [30, 80])
+def test_where_files_cannot_be_linked_they_are_moved(
+  tmp_path, imported, monkeypatch, count
+):
+  """A run killed between two moves makes anew what has gone.
+
+  The 30th rename is of a small file under a temporary name, the 80th a chunk.
+  """
+  source, ours, _ = imported
+
+  def refuse(*_):
+    raise PermissionError(1, 'no links here')
+
+  moves = []
+  move = os.replace
+
+  def stop(one, other):
+    moves.append(other)
+    if len(moves) == count:
+      raise KeyError('killed')
+    move(one, other)
+
+  monkeypatch.setattr(os, 'link', refuse)
+  with monkeypatch.context() as patch:
+    patch.setattr(hf_staging.os, 'replace', stop)
+    with pytest.raises(KeyError):
+      hf_import.convert(source, tmp_path / 'ours')
+  hf_import.convert(source, tmp_path / 'ours')
+  assert _content(tmp_path / 'ours') == _content(ours)

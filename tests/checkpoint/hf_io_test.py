@@ -157,3 +157,6 @@ def test_numbers_are_rounded_and_lost_payloads_stay_nan():
   half = hf_cast.cast(bits.view(np.float32), hf_checkpoints.BFLOAT16)
   expected = [0x7FC0, 0xFFC0, 0x3F80, 0x3F82]
   np.testing.assert_array_equal(half.view(np.uint16), expected)
+  half = hf_cast.cast(bits.view(np.float32), hf_checkpoints.FLOAT16)
+  expected = [0x7E00, 0xFE00, 0x3C04, 0x3C0C]
+  np.testing.assert_array_equal(half.view(np.uint16), expected)

@@ -63,7 +63,9 @@ def _check_ranges(tensor, expected):
   """
   columns = tensor.shape[1]
   size = tensor.shape[0] * columns
+  late = tensor.shape[0] // 2 * columns
   ranges = ((0, size), (columns * 3, size - columns), (5, 6 + columns))
+  ranges += ((late, size), (late - 1, late + 1))
   for start, stop in ranges:
     values = tensor.read(start, stop)
     theirs = expected.reshape(-1)[start:stop]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,20 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   assert f'errno {errno.ENOSPC}' in result.stdout
   assert 'are intact' in result.stdout
   assert int(result.stdout.split()[-1]) >= 1
+
+
+def test_of_several_processes_each_verifies_the_blocks_within_its_shards():
+  """As one of two sees an array whose blocks are smaller than its shards."""
+  values = np.arange(8, dtype=np.float32).reshape(4, 2)
+  record = manager._record(jnp.asarray(values[:1]))
+  digest = next(iter(record['shards'].values()))
+  shard = types.SimpleNamespace(
+    index=(slice(0, 2), slice(None)), data=jnp.asarray(values[:2])
+  )
+  array = types.SimpleNamespace(
+    shape=(4, 2), ndim=2, is_fully_addressable=False, addressable_shards=[shard]
+  )
+  # The second block is wrong and here, the third is elsewhere.
+  assert manager._matches(array, {'0:1,0:2': digest, '2:3,0:2': digest})
+  assert not manager._matches(array, {'1:2,0:2': digest})
+  assert not manager._matches(array, {'0:2,0:2': digest})

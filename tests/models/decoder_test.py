@@ -303,8 +303,12 @@ def _attention(**change):
   return dict(attention=FIELDS['attention'] | change)
 
 
+def _rope(**change):
+  return dict(rope=FIELDS['rope'] | change)
+
+
 def _yarn(**change):
-  return dict(rope=dict(theta=1e4, interleaved=False, yarn=YARN | change))
+  return _rope(yarn=YARN | change)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +323,18 @@ def _yarn(**change):
     (dict(attention=MLA | dict(rope_dim=3)), r'rope_dim \(3\) must be even'),
     (dict(attention=MLA | dict(q_lora_dim=0)), 'q_lora_dim .* not 0'),
     (dict(rope=dict(theta=1e4, interleaved=True)), r"needs \['yarn'\]"),
-    (_yarn(factor=0.5), 'factor must be >= 1, not 0.5'),
+    (_yarn(factor=0.5), 'factor must be a number of at least 1, not 0.5'),
+    (_yarn(factor='40'), "YarnConfig.factor must be a number .* not '40'"),
+    (_yarn(beta_fast=0.5), r'beta_fast \(0.5\) must be above beta_slow'),
+    (_yarn(truncate=1), 'truncate must be true or false, not 1'),
+    (_yarn(), r'mscale_all_dim \(0.7\) needs latent attention'),
+    (_rope(theta=float('inf')), 'theta must be a number .* not inf'),
+    (_rope(theta=1), 'theta must be above 1'),
+    (_rope(interleaved='no'), "interleaved must be true or false, not 'no'"),
+    (_attention(qkv_bias='false'), 'qkv_bias must be true or false'),
+    (dict(tie_embeddings='false'), 'tie_embeddings must be true or false'),
+    (dict(attention=None), 'attention must be a section, not None'),
+    (dict(moe=FIELDS['moe'] | dict(routed_scale=True)), 'routed_scale must be'),
     (_yarn(mscale=None), r'mscale \(None\) and mscale_all_dim \(0.7\)'),
     (_yarn(beta=1.0), r"YarnConfig has no field \['beta'\]"),
     (dict(compute_dtype='half'), "compute_dtype 'half' is not one of"),

@@ -9,7 +9,7 @@ import pytest
 
 from composer_jax.models import mla
 
-B, T, S, N, H, J, C, V = 2, 5, 7, 3, 4, 2, 6, 5
+B, T, S, N, H, J, C, W = 2, 5, 7, 3, 4, 2, 6, 5
 
 
 @pytest.fixture(scope='module')
@@ -22,27 +22,27 @@ def inputs():
   mask_BTS = jnp.asarray(random.random((B, T, S)) < 0.6).at[:, :, 0].set(True)
   query = (normal(B, T, N, H), normal(B, T, N, J))
   latent = (normal(B, S, C), normal(B, S, J))
-  weights = (normal(C, N, H), normal(C, N, V))
+  weights = {'key_up': normal(C, N, H), 'value_up': normal(C, N, W)}
   return (query, latent, weights), mask_BTS
 
 
 def _by_hand(query, latent, weights, mask_BTS, scale):
   """One token, one head at a time."""
   (q_BTNH, q_BTNJ), (c_BSC, k_BSJ) = query, latent
-  up_CNH, value_CNV = weights
-  out_BTNV = np.zeros((B, T, N, V))
+  up_CNH, value_CNW = weights['key_up'], weights['value_up']
+  out_BTNW = np.zeros((B, T, N, W))
   for b, t, n in np.ndindex(B, T, N):
     keys_SH = c_BSC[b] @ up_CNH[:, n]
     scores_S = scale * (keys_SH @ q_BTNH[b, t, n] + k_BSJ[b] @ q_BTNJ[b, t, n])
     weights_S = np.where(mask_BTS[b, t], np.exp(scores_S), 0)
-    values_SV = c_BSC[b] @ value_CNV[:, n]
-    out_BTNV[b, t, n] = weights_S / weights_S.sum() @ values_SV
-  return out_BTNV
+    values_SW = c_BSC[b] @ value_CNW[:, n]
+    out_BTNW[b, t, n] = weights_S / weights_S.sum() @ values_SW
+  return out_BTNW
 
 
 def test_absorbed_equals_naive_in_value_and_gradient(inputs):
   arrays, mask_BTS = inputs
-  d_out = jax.random.normal(jax.random.key(1), (B, T, N, V))
+  d_out = jax.random.normal(jax.random.key(1), (B, T, N, W))
 
   @functools.partial(jax.jit, static_argnums=0)
   def value_and_gradients(form, arrays):

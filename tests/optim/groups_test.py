@@ -7,7 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
 from composer_jax.optim import groups, schedules
+from configs.models import kimi_k2
+from tests.models import decoder_test
 
 AXES = {
   'embedding': P('vocab', 'embed'),
@@ -66,6 +70,36 @@ def test_roles_of_a_decoder(params):
     'gate_up': 'embed->ffw',
     'down': 'ffw->embed',
   }
+
+
+def _attention_roles(config):
+  shapes, axes = decoder.abstract(config)
+  roles = groups.roles(shapes['params'], axes['params'])
+  return trees.flatten_names(roles['moe_layers']['attention'])
+
+
+def test_latent_attention_is_orthogonalised_head_by_head():
+  fields = kimi_k2.get_config().to_dict()
+  config = model_config.ModelConfig.from_dict(fields)
+  assert _attention_roles(config) == {
+    'query_down': 'embed->q_lora',
+    'query_norm/scale': 'adam',
+    'query_up': 'q_lora->head_dim',
+    'kv_down': 'embed->kv_lora',
+    'key_rope': 'embed->head_dim',
+    'kv_norm/scale': 'adam',
+    'key_up': 'kv_lora->head_dim',
+    'value_up': 'kv_lora->head_dim',
+    'out': 'head_dim->embed',
+  }
+
+
+def test_biases_and_norms_of_queries_are_adams():
+  roles = _attention_roles(decoder_test.CONFIGS['gqa'])
+  matrices = {'query', 'key', 'value', 'out'}
+  assert {n for n, role in roles.items() if role != 'adam'} == matrices
+  others = {'query_bias', 'key_bias', 'value_bias', 'out_bias', 'query_norm'}
+  assert roles.keys() - matrices == others | {'key_norm'}
 
 
 @pytest.mark.parametrize(

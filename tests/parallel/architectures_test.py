@@ -16,6 +16,7 @@ from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, shardings, topology
+from configs.models import kimi_k2
 from tests.parallel import collectives, on_mesh
 
 GQA = dict(
@@ -95,6 +96,8 @@ ARCHITECTURES = {
       routed_scale=2.5,
     ),
   ),
+  # Queries that are not compressed, and latents that do not divide over eight.
+  'moonlight': _config(attention=MLA | dict(q_lora_dim=None, kv_lora_dim=6)),
   'olmoe': _config(
     attention=GQA | dict(num_kv_heads=4, qk_norm='projection'),
     moe=MOE | dict(renormalize=False),
@@ -111,9 +114,18 @@ LAYOUTS = {
   'fsdp4_cp2': ((1, 4, 2), layouts.TRAIN),
   'data_parallel': ((4, 2, 1), layouts.REPLICATED),
 }
-OFTEN = ('qwen3_moe', 'deepseek_v3')
+# The others are of the same modules: one layout each, all with --slow.
+ONCE = {
+  'moonlight': 'fsdp4_cp2',
+  'olmoe': 'data_parallel',
+  'mixtral': 'cp2_ep8',
+}
 CASES = [
-  pytest.param(name, layout, marks=[] if name in OFTEN else [pytest.mark.slow])
+  pytest.param(
+    name,
+    layout,
+    marks=[pytest.mark.slow] if ONCE.get(name, layout) != layout else [],
+  )
   for name in ARCHITECTURES
   for layout in LAYOUTS
 ]
@@ -155,22 +167,43 @@ def test_context_shards_exchange_latents_and_not_keys_or_values():
     assert rows * on_mesh.T * a.num_heads * width not in gathered
 
 
-def _specs(name, shape):
-  shapes, axes = decoder.abstract(ARCHITECTURES[name])
-  mesh = topology.make_mesh(*shape)
+def _specs(config, mesh):
+  shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layouts.TRAIN, mesh=mesh)
-  return trees.flatten_names(specs['params']), mesh
+  return trees.flatten_names(specs['params'])
 
 
-def test_no_matrix_of_latent_attention_is_replicated():
-  specs, _ = _specs('deepseek_v3', (1, 4, 2))
+def test_no_matrix_of_attention_is_replicated():
   both = ('fsdp', 'context')
+  mesh = topology.make_mesh(1, 4, 2)
+  specs = _specs(ARCHITECTURES['deepseek_v3'], mesh)
   layer = 'moe_layers/attention/'
   assert specs[layer + 'query_down'] == P(None, both, None)
   assert specs[layer + 'query_up'] == P(None, both, None, None)
-  assert specs[layer + 'kv_down'] == P(None, both, None)
   assert specs[layer + 'key_up'] == P(None, both, None, None)
   assert specs[layer + 'out'] == P(None, None, None, both)
+  for config in ARCHITECTURES.values():
+    for name, spec in _specs(config, mesh).items():
+      if '/attention/' in name and len(spec) > 2 and 'norm' not in name:
+        is_bias = name.endswith('_bias')
+        assert is_bias or any(spec), name
+
+
+def test_latents_take_the_devices_that_divide_them():
+  config = ARCHITECTURES['moonlight']
+  specs = _specs(config, topology.make_mesh(1, 4, 2))
+  # Six over the two of 'context' and not over all eight.
+  assert specs['moe_layers/attention/key_up'] == P(
+    None, ('context',), None, None
+  )
+  # Thousands of devices, which only a description of a mesh can have here.
+  mesh = jax.sharding.AbstractMesh((2, 512, 2), ('replica', 'fsdp', 'context'))
+  k2 = model_config.ModelConfig.from_dict(kimi_k2.get_config().to_dict())
+  specs = _specs(k2, mesh)
+  layer = 'moe_layers/attention/'
+  assert specs[layer + 'key_up'] == P(None, ('fsdp',), None, None)
+  assert specs[layer + 'query_up'] == P(None, ('fsdp',), None, None)
+  assert specs[layer + 'kv_down'] == P(None, ('fsdp', 'context'), None)
 
 
 def test_a_mesh_axis_goes_to_the_first_dimension_that_wants_it():
@@ -181,11 +214,21 @@ def test_a_mesh_axis_goes_to_the_first_dimension_that_wants_it():
   assert have == P(('fsdp', 'context'), None)
 
 
-def test_dimensions_that_do_not_divide_are_named():
-  config = _config(attention=MLA | dict(kv_lora_dim=6))
-  mesh = topology.make_mesh(1, 4, 2)
-  with pytest.raises(ValueError, match=r'key_up.*kv_lora dimension \(6\)'):
-    placement.variable_shardings(config, layout=layouts.TRAIN, mesh=mesh)
+@pytest.mark.parametrize(
+  'rows,columns,message',
+  [
+    (6, 8, r'batch size \(6\) must divide by .*replica.*\(4\)'),
+    (8, 7, r'sequence size \(7\) must divide by .*context.*\(2\)'),
+  ],
+)
+def test_a_batch_that_does_not_divide_is_refused(rows, columns, message):
+  config = ARCHITECTURES['deepseek_v3']
+  mesh = topology.make_mesh(2, 2, 2)
+  plan = placement.exchange_plan(config, layout=layouts.TRAIN, mesh=mesh)
+  zeros_BT = jax.ShapeDtypeStruct((rows, columns), 'int32')
+  shapes, _ = decoder.abstract(config)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(decoder.Decoder(config, plan).apply, shapes, *[zeros_BT] * 3)
 
 
 def test_variables_of_one_layout_are_the_same_numbers_in_another():

@@ -38,7 +38,7 @@ def test_replicated_layout_shards_no_parameter():
 @pytest.mark.parametrize(
   'shape,axes,message',
   [
-    ((8, 8), ('embed', 'colour'), r"Parameter w .*'colour'.* TRAIN"),
+    ((8, 8), ('embed', 'colour'), r"Parameter w .*'colour'.* hsdp"),
     ((8,), ('embed', 'ffw'), 'their number does not fit'),
     ((6, 8), ('embed', 'ffw'), r'embed dimension \(6\) must divide by '),
     ((5, 5, 3), ('expert', 'embed', 'ffw'), 'its 5 experts do not divide'),

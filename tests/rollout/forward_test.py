@@ -36,6 +36,7 @@ YARN = {
   'mscale_all_dim': 0.7,
   'truncate': True,
 }
+NO_SCALES = {'mscale': None, 'mscale_all_dim': None}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,11 @@ def test_chunks_over_the_cache_equal_the_decoder_without_one(
     moe=moe,
     tie_embeddings=router == 'softmax',
     attention=attention,
-    rope={'theta': 100.0, 'interleaved': attention is LATENT, 'yarn': YARN},
+    rope={
+      'theta': 100.0,
+      'interleaved': attention is LATENT,
+      'yarn': YARN if attention is LATENT else YARN | NO_SCALES,
+    },
   )
   variables = make_variables(config, 0)
   assert ('selection_bias' in variables) == (router == 'sigmoid')

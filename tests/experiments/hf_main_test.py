@@ -1,0 +1,55 @@
+"""The mains of import and export, as a user starts them."""
+
+import filecmp
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.checkpoint import hf_checkpoints
+from tests.hf import tiny
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+QWEN = tiny.MODELS['qwen3_moe']
+
+
+def _run(main, *flags):
+  return subprocess.run(
+    [sys.executable, '-m', f'experiments.{main}', *flags],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+
+
+def test_a_checkpoint_goes_in_and_out(tmp_path):
+  arrays = hf_checkpoints.tensors(QWEN)
+  source = hf_checkpoints.write(tmp_path / 'hf', QWEN, arrays)
+  ours, back = tmp_path / 'ours', tmp_path / 'back'
+  run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
+  assert run.returncode == 0, run.stderr
+  assert f'configs/composer/imported.py:{ours}' in run.stdout
+  assert '[import] ' in run.stdout and '[verify] ' in run.stdout
+  run = _run('export', f'--source={ours}', f'--out={back}')
+  assert run.returncode == 0, run.stderr
+  names = sorted(os.listdir(source))
+  assert sorted(os.listdir(back)) == names
+  assert filecmp.cmpfiles(source, back, names, shallow=False)[0] == names
+
+
+def test_an_error_is_one_line(tmp_path):
+  fields = QWEN | {'model_type': 'gpt9'}
+  hf_checkpoints.write(tmp_path / 'hf', QWEN, hf_checkpoints.tensors(QWEN))
+  (tmp_path / 'hf' / 'config.json').write_text(json.dumps(fields))
+  flags = (f'--source={tmp_path / "hf"}', f'--out={tmp_path / "ours"}')
+  for main, message in (
+    ('hf_import', "config.json: model_type 'gpt9' is not supported"),
+    ('export', 'hf is no import directory and has no finished stage None'),
+  ):
+    run = _run(main, *flags)
+    assert run.returncode == 1
+    assert run.stderr.startswith('error: ')
+    assert message in run.stderr and run.stderr.count('\n') == 1
+  assert os.listdir(tmp_path) == ['hf']

@@ -1,0 +1,118 @@
+"""What stays float32 while a model computes in bfloat16."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from composer_jax.kernels import attention
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder, experts, head, norm, rope
+from tests.models import decoder_test
+
+BF16 = ml_dtypes.bfloat16
+
+
+def normal(seed, *shape):
+  return np.random.default_rng(seed).normal(size=shape).astype(BF16)
+
+
+def test_norm_is_rounded_once():
+  x, scale = normal(0, 7, 96), normal(1, 96)
+  wide, wide_scale = x.astype(np.float64), scale.astype(np.float64)
+  want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * wide_scale
+  have = norm.rms_norm(jnp.asarray(x), jnp.asarray(scale), 1e-6)
+  assert have.dtype == jnp.bfloat16
+  # All but ties and near-ties of the one rounding.
+  assert (np.asarray(have) == want.astype(BF16)).mean() > 0.99
+
+
+def test_rotation_is_rounded_once_at_far_positions():
+  x = normal(2, 1, 5, 2, 8)
+  positions_BT = jnp.array([[0, 1, 1000, 9999, 100_003]])
+  config = model_config.RopeConfig(theta=1e4, interleaved=False, yarn=None)
+  have = rope.rotate(jnp.asarray(x), rope.angles(positions_BT, 8, config))
+  angle = np.asarray(positions_BT)[0, :, None] / 1e4 ** (np.arange(4) / 4)
+  turned = (x[..., :4] + 1j * x[..., 4:].astype(np.float64)) * np.exp(
+    1j * angle
+  )[:, None]
+  want = np.concatenate([turned.real, turned.imag], -1)
+  assert have.dtype == jnp.bfloat16
+  # float32 angles are 0.004 off at 100,003, of the order of a rounding.
+  np.testing.assert_allclose(
+    np.asarray(have, np.float64), want, rtol=2**-8, atol=0.01
+  )
+
+
+@pytest.mark.parametrize('backend', ['reference', 'rows'])
+def test_softmax_sees_float32_scores(backend):
+  # Scores of 256 and 257 are one number in bfloat16.
+  q = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16)
+  k = jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)
+  v = jnp.asarray([[[[1.0]], [[0.0]]]], jnp.bfloat16)
+  mask = jnp.ones((1, 1, 2), bool)
+  share = attention.attend(q, k, v, mask, scale=1.0, backend=backend)
+  np.testing.assert_allclose(float(share[0, 0, 0, 0]), 0.2689, rtol=0.01)
+
+
+@pytest.fixture(scope='module', params=sorted(decoder_test.CONFIGS))
+def config(request):
+  plain = decoder_test.CONFIGS[request.param]
+  return dataclasses.replace(plain, compute_dtype='bfloat16')
+
+
+def test_logits_and_hidden_states_have_their_dtypes(config):
+  shapes, _ = decoder.abstract(config)
+  ints_BT = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+  out = jax.eval_shape(decoder.Decoder(config).apply, shapes, *[ints_BT] * 3)
+  assert out.hidden_BTD.dtype == jnp.bfloat16
+  logits = jax.eval_shape(
+    lambda variables, hidden: head.logits(variables, hidden, config),
+    shapes,
+    out.hidden_BTD,
+  )
+  assert logits.dtype == jnp.float32
+
+
+def test_router_logits_are_float32_products_of_bfloat16_values(config):
+  groups = config.moe.num_groups
+  moe = dataclasses.replace(
+    config.moe, router='softmax', num_active_groups=groups
+  )
+  config = dataclasses.replace(config, moe=moe)
+  x_BTD = normal(3, 1, 64, config.embed_dim)
+  layer = experts.MoE(config)
+  valid_BT = jnp.ones((1, 64), bool)
+  variables = layer.init(jax.random.key(0), jnp.asarray(x_BTD), valid_BT, None)
+  router_DE = normal(4, config.embed_dim, moe.num_experts)
+  params = variables['params'] | {'router': jnp.asarray(router_DE, 'float32')}
+  *_, stats = layer.apply(
+    {'params': params}, jnp.asarray(x_BTD), valid_BT, None
+  )
+  exact_ZE = x_BTD[0].astype(np.float64) @ router_DE.astype(np.float64)
+  z_loss = (np.log(np.exp(exact_ZE).sum(-1)) ** 2).mean()
+  # Logits rounded to bfloat16 are 1e-4 off in this mean.
+  np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
+
+
+def test_discrete_choices_ask_accelerators_for_whole_float32(config):
+  layer = experts.MoE(config)
+  x_BTD = jnp.zeros((1, 4, config.embed_dim), jnp.bfloat16)
+  valid_BT = jnp.ones((1, 4), bool)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, valid_BT, None)
+  lowered = jax.jit(lambda v, x: layer.apply(v, x, valid_BT, None)).lower(
+    shapes, x_BTD
+  )
+  dots = [
+    line
+    for line in lowered.as_text().splitlines()
+    if 'dot_general' in line and re.search(r'f32>, tensor<[^>]*f32>\)', line)
+  ]
+  # The router, the weights of the chosen, and their sum.
+  assert len(dots) == 3
+  for dot in dots:
+    assert 'precision = [HIGHEST, HIGHEST]' in dot, dot
