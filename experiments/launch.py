@@ -6,16 +6,15 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags, logging
 
 from composer_jax.core import files
 from composer_jax.pipeline import controller
+from experiments import start
 
 _TRACEBACK = 'error.txt'
 
-_CONFIG = config_flags.DEFINE_config_file(
-  'config',
+_CONFIG = start.define_config(
   'configs/composer/tiny.py',
   'A config file, with `:argument` where it takes one. Override any field: '
   '--config.rl.steps=20.',
@@ -25,9 +24,6 @@ _WORKDIR = flags.DEFINE_string(
   'runs/tiny',
   'Where the run keeps everything. The same command on the same workdir '
   'resumes; another config needs another workdir.',
-)
-_DEBUG = flags.DEFINE_bool(
-  'debug', False, 'Prints the traceback of an error that has a message.'
 )
 _ROLE = flags.DEFINE_enum(
   'role',
@@ -76,13 +72,11 @@ def main(run: Callable[..., None]) -> None:
   line; --debug shows it at once, and a rollout worker writes it to its log.
   """
 
-  def call(argv):
-    if not _DEBUG.value:
+  def call():
+    if not start.DEBUG.value:
       # Libraries report every file they touch at INFO.
       logging.set_verbosity(logging.WARNING)
-    if len(argv) > 1:
-      raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-    config = _CONFIG.value.to_dict()
+    config = start.config_fields(_CONFIG)
     mesh = config.get('mesh', {})
     devices = 1
     for axis in mesh.values():
@@ -102,7 +96,7 @@ def main(run: Callable[..., None]) -> None:
         (workdir / _TRACEBACK).unlink(missing_ok=True)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
       where = ''
-      if _DEBUG.value or _ROLE.value == 'rollout':
+      if start.DEBUG.value or _ROLE.value == 'rollout':
         traceback.print_exc()
       else:
         where = _keep_traceback(workdir)
@@ -113,4 +107,4 @@ def main(run: Callable[..., None]) -> None:
   if main_spec is None:
     sys.exit('error: start this as `python -m experiments.<name>`.')
   module = main_spec.name
-  app.run(call)
+  start.run(call)

@@ -4,19 +4,18 @@
       --topology=cpu:8 --what=params
 
 Questions: 'params', the place and the bytes of every parameter. Nothing is
-allocated. An error ends the program with one line.
+allocated. What a flag, a config file or a mesh can be wrong in ends the program
+with one line; --debug adds the traceback.
 """
 
 import json
-import sys
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
 
 from composer_jax.plan import topologies
+from experiments import start
 
-_CONFIG = config_flags.DEFINE_config_file(
-  'config',
+_CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
@@ -36,7 +35,7 @@ _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 
 
 def _answer(fields):
-  topologies.prepare(_TOPOLOGY.value)
+  topologies.prepare()
   # After the flags: these imports load jax.
   from composer_jax.plan import case, params
 
@@ -57,13 +56,11 @@ def _answer(fields):
   )
 
 
-def _main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def _main():
   try:
-    tables = _answer(_CONFIG.value.to_dict())
+    tables = _answer(start.config_fields(_CONFIG))
   except ValueError as error:
-    sys.exit(f'error: {error}')
+    start.fail(error)
   if _JSON.value:
     print(json.dumps({_WHAT.value: [table.to_json() for table in tables]}))
   else:
@@ -71,4 +68,4 @@ def _main(argv):
 
 
 if __name__ == '__main__':
-  app.run(_main)
+  start.run(_main)

@@ -11,10 +11,6 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import trees
 from composer_jax.parallel import layouts
 
-# A spec follows from the sizes of a mesh; nothing needs its devices.
-AnyMesh = Mesh | AbstractMesh
-
-
 # Specs need the sizes of axes only, so a mesh may be one that nobody has.
 AnyMesh = Mesh | AbstractMesh
 

@@ -1,9 +1,11 @@
 """What a plan is made of: a model on a mesh in a layout; no array of it."""
 
 import dataclasses
+import math
+import re
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from composer_jax.models import config as model_config
 from composer_jax.parallel import layouts, topology
@@ -18,13 +20,13 @@ class Case:
 
   Attributes:
     model: what is placed.
-    mesh: of the topology's devices.
+    mesh: of the topology, without devices.
     layout: the tables.
     dtype: of the parameters; the selection bias is float32 always.
   """
 
   model: model_config.ModelConfig
-  mesh: Mesh
+  mesh: AbstractMesh
   layout: layouts.Layout
   dtype: str
 
@@ -41,8 +43,8 @@ def make(
 
   Args:
     fields: of a ModelConfig, or of a whole run, whose model is taken.
-    topology_name: prepared by `topologies.prepare`.
-    mesh: 'replica,fsdp,context', or '' for `topologies.default_mesh`.
+    topology_name: one of `topologies.FORMS`.
+    mesh: 'replica,fsdp,context', or '' for the default.
     layout: one of `layouts.BY_NAME`.
     dtype: one of DTYPES.
   """
@@ -52,22 +54,31 @@ def make(
   ):
     if value not in known:
       raise ValueError(f'{name} {value!r} is not one of {known}.')
-  devices = topologies.devices(topology_name)
   return Case(
     model=model_config.ModelConfig.from_dict(fields.get('model', fields)),
-    mesh=topology.make_mesh(*_sizes(mesh, len(devices)), devices=devices),
+    mesh=_mesh(topology_name, mesh),
     layout=layouts.BY_NAME[layout],
     dtype=dtype,
   )
 
 
-def _sizes(mesh: str, num_devices: int) -> tuple[int, ...]:
-  if not mesh:
-    return topologies.default_mesh(num_devices)
-  sizes = mesh.split(',')
-  if len(sizes) != len(topology.AXES) or not all(s.isdecimal() for s in sizes):
+def _mesh(topology_name: str, mesh: str) -> AbstractMesh:
+  count = topologies.num_devices(topology_name)
+  sizes = _sizes(mesh) if mesh else topologies.default_mesh(count)
+  if math.prod(sizes) != count:
     raise ValueError(
-      f'mesh {mesh!r} must be {len(topology.AXES)} numbers, '
+      f'mesh {mesh!r} needs {math.prod(sizes)} devices and topology '
+      f'{topology_name!r} has {count}; they must be equal.'
+    )
+  return AbstractMesh(sizes, topology.AXES)
+
+
+def _sizes(mesh: str) -> tuple[int, ...]:
+  size = '([1-9][0-9]*)'
+  match = re.fullmatch(','.join([size] * len(topology.AXES)), mesh)
+  if match is None:
+    raise ValueError(
+      f'mesh {mesh!r} must be {len(topology.AXES)} numbers of at least 1, '
       f'{",".join(topology.AXES)}, e.g. 2,2,2.'
     )
-  return tuple(int(size) for size in sizes)
+  return tuple(int(size) for size in match.groups())

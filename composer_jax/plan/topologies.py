@@ -1,15 +1,13 @@
-"""Machines that a plan is made for, by name: 'cpu:8' is 8 emulated devices.
+"""Machines that a plan is made for, by name: 'cpu:8' is 8 devices.
 
-Imports jax only when asked for devices: `prepare` has to come first.
+None of them need exist: a plan takes the shape of a mesh, not its devices.
+Never imports jax, which has to come after `prepare`.
 """
 
 import os
 import re
-from typing import Any
 
 FORMS = ('cpu:N',)
-
-_COUNT_FLAG = '--xla_force_host_platform_device_count'
 
 
 def num_devices(topology: str) -> int:
@@ -18,35 +16,18 @@ def num_devices(topology: str) -> int:
   Raises:
     ValueError: lists the names that exist.
   """
-  match = re.fullmatch(r'cpu:([1-9]\d*)', topology)
+  match = re.fullmatch(r'cpu:([1-9][0-9]*)', topology)
   if match is None:
     raise ValueError(
       f'topology {topology!r} is not known; there are {", ".join(FORMS)}, '
-      'with N >= 1 emulated devices.'
+      'with N >= 1 devices.'
     )
   return int(match.group(1))
 
 
-def prepare(topology: str) -> None:
-  """Sets what XLA reads from the environment; call before jax is imported."""
-  count = num_devices(topology)
-  flags = os.environ.get('XLA_FLAGS', '').split()
-  others = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
-  os.environ['XLA_FLAGS'] = ' '.join([*others, f'{_COUNT_FLAG}={count}'])
+def prepare() -> None:
+  """Keeps jax, which is not imported yet, from taking an accelerator."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
-
-
-def devices(topology: str) -> list[Any]:
-  """Returns the jax devices of a prepared topology."""
-  import jax
-
-  count, found = num_devices(topology), jax.devices('cpu')
-  if len(found) < count:
-    raise ValueError(
-      f'topology {topology!r} needs {count} devices and jax started with '
-      f'{len(found)}; call `prepare` before jax is imported.'
-    )
-  return found[:count]
 
 
 def default_mesh(count: int) -> tuple[int, int, int]:

@@ -12,7 +12,10 @@ import ml_collections
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the fields of ModelConfig; it takes no `arg`."""
   if arg:
-    raise ValueError(f'configs of this family take no argument: {arg!r}.')
+    raise ValueError(
+      'configs/models/deepseek_v3.py and kimi_k2.py take no argument, '
+      f'not {arg!r}.'
+    )
   c = ml_collections.ConfigDict()
   c.vocab_size = 129280
   c.embed_dim = 7168

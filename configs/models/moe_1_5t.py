@@ -13,9 +13,10 @@ and kernels are shared with the model that this project starts from.
 
 512 experts, because meshes are powers of two: one a device on 512 devices, two
 on 256, 64 on the 8 of a node. K2's 384 do not divide over 512 devices, where
-they lie 128 wide and every layer gathers the rest. Beyond 512 the rest falls on
-D = 8192 or F = 2048, also powers of two, so any such mesh up to 2^20 fits; the
-8192 also divide the dense weights, and 163,840 rows a vocabulary over 2^15.
+they lie 128 wide and every layer gathers the rest. What of a mesh the experts
+leave falls on D = 8192 = 2^13, over which dense weights lie too: every mesh of
+powers of two up to 8,192 devices fits, and larger ones whose axes split into
+products of at most 512 and 8192, with fsdp x context at most 8192.
 
 8 active, as in both parents: sparsity 64. At equal loss K2 reports 1.69x,
 1.39x and 1.15x fewer FLOPs for sparsity 48 than for 8, 16 and 32: still

@@ -43,6 +43,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     num_active_groups=1,
     renormalize=False,
     routed_scale=1.0,
+    # As published, for another loss: transformers means over layers and sums
+    # over a token's choices, we sum over layers and mean over choices. Where
+    # layers are loaded alike, ours is num_layers / num_active = 2 times theirs.
     aux_loss_weight=0.01,
     z_loss_weight=0.001,  # the paper's; config.json has none
   )

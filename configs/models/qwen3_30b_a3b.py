@@ -14,7 +14,9 @@ import ml_collections
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
   """Returns the fields of ModelConfig; it takes no `arg`."""
   if arg:
-    raise ValueError(f'configs/models/qwen3_*.py take no argument: {arg!r}.')
+    raise ValueError(
+      f'configs/models/qwen3_*.py take no argument, not {arg!r}.'
+    )
   c = ml_collections.ConfigDict()
   c.vocab_size = 151936
   c.embed_dim = 2048
@@ -45,6 +47,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     num_active_groups=1,
     renormalize=True,
     routed_scale=1.0,
+    # As published, for another loss: transformers means over layers and sums
+    # over a token's choices, we sum over layers and mean over choices. Where
+    # layers are loaded alike, ours is num_layers / num_active = 6 times theirs.
     aux_loss_weight=0.001,
     z_loss_weight=0.0,
   )

@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Callable
 
 # name = shape operation(operands), attributes
 _INSTRUCTION = re.compile(
   r'^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$'
 )
 _Instruction = tuple[str, ...]
+_Dot = tuple[list[int], list[int], list[int]]
 
 
 def _computations(text: str) -> dict[str, list[_Instruction]]:
@@ -26,20 +28,31 @@ def _dims(shape: str) -> list[int]:
   return [int(n) for n in inner.split(',') if n]
 
 
-def _dot(shape: str, rest: str, lhs_dims: dict[str, list[int]]) -> float:
-  lhs = re.match(r'%?([\w.-]+)', rest).group(1)
+def _dot(shape: str, rest: str, known: dict[str, list[int]]) -> _Dot:
+  lhs, rhs = re.match(r'%?([\w.-]+), %?([\w.-]+)', rest).groups()
+  return known[lhs], known[rhs], _dims(shape)
+
+
+def _operations(dot: _Dot, rest: str) -> float:
+  lhs, _, out = dot
   contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', rest).group(1)
-  sizes = [lhs_dims[lhs][int(n)] for n in contracted.split(',') if n]
-  return 2.0 * math.prod(_dims(shape)) * math.prod(sizes)
+  sizes = [lhs[int(n)] for n in contracted.split(',') if n]
+  return 2.0 * math.prod(out) * math.prod(sizes)
 
 
-def count(text: str, dynamic_trips: float) -> float:
+def count(
+  text: str,
+  dynamic_trips: float,
+  *,
+  of: Callable[..., bool] = lambda lhs, rhs, out: True,
+) -> float:
   """Returns the operations of the program, two per multiply and add.
 
   Args:
     text: unoptimised HLO.
     dynamic_trips: of loops whose end the data decide; others count to a
       constant, which is read from their condition.
+    of: which products count, by the dimensions of both sides and the result.
   """
   computations = _computations(text)
 
@@ -49,7 +62,8 @@ def count(text: str, dynamic_trips: float) -> float:
       if not shape.startswith('('):
         dims[instruction] = _dims(shape)
       if operation == 'dot':
-        total += _dot(shape, rest, dims)
+        dot = _dot(shape, rest, dims)
+        total += _operations(dot, rest) if of(*dot) else 0.0
       elif operation == 'while':
         names = re.search(r'condition=%?([\w.-]+), body=%?([\w.-]+)', rest)
         total += trips(names.group(1)) * walk(names.group(2))

@@ -32,20 +32,18 @@ def test_norm_is_rounded_once():
 
 
 def test_rotation_is_rounded_once_at_far_positions():
-  x = normal(2, 1, 5, 2, 8)
-  positions_BT = jnp.array([[0, 1, 1000, 9999, 100_003]])
+  x = normal(2, 1, 5, 8, 8)
+  positions_BT = jnp.array([[0, 1, 77, 1000, 9999]])
   config = model_config.RopeConfig(theta=1e4, interleaved=False, yarn=None)
   have = rope.rotate(jnp.asarray(x), rope.angles(positions_BT, 8, config))
   angle = np.asarray(positions_BT)[0, :, None] / 1e4 ** (np.arange(4) / 4)
-  turned = (x[..., :4] + 1j * x[..., 4:].astype(np.float64)) * np.exp(
-    1j * angle
-  )[:, None]
+  turned = (
+    x[..., :4].astype(np.float64) + 1j * x[..., 4:].astype(np.float64)
+  ) * np.exp(1j * angle)[:, None]
   want = np.concatenate([turned.real, turned.imag], -1)
   assert have.dtype == jnp.bfloat16
-  # float32 angles are 0.004 off at 100,003, of the order of a rounding.
-  np.testing.assert_allclose(
-    np.asarray(have, np.float64), want, rtol=2**-8, atol=0.01
-  )
+  # A float32 angle of 9,999 is 5e-4 off, an eighth of a rounding.
+  assert (np.asarray(have) == want.astype(BF16)).mean() > 0.95
 
 
 @pytest.mark.parametrize('backend', ['reference', 'rows'])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
@@ -57,7 +58,10 @@ def test_bytes_are_those_of_arrays(mesh, layout):
     lambda s, place: jax.device_put(np.zeros(s.shape, s.dtype), place),
     shapes,
     shardings.shardings(
-      shapes, logical, layout=subject.layout, mesh=subject.mesh
+      shapes,
+      logical,
+      layout=subject.layout,
+      mesh=topology.make_mesh(*subject.mesh.axis_sizes),
     ),
   )
   held = {p.name: p.bytes_per_device for p in params.parameters(subject)}
@@ -96,6 +100,8 @@ def test_kimi_k2_on_eight_devices_equals_literals():
   assert bias.bytes_per_device == 60 * 384 * 4
   each, totals = params.tables(case('kimi_k2'))
   assert len(each.rows) == len(found) == 33
+  # As --layout calls it.
+  assert each.title.endswith('layout hsdp, float32')
   assert totals.rows[-1] == ('total', 1_026_408_209_408, 519_068_217_344)
 
 
@@ -164,12 +170,49 @@ def test_moe_1_5t_takes_the_memory_its_docstring_says(sizes, experts, others):
   assert others.format(held['others'] / 1e9) in text
 
 
-def test_moe_1_5t_divides_over_every_wide_mesh():
-  for sizes in ((8, 4, 2), (64, 8, 4), (64, 32, 2), (128, 16, 8)):
-    for parameter in params.parameters(on_abstract_mesh('moe_1_5t', *sizes)):
-      if parameter.part == 'routed_experts':
-        whole = 4 * math.prod(parameter.shape)
-        assert parameter.bytes_per_device * math.prod(sizes) == whole
+def powers_of_two(most):
+  """All meshes of at most 2^most devices."""
+  exponents = itertools.product(range(most + 1), repeat=3)
+  return [tuple(2**n for n in each) for each in exponents if sum(each) <= most]
+
+
+@pytest.mark.parametrize(
+  'name, narrow, wide',
+  [
+    ('moe_1_5t', 2**13, [*powers_of_two(13), (512, 1024, 8), (2, 4096, 2)]),
+    # D = 7168 = 7 x 2^10, and the experts' F = 2^11.
+    ('kimi_k2', 2**10, powers_of_two(11)),
+    ('deepseek_v3', 2**10, powers_of_two(11)),
+  ],
+)
+def test_every_parameter_divides_over_wide_meshes(name, narrow, wide):
+  shapes, logical = decoder.abstract(on_abstract_mesh(name, 1, 1, 1).model)
+  shapes = trees.flatten_names(shapes)
+  logical = trees.flatten_names(logical)
+  for sizes in wide:
+    if sizes[1] * sizes[2] > narrow:
+      continue
+    mesh = jax.sharding.AbstractMesh(sizes, topology.AXES)
+    for path, leaf in shapes.items():
+      axes = tuple(logical[path])
+      spec = shardings.spec(
+        path, leaf.shape, axes, layout=layouts.TRAIN, mesh=mesh
+      )
+      shard = jax.sharding.NamedSharding(mesh, spec).shard_shape(leaf.shape)
+      # Experts lie over all devices, what has the residual stream's width over
+      # a replica; the rest is small.
+      shards = math.prod(leaf.shape) // math.prod(shard)
+      if 'expert' in axes:
+        assert shards == math.prod(sizes), (path, sizes)
+      elif 'embed' in axes:
+        assert shards == sizes[1] * sizes[2], (path, sizes)
+
+
+def test_a_mesh_wider_than_the_embedding_is_refused_by_name():
+  with pytest.raises(ValueError, match=r'params/embedding.*\(7168\).*\(2048\)'):
+    params.parameters(on_abstract_mesh('kimi_k2', 1, 2048, 1))
+  with pytest.raises(ValueError, match=r'moe/gate_up: its 512 experts'):
+    params.parameters(on_abstract_mesh('moe_1_5t', 2**14, 1, 1))
 
 
 def test_an_axis_that_no_layout_maps_is_named():
@@ -203,25 +246,17 @@ def test_a_parameter_of_no_part_is_named():
     ({'dtype': 'float16'}, r"dtype 'float16' .*'bfloat16'"),
     ({'mesh': '2,2'}, r"mesh '2,2' .*replica,fsdp,context"),
     ({'mesh': '2,x,2'}, r"mesh '2,x,2'"),
-    ({'mesh': '0,8,1'}, r'replica=0'),
-    ({'mesh': '2,2,1'}, r'needs 4 devices and there are 8'),
+    ({'mesh': '2,1\u0662,2'}, r'numbers of at least 1'),
+    ({'mesh': '0,8,1'}, r"mesh '0,8,1' .*at least 1"),
+    ({'mesh': '2,2,1'}, r"mesh '2,2,1' needs 4 devices .*'cpu:8' has 8"),
     ({'topology_name': 'v5p:8x8x8'}, r"topology 'v5p:8x8x8' .*cpu:N"),
     ({'topology_name': 'cpu:0'}, r"topology 'cpu:0'"),
-    ({'topology_name': 'cpu:4096'}, r'needs 4096 devices .* with 8'),
+    ({'topology_name': 'cpu:1\u0668'}, r'not known'),
   ],
 )
 def test_impossible_request_is_named(options, told):
   with pytest.raises(ValueError, match=told):
     case(**options)
-
-
-def test_preparing_replaces_only_the_count(monkeypatch):
-  count = '--xla_force_host_platform_device_count'
-  monkeypatch.setenv('JAX_PLATFORMS', 'tpu')
-  monkeypatch.setenv('XLA_FLAGS', f'--first {count}=4 --last')
-  topologies.prepare('cpu:16')
-  assert os.environ['XLA_FLAGS'] == f'--first --last {count}=16'
-  assert os.environ['JAX_PLATFORMS'] == 'cpu'
 
 
 @pytest.mark.parametrize('count', [1, 2, 3, 4, 8, 12, 512])
@@ -249,16 +284,17 @@ def test_table_aligns_words_left_and_numbers_right():
   ]
 
 
-def command(*arguments):
+def command(*arguments, main='plan'):
   # As a user starts it, not as the tests were: without eight devices.
   unset = ('XLA_FLAGS', 'JAX_PLATFORMS')
   env = {k: v for k, v in os.environ.items() if k not in unset}
   done = subprocess.run(
-    [sys.executable, '-m', 'experiments.plan', *arguments],
+    [sys.executable, '-m', f'experiments.{main}', *arguments],
     capture_output=True,
     text=True,
     check=False,
     env=env,
+    timeout=120,
   )
   return done.returncode, done.stdout, done.stderr.strip().splitlines()
 
@@ -285,11 +321,52 @@ def test_command_takes_configs_of_runs_and_prints_json():
   assert json.loads(text) == json.loads(json.dumps({'params': expected}))
 
 
+def test_command_needs_no_devices_for_a_mesh_of_any_size():
+  # Emulated devices of that number do not start within the command's limit.
+  code, text, _ = command(
+    '--config=configs/models/moe_1_5t.py',
+    f'--topology=cpu:{2**22}',
+    '--mesh=512,1024,8',
+    '--json',
+  )
+  assert code == 0
+  _, totals = json.loads(text)['params']
+  (held,) = (r for r in totals['rows'] if r['part'] == 'routed_experts')
+  assert held['bytes_per_device'] * 2**22 == 4 * held['parameters']
+
+
+MODEL = 'configs/models/'
+
+
 @pytest.mark.parametrize(
   'arguments, told',
   [
-    (['--topology=cpu:3'], r'embed dimension'),
-    (['--what=weather'], r"'weather' is not one of ['params'"),
+    (['--topology=cpu:3'], 'embed dimension'),
+    (['--what=weather'], "'weather' is not one of ['params'"),
+    (['--config.num_layers=0'], 'num_layers must be an integer of at least 1'),
+    ([f'--config={MODEL}none.py'], f"No such file or directory: '{MODEL}none"),
+    (
+      ['--config='],
+      '--config cannot be loaded: Path to config file is an empt',
+    ),
+    (['--config=LICENSE'], 'with a function get_config: unexpected indent'),
+    (['--config=configs/__init__.py'], "has no attribute 'get_config'"),
+    (
+      [f'--config={MODEL}kimi_k2.py:foo'],
+      f"{MODEL}deepseek_v3.py and kimi_k2.py take no argument, not 'foo'.",
+    ),
+    (
+      ['--config.attention.kv_heads=3'],
+      '--config has no such field: \'kv_heads\' Did you mean "num_kv_heads"',
+    ),
+    (
+      [f'--config={MODEL}none.py', '--config.attention.num_heads=3'],
+      'No such file',
+    ),
+    (['--config.rope.yarn.factor=2'], 'Override rope.yarn.factor can not'),
+    (['--config.embed_dim=many'], "'many'"),
+    (['--confg=x'], "Unknown command line flag 'confg'"),
+    (['weather'], "Unknown arguments ['weather']"),
   ],
 )
 def test_command_fails_with_one_line(arguments, told):
@@ -297,3 +374,32 @@ def test_command_fails_with_one_line(arguments, told):
   assert (code, text) == (1, '')
   assert len(lines) == 1
   assert lines[0].startswith('error: ') and told in lines[0]
+  # Nor one that was folded into the line.
+  assert 'Traceback' not in lines[0]
+
+
+@pytest.mark.parametrize(
+  'main, arguments, told',
+  [
+    ('composer', ['--config.rl.stepz=3'], "no such field: 'stepz'"),
+    ('composer', ['--config=configs/none.py'], 'No such file'),
+    ('composer', ['--config=configs/composer/tiny.py:hug'], "not 'hug'"),
+    ('export', [], 'Flag --source must have a value'),
+  ],
+)
+def test_other_commands_fail_with_one_line(main, arguments, told):
+  code, text, lines = command(*arguments, main=main)
+  assert (code, text, len(lines)) == (1, '', 1)
+  assert lines[0].startswith('error: ') and told in lines[0]
+
+
+def test_debug_shows_where_an_error_is_from():
+  _, _, lines = command('--debug', '--config.attention.kv_heads=3')
+  assert lines[0].startswith('Traceback') and len(lines) > 9
+  assert lines[-1].startswith('error: --config has no such field')
+
+
+def test_help_lists_the_flags_of_every_main():
+  for main in ('plan', 'composer'):
+    _, text, _ = command('--help', main=main)
+    assert '--config:' in text and '--[no]debug:' in text

@@ -1,0 +1,102 @@
+"""What every main starts with: flags, and errors that are one line.
+
+absl and ml_collections end a wrong flag or config with a traceback, or with one
+inside the message, and partly before a main begins: a default config is loaded
+and overridden where its flag is defined. Everything that they raise then comes
+out here as one line.
+"""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from absl import app, flags
+from ml_collections import config_flags
+
+DEBUG = flags.DEFINE_bool(
+  'debug', False, 'Prints the traceback of an error that has a message.'
+)
+
+# What a wrong flag raises, and what a file does that is no config.
+_ERRORS = (
+  *(flags.Error, ValueError, TypeError, AttributeError, LookupError, OSError),
+  *(SyntaxError, ImportError, NameError),
+)
+
+
+def define_config(default: str, text: str) -> flags.FlagHolder:
+  """Defines --config, a config file that --config.FIELD=VALUE overrides."""
+  try:
+    return config_flags.DEFINE_config_file('config', default, text)
+  except _ERRORS as error:
+    _refuse(error)
+
+
+def config_fields(config: flags.FlagHolder) -> dict[str, Any]:
+  """Returns what --config holds; a file that is not there is found out here."""
+  try:
+    return config.value.to_dict()
+  except _ERRORS as error:
+    _refuse(error)
+
+
+def run(main: Callable[[], None]) -> None:
+  """Runs `main` under absl."""
+  # Of a program's flags, --help lists those of the file that was started.
+  for module, found in flags.FLAGS.flags_by_module_dict().items():
+    if module.startswith('experiments.'):
+      for flag in found:
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+  app.run(lambda _: main(), flags_parser=_parse)
+
+
+def fail(error: BaseException) -> NoReturn:
+  """Ends the program with the error's message, and its traceback on demand."""
+  if '--debug' in sys.argv:  # Not the flag: it may not be parsed yet.
+    traceback.print_exception(error)
+  sys.exit(f'error: {error}')
+
+
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    rest = flags.FLAGS(argv)
+  except _ERRORS as error:
+    _refuse(error)
+  if len(rest) > 1:
+    _refuse(
+      flags.Error(f'Unknown arguments {rest[1:]}; flags are --NAME=VALUE')
+    )
+  return rest
+
+
+def _refuse(error: Exception) -> NoReturn:
+  refused = ValueError(
+    f'{_describe(error)} (--help lists the flags, --debug shows the traceback)'
+  )
+  refused.__cause__ = error
+  fail(refused)
+
+
+def _describe(error: Exception) -> str:
+  """Returns the message without the tracebacks and the lines within."""
+  cause = error.args[0] if error.args else None
+  if isinstance(error, KeyError) or isinstance(cause, KeyError):
+    # The text of a KeyError is its message in quotes.
+    said = cause.args[0] if isinstance(cause, KeyError) else cause
+    text = f'--config has no such field: {said}'
+  elif isinstance(error, OSError):
+    # The last line says what failed, those before it what was tried.
+    last = str(error).splitlines()[-1].rpartition('failure to load: ')[2]
+    text = f'--config cannot be loaded: {last}'
+  elif isinstance(error, flags.Error | ValueError):
+    # Up to the last error of a traceback.
+    text = re.sub(
+      r'(?s)Error whilst parsing config file:.*\n[\w.]*(Error|Exception): ',
+      '',
+      str(error),
+    )
+  else:
+    text = f'--config must be a Python file with a function get_config: {error}'
+  return ' '.join(text.split())
