@@ -237,7 +237,8 @@ case "$command" in
   *)
     if [[ ! -f "experiments/$command.py" ]]; then
       known=$(cd experiments && ls ./*.py 2>/dev/null |
-        sed 's|^\./||; s|\.py$||; /^__/d; /^launch$/d; /^files_main$/d' | tr '\n' ' ' || true)
+        sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$)/d' |
+        tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
 and the commands test, lint, install and help."
     fi

@@ -5,9 +5,9 @@
 Then import it as one that was downloaded: see experiments/hf_import.py.
 """
 
-import sys
+from absl import flags
 
-from absl import app, flags, logging
+from experiments import files_main
 
 _OUT = flags.DEFINE_string('out', 'runs/hf_tiny', 'A folder; must not exist.')
 _FAMILY = flags.DEFINE_enum(
@@ -16,20 +16,12 @@ _FAMILY = flags.DEFINE_enum(
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the weights.')
 
 
-def _main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  # Libraries report every file they touch at INFO.
-  logging.set_verbosity(logging.WARNING)
-  # After the flags: this import loads jax.
+def run() -> None:
   from composer_jax.checkpoint import hf_tiny
 
-  try:
-    hf_tiny.write(_OUT.value, _FAMILY.value, _SEED.value)
-  except (ValueError, OSError) as error:
-    sys.exit(f'error: {error}')
+  hf_tiny.write(_OUT.value, _FAMILY.value, _SEED.value)
   print(f'A tiny {_FAMILY.value} checkpoint: {_OUT.value}')
 
 
 if __name__ == '__main__':
-  app.run(_main)
+  files_main.main(run)

@@ -13,7 +13,6 @@ less than handing rows between threads.
 
 import bisect
 import hashlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,8 @@ from composer_jax.text import fim
 # A document, or (document, mask of the tokens to learn).
 Document = np.ndarray | tuple[np.ndarray, np.ndarray]
 _ORDER, _FIM = 0, 1
+# Rows of a stream without end: grain computes with their number as a float.
+_ENDLESS = 2**52
 
 
 class _Rows:
@@ -56,7 +57,7 @@ class _Rows:
     # First row of each epoch planned so far, and the plan of one of them.
     self._firsts = [0]
     self._epoch, self._plan = -1, []
-    self._len = sys.maxsize - sys.maxsize % multiple
+    self._len = _ENDLESS - _ENDLESS % multiple
     if num_epochs is not None:
       for epoch in range(num_epochs):
         self._plan_epoch(epoch)

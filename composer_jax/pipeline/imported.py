@@ -13,12 +13,15 @@ from typing import Any
 from composer_jax.checkpoint import hf_import
 from composer_jax.core import dotted, files
 from composer_jax.models import config as model_config
+from composer_jax.pipeline import conversations
 from composer_jax.text import chat_template, hf_tokenizer
 
 # What a run may choose: none of it is in the weights.
 FREE = (
   *('compute_dtype', 'remat', 'moe.aux_loss_weight', 'moe.z_loss_weight'),
 )
+_TOKENIZER = 'tokenizer.json'  # of a workdir
+_NUM_TOLD = 4  # differences, of which a model of another kind has dozens
 
 
 def model_of(folder: str | os.PathLike) -> dict[str, Any]:
@@ -61,41 +64,51 @@ def check_model(
     if key not in FREE and there.get(key, missing) != wanted.get(key, missing)
   ]
   if differing:
+    more = len(differing) - _NUM_TOLD
     raise ValueError(
-      f'The model in {folder} is not that of this run: {"; ".join(differing)}. '
-      f'Only {", ".join(FREE)} may differ; '
-      f'--config=configs/composer/imported.py:{folder} takes the rest from '
-      'there.'
+      f'The model in {folder} is not that of this run: '
+      f'--config=configs/composer/imported.py:{folder} takes it from there. '
+      f'Only {", ".join(FREE)} may differ; {"; ".join(differing[:_NUM_TOLD])}'
+      f'{f"; and {more} more" if more > 0 else ""}.'
     )
 
 
-def identity(folder: str | os.PathLike) -> str:
-  """SHA-256 of all that a run depends on: model, weights, texts.
+def take(
+  folder: str | os.PathLike,
+  workdir: pathlib.Path,
+  vocab_size: int,
+  *,
+  talks: str,
+  seq_len: int,
+) -> None:
+  """Keeps in a workdir what a run needs of the import beside the weights.
 
-  Of the weights it reads the hashes that lie beside them.
+  All that a user may have to mend in the import is found out here.
+
+  Args:
+    folder: the import.
+    workdir: of the run.
+    vocab_size: rows of the embedding.
+    talks: file of conversations to learn; '' for none.
+    seq_len: of SFT's rows.
+
+  Raises:
+    ValueError: the tokenizer or the conversations cannot be used; nothing has
+      been written.
   """
-  folder = pathlib.Path(folder)
-  paths = [folder / hf_import.MODEL]
-  paths += [folder / hf_tokenizer.SOURCE, folder / hf_tokenizer.CONFIG]
-  paths += [folder / chat_template.FILE]
-  paths += sorted(
-    path
-    for path in folder.glob(f'{hf_import.WEIGHTS}/*/hashes/**/*')
-    if path.is_file()
-  )
-  found = {
-    str(path.relative_to(folder)): files.sha256(path.read_bytes())
-    for path in paths
-    if path.exists()
-  }
-  return files.sha256(json.dumps(found, sort_keys=True).encode())
+  made = hf_tokenizer.Tokenizer.from_folder(folder, vocab_size)
+  if talks:
+    template = chat_template.load(folder)
+    found = conversations.documents(talks, template, made, seq_len)
+    conversations.save(workdir / conversations.FILE, found)
+  made.save(workdir / _TOKENIZER)
 
 
 def tokenizer(
   folder: str | os.PathLike, workdir: pathlib.Path, vocab_size: int
 ) -> hf_tokenizer.Tokenizer:
   """The import's tokenizer, also saved where a rollout worker finds it."""
-  path = workdir / 'tokenizer.json'
+  path = workdir / _TOKENIZER
   if not path.exists():
     hf_tokenizer.Tokenizer.from_folder(folder, vocab_size).save(path)
   return hf_tokenizer.Tokenizer.load(path)

@@ -14,12 +14,13 @@ from typing import Any
 import jax
 
 from composer_jax.agent import episode
+from composer_jax.checkpoint import hf_identity
 from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import tokens as corpus_tokens
 from composer_jax.parallel import layouts, topology
-from composer_jax.pipeline import imported, sections
+from composer_jax.pipeline import conversations, imported, sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
@@ -278,15 +279,23 @@ def open_run(
 
   Raises:
     ValueError: the workdir belongs to another config; names what differs. Or
-      another process runs in it. Or the model is not the one to import.
+      another process runs in it. Or something of an import cannot be used,
+      which does not bind the workdir to it.
     OSError: the workdir cannot be made.
   """
   if spec.initial:
     imported.check_model(spec.initial, spec.model)
-  if path := spec.demonstrations.conversations:
-    pathlib.Path(path).open().close()  # Told now rather than after cpt.
+  claimed = _claimed(spec)
   with _ended_by_sigterm(), files.alone(workdir):
-    _claim(spec, workdir)
+    if spec.initial and not (workdir / workdirs.CONFIG).exists():
+      imported.take(
+        spec.initial,
+        workdir,
+        spec.model.vocab_size,
+        talks=spec.demonstrations.conversations,
+        seq_len=spec.sft.seq_len,
+      )
+    _claim(claimed, workdir)
     files.sweep(workdir)
     spec = settle_sandbox(spec, workdir)
     files.write_json(
@@ -316,13 +325,24 @@ def open_run(
       write_report(workdir, writer)
 
 
-def _claim(spec: specs.Spec, workdir: pathlib.Path) -> None:
-  """Binds the workdir to this spec, and to the content of what it imports."""
-  config = dataclasses.asdict(spec)
-  config['imported'] = imported.identity(spec.initial) if spec.initial else ''
+def _claimed(spec: specs.Spec) -> dict[str, Any]:
+  """Returns what a workdir is bound to: spec, and content of what it names."""
+  talks = spec.demonstrations.conversations
+  return dataclasses.asdict(spec) | {
+    'imported': hf_identity.of(spec.initial) if spec.initial else '',
+    'conversations': conversations.identity(talks) if talks else '',
+  }
+
+
+def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # A folder may be moved; what it holds may not change.
   ignored = ('telemetry', 'rl.placement', 'initial')
   workdirs.claim(workdir, config, ignored=ignored)
+  path = workdir / workdirs.CONFIG
+  there = files.read_json(path)
+  if there['initial'] != config['initial']:
+    # Exports read the import, too.
+    files.write_json(path, there | {'initial': config['initial']})
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.tasks import list_functions, runners
 from composer_jax.telemetry import progress
-from composer_jax.text import chat, chat_template, fim, hf_tokenizer
+from composer_jax.text import chat, fim, hf_tokenizer
 from composer_jax.train import export, loop, policy_values
 from composer_jax.train import placement as placements
 
@@ -37,15 +37,8 @@ def pretrain(job: jobs.Job) -> None:
   if export.finished_step(job.workdir, 'cpt') is not None:
     return
   with job.times.stage('cpt'):
-    stage, data = job.spec.cpt, job.spec.data
-    stream = streams.lm_stream(
-      job.documents[corpora.TRAIN],
-      batch_size=stage.batch_size,
-      seq_len=stage.seq_len,
-      seed=job.spec.seed,
-      fim_rate=data.fim_rate,
-      fim_marks=fim.marks_of(job.tokenizer),
-    )
+    stage = job.spec.cpt
+    stream = pretraining_stream(job)
     heldout = streams.lm_stream(
       job.documents[corpora.HELDOUT],
       batch_size=stage.batch_size,
@@ -55,6 +48,18 @@ def pretrain(job: jobs.Job) -> None:
     )
     initial = _imported_variables(job) if job.spec.initial else None
     _train(job, 'cpt', stage, stream, heldout, initial)
+
+
+def pretraining_stream(job: jobs.Job) -> streams.LMStream:
+  """The corpus, partly rearranged with the marks of the run's tokenizer."""
+  return streams.lm_stream(
+    job.documents[corpora.TRAIN],
+    batch_size=job.spec.cpt.batch_size,
+    seq_len=job.spec.cpt.seq_len,
+    seed=job.spec.seed,
+    fim_rate=job.spec.data.fim_rate,
+    fim_marks=fim.marks_of(job.tokenizer),
+  )
 
 
 def finetune(job: jobs.Job) -> None:
@@ -95,15 +100,10 @@ def sft_documents(job: jobs.Job) -> tuple[list, list]:
 
 
 def _conversations(job: jobs.Job) -> list[tuple[np.ndarray, np.ndarray]]:
-  path, tokenizer = job.spec.demonstrations.conversations, job.tokenizer
+  path = job.spec.demonstrations.conversations
   if not path:
     return []
-  # Spec refuses them where the tokenizer would be our own.
-  assert isinstance(tokenizer, hf_tokenizer.Tokenizer)
-  template = chat_template.load(job.spec.initial)
-  found = conversations.documents(
-    path, template, tokenizer, job.spec.sft.seq_len
-  )
+  found = conversations.load(job.workdir / conversations.FILE)
   jobs.tell('sft')(f'{len(found)} conversations of {path}')
   return found
 

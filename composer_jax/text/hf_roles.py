@@ -31,6 +31,7 @@ _NAMES = {
   'FIM_MIDDLE': ('<|fim_middle|>', '<｜fim▁end｜>', '<fim_middle>'),
   'FIM_SUFFIX': ('<|fim_suffix|>', '<｜fim▁hole｜>', '<fim_suffix>'),
 }
+NAMES = ('PAD', 'BOS', *_NAMES)
 # Special tokens that a vocabulary keeps for uses like ours.
 _RESERVED = re.compile('reserved|place.?holder|unused', re.IGNORECASE)
 
@@ -63,9 +64,19 @@ def assign(
     role: next((added[n] for n in names if n in added), None)
     for role, names in _NAMES.items()
   }
-  if roles['EOD'] is None:
-    roles['EOD'] = added.get(special_tokens(config).get('eos_token', ''))
-  reserved = [i for text, i in added.items() if _RESERVED.search(text)]
+  named = {
+    key: added[text]
+    for key, text in special_tokens(config).items()
+    if text in added
+  }
+  # A token of another role ends turns, and is not also the end of documents.
+  if roles['EOD'] is None and named.get('eos_token') not in roles.values():
+    roles['EOD'] = named.get('eos_token')
+  reserved = [
+    i
+    for text, i in added.items()
+    if _RESERVED.search(text) and i not in named.values()
+  ]
   free = [i for i in range(vocab_size) if i not in taken] + sorted(reserved)
   lacking = [role for role, i in roles.items() if i is None]
   if len(lacking) > len(free):
@@ -79,9 +90,11 @@ def assign(
       'those of Qwen3 and DeepSeek-V3 are.'
     )
   roles |= dict(zip(lacking, free, strict=False))
+  others = {i for role, i in roles.items() if role != 'EOD'}
   for role, key in (('BOS', 'bos_token'), ('PAD', 'pad_token')):
+    i = named.get(key, roles['EOD'])
     # Such vocabularies begin documents after the end of the one before.
-    roles[role] = added.get(special_tokens(config).get(key, ''), roles['EOD'])
+    roles[role] = roles['EOD'] if i in others else i
   return {role: int(i) for role, i in roles.items() if i is not None}
 
 

@@ -5,12 +5,12 @@ never yields the id of a role or of another special token. So it differs from
 what transformers does with the same file in three ways: spellings of special
 tokens are encoded as the ordinary tokens they are; Unicode is not normalised
 (text that is in the file's normal form already gives the same ids); and no
-space is put before the first word. `encode_markup` is transformers' encoding.
+space is put before the first word. `encode_markup` is transformers' encoding,
+with special tokens only where they are meant.
 
 Which ids our ten roles are is decided in `text.hf_roles`.
 """
 
-import copy
 import functools
 import json
 import os
@@ -23,24 +23,28 @@ import numpy as np
 import tokenizers
 
 from composer_jax.core import files
-from composer_jax.text import hf_roles
+from composer_jax.text import hf_json, hf_roles
 from composer_jax.text import tokenizer as own
 
 FORMAT = 'composer_jax.hf_tokenizer/1'
 SOURCE, CONFIG = 'tokenizer.json', 'tokenizer_config.json'
+# Stands before a special token that is meant. Not a character of Unicode, so
+# what messages and files say cannot hold it.
+MARK = '\ud800'
 
-_SPACE = '\u2581'  # what stands for a space in vocabularies of sentencepiece
-_BYTE_PIECE = re.compile('<0x([0-9A-F]{2})>')
+_SURROGATE = re.compile('[\ud800-\udfff]')
 _PROBES = (
   'x',
   ' x',
   'def f(a):\n    return  a\n\n\tB',
   'a\r\nb',
   'e\u0301 \u00e9 \ufb01 \u4f60 \U0001f600',
-  f'{_SPACE}a {_SPACE}{_SPACE}',
+  f'{hf_json.SPACE}a {hf_json.SPACE}{hf_json.SPACE}',
   '<0x41>',
   '  ',
 )
+# Planes 15 and 16, which no vocabulary and hardly a text uses.
+_PRIVATE_USE = range(0xF0000, 0x10FFFE)
 
 
 class Tokenizer:
@@ -71,16 +75,17 @@ class Tokenizer:
     self.FIM_PREFIX = roles['FIM_PREFIX']
     self.FIM_MIDDLE = roles['FIM_MIDDLE']
     self.FIM_SUFFIX = roles['FIM_SUFFIX']
-    self._bpe = _parse(_for_text(source, roles), name)
+    self._bpe = hf_json.parse(hf_json.for_text(source, roles), name)
     # Its files cannot say so; without it spellings become special tokens.
     self._bpe.encode_special_tokens = True
-    is_byte_level = _is_byte_level(source, name)
-    self._has_spaces = not is_byte_level
-    self._bytes = _spellings(source, roles, is_byte_level)
-    self._byte_ids = _byte_ids(source, is_byte_level, name)
+    self._has_spaces = not hf_json.is_byte_level(source)
+    self._bytes = hf_json.spellings(source, roles)
+    self._byte_ids = hf_json.byte_ids(source, name)
     added = {t['id'] for t in source['added_tokens'] if t['special']}
     free = {i for i, s in enumerate(self._bytes) if s is None}
     self.special_ids = frozenset(added | free | set(roles.values()))
+    self._name, self._stand_ins = name, ''
+    self._library: tokenizers.Tokenizer | None = None
     self._check(name)
 
   @classmethod
@@ -100,14 +105,8 @@ class Tokenizer:
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():
       raise ValueError(_missing(path))
-    source = files.read_json(path)
-    if not isinstance(source, dict) or 'model' not in source:
-      raise ValueError(f"{path} has no 'model'; is it a tokenizer.json?")
-    config_path = path.with_name(CONFIG)
-    config = files.read_json(config_path) if config_path.exists() else {}
-    source = _with_added(source, config)
-    # Before the roles: other kinds have no vocabulary of this form.
-    _is_byte_level(source, str(path))
+    config = hf_json.read_config(path.with_name(CONFIG))
+    source = hf_json.checked(files.read_json(path), config, str(path))
     roles = hf_roles.assign(source, config, vocab_size, path)
     return cls(source, roles, str(path))
 
@@ -120,7 +119,18 @@ class Tokenizer:
         f'{path} is not a tokenizer of format {FORMAT!r}; delete it to have '
         'it made again.'
       )
-    return cls(data['source'], data['roles'], str(path))
+    roles = data.get('roles')
+    if (
+      not isinstance(roles, dict)
+      or roles.keys() != set(hf_roles.NAMES)
+      or not all(type(i) is int and i >= 0 for i in roles.values())
+    ):
+      raise ValueError(
+        f'{path} is damaged: it has no id for each of '
+        f'{", ".join(hf_roles.NAMES)}; delete it to have it made again.'
+      )
+    source = hf_json.checked(data.get('source'), {}, str(path))
+    return cls(source, roles, str(path))
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes JSON, whole or not at all."""
@@ -150,8 +160,10 @@ class Tokenizer:
     if not self._has_spaces:
       return self._encode_batch(texts)
     # The stand-in of a space cannot stand for itself: its bytes do.
-    mark = np.array([self._byte_ids[b] for b in _SPACE.encode()], np.int32)
-    pieces = [text.split(_SPACE) for text in texts]
+    mark = np.array(
+      [self._byte_ids[b] for b in hf_json.SPACE.encode()], np.int32
+    )
+    pieces = [text.split(hf_json.SPACE) for text in texts]
     flat = iter(self._encode_batch([p for parts in pieces for p in parts]))
     result = []
     for parts in pieces:
@@ -165,33 +177,93 @@ class Tokenizer:
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(e.ids, np.int32) for e in encodings]
 
-  def encode_markup(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes as transformers does: spellings of special tokens are these.
+  def mark(self, text: str) -> str:
+    """Puts `MARK` before every special token that a template's text spells."""
+    return self._added_pattern.sub(
+      lambda m: MARK + m[0] if m[0] in self._specials else m[0],
+      own.without_surrogates(text),
+    )
 
-    For what a chat template wrote, and never for what a tool or file says.
+  def encode_markup(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes as transformers does, but special tokens only where marked.
+
+    A special token of the text is `MARK` and its spelling; the spelling alone
+    is the ordinary tokens it is. Transformers' encoding of a text is that of
+    `mark(text)`, which is for what a chat template wrote and never for what a
+    message, a tool or a file says.
 
     Returns:
       int32 ids and, of each, the first and last + 1 character.
     """
-    encoding = self._markup.encode(text, add_special_tokens=False)
+    markup = self._markup(text)
+    stand_ins = dict(zip(self._specials, self._stand_ins, strict=False))
+    # Each character that is encoded, and the place of each in the text.
+    parts, starts, stops, last = [], [], [], 0
+    for match in [*self._marked_pattern.finditer(text), None]:
+      plain = text[last : match.start() if match else None]
+      parts.append(_SURROGATE.sub('?', plain))
+      starts += range(last, last + len(plain))
+      stops += range(last + 1, last + 1 + len(plain))
+      if match:
+        parts.append(stand_ins[match[1]])
+        starts.append(match.start())
+        stops.append(match.end())
+        last = match.end()
+    encoding = markup.encode(''.join(parts), add_special_tokens=False)
     offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-    return np.array(encoding.ids, np.int32), offsets
+    places = np.array([[*starts, len(text)], [0, *stops]], np.int32)
+    spans = [places[0][offsets[:, 0]], places[1][offsets[:, 1]]]
+    return np.array(encoding.ids, np.int32), np.stack(spans, axis=1)
+
+  def unmarked(self, text: str) -> set[str]:
+    """Special tokens that a text spells where they are not marked."""
+    # Nothing may arise from what stands on both sides of a marked one.
+    rest = self._marked_pattern.sub(MARK, text)
+    return {s for s in self._specials if s in rest}
+
+  def without_marks(self, text: str) -> str:
+    """Takes away the marks that stand before a special token."""
+    return self._marked_pattern.sub(r'\1', text)
+
+  def _markup(self, text: str) -> tokenizers.Tokenizer:
+    """Special tokens renamed to characters that the text does not hold.
+
+    So the library finds them as transformers finds them, and nothing that the
+    text says is one of them.
+    """
+    if self._library is None or not set(self._stand_ins).isdisjoint(text):
+      size = max(1, len(self._specials))
+      vocab, said = self._source['model']['vocab'], set(text)
+      for i in range(_PRIVATE_USE.start, _PRIVATE_USE.stop - size, size):
+        block = [chr(j) for j in range(i, i + size)]
+        if not any(c in vocab or c in said for c in block):
+          break
+      else:
+        raise ValueError(
+          f'A text of {len(text)} characters leaves no {size} characters of '
+          'private use free for the special tokens; shorten it.'
+        )
+      names = dict(zip(self._specials, block, strict=False))
+      source = hf_json.renamed(hf_json.whole(self._source), names)
+      self._library = hf_json.parse(source, self._name)
+      self._stand_ins = ''.join(block)
+    return self._library
 
   @functools.cached_property
-  def _markup(self) -> tokenizers.Tokenizer:
-    source = {**self._source, 'truncation': None, 'padding': None}
-    return _parse(source, SOURCE)
-
-  @functools.cached_property
-  def special_pattern(self) -> re.Pattern:
-    """Matches the first character of a special token that text spells."""
-    spellings = [
-      re.escape(t['content'])
+  def _specials(self) -> dict[str, int]:
+    return {
+      t['content']: t['id']
       for t in self._source['added_tokens']
       if t['id'] in self.special_ids
-    ]
-    # Without any, the last alternative matches nothing.
-    return re.compile(f'(?={"|".join([*spellings, "(?!)"])}).', re.DOTALL)
+    }
+
+  @functools.cached_property
+  def _added_pattern(self) -> re.Pattern:
+    return _longest(t['content'] for t in self._source['added_tokens'])
+
+  @functools.cached_property
+  def _marked_pattern(self) -> re.Pattern:
+    return re.compile(f'{MARK}({_longest(self._specials).pattern})')
 
   def encode_bytes(self, data: bytes) -> np.ndarray:
     """Encodes any bytes so that `decode_bytes` returns them.
@@ -236,13 +308,15 @@ class Tokenizer:
           'tokenizers that lose nothing can be used: byte-level BPE, or BPE '
           'with byte fallback.'
         )
-    spelled = {i: self._bytes[i] for i in self.special_ids}
-    for token, spelling in spelled.items():
-      if spelling and token in self.encode(spelling.decode()).tolist():
-        raise ValueError(
-          f'{name}: text that spells {spelling.decode()!r} yields token '
-          f'{token} itself, which must be kept apart from text.'
-        )
+    for token in self.special_ids:
+      spelling = (self._bytes[token] or b'').decode()
+      # Where vocabularies of sentencepiece mean a space, text has one.
+      for text in (spelling, spelling.replace(hf_json.SPACE, ' ')):
+        if token in self.encode(text).tolist():
+          raise ValueError(
+            f'{name}: the text {text!r} yields token {token} itself, which '
+            'must be kept apart from text.'
+          )
 
 
 AnyTokenizer = own.Tokenizer | Tokenizer
@@ -272,117 +346,8 @@ def _missing(path: pathlib.Path) -> str:
   )
 
 
-def _with_added(
-  source: dict[str, Any], config: dict[str, Any]
-) -> dict[str, Any]:
-  """Adds the tokens that only `tokenizer_config.json` knows."""
-  added = {t['id']: t for t in source.get('added_tokens', ())}
-  for key, token in config.get('added_tokens_decoder', {}).items():
-    defaults = dict.fromkeys(
-      ('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False
-    )
-    added.setdefault(int(key), {**defaults, **token, 'id': int(key)})
-  return {**source, 'added_tokens': [added[i] for i in sorted(added)]}
-
-
-def _parse(source: dict[str, Any], name: str) -> tokenizers.Tokenizer:
-  try:
-    return tokenizers.Tokenizer.from_str(json.dumps(source))
-  except Exception as error:
-    # The library raises nothing more precise for a file it cannot read.
-    raise ValueError(f'{name} is not a tokenizer.json ({error}).') from error
-
-
-def _components(part: Any) -> list[dict[str, Any]]:
-  """A normalizer or pre-tokenizer as the list of what it applies."""
-  if part is None:
-    return []
-  for key in ('normalizers', 'pretokenizers'):
-    if key in part:
-      return [c for inner in part[key] for c in _components(inner)]
-  return [part]
-
-
-def _for_text(source: dict[str, Any], roles: dict[str, int]) -> dict[str, Any]:
-  """The same tokenizer without what loses bytes, for text alone."""
-  result = copy.copy(source)
-  result |= {'truncation': None, 'padding': None, 'post_processor': None}
-  lossy = ('NFC', 'NFD', 'NFKC', 'NFKD', 'Prepend')
-  kept = [
-    c for c in _components(source['normalizer']) if c['type'] not in lossy
-  ]
-  result['normalizer'] = {'type': 'Sequence', 'normalizers': kept}
-  splits = []
-  for part in _components(source['pre_tokenizer']):
-    if part['type'] == 'ByteLevel':
-      part = {**part, 'add_prefix_space': False}
-    elif part['type'] == 'Metaspace':
-      part = {**part, 'prepend_scheme': 'never'}
-    splits.append(part)
-  result['pre_tokenizer'] = None
-  if splits:
-    result['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': splits}
-  ids = set(roles.values())
-  # White space around a token must not vanish in it.
-  bare = {'lstrip': False, 'rstrip': False}
-  result['added_tokens'] = [
-    {**t, **bare, 'special': t['special'] or t['id'] in ids}
-    for t in source['added_tokens']
-  ]
-  return result
-
-
-def _is_byte_level(source: dict[str, Any], name: str) -> bool:
-  """Whether pieces are spelled in the alphabet of bytes, or fall back to it."""
-  model = source['model']
-  if model.get('type', 'BPE') == 'BPE':
-    if any(
-      c['type'] == 'ByteLevel' for c in _components(source['pre_tokenizer'])
-    ):
-      return True
-    if model.get('byte_fallback'):
-      return False
-  raise ValueError(
-    f'{name} is a {model.get("type")} model without byte-level pieces and '
-    'byte fallback: text that it does not know is lost. Only byte-level BPE '
-    'and BPE with byte fallback can be used.'
-  )
-
-
-def _spellings(
-  source: dict[str, Any], roles: dict[str, int], is_byte_level: bool
-) -> list[bytes | None]:
-  """The bytes of every id; None for those that nothing uses."""
-  alphabet = own.byte_alphabet()
-  found: dict[int, bytes] = {
-    i: f'<|{role.lower()}|>'.encode() for role, i in roles.items()
-  }
-  added = {t['id'] for t in source['added_tokens']}
-  for piece, i in source['model']['vocab'].items():
-    if i in added:
-      continue
-    if is_byte_level and alphabet.keys() >= set(piece):
-      found[i] = bytes(alphabet[c] for c in piece)
-    elif byte := _BYTE_PIECE.fullmatch(piece):
-      found[i] = bytes([int(byte[1], 16)])
-    else:
-      found[i] = piece.replace(_SPACE, ' ').encode()
-  found |= {t['id']: t['content'].encode() for t in source['added_tokens']}
-  return [found.get(i) for i in range(max(found) + 1)]
-
-
-def _byte_ids(
-  source: dict[str, Any], is_byte_level: bool, name: str
-) -> dict[int, int]:
-  """The token of every single byte."""
-  vocab = source['model']['vocab']
-  pieces = {f'<0x{byte:02X}>': byte for byte in range(256)}
-  if is_byte_level:
-    pieces = own.byte_alphabet()
-  lacking = [byte for piece, byte in pieces.items() if piece not in vocab]
-  if lacking:
-    raise ValueError(
-      f'{name}: the vocabulary lacks {len(lacking)} of the 256 single bytes, '
-      f'the first is 0x{min(lacking):02X}: not every text can be encoded.'
-    )
-  return {byte: vocab[piece] for piece, byte in pieces.items()}
+def _longest(spellings: Iterable[str]) -> re.Pattern:
+  """Matches the longest of those that begin at a place, as the library does."""
+  ordered = sorted(map(re.escape, spellings), key=len, reverse=True)
+  # Without any, the last alternative matches nothing.
+  return re.compile('|'.join([*ordered, '(?!)']))

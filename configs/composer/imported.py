@@ -39,6 +39,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     c.model.compute_dtype, c.model.remat = 'float32', False
     # Calls take more tokens of a vocabulary that was not learnt from them.
     c.episode.max_call_tokens = 64
+  # tiny.py's 12 rows do not divide by the devices of a node.
+  c.sft.batch_size = c.cpt.batch_size
   for stage in (c.cpt, c.sft):
     # What published weights were mostly trained with; a model of Muon's, such
     # as Kimi K2 and Moonlight, goes on with it: optimizer='muon'.

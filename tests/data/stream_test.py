@@ -151,6 +151,32 @@ def test_loss_weights(way):
     assert (b.tokens_BT[padding] == T.PAD).all()
 
 
+def test_pieces_are_rearranged_with_the_marks_of_their_tokenizer():
+  own = fim.OWN
+  theirs = fim.Marks(bos=9001, eod=9002, prefix=9003, middle=9004, suffix=9005)
+  swaps = {getattr(own, f): getattr(theirs, f) for f in theirs.__slots__}
+  ends = {own.bos: theirs.bos, own.eod: theirs.eod}
+  documents = [
+    np.array([ends.get(t, t) for t in d.tolist()], np.int32)
+    for d in make_documents()
+  ]
+  pairs = zip(make(), make(documents, fim_marks=theirs))
+  for _, (b, foreign) in zip(range(6), pairs):
+    expected = b.tokens_BT.copy()
+    for mark, other in swaps.items():
+      # Padding has an id that is no mark's.
+      expected[b.tokens_BT == mark] = other
+    np.testing.assert_array_equal(foreign.tokens_BT, expected)
+  assert (expected == theirs.middle).any()
+
+
+@pytest.mark.parametrize('batch_size', [1, 3])
+def test_any_number_of_rows_streams_without_end(batch_size):
+  rows = [b.tokens_BT for b in take(make(batch_size=batch_size), 12)]
+  expected = [b.tokens_BT for b in take(make(batch_size=12), batch_size)]
+  np.testing.assert_array_equal(np.concatenate(rows), np.concatenate(expected))
+
+
 def test_shapes_and_types():
   b = next(make())
   dtypes = [leaf.dtype for leaf in jax.tree.leaves(b)]

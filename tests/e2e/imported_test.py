@@ -1,7 +1,10 @@
 """From a Hugging Face checkpoint through every stage, and back to one."""
 
 import contextlib
+import dataclasses
+import functools
 import json
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +17,7 @@ import torch
 import transformers
 
 from composer_jax.checkpoint import hf_export, hf_import
+from composer_jax.core import files
 from composer_jax.models import decoder, head
 from composer_jax.pipeline import job as jobs_of_runs
 from composer_jax.pipeline import reinforce, stages
@@ -47,7 +51,11 @@ def checkpoint(tmp_path_factory):
     tie_word_embeddings=False,
   )
   transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-  return hf_files.qwen(folder, chat_template=chat_template_test.QWEN)
+  for name in ('chat_template', 'additional_chat_templates/tool_use'):
+    path = folder / f'{name}.jinja'
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(chat_template_test.QWEN)
+  return hf_files.qwen(folder)
 
 
 @pytest.fixture(scope='module')
@@ -70,22 +78,24 @@ def spec_of(imported, **changes):
   return specs.from_dict(c.to_dict())
 
 
+class OneDevice(jobs_of_runs.Job):
+  """A run on one of the eight devices that tests have."""
+
+  @functools.cached_property
+  def placement(self):
+    return self.single
+
+
 @contextlib.contextmanager
 def opened(spec, workdir):
-  """A run on one of the eight devices that tests have, without a report."""
+  """A run without a report."""
   with jobs_of_runs.open_run(spec, workdir, [], lambda *unused: None) as job:
-    job.__dict__['placement'] = job.single
-    yield job
+    yield OneDevice(job.spec, job.workdir, job.command, job.writer)
 
 
-def exported(workdir, stage, spec, folder):
+def exported(workdir, stage, folder):
   """The weights of a stage as Hugging Face has them."""
-  origin = hf_export.of_training(
-    workdir / 'exports' / stage,
-    spec.model,
-    imported=spec.initial,
-    family=None,
-  )
+  origin = hf_export.of_run(workdir, stage, family=None)
   hf_export.write(origin, folder, dtype='float32')
   return folder
 
@@ -110,12 +120,50 @@ def pretrained(imported, tmp_path_factory):
 def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
   checkpoint, pretrained, tmp_path
 ):
-  workdir, spec, _ = pretrained
-  back = tensors(exported(workdir, 'cpt', spec, tmp_path / 'back'))
-  theirs = tensors(checkpoint)
+  workdir, _, _ = pretrained
+  killed = tmp_path / 'back.exporting' / 'additional_chat_templates'
+  killed.mkdir(parents=True)
+  (killed / 'stray.jinja').touch()
+  folder = exported(workdir, 'cpt', tmp_path / 'back')
+  back, theirs = tensors(folder), tensors(checkpoint)
   assert back.keys() == theirs.keys() and len(theirs) > 20
   for name, array in theirs.items():
     np.testing.assert_array_equal(back[name], array, err_msg=name)
+  texts = ('tokenizer.json', 'additional_chat_templates')
+  for name in (*texts, 'chat_template.jinja'):
+    assert (folder / name).exists()
+  (extra,) = (folder / 'additional_chat_templates').iterdir()
+  assert extra.read_text() == chat_template_test.QWEN
+  # Some are rows that no token of the tokenizer has.
+  roles = files.read_json(folder / 'composer_jax_roles.json')
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  assert tokenizer.convert_ids_to_tokens(roles['END']) == '<|im_end|>'
+  assert tokenizer.convert_ids_to_tokens(roles['USER']) is None
+
+
+def test_an_export_knows_its_import_wherever_that_lies(
+  imported, pretrained, tmp_path
+):
+  workdir, spec, _ = pretrained
+  workdir = shutil.copytree(workdir, tmp_path / 'run')
+  moved = shutil.copytree(imported, tmp_path / 'moved')
+  with opened(dataclasses.replace(spec, initial=str(moved)), workdir):
+    pass
+  origin = hf_export.of_run(workdir, 'cpt', family=None)
+  assert origin.imported == moved
+  with (moved / 'tokenizer_config.json').open('a') as file:
+    file.write(' ')
+  told = r'run began from .*moved, which is another one or has changed'
+  with pytest.raises(ValueError, match=told):
+    hf_export.of_run(workdir, 'cpt', family=None)
+  shutil.rmtree(moved)
+  told = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
+  with pytest.raises(ValueError, match=told):
+    hf_export.of_run(workdir, 'cpt', family=None)
+  with opened(spec, workdir):
+    pass
+  origin = hf_export.of_run(workdir, 'cpt', family=None)
+  assert str(origin.imported) == str(imported)
 
 
 def check_logits(folder, spec, variables):
@@ -144,9 +192,7 @@ def test_transformers_computes_what_a_pretrained_import_does(
   pretrained, tmp_path
 ):
   workdir, spec, variables = pretrained
-  check_logits(
-    exported(workdir, 'cpt', spec, tmp_path / 'out'), spec, variables
-  )
+  check_logits(exported(workdir, 'cpt', tmp_path / 'out'), spec, variables)
 
 
 @pytest.fixture(scope='module')
@@ -195,7 +241,7 @@ def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
   workdir, spec = trained
   with opened(spec, workdir) as job:
     variables = stages.load_variables(job, 'rl', job.single)
-  check_logits(exported(workdir, 'rl', spec, tmp_path / 'out'), spec, variables)
+  check_logits(exported(workdir, 'rl', tmp_path / 'out'), spec, variables)
 
 
 @pytest.mark.slow

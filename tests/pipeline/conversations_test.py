@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from composer_jax.pipeline import conversations
@@ -26,7 +27,7 @@ def tokenizer(folder):
 
 
 def read(path, folder, tokenizer, *lines, seq_len=2000):
-  path.write_text('\n'.join(lines) + '\n')
+  path.write_text('\n'.join(lines) + '\n', errors='surrogateescape')
   template = chat_template.load(folder)
   return conversations.documents(path, template, tokenizer, seq_len)
 
@@ -64,6 +65,11 @@ def test_each_line_is_what_the_template_makes_of_it(
     ('[]', 'line 2 is no conversation'),
     ('{"messages": [{"content": "x"}]}', 'line 2 is no conversation'),
     ('{"messages": [], "system": "x"}', 'line 2 is no conversation'),
+    ('"\udcff"', r'line 2 is not UTF-8 \(.* 0xff in position 1'),
+    (
+      '{"messages": [{"role": "assistant", "content": "", "tool_calls": 1}]}',
+      r'line 2: .*tokenizer_config\.json: the chat template fails',
+    ),
     (
       json.dumps({'messages': TALK[:2]}),
       'line 2: the chat template marks nothing .* generation .*jinja',
@@ -92,6 +98,21 @@ def test_what_does_not_fit_is_told_with_its_length(folder, tokenizer, tmp_path):
     conversations.documents(
       tmp_path / 'x', chat_template.load(folder), tokenizer, 9
     )
+
+
+def test_what_is_kept_is_what_was_made(tmp_path):
+  found = [
+    (np.array([3, 1, 4], np.int32), np.array([True, False, True])),
+    (np.array([1], np.int32), np.array([False])),
+  ]
+  for kept in (found, found[:1]):
+    conversations.save(tmp_path / 'kept.npz', kept)
+    read = conversations.load(tmp_path / 'kept.npz')
+    assert len(read) == len(kept)
+    for pair, other in zip(kept, read, strict=True):
+      for array, same in zip(pair, other, strict=True):
+        assert array.dtype == same.dtype
+        np.testing.assert_array_equal(array, same)
 
 
 def test_a_model_of_our_own_has_no_form_of_speech():

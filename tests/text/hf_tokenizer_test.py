@@ -81,9 +81,171 @@ def test_text_is_encoded_as_transformers_does(made, folders):
       expected = theirs.encode(text, add_special_tokens=False)
       assert made[kind].encode(text).tolist() == expected
     marked = f'<|im_start|>a<｜User｜>{hf_files.TEXT}<think>'
-    ids, _ = made[kind].encode_markup(marked)
+    ids, offsets = made[kind].encode_markup(made[kind].mark(marked))
     expected = theirs.encode(marked, add_special_tokens=False)
     assert ids.tolist() == expected
+    assert set(ids.tolist()) & made[kind].special_ids
+    # Every character belongs to a token, and a mark to the one it marks.
+    where = {i for first, end in offsets for i in range(first, end)}
+    size = len(made[kind].mark(marked))
+    assert where == set(range(size)) and size == len(marked) + 1
+    for i, (first, end) in zip(ids, offsets):
+      if i in made[kind].special_ids:
+        spelled = hf_tokenizer.MARK + made[kind].decode([i])
+        assert made[kind].mark(marked)[first:end] == spelled
+    # Without the marks all of it is text.
+    ids, _ = made[kind].encode_markup(marked + '\udc00')
+    assert not set(ids.tolist()) & made[kind].special_ids
+    assert made[kind].decode(ids) == marked + '?'
+
+
+@pytest.mark.parametrize('scheme', ['first', 'always', 'never'])
+def test_the_space_before_the_first_word_is_as_in_transformers(
+  tmp_path, scheme
+):
+  bpe = hf_files.byte_fallback()
+  bpe.normalizer = None
+  bpe.pre_tokenizer = pre_tokenizers.Metaspace(
+    prepend_scheme=scheme, split=False
+  )
+  folder = hf_files.write(tmp_path, bpe, hf_files.MIXTRAL)
+  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  for text in ('v v<s>v  v</s> v', '<s>v'):
+    ids, _ = tokenizer.encode_markup(tokenizer.mark(text))
+    assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+  # In text there is none, as in every part of a document.
+  assert tokenizer.decode(tokenizer.encode('v v')) == 'v v'
+
+
+def test_a_byte_level_space_before_the_first_word_is_not_in_text(tmp_path):
+  bpe = hf_files.byte_level()
+  bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+  folder = hf_files.write(tmp_path, bpe, hf_files.QWEN)
+  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  assert tokenizer.decode(tokenizer.encode('v v')) == 'v v'
+  assert tokenizer.decode(tokenizer.encode_markup('v')[0]) == ' v'
+
+
+def changed(folder, change, config=None):
+  """Writes other tokenizer files; `change` gets the content to alter."""
+  source = json.loads((folder / 'tokenizer.json').read_text())
+  change(source)
+  (folder / 'tokenizer.json').write_text(json.dumps(source))
+  if config is not None:
+    path = folder / 'tokenizer_config.json'
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+  return hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+
+
+def token(i, content, **flags):
+  names = ('single_word', 'lstrip', 'rstrip', 'normalized', 'special')
+  return {'id': i, 'content': content, **dict.fromkeys(names, False), **flags}
+
+
+def test_white_space_beside_a_token_stays_in_text(tmp_path):
+  def change(source):
+    wide = {'lstrip': True, 'rstrip': True}
+    source['added_tokens'].append(token(311, '<wide>', **wide))
+
+  tokenizer = changed(hf_files.qwen(tmp_path), change)
+  text = 'a  <wide> \n b'
+  assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_text_is_neither_shortened_nor_filled_up(tmp_path):
+  def change(source):
+    source['truncation'] = {
+      **{'direction': 'Right', 'max_length': 4},
+      **{'strategy': 'LongestFirst', 'stride': 0},
+    }
+    source['padding'] = {
+      **{'strategy': {'Fixed': 99}, 'direction': 'Right', 'pad_id': 0},
+      **{'pad_type_id': 0, 'pad_token': '!', 'pad_to_multiple_of': None},
+    }
+
+  tokenizer = changed(hf_files.qwen(tmp_path), change)
+  for ids in (
+    tokenizer.encode('a;b;c;d'),
+    tokenizer.encode_markup('a;b;c;d')[0],
+  ):
+    assert tokenizer.decode(ids) == 'a;b;c;d'
+
+
+def test_tokens_that_only_the_config_knows_are_added(tmp_path):
+  more = {'added_tokens_decoder': {'311': {'content': '<|user|>'}}}
+  folder = hf_files.qwen(tmp_path)
+  tokenizer = changed(folder, lambda source: None, more)
+  assert tokenizer.USER == 311 and tokenizer.decode([311]) == '<|user|>'
+  ids, _ = tokenizer.encode_markup(tokenizer.mark('a<|user|>'))
+  assert ids[-1] == 311
+
+
+def test_the_longest_special_token_is_meant_as_in_transformers(tmp_path):
+  def change(source):
+    source['added_tokens'].append(token(311, '<|im_end|>>', special=True))
+
+  tokenizer = changed(hf_files.qwen(tmp_path), change)
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  text = 'a<|im_end|>>b<|im_end|>'
+  ids, _ = tokenizer.encode_markup(tokenizer.mark(text))
+  assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+  assert 311 in ids
+
+
+def swap(source):
+  a, b = source['added_tokens'][1:3]
+  a['id'], b['id'] = b['id'], a['id']
+
+
+def respelled(source):
+  del source['model']['vocab']['!']
+  source['model']['vocab']['<|other|>'] = 305
+
+
+@pytest.mark.parametrize(
+  'change, told',
+  [
+    # As the library numbers them, 311 would follow 310.
+    (
+      lambda s: s['added_tokens'].append(token(313, '<foo>')),
+      "'<foo>' the id 313, the library tokenizers gives it 311",
+    ),
+    (swap, r"im_start\|>' the id 302, the library .* gives it 301.* in order"),
+    (lambda s: s['added_tokens'][2].update(id=5), "both '&' and .*the id 5"),
+    (respelled, r"both '<\|other\|>' and '<\|fim_suffix\|>' have the id 305"),
+    (
+      lambda s: s['model']['vocab'].update(b=66),
+      "both 'b' and 'c' have the id 66|both 'c' and 'b' have the id 66",
+    ),
+    (
+      lambda s: s['added_tokens'].append(token(311, '<think>')),
+      r"'<think>' has the ids \[310, 311\]",
+    ),
+  ],
+)
+def test_an_id_is_of_one_token_and_that_of_the_library(tmp_path, change, told):
+  with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*({told})'):
+    changed(hf_files.qwen(tmp_path), change)
+
+
+@pytest.mark.parametrize(
+  'write, content',
+  [
+    (hf_files.qwen, '!'),  # a byte
+    (hf_files.qwen, 'in'),  # a merge
+    (hf_files.mixtral, '\u2581v'),  # a merge, which means a space
+  ],
+)
+def test_a_special_token_that_text_reaches_is_refused(tmp_path, write, content):
+  def change(source):
+    i = source['model']['vocab'][content]
+    source['added_tokens'].append(token(i, content, special=True))
+
+  with pytest.raises(
+    ValueError, match=r'json: the text .* yields token \d+ it'
+  ):
+    changed(write(tmp_path), change)
 
 
 def test_words_of_sentencepiece_are_those_after_a_space(made, folders):
@@ -208,9 +370,39 @@ def test_too_few_free_rows_are_counted_and_cured(folders):
 
 def test_reserved_tokens_are_taken_where_no_row_is_free(folders, made):
   """DeepSeek's lacks END alone, and has a place holder."""
-  used = max(made['deepseek']._bytes.__len__(), 0) - 1
+  # All ids but the free one that END has.
+  used = made['deepseek'].vocab_size - 1
   full = hf_tokenizer.Tokenizer.from_folder(folders['deepseek'], used)
   assert full.decode([full.END]) == '<｜place▁holder▁no▁0｜>'
+
+
+def test_documents_end_with_the_token_that_the_config_names(tmp_path):
+  def written(name, **config):
+    folder = hf_files.write(
+      tmp_path / name, hf_files.byte_level(), ('<stop>', '<|im_end|>'), **config
+    )
+    return hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+
+  tokenizer = written('a', eos_token={'content': '<stop>'})
+  assert tokenizer.decode([tokenizer.EOD]) == '<stop>'
+  # But not with that which ends turns.
+  tokenizer = written('b', eos_token='<|im_end|>', pad_token='<|im_end|>')
+  assert tokenizer.decode([tokenizer.END]) == '<|im_end|>'
+  assert tokenizer.EOD == tokenizer.PAD != tokenizer.END
+
+
+def test_padding_is_no_role_of_messages(tmp_path):
+  """Neither where the config names a token of one, nor by being reserved."""
+  reserved = '<｜place▁holder▁no▁0｜>'
+  for name, pad in (('a', '<｜User｜>'), ('b', reserved)):
+    folder = hf_files.deepseek(tmp_path / name, pad_token=pad, bos_token=pad)
+    made = hf_tokenizer.Tokenizer.from_folder(folder, 311)
+    ids = [getattr(made, role) for role in ROLES[3:]]
+    assert made.PAD not in ids and made.BOS not in ids
+    assert (made.PAD == made.EOD) == (pad != reserved)
+  # Not even where no other row is left.
+  with pytest.raises(ValueError, match='1 too few'):
+    hf_tokenizer.Tokenizer.from_folder(folder, 310)
 
 
 def test_a_checkpoint_without_the_file_is_told_what_to_do(tmp_path):
@@ -224,13 +416,27 @@ def test_a_checkpoint_without_the_file_is_told_what_to_do(tmp_path):
 
 
 def lossy(kind):
-  bpe = hf_files.byte_level()
+  bpe, split = hf_files.byte_level(), pre_tokenizers.Split
   if kind == 'lower':
     bpe.normalizer = normalizers.Lowercase()
+  elif kind == 'replace':
+    bpe.normalizer = normalizers.Replace('“', '"')
   elif kind == 'words':
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
       [pre_tokenizers.WhitespaceSplit(), bpe.pre_tokenizer]
     )
+  elif kind == 'removed':
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+      [split('#', 'removed'), bpe.pre_tokenizer]
+    )
+  elif kind == 'metaspace':
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+      [pre_tokenizers.Metaspace('_'), bpe.pre_tokenizer]
+    )
+  elif kind == 'spaces':
+    bpe.normalizer = normalizers.Replace(' ', '\u2581')
+  elif kind == 'dropout':
+    bpe.model.dropout = 0.5
   elif kind == 'unigram':
     bpe.model = models.Unigram([('a', 0.0), ('b', 0.0)], 0, False)
   elif kind == 'no bytes':
@@ -241,8 +447,13 @@ def lossy(kind):
 @pytest.mark.parametrize(
   'kind, told',
   [
-    ('lower', r"text 'def f\(a\):.*B' comes back as b'.*b'"),
-    ('words', r"text ' x' comes back as b'x'"),
+    ('lower', "normalizer {'type': 'Lowercase'} may lose text"),
+    ('replace', "normalizer {'type': 'Replace'.* may lose text.*NFC"),
+    ('words', "pre-tokenizer {'type': 'WhitespaceSplit'} may lose text"),
+    ('removed', "pre-tokenizer {'type': 'Split'.*Removed.* may lose text"),
+    ('metaspace', "pre-tokenizer {'type': 'Metaspace'.* may lose text"),
+    ('spaces', r"text ' x' comes back as b'\\xe2\\x96\\x81x'"),
+    ('dropout', r'dropout \(0.5\) of the model must be absent'),
     ('unigram', 'is a Unigram model'),
     ('no bytes', 'lacks 254 of the 256 single bytes, the first is 0x00'),
   ],
@@ -251,6 +462,65 @@ def test_what_loses_text_is_refused(tmp_path, kind, told):
   hf_files.write(tmp_path, lossy(kind), hf_files.QWEN)
   with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*{told}'):
     hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+
+
+@pytest.mark.parametrize(
+  'key, value, told',
+  [
+    ('model', [], "has no 'model'; is it"),
+    ('model', {'type': 'BPE', 'byte_fallback': True}, "'vocab' of the model"),
+    ('pre_tokenizer', [1], r'\[1\] is no normalizer or pre-tokenizer'),
+    ('normalizer', {}, '{} is no normalizer or pre-tokenizer'),
+    ('added_tokens', 5, 'added_tokens, .* is damaged'),
+    ('added_tokens', [{'content': 'x'}], "damaged .KeyError: 'id'"),
+    ('added_tokens', [{'id': '7', 'content': 'x'}], 'damaged .TypeError'),
+    ('added_tokens', [token(7, ''), token(8, 'x')], 'damaged .TypeError'),
+    ('added_tokens', [token(400, 'x'), token(400, 'y')], "400 is 'x' and 'y'"),
+  ],
+)
+def test_damage_is_named(tmp_path, key, value, told):
+  folder = hf_files.qwen(tmp_path)
+  with pytest.raises(ValueError, match=f'tokenizer.json.*{told}'):
+    changed(folder, lambda source: source.update({key: value}))
+
+
+def test_keys_that_may_be_absent_may_be_absent(tmp_path):
+  def change(source):
+    for key in ('normalizer', 'post_processor', 'decoder', 'truncation'):
+      source.pop(key)
+    for added in source['added_tokens']:
+      for key in ('single_word', 'lstrip', 'rstrip', 'normalized'):
+        added.pop(key)
+    source['added_tokens'][7].pop('special')
+
+  tokenizer = changed(hf_files.qwen(tmp_path), change, {'eos_token': 5})
+  assert tokenizer.decode(tokenizer.encode('a b')) == 'a b'
+  source = json.loads((tmp_path / 'tokenizer.json').read_text())
+  source.update(added_tokens=None, pre_tokenizer=None)
+  with pytest.raises(ValueError, match='is a BPE model without byte-level'):
+    changed(tmp_path, lambda s: s.update(source))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+  path = hf_files.qwen(tmp_path) / 'tokenizer_config.json'
+  for more in ({'x': {'content': 'a'}}, {'5': 'a'}, [1]):
+    path.write_text(json.dumps({'added_tokens_decoder': more}))
+    with pytest.raises(ValueError, match='tokenizer_config.json beside it'):
+      hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+  path.write_text('[1]')
+  with pytest.raises(ValueError, match='config.json holds no JSON object'):
+    hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+
+
+@pytest.mark.parametrize('roles', [None, {'PAD': 3}, 'USER'])
+def test_what_was_saved_and_damaged_is_named(made, tmp_path, roles):
+  made['qwen'].save(tmp_path / 't.json')
+  data = json.loads((tmp_path / 't.json').read_text())
+  if roles == 'USER':
+    roles = {**data['roles'], roles: '7'}
+  (tmp_path / 't.json').write_text(json.dumps({**data, 'roles': roles}))
+  with pytest.raises(ValueError, match=r't.json is damaged: .*delete it'):
+    hf_tokenizer.load_any(tmp_path / 't.json')
 
 
 def test_a_damaged_file_is_named(tmp_path):
