@@ -271,7 +271,10 @@ def test_selection_bias_moves_by_its_rate_towards_balance():
     (dict(num_groups=8), 'groups of at least two'),
     (dict(num_active=5), r'num_active \(5\) must not exceed the experts of'),
     (dict(router='softmax'), "needs router 'sigmoid', not 'softmax'"),
-    (dict(z_loss_weight=-1.0), 'z_loss_weight must be a number of at least 0, not -1.0'),
+    (
+      dict(z_loss_weight=-1.0),
+      'z_loss_weight must be a number of at least 0, not -1.0',
+    ),
     (
       dict(aux_loss_weight=float('nan')),
       'aux_loss_weight must be a number of at least 0, not nan',
