@@ -8,6 +8,8 @@ int4. Nothing larger than a piece of a tensor is held in memory, and the same
 command goes on after an interruption. `experiments.export` is the way back.
 """
 
+import pathlib
+
 from absl import flags
 
 from experiments import files_main
@@ -29,21 +31,42 @@ _UNMODELLED = flags.DEFINE_enum(
 _VERIFY = flags.DEFINE_bool(
   'verify',
   False,
-  'Afterwards reads both again and compares every value. Hashes are checked '
-  'at every load without it.',
+  'Afterwards reads both again and compares every value; of an import that is '
+  'there, only that. Hashes are checked at every load without it.',
 )
 
 
 def run() -> None:
   from composer_jax.checkpoint import hf_import
 
-  hf_import.convert(_SOURCE.value, _OUT.value, unmodelled=_UNMODELLED.value)
+  _warn(pathlib.Path(_SOURCE.value))
+  # The same command, stopped while it verified.
+  if _VERIFY.value and hf_import.is_finished(_SOURCE.value, _OUT.value):
+    print(f'{_OUT.value} is a finished import of it.')
+  else:
+    hf_import.convert(_SOURCE.value, _OUT.value, unmodelled=_UNMODELLED.value)
   if _VERIFY.value:
     hf_import.verify(_SOURCE.value, _OUT.value)
   print(
     f'Import: {_OUT.value}. Train it with '
     f'--config=configs/composer/imported.py:{_OUT.value}'
   )
+
+
+def _warn(source: pathlib.Path) -> None:
+  """Says before the long part what a run would refuse after it."""
+  from composer_jax.checkpoint import hf_config
+  from composer_jax.core import files
+  from composer_jax.text import hf_tokenizer
+
+  try:
+    config, _, _ = hf_config.from_hf(files.read_json(source / 'config.json'))
+  except (ValueError, OSError):
+    return  # The import says it.
+  try:
+    hf_tokenizer.Tokenizer.from_folder(source, config.vocab_size)
+  except ValueError as error:
+    print(f'Warning: a run will refuse this tokenizer: {error}', flush=True)
 
 
 if __name__ == '__main__':

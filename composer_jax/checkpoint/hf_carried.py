@@ -8,6 +8,7 @@ import collections
 import os
 import pathlib
 import re
+from collections.abc import Iterable
 
 import blake3
 
@@ -55,10 +56,42 @@ def carry(source: hf_source.Source, file: str, folder: pathlib.Path) -> None:
   files.fsync_directory(folder)
 
 
-def open_carried(out: pathlib.Path) -> hf_io.Folder:
-  """Opens what an import directory carries along."""
+def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
+  """Opens what an import directory carries along.
+
+  Raises:
+    ValueError: one of the names is not there, or a file is damaged.
+  """
   folder = out / FOLDER
-  return hf_io.Folder(folder, sorted(p.name for p in folder.iterdir()))
+  there = os.listdir(folder) if folder.is_dir() else []
+  found = hf_io.Folder(folder, sorted(n for n in there if n[0] != '.'))
+  for name in names:
+    if name not in found.tensors:
+      raise ValueError(
+        f'{folder} lacks {name}, which the import carried along; import the '
+        'Hugging Face checkpoint again.'
+      )
+  return found
+
+
+def verify(source: hf_source.Source, out: pathlib.Path) -> None:
+  """Compares what an import directory carries along with its source.
+
+  Raises:
+    ValueError: names the tensor that is not there or differs.
+  """
+  with open_carried(out, source.carried) as carried:
+    for name in source.carried:
+      raws = source.folder.tensors[name], carried.tensors[name]
+      described = [(raw.dtype, raw.shape, raw.num_bytes) for raw in raws]
+      pairs = zip(
+        hf_io.blocks(source.folder, raws[0]), hf_io.blocks(carried, raws[1])
+      )
+      if described[0] != described[1] or any(a != b for a, b in pairs):
+        raise ValueError(
+          f'{name} in {carried.path / raws[1].file} differs from that of '
+          f'{source.folder.path}; import it again.'
+        )
 
 
 def copy(carried: hf_io.Folder, name: str, writer: hf_io.Writer) -> None:
@@ -71,7 +104,8 @@ def copy(carried: hf_io.Folder, name: str, writer: hf_io.Writer) -> None:
   for start, block in hf_io.blocks(carried, raw):
     digest.update(block)
     writer.write(name, block, start)
-  if carried.headers[raw.file][hf_io.METADATA][name] != digest.hexdigest():
+  hashes = carried.headers[raw.file].get(hf_io.METADATA, {})
+  if hashes.get(name) != digest.hexdigest():
     raise ValueError(
       f'{name} in {carried.path / raw.file} has changed since it was imported; '
       'import the Hugging Face checkpoint again.'

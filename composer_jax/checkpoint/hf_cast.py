@@ -26,6 +26,14 @@ def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
   return result
 
 
+def overflows(values: np.ndarray, result: np.ndarray) -> bool:
+  """Returns whether a number among the values was cast to an infinity."""
+  if values.dtype == result.dtype:
+    return False
+  with np.errstate(invalid='ignore'):  # ml_dtypes warns of some NaNs.
+    return bool((np.isinf(result) & ~np.isinf(values)).any())
+
+
 def _to_float32(nans: np.ndarray) -> np.ndarray:
   """Returns the bits of NaNs as float32."""
   bits = nans.view(f'u{nans.itemsize}').astype(np.uint32)

@@ -68,6 +68,11 @@ def from_hf(
   Returns:
     The config, the family of `hf_names`, and the prefix of its tensors.
   """
+  if not isinstance(config_json, dict):
+    raise ValueError(
+      f'config.json: it holds a {type(config_json).__name__}; it must be an '
+      'object.'
+    )
   fields, prefix = _language_model(config_json)
   family = fields.get('model_type')
   if family not in hf_names.FAMILIES:
@@ -133,7 +138,7 @@ def _language_model(
 
 def _check_modelled(fields: dict[str, Any], family: str) -> None:
   hf_keys.check_only(fields, _MODELLED_EVERYWHERE | _MODELLED[family])
-  layers = fields.get('layer_types') or []
+  layers = hf_keys.take_list(fields, 'layer_types', str)
   if set(layers) - {'full_attention'}:
     raise ValueError(
       f"'layer_types' has {sorted(set(layers))}; only 'full_attention' is "
@@ -229,7 +234,7 @@ def _num_dense_layers(fields: dict[str, Any], family: str) -> int:
   step = hf_keys.take(fields, 'decoder_sparse_step', int, 1)
   if step < 1:
     raise ValueError(f"'decoder_sparse_step' ({step}) must be at least 1.")
-  named = set(fields.get('mlp_only_layers') or [])
+  named = set(hf_keys.take_list(fields, 'mlp_only_layers', int))
   is_dense = [i in named or (i + 1) % step != 0 for i in range(num_layers)]
   num_dense = sum(is_dense)
   if not all(is_dense[:num_dense]):

@@ -1,15 +1,19 @@
 """Checkpoints of ours as Hugging Face checkpoints, tensor by tensor.
 
-An import that nobody trained goes back as it came: names, order, dtypes,
-split into files and bytes. What was trained goes out in the dtype asked for.
-The folder appears whole, under a temporary name until then; a killed export
-begins anew.
+An import that nobody trained goes back as it came, byte for byte: names,
+order, dtypes, split into files, headers. What was quantised goes out as plain
+bfloat16, and what was trained in the dtype asked for, under a config.json
+without `quantization_config`; what the import carried along unmodelled goes out
+as it was stored, so fp8 layers for multi-token prediction lie there with their
+scales and nothing in config.json that says so.
+
+The folder appears whole, within one beside it until then; a killed export
+begins anew. Beside a tensor it holds a chunk of the checkpoint, which is a
+whole shard unless it was saved with smaller ones.
 """
 
 import contextlib
 import dataclasses
-import errno
-import json
 import math
 import os
 import pathlib
@@ -17,6 +21,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from composer_jax.checkpoint import (
@@ -24,9 +29,11 @@ from composer_jax.checkpoint import (
   hf_carried,
   hf_cast,
   hf_config,
+  hf_identity,
   hf_import,
   hf_io,
   hf_layout,
+  hf_making,
   hf_names,
   hf_quantized,
   hf_source,
@@ -37,6 +44,9 @@ from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files
 from composer_jax.models import config as model_config
 from composer_jax.telemetry import progress
+
+ROLES = 'composer_jax_roles.json'
+_CONTENT = 'composer_jax_export'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,8 @@ class Origin:
     imported: import directory that the model came from; None if it was born
       here.
     is_trained: whether the weights are others than those imported.
+    roles: ids that the agent's protocol took, some of them of no token of the
+      tokenizer; None if nothing was trained on them.
   """
 
   weights: pathlib.Path
@@ -57,6 +69,7 @@ class Origin:
   family: str
   imported: pathlib.Path | None
   is_trained: bool
+  roles: dict[str, int] | None = None
 
 
 def of_import(directory: str | os.PathLike) -> Origin:
@@ -130,29 +143,43 @@ def of_run(
   """Returns the origin that a finished stage of a run is.
 
   Raises:
-    ValueError: it is not finished, or as `of_training`.
+    ValueError: it is not finished, its import is not where it was, or as
+      `of_training`.
   """
   workdir = pathlib.Path(workdir)
   exports = workdir / 'exports'
-  stages = sorted(exports.iterdir()) if exports.is_dir() else []
-  finished = [path.name for path in stages if _latest_step(path) is not None]
-  if stage not in finished:
+  if stage is None or _latest_step(exports / stage) is None:
+    stages = sorted(exports.iterdir()) if exports.is_dir() else []
+    finished = [path.name for path in stages if _latest_step(path) is not None]
+    problem = f'has no finished stage {stage!r}' if stage else 'needs --stage'
     raise ValueError(
-      f'{workdir} is no import directory and has no finished stage {stage!r}; '
-      f'finished are {finished}. Name one with --stage, or run it to its end.'
+      f'{workdir} is no import directory and {problem}; finished are '
+      f'{finished}. Name one with --stage, or run it to its end.'
     )
   config = files.read_json(workdir / workdirs.CONFIG)
-  return of_training(
+  imported = config['initial'] or None
+  if imported:
+    hf_identity.check(imported, config['imported'], workdir)
+  origin = of_training(
     exports / stage,
     model_config.ModelConfig.from_dict(config['model']),
-    imported=config['initial'] or None,
+    imported=imported,
     family=family,
   )
+  if not imported:
+    return origin
+  roles = files.read_json(workdir / 'tokenizer.json')['roles']
+  return dataclasses.replace(origin, roles=roles)
 
 
 def _latest_step(weights: pathlib.Path) -> int | None:
-  with contextlib.closing(manager.Checkpoints(weights, keep=1)) as checkpoints:
+  with contextlib.closing(_reader(weights)) as checkpoints:
     return checkpoints.latest_step()
+
+
+def _reader(weights: pathlib.Path) -> manager.Checkpoints:
+  # Not one that sweeps: a run may be writing there.
+  return manager.Checkpoints(weights, keep=None)
 
 
 def _config(imported: pathlib.Path) -> model_config.ModelConfig:
@@ -221,26 +248,35 @@ def write(
   plan = hf_layout.plan(
     table, dtypes, record, expert_layout or layout, file_bytes
   )
-  if out.exists():
-    raise ValueError(f'{out} exists; choose another --out, or delete it.')
-  with _open(origin.weights) as stored:
+  # Not the suffix of imports, which must not be taken for an export's.
+  partial = out.with_name(out.name + '.exporting')
+  hf_making.check_absent(out)
+  hf_making.check_ours(partial, lambda name: name == _CONTENT)
+  with contextlib.ExitStack() as stack:
+    stored = stack.enter_context(_open(origin.weights))
     _check_arrays(stored, table, origin.weights)
-    _check_space(plan, out)
-    # Not the suffix of imports, which must not be taken for an export's.
-    partial = out.with_name(out.name + '.exporting')
-    with files.alone(partial):
-      _empty(partial)
-      _write_files(stored, table, dtypes, plan, record, origin, partial)
-      _write_beside(origin, dtype, partial)
-      hf_io.sync_tree(partial)
-    (partial / 'lock').unlink()
-    os.replace(partial, out)
-    files.fsync_directory(out.parent)
+    carried = None
+    if origin.imported is not None and record and record['carried']:
+      carried = hf_carried.open_carried(origin.imported, record['carried'])
+      stack.enter_context(carried)
+    stack.enter_context(hf_making.alone(partial, out))
+    content = partial / _CONTENT
+    if content.exists():
+      shutil.rmtree(content)
+    entries = [entry for group in plan.values() for entry in group]
+    needed = sum(entry.num_bytes for entry in entries)
+    hf_making.check_space(partial, needed, 'export')
+    content.mkdir()
+    with hf_making.explained('export', partial):
+      _write_files(stored, table, dtypes, plan, record, carried, content)
+      _write_beside(origin, dtype, content)
+      hf_io.sync_tree(content)
+      hf_making.place(content, out)
 
 
 @contextlib.contextmanager
 def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
-  with contextlib.closing(manager.Checkpoints(weights, keep=1)) as checkpoints:
+  with contextlib.closing(_reader(weights)) as checkpoints:
     step = checkpoints.latest_step()
     if step is None:
       raise ValueError(f'{weights} holds no checkpoint.')
@@ -262,35 +298,13 @@ def _check_arrays(
     )
 
 
-def _check_space(
-  plan: dict[str, list[hf_layout.Entry]], out: pathlib.Path
-) -> None:
-  needed = sum(e.num_bytes for entries in plan.values() for e in entries)
-  parent = next(p for p in out.parents if p.exists())
-  free = shutil.disk_usage(parent).free
-  if free < needed:
-    raise OSError(
-      errno.ENOSPC,
-      f'The export needs {needed} bytes and {free} are free; free space or '
-      'choose another --out',
-      str(parent),
-    )
-
-
-def _empty(partial: pathlib.Path) -> None:
-  """Deletes what a killed export left."""
-  for path in partial.iterdir():
-    if path.name != 'lock':
-      path.unlink()
-
-
 def _write_files(
   stored: hf_stored.Stored,
   table: hf_names.Table,
   dtypes: dict[str, np.dtype],
   plan: dict[str, list[hf_layout.Entry]],
   record: dict[str, Any] | None,
-  origin: Origin,
+  carried: hf_io.Folder | None,
   partial: pathlib.Path,
 ) -> None:
   headers = {
@@ -302,25 +316,20 @@ def _write_files(
     files.write_atomic(partial / hf_io.INDEX, index.encode())
   entries = [(file, entry) for file in plan for entry in plan[file]]
   total = len(stored.shapes) + len(entries)
-  with (
-    contextlib.ExitStack() as stack,
-    progress.Progress('export', total) as bar,
-  ):
+  with progress.Progress('export', total) as bar:
     for done, name in enumerate(stored.shapes):
       # Before the first tensor is written: a piece alone has no hash.
       stored.verify(name)
       bar.update(done + 1, verified=name)
-    carried = None
-    if any(entry.is_carried for _, entry in entries):
-      assert origin.imported is not None
-      carried = hf_carried.open_carried(origin.imported)
-      stack.enter_context(carried)
     writers = {
-      file: hf_io.Writer(partial / file, header)
+      file: hf_io.Writer(
+        partial / file, header, hf_layout.header_text(file, header, record)
+      )
       for file, header in headers.items()
     }
     for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
-      if carried is not None and entry.is_carried:
+      if entry.is_carried:
+        assert carried is not None
         hf_carried.copy(carried, entry.name, writers[file])
       else:
         dtype = dtypes[entry.name]
@@ -345,7 +354,13 @@ def _write_tensor(
   is_split = all(piece.is_whole for piece in pieces)
   whole = np.empty(0 if is_split else math.prod(tensor.shape), dtype)
   for piece in pieces:
-    block = hf_cast.cast(stored.read(piece.array, piece.box), dtype)
+    values = stored.read(piece.array, piece.box)
+    block = hf_cast.cast(values, dtype)
+    if hf_cast.overflows(values, block):
+      raise ValueError(
+        f'{tensor.name} holds values beyond the largest {dtype}, '
+        f'{ml_dtypes.finfo(dtype).max}; choose another --dtype.'
+      )
     if is_split:
       values = np.empty(piece.stop - piece.start, dtype)
       piece.put(block, values)
@@ -361,25 +376,17 @@ def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
   """Writes config.json and the tokenizer's files."""
   if origin.imported is None:
     fields = hf_config.to_hf(origin.config, origin.family)
-    files.write_atomic(partial / hf_source.CONFIG, _config_text(fields, dtype))
+    files.write_atomic(
+      partial / hf_source.CONFIG, hf_layout.config_text(fields, dtype)
+    )
     return
   for path in hf_import.copied(origin.imported):
-    files.write_atomic(partial / path.name, path.read_bytes())
+    place = partial / path.relative_to(origin.imported)
+    files.write_atomic(place, path.read_bytes())
+  if origin.roles is not None:
+    files.write_json(partial / ROLES, origin.roles)
   fields = files.read_json(origin.imported / hf_source.CONFIG)
   if dtype != hf_layout.SOURCE or hf_quantized.scheme(fields) is not None:
-    files.write_atomic(partial / hf_source.CONFIG, _config_text(fields, dtype))
-
-
-def _config_text(fields: dict[str, Any], dtype: str) -> bytes:
-  """Returns a config.json of plain weights of a dtype."""
-  places = [fields]
-  if isinstance(fields.get('text_config'), dict):
-    places.append(fields['text_config'])
-  for place in places:
-    place.pop('quantization_config', None)
-    for key in ('dtype', 'torch_dtype'):
-      if key in place and dtype != hf_layout.SOURCE:
-        place[key] = dtype
-  if dtype != hf_layout.SOURCE and 'torch_dtype' not in fields:
-    fields['dtype'] = dtype
-  return (json.dumps(fields, indent=2, ensure_ascii=False) + '\n').encode()
+    files.write_atomic(
+      partial / hf_source.CONFIG, hf_layout.config_text(fields, dtype)
+    )

@@ -5,13 +5,13 @@ source was, for the way back), config.json and the tokenizer's files as they
 came, weights/ (a `manager.Checkpoints` of step 0, in the dtypes of the source)
 and carried/ (tensors that the model does not have). It appears whole: until
 then everything is in the folder beside it with '.partial' in its name, where
-the same command goes on after a kill.
+the same command goes on after a kill. What it is of is in it from first to
+last, in source.fingerprint: nothing of two sources may ever meet there.
 
 No array is ever held: a piece of a tensor is read, transposed and written.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -28,7 +28,7 @@ from composer_jax.checkpoint import (
   hf_carried,
   hf_cast,
   hf_io,
-  hf_names,
+  hf_making,
   hf_quantized,
   hf_source,
   hf_staging,
@@ -36,7 +36,6 @@ from composer_jax.checkpoint import (
   manager,
 )
 from composer_jax.core import files, trees
-from composer_jax.models import config as model_config
 from composer_jax.telemetry import progress
 
 MODEL = 'model.json'
@@ -46,13 +45,14 @@ UNMODELLED = ('carry', 'refuse')
 
 # Beside a checkpoint's tensors: the tokenizer and its chat template, defaults
 # of generation, and the code that some configs name.
-_COPIED = ('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py')
-
-# Of one array: tensors and what each contributes.
-_Parts = list[tuple[hf_quantized.Tensor, hf_names.Part]]
+_COPIED = (
+  *('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py'),
+  'additional_chat_templates/*.jinja',
+)
 
 _STAGING = 'staging'
-_IDENTITY = 'source.json'
+# No name that is copied from a source.
+_FINGERPRINT = 'source.fingerprint'
 _DISK_MARGIN = 64 * 2**20
 
 
@@ -77,12 +77,15 @@ def convert(
   """
   out = pathlib.Path(out).absolute()
   with contextlib.closing(hf_source.open_source(source)) as found:
-    arrays = _arrays(found)
+    arrays = arrays_of(found)
     _check_unmodelled(found, unmodelled)
+    _check_names(found)
     partial = out.with_name(out.name + '.partial')
-    _check_destination(found, arrays, out, partial)
+    hf_making.check_absent(out)
+    _check_ours(partial)
+    _check_space(found, arrays, partial)
     hf_carried.show(found)
-    with files.alone(partial):
+    with hf_making.alone(partial, out), hf_making.explained('import', partial):
       files.sweep(partial)
       _claim(found, arrays, partial)
       # Orbax gives a checkpoint its number by a rename, when it is whole.
@@ -92,14 +95,21 @@ def convert(
         hf_carried.carry(found, name, partial / hf_carried.FOLDER)
       _write_records(found, partial)
       shutil.rmtree(partial / _STAGING, ignore_errors=True)
-      (partial / _IDENTITY).unlink()
       hf_io.sync_tree(partial)
-    (partial / 'lock').unlink()
-    os.replace(partial, out)
-    files.fsync_directory(out.parent)
+      hf_making.place(partial, out)
 
 
-def _arrays(source: hf_source.Source) -> dict[str, hf_staging.Array]:
+def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
+  """Returns whether `out` is a whole import of this very source."""
+  out = pathlib.Path(out)
+  if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
+    return False
+  with contextlib.closing(hf_source.open_source(source)) as found:
+    fingerprint = _fingerprint(found, arrays_of(found))
+    return (out / _FINGERPRINT).read_text() == fingerprint
+
+
+def arrays_of(source: hf_source.Source) -> dict[str, hf_staging.Array]:
   dtypes, chunks = source.dtypes(), source.chunks()
   return {
     name: hf_staging.Array(shape=shape, dtype=dtypes[name], chunk=chunks[name])
@@ -119,15 +129,28 @@ def _check_unmodelled(source: hf_source.Source, unmodelled: str) -> None:
     )
 
 
-def _check_destination(
+def _check_names(source: hf_source.Source) -> None:
+  """Raises if a file to be copied has the name of one of ours."""
+  for name in (MODEL, RECORD):
+    if (source.folder.path / name).exists():
+      raise ValueError(
+        f'{source.folder.path / name} has a name that import directories need; '
+        'rename or remove that file.'
+      )
+
+
+def _check_ours(partial: pathlib.Path) -> None:
+  if not (partial / _FINGERPRINT).exists():
+    # A killed run may have left its first file under a temporary name.
+    hf_making.check_ours(partial, lambda n: n.startswith(f'.{_FINGERPRINT}.'))
+
+
+def _check_space(
   source: hf_source.Source,
   arrays: dict[str, hf_staging.Array],
-  out: pathlib.Path,
   partial: pathlib.Path,
 ) -> None:
   """Raises before anything is written if it would be in vain."""
-  if out.exists():
-    raise ValueError(f'{out} exists; choose another --out, or delete it.')
   there = (p for p in partial.rglob('*') if p.is_file())
   done = {p.stat().st_ino: p.stat().st_size for p in there}
   needed = _DISK_MARGIN - sum(done.values())
@@ -136,15 +159,7 @@ def _check_destination(
     padded = math.prod(-(-n // c) * c for n, c in grid)
     needed += padded * array.dtype.itemsize
   needed += sum(source.folder.tensors[n].num_bytes for n in source.carried)
-  parent = next(p for p in out.parents if p.exists())
-  free = shutil.disk_usage(parent).free
-  if free < needed:
-    raise OSError(
-      errno.ENOSPC,
-      f'The import needs {needed} bytes more and {free} are free; free space '
-      'or choose another --out',
-      str(parent),
-    )
+  hf_making.check_space(partial, needed, 'import')
 
 
 def _claim(
@@ -152,24 +167,27 @@ def _claim(
   arrays: dict[str, hf_staging.Array],
   partial: pathlib.Path,
 ) -> None:
-  """Binds a partial import to what it is of, or checks that it is bound.
+  """Binds a partial import to what it is of, or checks that it is bound."""
+  text, path = _fingerprint(source, arrays), partial / _FINGERPRINT
+  if not path.exists():
+    files.write_atomic(path, text.encode())
+  elif path.read_text() != text:
+    raise ValueError(
+      f'{partial} was begun from another checkpoint, or that has been changed '
+      'or moved since. Delete that folder to start over.'
+    )
 
-  Between the deletion of this file and the last rename nothing else is left to
-  do, and doing it again is harmless.
-  """
-  identity = {
-    'files': source.folder.identity(),
+
+def _fingerprint(
+  source: hf_source.Source, arrays: dict[str, hf_staging.Array]
+) -> str:
+  """Returns the text that tells a source, and how it is cut, from others."""
+  fields = {
+    'files': source.folder.fingerprint(),
     'config': source.fields,
     'chunks': {name: list(array.chunk) for name, array in arrays.items()},
   }
-  path = partial / _IDENTITY
-  if not path.exists():
-    files.write_json(path, identity)
-  elif files.read_json(path) != identity:
-    raise ValueError(
-      f'{partial} was begun from another checkpoint, or that has changed '
-      'since. Delete that folder to start over.'
-    )
+  return json.dumps(fields, indent=1, sort_keys=True) + '\n'
 
 
 def _write_weights(
@@ -221,15 +239,16 @@ def copied(folder: pathlib.Path) -> list[pathlib.Path]:
 def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
   folder = source.folder
   for path in copied(folder.path):
-    files.write_atomic(partial / path.name, path.read_bytes())
+    place = partial / path.relative_to(folder.path)
+    files.write_atomic(place, path.read_bytes())
   files.write_json(partial / MODEL, source.config.to_dict())
   record = {
     'family': source.family,
     'prefix': source.prefix,
     'expert_layout': source.expert_layout,
-    'quantization': source.fields.get('quantization_config'),
     'index': folder.index,
     'files': folder.headers,
+    'header_texts': folder.header_texts,
     # Where each tensor of the model came from, and as what it was read.
     'tensors': {
       name: [t.raws[0].file, hf_io.NAMES[t.dtype]]
@@ -245,6 +264,8 @@ def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
 def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
   """Compares every value of an import directory with its source.
 
+  What is carried along is compared too.
+
   Raises:
     ValueError: names the tensor that differs.
   """
@@ -254,7 +275,7 @@ def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
     progress.Progress('verify', len(found.tensors)) as bar,
   ):
     stored = hf_stored.Stored(weights, 0)
-    arrays = _arrays(found)
+    arrays = arrays_of(found)
     for done, (name, tensor) in enumerate(found.tensors.items()):
       for piece, block in _blocks(found, name, tensor, arrays):
         values = np.ascontiguousarray(stored.read(piece.array, piece.box))
@@ -264,6 +285,7 @@ def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
             'it again.'
           )
       bar.update(done + 1)
+    hf_carried.verify(found, pathlib.Path(out))
 
 
 def load_variables(out: str | os.PathLike, like: Any) -> Any:
@@ -303,92 +325,5 @@ def open_weights(out: str | os.PathLike) -> manager.Checkpoints:
       '`python -m experiments.hf_import`.'
     )
   return manager.Checkpoints(
-    out / WEIGHTS, keep=1, fallback='the Hugging Face checkpoint'
+    out / WEIGHTS, keep=None, fallback='the Hugging Face checkpoint'
   )
-
-
-def load_sharded(
-  source: hf_source.Source,
-  config: model_config.ModelConfig,
-  shardings: Any,
-  *,
-  dtype: np.dtype | None = None,
-) -> Any:
-  """Reads a Hugging Face checkpoint into sharded arrays, without a checkpoint.
-
-  Each process reads what its devices hold, and assembles one shard at a time
-  on its host.
-
-  Args:
-    source: from `hf_source.open_source`.
-    config: of the model; may differ from the source's in what has no weights.
-    shardings: tree of `jax.sharding.Sharding`, one for each array.
-    dtype: of all arrays; None keeps those of the source.
-
-  Raises:
-    ValueError: the tree names other arrays than the source has.
-  """
-  shapes = hf_blocks.shapes(
-    hf_names.tensors(
-      config,
-      source.family,
-      expert_layout=source.expert_layout,
-      prefix=source.prefix,
-    )
-  )
-  arrays, flat = _arrays(source), trees.flatten_names(shardings)
-  have = {name: array.shape for name, array in arrays.items()}
-  differing = sorted(
-    {n for n in have | shapes if have.get(n) != shapes.get(n)}
-    | (flat.keys() ^ shapes.keys())
-  )
-  if differing:
-    name = differing[0]
-    raise ValueError(
-      f'{source.folder.path} and the model differ in {len(differing)} arrays, '
-      f'the first is {name} ({have.get(name)} there, {shapes.get(name)} in the '
-      f'model, {"placed" if name in flat else "not placed"} by the shardings).'
-    )
-  parts: dict[str, _Parts] = {}
-  for name in source.tensors:
-    for part in source.table[name].parts:
-      parts.setdefault(part.array, []).append((source.tensors[name], part))
-  leaves = [
-    _place(parts[name], arrays[name], sharding, dtype or arrays[name].dtype)
-    for name, sharding in flat.items()
-  ]
-  return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
-
-
-def _place(
-  parts: _Parts,
-  array: hf_staging.Array,
-  sharding: jax.sharding.Sharding,
-  dtype: np.dtype,
-) -> jax.Array:
-  devices: dict[hf_blocks.Box, list] = {}
-  places = sharding.addressable_devices_indices_map(array.shape)
-  for device, index in places.items():
-    assert index is not None, device  # It is None for devices elsewhere.
-    ends = zip(index, array.shape, strict=True)
-    box = tuple(s.indices(n)[:2] for s, n in ends)
-    devices.setdefault(box, []).append(device)
-  shards = []
-  for box, holders in devices.items():
-    shard = _assemble(parts, array, box, dtype)
-    shards += [jax.device_put(shard, device) for device in holders]
-  return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
-
-
-def _assemble(
-  parts: _Parts, array: hf_staging.Array, box: hf_blocks.Box, dtype: np.dtype
-) -> np.ndarray:
-  """Reads a box of an array, from those of its parts that touch it."""
-  shard = hf_blocks.empty(tuple(stop - start for start, stop in box), dtype)
-  for tensor, part in parts:
-    for piece in hf_blocks.pieces(part, array.chunk, box):
-      ends = zip(piece.box, box, strict=True)
-      place = tuple(slice(a - c, b - c) for (a, b), (c, _) in ends)
-      values = piece.of(tensor.read(piece.start, piece.stop))
-      shard[place] = hf_cast.cast(hf_blocks.contiguous(values), dtype)
-  return shard

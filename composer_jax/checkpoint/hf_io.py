@@ -60,11 +60,35 @@ class Raw:
   num_bytes: int
 
 
-def render_header(header: dict[str, Any]) -> bytes:
-  """Returns the bytes before the data, as the library writes them."""
-  text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
-  text += b' ' * (-len(text) % 8)
-  return len(text).to_bytes(8, 'little') + text
+def render_header(header: dict[str, Any]) -> str:
+  """Returns the text of a header, padded, as the library writes it."""
+  text = json.dumps(header, separators=(',', ':'), ensure_ascii=False)
+  return text + ' ' * (-len(text.encode()) % 8)
+
+
+def head(text: str) -> bytes:
+  """Returns the bytes before the data."""
+  data = text.encode()
+  return len(data).to_bytes(8, 'little') + data
+
+
+def _parse(data: bytes, path: pathlib.Path) -> tuple[str, Any]:
+  """Returns a JSON text and its value; no key may be there twice."""
+
+  def unique(pairs):
+    found = dict(pairs)
+    if len(found) < len(pairs):
+      keys = [key for key, _ in pairs]
+      twice = next(key for key in keys if keys.count(key) > 1)
+      raise ValueError(f'{twice!r} is there twice')
+    return found
+
+  try:
+    # Not read_text, which changes the ends of lines.
+    text = data.decode()
+    return text, json.loads(text, object_pairs_hook=unique)
+  except ValueError as error:
+    raise ValueError(f'{path} is not valid JSON ({error}).') from error
 
 
 def new_header(
@@ -118,6 +142,7 @@ class Folder:
   Attributes:
     path: of the folder.
     headers: {file: header}, in the order of the files' names.
+    header_texts: {file: text}, where it is not what `render_header` gives.
     tensors: {name: Raw}, file by file in the order of their bytes.
     index: text of the sharded index; None for a single file.
   """
@@ -138,6 +163,7 @@ class Folder:
     self.path = pathlib.Path(path)
     self._descriptors: dict[str, int] = {}
     self._hashes: dict[str, str] = {}
+    self.header_texts: dict[str, str] = {}
     self.index, places = None, {}
     if names is None:
       self.index, places = _read_index(self.path)
@@ -166,9 +192,12 @@ class Folder:
         f'{path} is not a whole safetensors file ({error}); fetch it again.'
       ) from error
     with path.open('rb') as file:
-      text = file.read(int.from_bytes(file.read(8), 'little'))
-    self._hashes[name] = blake3.blake3(text).hexdigest()
-    return json.loads(text)
+      data = file.read(int.from_bytes(file.read(8), 'little'))
+    self._hashes[name] = blake3.blake3(data).hexdigest()
+    text, header = _parse(data, path)
+    if text != render_header(header):
+      self.header_texts[name] = text
+    return header
 
   def _add(self, name: str) -> None:
     header = {k: v for k, v in self.headers[name].items() if k != METADATA}
@@ -207,12 +236,18 @@ class Folder:
           f'{self.path / raw.file} holds {tensor}, which {INDEX} does not name.'
         )
 
-  def identity(self) -> dict[str, Any]:
-    """Returns sizes and hashes of headers; equal for equal files, we trust."""
-    return {
-      name: [(self.path / name).stat().st_size, self._hashes[name]]
-      for name in self.headers
-    }
+  def fingerprint(self) -> dict[str, Any]:
+    """Returns what tells these files from any others.
+
+    Two finetunes of a model have equal sizes and headers, hence the places and
+    times too.
+    """
+    found = {}
+    for name, digest in self._hashes.items():
+      path = (self.path / name).resolve()
+      status = path.stat()
+      found[name] = [str(path), status.st_size, status.st_mtime_ns, digest]
+    return found
 
   def read_bytes(self, raw: Raw, start: int, into: memoryview) -> None:
     """Fills `into` with bytes of a tensor, from its byte `start` on."""
@@ -253,7 +288,7 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
         'a Hugging Face checkpoint in the safetensors format.'
       )
     return None, {}
-  found = files.read_json(path / INDEX)
+  text, found = _parse((path / INDEX).read_bytes(), path / INDEX)
   places = found.get('weight_map') if isinstance(found, dict) else None
   if not isinstance(places, dict) or not places:
     raise ValueError(f'{path / INDEX} has no weight_map of tensors to files.')
@@ -263,7 +298,7 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
         f'{path / INDEX} says that {tensor} is in {file!r}, which is not the '
         'name of a file beside it.'
       )
-  return (path / INDEX).read_text(), places
+  return text, places
 
 
 class Writer:
@@ -273,11 +308,23 @@ class Writer:
   rename, must say when it is whole.
   """
 
-  def __init__(self, path: str | os.PathLike, header: dict[str, Any]):
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    header: dict[str, Any],
+    text: str | None = None,
+  ):
+    """Begins a file.
+
+    Args:
+      path: of the file.
+      header: what it will hold, where.
+      text: of that header; None is the library's.
+    """
     self._path = pathlib.Path(path)
     self._header = header
-    head = render_header(header)
-    self._start = len(head)
+    first = head(render_header(header) if text is None else text)
+    self._start = len(first)
     self._left = sum(
       entry['data_offsets'][1] - entry['data_offsets'][0]
       for name, entry in header.items()
@@ -285,7 +332,7 @@ class Writer:
     )
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     self._descriptor = os.open(path, flags, 0o666)
-    write_fully(self._descriptor, memoryview(head), 0)
+    write_fully(self._descriptor, memoryview(first), 0)
 
   def write(self, name: str, data: memoryview, start: int = 0) -> None:
     """Writes bytes of a tensor, from its byte `start` on, each once."""

@@ -1,5 +1,6 @@
 """Reads keys of a Hugging Face `config.json`, and refuses them by name."""
 
+import sys
 from typing import Any
 
 NO_DEFAULT = object()
@@ -13,7 +14,7 @@ def take(
   Args:
     fields: the parsed file, or an object in it.
     key: of the value.
-    kind: int, float (an integer will do) or bool.
+    kind: int, float (an integer will do), bool, str or dict.
     default: for a key that is absent; without one it must be there.
   """
   value = fields.get(key)
@@ -26,7 +27,23 @@ def take(
     kind is not bool and isinstance(value, bool)
   ):
     raise ValueError(f'{key!r} is {value!r}; it must be {kind.__name__}.')
+  if kind is float and not abs(value) <= sys.float_info.max:
+    raise ValueError(f'{key!r} is {value!r}; it must be a finite number.')
   return kind(value)
+
+
+def take_list(fields: dict[str, Any], key: str, kind: type) -> list[Any]:
+  """Returns a list whose entries are of a kind; null or absent is empty."""
+  values = fields.get(key)
+  if values is None:
+    return []
+  if not isinstance(values, list) or any(
+    not isinstance(value, kind) or isinstance(value, bool) for value in values
+  ):
+    raise ValueError(
+      f'{key!r} is {values!r}; it must be a list of {kind.__name__}.'
+    )
+  return values
 
 
 def take_any(fields: dict[str, Any], keys: tuple[str, ...], kind: type) -> Any:

@@ -1,4 +1,4 @@
-"""Which tensors an export has, in which file and dtype."""
+"""Which tensors an export has, in which file and dtype, and what tells it."""
 
 import dataclasses
 import json
@@ -105,7 +105,12 @@ def plan(
       elif whole in table:
         found[file].append(ours(whole))
   if record and layout == record['expert_layout']:
-    return found
+    # Of a file of nothing but scales, nothing is left.
+    return {
+      file: group
+      for file, group in found.items()
+      if group or not record['files'][file].keys() - {hf_io.METADATA}
+    }
   return _split([*map(ours, table), *extra], file_bytes)
 
 
@@ -148,6 +153,15 @@ def header(
   return theirs if described(theirs) == described(mine) else mine
 
 
+def header_text(
+  file: str, fields: dict[str, Any], record: dict[str, Any] | None
+) -> str | None:
+  """Returns the source's own text of a header, None for the library's."""
+  if record is None or fields != record['files'].get(file):
+    return None
+  return record['header_texts'].get(file)
+
+
 def index(
   plan_of: dict[str, list[Entry]],
   headers: dict[str, dict[str, Any]],
@@ -162,3 +176,18 @@ def index(
   total = sum(e.num_bytes for group in plan_of.values() for e in group)
   fields = {'metadata': {'total_size': total}, 'weight_map': places}
   return json.dumps(fields, indent=2, sort_keys=True) + '\n'
+
+
+def config_text(fields: dict[str, Any], dtype: str) -> bytes:
+  """Returns a config.json of plain weights of a dtype."""
+  places = [fields]
+  if isinstance(fields.get('text_config'), dict):
+    places.append(fields['text_config'])
+  for place in places:
+    place.pop('quantization_config', None)
+    for key in ('dtype', 'torch_dtype'):
+      if key in place and dtype != SOURCE:
+        place[key] = dtype
+  if dtype != SOURCE and 'torch_dtype' not in fields:
+    fields['dtype'] = dtype
+  return (json.dumps(fields, indent=2, ensure_ascii=False) + '\n').encode()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from composer_jax.checkpoint import hf_io
+from composer_jax.checkpoint import hf_io, hf_keys
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT4_PER_WORD = 8
@@ -214,7 +214,7 @@ def _fp8_scheme(fields: dict[str, Any]) -> Scheme:
   is_pair = isinstance(block, list) and len(block) == 2
   if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):
     raise _refuse('weight_block_size', block)
-  plain = tuple(fields.get('modules_to_not_convert') or ())
+  plain = tuple(hf_keys.take_list(fields, 'modules_to_not_convert', str))
   return Scheme(kind='fp8', block=(block[0], block[1]), plain=plain)
 
 
@@ -233,7 +233,8 @@ def _int4_scheme(fields: dict[str, Any]) -> Scheme:
   groups = fields.get('config_groups')
   if not isinstance(groups, dict) or len(groups) != 1:
     raise _refuse('config_groups', groups)
-  name, group = next(iter(groups.items()))
+  name = next(iter(groups))
+  group = hf_keys.take(groups, name, dict)
   at = f'config_groups.{name}.'
   _require(
     group,
@@ -245,7 +246,7 @@ def _int4_scheme(fields: dict[str, Any]) -> Scheme:
     },
     at,
   )
-  weights = group.get('weights') or {}
+  weights = hf_keys.take(group, 'weights', dict, {})
   wanted = {
     'num_bits': 4,
     'type': 'int',
@@ -260,7 +261,12 @@ def _int4_scheme(fields: dict[str, Any]) -> Scheme:
   # is refused too, since nothing here has been compared with it.
   unordered = {'actorder': (None, False), 'dynamic': (False,)}
   _require(weights, unordered, f'{at}weights.')
-  plain = tuple(fields.get('ignore') or ())
+  plain = tuple(hf_keys.take_list(fields, 'ignore', str))
+  for pattern in plain:
+    try:
+      re.compile(pattern[3:] if pattern.startswith('re:') else '')
+    except re.error as error:
+      raise _refuse('ignore', pattern) from error
   return Scheme(kind='int4', block=(1, 32), plain=plain)
 
 

@@ -48,7 +48,11 @@ def from_fields(
       `mscale_all_dim`.
   """
   given = _parameters(fields)
-  types = {given[key] for key in ('rope_type', 'type') if given.get(key)}
+  types = {
+    hf_keys.take(given, key, str)
+    for key in ('rope_type', 'type')
+    if key in given
+  }
   if len(types) > 1:
     raise ValueError(
       f"'rope_type' and 'type' of {given} contradict each other."

@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future as ocp_future
 
-from composer_jax.checkpoint import hf_io, manager
+from composer_jax.checkpoint import hashes, hf_io, manager
 from composer_jax.core import files
 
 _CHUNKS = 'chunks'
@@ -93,7 +93,7 @@ class Staging:
 
   def _has(self, name: str, chunks: Iterable[str]) -> bool:
     return all(
-      self._path(name, [s.start for s in manager.bounds(bounds)]).exists()
+      self._path(name, [s.start for s in hashes.bounds(bounds)]).exists()
       for bounds in chunks
     )
 
@@ -225,7 +225,8 @@ def _link(source: str, target: pathlib.Path) -> None:
   try:
     os.link(source, target)
   except OSError as error:
-    if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+    # File systems without links, or across a border, say so in many ways.
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
       raise
     os.replace(source, target)
 

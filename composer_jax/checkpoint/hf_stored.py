@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from composer_jax.checkpoint import hf_blocks, hf_io, manager
+from composer_jax.checkpoint import hashes, hf_blocks, hf_io, manager
 
 
 class Stored:
@@ -78,7 +78,7 @@ class Stored:
     """
     item_bytes = self.dtypes[name].itemsize
     for bounds, expected in self._record[name]['shards'].items():
-      block = tuple((s.start, s.stop) for s in manager.bounds(bounds))
+      block = tuple((s.start, s.stop) for s in hashes.bounds(bounds))
       digest = blake3.blake3()
       for box in _in_order(block, hf_blocks.PIECE_BYTES // item_bytes):
         values = np.ascontiguousarray(self.read(name, box))

@@ -18,9 +18,9 @@ from typing import Any
 
 import blake3
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
+from composer_jax.checkpoint import hashes
 from composer_jax.core import trees
 
 STATE = 'state'
@@ -43,16 +43,6 @@ class DamagedCheckpoint(ValueError):
   """A checkpoint that cannot be read or is not what was written."""
 
 
-def _slices_name(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-  """Names a shard by its global bounds: '0:4,8:16'; '' for a scalar."""
-  bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-  return ','.join(f'{start}:{stop}' for start, stop in bounds)
-
-
-def _hash(block: np.ndarray) -> str:
-  return blake3.blake3(np.ascontiguousarray(block).data.cast('B')).hexdigest()
-
-
 def _texts(stored: Any) -> dict[str, str]:
   """Returns the texts of a JSON item; damage may have left any JSON value."""
   items = stored.items() if isinstance(stored, dict) else ()
@@ -61,30 +51,6 @@ def _texts(stored: Any) -> dict[str, str]:
 
 def _digest(text: str) -> str:
   return blake3.blake3(text.encode()).hexdigest()
-
-
-def _record(array: jax.Array) -> dict[str, Any]:
-  """Describes an array: shape, dtype, and a hash of each shard held here."""
-  return {
-    'shape': list(array.shape),
-    'dtype': str(array.dtype),
-    'shards': {
-      _slices_name(shard.index, array.shape): _hash(_bytes(shard.data))
-      for shard in array.addressable_shards
-      if shard.replica_id == 0
-    },
-  }
-
-
-def _bytes(array: Any) -> np.ndarray:
-  """Views as bytes what has no plain buffer: scalars and bfloat16."""
-  return np.atleast_1d(np.ascontiguousarray(np.asarray(array))).view(np.uint8)
-
-
-def bounds(name: str) -> tuple[slice, ...]:
-  """The inverse of `_slices_name`."""
-  pairs = [b.split(':') for b in name.split(',') if b]
-  return tuple(slice(int(a), int(b)) for a, b in pairs)
 
 
 def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
@@ -96,51 +62,16 @@ def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
   """
   text = json.dumps(data, sort_keys=True)
   record = json.dumps({'arrays': arrays, 'data': _digest(text)})
-  hashes = {'text': record, 'blake3': _digest(record)}
   return {
     _DATA: ocp.args.JsonSave({'text': text}),
-    _HASHES: ocp.args.JsonSave(hashes),
+    _HASHES: ocp.args.JsonSave({'text': record, 'blake3': _digest(record)}),
   }
 
 
-def _matches(array: jax.Array, shards: dict[str, str]) -> bool:
-  """Verifies every recorded block that this process can see.
-
-  The mesh may differ from the one that wrote. A block within a shard is cut out
-  of it; one across shards out of the whole array, where it is addressable.
-  """
-  held = [(s.index, s.data) for s in array.addressable_shards]
-  if array.is_fully_addressable:
-    held.append(((slice(None),) * array.ndim, array))
-  hosts: dict[int, np.ndarray] = {}
-  for name, expected in shards.items():
-    block = bounds(name)
-    for i, (index, values) in enumerate(held):
-      starts = _starts_within(block, index, array.shape)
-      if starts is None:
-        continue
-      if i not in hosts:
-        hosts[i] = np.asarray(values)
-      inside = tuple(
-        slice(b.start - start, b.stop - start)
-        for b, start in zip(block, starts, strict=True)
-      )
-      if _hash(_bytes(hosts[i][inside])) != expected:
-        return False
-      break
-  return True
-
-
-def _starts_within(
-  block: tuple[slice, ...], index: tuple[slice, ...], shape: tuple[int, ...]
-) -> list[int] | None:
-  """Returns where a shard begins, None if the block is not all in it."""
-  ends = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-  inside = all(
-    start <= b.start and b.stop <= stop
-    for b, (start, stop) in zip(block, ends, strict=True)
-  )
-  return [start for start, _ in ends] if inside else None
+def full_disk(error: BaseException) -> int | None:
+  """Returns the system's number of an error if it was want of space."""
+  number = _errno(error)
+  return number if number in _FULL else None
 
 
 def _errno(error: BaseException) -> int | None:
@@ -187,28 +118,32 @@ class Checkpoints:
     self,
     directory: str | os.PathLike,
     *,
-    keep: int,
+    keep: int | None,
     fallback: str = 'the start of the stage',
   ):
     """Opens a directory, sweeping what a killed process left half-written.
 
     Args:
       directory: made when missing.
-      keep: newest checkpoints kept.
+      keep: newest checkpoints kept; None opens it for reading only: nothing is
+        made, and what another process is writing there is left alone.
       fallback: what a run goes on from when the directory holds none.
     """
     self.directory = pathlib.Path(directory).absolute()
     self._fallback = fallback
-    self.directory.mkdir(parents=True, exist_ok=True)
+    self._is_reader = keep is None
     self._writing: int | None = None
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
+    if keep is None:
+      # Orbax's own read_only warns of every directory.
+      options = ocp.CheckpointManagerOptions(create=False)
+    else:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         enable_async_checkpointing=True,
         cleanup_tmp_directories=True,
-      ),
-    )
+      )
+    self._manager = ocp.CheckpointManager(self.directory, options=options)
 
   def steps(self) -> list[int]:
     """Returns the steps of whole checkpoints, ascending."""
@@ -217,28 +152,44 @@ class Checkpoints:
   def latest_step(self) -> int | None:
     return max(self.steps(), default=None)
 
-  def save(self, step: int, tree: Any, data: Any = None) -> None:
+  def save(
+    self,
+    step: int,
+    tree: Any,
+    data: Any = None,
+    *,
+    chunk_bytes: int | None = None,
+  ) -> None:
     """Starts writing a checkpoint; returns when the arrays may be donated.
 
     Args:
       step: number of finished steps; must be above the latest.
       tree: arrays.
       data: any JSON value.
+      chunk_bytes: that a reader of a part of an array must hold; None lets it
+        be a shard.
 
     Raises:
       OSError: too little space for this one, or the previous one failed to be
         written. Earlier checkpoints are untouched, whatever is raised.
     """
+    assert not self._is_reader, self.directory
     self.wait()
     flat = trees.flatten_names(tree)
     self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
-    hashes = {name: _record(array) for name, array in flat.items()}
+    arrays = {name: hashes.record(array) for name, array in flat.items()}
+    save_args = {
+      name: ocp.SaveArgs(chunk_byte_size=chunk_bytes) for name in flat
+    }
     self._writing = step
     try:
       self._manager.save(
         step,
         args=ocp.args.Composite(
-          **{STATE: ocp.args.StandardSave(flat), **side_items(hashes, data)}
+          **{
+            STATE: ocp.args.StandardSave(flat, save_args=save_args),
+            **side_items(arrays, data),
+          }
         ),
         force=True,
       )
@@ -289,7 +240,7 @@ class Checkpoints:
       },
     )
     for name, array in items[STATE].items():
-      if not _matches(array, record['arrays'][name]['shards']):
+      if not hashes.matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
     text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
@@ -381,8 +332,8 @@ class Checkpoints:
   def _explain_full_disk(self, error: Exception) -> None:
     """Raises an OSError with the cure if it was want of space, else returns."""
     # Tensorstore reports a full disk as a ValueError that ends in the reason.
-    number = _errno(error)
-    if number not in _FULL:
+    number = full_disk(error)
+    if number is None:
       return
     raise OSError(
       number,

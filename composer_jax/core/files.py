@@ -52,7 +52,8 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
     raise OSError(
       error.errno,
       f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
-      'content, if any, is untouched. Free space or choose another --workdir',
+      'content, if any, is untouched. Free space or choose another '
+      '--workdir or --out',
       str(path),
     ) from error
   fsync_directory(path.parent)
@@ -83,12 +84,13 @@ def alone(workdir: str | os.PathLike) -> Iterator[None]:
       raise ValueError(
         f'Another process ({path.read_text() or "just started"}) runs in '
         f'workdir {workdir}. Wait until it ends or stop it, or choose another '
-        '--workdir.'
+        '--workdir or --out.'
       ) from error
     except OSError as error:
       raise OSError(
         error.errno,
-        f'Cannot lock the workdir ({error.strerror}); choose another --workdir',
+        f'Cannot lock the workdir ({error.strerror}); choose another --workdir '
+        'or --out',
         str(path),
       ) from error
     stack.callback(file.truncate, 0)

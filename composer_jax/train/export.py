@@ -12,10 +12,17 @@ from typing import Any
 from composer_jax.checkpoint import manager
 
 
-def _open(workdir: str | os.PathLike, stage: str) -> manager.Checkpoints:
+# What converting an export to other formats holds of one array.
+_CHUNK_BYTES = 2**28
+
+
+def _open(
+  workdir: str | os.PathLike, stage: str, *, keep: int | None = None
+) -> manager.Checkpoints:
+  """Opens an export, for reading only unless it says how many to keep."""
   return manager.Checkpoints(
     pathlib.Path(workdir) / 'exports' / stage,
-    keep=1,
+    keep=keep,
     fallback=f'the last checkpoint of the stage, in checkpoints/{stage}',
   )
 
@@ -28,8 +35,8 @@ def save(
   Raises:
     OSError: it could not be written; the stage's checkpoints are intact.
   """
-  with contextlib.closing(_open(workdir, stage)) as exports:
-    exports.save(step, variables)
+  with contextlib.closing(_open(workdir, stage, keep=1)) as exports:
+    exports.save(step, variables, chunk_bytes=_CHUNK_BYTES)
 
 
 def finished_step(workdir: str | os.PathLike, stage: str) -> int | None:

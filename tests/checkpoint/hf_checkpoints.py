@@ -7,6 +7,7 @@ and subnormal numbers among them.
 import json
 import pathlib
 
+import jax
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
@@ -16,6 +17,14 @@ from composer_jax.checkpoint import hf_config, hf_io, hf_names
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
+
+# Of the DeepSeek of `tests.hf.tiny`: a matrix, and what no model of it has.
+GATE = 'model.layers.2.mlp.experts.7.gate_proj.weight'
+EXTRA = {
+  'model.layers.3.eh_proj.weight': np.ones((2, 3), np.float32),
+  'model.layers.3.mlp.weight': np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+  'vision_tower.patch.weight': np.arange(6, dtype=np.int32),
+}
 
 
 def table_of(fields, layout='per_expert'):
@@ -73,3 +82,32 @@ def expected(table, arrays):
       block = hf_names.block(part, arrays[name])
       found.setdefault(part.array, []).append((part.index, block))
   return found
+
+
+def like(shapes, dtype, sharding=None):
+  single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {
+    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or single)
+    for name, shape in shapes.items()
+  }
+
+
+def check_blocks(variables, table, arrays):
+  for name, blocks in expected(table, arrays).items():
+    for index, block in blocks:
+      np.testing.assert_array_equal(
+        bits(np.asarray(variables[name])[index]),
+        bits(block),
+        err_msg=name,
+      )
+
+
+def content(folder):
+  """Bytes of everything but orbax's own records, which have times."""
+  return {
+    str(path.relative_to(folder)): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file()
+    and 'METADATA' not in path.name
+    and path.name != 'commit_success.txt'
+  }

@@ -233,7 +233,7 @@ def _yarn(**changes):
     ('qwen3_moe', _yarn(mrope_section=[1, 2]), r"\['mrope_section'\] are unk"),
     ('qwen3_moe', _yarn(rope_theta=5.0), "'rope_theta' is 100.0, but 5.0"),
     ('qwen3_moe', _yarn(factor=None), "'factor' is missing"),
-    ('qwen3_moe', _yarn(factor=0.5), 'factor must be >= 1'),
+    ('qwen3_moe', _yarn(factor=0.5), 'factor must be .* at least 1'),
     ('qwen3_moe', _yarn(attention_factor=1.0), r"'attention_factor' \(1.0\)"),
     ('qwen3_moe', _yarn(partial_rotary_factor=0.5), 'partial_rotary_factor'),
     ('qwen3_moe', _yarn(mscale=0.7), 'must both be given'),

@@ -21,11 +21,11 @@ from composer_jax.checkpoint import (
 )
 from composer_jax.core import files
 from tests.checkpoint import hf_checkpoints
-from tests.checkpoint.hf_import_test import EXTRA, GATE
 from tests.checkpoint.hf_quantized_test import FP8, INT4
 from tests.hf import tiny
 
 DEEPSEEK = tiny.MODELS['deepseek_v3']
+EXTRA, GATE = hf_checkpoints.EXTRA, hf_checkpoints.GATE
 QWEN = tiny.MODELS['qwen3_moe']
 TOKENIZER = {'tokenizer.json': '{"version": "1.0"}\n', 'merges.txt': 'a b\n'}
 
@@ -85,6 +85,27 @@ def test_mixed_dtypes_and_carried_tensors_come_back_as_they_were(tmp_path):
   _same_folders(*_round_trip(tmp_path, DEEPSEEK, arrays, num_files=2))
 
 
+def test_headers_and_indices_of_any_writer_come_back(tmp_path):
+  """Spaces, escapes, no padding, other ends of lines."""
+  source = hf_checkpoints.write(
+    tmp_path / 'hf', QWEN, hf_checkpoints.tensors(QWEN), num_files=2
+  )
+  path = source / 'model-00001-of-00002.safetensors'
+  data = path.read_bytes()
+  start = 8 + int.from_bytes(data[:8], 'little')
+  header = json.loads(data[8:start])
+  header['__metadata__'] = {'by': 'Zoë'}
+  text = json.dumps(header, indent=3)
+  text += ' ' * (len(text) % 2 == 0)
+  assert len(text) % 8 and '\\u' in text
+  path.write_bytes(hf_io.head(text) + data[start:])
+  index = (source / hf_io.INDEX).read_bytes().replace(b'\n', b'\r\n')
+  (source / hf_io.INDEX).write_bytes(index)
+  hf_import.convert(source, tmp_path / 'ours')
+  hf_export.write(hf_export.of_import(tmp_path / 'ours'), tmp_path / 'back')
+  _same_folders(source, tmp_path / 'back')
+
+
 def test_pieces_of_any_size_come_back(tmp_path, monkeypatch):
   monkeypatch.setattr(hf_blocks, 'PIECE_BYTES', 300)
   arrays = hf_checkpoints.tensors(DEEPSEEK)
@@ -120,7 +141,10 @@ def test_quantised_weights_go_out_as_bfloat16_and_say_so(tmp_path):
   scale = np.full((1, 1), 0.37, np.float32)
   arrays[GATE] = codes.view(ml_dtypes.float8_e4m3fn)
   arrays[f'{GATE}_scale_inv'] = scale
-  _, back = _round_trip(tmp_path, fields, arrays, num_files=2)
+  # A tensor a file: of that of the scale, nothing is left.
+  num_files = len(arrays)
+  _, back = _round_trip(tmp_path, fields, arrays, num_files=num_files)
+  assert len(list(back.glob('*.safetensors'))) == num_files - 1
   product = arrays[GATE].astype(np.float32) * scale
   found = _load(back)
   assert f'{GATE}_scale_inv' not in found
@@ -303,18 +327,53 @@ def test_changed_weights_are_not_exported(tmp_path):
   with pytest.raises(manager.DamagedCheckpoint, match='embedding has changed'):
     hf_export.write(origin, back)
   assert not back.exists()
+  (ours / 'carried').rename(ours / 'away')
+  with pytest.raises(ValueError, match='carried lacks .*; import the Hugging'):
+    hf_export.write(origin, back)
+  (ours / 'away').rename(ours / 'carried')
   _flip(ours / 'weights' / '0' / 'state' / 'params' / 'embedding' / '0.0')
   # What the failed ones left behind is no obstacle, and goes.
-  (tmp_path / 'back.exporting' / 'stray.safetensors').touch()
+  stray = tmp_path / 'back.exporting' / 'composer_jax_export' / 'stray.model'
+  assert stray.parent.exists()
+  stray.touch()
   hf_export.write(origin, back)
   _same_folders(tmp_path / 'hf', back)
   with pytest.raises(ValueError, match='back exists; choose another --out'):
     hf_export.write(origin, back)
 
 
+def test_numbers_beyond_a_dtype_are_named(tmp_path):
+  arrays = {
+    name: np.zeros(tensor.shape, np.float32)
+    for name, tensor in hf_checkpoints.table_of(QWEN).items()
+  }
+  name = 'model.layers.1.mlp.experts.2.up_proj.weight'
+  arrays[name][3, 4], arrays['model.norm.weight'][2] = 65600.0, -np.inf
+  with pytest.raises(ValueError, match=f'{name} .* float16, .*--dtype'):
+    _round_trip(tmp_path, QWEN, arrays, dtype='float16')
+  origin = hf_export.of_import(tmp_path / 'ours')
+  hf_export.write(origin, tmp_path / 'back', dtype='bfloat16')
+  assert _load(tmp_path / 'back')['model.norm.weight'][2] == -np.inf
+
+
+def test_exports_leave_a_run_that_is_writing_alone(trained):
+  workdir, _, _ = trained
+  written = [
+    workdir / 'exports' / stage / '8.orbax-checkpoint-tmp'
+    for stage in ('rl', 'sft')
+  ]
+  for path in written:
+    path.mkdir(parents=True)
+  hf_export.of_run(workdir, 'rl', family='deepseek_v3')
+  with pytest.raises(ValueError, match=r"no finished stage 'cpt'.*\['rl'\]"):
+    hf_export.of_run(workdir, 'cpt', family='deepseek_v3')
+  assert all(path.is_dir() for path in written)
+  assert sorted(os.listdir(workdir / 'exports')) == ['rl', 'sft']
+
+
 def test_what_is_no_import_is_named(tmp_path):
   with pytest.raises(ValueError, match='not an import directory .*hf.json'):
     hf_export.of_import(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps({}))
-  with pytest.raises(ValueError, match='no finished stage None'):
+  with pytest.raises(ValueError, match=r'needs --stage; finished are \[\]'):
     hf_export.of_run(tmp_path, None, family=None)

@@ -5,10 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 
 import jax
 import ml_dtypes
@@ -21,35 +17,14 @@ from composer_jax.checkpoint import (
   hf_blocks,
   hf_import,
   hf_io,
-  hf_source,
-  hf_staging,
   manager,
 )
-from tests.checkpoint import hf_checkpoints
-from tests.checkpoint.hf_quantized_test import FP8
+from tests.checkpoint import hf_checkpoints, hf_quantized_test
 from tests.hf import tiny
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DEEPSEEK = tiny.MODELS['deepseek_v3']
 QWEN = tiny.MODELS['qwen3_moe']
-
-
-def _like(shapes, dtype, sharding=None):
-  single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  return {
-    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or single)
-    for name, shape in shapes.items()
-  }
-
-
-def _check_blocks(variables, table, arrays):
-  for name, blocks in hf_checkpoints.expected(table, arrays).items():
-    for index, block in blocks:
-      np.testing.assert_array_equal(
-        hf_checkpoints.bits(np.asarray(variables[name])[index]),
-        hf_checkpoints.bits(block),
-        err_msg=name,
-      )
 
 
 @pytest.fixture(scope='module')
@@ -76,9 +51,9 @@ def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype, layout):
   source = hf_checkpoints.write(tmp_path / 'hf', fields, arrays)
   hf_import.convert(source, tmp_path / 'ours')
   table = hf_checkpoints.table_of(fields, layout)
-  like = _like(hf_blocks.shapes(table), dtype)
+  like = hf_checkpoints.like(hf_blocks.shapes(table), dtype)
   found = hf_import.load_variables(tmp_path / 'ours', like)
-  _check_blocks(found, table, arrays)
+  hf_checkpoints.check_blocks(found, table, arrays)
   hf_import.verify(source, tmp_path / 'ours')
 
 
@@ -87,9 +62,9 @@ def test_an_import_is_a_checkpoint_of_step_0(imported):
   table = hf_checkpoints.table_of(DEEPSEEK)
   checkpoints = manager.Checkpoints(ours / 'weights', keep=1)
   assert checkpoints.steps() == [0]
-  like = _like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
+  like = hf_checkpoints.like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
   found, _ = checkpoints.restore(0, like)
-  _check_blocks(found, table, arrays)
+  hf_checkpoints.check_blocks(found, table, arrays)
   checkpoints.close()
 
 
@@ -105,80 +80,11 @@ def test_pieces_of_any_size_make_the_same_arrays(tmp_path, monkeypatch):
   ends = [name.split(',')[1] for name in record['params/unembedding']['shards']]
   assert ends == ['0:7', '7:14', '14:21', '21:28', '28:35', '35:41']
   table = hf_checkpoints.table_of(fields)
-  like = _like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
-  _check_blocks(
+  like = hf_checkpoints.like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
+  hf_checkpoints.check_blocks(
     hf_import.load_variables(tmp_path / 'ours', like), table, arrays
   )
   hf_import.verify(source, tmp_path / 'ours')
-
-
-def _place(shapes, mesh):
-  """Experts over the mesh, other arrays by any axis that divides, or whole."""
-
-  def sharding(name, shape):
-    axis = 1 if '/moe/' in name and len(shape) > 2 else -1
-    spec = [None] * len(shape)
-    if shape[axis] % mesh.size == 0:
-      spec[axis] = 'x'
-    return NamedSharding(mesh, P(*spec))
-
-  return {name: sharding(name, shape) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize('num_devices', [8, 3])
-def test_sharded_arrays_are_those_of_the_checkpoint(imported, num_devices):
-  """Over 8 devices experts are split; over 3, only what 3 divides."""
-  path, ours, _ = imported
-  mesh = jax.make_mesh(
-    (num_devices,), ('x',), devices=jax.devices()[:num_devices]
-  )
-  source = hf_source.open_source(path)
-  shapes = hf_blocks.shapes(source.table)
-  shardings = _place(shapes, mesh)
-  name = 'params/moe_layers/moe/gate_up'
-  assert shardings[name].is_fully_replicated == (num_devices == 3)
-  assert not all(s.is_fully_replicated for s in shardings.values())
-  like = {
-    name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name])
-    for name, shape in shapes.items()
-  }
-  restored = hf_import.load_variables(ours, like)
-  read = hf_import.load_sharded(
-    source, source.config, shardings, dtype=np.dtype(np.float32)
-  )
-  for name, array in read.items():
-    assert array.sharding == restored[name].sharding == shardings[name]
-    np.testing.assert_array_equal(array, restored[name], err_msg=name)
-  source.close()
-
-
-def test_a_sharded_load_reads_only_its_own_parts(imported, monkeypatch):
-  path, _, _ = imported
-  source = hf_source.open_source(path)
-  read = []
-  for name, tensor in source.tensors.items():
-
-    def spy(start, stop, name=name, tensor=tensor):
-      read.append(name)
-      return type(tensor).read(tensor, start, stop)
-
-    monkeypatch.setattr(tensor, 'read', spy)
-  array = 'params/moe_layers/moe/down'
-  shape = hf_blocks.shapes(source.table)[array]
-  parts = [
-    (source.tensors[name], part)
-    for name in source.tensors
-    for part in source.table[name].parts
-    if part.array == array
-  ]
-
-  # What the first of 8 processes reads.
-  box = ((0, shape[0]), (0, 1), (0, shape[2]), (0, shape[3]))
-  placed = hf_import._arrays(source)[array]
-  hf_import._assemble(parts, placed, box, np.dtype(np.float32))
-  assert {name.split('experts.')[1] for name in read} == {'0.down_proj.weight'}
-  assert len(read) == shape[0]
-  source.close()
 
 
 def test_masters_come_from_any_dtype_and_mixtures_are_float32(tmp_path):
@@ -208,7 +114,7 @@ def test_a_changed_weight_is_noticed(tmp_path, imported):
   # Placed whole, a shard an expert, and with blocks across shards.
   for spec in (P(), P(None, 'x'), P(None, None, None, 'x')):
     mesh = jax.make_mesh((8,), ('x',))
-    like = _like(shapes, np.float32)
+    like = hf_checkpoints.like(shapes, np.float32)
     like['params/moe_layers/moe/down'] = jax.ShapeDtypeStruct(
       shapes['params/moe_layers/moe/down'],
       np.float32,
@@ -222,15 +128,8 @@ def test_a_changed_weight_is_noticed(tmp_path, imported):
     hf_import.verify(source, tmp_path / 'ours')
 
 
-EXTRA = {
-  'model.layers.3.eh_proj.weight': np.ones((2, 3), np.float32),
-  'model.layers.3.mlp.weight': np.ones((2, 2), ml_dtypes.float8_e4m3fn),
-  'vision_tower.patch.weight': np.arange(6, dtype=np.int32),
-}
-
-
 def test_unmodelled_tensors_are_carried_or_refused(tmp_path, capsys):
-  arrays = hf_checkpoints.tensors(DEEPSEEK) | EXTRA
+  arrays = hf_checkpoints.tensors(DEEPSEEK) | hf_checkpoints.EXTRA
   source = hf_checkpoints.write(tmp_path / 'hf', DEEPSEEK, arrays, num_files=2)
   with pytest.raises(ValueError, match=r'holds .*\(3 such tensors\).*carry'):
     hf_import.convert(source, tmp_path / 'ours', unmodelled='refuse')
@@ -240,18 +139,30 @@ def test_unmodelled_tensors_are_carried_or_refused(tmp_path, capsys):
   for group in ('model.layers.3.* (2 tensors)', 'vision_tower.* (1 tensors)'):
     assert f'carried along unchanged: {group}' in shown
   record = json.loads((tmp_path / 'ours' / 'hf.json').read_text())
-  assert set(record['carried']) == EXTRA.keys()
+  assert set(record['carried']) == hf_checkpoints.EXTRA.keys()
   folder = tmp_path / 'ours' / 'carried'
   with hf_io.Folder(folder, os.listdir(folder)) as carried:
-    assert carried.tensors.keys() == EXTRA.keys()
-    for name, array in EXTRA.items():
+    assert carried.tensors.keys() == hf_checkpoints.EXTRA.keys()
+    for name, array in hf_checkpoints.EXTRA.items():
       raw = carried.tensors[name]
       values = carried.read(raw, 0, array.size)
       assert values.dtype == array.dtype
       np.testing.assert_array_equal(values, array.reshape(-1))
+  hf_import.verify(source, tmp_path / 'ours')
+  path = folder / 'model-00001-of-00002.safetensors'
+  data = path.read_bytes()
+  path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+  with pytest.raises(ValueError, match='in .*carried.* differs from that of'):
+    hf_import.verify(source, tmp_path / 'ours')
+  path.unlink()
+  with pytest.raises(ValueError, match='carried lacks .*; import the Hugging'):
+    hf_import.verify(source, tmp_path / 'ours')
+  shutil.rmtree(folder)
+  with pytest.raises(ValueError, match='carried lacks .*; import the Hugging'):
+    hf_import.verify(source, tmp_path / 'ours')
 
 
-GATE = 'model.layers.2.mlp.experts.7.gate_proj.weight'
+GATE = hf_checkpoints.GATE
 NORM = 'model.norm.weight'
 
 
@@ -270,10 +181,64 @@ def _without(name):
   )
 
 
+def _quantised(**new):
+  fields = hf_quantized_test.INT4 | new
+  return _set(quantization_config=fields)
+
+
 @pytest.mark.parametrize(
   'change, message',
   [
-    (_without(GATE), f'lacks 1 tensors .* the first is {GATE}'),
+    (lambda _, arrays: ([1], arrays), 'config.json: it holds a list; it must'),
+    (_set(mlp_only_layers=5), "config.json: 'mlp_only_layers' is 5; .* of int"),
+    (_set(mlp_only_layers=['a']), "'mlp_only_layers' is .* a list of int"),
+    (_set(layer_types=5), "'layer_types' is 5; it must be a list of str"),
+    (_set(layer_types='full_attention'), "'layer_types' is 'full.* of str"),
+    (_set(layer_types=[{}]), "'layer_types' is .* a list of str"),
+    (_set(rope_scaling={'rope_type': ['x']}), "'rope_type' is .* must be str"),
+    (_set(rope_theta=10**400), "config.json: 'rope_theta' is .* finite"),
+    (
+      _set(
+        quantization_config=hf_quantized_test.FP8
+        | {'modules_to_not_convert': 5}
+      ),
+      "config.json: 'modules_to_not_convert' is 5; .* list of str",
+    ),
+    (_quantised(config_groups={'g': 5}), "'g' is 5; it must be dict"),
+    (
+      _quantised(config_groups={'g': {'weights': [4]}}),
+      "'weights' is .4.; it must be dict",
+    ),
+    (_quantised(ignore=[1]), "'ignore' is .1.; it must be a list of str"),
+    (_quantised(ignore=['re:[']), 'config.json: quantization_config.ignore'),
+  ],
+)
+def test_malformed_configs_are_named(tmp_path, change, message):
+  fields, _ = change(QWEN, {})
+  hf_checkpoints.write(tmp_path / 'hf', fields, {})
+  with pytest.raises(ValueError, match=message) as error:
+    hf_import.convert(tmp_path / 'hf', tmp_path / 'ours')
+  assert str(tmp_path / 'hf') in str(error.value)
+
+
+@pytest.mark.parametrize('name', ['model.json', 'hf.json'])
+def test_files_named_as_ours_are_refused(tmp_path, name):
+  source = hf_checkpoints.write(
+    tmp_path / 'hf', QWEN, hf_checkpoints.tensors(QWEN)
+  )
+  (source / name).touch()
+  with pytest.raises(ValueError, match=f'{name} has a name that import'):
+    hf_import.convert(source, tmp_path / 'ours')
+  assert os.listdir(tmp_path) == ['hf']
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (
+      _without(GATE),
+      f'lacks 1 tensors .* the first is {GATE}',
+    ),
     (_set(num_hidden_layers=4), 'lacks .* the first is model.layers.3'),
     (_set(num_hidden_layers=2), r'model.safetensors holds model.layers.2'),
     (_set(n_routed_experts=4, n_group=2), 'holds model.layers.1.mlp.experts.4'),
@@ -331,7 +296,7 @@ def test_a_destination_that_exists_or_is_too_small_is_refused(
 
 
 def test_quantised_weights_become_bfloat16(tmp_path):
-  fields = DEEPSEEK | {'quantization_config': FP8}
+  fields = DEEPSEEK | {'quantization_config': hf_quantized_test.FP8}
   arrays = hf_checkpoints.tensors(DEEPSEEK)
   codes = np.arange(12 * 32, dtype=np.uint8).reshape(12, 32) % 127
   arrays[GATE] = codes.view(ml_dtypes.float8_e4m3fn)
@@ -342,209 +307,7 @@ def test_quantised_weights_become_bfloat16(tmp_path):
   product = arrays[GATE].astype(np.float32) * scale
   arrays[GATE] = product.astype(ml_dtypes.bfloat16)
   table = hf_checkpoints.table_of(DEEPSEEK)
-  like = _like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
-  _check_blocks(
+  like = hf_checkpoints.like(hf_blocks.shapes(table), ml_dtypes.bfloat16)
+  hf_checkpoints.check_blocks(
     hf_import.load_variables(tmp_path / 'ours', like), table, arrays
   )
-
-
-def _run(program, *args):
-  return subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(program), *map(str, args)],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-  )
-
-
-# Kills itself at the n-th call of a function, half of its work done.
-_KILLED = """
-  import os, signal, sys
-  from composer_jax.checkpoint import hf_import, hf_io, hf_staging
-
-  source, out, name, count = sys.argv[1:]
-  module, name = (hf_io, name) if hasattr(hf_io, name) else (os, name)
-  original, left = getattr(module, name), int(count)
-
-  def killed(*args, **kwargs):
-    global left
-    last = str(args[-1]) == out
-    left -= name != 'replace' or last
-    if left:
-      return original(*args, **kwargs)
-    if name == 'write_fully':
-      os.pwrite(args[0], args[1][: len(args[1]) // 2], args[2])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-  setattr(module, name, killed)
-  hf_staging._SYNC_BYTES = 20_000
-  hf_import.convert(source, out)
-"""
-
-
-def _content(folder):
-  """Bytes of everything but orbax's own records, which have times."""
-  return {
-    str(path.relative_to(folder)): path.read_bytes()
-    for path in folder.rglob('*')
-    if path.is_file()
-    and 'METADATA' not in path.name
-    and path.name != 'commit_success.txt'
-  }
-
-
-@pytest.mark.parametrize(
-  'function, count',
-  [
-    # The 70th chunk; the 20th file that orbax takes over; the last step.
-    ('write_fully', 70),
-    ('link', 20),
-    ('replace', 1),
-  ],
-)
-def test_a_killed_import_goes_on_where_it_was(
-  tmp_path, monkeypatch, function, count
-):
-  arrays = hf_checkpoints.tensors(DEEPSEEK) | EXTRA
-  source = hf_checkpoints.write(tmp_path / 'hf', DEEPSEEK, arrays, num_files=2)
-  out = tmp_path / 'killed'
-  run = _run(_KILLED, source, out, function, count)
-  assert run.returncode == -signal.SIGKILL, run.stderr
-  assert not out.exists()
-  with pytest.raises(ValueError, match='not an import directory'):
-    hf_import.open_weights(out)
-  begun = []
-  begin = hf_staging.Staging.begin
-
-  def spy(self, tensor):
-    begun.append(tensor)
-    begin(self, tensor)
-
-  monkeypatch.setattr(hf_staging.Staging, 'begin', spy)
-  hf_import.convert(source, out)
-  num_resumed = len(begun)
-  hf_import.convert(source, tmp_path / 'whole')
-  num_tensors = len(begun) - num_resumed
-  assert _content(out) == _content(tmp_path / 'whole')
-  assert {p.name for p in tmp_path.iterdir()} == {'hf', 'killed', 'whole'}
-  # Between two syncs lies a part of the tensors; all are synced before links.
-  wanted = (0,) if function != 'write_fully' else range(1, num_tensors - 20)
-  assert num_resumed in wanted
-
-
-@pytest.mark.parametrize('method', ['save', 'remove'])
-def test_a_partial_import_of_another_source_is_refused(
-  tmp_path, monkeypatch, method
-):
-  """Whether or not its weights are a checkpoint already."""
-  arrays = hf_checkpoints.tensors(QWEN)
-  source = hf_checkpoints.write(tmp_path / 'hf', QWEN, arrays)
-
-  def stop(*_):
-    raise RuntimeError
-
-  monkeypatch.setattr(hf_staging.Staging, method, stop)
-  with pytest.raises(RuntimeError):
-    hf_import.convert(source, tmp_path / 'ours')
-  fields = QWEN | {'rope_theta': 20000.0}
-  (source / 'config.json').write_text(json.dumps(fields))
-  with pytest.raises(ValueError, match='ours.partial was begun from another'):
-    hf_import.convert(source, tmp_path / 'ours')
-
-
-# Prints how much memory an import took beyond what a tiny one had taken.
-_MEASURED = """
-  import resource, sys
-  from composer_jax.checkpoint import hf_import
-
-  def peak():
-    if sys.platform != 'linux':
-      return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    # Here getrusage begins with the memory of whoever started this process.
-    with open('/proc/self/status') as status:
-      return int(status.read().split('VmHWM:')[1].split()[0])
-
-  tiny, source, out = sys.argv[1:]
-  hf_import.convert(tiny, out + '_tiny')
-  before = peak()
-  hf_import.convert(source, out)
-  print('peak', before // 1024, peak() // 1024)
-"""
-
-
-def _peaks(tmp_path, num_experts, ffw_dim, embed_dim):
-  """Returns MiB (of a tiny import, of one with these experts)."""
-  tiny_source = hf_checkpoints.write(
-    tmp_path / 'tiny', QWEN, hf_checkpoints.tensors(QWEN)
-  )
-  fields = QWEN | {
-    'num_hidden_layers': 1,
-    'num_experts': num_experts,
-    'moe_intermediate_size': ffw_dim,
-    'hidden_size': embed_dim,
-  }
-  source = tmp_path / 'hf'
-  source.mkdir()
-  (source / 'config.json').write_text(json.dumps(fields))
-  header = hf_io.new_header(
-    [
-      (name, 'BF16', tensor.shape, 2 * int(np.prod(tensor.shape)))
-      for name, tensor in hf_checkpoints.table_of(fields).items()
-    ],
-    None,
-  )
-  head = hf_io.render_header(header)
-  size = max(entry['data_offsets'][1] for entry in header.values())
-  with open(source / hf_io.SINGLE, 'wb') as file:
-    file.write(head)
-    file.truncate(len(head) + size)  # All zeros, without being written.
-  run = _run(_MEASURED, tiny_source, source, tmp_path / 'ours')
-  assert run.returncode == 0, run.stderr
-  line = next(x for x in run.stdout.splitlines() if x.startswith('peak'))
-  shutil.rmtree(tmp_path / 'ours')
-  return [int(number) for number in line.split()[1:]]
-
-
-def test_memory_is_that_of_two_tensors_not_of_an_array(tmp_path):
-  """24 experts of 4 MiB: gate and up are an array of 192 MiB."""
-  before, after = _peaks(tmp_path, 24, 1024, 2048)
-  assert after - before <= 2 * 4 + 4 + 40
-
-
-@pytest.mark.slow
-def test_memory_of_a_frontier_checkpoint(tmp_path):
-  """Tensors of 64 MiB, an array of 20 times that, with the interpreter."""
-  _, after = _peaks(tmp_path, 10, 4096, 8192)
-  assert after <= 2 * 64 + 31 + 512
-
-
-@pytest.mark.parametrize('count', [30, 80])
-def test_where_files_cannot_be_linked_they_are_moved(
-  tmp_path, imported, monkeypatch, count
-):
-  """A run killed between two moves makes anew what has gone.
-
-  The 30th rename is of a small file under a temporary name, the 80th a chunk.
-  """
-  source, ours, _ = imported
-
-  def refuse(*_):
-    raise PermissionError(1, 'no links here')
-
-  moves = []
-  move = os.replace
-
-  def stop(one, other):
-    moves.append(other)
-    if len(moves) == count:
-      raise KeyError('killed')
-    move(one, other)
-
-  monkeypatch.setattr(os, 'link', refuse)
-  with monkeypatch.context() as patch:
-    patch.setattr(hf_staging.os, 'replace', stop)
-    with pytest.raises(KeyError):
-      hf_import.convert(source, tmp_path / 'ours')
-  hf_import.convert(source, tmp_path / 'ours')
-  assert _content(tmp_path / 'ours') == _content(ours)

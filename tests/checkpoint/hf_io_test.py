@@ -76,6 +76,12 @@ def _garble(folder):
   (folder / FILES[0]).write_bytes(data)
 
 
+def _double(folder):
+  text = (folder / hf_io.INDEX).read_text()
+  again = f'"weight_map": {{"a.weight": "{FILES[0]}",'
+  (folder / hf_io.INDEX).write_text(text.replace('"weight_map": {', again))
+
+
 def _empty(folder):
   (folder / FILES[0]).write_bytes(b'')
 
@@ -89,6 +95,7 @@ def _repeat(folder):
   [
     (_cut, f'{FILES[1]} is not a whole safetensors file'),
     (_garble, f'{FILES[0]} is not a whole safetensors file'),
+    (_double, f"{hf_io.INDEX} is not valid JSON .'a.weight' is there twice"),
     (_empty, f'{FILES[0]} is not a whole safetensors file'),
     (_repeat, f'is in both {FILES[0]} and {FILES[1]}'),
     (

@@ -1,6 +1,7 @@
 """The table of names: blocks that tile both sides, and what a list lacks."""
 
 import dataclasses
+import math
 import time
 import tracemalloc
 
@@ -238,7 +239,7 @@ def test_the_table_of_a_trillion_parameters_is_quick_and_small():
   # A mixture layer has 14 tensors beside the experts, the dense layer 12.
   assert len(table) == 60 * (384 * 3 + 14) + 12 + 3
   parameters = sum(
-    int(np.prod(tensor.shape))
+    math.prod(tensor.shape)
     for name, tensor in table.items()
     if not name.endswith('e_score_correction_bias')
   )

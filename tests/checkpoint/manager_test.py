@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.checkpoint import manager
+from composer_jax.checkpoint import hf_stored, manager
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -89,6 +88,38 @@ def test_only_the_newest_are_kept(tmp_path):
     checkpoints.save(step, {'a': jnp.full(3, step)})
   checkpoints.close()
   assert manager.Checkpoints(tmp_path, keep=2).steps() == [2, 3]
+
+
+def test_parts_of_an_array_can_be_read_without_the_whole(tmp_path):
+  checkpoints = manager.Checkpoints(tmp_path, keep=1)
+  tree = {'a': jnp.arange(2**19, dtype=jnp.float32).reshape(512, 1024)}
+  checkpoints.save(1, tree, chunk_bytes=2**20)
+  checkpoints.wait()
+  stored = hf_stored.Stored(checkpoints, 1)
+  stored.verify('a')
+  chunk = stored._array('a').chunk_layout.read_chunk.shape
+  assert 4 * chunk[0] * chunk[1] == 2**20
+  restored, _ = checkpoints.restore(1, _like(tree))
+  np.testing.assert_array_equal(restored['a'], tree['a'])
+  checkpoints.close()
+
+
+def test_a_reader_changes_nothing(tmp_path):
+  """What is being written beside whole checkpoints is another process's."""
+  reader = manager.Checkpoints(tmp_path / 'none', keep=None)
+  assert reader.latest_step() is None
+  reader.close()
+  assert not os.listdir(tmp_path)
+  checkpoints = manager.Checkpoints(tmp_path, keep=1)
+  checkpoints.save(1, _tree(1))
+  checkpoints.close()
+  (tmp_path / '2.orbax-checkpoint-tmp').mkdir()
+  reader = manager.Checkpoints(tmp_path, keep=None)
+  assert reader.steps() == [1]
+  tree, _ = reader.restore(1, _like(_tree()))
+  reader.close()
+  jax.tree.map(np.testing.assert_array_equal, tree, _tree(1))
+  assert sorted(os.listdir(tmp_path)) == ['1', '2.orbax-checkpoint-tmp']
 
 
 def test_flipped_bytes_in_any_file_never_restore_other_arrays(written):
@@ -289,20 +320,3 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   assert f'errno {errno.ENOSPC}' in result.stdout
   assert 'are intact' in result.stdout
   assert int(result.stdout.split()[-1]) >= 1
-
-
-def test_of_several_processes_each_verifies_the_blocks_within_its_shards():
-  """As one of two sees an array whose blocks are smaller than its shards."""
-  values = np.arange(8, dtype=np.float32).reshape(4, 2)
-  record = manager._record(jnp.asarray(values[:1]))
-  digest = next(iter(record['shards'].values()))
-  shard = types.SimpleNamespace(
-    index=(slice(0, 2), slice(None)), data=jnp.asarray(values[:2])
-  )
-  array = types.SimpleNamespace(
-    shape=(4, 2), ndim=2, is_fully_addressable=False, addressable_shards=[shard]
-  )
-  # The second block is wrong and here, the third is elsewhere.
-  assert manager._matches(array, {'0:1,0:2': digest, '2:3,0:2': digest})
-  assert not manager._matches(array, {'1:2,0:2': digest})
-  assert not manager._matches(array, {'0:2,0:2': digest})

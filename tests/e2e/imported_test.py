@@ -121,7 +121,8 @@ def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
   checkpoint, pretrained, tmp_path
 ):
   workdir, _, _ = pretrained
-  killed = tmp_path / 'back.exporting' / 'additional_chat_templates'
+  left = tmp_path / 'back.exporting' / 'composer_jax_export'
+  killed = left / 'additional_chat_templates'
   killed.mkdir(parents=True)
   (killed / 'stray.jinja').touch()
   folder = exported(workdir, 'cpt', tmp_path / 'back')

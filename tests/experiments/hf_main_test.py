@@ -31,7 +31,13 @@ def test_a_checkpoint_goes_in_and_out(tmp_path):
   run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
   assert run.returncode == 0, run.stderr
   assert f'configs/composer/imported.py:{ours}' in run.stdout
+  # Told first: the checkpoint has none.
+  assert run.stdout.startswith('Warning: a run will refuse this tokenizer: ')
   assert '[import] ' in run.stdout and '[verify] ' in run.stdout
+  # As after a kill while it verified: that is done again, and nothing else.
+  run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
+  assert run.returncode == 0, run.stderr
+  assert '[import] ' not in run.stdout and '[verify] ' in run.stdout
   run = _run('export', f'--source={ours}', f'--out={back}')
   assert run.returncode == 0, run.stderr
   names = sorted(os.listdir(source))
@@ -46,7 +52,7 @@ def test_an_error_is_one_line(tmp_path):
   flags = (f'--source={tmp_path / "hf"}', f'--out={tmp_path / "ours"}')
   for main, message in (
     ('hf_import', "config.json: model_type 'gpt9' is not supported"),
-    ('export', 'hf is no import directory and has no finished stage None'),
+    ('export', 'hf is no import directory and needs --stage; finished are []'),
   ):
     run = _run(main, *flags)
     assert run.returncode == 1
