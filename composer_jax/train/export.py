@@ -11,7 +11,6 @@ from typing import Any
 
 from composer_jax.checkpoint import manager
 
-
 # What converting an export to other formats holds of one array.
 _CHUNK_BYTES = 2**28
 
