@@ -114,12 +114,8 @@ LAYOUTS = {
   'fsdp4_cp2': ((1, 4, 2), layouts.TRAIN),
   'data_parallel': ((4, 2, 1), layouts.REPLICATED),
 }
-# The others are of the same modules: one layout each, all with --slow.
-ONCE = {
-  'moonlight': 'fsdp4_cp2',
-  'olmoe': 'data_parallel',
-  'mixtral': 'cp2_ep8',
-}
+# The others are of the same modules: all layouts with --slow, else this one.
+ONCE = {'moonlight': 'fsdp4_cp2', 'olmoe': None, 'mixtral': None}
 CASES = [
   pytest.param(
     name,
