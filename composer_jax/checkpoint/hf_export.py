@@ -41,7 +41,7 @@ from composer_jax.checkpoint import (
   manager,
 )
 from composer_jax.checkpoint import workdir as workdirs
-from composer_jax.core import files
+from composer_jax.core import dotted, files
 from composer_jax.models import config as model_config
 from composer_jax.telemetry import progress
 
@@ -195,12 +195,8 @@ def _record(imported: pathlib.Path) -> dict[str, Any]:
 
 def _weightless(c: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the config without the choices of a training run."""
-  fields = c.to_dict()
-  for key in ('remat', 'compute_dtype'):
-    del fields[key]
-  for key in ('aux_loss_weight', 'z_loss_weight'):
-    del fields['moe'][key]
-  return fields
+  fields = dotted.flatten(c.to_dict())
+  return {k: v for k, v in fields.items() if k not in model_config.FREE}
 
 
 def write(

@@ -10,6 +10,11 @@ _ROUTERS = ('softmax', 'sigmoid')
 _DTYPES = ('float32', 'bfloat16')
 _QK_NORMS = ('none', 'head', 'projection')
 
+# Fields of a ModelConfig that a run may choose: no weight depends on them.
+FREE = (
+  *('compute_dtype', 'remat', 'moe.aux_loss_weight', 'moe.z_loss_weight'),
+)
+
 
 def _require_even(config: Any, name: str) -> None:
   if getattr(config, name) % 2:

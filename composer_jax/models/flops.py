@@ -5,9 +5,9 @@ products, two per multiply and add; norms, rotations, softmax and the lookup of
 embeddings are left out. They are the model's own, whatever a program does
 beyond them: recomputation and padding do not count.
 
-A query meets either all `seq_len` keys (`causal=False`, as in published MFU
-figures and in every MFU of this project: it is what a kernel that skips no
-masked block computes) or those up to itself, (seq_len + 1) / 2 on average
+A query meets either all `seq_len` keys (`causal=False`, as in PaLM's appendix B
+and in every MFU of this project: it is what a kernel that skips no masked block
+computes; some systems, MaxText among them, halve it) or those up to itself, (seq_len + 1) / 2 on average
 (`causal=True`, what no program can do without).
 """
 

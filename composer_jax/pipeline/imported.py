@@ -16,10 +16,6 @@ from composer_jax.models import config as model_config
 from composer_jax.pipeline import conversations
 from composer_jax.text import chat_template, hf_tokenizer
 
-# What a run may choose: none of it is in the weights.
-FREE = (
-  *('compute_dtype', 'remat', 'moe.aux_loss_weight', 'moe.z_loss_weight'),
-)
 _TOKENIZER = 'tokenizer.json'  # of a workdir
 _NUM_TOLD = 4  # differences, of which a model of another kind has dozens
 
@@ -61,14 +57,15 @@ def check_model(
     f'{key} is {there.get(key, "absent")!r} there and '
     f'{wanted.get(key, "absent")!r} in --config.model'
     for key in sorted(there | wanted)
-    if key not in FREE and there.get(key, missing) != wanted.get(key, missing)
+    if key not in model_config.FREE
+    and there.get(key, missing) != wanted.get(key, missing)
   ]
   if differing:
     more = len(differing) - _NUM_TOLD
     raise ValueError(
       f'The model in {folder} is not that of this run: '
       f'--config=configs/composer/imported.py:{folder} takes it from there. '
-      f'Only {", ".join(FREE)} may differ; {"; ".join(differing[:_NUM_TOLD])}'
+      f'Only {", ".join(model_config.FREE)} may differ; {"; ".join(differing[:_NUM_TOLD])}'
       f'{f"; and {more} more" if more > 0 else ""}.'
     )
 
