@@ -7,8 +7,8 @@ beyond them: recomputation and padding do not count.
 
 A query meets either all `seq_len` keys (`causal=False`, as in PaLM's appendix B
 and in every MFU of this project: it is what a kernel that skips no masked block
-computes; some systems, MaxText among them, halve it) or those up to itself, (seq_len + 1) / 2 on average
-(`causal=True`, what no program can do without).
+computes; some systems, MaxText among them, halve it) or those up to itself,
+(seq_len + 1) / 2 on average (`causal=True`, what no program can do without).
 """
 
 from composer_jax.models import config as model_config

@@ -65,7 +65,8 @@ def check_model(
     raise ValueError(
       f'The model in {folder} is not that of this run: '
       f'--config=configs/composer/imported.py:{folder} takes it from there. '
-      f'Only {", ".join(model_config.FREE)} may differ; {"; ".join(differing[:_NUM_TOLD])}'
+      f'Only {", ".join(model_config.FREE)} may differ; '
+      f'{"; ".join(differing[:_NUM_TOLD])}'
       f'{f"; and {more} more" if more > 0 else ""}.'
     )
 

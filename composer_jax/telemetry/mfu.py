@@ -3,8 +3,8 @@
 The numerator counts the model's own multiplications (`models.flops`), never
 what XLA executes, so recomputation and padding lower it. Attention counts
 unmasked, as in PaLM's appendix B: every query meets all keys of its row, though
-the mask hides half of them and other documents (MaxText halves it). Peaks are dense, per device,
-without sparsity; the CPU's is an estimate (`measure_peak`).
+the mask hides half of them and other documents (MaxText halves it). Peaks are
+dense, per device, without sparsity; the CPU's is an estimate (`measure_peak`).
 """
 
 import functools
