@@ -13,7 +13,7 @@ FLOORS = (
   ('parallel', 'kernels', 'telemetry', 'sandbox', 'text'),
   ('models', 'optim', 'data', 'tasks', 'delta'),
   ('checkpoint', 'rollout', 'agent'),
-  ('train',),
+  ('train', 'serve'),
   ('rl',),
   ('pipeline', 'plan'),
 )

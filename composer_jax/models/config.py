@@ -9,10 +9,12 @@ from composer_jax.core import checks
 _ROUTERS = ('softmax', 'sigmoid')
 _DTYPES = ('float32', 'bfloat16')
 _QK_NORMS = ('none', 'head', 'projection')
+NUMERICS = ('fast', 'batch_invariant')
 
 # Fields of a ModelConfig that a run may choose: no weight depends on them.
 FREE = (
-  *('compute_dtype', 'remat', 'moe.aux_loss_weight', 'moe.z_loss_weight'),
+  *('compute_dtype', 'remat', 'numerics'),
+  *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
 )
 
 
@@ -26,7 +28,14 @@ def _require_even(config: Any, name: str) -> None:
 
 def _from_dict(cls: Any, fields: dict[str, Any]) -> Any:
   known = {f.name for f in dataclasses.fields(cls)}
-  unknown, missing = set(fields) - known, known - set(fields)
+  # What no weight depends on may be left out: imports that are older than the
+  # field have it not.
+  optional = {
+    f.name
+    for f in dataclasses.fields(cls)
+    if f.default is not dataclasses.MISSING
+  }
+  unknown, missing = set(fields) - known, known - set(fields) - optional
   if unknown or missing:
     raise ValueError(
       f'{cls.__name__} has no field {sorted(unknown)} and needs '
@@ -216,6 +225,8 @@ class MoEConfig:
       fine-tuning; RL has neither this nor the next.
     z_loss_weight: of the mean squared log-sum-exp of the router's logits
       (ST-MoE, eq. 5), likewise.
+    replay_alpha: plausibility of replayed experts (`router.route`): 0 replays
+      every recorded one, 1 none that the router would not have chosen.
   """
 
   num_experts: int
@@ -229,6 +240,7 @@ class MoEConfig:
   routed_scale: float
   aux_loss_weight: float
   z_loss_weight: float
+  replay_alpha: float = 0.0
 
   def __post_init__(self):
     checks.at_least(self, 1, 'num_experts', 'num_active', 'ffw_dim')
@@ -248,7 +260,12 @@ class MoEConfig:
     self._check_groups()
     checks.boolean(self, 'renormalize')
     checks.positive(self, 'routed_scale')
-    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight')
+    checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight', 'replay_alpha')
+    if self.replay_alpha > 1:
+      raise ValueError(
+        f'MoEConfig.replay_alpha ({self.replay_alpha}) must lie in 0..1: at 1 '
+        'every token is routed as by its own router.'
+      )
 
   def _check_groups(self):
     if self.num_active_groups > self.num_groups:
@@ -292,6 +309,8 @@ class ModelConfig:
     remat: whether the backward pass recomputes each layer.
     compute_dtype: of activations and matmuls; norms, router, softmax and
       logits are float32 always.
+    numerics: 'fast', or 'batch_invariant': prefill, decode and training give
+      bitwise equal results whatever else is in the batch, at a price.
     attention: of every layer; its `kind` says which.
     rope: rotary positions.
     moe: of every layer after the dense ones.
@@ -309,6 +328,7 @@ class ModelConfig:
   attention: GQAConfig | MLAConfig
   rope: RopeConfig
   moe: MoEConfig
+  numerics: str = 'fast'
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'dense_ffw_dim')
@@ -320,6 +340,7 @@ class ModelConfig:
         f'num_layers ({self.num_layers}): at least one layer is a mixture.'
       )
     checks.one_of(self, 'compute_dtype', _DTYPES)
+    checks.one_of(self, 'numerics', NUMERICS)
     checks.positive(self, 'norm_eps')
     checks.boolean(self, 'tie_embeddings', 'remat')
     is_gqa = isinstance(self.attention, GQAConfig)

@@ -56,9 +56,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
 def _model(folder: str) -> ml_collections.ConfigDict:
   path = pathlib.Path(folder) / 'model.json'
   try:
-    return ml_collections.ConfigDict(json.loads(path.read_text()))
+    fields = json.loads(path.read_text())
   except (OSError, ValueError) as error:
     raise ValueError(
       f'{folder!r} is not an import ({error}); make it with `python -m '
       f'experiments.hf_import --source=CHECKPOINT --out={folder}`.'
     ) from error
+  # Absent from imports that are older than these, and to be set by a run.
+  fields.setdefault('numerics', 'fast')
+  fields['moe'].setdefault('replay_alpha', 0.0)
+  return ml_collections.ConfigDict(fields)

@@ -27,6 +27,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tie_embeddings = False
   c.remat = True
   c.compute_dtype = 'bfloat16'
+  c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(
     kind='gqa',
     num_heads=32,
@@ -52,5 +53,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # layers are loaded alike, ours is num_layers / num_active = 6 times theirs.
     aux_loss_weight=0.001,
     z_loss_weight=0.0,
+    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
   )
   return c

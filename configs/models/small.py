@@ -23,6 +23,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tie_embeddings = True
   c.remat = True
   c.compute_dtype = 'bfloat16'
+  c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(
     kind='mla',
     num_heads=12,
@@ -46,5 +47,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=2.446,
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
+    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
   )
   return c

@@ -21,6 +21,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.tie_embeddings = True
   c.remat = False  # activations fit; recomputing would cost a third more time
   c.compute_dtype = 'float32'
+  c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(
     kind='gqa',
     num_heads=4,
@@ -43,5 +44,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=1.0,
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
+    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
   )
   return c

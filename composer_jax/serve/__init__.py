@@ -1,0 +1,1 @@
+"""Serves a model over HTTP: OpenAI-compatible, and token-in/token-out."""
