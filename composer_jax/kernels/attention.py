@@ -12,6 +12,11 @@ long contexts.
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import rounding
+
+# Keys that batch-invariant attention visits at once (`tiled_attention`).
+KEY_BLOCK = 32
+
 BACKENDS = ('reference', 'rows', 'fused')
 # Finite, so that a row that sees nothing is uniform rather than NaN.
 _MASKED = -1e30
@@ -43,9 +48,25 @@ def attend(
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   if backend == 'fused':
     return _fused(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
-  if backend == 'rows':
-    return _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
-  return _reference(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale)
+  q_BTNH = rounding.rounded(q_BTNH * scale)
+  whole = _rows if backend == 'rows' else _reference
+  return whole(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+
+
+def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
+  """Returns the float32 product of softmax weights and values.
+
+  Weights stay float32 on CPU, where a bfloat16 product of this form is one of
+  float32 anyway: a rounding less, and the same for whole and running softmax,
+  whose weights differ by a factor. Accelerators take bfloat16.
+  """
+  dtype = rounding.wide_dtype(values.dtype)
+  return jnp.einsum(
+    spec,
+    weights.astype(dtype),
+    values.astype(dtype),
+    preferred_element_type=jnp.float32,
+  )
 
 
 def _choose(q_BTNH: jax.Array) -> str:
@@ -66,7 +87,7 @@ def _fused(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
   return out_BTNH[..., :width]
 
 
-def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
+def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
   # One row and key/value head at a time: its products are plain matrices,
   # which XLA:CPU multiplies in either order without a transposed copy.
   batch, length, num_heads, head_dim = q_BTNH.shape
@@ -84,10 +105,11 @@ def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
   @jax.checkpoint
   def one(arrays):
     q, k_SH, v_SH, row = arrays
-    scores = jnp.dot(q * scale, k_SH.T, preferred_element_type=jnp.float32)
+    scores = jnp.dot(q, k_SH.T, preferred_element_type=jnp.float32)
     mask = jnp.tile(mask_BTS[row], (groups, 1))
     scores = jnp.where(mask, scores, _MASKED)
-    return jax.nn.softmax(scores, axis=-1).astype(v_SH.dtype) @ v_SH
+    out = weighted_sum('XS,SH->XH', jax.nn.softmax(scores, axis=-1), v_SH)
+    return rounding.rounded(out, v_SH.dtype)
 
   out = jax.lax.map(one, flat)
   out_BKGTH = out.reshape(batch, num_kv_heads, groups, length, -1)
@@ -95,25 +117,18 @@ def _rows(q_BTNH, k_BSKH, v_BSKH, mask_BTS, scale):
   return out_BTKGH.reshape(batch, length, num_heads, -1)
 
 
-def _reference(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  mask_BTS: jax.Array,
-  scale: float,
-) -> jax.Array:
+def _reference(q_BTNH, k_BSKH, v_BSKH, mask_BTS):
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_kv_heads = k_BSKH.shape[2]
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
   scores_BKGTS = jnp.einsum(
     'BTKGH,BSKH->BKGTS',
-    q_BTKGH * scale,
+    q_BTKGH,
     k_BSKH,
     preferred_element_type=jnp.float32,
   )
   scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
   probabilities_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-  out_BTKGH = jnp.einsum(
-    'BKGTS,BSKH->BTKGH', probabilities_BKGTS.astype(v_BSKH.dtype), v_BSKH
-  )
+  out_BTKGH = weighted_sum('BKGTS,BSKH->BTKGH', probabilities_BKGTS, v_BSKH)
+  out_BTKGH = rounding.rounded(out_BTKGH, v_BSKH.dtype)
   return out_BTKGH.reshape(batch, length, num_heads, -1)

@@ -15,6 +15,8 @@ how many rows its group has or which other groups exist.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +99,7 @@ def num_blocks(num_rows: int, num_groups: int, block: int) -> int:
   return num_rows // block + num_groups
 
 
-def _schedule(group_sizes_E, num_rows, block):
+def schedule(group_sizes_E, num_rows, block):
   """Returns per block its group, first row and row count, and the total."""
   num_groups = group_sizes_E.shape[0]
   blocks_E = (group_sizes_E + block - 1) // block
@@ -124,7 +126,7 @@ def _slice_rows(array_YD, start, block):
 
 def _blocked(lhs_YD, rhs_EDF, group_sizes_E, block):
   num_rows = lhs_YD.shape[0]
-  group, start, _, total = _schedule(group_sizes_E, num_rows, block)
+  group, start, _, total = schedule(group_sizes_E, num_rows, block)
   padded_YD = jnp.pad(lhs_YD, ((0, block), (0, 0)))
 
   def body(i, out_YF):
@@ -140,9 +142,49 @@ def _blocked(lhs_YD, rhs_EDF, group_sizes_E, block):
   return _mask_rows(out_YF[:num_rows], group_sizes_E)
 
 
+def map_blocks(
+  fn: Callable[[Any, jax.Array], jax.Array],
+  weights_E: Any,
+  rows_YD: jax.Array,
+  group_sizes_E: jax.Array,
+  *,
+  block: int,
+) -> jax.Array:
+  """Returns fn(weights of its group, row) of each row, in blocks of one shape.
+
+  Where 'blocked' is a loop over one product, this is one over any function of
+  rows; the bits of a row depend on the row and its group alone.
+
+  Args:
+    fn: (weights, rows_bD) -> rows_bD, row by row.
+    weights_E: tree of arrays with a leading group axis.
+    rows_YD: rows sorted by group; those past the groups become zero.
+    group_sizes_E: int32 rows of each group, in order.
+    block: rows per call.
+  """
+  num_rows = rows_YD.shape[0]
+  group, start, _, total = schedule(group_sizes_E, num_rows, block)
+  padded_YD = jnp.pad(rows_YD, ((0, block), (0, 0)))
+
+  def body(i, out_YD):
+    weights = jax.tree.map(
+      lambda w: jax.lax.dynamic_index_in_dim(w, group[i], keepdims=False),
+      weights_E,
+    )
+    inputs = (weights, _slice_rows(padded_YD, start[i], block))
+    # Barriers: the body must be the same program whatever surrounds it.
+    result_bD = jax.lax.optimization_barrier(
+      fn(*jax.lax.optimization_barrier(inputs))
+    )
+    return jax.lax.dynamic_update_slice_in_dim(out_YD, result_bD, start[i], 0)
+
+  out_YD = jax.lax.fori_loop(0, total, body, jnp.zeros_like(padded_YD))
+  return _mask_rows(out_YD[:num_rows], group_sizes_E)
+
+
 def _blocked_transposed(lhs_YD, d_out_YF, group_sizes_E, block):
   """Returns d_rhs_EDF = lhs^T d_out, group by group, in float32."""
-  group, start, rows, total = _schedule(group_sizes_E, lhs_YD.shape[0], block)
+  group, start, rows, total = schedule(group_sizes_E, lhs_YD.shape[0], block)
   pad = ((0, block), (0, 0))
   padded_YD, padded_YF = jnp.pad(lhs_YD, pad), jnp.pad(d_out_YF, pad)
 
@@ -161,7 +203,7 @@ def _blocked_transposed(lhs_YD, d_out_YF, group_sizes_E, block):
 def _to_blocks(array_YD, group_sizes_E, block):
   """Returns rows as [blocks, block, D], zero where a block has none."""
   num_rows = array_YD.shape[0]
-  group, start, rows, _ = _schedule(group_sizes_E, num_rows, block)
+  group, start, rows, _ = schedule(group_sizes_E, num_rows, block)
   offset_b = jnp.arange(block)
   index = jnp.minimum(start[:, None] + offset_b, num_rows - 1)
   inside = offset_b < rows[:, None]

@@ -1,7 +1,8 @@
-"""Grouped-query self-attention with rotary positions and an optional cache.
+"""Grouped-query self-attention with rotary positions.
 
 What happens to activations are functions of a parameter tree, which the module
-below creates and the engine (`rollout.forward`) reads from a checkpoint.
+below creates and `models.layer` prepares. The same functions by the same names
+exist of latent attention (`models.mla`).
 """
 
 from typing import Any
@@ -10,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import rounding
 from composer_jax.kernels import attention as attention_kernel
-from composer_jax.models import cache as kv_cache
+from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 from composer_jax.models import norm, parameters, rope
 from composer_jax.parallel import exchange
@@ -31,18 +33,13 @@ def packed_mask(segment_ids_BT: jax.Array) -> jax.Array:
   return causal_TS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
 
 
-def cached_mask(positions_BT: jax.Array, max_len: int) -> jax.Array:
-  """Lets the token at position p see the cache slots s <= p."""
-  return jnp.arange(max_len)[None, None, :] <= positions_BT[:, :, None]
-
-
 def project(
   params: Any,
   x_BTD: jax.Array,
   cos_sin: tuple[jax.Array, jax.Array],
   config: model_config.ModelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns rotated q_BTNH and k_BTKH, and v_BTKH."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Returns the rotated q_BTNH, and what is kept: rotated k_BTKH, v_BTKH."""
   q_BTNH, k_BTKH, v_BTKH = (
     _project(params, name, x_BTD) for name, _ in _PROJECTIONS
   )
@@ -51,13 +48,13 @@ def project(
   interleaved = config.rope.interleaved
   q_BTNH = rope.rotate(q_BTNH, cos_sin, interleaved=interleaved)
   k_BTKH = rope.rotate(k_BTKH, cos_sin, interleaved=interleaved)
-  return q_BTNH, k_BTKH, v_BTKH
+  return q_BTNH, (k_BTKH, v_BTKH)
 
 
 def _project(params, name, x_BTD):
-  y_BTNH = jnp.einsum('BTD,DNH->BTNH', x_BTD, params[name].astype(x_BTD.dtype))
+  y_BTNH = linear.linear(x_BTD, params[name])
   bias_NH = params.get(f'{name}_bias')
-  return y_BTNH if bias_NH is None else y_BTNH + bias_NH.astype(y_BTNH.dtype)
+  return y_BTNH if bias_NH is None else rounding.rounded(y_BTNH + bias_NH)
 
 
 def _normalise(params, x_BTNH, config):
@@ -68,12 +65,49 @@ def _normalise(params, x_BTNH, config):
   return norm.rms_norm(x_BTNH, scale, config.norm_eps)
 
 
+def for_pages(
+  params: Any, q_BTNH: jax.Array, config: model_config.ModelConfig
+) -> jax.Array:
+  """Returns the query as attention over pages takes it: scaled."""
+  del params
+  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
+  return rounding.rounded(q_BTNH * scale)
+
+
+def from_pages(params: Any, out_BTNH: jax.Array) -> jax.Array:
+  """Returns the heads' outputs of what attention over pages gives: itself."""
+  del params
+  return out_BTNH
+
+
+def attend(
+  params: Any,
+  q_BTNH: jax.Array,
+  kept: tuple[jax.Array, jax.Array],
+  mask_BTS: jax.Array,
+  config: model_config.ModelConfig,
+  *,
+  plan: exchange.ExchangePlan | None = None,
+) -> jax.Array:
+  """Returns out_BTNH over keys and values [B, S] at hand."""
+  del params
+  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
+
+  def kernel(query, kept, weights, mask_BTS):
+    del weights
+    keys, values = kept
+    return attention_kernel.attend(query, keys, values, mask_BTS, scale=scale)
+
+  return exchange.attend_per_shard(
+    kernel, q_BTNH, kept, {}, mask_BTS, plan=plan
+  )
+
+
 def project_out(params: Any, out_BTNH: jax.Array) -> jax.Array:
   """Returns y_BTD, the heads' outputs back in the residual stream."""
-  out_NHD = params['out'].astype(out_BTNH.dtype)
-  y_BTD = jnp.einsum('BTNH,NHD->BTD', out_BTNH, out_NHD)
+  y_BTD = linear.linear(out_BTNH, params['out'], num_contracted=2)
   bias_D = params.get('out_bias')
-  return y_BTD if bias_D is None else y_BTD + bias_D.astype(y_BTD.dtype)
+  return y_BTD if bias_D is None else rounding.rounded(y_BTD + bias_D)
 
 
 def initializer(in_axis: Any, out_axis: Any, scale: float = 1.0) -> Any:
@@ -83,44 +117,14 @@ def initializer(in_axis: Any, out_axis: Any, scale: float = 1.0) -> Any:
   )
 
 
-class Attention(nn.Module):
-  """Projects, rotates, attends, projects back."""
+class Parameters(nn.Module):
+  """Creates the parameters of a layer's attention."""
 
   config: model_config.ModelConfig
-  plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
-    mask_BTS: jax.Array,
-    positions_BT: jax.Array,
-    cache: kv_cache.KVCache | None,
-    layer: jax.Array,
-  ) -> tuple[jax.Array, kv_cache.KVCache | None]:
-    """Returns y_BTD and the cache with this chunk written at `layer`."""
-    c = self.config
-    params = self._parameters(c.attention)
-    q_BTNH, k_BSKH, v_BSKH = project(params, x_BTD, cos_sin, c)
-    if cache is not None:
-      cache = kv_cache.write(cache, layer, (k_BSKH, v_BSKH), positions_BT)
-      k_BSKH, v_BSKH = kv_cache.read(cache, layer, x_BTD.dtype)
-
-    def attend(query, keys, weights, mask_BTS):
-      del weights
-      (k_BSKH, v_BSKH), head_dim = keys, c.attention.head_dim
-      scale = rope.softmax_scale(head_dim, c.rope)
-      return attention_kernel.attend(
-        query, k_BSKH, v_BSKH, mask_BTS, scale=scale
-      )
-
-    out_BTNH = exchange.attend_per_shard(
-      attend, q_BTNH, (k_BSKH, v_BSKH), {}, mask_BTS, plan=self.plan
-    )
-    return project_out(params, out_BTNH), cache
-
-  def _parameters(self, a: Any) -> dict[str, Any]:
+  def __call__(self) -> dict[str, Any]:
+    a: Any = self.config.attention
     embed_dim = self.config.embed_dim
     heads = {'heads': a.num_heads, 'kv_heads': a.num_kv_heads}
     params: dict[str, Any] = {}

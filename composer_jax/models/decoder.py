@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import batches
-from composer_jax.models import attention, experts, mla, norm, parameters, rope
-from composer_jax.models import cache as kv_cache
+from composer_jax.models import attention, experts, mla, norm, parameters
 from composer_jax.models import config as model_config
+from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import exchange
 
 Variables = dict[str, Any]
 
-_ATTENTIONS = {'gqa': attention.Attention, 'mla': mla.LatentAttention}
+_ATTENTIONS = {'gqa': attention.Parameters, 'mla': mla.Parameters}
 
 # For `jax.jit` of `init` in tests, which compile it often: its many random
 # numbers take four seconds, or one with these. A run goes without: its weights
@@ -35,13 +35,11 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
     hidden_BTD: after the final norm; `models.head` turns it into logits.
     expert_ids_MBTA: uint16 experts used, by MoE layer.
     stats: of the routers.
-    cache: with this chunk written, or None when none was given.
   """
 
   hidden_BTD: jax.Array
   expert_ids_MBTA: jax.Array
   stats: batches.RouteStats
-  cache: kv_cache.Cache | None
 
 
 class Context(flax.struct.PyTreeNode, kw_only=True):
@@ -49,8 +47,7 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
 
   cos_sin: tuple[jax.Array, jax.Array]
   mask_BTS: jax.Array
-  positions_BT: jax.Array
-  valid_BT: jax.Array
+  segment_ids_BT: jax.Array
 
 
 class DenseLayer(nn.Module):
@@ -60,11 +57,13 @@ class DenseLayer(nn.Module):
   plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(self, carry, context, layer):
-    x_BTD, cache = _attend(self, carry, context, layer)
-    h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
-    mlp = experts.DenseMLP(self.config, self.config.dense_ffw_dim, name='ffw')
-    return (x_BTD + mlp(h_BTD), cache), None
+  def __call__(self, x_BTD, context):
+    c = self.config
+    params = _attention_parameters(self)
+    ffw = experts.DenseParameters(c, c.dense_ffw_dim, name='ffw')
+    params = layer_stages.prepare(params | {'ffw': ffw()}, c)
+    x_BTD, out_BTN = _attend(self, params, x_BTD, context)
+    return layer_stages.dense(params, x_BTD, out_BTN, c), None
 
 
 class MoELayer(nn.Module):
@@ -74,29 +73,40 @@ class MoELayer(nn.Module):
   plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(self, carry, context, layer, replay_BTA):
-    x_BTD, cache = _attend(self, carry, context, layer)
-    h_BTD = norm.RMSNorm(self.config.norm_eps, name='ffw_norm')(x_BTD)
-    moe = experts.MoE(self.config, self.plan, name='moe')
-    y_BTD, ids_BTA, stats = moe(h_BTD, context.valid_BT, replay_BTA)
-    return (x_BTD + y_BTD, cache), (ids_BTA.astype(jnp.uint16), stats)
-
-
-def _attend(module, carry, context, layer):
-  c, plan = module.config, module.plan
-  x_BTD, cache = carry
-  x_BTD = exchange.constrain(x_BTD, plan)
-  h_BTD = norm.RMSNorm(c.norm_eps, name='attention_norm')(x_BTD)
-  with jax.named_scope('attention'):
-    y_BTD, cache = _ATTENTIONS[c.attention.kind](c, plan, name='attention')(
-      h_BTD,
-      context.cos_sin,
-      context.mask_BTS,
-      context.positions_BT,
-      cache,
-      layer,
+  def __call__(self, x_BTD, context, replay_BTA):
+    c = self.config
+    params = _attention_parameters(self)
+    moe, bias_E = experts.Parameters(c, name='moe')()
+    params = layer_stages.prepare(params | {'moe': moe}, c)
+    x_BTD, out_BTN = _attend(self, params, x_BTD, context)
+    valid_BT = context.segment_ids_BT != 0
+    x_BTD, ids_BTA, stats = layer_stages.mixture(
+      params,
+      bias_E,
+      (x_BTD, out_BTN, valid_BT, replay_BTA),
+      c,
+      plan=self.plan,
     )
-  return x_BTD + y_BTD, cache
+    return x_BTD, (ids_BTA.astype(jnp.uint16), stats)
+
+
+def _attention_parameters(module):
+  c = module.config
+  return {
+    'attention_norm': norm.scale_of('attention_norm', c.embed_dim),
+    'attention': _ATTENTIONS[c.attention.kind](c, name='attention')(),
+    'ffw_norm': norm.scale_of('ffw_norm', c.embed_dim),
+  }
+
+
+def _attend(module, params, x_BTD, context):
+  c, plan = module.config, module.plan
+  x_BTD = exchange.constrain(x_BTD, plan)
+  query, kept = layer_stages.attention_inputs(params, x_BTD, context.cos_sin, c)
+  out_BTN = layer_stages.attend(
+    params, query, kept, (context.mask_BTS, context.segment_ids_BT), c, plan
+  )
+  return x_BTD, out_BTN
 
 
 class Decoder(nn.Module):
@@ -118,50 +128,44 @@ class Decoder(nn.Module):
     positions_BT: jax.Array,
     *,
     expert_ids_MBTA: jax.Array | None = None,
-    cache: kv_cache.Cache | None = None,
   ) -> DecoderOutput:
-    """Runs the layers over a packed batch, or over a chunk with a cache.
+    """Runs the layers over a packed batch.
 
     Args:
       tokens_BT: int32.
       segment_ids_BT: int32; 0 marks padding, which reaches no expert.
-      positions_BT: int32 within the document. With a cache, keys are written
-        at these; a position past the cache is dropped (padding of a chunk).
+      positions_BT: int32 within the document.
       expert_ids_MBTA: routes to replay; None routes afresh.
-      cache: of earlier chunks. With it a query sees all slots up to its
-        position, whatever the segments say: a row holds one session.
+
+    Raises:
+      ValueError: batch-invariant numerics on a mesh.
     """
     c = self.config
+    _check_numerics(c, self.plan)
     x_BTD = self._embed(tokens_BT)
-    if cache is None:
-      mask_BTS = attention.packed_mask(segment_ids_BT)
-    else:
-      mask_BTS = attention.cached_mask(positions_BT, cache.max_len)
     context = Context(
-      cos_sin=rope.angles(positions_BT, c.attention.rotary_dim, c.rope),
-      mask_BTS=mask_BTS,
-      positions_BT=positions_BT,
-      valid_BT=segment_ids_BT != 0,
+      cos_sin=layer_stages.angles(positions_BT, c),
+      mask_BTS=attention.packed_mask(segment_ids_BT),
+      segment_ids_BT=segment_ids_BT,
     )
     first = c.num_dense_layers
-    carry = (x_BTD, cache)
     if first:
       dense = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
-      carry, _ = dense(carry, context, jnp.arange(first))
+      x_BTD, _ = dense(x_BTD, context)
     moe = _scan(MoELayer, c, c.num_moe_layers)(c, self.plan, name='moe_layers')
-    (x_BTD, cache), (ids_MBTA, stats) = moe(
-      carry, context, jnp.arange(first, c.num_layers), expert_ids_MBTA
-    )
+    x_BTD, (ids_MBTA, stats) = moe(x_BTD, context, expert_ids_MBTA)
+    scale_D = norm.scale_of('final_norm', c.embed_dim)['scale']
     return DecoderOutput(
-      hidden_BTD=norm.RMSNorm(c.norm_eps, name='final_norm')(x_BTD),
+      hidden_BTD=layer_stages.final_norm(scale_D, x_BTD, c),
       expert_ids_MBTA=ids_MBTA,
       stats=batches.RouteStats(
         load_ME=stats.load_E,
         aux_loss_M=stats.aux_loss,
         z_loss_M=stats.z_loss,
         replay_agreement_M=stats.replay_agreement,
+        replay_replaced_M=stats.replay_replaced,
+        no_route_M=stats.no_route,
       ),
-      cache=cache,
     )
 
   def _embed(self, tokens_BT):
@@ -189,10 +193,20 @@ class Decoder(nn.Module):
     return embedding_VD[tokens_BT]
 
 
+def _check_numerics(config, plan):
+  if config.numerics == 'batch_invariant' and plan is not None:
+    raise ValueError(
+      "numerics 'batch_invariant' needs one device, not a mesh of "
+      f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
+      'devices depends on how many they are. Use a mesh of one, or numerics '
+      "'fast'."
+    )
+
+
 def _scan(layer, config, length):
+  num_scanned = 0 if layer is DenseLayer else 1
   if config.remat:
     layer = nn.remat(layer, prevent_cse=False)
-  num_scanned = 1 if layer.__name__.endswith('DenseLayer') else 2
   return nn.scan(
     layer,
     variable_axes={'params': 0, 'selection_bias': 0},

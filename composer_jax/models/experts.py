@@ -6,17 +6,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels import grouped_matmul
+from composer_jax.core import rounding
+from composer_jax.kernels import grouped_matmul, linear, rows
 from composer_jax.models import config as model_config
 from composer_jax.models import parameters, router
-from composer_jax.parallel import exchange
 
 
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
   """Returns silu(gate) * up of the two halves of the last axis."""
-  gate, up = jnp.split(gate_up, 2, axis=-1)
-  return jax.nn.silu(gate) * up
+  # In float32 and rounded once, whatever is fused with it.
+  gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+  return rounding.rounded(jax.nn.silu(gate) * up, gate_up.dtype)
 
 
 def _swiglu_forward(gate_up):
@@ -48,6 +49,43 @@ def expert_mlp(
   return grouped_matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
 
 
+@jax.custom_vjp
+def expert_mlp_in_tiles(
+  weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
+) -> jax.Array:
+  """`expert_mlp`, with bits of a row that depend on it and its expert alone.
+
+  One product of fixed shape per block of rows, as in `kernels.rows`. The
+  gradient is `expert_mlp`'s.
+  """
+
+  def block(weights, rows_bD):
+    gate_up_D2F, down_FD = weights
+    gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
+    return linear.linear(swiglu(linear.linear(rows_bD, gate_up_DF)), down_FD)
+
+  return grouped_matmul.map_blocks(
+    block,
+    (weights['gate_up'], weights['down']),
+    rows_YD,
+    group_sizes_E,
+    block=rows.TILE,
+  )
+
+
+def _in_tiles_forward(weights, rows_YD, group_sizes_E):
+  arrays = (weights, rows_YD, group_sizes_E)
+  return expert_mlp_in_tiles(*arrays), arrays
+
+
+def _in_tiles_backward(arrays, d_out_YD):
+  _, pull = jax.vjp(expert_mlp, *arrays)
+  return pull(d_out_YD)
+
+
+expert_mlp_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
+
+
 def _initializer(scale: float, in_axis: int, batch_axis=()):
   return nn.initializers.variance_scaling(
     scale,
@@ -59,14 +97,14 @@ def _initializer(scale: float, in_axis: int, batch_axis=()):
   )
 
 
-class DenseMLP(nn.Module):
-  """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
+class DenseParameters(nn.Module):
+  """Creates the parameters of `dense_mlp`."""
 
   config: model_config.ModelConfig
   ffw_dim: int
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+  def __call__(self) -> dict[str, jax.Array]:
     c = self.config
     # Gate and up are one product; their axis is a batch axis to the optimizer,
     # which sees two matrices.
@@ -76,74 +114,34 @@ class DenseMLP(nn.Module):
       _initializer(1.0, 0, (1,)),
       ('embed', 'gate_up', 'ffw'),
       (c.embed_dim, 2, self.ffw_dim),
-    ).astype(x_BTD.dtype)
+    )
     down_FD = parameters.create(
       self,
       'down',
       _initializer(0.5 / c.num_layers, 0),
       ('ffw', 'embed'),
       (self.ffw_dim, c.embed_dim),
-    ).astype(x_BTD.dtype)
-    both_BTF = x_BTD @ gate_up_D2F.reshape(c.embed_dim, -1)
-    return swiglu(both_BTF) @ down_FD
+    )
+    return {'gate_up': gate_up_D2F, 'down': down_FD}
 
 
-class MoE(nn.Module):
-  """Routed experts plus shared ones."""
+class Parameters(nn.Module):
+  """Creates the parameters of a mixture: router, routed and shared experts."""
 
   config: model_config.ModelConfig
-  plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    valid_BT: jax.Array,
-    replay_BTA: jax.Array | None,
-  ) -> tuple[jax.Array, jax.Array, router.LayerStats]:
-    """Returns y_BTD, the int32 ids_BTA used, and the layer's statistics."""
+  def __call__(self) -> tuple[dict[str, Any], jax.Array | None]:
+    """Returns the parameters and the selection bias, if the router has one."""
     c, moe = self.config, self.config.moe
-    gates_BTA, ids_BTA, stats = self._route(x_BTD, valid_BT, replay_BTA)
-    gate_up_ED2F = parameters.create(
-      self,
-      'gate_up',
-      _initializer(1.0, 1, (0, 2)),
-      ('expert', 'embed', 'gate_up', 'ffw'),
-      (moe.num_experts, c.embed_dim, 2, moe.ffw_dim),
-    )
-    down_EFD = parameters.create(
-      self,
-      'down',
-      _initializer(0.5 / c.num_layers, 1, (0,)),
-      ('expert', 'ffw', 'embed'),
-      (moe.num_experts, moe.ffw_dim, c.embed_dim),
-    )
-    weights = {'gate_up': gate_up_ED2F, 'down': down_EFD}
-    weights = jax.tree.map(lambda w: w.astype(x_BTD.dtype), weights)
-    with jax.named_scope('experts'):
-      y_BTD = exchange.exchange(
-        expert_mlp,
-        weights,
-        x_BTD,
-        ids_BTA,
-        gates_BTA,
-        valid_BT,
-        plan=self.plan,
-      )
-    if moe.num_shared:
-      width = moe.num_shared * moe.ffw_dim
-      y_BTD += DenseMLP(c, width, name='shared')(x_BTD)
-    return y_BTD, ids_BTA, stats
-
-  def _route(self, x_BTD, valid_BT, replay_BTA):
-    moe = self.config.moe
+    params: dict[str, Any] = {}
     # 'route', not 'expert': the router must not pick up the experts' sharding.
-    router_DE = parameters.create(
+    params['router'] = parameters.create(
       self,
       'router',
       _initializer(1.0, 0),
       ('embed', 'route'),
-      (x_BTD.shape[-1], moe.num_experts),
+      (c.embed_dim, moe.num_experts),
     )
     bias_E: Any = None
     if moe.router == 'sigmoid':
@@ -153,19 +151,51 @@ class MoE(nn.Module):
         nn.with_logical_partitioning(jnp.zeros, ('route',)),
         (moe.num_experts,),
       ).value
-    with jax.named_scope('route'):
-      # float32: a rounding in a logit may flip a discrete choice. Accelerators
-      # take bfloat16 or TF32 for float32 products unless told otherwise.
-      logits_BTE = jnp.einsum(
-        'BTD,DE->BTE',
-        x_BTD.astype(jnp.float32),
-        router_DE.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-      )
-      return router.route(
-        logits_BTE,
-        config=moe,
-        valid_BT=valid_BT,
-        bias_E=bias_E,
-        replay_BTA=replay_BTA,
-      )
+    params['gate_up'] = parameters.create(
+      self,
+      'gate_up',
+      _initializer(1.0, 1, (0, 2)),
+      ('expert', 'embed', 'gate_up', 'ffw'),
+      (moe.num_experts, c.embed_dim, 2, moe.ffw_dim),
+    )
+    params['down'] = parameters.create(
+      self,
+      'down',
+      _initializer(0.5 / c.num_layers, 1, (0,)),
+      ('expert', 'ffw', 'embed'),
+      (moe.num_experts, moe.ffw_dim, c.embed_dim),
+    )
+    if moe.num_shared:
+      width = moe.num_shared * moe.ffw_dim
+      params['shared'] = DenseParameters(c, width, name='shared')()
+    return params, bias_E
+
+
+def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+  """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
+  gate_up_D2F = params['gate_up']
+  gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
+  hidden_BTF = swiglu(linear.linear(x_BTD, gate_up_DF))
+  return linear.linear(hidden_BTF, params['down'])
+
+
+def choose(
+  params: dict[str, Any],
+  bias_E: jax.Array | None,
+  x_BTD: jax.Array,
+  replay_BTA: jax.Array | None,
+  config: model_config.MoEConfig,
+) -> router.Choice:
+  """Routes each token."""
+  with jax.named_scope('route'):
+    # float32: a rounding in a logit may flip a discrete choice. Accelerators
+    # take bfloat16 or TF32 for float32 products unless told otherwise.
+    logits_BTE = jnp.einsum(
+      'BTD,DE->BTE',
+      x_BTD.astype(jnp.float32),
+      params['router'].astype(jnp.float32),
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    return router.choose(
+      logits_BTE, config=config, bias_E=bias_E, replay_BTA=replay_BTA
+    )

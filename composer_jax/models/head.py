@@ -7,6 +7,7 @@ and everything this module returns is indexed by the token it is about.
 import jax
 import jax.numpy as jnp
 
+from composer_jax.kernels import rows
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 
@@ -22,11 +23,56 @@ def logits(
     weight, spec = params['embedding'], 'BTD,VD->BTV'
   else:
     weight, spec = params['unembedding'], 'BTD,DV->BTV'
-  return jnp.einsum(
-    spec,
-    hidden_BTD,
-    weight.astype(hidden_BTD.dtype),
-    preferred_element_type=jnp.float32,
+
+  def stage(weight, hidden_BTD):
+    return jnp.einsum(
+      spec, hidden_BTD, weight, preferred_element_type=jnp.float32
+    )
+
+  weight = weight.astype(hidden_BTD.dtype)
+  return rows.map_rows(stage, weight, hidden_BTD, numerics=config.numerics)
+
+
+def token_logprobs(
+  logits_BTV: jax.Array,
+  tokens_BT: jax.Array,
+  temperatures_BT: jax.Array | None,
+  *,
+  numerics: str,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns a token's log-probability and its distribution's entropy.
+
+  The engine calls it for the token it sampled, the trainer for the token that
+  came next: one function, so that in batch-invariant numerics they agree.
+
+  Args:
+    logits_BTV: float32.
+    tokens_BT: int32, whose log-probability is asked.
+    temperatures_BT: logits are divided by it; None means 1.
+    numerics: of the model's config.
+
+  Returns:
+    logprobs_BT and entropy_BT, float32, in nats.
+  """
+  if temperatures_BT is None and numerics == 'batch_invariant':
+    # One program, whoever asks: division by 1 is exact.
+    temperatures_BT = jnp.ones(tokens_BT.shape, jnp.float32)
+
+  def stage(_, rows_BT):
+    logits_BTV, tokens_BT, temperatures_BT = rows_BT
+    if temperatures_BT is not None:
+      logits_BTV /= temperatures_BT[..., None].astype(jnp.float32)
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    # A masked sum instead of a gather: its gradient is elementwise, where the
+    # gradient of a gather is a scatter into [B, T, V].
+    picked_BTV = jnp.arange(logits_BTV.shape[-1]) == tokens_BT[..., None]
+    picked_BT = jnp.where(picked_BTV, logits_BTV, 0).sum(-1)
+    probabilities_BTV = jnp.exp(logits_BTV - log_z_BT[..., None])
+    entropy_BT = log_z_BT - (probabilities_BTV * logits_BTV).sum(-1)
+    return picked_BT - log_z_BT, entropy_BT
+
+  return rows.map_rows(
+    stage, (), (logits_BTV, tokens_BT, temperatures_BT), numerics=numerics
   )
 
 
@@ -54,21 +100,16 @@ def target_logprobs(
   """
   logits_BTV = logits(variables, hidden_BTD, config)
   if temperatures_BT is not None:
-    logits_BTV /= _next(temperatures_BT)[..., None].astype(jnp.float32)
-  log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-  # A masked sum instead of a gather: its gradient is elementwise, where the
-  # gradient of a gather is a scatter into [B, T, V].
-  targets_BT1 = _next(tokens_BT)[..., None]
-  picked_BTV = jnp.arange(config.vocab_size) == targets_BT1
-  picked_BT = jnp.where(picked_BTV, logits_BTV, 0).sum(-1)
-  probabilities_BTV = jnp.exp(logits_BTV - log_z_BT[..., None])
-  entropy_BT = log_z_BT - (probabilities_BTV * logits_BTV).sum(-1)
+    temperatures_BT = _next(temperatures_BT)
+  logprobs_BT, entropy_BT = token_logprobs(
+    logits_BTV, _next(tokens_BT), temperatures_BT, numerics=config.numerics
+  )
   follows_BT = (
     (_next(segment_ids_BT) == segment_ids_BT)
     & (segment_ids_BT != 0)
     & (jnp.arange(tokens_BT.shape[1]) < tokens_BT.shape[1] - 1)
   )
-  logprobs_BT = jnp.where(follows_BT, picked_BT - log_z_BT, 0)
+  logprobs_BT = jnp.where(follows_BT, logprobs_BT, 0)
   entropy_BT = jnp.where(follows_BT, entropy_BT, 0)
   return jnp.roll(logprobs_BT, 1, axis=1), jnp.roll(entropy_BT, 1, axis=1)
 

@@ -8,15 +8,17 @@ the keys and values of each head, for few latents and many queries (training);
 latents directly, for few queries and many latents (decoding).
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import rounding
 from composer_jax.kernels import attention as attention_kernel
+from composer_jax.kernels import linear
 from composer_jax.models import attention, norm, parameters, rope
-from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 
@@ -31,15 +33,14 @@ def queries(
   config: model_config.ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns q_BTNH, the part without positions, and the rotated q_BTNJ."""
-  a, dtype = config.mla, x_BTD.dtype
+  a = config.mla
   if a.q_lora_dim is None:
-    q_BTNX = jnp.einsum('BTD,DNX->BTNX', x_BTD, params['query'].astype(dtype))
+    q_BTNX = linear.linear(x_BTD, params['query'])
   else:
-    q_BTQ = x_BTD @ params['query_down'].astype(dtype)
+    q_BTQ = linear.linear(x_BTD, params['query_down'])
     scale_Q = params['query_norm']['scale']
     q_BTQ = norm.rms_norm(q_BTQ, scale_Q, a.latent_norm_eps)
-    up_QNX = params['query_up'].astype(dtype)
-    q_BTNX = jnp.einsum('BTQ,QNX->BTNX', q_BTQ, up_QNX)
+    q_BTNX = linear.linear(q_BTQ, params['query_up'])
   q_BTNH, q_BTNJ = jnp.split(q_BTNX, [a.nope_dim], axis=-1)
   interleaved = config.rope.interleaved
   return q_BTNH, rope.rotate(q_BTNJ, cos_sin, interleaved=interleaved)
@@ -52,15 +53,77 @@ def latents(
   config: model_config.ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the normalised latents_BTC and the rotated keys_BTJ."""
-  dtype = x_BTD.dtype
-  latents_BTC = x_BTD @ params['kv_down'].astype(dtype)
+  latents_BTC = linear.linear(x_BTD, params['kv_down'])
   scale_C = params['kv_norm']['scale']
   eps = config.mla.latent_norm_eps
   latents_BTC = norm.rms_norm(latents_BTC, scale_C, eps)
-  keys_BT1J = (x_BTD @ params['key_rope'].astype(dtype))[:, :, None]
+  keys_BT1J = linear.linear(x_BTD, params['key_rope'])[:, :, None]
   interleaved = config.rope.interleaved
   keys_BT1J = rope.rotate(keys_BT1J, cos_sin, interleaved=interleaved)
   return latents_BTC, keys_BT1J[:, :, 0]
+
+
+def project(
+  params: Any,
+  x_BTD: jax.Array,
+  cos_sin: tuple[jax.Array, jax.Array],
+  config: model_config.ModelConfig,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  """Returns `queries` and what is kept, `latents`."""
+  return (
+    queries(params, x_BTD, cos_sin, config),
+    latents(params, x_BTD, cos_sin, config),
+  )
+
+
+def for_pages(
+  params: Any,
+  query: tuple[jax.Array, jax.Array],
+  config: model_config.ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the query as attention over pages takes it: absorbed and scaled."""
+  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
+  q_BTNH, q_BTNJ = (rounding.rounded(q * scale) for q in query)
+  return _up('BTNH,CNH->BTNC', q_BTNH, params['key_up']), q_BTNJ
+
+
+def from_pages(params: Any, out_BTNC: jax.Array) -> jax.Array:
+  """Returns the heads' outputs of the latents that they attended to."""
+  value_up_CNW = params['value_up']
+  out_BTNW = _up('BTNC,CNW->BTNW', out_BTNC, value_up_CNW)
+  return rounding.rounded(out_BTNW, value_up_CNW.dtype)
+
+
+def _up(spec, array, weight):
+  # Unrounded where that is free: the two forms round in other places, and so
+  # differ by a rounding to bfloat16 in everything that follows.
+  dtype = rounding.wide_dtype(weight.dtype)
+  return jnp.einsum(spec, array.astype(dtype), weight.astype(dtype))
+
+
+def attend(
+  params: Any,
+  query: tuple[jax.Array, jax.Array],
+  kept: tuple[jax.Array, jax.Array],
+  mask_BTS: jax.Array,
+  config: model_config.ModelConfig,
+  *,
+  plan: exchange.ExchangePlan | None = None,
+) -> jax.Array:
+  """Returns out_BTNW over latents [B, S] at hand.
+
+  Context shards gather latents, not keys and values, and make those of all
+  heads themselves: C + J numbers a token travel instead of N (H + W).
+  """
+  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
+  return exchange.attend_per_shard(
+    functools.partial(attend_naive, scale=scale),
+    query,
+    kept,
+    {name: params[name] for name in PER_SHARD},
+    mask_BTS,
+    plan=plan,
+  )
 
 
 def attend_naive(
@@ -81,18 +144,20 @@ def attend_naive(
     scale: on the scores.
   """
   latents_BSC, keys_BSJ = latent
-  k_BSNH = jnp.einsum('BSC,CNH->BSNH', latents_BSC, weights['key_up'])
-  v_BSNW = jnp.einsum('BSC,CNW->BSNW', latents_BSC, weights['value_up'])
+  k_BSNH = _up('BSC,CNH->BSNH', latents_BSC, weights['key_up'])
+  v_BSNW = _up('BSC,CNW->BSNW', latents_BSC, weights['value_up'])
   k_BSNJ = jnp.broadcast_to(
-    keys_BSJ[:, :, None], (*k_BSNH.shape[:3], keys_BSJ.shape[-1])
+    keys_BSJ[:, :, None].astype(k_BSNH.dtype),
+    (*k_BSNH.shape[:3], keys_BSJ.shape[-1]),
   )
-  return attention_kernel.attend(
+  out_BTNW = attention_kernel.attend(
     jnp.concatenate(query, axis=-1),
     jnp.concatenate([k_BSNH, k_BSNJ], axis=-1),
     v_BSNW,
     mask_BTS,
     scale=scale,
   )
+  return rounding.rounded(out_BTNW, query[0].dtype)
 
 
 def attend_absorbed(
@@ -110,60 +175,25 @@ def attend_absorbed(
   """
   q_BTNH, q_BTNJ = query
   latents_BSC, keys_BSJ = latent
-  q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, weights['key_up'])
+  q_BTNC = _up('BTNH,CNH->BTNC', q_BTNH, weights['key_up'])
   out_BTNC = attention_kernel.attend(
-    jnp.concatenate([q_BTNC, q_BTNJ], axis=-1),
+    jnp.concatenate([q_BTNC, q_BTNJ.astype(q_BTNC.dtype)], axis=-1),
     jnp.concatenate([latents_BSC, keys_BSJ], axis=-1)[:, :, None],
     latents_BSC[:, :, None],
     mask_BTS,
     scale=scale,
   )
-  return jnp.einsum('BTNC,CNW->BTNW', out_BTNC, weights['value_up'])
+  return from_pages(weights, out_BTNC)
 
 
-class LatentAttention(nn.Module):
-  """Compresses, rotates, attends, projects back."""
+class Parameters(nn.Module):
+  """Creates the parameters of a layer's attention."""
 
   config: model_config.ModelConfig
-  plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(
-    self,
-    x_BTD: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
-    mask_BTS: jax.Array,
-    positions_BT: jax.Array,
-    cache: kv_cache.LatentCache | None,
-    layer: jax.Array,
-  ) -> tuple[jax.Array, kv_cache.LatentCache | None]:
-    """Returns y_BTD and the cache with this chunk written at `layer`."""
-    c = self.config
-    params = self._parameters(c.attention)
-    query = queries(params, x_BTD, cos_sin, c)
-    latent = latents(params, x_BTD, cos_sin, c)
-    form = attend_naive
-    if cache is not None:
-      cache = kv_cache.write(cache, layer, latent, positions_BT)
-      latent, form = kv_cache.read(cache, layer, x_BTD.dtype), attend_absorbed
-    scale = rope.softmax_scale(c.attention.head_dim, c.rope)
-
-    def attend(query, latent, weights, mask_BTS):
-      return form(query, latent, weights, mask_BTS, scale=scale)
-
-    # Context shards gather latents, not keys and values, and make those of
-    # all heads themselves: C + J numbers a token travel instead of N (H + W).
-    out_BTNW = exchange.attend_per_shard(
-      attend,
-      query,
-      latent,
-      {name: params[name].astype(x_BTD.dtype) for name in PER_SHARD},
-      mask_BTS,
-      plan=self.plan,
-    )
-    return attention.project_out(params, out_BTNW), cache
-
-  def _parameters(self, a: Any) -> dict[str, Any]:
+  def __call__(self) -> dict[str, Any]:
+    a: Any = self.config.attention
     embed_dim, params = self.config.embed_dim, {}
     matrix, per_head = (
       attention.initializer(0, 1),

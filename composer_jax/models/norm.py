@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import rounding
 from composer_jax.models import parameters
 
 
@@ -21,7 +22,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   axes = tuple(range(-scale.ndim, 0))
   mean_square = jnp.square(wide).mean(axes, keepdims=True)
   y = wide * jax.lax.rsqrt(mean_square + eps)
-  return (y * scale.astype(jnp.float32)).astype(x.dtype)
+  return rounding.rounded(y * scale.astype(jnp.float32), x.dtype)
 
 
 class Scale(nn.Module):
@@ -39,16 +40,3 @@ class Scale(nn.Module):
 def scale_of(name: str, dim: int) -> dict[str, Any]:
   """Creates `<name>/scale` inside a compact module, as a params tree."""
   return {'scale': Scale(dim, name=name)()}
-
-
-class RMSNorm(nn.Module):
-  """`rms_norm` over D with its own scale."""
-
-  eps: float
-
-  @nn.compact
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    scale_D = parameters.create(
-      self, 'scale', nn.initializers.ones, ('norm',), (x_BTD.shape[-1],)
-    )
-    return rms_norm(x_BTD, scale_D, self.eps)

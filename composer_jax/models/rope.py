@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from composer_jax.core import rounding
 from composer_jax.models import config as model_config
 
 
@@ -49,7 +50,7 @@ def rotate(
   else:
     first, second = jnp.split(wide, 2, axis=-1)
   turned = (first * cos - second * sin, second * cos + first * sin)
-  return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+  return rounding.rounded(jnp.concatenate(turned, axis=-1), x_BTNH.dtype)
 
 
 def softmax_scale(head_dim: int, config: model_config.RopeConfig) -> float:

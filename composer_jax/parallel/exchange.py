@@ -1,10 +1,12 @@
 """Carries tokens to the devices that hold their experts, and back.
 
-Inside one `jax.shard_map` over the whole mesh: every expert shard gathers the
-tokens of its group of devices, computes the copies that chose its own experts
-and returns partial sums ('ring' transport: all_gather, psum_scatter). It is
-exact for any routing, drops nothing, and copies of other shards cost nothing
-because they sort behind the groups. Routing itself happens outside.
+Inside one `jax.shard_map` over the whole mesh, every expert shard computes the
+copies that chose its own experts. Tokens that are sharded are gathered by each
+group of devices before and partial sums scattered after (`_ring`: all_gather,
+psum_scatter); tokens that every device has, those of a decode step, need
+only the sum (`_whole`: psum). Both are exact for any routing, drop nothing, and
+copies of other shards cost nothing because they sort behind the groups. Routing
+itself happens outside.
 """
 
 import dataclasses
@@ -16,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import rounding
 
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
@@ -155,14 +159,16 @@ def exchange(
       f'The plan knows the expert arrays {sorted(specs)}, not '
       f'{sorted(weights)}.'
     )
-  ring = jax.shard_map(
-    functools.partial(_ring, expert_fn, plan),
+  tokens_are_sharded = plan.batch_axes or plan.sequence_axes
+  exchange_fn = _ring if tokens_are_sharded else _whole
+  transport = jax.shard_map(
+    functools.partial(exchange_fn, expert_fn, plan),
     mesh=plan.mesh,
     in_specs=(specs, token_P, token_P, token_P, token_P),
     out_specs=token_P,
     check_vma=False,
   )
-  return ring(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+  return transport(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
 
 
 def _check_divides(plan: ExchangePlan, x_BT: jax.Array) -> None:
@@ -203,6 +209,26 @@ def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
     )
 
 
+def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
+  """Sums what each device's share of the experts makes of all tokens.
+
+  A share is whole experts, or the same slice of hidden units of each: SwiGLU
+  works on units alone, so their sums add up too and no weight is gathered.
+  """
+  axes = plan.expert_axes
+  first = 0
+  if axes:
+    first = jax.lax.axis_index(axes) * jax.tree.leaves(weights)[0].shape[0]
+  # Of the first array; `models.placement` slices hidden units of all alike.
+  spec = plan.weight_specs[0][1]
+  axes += tuple(axis for dim in spec[1:] for axis in axis_names(dim))
+  partial_BTD = _local(
+    expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first
+  )
+  with jax.named_scope('combine'):
+    return jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
+
+
 def _gather_dims(weight, spec):
   for dim, entry in enumerate(spec):
     if axis_names(entry):
@@ -213,8 +239,27 @@ def _gather_dims(weight, spec):
 
 
 def _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first):
-  """Computes the copies that chose experts first .. first + E_local - 1."""
-  batch, length, dim = x_BTD.shape
+  """Sums the copies that chose experts first .. first + E_local - 1."""
+  copies_BTAD, mine_BTA = copies(
+    expert_fn, weights, x_BTD, ids_BTA, valid_BT, first
+  )
+  return gated_sum(copies_BTAD, gates_BTA, mine_BTA)
+
+
+def copies(
+  expert_fn: ExpertFunction,
+  weights: dict[str, jax.Array],
+  x_BTD: jax.Array,
+  ids_BTA: jax.Array,
+  valid_BT: jax.Array,
+  first: Any,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the copies that chose experts first .. first + E_local - 1.
+
+  Returns:
+    copies_BTAD and the bool mine_BTA, false where a copy is of another expert
+    or of padding and holds nothing of use.
+  """
   num_active = ids_BTA.shape[-1]
   num_local = jax.tree.leaves(weights)[0].shape[0]
   local_BTA = ids_BTA - first
@@ -222,18 +267,26 @@ def _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first):
   # Copies that are not ours get the last key: they sort behind all groups.
   key_Y = jnp.where(mine_BTA, local_BTA, num_local).reshape(-1)
   order_Y, place_Y, group_sizes_E = sort_by_group(key_Y, num_local)
-  rows_YD = take_rows(x_BTD.reshape(-1, dim), order_Y, place_Y, num_active)
+  x_ZD = x_BTD.reshape(-1, x_BTD.shape[-1])
+  rows_YD = take_rows(x_ZD, order_Y, place_Y, num_active)
   rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
   copies_YD = permute_rows(rows_YD, place_Y, order_Y)
+  return copies_YD.reshape(*ids_BTA.shape, -1), mine_BTA
+
+
+def gated_sum(
+  copies_BTAD: jax.Array, gates_BTA: jax.Array, mine_BTA: jax.Array
+) -> jax.Array:
+  """Returns each token's gated sum over the copies that count."""
   # Summed in float32 in the order of A, so replay repeats it bit for bit.
   gates_BTA = jnp.where(mine_BTA, gates_BTA.astype(jnp.float32), 0)
   y_BTD = jnp.einsum(
     'BTAD,BTA->BTD',
-    copies_YD.reshape(batch, length, num_active, dim).astype(jnp.float32),
+    copies_BTAD.astype(jnp.float32),
     gates_BTA,
     precision=jax.lax.Precision.HIGHEST,
   )
-  return y_BTD.astype(x_BTD.dtype)
+  return rounding.rounded(y_BTD, copies_BTAD.dtype)
 
 
 def sort_by_group(

@@ -81,4 +81,28 @@ REPLICATED = Layout(
   sequence=('context',),
 )
 
+_ALL = ('replica', 'fsdp', 'context')
+
+# For rollouts: a token is one row, so every device sees all tokens and holds a
+# share of the heads, of hidden units, of the vocabulary and of the experts. No
+# weight is ever gathered; what travels is one row of sums a layer. Replicas of
+# a policy are engines of their own, each on its own mesh.
+DECODE = Layout(
+  name='decode',
+  dense={
+    **dict.fromkeys(TRAIN.dense),
+    'heads': _ALL,
+    'kv_heads': _ALL,
+    'ffw': _ALL,
+    'vocab': _ALL,
+  },
+  # Fewer key heads than devices: each is kept by several. A vocabulary is what
+  # its tokenizer made it.
+  partial=('heads', 'kv_heads', 'ffw', 'vocab'),
+  expert={**TRAIN.expert, 'expert': _ALL, 'embed': None, 'ffw': REST},
+  batch=(),
+  sequence=(),
+)
+
+# What pretraining and fine-tuning may choose from.
 BY_NAME = {layout.name: layout for layout in (TRAIN, REPLICATED)}

@@ -1,24 +1,24 @@
-"""The decoder laid out for serving: same modules, unrolled layers, own cache.
+"""The decoder laid out for serving: same layers, unrolled, cache in pages.
 
-`models.decoder` scans stacked layers and keeps one stacked cache, which suits
-training and costs a copy of the whole cache per token here. This module calls
-the same projections, feed-forward, router, norm and rotation code layer by
-layer, with cache arrays per layer in the order that the products of attention
-read: keys_BKHS and values_BKSH. It serves on one device.
+`models.decoder` scans stacked layers over a packed batch. This module calls
+the same functions layer by layer, with two pools of pages per layer that every
+session of an engine shares: which page belongs to whom is the caller's tables
+(`kernels.paged_attention`).
 `tests/rollout/forward_test.py` holds it to the decoder.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from composer_jax.models import attention, decoder, experts, mla, norm, rope
+from composer_jax.kernels import paged_attention, tiled_attention
 from composer_jax.models import config as config_lib
-
-# Finite, so that a row that sees nothing is uniform rather than NaN.
-_MASKED = -1e30
+from composer_jax.models import decoder, head, layer
+from composer_jax.parallel import exchange
 
 
 class Weights(flax.struct.PyTreeNode, kw_only=True):
@@ -34,30 +34,45 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
 
 
 class Cache(flax.struct.PyTreeNode, kw_only=True):
-  """What is kept of consumed tokens, two arrays per layer.
+  """What is kept of consumed tokens: two pools of pages per layer.
 
-  Slot s of a row holds its token at position s; a query at position p sees the
-  slots s <= p, so a row can be reused without being cleared.
+  A token at position s of a row lies at place s % page of the page that the
+  row's table names at s // page. A query at position p sees the positions
+  s <= p, so pages can be handed to another row without being cleared. Only
+  what is not finite must be cleared (`zero_pages`): zero times it is NaN.
 
   Attributes:
-    layers: (keys_BKHS, values_BKSH) of grouped-query attention, or
-      (latents_BSC, rotated_keys_BSJ) of latent attention.
+    layers: keys [pages, K, H, page] and values [pages, K, page, H] of
+      grouped-query attention, or latents [pages, page, C] and rotated keys
+      [pages, page, J] of latent attention.
   """
 
-  layers: tuple[tuple[jax.Array, jax.Array], ...]
+  layers: tuple[paged_attention.Pools, ...]
 
   @property
-  def max_len(self) -> int:
+  def num_pages(self) -> int:
+    return self.layers[0][1].shape[0]
+
+  @property
+  def page_size(self) -> int:
     return self.layers[0][1].shape[-2]
 
 
 def unstack(
-  variables: decoder.Variables, config: config_lib.ModelConfig
+  variables: decoder.Variables,
+  config: config_lib.ModelConfig,
+  *,
+  is_sharded: bool = False,
 ) -> Weights:
   """Splits stacked layers; `compute_dtype` float32 widens bfloat16 weights.
 
   Widening is exact, and done once it spares every step the conversion. The
   arrays are copies, so the caller may donate its own to the next train step.
+
+  Fast numerics on a CPU get what a decode step reads fastest: every expert as
+  its own array (`kernels.expert_rows`), and of a tied table a copy with the
+  embedding axis first (`kernels.linear`). Those that lie over a mesh stay as
+  their layout has them.
   """
   widen = config.compute_dtype == 'float32'
 
@@ -76,19 +91,34 @@ def unstack(
   names = [name for name, _ in stacks]
   params = variables['params']
   outer = {k: tree for k, tree in params.items() if k not in names}
+  on_cpu = jax.default_backend() == 'cpu'
+  if config.numerics == 'fast' and on_cpu and not is_sharded:
+    layers = [_split_experts(layer) for layer in layers]
+    if config.tie_embeddings:
+      outer['unembedding'] = outer['embedding'].T.copy()
   return Weights(outer={'params': outer}, layers=tuple(layers))
 
 
+def _split_experts(variables):
+  params = variables['params']
+  if 'moe' not in params:
+    return variables
+  moe = dict(params['moe'])
+  for name in ('gate_up', 'down'):
+    moe[name] = tuple(jnp.unstack(moe[name]))
+  return {**variables, 'params': {**params, 'moe': moe}}
+
+
 def empty_cache(
-  config: config_lib.ModelConfig, batch: int, max_len: int
+  config: config_lib.ModelConfig, num_pages: int, page_size: int
 ) -> Cache:
   a, dtype = config.attention, jnp.dtype(config.compute_dtype)
   if isinstance(a, config_lib.MLAConfig):
-    first = (batch, max_len, a.kv_lora_dim)
-    second = (batch, max_len, a.rope_dim)
+    first = (num_pages, page_size, a.kv_lora_dim)
+    second = (num_pages, page_size, a.rope_dim)
   else:
-    first = (batch, a.num_kv_heads, a.head_dim, max_len)
-    second = (batch, a.num_kv_heads, max_len, a.head_dim)
+    first = (num_pages, a.num_kv_heads, a.head_dim, page_size)
+    second = (num_pages, a.num_kv_heads, page_size, a.head_dim)
   return Cache(
     layers=tuple(
       (jnp.zeros(first, dtype), jnp.zeros(second, dtype))
@@ -97,25 +127,81 @@ def empty_cache(
   )
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_pages(
+  cache: Cache,
+  sources_N: jax.Array,
+  destinations_N: jax.Array,
+  counts_N: jax.Array,
+) -> Cache:
+  """Copies pages in every layer; a destination out of range is dropped.
+
+  Args:
+    cache: donated.
+    sources_N: int32 pages.
+    destinations_N: int32 pages.
+    counts_N: int32 leading tokens of each that are copied; what lies behind
+      them is set to zero, since it may be anything.
+  """
+
+  def copy(pool, token_axis):
+    pages = jnp.take(pool, sources_N, axis=0, mode='clip')
+    places = jax.lax.broadcasted_iota(jnp.int32, pages.shape, token_axis)
+    counts = counts_N.reshape(-1, *[1] * (pages.ndim - 1))
+    pages = jnp.where(places < counts, pages, 0)
+    return pool.at[destinations_N].set(pages, mode='drop')
+
+  first, second = paged_attention.token_axes(cache.layers[0])
+  return Cache(
+    layers=tuple((copy(x, first), copy(y, second)) for x, y in cache.layers)
+  )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
+  """Clears pages in every layer; one out of range is dropped."""
+  return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
+
+
+class _Chunk(flax.struct.PyTreeNode, kw_only=True):
+  """What every layer reads: where tokens go, and what they may see."""
+
+  cos_sin: tuple[jax.Array, jax.Array]
+  positions_BT: jax.Array
+  valid_BT: jax.Array
+  pages_BT: jax.Array
+  offsets_BT: jax.Array
+  tables_BP: jax.Array
+  num_blocks: Any
+
+
 def forward(
   weights: Weights,
   cache: Cache,
   tokens_BT: jax.Array,
   valid_BT: jax.Array,
   positions_BT: jax.Array,
+  tables_BP: jax.Array,
   *,
   config: config_lib.ModelConfig,
+  num_blocks: Any = None,
+  plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
     weights: of `unstack`.
-    cache: a row per batch row.
+    cache: pools that hold what the rows consumed before.
     tokens_BT: int32.
     valid_BT: where false, the token is padding: no expert works for it and
       the cache does not change.
     positions_BT: int32 within the session.
+    tables_BP: int32 page of each logical page of a row. A page that two rows
+      share must not be written by either.
     config: of the decoder.
+    num_blocks: logical pages to attend to, as many as the longest row has
+      after this chunk; None counts them.
+    plan: where experts lie (`layouts.DECODE`); None on one device.
 
   Returns:
     hidden_BTD after the final norm, uint16 expert_ids_MBTA, and the cache.
@@ -123,149 +209,88 @@ def forward(
   c = config
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
-  cos_sin = rope.angles(positions_BT, c.attention.rotary_dim, c.rope)
-  # Past the end of the cache, where a write is dropped.
-  write_BT = jnp.where(valid_BT, positions_BT, cache.max_len)
-  caches, routes = [], []
-  attend = _ATTENTIONS[c.attention.kind]
-  for i, layer in enumerate(weights.layers):
-    params = layer['params']
-    h_BTD = _norm(params['attention_norm'], x_BTD, c)
+  chunk = _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, c)
+  pools, routes = [], []
+  for i, variables in enumerate(weights.layers):
+    params = layer.prepare(variables['params'], c)
+    query, kept = layer.attention_inputs(
+      params, x_BTD, chunk.cos_sin, c, is_paged=True
+    )
     with jax.named_scope('attention'):
-      y_BTD, layer_cache = attend(
-        params['attention'],
-        h_BTD,
-        cos_sin,
-        (positions_BT, write_BT),
-        cache.layers[i],
-        c,
-      )
-    x_BTD += y_BTD
-    h_BTD = _norm(params['ffw_norm'], x_BTD, c)
+      pools.append(_write(cache.layers[i], kept, chunk))
+      out_BTN = _attend(query, pools[-1], chunk, c)
     if i < c.num_dense_layers:
-      mlp = experts.DenseMLP(c, c.dense_ffw_dim)
-      x_BTD += mlp.apply({'params': params['ffw']}, h_BTD)
-    else:
-      variables = {k: tree['moe'] for k, tree in layer.items()}
-      moe = experts.MoE(c)
-      result: Any = moe.apply(variables, h_BTD, valid_BT, None)
-      y_BTD, ids_BTA, _ = result
-      x_BTD += y_BTD
-      routes.append(ids_BTA.astype(jnp.uint16))
-    caches.append(layer_cache)
-  hidden_BTD = _norm(weights.outer['params']['final_norm'], x_BTD, c)
-  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(caches))
+      x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
+      continue
+    x_BTD, ids_BTA, _ = layer.mixture(
+      params,
+      variables.get('selection_bias', {}).get('moe', {}).get('bias'),
+      (x_BTD, out_BTN, valid_BT, None),
+      c,
+      is_paged=True,
+      plan=plan,
+    )
+    routes.append(ids_BTA.astype(jnp.uint16))
+  scale_D = weights.outer['params']['final_norm']['scale']
+  hidden_BTD = layer.final_norm(scale_D, x_BTD, c)
+  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(pools))
 
 
-def _norm(params, x_BTD, config) -> Any:
-  return norm.RMSNorm(config.norm_eps).apply({'params': params}, x_BTD)
+def logits(
+  weights: Weights, hidden_BTD: jax.Array, config: config_lib.ModelConfig
+) -> jax.Array:
+  """Returns float32 logits_BTV of the token after each."""
+  if 'unembedding' in weights.outer['params']:
+    # The model's own, or a copy of its tied table.
+    config = dataclasses.replace(config, tie_embeddings=False)
+  return head.logits(weights.outer, hidden_BTD, config)
 
 
-def _grouped(params, h_BTD, cos_sin, positions, cache, config):
-  """Grouped-query attention over the cache, this chunk included."""
-  dtype = h_BTD.dtype
-  q_BTNH, k_BTKH, v_BTKH = attention.project(params, h_BTD, cos_sin, config)
-  positions_BT, write_BT = positions
-  keys_BKHS, values_BKSH = cache
-  rows_B1 = jnp.arange(keys_BKHS.shape[0])[:, None]
-  keys_BKHS = keys_BKHS.at[rows_B1, :, :, write_BT].set(
-    k_BTKH.astype(keys_BKHS.dtype), mode='drop'
+def _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, config):
+  page = cache.page_size
+  blocks_BT = positions_BT // page
+  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
+  if num_blocks is None:
+    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
+  return _Chunk(
+    cos_sin=layer.angles(positions_BT, config),
+    positions_BT=positions_BT,
+    valid_BT=valid_BT,
+    # Past the end of the pools, where a write is dropped.
+    pages_BT=jnp.where(valid_BT, pages_BT, cache.num_pages),
+    offsets_BT=positions_BT % page,
+    tables_BP=tables_BP,
+    num_blocks=num_blocks,
   )
-  values_BKSH = values_BKSH.at[rows_B1, :, write_BT].set(
-    v_BTKH.astype(values_BKSH.dtype), mode='drop'
-  )
-  out_BTNH = _attend_grouped(
-    q_BTNH,
-    keys_BKHS.astype(dtype),
-    values_BKSH.astype(dtype),
-    positions_BT,
-    rope.softmax_scale(config.attention.head_dim, config.rope),
-  )
-  y_BTD = attention.project_out(params, out_BTNH)
-  return y_BTD, (keys_BKHS, values_BKSH)
 
 
-def _attend_grouped(q_BTNH, keys_BKHS, values_BKSH, positions_BT, scale):
-  batch, length, num_heads, head_dim = q_BTNH.shape
-  num_kv_heads, max_len = keys_BKHS.shape[1], keys_BKHS.shape[3]
-  # Queries that share a key head are rows of one product, [T G, H] by [H, S].
-  q_BTKGH = (q_BTNH * scale).reshape(batch, length, num_kv_heads, -1, head_dim)
-  q_BKXH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, num_kv_heads, -1, head_dim
+def _write(pools, kept, chunk):
+  """Puts what is kept of the chunk in its places."""
+  token_axes = paged_attention.token_axes(pools)
+  first, second = (
+    paged_attention.write(
+      pool, kept_BT, chunk.pages_BT, chunk.offsets_BT, token_axis=axis
+    )
+    for pool, kept_BT, axis in zip(pools, kept, token_axes, strict=True)
   )
-  scores_BKXS = jnp.einsum(
-    'BKXH,BKHS->BKXS',
-    q_BKXH,
-    keys_BKHS,
-    preferred_element_type=jnp.float32,
-  )
-  seen_BTS = jnp.arange(max_len) <= positions_BT[:, :, None]
-  seen_BXS = jnp.repeat(seen_BTS, num_heads // num_kv_heads, axis=1)
-  scores_BKXS = jnp.where(seen_BXS[:, None], scores_BKXS, _MASKED)
-  probabilities_BKXS = jax.nn.softmax(scores_BKXS, axis=-1)
-  out_BKXH = jnp.einsum(
-    'BKXS,BKSH->BKXH',
-    probabilities_BKXS.astype(values_BKSH.dtype),
-    values_BKSH,
-  )
-  out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, head_dim)
-  return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(q_BTNH.shape)
+  return first, second
 
 
-def _latent(params, h_BTD, cos_sin, positions, cache, config):
-  """Latent attention over the cache in the absorbed form (`models.mla`).
+def _attend(query, pools, chunk, config):
+  """Attends to the pages, in which this chunk is already.
 
-  A chunk of context goes the same way. Above some hundred tokens (171 for Kimi
-  K2) making keys and values of the cache anew would cost it less.
+  Latent attention over a chunk of context is in the absorbed form too. Above
+  some hundred tokens (171 for Kimi K2) making keys and values of the cache anew
+  would cost it less.
   """
-  dtype = h_BTD.dtype
-  query = mla.queries(params, h_BTD, cos_sin, config)
-  positions_BT, write_BT = positions
-  rows_B1 = jnp.arange(h_BTD.shape[0])[:, None]
-  cache = tuple(
-    cache_BS.at[rows_B1, write_BT].set(
-      new_BT.astype(cache_BS.dtype), mode='drop'
-    )
-    for cache_BS, new_BT in zip(
-      cache, mla.latents(params, h_BTD, cos_sin, config), strict=True
-    )
-  )
-  out_BTNW = _attend_latent(
-    query,
-    tuple(cache_BS.astype(dtype) for cache_BS in cache),
-    (params['key_up'].astype(dtype), params['value_up'].astype(dtype)),
-    positions_BT,
-    rope.softmax_scale(config.attention.head_dim, config.rope),
-  )
-  return attention.project_out(params, out_BTNW), cache
+  tables = (chunk.tables_BP, chunk.positions_BT)
+  if config.numerics == 'batch_invariant':
+    return tiled_attention.attend_paged(query, pools, *tables, chunk.valid_BT)
+  attend = _FAST[config.attention.kind]
+  return attend(query, pools, *tables, num_blocks=chunk.num_blocks)
 
 
-def _attend_latent(query, latent, weights, positions_BT, scale):
-  q_BTNH, q_BTNJ = (q * scale for q in query)
-  latents_BSC, keys_BSJ = latent
-  key_up_CNH, value_up_CNW = weights
-  batch, length, num_heads, _ = q_BTNH.shape
-  q_BTNC = jnp.einsum('BTNH,CNH->BTNC', q_BTNH, key_up_CNH)
-  # Queries of all heads meet the same latents: rows of one product. Two
-  # products and a sum, since joining C and J would copy the cache.
-  scores_BXS = sum(
-    jnp.einsum(
-      'BXC,BSC->BXS',
-      q_BTN.reshape(batch, length * num_heads, -1),
-      cache_BS,
-      preferred_element_type=jnp.float32,
-    )
-    for q_BTN, cache_BS in ((q_BTNC, latents_BSC), (q_BTNJ, keys_BSJ))
-  )
-  seen_BTS = jnp.arange(latents_BSC.shape[1]) <= positions_BT[:, :, None]
-  seen_BXS = jnp.repeat(seen_BTS, num_heads, axis=1)
-  scores_BXS = jnp.where(seen_BXS, scores_BXS, _MASKED)
-  probabilities_BXS = jax.nn.softmax(scores_BXS, axis=-1)
-  out_BXC = jnp.einsum(
-    'BXS,BSC->BXC', probabilities_BXS.astype(latents_BSC.dtype), latents_BSC
-  )
-  out_BTNC = out_BXC.reshape(batch, length, num_heads, -1)
-  return jnp.einsum('BTNC,CNW->BTNW', out_BTNC, value_up_CNW)
-
-
-_ATTENTIONS = {'gqa': _grouped, 'mla': _latent}
+_FAST = {
+  'gqa': paged_attention.attend_grouped,
+  'mla': paged_attention.attend_latent,
+}

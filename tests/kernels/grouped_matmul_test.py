@@ -88,7 +88,7 @@ def test_bits_of_a_row_ignore_its_neighbours():
 
 def test_trip_count_follows_the_data():
   sizes = jnp.array([0, 17, 0, 1])
-  _, _, rows, total = gm._schedule(sizes, NUM_ROWS, 8)
+  _, _, rows, total = gm.schedule(sizes, NUM_ROWS, 8)
   assert int(total) == 4
   np.testing.assert_array_equal(rows[:4], [8, 8, 1, 1])
   assert len(rows) == gm.num_blocks(NUM_ROWS, 4, 8) == 9

@@ -1,4 +1,4 @@
-"""Laws of the decoder: replay, caching, packing, causality, recomputation."""
+"""Laws of the decoder: replay, packing, causality, recomputation."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.models import cache as kv_cache
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 
@@ -120,9 +119,9 @@ def batch():
 @pytest.fixture(scope='module')
 def run(config):
   @functools.partial(jax.jit, compiler_options=_OPTIONS)
-  def run(variables, batch, expert_ids_MBTA=None, cache=None):
+  def run(variables, batch, expert_ids_MBTA=None):
     return decoder.Decoder(config).apply(
-      variables, *batch, expert_ids_MBTA=expert_ids_MBTA, cache=cache
+      variables, *batch, expert_ids_MBTA=expert_ids_MBTA
     )
 
   return run
@@ -184,33 +183,6 @@ def test_tokens_without_route_are_routed_afresh_whole(
   replayed = run(variables, batch, other)
   np.testing.assert_array_equal(replayed.expert_ids_MBTA[:, 0, 0], [[4, 1]] * 2)
   np.testing.assert_array_equal(replayed.hidden_BTD[1], output.hidden_BTD[1])
-
-
-def test_chunked_prefill_and_decode_equal_full_forward(
-  config, run, variables, batch, output
-):
-  cache = kv_cache.init(config, B, T + 2)
-  hidden, ids = [], []
-  for start, stop in ((0, 4), (4, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
-    chunk = [a[:, start:stop] for a in batch]
-    if stop - start == 4:
-      # The last place of a chunk may be padding: dropped, and no expert.
-      pad = ((0, 0), (0, 1))
-      chunk = [
-        jnp.pad(a, pad, constant_values=f)
-        for a, f in zip(chunk, (0, 0, T + 2), strict=True)
-      ]
-    out = run(variables, chunk, cache=cache)
-    cache = out.cache
-    hidden.append(out.hidden_BTD[:, : stop - start])
-    ids.append(out.expert_ids_MBTA[:, :, : stop - start])
-  np.testing.assert_allclose(
-    jnp.concatenate(hidden, 1), output.hidden_BTD, atol=2e-5
-  )
-  np.testing.assert_array_equal(jnp.concatenate(ids, 2), output.expert_ids_MBTA)
-  for leaf_LBS in jax.tree.leaves(cache):
-    assert np.abs(leaf_LBS[:, :, :T]).min() > 0
-    np.testing.assert_array_equal(leaf_LBS[:, :, T:], 0)
 
 
 def test_packed_documents_equal_documents_alone(run, variables, batch, output):

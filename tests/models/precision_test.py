@@ -1,6 +1,7 @@
 """What stays float32 while a model computes in bfloat16."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from composer_jax.kernels import attention
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, experts, head, norm, rope
+from composer_jax.models import decoder, head, layer, norm, rope
 from tests.models import decoder_test
 
 BF16 = ml_dtypes.bfloat16
@@ -77,6 +78,29 @@ def test_logits_and_hidden_states_have_their_dtypes(config):
   assert logits.dtype == jnp.float32
 
 
+def mixture_shapes(config):
+  """Returns the parameters of a layer of experts as shapes."""
+  layers = decoder.abstract(config)[0]['params']['moe_layers']
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers
+  )
+
+
+def mixture(params, x_BTD, config):
+  bias_E = None
+  if config.moe.router == 'sigmoid':
+    bias_E = jnp.zeros(config.moe.num_experts)
+  params = layer.prepare(params, config)
+  a = config.attention
+  width = getattr(a, 'value_dim', None) or a.head_dim
+  shape = (*x_BTD.shape[:2], a.num_heads, width)
+  out_BTNH = jnp.zeros(shape, x_BTD.dtype)
+  valid_BT = jnp.ones(x_BTD.shape[:2], bool)
+  return layer.mixture(
+    params, bias_E, (x_BTD, out_BTNH, valid_BT, None), config
+  )
+
+
 def test_router_logits_are_float32_products_of_bfloat16_values(config):
   groups = config.moe.num_groups
   moe = dataclasses.replace(
@@ -84,29 +108,31 @@ def test_router_logits_are_float32_products_of_bfloat16_values(config):
   )
   config = dataclasses.replace(config, moe=moe)
   x_BTD = normal(3, 1, 64, config.embed_dim)
-  layer = experts.MoE(config)
-  valid_BT = jnp.ones((1, 64), bool)
-  args = (jnp.asarray(x_BTD), valid_BT, None)
-  shapes = jax.eval_shape(layer.init, jax.random.key(0), *args)
   router_DE = normal(4, config.embed_dim, moe.num_experts)
-  params = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes['params'])
-  params['router'] = router_DE.astype(np.float32)
-  *_, stats = jax.jit(layer.apply, compiler_options=FAST)(
-    {'params': params}, *args
+  params = jax.tree.map(
+    lambda a: np.zeros(a.shape, a.dtype), mixture_shapes(config)
   )
-  exact_ZE = x_BTD[0].astype(np.float64) @ router_DE.astype(np.float64)
+  # No attention, and a norm that keeps what it is given as it is.
+  norm_of = np.asarray(x_BTD, np.float32)
+  x_BTD = (norm_of / np.sqrt((norm_of**2).mean(-1, keepdims=True))).astype(BF16)
+  params['ffw_norm']['scale'] = np.ones(config.embed_dim, np.float32)
+  params['moe']['router'] = router_DE.astype(np.float32)
+  *_, stats = jax.jit(
+    functools.partial(mixture, config=config), compiler_options=FAST
+  )(params, jnp.asarray(x_BTD))
+  h_BTD = norm.rms_norm(
+    jnp.asarray(x_BTD), jnp.ones(config.embed_dim), config.norm_eps
+  )
+  exact_ZE = np.asarray(h_BTD[0], np.float64) @ router_DE.astype(np.float64)
   z_loss = (np.log(np.exp(exact_ZE).sum(-1)) ** 2).mean()
   # Logits rounded to bfloat16 are 1e-4 off in this mean.
   np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
 
 
 def test_discrete_choices_ask_accelerators_for_whole_float32(config):
-  layer = experts.MoE(config)
   x_BTD = jnp.zeros((1, 4, config.embed_dim), jnp.bfloat16)
-  valid_BT = jnp.ones((1, 4), bool)
-  shapes = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, valid_BT, None)
-  lowered = jax.jit(lambda v, x: layer.apply(v, x, valid_BT, None)).lower(
-    shapes, x_BTD
+  lowered = jax.jit(functools.partial(mixture, config=config)).lower(
+    mixture_shapes(config), x_BTD
   )
   dots = [
     line

@@ -1,5 +1,7 @@
 """Serving forward: the decoder by other means."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from composer_jax.models import decoder
 from composer_jax.rollout import forward
 
+BATCH, LENGTH, PAGE = 3, 11, 4
 GROUPED = {
   'kind': 'gqa',
   'num_heads': 4,
@@ -36,30 +39,33 @@ YARN = {
   'mscale_all_dim': 0.7,
   'truncate': True,
 }
+MOE = {
+  'num_experts': 4,
+  'num_active': 2,
+  'ffw_dim': 8,
+  'num_shared': 1,
+  'num_groups': 1,
+  'num_active_groups': 1,
+  'renormalize': True,
+  'routed_scale': 1.5,
+  'aux_loss_weight': 0.0,
+  'z_loss_weight': 0.0,
+}
+# Compiles in a third of the time.
+OPTIONS = {'xla_backend_optimization_level': 0}
 NO_SCALES = {'mscale': None, 'mscale_all_dim': None}
 
 
-@pytest.mark.parametrize(
-  'attention,router', [(GROUPED, 'softmax'), (LATENT, 'sigmoid')]
+@pytest.fixture(
+  scope='module',
+  params=[(GROUPED, 'softmax'), (LATENT, 'sigmoid')],
+  ids=['grouped', 'latent'],
 )
-def test_chunks_over_the_cache_equal_the_decoder_without_one(
-  attention, router, make_config, make_variables
-):
-  moe = {
-    'num_experts': 4,
-    'num_active': 2,
-    'ffw_dim': 8,
-    'num_shared': 1,
-    'router': router,
-    'num_groups': 1,
-    'num_active_groups': 1,
-    'renormalize': True,
-    'routed_scale': 1.5,
-    'aux_loss_weight': 0.0,
-    'z_loss_weight': 0.0,
-  }
+def setup(request, make_config, make_variables):
+  """A config, its weights for serving, and the decoder's whole pass."""
+  attention, router = request.param
   config = make_config(
-    moe=moe,
+    moe=MOE | {'router': router},
     tie_embeddings=router == 'softmax',
     attention=attention,
     rope={
@@ -70,44 +76,165 @@ def test_chunks_over_the_cache_equal_the_decoder_without_one(
   )
   variables = make_variables(config, 0)
   assert ('selection_bias' in variables) == (router == 'sigmoid')
-  batch, length, chunk = 3, 12, 5
-  tokens_BT = jax.random.randint(jax.random.key(1), (batch, length), 0, 40)
-  positions_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
-  want = jax.jit(decoder.Decoder(config).apply)(
+  tokens_BT = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, 40)
+  positions_BT = jnp.broadcast_to(jnp.arange(LENGTH), tokens_BT.shape)
+  want = jax.jit(decoder.Decoder(config).apply, compiler_options=OPTIONS)(
     variables, tokens_BT, jnp.ones_like(tokens_BT), positions_BT
   )
-  weights = forward.unstack(variables, config)
-  cache = forward.empty_cache(config, batch, 16)
-  step = jax.jit(forward.forward, static_argnames='config')
-  hidden, routes = [], []
-  for start in range(0, length, chunk):
-    # The last chunk is part padding, which must leave no trace.
+  return config, forward.unstack(variables, config), tokens_BT, want
+
+
+@pytest.fixture(scope='module')
+def step():
+  return jax.jit(
+    forward.forward, static_argnames='config', compiler_options=OPTIONS
+  )
+
+
+def consume(step, setup, cache, tables_BP, chunks, first=0):
+  """Runs tokens `first` on in chunks of these lengths, the last one padded."""
+  config, weights, tokens_BT, _ = setup
+  batch = tokens_BT.shape[0]
+  hidden, routes, start = [], [], first
+  for chunk in chunks:
+    # What lies past the end is padding, which must leave no trace.
     index = jnp.arange(start, start + chunk)
-    valid_BT = jnp.broadcast_to(index < length, (batch, chunk))
     hidden_BTD, ids_MBTA, cache = step(
       weights,
       cache,
-      tokens_BT[:, jnp.minimum(index, length - 1)],
-      valid_BT,
+      tokens_BT[:, jnp.minimum(index, LENGTH - 1)],
+      jnp.broadcast_to(index < LENGTH, (batch, chunk)),
       jnp.broadcast_to(index, (batch, chunk)),
+      tables_BP,
       config=config,
     )
-    hidden.append(hidden_BTD)
-    routes.append(ids_MBTA)
+    hidden.append(hidden_BTD[:, : LENGTH - start])
+    routes.append(ids_MBTA[:, :, : LENGTH - start])
+    start += chunk
+  return jnp.concatenate(hidden, 1), jnp.concatenate(routes, 2), cache
+
+
+def check(have, want, first=0):
+  hidden_BTD, ids_MBTA = have
   # Sums in another order; values are of order one.
-  np.testing.assert_allclose(
-    jnp.concatenate(hidden, 1)[:, :length], want.hidden_BTD, atol=2e-5
-  )
-  np.testing.assert_array_equal(
-    jnp.concatenate(routes, 2)[:, :, :length], want.expert_ids_MBTA
-  )
+  np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, first:], atol=2e-5)
+  np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, first:])
+
+
+def shuffled(seed=0):
+  """Tables of three pages a row, in no order, of a pool of twelve."""
+  pages = np.random.default_rng(seed).permutation(12)[: 3 * BATCH]
+  return jnp.asarray(pages.reshape(BATCH, 3), jnp.int32)
+
+
+def in_order(cache, tables_BP):
+  """Returns the arrays of each layer as [B, S, ...], by the tables."""
   for first, second in cache.layers:
-    if attention is GROUPED:
-      # [B, K, H, S] and [B, K, S, H].
+    if first.ndim == 4:
       first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
-    for kept_BS in (first, second):
-      assert np.abs(kept_BS[:, :length]).min() > 0
-      assert not kept_BS[:, length:].any()
+    for pool in (first, second):
+      kept = np.asarray(pool)[np.asarray(tables_BP)]
+      yield pool, kept.reshape(kept.shape[0], -1, *kept.shape[3:])
+
+
+# One token at a time, a chunk with padding at its end, and both.
+@pytest.mark.parametrize('chunks', [(5, 5, 5), (5, 1, 1, 5, 1)])
+def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
+  config, *_, want = setup
+  tables_BP = shuffled()
+  cache = forward.empty_cache(config, 12, PAGE)
+  assert (cache.num_pages, cache.page_size) == (12, PAGE)
+  *have, cache = consume(step, setup, cache, tables_BP, chunks)
+  check(have, want)
+  others = np.setdiff1d(np.arange(12), tables_BP)
+  for pool, kept_BS in in_order(cache, tables_BP):
+    assert np.abs(kept_BS[:, :LENGTH]).min() > 0
+    assert not kept_BS[:, LENGTH:].any()
+    assert not np.asarray(pool)[others].any()
+
+
+def test_rows_share_pages_and_continue_on_copies(setup, step):
+  config, weights, tokens_BT, want = setup
+  # Everybody's context is row 0's for six tokens: a page and a half.
+  tokens_BT = tokens_BT.at[:, :6].set(tokens_BT[0, :6])
+  alone = consume(
+    step,
+    (config, weights, tokens_BT, want),
+    forward.empty_cache(config, 12, PAGE),
+    shuffled(),
+    (5, 5, 5),
+  )
+  cache = forward.empty_cache(config, 12, PAGE)
+  own_B3 = shuffled(1)
+  tables_BP = own_B3.at[:, 0].set(own_B3[0, 0])
+  cache = _consume_row(step, setup, cache, own_B3[:1], 6)
+  # The half page is forked, by each row for itself; page 12 does not exist.
+  cache = forward.copy_pages(
+    cache,
+    jnp.full(BATCH + 1, own_B3[0, 1]),
+    jnp.append(own_B3[:, 1], 12),
+    jnp.full(BATCH + 1, 6 - PAGE),
+  )
+  *have, _ = consume(
+    step, (config, weights, tokens_BT, want), cache, tables_BP, (5, 5), 6
+  )
+  for mine, theirs, axis in zip(have, alone, (1, 2), strict=False):
+    theirs = jnp.moveaxis(theirs, axis, 0)[6:]
+    np.testing.assert_allclose(jnp.moveaxis(mine, axis, 0), theirs, atol=2e-5)
+
+
+def _consume_row(step, setup, cache, tables_1P, length):
+  config, weights, tokens_BT, _ = setup
+  index = jnp.arange(length)[None]
+  *_, cache = step(
+    weights,
+    cache,
+    tokens_BT[:1, :length],
+    jnp.ones((1, length), bool),
+    index,
+    tables_1P,
+    config=config,
+  )
+  return cache
+
+
+def test_fewer_blocks_see_less_and_more_change_no_bit(setup):
+  config, weights, tokens_BT, _ = setup
+  tables_BP = shuffled()
+
+  @functools.partial(jax.jit, compiler_options=OPTIONS)
+  def run(num_blocks):
+    shape = (BATCH, PAGE)
+    return forward.forward(
+      weights,
+      forward.empty_cache(config, 12, PAGE),
+      tokens_BT[:, :PAGE],
+      jnp.ones(shape, bool),
+      jnp.broadcast_to(jnp.arange(PAGE), shape),
+      tables_BP,
+      config=config,
+      num_blocks=num_blocks,
+    )[0]
+
+  np.testing.assert_array_equal(run(1), run(3))
+  blind = run(0)
+  assert np.isfinite(blind).all() and not np.allclose(blind, run(1))
+
+
+def test_cleared_pages_hold_no_nan(setup, step):
+  config, *_, want = setup
+  tables_BP = shuffled()
+  cache = jax.tree.map(
+    lambda pool: jnp.full_like(pool, jnp.nan),
+    forward.empty_cache(config, 12, PAGE),
+  )
+  # Page 12 does not exist.
+  cache = forward.zero_pages(cache, jnp.append(tables_BP.reshape(-1), 12))
+  *have, cache = consume(step, setup, cache, tables_BP, (5, 5, 5))
+  check(have, want)
+  others = np.setdiff1d(np.arange(12), tables_BP)
+  for pool, _ in in_order(cache, tables_BP):
+    assert np.isnan(np.asarray(pool)[others]).all()
 
 
 def test_bfloat16_weights_are_widened_exactly_and_copied(

@@ -1,0 +1,107 @@
+"""A token's experts where rows are few, each read from its own buffer.
+
+A decode step has a row or two for each of a layer's active experts, so its time
+is that of reading their matrices once. Two things are in the way on XLA:CPU:
+`dynamic_slice` of stacked weights copies each matrix before the product reads
+it, and sixteen rows of padding make a product of arithmetic out of one of
+reading. Here every expert is its own array and a branch of `lax.switch`, whose
+product reads that array in place: three to four times the speed of stacked
+weights at 1 to 8 tokens, and ahead of them at a thousand. Inactive experts are
+not read at all.
+
+For CPU and for the engine: no gradient (`grouped_matmul` has one), and a branch
+taken on the device stalls accelerators.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from composer_jax.kernels import grouped_matmul
+
+# A usual second-level cache.
+_CACHE_BYTES = 1 << 20
+
+
+def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
+  """Returns the rows per product that suit so many rows of so many experts.
+
+  While an expert has two rows or fewer on average, a product of one row is
+  best: it runs at the speed of memory, and of a second one in cache. Where the
+  cache does not hold an expert, reading it once is worth more from one row on
+  (8 to 15 % of a decode step at two).
+
+  Args:
+    num_rows: of all experts.
+    num_experts: that there are.
+    num_bytes: of one expert's weights.
+  """
+  reach = 2 if num_bytes <= _CACHE_BYTES else 1
+  if num_rows <= reach * num_experts:
+    return 1
+  for block in (4, 8):
+    if num_rows <= 2 * block * num_experts:
+      return block
+  return 16
+
+
+def expert_rows(
+  mlp: Callable[[Any, jax.Array], jax.Array],
+  experts: Sequence[Any],
+  x_ZD: jax.Array,
+  ids_ZA: jax.Array,
+  gates_ZA: jax.Array,
+  valid_Z: jax.Array,
+  *,
+  block: int | None = None,
+) -> jax.Array:
+  """Returns y_ZD: of each token, its experts' outputs times their gates, added.
+
+  Args:
+    mlp: (an expert's weights, rows [block, D]) -> rows [block, D].
+    experts: weights of each expert, none stacked with another's.
+    x_ZD: tokens.
+    ids_ZA: int32 experts of each token.
+    gates_ZA: float32.
+    valid_Z: false for padding, whose result is zero and for which no expert is
+      read.
+    block: rows per product; None lets `block_of` choose.
+  """
+  num_tokens, num_active = ids_ZA.shape
+  num_rows, num_experts = ids_ZA.size, len(experts)
+  num_bytes = sum(x.nbytes for x in jax.tree.leaves(experts[0]))
+  block = block or block_of(num_rows, num_experts, num_bytes)
+  source_Y, place_Y, sizes_E = _sort(ids_ZA, valid_Z, num_experts)
+  group, start, _, total = grouped_matmul.schedule(sizes_E, num_rows, block)
+  # A block may reach past the last row.
+  rows_YD = jnp.pad(x_ZD[source_Y // num_active], ((0, block), (0, 0)))
+  branches = [lambda rows, w=w: mlp(w, rows) for w in experts]
+
+  def body(i, out_YD):
+    rows_bD = jax.lax.dynamic_slice_in_dim(rows_YD, start[i], block)
+    product_bD = jax.lax.switch(group[i], branches, rows_bD)
+    return jax.lax.dynamic_update_slice_in_dim(out_YD, product_bD, start[i], 0)
+
+  out_YD = jax.lax.fori_loop(0, total, body, jnp.zeros_like(rows_YD))
+  out_ZAD = out_YD[place_Y].reshape(num_tokens, num_active, -1)
+  # Rows of padding hold what the last block left there, not zeros.
+  out_ZAD = jnp.where(valid_Z[:, None, None], out_ZAD, 0)
+  y_ZD = (out_ZAD.astype(jnp.float32) * gates_ZA[..., None]).sum(1)
+  return y_ZD.astype(x_ZD.dtype)
+
+
+def _sort(ids_ZA, valid_Z, num_experts):
+  """Returns rows in order of expert, the place of each, and experts' counts.
+
+  One sort of numbers that hold both expert and row: an argsort, whose order
+  follows from comparing pairs, takes five times as long on CPU.
+  """
+  keys_Y = jnp.where(valid_Z[:, None], ids_ZA, num_experts).reshape(-1)
+  num_rows = keys_Y.shape[0]
+  rows_Y = jnp.arange(num_rows, dtype=jnp.int32)
+  source_Y = jnp.sort(keys_Y.astype(jnp.int32) * num_rows + rows_Y) % num_rows
+  place_Y = jnp.zeros_like(rows_Y).at[source_Y].set(rows_Y, unique_indices=True)
+  sizes_E = (keys_Y[:, None] == jnp.arange(num_experts)).sum(0)
+  return source_Y, place_Y, sizes_E.astype(jnp.int32)

@@ -1,0 +1,271 @@
+"""What a decoder layer does to activations, for training and serving alike.
+
+`models.decoder` creates parameters and scans layers over a packed batch;
+`rollout.forward` unrolls them over a cache. Both call the stages below, which
+see each token by itself and go through `kernels.rows`, and put between them
+what does not: attention, and the experts' grouped products.
+"""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from composer_jax.core import rounding
+from composer_jax.kernels import expert_rows, rows, tiled_attention
+from composer_jax.models import attention, experts, mla, norm, rope, router
+from composer_jax.models import config as model_config
+from composer_jax.parallel import exchange
+
+# The functions of each kind of attention.
+ATTENTIONS: dict[str, types.ModuleType] = {'gqa': attention, 'mla': mla}
+
+
+def prepare(params: Any, config: model_config.ModelConfig) -> Any:
+  """Gives a layer's parameters the dtype that they are computed with.
+
+  What norms and the router multiply with is float32, the rest is of the compute
+  dtype. Done outside of the stages, so that their programs do not depend on how
+  the caller stores its weights.
+  """
+
+  def cast(path, x):
+    # Experts may lie in a tuple, whose keys have no names.
+    names = [getattr(key, 'key', '') for key in path]
+    is_wide = names[-1] == 'router' or any(n.endswith('_norm') for n in names)
+    return x.astype(jnp.float32 if is_wide else config.compute_dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def angles(
+  positions_BT: jax.Array, config: model_config.ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+  """Returns cos and sin of every layer's rotation."""
+
+  def stage(_, positions_BT):
+    return rope.angles(positions_BT, config.attention.rotary_dim, config.rope)
+
+  return rows.map_rows(stage, (), positions_BT, numerics=config.numerics)
+
+
+def attention_inputs(
+  params: Any,
+  x_BTD: jax.Array,
+  cos_sin: tuple[jax.Array, jax.Array],
+  config: model_config.ModelConfig,
+  *,
+  is_paged: bool = False,
+) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+  """Returns the query, for a kernel over pages if so, and what is kept."""
+  is_paged = is_paged or config.numerics == 'batch_invariant'
+  kind = ATTENTIONS[config.attention.kind]
+
+  def stage(params, rows_BT):
+    x_BTD, cos_sin = rows_BT
+    scale_D = params['attention_norm']['scale']
+    h_BTD = norm.rms_norm(x_BTD, scale_D, config.norm_eps)
+    query, kept = kind.project(params['attention'], h_BTD, cos_sin, config)
+    if is_paged:
+      query = kind.for_pages(params['attention'], query, config)
+    return query, kept
+
+  with jax.named_scope('attention'):
+    return rows.map_rows(
+      stage, params, (x_BTD, cos_sin), numerics=config.numerics
+    )
+
+
+def attend(
+  params: Any,
+  query: Any,
+  kept: tuple[jax.Array, jax.Array],
+  documents: tuple[jax.Array, jax.Array],
+  config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> jax.Array:
+  """Returns the attention's outputs over a packed batch.
+
+  Args:
+    params: of the layer, prepared.
+    query: of `attention_inputs`.
+    kept: likewise.
+    documents: mask_BTS and segment_ids_BT, which say the same.
+    config: of the decoder.
+    plan: where tokens lie.
+  """
+  mask_BTS, segment_ids_BT = documents
+  kind = ATTENTIONS[config.attention.kind]
+  with jax.named_scope('attention'):
+    if config.numerics == 'batch_invariant':
+      return tiled_attention.attend_packed(
+        query, kept, segment_ids_BT, mask_BTS
+      )
+    return kind.attend(
+      params['attention'], query, kept, mask_BTS, config, plan=plan
+    )
+
+
+def dense(
+  params: Any,
+  x_BTD: jax.Array,
+  out_BTN: jax.Array,
+  config: model_config.ModelConfig,
+  *,
+  is_paged: bool = False,
+) -> jax.Array:
+  """Returns x_BTD after a dense layer's attention and feed-forward."""
+
+  def stage(params, rows_BT):
+    x_BTD, out_BTN = rows_BT
+    x_BTD = _add_attention(params, x_BTD, out_BTN, config, is_paged)
+    h_BTD = norm.rms_norm(x_BTD, params['ffw_norm']['scale'], config.norm_eps)
+    return rounding.rounded(x_BTD + experts.dense_mlp(params['ffw'], h_BTD))
+
+  return rows.map_rows(
+    stage, params, (x_BTD, out_BTN), numerics=config.numerics
+  )
+
+
+def _add_attention(params, x_BTD, out_BTN, config, is_paged):
+  params = params['attention']
+  is_paged = is_paged or config.numerics == 'batch_invariant'
+  with jax.named_scope('attention'):
+    if is_paged:
+      kind = ATTENTIONS[config.attention.kind]
+      out_BTN = kind.from_pages(params, out_BTN)
+    return rounding.rounded(x_BTD + attention.project_out(params, out_BTN))
+
+
+def mixture(
+  params: Any,
+  bias_E: jax.Array | None,
+  tokens_BT: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+  config: model_config.ModelConfig,
+  *,
+  is_paged: bool = False,
+  plan: exchange.ExchangePlan | None = None,
+) -> tuple[jax.Array, jax.Array, router.LayerStats]:
+  """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
+
+  Args:
+    params: of the layer, prepared.
+    bias_E: selection bias of a sigmoid router.
+    tokens_BT: x_BTD, the attention's out_BTN, valid_BT, and replay_BTA or None.
+    config: of the decoder.
+    is_paged: whether a kernel over pages made out_BTN.
+    plan: where experts lie.
+  """
+  x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
+  moe = config.moe
+
+  def before(params, rows_BT):
+    bias_E, params = params
+    x_BTD, out_BTN, replay_BTA = rows_BT
+    x_BTD = _add_attention(params, x_BTD, out_BTN, config, is_paged)
+    h_BTD = norm.rms_norm(x_BTD, params['ffw_norm']['scale'], config.norm_eps)
+    choice = experts.choose(params['moe'], bias_E, h_BTD, replay_BTA, moe)
+    return x_BTD, h_BTD, choice
+
+  small = dict(params['moe'])
+  weights = {name: small.pop(name) for name in ('gate_up', 'down')}
+  x_BTD, h_BTD, choice = rows.map_rows(
+    before,
+    (bias_E, params | {'moe': small}),
+    (x_BTD, out_BTN, replay_BTA),
+    numerics=config.numerics,
+  )
+  stats = router.statistics(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
+  run = _exchanged if config.numerics == 'fast' else _in_tiles
+  if isinstance(weights['down'], tuple):
+    run = _by_rows
+  x_BTD = run(
+    (weights, small.get('shared')),
+    (x_BTD, h_BTD, choice, valid_BT),
+    config,
+    plan,
+  )
+  return x_BTD, choice.ids_BTA, stats
+
+
+def _exchanged(weights, tokens_BT, config, plan):
+  """Adds the experts' outputs, whose gated sum is made where they lie."""
+  del config
+  weights, shared = weights
+  x_BTD, h_BTD, choice, valid_BT = tokens_BT
+  with jax.named_scope('experts'):
+    y_BTD = exchange.exchange(
+      experts.expert_mlp,
+      weights,
+      h_BTD,
+      choice.ids_BTA,
+      choice.weights_BTA,
+      valid_BT,
+      plan=plan,
+    )
+  if shared is not None:
+    y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
+  return rounding.rounded(x_BTD + y_BTD)
+
+
+def _by_rows(weights, tokens_BT, config, plan):
+  """Adds the outputs of experts that lie one by one, for serving on a CPU."""
+  assert plan is None
+  weights, shared = weights
+  x_BTD, h_BTD, choice, valid_BT = tokens_BT
+  dim, num_active = h_BTD.shape[-1], config.moe.num_active
+  each = zip(weights['gate_up'], weights['down'], strict=True)
+  with jax.named_scope('experts'):
+    y_ZD = expert_rows.expert_rows(
+      experts.dense_mlp,
+      [{'gate_up': gate_up, 'down': down} for gate_up, down in each],
+      h_BTD.reshape(-1, dim),
+      choice.ids_BTA.reshape(-1, num_active),
+      choice.weights_BTA.reshape(-1, num_active),
+      valid_BT.reshape(-1),
+    )
+  y_BTD = y_ZD.reshape(h_BTD.shape)
+  if shared is not None:
+    y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
+  return rounding.rounded(x_BTD + y_BTD)
+
+
+def _in_tiles(weights, tokens_BT, config, plan):
+  """Adds the experts' outputs, whose gated sum is made row by row."""
+  assert plan is None
+  weights, shared = weights
+  x_BTD, h_BTD, choice, valid_BT = tokens_BT
+  with jax.named_scope('experts'):
+    copies_BTAD, mine_BTA = exchange.copies(
+      experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT, 0
+    )
+
+  def after(shared, rows_BT):
+    x_BTD, h_BTD, copies_BTAD, mine_BTA, scores_BTE, ids_BTA = rows_BT
+    # Made anew of the scores, with the ids as data: the gradient is then of
+    # the experts that were used, whatever rounding does to a recomputed choice.
+    gates_BTA = router.gates(scores_BTE, ids_BTA, config=config.moe)
+    y_BTD = exchange.gated_sum(copies_BTAD, gates_BTA, mine_BTA)
+    if shared is not None:
+      y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
+    return rounding.rounded(x_BTD + y_BTD)
+
+  return rows.map_rows(
+    after,
+    shared,
+    (x_BTD, h_BTD, copies_BTAD, mine_BTA, choice.scores_BTE, choice.ids_BTA),
+    numerics=config.numerics,
+  )
+
+
+def final_norm(
+  scale_D: jax.Array, x_BTD: jax.Array, config: model_config.ModelConfig
+) -> jax.Array:
+  """Returns hidden_BTD, which `models.head` turns into logits."""
+
+  def stage(scale_D, x_BTD):
+    return norm.rms_norm(x_BTD, scale_D, config.norm_eps)
+
+  scale_D = scale_D.astype(jnp.float32)
+  return rows.map_rows(stage, scale_D, x_BTD, numerics=config.numerics)
