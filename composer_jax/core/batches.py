@@ -61,9 +61,15 @@ class RouteStats(flax.struct.PyTreeNode, kw_only=True):
     z_loss_M: float32 mean squared log-sum-exp of the logits, before its weight.
     replay_agreement_M: float32 share of replayed tokens whose own top-k equals
       the recorded set; 1 where nothing was replayed.
+    replay_replaced_M: float32 share of recorded expert ids that the filter of
+      plausibility (`MoEConfig.replay_alpha`) put others in place of.
+    no_route_M: float32 share of tokens, padding excluded, that a replay had no
+      record of and were routed afresh; 0 without a replay.
   """
 
   load_ME: jax.Array
   aux_loss_M: jax.Array
   z_loss_M: jax.Array
   replay_agreement_M: jax.Array
+  replay_replaced_M: jax.Array
+  no_route_M: jax.Array

@@ -3,13 +3,12 @@
 Every record is frozen, keyword-only and checked when it is made, so that code
 behind a boundary may trust it. Per-token arrays are indexed by the token they
 are *about* and are token-major; device batches (`core.batches`) are
-layer-major. Records travel between processes as `.npz` bytes (`to_bytes`,
-`group_from_bytes`), never as pickles: a reader runs no code of the writer's.
+layer-major. Groups travel between processes as bytes (`core.group_bytes`),
+never as pickles: a reader runs no code of the writer's.
 """
 
 import dataclasses
-import io
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,14 @@ def _check_array(name: str, array: Any, dtype: Any, shape: tuple) -> None:
   )
   if not fits:
     raise ValueError(f'{name} has shape {array.shape}; {shape} is required.')
+
+
+def _check_integers(name: str, values: Any) -> None:
+  """Raises a ValueError that names the field and what is no integer."""
+  for value in values:
+    is_integer = isinstance(value, int | np.integer)
+    if isinstance(value, bool) or not is_integer:
+      raise ValueError(f'{name} must be integer, not {value!r}.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +211,10 @@ class SampleRequest:
   A session is one context window: the engine keeps its KV cache between
   requests, so `context_T` holds only what it has not seen yet.
 
+  The three truncations apply in the order top_k, top_p, min_p, each to what
+  the one before left, after the temperature. They are for serving: a trainer
+  divides by the temperature and knows nothing of them.
+
   Attributes:
     session: names the context window; the first request opens it.
     context_T: int32 tokens to consume before sampling, at least one unless a
@@ -212,7 +223,10 @@ class SampleRequest:
     stop_tokens: sampling ends after one of these, which is part of the result.
     seed: integers such as (seed, group, member); with the token's position
       they alone decide the random numbers.
-    temperature: of the softmax.
+    temperature: of the softmax; 0 takes the likeliest token.
+    top_p: keeps the likeliest tokens until they hold this much probability.
+    top_k: keeps this many of the likeliest tokens; 0 keeps all.
+    min_p: keeps tokens at least this likely, relative to the likeliest.
   """
 
   session: str
@@ -221,15 +235,80 @@ class SampleRequest:
   stop_tokens: tuple[int, ...]
   seed: tuple[int, ...]
   temperature: float = 1.0
+  top_p: float = 1.0
+  top_k: int = 0
+  min_p: float = 0.0
 
   def __post_init__(self):
     _check_array('context_T', self.context_T, np.int32, (None,))
+    _check_integers('seed', self.seed)
+    _check_integers('stop_tokens', self.stop_tokens)
+    _check_integers('max_new_tokens', (self.max_new_tokens,))
+    _check_integers('top_k', (self.top_k,))
     if self.max_new_tokens < 1:
       raise ValueError(
         f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
       )
-    if not self.temperature > 0:
-      raise ValueError(f'temperature must be positive, not {self.temperature}.')
+    if not 0 <= self.temperature < np.inf:
+      raise ValueError(
+        'temperature must be positive and finite, or 0 for the likeliest '
+        f'token; not {self.temperature}.'
+      )
+    if not 0 < self.top_p <= 1:
+      raise ValueError(
+        f'top_p must lie above 0 and at most at 1, not {self.top_p}; 1 keeps '
+        'every token.'
+      )
+    if self.top_k < 0:
+      raise ValueError(
+        f'top_k must not be negative, but is {self.top_k}; 0 keeps every token.'
+      )
+    if not 0 <= self.min_p < 1:
+      raise ValueError(
+        f'min_p must lie at least at 0 and below 1, not {self.min_p}; 0 keeps '
+        'every token.'
+      )
+
+  @property
+  def truncates(self) -> bool:
+    """Whether some tokens have no chance, however likely the model finds them.
+
+    Temperature 0 is not meant: it takes the likeliest token, which is kept.
+    """
+    return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+  """Tokens sampled for a request in one dispatch, told while it goes on.
+
+  The arrays are as in Completion; X = 0 from an engine that reports no
+  alternatives.
+
+  Attributes:
+    session: as in the request.
+    position: of the first of them in the session.
+  """
+
+  session: str
+  position: int
+  tokens_T: np.ndarray
+  logprobs_T: np.ndarray
+  raw_logprobs_T: np.ndarray
+  policy_version_T: np.ndarray
+  top_ids_TX: np.ndarray
+  top_logprobs_TX: np.ndarray
+
+
+def join_tokens(parts: Sequence[Tokens]) -> Tokens:
+  """Returns, as a copy, what parts that follow each other say together."""
+  joined = {
+    name: np.concatenate([getattr(part, name) for part in parts])
+    for name in Tokens.__slots__
+    if name not in ('session', 'position')
+  }
+  first = parts[0]
+  return Tokens(session=first.session, position=first.position, **joined)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,13 +318,28 @@ class Completion:
   Attributes:
     session: as in the request.
     tokens_T: int32 sampled tokens, the stop token included.
-    logprobs_T: float32 of each sampled token under the sampled distribution.
+    logprobs_T: float32 of each sampled token under the sampled distribution:
+      at its temperature, truncated and renormalised where the request asks for
+      that, 0 where it takes the likeliest token.
     policy_version_T: int32 of each sampled token.
-    consumed_expert_ids_TMA: uint16 routes of every token consumed since the
-      previous completion of the session: its last sampled token (if any), the
-      context, and all sampled tokens but the last. Concatenated over a
-      session's completions they cover all its tokens except the very last.
+    consumed_expert_ids_TMA: uint16 routes of the tokens from routes_start on
+      up to the last but one of the session: usually every token consumed since
+      the previous completion, which are its last sampled token (if any), the
+      context, and all sampled tokens but the last. `NO_ROUTE` where the engine
+      keeps none.
     stopped: true when a stop token ended it, false at `max_new_tokens`.
+    raw_logprobs_T: float32 of each sampled token at temperature 1 and without
+      truncation; None from a policy that has only the one above.
+    routes_start: position in the session of the first of the routes; None
+      means right after those of the previous completion. Smaller than that
+      after the engine consumed the session anew (other weights, or its cache
+      was given to others): the routes replace those recorded before.
+    context_version: the oldest that consumed any of the context; None means
+      that of the first sampled token.
+    num_cached: context tokens whose cache another session had filled.
+    top_ids_TX: int32 likeliest tokens at each place, X of them (no axis of the
+      legend), the likeliest first; None from an engine that reports none.
+    top_logprobs_TX: float32 of those, as raw_logprobs_T.
   """
 
   session: str
@@ -254,6 +348,12 @@ class Completion:
   policy_version_T: np.ndarray
   consumed_expert_ids_TMA: np.ndarray
   stopped: bool
+  raw_logprobs_T: np.ndarray | None = None
+  routes_start: int | None = None
+  context_version: int | None = None
+  num_cached: int = 0
+  top_ids_TX: np.ndarray | None = None
+  top_logprobs_TX: np.ndarray | None = None
 
   def __post_init__(self):
     length = (len(self.tokens_T),)
@@ -266,65 +366,27 @@ class Completion:
       np.uint16,
       (None, None, None),
     )
-
-
-_TRAJECTORY_ARRAYS = (
-  'tokens_T',
-  'loss_mask_T',
-  'logprobs_T',
-  'expert_ids_TMA',
-  'policy_version_T',
-)
-
-
-def group_to_bytes(group: Group) -> bytes:
-  """Serialises a group as a compressed `.npz` with one JSON header."""
-  arrays: dict[str, np.ndarray] = {}
-  rollouts = []
-  for r in group.rollouts:
-    for i, t in enumerate(r.trajectories):
-      for name in _TRAJECTORY_ARRAYS:
-        arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
-    header = {
-      f.name: getattr(r, f.name)
-      for f in dataclasses.fields(r)
-      if f.name not in ('trajectories', 'verdict')
-    }
-    header['verdict'] = dataclasses.asdict(r.verdict)
-    header['temperatures'] = [t.temperature for t in r.trajectories]
-    rollouts.append(header)
-  text = json.dumps(
-    {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
-  )
-  arrays['header'] = np.frombuffer(text.encode(), np.uint8)
-  buffer = io.BytesIO()
-  np.savez_compressed(buffer, allow_pickle=False, **arrays)
-  return buffer.getvalue()
-
-
-def group_from_bytes(data: bytes) -> Group:
-  """Rebuilds what `group_to_bytes` wrote; every record is checked again."""
-  with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-    header = json.loads(arrays['header'].tobytes())
-    rollouts = []
-    for fields in header['rollouts']:
-      temperatures = fields.pop('temperatures')
-      trajectories = tuple(
-        Trajectory(
-          temperature=temperature,
-          **{
-            name: arrays[f'{fields["member"]}/{i}/{name}']
-            for name in _TRAJECTORY_ARRAYS
-          },
-        )
-        for i, temperature in enumerate(temperatures)
+    if self.raw_logprobs_T is not None:
+      _check_array('raw_logprobs_T', self.raw_logprobs_T, np.float32, length)
+    if self.routes_start is not None and self.routes_start < 0:
+      raise ValueError(
+        f'routes_start must not be negative, but is {self.routes_start}.'
       )
-      fields['verdict'] = Verdict(**fields['verdict'])
-      fields['tools'] = tuple(fields['tools'])
-      fields['flags'] = tuple(fields['flags'])
-      rollouts.append(Rollout(trajectories=trajectories, **fields))
-  return Group(
-    group=header['group'],
-    task_id=header['task_id'],
-    rollouts=tuple(rollouts),
-  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+  """A request that the engine could not finish; its session is closed.
+
+  Attributes:
+    session: as in the request.
+    position: in the session, of the first token of the pass that gave values
+      that are not finite: a chunk of context, or one token.
+    version: of the policy that computed them.
+    reason: one sentence.
+  """
+
+  session: str
+  position: int
+  version: int
+  reason: str

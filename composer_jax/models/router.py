@@ -26,6 +26,8 @@ class LayerStats(NamedTuple):
   aux_loss: jax.Array
   z_loss: jax.Array
   replay_agreement: jax.Array
+  replay_replaced: jax.Array
+  no_route: jax.Array
 
 
 def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
@@ -45,6 +47,24 @@ def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
   return jnp.stack(ids, axis=-1)
 
 
+class Choice(NamedTuple):
+  """What was decided of each token, and what it was decided from.
+
+  Attributes:
+    weights_BTA: float32 of the experts used.
+    ids_BTA: int32 experts used.
+    own_BTA: int32 experts that the router would use without a record.
+    scores_BTE: float32, before bias and groups.
+    logits_BTE: float32.
+  """
+
+  weights_BTA: jax.Array
+  ids_BTA: jax.Array
+  own_BTA: jax.Array
+  scores_BTE: jax.Array
+  logits_BTE: jax.Array
+
+
 def route(
   logits_BTE: jax.Array,
   *,
@@ -53,20 +73,33 @@ def route(
   bias_E: jax.Array | None = None,
   replay_BTA: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
+  """Chooses experts for a batch of tokens: `choose`, then `statistics`."""
+  choice = choose(
+    logits_BTE, config=config, bias_E=bias_E, replay_BTA=replay_BTA
+  )
+  stats = statistics(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
+  return choice.weights_BTA, choice.ids_BTA, stats
+
+
+def choose(
+  logits_BTE: jax.Array,
+  *,
+  config: model_config.MoEConfig,
+  bias_E: jax.Array | None = None,
+  replay_BTA: jax.Array | None = None,
+) -> Choice:
   """Picks the active experts of each token, replaying recorded picks.
 
+  Row by row: no token sees another, so `kernels.rows` may compute it in tiles.
   Any leading axes will do.
 
   Args:
     logits_BTE: router outputs; computed with in float32.
     config: of the layer.
-    valid_BT: false on padding, which counts in no statistic.
     bias_E: added to the scores for selection only (sigmoid router).
-    replay_BTA: recorded ids, honoured whatever the groups and the bias say; a
-      token with any `NO_ROUTE` is routed afresh, whole.
-
-  Returns:
-    weights_BTA (float32), the int32 ids_BTA they belong to, and statistics.
+    replay_BTA: recorded ids, honoured whatever the groups and the bias say, as
+      far as they are plausible (`_plausible`); a token with any `NO_ROUTE` is
+      routed afresh, whole.
   """
   logits_BTE = logits_BTE.astype(jnp.float32)
   if config.router == 'sigmoid':
@@ -83,22 +116,73 @@ def route(
     )
     select_BTE = jnp.where(mask_BTE, select_BTE, -jnp.inf)
   own_BTA = top_k(select_BTE, config.num_active)
-  ids_BTA, agreement = _replay(own_BTA, replay_BTA, valid_BT)
-  onehot_BTAE = jax.nn.one_hot(ids_BTA, config.num_experts, dtype=jnp.float32)
+  ids_BTA = _replay(own_BTA, replay_BTA)
+  if replay_BTA is not None and config.replay_alpha >= 1:
+    ids_BTA = own_BTA
+  elif replay_BTA is not None and config.replay_alpha > 0:
+    keep_BTA = _plausible(
+      ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, config.replay_alpha
+    )
+    ids_BTA = _refill(ids_BTA, keep_BTA, own_BTA)
+  return Choice(
+    weights_BTA=gates(scores_BTE, ids_BTA, config=config),
+    ids_BTA=ids_BTA,
+    own_BTA=own_BTA,
+    scores_BTE=scores_BTE,
+    logits_BTE=logits_BTE,
+  )
+
+
+def gates(
+  scores_BTE: jax.Array,
+  ids_BTA: jax.Array,
+  *,
+  config: model_config.MoEConfig,
+) -> jax.Array:
+  """Returns the float32 weights_BTA of experts that were chosen."""
   # A product with one-hot instead of a gather: its gradient is a product too,
   # where the gradient of a gather is a scatter. Sums of one non-zero are exact
   # in float32, which accelerators take for such a product only if told to.
   weights_BTA = jnp.einsum(
     '...E,...AE->...A',
     scores_BTE,
-    onehot_BTAE,
+    _onehot(ids_BTA, config.num_experts),
     precision=jax.lax.Precision.HIGHEST,
   )
   if config.renormalize:
     weights_BTA = _normalize(weights_BTA)
-  load_E, aux_loss = _load(scores_BTE, onehot_BTAE, valid_BT)
-  stats = LayerStats(load_E, aux_loss, _z_loss(logits_BTE, valid_BT), agreement)
-  return weights_BTA * config.routed_scale, ids_BTA, stats
+  return weights_BTA * config.routed_scale
+
+
+def statistics(
+  choice: Choice,
+  *,
+  valid_BT: jax.Array,
+  replay_BTA: jax.Array | None = None,
+) -> LayerStats:
+  """Returns the sums over a batch of choices.
+
+  Args:
+    choice: of `choose`.
+    valid_BT: false on padding, which counts in no statistic.
+    replay_BTA: what `choose` was given.
+  """
+  num_experts = choice.scores_BTE.shape[-1]
+  load_E, aux_loss = _load(
+    choice.scores_BTE, _onehot(choice.ids_BTA, num_experts), valid_BT
+  )
+  return LayerStats(
+    load_E=load_E,
+    aux_loss=aux_loss,
+    z_loss=_z_loss(choice.logits_BTE, valid_BT),
+    replay_agreement=_agreement(choice, replay_BTA, valid_BT),
+    replay_replaced=_replaced(choice, replay_BTA, valid_BT),
+    no_route=_without_record(replay_BTA, valid_BT),
+  )
+
+
+def _onehot(ids_BTA: jax.Array, num_experts: int) -> jax.Array:
+  return jax.nn.one_hot(ids_BTA, num_experts, dtype=jnp.float32)
 
 
 def _normalize(scores: jax.Array) -> jax.Array:
@@ -127,23 +211,109 @@ def _contains(ids: jax.Array, num_classes: int) -> jax.Array:
   return (ids[..., None] == jnp.arange(num_classes)).any(-2)
 
 
-def _replay(
-  own_BTA: jax.Array, replay_BTA: jax.Array | None, valid_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Substitutes recorded ids; returns them and the share equal as sets."""
-  if replay_BTA is None:
-    return own_BTA, jnp.ones((), jnp.float32)
+def _recorded(replay_BTA: jax.Array) -> jax.Array:
   # Token by token: mixing slots could pick one expert twice.
-  recorded_BT = (replay_BTA != records.NO_ROUTE).all(-1)
-  ids_BTA = jnp.where(
-    recorded_BT[..., None], replay_BTA.astype(jnp.int32), own_BTA
+  return (replay_BTA != records.NO_ROUTE).all(-1)
+
+
+def _replay(own_BTA: jax.Array, replay_BTA: jax.Array | None) -> jax.Array:
+  """Substitutes recorded ids."""
+  if replay_BTA is None:
+    return own_BTA
+  recorded_BT1 = _recorded(replay_BTA)[..., None]
+  return jnp.where(recorded_BT1, replay_BTA.astype(jnp.int32), own_BTA)
+
+
+def _plausible(
+  ids_BTA: jax.Array,
+  own_BTA: jax.Array,
+  scores_BTE: jax.Array,
+  select_BTE: jax.Array,
+  bias_E: jax.Array | None,
+  alpha: float,
+) -> jax.Array:
+  """Returns which replayed experts the router still finds likely enough.
+
+  The last of the router's own experts was selected with score s and bias b;
+  another one, of bias b_j, would have needed the score s + b - b_j in its
+  place. It is kept with a score of at least `alpha` times that, which it always
+  has of a negative one. Without a bias this is `alpha` times the score of the
+  router's k-th expert. What the router itself chooses is kept whatever rounding
+  does to the difference.
+  """
+  chosen_BT1 = jnp.take_along_axis(select_BTE, own_BTA[..., -1:], axis=-1)
+  needed_BTA = jnp.broadcast_to(chosen_BT1, ids_BTA.shape)
+  if bias_E is not None:
+    needed_BTA -= jax.lax.stop_gradient(bias_E.astype(jnp.float32))[ids_BTA]
+  have_BTA = jnp.take_along_axis(
+    jax.lax.stop_gradient(scores_BTE), ids_BTA, axis=-1
   )
-  same_BT = (jnp.sort(ids_BTA, -1) == jnp.sort(own_BTA, -1)).all(-1)
-  replayed_BT = recorded_BT & valid_BT
-  count = replayed_BT.sum()
-  agreed = (same_BT & replayed_BT).sum()
-  agreement = jnp.where(count > 0, agreed / jnp.maximum(count, 1), 1.0)
-  return ids_BTA, agreement.astype(jnp.float32)
+  is_likely_BTA = have_BTA >= alpha * needed_BTA
+  return is_likely_BTA | _among(ids_BTA, own_BTA)
+
+
+def _among(ids_BTA: jax.Array, others_BTA: jax.Array) -> jax.Array:
+  """Returns which ids of a token are among its others."""
+  return (ids_BTA[..., None] == others_BTA[..., None, :]).any(-1)
+
+
+def _refill(
+  ids_BTA: jax.Array, keep_BTA: jax.Array, own_BTA: jax.Array
+) -> jax.Array:
+  """Puts the router's best experts that are not there in place of the dropped.
+
+  Experts that are kept stay in their slots: the order decides the bits of the
+  sum over experts. X is a slot of `own_BTA`.
+  """
+  kept_BTA = jnp.where(keep_BTA, ids_BTA, -1)
+  is_free_BTX = ~_among(own_BTA, kept_BTA)
+  # The n-th dropped slot takes the n-th free expert.
+  turn_BTA, turn_BTX = jnp.cumsum(~keep_BTA, -1), jnp.cumsum(is_free_BTX, -1)
+  takes_BTAX = is_free_BTX[..., None, :] & (
+    turn_BTA[..., None] == turn_BTX[..., None, :]
+  )
+  fill_BTA = jnp.where(takes_BTAX, own_BTA[..., None, :], 0).sum(-1)
+  return jnp.where(keep_BTA, ids_BTA, fill_BTA)
+
+
+def _agreement(
+  choice: Choice, replay_BTA: jax.Array | None, valid_BT: jax.Array
+) -> jax.Array:
+  """Returns the share of records that are the router's own choice, as sets."""
+  if replay_BTA is None:
+    return jnp.ones((), jnp.float32)
+  replay_BTA = replay_BTA.astype(jnp.int32)
+  same_BT = (jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)).all(-1)
+  replayed_BT = _recorded(replay_BTA) & valid_BT
+  return _share(same_BT, replayed_BT, empty=1.0)
+
+
+def _replaced(
+  choice: Choice, replay_BTA: jax.Array | None, valid_BT: jax.Array
+) -> jax.Array:
+  """Returns the share of recorded ids that did not take part."""
+  if replay_BTA is None:
+    return jnp.zeros((), jnp.float32)
+  lost_BTA = ~_among(replay_BTA.astype(jnp.int32), choice.ids_BTA)
+  replayed_BT1 = (_recorded(replay_BTA) & valid_BT)[..., None]
+  replayed_BTA = jnp.broadcast_to(replayed_BT1, lost_BTA.shape)
+  return _share(lost_BTA, replayed_BTA, empty=0.0)
+
+
+def _without_record(
+  replay_BTA: jax.Array | None, valid_BT: jax.Array
+) -> jax.Array:
+  """Returns the share of tokens that a replay has no record of."""
+  if replay_BTA is None:
+    return jnp.zeros((), jnp.float32)
+  return _share(~_recorded(replay_BTA), valid_BT, empty=0.0)
+
+
+def _share(which: jax.Array, among: jax.Array, *, empty: float) -> jax.Array:
+  """Returns how many of `among` are `which`; `empty` where there are none."""
+  count = among.sum()
+  share = (which & among).sum() / jnp.maximum(count, 1)
+  return jnp.where(count > 0, share, empty).astype(jnp.float32)
 
 
 def _load(

@@ -16,7 +16,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
-from composer_jax.core import files, records
+from composer_jax.core import files, group_bytes, records
 
 _HASH_BYTES = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class GroupBuffer:
     return sorted(int(p.stem) for p in self._directory.glob('[0-9]*.npz'))
 
   def put(self, group: records.Group) -> None:
-    data = records.group_to_bytes(group)
+    data = group_bytes.to_bytes(group)
     seal = hashlib.sha256(data).digest()
     files.write_atomic(self.path(group.group), data + seal)
 
@@ -62,7 +62,7 @@ class GroupBuffer:
       # Before parsing: what zip and npy make of a flipped bit is anything.
       if hashlib.sha256(data).digest() != seal:
         raise ValueError('its hash is wrong')
-      found = records.group_from_bytes(data)
+      found = group_bytes.from_bytes(data)
       if found.group != group:
         raise ValueError(f'it holds group {found.group}')
     except (ValueError, KeyError, TypeError) as error:

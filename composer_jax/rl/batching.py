@@ -3,7 +3,8 @@
 Groups come sorted by id and the packing is a function of their lengths alone,
 so the same groups give the same bits, whoever sampled them and in which order
 they finished. Arrays keep the alignment of `core.records`: about the token.
-Routes turn from token-major to layer-major here.
+Routes turn from token-major to layer-major here, and are checked for the last
+time: on the device an id is a number like any other.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer_jax.core import batches, records
+from composer_jax.core import batches, records, route_codec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,18 +24,41 @@ class BatchShape:
     seq_len: T; the longest trajectory that fits.
     num_moe_layers: M of the recorded routes.
     num_active: A of the recorded routes.
+    num_experts: E, which recorded ids are below.
+    align: every trajectory starts at a multiple of it in its row, so that its
+      tokens fall into the same tiles of a kernel whatever lies before them.
   """
 
   rows: int
   seq_len: int
   num_moe_layers: int
   num_active: int
+  num_experts: int
+  align: int = 1
+
+  def __post_init__(self):
+    if self.align < 1 or self.seq_len % self.align:
+      raise ValueError(
+        f'align ({self.align}) must be at least 1 and divide seq_len '
+        f'({self.seq_len}).'
+      )
 
 
-def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
+def _aligned(length: int, align: int) -> int:
+  return -(-length // align) * align
+
+
+def assign_rows(
+  lengths: list[int], seq_len: int, align: int = 1
+) -> list[list[int]]:
   """First-fit decreasing: which trajectories share a row.
 
   Ties keep the given order. Rows are returned with members in given order.
+
+  Args:
+    lengths: of the trajectories.
+    seq_len: of a row.
+    align: divides `seq_len`; see BatchShape.
 
   Raises:
     ValueError: when a trajectory is longer than a row.
@@ -55,7 +79,7 @@ def assign_rows(lengths: list[int], seq_len: int) -> list[list[int]]:
       room.append(seq_len)
       fits = len(rows) - 1
     rows[fits].append(i)
-    room[fits] -= lengths[i]
+    room[fits] -= _aligned(lengths[i], align)
   return [sorted(row) for row in rows]
 
 
@@ -71,12 +95,13 @@ class Place(NamedTuple):
 def places(lengths: list[int], shape: BatchShape) -> list[Place]:
   """The place that `pack` gives to each trajectory, in the given order."""
   found: dict[int, Place] = {}
-  for row, members in enumerate(assign_rows(lengths, shape.seq_len)):
+  rows = assign_rows(lengths, shape.seq_len, shape.align)
+  for row, members in enumerate(rows):
     offset = 0
     for segment, i in enumerate(members, start=1):
       span = slice(offset, offset + lengths[i])
       found[i] = Place(row // shape.rows, row % shape.rows, segment, span)
-      offset = span.stop
+      offset = _aligned(span.stop, shape.align)
   return [found[i] for i in range(len(lengths))]
 
 
@@ -119,6 +144,29 @@ def _write(
   )
 
 
+def _check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
+  """Refuses what would train other experts than those that sampled."""
+  want = (shape.num_moe_layers, shape.num_active)
+  if ids_TMA.shape[1:] != want:
+    raise ValueError(
+      'Recorded routes have (MoE layers, active experts) = '
+      f'{ids_TMA.shape[1:]}, the trainer has {want}: the rollout fleet runs '
+      'another model.'
+    )
+  scheme = route_codec.RouteScheme(
+    num_experts=shape.num_experts,
+    num_active=shape.num_active,
+    layers=tuple(range(shape.num_moe_layers)),
+  )
+  try:
+    route_codec.check(ids_TMA, scheme)
+  except ValueError as error:
+    raise ValueError(
+      f'The record of trajectory {i} of the step cannot be replayed; its MoE '
+      f'layers count from 0. {error}'
+    ) from error
+
+
 def pack(
   trajectories: list[records.Trajectory],
   advantages: list[float],
@@ -135,16 +183,11 @@ def pack(
     numpy RLBatches in a fixed order.
 
   Raises:
-    ValueError: a trajectory too long, or routes of other layers or experts.
+    ValueError: a trajectory too long, routes of other layers or experts, or
+      routes that no router makes.
   """
-  want = (shape.num_moe_layers, shape.num_active)
-  for trajectory in trajectories:
-    if trajectory.expert_ids_TMA.shape[1:] != want:
-      raise ValueError(
-        'Recorded routes have (MoE layers, active experts) = '
-        f'{trajectory.expert_ids_TMA.shape[1:]}, the trainer has {want}: the '
-        'rollout fleet runs another model.'
-      )
+  for i, trajectory in enumerate(trajectories):
+    _check_routes(i, trajectory.expert_ids_TMA, shape)
   where = places([len(t) for t in trajectories], shape)
   num_batches = max((p.batch for p in where), default=-1) + 1
   packed = [_padding(shape) for _ in range(num_batches)]

@@ -92,6 +92,21 @@ COMPLETION = records.Completion(
     (REQUEST, {'context_T': np.zeros(2)}, 'context_T .*int32, not float64'),
     (REQUEST, {'max_new_tokens': 0}, 'max_new_tokens .*at least 1, not 0'),
     (REQUEST, {'temperature': -1.0}, r'temperature must be positive.*-1\.0'),
+    (REQUEST, {'temperature': float('nan')}, 'temperature must be .*not nan'),
+    (REQUEST, {'temperature': float('inf')}, 'temperature must be .*not inf'),
+    (REQUEST, {'top_p': 0.0}, r'top_p must lie above 0.*not 0\.0'),
+    (REQUEST, {'top_p': 1.5}, r'top_p .*at most at 1, not 1\.5'),
+    (REQUEST, {'top_p': float('nan')}, 'top_p .*not nan'),
+    (REQUEST, {'top_k': -1}, 'top_k must not be negative, but is -1'),
+    (REQUEST, {'top_k': 2.0}, r'top_k must be integer, not 2\.0'),
+    (REQUEST, {'top_k': True}, 'top_k must be integer, not True'),
+    (REQUEST, {'max_new_tokens': 1.5}, r'max_new_tokens must .*not 1\.5'),
+    (REQUEST, {'stop_tokens': (3, 4.0)}, r'stop_tokens must .*not 4\.0'),
+    (REQUEST, {'seed': (1, 'a')}, "seed must be integer, not 'a'"),
+    (REQUEST, {'seed': (None,)}, 'seed must be integer, not None'),
+    (REQUEST, {'min_p': 1.0}, r'min_p .*below 1, not 1\.0'),
+    (REQUEST, {'min_p': -0.1}, r'min_p .*not -0\.1'),
+    (REQUEST, {'min_p': float('nan')}, 'min_p .*not nan'),
     (
       COMPLETION,
       {'policy_version_T': np.zeros(3, np.int32)},
@@ -102,6 +117,12 @@ COMPLETION = records.Completion(
       {'consumed_expert_ids_TMA': np.zeros((3, 2), np.uint16)},
       r'consumed_expert_ids_TMA has shape \(3, 2\)',
     ),
+    (
+      COMPLETION,
+      {'raw_logprobs_T': np.zeros(3, np.float32)},
+      r'raw_logprobs_T has shape \(3,\); \(2,\)',
+    ),
+    (COMPLETION, {'routes_start': -1}, 'routes_start .*negative, but is -1'),
   ],
 )
 def test_a_record_refuses_what_its_reader_may_not_trust(
@@ -111,20 +132,8 @@ def test_a_record_refuses_what_its_reader_may_not_trust(
     dataclasses.replace(record, **change)
 
 
-def test_bytes_of_a_group_hold_no_pickle_and_all_fields():
-  rollout = dataclasses.replace(
-    ROLLOUT,
-    trajectories=(TRAJECTORY, dataclasses.replace(TRAJECTORY, temperature=0.5)),
-    tools=('read', ''),
-    flags=('edited_other_function',),
-  )
-  group = dataclasses.replace(GROUP, rollouts=(rollout,))
-  (again,) = records.group_from_bytes(records.group_to_bytes(group)).rollouts
-  for field in dataclasses.fields(rollout):
-    if field.name != 'trajectories':
-      assert getattr(again, field.name) == getattr(rollout, field.name)
-  assert [t.temperature for t in again.trajectories] == [1.0, 0.5]
-  for name in ('tokens_T', 'policy_version_T', 'expert_ids_TMA', 'logprobs_T'):
-    ours, theirs = (getattr(r.trajectories[1], name) for r in (rollout, again))
-    assert ours.dtype == theirs.dtype
-    np.testing.assert_array_equal(ours, theirs)
+def test_a_request_truncates_if_some_tokens_have_no_chance():
+  assert not REQUEST.truncates
+  assert not dataclasses.replace(REQUEST, temperature=0.0).truncates
+  for change in ({'top_p': 0.9}, {'top_k': 1}, {'min_p': 0.1}):
+    assert dataclasses.replace(REQUEST, **change).truncates

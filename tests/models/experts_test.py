@@ -1,8 +1,11 @@
 """Sorted, grouped and ungrouped experts equal a dense sum over all of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from composer_jax.models import experts
 from composer_jax.parallel import exchange
@@ -35,9 +38,9 @@ def _dense(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
   return jnp.einsum('BTED,BTAE,BTA->BTD', y_BTED, chosen_BTAE, gates_BTA)
 
 
-def _ours(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+def _ours(mlp, weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
   return exchange.exchange(
-    experts.expert_mlp,
+    mlp,
     weights,
     x_BTD,
     ids_BTA,
@@ -47,13 +50,16 @@ def _ours(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
   )
 
 
-def test_values_and_gradients_equal_a_dense_sum_over_experts():
+@pytest.mark.parametrize(
+  'mlp', [experts.expert_mlp, experts.expert_mlp_in_tiles]
+)
+def test_values_and_gradients_equal_a_dense_sum_over_experts(mlp):
   weights, x_BTD, gates_BTA, ids_BTA, valid_BT = _inputs()
 
   @jax.jit
   def both(weights, x_BTD, gates_BTA):
     results = []
-    for function in (_ours, _dense):
+    for function in (functools.partial(_ours, mlp), _dense):
       y_BTD, pull = jax.vjp(
         lambda *a, f=function: f(*a, ids_BTA, valid_BT),
         weights,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.core import records
+from composer_jax.core import group_bytes, records
 from composer_jax.rl import advantage
 
 
@@ -120,7 +120,7 @@ def test_group_refuses_missing_members_by_number():
 
 def test_group_survives_its_bytes():
   group = make_group([1.0, 0.25])
-  again = records.group_from_bytes(records.group_to_bytes(group))
+  again = group_bytes.from_bytes(group_bytes.to_bytes(group))
   assert again.group == group.group and again.task_id == group.task_id
   for left, right in zip(group.rollouts, again.rollouts, strict=True):
     assert left.verdict == right.verdict and left.reward == right.reward

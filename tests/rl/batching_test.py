@@ -1,12 +1,16 @@
 """Packing loses nothing, and padding is inert."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from composer_jax.core import records
 from composer_jax.rl import batching
 
-SHAPE = batching.BatchShape(rows=2, seq_len=10, num_moe_layers=3, num_active=2)
+SHAPE = batching.BatchShape(
+  rows=2, seq_len=10, num_moe_layers=3, num_active=2, num_experts=8
+)
 
 
 def make_trajectory(length, seed, layers=3):
@@ -98,3 +102,59 @@ def test_a_long_trajectory_is_refused_by_its_length():
 def test_routes_of_another_model_are_refused():
   with pytest.raises(ValueError, match=r'\(2, 2\), the trainer has \(3, 2\)'):
     batching.pack([make_trajectory(4, 0, layers=2)], [0.0], SHAPE)
+
+
+@pytest.mark.parametrize('align', [1, 4, 5])
+def test_aligned_trajectories_start_at_multiples_where_places_says(align):
+  shape = dataclasses.replace(SHAPE, seq_len=20, align=align)
+  lengths = [4, 9, 6, 3, 7, 20, 1, 13]
+  trajectories = [make_trajectory(n, i) for i, n in enumerate(lengths)]
+  packed = batching.pack(trajectories, [1.0] * len(lengths), shape)
+  where = batching.places(lengths, shape)
+  taken = [np.zeros((shape.rows, shape.seq_len), bool) for _ in packed]
+  for place, trajectory in zip(where, trajectories, strict=True):
+    batch, row, segment, span = place
+    assert span.start % align == 0
+    assert not taken[batch][row, span].any()
+    taken[batch][row, span] = True
+    np.testing.assert_array_equal(
+      packed[batch].tokens_BT[row, span], trajectory.tokens_T
+    )
+    assert (packed[batch].segment_ids_BT[row, span] == segment).all()
+    np.testing.assert_array_equal(
+      packed[batch].expert_ids_MBTA[:, row, span].transpose(1, 0, 2),
+      trajectory.expert_ids_TMA,
+    )
+  for batch, taken_BT in zip(packed, taken, strict=True):
+    np.testing.assert_array_equal(batch.segment_ids_BT > 0, taken_BT)
+    assert (batch.expert_ids_MBTA[:, ~taken_BT] == records.NO_ROUTE).all()
+
+
+def test_alignment_costs_rows_only_where_it_must():
+  assert batching.assign_rows([3, 3, 4], 12, 4) == [[0, 1, 2]]
+  assert batching.assign_rows([5, 5], 12, 4) == [[0], [1]]
+  assert batching.assign_rows([5, 5], 12, 1) == [[0, 1]]
+
+
+@pytest.mark.parametrize('align', [0, 3])
+def test_an_alignment_that_does_not_divide_a_row_is_refused(align):
+  with pytest.raises(ValueError, match=rf'align \({align}\).*seq_len \(10\)'):
+    dataclasses.replace(SHAPE, align=align)
+
+
+@pytest.mark.parametrize(
+  'place,ids,message',
+  [
+    ((2, 1), [3, 3], r'Token 2, layer 1 .*\[3, 3\].*once'),
+    # What an engine that records nothing leaves behind.
+    ((0, 0), [0, 0], r'Token 0, layer 0 .*\[0, 0\].*once'),
+    ((3, 2), [1, 8], r'Token 3, layer 2 .*\[1, 8\].*num_experts \(8\)'),
+    ((4, 0), [65535, 1], r'Token 4, layer 0 .*NO_ROUTE \(65535\) must fill'),
+    ((4, 1), [65535, 65535], 'Token 4, layer 1 .*NO_ROUTE'),
+  ],
+)
+def test_a_record_that_no_router_makes_is_refused(place, ids, message):
+  trajectories = [make_trajectory(6, 0), make_trajectory(6, 1)]
+  trajectories[1].expert_ids_TMA[place] = ids
+  with pytest.raises(ValueError, match='trajectory 1 of the step.*' + message):
+    batching.pack(trajectories, [0.0, 0.0], SHAPE)

@@ -1,0 +1,126 @@
+"""A finished group of rollouts as bytes: what workers write and trainers read.
+
+An `.npz` without pickles, whose routes are packed tapes (`core.route_codec`)
+and the rest compressed arrays, with one JSON header.
+"""
+
+import dataclasses
+import io
+import json
+import zipfile
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import records, route_codec
+
+_TRAJECTORY_ARRAYS = (
+  'tokens_T',
+  'loss_mask_T',
+  'logprobs_T',
+  'policy_version_T',
+)
+_ROUTES = 'routes'
+
+
+def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
+  """Packs the routes of a trajectory.
+
+  A record does not say how many experts the model has, so as few are assumed as
+  the ids allow. Layers are numbered from 0: the trainer knows which they are.
+  """
+  _, num_layers, num_active = expert_ids_TMA.shape
+  ids = expert_ids_TMA[expert_ids_TMA != records.NO_ROUTE]
+  scheme = route_codec.RouteScheme(
+    num_experts=max(num_active, int(ids.max(initial=0)) + 1),
+    num_active=num_active,
+    layers=tuple(range(num_layers)),
+  )
+  return route_codec.encode(expert_ids_TMA, scheme)
+
+
+def _array_bytes(array: np.ndarray) -> bytes:
+  buffer = io.BytesIO()
+  np.lib.format.write_array(buffer, array, allow_pickle=False)
+  return buffer.getvalue()
+
+
+def to_bytes(group: records.Group) -> bytes:
+  """Serialises a group as an `.npz` with one JSON header.
+
+  All but the routes is compressed; those are packed by `core.route_codec`, and
+  deflating them would take long and save nothing.
+
+  Raises:
+    ValueError: routes that no router makes, by trajectory, token and layer.
+  """
+  arrays: dict[str, np.ndarray] = {}
+  rollouts = []
+  for r in group.rollouts:
+    for i, t in enumerate(r.trajectories):
+      for name in _TRAJECTORY_ARRAYS:
+        arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
+      try:
+        routes = _routes_to_bytes(t.expert_ids_TMA)
+      except ValueError as error:
+        raise ValueError(
+          f'Group {group.group}, member {r.member}, trajectory {i}: {error}'
+        ) from error
+      arrays[f'{r.member}/{i}/{_ROUTES}'] = np.frombuffer(routes, np.uint8)
+    header = {
+      f.name: getattr(r, f.name)
+      for f in dataclasses.fields(r)
+      if f.name not in ('trajectories', 'verdict')
+    }
+    header['verdict'] = dataclasses.asdict(r.verdict)
+    header['temperatures'] = [t.temperature for t in r.trajectories]
+    rollouts.append(header)
+  text = json.dumps(
+    {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
+  )
+  arrays['header'] = np.frombuffer(text.encode(), np.uint8)
+  buffer = io.BytesIO()
+  with zipfile.ZipFile(buffer, 'w') as archive:
+    for name, array in arrays.items():
+      packed = name.endswith(f'/{_ROUTES}')
+      # With no date, so that equal groups are equal bytes.
+      archive.writestr(
+        zipfile.ZipInfo(f'{name}.npy'),
+        _array_bytes(array),
+        zipfile.ZIP_STORED if packed else zipfile.ZIP_DEFLATED,
+      )
+  return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> records.Group:
+  """Rebuilds what `to_bytes` wrote; every record is checked again."""
+  with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+    header = json.loads(arrays['header'].tobytes())
+    rollouts = []
+    for fields in header['rollouts']:
+      temperatures = fields.pop('temperatures')
+      trajectories = tuple(
+        _trajectory(arrays, f'{fields["member"]}/{i}', temperature)
+        for i, temperature in enumerate(temperatures)
+      )
+      fields['verdict'] = records.Verdict(**fields['verdict'])
+      fields['tools'] = tuple(fields['tools'])
+      fields['flags'] = tuple(fields['flags'])
+      rollouts.append(records.Rollout(trajectories=trajectories, **fields))
+  return records.Group(
+    group=header['group'],
+    task_id=header['task_id'],
+    rollouts=tuple(rollouts),
+  )
+
+
+def _trajectory(
+  arrays: Any, name: str, temperature: float
+) -> records.Trajectory:
+  fields = {field: arrays[f'{name}/{field}'] for field in _TRAJECTORY_ARRAYS}
+  tape = route_codec.decode(
+    arrays[f'{name}/{_ROUTES}'].tobytes(), num_tokens=len(fields['tokens_T'])
+  )
+  return records.Trajectory(
+    expert_ids_TMA=tape.ids_TMA, temperature=temperature, **fields
+  )
