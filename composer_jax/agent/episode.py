@@ -80,6 +80,7 @@ class _Window:
     self._logprobs: list[np.ndarray] = []
     self._versions: list[np.ndarray] = []
     self._routes: list[np.ndarray] = []
+    self._num_routed = 0
     self.length = 0
 
   def append(
@@ -88,10 +89,12 @@ class _Window:
     """Adds what one request consumed and what it sampled."""
     sampled_T = completion.tokens_T
     num_context, num_sampled = len(context_T), len(sampled_T)
-    # Of the last chunk of context, which sampled the first token. The engine
-    # may swap weights between chunks: earlier ones, and their routes, may be of
-    # an older version.
+    # The engine may swap weights between chunks of context. The oldest version
+    # is recorded: what follows reads the keys and values that it made. Context
+    # consumed anew after some tokens were sampled is newer than those.
     first = completion.policy_version_T[:1]
+    if completion.context_version is not None:
+      first = np.minimum(first, completion.context_version)
     self._tokens += [context_T, sampled_T]
     self._sampled += [np.zeros(num_context, bool), np.ones(num_sampled, bool)]
     self._logprobs += [
@@ -102,8 +105,22 @@ class _Window:
       np.repeat(first, num_context),
       completion.policy_version_T,
     ]
-    self._routes.append(completion.consumed_expert_ids_TMA)
+    self._append_routes(completion)
     self.length += num_context + num_sampled
+
+  def _append_routes(self, completion: records.Completion) -> None:
+    """Adds routes, or replaces those from `routes_start` on."""
+    start = completion.routes_start
+    if start is not None and start != self._num_routed:
+      if start > self._num_routed:
+        raise ValueError(
+          f'The policy gave routes from token {start} on, but the window has '
+          f'only those of {self._num_routed} tokens before.'
+        )
+      self._routes = [np.concatenate(self._routes)[:start]]
+      self._num_routed = start
+    self._routes.append(completion.consumed_expert_ids_TMA)
+    self._num_routed += len(completion.consumed_expert_ids_TMA)
 
   def trajectory(self, temperature: float) -> records.Trajectory:
     routes_TMA = np.concatenate(self._routes)

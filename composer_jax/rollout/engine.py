@@ -1,17 +1,21 @@
 """The rollout engine: sessions in, sampled tokens with their routes out.
 
   Consumes: SampleRequests, as many as there are; those beyond the slots wait.
-  Moved by: `step()`, which dispatches one prefill chunk or a few decode steps.
-  Between steps: `swap()` may change the weights; KV caches are kept, and every
-    token carries the version that sampled it.
-  Produces: Completions, in no particular order.
+  Moved by: `step()`, which dispatches one chunk of context or a few decode
+    steps and reads what the dispatch before it found.
+  Between steps: `swap()` may change the weights; every token carries the
+    version that sampled it.
+  Produces: Completions and Failures, in no particular order.
 
 A session's tokens, log-probabilities and routes depend on its own requests and
-on the weights alone, bit for bit: not on its slot, on its neighbours or on how
-steps were scheduled (where the model's rows are independent of each other, as
-they are with fixed tiles).
+on the weights alone, bit for bit: not on its slot, on its neighbours, on how
+steps were scheduled or on whether its prompt was found cached. That holds with
+one number of rows for each program, where the model's rows are independent of
+each other, and for a session whose pages were never taken back; with
+`numerics='batch_invariant'` it holds always.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,15 +23,52 @@ import numpy as np
 
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
-from composer_jax.rollout import forward, steps
+from composer_jax.models import decoder
+from composer_jax.rollout import dispatch, placing, sessions
+from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
-EngineOptions = steps.EngineOptions
+EngineOptions = options_lib.EngineOptions
 
 # An extend costs the same however few of its rows carry context, so a step
 # decodes instead while fewer wait. Context that was put off for so many
 # dispatches goes before any decode, and before context that was put off less.
 _MAX_PUT_OFF = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+  """What an engine has at hand and has done.
+
+  Attributes:
+    sessions: open.
+    running: requests with a slot.
+    waiting: requests without.
+    pages: of the cache.
+    pages_free: held by nobody.
+    pages_cached: held for whoever has the same prefix.
+    prefix_hit_tokens: context tokens found cached.
+    context_tokens: context tokens consumed by extend.
+    sampled_tokens: tokens sampled.
+    dispatches: extends and decodes.
+    swaps: of weights.
+    failures: requests that failed.
+    version: served.
+  """
+
+  sessions: int
+  running: int
+  waiting: int
+  pages: int
+  pages_free: int
+  pages_cached: int
+  prefix_hit_tokens: int
+  context_tokens: int
+  sampled_tokens: int
+  dispatches: int
+  swaps: int
+  failures: int
+  version: int
 
 
 class Engine:
@@ -42,190 +83,270 @@ class Engine:
     variables: Any,
     version: int,
     options: EngineOptions,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
   ):
+    """Compiles nothing yet; copies the weights.
+
+    Args:
+      config: of the model.
+      variables: of its decoder.
+      version: of the weights.
+      options: shapes of the programs.
+      mesh: to share the model out over; None serves on the first device that
+        holds the variables.
+
+    Raises:
+      ValueError: the variables are not that model's, or the options or the
+        mesh do not suit it.
+    """
+    options.check(config)
     self.config = config
     self.options = options
-    self.version = version
-    self._steps = steps.build(config, options)
-    self._weights = forward.unstack(variables, config)
-    self._cache = self._steps.empty_cache()
-    self._slots = slots_lib.Slots(options.num_slots, options.max_len)
+    self._shapes = _shapes(variables)
+    expected = _shapes(decoder.abstract(config)[0])
+    _compare(self._shapes, expected, version, dtypes=False)
+    if mesh is None:
+      self._place = placing.on_device(_device_of(variables))
+    else:
+      self._place = placing.on_mesh(config, mesh)
+    self._dispatcher = dispatch.Dispatcher(config, options, self._place)
+    self._serve(variables, version)
+    self._slots = slots_lib.Slots(
+      num_slots=options.num_slots,
+      max_len=options.max_len,
+      page_size=options.page_size,
+      num_pages=options.pages,
+      version=version,
+      route_shape=(config.num_moe_layers, config.moe.num_active),
+      record_routes=options.record_routes,
+      share_prefixes=options.share_prefixes,
+      share_sampled=config.numerics == 'batch_invariant',
+    )
+    self._swaps = 0
+
+  def _serve(self, variables: Any, version: int) -> None:
+    self._dispatcher.weights = placing.put_weights(
+      variables, self.config, self._place
+    )
+    self._dispatcher.version = version
+
+  @property
+  def version(self) -> int:
+    return self._dispatcher.version
 
   @property
   def num_slots(self) -> int:
-    """Sessions that can be open without any of them waiting."""
+    """Requests that can be worked on without any of them waiting."""
     return self.options.num_slots
 
   @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
-    return dict(self._steps.traces)
+    return self._dispatcher.traces
 
   @property
   def num_unfinished(self) -> int:
-    """Requests submitted and not yet completed."""
+    """Requests submitted whose outcome `step` has not returned."""
     return self._slots.num_unfinished
 
-  def submit(self, request: records.SampleRequest) -> None:
+  def stats(self) -> Stats:
+    """Returns counters; costs nothing."""
+    table, holdings = self._slots, self._slots.holdings
+    return Stats(
+      sessions=len(table.sessions),
+      running=table.num_running,
+      waiting=table.num_waiting,
+      pages=self.options.pages,
+      pages_free=holdings.pages.num_unowned,
+      pages_cached=len(holdings.prefixes),
+      prefix_hit_tokens=table.prefix_hit_tokens,
+      context_tokens=self._dispatcher.context_tokens,
+      sampled_tokens=table.sampled_tokens,
+      dispatches=self._dispatcher.num_dispatches,
+      swaps=self._swaps,
+      failures=table.failures,
+      version=self.version,
+    )
+
+  def warm(self) -> None:
+    """Compiles every program now rather than when it is first needed."""
+    self._dispatcher.read(self._slots)
+    self._dispatcher.warm()
+
+  def submit(
+    self,
+    request: records.SampleRequest,
+    on_tokens: sessions.OnTokens | None = None,
+  ) -> None:
     """Queues a request.
+
+    Args:
+      request: of a session that is new, or has no other under way.
+      on_tokens: called with the tokens of each dispatch, from within whatever
+        reads its report; it must neither raise nor call the engine.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
         outside the vocabulary, there are too many stop tokens, or the session
         has a request under way.
     """
-    vocab_size = self.config.vocab_size
     if len(request.stop_tokens) > self.options.max_stop_tokens:
       raise ValueError(
         f'{len(request.stop_tokens)} stop tokens exceed max_stop_tokens '
         f'({self.options.max_stop_tokens}); raise it in EngineOptions.'
       )
-    context_T = request.context_T
-    if len(context_T) and not (
-      context_T.min() >= 0 and context_T.max() < vocab_size
+    limit = self.config.vocab_size
+    for name, tokens_T in (
+      ('context_T', request.context_T),
+      # Of any size, so not numpy's.
+      ('stop_tokens', np.array(request.stop_tokens, object)),
     ):
-      raise ValueError(
-        f'context_T holds tokens from {context_T.min()} to '
-        f'{context_T.max()}; the vocabulary is 0..{vocab_size - 1}.'
-      )
-    self._slots.submit(request)
+      if len(tokens_T) and not (tokens_T.min() >= 0 and tokens_T.max() < limit):
+        raise ValueError(
+          f'{name} holds tokens from {tokens_T.min()} to {tokens_T.max()}; '
+          f'the vocabulary is 0..{limit - 1}.'
+        )
+    self._slots.submit(request, on_tokens)
 
   def close(self, session: str) -> None:
-    """Ends a session, so that its slot can serve another."""
-    self._slots.close(session)
-
-  def is_open(self, session: str) -> bool:
-    """Whether the session has a slot or waits for one."""
-    return self._slots.is_open(session)
-
-  def swap(self, variables: Any, version: int) -> None:
-    """Serves other weights from the next step on; KV caches stay.
+    """Ends a session and drops what it was still being served.
 
     Raises:
-      ValueError: the version goes back, or an array differs in shape.
+      ValueError: no such session is open.
     """
+    if self._slots.is_working(session):
+      # Its pages may still be written, and it may be found to have failed.
+      self._dispatcher.read(self._slots)
+      if not self._slots.is_open(session):
+        return
+    self._slots.close(session)
+
+  def cancel(self, session: str) -> None:
+    """Closes a session if it is open, and forgets the outcome of its request.
+
+    For a client that went away: whatever its session came to, nothing of it
+    stays.
+    """
+    if self._slots.is_open(session):
+      self.close(session)
+    self._slots.finished = [
+      f for f in self._slots.finished if f.session != session
+    ]
+
+  def is_open(self, session: str) -> bool:
+    """Whether the session holds its tokens or has a request under way."""
+    return self._slots.is_open(session)
+
+  def swap(
+    self, variables: Any, version: int, policy: str | None = None
+  ) -> None:
+    """Serves other weights from the next step on.
+
+    Args:
+      variables: with the names, shapes and dtypes of those served.
+      version: not below the one served.
+      policy: 'keep' or 'refresh', as `EngineOptions.on_swap`; None means that.
+
+    Raises:
+      ValueError: the version goes back, or an array is missing, unknown or
+        differs in shape or dtype. The engine then serves what it served.
+    """
+    policy = policy or self.options.on_swap
+    if policy not in options_lib.ON_SWAP:
+      raise ValueError(
+        f'The policy of a swap must be one of {options_lib.ON_SWAP}, not '
+        f'{policy!r}.'
+      )
     if version < self.version:
       raise ValueError(
         f'Cannot swap version {self.version} for the older {version}: '
         'versions never decrease within a session.'
       )
-    weights = forward.unstack(variables, self.config)
-    have = trees.flatten_names(self._weights)
-    want = trees.flatten_names(weights)
-    if have.keys() != want.keys():
-      raise ValueError(
-        f'Version {version} has other arrays than {self.version}: '
-        f'{sorted(have.keys() ^ want.keys())[:4]}.'
-      )
-    for name, array in want.items():
-      if (array.shape, array.dtype) != (have[name].shape, have[name].dtype):
-        raise ValueError(
-          f'{name} of version {version} is {array.dtype}{array.shape}; the '
-          f'engine serves {have[name].dtype}{have[name].shape}.'
-        )
-    self._weights, self.version = weights, version
+    _compare(_shapes(variables), self._shapes, version, dtypes=True)
+    self._dispatcher.read(self._slots)
+    self._serve(variables, version)
+    refresh = policy == options_lib.REFRESH
+    self._slots.swap(version, refresh=refresh)
+    if refresh:
+      self._dispatcher.decompose()
+    self._swaps += 1
 
-  def step(self) -> list[records.Completion]:
-    """Dispatches one program and returns the requests that it finished."""
-    pending = self._slots.with_context()
-    decoding = self._slots.sampling()
-    if not pending and not decoding:
-      return []
+  def step(self) -> list[records.Completion | records.Failure]:
+    """Dispatches one program and returns the outcomes known by now."""
+    table, dispatcher = self._slots, self._dispatcher
+    self._admit()
+    pending, decoding = table.prefilling(), table.decoding()
+    most = self.options.extend_rows[-1]
     if pending and (
       not decoding
-      or len(pending) >= self.options.num_rows
-      or pending[0].waiting >= _MAX_PUT_OFF
+      or len(pending) >= most
+      or pending[0].at_work.waiting >= _MAX_PUT_OFF
     ):
-      served = pending[: self.options.num_rows]
-      self._extend(served)
+      dispatcher.extend(pending[:most], table)
+      pending = pending[most:]
+      dispatcher.read(table, keep=1)
     else:
-      served = []
       self._decode(decoding)
-    for session in pending[len(served) :]:
-      session.waiting += 1
-    return self._slots.take_finished()
+    for session in pending:
+      if session.work is not None:
+        session.work.waiting += 1
+    return table.take_finished()
 
-  def _extend(self, sessions: list[slots_lib.Session]) -> None:
-    num_rows, chunk = self.options.num_rows, self.options.prefill_chunk
-    starts_B = np.zeros(num_rows, np.int32)
-    counts_B = np.zeros(num_rows, np.int32)
-    tokens_BT = np.zeros((num_rows, chunk), np.int32)
-    for row, session in enumerate(sessions):
-      work = session.at_work
-      part_T = work.pending_T[work.offset :][:chunk]
-      starts_B[row] = session.consumed
-      counts_B[row] = len(part_T)
-      tokens_BT[row, : len(part_T)] = part_T
-    taken = [s.slot for s in sessions]
-    others = sorted(set(range(self.options.num_slots)) - set(taken))
-    inputs = steps.ExtendInputs(
-      slots_B=np.array((taken + others)[:num_rows], np.int32),
-      starts_B=starts_B,
-      counts_B=counts_B,
-      tokens_BT=tokens_BT,
-      draw=_draw(sessions, range(len(sessions)), num_rows),
-    )
-    self._cache, report = self._steps.extend(self._weights, self._cache, inputs)
-    report = jax.device_get(report)
-    routes_BTMA = np.moveaxis(report.expert_ids_MBTA, 0, 2).astype(np.uint16)
-    for row, session in enumerate(sessions):
-      work, count = session.at_work, int(counts_B[row])
-      work.offset += count
-      work.routes.append(routes_BTMA[row, :count])
-      session.consumed += count
-      session.waiting = 0
-      if not work.needs_context:
-        session.last_token = int(report.tokens_TB[0, row])
-        work.record(
-          session.last_token,
-          float(report.logprobs_TB[0, row]),
-          self.version,
-        )
+  def _admit(self) -> None:
+    holdings = self._slots.holdings
+    self._slots.admit()
+    if holdings.to_clear:
+      self._dispatcher.clear(holdings.to_clear)
+      holdings.to_clear = []
+    if holdings.to_copy:
+      self._dispatcher.copy(holdings.to_copy)
+      holdings.to_copy = []
 
-  def _decode(self, sessions: list[slots_lib.Session]) -> None:
-    num_slots = self.options.num_slots
-    tokens_B = np.zeros(num_slots, np.int32)
-    positions_B = np.zeros(num_slots, np.int32)
-    remaining_B = np.zeros(num_slots, np.int32)
-    stop_tokens_BK = np.full(
-      (num_slots, self.options.max_stop_tokens), -1, np.int32
-    )
-    for session in sessions:
-      slot, stop_tokens = session.slot, session.at_work.request.stop_tokens
-      assert session.last_token is not None
-      tokens_B[slot] = session.last_token
-      positions_B[slot] = session.consumed
-      remaining_B[slot] = session.at_work.remaining
-      stop_tokens_BK[slot, : len(stop_tokens)] = stop_tokens
-    inputs = steps.DecodeInputs(
-      tokens_B=tokens_B,
-      positions_B=positions_B,
-      remaining_B=remaining_B,
-      stop_tokens_BK=stop_tokens_BK,
-      draw=_draw(sessions, [s.slot for s in sessions], num_slots),
-      # Finished slots idle until the host looks: a quarter may.
-      min_active=np.int32(max(1, len(sessions) * 3 // 4)),
-    )
-    self._cache, report = self._steps.decode(self._weights, self._cache, inputs)
-    report = jax.device_get(report)
-    counts_B = report.active_TB.sum(0)
-    routes_BTMA = report.expert_ids_MBTA[:, :, :, 0].transpose(2, 0, 1, 3)
-    for session in sessions:
-      slot, work = session.slot, session.at_work
-      count = int(counts_B[slot])
-      tokens = report.tokens_TB[:count, slot].tolist()
-      logprobs = report.logprobs_TB[:count, slot].tolist()
-      for token, logprob in zip(tokens, logprobs, strict=True):
-        work.record(token, logprob, self.version)
-      work.routes.append(routes_BTMA[slot, :count])
-      session.consumed += count
-      session.last_token = tokens[-1]
+  def _decode(self, decoding: list[sessions.Session]) -> None:
+    """Decodes on where the device left off, or begins anew with other rows."""
+    table, dispatcher = self._slots, self._dispatcher
+    if dispatcher.is_decoding(decoding):
+      if dispatcher.lacks_work():
+        dispatcher.read(table)
+      else:
+        dispatcher.decode()
+        dispatcher.read(table, keep=1)
+      return
+    dispatcher.read(table)
+    # Some may have ended by what was read.
+    decoding = table.decoding()
+    if decoding:
+      dispatcher.compose(decoding)
+      dispatcher.decode()
 
 
-def _draw(sessions, rows, num_rows: int) -> steps.Draw:
-  keys_B2 = np.zeros((num_rows, 2), np.uint32)
-  temperatures_B = np.ones(num_rows, np.float32)
-  for session, row in zip(sessions, rows, strict=True):
-    keys_B2[row] = session.key_2
-    temperatures_B[row] = session.temperature
-  return steps.Draw(keys_B2=keys_B2, temperatures_B=temperatures_B)
+def _device_of(variables: Any) -> jax.Device:
+  leaf = jax.tree.leaves(variables)[0]
+  if isinstance(leaf, jax.Array):
+    return min(leaf.devices(), key=lambda device: device.id)
+  return jax.devices()[0]
+
+
+def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+  return {
+    name: (tuple(leaf.shape), np.dtype(leaf.dtype))
+    for name, leaf in trees.flatten_names(variables).items()
+  }
+
+
+def _compare(have, want, version: int, *, dtypes: bool) -> None:
+  """Raises a ValueError that names what differs from what is served."""
+  for names, says in (
+    (sorted(want.keys() - have.keys()), 'lacks'),
+    (sorted(have.keys() - want.keys()), 'has the unknown'),
+  ):
+    if names:
+      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+      raise ValueError(f'Version {version} {says} {names[0]}{more}.')
+  for name, (shape, dtype) in have.items():
+    if shape != want[name][0] or (dtypes and dtype != want[name][1]):
+      raise ValueError(
+        f'{name} of version {version} is {dtype}{list(shape)}; the engine '
+        f'serves {want[name][1]}{list(want[name][0])}.'
+      )

@@ -2,18 +2,61 @@
 
 A token's random numbers are a function of its session's seed tuple and its
 absolute position, never of the slot, the batch or the number of steps taken.
-Only the temperature shapes the distribution: top-p, top-k and min-p would make
-the recorded log-probability one that the trainer cannot recompute.
+They are two for a token, where Gumbel noise needs one for each entry of the
+vocabulary and costs as much as a small model's experts.
+
+Where a request truncates its distribution (`records.SampleRequest`), the token
+and its log-probability are of what is left, renormalised. The raw one beside it
+is the model's own, at temperature 1.
 """
 
 import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from composer_jax.kernels import rows
+
 # Named, so that a change of JAX's default generator does not change rollouts.
 _GENERATOR = 'threefry2x32'
+
+
+class Settings(flax.struct.PyTreeNode, kw_only=True):
+  """How each row samples.
+
+  Attributes:
+    keys_B2: uint32 of `key_of`.
+    temperatures_B: float32; 0 takes the likeliest token.
+    top_ps_B: float32, 1 for none.
+    top_ks_B: int32, 0 for none.
+    min_ps_B: float32, 0 for none.
+  """
+
+  keys_B2: Any
+  temperatures_B: Any
+  top_ps_B: Any
+  top_ks_B: Any
+  min_ps_B: Any
+
+
+class Drawn(flax.struct.PyTreeNode, kw_only=True):
+  """A token per row.
+
+  Attributes:
+    tokens_B: int32.
+    logprobs_B: float32, under the distribution that it was drawn from.
+    raw_logprobs_B: float32, at temperature 1 and not truncated; not finite
+      exactly if the logits give no distribution.
+  """
+
+  tokens_B: Any
+  logprobs_B: Any
+  raw_logprobs_B: Any
 
 
 def key_of(seed: tuple[int, ...]) -> np.ndarray:
@@ -34,35 +77,155 @@ def key_of(seed: tuple[int, ...]) -> np.ndarray:
   return np.frombuffer(digest, '<u4').astype(np.uint32)
 
 
-def sample(
-  keys_B2: jax.Array,
+def draw(
+  settings: Settings,
   positions_B: jax.Array,
   logits_BV: jax.Array,
-  temperatures_B: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Draws one token per row by the Gumbel-max rule.
+  token_logprobs: Any,
+  *,
+  truncate: bool,
+  numerics: str,
+) -> Drawn:
+  """Draws one token per row by the inverse of its distribution function.
 
-  argmax(logits / temperature + Gumbel noise) is a draw from the softmax of
-  logits / temperature (Gumbel 1954), and ties are broken by index.
+  The vocabulary is dealt out to about sqrt(V) classes: one uniform number
+  chooses a class by its share, another one a token of the class.
+
+  Both are multiples of 2^-24, and a running sum of n terms in float32 is off by
+  n 2^-24 of the whole at most. A token's chance is off by about as much of the
+  whole, and of its own class. Gumbel noise made of float32 uniforms is no
+  finer: it never exceeds 17, and so never draws what is further behind. A token
+  of weight zero is never drawn.
 
   Args:
-    keys_B2: uint32 key data of each row's session.
+    settings: of each row.
     positions_B: absolute position the drawn token will have.
     logits_BV: float32.
-    temperatures_B: float32, positive.
-
-  Returns:
-    int32 tokens_B and the float32 log-probabilities they had under the
-    distribution they were drawn from, temperature included.
+    token_logprobs: (logits_BV, tokens_B, temperatures_B) -> logprobs_B, as the
+      trainer computes it.
+    truncate: whether some row truncates; a row that does not gets the same
+      bits either way.
+    numerics: of the model's config.
   """
+  greedy_B = settings.temperatures_B == 0
+  temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
+  scaled_BV = logits_BV / temperatures_B[:, None]
+  if truncate:
+    kept_BV = _each_row(_kept, (settings, scaled_BV), numerics)
+    scaled_BV = jnp.where(kept_BV, scaled_BV, -jnp.inf)
+  uniforms_B2 = jax.vmap(_uniforms)(settings.keys_B2, positions_B)
+  tokens_B = _each_row(_choose, (uniforms_B2, scaled_BV), numerics)
+  tokens_B = jax.lax.cond(
+    greedy_B.any(),
+    lambda: jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), tokens_B),
+    lambda: tokens_B,
+  ).astype(jnp.int32)
+  logprobs_B = token_logprobs(logits_BV, tokens_B, temperatures_B)
+  raw_logprobs_B = jax.lax.cond(
+    (temperatures_B == 1).all(),
+    lambda: logprobs_B,
+    lambda: token_logprobs(logits_BV, tokens_B, jnp.ones_like(temperatures_B)),
+  )
+  if truncate:
+    left_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
+    logprobs_B = jnp.where(_truncates(settings), left_B, logprobs_B)
+  return Drawn(
+    tokens_B=tokens_B,
+    # A point has probability 1.
+    logprobs_B=jnp.where(greedy_B, 0, logprobs_B),
+    raw_logprobs_B=raw_logprobs_B,
+  )
 
-  def noise(key_2, position):
-    key = jax.random.wrap_key_data(key_2, impl=_GENERATOR)
-    key = jax.random.fold_in(key, position)
-    return jax.random.gumbel(key, logits_BV.shape[-1:], jnp.float32)
 
-  scaled_BV = logits_BV.astype(jnp.float32) / temperatures_B[:, None]
-  noise_BV = jax.vmap(noise)(keys_B2, positions_B)
-  tokens_B = jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+def _each_row(fn: Callable[..., Any], rows_B: Any, numerics: str) -> Any:
+  """Returns fn(*rows_B), whose rows see nothing of each other."""
+
+  def stage(_, rows_BT):
+    lead = jax.tree.leaves(rows_BT)[0].shape[:2]
+    rows_Z = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows_BT)
+    result_Z = fn(*rows_Z)
+    return result_Z.reshape(*lead, *result_Z.shape[1:])
+
+  rows_BT = jax.tree.map(lambda x: x[:, None], rows_B)
+  return rows.map_rows(stage, (), rows_BT, numerics=numerics)[:, 0]
+
+
+def _uniforms(key_2: jax.Array, position: jax.Array) -> jax.Array:
+  """Returns two float32 of [0, 1)."""
+  key = jax.random.wrap_key_data(key_2, impl=_GENERATOR)
+  bits_2 = jax.random.bits(jax.random.fold_in(key, position), (2,), jnp.uint32)
+  return (bits_2 >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
+  """Returns a token of each row's softmax."""
+  batch, vocab_size = scaled_BV.shape
+  num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
+  size = -(-vocab_size // num_classes)
+  missing = size * num_classes - vocab_size
+  padded_BV = jnp.pad(
+    scaled_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf
+  )
+  # A class is a column, so that the sums of all of them are sums of vectors.
+  scaled_BXC = padded_BV.reshape(batch, size, num_classes)
+  top_B11 = scaled_BXC.max(axis=(1, 2), keepdims=True)
+  sums_BC = jnp.exp(scaled_BXC - top_B11).sum(1)
+  class_B = _invert(sums_BC, uniforms_B2[:, 0])
+  column_BX = jnp.take_along_axis(scaled_BXC, class_B[:, None, None], axis=2)
+  weights_BX = jnp.exp(column_BX - top_B11)[:, :, 0]
+  return _invert(weights_BX, uniforms_B2[:, 1]) * num_classes + class_B
+
+
+def _invert(weights_BX: jax.Array, uniforms_B: jax.Array) -> jax.Array:
+  """Returns the place at which the running sum first exceeds its share."""
+  sums_BX = jnp.cumsum(weights_BX, axis=-1)
+  wanted_B1 = (uniforms_B * sums_BX[:, -1])[:, None]
+  is_likely_BX = weights_BX > 0
+  exceeds_BX = is_likely_BX & (sums_BX > wanted_B1)
+  # Rounding may leave none: the sums need not ascend. Then the last likely one.
+  last_B = weights_BX.shape[-1] - 1 - jnp.argmax(is_likely_BX[:, ::-1], axis=-1)
+  found_B = jnp.argmax(exceeds_BX, axis=-1)
+  return jnp.where(exceeds_BX.any(-1), found_B, last_B)
+
+
+def _logprob(scaled_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
   chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
-  return tokens_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+  return chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+
+
+def _truncates(settings: Settings) -> jax.Array:
+  return (
+    (settings.top_ps_B < 1) | (settings.top_ks_B > 0) | (settings.min_ps_B > 0)
+  )
+
+
+def _kept(settings: Settings, scaled_BV: jax.Array) -> jax.Array:
+  """Returns which tokens a row may draw, where `scaled_BV` is finite.
+
+  Each rule keeps the likeliest tokens, of equal ones those with the smaller
+  index. What all keep is thus known by its last member.
+  """
+  order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
+  sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
+  vocab_size = scaled_BV.shape[-1]
+  top_k_B1 = jnp.where(settings.top_ks_B > 0, settings.top_ks_B, vocab_size)
+  kept_BV = jnp.arange(vocab_size) < top_k_B1[:, None]
+  probabilities_BV = jax.nn.softmax(
+    jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=-1
+  )
+  # The smallest set that holds top_p: a token stays if those before it do not.
+  before_BV = jnp.cumsum(probabilities_BV[:, :-1], axis=-1)
+  before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
+  top_p_B1 = settings.top_ps_B[:, None]
+  kept_BV &= (before_BV < top_p_B1) | (top_p_B1 >= 1)
+  kept_BV &= probabilities_BV >= (
+    settings.min_ps_B[:, None] * probabilities_BV[:, :1]
+  )
+  # The likeliest stays although rounding may say otherwise.
+  last_B1 = jnp.maximum(kept_BV.sum(-1, keepdims=True) - 1, 0)
+  value_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)
+  index_B1 = jnp.take_along_axis(order_BV, last_B1, axis=-1)
+  kept_BV = (scaled_BV > value_B1) | (
+    (scaled_BV == value_B1) & (jnp.arange(vocab_size) <= index_B1)
+  )
+  return kept_BV | ~_truncates(settings)[:, None]

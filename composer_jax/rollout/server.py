@@ -46,10 +46,13 @@ class EnginePolicy:
     """Goes on with `request.session`; blocks until sampling ended.
 
     Raises:
-      ValueError: the engine refuses the request; only this caller is told.
+      ValueError: the engine refuses the request; only this caller is told. Or
+        it asks for sampling whose log-probabilities no trainer can recompute.
+      FloatingPointError: the model gave values that are not finite.
       TimeoutError: no completion came in time.
       RuntimeError: serving failed or ended; its cause is attached.
     """
+    _check_trainable(request)
     future: futures.Future = futures.Future()
     with self._lock:
       if self._failure is not None:
@@ -62,23 +65,22 @@ class EnginePolicy:
     except futures.TimeoutError as error:
       raise TimeoutError(
         f'Session {request.session!r} got no completion within '
-        f'{self._timeout_s:g} s; is `serve` running, and are there more open '
-        f'sessions than slots ({self._engine.num_slots})?'
+        f'{self._timeout_s:g} s; is `serve` running? It works on '
+        f'{self._engine.num_slots} requests at once.'
       ) from error
 
   def close(self, session: str | None = None) -> None:
     """Forgets a session, unknown ones are ignored; None ends the policy.
 
     Ending it, once `serve` has returned, makes every waiting and later
-    `complete` raise RuntimeError and frees the slots of all its sessions.
+    `complete` raise RuntimeError and frees the pages of all its sessions.
     """
     if session is not None:
       self._inbox.put((session, None))
       return
     self._fail(RuntimeError('The policy was closed.'))
     for name in self._sessions:
-      if self._engine.is_open(name):
-        self._engine.close(name)
+      self._engine.cancel(name)
     self._sessions.clear()
 
   def serve(
@@ -102,14 +104,25 @@ class EnginePolicy:
         if before_step is not None:
           before_step()
         self._take_requests()
-        for completion in self._engine.step():
-          self._waiting.pop(completion.session).set_result(completion)
+        for outcome in self._engine.step():
+          self._hand_over(outcome)
       # Sessions closed by the episodes that ended last.
       self._take_requests(wait=False)
     except BaseException as error:
       # Not handled here, only passed on: the waiting threads would hang.
       self._fail(error)
       raise
+
+  def _hand_over(self, outcome: records.Completion | records.Failure) -> None:
+    # Whoever closed the session while it sampled waits no longer.
+    future = self._waiting.pop(outcome.session, None)
+    if future is None:
+      return
+    if isinstance(outcome, records.Failure):
+      self._sessions.discard(outcome.session)
+      future.set_exception(FloatingPointError(outcome.reason))
+    else:
+      future.set_result(outcome)
 
   def _take_requests(self, wait: bool = True) -> None:
     """Moves the inbox into the engine; may sleep a moment if all is idle."""
@@ -143,8 +156,7 @@ class EnginePolicy:
       future.set_exception(
         RuntimeError(f'Session {session!r} was closed while it sampled.')
       )
-    if self._engine.is_open(session):
-      self._engine.close(session)
+    self._engine.cancel(session)
 
   def _fail(self, error: BaseException) -> None:
     with self._lock:
@@ -163,3 +175,21 @@ class EnginePolicy:
         yield self._inbox.get_nowait()
       except queue.Empty:
         return
+
+
+def _check_trainable(request: records.SampleRequest) -> None:
+  """Refuses what changes the sampled distribution behind the trainer's back."""
+  for name, harmless in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
+    value = getattr(request, name)
+    if value != harmless:
+      raise ValueError(
+        f'{name} ({value}) of session {request.session!r} must be {harmless}: '
+        'the trainer divides logits by the temperature and knows nothing of '
+        'truncation; sample through the engine itself to serve.'
+      )
+  if request.temperature == 0:
+    raise ValueError(
+      f'temperature (0) of session {request.session!r} must be positive: the '
+      'likeliest token is no draw from a distribution with a gradient; sample '
+      'through the engine itself to serve.'
+    )

@@ -1,235 +1,336 @@
-"""Continuous batching as bookkeeping: which session sits where and needs what.
+"""Continuous batching as bookkeeping: who works, who waits, who holds what.
 
-Pure Python and numpy, no device. A session is given a slot by its first
-request and keeps it, with its KV cache, until it is closed; a request whose
-session finds no free slot waits, first come first served. That cannot
-deadlock: a waiting session holds nothing that a running one needs, and every
-slot comes free as long as each session is closed in the end without waiting
-for a session that is not open yet.
+Pure Python and numpy, no device. A request waits until there is a slot for it
+and pages for the most tokens that it can come to; then it has both until it is
+done, so nothing that has begun ever waits for pages. Between requests a session
+holds its pages and no slot.
+
+Requests are served first come first served, save that one whose prompt another
+session is just consuming lets others pass: it will find the prompt cached. When
+pages run short, prefixes that nobody uses go first, then the pages of sessions
+that do nothing, longest idle first, then those of sessions that wait, last come
+first (`holdings`). A session that lost its pages consumes its tokens anew. The
+first in the queue thus gets its pages as soon as enough requests are done,
+which need nothing more: there is no deadlock.
 """
 
 import collections
-import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import sampling
+from composer_jax.rollout import holdings as holdings_lib
+from composer_jax.rollout import sessions as sessions_lib
 
-
-@dataclasses.dataclass(kw_only=True)
-class Work:
-  """A request being served.
-
-  Attributes:
-    request: what was asked.
-    pending_T: int32 tokens to consume before sampling.
-    offset: how many of them are consumed.
-    remaining: tokens still to sample at most.
-    tokens, logprobs, versions: of the tokens sampled.
-    routes: arrays [T, M, A] of the tokens consumed, in order.
-    stopped: a stop token was sampled.
-  """
-
-  request: records.SampleRequest
-  pending_T: np.ndarray
-  remaining: int
-  offset: int = 0
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  versions: list[int] = dataclasses.field(default_factory=list)
-  routes: list[np.ndarray] = dataclasses.field(default_factory=list)
-  stopped: bool = False
-
-  @property
-  def needs_context(self) -> bool:
-    return self.offset < len(self.pending_T)
-
-  @property
-  def done(self) -> bool:
-    return self.stopped or self.remaining == 0
-
-  def record(self, token: int, logprob: float, version: int) -> None:
-    self.tokens.append(token)
-    self.logprobs.append(logprob)
-    self.versions.append(version)
-    self.remaining -= 1
-    self.stopped = token in self.request.stop_tokens
-
-  def completion(self) -> records.Completion:
-    return records.Completion(
-      session=self.request.session,
-      tokens_T=np.array(self.tokens, np.int32),
-      logprobs_T=np.array(self.logprobs, np.float32),
-      policy_version_T=np.array(self.versions, np.int32),
-      consumed_expert_ids_TMA=np.concatenate(self.routes),
-      stopped=self.stopped,
-    )
-
-
-@dataclasses.dataclass(kw_only=True)
-class Session:
-  """A context window in a slot.
-
-  Attributes:
-    name: as in the requests.
-    slot: its row of the cache.
-    consumed: tokens in the cache, hence the position of the next one.
-    last_token: sampled but not consumed; None before the first completion.
-    key_2, temperature: of the request at hand.
-    work: the request at hand, None between requests.
-    waiting: dispatches its context has been put off for.
-  """
-
-  name: str
-  slot: int
-  consumed: int = 0
-  last_token: int | None = None
-  key_2: np.ndarray = dataclasses.field(
-    default_factory=lambda: np.zeros(2, np.uint32)
-  )
-  temperature: float = 1.0
-  work: Work | None = None
-  waiting: int = 0
-
-  @property
-  def at_work(self) -> Work:
-    """The request at hand of a session that is known to have one."""
-    assert self.work is not None
-    return self.work
+Session = sessions_lib.Session
+Work = sessions_lib.Work
 
 
 class Slots:
-  """Sessions, their slots, and the requests that wait for one."""
+  """Sessions, their pages and slots, and the requests that wait for some.
 
-  def __init__(self, num_slots: int, max_len: int):
-    self.max_len = max_len
+  Attributes:
+    holdings: the pages.
+    sessions: those open, by name.
+    finished: completions and failures that nobody has taken yet.
+    prefix_hit_tokens: tokens found cached, over all requests.
+    sampled_tokens: over all requests.
+    failures: requests that failed.
+  """
+
+  def __init__(
+    self,
+    *,
+    num_slots: int,
+    max_len: int,
+    page_size: int,
+    num_pages: int,
+    version: int,
+    route_shape: tuple[int, int],
+    record_routes: bool = True,
+    share_prefixes: bool = True,
+    share_sampled: bool = False,
+  ):
+    """Starts with nothing open.
+
+    Args:
+      num_slots: requests served at once.
+      max_len: of a session.
+      page_size: tokens in a page.
+      num_pages: at least those of one session of max_len.
+      version: of the policy.
+      route_shape: (MoE layers, active experts).
+      record_routes: whether sessions keep routes.
+      share_prefixes: whether equal prefixes are consumed once.
+      share_sampled: whether those that decode consumed are shared too, which
+        asks that it gives the same bits as extend.
+    """
+    self._num_slots = num_slots
+    self._max_len = max_len
+    self._version = version
+    self._route_shape = route_shape
+    self._record_routes = record_routes
+    self._share_sampled = share_sampled
+    self.holdings = holdings_lib.Holdings(
+      num_pages, page_size, version, share_prefixes
+    )
     self.sessions: dict[str, Session] = {}
-    self._free = list(range(num_slots))[::-1]
-    self._queue: collections.deque[records.SampleRequest] = collections.deque()
+    self._queue: collections.deque[Session] = collections.deque()
+    self._running: dict[str, Session] = {}
+    # Those that do nothing, longest idle first.
+    self._idle: dict[str, Session] = {}
+    # Found too few pages; it need not look again before something changed.
+    self._refused: Session | None = None
+    self.finished: list[records.Completion | records.Failure] = []
+    self.prefix_hit_tokens = 0
+    self.sampled_tokens = 0
+    self.failures = 0
 
   @property
   def num_waiting(self) -> int:
-    """Requests whose session has no slot yet."""
+    """Requests without a slot."""
     return len(self._queue)
 
   @property
-  def num_unfinished(self) -> int:
-    working = sum(s.work is not None for s in self.sessions.values())
-    return working + len(self._queue)
+  def num_running(self) -> int:
+    return len(self._running)
 
-  def submit(self, request: records.SampleRequest) -> None:
+  @property
+  def num_unfinished(self) -> int:
+    """Requests whose outcome has not been taken."""
+    return len(self._queue) + len(self._running) + len(self.finished)
+
+  def is_open(self, name: str) -> bool:
+    return name in self.sessions
+
+  def is_working(self, name: str) -> bool:
+    """Whether the session is open and has a request under way."""
+    session = self.sessions.get(name)
+    return session is not None and session.work is not None
+
+  def submit(
+    self,
+    request: records.SampleRequest,
+    on_tokens: sessions_lib.OnTokens | None = None,
+  ) -> None:
     """Takes a request, or raises a ValueError that says why not."""
     session = self.sessions.get(request.session)
-    if session is None:
-      self._submit_first(request)
-      return
-    if session.work is not None:
+    if self.is_working(request.session):
       raise ValueError(
         f'Session {request.session!r} already has a request under way; wait '
         'for its completion before the next one.'
       )
-    self._check_length(request, session.consumed, session.last_token)
-    self._start(session, request)
-
-  def _submit_first(self, request: records.SampleRequest) -> None:
-    if any(r.session == request.session for r in self._queue):
-      raise ValueError(
-        f'Session {request.session!r} already has a request waiting for a '
-        'slot; wait for its completion before the next one.'
+    known = session.length if session else 0
+    first = known + len(request.context_T)
+    self._check_length(request, known, first)
+    if session is None:
+      session = Session(
+        name=request.session,
+        route_shape=self._route_shape,
+        tokens_T=np.zeros(0, np.int32),
+        routes_TMA=np.zeros((0, *self._route_shape), np.uint16)
+        if self._record_routes
+        else None,
       )
-    self._check_length(request, 0, None)
-    self._queue.append(request)
-    self.admit()
+      self.sessions[request.session] = session
+    self._idle.pop(session.name, None)
+    work = Work(
+      request=request,
+      on_tokens=on_tokens,
+      first=first,
+      remaining=min(request.max_new_tokens, self._max_len - first),
+      routes_start=session.consumed,
+    )
+    session.start(request, work)
+    self._queue.append(session)
 
-  def _check_length(
-    self,
-    request: records.SampleRequest,
-    consumed: int,
-    last_token: int | None,
-  ) -> None:
-    pending = len(request.context_T) + (last_token is not None)
-    if pending == 0:
+  def _check_length(self, request, known: int, first: int) -> None:
+    if first == 0:
       raise ValueError(
         f'The first request of session {request.session!r} has an empty '
         'context; give at least one token.'
       )
-    if consumed + pending >= self.max_len:
+    if first >= self._max_len:
       raise ValueError(
-        f'Session {request.session!r} would hold {consumed + pending} tokens '
+        f'Session {request.session!r} would hold {first} tokens '
         f'({len(request.context_T)} of them new context), which leaves no '
-        f'room to sample within max_len ({self.max_len}); shorten the '
+        f'room to sample within max_len ({self._max_len}); shorten the '
         'context or raise max_len.'
       )
 
-  def admit(self) -> None:
-    """Gives free slots to the requests that wait, oldest first."""
-    while self._free and self._queue:
-      request = self._queue.popleft()
-      session = Session(name=request.session, slot=self._free.pop())
-      self.sessions[request.session] = session
-      self._start(session, request)
-
-  def _start(self, session: Session, request: records.SampleRequest) -> None:
-    pending_T = request.context_T
-    if session.last_token is not None:
-      pending_T = np.concatenate(
-        [np.array([session.last_token], np.int32), pending_T]
-      )
-    room = self.max_len - session.consumed - len(pending_T)
-    session.key_2 = sampling.key_of(request.seed)
-    session.temperature = request.temperature
-    session.waiting = 0
-    session.work = Work(
-      request=request,
-      pending_T=pending_T,
-      remaining=min(request.max_new_tokens, room),
-    )
-
-  def is_open(self, name: str) -> bool:
-    """Whether the session has a slot or waits for one."""
-    return name in self.sessions or any(r.session == name for r in self._queue)
-
   def close(self, name: str) -> None:
-    """Frees a session's slot; drops what it was still being served.
+    """Ends a session and drops what it was still being served.
 
     Raises:
-      ValueError: no such session is open or waiting.
+      ValueError: no such session is open.
     """
     session = self.sessions.pop(name, None)
-    if session is not None:
-      self._free.append(session.slot)
-      self.admit()
-      return
-    kept = [r for r in self._queue if r.session != name]
-    if len(kept) == len(self._queue):
+    if session is None:
       raise ValueError(
         f'Session {name!r} is not open; open are {sorted(self.sessions)[:8]}.'
       )
-    self._queue = collections.deque(kept)
+    self._idle.pop(name, None)
+    self._running.pop(name, None)
+    if session in self._queue:
+      self._queue.remove(session)
+    self.holdings.strip(session)
+    session.work = self._refused = None
 
-  def with_context(self) -> list[Session]:
+  def admit(self) -> None:
+    """Gives slots and pages to the requests that can have them."""
+    self.holdings.clear_stained()
+    for session in list(self._queue):
+      if len(self._running) == self._num_slots or session is self._refused:
+        return
+      if self.holdings.waits(session):
+        continue
+      if not self.holdings.find(session, self._running.values(), self._victims):
+        self._refused = session
+        return
+      self._queue.remove(session)
+      self._running[session.name] = session
+      self.prefix_hit_tokens += session.at_work.num_cached
+      if session.at_work.num_cached:
+        session.at_work.context_version = self._version
+
+  def _victims(self) -> list[Session]:
+    return [*self._idle.values(), *list(self._queue)[::-1]]
+
+  def prefilling(self) -> list[Session]:
     """Sessions with context to consume, those put off longest first."""
-    pending = [
-      s
-      for s in self.sessions.values()
-      if s.work is not None and s.work.needs_context
-    ]
-    return sorted(pending, key=lambda s: -s.waiting)
+    pending = [s for s in self._running.values() if s.needs_context]
+    return sorted(pending, key=lambda s: -s.at_work.waiting)
 
-  def sampling(self) -> list[Session]:
+  def decoding(self) -> list[Session]:
     """Sessions whose next step is to sample another token."""
-    return [
-      s
-      for s in self.sessions.values()
-      if s.work is not None and not s.work.needs_context
-    ]
+    return [s for s in self._running.values() if not s.needs_context]
 
-  def take_finished(self) -> list[records.Completion]:
-    """Completions of the requests that are done, which leave the table."""
-    finished = []
+  def extend(self, session: Session, count: int) -> None:
+    """Counts context as consumed, once its pass is dispatched."""
+    work = session.at_work
+    work.waiting = 0
+    if work.context_version is None:
+      work.context_version = self._version
+    if session.shareable == session.consumed:
+      session.shareable = session.consumed + count
+    session.consumed += count
+
+  def extended(
+    self,
+    session: Session,
+    work: Work,
+    start: int,
+    routes_TMA: np.ndarray | None,
+    count: int,
+  ) -> None:
+    """Takes the report of a chunk of its request, whose values were finite."""
+    if session.routes_TMA is not None:
+      session.routes_TMA[start : start + count] = routes_TMA
+    if work.keys is not None:
+      end = start + count
+      whole = end == session.length - 1
+      self.holdings.share(session, work.keys, start, end, whole=whole)
+      self._refused = None
+
+  def sampled(
+    self,
+    rows: Iterable[tuple[Session, Work]],
+    report: sessions_lib.Sampled,
+  ) -> None:
+    """Takes the report of a decode dispatch, row by row."""
+    counts = (report.tokens_TB >= 0).sum(0).tolist()
+    failed = (report.tokens_TB == sessions_lib.NOT_FINITE).any(0).tolist()
+    for row, (session, work) in enumerate(rows):
+      if session.work is not work:
+        continue
+      count = counts[row]
+      if count:
+        self._take_tokens(session, work, report, row, count)
+      if failed[row]:
+        self.fail(session, session.consumed, 1, report.version)
+      elif work.done:
+        self._finish(session)
+
+  def _take_tokens(self, session, work, report, row, count) -> None:
+    if self._share_sampled and session.shareable == session.consumed:
+      session.shareable = session.consumed + count
+    position = session.length
+    work.pieces.append((report, row, count))
+    session.consumed += count
+    session.length += count
+    work.remaining -= count
+    work.refreshed = False
+    self.sampled_tokens += count
+    last = int(report.tokens_TB[count - 1, row])
+    work.stopped = last in work.request.stop_tokens
+    if len(work.pieces) == sessions_lib.MAX_PIECES:
+      session.settle()
+    if work.on_tokens is not None:
+      work.on_tokens(report.tokens(session.name, position, row, count))
+
+  def _finish(self, session: Session) -> None:
+    session.settle()
+    self.finished.append(session.completion())
+    del self._running[session.name]
+    self.holdings.stop_filling(session)
+    self.holdings.trim(session)
+    if self._share_sampled:
+      self.holdings.share_all(session)
+    session.work = self._refused = None
+    self._idle[session.name] = session
+
+  def fail(
+    self, session: Session, position: int, count: int, version: int
+  ) -> None:
+    """Ends a session whose values are not finite; its pages are cleared."""
+    self.finished.append(
+      records.Failure(
+        session=session.name,
+        position=position,
+        version=version,
+        reason=(
+          f'The pass over {count} tokens from {position} on of session '
+          f'{session.name!r} gave values that are not finite, with the weights '
+          f'of version {version}.'
+        ),
+      )
+    )
+    self.failures += 1
+    self.holdings.condemn(session)
+    self.close(session.name)
+
+  def swap(self, version: int, *, refresh: bool) -> None:
+    """Goes on with other weights; every report has been taken.
+
+    Args:
+      version: of the policy; no prefix computed with another is found again.
+      refresh: whether sessions consume their tokens anew. One that runs does
+        so once between two tokens that it samples, however many swaps come
+        meanwhile: else a swap a step would let nobody sample.
+    """
+    self._version = version
+    self._refused = None
+    self.holdings.reset(version)
     for session in self.sessions.values():
-      if session.work is not None and session.work.done:
-        finished.append(session.work.completion())
-        session.work = None
+      if session.work is not None:
+        session.settle()
+        session.work.keys = session.work.waits_for = None
+      if refresh and not (session.work and session.work.refreshed):
+        self.holdings.strip(session)
+      elif session.consumed:
+        session.shareable = None
+    if refresh:
+      self._restart([s for s in self._running.values() if not s.pages])
+
+  def _restart(self, stripped: list[Session]) -> None:
+    """Puts sessions that lost their pages before all others that wait."""
+    for session in stripped:
+      del self._running[session.name]
+      session.at_work.refreshed = True
+    self._queue.extendleft(stripped[::-1])
+
+  def take_finished(self) -> list[records.Completion | records.Failure]:
+    """Returns outcomes since it was last asked."""
+    finished, self.finished = self.finished, []
     return finished

@@ -1,9 +1,12 @@
-"""The two compiled programs of the engine: extend (prefill) and decode.
+"""The compiled programs of the engine: extend (prefill) and decode.
 
-Both have static shapes and donate the cache, so the engine compiles twice and
-never again. What a session sees of them depends on the session alone: context
-is consumed in chunks that start at the session's own first unseen token, every
-sampled token is consumed by `decode`, and no arithmetic mixes rows.
+Their shapes are static and they donate the cache, so each is compiled once for
+each number of rows. What a session sees of them depends on the session alone:
+a context token's column in its chunk is its absolute position modulo the chunk,
+every token is sampled by `decode`, and no arithmetic mixes rows.
+
+The host sends one int32 array a dispatch (`DecodeRow`, `ExtendRow`): many small
+ones would cost more than a small model's step.
 """
 
 import collections
@@ -15,238 +18,277 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from composer_jax.core import records
 from composer_jax.models import config as config_lib
 from composer_jax.models import head
-from composer_jax.rollout import forward, sampling
+from composer_jax.rollout import forward, placing, sampling, sessions
+from composer_jax.rollout import options as options_lib
+
+EngineOptions = options_lib.EngineOptions
+
+# Pages that one call copies or clears.
+PAGES_A_CALL = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-  """Static shapes of the engine.
+class DecodeRow:
+  """Where the parts of a decode row lie in int32 words."""
 
-  Attributes:
-    num_slots: sessions held at once; each owns one row of the KV cache.
-    max_len: tokens in a session at most, context and sampled together.
-    prefill_chunk: context tokens a row consumes in one extend.
-    prefill_rows: sessions extended together; capped at num_slots.
-    decode_steps: tokens per slot in one dispatch; weights can be swapped
-      between dispatches only.
-    max_stop_tokens: stop tokens a request may name.
-  """
+  def __init__(self, options: EngineOptions):
+    self.table = slice(0, options.table_len)
+    stop = options.table_len + options.max_stop_tokens
+    self.stop_tokens = slice(options.table_len, stop)
+    self.key = slice(stop, stop + 2)
+    self.floats = slice(stop + 2, stop + 5)
+    self.top_k, self.used = stop + 5, stop + 6
+    self.width = stop + 7
 
-  num_slots: int
-  max_len: int
-  prefill_chunk: int
-  prefill_rows: int = 8
-  decode_steps: int = 4
-  max_stop_tokens: int = 4
+  def pack(
+    self, pages: list[int], request: records.SampleRequest
+  ) -> np.ndarray:
+    row_W = np.zeros(self.width, np.int32)
+    _fill_table(row_W[self.table], pages)
+    row_W[self.stop_tokens] = -1
+    start = self.stop_tokens.start
+    stop_tokens = request.stop_tokens
+    row_W[start : start + len(stop_tokens)] = stop_tokens
+    row_W[self.key] = sampling.key_of(request.seed).view(np.int32)
+    floats = (request.temperature, request.top_p, request.min_p)
+    row_W[self.floats] = np.array(floats, np.float32).view(np.int32)
+    row_W[self.top_k] = min(request.top_k, np.iinfo(np.int32).max)
+    row_W[self.used] = 1
+    return row_W
 
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(
-          f'EngineOptions.{field.name} must be a positive integer, not '
-          f'{value!r}.'
-        )
-    if self.max_len < 2:
-      raise ValueError(
-        f'max_len ({self.max_len}) must hold a context token and a sampled '
-        'one; use at least 2.'
-      )
-
-  @property
-  def num_rows(self) -> int:
-    """Rows of the extend program."""
-    return min(self.prefill_rows, self.num_slots)
-
-
-class Draw(flax.struct.PyTreeNode, kw_only=True):
-  """How each row samples: uint32 key data and float32 temperature."""
-
-  keys_B2: Any
-  temperatures_B: Any
+  def settings(self, rows_BW: jax.Array) -> sampling.Settings:
+    floats = rows_BW[:, self.floats]
+    floats_B3 = jax.lax.bitcast_convert_type(floats, jnp.float32)
+    return sampling.Settings(
+      keys_B2=jax.lax.bitcast_convert_type(rows_BW[:, self.key], jnp.uint32),
+      temperatures_B=floats_B3[:, 0],
+      top_ps_B=floats_B3[:, 1],
+      top_ks_B=rows_BW[:, self.top_k],
+      min_ps_B=floats_B3[:, 2],
+    )
 
 
-class ExtendInputs(flax.struct.PyTreeNode, kw_only=True):
-  """One chunk of context for each of B = num_rows sessions.
+class ExtendRow:
+  """Where the parts of an extend row lie in int32 words.
 
   Attributes:
-    slots_B: int32 and distinct, also in rows that carry nothing.
-    starts_B: int32 absolute position of the row's first token.
-    counts_B: int32 tokens of the chunk in use, 0 for a row that carries none.
-    tokens_BT: int32, T = prefill_chunk; anything beyond the count.
-    draw: for the token after the chunk.
+    table: pages of the session.
+    start: position of the first column, a multiple of the chunk.
+    first, end: columns in use.
+    tokens: one per column.
   """
 
-  slots_B: Any
-  starts_B: Any
-  counts_B: Any
-  tokens_BT: Any
-  draw: Draw
+  def __init__(self, options: EngineOptions):
+    self._chunk = options.prefill_chunk
+    self.table = slice(0, options.table_len)
+    self.start = options.table_len
+    self.first, self.end = self.start + 1, self.start + 2
+    self.tokens = slice(self.start + 3, self.start + 3 + self._chunk)
+    self.width = self.tokens.stop
+
+  def fill(
+    self, row_W: np.ndarray, pages: list[int], start: int, tokens_T: np.ndarray
+  ) -> None:
+    """Writes a chunk that begins at position `start` into a row of zeros."""
+    column = start % self._chunk
+    _fill_table(row_W[self.table], pages)
+    row_W[self.start] = start - column
+    row_W[self.first], row_W[self.end] = column, column + len(tokens_T)
+    first = self.tokens.start + column
+    row_W[first : first + len(tokens_T)] = tokens_T
 
 
-class DecodeInputs(flax.struct.PyTreeNode, kw_only=True):
-  """The sampling state of every slot, B = num_slots.
+def _fill_table(table_P: np.ndarray, pages: list[int]) -> None:
+  """Writes a session's pages, and its last one wherever it has none.
+
+  Attention goes as far as the longest row and masks what a shorter one must not
+  see. It may see no page of another session all the same: what is not finite
+  there would be so here, masked or not.
+  """
+  table_P[: len(pages)] = pages
+  table_P[len(pages) :] = pages[-1]
+
+
+class State(flax.struct.PyTreeNode, kw_only=True):
+  """What decode changes of its rows, kept on the device between dispatches.
 
   Attributes:
     tokens_B: int32 last sampled token, not yet consumed.
     positions_B: int32 its absolute position.
-    remaining_B: int32 tokens still to sample; 0 leaves the slot alone.
-    stop_tokens_BK: int32, K = max_stop_tokens (no axis of the legend), -1 for
-      none.
-    draw: as in ExtendInputs.
-    min_active: int32 scalar; the dispatch ends early once fewer slots sample.
+    remaining_B: int32 tokens still to sample; 0 leaves the row alone.
   """
 
   tokens_B: Any
   positions_B: Any
   remaining_B: Any
-  stop_tokens_BK: Any
-  draw: Draw
-  min_active: Any
 
 
-class Sampled(flax.struct.PyTreeNode, kw_only=True):
-  """What a program reports to the host, read once per dispatch.
-
-  Attributes:
-    tokens_TB: int32 sampled; T = 1 for extend, decode_steps for decode.
-    logprobs_TB: float32 of the sampled tokens.
-    active_TB: bool, where a token was sampled.
-    expert_ids_MBTA: uint16 routes of the tokens consumed. From decode the time
-      axis leads instead: [T, M, B, 1, A].
-  """
+class Report(flax.struct.PyTreeNode, kw_only=True):
+  """What decode reports to the host; fields as `sessions.Sampled` has them."""
 
   tokens_TB: jax.Array
   logprobs_TB: jax.Array
-  active_TB: jax.Array
-  expert_ids_MBTA: jax.Array
+  raw_logprobs_TB: jax.Array
+  top_ids_TBX: jax.Array
+  top_logprobs_TBX: jax.Array
+  expert_ids_TMBA: jax.Array | None
 
 
 class Steps:
   """The compiled programs of one (config, options).
 
   Attributes:
-    traces: times each program was traced, by name; stays at one.
-    extend: (weights, cache, ExtendInputs) -> (cache, Sampled).
-    decode: (weights, cache, DecodeInputs) -> (cache, Sampled).
-    empty_cache: () -> cache.
+    traces: times each program was traced, by name and rows.
   """
 
   def __init__(
     self,
     config: config_lib.ModelConfig,
     options: EngineOptions,
+    place: placing.Place,
   ):
     self.traces: collections.Counter[str] = collections.Counter()
-    run = functools.partial(forward.forward, config=config)
-    self.extend = self._compiled('extend', _extend, run, config, options)
-    self.decode = self._compiled('decode', _decode, run, config, options)
-    self.empty_cache = functools.partial(
-      forward.empty_cache, config, options.num_slots, options.max_len
+    self._config = config
+    self._options = options
+    self._place = place
+    self._compiled: dict[str, Callable[..., Any]] = {}
+
+  def extend(self, num_rows: int) -> Callable[..., Any]:
+    """(weights, cache, rows_BW) -> (cache, (finite_B, routes_MBTA | None))."""
+    return self._program(f'extend {num_rows}', _extend, 2)
+
+  def decode(self, num_rows: int, truncate: bool) -> Callable[..., Any]:
+    """(weights, cache, rows_BW, State) -> (cache, State, Report)."""
+    name = f'decode {num_rows}' + ' truncating' * truncate
+    decode = functools.partial(_decode, truncate=truncate)
+    return self._program(name, decode, 3)
+
+  def _program(
+    self, name: str, function: Callable[..., Any], num_results: int
+  ) -> Any:
+    if name in self._compiled:
+      return self._compiled[name]
+
+    place = self._place
+    run = functools.partial(
+      forward.forward, config=self._config, plan=place.plan
     )
 
-  def _compiled(
-    self, name: str, function: Callable[..., Any], *static: Any
-  ) -> Callable[..., Any]:
-    def traced(weights, cache, inputs):
+    def traced(weights, cache, *inputs):
       self.traces[name] += 1
-      return function(*static, weights, cache, inputs)
+      return function(run, self._config, self._options, weights, cache, *inputs)
 
-    return jax.jit(traced, donate_argnums=(1,))
+    self._compiled[name] = jax.jit(
+      traced,
+      donate_argnums=(1,),
+      out_shardings=(place.pools, *[place.whole] * (num_results - 1)),
+    )
+    return self._compiled[name]
+
+
+def build(
+  config: config_lib.ModelConfig, options: EngineOptions, place: placing.Place
+) -> Steps:
+  """Returns the programs, shared by every engine of the same shapes."""
+  # What the host decides changes no program.
+  return _build(config, dataclasses.replace(options, **_HOST_OPTIONS), place)
+
+
+_HOST_OPTIONS: Any = {'share_prefixes': True, 'on_swap': options_lib.KEEP}
 
 
 @functools.lru_cache(maxsize=8)
-def build(config: config_lib.ModelConfig, options: EngineOptions) -> Steps:
-  """Returns the programs, shared by every engine of the same shapes."""
-  return Steps(config, options)
+def _build(
+  config: config_lib.ModelConfig, options: EngineOptions, place: placing.Place
+) -> Steps:
+  return Steps(config, options, place)
 
 
-def _take_rows(cache, slots_B):
-  return jax.tree.map(lambda x: x[slots_B], cache)
-
-
-def _put_rows(cache, rows, slots_B):
-  def put(row, cache):
-    def update(whole, part):
-      part = jax.lax.dynamic_slice_in_dim(part, row, 1)
-      return jax.lax.dynamic_update_slice_in_dim(whole, part, slots_B[row], 0)
-
-    return jax.tree.map(update, cache, rows)
-
-  return jax.lax.fori_loop(0, slots_B.shape[0], put, cache)
-
-
-def _extend(run, config, options, weights, cache, inputs: ExtendInputs):
-  """Consumes a chunk of context and samples the token that follows it."""
+def _extend(run, config, options, weights, cache, rows_BW):
+  """Consumes a chunk of context."""
+  del config
+  row = ExtendRow(options)
   columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
-  positions_BT = inputs.starts_B[:, None] + columns_T
-  valid_BT = columns_T < inputs.counts_B[:, None]
-  rows = _take_rows(cache, inputs.slots_B)
-  hidden_BTD, ids_MBTA, rows = run(
-    weights, rows, inputs.tokens_BT, valid_BT, positions_BT
+  first_B1, end_B1 = rows_BW[:, row.first, None], rows_BW[:, row.end, None]
+  valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
+  hidden_BTD, ids_MBTA, cache = run(
+    weights,
+    cache,
+    rows_BW[:, row.tokens],
+    valid_BT,
+    rows_BW[:, row.start, None] + columns_T,
+    rows_BW[:, row.table],
   )
-  last_B = jnp.maximum(inputs.counts_B - 1, 0)
-  hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-  tokens_B, logprobs_B = sampling.sample(
-    inputs.draw.keys_B2,
-    inputs.starts_B + inputs.counts_B,
-    head.logits(weights.outer, hidden_B1D, config)[:, 0],
-    inputs.draw.temperatures_B,
-  )
-  sampled = Sampled(
-    tokens_TB=tokens_B[None],
-    logprobs_TB=logprobs_B[None],
-    active_TB=inputs.counts_B[None] > 0,
-    expert_ids_MBTA=ids_MBTA,
-  )
-  return _put_rows(cache, rows, inputs.slots_B), sampled
+  # One bad token spoils its whole chunk: masked or not, zero times it is NaN.
+  finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
+  return cache, (finite_B, ids_MBTA if options.record_routes else None)
 
 
-def _decode(run, config, options, weights, cache, inputs: DecodeInputs):
-  """Samples up to `decode_steps` tokens per slot without the host."""
-  shape_TB = (options.decode_steps, options.num_slots)
-  routes = (
-    config.num_moe_layers,
-    options.num_slots,
-    1,
-    config.moe.num_active,
-  )
-  report = Sampled(
-    tokens_TB=jnp.zeros(shape_TB, jnp.int32),
+def _empty_report(config, options, num_rows: int) -> Report:
+  shape_TB = (options.decode_steps, num_rows)
+  shape_TBX = (*shape_TB, options.num_top)
+  shape_MBA = (config.num_moe_layers, num_rows, config.moe.num_active)
+  routes_TMBA = jnp.zeros((options.decode_steps, *shape_MBA), jnp.uint16)
+  return Report(
+    tokens_TB=jnp.full(shape_TB, sessions.NOT_SAMPLED, jnp.int32),
     logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
-    active_TB=jnp.zeros(shape_TB, bool),
-    expert_ids_MBTA=jnp.zeros((options.decode_steps, *routes), jnp.uint16),
+    raw_logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
+    top_ids_TBX=jnp.zeros(shape_TBX, jnp.int32),
+    top_logprobs_TBX=jnp.zeros(shape_TBX, jnp.float32),
+    expert_ids_TMBA=routes_TMBA if options.record_routes else None,
   )
 
-  def going_on(state):
-    step, _, _, _, remaining_B, _ = state
-    enough = (remaining_B > 0).sum() >= inputs.min_active
+
+def _decode(
+  run, config, options, weights, cache, rows_BW, state: State, *, truncate: bool
+):
+  """Samples up to `decode_steps` tokens per row without the host."""
+  row = DecodeRow(options)
+  settings = row.settings(rows_BW)
+  token_logprobs = functools.partial(_token_logprobs, config.numerics)
+  table_BP = rows_BW[:, row.table]
+  # Rows that are done idle until the host looks: a quarter may.
+  least = jnp.maximum(rows_BW[:, row.used].sum() * 3 // 4, 1)
+
+  def going_on(carry):
+    step, _, state, _ = carry
+    enough = (state.remaining_B > 0).sum() >= least
     return (step < options.decode_steps) & enough
 
-  def one_token(state):
-    step, cache, tokens_B, positions_B, remaining_B, report = state
-    active_B = remaining_B > 0
+  def one_token(carry):
+    step, cache, state, report = carry
+    active_B = state.remaining_B > 0
     hidden_BTD, ids_MBTA, cache = run(
       weights,
       cache,
-      tokens_B[:, None],
+      state.tokens_B[:, None],
       active_B[:, None],
-      positions_B[:, None],
+      jnp.where(active_B, state.positions_B, 0)[:, None],
+      table_BP,
     )
-    drawn_B, logprobs_B = sampling.sample(
-      inputs.draw.keys_B2,
-      positions_B + 1,
-      head.logits(weights.outer, hidden_BTD, config)[:, 0],
-      inputs.draw.temperatures_B,
+    logits_BV = forward.logits(weights, hidden_BTD, config)[:, 0]
+    drawn = sampling.draw(
+      settings,
+      state.positions_B + 1,
+      logits_BV,
+      token_logprobs,
+      truncate=truncate,
+      numerics=config.numerics,
     )
-    sampled = Sampled(
-      tokens_TB=drawn_B,
-      logprobs_TB=logprobs_B,
-      active_TB=active_B,
-      expert_ids_MBTA=ids_MBTA,
+    finite_B = jnp.isfinite(drawn.raw_logprobs_B)
+    told_B = jnp.where(finite_B, drawn.tokens_B, sessions.NOT_FINITE)
+    top_logprobs_BX, top_ids_BX = _top(logits_BV, options.num_top)
+    sampled = Report(
+      tokens_TB=jnp.where(active_B, told_B, sessions.NOT_SAMPLED),
+      logprobs_TB=drawn.logprobs_B,
+      raw_logprobs_TB=drawn.raw_logprobs_B,
+      top_ids_TBX=top_ids_BX,
+      top_logprobs_TBX=top_logprobs_BX,
+      expert_ids_TMBA=ids_MBTA[:, :, 0] if options.record_routes else None,
     )
     report = jax.tree.map(
       lambda whole, part: jax.lax.dynamic_update_index_in_dim(
@@ -255,23 +297,37 @@ def _decode(run, config, options, weights, cache, inputs: DecodeInputs):
       report,
       sampled,
     )
-    stopped_B = (drawn_B[:, None] == inputs.stop_tokens_BK).any(-1)
-    return (
-      step + 1,
-      cache,
-      jnp.where(active_B, drawn_B, tokens_B),
-      positions_B + active_B,
-      jnp.where(stopped_B, 0, jnp.maximum(remaining_B - 1, 0)),
-      report,
+    stop_tokens = rows_BW[:, row.stop_tokens]
+    stopped_B = (drawn.tokens_B[:, None] == stop_tokens).any(-1) | ~finite_B
+    state = State(
+      tokens_B=jnp.where(active_B, drawn.tokens_B, state.tokens_B),
+      positions_B=state.positions_B + active_B,
+      remaining_B=jnp.where(
+        stopped_B, 0, jnp.maximum(state.remaining_B - 1, 0)
+      ),
     )
+    return step + 1, cache, state, report
 
-  state = (
-    jnp.int32(0),
-    cache,
-    inputs.tokens_B,
-    inputs.positions_B,
-    inputs.remaining_B,
-    report,
+  report = _empty_report(config, options, rows_BW.shape[0])
+  _, cache, state, report = jax.lax.while_loop(
+    going_on, one_token, (jnp.int32(0), cache, state, report)
   )
-  _, cache, _, _, _, report = jax.lax.while_loop(going_on, one_token, state)
-  return cache, report
+  return cache, state, report
+
+
+def _token_logprobs(numerics, logits_BV, tokens_B, temperatures_B):
+  logprobs_BT, _ = head.token_logprobs(
+    logits_BV[:, None],
+    tokens_B[:, None],
+    temperatures_B[:, None],
+    numerics=numerics,
+  )
+  return logprobs_BT[:, 0]
+
+
+def _top(logits_BV, count):
+  """Returns the log-probabilities and ids of the likeliest tokens."""
+  if not count:
+    shape = (logits_BV.shape[0], 0)
+    return jnp.zeros(shape), jnp.zeros(shape, jnp.int32)
+  return jax.lax.top_k(jax.nn.log_softmax(logits_BV, axis=-1), count)

@@ -1,20 +1,25 @@
 """Engine: what a session gets depends on the session and the weights alone."""
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+
 import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.models import decoder, head
+from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import sampling
+from tests.rollout import serving
 
 OPTIONS = engines.EngineOptions(
   num_slots=4,
-  max_len=40,
+  max_len=serving.LENGTH,
   prefill_chunk=5,
   prefill_rows=2,
   decode_steps=3,
+  page_size=4,
+  num_pages=64,
+  num_top=2,
 )
 
 
@@ -24,58 +29,60 @@ def config(make_config):
 
 
 @pytest.fixture(scope='module')
-def policies(config, make_variables):
-  return [decoder.policy(make_variables(config, i)) for i in range(2)]
+def policy(config, make_variables):
+  return decoder.policy(make_variables(config, 0))
 
 
 @pytest.fixture
-def engine(config, policies):
-  return engines.Engine(config, policies[0], 0, OPTIONS)
+def engine(config, policy):
+  return engines.Engine(config, policy, 0, OPTIONS)
 
 
-def _request(index, context, new=6, stop_tokens=(), temperature=1.3):
-  return records.SampleRequest(
-    session=f'session {index}',
-    context_T=np.asarray(context, np.int32),
-    max_new_tokens=new,
-    stop_tokens=stop_tokens,
-    seed=(3, index),
-    temperature=temperature,
+@pytest.fixture
+def make_engine(config, policy):
+  return lambda **changes: engines.Engine(
+    config, policy, 0, dataclasses.replace(OPTIONS, **changes)
   )
 
 
 def _turns(index):
-  """Contexts of a session's two turns, longer and shorter than a chunk."""
-  rng = np.random.default_rng(index)
-  lengths = 3 + 2 * index, 1 + index
-  return [rng.integers(0, 40, n).astype(np.int32) for n in lengths]
+  """Contexts of a session's two turns, longer and shorter than a chunk.
+
+  Sessions 4 and 5 begin like session 3, and then like each other.
+  """
+  first_T = serving.tokens(index, 3 + 2 * index)
+  if index > 3:
+    shared_T = serving.tokens(3, 9)
+    first_T = np.concatenate([shared_T, serving.tokens(4, 2), first_T[:index]])
+  return [first_T, serving.tokens(10 + index, 1 + index)]
 
 
-def _play(engine, indices, order=None):
+def _play(engine, order, after_step=lambda: None):
   """Plays two turns of each session; returns completions by index."""
-  found = {i: [] for i in indices}
-  for index in order or indices:
-    engine.submit(_request(index, _turns(index)[0]))
-  for _ in range(200):
+  found = {i: [] for i in order}
+  for index in order:
+    engine.submit(serving.request(index, _turns(index)[0]))
+  for _ in range(300):
     for completion in engine.step():
       index = int(completion.session.split()[1])
       found[index].append(completion)
       if len(found[index]) == 1:
-        engine.submit(_request(index, _turns(index)[1], new=5))
+        engine.submit(serving.request(index, _turns(index)[1], new=5))
       else:
         engine.close(completion.session)
+    after_step()
     if not engine.num_unfinished:
       return found
   raise AssertionError('the engine did not finish')
 
 
-def _assert_equal(some, others):
-  for a, b in zip(some, others, strict=True):
-    for name in ('tokens_T', 'logprobs_T', 'consumed_expert_ids_TMA'):
-      np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+def _assert_same(some, others):
+  for index in some:
+    for a, b in zip(some[index], others[index], strict=True):
+      serving.assert_same_bits(a, b)
 
 
-def _whole(completions, index):
+def _whole(index, completions):
   """Returns the session's tokens and where they were sampled."""
   tokens, sampled = [], []
   for context_T, completion in zip(_turns(index), completions, strict=True):
@@ -87,156 +94,237 @@ def _whole(completions, index):
   return np.concatenate(tokens), np.concatenate(sampled)
 
 
-def test_bits_do_not_depend_on_neighbours_slots_or_schedule(
-  engine, config, policies
-):
+def test_bits_depend_on_the_session_alone(engine, make_engine):
+  """Not on neighbours, slots, order, cached prefixes or pipelining."""
   indices = range(6)  # More than slots: two wait.
   together = _play(engine, indices)
-  shuffled = _play(engine, indices, order=[4, 2, 5, 0, 3, 1])
-  for index in indices:
-    _assert_equal(together[index], shuffled[index])
-    alone = engines.Engine(config, policies[0], 0, OPTIONS)
-    _assert_equal(together[index], _play(alone, [index])[index])
+  assert engine.stats().prefix_hit_tokens
+  # Every prompt is in the store by now.
+  again = _play(engine, [4, 2, 5, 0, 3, 1])
+  cached = [again[i][0].num_cached for i in indices]
+  assert cached == [len(_turns(i)[0]) - 1 for i in indices]
+  _assert_same(again, together)
+  for index in (2, 5):
+    alone = make_engine(share_prefixes=False)
+    _assert_same(_play(alone, [index]), {index: together[index]})
+    assert alone.stats().prefix_hit_tokens == 0
 
 
-def test_records_equal_a_full_forward_of_the_same_weights(
-  engine, config, policies
+def test_reading_late_changes_nothing(engine, make_engine, policy):
+  # A swap reads whatever is under way.
+  late = make_engine(share_prefixes=False)
+  at_once = make_engine(share_prefixes=False)
+  _assert_same(
+    _play(late, [1, 2]),
+    _play(at_once, [1, 2], lambda: at_once.swap(policy, 0)),
+  )
+
+
+def test_records_equal_the_decoder_on_the_finished_sequence(
+  engine, config, policy
 ):
-  forward = jax.jit(decoder.Decoder(config).apply)
-  widened = jax.tree.map(lambda x: x.astype(jnp.float32), policies[0])
   for index, completions in _play(engine, [1, 3]).items():
-    tokens_T, sampled_T = _whole(completions, index)
-    tokens_BT = np.zeros((1, OPTIONS.max_len), np.int32)
-    tokens_BT[0, : len(tokens_T)] = tokens_T
-    positions_BT = np.arange(OPTIONS.max_len, dtype=np.int32)[None]
-    segments_BT = (positions_BT < len(tokens_T)).astype(np.int32)
-    output = forward(widened, tokens_BT, segments_BT, positions_BT)
-    logprobs_BT, _ = head.target_logprobs(
-      widened,
-      output.hidden_BTD,
-      tokens_BT,
-      segments_BT,
-      jnp.full(tokens_BT.shape, 1.3),
-      config,
+    tokens_T, sampled_T = _whole(index, completions)
+    logits_TV, routes_TMA = serving.recompute(
+      config, [(policy, len(tokens_T))], tokens_T
     )
-    recorded_T = np.concatenate([c.logprobs_T for c in completions])
-    # The same float32 sums in another order.
+
+    def joined(name, completions=completions):
+      return np.concatenate([getattr(c, name) for c in completions])
+
+    raw_TV = serving.log_softmax(logits_TV)
+    for name, logprobs_TV in (
+      ('logprobs_T', serving.log_softmax(logits_TV / 1.3)),
+      ('raw_logprobs_T', raw_TV),
+    ):
+      rows_T = np.arange(len(tokens_T))
+      # The same float32 sums in another order.
+      np.testing.assert_allclose(
+        joined(name),
+        logprobs_TV[rows_T, tokens_T][sampled_T],
+        atol=1e-4,
+      )
+    order_TV = np.argsort(-raw_TV[sampled_T], axis=-1)[:, :2]
+    np.testing.assert_array_equal(joined('top_ids_TX'), order_TV)
     np.testing.assert_allclose(
-      np.asarray(logprobs_BT)[0, : len(tokens_T)][sampled_T],
-      recorded_T,
+      joined('top_logprobs_TX'),
+      np.take_along_axis(raw_TV[sampled_T], order_TV, -1),
       atol=1e-4,
     )
-    routes_TMA = np.concatenate(
-      [c.consumed_expert_ids_TMA for c in completions]
-    )
     np.testing.assert_array_equal(
-      routes_TMA,
-      np.moveaxis(output.expert_ids_MBTA, 0, 2)[0, : len(tokens_T) - 1],
+      joined('consumed_expert_ids_TMA'), routes_TMA[:-1]
     )
+    starts = [c.routes_start for c in completions]
+    first, second = completions
+    assert starts == [0, len(first.consumed_expert_ids_TMA)]
 
 
-def test_a_swap_keeps_the_prefix_and_marks_what_follows(
-  engine, config, policies
-):
-  request = _request(0, _turns(0)[0], new=20)
-  engine.submit(request)
-  engine.step()  # Prefill, which samples the first token.
-  engine.step()
-  before = 1 + OPTIONS.decode_steps
-  engine.swap(policies[1], 5)
-  (swapped,) = _finish(engine)
-  assert swapped.policy_version_T.tolist() == [0] * before + [5] * (20 - before)
-
-  kept = engines.Engine(config, policies[0], 0, OPTIONS)
-  kept.submit(request)
-  (unswapped,) = _finish(kept)
-  np.testing.assert_array_equal(
-    swapped.tokens_T[:before], unswapped.tokens_T[:before]
+@pytest.mark.parametrize(
+  'how',
+  [
+    {'top_k': 3},
+    {'top_p': 0.5},
+    {'min_p': 0.3, 'top_k': 9, 'temperature': 0.8},
+    {'temperature': 0.0},
+  ],
+)
+def test_truncated_logprobs_are_of_what_is_left(engine, config, policy, how):
+  context_T = serving.tokens(0, 7)
+  # Beside one that does not truncate.
+  asked = serving.request(0, context_T, new=9, **how)
+  plain = serving.request(1, context_T, new=9)
+  found, beside = serving.complete(engine, asked, plain)
+  (alone,) = serving.complete(
+    engine, dataclasses.replace(plain, session='alone')
   )
-  np.testing.assert_array_equal(
-    swapped.logprobs_T[:before], unswapped.logprobs_T[:before]
+  serving.assert_same_bits(alone, beside)
+  tokens_T = np.concatenate([context_T, found.tokens_T])
+  logits_TV, _ = serving.recompute(config, [(policy, 16)], tokens_T)
+  raw_T = serving.logprobs_of(logits_TV, found, 7)
+  np.testing.assert_allclose(found.raw_logprobs_T, raw_T, atol=1e-4)
+  scaled_TV = logits_TV[7:] / (asked.temperature or 1e-9)
+  order_TV = np.argsort(-scaled_TV, axis=-1)
+  p_TV = np.exp(serving.log_softmax(np.take_along_axis(scaled_TV, order_TV, 1)))
+  kept_TV = np.tile(np.arange(40) < (asked.top_k or 40), (9, 1))
+  p_TV = p_TV * kept_TV / (p_TV * kept_TV).sum(-1, keepdims=True)
+  kept_TV &= (np.cumsum(p_TV, -1) - p_TV < asked.top_p) | (asked.top_p == 1)
+  kept_TV &= p_TV >= asked.min_p * p_TV[:, :1]
+  p_TV = p_TV * kept_TV / (p_TV * kept_TV).sum(-1, keepdims=True)
+  rank_T = np.argmax(order_TV == found.tokens_T[:, None], axis=-1)
+  assert (rank_T < kept_TV.sum(-1)).all()
+  np.testing.assert_allclose(
+    found.logprobs_T, np.log(p_TV[np.arange(9), rank_T]), atol=1e-4
   )
-  assert swapped.logprobs_T[before] != unswapped.logprobs_T[before]
-
-  # The first token after the swap: old keys and values, new weights.
-  mixed = engines.Engine(config, policies[0], 0, OPTIONS)
-  prefix_T = np.concatenate([request.context_T, swapped.tokens_T[: before - 1]])
-  mixed.submit(_request(0, prefix_T, new=1))
-  _finish(mixed)
-  mixed.swap(policies[1], 5)
-  (recomputed,) = _logprob_of(mixed, 0, swapped.tokens_T, before)
-  np.testing.assert_allclose(recomputed, swapped.logprobs_T[before], atol=1e-4)
 
 
-def _finish(engine):
-  found = []
-  while engine.num_unfinished:
-    found += engine.step()
-  return found
+def test_a_group_consumes_its_prompt_once(engine, make_engine):
+  context_T = serving.tokens(0, 15)
+  asked = [serving.request(i, context_T, new=4) for i in range(4)]
+  shared = serving.complete(engine, *asked)
+  stats = engine.stats()
+  assert stats.context_tokens == 14 and stats.prefix_hit_tokens == 3 * 14
+  assert [c.num_cached for c in shared] == [0, 14, 14, 14]
+  # Three full pages for all, one with two tokens and one more for each.
+  assert stats.pages - stats.pages_free == 3 + 4 * 2
+  apart = make_engine(share_prefixes=False)
+  for ours, theirs in zip(shared, serving.complete(apart, *asked), strict=True):
+    serving.assert_same_bits(ours, theirs)
+  assert apart.stats().context_tokens == 4 * 14
+  # A turn more goes on from what each of them holds.
+  more = [serving.request(i, [1, 2], new=3) for i in range(4)]
+  for ours, theirs in zip(
+    serving.complete(engine, *more), serving.complete(apart, *more), strict=True
+  ):
+    serving.assert_same_bits(ours, theirs)
 
 
-def _logprob_of(engine, index, tokens_T, place):
-  """Samples the token at `place`, whose random numbers are the session's."""
-  engine.submit(_request(index, [], new=1))
-  (completion,) = _finish(engine)
-  assert completion.tokens_T[0] == tokens_T[place]
-  return completion.logprobs_T
+def test_tokens_are_told_as_they_come_and_are_those_of_the_end(engine):
+  told = []
+  engine.submit(serving.request(0, serving.tokens(0, 8), new=8), told.append)
+  engine.submit(serving.request(1, [3]))
+  completion = serving.finish(engine)['session 0']
+  assert [t.position for t in told] == [8, 11, 14]
+  assert {t.session for t in told} == {'session 0'}
+  for name in ('tokens_T', 'logprobs_T', 'raw_logprobs_T', 'policy_version_T'):
+    joined_T = np.concatenate([getattr(t, name) for t in told])
+    np.testing.assert_array_equal(joined_T, getattr(completion, name))
+  np.testing.assert_array_equal(
+    np.concatenate([t.top_ids_TX for t in told]), completion.top_ids_TX
+  )
 
 
 def test_context_is_put_off_for_two_dispatches_at_most(engine):
   """Whether other context or decodes go before it."""
-  for index, new in enumerate((30, 30, 1)):
-    engine.submit(_request(index, [7], new=new))
+  for index in range(3):
+    engine.submit(serving.request(index, serving.tokens(index, 4), new=30))
   # Two rows: the third session waits for an extend, then for one decode.
-  finished = [[c.session for c in engine.step()] for _ in range(3)]
-  assert finished == [[], [], ['session 2']]
+  context_tokens = []
+  for _ in range(3):
+    engine.step()
+    context_tokens.append(engine.stats().context_tokens)
+  assert context_tokens == [6, 6, 9]
 
 
 def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
-  free = _play(engine, [2])[2][0]
+  context_T = serving.tokens(2, 7)
+  (free,) = serving.complete(engine, serving.request(2, context_T))
+  engine.close('session 2')
   stop = int(free.tokens_T[3])
   first = free.tokens_T.tolist().index(stop)
-  engine.submit(_request(2, _turns(2)[0], stop_tokens=(39, stop)))
-  (stopped,) = _finish(engine)
+  (stopped,) = serving.complete(
+    engine, serving.request(2, context_T, stop_tokens=(39, stop))
+  )
   assert stopped.stopped and not free.stopped
   np.testing.assert_array_equal(stopped.tokens_T, free.tokens_T[: first + 1])
   engine.close('session 2')
-  engine.submit(_request(2, _turns(2)[0], new=1000))
-  (longest,) = _finish(engine)
+  (longest,) = serving.complete(engine, serving.request(2, context_T, new=1000))
   assert not longest.stopped
-  assert len(_turns(2)[0]) + len(longest.tokens_T) == OPTIONS.max_len
+  assert len(context_T) + len(longest.tokens_T) == OPTIONS.max_len
   np.testing.assert_array_equal(longest.tokens_T[:6], free.tokens_T)
 
 
-def test_two_programs_are_compiled_and_no_more(make_config, make_variables):
-  config = make_config(num_layers=2)
-  options = engines.EngineOptions(
-    num_slots=3, max_len=40, prefill_chunk=4, prefill_rows=8, decode_steps=2
+def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
+  """So hot that the model has no say; over two requests."""
+  first, second = (
+    serving.request(0, serving.tokens(seed, 5), new=4, temperature=1e6)
+    for seed in (1, 2)
   )
-  engine = engines.Engine(config, make_variables(config, 0), 0, options)
-  _play(engine, range(4))
-  engine.swap(make_variables(config, 1), 1)
-  _play(engine, [3, 0])
-  other = engines.Engine(config, make_variables(config, 2), 0, options)
-  _play(other, [1])
-  assert other.traces == {'extend': 1, 'decode': 1}
+  drawn = []
+  for asked in (first, second):
+    (completion,) = serving.complete(engine, asked)
+    drawn += completion.tokens_T.tolist()
+  settings = sampling.Settings(
+    keys_B2=np.tile(sampling.key_of(first.seed), (8, 1)),
+    temperatures_B=np.ones(8, np.float32),
+    top_ps_B=np.ones(8, np.float32),
+    top_ks_B=np.zeros(8, np.int32),
+    min_ps_B=np.zeros(8, np.float32),
+  )
+  want = sampling.draw(
+    settings,
+    np.array([*range(5, 9), *range(14, 18)], np.int32),
+    np.zeros((8, 40), np.float32),
+    lambda logits_BV, tokens_B, temperatures_B: temperatures_B,
+    truncate=False,
+    numerics='fast',
+  )
+  assert drawn == want.tokens_B.tolist()
 
 
-def test_what_cannot_be_served_is_refused(
-  engine, make_config, make_variables, policies
-):
-  with pytest.raises(ValueError, match=r'tokens from 3 to 40.*0\.\.39'):
-    engine.submit(_request(0, [3, 40]))
-  with pytest.raises(ValueError, match=r'hold 41 tokens.*max_len \(40\)'):
-    engine.submit(_request(0, [3] * 41))
-  with pytest.raises(ValueError, match=r'5 stop tokens exceed.*\(4\)'):
-    engine.submit(_request(0, [3], stop_tokens=(1, 2, 3, 4, 5)))
-  assert engine.num_unfinished == 0
-  engine.swap(policies[1], 4)
-  with pytest.raises(ValueError, match='version 4 for the older 3'):
-    engine.swap(policies[0], 3)
-  other = make_variables(make_config(dense_ffw_dim=8), 0)
-  with pytest.raises(ValueError, match=r'ffw/down of version 5 .*\(8, 16\)'):
-    engine.swap(other, 5)
-  with pytest.raises(ValueError, match='prefill_chunk must be a positive'):
-    engines.EngineOptions(num_slots=1, max_len=4, prefill_chunk=0)
+def test_without_routes_the_tokens_are_the_same(engine, make_engine):
+  asked = serving.request(0, serving.tokens(0, 8))
+  (with_routes,) = serving.complete(engine, asked)
+  (without,) = serving.complete(make_engine(record_routes=False), asked)
+  np.testing.assert_array_equal(without.tokens_T, with_routes.tokens_T)
+  np.testing.assert_array_equal(without.logprobs_T, with_routes.logprobs_T)
+  routes_TMA = without.consumed_expert_ids_TMA
+  assert routes_TMA.shape == with_routes.consumed_expert_ids_TMA.shape
+  assert (routes_TMA == records.NO_ROUTE).all()
+
+
+def test_what_cannot_be_served_is_refused(engine):
+  refused = [
+    (serving.request(0, [3, 40]), r'tokens from 3 to 40.*0\.\.39'),
+    (serving.request(0, [3, -1]), r'tokens from -1 to 3.*0\.\.39'),
+    (serving.request(0, [3] * 41), r'hold 41 tokens.*max_len \(40\)'),
+    (serving.request(0, []), r"session 'session 0' has an empty context"),
+    (
+      serving.request(0, [3], stop_tokens=(1, 2**70)),
+      r'stop_tokens holds tokens from 1 to 1180591620717411303424; .*0\.\.39',
+    ),
+    (serving.request(0, [3], stop_tokens=(1,) * 5), r'5 stop tokens.*\(4\)'),
+  ]
+  for asked, message in refused:
+    with pytest.raises(ValueError, match=message):
+      engine.submit(asked)
+  assert engine.num_unfinished == 0 and engine.stats().sessions == 0
+  for changes, message in (
+    ({'prefill_chunk': 0}, 'prefill_chunk must be a positive'),
+    ({'page_size': True}, 'page_size must be a positive integer, not True'),
+    ({'num_pages': 9}, r'num_pages \(9\) of 4 tokens.*at least 10'),
+    ({'decode_rows': (1, 2)}, r'\(1, 2\) must end at num_slots \(4\)'),
+    ({'prefill_rows': ()}, 'prefill_rows must name'),
+    ({'on_swap': 'drop'}, r"'keep', 'refresh'.*not 'drop'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      dataclasses.replace(OPTIONS, **changes)

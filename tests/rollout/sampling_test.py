@@ -1,57 +1,249 @@
 """Sampling: the right distribution, from the right random numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from composer_jax.models import head
 from composer_jax.rollout import sampling
 
 
-def _draws(logits_V, temperature, count, seed=(7,)):
-  keys_B2 = np.tile(sampling.key_of(seed), (count, 1))
-  positions_B = np.arange(count, dtype=np.int32)
-  logits_BV = jnp.broadcast_to(jnp.array(logits_V), (count, len(logits_V)))
-  return jax.jit(sampling.sample)(
-    keys_B2,
+@functools.partial(jax.jit, static_argnames=('truncate', 'numerics'))
+def _draw(settings, positions_B, logits_BV, truncate, numerics='fast'):
+  def token_logprobs(logits_BV, tokens_B, temperatures_B):
+    rows = (logits_BV, tokens_B, temperatures_B)
+    rows = [array[:, None] for array in rows]
+    return head.token_logprobs(*rows, numerics=numerics)[0][:, 0]
+
+  return sampling.draw(
+    settings,
     positions_B,
     logits_BV,
-    np.full(count, temperature, np.float32),
+    token_logprobs,
+    truncate=truncate,
+    numerics=numerics,
+  )
+
+
+def _settings(count, seed=(7,), temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
+  def row(value, dtype):
+    return np.broadcast_to(np.asarray(value, dtype), count)
+
+  return sampling.Settings(
+    keys_B2=np.tile(sampling.key_of(seed), (count, 1)),
+    temperatures_B=row(temperature, np.float32),
+    top_ps_B=row(top_p, np.float32),
+    top_ks_B=row(top_k, np.int32),
+    min_ps_B=row(min_p, np.float32),
+  )
+
+
+def _draws(logits_V, count, truncate=False, **settings):
+  return _draw(
+    _settings(count, **settings),
+    np.arange(count, dtype=np.int32),
+    np.broadcast_to(np.asarray(logits_V, np.float32), (count, len(logits_V))),
+    truncate,
   )
 
 
 def test_frequencies_match_the_softmax_of_logits_over_temperature():
   probabilities_V = np.array([0.5, 0.25, 0.15, 0.1])
   count, temperature = 20_000, 2.0
-  tokens_B, logprobs_B = _draws(
-    (temperature * np.log(probabilities_V)).astype(np.float32),
-    temperature,
-    count,
+  drawn = _draws(
+    temperature * np.log(probabilities_V), count, temperature=temperature
   )
-  frequencies_V = np.bincount(tokens_B, minlength=4) / count
+  frequencies_V = np.bincount(drawn.tokens_B, minlength=4) / count
   # Five standard errors of a share at most 0.5.
   np.testing.assert_allclose(
     frequencies_V, probabilities_V, atol=5 * 0.5 / count**0.5
   )
   np.testing.assert_allclose(
-    logprobs_B, np.log(probabilities_V)[tokens_B], atol=1e-5
+    drawn.logprobs_B, np.log(probabilities_V)[drawn.tokens_B], atol=1e-5
   )
+  raw_V = jax.nn.log_softmax(temperature * jnp.log(probabilities_V))
+  np.testing.assert_allclose(
+    drawn.raw_logprobs_B, raw_V[drawn.tokens_B], atol=1e-5
+  )
+
+
+def _truncated(logits_V, temperature, top_p, top_k, min_p):
+  """The distribution, token by token in float64."""
+  exact_V = np.exp(np.float64(logits_V) / temperature)
+  order = sorted(range(len(exact_V)), key=lambda i: (-exact_V[i], i))
+  kept = order[: top_k or None]
+  shares = exact_V[kept] / exact_V[kept].sum()
+  nucleus, mass = [], 0.0
+  for token, share in zip(kept, shares, strict=True):
+    if mass < top_p and share >= min_p * shares[0]:
+      nucleus.append(token)
+    mass += share
+  probabilities_V = np.zeros(len(exact_V))
+  probabilities_V[nucleus] = exact_V[nucleus] / exact_V[nucleus].sum()
+  return probabilities_V
+
+
+@pytest.mark.parametrize(
+  'temperature,top_p,top_k,min_p,size',
+  [
+    (1.0, 0.6, 0, 0.0, 2),
+    (1.0, 1.0, 3, 0.0, 3),
+    (2.0, 1.0, 0, 0.6, 2),
+    (0.5, 0.99, 4, 0.2, 2),
+    # top_p is of what top_k left: 0.4 / 0.7 < 0.6 of two, not of all.
+    (1.0, 0.56, 2, 0.0, 1),
+    (1.0, 1e-6, 0, 0.0, 1),
+    # Two of the three equal ones, those with the smaller index.
+    (1.0, 1.0, 4, 0.0, 4),
+  ],
+)
+def test_frequencies_match_what_truncation_leaves(
+  temperature, top_p, top_k, min_p, size
+):
+  logits_V = np.log([0.1, 0.3, 0.1, 0.4, 0.1]).astype(np.float32)
+  count = 4000
+  drawn = _draws(
+    logits_V,
+    count,
+    truncate=True,
+    temperature=temperature,
+    top_p=top_p,
+    top_k=top_k,
+    min_p=min_p,
+  )
+  want_V = _truncated(logits_V, temperature, top_p, top_k, min_p)
+  assert (want_V > 0).sum() == size
+  frequencies_V = np.bincount(drawn.tokens_B, minlength=5) / count
+  np.testing.assert_allclose(frequencies_V, want_V, atol=5 * 0.5 / count**0.5)
+  assert not frequencies_V[want_V == 0].any()
+  np.testing.assert_allclose(
+    drawn.logprobs_B, np.log(want_V[drawn.tokens_B]), atol=1e-5
+  )
+  np.testing.assert_allclose(
+    drawn.raw_logprobs_B, logits_V[drawn.tokens_B], atol=1e-5
+  )
+
+
+def test_temperature_zero_takes_the_likeliest_with_certainty():
+  logits_BV = jax.random.normal(jax.random.key(3), (5, 30))
+  settings = _settings(5, temperature=[0, 1, 0, 0, 2], top_p=[1, 1, 0.1, 1, 1])
+  positions_B = np.arange(5, dtype=np.int32)
+  drawn = _draw(settings, positions_B, logits_BV, True)
+  greedy = np.array([0, 2, 3])
+  np.testing.assert_array_equal(
+    drawn.tokens_B[greedy], np.argmax(logits_BV[greedy], -1)
+  )
+  assert not drawn.logprobs_B[greedy].any() and (drawn.logprobs_B[1] < 0)
+  np.testing.assert_allclose(
+    drawn.raw_logprobs_B[greedy],
+    jax.nn.log_softmax(logits_BV)[greedy].max(-1),
+    atol=1e-6,
+  )
+  alone = _draw(
+    _settings(5, temperature=0.0), positions_B, logits_BV, truncate=False
+  )
+  np.testing.assert_array_equal(alone.tokens_B[greedy], drawn.tokens_B[greedy])
+
+
+def test_a_row_that_does_not_truncate_is_the_same_beside_one_that_does():
+  logits_BV = 3 * jax.random.normal(jax.random.key(4), (8, 40))
+  settings = _settings(8, temperature=1.3)
+  positions_B = np.arange(8, dtype=np.int32)
+  plain = _draw(settings, positions_B, logits_BV, truncate=False)
+  beside = _draw(
+    settings.replace(top_ks_B=np.array([0] * 7 + [2], np.int32)),
+    positions_B,
+    logits_BV,
+    truncate=True,
+  )
+  for name in ('tokens_B', 'logprobs_B', 'raw_logprobs_B'):
+    np.testing.assert_array_equal(
+      getattr(beside, name)[:7], getattr(plain, name)[:7]
+    )
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+def test_logits_that_are_no_distribution_show_in_the_raw_logprob(bad):
+  logits_BV = np.zeros((3, 6), np.float32)
+  logits_BV[1, 4] = bad
+  for truncate in (False, True):
+    drawn = _draw(
+      _settings(3, temperature=[1, 0.7, 0], top_k=[2, 2, 0]),
+      np.arange(3, dtype=np.int32),
+      logits_BV,
+      truncate=truncate,
+    )
+    np.testing.assert_array_equal(
+      np.isfinite(drawn.raw_logprobs_B), [True, False, True]
+    )
 
 
 def test_a_draw_depends_on_seed_and_position_only():
   logits_BV = jax.random.normal(jax.random.key(0), (6, 50))
-  keys_B2 = np.stack([sampling.key_of((1, 2, i)) for i in range(6)])
-  positions_B = np.arange(6, dtype=np.int32) * 3
-  ones_B = np.ones(6, np.float32)
-  sample = jax.jit(sampling.sample)
-  tokens_B, logprobs_B = sample(keys_B2, positions_B, logits_BV, ones_B)
-  order = np.array([3, 0, 5, 1, 4, 2])
-  again_B, again_logprobs_B = sample(
-    keys_B2[order], positions_B[order], logits_BV[order], ones_B
+  settings = _settings(6)
+  settings = settings.replace(
+    keys_B2=np.stack([sampling.key_of((1, 2, i)) for i in range(6)])
   )
-  np.testing.assert_array_equal(again_B, tokens_B[order])
-  np.testing.assert_array_equal(again_logprobs_B, logprobs_B[order])
-  moved_B, _ = sample(keys_B2, positions_B + 1, logits_BV, ones_B)
-  assert np.any(moved_B != tokens_B)
+  positions_B = np.arange(6, dtype=np.int32) * 3
+  drawn = _draw(settings, positions_B, logits_BV, truncate=False)
+  order = np.array([3, 0, 5, 1, 4, 2])
+  again = _draw(
+    settings.replace(keys_B2=settings.keys_B2[order]),
+    positions_B[order],
+    logits_BV[order],
+    truncate=False,
+  )
+  np.testing.assert_array_equal(again.tokens_B, drawn.tokens_B[order])
+  np.testing.assert_array_equal(again.logprobs_B, drawn.logprobs_B[order])
+  moved = _draw(settings, positions_B + 1, logits_BV, truncate=False)
+  assert np.any(moved.tokens_B != drawn.tokens_B)
+
+
+def test_every_token_of_a_large_vocabulary_has_its_chance():
+  # 300 tokens in 32 classes, of ten tokens or nine.
+  count, vocab_size = 8000, 300
+  logits_V = np.array(jax.random.normal(jax.random.key(5), vocab_size))
+  logits_V[10:20] = -np.inf
+  drawn = _draws(logits_V, count)
+  expected_V = count * np.float64(jax.nn.softmax(logits_V))
+  counts_V = np.bincount(drawn.tokens_B, minlength=vocab_size)
+  assert counts_V.shape == (vocab_size,) and not counts_V[10:20].any()
+  likely_V = expected_V > 0
+  squares_V = (counts_V - expected_V)[likely_V] ** 2 / expected_V[likely_V]
+  freedom = likely_V.sum() - 1
+  # Chi-squared: its mean is the degrees of freedom, its variance twice that.
+  assert abs(squares_V.sum() - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_the_last_likely_token_is_taken_where_rounding_leaves_none():
+  weights_BX = jnp.array([[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 3.0]])
+  for uniform, want in ((0.0, [0, 3]), (1 - 2.0**-24, [2, 3]), (1.0, [2, 3])):
+    found_B = sampling._invert(weights_BX, jnp.full(2, uniform, jnp.float32))
+    np.testing.assert_array_equal(found_B, want)
+
+
+@pytest.mark.parametrize('truncate', [False, True])
+def test_batch_invariant_draws_know_nothing_of_the_number_of_rows(truncate):
+  count = 40
+  logits_BV = 3 * jax.random.normal(jax.random.key(8), (count, 300))
+  positions_B = np.arange(count, dtype=np.int32)
+  top_ps = np.where(positions_B % 2, 0.9, 1) if truncate else 1.0
+  settings = _settings(count, temperature=0.8, top_p=top_ps)
+  draw = functools.partial(_draw, truncate=truncate, numerics='batch_invariant')
+  whole = draw(settings, positions_B, logits_BV)
+  for rows in (slice(0, 1), slice(3, 8), slice(7, 40)):
+    part = draw(
+      jax.tree.map(lambda x, rows=rows: x[rows], settings),
+      positions_B[rows],
+      logits_BV[rows],
+    )
+    for name in ('tokens_B', 'logprobs_B', 'raw_logprobs_B'):
+      np.testing.assert_array_equal(
+        getattr(part, name), getattr(whole, name)[rows]
+      )
 
 
 def test_seed_tuples_do_not_collide():

@@ -1,8 +1,10 @@
 """Serving: many blocking threads, one engine, and no one left waiting."""
 
+import dataclasses
 import time
 from concurrent import futures
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ OPTIONS = engines.EngineOptions(
 
 @pytest.fixture(scope='module')
 def policy_arrays(make_config, make_variables):
-  config = make_config(num_layers=2)
+  config = make_config(num_layers=2, tie_embeddings=False)
   return config, [make_variables(config, i) for i in range(2)]
 
 
@@ -67,17 +69,15 @@ def test_completions_do_not_depend_on_threads(engine):
 
 def test_weights_can_be_swapped_while_episodes_run(engine, policy_arrays):
   policy = server.EnginePolicy(engine, timeout_s=60)
-  steps = []
 
   def before_step():
-    steps.append(engine.num_unfinished)
-    if sum(n > 0 for n in steps) == 1:
+    if engine.stats().sampled_tokens == 0 and engine.stats().dispatches == 2:
       engine.swap(policy_arrays[1][1], 1)
 
   with futures.ThreadPoolExecutor() as pool:
     job = pool.submit(policy.complete, _request(0))
     policy.serve(job.done, before_step)
-  assert job.result().policy_version_T.tolist() == [0, 1, 1, 1]
+  assert job.result().policy_version_T.tolist() == [0, 0, 1, 1]
 
 
 def test_a_refused_request_is_told_to_its_caller_alone(engine):
@@ -154,3 +154,37 @@ def test_what_is_closed_last_is_closed_when_serving_ends(engine):
 
     policy.serve(done)
   assert not engine.is_open('session 0')
+
+
+@pytest.mark.parametrize(
+  'change,message',
+  [
+    ({'top_p': 0.9}, r"top_p \(0.9\) of session 'session 0' must be 1: the tr"),
+    ({'top_k': 5}, r'top_k \(5\) .* must be 0'),
+    ({'min_p': 0.1}, r'min_p \(0.1\) .* must be 0'),
+    ({'temperature': 0.0}, r'temperature \(0\) .* must be positive'),
+  ],
+)
+def test_what_a_trainer_could_not_recompute_is_refused(engine, change, message):
+  policy = server.EnginePolicy(engine, timeout_s=60)
+  with pytest.raises(ValueError, match=message):
+    policy.complete(dataclasses.replace(_request(0), **change))
+
+
+def test_values_that_are_not_finite_are_told_to_their_caller(policy_arrays):
+  config, variables = policy_arrays
+  jobs = [_episode(0), _episode(1)]
+  clean = play_all(jobs, engines.Engine(config, variables[0], 0, OPTIONS))
+  drawn = {token for _, turns in clean for turn in turns for token in turn}
+  # Beyond the contexts of both, which hold 0 to 3.
+  token = min(set(range(6, 30)) - drawn)
+  broken = jax.tree.map(np.array, variables[0])
+  broken['params']['embedding'][token] = np.nan
+  engine = engines.Engine(config, broken, 0, OPTIONS)
+
+  def bad(policy):
+    with pytest.raises(FloatingPointError, match='over 1 tokens from 2 on of'):
+      policy.complete(_request(token - 2))
+
+  assert play_all([*jobs, bad], engine)[:2] == clean
+  assert engine.stats().sessions == 0

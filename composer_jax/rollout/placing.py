@@ -1,0 +1,93 @@
+"""Where the arrays of an engine lie: on one device, or over a mesh.
+
+Over a mesh the weights lie as `layouts.DECODE` says, pools of grouped-query
+attention by key head, and everything else, latents included, on every device:
+a step moves rows of sums and never a weight or a page.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.models import config as config_lib
+from composer_jax.models import placement
+from composer_jax.parallel import exchange, layouts, topology
+from composer_jax.rollout import forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Shardings of what an engine holds.
+
+  Attributes:
+    whole: of inputs, reports and state: every device has them.
+    pools: of each pool of the cache.
+    plan: how experts are shared; None on one device.
+  """
+
+  whole: Sharding
+  pools: Sharding
+  plan: exchange.ExchangePlan | None = None
+
+
+def mesh_of(num_devices: int) -> Mesh | None:
+  """Returns a mesh of the first devices; None for one device.
+
+  Raises:
+    ValueError: there are not so many.
+  """
+  if num_devices == 1:
+    return None
+  devices = jax.devices()
+  if not 1 <= num_devices <= len(devices):
+    raise ValueError(
+      f'An engine over {num_devices} devices needs as many; there are '
+      f'{len(devices)} ({devices[0].platform}).'
+    )
+  return topology.make_mesh(fsdp=num_devices, devices=devices[:num_devices])
+
+
+def on_device(device: jax.Device) -> Place:
+  whole = jax.sharding.SingleDeviceSharding(device)
+  return Place(whole, whole)
+
+
+def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> Place:
+  """Shares a model out over all devices of the mesh.
+
+  Raises:
+    ValueError: numerics that need one device, or experts that do not divide.
+  """
+  if mesh.size == 1:
+    return on_device(mesh.devices.item())
+  if config.numerics == 'batch_invariant':
+    raise ValueError(
+      f"numerics 'batch_invariant' needs one device, not a mesh of {mesh.size} "
+      f'({dict(mesh.shape)}): the order of a sum over devices depends on how '
+      "many they are. Use a mesh of one, or numerics 'fast'."
+    )
+  plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
+  pools = P()
+  if isinstance(config.attention, config_lib.GQAConfig):
+    places = _variables(config, mesh)
+    key = places['params']['moe_layers']['attention']['key']
+    pools = P(None, key.spec[2])
+  return Place(NamedSharding(mesh, P()), NamedSharding(mesh, pools), plan)
+
+
+def put_weights(
+  variables: Any, config: config_lib.ModelConfig, place: Place
+) -> forward.Weights:
+  """Returns the engine's own copy of a decoder's variables, in its place."""
+  if place.plan is None:
+    return forward.unstack(jax.device_put(variables, place.whole), config)
+  shardings = _variables(config, place.plan.mesh)
+  variables = jax.device_put(variables, shardings)
+  return forward.unstack(variables, config, is_sharded=True)
+
+
+def _variables(config, mesh) -> Any:
+  return placement.variable_shardings(config, layout=layouts.DECODE, mesh=mesh)

@@ -1,0 +1,198 @@
+"""Sampler and trainer agree bit for bit where the numerics are invariant.
+
+A random workload runs through the real engine: sessions of many lengths that
+come one by one, share prompts, go on for a second turn, wait for pages and lose
+them, in row buckets of several sizes. What it recorded is packed and scored by
+the trainer's own functions. In `batch_invariant` numerics every log-probability
+and every route is the same, with and without replay; nothing is rounded away.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.agent import episode
+from composer_jax.core import records
+from composer_jax.kernels import attention
+from composer_jax.models import decoder
+from composer_jax.rl import batching
+from composer_jax.rl import step as steps
+from composer_jax.rollout import engine as engines
+from tests.rl import replayed
+
+MAX_LEN = 96
+OPTIONS = engines.EngineOptions(
+  num_slots=4,
+  max_len=MAX_LEN,
+  prefill_chunk=24,
+  prefill_rows=(1, 3),
+  decode_steps=3,
+  decode_rows=(1, 4),
+  page_size=attention.KEY_BLOCK,
+  # Room for two long sessions, where four want to run.
+  num_pages=7,
+)
+NUM_SESSIONS = 9
+
+
+def _config(name, dtype):
+  return dataclasses.replace(
+    replayed.CONFIGS[name], numerics='batch_invariant', compute_dtype=dtype
+  )
+
+
+@functools.cache
+def _policy(config):
+  return decoder.policy(replayed.variables(config))
+
+
+def _turns(index):
+  """Contexts and how much to sample; every third session has one prompt."""
+  rng = np.random.default_rng(index)
+  first_T = np.random.default_rng(100 + index % 3).integers(
+    0, replayed.V, 5 + 28 * (index % 3)
+  )
+  if index % 2:
+    tail_T = rng.integers(0, replayed.V, rng.integers(1, 12))
+    first_T = np.concatenate([first_T, tail_T])
+  turns = [(first_T, int(rng.integers(1, 30)))]
+  if index % 4:
+    second_T = rng.integers(0, replayed.V, rng.integers(1, 9))
+    turns.append((second_T, int(rng.integers(1, 12))))
+  return [(context_T.astype(np.int32), new) for context_T, new in turns]
+
+
+def _request(index, turn):
+  context_T, new = _turns(index)[turn]
+  return records.SampleRequest(
+    session=str(index),
+    context_T=context_T,
+    max_new_tokens=new,
+    stop_tokens=(3,),
+    seed=(7, index),
+    temperature=0.7 + 0.1 * index,
+  )
+
+
+def _play(engine, order, pace):
+  """Returns the trajectory of each session, and how many lost their pages.
+
+  Args:
+    engine: to play on.
+    order: of arrival.
+    pace: seed of the steps between arrivals.
+  """
+  lost = 0
+  rng = np.random.default_rng(pace)
+  windows = {i: episode._Window() for i in order}
+  turns = dict.fromkeys(order, 0)
+  coming = list(order)
+  while coming or engine.num_unfinished:
+    if coming and (not engine.num_unfinished or rng.random() < 0.3):
+      engine.submit(_request(coming.pop(0), 0))
+    for completion in engine.step():
+      index = int(completion.session)
+      lost += turns[index] > 0 and completion.routes_start == 0
+      windows[index].append(_turns(index)[turns[index]][0], completion)
+      turns[index] += 1
+      if turns[index] < len(_turns(index)):
+        engine.submit(_request(index, turns[index]))
+      elif index % 2:
+        engine.close(completion.session)
+  return [windows[i].trajectory(0.7 + 0.1 * i) for i in sorted(order)], lost
+
+
+@functools.cache
+def _sampled(config):
+  """Returns trajectories of a full cache, how many lost pages, the engine."""
+  engine = engines.Engine(config, _policy(config), 0, OPTIONS)
+  return *_play(engine, range(NUM_SESSIONS), 0), engine
+
+
+def _assert_same(have, want):
+  for mine, other in zip(have, want, strict=True):
+    for field in dataclasses.fields(records.Trajectory):
+      np.testing.assert_array_equal(
+        getattr(mine, field.name), getattr(other, field.name), field.name
+      )
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+  scope='module',
+  params=[
+    'gqa_softmax-float32',
+    pytest.param('mla_sigmoid-float32', marks=SLOW),
+    pytest.param('gqa_softmax-bfloat16', marks=SLOW),
+    pytest.param('mla_sigmoid-bfloat16', marks=SLOW),
+  ],
+)
+def config(request):
+  return _config(*request.param.split('-'))
+
+
+def test_the_workload_meets_what_it_is_for(config):
+  found, lost, engine = _sampled(config)
+  blocks = {-(-len(t) // attention.KEY_BLOCK) for t in found}
+  assert blocks == {1, 2, 3}
+  assert lost > 0 and engine.stats().prefix_hit_tokens > 0
+  # Every bucket was in use, and compiled once.
+  names = ('extend 1', 'extend 3', 'decode 1', 'decode 4')
+  assert engine.traces == dict.fromkeys(names, 1)
+
+
+def test_buckets_order_and_room_change_no_bit(config):
+  """One bucket, other arrivals, and pages for all at once."""
+  found, *_ = _sampled(config)
+  options = dataclasses.replace(
+    OPTIONS, prefill_rows=3, decode_rows=(), num_pages=32
+  )
+  engine = engines.Engine(config, _policy(config), 0, options)
+  order = np.random.default_rng(1).permutation(NUM_SESSIONS).tolist()
+  mine, lost = _play(engine, order, 5)
+  assert lost == 0
+  _assert_same(mine, found)
+
+
+@pytest.mark.parametrize('replay', [True, False])
+def test_the_trainer_scores_what_was_sampled(config, replay):
+  found, *_ = _sampled(config)
+  shape = replayed.shape(config, rows=3, seq_len=160, align=attention.KEY_BLOCK)
+  lengths = [len(t) for t in found]
+  # As the trainer has them: the policy's values, in float32.
+  values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))
+  packed = batching.pack(found, [0.0] * len(found), shape)
+  score = _scorer(config)
+  scores = [
+    jax.device_get(
+      score(values, b if replay else b.replace(expert_ids_MBTA=None))
+    )
+    for b in packed
+  ]
+  compared = 0
+  for trajectory, place in zip(
+    found, batching.places(lengths, shape), strict=True
+  ):
+    mine = scores[place.batch]
+    sampled_T = trajectory.loss_mask_T
+    np.testing.assert_array_equal(
+      mine.logprobs_BT[place.row, place.span][sampled_T],
+      trajectory.logprobs_T[sampled_T],
+    )
+    routes_MTA = mine.expert_ids_MBTA[:, place.row, place.span]
+    np.testing.assert_array_equal(
+      routes_MTA.swapaxes(0, 1)[:-1], trajectory.expert_ids_TMA[:-1]
+    )
+    compared += sampled_T.sum()
+  assert compared > 60
+
+
+@functools.cache
+def _scorer(config):
+  return steps.scorer(decoder.Decoder(config))

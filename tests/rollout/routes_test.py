@@ -1,0 +1,96 @@
+"""The routes of a session's turns: one record, whoever joins the increments.
+
+An episode joins what completions give it, a client of the server joins tapes.
+Between the turns weights are swapped and pages taken away, so that the engine
+consumes tokens anew and says so by `routes_start`.
+"""
+
+import numpy as np
+import pytest
+
+from composer_jax.agent import episode
+from composer_jax.core import records, route_codec
+from composer_jax.models import decoder
+from composer_jax.rollout import engine as engines
+from tests.rollout import serving, swap_test
+
+
+class Joined:
+  """A window and a tape of the same completions."""
+
+  def __init__(self, config):
+    self.scheme = route_codec.RouteScheme(
+      num_experts=config.moe.num_experts,
+      num_active=config.moe.num_active,
+      layers=tuple(range(config.num_dense_layers, config.num_layers)),
+    )
+    self.window, self.tape = episode._Window(), None
+    self.starts, self.ends = [], []
+
+  def add(self, context_T, completion):
+    self.window.append(context_T, completion)
+    sent = route_codec.decode(
+      route_codec.encode(
+        completion.consumed_expert_ids_TMA,
+        self.scheme,
+        start=completion.routes_start,
+      ),
+      self.scheme,
+    )
+    replaced = self.tape is not None and sent.start != self.tape.stop
+    if replaced:
+      with pytest.raises(ValueError, match='what is twice'):
+        route_codec.concatenate([self.tape, sent])
+    self.tape = route_codec.update(self.tape, sent) if self.tape else sent
+    self.starts.append(sent.start)
+    self.ends.append(self.tape.stop)
+    assert self.tape.stop == self.window.length - 1
+
+  def trajectory(self):
+    return self.window.trajectory(1.3)
+
+
+def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
+  make_config, make_variables
+):
+  config = make_config()
+  policies = [decoder.policy(make_variables(config, i)) for i in range(2)]
+  # The programs are those of `swap_test`.
+  engine = engines.Engine(config, policies[0], 0, swap_test.OPTIONS)
+  joined = Joined(config)
+
+  def turn(context, new, between=lambda: None):
+    asked = serving.request(0, context, new=new)
+    engine.submit(asked)
+    between()
+    found = serving.finish(engine)
+    joined.add(asked.context_T, found[asked.session])
+
+  def steps_then_swap():
+    for _ in range(2):
+      engine.step()
+    engine.swap(policies[1], 2, 'refresh')
+
+  turn(serving.tokens(0, 8), 4)
+  turn([7], 3)  # Goes on where the last turn ended.
+  engine.swap(policies[1], 1, 'refresh')
+  turn([8, 9], 3)  # Idle while weights were swapped.
+  turn([5], 2)
+  turn([4], 6, steps_then_swap)  # At work meanwhile.
+  turn([6], 2)
+  # Others fill the pages until this session's are taken.
+  for n in range(1, 8):
+    other = serving.request(n, serving.tokens(n, 8), new=30)
+    serving.complete(engine, other)
+  turn([3], 3)
+  assert joined.starts == [0, 11, 0, 20, 0, 30, 0]
+  assert joined.ends == [11, 15, 20, 23, 30, 33, 37]
+
+  trajectory = joined.trajectory()
+  recorded_TMA = trajectory.expert_ids_TMA
+  np.testing.assert_array_equal(recorded_TMA[:-1], joined.tape.ids_TMA)
+  assert (recorded_TMA[-1] == records.NO_ROUTE).all()
+  _, routes_TMA = serving.recompute(
+    config, [(policies[1], len(trajectory))], trajectory.tokens_T
+  )
+  np.testing.assert_array_equal(recorded_TMA[:-1], routes_TMA[:-1])
