@@ -22,6 +22,7 @@ CONFIGS = sorted(
 )
 MODELS = [p for p in CONFIGS if p.parent.name == 'models']
 COMPOSERS = [p for p in CONFIGS if p.parent.name == 'composer']
+SERVERS = [p for p in CONFIGS if p.parent.name == 'serve']  # tests/serve
 
 # Besides '': what a module's docstring or its function's names after a colon.
 ARGUMENTS = {'composer/tiny.py': ('smoke',), 'composer/gpu.py': ('smoke',)}
@@ -67,7 +68,7 @@ def test_there_are_configs():
   assert ROOT / 'configs' / 'composer' / 'tiny.py' in COMPOSERS
   assert MODELS
   # One that is in neither would be loaded and never built.
-  assert sorted(MODELS + COMPOSERS) == CONFIGS
+  assert sorted(MODELS + COMPOSERS + SERVERS) == CONFIGS
 
 
 @each
@@ -172,7 +173,7 @@ def test_composer_is_a_whole_run(path, argument):
   assert counted(spec.model) == flops.params_total(spec.model)
   # What is made of the sections later is made of them here.
   spec.cpt.optimizer_options(), spec.sft.optimizer_options()
-  spec.rl.optimizer_options(), spec.rl.update_options(spec.seed)
+  spec.rl.optimizer_options(), spec.update_options()
   spec.rollout.engine_options(spec.episode.max_tokens)
   spec.demonstrations.noise(), spec.sandbox.limits()
 

@@ -83,7 +83,7 @@ class Job:
     """Of pretraining and SFT: all devices."""
     mesh = topology.make_mesh(**dataclasses.asdict(self.spec.mesh))
     return placements.build(
-      self.spec.model, mesh=mesh, layout=layouts.BY_NAME[self.spec.layout]
+      self.spec.lm_model, mesh=mesh, layout=layouts.BY_NAME[self.spec.layout]
     )
 
   @functools.cached_property
@@ -335,8 +335,9 @@ def _claimed(spec: specs.Spec) -> dict[str, Any]:
 
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
-  # A folder may be moved; what it holds may not change.
-  ignored = ('telemetry', 'rl.placement', 'initial')
+  # A folder may be moved; what it holds may not change. No result depends on
+  # the gate: it looks, and ends a run at most.
+  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'initial')
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
   there = files.read_json(path)

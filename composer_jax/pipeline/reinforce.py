@@ -27,7 +27,6 @@ from composer_jax.pipeline import (
 )
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl import batching
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress
 from composer_jax.text import hf_tokenizer
@@ -38,15 +37,6 @@ _RUN_ID = 'policy'
 _WORKER_LOG = 'rollout_worker.log'
 # Seconds a worker waits for the first policy before it says that none comes.
 _FIRST_POLICY_S = 300.0
-
-
-def batch_shape(spec: specs.Spec) -> batching.BatchShape:
-  return batching.BatchShape(
-    rows=spec.rl.rows,
-    seq_len=spec.rl.seq_len,
-    num_moe_layers=spec.model.num_moe_layers,
-    num_active=spec.model.moe.num_active,
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +116,8 @@ def _reinforce(job: jobs.Job) -> None:
         start.state,
         start.functions,
         ports,
-        rl.update_options(spec.seed),
-        batch_shape(spec),
+        spec.update_options(),
+        spec.batch_shape(),
         num_steps=rl.steps,
         max_staleness=rl.max_staleness,
         reference=start.reference,
@@ -158,6 +148,8 @@ def _ports(
 
   def log(step, metrics, groups):
     job.writer.write('rl', step, **metrics)
+    for said in metrics.get('gate', []):
+      bar.message(f'step {step}: out of its band: {said}')
     bar.update(
       step,
       reward=metrics['reward'],

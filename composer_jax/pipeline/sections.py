@@ -8,8 +8,8 @@ from typing import Any
 
 from composer_jax.agent import demonstrations
 from composer_jax.optim import groups as optim_groups
-from composer_jax.rl import update
-from composer_jax.rollout import steps as rollout_steps
+from composer_jax.rl import mismatch, update
+from composer_jax.rollout import options as rollout_options
 from composer_jax.sandbox import base as sandbox_base
 
 PLACEMENTS = ('processes', 'colocated')
@@ -194,17 +194,32 @@ class Sandbox:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-  """Shapes of the rollout engine; see `rollout.steps.EngineOptions`."""
+  """The rollout engine; see `rollout.options.EngineOptions`.
 
+  Attributes:
+    devices: that its model is shared out over, the first ones.
+    others: as there.
+  """
+
+  devices: int
   num_slots: int
   prefill_chunk: int
-  prefill_rows: int
+  prefill_rows: int | tuple[int, ...]
+  decode_rows: tuple[int, ...]
   decode_steps: int
+  page_size: int
+  num_pages: int
+  record_routes: bool
+  share_prefixes: bool
+  on_swap: str
 
-  def engine_options(self, max_len: int) -> rollout_steps.EngineOptions:
-    return rollout_steps.EngineOptions(
-      max_len=max_len, **dataclasses.asdict(self)
-    )
+  def __post_init__(self):
+    _at_least('rollout', self, 1, 'devices')
+
+  def engine_options(self, max_len: int) -> rollout_options.EngineOptions:
+    fields = dataclasses.asdict(self)
+    del fields['devices']
+    return rollout_options.EngineOptions(max_len=max_len, **fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +241,7 @@ class RL:
   kl_coefficient: float
   reward: str
   replay: bool
+  gate: mismatch.GateOptions
   rows: int
   seq_len: int
   checkpoint_every: int
@@ -253,7 +269,9 @@ class RL:
         f'--config.rl.steps ({self.steps}).'
       )
 
-  def update_options(self, seed: int) -> update.UpdateOptions:
+  def update_options(
+    self, seed: int, *, refreshed: bool
+  ) -> update.UpdateOptions:
     return update.UpdateOptions(
       prompts=self.prompts,
       rollouts_per_prompt=self.rollouts_per_prompt,
@@ -262,6 +280,8 @@ class RL:
       kl_coefficient=self.kl_coefficient,
       ratio_cap=self.ratio_cap,
       mismatch_every=self.mismatch_every,
+      refreshed=refreshed,
+      gate=self.gate,
       seed=seed,
     )
 

@@ -12,6 +12,8 @@ from composer_jax.agent import episode
 from composer_jax.models import config as model_config
 from composer_jax.parallel import layouts
 from composer_jax.pipeline import sections
+from composer_jax.rl import batching, comparison, mismatch, update
+from composer_jax.rollout import options as rollout_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,27 @@ class Spec:
   evaluation: sections.Evaluation
   telemetry: sections.Telemetry
 
+  @property
+  def lm_model(self) -> model_config.ModelConfig:
+    """The model as pretraining and SFT compute it: in fast numerics.
+
+    They have no sampler to agree with, and they run on the whole mesh, while
+    batch-invariant numerics are those of one device. What `model.numerics` says
+    is for rollouts, evaluations and RL, which trains on one device.
+    """
+    return dataclasses.replace(self.model, numerics='fast')
+
+  def batch_shape(self) -> batching.BatchShape:
+    """Of the microbatches of RL."""
+    return comparison.shape_of(
+      self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
+    )
+
+  def update_options(self) -> update.UpdateOptions:
+    return self.rl.update_options(
+      self.seed, refreshed=self.rollout.on_swap == rollout_options.REFRESH
+    )
+
   def __post_init__(self):
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.steps < 1 and not (name == 'cpt' and self.initial):
@@ -64,8 +87,20 @@ class Spec:
         stage.optimizer_options()
       except ValueError as error:
         raise ValueError(f'--config.{name}: {error}') from error
-    self.rl.update_options(self.seed)
-    self.rollout.engine_options(self.episode.max_tokens)
+    self.update_options()
+    try:
+      self.rollout.engine_options(self.episode.max_tokens)
+    except ValueError as error:
+      raise ValueError(f'--config.rollout: {error}') from error
+    if self.rl.replay and not self.rollout.record_routes:
+      raise ValueError(
+        '--config.rl.replay needs the routes that rollouts record: set '
+        '--config.rollout.record_routes=True, or --config.rl.replay=False.'
+      )
+    try:
+      self.batch_shape()
+    except ValueError as error:
+      raise ValueError(f'--config.rl.seq_len: {error}') from error
     if self.layout not in layouts.BY_NAME:
       raise ValueError(
         f'--config.layout must be one of {tuple(layouts.BY_NAME)}, not '
@@ -110,7 +145,13 @@ _SECTIONS = {
 }
 
 
+# Sections within sections, made by their dotted names.
+_INNER = {'rl.gate': mismatch.GateOptions}
+
+
 def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:
+  if not isinstance(fields, dict):
+    raise ValueError(f'config.{name} must be a section, not {fields!r}.')
   known = {f.name for f in dataclasses.fields(cls)}
   for problem, names in (
     ('has no', sorted(set(fields) - known)),
@@ -121,9 +162,20 @@ def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:
         f'config.{name} {problem} field {", ".join(names)}; its fields are '
         f'{", ".join(sorted(known))}.'
       )
-  return cls(
-    **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-  )
+  made = {}
+  for field, value in fields.items():
+    inner = f'{name}.{field}'
+    if inner in _INNER:
+      made[field] = _section(inner, _INNER[inner], value)
+    else:
+      made[field] = tuple(value) if isinstance(value, list) else value
+  try:
+    return cls(**made)
+  except ValueError as error:
+    # Those of `sections` say where they are; others know no config.
+    if '--config.' in str(error):
+      raise
+    raise ValueError(f'--config.{name}: {error}') from error
 
 
 def from_dict(config: dict[str, Any]) -> Spec:

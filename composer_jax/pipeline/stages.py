@@ -20,6 +20,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
 from composer_jax.tasks import list_functions, runners
 from composer_jax.telemetry import progress
 from composer_jax.text import chat, fim, hf_tokenizer
@@ -161,7 +162,7 @@ def _train(
   loop.run(
     options,
     workdir=job.workdir,
-    model=job.spec.model,
+    model=job.spec.lm_model,
     placement=job.placement,
     stream=stream,
     heldout=list(itertools.islice(heldout, stage.eval_batches)),
@@ -217,6 +218,7 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
     values,
     version,
     spec.rollout.engine_options(spec.episode.max_tokens),
+    mesh=placing.mesh_of(spec.rollout.devices),
   )
 
 

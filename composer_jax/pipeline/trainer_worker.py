@@ -9,7 +9,7 @@ import numpy as np
 
 from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.rl import batching, update
+from composer_jax.rl import batching, mismatch, update
 from composer_jax.rl import step as steps
 from composer_jax.train import state as train_state
 
@@ -68,6 +68,8 @@ def run(
 
   Raises:
     ValueError: a group breaks the bound, or `ports.wait` raises it.
+    mismatch.OutOfBand: the gate stopped a step, whose line of metrics is
+      written; neither weights nor checkpoints have anything of it.
     FloatingPointError: a loss or gradient is not finite.
   """
   P = options.prompts
@@ -79,9 +81,14 @@ def run(
     groups = ports.wait(list(range(step * P, (step + 1) * P)))
     waited = time.monotonic()
     check_staleness(groups, step, max_staleness)
-    state, metrics = update.update(
-      state, groups, functions, options, shape, reference=reference
-    )
+    try:
+      state, metrics = update.update(
+        state, groups, functions, options, shape, reference=reference
+      )
+    except mismatch.OutOfBand as error:
+      # What stopped the run is what its report is read for.
+      ports.log(step + 1, error.metrics, groups)
+      raise
     trained = time.monotonic()
     metrics |= ports.publish(state, step + 1)
     metrics |= {

@@ -1,4 +1,8 @@
-"""The policy-gradient loss and the statistics of rollout against trainer."""
+"""The policy-gradient loss and the statistics that it sums beside it.
+
+How far rollout and trainer differ is measured on the host, in float64, by
+`rl.mismatch`.
+"""
 
 import flax.struct
 import jax
@@ -11,24 +15,12 @@ class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     num_tokens: sampled tokens.
     entropy: nats.
-    mismatch_kl: k3 estimate of KL(rollout || trainer), r - 1 - log r.
     truncated: tokens whose importance ratio met the cap.
   """
 
   num_tokens: jax.Array
   entropy: jax.Array
-  mismatch_kl: jax.Array
   truncated: jax.Array
-
-
-def k3(train_logprobs: jax.Array, rollout_logprobs: jax.Array) -> jax.Array:
-  """k3 = r - 1 - log r with r = p_train / p_rollout; never negative.
-
-  Its mean over tokens sampled by the rollout policy estimates
-  KL(rollout || trainer) (Schulman 2020).
-  """
-  log_ratio = train_logprobs - rollout_logprobs
-  return jnp.expm1(log_ratio) - log_ratio
 
 
 def truncated_policy_gradient(
@@ -66,6 +58,5 @@ def policy_stats(
   return PolicyStats(
     num_tokens=w_BT.sum(),
     entropy=(entropy_BT * w_BT).sum(),
-    mismatch_kl=(k3(train_logprobs_BT, rollout_logprobs_BT) * w_BT).sum(),
     truncated=((jnp.exp(log_ratio_BT) >= ratio_cap) * w_BT).sum(),
   )

@@ -31,16 +31,33 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
     loss: sum of the policy-gradient terms.
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
-    replay_agreement_M: sum over microbatches; divide by their number.
-    max_logit_gap: largest |log p_train - log p_rollout| of a sampled token.
+    num_routed: tokens, padding excluded.
+    replay_agreement_M: share in a microbatch times its tokens, so that the sum
+      over num_routed is the share in the step. So the next two.
+    replay_replaced_M: of `batches.RouteStats`.
+    no_route_M: likewise.
   """
 
   grads: Any
   loss: jax.Array
   stats: policy_loss.PolicyStats
   load_ME: jax.Array
+  num_routed: jax.Array
   replay_agreement_M: jax.Array
-  max_logit_gap: jax.Array
+  replay_replaced_M: jax.Array
+  no_route_M: jax.Array
+
+
+class Scores(flax.struct.PyTreeNode, kw_only=True):
+  """What a forward pass says of each token, for the host to compare.
+
+  Attributes:
+    logprobs_BT: at the batch's temperatures.
+    expert_ids_MBTA: uint16, the experts that each token passed.
+  """
+
+  logprobs_BT: jax.Array
+  expert_ids_MBTA: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +67,22 @@ class Functions:
   Attributes:
     policy: state -> the policy's variables in float32: the masters rounded to
       bfloat16, which is what the engine serves.
-    add_microbatch: (values, sums | None, batch) -> sums.
+    add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
-    score: (values, batch) -> logprobs_BT, routed afresh or replayed as the
-      batch says.
+    score: (values, batch) -> scores, routed afresh or replayed as the batch
+      says.
   """
 
   policy: Callable[..., Any]
-  add_microbatch: Callable[..., StepSums]
+  add_microbatch: Callable[..., tuple[StepSums, Scores]]
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
-  score: Callable[..., jax.Array]
+  score: Callable[..., Scores]
 
 
 def forward(
   model: decoder.Decoder, values: Any, batch: batches.RLBatch
-) -> tuple[jax.Array, jax.Array, decoder.DecoderOutput]:
-  """Returns (logprobs_BT, entropy_BT, output) at the batch's temperatures."""
+) -> tuple[Scores, jax.Array, batches.RouteStats]:
+  """Returns scores and entropy_BT at the batch's temperatures, and routes."""
   # Linen's annotation of `apply` is a union; the model returns this.
   output: Any = model.apply(
     values,
@@ -82,7 +99,11 @@ def forward(
     batch.temperatures_BT,
     model.config,
   )
-  return logprobs_BT, entropy_BT, output
+  scores = Scores(
+    logprobs_BT=logprobs_BT,
+    expert_ids_MBTA=output.expert_ids_MBTA,
+  )
+  return scores, entropy_BT, output.stats
 
 
 def microbatch_sums(
@@ -91,48 +112,58 @@ def microbatch_sums(
   batch: batches.RLBatch,
   *,
   ratio_cap: float,
-) -> StepSums:
-  """Gradient and statistics of one microbatch at the policy's values."""
+) -> tuple[StepSums, Scores]:
+  """Gradient and scores of one microbatch at the policy's values."""
 
   def loss_function(params):
-    logprobs_BT, entropy_BT, output = forward(
+    scores, entropy_BT, routes = forward(
       model, {**values, 'params': params}, batch
     )
     loss = policy_loss.truncated_policy_gradient(
-      logprobs_BT,
+      scores.logprobs_BT,
       batch.rollout_logprobs_BT,
       batch.advantages_BT,
       batch.loss_weights_BT,
       ratio_cap=ratio_cap,
     )
     stats = policy_loss.policy_stats(
-      logprobs_BT,
+      scores.logprobs_BT,
       batch.rollout_logprobs_BT,
       entropy_BT,
       batch.loss_weights_BT,
       ratio_cap=ratio_cap,
     )
-    gap_BT = jnp.abs(logprobs_BT - batch.rollout_logprobs_BT)
-    gap = (gap_BT * batch.loss_weights_BT).max()
-    return loss, (stats, output.stats, gap)
+    return loss, (stats, routes, scores)
 
-  (loss, (stats, routes, gap)), grads = jax.value_and_grad(
+  (loss, (stats, routes, scores)), grads = jax.value_and_grad(
     loss_function, has_aux=True
   )(values['params'])
-  return StepSums(
+  num_routed = (batch.segment_ids_BT != 0).sum().astype(jnp.float32)
+  sums = StepSums(
     grads=grads,
     loss=loss,
     stats=stats,
     load_ME=routes.load_ME,
-    replay_agreement_M=routes.replay_agreement_M,
-    max_logit_gap=gap,
+    num_routed=num_routed,
+    replay_agreement_M=routes.replay_agreement_M * num_routed,
+    replay_replaced_M=routes.replay_replaced_M * num_routed,
+    no_route_M=routes.no_route_M * num_routed,
   )
+  return sums, scores
 
 
 def add(left: StepSums, right: StepSums) -> StepSums:
-  total = jax.tree.map(jnp.add, left, right)
-  gap = jnp.maximum(left.max_logit_gap, right.max_logit_gap)
-  return total.replace(max_logit_gap=gap)
+  return jax.tree.map(jnp.add, left, right)
+
+
+def scorer(model: decoder.Decoder) -> Callable[..., Scores]:
+  """Jits (values, batch) -> scores."""
+
+  @jax.jit
+  def score(values, batch):
+    return forward(model, values, batch)[0]
+
+  return score
 
 
 def build(
@@ -158,8 +189,8 @@ def build(
   def add_microbatch(values, sums, batch):
     # Two programs, not one with an optional argument: the large one compiles
     # once whether or not something was summed before.
-    new = first(values, batch)
-    return new if sums is None else add_donated(sums, new)
+    new, scores = first(values, batch)
+    return (new if sums is None else add_donated(sums, new)), scores
 
   def apply(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
@@ -169,34 +200,9 @@ def build(
     )
     return state, stats.grad_norm
 
-  @jax.jit
-  def score(values, batch):
-    return forward(model, values, batch)[0]
-
   return Functions(
     policy=policy,
     add_microbatch=add_microbatch,
     apply=jax.jit(apply, donate_argnums=0),
-    score=score,
+    score=scorer(model),
   )
-
-
-def mismatch_kl(
-  functions: Functions, values: Any, packed: list[batches.RLBatch]
-) -> jax.Array:
-  """Mean k3 of KL(rollout || trainer) over the sampled tokens of a step.
-
-  Returns at once, as any jitted function does: reading it waits.
-
-  Args:
-    functions: of `build`.
-    values: policy values to score with.
-    packed: microbatches whose routes are replayed where they are recorded.
-  """
-  total, count = jnp.float32(0), 0.0
-  for batch in packed:
-    logprobs_BT = functions.score(values, batch)
-    k3_BT = policy_loss.k3(logprobs_BT, batch.rollout_logprobs_BT)
-    total += (k3_BT * batch.loss_weights_BT).sum()
-    count += float(batch.loss_weights_BT.sum())
-  return total / max(count, 1.0)

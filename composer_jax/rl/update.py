@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rl import advantage, batching
+from composer_jax.rl import advantage, batching, comparison, mismatch
 from composer_jax.rl import step as steps
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -31,8 +31,11 @@ class UpdateOptions:
     kl_coefficient: of the detached k1 penalty in the reward; 0 needs no
       reference.
     ratio_cap: C of the truncated importance ratio.
-    mismatch_every: steps between measurements of the mismatch KL both with
-      and without replay, which cost one more forward pass; 0 never.
+    mismatch_every: steps between measurements of the mismatch both with and
+      without replay, which cost one more forward pass; 0 never.
+    refreshed: whether the engine refreshes its caches when weights change;
+      see `mismatch.ages`.
+    gate: what the mismatch of a step may be.
     seed: of the shuffled control.
   """
 
@@ -43,6 +46,8 @@ class UpdateOptions:
   kl_coefficient: float
   ratio_cap: float
   mismatch_every: int
+  refreshed: bool
+  gate: mismatch.GateOptions
   seed: int
 
   def __post_init__(self):
@@ -74,16 +79,26 @@ def _trajectories(
   return [t for g in groups for r in g.rollouts for t in r.trajectories]
 
 
-def _informative(
-  trajectories: list[records.Trajectory], advantages: list[float]
-) -> tuple[list[records.Trajectory], list[float]]:
-  """Leaves out what has no advantage: its gradient is exactly zero.
+def _trained(
+  groups: list[records.Group],
+  by_group: list[np.ndarray],
+  shape: batching.BatchShape,
+) -> tuple[comparison.Packed, list[int]]:
+  """What a step trains on, and the group of each of its trajectories.
 
-  Once the policy solves most groups whole, that is most of the work. All are
-  kept where none has an advantage, so that a step always has a batch.
+  Leaves out what has no advantage: its gradient is exactly zero. Once the
+  policy solves most groups whole, that is most of the work. All are kept where
+  none has an advantage, so that a step always has a batch.
   """
-  kept = [i for i, a in enumerate(advantages) if a] or range(len(advantages))
-  return [trajectories[i] for i in kept], [advantages[i] for i in kept]
+  every = [
+    (t, float(a), g.group)
+    for g, advantages_R in zip(groups, by_group, strict=True)
+    for r, a in zip(g.rollouts, advantages_R, strict=True)
+    for t in r.trajectories
+  ]
+  kept = [item for item in every if item[1]] or every
+  trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
+  return comparison.pack(trajectories, advantages, shape), ids
 
 
 def _score(
@@ -93,11 +108,11 @@ def _score(
   shape: batching.BatchShape,
 ) -> list[np.ndarray]:
   """Log-probabilities of `values` about every token, one array a trajectory."""
-  packed = batching.pack(trajectories, [0.0] * len(trajectories), shape)
+  packed = comparison.pack(trajectories, [0.0] * len(trajectories), shape)
   # The reference has its own routes: another policy's may not be replayed.
-  scored = [np.asarray(functions.score(values, fresh(b))) for b in packed]
-  where = batching.places([len(t) for t in trajectories], shape)
-  return [scored[place.batch][place.row, place.span] for place in where]
+  return packed.logprobs(
+    [functions.score(values, comparison.fresh(b)) for b in packed.microbatches]
+  )
 
 
 def rewards_of(
@@ -137,9 +152,14 @@ def update(
   """Trains once on `groups`.
 
   Rollouts without an advantage take no part in the batch. Statistics of its
-  tokens (entropy, mismatch, truncated, replay_agreement, expert_load and
-  sampled_tokens) are therefore of those with one, unless none has one; those
-  of rewards, verdicts and staleness are of all.
+  tokens (entropy, mismatch, truncated, routes, expert_load and sampled_tokens)
+  are therefore of those with one, unless none has one; those of rewards,
+  verdicts and staleness are of all.
+
+  Under a gate that stops, the host looks at the log-probabilities before it
+  dispatches the optimizer: the gradient of misaligned records must not reach
+  the weights, let alone be published. That costs one wait a step. Under any
+  other gate everything is dispatched first.
 
   Args:
     state: donated.
@@ -153,6 +173,7 @@ def update(
     The next state and the metrics of the step.
 
   Raises:
+    mismatch.OutOfBand: the gate stopped the step; nothing was applied.
     FloatingPointError: a loss or gradient is not finite; `state` is lost, the
       last checkpoint is not.
   """
@@ -162,75 +183,108 @@ def update(
     advantage.group_advantages(g, rewards_R)
     for g, rewards_R in zip(groups, rewards, strict=True)
   ]
-  trajectories, advantages = _informative(
-    _trajectories(groups),
-    [
-      float(a)
-      for g, advantages_R in zip(groups, by_group, strict=True)
-      for r, a in zip(g.rollouts, advantages_R, strict=True)
-      for _ in r.trajectories
-    ],
-  )
+  trained, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
-  packed = batching.pack(trajectories, advantages, shape)
-  sums = None
-  for batch in packed:
-    sums = functions.add_microbatch(
-      values, sums, batch if options.replay else fresh(batch)
-    )
+  sums, scores, others = None, [], []
+  is_due = options.mismatch_every and version % options.mismatch_every == 0
+  for batch in trained.microbatches:
+    way, other = batch, comparison.fresh(batch)
+    if not options.replay:
+      way, other = other, way
+    sums, scored = functions.add_microbatch(values, sums, way)
+    scores.append(scored)
+    if is_due:
+      # Before `apply`, which may take the buffers of `values`.
+      others.append(functions.score(values, other))
   assert sums is not None
-  other_kl = None
-  if options.mismatch_every and version % options.mismatch_every == 0:
-    # Before `apply`, which may take the buffers of `values`.
-    other_kl = steps.mismatch_kl(
-      functions, values, [fresh(b) if options.replay else b for b in packed]
-    )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
-  state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
-  # Everything is dispatched: the host counts while the device computes.
+  # The host counts while the device computes.
   measured = measure(groups, by_group, version)
-  found, grad_norm, other_kl = jax.device_get(
-    (sums.replace(grads=None), grad_norm, other_kl)
-  )
-  stats, tokens = found.stats, max(float(found.stats.num_tokens), 1.0)
-  measured |= {
-    'loss': float(found.loss) * scale,
-    'grad_norm': float(grad_norm),
-    'entropy': float(stats.entropy) / tokens,
-    'mismatch_kl': float(stats.mismatch_kl) / tokens,
-    'mismatch_max': float(found.max_logit_gap),
-    'truncated': float(stats.truncated) / tokens,
-    'replay_agreement': float(found.replay_agreement_M.min()) / len(packed),
-    'expert_load_max': train_step.expert_load_max(found.load_ME),
-    'expert_load': found.load_ME.tolist(),
-    'sampled_tokens': tokens,
-    'microbatches': len(packed),
-  }
-  if other_kl is not None:
-    # What was trained on says one, the pass beside it the other.
-    both = measured['mismatch_kl'], float(other_kl)
-    names = ['mismatch_kl_replay', 'mismatch_kl_no_replay']
-    measured |= zip(names if options.replay else names[::-1], both, strict=True)
-  for name in ('loss', 'grad_norm'):
-    if not math.isfinite(measured[name]):
-      raise FloatingPointError(
-        f'rl step {version}: {name} is {measured[name]}; statistics: '
-        f'{ {k: v for k, v in measured.items() if k != "expert_load"} }. '
-        'The last checkpoint is intact; lower --config.rl.learning_rate.'
-      )
+  found = sums.replace(grads=None)
+
+  def look() -> list[str]:
+    num_batches = len(trained.microbatches)
+    on_host = jax.device_get(found)
+    measured.update(_of_sums(on_host, scale, num_batches))
+    _check_finite('loss', measured, version)
+    if options.replay:
+      measured.update(comparison.replay_metrics(on_host))
+    measured.update(_compare(trained, scores, others, options, version))
+    said = mismatch.breaches(measured, options.gate)
+    if options.gate.action != 'off':
+      measured.update(gate_breaches=len(said), gate=said)
+    return said
+
+  if options.gate.action == 'stop' and (said := look()):
+    worst = mismatch.worst(ids, trained.trajectories, trained.logprobs(scores))
+    raise mismatch.OutOfBand(_stopped(version, said, *worst), measured)
+  state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
+  if options.gate.action != 'stop':
+    look()
+  measured['grad_norm'] = float(grad_norm)
+  _check_finite('grad_norm', measured, version)
   return state, measured
 
 
-def fresh(batch: Any) -> Any:
-  """The batch with every token routed by the trainer's own router.
+def _of_sums(
+  sums: steps.StepSums, scale: float, num_batches: int
+) -> dict[str, Any]:
+  """Metrics of the sums of `num_batches`, on the host, without a gradient."""
+  stats, tokens = sums.stats, max(float(sums.stats.num_tokens), 1.0)
+  return {
+    'loss': float(sums.loss) * scale,
+    'entropy': float(stats.entropy) / tokens,
+    'truncated': float(stats.truncated) / tokens,
+    'expert_load_max': train_step.expert_load_max(sums.load_ME),
+    'expert_load': sums.load_ME.tolist(),
+    'sampled_tokens': tokens,
+    'microbatches': num_batches,
+  }
 
-  The routes stay an array (of NO_ROUTE), so that the same compiled program
-  serves both.
-  """
-  return batch.replace(
-    expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
+
+def _compare(
+  trained: comparison.Packed,
+  scores: list[steps.Scores],
+  others: list[steps.Scores],
+  options: UpdateOptions,
+  version: int,
+) -> dict[str, Any]:
+  """Mismatch of the pass that was trained with and, where due, both ways."""
+  metrics: dict[str, Any] = mismatch.measure(
+    trained.trajectories,
+    trained.logprobs(scores),
+    version,
+    refreshed=options.refreshed,
   )
+  replayed, afresh = scores, others
+  if not options.replay:
+    replayed, afresh = others, scores
+  if others:
+    metrics |= comparison.both_ways(trained, replayed, afresh)
+  if afresh:
+    metrics |= comparison.route_metrics(trained, afresh)
+  return metrics
+
+
+def _stopped(version: int, said: list[str], group: int, kl: float) -> str:
+  return (
+    f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is the '
+    f'worst (mean k3 {kl:.3g}). Its gradient was not applied, and the last '
+    'checkpoint is intact. To sample its groups anew delete their files in '
+    'groups/ and run the same command again; to go on with them as they are '
+    'add --config.rl.gate.action=flag.'
+  )
+
+
+def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
+  """Raises a FloatingPointError with the step and its statistics."""
+  if not math.isfinite(metrics[name]):
+    told = {k: v for k, v in metrics.items() if k != 'expert_load'}
+    raise FloatingPointError(
+      f'rl step {version}: {name} is {metrics[name]}; statistics: {told}. '
+      'The last checkpoint is intact; lower --config.rl.learning_rate.'
+    )
 
 
 def verdict_counts(rollouts: list[records.Rollout]) -> dict[str, int]:

@@ -7,7 +7,6 @@ and a run that was interrupted or is still going has a report like any other.
 import os
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ import numpy as np
 from composer_jax.core import dotted, files
 from composer_jax.telemetry import figures, intervals, page, progress, run_data
 from composer_jax.telemetry import report_corpus as corpus_sections
+from composer_jax.telemetry import report_curves as curves
 from composer_jax.telemetry import report_episodes as episode_sections
+from composer_jax.telemetry import report_rl as rl_sections
 
 REPORT = 'report.html'
 
@@ -25,10 +26,6 @@ STAGES = {
   'rl': 'Reinforcement learning',
   'eval': 'Evaluation',
 }
-
-# Drawn as they are: an evaluation is few points, and the mean of steps that
-# differ in kind (a keyframe among deltas) is none of them.
-_EXACT = ('heldout_loss', 'staleness', 'bundle_bytes', 'full_bytes')
 
 # Of what wall time was measured, in the order of a run.
 _TIMED = {
@@ -66,7 +63,7 @@ def build(run: run_data.RunData) -> str:
     _header(run),
     _result(run),
     _language_model(run),
-    _reinforcement(run),
+    rl_sections.reinforcement(run, STAGES['rl']),
     _experts(run),
     episode_sections.verdicts(run),
     episode_sections.episodes(run),
@@ -176,52 +173,19 @@ def _result(run: run_data.RunData) -> page.Markup:
   )
 
 
-def _curve(
-  run: run_data.RunData,
-  title: str,
-  wanted: Sequence[tuple[str, str, str]],
-  **options: Any,
-) -> page.Markup:
-  """Returns one figure, or a note that nothing of it was measured yet.
-
-  Args:
-    run: to take it from.
-    title: of the figure.
-    wanted: (stage, metric, label) of each curve.
-    **options: of `figures.curves`.
-  """
-  lines = []
-  for stage, name, label in wanted:
-    steps, values = run.series(stage, name)
-    if np.isfinite(values).any():
-      lines.append(
-        figures.Line(
-          label=label,
-          steps=steps,
-          values=values,
-          is_noisy=name not in _EXACT,
-          has_marks=name == 'heldout_loss',
-        )
-      )
-  if not lines:
-    return page.element('div', page.not_yet(title))
-  svg = figures.curves(title, lines, **options)
-  return page.element('div', page.image(svg, title))
-
-
 def _language_model(run: run_data.RunData) -> page.Markup:
   parts = []
   for stage in ('cpt', 'sft'):
     wanted = [(stage, 'loss', 'training'), (stage, 'heldout_loss', 'held out')]
     title = f'{STAGES[stage]}: loss'
-    parts.append(_curve(run, title, wanted, unit='nats per token'))
+    parts.append(curves.curve(run, title, wanted, unit='nats per token'))
   for name, title, unit in (
     ('tokens_per_s', 'Speed', 'tokens/s'),
     ('grad_norm', 'Gradient norm before clipping', ''),
   ):
     wanted = [(s, name, s.upper()) for s in ('cpt', 'sft')]
     options = {'bounds': (0, None)} if name == 'tokens_per_s' else {}
-    parts.append(_curve(run, title, wanted, unit=unit, **options))
+    parts.append(curves.curve(run, title, wanted, unit=unit, **options))
   rows = []
   for stage in ('cpt', 'sft'):
     names = ('loss', 'heldout_loss', 'tokens_per_s', 'mfu', 'lr')
@@ -237,87 +201,6 @@ def _language_model(run: run_data.RunData) -> page.Markup:
   )
 
 
-def _reinforcement(run: run_data.RunData) -> page.Markup:
-  share = {'bounds': (-0.03, 1.03)}
-  parts = [
-    _curve(run, 'Reward', [('rl', 'reward', '')]),
-    _curve(run, 'Pass rate in training', [('rl', 'pass_rate', '')], **share),
-    _curve(
-      run,
-      'Sandbox verdicts',
-      [('rl', name, name) for name in episode_sections.OUTCOMES],
-      unit='episodes of a step',
-      bounds=(0, None),
-    ),
-    _curve(run, 'Invalid tool calls', [('rl', 'invalid_rate', '')], **share),
-    _curve(
-      run, 'Entropy', [('rl', 'entropy', '')], unit='nats', bounds=(0, None)
-    ),
-    _curve(
-      run,
-      'Mismatch of rollout and trainer (KL)',
-      [
-        ('rl', 'mismatch_kl_no_replay', 'routed afresh'),
-        ('rl', 'mismatch_kl', 'routes replayed'),
-      ],
-      is_log=True,
-      unit='nats per token',
-    ),
-    _curve(
-      run,
-      'Staleness',
-      [('rl', 'staleness', '')],
-      unit='policy versions',
-      bounds=(-0.1, None),
-    ),
-    _curve(
-      run,
-      'Bytes published per step',
-      [
-        ('rl', 'full_bytes', 'whole policy'),
-        ('rl', 'bundle_bytes', 'delta bundle'),
-      ],
-      is_log=True,
-    ),
-    _curve(run, 'Tool calls per episode', [('rl', 'turns', '')]),
-    _curve(
-      run,
-      'Sandbox time per episode',
-      [('rl', 'sandbox_ms', '')],
-      unit='ms',
-      bounds=(0, None),
-    ),
-  ]
-  return page.section(
-    STAGES['rl'],
-    page.element('div', *parts, class_='grid'),
-    _rl_totals(run),
-    note='Faint: each step. Strong: mean of the steps before it.',
-  )
-
-
-def _rl_totals(run: run_data.RunData) -> page.Markup:
-  """Says in numbers what two of the figures show."""
-  words = []
-  _, bundles = run.series('rl', 'bundle_bytes')
-  _, full = run.series('rl', 'full_bytes')
-  if sum(bundles) > 0 and full:
-    ratio = np.mean(full) / np.mean(bundles)
-    words.append(
-      f'Bundles: {progress.number(float(np.mean(bundles)))}B on average, '
-      f'{ratio:.1f} times smaller than the policy.'
-    )
-  _, replayed = run.series('rl', 'mismatch_kl')
-  _, afresh = run.series('rl', 'mismatch_kl_no_replay')
-  if replayed and afresh:
-    with_replay, without = np.nanmedian(replayed), np.nanmedian(afresh)
-    words.append(
-      f'Median mismatch KL: {with_replay:.2g} with routes replayed, '
-      f'{without:.2g} routed afresh.'
-    )
-  return page.join(page.element('p', w, class_='note') for w in words)
-
-
 def _experts(run: run_data.RunData) -> page.Markup:
   parts = []
   for stage in ('cpt', 'sft', 'rl'):
@@ -330,7 +213,7 @@ def _experts(run: run_data.RunData) -> page.Markup:
       svg = figures.heat_map(title, load_ME)
       parts.append(page.element('div', page.image(svg, title)))
   wanted = [(s, 'expert_load_max', s.upper()) for s in ('cpt', 'sft', 'rl')]
-  parts.append(_curve(run, 'Busiest expert over the mean', wanted))
+  parts.append(curves.curve(run, 'Busiest expert over the mean', wanted))
   return page.section(
     'Expert load',
     page.element('div', *parts, class_='grid two'),

@@ -9,83 +9,128 @@ Metrics, by stage; a line tells of the one step that it names. In RL they are of
 all the step's rollouts, but for those marked *: these cover only what the step
 trains on, the trajectories with an advantage, or all where none has one.
 
-| stage    | name                  | meaning                                   |
-|----------|-----------------------|-------------------------------------------|
-| cpt, sft | loss                  | mean over weighted tokens, nats           |
-| cpt, sft | heldout_loss          | same, on documents that training skips    |
-| cpt, sft | aux_loss              | load balancing, before its weight, summed |
-|          |                       | over MoE layers                           |
-| cpt, sft | z_loss                | mean squared log-sum-exp of the router's  |
-|          |                       | logits, before its weight, summed over    |
-|          |                       | MoE layers                                |
-| cpt, sft | grad_norm             | global, before clipping                   |
-| cpt, sft | update_norm           | global, of what was added to the masters  |
-| cpt, sft | lr                    | learning rate of the step                 |
-| cpt, sft | tokens_per_s          | real tokens, padding excluded, since the  |
-|          |                       | line before; no compilation               |
-| cpt, sft | mfu                   | share of peak FLOP/s, attention unmasked  |
-|          |                       | (every query meets the whole row); absent |
-|          |                       | where no peak is known. On a CPU the peak |
-|          |                       | is an estimate of idle cores              |
-|          |                       | (`telemetry.mfu`), so that other work on  |
-|          |                       | them lowers it                            |
-| cpt, sft | expert_load           | tokens per expert, a list for each MoE    |
-|          |                       | layer                                     |
-| cpt, sft | expert_load_max       | busiest expert over the mean, worst layer |
-| rl       | groups                | their ids                                 |
-| rl       | reward                | mean, penalties of invalid calls included |
-| rl       | pass_rate             | share of judged rollouts that passed      |
-| rl       | passed                | rollouts whose hidden tests all passed    |
-| rl       | failed                | rollouts graded of which a test failed    |
-| rl       | unfinished            | rollouts that never called finish         |
-| rl       | infrastructure        | rollouts not judged: the sandbox failed   |
-| rl       | informative_groups    | share of groups with an advantage         |
-| rl       | turns                 | tool calls per rollout                    |
-| rl       | invalid_rate          | invalid tool calls over all calls         |
-| rl       | tokens                | per rollout, the harness's included       |
-| rl       | flags                 | rollouts in which monitors found anything |
-| rl       | sandbox_ms            | wall time in the sandbox per rollout      |
-| rl       | staleness             | trainer version minus the oldest that     |
-|          |                       | sampled in a trajectory, largest          |
-| rl       | staleness_mean        | same, mean over trajectories              |
-| rl       | sampled_tokens        | * of the policy, which the loss is of     |
-| rl       | microbatches          | * packed                                  |
-| rl       | loss                  | * policy gradient's, per rollout of the   |
-|          |                       | step; its value says little, its gradient |
-|          |                       | is what counts                            |
-| rl       | grad_norm             | global, before clipping                   |
-| rl       | entropy               | * of the sampled distribution, nats a     |
-|          |                       | token                                     |
-| rl       | mismatch_kl           | * rollout to training log-probs, as       |
-|          |                       | trained on: replayed if rl.replay         |
-| rl       | mismatch_max          | * largest difference of a log-prob        |
-| rl       | truncated             | * share of tokens at rl.ratio_cap         |
-| rl       | mismatch_kl_replay    | * every rl.mismatch_every steps, routes   |
-|          |                       | replayed                                  |
-| rl       | mismatch_kl_no_replay | * the same batch, every token routed      |
-|          |                       | afresh                                    |
-| rl       | replay_agreement      | * share of recorded routes that the       |
-|          |                       | trainer would choose, lowest layer        |
-| rl       | expert_load           | * as above                                |
-| rl       | expert_load_max       | * as above                                |
-| rl       | bundle_bytes          | published for the step                    |
-| rl       | full_bytes            | of the whole policy                       |
-| rl       | wait_s                | for the step's groups                     |
-| rl       | train_s               | in the update                             |
-| rl       | publish_s             | in making and writing the bundle          |
-| eval     | name                  | text: which policy, 'sft' or 'rl'         |
-| eval     | episodes              | held-out ones that were judged            |
-| eval     | passed                | of these                                  |
-| eval     | pass_rate             | their share                               |
-| eval     | pass_low              | end of its 95 % interval                  |
-|          |                       | (`telemetry.intervals`)                   |
-| eval     | pass_high             | the other end                             |
-| eval     | infrastructure        | episodes not judged: the sandbox failed   |
-| eval     | unfinished_rate       | share that never called finish            |
-| eval     | invalid_rate          | invalid tool calls over all calls         |
-| eval     | valid_episodes        | finished, without an invalid call         |
-| eval     | passed_valid          | of these, passed                          |
-| eval     | temperature           | that the policy sampled at                |
+| stage    | name                     | meaning                                |
+|----------|--------------------------|----------------------------------------|
+| cpt, sft | loss                     | mean over weighted tokens, nats        |
+| cpt, sft | heldout_loss             | same, on documents that training skips |
+| cpt, sft | aux_loss                 | load balancing, before its weight,     |
+|          |                          | summed over MoE layers                 |
+| cpt, sft | z_loss                   | mean squared log-sum-exp of the        |
+|          |                          | router's logits, before its weight,    |
+|          |                          | summed over MoE layers                 |
+| cpt, sft | grad_norm                | global, before clipping                |
+| cpt, sft | update_norm              | global, of what was added to the       |
+|          |                          | masters                                |
+| cpt, sft | lr                       | learning rate of the step              |
+| cpt, sft | tokens_per_s             | real tokens, padding excluded, since   |
+|          |                          | the line before; no compilation        |
+| cpt, sft | mfu                      | share of peak FLOP/s, attention        |
+|          |                          | unmasked (every query meets the whole  |
+|          |                          | row); absent where no peak is known.   |
+|          |                          | On a CPU the peak is an estimate of    |
+|          |                          | idle cores (`telemetry.mfu`), so that  |
+|          |                          | other work on them lowers it           |
+| cpt, sft | expert_load              | tokens per expert, a list for each MoE |
+|          |                          | layer                                  |
+| cpt, sft | expert_load_max          | busiest expert over the mean, worst    |
+|          |                          | layer                                  |
+| rl       | groups                   | their ids                              |
+| rl       | reward                   | mean, penalties of invalid calls       |
+|          |                          | included                               |
+| rl       | pass_rate                | share of judged rollouts that passed   |
+| rl       | passed                   | rollouts whose hidden tests all passed |
+| rl       | failed                   | rollouts graded of which a test failed |
+| rl       | unfinished               | rollouts that never called finish      |
+| rl       | infrastructure           | rollouts not judged: the sandbox       |
+|          |                          | failed                                 |
+| rl       | informative_groups       | share of groups with an advantage      |
+| rl       | turns                    | tool calls per rollout                 |
+| rl       | invalid_rate             | invalid tool calls over all calls      |
+| rl       | tokens                   | per rollout, the harness's included    |
+| rl       | flags                    | rollouts in which monitors found       |
+|          |                          | anything                               |
+| rl       | sandbox_ms               | wall time in the sandbox per rollout   |
+| rl       | staleness                | trainer version minus the oldest that  |
+|          |                          | sampled in a trajectory, largest       |
+| rl       | staleness_mean           | same, mean over trajectories           |
+| rl       | sampled_tokens           | * of the policy, which the loss is of  |
+| rl       | microbatches             | * packed                               |
+| rl       | loss                     | * policy gradient's, per rollout of    |
+|          |                          | the step; its value says little, its   |
+|          |                          | gradient is what counts                |
+| rl       | grad_norm                | global, before clipping                |
+| rl       | entropy                  | * of the sampled distribution, nats a  |
+|          |                          | token                                  |
+| rl       | mismatch_kl              | * mean k3 of rollout against training  |
+|          |                          | log-probs in float64, nats, as trained |
+|          |                          | on: replayed if rl.replay              |
+| rl       | mismatch_p99             | * same, its 99th percentile over       |
+|          |                          | tokens                                 |
+| rl       | mismatch_max             | * largest difference of a log-prob     |
+| rl       | mismatch_large           | * share of tokens that one side finds  |
+|          |                          | twice as likely or more                |
+| rl       | fresh_tokens             | * sampled by the very version that is  |
+|          |                          | trained (`rl.mismatch.ages`); the next |
+|          |                          | four are of these, absent where there  |
+|          |                          | are none                               |
+| rl       | mismatch_kl_fresh        | * as mismatch_kl                       |
+| rl       | mismatch_p99_fresh       | * as mismatch_p99                      |
+| rl       | mismatch_max_fresh       | * as mismatch_max                      |
+| rl       | mismatch_large_fresh     | * as mismatch_large                    |
+| rl       | truncated                | * share of tokens at rl.ratio_cap      |
+| rl       | mismatch_kl_replay       | * every rl.mismatch_every steps: as    |
+|          |                          | mismatch_kl, routes replayed           |
+| rl       | mismatch_p99_replay      | * same, as mismatch_p99                |
+| rl       | mismatch_max_replay      | * same, as mismatch_max                |
+| rl       | mismatch_large_replay    | * same, as mismatch_large              |
+| rl       | mismatch_kl_no_replay    | * the same batch, every token routed   |
+|          |                          | afresh                                 |
+| rl       | mismatch_p99_no_replay   | * same, as mismatch_p99                |
+| rl       | mismatch_max_no_replay   | * same, as mismatch_max                |
+| rl       | mismatch_large_no_replay | * same, as mismatch_large              |
+| rl       | route_agreement          | * every rl.mismatch_every steps: share |
+|          |                          | of tokens whose recorded experts are   |
+|          |                          | those of the trainer, all routed       |
+|          |                          | afresh; lowest layer                   |
+| rl       | route_agreement_layers   | * same, of each MoE layer              |
+| rl       | routed_differently       | * share of tokens that differ in at    |
+|          |                          | least one layer                        |
+| rl       | replay_agreement         | * share of recorded routes that the    |
+|          |                          | trainer would choose after replayed    |
+|          |                          | ones, lowest layer; this and the next  |
+|          |                          | three of a replay                      |
+| rl       | replay_agreement_layers  | * same, of each MoE layer              |
+| rl       | replay_replaced          | * share of recorded experts that       |
+|          |                          | model.moe.replay_alpha replaced,       |
+|          |                          | highest layer                          |
+| rl       | replay_no_route          | * share of tokens without a record,    |
+|          |                          | highest layer; the last of a           |
+|          |                          | trajectory never has                   |
+| rl       | gate_breaches            | measures out of their bands; absent if |
+|          |                          | rl.gate is off                         |
+| rl       | gate                     | list of texts: which they are, and     |
+|          |                          | what to look at                        |
+| rl       | expert_load              | * as above                             |
+| rl       | expert_load_max          | * as above                             |
+| rl       | bundle_bytes             | published for the step                 |
+| rl       | full_bytes               | of the whole policy                    |
+| rl       | wait_s                   | for the step's groups                  |
+| rl       | train_s                  | in the update                          |
+| rl       | publish_s                | in making and writing the bundle       |
+| eval     | name                     | text: which policy, 'sft' or 'rl'      |
+| eval     | episodes                 | held-out ones that were judged         |
+| eval     | passed                   | of these                               |
+| eval     | pass_rate                | their share                            |
+| eval     | pass_low                 | end of its 95 % interval               |
+|          |                          | (`telemetry.intervals`)                |
+| eval     | pass_high                | the other end                          |
+| eval     | infrastructure           | episodes not judged: the sandbox       |
+|          |                          | failed                                 |
+| eval     | unfinished_rate          | share that never called finish         |
+| eval     | invalid_rate             | invalid tool calls over all calls      |
+| eval     | valid_episodes           | finished, without an invalid call      |
+| eval     | passed_valid             | of these, passed                       |
+| eval     | temperature              | that the policy sampled at             |
 """
 
 import contextlib

@@ -34,9 +34,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.initial = folder or _UNNAMED
   if folder:
     c.model = _model(folder)
+    if c.model.compute_dtype == 'bfloat16':
+      c.rl.gate.max_kl_fresh = 1e-4  # as in gpu.py; set it with the dtype
   if variant == 'smoke':
     # For a CPU; an import says bfloat16 and recomputing, for accelerators.
     c.model.compute_dtype, c.model.remat = 'float32', False
+    c.rl.gate = tiny.get_config().rl.gate
     # Calls take more tokens of a vocabulary that was not learnt from them.
     c.episode.max_call_tokens = 64
   # tiny.py's 12 rows do not divide by the devices of a node.

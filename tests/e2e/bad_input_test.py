@@ -70,12 +70,17 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rl.reward=random', "'shuffled', not 'random'"),
     ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
     ('--config.sandbox.level=none', 'none'),
+    ('--config.rl.gate.action=halt', "rl.gate.*action 'halt' is not one of"),
+    ('--config.rl.gate.max_kl=-1', 'rl.gate.*max_kl must be.*at least 0'),
+    ('--config.rollout.record_routes=False', 'rl.replay needs the routes'),
+    ('--config.rollout.on_swap=drop', "on_swap must be one of.*'drop'"),
+    ('--config.rollout.page_size=0', 'page_size must be a positive integer'),
   ],
 )
 def test_a_value_out_of_range_is_named(override, message):
   with pytest.raises(ValueError, match=message):
     spec = composer_test.make_spec(override)
-    spec.rl.update_options(0)
+    spec.update_options()
     with jobs_of_runs.open_runner(spec.sandbox):
       pass
 

@@ -205,8 +205,8 @@ def synchronous(workdir):
         start.functions,
         stages.collector_of(spec, job.tokenizer, runner, split='train'),
         lambda values, version: stages.make_engine(spec, values, version),
-        spec.rl.update_options(spec.seed),
-        reinforce.batch_shape(spec),
+        spec.update_options(),
+        spec.batch_shape(),
         num_steps=spec.rl.steps,
       )
   np.savez(workdir / 'sync.npz', **jobs.named(state.variables()))

@@ -6,6 +6,7 @@ holds the `processes` placement to the same law.
 """
 
 import contextlib
+import dataclasses
 import json
 import shutil
 
@@ -21,7 +22,7 @@ from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl import sync_loop
+from composer_jax.rl import mismatch, sync_loop
 from composer_jax.tasks import list_functions
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
@@ -95,8 +96,8 @@ def synchronous(spec, tokenizer, tmp_path_factory):
       start.functions,
       stages.collector_of(spec, tokenizer, runner, split='train'),
       lambda values, version: stages.make_engine(spec, values, version),
-      spec.rl.update_options(spec.seed),
-      reinforce.batch_shape(spec),
+      spec.update_options(),
+      spec.batch_shape(),
       num_steps=spec.rl.steps,
     )
   return trees.flatten_names(state.variables()), history
@@ -172,3 +173,87 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
       pointer.write_bytes(b'rot')
       with pytest.raises(ValueError, match='latest: the pointer is damaged'):
         wait([0])
+
+
+def renumbered(group):
+  """The group with routes of a model whose experts have other numbers."""
+  rollouts = []
+  for rollout in group.rollouts:
+    (t,) = rollout.trajectories
+    ids_TMA = t.expert_ids_TMA.copy()
+    ids_TMA[:-1] = 3 - ids_TMA[:-1]  # of 4; the last token has none
+    moved = dataclasses.replace(t, expert_ids_TMA=ids_TMA)
+    rollouts.append(dataclasses.replace(rollout, trajectories=(moved,)))
+  return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.fixture
+def corrupted(colocated, tmp_path):
+  """A run that was killed after step 2, whose groups of step 3 lie."""
+  workdir, _ = colocated
+  copy = shutil.copytree(workdir, tmp_path / 'copy')
+  shutil.rmtree(copy / 'exports' / 'rl')
+  shutil.rmtree(copy / 'checkpoints' / 'rl' / '3')
+  groups = buffers.GroupBuffer(copy / 'groups')
+  assert groups.ids() == [4, 5]
+  for bad in (4, 5):
+    groups.put(renumbered(groups.get(bad)))
+  return copy
+
+
+def lines_of_rl(workdir):
+  return {r['step']: r for r in writers.read(workdir) if r['stage'] == 'rl'}
+
+
+def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
+  spec, tokenizer, colocated, corrupted
+):
+  """What it leaves is whole: the healed run equals one that nobody touched."""
+  workdir = corrupted
+  with opened(workdir, spec, tokenizer) as job:
+    with pytest.raises(
+      mismatch.OutOfBand,
+      match=r'rl step 3: mismatch_kl_fresh is .*, its band is at most 1e-09.*'
+      r'Of its groups, [45] is the worst',
+    ):
+      reinforce.reinforce(job)
+  line = lines_of_rl(workdir)[3]
+  assert line['gate_breaches'] == len(line['gate']) > 0
+  # Nothing of the step was applied, kept or published.
+  assert 'grad_norm' not in line and 'bundle_bytes' not in line
+  assert export.finished_step(workdir, 'rl') is None
+  version, _ = reinforce.Receiver(workdir, spec.model).poll()
+  assert version == 2
+  for path in (workdir / 'groups').glob('0000000[45].npz'):
+    path.unlink()
+  with opened(workdir, spec, tokenizer) as job:
+    reinforce.reinforce(job)
+    healed = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  untouched, variables = colocated
+  for name, array in variables.items():
+    np.testing.assert_array_equal(healed[name], array, err_msg=name)
+  found, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
+  uncertain = {*CLOCKS, 'bundle_bytes'}
+  assert found.keys() == expected.keys()
+  assert not [
+    n for n in found if n not in uncertain and found[n] != expected[n]
+  ]
+
+
+def test_a_flag_is_said_and_written_and_the_run_goes_on(
+  spec, tokenizer, corrupted, capsys
+):
+  workdir = corrupted
+  gate = dataclasses.replace(spec.rl.gate, action='flag')
+  flagging = dataclasses.replace(
+    spec, rl=dataclasses.replace(spec.rl, gate=gate)
+  )
+  with opened(workdir, flagging, tokenizer) as job:
+    reinforce.reinforce(job)
+  assert export.finished_step(workdir, 'rl') == 3
+  line = lines_of_rl(workdir)[3]
+  assert line['grad_norm'] > 0 and line['gate']
+  assert (
+    f'step 3: out of its band: {line["gate"][0]}' in capsys.readouterr().out
+  )
+  assert all(lines_of_rl(workdir)[step]['gate'] == [] for step in (1, 2))

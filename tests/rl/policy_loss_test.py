@@ -71,21 +71,6 @@ def test_gradient_of_a_token_does_not_depend_on_the_length():
   np.testing.assert_array_equal(grad(3)[0, 0], grad(300)[0, 0])
 
 
-def test_k3_is_zero_at_equality_and_positive_elsewhere():
-  gaps = jnp.linspace(-2, 2, 41)
-  values = policy_loss.k3(gaps, jnp.zeros(41))
-  assert values[20] == 0
-  assert (jnp.delete(values, 20) > 0).all()
-
-
-def test_k3_mean_estimates_the_kl_of_two_categoricals():
-  p = jnp.array([0.5, 0.3, 0.2])
-  q = jnp.array([0.4, 0.4, 0.2])
-  want = (p * jnp.log(p / q)).sum()
-  found = (p * policy_loss.k3(jnp.log(q), jnp.log(p))).sum()
-  np.testing.assert_allclose(found, want, rtol=1e-5)
-
-
 def test_kl_belongs_in_the_reward():
   # Bandit with three arms: d/dlogits KL(p || q) in closed form, against the
   # detached k1 in the reward (exact) and k1 differentiated in the loss (zero).

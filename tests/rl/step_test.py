@@ -120,13 +120,19 @@ def sums_on(replica, fsdp, context):
 
 
 @pytest.fixture(scope='module')
-def single():
+def single_scored():
   return sums_on(1, 1, 1)
 
 
+@pytest.fixture(scope='module')
+def single(single_scored):
+  return single_scored[0]
+
+
 @pytest.mark.parametrize('shape', [(2, 2, 2), (1, 8, 1)])
-def test_sharded_microbatch_equals_the_single_device(single, shape):
-  found = sums_on(*shape)
+def test_sharded_microbatch_equals_the_single_device(single_scored, shape):
+  single, expected = single_scored
+  found, scores = sums_on(*shape)
   experts = trees.flatten_names(found.grads)['moe_layers/moe/gate_up']
   assert isinstance(experts.sharding, NamedSharding)
   for name, array in trees.flatten_names(single.grads).items():
@@ -142,6 +148,13 @@ def test_sharded_microbatch_equals_the_single_device(single, shape):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
     found.stats,
     single.stats,
+  )
+  real_BT = make_batch().segment_ids_BT > 0
+  np.testing.assert_allclose(
+    scores.logprobs_BT[real_BT], expected.logprobs_BT[real_BT], atol=1e-5
+  )
+  np.testing.assert_array_equal(
+    scores.expert_ids_MBTA[:, real_BT], expected.expert_ids_MBTA[:, real_BT]
   )
 
 
@@ -163,13 +176,13 @@ def test_replayed_routes_decide_which_experts_work(single):
   same_Z = (np.sort(own_ZA) == np.sort(ids_ZA)).all(-1)[recorded_Z]
   assert 0 < same_Z.sum() < len(same_Z)
   np.testing.assert_allclose(
-    single.replay_agreement_M, [same_Z.mean()], rtol=1e-6
+    single.replay_agreement_M / single.num_routed, [same_Z.mean()], rtol=1e-6
   )
+  assert int(single.num_routed) == len(recorded_Z)
 
 
-def test_adding_microbatches_adds_sums_and_keeps_the_largest_gap(single):
+def test_adding_microbatches_adds_sums(single):
   total = steps.add(single, single)
-  assert float(total.max_logit_gap) == float(single.max_logit_gap) > 0
   jax.tree.map(
     lambda t, s: np.testing.assert_allclose(t, 2 * s, rtol=1e-6),
     (total.grads, total.stats, total.loss),
@@ -192,13 +205,12 @@ def test_padding_and_context_have_no_say(single):
       model, values, batch, ratio_cap=2.0
     )
   )
-  found = run(
+  found, _ = run(
     values,
     changed.replace(
       rollout_logprobs_BT=changed.rollout_logprobs_BT.astype(np.float32),
       advantages_BT=changed.advantages_BT.astype(np.float32),
     ),
   )
-  jax.tree.map(
-    np.testing.assert_array_equal, found.grads, run(values, batch).grads
-  )
+  expected, _ = run(values, batch)
+  jax.tree.map(np.testing.assert_array_equal, found.grads, expected.grads)

@@ -11,11 +11,12 @@ import pytest
 from composer_jax.core import records, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
-from composer_jax.rl import advantage, batching, update
+from composer_jax.rl import advantage, batching, comparison, mismatch, update
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
+from configs.composer import tiny
 
 MODEL = model_config.ModelConfig.from_dict(
   {
@@ -55,8 +56,10 @@ MODEL = model_config.ModelConfig.from_dict(
 )
 P, R, LENGTH = 2, 3, 24
 SHAPE = batching.BatchShape(
-  rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2
+  rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2, num_experts=8
 )
+# The default bands (configs/composer/tiny.py).
+GATE = mismatch.GateOptions(**tiny.get_config().rl.gate)
 OPTIONS = update.UpdateOptions(
   prompts=P,
   rollouts_per_prompt=R,
@@ -65,6 +68,8 @@ OPTIONS = update.UpdateOptions(
   kl_coefficient=0.0,
   ratio_cap=2.0,
   mismatch_every=0,
+  refreshed=False,
+  gate=GATE,
   seed=0,
 )
 TEMPERATURE = 0.8
@@ -149,10 +154,14 @@ def _rollout(completion, context_T, group, member):
 
 @pytest.fixture(scope='module')
 def groups(variables):
+  return sample(rounded(variables))
+
+
+def sample(values):
   """Two groups of three rollouts of different lengths, from the engine."""
   engine = engines.Engine(
     MODEL,
-    rounded(variables),
+    values,
     0,
     engines.EngineOptions(
       num_slots=P * R, max_len=LENGTH, prefill_chunk=4, decode_steps=4
@@ -195,6 +204,16 @@ def packed(groups, values=(1.0, -1.0, 0.5)):
   return batching.pack(trajectories, list(values) * P, SHAPE)
 
 
+def mean_k3(functions, values, batches):
+  """Token by token, straight from the packed arrays."""
+  terms = []
+  for batch in batches:
+    logprobs_BT = np.asarray(functions.score(values, batch).logprobs_BT)
+    x_BT = logprobs_BT.astype(float) - batch.rollout_logprobs_BT
+    terms.append((np.expm1(x_BT) - x_BT)[batch.loss_weights_BT > 0])
+  return np.concatenate(terms).mean()
+
+
 def with_rewards(groups, rewards_PR):
   return [
     dataclasses.replace(
@@ -212,7 +231,7 @@ def test_replayed_trainer_gives_the_engines_logprobs(
   functions, variables, groups
 ):
   for batch in packed(groups):
-    logprobs_BT = functions.score(rounded(variables), batch)
+    logprobs_BT = functions.score(rounded(variables), batch).logprobs_BT
     gap_BT = (logprobs_BT - batch.rollout_logprobs_BT) * batch.loss_weights_BT
     # Other tile shapes and one packed row: float32 sums in another order.
     assert np.abs(gap_BT).max() < 1e-4
@@ -222,22 +241,22 @@ def test_replay_lowers_the_mismatch_of_a_router_that_moved(
   functions, variables, groups
 ):
   batches = packed(groups)
-  fresh = [update.fresh(b) for b in batches]
+  fresh = [comparison.fresh(b) for b in batches]
   for size in (0.03, 0.1):
     values = rounded(reroute(variables, size))
-    replayed = steps.mismatch_kl(functions, values, batches)
-    rerouted = steps.mismatch_kl(functions, values, fresh)
+    replayed = mean_k3(functions, values, batches)
+    rerouted = mean_k3(functions, values, fresh)
     assert 0 <= replayed < rerouted
   same = rounded(variables)
   # k3 is quadratic in gaps below 1e-4.
-  assert 0 <= steps.mismatch_kl(functions, same, batches) < 1e-9
+  assert 0 <= mean_k3(functions, same, batches) < 1e-9
 
 
 def test_a_replayed_choice_keeps_the_routers_gradient(
   functions, variables, groups
 ):
   values = rounded(variables)
-  sums = functions.add_microbatch(values, None, packed(groups)[0])
+  sums, _ = functions.add_microbatch(values, None, packed(groups)[0])
   grads = trees.flatten_names(sums.grads)
   routers = [n for n in grads if 'router' in n]
   assert routers
@@ -246,7 +265,7 @@ def test_a_replayed_choice_keeps_the_routers_gradient(
     assert moved_ME.any(axis=1).all(), name
     # An expert that no token was sent to has no say.
     assert not moved_ME[np.asarray(sums.load_ME) == 0].any(), name
-  assert np.all(np.asarray(sums.replay_agreement_M) == 1)
+  assert np.all(np.asarray(sums.replay_agreement_M) == sums.num_routed)
 
 
 def test_gradient_is_that_of_the_loss_written_out(functions, variables, groups):
@@ -362,7 +381,7 @@ def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   advantages = [*advantage.group_advantages(mixed, rewards_R), *[0.0] * R]
   sums = None
   for batch in batching.pack(trajectories, advantages, SHAPE):
-    sums = functions.add_microbatch(values, sums, batch)
+    sums, _ = functions.add_microbatch(values, sums, batch)
   whole = float(optax.tree.norm(sums.grads)) / (P * R)
   assert metrics['grad_norm'] == pytest.approx(whole, rel=1e-5)
 
@@ -444,28 +463,37 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
 
 
 def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
-  options = dataclasses.replace(OPTIONS, mismatch_every=1)
+  gate = dataclasses.replace(GATE, action='off')
+  options = dataclasses.replace(OPTIONS, mismatch_every=1, gate=gate)
   state = make_state(reroute(variables, 0.1))
   _, metrics = update.update(state, groups, functions, options, SHAPE)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
   assert metrics['replay_agreement'] < 1
   # Each as a pass of its own measures it, whichever of them was trained on.
   values = rounded(reroute(variables, 0.1))
+  fresh = [comparison.fresh(b) for b in packed(groups)]
   own = {
-    'mismatch_kl_replay': steps.mismatch_kl(functions, values, packed(groups)),
-    'mismatch_kl_no_replay': steps.mismatch_kl(
-      functions, values, [update.fresh(b) for b in packed(groups)]
-    ),
+    'mismatch_kl_replay': mean_k3(functions, values, packed(groups)),
+    'mismatch_kl_no_replay': mean_k3(functions, values, fresh),
   }
-  assert metrics['mismatch_kl'] == metrics['mismatch_kl_replay']
   state = make_state(reroute(variables, 0.1))
   options = dataclasses.replace(options, replay=False)
   _, afresh = update.update(state, groups, functions, options, SHAPE)
-  assert afresh['mismatch_kl'] == afresh['mismatch_kl_no_replay']
+  for name in ('kl', 'p99', 'max', 'large'):
+    both = f'mismatch_{name}_replay', f'mismatch_{name}_no_replay'
+    assert metrics[f'mismatch_{name}'] == metrics[both[0]]
+    assert afresh[f'mismatch_{name}'] == afresh[both[1]]
+    for way in both:
+      # Two programs, with and without a gradient: sums in another order.
+      assert metrics[way] == pytest.approx(afresh[way], rel=1e-3)
   for name, value in own.items():
-    # Two programs, with and without a gradient: sums in another order.
-    assert metrics[name] == pytest.approx(float(value), rel=1e-3)
-    assert afresh[name] == pytest.approx(float(value), rel=1e-3)
+    assert metrics[name] == pytest.approx(value, rel=1e-3)
+  # The routes of the pass that routed afresh, whichever was trained on.
+  names = [n for n in metrics if n.startswith('route')]
+  assert len(names) == 3
+  for name in names:
+    assert metrics[name] == afresh[name]
+  assert 'replay_agreement' not in afresh
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_statistics(

@@ -78,6 +78,8 @@ def test_routers_count_by_their_weights(
       aux_loss_M=jnp.stack([2.0 + x, jnp.float32(3.0)]),
       z_loss_M=jnp.stack([jnp.float32(4.0), 9.0 + 10.0 * x]),
       replay_agreement_M=jnp.ones(2),
+      replay_replaced_M=jnp.zeros(2),
+      no_route_M=jnp.zeros(2),
     )
     return 6.0 + 4.0 * x, stats
 

@@ -1,0 +1,133 @@
+"""The report's section about reinforcement learning."""
+
+import numpy as np
+
+from composer_jax.telemetry import page, progress, run_data
+from composer_jax.telemetry import report_curves as curves
+from composer_jax.telemetry import report_episodes as episode_sections
+
+# Steps named of those that left the bands of the gate.
+_SHOWN = 8
+
+
+def reinforcement(run: run_data.RunData, title: str) -> page.Markup:
+  """Returns the section of RL: rewards, verdicts, mismatch, cost."""
+  share = {'bounds': (-0.03, 1.03)}
+  parts = [
+    curves.curve(run, 'Reward', [('rl', 'reward', '')]),
+    curves.curve(
+      run, 'Pass rate in training', [('rl', 'pass_rate', '')], **share
+    ),
+    curves.curve(
+      run,
+      'Sandbox verdicts',
+      [('rl', name, name) for name in episode_sections.OUTCOMES],
+      unit='episodes of a step',
+      bounds=(0, None),
+    ),
+    curves.curve(
+      run, 'Invalid tool calls', [('rl', 'invalid_rate', '')], **share
+    ),
+    curves.curve(
+      run, 'Entropy', [('rl', 'entropy', '')], unit='nats', bounds=(0, None)
+    ),
+    curves.curve(
+      run,
+      'Mismatch of rollout and trainer (KL)',
+      [
+        ('rl', 'mismatch_kl_no_replay', 'routed afresh'),
+        ('rl', 'mismatch_kl', 'routes replayed'),
+      ],
+      is_log=True,
+      unit='nats per token',
+    ),
+    curves.curve(
+      run,
+      'Mismatch, 99th percentile of tokens',
+      [
+        ('rl', 'mismatch_p99_no_replay', 'routed afresh'),
+        ('rl', 'mismatch_p99', 'routes replayed'),
+      ],
+      is_log=True,
+      unit='nats',
+    ),
+    curves.layers(
+      run,
+      'Recorded routes that the trainer would take',
+      'rl',
+      'route_agreement_layers',
+      unit='share of tokens',
+    ),
+    curves.curve(
+      run,
+      'Staleness',
+      [('rl', 'staleness', '')],
+      unit='policy versions',
+      bounds=(-0.1, None),
+    ),
+    curves.curve(
+      run,
+      'Bytes published per step',
+      [
+        ('rl', 'full_bytes', 'whole policy'),
+        ('rl', 'bundle_bytes', 'delta bundle'),
+      ],
+      is_log=True,
+    ),
+    curves.curve(run, 'Tool calls per episode', [('rl', 'turns', '')]),
+    curves.curve(
+      run,
+      'Sandbox time per episode',
+      [('rl', 'sandbox_ms', '')],
+      unit='ms',
+      bounds=(0, None),
+    ),
+  ]
+  return page.section(
+    title,
+    page.element('div', *parts, class_='grid'),
+    _rl_totals(run),
+    note='Faint: each step. Strong: mean of the steps before it.',
+  )
+
+
+def _rl_totals(run: run_data.RunData) -> page.Markup:
+  """Says in numbers what two of the figures show."""
+  words = []
+  _, bundles = run.series('rl', 'bundle_bytes')
+  _, full = run.series('rl', 'full_bytes')
+  if sum(bundles) > 0 and full:
+    ratio = np.mean(full) / np.mean(bundles)
+    words.append(
+      f'Bundles: {progress.number(float(np.mean(bundles)))}B on average, '
+      f'{ratio:.1f} times smaller than the policy.'
+    )
+  _, replayed = run.series('rl', 'mismatch_kl')
+  _, afresh = run.series('rl', 'mismatch_kl_no_replay')
+  if replayed and afresh:
+    with_replay, without = np.nanmedian(replayed), np.nanmedian(afresh)
+    words.append(
+      f'Median mismatch KL: {with_replay:.2g} with routes replayed, '
+      f'{without:.2g} routed afresh.'
+    )
+  notes = [page.element('p', w, class_='note') for w in words]
+  return page.join([*notes, *_gate(run)])
+
+
+def _gate(run: run_data.RunData) -> list[page.Markup]:
+  """Names the steps whose mismatch left its band, and what the last said."""
+  rows = [
+    row
+    for row in run.metrics
+    if row['stage'] == 'rl' and run_data.number(row.get('gate_breaches'))
+  ]
+  if not rows:
+    return []
+  steps = ', '.join(str(row['step']) for row in rows[-_SHOWN:])
+  said = rows[-1].get('gate')
+  words = [
+    f'The mismatch left its band in {len(rows)} steps, the last of them '
+    f'{steps}.',
+    *(map(str, said) if isinstance(said, list) else ()),
+  ]
+  return [page.element('p', w, class_='problem') for w in words]

@@ -1,0 +1,77 @@
+"""How far sampler and trainer of a finished run differ.
+
+  python -m experiments.mismatch --workdir=runs/tiny --stage=rl --tokens=10000
+  python -m experiments.mismatch --dtype=bfloat16 --numerics=batch_invariant \\
+      --out=runs/mismatch
+
+Episodes on held-out tasks are sampled by the rollout engine and scored by the
+trainer's forward pass, with the same weights: once with the recorded routes
+replayed, once routed afresh, and once with the routes moved by a token, which
+is what a fault looks like. --out keeps the numbers, a line of metrics.jsonl
+for each call.
+"""
+
+import os
+import pathlib
+
+from absl import flags, logging
+
+from experiments import start
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
+_STAGE = flags.DEFINE_enum(
+  'stage', 'rl', ['cpt', 'sft', 'rl'], 'Whose policy; it must be finished.'
+)
+_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample, at least.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of tasks and sampling.')
+_DTYPE = flags.DEFINE_enum(
+  'dtype', 'float32', ['float32', 'bfloat16'], 'Of activations and matmuls.'
+)
+_NUMERICS = flags.DEFINE_enum(
+  'numerics', 'fast', ['fast', 'batch_invariant'], 'Of both sides.'
+)
+_OUT = flags.DEFINE_string('out', '', 'Folder to append to; empty keeps none.')
+
+
+def _print(found):
+  print(f'{"routes":<12}{"mean k3":>12}{"p99":>12}{"max":>12}{"ratio > 2":>12}')
+  for way in ('replay', 'no_replay', 'shifted'):
+    cells = [found[f'mismatch_{n}_{way}'] for n in ('kl', 'p99', 'max')]
+    share = found[f'mismatch_large_{way}']
+    print(f'{way:<12}' + ''.join(f'{v:>12.2e}' for v in (*cells, share)))
+  layers = ' '.join(f'{v:.5f}' for v in found['route_agreement_layers'])
+  print(
+    f'{found["sampled_tokens"]} tokens. Routes that agree, by MoE layer: '
+    f'{layers} (shifted {found["route_agreement_shifted"]:.3f}); tokens that '
+    f'differ in one: {found["routed_differently"]:.5f}.'
+  )
+
+
+def run() -> None:
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  # One thread sums as the rollout worker of a run does.
+  os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
+  from composer_jax.pipeline import probe
+  from composer_jax.telemetry import machine, writer
+
+  try:
+    found = probe.of_run(
+      pathlib.Path(_WORKDIR.value),
+      probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
+      stage=_STAGE.value,
+      overrides={
+        'compute_dtype': _DTYPE.value,
+        'numerics': _NUMERICS.value,
+      },
+    )
+    _print(found)
+    if _OUT.value:
+      with writer.Writer(_OUT.value, tensorboard=False) as out:
+        step = len(writer.read(_OUT.value)) + 1
+        out.write('mismatch', step, machine=machine.describe(), **found)
+  except (ValueError, OSError) as error:
+    start.fail(error)
+
+
+if __name__ == '__main__':
+  start.run(run)

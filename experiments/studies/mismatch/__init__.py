@@ -1,0 +1,1 @@
+"""How far do sampler and trainer differ, with and without replay?"""

@@ -1,0 +1,64 @@
+"""Turns results/ into table.md; computes nothing else.
+
+python -m experiments.studies.mismatch.analyze
+"""
+
+import pathlib
+from typing import Any
+
+from composer_jax.telemetry import writer
+
+ROOT = pathlib.Path(__file__).parent
+
+_HEAD = (
+  *('policy', 'dtype', 'numerics', 'tokens', 'routes', 'mean k3', 'p99'),
+  *('max', 'ratio > 2', 'routes that agree, by layer', 'tokens that differ'),
+)
+_WAYS = {
+  'replay': 'replayed',
+  'no_replay': 'routed afresh',
+  'shifted': 'a token off',
+}
+
+
+def _cells(row: dict[str, Any], way: str) -> list[str]:
+  numbers = [row[f'mismatch_{n}_{way}'] for n in ('kl', 'p99', 'max', 'large')]
+  # What the trainer would choose stands beside the pass in which it does.
+  routes = ['', '']
+  if way == 'no_replay':
+    layers = ', '.join(f'{v:.5f}' for v in row['route_agreement_layers'])
+    routes = [layers, f'{row["routed_differently"]:.5f}']
+  if way == 'shifted':
+    routes = [f'lowest {row["route_agreement_shifted"]:.3f}', '']
+  arm = [row['name'], row['compute_dtype'], row['numerics']]
+  tokens = str(row['sampled_tokens'])
+  return [*arm, tokens, _WAYS[way], *(f'{v:.2g}' for v in numbers), *routes]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  """The results as Markdown, three lines an arm."""
+  lines = [_HEAD, ['---'] * len(_HEAD)]
+  lines += [_cells(row, way) for row in rows for way in _WAYS]
+  return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
+
+
+def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """SFT first, exact dtypes before coarse ones, fast numerics first."""
+  return sorted(
+    rows,
+    key=lambda row: (
+      row['name'] != 'sft',
+      row['compute_dtype'] != 'float32',
+      row['numerics'] != 'fast',
+    ),
+  )
+
+
+def main() -> None:
+  text = table(ordered(writer.read(ROOT / 'results')))
+  (ROOT / 'table.md').write_text(text)
+  print(text)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,48 @@
+"""Measures a finished run's SFT and RL policies in both dtypes and numerics.
+
+  python -m experiments.studies.mismatch.run --workdir=runs/tiny
+
+Each arm is one call of `experiments.mismatch` in a process of its own, which
+appends a line to results/metrics.jsonl. An arm that is there is not measured
+again.
+"""
+
+import itertools
+import pathlib
+import subprocess
+import sys
+
+from absl import app, flags
+
+from composer_jax.telemetry import writer
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
+_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample of each arm.')
+_RESULTS = flags.DEFINE_string(
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+)
+
+_STAGES = ('sft', 'rl')
+_DTYPES = ('float32', 'bfloat16')
+_NUMERICS = ('fast', 'batch_invariant')
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  rows = writer.read(_RESULTS.value)
+  done = {(r['name'], r['compute_dtype'], r['numerics']) for r in rows}
+  for arm in itertools.product(_STAGES, _DTYPES, _NUMERICS):
+    if arm in done:
+      continue
+    stage, dtype, numerics = arm
+    command = [sys.executable, '-m', 'experiments.mismatch']
+    command += [f'--workdir={_WORKDIR.value}', f'--stage={stage}']
+    command += [f'--dtype={dtype}', f'--numerics={numerics}']
+    command += [f'--tokens={_TOKENS.value}', f'--out={_RESULTS.value}']
+    print(*arm, flush=True)
+    subprocess.run(command, check=True)
+
+
+if __name__ == '__main__':
+  app.run(main)

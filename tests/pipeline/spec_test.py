@@ -1,0 +1,88 @@
+"""What spans sections of a config, and the gate, a section within one."""
+
+import dataclasses
+
+import pytest
+
+from composer_jax.pipeline import job
+from composer_jax.pipeline import spec as specs
+from configs.composer import gpu, tiny
+
+
+def make(**changes):
+  """The smoke spec with dotted fields changed, or deleted where None."""
+  fields = tiny.get_config('smoke').to_dict()
+  for name, value in changes.items():
+    *path, last = name.split('__')
+    section = fields
+    for part in path:
+      section = section[part]
+    if value is None:
+      del section[last]
+    else:
+      section[last] = value
+  return specs.from_dict(fields)
+
+
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'rl__gate__max_kll': 1.0}, r'config\.rl\.gate has no field max_kll'),
+    ({'rl__gate__max_kl': None}, r'config\.rl\.gate lacks field max_kl'),
+    ({'rl__gate': 'stop'}, r"config\.rl\.gate must be a section, not 'stop'"),
+    (
+      {'rl__gate__min_agreement': 2.0},
+      r'--config\.rl\.gate: .*min_agreement \(2\.0\) is a share',
+    ),
+    (
+      {'rollout__decode_rows': [4, 6]},
+      r'--config\.rollout: .*decode_rows \(4, 6\) must end at num_slots \(8\)',
+    ),
+    ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
+    (
+      {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},
+      r'--config\.rl\.seq_len: align \(\d+\) must .*divide seq_len \(200\)',
+    ),
+  ],
+)
+def test_what_cannot_be_is_named(changes, message):
+  with pytest.raises(ValueError, match=message):
+    make(**changes)
+
+
+def test_routes_need_not_be_recorded_where_none_is_replayed():
+  spec = make(rollout__record_routes=False, rl__replay=False)
+  assert not spec.rollout.engine_options(99).record_routes
+
+
+def test_numerics_are_those_of_rollouts_and_rl():
+  fast = make()
+  spec = make(model__numerics='batch_invariant')
+  # Pretraining and SFT run on a mesh, and are the same run.
+  assert spec.lm_model == fast.lm_model == fast.model
+  assert fast.batch_shape().align == 1 < spec.batch_shape().align
+
+
+def test_a_refreshed_cache_gives_each_token_its_own_age():
+  assert not make().update_options().refreshed
+  assert make(rollout__on_swap='refresh').update_options().refreshed
+
+
+def test_bfloat16_has_a_wider_band():
+  gates = [c.get_config().rl.gate.to_dict() for c in (tiny, gpu)]
+  differing = {k for k in gates[0] if gates[0][k] != gates[1][k]}
+  assert differing == {'max_kl_fresh'}
+
+
+def test_a_run_goes_on_under_another_gate(tmp_path):
+  """Else a run that its gate stopped could not be told to go on."""
+  spec = make(sandbox__level='static', telemetry__tensorboard=False)
+  flagging = dataclasses.replace(
+    spec,
+    rl=dataclasses.replace(
+      spec.rl, gate=dataclasses.replace(spec.rl.gate, action='flag')
+    ),
+  )
+  for each in (spec, flagging, spec):
+    with job.open_run(each, tmp_path, []):
+      pass

@@ -1,0 +1,224 @@
+"""Records that lie are caught by the default bands, honest ones are not.
+
+On a batch that the engine sampled from a model that was trained a little: its
+routers and its predictions are not those of random weights.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from composer_jax.core import batches, records
+from composer_jax.models import decoder
+from composer_jax.rl import mismatch, update
+from composer_jax.rl import step as steps
+from composer_jax.train import state as train_state
+from tests.rl import update_test
+
+MODEL, SHAPE = update_test.MODEL, update_test.SHAPE
+OPTIONS = dataclasses.replace(update_test.OPTIONS, mismatch_every=1)
+
+
+def sentences(rng):
+  """A batch whose next token mostly follows from the last one."""
+  B, T = SHAPE.rows, SHAPE.seq_len
+  tokens_BT = rng.integers(0, MODEL.vocab_size, (B, T), dtype=np.int32)
+  for t in range(1, T):
+    rule_B = (3 * tokens_BT[:, t - 1] + 1) % MODEL.vocab_size
+    is_noise_B = rng.random(B) < 0.1
+    tokens_BT[:, t] = np.where(is_noise_B, tokens_BT[:, t], rule_B)
+  return batches.RLBatch(
+    tokens_BT=tokens_BT,
+    segment_ids_BT=np.ones((B, T), np.int32),
+    positions_BT=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+    loss_weights_BT=np.ones((B, T), np.float32),
+    # So unlikely that the ratio stays at its cap: what is left of the policy
+    # gradient is that of the likelihood.
+    rollout_logprobs_BT=np.full((B, T), -50, np.float32),
+    advantages_BT=np.ones((B, T), np.float32),
+    temperatures_BT=np.ones((B, T), np.float32),
+    expert_ids_MBTA=np.full((2, B, T, 2), records.NO_ROUTE, np.uint16),
+  )
+
+
+@pytest.fixture(scope='module')
+def functions():
+  # The programs of update_test, which the cache has.
+  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1), ratio_cap=2.0)
+
+
+@pytest.fixture(scope='module')
+def trained(functions):
+  """The state of a model that learnt a little."""
+  state = train_state.create(update_test.draw(0), optax.sgd(0.1))
+  rng = np.random.default_rng(0)
+  losses = []
+  for _ in range(60):
+    batch = sentences(rng)
+    sums, _ = functions.add_microbatch(functions.policy(state), None, batch)
+    num_tokens = batch.loss_weights_BT.sum()
+    losses.append(float(sums.loss) / num_tokens)
+    # A step of 1 times the mean, which is half of what the capped ratio gives.
+    state, _ = functions.apply(state, sums, jnp.float32(5 / num_tokens))
+  assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5]), losses
+  return state
+
+
+@pytest.fixture(scope='module')
+def groups(functions, trained):
+  """Sampled by the trained policy, and named by its version."""
+  found = update_test.sample(functions.policy(trained))
+  # Small ones: a step that moves the policy as far as one of Adam does.
+  rewards = [[0.1 * r.reward for r in g.rollouts] for g in found]
+  found = update_test.with_rewards(found, rewards)
+  return with_trajectories(
+    found,
+    lambda t: {
+      'policy_version_T': np.full(len(t), int(trained.step), np.int32)
+    },
+  )
+
+
+def with_trajectories(groups, change, members=range(3)):
+  """Groups of which some members' trajectories have other fields."""
+
+  def changed(rollout):
+    if rollout.member not in members:
+      return rollout
+    return dataclasses.replace(
+      rollout,
+      trajectories=tuple(
+        dataclasses.replace(t, **change(t)) for t in rollout.trajectories
+      ),
+    )
+
+  return [
+    dataclasses.replace(g, rollouts=tuple(map(changed, g.rollouts)))
+    for g in groups
+  ]
+
+
+def shifted(t):
+  """Routes of the token before the one that they are filed under."""
+  ids_TMA = t.expert_ids_TMA.copy()
+  ids_TMA[1:-1] = t.expert_ids_TMA[:-2]
+  return {'expert_ids_TMA': ids_TMA}
+
+
+def swapped(t):
+  """Routes of the layers in another order."""
+  return {'expert_ids_TMA': t.expert_ids_TMA[:, ::-1].copy()}
+
+
+def newer(t):
+  """Says that the next version sampled it."""
+  return {'policy_version_T': t.policy_version_T + 1}
+
+
+def copied(state):
+  return jax.tree.map(jnp.copy, state)
+
+
+def run(functions, state, groups, **changes):
+  options = dataclasses.replace(OPTIONS, **changes)
+  return update.update(copied(state), groups, functions, options, SHAPE)
+
+
+def acting(action):
+  return {'gate': dataclasses.replace(OPTIONS.gate, action=action)}
+
+
+@pytest.fixture(scope='module')
+def honest(functions, trained, groups):
+  """What `update` makes of honest records, under the default gate."""
+  assert OPTIONS.gate.action == 'stop'
+  return run(functions, trained, groups)
+
+
+def test_honest_records_pass(trained, honest):
+  state, metrics = honest
+  assert metrics['gate'] == [] and metrics['gate_breaches'] == 0
+  assert int(state.step) == int(trained.step) + 1
+  assert metrics['fresh_tokens'] == metrics['sampled_tokens']
+  assert metrics['mismatch_kl_fresh'] < 1e-12
+  assert metrics['route_agreement'] == metrics['replay_agreement'] == 1
+
+
+def test_honest_records_of_an_older_policy_pass(functions, groups, honest):
+  state, _ = honest
+  _, metrics = run(functions, state, groups)
+  assert metrics['fresh_tokens'] == 0 and metrics['staleness'] == 1
+  assert metrics['mismatch_kl'] > 1e-3 and metrics['gate'] == []
+
+
+@pytest.mark.parametrize('members', [range(3), [1]], ids=['all', 'one'])
+@pytest.mark.parametrize('lie', [shifted, swapped, newer])
+def test_a_lie_stops_the_step_before_it_is_applied(
+  functions, trained, honest, groups, lie, members
+):
+  # A record can only claim to be newer than it is once there is a newer one.
+  state = copied(honest[0] if lie is newer else trained)
+  before = copied(state)
+  wrong = with_trajectories(groups, lie, members)
+  with pytest.raises(mismatch.OutOfBand) as stopped:
+    update.update(state, wrong, functions, OPTIONS, SHAPE)
+  said = str(stopped.value)
+  assert said.startswith(
+    f'rl step {int(state.step) + 1}: mismatch_kl_fresh is '
+    f'{stopped.value.metrics["mismatch_kl_fresh"]:.3g}, its band is at most '
+    '1e-09 (--config.rl.gate.max_kl_fresh): '
+  )
+  assert '--config.rl.gate.action=flag' in said and 'groups/' in said
+  # Not donated, not changed.
+  jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+def test_the_group_that_lies_is_named(functions, trained, groups):
+  wrong = [groups[0], *with_trajectories(groups[1:], shifted)]
+  with pytest.raises(
+    mismatch.OutOfBand, match=r'Of its groups, 1 is the worst'
+  ):
+    update.update(copied(trained), wrong, functions, OPTIONS, SHAPE)
+
+
+@pytest.mark.parametrize('lie', [shifted, swapped])
+def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
+  functions, honest, groups, lie
+):
+  _, metrics = run(
+    functions, honest[0], with_trajectories(groups, lie), **acting('flag')
+  )
+  assert metrics['fresh_tokens'] == 0
+  assert any(s.startswith('replay_agreement is ') for s in metrics['gate'])
+  # Routed afresh the tape has no say, but still is not what it should be.
+  _, afresh = run(
+    functions,
+    honest[0],
+    with_trajectories(groups, lie),
+    replay=False,
+    **acting('flag'),
+  )
+  assert [s.split()[0] for s in afresh['gate']] == ['route_agreement']
+
+
+def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
+  functions, trained, groups
+):
+  wrong = with_trajectories(groups, shifted)
+  flagged, metrics = run(functions, trained, wrong, **acting('flag'))
+  passed, without = run(functions, trained, wrong, **acting('off'))
+  assert metrics['gate_breaches'] == len(metrics['gate']) > 1
+  jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
+  found = {'gate', 'gate_breaches'}
+  assert without == {k: v for k, v in metrics.items() if k not in found}
+
+
+def test_looking_first_changes_no_bit(functions, trained, groups, honest):
+  stopping, metrics = honest
+  flagging, others = run(functions, trained, groups, **acting('flag'))
+  jax.tree.map(np.testing.assert_array_equal, stopping.params, flagging.params)
+  assert metrics == others

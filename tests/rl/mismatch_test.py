@@ -1,0 +1,183 @@
+"""Mismatch in closed forms, at sizes that float32 loses; bands and ages."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.rl import mismatch
+
+GATE = mismatch.GateOptions(
+  action='flag',
+  max_kl_fresh=1e-9,
+  max_kl=0.1,
+  max_p99=1.0,
+  max_large_ratio_share=0.1,
+  min_agreement=0.5,
+)
+
+
+def make_trajectory(logprobs, versions=None, mask=None, ids_TMA=None):
+  T = len(logprobs)
+  if ids_TMA is None:
+    ids_TMA = np.zeros((T, 1, 1), np.uint16)
+  return records.Trajectory(
+    tokens_T=np.zeros(T, np.int32),
+    loss_mask_T=np.ones(T, bool) if mask is None else np.array(mask),
+    logprobs_T=np.array(logprobs, np.float32),
+    expert_ids_TMA=ids_TMA,
+    policy_version_T=np.array(versions or [0] * T, np.int32),
+    temperature=1.0,
+  )
+
+
+@pytest.mark.parametrize('x', [1e-12, 1e-9, 9.9e-4, 1.01e-3, 0.5, -0.3, -1e-8])
+def test_k3_keeps_its_digits_at_every_size(x):
+  # The series in exact rational steps: x^2/2 + x^3/6 + ...
+  want = math.fsum(x**n / math.factorial(n) for n in range(2, 30))
+  assert mismatch.k3(np.array(x)) == pytest.approx(want, rel=1e-10, abs=0)
+
+
+def test_k3_is_zero_at_equality_positive_elsewhere_and_never_overflows():
+  x = np.array([0.0, 1e-300, -1e-9, 5.0, -80.0, 800.0])
+  found = mismatch.k3(x)
+  assert found[0] == 0 and (found[2:] > 0).all() and found[-1] == np.inf
+  assert found[4] == pytest.approx(79.0)
+
+
+def test_k3_mean_estimates_the_kl_of_two_categoricals():
+  p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
+  found = (p * mismatch.k3(np.log(q) - np.log(p))).sum()
+  assert found == pytest.approx((p * np.log(p / q)).sum(), rel=1e-12)
+
+
+def test_differences_of_float32_are_exact():
+  rollout = np.float32(-0.1)
+  train = np.nextafter(rollout, np.float32(0))
+  found = mismatch.log_ratios(train, rollout)
+  assert found == 2.0**-27  # the spacing of float32 in [2^-4, 2^-3)
+  assert mismatch.k3(found) == pytest.approx(2.0**-55, rel=1e-7, abs=0)
+
+
+def test_gap_in_closed_form():
+  # 200 tokens: two at ratio 3, one at 1/3, one at 1.9, the others equal.
+  x_Z = np.zeros(200)
+  x_Z[:4] = np.log([3.0, 3.0, 1 / 3, 1.9])
+  found = mismatch.gap(x_Z)
+  k3_of_3, k3_of_third = 2 - math.log(3), -2 / 3 + math.log(3)
+  total = 2 * k3_of_3 + k3_of_third + 0.9 - math.log(1.9)
+  assert found.tokens == 200
+  assert found.kl == pytest.approx(total / 200, rel=1e-12)
+  assert found.max == pytest.approx(math.log(3))
+  assert found.large == 3 / 200
+  # 199 * 0.99 = 197.01: the next of the sorted values is the 199th.
+  assert found.p99 == pytest.approx(k3_of_3)
+  assert mismatch.gap(np.zeros(0)) is None
+  assert set(found.metrics('_x').values()) == {
+    *(found.kl, found.p99, found.max, found.large)
+  }
+
+
+def test_context_has_no_say_and_lengths_weigh_by_tokens():
+  trajectories = [
+    make_trajectory([-1.0, -2.0, -1.0], mask=[False, True, True]),
+    make_trajectory([-3.0]),
+  ]
+  train = [np.float32([-9.0, -2.0, -1.0]), np.float32([-3.5])]
+  found = mismatch.total(trajectories, train)
+  assert found.tokens == 3 and found.max == 0.5
+  assert found.kl == pytest.approx((math.exp(-0.5) - 0.5) / 3, rel=1e-6)
+  name, kl = mismatch.worst(['a', 'b'], trajectories, train)
+  assert (name, kl) == ('b', pytest.approx(3 * found.kl))
+  name, kl = mismatch.worst(['a', 'a'], trajectories, train)
+  assert (name, kl) == ('a', pytest.approx(found.kl))
+
+
+def test_a_kept_cache_makes_every_later_token_as_old_as_the_oldest():
+  t = make_trajectory([-1.0] * 4, versions=[3, 3, 4, 5])
+  kept = mismatch.ages(t, 5, refreshed=False)
+  refreshed = mismatch.ages(t, 5, refreshed=True)
+  assert kept.tolist() == [2, 2, 2, 2]
+  assert refreshed.tolist() == [2, 2, 1, 0]
+  fresh = make_trajectory([-1.0] * 2, versions=[5, 5])
+  assert mismatch.ages(fresh, 5, refreshed=False).tolist() == [0, 0]
+
+
+def test_fresh_tokens_are_measured_apart():
+  stale = make_trajectory([-1.0, -1.0], versions=[4, 5])
+  fresh = make_trajectory([-1.0], versions=[5])
+  train = [np.float32([-1.0, -2.0]), np.float32([-1.25])]
+  found = mismatch.measure([stale, fresh], train, 5, refreshed=False)
+  assert found['fresh_tokens'] == 1
+  assert (found['mismatch_max'], found['mismatch_max_fresh']) == (1.0, 0.25)
+  assert found['mismatch_large'] == pytest.approx(1 / 3)
+  found = mismatch.measure([stale, fresh], train, 5, refreshed=True)
+  assert found['fresh_tokens'] == 2 and found['mismatch_max_fresh'] == 1.0
+  # Where nothing is fresh there is nothing to say of it, nor to judge.
+  found = mismatch.measure([stale], train[:1], 5, refreshed=False)
+  assert found['fresh_tokens'] == 0 and 'mismatch_kl_fresh' not in found
+  # Of kl, p99 and large the second is in its band.
+  assert len(mismatch.breaches(found, GATE)) == 2
+
+
+def test_routes_agree_as_sets_layer_by_layer():
+  recorded_TMA = np.array(
+    [
+      [[0, 1], [2, 3]],
+      [[0, 1], [2, 3]],
+      [[4, 5], [6, 7]],
+      [[records.NO_ROUTE] * 2] * 2,
+    ],
+    np.uint16,
+  )
+  own_TMA = recorded_TMA.copy()
+  own_TMA[0] = [[1, 0], [3, 2]]  # another order
+  own_TMA[1, 1] = [2, 4]
+  own_TMA[2, 1] = [6, 0]
+  own_TMA[3] = 1  # no record: not compared
+  found = mismatch.route_agreement([recorded_TMA], [own_TMA])
+  assert found.tokens == 3
+  assert found.layers_M.tolist() == [1.0, pytest.approx(1 / 3)]
+  assert found.differing == pytest.approx(2 / 3)
+  assert found.metrics()['route_agreement'] == found.layers_M[1]
+  assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) is None
+
+
+HEALTHY = {
+  'mismatch_kl_fresh': 1e-9,
+  'mismatch_kl': 0.1,
+  'mismatch_p99': 1.0,
+  'mismatch_large': 0.1,
+  'replay_agreement': 0.5,
+  'route_agreement': 0.5,
+}
+
+
+@pytest.mark.parametrize('name', HEALTHY)
+def test_each_measure_has_its_band_and_ends_belong_to_it(name):
+  assert mismatch.breaches(HEALTHY, GATE) == []
+  beyond = 0.499 if name.endswith('agreement') else 1.01 * HEALTHY[name]
+  for value in (beyond, math.nan):
+    (said,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
+    assert said.startswith(f'{name} is {value:.3g}, its band is at ')
+    assert '(--config.rl.gate.m' in said and 'look at' in said
+  off = dataclasses.replace(GATE, action='off')
+  assert mismatch.breaches(HEALTHY | {name: math.nan}, off) == []
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'action': 'halt'}, "action 'halt' is not one of"),
+    ({'max_kl': -1.0}, r'GateOptions.max_kl must be .* at least 0, not -1'),
+    ({'max_p99': math.nan}, 'GateOptions.max_p99'),
+    ({'max_large_ratio_share': 1.5}, 'max_large_ratio_share .1.5. is a share'),
+    ({'min_agreement': 2}, 'min_agreement .2. is a share'),
+    ({'max_kl_fresh': 'tight'}, "GateOptions.max_kl_fresh.*not 'tight'"),
+  ],
+)
+def test_a_gate_that_cannot_be_is_refused_by_name_and_value(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(GATE, **change)
