@@ -243,7 +243,11 @@ case "$command" in
 and the commands test, lint, install and help."
     fi
     shift
-    install base .
+    if [[ "$command" == serve ]]; then
+      install serve '.[serve]'
+    else
+      install base .
+    fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;
 esac

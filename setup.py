@@ -31,13 +31,24 @@ HF = [
   'transformers>=5.20',
 ]
 
+# The HTTP server: experiments/serve.py.
+SERVE = [
+  'prometheus-client>=0.21',
+  'pydantic>=2.10',
+  'starlette>=0.46',
+  'uvicorn>=0.34',
+]
+
 EXTRAS = {
   'test': [
     *HF,
+    *SERVE,
+    'httpx2>=2.0',  # of openai's client, too
     'hypothesis>=6.100',
     'ipykernel>=6.29',
     'nbclient>=0.10',
     'nbformat>=5.10',
+    'openai>=3.50',
     'psutil>=5.9',
     'pyrefly>=1.0',
     'pytest>=8.3',
@@ -45,6 +56,7 @@ EXTRAS = {
     'ruff>=0.14',
   ],
   'hf': HF,
+  'serve': SERVE,
   'gpu': ['jax[cuda13]>=0.10'],
   'tpu': ['jax[tpu]>=0.10'],
   'wandb': ['wandb>=0.19'],

@@ -1,6 +1,5 @@
 """What every main shares: flags, the config as a Spec, readable errors."""
 
-import os
 import pathlib
 import sys
 import traceback
@@ -32,20 +31,6 @@ _ROLE = flags.DEFINE_enum(
   'run: the whole job. rollout: the rollout worker of the run in --workdir, '
   'which the job starts by itself.',
 )
-
-
-def _set_xla_flags(num_devices: int) -> None:
-  """Must run before the first use of a backend."""
-  found = os.environ.get('XLA_FLAGS', '')
-  for flag in (
-    f'--xla_force_host_platform_device_count={num_devices}',
-    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
-    # One thread per emulated device: eigen's own threads would fight them.
-    '--xla_cpu_multi_thread_eigen=false',
-  ):
-    if flag.split('=')[0] not in found:
-      found = f'{found} {flag}'
-  os.environ['XLA_FLAGS'] = found.strip()
 
 
 def _keep_traceback(workdir: pathlib.Path) -> str:
@@ -81,8 +66,10 @@ def main(run: Callable[..., None]) -> None:
     devices = 1
     for axis in mesh.values():
       devices *= int(axis)
-    _set_xla_flags(1 if _ROLE.value == 'rollout' else devices)
-    if _ROLE.value == 'rollout':
+    serving = int(config.get('rollout', {}).get('devices', 1))
+    is_worker = _ROLE.value == 'rollout'
+    start.emulate_devices(serving if is_worker else max(devices, serving))
+    if is_worker:
       # Before the imports: the job may die while they last.
       controller.die_with_parent()
     # After the flags: this import loads jax.

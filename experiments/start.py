@@ -6,6 +6,7 @@ and overridden where its flag is defined. Everything that they raise then comes
 out here as one line.
 """
 
+import os
 import re
 import sys
 import traceback
@@ -100,3 +101,17 @@ def _describe(error: Exception) -> str:
   else:
     text = f'--config must be a Python file with a function get_config: {error}'
   return ' '.join(text.split())
+
+
+def emulate_devices(num_devices: int) -> None:
+  """Gives a CPU so many devices; call it before the first use of JAX."""
+  found = os.environ.get('XLA_FLAGS', '')
+  for flag in (
+    f'--xla_force_host_platform_device_count={num_devices}',
+    '--xla_cpu_collective_call_terminate_timeout_seconds=600',
+    # One thread per emulated device: eigen's own threads would fight them.
+    '--xla_cpu_multi_thread_eigen=false',
+  ):
+    if flag.split('=')[0] not in found:
+      found = f'{found} {flag}'
+  os.environ['XLA_FLAGS'] = found.strip()

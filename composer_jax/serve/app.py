@@ -1,0 +1,133 @@
+"""The routes of the server as one ASGI application.
+
+Starlette, not FastAPI: bodies are checked against OpenAI's rules and refused in
+its words, which FastAPI's own validation would get in the way of.
+"""
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from starlette import applications, exceptions, requests, responses, routing
+
+from composer_jax.serve import (
+  chat_format,
+  errors,
+  exchange,
+  metrics,
+  openai_api,
+  service,
+  tokens_api,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+  """What is served, beside the weights.
+
+  Attributes:
+    name: under which clients ask for it.
+    tokenizer: of either kind.
+    stop_tokens: that end every answer which is text.
+    form: of conversations; None where the checkpoint has no chat template.
+  """
+
+  name: str
+  tokenizer: Any
+  stop_tokens: tuple[int, ...]
+  form: chat_format.AnyFormat | None
+
+
+def build(
+  served: service.Service,
+  model: Model,
+  token: str = '',
+  hosts: Collection[str] | None = None,
+) -> applications.Starlette:
+  """Returns the application.
+
+  Args:
+    served: samples; started and stopped by the caller.
+    model: names and spells.
+    token: that requests must carry; '' for none. /health and /ready never do.
+    hosts: names that requests may mean the server by; None for any.
+  """
+  figures = metrics.Metrics(served)
+  openai = openai_api.OpenAI(
+    served,
+    figures,
+    name=model.name,
+    tokenizer=model.tokenizer,
+    stop_tokens=model.stop_tokens,
+    form=model.form,
+  )
+  tokens = tokens_api.TokensApi(served, figures, model.name)
+
+  def route(
+    method: str,
+    path: str,
+    respond: Callable[[exchange.Exchange, Any], Awaitable[None]],
+    is_open: bool = False,
+  ) -> routing.Route:
+    endpoint = exchange.Endpoint(
+      respond,
+      route=path,
+      timeout_s=served.options.request_timeout_s,
+      max_body_bytes=served.options.max_body_bytes,
+      token='' if is_open else token,
+      hosts=hosts,
+      reads=method == 'POST',
+      count=lambda r, s: figures.requests.labels(r, str(s)).inc(),
+    )
+    return routing.Route(path, endpoint, methods=[method])
+
+  async def scrape(to: exchange.Exchange, body: Any) -> None:
+    del body
+    await to.answer_bytes(figures.text(), metrics.CONTENT_TYPE)
+
+  async def health(to: exchange.Exchange, body: Any) -> None:
+    del body
+    problem = served.unhealthy()
+    fields = {'status': 'unhealthy', 'reason': problem} if problem else {}
+    await to.answer({'status': 'ok', **fields}, 503 if problem else 200)
+
+  async def ready(to: exchange.Exchange, body: Any) -> None:
+    del body
+    is_ready = served.state == service.SERVING and not served.unhealthy()
+    fields = {
+      'status': 'ready' if is_ready else served.state,
+      'policy_version': served.version,
+      # Why newer weights are not served, where there are some.
+      'problem': served.problem or None,
+    }
+    await to.answer(fields, 200 if is_ready else 503)
+
+  return applications.Starlette(
+    routes=[
+      route('POST', '/v1/chat/completions', openai.chat),
+      route('POST', '/v1/completions', openai.complete),
+      route('GET', '/v1/models', openai.models),
+      route('GET', '/v1/models/{name:path}', openai.model),
+      route('POST', '/v1/tokens', tokens.sample),
+      route('DELETE', '/v1/tokens/sessions/{name:path}', tokens.close),
+      route('GET', '/metrics', scrape),
+      route('GET', '/health', health, is_open=True),
+      route('GET', '/ready', ready, is_open=True),
+    ],
+    exception_handlers={exceptions.HTTPException: _not_here},
+  )
+
+
+async def _not_here(
+  request: requests.Request, error: Exception
+) -> responses.Response:
+  """What no route answers: 404 and 405, in OpenAI's shape."""
+  assert isinstance(error, exceptions.HTTPException)
+  told = errors.ApiError(
+    error.status_code,
+    f'{request.method} {request.url.path} is not served here: {error.detail}.',
+    code='unknown_url' if error.status_code == 404 else 'method_not_allowed',
+  )
+  return responses.JSONResponse(
+    told.body(), error.status_code, dict(error.headers or {})
+  )

@@ -1,0 +1,316 @@
+"""From a checked request to text: what the engine is asked, what it says."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import records
+from composer_jax.serve import (
+  chat_format,
+  errors,
+  jobs,
+  metrics,
+  requests,
+  service,
+  texts,
+)
+
+_MAX_STOPS = 16
+# Below it logits over temperature leave float32.
+_MIN_TEMPERATURE = 1e-4
+# What OpenAI writes where a probability is zero: JSON has no infinity.
+MIN_LOGPROB = -9999.0
+
+
+def admit(body: requests.Sampling, served: service.Service) -> None:
+  """Refuses what cannot be taken, before its text becomes tokens.
+
+  Raises:
+    errors.ApiError: 400, 429, 500 or 503.
+  """
+  num, most = body.n or 1, min(served.options.max_choices, served.capacity)
+  if num > most:
+    raise errors.invalid(
+      f'n ({num}) exceeds the {most} choices that this server gives at a time.',
+      'n',
+    )
+  served.check_room(num)
+
+
+def sample_requests(
+  body: requests.Sampling,
+  prompt_T: np.ndarray,
+  served: service.Service,
+  *,
+  stop_tokens: Sequence[int] = (),
+  max_tokens: int | None = None,
+  session: str = '',
+  held: int = 0,
+  param: str = 'prompt',
+) -> list[records.SampleRequest]:
+  """Returns one request of the engine for each choice.
+
+  Args:
+    body: says how to sample.
+    prompt_T: int32 context.
+    served: whose limits hold.
+    stop_tokens: that end an answer beside those of the body.
+    max_tokens: of each choice; None for the server's default.
+    session: one to go on with; '' for a new one for each choice.
+    held: tokens that it holds.
+    param: that the prompt comes from.
+
+  Raises:
+    errors.ApiError: 400, naming the parameter.
+  """
+  options, num = served.engine_options, body.n or 1
+  if body.temperature and body.temperature < _MIN_TEMPERATURE:
+    raise errors.invalid(
+      f'temperature ({body.temperature}) must be 0, which takes the likeliest '
+      f'token, or at least {_MIN_TEMPERATURE}.',
+      'temperature',
+    )
+  vocab_size = served.config.vocab_size
+  if not all(0 <= token < vocab_size for token in body.stop_token_ids):
+    raise errors.invalid(
+      f'stop_token_ids must lie in the vocabulary, 0..{vocab_size - 1}.',
+      'stop_token_ids',
+    )
+  stop_tokens = tuple(dict.fromkeys([*body.stop_token_ids, *stop_tokens]))
+  if len(stop_tokens) > options.max_stop_tokens:
+    raise errors.invalid(
+      f'{len(stop_tokens)} stop tokens, those that end every answer included, '
+      f'exceed {options.max_stop_tokens}; name fewer.',
+      'stop_token_ids',
+    )
+  room = _room(prompt_T, held, served, max_tokens, param)
+  seed = secrets.randbits(62) if body.seed is None else body.seed
+  try:
+    return [
+      records.SampleRequest(
+        session=session or f'request/{secrets.token_hex(16)}',
+        context_T=prompt_T,
+        max_new_tokens=room,
+        stop_tokens=stop_tokens,
+        seed=(seed, index),
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k or 0,
+        min_p=body.min_p or 0.0,
+      )
+      for index in range(num)
+    ]
+  except ValueError as error:
+    raise errors.invalid(str(error), None) from error
+
+
+def _room(
+  prompt_T, held: int, served: service.Service, max_tokens, param: str
+) -> int:
+  """Tokens to sample at most; checks that there is a prompt that fits."""
+  max_len, length = served.engine_options.max_len, held + len(prompt_T)
+  if not length:
+    raise errors.invalid(
+      'The prompt is empty; give at least one token.', param, 'empty_prompt'
+    )
+  wanted = max_tokens or 1
+  if length + wanted > max_len:
+    raise errors.invalid(
+      f"This model's maximum context length is {max_len} tokens; you asked "
+      f'for {length + wanted} ({length} of context, {wanted} to sample at '
+      'least). Shorten the prompt or max_tokens.',
+      param if length >= max_len else 'max_tokens',
+      'context_length_exceeded',
+    )
+  if len(prompt_T) and (
+    prompt_T.min() < 0 or prompt_T.max() >= served.config.vocab_size
+  ):
+    raise errors.invalid(
+      f'The prompt holds tokens from {prompt_T.min()} to {prompt_T.max()}; the '
+      f'vocabulary is 0..{served.config.vocab_size - 1}.',
+      param,
+    )
+  if max_tokens is not None:
+    return max_tokens
+  return min(served.options.default_max_tokens, max_len - length)
+
+
+def check_model(asked: str | None, name: str) -> None:
+  if asked is not None and asked != name:
+    raise errors.ApiError(
+      404,
+      f'The model {asked!r} does not exist here; this server serves {name!r}.',
+      code='model_not_found',
+      param='model',
+    )
+
+
+def check_stops(stops: Sequence[str]) -> None:
+  if len(stops) > _MAX_STOPS or not all(stops):
+    raise errors.invalid(
+      f'stop must be at most {_MAX_STOPS} texts that are not empty.', 'stop'
+    )
+
+
+def check_top(asked: int | None, param: str, served: service.Service) -> None:
+  most = served.engine_options.num_top
+  if asked and asked > most:
+    raise errors.invalid(
+      f'{param} ({asked}) exceeds the {most} alternatives that this server '
+      'keeps; see --config.engine.num_top.',
+      param,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """What a choice adds: text, and the pieces with its log-probabilities."""
+
+  text: str
+  pieces: tuple[texts.Piece, ...]
+
+
+class Choice:
+  """One answer as it grows.
+
+  Attributes:
+    index: of the choice.
+    num_tokens: sampled and used.
+    num_cached: context tokens that were there already, None while unknown.
+    calls: of tools, once it is finished.
+    finish: why it ended; '' before.
+  """
+
+  def __init__(
+    self,
+    index: int,
+    tokenizer: Any,
+    stop_tokens: Sequence[int],
+    stops: Sequence[str] = (),
+    form: chat_format.AnyFormat | None = None,
+    tools: Sequence[requests.Tool] = (),
+  ):
+    self.index, self.num_tokens, self.finish = index, 0, ''
+    self.num_cached: int | None = None
+    self.calls: list[chat_format.ToolCall] = []
+    self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
+    self._text = texts.Text(stops)
+    self._form, self._tools = form, tools
+    # What may be calls is held back, from the first mark of one on.
+    marks = form.mark(tools) if form else ()
+    self._marks = texts.Scanner(marks or ())
+    self._in_call, self._held = marks is None, ''
+
+  def add(self, event: records.Tokens) -> Delta:
+    """Takes tokens; sets `finish` at a stop string."""
+    tokens = event.tokens_T.tolist()
+    ends = [i for i, t in enumerate(tokens) if t in self._stop_tokens]
+    said = tokens[: ends[0]] if ends else tokens
+    piece, used = self._text.add(
+      self._token(event, i, token) for i, token in enumerate(said)
+    )
+    self.num_tokens += used
+    if self._text.stopped:
+      self.finish = 'stop'
+      return self._ended(piece)
+    # The stop token was sampled, too.
+    self.num_tokens += bool(ends)
+    return self._delta(piece)
+
+  def end(self, completion: records.Completion) -> Delta:
+    """Takes the end that the engine made."""
+    assert self.num_tokens == len(completion.tokens_T), (
+      self.num_tokens,
+      completion.tokens_T,
+    )
+    self.num_cached = completion.num_cached
+    self.finish = 'stop' if completion.stopped else 'length'
+    return self._ended()
+
+  def _ended(self, *pieces: texts.Piece) -> Delta:
+    pieces = (*pieces, self._text.finish())
+    text = ''.join(self._said(piece.text) for piece in pieces)
+    text += self._marks.finish()
+    rest = self._held
+    if self._in_call and self.finish == 'stop' and self._form:
+      self.calls = self._form.calls(rest, self._tools) or []
+    if self.calls:
+      self.finish, rest = 'tool_calls', ''
+    return Delta(text=text + rest, pieces=pieces)
+
+  def _delta(self, piece: texts.Piece) -> Delta:
+    return Delta(text=self._said(piece.text), pieces=(piece,))
+
+  def _said(self, text: str) -> str:
+    if self._in_call:
+      self._held += text
+      return ''
+    said = self._marks.add(text)
+    if self._marks.found:
+      self._in_call = True
+      self._held = self._marks.found + self._marks.rest
+    return said
+
+  def _token(
+    self, event: records.Tokens, place: int, token: int
+  ) -> texts.Token:
+    top = zip(
+      event.top_ids_TX[place].tolist(),
+      event.top_logprobs_TX[place].tolist(),
+      strict=True,
+    )
+    return texts.Token(
+      data=texts.spelling(self._tokenizer, token),
+      logprob=max(float(event.raw_logprobs_T[place]), MIN_LOGPROB),
+      top=tuple(
+        (texts.spelling(self._tokenizer, other), max(logprob, MIN_LOGPROB))
+        for other, logprob in top
+      ),
+    )
+
+
+class Timing:
+  """Measures when tokens come, and counts them."""
+
+  def __init__(self, job: jobs.Job, figures: metrics.Metrics):
+    self._opened, self._figures = job.opened, figures
+    self._last: dict[int, float] = {}
+
+  def __call__(
+    self, index: int, event: records.Tokens | records.Completion
+  ) -> None:
+    if isinstance(event, records.Completion) or not len(event.tokens_T):
+      return
+    now, count = time.monotonic(), len(event.tokens_T)
+    if not self._last:
+      self._figures.first_token_s.observe(now - self._opened)
+    elif index in self._last:
+      # They come several at a time.
+      self._figures.token_s.observe((now - self._last[index]) / count)
+    self._last[index] = now
+    self._figures.sampled_tokens.inc(count)
+
+
+async def play(
+  job: jobs.Job, choices: Sequence[Choice], figures: metrics.Metrics
+) -> AsyncIterator[tuple[Choice, Delta]]:
+  """Yields what each choice adds, until all of them are finished."""
+  left, seen = set(range(len(choices))), Timing(job, figures)
+  while left:
+    index, event = await job.next()
+    if index not in left:
+      continue  # Sampled after its stop string and before it was cancelled.
+    seen(index, event)
+    choice = choices[index]
+    if isinstance(event, records.Completion):
+      delta = choice.end(event)
+    else:
+      delta = choice.add(event)
+    if choice.finish:
+      left.discard(index)
+      job.leave(index)
+    yield choice, delta

@@ -1,0 +1,1 @@
+"""Configs of the server: its engine's shapes, and what bounds requests."""

@@ -1,0 +1,42 @@
+"""A server on a few CPU cores, for the models of configs/composer.
+
+  python -m experiments.serve --config=configs/serve/tiny.py \
+      --source=runs/tiny
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the fields of EngineOptions and ServeOptions; takes no `arg`."""
+  if arg:
+    raise ValueError(f'configs/serve/tiny.py takes no argument, not {arg!r}.')
+  c = ml_collections.ConfigDict()
+  c.numerics = 'fast'  # 'batch_invariant': the same bits whatever is beside
+  c.devices = 1  # that share the model out, the first ones
+  # Shapes that are compiled once; see rollout.engine.EngineOptions.
+  c.engine = dict(
+    num_slots=16,  # sequences sampled together
+    max_len=512,  # tokens of a context window, prompt and answer
+    prefill_chunk=64,  # context tokens that a row consumes in one dispatch
+    prefill_rows=4,  # sequences whose context is consumed together
+    decode_steps=4,  # tokens between two looks at requests and weights
+    max_stop_tokens=8,
+    num_top=5,  # the most top_logprobs that a request may ask for
+    page_size=64,
+    num_pages=0,  # 0: enough for every slot at max_len
+    on_swap='keep',  # with --follow; or 'refresh': computes KV caches anew
+  )
+  c.limits = dict(
+    max_queue=64,  # choices that wait for a slot; more get 429
+    max_choices=16,  # of one request
+    max_body_bytes=1 << 20,
+    default_max_tokens=256,
+    request_timeout_s=300.0,  # waiting included
+    drain_s=30.0,  # after SIGTERM, for what is running
+    session_idle_s=600.0,  # of /v1/tokens
+    max_sessions=256,
+    stall_s=60.0,  # without a step until /health says so
+    poll_s=0.5,  # between looks at the store, with --follow
+  )
+  return c

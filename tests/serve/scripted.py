@@ -1,0 +1,204 @@
+"""An engine that samples what a test says, and a server in a thread."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+import types
+
+import numpy as np
+
+from composer_jax.core import records
+from composer_jax.serve import app, http_server, service
+from composer_jax.serve import options as options_lib
+
+LIMITS = options_lib.ServeOptions(
+  max_queue=4,
+  max_choices=4,
+  max_body_bytes=20_000,
+  default_max_tokens=16,
+  request_timeout_s=20.0,
+  drain_s=5.0,
+  session_idle_s=60.0,
+  max_sessions=4,
+  stall_s=30.0,
+  poll_s=0.01,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+  sessions: int
+  running: int
+  waiting: int
+
+
+@dataclasses.dataclass
+class _Work:
+  request: records.SampleRequest
+  on_tokens: object
+  script: list
+  sampled: list = dataclasses.field(default_factory=list)
+
+
+class ScriptedEngine:
+  """Samples `script(request)`, `per_step` tokens of each session at a time.
+
+  Where the script raises, the engine dies; a None in it is a failure.
+  """
+
+  def __init__(self, script, *, num_slots=2, per_step=1, version=7):
+    self.script, self.per_step, self.version = script, per_step, version
+    self.options = types.SimpleNamespace(
+      num_slots=num_slots, max_len=64, max_stop_tokens=4, num_top=2
+    )
+    self.config = types.SimpleNamespace(
+      vocab_size=400,
+      num_layers=3,
+      num_dense_layers=1,
+      moe=types.SimpleNamespace(num_experts=4, num_active=2),
+    )
+    self.works, self.held, self.swaps = {}, {}, []
+    # Cleared to let the engine stand still.
+    self.go = threading.Event()
+    self.go.set()
+    self.dies = None
+
+  @property
+  def num_unfinished(self):
+    return len(self.works)
+
+  def stats(self):
+    running = min(len(self.works), self.options.num_slots)
+    return Stats(len(self.held), running, len(self.works) - running)
+
+  def submit(self, request, on_tokens=None):
+    held = self.held.get(request.session, 0)
+    self.held[request.session] = held + len(request.context_T)
+    script = list(self.script(request))
+    self.works[request.session] = _Work(request, on_tokens, script)
+
+  def cancel(self, session):
+    self.works.pop(session, None)
+    self.held.pop(session, None)
+
+  def swap(self, variables, version):
+    if variables == 'damaged':
+      raise ValueError(f'params/x of version {version} is missing.')
+    self.version = version
+    self.swaps.append(version)
+
+  def step(self):
+    if self.dies:
+      raise self.dies
+    self.go.wait(0.01)
+    if not self.go.is_set():
+      return []
+    ended = []
+    for work in list(self.works.values())[: self.options.num_slots]:
+      ended += self._advance(work)
+    return ended
+
+  def _advance(self, work):
+    request, name = work.request, work.request.session
+    room = request.max_new_tokens - len(work.sampled)
+    part = work.script[len(work.sampled) :][: min(self.per_step, room)]
+    if None in part:
+      self.cancel(name)
+      return [
+        records.Failure(
+          session=name, position=5, version=self.version, reason='NaN logits.'
+        )
+      ]
+    stops = [i for i, t in enumerate(part) if t in request.stop_tokens]
+    part = part[: stops[0] + 1] if stops else part
+    work.sampled += part
+    work.on_tokens(
+      records.Tokens(
+        session=name,
+        position=self.held[name],
+        **_arrays(part, self.version),
+      )
+    )
+    if not stops and len(work.sampled) < request.max_new_tokens:
+      return []
+    del self.works[name]
+    self.held[name] += len(work.sampled)
+    consumed = len(request.context_T) + len(work.sampled) - 1
+    ids_TMA = np.broadcast_to(np.arange(2, dtype=np.uint16), (consumed, 2, 2))
+    return [
+      records.Completion(
+        session=name,
+        consumed_expert_ids_TMA=np.ascontiguousarray(ids_TMA),
+        stopped=bool(stops),
+        routes_start=self.held[name] - consumed - 1,
+        num_cached=3,
+        **_arrays(work.sampled, self.version),
+      )
+    ]
+
+
+def _arrays(tokens, version):
+  tokens_T = np.array(tokens, np.int32)
+  top_ids_TX = np.stack([tokens_T, tokens_T + 1], axis=1)
+  return {
+    'tokens_T': tokens_T,
+    'logprobs_T': np.full(len(tokens), -0.25, np.float32),
+    'raw_logprobs_T': np.full(len(tokens), -0.5, np.float32),
+    'policy_version_T': np.full(len(tokens), version, np.int32),
+    'top_ids_TX': top_ids_TX.astype(np.int32),
+    'top_logprobs_TX': np.full((len(tokens), 2), -0.5, np.float32),
+  }
+
+
+@dataclasses.dataclass
+class Running:
+  """A server that answers at `url`."""
+
+  url: str
+  served: service.Service
+  server: http_server.HttpServer
+  thread: threading.Thread
+
+  @property
+  def engine(self):
+    return self.served._engine
+
+  def settle(self):
+    """Waits until nothing is open; a test that leaks does not get past it."""
+    wait_for(lambda: not self.served.num_open and not self.engine.works)
+
+
+def wait_for(condition, seconds=10.0):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it does not happen'
+    time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(engine, tokenizer, form, limits=LIMITS, poll=None, token=''):
+  served = service.Service(engine, limits, poll)
+  model = app.Model(
+    name='tiny',
+    tokenizer=tokenizer,
+    stop_tokens=(tokenizer.END, tokenizer.EOD),
+    form=form,
+  )
+  hosts = http_server.hosts_of('127.0.0.1', token)
+  server = http_server.HttpServer(
+    app.build(served, model, token, hosts), served
+  )
+  with http_server.bind('127.0.0.1', 0, token) as sock:
+    served.start()
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+      yield Running(http_server.url_of(sock), served, server, thread)
+    finally:
+      server.drain()
+      server.should_exit = True
+      thread.join(10)
+      ended = served.stop(10)
+      assert ended and not thread.is_alive()
