@@ -2,8 +2,14 @@
 
 import ast
 import textwrap
+import threading
 
 INDENT = '    '
+
+# Python 3.11 counts the depth of the tree that it builds in a place that all
+# threads share; parsing in several at once fails with a SystemError
+# (python/cpython#106905). Episodes parse in threads.
+_PARSING = threading.Lock()
 
 
 def find(tree: ast.Module, function: str) -> ast.FunctionDef | None:
@@ -22,7 +28,8 @@ def parse(text: str) -> ast.Module:
       bytes included, with a one-line reason.
   """
   try:
-    return ast.parse(text)
+    with _PARSING:
+      return ast.parse(text)
   except SyntaxError as error:
     raise ValueError(error.msg) from error
   except (MemoryError, RecursionError, UnicodeError) as error:
@@ -65,7 +72,7 @@ def replace_body(text: str, function: str, body: str) -> str:
     LookupError: no such function.
     ValueError: the body is empty or does not parse.
   """
-  node = find(ast.parse(text), function)
+  node = find(parse(text), function)
   if node is None:
     raise LookupError(function)
   # The parser ends lines at \r too; `splitlines` at more characters than it.

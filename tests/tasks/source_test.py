@@ -1,7 +1,11 @@
 """Laws of editing one function's body, hostile bodies included."""
 
 import ast
+import gc
 import re
+import sys
+import threading
+import time
 
 import pytest
 
@@ -145,3 +149,37 @@ def test_what_parses_and_does_not_compile_is_found_without_execution(body):
 def test_too_deep_a_body_is_a_value_error():
   with pytest.raises(ValueError, match=r'deeply|nested'):
     source.normal_body('return ' + '-' * 900 + '1', 'a')
+
+
+def test_many_threads_may_parse_at_once():
+  # Python 3.11 builds a tree with a count that threads share, and lets others
+  # run while it collects garbage in between, as jax's callback makes it do.
+  text = 'def f(xs):\n' + '  return [x + (1 * (2 - x)) for x in xs]\n' * 16
+  failed = []
+
+  def parse_often():
+    for _ in range(60):
+      try:
+        source.parse(text)
+      except SystemError as error:
+        failed.append(error)
+
+  def give_way(phase, info):
+    del phase, info
+    time.sleep(0)
+
+  threshold, interval = gc.get_threshold(), sys.getswitchinterval()
+  gc.callbacks.append(give_way)
+  try:
+    gc.set_threshold(50)
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=parse_often) for _ in range(8)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  finally:
+    gc.callbacks.remove(give_way)
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(interval)
+  assert not failed
