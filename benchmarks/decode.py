@@ -7,13 +7,15 @@ Two cases of the tiny model with 64 sessions open:
     forward pass over everything so far for each token, timed at the mean
     length of the run.
   'turns': sessions of four turns, a tool's output before each. The peer is the
-    same engine with each turn sent as a new session, whole context included.
+    same engine, without shared prefixes, with each turn sent as a new session,
+    whole context included.
     Tokens counted are those an episode is made of, sampled or not.
 The limit counts the useful operations of a forward pass (`models.flops`) at
 the speed of the machine's own matrix product.
 """
 
 import argparse
+import dataclasses
 import functools
 from typing import Any
 
@@ -155,13 +157,16 @@ def main() -> None:
   )
   for i in range(_SLOTS):
     engine.close(f'{i}')
+  # Shared prefixes would give the peer what the case is about.
+  without = dataclasses.replace(options, share_prefixes=False)
+  forgetful = engines.Engine(config, variables, 0, without)
   total = _PROMPT + _TURNS * (_CALL + _OUTPUT)
   interleaved.report(
     'decode',
     f'turns, {_SLOTS} sessions of {_TURNS} turns, {total} tokens',
     interleaved.rates(
       lambda: _play_turns(engine, keep=True),
-      lambda: _play_turns(engine, keep=False),
+      lambda: _play_turns(forgetful, keep=False),
       2 if quick else 5,
     ),
     limit=peak / flops.forward_per_token(config, total, causal=True),

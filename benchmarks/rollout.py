@@ -1,0 +1,333 @@
+"""The rollout engine beside other samplers, and beside what bounds it.
+
+  python -m benchmarks.rollout [--quick] [--tunix-python=PATH] [--gpu] [CASE]
+
+Random weights of two shapes, MoE of 8 experts and 2 active each: 8.1M (256
+wide, tied table of 4,096) and 17.6M (512 hidden units, untied, 8,192), prompts
+of 40 tokens, 128 new ones; everything in float32. Cases:
+  'generate': tokens/s of whole requests, prompt included, against `generate` of
+    Hugging Face transformers with a static cache (`rollout_peers` says what
+    each is built for); 'tunix' against the sampler of google-tunix, which needs
+    an environment of its own (Python 3.12); without it there is no peer.
+  'large': a model of four times the last-level cache, where decoding is
+    reading; the peer reads the same bytes and does nothing else.
+  'first': requests/s of one token each, the reciprocal of the time to it, of
+    the engine of 'generate'.
+  'prefill': context tokens/s, against the trainer's forward pass.
+  'routes': the engine that records routes against one that does not; 'replay':
+    steps of RL, Adam included, with routes to replay against those without.
+  'numerics': batch-invariant numerics against fast ones.
+The limit of 'generate' is the smaller of two rates: of reading a step's bytes
+(active experts as they were chosen, all other weights, the cache) as a plain
+read does in a working set of that size, and of useful arithmetic at the speed
+of XLA's own product. `--quick` runs 'generate' of the smaller shape alone
+unless cases are named.
+`--gpu` runs 'gpu' alone: 7B parameters, 1B active, at batch 1, 64 and 256
+against reading and against transformers on the same device; not measured on a
+GPU. `--gpu --tiny` is the same code with small numbers, whose figures mean
+nothing.
+"""
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import interleaved, rollout_model, rollout_peers
+
+_SHAPES = {
+  '8.1M': dict(ffw_dim=256, vocab_size=4096, tie=True),
+  '17.6M': dict(ffw_dim=512, vocab_size=8192, tie=False),
+}
+# (ratio to transformers, by batch) of the 8.1M shape; the larger one likewise.
+_GOALS = {1: 5.0, 8: 2.5, 64: 2.0}
+
+
+def _limits(engine, new: int, peak: float, rounds: int) -> tuple[float, float]:
+  """Returns tokens/s by reading alone, and by arithmetic alone."""
+  from composer_jax.models import flops
+
+  total, step = rollout_model.step_bytes(engine, new)
+  read = rollout_peers.plain_read(total, step)
+  speed = rollout_peers.median(interleaved.rates(read, read, rounds)[0])
+  length = rollout_model.PROMPT + new // 2
+  return (
+    engine.num_slots * speed / step,
+    peak / flops.forward_per_token(engine.config, length),
+  )
+
+
+def generate(run) -> None:
+  shapes = list(_SHAPES)[: 1 if run.quick else None]
+  for shape, batch in itertools.product(shapes, _GOALS):
+    config = rollout_model.config(**_SHAPES[shape])
+    engine = rollout_model.engine(config, batch)
+    peer = rollout_peers.transformers_generate(
+      config, batch, rollout_model.PROMPT
+    )
+    found = interleaved.rates(
+      lambda e=engine: rollout_model.tokens(e, rollout_model.NEW),
+      lambda p=peer: p(rollout_model.NEW),
+      run.rounds,
+    )
+    goal = _GOALS[batch]
+    run.report(
+      f'generate {shape}, batch {batch}, against transformers',
+      found,
+      limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
+      goal=f'ratio >= {goal:g}',
+      met=lambda ours, ratio, goal=goal: ratio >= goal,
+    )
+
+
+def tunix(run) -> None:
+  config = rollout_model.config(**_SHAPES['8.1M'])
+  engine = rollout_model.engine(config, 8)
+  ours = functools.partial(rollout_model.tokens, engine, rollout_model.NEW)
+  if run.tunix_python:
+    peer = rollout_peers.Tunix(
+      run.tunix_python, config, 8, rollout_model.PROMPT, rollout_model.NEW
+    )
+    found = rollout_peers.in_turns(ours, peer.rate, run.rounds)
+    peer.close()
+  else:
+    found = (interleaved.rates(ours, ours, run.rounds)[0], [])
+  run.report(
+    'generate 8.1M, batch 8, against google-tunix',
+    found,
+    limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
+    goal='ratio >= 2.5',
+    met=lambda ours, ratio: ratio >= 2.5,
+  )
+
+
+def large(run) -> None:
+  """Layers of 512 until four caches are full, or 2 GB."""
+  layer = 4 * (8 * 3 * 512 * 512 + 3 * 512 * 512)
+  num_bytes = min(4 * rollout_peers.last_level_cache(), 2 << 30)
+  config = rollout_model.config(
+    ffw_dim=512,
+    vocab_size=4096,
+    tie=True,
+    embed_dim=512,
+    num_layers=-(-num_bytes // layer),
+  )
+  new = rollout_model.NEW
+  for batch in (1, 8):
+    # Contexts of a single token: this case is decoding.
+    engine = rollout_model.engine(config, batch)
+    total, step = rollout_model.step_bytes(engine, new)
+    read = rollout_peers.plain_read(total, step)
+    found = interleaved.rates(
+      lambda e=engine: rollout_model.decoded(e, new),
+      lambda r=read, s=step / batch: r() / s,
+      run.rounds,
+    )
+    run.report(
+      f'large ({total >> 20} MiB), batch {batch}, against a plain read',
+      found,
+      limit=rollout_peers.median(found[1]),
+      goal='ratio >= 0.5',
+      met=lambda ours, ratio: ratio >= 0.5,
+    )
+
+
+def first(run) -> None:
+  config = rollout_model.config(**_SHAPES['8.1M'])
+  engine = rollout_model.engine(config, 1)
+  peer = rollout_peers.transformers_generate(config, 1, rollout_model.PROMPT)
+
+  def repeat(sample: Callable[[], float]) -> float:
+    return sum(sample() for _ in range(20))
+
+  run.report(
+    'first token of 8.1M, batch 1, against transformers',
+    interleaved.rates(
+      lambda: repeat(lambda: rollout_model.tokens(engine, 1)),
+      lambda: repeat(lambda: peer(1)),
+      run.rounds,
+    ),
+    limit=None,
+    goal='none',
+    met=lambda ours, ratio: True,
+    unit='requests/s',
+  )
+
+
+def _prefiller(config):
+  rows, length = 8, 256
+  engine = rollout_model.engine(
+    config, rows, max_len=length + 2, prefill_chunk=64, decode_steps=1
+  )
+
+  def run() -> float:
+    rollout_model.sample(engine, 1, prompt=length + 1)
+    return float(rows * length)
+
+  return run, rows, length
+
+
+def prefill(run) -> None:
+  config = rollout_model.config(**_SHAPES['8.1M'])
+  ours, rows, length = _prefiller(config)
+  peer = rollout_model.forward_pass(config, rows, length)
+  from composer_jax.models import flops
+
+  useful = flops.forward_per_token(config, length, causal=True)
+  run.report(
+    f'prefill 8.1M, {rows} x {length}, against the forward pass of training',
+    interleaved.rates(ours, peer, run.rounds),
+    limit=run.peak / useful,
+    goal='ratio >= 0.8',
+    met=lambda ours, ratio: ratio >= 0.8,
+  )
+
+
+def routes(run) -> None:
+  config = rollout_model.config(**_SHAPES['8.1M'])
+  for batch in (8, 64):
+    engines = [
+      rollout_model.engine(config, batch, record_routes=on)
+      for on in (True, False)
+    ]
+    run.report(
+      f'routes recorded or not, 8.1M, batch {batch}',
+      interleaved.rates(
+        functools.partial(rollout_model.tokens, engines[0], rollout_model.NEW),
+        functools.partial(rollout_model.tokens, engines[1], rollout_model.NEW),
+        2 * run.rounds,
+      ),
+      limit=None,
+      goal='ratio >= 0.98',
+      met=lambda ours, ratio: ratio >= 0.98,
+    )
+
+
+def replay(run) -> None:
+  config = rollout_model.config(**_SHAPES['8.1M'])
+  run.report(
+    'steps of RL with routes replayed or not, 8.1M, 8 x 256',
+    interleaved.rates(
+      *rollout_model.train_steps(config, 8, 256), 2 * run.rounds
+    ),
+    limit=None,
+    goal='ratio >= 0.99',
+    met=lambda ours, ratio: ratio >= 0.99,
+  )
+
+
+def numerics(run) -> None:
+  """What the same bits in any batch cost; no goal, a price."""
+  pair = [
+    rollout_model.config(**_SHAPES['8.1M'], numerics=name)
+    for name in ('batch_invariant', 'fast')
+  ]
+  engines = [rollout_model.engine(config, 8) for config in pair]
+  cases = {
+    'decode, batch 8': [
+      functools.partial(rollout_model.tokens, e, rollout_model.NEW)
+      for e in engines
+    ],
+    'prefill, 8 x 256': [_prefiller(config)[0] for config in pair],
+    'forward of training, 8 x 256': [
+      rollout_model.forward_pass(config, 8, 256) for config in pair
+    ],
+  }
+  for name, (ours, peer) in cases.items():
+    run.report(
+      f'batch-invariant numerics against fast, 8.1M, {name}',
+      interleaved.rates(ours, peer, run.rounds),
+      limit=None,
+      goal='none: the price of equal bits',
+      met=lambda ours, ratio: True,
+    )
+
+
+def gpu(run) -> None:
+  """The shape of OLMoE-7B-A1B in bfloat16; one token of context each."""
+  name, batches, new = '7B-A1B', (1, 64, 256), rollout_model.NEW
+  shape: dict[str, Any] = dict(
+    ffw_dim=1024,
+    vocab_size=50304,
+    embed_dim=2048,
+    num_layers=16,
+    num_experts=64,
+    num_active=8,
+  )
+  if run.tiny:
+    name, batches, new = 'tiny', (1, 4), 8
+    shape = dict(
+      ffw_dim=128,
+      vocab_size=512,
+      embed_dim=128,
+      num_layers=2,
+      num_experts=4,
+      num_active=2,
+    )
+  config = rollout_model.config(**shape, tie=False, compute_dtype='bfloat16')
+  for batch in batches:
+    engine = rollout_model.engine(config, batch)
+    ours = functools.partial(rollout_model.decoded, engine, new)
+    total, step = rollout_model.step_bytes(engine, new)
+    read = rollout_peers.plain_read(total, step)
+    found = interleaved.rates(
+      ours, lambda r=read, s=step / batch: r() / s, run.rounds
+    )
+    limit = rollout_peers.median(found[1])
+    run.report(
+      f'gpu, {name}, batch {batch}, against a plain read',
+      found,
+      limit=limit,
+      goal='ratio >= 0.6',
+      met=lambda ours, ratio: ratio >= 0.6,
+    )
+    peer = rollout_peers.transformers_generate(config, batch, prompt=1)
+    run.report(
+      f'gpu, {name}, batch {batch}, against transformers',
+      interleaved.rates(ours, lambda p=peer: p(new), run.rounds),
+      limit=limit,
+      goal='none',
+      met=lambda ours, ratio: True,
+    )
+
+
+_CASES = (
+  generate,
+  tunix,
+  large,
+  first,
+  prefill,
+  routes,
+  replay,
+  numerics,
+)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--quick', action='store_true', help='under a minute')
+  parser.add_argument('--tunix-python', help='of an environment with Tunix')
+  parser.add_argument('--gpu', action='store_true', help='that case alone')
+  parser.add_argument(
+    '--tiny', action='store_true', help='of --gpu, to see it run on any device'
+  )
+  parser.add_argument('cases', nargs='*', help='all of them by default')
+  run: Any = parser.parse_args()
+  if not run.gpu:
+    interleaved.pin_to_one_core()
+  known = {case.__name__: case for case in _CASES}
+  if unknown := set(run.cases) - set(known):
+    parser.error(f'{sorted(unknown)} are not among the cases {sorted(known)}.')
+  run.rounds = 2 if run.quick else 7
+  run.report = functools.partial(interleaved.report, 'rollout')
+  if run.gpu:
+    gpu(run)
+    return
+  run.peak = interleaved.peak()
+  for name in run.cases or (['generate'] if run.quick else known):
+    known[name](run)
+
+
+if __name__ == '__main__':
+  main()
