@@ -15,13 +15,10 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import config as model_config
 from composer_jax.models import router
+from tests import compiling
 
 Z, E, A = 64, 8, 3
-# Without the emitters a program compiles in a fifth of the time.
-OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_cpu_use_fusion_emitters': False,
-}
+OPTIONS = compiling.QUICKLY
 ALPHAS = (0.0, 0.3, 0.7, 0.97, 1.0)
 
 

@@ -11,15 +11,12 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
+from tests import compiling
 
 M, A, V = 2, 2, 24
 LENGTHS = (8, 5, 3, 7, 4, 6)
 RATIO_CAP = 2.0
-# Without the emitters a program compiles in a fifth of the time.
-OPTIONS = {
-  'xla_backend_optimization_level': 0,
-  'xla_cpu_use_fusion_emitters': False,
-}
+OPTIONS = compiling.QUICKLY
 
 _COMMON = dict(
   vocab_size=V,

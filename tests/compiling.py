@@ -1,0 +1,10 @@
+"""How tests compile what need not be fast."""
+
+import jax
+
+# In seconds instead of tens of them. Not for tests that promise bits.
+QUICKLY: dict[str, bool | int] = {'xla_backend_optimization_level': 0}
+if jax.__version_info__ < (0, 11):
+  # Without the emitters it takes a fifth of the time again; later versions of
+  # XLA have no other way.
+  QUICKLY['xla_cpu_use_fusion_emitters'] = False
