@@ -50,7 +50,7 @@ def test_latents_are_shared_forked_and_kept_over_a_swap(
     np.testing.assert_array_equal(
       completion.consumed_expert_ids_TMA, routes_TMA[:-1]
     )
-  # Alone, after a refresh, the prompt is that of the decoder itself.
+  # A session begun after the swap finds no prompt cached and has new weights.
   (alone,) = serving.complete(engine, serving.request(9, CONTEXT, new=4))
   assert alone.num_cached == 0
   tokens_T = np.concatenate([CONTEXT, alone.tokens_T])
