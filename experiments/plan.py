@@ -1,9 +1,10 @@
 """Answers questions about a model on machines that are not there.
 
   python -m experiments.plan --config=configs/models/kimi_k2.py \
-      --topology=cpu:8 --what=params
+      --topology=v5p:8x8x8 --what=muon
 
-Questions: 'params', the place and the bytes of every parameter. Nothing is
+Questions: 'params', the place and the bytes of every parameter; 'muon', which
+device orthogonalises what, its operations, bytes and modelled times. Nothing is
 allocated. What a flag, a config file or a mesh can be wrong in ends the program
 with one line; --debug adds the traceback.
 """
@@ -22,7 +23,7 @@ _CONFIG = start.define_config(
 _TOPOLOGY = flags.DEFINE_string(
   'topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'
 )
-_WHAT = flags.DEFINE_string('what', 'params', 'The question.')
+_WHAT = flags.DEFINE_string('what', 'params', 'The question: params, muon.')
 _MESH = flags.DEFINE_string(
   'mesh',
   '',
@@ -37,10 +38,10 @@ _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 def _answer(fields):
   topologies.prepare()
   # After the flags: these imports load jax.
-  from composer_jax.plan import case, params
+  from composer_jax.plan import case, muon, params
 
   # A question is a function from a Case to a list of tables.
-  questions = {'params': params.tables}
+  questions = {'muon': muon.tables, 'params': params.tables}
   if _WHAT.value not in questions:
     raise ValueError(
       f'--what {_WHAT.value!r} is not one of {sorted(questions)}.'

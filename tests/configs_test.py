@@ -188,7 +188,8 @@ def flattened(name, value):
 
 SECTIONS = [n for n, v in tiny().items() if isinstance(v, dict | type(tiny()))]
 each_section = pytest.mark.parametrize(
-  'section', [*SECTIONS, 'model.attention', 'model.rope', 'model.moe']
+  'section',
+  [*SECTIONS, 'cpt.muon', 'model.attention', 'model.rope', 'model.moe'],
 )
 
 
@@ -261,6 +262,20 @@ def test_misspelt_section_is_named():
     ('cpt.optimizer', 'sgd', 'sgd'),
     ('sft.learning_rate', 0.0, r'config\.sft: learning_rate .* not 0\.0'),
     ('cpt.grad_clip', 0.0, r'config\.cpt: grad_clip .* not 0\.0'),
+    ('cpt.muon.coefficients', 'kellar', r"config\.cpt\.muon: .*'kellar'"),
+    ('cpt.muon.steps', 99, r'config\.cpt\.muon: .*99'),
+    ('cpt.muon.method', 'fast', "'fast'"),
+    ('cpt.muon.dtype', 'float16', "'float16'"),
+    ('cpt.muon.wire_dtype', 'int8', "'int8'"),
+    ('sft.muon.momentum_dtype', 'float16', r"config\.sft\.muon: .*'float16'"),
+    ('cpt.muon.period', 0, r'period .* at least 1, not 0'),
+    ('cpt.muon.qk_clip', -1.0, r'qk_clip .* at least 0, not -1\.0'),
+    ('cpt.muon.neuron_norm', 1, 'neuron_norm must be true or false'),
+    ('cpt.muon.rms', 0.0, r'rms must be positive, not 0\.0'),
+    ('cpt.muon.beta', 1.0, r'beta .* not 1\.0'),
+    ('cpt.muon.roles', (('router',),), r"pairs .* not \('router',\)"),
+    ('sft.muon.roles', (('routr', 'adam'),), r"sft\.muon\.roles: .*'routr'"),
+    ('cpt.muon.roles', (('router', 'embed->ffw'),), 'router.*embed->ffw'),
     ('demonstrations.wrong_edit', 1.5, r'wrong_edit \(1.5\)'),
     ('episode.max_tokens', 10**6, r'max_tokens \(1000000\)'),
     ('episode.invalid_penalty', -1.0, r'invalid_penalty \(-1.0\)'),

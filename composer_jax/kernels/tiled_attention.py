@@ -14,6 +14,7 @@ where pages hold multiples of it. A document that begins elsewhere is computed
 correctly, with bits that depend on where.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,6 @@ class _Entries(NamedTuple):
   first_XT: jax.Array
 
 
-@jax.custom_vjp
 def attend_packed(
   query: Any,
   kept: paged_attention.Pools,
@@ -59,6 +59,25 @@ def attend_packed(
     mask_BTS: the same as booleans, with causality: for the gradient, which is
       that of the whole softmax.
   """
+  return _packed(query, kept, segment_ids_BT, mask_BTS, False)[0]
+
+
+def attend_packed_measured(
+  query: Any,
+  kept: paged_attention.Pools,
+  segment_ids_BT: jax.Array,
+  mask_BTS: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns what `attend_packed` does, and tops_BTN.
+
+  See `attention.attend_measured`.
+  """
+  out, tops_BTN = _packed(query, kept, segment_ids_BT, mask_BTS, True)
+  return out, jax.lax.stop_gradient(tops_BTN)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _packed(query, kept, segment_ids_BT, mask_BTS, is_measured):
   del mask_BTS
   batch, length = segment_ids_BT.shape
   blocks = -(-length // KEY_BLOCK)
@@ -76,12 +95,15 @@ def attend_packed(
   )
   num_entries = -(-length // QUERIES)
   page_X = jnp.arange(len(block_X)) // num_entries * blocks + block_X
-  out = _attend(
+  out, tops = _attend(
     entries,
     _to_pools(kept, blocks),
     lambda tile_X, block: (page_X[tile_X] + block, 0),
+    is_measured,
   )
-  return _from_entries(out, query)
+  if is_measured:
+    tops = _from_entries(tops, query)[..., 0]
+  return _from_entries(out, query), tops
 
 
 def attend_paged(
@@ -120,7 +142,8 @@ def attend_paged(
     pages_X = tables_BP.at[row_X[tile_X], block // per_page].get(mode='clip')
     return pages_X, block % per_page * KEY_BLOCK
 
-  return _from_entries(_attend(entries, pools, place), query)
+  out, _ = _attend(entries, pools, place, is_measured=False)
+  return _from_entries(out, query)
 
 
 def _num_kv_heads(kept):
@@ -185,20 +208,21 @@ def _from_entries(out_XKRH, query):
   return out_BTNH[:, :length]
 
 
-def _attend(entries, pools, place):
-  """Returns the outputs [X, K, T G, .] of entries.
+def _attend(entries, pools, place, is_measured):
+  """Returns the outputs [X, K, T G, .] of entries, and tops [X, K, T G, 1].
 
   Args:
     entries: whole tiles of them.
     pools: pages of keys and values, or of latents and rotated keys.
     place: (entries of a tile, logical block) -> their pages, and the offset of
       the block within them.
+    is_measured: whether the tops are wanted; None stands for them if not.
   """
   query = jax.tree.leaves(entries.query)[0]
   width = pools[0].shape[-1] if pools[0].ndim == 3 else pools[1].shape[-1]
   shape = (ENTRIES, *query.shape[1:3], width)
 
-  def tile(i, out):
+  def tile(i, results):
     start = i * ENTRIES
     part = jax.tree.map(
       lambda x: jax.lax.dynamic_slice_in_dim(x, start, ENTRIES), entries
@@ -231,15 +255,23 @@ def _attend(entries, pools, place):
     )
     blocks = part.last_XT.max() // KEY_BLOCK + 1
     state = jax.lax.fori_loop(0, blocks, visit, state)
-    _, total, sums = jax.lax.optimization_barrier(state)
+    top, total, sums = jax.lax.optimization_barrier(state)
     result = (sums / jnp.where(total > 0, total, 1)).astype(query.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(
-      out, jax.lax.optimization_barrier(result), start, 0
+    result = jax.lax.optimization_barrier(result)
+    return jax.tree.map(
+      lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, start, 0),
+      results,
+      (result, top if is_measured else None),
     )
 
   num_entries = len(entries.last_XT)
   out = jnp.zeros((num_entries, *shape[1:]), query.dtype)
-  return jax.lax.fori_loop(0, rows.opaque(num_entries // ENTRIES), tile, out)
+  tops = None
+  if is_measured:
+    tops = jnp.zeros((*out.shape[:3], 1), jnp.float32)
+  return jax.lax.fori_loop(
+    0, rows.opaque(num_entries // ENTRIES), tile, (out, tops)
+  )
 
 
 def _gather(pool, axis, pages_X, offset):
@@ -281,13 +313,15 @@ def _turn(query, kept, seen_XTS, state):
   return now, total, sums * shrink + new
 
 
-def _packed_forward(query, kept, segment_ids_BT, mask_BTS):
-  out = attend_packed(query, kept, segment_ids_BT, mask_BTS)
-  return out, (query, kept, mask_BTS)
+def _packed_forward(query, kept, segment_ids_BT, mask_BTS, is_measured):
+  results = _packed(query, kept, segment_ids_BT, mask_BTS, is_measured)
+  return results, (query, kept, mask_BTS)
 
 
-def _packed_backward(residuals, d_out):
+def _packed_backward(is_measured, residuals, d_results):
+  del is_measured
   query, kept, mask_BTS = residuals
+  d_out, _ = d_results
 
   def whole(query, kept):
     first, second = kept
@@ -303,4 +337,4 @@ def _packed_backward(residuals, d_out):
   return *pull(d_out), None, None
 
 
-attend_packed.defvjp(_packed_forward, _packed_backward)
+_packed.defvjp(_packed_forward, _packed_backward)

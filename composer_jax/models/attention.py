@@ -88,15 +88,21 @@ def attend(
   config: model_config.ModelConfig,
   *,
   plan: exchange.ExchangePlan | None = None,
-) -> jax.Array:
-  """Returns out_BTNH over keys and values [B, S] at hand."""
+  is_measured: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns out_BTNH over keys and values [B, S] at hand.
+
+  And tops_BTN of `kernels.attention.attend_measured`, None if not asked for.
+  """
   del params
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
 
   def kernel(query, kept, weights, mask_BTS):
     del weights
-    keys, values = kept
-    return attention_kernel.attend(query, keys, values, mask_BTS, scale=scale)
+    arrays = (query, *kept, mask_BTS)
+    if is_measured:
+      return attention_kernel.attend_measured(*arrays, scale=scale)
+    return attention_kernel.attend(*arrays, scale=scale), None
 
   return exchange.attend_per_shard(
     kernel, q_BTNH, kept, {}, mask_BTS, plan=plan

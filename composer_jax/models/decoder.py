@@ -35,11 +35,14 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
     hidden_BTD: after the final norm; `models.head` turns it into logits.
     expert_ids_MBTA: uint16 experts used, by MoE layer.
     stats: of the routers.
+    max_logits_LN: float32, each layer's and head's largest scaled attention
+      logit over the tokens of the batch; None unless asked for.
   """
 
   hidden_BTD: jax.Array
   expert_ids_MBTA: jax.Array
   stats: batches.RouteStats
+  max_logits_LN: jax.Array | None = None
 
 
 class Context(flax.struct.PyTreeNode, kw_only=True):
@@ -48,6 +51,7 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
   cos_sin: tuple[jax.Array, jax.Array]
   mask_BTS: jax.Array
   segment_ids_BT: jax.Array
+  is_measured: bool = flax.struct.field(pytree_node=False)
 
 
 class DenseLayer(nn.Module):
@@ -62,8 +66,8 @@ class DenseLayer(nn.Module):
     params = _attention_parameters(self)
     ffw = experts.DenseParameters(c, c.dense_ffw_dim, name='ffw')
     params = layer_stages.prepare(params | {'ffw': ffw()}, c)
-    x_BTD, out_BTN = _attend(self, params, x_BTD, context)
-    return layer_stages.dense(params, x_BTD, out_BTN, c), None
+    x_BTD, out_BTN, max_logits_N = _attend(self, params, x_BTD, context)
+    return layer_stages.dense(params, x_BTD, out_BTN, c), max_logits_N
 
 
 class MoELayer(nn.Module):
@@ -78,7 +82,7 @@ class MoELayer(nn.Module):
     params = _attention_parameters(self)
     moe, bias_E = experts.Parameters(c, name='moe')()
     params = layer_stages.prepare(params | {'moe': moe}, c)
-    x_BTD, out_BTN = _attend(self, params, x_BTD, context)
+    x_BTD, out_BTN, max_logits_N = _attend(self, params, x_BTD, context)
     valid_BT = context.segment_ids_BT != 0
     x_BTD, ids_BTA, stats = layer_stages.mixture(
       params,
@@ -87,7 +91,7 @@ class MoELayer(nn.Module):
       c,
       plan=self.plan,
     )
-    return x_BTD, (ids_BTA.astype(jnp.uint16), stats)
+    return x_BTD, (ids_BTA.astype(jnp.uint16), stats, max_logits_N)
 
 
 def _attention_parameters(module):
@@ -103,10 +107,16 @@ def _attend(module, params, x_BTD, context):
   c, plan = module.config, module.plan
   x_BTD = exchange.constrain(x_BTD, plan)
   query, kept = layer_stages.attention_inputs(params, x_BTD, context.cos_sin, c)
-  out_BTN = layer_stages.attend(
-    params, query, kept, (context.mask_BTS, context.segment_ids_BT), c, plan
+  out_BTN, max_logits_N = layer_stages.attend(
+    params,
+    query,
+    kept,
+    (context.mask_BTS, context.segment_ids_BT),
+    c,
+    plan,
+    is_measured=context.is_measured,
   )
-  return x_BTD, out_BTN
+  return x_BTD, out_BTN, max_logits_N
 
 
 class Decoder(nn.Module):
@@ -128,6 +138,7 @@ class Decoder(nn.Module):
     positions_BT: jax.Array,
     *,
     expert_ids_MBTA: jax.Array | None = None,
+    with_max_logits: bool = False,
   ) -> DecoderOutput:
     """Runs the layers over a packed batch.
 
@@ -136,6 +147,8 @@ class Decoder(nn.Module):
       segment_ids_BT: int32; 0 marks padding, which reaches no expert.
       positions_BT: int32 within the document.
       expert_ids_MBTA: routes to replay; None routes afresh.
+      with_max_logits: whether to measure the attention's logits; a program
+        that does not ask does nothing for them.
 
     Raises:
       ValueError: batch-invariant numerics on a mesh.
@@ -147,13 +160,18 @@ class Decoder(nn.Module):
       cos_sin=layer_stages.angles(positions_BT, c),
       mask_BTS=attention.packed_mask(segment_ids_BT),
       segment_ids_BT=segment_ids_BT,
+      is_measured=with_max_logits,
     )
-    first = c.num_dense_layers
+    first, max_logits = c.num_dense_layers, []
     if first:
       dense = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
-      x_BTD, _ = dense(x_BTD, context)
+      x_BTD, max_logits_LN = dense(x_BTD, context)
+      max_logits.append(max_logits_LN)
     moe = _scan(MoELayer, c, c.num_moe_layers)(c, self.plan, name='moe_layers')
-    x_BTD, (ids_MBTA, stats) = moe(x_BTD, context, expert_ids_MBTA)
+    x_BTD, (ids_MBTA, stats, max_logits_MN) = moe(
+      x_BTD, context, expert_ids_MBTA
+    )
+    max_logits.append(max_logits_MN)
     scale_D = norm.scale_of('final_norm', c.embed_dim)['scale']
     return DecoderOutput(
       hidden_BTD=layer_stages.final_norm(scale_D, x_BTD, c),
@@ -166,6 +184,7 @@ class Decoder(nn.Module):
         replay_replaced_M=stats.replay_replaced,
         no_route_M=stats.no_route,
       ),
+      max_logits_LN=jnp.concatenate(max_logits) if with_max_logits else None,
     )
 
   def _embed(self, tokens_BT):

@@ -84,8 +84,13 @@ def attend(
   documents: tuple[jax.Array, jax.Array],
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
-) -> jax.Array:
-  """Returns the attention's outputs over a packed batch.
+  *,
+  is_measured: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns the attention's outputs over a packed batch, and max_logits_N.
+
+  Those are each head's largest scaled logit over all tokens of the batch but
+  padding, in float32 and without a gradient; None if not asked for.
 
   Args:
     params: of the layer, prepared.
@@ -94,17 +99,32 @@ def attend(
     documents: mask_BTS and segment_ids_BT, which say the same.
     config: of the decoder.
     plan: where tokens lie.
+    is_measured: whether to return the logits.
   """
   mask_BTS, segment_ids_BT = documents
-  kind = ATTENTIONS[config.attention.kind]
   with jax.named_scope('attention'):
-    if config.numerics == 'batch_invariant':
-      return tiled_attention.attend_packed(
-        query, kept, segment_ids_BT, mask_BTS
+    if config.numerics == 'fast':
+      out_BTN, tops_BTN = ATTENTIONS[config.attention.kind].attend(
+        params['attention'],
+        query,
+        kept,
+        mask_BTS,
+        config,
+        plan=plan,
+        is_measured=is_measured,
       )
-    return kind.attend(
-      params['attention'], query, kept, mask_BTS, config, plan=plan
-    )
+    else:
+      arrays = (query, kept, segment_ids_BT, mask_BTS)
+      if is_measured:
+        out_BTN, tops_BTN = tiled_attention.attend_packed_measured(*arrays)
+      else:
+        out_BTN, tops_BTN = tiled_attention.attend_packed(*arrays), None
+    if tops_BTN is None:
+      return out_BTN, None
+    # Padding sees padding, and nobody sees what it computes.
+    is_token_BT1 = segment_ids_BT[..., None] != 0
+    max_logits_N = jnp.where(is_token_BT1, tops_BTN, -jnp.inf).max((0, 1))
+    return out_BTN, max_logits_N
 
 
 def dense(

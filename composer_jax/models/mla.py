@@ -8,7 +8,6 @@ the keys and values of each head, for few latents and many queries (training);
 latents directly, for few queries and many latents (decoding).
 """
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -109,15 +108,22 @@ def attend(
   config: model_config.ModelConfig,
   *,
   plan: exchange.ExchangePlan | None = None,
-) -> jax.Array:
-  """Returns out_BTNW over latents [B, S] at hand.
+  is_measured: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns out_BTNW over latents [B, S] at hand, and tops_BTN if asked for.
 
   Context shards gather latents, not keys and values, and make those of all
   heads themselves: C + J numbers a token travel instead of N (H + W).
   """
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
+
+  def kernel(*arrays):
+    if is_measured:
+      return attend_naive_measured(*arrays, scale=scale)
+    return attend_naive(*arrays, scale=scale), None
+
   return exchange.attend_per_shard(
-    functools.partial(attend_naive, scale=scale),
+    kernel,
     query,
     kept,
     {name: params[name] for name in PER_SHARD},
@@ -143,6 +149,31 @@ def attend_naive(
     mask_BTS: true where the query may look.
     scale: on the scores.
   """
+  arrays = _per_head(query, latent, weights)
+  out_BTNW = attention_kernel.attend(*arrays, mask_BTS, scale=scale)
+  return rounding.rounded(out_BTNW, query[0].dtype)
+
+
+def attend_naive_measured(
+  query: tuple[jax.Array, jax.Array],
+  latent: tuple[jax.Array, jax.Array],
+  weights: dict[str, jax.Array],
+  mask_BTS: jax.Array,
+  *,
+  scale: float,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns what `attend_naive` does, and tops_BTN.
+
+  See `kernels.attention.attend_measured`.
+  """
+  out_BTNW, tops_BTN = attention_kernel.attend_measured(
+    *_per_head(query, latent, weights), mask_BTS, scale=scale
+  )
+  return rounding.rounded(out_BTNW, query[0].dtype), tops_BTN
+
+
+def _per_head(query, latent, weights):
+  """Returns queries, keys and values of each head."""
   latents_BSC, keys_BSJ = latent
   k_BSNH = _up('BSC,CNH->BSNH', latents_BSC, weights['key_up'])
   v_BSNW = _up('BSC,CNW->BSNW', latents_BSC, weights['value_up'])
@@ -150,14 +181,11 @@ def attend_naive(
     keys_BSJ[:, :, None].astype(k_BSNH.dtype),
     (*k_BSNH.shape[:3], keys_BSJ.shape[-1]),
   )
-  out_BTNW = attention_kernel.attend(
+  return (
     jnp.concatenate(query, axis=-1),
     jnp.concatenate([k_BSNH, k_BSNJ], axis=-1),
     v_BSNW,
-    mask_BTS,
-    scale=scale,
   )
-  return rounding.rounded(out_BTNW, query[0].dtype)
 
 
 def attend_absorbed(

@@ -1,9 +1,7 @@
-"""Which parameter gets which optimizer, read off its logical axes.
+"""The optimizer of a stage: which parameter gets which, from one record.
 
-Roles are strings over the logical axis names a parameter was created with:
-'embed->ffw' is a matrix from embed to ffw, every axis not named in it a batch
-axis. Nothing is guessed from the number of dimensions: a parameter of two or
-more dimensions without labels, or with labels nobody knows, is an error.
+Roles of parameters are `optim.roles`'s; nothing is guessed from the number of
+dimensions.
 """
 
 import dataclasses
@@ -12,18 +10,96 @@ from typing import Any
 import jax
 import optax
 
-from composer_jax.core import trees
-from composer_jax.optim import muon, newton_schulz, schedules
+from composer_jax.core import checks, trees
+from composer_jax.optim import (
+  block_periodic,
+  muon,
+  muon_plan,
+  newton_schulz,
+  normuon,
+  qk_clip,
+  roles,
+  schedules,
+)
 
-ADAM = 'adam'
 
-# Axes along which parameters are independent matrices. Heads are among them:
-# attention is orthogonalised head by head.
-BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
-# A parameter with one of these is a table, a classifier or a scale, not a map
-# between activations.
-ADAM_AXES = ('vocab', 'route', 'norm')
-MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonChoices:
+  """What a run can choose about Muon; each is a field of its config.
+
+  Attributes:
+    beta: decay of the momentum.
+    rms: root mean square of an update at learning rate 1.
+    coefficients: of Newton-Schulz, see `newton_schulz.NewtonSchulz`.
+    steps: of it; 0 takes as many as the list of coefficients is meant for.
+    method: 'auto', 'standard' or 'gram', see there.
+    dtype: of its operands, see there.
+    deterministic: an update has the same bits on every mesh, see there.
+    wire_dtype: of what devices exchange, see `muon_plan.PlanOptions`.
+    momentum_dtype: of the state.
+    period: steps from one orthogonalisation of whole matrices to the next;
+      between them each device orthogonalises its own block. 1: always whole.
+    block_ratio: of the step size of blocks to that of whole matrices.
+    neuron_norm: gives the units of a matrix equal step sizes (NorMuon).
+    qk_clip: the largest attention logit a head may have; 0 neither clips nor
+      measures.
+    roles: (regex of names, role) pairs that replace the roles by axes.
+  """
+
+  beta: float = 0.95
+  rms: float = 0.2
+  coefficients: str = 'polar_express'
+  steps: int = 0
+  method: str = 'auto'
+  dtype: str = 'auto'
+  deterministic: bool = False
+  wire_dtype: str = 'auto'
+  momentum_dtype: str = 'float32'
+  period: int = 1
+  block_ratio: float = 1.0
+  neuron_norm: bool = False
+  qk_clip: float = 0.0
+  roles: tuple[tuple[str, str], ...] = ()
+
+  def __post_init__(self):
+    checks.at_least(self, 0, 'steps')
+    checks.at_least(self, 1, 'period')
+    checks.boolean(self, 'deterministic', 'neuron_norm')
+    checks.positive(self, 'rms', 'block_ratio')
+    checks.number(self, 0, 'beta')
+    if self.beta >= 1:
+      raise ValueError(
+        f'MuonChoices.beta must be less than 1, not {self.beta}: a momentum '
+        'that forgets nothing never sees another gradient.'
+      )
+    checks.number(self, 0, 'qk_clip')
+    checks.one_of(self, 'momentum_dtype', ('float32', 'bfloat16'))
+    pairs = tuple(tuple(pair) for pair in self.roles)
+    for pair in pairs:
+      if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        raise ValueError(
+          f'MuonChoices.roles must hold pairs (regex, role), not {pair!r}; '
+          "for one of them write (('router', 'embed->route'),)."
+        )
+    # JSON and the command line have lists; programs are cached by this record.
+    object.__setattr__(self, 'roles', pairs)
+    self.muon_options()
+
+  def muon_options(self) -> muon.MuonOptions:
+    """Returns the part that is of Muon itself, checked."""
+    return muon.MuonOptions(
+      beta=self.beta,
+      rms=self.rms,
+      newton_schulz=newton_schulz.NewtonSchulz(
+        coefficients=self.coefficients,
+        steps=self.steps or None,
+        method=self.method,
+        dtype=self.dtype,
+        deterministic=self.deterministic,
+      ),
+      plan=muon_plan.PlanOptions(wire_dtype=self.wire_dtype),
+      momentum_dtype=self.momentum_dtype,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +115,7 @@ class OptimizerOptions:
     final_ratio: share of the peak left at the end.
     weight_decay: decoupled, times the learning rate; spares vectors.
     grad_clip: gradients are scaled down to this global norm.
-    beta: Muon's momentum.
-    rms: root mean square of Muon's update at learning rate 1.
-    preset: Newton-Schulz coefficients, see `newton_schulz`.
+    muon: choices of Muon; unused by 'adam'.
     b1: Adam's first moment decay.
     b2: Adam's second moment decay.
     eps: Adam's.
@@ -55,9 +129,7 @@ class OptimizerOptions:
   final_ratio: float
   weight_decay: float = 0.1
   grad_clip: float = 1.0
-  beta: float = 0.95
-  rms: float = 0.2
-  preset: str = 'keller'
+  muon: MuonChoices = MuonChoices()
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
@@ -73,56 +145,10 @@ class OptimizerOptions:
           f'{field} must be positive, not {getattr(self, field)}.'
         )
 
-
-def role(name: str, axes: tuple[str | None, ...], ndim: int) -> str:
-  """Returns the role of one parameter.
-
-  Args:
-    name: for the message.
-    axes: logical axis names, one per dimension.
-    ndim: dimensions of the parameter.
-
-  Raises:
-    ValueError: labels are missing, unknown or not a matrix.
-  """
-  unlabelled = len(axes) != ndim or None in axes
-  if unlabelled and ndim < 2:
-    return ADAM
-  known = BATCH_AXES + ADAM_AXES + MATRIX_AXES
-  sides = tuple(a for a in axes if a not in BATCH_AXES)
-  is_table = any(a in ADAM_AXES for a in axes)
-  is_matrix = is_table or len(sides) <= 2
-  if unlabelled or not set(axes) <= set(known) or not is_matrix:
-    raise ValueError(
-      f'Parameter {name} has {ndim} dimensions with logical axes {axes}; '
-      f'each must be one of {known}, and at most two outside {BATCH_AXES}. '
-      'Label it with nn.with_logical_partitioning, or teach '
-      'optim/groups.py its axes.'
-    )
-  return ADAM if is_table or len(sides) < 2 else '->'.join(map(str, sides))
-
-
-def roles(params: Any, axes: Any) -> Any:
-  """Returns the tree of roles.
-
-  Args:
-    params: tree of arrays or shapes, without boxes.
-    axes: tree of the same structure with a PartitionSpec of logical axis names
-      at each leaf (`nn.get_partition_spec` of the boxed tree).
-  """
-  named = trees.flatten_names(axes)
-  return trees.map_names(
-    lambda name, leaf: role(name, tuple(named.get(name, ())), leaf.ndim),
-    params,
-  )
-
-
-def _matrix(role_name: str, axes: tuple[str, ...]) -> muon.Matrix:
-  rows, columns = role_name.split('->')
-  if rows == columns:  # A square map, such as embed->embed.
-    first = axes.index(rows)
-    return muon.Matrix(rows=(first,), columns=(axes.index(rows, first + 1),))
-  return muon.Matrix(rows=(axes.index(rows),), columns=(axes.index(columns),))
+  @property
+  def clips_logits(self) -> bool:
+    """Whether `update` wants `max_logits`."""
+    return self.name == 'muon' and self.muon.qk_clip > 0
 
 
 def schedule(
@@ -151,55 +177,103 @@ def _adamw(
   )
 
 
+def _muon(
+  options: OptimizerOptions,
+  rate: schedules.Schedule,
+  matrices: Any,
+  shardings: Any,
+) -> optax.GradientTransformation:
+  choices = options.muon
+  direction = block_periodic.orthogonalize_momentum(
+    matrices,
+    period=choices.period,
+    ratio=choices.block_ratio,
+    shardings=shardings,
+    options=choices.muon_options(),
+  )
+  neuron_norm = [normuon.scale_by_neuron_norm(matrices)]
+  return optax.chain(
+    direction,
+    *(neuron_norm if choices.neuron_norm else []),
+    muon.scale_by_shape(matrices, choices.rms),
+    optax.add_decayed_weights(options.weight_decay),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
 def optimizer(
-  options: OptimizerOptions, *, params: Any, axes: Any, total_steps: int
+  options: OptimizerOptions,
+  *,
+  params: Any,
+  axes: Any,
+  total_steps: int,
+  shardings: Any = None,
 ) -> optax.GradientTransformation:
   """Builds the transform of a stage: clipping, then Muon and AdamW.
+
+  Where the options clip logits, `update` wants `max_logits` beside the rest.
 
   Args:
     options: hyperparameters.
     params: tree of arrays or shapes, without boxes.
-    axes: tree of PartitionSpecs of logical names, see `roles`.
+    axes: tree of PartitionSpecs of logical names, see `roles.tree`.
     total_steps: of the schedule.
+    shardings: tree of NamedShardings of the parameters, whose mesh shares out
+      Newton-Schulz; None: all on one device.
   """
   named = {n: tuple(a) for n, a in trees.flatten_names(axes).items()}
-  role_tree = roles(params, axes)
+  is_muon = options.name == 'muon'
+  overrides = options.muon.roles if is_muon else ()
+  role_tree = roles.tree(params, axes, overrides)
   # Vectors (norms, biases) are spared by weight decay; stacking them over
   # layers does not make them matrices.
   is_decayed = {
-    n: sum(a not in BATCH_AXES for a in named.get(n, ())) >= 2
+    n: sum(a not in roles.BATCH_AXES for a in named.get(n, ())) >= 2
     for n in trees.flatten_names(params)
   }
   rate = schedule(options, total_steps, options.learning_rate)
   clip = optax.clip_by_global_norm(options.grad_clip)
-  if options.name == 'adam':
+  if not is_muon:
     decayed = trees.map_names(lambda n, _: is_decayed[n], params)
     return optax.chain(clip, _adamw(options, rate, decayed))
 
-  matrices = trees.map_names(
-    lambda n, r: optax.MaskedNode() if r == ADAM else _matrix(r, named[n]),
-    role_tree,
-  )
   decayed = trees.map_names(
-    lambda n, r: is_decayed[n] if r == ADAM else optax.MaskedNode(),
+    lambda n, r: is_decayed[n] if r == roles.ADAM else optax.MaskedNode(),
     role_tree,
   )
-  muon_transform = optax.chain(
-    muon.scale_by_muon(
-      matrices,
-      beta=options.beta,
-      rms=options.rms,
-      options=newton_schulz.NewtonSchulz(preset=options.preset),
-    ),
-    optax.add_decayed_weights(options.weight_decay),
-    optax.scale_by_learning_rate(rate),
-  )
+  matrices = roles.matrices(params, axes, role_tree)
   adam_rate = schedule(options, total_steps, options.adam_learning_rate)
-  labels = jax.tree.map(lambda r: ADAM if r == ADAM else 'muon', role_tree)
-  return optax.chain(
-    clip,
-    optax.partition(
-      {'muon': muon_transform, ADAM: _adamw(options, adam_rate, decayed)},
-      labels,
-    ),
+  both = optax.partition(
+    {
+      'muon': _muon(options, rate, matrices, shardings),
+      roles.ADAM: _adamw(options, adam_rate, decayed),
+    },
+    jax.tree.map(lambda r: r if r == roles.ADAM else 'muon', role_tree),
+  )
+  if not options.clips_logits:
+    return optax.chain(clip, both)
+  return optax.chain(clip, both, qk_clip.qk_clip(options.muon.qk_clip))
+
+
+def plan(
+  options: OptimizerOptions, *, params: Any, axes: Any, shardings: Any = None
+) -> muon_plan.MuonPlan | None:
+  """Returns which device orthogonalises what; None where none does.
+
+  Args:
+    options: as of `optimizer`, like the others.
+    params: tree of arrays or shapes.
+    axes: tree of PartitionSpecs of logical names.
+    shardings: tree of NamedShardings of the parameters.
+  """
+  if options.name != 'muon':
+    return None
+  role_tree = roles.tree(params, axes, options.muon.roles)
+  # Without those of AdamW, for which there is nothing to plan.
+  matrices = trees.flatten_names(roles.matrices(params, axes, role_tree))
+  return muon.plan_of(
+    {n: p for n, p in trees.flatten_names(params).items() if n in matrices},
+    matrices,
+    shardings=shardings,
+    options=options.muon.muon_options(),
   )

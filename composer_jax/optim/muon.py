@@ -1,10 +1,12 @@
-"""Muon as a plain optax transform over labelled matrices.
+"""Muon as optax transforms whose Newton-Schulz is distributed by a plan.
 
 Momentum orthogonalised at each parameter's natural granularity (per layer, per
 expert, per head), K. Jordan 2024, with the update scale of Moonlight
-(arXiv 2502.16982). Equal to `optax.contrib.muon` on unsharded matrices. It
-leaves the sharding of Newton-Schulz to the compiler: experts sharded over
-their own axis stay local, a matrix that is itself sharded is gathered.
+(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh:
+`muon_plan` says which device orthogonalises what and `muon_exchange` does it.
+
+The pieces compose: `orthogonalize_momentum`, then what works on an orthogonal
+update, then `scale_by_shape`.
 """
 
 import dataclasses
@@ -15,63 +17,160 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from composer_jax.optim import newton_schulz
+from composer_jax.core import trees
+from composer_jax.optim import (
+  muon_exchange,
+  muon_plan,
+  muon_planner,
+  newton_schulz,
+)
+from composer_jax.optim import (
+  roles as role_names,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Matrix:
-  """Which dimensions of a parameter form the matrix; the others are batch.
+class MuonOptions:
+  """How matrices are updated.
 
   Attributes:
-    rows: dimensions merged, in order, into the input side.
-    columns: dimensions merged, in order, into the output side.
+    beta: decay of the momentum.
+    rms: see `scale_by_shape`.
+    newton_schulz: how a matrix is orthogonalised.
+    plan: how the work is shared out.
+    momentum_dtype: of the state; None: as the parameter. The arithmetic is in
+      float32.
   """
 
-  rows: tuple[int, ...]
-  columns: tuple[int, ...]
+  beta: float = 0.95
+  rms: float | None = 0.2
+  # In quotes: the field shadows the module.
+  newton_schulz: 'newton_schulz.NewtonSchulz' = newton_schulz.NewtonSchulz()
+  plan: muon_plan.PlanOptions = muon_plan.PlanOptions()
+  momentum_dtype: str | None = None
 
 
 class MuonState(NamedTuple):
-  """Steps taken and the momentum; the coefficients are not state."""
+  """Steps taken and the momentum; neither coefficients nor plan are state."""
 
   count: jax.Array
   momentum: Any
 
 
-def _orthogonalize_parameter(
-  x: jax.Array, matrix: Matrix, options: newton_schulz.NewtonSchulz
-) -> jax.Array:
-  """Orthogonalises a parameter along its matrix dimensions."""
-  sides = matrix.rows + matrix.columns
-  # Batch dimensions are never merged: the compiler keeps their sharding.
-  batch = tuple(d for d in range(x.ndim) if d not in sides)
-  order = batch + sides
-  moved = x.transpose(order)
-  split = len(batch) + len(matrix.rows)
-  stack = moved.reshape(
-    moved.shape[: len(batch)]
-    + (
-      math.prod(moved.shape[len(batch) : split]),
-      math.prod(moved.shape[split:]),
+def plan_of(
+  params: Any,
+  matrices: Any,
+  *,
+  shardings: Any = None,
+  options: MuonOptions = MuonOptions(),
+) -> muon_plan.MuonPlan:
+  """Returns who orthogonalises what, from shapes alone.
+
+  Args:
+    params: tree of arrays or shapes.
+    matrices: tree of `roles.Matrix` (`roles.matrices`).
+    shardings: tree of NamedShardings; None: all on one device.
+    options: of the transform.
+
+  Raises:
+    ValueError: a parameter without a matrix, by name.
+  """
+  named = trees.flatten_names(matrices)
+  shapes = {
+    name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    for name, leaf in trees.flatten_names(params).items()
+  }
+  missing = sorted(set(shapes) - set(named))
+  if missing:
+    raise ValueError(
+      f'Muon was given parameter {missing[0]} of shape '
+      f'{shapes[missing[0]].shape} and no matrix for it; give it a role, or '
+      "leave it to another transform with 'adam'."
     )
+  placed = _named_shardings(shardings)
+  return muon_planner.make(
+    shapes,
+    {name: named[name] for name in shapes},
+    shardings=placed and {name: placed[name] for name in shapes},
+    newton_schulz=options.newton_schulz,
+    options=options.plan,
   )
-  result = newton_schulz.orthogonalize(stack, options).reshape(moved.shape)
-  inverse = tuple(order.index(d) for d in range(x.ndim))
-  return result.transpose(inverse).astype(x.dtype)
+
+
+def _named_shardings(
+  shardings: Any,
+) -> dict[str, jax.sharding.NamedSharding] | None:
+  return None if shardings is None else trees.flatten_names(shardings)
+
+
+def orthogonalize_momentum(
+  matrices: Any,
+  *,
+  shardings: Any = None,
+  options: MuonOptions = MuonOptions(),
+  blocks: bool = False,
+) -> optax.GradientTransformation:
+  """Replaces gradients by their orthogonalised Nesterov momentum.
+
+  Args:
+    matrices: tree of the parameters' structure with a `roles.Matrix` at each
+      leaf (and `optax.MaskedNode()` where another transform owns it).
+    shardings: tree of the parameters' NamedShardings, which gradients and
+      momentum share; None: all on one device.
+    options: `rms` is not used.
+    blocks: orthogonalise what a device holds of each matrix by itself.
+  """
+  beta = options.beta
+
+  def init(params):
+    momentum = jax.tree.map(
+      lambda p: jnp.zeros_like(p, dtype=options.momentum_dtype), params
+    )
+    return MuonState(count=jnp.zeros([], jnp.int32), momentum=momentum)
+
+  def update(updates, state, params=None):
+    del params
+    count = jnp.asarray(optax.safe_increment(state.count))
+
+    # Bias corrections only change the ratio of momentum to gradient in the
+    # look-ahead; Newton-Schulz drops any common factor.
+    ahead = beta / (1 - beta ** (count + 1).astype(jnp.float32))
+    here = (1 - beta) / (1 - beta ** count.astype(jnp.float32))
+
+    # One product in each sum: compilers that fuse it into the sum then have no
+    # choice, and every mesh gets the same bits.
+    def accumulate(m, g):
+      wide = m.astype(jnp.float32)
+      wide += (1 - beta) * (g.astype(jnp.float32) - wide)
+      return wide.astype(m.dtype)
+
+    def direction(m, g, weight):
+      wide = accumulate(m, g).astype(jnp.float32)
+      return wide + weight * g.astype(jnp.float32)
+
+    with jax.named_scope('muon'):
+      directions, momentum = muon_exchange.orthogonalize(
+        plan_of(updates, matrices, shardings=shardings, options=options),
+        trees.flatten_names(state.momentum),
+        trees.flatten_names(updates),
+        rule=muon_exchange.Rule(accumulate, direction, here / ahead),
+        options=options.newton_schulz,
+        shardings=_named_shardings(shardings),
+        is_whole=not blocks,
+      )
+      momentum = trees.map_names(lambda name, _: momentum[name], updates)
+      updates = trees.map_names(
+        lambda name, g: directions[name].astype(g.dtype), updates
+      )
+    return updates, MuonState(count=count, momentum=momentum)
+
+  return optax.GradientTransformation(init, update)
 
 
 def update_scale(
-  shape: tuple[int, ...], matrix: Matrix, rms: float | None
+  shape: tuple[int, ...], matrix: role_names.Matrix, rms: float | None
 ) -> float:
-  """Returns the factor on the orthogonal matrix.
-
-  Args:
-    shape: of the whole parameter.
-    matrix: its matrix dimensions.
-    rms: root mean square aimed at, as AdamW's (Moonlight uses 0.2): the factor
-      is rms * sqrt(max(rows, columns)), as an orthogonal matrix has an RMS of
-      1 / sqrt(max(rows, columns)). None: sqrt(max(1, columns / rows)).
-  """
+  """Returns the factor on an orthogonal matrix, see `scale_by_shape`."""
   rows = math.prod(shape[d] for d in matrix.rows)
   columns = math.prod(shape[d] for d in matrix.columns)
   if rms is None:
@@ -79,46 +178,109 @@ def update_scale(
   return rms * math.sqrt(max(rows, columns))
 
 
+def scale_by_shape(
+  matrices: Any, rms: float | None = 0.2
+) -> optax.GradientTransformation:
+  """Scales orthogonal matrices by their own sides.
+
+  Args:
+    matrices: see `orthogonalize_momentum`.
+    rms: root mean square aimed at, as AdamW's (Moonlight uses 0.2): the factor
+      is rms * sqrt(max(rows, columns)), as an orthogonal matrix has an RMS of
+      1 / sqrt(max(rows, columns)). None: sqrt(max(1, columns / rows)).
+  """
+  named = trees.flatten_names(matrices)
+
+  def scale(name, u):
+    factor = update_scale(u.shape, named[name], rms)
+    return (factor * u.astype(jnp.float32)).astype(u.dtype)
+
+  return optax.stateless(lambda updates, _: trees.map_names(scale, updates))
+
+
 def scale_by_muon(
   matrices: Any,
   *,
-  beta: float = 0.95,
-  rms: float | None = None,
-  options: newton_schulz.NewtonSchulz | None = None,
+  shardings: Any = None,
+  options: MuonOptions = MuonOptions(),
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled orthogonal Nesterov momentum.
 
   Args:
-    matrices: tree of the parameters' structure with a `Matrix` at each leaf
-      (and `optax.MaskedNode()` where another transform owns the parameter).
-    beta: decay of the momentum.
-    rms: see `update_scale`.
-    options: of Newton-Schulz.
+    matrices: see `orthogonalize_momentum`.
+    shardings: see there.
+    options: see `MuonOptions`.
   """
-  options = options or newton_schulz.NewtonSchulz()
-
-  def init(params):
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return MuonState(count=jnp.zeros([], jnp.int32), momentum=zeros)
+  direction = orthogonalize_momentum(
+    matrices, shardings=shardings, options=options
+  )
+  scaling = scale_by_shape(matrices, options.rms)
 
   def update(updates, state, params=None):
-    del params
-    count = jnp.asarray(optax.safe_increment(state.count))
-    momentum = jax.tree.map(
-      lambda m, g: beta * m + (1 - beta) * g, state.momentum, updates
+    updates, state = direction.update(updates, state, params)
+    updates, _ = scaling.update(updates, optax.EmptyState(), params)
+    return updates, state
+
+  return optax.GradientTransformation(direction.init, update)
+
+
+def muon(
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  roles: Any,
+  axes: Any,
+  shardings: Any = None,
+  options: MuonOptions = MuonOptions(),
+  weight_decay: float = 0.1,
+  adam: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformation:
+  """Muon for matrices, with decoupled weight decay, and Adam for the rest.
+
+  Args:
+    learning_rate: of both, since updates have AdamW's RMS.
+    roles: tree of role strings, `roles.tree(params, axes)`.
+    axes: tree of PartitionSpecs of logical axis names.
+    shardings: tree of the parameters' NamedShardings; None: one device.
+    options: of Muon.
+    weight_decay: times the learning rate; Adam's default decays what has two
+      dimensions or more besides batch axes.
+    adam: whole transform of the parameters whose role is 'adam'; None: AdamW
+      with b1 0.9 and b2 0.95.
+  """
+  named_roles = trees.flatten_names(roles)
+  named_axes = {n: tuple(a) for n, a in trees.flatten_names(axes).items()}
+
+  def is_decayed(name, leaf):
+    del leaf
+    batch = role_names.BATCH_AXES
+    return sum(a not in batch for a in named_axes.get(name, ())) >= 2
+
+  adam = adam or optax.adamw(
+    learning_rate,
+    b1=0.9,
+    b2=0.95,
+    weight_decay=weight_decay,
+    mask=lambda params: trees.map_names(is_decayed, params),
+  )
+
+  def build(params):
+    matrices = role_names.matrices(params, axes, roles)
+    matrix_transform = optax.chain(
+      scale_by_muon(matrices, shardings=shardings, options=options),
+      optax.add_decayed_weights(weight_decay),
+      optax.scale_by_learning_rate(learning_rate),
     )
-    # Bias corrections only change the ratio of momentum to gradient in the
-    # look-ahead; Newton-Schulz drops any common factor.
-    ahead = 1 - beta ** (count + 1).astype(jnp.float32)
-    here = 1 - beta ** count.astype(jnp.float32)
+    labels = trees.map_names(
+      lambda name, _: (
+        'adam' if named_roles[name] == role_names.ADAM else 'muon'
+      ),
+      params,
+    )
+    return optax.partition({'muon': matrix_transform, 'adam': adam}, labels)
 
-    def direction(m, g, matrix):
-      nesterov = beta * m / ahead + (1 - beta) * g / here
-      scale = update_scale(nesterov.shape, matrix, rms)
-      return scale * _orthogonalize_parameter(nesterov, matrix, options)
+  def update(updates, state, params=None):
+    return build(updates).update(updates, state, params)
 
-    with jax.named_scope('muon'):
-      updates = jax.tree.map(direction, momentum, updates, matrices)
-    return updates, MuonState(count=count, momentum=momentum)
-
-  return optax.GradientTransformation(init, update)
+  return optax.GradientTransformation(
+    lambda params: build(params).init(params), update
+  )

@@ -87,21 +87,22 @@ def gather_weight(weight: jax.Array, plan: ExchangePlan | None) -> jax.Array:
 
 
 def attend_per_shard(
-  attend: Callable[..., jax.Array],
+  attend: Callable[..., Any],
   query_BT: Any,
   keys_BS: Any,
   weights: dict[str, jax.Array],
   mask_BTS: jax.Array,
   *,
   plan: ExchangePlan | None,
-) -> jax.Array:
+) -> Any:
   """Runs an attention kernel on each device's queries and its rows' keys.
 
   A kernel is opaque to the partitioner, or loops over B: it must see only the
   rows of its device.
 
   Args:
-    attend: (query_BT, keys_BS, weights, mask_BTS) -> out of shape [B, T, ...].
+    attend: (query_BT, keys_BS, weights, mask_BTS) -> tree of arrays of shape
+      [B, T, ...], such as outputs and largest logits.
     query_BT: tree of arrays [B, T, ...].
     keys_BS: tree of arrays [B, S, ...], gathered along S: all that a query may
       meet, such as keys and values.

@@ -91,6 +91,7 @@ class Stage:
   weight_decay: float
   grad_clip: float
   optimizer: str
+  muon: optim_groups.MuonChoices
   bias_update_rate: float
   checkpoint_every: int
   eval_every: int
@@ -118,6 +119,7 @@ class Stage:
       final_ratio=0.1,
       weight_decay=self.weight_decay,
       grad_clip=self.grad_clip,
+      muon=self.muon,
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from composer_jax.agent import episode
 from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.optim import groups as optim_groups
+from composer_jax.optim import roles
 from composer_jax.parallel import layouts
 from composer_jax.pipeline import sections
 from composer_jax.rl import batching, comparison, mismatch, update
@@ -87,6 +90,7 @@ class Spec:
         stage.optimizer_options()
       except ValueError as error:
         raise ValueError(f'--config.{name}: {error}') from error
+    self._check_roles()
     self.update_options()
     try:
       self.rollout.engine_options(self.episode.max_tokens)
@@ -128,6 +132,17 @@ class Spec:
             f'{max(size - size % count, count)}.'
           )
 
+  def _check_roles(self) -> None:
+    """Raises for roles that name no parameter, or fit it not."""
+    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+      if stage.optimizer != 'muon' or not stage.muon.roles:
+        continue
+      shapes, axes = decoder.abstract(self.model)
+      try:
+        roles.tree(shapes['params'], axes['params'], stage.muon.roles)
+      except ValueError as error:
+        raise ValueError(f'--config.{name}.muon.roles: {error}') from error
+
 
 _SECTIONS = {
   'mesh': sections.Mesh,
@@ -146,7 +161,11 @@ _SECTIONS = {
 
 
 # Sections within sections, made by their dotted names.
-_INNER = {'rl.gate': mismatch.GateOptions}
+_INNER = {
+  'cpt.muon': optim_groups.MuonChoices,
+  'sft.muon': optim_groups.MuonChoices,
+  'rl.gate': mismatch.GateOptions,
+}
 
 
 def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from composer_jax.models import config as model_config
+from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.plan import topologies
 
@@ -20,15 +21,20 @@ class Case:
 
   Attributes:
     model: what is placed.
+    machine: what the devices are, see `topologies`.
     mesh: of the topology, without devices.
     layout: the tables.
     dtype: of the parameters; the selection bias is float32 always.
+    muon: of the run's pretraining, or what it is without a run; None where
+      pretraining does not use it.
   """
 
   model: model_config.ModelConfig
+  machine: str
   mesh: AbstractMesh
   layout: layouts.Layout
   dtype: str
+  muon: groups.MuonChoices | None
 
 
 def make(
@@ -42,7 +48,8 @@ def make(
   """Builds a Case from what a command line says.
 
   Args:
-    fields: of a ModelConfig, or of a whole run, whose model is taken.
+    fields: of a ModelConfig, or of a whole run, whose model is taken, and what
+      its pretraining chooses of Muon.
     topology_name: one of `topologies.FORMS`.
     mesh: 'replica,fsdp,context', or '' for the default.
     layout: one of `layouts.BY_NAME`.
@@ -54,11 +61,15 @@ def make(
   ):
     if value not in known:
       raise ValueError(f'{name} {value!r} is not one of {known}.')
+  cpt = fields.get('cpt', {})
+  is_muon = cpt.get('optimizer', 'muon') == 'muon'
   return Case(
     model=model_config.ModelConfig.from_dict(fields.get('model', fields)),
+    machine=topologies.machine(topology_name),
     mesh=_mesh(topology_name, mesh),
     layout=layouts.BY_NAME[layout],
     dtype=dtype,
+    muon=groups.MuonChoices(**cpt.get('muon', {})) if is_muon else None,
   )
 
 

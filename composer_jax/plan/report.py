@@ -11,7 +11,7 @@ class Table:
   Attributes:
     title: one line.
     columns: names, which are also the keys of a row in JSON.
-    rows: a value per column: str, int, float, or a tuple of those and None.
+    rows: a value per column: str, int, float, None, or a tuple of those.
   """
 
   title: str
@@ -26,7 +26,10 @@ class Table:
     """Aligns the columns: words to the left, numbers to the right."""
     cells = [self.columns, *([_text(v) for v in row] for row in self.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [isinstance(v, int | float) for v in self.rows[0]]
+    numeric = [
+      any(isinstance(v, int | float) for v in column)
+      for column in zip(*self.rows, strict=True)
+    ]
     lines = [
       '  '.join(
         cell.rjust(width) if right else cell.ljust(width)
@@ -42,6 +45,8 @@ def _text(value: Any) -> str:
   if isinstance(value, tuple):
     # No thousands in it: a comma divides the dimensions.
     return ', '.join('-' if v is None else str(v) for v in value)
+  if value is None:
+    return '-'
   if isinstance(value, int):
     return f'{value:,}'
   return f'{value:.4g}' if isinstance(value, float) else str(value)

@@ -1,13 +1,20 @@
-"""Machines that a plan is made for, by name: 'cpu:8' is 8 devices.
+"""Machines that a plan is made for, by name: 'v5p:8x8x8' is 512 TPU v5p.
 
 None of them need exist: a plan takes the shape of a mesh, not its devices.
 Never imports jax, which has to come after `prepare`.
 """
 
+import math
 import os
 import re
 
-FORMS = ('cpu:N',)
+# How many numbers say the size of each: a TPU slice is a torus.
+_DIMENSIONS = {'cpu': 1, 'v5e': 2, 'v5p': 3, 'v6e': 2, 'h100': 1, 'h200': 1}
+
+FORMS = tuple(
+  f'{name}:{"N" if number == 1 else "x".join("ABC"[:number])}'
+  for name, number in _DIMENSIONS.items()
+)
 
 
 def num_devices(topology: str) -> int:
@@ -16,13 +23,24 @@ def num_devices(topology: str) -> int:
   Raises:
     ValueError: lists the names that exist.
   """
-  match = re.fullmatch(r'cpu:([1-9][0-9]*)', topology)
-  if match is None:
+  sizes = topology.removeprefix(f'{machine(topology)}:')
+  return math.prod(map(int, sizes.split('x')))
+
+
+def machine(topology: str) -> str:
+  """Returns what the devices are; `optim.muon_cost` knows the same names.
+
+  Raises:
+    ValueError: lists the names that exist.
+  """
+  name, _, sizes = topology.partition(':')
+  number = _DIMENSIONS.get(name, 0)
+  if not number or not re.fullmatch('x'.join(['[1-9][0-9]*'] * number), sizes):
     raise ValueError(
       f'topology {topology!r} is not known; there are {", ".join(FORMS)}, '
-      'with N >= 1 devices.'
+      'with numbers of at least 1.'
     )
-  return int(match.group(1))
+  return name
 
 
 def prepare() -> None:

@@ -40,6 +40,23 @@ _TIMED = {
 }
 _TRAINED = ('cpt', 'sft', 'rl')
 
+# Metrics of which the latest value is shown, and what a table calls them.
+_LAST = {
+  'loss': 'last loss',
+  'heldout_loss': 'held-out loss',
+  'tokens_per_s': 'tokens/s',
+  'mfu': 'MFU',
+  'lr': 'lr',
+}
+_MUON = {
+  'muon_matrices': 'matrices',
+  'muon_groups': 'groups',
+  'muon_flops': 'FLOP a device',
+  'muon_flops_ideal': 'even share, standard method',
+  'muon_bytes': 'bytes received',
+  'muon_seconds': 'seconds modelled',
+}
+
 _EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}
 
 
@@ -179,26 +196,38 @@ def _language_model(run: run_data.RunData) -> page.Markup:
     wanted = [(stage, 'loss', 'training'), (stage, 'heldout_loss', 'held out')]
     title = f'{STAGES[stage]}: loss'
     parts.append(curves.curve(run, title, wanted, unit='nats per token'))
-  for name, title, unit in (
+  shown = [
     ('tokens_per_s', 'Speed', 'tokens/s'),
     ('grad_norm', 'Gradient norm before clipping', ''),
-  ):
+  ]
+  if any(run.last(stage, 'max_logit') is not None for stage in ('cpt', 'sft')):
+    shown.append(('max_logit', 'Largest attention logit', ''))
+  for name, title, unit in shown:
     wanted = [(s, name, s.upper()) for s in ('cpt', 'sft')]
     options = {'bounds': (0, None)} if name == 'tokens_per_s' else {}
     parts.append(curves.curve(run, title, wanted, unit=unit, **options))
+  return page.section(
+    'Pretraining and fine-tuning',
+    page.element('div', *parts, class_='grid two'),
+    _last_values(run, _LAST),
+    _last_values(run, _MUON, 'Muon, by its plan of a step'),
+  )
+
+
+def _last_values(
+  run: run_data.RunData, names: dict[str, str], title: str = ''
+) -> page.Markup | str:
+  """Returns a table of each stage's latest values; '' before the first."""
   rows = []
   for stage in ('cpt', 'sft'):
-    names = ('loss', 'heldout_loss', 'tokens_per_s', 'mfu', 'lr')
     values = [run_data.number(run.last(stage, name)) for name in names]
     if any(value is not None for value in values):
       texts = ['' if v is None else progress.number(v) for v in values]
       rows.append([STAGES[stage], *texts])
-  head = ('', 'last loss', 'held-out loss', 'tokens/s', 'MFU', 'lr')
-  return page.section(
-    'Pretraining and fine-tuning',
-    page.element('div', *parts, class_='grid two'),
-    page.table(rows, head) if rows else '',
-  )
+  if not rows:
+    return ''
+  heading = page.element('h3', title) if title else ''
+  return page.join([heading, page.table(rows, ('', *names.values()))])
 
 
 def _experts(run: run_data.RunData) -> page.Markup:

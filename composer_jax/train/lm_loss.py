@@ -24,6 +24,8 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
     loss_weight: sum of the loss weights.
     num_tokens: int32 tokens that are not padding.
     load_ME: int32 tokens sent to each expert, over the whole batch.
+    max_logits_LN: largest attention logit of each layer and head; None unless
+      asked for.
   """
 
   loss: jax.Array
@@ -32,6 +34,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
   loss_weight: jax.Array
   num_tokens: jax.Array
   load_ME: jax.Array
+  max_logits_LN: jax.Array | None = None
 
 
 def negative_logprob_sum(
@@ -40,10 +43,15 @@ def negative_logprob_sum(
   *,
   model: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
-) -> tuple[jax.Array, batches.RouteStats]:
-  """Returns the weighted sum of -log p over a batch, and router statistics."""
+  with_max_logits: bool = False,
+) -> tuple[jax.Array, decoder.DecoderOutput]:
+  """Returns the weighted sum of -log p over a batch, and the forward pass."""
   output: Any = decoder.Decoder(model, plan).apply(
-    variables, batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
+    variables,
+    batch.tokens_BT,
+    batch.segment_ids_BT,
+    batch.positions_BT,
+    with_max_logits=with_max_logits,
   )
   logprobs_BT, _ = head.target_logprobs(
     variables,
@@ -54,7 +62,7 @@ def negative_logprob_sum(
     model,
   )
   # float32 sums: a batch has more tokens than bfloat16 has integers.
-  return -(batch.loss_weights_BT * logprobs_BT).sum(), output.stats
+  return -(batch.loss_weights_BT * logprobs_BT).sum(), output
 
 
 def loss(
@@ -64,20 +72,31 @@ def loss(
   *,
   model: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
+  with_max_logits: bool = False,
 ) -> tuple[jax.Array, LossStats]:
   """Returns the training loss (the routers' included) and statistics.
 
   The forward pass uses the bfloat16 values of the masters, see
   `policy_values`. A batch without a weighted token has a loss of NaN, which
   stops the run: it is a bug of the stream.
+
+  Args:
+    params: float32 masters.
+    selection_bias: of sigmoid routers.
+    batch: to learn.
+    model: of the parameters.
+    plan: where tokens and experts lie.
+    with_max_logits: whether to measure what QK-clip needs.
   """
   values = policy_values.straight_through(params)
-  total, stats = negative_logprob_sum(
+  total, output = negative_logprob_sum(
     train_state.variables(values, selection_bias),
     batch,
     model=model,
     plan=plan,
+    with_max_logits=with_max_logits,
   )
+  stats = output.stats
   loss_weight = batch.loss_weights_BT.sum()
   mean = total / loss_weight
   aux_loss, z_loss = stats.aux_loss_M.sum(), stats.z_loss_M.sum()
@@ -88,6 +107,7 @@ def loss(
     loss_weight=loss_weight,
     num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
     load_ME=stats.load_ME,
+    max_logits_LN=output.max_logits_LN,
   )
   total_loss = mean
   for weight, value in (

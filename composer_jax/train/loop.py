@@ -20,14 +20,18 @@ from composer_jax.checkpoint import manager
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
-from composer_jax.optim import groups
+from composer_jax.optim import groups, muon_plan
 from composer_jax.telemetry import progress
-from composer_jax.train import evaluate, export, reporting
+from composer_jax.train import evaluate, export, muon_report, reporting
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
 Variables = dict[str, Any]
+
+# XLA waits for an all-to-all at once unless told otherwise: then Muon's
+# matrices would travel before and after their products instead of meanwhile.
+_COMPILER_OPTIONS = {'tpu': {'xla_tpu_enable_async_all_to_all': 'true'}}
 
 
 class Stream(Protocol):
@@ -87,6 +91,7 @@ class _Programs:
   step: train_step.StepFunction
   evaluate: evaluate.SumFunction
   like: train_state.TrainState
+  muon: muon_plan.MuonPlan | None
 
 
 def run(
@@ -134,10 +139,16 @@ def run(
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, writer, bar)
+      for line in muon_report.lines(programs.muon):
+        bar.message(line)
       bar.message('compiling, then step by step')
       if state is None:
         state = _first_state(options, programs, initial)
-        report.heldout(0, _heldout_loss(programs, state, heldout))
+        report.heldout(
+          0,
+          _heldout_loss(programs, state, heldout),
+          **muon_report.metrics(programs.muon),
+        )
 
       for step in range(start + 1, options.steps + 1):
         batch = placement.put(_next_batch(stream, options, step))
@@ -170,11 +181,13 @@ def _programs(
   Cached: a process that runs a stage again compiles it once.
   """
   abstract, axes = decoder.abstract(model)
-  optimizer = groups.optimizer(
-    options.optimizer,
+  described = dict(
     params=abstract['params'],
     axes=axes['params'],
-    total_steps=options.steps,
+    shardings=placement.variables['params'],
+  )
+  optimizer = groups.optimizer(
+    options.optimizer, total_steps=options.steps, **described
   )
 
   def create(variables):
@@ -183,9 +196,14 @@ def _programs(
   shapes = jax.eval_shape(create, abstract)
   places = train_state.shardings(shapes, placement.variables, placement.mesh)
   step = train_step.make(
-    model, optimizer, plan=placement.plan, bias_rate=options.bias_rate
+    model,
+    optimizer,
+    plan=placement.plan,
+    bias_rate=options.bias_rate,
+    clips_logits=options.optimizer.clips_logits,
   )
   variable_places = places.variables()
+  platform = placement.mesh.devices.flat[0].platform
   return _Programs(
     init=jax.jit(
       lambda key: create(decoder.init(model, key)), out_shardings=places
@@ -198,6 +216,7 @@ def _programs(
       donate_argnums=0,
       in_shardings=(places, placement.batch),
       out_shardings=(places, placement.replicated),
+      compiler_options=_COMPILER_OPTIONS.get(platform),
     ),
     evaluate=jax.jit(
       evaluate.make(model, plan=placement.plan),
@@ -209,6 +228,7 @@ def _programs(
       shapes,
       places,
     ),
+    muon=groups.plan(options.optimizer, **described),
   )
 
 

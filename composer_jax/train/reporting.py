@@ -103,9 +103,9 @@ class Reporter:
     if pending is not None:
       self._report(*pending)
 
-  def heldout(self, step: int, loss: float) -> None:
-    """Writes the held-out loss after `step` steps."""
-    self._writer.write(self._stage, step, heldout_loss=loss)
+  def heldout(self, step: int, loss: float, **others: Any) -> None:
+    """Writes the held-out loss after `step` steps, and metrics beside it."""
+    self._writer.write(self._stage, step, heldout_loss=loss, **others)
     self._bar.message(f'step {step}: held-out loss {loss:.4f}')
 
   def _report(self, step: int, metrics: train_step.StepMetrics) -> None:
@@ -127,6 +127,7 @@ class Reporter:
       lr=float(self._learning_rates[step - 1]),
       expert_load_max=train_step.expert_load_max(load_ME),
       expert_load=load_ME.tolist(),
+      **_attention(metrics.loss.max_logits_LN),
       **self._speed.read(),
     )
 
@@ -150,3 +151,13 @@ class Reporter:
       f'{self._last_finite}. No checkpoint of this step was written. Lower '
       'the learning rate or inspect the batch.'
     )
+
+
+def _attention(max_logits_LN: jax.Array | None) -> dict[str, Any]:
+  """Returns metrics of the largest logits; {} where nobody asked for them."""
+  if max_logits_LN is None:
+    return {}
+  return {
+    'max_logit': float(max_logits_LN.max()),
+    'max_logit_layers': max_logits_LN.max(1).tolist(),
+  }

@@ -58,15 +58,20 @@ def shardings(
 ) -> Any:
   """Places the state: moments lie as their parameters, scalars everywhere.
 
+  A moment may hold one number for a whole dimension of its parameter (the
+  second moment of a unit): such a dimension of size 1 is not divided.
+
   Args:
     abstract: shapes of the state.
     variable_shardings: tree of NamedShardings for the model's variables.
     mesh: the one mesh.
 
   Raises:
-    ValueError: an array of the optimizer belongs to no parameter, by name.
+    ValueError: an array of the optimizer belongs to no parameter, by name or
+      by shape.
   """
   by_name = trees.flatten_names(variable_shardings['params'])
+  shapes = {n: p.shape for n, p in trees.flatten_names(abstract.params).items()}
   replicated = NamedSharding(mesh, P())
 
   def place(name: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -75,8 +80,9 @@ def shardings(
     # Optax nests the parameter tree in its own: the name ends alike.
     parts = name.split('/')
     for start in range(len(parts)):
-      if '/'.join(parts[start:]) in by_name:
-        return by_name['/'.join(parts[start:])]
+      parameter = '/'.join(parts[start:])
+      if parameter in by_name:
+        return _fitted(name, leaf.shape, shapes[parameter], by_name[parameter])
     raise ValueError(
       f'Optimizer state {name} of shape {leaf.shape} is named after no '
       f'parameter; the parameters are {sorted(by_name)}.'
@@ -89,3 +95,24 @@ def shardings(
     selection_bias=variable_shardings.get('selection_bias', {}),
     opt_state=trees.map_names(place, abstract.opt_state),
   )
+
+
+def _fitted(
+  name: str,
+  shape: tuple[int, ...],
+  parameter: tuple[int, ...],
+  sharding: NamedSharding,
+) -> NamedSharding:
+  """Returns a parameter's sharding without the dimensions that have shrunk."""
+  if shape == parameter:
+    return sharding
+  axes = (*sharding.spec, *(None,) * (len(parameter) - len(sharding.spec)))
+  if len(shape) != len(parameter) or any(
+    mine not in (1, its) for mine, its in zip(shape, parameter, strict=True)
+  ):
+    raise ValueError(
+      f'Optimizer state {name} has shape {shape} and its parameter '
+      f'{parameter}; each dimension must be that of the parameter, or 1.'
+    )
+  kept = (a if mine > 1 else None for mine, a in zip(shape, axes, strict=True))
+  return NamedSharding(sharding.mesh, P(*kept))

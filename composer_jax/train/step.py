@@ -48,6 +48,7 @@ def apply_gradients(
   *,
   optimizer: optax.GradientTransformation,
   bias_rate: float,
+  max_logits_LN: jax.Array | None = None,
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
@@ -57,9 +58,11 @@ def apply_gradients(
     load_ME: tokens sent to each expert over the whole global batch.
     optimizer: optax transform, clipping included.
     bias_rate: step of the selection bias (DeepSeek-V3: 0.001); 0 freezes it.
+    max_logits_LN: of the forward pass, for an optimizer that clips by them.
   """
-  updates, opt_state = optimizer.update(
-    gradients, state.opt_state, state.params
+  extra = {} if max_logits_LN is None else {'max_logits': max_logits_LN}
+  updates, opt_state = optax.with_extra_args_support(optimizer).update(
+    gradients, state.opt_state, state.params, **extra
   )
   bias = jax.tree.map(
     lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
@@ -83,13 +86,27 @@ def make(
   *,
   plan: exchange.ExchangePlan | None,
   bias_rate: float,
+  clips_logits: bool = False,
 ) -> StepFunction:
-  """Returns the language-model step; it traces under any mesh."""
+  """Returns the language-model step; it traces under any mesh.
+
+  Args:
+    model: what to train.
+    optimizer: optax transform, clipping included.
+    plan: where tokens and experts lie.
+    bias_rate: step of the selection bias; 0 freezes it.
+    clips_logits: whether the optimizer wants the largest attention logits.
+  """
 
   def step(state, batch):
     gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)
     (_, loss_stats), gradients = gradient(
-      state.params, state.selection_bias, batch, model=model, plan=plan
+      state.params,
+      state.selection_bias,
+      batch,
+      model=model,
+      plan=plan,
+      with_max_logits=clips_logits,
     )
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
@@ -98,6 +115,7 @@ def make(
         loss_stats.load_ME,
         optimizer=optimizer,
         bias_rate=bias_rate,
+        max_logits_LN=loss_stats.max_logits_LN,
       )
     return after, StepMetrics(loss=loss_stats, update=update_stats)
 

@@ -1,16 +1,19 @@
-"""Roles come from logical axes; nothing is guessed."""
+"""Each parameter gets the optimizer that its role and the options say."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import trees
-from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.optim import groups, schedules
-from configs.models import kimi_k2
+from composer_jax.optim import groups, roles, schedules
+from composer_jax.parallel import topology
 from tests.models import decoder_test
 
 AXES = {
@@ -21,6 +24,17 @@ AXES = {
   'out': P('layer', 'heads', 'head_dim', 'embed'),
   'gate_up': P('layer', 'expert', 'gate_up', 'embed', 'ffw'),
   'down': P('layer', 'expert', 'ffw', 'embed'),
+}
+# Of a mesh of 2 x 2 x 2: a replicated router, experts over two axes, heads
+# whose matrices are divided.
+SPECS = {
+  'embedding': P(None, ('fsdp', 'context')),
+  'norm': P(),
+  'router': P(),
+  'query': P(None, ('fsdp', 'context')),
+  'out': P(None, None, None, ('fsdp', 'context')),
+  'gate_up': P(None, ('replica', 'fsdp'), None, 'context'),
+  'down': P(None, ('replica', 'fsdp'), None, 'context'),
 }
 SHAPES = {
   'embedding': (16, 8),
@@ -37,6 +51,12 @@ SHAPES = {
 def params():
   rng = np.random.default_rng(0)
   return {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+
+
+@pytest.fixture(scope='module')
+def shardings():
+  mesh = topology.make_mesh(2, 2, 2)
+  return {n: NamedSharding(mesh, spec) for n, spec in SPECS.items()}
 
 
 def _first_update(transform, gradients, params):
@@ -60,65 +80,19 @@ def _options(**changes):
   )
 
 
-def test_roles_of_a_decoder(params):
-  assert groups.roles(params, AXES) == {
-    'embedding': 'adam',
-    'norm': 'adam',
-    'router': 'adam',
-    'query': 'embed->head_dim',
-    'out': 'head_dim->embed',
-    'gate_up': 'embed->ffw',
-    'down': 'ffw->embed',
-  }
-
-
-def _attention_roles(config):
-  shapes, axes = decoder.abstract(config)
-  roles = groups.roles(shapes['params'], axes['params'])
-  return trees.flatten_names(roles['moe_layers']['attention'])
-
-
-def test_latent_attention_is_orthogonalised_head_by_head():
-  fields = kimi_k2.get_config().to_dict()
-  config = model_config.ModelConfig.from_dict(fields)
-  assert _attention_roles(config) == {
-    'query_down': 'embed->q_lora',
-    'query_norm/scale': 'adam',
-    'query_up': 'q_lora->head_dim',
-    'kv_down': 'embed->kv_lora',
-    'key_rope': 'embed->head_dim',
-    'kv_norm/scale': 'adam',
-    'key_up': 'kv_lora->head_dim',
-    'value_up': 'kv_lora->head_dim',
-    'out': 'head_dim->embed',
-  }
-
-
 def test_biases_and_norms_of_queries_are_adams():
-  roles = _attention_roles(decoder_test.CONFIGS['gqa'])
+  shapes, axes = decoder.abstract(decoder_test.CONFIGS['gqa'])
+  found = roles.tree(shapes['params'], axes['params'])['moe_layers']
+  by_role = trees.flatten_names(found['attention'])
   matrices = {'query', 'key', 'value', 'out'}
-  assert {n for n, role in roles.items() if role != 'adam'} == matrices
+  assert {n for n, role in by_role.items() if role != 'adam'} == matrices
   others = {'query_bias', 'key_bias', 'value_bias', 'out_bias', 'query_norm'}
-  assert roles.keys() - matrices == others | {'key_norm'}
-
-
-@pytest.mark.parametrize(
-  'axes', [P(), P('embed', None), P('embed', 'fwf'), P('embed', 'embed')]
-)
-def test_unlabelled_or_unknown_parameter_is_an_error(axes):
-  params = {'block': {'up': np.zeros((3, 4))}}
-  if axes == P('embed', 'embed'):  # A square map is fine.
-    assert groups.roles(params, {'block': {'up': axes}}) == {
-      'block': {'up': 'embed->embed'}
-    }
-    return
-  with pytest.raises(ValueError, match=r'block/up has 2 dimensions.*teach'):
-    groups.roles(params, {'block': {'up': axes}})
+  assert by_role.keys() - matrices == others | {'key_norm'}
 
 
 def test_muon_moves_matrices_by_its_rms_and_adam_the_rest(params):
   transform = groups.optimizer(
-    _options(weight_decay=0.0, preset='quintic'),
+    _options(weight_decay=0.0, muon=groups.MuonChoices(coefficients='quintic')),
     params=params,
     axes=AXES,
     total_steps=10,
@@ -143,6 +117,133 @@ def test_adam_for_all_equals_optax_adamw(params):
   a = _first_update(ours, gradients, params)
   b = _first_update(theirs, gradients, params)
   jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def _program(params, shardings, **choices):
+  """Returns params -> the first update, jitted."""
+  transform = groups.optimizer(
+    _options(muon=groups.MuonChoices(**choices)),
+    params=params,
+    axes=AXES,
+    total_steps=10,
+    shardings=shardings,
+  )
+
+  def first(params):
+    gradients = jax.tree.map(jnp.sin, params)
+    return transform.update(gradients, transform.init(params), params)[0]
+
+  return jax.jit(
+    first,
+    in_shardings=(shardings,),
+    out_shardings=shardings,
+    # It runs once: what compiles fast is fast.
+    compiler_options={'xla_backend_optimization_level': 0},
+  )
+
+
+CHOICES = {
+  'beta': 0.9,
+  'rms': 0.4,
+  'coefficients': 'quintic',
+  'steps': 6,
+  'method': 'standard',
+  'dtype': 'bfloat16',
+  'wire_dtype': 'bfloat16',
+  'momentum_dtype': 'bfloat16',
+  'deterministic': True,
+  'period': 2,
+  'neuron_norm': True,
+  'roles': (('router', 'embed->route'),),
+}
+
+
+@pytest.fixture(scope='module')
+def default_program(params, shardings):
+  return str(_program(params, shardings).trace(params).jaxpr)
+
+
+@pytest.mark.parametrize('name', CHOICES)
+def test_every_choice_changes_the_program(
+  params, shardings, default_program, name
+):
+  """A field that reached nothing would be a lie of the config."""
+  program = _program(params, shardings, **{name: CHOICES[name]})
+  assert str(program.trace(params).jaxpr) != default_program
+
+
+def test_the_ratio_of_blocks_changes_the_program(params, shardings):
+  programs = {
+    str(
+      _program(params, shardings, period=2, block_ratio=ratio)
+      .trace(params)
+      .jaxpr
+    )
+    for ratio in (1.0, 0.5)
+  }
+  assert len(programs) == 2
+
+
+def test_no_choice_is_left_out_of_that_test():
+  fields = {f.name for f in dataclasses.fields(groups.MuonChoices)}
+  # The one needs a decoder's parameters (tests/train/loop_test.py), the other
+  # a period, and is tested below.
+  assert fields - CHOICES.keys() == {'qk_clip', 'block_ratio'}
+
+
+def test_a_mesh_changes_no_update(params, shardings):
+  """With the router on Muon, and the heads of `out` as one matrix."""
+  choices = dict(
+    neuron_norm=True,
+    roles=(('router', 'embed->route'), ('^out$', 'heads,head_dim->embed')),
+  )
+  here, sharded = (
+    _program(params, places, **choices)(params) for places in (None, shardings)
+  )
+  for name, update in here.items():
+    # Means over neurons, in another order. Of the orthogonal matrices, whose
+    # scale is learning rate * rms * sqrt(8), it is 1e-5.
+    np.testing.assert_allclose(
+      sharded[name], update, rtol=0, atol=1e-5 * 0.01 * 0.2 * 8**0.5
+    )
+    assert sharded[name].sharding.spec == SPECS[name]
+
+
+def test_a_role_moves_a_parameter_from_one_optimizer_to_the_other(params):
+  def momenta(*pairs):
+    transform = groups.optimizer(
+      _options(muon=groups.MuonChoices(roles=pairs)),
+      params=params,
+      axes=AXES,
+      total_steps=1,
+    )
+    state = trees.flatten_names(jax.eval_shape(transform.init, params))
+    return {n.split('/')[-1] for n in state if '/momentum/' in n}
+
+  matrices = {'query', 'out', 'gate_up', 'down'}
+  assert momenta() == matrices
+  found = momenta(('router', 'embed->route'), ('down', 'adam'))
+  assert found == matrices - {'down'} | {'router'}
+
+
+def test_a_plan_is_of_the_same_matrices(params, shardings):
+  describe = dict(params=params, axes=AXES, shardings=shardings)
+  plan = groups.plan(_options(), **describe)
+  assert plan is not None and plan.devices == 8
+  found = {member.name for group in plan.groups for member in group.members}
+  assert found == {'query', 'out', 'gate_up', 'down'}
+  assert groups.plan(_options(name='adam'), **describe) is None
+
+
+def test_roles_that_are_no_pairs_are_told():
+  with pytest.raises(ValueError, match=r"pairs.*\('router', 'embed->route'\)"):
+    groups.MuonChoices(roles=('router', 'embed->route'))
+
+
+def test_choices_from_json_can_be_compared_and_cached():
+  choices = groups.MuonChoices(roles=[['router', 'adam']])
+  assert choices == groups.MuonChoices(roles=(('router', 'adam'),))
+  assert hash(choices) == hash(dataclasses.replace(choices))
 
 
 def test_weight_decay_spares_vectors(params):

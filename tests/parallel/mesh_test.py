@@ -124,18 +124,3 @@ def test_tokens_meet_experts_across_all_devices(wide):
   # Only the gradients of dense weights cross replicas otherwise, as sums.
   crossing = [c for c in found if c.groups == everyone and c not in inside]
   assert {c.kind for c in crossing} <= {'all-reduce'}
-
-
-@pytest.mark.parametrize(
-  'text',
-  [
-    '{{0,4},{1,5},{2,6},{3,7}}, use',
-    '[4,2]<=[2,4]T(1,0), use',
-    "mesh['a'=2,'b'=4] {'a'}, use",
-    "mesh['a'=2,'b'=2,'c'=2] {'a'}, use",
-    "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}, use",
-  ],
-)
-def test_spellings_of_groups_read_alike(text):
-  want = {frozenset((n, n + 4)) for n in range(4)}
-  assert collectives._groups(text) == want

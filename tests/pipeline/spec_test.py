@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 
+from composer_jax.core import files
+from composer_jax.models import decoder
+from composer_jax.optim import groups
 from composer_jax.pipeline import job
 from composer_jax.pipeline import spec as specs
-from configs.composer import gpu, tiny
+from configs.composer import gpu, imported, tiny
 
 
 def make(**changes):
@@ -85,4 +88,46 @@ def test_a_run_goes_on_under_another_gate(tmp_path):
   )
   for each in (spec, flagging, spec):
     with job.open_run(each, tmp_path, []):
+      pass
+
+
+def test_two_lines_switch_a_stage_to_muon():
+  config = imported.get_config()
+  plans = []
+  for name in ('adam', 'muon'):
+    config.sft.optimizer = name
+    config.sft.learning_rate = 2e-4
+    spec = specs.from_dict(config.to_dict())
+    shapes, axes = (tree['params'] for tree in decoder.abstract(spec.model))
+    options = spec.sft.optimizer_options()
+    plans.append(groups.plan(options, params=shapes, axes=axes))
+  assert plans[0] is None
+  assert plans[1] is not None and plans[1].flops > 0
+
+
+def test_each_stage_has_choices_of_its_own():
+  pairs = [  # Those that tiny.py gives as examples, as JSON has them.
+    ['router', 'embed->route'],
+    ['attention/out$', 'heads,head_dim->embed'],
+  ]
+  spec = make(sft__muon__qk_clip=50.0, cpt__muon__roles=pairs)
+  cpt, sft = (s.optimizer_options() for s in (spec.cpt, spec.sft))
+  assert sft.clips_logits and not cpt.clips_logits
+  assert cpt.muon.roles == tuple(map(tuple, pairs)) and not sft.muon.roles
+  assert spec.rl.optimizer_options().name == 'adam'
+
+
+def test_a_workdir_from_before_muon_could_be_chosen_is_refused(tmp_path):
+  """It was trained by other coefficients, so that it cannot be gone on with."""
+  spec = make(sandbox__level='static', telemetry__tensorboard=False)
+  with job.open_run(spec, tmp_path, []):
+    pass
+  path = tmp_path / 'config.json'
+  config = files.read_json(path)
+  for stage in ('cpt', 'sft'):
+    del config[stage]['muon']
+  files.write_json(path, config)
+  told = r"cpt\.muon\.coefficients is 'absent' there and 'polar_express' now"
+  with pytest.raises(ValueError, match=told):
+    with job.open_run(spec, tmp_path, []):
       pass

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
 from composer_jax.parallel import layouts, shardings, topology
 from composer_jax.plan import case as cases
@@ -41,11 +40,8 @@ def case(name='tiny', mesh='', topology_name='cpu:8', **options):
 
 def on_abstract_mesh(name, *sizes):
   """A Case on more devices than a test emulates."""
-  return cases.Case(
-    model=model_config.ModelConfig.from_dict(fields(name)),
-    mesh=jax.sharding.AbstractMesh(sizes, topology.AXES),
-    layout=layouts.TRAIN,
-    dtype='float32',
+  return dataclasses.replace(
+    case(name), mesh=jax.sharding.AbstractMesh(sizes, topology.AXES)
   )
 
 
@@ -249,7 +245,12 @@ def test_a_parameter_of_no_part_is_named():
     ({'mesh': '2,1\u0662,2'}, r'numbers of at least 1'),
     ({'mesh': '0,8,1'}, r"mesh '0,8,1' .*at least 1"),
     ({'mesh': '2,2,1'}, r"mesh '2,2,1' needs 4 devices .*'cpu:8' has 8"),
-    ({'topology_name': 'v5p:8x8x8'}, r"topology 'v5p:8x8x8' .*cpu:N"),
+    ({'topology_name': 'v5p:8x8'}, r"topology 'v5p:8x8' .*v5p:AxBxC"),
+    ({'topology_name': 'v5e:256'}, r"topology 'v5e:256' .*v5e:AxB"),
+    ({'topology_name': 'h100:2x8'}, r"topology 'h100:2x8' .*h100:N"),
+    ({'topology_name': 'a100:8'}, r"topology 'a100:8' .*cpu:N"),
+    ({'topology_name': 'v5p'}, r"topology 'v5p' is not known"),
+    ({'topology_name': 'v5p:8x0x8'}, r'numbers of at least 1'),
     ({'topology_name': 'cpu:0'}, r"topology 'cpu:0'"),
     ({'topology_name': 'cpu:1\u0668'}, r'not known'),
   ],
@@ -257,6 +258,25 @@ def test_a_parameter_of_no_part_is_named():
 def test_impossible_request_is_named(options, told):
   with pytest.raises(ValueError, match=told):
     case(**options)
+
+
+@pytest.mark.parametrize(
+  'name, machine, count',
+  [
+    ('cpu:12', 'cpu', 12),
+    ('v5e:4x8', 'v5e', 32),
+    ('v5p:8x8x8', 'v5p', 512),
+    ('v6e:16x16', 'v6e', 256),
+    ('h100:64', 'h100', 64),
+    ('h200:8', 'h200', 8),
+  ],
+)
+def test_a_topology_names_machines_and_their_number(name, machine, count):
+  assert topologies.machine(name) == machine
+  assert topologies.num_devices(name) == count
+  # Where the parameters lie is a matter of the mesh alone.
+  there, here = (case('small', topology_name=t) for t in (name, f'cpu:{count}'))
+  assert params.parameters(there) == params.parameters(here)
 
 
 @pytest.mark.parametrize('count', [1, 2, 3, 4, 8, 12, 512])
@@ -342,7 +362,7 @@ MODEL = 'configs/models/'
   'arguments, told',
   [
     (['--topology=cpu:3'], 'embed dimension'),
-    (['--what=weather'], "'weather' is not one of ['params'"),
+    (['--what=weather'], "'weather' is not one of ['muon', 'params'"),
     (['--config.num_layers=0'], 'num_layers must be an integer of at least 1'),
     ([f'--config={MODEL}none.py'], f"No such file or directory: '{MODEL}none"),
     (

@@ -269,6 +269,33 @@ def test_wall_time_is_what_was_measured_in_order_and_adds_up(whole):
   assert 'Continued pretraining: step 11, 2m50s' in whole
 
 
+def test_muon_is_shown_where_it_was_used(tmp_path, whole):
+  # That run had none of it.
+  assert 'Muon' not in whole and 'Largest attention logit' not in whole
+  lines = {
+    0: dict(
+      heldout_loss=6.0,
+      muon_matrices=30,
+      muon_groups=3,
+      muon_flops=2_000_000,
+      muon_flops_ideal=2.5e6,
+      muon_bytes=12_000,
+      muon_seconds=0.0015,
+    ),
+    1: dict(loss=5.0, max_logit=7.0),
+    2: dict(loss=4.0, max_logit=6.0),
+  }
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    for step, metrics in lines.items():
+      out.write('sft', step, **metrics)
+  text = report.write_report(tmp_path).read_text()
+  assert rows_of(text, 'Muon, by its plan of a step') == [
+    ['Supervised fine-tuning', '30', '3', '2.0M', '2.5M', '12.0k', '0.0015']
+  ]
+  titles = {a.get('alt') for tag, a in Tags(text).tags if tag == 'img'}
+  assert 'Largest attention logit' in titles
+
+
 def test_every_verdict_counts_and_no_demonstration(whole):
   assert rows_of(whole, 'Sandbox verdicts')[:3] == [
     ['RL, 11 steps', '66', '55', '44', '6'],

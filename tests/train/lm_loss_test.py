@@ -71,7 +71,7 @@ def test_routers_count_by_their_weights(
 ):
   """With a model whose loss is 3 at weight 2, and of known router losses."""
 
-  def forward(variables, batch, *, model, plan):
+  def forward(variables, batch, *, model, plan, with_max_logits):
     x = variables['params']['x'] - 1.0
     stats = batches.RouteStats(
       load_ME=jnp.ones((2, 4), jnp.int32),
@@ -81,7 +81,8 @@ def test_routers_count_by_their_weights(
       replay_replaced_M=jnp.zeros(2),
       no_route_M=jnp.zeros(2),
     )
-    return 6.0 + 4.0 * x, stats
+    output = decoder.DecoderOutput(hidden_BTD=x, expert_ids_MBTA=x, stats=stats)
+    return 6.0 + 4.0 * x, output
 
   monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
   moe = dataclasses.replace(

@@ -73,6 +73,8 @@ OPTIONS = loop.LoopOptions(
     warmup_steps=1,
     decay_steps=2,
     final_ratio=0.1,
+    # Its state has dimensions of one, which lie on a mesh in their own way.
+    muon=groups.MuonChoices(neuron_norm=True),
   ),
   bias_rate=0.001,
   checkpoint_every=2,
@@ -142,10 +144,10 @@ def train(
     )
 
 
-def initial_variables():
+def initial_variables(model=MODEL):
   """Draws weights without compiling `decoder.init`, which takes seconds."""
   rng = np.random.default_rng(0)
-  abstract, _ = decoder.abstract(MODEL)
+  abstract, _ = decoder.abstract(model)
 
   def draw(name, leaf):
     if name.endswith('bias'):
@@ -186,6 +188,17 @@ def test_metrics_of_a_stage(straight):
   )
 
 
+def test_the_plan_of_muon_is_told_once(straight):
+  rows = [r for r in curves(straight[0]) if 'muon_flops' in r]
+  assert [r['step'] for r in rows] == [0]
+  (row,) = rows
+  # Of heads: 2 queries, 1 key, 1 value, 2 outs; of each of 2 layers. The dense
+  # layer and the shared expert have 3, and each of 4 experts.
+  assert row['muon_matrices'] == 2 * 6 + 3 + 3 + 4 * 3
+  assert 0 < row['muon_flops'] <= row['muon_flops_ideal']
+  assert row['muon_bytes'] == 0 < row['muon_seconds']
+
+
 @pytest.mark.parametrize('stop_at', [0, 1, 3, 5])
 def test_interrupted_run_continues_bit_for_bit(straight, tmp_path, stop_at):
   workdir, variables = straight
@@ -220,10 +233,13 @@ def test_killed_process_continues_bit_for_bit(straight, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
-def test_stage_resumes_on_another_mesh(straight, tmp_path):
+def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   with pytest.raises(KeyboardInterrupt):
     train(tmp_path, stream=CountingStream(stop_at=4))
+  assert 'over 1 device. Of a device and step: ' in capsys.readouterr().out
   variables = train(tmp_path, mesh=(1, 2, 2))
+  text = capsys.readouterr().out
+  assert '[cpt] Muon has 30 matrices of ' in text and 'over 4 devices' in text
   assert all(len(a.devices()) == 4 for a in jax.tree.leaves(variables))
   losses, one = (
     [r['loss'] for r in curves(w) if 'loss' in r]

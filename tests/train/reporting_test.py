@@ -26,7 +26,7 @@ def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
     assert found['tokens_per_s'] > 0 and found['mfu'] > 0
 
 
-def test_the_losses_of_the_routers_are_written_and_must_be_finite():
+def test_routers_and_attention_are_told_and_losses_must_be_finite():
   written = []
   writer = types.SimpleNamespace(
     write=lambda stage, step, **metrics: written.append(metrics)
@@ -36,11 +36,11 @@ def test_the_losses_of_the_routers_are_written_and_must_be_finite():
     writer=writer,
     bar=types.SimpleNamespace(update=lambda step, **metrics: None),
     speed=types.SimpleNamespace(add=lambda tokens: None, read=dict),
-    learning_rates=np.array([0.5, 0.25]),
+    learning_rates=np.array([0.5, 0.25, 0.25]),
     log_every=1,
   )
 
-  def metrics(z_loss):
+  def metrics(z_loss, max_logits_LN=None):
     return train_step.StepMetrics(
       loss=lm_loss.LossStats(
         loss=np.float32(1),
@@ -49,14 +49,19 @@ def test_the_losses_of_the_routers_are_written_and_must_be_finite():
         loss_weight=np.float32(4),
         num_tokens=np.int32(5),
         load_ME=np.array([[1, 3]]),
+        max_logits_LN=max_logits_LN,
       ),
       update=train_step.UpdateStats(
         grad_norm=np.float32(6), update_norm=np.float32(7)
       ),
     )
 
-  reporter.push(1, metrics(3.0))
-  reporter.push(2, metrics(np.inf))
+  reporter.push(1, metrics(3.0, np.float32([[1, 4], [2, 0]])))
+  reporter.push(2, metrics(3.0))
+  reporter.push(3, metrics(np.inf))
+  assert 'max_logit' not in written[1]
   assert (written[0]['aux_loss'], written[0]['z_loss']) == (2.0, 3.0)
-  with pytest.raises(FloatingPointError, match='step 2: .*z_loss inf'):
+  assert written[0]['max_logit'] == 4.0
+  assert written[0]['max_logit_layers'] == [4.0, 2.0]
+  with pytest.raises(FloatingPointError, match='step 3: .*z_loss inf'):
     reporter.flush()

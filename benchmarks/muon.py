@@ -1,0 +1,305 @@
+"""Muon on sharded matrices of a mixture of experts, beside optax's.
+
+  python -m benchmarks.muon [--quick] [--maxtext=FOLDER] [CASE ...]
+  python -m benchmarks.muon --tpu [--libtpu=FOLDER]
+  python -m benchmarks.muon --gpu [--tiny]
+
+Six meshes of eight emulated devices and one device alone; 332 matrices with
+sides in the ratio of Kimi K2's (`muon_cases.SMALL`). What compiled programs do
+on one device, loops with their trips (`composer_jax.plan.hlo`):
+  'flops': operations of products, against Newton-Schulz without repetition and
+    padding; with the peer's method ('standard') and by default ('gram').
+  'bytes': what comes into a device in a bfloat16 exchange, against each matrix
+    visiting one owner and coming back.
+  'memory': temporaries.
+  'collectives': their number against the plan's.
+And what they take:
+  'time': steps per CPU second, ours and the peer's in turns; 'standard' is the
+    peer's own method and coefficients, and its result is compared.
+The peer is `optax.contrib.muon` with the right dimensions for each parameter,
+in float32, which is all it offers for float32 parameters. With --maxtext, also
+MaxText's Muon that knows shardings (`muon_peers.add_maxtext`).
+--tpu compiles steps of K2's size for v5p pods with the real compiler, which
+needs libtpu but no TPU (`muon_tpu`); --gpu measures on one GPU (`muon_gpu`).
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import interleaved
+
+# Least ratio to optax, ours by default; a goal, which nothing bounds.
+_TIME_GOALS = {'fsdp8': 2.2, 'ep2_fsdp4': 3.0, 'ep8': 6.0, 'one': 1.1}
+_MAXTEXT_GOAL = 1.25
+_QUICK_MESHES = ('ep8', 'fsdp8')
+_QUICK_TIME = 'fsdp8'
+
+
+class _Mesh:
+  """One mesh with its compiled steps, made when first asked for."""
+
+  def __init__(self, name: str, maxtext: bool):
+    import jax
+
+    from benchmarks import muon_cases
+
+    self.name = name
+    self.maxtext = maxtext
+    self.placed = muon_cases.MESHES[name]
+    self.tree = self.placed.tree
+    self.devices = self.placed.num_devices
+    self.shardings = None
+    if self.devices > 1:
+      self.shardings = self.placed.on(jax.devices())
+    self.step = functools.cache(self._step)
+
+  @property
+  def peers(self) -> tuple[str, ...]:
+    return ('optax', 'maxtext') if self.maxtext else ('optax',)
+
+  def options(self, method: str, wire_dtype: str = 'auto'):
+    from benchmarks import muon_programs
+    from composer_jax.optim import newton_schulz
+
+    newton = {
+      'standard': newton_schulz.NewtonSchulz(
+        coefficients='keller', method='standard'
+      ),
+      'gram': newton_schulz.NewtonSchulz(),
+    }[method]
+    return muon_programs.options(newton, wire_dtype)
+
+  def plan(self, method: str, wire_dtype: str = 'auto'):
+    import jax.numpy as jnp
+
+    from benchmarks import muon_programs
+
+    options = self.options(method, wire_dtype)
+    return muon_programs.plan(self.tree, self.shardings, options, jnp.float32)
+
+  def _step(self, which: str, wire_dtype: str = 'auto'):
+    from benchmarks import muon_peers, muon_programs
+
+    if which in ('optax', 'maxtext'):
+      make = getattr(muon_peers, f'{which}_transform')
+      transform = make(self.tree, self.shardings)
+    else:
+      options = self.options(which, wire_dtype)
+      transform = muon_programs.ours(self.tree, self.shardings, options)
+    return muon_programs.compile_step(transform, self.tree, self.shardings)
+
+
+def _line(mesh: _Mesh, case: str, ours: float, peer: float, **fields) -> None:
+  interleaved.report('muon', f'{mesh.name}, {case}', ([ours], [peer]), **fields)
+
+
+def flops(mesh: _Mesh, rounds: int) -> None:
+  del rounds
+  limit = mesh.placed.even_flops() / 1e9
+  for peer in mesh.peers:
+    for method, times in (('standard', 1.08), ('gram', 0.89)):
+      _line(
+        mesh,
+        f'flops, {method}, against {peer}',
+        mesh.step(method).program.flops / 1e9,
+        mesh.step(peer).program.flops / 1e9,
+        unit='GFLOP per device',
+        limit=limit,
+        goal=f'<= {times:g} times the limit',
+        met=lambda ours, _, most=times * limit: ours <= most,
+      )
+
+
+def traffic(mesh: _Mesh, rounds: int) -> None:
+  del rounds
+  if mesh.shardings is None:
+    return
+  limit = mesh.placed.least_bytes(2) / 1e6
+  ours = mesh.step('gram', 'bfloat16').program
+  for peer in mesh.peers:
+    _line(
+      mesh,
+      f'bytes, against {peer} in float32',
+      ours.wire_bytes / 1e6,
+      mesh.step(peer).program.wire_bytes / 1e6,
+      unit='MB into a device',
+      limit=limit,
+      goal='<= 1.1 times the limit',
+      met=lambda ours, _: ours <= 1.1 * limit,
+    )
+
+
+def memory(mesh: _Mesh, rounds: int) -> None:
+  del rounds
+  if mesh.shardings is None:
+    return
+  for peer in mesh.peers:
+    _line(
+      mesh,
+      f'memory, against {peer}',
+      mesh.step('gram').temp_bytes / 1e6,
+      mesh.step(peer).temp_bytes / 1e6,
+      unit='MB of temporaries',
+      limit=None,
+      goal='ratio <= 1',
+      met=lambda _, ratio: ratio <= 1,
+    )
+
+
+def collectives(mesh: _Mesh, rounds: int) -> None:
+  del rounds
+  if mesh.shardings is None:
+    return
+  step = mesh.step('gram')
+  planned: dict[str, int] = {}
+  for group in mesh.plan('gram').groups:
+    for kind, number, _ in group.collectives:
+      planned[kind] = planned.get(kind, 0) + number
+  found = {
+    kind: len(step.program.of_kind(kind))
+    for kind in {c.kind for c in step.program.collectives}
+  }
+  in_loops = sum(bool(c.loops) for c in step.program.collectives)
+  as_planned = found == {k: n for k, n in planned.items() if n}
+  for peer in mesh.peers:
+    other = mesh.step(peer)
+    _line(
+      mesh,
+      f'collectives, against {peer} ({other.warnings} warnings of full '
+      'rematerialization)',
+      sum(found.values()),
+      len(other.program.collectives),
+      unit='collectives',
+      limit=sum(planned.values()),
+      goal=f'the plan {planned}, none in a loop, no warning',
+      met=lambda *_: as_planned and not in_loops and not step.warnings,
+    )
+
+
+def _running(step: Any) -> Callable[[], float]:
+  import jax
+
+  from benchmarks import muon_programs
+
+  arguments = muon_programs.random_arguments(step)
+
+  def run() -> float:
+    jax.block_until_ready(step.run(*arguments))
+    return 1.0
+
+  return run
+
+
+def speed(mesh: _Mesh, rounds: int) -> None:
+  running = {
+    name: _running(mesh.step(name))
+    for name in ('standard', 'gram', *mesh.peers)
+  }
+  peak = interleaved.peak()
+  for peer in mesh.peers:
+    for method in ('standard', 'gram'):
+      least = _TIME_GOALS.get(mesh.name) if method == 'gram' else None
+      if peer == 'maxtext' and least:
+        least = _MAXTEXT_GOAL
+      done = mesh.step(method).program.flops * mesh.devices
+      interleaved.report(
+        'muon',
+        f'{mesh.name}, time, {method}, against {peer}',
+        interleaved.rates(running[method], running[peer], rounds),
+        unit='steps per CPU second',
+        limit=peak / done,
+        goal=f'ratio >= {least:g}' if least else 'none',
+        met=lambda _, ratio, least=least: least is None or ratio >= least,
+      )
+  _parity(mesh)
+
+
+def _parity(mesh: _Mesh) -> None:
+  """Compares the update of the same method and coefficients."""
+  import jax
+  import numpy as np
+
+  from benchmarks import muon_programs
+
+  results = []
+  for name in ('standard', 'optax'):
+    step = mesh.step(name)
+    updates, _ = step.run(*muon_programs.random_arguments(step))
+    results.append(jax.device_get(updates))
+  ours, peer = results
+  largest = max(float(np.abs(x).max()) for x in peer.values())
+  apart = max(float(np.abs(ours[k] - x).max()) for k, x in peer.items())
+  interleaved.report(
+    'muon',
+    f'{mesh.name}, parity, largest difference to optax over largest element',
+    ([apart / largest], []),
+    unit='',
+    limit=None,
+    goal='<= 1e-5',
+    met=lambda ours, _: ours <= 1e-5,
+  )
+
+
+_CASES = {
+  'flops': flops,
+  'bytes': traffic,
+  'memory': memory,
+  'collectives': collectives,
+  'time': speed,
+}
+
+
+def _on_cpu(arguments: argparse.Namespace) -> None:
+  flags = os.environ.get('XLA_FLAGS', '')
+  count = '--xla_force_host_platform_device_count=8'
+  os.environ['XLA_FLAGS'] = f'{flags} {count}'
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  interleaved.pin_to_one_core()
+  from benchmarks import muon_cases, muon_peers
+
+  if arguments.maxtext:
+    muon_peers.add_maxtext(arguments.maxtext)
+  names = [*muon_cases.MESHES]
+  given = set(arguments.cases)
+  if unknown := given - {*_CASES, *names}:
+    raise SystemExit(
+      f'{sorted(unknown)} are no cases; there are {[*_CASES]} and {names}.'
+    )
+  default = _QUICK_MESHES if arguments.quick else names
+  for name in [name for name in names if name in given] or default:
+    mesh = _Mesh(name, bool(arguments.maxtext) and name != 'one')
+    for case in [case for case in _CASES if case in given] or _CASES:
+      if case == 'time' and arguments.quick and name != _QUICK_TIME:
+        continue
+      _CASES[case](mesh, 2 if arguments.quick else 5)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('cases', nargs='*', metavar='CASE')
+  parser.add_argument('--quick', action='store_true')
+  parser.add_argument('--maxtext', metavar='FOLDER')
+  parser.add_argument('--tpu', action='store_true')
+  parser.add_argument('--libtpu', metavar='FOLDER')
+  parser.add_argument('--gpu', action='store_true')
+  parser.add_argument('--tiny', action='store_true')
+  arguments = parser.parse_args()
+  if arguments.tpu:
+    from benchmarks import muon_tpu
+
+    muon_tpu.main(arguments)
+  elif arguments.gpu:
+    from benchmarks import muon_gpu
+
+    muon_gpu.main(arguments)
+  else:
+    _on_cpu(arguments)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,240 @@
+"""Compiles one step of an optimizer over a tree and reads the program."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks import muon_cases, muon_peers
+from composer_jax.optim import muon, muon_plan, newton_schulz, roles
+from composer_jax.plan import hlo
+
+# What an applied step does with the direction; the figures do not depend on it.
+_RATE, _DECAY = 1e-3, 0.1
+# XLA's words where it found no way to reshard but to gather everything.
+_WARNING = b'Involuntary full rematerialization'
+
+_Shardings = Mapping[str, jax.sharding.NamedSharding]
+
+
+def matrices(tree: muon_cases.Tree) -> dict[str, roles.Matrix]:
+  return {
+    name: roles.Matrix(
+      rows=leaf.rows, columns=leaf.columns, swapped=leaf.is_swapped
+    )
+    for name, leaf in tree.items()
+  }
+
+
+def options(
+  newton: newton_schulz.NewtonSchulz, wire_dtype: str = 'auto'
+) -> muon.MuonOptions:
+  return muon.MuonOptions(
+    rms=muon_peers.RMS,
+    newton_schulz=newton,
+    plan=muon_plan.PlanOptions(wire_dtype=wire_dtype),
+  )
+
+
+def ours(
+  tree: muon_cases.Tree,
+  shardings: _Shardings | None,
+  muon_options: muon.MuonOptions,
+) -> optax.GradientTransformation:
+  return muon.scale_by_muon(
+    matrices(tree), shardings=shardings, options=muon_options
+  )
+
+
+def plan(
+  tree: muon_cases.Tree,
+  shardings: _Shardings | None,
+  muon_options: muon.MuonOptions,
+  dtype: Any,
+) -> muon_plan.MuonPlan:
+  """Returns the plan of `ours`."""
+  return muon.plan_of(
+    _shapes(tree, shardings, dtype),
+    matrices(tree),
+    shardings=shardings,
+    options=muon_options,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A compiled step.
+
+  Attributes:
+    run: the executable.
+    arguments: shapes and places of what it takes.
+    program: what it does.
+    temp_bytes: of one device, beside arguments and results.
+    peak_bytes: of one device, all together.
+    warnings: resharding that XLA could only do by gathering everything.
+    seconds: of processor time, to trace and to compile.
+  """
+
+  run: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  program: hlo.Program
+  temp_bytes: int
+  peak_bytes: int
+  warnings: int
+  seconds: float
+
+
+def compile_step(
+  transform: optax.GradientTransformation,
+  tree: muon_cases.Tree,
+  shardings: _Shardings | None,
+  *,
+  dtype: Any = jnp.float32,
+  applies: bool = False,
+  compiler_options: dict[str, str] | None = None,
+) -> Step:
+  """Compiles (gradients, state) -> (updates, state).
+
+  Args:
+    transform: of the gradients.
+    tree: of the parameters.
+    shardings: of each; None for one device.
+    dtype: of gradients and momentum.
+    applies: compile (gradients, state, params) -> (state, params) instead,
+      with weight decay, in place.
+    compiler_options: of XLA.
+  """
+  shapes = _shapes(tree, shardings, dtype)
+  state = _placed(jax.eval_shape(transform.init, shapes), shardings)
+
+  def update(gradients, state):
+    return transform.update(gradients, state)
+
+  def apply(gradients, state, params):
+    updates, state = transform.update(gradients, state, params)
+    return state, jax.tree.map(
+      lambda p, u: (p - _RATE * (u + _DECAY * p)).astype(p.dtype),
+      params,
+      updates,
+    )
+
+  arguments = (shapes, state, shapes) if applies else (shapes, state)
+  places = None
+  if shardings is not None:
+    places = jax.tree.map(
+      lambda x: x.sharding, arguments[1:] if applies else arguments
+    )
+  jitted = jax.jit(
+    apply if applies else update,
+    out_shardings=places,
+    donate_argnums=(1, 2) if applies else (),
+    compiler_options=compiler_options,
+  )
+  start = time.process_time()
+  with _stderr() as printed:
+    compiled = jitted.lower(*arguments).compile()
+  seconds = time.process_time() - start
+  memory, text = compiled.memory_analysis(), compiled.as_text()
+  assert memory is not None
+  assert text is not None
+  return Step(
+    run=compiled,
+    arguments=arguments,
+    program=hlo.read(text),
+    temp_bytes=memory.temp_size_in_bytes,
+    peak_bytes=memory.temp_size_in_bytes
+    + memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes,
+    warnings=printed.count(_WARNING),
+    seconds=seconds,
+  )
+
+
+def random_arguments(step: Step) -> tuple[Any, ...]:
+  """Returns normal gradients and an empty state, placed as the step wants."""
+  gradients, state, *_ = step.arguments
+  keys = jax.random.split(jax.random.key(0), len(gradients))
+
+  def draw(key, like):
+    # Drawn on the host: a device of a mesh may hold a part only.
+    values = jax.random.normal(key, like.shape, like.dtype)
+    return _place(values, like)
+
+  drawn = {
+    name: draw(key, like)
+    for key, (name, like) in zip(keys, gradients.items(), strict=True)
+  }
+  empty = jax.tree.map(
+    lambda like: _place(jnp.zeros(like.shape, like.dtype), like), state
+  )
+  return drawn, _with_coefficients(empty)
+
+
+def _place(values, like):
+  return (
+    values if like.sharding is None else jax.device_put(values, like.sharding)
+  )
+
+
+def _with_coefficients(state):
+  """Optax and MaxText keep the coefficients in their state."""
+
+  def fill(path, x):
+    is_coefficients = getattr(path[-1], 'name', '') == 'ns_coeffs'
+    if not is_coefficients:
+      return x
+    return jax.device_put(
+      jnp.asarray((3.4445, -4.7750, 2.0315), x.dtype), x.sharding
+    )
+
+  return jax.tree_util.tree_map_with_path(fill, state)
+
+
+def _shapes(
+  tree: muon_cases.Tree, shardings: _Shardings | None, dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    name: jax.ShapeDtypeStruct(
+      leaf.shape, dtype, sharding=shardings[name] if shardings else None
+    )
+    for name, leaf in tree.items()
+  }
+
+
+def _placed(state: Any, shardings: _Shardings | None) -> Any:
+  """Places what is of a parameter as the parameter, all else everywhere."""
+  if shardings is None:
+    return state
+  mesh = next(iter(shardings.values())).mesh
+
+  def place(path, x):
+    keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    sharding = shardings[keys[-1]] if keys else everywhere
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  return jax.tree_util.tree_map_with_path(place, state)
+
+
+@contextlib.contextmanager
+def _stderr() -> Iterator[bytearray]:
+  """Catches what C++ writes to the descriptor; Python's stream sees none."""
+  printed = bytearray()
+  kept = os.dup(2)
+  with tempfile.TemporaryFile() as file:
+    os.dup2(file.fileno(), 2)
+    try:
+      yield printed
+    finally:
+      os.dup2(kept, 2)
+      os.close(kept)
+      file.seek(0)
+      printed.extend(file.read())

@@ -1,0 +1,190 @@
+"""What a parameter is to the optimizer, in terms of its logical axes.
+
+A role is 'adam', or names the two sides of a matrix: 'embed->ffw' maps embed
+to ffw, 'embed->heads,head_dim' merges two axes into the output side. Every axis
+that a role does not name is a batch axis, along which matrices are independent.
+Nothing is guessed from the number of dimensions: a parameter of two or more
+dimensions without labels, or with labels nobody knows, is an error.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import optax
+
+from composer_jax.core import trees
+
+ADAM = 'adam'
+
+# Axes along which parameters are independent matrices. Heads are among them:
+# attention is orthogonalised head by head.
+BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
+# A parameter with one of these is a table, a classifier or a scale, not a map
+# between activations.
+ADAM_AXES = ('vocab', 'route', 'norm')
+MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
+
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrix:
+  """Which dimensions of a parameter form the matrix; the others are batch.
+
+  Attributes:
+    rows: dimensions merged, in order, into the input side.
+    columns: dimensions merged, in order, into the output side.
+    swapped: the output side leads where both sides are equally long. Roles set
+      it by the sides' names, so that square maps and their transposes, such as
+      embed->head_dim and head_dim->embed, are alike on every mesh.
+  """
+
+  rows: tuple[int, ...]
+  columns: tuple[int, ...]
+  swapped: bool = False
+
+
+def of_axes(name: str, axes: Axes, ndim: int) -> str:
+  """Returns the role that a parameter's axes give it.
+
+  Args:
+    name: for the message.
+    axes: logical axis names, one per dimension.
+    ndim: dimensions of the parameter.
+
+  Raises:
+    ValueError: labels are missing, unknown or not a matrix.
+  """
+  unlabelled = len(axes) != ndim or None in axes
+  if unlabelled and ndim < 2:
+    return ADAM
+  known = BATCH_AXES + ADAM_AXES + MATRIX_AXES
+  sides = tuple(a for a in axes if a not in BATCH_AXES)
+  is_table = any(a in ADAM_AXES for a in axes)
+  is_matrix = is_table or len(sides) <= 2
+  if unlabelled or not set(axes) <= set(known) or not is_matrix:
+    raise ValueError(
+      f'Parameter {name} has {ndim} dimensions with logical axes {axes}; '
+      f'each must be one of {known}, and at most two outside {BATCH_AXES}. '
+      'Label it with nn.with_logical_partitioning, teach optim/roles.py its '
+      "axes, or give it a role: 'adam' or one such as 'embed->ffw'."
+    )
+  return ADAM if is_table or len(sides) < 2 else '->'.join(map(str, sides))
+
+
+def parse(
+  name: str, role: str, axes: Axes, shape: tuple[int, ...]
+) -> Matrix | None:
+  """Returns the matrix that a role makes of a parameter; None for Adam's.
+
+  Args:
+    name: of the parameter, for messages.
+    role: 'adam', or sides of comma-separated axes: 'embed->heads,head_dim'.
+    axes: logical axis names, one per dimension.
+    shape: of the parameter.
+
+  Raises:
+    ValueError: the role is malformed or does not fit the axes.
+  """
+  if role == ADAM:
+    return None
+  about = f'Parameter {name} of shape {shape} with logical axes {axes}: role '
+  about += repr(role)
+  word = r'\s*\w+\s*(?:,\s*\w+\s*)*'
+  match = re.fullmatch(f'({word})->({word})', role)
+  if match is None:
+    raise ValueError(
+      f"{about} must be {ADAM!r} or two sides of axes, such as 'embed->ffw' "
+      "or 'embed->heads,head_dim'."
+    )
+  if len(axes) != len(shape):
+    raise ValueError(f'{about} needs one logical axis per dimension.')
+  rows, columns = (
+    tuple(axis.strip() for axis in side.split(',')) for side in match.groups()
+  )
+  left = list(enumerate(axes))
+  dims = []
+  for axis in rows + columns:
+    # In order: of 'embed->embed' the first dimension is the input.
+    found = next(((d, a) for d, a in left if a == axis), None)
+    if found is None:
+      raise ValueError(f'{about} names {axis!r} once too often.')
+    left.remove(found)
+    dims.append(found[0])
+  unclear = sorted({a for _, a in left if a in rows + columns})
+  if unclear:
+    raise ValueError(
+      f'{about} leaves open which of the axes called {unclear[0]!r} is meant; '
+      'give them different names.'
+    )
+  return Matrix(
+    rows=tuple(dims[: len(rows)]),
+    columns=tuple(dims[len(rows) :]),
+    swapped=columns < rows,
+  )
+
+
+def tree(
+  params: Any, axes: Any, overrides: Iterable[tuple[str, str]] = ()
+) -> Any:
+  """Returns the tree of roles.
+
+  Args:
+    params: tree of arrays or shapes, without boxes.
+    axes: tree of the same structure with a PartitionSpec of logical axis names
+      at each leaf (`nn.get_partition_spec` of the boxed tree).
+    overrides: pairs of a regular expression and the role of every parameter in
+      whose '/'-joined name it is found; the first that is found decides.
+
+  Raises:
+    ValueError: an override is no regular expression, or matches no parameter;
+      see `of_axes` and `parse`.
+  """
+  logical = _named(axes)
+  overrides = tuple(overrides)
+  names = sorted(trees.flatten_names(params))
+  for pattern, _ in overrides:
+    try:
+      is_found = any(re.search(pattern, name) for name in names)
+    except re.error as error:
+      raise ValueError(
+        f'The role override {pattern!r} is no regular expression: {error}.'
+      ) from error
+    if not is_found:
+      raise ValueError(
+        f'The role override {pattern!r} matches no parameter; there are '
+        f'{names}.'
+      )
+
+  def role(name, leaf):
+    for pattern, chosen in overrides:
+      if re.search(pattern, name):
+        parse(name, chosen, logical.get(name, ()), leaf.shape)
+        return chosen
+    return of_axes(name, logical.get(name, ()), leaf.ndim)
+
+  return trees.map_names(role, params)
+
+
+def matrices(params: Any, axes: Any, roles: Any) -> Any:
+  """Returns a tree of `Matrix`, with `optax.MaskedNode()` for Adam's.
+
+  Args:
+    params: tree of arrays or shapes, without boxes.
+    axes: see `tree`.
+    roles: see `tree`.
+  """
+  logical = _named(axes)
+  named = trees.flatten_names(roles)
+
+  def matrix(name, leaf):
+    parsed = parse(name, named[name], logical.get(name, ()), leaf.shape)
+    return optax.MaskedNode() if parsed is None else parsed
+
+  return trees.map_names(matrix, params)
+
+
+def _named(axes: Any) -> dict[str, Axes]:
+  return {n: tuple(a) for n, a in trees.flatten_names(axes).items()}

@@ -1,0 +1,268 @@
+"""`--what=muon`: who orthogonalises what, and what a step of Muon costs.
+
+The plan is the one that training runs, made for machines that are not there.
+Times are bounds from published speeds; nothing is run.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from composer_jax.core import trees
+from composer_jax.models import decoder
+from composer_jax.optim import (
+  muon_cost,
+  muon_plan,
+  muon_planner,
+  muon_times,
+  newton_schulz,
+  roles,
+)
+from composer_jax.parallel import shardings
+from composer_jax.plan import case as cases
+from composer_jax.plan import report
+
+
+def plan(case: cases.Case) -> muon_plan.MuonPlan:
+  """Returns the plan of one step.
+
+  Raises:
+    ValueError: an axis or a role that does not fit, by the parameter's name,
+      or nothing to orthogonalise.
+  """
+  if case.muon is None:
+    raise ValueError(
+      "The run's pretraining does not use Muon; see what that would do with "
+      '--config.cpt.optimizer=muon.'
+    )
+  shapes, axes = (tree['params'] for tree in decoder.abstract(case.model))
+  by_role = roles.tree(shapes, axes, case.muon.roles)
+  matrices = {
+    name: matrix
+    for name, matrix in trees.flatten_names(
+      roles.matrices(shapes, axes, by_role)
+    ).items()
+    if not isinstance(matrix, optax.MaskedNode)
+  }
+  if not matrices:
+    raise ValueError(
+      f'The roles {case.muon.roles} of cpt.muon.roles leave every parameter to '
+      'Adam, and nothing to orthogonalise.'
+    )
+  specs = trees.flatten_names(
+    shardings.specs(shapes, axes, layout=case.layout, mesh=case.mesh)
+  )
+  named = trees.flatten_names(shapes)
+  options = case.muon.muon_options()
+  platform = 'cpu' if case.machine == 'cpu' else 'tpu'
+  wire = options.plan.wire_dtype
+  if wire == 'auto':
+    wire = 'float32' if platform == 'cpu' else 'bfloat16'
+  return muon_planner.make(
+    {n: jax.ShapeDtypeStruct(named[n].shape, case.dtype) for n in matrices},
+    matrices,
+    shardings={n: NamedSharding(case.mesh, specs[n]) for n in matrices},
+    newton_schulz=newton_schulz.resolved(options.newton_schulz, platform),
+    options=dataclasses.replace(
+      options.plan, wire_dtype=wire, rates=muon_cost.BY_NAME[case.machine]
+    ),
+  )
+
+
+def tables(case: cases.Case) -> list[report.Table]:
+  """Answers `--what=muon`."""
+  made = plan(case)
+  sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
+  where = f'{case.mesh.size} {case.machine} ({sizes}), layout '
+  where += case.layout.name
+  return [
+    _groups(made, where),
+    _members(made),
+    _chunks(made),
+    _totals(made),
+    _times(made),
+    _words(made),
+  ]
+
+
+_WORDS = {
+  'matrix': 'short and long side, whatever the orientation in the parameter',
+  'shards': 'devices that hold one matrix together',
+  'replicas': 'devices that hold the same shard',
+  'matrices': 'of which one device holds a shard',
+  'owners': 'devices, or sets of `split` devices, that matrices are dealt to',
+  'split': 'devices that own a matrix together',
+  'sharers': 'replicas that divide the work; the others repeat it',
+  'owned': 'slots of an owner; every device works on as many',
+  'padding': 'slots of all owners that stay empty',
+  'wire': 'dtype of what is exchanged',
+}
+_MODES = {
+  muon_plan.LOCAL: 'a device holds whole matrices and sends nothing',
+  muon_plan.OWNER: 'matrices travel whole to an owner, and back',
+  muon_plan.REDUNDANT: 'an owner in each replica, so none gathers',
+  muon_plan.GRAM_SHARDED: 'too large for one owner, so a few share it',
+}
+
+
+def _words(made: muon_plan.MuonPlan) -> report.Table:
+  present = {group.mode for group in made.groups}
+  return report.Table(
+    title='What the words of the first table mean',
+    columns=('word', 'meaning'),
+    rows=[
+      *_WORDS.items(),
+      *((mode, text) for mode, text in _MODES.items() if mode in present),
+    ],
+  )
+
+
+def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
+  """What a device holds, owns, computes and receives."""
+  rows = [
+    (
+      number,
+      (group.p, group.q),
+      group.mode,
+      group.num_shards,
+      group.num_replicas,
+      group.count,
+      group.owners,
+      group.split,
+      group.sharers,
+      group.owned,
+      group.padded - group.count,
+      len(group.chunks),
+      round(group.flops / 1e6),
+      group.wire_bytes,
+      group.wire_dtype,
+    )
+    for number, group in enumerate(made.groups)
+  ]
+  return report.Table(
+    title=f'Groups of a Muon step on {where}; MFLOP and bytes of a device',
+    columns=(
+      *('group', 'matrix', 'mode', 'shards', 'replicas', 'matrices', 'owners'),
+      *('split', 'sharers', 'owned', 'padding', 'chunks'),
+      *('mflop', 'wire_bytes', 'wire'),
+    ),
+    rows=rows,
+  )
+
+
+def _members(made: muon_plan.MuonPlan) -> report.Table:
+  rows = [
+    (
+      number,
+      member.name,
+      member.shape,
+      _side(member, group, is_input=True),
+      _side(member, group, is_input=False),
+      member.count,
+    )
+    for number, group in enumerate(made.groups)
+    for member in group.members
+  ]
+  return report.Table(
+    title='Parameters; each side of a matrix with the mesh axes that cut it',
+    columns=('group', 'name', 'shape', 'input', 'output', 'matrices'),
+    rows=rows,
+  )
+
+
+def _side(
+  member: muon_plan.Member, group: muon_plan.MuonGroup, *, is_input: bool
+) -> str:
+  is_p = is_input != member.is_transposed
+  size, side = (group.p, group.p_side) if is_p else (group.q, group.q_side)
+  return '@'.join([str(size), *['+'.join(side.axes)][: len(side.axes)]])
+
+
+def _chunks(made: muon_plan.MuonPlan) -> report.Table:
+  """Rows are in the order of execution."""
+  rows = []
+  for g, c in made.sequence:
+    chunk = made.groups[g].chunks[c]
+    stage = muon_times.stage(made.groups[g], chunk, made.rates)
+    milliseconds = (1e3 * seconds for seconds in stage)
+    rows.append((g, c, chunk.start, chunk.count, chunk.owned, *milliseconds))
+  return report.Table(
+    title='Chunks in order; modelled ms to bring, work on and give back',
+    columns=(
+      *('group', 'chunk', 'start', 'matrices', 'owned'),
+      *('bring_ms', 'work_ms', 'give_ms'),
+    ),
+    rows=rows,
+  )
+
+
+def _totals(made: muon_plan.MuonPlan) -> report.Table:
+  even = sum(group.even_flops for group in made.groups)
+  update = sum(group.count * group.shard_bytes for group in made.groups)
+  split = sum(group.split_bytes for group in made.groups)
+
+  def row(name: str, value: float, of: str, least: float) -> tuple[Any, ...]:
+    ratio = value / least if least else None
+    return name, round(value), of, round(least), ratio
+
+  rows = [
+    row('flops', made.flops, 'standard method, even', made.ideal_flops),
+    row('critical_path', made.flops, 'same methods, even', even),
+    row('wire_bytes', made.wire_bytes, 'whole matrices', made.bound_bytes),
+    row('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
+    row('padded_flops', made.padding * made.flops, 'all flops', made.flops),
+    row(
+      'temporary_bytes',
+      muon_times.temporary_bytes(made),
+      f'update in {jnp.dtype(made.groups[0].wire_dtype).name}',
+      update,
+    ),
+  ]
+  return report.Table(
+    title='Totals of a device; temporary bytes are an estimate',
+    columns=('total', 'value', 'against', 'least', 'ratio'),
+    rows=rows,
+  )
+
+
+def _times(made: muon_plan.MuonPlan) -> report.Table:
+  rates = made.rates
+  memory = sum(
+    muon_times.memory_bytes(group, chunk)
+    for group in made.groups
+    for chunk in group.chunks
+  )
+  compute, wire = made.flops / rates.flops, muon_times.wire_seconds(made)
+  roofline = muon_times.roofline_seconds(made)
+  pipelined = muon_times.pipelined_seconds(muon_times.stages(made))
+  rows = [
+    (name, 1e3 * seconds, seconds / roofline)
+    for name, seconds in (
+      ('products at peak', compute),
+      ('transfers at full bandwidth', wire),
+      ('memory traffic', memory / rates.memory),
+      ('roofline: the larger of products and transfers', roofline),
+      ('products and transfers one after the other', compute + wire),
+      ('chunks in order, transfers beside products', pipelined),
+    )
+  ]
+  return report.Table(
+    title=(
+      f'Modelled, on published speeds of {rates.name}: '
+      f'{rates.flops / 1e12:g} TFLOP/s, memory {rates.memory / 1e9:g} GB/s, '
+      f'wire {_wire(rates, made.devices)}'
+    ),
+    columns=('time', 'ms', 'of_roofline'),
+    rows=rows,
+  )
+
+
+def _wire(rates: muon_cost.Rates, devices: int) -> str:
+  text = f'{rates.within / 1e9:g} GB/s'
+  if devices <= rates.node:
+    return text
+  return f'{text} in a node of {rates.node}, {rates.across / 1e9:g} beyond'

@@ -1,0 +1,178 @@
+"""A tree of small matrices, and the meshes that Muon's laws are checked on.
+
+No group divides over 8 owners: there are three layers, and one matrix alone.
+"""
+
+import functools
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.optim import muon, muon_plan, newton_schulz, roles
+
+L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
+_EXPERT = roles.Matrix(rows=(2,), columns=(3,))
+_DENSE = roles.Matrix(rows=(1,), columns=(2,))
+
+# name -> shape, matrix; S is the width of the shared expert.
+PARAMETERS = {
+  'gate': ((L, E, D, F), _EXPERT),
+  'up': ((L, E, D, F), _EXPERT),
+  'down': ((L, E, F, D), _EXPERT),
+  'shared_up': ((L, D, S), _DENSE),
+  'shared_down': ((L, S, D), _DENSE),
+  'query': ((L, D, N, H), roles.Matrix(rows=(1,), columns=(3,))),
+  'value': ((L, D, N, H), roles.Matrix(rows=(1,), columns=(2, 3))),
+  'out': ((L, N, H, D), roles.Matrix(rows=(2,), columns=(3,))),
+  'alone': ((D, F), roles.Matrix(rows=(0,), columns=(1,))),
+}
+MATRICES = {name: matrix for name, (_, matrix) in PARAMETERS.items()}
+
+
+class Case(NamedTuple):
+  """A mesh and what lies on its axes.
+
+  Attributes:
+    mesh: axis -> size.
+    expert: axes of the experts.
+    embed: axes of D in expert parameters.
+    ffw: axes of F in expert parameters.
+    dense: axes of D in all others.
+    tensor: axes of S and N in all others.
+  """
+
+  mesh: dict[str, int]
+  expert: tuple[str, ...] = ()
+  embed: tuple[str, ...] = ()
+  ffw: tuple[str, ...] = ()
+  dense: tuple[str, ...] = ()
+  tensor: tuple[str, ...] = ()
+
+
+CASES = {
+  'ep8': Case({'e': 8}, expert=('e',), dense=('e',)),
+  'fsdp8': Case({'d': 8}, embed=('d',), dense=('d',)),
+  'ep2_fsdp4': Case(
+    {'e': 2, 'd': 4}, expert=('e',), embed=('d',), dense=('e', 'd')
+  ),
+  'hsdp': Case({'r': 2, 'd': 4}, embed=('d',), dense=('d',)),
+  'ep2_fsdp2_tp2': Case(
+    {'e': 2, 'd': 2, 't': 2},
+    expert=('e',),
+    embed=('d',),
+    ffw=('t',),
+    dense=('e', 'd'),
+    tensor=('t',),
+  ),
+  'dual': Case({'r': 2, 'd': 4}, expert=('r',), embed=('d',), dense=('d',)),
+  'data_parallel': Case({'r': 2, 'd': 4}),
+}
+
+
+def shardings(
+  case: Case, axis_type: AxisType = AxisType.Auto
+) -> dict[str, NamedSharding]:
+  mesh = jax.make_mesh(
+    tuple(case.mesh.values()),
+    tuple(case.mesh),
+    axis_types=(axis_type,) * len(case.mesh),
+  )
+  e, d, f, dense, t = (axes or None for axes in case[1:])
+  specs = {
+    'gate': P(None, e, d, f),
+    'up': P(None, e, d, f),
+    'down': P(None, e, f, d),
+    'shared_up': P(None, dense, t),
+    'shared_down': P(None, t, dense),
+    'query': P(None, dense, t),
+    'value': P(None, dense, t),
+    'out': P(None, t, None, dense),
+    'alone': P(dense, t),
+  }
+  return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+class Program(NamedTuple):
+  """A compiled update.
+
+  Attributes:
+    run: (gradients, momentum) -> (updates, momentum), of host arrays.
+    update: the compiled function.
+    plan: what it carries out.
+    text: its HLO.
+    warnings: what XLA wrote while compiling it.
+    shardings: of the parameters; None on one device.
+  """
+
+  run: Any
+  update: Any
+  plan: muon_plan.MuonPlan
+  text: str
+  warnings: str
+  shardings: dict[str, NamedSharding] | None
+
+
+@functools.cache
+def program(
+  name: str | None,
+  axis_type: AxisType = AxisType.Auto,
+  options: muon.MuonOptions | None = None,
+  names: tuple[str, ...] = tuple(PARAMETERS),
+) -> Program:
+  """Compiles Muon's update on the mesh of a case; None: on one device."""
+  options = options or muon.MuonOptions(
+    newton_schulz=newton_schulz.NewtonSchulz(deterministic=True),
+    # On CPUs the planner would rather repeat work than exchange it.
+    plan=muon_plan.PlanOptions(target_chunks=6, replicas='split'),
+  )
+  places = shardings(CASES[name], axis_type) if name else None
+  shapes = {
+    n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places and places[n])
+    for n, (shape, _) in PARAMETERS.items()
+    if n in names
+  }
+  transform = muon.scale_by_muon(MATRICES, shardings=places, options=options)
+  state = muon.MuonState(jax.ShapeDtypeStruct((), jnp.int32), shapes)
+  lowered = jax.jit(lambda g, s: transform.update(g, s)).lower(shapes, state)
+  compiled, warnings = _watched(lowered.compile)
+
+  def run(gradients, momentum):
+    gradients, momentum = (
+      {n: jax.device_put(tree[n], places and places[n]) for n in shapes}
+      for tree in (gradients, momentum)
+    )
+    state = muon.MuonState(np.int32(3), momentum)
+    updates, state = compiled(gradients, state)
+    return jax.tree.map(np.asarray, (updates, state.momentum))
+
+  plan = muon.plan_of(shapes, MATRICES, shardings=places, options=options)
+  return Program(run, compiled, plan, compiled.as_text(), warnings, places)
+
+
+def _watched(compile):
+  """Returns what `compile` returns and what C++ writes to descriptor 2."""
+  saved = os.dup(2)
+  with tempfile.TemporaryFile() as file:
+    os.dup2(file.fileno(), 2)
+    try:
+      result = compile()
+    finally:
+      os.dup2(saved, 2)
+      os.close(saved)
+    file.seek(0)
+    return result, file.read().decode(errors='replace')
+
+
+@functools.cache
+def values(seed: int) -> dict[str, np.ndarray]:
+  random = np.random.default_rng(seed)
+  return {
+    name: random.normal(size=shape).astype(np.float32)
+    for name, (shape, _) in PARAMETERS.items()
+  }

@@ -1,0 +1,77 @@
+"""Matrices dealt to some replicas, the others repeating what those do."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.optim import (
+  muon,
+  muon_cost,
+  muon_plan,
+  newton_schulz,
+  roles,
+)
+from composer_jax.plan import hlo
+
+MATRICES = {'w': roles.Matrix(rows=(1,), columns=(2,))}
+# Where products are all that takes time, nothing is repeated to save a wire.
+RATES = dataclasses.replace(
+  muon_cost.BY_NAME['cpu'], memory=1e18, within=1e18, latency=1e-18
+)
+
+
+def _options(**plan):
+  return muon.MuonOptions(
+    newton_schulz=newton_schulz.NewtonSchulz(method='standard'),
+    plan=muon_plan.PlanOptions(rates=RATES, **plan),
+  )
+
+
+def _update(gradient, options, sharding=None):
+  """Returns the first update and the program that made it."""
+  transform = muon.scale_by_muon(
+    MATRICES, shardings=sharding and {'w': sharding}, options=options
+  )
+  gradients = {'w': jax.device_put(gradient, sharding)}
+  state = transform.init(gradients)
+  step = jax.jit(lambda g, s: transform.update(g, s)[0])
+  compiled = step.lower(gradients, state).compile()
+  return compiled(gradients, state)['w'], compiled.as_text()
+
+
+@pytest.mark.parametrize(
+  'layers, plan, bitwise',
+  [
+    # Two replicas of two shards have owners enough for three matrices; four
+    # would only have more empty slots.
+    (3, {'giants': 'owner'}, True),
+    # Where both shards own a matrix together, two replicas have two owners.
+    (2, {'giants': 2}, False),
+  ],
+)
+def test_sharing_among_some_replicas_changes_no_update(layers, plan, bitwise):
+  mesh = jax.make_mesh((2, 2, 2), ('r', 'f', 's'))
+  sharding = NamedSharding(mesh, P(None, None, 'f'))
+  options = _options(**plan)
+  gradient = np.random.default_rng(0).normal(size=(layers, 16, 24))
+  gradient = gradient.astype(np.float32)
+  (group,) = muon.plan_of(
+    {'w': gradient}, MATRICES, shardings={'w': sharding}, options=options
+  ).groups
+  assert (group.num_replicas, group.sharers, group.owned) == (4, 2, 1)
+  alone, _ = _update(gradient, _options())
+  found, text = _update(gradient, options, sharding)
+  # Devices that share a matrix add in another order.
+  tolerance = 0 if bitwise else 2e-6
+  for shard in found.addressable_shards:  # Of every replica.
+    np.testing.assert_allclose(
+      shard.data, alone[shard.index], rtol=0, atol=tolerance
+    )
+  *_, gather = hlo.read(text).of_kind('all-gather')
+  # Neighbours of the replicas (r, s), at the same f.
+  assert gather.groups == {frozenset({i, i + 1}) for i in range(0, 8, 2)}
+  assert gather.bytes == group.gather_bytes(group.owned)

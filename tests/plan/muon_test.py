@@ -1,0 +1,163 @@
+"""The tables of Muon's plan against the plan, which has tests of its own."""
+
+import json
+
+import pytest
+
+from composer_jax.optim import muon_cost, muon_times
+from composer_jax.plan import muon, report
+from tests.plan import params_test
+
+
+@pytest.fixture(scope='module')
+def subject():
+  return params_test.case('kimi_k2', topology_name='v5p:8x8x8')
+
+
+@pytest.fixture(scope='module')
+def tables(subject):
+  return [table.to_json() for table in muon.tables(subject)]
+
+
+def test_the_plan_is_for_the_machine_that_is_named():
+  for name, wire, operand in (
+    ('cpu:8', 'float32', 'float32'),
+    ('v5e:2x4', 'bfloat16', 'bfloat16'),
+    ('h200:8', 'bfloat16', 'bfloat16'),
+  ):
+    made = muon.plan(params_test.case(topology_name=name))
+    assert made.rates == muon_cost.BY_NAME[name.split(':')[0]]
+    assert {group.wire_dtype for group in made.groups} == {wire}
+    assert {group.newton_schulz.dtype for group in made.groups} == {operand}
+    assert made.devices == 8
+
+
+def test_every_matrix_of_kimi_k2_is_planned(subject, tables):
+  made = muon.plan(subject)
+  groups, members, chunks, *_ = (table['rows'] for table in tables)
+  # Attention of 61 layers; of 60 a shared expert and 384 routed ones; one dense
+  # layer.
+  heads = 61 * (3 + 4 * 64)
+  everywhere = sum(
+    g.count * 512 // (g.num_shards * g.num_replicas) for g in made.groups
+  )
+  assert everywhere == heads + 60 * 385 * 3 + 3
+  assert len(groups) == len(made.groups) == 9
+  assert sum(row['chunks'] for row in groups) == len(chunks)
+  assert sum(row['matrices'] for row in chunks) == sum(
+    row['matrices'] for row in members
+  )
+  sides = {row['name']: (row['input'], row['output']) for row in members}
+  wide = '7168@replica+context'
+  assert sides['moe_layers/moe/down'] == ('2048', wide)
+  assert sides['moe_layers/moe/gate_up'] == (wide, '2048')
+  (giant,) = (row for row in groups if row['matrix'] == (7168, 18432))
+  assert (giant['mode'], giant['owners']) == ('gram_sharded', 8)
+
+
+def test_totals_are_those_of_the_plan(subject, tables):
+  made = muon.plan(subject)
+  totals = {row['total']: row for row in tables[3]['rows']}
+  assert totals['flops']['value'] == made.flops
+  assert totals['critical_path']['ratio'] == pytest.approx(made.critical_path)
+  assert totals['wire_bytes']['value'] == made.wire_bytes
+  assert totals['wire_bytes']['least'] == round(made.bound_bytes)
+  shared = totals['of_them_to_share']
+  assert 0.2 < shared['ratio'] < 0.3 and shared['least'] == made.wire_bytes
+  # An update in the wire's dtype: 1.01T matrix parameters, of which experts
+  # lie over 512 devices, the rest over 256.
+  assert totals['temporary_bytes']['least'] == sum(
+    group.count * group.shard_bytes for group in made.groups
+  )
+
+
+def test_the_roofline_is_stated_plainly(subject, tables):
+  made = muon.plan(subject)
+  times = tables[4]
+  compute, wire, memory, roofline, total, in_order = (
+    row['ms'] / 1e3 for row in times['rows']
+  )
+  assert compute == pytest.approx(made.flops / 459e12)
+  # All within one slice, at 600 GB/s into a chip.
+  assert wire == pytest.approx(made.wire_bytes / 600e9)
+  assert roofline == pytest.approx(max(compute, wire))
+  assert total == pytest.approx(compute + wire)
+  assert in_order == pytest.approx(
+    muon_times.pipelined_seconds(muon_times.stages(made))
+  )
+  assert roofline <= in_order and memory < roofline
+  told = 'v5p: 459 TFLOP/s, memory 2765 GB/s, wire 600 GB/s'
+  assert times['title'].endswith(told)
+
+
+def test_networks_beyond_a_node_are_named():
+  table = muon.tables(params_test.case('small', topology_name='h100:16'))[4]
+  assert table.title.endswith('wire 450 GB/s in a node of 8, 50 beyond')
+
+
+def test_a_device_alone_exchanges_nothing():
+  tables = muon.tables(params_test.case(topology_name='cpu:1'))
+  totals = {row[0]: row for row in tables[3].rows}
+  assert totals['wire_bytes'][1:] == (0, 'whole matrices', 0, None)
+  # No ratio to nothing.
+  assert 'wire_bytes' in tables[3].to_text()
+  assert {row[2] for row in tables[0].rows} == {'local'}
+
+
+def test_a_cell_without_a_value_is_a_dash():
+  table = report.Table(title='T', columns=('a',), rows=[(None,), (1.5,)])
+  assert table.to_text().splitlines()[-2:] == ['  -', '1.5']
+
+
+def test_what_a_run_chooses_of_muon_is_planned():
+  fields = {'model': params_test.fields('tiny')}
+  choices = dict(method='standard', wire_dtype='bfloat16')
+  choices |= dict(roles=(('attention/query$', 'embed->heads,head_dim'),))
+  made = muon.plan(params_test.case(fields | {'cpt': {'muon': choices}}))
+  assert {group.wire_dtype for group in made.groups} == {'bfloat16'}
+  query = next(
+    member
+    for group in made.groups
+    for member in group.members
+    if member.name == 'moe_layers/attention/query'
+  )
+  assert query.count == query.shape[0]
+  assert all(g.even_flops == g.ideal_flops for g in made.groups)
+  by_head = muon.plan(params_test.case(fields))
+  assert {group.wire_dtype for group in by_head.groups} == {'float32'}
+
+
+def test_an_override_for_no_parameter_is_named():
+  fields = {'model': params_test.fields('tiny')}
+  fields['cpt'] = {'muon': {'roles': (('attnetion', 'adam'),)}}
+  with pytest.raises(ValueError, match="'attnetion' matches no parameter"):
+    muon.plan(params_test.case(fields))
+
+
+def test_a_run_without_muon_is_told_how_to_see_it():
+  fields = {'model': params_test.fields('tiny')}
+  fields['cpt'] = {'optimizer': 'adam', 'muon': {}}
+  with pytest.raises(ValueError, match='--config.cpt.optimizer=muon'):
+    muon.plan(params_test.case(fields))
+  fields['cpt'] = {'muon': {'roles': (('.', 'adam'),)}}
+  with pytest.raises(ValueError, match=r"'adam'\),\) of cpt.muon.roles leave"):
+    muon.tables(params_test.case(fields))
+
+
+def test_every_word_of_the_first_table_is_explained(tables):
+  words = {row['word'] for row in tables[-1]['rows']}
+  plain = {'group', 'mode', 'chunks', 'mflop', 'wire_bytes'}
+  modes = {row['mode'] for row in tables[0]['rows']}
+  assert words == set(tables[0]['rows'][0]) - plain | modes
+
+
+def test_command_prints_the_plan(subject):
+  code, text, _ = params_test.command(
+    '--config=configs/models/kimi_k2.py',
+    '--topology=v5p:8x8x8',
+    '--what=muon',
+    '--json',
+  )
+  assert code == 0
+  expected = [table.to_json() for table in muon.tables(subject)]
+  assert json.loads(text) == json.loads(json.dumps({'muon': expected}))

@@ -1,0 +1,152 @@
+"""A stage with Muon learns the same on every mesh, with every variant of it.
+
+These run the programs that `loop.run` runs, without checkpoints.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from composer_jax.optim import groups, muon_plan
+from composer_jax.parallel import layouts, topology
+from composer_jax.plan import hlo
+from composer_jax.train import loop, placement
+from tests.train import loop_test
+
+MODEL = dataclasses.replace(loop_test.MODEL, num_dense_layers=0)
+# Below the largest logits of the first weights: QK-clip works from the start.
+TAU = 0.01
+# What a run may change about Muon and be the same on every mesh.
+VARIANTS = groups.MuonChoices(
+  neuron_norm=True,
+  qk_clip=TAU,
+  roles=(('router', 'embed->route'), ('query', 'embed->heads,head_dim')),
+)
+PLAIN = groups.MuonChoices()
+BLOCKS = groups.MuonChoices(period=2, block_ratio=0.5)
+
+CASES = [
+  (VARIANTS, (2, 2, 2), 'hsdp'),
+  *(
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product(
+      (PLAIN, VARIANTS), ((2, 2, 2), (1, 4, 2)), ('hsdp', 'data_parallel')
+    )
+    if case != (VARIANTS, (2, 2, 2), 'hsdp')
+  ),
+]
+
+
+def batch(seed):
+  """Four rows, one for each place of the batch on the meshes."""
+  halves = [loop_test.random_batch(2 * seed + i) for i in (0, 1)]
+  return jax.tree.map(lambda *rows: np.concatenate(rows), *halves)
+
+
+class Run(NamedTuple):
+  """What a stage measured, planned and compiled."""
+
+  metrics: list[Any]
+  plan: muon_plan.MuonPlan
+  text: str
+
+  @property
+  def losses(self):
+    return [float(step.loss.loss) for step in self.metrics]
+
+
+def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
+  options = dataclasses.replace(
+    loop_test.OPTIONS,
+    batch_size=4,
+    optimizer=dataclasses.replace(loop_test.OPTIONS.optimizer, muon=choices),
+  )
+  placed = placement.build(
+    MODEL,
+    mesh=topology.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))]),
+    layout=layouts.BY_NAME[layout],
+  )
+  programs = loop._programs(options, MODEL, placed)
+  state = loop._first_state(
+    options, programs, loop_test.initial_variables(MODEL)
+  )
+  rows = [placed.put(batch(seed)) for seed in batches]
+  # A few steps: less time to compile is worth more than fast steps.
+  step = programs.step.lower(state, rows[0]).compile(
+    {'xla_backend_optimization_level': 0}
+  )
+  metrics = []
+  for row in rows:
+    state, found = step(state, row)
+    metrics.append(jax.device_get(found))
+  return Run(metrics, programs.muon, step.as_text())
+
+
+# Compiled once, for all that is compared with it.
+alone = functools.cache(train)
+
+
+def collectives_of_muon(text):
+  """Returns {kind: (number, bytes into a device)} of a compiled step."""
+  found = {}
+  for each in hlo.read(text, dynamic_trips=1).collectives:
+    if '/muon/' in each.scope:
+      number, size = found.get(each.kind, (0, 0))
+      found[each.kind] = number + each.count, size + each.count * each.bytes
+  return found
+
+
+def planned(plan):
+  found = {}
+  for group in plan.groups:
+    for kind, number, size in group.collectives:
+      before = found.get(kind, (0, 0))
+      found[kind] = before[0] + number, before[1] + size
+  return found
+
+
+@pytest.mark.parametrize('choices, mesh, layout', CASES)
+def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
+  found, expected = train(choices, mesh, layout), alone(choices)
+  # The forward pass sums in another order.
+  np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4)
+  for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+    np.testing.assert_allclose(
+      ours.update.update_norm, theirs.update.update_norm, rtol=1e-3
+    )
+    if choices.qk_clip:
+      np.testing.assert_allclose(
+        ours.loss.max_logits_LN, theirs.loss.max_logits_LN, rtol=1e-2
+      )
+    else:
+      assert ours.loss.max_logits_LN is None
+  assert found.losses[-1] < found.losses[0]
+  assert collectives_of_muon(found.text) == planned(found.plan)
+  assert found.plan.devices == 8 and not collectives_of_muon(expected.text)
+
+
+def test_logits_are_held_where_they_are_clipped():
+  steps = alone(VARIANTS).metrics
+  (first, *_, last) = (step.loss.max_logits_LN for step in steps)
+  attention = MODEL.attention
+  assert first.shape == (MODEL.num_layers, attention.num_heads)
+  assert first.min() > 2 * TAU
+  # Of other batches, and of weights that moved since they were scaled.
+  assert last.max() < 2 * TAU
+
+
+@pytest.mark.slow
+def test_blocks_train_and_are_whole_on_one_device():
+  whole = alone(PLAIN).losses
+  even = dataclasses.replace(BLOCKS, block_ratio=1.0)
+  np.testing.assert_allclose(train(even).losses, whole, atol=1e-5)
+  found = train(BLOCKS, (1, 4, 2)).losses
+  # Step 1 is whole; step 2, of blocks and half as large, shows at step 3.
+  np.testing.assert_allclose(found[:2], whole[:2], atol=1e-4)
+  assert abs(found[2] - whole[2]) > 1e-4
+  assert found[-1] < found[0]

@@ -1,0 +1,51 @@
+"""Arrays of the optimizer lie as the parameters they are named after."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.parallel import topology
+from composer_jax.train import state as train_state
+
+
+@pytest.fixture(scope='module')
+def place():
+  """Returns the specs that states of shapes get beside up[E, D, F]."""
+  mesh = topology.make_mesh(2, 4, 1)
+  up = NamedSharding(mesh, P(('replica', 'context'), 'fsdp'))
+
+  def specs(**shapes):
+    leaf = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    abstract = train_state.TrainState(
+      step=leaf(()),
+      params={'moe': {'up': leaf((4, 8, 6))}},
+      selection_bias={},
+      opt_state=[{n: {'moe': {'up': leaf(s)}} for n, s in shapes.items()}],
+    )
+    found = train_state.shardings(
+      abstract, {'params': {'moe': {'up': up}}}, mesh
+    )
+    assert found.step.spec == P()
+    return {n: s['moe']['up'].spec for n, s in found.opt_state[0].items()}
+
+  return specs
+
+
+def test_a_dimension_of_one_is_not_divided(place):
+  whole = P(('replica', 'context'), 'fsdp')
+  assert place(
+    momentum=(4, 8, 6), second=(4, 1, 6), of_units=(1, 8, 1), count=()
+  ) == {
+    'momentum': whole,
+    'second': P(('replica', 'context'), None, None),
+    'of_units': P(None, 'fsdp', None),
+    'count': P(),
+  }
+
+
+@pytest.mark.parametrize('shape', [(4, 8), (4, 2, 6), (4, 8, 6, 1)])
+def test_another_shape_is_named(place, shape):
+  with pytest.raises(ValueError, match=r'0/second/moe/up .*\(4, 8, 6\)'):
+    place(second=shape)
