@@ -160,7 +160,7 @@ def compile_step(
 
 def random_arguments(step: Step) -> tuple[Any, ...]:
   """Returns normal gradients and an empty state, placed as the step wants."""
-  gradients, state, *_ = step.arguments
+  gradients, *_ = step.arguments
   keys = jax.random.split(jax.random.key(0), len(gradients))
 
   def draw(key, like):
@@ -172,10 +172,42 @@ def random_arguments(step: Step) -> tuple[Any, ...]:
     name: draw(key, like)
     for key, (name, like) in zip(keys, gradients.items(), strict=True)
   }
+  return drawn, empty_state(step)
+
+
+def empty_state(step: Step, momentum: dict[str, jax.Array] | None = None):
+  """Returns the state before the first step, of this momentum if given."""
+  _, state, *_ = step.arguments
+  if momentum is not None:
+    state = with_momentum(state, momentum)
   empty = jax.tree.map(
-    lambda like: _place(jnp.zeros(like.shape, like.dtype), like), state
+    lambda x: (
+      x if isinstance(x, jax.Array) else _place(jnp.zeros(x.shape, x.dtype), x)
+    ),
+    state,
   )
-  return drawn, _with_coefficients(empty)
+  return _with_coefficients(empty)
+
+
+def momentum_of(state: Any) -> dict[str, jax.Array]:
+  """Returns the arrays of a state that are named after parameters."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  return {name: x for path, x in leaves if (name := _parameter(path))}
+
+
+def with_momentum(state: Any, momentum: Mapping[str, jax.Array]) -> Any:
+  """Replaces what `momentum_of` returns."""
+
+  def replace(path, x):
+    name = _parameter(path)
+    return momentum[name] if name else x
+
+  return jax.tree_util.tree_map_with_path(replace, state)
+
+
+def _parameter(path: Any) -> str | None:
+  keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+  return keys[-1] if keys else None
 
 
 def _place(values, like):
@@ -216,9 +248,8 @@ def _placed(state: Any, shardings: _Shardings | None) -> Any:
   mesh = next(iter(shardings.values())).mesh
 
   def place(path, x):
-    keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    sharding = shardings[keys[-1]] if keys else everywhere
+    name = _parameter(path)
+    sharding = shardings[name] if name else jax.NamedSharding(mesh, jax.P())
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   return jax.tree_util.tree_map_with_path(place, state)

@@ -34,7 +34,9 @@ class MuonChoices:
     steps: of it; 0 takes as many as the list of coefficients is meant for.
     method: 'auto', 'standard' or 'gram', see there.
     dtype: of its operands, see there.
-    deterministic: an update has the same bits on every mesh, see there.
+    deterministic: a momentum is orthogonalised to the same bits on every mesh,
+      see there. What sums over devices before and after, the clipping of
+      gradients and `neuron_norm`, may still round in another order.
     wire_dtype: of what devices exchange, see `muon_plan.PlanOptions`.
     momentum_dtype: of the state.
     period: steps from one orthogonalisation of whole matrices to the next;
@@ -72,17 +74,22 @@ class MuonChoices:
         f'MuonChoices.beta must be less than 1, not {self.beta}: a momentum '
         'that forgets nothing never sees another gradient.'
       )
+    if self.deterministic and self.period > 1:
+      raise ValueError(
+        f'MuonChoices.period {self.period} orthogonalises blocks, which are '
+        'what a mesh makes them; deterministic needs period=1.'
+      )
     checks.number(self, 0, 'qk_clip')
     checks.one_of(self, 'momentum_dtype', ('float32', 'bfloat16'))
-    pairs = tuple(tuple(pair) for pair in self.roles)
-    for pair in pairs:
-      if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+    for pair in self.roles if _is_sequence(self.roles) else [self.roles]:
+      is_pair = _is_sequence(pair) and len(pair) == 2
+      if not is_pair or not all(isinstance(part, str) for part in pair):
         raise ValueError(
           f'MuonChoices.roles must hold pairs (regex, role), not {pair!r}; '
           "for one of them write (('router', 'embed->route'),)."
         )
     # JSON and the command line have lists; programs are cached by this record.
-    object.__setattr__(self, 'roles', pairs)
+    object.__setattr__(self, 'roles', tuple(map(tuple, self.roles)))
     self.muon_options()
 
   def muon_options(self) -> muon.MuonOptions:
@@ -100,6 +107,10 @@ class MuonChoices:
       plan=muon_plan.PlanOptions(wire_dtype=self.wire_dtype),
       momentum_dtype=self.momentum_dtype,
     )
+
+
+def _is_sequence(value: Any) -> bool:
+  return isinstance(value, list | tuple)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +155,7 @@ class OptimizerOptions:
         raise ValueError(
           f'{field} must be positive, not {getattr(self, field)}.'
         )
+    checks.number(self, 0, 'weight_decay')
 
   @property
   def clips_logits(self) -> bool:

@@ -13,7 +13,7 @@ Letters of local arrays: n matrices, p and q the short and the long side.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,12 +181,14 @@ def _scatter(y: jax.Array, route: _Route) -> jax.Array:
 def _share(y: jax.Array, route: _Route, count: int) -> jax.Array:
   """Collects what the replicas did, and drops what filled up."""
   if route.replica_axes:
-    among: dict[str, Any] = {'to': 'invarying'}
-    if route.sharers < route.num_replicas:  # No type says what then is equal.
-      sets = newton_schulz_split.index_groups(route.num_replicas, route.sharers)
-      among = {'axis_index_groups': sets}
+    sets = newton_schulz_split.index_groups(route.num_replicas, route.sharers)
+    if len(sets) == 1:
+      sets = None
     y = _as_bits(
-      lambda y: lax.all_gather(y, route.replica_axes, tiled=True, **among), y
+      lambda y: lax.all_gather(
+        y, route.replica_axes, axis_index_groups=sets, tiled=True
+      ),
+      y,
     )
   return y[:count, :, : route.width]
 
@@ -241,7 +243,7 @@ def _run(
     for member in group.members
   }
   mean_flops = plan.flops / len(plan.sequence)
-  received, done, returned = [], [], []
+  received, done, returned, along = [], [], [], []
   for group_index, chunk_index in plan.sequence:
     group = plan.groups[group_index]
     chunk = group.chunks[chunk_index]
@@ -250,7 +252,7 @@ def _run(
     pieces = muon_slices.pieces_of(group, chunk, momentum)
     # While a chunk is multiplied, the next one arrives and the last one
     # returns; no more, for the sake of memory.
-    earlier = received[-1:] + done[-2:-1] + returned[-3:-2]
+    earlier = received[-1:] + done[-2:-1] + sum(returned[-3:-2], [])
     x = muon_slices.read(
       pieces,
       lambda m, g, earlier=earlier: _after(
@@ -264,15 +266,15 @@ def _run(
     else:
       x = _gather(x, route)
     y = _products(lax.optimization_barrier(x), route, options)
-    back = y if is_local else _scatter(y, route)
+    back = y if is_local else _share(_scatter(y, route), route, chunk.count)
+    muon_slices.write(pieces, back, results)
+    along.append(back)
     # What takes no time hides nothing: it comes along with its neighbours.
     if 2 * chunk.owned * group.matrix_flops >= mean_flops:
       received.append(x)
       done.append(y)
-      returned.append(back)
-    muon_slices.write(
-      pieces, back if is_local else _share(back, route, chunk.count), results
-    )
+      returned.append(along)
+      along = []
   # The rest of the step comes last: XLA's scheduler would spend it, instead of
   # products, on hiding transfers. So may the momentum lie where the last did.
   momentum = {
@@ -315,15 +317,14 @@ def orthogonalize(
   specs = {name: shardings[name].spec for name in momentum}
   mesh = next(iter(shardings.values())).mesh
   is_typed = all(
-    group.split == 1 and group.sharers == group.num_replicas
-    for group in plan.groups
+    group.split == group.num_replicas == 1 for group in plan.groups
   )
   return jax.shard_map(
     run,
     mesh=mesh,
     in_specs=(specs, specs, PartitionSpec()),
     out_specs=(specs, specs),
-    # What replicas repeat, and collectives among parts of an axis, have no
-    # type that says so.
+    # That replicas hold the same, and collectives among parts of an axis, have
+    # no type that says so.
     check_vma=is_whole and is_typed and min(mesh.shape.values()) > 1,
   )(momentum, gradients, rule.weight)

@@ -41,7 +41,9 @@ trains on, the trajectories with an advantage, or all where none has one.
 | cpt, sft | muon_flops               | of Newton-Schulz, of a device and step |
 | cpt, sft | muon_flops_ideal         | an even share of it by the standard    |
 |          |                          | method                                 |
-| cpt, sft | muon_bytes               | received by a device in a step         |
+| cpt, sft | muon_bytes               | received by a device in a step, where  |
+|          |                          | muon.period is over 1 in a step of     |
+|          |                          | whole matrices                         |
 | cpt, sft | muon_seconds             | modelled, by published peak figures    |
 | cpt, sft | expert_load              | tokens per expert, a list for each MoE |
 |          |                          | layer                                  |

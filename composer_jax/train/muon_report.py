@@ -28,8 +28,8 @@ def lines(plan: muon_plan.MuonPlan | None) -> list[str]:
   first = (
     f'Muon has {_matrices(plan)} matrices of {parameters} parameters, in '
     f'{_counted(len(plan.groups), "group")} over '
-    f'{_counted(plan.devices, "device")}. Of a device and step: '
-    f'{progress.number(float(plan.flops))} FLOP, '
+    f'{_counted(plan.devices, "device")}. Of a device, in a step of whole '
+    f'matrices: {progress.number(float(plan.flops))} FLOP, '
     f'{plan.flops / plan.ideal_flops:.2f} of an even share by the standard '
     f'method; {progress.number(float(plan.wire_bytes))} bytes received'
   )

@@ -111,8 +111,8 @@ def _muon() -> dict[str, Any]:
     dtype='auto',
     wire_dtype='auto',
     momentum_dtype='float32',  # 'bfloat16' halves this state of the optimizer
-    # True: one matrix at a time, so that an update has the same bits on every
-    # mesh; slower on accelerators.
+    # True: one matrix at a time, so that equal momenta give the same bits on
+    # every mesh; slower on accelerators.
     deterministic=False,
     # Steps from one orthogonalisation of whole matrices to the next. Between
     # them each device takes its own block, and nothing is exchanged (MuonBP):

@@ -111,7 +111,8 @@ def test_full_steps_are_those_of_whole_matrices(mesh_name):
   for step in range(4):
     # The state does not depend on what is orthogonalised.
     jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=1e-6),
+      # A sum of two terms about 1, rounded once or twice.
+      functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
       mixed[step][1],
       whole[step][1],
     )

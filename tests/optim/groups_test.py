@@ -235,9 +235,36 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
   assert groups.plan(_options(name='adam'), **describe) is None
 
 
-def test_roles_that_are_no_pairs_are_told():
-  with pytest.raises(ValueError, match=r"pairs.*\('router', 'embed->route'\)"):
-    groups.MuonChoices(roles=('router', 'embed->route'))
+@pytest.mark.parametrize(
+  ('wrong', 'told'),
+  [
+    *(
+      (dict(roles=roles), r"pairs.*\('router', 'embed->route'\)")
+      for roles in (('router', 'adam'), [['router']], 'ab', 3, (3,), None)
+    ),
+    (dict(steps=3), '3 steps, only 4 to 8; leave steps unset .*, or 0 in'),
+    (dict(coefficients='polar'), "'polar' are not one of .*'polar_express'"),
+    (dict(method='grm'), "'grm' is not 'auto', 'standard' or 'gram'"),
+    (dict(dtype='fp16'), "dtype 'fp16' is not .*'bfloat16', 'float32'"),
+    (dict(wire_dtype='fp8'), "wire_dtype 'fp8' is not one of"),
+    (dict(momentum_dtype='bf16'), "momentum_dtype 'bf16' is not one of"),
+    (dict(period=0), 'MuonChoices.period must be an integer of at least 1'),
+    (dict(period=2, deterministic=True), 'deterministic needs period=1'),
+    (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* not -1.0'),
+    (dict(beta=1.0), 'MuonChoices.beta must be less than 1'),
+    (dict(block_ratio=0.0), 'MuonChoices.block_ratio must be positive'),
+  ],
+)
+def test_a_wrong_choice_is_told_in_a_line(wrong, told):
+  with pytest.raises(ValueError, match=told) as error:
+    groups.MuonChoices(**wrong)
+  assert '\n' not in str(error.value)
+
+
+def test_a_weight_decay_that_lets_weights_grow_is_an_error():
+  for wrong in (-0.1, float('nan')):
+    with pytest.raises(ValueError, match='weight_decay must be a number of at'):
+      _options(weight_decay=wrong)
 
 
 def test_choices_from_json_can_be_compared_and_cached():

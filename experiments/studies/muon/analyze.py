@@ -253,6 +253,9 @@ def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
         # The first losses are those of nearly random weights.
         axis.plot(x[2:], losses[2:], style, color=color, lw=1, label=label)
   rate.set_xscale('log')
+  rates = sorted({r['learning_rate'] for r in sweep})
+  rate.set_xticks(rates, [f'{r:g}' for r in rates])
+  rate.minorticks_off()
   rate.set_xlabel('peak learning rate of matrices')
   step.set_xlabel('optimizer step')
   second.set_xlabel('CPU seconds of training steps')
