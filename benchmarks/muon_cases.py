@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -125,7 +125,10 @@ class Placed:
   def on(self, devices: Sequence[jax.Device]) -> dict[str, jax.NamedSharding]:
     """Returns the shardings on a mesh of these devices."""
     mesh = jax.sharding.Mesh(
-      np.array(devices).reshape(tuple(self.mesh.values())),
+      # As `jax.make_mesh` lays axes on a torus.
+      mesh_utils.create_device_mesh(
+        tuple(self.mesh.values()), devices, allow_split_physical_axes=True
+      ),
       tuple(self.mesh),
       axis_types=(jax.sharding.AxisType.Auto,) * len(self.mesh),
     )

@@ -68,7 +68,8 @@ def _set_environment() -> None:
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
   os.environ.setdefault('MPLBACKEND', 'agg')
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  # Warnings too: a test waits for XLA's of rematerialisation.
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
 
 
 _set_environment()

@@ -49,6 +49,13 @@ class MuonOptions:
   plan: muon_plan.PlanOptions = muon_plan.PlanOptions()
   momentum_dtype: str | None = None
 
+  def __post_init__(self):
+    if not 0 <= self.beta < 1:
+      raise ValueError(
+        f'beta must be at least 0 and less than 1, not {self.beta}: it is the '
+        "momentum's share of itself."
+      )
+
 
 class MuonState(NamedTuple):
   """Steps taken and the momentum; neither coefficients nor plan are state."""
@@ -73,7 +80,7 @@ def plan_of(
     options: of the transform.
 
   Raises:
-    ValueError: a parameter without a matrix, by name.
+    ValueError: a parameter without a matrix or a NamedSharding, by name.
   """
   named = trees.flatten_names(matrices)
   shapes = {
@@ -88,6 +95,14 @@ def plan_of(
       "leave it to another transform with 'adam'."
     )
   placed = _named_shardings(shardings)
+  if placed is not None:
+    for name, shape in shapes.items():
+      if not isinstance(placed.get(name), jax.sharding.NamedSharding):
+        raise ValueError(
+          f'Muon was given shardings, but for parameter {name} of shape '
+          f'{shape.shape} it is {placed.get(name)}; give each leaf a '
+          'NamedSharding on one mesh, or shardings=None on one device.'
+        )
   return muon_planner.make(
     shapes,
     {name: named[name] for name in shapes},
@@ -130,12 +145,17 @@ def orthogonalize_momentum(
 
   def update(updates, state, params=None):
     del params
+    _check_shapes(updates, state.momentum)
     count = jnp.asarray(optax.safe_increment(state.count))
 
     # Bias corrections only change the ratio of momentum to gradient in the
-    # look-ahead; Newton-Schulz drops any common factor.
-    ahead = beta / (1 - beta ** (count + 1).astype(jnp.float32))
-    here = (1 - beta) / (1 - beta ** count.astype(jnp.float32))
+    # look-ahead; Newton-Schulz drops any common factor. In float32, as nothing
+    # can be added to the largest count.
+    steps = count.astype(jnp.float32)
+    ahead = beta / (1 - beta ** (steps + 1))
+    here = (1 - beta) / (1 - beta**steps)
+    # Without memory the momentum is the gradient.
+    weight = here / ahead if beta else jnp.zeros([])
 
     # One product in each sum: compilers that fuse it into the sum then have no
     # choice, and every mesh gets the same bits.
@@ -153,7 +173,7 @@ def orthogonalize_momentum(
         plan_of(updates, matrices, shardings=shardings, options=options),
         trees.flatten_names(state.momentum),
         trees.flatten_names(updates),
-        rule=muon_exchange.Rule(accumulate, direction, here / ahead),
+        rule=muon_exchange.Rule(accumulate, direction, weight),
         options=options.newton_schulz,
         shardings=_named_shardings(shardings),
         is_whole=not blocks,
@@ -165,6 +185,21 @@ def orthogonalize_momentum(
     return updates, MuonState(count=count, momentum=momentum)
 
   return optax.GradientTransformation(init, update)
+
+
+def _check_shapes(gradients: Any, momentum: Any) -> None:
+  """Raises ValueError where the two differ in names or shapes."""
+  new, old = (
+    {name: leaf.shape for name, leaf in trees.flatten_names(tree).items()}
+    for tree in (gradients, momentum)
+  )
+  for name in sorted(set(new) | set(old)):
+    if new.get(name) != old.get(name):
+      raise ValueError(
+        f'The gradient of {name} has shape {new.get(name)}, but its momentum '
+        f'{old.get(name)}; initialise the state with the parameters whose '
+        'gradients these are.'
+      )
 
 
 def update_scale(
@@ -264,6 +299,12 @@ def muon(
   )
 
   def build(params):
+    missing = sorted(set(trees.flatten_names(params)) - set(named_roles))
+    if missing:
+      raise ValueError(
+        f'Parameter {missing[0]} has no role; roles must have the structure of '
+        'the parameters, as roles.tree(params, axes) has.'
+      )
     matrices = role_names.matrices(params, axes, roles)
     matrix_transform = optax.chain(
       scale_by_muon(matrices, shardings=shardings, options=options),

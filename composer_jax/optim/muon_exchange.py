@@ -312,7 +312,7 @@ def orthogonalize(
   if not momentum:
     return {}, {}
   run = functools.partial(_run, plan, rule, options, is_whole)
-  if not shardings or next(iter(shardings.values())).mesh.size == 1:
+  if not shardings:
     return run(momentum, gradients, rule.weight)
   specs = {name: shardings[name].spec for name in momentum}
   mesh = next(iter(shardings.values())).mesh

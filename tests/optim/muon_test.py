@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
@@ -185,6 +186,87 @@ def test_a_parameter_without_a_matrix_is_named():
   params = {'w': jnp.ones((4, 3)), 'bias': jnp.ones(3)}
   with pytest.raises(ValueError, match="bias of shape.*'adam'"):
     transform.update(params, transform.init(params))
+
+
+def _refuses(message, *, gradient=None, **options):
+  params = {'w': jnp.ones((4, 3)), 'v': jnp.ones((4, 3))}
+  transform = muon.scale_by_muon({'w': PLAIN, 'v': PLAIN}, **options)
+  with pytest.raises(ValueError, match=message):
+    transform.update(gradient or params, transform.init(params))
+
+
+def test_a_parameter_without_a_sharding_is_named():
+  places = NamedSharding(jax.make_mesh((2,), ('d',)), P('d'))
+  _refuses('parameter v of shape', shardings={'w': places})
+  alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  _refuses('parameter v of shape', shardings={'w': places, 'v': alone})
+
+
+def test_a_gradient_of_another_shape_is_named():
+  other = {'w': jnp.ones((4, 3)), 'v': jnp.ones((3, 4))}
+  _refuses('gradient of v has shape', gradient=other)
+  _refuses('gradient of v has shape None', gradient={'w': other['w']})
+
+
+def test_a_parameter_without_a_role_is_named():
+  axes = {'w': P('embed', 'ffw'), 'norm': P('norm')}
+  transform = muon.muon(0.1, roles={'w': 'embed->ffw'}, axes=axes)
+  with pytest.raises(ValueError, match='Parameter norm has no role'):
+    transform.init({'w': jnp.ones((4, 3)), 'norm': jnp.ones(4)})
+
+
+def test_a_decay_that_is_none_is_refused():
+  with pytest.raises(ValueError, match='less than 1, not 1.0'):
+    muon.MuonOptions(beta=1.0)
+
+
+def test_without_memory_the_gradient_itself_is_orthogonalised(gradients):
+  transform = muon.scale_by_muon({'w': PLAIN}, options=_options(beta=0.0))
+  state = muon.MuonState(jnp.int32(3), {'w': gradients[1]})
+  updates, state = transform.update({'w': gradients[0]}, state)
+  np.testing.assert_allclose(
+    state.momentum['w'], gradients[0], rtol=0, atol=1e-6
+  )
+  np.testing.assert_allclose(
+    updates['w'], _keller(gradients[0]), rtol=0, atol=1e-6
+  )
+
+
+def test_a_count_at_its_end_is_a_large_count(gradients):
+  transform = muon.scale_by_muon({'w': PLAIN}, options=_options())
+
+  def update(count):
+    state = muon.MuonState(jnp.int32(count), {'w': gradients[1]})
+    return transform.update({'w': gradients[0]}, state)
+
+  last = np.iinfo(np.int32).max
+  (found, state), (expected, _) = update(last), update(10_000)
+  assert state.count == last
+  np.testing.assert_array_equal(found['w'], expected['w'])
+
+
+def test_a_mesh_of_one_device_may_have_explicit_axes(gradients):
+  mesh = jax.make_mesh((1,), ('d',), axis_types=(AxisType.Explicit,))
+  # Of one group, with other dimensions on the axis.
+  places = {
+    'w': NamedSharding(mesh, P('d', None)),
+    'v': NamedSharding(mesh, P(None, 'd')),
+  }
+  values = {'w': gradients[0], 'v': gradients[1]}
+
+  def update(gradient, places=None):
+    transform = muon.scale_by_muon(
+      {'w': PLAIN, 'v': PLAIN}, shardings=places, options=_options()
+    )
+    state = transform.init(gradient)
+    return jax.jit(transform.update)(gradient, state)[0]
+
+  with jax.set_mesh(mesh):
+    found = update(jax.device_put(values, places), places)
+  expected = update(values)
+  for name, sharding in places.items():
+    assert found[name].sharding == sharding
+    np.testing.assert_array_equal(found[name], expected[name])
 
 
 def test_the_factory_gives_matrices_to_muon_and_the_rest_to_adam(gradients):

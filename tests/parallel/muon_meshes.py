@@ -140,7 +140,7 @@ def program(
   transform = muon.scale_by_muon(MATRICES, shardings=places, options=options)
   state = muon.MuonState(jax.ShapeDtypeStruct((), jnp.int32), shapes)
   lowered = jax.jit(lambda g, s: transform.update(g, s)).lower(shapes, state)
-  compiled, warnings = _watched(lowered.compile)
+  compiled, warnings = watched(lowered.compile)
 
   def run(gradients, momentum):
     gradients, momentum = (
@@ -155,7 +155,7 @@ def program(
   return Program(run, compiled, plan, compiled.as_text(), warnings, places)
 
 
-def _watched(compile):
+def watched(compile):
   """Returns what `compile` returns and what C++ writes to descriptor 2."""
   saved = os.dup(2)
   with tempfile.TemporaryFile() as file:
