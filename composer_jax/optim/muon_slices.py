@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import layout
 
 from composer_jax.optim import muon_plan
 
@@ -97,6 +98,15 @@ def pieces_of(
   return pieces
 
 
+def _as_stored(x: jax.Array) -> jax.Array:
+  """Fixes the order in memory to that of parameters.
+
+  Else XLA, for the sake of slices, copies whole parameters to another order.
+  """
+  order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
+  return layout.with_layout_constraint(x, order)
+
+
 def read(
   pieces: list[Piece],
   combine: Callable[..., jax.Array],
@@ -115,7 +125,8 @@ def read(
   for piece in pieces:
     ends = [s + n for s, n in zip(piece.starts, piece.sizes, strict=True)]
     slices = [lax.slice(t[piece.name], piece.starts, ends) for t in trees]
-    x = combine(*slices).astype(group.wire_dtype).transpose(piece.order)
+    x = _as_stored(combine(*slices).astype(group.wire_dtype))
+    x = x.transpose(piece.order)
     parts.append(x.reshape(piece.count, group.p_side.local, group.q_side.local))
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -129,5 +140,5 @@ def write(pieces: list[Piece], y: jax.Array, results: Arrays) -> None:
     part = part.reshape([piece.sizes[d] for d in piece.order])
     inverse = tuple(piece.order.index(d) for d in range(len(piece.order)))
     results[piece.name] = lax.dynamic_update_slice(
-      results[piece.name], part.transpose(inverse), piece.starts
+      results[piece.name], _as_stored(part.transpose(inverse)), piece.starts
     )
