@@ -227,8 +227,10 @@ def test_without_memory_the_gradient_itself_is_orthogonalised(gradients):
   np.testing.assert_allclose(
     state.momentum['w'], gradients[0], rtol=0, atol=1e-6
   )
+  # Roundings of float32 that five steps of slope 3.4 have amplified; numpy's
+  # products add in another order.
   np.testing.assert_allclose(
-    updates['w'], _keller(gradients[0]), rtol=0, atol=1e-6
+    updates['w'], _keller(gradients[0]), rtol=0, atol=1e-5
   )
 
 

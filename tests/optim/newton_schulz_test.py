@@ -119,8 +119,10 @@ def test_bfloat16_keeps_singular_values_near_one(spectra, options):
     assert y.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(y, np.float64), 2) <= 1.13, kind
     assert response.min() >= 0.80, kind
-    if kind == 'rank 1':  # The composed polynomial at 1.
-      assert response == pytest.approx(0.908, abs=0.02)
+    if kind == 'rank 1':
+      # The composed polynomial is 0.908 at 1 and 1.05 at 1.004, which is as near
+      # to 1 as bfloat16 keeps the one singular value.
+      assert 0.88 < response.min() <= response.max() < 1.06
 
 
 @pytest.mark.parametrize('gram_dtype', [None, 'float32'])
