@@ -120,8 +120,8 @@ def test_bfloat16_keeps_singular_values_near_one(spectra, options):
     assert np.linalg.norm(np.asarray(y, np.float64), 2) <= 1.13, kind
     assert response.min() >= 0.80, kind
     if kind == 'rank 1':
-      # The composed polynomial is 0.908 at 1 and 1.05 at 1.004, which is as near
-      # to 1 as bfloat16 keeps the one singular value.
+      # The composed polynomial is 0.908 at 1 and 1.05 at 1.004, which is as
+      # near to 1 as bfloat16 keeps the one singular value.
       assert 0.88 < response.min() <= response.max() < 1.06
 
 
