@@ -227,11 +227,11 @@ case "$command" in
     lint
     ;;
   install)
-    install base .
+    install base '.[codec]'
     ;;
   '' | -* | composer)
     [[ "$command" == composer ]] && shift
-    install base .
+    install base '.[codec]'
     main_job "$@"
     ;;
   *)
@@ -244,9 +244,9 @@ and the commands test, lint, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then
-      install serve '.[serve]'
+      install serve '.[codec,serve]'
     else
-      install base .
+      install base '.[codec]'
     fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;

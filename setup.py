@@ -7,6 +7,7 @@ REQUIRED = [
   'blake3>=1.0',
   'chex>=0.1.90',
   'flax>=0.12',
+  'fsspec>=2024.6',
   'grain>=0.2.10',
   'jax>=0.10',
   'jinja2>=3.1.6',
@@ -39,13 +40,29 @@ SERVE = [
   'uvicorn>=0.34',
 ]
 
+# Compiles the codec of delta bundles; without it numpy does the same, slowly.
+CODEC = ['numba>=0.63']
+
+# Delta bundles in object stores, through relays, and under public keys.
+S3 = ['s3fs>=2024.6']
+GS = ['gcsfs>=2024.6']
+RELAY = ['aiohttp>=3.10', 'starlette>=0.46', 'uvicorn>=0.34']
+SIGNING = ['cryptography>=43']
+
 EXTRAS = {
   'test': [
     *HF,
     *SERVE,
+    *CODEC,
+    *S3,
+    *RELAY,
+    *SIGNING,
+    'flask>=3.0',  # moto's server is made of it
+    'flask-cors>=5.0',
     'httpx2>=2.0',  # of openai's client, too
     'hypothesis>=6.100',
     'ipykernel>=6.29',
+    'moto[s3]>=5.0',
     'nbclient>=0.10',
     'nbformat>=5.10',
     'openai>=3.50',
@@ -57,6 +74,11 @@ EXTRAS = {
   ],
   'hf': HF,
   'serve': SERVE,
+  'codec': CODEC,
+  's3': S3,
+  'gs': GS,
+  'relay': RELAY,
+  'signing': SIGNING,
   'gpu': ['jax[cuda13]>=0.10'],
   'tpu': ['jax[tpu]>=0.10'],
   'wandb': ['wandb>=0.19'],

@@ -23,6 +23,9 @@ _STAGE = flags.DEFINE_enum(
 _FOLLOW = flags.DEFINE_bool(
   'follow', False, 'Serves what RL publishes in --source, as it does.'
 )
+_STORE = flags.DEFINE_string(
+  'store', '', "With --follow: a relay's URL; default: the run's own store."
+)
 _ON_SWAP = flags.DEFINE_enum(
   'on_swap',
   None,
@@ -65,6 +68,7 @@ def _main():
         folder=pathlib.Path(_SOURCE.value).absolute(),
         stage=_STAGE.value,
         follow=_FOLLOW.value,
+        store=_STORE.value,
         host=_HOST.value,
         port=_PORT.value,
         name=_NAME.value,

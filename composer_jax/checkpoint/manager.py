@@ -20,12 +20,12 @@ import blake3
 import jax
 import orbax.checkpoint as ocp
 
-from composer_jax.checkpoint import hashes
+from composer_jax.checkpoint import hashes, orbax_turns
 from composer_jax.core import trees
 
 STATE = 'state'
 _DATA = 'data'
-_HASHES = 'hashes'
+HASHES = 'hashes'
 
 # Free bytes asked for beyond the arrays themselves: metadata, and the file
 # system's own rounding.
@@ -64,7 +64,7 @@ def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
   record = json.dumps({'arrays': arrays, 'data': _digest(text)})
   return {
     _DATA: ocp.args.JsonSave({'text': text}),
-    _HASHES: ocp.args.JsonSave({'text': record, 'blake3': _digest(record)}),
+    HASHES: ocp.args.JsonSave({'text': record, 'blake3': _digest(record)}),
   }
 
 
@@ -183,16 +183,17 @@ class Checkpoints:
     }
     self._writing = step
     try:
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          **{
-            STATE: ocp.args.StandardSave(flat, save_args=save_args),
-            **side_items(arrays, data),
-          }
-        ),
-        force=True,
-      )
+      with orbax_turns.one_at_a_time:
+        self._manager.save(
+          step,
+          args=ocp.args.Composite(
+            **{
+              STATE: ocp.args.StandardSave(flat, save_args=save_args),
+              **side_items(arrays, data),
+            }
+          ),
+          force=True,
+        )
     except (OSError, ValueError, RuntimeError) as error:
       self._explain_full_disk(error)
       raise
@@ -258,8 +259,8 @@ class Checkpoints:
     Raises:
       DamagedCheckpoint: the record itself has changed.
     """
-    read = self._read(step, **{_HASHES: ocp.args.JsonRestore()})
-    stored = _texts(read[_HASHES])
+    read = self._read(step, **{HASHES: ocp.args.JsonRestore()})
+    stored = _texts(read[HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
       raise self._damaged(step, 'its table of hashes has changed')
     return json.loads(stored['text'])

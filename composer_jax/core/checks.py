@@ -1,7 +1,10 @@
-"""What fields of configs must be; each error names class, field and value."""
+"""What fields of configs and records must be; errors name field and value."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 
 def at_least(config: Any, lowest: int, *names: str) -> None:
@@ -47,3 +50,33 @@ def positive(config: Any, *names: str) -> None:
 def one_of(config: Any, name: str, known: tuple[str, ...]) -> None:
   if getattr(config, name) not in known:
     raise ValueError(f'{name} {getattr(config, name)!r} is not one of {known}.')
+
+
+def array(name: str, value: Any, dtype: Any, shape: tuple) -> None:
+  """Raises a ValueError that names the field unless dtype and shape match.
+
+  Args:
+    name: the field, for the message.
+    value: to check.
+    dtype: the numpy dtype required.
+    shape: required lengths; None accepts any length along that axis.
+  """
+  if not isinstance(value, np.ndarray) or value.dtype != dtype:
+    found = getattr(value, 'dtype', type(value).__name__)
+    raise ValueError(
+      f'{name} must be a numpy array of {np.dtype(dtype)}, not {found}.'
+    )
+  fits = len(shape) == value.ndim and all(
+    want is None or want == have
+    for want, have in zip(shape, value.shape, strict=True)
+  )
+  if not fits:
+    raise ValueError(f'{name} has shape {value.shape}; {shape} is required.')
+
+
+def integers(name: str, values: Iterable[Any]) -> None:
+  """Raises a ValueError that names the field and what is no integer."""
+  for value in values:
+    is_integer = isinstance(value, int | np.integer)
+    if isinstance(value, bool) or not is_integer:
+      raise ValueError(f'{name} must be integer, not {value!r}.')

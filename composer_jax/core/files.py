@@ -9,8 +9,10 @@ import pathlib
 import platform
 import re
 import secrets
+import shutil
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 # Of the files that `write_atomic` leaves behind when it is killed.
 _TEMPORARY = re.compile(r'\..+\.[0-9a-f]{16}\.tmp')
@@ -37,26 +39,40 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
       refuses; what stood at `path` before is untouched.
   """
   path = pathlib.Path(path)
+  try:
+    with writing(path) as file:
+      file.write(data)
+  except OSError as error:
+    raise OSError(
+      error.errno,
+      f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
+      'content, if any, is untouched. Free space or choose another '
+      '--workdir, --out or --store',
+      str(path),
+    ) from error
+  fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+  """Opens a file that takes its name when the block ends, and only then.
+
+  The rename survives a power cut after `fsync_directory` of the parent.
+  """
+  path = pathlib.Path(path)
   temporary = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.tmp')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not mkstemp, whose files nobody but their owner may read.
     with open(temporary, 'xb') as file:
-      file.write(data)
+      yield file
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
-  except OSError as error:
+  except BaseException:
     with contextlib.suppress(OSError):
       temporary.unlink()
-    raise OSError(
-      error.errno,
-      f'Cannot write {len(data)} bytes ({error.strerror}); the previous '
-      'content, if any, is untouched. Free space or choose another '
-      '--workdir or --out',
-      str(path),
-    ) from error
-  fsync_directory(path.parent)
+    raise
 
 
 @contextlib.contextmanager
@@ -97,21 +113,41 @@ def alone(workdir: str | os.PathLike) -> Iterator[None]:
     yield
 
 
-def sweep(folder: str | os.PathLike) -> list[pathlib.Path]:
+def sweep(
+  folder: str | os.PathLike, older_than_s: float | None = None
+) -> list[pathlib.Path]:
   """Deletes what killed calls of `write_atomic` left in and below a folder.
 
-  Nothing may be writing there.
+  Folders of such names, which others make and rename, go with all they hold.
+
+  Args:
+    folder: that nothing may be writing to, unless there is an age.
+    older_than_s: leaves younger files alone, which a live writer may hold; and
+      folders in which nothing was made or renamed since.
 
   Returns:
-    The deleted files.
+    The deleted files and folders.
   """
-  found = [
-    path
-    for path in pathlib.Path(folder).rglob('.*.tmp')
-    if _TEMPORARY.fullmatch(path.name)
-  ]
-  for path in found:
-    path.unlink()
+  found: list[pathlib.Path] = []
+  # Not rglob, which fails when a folder goes meanwhile.
+  for parent, folders, names in os.walk(folder):
+    for name in [*folders, *names]:
+      if not _TEMPORARY.fullmatch(name):
+        continue
+      path = pathlib.Path(parent, name)
+      if older_than_s is not None:
+        try:
+          age_s = time.time() - path.stat().st_mtime
+        except FileNotFoundError:
+          continue  # its writer has renamed it
+        if age_s < older_than_s:
+          continue
+      if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=older_than_s is not None)
+        folders.remove(name)
+      else:
+        path.unlink(missing_ok=older_than_s is not None)
+      found.append(path)
   return found
 
 

@@ -75,8 +75,15 @@ def to_bytes(group: records.Group) -> bytes:
     header['verdict'] = dataclasses.asdict(r.verdict)
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
+  # As pairs: the keys of a JSON object are texts.
+  pairs = None if group.policies is None else sorted(group.policies.items())
   text = json.dumps(
-    {'group': group.group, 'task_id': group.task_id, 'rollouts': rollouts}
+    {
+      'group': group.group,
+      'task_id': group.task_id,
+      'policies': pairs,
+      'rollouts': rollouts,
+    }
   )
   arrays['header'] = np.frombuffer(text.encode(), np.uint8)
   buffer = io.BytesIO()
@@ -107,10 +114,12 @@ def from_bytes(data: bytes) -> records.Group:
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
       rollouts.append(records.Rollout(trajectories=trajectories, **fields))
+  pairs = header['policies']
   return records.Group(
     group=header['group'],
     task_id=header['task_id'],
     rollouts=tuple(rollouts),
+    policies=None if pairs is None else dict(pairs),
   )
 
 

@@ -8,10 +8,11 @@ never as pickles: a reader runs no code of the writer's.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from composer_jax.core import checks
 
 # Not recorded: the trainer routes that token afresh. A gather with it is NaN,
 # so substitute before gathering.
@@ -22,36 +23,6 @@ GRADED = 'graded'
 UNFINISHED = 'unfinished'
 INFRASTRUCTURE = 'infrastructure'
 VERDICT_STATUSES = (GRADED, UNFINISHED, INFRASTRUCTURE)
-
-
-def _check_array(name: str, array: Any, dtype: Any, shape: tuple) -> None:
-  """Raises a ValueError that names the field unless dtype and shape match.
-
-  Args:
-    name: the field, for the message.
-    array: the value to check.
-    dtype: the numpy dtype required.
-    shape: required lengths; None accepts any length along that axis.
-  """
-  if not isinstance(array, np.ndarray) or array.dtype != dtype:
-    found = getattr(array, 'dtype', type(array).__name__)
-    raise ValueError(
-      f'{name} must be a numpy array of {np.dtype(dtype)}, not {found}.'
-    )
-  fits = len(shape) == array.ndim and all(
-    want is None or want == have
-    for want, have in zip(shape, array.shape, strict=True)
-  )
-  if not fits:
-    raise ValueError(f'{name} has shape {array.shape}; {shape} is required.')
-
-
-def _check_integers(name: str, values: Any) -> None:
-  """Raises a ValueError that names the field and what is no integer."""
-  for value in values:
-    is_integer = isinstance(value, int | np.integer)
-    if isinstance(value, bool) or not is_integer:
-      raise ValueError(f'{name} must be integer, not {value!r}.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +54,11 @@ class Trajectory:
 
   def __post_init__(self):
     length = (len(self.tokens_T),)
-    _check_array('tokens_T', self.tokens_T, np.int32, (None,))
-    _check_array('loss_mask_T', self.loss_mask_T, np.bool_, length)
-    _check_array('logprobs_T', self.logprobs_T, np.float32, length)
-    _check_array('policy_version_T', self.policy_version_T, np.int32, length)
-    _check_array(
+    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
+    checks.array('loss_mask_T', self.loss_mask_T, np.bool_, length)
+    checks.array('logprobs_T', self.logprobs_T, np.float32, length)
+    checks.array('policy_version_T', self.policy_version_T, np.int32, length)
+    checks.array(
       'expert_ids_TMA', self.expert_ids_TMA, np.uint16, (*length, None, None)
     )
     if np.any(np.diff(self.policy_version_T) < 0):
@@ -183,11 +154,21 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-  """All rollouts of one prompt, ordered by member."""
+  """All rollouts of one prompt, ordered by member.
+
+  Attributes:
+    group: id.
+    task_id: of the prompt.
+    rollouts: members 0..R-1.
+    policies: {version: identity of its weights}, of every version that a token
+      names; the `target_id` that the sampler computed of what it received.
+      None where weights come through no store.
+  """
 
   group: int
   task_id: str
   rollouts: tuple[Rollout, ...]
+  policies: Mapping[int, str] | None = None
 
   def __post_init__(self):
     members = [r.member for r in self.rollouts]
@@ -202,6 +183,21 @@ class Group:
           f'Group {self.group} of task {self.task_id!r} holds a rollout of '
           f'group {r.group}, task {r.task_id!r}.'
         )
+    if self.policies is not None and set(self.policies) != self.versions:
+      raise ValueError(
+        f'Group {self.group} holds tokens of versions {sorted(self.versions)} '
+        f'and names the weights of versions {sorted(self.policies)}.'
+      )
+
+  @property
+  def versions(self) -> set[int]:
+    """Of all tokens, context included."""
+    return {
+      int(version)
+      for r in self.rollouts
+      for t in r.trajectories
+      for version in np.unique(t.policy_version_T)
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,11 +236,11 @@ class SampleRequest:
   min_p: float = 0.0
 
   def __post_init__(self):
-    _check_array('context_T', self.context_T, np.int32, (None,))
-    _check_integers('seed', self.seed)
-    _check_integers('stop_tokens', self.stop_tokens)
-    _check_integers('max_new_tokens', (self.max_new_tokens,))
-    _check_integers('top_k', (self.top_k,))
+    checks.array('context_T', self.context_T, np.int32, (None,))
+    checks.integers('seed', self.seed)
+    checks.integers('stop_tokens', self.stop_tokens)
+    checks.integers('max_new_tokens', (self.max_new_tokens,))
+    checks.integers('top_k', (self.top_k,))
     if self.max_new_tokens < 1:
       raise ValueError(
         f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
@@ -357,17 +353,17 @@ class Completion:
 
   def __post_init__(self):
     length = (len(self.tokens_T),)
-    _check_array('tokens_T', self.tokens_T, np.int32, (None,))
-    _check_array('logprobs_T', self.logprobs_T, np.float32, length)
-    _check_array('policy_version_T', self.policy_version_T, np.int32, length)
-    _check_array(
+    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
+    checks.array('logprobs_T', self.logprobs_T, np.float32, length)
+    checks.array('policy_version_T', self.policy_version_T, np.int32, length)
+    checks.array(
       'consumed_expert_ids_TMA',
       self.consumed_expert_ids_TMA,
       np.uint16,
       (None, None, None),
     )
     if self.raw_logprobs_T is not None:
-      _check_array('raw_logprobs_T', self.raw_logprobs_T, np.float32, length)
+      checks.array('raw_logprobs_T', self.raw_logprobs_T, np.float32, length)
     if self.routes_start is not None and self.routes_start < 0:
       raise ValueError(
         f'routes_start must not be negative, but is {self.routes_start}.'

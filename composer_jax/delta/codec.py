@@ -1,184 +1,335 @@
-"""Lossless codecs of one chunk of a tensor, with or without a base.
+"""Lossless codecs of one chunk of weights, with or without a base.
 
-A chunk is a flat array of unsigned integers, the bits of the weights: NaN
-payloads, -0 and infinities are numbers like any other. A codec is named in the
-manifest, so a better one is a new name here and an old bundle stays readable.
+A chunk is at most 2**20 weights. The codec is chosen per chunk, the one with
+the fewest bytes, and named by a number in the manifest:
 
-  same   equals the base, no bytes
-  raw    the little-endian bits
-  zstd   byte planes, compressed: for keyframes
-  steps  the changed elements as gaps and signed steps on the ordered number
-         line of the floats, compressed: an optimizer step moves most of the
-         changed bf16 weights by one unit in the last place, in either
-         direction, which an XOR smears over several bits
+  SAME     equals the base, no bytes
+  RAW      the little-endian bits
+  PLANES   byte planes under zstd: keyframes and unpredictable deltas
+  FLAT     gaps between changed weights, and their steps
+  CLASS    the same, separately for each exponent of the base weight: a step of
+           the optimizer crosses a rounding boundary in inverse proportion to
+           the distance between them, and both ends know the base
+  HISTORY  the same, separately also for what recent deltas did to the weight
+  STORED   not here: the value lies in the keyframe's checkpoint
+
+Steps are differences on the number line of `order`. `codec_model` describes the
+blobs of the last three, `codec_planes` those of PLANES. All are little-endian;
+machines that are not have never been tried. Kernels are compiled with numba
+where it is installed; the numpy tier gives the same bytes, slower.
 """
 
-import struct
+import functools
+import importlib
+import importlib.util
+import logging
+import types
 
 import numpy as np
-import zstandard
 
-SAME, RAW, ZSTD, STEPS = CODECS = ('same', 'raw', 'zstd', 'steps')
+from composer_jax.delta import codec_model as model
+from composer_jax.delta import codec_planes, order
 
-# Level 3 measured slower and, on planes of steps, no smaller.
-_LEVEL = 1
-_STEPS_HEADER = struct.Struct('<II')
+SAME, RAW, PLANES, FLAT, CLASS, HISTORY, STORED = range(7)
+_OF_STEPS = (FLAT, CLASS, HISTORY)
+TIERS = ('fast', 'small')
+MAX_ELEMENTS = 2**20
+# What a blob may be longer than the raw bits, at most.
+MAX_OVERHEAD = 64
+# Few changes do not pay for a header with a class for each exponent.
+_FEW_BYTES = 2048
+HISTORY_MASK = 3
+
+_wanted = 'auto'
 
 
-def encode(bits: np.ndarray, base: np.ndarray | None) -> tuple[str, bytes]:
-  """Returns the codec that serves best and its blob.
+def use(kernels: str) -> None:
+  """Picks the tier of kernels: 'auto', 'numba' or 'numpy'."""
+  global _wanted
+  if kernels not in ('auto', 'numba', 'numpy'):
+    raise ValueError(
+      f"kernels {kernels!r} are none of 'auto', 'numba', 'numpy'"
+    )
+  if kernels == 'numba' and importlib.util.find_spec('numba') is None:
+    raise ValueError(
+      'kernels of numba need it: pip install "composer_jax[codec]"'
+    )
+  _wanted = kernels
+
+
+def backend() -> str:
+  """Which tier of kernels is in use."""
+  return _kernels().NAME
+
+
+def _kernels() -> types.ModuleType:
+  return _load(_wanted)
+
+
+@functools.cache
+def _load(wanted: str) -> types.ModuleType:
+  if wanted == 'auto' and importlib.util.find_spec('numba') is None:
+    logging.getLogger(__name__).info(
+      'numba is not installed: deltas are coded by numpy, some twenty times '
+      'slower; pip install "composer_jax[codec]" makes them fast'
+    )
+    wanted = 'numpy'
+  name = 'codec_numpy' if wanted == 'numpy' else 'codec_numba'
+  return importlib.import_module(f'composer_jax.delta.{name}')
+
+
+def count_changed(values: np.ndarray, base: np.ndarray) -> int:
+  bits, old = _both_bits(values, base)
+  if bits.itemsize > 4:
+    return int(np.count_nonzero(bits != old))
+  return _kernels().count(bits, old)
+
+
+def encode(
+  values: np.ndarray,
+  base: np.ndarray | None,
+  *,
+  tier: str = 'small',
+  history: np.ndarray | None = None,
+) -> tuple[int, bytes]:
+  """Returns the number of the codec that serves best and its blob.
 
   Args:
-    bits: flat unsigned integers of 1, 2, 4 or 8 bytes, fewer than 2**32.
+    values: flat, of any dtype of `order.kind`.
     base: the same chunk of the base weights; None for a keyframe.
+    tier: 'fast' or 'small'.
+    history: of `update_history`, for the 'small' tier.
   """
-  blobs = {RAW: b''}
+  if tier not in TIERS:
+    raise ValueError(f'tier {tier!r} is not one of {TIERS}')
+  number = order.kind(values.dtype)
+  bits = order.to_bits(values)
+  _check_size(bits.size)
+  found: list[tuple[int, bytes]] = []
+  old = None
   if base is not None:
-    changed = np.flatnonzero(bits != base)
-    if not changed.size:
-      return SAME, b''
-    blobs[STEPS] = _encode_steps(bits, base, changed)
-  if STEPS not in blobs or 2 * len(blobs[STEPS]) > bits.nbytes:
-    blobs[ZSTD] = _compress(_planes(bits))
-    blobs[RAW] = _little_endian(bits).tobytes()
-  else:
-    del blobs[RAW]
-  codec = min(blobs, key=lambda name: len(blobs[name]))
-  return codec, blobs[codec]
+    bits, old = _both_bits(values, base)
+    found = _step_blobs(values, base, tier, history)
+  if found and found[0][0] == SAME:
+    return found[0]
+  if not found or 2 * min(len(blob) for _, blob in found) > bits.nbytes:
+    found.append((RAW, bits.astype(number.bits.newbyteorder('<')).tobytes()))
+    found.append((PLANES, codec_planes.encode(bits, None, number)))
+    if old is not None:
+      found.append((PLANES, codec_planes.encode(bits, old, number)))
+  return min(found, key=lambda pair: (len(pair[1]), pair[0]))
+
+
+def _step_blobs(values, base, tier, history) -> list[tuple[int, bytes]]:
+  """Blobs of the codecs of steps worth a try; SAME first if nothing changed."""
+  number = order.kind(values.dtype)
+  if number.width > 32:
+    return [] if count_changed(values, base) else [(SAME, b'')]
+  by_class = tier == 'small' and number.exponent_mask
+  candidates: list[int] = [CLASS if by_class else FLAT]
+  if tier == 'small' and history is not None:
+    candidates.append(HISTORY)
+  found: list[tuple[int, bytes | None]] = []
+  for codec_id in candidates:
+    blob = encode_as(codec_id, values, base, history=history)
+    if blob == b'':
+      return [(SAME, b'')]
+    if blob is not None:
+      found.append((codec_id, blob))
+    if codec_id == CLASS and blob is not None and len(blob) < _FEW_BYTES:
+      found.append((FLAT, encode_as(FLAT, values, base)))
+  return [(codec_id, blob) for codec_id, blob in found if blob is not None]
+
+
+def encode_as(
+  codec_id: int,
+  values: np.ndarray,
+  base: np.ndarray,
+  *,
+  history: np.ndarray | None = None,
+) -> bytes | None:
+  """The blob of FLAT, CLASS or HISTORY; empty if nothing changed.
+
+  None if it would outgrow the weights.
+  """
+  number = order.kind(values.dtype)
+  bits, old = _both_bits(values, base)
+  _check_size(bits.size)
+  if codec_id not in _OF_STEPS or number.width > 32:
+    raise ValueError(f'codec {codec_id} does not code {values.dtype} by steps')
+  if codec_id == HISTORY:
+    if history is None:
+      raise ValueError('codec HISTORY needs the history and there is none')
+    history = _flat_bits('history', history, bits.size, np.dtype(np.uint8))
+  low = 0 if codec_id == FLAT else order.window(old, number)
+  shape = _shape(codec_id, low, number, history)
+  kernels = _kernels()
+  classes_W, ranks_W, steps_W, sizes = kernels.scan(bits, old, shape)
+  if not classes_W.size:
+    return b''
+  counts = np.array([classes_W.size])
+  if sizes.size > 1:
+    counts = np.bincount(classes_W, minlength=sizes.size)
+  starts = np.concatenate([[0], np.cumsum(counts)])
+  levels = np.zeros(sizes.size, np.int64)
+  for c in np.flatnonzero(counts):
+    levels[c] = model.level(int(counts[c]), int(sizes[c]))
+  head = b'' if codec_id == FLAT else bytes([low])
+  head += model.pack_counts(counts, levels, shape.num_contexts)
+  changes = kernels.arrange(classes_W, ranks_W, steps_W, starts)
+  limit = bits.nbytes + MAX_OVERHEAD - len(head)
+  body = kernels.code(starts, *changes, levels, shape, limit)
+  return None if body is None else head + body
+
+
+def _shape(codec_id, low, number, history):
+  """How the codec sorts weights into classes."""
+  if codec_id == FLAT:
+    return order.Classes(number, 0, 1, None, 0)
+  exponents = _num_exponents(number)
+  if codec_id == CLASS:
+    return order.Classes(number, low, exponents, None, 0)
+  return order.Classes(number, low, exponents, history, HISTORY_MASK)
+
+
+def _num_exponents(number):
+  return min(order.EXPONENTS, number.exponent_mask + 1)
 
 
 def decode(
-  codec: str,
-  blob: bytes,
+  codec_id: int,
+  blob: bytes | memoryview,
   size: int,
   dtype: np.dtype,
   base: np.ndarray | None,
+  *,
+  history: np.ndarray | None = None,
+  out: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Undoes `encode`; allocates no more than the chunk and its blob explain.
+  """Undoes `encode`; the base is never modified.
 
   Args:
-    codec: one of `CODECS`.
-    blob: what `encode` returned.
-    size: elements of the chunk.
-    dtype: the unsigned integer type of its bits.
-    base: the same chunk of the base; needed by `same` and `steps`.
+    codec_id: what `encode` returned.
+    blob: what `encode` returned, from whoever sent it.
+    size: weights in the chunk.
+    dtype: of the weights.
+    base: the same chunk of the base; needed by all but RAW and keyframes.
+    history: what `encode` had; needed by HISTORY.
+    out: a flat array of the dtype to write to, in place of a new one.
 
   Raises:
     ValueError: the blob is not one that `encode` makes for such a chunk.
   """
-  if codec not in CODECS:
-    raise ValueError(f'codec {codec!r} is not one of {CODECS}')
-  if codec in (SAME, STEPS):
-    if base is None:
-      raise ValueError(f'codec {codec!r} needs a base and there is none')
-    if codec == STEPS:
-      return _decode_steps(blob, size, dtype, base)
-    _check_length('blob', len(blob), 0)
-    return base
-  if codec == ZSTD:
-    return _from_planes(_decompress(blob, size * dtype.itemsize), dtype)
-  _check_length('blob', len(blob), size * dtype.itemsize)
-  return np.frombuffer(blob, dtype.newbyteorder('<')).astype(dtype)
+  number = order.kind(dtype)
+  _check_size(size)
+  if out is None:
+    out = np.empty(size, dtype)
+  new = _flat_bits('out', out, size, dtype)
+  old = None if base is None else _flat_bits('base', base, size, dtype)
+  if codec_id not in range(STORED):
+    raise ValueError(f'codec {codec_id} is not one of 0 to {STORED - 1}')
+  if codec_id == RAW:
+    _check_length(blob, number.bits.itemsize * size)
+    new[:] = np.frombuffer(blob, number.bits.newbyteorder('<'))
+  elif codec_id == PLANES:
+    new[:] = codec_planes.decode(blob, size, number, old)
+  elif old is None:
+    raise ValueError(f'codec {codec_id} needs a base and there is none')
+  elif codec_id == SAME:
+    _check_length(blob, 0)
+    new[:] = old
+  else:
+    if codec_id != HISTORY:
+      history = None
+    elif history is None:
+      raise ValueError('codec HISTORY needs the history and there is none')
+    else:
+      history = _flat_bits('history', history, size, np.dtype(np.uint8))
+    _decode_classes(codec_id, blob, number, old, history, new)
+  return out
 
 
-def _encode_steps(bits, base, changed) -> bytes:
-  steps = _ordered(bits[changed]) - _ordered(base[changed])
-  gaps = np.diff(changed, prepend=-1) - 1
-  gap_blob = _compress(_planes(gaps.astype(np.uint32)))
-  step_blob = _compress(_planes(_zigzag(steps)))
-  header = _STEPS_HEADER.pack(len(changed), len(gap_blob))
-  return header + gap_blob + step_blob
-
-
-def _decode_steps(blob, size, dtype, base) -> np.ndarray:
-  if len(blob) < _STEPS_HEADER.size:
-    raise ValueError(f'blob of {len(blob)} bytes ends inside its header')
-  count, gap_length = _STEPS_HEADER.unpack_from(blob)
-  split = _STEPS_HEADER.size + gap_length
-  if not 0 < count <= size:
-    raise ValueError(f'{count} changed elements in a chunk of {size}')
-  gaps = _from_planes(
-    _decompress(blob[_STEPS_HEADER.size : split], 4 * count),
-    np.dtype(np.uint32),
+def _decode_classes(codec_id, blob, number, old, history, new):
+  if number.width > 32 or not old.size:
+    raise ValueError(f'codec {codec_id} does not code such a chunk')
+  low, at = 0, 0
+  if codec_id != FLAT:
+    if not blob:
+      raise ValueError('blob ends before its window')
+    low, at = blob[0], 1
+    if low + _num_exponents(number) > number.exponent_mask + 1:
+      raise ValueError(f'window of exponents at {low} leaves the dtype')
+  shape = _shape(codec_id, low, number, history)
+  counts, levels, at = model.unpack_counts(
+    blob, at, shape.num_classes, shape.num_contexts
   )
-  changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
-  if changed[-1] >= size:
-    raise ValueError(f'changed element {changed[-1]} in a chunk of {size}')
-  steps = _unzigzag(
-    _from_planes(_decompress(blob[split:], dtype.itemsize * count), dtype)
-  )
-  bits = base.copy()
-  bits[changed] = _unordered(_ordered(base[changed]) + steps)
-  return bits
+  if not 0 < counts.sum() <= old.size:
+    raise ValueError(f'{counts.sum()} changes in a chunk of {old.size}')
+  starts = np.concatenate([[0], np.cumsum(counts)])
+  if model.plain_bytes(starts, levels) > old.size // 8 + 1:
+    # Classes so sparse do not have so many changes.
+    raise ValueError(f'gaps of {counts.sum()} changes leave {old.size} weights')
+  kernels = _kernels()
+  found = kernels.decode(blob, at, old.size, starts, levels, shape)
+  if found is None or not kernels.apply(old, shape, starts, *found, new):
+    raise ValueError(f'blob of {len(blob)} bytes is not a coded delta')
 
 
-def _ordered(bits: np.ndarray) -> np.ndarray:
-  """Maps sign-magnitude bits to integers in the order of the floats.
+def update_history(
+  history: np.ndarray, base: np.ndarray, values: np.ndarray
+) -> None:
+  """Moves the history of each weight past one delta, in place.
 
-  The map is a bijection, so -0 and +0 stay apart and NaNs keep their payloads;
-  differences wrap around and are exact for every pair. It only has to be good
-  for floats: integers pass through it exactly all the same.
+  Zeros know nothing. The two low bits, by which HISTORY tells weights apart,
+  say how many deltas ago the weight changed last: 1 for the last one, 2 for up
+  to four, 3 for up to sixteen, 0 for longer ago or never. The five above count
+  those deltas, up to 31; the top bit is set if that change was downwards.
   """
-  top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
-  return bits ^ (_sign(bits) | top)
+  bits, old = _both_bits(values, base)
+  np.take(_aged(), history, out=history)
+  at_W = np.flatnonzero(bits != old)
+  steps_W = order.steps(bits[at_W], old[at_W], order.kind(base.dtype).is_float)
+  history[at_W] = np.where(steps_W < 0, 128 | 1 << 2 | 1, 1 << 2 | 1)
 
 
-def _unordered(keys: np.ndarray) -> np.ndarray:
-  top = keys.dtype.type(1 << (8 * keys.dtype.itemsize - 1))
-  return keys ^ (_sign(~keys) | top)
+@functools.cache
+def _aged() -> np.ndarray:
+  """What each state of a history becomes where nothing changed."""
+  states = np.arange(256)
+  ages = states >> 2 & 31
+  ages = np.where(ages == 0, 0, np.minimum(ages + 1, 31))
+  recent = np.select(
+    [ages == 0, ages < 2, ages < 5, ages < 17], [0, 1, 2, 3], 0
+  )
+  return (states & 128 | ages << 2 | recent).astype(np.uint8)
 
 
-def _sign(bits: np.ndarray) -> np.ndarray:
-  """All bits set where the top one is, else none."""
-  return -(bits >> bits.dtype.type(8 * bits.dtype.itemsize - 1))
-
-
-def _zigzag(steps: np.ndarray) -> np.ndarray:
-  """Maps 0, -1, 1, -2, ... (two's complement) to 0, 1, 2, 3, ..."""
-  one = steps.dtype.type(1)
-  return (steps << one) ^ _sign(steps)
-
-
-def _unzigzag(codes: np.ndarray) -> np.ndarray:
-  one = codes.dtype.type(1)
-  return (codes >> one) ^ -(codes & one)
-
-
-def _planes(values: np.ndarray) -> bytes:
-  """All lowest bytes, then all second bytes, and so on."""
-  little = _little_endian(values)
-  return little.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
-
-
-def _from_planes(data: bytes, dtype: np.dtype) -> np.ndarray:
-  planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, -1)
-  little = np.ascontiguousarray(planes.T).view(dtype.newbyteorder('<'))
-  return little.reshape(-1).astype(dtype, copy=False)
-
-
-def _little_endian(values: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(values, values.dtype.newbyteorder('<'))
-
-
-def _compress(data: bytes) -> bytes:
-  return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
-
-
-def _decompress(blob: bytes, length: int) -> bytes:
-  # The frame's own claim is checked first: the library allocates what a frame
-  # announces, whatever limit it is given.
-  try:
-    claimed = zstandard.frame_content_size(blob)
-    _check_length('decompressed blob', claimed, length)
-    data = zstandard.ZstdDecompressor().decompress(
-      blob, max_output_size=length, allow_extra_data=False
+def _both_bits(values, base):
+  bits, old = order.to_bits(values), order.to_bits(base)
+  if base.dtype != values.dtype or old.size != bits.size:
+    # Kernels check no bounds.
+    raise ValueError(
+      f'base is {base.dtype}[{old.size}] and must be '
+      f'{values.dtype}[{bits.size}]'
     )
-  except zstandard.ZstdError as error:
-    raise ValueError(f'blob is not a zstd frame ({error})') from error
-  _check_length('decompressed blob', len(data), length)
-  return data
+  return bits, old
 
 
-def _check_length(what: str, found: int, wanted: int) -> None:
-  if found != wanted:
-    raise ValueError(f'{what} has {found} bytes and must have {wanted}')
+def _flat_bits(what, array, size, dtype):
+  if array.dtype != dtype or array.shape != (size,):
+    raise ValueError(
+      f'{what} is {array.dtype}{list(array.shape)} and must be {dtype}[{size}]'
+    )
+  if not array.flags.c_contiguous or not array.flags.aligned:
+    raise ValueError(f'{what} must be contiguous and aligned')
+  return array.view(order.kind(np.dtype(dtype)).bits)
+
+
+def _check_size(size):
+  if not 0 <= size <= MAX_ELEMENTS:
+    raise ValueError(f'chunk of {size} weights; at most {MAX_ELEMENTS}')
+
+
+def _check_length(blob, wanted):
+  if len(blob) != wanted:
+    raise ValueError(f'blob has {len(blob)} bytes and must have {wanted}')

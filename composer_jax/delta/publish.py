@@ -1,29 +1,47 @@
 """Publishes each version of a policy as a bundle; survives a kill anywhere.
 
-The order of writes is blobs, manifest, pointer. Until the pointer is replaced,
-which is atomic, readers see the version before; afterwards the new one. What a
-killed publisher leaves behind is unreachable and `gc` removes it. Publishing
-the same weights under the same version again changes nothing, unless the last
-version was damaged: then it is written anew, as a keyframe.
+The order of writes is packs, manifest, index, pointer. Until the pointer is
+replaced, which is atomic, readers see the version before; afterwards the new
+one. What a killed publisher leaves behind is unreachable and `gc` removes it.
+Publishing the same weights under the same version again changes nothing, unless
+the last version was damaged: then it is written anew, as a keyframe.
 
-One publisher at a time writes to a store; a second one is noticed at its next
-publish, when the pointer is not where it left it.
+Every version but the first is one delta to the version before. Skips (deltas
+over several versions) and keyframes are further bundles of a version, written
+when its delta is out: who follows closely never waits for them nor reads them.
+
+One publisher at a time writes to a run; a second one is noticed at its next
+move of the pointer.
 """
 
 import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-import numpy as np
+from composer_jax.delta import (
+  codec,
+  identity,
+  manifest,
+  publish_boxes,
+  publish_crew,
+  publish_encode,
+  publish_gc,
+  publish_index,
+  publish_keyframe,
+  publish_local,
+  publish_others,
+  publish_parts,
+  publish_past,
+  publish_run,
+  publish_share,
+  restore,
+  signing,
+)
+from composer_jax.delta import store as stores
 
-from composer_jax.delta import bundle, codec, restore
-from composer_jax.delta import store as store_lib
-
-# Blobs share objects up to about this size: few files for a small policy,
-# bounded memory for a large one.
-PACK_BYTES = 64 * 2**20
+EXPIRES_S = 7 * 86400.0
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +52,19 @@ class BundleInfo:
 
   Attributes:
     version: of the policy.
-    kind: bundle.KEY or bundle.DELTA.
+    kind: manifest.KEY or manifest.DELTA.
     target_id: identity of the weights.
-    base_id: identity of the version before, '' for the first.
-    bytes: of the bundle: manifest and blobs.
+    base_id: identity of the version before; '' for a keyframe.
+    bytes: of the bundle that followers read: manifest, packs and files.
     full_bytes: of the weights, uncompressed.
+    changed: elements that differ from the version before; all of them in a
+      keyframe; 0, like what follows, if the version had been published before.
+    elements: of the weights.
+    cut_bytes: of boxes that had to be completed from several blocks.
+    encode_s: seconds from the call until all boxes were encoded.
+    upload_s: seconds from then until the pointer had moved.
+    keyframe_bytes: of the keyframe written besides.
+    skip_bytes: of the skips written besides.
   """
 
   version: int
@@ -47,6 +73,22 @@ class BundleInfo:
   base_id: str
   bytes: int
   full_bytes: int
+  changed: int = dataclasses.field(default=0, compare=False)
+  elements: int = dataclasses.field(default=0, compare=False)
+  cut_bytes: int = dataclasses.field(default=0, compare=False)
+  encode_s: float = dataclasses.field(default=0.0, compare=False)
+  upload_s: float = dataclasses.field(default=0.0, compare=False)
+  keyframe_bytes: int = dataclasses.field(default=0, compare=False)
+  skip_bytes: int = dataclasses.field(default=0, compare=False)
+
+  def summary(self) -> str:
+    """One line for people."""
+    share = self.changed / max(self.elements, 1)
+    return (
+      f'version {self.version} ({self.target_id[:12]}), {self.kind} of '
+      f'{self.bytes} bytes for {self.full_bytes}, {share:.2%} of the elements '
+      f'changed; encoded in {self.encode_s:.2f} s, out in {self.upload_s:.2f} s'
+    )
 
 
 class Publisher:
@@ -55,303 +97,302 @@ class Publisher:
   A trainer that resumes from a checkpoint of version v calls `rewind(v)` and
   publishes v: if the weights of later published versions differ from what it
   will train now, they are void; if it trains bit for bit the same, the same
-  identities appear again. A damaged pointer, manifest or blob ends the chain,
+  identities appear again. A damaged pointer, index or manifest ends the chain,
   and a keyframe starts another.
 
   Args:
     store: where to write.
     run_id: names the run and its pointer.
-    keyframe_every: every so many versions one stands alone, which bounds what
-      a late joiner reads.
+    signer: signs the pointer.
+    verifier: reads it back; None if the signer verifies, too.
+    tier: of the codec, in `codec.TIERS`.
+    keyframe_every: versions from one keyframe to the next.
+    skip_levels: at the multiples of each, a delta from the multiple before, of
+      whose weights a copy is kept in memory. All are multiples of the least.
+    history: encode with what each weight did since the last reset: a keyframe,
+      a multiple of the least skip level, or a new publisher.
+    expires_s: after which receivers believe the pointer no more; 0 for never.
+    keep: so many last versions stay listed whole (see `publish_index`).
+    grace_s: younger objects are not deleted by `gc`.
+    threads: that encode.
+    verify: decode each blob again and compare before anything is committed,
+      and read a checkpoint back before it becomes a keyframe.
+    parts: which of several processes this is; None if it is alone. All call
+      `publish` and `rewind` alike, each with its own blocks; the other methods
+      do something in process 0 only.
     base_blocks: weights of the last committed version, if the caller has them;
       others are ignored. Without, they are read from the store.
+    now: unix seconds.
   """
 
   def __init__(
     self,
-    store: store_lib.Store,
+    store: stores.Store,
     run_id: str,
+    signer: signing.Signer,
     *,
-    keyframe_every: int = 20,
-    base_blocks: Iterable[bundle.Block | tuple] | None = None,
+    verifier: signing.Verifier | None = None,
+    tier: str = 'small',
+    keyframe_every: int = 400,
+    skip_levels: Iterable[int] = (8,),
+    history: bool = False,
+    expires_s: float = EXPIRES_S,
+    keep: int = 64,
+    grace_s: float = stores.GRACE_S,
+    threads: int = 2,
+    verify: bool = True,
+    parts: publish_parts.Parts | None = None,
+    base_blocks: Iterable[identity.Block | tuple] | None = None,
+    now: Callable[[], float] = time.time,
   ):
-    if keyframe_every < 1:
-      raise ValueError(f'keyframe_every must be >= 1, not {keyframe_every}.')
-    self._store = store
-    self._run_id = run_id
-    self._keyframe_every = keyframe_every
-    store.pointer_path(run_id)  # Refuses a bad name before anything is read.
-    self._depth = 0
-    self._base: Mapping[str, np.ndarray] | None = None
-    # Of the last pointer. Receivers refuse one that falls behind.
-    self._sequence = self._rewinds = 0
-    self._pointer: store_lib.Pointer | None = None
-    try:
-      self._pointer = store.pointer(run_id)
-    except ValueError as error:
-      # The counts are lost with it; the clock is ahead of any of them.
-      self._sequence = self._rewinds = time.time_ns()
-      self._start_afresh(error)
-    if self._pointer is not None:
-      self._sequence = self._pointer.sequence
-      self._rewinds = self._pointer.rewinds
-    # Where the chain goes on; None while there is nothing to build on.
-    self._head: store_lib.Pointer | None = self._pointer
-    if self._head is not None:
-      held = None
-      if base_blocks is not None:
-        tensors = bundle.assemble(base_blocks)
-        held = bundle.target_id(tensors), tensors
-      try:
-        self._depth = store.manifest(self._head.manifest).depth
-        self._base = self._read_base(self._head, held)
-      except (ValueError, OSError) as error:
-        self._start_afresh(error)
+    levels = tuple(sorted(set(skip_levels)))
+    _check(tier, keyframe_every, levels, keep, threads)
+    self._store, self._threads, self._grace_s = store, threads, grace_s
+    self._keyframe_every, self._keep = keyframe_every, keep
+    self._verifier: signing.Verifier = verifier or signer  # pyrefly: ignore
+    self._team = publish_parts.Team(store, run_id, parts or publish_parts.ALONE)
+    self._local = publish_local.Local(
+      store,
+      publish_encode.Coder(tier, verify),
+      threads=threads,
+      levels=levels,
+      history=history,
+    )
+    self._run = publish_run.Run(
+      store, run_id, signer, self._verifier, expires_s=expires_s, now=now
+    )
+    crew = (store, self._team, self._local, self._run)
+    self._crew = publish_crew.Crew(*crew, verify=verify)
+    if base_blocks is not None and self._run.head is not None:
+      head = restore.read_manifest(store, self._run.head.manifest)
+      with self._team.round():
+        self._local.set_base_blocks(base_blocks, head, self._team)
 
   @property
   def version(self) -> int | None:
     """The last committed version that counts, None before the first."""
-    return None if self._head is None else self._head.version
+    return None if self._run.head is None else self._run.head.version
+
+  @property
+  def target_id(self) -> str | None:
+    """Identity of that version."""
+    return None if self._run.head is None else self._run.head.target_id
 
   def publish(
-    self, blocks: Iterable[bundle.Block | tuple], version: int
+    self,
+    blocks: Iterable[identity.Block | tuple],
+    version: int,
+    *,
+    write_full: publish_keyframe.WriteFull | None = None,
   ) -> BundleInfo:
     """Commits the weights of a version, or finds that they already are.
 
     Args:
-      blocks: all pieces of all tensors; copied.
+      blocks: all pieces of all tensors that this process has; copied.
       version: above the last one, or one published before.
+      write_full: writes the same weights as a checkpoint into a folder that is
+        absent or empty; called where a keyframe is due. None for keyframes of
+        packs.
 
     Raises:
-      ValueError: other weights stand under this version, or another publisher
-        moved the pointer.
-      OSError: the disk is full or refuses; what was committed stays, and
+      ValueError: other weights stand under this version, another publisher
+        moved the pointer, or blocks disagree, overlap or leave holes.
+      OSError: the store is full or refuses; what was committed stays, and
         publishing this version again is the cure once there is room.
     """
     version = operator.index(version)  # a numpy integer will do
-    tensors = bundle.assemble(blocks)
-    head = self._head
-    if head is not None and version == head.version:
-      self._check_intact(head, tensors)
-    if self._head is not None and version <= self._head.version:
-      return self._published(self._head, version, tensors)
-    self._check_alone()
-    manifest = self._write_bundle(tensors, version)
-    name = self._store.put(manifest.to_bytes())
-    self._move(manifest, name)
-    for array in tensors.values():
-      array.setflags(write=False)
-    self._base = tensors
-    return _info(manifest)
+    started = time.monotonic()
+    with self._team.round():
+      try:
+        self._make_sure()
+        again = self.version is not None and version <= self.version
+        if not again:
+          if self._team.leads:
+            self._run.check_alone()
+          blocks = self._load_base(blocks)
+        share = self._local.stage(blocks, self._team, as_delta=not again)
+        if not self._team.leads:
+          return BundleInfo(**self._crew.follow(share, write_full))
+        whole = self._crew.gather(share)
+        info = self._published(version, whole) if again else None
+        if info is None:
+          info = self._commit(version, whole, write_full, started)
+        self._crew.end(dataclasses.asdict(info))
+        return info
+      finally:
+        self._local.unstage()
 
   def rewind(self, version: int) -> None:
     """Makes published versions after `version` void; receivers follow.
 
-    The newest kept version up to `version` becomes the last one and receivers
-    go back to it. Does nothing if no later version was published. If all kept
+    The newest listed version up to `version` becomes the last one and receivers
+    go back to it. Does nothing if no later version was published. If all listed
     versions are later, the next publish starts a chain afresh with a keyframe,
     and until then receivers keep what they have.
     """
-    if self._head is None or self._head.version <= version:
+    with self._team.round():
+      self._make_sure()
+      if not self._team.leads:
+        self._run.is_unsure = self._team.next_order()['moved']
+        return
+      moved = self.version is not None and self.version > version
+      if moved:
+        self._run.check_alone()
+        publish_past.rewind(self._run, self._store, version)
+        self._local.forget()
+      self._team.order({'do': 'rewound', 'moved': moved})
+
+  def renew(self) -> None:
+    """Signs the pointer again, to expire later."""
+    if not self._team.leads:
       return
-    self._check_alone()
-    try:
-      kept = next(
-        (name, manifest)
-        for name, manifest in restore.history(self._store, self._head.manifest)
-        if manifest.version <= version
-      )
-    except (StopIteration, ValueError, OSError) as error:
-      self._start_afresh(f'no version up to {version} is kept. {error}')
-      return
-    self._rewinds += 1
-    self._move(kept[1], kept[0])
-    self._base = self._read_base(self._pointer, None)
+    self._make_sure()
+    if self._run.head is not None:
+      self._run.check_alone()
+      self._run.point_again(self._run.edges)
 
-  def gc(self, keep: int) -> int:
-    """Deletes what neither the last `keep` versions nor their bases need.
+  def gc(self, keep: int | None = None) -> int:
+    """Deletes what no run of the store needs; returns bytes freed.
 
-    Covers all runs of the store. A resumed trainer can rewind only to a
-    version that is kept, so `keep` should span its checkpoints.
+    Of this run, bundles before the last `keep` versions leave the index as
+    `publish_index` says; of others, only what no index names goes. A resumed
+    trainer can rewind only to a version that is listed, so `keep` should span
+    its checkpoints.
 
-    Returns:
-      Bytes freed.
+    Args:
+      keep: None for the publisher's own.
 
     Raises:
-      ValueError, OSError: a manifest that would have to be followed is
-        damaged or missing; nothing is deleted.
+      ValueError, OSError: something that would have to be followed is damaged
+        or missing; nothing is deleted.
     """
+    keep = self._keep if keep is None else keep
     if keep < 1:
       raise ValueError(f'keep must be at least 1, not {keep}.')
-    names = set()
-    for run_id in self._store.run_ids():
-      pointer = self._store.pointer(run_id)
-      last = '' if pointer is None else pointer.manifest
-      for count, (name, manifest) in enumerate(
-        restore.history(self._store, last), start=1
-      ):
-        names |= {name, *(digest for digest, _ in manifest.objects)}
-        if count >= keep and manifest.kind == bundle.KEY:
-          break
-    return self._store.delete_except(names)
+    if not self._team.leads:
+      return 0
+    self._make_sure()
+    edges = publish_index.pruned(self._run.edges, keep)
+    if edges != self._run.edges:
+      self._run.check_alone()
+      self._run.point_again(edges)
+    return publish_gc.collect(self._store, self._verifier, self._grace_s)
 
-  def _check_intact(self, head, tensors) -> None:
-    """Starts afresh when the last version is damaged; `tensors` replace it."""
-    if bundle.target_id(tensors) != head.target_id:
-      return
-    try:
-      restore.weights(self._store, head.manifest)
-    except (ValueError, OSError) as error:
-      self._start_afresh(error)
+  def _make_sure(self) -> None:
+    """Asks the store where the run stands, if a failure left that open."""
+    if self._run.is_unsure:
+      self._run.open()
+      self._local.forget()
 
-  def _published(self, head, version: int, tensors) -> BundleInfo:
-    target_id = bundle.target_id(tensors)
-    oldest = None
-    for _, manifest in restore.history(self._store, head.manifest):
-      oldest = manifest.version
-      if manifest.version == version:
-        if manifest.target_id != target_id:
-          raise ValueError(
-            f'run {self._run_id!r} has published version {version} with '
-            f'other weights ({manifest.target_id}, now {target_id}). A '
-            f'trainer resumed from checkpoint v calls rewind(v) first.'
-          )
-        return _info(manifest)
-    raise ValueError(
-      f'version {version} of run {self._run_id!r} is neither new (the last '
-      f'is {head.version}) nor kept (the oldest is {oldest}). A '
-      'trainer resumed from checkpoint v calls rewind(v) first.'
+  def _load_base(
+    self, blocks: Iterable[identity.Block | tuple]
+  ) -> Iterable[identity.Block | tuple]:
+    """Reads the base from the store if it must; returns the blocks."""
+    if self._run.head is None or self._local.has_base:
+      return blocks
+    wanted = None
+    if self._team.count > 1:
+      # A host may have no room for more than its part.
+      blocks = tuple(blocks)
+      wanted = publish_boxes.regions(blocks)
+    held = publish_past.read_base(self._run, self._store, self._threads, wanted)
+    if held is not None:
+      self._local.set_base(held)
+    return blocks
+
+  def _published(
+    self, version: int, whole: publish_share.Whole
+  ) -> BundleInfo | None:
+    """Returns what is published of a version; None if it has to be again."""
+    edge = publish_past.check_same(
+      self._run, self._store, version, whole.target_id()
     )
-
-  def _write_bundle(self, tensors, version) -> bundle.Manifest:
-    base, head = self._base, self._head
-    if (
-      base is None
-      or self._depth + 1 >= self._keyframe_every
-      or bundle.signature_of(base) != bundle.signature_of(tensors)
-    ):
-      base = None
-    packer = _Packer(self._store)
-    entries = tuple(
-      _encode_tensor(name, array, None if base is None else base[name], packer)
-      for name, array in tensors.items()
-    )
-    return bundle.Manifest(
-      run_id=self._run_id,
+    if version == self.version:
+      held = publish_past.read_head(self._run, self._store, self._threads)
+      if held is None:
+        self._local.forget()
+        return None
+      if not self._local.has_base:
+        self._local.set_base(held)
+    found = restore.read_manifest(self._store, edge.manifest)
+    return BundleInfo(
       version=version,
-      kind=bundle.KEY if base is None else bundle.DELTA,
-      depth=0 if base is None else self._depth + 1,
-      base_id=head.target_id if head else '',
-      previous=head.manifest if head else '',
-      target_id=bundle.identity(
-        bundle.signature_of(tensors),
-        {t.name: [c.post_hash for c in t.chunks] for t in entries},
-      ),
-      objects=packer.finish(),
-      tensors=entries,
+      kind=found.kind,
+      target_id=found.target_id,
+      base_id=found.base_id,
+      bytes=edge.bytes,
+      full_bytes=found.full_bytes,
+      elements=whole.elements,
     )
 
-  def _move(self, manifest: bundle.Manifest, name: str) -> None:
-    pointer = store_lib.Pointer(
-      run_id=self._run_id,
-      sequence=self._sequence + 1,
-      rewinds=self._rewinds,
-      version=manifest.version,
-      target_id=manifest.target_id,
-      manifest=name,
+  def _commit(
+    self,
+    version: int,
+    whole: publish_share.Whole,
+    write_full: publish_keyframe.WriteFull | None,
+    started: float,
+  ) -> BundleInfo:
+    run, base = self._run, None
+    if run.head is not None and whole.base_id == run.head.target_id:
+      base = run.head.version, run.head.target_id
+    if base is None or whole.specs != run.specs:
+      keyframe, base = self._crew.keyframe(write_full), None
+      whole = dataclasses.replace(keyframe, cut_bytes=whole.cut_bytes)
+    encoded = time.monotonic()
+    edge = run.write(whole, version, base)
+    target_id, base_id = whole.target_id(), '' if base is None else base[1]
+    last = publish_index.last_keyframe((*run.edges, edge))
+    due = last is None or version - last >= self._keyframe_every
+    run.point(
+      publish_index.pruned((*run.edges, edge), self._keep),
+      version=version,
+      target_id=target_id,
+      base_id=base_id,
+      name=edge.manifest,
     )
-    self._store.move_pointer(pointer)
-    self._pointer = self._head = pointer
-    self._sequence = pointer.sequence
-    self._depth = manifest.depth
-
-  def _start_afresh(self, reason: object) -> None:
-    _log.warning(
-      '%s: the next version starts a new chain: %s', self._run_id, reason
+    moved = time.monotonic()
+    run.specs = whole.specs
+    self._crew.commit(base is None or due)
+    with publish_others.forgiven(version):
+      publish_others.lay_out(self._store, edge, whole)
+    info = BundleInfo(
+      version=version,
+      kind=edge.kind,
+      target_id=target_id,
+      base_id=base_id,
+      bytes=edge.bytes,
+      full_bytes=whole.full_bytes,
+      changed=whole.changed,
+      elements=whole.elements,
+      cut_bytes=whole.cut_bytes,
+      encode_s=encoded - started,
+      upload_s=moved - encoded,
     )
-    self._rewinds += 1
-    self._head, self._base = None, None
-
-  def _check_alone(self) -> None:
-    try:
-      found = self._store.pointer(self._run_id)
-    except ValueError as error:
-      # What is in memory is about to replace the damaged one.
-      _log.warning('%s The pointer is written anew.', error)
-      return
-    if found is not None and found != self._pointer:
-      raise ValueError(
-        f'run {self._run_id!r}: another publisher moved the pointer to '
-        f'version {found.version}; end one of the two.'
-      )
-
-  def _read_base(self, head, held) -> Mapping[str, np.ndarray] | None:
-    try:
-      return restore.weights(self._store, head.manifest, held)
-    except (ValueError, OSError) as error:
-      _log.warning(
-        '%s: version %d cannot be rebuilt, so the next one is a keyframe: %s',
-        self._run_id,
-        head.version,
-        error,
-      )
-      return None
-
-
-class _Packer:
-  """Gathers blobs into objects of bounded size."""
-
-  def __init__(self, store: store_lib.Store):
-    self._store = store
-    self._buffer = bytearray()
-    self._objects: list[tuple[str, int]] = []
-
-  def add(self, blob: bytes) -> None:
-    if self._buffer and len(self._buffer) + len(blob) > PACK_BYTES:
-      self._flush()
-    self._buffer += blob
-
-  def finish(self) -> tuple[tuple[str, int], ...]:
-    if self._buffer:
-      self._flush()
-    return tuple(self._objects)
-
-  def _flush(self) -> None:
-    data = bytes(self._buffer)
-    self._objects.append((self._store.put(data), len(data)))
-    self._buffer.clear()
-
-
-def _encode_tensor(name, array, base, packer: _Packer) -> bundle.Tensor:
-  bits = bundle.flat_bits(array)
-  old = None if base is None else bundle.flat_bits(base)
-  chunks = []
-  for part in bundle.chunk_slices(bits.size):
-    kind, blob = codec.encode(bits[part], None if old is None else old[part])
-    packer.add(blob)
-    chunks.append(
-      bundle.Chunk(
-        codec=kind,
-        length=len(blob),
-        blob_hash=bundle.digest(blob),
-        post_hash=bundle.hash_bits(bits[part]),
-      )
+    _log.info('%s: %s', run.run_id, info.summary())
+    others = publish_others.add(
+      run,
+      self._crew,
+      self._store,
+      starts=self._local.skip_starts(version, base_id),
+      is_due=due,
+      write_full=write_full,
+      keep=self._keep,
     )
-  return bundle.Tensor(
-    name=name,
-    dtype=str(array.dtype),
-    shape=array.shape,
-    chunks=tuple(chunks),
-  )
+    return dataclasses.replace(
+      info,
+      keyframe_bytes=others[manifest.KEY],
+      skip_bytes=others[manifest.DELTA],
+    )
 
 
-def _info(manifest: bundle.Manifest) -> BundleInfo:
-  blobs = sum(length for _, length in manifest.objects)
-  return BundleInfo(
-    version=manifest.version,
-    kind=manifest.kind,
-    target_id=manifest.target_id,
-    base_id=manifest.base_id,
-    bytes=blobs + len(manifest.to_bytes()),
-    full_bytes=manifest.full_bytes,
-  )
+def _check(tier, keyframe_every, levels, keep, threads) -> None:
+  if tier not in codec.TIERS:
+    raise ValueError(f'tier {tier!r} must be one of {codec.TIERS}.')
+  counts = dict(keyframe_every=keyframe_every, keep=keep, threads=threads)
+  for name, value in counts.items():
+    if value < 1:
+      raise ValueError(f'{name} must be at least 1, not {value}.')
+  if levels and (levels[0] < 2 or any(n % levels[0] for n in levels)):
+    raise ValueError(
+      f'skip_levels {levels} must be at least 2 and multiples of the least.'
+    )

@@ -1,159 +1,288 @@
-"""Rebuilds the weights of a manifest from a keyframe or from held weights.
+"""Rebuilds verified weights of a run by the cheapest way that works.
 
 Every byte is verified before it is used: a blob before it is decoded, a chunk
 after it. The Merkle root of the chunks' hashes was checked when the manifest
-was read, and weights leave here only when all their chunks matched it.
+was read, and weights leave here only when all their chunks matched it. A
+bundle that fails is left aside and the next best way is tried; what was held
+before stays as it is.
 """
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+import logging
+from concurrent import futures
 
-import numpy as np
-
-from composer_jax.delta import bundle, codec
+from composer_jax.delta import apply as applying
+from composer_jax.delta import fetch, retries, route, weights_held
+from composer_jax.delta import manifest as manifests
 from composer_jax.delta import store as store_lib
 
+# A store in which so many bundles fail is not worth more of a poll's time, and
+# each that cannot be reached takes as long as the store's patience.
+MAX_FAILURES = 32
+MAX_UNREACHED = 3
 
-def history(
-  store: store_lib.Store, name: str
-) -> Iterator[tuple[str, bundle.Manifest]]:
-  """Yields (hash, manifest) from `name` backwards, verified link by link.
+_log = logging.getLogger(__name__)
+_Held = weights_held.Held
 
-  Stops at the first version of the run or where `gc` removed the rest.
+
+def read_manifest(
+  source: fetch.Fetcher | store_lib.Store, name: str
+) -> manifests.Manifest:
+  """Reads a manifest, verified before it is parsed.
 
   Raises:
-    ValueError: a manifest is damaged or does not continue the chain.
-    FileNotFoundError: `name` itself, or a base that a delta needs, is missing.
+    FileNotFoundError: there is none.
+    ValueError: it is damaged; the message names it.
   """
-  after: bundle.Manifest | None = None
-  while name:
-    needed = after is None or after.kind == bundle.DELTA
-    if not needed and not (store.objects / name).exists():
-      return
-    manifest = store.manifest(name)
-    if after is not None:
-      _check_link(store.objects / name, manifest, after)
-    yield name, manifest
-    name, after = manifest.previous, manifest
+  data = _whole(source, name, manifests.MAX_MANIFEST_BYTES)
+  try:
+    return manifests.Manifest.from_bytes(data)
+  except ValueError as error:
+    raise ValueError(f'manifest {name}: {error}') from error
 
 
-def _check_link(path, manifest, after) -> None:
-  wrong = (
-    manifest.run_id != after.run_id
-    or manifest.version >= after.version
-    or manifest.target_id != after.base_id
-    or (after.kind == bundle.DELTA and manifest.depth + 1 != after.depth)
-  )
-  if wrong:
+def read_index(
+  source: fetch.Fetcher | store_lib.Store, name: str, run_id: str
+) -> manifests.Index:
+  """Reads the list of a run's bundles; errors as of `read_manifest`."""
+  data = _whole(source, name, manifests.MAX_INDEX_BYTES)
+  try:
+    index = manifests.Index.from_bytes(data)
+  except ValueError as error:
+    raise ValueError(f'index {name}: {error}') from error
+  if index.run_id != run_id:
     raise ValueError(
-      f'{path}: version {manifest.version} ({manifest.target_id}) of run '
-      f'{manifest.run_id!r} is not the base of version {after.version} of '
-      f'run {after.run_id!r}, which needs {after.base_id}.'
+      f'index {name}: it belongs to run {index.run_id!r}, not {run_id!r}.'
     )
+  return index
 
 
-def weights(
-  store: store_lib.Store,
-  name: str,
-  held: tuple[str, Mapping[str, np.ndarray]] | None = None,
-) -> dict[str, np.ndarray]:
-  """Returns the verified weights of the manifest `name`, read-only.
-
-  Args:
-    store: where to read.
-    name: hash of the manifest.
-    held: (target_id, arrays) that may spare the way from the keyframe.
-
-  Raises:
-    ValueError: names the tensor or the file that is damaged.
-    OSError: an object is missing or unreadable.
-  """
-  todo: list[bundle.Manifest] = []
-  tensors: Mapping[str, np.ndarray] | None = None
-  for _, manifest in history(store, name):
-    if held is not None and manifest.target_id == held[0]:
-      tensors = held[1]
-      break
-    todo.append(manifest)
-    if manifest.kind == bundle.KEY:
-      break
-  for manifest in reversed(todo):
-    tensors = apply(store, manifest, tensors)
-  assert tensors is not None  # a chain ends at held weights or a keyframe
-  return dict(tensors)
+def _whole(source, name: str, limit: int) -> bytes:
+  if isinstance(source, fetch.Fetcher):
+    return source.whole(name, limit)
+  return source.get(name, limit=limit)
 
 
 def apply(
   store: store_lib.Store,
-  manifest: bundle.Manifest,
-  base: Mapping[str, np.ndarray] | None,
-) -> dict[str, np.ndarray]:
-  """Applies one bundle to a base, which it leaves as it is."""
-  if manifest.kind == bundle.KEY:
-    base = None
-  elif base is None:
-    raise ValueError(f'version {manifest.version} needs a base.')
-  elif bundle.signature_of(base) != manifest.signature():
-    raise ValueError(
-      f'version {manifest.version} has other tensors than its base: '
-      f'{_difference(bundle.signature_of(base), manifest.signature())}.'
-    )
-  blobs = _blobs(store, manifest)
-  result = {}
-  for tensor in manifest.tensors:
-    array = np.empty(tensor.shape, bundle.DTYPES[tensor.dtype])
-    bits = array.reshape(-1).view(bundle.bits_dtype(array.dtype))
-    old = None if base is None else bundle.flat_bits(base[tensor.name])
-    parts = bundle.chunk_slices(bits.size)
-    for number, (part, chunk) in enumerate(
-      zip(parts, tensor.chunks, strict=True)
+  manifest: manifests.Manifest,
+  base: _Held | None,
+  *,
+  wanted: weights_held.Wanted | None = None,
+  threads: int = 2,
+  cache: fetch.Cache | None = None,
+) -> _Held:
+  """Applies one bundle to a base, which it leaves as it is.
+
+  Raises:
+    ValueError: names the tensor whose base or blob is wrong.
+    OSError: an object cannot be read.
+  """
+  with fetch.Fetcher(store, cache) as fetcher:
+    return applying.apply(fetcher, manifest, base, wanted, threads)
+
+
+def load(
+  store: store_lib.Store,
+  pointer: manifests.Pointer,
+  *,
+  version: int | None = None,
+  held: _Held | None = None,
+  wanted: weights_held.Wanted | None = None,
+  threads: int = 2,
+  cache: fetch.Cache | None = None,
+  tally: fetch.Tally | None = None,
+) -> _Held:
+  """Returns the weights of a pointer, or of an older version it leads to.
+
+  In memory are at most what is held, what the way has reached, and the next.
+
+  Args:
+    store: where to read.
+    pointer: whose signature the caller has verified.
+    version: None for the pointer's own.
+    held: weights that may spare a part of the way.
+    wanted: the regions to hold; None for all.
+    threads: that decode.
+    cache: keeps what was moved until it is held.
+    tally: counts what moves, and by which bundles.
+
+  Raises:
+    ValueError: no way leads there; says what is wrong with those tried.
+    OSError: the store cannot be reached or what it must have is missing.
+  """
+  with fetch.Fetcher(store, cache, tally) as fetcher:
+    walk = _Walk(fetcher, pointer, held, wanted, threads)
+    if version is None or version == pointer.version:
+      return walk.to_head()
+    return walk.to(version)
+
+
+class _Walk:
+  """Goes from bundle to bundle and around those that fail."""
+
+  def __init__(self, fetcher, pointer, held, wanted, threads):
+    self._fetcher, self._pointer = fetcher, pointer
+    self._wanted, self._threads = wanted, threads
+    # What is held, and how far the last way led before it broke off.
+    self._from: list[_Held] = [] if held is None else [held]
+    self._starts = self._from
+    self._failures: list[Exception] = []
+    self._banned: set[str] = set()
+    self._unreached = 0
+
+  def to_head(self) -> _Held:
+    pointer = self._pointer
+    held = self._starts[0] if self._starts else None
+    if (
+      held is not None
+      and held.target_id == pointer.target_id
+      # Where a history is followed it also grows by what did not change.
+      and (held.history is None or held.target_id != pointer.base_id)
     ):
-      where = f'{tensor.name} (chunk {number}, version {manifest.version})'
-      blob = next(blobs)
-      if bundle.digest(blob) != chunk.blob_hash:
-        raise ValueError(f'{where}: its blob is damaged, the hash is wrong.')
-      try:
-        bits[part] = codec.decode(
-          chunk.codec,
-          blob,
-          part.stop - part.start,
-          bits.dtype,
-          None if old is None else old[part],
+      return _relabelled(held, pointer.version)
+    if pointer.base_id in ('', held.target_id if held else ''):
+      # The usual case: the next delta, and no need of the index.
+      reached = self._step(pointer.manifest, None, held)
+      if reached is not None:
+        return reached
+    return self.to(pointer.version)
+
+  def to(self, version: int) -> _Held:
+    pointer = self._pointer
+    try:
+      index = read_index(self._fetcher, pointer.index, pointer.run_id)
+    except (ValueError, OSError) as error:
+      self._note(error)
+      raise self._no_way(version) from error
+    while len(self._failures) < MAX_FAILURES:
+      starts = [
+        route.Start(held.version, held.target_id, held.history_since)
+        for held in self._starts
+      ]
+      way = route.cheapest(index.edges, version, starts, self._banned)
+      if way is None:
+        break
+      # Half of a way that a killed process began, and a new one.
+      self._fetcher.trim(2 * way.bytes)
+      reached = self._walk(way)
+      if reached is not None:
+        return _relabelled(reached, version)
+    raise self._no_way(version)
+
+  def _walk(self, way: route.Way) -> _Held | None:
+    held = None if way.start is None else self._starts[way.start]
+    coming = None
+    for place, edge in enumerate(way.edges):
+      manifest = coming
+      if place + 1 < len(way.edges):
+        coming = self._fetcher.submit(
+          read_manifest, self._fetcher, way.edges[place + 1].manifest
         )
-      except ValueError as error:
-        raise ValueError(f'{where}: {error}.') from error
-      if bundle.hash_bits(bits[part]) != chunk.post_hash:
+      reached = self._step(edge.manifest, edge, held, manifest)
+      if reached is None:
+        return None
+      # Others between them are let go: each is as large as the policy.
+      self._starts = [*self._from, reached]
+      held = reached
+    return held
+
+  def _step(
+    self,
+    name: str,
+    edge: manifests.Edge | None,
+    base: _Held | None,
+    coming: futures.Future[manifests.Manifest] | None = None,
+  ) -> _Held | None:
+    """Applies one bundle; None, and it is not tried again, where it fails."""
+    try:
+      if coming is None:
+        manifest = read_manifest(self._fetcher, name)
+      else:
+        manifest = coming.result()
+      self._check(name, manifest, edge)
+      if edge is None:
+        self._fetcher.trim(2 * manifest.bundle_bytes)
+      reached = applying.apply(
+        self._fetcher, manifest, base, self._wanted, self._threads
+      )
+    except applying.DamagedBase as error:
+      # The bundle may be good: what it was applied to is not.
+      walked = all(held is not base for held in self._from)
+      if walked and isinstance(error, applying.SuspectHistory):
+        self._banned.add(name)  # Its history is as new as can be.
+      self._from = [held for held in self._from if held is not base]
+      self._starts = [held for held in self._starts if held is not base]
+      self._note(error)
+      return None
+    except (ValueError, OSError) as error:
+      if edge is None and isinstance(error, applying.UnfitBase):
+        return None  # A way through the index may end with it.
+      self._banned.add(name)
+      self._note(error)
+      return None
+    self._fetcher.tally.steps.append(_name_of(manifest))
+    return reached
+
+  def _check(self, name, manifest, edge) -> None:
+    pointer = self._pointer
+    pairs = [('run', manifest.run_id, pointer.run_id)]
+    if manifest.version == pointer.version or edge is None:
+      pairs += [
+        ('version', manifest.version, pointer.version),
+        ('target_id', manifest.target_id, pointer.target_id),
+      ]
+    if edge is None:
+      pairs += [('base_id', manifest.base_id, pointer.base_id)]
+    else:
+      pairs += [
+        ('version', manifest.version, edge.version),
+        ('base version', manifest.base_version, edge.base_version),
+        ('kind', manifest.kind, edge.kind),
+        ('target_id', manifest.target_id[:16], edge.target),
+        ('history', manifest.history, edge.history),
+      ]
+    for what, found, named in pairs:
+      if found != named:
         raise ValueError(
-          f'{where}: does not decode to the weights that were published; '
-          'blob and base do not belong together.'
+          f'manifest {name}: its {what} is {found!r}, and what leads to it '
+          f'says {named!r}.'
         )
-    array.setflags(write=False)
-    result[tensor.name] = array
-  return result
+
+  def _note(self, error: Exception) -> None:
+    self._unreached += isinstance(error, fetch.UNREACHED)
+    if isinstance(error, retries.Cancelled) or self._unreached == MAX_UNREACHED:
+      raise error
+    _log.warning(
+      'Run %r, version %d: another way is tried: %s',
+      self._pointer.run_id,
+      self._pointer.version,
+      error,
+    )
+    self._failures.append(error)
+
+  def _no_way(self, version: int) -> ValueError:
+    reasons = [str(error) for error in self._failures[:4]]
+    more = len(self._failures) - len(reasons)
+    if more:
+      reasons.append(f'and {more} more')
+    if not reasons:
+      reasons.append('no bundle of the index leads there')
+    return ValueError(
+      f'version {version} cannot be rebuilt: {"; ".join(reasons)}'
+    )
 
 
-def _blobs(
-  store: store_lib.Store, manifest: bundle.Manifest
-) -> Iterator[bytes]:
-  """Yields the blob of each chunk, in order, one object in memory at a time."""
-  objects = iter(manifest.objects)
-  data, offset = b'', 0
-  for tensor in manifest.tensors:
-    for chunk in tensor.chunks:
-      if chunk.length and offset == len(data):
-        digest, length = next(objects, ('', 0))
-        try:
-          data, offset = store.pack(digest, length) if digest else b'', 0
-        except (ValueError, OSError) as error:
-          raise ValueError(f'{tensor.name}: {error}') from error
-      if offset + chunk.length > len(data):
-        raise ValueError(
-          f'{tensor.name}: the objects of version {manifest.version} end '
-          'before its blobs do.'
-        )
-      yield data[offset : offset + chunk.length]
-      offset += chunk.length
+def _relabelled(held: _Held, version: int) -> _Held:
+  """The same weights under another version; its history is not theirs."""
+  if held.version == version:
+    return held
+  return dataclasses.replace(
+    held, version=version, history=None, history_since=None
+  )
 
 
-def _difference(left: Mapping, right: Mapping) -> str:
-  names = sorted(n for n in {*left, *right} if left.get(n) != right.get(n))
-  return ', '.join(f'{n}: {left.get(n)} and {right.get(n)}' for n in names[:5])
+def _name_of(manifest: manifests.Manifest) -> str:
+  if manifest.base_version is None:
+    return f'{manifest.kind} {manifest.version}'
+  return f'{manifest.kind} {manifest.base_version}-{manifest.version}'

@@ -1,158 +1,381 @@
-"""A directory of write-once objects and one pointer for each run.
+"""A place of write-once objects and one pointer for each run.
 
-  objects/<blake3>     never changed: manifests and packs of blobs
-  refs/<run>/latest    the pointer, replaced last and atomically
+  objects/<sha256>     never changed: packs of blobs, manifests, keyframe files
+  refs/<run>/latest    the sealed pointer, replaced last and atomically
+  parts/<run>/...      what the processes of one publisher hand to each other
+  keyframes/<sha256>   of a local store: a keyframe's objects as the folder that
+                       they came from, named by the keyframe's manifest
 
-Objects are named by what they hold, so any mirror may serve them and writing
-one twice is harmless. The pointer is sealed by a hash of its own; a signature
-belongs in `seal` and `unseal` and nowhere else.
+Objects are named by what they hold, so any mirror may serve them, writing one
+twice is harmless, and what was read is checked by its name. Nothing here trusts
+the place, but for `get_range`, whose caller checks; and nothing here knows who
+signed a pointer.
+
+How the pointer moves without losing another's move: a local store compares
+under a lock, S3 and its kin by If-Match, gs by its generation, memory under a
+lock. Elsewhere it is a look and then a write, and one publisher must be alone.
 """
 
-import dataclasses
-import logging
+import hashlib
 import os
 import pathlib
 import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from composer_jax.core import files
-from composer_jax.delta import bundle
+from composer_jax.delta import (
+  checks,
+  identity,
+  store_backend,
+  store_download,
+  store_local,
+  store_places,
+)
+from composer_jax.delta import retries as retries_lib
 
 MAX_POINTER_BYTES = 4096
-MAX_MANIFEST_BYTES = 64 * 2**20
+# The most that `get` takes without a word: the longest manifest.
+MAX_GET_BYTES = 2**28
+# Younger objects are not deleted: a publisher may be about to point to them.
+GRACE_S = 3600.0
+_MOST_PART_BYTES = 2**36
 
-_RUN_ID = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
-_log = logging.getLogger(__name__)
+Conflict = store_backend.Conflict
+Traffic = store_backend.Traffic
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pointer:
-  """Names the latest version of a run.
-
-  Attributes:
-    run_id: of the run it belongs to.
-    sequence: grows by one whenever the pointer moves, also backwards.
-    rewinds: how often the run was rewound; the version falls only with it.
-    version: of the policy.
-    target_id: identity of its weights.
-    manifest: hash of its manifest.
-  """
-
-  run_id: str
-  sequence: int
-  rewinds: int
-  version: int
-  target_id: str
-  manifest: str
+_PART = re.compile('[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')
 
 
-def seal(pointer: Pointer) -> bytes:
-  body = dataclasses.asdict(pointer)
-  seal_hash = bundle.digest(bundle.canonical_json(body))
-  return bundle.canonical_json({'body': body, 'hash': seal_hash})
+def _object(name: str) -> str:
+  if not identity.is_hash(name):
+    raise ValueError(f'object name {name!r} must be 64 lower hex digits.')
+  return f'objects/{name}'
 
 
-def unseal(data: bytes, run_id: str) -> Pointer:
-  """Checks what `seal` wrote; ValueError when anything in it was changed."""
-  value = bundle.parse_canonical(data)
-  if not isinstance(value, dict) or value.keys() != {'body', 'hash'}:
-    raise ValueError('not a pointer')
-  found = bundle.digest(bundle.canonical_json(value['body']))
-  if found != value['hash']:
-    raise ValueError(f'its content hashes to {found}, not {value["hash"]}')
-  try:
-    pointer = Pointer(**value['body'])
-  except TypeError as error:
-    raise ValueError(f'its fields are wrong ({error})') from error
-  if pointer.run_id != run_id:
-    raise ValueError(f'it belongs to run {pointer.run_id!r}, not {run_id!r}')
-  return pointer
+def _pointer(run_id: str) -> str:
+  checks.run_id(run_id)
+  return f'refs/{run_id}/latest'
+
+
+def _most(length: int | None, limit: int | None) -> int:
+  bounds = (length, limit, MAX_GET_BYTES)
+  return next(bound for bound in bounds if bound is not None)
 
 
 class Store:
-  """Reads and writes one directory; several processes may hold one each."""
+  """Reads and writes one place; threads and processes may share it.
 
-  def __init__(self, root: str | os.PathLike):
-    self.root = pathlib.Path(root)
-    self.objects = self.root / 'objects'
+  Attributes:
+    url: of the place, or the path of its directory.
+    root: that directory as a path; None where the place is remote.
+    traffic: counts of what this object has moved.
+  """
+
+  def __init__(
+    self,
+    url: str | os.PathLike,
+    *,
+    retries: retries_lib.Policy | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    options: dict[str, Any] | None = None,
+  ):
+    """Opens a place; nothing is asked of it before the first use.
+
+    Args:
+      url: a directory, or file://, s3://, gs://, memory://, http(s):// (to read
+        alone), or any other that fsspec knows.
+      retries: patience with a remote place.
+      sleep: waits between two attempts; what it raises ends them (see
+        `retries.until`).
+      options: for the fsspec file system, such as its endpoint.
+    """
+    self.url = store_places.clean(os.fspath(url))
+    self.traffic = store_backend.Traffic()
+    backend = store_places.open_backend(
+      self.url,
+      self.traffic,
+      retries or retries_lib.Policy(),
+      sleep,
+      options or {},
+    )
+    self._backend: Any = backend
+    is_local = isinstance(backend, store_local.LocalBackend)
+    self.root = backend.root if is_local else None
+
+  def __repr__(self) -> str:
+    return f'Store({self.url!r})'
+
+  @property
+  def is_local(self) -> bool:
+    return self.root is not None
+
+  @property
+  def is_writable(self) -> bool:
+    return self._backend.is_writable
+
+  def _writer(self) -> Any:
+    if not self.is_writable:
+      raise ValueError(
+        f'{self.url} can only be read; publish to the store behind it.'
+      )
+    return self._backend
+
+  def _where(self, key: str) -> str:
+    return f'{self.url}/{key}'
+
+  # Objects.
 
   def put(self, data: bytes) -> str:
-    """Writes an object, or leaves an intact one alone; returns its hash."""
-    name = bundle.digest(data)
-    path = self.objects / name
-    # A damaged object is replaced: publishing again is how a store heals.
-    if not path.exists() or path.read_bytes() != data:
-      files.write_atomic(path, data)
+    """Writes an object unless it is there and intact; returns its name."""
+    name = hashlib.sha256(data).hexdigest()
+    self._writer().put(_object(name), data)
     return name
 
-  def manifest(self, name: str) -> bundle.Manifest:
-    """Reads a manifest, verified before it is parsed.
+  def put_file(
+    self, path: str | os.PathLike, *, give: bool = False
+  ) -> tuple[str, int]:
+    """Like `put`, of a file that need not fit in memory.
+
+    Args:
+      path: of the file.
+      give: a store on the same disk takes the file itself, without a copy.
+
+    Returns:
+      The object's name and length.
+    """
+    path = pathlib.Path(path)
+    name, length = store_local.hash_file(path), path.stat().st_size
+    self._writer().put_file(_object(name), path, name, give)
+    return name, length
+
+  def get(
+    self, name: str, length: int | None = None, limit: int | None = None
+  ) -> bytes:
+    """Reads a whole object and verifies it.
+
+    Args:
+      name: its sha256.
+      length: what it must be, if known.
+      limit: the most that it may be.
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: the file is damaged; the message names it.
+      ValueError: it is longer or damaged; the message names it.
     """
-    path = self.objects / name
-    size = path.stat().st_size
-    if size > MAX_MANIFEST_BYTES:
+    key = _object(name)
+    most = _most(length, limit)
+    data = self._backend.read(key, 0, most + 1)
+    if len(data) > most or (length is not None and len(data) != length):
+      found = f'more than {most}' if len(data) > most else f'{len(data)}'
       raise ValueError(
-        f'{path}: a manifest of {size} bytes exceeds {MAX_MANIFEST_BYTES}.'
+        f'{self._where(key)}: has {found} bytes where '
+        f'{most} are {"allowed" if length is None else "expected"}.'
       )
-    data = path.read_bytes()
-    if bundle.digest(data) != name:
-      raise ValueError(f'{path}: the manifest is damaged, its hash is wrong.')
+    if hashlib.sha256(data).hexdigest() != name:
+      raise ValueError(
+        f'{self._where(key)}: the object is damaged, its hash is wrong.'
+      )
+    return data
+
+  def get_range(self, name: str, start: int, stop: int) -> bytes:
+    """Reads bytes [start, stop) of an object, all of them but unverified."""
+    if not 0 <= start <= stop:
+      raise ValueError(f'the range {start} to {stop} of an object is empty.')
+    key = _object(name)
+    data = self._backend.read(key, start, stop) if start < stop else b''
+    if len(data) != stop - start:
+      raise ValueError(
+        f'{self._where(key)}: has {len(data)} bytes from {start} to {stop}.'
+      )
+    return data
+
+  def get_file(
+    self,
+    name: str,
+    length: int | None,
+    path: str | os.PathLike,
+    *,
+    limit: int | None = None,
+  ) -> int:
+    """Reads an object into a file, which appears when it is verified.
+
+    Pieces that came before a failure, or before the process died, stay beside
+    the file and are not asked for again. An intact file is left alone.
+
+    Args:
+      name: its sha256.
+      length: what it must be; None if unknown.
+      path: of the file.
+      limit: the most that it may be, where the length is unknown.
+
+    Returns:
+      The object's length.
+    """
+    path = pathlib.Path(path)
+    if (
+      path.exists()
+      and length in (None, path.stat().st_size)
+      and store_local.hash_file(path) == name
+    ):
+      return path.stat().st_size
+    most = _most(length, limit)
+    key = _object(name)
+    done = store_download.to_file(
+      lambda start, stop: self._backend.read(key, start, stop),
+      name,
+      length,
+      most,
+      path,
+    )
+    if not done:
+      raise ValueError(
+        f'{self._where(key)}: the object is damaged, its length or hash is '
+        'wrong.'
+      )
+    return path.stat().st_size
+
+  def length(self, name: str) -> int:
+    """Bytes of an object; FileNotFoundError when there is none."""
+    return self._backend.stat(_object(name)).length
+
+  def exists(self, name: str) -> bool:
     try:
-      return bundle.Manifest.from_bytes(data)
-    except ValueError as error:
-      raise ValueError(f'{path}: {error}') from error
-
-  def pack(self, name: str, length: int) -> bytes:
-    """Reads an object of known length; its blobs are verified by the reader."""
-    path = self.objects / name
-    size = path.stat().st_size
-    if size != length:
-      raise ValueError(
-        f'{path}: has {size} bytes where its manifest says {length}.'
-      )
-    return path.read_bytes()
-
-  def pointer_path(self, run_id: str) -> pathlib.Path:
-    if not _RUN_ID.fullmatch(run_id):
-      raise ValueError(
-        f'run_id {run_id!r} must be 1 to 128 letters, digits, ".", "_" or '
-        '"-", and begin with a letter or digit.'
-      )
-    return self.root / 'refs' / run_id / 'latest'
-
-  def pointer(self, run_id: str) -> Pointer | None:
-    """Returns the run's pointer, None when nothing was published."""
-    path = self.pointer_path(run_id)
-    try:
-      with open(path, 'rb') as file:
-        data = file.read(MAX_POINTER_BYTES + 1)
+      self.length(name)
     except FileNotFoundError:
-      return None
-    if len(data) > MAX_POINTER_BYTES:
-      raise ValueError(f'{path}: a pointer exceeds {MAX_POINTER_BYTES} bytes.')
-    try:
-      return unseal(data, run_id)
-    except ValueError as error:
-      raise ValueError(
-        f'{path}: the pointer is damaged: {error}. The next publish writes a '
-        'new one; if no publisher runs, start the trainer again.'
-      ) from error
+      return False
+    return True
 
-  def move_pointer(self, pointer: Pointer) -> None:
-    files.write_atomic(self.pointer_path(pointer.run_id), seal(pointer))
+  def sizes(self) -> dict[str, int]:
+    """Bytes of every object, by name."""
+    found = self._writer().find('objects')
+    named = {key.removeprefix('objects/'): f for key, f in found.items()}
+    return {n: f.length for n, f in named.items() if identity.is_hash(n)}
+
+  def delete(
+    self, names: Iterable[str], *, grace_s: float = GRACE_S
+  ) -> list[str]:
+    """Deletes objects, and sweeps up what belongs to nothing any more.
+
+    That is: half-written files whose writer died, and the folders of keyframes
+    whose manifest is no longer an object.
+
+    Args:
+      names: of the objects that no pointer needs.
+      grace_s: younger ones stay. A publisher writes objects before anything
+        points to them, and `put` makes an object it finds young again; so 0 is
+        for a caller who knows that nobody publishes, to any run.
+
+    Returns:
+      Names of those that are gone.
+    """
+    backend = self._writer()
+    gone = backend.delete([_object(name) for name in names], grace_s)
+    if self.is_local:
+      backend.delete_trees(grace_s)
+    return [key.removeprefix('objects/') for key in gone]
+
+  def link_tree(
+    self,
+    name: str,
+    members: Iterable[tuple[str, str, int]],
+    *,
+    verify: bool = True,
+  ) -> pathlib.Path:
+    """Lays objects of a local store out as a folder, without copying them.
+
+    Args:
+      name: of the manifest that lists them, with which they are deleted.
+      members: relative path, sha256 and length of each file.
+      verify: hashes each file; without it only lengths are compared.
+
+    Returns:
+      The folder, to be read only: its files are the objects themselves.
+    """
+    if self.root is None:
+      raise ValueError(f'{self.url} is not local; use get_file for each file.')
+    _object(name)
+    members = list(members)
+    for relative, digest, _ in members:
+      _object(digest)
+      parts = relative.split('/')
+      if not all(parts) or {'.', '..'} & set(parts) or '\0' in relative:
+        raise ValueError(f'{relative!r} must be a plain relative path.')
+    return self._writer().link_tree(name, members, verify)
+
+  # Pointers.
 
   def run_ids(self) -> list[str]:
-    return sorted(p.parent.name for p in self.root.glob('refs/*/latest'))
+    keys = [key.split('/') for key in self._writer().find('refs')]
+    return sorted(k[1] for k in keys if len(k) == 3 and k[2] == 'latest')
 
-  def delete_except(self, names: set[str]) -> int:
-    """Deletes other objects and torn temporary files; returns bytes freed."""
-    freed = 0
-    for path in self.objects.iterdir():
-      if path.name not in names:
-        freed += path.stat().st_size
-        path.unlink()
-    _log.info('%s: freed %d bytes', self.root, freed)
-    return freed
+  def read_pointer(self, run_id: str) -> tuple[bytes, str] | None:
+    """Returns a run's pointer and its tag; None when nothing was published."""
+    key = _pointer(run_id)
+    found = self._backend.read_tagged(key, MAX_POINTER_BYTES + 1)
+    if found is not None and len(found[0]) > MAX_POINTER_BYTES:
+      raise ValueError(
+        f'{self._where(key)}: a pointer exceeds {MAX_POINTER_BYTES} bytes.'
+      )
+    return found
+
+  def move_pointer(self, run_id: str, data: bytes, tag: str | None) -> str:
+    """Replaces the pointer that had this tag (None: that was not there).
+
+    Returns:
+      The tag of the new one.
+
+    Raises:
+      Conflict: the pointer is another one by now; nothing was written.
+    """
+    if len(data) > MAX_POINTER_BYTES:
+      raise ValueError(
+        f'a pointer of {len(data)} bytes exceeds {MAX_POINTER_BYTES}.'
+      )
+    key = _pointer(run_id)
+    try:
+      return self._writer().swap(key, data, tag)
+    except Conflict as error:
+      raise Conflict(
+        f'{self._where(key)}: another publisher moved the pointer of this run. '
+        'Two must not publish to one run: stop one, or give it another run_id.'
+      ) from error
+
+  # Parts.
+
+  def put_part(self, run_id: str, key: str, data: bytes) -> None:
+    """Leaves bytes for another process of the same publisher."""
+    sealed = hashlib.sha256(data).digest() + data
+    self._writer().put(self._part(run_id, key), sealed)
+
+  def get_part(self, run_id: str, key: str) -> bytes | None:
+    """Reads what `put_part` left, None if nothing; ValueError if damaged."""
+    key = self._part(run_id, key)
+    try:
+      sealed = self._backend.read(key, 0, _MOST_PART_BYTES)
+    except FileNotFoundError:
+      return None
+    if hashlib.sha256(sealed[32:]).digest() != sealed[:32]:
+      raise ValueError(f'{self._where(key)}: this part is damaged.')
+    return sealed[32:]
+
+  def drop_parts(self, run_id: str, prefix: str = '') -> None:
+    """Deletes a run's parts whose keys begin with `prefix`."""
+    checks.run_id(run_id)
+    folder = f'parts/{run_id}'
+    backend = self._writer()
+    keys = [
+      key
+      for key in backend.find(folder)
+      if key.startswith(f'{folder}/{prefix}')
+    ]
+    backend.delete(keys, 0.0)
+
+  def _part(self, run_id: str, key: str) -> str:
+    if not _PART.fullmatch(key):
+      raise ValueError(
+        f'part {key!r} must be names of letters, digits, ".", "_" and "-" '
+        'with "/" between them.'
+      )
+    checks.run_id(run_id)
+    return f'parts/{run_id}/{key}'

@@ -139,12 +139,7 @@ class GroupBuffer:
         _log.warning('%s and is sampled anew.', error)
         dropped.append(group)
         continue
-      newest = max(
-        int(t.policy_version_T.max())
-        for r in found.rollouts
-        for t in r.trajectories
-      )
-      if newest > version:
+      if max(found.versions) > version:
         self.path(group).unlink()
         dropped.append(group)
     return dropped

@@ -336,14 +336,16 @@ def _claimed(spec: specs.Spec) -> dict[str, Any]:
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # A folder may be moved; what it holds may not change. No result depends on
-  # the gate: it looks, and ends a run at most.
-  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'initial')
+  # the gate, which looks, and ends a run at most; nor on how policies travel.
+  ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'initial')
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
   there = files.read_json(path)
-  if there['initial'] != config['initial']:
-    # Exports read the import, too.
-    files.write_json(path, there | {'initial': config['initial']})
+  # Exports read the import, too, and who follows the run its store.
+  current = {name: config[name] for name in ('initial', 'delta')}
+  # Through JSON, so that tuples compare equal to what was read.
+  if there != (updated := there | json.loads(json.dumps(current))):
+    files.write_json(path, updated)
 
 
 @contextlib.contextmanager

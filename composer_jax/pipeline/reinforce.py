@@ -1,39 +1,37 @@
 """The RL stage: trainer and rollouts together, from a state to a state."""
 
+import collections
 import contextlib
 import dataclasses
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from composer_jax.checkpoint import manager, weights
+from composer_jax.checkpoint import bundles, manager
 from composer_jax.core import files, records
-from composer_jax.delta import publish, subscribe
-from composer_jax.delta import store as stores
-from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import (
   controller,
+  publication,
   rollout_worker,
   stages,
   trainer_worker,
 )
 from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
-from composer_jax.telemetry import progress
+from composer_jax.telemetry import progress, received
 from composer_jax.text import hf_tokenizer
 from composer_jax.train import export
 from composer_jax.train import state as train_state
 
-_RUN_ID = 'policy'
 _WORKER_LOG = 'rollout_worker.log'
 # Seconds a worker waits for the first policy before it says that none comes.
 _FIRST_POLICY_S = 300.0
@@ -90,15 +88,22 @@ def _reinforce(job: jobs.Job) -> None:
   spec, rl = job.spec, job.spec.rl
   say = jobs.tell('rl')
   checkpoints = manager.Checkpoints(job.workdir / 'checkpoints' / 'rl', keep=2)
-  with contextlib.closing(checkpoints):
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(contextlib.closing(checkpoints))
     start = prepare(job, checkpoints)
     first = int(start.state.step)
-    publisher = publish.Publisher(
-      stores.Store(job.workdir / 'store'),
-      _RUN_ID,
-      keyframe_every=rl.keyframe_every,
+    sender = bundles.Sender(
+      receivers.store_of(job.workdir, spec.delta.store),
+      receivers.RUN_ID,
+      job.workdir / receivers.KEY,
+      spec.delta.bundle_options(),
     )
-    publisher.rewind(first)
+    stack.enter_context(contextlib.closing(sender))
+    if sender.version is None:
+      # A store that is new, or was deleted: older pointers are no measure.
+      memory = receivers.memory_of(job.workdir, spec.delta.store)
+      memory.unlink(missing_ok=True)
+    published = publication.Publication(sender, job.writer, job.workdir, first)
     buffer = buffers.GroupBuffer(job.workdir / 'groups')
     dropped = buffer.discard_newer(first)
     if first or dropped:
@@ -107,11 +112,12 @@ def _reinforce(job: jobs.Job) -> None:
         f'kept, {len(dropped)} damaged or of void policies dropped'
       )
     job.writer.truncate('rl', first)
+    received.truncate(job.workdir, first)
     with (
-      _placed(job, buffer) as wait,
+      _placed(job, buffer, published) as wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
-      ports = _ports(job, buffer, checkpoints, publisher, wait, bar)
+      ports = _ports(job, buffer, checkpoints, published, wait, bar)
       state = trainer_worker.run(
         start.state,
         start.functions,
@@ -122,6 +128,7 @@ def _reinforce(job: jobs.Job) -> None:
         max_staleness=rl.max_staleness,
         reference=start.reference,
       )
+      published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.variables())
 
 
@@ -129,22 +136,17 @@ def _ports(
   job: jobs.Job,
   buffer: buffers.GroupBuffer,
   checkpoints: manager.Checkpoints,
-  publisher: publish.Publisher,
+  published: publication.Publication,
   wait: Callable[[list[int]], list[records.Group]],
   bar: progress.Progress,
 ) -> trainer_worker.Ports:
   rl = job.spec.rl
 
-  def send(state, version):
-    policy = decoder.policy(state.variables())
-    info = publisher.publish(weights.blocks(policy), version)
-    return {'bundle_bytes': info.bytes, 'full_bytes': info.full_bytes}
-
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
       checkpoints.save(step, state)
       # Receivers and a resumed trainer need no more than the checkpoints span.
-      collect_garbage(publisher, 2 * rl.checkpoint_every + 1, bar.message)
+      published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
 
   def log(step, metrics, groups):
     job.writer.write('rl', step, **metrics)
@@ -175,42 +177,33 @@ def _ports(
   return trainer_worker.Ports(
     buffer=buffer,
     wait=wait,
-    publish=send,
+    accept=published.check_identities,
+    publish=published.publish,
     save=save,
     saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
     log=log,
   )
 
 
-def collect_garbage(
-  publisher: publish.Publisher, keep: int, say: Callable[[str], None]
-) -> None:
-  """Frees what no receiver needs any more, or says why it cannot.
-
-  Old versions whose bundles are damaged cost room and nothing else: they end
-  no run.
-  """
-  try:
-    publisher.gc(keep=keep)
-  except (ValueError, FileNotFoundError) as error:
-    say(f'old bundles are not deleted, the run goes on: {error}')
-
-
 @contextlib.contextmanager
 def _placed(
-  job: jobs.Job, buffer: buffers.GroupBuffer
+  job: jobs.Job,
+  buffer: buffers.GroupBuffer,
+  published: publication.Publication,
 ) -> Iterator[Callable[[list[int]], list[records.Group]]]:
   """Yields what the trainer calls to get groups, per placement."""
   if job.spec.rl.placement == 'colocated':
-    with _colocated(job, buffer) as wait:
+    with _colocated(job, buffer, published.wait) as wait:
       yield wait
   else:
-    with _processes(job, buffer) as wait:
+    with _processes(job, buffer, published.check) as wait:
       yield wait
 
 
 @contextlib.contextmanager
-def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
+def _processes(
+  job: jobs.Job, buffer: buffers.GroupBuffer, check: Callable[[], None]
+):
   rl = job.spec.rl
   own, others = controller.divide_cores()
   say = jobs.tell('rl')
@@ -224,9 +217,14 @@ def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
     report=say,
   )
   controller.pin(own)
+
+  def while_waiting() -> None:
+    worker.check()
+    check()
+
   try:
     yield lambda ids: buffer.wait(
-      ids, timeout_s=rl.wait_timeout_s, while_waiting=worker.check
+      ids, timeout_s=rl.wait_timeout_s, while_waiting=while_waiting
     )
   finally:
     worker.close()
@@ -234,34 +232,44 @@ def _processes(job: jobs.Job, buffer: buffers.GroupBuffer):
 
 
 @contextlib.contextmanager
-def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
+def _colocated(
+  job: jobs.Job, buffer: buffers.GroupBuffer, settle: Callable[[], None]
+):
   """Trainer and engine take turns; policies still pass through the store."""
   spec = job.spec
-  receiver = Receiver(job.workdir, spec.model)
-  engine = None
-  with job.runner() as runner:
+  receiver = _receiver(spec, job.workdir)
+  engine = served = None
+  news: collections.deque[receivers.Placed] = collections.deque()
+  with job.runner() as runner, received.Received(job.workdir) as lines:
     collector = stages.collector_of(spec, job.tokenizer, runner, split='train')
 
     def wait(ids: list[int]) -> list[records.Group]:
-      nonlocal engine
-      update = receiver.poll()
+      nonlocal engine, served
+      settle()
+      policy = receiver.poll()
       if receiver.problem is not None:
         # Published a moment ago by this process: waiting would not mend it, and
         # the policy before it may not sample what is due.
         raise ValueError(receiver.problem)
-      if update is not None:
-        version, values = update
-        if engine is None:
-          engine = stages.make_engine(spec, values, version)
-        else:
-          engine.swap(values, version)
-      if engine is None:
-        raise ValueError(f'No policy in {job.workdir / "store"} to roll out.')
+      if engine is None or served is None:
+        if policy is None:
+          raise ValueError(f'No policy in {receiver.store} to roll out.')
+        engine = stages.make_engine(spec, policy.variables, policy.version)
+        served = rollout_worker.Server(
+          engine,
+          policy,
+          lambda: news.popleft() if news else None,
+          lambda before: None,
+          receivers.logging_to(lines),
+        )
+      elif policy is not None:
+        news.append(receivers.place(policy, engine))
+        served()
       rollout_worker.run(
         collector,
         engine,
         buffer,
-        receiver.poll,
+        served,
         prompts=spec.rl.prompts,
         max_staleness=spec.rl.max_staleness,
         num_steps=spec.rl.steps,
@@ -272,25 +280,14 @@ def _colocated(job: jobs.Job, buffer: buffers.GroupBuffer):
     yield wait
 
 
-class Receiver:
-  """Follows the store of a run and rebuilds its policies as device arrays."""
-
-  def __init__(self, workdir: pathlib.Path, model: model_config.ModelConfig):
-    self._subscriber = subscribe.Subscriber(
-      stores.Store(workdir / 'store'), _RUN_ID
-    )
-    self._like = jax.eval_shape(decoder.policy, decoder.abstract(model)[0])
-
-  @property
-  def problem(self) -> str | None:
-    return self._subscriber.problem
-
-  def poll(self) -> tuple[int, Any] | None:
-    """(version, variables) when there is a policy newer than the last."""
-    update = self._subscriber.poll()
-    if update is None:
-      return None
-    return update.version, weights.to_tree(update.weights, self._like)
+def _receiver(spec: specs.Spec, workdir: pathlib.Path) -> receivers.Receiver:
+  return receivers.Receiver(
+    workdir,
+    spec.model,
+    spec.delta.store,
+    memory=receivers.memory_of(workdir, spec.delta.store),
+    threads=spec.delta.threads,
+  )
 
 
 def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
@@ -299,36 +296,32 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   level = files.read_json(workdir / 'sandbox.json')['level']
   tokenizer = hf_tokenizer.load_any(workdir / 'tokenizer.json')
   options = dataclasses.replace(spec.sandbox, level=level)
-  with jobs.open_runner(options) as runner:
+  with contextlib.ExitStack() as stack:
+    runner = stack.enter_context(jobs.open_runner(options))
     # Before the engine's threads exist: they inherit cores and priority.
     _yield_to_sandboxes()
-    receiver = Receiver(workdir, spec.model)
-    version, values = _first_policy(receiver, workdir)
-    say(f'serving version {version}, judging in {level}')
+    receiver = _receiver(spec, workdir)
+    first = receiver.first(_FIRST_POLICY_S)
+    say(f'serving version {first.version}, judging in {level}')
+    engine = stages.make_engine(spec, first.variables, first.version)
+    news = receivers.Background(receiver, engine, spec.delta.poll_s)
+    stack.enter_context(contextlib.closing(news))
+    lines = stack.enter_context(received.Received(workdir))
+    served = rollout_worker.Server(
+      engine, first, news.take, news.drop, receivers.logging_to(lines)
+    )
+    del first  # The engine has a copy of its own.
     version = rollout_worker.run(
       stages.collector_of(spec, tokenizer, runner, split='train'),
-      stages.make_engine(spec, values, version),
+      engine,
       buffers.GroupBuffer(workdir / 'groups'),
-      receiver.poll,
+      served,
       prompts=spec.rl.prompts,
       max_staleness=spec.rl.max_staleness,
       num_steps=spec.rl.steps,
       until_version=spec.rl.steps,
     )
   say(f'done at version {version}')
-
-
-def _first_policy(receiver: Receiver, workdir: pathlib.Path) -> tuple[int, Any]:
-  """Waits for a trainer to publish."""
-  deadline = time.monotonic() + _FIRST_POLICY_S
-  while (update := receiver.poll()) is None:
-    if time.monotonic() > deadline:
-      raise TimeoutError(
-        f'No usable policy in {workdir / "store"} within '
-        f'{_FIRST_POLICY_S:.0f} s ({receiver.problem or "nothing there"}).'
-      )
-    time.sleep(0.05)
-  return update
 
 
 def _yield_to_sandboxes() -> None:

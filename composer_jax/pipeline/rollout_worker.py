@@ -4,52 +4,83 @@ It talks to nobody. What it may start follows from the version it serves
 (`buffer.admitted`), what it must still do from the groups that are on disk.
 """
 
-import time
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
+from composer_jax.core import records
 from composer_jax.pipeline import buffer as buffers
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
+# Returns a policy in its place once there is a newer one; never waits for it.
+Take = Callable[[], receivers.Placed | None]
+# Takes what is served and the seconds of the swap, None for the first policy.
+Log = Callable[[receivers.Policy | receivers.Placed, float | None], None]
 
-class Follower:
-  """Keeps an engine on the newest policy of a bundle store.
 
-  Called between decode steps; looks at the store at most every `interval_s`,
-  so that a look costs nothing beside a step.
+class Server:
+  """Keeps an engine on the newest policy and knows which ones it served.
+
+  Consumes: policies that lie in their place, newest first.
+  Waits for: nothing; called between decode steps, a look costs nothing.
+  Woken by: the loop of the engine.
+  Produces: a reference swap, and the identities that groups are stamped with.
   """
 
   def __init__(
     self,
-    poll: Callable[[], tuple[int, Any] | None],
     engine: engines.Engine,
-    interval_s: float = 0.05,
+    first: receivers.Policy,
+    take: Take,
+    drop: Callable[[engines.Placed], None],
+    log: Log,
   ):
-    self._poll = poll
+    """Serves what the engine was made of.
+
+    Args:
+      engine: swapped by this object alone.
+      first: what it serves.
+      take: looks for a newer policy.
+      drop: is handed what is served no more.
+      log: told of each policy that is served.
+    """
     self._engine = engine
-    self._interval_s = interval_s
-    self._next_look = 0.0
-    self.version = engine.version
+    self._take, self._drop, self._log = take, drop, log
+    self._identities = {first.version: first.target_id}
+    log(first, None)
+
+  @property
+  def version(self) -> int:
+    return self._engine.version
 
   def __call__(self) -> None:
-    now = time.monotonic()
-    if now < self._next_look:
+    found = self._take()
+    if found is None:
       return
-    self._next_look = now + self._interval_s
-    update = self._poll()
-    if update is not None:
-      version, values = update
-      self._engine.swap(values, version)
-      self.version = version
+    known = self._identities.setdefault(found.version, found.target_id)
+    if known != found.target_id:
+      raise ValueError(
+        f'Version {found.version} was served with weights {known} and now '
+        f'comes with {found.target_id}: the run was rewound. Start this worker '
+        'again.'
+      )
+    self._drop(self._engine.switch(found.weights))
+    self._log(found, self._engine.stats().swap_s)
+
+  def stamp(self, group: records.Group) -> records.Group:
+    """Names the weights that sampled a group, from any thread."""
+    return dataclasses.replace(
+      group, policies={v: self._identities[v] for v in sorted(group.versions)}
+    )
 
 
 def run(
   collector: collect.Collector,
   engine: engines.Engine,
   buffer: buffers.GroupBuffer,
-  poll: Callable[[], tuple[int, Any] | None],
+  served: Server,
   *,
   prompts: int,
   max_staleness: int,
@@ -58,16 +89,16 @@ def run(
 ) -> int:
   """Samples every group that may be started, until the run is over.
 
-  Consumes: policies, newest first, through `poll`.
+  Consumes: policies, newest first, through `served`.
   Waits for: a version that admits the next group.
   Woken by: the publisher advancing the version.
-  Produces: finished Groups into `buffer`, each written whole.
+  Produces: finished Groups into `buffer`, each written whole and stamped.
 
   Args:
     collector: plays episodes.
     engine: serving the version to begin with.
     buffer: groups already there are not sampled again.
-    poll: () -> (version, values) once there is a newer policy, else None.
+    served: of the engine.
     prompts: P, groups per optimizer step.
     max_staleness: bound on trainer version minus sampled version.
     num_steps: of the whole run.
@@ -77,14 +108,18 @@ def run(
   Returns:
     The version served at the end.
   """
-  follow = Follower(poll, engine)
   policy = server.EnginePolicy(engine)
-  stream = collect.GroupStream(collector, policy, engine.num_slots, buffer.put)
-  next_group = follow.version * prompts
+  stream = collect.GroupStream(
+    collector,
+    policy,
+    engine.num_slots,
+    lambda group: buffer.put(served.stamp(group)),
+  )
+  next_group = served.version * prompts
 
   def limit():
     return buffers.admitted(
-      follow.version,
+      served.version,
       prompts=prompts,
       max_staleness=max_staleness,
       steps=num_steps,
@@ -92,7 +127,7 @@ def run(
 
   def before_step():
     nonlocal next_group
-    follow()
+    served()
     while next_group < limit():
       if not buffer.path(next_group).exists():
         stream.admit(next_group)
@@ -102,7 +137,7 @@ def run(
     return (
       stream.open_episodes == 0
       and next_group >= limit()
-      and follow.version >= until_version
+      and served.version >= until_version
     )
 
   try:
@@ -110,4 +145,4 @@ def run(
   finally:
     stream.close()
     policy.close()
-  return follow.version
+  return served.version

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from composer_jax.agent import demonstrations
+from composer_jax.checkpoint import bundles
 from composer_jax.optim import groups as optim_groups
 from composer_jax.rl import mismatch, update
 from composer_jax.rollout import options as rollout_options
@@ -249,7 +250,6 @@ class RL:
   checkpoint_every: int
   mismatch_every: int
   episodes_every: int
-  keyframe_every: int
   wait_timeout_s: float
   max_restarts: int
 
@@ -261,8 +261,8 @@ class RL:
       )
     zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
     _at_least('rl', self, 0, *zero)
-    positive = ('checkpoint_every', 'episodes_every', 'keyframe_every')
-    positive += ('wait_timeout_s', 'rows', 'seq_len')
+    positive = ('checkpoint_every', 'episodes_every', 'wait_timeout_s')
+    positive += ('rows', 'seq_len')
     _at_least('rl', self, 1, *positive)
     if self.warmup_steps + self.decay_steps > max(self.steps, 1):
       raise ValueError(
@@ -300,6 +300,42 @@ class RL:
       b1=self.adam_b1,
       b2=self.adam_b2,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """How policies travel from the trainer to whoever samples.
+
+  Attributes:
+    store: folder or URL where this run, and no other, keeps its bundles; ''
+      for `store` in the workdir.
+    poll_s: between two looks of the rollout process.
+    others: see `checkpoint.bundles.BundleOptions`.
+  """
+
+  store: str
+  poll_s: float
+  tier: str
+  keyframe_every: int
+  skip_levels: tuple[int, ...]
+  history: bool
+  keyframes: str
+  expires_s: float
+  verify: bool
+  threads: int
+
+  def __post_init__(self):
+    if not self.poll_s > 0:
+      raise ValueError(
+        f'--config.delta.poll_s must be positive, not {self.poll_s}.'
+      )
+    self.bundle_options()
+
+  def bundle_options(self) -> bundles.BundleOptions:
+    fields = dataclasses.asdict(self)
+    for name in ('store', 'poll_s'):
+      del fields[name]
+    return bundles.BundleOptions(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import pathlib
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +12,11 @@ from composer_jax.core import files
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
-from composer_jax.pipeline import imported, reinforce
+from composer_jax.pipeline import imported
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
+from composer_jax.serve import policies
 from composer_jax.text import chat_template, hf_tokenizer
 from composer_jax.train import export
 from composer_jax.train import placement as placements
@@ -42,7 +42,7 @@ class Source:
     is_own: the model speaks our protocol (`text.chat`).
     version: of the variables; optimizer steps of RL.
     variables: as the engine takes them.
-    poll: () -> newer (version, variables) or None; None where nothing follows.
+    receiver: of newer policies; None where nothing follows.
   """
 
   name: str
@@ -53,7 +53,7 @@ class Source:
   is_own: bool
   version: int
   variables: Any
-  poll: Callable[[], tuple[int, Any] | None] | None
+  receiver: receivers.Receiver | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ class Command:
     folder: workdir of a run, or an import.
     stage: whose export; '' for the last finished one.
     follow: serve what RL publishes.
+    store: where to read that; '' for where the run keeps it.
     host: address to listen on.
     port: 0 takes a free one.
     name: of the model; '' for that of the folder.
@@ -73,6 +74,7 @@ class Command:
   folder: pathlib.Path
   stage: str
   follow: bool
+  store: str
   host: str
   port: int
   name: str
@@ -101,6 +103,7 @@ def run(command: Command, config: dict[str, Any]) -> None:
       command.folder,
       stage=command.stage,
       follow=command.follow,
+      store=command.store,
       overrides={'numerics': config['numerics']},
       mesh=mesh,
     )
@@ -126,7 +129,8 @@ def run(command: Command, config: dict[str, Any]) -> None:
     # Before anyone can connect: whoever is answered is answered at once.
     print('Compiling.', flush=True)
     engine.warm()
-    served = service.Service(engine, limits, source.poll)
+    followed = newer(source.receiver) if source.receiver else None
+    served = service.Service(engine, limits, followed)
     hosts = http_server.hosts_of(command.host, command.token)
     server = http_server.HttpServer(
       app.build(served, model, command.token, hosts), served
@@ -167,6 +171,7 @@ def load(
   *,
   stage: str = '',
   follow: bool = False,
+  store: str = '',
   wait_s: float = 300.0,
   overrides: dict[str, Any] | None = None,
   mesh: jax.sharding.Mesh | None = None,
@@ -177,6 +182,7 @@ def load(
     folder: workdir of a run, or an import.
     stage: whose export; '' for the last finished one.
     follow: serve what RL publishes, as it does; for a run that is going on.
+    store: where to read that; '' for where the run keeps it.
     wait_s: for the first policy that is followed.
     overrides: fields of the model's config that a server may choose.
     mesh: whose devices share the weights; None loads them on the first one.
@@ -199,12 +205,14 @@ def load(
     )
   config = files.read_json(path)
   model = _model(config['model'], overrides or {})
+  receiver = None
   if follow:
-    version, variables, poll = _followed(folder, model, wait_s)
+    receiver = _receiver(folder, model, config, store)
+    first = receiver.first(wait_s)
+    version, variables = first.version, first.variables
     stage = 'rl'
   else:
     stage = stage or _last_stage(folder)
-    poll = None
     version = export.finished_step(folder, stage) if stage == 'rl' else 0
     if version is None:
       raise ValueError(
@@ -222,7 +230,7 @@ def load(
     is_own=True,
     version=version,
     variables=variables,
-    poll=poll,
+    receiver=receiver,
   )
 
 
@@ -248,7 +256,7 @@ def _imported(
     is_own=False,
     version=0,
     variables=_policy(imported.variables(folder, _like(model, mesh))),
-    poll=None,
+    receiver=None,
   )
 
 
@@ -272,26 +280,37 @@ def _model(
   return model_config.ModelConfig.from_dict(fields)
 
 
-def _followed(
-  folder: pathlib.Path, model: model_config.ModelConfig, wait_s: float
-) -> tuple[int, Any, Callable[[], tuple[int, Any] | None]]:
-  receiver = reinforce.Receiver(folder, model)
-  deadline = time.monotonic() + wait_s
-  while (update := receiver.poll()) is None:
-    if time.monotonic() > deadline:
-      raise ValueError(
-        f'No usable policy in {folder / "store"} within {wait_s:g} s '
-        f'({receiver.problem or "nothing there"}); is RL running?'
-      )
-    time.sleep(0.1)
+def _receiver(
+  folder: pathlib.Path,
+  model: model_config.ModelConfig,
+  config: dict[str, Any],
+  store: str,
+) -> receivers.Receiver:
+  if 'delta' not in config:
+    raise ValueError(
+      f'{folder / workdirs.CONFIG} has no section delta: the run is older than '
+      'signed bundles, and cannot be followed.'
+    )
+  store = store or config['delta']['store']
+  return receivers.Receiver(folder, model, store)
+
+
+def newer(receiver: receivers.Receiver) -> policies.Source:
+  """Returns what a service follows, and may be rolled back to."""
 
   def poll() -> tuple[int, Any] | None:
-    found = receiver.poll()
-    if found is None and receiver.problem is not None:
+    policy = receiver.poll()
+    if policy is not None:
+      return policy.version, policy.variables
+    if receiver.problem is not None:
       raise ValueError(receiver.problem)
-    return found
+    return None
 
-  return (*update, poll)
+  def roll_back(version: int) -> tuple[int, Any]:
+    policy = receiver.roll_back(version)
+    return policy.version, policy.variables
+
+  return policies.Source(poll=poll, roll_back=roll_back)
 
 
 def _finished(folder: pathlib.Path) -> list[str]:

@@ -46,6 +46,7 @@ class Spec:
   sandbox: sections.Sandbox
   rollout: sections.Rollout
   rl: sections.RL
+  delta: sections.Delta
   evaluation: sections.Evaluation
   telemetry: sections.Telemetry
 
@@ -105,6 +106,14 @@ class Spec:
       self.batch_shape()
     except ValueError as error:
       raise ValueError(f'--config.rl.seq_len: {error}') from error
+    if (
+      self.delta.store.startswith('memory:')
+      and self.rl.placement == 'processes'
+    ):
+      raise ValueError(
+        f'--config.delta.store {self.delta.store!r} is of one process: set '
+        "--config.rl.placement='colocated', or leave it '' for the workdir."
+      )
     if self.layout not in layouts.BY_NAME:
       raise ValueError(
         f'--config.layout must be one of {tuple(layouts.BY_NAME)}, not '
@@ -155,6 +164,7 @@ _SECTIONS = {
   'sandbox': sections.Sandbox,
   'rollout': sections.Rollout,
   'rl': sections.RL,
+  'delta': sections.Delta,
   'evaluation': sections.Evaluation,
   'telemetry': sections.Telemetry,
 }

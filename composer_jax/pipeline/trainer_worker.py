@@ -22,7 +22,10 @@ class Ports:
     buffer: finished groups.
     wait: (group ids) -> groups; blocks. In the `processes` placement it
       watches the rollout process, in `colocated` it samples them itself.
-    publish: (state, version) -> sizes of the bundle of its policy.
+    accept: (groups) -> None; raises for those that other weights sampled than
+      were published.
+    publish: (state, version) -> None; begins to publish its policy, and waits
+      for one that is still under way. The state may be donated at once.
     save: (step, state, is_last) -> None; an asynchronous checkpoint, where one
       is due.
     saved_step: () -> the newest step whose checkpoint is durable.
@@ -31,7 +34,8 @@ class Ports:
 
   buffer: buffers.GroupBuffer
   wait: Callable[[list[int]], list[records.Group]]
-  publish: Callable[[train_state.TrainState, int], dict[str, int]]
+  accept: Callable[[list[records.Group]], None]
+  publish: Callable[[train_state.TrainState, int], None]
   save: Callable[[int, train_state.TrainState, bool], None]
   saved_step: Callable[[], int]
   log: Callable[[int, dict[str, Any], list[records.Group]], None]
@@ -67,20 +71,22 @@ def run(
     reference: policy values for the KL penalty; None without one.
 
   Raises:
-    ValueError: a group breaks the bound, or `ports.wait` raises it.
+    ValueError: a group breaks the bound, was sampled by other weights than were
+      published, or `ports.wait` raises it.
     mismatch.OutOfBand: the gate stopped a step, whose line of metrics is
       written; neither weights nor checkpoints have anything of it.
     FloatingPointError: a loss or gradient is not finite.
   """
   P = options.prompts
   start = int(state.step)
-  if start < num_steps:
-    ports.publish(state, start)
+  # The last version too: a kill may have come between checkpoint and pointer.
+  ports.publish(state, start)
   for step in range(start, num_steps):
     began = time.monotonic()
     groups = ports.wait(list(range(step * P, (step + 1) * P)))
     waited = time.monotonic()
     check_staleness(groups, step, max_staleness)
+    ports.accept(groups)
     try:
       state, metrics = update.update(
         state, groups, functions, options, shape, reference=reference
@@ -90,7 +96,7 @@ def run(
       ports.log(step + 1, error.metrics, groups)
       raise
     trained = time.monotonic()
-    metrics |= ports.publish(state, step + 1)
+    ports.publish(state, step + 1)
     metrics |= {
       'wait_s': waited - began,
       'train_s': trained - waited,

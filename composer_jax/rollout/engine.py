@@ -4,7 +4,8 @@
   Moved by: `step()`, which dispatches one chunk of context or a few decode
     steps and reads what the dispatch before it found.
   Between steps: `swap()` may change the weights; every token carries the
-    version that sampled it.
+    version that sampled it. What costs time, `place()`, may be called by
+    another thread while this one steps; `switch()` then changes a reference.
   Produces: Completions and Failures, in no particular order.
 
 A session's tokens, log-probabilities and routes depend on its own requests and
@@ -16,6 +17,7 @@ each other, and for a session whose pages were never taken back; with
 """
 
 import dataclasses
+import time
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.rollout import dispatch, placing, sessions
+from composer_jax.rollout import dispatch, forward, placing, sessions
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -52,6 +54,8 @@ class Stats:
     sampled_tokens: tokens sampled.
     dispatches: extends and decodes.
     swaps: of weights.
+    swap_s: host seconds of the last swap, the weights in place and what was
+      dispatched before it awaited.
     failures: requests that failed.
     version: served.
   """
@@ -67,14 +71,28 @@ class Stats:
   sampled_tokens: int
   dispatches: int
   swaps: int
+  swap_s: float
   failures: int
+  version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+  """Weights that lie where the engine that placed them serves them.
+
+  Attributes:
+    weights: a copy of its own.
+    version: theirs.
+  """
+
+  weights: forward.Weights
   version: int
 
 
 class Engine:
   """Continuous batching of one model over a fixed number of slots.
 
-  Not thread-safe: one thread calls it (`rollout.server` is for many).
+  One thread calls it (`rollout.server` is for many), but any may `place`.
   """
 
   def __init__(
@@ -111,7 +129,7 @@ class Engine:
     else:
       self._place = placing.on_mesh(config, mesh)
     self._dispatcher = dispatch.Dispatcher(config, options, self._place)
-    self._serve(variables, version)
+    self._serve(self.place(variables, version))
     self._slots = slots_lib.Slots(
       num_slots=options.num_slots,
       max_len=options.max_len,
@@ -123,13 +141,12 @@ class Engine:
       share_prefixes=options.share_prefixes,
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._swaps = 0
+    self._swaps, self._swap_s = 0, 0.0
 
-  def _serve(self, variables: Any, version: int) -> None:
-    self._dispatcher.weights = placing.put_weights(
-      variables, self.config, self._place
-    )
-    self._dispatcher.version = version
+  def _serve(self, placed: Placed) -> None:
+    self._served = placed
+    self._dispatcher.weights = placed.weights
+    self._dispatcher.version = placed.version
 
   @property
   def version(self) -> int:
@@ -152,19 +169,20 @@ class Engine:
 
   def stats(self) -> Stats:
     """Returns counters; costs nothing."""
-    table, holdings = self._slots, self._slots.holdings
+    table = self._slots
     return Stats(
       sessions=len(table.sessions),
       running=table.num_running,
       waiting=table.num_waiting,
       pages=self.options.pages,
-      pages_free=holdings.pages.num_unowned,
-      pages_cached=len(holdings.prefixes),
+      pages_free=table.holdings.pages.num_unowned,
+      pages_cached=len(table.holdings.prefixes),
       prefix_hit_tokens=table.prefix_hit_tokens,
       context_tokens=self._dispatcher.context_tokens,
       sampled_tokens=table.sampled_tokens,
       dispatches=self._dispatcher.num_dispatches,
       swaps=self._swaps,
+      swap_s=self._swap_s,
       failures=table.failures,
       version=self.version,
     )
@@ -238,39 +256,68 @@ class Engine:
     """Whether the session holds its tokens or has a request under way."""
     return self._slots.is_open(session)
 
-  def swap(
-    self, variables: Any, version: int, policy: str | None = None
-  ) -> None:
-    """Serves other weights from the next step on.
+  def place(self, variables: Any, version: int) -> Placed:
+    """Copies weights to where they are served from; from any thread.
 
     Args:
       variables: with the names, shapes and dtypes of those served.
-      version: not below the one served.
-      policy: 'keep' or 'refresh', as `EngineOptions.on_swap`; None means that.
+      version: theirs.
 
     Raises:
-      ValueError: the version goes back, or an array is missing, unknown or
-        differs in shape or dtype. The engine then serves what it served.
+      ValueError: an array is missing, unknown or differs in shape or dtype.
     """
-    policy = policy or self.options.on_swap
-    if policy not in options_lib.ON_SWAP:
+    _compare(_shapes(variables), self._shapes, version, dtypes=True)
+    weights = placing.put_weights(variables, self.config, self._place)
+    return Placed(weights=jax.block_until_ready(weights), version=version)
+
+  def swap(
+    self, variables: Any, version: int, policy: str | None = None
+  ) -> None:
+    """Places other weights and serves them from the next step on.
+
+    Raises:
+      ValueError: as `place` and `switch` do; what was served is served on.
+    """
+    self._check_swap(version, policy)
+    self.switch(self.place(variables, version), policy)
+
+  def switch(self, placed: Placed, policy: str | None = None) -> Placed:
+    """Serves weights that are in their place from the next step on.
+
+    Args:
+      placed: by this engine.
+      policy: 'keep' or 'refresh', as `EngineOptions.on_swap`; None means that.
+
+    Returns:
+      What was served; freeing it takes longer than the switch.
+
+    Raises:
+      ValueError: the version goes back while sessions are open.
+    """
+    self._check_swap(placed.version, policy)
+    self._dispatcher.read(self._slots)
+    began, before = time.perf_counter(), self._served
+    self._serve(placed)
+    refresh = (policy or self.options.on_swap) == options_lib.REFRESH
+    self._slots.swap(placed.version, refresh=refresh)
+    if refresh:
+      self._dispatcher.decompose()
+    self._swaps += 1
+    self._swap_s = time.perf_counter() - began
+    return before
+
+  def _check_swap(self, version: int, policy: str | None) -> None:
+    if policy not in (None, *options_lib.ON_SWAP):
       raise ValueError(
         f'The policy of a swap must be one of {options_lib.ON_SWAP}, not '
         f'{policy!r}.'
       )
-    if version < self.version:
+    if version < self.version and self._slots.sessions:
       raise ValueError(
-        f'Cannot swap version {self.version} for the older {version}: '
-        'versions never decrease within a session.'
+        f'Cannot swap version {self.version} for the older {version} while '
+        f'{len(self._slots.sessions)} sessions are open: versions never '
+        'decrease within a session. Close them first.'
       )
-    _compare(_shapes(variables), self._shapes, version, dtypes=True)
-    self._dispatcher.read(self._slots)
-    self._serve(variables, version)
-    refresh = policy == options_lib.REFRESH
-    self._slots.swap(version, refresh=refresh)
-    if refresh:
-      self._dispatcher.decompose()
-    self._swaps += 1
 
   def step(self) -> list[records.Completion | records.Failure]:
     """Dispatches one program and returns the outcomes known by now."""

@@ -314,9 +314,10 @@ class Slots:
     self.holdings.reset(version)
     for session in self.sessions.values():
       if session.work is not None:
-        session.settle()
         session.work.keys = session.work.waits_for = None
       if refresh and not (session.work and session.work.refreshed):
+        if session.work is not None:
+          session.settle()  # All its tokens are about to be consumed.
         self.holdings.strip(session)
       elif session.consumed:
         session.shareable = None

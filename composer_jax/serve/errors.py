@@ -75,6 +75,61 @@ def draining() -> ApiError:
   )
 
 
+def queue_full(num_open: int, asked: int, most: int, waiting: int) -> ApiError:
+  return ApiError(
+    429,
+    f'{num_open} choices are open and this request asks for {asked}; the '
+    f'server takes {most} ({waiting} of them waiting). Try again later.',
+    code='queue_full',
+  )
+
+
+def session_busy() -> ApiError:
+  return ApiError(
+    409,
+    'The session has a request under way; wait for its answer.',
+    code='session_busy',
+    param='session',
+  )
+
+
+def session_mismatch(said: int, held: int) -> ApiError:
+  return ApiError(
+    409,
+    f'The session holds {held} tokens here and session_length says {said}; it '
+    'may have been closed (idle sessions are). Send the whole context with '
+    'session_length 0 under another name.',
+    code='session_mismatch',
+    param='session_length',
+    details={'session_length': held},
+  )
+
+
+def rolled_back(version: int, older: int) -> ApiError:
+  return ApiError(
+    503,
+    f'An operator rolled the policy back from version {version} to {older}, '
+    'which ends every session; send the whole context again.',
+    code='rolled_back',
+    details={'policy_version': older},
+  )
+
+
+def not_served(version: int, served: int) -> ApiError:
+  return ApiError(
+    409,
+    f'Policy version {served} is served, and not {version}, which was to be '
+    'left.',
+    code='policy_not_served',
+    param='version',
+    details={'policy_version': served},
+  )
+
+
+def no_rollback(reason: str) -> ApiError:
+  return ApiError(409, reason, code='no_rollback', param='version')
+
+
 def engine_failed(reason: object) -> ApiError:
   return ApiError(
     500,

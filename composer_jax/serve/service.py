@@ -6,10 +6,11 @@ commands by the thread's death, requests by their deadline.
 
   Consumes: Jobs, cancellations and new weights.
   Waits for: a command, while the engine has nothing to do.
-  Woken by: `open`, leaving a Job, the follower of a bundle store, `stop`.
+  Woken by: `open`, leaving a Job, newer weights (`policies`), `stop`.
   Produces: Tokens, then one Completion for each request of a Job, or an error.
 """
 
+import asyncio
 import dataclasses
 import functools
 import logging
@@ -17,10 +18,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
-from composer_jax.serve import errors, follower, jobs
+from composer_jax.serve import errors, jobs, policies
 from composer_jax.serve import options as options_lib
 
 # How long the idle thread sleeps at most; sessions expire at this grain.
@@ -29,7 +31,6 @@ _IDLE_S = 0.2
 _STATS_S = 0.1
 
 SERVING, DRAINING, FAILED, STOPPED = 'serving', 'draining', 'failed', 'stopped'
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -47,20 +48,18 @@ class Service:
     self,
     engine: engines.Engine,
     options: options_lib.ServeOptions,
-    poll: follower.Poll | None = None,
+    source: policies.Source | None = None,
   ):
     """Wraps an engine that nothing else touches.
 
     Args:
       engine: started and stopped with the service.
       options: limits.
-      poll: () -> (version, variables) once there is a newer policy, else None;
-        called in a thread of its own.
+      source: of newer weights; None serves what the engine has.
     """
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
-    self._engine, self._refused = engine, ''
-    self._version = engine.version
+    self._engine = engine
     self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self._lock = threading.RLock()
     self._state = SERVING
@@ -69,21 +68,20 @@ class Service:
     self._num_open = 0
     self._stopping = threading.Event()
     self._alive = time.monotonic()
-    self._stats: dict[str, int] = dataclasses.asdict(engine.stats())
+    self._stats: dict[str, float] = dataclasses.asdict(engine.stats())
     self._stats_at = 0.0
     # Of the engine's thread alone.
     self._places: dict[str, tuple[jobs.Job, int]] = {}
     self._kept: dict[str, _Kept] = {}
     # A device that hangs must not keep the process from ending.
-    self._threads = [
-      threading.Thread(target=self._run, name='engine', daemon=True)
-    ]
-    self._follower = None
-    if poll is not None:
-      self._follower = follower.Follower(
-        poll, options.poll_s, lambda: self._inbox.put(self._swap)
-      )
-      self._threads.append(self._follower.thread)
+    thread = threading.Thread(target=self._run, name='engine', daemon=True)
+    self._policies = policies.Policies(
+      engine,
+      source,
+      options.poll_s,
+      lambda: self._inbox.put(self._policies.serve_newest),
+    )
+    self._threads = [thread, *self._policies.threads]
 
   # ---- from any thread ----
 
@@ -94,13 +92,13 @@ class Service:
 
   @property
   def version(self) -> int:
-    """Of the weights that the next step uses; never decreases."""
-    return self._version
+    """Of the weights that the next step uses."""
+    return self._policies.version
 
   @property
   def problem(self) -> str:
     """Why newer weights are not served; '' where none are known."""
-    return (self._follower.problem if self._follower else '') or self._refused
+    return self._policies.problem
 
   @property
   def state(self) -> str:
@@ -111,7 +109,7 @@ class Service:
     return self._num_open
 
   @property
-  def stats(self) -> dict[str, int]:
+  def stats(self) -> dict[str, float]:
     """Figures of the engine, at most a fraction of a second old."""
     return {**self._stats, 'kept_sessions': len(self._kept)}
 
@@ -165,12 +163,8 @@ class Service:
       if self._state != SERVING:
         raise errors.draining()
       if self._num_open + num > self.capacity:
-        raise errors.ApiError(
-          429,
-          f'{self._num_open} choices are open and this request asks for {num}; '
-          f'the server takes {self.capacity} ({self.options.max_queue} of them '
-          'waiting). Try again later.',
-          code='queue_full',
+        raise errors.queue_full(
+          self._num_open, num, self.capacity, self.options.max_queue
         )
 
   def _leave(self, job: jobs.Job, indices: Sequence[int]) -> None:
@@ -186,13 +180,35 @@ class Service:
     Raises:
       errors.ApiError: `missing`, 503 or 500.
     """
+    await self._ask(self._close, name, missing)
+
+  async def _ask(self, command: Callable[..., None], *args: Any) -> None:
+    """Waits until the engine's thread has done something."""
     # Of no requests; so that the engine's end reaches this, too.
     job = jobs.Job((), self._leave, keep=False, session_length=None)
     with self._lock:
       self.check_room(0)
       self._jobs.add(job)
-      self._inbox.put(functools.partial(self._close, job, name, missing))
+      self._inbox.put(functools.partial(command, job, *args))
     await job.next()
+
+  async def roll_back(self, version: int) -> int:
+    """Serves the version before `version`, which it returns; sessions end.
+
+    They hold tokens of the version that is left, after which none of an older
+    one may come. Their requests get 503, and may be sent again.
+
+    Raises:
+      errors.ApiError: 409, 503 or 500; the same weights are served on.
+    """
+    if self.version != version:
+      raise errors.not_served(version, self.version)
+    try:
+      placed = await asyncio.to_thread(self._policies.previous, version)
+    except ValueError as error:
+      raise errors.no_rollback(str(error)) from error
+    await self._ask(self._roll_back, version, placed)
+    return placed.version
 
   def begin_drain(self) -> None:
     """Takes no new requests from now on; running ones go on."""
@@ -203,13 +219,7 @@ class Service:
   def abort(self) -> None:
     """Cancels every open request; each is told that the server ends."""
     self.begin_drain()
-
-    def cancel_all():
-      for job in list(self._jobs):
-        job.put(0, errors.draining())
-        self._cancel(job, range(len(job.requests)))
-
-    self._inbox.put(cancel_all)
+    self._inbox.put(lambda: self._cancel_all(errors.draining()))
 
   def stop(self, timeout_s: float = 30.0) -> bool:
     """Ends the threads, and with them every open request.
@@ -219,8 +229,7 @@ class Service:
     """
     self.abort()
     self._stopping.set()
-    if self._follower is not None:
-      self._follower.stop()
+    self._policies.stop()
     self._inbox.put(lambda: None)
     deadline = time.monotonic() + timeout_s
     for thread in self._threads:
@@ -248,8 +257,7 @@ class Service:
       # Not handled, only passed on: everyone who waits would wait for ever.
       logging.exception('The engine failed:')
       self._failure = error
-      if self._follower is not None:
-        self._follower.stop()
+      self._policies.stop()
       self._end(FAILED, errors.engine_failed(error))
 
   def _end(self, state: str, error: errors.ApiError) -> None:
@@ -276,6 +284,28 @@ class Service:
       self._jobs.discard(job)
     job.put(0, None if there else missing)
 
+  def _roll_back(
+    self, job: jobs.Job, version: int, placed: engines.Placed
+  ) -> None:
+    refusal = None
+    if self.version != version:
+      # A newer one came while the older was being placed.
+      refusal = errors.not_served(version, self.version)
+    else:
+      self._cancel_all(errors.rolled_back(version, placed.version))
+      for name in list(self._kept):
+        self._drop(name)
+      self._policies.serve(placed)
+    with self._lock:
+      self._jobs.discard(job)
+    job.put(0, refusal)
+
+  def _cancel_all(self, reason: errors.ApiError) -> None:
+    # Others ask for something that is done or refused in its turn.
+    for job in [j for j in self._jobs if j.requests]:
+      job.put(0, reason)
+      self._cancel(job, range(len(job.requests)))
+
   def _submit(self, job: jobs.Job) -> None:
     if job not in self._jobs:
       return  # Left before its turn came.
@@ -297,23 +327,10 @@ class Service:
     if job.session_length is None:
       return
     if name in self._places:
-      raise errors.ApiError(
-        409,
-        'The session has a request under way; wait for its answer.',
-        code='session_busy',
-        param='session',
-      )
+      raise errors.session_busy()
     held = self._kept[name].length if name in self._kept else 0
     if held != job.session_length:
-      raise errors.ApiError(
-        409,
-        f'The session holds {held} tokens here and session_length says '
-        f'{job.session_length}; it may have been closed (idle sessions are). '
-        'Send the whole context with session_length 0 under another name.',
-        code='session_mismatch',
-        param='session_length',
-        details={'session_length': held},
-      )
+      raise errors.session_mismatch(job.session_length, held)
 
   def _finish(self, outcome: records.Completion | records.Failure) -> None:
     name = outcome.session
@@ -378,20 +395,5 @@ class Service:
   def _copy_stats(self) -> None:
     now = time.monotonic()
     if now - self._stats_at > _STATS_S or not self._places:
-      self._stats, self._stats_at = (
-        dataclasses.asdict(self._engine.stats()),
-        now,
-      )
-
-  def _swap(self) -> None:
-    update = self._follower.take() if self._follower else None
-    if update is None:
-      return  # A newer one came before its turn, and went in its place.
-    version, variables = update
-    try:
-      self._engine.swap(variables, version)
-    except ValueError as error:
-      _log.warning('Version %d is served on: %s', self._version, error)
-      self._refused = str(error)
-    else:
-      self._version, self._refused = version, ''
+      self._stats = dataclasses.asdict(self._engine.stats())
+      self._stats_at = now

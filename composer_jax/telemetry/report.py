@@ -15,6 +15,7 @@ from composer_jax.core import dotted, files
 from composer_jax.telemetry import figures, intervals, page, progress, run_data
 from composer_jax.telemetry import report_corpus as corpus_sections
 from composer_jax.telemetry import report_curves as curves
+from composer_jax.telemetry import report_delta as delta_sections
 from composer_jax.telemetry import report_episodes as episode_sections
 from composer_jax.telemetry import report_rl as rl_sections
 
@@ -81,6 +82,7 @@ def build(run: run_data.RunData) -> str:
     _result(run),
     _language_model(run),
     rl_sections.reinforcement(run, STAGES['rl']),
+    delta_sections.bundles(run),
     _experts(run),
     episode_sections.verdicts(run),
     episode_sections.episodes(run),

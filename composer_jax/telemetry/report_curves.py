@@ -10,7 +10,10 @@ from composer_jax.telemetry import figures, page, run_data
 
 # Drawn as they are: an evaluation is few points, and the mean of steps that
 # differ in kind (a keyframe among deltas) is none of them.
-_EXACT = ('heldout_loss', 'staleness', 'bundle_bytes', 'full_bytes')
+_EXACT = (
+  *('heldout_loss', 'staleness'),
+  *('bytes', 'full_bytes', 'keyframe_bytes', 'skip_bytes'),
+)
 
 
 def curve(

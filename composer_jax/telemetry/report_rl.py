@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from composer_jax.telemetry import page, progress, run_data
+from composer_jax.telemetry import page, run_data
 from composer_jax.telemetry import report_curves as curves
 from composer_jax.telemetry import report_episodes as episode_sections
 
@@ -65,15 +65,6 @@ def reinforcement(run: run_data.RunData, title: str) -> page.Markup:
       unit='policy versions',
       bounds=(-0.1, None),
     ),
-    curves.curve(
-      run,
-      'Bytes published per step',
-      [
-        ('rl', 'full_bytes', 'whole policy'),
-        ('rl', 'bundle_bytes', 'delta bundle'),
-      ],
-      is_log=True,
-    ),
     curves.curve(run, 'Tool calls per episode', [('rl', 'turns', '')]),
     curves.curve(
       run,
@@ -92,16 +83,8 @@ def reinforcement(run: run_data.RunData, title: str) -> page.Markup:
 
 
 def _rl_totals(run: run_data.RunData) -> page.Markup:
-  """Says in numbers what two of the figures show."""
+  """Says in numbers what a figure shows."""
   words = []
-  _, bundles = run.series('rl', 'bundle_bytes')
-  _, full = run.series('rl', 'full_bytes')
-  if sum(bundles) > 0 and full:
-    ratio = np.mean(full) / np.mean(bundles)
-    words.append(
-      f'Bundles: {progress.number(float(np.mean(bundles)))}B on average, '
-      f'{ratio:.1f} times smaller than the policy.'
-    )
   _, replayed = run.series('rl', 'mismatch_kl')
   _, afresh = run.series('rl', 'mismatch_kl_no_replay')
   if replayed and afresh:

@@ -6,6 +6,7 @@
 | run.json         | optional: 'machine', 'command', 'sandbox_level'         |
 | stages.json      | `telemetry.stage_times`                                 |
 | metrics.jsonl    | `telemetry.writer`                                      |
+| received.jsonl   | `telemetry.received`                                    |
 | episodes.jsonl   | {step, task_id, reward, verdict, turns}, turns being    |
 |                  | [{role, text}]; 'stage' if not of RL's training         |
 | */manifest.json  | of the corpus                                           |
@@ -20,7 +21,7 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.telemetry import stage_times, writer
+from composer_jax.telemetry import received, stage_times, writer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class RunData:
     config: nested.
     run: of run.json.
     seconds: of wall time, by stage.
-    metrics: lines, in order.
+    metrics: lines, in order; those of policies received come last, the latest
+      of each version.
     episodes: lines, in order.
     manifest: of the corpus.
     problems: one sentence for each file that is damaged.
@@ -97,11 +99,12 @@ def load(workdir: str | pathlib.Path) -> RunData:
   if not workdir.is_dir():
     raise ValueError(f'{workdir} is not a directory, so there is no run in it.')
   problems: list[str] = []
-  metrics = [
-    row
-    for row in _lines(workdir / writer.METRICS, problems)
-    if {'stage', 'step', 'time'} <= row.keys()
-  ]
+  metrics = _metrics(workdir / writer.METRICS, problems)
+  lines = _metrics(workdir / received.RECEIVED, problems)
+  # Some versions come twice: to a process that was started again, or after the
+  # trainer went back.
+  latest = {row['step']: row for row in lines}
+  metrics += [latest[version] for version in sorted(latest)]
   return RunData(
     workdir=workdir,
     config=_object(workdir / 'config.json', problems),
@@ -112,6 +115,14 @@ def load(workdir: str | pathlib.Path) -> RunData:
     manifest=_manifest(workdir, problems),
     problems=tuple(problems),
   )
+
+
+def _metrics(path: pathlib.Path, problems: list[str]) -> list[dict[str, Any]]:
+  return [
+    row
+    for row in _lines(path, problems)
+    if {'stage', 'step', 'time'} <= row.keys()
+  ]
 
 
 def _object(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:

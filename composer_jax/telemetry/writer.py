@@ -127,11 +127,26 @@ trains on, the trajectories with an advantage, or all where none has one.
 |          |                          | what to look at                        |
 | rl       | expert_load              | * as above                             |
 | rl       | expert_load_max          | * as above                             |
-| rl       | bundle_bytes             | published for the step                 |
-| rl       | full_bytes               | of the whole policy                    |
 | rl       | wait_s                   | for the step's groups                  |
 | rl       | train_s                  | in the update                          |
-| rl       | publish_s                | in making and writing the bundle       |
+| rl       | publish_s                | handing over the policy, the one       |
+|          |                          | before awaited if still under way      |
+| delta    | target_id                | text: Merkle root of the policy that   |
+|          |                          | is published under the step as version |
+| delta    | kind                     | text: 'delta' to the version before,   |
+|          |                          | or 'key', which stands alone           |
+| delta    | bytes                    | of the bundle, its manifest included   |
+| delta    | full_bytes               | of the whole policy                    |
+| delta    | changed                  | share of elements that differ from the |
+|          |                          | version before                         |
+| delta    | cut_bytes                | exchanged to complete chunks that lie  |
+|          |                          | across shards                          |
+| delta    | keyframe_bytes           | of a keyframe made beside the delta,   |
+|          |                          | for receivers that join late           |
+| delta    | skip_bytes               | of deltas to versions further back     |
+| delta    | encode_s                 | in the background: encoding, decoding  |
+|          |                          | again and comparing                    |
+| delta    | upload_s                 | same, writing to the store             |
 | eval     | name                     | text: which policy, 'sft' or 'rl'      |
 | eval     | episodes                 | held-out ones that were judged         |
 | eval     | passed                   | of these                               |

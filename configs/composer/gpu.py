@@ -25,6 +25,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.rl.gate.max_kl_fresh = 1e-4
   if arg == 'smoke':
     return c
+  c.delta.threads = 4
   c.model.embed_dim = 256
   c.model.attention.head_dim = 64
   c.model.dense_ffw_dim = 768

@@ -193,9 +193,31 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     checkpoint_every=5,
     mismatch_every=10,  # steps; measured both with and without replay
     episodes_every=10,
-    keyframe_every=25,  # bundles between full ones
     wait_timeout_s=300.0,
     max_restarts=3,
+  )
+  c.delta = _delta()
+
+
+def _delta() -> dict[str, Any]:
+  """How each policy of RL reaches the engine; no result depends on it."""
+  return dict(
+    # Folder or URL (s3://bucket/run) of this run alone; '' for workdir/store.
+    store='',
+    poll_s=0.05,  # between looks of the rollout process; more for a URL
+    tier='small',  # fewest bytes; or 'fast', for more bytes in less time
+    # Versions between full ones, which only late joiners and repair read.
+    keyframe_every=100,
+    skip_levels=(8,),  # also deltas from so many versions back, for laggards
+    # Codes a change in the context of those before it: fewer bytes, but who
+    # missed a version needs a skip delta or a keyframe.
+    history=False,
+    keyframes='orbax',  # plain checkpoints; or 'packed', two thirds of them
+    # Seconds after which receivers distrust a pointer that nobody renewed, as
+    # the trainer does while it runs; 0 for never.
+    expires_s=7 * 86400.0,
+    verify=True,  # decode and compare each bundle before it is published
+    threads=1,  # that encode, and that decode; each side has a core of two
   )
 
 
@@ -257,7 +279,8 @@ def _shrink(c: ml_collections.ConfigDict) -> None:
   c.rl.checkpoint_every = 1
   c.rl.mismatch_every = 2
   c.rl.episodes_every = 2
-  c.rl.keyframe_every = 3
+  c.delta.keyframe_every = 3
+  c.delta.skip_levels = (2,)
   c.episode.max_tokens = 192
   c.episode.max_turns = 4
   c.episode.max_call_tokens = 24

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.checkpoint import hf_stored, manager
+from composer_jax.checkpoint import hf_stored, keyframes, manager
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -320,3 +323,27 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
   assert f'errno {errno.ENOSPC}' in result.stdout
   assert 'are intact' in result.stdout
   assert int(result.stdout.split()[-1]) >= 1
+
+
+def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
+  tmp_path, monkeypatch
+):
+  """Else orbax confuses their numbers, and both wait for five minutes."""
+  inside, most = [], []
+
+  def save(*unused, **fields):
+    inside.append(fields)
+    most.append(len(inside))
+    time.sleep(0.1)
+    inside.pop()
+
+  checkpoints = manager.Checkpoints(tmp_path / 'checkpoints', keep=2)
+  with contextlib.closing(checkpoints), monkeypatch.context() as patches:
+    patches.setattr(ocp.Checkpointer, 'save', save)
+    patches.setattr(ocp.CheckpointManager, 'save', save)
+    write = keyframes.write(_tree())
+    thread = threading.Thread(target=write, args=(tmp_path / 'keyframe',))
+    thread.start()
+    checkpoints.save(1, _tree())
+    thread.join()
+  assert most == [1, 1]

@@ -50,6 +50,22 @@ def test_what_a_killed_write_leaves_is_swept_and_nothing_else(tmp_path):
   assert set(path.parent.iterdir()) == set(kept)
 
 
+@pytest.mark.parametrize('age', [None, 60.0])
+def test_a_half_made_folder_is_swept_with_all_it_holds(tmp_path, age):
+  building = tmp_path / 'keyframes' / '.made.0123456789abcdef.tmp'
+  inner = building / '.file.0123456789abcdef.tmp'
+  inner.parent.mkdir(parents=True)
+  inner.write_bytes(b'half')
+  made = tmp_path / 'keyframes' / 'made'
+  made.mkdir()
+  if age:
+    assert files.sweep(tmp_path, age) == []
+    for path in (inner, building):
+      os.utime(path, (0, 0))
+  assert files.sweep(tmp_path, age) == [building]
+  assert list(made.parent.iterdir()) == [made]
+
+
 def test_an_error_names_the_path_the_size_and_the_cure(tmp_path):
   files.write_atomic(tmp_path / 'file', b'whole')
   # A parent that is a file, a name that is too long, a target that is a folder.

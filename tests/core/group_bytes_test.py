@@ -66,6 +66,13 @@ def test_what_is_written_is_read():
       np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.parametrize('policies', [None, {v: f'{v:064x}' for v in range(7)}])
+def test_identities_are_read_by_version(policies):
+  group = dataclasses.replace(GROUP, policies=policies)
+  again = group_bytes.from_bytes(group_bytes.to_bytes(group))
+  assert again.policies == policies and again.versions == set(range(7))
+
+
 def test_equal_groups_are_equal_bytes_whenever_they_are_written():
   data = group_bytes.to_bytes(GROUP)
   assert group_bytes.to_bytes(GROUP) == data

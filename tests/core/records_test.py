@@ -76,6 +76,12 @@ COMPLETION = records.Completion(
       'logprobs_T holds a value that is not finite',
     ),
     (TRAJECTORY, {'temperature': 0.0}, r'temperature must be positive.*0\.0'),
+    (
+      GROUP,
+      {'policies': {4: 'a'}},
+      r'Group 3 holds tokens of versions \[4, 5\] and names .* \[4\]',
+    ),
+    (GROUP, {'policies': {}}, r'versions \[4, 5\] and names .* \[\]'),
     (VERDICT, {'status': 'lost'}, "status 'lost' is not one of"),
     (VERDICT, {'num_passed': 3}, r'num_passed \(3\).*num_tests \(2\)'),
     (VERDICT, {'passed': True}, "got 'graded' with 1 of 2"),

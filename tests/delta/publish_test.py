@@ -1,21 +1,38 @@
-"""Republishing, rewinding, collecting, and being killed at any moment."""
+"""Chains, republishing, rewinding and collecting on a local store."""
 
-import json
-import subprocess
-import sys
+import logging
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.delta import publish, subscribe
-from composer_jax.delta import store as store_lib
+from composer_jax.delta import (
+  identity,
+  manifest,
+  publish,
+  restore,
+  signing,
+  subscribe,
+)
+from composer_jax.delta import store as stores
+
+KEY = signing.Hmac(b'a key of the tests' * 2)
 
 
 def weights(version, seed=0):
+  """Weights that move a little each version, special values among them."""
   rng = np.random.default_rng(seed)
+  masters = rng.normal(0, 0.02, (40, 50)) + 1e-4 * version
+  kernel = masters.astype(ml_dtypes.bfloat16)
+  kernel.reshape(-1).view(np.uint16)[:5] = [
+      0x8000, 0, 0x7F80, 0x7FC1 + version, 0xFFFF - version
+  ]  # fmt: skip
   return {
-    'a': (rng.normal(size=300) + version).astype(np.float32),
-    'b': np.full((3, 4), version, np.float16),
+    'bias': (rng.normal(size=300) + version).astype(np.float32),
+    'empty': np.zeros((0, 3), np.float32),
+    'frozen': np.arange(30, dtype=np.int8).reshape(5, 6),
+    'kernel': kernel,
+    'scalar': np.array(version, np.float16),
   }
 
 
@@ -27,33 +44,191 @@ def blocks(arrays):
 
 @pytest.fixture
 def store(tmp_path):
-  return store_lib.Store(tmp_path / 'store')
+  return stores.Store(tmp_path / 'store')
+
+
+def open_publisher(store, run_id='run', **options):
+  options = {'grace_s': 0.0, 'keyframe_every': 100} | options
+  return publish.Publisher(store, run_id, KEY, **options)
 
 
 def files_of(store):
-  paths = [p for p in store.root.rglob('*') if p.is_file()]
+  paths = [
+    p for p in store.root.rglob('*') if p.is_file() and p.name != '.lock'
+  ]
   return {p: p.read_bytes() for p in paths}
 
 
-def served(store):
-  subscriber = subscribe.Subscriber(store, 'run')
+def joiner(store, run_id='run'):
+  return subscribe.Subscriber(store, run_id, KEY)
+
+
+def served(store, run_id='run'):
+  subscriber = joiner(store, run_id)
   update = subscriber.poll()
   assert update is not None, subscriber.problem
   return update
 
 
+def pointer(store, run_id='run'):
+  return manifest.unseal(store.read_pointer(run_id)[0], KEY, run_id)
+
+
+def edges(store, run_id='run'):
+  name = pointer(store, run_id).index
+  return restore.read_index(store, name, run_id).edges
+
+
+def spans(store):
+  return [(e.base_version, e.version) for e in edges(store)]
+
+
+def assert_same_bits(held, wanted):
+  found = held.arrays()
+  assert found.keys() == wanted.keys()
+  for name, array in wanted.items():
+    assert found[name].dtype == array.dtype, name
+    assert found[name].shape == array.shape, name
+    assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize('history', [False, True])
+@pytest.mark.parametrize('tier', ['fast', 'small'])
+def test_each_version_is_one_delta_and_keyframes_come_besides(
+  store, tier, history
+):
+  publisher = open_publisher(
+    store, keyframe_every=3, skip_levels=(2, 4), tier=tier, history=history
+  )
+  follower, previous, kinds = joiner(store), '', []
+  for v in range(9):
+    info = publisher.publish(blocks(weights(v)), v)
+    update = follower.poll()
+    assert (update.version, update.target_id) == (v, info.target_id)
+    for held in (update.weights, served(store).weights):
+      assert_same_bits(held, weights(v))
+    assert info.target_id == identity.target_id(weights(v))
+    assert info.base_id == previous
+    previous = info.target_id
+    kinds.append((info.kind, info.keyframe_bytes > 0, info.skip_bytes > 0))
+    assert follower.stats.bytes < info.bytes + 10_000
+  singles = [(None, 0)] + [(v - 1, v) for v in range(1, 9)]
+  assert kinds[0] == ('key', False, False)
+  assert [k[0] for k in kinds[1:]] == ['delta'] * 8
+  assert [v for v, k in enumerate(kinds) if k[1]] == [3, 6]
+  assert [v for v, k in enumerate(kinds) if k[2]] == [2, 4, 6, 8]
+  assert sorted(spans(store), key=str) == sorted(
+    [
+      *singles, (None, 3), (None, 6),
+      (0, 2), (2, 4), (4, 6), (6, 8), (0, 4), (4, 8),
+    ],
+    key=str,
+  )  # fmt: skip
+
+
+def test_history_begins_anew_at_skips_keyframes_and_a_new_publisher(store):
+  options = {'keyframe_every': 3, 'skip_levels': (4,), 'history': True}
+  publisher = open_publisher(store, **options)
+  for v in range(6):
+    publisher.publish(blocks(weights(v)), v)
+  open_publisher(store, **options).publish(blocks(weights(6)), 6)
+  singles = [e for e in edges(store) if e.base_version == e.version - 1]
+  # A keyframe at 0, 3 and 6, a skip level at 4, a new publisher at 5.
+  assert [e.history for e in singles] == [0, 0, 0, 3, 4, 5]
+  assert_same_bits(served(store).weights, weights(6))
+
+
+def test_what_was_counted(store):
+  publisher = open_publisher(store)
+  before = weights(0)
+  first = publisher.publish(blocks(before), 0)
+  after = {name: array.copy() for name, array in before.items()}
+  after['bias'][[3, 5, 7]] += 1
+  after['kernel'][0, 0] = 1
+  info = publisher.publish(blocks(after), 1)
+  elements = sum(a.size for a in before.values())
+  assert (first.changed, first.elements) == (elements, elements)
+  assert (info.changed, info.elements) == (4, elements)
+  assert info.full_bytes == sum(a.nbytes for a in before.values())
+  assert info.cut_bytes == 0
+  found = store.length(pointer(store).manifest)
+  packs = restore.read_manifest(store, pointer(store).manifest).packs
+  assert info.bytes == found + sum(length for _, length in packs)
+
+
+def test_blobs_do_not_depend_on_threads_nor_on_the_order_of_blocks(tmp_path):
+  manifests = set()
+  for threads, step in ((1, 1), (4, 1), (3, -1)):
+    store = stores.Store(tmp_path / f'{threads}{step}')
+    publisher = open_publisher(store, threads=threads)
+    for v in range(2):
+      arrays = dict(list(weights(v).items())[::step])
+      publisher.publish(blocks(arrays), v)
+    manifests.add(pointer(store).manifest)
+  assert len(manifests) == 1
+
+
+def test_packs_are_bounded_and_keep_the_order(store, monkeypatch):
+  from composer_jax.delta import publish_encode
+
+  monkeypatch.setattr(publish_encode, 'PACK_BYTES', 100)
+  publisher = open_publisher(store)
+  rng = np.random.default_rng(0)
+  arrays = {f'w{i}': rng.normal(size=20).astype(np.float32) for i in range(9)}
+  for v in range(2):
+    publisher.publish(blocks({n: a + v for n, a in arrays.items()}), v)
+    found = restore.read_manifest(store, pointer(store).manifest)
+    assert len(found.packs) > 3
+    # One blob may be longer than a pack; two are never.
+    lengths = [t.chunks['length'][0] for t in found.tensors]
+    used = [t.chunks['pack'][0] for t in found.tensors]
+    assert used == sorted(used)
+    for pack, (_, length) in enumerate(found.packs):
+      here = [n for n, p in zip(lengths, used, strict=True) if p == pack]
+      assert sum(here) == length
+      assert length <= 100 or len(here) == 1
+  assert_same_bits(served(store).weights, {n: a + 1 for n, a in arrays.items()})
+
+
+def test_other_tensors_make_a_keyframe(store):
+  publisher = open_publisher(store)
+  for v in range(2):
+    publisher.publish(blocks(weights(v)), v)
+  follower = joiner(store)
+  follower.poll()
+  grown = {**weights(2), 'more': np.ones(3, np.float32)}
+  assert publisher.publish(blocks(grown), 2).kind == 'key'
+  assert_same_bits(served(store).weights, grown)
+  shrunk = {**weights(3), 'bias': np.ones((2, 3), np.float32)}
+  assert publisher.publish(blocks(shrunk), 3).kind == 'key'
+  assert_same_bits(follower.poll().weights, shrunk)
+  assert publisher.publish(blocks(shrunk), 4).kind == 'delta'
+  del shrunk['kernel']
+  assert publisher.publish(blocks(shrunk), 5).kind == 'key'
+  assert_same_bits(follower.poll().weights, shrunk)
+
+
+def test_no_tensors_after_some_are_none(store):
+  publisher = open_publisher(store)
+  follower = joiner(store)
+  for v, arrays in enumerate([weights(0), {}, {}, weights(3)]):
+    info = publisher.publish(blocks(arrays), v)
+    assert info.target_id == identity.target_id(arrays)
+    assert_same_bits(follower.poll().weights, arrays)
+
+
 def test_republishing_changes_nothing(store):
-  publisher = publish.Publisher(store, 'run')
+  publisher = open_publisher(store)
   infos = [publisher.publish(blocks(weights(v)), v) for v in range(3)]
   before = files_of(store)
-  for p in (publisher, publish.Publisher(store, 'run')):
+  for p in (publisher, open_publisher(store)):
     for v in (0, 2):
       assert p.publish(blocks(weights(v)), v) == infos[v]
   assert files_of(store) == before
 
 
 def test_other_weights_under_a_version_are_refused(store):
-  publisher = publish.Publisher(store, 'run')
+  publisher = open_publisher(store)
   for v in range(3):
     publisher.publish(blocks(weights(v)), v)
   before = files_of(store)
@@ -66,263 +241,133 @@ def test_other_weights_under_a_version_are_refused(store):
 
 @pytest.mark.parametrize('given', [True, False])
 def test_reopened_publisher_continues_the_chain(store, given):
-  info = publish.Publisher(store, 'run').publish(blocks(weights(0)), 0)
+  info = open_publisher(store).publish(blocks(weights(0)), 0)
   base = blocks(weights(0)) if given else None
-  publisher = publish.Publisher(store, 'run', base_blocks=base)
-  assert publisher.version == 0
+  publisher = open_publisher(store, base_blocks=base)
+  assert (publisher.version, publisher.target_id) == (0, info.target_id)
+  if given:
+    # It needs nothing but the manifest then.
+    found = restore.read_manifest(store, pointer(store).manifest)
+    for name, _ in found.packs:
+      (store.root / 'objects' / name).unlink()
   after = publisher.publish(blocks(weights(1)), 1)
   assert (after.kind, after.base_id) == ('delta', info.target_id)
 
 
 def test_given_base_blocks_of_other_weights_are_ignored(store):
-  publish.Publisher(store, 'run').publish(blocks(weights(0)), 0)
-  publisher = publish.Publisher(store, 'run', base_blocks=blocks(weights(9)))
+  open_publisher(store).publish(blocks(weights(0)), 0)
+  publisher = open_publisher(store, base_blocks=blocks(weights(9)))
   assert publisher.publish(blocks(weights(1)), 1).kind == 'delta'
-  np.testing.assert_array_equal(served(store).weights['a'], weights(1)['a'])
+  assert_same_bits(served(store).weights, weights(1))
 
 
-def test_rewind_voids_later_versions_and_receivers_follow(store):
-  publisher = publish.Publisher(store, 'run')
-  ids = [publisher.publish(blocks(weights(v)), v).target_id for v in range(4)]
-  subscriber = subscribe.Subscriber(store, 'run')
-  assert subscriber.poll().version == 3
-  resumed = publish.Publisher(store, 'run')
-  resumed.rewind(1)
-  update = subscriber.poll()
-  assert (update.version, update.target_id) == (1, ids[1])
-  # Bit-equal training gives the same identity again, other training another.
-  assert resumed.publish(blocks(weights(2)), 2).target_id == ids[2]
-  assert subscriber.poll().target_id == ids[2]
-  other = resumed.publish(blocks(weights(3, seed=5)), 3)
-  assert other.base_id == ids[2] != ids[3]
-  assert subscriber.poll().target_id == other.target_id
-  resumed.rewind(7)  # nothing later was published
-  assert resumed.version == 3
-
-
-def test_rewind_past_all_kept_versions_starts_a_new_chain(store):
-  publisher = publish.Publisher(store, 'run')
-  for v in (5, 6):
-    publisher.publish(blocks(weights(v)), v)
-  subscriber = subscribe.Subscriber(store, 'run')
-  subscriber.poll()
-  publisher.rewind(2)
-  assert publisher.version is None
-  assert subscriber.poll() is None and subscriber.held.version == 6
-  info = publisher.publish(blocks(weights(2)), 2)
-  assert (info.kind, info.base_id) == ('key', '')
-  assert subscriber.poll().target_id == info.target_id
-
-
-def damage(store, part):
-  """Damages a part of the last version."""
-  pointer = store.pointer('run')
-  path = store.objects / pointer.manifest
-  if part == 'pack':
-    path = store.objects / store.manifest(pointer.manifest).objects[0][0]
-  elif part == 'base':
-    previous = store.manifest(pointer.manifest).previous
-    path = store.objects / store.manifest(previous).objects[0][0]
-  elif part == 'pointer':
-    path = store.pointer_path('run')
-  path.write_bytes(b'rot')
-
-
-@pytest.mark.parametrize('last', [1, 2])
-@pytest.mark.parametrize('part', ['manifest', 'pack', 'base', 'pointer'])
-def test_a_resumed_trainer_heals_the_version_it_resumes_from(store, part, last):
-  publisher = publish.Publisher(store, 'run')
-  for v in range(last + 1):
-    publisher.publish(blocks(weights(v)), v)
-  subscriber = subscribe.Subscriber(store, 'run')
-  subscriber.poll()
-  damage(store, part)
-  resumed = publish.Publisher(store, 'run')
-  resumed.rewind(1)
-  info = resumed.publish(blocks(weights(1)), 1)
-  joined = served(store)
-  assert (joined.version, joined.target_id) == (1, info.target_id)
-  np.testing.assert_array_equal(joined.weights['a'], weights(1)['a'])
-  # So does who followed all along, and nothing stands in the way of the next.
-  update = subscriber.poll()
-  assert subscriber.problem is None and update.target_id == info.target_id
-  assert resumed.publish(blocks(weights(2)), 2).kind == 'delta'
-  assert subscriber.poll().version == served(store).version == 2
-
-
-@pytest.mark.parametrize('given', [True, False])
-def test_publishing_the_last_version_again_heals_it(store, given):
-  publisher = publish.Publisher(store, 'run')
-  for v in range(2):
-    publisher.publish(blocks(weights(v)), v)
-  damage(store, 'pack')
-  if given:
-    base = blocks(weights(1))
-    publisher = publish.Publisher(store, 'run', base_blocks=base)
-  with pytest.raises(ValueError, match='version 1 with other.*rewind'):
-    publisher.publish(blocks(weights(1, seed=1)), 1)
-  assert publisher.publish(blocks(weights(1)), 1).kind == 'key'
-  assert served(store).version == 1
-
-
-def test_live_publisher_replaces_a_damaged_pointer(store):
-  publisher = publish.Publisher(store, 'run')
-  publisher.publish(blocks(weights(0)), 0)
-  subscriber = subscribe.Subscriber(store, 'run')
-  subscriber.poll()
-  damage(store, 'pointer')
-  assert subscriber.poll() is None and 'damaged' in subscriber.problem
-  publisher.publish(blocks(weights(1)), 1)
-  assert subscriber.poll().version == 1
-
-
-def test_second_publisher_is_noticed(store):
-  one, two = (publish.Publisher(store, 'run') for _ in range(2))
-  one.publish(blocks(weights(0)), 0)
+def test_loser_of_a_race_gets_an_error_and_breaks_nothing(store):
+  one, two = (open_publisher(store) for _ in range(2))
+  info = one.publish(blocks(weights(0)), 0)
+  before = store.read_pointer('run')
   with pytest.raises(ValueError, match='another publisher moved the pointer'):
     two.publish(blocks(weights(1)), 1)
+  for act in (two.renew, lambda: two.rewind(0)):
+    act()  # It has published nothing to renew or rewind.
+
+  # The swap decides, however late the other comes.
+  class Late:
+    def __iter__(self):
+      one.publish(blocks(weights(1)), 1)
+      yield from blocks(weights(1, seed=3))
+
+  three = open_publisher(store)
+  with pytest.raises(ValueError, match='another publisher moved the pointer'):
+    three.publish(Late(), 1)
+  assert store.read_pointer('run') != before
+  assert served(store).version == 1
+  assert_same_bits(served(store).weights, weights(1))
+  assert one.publish(blocks(weights(2)), 2).kind == 'delta'
+  assert info.target_id == identity.target_id(weights(0))
 
 
-def test_gc_keeps_what_the_last_versions_need(store):
-  publisher = publish.Publisher(store, 'run', keyframe_every=3)
-  for v in range(8):  # keyframes 0, 3, 6
-    publisher.publish(blocks(weights(v)), v)
-  (store.objects / '.torn.tmp').write_bytes(b'torn')
-  other = publish.Publisher(store, 'other')
-  other.publish(blocks(weights(50)), 0)
-  assert publisher.gc(3) > 0  # 7, 6, 5, and 4 and 3 below 5
-  # Manifests and packs of five versions, of which one is the other run's.
-  assert len(list(store.objects.iterdir())) == 2 * 6
-  assert publisher.gc(3) == 0
-  np.testing.assert_array_equal(served(store).weights['a'], weights(7)['a'])
-  assert publisher.publish(blocks(weights(8)), 8).kind == 'delta'
-  with pytest.raises(ValueError, match='nor kept .the oldest is 3'):
-    publisher.publish(blocks(weights(1)), 1)
-  publisher.rewind(4)
-  assert served(store).version == 4
-  with pytest.raises(ValueError, match='keep must be at least 1'):
-    publisher.gc(0)
+def test_pointers_expire_and_are_renewed(store):
+  clock = [1000.0]
+  publisher = open_publisher(store, expires_s=60, now=lambda: clock[0])
+  publisher.publish(blocks(weights(0)), 0)
+  first = pointer(store)
+  assert first.expires == 1060
+  clock[0] = 1050.0
+  publisher.renew()
+  second = pointer(store)
+  assert (second.expires, second.sequence) == (1110, first.sequence + 1)
+  assert (second.version, second.manifest) == (0, first.manifest)
+  late = subscribe.Subscriber(store, 'run', KEY, now=lambda: 1111.0)
+  assert late.poll() is None and 'expired' in late.problem
+  late = subscribe.Subscriber(store, 'run', KEY, now=lambda: 1109.0)
+  assert late.poll().version == 0
+  # Who goes on after a pause and publishes what is there renews it, too.
+  clock[0] = 1111.0
+  again = open_publisher(store, expires_s=60, now=lambda: clock[0])
+  again.publish(blocks(weights(0)), 0)
+  assert pointer(store).expires == 1171
+  before = pointer(store)
+  again.publish(blocks(weights(0)), 0)
+  assert pointer(store) == before
+  never = open_publisher(store, 'other', expires_s=0)
+  never.publish(blocks(weights(0)), 0)
+  late = subscribe.Subscriber(store, 'other', KEY, now=lambda: 1e12)
+  assert late.poll().version == 0
 
 
-def test_gc_deletes_nothing_when_the_chain_is_damaged(store):
-  publisher = publish.Publisher(store, 'run')
-  for v in range(3):
-    publisher.publish(blocks(weights(v)), v)
-  newest = store.manifest(store.pointer('run').manifest)
-  (store.objects / newest.previous).write_bytes(b'rot')
-  before = files_of(store)
-  with pytest.raises(ValueError, match='manifest is damaged'):
-    publisher.gc(1)
-  assert files_of(store) == before
+def test_bad_options_are_named(store):
+  for options, message in (
+    ({'tier': 'tiny'}, "tier 'tiny' must be one of"),
+    ({'keyframe_every': 0}, 'keyframe_every must be at least 1, not 0'),
+    ({'skip_levels': (8, 12)}, r'skip_levels \(8, 12\) must be .* multiples'),
+    ({'skip_levels': (1,)}, 'must be at least 2'),
+    ({'run_id': '../run'}, r"run_id '\.\./run'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      open_publisher(store, **options)
 
 
-# Each child is killed by the kernel at its k-th file operation: an audit hook
-# counts what really happens, nothing is replaced by a stand-in.
-CRASH = """
-import json, os, resource, signal, sys
-
-from tests.delta import publish_test as t
-from composer_jax.delta import publish, store as store_lib
-
-def child(work):
-  pid = os.fork()
-  if not pid:
-    work()
-    os._exit(0)
-  return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def killed(root, at, version):
-  def work():
-    publisher = publish.Publisher(store_lib.Store(root), 'run')
-    count = [0]
-    def hook(event, arguments):
-      if event in ('open', 'os.rename', 'os.mkdir'):
-        count[0] += 1
-        if count[0] == at:
-          os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(hook)
-    publisher.publish(t.blocks(t.weights(version)), version)
-  return child(work)
-
-results = []
-for version in (0, 1):
-  at = 1
-  while True:
-    store = store_lib.Store(f'{root}/{{version}}-{{at}}')
-    if version:
-      publish.Publisher(store, 'run').publish(t.blocks(t.weights(0)), 0)
-    code = killed(store.root, at, version)
-    seen = store.pointer('run')
-    standing = seen and t.served(store).version
-    again = publish.Publisher(store, 'run')
-    info = again.publish(t.blocks(t.weights(version)), version)
-    after = again.publish(t.blocks(t.weights(version + 1)), version + 1)
-    update = t.served(store)
-    again.gc(99)
-    results.append(dict(
-        version=version, code=code, committed=seen and seen.version,
-        target=info.target_id, chained=after.base_id, served=update.target_id,
-        last=after.target_id, kind=after.kind, standing=standing,
-        rewinds=store.pointer('run').rewinds,
-        torn=len(list(store.objects.glob('.*')))))
-    if code == 0:
-      break
-    at += 1
-print(json.dumps(results))
-"""
+@pytest.mark.parametrize(
+  'spoil, message',
+  [
+    (
+      lambda b: [*b[:-1], ('kernel', 'bfloat16', (40, 50), ((1, 40), (0, 50)),
+                           b[-1][4][1:])],
+      'kernel: 50 elements are in no block',
+    ),
+    (lambda b: [*b, b[-1]], 'kernel: the block at .* overlaps'),
+    (lambda b: [*b, ('x', 'S3', (), (), np.array(b'abc'))], "dtype 'S3'"),
+    (
+      lambda b: [*b[:-1], ('kernel', 'bfloat16', (40, 50), ((1, 41), (0, 50)),
+                           b[-1][4])],
+      r'kernel: the block at .* leaves the array',
+    ),
+  ],
+)  # fmt: skip
+def test_bad_blocks_are_named_and_change_nothing(store, spoil, message):
+  publisher = open_publisher(store)
+  publisher.publish(blocks(weights(0)), 0)
+  before = store.read_pointer('run')
+  for version in (1, 1):
+    good = [b for b in blocks(weights(1)) if b[0] != 'scalar']
+    scalar = [b for b in blocks(weights(1)) if b[0] == 'scalar']
+    with pytest.raises(ValueError, match=message):
+      publisher.publish([*scalar, *spoil(good)], version)
+  assert store.read_pointer('run') == before
+  assert publisher.publish(blocks(weights(1)), 1).kind == 'delta'
 
 
-def run_python(code):
-  done = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, timeout=60
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+def test_a_failing_keyframe_is_told_and_tried_again(store, caplog):
+  publisher = open_publisher(store, keyframe_every=1, skip_levels=())
+  publisher.publish(blocks(weights(0)), 0)
 
+  def write_full(folder):
+    raise OSError(28, 'No space left on device')
 
-def test_kill_at_any_file_operation_then_publish_again(tmp_path):
-  code = CRASH.format(root=str(tmp_path))
-  results = run_python(code)
-  for version in (0, 1):
-    rows = [r for r in results if r['version'] == version]
-    assert [r['code'] for r in rows] == [-9] * (len(rows) - 1) + [0]
-    assert len(rows) > 8
-    assert len({r['target'] for r in rows}) == 1
-    # Before the rename of the pointer the old version stands, then the new.
-    before = None if version == 0 else 0
-    assert {r['committed'] for r in rows} == {before, version}
-    for r in rows:
-      assert (r['standing'], r['rewinds']) == (r['committed'], 0)
-      assert (r['chained'], r['served']) == (r['target'], r['last'])
-      assert (r['kind'], r['torn']) == ('delta', 0)
-
-
-FULL = """
-import json, resource, signal
-from tests.delta import publish_test as t
-from composer_jax.delta import publish, store as store_lib
-store = store_lib.Store({root!r})
-publisher = publish.Publisher(store, 'run')
-publisher.publish(t.blocks(t.weights(0)), 0)
-before = t.files_of(store)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
-try:
-  publisher.publish(t.blocks(t.weights(1, seed=3)), 1)
-except OSError as error:
-  message = str(error)
-same = t.files_of(store) == before
-served = t.served(store).version
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-kind = publisher.publish(t.blocks(t.weights(1, seed=3)), 1).kind
-print(json.dumps([message, same, served, kind, t.served(store).version]))
-"""
-
-
-def test_full_disk_is_a_clear_error_and_loses_nothing(tmp_path):
-  message, same, served_version, kind, last = run_python(
-    FULL.format(root=str(tmp_path))
-  )
-  assert 'Cannot write' in message and 'untouched' in message
-  assert (same, served_version, kind, last) == (True, 0, 'delta', 1)
+  with caplog.at_level(logging.WARNING):
+    info = publisher.publish(blocks(weights(1)), 1, write_full=write_full)
+  assert (info.kind, info.keyframe_bytes) == ('delta', 0)
+  assert 'version 1 is out' in caplog.text and 'No space' in caplog.text
+  assert served(store).version == 1
+  assert publisher.publish(blocks(weights(2)), 2).keyframe_bytes > 0
+  assert (None, 2) in spans(store)

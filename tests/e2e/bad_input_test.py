@@ -1,5 +1,6 @@
 """Bad input: a clear error or a contained failure, and nothing written lost."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -8,13 +9,12 @@ import time
 import pytest
 
 from composer_jax.agent import episode
-from composer_jax.checkpoint import manager, weights
+from composer_jax.checkpoint import bundles, manager
 from composer_jax.core import records
-from composer_jax.delta import publish
-from composer_jax.delta import store as stores
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs_of_runs
-from composer_jax.pipeline import reinforce, stages
+from composer_jax.pipeline import publication, stages
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import spec as specs
 from composer_jax.tasks import list_functions
 from configs.composer import tiny
@@ -75,6 +75,9 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rollout.record_routes=False', 'rl.replay needs the routes'),
     ('--config.rollout.on_swap=drop', "on_swap must be one of.*'drop'"),
     ('--config.rollout.page_size=0', 'page_size must be a positive integer'),
+    ('--config.delta.tier=tiny', "config.delta: tier .*'tiny'"),
+    ('--config.delta.poll_s=0', 'delta.poll_s must be positive, not 0'),
+    ('--config.delta.store=memory://x', 'is of one process: set .*colocated'),
   ],
 )
 def test_a_value_out_of_range_is_named(override, message):
@@ -172,20 +175,27 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
 ):
   copy = shutil.copytree(straight, tmp_path / 'copy')
   spec = composer_test.make_spec()
-  receiver = reinforce.Receiver(copy, spec.model)
-  store = stores.Store(copy / 'store')
-  manifest = store.manifest(store.pointer('policy').manifest)
-  _flip(store.objects / manifest.objects[0][0])
+  receiver = receivers.Receiver(copy, spec.model)
+  # Every way to version 4: its delta, its skip and the keyframe before it.
+  for path in (copy / 'store' / 'objects').iterdir():
+    _flip(path)
   assert receiver.poll() is None
-  assert 'version 4): its blob is damaged' in receiver.problem
+  assert 'objects' in receiver.problem and 'damaged' in receiver.problem
   # A resumed trainer publishes what it resumes from: here whole.
   with composer_test.opened(copy, spec) as job:
     variables = stages.load_variables(job, 'rl', job.single)
-  publisher = publish.Publisher(store, 'policy', keyframe_every=3)
-  publisher.rewind(4)
-  publisher.publish(weights.blocks(decoder.policy(variables)), 4)
-  version, _ = receiver.poll()
-  assert version == 4 and receiver.problem is None
+    sender = bundles.Sender(
+      receiver.store,
+      receivers.RUN_ID,
+      copy / receivers.KEY,
+      spec.delta.bundle_options(),
+    )
+    with contextlib.closing(sender):
+      published = publication.Publication(sender, job.writer, copy, 4)
+      sender.publish(decoder.policy(variables), 4)
+      published.wait()
+  policy = receiver.poll()
+  assert policy.version == 4 and receiver.problem is None
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from ml_collections import config_flags
 
 from composer_jax.checkpoint import manager
 from composer_jax.core import files
-from composer_jax.delta import store as stores
-from composer_jax.delta import subscribe
 from composer_jax.pipeline import job as jobs_of_runs
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import sync_loop
@@ -29,8 +28,9 @@ EXPECTED_METRICS = {
   'cpt': 'loss heldout_loss grad_norm tokens_per_s lr expert_load_max',
   'sft': 'loss heldout_loss grad_norm tokens_per_s lr expert_load_max',
   'rl': 'reward pass_rate entropy staleness invalid_rate mismatch_kl '
-  'mismatch_kl_no_replay bundle_bytes full_bytes grad_norm turns '
-  'expert_load_max sandbox_ms',
+  'mismatch_kl_no_replay grad_norm turns expert_load_max sandbox_ms',
+  'delta': 'target_id kind bytes full_bytes changed cut_bytes keyframe_bytes '
+  'skip_bytes encode_s upload_s',
   'eval': 'name pass_rate pass_low pass_high episodes',
 }
 
@@ -134,15 +134,36 @@ def test_every_group_is_trained_exactly_once_and_has_a_gradient(straight):
 
 
 def test_the_chain_of_bundles_ends_at_the_exported_policy(straight):
-  subscriber = subscribe.Subscriber(stores.Store(straight / 'store'), 'policy')
-  update = subscriber.poll()
-  assert subscriber.problem is None and update.version == 4
+  receiver = receivers.Receiver(straight, make_spec().model)
+  policy = receiver.poll()
+  assert receiver.problem is None and policy.version == 4
+  found = jobs.named(policy.variables)
   masters = jobs.weights(straight, 'rl')
-  assert update.weights.keys() == masters.keys()
+  assert found.keys() == masters.keys()
   for name, array in masters.items():
     if name.startswith('params/'):
       array = array.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(update.weights[name], array, err_msg=name)
+    np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_both_processes_name_the_same_weights(straight):
+  published = {
+    r['step']: r for r in writers.read(straight) if r['stage'] == 'delta'
+  }
+  assert sorted(published) == [0, 1, 2, 3, 4]
+  assert [published[v]['kind'] for v in range(5)] == ['key', *['delta'] * 4]
+  # Beside the delta, as the config says.
+  assert [v for v in published if published[v]['keyframe_bytes']] == [3]
+  assert [v for v in published if published[v]['skip_bytes']] == [2, 4]
+  rows = writers.read(straight / 'received.jsonl')
+  # At staleness 0 it samples from every version but the last.
+  assert {r['step'] for r in rows} >= {0, 1, 2, 3}
+  for row in rows:
+    assert row['target_id'] == published[row['step']]['target_id']
+    # One that follows closely reads singles alone.
+    version = row['step']
+    way = [f'delta {version - 1}-{version}'] if version else ['key 0']
+    assert row['route'] == way
 
 
 def sandbox_processes() -> dict[psutil.Process, int]:

@@ -37,7 +37,8 @@ def published(version):
       text = (workdir / 'store/refs/policy/latest').read_text()
     except FileNotFoundError:
       return False
-    return json.loads(text)['body']['version'] >= version
+    _, _, body = text.partition('\n')  # Its signature comes first.
+    return json.loads(body)['version'] >= version
 
   return is_due
 

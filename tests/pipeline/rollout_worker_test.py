@@ -1,39 +1,96 @@
-"""When the worker looks for a policy, and what it then serves."""
+"""What the worker serves, and what it says sampled a group."""
 
+import dataclasses
 import types
 
+import pytest
+
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import rollout_worker
+from tests.pipeline import buffer_test
 
 
 class Engine(types.SimpleNamespace):
-  """The two members that a Follower uses."""
+  """The three members that a Server uses."""
 
-  def swap(self, values, version):
-    self.values, self.version = values, version
+  def switch(self, weights):
+    before, self.weights, self.version = self.weights, weights, weights.version
+    return before
+
+  def stats(self):
+    return types.SimpleNamespace(swap_s=0.25)
 
 
-def test_a_follower_serves_each_newer_policy_and_keeps_the_last():
-  engine = Engine(values='a', version=3)
-  news = iter([None, (4, 'b'), None, (7, 'c'), None])
-  follow = rollout_worker.Follower(lambda: next(news), engine, interval_s=0.0)
+def policy(version, target_id):
+  return receivers.Policy(
+    version=version, target_id=target_id, variables=None, received={}
+  )
+
+
+def placed(version, target_id):
+  return receivers.Placed(
+    version=version,
+    target_id=target_id,
+    weights=types.SimpleNamespace(version=version),
+    received={},
+  )
+
+
+@pytest.fixture
+def make():
+  """make(news) -> (Server, its engine, what it dropped, what it logged)."""
+
+  def make(news):
+    dropped, logged = [], []
+    engine = Engine(weights='first', version=3)
+    served = rollout_worker.Server(
+      engine,
+      policy(3, 'aa'),
+      iter(news).__next__,
+      dropped.append,
+      lambda found, swap_s: logged.append(
+        (found.version, found.target_id, swap_s)
+      ),
+    )
+    return served, engine, dropped, logged
+
+  return make
+
+
+def test_each_newer_policy_is_served_and_the_last_kept(make):
+  found = [placed(4, 'bb'), placed(7, 'cc')]
+  served, engine, dropped, logged = make([None, found[0], None, found[1], None])
   seen = []
   for _ in range(5):
-    follow()
-    seen.append((follow.version, engine.version, engine.values))
-  assert seen == [
-    (3, 3, 'a'),
-    (4, 4, 'b'),
-    (4, 4, 'b'),
-    (7, 7, 'c'),
-    (7, 7, 'c'),
-  ]
+    served()
+    seen.append((served.version, engine.version))
+  assert seen == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
+  assert dropped == ['first', found[0].weights]
+  assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
 
 
-def test_a_follower_looks_once_an_interval():
-  looks = []
-  follow = rollout_worker.Follower(
-    lambda: looks.append(1), Engine(version=0), interval_s=1000.0
+def test_a_group_is_stamped_with_the_weights_of_its_versions(make):
+  served, *_ = make([placed(4, 'bb'), placed(5, 'cc')])
+  served()
+  served()
+  group = buffer_test.make_group(0, 4)
+  assert group.versions == {4} and group.policies is None
+  assert served.stamp(group).policies == {4: 'bb'}
+  mixed = dataclasses.replace(
+    group,
+    rollouts=(
+      group.rollouts[0],
+      dataclasses.replace(buffer_test.make_group(0, 3).rollouts[0], member=1),
+    ),
   )
-  for _ in range(50):
-    follow()
-  assert len(looks) == 1
+  assert served.stamp(mixed).policies == {3: 'aa', 4: 'bb'}
+
+
+def test_one_version_has_one_identity_in_the_life_of_a_worker(make):
+  served, engine, *_ = make([placed(3, 'aa'), placed(3, 'bb')])
+  served()
+  with pytest.raises(
+    ValueError, match='Version 3 .* weights aa .* bb.*rewound'
+  ):
+    served()
+  assert engine.version == 3

@@ -1,5 +1,6 @@
 """A server's source: an export, an import, or what RL publishes."""
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -10,12 +11,11 @@ import numpy as np
 import pytest
 
 import composer_jax.serve
-from composer_jax.checkpoint import hf_import, hf_tiny, weights
+from composer_jax.checkpoint import bundles, hf_import, hf_tiny
 from composer_jax.core import files
-from composer_jax.delta import publish
-from composer_jax.delta import store as stores
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import serving
 from composer_jax.serve import http_server
 from composer_jax.text import tokenizer as tokenizers
@@ -64,7 +64,7 @@ def test_the_last_stage_is_served_as_its_policy(workdir, model, tmp_path):
   _equal(source.variables, _variables(model, 0))
   assert (source.name, source.version, source.is_own) == ('mine-sft', 0, True)
   assert source.model.numerics == 'batch_invariant'
-  assert source.stop_tokens == (6, 2) and source.poll is None
+  assert source.stop_tokens == (6, 2) and source.receiver is None
   folder = tmp_path / 'mine'
   shutil.copytree(workdir, folder)
   export.save(folder, 'rl', 40, jax.device_put(_variables(model, 1)))
@@ -77,26 +77,42 @@ def test_the_last_stage_is_served_as_its_policy(workdir, model, tmp_path):
 def test_what_is_published_is_followed(workdir, model, tmp_path):
   folder = tmp_path / 'mine'
   shutil.copytree(workdir, folder)
+  config = files.read_json(folder / 'config.json')
+  with pytest.raises(ValueError, match='older than signed bundles'):
+    serving.load(folder, follow=True)
+  store = str(tmp_path / 'elsewhere')
+  files.write_json(folder / 'config.json', config | {'delta': {'store': store}})
   with pytest.raises(ValueError, match='is RL running'):
     serving.load(folder, follow=True, wait_s=0.0)
-  publisher = publish.Publisher(stores.Store(folder / 'store'), 'policy')
+  sender = bundles.Sender(store, receivers.RUN_ID, folder / receivers.KEY)
 
   def send(version):
-    policy = decoder.policy(_variables(model, version))
-    publisher.publish(weights.blocks(policy), version)
+    policy = decoder.policy(jax.device_put(_variables(model, version)))
+    sender.publish(policy, version)
+    sender.wait()
 
-  send(4)
-  source = serving.load(folder, follow=True)
-  _equal(source.variables, _variables(model, 4))
-  assert (source.name, source.version) == ('mine-rl', 4)
-  assert source.poll() is None
-  send(5)
-  version, variables = source.poll()
-  _equal(variables, _variables(model, 5))
-  assert version == 5
-  (folder / 'store' / 'refs' / 'policy' / 'latest').write_text('torn')
-  with pytest.raises(ValueError, match='pointer is damaged'):
-    source.poll()
+  with contextlib.closing(sender):
+    send(4)
+    source = serving.load(folder, follow=True)
+    _equal(source.variables, _variables(model, 4))
+    assert (source.name, source.version) == ('mine-rl', 4)
+    newer = serving.newer(source.receiver)
+    assert newer.poll() is None
+    send(5)
+    version, variables = newer.poll()
+    _equal(variables, _variables(model, 5))
+    assert version == 5
+    version, variables = newer.roll_back(5)
+    _equal(variables, _variables(model, 4))
+    assert version == 4
+    with pytest.raises(ValueError, match='rolled back from'):
+      newer.poll()
+  # A mirror of the store, as a relay is.
+  mirror = shutil.copytree(store, tmp_path / 'mirror')
+  assert serving.load(folder, follow=True, store=str(mirror)).version == 5
+  (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')
+  with pytest.raises(ValueError, match='refs/policy/latest'):
+    newer.poll()
 
 
 def test_an_import_is_served_by_its_template(tmp_path):
@@ -129,6 +145,7 @@ COMMAND = serving.Command(
   folder=pathlib.Path('nowhere'),
   stage='',
   follow=False,
+  store='',
   host='127.0.0.1',
   port=0,
   name='',

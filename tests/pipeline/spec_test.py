@@ -1,6 +1,7 @@
 """What spans sections of a config, and the gate, a section within one."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -42,6 +43,13 @@ def make(**changes):
       r'--config\.rollout: .*decode_rows \(4, 6\) must end at num_slots \(8\)',
     ),
     ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
+    ({'delta__skip_levels': [1]}, r'--config\.delta: skip_levels .*\(1,\)'),
+    ({'delta__threads': None}, r'config\.delta lacks field threads'),
+    ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
+    (
+      {'delta__store': 'memory://x'},
+      r"'memory://x' is of one process: set --config\.rl\.placement='colo",
+    ),
     (
       {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},
       r'--config\.rl\.seq_len: align \(\d+\) must .*divide seq_len \(200\)',
@@ -89,6 +97,17 @@ def test_a_run_goes_on_under_another_gate(tmp_path):
   for each in (spec, flagging, spec):
     with job.open_run(each, tmp_path, []):
       pass
+
+
+def test_a_run_goes_on_with_bundles_of_another_kind_elsewhere(tmp_path):
+  """And who follows it finds them."""
+  options = {'sandbox__level': 'static', 'telemetry__tensorboard': False}
+  moved = make(**options, delta__store='s3://x/y', delta__tier='fast')
+  for spec in (make(**options), moved):
+    with job.open_run(spec, tmp_path, []):
+      pass
+    delta = files.read_json(tmp_path / 'config.json')['delta']
+    assert delta == json.loads(json.dumps(dataclasses.asdict(spec.delta)))
 
 
 def test_two_lines_switch_a_stage_to_muon():

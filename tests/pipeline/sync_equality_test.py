@@ -12,14 +12,17 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from composer_jax.checkpoint import manager
 from composer_jax.core import trees
+from composer_jax.delta import identity
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import mismatch, sync_loop
@@ -138,12 +141,49 @@ def test_the_compared_runs_did_learn(spec, synchronous):
 
 def test_policies_reach_the_engine_through_bundles(spec, colocated):
   workdir, _ = colocated
-  version, _ = reinforce.Receiver(workdir, spec.model).poll()
-  assert version == spec.rl.steps
+  policy = receivers.Receiver(workdir, spec.model).poll()
+  assert policy.version == spec.rl.steps
   lines = (workdir / 'episodes.jsonl').read_text().splitlines()
   rows = [json.loads(line) for line in lines]
   # Episodes of step v were sampled by version v - 1 and by no other.
   assert {(r['step'], *r['versions']) for r in rows} == {(1, 0), (2, 1)}
+
+
+def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
+  workdir, variables = colocated
+  published, taken = (
+    {r['step']: r for r in writers.read(path) if r['stage'] == stage}
+    for path, stage in (
+      (workdir, 'delta'),
+      (workdir / 'received.jsonl', 'received'),
+    )
+  )
+  # Nobody samples from the last version.
+  assert sorted(published) == [0, 1, 2, 3] and sorted(taken) == [0, 1, 2]
+  for version, line in taken.items():
+    assert line['target_id'] == published[version]['target_id']
+  for group in map(
+    buffers.GroupBuffer(workdir / 'groups').get,
+    buffers.GroupBuffer(workdir / 'groups').ids(),
+  ):
+    assert group.policies == {2: published[2]['target_id']}
+  # And these are the bfloat16 casts of the trainer's masters, by a hash that
+  # knows neither bundles nor stores.
+  final = {
+    name: np.asarray(leaf).astype(ml_dtypes.bfloat16)
+    if name.startswith('params/')
+    else np.asarray(leaf)
+    for name, leaf in variables.items()
+  }
+  assert identity.target_id(final) == published[3]['target_id']
+  kinds = [published[v]['kind'] for v in range(4)]
+  assert kinds == ['key', 'delta', 'delta', 'delta']
+  assert [taken[v]['route'] for v in range(3)] == [
+    ['key 0'],
+    ['delta 0-1'],
+    ['delta 1-2'],
+  ]
+  assert 'swap_s' not in taken[0] and taken[1]['swap_s'] > 0
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
@@ -168,12 +208,13 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
   """Waiting would not mend it, nor may an older policy sample in its place."""
   workdir, _ = colocated
   shutil.copytree(workdir / 'store', tmp_path / 'store')
+  shutil.copy(workdir / receivers.KEY, tmp_path)
   with opened(tmp_path, spec, tokenizer) as job:
     buffer = buffers.GroupBuffer(tmp_path / 'groups')
-    with reinforce._colocated(job, buffer) as wait:
+    with reinforce._colocated(job, buffer, lambda: None) as wait:
       pointer = tmp_path / 'store' / 'refs' / 'policy' / 'latest'
       pointer.write_bytes(b'rot')
-      with pytest.raises(ValueError, match='latest: the pointer is damaged'):
+      with pytest.raises(ValueError, match='refs/policy/latest: '):
         wait([0])
 
 
@@ -222,10 +263,9 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   line = lines_of_rl(workdir)[3]
   assert line['gate_breaches'] == len(line['gate']) > 0
   # Nothing of the step was applied, kept or published.
-  assert 'grad_norm' not in line and 'bundle_bytes' not in line
+  assert 'grad_norm' not in line
   assert export.finished_step(workdir, 'rl') is None
-  version, _ = reinforce.Receiver(workdir, spec.model).poll()
-  assert version == 2
+  assert receivers.Receiver(workdir, spec.model).poll().version == 2
   for path in (workdir / 'groups').glob('0000000[45].npz'):
     path.unlink()
   with opened(workdir, spec, tokenizer) as job:
@@ -235,11 +275,39 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   for name, array in variables.items():
     np.testing.assert_array_equal(healed[name], array, err_msg=name)
   found, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
-  uncertain = {*CLOCKS, 'bundle_bytes'}
   assert found.keys() == expected.keys()
-  assert not [
-    n for n in found if n not in uncertain and found[n] != expected[n]
-  ]
+  assert not [n for n in found if n not in CLOCKS and found[n] != expected[n]]
+
+
+def test_a_group_that_other_weights_sampled_is_refused(
+  spec, tokenizer, corrupted
+):
+  groups = buffers.GroupBuffer(corrupted / 'groups')
+  groups.put(dataclasses.replace(groups.get(5), policies={2: 64 * '0'}))
+  with opened(corrupted, spec, tokenizer) as job:
+    with pytest.raises(
+      ValueError, match='Group 5 was sampled with weights 000000.* as version 2'
+    ):
+      reinforce.reinforce(job)
+  assert export.finished_step(corrupted, 'rl') is None
+
+
+def test_a_store_that_was_deleted_is_begun_anew(
+  spec, tokenizer, colocated, corrupted
+):
+  """Though the rollout side has seen, and remembers, later pointers."""
+  untouched, variables = colocated
+  shutil.rmtree(corrupted / 'store')
+  for path in (untouched / 'groups').glob('0000000[45].npz'):
+    shutil.copy(path, corrupted / 'groups')
+  (corrupted / 'groups' / '00000005.npz').unlink()
+  with opened(corrupted, spec, tokenizer) as job:
+    reinforce.reinforce(job)
+    again = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  for name, array in variables.items():
+    np.testing.assert_array_equal(again[name], array, err_msg=name)
+  rows = writers.read(corrupted / 'received.jsonl')
+  assert rows[-1]['step'] == 2 and rows[-1]['route'] == ['key 2']
 
 
 def test_a_flag_is_said_and_written_and_the_run_goes_on(

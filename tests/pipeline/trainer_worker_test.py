@@ -1,5 +1,7 @@
 """What the trainer asks of the groups that it is handed."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,15 @@ def test_a_group_that_breaks_the_bound_is_named(versions, bound, message):
   groups = [make_group(6, (5, 5)), make_group(7, *versions)]
   with pytest.raises(ValueError, match=message):
     trainer_worker.check_staleness(groups, 5, bound)
+
+
+def test_a_run_that_only_has_to_be_exported_publishes_its_last_version():
+  """It may have been killed between the checkpoint and the pointer."""
+  published = []
+  state = types.SimpleNamespace(step=3)
+  ports = types.SimpleNamespace(publish=lambda _, v: published.append(v))
+  options = types.SimpleNamespace(prompts=2)
+  found = trainer_worker.run(
+    state, None, ports, options, None, num_steps=3, max_staleness=0
+  )
+  assert found is state and published == [3]

@@ -139,7 +139,6 @@ def _cast(params):
 @pytest.mark.parametrize(
   'change,version,message',
   [
-    (lambda p: p, 3, 'version 4 for the older 3'),
     (
       lambda p: p.pop('final_norm'),
       5,
@@ -171,6 +170,27 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_serve_on(
   (after,) = serving.complete(engine, asked)
   serving.assert_same_bits(before, after)
   assert (after.policy_version_T == 4).all()
+
+
+def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
+  """Rolled back, so that no session's versions decrease."""
+  asked = serving.request(0, CONTEXT)
+  (first,) = serving.complete(engine, asked)
+  engine.cancel('session 0')
+  engine.swap(policies[1], 4)
+  serving.complete(engine, asked)
+  placed = engine.place(policies[0], 0)
+  for policy in ('keep', 'refresh'):
+    with pytest.raises(
+      ValueError, match='version 4 for the older 0 while 1 sessions are open'
+    ):
+      engine.switch(placed, policy)
+  assert engine.version == 4
+  engine.cancel('session 0')
+  engine.switch(placed)
+  (again,) = serving.complete(engine, asked)
+  serving.assert_same_bits(first, again)
+  assert engine.stats().swaps == 2 and engine.stats().swap_s > 0
 
 
 def test_a_swap_has_one_of_two_policies(engine, policies):

@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from composer_jax.serve import chat_format
+from composer_jax.serve import chat_format, policies
 from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
 
@@ -54,12 +54,28 @@ def say(shared, shared_client, tokenizer):
   shared.settle()
 
 
+def _no_rollback(version):
+  raise ValueError(f'Nothing is from before version {version}.')
+
+
 @pytest.fixture
 def serve(tokenizer):
   """serve(script, ...) -> a running server, stopped at the end."""
   with contextlib.ExitStack() as stack:
 
-    def start(script, *, limits=None, poll=None, token='', form=None, **more):
+    def start(
+      script,
+      *,
+      limits=None,
+      poll=None,
+      roll_back=_no_rollback,
+      token='',
+      form=None,
+      **more,
+    ):
+      source = None
+      if poll is not None:
+        source = policies.Source(poll=poll, roll_back=roll_back)
       engine = scripted.ScriptedEngine(script, **more)
       return stack.enter_context(
         scripted.serving(
@@ -67,7 +83,7 @@ def serve(tokenizer):
           tokenizer,
           form or chat_format.OwnFormat(tokenizer),
           dataclasses.replace(scripted.LIMITS, **(limits or {})),
-          poll,
+          source,
           token,
         )
       )

@@ -82,11 +82,16 @@ class ScriptedEngine:
     self.works.pop(session, None)
     self.held.pop(session, None)
 
-  def swap(self, variables, version):
+  def place(self, variables, version):
     if variables == 'damaged':
       raise ValueError(f'params/x of version {version} is missing.')
-    self.version = version
-    self.swaps.append(version)
+    return types.SimpleNamespace(version=version)
+
+  def switch(self, placed):
+    if placed.version < self.version and self.held:
+      raise ValueError(f'{len(self.held)} sessions are open.')
+    self.version = placed.version
+    self.swaps.append(placed.version)
 
   def step(self):
     if self.dies:
@@ -177,8 +182,8 @@ def wait_for(condition, seconds=10.0):
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, form, limits=LIMITS, poll=None, token=''):
-  served = service.Service(engine, limits, poll)
+def serving(engine, tokenizer, form, limits=LIMITS, source=None, token=''):
+  served = service.Service(engine, limits, source)
   model = app.Model(
     name='tiny',
     tokenizer=tokenizer,

@@ -17,6 +17,7 @@ from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import chat_format, texts, tokens_api
+from composer_jax.serve import policies as sources
 from tests.serve import scripted
 
 OPTIONS = engines.EngineOptions(
@@ -114,7 +115,7 @@ def updates():
 
 
 @pytest.fixture(scope='module')
-def server(engine, tokenizer, updates):
+def server(engine, tokenizer, updates, policies):
   limits = dataclasses.replace(
     scripted.LIMITS, max_queue=STREAMS, max_choices=8, request_timeout_s=120.0
   )
@@ -123,7 +124,10 @@ def server(engine, tokenizer, updates):
     tokenizer,
     chat_format.OwnFormat(tokenizer),
     limits,
-    lambda: updates.pop() if updates else None,
+    sources.Source(
+      poll=lambda: updates.pop() if updates else None,
+      roll_back=lambda version: (version - 1, policies[0]),
+    ),
   ) as running:
     yield running
   stats = engine.stats()
@@ -386,6 +390,8 @@ def test_weights_change_while_a_stream_runs(
   """The last test: it leaves other weights behind."""
   body = {'prompt': [30, 31], 'max_tokens': 80, 'seed': 5}
   body |= {'min_policy_version': 3}
+  alone = {'prompt': [30, 31], 'max_tokens': 8, 'seed': 6}
+  (first,) = post(server, '/v1/tokens', alone).json()['choices']
   found = []
   running = threading.Thread(
     target=lambda: found.append(post(server, '/v1/tokens', body))
@@ -411,6 +417,13 @@ def test_weights_change_while_a_stream_runs(
   assert server.served.version == 9
   body['min_policy_version'] = 9
   assert post(server, '/v1/tokens', body).status_code == 200
+  # An operator goes back to the first ones.
+  answer = post(server, '/v1/policy/rollback', {'version': 9})
+  assert answer.json()['policy_version'] == 8
+  (again,) = post(server, '/v1/tokens', alone).json()['choices']
+  assert set(again['policy_versions']) == {8}
+  assert again['tokens'] == first['tokens']
+  assert again['logprobs'] == first['logprobs']
 
 
 def test_nothing_was_compiled_anew(engine):

@@ -114,13 +114,20 @@ def workdir(tmp_path_factory):
         entropy=0.5,
         mismatch_kl=1e-7,
         mismatch_kl_no_replay=1e-4,
-        bundle_bytes=1000,
-        full_bytes=50_000,
         sandbox_ms=12.0,
         passed=step,
         failed=11 - step,
         unfinished=4,
         infrastructure=step % 2,
+      )
+      out.write(
+        'delta',
+        step,
+        target_id='a' * 64,
+        kind='delta' if step % 2 else INJECTION,
+        bytes=1000,
+        full_bytes=50_000,
+        changed=0.02,
       )
     write_evaluation(out, 0, 'sft', 80, 400)
     write_evaluation(out, 11, 'rl', 240, 400)
@@ -217,7 +224,7 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
 
 def test_figures_are_valid_svg(whole):
   pictures = re.findall(r'base64,([^"]+)"', whole)
-  assert len(pictures) == 10
+  assert len(pictures) == 11
   for picture in pictures:
     tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
     assert tree.tag.endswith('svg')

@@ -1,0 +1,274 @@
+"""Rates of encoding and verified applying, of one core's memcpy.
+
+Everything takes turns on one pinned core and counts CPU seconds; what two
+threads gain is of the wall clock. Gigabytes are those of the weights.
+"""
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+
+import numpy as np
+
+from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
+from composer_jax.delta import codec, grid, identity
+
+_COPIED = 2**27
+_PASSES = 8  # of two threads
+Boxes = list[tuple[np.ndarray, np.ndarray]]
+Job = Callable[[], object]
+
+
+def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
+  """Flat chunks as a bundle has them: (base, values)."""
+  found = []
+  for name, array in policy.items():
+    cut = grid.of(array.shape, array.dtype)
+    for number in range(cut.num_boxes):
+      box = tuple(slice(*ends) for ends in cut.box(number))
+      old, new = base[name][box], array[box]
+      found.append((old.reshape(-1).copy(), new.reshape(-1).copy()))
+  return found
+
+
+def turns(
+  jobs: dict[str, Job], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+  """Seconds of each job, turn by turn; a turn before them does not count."""
+  seconds: dict[str, list[float]] = {name: [] for name in jobs}
+  for turn in range(rounds + 1):
+    for name, job in jobs.items():
+      start = clock()
+      job()
+      if turn:
+        seconds[name].append(clock() - start)
+  return seconds
+
+
+def _encode(old: np.ndarray, new: np.ndarray, tier: str) -> tuple[int, bytes]:
+  return codec.encode(new, old, tier=tier)
+
+
+def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
+  blob = codec.encode(new, old, tier=tier)[1]
+  return identity.short_hash(blob) + identity.hash_box(new)
+
+
+def _decode(
+  old: np.ndarray, coded: tuple[int, bytes], into: np.ndarray
+) -> np.ndarray:
+  """Into memory that is there, as the memcpy beside it copies."""
+  return codec.decode(*coded, old.size, old.dtype, old, out=into)
+
+
+def _apply(
+  old: np.ndarray, coded: tuple[int, bytes], post: bytes, into: np.ndarray
+) -> None:
+  identity.short_hash(coded[1])
+  assert identity.hash_box(_decode(old, coded, into)) == post
+
+
+def _buffers(found: Boxes) -> list[np.ndarray]:
+  return [np.zeros_like(new) for _, new in found]
+
+
+def _each(one: Callable[..., object], *columns: Sequence) -> Job:
+  """Does it to every row of the columns, and keeps no result."""
+
+  def job() -> None:
+    for row in zip(*columns, strict=True):
+      one(*row)
+
+  return job
+
+
+def _copy() -> Job:
+  """Copies more bytes than caches hold."""
+  data = np.ones(_COPIED, np.uint8)
+  into = np.zeros_like(data)
+  return lambda: np.copyto(into, data)
+
+
+def described(case: delta_data.Case) -> tuple[str, Boxes, float]:
+  """Returns the last step of a case: words, its chunks, the share changed."""
+  pair = case.policies[-2], case.policies[-1]
+  differ, total = delta_bounds.changed(*pair)
+  label = f'{case.label}, {differ / total:.2%} changed'
+  return label, boxes(*pair), differ / total
+
+
+def measure(
+  label: str, found: Boxes, rounds: int, *, share: float
+) -> dict[str, float]:
+  """Prints the rates of both tiers; returns the medians in GB/s by name.
+
+  Args:
+    label: of the lines.
+    found: chunks.
+    rounds: of turns.
+    share: changed; goals are of about 1 %, and of less.
+  """
+  olds, news = ([pair[n] for pair in found] for n in (0, 1))
+  jobs: dict[str, Job] = {
+    'memcpy': _copy(),
+    'hash': _each(identity.hash_box, news),
+  }
+  for tier in codec.TIERS:
+    jobs |= _jobs(tier, found)
+  squeezed = [delta_peers.xor(*pair) for pair in found]
+  listed = [delta_peers.gaps(*pair) for pair in found]
+  counts = [codec.count_changed(new, old) for old, new in found]
+  for (old, new), one, two, count in zip(
+    found, squeezed, listed, counts, strict=True
+  ):
+    bits = delta_bounds.bits_of(new)
+    assert np.array_equal(delta_peers.undo_xor(one, old), bits)
+    assert np.array_equal(delta_peers.undo_gaps(two, old, count), bits)
+  jobs |= {
+    'XOR+zstd-1 encode': _each(delta_peers.xor, olds, news),
+    'XOR+zstd-1 decode': _each(delta_peers.undo_xor, squeezed, olds),
+    'gap lists encode': _each(delta_peers.gaps, olds, news),
+    'gap lists decode': _each(delta_peers.undo_gaps, listed, olds, counts),
+  }
+  seconds = turns(jobs, rounds, time.process_time)
+  gigabytes = sum(new.nbytes for _, new in found) / 1e9
+  rates = {
+    name: [
+      (_COPIED / 1e9 if name == 'memcpy' else gigabytes) / value
+      for value in values
+    ]
+    for name, values in seconds.items()
+  }
+  _report(label, rates, _GOALS if share <= 0.015 else {})
+  return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def _jobs(tier: str, found: Boxes) -> dict[str, Job]:
+  olds, news = ([pair[n] for pair in found] for n in (0, 1))
+  codes = [_encode(old, new, tier) for old, new in found]
+  posts, into = [identity.hash_box(new) for new in news], _buffers(found)
+  encode = functools.partial(_encode, tier=tier)
+  encode_and_hash = functools.partial(_encode_and_hash, tier=tier)
+  return {
+    f'{tier} encode': _each(encode, olds, news),
+    f'{tier} encode and hash': _each(encode_and_hash, olds, news),
+    f'{tier} decode': _each(_decode, olds, codes, into),
+    f'{tier} verified apply': _each(_apply, olds, codes, posts, into),
+  }
+
+
+_GOALS = {
+  'small encode and hash': 0.08,
+  'small verified apply': 0.08,
+  'fast encode and hash': 0.15,
+  'fast verified apply': 0.20,
+}
+
+
+def _report(
+  label: str, rates: dict[str, list[float]], goals: dict[str, float]
+) -> None:
+  middle = {name: statistics.median(values) for name, values in rates.items()}
+
+  def ceiling(name: str) -> float | None:
+    """Of the two one after another, each at the rate it has alone."""
+    if name not in _GOALS:
+      return None
+    alone = name.replace(' and hash', '').replace('verified apply', 'decode')
+    return 1 / (1 / middle[alone] + 1 / middle['hash'])
+
+  for name, values in rates.items():
+    if name == 'memcpy':
+      continue
+    goal = goals.get(name)
+    interleaved.report(
+      'delta',
+      f'{label}: {name}, one core; peer memcpy',
+      (values, rates['memcpy']),
+      limit=ceiling(name),
+      goal='none' if goal is None else f'ratio >= {goal}',
+      met=lambda _, ratio: goal is None or ratio >= goal,  # noqa: B023
+      unit='GB/s',
+    )
+
+
+def without_numba(label: str, found: Boxes, rounds: int) -> None:
+  """Rates of the same codecs where numba is not installed."""
+  codec.use('numpy')
+  try:
+    jobs = _jobs('small', found)
+    codes = [_encode(old, new, 'small') for old, new in found]
+    seconds = turns(jobs, rounds, time.process_time)
+  finally:
+    codec.use('auto')
+  same = all(
+    _encode(old, new, 'small') == coded
+    for (old, new), coded in zip(found, codes, strict=True)
+  )
+  megabytes = sum(new.nbytes for _, new in found) / 1e6
+  for what, values in seconds.items():
+    interleaved.report(
+      'delta',
+      f'{label}: {what} without numba, one core; the bytes are '
+      f'{"the same" if same else "OTHERS"}',
+      ([megabytes / value for value in values], []),
+      limit=None,
+      goal='>= 15 MB/s, the same bytes',
+      met=lambda ours, _: same and ours >= 15,
+      unit='MB/s',
+    )
+
+
+def threads(label: str, found: Boxes, rounds: int, cores: set[int]) -> None:
+  """What a second thread gains, by the wall clock, on two cores."""
+  before = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, cores)
+  gigabytes = sum(new.nbytes for _, new in found) / 1e9
+  try:
+    for tier in codec.TIERS:
+      for what, one in _one_by_one(tier, found).items():
+        jobs: dict[str, Job] = {
+          name: functools.partial(_all_of, count, one, len(found))
+          for name, count in (('two', 2), ('one', 1))
+        }
+        seconds = turns(jobs, rounds, time.perf_counter)
+        two, alone = (
+          [_PASSES * gigabytes / s for s in seconds[name]]
+          for name in ('two', 'one')
+        )
+        interleaved.report(
+          'delta',
+          f'{label}: {tier} {what}, two threads; peer one thread',
+          (two, alone),
+          limit=None,
+          goal='ratio >= 1.8',
+          met=lambda _, ratio: ratio >= 1.8,
+          unit='GB/s',
+        )
+  finally:
+    os.sched_setaffinity(0, before)
+
+
+def _one_by_one(tier: str, found: Boxes) -> dict[str, Callable[[int], object]]:
+  """What is done to one chunk, by its number."""
+  codes = [_encode(old, new, tier) for old, new in found]
+  posts, into = [identity.hash_box(new) for _, new in found], _buffers(found)
+
+  def encode(number: int) -> bytes:
+    old, new = found[number]
+    return _encode_and_hash(old, new, tier)
+
+  def apply(number: int) -> None:
+    _apply(found[number][0], codes[number], posts[number], into[number])
+
+  return {'encode and hash': encode, 'verified apply': apply}
+
+
+def _all_of(threads: int, one: Callable[[int], object], count: int) -> None:
+  """Does all of them, so often that starting threads is nothing beside."""
+  with futures.ThreadPoolExecutor(threads) as pool:
+    for _ in pool.map(one, _PASSES * list(range(count))):
+      pass

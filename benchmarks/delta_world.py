@@ -1,0 +1,174 @@
+"""Egress of the trainer and time until 4, 16 and 64 clusters hold a bundle.
+
+The code is real, in one process: publisher, stores, relays that speak HTTP, and
+a subscriber in each cluster that decodes, verifies and holds the weights. The
+links between are simulated (`delta_links`): each relay reaches the one above it
+in a 4-ary tree over a link of its own, all of one bandwidth and round trip. The
+bundle is small and the links are slow, so that the machine's two cores, which
+stand for all clusters, matter little; packs are small in proportion.
+"""
+
+import contextlib
+import os
+import pathlib
+import tempfile
+import threading
+import time
+
+import numpy as np
+
+from benchmarks import delta_data, delta_links, delta_sizes, interleaved
+from composer_jax.delta import publish, publish_encode, relay, subscribe
+from composer_jax.delta import store as stores
+
+FANOUT = 4
+ROUND_TRIP_S = 0.1  # across an ocean
+SEND_S = 15.0  # what the bundle takes over one link
+POLL_S = 0.5  # of the clusters; relays ask five times as often at most
+# About as many as make up the bundle, and so many on their way at once: a relay
+# hands on a pack when it is whole, so that a level costs these few.
+PACKS, IN_FLIGHT = 40, 2
+
+
+def _policies(arrays: int) -> list[delta_data.Policy]:
+  """Two policies whose step changes nearly all weights."""
+  rng = np.random.default_rng(0)
+  shape = (arrays, 64, 1024)
+  masters = np.float32(0.02) * rng.standard_normal(shape, np.float32)
+  update = delta_data.adamw(rng, shape, 1e-3)
+  return [
+    {
+      f'layer_{n:02d}/kernel': row
+      for n, row in enumerate(found.astype(delta_data.BFLOAT16))
+    }
+    for found in (masters, masters + update())
+  ]
+
+
+def depth(clusters: int) -> int:
+  """Links between the trainer and the farthest cluster."""
+  levels, last = 1, 1
+  while last < clusters:
+    last = last * FANOUT + 1
+    levels += 1
+  return levels
+
+
+class _Cluster:
+  """A relay and the receiver behind it; `held` says when it had version 1."""
+
+  def __init__(self, url: str):
+    self.subscriber = subscribe.Subscriber(
+      stores.Store(url), delta_sizes.RUN_ID, delta_sizes.key(), threads=1
+    )
+    self.held = 0.0
+
+  def follow(self, version: int, gives_up: float) -> None:
+    while time.perf_counter() < gives_up:
+      update = self.subscriber.poll()
+      if update is not None and update.version == version:
+        self.held = time.perf_counter()
+        return
+      time.sleep(POLL_S)
+
+
+def _all_follow(
+  clusters: list[_Cluster], version: int, gives_up: float
+) -> None:
+  threads = [
+    threading.Thread(target=c.follow, args=(version, gives_up))
+    for c in clusters
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert all(c.held for c in clusters), [c.subscriber.problem for c in clusters]
+
+
+def _world(
+  clusters: int, policies: list[delta_data.Policy], send_s: float
+) -> tuple[float, float, float]:
+  """Returns egress in bundles, seconds, and the bound of the links."""
+  with contextlib.ExitStack() as stack:
+    # In memory where there is one: 64 clusters do not share a disk.
+    memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
+    root = pathlib.Path(
+      stack.enter_context(tempfile.TemporaryDirectory(dir=memory))
+    )
+    network = stack.enter_context(delta_links.network())
+    trainer = stores.Store(root / 'trainer')
+    publisher = publish.Publisher(
+      trainer, delta_sizes.RUN_ID, delta_sizes.key(), skip_levels=()
+    )
+    publisher.publish(delta_sizes.blocks(policies[0]), 0)
+
+    def serve(upstream: stores.Store, name: str) -> str:
+      made = relay.Relay(
+        upstream, root / name, poll_s=POLL_S / 5, threads=IN_FLIGHT
+      )
+      stack.callback(made.close)
+      return stack.enter_context(relay.running(made))
+
+    # The trainer's side of its one link: what a bucket would be.
+    urls, found = [serve(trainer, 'origin')], []
+    for number in range(clusters):
+      above = urls[0 if number == 0 else 1 + (number - 1) // FANOUT]
+      port = int(above.rstrip('/').rpartition(':')[2])
+      link = network.link(port, round_trip_s=ROUND_TRIP_S)
+      upstream = stores.Store(f'http://127.0.0.1:{link.port}')
+      urls.append(serve(upstream, f'cluster_{number}'))
+      found.append(_Cluster(urls[-1]))
+    # The first weights come at once; it is the step that is measured.
+    _all_follow(found, 0, time.perf_counter() + 120)
+    info = publisher.publish(delta_sizes.blocks(policies[1]), 1)
+    for link in network.links:
+      link.bytes_per_s = info.bytes / send_s
+      link.bytes_down = 0
+    for cluster in found:
+      cluster.held = 0.0
+    start = time.perf_counter()
+    _all_follow(found, 1, start + 20 * send_s)
+    seconds = max(c.held for c in found) - start
+    bound = send_s + depth(clusters) * ROUND_TRIP_S
+    return network.links[0].bytes_down / info.bytes, seconds, bound
+
+
+def measure(cores: set[int], *, quick: bool) -> None:
+  pinned = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, cores)
+  policies = _policies(4 if quick else 32)
+  size = sum(a.nbytes for a in policies[0].values())
+  before = publish_encode.PACK_BYTES
+  # Of 8 MiB, a bundle of 1 TB has hundreds.
+  publish_encode.PACK_BYTES = size // 3 // PACKS
+  try:
+    for clusters in (4,) if quick else (4, 16, 64):
+      send_s = 5.0 if quick else SEND_S
+      egress, seconds, bound = _world(clusters, policies, send_s)
+      what = (
+        f'{clusters} clusters, tree of {FANOUT}, depth {depth(clusters)}, '
+        f'round trip {1e3 * ROUND_TRIP_S:.0f} ms'
+      )
+      interleaved.report(
+        'delta',
+        f'{what}: egress of the trainer / bundle bytes, HTTP included',
+        ([egress], []),
+        limit=1.0,
+        goal='<= 1.05',
+        met=lambda ours, _: ours <= 1.05,
+        unit='x',
+      )
+      interleaved.report(
+        'delta',
+        f'{what}: seconds until all hold it; peer the bound of the links, '
+        f'{send_s:g} s for the bundle and a round trip a level',
+        ([seconds], [bound]),
+        limit=bound,
+        goal='<= 1.3 of the peer',
+        met=lambda _, ratio: ratio <= 1.3,
+        unit='s',
+      )
+  finally:
+    publish_encode.PACK_BYTES = before
+    os.sched_setaffinity(0, pinned)

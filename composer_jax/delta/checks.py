@@ -1,0 +1,88 @@
+"""Checks of what other processes wrote: types and bounds, one by one."""
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from composer_jax.delta import grid as grids
+from composer_jax.delta import identity
+
+_RUN_ID = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
+_MAX_NAME = 1024
+
+
+def require(condition: bool | np.bool, what: str) -> None:
+  if not condition:
+    raise ValueError(f'a bundle has an invalid {what}.')
+
+
+def run_id(value: Any) -> None:
+  if not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
+    raise ValueError(
+      f'run_id {value!r:.200} must be 1 to 128 letters, digits, ".", "_" or '
+      '"-", and begin with a letter or digit.'
+    )
+
+
+def parse(data: bytes, record: type) -> dict[str, Any]:
+  """Returns the fields of a record that is in canonical JSON."""
+  return fields_of(identity.parse_canonical(data), record)
+
+
+def fields_of(value: Any, record: type) -> dict[str, Any]:
+  """Returns it, if a record is made of it; the record checks the types."""
+  names = {f.name for f in dataclasses.fields(record)}
+  good = isinstance(value, dict) and value.keys() == names
+  require(good, f'{record.__name__}: its fields must be {sorted(names)}')
+  return value
+
+
+def items(value: Any, what: str) -> list:
+  require(isinstance(value, list), f'list of {what}')
+  return value
+
+
+def tensor(name: Any, dtype: Any, shape: Any) -> None:
+  good = isinstance(name, str) and 0 < len(name) <= _MAX_NAME
+  require(good and name.isprintable(), f'tensor name {name!r:.200}')
+  good = isinstance(dtype, str) and dtype in identity.DTYPES
+  require(good, f'dtype {dtype!r:.200} of {name!r}')
+  good = isinstance(shape, list | tuple) and len(shape) <= grids.MAX_RANK
+  require(good and all(map(identity.is_count, shape)), f'shape of {name!r}')
+  # A zero makes an array empty but must not hide a product beyond int64.
+  require(num_elements([n or 1 for n in shape]) < 2**63, f'shape of {name!r}')
+
+
+def num_elements(shape) -> int:
+  size = 1
+  for n in shape:
+    size *= n
+  return size
+
+
+def path(value: Any) -> None:
+  """A relative path that stays inside its folder on every system."""
+  good = isinstance(value, str) and len(value) <= _MAX_NAME
+  good = good and value.isprintable() and '\\' not in value
+  good = good and {'', '.', '..'}.isdisjoint(value.split('/'))
+  require(good, f'path {value!r:.200}')
+
+
+def start(
+  is_key: bool, version: Any, base_version: Any, history: Any, what: str
+) -> None:
+  """What a bundle starts from: nothing, or an earlier version."""
+  require(identity.is_count(version), f'version {version!r:.99} of {what}')
+  if is_key:
+    good = base_version is None and history is None
+    require(good, f'base of {what}: a keyframe has neither base nor history')
+    return
+  good = identity.is_count(base_version) and base_version < version
+  rule = f'which must be before version {version}'
+  require(good, f'base version {base_version!r:.99} of {what}, {rule}')
+  if history is not None:
+    good = identity.is_count(history) and history <= base_version
+    rule = f'which must be at most its base version {base_version}'
+    require(good, f'history {history!r:.99} of {what}, {rule}')

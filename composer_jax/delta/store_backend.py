@@ -1,0 +1,103 @@
+"""What a place must offer to hold a store, and the counts of its traffic.
+
+Keys are relative paths. A backend knows nothing of what lies under them: names,
+hashes and bounds are checked in `store`, one floor up.
+"""
+
+import pathlib
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+# Files and objects beyond it move in pieces, each of which is retried alone.
+PIECE_BYTES = 16 * 2**20
+
+
+class Conflict(ValueError):
+  """Another process moved the pointer first."""
+
+
+class Found(NamedTuple):
+  """One key of a listing; `modified` is in unix seconds, None if unknown."""
+
+  length: int
+  modified: float | None
+
+
+class Traffic:
+  """Bytes and requests that one store object has moved, for any thread.
+
+  Attributes:
+    bytes_read: of content, as it came.
+    bytes_written: of content, without what was left alone as intact.
+    requests: asked of the place, failed attempts included.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self.bytes_read = 0
+    self.bytes_written = 0
+    self.requests = 0
+
+  def count(self, *, read: int = 0, written: int = 0, requests: int = 0):
+    with self._lock:
+      self.bytes_read += read
+      self.bytes_written += written
+      self.requests += requests
+
+  def __repr__(self) -> str:
+    return (
+      f'Traffic(bytes_read={self.bytes_read}, '
+      f'bytes_written={self.bytes_written}, requests={self.requests})'
+    )
+
+
+class Backend(Protocol):
+  """Reads and writes whole values under keys, each atomically."""
+
+  @property
+  def is_writable(self) -> bool: ...
+
+  def read(self, key: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) as far as there are; FileNotFoundError for no key."""
+    ...
+
+  def put(self, key: str, data: bytes) -> None:
+    """Makes `key` hold `data`, and its modification time recent.
+
+    What is there and intact is not written again.
+    """
+    ...
+
+  def put_file(
+    self, key: str, path: pathlib.Path, digest: str, give: bool
+  ) -> None:
+    """Like `put`, of a file of that sha256; `give`: it may itself be taken."""
+    ...
+
+  def stat(self, key: str) -> Found:
+    """FileNotFoundError for no key."""
+    ...
+
+  def read_tagged(self, key: str, limit: int) -> tuple[bytes, str] | None:
+    """At most `limit` bytes and the mark of this content; None for no key."""
+    ...
+
+  def swap(self, key: str, data: bytes, tag: str | None) -> str:
+    """Writes if the content is still the one marked `tag`, None for none.
+
+    Returns:
+      The mark of the new content.
+
+    Raises:
+      Conflict: the content is another one.
+    """
+    ...
+
+  def find(self, folder: str) -> dict[str, Found]:
+    """Keys below a folder, without the half-written."""
+    ...
+
+  def delete(self, keys: Iterable[str], older_than_s: float) -> list[str]:
+    """Deletes keys that are old enough; returns those that are gone."""
+    ...

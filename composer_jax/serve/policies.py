@@ -1,0 +1,125 @@
+"""The weights that a service serves: newer ones as they come, older on request.
+
+Consumes: what `poll` finds, in a thread of its own, and what is rolled back.
+Waits for: nothing; fetching, verifying and placing happen beside the steps.
+Woken by: the follower's thread, an operator.
+Produces: a reference swap in the engine's thread.
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from composer_jax.delta import follow
+from composer_jax.rollout import engine as engines
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+  """Where newer weights come from.
+
+  Attributes:
+    poll: () -> (version, variables) once there is a newer policy, else None;
+      what cannot be used is a ValueError or an OSError.
+    roll_back: version -> (version, variables) of the one before; a ValueError
+      where that is not at hand. `poll` then finds only what is newer than the
+      version that was left.
+  """
+
+  poll: Callable[[], tuple[int, Any] | None]
+  roll_back: Callable[[int], tuple[int, Any]]
+
+
+class Policies:
+  """Keeps an engine on the newest weights of a source, if it has one.
+
+  Attributes:
+    threads: to be started, at most one.
+    version: of the weights that the next step uses.
+  """
+
+  def __init__(
+    self,
+    engine: engines.Engine,
+    source: Source | None,
+    interval_s: float,
+    notify: Callable[[], None],
+  ):
+    """Wraps an engine.
+
+    Args:
+      engine: stepped by the caller, who calls what changes its weights.
+      source: polled every `interval_s`; None serves the same for ever.
+      interval_s: seconds.
+      notify: called once there is something to `serve_newest`.
+    """
+    self.version = engine.version
+    self.threads: list[threading.Thread] = []
+    self._engine, self._source, self._refused = engine, source, ''
+    # Freed by the follower: no step waits for it.
+    self._dropped: queue.SimpleQueue[engines.Placed] = queue.SimpleQueue()
+    self._follower = None
+    if source is not None:
+      self._follower = follow.Follower(self._look, interval_s, notify)
+      self.threads.append(self._follower.thread)
+
+  @property
+  def problem(self) -> str:
+    """Why newer weights are not served; '' where none are known."""
+    return (self._follower.problem if self._follower else '') or self._refused
+
+  def stop(self) -> None:
+    if self._follower is not None:
+      self._follower.stop()
+
+  def _look(self) -> tuple[int, engines.Placed] | None:
+    """Called by the follower."""
+    assert self._source is not None
+    while not self._dropped.empty():
+      self._dropped.get()
+    update = self._source.poll()
+    if update is None:
+      return None
+    version, variables = update
+    try:
+      return version, self._engine.place(variables, version)
+    except ValueError as error:
+      self._refuse(error)
+      return None
+
+  def previous(self, version: int) -> engines.Placed:
+    """Brings the weights from before `version`, from any thread; fetches none.
+
+    Raises:
+      ValueError: nothing is followed, or they are not at hand.
+    """
+    if self._source is None:
+      raise ValueError(
+        'Nothing is followed, so that there is no version to go back to.'
+      )
+    older, variables = self._source.roll_back(version)
+    return self._engine.place(variables, older)
+
+  def serve_newest(self) -> None:
+    """Called by the engine's thread."""
+    update = self._follower.take() if self._follower else None
+    if update is None:
+      return  # A newer one came before its turn, and went in its place.
+    try:
+      self.serve(update[1])
+    except ValueError as error:
+      self._refuse(error)
+
+  def serve(self, placed: engines.Placed) -> None:
+    """Called by the engine's thread; raises what `Engine.switch` does."""
+    self._dropped.put(self._engine.switch(placed))
+    self.version, self._refused = placed.version, ''
+
+  def _refuse(self, error: ValueError) -> None:
+    _log.warning('Version %d is served on: %s', self.version, error)
+    self._refused = str(error)

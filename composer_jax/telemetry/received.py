@@ -1,0 +1,70 @@
+"""What whoever samples received, one JSON line for each policy served.
+
+`received.jsonl` is the rollout side's: `metrics.jsonl` has one writer, the
+trainer. Its lines have the form of that file, with the stage 'received' and the
+version as the step, so that a report draws both alike:
+
+| name       | meaning                                                        |
+|------------|----------------------------------------------------------------|
+| target_id  | Merkle root that the receiver computed of the weights it has   |
+| route      | list of the bundles that it came by, from what was held        |
+| bytes      | moved for it                                                   |
+| fetch_s    | reading the store, summed over requests                        |
+| decode_s   | decoding and hashing, summed over threads                      |
+| wall_s     | of both, from the pointer to verified weights on the host      |
+| transfer_s | to arrays on the device                                        |
+| place_s    | to where the engine serves them; the engine steps meanwhile,   |
+|            | as during all of the above if it is in a process of its own    |
+| swap_s     | between two decode steps, to the new weights; absent for the   |
+|            | first policy of a process                                      |
+"""
+
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+from composer_jax.core import files
+from composer_jax.telemetry import append, writer
+
+RECEIVED = 'received.jsonl'
+STAGE = 'received'
+
+
+def truncate(workdir: str | os.PathLike, step: int) -> None:
+  """Drops the lines of versions after `step`, which became void.
+
+  Other weights may be published under their numbers, and not all of them be
+  received. Nobody may be writing to the file.
+  """
+  path = pathlib.Path(workdir) / RECEIVED
+  if not path.exists():
+    return
+  rows = writer.read(path)
+  kept = [row for row in rows if row['step'] <= step]
+  if kept != rows:
+    text = ''.join(json.dumps(row) + '\n' for row in kept)
+    files.write_atomic(path, text.encode())
+
+
+class Received:
+  """Appends to the file; one process at a time does."""
+
+  def __init__(self, workdir: str | os.PathLike):
+    """Opens the file, cutting off a line that a kill tore."""
+    path = pathlib.Path(workdir) / RECEIVED
+    self._file = append.AppendFile(path, 'a line of received policies')
+    self._file.truncate(path.read_bytes().rfind(b'\n') + 1)
+
+  def write(self, version: int, **fields: Any) -> None:
+    """Appends one line; fields that are None are left out."""
+    row = {'stage': STAGE, 'step': version, 'time': time.time()}
+    row |= {name: v for name, v in fields.items() if v is not None}
+    self._file.append((json.dumps(row) + '\n').encode())
+
+  def __enter__(self) -> 'Received':
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self._file.close()

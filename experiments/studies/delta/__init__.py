@@ -1,0 +1,1 @@
+"""How many weights a step of training changes, and what bundles make of it."""

@@ -1,0 +1,48 @@
+"""Records policies of real training, step by step, for benchmarks/delta.py.
+
+  python -m experiments.studies.delta.record --workdir=runs/delta \
+      --out=runs/delta/recordings
+
+A MoE of 11 million parameters learns the corpus with Muon, then the tool
+protocol (SFT), in --workdir and by the same stages as configs/composer/tiny.py.
+From there each case of `training.CASES` starts anew: pretraining goes on with
+Muon, or RL (GRPO, its episodes played by the engine) starts with Adam, at one
+small learning rate. The last policies of each are kept. A case that is there
+is not recorded again.
+"""
+
+import os
+import pathlib
+import sys
+
+from absl import app, flags, logging
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/delta', 'Of the training.')
+_OUT = flags.DEFINE_string('out', 'runs/delta/recordings', 'A folder a case.')
+_QUICK = flags.DEFINE_bool('quick', False, 'The shortest run, for tests.')
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  logging.set_verbosity(logging.WARNING)  # Orbax names every file.
+  # One core, so that a run says what it cost whatever else there is.
+  given = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  from composer_jax.pipeline import job as jobs
+  from composer_jax.pipeline import stages
+  from experiments.studies.delta import recordings, training
+
+  spec = training.spec(quick=_QUICK.value)
+  workdir = pathlib.Path(_WORKDIR.value).absolute()
+  with jobs.open_run(spec, workdir, sys.argv, lambda *_: None) as job:
+    stages.pretrain(job)
+    stages.finetune(job)
+    for case in training.CASES:
+      folder = pathlib.Path(_OUT.value) / case.name
+      if not recordings.finished(folder):
+        training.record(job, case, folder, quick=_QUICK.value)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,178 @@
+"""A publisher by hand: any edge, any order, any pointer, and damage to them."""
+
+import ml_dtypes
+import numpy as np
+
+from composer_jax.delta import codec, identity, signing, weights_held
+from composer_jax.delta import manifest as manifests
+from composer_jax.delta import store as store_lib
+
+SIGNER = signing.Hmac(b'subscribers-test')
+
+
+def weights(version, seed=0, shape=(40, 50)):
+  """Weights that move a little each version, special values among them."""
+  rng = np.random.default_rng(seed)
+  masters = rng.normal(0, 0.02, shape).astype(np.float32)
+  masters += 1e-4 * version * np.sign(rng.normal(size=masters.shape))
+  kernel = masters.astype(ml_dtypes.bfloat16)
+  kernel.reshape(-1).view(np.uint16)[:6] = [
+      0x8000, 0, 0x7F80, 0xFF80, 0x7FC1 + version, 0xFFFF - version
+  ]  # fmt: skip
+  bias = (rng.normal(size=8) + 1e-3 * version).astype(np.float32)
+  return {
+    'bias': bias,
+    'empty': np.zeros((0, 3), np.float32),
+    'frozen': np.arange(30, dtype=np.int8).reshape(5, 6),
+    'kernel': kernel,
+    'scalar': np.array(version, np.float32),
+  }
+
+
+def blocks(arrays):
+  for name, array in arrays.items():
+    ends = tuple((0, length) for length in array.shape)
+    yield identity.Block(name, str(array.dtype), array.shape, ends, array)
+
+
+def assert_same_bits(held, wanted):
+  found = held.arrays()
+  assert found.keys() == wanted.keys()
+  for name, array in wanted.items():
+    assert found[name].dtype == array.dtype, name
+    assert found[name].shape == array.shape, name
+    assert found[name].tobytes() == array.tobytes(), name
+
+
+class Run:
+  """Bundles of one run in a store.
+
+  Attributes:
+    held: weights by version, as a receiver would hold them.
+    edges: of the index; drop one and call `point` again, and it is gone.
+  """
+
+  def __init__(self, root, run_id='run', signer=SIGNER, make=weights):
+    self.store = store_lib.Store(root)
+    self.run_id, self.signer, self.make = run_id, signer, make
+    self.held: dict[int, weights_held.Held] = {}
+    self.edges: list[manifests.Edge] = []
+    self.pointer: manifests.Pointer | None = None
+
+  def add(self, version, base=None, history=None, pack_bytes=1000):
+    """Writes a keyframe, or a delta from `base`; returns its edge."""
+    self._hold(version)
+    if history is not None:
+      contexts = self._contexts(history, base)
+    packs, pack, tensors = [], b'', []
+    new, old = self.held[version], self.held.get(base)
+    for name, tensor in new.tensors.items():
+      chunks = np.zeros(tensor.grid.num_boxes, manifests.CHUNK)
+      for number, (start, stop) in enumerate(
+        zip(tensor.offsets, tensor.offsets[1:])
+      ):
+        kind, blob = codec.encode(
+          tensor.buffer[start:stop],
+          None if base is None else old.buffer(name)[start:stop],
+          history=None if history is None else contexts[name][start:stop],
+        )
+        if pack and len(pack) + len(blob) > pack_bytes:
+          packs.append((self.store.put(pack), len(pack)))
+          pack = b''
+        pack += blob
+        short = identity.short_hash(blob) if blob else bytes(16)
+        chunks[number] = (
+          kind,
+          len(packs) if blob else manifests.NO_PACK,
+          len(blob),
+          np.frombuffer(short, np.uint8),
+          tensor.posts[number],
+        )
+      tensors.append(
+        manifests.Tensor(
+          name=name, dtype=tensor.dtype, shape=tensor.shape, chunks=chunks
+        )
+      )
+    if pack:
+      packs.append((self.store.put(pack), len(pack)))
+    manifest = manifests.Manifest(
+      run_id=self.run_id,
+      version=version,
+      kind=manifests.KEY if base is None else manifests.DELTA,
+      base_version=base,
+      base_id='' if base is None else old.target_id,
+      target_id=new.target_id,
+      history=history,
+      packs=tuple(packs),
+      files=(),
+      tensors=tuple(tensors),
+    )
+    data = manifest.to_bytes()
+    edge = manifests.Edge(
+      version=version,
+      base_version=base,
+      kind=manifest.kind,
+      bytes=manifest.bundle_bytes + len(data),
+      manifest=self.store.put(data),
+      target=new.target_id[:16],
+      history=history,
+    )
+    self.edges.append(edge)
+    return edge
+
+  def point(self, version, *, sequence=None, rewinds=0, expires=0):
+    """Moves the pointer; the head is the single delta, or else a keyframe."""
+    index = manifests.Index(run_id=self.run_id, edges=tuple(self.edges))
+    heads = [e for e in self.edges if e.version == version]
+    head = max(
+      heads, key=lambda e: (e.base_version is not None, e.base_version or 0)
+    )
+    base = head.base_version
+    self.pointer = manifests.Pointer(
+      run_id=self.run_id,
+      sequence=sequence or (self.pointer.sequence + 1 if self.pointer else 1),
+      rewinds=rewinds,
+      version=version,
+      target_id=self.held[version].target_id,
+      base_id='' if base is None else self.held[base].target_id,
+      manifest=head.manifest,
+      index=self.store.put(index.to_bytes()),
+      expires=expires,
+    )
+    found = self.store.read_pointer(self.run_id)
+    self.store.move_pointer(
+      self.run_id,
+      manifests.seal(self.pointer, self.signer),
+      found[1] if found else None,
+    )
+
+  def path(self, name):
+    return self.store.root / 'objects' / name
+
+  def packs(self, edge):
+    data = self.store.get(edge.manifest)
+    return [name for name, _ in manifests.Manifest.from_bytes(data).packs]
+
+  def _hold(self, version):
+    if version not in self.held:
+      self.held[version] = weights_held.from_arrays(self.make(version), version)
+
+  def _contexts(self, since, base):
+    """What a receiver knows at `base` that followed all singles of `since`."""
+    contexts = {
+      name: np.zeros(tensor.buffer.size, np.uint8)
+      for name, tensor in self.held[base].tensors.items()
+    }
+    for version in range(since, base):
+      for name, history in contexts.items():
+        old, new = self.held[version], self.held[version + 1]
+        codec.update_history(history, old.buffer(name), new.buffer(name))
+    return contexts
+
+
+def damage(path, at=-1):
+  """Flips a bit of a file."""
+  data = bytearray(path.read_bytes())
+  data[at] ^= 1
+  path.chmod(0o644)
+  path.write_bytes(data)

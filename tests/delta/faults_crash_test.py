@@ -1,0 +1,77 @@
+"""Processes killed at every file operation recover, and so do refused ones.
+
+The driver is `faults_crash`; here is what of it runs when. Without --slow a
+few operations of each scenario have their turn, with it every one.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Operations of each at least, so that nobody thins a scenario out unseen.
+FEWEST = {
+  'first': 25,
+  'delta': 25,
+  'packed': 60,
+  'orbax': 250,
+  'collect': 120,
+  'rewind': 80,
+  'heal': 40,
+  'follow': 70,
+  'follow orbax': 150,
+  'store': 70,
+}
+
+
+def points(folder, jobs):
+  """Runs jobs in one driver; returns at how many points each did something."""
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-m',
+      'tests.delta.faults_crash',
+      str(folder),
+      json.dumps(jobs),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('action', ['kill', 'error', 'full'])
+@pytest.mark.parametrize('scenario', sorted(FEWEST))
+def test_at_every_file_operation(tmp_path, scenario, action):
+  (found,) = points(tmp_path, [(scenario, action, 1, 1)])
+  assert found >= FEWEST[scenario], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('scenario', sorted(FEWEST))
+def test_torn_at_any_byte(tmp_path, scenario):
+  (found,) = points(tmp_path, [(scenario, 'tear', 7, 0)])
+  assert found > 20
+
+
+def test_at_some_file_operations(tmp_path):
+  jobs = [
+    ('packed', 'kill', 11, 1),
+    ('orbax', 'error', 61, 5),
+    ('rewind', 'full', 29, 3),
+    ('collect', 'kill', 41, 2),
+    ('heal', 'error', 17, 4),
+    ('follow', 'kill', 19, 1),
+    ('follow orbax', 'error', 41, 6),
+    ('store', 'kill', 17, 10),
+    ('first', 'tear', 150, 1),
+    ('follow', 'tear', 200, 0),
+  ]
+  found = points(tmp_path, jobs)
+  for (scenario, action, step, first), number in zip(jobs, found, strict=True):
+    if action != 'tear':
+      assert number >= (FEWEST[scenario] - first) // step, scenario

@@ -1,0 +1,279 @@
+"""No damage and no lie is ever served, and receivers recover by themselves."""
+
+import collections
+import logging
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from composer_jax.delta import manifest as manifests
+from composer_jax.delta import subscribe
+from tests.delta import faults, faults_damage, faults_hostile, faults_store
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quiet():
+  """A hundred thousand refusals are not worth a log."""
+  logging.disable(logging.WARNING)
+  yield
+  logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope='module')
+def worlds():
+  with faults.small_boxes():
+    yield [
+      faults.build('floats', history=True),
+      faults.build('codes', write=faults.write_zarr),
+      faults.build('words', tier='fast'),
+      # Singles alone: nothing leads around a broken one.
+      faults.build(
+        'floats',
+        history=True,
+        keyframe_every=100,
+        skip_levels=(),
+        versions=5,
+      ),
+      faults.build(
+        'words', write=faults.write_zarr, keyframe_every=100, versions=6
+      ),
+    ]
+
+
+def few(count):
+  return hypothesis.settings(
+    max_examples=count,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
+
+
+@few(250)
+@hypothesis.given(rng=st.randoms(), number=st.integers(0, 4))
+def test_damage_is_refused_and_healed(worlds, rng, number):
+  faults_damage.run_case(worlds[number], rng, collections.Counter())
+
+
+@few(150)
+@hypothesis.given(rng=st.randoms(), number=st.integers(0, 4))
+def test_signed_lies_are_refused_or_are_what_they_say(worlds, rng, number):
+  faults_hostile.lie(worlds[number], rng, collections.Counter())
+
+
+def run_many(worlds, once, first, count):
+  """Runs cases until so many faults were injected; returns what happened."""
+  counts, wrong, seed = collections.Counter(), [], first
+  while counts['injected'] < count:
+    world = worlds[seed % len(worlds)]
+    try:
+      once(world, random.Random(seed), counts)
+    except AssertionError as error:
+      wrong.append((seed, str(error)))
+      counts['injected'] += 1
+    seed += 1
+  assert not wrong, (len(wrong), wrong[:5], counts)
+  return counts
+
+
+def test_many_seeds(worlds):
+  """What chance finds in a second, more evenly than hypothesis looks."""
+  counts = run_many(worlds, faults_damage.run_case, 0, 500)
+  assert counts['refused'] > 50 and counts['served'] > 50
+  run_many(worlds, faults_hostile.lie, 0, 150)
+
+
+@pytest.mark.slow
+def test_no_wrong_accept_among_a_hundred_thousand_faults(worlds):
+  counts = run_many(worlds, faults_damage.run_case, 10**6, 100_000)
+  print(dict(counts))
+  # Most were met by the receiver, and no kind is rare.
+  assert counts['met'] > 35_000
+  kinds = counts.keys() - {'nothing', 'nothing held', 'injected', 'met'}
+  assert len(kinds) > 20 and min(counts[kind] for kind in kinds) > 500
+
+
+@pytest.mark.slow
+def test_no_wrong_accept_among_twenty_thousand_lies(worlds):
+  counts = run_many(worlds, faults_hostile.lie, 10**6, 20_000)
+  print(dict(counts))
+
+
+@pytest.mark.slow
+def test_keyframes_that_orbax_wrote(worlds):
+  from composer_jax.checkpoint import keyframes
+
+  world = faults.build(
+    'floats', write=lambda arrays, folder: keyframes.write(arrays)(folder)
+  )
+  counts = run_many([world], faults_damage.run_case, 0, 4000)
+  assert counts['refused'] > 500 and counts['served'] > 500
+  run_many([world], faults_hostile.lie, 0, 2000)
+
+
+# Small cases, all of them.
+
+
+@pytest.mark.parametrize('label', ['fork', 'other', 'enemy'])
+def test_another_run_is_taken_for_this_one_by_nobody(worlds, label):
+  for world in worlds:
+    for name in world.receivers:
+      world.store.files, world.store.noise = dict(world.files), None
+      faults_damage.bring(world, label)
+      receiver = world.receiver(*name)
+      update = receiver.poll()
+      faults.check(world, receiver, world.receivers[name].held, update)
+      # Whom a fork does not lead back follows it: one key signed both.
+      assert update is None or label == 'fork'
+      faults.check_recovers(world, receiver)
+
+
+@pytest.fixture(scope='module')
+def tiny():
+  """A keyframe and a delta of one tensor: nothing can be spared."""
+  with faults.small_boxes():
+    yield faults.build('one', keyframe_every=9, skip_levels=(), versions=2)
+
+
+def paths_of(world):
+  """The pointer and each object, by what it is."""
+  index = manifests.Index.from_bytes(world.files[f'objects/{world.head.index}'])
+  found = {'pointer': faults.LATEST, 'index': f'objects/{world.head.index}'}
+  for edge in index.edges:
+    found[f'manifest of {edge.kind}'] = f'objects/{edge.manifest}'
+    data = world.files[f'objects/{edge.manifest}']
+    for number, (pack, _) in enumerate(
+      manifests.Manifest.from_bytes(data).packs
+    ):
+      found[f'pack {number} of {edge.kind}'] = f'objects/{pack}'
+  return found
+
+
+def refuses(world, key, data, version):
+  """Polls with one file changed; returns whether it was refused by its name."""
+  world.store.files = {**world.files, key: data}
+  receiver = world.receiver('whole', version)
+  before = receiver.held
+  verdict = faults.check(world, receiver, before, receiver.poll())
+  name = key.rpartition('/')[2]
+  shown = receiver.problem or ''
+  return verdict == 'refused' and (name[:12] in shown or 'kernel' in shown)
+
+
+@pytest.mark.parametrize('every', [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_bit_of_every_file_counts(tiny, every):
+  paths, number = paths_of(tiny), 0
+  assert len(paths) >= 6
+  for key in paths.values():
+    intact = tiny.files[key]
+    for bit in range(8 * len(intact)):
+      # Of an eighth, each byte has its turn, with another bit than the last.
+      if (bit + bit // 8) % every:
+        continue
+      bad = bytearray(intact)
+      bad[bit // 8] ^= 1 << bit % 8
+      assert refuses(tiny, key, bytes(bad), None), (key, bit)
+      number += 1
+  assert number * every > 10_000
+
+
+def test_every_bit_of_the_pointer_counts_for_a_follower(tiny):
+  intact = tiny.files[faults.LATEST]
+  for bit in range(8 * len(intact)):
+    bad = bytearray(intact)
+    bad[bit // 8] ^= 1 << bit % 8
+    assert refuses(tiny, faults.LATEST, bytes(bad), 0), bit
+
+
+def test_every_truncation_is_refused(tiny):
+  for key in paths_of(tiny).values():
+    for length in range(len(tiny.files[key])):
+      assert refuses(tiny, key, tiny.files[key][:length], None), (key, length)
+
+
+def test_any_two_files_in_each_others_place_are_refused(tiny):
+  paths = sorted(paths_of(tiny).values())
+  for a in paths:
+    for b in paths:
+      if a != b:
+        assert refuses(tiny, a, tiny.files[b], None), (a, b)
+
+
+# What a receiver keeps on its disk.
+
+
+def test_every_bit_of_the_memory_counts(tiny, tmp_path):
+  memory = tmp_path / 'memory'
+  tiny.store.files = dict(tiny.files)
+  tiny.follow(memory=memory).poll()
+  intact = memory.read_bytes()
+  assert intact == tiny.files[faults.LATEST]
+  changed = [
+    intact[: bit // 8]
+    + bytes([intact[bit // 8] ^ 1 << bit % 8])
+    + intact[bit // 8 + 1 :]
+    for bit in range(0, 8 * len(intact), 37)
+  ]
+  for data in (*changed, *(intact[:n] for n in range(0, len(intact), 29))):
+    memory.write_bytes(data)
+    with pytest.raises(ValueError, match='Delete it to trust the store anew'):
+      tiny.follow(memory=memory)
+  memory.write_bytes(intact)
+  old = tiny.follow(memory=memory)
+  # Restarted, it knows what it saw: an older pointer is refused.
+  tiny.store.files = {**tiny.files, faults.LATEST: tiny.moves[0]}
+  assert old.poll() is None and 'rolled back' in old.problem
+  faults.check_recovers(tiny, old)
+
+
+def test_a_damaged_cache_only_costs_time(worlds, tmp_path):
+  rng = random.Random(5)
+  served = 0
+  for number in range(40):
+    world = worlds[number % len(worlds)]
+    receiver = world.follow(cache=tmp_path / str(number))
+    world.store.files = dict(world.files)
+    # The first poll breaks off somewhere and leaves a cache.
+    left = rng.randrange(1, 12)
+
+    def cut(key, data, left=[left]):  # noqa: B006
+      left[0] -= 1
+      if left[0] < 0:
+        raise ConnectionError(f'{key}: cut')
+      return data
+
+    world.store.noise = cut
+    faults.check(world, receiver, None, receiver.poll())
+    kept = [p for p in (tmp_path / str(number)).rglob('*') if p.is_file()]
+    for path in kept:
+      how = rng.choice(sorted(faults_damage.BYTES))
+      if rng.random() < 0.7:
+        path.write_bytes(faults_damage.BYTES[how](path.read_bytes(), rng))
+    served += bool(kept)
+    faults.check_recovers(world, receiver)
+  assert served > 20
+
+
+def test_publishing_a_version_twice_changes_nothing(tiny):
+  store = faults_store.Store(tiny.files)
+  for _ in range(2):
+    publisher = faults.publisher_of(store, keyframe_every=9, skip_levels=())
+    info = publisher.publish(faults.blocks(faults.weights('one', 1)), 1)
+    assert store.files == tiny.files and info.version == 1
+  # The loser of two publishers ends; the store is the winner's.
+  first, second = (
+    faults.publisher_of(store, keyframe_every=9, skip_levels=())
+    for _ in range(2)
+  )
+  first.publish(faults.blocks(faults.weights('one', 2)), 2)
+  after = dict(store.files)
+  with pytest.raises(ValueError, match='another publisher'):
+    second.publish(faults.blocks(faults.weights('one', 2, seed=4)), 2)
+  assert after[faults.LATEST] == store.files[faults.LATEST]
+  follower = subscribe.Subscriber(store, 'run', faults.KEY, now=lambda: 0.0)
+  found = follower.poll().weights.arrays()['kernel']
+  truth = faults.weights('one', 2)['kernel']
+  assert np.array_equal(found.view(np.uint16), truth.view(np.uint16))

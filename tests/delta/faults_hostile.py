@@ -1,0 +1,327 @@
+"""Bundles of a publisher that has the key and lies.
+
+Hashes and the signature fit, so what is tested are the checks behind them: a
+receiver refuses, or holds weights that really hash to the identity it reports.
+"""
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+
+from composer_jax.delta import chunks, identity
+from composer_jax.delta import grid as grids
+from composer_jax.delta import manifest as manifests
+from tests.delta import faults, faults_damage
+
+NASTY = [
+  None, True, -1, 0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1,
+  2**63, 10**400, 1.5, float('nan'), float('inf'), '', 'key', 'delta', 'run',
+  'a' * 64, 'a' * 63, 'float32', 'bfloat16', '\u0661' * 64, '\ud800', '../..',
+  'x' * 5000, [], [[]], [[0]], [1, 2, 3], ['a', 'b', 'c'], {}, {'a': 1},
+]  # fmt: skip
+
+
+def lie(world, rng, counts):
+  """One signed lie; the receiver refuses it or has what it says."""
+  store = world.store
+  store.files, store.noise, world.now = dict(world.files), None, 0.0
+  name = rng.choice(sorted(world.receivers, key=str))
+  receiver = world.receiver(*name)
+  head = world.head
+  pointer = dataclasses.asdict(head) | {'sequence': head.sequence + 1}
+  how = rng.choice(sorted(_LIES))
+  _LIES[how](world, rng, pointer)
+  _sign(world, pointer)
+  before = receiver.held
+  verdict = _check(world, receiver, before, receiver.poll())
+  counts[how] += 1
+  counts[f'{how}: {verdict}'] += 1
+  counts['injected'] += 1
+  _check_goes_on(world, receiver)
+
+
+def _sign(world, fields):
+  body = identity.canonical_json(fields)
+  algorithm = faults.KEY.algorithm.encode()
+  signature = faults.KEY.sign(algorithm + b'\n' + body)
+  line = b'CDB2P ' + algorithm + b' ' + signature.hex().encode() + b'\n'
+  world.store.files[faults.LATEST] = line + body
+
+
+def _check(world, receiver, before, update):
+  if update is None:
+    assert receiver.held is before
+    assert receiver.problem is not None or before is not None
+    return 'refused'
+  named = update.version, update.target_id
+  if named in world.published:
+    return faults.check(world, receiver, before, update)
+  # Weights nobody published, but those that were signed.
+  held = update.weights
+  if any(t.numbers is not None for t in held.tensors.values()):
+    for tensor in held.tensors.values():
+      numbers = tensor.numbers
+      if numbers is None:
+        numbers = range(tensor.grid.num_boxes)
+      for at, number in enumerate(numbers):
+        found = identity.hash_box(tensor.box(number))
+        assert found == tensor.posts[at].tobytes()
+  else:
+    assert identity.target_id(held.arrays()) == update.target_id
+  return 'served'
+
+
+def _check_goes_on(world, receiver):
+  """The true publisher points again, later than the liar."""
+  seen = receiver._seen
+  if seen is not None and max(seen.sequence, seen.rewinds) >= 2**63 - 2:
+    return  # Nothing is later; whoever has the key can end a run.
+  store = world.store
+  store.files = dict(world.files)
+  later = dataclasses.asdict(world.head)
+  if seen is not None:
+    later['sequence'] = max(seen.sequence, later['sequence']) + 1
+    later['rewinds'] = seen.rewinds + 1
+  _sign(world, later)
+  before = receiver.held
+  faults.check(world, receiver, before, receiver.poll())
+  assert receiver.problem is None, receiver.problem
+  assert receiver.held[:2] == (world.head.version, world.head.target_id)
+
+
+def _put(world, data):
+  name = hashlib.sha256(data).hexdigest()
+  world.store.files[f'objects/{name}'] = bytes(data)
+  return name
+
+
+def _read(world, name):
+  return world.files[f'objects/{name}']
+
+
+def _parse(data):
+  """Header and table of a manifest, unchecked."""
+  length = int.from_bytes(data[5:9], 'little')
+  header = json.loads(data[9 : 9 + length])
+  return header, np.frombuffer(data[9 + length :], manifests.CHUNK).copy()
+
+
+def _join(header, table):
+  head = identity.canonical_json(header)
+  parts = [b'CDB2\n', len(head).to_bytes(4, 'little'), head, table.tobytes()]
+  return b''.join(parts)
+
+
+def _a_manifest(world, rng):
+  """The head's single delta, or another bundle that leads to the head."""
+  index = manifests.Index.from_bytes(_read(world, world.head.index))
+  names = [e.manifest for e in index.edges if e.version == world.head.version]
+  return rng.choice([world.head.manifest, *names])
+
+
+def _replace(world, rng, old, data, pointer):
+  """Leads to other bytes in place of a manifest, by pointer and index."""
+  new = _put(world, data)
+  index = _read(world, world.head.index).replace(old.encode(), new.encode())
+  rows = json.loads(index)
+  kinds = {edge['manifest']: edge['kind'] for edge in rows['edges']}
+  if kinds.get(new) == manifests.KEY and rng.random() < 0.7:
+    # A keyframe as the head, which everyone takes.
+    pointer['manifest'], pointer['base_id'] = new, ''
+  rows['edges'].sort(
+    key=lambda e: (
+      e['version'],
+      -1 if e['base_version'] is None else e['base_version'],
+      e['manifest'],
+    )
+  )
+  pointer['index'] = _put(world, identity.canonical_json(rows))
+  if pointer['manifest'] == old:
+    pointer['manifest'] = new
+
+
+def _num_boxes(shape):
+  return grids.of(tuple(shape), np.dtype('u1')).num_boxes
+
+
+def _fit_root(header, table):
+  """Makes target_id what the tables say, as far as they can be read."""
+  nodes, at = {}, 0
+  for name, dtype, shape in header['tensors']:
+    count = _num_boxes(shape)
+    posts = table['post'][at : at + count].tobytes()
+    nodes[name] = identity.tensor_node(name, dtype, shape, posts)
+    at += count
+  header['target_id'] = identity.root(nodes)
+
+
+def _table(world, rng, pointer):
+  """Rows are exchanged, or fields of one row get another value."""
+  old = _a_manifest(world, rng)
+  header, table = _parse(_read(world, old))
+  row = rng.randrange(len(table))
+  field = rng.choice(table.dtype.names)
+  if rng.random() < 0.5:
+    other = rng.randrange(len(table))
+    fields = rng.choice([[field], ['blob', 'length', 'pack', 'codec']])
+    for field in fields:
+      table[field][[row, other]] = table[field][[other, row]]
+  elif field in ('blob', 'post'):
+    table[field][row] = rng.randrange(256)
+  else:
+    value = rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 255, 2**16, 2**32 - 1])
+    table[field][row] = value % (256 if field == 'codec' else 2**32)
+  if rng.random() < 0.5:
+    _fit_root(header, table)
+    if rng.random() < 0.5:
+      pointer['target_id'] = header['target_id']
+  _replace(world, rng, old, _join(header, table), pointer)
+
+
+def _header(world, rng, pointer):
+  old = _a_manifest(world, rng)
+  header, table = _parse(_read(world, old))
+  _spoil(header, rng)
+  _replace(world, rng, old, _join(header, table), pointer)
+
+
+def _spoil(fields, rng):
+  """Some value in it, however deep, becomes a nasty one."""
+  place, key = fields, rng.choice(sorted(fields))
+  while isinstance(place[key], list | dict) and place[key]:
+    if rng.random() < 0.2:
+      break
+    place = place[key]
+    keys = sorted(place) if isinstance(place, dict) else range(len(place))
+    key = rng.choice(keys)
+  if rng.random() < 0.1:
+    del place[key]
+  else:
+    place[key] = rng.choice(NASTY)
+
+
+def _bytes(world, rng, pointer):
+  old = _a_manifest(world, rng)
+  how = rng.choice(sorted(faults_damage.BYTES))
+  data = faults_damage.BYTES[how](_read(world, old), rng)
+  _replace(world, rng, old, data, pointer)
+
+
+def _index(world, rng, pointer):
+  data = _read(world, pointer['index'])
+  if rng.random() < 0.3:
+    how = rng.choice(sorted(faults_damage.BYTES))
+    data = faults_damage.BYTES[how](data, rng)
+  else:
+    fields = json.loads(data)
+    _spoil(fields, rng)
+    data = identity.canonical_json(fields)
+  pointer['index'] = _put(world, data)
+  if rng.random() < 0.7:
+    # The index is asked for only where the head is not the next delta.
+    pointer['base_id'] = 'b' * 64
+
+
+def _pointer(world, rng, pointer):
+  _spoil(pointer, rng)
+
+
+def _blob(world, rng, pointer):
+  """Changes a blob under hashes that fit: the decoder gets to see it."""
+  old = _a_manifest(world, rng)
+  header, table = _parse(_read(world, old))
+  packs = [bytearray(_read(world, name)) for name, _ in header['packs']]
+  places, _ = chunks.place(table, len(packs))
+  rows = np.flatnonzero(table['length'])
+  if not rows.size:
+    return
+  for row in rng.sample(rows.tolist(), rng.randrange(1, 1 + min(3, rows.size))):
+    start, length = int(places[row]), int(table['length'][row])
+    pack = packs[table['pack'][row]]
+    bad = faults_damage.BYTES[rng.choice(['flip', 'zero', 'shuffle'])](
+      bytes(pack[start : start + length]), rng
+    )
+    if rng.random() < 0.2:
+      bad = rng.randbytes(length)
+    pack[start : start + length] = bad.ljust(length, b'\0')[:length]
+    short = identity.short_hash(bytes(pack[start : start + length]))
+    table['blob'][row] = np.frombuffer(short, np.uint8)
+    if rng.random() < 0.2:
+      table['codec'][row] = rng.randrange(1, 7)
+  header['packs'] = [[_put(world, pack), len(pack)] for pack in packs]
+  _replace(world, rng, old, _join(header, table), pointer)
+
+
+def _exchange(world, rng, pointer):
+  """Two boxes stand in each other's place, blobs and hashes and all."""
+  index = manifests.Index.from_bytes(_read(world, world.head.index))
+  keys = [e for e in index.edges if e.kind == manifests.KEY]
+  if keys[-1].version == world.head.version:
+    old = keys[-1].manifest
+    pointer['manifest'], pointer['base_id'] = old, ''
+  else:
+    old = _a_manifest(world, rng)
+  header, table = _parse(_read(world, old))
+  packs = [_read(world, name) for name, _ in header['packs']]
+  places, _ = chunks.place(table, len(packs))
+  ends = np.cumsum([0, *(_num_boxes(shape) for *_, shape in header['tensors'])])
+  # Most often of one tensor: others are told apart by their sizes.
+  pairs = [(a, a + 1) for a in range(len(table) - 1) if a + 1 not in ends]
+  pairs = [pair for pair in pairs if table['length'][[*pair]].all()]
+  if not pairs:
+    return
+  order = np.arange(len(table))
+  a, b = rng.choice(pairs)
+  if rng.random() < 0.2:
+    a, b = rng.choice(pairs)[0], rng.choice(pairs)[1]
+  order[[a, b]] = order[[b, a]]
+  blobs = [
+    packs[table['pack'][row]][places[row] :][: table['length'][row]]
+    for row in order
+    if table['length'][row]
+  ]
+  table = table[order]
+  table['pack'][table['length'] > 0] = 0
+  pack = b''.join(blobs)
+  header['packs'] = [[_put(world, pack), len(pack)]]
+  if rng.random() < 0.5:
+    _fit_root(header, table)
+  _replace(world, rng, old, _join(header, table), pointer)
+
+
+def _files(world, rng, pointer):
+  """Changes a file of a checkpoint under a hash that fits."""
+  names = [
+    name
+    for name in {_a_manifest(world, rng) for _ in range(8)}
+    if _parse(_read(world, name))[0]['files']
+  ]
+  if not names:
+    return
+  old = rng.choice(sorted(names))
+  header, table = _parse(_read(world, old))
+  row = rng.choice(header['files'])
+  data = _read(world, row[1])
+  if row[0].endswith('.zarray') and rng.random() < 0.8:
+    fields = json.loads(data)
+    _spoil(fields, rng)
+    data = json.dumps(fields).encode()
+  else:
+    how = rng.choice(sorted(faults_damage.BYTES))
+    data = faults_damage.BYTES[how](data, rng)
+  row[1:] = [_put(world, data), len(data)]
+  _replace(world, rng, old, _join(header, table), pointer)
+
+
+_LIES = {
+  'table': _table,
+  'header': _header,
+  'bytes': _bytes,
+  'index': _index,
+  'pointer': _pointer,
+  'blob': _blob,
+  'exchange': _exchange,
+  'files': _files,
+}

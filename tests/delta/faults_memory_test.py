@@ -1,0 +1,295 @@
+"""What rots in a receiver's memory, and what a liar would fill it with."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import resource
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import zstandard
+
+from composer_jax.delta import codec, identity, publish, restore, subscribe
+from composer_jax.delta import manifest as manifests
+from composer_jax.delta import store as stores
+from tests.delta import faults, faults_hostile
+
+MIB = 2**20
+
+
+def drifting(version):
+  """Large enough for the codec that looks at a weight's history."""
+  rng = np.random.default_rng(0)
+  masters = rng.normal(0, 0.02, (300, 400))
+  masters += 3e-5 * version * np.sign(rng.normal(size=masters.shape))
+  return {'kernel': masters.astype(ml_dtypes.bfloat16)}
+
+
+@pytest.fixture
+def followed(tmp_path):
+  """A receiver at version 3 of a run whose singles are coded with history."""
+  store = stores.Store(tmp_path)
+  publisher = publish.Publisher(
+    store, faults.RUN, faults.KEY, threads=1, skip_levels=(), history=True
+  )
+  follower = subscribe.Subscriber(store, faults.RUN, faults.KEY, threads=1)
+  for version in range(5):
+    publisher.publish(faults.blocks(drifting(version)), version)
+    if version < 4:
+      follower.poll()
+  pointer = manifests.unseal(
+    store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
+  )
+  head = restore.read_manifest(store, pointer.manifest)
+  assert head.tensors[0].chunks['codec'].tolist() == [codec.HISTORY]
+  return follower
+
+
+def assert_at(follower, version):
+  found = follower.held.weights.arrays()['kernel']
+  assert follower.held.version == version, follower.problem
+  assert found.tobytes() == drifting(version)['kernel'].tobytes()
+
+
+@pytest.mark.parametrize('what', ['history', 'weights'])
+def test_what_rotted_in_memory_is_rebuilt(followed, what):
+  held = followed.held.weights
+  if what == 'history':
+    history = {name: array.copy() for name, array in held.history.items()}
+    history['kernel'][::7] ^= 1
+    held = dataclasses.replace(held, history=history)
+  else:
+    tensor = held.tensors['kernel']
+    buffer = tensor.buffer.copy()
+    buffer.view(np.uint8)[4321] ^= 4
+    tensor = dataclasses.replace(tensor, buffer=buffer)
+    held = dataclasses.replace(held, tensors={'kernel': tensor})
+  followed.held = followed.held._replace(weights=held)
+  followed.poll()
+  assert_at(followed, 4)
+  assert followed.stats.route[0] == 'key 0'
+
+
+def test_a_wrong_history_bundle_is_given_up(followed, caplog):
+  """Rot is suspected once; a bundle that fails after a new start is banned."""
+  caplog.set_level(logging.WARNING)
+  store = stores.Store(followed._store.root)
+  pointer = manifests.unseal(
+    store.read_pointer(faults.RUN)[0], faults.KEY, faults.RUN
+  )
+  head = restore.read_manifest(store, pointer.manifest)
+  ((pack, length),) = head.packs
+  bad = bytearray(store.get(pack))
+  bad[-1] ^= 1
+  data = store.get(pointer.manifest)
+  short = identity.short_hash
+  data = data.replace(pack.encode(), store.put(bytes(bad)).encode())
+  data = data.replace(short(store.get(pack)), short(bytes(bad)))
+  name = store.put(data)
+  index = store.get(pointer.index)
+  index = index.replace(pointer.manifest.encode(), name.encode())
+  lie = dataclasses.replace(
+    pointer,
+    sequence=pointer.sequence + 1,
+    manifest=name,
+    index=store.put(index),
+  )
+  sealed = manifests.seal(lie, faults.KEY)
+  store.move_pointer(faults.RUN, sealed, store.read_pointer(faults.RUN)[1])
+  assert followed.poll() is None
+  assert 'kernel (box 0, version 4)' in followed.problem
+  assert caplog.text.count('another way is tried') == 2
+  assert_at(followed, 3)
+
+
+# Memory: each lie is signed, and its hashes fit.
+
+
+def _bomb(size):
+  """A frame that says nothing of its length and has very many zeros."""
+  compressor = zstandard.ZstdCompressor(level=1).compressobj()
+  parts = [compressor.compress(bytes(MIB)) for _ in range(size // MIB)]
+  return b''.join([*parts, compressor.flush()])
+
+
+def _claims(frame, length):
+  """The same frame, which now claims to have this length."""
+  # Magic, descriptor (8 bytes of content size, one segment), the size.
+  head = frame[:4] + b'\xe0' + length.to_bytes(8, 'little')
+  has_window = not frame[4] & 0x20
+  return head + frame[5 + has_window :]
+
+
+def _planes(*frames):
+  parts = [b'\0']
+  for frame in frames:
+    parts += [len(frame).to_bytes(4, 'little'), frame]
+  return b''.join(parts)
+
+
+def _signed(world, header, table, blob=None):
+  """Makes a head of one box out of the world's keyframe and lies about it."""
+  pointer = dataclasses.asdict(world.head)
+  pointer['sequence'] += 1
+  if blob is not None:
+    short = np.frombuffer(identity.short_hash(blob), np.uint8)
+    table['blob'][0], table['length'][0] = short, len(blob)
+    name = hashlib.sha256(blob).hexdigest()
+    world.store.files[f'objects/{name}'] = blob
+    header['packs'] = [[name, len(blob)]]
+  data = faults_hostile._join(header, table)
+  pointer['manifest'] = faults_hostile._put(world, data)
+  pointer['base_id'] = header['base_id']
+  pointer['target_id'] = header['target_id']
+  faults_hostile._sign(world, pointer)
+
+
+def _key(world):
+  index = manifests.Index.from_bytes(world.files[f'objects/{world.head.index}'])
+  keys = [e for e in index.edges if e.kind == manifests.KEY]
+  return faults_hostile._parse(world.files[f'objects/{keys[-1].manifest}'])
+
+
+def _bundle_bombs(world):
+  """Yields after each lie was told."""
+  header, table = _key(world)
+  header['version'] = world.head.version
+  header['tensors'] = [['kernel', 'uint8', [MIB]]]
+  row = table[:1].copy()
+  row['pack'] = 0
+  nodes = {
+    'kernel': identity.tensor_node(
+      'kernel', 'uint8', [MIB], row['post'].tobytes()
+    )
+  }
+  header['target_id'] = identity.root(nodes)
+  frame = _bomb(128 * MIB)
+  for blob in (
+    _planes(frame),
+    _planes(_claims(frame, MIB)),
+    _planes(_claims(frame, 2**62)),
+    _planes(_claims(frame, 0)),
+    _planes(*[frame] * 20),
+    b'\0' + b'\xff' * 40,
+    b'\1' + _planes(frame)[1:],
+  ):
+    row['codec'] = codec.PLANES
+    _signed(world, dict(header), row.copy(), blob)
+    yield f'planes of {len(blob)} bytes'
+  # An array as large as an index can say, with one row, and with none.
+  for shape in ([2**62], [2**40, 0], [2**31, 2**31], [MIB, MIB], [1] * 17):
+    lie = dict(header, tensors=[['kernel', 'uint8', shape]])
+    _signed(world, lie, row.copy(), frame[:MIB])
+    yield f'shape {shape}'
+
+
+def _text_bombs(world):
+  pointer = dataclasses.asdict(world.head)
+  pointer['sequence'] += 1
+  pointer['base_id'] = 'b' * 64  # so that the index is asked for
+  deep = [b'[' * n + b']' * n for n in (900, 10**5, 10**6)]
+  long = [b'9' * 10**6, b'{"a":' * 10**5, b' ' * (2**24 + 1)]
+  for data in (*deep, *long, b'CDB2\n\xff\xff\xff\xff{}', b''):
+    for field in ('manifest', 'index'):
+      fields = dict(pointer)
+      if field == 'manifest':
+        fields['base_id'] = ''
+      fields[field] = faults_hostile._put(world, data)
+      faults_hostile._sign(world, fields)
+      yield f'{field} of {len(data)} bytes'
+  header, table = _key(world)
+  header['version'] = world.head.version
+  for rows in (2**17 + 1, 2**19):
+    lie = dict(header, tensors=[['kernel', 'uint8', [1]]] * rows)
+    _signed(world, lie, table)
+    yield f'{rows} tensors'
+  faults_hostile._sign(world, {'pad': 'x' * 10**6})
+  yield 'long pointer'
+
+
+def _file_bombs(world):
+  """A checkpoint whose files are other than their manifest needs them."""
+  header, table = _key(world)
+  header['version'] = world.head.version
+  size = 8 * MIB
+  header['tensors'] = [['kernel', 'uint8', [size]]]
+  rows = np.repeat(table[:1], size // MIB)
+  for field, value in ('codec', 6), ('pack', 2**32 - 1), ('length', 0):
+    rows[field] = value
+  rows['blob'] = 0
+  header['target_id'] = identity.root(
+    {
+      'kernel': identity.tensor_node(
+        'kernel', 'uint8', [size], rows['post'].tobytes()
+      )
+    }
+  )
+  frame = _bomb(128 * MIB)
+  for sides in ([MIB], [size], [2**62], [0], [-1], []):
+    fields = {
+      'zarr_format': 2, 'shape': [size], 'chunks': sides, 'dtype': '|u1',
+      'compressor': {'id': 'zstd', 'level': 1}, 'fill_value': None,
+      'order': 'C', 'filters': None, 'dimension_separator': '.',
+    }  # fmt: skip
+    files = {'kernel/.zarray': json.dumps(fields).encode()}
+    files |= {f'kernel/{number}': frame for number in range(8)}
+    lie = dict(header, packs=[], files=[])
+    for path, data in sorted(files.items()):
+      name = faults_hostile._put(world, data)
+      lie['files'].append([path, name, len(data)])
+    _signed(world, lie, rows.copy())
+    yield f'chunks {sides}'
+
+
+def test_texts_of_any_depth_are_refused():
+  """One depth that parses may be too deep to be written again."""
+  for depth in range(300, 1400):
+    for text in (b'[' * depth + b']' * depth, b'{"a":' * depth + b'}' * depth):
+      with contextlib.suppress(ValueError):
+        identity.parse_canonical(text)
+  with pytest.raises(ValueError, match='not valid JSON'):
+    identity.parse_canonical(b'[' * 10**6 + b']' * 10**6)
+
+
+def tell_lies():
+  """Polls at each of them; prints the most memory that any of it took."""
+  logging.disable(logging.CRITICAL)
+  world = faults.build('one', keyframe_every=9, skip_levels=(), versions=2)
+  refused = 0
+  zstandard.ZstdDecompressor().decompress(_bomb(MIB), max_output_size=MIB)
+  for number, bombs in enumerate([_bundle_bombs, _file_bombs, _text_bombs]):
+    world.store.files = dict(world.files)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for what in bombs(world):
+      receiver = world.receiver('whole', None)
+      update = receiver.poll()
+      verdict = faults_hostile._check(world, receiver, None, update)
+      # Where a manifest is no good, the index still leads around it.
+      assert verdict == 'refused' or what.startswith('manifest'), what
+      refused += verdict == 'refused'
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps([number, refused, (after - before) / 1024]))
+
+
+def test_bombs_take_no_memory():
+  done = subprocess.run(
+    [
+      sys.executable,
+      '-c',
+      'from tests.delta import faults_memory_test as t; t.tell_lies()',
+    ],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  rows = [json.loads(line) for line in done.stdout.splitlines()]
+  assert rows[-1][1] > 25
+  # The bombs hold 128 MiB and more each. Texts of up to 16 MiB are parsed, to
+  # objects that take some fifteen times as much.
+  assert rows[0][2] < 64 and rows[1][2] < 64 and rows[2][2] < 350, rows

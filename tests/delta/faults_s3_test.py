@@ -1,0 +1,45 @@
+"""Publishers that die between requests to S3, and one of several that dies."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def run(module, *arguments):
+  done = subprocess.run(
+    [sys.executable, '-m', f'tests.delta.{module}', *map(str, arguments)],
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+  'step, first', [(17, 9), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
+def test_killed_between_any_two_requests(tmp_path, step, first):
+  points, committed = run('faults_s3', step, first, tmp_path)
+  # Before the pointer moved the old version stood, and then the new one.
+  assert (points + 1) * step > 30
+  assert 0 < committed < points
+
+
+@pytest.mark.parametrize(
+  'victim, step, first',
+  [
+    (0, 1000, 10),
+    (1, 1000, 5),
+    pytest.param(0, 4, 1, marks=pytest.mark.slow),
+    pytest.param(1, 4, 1, marks=pytest.mark.slow),
+  ],
+)
+def test_one_of_two_publishing_processes_dies(tmp_path, victim, step, first):
+  points, told = run('faults_parts', tmp_path, victim, step, first)
+  assert points * step + first > 50
+  # The other one says so, unless what it waits for is a keyframe, which a
+  # version can do without, or nothing.
+  assert told > 0

@@ -1,0 +1,617 @@
+"""Manifests, indexes and pointers have one spelling and refuse any other."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_jax.delta import grid as grids
+from composer_jax.delta import identity, signing
+from composer_jax.delta import manifest as manifests
+
+SAME, RAW, PLANES, CLASS, HISTORY, STORED = 0, 1, 2, 4, 5, 6
+HASH = hashlib.sha256(b'').hexdigest()
+KEY = signing.Hmac(bytes(32))
+
+
+def tensor(name, shape, rows, dtype='uint8'):
+  """Rows of (codec, pack, length), one for each box."""
+  table = np.zeros(len(rows), manifests.CHUNK)
+  for row, (codec, pack, length) in zip(table, rows, strict=True):
+    row['codec'], row['pack'], row['length'] = codec, pack, length
+    row['blob'] = 0 if pack == manifests.NO_PACK else 7
+  table['post'] = np.arange(len(rows) * 32).reshape(-1, 32) % 251
+  return manifests.Tensor(name=name, dtype=dtype, shape=shape, chunks=table)
+
+
+def bare(codec):
+  return (codec, manifests.NO_PACK, 0)
+
+
+def bundle(tensors, packs=(), **fields):
+  defaults = dict(
+    run_id='run',
+    version=7,
+    kind=manifests.DELTA,
+    base_version=6,
+    base_id=HASH,
+    history=None,
+    files=(),
+    target_id=identity.root({t.name: t.node for t in tensors}),
+  )
+  if fields.get('kind') == manifests.KEY:
+    defaults |= dict(base_version=None, base_id='')
+  return manifests.Manifest(
+    tensors=tuple(tensors),
+    packs=tuple((HASH, length) for length in packs),
+    **defaults | fields,
+  )
+
+
+# 4 boxes of 2**20 bytes.
+WIDE = (2**22,)
+
+
+@pytest.fixture
+def delta():
+  rows = [(CLASS, 1, 5), bare(SAME), (RAW, 0, 2**20), (PLANES, 1, 7)]
+  return bundle(
+    [
+      tensor('a/b', (3,), [(CLASS, 1, 67)]),
+      tensor('a/w', WIDE, rows),
+      tensor('e', (0, 3), [], 'bfloat16'),
+      tensor('s', (), [bare(SAME)], 'float64'),
+    ],
+    packs=(2**20, 79),
+  )
+
+
+def keyframe(**fields):
+  files = (('d/0.0', HASH, 9), ('d/é', HASH, 0), ('manifest', HASH, 2**40))
+  return bundle(
+    [tensor('w', (4, 2), [bare(STORED)], 'float32')],
+    **dict(kind=manifests.KEY, files=files) | fields,
+  )
+
+
+def test_manifests_read_back(delta):
+  packed = bundle([tensor('w', (5,), [(RAW, 0, 5)])], [5], kind=manifests.KEY)
+  history = bundle(
+    [tensor('w', (5,), [(HISTORY, 0, 1)])], [1], history=2, base_version=4
+  )
+  for written in (delta, keyframe(), packed, history, bundle([])):
+    read = manifests.Manifest.from_bytes(written.to_bytes())
+    assert read.to_bytes() == written.to_bytes()
+    for field in dataclasses.fields(written):
+      if field.name != 'tensors':
+        assert getattr(read, field.name) == getattr(written, field.name)
+    assert read.signature() == written.signature()
+    for one, other in zip(read.tensors, written.tensors, strict=True):
+      np.testing.assert_array_equal(one.chunks, other.chunks)
+      assert not one.chunks.flags.writeable
+      assert not other.chunks.flags.writeable
+      assert one.grid == grids.of(one.shape, identity.DTYPES[one.dtype])
+
+
+def test_a_chunk_takes_57_bytes(delta):
+  assert manifests.CHUNK.itemsize == 57
+  head = bundle([tensor('w', (0,), [])]).to_bytes()
+  one = bundle([tensor('w', (1,), [bare(SAME)])]).to_bytes()
+  assert len(one) == len(head) + 57
+
+
+def test_bytes_and_offsets(delta):
+  assert delta.full_bytes == 3 + 2**22 + 0 + 8
+  assert delta.bundle_bytes == 2**20 + 79
+  assert keyframe().bundle_bytes == 9 + 2**40
+  assert keyframe().full_bytes == 32
+  found = [offsets.tolist() for offsets in delta.offsets()]
+  assert found == [[0], [67, 0, 0, 72], [], [0]]
+  assert bundle([]).offsets() == ()
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(st.data())
+def test_blobs_lie_in_their_packs_one_after_another(data):
+  counts = data.draw(st.lists(st.integers(0, 5), max_size=4))
+  num_packs = data.draw(st.integers(1, 3))
+  packs, tensors, blobs = [b''] * num_packs, [], []
+  for at, count in enumerate(counts):
+    rows = []
+    for _ in range(count):
+      if data.draw(st.booleans()):
+        pack = data.draw(st.integers(0, num_packs - 1))
+        length = data.draw(st.integers(1, 9))
+        blob = len(blobs).to_bytes() * length
+        packs[pack] += blob
+        rows.append((CLASS, pack, length))
+        blobs.append((at, len(rows) - 1, pack, blob))
+      else:
+        rows.append(bare(SAME))
+    tensors.append(tensor(f't{at}', (count * 2**20,), rows))
+  # A pack without blobs may not be named.
+  used = [pack for pack, held in enumerate(packs) if held]
+  for t in tensors:
+    table = t.chunks.copy()
+    table['pack'] = [
+      pack if pack == manifests.NO_PACK else used.index(pack)
+      for pack in table['pack']
+    ]
+    object.__setattr__(t, 'chunks', table)
+  read = bundle(tensors, [len(packs[pack]) for pack in used])
+  offsets = read.offsets()
+  for at, box, pack, blob in blobs:
+    start = offsets[at][box]
+    assert packs[pack][start : start + len(blob)] == blob
+
+
+def read_or_refuse(data):
+  """A changed manifest is refused, or is another one in its only spelling."""
+  with contextlib.suppress(ValueError):
+    read = manifests.Manifest.from_bytes(data)
+    assert read.to_bytes() == data
+    assert len(read.offsets()) == len(read.tensors)
+
+
+def test_no_manifest_is_read_with_a_byte_changed_unless_it_says_so(delta):
+  for data in (delta.to_bytes(), keyframe().to_bytes()):
+    for at, bits in itertools.product(range(len(data)), (1, 255)):
+      changed = bytearray(data)
+      changed[at] ^= bits
+      read_or_refuse(bytes(changed))
+
+
+def test_hashes_and_rows_are_guarded_by_the_root(delta):
+  # The blobs' hashes alone are not: a wrong one is found when it is used.
+  data = delta.to_bytes()
+  for at in range(57 * 6):
+    if 9 <= at % 57 < 25:
+      continue
+    changed = bytearray(data)
+    changed[len(data) - 1 - at // 57 * 57 - 56 + at % 57] ^= 255
+    with pytest.raises(ValueError, match='bundle|Merkle root'):
+      manifests.Manifest.from_bytes(bytes(changed))
+
+
+def test_no_part_of_a_manifest_is_one(delta):
+  data = delta.to_bytes()
+  for length in range(len(data)):
+    with pytest.raises(ValueError):
+      manifests.Manifest.from_bytes(data[:length])
+  for more in (b'\0', bytes(57), data):
+    with pytest.raises(ValueError, match='something follows'):
+      manifests.Manifest.from_bytes(data + more)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.data())
+def test_manifests_of_arbitrary_bytes(data):
+  whole = keyframe().to_bytes()
+  start, stop = sorted(data.draw(st.integers(0, len(whole))) for _ in '..')
+  middle = data.draw(st.binary(max_size=60))
+  read_or_refuse(whole[:start] + middle + whole[stop:])
+
+
+JUNK = st.recursive(
+  st.none()
+  | st.booleans()
+  | st.integers(-(2**70), 2**70)
+  | st.floats()
+  | st.text(max_size=5)
+  | st.sampled_from([HASH, 'key', 'delta', 'w', 'uint8', 'STORED', '../x']),
+  lambda inner: (
+    st.lists(inner, max_size=4)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+  ),
+  max_leaves=8,
+)
+
+
+def respell(data, change):
+  """Applies `change` to the header's fields; keeps everything else right."""
+  length = int.from_bytes(data[5:9], 'little')
+  fields = identity.parse_canonical(data[9 : 9 + length])
+  change(fields)
+  header = identity.canonical_json(fields)
+  return (
+    data[:5] + len(header).to_bytes(4, 'little') + header + data[9 + length :]
+  )
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.data())
+def test_headers_of_arbitrary_values(data):
+  whole = keyframe().to_bytes()
+  names = sorted(f.name for f in dataclasses.fields(manifests.Manifest))
+  name = data.draw(st.sampled_from([*names, 'more']))
+  path = data.draw(st.lists(st.integers(0, 2), max_size=3))
+
+  def change(fields):
+    at, key = fields, name
+    for step in path:
+      if isinstance(at.get(key) if at is fields else at[key], list):
+        if step >= len(at[key]):
+          break
+        at, key = at[key], step
+    at[key] = data.draw(JUNK)
+
+  read_or_refuse(respell(whole, change))
+
+
+def replaced(**values):
+  return lambda fields: fields.update(values)
+
+
+ROW = ['w', 'float32', [4, 2]]
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (replaced(version=True), 'version'),
+    (replaced(version=7.0), 'version'),
+    (replaced(version=2**63), 'version'),
+    (replaced(version='7'), 'version'),
+    (replaced(run_id='../run'), 'run_id'),
+    (replaced(run_id='r' * 129), 'run_id'),
+    (replaced(kind='skip'), "kind 'skip'"),
+    (replaced(kind=['key']), 'kind'),
+    (replaced(kind='delta'), 'base'),
+    (replaced(base_version=6), 'base of a manifest'),
+    (replaced(base_id=HASH), 'base_id'),
+    (replaced(history=0), 'neither base nor history'),
+    (replaced(target_id='0' * 64), 'Merkle root'),
+    (replaced(target_id='0' * 63), 'target_id'),
+    (replaced(more=1), 'fields must be'),
+    (lambda fields: fields.pop('history'), 'fields must be'),
+    (replaced(files=[]), 'codec'),
+    (replaced(files={}), 'list of files'),
+    (replaced(files=[['b', HASH, 1], ['a', HASH, 1]]), 'order of the files'),
+    (replaced(files=[['a', HASH, 1], ['a', HASH, 1]]), 'order of the files'),
+    (
+      replaced(files=[['a', HASH, 1], ['a.b', HASH, 1], ['a/b', HASH, 1]]),
+      'a folder too',
+    ),
+    (replaced(files=[['a', HASH, -1]]), 'file'),
+    (replaced(files=[['a', HASH]]), 'file'),
+    (replaced(packs=[[HASH, 5]]), 'fill it exactly'),
+    (replaced(packs=[[HASH, 0]]), 'pack'),
+    (replaced(packs=[['x', 1]]), 'pack'),
+    (replaced(packs=[HASH]), 'list of packs'),
+    (replaced(tensors=[]), 'something follows'),
+    (replaced(tensors=[ROW, ROW]), 'no room'),
+    (replaced(tensors=[['v', 'bool', [0]], ROW]), 'Merkle root'),
+    (replaced(tensors=[ROW, ['w', 'bool', [0]]]), 'order of the tensors'),
+    (replaced(tensors=[ROW, ['v', 'bool', [0]]]), 'order of the tensors'),
+    (replaced(tensors=[['', 'bool', [1]]]), 'tensor name'),
+    (replaced(tensors=[['w\n', 'bool', [1]]]), 'tensor name'),
+    (replaced(tensors=[['\ud800', 'bool', [1]]]), 'tensor name'),
+    (replaced(tensors=[['w', 'complex64', [1]]]), 'dtype'),
+    (replaced(tensors=[['w', ['bool'], [1]]]), 'dtype'),
+    (replaced(tensors=[['w', 'bool', 1]]), 'shape'),
+    (replaced(tensors=[['w', 'bool', [-1]]]), 'shape'),
+    (replaced(tensors=[['w', 'bool', [1.0]]]), 'shape'),
+    (replaced(tensors=[['w', 'bool', [1] * 17]]), 'shape'),
+    (replaced(tensors=[['w', 'bool', [0, 2**40, 2**40]]]), 'shape'),
+    (replaced(tensors=[['w', 'bool', [2**62]]]), 'no room'),
+    (replaced(tensors=[['w', 'bool', [2**10, 2**10, 2**10]]]), 'no room'),
+    # Its grid alone would take minutes.
+    (replaced(tensors=[['w', 'bool', [1, 2**40 + 8, 2**19 - 1]]]), 'no room'),
+    (replaced(tensors=[['w', 'bool', [2**10, 2**9]]]), 'no room'),
+  ],
+)
+def test_a_wrong_header_is_refused_and_named(change, message):
+  with pytest.raises(ValueError, match=message):
+    manifests.Manifest.from_bytes(respell(keyframe().to_bytes(), change))
+
+
+@pytest.mark.parametrize(
+  'path',
+  ['', '.', '..', '/etc', 'a//b', 'a/', 'a/../b', 'a\\b', 'a\0', 'x' * 1025, 3],
+)
+def test_paths_stay_in_their_folder(path):
+  with pytest.raises(ValueError, match='path'):
+    keyframe(files=((path, HASH, 1),))
+
+
+@pytest.mark.parametrize(
+  'rows, packs, message',
+  [
+    ([(7, 0, 1)], [1], 'codec'),
+    ([bare(STORED)], [], 'codec'),
+    ([(HISTORY, 0, 1)], [1], 'codec'),
+    ([(SAME, 0, 0)], [1], 'pack of a chunk'),
+    ([(CLASS, 1, 1)], [1], 'pack of a chunk'),
+    ([(CLASS, manifests.NO_PACK, 1)], [], 'pack of a chunk'),
+    ([(CLASS, 0, 0)], [1], 'length of a blob'),
+    ([(SAME, manifests.NO_PACK, 1)], [], 'length of a blob'),
+    ([(CLASS, 0, 5 + 65)], [70], 'length of a blob'),
+    ([(RAW, 0, 4)], [4], 'length of a blob'),
+    ([(RAW, 0, 6)], [6], 'length of a blob'),
+    ([(CLASS, 0, 4)], [5], 'fill it exactly'),
+    ([(CLASS, 0, 4)], [3], 'fill it exactly'),
+    ([(CLASS, 0, 4)], [4, 1], 'fill it exactly'),
+    ([bare(SAME)], [1], 'fill it exactly'),
+  ],
+)
+def test_a_wrong_row_is_refused_and_named(rows, packs, message):
+  good = bundle([tensor('w', (5,), [(CLASS, 0, 5 + 64)])], [69])
+  assert manifests.Manifest.from_bytes(good.to_bytes()).full_bytes == 5
+  with pytest.raises(ValueError, match=message):
+    bundle([tensor('w', (5,), rows)], packs)
+
+
+def test_a_blob_that_is_none_has_no_hash():
+  t = tensor('w', (5,), [bare(SAME)])
+  table = t.chunks.copy()
+  table['blob'][0, 3] = 1
+  with pytest.raises(ValueError, match='hash of a blob that is none'):
+    bundle([dataclasses.replace(t, chunks=table)])
+
+
+def test_a_table_has_a_row_for_each_box():
+  for rows in ([], [bare(SAME)] * 2):
+    with pytest.raises(ValueError, match="number of chunks of 'w'"):
+      tensor('w', (5,), rows)
+
+
+@pytest.mark.parametrize('history', [-1, 7, True, 'x'])
+def test_history_begins_no_later_than_the_base(history):
+  with pytest.raises(ValueError, match='history'):
+    bundle([], history=history)
+  assert bundle([], history=6).history == 6
+
+
+def bombs():
+  def framed(header, rest=b''):
+    length = len(header).to_bytes(4, 'little')
+    return b'CDB2\n' + length + header + rest
+
+  yield b'CDB2\n' + b'\xff' * 4
+  yield framed(b'[' * 2**16)
+  yield framed(b'{"a":' * 2**16)
+  yield framed(b'1' * 2**16)
+  yield framed(b'"' + b'\\u0000' * 2**14)
+  good = keyframe().to_bytes()
+  for shape in ([2**62], [2**20, 2**20], [2**43 - 1], [3] * 16):
+    yield respell(good, replaced(tensors=[['w', 'bool', shape]]))
+  folders = [['/'.join('a' * 512) + str(at), HASH, 0] for at in range(10, 60)]
+  yield respell(good, replaced(files=folders, version=-1))
+
+
+@pytest.mark.parametrize('at', range(len(list(bombs()))))
+def test_bombs_take_memory_in_proportion_to_their_bytes(at):
+  data = next(itertools.islice(bombs(), at, None))
+  tracemalloc.start()
+  try:
+    with pytest.raises(ValueError):
+      manifests.Manifest.from_bytes(data)
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert peak < 2**18 + 40 * len(data)
+
+
+def test_sizes_are_bounded():
+  for read in (manifests.Manifest.from_bytes, manifests.Index.from_bytes):
+    with pytest.raises(ValueError, match='length|exceeds'):
+      read(bytes(2**28 + 1))
+  data = b'CDB2\n\1\0\0\1' + bytes(2**24 + 1)
+  with pytest.raises(ValueError, match='length of its header'):
+    manifests.Manifest.from_bytes(data)
+  header = respell(keyframe().to_bytes(), replaced(tensors=[]))[9:-57]
+  header = header.replace(b'[]', b'[' + b'0,' * 2**17 + b'0]')
+  data = b'CDB2\n' + len(header).to_bytes(4, 'little') + header
+  with pytest.raises(ValueError, match='number of tensors, 131073'):
+    manifests.Manifest.from_bytes(data)
+  with pytest.raises(ValueError, match='of 4097 bytes exceeds 4096'):
+    manifests.unseal(bytes(4097), KEY, 'run')
+
+
+def test_a_trillion_parameters_are_read_well_under_a_second():
+  shape = (58, 512, 8192, 2, 2048)  # 54 MB of rows
+  count = grids.of(shape, np.dtype(np.uint8)).num_boxes
+  table = np.zeros(count, manifests.CHUNK)
+  table['codec'], table['length'] = CLASS, 5000
+  # Two publishers in turn, packs of 1600 blobs.
+  order = np.arange(count)
+  table['pack'] = order // 3200 * 2 + order % 2
+  _, blobs = np.unique(table['pack'], return_counts=True)
+  gate_up = manifests.Tensor(
+    name='gate_up', dtype='bfloat16', shape=shape, chunks=table
+  )
+  data = bundle([gate_up], (5000 * blobs).tolist()).to_bytes()
+  assert count == 950272 and len(data) > 2**25
+  start = time.process_time()
+  (offsets,) = manifests.Manifest.from_bytes(data).offsets()
+  assert time.process_time() - start < 1
+  np.testing.assert_array_equal(offsets, order % 3200 // 2 * 5000)
+
+
+# --- The index.
+
+
+def edge(version, base_version=None, **fields):
+  defaults = dict(
+    kind=manifests.KEY if base_version is None else manifests.DELTA,
+    bytes=10,
+    manifest=hashlib.sha256(f'{version} {base_version}'.encode()).hexdigest(),
+    target=f'{version:016x}',
+    history=None,
+  )
+  return manifests.Edge(
+    version=version, base_version=base_version, **defaults | fields
+  )
+
+
+def test_indexes_read_back_sorted():
+  edges = (edge(0), edge(2, 0), edge(2, 1), edge(8), edge(8, 0, history=0))
+  index = manifests.Index(run_id='run', edges=edges[::-1])
+  assert index.edges == edges
+  data = index.to_bytes()
+  assert manifests.Index.from_bytes(data) == index
+  assert manifests.Index(run_id='run', edges=()).edges == ()
+  other = identity.parse_canonical(data)
+  other['edges'].reverse()
+  with pytest.raises(ValueError, match='order of the edges'):
+    manifests.Index.from_bytes(identity.canonical_json(other))
+
+
+def test_edges_of_an_index_agree():
+  with pytest.raises(ValueError, match='repeats a manifest'):
+    manifests.Index(run_id='run', edges=(edge(1), edge(1)))
+  with pytest.raises(ValueError, match='two targets'):
+    other = edge(2, 1, target='f' * 16)
+    manifests.Index(run_id='run', edges=(edge(2), other))
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (dict(version=-1), 'version -1 of an edge'),
+    (dict(base_version=3), 'base version 3 of an edge.* before version 3'),
+    (dict(base_version=True), 'base version True'),
+    (dict(kind=manifests.KEY), 'base of an edge'),
+    (dict(kind='skip'), 'kind of an edge'),
+    (dict(history=2), 'history 2 of an edge.* at most its base version 1'),
+    (dict(bytes=-1), 'bytes of an edge'),
+    (dict(manifest='x'), 'manifest of an edge'),
+    (dict(target='f' * 15), 'target of an edge'),
+    (dict(target='f' * 64), 'target of an edge'),
+    (dict(target=None), 'target of an edge'),
+  ],
+)
+def test_wrong_edges_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(edge(3, 1), **fields)
+
+
+@settings(max_examples=50, deadline=None, database=None)
+@given(st.data())
+def test_indexes_of_arbitrary_values(data):
+  index = manifests.Index(run_id='run', edges=(edge(1), edge(2, 1)))
+  fields = identity.parse_canonical(index.to_bytes())
+  inner = data.draw(st.sampled_from([fields, *fields['edges']]))
+  inner[data.draw(st.sampled_from([*inner, 'more']))] = data.draw(JUNK)
+  spelled = identity.canonical_json(fields)
+  with contextlib.suppress(ValueError):
+    assert manifests.Index.from_bytes(spelled).to_bytes() == spelled
+
+
+# --- The pointer.
+
+
+@pytest.fixture
+def pointer():
+  return manifests.Pointer(
+      run_id='run', sequence=9, rewinds=1, version=7, target_id='1' * 64,
+      base_id='', manifest='2' * 64, index='3' * 64, expires=0,
+  )  # fmt: skip
+
+
+@pytest.fixture(params=['hmac', 'ed25519'])
+def key(request):
+  return KEY if request.param == 'hmac' else signing.Ed25519Signer(bytes(32))
+
+
+def test_pointers_read_back_under_their_key(pointer, key):
+  data = manifests.seal(pointer, key)
+  assert data.startswith(f'CDB2P {key.algorithm} '.encode())
+  assert manifests.unseal(data, key, 'run') == pointer
+  chained = dataclasses.replace(pointer, base_id='4' * 64)
+  data = manifests.seal(chained, key)
+  assert manifests.unseal(data, getattr(key, 'public', key), 'run') == chained
+  with pytest.raises(ValueError, match='signature is wrong'):
+    manifests.unseal(data, type(key)(b'\1' * 32), 'run')
+  with pytest.raises(ValueError, match="run 'run', not 'walk'"):
+    manifests.unseal(data, key, 'walk')
+
+
+def test_no_bit_of_a_pointer_can_change(pointer, key):
+  data = manifests.seal(pointer, key)
+  for at in range(len(data)):
+    for bit in range(8):
+      changed = bytearray(data)
+      changed[at] ^= 1 << bit
+      with pytest.raises(ValueError):
+        manifests.unseal(bytes(changed), key, 'run')
+    with pytest.raises(ValueError):
+      manifests.unseal(data[:at], key, 'run')
+  with pytest.raises(ValueError, match='signature is wrong'):
+    manifests.unseal(data + b'\n', key, 'run')
+
+
+def test_nothing_is_parsed_before_it_is_verified(key):
+  bomb = b'[' * 3000
+  signed = key.sign(key.algorithm.encode() + b'\n' + bomb)
+  for signature, message in {
+    bytes(len(signed)): 'signature is wrong',
+    signed: 'JSON',  # so it was the signature that kept the parser from it
+  }.items():
+    line = f'CDB2P {key.algorithm} {signature.hex()}\n'.encode()
+    with pytest.raises(ValueError, match=message):
+      manifests.unseal(line + bomb, key, 'run')
+
+
+def test_the_algorithm_is_the_keys_and_is_signed(pointer):
+  other = signing.Ed25519Signer(bytes(32))
+  data = manifests.seal(pointer, other)
+  with pytest.raises(ValueError, match="b'ed25519', and the key is of hmac"):
+    manifests.unseal(data, KEY, 'run')
+  forged = data.replace(b'ed25519', b'hmac-sha256')
+  with pytest.raises(ValueError, match='signature is wrong'):
+    manifests.unseal(forged, KEY, 'run')
+  body = data.partition(b'\n')[2]
+  line = f'CDB2P hmac-sha256 {KEY.sign(body).hex()}\n'.encode()
+  with pytest.raises(ValueError, match='signature is wrong'):
+    manifests.unseal(line + body, KEY, 'run')
+
+
+@pytest.mark.parametrize(
+  'data, message',
+  [
+    (b'', 'does not begin'),
+    (b'CDB2P hmac-sha256 00', 'does not begin'),
+    (b'CDB1P hmac-sha256 00\n{}', 'does not begin'),
+    (b'CDB2P hmac-sha256 00 00\n{}', 'does not begin'),
+    (b'CDB2P hmac-sha256 0\n{}', 'hexadecimal'),
+    (b'CDB2P hmac-sha256 AA\n{}', 'lower-case'),
+    (b'CDB2P hmac-sha256 \xff\n{}', 'ascii'),
+    (b'CDB2P hmac-sha256 00\n{}', 'signature is wrong'),
+  ],
+)
+def test_what_is_no_pointer_is_refused(data, message):
+  with pytest.raises(ValueError, match=message):
+    manifests.unseal(data, KEY, 'run')
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(run_id='a/b'),
+    dict(sequence=-1),
+    dict(rewinds=True),
+    dict(version=1.0),
+    dict(expires=None),
+    dict(target_id=''),
+    dict(base_id='x'),
+    dict(manifest=3),
+    dict(index='F' * 64),
+  ],
+)
+def test_wrong_pointers_are_refused_though_signed(pointer, fields):
+  (name,) = fields
+  with pytest.raises(ValueError, match=name):
+    dataclasses.replace(pointer, **fields)
+  body = identity.canonical_json(dataclasses.asdict(pointer) | fields)
+  signature = KEY.sign(KEY.algorithm.encode() + b'\n' + body)
+  line = f'CDB2P {KEY.algorithm} {signature.hex()}\n'.encode()
+  with pytest.raises(ValueError, match=name):
+    manifests.unseal(line + body, KEY, 'run')

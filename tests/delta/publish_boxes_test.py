@@ -1,0 +1,217 @@
+"""However weights are cut into blocks, the same boxes are encoded."""
+
+import math
+
+import hypothesis
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from composer_jax.delta import (
+  codec,
+  identity,
+  manifest,
+  publish_boxes,
+  publish_encode,
+  restore,
+)
+from composer_jax.delta import grid as grids
+from composer_jax.delta import store as stores
+from tests.delta import publish_test as t
+
+
+@pytest.fixture
+def small_boxes(monkeypatch):
+  """Small arrays have many boxes, and ragged ones."""
+
+  def of(shape, dtype):
+    return grids.Grid(shape, tuple(max(1, min(n, 4)) for n in shape))
+
+  monkeypatch.setattr(grids, 'of', of)
+
+
+def cut(array, borders):
+  """Blocks of an array between the borders of each axis."""
+  spans = [
+    list(zip([0, *b], [*b, n], strict=True))
+    for b, n in zip(borders, array.shape, strict=True)
+  ]
+  for place in np.ndindex(*map(len, spans)):
+    index = tuple(spans[axis][i] for axis, i in enumerate(place))
+    values = array[tuple(slice(*ends) for ends in index)]
+    yield 'w', str(array.dtype), array.shape, index, values
+
+
+@st.composite
+def cases(draw):
+  shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+  size = math.prod(shape)
+  dtype = draw(st.sampled_from([np.uint8, np.float32, ml_dtypes.bfloat16]))
+  array = np.arange(size, dtype=np.uint8).reshape(shape).astype(dtype)
+  if draw(st.booleans()):
+    array = np.array(array, order='F')
+  borders = [
+    sorted(draw(st.sets(st.integers(1, max(n - 1, 1)), max_size=3)))
+    if n > 1 else []
+    for n in shape
+  ]  # fmt: skip
+  return array, borders, draw(st.randoms())
+
+
+@pytest.mark.usefixtures('small_boxes')
+@hypothesis.settings(
+  max_examples=150,
+  deadline=None,
+  database=None,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(cases())
+def test_every_partition_gives_every_box_once(case):
+  array, borders, random = case
+  grid = grids.of(array.shape, array.dtype)
+  blocks = list(cut(array, borders))
+  random.shuffle(blocks)
+  cutter = publish_boxes.Cutter()
+  found = {}
+  for block in blocks:
+    for (name, number), values in cutter.add(block):
+      assert name == 'w' and number not in found
+      found[number] = publish_boxes.flat(values).tobytes()
+  cutter.check_whole()
+  wanted = {
+    number: array[tuple(slice(*ends) for ends in grid.box(number))].tobytes()
+    for number in range(grid.num_boxes)
+  }
+  assert found == wanted
+  # Bytes of the boxes that some block holds in part, each once.
+  in_part = {
+    number
+    for _, _, _, index, values in blocks
+    for number in (grid.intersecting(index) if values.size else ())
+    if any(
+      a > c or b < d
+      for (a, b), (c, d) in zip(index, grid.box(number), strict=True)
+    )
+  }
+  assert cutter.cut_bytes == sum(len(wanted[number]) for number in in_part)
+  # One block less is a hole of its size, one more an overlap.
+  last = random.choice(blocks)
+  if last[4].size:
+    cutter = publish_boxes.Cutter()
+    for block in blocks:
+      if block is not last or len(blocks) == 1:
+        list(cutter.add(block))
+    if len(blocks) > 1:
+      with pytest.raises(ValueError, match=f'w: {last[4].size} elements are'):
+        cutter.check_whole()
+      list(cutter.add(last))
+    cutter.check_whole()
+    with pytest.raises(ValueError, match='w: the block at .* overlaps'):
+      list(cutter.add(last))
+
+
+def test_whole_boxes_are_views_and_flat_ones_are_not_copied():
+  array = np.arange(24, dtype=np.float32).reshape(4, 6)
+  (((_, number), values),) = publish_boxes.Cutter().add(
+    ('w', 'float32', (4, 6), ((0, 4), (0, 6)), array)
+  )
+  assert number == 0 and np.shares_memory(values, array)
+  assert np.shares_memory(publish_boxes.flat(values), array)
+  turned = publish_boxes.flat(array.T)
+  assert turned.tolist() == array.T.reshape(-1).tolist()
+
+
+def test_blocks_that_disagree_are_named():
+  array = np.zeros((2, 3), np.float32)
+  cutter = publish_boxes.Cutter()
+  list(cutter.add(('w', 'float32', (4, 3), ((0, 2), (0, 3)), array)))
+  for block, message in (
+    (('w', 'float32', (5, 3), ((2, 4), (0, 3)), array), r'w: .*\(5, 3\) after'),
+    (('w', 'float32', (4, 3), ((2, 4), (0, 3)), array[:1]), 'not of the size'),
+    (('w', 'float32', (4, 3), ((3, 5), (0, 3)), array), 'leaves the array'),
+    (('w', 'float32', (4, 3), ((2, 4),), array), 'leaves the array'),
+    (('v', 'int32', (2, 3), ((0, 2), (0, 3)), array), 'v: a block of dtype'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      list(cutter.add(block))
+
+
+@pytest.mark.usefixtures('small_boxes')
+def test_manifests_do_not_depend_on_how_weights_are_cut(tmp_path):
+  rng = np.random.default_rng(0)
+  array = rng.normal(size=(13, 10)).astype(np.float32)
+  names = set()
+  for place, borders in enumerate(([[], []], [[4, 8], [4]], [[1, 6], [5]])):
+    store = stores.Store(tmp_path / str(place))
+    publisher = t.open_publisher(store, skip_levels=(2,))
+    for v in range(3):
+      info = publisher.publish(cut(array + v, borders), v)
+    assert info.cut_bytes == (array.nbytes if place == 2 else 0) or place == 2
+    found = restore.read_manifest(store, t.pointer(store).manifest)
+    assert len(found.tensors[0].chunks) == 12
+    assert info.target_id == identity.target_id({'w': array + 2})
+    t.assert_same_bits(t.served(store).weights, {'w': array + 2})
+    names.add(t.pointer(store).index)
+  assert len(names) == 1
+
+
+def test_what_does_not_decode_is_not_published(tmp_path, monkeypatch):
+  """A broken codec, or broken memory, is found before anyone sees it."""
+  store = stores.Store(tmp_path)
+  publisher = t.open_publisher(store)
+  publisher.publish(t.blocks(t.weights(0)), 0)
+  before = store.read_pointer('run')
+  encode = codec.encode
+
+  def wrong(values, base, **options):
+    bits = values.view(identity.bits_dtype(values.dtype)).copy()
+    bits[-1] ^= 1
+    return encode(bits.view(values.dtype), base, **options)
+
+  monkeypatch.setattr(codec, 'encode', wrong)
+  with pytest.raises(ValueError, match='bias .box 0.: codec . does not decode'):
+    publisher.publish(t.blocks(t.weights(1)), 1)
+  monkeypatch.undo()
+  assert store.read_pointer('run') == before
+  assert publisher.publish(t.blocks(t.weights(1)), 1).kind == 'delta'
+
+
+def test_threads_are_fed_a_few_items_at_a_time_and_keep_the_order():
+  taken = []
+
+  def items():
+    for item in range(50):
+      taken.append(item)
+      yield item
+
+  found = publish_encode.in_threads(lambda item: item * 2, items(), 2)
+  assert next(found) == 0
+  assert len(taken) <= 8
+  assert list(found) == [2 * item for item in range(1, 50)]
+  with pytest.raises(ZeroDivisionError):
+    list(publish_encode.in_threads(lambda item: 1 / item, [1, 0, 1], 2))
+
+
+def test_packs_do_not_depend_on_when_blobs_come(tmp_path):
+  store = stores.Store(tmp_path)
+  blobs = {('w', n): bytes([n]) * (3 << 20) for n in range(7)}
+  blobs['v', 0] = b''
+  order = sorted(blobs)
+  results = set()
+  turned = order[::-1]
+  for known, arrival in (
+    (order, order),
+    (order, turned),
+    ((), turned),
+    (order[:3], turned),
+  ):
+    with publish_encode.Packer(store, known) as packer:
+      for key in arrival:
+        packer.add(key, blobs[key])
+      packs, places = packer.finish()
+    results.add((packs, tuple(sorted(places.items()))))
+  ((packs, places),) = results
+  assert [length for _, length in packs] == [6 << 20] * 3 + [3 << 20]
+  assert dict(places) == {('w', n): n // 2 for n in range(7)}
+  assert manifest.NO_PACK not in dict(places).values()

@@ -1,0 +1,144 @@
+"""What stays listed: every version of the window, and a short way to it."""
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from composer_jax.delta import manifest, publish_index, publish_share
+from tests.delta import publish_test as t
+
+
+def edge(base, version, history=None):
+  kind = manifest.KEY if base is None else manifest.DELTA
+  name = f'{-1 if base is None else base:032x}{version:032x}'.replace('-', 'f')
+  return manifest.Edge(
+    version=version,
+    base_version=base,
+    kind=kind,
+    bytes=1,
+    manifest=name,
+    target=f'{version:016x}',
+    history=history,
+  )
+
+
+def run(last, keyframe_every, levels, late=0):
+  """The edges of a run as a publisher makes them, `late` keyframes delayed."""
+  edges, since = [edge(None, 0)], 0
+  for v in range(1, last + 1):
+    edges.append(edge(v - 1, v, since))
+    edges += [edge(v - n, v) for n in levels if v % n == 0]
+    is_key = v > late and (v - late) % keyframe_every == 0
+    edges += [edge(None, v)] if is_key else []
+    if is_key or any(v % n == 0 for n in levels[:1]):
+      since = v
+  return edges
+
+
+def ends(edges):
+  return [(e.base_version, e.version) for e in edges]
+
+
+def test_closed_form():
+  edges = run(20, 100, (4,))
+  # The window is 17 to 20; before it skips alone, of which one ends there.
+  assert sorted(ends(publish_index.pruned(edges, 4))[1:]) == [
+    (0, 4), (4, 8), (8, 12), (12, 16),
+    (16, 17), (16, 20), (17, 18), (18, 19), (19, 20),
+  ]  # fmt: skip
+  edges = run(20, 6, ())
+  assert sorted(ends(publish_index.pruned(edges, 4)), key=str) == sorted(
+    [(12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 18), (18, 19),
+     (19, 20), (None, 12), (None, 18)],
+    key=str,
+  )  # fmt: skip
+
+
+def reachable(edges):
+  """(version, since) that can be reached from a keyframe, and which versions.
+
+  The state of a receiver is what it holds and since when it has followed every
+  single; None means it has to begin.
+  """
+  states = {(e.version, None) for e in edges if e.kind == manifest.KEY}
+  while True:
+    found = set(states)
+    for e in edges:
+      if e.kind == manifest.KEY:
+        continue
+      for version, since in states:
+        if version != e.base_version:
+          continue
+        if e.history is None:
+          found.add((e.version, None))
+        elif e.history in (version, since):
+          found.add((e.version, e.history))
+    if found == states:
+      return {version for version, _ in states}
+    states = found
+
+
+@hypothesis.settings(max_examples=200, deadline=None, database=None)
+@hypothesis.given(
+  last=st.integers(0, 60),
+  keyframe_every=st.integers(1, 40),
+  levels=st.sampled_from([(), (2,), (3,), (8,), (2, 4), (3, 9), (4, 8, 16)]),
+  late=st.integers(0, 5),
+  keep=st.integers(1, 70),
+)
+def test_all_of_the_window_can_be_reached_and_leads_to_the_head(
+  last, keyframe_every, levels, late, keep
+):
+  edges = run(last, keyframe_every, levels, late)
+  # As publishers do it: a little more each version.
+  grown = []
+  for version in range(last + 1):
+    grown += [e for e in edges if e.version == version]
+    grown = list(publish_index.pruned(grown, keep))
+  assert set(grown) == set(publish_index.pruned(edges, keep))
+  assert tuple(grown) == publish_index.pruned(grown, keep)
+  window = set(range(max(0, last - keep + 1), last + 1))
+  assert window <= reachable(grown)
+  # Every single of the window is there, for who follows closely.
+  assert {v for b, v in ends(grown) if b == v - 1} >= window - {0}
+
+
+def test_head_is_the_shortest_delta():
+  edges = [edge(None, 8), edge(0, 8), edge(7, 8), edge(4, 8)]
+  assert publish_index.head(edges, 8) == edges[2]
+  assert publish_index.head(edges[:1], 8) == edges[0]
+  assert publish_index.head(edges, 7) is None
+  assert publish_index.last_keyframe([*edges, edge(None, 3)]) == 8
+  assert publish_index.last_keyframe([]) is None
+  assert publish_index.up_to(edges, 7) == ()
+
+
+def test_shares_that_disagree_or_do_not_cover_are_refused():
+  def share(name, shape=(2,), chunks=()):
+    return publish_share.Share(
+      specs={name: ('int8', shape)}, chunks=dict(chunks)
+    )
+
+  with pytest.raises(ValueError, match='w: one process has blocks of'):
+    publish_share.merge([share('w'), share('w', (3,))])
+  with pytest.raises(ValueError, match='w: 2 elements are in no block'):
+    publish_share.merge([share('w')])
+
+
+def test_a_keyframe_that_became_old_takes_its_chain_along(tmp_path):
+  from composer_jax.delta import store as stores
+
+  store = stores.Store(tmp_path)
+  publisher = t.open_publisher(
+    store, keyframe_every=4, skip_levels=(2,), keep=3
+  )
+  for v in range(12):
+    publisher.publish(t.blocks(t.weights(v)), v)
+    t.assert_same_bits(t.served(store).weights, t.weights(v))
+    assert len(t.edges(store)) <= 12
+  # The window is 9 to 11.
+  assert sorted(t.spans(store), key=str) == sorted(
+    [(8, 9), (8, 10), (9, 10), (10, 11), (None, 8)], key=str
+  )
+  assert publisher.gc() > 0
+  t.assert_same_bits(t.served(store).weights, t.weights(11))

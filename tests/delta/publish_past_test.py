@@ -1,0 +1,181 @@
+"""Versions of the past: rewound, healed, and collected as garbage."""
+
+import pytest
+
+from composer_jax.delta import publish, restore, signing
+from composer_jax.delta import store as stores
+from tests.delta import publish_test as t
+
+
+@pytest.fixture
+def store(tmp_path):
+  return stores.Store(tmp_path / 'store')
+
+
+def test_rewind_voids_later_versions_and_receivers_follow(store):
+  publisher = t.open_publisher(store, skip_levels=(2,))
+  ids = [
+    publisher.publish(t.blocks(t.weights(v)), v).target_id for v in range(4)
+  ]
+  subscriber = t.joiner(store)
+  assert subscriber.poll().version == 3
+  resumed = t.open_publisher(store)
+  resumed.rewind(1)
+  assert t.spans(store) == [(None, 0), (0, 1)]
+  update = subscriber.poll()
+  assert (update.version, update.target_id) == (1, ids[1])
+  # Bit-equal training gives the same identity again, other training another.
+  assert resumed.publish(t.blocks(t.weights(2)), 2).target_id == ids[2]
+  assert subscriber.poll().target_id == ids[2]
+  other = resumed.publish(t.blocks(t.weights(3, seed=5)), 3)
+  assert other.base_id == ids[2] != ids[3]
+  assert subscriber.poll().target_id == other.target_id
+  resumed.rewind(7)  # nothing later was published
+  assert resumed.version == 3
+
+
+def test_rewind_past_all_listed_versions_starts_a_new_chain(store):
+  publisher = t.open_publisher(store)
+  for v in (5, 6):
+    publisher.publish(t.blocks(t.weights(v)), v)
+  subscriber = t.joiner(store)
+  subscriber.poll()
+  publisher.rewind(2)
+  assert publisher.version is None
+  assert subscriber.poll() is None and subscriber.held.version == 6
+  info = publisher.publish(t.blocks(t.weights(2)), 2)
+  assert (info.kind, info.base_id) == ('key', '')
+  assert subscriber.poll().target_id == info.target_id
+
+
+def damage(store, part):
+  """Damages a part of the last version."""
+  head = t.pointer(store)
+  path = store.root / 'objects' / head.manifest
+  found = restore.read_manifest(store, head.manifest)
+  if part == 'pack':
+    path = path.with_name(found.packs[0][0])
+  elif part == 'base':
+    bases = [e for e in t.edges(store) if e.version == found.base_version]
+    older = bases[0] if bases else t.edges(store)[-1]
+    older = restore.read_manifest(store, older.manifest)
+    path = path.with_name(older.packs[0][0])
+  elif part == 'index':
+    path = path.with_name(head.index)
+  elif part == 'pointer':
+    path = store.root / 'refs' / 'run' / 'latest'
+  path.write_bytes(b'rot')
+
+
+@pytest.mark.parametrize('last', [1, 2])
+@pytest.mark.parametrize(
+  'part', ['manifest', 'pack', 'base', 'index', 'pointer']
+)
+def test_a_resumed_trainer_heals_the_version_it_resumes_from(store, part, last):
+  publisher = t.open_publisher(store)
+  for v in range(last + 1):
+    publisher.publish(t.blocks(t.weights(v)), v)
+  subscriber = t.joiner(store)
+  subscriber.poll()
+  damage(store, part)
+  resumed = t.open_publisher(store)
+  resumed.rewind(1)
+  info = resumed.publish(t.blocks(t.weights(1)), 1)
+  joined = t.served(store)
+  assert (joined.version, joined.target_id) == (1, info.target_id)
+  t.assert_same_bits(joined.weights, t.weights(1))
+  # So does who followed all along, and nothing stands in the way of the next.
+  subscriber.poll()
+  assert subscriber.problem is None
+  assert subscriber.held.target_id == info.target_id
+  assert resumed.publish(t.blocks(t.weights(2)), 2).kind == 'delta'
+  assert subscriber.poll().version == t.served(store).version == 2
+
+
+@pytest.mark.parametrize('part', ['pack', 'index', 'pointer'])
+@pytest.mark.parametrize('given', [True, False])
+def test_publishing_the_last_version_again_heals_it(store, given, part):
+  publisher = t.open_publisher(store)
+  for v in range(2):
+    publisher.publish(t.blocks(t.weights(v)), v)
+  damage(store, part)
+  if given:
+    publisher = t.open_publisher(store, base_blocks=t.blocks(t.weights(1)))
+  if publisher.version is not None:
+    with pytest.raises(ValueError, match='version 1 with other.*rewind'):
+      publisher.publish(t.blocks(t.weights(1, seed=1)), 1)
+  info = publisher.publish(t.blocks(t.weights(1)), 1)
+  # A live publisher writes pointer and index again; the rest takes a keyframe.
+  assert info.kind == ('key' if given or part == 'pack' else 'delta')
+  assert t.served(store).version == 1
+  assert publisher.publish(t.blocks(t.weights(2)), 2).kind == 'delta'
+  t.assert_same_bits(t.served(store).weights, t.weights(2))
+
+
+def test_live_publisher_replaces_a_damaged_pointer(store):
+  publisher = t.open_publisher(store)
+  publisher.publish(t.blocks(t.weights(0)), 0)
+  subscriber = t.joiner(store)
+  subscriber.poll()
+  damage(store, 'pointer')
+  assert subscriber.poll() is None and subscriber.problem
+  publisher.publish(t.blocks(t.weights(1)), 1)
+  assert subscriber.poll().version == 1
+
+
+def test_gc_keeps_what_the_last_versions_need(store):
+  publisher = t.open_publisher(store, keyframe_every=3, skip_levels=())
+  for v in range(8):  # keyframes 0, 3, 6
+    publisher.publish(t.blocks(t.weights(v)), v)
+  other = t.open_publisher(store, 'other')
+  other.publish(t.blocks(t.weights(50)), 0)
+  assert publisher.gc(3) > 0  # 7, 6, 5, and 4 and 3 below 5
+  wanted = [(None, 3), (3, 4), (4, 5), (None, 6), (5, 6), (6, 7)]
+  assert t.spans(store) == wanted
+  # A manifest and a pack of each, and of the other run's one; two indices.
+  assert len(store.sizes()) == 2 * (len(wanted) + 1) + 2
+  assert publisher.gc(3) == 0
+  t.assert_same_bits(t.served(store).weights, t.weights(7))
+  t.assert_same_bits(t.served(store, 'other').weights, t.weights(50))
+  assert publisher.publish(t.blocks(t.weights(8)), 8).kind == 'delta'
+  with pytest.raises(ValueError, match='nor kept .the oldest is 3'):
+    publisher.publish(t.blocks(t.weights(1)), 1)
+  publisher.rewind(4)
+  assert t.served(store).version == 4
+  with pytest.raises(ValueError, match='keep must be at least 1'):
+    publisher.gc(0)
+
+
+def test_gc_leaves_young_objects_to_who_may_be_about_to_need_them(store):
+  publisher = t.open_publisher(store, grace_s=3600.0, skip_levels=())
+  for v in range(3):
+    publisher.publish(t.blocks(t.weights(v)), v)
+  name = store.put(b'of a publisher that has not moved its pointer')
+  before = store.sizes()
+  assert publisher.gc(1) == 0
+  assert before.keys() <= store.sizes().keys()
+  assert t.open_publisher(store).gc(1) > 0
+  assert name not in store.sizes()
+
+
+@pytest.mark.parametrize('part', ['manifest', 'index', 'pointer'])
+def test_gc_deletes_nothing_when_it_cannot_know_what_is_needed(store, part):
+  publisher = t.open_publisher(store)
+  for v in range(3):
+    publisher.publish(t.blocks(t.weights(v)), v)
+  damage(store, part)
+  before = t.files_of(store)
+  with pytest.raises(ValueError, match='damaged|read'):
+    publisher.gc(64)
+  assert t.files_of(store) == before
+
+
+def test_gc_does_not_touch_runs_of_another_key(store):
+  t.open_publisher(store).publish(t.blocks(t.weights(0)), 0)
+  stranger = publish.Publisher(
+    store, 'other', signing.Hmac(b'another key' * 3), grace_s=0.0
+  )
+  stranger.publish(t.blocks(t.weights(1)), 0)
+  with pytest.raises(ValueError, match="run 'run' cannot be read.*nothing"):
+    stranger.gc(1)
+  t.assert_same_bits(t.served(store).weights, t.weights(0))

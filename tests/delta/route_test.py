@@ -1,0 +1,142 @@
+"""The planner on hand-drawn maps."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from composer_jax.delta import manifest as manifests
+from composer_jax.delta import route
+
+
+def target(version):
+  return f'{version:016x}'
+
+
+def edge(base, version, cost, history=None):
+  kind = manifests.KEY if base is None else manifests.DELTA
+  # A name of its own for each road.
+  name = f'{version:08x}{(base or 0):08x}{cost:016x}{history or 0:032x}'
+  return manifests.Edge(
+    version=version,
+    base_version=base,
+    kind=kind,
+    bytes=cost,
+    manifest=name,
+    target=target(version),
+    history=history,
+  )
+
+
+def start(version, since=None):
+  return route.Start(version, target(version) + 48 * '0', since)
+
+
+def legs(way):
+  return [(e.base_version, e.version) for e in way.edges]
+
+
+SINGLES = [edge(v, v + 1, 10) for v in range(20)]
+MAP = [
+  edge(None, 0, 1000),
+  edge(None, 16, 900),
+  *SINGLES,
+  edge(0, 8, 45),
+  edge(8, 16, 45),
+]
+
+
+def test_each_receiver_goes_its_cheapest_way():
+  way = route.cheapest(MAP, 20, [start(19)])
+  assert (way.bytes, way.start, legs(way)) == (10, 0, [(19, 20)])
+  way = route.cheapest(MAP, 20, [start(0)])
+  assert way.bytes == 45 + 45 + 40
+  assert legs(way)[:2] == [(0, 8), (8, 16)]
+  way = route.cheapest(MAP, 20, [start(5)])
+  assert way.bytes == 30 + 45 + 40
+  way = route.cheapest(MAP, 20)
+  assert (way.bytes, way.start) == (940, None)
+  assert legs(way)[0] == (None, 16)
+  assert route.cheapest(MAP, 20, [start(20)]).edges == ()
+  assert route.cheapest(MAP, 21, [start(20)]) is None
+
+
+def test_banned_bundles_are_gone_around_to_the_keyframe():
+  names = {(e.base_version, e.version): e.manifest for e in MAP}
+  banned = {names[19, 20]}
+  assert route.cheapest(MAP, 20, [start(19)], banned) is None
+  banned = {names[8, 16]}
+  assert route.cheapest(MAP, 20, [start(8)], banned).bytes == 120
+  banned |= {names[12, 13]}
+  way = route.cheapest(MAP, 20, [start(8)], banned)
+  assert (way.start, way.bytes) == (None, 940)
+  banned |= {names[None, 16]}
+  assert route.cheapest(MAP, 20, [start(8)], banned) is None
+
+
+def test_void_versions_are_not_started_from_and_equal_weights_are():
+  void = route.Start(19, 64 * 'f')
+  assert route.cheapest(MAP, 20, [void]).start is None
+  # The same weights under another version: no matter how they came to be.
+  other = route.Start(77, target(19) + 48 * '0', 77)
+  assert legs(route.cheapest(MAP, 20, [other])) == [(19, 20)]
+  # A version that the index forgot is one that its edges may still leave.
+  assert route.cheapest(SINGLES[5:], 7, [start(5)]).bytes == 20
+
+
+def test_history_needs_all_singles_since_it_began():
+  roads = [
+    edge(None, 0, 1000),
+    *[edge(v, v + 1, 10, history=0) for v in range(8)],
+    edge(0, 4, 5),
+    edge(None, 8, 1500),
+    edge(8, 9, 10, history=8),
+  ]
+  # The skip to 4 would be cheaper, but from there the history is unknown.
+  way = route.cheapest(roads, 8, [start(0)])
+  assert way.bytes == 80 and len(way.edges) == 8
+  assert route.cheapest(roads, 8, [start(5, since=0)]).bytes == 30
+  assert legs(route.cheapest(roads, 8, [start(5)])) == [
+    *[(None, 0)], *[(v, v + 1) for v in range(8)]
+  ]  # fmt: skip
+  # It begins anew at 8, where anybody may join.
+  assert legs(route.cheapest(roads, 9, [start(8)])) == [(8, 9)]
+
+
+def brute_force(edges, version, begin):
+  """The least cost over all simple paths."""
+  best = np.inf
+  for count in range(len(edges) + 1):
+    for path in itertools.permutations(edges, count):
+      town, since, cost = begin.version, begin.history_since, 0
+      for e in path:
+        fits = e.base_version is None or e.base_version == town
+        if not fits or e.history not in (None, town, since):
+          break
+        town, since, cost = e.version, e.history, cost + e.bytes
+      else:
+        if town == version:
+          best = min(best, cost)
+  return best
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_no_way_is_cheaper(seed):
+  rng = np.random.default_rng(seed)
+  edges = []
+  for _ in range(6):
+    base, version = sorted(rng.choice(5, 2, replace=False).tolist())
+    history = int(rng.integers(0, base + 1)) if rng.random() < 0.5 else None
+    is_key = rng.random() < 0.2
+    edges.append(
+      edge(
+        None if is_key else base,
+        version,
+        int(rng.integers(1, 50)),
+        None if is_key else history,
+      )
+    )
+  begin = start(0, since=0)
+  way = route.cheapest(edges, 4, [begin])
+  best = brute_force(edges, 4, begin)
+  assert (np.inf if way is None else way.bytes) == best

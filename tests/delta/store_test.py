@@ -1,0 +1,498 @@
+"""Laws of every store, and what a directory adds: locks, links and sweeping."""
+
+import concurrent.futures
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from composer_jax.delta import (
+  retries,
+  store,
+  store_backend,
+  store_download,
+)
+from tests.delta import s3_server
+
+ABSENT = '0' * 64
+
+
+@pytest.fixture(scope='module')
+def s3():
+  with s3_server.run() as server:
+    yield server
+
+
+@pytest.fixture(params=['local', 'memory', 's3'])
+def url(request, tmp_path):
+  if request.param == 's3':
+    request.getfixturevalue('s3')
+  name = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
+  return {
+    'local': str(tmp_path / 'store'),
+    'memory': f'memory://{name}',
+    's3': f's3://{s3_server.BUCKET}/{name}/deep',
+  }[request.param]
+
+
+@pytest.mark.parametrize('data', [b'', b'x', bytes(range(256)) * 40])
+def test_an_object_comes_back_by_its_hash(url, data):
+  places = store.Store(url)
+  name = places.put(data)
+  assert name == hashlib.sha256(data).hexdigest()
+  assert places.put(data) == name
+  again = store.Store(url)
+  assert again.get(name) == again.get(name, length=len(data)) == data
+  assert again.sizes() == {name: len(data)}
+  assert again.length(name) == len(data)
+  assert again.exists(name) and not again.exists(ABSENT)
+  assert again.traffic.bytes_read == 2 * len(data)
+  assert places.traffic.bytes_written in (len(data), 2 * len(data))
+  with pytest.raises(FileNotFoundError, match=ABSENT):
+    again.get(ABSENT)
+
+
+def test_a_range_is_exact_or_an_error(url):
+  place = store.Store(url)
+  name = place.put(b'0123456789')
+  assert place.get_range(name, 3, 7) == b'3456'
+  assert place.get_range(name, 0, 10) == b'0123456789'
+  assert place.get_range(name, 4, 4) == b''
+  for start, stop in (8, 12), (10, 11), (30, 40):
+    with pytest.raises(ValueError, match=f'{name}: has . bytes from {start}'):
+      place.get_range(name, start, stop)
+  with pytest.raises(ValueError, match='range'):
+    place.get_range(name, -1, 3)
+
+
+def test_lengths_are_bounded_and_names_are_hashes(url):
+  place = store.Store(url)
+  name = place.put(b'0123456789')
+  for kind, value, words in (
+    ('length', 9, 'more than 9 bytes where 9 are expected'),
+    ('length', 11, 'has 10 bytes where 11 are expected'),
+    ('limit', 9, 'more than 9 bytes where 9 are allowed'),
+    ('limit', 0, 'more than 0 bytes where 0 are allowed'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      place.get(name, **{kind: value})
+  for bad in ('../refs/r/latest', name.upper(), name + '0', ''):
+    with pytest.raises(ValueError, match='64 lower hex digits'):
+      place.get(bad)
+
+
+def test_a_damaged_object_is_refused_and_putting_it_again_heals(url):
+  place = store.Store(url)
+  data = b'sixteen bytes ..'
+  name = place.put(data)
+  for damaged in (b'Sixteen bytes ..', b'', b'longer than it should be'):
+    _overwrite(place, f'objects/{name}', damaged)
+    with pytest.raises(ValueError, match=f'{name}: '):
+      place.get(name, length=len(data))
+    assert place.put(data) == name
+    assert place.get(name) == data
+
+
+def _overwrite(place, key, data):
+  if place.is_local:
+    (place.root / key).write_bytes(data)
+  else:
+    place._backend.fs.pipe_file(f'{place.url}/{key}', data)
+
+
+def test_files_go_in_and_out_whole(url, tmp_path):
+  place = store.Store(url)
+  (tmp_path / 'in').write_bytes(b'content')
+  for give in False, True:
+    name, length = place.put_file(tmp_path / 'in', give=give)
+    assert (name, length) == (hashlib.sha256(b'content').hexdigest(), 7)
+  for known in 7, None:
+    to = tmp_path / f'to{known}' / 'out'
+    assert place.get_file(name, known, to) == 7
+    assert to.read_bytes() == b'content'
+    to.write_bytes(b'tampere')
+    assert place.get_file(name, known, to) == 7
+    assert to.read_bytes() == b'content'
+    before = place.traffic.requests
+    assert place.get_file(name, known, to) == 7
+    assert place.traffic.requests == before
+    assert os.listdir(to.parent) == ['out']
+  for length, limit in (6, None), (8, None), (None, 6):
+    with pytest.raises(ValueError, match='length or hash'):
+      place.get_file(name, length, tmp_path / 'never', limit=limit)
+  with pytest.raises(FileNotFoundError):
+    place.get_file(ABSENT, 7, tmp_path / 'never')
+  assert not (tmp_path / 'never').exists()
+
+
+def test_the_pointer_moves_only_from_where_it_was_seen(url):
+  place, other = store.Store(url), store.Store(url)
+  assert place.read_pointer('run') is None
+  assert place.run_ids() == []
+  first = place.move_pointer('run', b'first', None)
+  assert other.read_pointer('run') == (b'first', first)
+  second = other.move_pointer('run', b'second', first)
+  for tag in None, first:
+    with pytest.raises(
+      store.Conflict, match='run/latest.*Two must not publish'
+    ):
+      place.move_pointer('run', b'third', tag)
+  assert place.read_pointer('run') == (b'second', second)
+  place.move_pointer('other', b'one', None)
+  assert place.run_ids() == ['other', 'run']
+  with pytest.raises(ValueError, match='4097 bytes exceeds 4096'):
+    place.move_pointer('run', bytes(4097), second)
+  _overwrite(place, 'refs/run/latest', bytes(5000))
+  with pytest.raises(ValueError, match='exceeds 4096'):
+    place.read_pointer('run')
+  with pytest.raises(ValueError, match='run_id'):
+    place.read_pointer('../run')
+
+
+def test_of_many_that_move_the_pointer_at_once_one_wins(url):
+  places = [store.Store(url) for _ in range(4)]
+  together = threading.Barrier(4)
+
+  def move(number, name, tag):
+    together.wait()
+    try:
+      places[number].move_pointer('run', b'%s by %d' % (name, number), tag)
+    except store.Conflict:
+      return None
+    return number
+
+  tag = None
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    for name in b'first', b'second', b'third':
+      jobs = [pool.submit(move, number, name, tag) for number in range(4)]
+      (winner,) = {job.result() for job in jobs} - {None}
+      data, tag = places[0].read_pointer('run')
+      assert data == b'%s by %d' % (name, winner)
+
+
+def test_parts_are_verified_and_dropped_by_prefix(url):
+  place = store.Store(url)
+  for key in 'v7/0', 'v7/1', 'v8/0':
+    place.put_part('run', key, key.encode())
+  assert place.get_part('run', 'v7/1') == b'v7/1'
+  assert place.get_part('run', 'v7/2') is None
+  place.drop_parts('run', 'v7/')
+  assert place.get_part('run', 'v7/0') is None
+  _overwrite(place, 'parts/run/v8/0', b'torn')
+  with pytest.raises(ValueError, match='v8/0: this part is damaged'):
+    place.get_part('run', 'v8/0')
+  place.put_part('run', 'v8/0', b'')
+  assert place.get_part('run', 'v8/0') == b''
+  place.drop_parts('run')
+  assert place.get_part('run', 'v8/0') is None
+  for bad in '../x', 'a//b', '', '/a', 'a/.b':
+    with pytest.raises(ValueError, match='part'):
+      place.put_part('run', bad, b'')
+
+
+def test_young_objects_outlive_a_deletion(url):
+  place = store.Store(url)
+  names = [place.put(b'%d' % n) for n in range(3)]
+  assert place.delete(names[:2]) == []
+  assert place.delete([names[0], ABSENT], grace_s=0) == [names[0], ABSENT]
+  assert sorted(place.sizes()) == sorted(names[1:])
+
+
+# A directory.
+
+
+@pytest.fixture
+def local(tmp_path):
+  return store.Store(tmp_path / 'store')
+
+
+def _age(path, seconds):
+  then = time.time() - seconds
+  os.utime(path, (then, then))
+
+
+def test_a_directory_has_three_names(tmp_path):
+  paths = [tmp_path, str(tmp_path), f'file://{tmp_path}']
+  assert [store.Store(p).root for p in paths] == [tmp_path] * 3
+  assert all(store.Store(p).is_local for p in paths)
+
+
+@pytest.mark.parametrize(
+  'url',
+  [
+    '',
+    's3:/b/x',
+    's3:b',
+    's3://',
+    's3:///x',
+    's3://b//x',
+    'gs:/b',
+    'memory://',
+    'file://',
+  ]
+  + ['http:/host', 'http://', 'http://host/x?token=1', 'https://host/#x'],
+)
+def test_what_is_almost_a_url_does_not_become_a_directory(url):
+  with pytest.raises(ValueError, match='names no store; take a directory'):
+    store.Store(url)
+
+
+def test_putting_an_old_object_again_saves_it_from_deletion(local):
+  names = [local.put(data) for data in (b'wanted again', b'forgotten')]
+  for name in names:
+    _age(local.root / 'objects' / name, 2 * store.GRACE_S)
+  local.put(b'wanted again')
+  assert local.delete(names) == names[1:]
+  assert list(local.sizes()) == names[:1]
+
+
+def test_only_old_temporary_files_are_swept(local):
+  local.put(b'object')
+  young, old = (
+    local.root / 'objects' / f'.name.{digit * 16}.tmp' for digit in '12'
+  )
+  young.write_bytes(b'')
+  old.write_bytes(b'')
+  _age(old, 3600)
+  assert len(local.sizes()) == 1
+  local.delete([], grace_s=0)
+  assert young.exists() and not old.exists()
+  assert len(local.sizes()) == 1
+
+
+def test_what_is_being_written_for_long_is_not_swept(local):
+  parent = local.root / 'keyframes' / '.name.tmp'
+  (parent / 'checkpoint' / 'x').mkdir(parents=True)
+  (parent / 'checkpoint' / 'x' / '0').write_bytes(b'just now')
+  for folder in (parent, parent / 'checkpoint', parent / 'checkpoint' / 'x'):
+    _age(folder, 2 * store.GRACE_S)
+  local.delete([])
+  assert parent.exists()
+  _age(parent / 'checkpoint' / 'x' / '0', 2 * store.GRACE_S)
+  local.delete([])
+  assert not parent.exists()
+
+
+def test_parts_leave_no_folders(local):
+  for key in 'start/7/a', 'start/7/b', 'start/8/a', 'attempts':
+    local.put_part('run', key, b'')
+  local.drop_parts('run', 'start/7/')
+  parts = local.root / 'parts' / 'run'
+  assert sorted(os.listdir(parts)) == ['attempts', 'start']
+  assert os.listdir(parts / 'start') == ['8']
+  local.drop_parts('run', 'start/')
+  assert os.listdir(parts) == ['attempts']
+  local.drop_parts('run')
+  assert os.listdir(parts.parent) == []
+
+
+def test_a_folder_that_goes_during_a_look_is_no_trouble(local, monkeypatch):
+  local.put(b'object')
+  gone = local.root / 'objects' / 'gone'
+  gone.mkdir()
+  scandir = os.scandir
+
+  def scan(path):
+    if pathlib.Path(path) == gone and gone.exists():
+      gone.rmdir()
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', scan)
+  for look in local.sizes, lambda: local.delete([]):
+    look()
+    gone.mkdir(exist_ok=True)
+
+
+def test_a_given_file_is_taken_and_not_copied(local, tmp_path):
+  (tmp_path / 'kept').write_bytes(b'kept')
+  (tmp_path / 'given').write_bytes(b'given')
+  inode = (tmp_path / 'given').stat().st_ino
+  _age(tmp_path / 'given', 2 * store.GRACE_S)
+  local.put_file(tmp_path / 'kept')
+  name, _ = local.put_file(tmp_path / 'given', give=True)
+  assert (tmp_path / 'kept').exists() and not (tmp_path / 'given').exists()
+  assert (local.root / 'objects' / name).stat().st_ino == inode
+  assert local.delete([name]) == []
+
+
+def test_a_tree_is_the_objects_themselves_and_goes_with_its_manifest(local):
+  members = [
+    (path, local.put(path.encode()), len(path)) for path in ('a/b/c', 'a/d')
+  ]
+  manifest = local.put(b'manifest')
+  tree = local.link_tree(manifest, members)
+  for path, name, _ in members:
+    assert (tree / path).read_bytes() == path.encode()
+    assert (tree / path).samefile(local.root / 'objects' / name)
+  made = tree.stat().st_ino
+  assert local.link_tree(manifest, members).stat().st_ino == made
+  local.delete([], grace_s=0)
+  assert tree.exists()
+  _age(local.root / 'objects' / manifest, 2 * store.GRACE_S)
+  assert local.delete([manifest]) == [manifest]
+  assert tree.exists()  # someone may just have laid it out
+  local.delete([], grace_s=0)
+  assert not tree.exists()
+  assert len(local.sizes()) == 2
+
+
+def test_a_damaged_member_is_refused_and_a_healed_one_replaces_it(local):
+  name = local.put(b'0123')
+  manifest = local.put(b'manifest')
+  tree = local.link_tree(manifest, [('file', name, 4)])
+  (local.root / 'objects' / name).write_bytes(b'012x')
+  assert (tree / 'file').read_bytes() == b'012x'
+  with pytest.raises(ValueError, match=f'{name}: the object is damaged'):
+    local.link_tree(manifest, [('file', name, 4)])
+  local.put(b'0123')
+  tree = local.link_tree(manifest, [('file', name, 4)])
+  assert (tree / 'file').read_bytes() == b'0123'
+  assert sorted(os.listdir(tree.parent)) == [manifest]
+  for path in '/etc/x', '../x', 'a/../../x', '', 'a//b', 'a\0':
+    with pytest.raises(ValueError, match='plain relative path'):
+      local.link_tree(manifest, [(path, name, 4)])
+
+
+def test_a_partial_file_is_continued_and_a_damaged_one_begun_again(
+  local, tmp_path
+):
+  data = os.urandom(1000)
+  name = local.put(data)
+  for left, moved in (data[:600], 400), (b'?' * 600, 1400), (data, 0):
+    partial = tmp_path / f'.file.{name[:16]}.tmp'
+    partial.write_bytes(left)
+    before = local.traffic.bytes_read
+    local.get_file(name, 1000, tmp_path / 'file')
+    assert (tmp_path / 'file').read_bytes() == data
+    assert local.traffic.bytes_read - before == moved
+    assert not partial.exists()
+    (tmp_path / 'file').unlink()
+
+
+def test_threads_that_fetch_one_file_do_not_disturb_each_other(local, tmp_path):
+  data = os.urandom(1 << 20)
+  name = local.put(data)
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    for _ in range(5):
+      jobs = [
+        pool.submit(local.get_file, name, len(data), tmp_path / 'to' / 'file')
+        for _ in range(8)
+      ]
+      assert {job.result() for job in jobs} == {len(data)}
+      assert (tmp_path / 'to' / 'file').read_bytes() == data
+      assert os.listdir(tmp_path / 'to') == ['file']
+      (tmp_path / 'to' / 'file').unlink()
+
+
+def test_a_fetch_that_fails_leaves_only_what_can_be_continued(tmp_path):
+  def fetch(*pieces):
+    left = list(pieces)
+    with pytest.raises(IndexError):
+      store_download.to_file(
+        lambda start, stop: left.pop(), ABSENT, None, 2**30, tmp_path / 'file'
+      )
+    return os.listdir(tmp_path)
+
+  shared = f'.file.{ABSENT[:16]}.tmp'
+  piece = bytes(store_backend.PIECE_BYTES)
+  assert fetch() == []
+  assert fetch(piece) == fetch() == [shared]
+  with open(tmp_path / shared, 'ab+') as file:
+    assert store_download._is_mine(file, tmp_path / shared)
+    assert fetch(piece) == [shared]
+
+
+def test_a_partial_file_that_was_renamed_meanwhile_is_not_continued(tmp_path):
+  partial = tmp_path / 'partial'
+  with open(partial, 'ab+') as file, open(partial, 'ab+') as late:
+    assert store_download._is_mine(file, partial)
+    assert not store_download._is_mine(late, partial)
+    os.replace(partial, tmp_path / 'whole')
+  with open(tmp_path / 'whole', 'ab+') as late:
+    assert not store_download._is_mine(late, partial)
+    partial.write_bytes(b'of a third')
+    assert not store_download._is_mine(late, partial)
+
+
+# Patience.
+
+
+def test_waits_double_up_to_a_bound():
+  policy = retries.Policy(base_s=1, max_s=5, jitter=0)
+  assert [policy.wait_s(n) for n in (1, 2, 3, 4, 100)] == [1, 2, 4, 5, 5]
+  shaken = retries.Policy(base_s=1, max_s=5, jitter=0.5)
+  waits = [shaken.wait_s(3) for _ in range(100)]
+  assert 2 <= min(waits) < max(waits) <= 4
+  for bad in dict(attempts=0), dict(base_s=3, max_s=2), dict(jitter=2):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+      retries.Policy(**bad)
+
+
+@pytest.mark.parametrize(
+  'error, again',
+  [
+    (ConnectionResetError(), True),
+    (TimeoutError(), True),
+    (FileNotFoundError(), False),
+    (PermissionError(), False),
+    (OSError(28, 'No space left on device'), False),
+    (ValueError(), False),
+  ],
+)
+def test_only_what_time_can_cure_is_tried_again(error, again):
+  tried, waits = [], []
+
+  def operation():
+    tried.append(1)
+    raise error
+
+  with pytest.raises(retries.GaveUp if again else type(error)):
+    retries.call(
+      operation,
+      doing='reading',
+      url='place',
+      policy=retries.Policy(attempts=4, base_s=0.5),
+      sleep=waits.append,
+    )
+  assert (len(tried), len(waits)) == ((4, 3) if again else (1, 0))
+
+
+def test_a_wait_ends_when_its_owner_stops():
+  stopped = threading.Event()
+  stopped.set()
+  with pytest.raises(retries.Cancelled):
+    retries.until(stopped)(60)
+  stopped.clear()
+  retries.until(stopped)(0.001)
+
+
+ABSENT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(('s3fs', 'gcsfs', 'aiohttp')))
+from composer_jax.delta import store
+for url in ('s3://b', 'gs://b', 'http://h', 'nosuch://x'):
+  try:
+    store.Store(url)
+  except ValueError as error:
+    print(error)
+assert not {'jax', 'botocore', 'starlette'} & set(sys.modules)
+"""
+
+
+def test_a_missing_extra_is_named_with_its_cure():
+  done = subprocess.run(
+    [sys.executable, '-c', ABSENT_EXTRAS],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=True,
+  )
+  lines = done.stdout.splitlines()
+  for line, extra in zip(lines, ('s3', 'gs', 'relay')):
+    assert f'pip install "composer_jax[{extra}]"' in line
+  assert 'nosuch://x: no store has this protocol' in lines[3]

@@ -1,0 +1,638 @@
+"""A subscriber on hand-made bundles: ways around damage, pointers, rollback."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from composer_jax.delta import grid as grids
+from composer_jax.delta import (
+  identity,
+  manifest,
+  restore,
+  retries,
+  signing,
+  subscribe,
+)
+from composer_jax.delta import store as store_lib
+from tests.delta import bundles
+
+
+@pytest.fixture
+def run(tmp_path):
+  run = bundles.Run(tmp_path / 'store')
+  run.add(0)
+  run.point(0)
+  return run
+
+
+def follow(run, **options):
+  return subscribe.Subscriber(run.store, 'run', bundles.SIGNER, **options)
+
+
+def step(run, versions, **options):
+  for version in versions:
+    run.add(version, base=version - 1, **options)
+    run.point(version)
+
+
+def assert_serves(subscriber, run, version):
+  assert subscriber.held.version == version
+  held = subscriber.held.weights
+  assert held.target_id == subscriber.held.target_id
+  assert held.target_id == identity.target_id(run.make(version))
+  bundles.assert_same_bits(held, run.make(version))
+
+
+def test_every_way_leads_to_the_same_bits(run):
+  follower = follow(run)
+  assert follower.poll().version == 0
+  for version in range(1, 10):
+    step(run, [version])
+    if version == 8:
+      run.add(8, base=0)
+      run.point(8)
+    assert follower.poll().version == version and follower.problem is None
+    assert follower.stats.route == (f'delta {version - 1}-{version}',)
+    assert_serves(follower, run, version)
+    assert follower.poll() is None and follower.problem is None
+  joiner = follow(run)
+  joiner.poll()
+  assert joiner.stats.route == ('key 0', 'delta 0-8', 'delta 8-9')
+  assert_serves(joiner, run, 9)
+  run.add(9)
+  run.point(9)
+  assert joiner.poll() is None and joiner.problem is None
+  assert follow(run).poll().target_id == joiner.held.target_id
+
+
+def test_the_usual_update_reads_the_pointer_the_manifest_and_its_packs(run):
+  follower = follow(run)
+  follower.poll()
+  step(run, [1])
+  before = run.store.traffic.bytes_read
+  follower.poll()
+  pointer = len(run.store.read_pointer('run')[0])
+  assert follower.stats.bytes == run.edges[-1].bytes
+  assert (
+    run.store.traffic.bytes_read - before == run.edges[-1].bytes + 2 * pointer
+  )
+
+
+def test_weights_that_are_held_under_another_version_are_not_fetched(run):
+  run.make = lambda version: bundles.weights(0)
+  follower = follow(run)
+  first = follower.poll()
+  step(run, [1])
+  update = follower.poll()
+  assert (update.version, update.target_id) == (1, first.target_id)
+  assert follower.stats.route == () and follower.stats.bytes == 0
+  # The next delta builds on version 1.
+  run.make = bundles.weights
+  step(run, [2])
+  assert follower.poll().version == 2
+  assert follower.stats.route == ('delta 1-2',)
+
+
+def test_it_falls_back_from_delta_to_skip_to_keyframe(run, caplog):
+  step(run, [1, 2])
+  follower = follow(run)
+  follower.poll()
+  step(run, [3])
+  run.add(3, base=1)
+  run.add(3, base=0)
+  run.add(3)
+  run.point(3)
+  single, skip, long_skip, _ = run.edges[-4:]
+  del long_skip
+  bundles.damage(run.path(run.packs(single)[-1]))
+  assert follower.poll().version == 3
+  # From 2 only the damaged single leads on; the keyframe is the way around it.
+  assert follower.stats.route == ('key 3',)
+  assert 'scalar (box 0' in caplog.text and 'its blob is damaged' in caplog.text
+  assert_serves(follower, run, 3)
+  run.path(skip.manifest).unlink()
+  behind = follow(run)
+  run.edges = [e for e in run.edges if (e.base_version, e.version) != (None, 3)]
+  run.point(3)
+  behind.poll()
+  assert behind.stats.route == ('key 0', 'delta 0-3')
+
+
+def test_when_all_ways_are_broken_the_old_version_is_served(run, caplog):
+  follower = follow(run)
+  follower.poll()
+  held = follower.held
+  step(run, [1])
+  single, key = run.edges[-1], run.add(1)
+  run.point(1)
+  bundles.damage(run.path(run.packs(single)[-1]))
+  path = run.path(key.manifest)
+  intact = path.read_bytes()
+  path.unlink()
+  for _ in range(2):
+    assert follower.poll() is None
+    assert 'scalar (box 0' in follower.problem
+    assert key.manifest in follower.problem
+    assert follower.held is held
+  assert caplog.text.count('keeps serving version 0') == 1
+  path.write_bytes(intact)
+  assert follower.poll().version == 1 and follower.problem is None
+
+
+def test_a_broken_way_is_left_for_the_next_best(run):
+  step(run, [1, 2, 3])
+  del run.edges[1:]
+  for version in (1, 2, 3):
+    run.add(version, base=version - 1)
+  run.add(3, base=1)
+  run.add(3, base=0)
+  run.point(3)
+  costs = {(e.base_version, e.version): e for e in run.edges}
+  # Let 0-1-2-3 be the cheapest, then 1-3, both cheaper than 0-3.
+  cheap = {(0, 1): 1, (1, 2): 1, (2, 3): 1, (1, 3): 5, (0, 3): 9}
+  run.edges = [
+    dataclasses.replace(e, bytes=cheap.get(key, e.bytes))
+    for key, e in costs.items()
+  ]
+  others = run.packs(costs[1, 3]) + run.packs(costs[0, 3])
+  (broken, *_) = (p for p in run.packs(costs[2, 3]) if p not in others)
+  bundles.damage(run.path(broken))
+  run.point(3)
+  follower = follow(run)
+  assert follower.poll().version == 3
+  assert follower.stats.route == (
+    *('key 0', 'delta 0-1', 'delta 1-2'),
+    *('key 0', 'delta 0-1', 'delta 1-3'),
+  )
+  assert_serves(follower, run, 3)
+  # Who held version 1 and broke off at 2 goes on from 1.
+  run.edges = run.edges[:2]
+  run.point(1, rewinds=1)
+  behind = follow(run)
+  behind.poll()
+  run.edges = [
+    dataclasses.replace(e, bytes=cheap.get(key, e.bytes))
+    for key, e in costs.items()
+  ]
+  run.point(3, rewinds=1)
+  assert behind.poll().version == 3
+  assert behind.stats.route == ('delta 1-2', 'delta 1-3')
+
+
+def test_history_is_followed_and_given_up_at_a_skip(run):
+  follower = follow(run)
+  follower.poll()
+  step(run, range(1, 5), history=0)
+  run.add(5, base=4, history=0)
+  run.point(5)
+  follower.poll()
+  assert follower.stats.route == tuple(f'delta {v}-{v + 1}' for v in range(5))
+  step(run, [6], history=0)
+  assert follower.poll().version == 6
+  assert_serves(follower, run, 6)
+  # A joiner without a keyframe later than 0 needs all of them.
+  joiner = follow(run)
+  joiner.poll()
+  assert joiner.stats.route[0] == 'key 0' and len(joiner.stats.route) == 7
+  assert_serves(joiner, run, 6)
+  # From a later keyframe the context is unknown.
+  run.add(6)
+  run.point(6)
+  late = follow(run)
+  late.poll()
+  assert late.stats.route == ('key 6',)
+  step(run, [7], history=0)
+  assert late.poll().version == 7
+  assert late.stats.route[0] == 'key 0'
+  # The context of what was held before stays as it was.
+  follower.poll()
+  assert follower.stats.route == ('delta 6-7',)
+  follower.rollback()
+  step(run, [8], history=7)
+  assert follower.poll().version == 8
+  assert follower.stats.route == ('delta 6-7', 'delta 7-8')
+  follower.rollback()
+  step(run, [9], history=7)
+  for receiver in (late, follower):
+    assert receiver.poll().version == 9
+    assert receiver.stats.route[-1] == 'delta 8-9'
+    assert_serves(receiver, run, 9)
+  other = dataclasses.replace(run.held[8], history={}, history_since=6)
+  last = restore.read_manifest(run.store, run.edges[-1].manifest)
+  with pytest.raises(ValueError, match='versions 7 to 8; .* versions 6 to 8'):
+    restore.apply(run.store, last, other)
+
+
+def test_history_grows_by_versions_that_change_nothing(run):
+  run.make = lambda version: bundles.weights({2: 1}.get(version, version))
+  follower, lagging = follow(run), follow(run)
+  follower.poll()
+  lagging.poll()
+  for version in range(1, 5):
+    step(run, [version], history=0)
+    follower.poll()
+    assert follower.stats.route == (f'delta {version - 1}-{version}',)
+    assert_serves(follower, run, version)
+    if version != 2:
+      lagging.poll()
+    if version == 3:
+      # It had those weights, but not what each had done until version 2.
+      assert lagging.stats.route == ('delta 1-2', 'delta 2-3')
+
+
+def test_weights_that_were_published_thrice_are_known(run):
+  run.make = lambda version: bundles.weights(min(version, 1))
+  follower = follow(run)
+  follower.poll()
+  step(run, [1], history=0)
+  follower.poll()
+  step(run, [2, 3], history=0)
+  # Its history ends at version 1, so nothing but the version changes.
+  assert follower.poll().version == 3
+  assert follower.stats.route == ()
+  assert_serves(follower, run, 3)
+
+
+def test_rotten_held_weights_are_noticed_and_healed(run, caplog):
+  follower = follow(run)
+  held = follower.poll()
+  run.add(1, base=0)
+  run.add(1)
+  run.point(1)
+  for name in ('frozen', 'kernel'):
+    buffer = held.weights.buffer(name)
+    with pytest.raises(ValueError, match='read-only'):
+      buffer[20] = 0
+    buffer.setflags(write=True)
+    buffer.view(np.uint8)[20] ^= 1
+  assert follower.poll().version == 1
+  assert follower.stats.route == ('key 1',)
+  assert 'the weights that are held changed in memory' in caplog.text
+  assert_serves(follower, run, 1)
+
+
+def test_a_damaged_index_stops_only_those_who_need_it(run):
+  follower = follow(run)
+  follower.poll()
+  step(run, [1])
+  bundles.damage(run.path(run.pointer.index))
+  assert follower.poll().version == 1
+  joiner = follow(run)
+  assert joiner.poll() is None and run.pointer.index in joiner.problem
+
+
+def test_an_edge_that_lies_is_refused(run):
+  step(run, [1, 2])
+  key, first, second = run.edges
+  lie = dataclasses.replace(second, base_version=0, manifest=first.manifest)
+  index = manifest.Index(run_id='run', edges=(key, lie)).to_bytes()
+  pointer = dataclasses.replace(run.pointer, index=run.store.put(index))
+  with pytest.raises(ValueError, match='version is 1, and what leads to it'):
+    restore.load(run.store, pointer)
+  alien = manifest.Index(run_id='alien', edges=()).to_bytes()
+  pointer = dataclasses.replace(run.pointer, index=run.store.put(alien))
+  with pytest.raises(ValueError, match="belongs to run 'alien', not 'run'"):
+    restore.load(run.store, pointer)
+
+
+def test_rollback_is_a_swap_and_waits_for_a_newer_version(run):
+  follower = follow(run)
+  follower.poll()
+  with pytest.raises(ValueError, match='nothing to roll back to'):
+    follower.rollback()
+  first = follower.held
+  step(run, [1])
+  follower.poll()
+  assert follower.previous is first
+  assert_serves(follower, run, 1)
+  with pytest.raises(ValueError, match='Version 0 cannot be left.*version 1'):
+    follower.rollback(0)
+  assert follower.rollback(1) is first and follower.held is first
+  assert_serves(follower, run, 0)
+  assert follower.poll() is None
+  assert 'version 1' in follower.problem and 'rolled back' in follower.problem
+  with pytest.raises(ValueError, match='nothing to roll back to'):
+    follower.rollback()
+  step(run, [2])
+  assert follower.poll().version == 2 and follower.problem is None
+  assert_serves(follower, run, 2)
+
+
+def test_older_forked_and_foreign_pointers_are_refused(run, tmp_path):
+  memory = tmp_path / 'memory'
+  path = run.store.root / 'refs' / 'run' / 'latest'
+  old = path.read_bytes()
+  step(run, [1])
+  new = path.read_bytes()
+  follower = follow(run, memory=memory)
+  held = follower.poll()
+  # The same sequence with other contents: two publishers.
+  run.add(2, base=1)
+  run.point(2, sequence=run.pointer.sequence)
+  fork = path.read_bytes()
+  for sealed in (old, fork):
+    path.write_bytes(sealed)
+    for receiver in (follower, follow(run, memory=memory)):
+      assert receiver.poll() is None
+      assert 'latest: the pointer was rolled back or' in receiver.problem
+  assert follower.held is held
+  path.unlink()
+  assert follower.poll() is None and 'is gone' in follower.problem
+  other = path.parent.parent / 'other' / 'latest'
+  other.parent.mkdir()
+  other.write_bytes(new)
+  stranger = subscribe.Subscriber(run.store, 'other', bundles.SIGNER)
+  assert stranger.poll() is None
+  assert "belongs to run 'run', not 'other'" in stranger.problem
+  path.write_bytes(new)
+  wrong_key = subscribe.Subscriber(
+    run.store, 'run', signing.Hmac(b'another key, long')
+  )
+  assert wrong_key.poll() is None and 'signature' in wrong_key.problem
+  memory.write_bytes(new[:-1])
+  with pytest.raises(ValueError, match='Delete it to trust the store anew'):
+    follow(run, memory=memory)
+
+
+def test_a_pointer_whose_weights_are_withheld_is_remembered(run, tmp_path):
+  memory = tmp_path / 'memory'
+  path = run.store.root / 'refs' / 'run' / 'latest'
+  follow(run, memory=memory).poll()
+  old = path.read_bytes()
+  step(run, [1])
+  run.path(run.edges[-1].manifest).unlink()
+  assert follow(run, memory=memory).poll() is None
+  path.write_bytes(old)
+  restarted = follow(run, memory=memory)
+  assert restarted.poll() is None and 'rolled back' in restarted.problem
+
+
+def test_an_expired_pointer_is_refused_until_it_is_renewed(run):
+  clock = [100.0]
+  follower = follow(run, now=lambda: clock[0])
+  run.point(0, expires=200)
+  assert follower.poll().version == 0
+  clock[0] = 201
+  assert follower.poll() is None
+  assert 'version 0 expired 1 s ago' in follower.problem
+  assert follower.held.version == 0
+  run.point(0, expires=300)
+  assert follower.poll() is None and follower.problem is None
+
+
+def test_rewinds_lead_back_and_unexplained_ways_back_do_not(run):
+  step(run, [1, 2])
+  follower = follow(run)
+  follower.poll()
+  void = run.edges[-1]
+  run.edges = [e for e in run.edges if e.version < 2]
+  run.point(1, rewinds=1)
+  assert follower.poll().version == 1
+  assert_serves(follower, run, 1)
+  # Version 2 again, with other weights than those that are void.
+  run.make = lambda version: bundles.weights(version, seed=5)
+  del run.held[2]
+  assert run.add(2, base=1).manifest != void.manifest
+  run.point(2, rewinds=1)
+  assert follower.poll().version == 2
+  run.point(1, rewinds=1)
+  assert follower.poll() is None and 'rolled back' in follower.problem
+
+
+def test_an_unreachable_store_is_said_and_the_old_version_served(run):
+  follower = follow(run)
+  held = follower.poll()
+  step(run, [1])
+
+  class Away(store_lib.Store):
+    def get(self, *args, **named):
+      raise ConnectionError('no route to the store')
+
+  follower._store = Away(run.store.url)
+  assert follower.poll() is None
+  assert 'no route to the store' in follower.problem
+  assert follower.held is held
+  follower._store = run.store
+  assert follower.poll().version == 1
+
+
+def test_what_cannot_be_reached_is_gone_around_but_not_for_ever(run):
+  class Lame(store_lib.Store):
+    lame, error = (), retries.GaveUp('asked in vain')
+    asked = 0
+
+    def get(self, name, *args, **named):
+      if name in self.lame:
+        self.asked += 1
+        raise self.error
+      return super().get(name, *args, **named)
+
+    def get_range(self, name, *args):
+      if name in self.lame:
+        self.asked += 1
+        raise self.error
+      return super().get_range(name, *args)
+
+  store = Lame(run.store.url)
+  follower = subscribe.Subscriber(store, 'run', bundles.SIGNER)
+  follower.poll()
+  step(run, [1, 2, 3, 4, 5])
+  run.add(5, base=3)
+  run.edges.append(dataclasses.replace(run.add(5), bytes=10**9))
+  del run.edges[-2]
+  run.point(5)
+  names = [e.manifest for e in run.edges if e.version == 5]
+  # The keyframe is the last resort.
+  store.lame = names[:2]
+  assert follower.poll().version == 5 and store.asked == 2
+  store.lame, store.asked = names, 0
+  joiner = subscribe.Subscriber(store, 'run', bundles.SIGNER)
+  assert joiner.poll() is None and store.asked == restore.MAX_UNREACHED
+  assert 'asked in vain' in joiner.problem
+  store.lame = [name for edge in run.edges for name in run.packs(edge)[:1]]
+  store.asked = 0
+  assert joiner.poll() is None and store.asked == len(['key 0', 'key 5'])
+  assert 'bias (box 0): asked in vain' in joiner.problem
+  store.error, store.asked = retries.Cancelled('ended'), 0
+  assert joiner.poll() is None and store.asked == 1
+
+
+def test_not_every_broken_bundle_is_tried(run, monkeypatch):
+  monkeypatch.setattr(restore, 'MAX_FAILURES', 3)
+  for version in range(1, 8):
+    run.add(version)
+    run.add(8, base=version)
+  run.point(8)
+  for edge in run.edges:
+    if edge.version == 8:
+      run.path(edge.manifest).unlink()
+  follower = follow(run)
+  assert follower.poll() is None
+  assert follower.problem.count('No such file') == 3
+
+
+def test_wrong_bases_are_refused(run):
+  run.add(1, base=0)
+  delta = restore.read_manifest(run.store, run.edges[-1].manifest)
+  other = bundles.weights_held.from_arrays(bundles.weights(0, seed=1))
+  with pytest.raises(ValueError, match='builds on the weights .*not on the '):
+    restore.apply(run.store, delta, other)
+  little = bundles.weights_held.from_arrays({'w': np.zeros(3)})
+  with pytest.raises(ValueError, match='other tensors than its base: bias'):
+    restore.apply(run.store, delta, little)
+  with pytest.raises(ValueError, match='version 1 needs a base'):
+    restore.apply(run.store, delta, None)
+
+
+def test_older_versions_of_the_index_can_be_loaded(run):
+  step(run, [1, 2, 3])
+  for version in range(4):
+    held = restore.load(run.store, run.pointer, version=version)
+    assert held.version == version
+    bundles.assert_same_bits(held, run.make(version))
+  with pytest.raises(
+    ValueError, match='version 7 cannot be rebuilt: no bundle'
+  ):
+    restore.load(run.store, run.pointer, version=7)
+
+
+def test_threads_and_the_number_of_pieces_do_not_matter(tmp_path):
+  run = bundles.Run(
+    tmp_path / 's',
+    make=lambda v: bundles.weights(v, shape=(4, 256, 512)),
+  )
+  run.add(0, pack_bytes=2**17)
+  run.add(1, base=0, pack_bytes=2**14)
+  run.point(1)
+  assert len(run.held[0].tensors['kernel'].posts) > 2
+  for threads in (1, 2, 5):
+    subscriber = follow(run, threads=threads)
+    subscriber.poll()
+    assert_serves(subscriber, run, 1)
+  with pytest.raises(ValueError, match='threads must be at least 1, not 0'):
+    restore.load(run.store, run.pointer, threads=0)
+
+
+# Partial receivers.
+
+
+def halves(name, dtype, shape, *, count, part):
+  """The regions of one of `count` devices that divide the last dimension."""
+  if not shape or shape[-1] < count:
+    return [tuple((0, n) for n in shape)] if part == 0 else []
+  ends = [shape[-1] * k // count for k in (part, part + 1)]
+  return [(*((0, n) for n in shape[:-1]), tuple(ends))]
+
+
+def test_resharded_receivers_fetch_and_hold_only_their_parts(tmp_path):
+  run = bundles.Run(
+    tmp_path / 's', make=lambda v: bundles.weights(v, shape=(4, 256, 512))
+  )
+  run.add(0, pack_bytes=2**15)
+  run.add(1, base=0, pack_bytes=2**12)
+  run.point(1)
+  whole = run.make(1)
+  grid = grids.of(whole['kernel'].shape, whole['kernel'].dtype)
+  assert grid.num_boxes > 1
+  for count in (1, 2, 4):
+    parts = {name: np.zeros_like(array) for name, array in whole.items()}
+    moved = []
+    for part in range(count):
+      wanted = functools.partial(halves, count=count, part=part)
+      receiver = follow(run, wanted=wanted)
+      held = receiver.poll().weights
+      assert held.target_id == identity.target_id(whole)
+      moved.append(receiver.stats.bytes)
+      for name, array in whole.items():
+        for index in wanted(name, '', array.shape):
+          where = tuple(slice(*ends) for ends in index)
+          parts[name][where] = held.block(name, index)
+    for name, array in whole.items():
+      assert parts[name].tobytes() == array.tobytes(), (count, name)
+    if count == 1:
+      full = moved[0]
+    else:
+      assert max(moved) < full
+
+
+def test_a_partial_receiver_asks_for_exactly_its_blobs(tmp_path):
+  run = bundles.Run(
+    tmp_path / 's', make=lambda v: bundles.weights(v, shape=(4, 256, 512))
+  )
+  edge = run.add(0, pack_bytes=2**30)
+  run.point(0)
+  table = restore.read_manifest(run.store, edge.manifest)
+  kernel = next(t for t in table.tensors if t.name == 'kernel')
+  boxes = [0, len(kernel.chunks) - 1]
+  regions = [kernel.grid.box(number) for number in boxes]
+  receiver = follow(
+    run, wanted=lambda name, *_: regions if name == 'kernel' else []
+  )
+  held = receiver.poll().weights
+  manifest_bytes = len(table.to_bytes())
+  blob_bytes = sum(int(kernel.chunks['length'][b]) for b in boxes)
+  assert receiver.stats.bytes == manifest_bytes + blob_bytes
+  for region in regions:
+    where = tuple(slice(*ends) for ends in region)
+    wanted = run.make(0)['kernel'][where]
+    assert held.block('kernel', region).tobytes() == wanted.tobytes()
+  with pytest.raises(
+    ValueError, match='kernel: box 1 of .* is not among the 2'
+  ):
+    held.block('kernel', kernel.grid.box(1))
+  with pytest.raises(ValueError, match='bias: box 0 of 1 is not among the 0'):
+    held.arrays()
+
+
+def test_a_part_can_be_made_from_a_larger_part_and_not_from_a_smaller(tmp_path):
+  run = bundles.Run(
+    tmp_path / 's', make=lambda v: bundles.weights(v, shape=(4, 256, 512))
+  )
+  key, delta = (
+    restore.read_manifest(run.store, run.add(*edge).manifest)
+    for edge in ((0,), (1, 0))
+  )
+  grid = run.held[0].tensors['kernel'].grid
+
+  def of(*numbers):
+    regions = [grid.box(number) for number in numbers]
+    return lambda name, *_: regions if name == 'kernel' else []
+
+  base = restore.apply(run.store, key, None, wanted=of(1, 2, 5))
+  for larger in (base, run.held[0]):
+    part = restore.apply(run.store, delta, larger, wanted=of(2, 5))
+    for number in (2, 5):
+      found = part.block('kernel', grid.box(number))
+      wanted = run.held[1].block('kernel', grid.box(number))
+      assert found.tobytes() == wanted.tobytes()
+  with pytest.raises(ValueError, match='kernel: 2 boxes are wanted'):
+    restore.apply(run.store, delta, base, wanted=of(2, 6))
+
+
+def test_blocks_of_any_region_are_those_of_the_array():
+  rng = np.random.default_rng(0)
+  array = rng.normal(size=(3, 130, 5, 700)).astype(np.float32)
+  held = bundles.weights_held.from_arrays({'w': array})
+  bundles.assert_same_bits(held, {'w': array})
+  for _ in range(50):
+    index = tuple(
+      tuple(sorted(rng.integers(0, n + 1, 2).tolist())) for n in array.shape
+    )
+    block = held.block('w', index)
+    assert not block.flags.writeable
+    wanted = array[tuple(slice(*ends) for ends in index)]
+    np.testing.assert_array_equal(block, wanted)
+  with pytest.raises(ValueError, match='v is not among the 1 tensors'):
+    held.block('v', ())
+  # No bits of another box, nor of memory that nobody has written to.
+  flat = bundles.weights_held.from_arrays({'w': array[0, 0]})
+  for weights, index in (
+    (held, ((0, 3), (0, 130), (0, 5), (600, 701))),
+    (held, ((0, 3), (-1, 130), (0, 5), (0, 700))),
+    (flat, ((0, 6), (0, 700))),
+    (flat, ((-2, 3), (0, 700))),
+  ):
+    with pytest.raises(ValueError, match='w: the region .* leaves an array'):
+      weights.block('w', index)

@@ -1,0 +1,408 @@
+"""The main that turns checkpoints into bundles and back, as a user has it."""
+
+import dataclasses
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from composer_jax.checkpoint import (
+  bundle_commands,
+  bundle_sources,
+  keyframes,
+  manager,
+)
+from composer_jax.delta import store as stores
+from tests.delta import bundles, s3_server
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+RUN = 'demo'
+
+
+def variables(step=0):
+  random = np.random.default_rng(0)
+  kernel = random.normal(size=(64, 48)).astype(np.float32)
+  moved = random.random(kernel.shape) < 0.05
+  return {
+    'params': {'kernel': jnp.asarray(kernel + step * moved * kernel / 64)},
+    'selection_bias': jnp.asarray(random.normal(size=4), jnp.float32),
+  }
+
+
+def policy(step=0):
+  """What a checkpoint of ours is published as: bfloat16 of the masters."""
+  tree = variables(step)
+  return {
+    'params/kernel': np.asarray(tree['params']['kernel']).astype(
+      ml_dtypes.bfloat16
+    ),
+    'selection_bias': np.asarray(tree['selection_bias']),
+  }
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A run's folder: a finished stage, and checkpoints of another."""
+  root = tmp_path_factory.mktemp('workdir')
+  exports = manager.Checkpoints(root / 'exports' / 'rl', keep=1)
+  exports.save(7, variables(0))
+  exports.close()
+  states = manager.Checkpoints(root / 'checkpoints' / 'rl', keep=2)
+  for step in (1, 2):
+    moments = {'mu': variables(step)['params']}
+    state = {**variables(step), 'opt_state': moments, 'step': jnp.int32(step)}
+    states.save(step, state)
+  states.close()
+  return root
+
+
+def same(found, wanted):
+  assert found.keys() == wanted.keys()
+  for name, array in wanted.items():
+    assert found[name].dtype == array.dtype, name
+    assert found[name].tobytes() == array.tobytes(), name
+
+
+# Sources.
+
+
+def test_our_checkpoints_are_read_as_the_policy(workdir):
+  same(bundle_sources.read(f'{workdir}:rl'), policy(0))
+  same(bundle_sources.read(str(workdir / 'exports' / 'rl')), policy(0))
+  # Of a train state the model alone, of several steps the last.
+  states = workdir / 'checkpoints' / 'rl'
+  same(bundle_sources.read(str(states)), policy(2))
+  same(bundle_sources.read(str(states / '1')), policy(1))
+  stored = bundle_sources.read(str(states / '1'), dtype='stored')
+  assert stored['params/kernel'].dtype == np.float32
+
+
+@pytest.mark.parametrize('use_ocdbt', [True, False])
+def test_any_orbax_checkpoint_is_read_as_stored(tmp_path, use_ocdbt):
+  tree = variables(0)
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as c:
+    c.save(tmp_path / 'plain', args=ocp.args.PyTreeSave(tree))
+  wanted = {
+    'params/kernel': np.asarray(tree['params']['kernel']),
+    'selection_bias': np.asarray(tree['selection_bias']),
+  }
+  same(bundle_sources.read(str(tmp_path / 'plain')), wanted)
+  cast = bundle_sources.read(str(tmp_path / 'plain'), dtype='float16')
+  assert {a.dtype for a in cast.values()} == {np.dtype(np.float16)}
+
+
+def test_orbax_managers_are_read(tmp_path):
+  with ocp.CheckpointManager(tmp_path / 'managed') as managed:
+    managed.save(3, args=ocp.args.StandardSave({'w': jnp.ones(3)}))
+    managed.wait_until_finished()
+  for path in (tmp_path / 'managed', tmp_path / 'managed' / '3'):
+    same(bundle_sources.read(str(path)), {'w': np.ones(3, np.float32)})
+
+
+def test_sources_that_are_none_name_the_cure(tmp_path, workdir):
+  with pytest.raises(ValueError, match='no orbax checkpoint. Name the folder'):
+    bundle_sources.read(str(tmp_path))
+  with pytest.raises(ValueError, match=r"'sft' .* finished are \['rl'\]"):
+    bundle_sources.read(f'{workdir}:sft')
+  with pytest.raises(ValueError, match="dtype 'int3' is not one of policy"):
+    bundle_sources.read(f'{workdir}:rl', dtype='int3')
+
+
+def test_a_damaged_checkpoint_of_ours_is_not_published(tmp_path):
+  exports = manager.Checkpoints(tmp_path / 'rl', keep=1)
+  exports.save(7, variables(0))
+  exports.close()
+  files = [p for p in (tmp_path / 'rl/7/state').rglob('*') if p.is_file()]
+  largest = max(files, key=lambda p: p.stat().st_size)
+  data = bytearray(largest.read_bytes())
+  data[len(data) // 2] ^= 1
+  largest.write_bytes(data)
+  with pytest.raises(ValueError, match='damaged'):
+    bundle_sources.read(str(tmp_path / 'rl'))
+
+
+# Commands.
+
+
+@pytest.fixture(scope='module')
+def place(workdir, tmp_path_factory):
+  """Three versions: an export and two checkpoints."""
+  root = tmp_path_factory.mktemp('delta')
+  flags = dict(store=str(root / 'store'), run=RUN, key=root / 'key')
+  states = workdir / 'checkpoints' / 'rl'
+  for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
+    bundle_commands.publish(source=source, tier='fast', **flags)
+  return flags
+
+
+@pytest.mark.parametrize('version, step', [(0, 0), (1, 1), (2, 2), (None, 2)])
+def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
+  out = tmp_path / 'made' / 'here'
+  said = bundle_commands.apply(out=out, version=version, **place)
+  assert str(out) in said and f'Version {step}' in said
+  same(bundle_sources.read(str(out)), policy(step))
+  with ocp.StandardCheckpointer() as reader:
+    tree = reader.restore(out, keyframes.read(out))
+  kernel = np.asarray(tree['params']['kernel'])
+  assert kernel.tobytes() == policy(step)['params/kernel'].tobytes()
+  with pytest.raises(ValueError, match='exists; choose another --out'):
+    bundle_commands.apply(out=out, **place)
+
+
+def test_a_sound_run_is_said_to_be(place, workdir):
+  said = bundle_commands.verify(**place)
+  assert 'sound up to version 2' in said and '3 bundles' in said
+  said = bundle_commands.verify(source=f'{workdir}:rl', version=0, **place)
+  assert 'bit for bit' in said
+  states = str(workdir / 'checkpoints' / 'rl')
+  bundle_commands.verify(source=states, **place)
+  with pytest.raises(
+    ValueError, match=r"not version 1: 1 tensors differ, .*'params/kernel'"
+  ):
+    bundle_commands.verify(source=states, version=1, **place)
+
+
+def test_the_log_shows_every_bundle(place):
+  lines = [line.split() for line in bundle_commands.log(**place).split('\n')]
+  assert lines[0][:3] == ['version', 'kind', 'base'] and len(lines) == 4
+  assert [line[:2] for line in lines[1:]] == [
+    ['0', 'key'],
+    ['1', 'delta'],
+    ['2*', 'delta'],
+  ]
+  assert [line[2] for line in lines[2:]] == ['0', '1']
+  assert all(float(line[4]) > 3 for line in lines[2:]), 'ratio'
+
+
+def test_verify_names_all_that_is_damaged(place, tmp_path):
+  """Each object of the run in turn, and then two at once."""
+  store = stores.Store(place['store'])
+  names = sorted(store.sizes())
+
+  def flip(name):
+    path = store.root / 'objects' / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+  live = 0
+  for name in names:
+    flip(name)
+    said = ''
+    try:
+      bundle_commands.verify(**place)
+    except ValueError as error:
+      said = str(error)
+    assert not said or name in said
+    live += bool(said)
+    flip(name)
+  # Indices of earlier pointers are no part of the run any more.
+  assert live >= len(names) - 2
+  assert 'sound' in bundle_commands.verify(**place)
+
+
+@pytest.mark.parametrize('where', ['index', 'pointer'])
+def test_verify_compares_bundles_with_what_leads_to_them(tmp_path, where):
+  run = bundles.Run(tmp_path)
+  run.add(0)
+  run.add(1, base=0)
+  run.point(1)
+  (tmp_path / 'key').write_text(bundles.SIGNER.to_text())
+  flags = dict(store=run.store.url, run=run.run_id, key=tmp_path / 'key')
+  assert 'sound' in bundle_commands.verify(**flags)
+  if where == 'index':
+    run.edges[1] = dataclasses.replace(run.edges[1], target='0' * 16)
+  else:
+    run.held[1] = dataclasses.replace(run.held[1], target_id='0' * 64)
+  run.point(1)
+  with pytest.raises(ValueError, match="its target is '[^0].*says '0000"):
+    bundle_commands.verify(**flags)
+
+
+def test_gc_keeps_what_is_needed(workdir, tmp_path):
+  flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
+  states = workdir / 'checkpoints' / 'rl'
+  for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
+    bundle_commands.publish(source=source, keyframes='packed', **flags)
+  assert bundle_commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
+  said = bundle_commands.gc(keep=1, grace_s=0.0, **flags)
+  assert int(said.split()[1]) > 0
+  out = tmp_path / 'out'
+  bundle_commands.apply(out=out, **flags)
+  same(bundle_sources.read(str(out)), policy(2))
+  assert 'sound' in bundle_commands.verify(**flags)
+
+
+def test_what_cannot_be_trusted_is_said_plainly(place, tmp_path):
+  with pytest.raises(ValueError, match='there is no key; --key must name'):
+    bundle_commands.log(**{**place, 'key': tmp_path / 'none'})
+  with pytest.raises(ValueError, match=r"no run 'other'; it has \['demo'\]"):
+    bundle_commands.log(**{**place, 'run': 'other'})
+  (tmp_path / 'wrong').write_text('hmac-sha256 ' + '00' * 32)
+  with pytest.raises(ValueError, match='cannot be trusted: .*signature'):
+    bundle_commands.log(**{**place, 'key': tmp_path / 'wrong'})
+
+
+def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
+  pointer = stores.Store(place['store']).read_pointer(RUN)
+  (tmp_path / 'other').write_text('hmac-sha256 ' + '00' * 32)
+  for key, words in ('other', 'cannot be trusted'), ('none', 'there is no key'):
+    with pytest.raises(ValueError, match=words):
+      bundle_commands.publish(
+        source=f'{workdir}:rl', **{**place, 'key': tmp_path / key}
+      )
+  assert stores.Store(place['store']).read_pointer(RUN) == pointer
+  assert not (tmp_path / 'none').exists()
+
+
+def test_a_relay_is_not_published_to(place):
+  with pytest.raises(ValueError, match='http://host can only be read'):
+    bundle_commands.publish(
+      source='nowhere', **{**place, 'store': 'http://host'}
+    )
+
+
+def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
+  def damage(folder, held):
+    assert folder.is_dir() and held.version == 2
+    raise ValueError('not what was written')
+
+  monkeypatch.setattr(keyframes, 'verify', damage)
+  with pytest.raises(ValueError, match='not what was written'):
+    bundle_commands.apply(out=tmp_path / 'out', **place)
+  assert not (tmp_path / 'out').exists()
+
+
+def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
+  assert 'expired' not in bundle_commands.log(**place)
+  later = time.time() + 366 * 86400
+  monkeypatch.setattr(bundle_commands.time, 'time', lambda: later)
+  told = 'pointer expired 1.0 days ago: the publisher no longer renews it'
+  assert told in bundle_commands.log(**place)
+  assert told in bundle_commands.verify(**place)
+  assert told in bundle_commands.apply(out=tmp_path / 'out', **place)
+
+
+def test_receivers_of_a_public_key_cannot_publish(workdir, tmp_path):
+  key = str(tmp_path / 'pair')
+  bundle_commands.keys(key=key)
+  with pytest.raises(ValueError, match='exists; choose another --key'):
+    bundle_commands.keys(key=key)
+  flags = dict(store=str(tmp_path / 'store'), run=RUN)
+  source = f'{workdir}:rl'
+  bundle_commands.publish(source=source, key=key, **flags)
+  public = f'{key}.public'
+  assert 'sound' in bundle_commands.verify(source=source, key=public, **flags)
+  with pytest.raises(ValueError, match='is a public key, which cannot sign'):
+    bundle_commands.publish(source=source, key=public, **flags)
+  with pytest.raises(ValueError, match='is a public key, which cannot sign'):
+    bundle_commands.gc(keep=1, key=public, **flags)
+
+
+@pytest.fixture(params=['memory', 's3'])
+def remote(request):
+  if request.param == 'memory':
+    yield 'memory://delta_test'
+    return
+  with s3_server.run():
+    yield f's3://{s3_server.BUCKET}/weights'
+
+
+def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
+  flags = dict(store=remote, run=RUN, key=tmp_path / 'key')
+  bundle_commands.publish(source=f'{workdir}:rl', **flags)
+  bundle_commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
+  bundle_commands.apply(out=tmp_path / 'out', **flags)
+  same(bundle_sources.read(str(tmp_path / 'out')), policy(1))
+  assert '2 bundles' in bundle_commands.verify(**flags)
+  assert bundle_commands.log(**flags).count('\n') == 2
+  said = bundle_commands.gc(keep=1, grace_s=0.0, **flags)
+  assert said.startswith('Freed ')
+  assert 'sound' in bundle_commands.verify(**flags)
+
+
+# The program.
+
+
+def run_main(*arguments):
+  return subprocess.run(
+    [sys.executable, '-m', 'experiments.delta', *arguments],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_the_main_publishes_and_says_errors_in_one_line(workdir, tmp_path):
+  flags = [
+    f'--store={tmp_path / "store"}',
+    '--run=demo',
+    f'--key={tmp_path / "key"}',
+  ]
+  run = run_main('publish', *flags, f'--source={workdir}:rl')
+  assert run.returncode == 0, run.stderr
+  assert '[publish] 1/1' in run.stdout
+  assert "Version 0 of run 'demo': key of" in run.stdout
+  run = run_main('apply', *flags)
+  assert run.returncode == 1
+  assert run.stderr == 'error: apply needs --out; see --help.\n'
+
+
+def test_the_main_relays(place, tmp_path):
+  relay = subprocess.Popen(
+    [sys.executable, '-m', 'experiments.delta', 'relay', '--host=127.0.0.1']
+    + [f'--upstream={place["store"]}', f'--cache={tmp_path}', '--port=0']
+    + ['--cache_gb=1'],
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    # By the time it says where, it listens there.
+    start, mark, url = relay.stdout.readline().strip().partition(' at ')
+    assert start == f'Relaying {place["store"]}' and mark
+    assert url.startswith('http://127.0.0.1:') and not url.endswith(':0')
+    place = {**place, 'store': url}
+    bundle_commands.apply(out=tmp_path / 'out', **place)
+    same(bundle_sources.read(str(tmp_path / 'out')), policy(2))
+    relay.send_signal(signal.SIGINT)
+    assert relay.communicate(timeout=20)[0].endswith('Stopped.\n')
+  finally:
+    relay.kill()
+    relay.wait()
+
+
+def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  url = 's3://bucket/x'
+  with pytest.raises(ValueError, match=f'--source is {url}; it must lie in'):
+    bundle_sources.read(url)
+  with pytest.raises(ValueError, match=f'--out is {url}; it must lie in'):
+    bundle_commands.apply(out=url, **place)
+  with pytest.raises(ValueError, match=f'--cache is {url}; it must lie in'):
+    bundle_commands.relay(upstream=place['store'], cache=url, host='', port=-1)
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_relay_has_room(place, tmp_path):
+  with pytest.raises(ValueError, match='cache_gb is 0; it must be above 0'):
+    bundle_commands.relay(
+      upstream=place['store'], cache=tmp_path, cache_gb=0, host='', port=0
+    )
+
+
+def test_help_names_the_commands():
+  run = run_main('--help')
+  assert '--store' in run.stdout and 'experiments.delta relay' in run.stdout
+  run = run_main('fetch')
+  assert run.stderr.startswith("error: 'fetch' is no command of ['publish',")
+  assert run.stderr.count('\n') == 1
