@@ -276,7 +276,9 @@ class Publisher:
     if edges != self._run.edges:
       self._run.check_alone()
       self._run.point_again(edges)
-    return publish_gc.collect(self._store, self._verifier, self._grace_s)
+    return publish_gc.collect(
+      self._store, self._verifier, self._grace_s, self._run.head
+    )
 
   def _make_sure(self) -> None:
     """Asks the store where the run stands, if a failure left that open."""

@@ -9,7 +9,10 @@ _log = logging.getLogger(__name__)
 
 
 def collect(
-  store: stores.Store, verifier: signing.Verifier, grace_s: float
+  store: stores.Store,
+  verifier: signing.Verifier,
+  grace_s: float,
+  head: manifest.Pointer | None,
 ) -> int:
   """Deletes what the pointer of no run leads to; returns bytes freed.
 
@@ -18,6 +21,7 @@ def collect(
     verifier: of their pointers.
     grace_s: younger objects stay, as another publisher may be about to point
       to them.
+    head: of a run that must be listed; None if none must.
 
   Raises:
     ValueError, OSError: a pointer, index or manifest is damaged, missing or
@@ -25,7 +29,14 @@ def collect(
       deleted.
   """
   needed = set()
-  for run_id in store.run_ids():
+  runs = store.run_ids()
+  # Some file systems list a folder that they cannot read as if it were empty.
+  if head is not None and head.run_id not in runs:
+    raise ValueError(
+      f'{store.url} lists the runs {runs} and not {head.run_id!r}, which has '
+      'a pointer there, so nothing is deleted; look whether refs/ can be read.'
+    )
+  for run_id in runs:
     needed |= _needed(store, verifier, run_id)
   sizes = store.sizes()
   gone = store.delete(sizes.keys() - needed, grace_s=grace_s)

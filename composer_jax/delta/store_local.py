@@ -144,7 +144,7 @@ class LocalBackend:
     self._traffic.count(requests=1)
     found = {}
     # Not rglob, which fails when a folder goes meanwhile.
-    for parent, _, names in os.walk(self.path(folder)):
+    for parent, _, names in os.walk(self.path(folder), onerror=_unless_gone):
       for path in (pathlib.Path(parent, n) for n in names if n[0] != '.'):
         with contextlib.suppress(FileNotFoundError):
           stat = path.stat()
@@ -247,6 +247,12 @@ def _remove_empty(folder: pathlib.Path, top: pathlib.Path) -> None:
     except OSError:  # not empty
       return
     folder = folder.parent
+
+
+def _unless_gone(error: OSError) -> None:
+  """Else a folder that cannot be read would look empty, and gc take all."""
+  if not isinstance(error, FileNotFoundError):
+    raise error
 
 
 def _age_s(path: pathlib.Path) -> float:

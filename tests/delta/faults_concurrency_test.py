@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from concurrent import futures
@@ -198,3 +199,25 @@ def test_what_is_deleted_while_it_is_read(tmp_path, grace_s):
   assert reader.poll().version == 4
   found = reader.held.weights.arrays()['kernel']
   assert found.tobytes() == published[4][2]['kernel'].tobytes()
+
+
+@pytest.mark.parametrize('folder', ['refs', f'refs/{faults.RUN}'])
+def test_a_folder_that_cannot_be_listed_is_not_empty(
+  tmp_path, monkeypatch, folder
+):
+  """Else no run would need anything, and `gc` would delete all of them."""
+  store = stores.Store(tmp_path)
+  publisher = faults.publisher_of(store)
+  publish(publisher, [], 0, 0)
+  scandir, before = os.scandir, store.sizes()
+
+  def broken(path):
+    if str(path) == str(tmp_path / folder):
+      raise OSError(5, 'Input/output error', str(path))
+    return scandir(path)
+
+  monkeypatch.setattr(os, 'scandir', broken)
+  with pytest.raises(OSError, match='Input/output error'):
+    publisher.gc(1)
+  monkeypatch.undo()
+  assert store.sizes() == before

@@ -179,3 +179,20 @@ def test_gc_does_not_touch_runs_of_another_key(store):
   with pytest.raises(ValueError, match="run 'run' cannot be read.*nothing"):
     stranger.gc(1)
   t.assert_same_bits(t.served(store).weights, t.weights(0))
+
+
+class BlindStore(stores.Store):
+  """Lists no runs, as file systems do that hide what they cannot read."""
+
+  def run_ids(self):
+    return []
+
+
+def test_gc_deletes_nothing_when_its_own_run_is_not_listed(tmp_path):
+  store = BlindStore(tmp_path / 'blind')
+  publisher = t.open_publisher(store)
+  publisher.publish(t.blocks(t.weights(0)), 0)
+  before = t.files_of(store)
+  with pytest.raises(ValueError, match="not 'run'.*nothing is deleted"):
+    publisher.gc(1)
+  assert t.files_of(store) == before
