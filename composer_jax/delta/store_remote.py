@@ -173,6 +173,21 @@ class RemoteBackend:
       raise store_backend.Conflict(f'{self._path(key)} was changed meanwhile')
     return moved[1]
 
+  def _who_won(self, key: str, data: bytes, error: OSError) -> str:
+    """Returns the tag of a conditional write that was refused but was ours.
+
+    Raises:
+      Conflict: another's value stands there.
+    """
+    found = self.read_tagged(key, len(data) + 1)
+    # An attempt whose answer was lost may have been the one that won; not all
+    # attempts are ours to count, as HTTP clients repeat some unseen.
+    if found is None or found[0] != data:
+      raise store_backend.Conflict(
+        f'{self._path(key)} holds another value'
+      ) from error
+    return found[1]
+
   def find(self, folder: str) -> dict[str, store_backend.Found]:
     root = self.fs._strip_protocol(self.url)
     found = self._ask(

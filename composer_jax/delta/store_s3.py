@@ -221,14 +221,7 @@ class S3Backend(store_remote.RemoteBackend):
     except OSError as error:
       if retries.status(error) not in (404, 412):
         raise
-      found = self.read_tagged(key, len(data) + 1)
-      # An attempt whose answer was lost may have been the one that won; not
-      # all attempts are ours to count, as HTTP clients repeat some unseen.
-      if found is None or found[0] != data:
-        raise store_backend.Conflict(
-          f'{self._path(key)} holds another value'
-        ) from error
-      moved = found[1]
+      moved = self._who_won(key, data, error)
     self._traffic.count(written=len(data))
     return moved
 
