@@ -49,11 +49,15 @@ GS = ['gcsfs>=2024.6']
 RELAY = ['aiohttp>=3.10', 'starlette>=0.46', 'uvicorn>=0.34']
 SIGNING = ['cryptography>=43']
 
+# Grouped products and attention on Hopper and TPU.
+KERNELS = ['tokamax>=0.0.12']
+
 EXTRAS = {
   'test': [
     *HF,
     *SERVE,
     *CODEC,
+    *KERNELS,
     *S3,
     *RELAY,
     *SIGNING,
@@ -75,6 +79,7 @@ EXTRAS = {
   'hf': HF,
   'serve': SERVE,
   'codec': CODEC,
+  'kernels': KERNELS,
   's3': S3,
   'gs': GS,
   'relay': RELAY,
@@ -93,6 +98,8 @@ setuptools.setup(
   ),
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['composer_jax', 'composer_jax.*']),
+  # What the compiler has to know of a GPU that is not there.
+  package_data={'composer_jax.plan': ['*.txtpb']},
   python_requires='>=3.11',
   install_requires=REQUIRED,
   extras_require=EXTRAS,

@@ -1,107 +1,143 @@
-"""Rows per second of the grouped matmul, beside `jax.lax.ragged_dot`.
+"""Rows per second of the grouped matmul: products that each row needs once.
 
   python -m benchmarks.grouped_matmul [--quick]
+  python -m benchmarks.grouped_matmul --gpu [--tiny]
 
-Rows of random experts, forward alone and with both gradients, for few and for
-many experts, and a decode step. The peer is the same function through
-`jax.lax.ragged_dot`, which multiplies every row by every expert on a CPU and
-on NVIDIA. The limit counts the useful operations (two per weight and row;
-three times that with gradients) at the speed of the machine's own matrix
-product, or at the data sheet's peak of an accelerator. On an accelerator
-everything is bfloat16.
+Uneven loads, one core. In turns with
+- a dense product of the same useful operations, which reads one expert's matrix
+  (from 64 rows per expert on): what a grouped matmul without cost would reach;
+- a pass that reads the touched experts' matrices (below 16 rows per expert),
+  where reading them is the work;
+- `jax.lax.ragged_dot`, which multiplies every row by every expert on a CPU.
+Each line says how many rows the loops execute, counted from the schedule that
+they run, and the static bound. --gpu is `benchmarks.grouped_gpu`.
 """
 
 import argparse
 
-import numpy as np
+from benchmarks import grouped_cases, grouped_gpu, interleaved
+from benchmarks.grouped_cases import Case
 
-from benchmarks import interleaved
-
-DIM, WIDTH = 256, 512
-# Rows, experts, with gradients, ratio to reach.
-CASES = (
-  (2048, 8, False, 2.5),
-  (2048, 8, True, 3.0),
-  (2048, 64, False, 8.0),
-  (2048, 64, True, 8.0),
-  (128, 8, False, 2.0),
-  (128, 64, False, 4.0),
+# Beside a dense product: the ratio to reach is by rows per expert.
+DENSE = (
+  Case(8 * 64, 8, 256, 512, True),
+  Case(8 * 256, 8, 256, 512, True),
+  Case(64 * 64, 64, 256, 512, True),
+  Case(64 * 256, 64, 256, 512, True),
+  Case(384 * 64, 384, 256, 512, True),
+)
+DENSE_LONG = (
+  Case(8 * 512, 8, 256, 512, True),
+  Case(384 * 256, 384, 256, 512, True),
+  Case(64 * 64, 64, 768, 1024, True),
+  Case(64 * 256, 64, 768, 1024, True),
+)
+# Beside the bytes of the touched experts.
+BYTES = (
+  Case(64 * 2, 64, 256, 512, False),
+  Case(64 * 8, 64, 256, 512, False),
+  Case(384 * 8, 384, 256, 512, False),
+)
+# Beside ragged_dot, and the ratio to reach.
+RAGGED = (
+  (Case(2048, 8, 256, 512, False), 3.0),
+  (Case(2048, 8, 256, 512, True), 4.0),
+  (Case(2048, 64, 256, 512, True), 12.0),
 )
 
 
-def _arrays(rows: int, num_experts: int):
-  """Returns (lhs_YD, rhs_EDF, group_sizes_E); every row has an expert."""
-  import jax
-  import jax.numpy as jnp
-
-  on_cpu = jax.default_backend() == 'cpu'
-  dtype = jnp.float32 if on_cpu else jnp.bfloat16
-  keys = jax.random.split(jax.random.key(0), 2)
-  even = np.full(num_experts, 1 / num_experts)
-  sizes_E = np.random.default_rng(0).multinomial(rows, even)
-  return (
-    jax.random.normal(keys[0], (rows, DIM), dtype),
-    jax.random.normal(keys[1], (num_experts, DIM, WIDTH), dtype),
-    jnp.asarray(sizes_E, jnp.int32),
+def _beside_dense(case: Case, rounds: int, peak: float) -> None:
+  given = grouped_cases.arrays(case)
+  repeats = max(1, 4096 // case.rows)
+  found = interleaved.rates(
+    grouped_cases.runner(case, grouped_cases.grouped('auto'), given, repeats),
+    grouped_cases.runner(
+      case,
+      grouped_cases.dense(case),
+      grouped_cases.of_one_expert(given),
+      repeats,
+    ),
+    rounds,
+  )
+  goal = 0.7 if case.rows >= 256 * case.num_experts else 0.5
+  interleaved.report(
+    'grouped_matmul',
+    f'beside a dense product: {case}; {case.waste()}',
+    found,
+    limit=peak / (case.flops() / case.rows),
+    goal=f'ratio >= {goal}',
+    met=lambda _, ratio: ratio >= goal,
+    unit='rows/s',
   )
 
 
-def _runner(arrays, backend: str, gradients: bool, repeats: int):
-  """Returns a function that multiplies `repeats` times and counts rows."""
+def _beside_bytes(case: Case, rounds: int) -> None:
   import jax
 
-  from composer_jax.kernels import grouped_matmul
+  given = grouped_cases.arrays(case)
+  touched_E = case.sizes() > 0
+  matrices = given.rhs_EDF[touched_E]
+  run = grouped_cases.runner(case, grouped_cases.grouped('auto'), given)
+  read_all = jax.jit(lambda x: x.sum())
 
-  lhs_YD, rhs_EDF, sizes_E = arrays
+  def ours() -> float:
+    run()
+    return float(matrices.nbytes)
 
-  @jax.jit
-  def multiply(lhs_YD, rhs_EDF, sizes_E):
-    out_YF, pull = jax.vjp(
-      lambda lhs, rhs: grouped_matmul.grouped_matmul(
-        lhs, rhs, sizes_E, backend=backend
-      ),
-      lhs_YD,
-      rhs_EDF,
-    )
-    return (out_YF, *pull(out_YF)) if gradients else out_YF
+  def read() -> float:
+    jax.block_until_ready(read_all(matrices))
+    return float(matrices.nbytes)
 
-  def run() -> float:
-    out = None
-    for _ in range(repeats):
-      out = multiply(lhs_YD, rhs_EDF, sizes_E)
-    jax.block_until_ready(out)
-    return float(repeats * len(lhs_YD))
+  interleaved.report(
+    'grouped_matmul',
+    f'beside reading the {touched_E.sum()} touched experts: {case}; '
+    f'{case.waste()}',
+    interleaved.rates(ours, read, rounds),
+    limit=None,
+    goal='ratio >= 0.5',
+    met=lambda _, ratio: ratio >= 0.5,
+    unit='bytes/s',
+  )
 
-  return run
+
+def _beside_ragged(case: Case, rounds: int, peak: float, goal: float) -> None:
+  given = grouped_cases.arrays(case)
+  interleaved.report(
+    'grouped_matmul',
+    f'beside lax.ragged_dot: {case}; {case.waste()}',
+    interleaved.rates(
+      grouped_cases.runner(case, grouped_cases.grouped('auto'), given),
+      grouped_cases.runner(case, grouped_cases.grouped('ragged'), given),
+      rounds,
+    ),
+    limit=peak / (case.flops() / case.rows),
+    goal=f'ratio >= {goal}',
+    met=lambda _, ratio: ratio >= goal,
+    unit='rows/s',
+  )
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--quick', action='store_true', help='under a minute')
-  quick = parser.parse_args().quick
+  parser.add_argument('--gpu', action='store_true', help='on an accelerator')
+  parser.add_argument(
+    '--tiny', action='store_true', help='with --gpu: sizes that a CPU can do'
+  )
+  options = parser.parse_args()
+  if options.gpu:
+    grouped_gpu.run(is_tiny=options.tiny)
+    return
+  interleaved.keep_pages()
   interleaved.pin_to_one_core()
   peak = interleaved.peak()
-  for rows, num_experts, gradients, goal in CASES:
-    arrays = _arrays(rows, num_experts)
-    # Short products are repeated within a round, so that the clock's own
-    # resolution does not show.
-    repeats = max(1, 2048 // rows // (4 if quick else 1))
-    flops = 2 * DIM * WIDTH * (3 if gradients else 1)
-    found = interleaved.rates(
-      _runner(arrays, 'auto', gradients, repeats),
-      _runner(arrays, 'ragged', gradients, repeats),
-      3 if quick else 9,
-    )
-    what = 'forward and backward' if gradients else 'forward'
-    interleaved.report(
-      'grouped_matmul',
-      f'{what}, {rows} rows of {num_experts} experts, {DIM} by {WIDTH}',
-      found,
-      limit=peak / flops,
-      goal=f'ratio >= {goal}',
-      met=lambda _, ratio, goal=goal: ratio >= goal,
-      unit='rows/s',
-    )
+  rounds = 5 if options.quick else 11
+  for case in DENSE if options.quick else (*DENSE, *DENSE_LONG):
+    _beside_dense(case, rounds, peak)
+  for case in BYTES:
+    _beside_bytes(case, rounds)
+  for case, goal in RAGGED[: 2 if options.quick else None]:
+    _beside_ragged(case, max(3, rounds // 2), peak, goal)
 
 
 if __name__ == '__main__':

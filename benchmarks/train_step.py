@@ -1,103 +1,78 @@
-"""Tokens per second of the pretraining step, beside dense experts.
+"""Tokens per second of the whole training step, beside Hugging Face's.
 
   python -m benchmarks.train_step [--quick]
+  python -m benchmarks.train_step --gpu [--tiny] [--trace=FOLDER]
 
-One jitted, donated step of the tiny model (forward, backward, clipping, Muon
-and AdamW, the routers' bias) on one device and a packed batch. The peer is the
-same step with every expert computed for every token, which is what
-`jax.lax.ragged_dot` does on a CPU. The limit counts the useful operations of a
-step (`models.flops`, optimizer left out) at the speed of the machine's own
-matrix product.
+'hf': one step (forward, next-token loss, backward, AdamW 3e-4) of a Qwen3-MoE
+of 17.6M parameters (4 layers, 8 experts of which a token passes 2, untied
+vocabulary of 8192) in float32 on 4 x 256 tokens. The peer is transformers'
+`Qwen3MoeForCausalLM` on torch with its fused AdamW, by whichever of its expert
+implementations is faster here. Both in one process pinned to one core, on one
+thread, in turns, counted in CPU seconds; both normalise the loss by the 4 x 255
+predicted tokens and clip nothing. Ours also rounds its weights to the policy's
+bfloat16 grid and reports the norms of gradient and update, as it always does.
+The limit is the step's own matrix products, each timed by itself: what the rate
+would be if nothing else took time. Then where the time goes.
+
+'dense': the tiny model's step (Muon and AdamW, with clipping) against itself
+with every expert computed for every token, which is what `jax.lax.ragged_dot`
+does on a CPU. Its limit is the useful arithmetic at the speed of the machine's
+own matrix product.
+
+'--gpu': see `train_step_gpu`; `--tiny` runs the same code anywhere.
 """
 
 import argparse
-import functools
-from unittest import mock
 
 from benchmarks import interleaved
 
 
-def _batch(rows: int, length: int, vocab_size: int):
-  """Returns a batch of two documents a row."""
-  import jax
-  import jax.numpy as jnp
+def _hf(is_quick: bool) -> None:
+  from benchmarks import train_step_case as case
+  from benchmarks import train_step_hf, train_step_products
+  from benchmarks import train_step_profile as profile
 
-  from composer_jax.core import batches
-
-  tokens_BT = jax.random.randint(
-    jax.random.key(1), (rows, length), 0, vocab_size
+  model = case.qwen3_17m()
+  tokens_BT = case.random_tokens(4, 256, model.vocab_size)
+  name = '17.6M Qwen3-MoE shape, 4 x 256 tokens, float32'
+  ours = case.Trained(model, case.adam(model), case.whole_rows(tokens_BT))
+  peers = {
+    kind: train_step_hf.runner(tokens_BT, experts=kind)
+    for kind in ('grouped_mm', 'eager')
+  }
+  # Two of each tell which one to meet.
+  first = interleaved.rates(peers['grouped_mm'], peers['eager'], 2)
+  kinds = dict(zip(peers, (max(rates) for rates in first), strict=True))
+  best = max(kinds, key=lambda kind: kinds[kind])
+  limit = train_step_products.limit(model, *tokens_BT.shape)
+  rates = interleaved.rates(ours, peers[best], 5 if is_quick else 21)
+  interleaved.report(
+    'train_step',
+    f'{name}, against transformers ({best}; the other: '
+    f'{min(kinds.values()):.0f})',
+    rates,
+    limit=limit,
+    goal='ratio >= 1',
+    met=lambda rate, ratio: ratio >= 1,
   )
-  half = jnp.arange(length) // (length // 2)
-  positions_T = jnp.arange(length) % (length // 2)
-  weights_T = (positions_T > 0).astype(jnp.float32)
-  return batches.LMBatch(
-    tokens_BT=tokens_BT,
-    segment_ids_BT=jnp.broadcast_to(half + 1, tokens_BT.shape),
-    positions_BT=jnp.broadcast_to(positions_T, tokens_BT.shape),
-    loss_weights_BT=jnp.broadcast_to(weights_T, tokens_BT.shape),
-  )
+  parts = profile.split(ours.compiled, ours, 3 if is_quick else 8)
+  for part in profile.joined(parts, profile.CPU_PARTS):
+    print(part.line('train_step', name), flush=True)
 
 
-def _optimizer(config):
-  from composer_jax.models import decoder
-  from composer_jax.optim import groups
-
-  shapes, axes = decoder.abstract(config)
-  options = groups.OptimizerOptions(
-    name='muon',
-    learning_rate=2e-3,
-    adam_learning_rate=2e-3,
-    warmup_steps=1,
-    decay_steps=1,
-    final_ratio=0.1,
-  )
-  return groups.optimizer(
-    options, params=shapes['params'], axes=axes['params'], total_steps=100
-  )
-
-
-def _runner(config, batch, steps: int, backend: str):
-  """Returns a function that trains for `steps` and counts its tokens."""
-  import jax
-
+def _dense(is_quick: bool) -> None:
+  from benchmarks import train_step_case as case
   from composer_jax.kernels import grouped_matmul
-  from composer_jax.models import decoder
-  from composer_jax.train import state as train_state
-  from composer_jax.train import step as train_step
-
-  optimizer = _optimizer(config)
-  init = jax.jit(functools.partial(decoder.init, config))
-  state = train_state.create(init(jax.random.key(0)), optimizer)
-  step = train_step.make(config, optimizer, plan=None, bias_rate=1e-3)
-  chosen = {**grouped_matmul._PLATFORM_BACKENDS, 'cpu': backend}
-  # The backend is picked while tracing, by platform: nothing else differs.
-  with mock.patch.object(grouped_matmul, '_PLATFORM_BACKENDS', chosen):
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-
-  def run() -> float:
-    nonlocal state
-    for _ in range(steps):
-      state, _ = compiled(state, batch)
-    jax.block_until_ready(state)
-    return float(steps * batch.tokens_BT.size)
-
-  return run
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--quick', action='store_true', help='under a minute')
-  quick = parser.parse_args().quick
-  interleaved.pin_to_one_core()
-
-  from composer_jax.models import config as config_lib
   from composer_jax.models import flops
-  from configs.models import tiny
 
-  config = config_lib.ModelConfig.from_dict(tiny.get_config().to_dict())
+  config = case.tiny()
   rows, length = 8, 512
-  batch = _batch(rows, length, config.vocab_size)
-  steps = 1 if quick else 3
+  batch = case.half_rows(rows, length, config.vocab_size)
+  steps = 1 if is_quick else 3
+  # The backend is picked while tracing: nothing else differs.
+  with grouped_matmul.using('ragged'):
+    peer = case.Trained(config, case.muon(config), batch, steps)
+  ours = case.Trained(config, case.muon(config), batch, steps)
   # A limit counts what no program can do without, unlike MFU: two documents a
   # row, of which a token sees half of its own.
   per_token = flops.train_per_token(config, length // 2, causal=True)
@@ -105,15 +80,31 @@ def main() -> None:
     'train_step',
     f'tiny model, {rows} x {length} tokens, {config.moe.num_active} of '
     f'{config.moe.num_experts} experts',
-    interleaved.rates(
-      _runner(config, batch, steps, 'blocked'),
-      _runner(config, batch, steps, 'ragged'),
-      2 if quick else 9,
-    ),
+    interleaved.rates(ours, peer, 2 if is_quick else 9),
     limit=interleaved.peak() / per_token,
     goal='ratio >= 1.2',
     met=lambda rate, ratio: ratio >= 1.2,
   )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--quick', action='store_true', help='about a minute')
+  parser.add_argument('--only', choices=('hf', 'dense'))
+  parser.add_argument('--gpu', action='store_true')
+  parser.add_argument('--tiny', action='store_true', help='with --gpu')
+  parser.add_argument('--trace', default='runs/train_step_trace')
+  args = parser.parse_args()
+  if args.gpu:
+    from benchmarks import train_step_gpu
+
+    train_step_gpu.run(is_tiny=args.tiny, folder=args.trace)
+    return
+  interleaved.keep_pages()
+  interleaved.pin_to_one_core()
+  for name, run in (('hf', _hf), ('dense', _dense)):
+    if args.only in (None, name):
+      run(args.quick)
 
 
 if __name__ == '__main__':

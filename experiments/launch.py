@@ -1,5 +1,6 @@
 """What every main shares: flags, the config as a Spec, readable errors."""
 
+import math
 import pathlib
 import sys
 import traceback
@@ -62,10 +63,10 @@ def main(run: Callable[..., None]) -> None:
       # Libraries report every file they touch at INFO.
       logging.set_verbosity(logging.WARNING)
     config = start.config_fields(_CONFIG)
-    mesh = config.get('mesh', {})
-    devices = 1
-    for axis in mesh.values():
-      devices *= int(axis)
+    devices = max(
+      math.prod(int(size) for size in section.get('mesh', {}).values())
+      for section in (config, config.get('rl', {}))
+    )
     serving = int(config.get('rollout', {}).get('devices', 1))
     is_worker = _ROLE.value == 'rollout'
     start.emulate_devices(serving if is_worker else max(devices, serving))

@@ -189,7 +189,14 @@ def flattened(name, value):
 SECTIONS = [n for n, v in tiny().items() if isinstance(v, dict | type(tiny()))]
 each_section = pytest.mark.parametrize(
   'section',
-  [*SECTIONS, 'cpt.muon', 'model.attention', 'model.rope', 'model.moe'],
+  [
+    *SECTIONS,
+    'cpt.muon',
+    'rl.mesh',
+    'model.attention',
+    'model.rope',
+    'model.moe',
+  ],
 )
 
 
@@ -237,7 +244,7 @@ def test_misspelt_section_is_named():
   'name, value, told',
   [
     ('layout', 'pipeline', 'pipeline'),
-    ('mesh.fsdp', 0, r'mesh\.fsdp'),
+    ('mesh.fsdp', 0, r'config\.mesh: fsdp .* 1, not 0'),
     ('model.attention.kind', 'mqa', "'mqa'"),
     ('model.attention.kind', 'mla', 'MLAConfig .*kv_lora_dim'),
     ('model.attention.num_kv_heads', 3, r'num_kv_heads \(3\)'),
@@ -257,7 +264,20 @@ def test_misspelt_section_is_named():
     # mesh.replica * mesh.fsdp is 2.
     ('cpt.batch_size', 5, r'cpt\.batch_size \(5\) .* fsdp \(2\).* is 4'),
     ('sft.batch_size', 1, r'sft\.batch_size \(1\) .* fsdp \(2\).* is 2'),
-    ('mesh.context', 3, r'cpt\.seq_len \(256\) .* context \(3\).* is 255'),
+    ('cpt.accumulate', 0, r'accumulate must be at least 1, not 0'),
+    ('cpt.accumulate', 3, r'batch_size \(16\) .*accumulate \(3\).* is 18'),
+    # Zigzag order halves what a context shard holds of a row.
+    ('mesh.context', 3, r'cpt\.seq_len \(256\) .* context .*\(6\).* is 258'),
+    ('mesh.context', 80, r'cpt\.seq_len \(256\) .*zigzag.*\(160\).* is 320'),
+    ('parallel.transport', 'nccl', r"parallel: transport .*'ring'.*'nccl'"),
+    ('parallel.buckets', (2.0, 1.0), r'buckets must rise .*\(2\.0, 1\.0\)'),
+    ('parallel.buckets', (0.5,), r'buckets must rise from 1 .*\(0\.5,\)'),
+    ('parallel.chunks', 0, 'chunks must be at least 1, not 0'),
+    ('parallel.sequence_order', 'striped', "'zigzag'.*'striped'"),
+    ('model.remat_saves', ('key',), r"remat_saves names \['key'\].*'keys'"),
+    ('rl.mesh.fsdp', 3, r'rl\.rows \(8\) .*replica x fsdp \(3\).* is 9'),
+    ('rl.mesh.context', 7, r'rl\.seq_len \(320\) .*\(14\).* is 322'),
+    ('rl.mesh.context', 0, r'rl\.mesh: context .* 1, not 0'),
     ('cpt.warmup_steps', 10**6, r'warmup_steps \(1000000\)'),
     ('cpt.optimizer', 'sgd', 'sgd'),
     ('sft.learning_rate', 0.0, r'config\.sft: learning_rate .* not 0\.0'),
@@ -309,4 +329,13 @@ def test_impossible_value_is_named(name, value, told):
   assert last in inner
   inner[last] = value
   with pytest.raises(ValueError, match=told):
+    specs.from_dict(fields)
+
+
+def test_rl_in_numerics_of_one_device_on_a_mesh_is_refused():
+  fields = tiny().to_dict()
+  fields['model']['numerics'] = 'batch_invariant'
+  specs.from_dict(fields)
+  fields['rl']['mesh']['replica'] = 2
+  with pytest.raises(ValueError, match=r"rl\.mesh of 2 .*'batch_invariant'"):
     specs.from_dict(fields)

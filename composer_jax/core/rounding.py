@@ -10,6 +10,8 @@ from one operation to the next goes through here instead.
 import jax
 import jax.numpy as jnp
 
+from composer_jax.core import platforms
+
 
 def rounded(x: jax.Array, dtype: jax.typing.DTypeLike | None = None):
   """Returns x as `dtype`, its own by default, rounded whatever follows."""
@@ -26,6 +28,6 @@ def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   float32 on CPU, whose bfloat16 products widen their operands anyway; `dtype`
   on accelerators, which multiply nothing faster.
   """
-  if jax.default_backend() == 'cpu':
+  if platforms.current() == 'cpu':
     return jnp.promote_types(dtype, jnp.float32)
   return jnp.dtype(dtype)

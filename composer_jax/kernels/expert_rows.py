@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels import grouped_matmul
+from composer_jax.kernels import grouped_schedule
 
 # A usual second-level cache.
 _CACHE_BYTES = 1 << 20
@@ -74,7 +74,7 @@ def expert_rows(
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(experts[0]))
   block = block or block_of(num_rows, num_experts, num_bytes)
   source_Y, place_Y, sizes_E = _sort(ids_ZA, valid_Z, num_experts)
-  group, start, _, total = grouped_matmul.schedule(sizes_E, num_rows, block)
+  group, start, _, total = grouped_schedule.blocks(sizes_E, num_rows, block)
   # A block may reach past the last row.
   rows_YD = jnp.pad(x_ZD[source_Y // num_active], ((0, block), (0, 0)))
   branches = [lambda rows, w=w: mlp(w, rows) for w in experts]

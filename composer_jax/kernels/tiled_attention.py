@@ -47,45 +47,38 @@ class _Entries(NamedTuple):
 def attend_packed(
   query: Any,
   kept: paged_attention.Pools,
-  segment_ids_BT: jax.Array,
-  mask_BTS: jax.Array,
+  visible: attention.Visible,
 ) -> jax.Array:
   """Returns the outputs [B, T, N, .] of a packed batch.
 
   Args:
     query: as `paged_attention` takes it: scaled q_BTNH, or q_BTNC and q_BTNJ.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
-    segment_ids_BT: int32; equal ones follow each other.
-    mask_BTS: the same as booleans, with causality: for the gradient, which is
-      that of the whole softmax.
+    visible: what each query sees.
   """
-  return _packed(query, kept, segment_ids_BT, mask_BTS, False)[0]
+  return _packed(query, kept, visible, False)[0]
 
 
 def attend_packed_measured(
   query: Any,
   kept: paged_attention.Pools,
-  segment_ids_BT: jax.Array,
-  mask_BTS: jax.Array,
+  visible: attention.Visible,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns what `attend_packed` does, and tops_BTN.
 
   See `attention.attend_measured`.
   """
-  out, tops_BTN = _packed(query, kept, segment_ids_BT, mask_BTS, True)
+  out, tops_BTN = _packed(query, kept, visible, True)
   return out, jax.lax.stop_gradient(tops_BTN)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _packed(query, kept, segment_ids_BT, mask_BTS, is_measured):
-  del mask_BTS
-  batch, length = segment_ids_BT.shape
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _packed(query, kept, visible, is_measured):
+  batch, length = visible.start_BT.shape
   blocks = -(-length // KEY_BLOCK)
-  order_BT = jnp.broadcast_to(jnp.arange(length), (batch, length))
-  begins_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
-  begins_BT = begins_BT.at[:, 0].set(True)
-  first_BT = jax.lax.cummax(jnp.where(begins_BT, order_BT, 0), axis=1)
-  entries = _to_entries(query, order_BT, first_BT, _num_kv_heads(kept))
+  # One that sees nothing has its last key before any.
+  last_BT = jnp.where(visible.end_BT > visible.start_BT, visible.end_BT - 1, -1)
+  entries = _to_entries(query, last_BT, visible.start_BT, _num_kv_heads(kept))
   # An entry's blocks are counted from the first that any of its queries sees.
   seen_XT = jnp.where(entries.last_XT < 0, length, entries.first_XT)
   block_X = seen_XT.min(1) // KEY_BLOCK
@@ -313,14 +306,14 @@ def _turn(query, kept, seen_XTS, state):
   return now, total, sums * shrink + new
 
 
-def _packed_forward(query, kept, segment_ids_BT, mask_BTS, is_measured):
-  results = _packed(query, kept, segment_ids_BT, mask_BTS, is_measured)
-  return results, (query, kept, mask_BTS)
+def _packed_forward(query, kept, visible, is_measured):
+  results = _packed(query, kept, visible, is_measured)
+  return results, (query, kept, visible)
 
 
 def _packed_backward(is_measured, residuals, d_results):
   del is_measured
-  query, kept, mask_BTS = residuals
+  query, kept, visible = residuals
   d_out, _ = d_results
 
   def whole(query, kept):
@@ -330,11 +323,11 @@ def _packed_backward(is_measured, residuals, d_results):
       query = jnp.concatenate(query, axis=-1)
       second = first[:, :, None]
       first = jnp.concatenate(kept, axis=-1)[:, :, None]
-    out = attention.attend(query, first, second, mask_BTS, scale=1.0)
+    out = attention.attend(query, first, second, visible, scale=1.0)
     return out.astype(query.dtype)
 
   _, pull = jax.vjp(whole, query, kept)
-  return *pull(d_out), None, None
+  return *pull(d_out), None
 
 
 _packed.defvjp(_packed_forward, _packed_backward)

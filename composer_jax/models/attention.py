@@ -10,13 +10,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from composer_jax.core import rounding
 from composer_jax.kernels import attention as attention_kernel
 from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 from composer_jax.models import norm, parameters, rope
-from composer_jax.parallel import exchange
+from composer_jax.parallel import exchange, sequence
 
 # (name, heads axis) of what is made from the residual stream.
 _PROJECTIONS = (
@@ -26,11 +27,46 @@ _PROJECTIONS = (
 )
 
 
-def packed_mask(segment_ids_BT: jax.Array) -> jax.Array:
-  """Lets a token see those before it in the row and in its own segment."""
-  order_T = jnp.arange(segment_ids_BT.shape[1])
-  causal_TS = order_T[:, None] >= order_T[None, :]
-  return causal_TS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+def visible_of(segment_ids_BT: jax.Array) -> attention_kernel.Visible:
+  """Lets a token see those before it in the row and in its own segment.
+
+  Padding sees nothing, and costs nothing.
+
+  Args:
+    segment_ids_BT: of whole rows; equal ones follow each other, 0 is padding.
+  """
+  order_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
+  begins_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
+  start_BT = jax.lax.cummax(jnp.where(begins_BT, order_T, 0), axis=1)
+  end_BT = jnp.where(segment_ids_BT != 0, order_T + 1, start_BT)
+  return attention_kernel.Visible(start_BT, end_BT)
+
+
+def visible_in_shard(
+  segment_ids_BT: jax.Array, plan: exchange.ExchangePlan | None
+) -> attention_kernel.Visible:
+  """Returns what the tokens of a shard see of their whole rows."""
+  visible = visible_of(sequence.gather_row(segment_ids_BT, plan))
+  return attention_kernel.Visible(
+    *(sequence.own_part(x_BS, plan) for x_BS in visible)
+  )
+
+
+def gather_kept(
+  kept: tuple[jax.Array, jax.Array], plan: exchange.ExchangePlan | None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns what a shard's queries meet: what is kept of their whole rows.
+
+  It is named 'keys', so that the backward pass can do without another gather.
+  """
+  if plan is None or not plan.sequence_axes:
+    return kept
+  with jax.named_scope('gather_keys'):
+    first, second = (
+      ad_checkpoint.checkpoint_name(sequence.gather_row(x_BT, plan), 'keys')
+      for x_BT in kept
+    )
+    return first, second
 
 
 def project(
@@ -84,29 +120,20 @@ def attend(
   params: Any,
   q_BTNH: jax.Array,
   kept: tuple[jax.Array, jax.Array],
-  mask_BTS: jax.Array,
+  visible: attention_kernel.Visible,
   config: model_config.ModelConfig,
   *,
   plan: exchange.ExchangePlan | None = None,
-  is_measured: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Returns out_BTNH over keys and values [B, S] at hand.
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out_BTNH and tops_BTN of `kernels.attention.attend_measured`.
 
-  And tops_BTN of `kernels.attention.attend_measured`, None if not asked for.
+  With a plan it runs inside of a shard: queries, and the keys and values that
+  are kept, are of the shard's tokens, and those of its rows are gathered.
   """
   del params
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
-
-  def kernel(query, kept, weights, mask_BTS):
-    del weights
-    arrays = (query, *kept, mask_BTS)
-    if is_measured:
-      return attention_kernel.attend_measured(*arrays, scale=scale)
-    return attention_kernel.attend(*arrays, scale=scale), None
-
-  return exchange.attend_per_shard(
-    kernel, q_BTNH, kept, {}, mask_BTS, plan=plan
-  )
+  kept = gather_kept(kept, plan)
+  return attention_kernel.attend_measured(q_BTNH, *kept, visible, scale=scale)
 
 
 def project_out(params: Any, out_BTNH: jax.Array) -> jax.Array:

@@ -1,9 +1,12 @@
 """The one model that samples and trains.
 
 Routing is an argument and a result of the forward pass, layer-major, so it
-rides through the layer scan and through recomputation unchanged.
+rides through the layer scan and through recomputation unchanged. Parameters are
+created by Linen modules; computing is functions of their tree, which on a mesh
+run inside of shards (`parallel.shards`), a stage at a time.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,12 +14,21 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches
-from composer_jax.models import attention, experts, mla, norm, parameters
+from composer_jax.models import (
+  attention,
+  experts,
+  mla,
+  norm,
+  parameters,
+  router,
+  stacks,
+)
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
-from composer_jax.parallel import exchange
+from composer_jax.parallel import exchange, shards
 
 Variables = dict[str, Any]
 
@@ -37,102 +49,87 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
     stats: of the routers.
     max_logits_LN: float32, each layer's and head's largest scaled attention
       logit over the tokens of the batch; None unless asked for.
+    exchanged: what each layer's exchange needed and had, of the shard that
+      needed most, int32 [M]; None in batch-invariant numerics.
   """
 
   hidden_BTD: jax.Array
   expert_ids_MBTA: jax.Array
   stats: batches.RouteStats
   max_logits_LN: jax.Array | None = None
+  exchanged: exchange.ExchangeStats | None = None
 
 
-class Context(flax.struct.PyTreeNode, kw_only=True):
-  """What every layer reads and none changes."""
-
-  cos_sin: tuple[jax.Array, jax.Array]
-  mask_BTS: jax.Array
-  segment_ids_BT: jax.Array
-  is_measured: bool = flax.struct.field(pytree_node=False)
-
-
-class DenseLayer(nn.Module):
-  """Attention and a dense feed-forward, each on a normalised residual."""
+class LayerParameters(nn.Module):
+  """Creates the parameters of a layer, of experts or dense."""
 
   config: model_config.ModelConfig
-  plan: exchange.ExchangePlan | None = None
+  is_dense: bool
 
   @nn.compact
-  def __call__(self, x_BTD, context):
+  def __call__(self, carry, _=None):
     c = self.config
-    params = _attention_parameters(self)
-    ffw = experts.DenseParameters(c, c.dense_ffw_dim, name='ffw')
-    params = layer_stages.prepare(params | {'ffw': ffw()}, c)
-    x_BTD, out_BTN, max_logits_N = _attend(self, params, x_BTD, context)
-    return layer_stages.dense(params, x_BTD, out_BTN, c), max_logits_N
+    norm.scale_of('attention_norm', c.embed_dim)
+    _ATTENTIONS[c.attention.kind](c, name='attention')()
+    norm.scale_of('ffw_norm', c.embed_dim)
+    if self.is_dense:
+      experts.DenseParameters(c, c.dense_ffw_dim, name='ffw')()
+    else:
+      experts.Parameters(c, name='moe')()
+    return carry, None
 
 
-class MoELayer(nn.Module):
-  """Attention and a mixture of experts, each on a normalised residual."""
+class Parameters(nn.Module):
+  """Creates all variables of a decoder; those of like layers are stacked."""
 
   config: model_config.ModelConfig
-  plan: exchange.ExchangePlan | None = None
 
   @nn.compact
-  def __call__(self, x_BTD, context, replay_BTA):
+  def __call__(self) -> None:
     c = self.config
-    params = _attention_parameters(self)
-    moe, bias_E = experts.Parameters(c, name='moe')()
-    params = layer_stages.prepare(params | {'moe': moe}, c)
-    x_BTD, out_BTN, max_logits_N = _attend(self, params, x_BTD, context)
-    valid_BT = context.segment_ids_BT != 0
-    x_BTD, ids_BTA, stats = layer_stages.mixture(
-      params,
-      bias_E,
-      (x_BTD, out_BTN, valid_BT, replay_BTA),
-      c,
-      plan=self.plan,
+    normal = nn.initializers.normal(0.02)
+    parameters.create(
+      self,
+      'embedding',
+      normal,
+      ('vocab', 'embed'),
+      (c.vocab_size, c.embed_dim),
     )
-    return x_BTD, (ids_BTA.astype(jnp.uint16), stats, max_logits_N)
+    if not c.tie_embeddings:
+      parameters.create(
+        self,
+        'unembedding',
+        normal,
+        ('embed', 'vocab'),
+        (c.embed_dim, c.vocab_size),
+      )
+    for name in stacks.names(c):
+      stack = nn.scan(
+        LayerParameters,
+        variable_axes={'params': 0, 'selection_bias': 0},
+        split_rngs={'params': True},
+        length=stacks.lengths(c)[name],
+        metadata_params={nn.PARTITION_NAME: 'layer'},
+      )
+      stack(c, name == 'dense_layers', name=name)(None)
+    norm.scale_of('final_norm', c.embed_dim)
 
 
-def _attention_parameters(module):
-  c = module.config
-  return {
-    'attention_norm': norm.scale_of('attention_norm', c.embed_dim),
-    'attention': _ATTENTIONS[c.attention.kind](c, name='attention')(),
-    'ffw_norm': norm.scale_of('ffw_norm', c.embed_dim),
-  }
-
-
-def _attend(module, params, x_BTD, context):
-  c, plan = module.config, module.plan
-  x_BTD = exchange.constrain(x_BTD, plan)
-  query, kept = layer_stages.attention_inputs(params, x_BTD, context.cos_sin, c)
-  out_BTN, max_logits_N = layer_stages.attend(
-    params,
-    query,
-    kept,
-    (context.mask_BTS, context.segment_ids_BT),
-    c,
-    plan,
-    is_measured=context.is_measured,
-  )
-  return x_BTD, out_BTN, max_logits_N
-
-
-class Decoder(nn.Module):
+@dataclasses.dataclass(frozen=True)
+class Decoder:
   """Embedding, dense layers, mixture-of-experts layers, final norm.
 
   Attributes:
-    config: what to build.
-    plan: where experts lie; None on one device.
+    config: what to compute.
+    plan: where variables and tokens lie; None on one device.
   """
 
   config: model_config.ModelConfig
   plan: exchange.ExchangePlan | None = None
 
-  @nn.compact
-  def __call__(
+  def apply(
     self,
+    variables: Variables,
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     positions_BT: jax.Array,
@@ -143,6 +140,7 @@ class Decoder(nn.Module):
     """Runs the layers over a packed batch.
 
     Args:
+      variables: of `init`.
       tokens_BT: int32.
       segment_ids_BT: int32; 0 marks padding, which reaches no expert.
       positions_BT: int32 within the document.
@@ -151,65 +149,85 @@ class Decoder(nn.Module):
         that does not ask does nothing for them.
 
     Raises:
-      ValueError: batch-invariant numerics on a mesh.
+      ValueError: batch-invariant numerics on a mesh, or a batch that does not
+        divide over it.
     """
-    c = self.config
-    _check_numerics(c, self.plan)
-    x_BTD = self._embed(tokens_BT)
-    context = Context(
-      cos_sin=layer_stages.angles(positions_BT, c),
-      mask_BTS=attention.packed_mask(segment_ids_BT),
-      segment_ids_BT=segment_ids_BT,
-      is_measured=with_max_logits,
-    )
-    first, max_logits = c.num_dense_layers, []
-    if first:
-      dense = _scan(DenseLayer, c, first)(c, self.plan, name='dense_layers')
-      x_BTD, max_logits_LN = dense(x_BTD, context)
-      max_logits.append(max_logits_LN)
-    moe = _scan(MoELayer, c, c.num_moe_layers)(c, self.plan, name='moe_layers')
-    x_BTD, (ids_MBTA, stats, max_logits_MN) = moe(
-      x_BTD, context, expert_ids_MBTA
-    )
-    max_logits.append(max_logits_MN)
-    scale_D = norm.scale_of('final_norm', c.embed_dim)['scale']
+    c, plan = self.config, self.plan
+    _check_numerics(c, plan)
+    shards.check_tokens(plan, tokens_BT.shape)
+    tokens = (tokens_BT, segment_ids_BT, positions_BT)
+    x_BTD, context = _embed(variables, tokens, c, plan)
+    context = context.replace(is_measured=with_max_logits)
+    outputs = []
+    for name in stacks.names(c):
+      stack = {k: tree[name] for k, tree in variables.items() if name in tree}
+      routes = expert_ids_MBTA if name == 'moe_layers' else None
+      x_BTD, output = stacks.run(
+        name, stack, x_BTD, context, routes, config=c, plan=plan
+      )
+      outputs.append(output)
+    # A decoder ends in experts, whose fields are all there.
+    moe: Any = outputs[-1]
     return DecoderOutput(
-      hidden_BTD=layer_stages.final_norm(scale_D, x_BTD, c),
-      expert_ids_MBTA=ids_MBTA,
-      stats=batches.RouteStats(
-        load_ME=stats.load_E,
-        aux_loss_M=stats.aux_loss,
-        z_loss_M=stats.z_loss,
-        replay_agreement_M=stats.replay_agreement,
-        replay_replaced_M=stats.replay_replaced,
-        no_route_M=stats.no_route,
-      ),
-      max_logits_LN=jnp.concatenate(max_logits) if with_max_logits else None,
+      hidden_BTD=_final_norm(variables, x_BTD, c, plan),
+      expert_ids_MBTA=moe.expert_ids,
+      stats=_route_stats(moe.stats.router, c),
+      max_logits_LN=_max_logits(outputs) if with_max_logits else None,
+      exchanged=jax.tree.map(lambda x: x.max(1), moe.stats.exchange),
     )
 
-  def _embed(self, tokens_BT):
-    c = self.config
-    normal = nn.initializers.normal(0.02)
-    embedding_VD = parameters.create(
-      self,
-      'embedding',
-      normal,
-      ('vocab', 'embed'),
-      (c.vocab_size, c.embed_dim),
+
+def _embed(variables, tokens, config, plan):
+  """Returns x_BTD and what all layers read."""
+  name = 'embedding'
+  table_VD = variables['params'][name]
+  spec = shards.specs_of(plan, f'params/{name}', table_VD)
+
+  def stage(table_VD, tokens_BT, segment_ids_BT, positions_BT):
+    x_BTD = shards.look_up(
+      table_VD, tokens_BT, spec, dtype=config.compute_dtype
     )
-    if not c.tie_embeddings:
-      # Made here, used by `models.head`: one tree holds all parameters.
-      parameters.create(
-        self,
-        'unembedding',
-        normal,
-        ('embed', 'vocab'),
-        (c.embed_dim, c.vocab_size),
-      )
-    embedding_VD = exchange.gather_weight(
-      embedding_VD.astype(c.compute_dtype), self.plan
+    context = stacks.Context(
+      cos_sin=layer_stages.angles(positions_BT, config),
+      visible=attention.visible_in_shard(segment_ids_BT, plan),
+      segment_ids_BT=segment_ids_BT,
     )
-    return embedding_VD[tokens_BT]
+    return x_BTD, context
+
+  where = shards.tokens_spec(plan)
+  stage = shards.per_shard(
+    stage, plan, in_specs=(spec, where, where, where), out_specs=where
+  )
+  return stage(table_VD, *tokens)
+
+
+def _final_norm(variables, x_BTD, config, plan):
+  where = shards.tokens_spec(plan)
+  stage = shards.per_shard(
+    lambda scale_D, x_BTD: layer_stages.final_norm(scale_D, x_BTD, config),
+    plan,
+    in_specs=(P(), where),
+    out_specs=where,
+  )
+  return stage(variables['params']['final_norm']['scale'], x_BTD)
+
+
+def _route_stats(sums, config):
+  """Adds the shards' sums [M, shards, ...], once for all layers."""
+  sums = jax.tree.map(lambda x: x.sum(1), sums)
+  stats = jax.vmap(lambda layer: router.statistics(layer, config.moe))(sums)
+  return batches.RouteStats(
+    load_ME=stats.load_E,
+    aux_loss_M=stats.aux_loss,
+    z_loss_M=stats.z_loss,
+    replay_agreement_M=stats.replay_agreement,
+    replay_replaced_M=stats.replay_replaced,
+    no_route_M=stats.no_route,
+  )
+
+
+def _max_logits(outputs):
+  return jnp.concatenate([output.max_logits.max(1) for output in outputs])
 
 
 def _check_numerics(config, plan):
@@ -222,23 +240,8 @@ def _check_numerics(config, plan):
     )
 
 
-def _scan(layer, config, length):
-  num_scanned = 0 if layer is DenseLayer else 1
-  if config.remat:
-    layer = nn.remat(layer, prevent_cse=False)
-  return nn.scan(
-    layer,
-    variable_axes={'params': 0, 'selection_bias': 0},
-    split_rngs={'params': True},
-    in_axes=(nn.broadcast,) + (0,) * num_scanned,
-    length=length,
-    metadata_params={nn.PARTITION_NAME: 'layer'},
-  )
-
-
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
-  zeros_BT = jnp.zeros((1, 1), jnp.int32)
-  return dict(Decoder(config).init(key, zeros_BT, zeros_BT, zeros_BT))
+  return dict(Parameters(config).init(key))
 
 
 def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:

@@ -5,35 +5,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
-from composer_jax.core import rounding
-from composer_jax.kernels import grouped_matmul, linear, rows
+from composer_jax.kernels import (
+  grouped_blocked,
+  grouped_matmul,
+  grouped_mlp,
+  linear,
+  rows,
+  swiglu,
+)
 from composer_jax.models import config as model_config
 from composer_jax.models import parameters, router
-
-
-@jax.custom_vjp
-def swiglu(gate_up: jax.Array) -> jax.Array:
-  """Returns silu(gate) * up of the two halves of the last axis."""
-  # In float32 and rounded once, whatever is fused with it.
-  gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-  return rounding.rounded(jax.nn.silu(gate) * up, gate_up.dtype)
-
-
-def _swiglu_forward(gate_up):
-  return swiglu(gate_up), gate_up
-
-
-def _swiglu_backward(gate_up, d_out):
-  # One pass that keeps nothing but its input; the derived gradient pads both
-  # halves to full width and adds them.
-  gate, up = jnp.split(gate_up, 2, axis=-1)
-  sigmoid = jax.nn.sigmoid(gate)
-  d_gate = d_out * up * sigmoid * (1 + gate * (1 - sigmoid))
-  return (jnp.concatenate([d_gate, d_out * gate * sigmoid], axis=-1),)
-
-
-swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def expert_mlp(
@@ -41,11 +24,14 @@ def expert_mlp(
 ) -> jax.Array:
   """SwiGLU of rows sorted by expert: two grouped matmuls."""
   gate_up_ED2F, down_EFD = weights['gate_up'], weights['down']
-  num_experts, embed_dim = gate_up_ED2F.shape[:2]
-  both_YF = grouped_matmul.grouped_matmul(
-    rows_YD, gate_up_ED2F.reshape(num_experts, embed_dim, -1), group_sizes_E
-  )
-  hidden_YF = swiglu(both_YF)
+  gate_up_EDX = gate_up_ED2F.reshape(*gate_up_ED2F.shape[:2], -1)
+  if grouped_matmul.chosen() == 'blocked':
+    return grouped_mlp.grouped_mlp(
+      gate_up_EDX, down_EFD, rows_YD, group_sizes_E
+    )
+  both_YX = grouped_matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
+  both_YX = ad_checkpoint.checkpoint_name(both_YX, grouped_mlp.HIDDEN)
+  hidden_YF = swiglu.swiglu(both_YX)
   return grouped_matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
 
 
@@ -62,9 +48,10 @@ def expert_mlp_in_tiles(
   def block(weights, rows_bD):
     gate_up_D2F, down_FD = weights
     gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
-    return linear.linear(swiglu(linear.linear(rows_bD, gate_up_DF)), down_FD)
+    both_bX = linear.linear(rows_bD, gate_up_DF)
+    return linear.linear(swiglu.swiglu(both_bX), down_FD)
 
-  return grouped_matmul.map_blocks(
+  return grouped_blocked.map_blocks(
     block,
     (weights['gate_up'], weights['down']),
     rows_YD,
@@ -175,7 +162,7 @@ def dense_mlp(params: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
   """SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
   gate_up_D2F = params['gate_up']
   gate_up_DF = gate_up_D2F.reshape(gate_up_D2F.shape[0], -1)
-  hidden_BTF = swiglu(linear.linear(x_BTD, gate_up_DF))
+  hidden_BTF = swiglu.swiglu(linear.linear(x_BTD, gate_up_DF))
   return linear.linear(hidden_BTF, params['down'])
 
 
@@ -190,8 +177,7 @@ def choose(
   with jax.named_scope('route'):
     # float32: a rounding in a logit may flip a discrete choice. Accelerators
     # take bfloat16 or TF32 for float32 products unless told otherwise.
-    logits_BTE = jnp.einsum(
-      'BTD,DE->BTE',
+    logits_BTE = linear.linear(
       x_BTD.astype(jnp.float32),
       params['router'].astype(jnp.float32),
       precision=jax.lax.Precision.HIGHEST,

@@ -4,12 +4,22 @@ The only place of the shift by one: the hidden state at t - 1 predicts token t,
 and everything this module returns is indexed by the token it is about.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from composer_jax.kernels import rows
+from composer_jax.kernels import linear, rows
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.parallel import exchange, sequence, shards
+
+# Logits of a device that are at hand at once, unless their chunks became more
+# than a program should have, or too narrow to multiply well.
+_CHUNK_BYTES = 1 << 25
+_MOST_CHUNKS = 16
 
 
 def logits(
@@ -18,18 +28,22 @@ def logits(
   config: model_config.ModelConfig,
 ) -> jax.Array:
   """Returns float32 logits_BTV of the token after each."""
-  params = variables['params']
-  if config.tie_embeddings:
-    weight, spec = params['embedding'], 'BTD,VD->BTV'
-  else:
-    weight, spec = params['unembedding'], 'BTD,DV->BTV'
+  name = 'embedding' if config.tie_embeddings else 'unembedding'
+  weight = variables['params'][name].astype(hidden_BTD.dtype)
+  return _logits(weight, hidden_BTD, config)
 
+
+def _logits(weight, hidden_BTD, config):
   def stage(weight, hidden_BTD):
+    if not config.tie_embeddings:
+      is_wide = hidden_BTD.dtype == jnp.float32
+      return linear.linear(
+        hidden_BTD, weight, dtype=None if is_wide else jnp.float32
+      )
     return jnp.einsum(
-      spec, hidden_BTD, weight, preferred_element_type=jnp.float32
+      '...D,VD->...V', hidden_BTD, weight, preferred_element_type=jnp.float32
     )
 
-  weight = weight.astype(hidden_BTD.dtype)
   return rows.map_rows(stage, weight, hidden_BTD, numerics=config.numerics)
 
 
@@ -62,18 +76,65 @@ def token_logprobs(
     logits_BTV, tokens_BT, temperatures_BT = rows_BT
     if temperatures_BT is not None:
       logits_BTV /= temperatures_BT[..., None].astype(jnp.float32)
-    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    # A masked sum instead of a gather: its gradient is elementwise, where the
-    # gradient of a gather is a scatter into [B, T, V].
-    picked_BTV = jnp.arange(logits_BTV.shape[-1]) == tokens_BT[..., None]
-    picked_BT = jnp.where(picked_BTV, logits_BTV, 0).sum(-1)
-    probabilities_BTV = jnp.exp(logits_BTV - log_z_BT[..., None])
-    entropy_BT = log_z_BT - (probabilities_BTV * logits_BTV).sum(-1)
-    return picked_BT - log_z_BT, entropy_BT
+    return _logprobs_of(logits_BTV, tokens_BT)
 
   return rows.map_rows(
     stage, (), (logits_BTV, tokens_BT, temperatures_BT), numerics=numerics
   )
+
+
+@jax.custom_vjp
+def _logprobs_of(
+  logits_BTV: jax.Array, tokens_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns logprobs_BT of tokens and entropy_BT, with a gradient of one pass.
+
+  The derived gradient keeps the exponentials too and goes through all of them
+  four times, which on CPU costs a fifth of the head's products.
+  """
+  logprobs_BT, entropy_BT, _ = _logprobs_and_sum(logits_BTV, tokens_BT)
+  return logprobs_BT, entropy_BT
+
+
+def _logprobs_and_sum(logits_BTV, tokens_BT):
+  largest_BT1 = logits_BTV.max(-1, keepdims=True)
+  exponentials_BTV = jnp.exp(logits_BTV - largest_BT1)
+  sum_BT = exponentials_BTV.sum(-1)
+  log_z_BT = largest_BT1[..., 0] + jnp.log(sum_BT)
+  # A masked sum instead of a gather, which a sharded V would have to collect.
+  picked_BT = jnp.where(_picked(logits_BTV, tokens_BT), logits_BTV, 0).sum(-1)
+  mean_BT = (exponentials_BTV * logits_BTV).sum(-1) / sum_BT
+  return picked_BT - log_z_BT, log_z_BT - mean_BT, log_z_BT
+
+
+def _picked(logits_BTV, tokens_BT):
+  return jnp.arange(logits_BTV.shape[-1]) == tokens_BT[..., None]
+
+
+def _logprobs_forward(logits_BTV, tokens_BT):
+  logprobs_BT, entropy_BT, log_z_BT = _logprobs_and_sum(logits_BTV, tokens_BT)
+  residuals = (logits_BTV, tokens_BT, entropy_BT, log_z_BT)
+  return (logprobs_BT, entropy_BT), residuals
+
+
+def _logprobs_backward(residuals, d_out):
+  logits_BTV, tokens_BT, entropy_BT, log_z_BT = residuals
+  is_picked_BTV = _picked(logits_BTV, tokens_BT)
+  return _d_logits(logits_BTV, is_picked_BTV, entropy_BT, log_z_BT, d_out), None
+
+
+def _d_logits(logits_BTV, is_picked_BTV, entropy_BT, log_z_BT, d_out):
+  d_logprobs_BT1, d_entropy_BT1 = (d[..., None] for d in d_out)
+  logprobs_BTV = logits_BTV - log_z_BT[..., None]
+  # Of the entropy H by a logit: -p (log p + H).
+  slope_BTV = d_logprobs_BT1 + d_entropy_BT1 * (
+    logprobs_BTV + entropy_BT[..., None]
+  )
+  d_picked_BTV = jnp.where(is_picked_BTV, d_logprobs_BT1, 0)
+  return d_picked_BTV - jnp.exp(logprobs_BTV) * slope_BTV
+
+
+_logprobs_of.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def target_logprobs(
@@ -83,6 +144,9 @@ def target_logprobs(
   segment_ids_BT: jax.Array,
   temperatures_BT: jax.Array | None,
   config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None = None,
+  *,
+  chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-probability and entropy of each token's distribution.
 
@@ -91,28 +155,189 @@ def target_logprobs(
     hidden_BTD: its output.
     tokens_BT: int32.
     segment_ids_BT: int32; 0 marks padding.
-    temperatures_BT: what each token was sampled at; None means 1.
+    temperatures_BT: what each token was sampled at; None means 1. It has no
+      gradient.
     config: of the decoder.
+    plan: of the decoder, where tokens and variables lie.
+    chunk: words whose logits are at hand at once; None lets their size say.
 
   Returns:
     logprobs_BT, entropy_BT in float32 nats, indexed by the token they are
     about; 0 at the first token of each segment and on padding.
   """
-  logits_BTV = logits(variables, hidden_BTD, config)
-  if temperatures_BT is not None:
-    temperatures_BT = _next(temperatures_BT)
-  logprobs_BT, entropy_BT = token_logprobs(
-    logits_BTV, _next(tokens_BT), temperatures_BT, numerics=config.numerics
+  name = 'embedding' if config.tie_embeddings else 'unembedding'
+  weight = variables['params'][name]
+  spec = shards.specs_of(plan, f'params/{name}', weight)
+
+  def stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT):
+    targets_BT, follows_BT = _own(
+      _coming(*_rows((tokens_BT, segment_ids_BT), plan)), plan
+    )
+    if temperatures_BT is not None:
+      (temperatures_BT,) = _rows((temperatures_BT,), plan)
+      temperatures_BT = sequence.own_part(_next(temperatures_BT), plan)
+    arrays = (hidden_BTD, targets_BT, temperatures_BT)
+    logprobs_BT, entropy_BT = _logprobs(
+      weight, arrays, spec, config, plan, chunk
+    )
+    logprobs_BT = jnp.where(follows_BT, logprobs_BT, 0)
+    entropy_BT = jnp.where(follows_BT, entropy_BT, 0)
+    whole = _rows((logprobs_BT, entropy_BT), plan)
+    return _own(tuple(jnp.roll(x, 1, axis=1) for x in whole), plan)
+
+  where = shards.tokens_spec(plan)
+  stage = shards.per_shard(
+    stage, plan, in_specs=(spec, *[where] * 4), out_specs=where
   )
-  follows_BT = (
-    (_next(segment_ids_BT) == segment_ids_BT)
-    & (segment_ids_BT != 0)
-    & (jnp.arange(tokens_BT.shape[1]) < tokens_BT.shape[1] - 1)
-  )
-  logprobs_BT = jnp.where(follows_BT, logprobs_BT, 0)
-  entropy_BT = jnp.where(follows_BT, entropy_BT, 0)
-  return jnp.roll(logprobs_BT, 1, axis=1), jnp.roll(entropy_BT, 1, axis=1)
+  with jax.named_scope('head'):
+    return stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT)
+
+
+def _coming(tokens_BT, segment_ids_BT):
+  """Returns what each token of whole rows predicts, and whether it does."""
+  after_BT = _next(segment_ids_BT)
+  is_last_T = jnp.arange(tokens_BT.shape[1]) == tokens_BT.shape[1] - 1
+  follows_BT = (after_BT == segment_ids_BT) & (segment_ids_BT != 0) & ~is_last_T
+  return _next(tokens_BT), follows_BT
 
 
 def _next(array_BT: jax.Array) -> jax.Array:
   return jnp.roll(array_BT, -1, axis=1)
+
+
+def _rows(arrays, plan):
+  """Returns whole rows of a shard's arrays [B, T] of one dtype, in one go."""
+  if plan is None:
+    # A stack behind the loops of batch-invariant numerics changes their bits.
+    return arrays
+  whole = sequence.gather_row(jnp.stack(arrays, axis=-1), plan)
+  return tuple(jnp.moveaxis(whole, -1, 0))
+
+
+def _own(arrays, plan):
+  return jax.tree.map(lambda x: sequence.own_part(x, plan), arrays)
+
+
+def _logprobs(weight, arrays, spec, config, plan, chunk):
+  """Returns `token_logprobs` of a shard's tokens, of many words in chunks."""
+  hidden_BTD, targets_BT, temperatures_BT = arrays
+  num_words = weight.shape[0 if config.tie_embeddings else 1]
+  if chunk is None:
+    fitting = _CHUNK_BYTES // (4 * targets_BT.size)
+    chunk = max(fitting, -(-num_words // _MOST_CHUNKS))
+  reduce_dtype = plan.reduce_dtype if plan else 'float32'
+  if config.numerics != 'fast' or num_words <= chunk:
+    # Kept for the backward pass: making them anew is a fourth product.
+    weight = shards.gather(
+      weight, spec, dtype=hidden_BTD.dtype, reduce_dtype=reduce_dtype
+    )
+    return token_logprobs(
+      _logits(weight, hidden_BTD, config),
+      targets_BT,
+      temperatures_BT,
+      numerics=config.numerics,
+    )
+  how = _Chunked(
+    chunk, spec, weight.dtype.name, jnp.dtype(reduce_dtype).name, config
+  )
+  hidden_ZD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+  if temperatures_BT is None:
+    temperatures_BT = jnp.ones(targets_BT.shape, jnp.float32)
+  out_Z = _in_chunks(
+    how, weight, hidden_ZD, targets_BT.reshape(-1), temperatures_BT.reshape(-1)
+  )
+  return jax.tree.map(lambda x_Z: x_Z.reshape(targets_BT.shape), out_Z)
+
+
+class _Chunked(NamedTuple):
+  """How `_in_chunks` computes; hashable."""
+
+  chunk: int
+  spec: P
+  stored_dtype: str
+  reduce_dtype: str
+  config: model_config.ModelConfig
+
+  @property
+  def words(self) -> int:
+    """The dimension of the weight that has the words."""
+    return 0 if self.config.tie_embeddings else 1
+
+  def starts(self, weight: jax.Array) -> range:
+    return range(0, weight.shape[self.words], self.chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(how, weight, hidden_ZD, targets_Z, temperatures_Z):
+  """Returns `token_logprobs` from the logits of a few words at a time.
+
+  The backward pass makes them again; a chunk's part of the weight's gradient is
+  then complete, and leaves for its shards. Chunks are no loop, so that what
+  travels for one can do so under the products of others.
+  """
+  arrays = (weight, hidden_ZD, targets_Z, temperatures_Z)
+  return _in_chunks_forward(how, *arrays)[0]
+
+
+def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
+  zeros_Z = jnp.zeros(targets_Z.shape, jnp.float32)
+  top_Z, total_Z, moment_Z, picked_Z = zeros_Z - jnp.inf, *[zeros_Z] * 3
+  parts = []
+  for start in how.starts(weight):
+    part = jax.lax.slice_in_dim(
+      weight,
+      start,
+      min(start + how.chunk, weight.shape[how.words]),
+      axis=how.words,
+    )
+    # One chunk after the other: their products wait for nothing else.
+    hidden_ZD, total_Z = jax.lax.optimization_barrier((hidden_ZD, total_Z))
+    # Kept whole until the backward pass, which comes next.
+    parts.append(shards.gathered(part.astype(hidden_ZD.dtype), how.spec))
+    logits_ZV = _scaled(parts[-1], hidden_ZD, temperatures_Z, how)
+    before_Z, top_Z = top_Z, jnp.maximum(top_Z, logits_ZV.max(-1))
+    powers_ZV = jnp.exp(logits_ZV - top_Z[:, None])
+    shrink_Z = jnp.exp(before_Z - top_Z)
+    total_Z = total_Z * shrink_Z + powers_ZV.sum(-1)
+    moment_Z = moment_Z * shrink_Z + (powers_ZV * logits_ZV).sum(-1)
+    is_picked_ZV = _picked(logits_ZV, targets_Z - start)
+    picked_Z += jnp.where(is_picked_ZV, logits_ZV, 0).sum(-1)
+  log_z_Z = top_Z + jnp.log(total_Z)
+  entropy_Z = log_z_Z - moment_Z / total_Z
+  arrays = (hidden_ZD, targets_Z, temperatures_Z, log_z_Z, entropy_Z)
+  return (picked_Z - log_z_Z, entropy_Z), (parts, arrays)
+
+
+def _in_chunks_backward(how, residuals, d_out):
+  parts, (hidden_ZD, targets_Z, temperatures_Z, log_z_Z, entropy_Z) = residuals
+  d_hidden_ZD = jnp.zeros(hidden_ZD.shape, jnp.float32)
+  d_parts = []
+  for i, part in enumerate(parts):
+    # Else the compiler would keep the logits of the forward pass, and make
+    # those of all chunks at once.
+    hidden_ZD, d_hidden_ZD, d_out = jax.lax.optimization_barrier(
+      (hidden_ZD, d_hidden_ZD, d_out)
+    )
+    logits_ZV = _scaled(part, hidden_ZD, temperatures_Z, how)
+    is_picked_ZV = _picked(logits_ZV, targets_Z - i * how.chunk)
+    d_logits_ZV = _d_logits(logits_ZV, is_picked_ZV, entropy_Z, log_z_Z, d_out)
+    d_logits_ZV = (d_logits_ZV / temperatures_Z[:, None]).astype(part.dtype)
+    d_hidden_ZD += jnp.einsum(
+      'ZV,VD->ZD' if how.config.tie_embeddings else 'ZV,DV->ZD',
+      d_logits_ZV,
+      part,
+      preferred_element_type=jnp.float32,
+    )
+    d_part = linear.weight_gradient(hidden_ZD, d_logits_ZV)
+    d_part = d_part.T if how.config.tie_embeddings else d_part
+    d_parts.append(shards.scattered(d_part.astype(how.reduce_dtype), how.spec))
+  d_weight = jnp.concatenate(d_parts, axis=how.words).astype(how.stored_dtype)
+  return d_weight, d_hidden_ZD.astype(hidden_ZD.dtype), None, None
+
+
+_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
+
+
+def _scaled(part, hidden_ZD, temperatures_Z, how):
+  temperatures_Z1 = temperatures_Z[:, None].astype(jnp.float32)
+  return _logits(part, hidden_ZD, how.config) / temperatures_Z1

@@ -7,19 +7,36 @@ what does not: attention, and the experts' grouped products.
 """
 
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import rounding
+from composer_jax.kernels import attention as attention_kernel
 from composer_jax.kernels import expert_rows, rows, tiled_attention
 from composer_jax.models import attention, experts, mla, norm, rope, router
 from composer_jax.models import config as model_config
-from composer_jax.parallel import exchange
+from composer_jax.parallel import dispatch, exchange, shards
+
+# Of a mixture, by expert.
+EXPERT_ARRAYS = ('gate_up', 'down')
 
 # The functions of each kind of attention.
 ATTENTIONS: dict[str, types.ModuleType] = {'gqa': attention, 'mla': mla}
+
+
+class MixtureStats(NamedTuple):
+  """What a layer of experts did with the tokens at hand.
+
+  Attributes:
+    router: its sums.
+    exchange: what the exchange needed; None where there was none.
+  """
+
+  router: router.LayerSums
+  exchange: exchange.ExchangeStats | None
 
 
 def prepare(params: Any, config: model_config.ModelConfig) -> Any:
@@ -29,14 +46,46 @@ def prepare(params: Any, config: model_config.ModelConfig) -> Any:
   dtype. Done outside of the stages, so that their programs do not depend on how
   the caller stores its weights.
   """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x.astype(_dtype(path, config)), params
+  )
 
-  def cast(path, x):
-    # Experts may lie in a tuple, whose keys have no names.
-    names = [getattr(key, 'key', '') for key in path]
-    is_wide = names[-1] == 'router' or any(n.endswith('_norm') for n in names)
-    return x.astype(jnp.float32 if is_wide else config.compute_dtype)
 
-  return jax.tree_util.tree_map_with_path(cast, params)
+def _names(path):
+  # Experts may lie in a tuple, whose keys have no names.
+  return [getattr(key, 'key', '') for key in path]
+
+
+def _dtype(path, config):
+  names = _names(path)
+  is_wide = names[-1] == 'router' or any(n.endswith('_norm') for n in names)
+  return jnp.dtype(jnp.float32 if is_wide else config.compute_dtype)
+
+
+def whole(
+  params: Any,
+  specs: Any,
+  config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> Any:
+  """Does `prepare` inside of a shard, and gathers what other devices hold.
+
+  Experts stay where they are: of their arrays only other dimensions are
+  gathered. All of it comes first, and waits for nothing that the layer
+  computes: a scheduler may let it travel under the layer's products.
+  """
+  if plan is None:
+    return prepare(params, config)
+
+  def gather(path, shard, spec):
+    names = _names(path)
+    if names[0] == 'moe' and names[-1] in EXPERT_ARRAYS and len(names) == 2:
+      spec = P(None, *spec[1:])
+    return shards.gather(
+      shard, spec, dtype=_dtype(path, config), reduce_dtype=plan.reduce_dtype
+    )
+
+  return jax.tree_util.tree_map_with_path(gather, params, specs)
 
 
 def angles(
@@ -81,7 +130,7 @@ def attend(
   params: Any,
   query: Any,
   kept: tuple[jax.Array, jax.Array],
-  documents: tuple[jax.Array, jax.Array],
+  documents: tuple[attention_kernel.Visible, jax.Array],
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
   *,
@@ -96,32 +145,26 @@ def attend(
     params: of the layer, prepared.
     query: of `attention_inputs`.
     kept: likewise.
-    documents: mask_BTS and segment_ids_BT, which say the same.
+    documents: what each token sees, and segment_ids_BT.
     config: of the decoder.
     plan: where tokens lie.
     is_measured: whether to return the logits.
   """
-  mask_BTS, segment_ids_BT = documents
+  visible, segment_ids_BT = documents
   with jax.named_scope('attention'):
     if config.numerics == 'fast':
       out_BTN, tops_BTN = ATTENTIONS[config.attention.kind].attend(
-        params['attention'],
-        query,
-        kept,
-        mask_BTS,
-        config,
-        plan=plan,
-        is_measured=is_measured,
+        params['attention'], query, kept, visible, config, plan=plan
+      )
+    elif is_measured:
+      out_BTN, tops_BTN = tiled_attention.attend_packed_measured(
+        query, kept, visible
       )
     else:
-      arrays = (query, kept, segment_ids_BT, mask_BTS)
-      if is_measured:
-        out_BTN, tops_BTN = tiled_attention.attend_packed_measured(*arrays)
-      else:
-        out_BTN, tops_BTN = tiled_attention.attend_packed(*arrays), None
-    if tops_BTN is None:
+      out_BTN = tiled_attention.attend_packed(query, kept, visible)
+      tops_BTN = None
+    if tops_BTN is None or not is_measured:
       return out_BTN, None
-    # Padding sees padding, and nobody sees what it computes.
     is_token_BT1 = segment_ids_BT[..., None] != 0
     max_logits_N = jnp.where(is_token_BT1, tops_BTN, -jnp.inf).max((0, 1))
     return out_BTN, max_logits_N
@@ -166,7 +209,8 @@ def mixture(
   *,
   is_paged: bool = False,
   plan: exchange.ExchangePlan | None = None,
-) -> tuple[jax.Array, jax.Array, router.LayerStats]:
+  in_shard: bool = False,
+) -> tuple[jax.Array, jax.Array, MixtureStats]:
   """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
 
   Args:
@@ -176,6 +220,8 @@ def mixture(
     config: of the decoder.
     is_paged: whether a kernel over pages made out_BTN.
     plan: where experts lie.
+    in_shard: whether this is computed inside of a shard of the plan, and its
+      weights and tokens are the shard's.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   moe = config.moe
@@ -189,24 +235,26 @@ def mixture(
     return x_BTD, h_BTD, choice
 
   small = dict(params['moe'])
-  weights = {name: small.pop(name) for name in ('gate_up', 'down')}
+  weights = {name: small.pop(name) for name in EXPERT_ARRAYS}
   x_BTD, h_BTD, choice = rows.map_rows(
     before,
     (bias_E, params | {'moe': small}),
     (x_BTD, out_BTN, replay_BTA),
     numerics=config.numerics,
   )
-  stats = router.statistics(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
-  run = _exchanged if config.numerics == 'fast' else _in_tiles
+  sums = router.layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
+  run = _in_tiles
+  if config.numerics == 'fast':
+    run = _in_shard if in_shard else _exchanged
   if isinstance(weights['down'], tuple):
     run = _by_rows
-  x_BTD = run(
+  x_BTD, needed = run(
     (weights, small.get('shared')),
     (x_BTD, h_BTD, choice, valid_BT),
     config,
     plan,
   )
-  return x_BTD, choice.ids_BTA, stats
+  return x_BTD, choice.ids_BTA, MixtureStats(sums, needed)
 
 
 def _exchanged(weights, tokens_BT, config, plan):
@@ -224,6 +272,28 @@ def _exchanged(weights, tokens_BT, config, plan):
       valid_BT,
       plan=plan,
     )
+  return _add_experts(shared, x_BTD, h_BTD, y_BTD), None
+
+
+def _in_shard(weights, tokens_BT, config, plan):
+  """Does what `_exchanged` does, by the devices of a shard_map themselves."""
+  del config
+  weights, shared = weights
+  x_BTD, h_BTD, choice, valid_BT = tokens_BT
+  with jax.named_scope('experts'):
+    y_BTD, needed = exchange.in_shard(
+      experts.expert_mlp,
+      weights,
+      h_BTD,
+      choice.ids_BTA,
+      choice.weights_BTA,
+      valid_BT,
+      plan=plan,
+    )
+  return _add_experts(shared, x_BTD, h_BTD, y_BTD), needed
+
+
+def _add_experts(shared, x_BTD, h_BTD, y_BTD):
   if shared is not None:
     y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
   return rounding.rounded(x_BTD + y_BTD)
@@ -246,9 +316,7 @@ def _by_rows(weights, tokens_BT, config, plan):
       valid_BT.reshape(-1),
     )
   y_BTD = y_ZD.reshape(h_BTD.shape)
-  if shared is not None:
-    y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
-  return rounding.rounded(x_BTD + y_BTD)
+  return _add_experts(shared, x_BTD, h_BTD, y_BTD), None
 
 
 def _in_tiles(weights, tokens_BT, config, plan):
@@ -257,7 +325,7 @@ def _in_tiles(weights, tokens_BT, config, plan):
   weights, shared = weights
   x_BTD, h_BTD, choice, valid_BT = tokens_BT
   with jax.named_scope('experts'):
-    copies_BTAD, mine_BTA = exchange.copies(
+    copies_BTAD, mine_BTA = dispatch.copies(
       experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT, 0
     )
 
@@ -266,17 +334,16 @@ def _in_tiles(weights, tokens_BT, config, plan):
     # Made anew of the scores, with the ids as data: the gradient is then of
     # the experts that were used, whatever rounding does to a recomputed choice.
     gates_BTA = router.gates(scores_BTE, ids_BTA, config=config.moe)
-    y_BTD = exchange.gated_sum(copies_BTAD, gates_BTA, mine_BTA)
-    if shared is not None:
-      y_BTD = rounding.rounded(y_BTD + experts.dense_mlp(shared, h_BTD))
-    return rounding.rounded(x_BTD + y_BTD)
+    y_BTD = dispatch.gated_sum(copies_BTAD, gates_BTA, mine_BTA)
+    return _add_experts(shared, x_BTD, h_BTD, y_BTD)
 
-  return rows.map_rows(
+  x_BTD = rows.map_rows(
     after,
     shared,
     (x_BTD, h_BTD, copies_BTAD, mine_BTA, choice.scores_BTE, choice.ids_BTA),
     numerics=config.numerics,
   )
+  return x_BTD, None
 
 
 def final_norm(

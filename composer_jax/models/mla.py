@@ -21,9 +21,6 @@ from composer_jax.models import attention, norm, parameters, rope
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
 
-# What makes keys and values of latents, once for all shards of a sequence.
-PER_SHARD = ('key_up', 'value_up')
-
 
 def queries(
   params: Any,
@@ -104,70 +101,41 @@ def attend(
   params: Any,
   query: tuple[jax.Array, jax.Array],
   kept: tuple[jax.Array, jax.Array],
-  mask_BTS: jax.Array,
+  visible: attention_kernel.Visible,
   config: model_config.ModelConfig,
   *,
   plan: exchange.ExchangePlan | None = None,
-  is_measured: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-  """Returns out_BTNW over latents [B, S] at hand, and tops_BTN if asked for.
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out_BTNW and tops_BTN of `kernels.attention.attend_measured`.
 
-  Context shards gather latents, not keys and values, and make those of all
-  heads themselves: C + J numbers a token travel instead of N (H + W).
+  With a plan it runs inside of a shard, which gathers the latents of its rows,
+  not keys and values, and makes those of all heads itself: C + J numbers a
+  token travel instead of N (H + W).
   """
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
-
-  def kernel(*arrays):
-    if is_measured:
-      return attend_naive_measured(*arrays, scale=scale)
-    return attend_naive(*arrays, scale=scale), None
-
-  return exchange.attend_per_shard(
-    kernel,
-    query,
-    kept,
-    {name: params[name] for name in PER_SHARD},
-    mask_BTS,
-    plan=plan,
-  )
+  kept = attention.gather_kept(kept, plan)
+  return attend_naive(query, kept, params, visible, scale=scale)
 
 
 def attend_naive(
   query: tuple[jax.Array, jax.Array],
   latent: tuple[jax.Array, jax.Array],
   weights: dict[str, jax.Array],
-  mask_BTS: jax.Array,
+  visible: attention_kernel.Visible,
   *,
   scale: float,
-) -> jax.Array:
-  """Returns out_BTNW from keys and values made for each head.
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out_BTNW from keys and values made for each head, and tops_BTN.
 
   Args:
     query: q_BTNH, q_BTNJ of `queries`.
     latent: latents_BSC, keys_BSJ of `latents`.
-    weights: the arrays PER_SHARD, in the dtype of the latents.
-    mask_BTS: true where the query may look.
+    weights: key_up and value_up, in the dtype of the latents.
+    visible: what each query sees.
     scale: on the scores.
   """
-  arrays = _per_head(query, latent, weights)
-  out_BTNW = attention_kernel.attend(*arrays, mask_BTS, scale=scale)
-  return rounding.rounded(out_BTNW, query[0].dtype)
-
-
-def attend_naive_measured(
-  query: tuple[jax.Array, jax.Array],
-  latent: tuple[jax.Array, jax.Array],
-  weights: dict[str, jax.Array],
-  mask_BTS: jax.Array,
-  *,
-  scale: float,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `attend_naive` does, and tops_BTN.
-
-  See `kernels.attention.attend_measured`.
-  """
   out_BTNW, tops_BTN = attention_kernel.attend_measured(
-    *_per_head(query, latent, weights), mask_BTS, scale=scale
+    *_per_head(query, latent, weights), visible, scale=scale
   )
   return rounding.rounded(out_BTNW, query[0].dtype), tops_BTN
 
@@ -192,7 +160,7 @@ def attend_absorbed(
   query: tuple[jax.Array, jax.Array],
   latent: tuple[jax.Array, jax.Array],
   weights: dict[str, jax.Array],
-  mask_BTS: jax.Array,
+  visible: attention_kernel.Visible,
   *,
   scale: float,
 ) -> jax.Array:
@@ -208,7 +176,7 @@ def attend_absorbed(
     jnp.concatenate([q_BTNC, q_BTNJ.astype(q_BTNC.dtype)], axis=-1),
     jnp.concatenate([latents_BSC, keys_BSJ], axis=-1)[:, :, None],
     latents_BSC[:, :, None],
-    mask_BTS,
+    visible,
     scale=scale,
   )
   return from_pages(weights, out_BTNC)

@@ -18,11 +18,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     scale: multiplies the result.
     eps: added to the mean square.
   """
-  wide = x.astype(jnp.float32)
-  axes = tuple(range(-scale.ndim, 0))
-  mean_square = jnp.square(wide).mean(axes, keepdims=True)
-  y = wide * jax.lax.rsqrt(mean_square + eps)
-  return rounding.rounded(y * scale.astype(jnp.float32), x.dtype)
+  with jax.named_scope('norm'):
+    wide = x.astype(jnp.float32)
+    axes = tuple(range(-scale.ndim, 0))
+    mean_square = jnp.square(wide).mean(axes, keepdims=True)
+    y = wide * jax.lax.rsqrt(mean_square + eps)
+    return rounding.rounded(y * scale.astype(jnp.float32), x.dtype)
 
 
 class Scale(nn.Module):

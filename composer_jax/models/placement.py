@@ -8,8 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from composer_jax.core import trees
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, mla
+from composer_jax.models import decoder, layer
 from composer_jax.parallel import exchange, layouts, shardings
 
 
@@ -22,24 +23,46 @@ def variable_shardings(
 
 
 def exchange_plan(
-  config: model_config.ModelConfig, *, layout: layouts.Layout, mesh: Mesh
+  config: model_config.ModelConfig,
+  *,
+  layout: layouts.Layout,
+  mesh: Mesh,
+  reduce_dtype: str = 'float32',
+  transport: str = 'auto',
+  bucket: float | None = None,
+  chunks: int = 1,
+  sequence_order: str = 'contiguous',
 ) -> exchange.ExchangePlan | None:
-  """Returns the plan for `decoder.Decoder`; None on a mesh of one device."""
+  """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
+
+  Args:
+    config: of the decoder.
+    layout: the tables.
+    mesh: the one mesh.
+    reduce_dtype: of gradients of dense weights between devices.
+    transport: how tokens travel, see `exchange.ExchangePlan`.
+    bucket: likewise.
+    chunks: likewise.
+    sequence_order: of `parallel.sequence`, which a batch must have been put in.
+  """
   if mesh.size == 1:
     return None
   shapes, axes = decoder.abstract(config)
   specs = shardings.specs(shapes, axes, layout=layout, mesh=mesh)
-  layers = specs['params']['moe_layers']
-
-  # Without the leading layer axis, which the scan consumes.
-  def of_a_layer(module, names):
-    tree = layers[module]
-    return tuple((n, P(*tree[n][1:])) for n in names if n in tree)
-
+  experts = specs['params']['moe_layers']['moe']
   return exchange.ExchangePlan(
     mesh=mesh,
     batch_axes=layout.batch,
     sequence_axes=layout.sequence,
-    weight_specs=of_a_layer('moe', ('gate_up', 'down')),
-    attention_specs=of_a_layer('attention', mla.PER_SHARD),
+    weight_specs=tuple(
+      # Without the leading layer axis, which the scan consumes.
+      (name, P(*experts[name][1:]))
+      for name in layer.EXPERT_ARRAYS
+    ),
+    specs=tuple(trees.flatten_names(specs).items()),
+    reduce_dtype=reduce_dtype,
+    transport=transport,
+    bucket=bucket,
+    chunks=chunks,
+    sequence_order=sequence_order,
   )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import rounding
+from composer_jax.core import platforms, rounding
 from composer_jax.models import config as model_config
 
 
@@ -18,6 +18,20 @@ def angles(
   Positions are within the document, so packing leaves them as they were alone.
   YaRN's factor on queries and keys (its section 3.4) is part of both.
   """
+  if platforms.current() != 'cpu':
+    return _angles(positions_BT, dim, config)
+  # Of a conditional, whose result is an array. Otherwise XLA makes sines and
+  # cosines anew wherever it rotates: in every layer, for every head, in both
+  # passes, a twentieth of a train step. No position is negative.
+  shape = (*positions_BT.shape, 1, dim // 2)
+  return jax.lax.cond(
+    (positions_BT >= 0).any(),
+    lambda: _angles(positions_BT, dim, config),
+    lambda: (jnp.ones(shape), jnp.zeros(shape)),
+  )
+
+
+def _angles(positions_BT, dim, config):
   fraction = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
   wavelengths = config.theta**fraction
   angle = positions_BT[..., None, None].astype(jnp.float32) / wavelengths
@@ -44,13 +58,14 @@ def rotate(
       permutation of queries and keys, which no score sees.
   """
   cos, sin = cos_sin
-  wide = x_BTNH.astype(jnp.float32)
-  if interleaved:
-    first, second = wide[..., 0::2], wide[..., 1::2]
-  else:
-    first, second = jnp.split(wide, 2, axis=-1)
-  turned = (first * cos - second * sin, second * cos + first * sin)
-  return rounding.rounded(jnp.concatenate(turned, axis=-1), x_BTNH.dtype)
+  with jax.named_scope('rope'):
+    wide = x_BTNH.astype(jnp.float32)
+    if interleaved:
+      first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+      first, second = jnp.split(wide, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return rounding.rounded(jnp.concatenate(turned, axis=-1), x_BTNH.dtype)
 
 
 def softmax_scale(head_dim: int, config: model_config.RopeConfig) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from composer_jax.core import records
 from composer_jax.models import config as model_config
@@ -17,6 +18,30 @@ from composer_jax.models import config as model_config
 # zero, and 0 / 0 would be NaN; transformers adds 1e-20 for the same end. The
 # gradient of a quotient squares this, which must not underflow.
 _LOWEST_SUM = 1e-18
+
+
+class LayerSums(NamedTuple):
+  """What `statistics` is made of; those of shards add up.
+
+  Attributes:
+    load_E: int32 tokens sent to each expert.
+    scores_E: float32 sum of the normalised scores.
+    z_squares: float32 sum of the squared log-sum-exp of the logits.
+    num_tokens: int32, padding excluded.
+    num_replayed: int32 tokens with a record.
+    num_agreeing: int32 of those whose record is the router's own choice.
+    num_replaced: int32 recorded ids that did not take part.
+    num_unrecorded: int32 tokens that a replay has no record of.
+  """
+
+  load_E: jax.Array
+  scores_E: jax.Array
+  z_squares: jax.Array
+  num_tokens: jax.Array
+  num_replayed: jax.Array
+  num_agreeing: jax.Array
+  num_replaced: jax.Array
+  num_unrecorded: jax.Array
 
 
 class LayerStats(NamedTuple):
@@ -73,12 +98,12 @@ def route(
   bias_E: jax.Array | None = None,
   replay_BTA: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LayerStats]:
-  """Chooses experts for a batch of tokens: `choose`, then `statistics`."""
+  """Chooses experts for a batch of tokens, and says what was chosen."""
   choice = choose(
     logits_BTE, config=config, bias_E=bias_E, replay_BTA=replay_BTA
   )
-  stats = statistics(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
-  return choice.weights_BTA, choice.ids_BTA, stats
+  sums = layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
+  return choice.weights_BTA, choice.ids_BTA, statistics(sums, config)
 
 
 def choose(
@@ -124,6 +149,8 @@ def choose(
       ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, config.replay_alpha
     )
     ids_BTA = _refill(ids_BTA, keep_BTA, own_BTA)
+  # Kept by recomputation, whose rounding may choose others.
+  ids_BTA = ad_checkpoint.checkpoint_name(ids_BTA, 'routes')
   return Choice(
     weights_BTA=gates(scores_BTE, ids_BTA, config=config),
     ids_BTA=ids_BTA,
@@ -154,13 +181,13 @@ def gates(
   return weights_BTA * config.routed_scale
 
 
-def statistics(
+def layer_sums(
   choice: Choice,
   *,
   valid_BT: jax.Array,
   replay_BTA: jax.Array | None = None,
-) -> LayerStats:
-  """Returns the sums over a batch of choices.
+) -> LayerSums:
+  """Returns the sums over the tokens at hand.
 
   Args:
     choice: of `choose`.
@@ -168,17 +195,64 @@ def statistics(
     replay_BTA: what `choose` was given.
   """
   num_experts = choice.scores_BTE.shape[-1]
-  load_E, aux_loss = _load(
-    choice.scores_BTE, _onehot(choice.ids_BTA, num_experts), valid_BT
+  valid_BT1 = valid_BT[..., None].astype(jnp.float32)
+  tokens = tuple(range(valid_BT.ndim))
+  load_E = (_onehot(choice.ids_BTA, num_experts).sum(-2) * valid_BT1).sum(
+    tokens
   )
+  squares_BT = jax.nn.logsumexp(choice.logits_BTE, axis=-1) ** 2
+  return LayerSums(
+    load_E=load_E.astype(jnp.int32),
+    scores_E=(_normalize(choice.scores_BTE) * valid_BT1).sum(tokens),
+    z_squares=squares_BT.sum(where=valid_BT),
+    num_tokens=valid_BT.sum(dtype=jnp.int32),
+    **_replay_counts(choice, replay_BTA, valid_BT),
+  )
+
+
+def _replay_counts(choice, replay_BTA, valid_BT):
+  """Returns the fields of LayerSums that a replay has."""
+  if replay_BTA is None:
+    zero = jnp.zeros((), jnp.int32)
+    names = ('replayed', 'agreeing', 'replaced', 'unrecorded')
+    return {f'num_{name}': zero for name in names}
+  is_recorded_BT = _recorded(replay_BTA)
+  replay_BTA = replay_BTA.astype(jnp.int32)
+  same_BT = (jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)).all(-1)
+  lost_BTA = ~_among(replay_BTA, choice.ids_BTA)
+  replayed_BT = is_recorded_BT & valid_BT
+  return {
+    'num_replayed': replayed_BT.sum(dtype=jnp.int32),
+    'num_agreeing': (same_BT & replayed_BT).sum(dtype=jnp.int32),
+    'num_replaced': (lost_BTA & replayed_BT[..., None]).sum(dtype=jnp.int32),
+    'num_unrecorded': (~is_recorded_BT & valid_BT).sum(dtype=jnp.int32),
+  }
+
+
+def statistics(sums: LayerSums, config: model_config.MoEConfig) -> LayerStats:
+  """Returns what the sums over all tokens of a batch say.
+
+  The balancing loss is E sum_e f_e P_e (Switch, eq. 4): f_e is the share of
+  routed copies and P_e the mean normalised score; it is 1 when both are
+  uniform. The other is the mean of logsumexp(logits)^2 (ST-MoE, eq. 5).
+  """
+  num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
+  fraction_E = sums.load_E / (num_tokens * config.num_active)
+  mean_E = sums.scores_E / num_tokens
+  num_ids = sums.num_replayed * config.num_active
   return LayerStats(
-    load_E=load_E,
-    aux_loss=aux_loss,
-    z_loss=_z_loss(choice.logits_BTE, valid_BT),
-    replay_agreement=_agreement(choice, replay_BTA, valid_BT),
-    replay_replaced=_replaced(choice, replay_BTA, valid_BT),
-    no_route=_without_record(replay_BTA, valid_BT),
+    load_E=sums.load_E,
+    aux_loss=config.num_experts * (fraction_E * mean_E).sum(),
+    z_loss=sums.z_squares / num_tokens,
+    replay_agreement=_share(sums.num_agreeing, sums.num_replayed, empty=1.0),
+    replay_replaced=_share(sums.num_replaced, num_ids, empty=0.0),
+    no_route=_share(sums.num_unrecorded, sums.num_tokens, empty=0.0),
   )
+
+
+def _share(count: jax.Array, among: jax.Array, *, empty: float) -> jax.Array:
+  share = count / jnp.maximum(among, 1)
+  return jnp.where(among > 0, share, empty).astype(jnp.float32)
 
 
 def _onehot(ids_BTA: jax.Array, num_experts: int) -> jax.Array:
@@ -274,71 +348,6 @@ def _refill(
   )
   fill_BTA = jnp.where(takes_BTAX, own_BTA[..., None, :], 0).sum(-1)
   return jnp.where(keep_BTA, ids_BTA, fill_BTA)
-
-
-def _agreement(
-  choice: Choice, replay_BTA: jax.Array | None, valid_BT: jax.Array
-) -> jax.Array:
-  """Returns the share of records that are the router's own choice, as sets."""
-  if replay_BTA is None:
-    return jnp.ones((), jnp.float32)
-  replay_BTA = replay_BTA.astype(jnp.int32)
-  same_BT = (jnp.sort(replay_BTA, -1) == jnp.sort(choice.own_BTA, -1)).all(-1)
-  replayed_BT = _recorded(replay_BTA) & valid_BT
-  return _share(same_BT, replayed_BT, empty=1.0)
-
-
-def _replaced(
-  choice: Choice, replay_BTA: jax.Array | None, valid_BT: jax.Array
-) -> jax.Array:
-  """Returns the share of recorded ids that did not take part."""
-  if replay_BTA is None:
-    return jnp.zeros((), jnp.float32)
-  lost_BTA = ~_among(replay_BTA.astype(jnp.int32), choice.ids_BTA)
-  replayed_BT1 = (_recorded(replay_BTA) & valid_BT)[..., None]
-  replayed_BTA = jnp.broadcast_to(replayed_BT1, lost_BTA.shape)
-  return _share(lost_BTA, replayed_BTA, empty=0.0)
-
-
-def _without_record(
-  replay_BTA: jax.Array | None, valid_BT: jax.Array
-) -> jax.Array:
-  """Returns the share of tokens that a replay has no record of."""
-  if replay_BTA is None:
-    return jnp.zeros((), jnp.float32)
-  return _share(~_recorded(replay_BTA), valid_BT, empty=0.0)
-
-
-def _share(which: jax.Array, among: jax.Array, *, empty: float) -> jax.Array:
-  """Returns how many of `among` are `which`; `empty` where there are none."""
-  count = among.sum()
-  share = (which & among).sum() / jnp.maximum(count, 1)
-  return jnp.where(count > 0, share, empty).astype(jnp.float32)
-
-
-def _load(
-  scores_BTE: jax.Array, onehot_BTAE: jax.Array, valid_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns load_E and the balancing loss E sum_e f_e P_e (Switch, eq. 4).
-
-  f_e is the share of routed copies and P_e the mean normalised score; the loss
-  is 1 when both are uniform.
-  """
-  num_experts, num_active = scores_BTE.shape[-1], onehot_BTAE.shape[-2]
-  valid_BT1 = valid_BT[..., None].astype(jnp.float32)
-  tokens = tuple(range(valid_BT.ndim))
-  load_E = (onehot_BTAE.sum(-2) * valid_BT1).sum(tokens)
-  num_valid = jnp.maximum(valid_BT1.sum(), 1.0)
-  mean_E = (_normalize(scores_BTE) * valid_BT1).sum(tokens) / num_valid
-  fraction_E = jax.lax.stop_gradient(load_E) / (num_valid * num_active)
-  aux_loss = num_experts * (fraction_E * mean_E).sum()
-  return load_E.astype(jnp.int32), aux_loss
-
-
-def _z_loss(logits_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
-  """Returns the mean of logsumexp(logits)^2 over tokens (ST-MoE, eq. 5)."""
-  squares_BT = jax.nn.logsumexp(logits_BTE, axis=-1) ** 2
-  return squares_BT.sum(where=valid_BT) / jnp.maximum(valid_BT.sum(), 1)
 
 
 def update_selection_bias(

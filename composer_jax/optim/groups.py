@@ -12,6 +12,7 @@ import optax
 
 from composer_jax.core import checks, trees
 from composer_jax.optim import (
+  adam,
   block_periodic,
   muon,
   muon_plan,
@@ -179,13 +180,10 @@ def schedule(
 def _adamw(
   options: OptimizerOptions, rate: schedules.Schedule, decayed: Any
 ) -> optax.GradientTransformation:
-  return optax.adamw(
-    rate,
-    b1=options.b1,
-    b2=options.b2,
-    eps=options.eps,
-    weight_decay=options.weight_decay,
-    mask=decayed,
+  return optax.chain(
+    adam.scale_by_adam(options.b1, options.b2, options.eps),
+    optax.add_decayed_weights(options.weight_decay, decayed),
+    optax.scale_by_learning_rate(rate),
   )
 
 
@@ -244,7 +242,7 @@ def optimizer(
     for n in trees.flatten_names(params)
   }
   rate = schedule(options, total_steps, options.learning_rate)
-  clip = optax.clip_by_global_norm(options.grad_clip)
+  clip = adam.clip_by_global_norm(options.grad_clip)
   if not is_muon:
     decayed = trees.map_names(lambda n, _: is_decayed[n], params)
     return optax.chain(clip, _adamw(options, rate, decayed))

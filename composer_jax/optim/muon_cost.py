@@ -52,7 +52,9 @@ class Rates:
 # TPUs: the tables of Google Cloud's documentation of each version: bfloat16
 # peak, HBM bandwidth, half of a chip's bidirectional interconnect bandwidth
 # (v5p 1,200 GB/s, v5e 400, v6e 800), and across slices a chip's share of the
-# data-centre network (50, 25 and 100 Gbit/s). A node is the largest pod.
+# data-centre network (50, 25 and 100 Gbit/s). A node is the largest pod. A chip
+# of TPU7x is two devices, which share its 2,307 TFLOP/s, 7,380 GB/s of HBM,
+# 1,200 GB/s and 100 Gbit/s.
 # GPUs: NVIDIA's data sheets, dense bfloat16; NVLink brings in half of its 900
 # GB/s, between nodes of 8 each GPU has a port of 400 Gbit/s. The CPU is one of
 # several emulated devices that share a small machine, and rough.
@@ -62,6 +64,7 @@ BY_NAME = {
     Rates('v5e', 197e12, 819e9, 200e9, 3.125e9, 256, 10e-6),
     Rates('v5p', 459e12, 2765e9, 600e9, 6.25e9, 8960, 10e-6),
     Rates('v6e', 918e12, 1638e9, 400e9, 12.5e9, 256, 10e-6),
+    Rates('tpu7x', 1153.5e12, 3690e9, 300e9, 6.25e9, 18432, 10e-6),
     Rates('h100', 989e12, 3350e9, 450e9, 50e9, 8, 20e-6),
     Rates('h200', 989e12, 4800e9, 450e9, 50e9, 8, 20e-6),
     Rates('cpu', 20e9, 2e9, 1e9, 1e9, 1 << 30, 2e-3),

@@ -1,27 +1,33 @@
 """Carries tokens to the devices that hold their experts, and back.
 
-Inside one `jax.shard_map` over the whole mesh, every expert shard computes the
-copies that chose its own experts. Tokens that are sharded are gathered by each
-group of devices before and partial sums scattered after (`_ring`: all_gather,
-psum_scatter); tokens that every device has, those of a decode step, need
-only the sum (`_whole`: psum). Both are exact for any routing, drop nothing, and
-copies of other shards cost nothing because they sort behind the groups. Routing
-itself happens outside.
+`in_shard` runs inside of a shard_map over the whole mesh: tokens that are
+sharded travel by one of `transports`, and every shard computes the copies that
+chose its own experts. `exchange` runs outside of one and is for tokens that
+every device has, those of a decode step, which need only a sum. All are exact
+for any routing and drop nothing; what a bucket has no room for is counted, and
+the step repeated. Routing itself happens outside.
+
+Tensors are named for remat: 'dispatched' is what arrived at the experts,
+'routes' says what lies where (small), 'combined' is what came back. Where they
+are kept, the backward pass repeats neither a collective nor a sort.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import rounding
+from composer_jax.core import platforms
+from composer_jax.parallel import dispatch, transports
 
-ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
+ExpertFunction = dispatch.ExpertFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,15 +41,25 @@ class ExchangePlan:
     weight_specs: storage spec of each expert array, by name; axis 0 is the
       expert axis and its mesh axes form the expert shards. Other sharded
       dimensions are gathered before use, layer by layer.
-    attention_specs: storage spec of each array that attention multiplies with
-      inside of shards, gathered likewise.
+    transport: of `transports.CARRIERS`, or 'auto' for `transports.choose`.
+    bucket: room for copies in means; None for the worst case.
+    chunks: in how many steps a shard goes through its experts; one step's rows
+      exist at a time, and are computed anew for the gradient.
+    specs: storage spec of each variable of the model, by '/'-joined name.
+    reduce_dtype: of gradients of dense weights on their way to their shards.
+    sequence_order: of `sequence.ORDERS`; the tokens of a row on the devices.
   """
 
   mesh: Mesh
   batch_axes: tuple[str, ...]
   sequence_axes: tuple[str, ...]
   weight_specs: tuple[tuple[str, P], ...]
-  attention_specs: tuple[tuple[str, P], ...] = ()
+  transport: str = 'auto'
+  bucket: float | None = None
+  chunks: int = 1
+  specs: tuple[tuple[str, P], ...] = ()
+  reduce_dtype: str = 'float32'
+  sequence_order: str = 'contiguous'
 
   @property
   def expert_axes(self) -> tuple[str, ...]:
@@ -55,79 +71,31 @@ class ExchangePlan:
       )
     return axes.pop()
 
+  @property
+  def expert_shards(self) -> int:
+    return math.prod(self.mesh.shape[axis] for axis in self.expert_axes)
+
+
+class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
+  """Whether one exchange had room; no leaf is differentiable.
+
+  Attributes:
+    needed_rows: int32, copies that the busiest shard that this one knows of had
+      to have room for, or the tokens to receive, if those are more for their
+      room (`transports.rows_for_tokens`).
+    capacity: int32, copies that there was room for. Where some shard needed
+      more, the step has a wrong result and must be repeated with more.
+  """
+
+  needed_rows: jax.Array
+  capacity: jax.Array
+
 
 def axis_names(entry: Any) -> tuple[str, ...]:
   """Returns the mesh axes of one entry of a PartitionSpec as a tuple."""
   if entry is None:
     return ()
   return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def constrain(x_BT: jax.Array, plan: ExchangePlan | None) -> jax.Array:
-  """Keeps an array that starts with [B, T] where the tokens are.
-
-  Without it the partitioner may trade a gather of a weight for one of the
-  activations.
-
-  Raises:
-    ValueError: the batch or the sequence does not divide over its devices.
-  """
-  if plan is None:
-    return x_BT
-  _check_divides(plan, x_BT)
-  spec = P(plan.batch_axes or None, plan.sequence_axes or None)
-  return jax.lax.with_sharding_constraint(x_BT, NamedSharding(plan.mesh, spec))
-
-
-def gather_weight(weight: jax.Array, plan: ExchangePlan | None) -> jax.Array:
-  """Makes a weight whole on every device, for look-ups that index it."""
-  if plan is None:
-    return weight
-  return jax.lax.with_sharding_constraint(weight, NamedSharding(plan.mesh, P()))
-
-
-def attend_per_shard(
-  attend: Callable[..., Any],
-  query_BT: Any,
-  keys_BS: Any,
-  weights: dict[str, jax.Array],
-  mask_BTS: jax.Array,
-  *,
-  plan: ExchangePlan | None,
-) -> Any:
-  """Runs an attention kernel on each device's queries and its rows' keys.
-
-  A kernel is opaque to the partitioner, or loops over B: it must see only the
-  rows of its device.
-
-  Args:
-    attend: (query_BT, keys_BS, weights, mask_BTS) -> tree of arrays of shape
-      [B, T, ...], such as outputs and largest logits.
-    query_BT: tree of arrays [B, T, ...].
-    keys_BS: tree of arrays [B, S, ...], gathered along S: all that a query may
-      meet, such as keys and values.
-    weights: arrays that every device gathers whole.
-    mask_BTS: true where a query may look.
-    plan: where tokens lie; None means on this device.
-  """
-  if plan is None:
-    return attend(query_BT, keys_BS, weights, mask_BTS)
-  batch, sequence = plan.batch_axes or None, plan.sequence_axes or None
-  specs = {name: dict(plan.attention_specs)[name] for name in weights}
-
-  def attend_locally(query_BT, keys_BS, weights, mask_BTS):
-    # Gathered in here, so that the gradient is reduced to shards, not whole.
-    whole = {name: _gather_dims(weights[name], specs[name]) for name in weights}
-    return attend(query_BT, keys_BS, whole, mask_BTS)
-
-  local = jax.shard_map(
-    attend_locally,
-    mesh=plan.mesh,
-    in_specs=(P(batch, sequence), P(batch), specs, P(batch, sequence)),
-    out_specs=P(batch, sequence),
-    check_vma=False,
-  )
-  return local(query_BT, keys_BS, weights, mask_BTS)
 
 
 def exchange(
@@ -149,64 +117,177 @@ def exchange(
     ids_BTA: int32 experts of each token.
     gates_BTA: float32 weight of each.
     valid_BT: false on padding, which reaches no expert.
-    plan: where things lie; None computes on the devices at hand.
+    plan: where experts lie, every device having all tokens; None computes on
+      the devices at hand.
   """
   if plan is None:
-    return _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, 0)
-  token_P = P(plan.batch_axes or None, plan.sequence_axes or None)
+    arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+    return in_shard(expert_fn, *arrays, plan=None)[0]
+  assert not plan.batch_axes and not plan.sequence_axes, plan
   specs = dict(plan.weight_specs)
   if set(specs) != set(weights):
     raise ValueError(
       f'The plan knows the expert arrays {sorted(specs)}, not '
       f'{sorted(weights)}.'
     )
-  tokens_are_sharded = plan.batch_axes or plan.sequence_axes
-  exchange_fn = _ring if tokens_are_sharded else _whole
   transport = jax.shard_map(
-    functools.partial(exchange_fn, expert_fn, plan),
+    functools.partial(_whole, expert_fn, plan),
     mesh=plan.mesh,
-    in_specs=(specs, token_P, token_P, token_P, token_P),
-    out_specs=token_P,
+    in_specs=(specs, P(), P(), P(), P()),
+    out_specs=P(),
     check_vma=False,
   )
   return transport(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
 
 
-def _check_divides(plan: ExchangePlan, x_BT: jax.Array) -> None:
-  for dim, axes in enumerate((plan.batch_axes, plan.sequence_axes)):
-    shards = 1
-    for axis in axes:
-      shards *= plan.mesh.shape[axis]
-    if x_BT.shape[dim] % shards:
-      raise ValueError(
-        f'{("batch", "sequence")[dim]} size ({x_BT.shape[dim]}) must divide '
-        f'by the mesh axes {axes} ({shards}); pad it to a multiple.'
-      )
+def in_shard(
+  expert_fn: ExpertFunction,
+  weights: dict[str, jax.Array],
+  x_BTD: jax.Array,
+  ids_BTA: jax.Array,
+  gates_BTA: jax.Array,
+  valid_BT: jax.Array,
+  *,
+  plan: ExchangePlan | None,
+) -> tuple[jax.Array, ExchangeStats]:
+  """Returns y_BTD of this shard's tokens, inside of a shard_map.
 
-
-def _ring(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
-  with jax.named_scope('gather_weights'):
-    weights = {
-      # Experts stay where they are.
-      name: _gather_dims(weights[name], P(None, *spec[1:]))
-      for name, spec in plan.weight_specs
-    }
-  axes = plan.expert_axes
-  if not axes:
-    return _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, 0)
+  Args:
+    expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
+    weights: this shard's experts, every other dimension whole.
+    x_BTD: this shard's tokens.
+    ids_BTA: int32 experts of each token, counted over all shards.
+    gates_BTA: float32 weight of each.
+    valid_BT: false on padding, which reaches no expert.
+    plan: where things lie; None computes on the device at hand.
+  """
+  tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
   num_local = jax.tree.leaves(weights)[0].shape[0]
-  with jax.named_scope('dispatch'):
-    x_BTD, ids_BTA, gates_BTA, valid_BT = (
-      jax.lax.all_gather(a, axes, axis=0, tiled=True)
-      for a in (x_BTD, ids_BTA, gates_BTA, valid_BT)
-    )
-  first = jax.lax.axis_index(axes) * num_local
-  partial_BTD = _local(
-    expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first
+  shards = plan.expert_shards if plan else 1
+  load = transports.Load(
+    num_tokens=tokens.x_ZD.shape[0],
+    num_active=tokens.ids_ZA.shape[1],
+    num_experts=shards * num_local,
+    num_shards=shards,
+    embed_dim=x_BTD.shape[-1],
+    item_bytes=x_BTD.dtype.itemsize,
   )
-  with jax.named_scope('combine'):
-    return jax.lax.psum_scatter(
-      partial_BTD, axes, scatter_dimension=0, tiled=True
+  if plan is None or not plan.expert_axes:
+    chunks = plan.chunks if plan else 1
+    y_ZD, needed = dispatch.expert_sum(
+      expert_fn, weights, tokens, 0, chunks=chunks
+    )
+    capacity = load.worst_rows
+  else:
+    y_ZD, needed, capacity = _carried(expert_fn, weights, tokens, load, plan)
+  return y_ZD.reshape(x_BTD.shape), ExchangeStats(
+    needed_rows=needed.astype(jnp.int32), capacity=jnp.int32(capacity)
+  )
+
+
+def _carried(expert_fn, weights, tokens, load, plan):
+  """Returns y_ZD, the rows needed and those that there were."""
+  _check_axes(plan)
+  name, axes = transport_of(plan, load), plan.expert_axes
+  group = transports.sized(
+    load, name, bucket=plan.bucket, axes=axes, chunks=plan.chunks
+  )
+  compute = functools.partial(
+    dispatch.expert_sum,
+    expert_fn,
+    weights,
+    first=jax.lax.axis_index(axes) * load.num_local,
+    rows=group.rows,
+    chunks=group.chunks,
+  )
+  y_ZD, needs = transports.CARRIERS[name](compute, tokens, group)
+  needed = needs.copies
+  if needs.tokens is not None:
+    rows = transports.rows_for_tokens(load, name, needs.tokens)
+    needed = jnp.maximum(needed, rows)
+  return y_ZD, needed, transports.capacity_rows(load, plan.bucket)
+
+
+def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
+  """Returns the transport of a plan on the platform that is traced for.
+
+  Raises:
+    ValueError: there is none of that name.
+  """
+  if plan.transport == 'auto':
+    platform = platforms.current()
+    return transports.choose(load, platform=platform, bucket=plan.bucket).name
+  if plan.transport not in transports.CARRIERS:
+    raise ValueError(
+      f'transport {plan.transport!r} is not one of '
+      f'{("auto", *transports.CARRIERS)}.'
+    )
+  return plan.transport
+
+
+def load_of(
+  plan: ExchangePlan,
+  *,
+  batch_size: int,
+  length: int,
+  num_experts: int,
+  num_active: int,
+  embed_dim: int,
+  item_bytes: int = 2,
+) -> transports.Load:
+  """Returns the size of the exchange of one batch, for `transports`.
+
+  Raises:
+    ValueError: the experts do not divide over their shards.
+  """
+  sizes = plan.mesh.shape
+  tokens = math.prod(sizes[a] for a in plan.batch_axes + plan.sequence_axes)
+  shards = plan.expert_shards
+  if num_experts % shards:
+    raise ValueError(
+      f'num_experts ({num_experts}) must divide by the mesh axes '
+      f'{plan.expert_axes} ({shards}); the nearest that does is '
+      f'{max(1, round(num_experts / shards)) * shards}.'
+    )
+  return transports.Load(
+    num_tokens=batch_size * length // tokens,
+    num_active=num_active,
+    num_experts=num_experts,
+    num_shards=shards,
+    embed_dim=embed_dim,
+    item_bytes=item_bytes,
+  )
+
+
+def needed_rows(
+  plan: ExchangePlan,
+  ids_MBTA: np.ndarray,
+  valid_BT: np.ndarray,
+  *,
+  name: str,
+  num_experts: int,
+) -> np.ndarray:
+  """Returns rows_M that recorded routes need: see `transports.needed_rows`."""
+  return transports.needed_rows(
+    ids_MBTA,
+    valid_BT,
+    name,
+    num_experts=num_experts,
+    mesh_shape=dict(plan.mesh.shape),
+    batch_axes=plan.batch_axes,
+    sequence_axes=plan.sequence_axes,
+    expert_axes=plan.expert_axes,
+  )
+
+
+def _check_axes(plan):
+  token_axes = plan.batch_axes + plan.sequence_axes
+  missing = [axis for axis in plan.expert_axes if axis not in token_axes]
+  if missing:
+    raise ValueError(
+      f'The experts are sharded over {plan.expert_axes}, but tokens over '
+      f'{token_axes}: {missing} would compute every token again. Let them '
+      'shard the batch or the sequence.'
     )
 
 
@@ -223,125 +304,8 @@ def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
   # Of the first array; `models.placement` slices hidden units of all alike.
   spec = plan.weight_specs[0][1]
   axes += tuple(axis for dim in spec[1:] for axis in axis_names(dim))
-  partial_BTD = _local(
-    expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first
-  )
+  tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
+  partial_ZD, _ = dispatch.expert_sum(expert_fn, weights, tokens, first)
+  partial_BTD = partial_ZD.reshape(x_BTD.shape)
   with jax.named_scope('combine'):
     return jax.lax.psum(partial_BTD, axes) if axes else partial_BTD
-
-
-def _gather_dims(weight, spec):
-  for dim, entry in enumerate(spec):
-    if axis_names(entry):
-      weight = jax.lax.all_gather(
-        weight, axis_names(entry), axis=dim, tiled=True
-      )
-  return weight
-
-
-def _local(expert_fn, weights, x_BTD, ids_BTA, gates_BTA, valid_BT, first):
-  """Sums the copies that chose experts first .. first + E_local - 1."""
-  copies_BTAD, mine_BTA = copies(
-    expert_fn, weights, x_BTD, ids_BTA, valid_BT, first
-  )
-  return gated_sum(copies_BTAD, gates_BTA, mine_BTA)
-
-
-def copies(
-  expert_fn: ExpertFunction,
-  weights: dict[str, jax.Array],
-  x_BTD: jax.Array,
-  ids_BTA: jax.Array,
-  valid_BT: jax.Array,
-  first: Any,
-) -> tuple[jax.Array, jax.Array]:
-  """Computes the copies that chose experts first .. first + E_local - 1.
-
-  Returns:
-    copies_BTAD and the bool mine_BTA, false where a copy is of another expert
-    or of padding and holds nothing of use.
-  """
-  num_active = ids_BTA.shape[-1]
-  num_local = jax.tree.leaves(weights)[0].shape[0]
-  local_BTA = ids_BTA - first
-  mine_BTA = (local_BTA >= 0) & (local_BTA < num_local) & valid_BT[..., None]
-  # Copies that are not ours get the last key: they sort behind all groups.
-  key_Y = jnp.where(mine_BTA, local_BTA, num_local).reshape(-1)
-  order_Y, place_Y, group_sizes_E = sort_by_group(key_Y, num_local)
-  x_ZD = x_BTD.reshape(-1, x_BTD.shape[-1])
-  rows_YD = take_rows(x_ZD, order_Y, place_Y, num_active)
-  rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
-  copies_YD = permute_rows(rows_YD, place_Y, order_Y)
-  return copies_YD.reshape(*ids_BTA.shape, -1), mine_BTA
-
-
-def gated_sum(
-  copies_BTAD: jax.Array, gates_BTA: jax.Array, mine_BTA: jax.Array
-) -> jax.Array:
-  """Returns each token's gated sum over the copies that count."""
-  # Summed in float32 in the order of A, so replay repeats it bit for bit.
-  gates_BTA = jnp.where(mine_BTA, gates_BTA.astype(jnp.float32), 0)
-  y_BTD = jnp.einsum(
-    'BTAD,BTA->BTD',
-    copies_BTAD.astype(jnp.float32),
-    gates_BTA,
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  return rounding.rounded(y_BTD, copies_BTAD.dtype)
-
-
-def sort_by_group(
-  key_Y: jax.Array, num_groups: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Sorts copies by key, stably.
-
-  Returns:
-    order_Y (copy at each sorted place), place_Y (its inverse) and
-    group_sizes_E; keys of num_groups sort last and count in no group.
-  """
-  order_Y = jnp.argsort(key_Y, stable=True)
-  place_Y = jnp.argsort(order_Y)
-  group_sizes_E = (key_Y[:, None] == jnp.arange(num_groups)).sum(0)
-  return order_Y, place_Y, group_sizes_E.astype(jnp.int32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def take_rows(
-  x_ZD: jax.Array, order_Y: jax.Array, place_Y: jax.Array, num_active: int
-) -> jax.Array:
-  """Returns x[order // A]; its gradient gathers too, and sums over A."""
-  del place_Y
-  return jnp.take(x_ZD, order_Y // num_active, axis=0, mode='clip')
-
-
-def _take_rows_forward(x_ZD, order_Y, place_Y, num_active):
-  return take_rows(x_ZD, order_Y, place_Y, num_active), place_Y
-
-
-def _take_rows_backward(num_active, place_Y, d_rows_YD):
-  d_copies_YD = jnp.take(d_rows_YD, place_Y, axis=0, mode='clip')
-  d_copies_ZAD = d_copies_YD.reshape(-1, num_active, d_rows_YD.shape[-1])
-  return d_copies_ZAD.sum(1), None, None
-
-
-take_rows.defvjp(_take_rows_forward, _take_rows_backward)
-
-
-@jax.custom_vjp
-def permute_rows(
-  x_YD: jax.Array, source_Y: jax.Array, inverse_Y: jax.Array
-) -> jax.Array:
-  """Returns x[source]; its gradient is a gather by the inverse permutation."""
-  del inverse_Y
-  return jnp.take(x_YD, source_Y, axis=0, mode='clip')
-
-
-def _permute_forward(x_YD, source_Y, inverse_Y):
-  return permute_rows(x_YD, source_Y, inverse_Y), inverse_Y
-
-
-def _permute_backward(inverse_Y, d_out_YD):
-  return jnp.take(d_out_YD, inverse_Y, axis=0, mode='clip'), None, None
-
-
-permute_rows.defvjp(_permute_forward, _permute_backward)

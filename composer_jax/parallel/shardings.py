@@ -72,11 +72,16 @@ def _place_experts(
   for axis in candidates:
     if sizes[axis] % _product(rest, mesh) == 0:
       return {'expert': expert_axes, axis: rest}
+  count, others = _product(wanted, mesh), _product(rest, mesh)
+  cures = [f'{nearest(sizes["expert"], count)} experts'] + [
+    f'{axis} of {nearest(sizes[axis], others)}' for axis in candidates
+  ]
   raise ValueError(
     f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
-    f'{_describe(wanted, mesh)}, and none of '
+    f'{describe(wanted, mesh)} ({count}), and none of '
     f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
-    f'{_describe(rest, mesh)}. Change the mesh or those sizes.'
+    f'{describe(rest, mesh)} ({others}). The nearest that do: '
+    f'{", ".join(cures)}; or change the mesh.'
   )
 
 
@@ -97,8 +102,15 @@ def _product(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> int:
   return math.prod(mesh.shape[axis] for axis in mesh_axes)
 
 
-def _describe(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+def describe(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
+  """Returns mesh axes with their sizes, for messages."""
   return ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
+
+
+def nearest(size: int, divisor: int) -> str:
+  """Returns the positive multiples on both sides of a size, for messages."""
+  below = size - size % divisor
+  return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
 def _check_divides(
@@ -108,8 +120,8 @@ def _check_divides(
   if size % shards:
     raise ValueError(
       f'Parameter {name}: its {axis} dimension ({size}) must divide by '
-      f'{_describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
-      f'{max(size - size % shards, shards)}.'
+      f'{describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
+      f'{nearest(size, shards)}.'
     )
 
 

@@ -4,9 +4,11 @@ Its axes are products: layouts (`parallel.layouts`) name tuples of them, so
 experts need no axis of their own and may spread wider than the batch.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 AXES = ('replica', 'fsdp', 'context')
@@ -32,16 +34,25 @@ def make_mesh(
   """
   devices = jax.devices() if devices is None else list(devices)
   shape = (replica, fsdp, context)
-  if min(shape) < 1 or replica * fsdp * context != len(devices):
+  needed, count = math.prod(shape), len(devices)
+  if min(shape) < 1 or needed != count:
+    fitting = (
+      f'{axis}={count * size // needed}'
+      for axis, size in zip(AXES, shape, strict=True)
+      if min(shape) >= 1 and count * size % needed == 0
+    )
+    cure = ' or '.join(fitting)
     raise ValueError(
       f'The mesh replica={replica} x fsdp={fsdp} x context={context} needs '
-      f'{replica * fsdp * context} devices and there are {len(devices)}; the '
-      'product of the axes must equal the number of devices.'
+      f'{needed} devices and there are {count}; the product of the axes must '
+      'equal the number of devices' + (f': {cure} would fit.' if cure else '.')
     )
-  # make_mesh defaults to Explicit axes in recent jax; models use Auto.
-  return jax.make_mesh(
-    shape,
-    AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    devices=devices,
+  # A slice of TPUs is a torus, whose sides may have to be shared by two axes:
+  # 2 x 128 x 2 on 8 x 8 x 8. `jax.make_mesh` refuses that.
+  placed = mesh_utils.create_device_mesh(
+    shape, devices, allow_split_physical_axes=True
+  )
+  # Axes are Explicit by default in recent jax; models use Auto.
+  return Mesh(
+    placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
   )

@@ -11,16 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from composer_jax.agent import episode
 from composer_jax.checkpoint import hf_identity
 from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import tokens as corpus_tokens
-from composer_jax.parallel import layouts, topology
-from composer_jax.pipeline import conversations, imported, sections
+from composer_jax.pipeline import conversations, imported, meshes, sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
@@ -81,18 +78,18 @@ class Job:
   @functools.cached_property
   def placement(self) -> placements.Placement:
     """Of pretraining and SFT: all devices."""
-    mesh = topology.make_mesh(**dataclasses.asdict(self.spec.mesh))
-    return placements.build(
-      self.spec.lm_model, mesh=mesh, layout=layouts.BY_NAME[self.spec.layout]
-    )
+    return meshes.language_model(self.spec)
 
   @functools.cached_property
   def single(self) -> placements.Placement:
-    """Of RL: one device, since the rollout process needs the others."""
-    mesh = topology.make_mesh(devices=jax.devices()[:1])
-    return placements.build(
-      self.spec.model, mesh=mesh, layout=layouts.REPLICATED
-    )
+    """Of held-out episodes: one device."""
+    return meshes.single(self.spec)
+
+  @functools.cached_property
+  def rl_placement(self) -> placements.Placement:
+    """Of RL's trainer."""
+    is_one = self.spec.rl.mesh.size == 1
+    return self.single if is_one else meshes.reinforcement(self.spec)
 
   @contextlib.contextmanager
   def runner(self) -> Iterator[runners.Runner]:

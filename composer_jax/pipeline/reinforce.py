@@ -29,7 +29,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress, received
 from composer_jax.text import hf_tokenizer
-from composer_jax.train import export
+from composer_jax.train import compiler_options, export
 from composer_jax.train import state as train_state
 
 _WORKER_LOG = 'rollout_worker.log'
@@ -48,18 +48,35 @@ class Start:
 
 def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
   """Builds the step functions and the state: restored, or made from SFT."""
-  spec = job.spec
-  model = decoder.Decoder(spec.model)
+  spec, placement = job.spec, job.rl_placement
+  for line in placement.lines:
+    jobs.tell('rl')(line)
+  model = decoder.Decoder(spec.model, placement.plan)
   shapes, axes = decoder.abstract(spec.model)
   optimizer = optim_groups.optimizer(
     spec.rl.optimizer_options(),
     params=shapes['params'],
     axes=axes['params'],
+    shardings=placement.variables['params'],
     total_steps=max(spec.rl.steps, 1),
   )
-  functions = steps.build(model, optimizer, ratio_cap=spec.rl.ratio_cap)
-  variables = stages.load_variables(job, 'sft', job.single)
-  state = jax.jit(lambda v: train_state.create(v, optimizer))(variables)
+  device = placement.mesh.devices.flat[0]
+  functions = steps.build(
+    model,
+    optimizer,
+    ratio_cap=spec.rl.ratio_cap,
+    placement=placement,
+    compiler_options=compiler_options.of(device.platform, device.device_kind),
+  )
+
+  def create(variables):
+    return train_state.create(variables, optimizer)
+
+  variables = stages.load_variables(job, 'sft', placement)
+  places = train_state.shardings(
+    jax.eval_shape(create, variables), placement.variables, placement.mesh
+  )
+  state = jax.jit(create, out_shardings=places)(variables)
   reference = functions.policy(state) if spec.rl.kl_coefficient else None
   latest = checkpoints.latest_step()
   if latest is not None:
@@ -152,6 +169,11 @@ def _ports(
     job.writer.write('rl', step, **metrics)
     for said in metrics.get('gate', []):
       bar.message(f'step {step}: out of its band: {said}')
+    if 'repeated_microbatches' in metrics:
+      bar.message(
+        f'step {step}: {metrics["repeated_microbatches"]} microbatches '
+        'overflowed their buffers and were repeated with worst-case ones'
+      )
     bar.update(
       step,
       reward=metrics['reward'],

@@ -35,7 +35,9 @@ class Mesh:
   context: int
 
   def __post_init__(self):
-    _at_least('mesh', self, 1, 'replica', 'fsdp', 'context')
+    for axis, size in dataclasses.asdict(self).items():
+      if size < 1:
+        raise ValueError(f'{axis} must be at least 1, not {size}.')
 
   @property
   def size(self) -> int:
@@ -84,6 +86,7 @@ class Stage:
 
   steps: int
   batch_size: int
+  accumulate: int
   seq_len: int
   learning_rate: float
   adam_learning_rate: float
@@ -100,7 +103,7 @@ class Stage:
   log_every: int
 
   def __post_init__(self):
-    positive = ('batch_size', 'seq_len', 'checkpoint_every')
+    positive = ('batch_size', 'accumulate', 'seq_len', 'checkpoint_every')
     positive += ('eval_every', 'eval_batches', 'log_every')
     _at_least('cpt/sft', self, 1, *positive)
     _at_least('cpt/sft', self, 0, 'steps')
@@ -227,8 +230,9 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RL:
-  """The reinforcement-learning stage."""
+  """The reinforcement-learning stage; `mesh` is of its trainer."""
 
+  mesh: Mesh
   steps: int
   prompts: int
   rollouts_per_prompt: int

@@ -17,6 +17,8 @@ from composer_jax.parallel import layouts
 from composer_jax.pipeline import sections
 from composer_jax.rl import batching, comparison, mismatch, update
 from composer_jax.rollout import options as rollout_options
+from composer_jax.train import accumulation
+from composer_jax.train import placement as placements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class Spec:
       tokenizer the run starts from; '' for random weights and a tokenizer of
       its own.
     layout: one of `layouts.BY_NAME`.
+    parallel: of what devices exchange.
     others: sections.
   """
 
@@ -36,6 +39,7 @@ class Spec:
   initial: str
   layout: str
   mesh: sections.Mesh
+  parallel: placements.ParallelOptions
   model: model_config.ModelConfig
   tokenizer: sections.Tokenizer
   data: sections.Data
@@ -126,20 +130,41 @@ class Spec:
           f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
           'fit a row.'
         )
-    # Rows of pretraining and SFT lie over the mesh in both layouts.
-    shards = {
-      'batch_size': ('replica x fsdp', self.mesh.replica * self.mesh.fsdp),
-      'seq_len': ('context', self.mesh.context),
-    }
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
-      for field, (axes, count) in shards.items():
-        size = getattr(stage, field)
-        if size % count:
-          raise ValueError(
-            f'--config.{name}.{field} ({size}) must divide by --config.mesh '
-            f'{axes} ({count}); the nearest that does is '
-            f'{max(size - size % count, count)}.'
-          )
+      accumulation.check_rows(
+        stage.batch_size,
+        stage.accumulate,
+        self.mesh.replica * self.mesh.fsdp,
+        f'--config.{name}.batch_size',
+      )
+      self._check_row(f'--config.{name}.seq_len', stage.seq_len, self.mesh)
+    self._check_rl_mesh()
+
+  def _check_row(self, name: str, seq_len: int, mesh: sections.Mesh) -> None:
+    """Raises unless a row divides into what context shards hold of it."""
+    pieces, why = mesh.context, 'the context axis of its mesh'
+    if pieces > 1 and self.parallel.sequence_order != 'contiguous':
+      # Each shard has an early and a late piece.
+      pieces, why = 2 * pieces, f'{why}, twice for zigzag order,'
+    if seq_len % pieces:
+      raise ValueError(
+        f'{name} ({seq_len}) must divide by {why} ({pieces}); the nearest '
+        f'that does is {max(round(seq_len / pieces), 1) * pieces}.'
+      )
+
+  def _check_rl_mesh(self) -> None:
+    mesh = self.rl.mesh
+    accumulation.check_rows(
+      self.rl.rows, 1, mesh.replica * mesh.fsdp, '--config.rl.rows'
+    )
+    self._check_row('--config.rl.seq_len', self.rl.seq_len, mesh)
+    if mesh.size > 1 and self.model.numerics == 'batch_invariant':
+      raise ValueError(
+        f'--config.rl.mesh of {mesh.size} devices cannot compute in '
+        "--config.model.numerics 'batch_invariant', which is of one device: "
+        "the order of a sum depends on how many there are. Choose 'fast', or "
+        'a mesh of 1 x 1 x 1.'
+      )
 
   def _check_roles(self) -> None:
     """Raises for roles that name no parameter, or fit it not."""
@@ -155,6 +180,7 @@ class Spec:
 
 _SECTIONS = {
   'mesh': sections.Mesh,
+  'parallel': placements.ParallelOptions,
   'tokenizer': sections.Tokenizer,
   'data': sections.Data,
   'cpt': sections.Stage,
@@ -175,6 +201,7 @@ _INNER = {
   'cpt.muon': optim_groups.MuonChoices,
   'sft.muon': optim_groups.MuonChoices,
   'rl.gate': mismatch.GateOptions,
+  'rl.mesh': sections.Mesh,
 }
 
 

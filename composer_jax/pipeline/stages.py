@@ -151,6 +151,7 @@ def _train(
     steps=stage.steps,
     batch_size=stage.batch_size,
     seq_len=stage.seq_len,
+    accumulate=stage.accumulate,
     optimizer=stage.optimizer_options(),
     bias_rate=stage.bias_update_rate,
     checkpoint_every=stage.checkpoint_every,

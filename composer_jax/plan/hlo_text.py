@@ -89,6 +89,11 @@ class Instruction:
     found = re.search(r'\b(?:calls|to_apply)=%?([\w.-]+)', self.rest)
     return found.group(1) if found else None
 
+  def target(self) -> str:
+    """Returns what a custom call calls."""
+    found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+    return found.group(1) if found else ''
+
   def branches(self) -> list[str]:
     found = re.search(r'branch_computations=\{([^}]*)\}', self.rest)
     if found:
@@ -209,13 +214,14 @@ def trips(
   return max(0, -((start - end) // step))
 
 
-def _root(computation: Computation) -> Instruction:
+def root(computation: Computation) -> Instruction:
+  """Returns the instruction whose result is the computation's."""
   return next(i for i in computation.values() if i.is_root)
 
 
 def _compare(condition: Computation) -> tuple[int, int] | None:
   """Reads `carry[index] < end`; None for any other condition."""
-  compare = _root(condition)
+  compare = root(condition)
   direction = re.search(r'direction=(LT|LE)', compare.rest)
   if compare.operation != 'compare' or not direction:
     return None
@@ -240,10 +246,10 @@ def _constant(name: str, computation: Computation) -> int | None:
 
 def _step(index: int, body: Computation) -> int | None:
   """Returns what a loop adds to its counter each time."""
-  root = _root(body)
-  if root.operation != 'tuple':
+  carry = root(body)
+  if carry.operation != 'tuple':
     return None
-  add = body[root.operands[index]]
+  add = body[carry.operands[index]]
   while add.operation in ('copy', 'bitcast'):
     add = body[add.operands[0]]
   if add.operation != 'add':
@@ -257,7 +263,7 @@ def scattered(computation: Computation) -> Instruction | None:
 
   So the TPU compiler spells its own reduce-scatter, and sends no more than one.
   """
-  kept = _unwrapped(_root(computation), computation)
+  kept = _unwrapped(root(computation), computation)
   if kept.operation != 'dynamic-slice':
     return None
   reduced = _unwrapped(computation[kept.operands[0]], computation)

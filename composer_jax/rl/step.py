@@ -7,18 +7,22 @@ what it scores is exactly what the rollout engine served.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from composer_jax.core import batches
+from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
+from composer_jax.parallel import exchange, sequence
 from composer_jax.rl import policy_loss
-from composer_jax.train import policy_values
+from composer_jax.train import buckets, policy_values
+from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
@@ -54,10 +58,15 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     logprobs_BT: at the batch's temperatures.
     expert_ids_MBTA: uint16, the experts that each token passed.
+    exchanged: rows that the exchange of each MoE layer needed and had; None
+      without a mesh.
+    attempts: at these scores; before the last, buffers overflowed.
   """
 
   logprobs_BT: jax.Array
   expert_ids_MBTA: jax.Array
+  exchanged: exchange.ExchangeStats | None = None
+  attempts: int = flax.struct.field(pytree_node=False, default=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +91,11 @@ class Functions:
 def forward(
   model: decoder.Decoder, values: Any, batch: batches.RLBatch
 ) -> tuple[Scores, jax.Array, batches.RouteStats]:
-  """Returns scores and entropy_BT at the batch's temperatures, and routes."""
-  # Linen's annotation of `apply` is a union; the model returns this.
-  output: Any = model.apply(
+  """Returns scores and entropy_BT at the batch's temperatures, and routes.
+
+  Tokens are in the order of the batch.
+  """
+  output = model.apply(
     values,
     batch.tokens_BT,
     batch.segment_ids_BT,
@@ -98,12 +109,26 @@ def forward(
     batch.segment_ids_BT,
     batch.temperatures_BT,
     model.config,
+    model.plan,
   )
   scores = Scores(
     logprobs_BT=logprobs_BT,
     expert_ids_MBTA=output.expert_ids_MBTA,
+    exchanged=output.exchanged,
   )
   return scores, entropy_BT, output.stats
+
+
+def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
+  """Brings tokens into the order of rows: the host knows no other."""
+  if plan is None or plan.sequence_order == 'contiguous':
+    return scores
+  context = train_placement.shards_of(plan.mesh, plan.sequence_axes)
+  places = np.argsort(sequence.order(scores.logprobs_BT.shape[1], context))
+  return scores.replace(
+    logprobs_BT=jnp.take(scores.logprobs_BT, places, axis=1),
+    expert_ids_MBTA=jnp.take(scores.expert_ids_MBTA, places, axis=2),
+  )
 
 
 def microbatch_sums(
@@ -149,21 +174,33 @@ def microbatch_sums(
     replay_replaced_M=routes.replay_replaced_M * num_routed,
     no_route_M=routes.no_route_M * num_routed,
   )
-  return sums, scores
+  return sums, _for_host(scores, model.plan)
 
 
 def add(left: StepSums, right: StepSums) -> StepSums:
   return jax.tree.map(jnp.add, left, right)
 
 
-def scorer(model: decoder.Decoder) -> Callable[..., Scores]:
-  """Jits (values, batch) -> scores."""
+def scorer(
+  model: decoder.Decoder,
+  put: Callable[[batches.RLBatch], Any] | None = None,
+  compiler_options: dict[str, Any] | None = None,
+) -> Callable[..., Scores]:
+  """Jits (values, batch) -> scores.
 
-  @jax.jit
+  Args:
+    model: what to run, with its plan.
+    put: places a numpy batch; None leaves it to `jax.jit`.
+    compiler_options: of XLA.
+  """
+
+  @functools.partial(jax.jit, compiler_options=compiler_options)
   def score(values, batch):
-    return forward(model, values, batch)[0]
+    return _for_host(forward(model, values, batch)[0], model.plan)
 
-  return score
+  if put is None:
+    return score
+  return lambda values, batch: score(values, put(batch))
 
 
 def build(
@@ -171,25 +208,59 @@ def build(
   optimizer: optax.GradientTransformation,
   *,
   ratio_cap: float,
+  placement: train_placement.Placement | None = None,
+  compiler_options: dict[str, Any] | None = None,
 ) -> Functions:
-  """Jits the functions of a run."""
+  """Jits the functions of a run.
 
-  @jax.jit
+  Args:
+    model: what to train, with the plan of the placement.
+    optimizer: optax transform, clipping included.
+    ratio_cap: of `policy_loss`.
+    placement: where state and batches lie; None is the first device.
+    compiler_options: of XLA.
+  """
+  jit = functools.partial(jax.jit, compiler_options=compiler_options)
+  put = placement.put if placement is not None else lambda batch: batch
+
+  @jit
   def policy(state):
     variables = state.variables()
     params = policy_values.straight_through(variables['params'])
     return {**variables, 'params': params}
 
-  @jax.jit
-  def first(values, batch):
-    return microbatch_sums(model, values, batch, ratio_cap=ratio_cap)
+  @functools.cache
+  def first(bucket):
+    sized = model
+    if placement is not None:
+      sized = dataclasses.replace(model, plan=placement.plan_of(bucket))
 
-  add_donated = jax.jit(add, donate_argnums=0)
+    @jit
+    def run(values, batch):
+      sums, scores = microbatch_sums(sized, values, batch, ratio_cap=ratio_cap)
+      if placement is not None:
+        # Gradients lie as their parameters do, and what adds up of them too.
+        places = placement.variables['params']
+        grads = jax.lax.with_sharding_constraint(sums.grads, places)
+        sums = sums.replace(grads=grads)
+      return sums, scores
+
+    return run
+
+  add_donated = jit(add, donate_argnums=0)
 
   def add_microbatch(values, sums, batch):
+    placed, attempts = put(batch), 0
+    for bucket in _buckets_for(batch, placement):
+      new, scores = first(bucket)(values, placed)
+      attempts += 1
+      # Only tokens without a record can make it untrue, and the worst case
+      # holds them all.
+      if bucket is None or bool(buckets.fits(scores.exchanged)):
+        break
+    scores = scores.replace(attempts=attempts)
     # Two programs, not one with an optional argument: the large one compiles
     # once whether or not something was summed before.
-    new, scores = first(values, batch)
     return (new if sums is None else add_donated(sums, new)), scores
 
   def apply(state, sums, scale):
@@ -203,6 +274,32 @@ def build(
   return Functions(
     policy=policy,
     add_microbatch=add_microbatch,
-    apply=jax.jit(apply, donate_argnums=0),
-    score=scorer(model),
+    apply=jit(apply, donate_argnums=0),
+    score=scorer(model, put, compiler_options),
   )
+
+
+def _buckets_for(
+  batch: batches.RLBatch, placement: train_placement.Placement | None
+) -> list[buckets.Bucket]:
+  """Returns the smallest bucket for a batch's records, and the worst case.
+
+  Replayed routes are known before the step; tokens without a record, the last
+  of each trajectory among them, are allowed for as the others are spread.
+  """
+  if placement is None or not placement.buckets:
+    return [None]
+  assert batch.expert_ids_MBTA is not None
+  ids_MBTA = np.asarray(batch.expert_ids_MBTA)
+  valid_BT = np.asarray(batch.segment_ids_BT) > 0
+  recorded_MBT = (ids_MBTA != records.NO_ROUTE).all(-1) & valid_BT
+  if not recorded_MBT.any():
+    return [None]
+  share = recorded_MBT.sum() / (valid_BT.sum() * len(ids_MBTA))
+  needed = placement.needed_rows(ids_MBTA, valid_BT) / share
+  worst = placement.rows_of(None, *valid_BT.shape)
+  for bucket in placement.buckets:
+    rows = placement.rows_of(bucket, *valid_BT.shape)
+    if needed <= rows < worst:
+      return [bucket, None]
+  return [None]

@@ -211,6 +211,8 @@ def update(
     if options.replay:
       measured.update(comparison.replay_metrics(on_host))
     measured.update(_compare(trained, scores, others, options, version))
+    if repeated := sum(s.attempts - 1 for s in scores):
+      measured['repeated_microbatches'] = repeated
     said = mismatch.breaches(measured, options.gate)
     if options.gate.action != 'off':
       measured.update(gate_breaches=len(said), gate=said)

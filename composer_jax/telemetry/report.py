@@ -245,11 +245,41 @@ def _experts(run: run_data.RunData) -> page.Markup:
       parts.append(page.element('div', page.image(svg, title)))
   wanted = [(s, 'expert_load_max', s.upper()) for s in ('cpt', 'sft', 'rl')]
   parts.append(curves.curve(run, 'Busiest expert over the mean', wanted))
+  wanted = [(s, 'shard_load_max', s.upper()) for s in ('cpt', 'sft')]
+  if any(run.last(s, name) is not None for s, name, _ in wanted):
+    title = 'Busiest expert shard over the mean'
+    parts.append(curves.curve(run, title, wanted))
   return page.section(
     'Expert load',
     page.element('div', *parts, class_='grid two'),
+    _exchanges(run),
     note='Tokens of each expert over the mean of its layer; 1 is even.',
   )
+
+
+def _exchanges(run: run_data.RunData) -> page.Markup | str:
+  """Returns a table of what devices exchange; '' where none share experts."""
+  rows = []
+  for stage in ('cpt', 'sft'):
+    if (transport := run.last(stage, 'transport')) is None:
+      continue
+    repeated = [r for r in run.metrics if r['stage'] == stage and 'retry' in r]
+    values = [run.last(stage, n) for n in ('needed_rows', 'received_rows')]
+    texts = ['' if v is None else str(v) for v in values]
+    mesh = str(run.last(stage, 'mesh'))
+    row = [STAGES[stage], mesh, str(transport), *texts, str(len(repeated))]
+    rows.append(row)
+  if not rows:
+    return ''
+  titles = (
+    '',
+    'mesh',
+    'transport',
+    'rows needed',
+    'room for',
+    'repeated steps',
+  )
+  return page.table(rows, titles)
 
 
 def _times(run: run_data.RunData) -> list[list[str]]:

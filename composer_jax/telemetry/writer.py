@@ -49,6 +49,22 @@ trains on, the trajectories with an advantage, or all where none has one.
 |          |                          | layer                                  |
 | cpt, sft | expert_load_max          | busiest expert over the mean, worst    |
 |          |                          | layer                                  |
+| cpt, sft | mesh                     | text: its axes, at step 0 only         |
+| cpt, sft | transport                | text: of tokens to experts, likewise;  |
+|          |                          | absent if no devices share the experts |
+| cpt, sft | shard_load_max           | rows of the busiest expert shard over  |
+|          |                          | the mean, worst layer: what the others |
+|          |                          | wait for                               |
+| cpt, sft | needed_rows              | that an expert shard needed room for,  |
+|          |                          | of the fullest layer                   |
+| cpt, sft | received_rows            | that it had room for                   |
+| cpt, sft | retry                    | text, on a line of its own: a step     |
+|          |                          | that overflowed and was repeated       |
+| cpt, sft | retry_needed_rows        | that it needed                         |
+| cpt, sft | retry_capacity           | that it had                            |
+| cpt, sft | executed_share           | rows that the experts' kernel computed |
+|          |                          | over routed ones; absent with          |
+|          |                          | accumulate or where it does not know   |
 | rl       | groups                   | their ids                              |
 | rl       | reward                   | mean, penalties of invalid calls       |
 |          |                          | included                               |
@@ -127,6 +143,8 @@ trains on, the trajectories with an advantage, or all where none has one.
 |          |                          | what to look at                        |
 | rl       | expert_load              | * as above                             |
 | rl       | expert_load_max          | * as above                             |
+| rl       | repeated_microbatches    | * whose buffers overflowed; absent if  |
+|          |                          | none                                   |
 | rl       | wait_s                   | for the step's groups                  |
 | rl       | train_s                  | in the update                          |
 | rl       | publish_s                | handing over the policy, the one       |

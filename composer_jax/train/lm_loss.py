@@ -14,18 +14,44 @@ from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 
 
+class Totals(flax.struct.PyTreeNode, kw_only=True):
+  """What means are taken over: a whole batch, of which a piece may be at hand.
+
+  Attributes:
+    loss_weight: sum of the loss weights.
+    num_tokens: int32 tokens that are not padding.
+  """
+
+  loss_weight: jax.Array
+  num_tokens: jax.Array
+
+
+def totals(batch: batches.LMBatch) -> Totals:
+  return Totals(
+    # float32 sums: a batch has more tokens than bfloat16 has integers.
+    loss_weight=batch.loss_weights_BT.sum(),
+    num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
+  )
+
+
 class LossStats(flax.struct.PyTreeNode, kw_only=True):
   """What the loss saw.
 
+  Of a microbatch everything is its share, so that `summed` gives those of the
+  batch.
+
   Attributes:
     loss: weighted mean of -log p, nats per token, without the routers' losses.
-    aux_loss: load balancing, summed over MoE layers, before its weight.
+    aux_loss: load balancing, summed over MoE layers, before its weight. Over
+      microbatches the mean of theirs, by tokens: balance within each.
     z_loss: mean squared log-sum-exp of the routers' logits, likewise.
     loss_weight: sum of the loss weights.
     num_tokens: int32 tokens that are not padding.
     load_ME: int32 tokens sent to each expert, over the whole batch.
     max_logits_LN: largest attention logit of each layer and head; None unless
       asked for.
+    exchanged: rows that the exchange of each MoE layer needed and had, of the
+      shard that needed most; None without a mesh.
   """
 
   loss: jax.Array
@@ -35,6 +61,18 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
   num_tokens: jax.Array
   load_ME: jax.Array
   max_logits_LN: jax.Array | None = None
+  exchanged: exchange.ExchangeStats | None = None
+
+
+def summed(stats: LossStats) -> LossStats:
+  """Returns the statistics of a batch from those of its microbatches, stacked.
+
+  Counts and shares add up; of what is a maximum the largest counts.
+  """
+  nothing = {'max_logits_LN': None, 'exchanged': None}
+  tops = {name: getattr(stats, name) for name in nothing}
+  sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**nothing))
+  return sums.replace(**jax.tree.map(lambda a: a.max(0), tops))
 
 
 def negative_logprob_sum(
@@ -60,6 +98,7 @@ def negative_logprob_sum(
     batch.segment_ids_BT,
     None,
     model,
+    plan,
   )
   # float32 sums: a batch has more tokens than bfloat16 has integers.
   return -(batch.loss_weights_BT * logprobs_BT).sum(), output
@@ -73,8 +112,13 @@ def loss(
   model: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
   with_max_logits: bool = False,
+  whole: Totals | None = None,
 ) -> tuple[jax.Array, LossStats]:
   """Returns the training loss (the routers' included) and statistics.
+
+  Of a microbatch both are its share of the batch's. The routers' losses are
+  means over the tokens of a microbatch and weigh as its tokens do: the z-loss
+  adds up to that of the batch, while balance is asked of each microbatch.
 
   The forward pass uses the bfloat16 values of the masters, see
   `policy_values`. A batch without a weighted token has a loss of NaN, which
@@ -87,6 +131,7 @@ def loss(
     model: of the parameters.
     plan: where tokens and experts lie.
     with_max_logits: whether to measure what QK-clip needs.
+    whole: totals of the batch that this is a microbatch of; None for all of it.
   """
   values = policy_values.straight_through(params)
   total, output = negative_logprob_sum(
@@ -96,18 +141,23 @@ def loss(
     plan=plan,
     with_max_logits=with_max_logits,
   )
-  stats = output.stats
-  loss_weight = batch.loss_weights_BT.sum()
-  mean = total / loss_weight
+  stats, mine = output.stats, totals(batch)
   aux_loss, z_loss = stats.aux_loss_M.sum(), stats.z_loss_M.sum()
+  if whole is None:
+    whole = mine
+  else:
+    share = mine.num_tokens / whole.num_tokens
+    aux_loss, z_loss = aux_loss * share, z_loss * share
+  mean = total / whole.loss_weight
   lm_stats = LossStats(
     loss=mean,
     aux_loss=aux_loss,
     z_loss=z_loss,
-    loss_weight=loss_weight,
-    num_tokens=jnp.sum(batch.segment_ids_BT != 0, dtype=jnp.int32),
+    loss_weight=mine.loss_weight,
+    num_tokens=mine.num_tokens,
     load_ME=stats.load_ME,
     max_logits_LN=output.max_logits_LN,
+    exchanged=output.exchanged,
   )
   total_loss = mean
   for weight, value in (

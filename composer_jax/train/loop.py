@@ -17,21 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.checkpoint import manager
-from composer_jax.core import batches
+from composer_jax.core import batches, platforms
+from composer_jax.kernels import grouped_matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
 from composer_jax.optim import groups, muon_plan
 from composer_jax.telemetry import progress
-from composer_jax.train import evaluate, export, muon_report, reporting
+from composer_jax.train import (
+  buckets,
+  compiler_options,
+  evaluate,
+  export,
+  muon_report,
+  reporting,
+)
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
 Variables = dict[str, Any]
-
-# XLA waits for an all-to-all at once unless told otherwise: then Muon's
-# matrices would travel before and after their products instead of meanwhile.
-_COMPILER_OPTIONS = {'tpu': {'xla_tpu_enable_async_all_to_all': 'true'}}
 
 
 class Stream(Protocol):
@@ -53,6 +57,7 @@ class LoopOptions:
     steps: optimizer steps.
     batch_size: rows of a global batch.
     seq_len: tokens of a row.
+    accumulate: microbatches that a batch is worked through in.
     optimizer: of the stage.
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
@@ -74,6 +79,7 @@ class LoopOptions:
   log_every: int
   keep: int
   seed: int
+  accumulate: int = 1
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -84,11 +90,14 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Programs:
-  """What a stage runs on the devices, and the shapes it runs on."""
+  """What a stage runs on the devices, and the shapes it runs on.
+
+  `step` makes the step of a bucket, see `buckets.BucketedStep`.
+  """
 
   init: Callable[[jax.Array], train_state.TrainState]
   adopt: Callable[[Variables], train_state.TrainState]
-  step: train_step.StepFunction
+  step: Callable[[buckets.Bucket], Any]
   evaluate: evaluate.SumFunction
   like: train_state.TrainState
   muon: muon_plan.MuonPlan | None
@@ -125,7 +134,7 @@ def run(
     OSError: the disk is full; earlier checkpoints are intact.
   """
   stage = options.stage
-  programs = _programs(options, model, placement)
+  programs = make_programs(options, model, placement)
   if export.finished_step(workdir, stage) is not None:
     return export.load(workdir, stage, programs.like.variables())
   # Placed once; small beside the model.
@@ -134,12 +143,14 @@ def run(
     pathlib.Path(workdir) / 'checkpoints' / stage, keep=options.keep
   )
   with contextlib.closing(checkpoints):
-    start, state = _restore(checkpoints, programs, stream)
+    size = _bucket_size(options, placement)
+    start, state = _restore(checkpoints, programs, stream, size)
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
     with progress.Progress(stage, options.steps, start=start) as bar:
-      report = _reporter(options, model, writer, bar)
-      for line in muon_report.lines(programs.muon):
+      report = _reporter(options, model, placement, writer, bar)
+      take_step = buckets.BucketedStep(programs.step, size, report.retry)
+      for line in (*placement.lines, *muon_report.lines(programs.muon)):
         bar.message(line)
       bar.message('compiling, then step by step')
       if state is None:
@@ -147,21 +158,25 @@ def run(
         report.heldout(
           0,
           _heldout_loss(programs, state, heldout),
+          **reporting.placed(placement),
           **muon_report.metrics(programs.muon),
         )
 
       for step in range(start + 1, options.steps + 1):
         batch = placement.put(_next_batch(stream, options, step))
-        state, metrics = programs.step(state, batch)
-        report.push(step, metrics)
-        if _is_due(step, options.eval_every, options.steps):
+        state, sent = take_step(state, batch, step)
+        report.push(sent)
+        is_evaluated = _is_due(step, options.eval_every, options.steps)
+        is_saved = _is_due(step, options.checkpoint_every, options.steps)
+        if is_evaluated or is_saved:
+          # First: a checkpoint promises that the step took place and was
+          # finite, and that its line is in the metrics.
+          state = take_step.settle(state)
           report.flush()
+        if is_evaluated:
           report.heldout(step, _heldout_loss(programs, state, heldout))
-        if _is_due(step, options.checkpoint_every, options.steps):
-          # Flushed first: a checkpoint promises that the step was finite and
-          # that its line is in the metrics.
-          report.flush()
-          checkpoints.save(step, state, stream.get_state())
+        if is_saved:
+          checkpoints.save(step, state, _data(stream, size))
   export.save(workdir, stage, options.steps, state.variables())
   return state.variables()
 
@@ -171,7 +186,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _programs(
+def make_programs(
   options: LoopOptions,
   model: model_config.ModelConfig,
   placement: train_placement.Placement,
@@ -195,15 +210,33 @@ def _programs(
 
   shapes = jax.eval_shape(create, abstract)
   places = train_state.shardings(shapes, placement.variables, placement.mesh)
-  step = train_step.make(
-    model,
-    optimizer,
-    plan=placement.plan,
-    bias_rate=options.bias_rate,
-    clips_logits=options.optimizer.clips_logits,
-  )
   variable_places = places.variables()
-  platform = placement.mesh.devices.flat[0].platform
+  device = placement.mesh.devices.flat[0]
+
+  @functools.cache
+  def step_of(bucket):
+    step = train_step.make(
+      model,
+      optimizer,
+      plan=placement.plan_of(bucket),
+      bias_rate=options.bias_rate,
+      clips_logits=options.optimizer.clips_logits,
+      accumulate=options.accumulate,
+      places=variable_places['params'],
+    )
+    takes, gives = [places, placement.batch], [places, placement.replicated]
+    if placement.buckets:
+      step = buckets.guard(step)
+      takes.append(placement.replicated)
+      gives.append(placement.replicated)
+    return jax.jit(
+      step,
+      donate_argnums=0,
+      in_shardings=tuple(takes),
+      out_shardings=tuple(gives),
+      compiler_options=compiler_options.of(device.platform, device.device_kind),
+    )
+
   return _Programs(
     init=jax.jit(
       lambda key: create(decoder.init(model, key)), out_shardings=places
@@ -211,15 +244,10 @@ def _programs(
     adopt=jax.jit(
       create, in_shardings=(variable_places,), out_shardings=places
     ),
-    step=jax.jit(
-      step,
-      donate_argnums=0,
-      in_shardings=(places, placement.batch),
-      out_shardings=(places, placement.replicated),
-      compiler_options=_COMPILER_OPTIONS.get(platform),
-    ),
+    step=step_of,
     evaluate=jax.jit(
-      evaluate.make(model, plan=placement.plan),
+      # Of no bucket: what is only measured is never repeated.
+      evaluate.make(model, plan=placement.plan_of(None)),
       in_shardings=(variable_places, placement.batch),
       out_shardings=placement.replicated,
     ),
@@ -232,15 +260,40 @@ def _programs(
   )
 
 
+def _bucket_size(
+  options: LoopOptions, placement: train_placement.Placement
+) -> buckets.BucketSize | None:
+  """Returns what chooses receive buffers; None where none can overflow."""
+  if not placement.buckets:
+    return None
+  shape = options.batch_size // options.accumulate, options.seq_len
+  return buckets.BucketSize(
+    placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
+  )
+
+
+def _data(stream: Stream, size: buckets.BucketSize | None) -> dict[str, Any]:
+  """Returns what a checkpoint keeps beside arrays, for `_restore`."""
+  return {
+    'stream': stream.get_state(),
+    'buckets': None if size is None else size.get_state(),
+  }
+
+
 def _restore(
-  checkpoints: manager.Checkpoints, programs: _Programs, stream: Stream
+  checkpoints: manager.Checkpoints,
+  programs: _Programs,
+  stream: Stream,
+  size: buckets.BucketSize | None,
 ) -> tuple[int, train_state.TrainState | None]:
-  """Returns the last checkpoint and rewinds the stream; step 0 without one."""
+  """Returns the last checkpoint and rewinds all else; step 0 without one."""
   step = checkpoints.latest_step()
   if step is None:
     return 0, None
   state, data = checkpoints.restore(step, programs.like)
-  stream.set_state(data)
+  stream.set_state(data['stream'])
+  if size is not None:
+    size.set_state(data['buckets'])
   return step, state
 
 
@@ -256,6 +309,7 @@ def _first_state(
 def _reporter(
   options: LoopOptions,
   model: model_config.ModelConfig,
+  placement: train_placement.Placement,
   writer: reporting.MetricsWriter,
   bar: progress.Progress,
 ) -> reporting.Reporter:
@@ -269,7 +323,24 @@ def _reporter(
     speed=reporting.Speed(flops.train_per_token(model, options.seq_len)),
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
+    expert_shards=placement.expert_shards,
+    expert_rows=_expert_rows(options, model, placement),
   )
+
+
+def _expert_rows(
+  options: LoopOptions,
+  model: model_config.ModelConfig,
+  placement: train_placement.Placement,
+) -> int | None:
+  """Returns the rows of experts where a kernel's loads are known, or None."""
+  is_counted = grouped_matmul.backend_for(platforms.current()) == 'blocked'
+  # Loads are of a whole batch and of all devices: a kernel's own are told apart
+  # where no expert is on two, and no batch is cut.
+  is_known = placement.mesh.size == placement.expert_shards
+  if options.accumulate > 1 or not (is_counted and is_known):
+    return None
+  return options.batch_size * options.seq_len * model.moe.num_active
 
 
 def _heldout_loss(

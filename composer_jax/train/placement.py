@@ -4,12 +4,77 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
-from composer_jax.parallel import exchange, layouts, shardings
+from composer_jax.parallel import (
+  exchange,
+  layouts,
+  sequence,
+  shardings,
+  transports,
+)
+
+_ORDERS = ('auto', 'contiguous', 'zigzag')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+  """What devices exchange, and how; no result depends on it but by rounding.
+
+  Attributes:
+    transport: of tokens to experts, of `transports.CARRIERS`; 'auto' chooses by
+      the bytes that each would move.
+    buckets: rows that an expert shard has room for over the mean, rising; a
+      step is compiled for those it needs, and for the worst case where none of
+      them holds it (`train.buckets`). () for the worst case always.
+    chunks: steps in which a shard goes through its experts, of whose rows only
+      one step's exist at a time.
+    sequence_order: 'zigzag' gives each context shard an early and a late piece
+      of a row, so that all attend to as many keys; 'auto' does where there is
+      more than one.
+  """
+
+  transport: str = 'auto'
+  buckets: tuple[float, ...] = (1.0, 1.25, 2.0)
+  chunks: int = 1
+  sequence_order: str = 'auto'
+
+  def __post_init__(self):
+    object.__setattr__(self, 'buckets', tuple(self.buckets))
+    for name, known in (
+      ('transport', ('auto', *transports.CARRIERS)),
+      ('sequence_order', _ORDERS),
+    ):
+      if getattr(self, name) not in known:
+        raise ValueError(
+          f'{name} must be one of {known}, not {getattr(self, name)!r}.'
+        )
+    if not isinstance(self.chunks, int) or self.chunks < 1:
+      raise ValueError(f'chunks must be at least 1, not {self.chunks}.')
+    rising = sorted(set(self.buckets))
+    if list(self.buckets) != rising or (rising and rising[0] < 1):
+      raise ValueError(
+        f'buckets must rise from 1 (the mean), not {self.buckets}; the worst '
+        'case is there without being named.'
+      )
+
+  def order(self, mesh: Mesh, layout: layouts.Layout) -> str:
+    """Returns what 'auto' stands for."""
+    if self.sequence_order != 'auto':
+      return self.sequence_order
+    shards = shards_of(mesh, layout.sequence)
+    return 'zigzag' if shards > 1 else 'contiguous'
+
+
+def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
+  """Returns the product of some mesh axes."""
+  shards = 1
+  for axis in axes:
+    shards *= mesh.shape[axis]
+  return shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,26 +82,103 @@ class Placement:
   """One mesh, and what lies where on it; compared by identity.
 
   Attributes:
+    model: what is placed.
     mesh: of all devices.
+    layout: its tables.
     variables: tree of NamedShardings for the model's variables.
-    batch: sharding of every [B, T] array.
     plan: exchange of tokens with experts; None on one device.
+    buckets: of receive buffers; () where none can overflow.
+    lines: what was chosen, and why.
   """
 
+  model: model_config.ModelConfig
   mesh: Mesh
+  layout: layouts.Layout
   variables: dict[str, Any]
-  batch: NamedSharding
   plan: exchange.ExchangePlan | None
+  buckets: tuple[float, ...]
+  lines: tuple[str, ...]
 
   @property
   def replicated(self) -> NamedSharding:
     return shardings.replicated(self.mesh)
 
-  def put(self, batch: batches.LMBatch) -> batches.LMBatch:
-    """Places a numpy batch; each process gives its own rows."""
-    return jax.tree.map(
-      lambda a: jax.make_array_from_process_local_data(self.batch, a), batch
+  @property
+  def batch(self) -> NamedSharding:
+    """Of every [B, T] array."""
+    return shardings.tokens(self.layout, self.mesh)
+
+  @property
+  def expert_shards(self) -> int:
+    """Devices that share the experts out among them."""
+    return shards_of(self.mesh, self.plan.expert_axes) if self.plan else 1
+
+  @property
+  def transport(self) -> str:
+    return self.plan.transport if self.plan else 'none'
+
+  def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
+    """Returns the copies of tokens that an expert shard has room for.
+
+    Args:
+      bucket: None for the worst case.
+      rows: of a microbatch, on all devices.
+      seq_len: of a row.
+    """
+    assert self.plan is not None
+    load = _load(self.model, self.plan, rows, seq_len)
+    return transports.capacity_rows(load, bucket)
+
+  def needed_rows(self, ids_MBTA: np.ndarray, valid_BT: np.ndarray) -> int:
+    """Returns what `rows_of` has to be for recorded routes.
+
+    Args:
+      ids_MBTA: as they are recorded; tokens without a record are not counted.
+      valid_BT: false on padding.
+    """
+    assert self.plan is not None
+    return int(
+      exchange.needed_rows(
+        self.plan,
+        self._ordered(ids_MBTA, 2),
+        self._ordered(valid_BT, 1),
+        name=self.plan.transport,
+        num_experts=self.model.moe.num_experts,
+      ).max()
     )
+
+  def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
+    """Returns the plan with receive buffers of a size; None: worst case."""
+    if self.plan is None:
+      return None
+    return dataclasses.replace(self.plan, bucket=bucket)
+
+  def put(self, batch: Any) -> Any:
+    """Places a numpy LMBatch or RLBatch, its rows in the order of devices.
+
+    Each process gives its own rows.
+
+    Raises:
+      ValueError: rows or tokens do not divide over the mesh.
+    """
+    routes = shardings.routes(self.layout, self.mesh)
+
+    def place(path, array):
+      # Routes are layer-major: M stands before B.
+      is_routes = path[-1].name == 'expert_ids_MBTA'
+      return jax.make_array_from_process_local_data(
+        routes if is_routes else self.batch,
+        self._ordered(array, 2 if is_routes else 1),
+      )
+
+    return jax.tree_util.tree_map_with_path(place, batch)
+
+  def _ordered(self, array: np.ndarray, axis: int) -> np.ndarray:
+    """Returns an array with the tokens of a row where devices expect them."""
+    if self.plan is None or self.plan.sequence_order == 'contiguous':
+      return array
+    context = shards_of(self.mesh, self.plan.sequence_axes)
+    return sequence.to_device(array, context, axis)
 
 
 def build(
@@ -44,18 +186,76 @@ def build(
   *,
   mesh: Mesh,
   layout: layouts.Layout = layouts.TRAIN,
+  options: ParallelOptions = ParallelOptions(),
+  num_tokens: int = 2**20,
 ) -> Placement:
   """Places a model by a layout table.
+
+  Args:
+    model: to place.
+    mesh: the one mesh.
+    layout: the tables.
+    options: of what devices exchange.
+    num_tokens: of a microbatch, for the bytes that a transport is said to move;
+      the choice hardly depends on it.
 
   Raises:
     ValueError: a parameter's axis is missing from the table, or its size does
       not divide; names the parameter.
   """
-  return Placement(
+  order = options.order(mesh, layout)
+  plan = model_placement.exchange_plan(
+    model,
+    layout=layout,
     mesh=mesh,
+    transport=options.transport,
+    chunks=options.chunks,
+    sequence_order=order,
+  )
+  axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
+  lines = [f'mesh: {axes}; layout {layout.name}']
+  buckets = ()
+  if plan is not None:
+    if shards_of(mesh, layout.sequence) > 1:
+      lines.append(f'tokens of a row: {order} over the context shards')
+    if shards_of(mesh, plan.expert_axes) > 1:
+      plan, line = _carried(plan, model, num_tokens, options.buckets)
+      lines.append(line)
+      buckets = options.buckets
+  return Placement(
+    model=model,
+    mesh=mesh,
+    layout=layout,
     variables=model_placement.variable_shardings(
       model, layout=layout, mesh=mesh
     ),
-    batch=shardings.tokens(layout, mesh),
-    plan=model_placement.exchange_plan(model, layout=layout, mesh=mesh),
+    plan=plan,
+    buckets=buckets,
+    lines=tuple(lines),
   )
+
+
+def _load(model, plan, rows, seq_len):
+  return exchange.load_of(
+    plan,
+    batch_size=rows,
+    length=seq_len,
+    num_experts=model.moe.num_experts,
+    num_active=model.moe.num_active,
+    embed_dim=model.embed_dim,
+    item_bytes=4 if model.compute_dtype == 'float32' else 2,
+  )
+
+
+def _carried(plan, model, num_tokens, buckets):
+  """Returns the plan with a transport, and a line that says why this one."""
+  choice = transports.choose(
+    _load(model, plan, 1, num_tokens),
+    platform=plan.mesh.devices.flat[0].platform,
+    # Somewhere between what is enough at best and at worst.
+    bucket=buckets[len(buckets) // 2] if buckets else None,
+  )
+  if plan.transport == 'auto':
+    return dataclasses.replace(plan, transport=choice.name), choice.reason
+  line = f'transport {plan.transport}, as configured; auto: {choice.reason}'
+  return plan, line

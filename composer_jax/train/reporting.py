@@ -1,5 +1,6 @@
 """Turns the metrics of steps into lines, one step late, and stops on NaN."""
 
+import functools
 import math
 import time
 from typing import Any, Protocol
@@ -7,7 +8,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from composer_jax.kernels import grouped_matmul
+from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
+from composer_jax.train import buckets
+from composer_jax.train import placement as train_placement
 from composer_jax.train import step as train_step
 
 
@@ -77,39 +82,67 @@ class Reporter:
     speed: Speed,
     learning_rates: np.ndarray,
     log_every: int,
+    expert_shards: int = 1,
+    expert_rows: int | None = None,
   ):
+    """Takes what it reports with.
+
+    Args:
+      stage: of the lines.
+      writer: of metrics.
+      bar: of progress.
+      speed: clock.
+      learning_rates: of each step.
+      log_every: steps between lines.
+      expert_shards: devices that share the experts out among them.
+      expert_rows: that the experts' kernel has room for on one device, where
+        it is known how many it computes of them.
+    """
     self._stage = stage
     self._writer = writer
     self._bar = bar
     self._speed = speed
     self._learning_rates = learning_rates
     self._log_every = log_every
-    self._pending: tuple[int, train_step.StepMetrics] | None = None
+    self._expert_shards = expert_shards
+    self._expert_rows = expert_rows
+    self._pending: buckets.Sent | None = None
     self._last_finite: float | None = None
 
-  def push(self, step: int, metrics: train_step.StepMetrics) -> None:
-    """Takes the metrics of a dispatched step and reports the one before.
+  def push(self, sent: buckets.Sent) -> None:
+    """Takes a dispatched step and reports the one before.
 
     Raises:
       FloatingPointError: the step before was not finite.
     """
-    before, self._pending = self._pending, (step, metrics)
+    before, self._pending = self._pending, sent
     if before is not None:
-      self._report(*before)
+      self._report(before)
 
   def flush(self) -> None:
-    """Reports the pending step; waits for the device."""
+    """Reports the pending step, which is settled; waits for the device."""
     pending, self._pending = self._pending, None
     if pending is not None:
-      self._report(*pending)
+      self._report(pending)
+
+  def retry(self, retry: buckets.Retry) -> None:
+    """Tells of a step that is repeated, on a line of its own."""
+    self._writer.write(
+      self._stage,
+      retry.step,
+      retry=str(retry),
+      retry_needed_rows=retry.needed,
+      retry_capacity=retry.capacity,
+    )
+    self._bar.message(str(retry))
 
   def heldout(self, step: int, loss: float, **others: Any) -> None:
     """Writes the held-out loss after `step` steps, and metrics beside it."""
     self._writer.write(self._stage, step, heldout_loss=loss, **others)
     self._bar.message(f'step {step}: held-out loss {loss:.4f}')
 
-  def _report(self, step: int, metrics: train_step.StepMetrics) -> None:
-    metrics = jax.device_get(metrics)
+  def _report(self, sent: buckets.Sent) -> None:
+    step, metrics = sent.step, jax.device_get(sent.metrics)
     self._check_finite(step, metrics)
     self._speed.add(int(metrics.loss.num_tokens))
     self._bar.update(step, loss=float(metrics.loss.loss))
@@ -127,9 +160,25 @@ class Reporter:
       lr=float(self._learning_rates[step - 1]),
       expert_load_max=train_step.expert_load_max(load_ME),
       expert_load=load_ME.tolist(),
+      **self._experts(load_ME, metrics.loss.exchanged),
       **_attention(metrics.loss.max_logits_LN),
       **self._speed.read(),
     )
+
+  def _experts(
+    self, load_ME: np.ndarray, stats: exchange.ExchangeStats | None
+  ) -> dict[str, Any]:
+    """Returns what shards of experts had to do, and what their kernel did."""
+    found = {}
+    num_rows = self._expert_rows
+    if self._expert_shards > 1:
+      found = _shards(load_ME, self._expert_shards) | _received(stats)
+      num_rows = num_rows and found['received_rows']
+    if num_rows:
+      load_E = load_ME.reshape(-1, load_ME.shape[1] // self._expert_shards)
+      executed = _executed_rows(load_E, num_rows)
+      found['executed_share'] = float(executed.sum() / max(load_ME.sum(), 1))
+    return found
 
   def _check_finite(self, step: int, metrics: train_step.StepMetrics) -> None:
     values = {
@@ -151,6 +200,38 @@ class Reporter:
       f'{self._last_finite}. No checkpoint of this step was written. Lower '
       'the learning rate or inspect the batch.'
     )
+
+
+def placed(placement: train_placement.Placement) -> dict[str, str]:
+  """Returns what a stage says once of its devices."""
+  axes = ' x '.join(f'{k}={n}' for k, n in placement.mesh.shape.items())
+  found = {'mesh': axes}
+  if placement.expert_shards > 1:
+    found['transport'] = placement.transport
+  return found
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _executed_rows(load_PE, num_rows):
+  """Returns the rows that each shard of each layer multiplies."""
+  count = functools.partial(grouped_matmul.executed_rows, num_rows=num_rows)
+  return jax.vmap(count)(load_PE)
+
+
+def _shards(load_ME: np.ndarray, expert_shards: int) -> dict[str, float]:
+  """Returns the busiest expert shard's rows over the mean, worst layer."""
+  load_MP = load_ME.reshape(len(load_ME), expert_shards, -1).sum(-1)
+  return {'shard_load_max': train_step.expert_load_max(load_MP)}
+
+
+def _received(stats: exchange.ExchangeStats | None) -> dict[str, int]:
+  """Returns the largest need of an exchange, and the room it had."""
+  assert stats is not None
+  layer = int(np.argmax(stats.needed_rows))
+  return {
+    'needed_rows': int(stats.needed_rows[layer]),
+    'received_rows': int(stats.capacity[layer]),
+  }
 
 
 def _attention(max_logits_LN: jax.Array | None) -> dict[str, Any]:

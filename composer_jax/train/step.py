@@ -12,7 +12,7 @@ from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import router
 from composer_jax.parallel import exchange
-from composer_jax.train import lm_loss
+from composer_jax.train import accumulation, lm_loss
 from composer_jax.train import state as train_state
 
 
@@ -87,6 +87,8 @@ def make(
   plan: exchange.ExchangePlan | None,
   bias_rate: float,
   clips_logits: bool = False,
+  accumulate: int = 1,
+  places: Any = None,
 ) -> StepFunction:
   """Returns the language-model step; it traces under any mesh.
 
@@ -96,18 +98,43 @@ def make(
     plan: where tokens and experts lie.
     bias_rate: step of the selection bias; 0 freezes it.
     clips_logits: whether the optimizer wants the largest attention logits.
+    accumulate: microbatches that a batch is worked through in, one after
+      another; loss and gradient are those of the batch whole.
+    places: shardings of the parameters, in which gradients add up.
   """
 
-  def step(state, batch):
-    gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)
-    (_, loss_stats), gradients = gradient(
+  def gradient(state, batch, whole):
+    function = jax.value_and_grad(lm_loss.loss, has_aux=True)
+    (_, stats), gradients = function(
       state.params,
       state.selection_bias,
       batch,
       model=model,
       plan=plan,
       with_max_logits=clips_logits,
+      whole=whole,
     )
+    return gradients, stats
+
+  def accumulated(state, batch):
+    whole = lm_loss.totals(batch)
+    gradients, stats = accumulation.gradients(
+      lambda params, piece: gradient(
+        state.replace(params=params), piece, whole
+      ),
+      state.params,
+      batch,
+      accumulate,
+      plan=plan,
+      places=places,
+    )
+    return gradients, lm_loss.summed(stats)
+
+  def step(state, batch):
+    if accumulate == 1:
+      gradients, loss_stats = gradient(state, batch, None)
+    else:
+      gradients, loss_stats = accumulated(state, batch)
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
         state,

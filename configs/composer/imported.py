@@ -67,5 +67,7 @@ def _model(folder: str) -> ml_collections.ConfigDict:
     ) from error
   # Absent from imports that are older than these, and to be set by a run.
   fields.setdefault('numerics', 'fast')
+  saves = fields.get('remat_saves', tiny.get_config().model.remat_saves)
+  fields['remat_saves'] = tuple(saves)  # A list in JSON.
   fields['moe'].setdefault('replay_alpha', 0.0)
   return ml_collections.ConfigDict(fields)

@@ -25,10 +25,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c = ml_collections.ConfigDict()
   c.seed = 0
   c.initial = ''  # random weights; or a folder made by experiments.hf_import
-  # Devices of pretraining and SFT; their product is emulated on a CPU. RL
-  # trains on one device, since the rollout process needs the other core.
+  # Devices of pretraining and SFT; their product is emulated on a CPU. That of
+  # RL is rl.mesh.
   c.mesh = dict(replica=2, fsdp=1, context=1)
   c.layout = 'data_parallel'  # or 'hsdp', the dual-mesh layout
+  c.parallel = _parallel()
   # Its `numerics` and `moe.replay_alpha` are for rollouts, evaluations and RL;
   # pretraining and SFT, on the whole mesh, are always 'fast'.
   c.model = model_tiny.get_config()
@@ -46,6 +47,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.cpt = dict(
     steps=300,
     batch_size=16,  # rows
+    accumulate=1,  # microbatches a step, one after another, for less memory
     seq_len=256,
     learning_rate=5e-3,  # peak, of Muon at Moonlight's scale
     adam_learning_rate=2e-3,  # peak, of what AdamW keeps
@@ -90,6 +92,24 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if arg == 'smoke':
     _shrink(c)
   return c
+
+
+def _parallel() -> dict[str, Any]:
+  """What devices exchange, on every mesh; results differ by rounding alone."""
+  return dict(
+    # Of tokens to experts: 'ring' (every token to every shard), 'a2a' (to those
+    # of its experts, in fixed slots), 'ragged_a2a' (likewise, densely packed;
+    # not on a CPU), or 'auto', which prints why.
+    transport='auto',
+    # Rows that an expert shard has room for, in means. A step that needs more
+    # is repeated with the next bucket, at last the worst case. () for that
+    # always, which takes most memory.
+    buckets=(1.0, 1.25, 2.0),
+    chunks=1,  # steps in which a shard goes through its experts, for memory
+    # 'zigzag' gives each context shard an early and a late piece of a row, so
+    # that all attend to as many keys; 'auto' does where there are several.
+    sequence_order='auto',
+  )
 
 
 def _muon() -> dict[str, Any]:
@@ -172,6 +192,9 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     on_swap='keep',
   )
   c.rl = dict(
+    # Devices of the trainer, in the layout above if there are several. One by
+    # default: on a CPU the rollout process needs the other core.
+    mesh=dict(replica=1, fsdp=1, context=1),
     steps=125,
     prompts=8,
     rollouts_per_prompt=8,

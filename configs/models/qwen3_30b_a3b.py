@@ -26,6 +26,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.norm_eps = 1e-6
   c.tie_embeddings = False
   c.remat = True
+  # What recomputing keeps: what other devices sent of tokens.
+  c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(

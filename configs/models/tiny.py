@@ -20,6 +20,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.norm_eps = 1e-6
   c.tie_embeddings = True
   c.remat = False  # activations fit; recomputing would cost a third more time
+  # What recomputing keeps: what other devices sent of tokens.
+  c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'float32'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
   c.attention = dict(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from composer_jax.core import rounding
+from composer_jax.core import platforms, rounding
 
 
 def test_a_rounding_between_two_sums_takes_place():
@@ -26,3 +26,10 @@ def test_float32_is_left_alone_and_gradients_pass():
     lambda x: (rounding.rounded(x, jnp.bfloat16) * 2).sum().astype(jnp.float32)
   )
   np.testing.assert_array_equal(gradient(x), [2.0, 2.0])
+
+
+def test_the_target_of_a_program_says_what_need_not_be_rounded():
+  # Not this machine: the planner traces for accelerators on a CPU.
+  assert rounding.wide_dtype(jnp.bfloat16) == jnp.float32
+  with platforms.targeting('tpu'):
+    assert rounding.wide_dtype(jnp.bfloat16) == jnp.bfloat16

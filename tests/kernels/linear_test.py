@@ -42,6 +42,49 @@ def test_gradient_is_that_of_the_einsum(arrays):
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_gradient_of_two_contracted_axes_is_that_of_the_einsum(arrays):
+  _, weight_DNH = arrays
+  weight_NHD = weight_DNH.transpose(1, 2, 0)
+  x_BTNH = np.random.default_rng(1).standard_normal((2, 3, 2, 4))
+  x_BTNH = x_BTNH.astype(np.float32)
+
+  def ours(x, w):
+    return jnp.sin(linear.linear(x, w, num_contracted=2)).sum()
+
+  def plain(x, w):
+    return jnp.sin(jnp.einsum('BTNH,NHD->BTD', x, w)).sum()
+
+  for mine, theirs in zip(
+    jax.grad(ours, (0, 1))(x_BTNH, weight_NHD),
+    jax.grad(plain, (0, 1))(x_BTNH, weight_NHD),
+    strict=True,
+  ):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_no_product_of_a_step_contracts_the_rows_of_its_left_operand():
+  # The slow kind on CPU; XLA folds a plain transposition into the product.
+  def loss(x_ZD, weight_DF):
+    return jnp.sin(linear.linear(x_ZD, weight_DF)).sum()
+
+  # Of a size that XLA does not copy for anyway.
+  arrays = (jnp.ones((1024, 256)), jnp.ones((256, 256)))
+  text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile().as_text()
+  products = [line for line in text.splitlines() if ' dot(' in line]
+  assert len(products) == 3
+  assert all('lhs_contracting_dims={1}' in line for line in products)
+
+
+def test_weight_gradient_is_the_sum_over_rows(arrays):
+  x_BTD, _ = arrays
+  x_ZD = x_BTD.reshape(6, 8)
+  d_ZF = np.random.default_rng(2).standard_normal((6, 5)).astype(np.float32)
+  expected = (x_ZD[:, :, None].astype(float) * d_ZF[:, None]).sum(0)
+  np.testing.assert_allclose(
+    linear.weight_gradient(x_ZD, d_ZF), expected, rtol=1e-5, atol=1e-6
+  )
+
+
 def test_bfloat16_is_summed_in_float32_and_rounded_once():
   # 256 + 1 + 1 + ... : every partial sum in bfloat16 would stay at 256.
   x_1D = jnp.concatenate([jnp.full(1, 256), jnp.ones(255)])[None]

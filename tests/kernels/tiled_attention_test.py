@@ -20,20 +20,20 @@ def segments_BT():
 
 
 def whole(query, kept, segments_BT):
-  mask_BTS = model_attention.packed_mask(segments_BT)
+  visible = model_attention.visible_of(segments_BT)
   first, second = kept
   if isinstance(query, tuple):
     query = jnp.concatenate(query, axis=-1)
     second = first[:, :, None]
     first = jnp.concatenate(kept, axis=-1)[:, :, None]
   return attention.attend(
-    query, first, second, mask_BTS, scale=1.0, backend='reference'
+    query, first, second, visible, scale=1.0, backend='reference'
   )
 
 
 def tiled(query, kept, segments_BT):
-  mask_BTS = model_attention.packed_mask(segments_BT)
-  return tiled_attention.attend_packed(query, kept, segments_BT, mask_BTS)
+  visible = model_attention.visible_of(segments_BT)
+  return tiled_attention.attend_packed(query, kept, visible)
 
 
 @pytest.mark.parametrize('kind', ['grouped', 'latent'])

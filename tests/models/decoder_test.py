@@ -241,6 +241,28 @@ def test_recomputation_changes_nothing(
   )
 
 
+def test_recomputation_repeats_no_choice_of_experts():
+  def choices(**change):
+    config = dataclasses.replace(CONFIG, **change)
+    variables, _ = decoder.abstract(config)
+    tokens_BT = jax.ShapeDtypeStruct((B, T), 'int32')
+
+    def loss(params, variables, tokens_BT):
+      out = decoder.Decoder(config).apply(
+        {**variables, 'params': params}, *[tokens_BT] * 3
+      )
+      return out.hidden_BTD.sum()
+
+    gradient = jax.grad(loss)
+    text = str(
+      jax.make_jaxpr(gradient)(variables['params'], variables, tokens_BT)
+    )
+    return text.count('argmax['), text.count(' sort[')
+
+  # Though nothing is to be kept: rounded otherwise it might be another.
+  assert choices(remat=True, remat_saves=()) == choices(remat=False)
+
+
 @pytest.mark.parametrize('remat', [False, True])
 def test_router_learns_under_replay_and_bias_does_not(
   variables, batch, value_and_grad, output, remat

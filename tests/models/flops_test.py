@@ -3,7 +3,6 @@
 import functools
 import importlib
 import math
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.kernels import grouped_matmul
+from composer_jax.kernels import attention as attention_kernel
+from composer_jax.kernels import grouped_matmul, grouped_schedule
 from composer_jax.models import attention, decoder, flops, head
 from composer_jax.models import config as model_config
 from configs.models import tiny
@@ -261,9 +261,9 @@ def _program(config, transform, *, backend, length=T):
   """Returns the unoptimised HLO that jax makes of B rows."""
   variables, _ = decoder.abstract(config)
   ints_BT = jax.ShapeDtypeStruct((B, length), jnp.int32)
-  chosen = {**grouped_matmul._PLATFORM_BACKENDS, 'cpu': backend}
-  # The backend is picked while tracing; jax keeps traces of one function.
-  with mock.patch.object(grouped_matmul, '_PLATFORM_BACKENDS', chosen):
+  # The whole softmax: its products do not depend on the data.
+  whole = attention_kernel.using('reference')
+  with grouped_matmul.using(backend), whole:
     function = transform(functools.partial(_loss, config))
     lowered = jax.jit(function).lower(variables, *[ints_BT] * 3)
   return lowered.compiler_ir('hlo').as_hlo_text()
@@ -295,17 +295,10 @@ def _routed(config):
   return 2 * config.num_moe_layers * 3 * config.embed_dim * width
 
 
-def _scores_again(config, length=T):
-  """The backward pass of the attention kernel computes q k once more."""
-  a = config.attention
-  return 2 * config.num_layers * a.num_heads * a.head_dim * length
-
-
 def _gates(config):
-  """Picking and applying gates: products that belong to no matrix."""
+  """Picking gates: products that belong to no matrix."""
   moe = config.moe
-  width = moe.num_experts + config.embed_dim
-  return 2 * config.num_moe_layers * moe.num_active * width
+  return 2 * config.num_moe_layers * moe.num_active * moe.num_experts
 
 
 @each_variant
@@ -316,7 +309,6 @@ def test_flops_equal_those_of_a_dense_expert_reference(name):
   inactive = (config.moe.num_experts - 1) * _routed(config)
   forward = flops.forward_per_token(config, T) + inactive
   train = flops.train_per_token(config, T) + 3 * inactive
-  train += _scores_again(config)
   for transform, expected, gates in (
     (_forward, forward, _gates(config)),
     (jax.grad, train, 3 * _gates(config)),
@@ -333,14 +325,15 @@ def test_causal_flops_equal_those_of_the_reference_without_masked_pairs(name):
   config = VARIANTS[name]
   inactive = (config.moe.num_experts - 1) * _routed(config)
   # Pairs of the program's own mask: it computes all and uses these.
-  used = float(attention.packed_mask(jnp.ones((1, T), jnp.int32)).mean())
-  for transform, closed, passes, again in (
-    (_forward, flops.forward_per_token, 1, 0),
-    (jax.grad, flops.train_per_token, 3, _scores_again(config)),
+  visible = attention.visible_of(jnp.ones((1, T), jnp.int32))
+  used = float((visible.end_BT - visible.start_BT).mean()) / T
+  for transform, closed, passes in (
+    (_forward, flops.forward_per_token, 1),
+    (jax.grad, flops.train_per_token, 3),
   ):
     program = _reference(name, transform)
-    scores = _counted(program, of=_meets_keys) - again
-    counted = _counted(program) - again - (1 - used) * scores
+    scores = _counted(program, of=_meets_keys)
+    counted = _counted(program) - (1 - used) * scores
     expected = closed(config, T, causal=True)
     np.testing.assert_allclose(counted, expected + passes * inactive, rtol=0.01)
     # All but scores is what no key costs.
@@ -351,13 +344,14 @@ def test_causal_flops_equal_those_of_the_reference_without_masked_pairs(name):
 
 def test_flops_equal_those_of_the_blocked_program():
   config = model_config.ModelConfig.from_dict(tiny.get_config().to_dict())
-  # It loops over blocks of 16 rows of one expert: as many as the copies fill.
-  length, rows = 32, 16
-  blocks = B * length * config.moe.num_active / rows
-  again = _scores_again(config, length)
+  # It loops over blocks of rows of one expert: as many as the copies fill.
+  length = 32
+  copies = B * length * config.moe.num_active
+  sizes = grouped_schedule.sizes(copies, config.moe.num_experts)
+  blocks = copies / sizes.tails[0]
   for transform, expected in (
     (_forward, flops.forward_per_token(config, length)),
-    (jax.grad, flops.train_per_token(config, length) + again),
+    (jax.grad, flops.train_per_token(config, length)),
   ):
     text = _program(config, transform, backend='blocked', length=length)
     counted = hlo_flops.count(text, blocks) / (B * length)

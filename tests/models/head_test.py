@@ -1,21 +1,32 @@
-"""The shift by one token, against a literal computation."""
+"""The shift by one token, and logits that are never whole."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from composer_jax.models import head
 from tests.models import decoder_test
 
+_OPTIONS = {'xla_backend_optimization_level': 0}
 
-def test_logprobs_are_indexed_by_the_token_they_are_about():
-  config = decoder_test.CONFIG
+
+def _inputs():
   keys = jax.random.split(jax.random.key(0), 2)
   weight = jax.random.normal(keys[0], (16, 32))
   hidden = jax.random.normal(keys[1], (1, 6, 16))
   tokens = jnp.array([[3, 1, 4, 1, 5, 9]])
   segments = jnp.array([[1, 1, 1, 2, 2, 0]])
   temperatures = jnp.array([[1.0, 2.0, 1.0, 1.0, 0.5, 1.0]])
+  return weight, hidden, (tokens, segments, temperatures)
+
+
+def test_logprobs_are_indexed_by_the_token_they_are_about():
+  config = decoder_test.CONFIG
+  weight, hidden, (tokens, segments, temperatures) = _inputs()
   logprobs, entropy = jax.jit(head.target_logprobs, static_argnums=5)(
     {'params': {'unembedding': weight}},
     hidden,
@@ -32,3 +43,114 @@ def test_logprobs_are_indexed_by_the_token_they_are_about():
     entropies[t] = -(jnp.exp(all_V) * all_V).sum()
   np.testing.assert_allclose(logprobs[0], expected, atol=1e-5)
   np.testing.assert_allclose(entropy[0], entropies, atol=1e-5)
+
+
+def test_the_end_of_a_full_row_predicts_nothing():
+  weight, hidden, (tokens, _, _) = _inputs()
+  out = jax.jit(head.target_logprobs, static_argnums=5)(
+    {'params': {'unembedding': weight}},
+    hidden,
+    tokens,
+    jnp.ones_like(tokens),
+    None,
+    decoder_test.CONFIG,
+  )
+  for about in out:
+    # Least of all the beginning of the row, though of the same segment id.
+    assert about[0, 0] == 0 and (about[0, 1:] != 0).all()
+
+
+def _gradients(name, chunk):
+  """Returns outputs and gradients, with so many words in each chunk."""
+  config = dataclasses.replace(
+    decoder_test.CONFIG, tie_embeddings=name == 'embedding'
+  )
+  weight, hidden, batch = _inputs()
+  weight = weight.T if config.tie_embeddings else weight
+
+  def loss(weight, hidden):
+    out = head.target_logprobs(
+      {'params': {name: weight}}, hidden, *batch, config, chunk=chunk
+    )
+    return 2 * out[0].sum() - 3 * (out[1] ** 2).sum(), out
+
+  gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  return jax.jit(gradient, compiler_options=_OPTIONS)(weight, hidden)
+
+
+@pytest.mark.parametrize('name', ['embedding', 'unembedding'])
+def test_chunks_equal_logits_at_once(name):
+  # Of 32 words: the last chunk has two.
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+    _gradients(name, 10),
+    _gradients(name, 32),
+  )
+
+
+def test_logits_of_all_words_exist_only_where_they_are_small():
+  weight, hidden, batch = _inputs()
+
+  def text(chunk):
+    def loss(weight):
+      variables = {'params': {'unembedding': weight}}
+      out = head.target_logprobs(
+        variables, hidden, *batch, decoder_test.CONFIG, chunk=chunk
+      )
+      return out[0].sum()
+
+    return str(jax.make_jaxpr(jax.grad(loss))(weight))
+
+  # Six tokens times 32 words.
+  whole = 'f32[1,6,32]', 'f32[6,32]'
+  assert whole[0] in text(None)
+  assert not any(shape in text(8) for shape in whole)
+  assert 'f32[6,8]' in text(8)
+
+
+@pytest.mark.parametrize('name', ['embedding', 'unembedding'])
+def test_chunks_of_bfloat16_are_summed_in_float32(name):
+  config = dataclasses.replace(
+    decoder_test.CONFIG, tie_embeddings=name == 'embedding'
+  )
+  weight, hidden, batch = _inputs()
+  weight = weight.T if config.tie_embeddings else weight
+
+  def loss(weight, hidden):
+    out = head.target_logprobs(
+      {'params': {name: weight}}, hidden, *batch, config, chunk=10
+    )
+    return out[0].sum()
+
+  gradient = jax.grad(loss, (0, 1))
+  arrays = weight, hidden.astype(jnp.bfloat16)
+  text = str(jax.make_jaxpr(gradient)(*arrays))
+  # Logits twice, and two gradients, of each of four chunks.
+  assert text.count('dot_general[') == 16
+  assert text.count('preferred_element_type=float32') == 16
+  dtypes = [x.dtype for x in jax.eval_shape(gradient, *arrays)]
+  assert dtypes == [jnp.float32, jnp.bfloat16]
+
+
+def test_gradients_are_those_of_log_softmax():
+  _, _, (tokens, _, temperatures) = _inputs()
+  logits = 3 * jax.random.normal(jax.random.key(1), (1, 6, 32))
+
+  def ours(logits):
+    return head.token_logprobs(logits, tokens, temperatures, numerics='fast')
+
+  def plain(logits):
+    all_BTV = jax.nn.log_softmax(logits / temperatures[..., None])
+    picked = jnp.take_along_axis(all_BTV, tokens[..., None], -1)[..., 0]
+    return picked, -(jnp.exp(all_BTV) * all_BTV).sum(-1)
+
+  def gradient(function):
+    def loss(logits):
+      logprobs, entropy = function(logits)
+      return (jnp.sin(logprobs) + 2 * jnp.cos(entropy)).sum()
+
+    return jax.grad(loss)(logits)
+
+  np.testing.assert_allclose(
+    gradient(ours), gradient(plain), rtol=1e-5, atol=2e-6
+  )

@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from composer_jax.core import trees
 from composer_jax.kernels import attention
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head, layer, norm, rope
+from composer_jax.models import decoder, head, layer, norm, rope, router
 from tests.models import decoder_test
 
 BF16 = ml_dtypes.bfloat16
@@ -48,14 +49,16 @@ def test_rotation_is_rounded_once_at_far_positions():
   assert (np.asarray(have) == want.astype(BF16)).mean() > 0.95
 
 
-@pytest.mark.parametrize('backend', ['reference', 'rows'])
+@pytest.mark.parametrize('backend', ['reference', 'blocked'])
 def test_softmax_sees_float32_scores(backend):
   # Scores of 256 and 257 are one number in bfloat16.
   q = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16)
   k = jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)
   v = jnp.asarray([[[[1.0]], [[0.0]]]], jnp.bfloat16)
-  mask = jnp.ones((1, 1, 2), bool)
-  share = attention.attend(q, k, v, mask, scale=1.0, backend=backend)
+  visible = attention.Visible(
+    jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
+  )
+  share = attention.attend(q, k, v, visible, scale=1.0, backend=backend)
   np.testing.assert_allclose(float(share[0, 0, 0, 0]), 0.2689, rtol=0.01)
 
 
@@ -76,6 +79,17 @@ def test_logits_and_hidden_states_have_their_dtypes(config):
     out.hidden_BTD,
   )
   assert logits.dtype == jnp.float32
+
+
+def test_norms_and_the_router_multiply_with_float32(config):
+  for stack in ('dense_layers', 'moe_layers'):
+    params = decoder.abstract(config)[0]['params'][stack]
+    prepared = jax.eval_shape(
+      functools.partial(layer.prepare, config=config), params
+    )
+    for name, x in trees.flatten_names(prepared).items():
+      is_wide = 'norm' in name or name.endswith('router')
+      assert x.dtype == (jnp.float32 if is_wide else jnp.bfloat16), name
 
 
 def mixture_shapes(config):
@@ -126,6 +140,7 @@ def test_router_logits_are_float32_products_of_bfloat16_values(config):
   exact_ZE = np.asarray(h_BTD[0], np.float64) @ router_DE.astype(np.float64)
   z_loss = (np.log(np.exp(exact_ZE).sum(-1)) ** 2).mean()
   # Logits rounded to bfloat16 are 1e-4 off in this mean.
+  stats = router.statistics(stats.router, moe)
   np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
 
 
@@ -139,7 +154,7 @@ def test_discrete_choices_ask_accelerators_for_whole_float32(config):
     for line in lowered.as_text().splitlines()
     if 'dot_general' in line and re.search(r'f32>, tensor<[^>]*f32>\)', line)
   ]
-  # The router, the weights of the chosen, and their sum.
-  assert len(dots) == 3
+  # The router and the weights of the chosen.
+  assert len(dots) == 2
   for dot in dots:
     assert 'precision = [HIGHEST, HIGHEST]' in dot, dot

@@ -83,12 +83,12 @@ def _max_logits(config, params):
     query, kept = layer_stages.attention_inputs(
       params, x_BTD, layer_stages.angles(positions_BT, config), config
     )
-    mask_BTS = attention.packed_mask(segment_ids_BT)
+    visible = attention.visible_of(segment_ids_BT)
     _, max_logits_N = layer_stages.attend(
       params,
       query,
       kept,
-      (mask_BTS, segment_ids_BT),
+      (visible, segment_ids_BT),
       config,
       None,
       is_measured=True,

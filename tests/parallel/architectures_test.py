@@ -213,8 +213,8 @@ def test_a_mesh_axis_goes_to_the_first_dimension_that_wants_it():
 @pytest.mark.parametrize(
   'rows,columns,message',
   [
-    (6, 8, r'batch size \(6\) must divide by .*replica.*\(4\)'),
-    (8, 7, r'sequence size \(7\) must divide by .*context.*\(2\)'),
+    (6, 8, r'batch size \(6\) .*replica=2 x fsdp=2 \(4\); .* is 4 or 8'),
+    (8, 7, r'sequence size \(7\) .*context=2 \(2\); .* is 6 or 8'),
   ],
 )
 def test_a_batch_that_does_not_divide_is_refused(rows, columns, message):
@@ -224,6 +224,16 @@ def test_a_batch_that_does_not_divide_is_refused(rows, columns, message):
   zeros_BT = jax.ShapeDtypeStruct((rows, columns), 'int32')
   shapes, _ = decoder.abstract(config)
   with pytest.raises(ValueError, match=message):
+    jax.eval_shape(decoder.Decoder(config, plan).apply, shapes, *[zeros_BT] * 3)
+
+
+def test_a_layout_whose_devices_all_see_every_token_does_not_train():
+  config = ARCHITECTURES['deepseek_v3']
+  mesh = topology.make_mesh(2, 2, 2)
+  plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
+  zeros_BT = jax.ShapeDtypeStruct((8, 8), 'int32')
+  shapes, _ = decoder.abstract(config)
+  with pytest.raises(ValueError, match='a layout whose tokens use them all'):
     jax.eval_shape(decoder.Decoder(config, plan).apply, shapes, *[zeros_BT] * 3)
 
 

@@ -13,12 +13,12 @@ from tests.parallel import collectives, on_mesh
 V, D, F = 18, 24, 7
 
 
-def _config(num_experts, router, remat):
+def _config(num_layers, num_experts, router, remat):
   return model_config.ModelConfig.from_dict(
     dict(
       vocab_size=V,
       embed_dim=D,
-      num_layers=2,
+      num_layers=num_layers,
       num_dense_layers=1,
       dense_ffw_dim=12,
       attention=dict(
@@ -52,9 +52,10 @@ def _config(num_experts, router, remat):
   )
 
 
-WIDE = _config(8, 'softmax', remat=False)
-# Six experts do not divide over 8 devices.
-UNEVEN = _config(6, 'sigmoid', remat=True)
+WIDE = _config(2, 8, 'softmax', remat=False)
+# Six experts do not divide over 8 devices. Two layers of them, since of one the
+# compiler would merge the forward pass and its recomputation.
+UNEVEN = _config(3, 6, 'sigmoid', remat=True)
 
 
 @pytest.fixture(scope='module')
@@ -69,13 +70,15 @@ def test_loss_and_gradients_equal_one_device(wide):
   assert dict(plan.weight_specs)['gate_up'] == expert
 
 
-def test_uneven_experts_replayed_and_recomputed_equal_one_device():
+def test_uneven_experts_in_zigzag_order_equal_one_device():
   single = on_mesh.single(UNEVEN)
   # Replay on the mesh what one device routed.
-  plan, result, _ = on_mesh.sharded(UNEVEN, (1, 4, 2), single[0][1][1])
+  plan, result, _ = on_mesh.sharded(
+    UNEVEN, (1, 2, 4), single[0][1][1], sequence_order='zigzag'
+  )
   on_mesh.assert_equal(result, single)
   # Six experts over 2 devices; D takes the other axis.
-  expert = P(('replica', 'context'), 'fsdp', None, None)
+  expert = P(('replica', 'fsdp'), 'context', None, None)
   assert dict(plan.weight_specs)['gate_up'] == expert
 
 

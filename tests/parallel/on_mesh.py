@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.models import decoder, head, placement
-from composer_jax.parallel import layouts, shardings, topology
-from tests.parallel import collectives
+from composer_jax.parallel import layouts, sequence, shardings, topology
+from tests.parallel import collectives, muon_meshes
 
 # For configs of at least this many tokens of vocabulary.
 B, T, V = 8, 8, 18
@@ -41,6 +41,8 @@ def initial(config):
 
 def _step(config, plan):
   """Returns (variables, batch, ids) -> ((loss, (load, ids)), gradients)."""
+  # Both forms of the head: here four chunks of the words, the last with fewer.
+  chunk = 5 if plan is not None and config.remat else None
 
   def loss(params, variables, batch, expert_ids_MBTA):
     variables = {**variables, 'params': params}
@@ -48,10 +50,19 @@ def _step(config, plan):
       variables, *batch, expert_ids_MBTA=expert_ids_MBTA
     )
     logprobs_BT, _ = head.target_logprobs(
-      variables, out.hidden_BTD, batch[0], batch[1], None, config
+      variables,
+      out.hidden_BTD,
+      batch[0],
+      batch[1],
+      None,
+      config,
+      plan,
+      chunk=chunk,
     )
     routers = out.stats.aux_loss_M.sum() + out.stats.z_loss_M.sum()
-    value = 0.01 * routers - logprobs_BT.sum() / 30
+    # By what the token is, so that each must be at its place.
+    weights_BT = 1 + jnp.sin(batch[0] + 3.0 * batch[2]) / 4
+    value = 0.01 * routers - (weights_BT * logprobs_BT).sum() / 30
     return value, (out.stats.load_ME, out.expert_ids_MBTA)
 
   def step(variables, batch, expert_ids_MBTA):
@@ -69,23 +80,69 @@ def single(config):
   return step(initial(config), batch(), None)
 
 
-def sharded(config, shape, expert_ids_MBTA=None, *, layout=layouts.TRAIN):
-  """Returns the plan, the same as `single`, and the program's collectives."""
+def compiled(
+  config,
+  shape,
+  *,
+  layout=layouts.TRAIN,
+  is_replayed=False,
+  sequence_order='contiguous',
+):
+  """Returns the plan, the program on a mesh, and where its arguments lie.
+
+  Raises:
+    AssertionError: the compiler moves a whole array for want of a better way.
+  """
   mesh = topology.make_mesh(*shape)
   where = dict(layout=layout, mesh=mesh)
-  plan = placement.exchange_plan(config, **where)
+  plan = placement.exchange_plan(config, **where, sequence_order=sequence_order)
   places = placement.variable_shardings(config, **where)
-  variables = jax.device_put(initial(config), places)
-  tokens = jax.device_put(batch(), shardings.tokens(layout, mesh))
-  if expert_ids_MBTA is not None:
-    expert_ids_MBTA = jax.device_put(
-      expert_ids_MBTA, shardings.routes(layout, mesh)
+  variables, _ = decoder.abstract(config)
+  arguments = [variables, jax.eval_shape(batch), None]
+  arguments_places = [places, shardings.tokens(layout, mesh), None]
+  if is_replayed:
+    ids_MBTA = (config.num_moe_layers, B, T, config.moe.num_active)
+    arguments[2] = jax.ShapeDtypeStruct(ids_MBTA, jnp.uint16)
+    arguments_places[2] = shardings.routes(layout, mesh)
+  step = jax.jit(
+    _step(config, plan),
+    in_shardings=arguments_places,
+    out_shardings=(None, places['params']),
+  )
+  # What comes from the cache says nothing; it was silent when it got there.
+  program, warnings = muon_meshes.watched(
+    lambda: step.lower(*arguments).compile(compiler_options=_OPTIONS)
+  )
+  assert 'rematerialization' not in warnings, warnings
+  return plan, program, arguments_places
+
+
+def sharded(config, shape, expert_ids_MBTA=None, **how):
+  """Returns the plan, the same as `single`, and the program's collectives."""
+  is_replayed = expert_ids_MBTA is not None
+  plan, program, places = compiled(
+    config, shape, **how, is_replayed=is_replayed
+  )
+  is_zigzag = plan.sequence_order == 'zigzag'
+
+  def in_order(put, tree, axis):
+    return jax.tree.map(
+      lambda x: put(np.asarray(x), shape[2], axis) if is_zigzag else x, tree
     )
-  step = jax.jit(_step(config, plan), out_shardings=(None, places['params']))
-  lowered = step.lower(variables, tokens, expert_ids_MBTA)
-  compiled = lowered.compile(compiler_options=_OPTIONS)
-  result = compiled(variables, tokens, expert_ids_MBTA)
-  return plan, result, collectives.read(compiled.as_text())
+
+  arguments = [
+    initial(config),
+    in_order(sequence.to_device, batch(), 1),
+    in_order(sequence.to_device, expert_ids_MBTA, 2),
+  ]
+  arguments = [
+    x if place is None else jax.device_put(x, place)
+    for x, place in zip(arguments, places, strict=True)
+  ]
+  (loss, (load_ME, ids_MBTA)), gradients = program(*arguments)
+  ids_MBTA = in_order(sequence.to_row, ids_MBTA, 2)
+  result = (loss, (load_ME, ids_MBTA)), gradients
+  return plan, result, collectives.read(program.as_text())
 
 
 def assert_equal(have, want):

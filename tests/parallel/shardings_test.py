@@ -40,8 +40,18 @@ def test_replicated_layout_shards_no_parameter():
   [
     ((8, 8), ('embed', 'colour'), r"Parameter w .*'colour'.* hsdp"),
     ((8,), ('embed', 'ffw'), 'their number does not fit'),
-    ((6, 8), ('embed', 'ffw'), r'embed dimension \(6\) must divide by '),
-    ((5, 5, 3), ('expert', 'embed', 'ffw'), 'its 5 experts do not divide'),
+    (
+      (6, 8),
+      ('embed', 'ffw'),
+      r'embed dimension \(6\) must divide by fsdp=2 x context=2 \(4\); the '
+      'nearest that does is 4 or 8',
+    ),
+    (
+      (5, 13, 3),
+      ('expert', 'embed', 'ffw'),
+      r'its 5 experts do not divide .* \(8\), and none of .*8 experts, embed '
+      'of 8 or 16, ffw of 8;',
+    ),
   ],
 )
 def test_errors_name_the_parameter(shape, axes, message):

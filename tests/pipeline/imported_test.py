@@ -60,6 +60,8 @@ def test_the_config_takes_the_model_of_the_import(folder):
   spec = spec_of(folder)
   assert spec.initial == str(folder)
   there = json.loads((folder / 'model.json').read_text())
+  # Flags take tuples, of which JSON makes lists.
+  there['remat_saves'] = tuple(there['remat_saves'])
   whole = imported_config.get_config(str(folder))
   assert whole.model.to_dict() == there
   assert whole.rl.steps > spec.rl.steps

@@ -320,6 +320,176 @@ def test_an_all_reduce_of_which_a_part_is_kept_sends_that_part(is_async):
   assert collective.hidden == (PRODUCT if is_async else 0)
 
 
+# As libtpu 0.0.42.1 prints them for v5p:4x4x4, shortened.
+_ON_SPARSE_CORES = """
+%called (p: bf16[1,8,64], t: token[]) -> bf16[1,64,64] {
+  %t = token[] parameter(1)
+  %p = bf16[1,8,64]{2,1,0} parameter(0)
+  ROOT %all-gather.19 = bf16[1,64,64]{2,1,0} all-gather(%p), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}, metadata={op_name="jit(step)/all_gather"}
+}, execution_thread="sparsecore"
+"""  # noqa: E501
+
+
+def test_a_call_of_the_sparse_cores_is_asynchronous():
+  start = (
+    '%s = ((bf16[1,8,64]{2,1,0}, token[]), bf16[1,64,64]{2,1,0}) '
+    'call-start(%x), async_execution_thread="sparsecore", to_apply=%called'
+  )
+  done = '%d = bf16[1,64,64]{2,1,0} call-done(%s)'
+  program = hlo.read(_asynchronous(start, done, _ON_SPARSE_CORES))
+  (gather,) = program.collectives
+  assert (gather.kind, gather.is_async) == ('all-gather', True)
+  assert gather.bytes == 64 * 64 * 2 * 7 // 8
+  assert gather.hidden == PRODUCT
+  assert gather.scope == 'jit(step)/all_gather'
+
+
+_GROUPS = 'replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}'
+_FUSED = f"""{_HEADER}
+%begin (p: bf16[8,64]) -> (bf16[8,64], bf16[64,64], u32[]) {{
+  %p = bf16[8,64]{{1,0}} parameter(0)
+  %g.1 = bf16[64,64]{{1,0}} all-gather(%p), {_GROUPS}
+  ROOT %c.1 = (bf16[8,64], bf16[64,64], u32[]) custom-call(%p, %g.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion (p: bf16[8,64], q: bf16[64,64], x: f32[8,8]) -> (f32[8,8], bf16[8,64], bf16[64,64]) {{
+  %p = bf16[8,64]{{1,0}} parameter(0)
+  %q = bf16[64,64]{{1,0}} parameter(1)
+  %x = f32[8,8]{{1,0}} parameter(2)
+  %dot = f32[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %g.2 = bf16[64,64]{{1,0}} all-gather(%p), {_GROUPS}
+  ROOT %t = (f32[8,8], bf16[8,64], bf16[64,64]) tuple(%dot, %p, %g.2)
+}}
+
+%end (p: bf16[8,64], q: bf16[64,64]) -> bf16[64,64] {{
+  %p = bf16[8,64]{{1,0}} parameter(0)
+  %q = bf16[64,64]{{1,0}} parameter(1)
+  %g.3 = bf16[64,64]{{1,0}} all-gather(%p), {_GROUPS}
+  ROOT %c.2 = bf16[64,64]{{1,0}} custom-call(%p, %q, %g.3), custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (w: bf16[8,64], x: f32[8,8]) -> f32[8,8] {{
+  %w = bf16[8,64]{{1,0}} parameter(0)
+  %x = f32[8,8]{{1,0}} parameter(1)
+  %start = (bf16[8,64], bf16[64,64], u32[]) fusion(%w), kind=kCustom, calls=%begin
+  %p = bf16[8,64]{{1,0}} get-tuple-element(%start), index=0
+  %q = bf16[64,64]{{1,0}} get-tuple-element(%start), index=1
+  %both = (f32[8,8], bf16[8,64], bf16[64,64]) fusion(%p, %q, %x), kind=kCustom, calls=%async_collective_fusion
+  %y = f32[8,8]{{1,0}} get-tuple-element(%both), index=0
+  %p.2 = bf16[8,64]{{1,0}} get-tuple-element(%both), index=1
+  %q.2 = bf16[64,64]{{1,0}} get-tuple-element(%both), index=2
+  %done = bf16[64,64]{{1,0}} fusion(%p.2, %q.2), kind=kCustom, calls=%end
+  ROOT %after = f32[8,8]{{1,0}} dot(%y, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""  # noqa: E501
+
+
+def test_a_collective_fused_with_products_counts_once():
+  program = hlo.read(_FUSED)
+  (gather,) = program.collectives
+  assert gather.is_async
+  assert gather.bytes == 64 * 64 * 2 * 7 // 8
+  assert gather.hidden == PRODUCT
+  assert program.flops == 2 * PRODUCT
+
+
+def test_a_ragged_exchange_moves_what_its_smaller_buffer_holds():
+  text = f"""{_HEADER}
+ENTRY %main (x: bf16[64,4], o: bf16[96,4]) -> bf16[96,4] {{
+  %x = bf16[64,4]{{1,0}} parameter(0)
+  %o = bf16[96,4]{{1,0}} parameter(1)
+  ROOT %r = bf16[96,4]{{1,0}} ragged-all-to-all(%x, %o, %a, %b, %c, %d), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+}}
+"""  # noqa: E501
+  (exchange,) = hlo.read(text).of_kind('ragged-all-to-all')
+  assert exchange.bytes == 64 * 4 * 2 * 3 // 4
+  assert exchange.result_bytes == 96 * 4 * 2
+
+
+def test_kernels_count_as_the_cost_they_state():
+  text = f"""{_HEADER}
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %k = f32[8,8]{{1,0}} custom-call(%x), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/flash/pallas_call"}}, backend_config={{"custom_call_config":{{"body":"AAAA","cost_estimate":{{"flops":"12345","transcendentals":"0"}}}}}}
+  %l = f32[8,8]{{1,0}} custom-call(%k), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/other/pallas_call"}}
+  ROOT %d = f32[8,8]{{1,0}} dot(%l, %l), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""  # noqa: E501
+  program = hlo.read(text)
+  assert program.flops == PRODUCT + 12345
+  assert program.kernels == {'flash': 12345}
+  assert program.unknown == {'other': 1}
+
+
+def _kernel(name: str, shapes: list[str], out: str) -> str:
+  """A program that calls a kernel that states no cost."""
+  lines = [f'  %a{i} = {s} parameter({i})' for i, s in enumerate(shapes)]
+  names = ', '.join(f'%a{i}' for i in range(len(shapes)))
+  call = (
+    f'  ROOT %k = {out} custom-call({names}), '
+    'custom_call_target="__gpu$xla.gpu.triton", '
+    f'metadata={{op_name="jit(f)/{name}/pallas_call"}}'
+  )
+  return '\n'.join([f'{_HEADER}ENTRY %main () -> {out} {{', *lines, call, '}'])
+
+
+@pytest.mark.parametrize(
+  ('name', 'shapes', 'out', 'want'),
+  [
+    (
+      'grouped_multiply',
+      ['s32[7]', 'bf16[48,4]', 'bf16[3,4,5]'],
+      'bf16[48,5]',
+      2 * 48 * 4 * 5,
+    ),
+    (
+      'grouped_multiply_groups',
+      ['s32[7]', 'bf16[48,4]', 'bf16[48,5]'],
+      'f32[3,4,5]',
+      2 * 48 * 4 * 5,
+    ),
+    (  # B 2, T 8, N 4, H 6; S 16, K 2, W 5: half of T x S, two a product.
+      'forward_kernel',
+      ['s32[2,1]', 'bf16[2,8,4,6]', 'bf16[2,16,2,6]', 'bf16[2,16,2,5]'],
+      '(bf16[2,8,4,5], f32[2,8,4])',
+      2 * 8 * 4 * 16 * (6 + 5),
+    ),
+    (
+      'keys_kernel',
+      ['s32[2,1]', 'bf16[2,8,4,6]', 'bf16[2,16,2,6]', 'bf16[2,16,2,5]'],
+      '(bf16[2,16,2,6], bf16[2,16,2,5])',
+      2 * 8 * 4 * 16 * (2 * 6 + 2 * 5),
+    ),
+  ],
+)
+def test_our_kernels_count_by_their_shapes(name, shapes, out, want):
+  program = hlo.read(_kernel(name, shapes, out))
+  assert program.kernels == {name: want}
+  assert not program.unknown
+
+
+def test_trips_may_be_told_by_scope():
+  def function(x, end):
+    with jax.named_scope('blocks'):
+      x = jax.lax.while_loop(
+        lambda carry: carry[0] < end,
+        lambda carry: (carry[0] + 1, carry[1] @ carry[1]),
+        (0, x),
+      )[1]
+    return jax.lax.fori_loop(0, 2, lambda _, x: x @ x, x)
+
+  text = _text(function, jnp.eye(N), 3)
+  seen = []
+
+  def trips(scope):
+    seen.append(scope)
+    return 5
+
+  assert hlo.read(text, dynamic_trips=trips).flops == (5 + 2) * PRODUCT
+  (scope,) = seen
+  assert 'blocks' in scope
+
+
 def test_kernels_of_vendors_are_products():
   text = f"""{_HEADER}
 ENTRY %main (x: bf16[16,32], y: bf16[32,8]) -> bf16[16,8] {{

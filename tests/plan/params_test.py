@@ -362,7 +362,14 @@ MODEL = 'configs/models/'
   'arguments, told',
   [
     (['--topology=cpu:3'], 'embed dimension'),
-    (['--what=weather'], "'weather' is not one of ['muon', 'params'"),
+    (
+      ['--what=weather'],
+      "'weather' is not one of ['comms', 'compile', 'muon', 'params'",
+    ),
+    (
+      ['--what=compile', '--until=schedule'],
+      'cpu:8 is compiled by XLA:CPU, which tells its schedule only at the end',
+    ),
     (['--config.num_layers=0'], 'num_layers must be an integer of at least 1'),
     ([f'--config={MODEL}none.py'], f"No such file or directory: '{MODEL}none"),
     (

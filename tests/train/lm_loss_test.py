@@ -11,6 +11,7 @@ import pytest
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
+from composer_jax.parallel import exchange
 from composer_jax.train import lm_loss
 
 MODEL = model_config.ModelConfig.from_dict(
@@ -57,6 +58,21 @@ BATCH = batches.LMBatch(
 )
 
 
+def forward(variables, batch, *, model, plan, with_max_logits):
+  """Of a model whose loss is 3 at weight 2, and of known router losses."""
+  x = variables['params']['x'] - 1.0
+  stats = batches.RouteStats(
+    load_ME=jnp.ones((2, 4), jnp.int32),
+    aux_loss_M=jnp.stack([2.0 + x, jnp.float32(3.0)]),
+    z_loss_M=jnp.stack([jnp.float32(4.0), 9.0 + 10.0 * x]),
+    replay_agreement_M=jnp.ones(2),
+    replay_replaced_M=jnp.zeros(2),
+    no_route_M=jnp.zeros(2),
+  )
+  output = decoder.DecoderOutput(hidden_BTD=x, expert_ids_MBTA=x, stats=stats)
+  return 6.0 + 4.0 * x, output
+
+
 @pytest.mark.parametrize(
   'aux_weight, z_weight, expected, expected_gradient',
   [
@@ -69,21 +85,6 @@ BATCH = batches.LMBatch(
 def test_routers_count_by_their_weights(
   monkeypatch, aux_weight, z_weight, expected, expected_gradient
 ):
-  """With a model whose loss is 3 at weight 2, and of known router losses."""
-
-  def forward(variables, batch, *, model, plan, with_max_logits):
-    x = variables['params']['x'] - 1.0
-    stats = batches.RouteStats(
-      load_ME=jnp.ones((2, 4), jnp.int32),
-      aux_loss_M=jnp.stack([2.0 + x, jnp.float32(3.0)]),
-      z_loss_M=jnp.stack([jnp.float32(4.0), 9.0 + 10.0 * x]),
-      replay_agreement_M=jnp.ones(2),
-      replay_replaced_M=jnp.zeros(2),
-      no_route_M=jnp.zeros(2),
-    )
-    output = decoder.DecoderOutput(hidden_BTD=x, expert_ids_MBTA=x, stats=stats)
-    return 6.0 + 4.0 * x, output
-
   monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
   moe = dataclasses.replace(
     MODEL.moe, aux_loss_weight=aux_weight, z_loss_weight=z_weight
@@ -100,6 +101,53 @@ def test_routers_count_by_their_weights(
   assert float(stats.loss) == 3.0
   assert float(stats.aux_loss) == 5.0
   assert float(stats.z_loss) == 13.0
+
+
+def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
+  """Here a quarter of the weight and a half of the tokens of its batch."""
+  monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
+  moe = dataclasses.replace(MODEL.moe, aux_loss_weight=0.5, z_loss_weight=0.25)
+  (value, stats), gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)(
+    {'x': jnp.float32(1.0)},
+    {},
+    BATCH,
+    model=dataclasses.replace(MODEL, moe=moe),
+    plan=None,
+    whole=lm_loss.Totals(loss_weight=jnp.float32(8.0), num_tokens=jnp.int32(6)),
+  )
+  assert float(stats.loss) == 6.0 / 8
+  assert float(stats.aux_loss) == 5.0 / 2
+  assert float(stats.z_loss) == 13.0 / 2
+  assert float(value) == 0.75 + 0.5 * 2.5 + 0.25 * 6.5
+  assert float(gradient['x']) == 4.0 / 8 + 0.5 * 0.5 + 0.25 * 5.0
+  assert (int(stats.num_tokens), float(stats.loss_weight)) == (3, 2.0)
+
+
+def test_microbatches_add_up_but_for_maxima():
+  """One that overflowed, the first or the last, is an overflow of the batch."""
+  each = jnp.array([1.0, 2.0, 4.0])
+  found = lm_loss.summed(
+    lm_loss.LossStats(
+      loss=each,
+      aux_loss=2 * each,
+      z_loss=3 * each,
+      loss_weight=4 * each,
+      num_tokens=jnp.array([1, 2, 3]),
+      load_ME=jnp.array([[[1, 0]], [[2, 5]], [[0, 1]]]),
+      max_logits_LN=jnp.array([[[7.0, 1.0]], [[2.0, 8.0]], [[3.0, 3.0]]]),
+      exchanged=exchange.ExchangeStats(
+        needed_rows=jnp.array([[9, 1], [2, 2], [3, 8]]),
+        capacity=jnp.full((3, 2), 8),
+      ),
+    )
+  )
+  assert [float(x) for x in (found.loss, found.aux_loss)] == [7.0, 14.0]
+  assert [float(x) for x in (found.z_loss, found.loss_weight)] == [21.0, 28.0]
+  assert found.num_tokens == 6
+  assert found.load_ME.tolist() == [[3, 6]]
+  assert found.max_logits_LN.tolist() == [[7.0, 8.0]]
+  assert found.exchanged.needed_rows.tolist() == [9, 8]
+  assert found.exchanged.capacity.tolist() == [8, 8]
 
 
 def test_a_model_of_zeros_has_uniform_routers():

@@ -122,21 +122,28 @@ def random_batch(seed):
 
 
 @functools.cache  # One placement, so that each program is compiled once.
-def placed(replica=1, fsdp=1, context=1):
+def placed(replica=1, fsdp=1, context=1, *, buckets=(1.0, 1.25, 2.0)):
   devices = jax.devices()[: replica * fsdp * context]
   mesh = topology.make_mesh(replica, fsdp, context, devices=devices)
-  return placement.build(MODEL, mesh=mesh)
+  parallel = placement.ParallelOptions(buckets=buckets)
+  return placement.build(MODEL, mesh=mesh, options=parallel)
 
 
 def train(
-  workdir, *, options=OPTIONS, stream=None, initial=None, mesh=(1, 1, 1)
+  workdir,
+  *,
+  options=OPTIONS,
+  stream=None,
+  initial=None,
+  mesh=(1, 1, 1),
+  **parallel,
 ):
   with metrics_writer.Writer(workdir, tensorboard=False) as writer:
     return loop.run(
       options,
       workdir=workdir,
       model=MODEL,
-      placement=placed(*mesh),
+      placement=placed(*mesh, **parallel),
       stream=stream or CountingStream(),
       heldout=[random_batch(-s % 2**31) for s in (1, 2)],
       writer=writer,
@@ -248,6 +255,41 @@ def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   assert losses[:4] == one[:4]
   # The state is the same; sums run in another order.
   np.testing.assert_allclose(losses[4:], one[4:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
+  initial = initial_variables()
+  # All 50 copies go to the two experts of one of two shards.
+  bias_ME = initial['selection_bias']['moe_layers']['moe']['bias']
+  bias_ME[:] = [9, 9, 0, 0]
+  run = functools.partial(
+    train, initial=initial, mesh=(1, 2, 1), buckets=(1.0,)
+  )
+  variables = run(tmp_path / 'straight')
+  rows = curves(tmp_path / 'straight')
+  retries = [
+    (r['step'], r['retry_needed_rows'], r['retry_capacity'])
+    for r in rows
+    if 'retry' in r
+  ]
+  # The second was on its way already when the first was read.
+  assert retries == [(1, 50, 32), (2, 50, 32)]
+  steps = [r for r in rows if 'loss' in r]
+  assert [r['step'] for r in steps] == [1, 2, 3, 4, 5, 6]
+  assert {(r['needed_rows'], r['received_rows']) for r in steps} == {(50, 64)}
+  for stop_at in (2, 3):
+    workdir = tmp_path / str(stop_at)
+    with pytest.raises(KeyboardInterrupt):
+      run(workdir, stream=CountingStream(stop_at=stop_at))
+    again = run(workdir)
+    assert curves(workdir) == rows
+    jax.tree.map(np.testing.assert_array_equal, again, variables)
+  # What is only measured never overflows.
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path / 'worst', buckets=(), stream=CountingStream(stop_at=0))
+  (first,) = curves(tmp_path / 'worst')
+  assert first['heldout_loss'] == rows[0]['heldout_loss']
 
 
 def test_finished_stage_is_not_repeated(straight):

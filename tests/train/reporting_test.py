@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from composer_jax.train import lm_loss, reporting
+from composer_jax.kernels import grouped_matmul
+from composer_jax.parallel import exchange
+from composer_jax.train import buckets, lm_loss, reporting
 from composer_jax.train import step as train_step
 
 
@@ -56,12 +58,70 @@ def test_routers_and_attention_are_told_and_losses_must_be_finite():
       ),
     )
 
-  reporter.push(1, metrics(3.0, np.float32([[1, 4], [2, 0]])))
-  reporter.push(2, metrics(3.0))
-  reporter.push(3, metrics(np.inf))
+  def sent(step, metrics):
+    return buckets.Sent(
+      step=step, batch=None, bucket=None, metrics=metrics, is_done=None
+    )
+
+  reporter.push(sent(1, metrics(3.0, np.float32([[1, 4], [2, 0]]))))
+  reporter.push(sent(2, metrics(3.0)))
+  reporter.push(sent(3, metrics(np.inf)))
   assert 'max_logit' not in written[1]
   assert (written[0]['aux_loss'], written[0]['z_loss']) == (2.0, 3.0)
   assert written[0]['max_logit'] == 4.0
   assert written[0]['max_logit_layers'] == [4.0, 2.0]
   with pytest.raises(FloatingPointError, match='step 3: .*z_loss inf'):
     reporter.flush()
+
+
+def test_shards_of_experts_and_what_was_repeated_are_told():
+  written, shown = [], []
+  reporter = reporting.Reporter(
+    'cpt',
+    writer=types.SimpleNamespace(
+      write=lambda stage, step, **metrics: written.append((step, metrics))
+    ),
+    bar=types.SimpleNamespace(
+      update=lambda step, **metrics: None, message=shown.append
+    ),
+    speed=types.SimpleNamespace(add=lambda tokens: None, read=dict),
+    learning_rates=np.ones(1),
+    log_every=1,
+    expert_shards=2,
+    expert_rows=1000,
+  )
+  # Two layers; of the second all rows are of the second shard.
+  load_ME = np.array([[100, 60, 140, 100], [0, 0, 150, 250]], np.int32)
+  nothing = np.float32(0)
+  loss = lm_loss.LossStats(
+    loss=nothing,
+    aux_loss=nothing,
+    z_loss=nothing,
+    loss_weight=nothing,
+    num_tokens=np.int32(200),
+    load_ME=load_ME,
+    exchanged=exchange.ExchangeStats(
+      needed_rows=np.array([240, 400]), capacity=np.array([480, 480])
+    ),
+  )
+  update = train_step.UpdateStats(grad_norm=nothing, update_norm=nothing)
+  metrics = train_step.StepMetrics(loss=loss, update=update)
+  retry = buckets.Retry(
+    step=1, needed=400, capacity=240, bucket=1.0, next_bucket=2.0
+  )
+  reporter.retry(retry)
+  reporter.push(
+    buckets.Sent(step=1, batch=None, bucket=2.0, metrics=metrics, is_done=None)
+  )
+  reporter.flush()
+  (_, told), (step, line) = written
+  assert step == 1
+  assert told['retry'] == str(retry) == shown[0]
+  assert (told['retry_needed_rows'], told['retry_capacity']) == (400, 240)
+  assert line['shard_load_max'] == 2.0
+  assert (line['needed_rows'], line['received_rows']) == (400, 480)
+  executed = sum(
+    int(grouped_matmul.executed_rows(np.array(sizes), 480))
+    for sizes in ((100, 60), (140, 100), (0, 0), (150, 250))
+  )
+  assert line['executed_share'] == pytest.approx(executed / 800)

@@ -1,0 +1,187 @@
+"""What a train step costs in processor time where devices share its experts.
+
+  python -m benchmarks.expert_parallel [--quick]
+
+The whole step (forward, backward, clipping, AdamW) of a Qwen3-MoE of 17.6M
+parameters: 4 layers of 8 experts, 2 of them active, embed 256, ffw 512,
+vocabulary 8192, float32, 4 rows of 256 tokens. Four emulated devices of one
+process on one core run it with two experts and a row each, by each transport,
+and one device with all of it is the peer: what the ratio lacks of 1 is
+collectives, rows of padding, smaller products and four times the overhead. A
+step whose bucket had no room would be repeated; none is here, or this fails.
+Processors' seconds say nothing of how long an accelerator's network takes.
+"""
+
+import argparse
+import os
+from typing import Any
+
+from benchmarks import interleaved
+
+DEVICES = 4
+ROWS, LENGTH = 4, 256
+
+
+def _config():
+  from composer_jax.models import config as config_lib
+
+  return config_lib.ModelConfig.from_dict(
+    dict(
+      vocab_size=8192,
+      embed_dim=256,
+      num_layers=4,
+      num_dense_layers=0,
+      dense_ffw_dim=512,
+      norm_eps=1e-6,
+      tie_embeddings=False,
+      remat=False,
+      remat_saves=(),
+      compute_dtype='float32',
+      numerics='fast',
+      attention=dict(
+        kind='gqa',
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        qk_norm='head',
+        qkv_bias=False,
+        out_bias=False,
+      ),
+      rope=dict(theta=10000.0, interleaved=False, yarn=None),
+      moe=dict(
+        num_experts=8,
+        num_active=2,
+        ffw_dim=512,
+        num_shared=0,
+        router='softmax',
+        num_groups=1,
+        num_active_groups=1,
+        renormalize=True,
+        routed_scale=1.0,
+        aux_loss_weight=0.01,  # or routers collapse: the batch is always one
+        z_loss_weight=0.0,
+        replay_alpha=0.0,
+      ),
+    )
+  )
+
+
+def _batch(vocab_size: int):
+  import numpy as np
+
+  from composer_jax.core import batches
+
+  random = np.random.default_rng(0)
+  positions_BT = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+  fields: Any = dict(
+    tokens_BT=random.integers(0, vocab_size, (ROWS, LENGTH)).astype(np.int32),
+    segment_ids_BT=np.ones((ROWS, LENGTH), np.int32),
+    positions_BT=positions_BT,
+    loss_weights_BT=(positions_BT > 0).astype(np.float32),
+  )
+  return batches.LMBatch(**fields)
+
+
+def _runner(transport: str | None, bucket: float | None, steps: int) -> Any:
+  """Returns a function that trains for `steps` and counts its tokens.
+
+  Args:
+    transport: of `transports.CARRIERS`; None runs on one device.
+    bucket: of `ExchangePlan`.
+    steps: of each call.
+  """
+  import jax
+  import optax
+
+  from composer_jax.models import decoder
+  from composer_jax.parallel import topology
+  from composer_jax.train import placement as train_placement
+  from composer_jax.train import state as train_state
+  from composer_jax.train import step as train_step
+
+  model = _config()
+  devices = jax.devices()[: DEVICES if transport else 1]
+  placement = train_placement.build(
+    model,
+    mesh=topology.make_mesh(1, len(devices), 1, devices=devices),
+    options=train_placement.ParallelOptions(transport=transport or 'auto'),
+  )
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.01)
+  )
+
+  def create(key):
+    return train_state.create(decoder.init(model, key), optimizer)
+
+  key = jax.random.key(0)
+  places = train_state.shardings(
+    jax.eval_shape(create, key), placement.variables, placement.mesh
+  )
+  state = jax.jit(create, out_shardings=places)(key)
+  batch = placement.put(_batch(model.vocab_size))
+  step = train_step.make(
+    model,
+    optimizer,
+    plan=placement.plan_of(bucket),
+    bias_rate=0.0,
+  )
+  compiled = (
+    jax.jit(
+      step,
+      in_shardings=(places, placement.batch),
+      out_shardings=(places, None),
+      donate_argnums=0,
+    )
+    .lower(state, batch)
+    .compile()
+  )
+
+  def run() -> float:
+    nonlocal state
+    metrics = []
+    for _ in range(steps):
+      state, metric = compiled(state, batch)
+      metrics.append(metric.loss)
+    jax.block_until_ready(state)
+    for loss in metrics:
+      if loss.exchanged is not None:
+        assert (loss.exchanged.needed_rows <= loss.exchanged.capacity).all(), (
+          'a bucket had no room: the figure would be of a wrong result'
+        )
+    return float(steps * ROWS * LENGTH)
+
+  return run
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--quick', action='store_true', help='under a minute')
+  quick = parser.parse_args().quick
+  interleaved.pin_to_one_core()
+  flags = os.environ.get('XLA_FLAGS', '')
+  count = '--xla_force_host_platform_device_count'
+  os.environ['XLA_FLAGS'] = f'{flags} {count}={DEVICES}'
+
+  from composer_jax.models import flops
+
+  per_token = flops.train_per_token(_config(), LENGTH, causal=True)
+  limit = interleaved.peak() / per_token
+  alone = _runner(None, None, 1)
+  cases = [('ring', None), ('ring', 2.0), ('a2a', None), ('ragged_a2a', 2.0)]
+  for transport, bucket in cases[1:2] if quick else cases:
+    room = 'the worst case' if bucket is None else f'{bucket:g} means'
+    interleaved.report(
+      'expert_parallel',
+      f'17.6M Qwen3-MoE, {ROWS} x {LENGTH} tokens, 8 experts on {DEVICES} '
+      f'emulated devices by {transport}, room for {room}, beside one device',
+      interleaved.rates(
+        _runner(transport, bucket, 1), alone, 3 if quick else 9
+      ),
+      limit=limit,
+      goal='ratio >= 0.5',
+      met=lambda rate, ratio: ratio >= 0.5,
+    )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,132 @@
+"""What the benchmarks of the grouped matmul multiply, and in which turns."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Case(NamedTuple):
+  """A grouped matmul: rows of `num_experts` experts, [dim] to [width]."""
+
+  rows: int
+  num_experts: int
+  dim: int
+  width: int
+  gradients: bool
+
+  def flops(self) -> float:
+    """Useful operations: each row meets one matrix; backward is two more."""
+    return 2.0 * self.rows * self.dim * self.width * (1 + 2 * self.gradients)
+
+  def sizes(self) -> np.ndarray:
+    """Uneven: the busiest of 64 experts has some four times the mean."""
+    rng = np.random.default_rng(0)
+    load_E = rng.dirichlet(np.full(self.num_experts, 2.0))
+    return rng.multinomial(self.rows, load_E).astype(np.int32)
+
+  def waste(self) -> str:
+    """Says what the loops on a CPU execute, and what no load can exceed."""
+    import jax.numpy as jnp
+
+    from composer_jax.kernels import grouped_matmul
+
+    sizes_E = jnp.asarray(self.sizes())
+    done = int(grouped_matmul.executed_rows(sizes_E, self.rows))
+    most = grouped_matmul.worst_case_rows(self.rows, self.num_experts)
+    return (
+      f'executed {done / self.rows:.3f}x of the rows, '
+      f'at worst {most / self.rows:.3f}x'
+    )
+
+  def __str__(self) -> str:
+    what = 'forward and backward' if self.gradients else 'forward'
+    return (
+      f'{what}, {self.rows} rows of {self.num_experts} experts (uneven), '
+      f'{self.dim} by {self.width}'
+    )
+
+
+class Arrays(NamedTuple):
+  """Of one case, on the device."""
+
+  lhs_YD: Any
+  rhs_EDF: Any
+  sizes_E: Any
+  d_out_YF: Any
+
+
+def arrays(case: Case, dtype: str = 'float32') -> Arrays:
+  import jax
+
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (
+    (case.rows, case.dim),
+    (case.num_experts, case.dim, case.width),
+    (case.rows, case.width),
+  )
+  lhs_YD, rhs_EDF, d_out_YF = (
+    jax.random.normal(key, shape, dtype)
+    for key, shape in zip(keys, shapes, strict=True)
+  )
+  return Arrays(lhs_YD, rhs_EDF, jax.numpy.asarray(case.sizes()), d_out_YF)
+
+
+def runner(
+  case: Case, multiply: Callable[..., Any], given: Arrays, repeats: int = 1
+) -> Callable[[], float]:
+  """Returns what multiplies `repeats` times and counts rows.
+
+  Args:
+    case: what is multiplied.
+    multiply: (lhs_YD, rhs_EDF, sizes_E) -> out_YF.
+    given: of the case.
+    repeats: of a round, so that the clock's own resolution does not show.
+  """
+  import jax
+
+  @jax.jit
+  def run_once(lhs_YD, rhs_EDF, sizes_E, d_out_YF):
+    if not case.gradients:
+      return multiply(lhs_YD, rhs_EDF, sizes_E)
+    out_YF, pull = jax.vjp(
+      lambda lhs, rhs: multiply(lhs, rhs, sizes_E), lhs_YD, rhs_EDF
+    )
+    return out_YF, *pull(d_out_YF)
+
+  def run() -> float:
+    for _ in range(repeats):
+      jax.block_until_ready(run_once(*given))
+    return float(repeats * case.rows)
+
+  return run
+
+
+def grouped(backend: str) -> Callable[..., Any]:
+  def multiply(lhs_YD, rhs_EDF, sizes_E):
+    from composer_jax.kernels import grouped_matmul
+
+    return grouped_matmul.grouped_matmul(
+      lhs_YD, rhs_EDF, sizes_E, backend=backend
+    )
+
+  return multiply
+
+
+def dense(case: Case) -> Callable[..., Any]:
+  """Returns one product of the same useful operations: one expert's matrix."""
+  shape = (case.dim, case.width)
+
+  def multiply(lhs_YD, rhs_DF, sizes_E):
+    del sizes_E
+    from composer_jax.kernels import linear
+
+    assert rhs_DF.shape == shape
+    return linear.linear(lhs_YD, rhs_DF)
+
+  return multiply
+
+
+def of_one_expert(given: Arrays) -> Arrays:
+  """Returns the arrays of `dense`."""
+  return given._replace(rhs_EDF=given.rhs_EDF[0])

@@ -1,0 +1,173 @@
+"""Train steps of published models, compiled for the machines they would run on.
+
+    python -m benchmarks.train_compile --libtpu=FOLDER [--code] [CASE ...]
+
+Nothing runs and no accelerator is needed: `composer_jax.plan.aot` compiles the
+step that training runs (forward, backward with recomputation, Muon, donated
+state, the guard of received rows) with libtpu or XLA:GPU. libtpu comes from
+
+    pip install --target=FOLDER --no-deps libtpu==0.0.42.1
+
+and cases of H200s need jax-cuda13-plugin and jax-cuda13-pjrt of the version of
+jax, in an environment of their own; they are left out where the compiler is
+not installed.
+
+Each case is 2,048 tokens of rows of 4,096 on a device. Lines: GB of a device
+against its memory; the share of the modelled time of collectives (bytes over
+the published speed of the network, and a latency, one after another) in which
+products run, from the schedule; products against the model's own; seconds to
+compile. A line that is no JSON says what products wait for longest. Without
+--code a TPU's compiler is left when memory and schedule are final.
+"""
+
+import argparse
+import importlib
+import json
+from typing import Any, NamedTuple
+
+from benchmarks import interleaved
+
+# Half a row a device: context is 2 everywhere.
+_SEQ_LEN = 4096
+
+
+class _Case(NamedTuple):
+  """What is compiled.
+
+  Attributes:
+    model: of configs/models.
+    topology: as `plan.topologies` has it.
+    mesh: replica, fsdp, context. The narrow group (the last two) divides the
+      embedding into multiples of a tile of TPUs; on GPUs it is a node.
+  """
+
+  model: str
+  topology: str
+  mesh: str
+
+
+CASES = {
+  'k2_v5p_512': _Case('kimi_k2', 'v5p:8x8x8', '4,64,2'),
+  'k2_tpu7x_512': _Case('kimi_k2', 'tpu7x:8x8x4', '4,64,2'),
+  'k2_h200_512': _Case('kimi_k2', 'h200:512', '64,4,2'),
+  'qwen3_v5p_128': _Case('qwen3_235b_a22b', 'v5p:4x4x8', '2,32,2'),
+  'qwen3_tpu7x_128': _Case('qwen3_235b_a22b', 'tpu7x:4x4x4', '2,32,2'),
+  'qwen3_h200_128': _Case('qwen3_235b_a22b', 'h200:128', '16,4,2'),
+}
+
+
+def _run(name: str, arguments: argparse.Namespace) -> None:
+  from composer_jax.models import flops
+  from composer_jax.plan import aot, aot_process, compiled, muon, topologies
+  from composer_jax.plan import case as cases
+  from composer_jax.train import placement
+
+  subject = CASES[name]
+  config = importlib.import_module(f'configs.models.{subject.model}')
+  case = cases.make(
+    config.get_config().to_dict(),
+    topology_name=subject.topology,
+    mesh=subject.mesh,
+    layout='hsdp',
+    dtype='float32',
+  )
+  options = aot.StepOptions(
+    seq_len=_SEQ_LEN,
+    accumulate=arguments.accumulate,
+    parallel=placement.ParallelOptions(transport=arguments.transport),
+  )
+  is_tpu = topologies.MACHINES[case.machine].platform == 'tpu'
+  task = aot_process.Task(
+    case=case,
+    options=options,
+    topology_name=subject.topology,
+    libtpu=arguments.libtpu,
+  )
+  until = 'schedule' if is_tpu and not arguments.code else 'code'
+  made = aot_process.compile_step(task, until)
+  if arguments.folder:
+    with open(f'{arguments.folder}/{name}.hlo', 'w') as file:
+      file.write(made.text)
+  found = compiled.summary(case, made)
+  print('\n\n'.join(t.to_text() for t in compiled.tables(case, made, _SEQ_LEN)))
+  print('#', name, json.dumps(found), flush=True)
+
+  def line(what: str, value: float, **fields: Any) -> None:
+    interleaved.report(
+      'train_compile',
+      f'{name} ({subject.model} on {subject.topology}, mesh {subject.mesh}), '
+      f'{what}',
+      ([value], []),
+      **fields,
+    )
+
+  line(
+    'memory',
+    found['peak'] / 1e9,
+    unit='GB of a device',
+    limit=found['hbm'] / 1e9,
+    goal='fits',
+    met=lambda *_: found['fits'],
+  )
+  line(
+    f'hidden of {found["wire_seconds"]:.3g} modelled s of collectives',
+    found['hidden_share'],
+    unit='share with products beside it',
+    limit=1.0,
+    goal='>= 0.9',
+    met=lambda ours, _: ours >= 0.9,
+  )
+  # Backward recomputes the forward pass once.
+  model = 4 / 3 * flops.train_per_token(case.model, _SEQ_LEN, causal=True)
+  model *= found['tokens'] / found['devices']
+  model = (model + muon.plan(case).flops) / 1e12
+  notes = [*found['unknown_kernels'], *found['dynamic_loops']]
+  line(
+    'products' + (f', without {", ".join(notes)}' if notes else ''),
+    found['flops'] / 1e12,
+    unit='TFLOP of a device, buffers of received rows full',
+    limit=model,
+    goal='<= 1.25 times the model with recomputation, and Muon',
+    met=lambda ours, _: ours <= 1.25 * model,
+  )
+  line(
+    'compilation, ' + ('to code' if found['has_code'] else 'to the schedule'),
+    found['compile_seconds'],
+    unit='s',
+    limit=None,
+    goal='no involuntary rematerialisation',
+    met=lambda *_: not found['rematerialisation_warnings'],
+  )
+
+
+def _is_there(topology: str, libtpu: str) -> bool:
+  from composer_jax.plan import topologies
+
+  try:
+    topologies.prepare(topology, libtpu)
+  except ValueError as error:
+    print(f'# left out: {error}')
+    return False
+  return True
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('cases', nargs='*', default=[], metavar='CASE')
+  parser.add_argument('--libtpu', default='', help='Folder that has libtpu.')
+  parser.add_argument(
+    '--code', action='store_true', help='Compiles to the end.'
+  )
+  parser.add_argument('--transport', default='auto')
+  parser.add_argument('--accumulate', type=int, default=1)
+  parser.add_argument('--folder', default='', help='For the programs.')
+  arguments = parser.parse_args()
+  if unknown := {*arguments.cases} - {*CASES}:
+    raise SystemExit(f'{sorted(unknown)} are no cases; there are {[*CASES]}.')
+  for name in arguments.cases or CASES:
+    if _is_there(CASES[name].topology, arguments.libtpu):
+      _run(name, arguments)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,76 @@
+"""Grouped matmul on TPUs: the megablox kernels that come with JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# By name: the package has a function of the name of the module.
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+# Rows, then the two widths of a tile in bfloat16: two buffers of each array and
+# the sum take 10 of the 16 MiB that a kernel may have.
+_TILE = (512, 1024, 1024)
+_GROUPS_TILE = (512, 512, 1024)
+_LANES = 128
+
+
+def multiply(
+  lhs_YD: jax.Array,
+  rhs_EDF: jax.Array,
+  group_sizes_E: jax.Array,
+  *,
+  transposed: bool = False,
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns rows times the matrix of their group, zero past the groups."""
+  num_rows = len(lhs_YD)
+  width = rhs_EDF.shape[1 if transposed else 2]
+  tile = _fitted(_TILE, lhs_YD, width)
+  out_YF = gmm(
+    _padded(lhs_YD, tile[0]),
+    rhs_EDF,
+    group_sizes_E,
+    preferred_element_type=lhs_YD.dtype,
+    tiling=tile,
+    transpose_rhs=transposed,
+    interpret=interpret,
+  )
+  # The kernel leaves tiles past the groups unwritten.
+  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
+  return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
+
+
+def multiply_groups(
+  lhs_YD: jax.Array,
+  d_out_YF: jax.Array,
+  group_sizes_E: jax.Array,
+  *,
+  dtype: jax.typing.DTypeLike = jnp.float32,
+  interpret: bool = False,
+) -> jax.Array:
+  """Returns lhs^T d_out of each group, zero of groups of no rows."""
+  tile = _fitted(_GROUPS_TILE, lhs_YD, d_out_YF.shape[1])
+  return tgmm(
+    # The kernel transposes it back.
+    _padded(lhs_YD, tile[0]).T,
+    _padded(d_out_YF, tile[0]),
+    group_sizes_E,
+    preferred_element_type=dtype,
+    tiling=tile,
+    interpret=interpret,
+  )
+
+
+def _fitted(tile: Any, lhs_YD: jax.Array, width: int) -> tuple[int, int, int]:
+  """Returns the tile made smaller where the arrays are, or their items wide."""
+  rows, dim = lhs_YD.shape
+  most = (tile[0], tile[1] * 2 // lhs_YD.dtype.itemsize, tile[2])
+  fit = lambda size, tile: min(-(-size // _LANES) * _LANES, tile)
+  return fit(rows, most[0]), fit(dim, most[1]), fit(width, most[2])
+
+
+def _padded(array_YD: jax.Array, rows: int) -> jax.Array:
+  """Returns the array with rows added up to a whole number of tiles."""
+  missing = -len(array_YD) % rows
+  return jnp.pad(array_YD, ((0, missing), (0, 0))) if missing else array_YD

@@ -1,0 +1,180 @@
+"""Runs a stack of like layers over a packed batch: one scan, one shard a layer.
+
+A layer is a function of its variables, the activations and what all layers read
+(`Context`). On a mesh it is one `jax.shard_map` (`parallel.shards`), which
+gathers the layer's weights first; its backward pass recomputes what the config
+says and hands the weights' gradients back to their shards.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import platforms
+from composer_jax.kernels import attention as attention_kernel
+from composer_jax.models import config as model_config
+from composer_jax.models import layer as layer_stages
+from composer_jax.parallel import exchange, shards
+
+_MOST_UNROLLED = 8
+
+
+class Context(flax.struct.PyTreeNode, kw_only=True):
+  """What every layer reads and none changes."""
+
+  cos_sin: tuple[jax.Array, jax.Array]
+  visible: attention_kernel.Visible
+  segment_ids_BT: jax.Array
+  is_measured: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+class LayerOutput(flax.struct.PyTreeNode, kw_only=True):
+  """What a layer says beside its activations.
+
+  Attributes:
+    expert_ids: uint16 [B, T, A]; None of a dense layer.
+    stats: of the shard's tokens, stacked; None of a dense layer.
+    max_logits: [N] likewise; None unless asked for.
+  """
+
+  expert_ids: jax.Array | None
+  stats: layer_stages.MixtureStats | None
+  max_logits: jax.Array | None
+
+
+def names(config: model_config.ModelConfig) -> list[str]:
+  """Returns the stacks of a decoder in their order, dense layers first."""
+  return [name for name, length in lengths(config).items() if length]
+
+
+def lengths(config: model_config.ModelConfig) -> dict[str, int]:
+  return {
+    'dense_layers': config.num_dense_layers,
+    'moe_layers': config.num_moe_layers,
+  }
+
+
+def run(
+  name: str,
+  stacked: dict[str, Any],
+  x_BTD: jax.Array,
+  context: Context,
+  replay_MBTA: jax.Array | None,
+  *,
+  config: model_config.ModelConfig,
+  plan: exchange.ExchangePlan | None,
+) -> tuple[jax.Array, LayerOutput]:
+  """Returns x_BTD after all layers of a stack, and what each says.
+
+  Args:
+    name: of the stack.
+    stacked: its variables, layers leading, by collection.
+    x_BTD: activations.
+    context: what every layer reads.
+    replay_MBTA: routes to replay, or None.
+    config: of the decoder.
+    plan: where variables and tokens lie; None on one device.
+  """
+  specs = {
+    k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
+  }
+  # Without the leading layer axis, which the scan consumes.
+  specs = jax.tree.map(
+    lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P)
+  )
+  stacked, in_specs, owned = shards.lend(stacked, specs, plan)
+  compute = _dense_layer if name == 'dense_layers' else _moe_layer
+
+  def layer(variables, x_BTD, context, replay_BTA):
+    variables = owned(variables)
+    whole = layer_stages.whole(
+      variables['params'], specs['params'], config, plan
+    )
+    variables = {**variables, 'params': whole}
+    return compute(variables, x_BTD, context, replay_BTA, config, plan)
+
+  if config.remat:
+    # A choice of experts that rounding made anew might be another.
+    saves = {'routes', *config.remat_saves}
+    policy = jax.checkpoint_policies.save_only_these_names(*saves)
+    layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+  where, apart = shards.tokens_spec(plan), shards.stacked_spec(plan)
+  output_of: Any = LayerOutput  # Holds specs here, where arrays are declared.
+  per_shard = shards.per_shard(
+    layer,
+    plan,
+    in_specs=(in_specs, where, where, where),
+    out_specs=(
+      where,
+      output_of(expert_ids=where, stats=apart, max_logits=apart),
+    ),
+  )
+
+  def body(x_BTD, sliced):
+    variables, replay_BTA = sliced
+    return per_shard(variables, x_BTD, context, replay_BTA)
+
+  xs = (stacked, replay_MBTA)
+  return jax.lax.scan(body, x_BTD, xs, unroll=_unroll(name, config, plan))
+
+
+def _unroll(name, config, plan):
+  """Returns how many layers are compiled as one body.
+
+  On a CPU a loop copies every layer's weights and residuals in and out of their
+  stacks, a tenth of a train step. Recomputation needs the loop: without it the
+  compiler would merge both passes. Two layers in the body of a TPU's loop gave
+  its scheduler no more to hide transfers under (Kimi K2 on 512 v5p).
+  """
+  length = lengths(config)[name]
+  is_small = length <= _MOST_UNROLLED and plan is None
+  is_small = is_small and not config.remat
+  return length if is_small and platforms.current() == 'cpu' else 1
+
+
+def _dense_layer(variables, x_BTD, context, replay_BTA, config, plan):
+  del replay_BTA
+  params = variables['params']
+  out_BTN, max_logits_N = _attend(params, x_BTD, context, config, plan)
+  x_BTD = layer_stages.dense(params, x_BTD, out_BTN, config)
+  return x_BTD, LayerOutput(
+    expert_ids=None, stats=None, max_logits=shards.stacked(max_logits_N)
+  )
+
+
+def _moe_layer(variables, x_BTD, context, replay_BTA, config, plan):
+  params = variables['params']
+  bias_E = variables.get('selection_bias', {}).get('moe', {}).get('bias')
+  out_BTN, max_logits_N = _attend(params, x_BTD, context, config, plan)
+  valid_BT = context.segment_ids_BT != 0
+  x_BTD, ids_BTA, stats = layer_stages.mixture(
+    params,
+    bias_E,
+    (x_BTD, out_BTN, valid_BT, replay_BTA),
+    config,
+    plan=plan,
+    in_shard=True,
+  )
+  return x_BTD, LayerOutput(
+    expert_ids=ids_BTA.astype(jnp.uint16),
+    stats=shards.stacked(stats),
+    max_logits=shards.stacked(max_logits_N),
+  )
+
+
+def _attend(params, x_BTD, context, config, plan):
+  query, kept = layer_stages.attention_inputs(
+    params, x_BTD, context.cos_sin, config
+  )
+  return layer_stages.attend(
+    params,
+    query,
+    kept,
+    (context.visible, context.segment_ids_BT),
+    config,
+    plan,
+    is_measured=context.is_measured,
+  )

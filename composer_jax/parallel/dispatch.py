@@ -1,0 +1,377 @@
+"""Puts tokens where their experts are and sums what comes back, by gathers.
+
+A buffer of rows is described by an `Order`: which copy of which token each row
+holds, and where each copy lies. `take` fills a buffer and `combine` sums it up,
+and each is the transpose of the other, so that neither direction ever scatters:
+the result does not depend on the order in which a device gets to its work. Rows
+that hold nothing of use count nowhere and need not be cleared, because no place
+points at them.
+
+Ids outside of 0 .. E - 1, `NO_ROUTE` among them, and those of padding, are no
+expert's: they sort behind all groups and index nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import ad_checkpoint
+
+from composer_jax.core import platforms, records, rounding
+
+ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """Devices that hold all experts between them, each as many as another.
+
+  Attributes:
+    axes: their mesh axes.
+    num_shards: of them.
+    num_local: experts of each.
+    rows: copies that one of them has room for; None for the worst case.
+    slots: tokens that one of them has room for, or one has for each of the
+      others; None for the worst case.
+    chunks: in how many steps one goes through its experts.
+  """
+
+  axes: tuple[str, ...]
+  num_shards: int
+  num_local: int
+  rows: int | None = None
+  slots: int | None = None
+  chunks: int = 1
+
+  @property
+  def no_expert(self) -> int:
+    return self.num_shards * self.num_local
+
+
+class Order(NamedTuple):
+  """What lies where in a buffer of rows; any token where there is nothing.
+
+  Attributes:
+    source_Y: int32, the token z in each row.
+    copy_Y: int32, the copy z * A + a in each row.
+    place_ZA: int32, the row of each copy, or the number of rows where it has
+      none.
+  """
+
+  source_Y: jax.Array
+  copy_Y: jax.Array
+  place_ZA: jax.Array
+
+
+class Needs(NamedTuple):
+  """What the shard with the most had to have room for.
+
+  Attributes:
+    copies: int32, rows of experts.
+    tokens: int32, rows to receive, of all shards together or of one as the
+      transport has it; None where it always has room.
+  """
+
+  copies: jax.Array
+  tokens: jax.Array | None = None
+
+
+class Tokens(NamedTuple):
+  """Tokens with their routes; ids may be of experts elsewhere, or of none."""
+
+  x_ZD: jax.Array
+  ids_ZA: jax.Array
+  gates_ZA: jax.Array
+
+
+def sort_copies(
+  key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
+) -> tuple[Order, jax.Array]:
+  """Sorts copies by key, stably.
+
+  Args:
+    key_ZA: int32 group of each copy; num_groups for none.
+    num_groups: that there are.
+    num_rows: of the buffer; copies beyond get no place.
+
+  Returns:
+    the order and int32 sizes of the groups, beyond the buffer or not.
+  """
+  key_Y = key_ZA.reshape(-1)
+  size = key_Y.size
+  num_rows = size if num_rows is None else min(num_rows, size)
+  # One sort of numbers that hold both key and copy: an argsort, whose order
+  # follows from comparing pairs, takes five times as long on CPU.
+  sorted_Y = _sort_numbered(key_Y, num_groups + 1)
+  copy_Y = sorted_Y.numbers
+  place_Y = _sort_numbered(copy_Y, size).numbers
+  place_Y = jnp.where(key_Y < num_groups, place_Y, num_rows)
+  place_Y = jnp.minimum(place_Y, num_rows)
+  ends_E = jnp.searchsorted(
+    sorted_Y.keys, jnp.arange(num_groups), side='right', method='scan'
+  ).astype(jnp.int32)
+  sizes_E = jnp.diff(ends_E, prepend=0)
+  copy_Y = copy_Y[:num_rows]
+  order = Order(
+    source_Y=copy_Y // key_ZA.shape[1],
+    copy_Y=copy_Y,
+    place_ZA=place_Y.reshape(key_ZA.shape),
+  )
+  return order, sizes_E
+
+
+class _Numbered(NamedTuple):
+  keys: jax.Array
+  numbers: jax.Array
+
+
+def _sort_numbered(key_Y, num_keys):
+  """Returns the sorted keys, and where each was."""
+  size = key_Y.size
+  index_Y = jnp.arange(size, dtype=jnp.uint32)
+  key_Y = key_Y.astype(jnp.uint32)
+  if num_keys * size <= 1 << 32:
+    key_Y = jnp.sort(key_Y * size + index_Y)
+    keys, numbers = key_Y // size, key_Y % size
+  else:
+    keys, numbers = jax.lax.sort((key_Y, index_Y), num_keys=1, is_stable=True)
+  return _Numbered(keys.astype(jnp.int32), numbers.astype(jnp.int32))
+
+
+@jax.custom_vjp
+def take(x_ZD: jax.Array, order: Order) -> jax.Array:
+  """Returns rows_YD, the token of each row."""
+  return x_ZD.at[order.source_Y].get(mode='promise_in_bounds')
+
+
+def _take_forward(x_ZD, order):
+  return take(x_ZD, order), order
+
+
+def _take_backward(order, d_rows_YD):
+  return _sum(d_rows_YD, None, order.place_ZA), None
+
+
+take.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def combine(
+  rows_YD: jax.Array, gates_ZA: jax.Array | None, order: Order
+) -> jax.Array:
+  """Returns y_ZD, each token's sum over its rows times their gates, if any.
+
+  In float32 and in the order of A, so replay repeats it bit for bit.
+  """
+  return _sum(rows_YD, gates_ZA, order.place_ZA)
+
+
+def _sum(rows_YD, gates_ZA, place_ZA):
+  y_ZD = jnp.zeros((place_ZA.shape[0], rows_YD.shape[1]), jnp.float32)
+  # One by one: copies side by side would be written to memory first.
+  for a in range(place_ZA.shape[1]):
+    place_Z = place_ZA[:, a]
+    if platforms.current() != 'cpu':
+      # Accelerators gather to memory: not before the last one is added up.
+      place_Z, y_ZD = jax.lax.optimization_barrier((place_Z, y_ZD))
+    copy_ZD = rows_YD.at[place_Z].get(mode='fill', fill_value=0)
+    copy_ZD = copy_ZD.astype(jnp.float32)
+    y_ZD += copy_ZD if gates_ZA is None else gates_ZA[:, a, None] * copy_ZD
+  return rounding.rounded(y_ZD, rows_YD.dtype)
+
+
+def _combine_forward(rows_YD, gates_ZA, order):
+  # Without gates the rows are not needed again.
+  residuals = (None if gates_ZA is None else rows_YD, gates_ZA, order)
+  return combine(rows_YD, gates_ZA, order), residuals
+
+
+def _combine_backward(residuals, d_y_ZD):
+  rows_YD, gates_ZA, order = residuals
+  d_rows_YD = take(d_y_ZD, order)
+  if gates_ZA is None:
+    return d_rows_YD, None, None
+  d_wide_YD = d_rows_YD.astype(jnp.float32)
+  # Row by row, where the rows lie: a gate's gradient needs no other copy.
+  d_gate_Y = (rows_YD.astype(jnp.float32) * d_wide_YD).sum(-1)
+  d_gates_ZA = d_gate_Y.at[order.place_ZA].get(mode='fill', fill_value=0)
+  gate_Y = gates_ZA.reshape(-1)[order.copy_Y]
+  d_rows_YD = rounding.rounded(gate_Y[:, None] * d_wide_YD, rows_YD.dtype)
+  return d_rows_YD, d_gates_ZA.astype(gates_ZA.dtype), None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def prepare(
+  x_BTD: jax.Array,
+  ids_BTA: jax.Array,
+  gates_BTA: jax.Array,
+  valid_BT: jax.Array,
+) -> Tokens:
+  """Returns flat tokens, with `NO_ROUTE` for padding.
+
+  No token names an expert twice: the gate of the second time goes to the first.
+  So a shard never needs more rows for a token than it has experts, whoever made
+  the routes.
+  """
+  dim, num_active = x_BTD.shape[-1], ids_BTA.shape[-1]
+  ids_ZA = ids_BTA.reshape(-1, num_active).astype(jnp.int32)
+  gates_ZA = gates_BTA.reshape(-1, num_active).astype(jnp.float32)
+  same_ZAA = ids_ZA[:, :, None] == ids_ZA[:, None, :]
+  gates_ZA = jnp.where(same_ZAA, gates_ZA[:, None, :], 0).sum(-1)
+  is_used_ZA = ~jnp.tril(same_ZAA, -1).any(-1) & valid_BT.reshape(-1, 1)
+  ids_ZA = jnp.where(is_used_ZA, ids_ZA, records.NO_ROUTE)
+  return Tokens(x_BTD.reshape(-1, dim), ids_ZA, gates_ZA)
+
+
+def expert_sum(
+  expert_fn: ExpertFunction,
+  weights: dict[str, jax.Array],
+  tokens: Tokens,
+  first: jax.Array | int,
+  *,
+  rows: int | None = None,
+  chunks: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+  """Sums what experts first .. first + E_local - 1 make of tokens.
+
+  Args:
+    expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
+    weights: of these experts.
+    tokens: of `prepare`, of any shards.
+    first: of the experts here.
+    rows: copies that there is room for, others count as zero; None for all.
+    chunks: in how many steps; each computes its rows anew for its gradient,
+      and only one step's rows exist at a time.
+
+  Returns:
+    y_ZD, zero for tokens of no expert here, and the copies that there were.
+  """
+  num_local = jax.tree.leaves(weights)[0].shape[0]
+  if num_local % chunks:
+    below = max(n for n in range(1, chunks) if num_local % n == 0)
+    raise ValueError(
+      f'chunks ({chunks}) must divide the experts of a shard ({num_local}); '
+      f'the nearest below that does is {below}.'
+    )
+  if chunks == 1:
+    return _chunk_sum(expert_fn, weights, tokens, first, rows)
+  step = num_local // chunks
+  weights = jax.tree.map(
+    lambda w: w.reshape(chunks, step, *w.shape[1:]), weights
+  )
+
+  @jax.checkpoint
+  def body(sums, chunk):
+    weights, index = chunk
+    y_ZD, count = _chunk_sum(
+      expert_fn, weights, tokens, first + index * step, rows
+    )
+    return (sums[0] + y_ZD.astype(jnp.float32), sums[1] + count), None
+
+  zeros = (jnp.zeros(tokens.x_ZD.shape, jnp.float32), jnp.int32(0))
+  (y_ZD, count), _ = jax.lax.scan(body, zeros, (weights, jnp.arange(chunks)))
+  return rounding.rounded(y_ZD, tokens.x_ZD.dtype), count
+
+
+def _chunk_sum(expert_fn, weights, tokens, first, rows):
+  x_ZD, ids_ZA, gates_ZA = tokens
+  num_local = jax.tree.leaves(weights)[0].shape[0]
+  local_ZA = ids_ZA - first
+  is_mine_ZA = (local_ZA >= 0) & (local_ZA < num_local)
+  key_ZA = jnp.where(is_mine_ZA, local_ZA, num_local)
+  if num_local < key_ZA.shape[1]:
+    key_ZA, gates_ZA = _narrowed(key_ZA, gates_ZA, num_local)
+  rows = min(rows or key_ZA.size, key_ZA.size)
+  with jax.named_scope('dispatch'):
+    order, sizes_E = named_routes(sort_copies(key_ZA, num_local, rows))
+    rows_YD = take(x_ZD, order)
+  count = sizes_E.sum()
+  # Groups end where the buffer does.
+  ends_E = jnp.minimum(jnp.cumsum(sizes_E), rows)
+  rows_YD = expert_fn(weights, rows_YD, jnp.diff(ends_E, prepend=0))
+  with jax.named_scope('combine'):
+    return combine(rows_YD, gates_ZA, order), count
+
+
+def _narrowed(key_ZA, gates_ZA, num_groups):
+  """Keeps as many columns as a token can have groups, in the order of A."""
+  is_some_ZA = key_ZA < num_groups
+  column_ZA = jnp.cumsum(is_some_ZA, axis=1) - 1
+  # By comparison, whose gradient is no scatter either.
+  picks_ZAA = column_ZA[:, None, :] == jnp.arange(num_groups)[:, None]
+  picks_ZAA &= is_some_ZA[:, None, :]
+  key_ZA = jnp.where(picks_ZAA, key_ZA[:, None, :], num_groups).min(-1)
+  return key_ZA, jnp.where(picks_ZAA, gates_ZA[:, None, :], 0).sum(-1)
+
+
+def copies(
+  expert_fn: ExpertFunction,
+  weights: dict[str, jax.Array],
+  x_BTD: jax.Array,
+  ids_BTA: jax.Array,
+  valid_BT: jax.Array,
+  first: Any,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the copies that chose experts first .. first + E_local - 1.
+
+  Returns:
+    copies_BTAD and the bool mine_BTA, false where a copy is of another expert
+    or of padding and is zero.
+  """
+  num_active = ids_BTA.shape[-1]
+  num_local = jax.tree.leaves(weights)[0].shape[0]
+  local_BTA = ids_BTA - first
+  mine_BTA = (local_BTA >= 0) & (local_BTA < num_local) & valid_BT[..., None]
+  key_BTA = jnp.where(mine_BTA, local_BTA, num_local)
+  order, group_sizes_E = sort_copies(key_BTA.reshape(-1, num_active), num_local)
+  rows_YD = take(x_BTD.reshape(-1, x_BTD.shape[-1]), order)
+  rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
+  # Each copy as a token of its own: a sum of one is exact.
+  each = Order(order.copy_Y, order.copy_Y, order.place_ZA.reshape(-1, 1))
+  copies_YD = combine(rows_YD, None, each)
+  return copies_YD.reshape(*ids_BTA.shape, -1), mine_BTA
+
+
+def gated_sum(
+  copies_BTAD: jax.Array, gates_BTA: jax.Array, mine_BTA: jax.Array
+) -> jax.Array:
+  """Returns each token's gated sum over the copies that count."""
+  # Summed in float32 in the order of A, so replay repeats it bit for bit.
+  gates_BTA = jnp.where(mine_BTA, gates_BTA.astype(jnp.float32), 0)
+  y_BTD = jnp.einsum(
+    'BTAD,BTA->BTD',
+    copies_BTAD.astype(jnp.float32),
+    gates_BTA,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return rounding.rounded(y_BTD, copies_BTAD.dtype)
+
+
+def named_routes(tree: Any) -> Any:
+  """Names small things that a backward pass should keep: see `exchange`."""
+  return jax.tree.map(
+    functools.partial(ad_checkpoint.checkpoint_name, name='routes'), tree
+  )
+
+
+Compute = Callable[[Tokens], tuple[jax.Array, jax.Array]]
+
+
+def pack(ids_ZA: jax.Array, gates_ZA: jax.Array) -> jax.Array:
+  """Returns ids and gates as one float32 array, so that they travel as one.
+
+  Ids are exact as float32 up to 2 ** 24.
+  """
+  wide_ZA = ids_ZA.astype(jnp.float32)
+  return jnp.concatenate([wide_ZA, gates_ZA.astype(jnp.float32)], axis=-1)
+
+
+def unpack(packed_ZA: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns ids and gates of `pack`."""
+  ids_ZA, gates_ZA = jnp.split(packed_ZA, 2, axis=-1)
+  return jax.lax.stop_gradient(ids_ZA).astype(jnp.int32), gates_ZA

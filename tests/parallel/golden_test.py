@@ -1,0 +1,231 @@
+"""What compiled train steps send, counted, against what they have to send.
+
+`plan.traffic` states it in closed forms for any model and mesh; here programs
+of 8 emulated devices do exactly that, layer by layer, forward and backward. If
+one of these counts changes, every run pays or gains: say why with the change.
+"""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import platforms
+from composer_jax.models import placement
+from composer_jax.parallel import exchange, layouts, topology
+from composer_jax.plan import hlo, traffic
+from tests.parallel import hsdp_test
+from tests.parallel import step_programs as programs
+
+DENSE, MIXTURE, STEP = 'dense layer', 'mixture layer', 'step'
+NARROW, ALL = 'fsdp+context', 'replica+fsdp+context'
+
+# Recomputes with what a policy keeps by default: weights are gathered again.
+RING = hsdp_test.WIDE
+# Keeps weights too. On this mesh there is one replica.
+A2A = hsdp_test.UNEVEN
+# Operations of one layer. XLA:CPU makes one of all all-reduces of a group.
+RING_COUNTS = {
+  # Query, key, value, out, gate_up, down.
+  (DENSE, 'forward', 'all-gather', NARROW): 6,
+  (DENSE, 'recompute', 'all-gather', NARROW): 6,
+  (DENSE, 'backward', 'reduce-scatter', NARROW): 6,
+  # Of their shards; norms are summed once, after all layers.
+  (DENSE, 'backward', 'all-reduce', 'replica'): 1,
+  # Keys and values.
+  (DENSE, 'forward', 'all-gather', 'context'): 2,
+  (DENSE, 'backward', 'reduce-scatter', 'context'): 2,
+  # And the router.
+  (MIXTURE, 'forward', 'all-gather', NARROW): 7,
+  (MIXTURE, 'recompute', 'all-gather', NARROW): 7,
+  (MIXTURE, 'backward', 'reduce-scatter', NARROW): 7,
+  (MIXTURE, 'backward', 'all-reduce', 'replica'): 1,
+  (MIXTURE, 'forward', 'all-gather', 'context'): 2,
+  (MIXTURE, 'backward', 'reduce-scatter', 'context'): 2,
+  # Tokens and their routes there, sums back, and gradients the other way.
+  (MIXTURE, 'forward', 'all-gather', ALL): 2,
+  (MIXTURE, 'forward', 'reduce-scatter', ALL): 1,
+  (MIXTURE, 'backward', 'all-gather', ALL): 1,
+  (MIXTURE, 'backward', 'reduce-scatter', ALL): 2,
+}
+A2A_COUNTS = {
+  # Seven matrices of latent attention, gate_up, down.
+  (DENSE, 'forward', 'all-gather', NARROW): 9,
+  (DENSE, 'backward', 'reduce-scatter', NARROW): 9,
+  # Latents and rotated keys.
+  (DENSE, 'forward', 'all-gather', 'context'): 2,
+  (DENSE, 'backward', 'reduce-scatter', 'context'): 2,
+  (MIXTURE, 'forward', 'all-gather', NARROW): 10,
+  (MIXTURE, 'backward', 'reduce-scatter', NARROW): 10,
+  (MIXTURE, 'forward', 'all-gather', 'context'): 2,
+  (MIXTURE, 'backward', 'reduce-scatter', 'context'): 2,
+  # Of six experts on two shards the others hold a quarter of D.
+  (MIXTURE, 'forward', 'all-gather', 'fsdp'): 2,
+  (MIXTURE, 'backward', 'reduce-scatter', 'fsdp'): 2,
+  # Tokens, routes, sums.
+  (MIXTURE, 'forward', 'all-to-all', 'context'): 3,
+  (MIXTURE, 'backward', 'all-to-all', 'context'): 3,
+}
+OTHERS = hsdp_test.OTHERS | {
+  'nothing_recomputed': (
+    programs.config(remat=False),
+    (2, 2, 2),
+    'ring',
+  ),
+  'everything_recomputed': (
+    programs.config(remat_saves=()),
+    (2, 2, 2),
+    'a2a',
+  ),
+}
+CASES = [
+  pytest.param(*RING, id='ring'),
+  pytest.param(*A2A, id='a2a'),
+  *(
+    pytest.param(*case, id=name, marks=pytest.mark.slow)
+    for name, case in OTHERS.items()
+  ),
+]
+by_case = pytest.mark.parametrize('model, shape, transport', CASES)
+
+
+@functools.cache
+def _sent(model, shape, transport, bucket=None):
+  made = programs.program(model, shape, transport, bucket)
+  return programs.measured(made, shape), programs.stated(made)
+
+
+def _of(sent, *, layers):
+  return {key: s for key, s in sent.items() if (key.where != STEP) == layers}
+
+
+@pytest.mark.parametrize(
+  'case, counts', [(RING, RING_COUNTS), (A2A, A2A_COUNTS)], ids=['ring', 'a2a']
+)
+def test_collectives_of_a_layer_are_golden(case, counts):
+  measured, _ = _sent(*case)
+  layers = _of(measured, layers=True)
+  assert {tuple(key): sent.count for key, sent in layers.items()} == counts
+
+
+@by_case
+def test_layers_send_the_stated_bytes_and_no_others(model, shape, transport):
+  measured, stated = (
+    {key: sent.bytes for key, sent in _of(sent, layers=True).items()}
+    for sent in _sent(model, shape, transport)
+  )
+  assert measured == stated
+
+
+@pytest.mark.slow
+def test_a_bucket_sends_its_slots_and_their_counts():
+  model = programs.config()
+  worst, _ = _sent(model, (2, 2, 2), 'a2a')
+  measured, stated = _sent(model, (2, 2, 2), 'a2a', 1.25)
+  assert _of(measured, layers=True).keys() == _of(stated, layers=True).keys()
+  for phase in ('forward', 'backward'):
+    key = programs.Key(MIXTURE, phase, 'all-to-all', ALL)
+    assert measured[key] == stated[key]
+    # Room for 40 copies of 16 tokens: 5 slots of 16 on each of 8 devices.
+    assert measured[key].bytes == worst[key].bytes * 5 / 16
+  counts = programs.Key(MIXTURE, 'forward', 'all-gather', ALL)
+  assert measured[counts] == stated[counts] == programs.Sent(1, 7 * 2 * 8 * 4)
+
+
+@by_case
+def test_operations_are_the_stated_ones_or_fewer(model, shape, transport):
+  measured, stated = _sent(model, shape, transport)
+  for key, sent in _of(measured, layers=True).items():
+    # XLA:CPU makes one of several sums.
+    is_merged = key.kind == 'all-reduce'
+    want = 1 if is_merged else stated[key].count
+    assert sent.count == want, key
+
+
+@by_case
+def test_a_step_sends_little_beside_its_tables(model, shape, transport):
+  measured, stated = (
+    _of(sent, layers=False) for sent in _sent(model, shape, transport)
+  )
+  total = sum(sent.bytes for sent in stated.values())
+  assert sum(sent.bytes for sent in measured.values()) <= 1.05 * total
+  # Counts and norms, a few numbers each.
+  others = {key: s for key, s in measured.items() if key not in stated}
+  assert sum(sent.bytes for sent in others.values()) <= 0.02 * total, others
+
+
+def test_recomputation_gathers_weights_and_nothing_else():
+  made = programs.program(*RING)
+  again = [c for c in made.hlo.collectives if 'rematted' in c.scope]
+  assert again
+  assert {c.kind for c in again} == {'all-gather'}
+  assert all('/gather_weights/' in c.scope for c in again)
+
+
+def test_nothing_is_sent_again_if_weights_are_kept():
+  measured, _ = _sent(*A2A)
+  assert not [key for key in measured if key.phase == 'recompute']
+
+
+@by_case
+def test_the_state_is_updated_where_it_lies(model, shape, transport):
+  made = programs.program(model, shape, transport)
+  leaves = len(jax.tree.leaves(made.state))
+  # The state is the first result.
+  assert programs.aliased_outputs(made.text) >= set(range(leaves))
+
+
+def test_ragged_rows_travel_three_times_each_way():
+  """Traced for a TPU, since XLA:CPU has no ragged all-to-all."""
+  model, shape, _ = RING
+  mesh = topology.make_mesh(*shape)
+  plan = placement.exchange_plan(model, layout=layouts.TRAIN, mesh=mesh)
+  plan = dataclasses.replace(plan, transport='ragged_a2a')
+  tokens, experts = P(('replica', 'fsdp'), 'context'), P(topology.AXES)
+
+  def scaled(weights, rows_YD, group_sizes_E):
+    del group_sizes_E
+    return rows_YD * weights['scale'][0]
+
+  exchanged = jax.shard_map(
+    lambda *arrays: exchange.in_shard(scaled, *arrays, plan=plan)[0],
+    mesh=mesh,
+    in_specs=({'scale': experts}, tokens, tokens, tokens, tokens),
+    out_specs=tokens,
+    check_vma=False,
+  )
+
+  def loss(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+    y_BTD = exchanged(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+    return (y_BTD**2).sum()
+
+  def numbers(*dims, dtype='float32'):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+  rows = (programs.B, programs.T)
+  with platforms.targeting('tpu'):
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(
+      {'scale': numbers(8, model.embed_dim)},
+      numbers(*rows, model.embed_dim),
+      numbers(*rows, model.moe.num_active),
+      numbers(*rows, model.moe.num_active, dtype='int32'),
+      numbers(*rows, dtype='bool'),
+    )
+    lowered = traced.lower(lowering_platforms=('tpu',))
+  found = hlo.read(lowered.as_text(dialect='hlo'), dynamic_trips=1).collectives
+  everyone = programs.groups_of(shape, topology.AXES)
+  assert {c.groups for c in found} == {everyone}
+  # Rows, routes and sums there and back, and the counts of rows before them.
+  counts = collections.Counter(c.kind for c in found)
+  assert counts == {'ragged-all-to-all': 6, 'all-gather': 1}
+  lines = traffic.lines(
+    programs.case(model, shape), programs.asked('ragged_a2a')
+  )
+  stated = collections.Counter()
+  for line in lines:
+    if line.what in ('dispatch', 'combine', 'routes'):
+      stated[line.kind] += line.count
+  assert stated == counts

@@ -1,0 +1,177 @@
+"""Dual-mesh HSDP: dense weights narrow, experts wide, on the same 8 devices.
+
+Proved by the replica groups of compiled train steps. What is looked at is known
+by its number of elements: sizes are such that no weight has that of another
+array which travels by the same kind of collective.
+"""
+
+import math
+
+import pytest
+
+from composer_jax.core import trees
+from composer_jax.models import decoder
+from composer_jax.parallel import exchange, layouts, shardings, topology
+from tests.parallel import collectives
+from tests.parallel import step_programs as programs
+
+NARROW = ('fsdp', 'context')
+# The mesh of the dual layout: CP = 2 and EP = 8 on 8 devices.
+WIDE = (programs.config(), (2, 2, 2), 'ring')
+# Six experts over two devices, the others cut D; CP = 2. Backward nothing is
+# gathered again.
+UNEVEN = (
+  programs.config(
+    attention=programs.MLA,
+    moe=dict(num_experts=6, router='sigmoid'),
+    remat_saves=('weights', 'keys', 'dispatched', 'routes', 'combined'),
+  ),
+  (1, 4, 2),
+  'a2a',
+)
+SIGMOID = dict(router='sigmoid', num_groups=4, num_active_groups=2)
+OTHERS = {
+  'mla_cp4': (
+    programs.config(attention=programs.MLA, moe=SIGMOID),
+    (2, 1, 4),
+    'ring',
+  ),
+  'no_context': (programs.config(tie_embeddings=True), (2, 4, 1), 'a2a'),
+  'no_replica': (programs.config(), (1, 8, 1), 'ring'),
+  'cp2': (programs.config(moe=SIGMOID), (1, 4, 2), 'a2a'),
+  'uneven_wide': (programs.config(moe=dict(num_experts=6)), (2, 2, 2), 'ring'),
+  # No expert axis divides: every device has all six, of each an eighth.
+  'uneven_alone': (programs.config(moe=dict(num_experts=6)), (1, 8, 1), 'ring'),
+}
+CASES = [
+  pytest.param(*WIDE, id='wide'),
+  pytest.param(*UNEVEN, id='uneven'),
+  *(
+    pytest.param(*case, id=name, marks=pytest.mark.slow)
+    for name, case in OTHERS.items()
+  ),
+]
+by_case = pytest.mark.parametrize('model, shape, transport', CASES)
+
+
+class _Weights:
+  """Sizes of one layer's arrays, and the axes that cut them."""
+
+  def __init__(self, model, shape):
+    self.shape = shape
+    mesh = topology.make_mesh(*shape)
+    shapes, logical = (
+      trees.flatten_names(tree['params']) for tree in decoder.abstract(model)
+    )
+    self.dense, self.experts, self.vectors = {}, {}, set()
+    for name, leaf in shapes.items():
+      axes = tuple(logical[name])
+      spec = shardings.spec(
+        name, leaf.shape, axes, layout=layouts.TRAIN, mesh=mesh
+      )
+      size = leaf.size // (leaf.shape[0] if 'layer' in axes else 1)
+      cut = dict(zip(axes, map(exchange.axis_names, spec), strict=True))
+      if 'expert' in axes:
+        self.experts[size] = cut
+      elif any(cut.values()):
+        assert [axes for axes in cut.values() if axes] == [NARROW], name
+        self.dense[size] = cut
+      else:
+        # Summed for all layers at once.
+        self.vectors.add(leaf.size)
+
+  def width(self, axes):
+    return math.prod(self.shape[topology.AXES.index(axis)] for axis in axes)
+
+  def groups(self, *axes):
+    return programs.groups_of(self.shape, axes)
+
+  def dense_shards(self):
+    return {size // self.width(NARROW) for size in self.dense} - self.vectors
+
+
+def _found(model, shape, transport):
+  made = programs.program(model, shape, transport)
+  # An axis of one device sums nothing.
+  several = [
+    c
+    for c in collectives.read(made.text)
+    if max(len(group) for group in c.groups) > 1
+  ]
+  return several, _Weights(model, shape)
+
+
+@by_case
+def test_dense_weights_travel_inside_a_replica(model, shape, transport):
+  found, weights = _found(model, shape, transport)
+  narrow, shards = weights.groups(*NARROW), weights.dense_shards()
+  gathered, scattered, summed = set(), set(), set()
+  for c in found:
+    sizes = set(c.sizes)
+    if c.kind == 'all-gather' and sizes & set(weights.dense):
+      assert c.groups == narrow, c
+      gathered |= sizes
+    if c.kind == 'reduce-scatter' and 'scatter_gradients' in c.scope:
+      assert c.groups == narrow or not sizes & shards, c
+      scattered |= sizes
+    if c.kind == 'all-reduce':
+      assert not sizes & (set(weights.dense) - shards), c
+      if sizes & shards:
+        # Copies of a shard, one in each replica.
+        assert c.groups == weights.groups('replica'), c
+        summed |= sizes
+  embedding = model.vocab_size * model.embed_dim
+  assert gathered >= set(weights.dense) - {embedding}
+  assert scattered >= shards - {embedding // weights.width(NARROW)}
+  assert summed >= (shards if weights.width(('replica',)) > 1 else set())
+
+
+@by_case
+def test_experts_are_never_summed_and_gathered_only_where_cut(
+  model, shape, transport
+):
+  found, weights = _found(model, shape, transport)
+  for size, cut in weights.experts.items():
+    held = size // weights.width(cut['expert'])
+    rest = [axes for axis, axes in cut.items() if axis != 'expert' and axes]
+    (others,) = rest or ((),)
+    shard = held // weights.width(others)
+    moved = [c for c in found if {size, held, shard} & set(c.sizes)]
+    assert all(c.kind != 'all-reduce' for c in moved)
+    assert {c.kind for c in moved} == (
+      {'all-gather', 'reduce-scatter'} if rest else set()
+    )
+    if rest:
+      assert {c.groups for c in moved} == {weights.groups(*others)}
+
+
+@pytest.mark.parametrize(
+  'case, width', [(WIDE, 8), (UNEVEN, 2)], ids=['wide', 'uneven']
+)
+def test_experts_spread_wider_than_a_replica_beside_context_shards(case, width):
+  """CP = 2 with EP = 8 on 8 devices."""
+  found, weights = _found(*case)
+  exchanged = [
+    c for c in found if {'dispatch', 'combine'} & set(c.scope.split('/'))
+  ]
+  assert exchanged
+  assert {len(group) for c in exchanged for group in c.groups} == {width}
+  along = weights.groups('context')
+  layers = [c for c in found if c.groups == along and '/while/' in c.scope]
+  keys = [c for c in layers if c not in exchanged]
+  assert {c.kind for c in keys} == {'all-gather', 'reduce-scatter'}
+  a = case[0].attention
+  kept = [a.num_kv_heads * a.head_dim] if a.kind == 'gqa' else []
+  kept += [a.kv_lora_dim, a.rope_dim] if a.kind == 'mla' else []
+  rows = programs.B // weights.width(('replica', 'fsdp'))
+  assert {size for c in keys if c.kind == 'all-gather' for size in c.sizes} == {
+    rows * programs.T * width for width in kept
+  }
+
+
+@by_case
+def test_no_array_is_resharded_by_force(model, shape, transport):
+  # From the compilation cache XLA has nothing to say; then what it did is
+  # seen in the bytes of golden_test.
+  made = programs.program(model, shape, transport)
+  assert 'rematerialization' not in made.warnings

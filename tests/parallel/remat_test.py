@@ -1,0 +1,55 @@
+"""What the backward pass of a recomputed layer receives a second time."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from composer_jax.models import config as model_config
+from tests.parallel import collectives, mesh_test, on_mesh
+
+DEFAULT = mesh_test.UNEVEN.remat_saves
+
+
+@functools.cache
+def _repeated(saves):
+  """Returns kind and scope of collectives of recomputation.
+
+  Keys travel between halves of a row, tokens between groups of experts, and
+  matrices of experts between the devices that share a group.
+  """
+  config = dataclasses.replace(mesh_test.UNEVEN, remat_saves=saves)
+  # For the default, the program of mesh_test.
+  _, program, _ = on_mesh.compiled(
+    config, (1, 2, 4), is_replayed=True, sequence_order='zigzag'
+  )
+  return [
+    (found.kind, found.scope)
+    for found in collectives.read(program.as_text())
+    if 'rematted_computation' in found.scope
+  ]
+
+
+def test_by_default_only_weights_travel_again():
+  repeated = _repeated(DEFAULT)
+  assert repeated
+  for kind, scope in repeated:
+    assert kind == 'all-gather' and 'gather_weights' in scope
+
+
+def test_with_weights_kept_nothing_travels_again():
+  assert not _repeated((*DEFAULT, 'weights'))
+
+
+@pytest.mark.slow
+def test_with_nothing_kept_activations_travel_again():
+  scopes = ' '.join(scope for _, scope in _repeated(()))
+  assert 'dispatch' in scopes and 'attention' in scopes
+
+
+def test_a_tensor_that_nobody_names_is_refused():
+  with pytest.raises(ValueError, match=r"remat_saves names \['key'\]; known"):
+    dataclasses.replace(mesh_test.UNEVEN, remat_saves=('key',))
+  # As a file has it.
+  fields = mesh_test.UNEVEN.to_dict() | {'remat_saves': ['keys']}
+  assert model_config.ModelConfig.from_dict(fields).remat_saves == ('keys',)

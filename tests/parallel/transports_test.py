@@ -1,0 +1,304 @@
+"""Every transport is exact for every load, or says that it had no room.
+
+One program for each number of expert shards runs all transports; routes are its
+arguments, so that all loads share it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import platforms, records
+from composer_jax.kernels import grouped_matmul
+from composer_jax.models import experts
+from composer_jax.parallel import exchange, topology, transports
+
+B, T, D, E, A, F = 8, 4, 6, 16, 3, 5
+EXPERT_AXES = {
+  1: (),
+  2: ('context',),
+  4: ('fsdp', 'context'),
+  8: ('replica', 'fsdp', 'context'),
+}
+# Of the machine code alone: the program is the same.
+_OPTIONS = {'xla_backend_optimization_level': 0}
+
+
+class Variant(NamedTuple):
+  transport: str
+  bucket: float | None = None
+  chunks: int = 1
+  backend: str = 'auto'
+
+
+CARRIERS, BACKENDS = tuple(transports.CARRIERS), grouped_matmul.BACKENDS
+EXACT = [Variant(name) for name in CARRIERS]
+# On a CPU, 'ragged' is the quickest to compile.
+BUCKETED = [Variant(n, bucket=1.25, backend='ragged') for n in CARRIERS]
+
+
+def variants_of(shards):
+  if shards == 1:
+    # Nothing travels.
+    return [Variant('ring', backend=b) for b in grouped_matmul.BACKENDS]
+  if shards == 2:
+    return [Variant(name, chunks=2, backend='ragged') for name in CARRIERS]
+  if shards == 4:
+    return [Variant(n, backend=b) for n in CARRIERS for b in BACKENDS]
+  return EXACT + BUCKETED
+
+
+def make_plan(shards, variant=EXACT[0]):
+  axes = EXPERT_AXES[shards] or None
+  return exchange.ExchangePlan(
+    mesh=topology.make_mesh(2, 2, 2),
+    batch_axes=('replica', 'fsdp'),
+    sequence_axes=('context',),
+    weight_specs=(('gate_up', P(axes)), ('down', P(axes))),
+    transport=variant.transport,
+    bucket=variant.bucket,
+    chunks=variant.chunks,
+  )
+
+
+@functools.cache
+def inputs():
+  keys = jax.random.split(jax.random.key(0), 5)
+  weights = {
+    'gate_up': jax.random.normal(keys[0], (E, D, 2, F)),
+    'down': jax.random.normal(keys[1], (E, F, D)),
+  }
+  x_BTD = jax.random.normal(keys[2], (B, T, D))
+  gates_BTA = jax.random.uniform(keys[3], (B, T, A))
+  d_y_BTD = jax.random.normal(keys[4], (B, T, D))
+  return weights, x_BTD, gates_BTA, d_y_BTD
+
+
+def dense(weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
+  """Every expert on every token, SwiGLU written as its definition."""
+  both = jnp.einsum('btd,edsf->btesf', x_BTD, weights['gate_up'])
+  hidden = both[..., 0, :] / (1 + jnp.exp(-both[..., 0, :])) * both[..., 1, :]
+  y = jnp.einsum('btef,efd->bted', hidden, weights['down'])
+  # Ids that are no expert's are no column's.
+  chosen = (ids_BTA[..., None] == jnp.arange(E)) & valid_BT[..., None, None]
+  gates = (chosen * gates_BTA[..., None]).sum(2)
+  return jnp.einsum('bted,bte->btd', y, gates)
+
+
+def value_and_pull(function, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
+  """Returns y and the gradients of weights, x and gates."""
+  d_y_BTD = inputs()[3]
+
+  def of(weights, x_BTD, gates_BTA):
+    return function(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+
+  y_BTD, pull, aux = jax.vjp(of, weights, x_BTD, gates_BTA, has_aux=True)
+  return (y_BTD, *pull(d_y_BTD)), aux
+
+
+def carried(plan, backend):
+  def mlp(weights, rows_YD, group_sizes_E):
+    chosen = grouped_matmul.backend_for('cpu') if backend == 'auto' else backend
+    with grouped_matmul.using(chosen):
+      return experts.expert_mlp(weights, rows_YD, group_sizes_E)
+
+  every = tuple(plan.mesh.axis_names)
+  tokens = P(plan.batch_axes, plan.sequence_axes)
+
+  def shard(*arrays):
+    y_BTD, stats = exchange.in_shard(mlp, *arrays, plan=plan)
+    return y_BTD, jax.tree.map(lambda a: a[None], stats)
+
+  return jax.shard_map(
+    shard,
+    mesh=plan.mesh,
+    in_specs=(dict(plan.weight_specs), *[tokens] * 4),
+    out_specs=(tokens, P(every)),
+    check_vma=False,
+  )
+
+
+@functools.cache
+def program(shards):
+  """Returns (ids, valid) -> results and stats of each variant, and its text."""
+
+  def run(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+    arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+    return [
+      value_and_pull(carried(make_plan(shards, v), v.backend), *arrays)
+      for v in variants_of(shards)
+    ]
+
+  arrays = (*inputs()[:3], *loads()['own'])
+  lowered = jax.jit(run).lower(*arrays)
+  compiled = lowered.compile(compiler_options=_OPTIONS)
+  return (lambda *load: compiled(*inputs()[:3], *load)), lowered.as_text()
+
+
+@jax.jit
+def reference(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+  arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+  return value_and_pull(lambda *a: (dense(*a), None), *arrays)[0]
+
+
+@functools.cache
+def loads():
+  """Returns (ids_BTA, valid_BT) by name."""
+  random = np.random.default_rng(0)
+  own = np.argsort(random.random((B, T, E)), -1)[..., :A]
+  valid = np.ones((B, T), bool)
+  half = valid.copy()
+  half[3:, 1:] = False
+  one = np.zeros((B, T), bool)
+  one[5, 2] = True
+  unrouted = own.copy()
+  unrouted[::2, 1] = records.NO_ROUTE
+  unrouted[1, 2, 0] = records.NO_ROUTE
+  found = {
+    'own': (own, valid),
+    # What a recorder wrote and a trainer reads.
+    'replayed': (own.astype(np.uint16), valid),
+    'to one expert and two others': (
+      np.broadcast_to([E - 1, 0, 1], own.shape),
+      valid,
+    ),
+    'to one expert thrice': (np.full_like(own, E - 1), valid),
+    'to one shard': (np.broadcast_to([E - 1, E - 2, E - 2], own.shape), valid),
+    'to half of the experts': (own // 2, valid),
+    'no route': (unrouted, valid),
+    'no route at all': (np.full_like(own, records.NO_ROUTE), valid),
+    'padding': (own, half),
+    'one token': (own, one),
+    'all padding': (own, ~valid),
+  }
+  # One shard's tokens go to one shard; other pairs of shards have nothing.
+  skewed = own.copy()
+  skewed[:2] = [0, 1, 2]
+  found['one pair of shards'] = (skewed, valid)
+  for seed in range(5):
+    few = np.random.default_rng(seed).integers(0, 2 + 3 * seed, own.shape)
+    found[f'{2 + 3 * seed} experts at random'] = (few, valid)
+  return {k: (i.astype(np.int32), v) for k, (i, v) in found.items()}
+
+
+def difference(have, want):
+  """Returns the largest difference of each array, relative to its largest."""
+  return jax.tree.map(
+    lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)),
+    have,
+    want,
+  )
+
+
+@pytest.mark.parametrize(
+  'shards', [1, 2, pytest.param(4, marks=pytest.mark.slow), 8]
+)
+def test_every_transport_is_exact_or_says_that_it_had_no_room(shards):
+  run, _ = program(shards)
+  told = set()
+  for name, load in loads().items():
+    want = reference(*inputs()[:3], *load)
+    results = run(*load)
+    for variant, (have, stats) in zip(
+      variants_of(shards), results, strict=True
+    ):
+      where = (name, variant)
+      needed, capacity = stats.needed_rows.max(), stats.capacity[0]
+      if variant.bucket is None:
+        assert needed <= capacity, where
+      else:
+        # What the host says of recorded routes, before any step.
+        plan = make_plan(shards, variant)
+        counted = exchange.needed_rows(
+          plan,
+          load[0][None].astype(np.uint16),
+          load[1],
+          name=variant.transport,
+          num_experts=E,
+        )
+        assert needed == counted[0], where
+      if needed > capacity:
+        told.add(variant)
+        continue
+      for error in jax.tree.leaves(difference(have, want)):
+        assert error <= 1e-6, (where, error)
+      np.testing.assert_array_equal(have[0][~load[1]], 0)
+  assert told == {v for v in variants_of(shards) if v.bucket}
+
+
+def test_nothing_is_scattered_forward_or_backward():
+  _, text = program(8)
+  assert 'stablehlo.gather' in text
+  assert 'scatter"(' not in text.replace('reduce_scatter"(', '')
+
+
+def counted(jaxpr, kinds):
+  """Counts equations by primitive, those of inner programs included."""
+  counts = dict.fromkeys(kinds, 0)
+  for equation in jaxpr.eqns:
+    name = equation.primitive.name
+    if name in counts:
+      counts[name] += 1
+    for value in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda v: hasattr(v, 'eqns')
+    ):
+      inner = getattr(value, 'jaxpr', value)
+      if hasattr(inner, 'eqns'):
+        for kind, count in counted(inner, kinds).items():
+          counts[kind] += count
+  return counts
+
+
+@pytest.mark.parametrize(
+  'transport, collectives, sorts',
+  [
+    # Tokens and routes there, sums back; their gradients the other way round.
+    # The order of copies and its inverse are a sort each.
+    ('ring', {'all_gather': 3, 'reduce_scatter': 3}, 2),
+    # For the shards, and for the experts of one; places once more.
+    ('a2a', {'all_to_all': 6}, 5),
+    # The emulation of each of six exchanges, and the counts.
+    ('ragged_a2a', {'all_gather': 7}, 5),
+  ],
+)
+def test_backward_repeats_no_collective_and_no_sort(
+  transport, collectives, sorts
+):
+  function = jax.checkpoint(
+    carried(make_plan(8, Variant(transport)), 'auto'),
+    policy=jax.checkpoint_policies.save_only_these_names(
+      'dispatched', 'routes', 'combined'
+    ),
+  )
+
+  def run(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+    arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+    return value_and_pull(function, *arrays)
+
+  traced = jax.jit(run).trace(*inputs()[:3], *loads()['own'])
+  kinds = ('all_gather', 'reduce_scatter', 'all_to_all', 'psum', 'sort')
+  want = dict.fromkeys(kinds, 0) | collectives | {'sort': sorts}
+  assert counted(traced.jaxpr.jaxpr, kinds) == want
+
+
+@pytest.mark.parametrize(
+  'platform', ['tpu', pytest.param('cuda', marks=pytest.mark.slow)]
+)
+def test_accelerators_get_the_collective_itself(platform):
+  plan = make_plan(8, Variant('ragged_a2a'))
+  with platforms.targeting('gpu' if platform == 'cuda' else platform):
+
+    def run(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
+      arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+      return value_and_pull(carried(plan, 'blocked'), *arrays)
+
+    traced = jax.jit(run).trace(*inputs()[:3], *loads()['own'])
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+  # Tokens and routes there, sums back, and the same of gradients.
+  assert text.count('@ragged_all_to_all') == 6
+  assert text.count('stablehlo.all_gather"(') == 1

@@ -1,0 +1,55 @@
+"""The RL stage with its trainer on a mesh, its engine on one device."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from composer_jax.core import trees
+from composer_jax.pipeline import meshes, reinforce, sections, stages
+from composer_jax.telemetry import writer as writers
+from tests.pipeline import sync_equality_test
+
+spec = sync_equality_test.spec
+tokenizer = sync_equality_test.tokenizer
+
+MESH = sections.Mesh(replica=1, fsdp=2, context=2)
+
+
+def on_mesh(spec):
+  return dataclasses.replace(
+    spec,
+    layout='hsdp',
+    rl=dataclasses.replace(spec.rl, mesh=MESH, steps=2, decay_steps=1),
+  )
+
+
+def test_its_mesh_is_of_the_first_devices(spec):
+  placed = meshes.reinforcement(on_mesh(spec))
+  assert dict(placed.mesh.shape) == dataclasses.asdict(MESH)
+  assert [d.id for d in placed.mesh.devices.flat] == [0, 1, 2, 3]
+  assert placed.expert_shards == 4
+  assert placed.plan.sequence_order == 'zigzag'
+  assert meshes.single(spec).plan is None
+  assert placed.lines[:2] == (
+    'mesh: replica 1, fsdp 2, context 2; layout hsdp',
+    'tokens of a row: zigzag over the context shards',
+  )
+  assert placed.lines[2].startswith('transport ')
+
+
+@pytest.mark.slow
+def test_a_trainer_on_a_mesh_agrees_with_the_engine(spec, tokenizer, tmp_path):
+  """The default gate stops a step whose mismatch is above rounding."""
+  wanted = on_mesh(spec)
+  assert wanted.rl.gate.action == 'stop'
+  with sync_equality_test.opened(tmp_path, wanted, tokenizer) as job:
+    before = trees.flatten_names(stages.load_variables(job, 'sft', job.single))
+    reinforce.reinforce(job)
+    found = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+  rows = [r for r in writers.read(tmp_path) if r['stage'] == 'rl']
+  assert [r['step'] for r in rows] == [1, 2]
+  for row in rows:
+    assert row['fresh_tokens'] > 0
+    assert row['mismatch_kl_fresh'] < 1e-9 < row['grad_norm']
+  assert any(np.any(before[name] != found[name]) for name in before)

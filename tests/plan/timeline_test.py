@@ -1,0 +1,98 @@
+"""Laws of the clock that schedules are put on."""
+
+import pytest
+
+from composer_jax.optim import muon_cost
+from composer_jax.plan import hlo_events, timeline
+
+# 1 FLOP and 1 byte take a second within 4 devices, 2 beyond.
+RATES = muon_cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0)
+
+
+def begin(key, num_bytes, *, is_async=True, devices=4):
+  return hlo_events.Begin(
+    key,
+    hlo_events.Collective(
+      kind='all-gather',
+      dtype='f32',
+      bytes=num_bytes,
+      result_bytes=num_bytes,
+      count=1.0,
+      loops=(),
+      groups=frozenset({frozenset(range(devices))}),
+      is_async=is_async,
+      hidden=0.0,
+      scope='',
+    ),
+  )
+
+
+def work(flops):
+  return hlo_events.Work(flops, '')
+
+
+def run(*events):
+  return timeline.run(events, RATES)
+
+
+END = hlo_events.End
+
+
+@pytest.mark.parametrize(
+  ('beside', 'waited', 'why'),
+  [
+    (0, 6, 'no product before its result is used'),
+    (2, 4, 'products beside it are shorter'),
+    (6, 0, ''),
+    (9, 0, ''),
+  ],
+)
+def test_products_hide_as_long_as_they_run(beside, waited, why):
+  line = run(begin('a', 6), work(beside), END('a'), work(1))
+  (transfer,) = line.transfers
+  assert (transfer.seconds, transfer.waited) == (6, waited)
+  assert line.seconds == beside + waited + 1
+  assert line.busy == beside + 1
+  assert line.hidden_share == pytest.approx((6 - waited) / 6)
+  assert transfer.why == why
+
+
+def test_a_synchronous_collective_stops_everything():
+  line = run(work(5), begin('a', 3, is_async=False), END('a'), work(5))
+  assert line.seconds == 13
+  assert line.hidden_share == 0
+  assert line.transfers[0].why == 'synchronous'
+
+
+def test_transfers_wait_for_each_other():
+  line = run(begin('a', 3), begin('b', 3), work(4), END('a'), END('b'))
+  assert [t.waited for t in line.transfers] == [0, 2]
+  assert line.transfers[1].why == 'behind other transfers'
+  assert line.seconds == 6
+
+
+def test_loops_take_their_trips():
+  body = (begin('a', 3), work(1), END('a'))
+  once = run(*body)
+  many = run(hlo_events.Repeat('loop', 7, body), work(2))
+  assert many.seconds == 7 * once.seconds + 2
+  assert many.wire == 7 * once.wire
+  assert many.hidden_share == once.hidden_share
+  (transfer,) = many.transfers
+  assert transfer.collective.count == 7
+  assert transfer.collective.loops == ('loop',)
+
+
+def test_what_flies_over_a_loop_is_hidden_by_it():
+  body = (work(2),)
+  line = run(begin('a', 5), hlo_events.Repeat('l', 3, body), END('a'))
+  assert line.seconds == 6
+  assert line.hidden_share == 1
+
+
+def test_beyond_a_node_the_wire_is_slower():
+  assert run(begin('a', 3, devices=5), END('a')).seconds == 6
+
+
+def test_a_program_without_transfers_hides_all_of_them():
+  assert run(work(1)).hidden_share == 1

@@ -1,0 +1,250 @@
+"""RL's update on a mesh is its update on one device, replay included."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from composer_jax.core import records
+from composer_jax.models import decoder
+from composer_jax.parallel import exchange, layouts, topology
+from composer_jax.rl import mismatch, update
+from composer_jax.rl import step as steps
+from composer_jax.train import placement
+from composer_jax.train import state as train_state
+from tests.rl import replayed
+
+P, R = 2, 3
+CONFIG = replayed.CONFIGS['gqa_softmax']
+SHAPE = replayed.shape(CONFIG, rows=8, seq_len=16)
+OPTIONS = update.UpdateOptions(
+  prompts=P,
+  rollouts_per_prompt=R,
+  replay=True,
+  reward='verdict',
+  kl_coefficient=0.0,
+  ratio_cap=2.0,
+  mismatch_every=0,
+  refreshed=False,
+  # The trajectories are not of this policy.
+  gate=mismatch.GateOptions(
+    action='off',
+    max_kl_fresh=1.0,
+    max_kl=1.0,
+    max_p99=1.0,
+    max_large_ratio_share=1.0,
+    min_agreement=0.0,
+  ),
+  seed=0,
+)
+# What a step adds to the masters is the gradient.
+OPTIMIZER = optax.sgd(1.0)
+# Context 2 with experts over all eight, and experts over eight of a batch.
+MESHES = {
+  'cp2_ep8_ring': ((2, 2, 2), 'ring'),
+  'cp2_ep8_ragged': ((2, 2, 2), 'ragged_a2a'),
+  'fsdp4_cp2_a2a': ((1, 4, 2), 'a2a'),
+}
+
+
+@functools.cache
+def groups():
+  """Six random trajectories as two groups, rewarded unevenly."""
+  verdict = records.Verdict(
+    passed=False,
+    num_passed=0,
+    num_tests=1,
+    status=records.GRADED,
+    sandbox_level='static',
+  )
+  rollouts = [
+    records.Rollout(
+      task_id='task',
+      group=i // R,
+      member=i % R,
+      trajectories=(trajectory,),
+      verdict=verdict,
+      reward=reward,
+      num_turns=1,
+      num_invalid=0,
+    )
+    for i, (trajectory, reward) in enumerate(
+      zip(replayed.trajectories(CONFIG), replayed.ADVANTAGES, strict=True)
+    )
+  ]
+  return [
+    records.Group(
+      group=g, task_id='task', rollouts=tuple(rollouts[g * R : (g + 1) * R])
+    )
+    for g in range(P)
+  ]
+
+
+def placed(shape, transport='auto'):
+  num_devices = int(np.prod(shape))
+  return placement.build(
+    CONFIG,
+    mesh=topology.make_mesh(*shape, devices=jax.devices()[:num_devices]),
+    layout=layouts.TRAIN,
+    options=placement.ParallelOptions(transport=transport),
+  )
+
+
+def _counted(add_microbatch, where):
+  """Checks that devices needed what the host counts of the routes taken."""
+
+  def add(values, sums, batch):
+    sums, scores = add_microbatch(values, sums, batch)
+    counted_M = [
+      where.needed_rows(ids_BTA[None], batch.segment_ids_BT > 0)
+      for ids_BTA in np.asarray(scores.expert_ids_MBTA)
+    ]
+    # The shard that needed most is another in each layer.
+    np.testing.assert_array_equal(scores.exchanged.needed_rows, counted_M)
+    return sums, scores
+
+  return add
+
+
+@functools.cache
+def updated(shape=(1, 1, 1), transport='auto'):
+  """Returns what a step added to the masters, and its metrics."""
+  where = placed(shape, transport)
+  functions = steps.build(
+    decoder.Decoder(CONFIG, where.plan),
+    OPTIMIZER,
+    ratio_cap=OPTIONS.ratio_cap,
+    placement=where,
+    compiler_options=replayed.OPTIONS,
+  )
+  if where.plan is not None:
+    functions = dataclasses.replace(
+      functions, add_microbatch=_counted(functions.add_microbatch, where)
+    )
+  variables = replayed.variables(CONFIG)
+  state = train_state.create(
+    jax.device_put(variables, where.variables), OPTIMIZER
+  )
+  state, metrics = update.update(state, groups(), functions, OPTIONS, SHAPE)
+  jax.tree.map(
+    lambda a, place: (
+      a.sharding.is_equivalent_to(place, a.ndim)
+      or pytest.fail(f'{a.sharding} is not {place}')
+    ),
+    state.params,
+    where.variables['params'],
+  )
+  added = jax.tree.map(np.subtract, state.params, variables['params'])
+  return added, metrics
+
+
+@pytest.mark.parametrize(
+  'case',
+  [
+    'cp2_ep8_ring',
+    pytest.param('cp2_ep8_ragged', marks=pytest.mark.slow),
+    pytest.param('fsdp4_cp2_a2a', marks=pytest.mark.slow),
+  ],
+)
+def test_an_update_on_a_mesh_is_that_of_one_device(case):
+  added, metrics = updated(*MESHES[case])
+  want, want_metrics = updated()
+  # Sums in another order: a few units of the last place of the largest term,
+  # and a rounding of the masters that it is added to.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, rtol=0, atol=5e-6 * np.abs(b).max() + 2e-7
+    ),
+    added,
+    want,
+  )
+  for name in ('loss', 'grad_norm', 'entropy', 'mismatch_kl', 'truncated'):
+    assert metrics[name] == pytest.approx(want_metrics[name], rel=2e-5), name
+  for name in ('expert_load', 'replay_no_route'):
+    assert metrics[name] == want_metrics[name], name
+
+
+def test_records_say_which_bucket_holds_them():
+  where = placed((2, 2, 2), 'ragged_a2a')
+  (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)
+  buckets_for = functools.partial(steps._buckets_for, placement=where)
+  spread = buckets_for(batch)
+  assert spread[-1] is None
+  assert spread[0] in (1.0, 1.25, 2.0)
+  # All to the two experts of which a shard has one each.
+  full = batch.replace(
+    segment_ids_BT=np.ones_like(batch.segment_ids_BT),
+    expert_ids_MBTA=np.zeros_like(batch.expert_ids_MBTA)
+    + np.array([0, 1], np.uint16),
+  )
+  assert buckets_for(full) == [None]
+  fresh = np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
+  assert buckets_for(batch.replace(expert_ids_MBTA=fresh)) == [None]
+  assert buckets_for(batch, placement=None) == [None]
+
+
+def test_needs_are_counted_where_zigzag_order_puts_tokens():
+  mesh = topology.make_mesh(1, 1, 2, devices=jax.devices()[:2])
+  # Tokens 2 .. 5 lie on one device and visit the other one's experts.
+  ids_T = np.array([4, 4, 0, 0, 0, 0, 4, 4], np.uint16)
+  ids_MBTA = np.stack([ids_T, ids_T + 1], axis=-1)[None, None]
+  valid_BT = np.ones((1, 8), bool)
+  found = {}
+  for order in ('zigzag', 'contiguous'):
+    options = placement.ParallelOptions(transport='a2a', sequence_order=order)
+    where = placement.build(CONFIG, mesh=mesh, options=options)
+    found[order] = where.needed_rows(ids_MBTA, valid_BT)
+  # Slots for 4 tokens to another device, at 2 copies of the mean for each 11 of
+  # 14 tokens (a token visits a device unless both experts are elsewhere), in
+  # units of a sixteenth; half of that fills no more than the 8 copies do.
+  assert found == {
+    'zigzag': math.ceil(4 * (16 * 28 // 11) / 16),
+    'contiguous': 8,
+  }
+
+
+def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
+  """Tokens without a record may crowd where recorded ones do not."""
+  where = placed((2, 2, 2), 'ragged_a2a')
+  ran = []
+
+  def sums(model, values, batch, *, ratio_cap):
+    del values, batch, ratio_cap
+    ran.append(model.plan.bucket)
+    room = 200 if model.plan.bucket is None else 150
+    found = steps.StepSums(
+      **dict.fromkeys(steps.StepSums.__dataclass_fields__, jnp.float32(room))
+    )
+    scores = steps.Scores(
+      logprobs_BT=None,
+      expert_ids_MBTA=None,
+      exchanged=exchange.ExchangeStats(
+        needed_rows=jnp.array([100, 160]), capacity=jnp.full(2, room)
+      ),
+    )
+    return found.replace(grads=values_of()), scores
+
+  def values_of():
+    return jax.tree.map(
+      lambda s: jnp.zeros(s.shape), decoder.abstract(CONFIG)[0]['params']
+    )
+
+  monkeypatch.setattr(steps, 'microbatch_sums', sums)
+  functions = steps.build(
+    decoder.Decoder(CONFIG, where.plan),
+    OPTIMIZER,
+    ratio_cap=OPTIONS.ratio_cap,
+    placement=where,
+  )
+  (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)
+  (bucket, _) = steps._buckets_for(batch, where)
+  found, scores = functions.add_microbatch({}, None, batch)
+  assert ran == [bucket, None]
+  assert (found.loss, scores.attempts) == (200, 2)
+  found, scores = functions.add_microbatch({}, found, batch)
+  assert (found.loss, scores.attempts) == (400, 2)
