@@ -76,7 +76,12 @@ def carry(
     y_ZD = dispatch.combine(swap(y_YD), None, order)
     y_ZD = ad_checkpoint.checkpoint_name(y_ZD, 'combined')
   if slots == num_tokens:
-    return y_ZD, dispatch.Needs(count)
+    # All of it arrived, to be counted here; the need of fewer slots must not be
+    # told as less than what made them too few.
+    ids_YA, _ = dispatch.unpack(packed_YA)
+    is_used_Y = (ids_YA < group.no_expert).any(-1)
+    tokens_P = is_used_Y.reshape(group.num_shards, slots).sum(1)
+    return y_ZD, dispatch.Needs(count, tokens_P.max().astype(jnp.int32))
   # What arrived may lack what had no slot.
   counts_Y2P = jax.lax.all_gather(counts_2P, group.axes)
   return y_ZD, dispatch.Needs(

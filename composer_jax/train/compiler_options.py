@@ -38,13 +38,8 @@ _SPARSE_CORES = (
   Option(
     'xla_tpu_enable_sparse_core_collective_offload_all_reduce',
     'true',
-    'Likewise for sums over replicas.',
-  ),
-  Option(
-    'xla_enable_async_all_gather',
-    'true',
-    'A gather that the sparse cores do not take may be divided in a start and '
-    'a done.',
+    'Likewise for sums over replicas: 81 % of all transfers are hidden without '
+    'it and 89 % with it (Kimi K2, 5 layers, 64 v5p).',
   ),
 )
 
@@ -64,10 +59,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
   ),
   'gpu': (
     Option(
-      'xla_gpu_enable_latency_hiding_scheduler',
+      'xla_gpu_enable_pipelined_all_gather',
       True,
-      'Collectives are asynchronous by default, and waited for where they '
-      'start: no gather or reduce-scatter of weights ran beside a product.',
+      'Gathers of weights begin one layer ahead, with 57 % of their time '
+      'beside products for 47 % (Qwen3-235B, 6 layers, 128 H200).',
+    ),
+    Option(
+      'xla_gpu_enable_pipelined_reduce_scatter',
+      True,
+      "Likewise a layer's gradients end one layer later: 45 % for 34 %.",
     ),
   ),
 }
