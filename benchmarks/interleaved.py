@@ -18,14 +18,27 @@ from typing import Any
 _SIDE = 768  # of the matrices whose product measures the peak
 
 
-# glibc hands memory back after each step and gets it again as zeroed pages:
-# 384 MB of temporaries cost a step of 0.34 s 65 ms with 4 KiB pages, 10 ms with
-# huge ones, which `run.sh` asks for too.
-_TUNABLES = 'glibc.malloc.hugetlb=1'
+# XLA's temporaries are one block that a step asks for and gives back. glibc
+# maps it anew each time, and the kernel zeroes it: of 384 MB, 65 ms of a step
+# of 0.34 s with pages of 4 KiB; 10 ms with huge ones, but up to 200 where it
+# must move others' memory to make them. So huge pages, never given back.
+_TUNABLES = ':'.join(
+  f'glibc.malloc.{name}'
+  for name in (
+    'hugetlb=1',
+    f'mmap_threshold={4 << 30}',
+    f'trim_threshold={16 << 30}',
+    # The others cannot hold blocks of this size.
+    'arena_max=1',
+  )
+)
 
 
 def keep_pages() -> None:
-  """Starts the process again with huge pages, unless the caller chose."""
+  """Starts the process again with memory that stays, unless the caller chose.
+
+  For all that is timed in it, peers as well.
+  """
   if sys.platform == 'linux' and 'GLIBC_TUNABLES' not in os.environ:
     os.environ['GLIBC_TUNABLES'] = _TUNABLES
     os.execv(sys.executable, sys.orig_argv)

@@ -1,6 +1,5 @@
 """Models, batches and optimizers of `train_step`, and their running steps."""
 
-import functools
 from typing import Any
 
 import jax
@@ -162,12 +161,3 @@ class Trained:
     jax.block_until_ready(self._state)
     self.losses = [float(loss) for loss in metrics]
     return float(self._steps * self._batch.tokens_BT.size)
-
-
-@functools.cache
-def abstract_state(config: model_config.ModelConfig, optimizer: Any) -> Any:
-  """Returns the shapes of a state, to compile for before it exists."""
-  return jax.eval_shape(
-    lambda key: train_state.create(decoder.init(config, key), optimizer),
-    jax.random.key(0),
-  )

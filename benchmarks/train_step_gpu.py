@@ -51,8 +51,9 @@ def run(*, is_tiny: bool, folder: str) -> None:
   config = _tiny() if is_tiny else _that_fits(device.memory_stats())
   batch = case.half_rows(rows, length, config.vocab_size)
   trained = case.Trained(config, case.adam(config), batch)
+  model = 'a tiny model' if is_tiny else 'OLMoE 7B-A1B'
   name = (
-    f'{config.num_layers} layers of {"a tiny" if is_tiny else "OLMoE 7B-A1B"}, '
+    f'{config.num_layers} layers of {model}, '
     f'{flops.params_total(config) / 1e9:.2f}B parameters, {rows} x {length} '
     f'tokens, {_memory(trained.compiled):.1f} GB'
   )
