@@ -13,6 +13,7 @@ Processors' seconds say nothing of how long an accelerator's network takes.
 """
 
 import argparse
+import dataclasses
 import os
 from typing import Any
 
@@ -23,47 +24,12 @@ ROWS, LENGTH = 4, 256
 
 
 def _config():
-  from composer_jax.models import config as config_lib
+  from benchmarks import train_step_case
 
-  return config_lib.ModelConfig.from_dict(
-    dict(
-      vocab_size=8192,
-      embed_dim=256,
-      num_layers=4,
-      num_dense_layers=0,
-      dense_ffw_dim=512,
-      norm_eps=1e-6,
-      tie_embeddings=False,
-      remat=False,
-      remat_saves=(),
-      compute_dtype='float32',
-      numerics='fast',
-      attention=dict(
-        kind='gqa',
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        qk_norm='head',
-        qkv_bias=False,
-        out_bias=False,
-      ),
-      rope=dict(theta=10000.0, interleaved=False, yarn=None),
-      moe=dict(
-        num_experts=8,
-        num_active=2,
-        ffw_dim=512,
-        num_shared=0,
-        router='softmax',
-        num_groups=1,
-        num_active_groups=1,
-        renormalize=True,
-        routed_scale=1.0,
-        aux_loss_weight=0.01,  # or routers collapse: the batch is always one
-        z_loss_weight=0.0,
-        replay_alpha=0.0,
-      ),
-    )
-  )
+  shape = train_step_case.qwen3_17m()
+  # Without it routers collapse: the batch is always one.
+  moe = dataclasses.replace(shape.moe, aux_loss_weight=0.01)
+  return dataclasses.replace(shape, moe=moe, remat_saves=())
 
 
 def _batch(vocab_size: int):
