@@ -227,11 +227,11 @@ case "$command" in
     lint
     ;;
   install)
-    install base '.[codec]'
+    install base '.[codec,tasks]'
     ;;
   '' | -* | composer)
     [[ "$command" == composer ]] && shift
-    install base '.[codec]'
+    install base '.[codec,tasks]'
     main_job "$@"
     ;;
   *)
@@ -244,9 +244,9 @@ and the commands test, lint, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then
-      install serve '.[codec,serve]'
+      install serve '.[codec,serve,tasks]'
     else
-      install base '.[codec]'
+      install base '.[codec,tasks]'
     fi
     exec "$VENV/bin/python" -m "experiments.$command" "$@"
     ;;

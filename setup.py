@@ -49,6 +49,15 @@ GS = ['gcsfs>=2024.6']
 RELAY = ['aiohttp>=3.10', 'starlette>=0.46', 'uvicorn>=0.34']
 SIGNING = ['cryptography>=43']
 
+# Runs the suites of packages that tasks are made of, within sandboxes.
+TASKS = ['pytest>=8.3']
+
+# A model that judges rubrics, behind an endpoint of OpenAI's form.
+JUDGE = ['openai>=3.50']
+
+# Sandboxes in the actors of a cluster; built for Python up to 3.14.
+FLEET = ["ray>=2.50; python_version < '3.15'"]
+
 # Grouped products and attention on Hopper and TPU.
 KERNELS = ['tokamax>=0.0.12']
 
@@ -61,6 +70,9 @@ EXTRAS = {
     *S3,
     *RELAY,
     *SIGNING,
+    *FLEET,
+    *JUDGE,
+    *TASKS,
     'flask>=3.0',  # moto's server is made of it
     'flask-cors>=5.0',
     'httpx2>=2.0',  # of openai's client, too
@@ -69,10 +81,8 @@ EXTRAS = {
     'moto[s3]>=5.0',
     'nbclient>=0.10',
     'nbformat>=5.10',
-    'openai>=3.50',
     'psutil>=5.9',
     'pyrefly>=1.0',
-    'pytest>=8.3',
     'pytest-xdist>=3.6',
     'ruff>=0.14',
   ],
@@ -84,6 +94,9 @@ EXTRAS = {
   'gs': GS,
   'relay': RELAY,
   'signing': SIGNING,
+  'fleet': FLEET,
+  'judge': JUDGE,
+  'tasks': TASKS,
   'gpu': ['jax[cuda13]>=0.10'],
   'tpu': ['jax[tpu]>=0.10'],
   'wandb': ['wandb>=0.19'],

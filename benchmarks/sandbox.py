@@ -1,28 +1,42 @@
-"""Milliseconds of one sandboxed call, beside starting a bare interpreter.
+"""Milliseconds of sandboxed calls, programs and fresh repositories.
 
   python -m benchmarks.sandbox
 
-One JSON line per level that works here; the floor is what a grader pays that
-starts a process for each call and isolates nothing.
+One JSON line per row and level that works here. Beside each time of a program
+stands the floor that was measured in turn with it, on the machine as busy as it
+then was: fork and exec of the interpreter alone, with nothing isolated, and how
+long the same program takes by itself.
 """
 
+import concurrent.futures
 import json
+import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
 
 _LIMITS = base.Limits(
-    wall_s=5.0, cpu_s=5.0, memory_bytes=256 << 20, processes=8,
-    file_bytes=1 << 20, output_bytes=1 << 16,
+    wall_s=20.0, cpu_s=20.0, memory_bytes=512 << 20, processes=32,
+    file_bytes=16 << 20, output_bytes=1 << 16,
 )  # fmt: skip
 _FILES = {
   'package/__init__.py': '',
   'package/stats.py': 'def total(values):\n  return sum(values)\n',
 }
-_CALLS = 200
+_TIMES = 100
+_NUM_FILES, _FILE_BYTES = 400, 10_240
+_TEST = 'def test_one():\n  assert 1 + 1 == 2\n'
+_PYTEST = ('-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_one.py')
+_NO_PLUGINS = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
+# What of a sandbox the numbers depend on.
+_TOLD = ('seccomp', 'cgroup', 'uid', 'overlay', 'proc')
 
 
 def _percentiles(milliseconds: list[float]) -> dict[str, float]:
@@ -33,38 +47,141 @@ def _percentiles(milliseconds: list[float]) -> dict[str, float]:
   }
 
 
-def _timed(call) -> float:
+def _timed(call: Callable[[], object]) -> float:
   start = time.perf_counter()
   call()
   return 1e3 * (time.perf_counter() - start)
 
 
+def _in_turn(
+  calls: dict[str, Callable[[], object]], times: int
+) -> dict[str, float]:
+  """p50 and p95 of the first call, p50 of the others, taken alternately."""
+  taken: dict[str, list[float]] = {name: [] for name in calls}
+  for _ in range(times):
+    for name, call in calls.items():
+      taken[name].append(_timed(call))
+  first, *others = taken
+  return _percentiles(taken[first]) | {
+    f'{name}_p50_ms': _percentiles(taken[name])['p50_ms'] for name in others
+  }
+
+
+def _bare(python: str, *arguments: str, **more) -> Callable[[], object]:
+  def run():
+    subprocess.run(
+        [python, *arguments], check=True, stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, **more,
+    )  # fmt: skip
+
+  return run
+
+
+def _make_images(top: pathlib.Path) -> None:
+  for index in range(_NUM_FILES):
+    path = top / 'repository' / f'part{index % 20}' / f'module{index}.py'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b'# text\n' * (_FILE_BYTES // 7))
+  (top / 'tiny').mkdir()
+  (top / 'tiny' / 'test_one.py').write_text(_TEST)
+
+
+def _succeed(box: base.Box, command: base.Command) -> None:
+  told = box.run(command)
+  assert told.exit_code == 0, told
+
+
+def _rows(sandbox, images: pathlib.Path):
+  """Yields name and numbers of each measurement."""
+  floor = getattr(sys, '_base_executable', None) or sys.executable
+  start_python = base.Command(argv=('python', '-c', 'pass'))
+  warm_python = base.Command(argv=('-c', 'pass'), warm=True)
+  pytest = base.Command(argv=_PYTEST, warm=True, environment=_NO_PLUGINS)
+
+  def call():
+    arguments = [[[1, 2, 3]], [[]], [[5]]]
+    result = sandbox.call(_FILES, 'package.stats', 'total', arguments)
+    assert result.value == [['ok', 6], ['ok', 0], ['ok', 5]], result
+
+  bare = _bare(floor, '-I', '-S', '-c', 'pass')
+  yield 'call', _in_turn({'': call, 'fork_exec': bare}, _TIMES)
+  with sandbox.open('tiny') as box:
+    _succeed(box, pytest)
+    true = base.Command(argv=('true',))
+    yield 'python -c pass', _in_turn({
+        'sandboxed': lambda: _succeed(box, start_python),
+        'fork_exec': bare, 'sandboxed_true': lambda: _succeed(box, true),
+        'warm': lambda: _succeed(box, warm_python),
+    }, _TIMES)  # fmt: skip
+    plain = _bare(
+        sys.executable, '-I', *_PYTEST, cwd=images / 'tiny',
+        env={**os.environ, **_NO_PLUGINS, 'PYTHONDONTWRITEBYTECODE': '1'},
+    )  # fmt: skip
+    yield (
+      'pytest, one test, warm',
+      _in_turn(
+        {'sandboxed': lambda: _succeed(box, pytest), 'bare_pytest': plain},
+        _TIMES // 4,
+      ),
+    )
+  kept = [sandbox.open('repository')]
+  fresh = _in_turn(
+    {'': lambda: kept.append(sandbox.open('repository'))}, _TIMES
+  )
+  # One that was written to, as those of an episode are.
+  kept[0].write('part0/module0.py', b'changed')
+  forked = _in_turn({'': lambda: kept.append(kept[0].fork())}, _TIMES)
+  shot = _in_turn({'': kept[0].snapshot}, _TIMES)
+  taken = kept[0].snapshot()
+  restored = _in_turn({'': lambda: kept[0].restore(taken)}, _TIMES)
+  compared = _in_turn({'': kept[0].changes}, _TIMES)
+  closed = _percentiles([_timed(box.close) for box in kept])
+  files = {'files': _NUM_FILES, 'megabytes': _NUM_FILES * _FILE_BYTES / 1e6}
+  for name, numbers in {
+      'fresh copy': fresh, 'fork': forked, 'snapshot': shot,
+      'restore': restored, 'changes': compared, 'close': closed,
+  }.items():  # fmt: skip
+    yield f'{name} of a repository', numbers | files
+  yield 'runs per second', _throughput(sandbox, start_python, pytest)
+
+
+def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
+  """Runs of each command in fresh boxes by two threads."""
+
+  def one(command):
+    with sandbox.open('tiny') as box:
+      _succeed(box, command)
+
+  rates = {}
+  with concurrent.futures.ThreadPoolExecutor(2) as threads:
+    for name, command in zip(('python', 'pytest'), commands):
+      start = time.perf_counter()
+      list(threads.map(one, [command] * _TIMES))
+      rates[name] = round(_TIMES / (time.perf_counter() - start), 1)
+  return rates | {'workers': 2}
+
+
 def main() -> None:
-  python = getattr(sys, '_base_executable', None) or sys.executable
-  floor = [python, '-I', '-S', '-c', 'pass']
-  times = [
-    _timed(lambda: subprocess.run(floor, check=True))
-    for _ in range(_CALLS // 4)
-  ]
-  print(json.dumps({'sandbox': 'bare process', **_percentiles(times)}))
-  for level in base.LEVELS:
-    try:
-      opened = sandbox_open.open_sandbox(level, _LIMITS, allow_unsafe=True)
-    except ValueError as error:
-      print(json.dumps({'sandbox': level, 'skipped': str(error)}))
-      continue
-    with opened as sandbox:
-
-      def call(sandbox=sandbox):
-        arguments = [[[1, 2, 3]], [[]], [[5]]]
-        result = sandbox.call(_FILES, 'package.stats', 'total', arguments)
-        assert result.value == [['ok', 6], ['ok', 0], ['ok', 5]], result
-
-      times = [_timed(call) for _ in range(_CALLS)]
-      print(json.dumps({
-          'sandbox': level, **_percentiles(times), 'calls': _CALLS,
-          **sandbox.about,
-      }))  # fmt: skip
+  with tempfile.TemporaryDirectory() as folder:
+    images = pathlib.Path(folder)
+    _make_images(images)
+    for level in base.LEVELS:
+      try:
+        opened = sandbox_open.open_sandbox(
+            level, _LIMITS, allow_unsafe=True, size=2, images=images,
+            packages=('pytest',),
+        )  # fmt: skip
+      except ValueError as error:
+        print(json.dumps({'sandbox': level, 'skipped': str(error)}))
+        continue
+      with opened as sandbox:
+        for row, numbers in _rows(sandbox, images):
+          about: dict[str, Any] = sandbox.about
+          about = about.get('boxes') or about
+          told = {name: about.get(name) for name in _TOLD}
+          line = {'sandbox': level, 'row': row, **numbers, **told}
+          line['load'] = round(os.getloadavg()[0], 1)
+          print(json.dumps(line), flush=True)
 
 
 if __name__ == '__main__':

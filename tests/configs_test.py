@@ -23,9 +23,14 @@ CONFIGS = sorted(
 MODELS = [p for p in CONFIGS if p.parent.name == 'models']
 COMPOSERS = [p for p in CONFIGS if p.parent.name == 'composer']
 SERVERS = [p for p in CONFIGS if p.parent.name == 'serve']  # tests/serve
+TASK_SETS = [p for p in CONFIGS if p.parent.name == 'tasks']  # tests/tasks
 
 # Besides '': what a module's docstring or its function's names after a colon.
-ARGUMENTS = {'composer/tiny.py': ('smoke',), 'composer/gpu.py': ('smoke',)}
+ARGUMENTS = {
+  'composer/tiny.py': ('smoke',),
+  'composer/gpu.py': ('smoke',),
+  'tasks/packages.py': ('small',),
+}
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -68,7 +73,7 @@ def test_there_are_configs():
   assert ROOT / 'configs' / 'composer' / 'tiny.py' in COMPOSERS
   assert MODELS
   # One that is in neither would be loaded and never built.
-  assert sorted(MODELS + COMPOSERS + SERVERS) == CONFIGS
+  assert sorted(MODELS + COMPOSERS + SERVERS + TASK_SETS) == CONFIGS
 
 
 @each
@@ -193,6 +198,10 @@ each_section = pytest.mark.parametrize(
     *SECTIONS,
     'cpt.muon',
     'rl.mesh',
+    'rl.loss',
+    'hints.loss',
+    'tasks.repository',
+    'tasks.repository.bounds',
     'model.attention',
     'model.rope',
     'model.moe',
@@ -298,7 +307,7 @@ def test_misspelt_section_is_named():
     ('cpt.muon.roles', (('router', 'embed->ffw'),), 'router.*embed->ffw'),
     ('demonstrations.wrong_edit', 1.5, r'wrong_edit \(1.5\)'),
     ('episode.max_tokens', 10**6, r'max_tokens \(1000000\)'),
-    ('episode.invalid_penalty', -1.0, r'invalid_penalty \(-1.0\)'),
+    ('rewards.invalid_penalty', -1.0, r'invalid_penalty \(-1.0\)'),
     ('episode.temperature', 0.0, r'temperature \(0.0\)'),
     ('episode.temperature', float('inf'), r'temperature \(inf\)'),
     ('sandbox.level', 'docker', 'docker'),
@@ -307,7 +316,23 @@ def test_misspelt_section_is_named():
     ('rl.placement', 'remote', 'remote'),
     ('rl.reward', 'judge', 'judge'),
     ('rl.rollouts_per_prompt', 1, 'rollouts_per_prompt'),
-    ('rl.ratio_cap', 0.5, 'ratio_cap'),
+    ('rl.loss.ratio_cap', 0.5, r'rl\.loss\.ratio_cap .* not 0\.5'),
+    ('rl.loss.name', 'ppo', r"rl\.loss\.name must be one of .*not 'ppo'"),
+    ('rl.loss.bounds', (1.0, 2.0), "bounds .* mean nothing to 'tis'"),
+    ('tasks.family', 'puzzles', r"tasks\.family .*'deletion'.* not 'puzzles'"),
+    ('tasks.family', 'deletion', r"tasks\.folder \(''\) is of .*make_tasks"),
+    ('tasks.folder', 'set', r"tasks\.folder \('set'\) .*'list_functions'"),
+    ('tasks.tiers', ('line',), r"tasks\.tiers .*'body'.* no \['line'\]"),
+    ('tasks.repository.tools', ('raed',), r"tasks\.repository: .*'raed'"),
+    ('tasks.repository.bounds.run_s', 0.0, r'run_s \(0\.0\)'),
+    ('summary.trigger', 10**6, r'config\.summary: trigger \(1000000\)'),
+    ('summary.max_tokens', 0, r'config\.summary: max_tokens .* not 0'),
+    ('rewards.effort_scale', 0.0, r'rewards\.effort_scale .* not 0\.0'),
+    ('rewards.version', -1, r'version \(-1\)'),
+    ('hints.templates', (('typo', 'no'),), r"hints\.templates .*\['typo'\]"),
+    ('hints.templates', (), r'hints\.loss\.weight \(1\.0\) needs'),
+    ('hints.loss.teacher', 'live', r"config\.hints\.loss: .*'live'"),
+    ('curriculum.max_weight', 0.5, r'curriculum\.max_weight .* not 0\.5'),
     ('rl.max_staleness', -1, 'max_staleness'),
     ('rl.mismatch_every', -1, r'rl\.mismatch_every .* least 0, not -1'),
     ('rl.episodes_every', 0, r'rl\.episodes_every .* least 1, not 0'),

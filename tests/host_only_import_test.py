@@ -28,7 +28,10 @@ HOST_ONLY = (
 
 # What runs inside the sandbox, where no installed package is: it imports the
 # standard library and itself.
-INSIDE = ('confine', 'runner', 'seccomp', 'zygote')
+INSIDE = (
+    'beneath', 'box_runs', 'confine', 'furnish', 'keeper', 'programs', 'runner',
+    'seccomp', 'syscalls', 'trees', 'wire', 'zygote',
+)  # fmt: skip
 
 _PROGRAM = """
 import importlib, sys

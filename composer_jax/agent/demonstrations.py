@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.agent import episode
+from composer_jax.agent import episode, function_environment, mistakes
 from composer_jax.core import records
 from composer_jax.tasks import compositions, list_functions, runners, source
 from composer_jax.tasks import task as task_lib
@@ -207,6 +207,7 @@ def transcripts(
   count: int,
   noise: Noise,
   options: episode.EpisodeOptions,
+  hints: mistakes.HintOptions | None = None,
 ) -> Iterator[records.Rollout]:
   """Rollouts of scripted policies on train tasks 0, 1, ...
 
@@ -216,6 +217,7 @@ def transcripts(
     count: how many.
     noise: how flawed.
     options: limits, as in RL.
+    hints: on the mistakes, for `agent.hindsight`; None for no hints.
 
   Yields:
     Rollouts; `trajectories[0]` is what SFT trains on.
@@ -226,27 +228,25 @@ def transcripts(
     draw = random.Random(f'demonstration/{seed}/{index}')
     policy = ScriptedPolicy(task, tokenizer, noise, draw)
     yield episode.run(
-      task,
+      function_environment.FunctionEnvironment(task, runner),
       policy,
       tokenizer,
-      runner,
       options,
       group=index,
       member=0,
       seed=seed,
+      hints=hints,
     )
 
 
 def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:
   """Payloads of the rollout's valid edits."""
-  calls = (
-    turn['text']
-    for turn in episode.turns(rollout, tokenizer)
-    if turn['role'] == 'call'
-  )
-  for tool, text in zip(rollout.tools, calls, strict=True):
-    if tool == 'edit':
-      yield tool_calls.parse(text).payload
+  for turn in rollout.turns:
+    if turn.tool == 'edit':
+      window = rollout.trajectories[turn.trajectory]
+      # Without the end token, which a valid call has.
+      ids = window.tokens_T[turn.start : turn.stop - 1]
+      yield tool_calls.parse(tokenizer.decode(ids)).payload
 
 
 def describe(

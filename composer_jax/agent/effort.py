@@ -4,8 +4,9 @@
 
 (Composer 2 report, section 4). The first tokens cost most, so that easy tasks
 are done quickly while hard ones may still take long. Its constants are not
-published; x here is the sampled tokens plus a price per turn, which stands for
-what a tool call costs beside its tokens.
+published; x here is the sampled tokens, summaries included, plus a share of
+what tools answered and a price per turn, which stands for what a tool call
+costs beside its tokens.
 """
 
 import dataclasses
@@ -37,30 +38,35 @@ class EffortOptions:
     scale: 1 / k, in sampled tokens; about the effort of a usual episode.
     q: of `concave`.
     turn_tokens: a turn costs as much as so many sampled tokens.
+    answer_weight: of a token of a tool's answer, in sampled tokens.
   """
 
   coefficient: float = 0.0
   scale: float = 100.0
   q: float = 0.5
   turn_tokens: float = 0.0
+  answer_weight: float = 0.0
 
   def __post_init__(self):
-    for name in ('coefficient', 'q', 'turn_tokens'):
-      if getattr(self, name) < 0:
+    for name in ('coefficient', 'q', 'turn_tokens', 'answer_weight'):
+      if not 0 <= getattr(self, name) < math.inf:
         raise ValueError(
-          f'--config.episode.effort_{name} must be at least 0, not '
+          f'--config.rewards.effort_{name} must be at least 0, not '
           f'{getattr(self, name)}.'
         )
-    if self.scale <= 0:
+    if not 0 < self.scale < math.inf:
       raise ValueError(
-        f'--config.episode.effort_scale must be positive, not {self.scale}.'
+        f'--config.rewards.effort_scale must be positive, not {self.scale}.'
       )
 
-  def penalty(self, num_sampled: int, num_turns: int) -> float:
-    """Reward lost by an episode of so many sampled tokens and turns."""
+  def penalty(
+    self, num_sampled: int, num_turns: int, num_answered: int = 0
+  ) -> float:
+    """Reward lost by an episode of so many tokens and turns."""
     if not self.coefficient:
       return 0.0
     effort = num_sampled + self.turn_tokens * num_turns
+    effort += self.answer_weight * num_answered
     return (
       self.coefficient * concave(effort, 1 / self.scale, self.q) / self.scale
     )

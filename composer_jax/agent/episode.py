@@ -1,272 +1,273 @@
 """One episode: policy and tools take turns until finish, or a limit.
 
-The tokens that the policy sampled are kept as sampled. Only text that the
-harness adds is ever encoded; re-encoding a policy's text could give other
-tokens than those whose log-probabilities and routes were recorded.
+The tokens that the policy sampled are kept as sampled (`agent.window`); only
+text that the host adds is ever encoded. Where summaries are on, an episode is a
+chain of windows (`agent.summarize`): one Trajectory each, one reward for all.
 """
 
 import dataclasses
-import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from composer_jax.agent import effort, tools
+from composer_jax.agent import environment as environment_lib
+from composer_jax.agent import mistakes, rewards, summarize, window
 from composer_jax.agent import policy as policy_lib
 from composer_jax.core import records
-from composer_jax.tasks import runners
-from composer_jax.tasks import task as task_lib
+from composer_jax.core import turns as turns_lib
 from composer_jax.text import chat
+
+# An episode earns 1 if it passed, else 0.
+UNPRICED = rewards.RewardOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeOptions:
-  """Limits and costs of an episode.
+  """Limits of an episode.
 
   Attributes:
-    max_tokens: of the whole window.
+    max_tokens: of one window.
     max_turns: calls, invalid ones included.
     max_call_tokens: of one call, its end token included.
+    max_sampled_tokens: of all windows, summaries included.
+    max_seconds: after which no call begins. It ends episodes that hang; one
+      that it ends depends on the machine, so it should be far away.
     temperature: of sampling.
-    invalid_penalty: reward lost per invalid call.
-    effort_coefficient: and three more, see `effort.EffortOptions`.
   """
 
   max_tokens: int = 512
   max_turns: int = 10
   max_call_tokens: int = 96
+  max_sampled_tokens: int = 100_000
+  max_seconds: float = 3600.0
   temperature: float = 1.0
-  invalid_penalty: float = 0.05
-  effort_coefficient: float = 0.0
-  effort_scale: float = 100.0
-  effort_q: float = 0.5
-  effort_turn_tokens: float = 0.0
 
   def __post_init__(self):
-    for name in ('max_tokens', 'max_turns', 'max_call_tokens'):
+    for name in (
+      'max_tokens',
+      'max_turns',
+      'max_call_tokens',
+      'max_sampled_tokens',
+    ):
       if getattr(self, name) < 1:
         raise ValueError(
           f'{name} must be at least 1, not {getattr(self, name)}.'
         )
+    if not self.max_seconds > 0:
+      raise ValueError(
+        f'max_seconds ({self.max_seconds}) must be positive: no episode would '
+        'begin.'
+      )
     if not 0 < self.temperature < math.inf:
       raise ValueError(
         f'temperature ({self.temperature}) must be positive and finite: the '
         'policy is sampled from, never maximised over.'
       )
-    if not self.invalid_penalty >= 0:
-      raise ValueError(
-        f'invalid_penalty ({self.invalid_penalty}) must not be negative: an '
-        'invalid call would pay.'
-      )
-    self.effort()
-
-  def effort(self) -> effort.EffortOptions:
-    return effort.EffortOptions(
-      coefficient=self.effort_coefficient,
-      scale=self.effort_scale,
-      q=self.effort_q,
-      turn_tokens=self.effort_turn_tokens,
-    )
-
-
-class _Window:
-  """The growing arrays of one context window."""
-
-  def __init__(self):
-    self._tokens: list[np.ndarray] = []
-    self._sampled: list[np.ndarray] = []
-    self._logprobs: list[np.ndarray] = []
-    self._versions: list[np.ndarray] = []
-    self._routes: list[np.ndarray] = []
-    self._num_routed = 0
-    self.length = 0
-
-  def append(
-    self, context_T: np.ndarray, completion: records.Completion
-  ) -> None:
-    """Adds what one request consumed and what it sampled."""
-    sampled_T = completion.tokens_T
-    num_context, num_sampled = len(context_T), len(sampled_T)
-    # The engine may swap weights between chunks of context. The oldest version
-    # is recorded: what follows reads the keys and values that it made. Context
-    # consumed anew after some tokens were sampled is newer than those.
-    first = completion.policy_version_T[:1]
-    if completion.context_version is not None:
-      first = np.minimum(first, completion.context_version)
-    self._tokens += [context_T, sampled_T]
-    self._sampled += [np.zeros(num_context, bool), np.ones(num_sampled, bool)]
-    self._logprobs += [
-      np.zeros(num_context, np.float32),
-      completion.logprobs_T,
-    ]
-    self._versions += [
-      np.repeat(first, num_context),
-      completion.policy_version_T,
-    ]
-    self._append_routes(completion)
-    self.length += num_context + num_sampled
-
-  def _append_routes(self, completion: records.Completion) -> None:
-    """Adds routes, or replaces those from `routes_start` on."""
-    start = completion.routes_start
-    if start is not None and start != self._num_routed:
-      if start > self._num_routed:
-        raise ValueError(
-          f'The policy gave routes from token {start} on, but the window has '
-          f'only those of {self._num_routed} tokens before.'
-        )
-      self._routes = [np.concatenate(self._routes)[:start]]
-      self._num_routed = start
-    self._routes.append(completion.consumed_expert_ids_TMA)
-    self._num_routed += len(completion.consumed_expert_ids_TMA)
-
-  def trajectory(self, temperature: float) -> records.Trajectory:
-    routes_TMA = np.concatenate(self._routes)
-    if len(routes_TMA) != self.length - 1:
-      raise ValueError(
-        f'The policy gave routes of {len(routes_TMA)} tokens for a window of '
-        f'{self.length}; all but the last are required.'
-      )
-    last_1MA = np.full((1, *routes_TMA.shape[1:]), records.NO_ROUTE, np.uint16)
-    return records.Trajectory(
-      tokens_T=np.concatenate(self._tokens),
-      loss_mask_T=np.concatenate(self._sampled),
-      logprobs_T=np.concatenate(self._logprobs),
-      expert_ids_TMA=np.concatenate([routes_TMA, last_1MA]),
-      policy_version_T=np.concatenate(self._versions),
-      temperature=temperature,
-    )
 
 
 def _carry_out(
-  workspace: tools.Workspace, tokenizer: Any, completion: records.Completion
-) -> tools.ToolResult:
-  """Gives the sampled call to the tools; one that is no call is invalid."""
-  if not completion.stopped:
-    return tools.ToolResult(text='error: call too long', tool='')
-  ids = completion.tokens_T[:-1]
-  if not chat.is_text(tokenizer, ids):
-    return tools.ToolResult(text='error: not a call', tool='')
-  return workspace.run(tokenizer.decode(ids))
+  env: environment_lib.Environment,
+  tokenizer: Any,
+  completion: records.Completion,
+) -> tuple[str, environment_lib.ToolResult]:
+  """The sampled call and its answer; one that is no call is invalid."""
+  text = 'error: call too long'
+  if completion.stopped:
+    ids = completion.tokens_T[:-1]
+    if chat.is_text(tokenizer, ids):
+      call = tokenizer.decode(ids)
+      return call, env.call(call)
+    text = 'error: not a call'
+  return '', environment_lib.ToolResult(
+    text=text, tool='', outcome=turns_lib.NOT_A_CALL
+  )
 
 
-def _answer(
-  tokenizer: Any, completion: records.Completion, text: str
-) -> np.ndarray:
+def _answer(tokenizer: Any, text: str, is_open: bool) -> np.ndarray:
   """Context after a call: its end if it lacks one, the answer, a new call."""
   parts = [chat.tool(tokenizer, text), chat.call_prefix(tokenizer)]
-  if not completion.stopped:
+  if is_open:
     parts.insert(0, np.asarray([tokenizer.END], np.int32))
   return np.concatenate(parts)
 
 
+def _interact(
+  env: environment_lib.Environment,
+  chain: window.Chain,
+  summarizer: summarize.Summarizer,
+  tokenizer: Any,
+  options: EpisodeOptions,
+) -> tuple[list[mistakes.Moment], int]:
+  """Lets policy and tools take turns.
+
+  Returns:
+    The turns and what came of them, summaries included, and how many tokens of
+    answers the policy was given.
+  """
+  moments: list[mistakes.Moment] = []
+  num_calls = num_answered = 0
+  context_T = summarizer.opening_T
+  deadline = time.monotonic() + options.max_seconds
+  while num_calls < options.max_turns and time.monotonic() < deadline:
+    left = options.max_sampled_tokens - chain.num_sampled
+    if summarizer.is_due(chain, context_T):
+      # A summary that no call follows would be of no use.
+      left -= summarizer.options.max_tokens
+      if left < 1:
+        break
+      context_T = summarizer.restart(chain, env.state(), moments[-1].answer)
+      moments.append(mistakes.Moment(turn=chain.turns[-1], call='', answer=''))
+    room = summarizer.limit - chain.length - len(context_T)
+    room = min(options.max_call_tokens, room, left)
+    if room < 1:
+      break
+    completion = chain.sample(context_T, room)
+    call, result = _carry_out(env, tokenizer, completion)
+    chain.note(completion, result.tool, result.outcome)
+    num_calls += 1
+    moments.append(
+      mistakes.Moment(
+        turn=chain.turns[-1],
+        call=call,
+        answer=result.text,
+        is_final=result.is_final,
+        open_todos=env.open_todos,
+      )
+    )
+    if result.is_final or env.is_broken:
+      break
+    context_T = _answer(tokenizer, result.text, chain.is_open)
+    num_answered += len(context_T)
+  return moments, num_answered
+
+
 def run(
-  task: task_lib.Task,
+  environment: environment_lib.Environment,
   policy: policy_lib.Policy,
   tokenizer: Any,
-  runner: runners.Runner,
   options: EpisodeOptions,
   *,
   group: int,
   member: int,
   seed: int,
+  reward: rewards.RewardOptions = UNPRICED,
+  hints: mistakes.HintOptions | None = None,
+  summary: summarize.SummaryOptions = summarize.OFF,
 ) -> records.Rollout:
   """Runs one episode to its verdict; blocks.
 
-  It ends at a valid `finish`, after `max_turns` calls, or when the next answer
-  with one token of a call would exceed `max_tokens`. A call that a limit cut
-  off is invalid.
+  It ends at a valid `finish`, when a budget of `options` is used up, or when
+  the next answer with one token of a call would exceed the window and no
+  summary may be made of it. A call that a limit cut off is invalid.
 
   Args:
-    task: what to restore.
-    policy: samples the calls; its session is closed at the end.
+    environment: of this episode alone; closed at the end.
+    policy: samples the calls; its sessions are closed at the end.
     tokenizer: a `text.tokenizer.Tokenizer`.
-    runner: executes the code.
     options: limits.
     group: with `member` and `seed` decides the random numbers.
     member: index within the group.
     seed: of the run.
+    reward: prices of what was done.
+    hints: which mistakes get one; None for no hints.
+    summary: when windows restart from a summary.
 
   Returns:
-    A Rollout of one Trajectory. Status INFRASTRUCTURE when the sandbox failed
-    twice in a row; such rollouts say nothing about the policy.
+    A Rollout of one Trajectory a window. Status INFRASTRUCTURE when the sandbox
+    failed twice in a row; such rollouts say nothing about the policy.
   """
-  session = f'{task.task_id}/{seed}/{group}/{member}'
-  workspace = tools.Workspace(task, runner)
-  window = _Window()
-  results: list[tools.ToolResult] = []
-  context_T = np.concatenate(
-    [chat.user(tokenizer, task.prompt), chat.call_prefix(tokenizer)]
+  env = environment
+  chain = window.Chain(
+    policy,
+    name=f'{env.task_id}/{seed}/{group}/{member}',
+    seed=(seed, group, member),
+    temperature=options.temperature,
+    end=tokenizer.END,
   )
-  if len(context_T) >= options.max_tokens:
+  try:
+    try:
+      summarizer = _summarizer(env, tokenizer, options, summary)
+      moments, num_answered = _interact(
+        env, chain, summarizer, tokenizer, options
+      )
+    finally:
+      chain.close()
+    verdict = env.verdict(bool(moments) and moments[-1].is_final)
+    facts = rewards.Facts(
+      num_sampled=chain.num_sampled,
+      num_answered=num_answered,
+      open_todos=env.open_todos,
+    )
+    flags = env.flags
+    earned, terms = rewards.score(verdict, chain.turns, facts, flags, reward)
+    trajectories = chain.trajectories()
+    calls = [t for t in chain.turns if t.outcome != turns_lib.SUMMARY]
+    return records.Rollout(
+      task_id=env.task_id,
+      group=group,
+      member=member,
+      trajectories=trajectories,
+      verdict=verdict,
+      reward=earned,
+      num_turns=len(calls),
+      num_invalid=sum(not t.is_valid for t in calls),
+      tools=tuple(t.tool for t in calls),
+      flags=flags,
+      sandbox_seconds=env.sandbox_seconds,
+      turns=tuple(chain.turns),
+      hints=_hints(env, verdict, moments, trajectories, tokenizer, hints),
+      reward_version=reward.version,
+      reward_terms=terms,
+      summary_trigger=summary.trigger or None,
+    )
+  finally:
+    env.close()
+
+
+def _hints(
+  env: environment_lib.Environment,
+  verdict: records.Verdict,
+  moments: Sequence[mistakes.Moment],
+  trajectories: Sequence[records.Trajectory],
+  tokenizer: Any,
+  options: mistakes.HintOptions | None,
+) -> tuple[turns_lib.Hint, ...]:
+  """Hints on what went wrong, unless the sandbox did."""
+  if options is None or verdict.status == records.INFRASTRUCTURE:
+    return ()
+  return mistakes.hints_of(
+    moments,
+    [t.tokens_T for t in trajectories],
+    tokenizer,
+    options,
+    tools=env.tools,
+    usage=env.usage,
+  )
+
+
+def _summarizer(
+  env: environment_lib.Environment,
+  tokenizer: Any,
+  options: EpisodeOptions,
+  summary: summarize.SummaryOptions,
+) -> summarize.Summarizer:
+  """Raises a ValueError for a prompt that leaves no room for an episode."""
+  made = summarize.Summarizer(
+    tokenizer,
+    env.prompt,
+    summary,
+    max_tokens=options.max_tokens,
+    max_call_tokens=options.max_call_tokens,
+  )
+  if len(made.opening_T) >= options.max_tokens:
     raise ValueError(
-      f'The prompt of task {task.task_id!r} has {len(context_T)} tokens; '
+      f'The prompt of task {env.task_id!r} has {len(made.opening_T)} tokens; '
       f'max_tokens ({options.max_tokens}) must exceed that.'
     )
-  try:
-    while len(results) < options.max_turns:
-      room = options.max_tokens - window.length - len(context_T)
-      if room < 1:
-        break
-      completion = policy.complete(
-        records.SampleRequest(
-          session=session,
-          context_T=context_T,
-          max_new_tokens=min(options.max_call_tokens, room),
-          stop_tokens=(tokenizer.END,),
-          seed=(seed, group, member),
-          temperature=options.temperature,
-        )
-      )
-      window.append(context_T, completion)
-      result = _carry_out(workspace, tokenizer, completion)
-      results.append(result)
-      if result.is_final or workspace.is_broken:
-        break
-      context_T = _answer(tokenizer, completion, result.text)
-  finally:
-    policy.close(session)
-  verdict = _verdict(task, workspace, runner, results)
-  num_invalid = sum(not r.is_valid for r in results)
-  trajectory = window.trajectory(options.temperature)
-  lost = options.invalid_penalty * num_invalid + options.effort().penalty(
-    int(trajectory.loss_mask_T.sum()), len(results)
-  )
-  return records.Rollout(
-    task_id=task.task_id,
-    group=group,
-    member=member,
-    trajectories=(trajectory,),
-    verdict=verdict,
-    reward=float(verdict.passed) - lost,
-    num_turns=len(results),
-    num_invalid=num_invalid,
-    tools=tuple(r.tool for r in results),
-    flags=workspace.flags,
-    sandbox_seconds=workspace.sandbox_seconds,
-  )
-
-
-def _verdict(
-  task: task_lib.Task,
-  workspace: tools.Workspace,
-  runner: runners.Runner,
-  results: Sequence[tools.ToolResult],
-) -> records.Verdict:
-  finished = bool(results) and results[-1].is_final
-  if workspace.is_broken:
-    logging.warning('Episode of %s: tests could not run.', task.task_id)
-    return records.Verdict(
-      passed=False,
-      num_passed=0,
-      num_tests=len(task.hidden),
-      status=records.INFRASTRUCTURE,
-      sandbox_level=runner.level,
-      detail='the test tool failed twice',
-    )
-  return workspace.verify(finished)
+  return made
 
 
 def turns(rollout: records.Rollout, tokenizer: Any) -> list[dict[str, str]]:

@@ -52,6 +52,30 @@ class RLBatch(flax.struct.PyTreeNode, kw_only=True):
   expert_ids_MBTA: jax.Array | None = None
 
 
+class HintBatch(flax.struct.PyTreeNode, kw_only=True):
+  """Hinted turns: as the student wrote them, and as a teacher reads them.
+
+  The same tokens stand at other places of other rows. Which belong together is
+  said by slots: the token with slot n of the student is that with slot n of the
+  teacher. Slots count from 1 in each group of rows that devices share; 0 marks
+  the tokens that take no part, the hints among them.
+
+  Attributes:
+    student: windows up to their last hinted turn, with recorded routes. A
+      token's loss weight is 1 over its turn's length, 0 without a slot; nothing
+      has an advantage.
+    teacher: for each hint, the window up to its turn with the hint inside. No
+      routes: its context is another, so its routes are its own.
+    student_slots_BT: int32.
+    teacher_slots_BT: int32.
+  """
+
+  student: RLBatch
+  teacher: LMBatch
+  student_slots_BT: jax.Array
+  teacher_slots_BT: jax.Array
+
+
 class RouteStats(flax.struct.PyTreeNode, kw_only=True):
   """What the routers of all MoE layers did; returned, never sown.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import records, route_codec
+from composer_jax.core import records, route_codec, turns
 
 _TRAJECTORY_ARRAYS = (
   'tokens_T',
@@ -70,8 +70,14 @@ def to_bytes(group: records.Group) -> bytes:
     header = {
       f.name: getattr(r, f.name)
       for f in dataclasses.fields(r)
-      if f.name not in ('trajectories', 'verdict')
+      if f.name not in ('trajectories', 'verdict', 'turns', 'hints')
     }
+    header['turns'] = [dataclasses.asdict(t) for t in r.turns]
+    header['hints'] = [
+      {**dataclasses.asdict(h), 'tokens_T': h.tokens_T.tolist()}
+      for h in r.hints
+    ]
+    header['reward_terms'] = dict(r.reward_terms)
     header['verdict'] = dataclasses.asdict(r.verdict)
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
@@ -113,6 +119,8 @@ def from_bytes(data: bytes) -> records.Group:
       fields['verdict'] = records.Verdict(**fields['verdict'])
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
+      fields['turns'] = tuple(turns.Turn(**t) for t in fields['turns'])
+      fields['hints'] = tuple(_hint(h) for h in fields['hints'])
       rollouts.append(records.Rollout(trajectories=trajectories, **fields))
   pairs = header['policies']
   return records.Group(
@@ -121,6 +129,11 @@ def from_bytes(data: bytes) -> records.Group:
     rollouts=tuple(rollouts),
     policies=None if pairs is None else dict(pairs),
   )
+
+
+def _hint(fields: dict[str, Any]) -> turns.Hint:
+  tokens_T = np.asarray(fields.pop('tokens_T'), np.int32)
+  return turns.Hint(tokens_T=tokens_T, **fields)
 
 
 def _trajectory(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from composer_jax.core import checks
+from composer_jax.core import turns as turns_lib
 
 # Not recorded: the trainer routes that token afresh. A gather with it is NaN,
 # so substitute before gathering.
@@ -129,8 +130,13 @@ class Rollout:
     num_turns: tool calls made, invalid ones included.
     num_invalid: calls that named no tool or had wrong arguments.
     tools: names of the tools called, in order; '' for an invalid call.
-    flags: what monitors found; counted, never a reason to drop the rollout.
+    flags: alarms of monitors, sorted; its success then earns nothing.
     sandbox_seconds: wall time spent inside the sandbox.
+    turns: every turn in order, summaries included; () where none are known.
+    hints: on faulty turns.
+    reward_version: of the reward's terms, which may change during a run.
+    reward_terms: name -> what it added to the reward.
+    summary_trigger: tokens at which a summary ends a window; None without.
   """
 
   task_id: str
@@ -144,10 +150,17 @@ class Rollout:
   tools: tuple[str, ...] = ()
   flags: tuple[str, ...] = ()
   sandbox_seconds: float = 0.0
+  turns: tuple[turns_lib.Turn, ...] = ()
+  hints: tuple[turns_lib.Hint, ...] = ()
+  reward_version: int = 0
+  reward_terms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  summary_trigger: int | None = None
 
   def __post_init__(self):
     if not self.trajectories:
       raise ValueError(f'Rollout of task {self.task_id!r} has no trajectory.')
+    lengths = [len(t) for t in self.trajectories]
+    turns_lib.check_inside((*self.turns, *self.hints), lengths)
     if not np.isfinite(self.reward):
       raise ValueError(f'reward must be finite, not {self.reward}.')
 
@@ -303,8 +316,7 @@ def join_tokens(parts: Sequence[Tokens]) -> Tokens:
     for name in Tokens.__slots__
     if name not in ('session', 'position')
   }
-  first = parts[0]
-  return Tokens(session=first.session, position=first.position, **joined)
+  return Tokens(session=parts[0].session, position=parts[0].position, **joined)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

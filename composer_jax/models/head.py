@@ -174,8 +174,7 @@ def target_logprobs(
       _coming(*_rows((tokens_BT, segment_ids_BT), plan)), plan
     )
     if temperatures_BT is not None:
-      (temperatures_BT,) = _rows((temperatures_BT,), plan)
-      temperatures_BT = sequence.own_part(_next(temperatures_BT), plan)
+      temperatures_BT = of_next(temperatures_BT, plan)
     arrays = (hidden_BTD, targets_BT, temperatures_BT)
     logprobs_BT, entropy_BT = _logprobs(
       weight, arrays, spec, config, plan, chunk
@@ -199,6 +198,14 @@ def _coming(tokens_BT, segment_ids_BT):
   is_last_T = jnp.arange(tokens_BT.shape[1]) == tokens_BT.shape[1] - 1
   follows_BT = (after_BT == segment_ids_BT) & (segment_ids_BT != 0) & ~is_last_T
   return _next(tokens_BT), follows_BT
+
+
+def of_next(
+  array_BT: jax.Array, plan: exchange.ExchangePlan | None
+) -> jax.Array:
+  """Returns, of a shard's array, what the token after each has."""
+  (whole_BT,) = _rows((array_BT,), plan)
+  return sequence.own_part(_next(whole_BT), plan)
 
 
 def _next(array_BT: jax.Array) -> jax.Array:

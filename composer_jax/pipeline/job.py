@@ -17,7 +17,13 @@ from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import tokens as corpus_tokens
-from composer_jax.pipeline import conversations, imported, meshes, sections
+from composer_jax.pipeline import (
+  conversations,
+  families,
+  imported,
+  meshes,
+  sections,
+)
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.tasks import list_functions, runners
@@ -26,11 +32,6 @@ from composer_jax.telemetry import writer as writers
 from composer_jax.text import hf_tokenizer
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
-
-# Tasks whose texts the tokenizer sees beside the corpus, so that the tool
-# protocol costs few tokens; their seed is used for nothing else.
-_PROTOCOL_TASKS = 1500
-_PROTOCOL_SEED = 7_000_003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Job:
   def runner(self) -> Iterator[runners.Runner]:
     """A sandbox, or the runner that executes nothing; says which."""
     tell('sandbox')(f'judging in {self.spec.sandbox.level}')
-    with open_runner(self.spec.sandbox) as runner:
+    with open_runner(self.spec.sandbox, self.spec.tasks.folder) as runner:
       yield runner
 
   def log_episodes(
@@ -116,6 +117,9 @@ class Job:
         'task_id': rollout.task_id,
         'reward': rollout.reward,
         'verdict': dataclasses.asdict(rollout.verdict),
+        'flags': list(rollout.flags),
+        'reward_version': rollout.reward_version,
+        'reward_terms': dict(rollout.reward_terms),
         'versions': sorted(
           {
             int(v)
@@ -143,6 +147,7 @@ def build_corpus(
 ) -> corpora.Corpus:
   """The corpus of the run, without anything the tasks hold out."""
   packages, functions, bodies = list_functions.holdout()
+  packages += families.held_out_names(spec)
   return corpora.build(
     # The flag `--config.data.sources=a,b` arrives as one string.
     [name for names in spec.data.sources for name in names.split(',')],
@@ -171,7 +176,7 @@ def train_tokenizer(
       corpus,
       spec.model.vocab_size,
       max_bytes=spec.tokenizer.train_bytes,
-      extra_texts=protocol_texts(),
+      extra_texts=families.protocol_texts(spec),
       report=tell('data'),
     )
     tokenizer.save(path)
@@ -184,30 +189,29 @@ def train_tokenizer(
   return tokenizer
 
 
-def protocol_texts() -> list[str]:
-  """What the tokenizer is trained on beside the corpus; for audits, too."""
-  texts = []
-  for index in range(_PROTOCOL_TASKS):
-    task = list_functions.generate(index, 'train', _PROTOCOL_SEED)
-    calls = (
-      f'read {task.path}\nedit {task.path} {task.function}\n'
-      f'{task.reference}\ntest\nfinish\n'
-    )
-    texts.append('\n'.join([task.prompt, *task.files.values(), calls]))
-  return texts
-
-
 @contextlib.contextmanager
-def open_runner(options: sections.Sandbox) -> Iterator[runners.Runner]:
-  """Opens what runs the tests; closed on exit."""
+def open_runner(
+  options: sections.Sandbox, images: str = ''
+) -> Iterator[runners.Runner]:
+  """Opens what runs the tests; closed on exit.
+
+  Args:
+    options: of the sandbox.
+    images: folder of a task set; '' for tasks that bring their files.
+  """
   if options.level == 'static':
     yield runners.StaticRunner()
     return
+  packages = list(options.packages)
+  if images:
+    packages += families.requirements(images)
   sandbox = sandboxes.open_sandbox(
     options.level,
     options.limits(),
     allow_unsafe=options.allow_unsafe,
     size=options.workers,
+    images=pathlib.Path(images).resolve() if images else None,
+    packages=packages,
   )
   try:
     yield sandbox
@@ -231,7 +235,7 @@ def settle_sandbox(
     level = files.read_json(path)['level']
   elif spec.sandbox.level != 'auto':
     level = spec.sandbox.level
-    with open_runner(spec.sandbox):
+    with open_runner(spec.sandbox, spec.tasks.folder):
       pass  # Refused now rather than after the training before it.
   else:
     found = probe()
@@ -240,6 +244,12 @@ def settle_sandbox(
     say = tell('sandbox')
     for name, works, why in found:
       say(f'{name}: {"works" if works else "not here"}: {why}')
+    if level == 'static' and spec.tasks.is_deletion:
+      raise ValueError(
+        f'--config.tasks.family {spec.tasks.family!r} executes code of the '
+        'policy, and no isolation works here: '
+        + '; '.join(f'{name}: {why}' for name, _, why in found)
+      )
     if level == 'static':
       say(
         'No isolation here, so no generated code is executed: the tasks are '
@@ -327,6 +337,7 @@ def _claimed(spec: specs.Spec) -> dict[str, Any]:
   talks = spec.demonstrations.conversations
   return dataclasses.asdict(spec) | {
     'imported': hf_identity.of(spec.initial) if spec.initial else '',
+    'task_set': families.identity(spec),
     'conversations': conversations.identity(talks) if talks else '',
   }
 
@@ -335,11 +346,12 @@ def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
   # A folder may be moved; what it holds may not change. No result depends on
   # the gate, which looks, and ends a run at most; nor on how policies travel.
   ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'initial')
+  ignored += ('tasks.folder',)
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
   there = files.read_json(path)
   # Exports read the import, too, and who follows the run its store.
-  current = {name: config[name] for name in ('initial', 'delta')}
+  current = {name: config[name] for name in ('initial', 'delta', 'tasks')}
   # Through JSON, so that tuples compare equal to what was read.
   if there != (updated := there | json.loads(json.dumps(current))):
     files.write_json(path, updated)

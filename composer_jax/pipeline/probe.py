@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from composer_jax.agent import episode
+from composer_jax.agent import episode, function_environment
 from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files, records
 from composer_jax.models import config as model_config
@@ -134,7 +134,13 @@ def _sample(
   seed = options.seed + _SEED
   collector = collect.Collector(
     task_of_group=lambda g: list_functions.generate(g, 'held_out', seed),
-    play=collect.episode_player(tokenizer, runners.StaticRunner(), limits),
+    play=collect.episode_player(
+      tokenizer,
+      lambda task: function_environment.FunctionEnvironment(
+        task, runners.StaticRunner()
+      ),
+      limits,
+    ),
     rollouts_per_group=options.rollouts,
     seed=seed,
   )

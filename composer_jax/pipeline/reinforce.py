@@ -27,6 +27,7 @@ from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
+from composer_jax.tasks import curriculum
 from composer_jax.telemetry import progress, received
 from composer_jax.text import hf_tokenizer
 from composer_jax.train import compiler_options, export
@@ -39,11 +40,19 @@ _FIRST_POLICY_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Where the stage begins, or goes on."""
+  """Where the stage begins, or goes on.
+
+  Attributes:
+    state: restored, or made from SFT.
+    functions: of the run.
+    reference: policy values for the KL penalty; None without one.
+    teacher: policy values that read hints; None without a frozen teacher.
+  """
 
   state: train_state.TrainState
   functions: steps.Functions
   reference: Any
+  teacher: Any
 
 
 def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
@@ -64,20 +73,28 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
   functions = steps.build(
     model,
     optimizer,
-    ratio_cap=spec.rl.ratio_cap,
+    loss=spec.rl.loss,
+    hints=spec.hints.loss,
     placement=placement,
     compiler_options=compiler_options.of(device.platform, device.device_kind),
   )
 
+  hints = spec.hints.loss
+  follows = bool(hints.weight) and hints.teacher == 'ema'
+
   def create(variables):
-    return train_state.create(variables, optimizer)
+    return train_state.create(variables, optimizer, with_teacher=follows)
 
   variables = stages.load_variables(job, 'sft', placement)
   places = train_state.shardings(
     jax.eval_shape(create, variables), placement.variables, placement.mesh
   )
   state = jax.jit(create, out_shardings=places)(variables)
-  reference = functions.policy(state) if spec.rl.kl_coefficient else None
+  teaches = bool(hints.weight) and hints.teacher == 'frozen'
+  # What SFT left, whatever step the state goes on from.
+  first = None
+  if spec.rl.kl_coefficient or teaches:
+    first = functions.policy(state)
   latest = checkpoints.latest_step()
   if latest is not None:
     like = jax.tree.map(
@@ -85,7 +102,12 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
       state,
     )
     state, _ = checkpoints.restore(latest, like)
-  return Start(state, functions, reference)
+  return Start(
+    state,
+    functions,
+    reference=first if spec.rl.kl_coefficient else None,
+    teacher=first if teaches else None,
+  )
 
 
 def reinforce(job: jobs.Job) -> None:
@@ -121,6 +143,9 @@ def _reinforce(job: jobs.Job) -> None:
       memory = receivers.memory_of(job.workdir, spec.delta.store)
       memory.unlink(missing_ok=True)
     published = publication.Publication(sender, job.writer, job.workdir, first)
+    plan = stages.training_curriculum(job)
+    if plan is not None:
+      plan.truncate(first)
     buffer = buffers.GroupBuffer(job.workdir / 'groups')
     dropped = buffer.discard_newer(first)
     if first or dropped:
@@ -134,7 +159,7 @@ def _reinforce(job: jobs.Job) -> None:
       _placed(job, buffer, published) as wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
-      ports = _ports(job, buffer, checkpoints, published, wait, bar)
+      ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
       state = trainer_worker.run(
         start.state,
         start.functions,
@@ -144,6 +169,7 @@ def _reinforce(job: jobs.Job) -> None:
         num_steps=rl.steps,
         max_staleness=rl.max_staleness,
         reference=start.reference,
+        teacher=start.teacher,
       )
       published.wait()
   export.save(job.workdir, 'rl', rl.steps, state.variables())
@@ -156,8 +182,16 @@ def _ports(
   published: publication.Publication,
   wait: Callable[[list[int]], list[records.Group]],
   bar: progress.Progress,
+  plan: curriculum.Curriculum | None,
 ) -> trainer_worker.Ports:
   rl = job.spec.rl
+
+  def accept(groups):
+    published.check_identities(groups)
+    if plan is not None:
+      # Before the policy that they give is published: what it may start
+      # depends on them.
+      plan.record(groups[0].group // rl.prompts, groups)
 
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
@@ -166,6 +200,8 @@ def _ports(
       published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
 
   def log(step, metrics, groups):
+    if plan is not None:
+      metrics |= plan.measure(step - 1)
     job.writer.write('rl', step, **metrics)
     for said in metrics.get('gate', []):
       bar.message(f'step {step}: out of its band: {said}')
@@ -199,7 +235,7 @@ def _ports(
   return trainer_worker.Ports(
     buffer=buffer,
     wait=wait,
-    accept=published.check_identities,
+    accept=accept,
     publish=published.publish,
     save=save,
     saved_step=lambda: max(checkpoints.steps()[:-1], default=0),
@@ -263,7 +299,9 @@ def _colocated(
   engine = served = None
   news: collections.deque[receivers.Placed] = collections.deque()
   with job.runner() as runner, received.Received(job.workdir) as lines:
-    collector = stages.collector_of(spec, job.tokenizer, runner, split='train')
+    collector = stages.collector_of(
+      spec, job.tokenizer, runner, split='train', workdir=job.workdir
+    )
 
     def wait(ids: list[int]) -> list[records.Group]:
       nonlocal engine, served
@@ -319,7 +357,7 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
   tokenizer = hf_tokenizer.load_any(workdir / 'tokenizer.json')
   options = dataclasses.replace(spec.sandbox, level=level)
   with contextlib.ExitStack() as stack:
-    runner = stack.enter_context(jobs.open_runner(options))
+    runner = stack.enter_context(jobs.open_runner(options, spec.tasks.folder))
     # Before the engine's threads exist: they inherit cores and priority.
     _yield_to_sandboxes()
     receiver = _receiver(spec, workdir)
@@ -334,7 +372,9 @@ def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
     )
     del first  # The engine has a copy of its own.
     version = rollout_worker.run(
-      stages.collector_of(spec, tokenizer, runner, split='train'),
+      stages.collector_of(
+        spec, tokenizer, runner, split='train', workdir=workdir
+      ),
       engine,
       buffers.GroupBuffer(workdir / 'groups'),
       served,

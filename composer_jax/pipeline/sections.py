@@ -9,12 +9,14 @@ from typing import Any
 from composer_jax.agent import demonstrations
 from composer_jax.checkpoint import bundles
 from composer_jax.optim import groups as optim_groups
-from composer_jax.rl import mismatch, update
+from composer_jax.rl import hint_distill, mismatch, policy_loss, update
 from composer_jax.rollout import options as rollout_options
 from composer_jax.sandbox import base as sandbox_base
 
 PLACEMENTS = ('processes', 'colocated')
-SANDBOX_LEVELS = ('auto', *sandbox_base.LEVELS, 'static')
+SANDBOX_LEVELS = (
+  *('auto', *sandbox_base.LEVELS, *sandbox_base.OUTER_LEVELS, 'static'),
+)
 
 
 def _at_least(section: str, fields: Any, lowest: float, *names: str) -> None:
@@ -169,12 +171,15 @@ class Sandbox:
       nothing.
     allow_unsafe: accept 'rlimits', which isolates nothing.
     workers: calls at a time.
+    packages: distributions that programs in a workspace can import; 'pytest'
+      for tasks that have test suites.
     others: limits of each call, see `sandbox.base.Limits`.
   """
 
   level: str
   allow_unsafe: bool
   workers: int
+  packages: tuple[str, ...]
   wall_s: float
   cpu_s: float
   memory_bytes: int
@@ -193,7 +198,7 @@ class Sandbox:
 
   def limits(self) -> sandbox_base.Limits:
     fields = dataclasses.asdict(self)
-    for name in ('level', 'allow_unsafe', 'workers'):
+    for name in ('level', 'allow_unsafe', 'workers', 'packages'):
       del fields[name]
     return sandbox_base.Limits(**fields)
 
@@ -244,7 +249,7 @@ class RL:
   adam_b1: float
   adam_b2: float
   grad_clip: float
-  ratio_cap: float
+  loss: policy_loss.LossOptions
   kl_coefficient: float
   reward: str
   replay: bool
@@ -276,7 +281,7 @@ class RL:
       )
 
   def update_options(
-    self, seed: int, *, refreshed: bool
+    self, seed: int, *, refreshed: bool, hints: hint_distill.HintLossOptions
   ) -> update.UpdateOptions:
     return update.UpdateOptions(
       prompts=self.prompts,
@@ -284,11 +289,12 @@ class RL:
       replay=self.replay,
       reward=self.reward,
       kl_coefficient=self.kl_coefficient,
-      ratio_cap=self.ratio_cap,
+      loss=self.loss,
       mismatch_every=self.mismatch_every,
       refreshed=refreshed,
       gate=self.gate,
       seed=seed,
+      hints=hints,
     )
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:

@@ -8,15 +8,29 @@ that names it.
 import dataclasses
 from typing import Any
 
-from composer_jax.agent import episode
+from composer_jax.agent import (
+  box_tools,
+  episode,
+  repository_tools,
+  rewards,
+  summarize,
+)
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.pipeline import sections
-from composer_jax.rl import batching, comparison, mismatch, update
+from composer_jax.pipeline import sections, task_sections
+from composer_jax.rl import (
+  batching,
+  comparison,
+  hint_distill,
+  mismatch,
+  policy_loss,
+  update,
+)
 from composer_jax.rollout import options as rollout_options
+from composer_jax.tasks import curriculum
 from composer_jax.train import accumulation
 from composer_jax.train import placement as placements
 
@@ -46,7 +60,12 @@ class Spec:
   cpt: sections.Stage
   sft: sections.Stage
   demonstrations: sections.Demonstrations
+  tasks: task_sections.Tasks
   episode: episode.EpisodeOptions
+  summary: summarize.SummaryOptions
+  rewards: rewards.RewardOptions
+  hints: task_sections.Hints
+  curriculum: curriculum.CurriculumOptions
   sandbox: sections.Sandbox
   rollout: sections.Rollout
   rl: sections.RL
@@ -72,7 +91,9 @@ class Spec:
 
   def update_options(self) -> update.UpdateOptions:
     return self.rl.update_options(
-      self.seed, refreshed=self.rollout.on_swap == rollout_options.REFRESH
+      self.seed,
+      refreshed=self.rollout.on_swap == rollout_options.REFRESH,
+      hints=self.hints.loss,
     )
 
   def __post_init__(self):
@@ -97,6 +118,13 @@ class Spec:
         raise ValueError(f'--config.{name}: {error}') from error
     self._check_roles()
     self.update_options()
+    if self.hints.loss.top_k >= self.model.vocab_size:
+      raise ValueError(
+        f'--config.hints.loss.top_k ({self.hints.loss.top_k}) must be below '
+        f'--config.model.vocab_size ({self.model.vocab_size}); 0 tells all '
+        'words apart.'
+      )
+    self._check_tasks()
     try:
       self.rollout.engine_options(self.episode.max_tokens)
     except ValueError as error:
@@ -139,6 +167,26 @@ class Spec:
       )
       self._check_row(f'--config.{name}.seq_len', stage.seq_len, self.mesh)
     self._check_rl_mesh()
+
+  def _check_tasks(self) -> None:
+    try:
+      self.summary.limit(self.episode.max_tokens)
+    except ValueError as error:
+      raise ValueError(f'--config.summary: {error}') from error
+    if not self.tasks.is_deletion:
+      return
+    if self.sandbox.level == 'static':
+      raise ValueError(
+        f'--config.tasks.family {self.tasks.family!r} is judged by running '
+        "tests, and --config.sandbox.level 'static' executes nothing: choose "
+        "'auto'."
+      )
+    if 'pytest' not in self.sandbox.packages:
+      raise ValueError(
+        f'--config.tasks.family {self.tasks.family!r} is judged by pytest: '
+        "--config.sandbox.packages must name 'pytest', not only "
+        f'{self.sandbox.packages}.'
+      )
 
   def _check_row(self, name: str, seq_len: int, mesh: sections.Mesh) -> None:
     """Raises unless a row divides into what context shards hold of it."""
@@ -186,7 +234,12 @@ _SECTIONS = {
   'cpt': sections.Stage,
   'sft': sections.Stage,
   'demonstrations': sections.Demonstrations,
+  'tasks': task_sections.Tasks,
   'episode': episode.EpisodeOptions,
+  'summary': summarize.SummaryOptions,
+  'rewards': rewards.RewardOptions,
+  'hints': task_sections.Hints,
+  'curriculum': curriculum.CurriculumOptions,
   'sandbox': sections.Sandbox,
   'rollout': sections.Rollout,
   'rl': sections.RL,
@@ -200,7 +253,11 @@ _SECTIONS = {
 _INNER = {
   'cpt.muon': optim_groups.MuonChoices,
   'sft.muon': optim_groups.MuonChoices,
+  'tasks.repository': repository_tools.RepositoryOptions,
+  'tasks.repository.bounds': box_tools.Bounds,
+  'hints.loss': hint_distill.HintLossOptions,
   'rl.gate': mismatch.GateOptions,
+  'rl.loss': policy_loss.LossOptions,
   'rl.mesh': sections.Mesh,
 }
 

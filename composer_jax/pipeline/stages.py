@@ -4,31 +4,32 @@ import dataclasses
 import itertools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from composer_jax.agent import demonstrations
+from composer_jax.agent import rewards
 from composer_jax.core import files, records
 from composer_jax.data import corpus as corpora
 from composer_jax.data import stream as streams
 from composer_jax.models import decoder
-from composer_jax.pipeline import conversations, imported, sections
+from composer_jax.pipeline import families, imported, sections, transcripts
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.tasks import list_functions, runners
+from composer_jax.tasks import curriculum, runners
 from composer_jax.telemetry import progress
 from composer_jax.text import chat, fim, hf_tokenizer
 from composer_jax.train import export, loop, policy_values
 from composer_jax.train import placement as placements
 
-# Added to the run's seed, so that no stage shares tasks or random numbers.
-SFT_SEED, RL_SEED, EVAL_SEED = 1_000_003, 2_000_003, 3_000_017
+# Added to the run's seed, so that no stage shares tasks or random numbers; that
+# of SFT is in `transcripts`.
+RL_SEED, EVAL_SEED = 2_000_003, 3_000_017
 
 
 def pretrain(job: jobs.Job) -> None:
@@ -70,7 +71,7 @@ def finetune(job: jobs.Job) -> None:
   with job.times.stage('sft'):
     stage = job.spec.sft
     with job.times.stage('demonstrations'):
-      learnt, held_out = sft_documents(job)
+      learnt, held_out = transcripts.documents(job)
     heldout = streams.lm_stream(
       held_out,
       batch_size=stage.batch_size,
@@ -91,51 +92,6 @@ def finetune(job: jobs.Job) -> None:
     else:
       initial = _imported_variables(job)
     _train(job, 'sft', stage, stream, heldout, initial)
-
-
-def sft_documents(job: jobs.Job) -> tuple[list, list]:
-  """(tokens, loss mask) of what SFT learns, and of transcripts held out."""
-  count = job.spec.demonstrations.count
-  transcripts = demonstrations_of(job, count + max(32, count // 20))
-  return [*transcripts[:count], *_conversations(job)], transcripts[count:]
-
-
-def _conversations(job: jobs.Job) -> list[tuple[np.ndarray, np.ndarray]]:
-  path = job.spec.demonstrations.conversations
-  if not path:
-    return []
-  found = conversations.load(job.workdir / conversations.FILE)
-  jobs.tell('sft')(f'{len(found)} conversations of {path}')
-  return found
-
-
-def demonstrations_of(
-  job: jobs.Job, count: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Transcripts as (tokens, loss mask), and their error rates to the log."""
-  say = jobs.tell('sft')
-  say(f'playing {count} demonstrations')
-  rollouts = []
-  with progress.Progress('sft', count) as bar:
-    for rollout in demonstrations.transcripts(
-      job.tokenizer,
-      seed=job.spec.seed + SFT_SEED,
-      count=count,
-      noise=job.spec.demonstrations.noise(),
-      options=job.spec.episode,
-    ):
-      rollouts.append(rollout)
-      bar.update(len(rollouts))
-  rates = demonstrations.describe(rollouts[:500], job.tokenizer)
-  say('demonstrations: ' + ', '.join(f'{k} {v:.3g}' for k, v in rates.items()))
-  files.write_json(job.workdir / 'demonstrations.json', rates)
-  job.log_episodes('sft', 0, rollouts[:3])
-  # For audits: what the policy was shown, as text.
-  text = '\n'.join(
-    job.tokenizer.decode(t.tokens_T) for r in rollouts for t in r.trajectories
-  )
-  files.write_atomic(job.workdir / 'sft_transcripts.txt', text.encode())
-  return [(t.tokens_T, t.loss_mask_T) for r in rollouts for t in r.trajectories]
 
 
 def _train(
@@ -201,16 +157,59 @@ def collector_of(
   runner: runners.Runner,
   *,
   split: str,
+  workdir: pathlib.Path | None = None,
 ) -> collect.Collector:
-  """Who plays the episodes: groups on training tasks, singles on held-out."""
+  """Who plays the episodes: groups on training tasks, singles on held-out.
+
+  Args:
+    spec: of the run.
+    tokenizer: of the policy.
+    runner: of `job.open_runner`.
+    split: 'train' or 'held_out'.
+    workdir: of the run, whose prices and tasks may change while it goes on;
+      None for those of the config, and tasks in their order.
+  """
   seed = spec.seed + (RL_SEED if split == 'train' else EVAL_SEED)
-  members = spec.rl.rollouts_per_prompt if split == 'train' else 1
+  tasks = families.tasks_of(spec, tokenizer, split=split, seed=seed)
+  task_of_group, reward_of_group = tasks.of_group, lambda group: spec.rewards
+  is_training = split == 'train'
+  if is_training and workdir is not None:
+    switch = rewards.Switch(
+      workdir / rewards.FILE, spec.rewards, jobs.tell('rewards')
+    )
+    reward_of_group = switch.of_group
+    plan = families.curriculum_of(spec, tasks, workdir, seed)
+    if plan is not None:
+      task_of_group = _planned(tasks, plan)
   return collect.Collector(
-    task_of_group=lambda group: list_functions.generate(group, split, seed),
-    play=collect.episode_player(tokenizer, runner, spec.episode),
-    rollouts_per_group=members,
+    task_of_group=task_of_group,
+    play=collect.episode_player(
+      tokenizer,
+      families.environment_of(spec, runner),
+      spec.episode,
+      reward_of_group=reward_of_group,
+      # Nobody learns from the hints of an evaluation.
+      hints=spec.hints.options() if is_training else None,
+      summary=spec.summary,
+    ),
+    rollouts_per_group=spec.rl.rollouts_per_prompt if is_training else 1,
     seed=seed,
   )
+
+
+def _planned(
+  tasks: families.Tasks, plan: curriculum.Curriculum
+) -> Callable[[int], Any]:
+  return lambda group: tasks.of_id(plan.task_of(group))
+
+
+def training_curriculum(job: jobs.Job) -> curriculum.Curriculum | None:
+  """The curriculum of RL as the trainer sees it, who keeps its ledger."""
+  if not job.spec.curriculum.enabled:
+    return None
+  seed = job.spec.seed + RL_SEED
+  tasks = families.tasks_of(job.spec, job.tokenizer, split='train', seed=seed)
+  return families.curriculum_of(job.spec, tasks, job.workdir, seed)
 
 
 def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
@@ -295,9 +294,10 @@ def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
     json.dumps(
       {
         'task_id': rollout.task_id,
-        'passed': rollout.verdict.passed,
+        'passed': rl_evaluate.passed(rollout),
         'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
         'status': rollout.verdict.status,
+        'flags': list(rollout.flags),
         'num_invalid': rollout.num_invalid,
         'num_turns': rollout.num_turns,
         'edits': edits_of(job, rollout),

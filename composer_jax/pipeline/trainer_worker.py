@@ -51,6 +51,7 @@ def run(
   num_steps: int,
   max_staleness: int,
   reference: Any = None,
+  teacher: Any = None,
 ) -> train_state.TrainState:
   """Trains until `num_steps`, from whatever step `state` is at.
 
@@ -69,6 +70,7 @@ def run(
     num_steps: of the whole run.
     max_staleness: bound on trainer version minus sampled version.
     reference: policy values for the KL penalty; None without one.
+    teacher: policy values that read hints; None without a frozen one.
 
   Raises:
     ValueError: a group breaks the bound, was sampled by other weights than were
@@ -89,7 +91,13 @@ def run(
     ports.accept(groups)
     try:
       state, metrics = update.update(
-        state, groups, functions, options, shape, reference=reference
+        state,
+        groups,
+        functions,
+        options,
+        shape,
+        reference=reference,
+        teacher=teacher,
       )
     except mismatch.OutOfBand as error:
       # What stopped the run is what its report is read for.

@@ -105,7 +105,7 @@ def places(lengths: list[int], shape: BatchShape) -> list[Place]:
   return [found[i] for i in range(len(lengths))]
 
 
-def _padding(shape: BatchShape) -> dict[str, Any]:
+def padding(shape: BatchShape) -> dict[str, Any]:
   """Numpy arrays of a microbatch of padding alone; what packing fills."""
   B, T = shape.rows, shape.seq_len
   return {
@@ -124,7 +124,7 @@ def _padding(shape: BatchShape) -> dict[str, Any]:
   }
 
 
-def _write(
+def write(
   arrays: dict[str, Any],
   place: Place,
   trajectory: records.Trajectory,
@@ -144,7 +144,7 @@ def _write(
   )
 
 
-def _check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
+def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
   """Refuses what would train other experts than those that sampled."""
   want = (shape.num_moe_layers, shape.num_active)
   if ids_TMA.shape[1:] != want:
@@ -187,12 +187,12 @@ def pack(
       routes that no router makes.
   """
   for i, trajectory in enumerate(trajectories):
-    _check_routes(i, trajectory.expert_ids_TMA, shape)
+    check_routes(i, trajectory.expert_ids_TMA, shape)
   where = places([len(t) for t in trajectories], shape)
   num_batches = max((p.batch for p in where), default=-1) + 1
-  packed = [_padding(shape) for _ in range(num_batches)]
+  packed = [padding(shape) for _ in range(num_batches)]
   for place, trajectory, advantage in zip(
     where, trajectories, advantages, strict=True
   ):
-    _write(packed[place.batch], place, trajectory, advantage)
+    write(packed[place.batch], place, trajectory, advantage)
   return [batches.RLBatch(**arrays) for arrays in packed]

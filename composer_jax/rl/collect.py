@@ -10,15 +10,14 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from typing import Any
 
-from composer_jax.agent import episode
+from composer_jax.agent import environment as environments
+from composer_jax.agent import episode, mistakes, rewards, summarize
 from composer_jax.agent import policy as policies
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
-from composer_jax.tasks import runners
-from composer_jax.tasks import task as tasks
-from composer_jax.text import hf_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,13 +25,13 @@ class Collector:
   """What every episode of a run shares.
 
   Attributes:
-    task_of_group: group id -> Task; the only source of tasks.
+    task_of_group: group id -> task, as `play` takes it; the only source.
     play: (task, policy, group, member, seed) -> Rollout, one whole episode.
     rollouts_per_group: R.
     seed: of the run; random numbers are (seed, group, member, position).
   """
 
-  task_of_group: Callable[[int], tasks.Task]
+  task_of_group: Callable[[int], Any]
   play: Callable[..., records.Rollout]
   rollouts_per_group: int
   seed: int
@@ -50,22 +49,40 @@ class Collector:
 
 
 def episode_player(
-  tokenizer: hf_tokenizer.AnyTokenizer,
-  runner: runners.Runner,
+  tokenizer: Any,
+  make_environment: Callable[[Any], environments.Environment],
   options: episode.EpisodeOptions,
+  *,
+  reward_of_group: Callable[[int], rewards.RewardOptions] = lambda group: (
+    episode.UNPRICED
+  ),
+  hints: mistakes.HintOptions | None = None,
+  summary: summarize.SummaryOptions = summarize.OFF,
 ) -> Callable[..., records.Rollout]:
-  """Binds `agent.episode.run` to what does not change between episodes."""
+  """Binds `agent.episode.run` to what does not change between episodes.
+
+  Args:
+    tokenizer: of the policy, see `episode.run`.
+    make_environment: task -> a new environment for one episode of it.
+    options: limits of an episode.
+    reward_of_group: group id -> prices, asked when an episode begins; a group
+      has one answer, or its mean would be no baseline.
+    hints: which mistakes get one; None for no hints.
+    summary: when windows restart from a summary.
+  """
 
   def play(task, policy, *, group, member, seed):
     return episode.run(
-      task,
+      make_environment(task),
       policy,
       tokenizer,
-      runner,
       options,
       group=group,
       member=member,
       seed=seed,
+      reward=reward_of_group(group),
+      hints=hints,
+      summary=summary,
     )
 
   return play

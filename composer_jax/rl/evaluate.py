@@ -1,6 +1,7 @@
 """Pass rates of a policy on held-out tasks, with their interval."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from composer_jax.core import records
@@ -39,11 +40,16 @@ class PassRate:
     return self.passed / max(self.episodes, 1)
 
 
+def passed(rollout: records.Rollout) -> bool:
+  """Whether it counts as solved: what a monitor flagged solved only tests."""
+  return rollout.verdict.passed and not rollout.flags
+
+
 def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
   """Summarises finished rollouts."""
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
-  passed = sum(r.verdict.passed for r in judged)
-  low, high = intervals.wilson(passed, len(judged))
+  num_passed = sum(passed(r) for r in judged)
+  low, high = intervals.wilson(num_passed, len(judged))
   turns = sum(r.num_turns for r in judged)
   unfinished = sum(r.verdict.status == records.UNFINISHED for r in judged)
   valid = [
@@ -52,7 +58,7 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     if r.num_invalid == 0 and r.verdict.status == records.GRADED
   ]
   return PassRate(
-    passed=passed,
+    passed=num_passed,
     episodes=len(judged),
     infrastructure=len(rollouts) - len(judged),
     low=low,
@@ -60,8 +66,21 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     invalid_rate=sum(r.num_invalid for r in judged) / max(turns, 1),
     unfinished_rate=unfinished / max(len(judged), 1),
     valid_episodes=len(valid),
-    passed_valid=sum(r.verdict.passed for r in valid),
+    passed_valid=sum(passed(r) for r in valid),
   )
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+  """Chance that one of k samples passes, without bias (Chen et al. 2021).
+
+  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task.
+  """
+  if not 0 <= passed <= samples or not 1 <= k <= samples:
+    raise ValueError(
+      f'passed ({passed}) must lie in 0..samples ({samples}), and k ({k}) in '
+      '1..samples.'
+    )
+  return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def evaluate(

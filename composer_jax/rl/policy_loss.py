@@ -1,12 +1,97 @@
-"""The policy-gradient loss and the statistics that it sums beside it.
+"""The policy-gradient losses and the statistics that are summed beside them.
 
-How far rollout and trainer differ is measured on the host, in float64, by
+With ratio = p_train / p_rollout, A the advantage and sg what has no gradient,
+a loss is minus the sum over sampled tokens of
+
+  tis             sg(min(ratio, C)) A log p, as in IMPALA (arXiv 1802.01561)
+  sequence_mask   the same, where low <= the sequence's geometric mean ratio
+                  <= high, and nothing elsewhere
+  icepop          sg(ratio) A log p where low <= ratio <= high
+  cispo           sg(clip(ratio, low, high)) A log p (arXiv 2506.13585)
+  grpo, dapo      min(ratio A, clip(ratio, low, high) A), with a higher high in
+                  dapo (arXiv 2402.03300, 2503.14476)
+  gspo            the same with the sequence's geometric mean in place of the
+                  ratio, sg(mean) p / sg(p) for each token (arXiv 2507.18071)
+
+At ratio 1 every gradient is that of REINFORCE with the group's baseline. A
+sequence is one context window: the chain of windows of an episode has as many.
+The sum is divided by nothing; the caller divides by constants only, never by a
+length (Dr. GRPO), unless `normalizer` says so, which `rl.advantage` carries
+out. How far rollout and trainer differ is measured on the host, in float64, by
 `rl.mismatch`.
 """
+
+import dataclasses
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+
+from composer_jax.core import batches
+
+# The usual (low, high) of each; of the ratio, or of its geometric mean over a
+# sequence, which is far nearer to 1. A low of 0 is none.
+BOUNDS = {
+  'tis': (),
+  'sequence_mask': (0.99, 1.01),
+  'icepop': (0.5, 5.0),
+  'cispo': (0.0, 1.28),
+  'grpo': (0.8, 1.2),
+  'dapo': (0.8, 1.28),
+  'gspo': (1 - 3e-4, 1 + 4e-4),
+}
+_OF_SEQUENCES = ('sequence_mask', 'gspo')
+_CAPPED = ('tis', 'sequence_mask')
+NORMALIZERS = ('constant', 'sequence', 'token')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+  """Which loss, and what of the ratio it believes.
+
+  Attributes:
+    name: one of `BOUNDS`.
+    ratio_cap: C of a token's ratio, of 'tis' and 'sequence_mask'.
+    bounds: (low, high) of the others and of the mask; () for the usual ones.
+    normalizer: 'constant' (Dr. GRPO), 'sequence' (1 / length of the rollout,
+      GRPO) or 'token' (1 / all sampled tokens of the step, DAPO).
+  """
+
+  name: str = 'tis'
+  ratio_cap: float = 2.0
+  bounds: tuple[float, ...] = ()
+  normalizer: str = 'constant'
+
+  def __post_init__(self):
+    for field, value, known in (
+      ('name', self.name, tuple(BOUNDS)),
+      ('normalizer', self.normalizer, NORMALIZERS),
+    ):
+      if value not in known:
+        raise ValueError(
+          f'--config.rl.loss.{field} must be one of {known}, not {value!r}.'
+        )
+    if not self.ratio_cap >= 1:
+      raise ValueError(
+        '--config.rl.loss.ratio_cap must be at least 1, not '
+        f'{self.ratio_cap}: a ratio of 1 is no mismatch.'
+      )
+    if self.bounds and not BOUNDS[self.name]:
+      raise ValueError(
+        f'--config.rl.loss.bounds ({self.bounds}) mean nothing to '
+        f'{self.name!r}, which has ratio_cap.'
+      )
+    if self.bounds and (
+      len(self.bounds) != 2 or not 0 <= self.bounds[0] <= 1 <= self.bounds[1]
+    ):
+      raise ValueError(
+        '--config.rl.loss.bounds must be (low, high) with 0 <= low <= 1 <= '
+        f'high, or () for the usual of the loss, not {self.bounds}.'
+      )
+
+  @property
+  def range(self) -> tuple[float, ...]:
+    return tuple(self.bounds) or BOUNDS[self.name]
 
 
 class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
@@ -15,48 +100,112 @@ class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     num_tokens: sampled tokens.
     entropy: nats.
-    truncated: tokens whose importance ratio met the cap.
+    truncated: tokens whose ratio was replaced by a bound; they have a gradient
+      but in the clipped losses.
+    dropped: tokens whose gradient the loss took away.
   """
 
   num_tokens: jax.Array
   entropy: jax.Array
   truncated: jax.Array
+  dropped: jax.Array
 
 
-def truncated_policy_gradient(
+def loss(
+  options: LossOptions,
   train_logprobs_BT: jax.Array,
-  rollout_logprobs_BT: jax.Array,
-  advantages_BT: jax.Array,
-  loss_weights_BT: jax.Array,
-  *,
-  ratio_cap: float,
-) -> jax.Array:
-  """Sums `-min(ratio, cap) * advantage * log p` over sampled tokens.
-
-  The importance ratio p_train / p_rollout is truncated (TIS, C = 2 is usual)
-  and detached: at ratio 1 this is REINFORCE with the group's baseline. The sum
-  is divided by nothing; the caller divides by constants only, never by a
-  length (Dr. GRPO).
-  """
-  log_ratio_BT = jax.lax.stop_gradient(train_logprobs_BT) - rollout_logprobs_BT
-  ratio_BT = jnp.minimum(jnp.exp(log_ratio_BT), ratio_cap)
-  terms_BT = ratio_BT * advantages_BT * train_logprobs_BT
-  return -(terms_BT * loss_weights_BT).sum()
-
-
-def policy_stats(
-  train_logprobs_BT: jax.Array,
-  rollout_logprobs_BT: jax.Array,
   entropy_BT: jax.Array,
-  loss_weights_BT: jax.Array,
-  *,
-  ratio_cap: float,
-) -> PolicyStats:
-  """Sums the statistics over sampled tokens."""
-  log_ratio_BT = train_logprobs_BT - rollout_logprobs_BT
-  w_BT = loss_weights_BT
-  return PolicyStats(
-    num_tokens=w_BT.sum(),
-    entropy=(entropy_BT * w_BT).sum(),
-    truncated=((jnp.exp(log_ratio_BT) >= ratio_cap) * w_BT).sum(),
+  batch: batches.RLBatch,
+) -> tuple[jax.Array, PolicyStats]:
+  """Returns the loss of a microbatch, and its statistics without a gradient.
+
+  Args:
+    options: which loss.
+    train_logprobs_BT: of the policy that is trained.
+    entropy_BT: of its distribution at each token, in nats.
+    batch: what was sampled, in the same order of tokens.
+  """
+  weights_BT = batch.loss_weights_BT
+  log_ratio_BT = (
+    jax.lax.stop_gradient(train_logprobs_BT) - batch.rollout_logprobs_BT
   )
+  mean_BT = None
+  if options.name in _OF_SEQUENCES:
+    mean_BT = jnp.exp(
+      sequence_means(log_ratio_BT, weights_BT, batch.segment_ids_BT)
+    )
+  if options.name in ('grpo', 'dapo', 'gspo'):
+    sampled_BT = jnp.exp(log_ratio_BT) if mean_BT is None else mean_BT
+    terms_BT, truncated_BT = _clipped(
+      options, sampled_BT, train_logprobs_BT, batch.advantages_BT
+    )
+    dropped_BT = truncated_BT
+  else:
+    ratio_BT, truncated_BT, dropped_BT = _detached(
+      options, jnp.exp(log_ratio_BT), mean_BT
+    )
+    terms_BT = ratio_BT * batch.advantages_BT * train_logprobs_BT
+  stats = PolicyStats(
+    num_tokens=weights_BT.sum(),
+    entropy=(entropy_BT * weights_BT).sum(),
+    truncated=(truncated_BT * weights_BT).sum(),
+    dropped=(dropped_BT * weights_BT).sum(),
+  )
+  return -(terms_BT * weights_BT).sum(), jax.lax.stop_gradient(stats)
+
+
+def _detached(
+  options: LossOptions, ratio_BT: jax.Array, mean_BT: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Weights of A log p, which tokens met a bound, and which were dropped."""
+  nothing_BT = jnp.zeros_like(ratio_BT, bool)
+  if options.name in _CAPPED:
+    truncated_BT = ratio_BT >= options.ratio_cap
+    weights_BT = jnp.minimum(ratio_BT, options.ratio_cap)
+    if mean_BT is None:
+      return weights_BT, truncated_BT, nothing_BT
+    low, high = options.range
+    kept_BT = (mean_BT >= low) & (mean_BT <= high)
+    return jnp.where(kept_BT, weights_BT, 0.0), truncated_BT, ~kept_BT
+  low, high = options.range
+  inside_BT = (ratio_BT >= low) & (ratio_BT <= high)
+  if options.name == 'cispo':
+    return jnp.clip(ratio_BT, low, high), ~inside_BT, nothing_BT
+  return jnp.where(inside_BT, ratio_BT, 0.0), nothing_BT, ~inside_BT
+
+
+def _clipped(
+  options: LossOptions,
+  ratio_BT: jax.Array,
+  train_logprobs_BT: jax.Array,
+  advantages_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """min(ratio A, clip(ratio) A) with the gradient of p, and who was clipped.
+
+  Only the side that the advantage pushes to is clipped: a ratio that is too
+  high is not raised further, one that is too low not lowered.
+  """
+  low, high = options.range
+  kept_BT = jnp.where(advantages_BT > 0, ratio_BT < high, ratio_BT > low)
+  # 1 in value, the gradient of log p in slope.
+  one_BT = jnp.exp(train_logprobs_BT - jax.lax.stop_gradient(train_logprobs_BT))
+  bound_BT = jnp.clip(ratio_BT, low, high)
+  moving_BT = jnp.where(kept_BT, ratio_BT * one_BT, bound_BT)
+  return moving_BT * advantages_BT, ~kept_BT
+
+
+def sequence_means(
+  values_BT: jax.Array, weights_BT: jax.Array, segment_ids_BT: jax.Array
+) -> jax.Array:
+  """The mean of each segment's weighted values, at every token of it.
+
+  Rows may be sharded and their tokens in any order; 0 where nothing weighs.
+  """
+  num_segments = values_BT.shape[1] + 1  # no row holds more, and padding's
+
+  def sums(values_T, ids_T):
+    return jax.ops.segment_sum(values_T, ids_T, num_segments)[ids_T]
+
+  totals_BT = jax.vmap(sums)(values_BT * weights_BT, segment_ids_BT)
+  counts_BT = jax.vmap(sums)(weights_BT, segment_ids_BT)
+  return totals_BT / jnp.maximum(counts_BT, 1.0)

@@ -20,7 +20,7 @@ import optax
 from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange, sequence
-from composer_jax.rl import policy_loss
+from composer_jax.rl import hint_batching, hint_distill, policy_loss
 from composer_jax.train import buckets, policy_values
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
@@ -80,12 +80,17 @@ class Functions:
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
     score: (values, batch) -> scores, routed afresh or replayed as the batch
       says.
+    add_hints: (values, teacher, sums, HintBatch) -> (sums with its gradient,
+      HintStats).
+    parts: that the rows of a batch are divided in; hinted turns keep to one.
   """
 
   policy: Callable[..., Any]
   add_microbatch: Callable[..., tuple[StepSums, Scores]]
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
   score: Callable[..., Scores]
+  add_hints: Callable[..., tuple[StepSums, hint_distill.HintStats]]
+  parts: int
 
 
 def forward(
@@ -136,7 +141,7 @@ def microbatch_sums(
   values: Any,
   batch: batches.RLBatch,
   *,
-  ratio_cap: float,
+  loss: policy_loss.LossOptions,
 ) -> tuple[StepSums, Scores]:
   """Gradient and scores of one microbatch at the policy's values."""
 
@@ -144,29 +149,16 @@ def microbatch_sums(
     scores, entropy_BT, routes = forward(
       model, {**values, 'params': params}, batch
     )
-    loss = policy_loss.truncated_policy_gradient(
-      scores.logprobs_BT,
-      batch.rollout_logprobs_BT,
-      batch.advantages_BT,
-      batch.loss_weights_BT,
-      ratio_cap=ratio_cap,
-    )
-    stats = policy_loss.policy_stats(
-      scores.logprobs_BT,
-      batch.rollout_logprobs_BT,
-      entropy_BT,
-      batch.loss_weights_BT,
-      ratio_cap=ratio_cap,
-    )
-    return loss, (stats, routes, scores)
+    total, stats = policy_loss.loss(loss, scores.logprobs_BT, entropy_BT, batch)
+    return total, (stats, routes, scores)
 
-  (loss, (stats, routes, scores)), grads = jax.value_and_grad(
+  (total, (stats, routes, scores)), grads = jax.value_and_grad(
     loss_function, has_aux=True
   )(values['params'])
   num_routed = (batch.segment_ids_BT != 0).sum().astype(jnp.float32)
   sums = StepSums(
     grads=grads,
-    loss=loss,
+    loss=total,
     stats=stats,
     load_ME=routes.load_ME,
     num_routed=num_routed,
@@ -207,7 +199,8 @@ def build(
   model: decoder.Decoder,
   optimizer: optax.GradientTransformation,
   *,
-  ratio_cap: float,
+  loss: policy_loss.LossOptions,
+  hints: hint_distill.HintLossOptions = hint_distill.OFF,
   placement: train_placement.Placement | None = None,
   compiler_options: dict[str, Any] | None = None,
 ) -> Functions:
@@ -216,12 +209,17 @@ def build(
   Args:
     model: what to train, with the plan of the placement.
     optimizer: optax transform, clipping included.
-    ratio_cap: of `policy_loss`.
+    loss: of `policy_loss`.
+    hints: of `hint_distill`; an average that teaches follows in `apply`.
     placement: where state and batches lie; None is the first device.
     compiler_options: of XLA.
   """
   jit = functools.partial(jax.jit, compiler_options=compiler_options)
   put = placement.put if placement is not None else lambda batch: batch
+  parts = 1
+  if placement is not None and placement.plan is not None:
+    plan = placement.plan
+    parts = train_placement.shards_of(plan.mesh, plan.batch_axes)
 
   @jit
   def policy(state):
@@ -237,7 +235,7 @@ def build(
 
     @jit
     def run(values, batch):
-      sums, scores = microbatch_sums(sized, values, batch, ratio_cap=ratio_cap)
+      sums, scores = microbatch_sums(sized, values, batch, loss=loss)
       if placement is not None:
         # Gradients lie as their parameters do, and what adds up of them too.
         places = placement.variables['params']
@@ -263,12 +261,41 @@ def build(
     # once whether or not something was summed before.
     return (new if sums is None else add_donated(sums, new)), scores
 
+  @jit
+  def hint_gradients(values, teacher, batch):
+    rows, seq_len = batch.student_slots_BT.shape
+    grads, stats = hint_distill.gradients(
+      model,
+      values,
+      teacher,
+      batch,
+      hints,
+      num_slots=hint_batching.num_slots(rows // parts, seq_len),
+    )
+    if placement is not None:
+      places = placement.variables['params']
+      grads = jax.lax.with_sharding_constraint(grads, places)
+    return grads, stats
+
+  add_grads = jit(
+    lambda sums, grads: sums.replace(
+      grads=jax.tree.map(jnp.add, sums.grads, grads)
+    ),
+    donate_argnums=0,
+  )
+
+  def add_hints(values, teacher, sums, batch):
+    grads, stats = hint_gradients(values, teacher, put(batch))
+    return add_grads(sums, grads), stats
+
   def apply(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
     # RL leaves the selection bias alone: recorded routes were chosen with it.
     state, stats = train_step.apply_gradients(
       state, grads, sums.load_ME, optimizer=optimizer, bias_rate=0.0
     )
+    if hints.teacher == 'ema' and hints.weight:
+      state = train_state.follow(state, hints.ema_rate)
     return state, stats.grad_norm
 
   return Functions(
@@ -276,6 +303,8 @@ def build(
     add_microbatch=add_microbatch,
     apply=jit(apply, donate_argnums=0),
     score=scorer(model, put, compiler_options),
+    add_hints=add_hints,
+    parts=parts,
   )
 
 

@@ -24,6 +24,7 @@ def run(
   *,
   num_steps: int,
   reference: Any = None,
+  teacher: Any = None,
 ) -> tuple[train_state.TrainState, list[dict[str, Any]]]:
   """Trains for `num_steps` on fresh groups of the current policy.
 
@@ -36,6 +37,7 @@ def run(
     shape: of the microbatches.
     num_steps: optimizer steps.
     reference: policy values for the KL penalty; None without one.
+    teacher: policy values that read hints; None without a frozen one.
 
   Returns:
     The final state and the metrics of every step.
@@ -48,7 +50,13 @@ def run(
       collector, engine, range(first, first + options.prompts)
     )
     state, metrics = update.update(
-      state, groups, functions, options, shape, reference=reference
+      state,
+      groups,
+      functions,
+      options,
+      shape,
+      reference=reference,
+      teacher=teacher,
     )
     engine.swap(functions.policy(state), step + 1)
     history.append(metrics)

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rl import advantage, batching, comparison, mismatch
+from composer_jax.rl import (
+  advantage,
+  batching,
+  behaviour,
+  comparison,
+  hint_distill,
+  hint_step,
+  mismatch,
+  policy_loss,
+)
 from composer_jax.rl import step as steps
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -30,13 +39,14 @@ class UpdateOptions:
     reward: 'verdict', or 'shuffled' for the control that must not learn.
     kl_coefficient: of the detached k1 penalty in the reward; 0 needs no
       reference.
-    ratio_cap: C of the truncated importance ratio.
+    loss: which policy-gradient loss.
     mismatch_every: steps between measurements of the mismatch both with and
       without replay, which cost one more forward pass; 0 never.
     refreshed: whether the engine refreshes its caches when weights change;
       see `mismatch.ages`.
     gate: what the mismatch of a step may be.
     seed: of the shuffled control.
+    hints: what those on faulty turns weigh beside the reward.
   """
 
   prompts: int
@@ -44,11 +54,12 @@ class UpdateOptions:
   replay: bool
   reward: str
   kl_coefficient: float
-  ratio_cap: float
+  loss: policy_loss.LossOptions
   mismatch_every: int
   refreshed: bool
   gate: mismatch.GateOptions
   seed: int
+  hints: hint_distill.HintLossOptions = hint_distill.OFF
 
   def __post_init__(self):
     if self.reward not in ('verdict', 'shuffled'):
@@ -61,15 +72,15 @@ class UpdateOptions:
         f'2 (a group of one has no baseline); got {self.prompts} and '
         f'{self.rollouts_per_prompt}.'
       )
-    if self.kl_coefficient < 0 or self.ratio_cap < 1:
+    if self.kl_coefficient < 0:
       raise ValueError(
-        'rl.kl_coefficient must not be negative and rl.ratio_cap must be at '
-        f'least 1; got {self.kl_coefficient} and {self.ratio_cap}.'
+        f'rl.kl_coefficient must not be negative; it is {self.kl_coefficient}.'
       )
-    if self.reward == 'shuffled' and self.kl_coefficient:
+    if self.reward == 'shuffled' and (self.kl_coefficient or self.hints.weight):
       raise ValueError(
-        "rl.reward='shuffled' must not learn, and a KL penalty would teach: "
-        f'rl.kl_coefficient must be 0 with it, not {self.kl_coefficient}.'
+        "rl.reward='shuffled' must not learn, and a KL penalty or hints would "
+        'teach: rl.kl_coefficient and hints.loss.weight must be 0 with it, not '
+        f'{self.kl_coefficient} and {self.hints.weight}.'
       )
 
 
@@ -148,6 +159,7 @@ def update(
   shape: batching.BatchShape,
   *,
   reference: Any = None,
+  teacher: Any = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`.
 
@@ -168,6 +180,8 @@ def update(
     options: of the run.
     shape: of the microbatches.
     reference: policy values for the KL penalty; None without one.
+    teacher: policy values that read the hints, where `options.hints` names a
+      frozen teacher; None without hints. The state has the average itself.
 
   Returns:
     The next state and the metrics of the step.
@@ -183,6 +197,7 @@ def update(
     advantage.group_advantages(g, rewards_R)
     for g, rewards_R in zip(groups, rewards, strict=True)
   ]
+  by_group = advantage.normalized(groups, by_group, options.loss.normalizer)
   trained, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
@@ -198,6 +213,13 @@ def update(
       # Before `apply`, which may take the buffers of `values`.
       others.append(functions.score(values, other))
   assert sums is not None
+  if options.hints.teacher == 'ema':
+    teacher = {**values, 'params': state.teacher}
+  hinted = None
+  if options.hints.weight:
+    sums, hinted = hint_step.add(
+      sums, groups, functions, shape, values, teacher, replay=options.replay
+    )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.
   measured = measure(groups, by_group, version)
@@ -208,6 +230,8 @@ def update(
     on_host = jax.device_get(found)
     measured.update(_of_sums(on_host, scale, num_batches))
     _check_finite('loss', measured, version)
+    if hinted is not None:
+      measured.update(hinted.metrics(scale))
     if options.replay:
       measured.update(comparison.replay_metrics(on_host))
     measured.update(_compare(trained, scores, others, options, version))
@@ -238,6 +262,7 @@ def _of_sums(
     'loss': float(sums.loss) * scale,
     'entropy': float(stats.entropy) / tokens,
     'truncated': float(stats.truncated) / tokens,
+    'dropped': float(stats.dropped) / tokens,
     'expert_load_max': train_step.expert_load_max(sums.load_ME),
     'expert_load': sums.load_ME.tolist(),
     'sampled_tokens': tokens,
@@ -290,17 +315,17 @@ def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
 
 
 def verdict_counts(rollouts: list[records.Rollout]) -> dict[str, int]:
-  """Counts rollouts by what was found; each is one of the four."""
-  found = [r.verdict for r in rollouts]
-  graded = [v for v in found if v.status == records.GRADED]
-  passed = sum(v.passed for v in graded)
+  """Counts rollouts by what was found; each is one of the four.
+
+  One that a monitor flagged did not pass, whatever its tests say.
+  """
+  statuses = [r.verdict.status for r in rollouts]
+  passed = sum(r.verdict.passed and not r.flags for r in rollouts)
   return {
     'passed': passed,
-    'failed': len(graded) - passed,
-    records.UNFINISHED: sum(v.status == records.UNFINISHED for v in found),
-    records.INFRASTRUCTURE: sum(
-      v.status == records.INFRASTRUCTURE for v in found
-    ),
+    'failed': statuses.count(records.GRADED) - passed,
+    records.UNFINISHED: statuses.count(records.UNFINISHED),
+    records.INFRASTRUCTURE: statuses.count(records.INFRASTRUCTURE),
   }
 
 
@@ -317,6 +342,7 @@ def measure(
   """
   rollouts = [r for g in groups for r in g.rollouts]
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
+  counts = verdict_counts(rollouts)
   turns = sum(r.num_turns for r in rollouts)
   ages = [
     version - int(t.policy_version_T[t.loss_mask_T].min())
@@ -326,8 +352,8 @@ def measure(
   ]
   return {
     'reward': float(np.mean([r.reward for r in rollouts])),
-    'pass_rate': sum(r.verdict.passed for r in judged) / max(len(judged), 1),
-    **verdict_counts(rollouts),
+    'pass_rate': counts['passed'] / max(len(judged), 1),
+    **counts,
     'staleness': max(ages, default=0),
     'staleness_mean': float(np.mean(ages)) if ages else 0.0,
     'invalid_rate': sum(r.num_invalid for r in rollouts) / max(turns, 1),
@@ -336,6 +362,7 @@ def measure(
       np.mean([sum(len(t) for t in r.trajectories) for r in rollouts])
     ),
     'flags': sum(bool(r.flags) for r in rollouts),
+    **behaviour.measure(rollouts),
     'informative_groups': float(np.mean([np.any(a) for a in advantages])),
     'sandbox_ms': 1e3 * float(np.mean([r.sandbox_seconds for r in rollouts])),
     'groups': [g.group for g in groups],

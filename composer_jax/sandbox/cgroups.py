@@ -19,11 +19,13 @@ class Group:
   Attributes:
     version: 'v1', 'v2' or 'none'.
     directories: one per controller tree.
+    counts_memory: whether one of them limits memory.
   """
 
   def __init__(self, version: str, directories: list[pathlib.Path]):
     self.version = version
     self.directories = directories
+    self.counts_memory = False
 
   def entrances(self) -> list[str]:
     """Files to which a process writes 0 to join."""
@@ -95,6 +97,7 @@ def _make_one(group, path: pathlib.Path, settings: dict[str, int]) -> None:
     path.rmdir()
     raise
   group.directories.append(path)
+  group.counts_memory |= any(file.startswith('memory') for file in settings)
 
 
 def _own_groups() -> dict[str, pathlib.Path]:

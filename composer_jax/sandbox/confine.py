@@ -8,11 +8,23 @@ import errno
 import math
 import os
 import resource
+from collections.abc import Callable
 
 from composer_jax.sandbox import seccomp
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
-MS_NOSUID, MS_NODEV = 2, 4
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND = 32, 4096
+_MNT_DETACH = 2
+# Strongest first: own processes alone, and of /proc nothing but processes.
+_PROC_OPTIONS = ('hidepid=2,subset=pid', 'hidepid=2', '')
+# Renames stay inside one layer and copies are whole, so that the upper layer
+# can be read by itself. Without privilege its marks are user attributes.
+_OVERLAY_OPTIONS = (
+  'redirect_dir=off,metacopy=off,index=off',
+  'metacopy=off,index=off,userxattr',  # which implies no redirection
+)
+_NEW_CGROUP = 0x02000000
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 24, 36
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_NUMBER = {'x86_64': 56, 'aarch64': 220}
@@ -60,6 +72,98 @@ def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
   )  # fmt: skip
 
 
+def _mount(source, target, kind, flags, options='') -> None:
+  encoded = [x.encode() for x in (source, target, kind, options)]
+  outcome = libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3])
+  check(outcome, f'mount of {target}')
+
+
+def bind(source: str, target: str) -> None:
+  _mount(source, target, '', MS_BIND)
+
+
+def make_read_only(path: str) -> None:
+  flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+  _mount('', path, '', flags)
+
+
+def unmount(path: str) -> None:
+  """Takes away a mount and all that is mounted below it."""
+  check(libc.umount2(path.encode(), _MNT_DETACH), f'umount of {path}')
+
+
+def mount_overlay(
+  lower: str, upper: str, work: str, target: str, options: str
+) -> None:
+  """Mounts layers whose paths hold none of the characters , : and \\."""
+  layers = f'lowerdir={lower},upperdir={upper},workdir={work},{options}'
+  _mount('overlay', target, 'overlay', MS_NOSUID | MS_NODEV, layers)
+
+
+def opaque_mark(options: str) -> str:
+  """The attribute of folders that hide what the layers below have there."""
+  prefix = 'user' if 'userxattr' in options else 'trusted'
+  return f'{prefix}.overlay.opaque'
+
+
+def hide_cgroups() -> None:
+  """Makes the cgroup of this process look like the root of all."""
+  check(libc.unshare(_NEW_CGROUP), 'unshare of the cgroup namespace')
+
+
+def mount_proc(options: str | None) -> None:
+  """Mounts the processes of this namespace on /proc; None covers what is."""
+  if options is None:
+    _mount('tmpfs', '/proc', 'tmpfs', MS_RDONLY | MS_NOSUID, 'size=4k')
+  else:
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount('proc', '/proc', 'proc', flags, options)
+
+
+def working_proc() -> str | None:
+  """The options that /proc can be mounted with in a new pid namespace."""
+  for options in _PROC_OPTIONS:
+    if _works(lambda: mount_proc(options)):  # noqa: B023
+      return options
+  return None
+
+
+def working_overlay(folder: str) -> str | None:
+  """The options that overlayfs works with, whiteouts and opacity included."""
+  for index, options in enumerate(_OVERLAY_OPTIONS):
+    layers = [f'{folder}/{name}{index}' for name in ('l', 'u', 'w', 'm')]
+    lower, upper, work, merged = layers
+    for path in (*layers, f'{lower}/a', f'{lower}/a/b'):
+      os.mkdir(path)
+
+    def attempt(
+      lower=lower, upper=upper, work=work, merged=merged, options=options
+    ):
+      mount_overlay(lower, upper, work, merged, options)
+      os.rmdir(f'{merged}/a/b')
+      os.rmdir(f'{merged}/a')
+      os.mkdir(f'{merged}/a')
+
+    if _works(attempt):
+      return options
+  return None
+
+
+def _works(attempt: Callable[[], None]) -> bool:
+  """Whether it raises no OSError, tried in namespaces of its own."""
+  pid = clone_into_namespaces()
+  if pid == 0:
+    code = 1
+    try:
+      attempt()
+      code = 0
+    except OSError:
+      pass
+    finally:
+      os._exit(code)
+  return os.waitpid(pid, 0)[1] == 0
+
+
 def become_subreaper() -> bool:
   """Makes orphans of the calls our children, so that they can be found."""
   return hasattr(libc, 'prctl') and not libc.prctl(
@@ -88,13 +192,15 @@ def set_limits(limits: dict, processes: int) -> None:
     'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
     'RLIMIT_NPROC': (processes, processes),
     'RLIMIT_NOFILE': (256, 256),
-    'RLIMIT_CORE': (0, 0),
+    # No core is that small; at 0 a core_pattern that is a program, which the
+    # kernel starts outside of all namespaces, would be given cores.
+    'RLIMIT_CORE': (1, 1),
     'RLIMIT_MSGQUEUE': (0, 0),
     'RLIMIT_MEMLOCK': (0, 0),
   }
   for name, (soft, hard) in wanted.items():
     kind = getattr(resource, name, None)
-    if kind is None:
+    if kind is None or soft == resource.RLIM_INFINITY:
       continue
     _, ceiling = resource.getrlimit(kind)
     if ceiling != resource.RLIM_INFINITY:
@@ -198,3 +304,10 @@ def process_limit(processes: int, others: int, uid: int | None) -> int:
   _, status = os.waitpid(pid, 0)
   # Zygote, init and the helper of bwrap share the uid with the code.
   return processes + 4 + (others if status else 0)
+
+
+def reap_until(pid: int) -> int:
+  while True:
+    reaped, status = os.wait()
+    if reaped == pid:
+      return status

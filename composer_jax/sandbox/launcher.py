@@ -7,7 +7,9 @@ killed, which a thread of the host that ends could not be trusted with.
 The file system that the code sees is built from nothing: the system's shared
 libraries, the interpreter with its packages masked, four devices, one empty
 directory for the workspace. No /proc, no /etc, no /tmp, no home; all of it
-read-only. Names inside are neutral, since a process can list its mounts.
+read-only. Names inside are neutral, since a process can list its mounts. For
+boxes, where whole programs run, also /bin, /usr/bin, a small /etc, a virtual
+environment, and a /proc and a /tmp that are made for each run.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ import glob
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -26,14 +29,27 @@ _PYTHON, _WORK = '/python', '/work'
 _BOOT = '/boot/composer_jax/sandbox'  # these files and no others of it
 _LIBRARY_TREES = ('/usr/lib', '/usr/lib32', '/usr/lib64', '/lib', '/lib32',
                   '/lib64', '/nix/store')  # fmt: skip
+_DEVICE_LINKS = [
+    ('/proc/self/fd', '/dev/fd'), ('/proc/self/fd/0', '/dev/stdin'),
+    ('/proc/self/fd/1', '/dev/stdout'), ('/proc/self/fd/2', '/dev/stderr'),
+    ('/tmp', '/dev/shm'), ('/tmp', '/var/tmp'),
+]  # fmt: skip
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
-_BOOT_FILES = ('zygote.py', 'runner.py', 'confine.py', 'seccomp.py')
+_BOOT_FILES = (
+    'zygote.py', 'runner.py', 'confine.py', 'seccomp.py', 'beneath.py',
+    'box_runs.py', 'furnish.py', 'keeper.py', 'programs.py', 'syscalls.py',
+    'trees.py', 'wire.py',
+)  # fmt: skip
+# Beyond what calls see, for boxes alone: whole programs run there.
+_PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
+                  '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
+_EMPTY = ('/etc', '/tmp', '/given', '/boxes', '/proc', '/venv')
 # -I with the hash seed kept: -I is -E -P -s, and an environment built here
 # from nothing needs no -E. Random hashes would make verdicts irreproducible.
 _FLAGS = ('-s', '-P', '-S')
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
-_MNT_DETACH, _PR_SET_PDEATHSIG = 2, 1
+_MNT_DETACH, _PR_SET_PDEATHSIG, _FIXED_ADDRESSES = 2, 1, 0x0040000
 _NEW_USER = 0x10000000
 _NEW_OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 _PIVOT_ROOT = {'x86_64': 155, 'aarch64': 41}
@@ -57,7 +73,7 @@ def _mount(source, target, kind, flags, options=None):
 class Tree:
   """What the code sees: directories, binds (source, target) and links."""
 
-  def __init__(self):
+  def __init__(self, config: dict):
     here = os.path.dirname(os.path.abspath(__file__))
     self.executable = os.path.realpath(sys.executable)
     stdlib = os.path.dirname(os.path.realpath(os.__file__))
@@ -67,16 +83,29 @@ class Tree:
     self.python = f'{_PYTHON}/bin/{name}'
     self.libraries = inner_lib
     self.binds = [(lib, inner_lib), (self.executable, self.python)]
-    self.binds += [
-      (os.path.join(here, file), f'{_BOOT}/{file}') for file in _BOOT_FILES
-    ]
+    # Copied, not bound: a list of mounts would name where they lie.
+    self.boot = [(f'{here}/{file}', f'{_BOOT}/{file}') for file in _BOOT_FILES]
     self.links = []
-    for path in _LIBRARY_TREES:
+    self.is_for_boxes = config['boxes']
+    self.proc = config['boxes'] and config['proc']
+    self.empty = [_WORK, *(_EMPTY if config['boxes'] else ())]
+    seen = _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ())
+    for path in seen:
       if os.path.islink(path):
         self.links.append((os.readlink(path), path))
       elif os.path.isdir(path):
         self.binds.append((path, path))
-    self.devices = [path for path in _DEVICES if os.path.exists(path)]
+    if config['boxes']:
+      for source, target in (
+        (config['images'], '/images'),
+        (config['packages'], '/packages'),
+        ('/etc/alternatives', '/boot/alternatives'),
+      ):
+        if source and os.path.isdir(source):
+          self.binds.append((source, target))
+      self.links += _DEVICE_LINKS
+    devices = (*_DEVICES, '/dev/full') if config['boxes'] else _DEVICES
+    self.devices = [path for path in devices if os.path.exists(path)]
     # Installed packages could hold this very project, with its generators.
     self.masks = sorted(
       inner + found.removeprefix(outer)
@@ -96,7 +125,13 @@ class Tree:
 
   def command(self, config: dict) -> list[str]:
     script = f'{_BOOT}/zygote.py'
-    return [self.python, *_FLAGS, script, json.dumps(config)]
+    return [self.python, *_FLAGS, script, json.dumps(_inner(config))]
+
+
+def _inner(config: dict) -> dict:
+  """What the zygote is told; programs may read it as the command of pid 1."""
+  unsaid = ('bwrap', 'cores', 'priority')
+  return {name: x for name, x in config.items() if name not in unsaid}
 
 
 def _effective_capabilities() -> int:
@@ -172,7 +207,7 @@ def _build_root(tree: Tree) -> None:
   # Hidden for this namespace only; nothing that is bound below lies in it.
   root = '/sys'
   _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
-  for directory in (_WORK, _BOOT, '/dev'):
+  for directory in (*tree.empty, _BOOT, '/dev'):
     os.makedirs(root + directory, 0o755)
   for source, target in [*tree.binds, *((x, x) for x in tree.devices)]:
     if os.path.isdir(source):
@@ -184,15 +219,18 @@ def _build_root(tree: Tree) -> None:
     _mount(source, root + target, None, _MS_BIND | _MS_REC)
     if source not in tree.devices:
       _make_read_only(root + target)
+  for source, target in tree.boot:
+    shutil.copyfile(source, root + target)
   for target in tree.masks:
     _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
   for text, path in tree.links:
     os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
     os.symlink(text, root + path)
+  if tree.proc:
+    _mount('proc', root + '/proc', 'proc', _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
   os.chdir(root)
-  _check(
-    libc.syscall(_PIVOT_ROOT[os.uname().machine], b'.', b'.'), 'pivot_root'
-  )
+  pivot = _PIVOT_ROOT[os.uname().machine]
+  _check(libc.syscall(pivot, b'.', b'.'), 'pivot_root')
   _check(libc.umount2(b'.', _MNT_DETACH), 'umount of the old root')
   os.chdir('/')
   _make_read_only('/', recursive=False)
@@ -206,9 +244,8 @@ def _make_read_only(path: str, recursive: bool = True) -> None:
   ):
     return
   # Before Linux 5.12. Flags that a user namespace inherits may not be dropped.
-  kept = os.statvfs(path).f_flag & (
-    _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
-  )
+  kept = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
+  kept &= os.statvfs(path).f_flag
   flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
   _mount(None, path, None, flags)
 
@@ -224,20 +261,26 @@ def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
   for name, value in tree.environment().items():
     command += ['--setenv', name, value]
   # Parents that bwrap makes by itself are closed to other uids.
-  parents = {_WORK, '/dev'}
-  for _, path in tree.binds:
+  parents = {*tree.empty, '/dev', _BOOT}
+  for _, path in [*tree.binds, *tree.boot, *tree.links]:
     while (path := os.path.dirname(path)) != '/':
       parents.add(path)
   for directory in sorted(parents):
     command += ['--perms', '0755', '--dir', directory]
   for source, target in tree.binds:
     command += ['--ro-bind', source, target]
+  for source, target in tree.boot:
+    descriptor = os.open(source, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    command += ['--perms', '0644', '--file', f'{descriptor}', target]
   for path in tree.devices:
     command += ['--dev-bind', path, path]
   for target in tree.masks:
     command += ['--perms', '0755', '--tmpfs', target, '--remount-ro', target]
   for text, path in tree.links:
     command += ['--symlink', text, path]
+  if tree.proc:
+    command += ['--proc', '/proc']
   command += ['--remount-ro', '/', '--chdir', '/', '--']
   return command + tree.command(config)
 
@@ -246,6 +289,8 @@ def _start(config: dict, tree: Tree, privileged: bool) -> None:
   """Turns into the zygote, or into the program that starts it."""
   if hasattr(libc, 'prctl'):
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Before Python 3.12 None hashes to its address: sets order themselves so.
+    libc.personality(_FIXED_ADDRESSES)
   if config['level'] == 'bwrap':
     command = _bwrap_command(tree, config, privileged)
     os.execve(command[0], command, {})
@@ -259,6 +304,23 @@ def _start(config: dict, tree: Tree, privileged: bool) -> None:
   environment['LD_LIBRARY_PATH'] = ''
   command = [tree.executable, *_FLAGS, script, json.dumps(config)]
   os.execve(command[0], command, environment)
+
+
+def _arrange_boxes(config: dict, tree: Tree) -> None:
+  """Replaces the host's paths by what the zygote finds them under."""
+  inside = config['level'] != 'rlimits'
+  top = '' if inside else config['scratch']
+  config['boxes'], config['venv'] = f'{top}/boxes', f'{top}/venv'
+  config['interpreter'] = tree.python if inside else tree.executable
+  config['python'] = f'{config["venv"]}/bin/python'
+  if inside:
+    for name in ('images', 'packages'):
+      config[name] = config[name] and f'/{name}'
+  environment = tree.environment()
+  environment['PATH'] = f'{config["venv"]}/bin:/usr/bin:/bin'
+  if not inside:
+    del environment['LD_LIBRARY_PATH']
+  config['environment'] = environment
 
 
 def _reachable(path: str) -> bool:
@@ -282,9 +344,10 @@ def _place(cores: list[int] | None, priority: int) -> None:
 def main() -> None:
   config = json.loads(sys.argv[1])
   _place(config['cores'], config['priority'])
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  with contextlib.suppress(ValueError, OSError):  # it may be 0 for good
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # as confine.set_limits
   os.umask(0o022)
-  tree = Tree()
+  tree = Tree(config)
   privileged = _has(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
   may_change_uid = privileged
   if config['level'] == 'rlimits':
@@ -292,11 +355,14 @@ def main() -> None:
       _has(_CAP_SETGID, _CAP_SETUID)
       # Else imports would fail for any other user.
       and _reachable(os.__file__)
+      and _reachable(config['packages'] or '/')
     )
   if not (may_change_uid and _maps(config['uid'])):
     config['uid'] = None
   config['workspace'] = _WORK
   config['user_processes'] = _user_processes()
+  if config['boxes']:
+    _arrange_boxes(config, tree)
   descriptors = [os.open(x, os.O_WRONLY) for x in config.pop('cgroup_procs')]
   config['cgroup_fds'] = descriptors
   config['host_pidfd'] = None
@@ -320,9 +386,10 @@ def main() -> None:
       print(error, file=sys.stderr)
     finally:
       os._exit(1)
-  os.close(config['control'])
-  _, status = os.waitpid(pid, 0)
-  sys.exit(os.waitstatus_to_exitcode(status) != 0)
+  # Else the host would not see the end of those who answer there.
+  for name in config.keys() & {'control', 'keeper'}:
+    os.close(config[name])
+  sys.exit(os.waitpid(pid, 0)[1] != 0)
 
 
 if __name__ == '__main__':

@@ -2,10 +2,13 @@
 
 import concurrent.futures
 import logging
+import pathlib
 import shutil
 import sys
+from collections.abc import Sequence
 
-from composer_jax.sandbox import base, zygotes
+from composer_jax.sandbox import base, microvm, process, zygotes
+from composer_jax.sandbox import packages as gathering
 
 _PROBE_LIMITS = base.Limits(
     wall_s=2.0, cpu_s=1.0, memory_bytes=256 << 20, processes=8,
@@ -39,7 +42,13 @@ def _try(level: str) -> tuple[bool, str]:
   )
 
 
-def _open(level: str, limits: base.Limits, size: int) -> zygotes.ZygotePool:
+def _open(
+  level: str,
+  limits: base.Limits,
+  size: int,
+  images: pathlib.Path | None = None,
+  site_packages: pathlib.Path | None = None,
+) -> zygotes.ZygotePool:
   """Opens one level and makes a first call.
 
   Raises:
@@ -48,8 +57,8 @@ def _open(level: str, limits: base.Limits, size: int) -> zygotes.ZygotePool:
   if missing := _missing(level):
     raise ValueError(missing)
   try:
-    sandbox = zygotes.ZygotePool(level, limits, size)
-  except (zygotes.ZygoteError, OSError) as error:
+    sandbox = zygotes.ZygotePool(level, limits, size, images, site_packages)
+  except (process.ZygoteError, OSError) as error:
     raise ValueError(f'refused here: {error}') from error
   # Namespaces can be granted and the mounts inside them refused.
   result = sandbox.call({'m.py': 'def f(x): return x'}, 'm', 'f', [[1]])
@@ -75,34 +84,55 @@ def open_sandbox(
   *,
   allow_unsafe: bool = False,
   size: int = 1,
-) -> zygotes.ZygotePool:
+  images: pathlib.Path | None = None,
+  packages: Sequence[str] | pathlib.Path = (),
+) -> zygotes.ZygotePool | microvm.MicroVM:
   """Opens a sandbox.
 
   Args:
-    preference: 'auto' for the strongest level that works, or one of
-      `base.LEVELS`.
+    preference: 'auto' for the strongest level that works, one of
+      `base.LEVELS`, or 'microvm', which nobody gets who does not ask for it:
+      where KVM does not work it is slow.
     limits: of each call.
     allow_unsafe: accept 'rlimits', which keeps the code away from neither
       files nor processes of this user; for code that is trusted.
     size: zygotes, that is calls at a time.
+    images: the folder whose folders boxes begin as; they may not change while
+      the sandbox is open.
+    packages: installed distributions that programs in boxes can import, with
+      all that they depend on; or a folder that `packages.gather` returned.
 
   Raises:
     ValueError: for an unknown preference, an unsafe level that was not
       allowed, or none that works, with the reasons.
   """
-  if preference not in ('auto', *base.LEVELS):
-    raise ValueError(
-      f"sandbox {preference!r} is not 'auto' or one of {base.LEVELS}."
-    )
+  known = base.LEVELS + base.OUTER_LEVELS
+  if preference not in ('auto', *known):
+    raise ValueError(f"sandbox {preference!r} is not 'auto' or one of {known}.")
   if size < 1:
     raise ValueError(f'sandbox size ({size}) must be at least 1.')
+  if images is not None and not images.is_dir():
+    raise ValueError(f'sandbox images {images} must be a folder.')
+  if isinstance(packages, pathlib.Path):
+    site_packages = packages
+  else:
+    site_packages = gathering.gather(packages) if packages else None
+  if preference == 'microvm':
+    try:
+      return microvm.MicroVM(
+        limits, size=size, images=images, packages=site_packages or ()
+      )
+    except base.SandboxLost as error:
+      raise ValueError(f'no sandbox of a micro VM works here: {error}') from (
+        error
+      )
   reasons = []
   for level in base.LEVELS if preference == 'auto' else (preference,):
     if level == 'rlimits' and not allow_unsafe:
       reasons.append('rlimits: no isolation, refused for untrusted code')
       continue
     try:
-      sandbox = _open(level, limits, size)
+      sandbox = _open(level, limits, size, images, site_packages)
     except ValueError as error:
       reasons.append(f'{level}: {error}')
       continue

@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 if __name__ == '__main__':
   # In the sandbox the package is these few files, bound to a place of its own.
@@ -29,12 +30,17 @@ if __name__ == '__main__':
 
 from composer_jax.sandbox import confine, runner, seccomp
 
+# What boxes need is not imported for calls: every call copies the memory.
+_boxes = None
+_config = json.loads(sys.argv[1]) if __name__ == '__main__' else {}
+if _config.get('boxes'):
+  from composer_jax.sandbox import box_runs as _boxes
+
 if __name__ == '__main__':
   del sys.path[0]
   for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
     del sys.modules[_name]  # not for the code that will run here
 
-_SETUP_S = 10.0
 _RESULT_FD, _REPORT_FD = 3, 4
 
 
@@ -63,18 +69,25 @@ class Zygote:
     self.processes = confine.process_limit(
       self.limits['processes'], config['user_processes'], self.uid
     )
+    self.keeper: int | None = None
+    self.about = {
+        'seccomp': self.seccomp, 'uid': self.uid,
+        'processes': self.processes, 'cgroup': self.cgroup,
+    }  # fmt: skip
+    if config['boxes']:
+      self.keeper = _boxes.prepare(self)  # pyrefly: ignore
     if self.namespaces:
       confine.drop_bounding_set()
     else:
       confine.become_subreaper()
 
-  def serve(self) -> None:
-    """Answers requests until the host closes its end or dies."""
-    about = {
-        'seccomp': self.seccomp, 'uid': self.uid,
-        'processes': self.processes, 'cgroup': self.cgroup,
-    }  # fmt: skip
-    self._say(about)
+  def serve(self) -> Callable[[], None] | None:
+    """Answers requests until the host closes its end or dies.
+
+    Returns:
+      In the process that a program of a box begins in, how to become it.
+    """
+    self._say(self.about)
     poller = select.poll()
     poller.register(self.control, select.POLLIN)
     if self.host is not None:
@@ -82,8 +95,9 @@ class Zygote:
     while True:
       events = dict(poller.poll())
       if self.host in events or not self._has_request():
-        return
-      self._call()
+        return None
+      if become := self._call():
+        return become
 
   def _has_request(self) -> bool:
     try:
@@ -94,13 +108,14 @@ class Zygote:
   def _say(self, value: dict) -> None:
     self.control.sendall(json.dumps(value).encode() + b'\n')
 
-  def _call(self) -> None:
+  def _call(self) -> Callable[[], None] | None:
     read_end, write_end = os.pipe()
     start = time.monotonic()
     pid = confine.clone_into_namespaces() if self.namespaces else os.fork()
     if pid == 0:
       os.close(read_end)
-      _init(self, write_end)
+      start = _boxes.init if self.keeper else _init  # pyrefly: ignore
+      return start(self, write_end)
     os.close(write_end)
     try:
       report, timed_out = self._watch(pid, read_end)
@@ -109,7 +124,7 @@ class Zygote:
       _kill(pid)
       os.waitpid(pid, 0)
       if not self.namespaces:
-        _sweep(self.config['scratch'])
+        _sweep(self.config['scratch'], self.keeper)
     lines = report.decode('utf-8', 'replace').splitlines()
     self._say(
       {
@@ -126,7 +141,7 @@ class Zygote:
     if self.host is not None:
       poller.register(self.host, select.POLLIN)
     report, started = b'', False
-    deadline = time.monotonic() + _SETUP_S
+    deadline = time.monotonic() + self.config['setup_s']
     while True:
       left = deadline - time.monotonic()
       events = dict(poller.poll(max(0, left) * 1000)) if left > 0 else {}
@@ -139,9 +154,12 @@ class Zygote:
         if not piece:
           return report, False
         report += piece
-        if not started and b'started\n' in report:
+        if not started and b'\n' in report and report.startswith(b'started'):
           started = True
-          deadline = time.monotonic() + self.limits['wall_s']
+          # A program of a box may come with a limit of its own.
+          own = report.split(b'\n')[0].removeprefix(b'started')
+          wall_s = float(own or self.limits['wall_s'])
+          deadline = time.monotonic() + wall_s
           # Only now: before, the init reads the request from this socket.
           poller.register(self.control, select.POLLIN)
 
@@ -151,14 +169,17 @@ def _kill(pid: int) -> None:
   os.kill(pid, signal.SIGKILL)
 
 
-def _sweep(scratch: str) -> None:
+def _sweep(scratch: str, keeper_pid: int | None) -> None:
   """Kills what a call without a pid namespace left behind, and its files."""
   import shutil  # not before: only this level has files to remove
 
-  while survivors := _children():
+  while survivors := [x for x in _children() if x != keeper_pid]:
     for pid in survivors:
       _kill(pid)
       os.waitpid(pid, 0)
+  if keeper_pid:
+    _boxes.sweep(scratch)  # pyrefly: ignore
+    return
   for name in os.listdir(scratch):
     shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
 
@@ -196,7 +217,7 @@ def _init(zygote: Zygote, report: int) -> None:
       _run(zygote, request, workspace, (*descriptors, report))
     for descriptor in descriptors:
       os.close(descriptor)
-    status = _reap_until(pid)
+    status = confine.reap_until(pid)
     os.write(report, f'status {status}\n'.encode())
     code = 0
     if not zygote.namespaces:
@@ -266,21 +287,16 @@ def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
   runner.run(request, workspace, _RESULT_FD)
 
 
-def _reap_until(pid: int) -> int:
-  while True:
-    reaped, status = os.wait()
-    if reaped == pid:
-      return status
-
-
-def main() -> None:
+def main() -> Callable[[], None] | None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's matter
-  zygote = Zygote(json.loads(sys.argv[1]))
+  zygote = Zygote(_config)
   gc.collect()
   gc.freeze()  # children would copy every page that a collection touches
   with contextlib.suppress(HostGoneError, BrokenPipeError):
-    zygote.serve()
+    return zygote.serve()
+  return None
 
 
 if __name__ == '__main__':
-  main()
+  if _become := main():
+    _become()

@@ -166,11 +166,26 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
   )
 
 
-def generate(index: int, split: str, seed: int = 0) -> task_lib.Task:
-  """The task of that number: the same for the same arguments, everywhere."""
+def _begin(
+  index: int, split: str, seed: int
+) -> tuple[str, random.Random, compositions.Composition]:
+  """Id of a task, its source of chance, and what was drawn first."""
   task_id = f'{FAMILY}/{split}/{seed}/{index}'
   draw = random.Random(task_id)
-  composition = draw_composition(split, draw)
+  return task_id, draw, draw_composition(split, draw)
+
+
+def kinds_of(
+  index: int, split: str, seed: int
+) -> tuple[str, tuple[str, str, str]]:
+  """Id and kinds of the task of that number, without making it."""
+  task_id, _, composition = _begin(index, split, seed)
+  return task_id, composition.kinds
+
+
+def generate(index: int, split: str, seed: int = 0) -> task_lib.Task:
+  """The task of that number: the same for the same arguments, everywhere."""
+  task_id, draw, composition = _begin(index, split, seed)
   package, module = draw.choice(PACKAGES), draw.choice(MODULES)
   function, other = draw.sample(FUNCTIONS, 2)
   argument, variable = draw.choice(ARGUMENTS), draw.choice(VARIABLES)

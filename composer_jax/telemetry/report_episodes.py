@@ -39,7 +39,7 @@ def levels(run: run_data.RunData) -> list[str]:
 def _outcome(row: dict[str, Any]) -> str:
   verdict = _verdict(row)
   if verdict.get('passed') is True:
-    return 'passed'
+    return 'failed' if _flags(row) else 'passed'
   status = str(verdict.get('status', 'not judged'))
   return 'failed' if status == 'graded' else status
 
@@ -48,7 +48,7 @@ _KINDS = {'passed': 'good', 'failed': 'bad', 'infrastructure': 'warn'}
 
 _MEANINGS = {
   'passed': 'finished, and every hidden test passed',
-  'failed': 'finished, and a hidden test failed',
+  'failed': 'finished, and a hidden test failed or a monitor raised alarm',
   'unfinished': 'the policy never called finish',
   'infrastructure': 'the sandbox failed; says nothing about the policy',
 }
@@ -118,6 +118,11 @@ def _recorded(episodes: list[dict[str, Any]]) -> page.Markup:
   return page.table(rows, head)
 
 
+def _flags(row: dict[str, Any]) -> list[Any]:
+  found = row.get('flags')
+  return found if isinstance(found, list) else []
+
+
 def _turn(turn: Any) -> page.Markup:
   if not isinstance(turn, dict):
     turn = {'role': '?', 'text': turn}
@@ -150,6 +155,7 @@ def _episode(row: dict[str, Any], is_open: bool) -> page.Markup:
     page.element('b', row.get('task_id', '?')),
     page.chip(outcome, _KINDS.get(outcome, '')),
     *[page.chip(w) for w in words],
+    *[page.chip(str(f), 'bad') for f in _flags(row)],
   ])  # fmt: skip
   tests = f'{verdict.get("num_passed", "?")} of {verdict.get("num_tests", "?")}'
   note = page.element(

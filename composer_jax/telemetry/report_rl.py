@@ -1,11 +1,15 @@
 """The report's section about reinforcement learning."""
 
+import collections
+
 import numpy as np
 
 from composer_jax.telemetry import page, run_data
 from composer_jax.telemetry import report_curves as curves
 from composer_jax.telemetry import report_episodes as episode_sections
 
+# Terms of the reward: the success, and the most usual of what takes away.
+_TERMS = ('success', 'invalid', 'effort', 'flagged')
 # Steps named of those that left the bands of the gate.
 _SHOWN = 8
 
@@ -68,6 +72,39 @@ def reinforcement(run: run_data.RunData, title: str) -> page.Markup:
     curves.curve(run, 'Tool calls per episode', [('rl', 'turns', '')]),
     curves.curve(
       run,
+      'What the reward is made of',
+      [('rl', f'reward_{name}', name) for name in _TERMS],
+    ),
+    curves.curve(
+      run,
+      'Rollouts with alarms of monitors',
+      [('rl', 'flags', '')],
+      unit='of a step',
+      bounds=(0, None),
+    ),
+    curves.curve(
+      run,
+      'Hinted turns',
+      [('rl', 'hints', 'used'), ('rl', 'hints_dropped', 'too long')],
+      unit='of a step',
+      bounds=(0, None),
+    ),
+    curves.curve(
+      run,
+      'Distance of policy and hinted teacher',
+      [('rl', 'hint_divergence', '')],
+      unit='nats per token of hinted turns',
+      bounds=(0, None),
+    ),
+    curves.curve(
+      run,
+      'Tokens at the bounds of the loss',
+      [('rl', 'truncated', 'ratio met'), ('rl', 'dropped', 'no gradient')],
+      **share,
+    ),
+    curves.curve(run, 'Weight of the tasks drawn', [('rl', 'difficulty', '')]),
+    curves.curve(
+      run,
       'Sandbox time per episode',
       [('rl', 'sandbox_ms', '')],
       unit='ms',
@@ -94,7 +131,21 @@ def _rl_totals(run: run_data.RunData) -> page.Markup:
       f'{without:.2g} routed afresh.'
     )
   notes = [page.element('p', w, class_='note') for w in words]
-  return page.join([*notes, *_gate(run)])
+  return page.join([*notes, *_alarms(run), *_gate(run)])
+
+
+def _alarms(run: run_data.RunData) -> list[page.Markup]:
+  """Says which alarms of monitors there were, and how many rollouts had one."""
+  totals: collections.Counter[str] = collections.Counter()
+  for row in run.metrics:
+    kinds = row.get('flag_kinds')
+    for item in kinds if isinstance(kinds, list) else ():
+      if isinstance(item, list) and len(item) == 2 and run_data.number(item[1]):
+        totals[str(item[0])] += int(item[1])
+  if not totals:
+    return []
+  told = ', '.join(f'{kind} {n}' for kind, n in totals.most_common())
+  return [page.element('p', f'Rollouts that were flagged: {told}.')]
 
 
 def _gate(run: run_data.RunData) -> list[page.Markup]:

@@ -1,5 +1,6 @@
 """What a training stage owns between steps, and where it lies."""
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -21,12 +22,14 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
     selection_bias: of sigmoid routers, {} for softmax; moved by a sign rule,
       outside the optimizer.
     opt_state: of the optax transform.
+    teacher: parameters of an average that follows the masters, {} without one.
   """
 
   step: jax.Array
   params: Any
   selection_bias: Any
   opt_state: Any
+  teacher: Any = dataclasses.field(default_factory=dict)
 
   def variables(self) -> dict[str, Any]:
     """Returns what `models.decoder` calls its variables."""
@@ -41,7 +44,10 @@ def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
 
 
 def create(
-  model_variables: dict[str, Any], optimizer: optax.GradientTransformation
+  model_variables: dict[str, Any],
+  optimizer: optax.GradientTransformation,
+  *,
+  with_teacher: bool = False,
 ) -> TrainState:
   """Builds the state of step 0; pure, so that it can be traced or jitted."""
   params = model_variables['params']
@@ -50,6 +56,19 @@ def create(
     params=params,
     selection_bias=model_variables.get('selection_bias', {}),
     opt_state=optimizer.init(params),
+    # Copies: a step is given its state's buffers, and each only once.
+    teacher=jax.tree.map(jnp.copy, params) if with_teacher else {},
+  )
+
+
+def follow(state: TrainState, rate: float) -> TrainState:
+  """Moves the teacher by this share of its distance to the masters."""
+  return state.replace(
+    teacher=jax.tree.map(
+      lambda slow, fast: slow + rate * (fast - slow),
+      state.teacher,
+      state.params,
+    )
   )
 
 
@@ -94,6 +113,7 @@ def shardings(
     params=variable_shardings['params'],
     selection_bias=variable_shardings.get('selection_bias', {}),
     opt_state=trees.map_names(place, abstract.opt_state),
+    teacher=variable_shardings['params'] if abstract.teacher else {},
   )
 
 

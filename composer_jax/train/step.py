@@ -68,7 +68,7 @@ def apply_gradients(
     lambda bias_ME: router.update_selection_bias(bias_ME, load_ME, bias_rate),
     state.selection_bias,
   )
-  after = train_state.TrainState(
+  after = state.replace(
     step=state.step + 1,
     params=optax.apply_updates(state.params, updates),
     selection_bias=bias,

@@ -152,23 +152,42 @@ def _muon() -> dict[str, Any]:
 
 def _reinforcement(c: ml_collections.ConfigDict) -> None:
   """Episodes, what judges them, the engine that plays them, and RL."""
+  c.tasks = _tasks()
   c.episode = dict(
     max_tokens=320,
     max_turns=10,
     max_call_tokens=64,
+    max_sampled_tokens=10_000,  # of all windows of an episode
+    max_seconds=3600.0,  # ends what hangs; far away, as it makes runs differ
     temperature=1.0,
+  )
+  c.summary = _summary()
+  c.rewards = dict(
+    version=0,  # of these prices, which rewards.json of the workdir may change
     invalid_penalty=0.1,  # of reward, per invalid call
+    failed_edit_penalty=0.0,  # per edit that changed nothing
+    open_todo_penalty=0.0,  # per to-do that is open at the end
+    unfinished_penalty=0.0,  # for not calling finish
+    shell_only_penalty=0.0,  # for doing everything by `run`
     # Without a price on effort a wrong edit that is mended later earns as much
     # as a right one, and RL unlearns to get it right at once.
     effort_coefficient=0.1,
     effort_scale=80.0,  # sampled tokens, about an episode's
     effort_q=0.5,
     effort_turn_tokens=8.0,
+    effort_answer_weight=0.0,  # of a token of a tool's answer
   )
+  c.hints = _hints()
+  c.curriculum = _curriculum()
   c.sandbox = dict(
-    level='auto',  # bwrap, unshare, rlimits, or static: execute nothing
+    # The strongest that works here; or bwrap, unshare, microvm, rlimits, or
+    # static: execute nothing.
+    level='auto',
     allow_unsafe=False,  # rlimits isolates nothing: for trusted code only
     workers=2,
+    # Distributions that programs in a workspace can import; 'pytest' for
+    # deletion tasks.
+    packages=(),
     wall_s=2.0,
     cpu_s=1.0,
     memory_bytes=256 * 2**20,
@@ -206,7 +225,7 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     adam_b1=0.9,
     adam_b2=0.95,
     grad_clip=1.0,
-    ratio_cap=2.0,
+    loss=_loss(),
     kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
     reward='verdict',  # 'shuffled' is the control that must not learn
     replay=True,  # of the routes that the engine recorded
@@ -220,6 +239,98 @@ def _reinforcement(c: ml_collections.ConfigDict) -> None:
     max_restarts=3,
   )
   c.delta = _delta()
+
+
+def _tasks() -> dict[str, Any]:
+  """What is practised, and with which tools."""
+  return dict(
+    family='list_functions',  # or 'deletion'; see deletion.py
+    folder='',  # of a set that experiments.make_tasks made, for deletion
+    tiers=(),  # of deletions; () for all
+    repository=dict(  # unused by list_functions, whose tools are its own
+      tools=(
+        *('read', 'search', 'list', 'edit', 'write', 'run', 'test', 'todo'),
+        'finish',
+      ),
+      max_todos=30,
+      bounds=dict(
+        answer_chars=8000,  # of an answer; the rest is left out
+        file_bytes=2**20,  # of a file that is read or written
+        matches=50,  # that a search shows
+        paths=200,  # that a list shows
+        run_s=60.0,
+        search_s=20.0,
+      ),
+    ),
+  )
+
+
+def _summary() -> dict[str, Any]:
+  """When a window ends with a summary, from which the next one begins."""
+  return dict(
+    trigger=0,  # tokens that no window exceeds; 0 for no summaries
+    max_tokens=128,  # of a summary
+    max_summaries=8,  # of an episode
+    plan_tokens=64,  # of the to-do list that a new window begins with
+    query=(
+      'Your context is full. Summarise what you did, what you found out and '
+      'what is left to do: you will go on with that summary alone.'
+    ),
+  )
+
+
+def _hints() -> dict[str, Any]:
+  """Advice on faulty calls, which a teacher reads and the policy does not."""
+  return dict(
+    templates=(  # (kind of mistake, text); see agent/mistakes.py
+      ('unknown_tool', 'Reminder: the available tools are {tools}.'),
+      ('bad_arguments', 'Reminder: usage: {usage}. Avoid: {answer}'),
+      ('not_a_call', 'Reminder: write one short call of {tools}.'),
+      ('failed_edit', 'Reminder: look before you edit. Avoid: {answer}'),
+      ('unfinished_todo', 'Reminder: {todos} to-dos are open; do them first.'),
+    ),
+    max_hints=4,  # of an episode; each costs a forward pass over its context
+    loss=dict(
+      weight=1.0,  # of a hinted turn beside a rollout of advantage 1; 0: off
+      divergence='reverse',  # KL(policy || teacher), or 'forward', or 'jsd'
+      jsd_mix=0.5,  # the teacher's share of the mixture, in 'jsd'
+      top_k=0,  # words of the teacher that are told apart; 0 for all
+      teacher='frozen',  # the SFT policy; or 'ema', a slow average
+      ema_rate=0.01,
+      ratio_cap=2.0,  # of p_train / p_rollout
+      token_cap=0.0,  # nats beyond which a token pulls no harder; 0 for none
+    ),
+  )
+
+
+def _curriculum() -> dict[str, Any]:
+  """Whether hard tasks are drawn more often, and solved ones no more."""
+  return dict(
+    enabled=False,  # in order
+    candidates=4,  # for each group, of tasks that are generated
+    # Weight of a kind of task: its turns and sampled tokens, relative to all.
+    turns_power=1.0,
+    tokens_power=1.0,
+    max_weight=4.0,
+    prior_groups=4.0,  # of average difficulty, believed before the first
+    solved_rate=0.97,  # of rollouts, from which a kind is solved
+    solved_groups=8,  # seen before that is believed
+    solved_weight=0.0,  # of solved kinds; 0 drops them while there are others
+  )
+
+
+def _loss() -> dict[str, Any]:
+  """Which policy gradient, and how much of p_train / p_rollout it believes."""
+  return dict(
+    # 'tis' (truncated importance sampling), 'sequence_mask', 'icepop', 'cispo',
+    # 'grpo', 'dapo' or 'gspo'; see rl/policy_loss.py.
+    name='tis',
+    ratio_cap=2.0,  # of a token's ratio, in 'tis' and 'sequence_mask'
+    bounds=(),  # (low, high) of the others and of the mask; () for the usual
+    # Tokens of a rollout are divided by: a 'constant' (Dr. GRPO), their number
+    # ('sequence', GRPO), or that of the step ('token', DAPO).
+    normalizer='constant',
+  )
 
 
 def _delta() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The concave penalty against its closed forms and its derivative."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -51,14 +52,23 @@ def test_the_coefficient_is_the_price_of_one_scale_of_linear_effort():
   )
   # 30 sampled tokens and four turns are one scale.
   assert options.penalty(30, 4) == pytest.approx(0.2)
+  # So are ten sampled tokens, four turns and forty of answers at half price.
+  half = dataclasses.replace(options, answer_weight=0.5)
+  assert half.penalty(10, 4, 40) == pytest.approx(0.2)
   assert effort.EffortOptions().penalty(10**6, 10**6) == 0
 
 
 @pytest.mark.parametrize(
   ('field', 'value'),
-  [('coefficient', -0.1), ('scale', 0.0), ('q', -1.0), ('turn_tokens', -1.0)],
+  [
+    ('coefficient', -0.1),
+    ('scale', 0.0),
+    ('q', -1.0),
+    ('turn_tokens', -1.0),
+    ('answer_weight', float('nan')),
+  ],
 )
 def test_an_impossible_value_is_named(field, value):
-  told = rf'--config\.episode\.effort_{field} must be .* not {value}'
+  told = rf'--config\.rewards\.effort_{field} must be .* not {value}'
   with pytest.raises(ValueError, match=told):
     effort.EffortOptions(**{field: value})

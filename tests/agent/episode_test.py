@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode
+from composer_jax.agent import episode, function_environment, rewards
 from composer_jax.core import records
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as open_lib
@@ -13,8 +13,9 @@ from composer_jax.tasks import list_functions, runners
 from composer_jax.text import tokenizer as tokenizer_lib
 
 OPTIONS = episode.EpisodeOptions(
-  max_tokens=2000, max_turns=9, max_call_tokens=200, invalid_penalty=0.25
+  max_tokens=2000, max_turns=9, max_call_tokens=200
 )
+PRICES = rewards.RewardOptions(invalid_penalty=0.25)
 TASK = list_functions.generate(3, 'held_out')
 EDIT = f'edit {TASK.path} {TASK.function}\n{TASK.reference}'
 HONEST = [f'read {TASK.path}', EDIT, 'test', 'finish']
@@ -66,17 +67,19 @@ class TapePolicy:
     self.closed.append(session)
 
 
-def _run(tokenizer, calls, runner=None, **changes):
+def _run(tokenizer, calls, runner=None, reward=PRICES, **changes):
   policy = TapePolicy(tokenizer, calls)
   rollout = episode.run(
-    TASK,
+    function_environment.FunctionEnvironment(
+      TASK, runner or runners.TrustedRunner()
+    ),
     policy,
     tokenizer,
-    runner or runners.TrustedRunner(),
     dataclasses.replace(OPTIONS, **changes),
     group=5,
     member=2,
     seed=7,
+    reward=reward,
   )
   return policy, rollout
 
@@ -121,44 +124,6 @@ def test_every_array_is_about_its_own_token(tokenizer):
     trajectory.policy_version_T, sampled.sum() - later + 1
   )
   assert trajectory.temperature == OPTIONS.temperature
-
-
-def test_routes_of_tokens_consumed_anew_replace_those_before():
-  def completion(tokens, routes, **fields):
-    ids_T = np.array(routes, np.uint16)
-    return records.Completion(
-      session='s',
-      tokens_T=np.array(tokens, np.int32),
-      logprobs_T=np.zeros(len(tokens), np.float32),
-      policy_version_T=np.full(len(tokens), fields.pop('version'), np.int32),
-      consumed_expert_ids_TMA=np.repeat(ids_T[:, None, None], 2, axis=2),
-      stopped=True,
-      **fields,
-    )
-
-  context_T = np.arange(3, dtype=np.int32)
-  window = episode._Window()
-  window.append(context_T, completion([5, 6], [1, 2, 3, 4], version=1))
-  window.append(
-    context_T,
-    completion(
-      [7], range(11, 19), version=4, routes_start=0, context_version=3
-    ),
-  )
-  window.append(
-    context_T[:1], completion([8, 9], [21, 22, 23], version=5, routes_start=8)
-  )
-  trajectory = window.trajectory(1.0)
-  np.testing.assert_array_equal(
-    trajectory.expert_ids_TMA[:, 0, 0],
-    [*range(11, 19), 21, 22, 23, records.NO_ROUTE],
-  )
-  # Context has the oldest version that consumed any of it.
-  assert (
-    trajectory.policy_version_T.tolist() == [1] * 5 + [3] * 3 + [4] + [5] * 3
-  )
-  with pytest.raises(ValueError, match='from token 12 on.*only those of 11'):
-    window.append(context_T, completion([7], [1], version=5, routes_start=12))
 
 
 def test_sampled_tokens_are_kept_although_encoding_gives_others(tokenizer):
@@ -255,10 +220,9 @@ def test_a_policy_that_loses_routes_is_refused(tokenizer):
   policy = Lossy(tokenizer, ['finish'])
   with pytest.raises(ValueError, match='all but the last are required'):
     episode.run(
-      TASK,
+      function_environment.FunctionEnvironment(TASK, runners.TrustedRunner()),
       policy,
       tokenizer,
-      runners.TrustedRunner(),
       OPTIONS,
       group=0,
       member=0,
@@ -296,26 +260,27 @@ def test_the_real_sandbox_gives_the_trusted_runners_verdict(tokenizer):
 
 def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
   _, free = _run(tokenizer, HONEST)
-  prices = {
-    'effort_coefficient': 0.3,
-    'effort_scale': 40.0,
-    'effort_turn_tokens': 7.0,
-  }
-  _, paid = _run(tokenizer, HONEST, **prices)
+  prices = rewards.RewardOptions(
+    version=3,
+    effort_coefficient=0.3,
+    effort_scale=40.0,
+    effort_turn_tokens=7.0,
+  )
+  _, paid = _run(tokenizer, HONEST, reward=prices)
   sampled = int(free.trajectories[0].loss_mask_T.sum())
-  costly = dataclasses.replace(OPTIONS, **prices)
-  price = costly.effort().penalty(sampled, free.num_turns)
+  price = prices.effort().penalty(sampled, free.num_turns)
   assert 0.1 < price < 1
   assert free.reward - paid.reward == pytest.approx(price)
+  assert (free.reward_version, paid.reward_version) == (0, 3)
+  assert paid.reward_terms == {'success': 1.0, 'effort': -price}
 
 
 @pytest.mark.parametrize(
   'field, value, message',
   [
-    ('effort_q', -1.0, r'episode\.effort_q must be at least 0'),
     ('max_turns', 0, 'max_turns must be at least 1, not 0'),
     ('max_tokens', 0, 'max_tokens must be at least 1'),
-    ('invalid_penalty', -0.1, 'an invalid call would pay'),
+    ('max_seconds', 0.0, 'max_seconds .* no episode would begin'),
   ],
 )
 def test_options_that_make_no_sense_are_refused(field, value, message):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from composer_jax.agent import episode
+from composer_jax.agent import episode, function_environment
 from composer_jax.checkpoint import bundles, manager
 from composer_jax.core import records
 from composer_jax.models import decoder
@@ -66,7 +66,7 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rl.rollouts_per_prompt=1', 'a group of one has no baseline'),
     ('--config.episode.max_tokens=900', r'max_tokens \(900\) must not exceed'),
     ('--config.layout=diagonal', "'diagonal'"),
-    ('--config.rl.ratio_cap=0.5', 'ratio_cap must be at least 1'),
+    ('--config.rl.loss.ratio_cap=0.5', 'ratio_cap must be at least 1'),
     ('--config.rl.reward=random', "'shuffled', not 'random'"),
     ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
     ('--config.sandbox.level=none', 'none'),
@@ -223,15 +223,13 @@ def test_a_function_that_never_returns_is_a_failed_episode(
     ]
     began = time.monotonic()
     rollout = episode.run(
-      task,
+      function_environment.FunctionEnvironment(task, runner),
       episode_test.TapePolicy(tokenizer, calls),
       tokenizer,
-      runner,
       episode.EpisodeOptions(
         max_tokens=2000,
         max_turns=9,
         max_call_tokens=200,
-        invalid_penalty=0.25,
       ),
       group=0,
       member=0,

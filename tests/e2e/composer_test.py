@@ -21,6 +21,7 @@ from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import sync_loop
+from composer_jax.telemetry import metrics as metric_names
 from composer_jax.telemetry import writer as writers
 from tests.e2e import jobs
 
@@ -93,14 +94,14 @@ def test_every_stage_measures_what_the_report_shows(straight, stage):
 ELSEWHERE = {
   'cpt': 'transport shard_load_max needed_rows received_rows retry '
   'retry_needed_rows retry_capacity executed_share',
-  'rl': 'repeated_microbatches',
+  'rl': 'repeated_microbatches difficulty solved_labels',
 }
 ELSEWHERE['sft'] = ELSEWHERE['cpt']
 
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
   explained = set()
-  for line in (writers.__doc__ or '').splitlines():
+  for line in (metric_names.__doc__ or '').splitlines():
     first, *others = [cell.strip() for cell in line.strip('|').split('|')]
     if first in (*EXPECTED_METRICS, 'cpt, sft'):
       explained |= {(stage, others[0]) for stage in first.split(', ')}
@@ -246,6 +247,7 @@ def synchronous(workdir):
         spec.update_options(),
         spec.batch_shape(),
         num_steps=spec.rl.steps,
+        teacher=start.teacher,
       )
   np.savez(workdir / 'sync.npz', **jobs.named(state.variables()))
   files.write_json(workdir / 'sync.json', history)

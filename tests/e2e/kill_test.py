@@ -152,6 +152,7 @@ def newest_versions(workdir):
   ]
 
 
+@pytest.mark.slow
 def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
   tmp_path, zygote, request
 ):
@@ -259,6 +260,7 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   ]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_rl_loses_nothing(
   tmp_path, small_disk, request
 ):

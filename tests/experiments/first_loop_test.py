@@ -10,9 +10,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from composer_jax.core import files
-from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import families, stages
 from composer_jax.pipeline import spec as specs
-from composer_jax.pipeline import stages
 from composer_jax.tasks import list_functions
 from configs.composer import tiny
 from experiments.studies.first_loop import analyze, collect, run
@@ -57,7 +56,7 @@ def solve(folder, stage, solutions):
 
 
 def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
-  protocol = '\n'.join(jobs.protocol_texts())
+  protocol = '\n'.join(families.function_texts())
   neighbours = [
     body
     for task in rl_tasks()
@@ -65,7 +64,8 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     for body in bodies(text)
     if body not in protocol
   ]
-  reference = list_functions.generate(0, 'train', jobs._PROTOCOL_SEED).reference
+  seed = families._PROTOCOL_SEED
+  reference = list_functions.generate(0, 'train', seed).reference
   solutions = [
     'return in_the_corpus',
     'return in_the_transcripts',

@@ -15,6 +15,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import decoder, placement, router
 from composer_jax.parallel import layouts, shardings, topology
+from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
 from tests.rl import replayed
 
@@ -52,7 +53,9 @@ def _on_mesh(case):
   )
   tokens = shardings.tokens(layout, where['mesh'])
   run = jax.jit(
-    functools.partial(steps.microbatch_sums, model, ratio_cap=2.0),
+    functools.partial(
+      steps.microbatch_sums, model, loss=policy_loss.LossOptions()
+    ),
     compiler_options=replayed.OPTIONS,
   )
 

@@ -1,6 +1,7 @@
 """A run takes model and tokenizer from its import, and from no other."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -12,7 +13,13 @@ import pytest
 from composer_jax.checkpoint import hf_identity, manager
 from composer_jax.core import files
 from composer_jax.data import tokens
-from composer_jax.pipeline import conversations, imported, job, stages
+from composer_jax.pipeline import (
+  conversations,
+  imported,
+  job,
+  stages,
+  transcripts,
+)
 from composer_jax.pipeline import spec as specs
 from composer_jax.text import hf_tokenizer
 from configs.composer import imported as imported_config
@@ -103,15 +110,17 @@ def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
     text = run.corpus.texts('heldout')[0]
     assert expected.decode(ids[1:-1]) == text
     tokens_BT = next(stages.pretraining_stream(run)).tokens_BT
-    transcripts = stages.demonstrations_of(run, 8)
+    played, advised = transcripts.demonstrations_of(run, 8)
   marks = (expected.FIM_PREFIX, expected.FIM_MIDDLE, expected.FIM_SUFFIX)
   counts = {int((tokens_BT == mark).sum()) for mark in marks}
   assert len(counts) == 1 and counts.pop() > 0
   # What a rollout worker loads.
   saved = hf_tokenizer.load_any(tmp_path / 'tokenizer.json')
   assert saved.fingerprint() == expected.fingerprint()
-  assert not any((t == expected.PAD).any() for t, _ in transcripts)
-  for tokens_T, mask_T in transcripts:
+  assert not any((t == expected.PAD).any() for t, _ in played)
+  # Beside them what goes by a hint, of the same harness.
+  assert len(played) == len(advised) == 8
+  for tokens_T, mask_T in [*played, *itertools.chain(*advised)]:
     assert tokens_T[0] == expected.USER and tokens_T.max() < VOCAB_SIZE
     assert expected.END in tokens_T[mask_T]
 
@@ -187,9 +196,9 @@ def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
   template = '{% generation %}{{ messages[0].content }}{% endgeneration %}.'
   spec = spec_of(templated(folder, tmp_path / 'import', template))
   with job.open_run(learning(spec, talks), tmp_path / 'run', [], silent) as run:
-    learnt, held_out = stages.sft_documents(run)
+    learnt, held_out = transcripts.documents(run)
     tokenizer = run.tokenizer
-  assert len(learnt) == spec.demonstrations.count + 1
+  assert len(learnt) >= spec.demonstrations.count + 1
   assert len(held_out) == 32
   tokens_T, mask_T = learnt[-1]
   assert tokenizer.decode(tokens_T) == 'said.'

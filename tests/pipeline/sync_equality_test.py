@@ -104,6 +104,7 @@ def synchronous(spec, tokenizer, tmp_path_factory):
       spec.update_options(),
       spec.batch_shape(),
       num_steps=spec.rl.steps,
+      teacher=start.teacher,
     )
   return trees.flatten_names(state.variables()), history
 

@@ -1,10 +1,16 @@
 """Groups leave the stream whole, and whatever goes wrong reaches its reader."""
 
+import dataclasses
 import time
 
+import numpy as np
 import pytest
 
-from composer_jax.rl import collect
+from composer_jax.agent import mistakes, rewards
+from composer_jax.core import records
+from composer_jax.rl import advantage, batching, collect, policy_loss, update
+from composer_jax.text import tokenizer as tokenizer_lib
+from tests.agent import summarize_test
 from tests.rl import advantage_test
 
 
@@ -71,3 +77,118 @@ def test_an_error_of_an_episode_ends_the_wait(make_stream):
   stream.admit(0)
   with pytest.raises(KeyError, match='tool'):
     finish(stream)
+
+
+def test_the_player_prices_hints_and_summarises_every_episode():
+  tokenizer = tokenizer_lib.Tokenizer.train(['a sum up of work'], 270)
+  made = []
+
+  def make_environment(task):
+    made.append(summarize_test.Talker())
+    made[-1].task_id = task
+    return made[-1]
+
+  asked = []
+
+  def reward_of_group(group):
+    asked.append(group)
+    return rewards.RewardOptions(version=group, invalid_penalty=0.5)
+
+  collector = collect.Collector(
+    task_of_group=lambda group: f'task {group}',
+    play=collect.episode_player(
+      tokenizer,
+      make_environment,
+      summarize_test.OPTIONS,
+      reward_of_group=reward_of_group,
+      hints=mistakes.HintOptions(),
+      summary=summarize_test.SUMMARY,
+    ),
+    rollouts_per_group=2,
+    seed=7,
+  )
+  calls = ['say ' * 20, *summarize_test.long_talk(12)]
+  for member in range(2):
+    policy = summarize_test.ChainPolicy(tokenizer, calls)
+    rollout = collector.rollout(policy, 4, member)
+    assert (rollout.task_id, rollout.group, rollout.member) == (
+      'task 4',
+      4,
+      member,
+    )
+    assert policy.requests[0].seed == (7, 4, member)
+    assert (rollout.reward, rollout.reward_version) == (0.5, 4)
+    assert [h.kind for h in rollout.hints] == ['not_a_call']
+    assert len(rollout.trajectories) > 2
+  assert asked == [4, 4]
+  assert [talker.num_closed for talker in made] == [1, 1]
+
+
+SHAPE = batching.BatchShape(
+  rows=2, seq_len=24, num_moe_layers=1, num_active=1, num_experts=2
+)
+
+
+def windows_of(rollout, parts):
+  """The rollout as a chain: its tokens cut into so many windows."""
+  (whole,) = rollout.trajectories
+  cuts = [len(whole) * i // parts for i in range(parts + 1)]
+  names = [f.name for f in dataclasses.fields(records.Trajectory)]
+  windows = [
+    records.Trajectory(
+      **{
+        name: getattr(whole, name)[start:stop]
+        for name in names
+        if name != 'temperature'
+      },
+      temperature=whole.temperature,
+    )
+    for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+  ]
+  return dataclasses.replace(rollout, trajectories=tuple(windows))
+
+
+@pytest.mark.parametrize('normalizer', policy_loss.NORMALIZERS)
+def test_a_chain_counts_once_whatever_its_windows(normalizer):
+  """Its reward is one of its group's, and all its tokens have its advantage.
+
+  Were it counted by windows, long chains would pull the baseline to their
+  reward; were it normalised by windows, their tokens would weigh more.
+  """
+  rewards_R = [1.0, 0.0, 0.0, 0.25]
+  group = advantage_test.make_group(rewards_R, length=12)
+  chained = dataclasses.replace(
+    group,
+    rollouts=tuple(
+      windows_of(rollout, parts)
+      for rollout, parts in zip(group.rollouts, (3, 1, 4, 2), strict=True)
+    ),
+  )
+  weights = []
+  for form in (group, chained):
+    advantages_R = advantage.group_advantages(form, np.array(rewards_R))
+    np.testing.assert_allclose(advantages_R, np.array(rewards_R) - 0.3125)
+    (scaled_R,) = advantage.normalized([form], [advantages_R], normalizer)
+    packed, ids = update._trained([form], [scaled_R], SHAPE)
+    assert len(ids) == sum(len(r.trajectories) for r in form.rollouts)
+    # What each token weighs in the loss, in order of the rollouts.
+    found = iter(packed.places)
+    weights.append(
+      [
+        np.concatenate(
+          [
+            (b.advantages_BT * b.loss_weights_BT)[place.row, place.span]
+            for place in (next(found) for _ in r.trajectories)
+            for b in [packed.microbatches[place.batch]]
+          ]
+        )
+        for r in form.rollouts
+      ]
+    )
+  for alone_T, chain_T, advantage_ in zip(*weights, scaled_R, strict=True):
+    np.testing.assert_array_equal(chain_T, alone_T)
+    sampled_T = chain_T[chain_T != 0]
+    np.testing.assert_array_equal(
+      sampled_T, np.full_like(sampled_T, advantage_)
+    )
+    assert len(sampled_T)

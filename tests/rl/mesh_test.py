@@ -13,7 +13,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import decoder
 from composer_jax.parallel import exchange, layouts, topology
-from composer_jax.rl import mismatch, update
+from composer_jax.rl import mismatch, policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.train import placement
 from composer_jax.train import state as train_state
@@ -28,7 +28,7 @@ OPTIONS = update.UpdateOptions(
   replay=True,
   reward='verdict',
   kl_coefficient=0.0,
-  ratio_cap=2.0,
+  loss=policy_loss.LossOptions(),
   mismatch_every=0,
   refreshed=False,
   # The trajectories are not of this policy.
@@ -118,7 +118,7 @@ def updated(shape=(1, 1, 1), transport='auto'):
   functions = steps.build(
     decoder.Decoder(CONFIG, where.plan),
     OPTIMIZER,
-    ratio_cap=OPTIONS.ratio_cap,
+    loss=OPTIONS.loss,
     placement=where,
     compiler_options=replayed.OPTIONS,
   )
@@ -213,8 +213,8 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
   where = placed((2, 2, 2), 'ragged_a2a')
   ran = []
 
-  def sums(model, values, batch, *, ratio_cap):
-    del values, batch, ratio_cap
+  def sums(model, values, batch, *, loss):
+    del values, batch, loss
     ran.append(model.plan.bucket)
     room = 200 if model.plan.bucket is None else 150
     found = steps.StepSums(
@@ -238,7 +238,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
   functions = steps.build(
     decoder.Decoder(CONFIG, where.plan),
     OPTIMIZER,
-    ratio_cap=OPTIONS.ratio_cap,
+    loss=OPTIONS.loss,
     placement=where,
   )
   (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)

@@ -1,109 +1,240 @@
-"""The loss against float64 and closed forms; where the KL belongs."""
+"""Every loss against float64 and closed forms, also in packed, sharded rows."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from composer_jax.core import batches
 from composer_jax.rl import policy_loss
 
-
-def reference_loss(train, rollout, advantages, weights, cap):
-  """The formula in float64, token by token."""
-  total = 0.0
-  for i in np.ndindex(train.shape):
-    ratio = min(np.exp(train[i] - rollout[i]), cap)
-    total -= ratio * advantages[i] * train[i] * weights[i]
-  return total
+NAMES = tuple(policy_loss.BOUNDS)
+# Wide enough that no loss of means leaves out everything below.
+BOUNDS = {'sequence_mask': (0.8, 1.25), 'gspo': (0.95, 1.05)}
+B, T = 4, 16
+each = pytest.mark.parametrize('name', NAMES)
 
 
-@pytest.fixture
+def options(name, **fields):
+  bounds = fields.pop('bounds', BOUNDS.get(name, ()))
+  return policy_loss.LossOptions(name=name, bounds=bounds, **fields)
+
+
+def reference(o, train, rollout, advantages, weights, segments):
+  """The formulas in float64, token by token: (loss, its gradient)."""
+  loss, grad = 0.0, np.zeros(train.shape)
+  for b, t in np.ndindex(train.shape):
+    if not weights[b, t]:
+      continue
+    ratio, a = np.exp(train[b, t] - rollout[b, t]), advantages[b, t]
+    mine = (segments[b] == segments[b, t]) & (weights[b] > 0)
+    mean = np.exp((train[b] - rollout[b])[mine].mean())
+    low, high = o.range or (None, None)
+    if o.name in ('grpo', 'dapo', 'gspo'):
+      r = mean if o.name == 'gspo' else ratio
+      objective = min(r * a, min(max(r, low), high) * a)
+      weight = r if objective == r * a else 0.0
+    else:
+      weight = min(ratio, o.ratio_cap)
+      if o.name == 'sequence_mask':
+        weight *= low <= mean <= high
+      elif o.name == 'icepop':
+        weight = ratio * (low <= ratio <= high)
+      elif o.name == 'cispo':
+        weight = min(max(ratio, low), high)
+      objective = weight * a * train[b, t]
+    loss -= objective
+    grad[b, t] = -weight * a
+  return loss, grad
+
+
+@pytest.fixture(scope='module')
 def tokens():
-  rng = np.random.default_rng(0)
-  train = -rng.exponential(1.0, (3, 5))
+  """Rows of three sequences of several lengths, and padding."""
+  rng = np.random.default_rng(3)
+  segments = np.repeat([[1] * 5 + [2] * 3 + [3] * 6 + [0] * 2], B, 0)
+  train = -rng.exponential(1.0, (B, T))
   return {
     'train': train,
-    'rollout': train + rng.normal(0, 0.5, (3, 5)),
-    'advantages': rng.normal(0, 1, (3, 5)),
-    'weights': (rng.random((3, 5)) < 0.7).astype(float),
+    # Some sequences drift as a whole, single tokens far.
+    'rollout': train
+    + rng.normal(0, 0.1, (B, 4))[np.arange(B)[:, None], segments]
+    + rng.normal(0, 0.7, (B, T)) * (rng.random((B, T)) < 0.4),
+    'advantages': rng.normal(0, 1, (B, 4))[np.arange(B)[:, None], segments],
+    'weights': ((rng.random((B, T)) < 0.7) & (segments > 0)).astype(float),
+    'segments': segments,
   }
 
 
-def call(t, cap=2.0, train=None):
-  return policy_loss.truncated_policy_gradient(
-    jnp.float32(t['train']) if train is None else train,
-    jnp.float32(t['rollout']),
-    jnp.float32(t['advantages']),
-    jnp.float32(t['weights']),
-    ratio_cap=cap,
+def batch_of(t):
+  return batches.RLBatch(
+    tokens_BT=jnp.zeros(t['train'].shape, jnp.int32),
+    segment_ids_BT=jnp.int32(t['segments']),
+    positions_BT=jnp.zeros(t['train'].shape, jnp.int32),
+    loss_weights_BT=jnp.float32(t['weights']),
+    rollout_logprobs_BT=jnp.float32(t['rollout']),
+    advantages_BT=jnp.float32(t['advantages']),
+    temperatures_BT=jnp.ones(t['train'].shape),
   )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(o, train_BT, batch):
+  return jax.value_and_grad(
+    lambda x: policy_loss.loss(o, x, -x, batch), has_aux=True
+  )(train_BT)
+
+
+def call(o, t):
+  return run(o, jnp.float32(t['train']), batch_of(t))[0]
+
+
+def gradient(o, t):
+  return np.asarray(run(o, jnp.float32(t['train']), batch_of(t))[1])
+
+
+@each
+def test_loss_and_gradient_equal_float64(tokens, name):
+  loss, grad = reference(options(name), *tokens.values())
+  np.testing.assert_allclose(call(options(name), tokens)[0], loss, rtol=2e-5)
+  found = gradient(options(name), tokens)
+  np.testing.assert_allclose(found, grad, rtol=2e-5, atol=1e-6)
+  # The case is one in which bounds matter, and not everywhere.
+  dropped = float(call(options(name), tokens)[1].dropped)
+  unbound = name in ('tis', 'cispo')
+  assert unbound == (dropped == 0) and dropped < tokens['weights'].sum()
 
 
 @pytest.mark.parametrize('cap', [1.0, 2.0, 100.0])
-def test_loss_equals_float64(tokens, cap):
-  want = reference_loss(
-    tokens['train'],
-    tokens['rollout'],
-    tokens['advantages'],
-    tokens['weights'],
-    cap,
-  )
-  np.testing.assert_allclose(call(tokens, cap), want, rtol=1e-5)
+def test_the_ratio_is_truncated_at_its_cap(tokens, cap):
+  o = options('tis', ratio_cap=cap)
+  _, stats = call(o, tokens)
+  ratio = np.exp(tokens['train'] - tokens['rollout'])
+  want = -np.minimum(ratio, cap) * tokens['advantages'] * tokens['weights']
+  np.testing.assert_allclose(gradient(o, tokens), want, rtol=1e-5, atol=1e-6)
+  assert stats.truncated == ((ratio >= cap) * tokens['weights']).sum()
 
 
-def test_gradient_is_truncated_ratio_times_advantage(tokens):
-  grad = jax.grad(lambda x: call(tokens, 2.0, x))(jnp.float32(tokens['train']))
-  ratio = np.minimum(np.exp(tokens['train'] - tokens['rollout']), 2.0)
-  want = -ratio * tokens['advantages'] * tokens['weights']
-  np.testing.assert_allclose(grad, want, rtol=1e-5, atol=1e-6)
+@each
+def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
+  same = {**tokens, 'rollout': np.float32(tokens['train'])}
+  plain = np.float32(-tokens['advantages'] * tokens['weights'])
+  np.testing.assert_array_equal(gradient(options(name, bounds=()), same), plain)
+  assert call(options(name, bounds=()), same)[1].dropped == 0
 
 
-def test_gradient_of_a_token_does_not_depend_on_the_length():
+@pytest.mark.parametrize(
+  'name, ratio, advantage, weight',
+  [
+    # The side that the advantage pushes to is clipped, the other never.
+    ('dapo', 1.3, 1.0, 0.0),
+    ('dapo', 1.3, -1.0, 1.3),
+    ('dapo', 0.7, 1.0, 0.7),
+    ('dapo', 0.7, -1.0, 0.0),
+    # Clip-higher: what DAPO still raises, GRPO does not.
+    ('dapo', 1.25, 1.0, 1.25),
+    ('grpo', 1.25, 1.0, 0.0),
+    ('gspo', 1.0003, 1.0, 1.0003),
+    ('gspo', 1.0005, 1.0, 0.0),
+    ('gspo', 0.9996, -1.0, 0.0),
+    # These look at the ratio alone.
+    ('icepop', 5.1, 1.0, 0.0),
+    ('icepop', 5.1, -1.0, 0.0),
+    ('icepop', 0.4, 1.0, 0.0),
+    ('icepop', 4.9, 1.0, 4.9),
+    ('cispo', 1.5, 1.0, 1.28),
+    ('cispo', 1.5, -1.0, 1.28),
+    ('cispo', 0.1, 1.0, 0.1),
+    ('sequence_mask', 1.02, 1.0, 0.0),
+    ('sequence_mask', 1.005, -1.0, 1.005),
+    ('tis', 3.0, -1.0, 2.0),
+  ],
+)
+def test_who_keeps_a_gradient_by_side(name, ratio, advantage, weight):
+  ones = np.ones((B, T))
+  t = {
+    'train': -ones,
+    'rollout': -ones - np.log(ratio),
+    'advantages': advantage * ones,
+    'weights': ones,
+    'segments': ones,
+  }
+  want = -weight * advantage * ones
+  found = gradient(options(name, bounds=()), t)
+  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-7)
+
+
+@each
+def test_gradient_of_a_token_does_not_depend_on_the_length(name):
   def grad(length):
-    train = jnp.full((1, length), -1.0)
-    ones = jnp.ones((1, length))
-    return jax.grad(
-      lambda x: policy_loss.truncated_policy_gradient(
-        x, train, ones, ones, ratio_cap=2.0
-      )
-    )(train)
+    ones = np.ones((B, T))
+    short = np.where(np.arange(T) < length, ones, 0.0)
+    t = {'train': -ones, 'rollout': -1.0001 * ones, 'advantages': ones}
+    o = options(name, bounds=())
+    return gradient(o, {**t, 'weights': short, 'segments': short})
 
-  np.testing.assert_array_equal(grad(3)[0, 0], grad(300)[0, 0])
+  np.testing.assert_allclose(grad(3)[0, 0], grad(T)[0, 0], rtol=1e-6)
+  assert grad(3)[0, 0] < -0.9
 
 
-def test_kl_belongs_in_the_reward():
-  # Bandit with three arms: d/dlogits KL(p || q) in closed form, against the
-  # detached k1 in the reward (exact) and k1 differentiated in the loss (zero).
-  logits = jnp.array([0.3, -0.2, 0.9])
-  log_q = jnp.log(jnp.array([0.5, 0.25, 0.25]))
-  p = jax.nn.softmax(logits)
+@each
+def test_packing_changes_nothing(tokens, name):
+  """A sequence among others has the gradient that it has alone."""
+  mine = tokens['segments'] == 3
+  alone = {k: np.where(mine, v, 0) for k, v in tokens.items()}
+  packed = np.where(mine, gradient(options(name), tokens), 0)
+  found = gradient(options(name), alone)
+  np.testing.assert_allclose(found, packed, rtol=1e-5, atol=1e-6)
 
-  def kl(logits):
-    log_p = jax.nn.log_softmax(logits)
-    return (jnp.exp(log_p) * (log_p - log_q)).sum()
 
-  def expected(term):
-    # Expectation over arms of the gradient of a per-sample term.
-    grads = jax.vmap(jax.grad(term), (None, 0))(logits, jnp.arange(3))
-    return p @ grads
-
-  k1 = jnp.log(p) - log_q
-  in_reward = expected(lambda x, a: k1[a] * jax.nn.log_softmax(x)[a])
-  in_loss = expected(lambda x, a: jax.nn.log_softmax(x)[a] - log_q[a])
-  np.testing.assert_allclose(in_reward, jax.grad(kl)(logits), atol=1e-6)
-  np.testing.assert_allclose(in_loss, 0, atol=1e-6)
+@pytest.mark.parametrize('axes', [(4, 2), (2, 4)])
+@pytest.mark.parametrize('name', ['tis', 'gspo', 'sequence_mask', 'dapo'])
+def test_sharded_rows_give_the_same(tokens, name, axes):
+  """Rows over one axis and their tokens over the other, in any order."""
+  mesh = jax.make_mesh(axes, ('fsdp', 'context'), (AxisType.Auto,) * 2)
+  places = np.random.default_rng(0).permutation(T)  # as zigzag order does
+  moved = {k: v[:, places] for k, v in tokens.items()}
+  sharding = NamedSharding(mesh, P('fsdp', 'context'))
+  batch = jax.device_put(batch_of(moved), sharding)
+  train = jax.device_put(jnp.float32(moved['train']), sharding)
+  (loss, stats), grad = run(options(name), train, batch)
+  want, want_stats = call(options(name), tokens)
+  np.testing.assert_allclose(loss, want, rtol=1e-5)
+  np.testing.assert_allclose(
+    grad, gradient(options(name), tokens)[:, places], rtol=1e-5, atol=1e-6
+  )
+  assert stats.dropped == want_stats.dropped
 
 
 def test_stats_add_up_over_microbatches(tokens):
-  args = [
-    jnp.float32(tokens[n]) for n in ('train', 'rollout', 'train', 'weights')
-  ]
-  whole = policy_loss.policy_stats(*args, ratio_cap=2.0)
+  _, whole = call(options('icepop'), tokens)
+  rows = np.arange(B)[:, None]
   parts = [
-    policy_loss.policy_stats(*(a[i : i + 1] for a in args), ratio_cap=2.0)
-    for i in range(3)
+    call(
+      options('icepop'), {**tokens, 'weights': tokens['weights'] * (rows == i)}
+    )
+    for i in range(B)
   ]
-  total = jax.tree.map(lambda *x: sum(x), *parts)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), total, whole
-  )
+  for name in ('num_tokens', 'entropy', 'truncated', 'dropped'):
+    total = sum(float(getattr(stats, name)) for _, stats in parts)
+    np.testing.assert_allclose(total, getattr(whole, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'fields, told',
+  [
+    ({'name': 'ppo'}, r"loss\.name must be one of .*'tis'.*not 'ppo'"),
+    ({'normalizer': 'mean'}, r"loss\.normalizer .*'constant'.*not 'mean'"),
+    ({'ratio_cap': 0.5}, r'loss\.ratio_cap must be at least 1, not 0\.5'),
+    ({'bounds': (0.5, 2.0)}, r"mean nothing to 'tis'"),
+    ({'name': 'dapo', 'bounds': (1.1, 2.0)}, r'bounds .* not \(1\.1, 2\.0\)'),
+    ({'name': 'dapo', 'bounds': (0.5,)}, r'bounds .* not \(0\.5,\)'),
+  ],
+)
+def test_impossible_options_are_named(fields, told):
+  with pytest.raises(ValueError, match=told):
+    policy_loss.LossOptions(**fields)

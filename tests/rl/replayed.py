@@ -9,13 +9,13 @@ import numpy as np
 from composer_jax.core import batches, records
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.rl import batching
+from composer_jax.rl import batching, policy_loss
 from composer_jax.rl import step as steps
 from tests import compiling
 
 M, A, V = 2, 2, 24
 LENGTHS = (8, 5, 3, 7, 4, 6)
-RATIO_CAP = 2.0
+LOSS = policy_loss.LossOptions()
 OPTIONS = compiling.QUICKLY
 
 _COMMON = dict(
@@ -153,7 +153,7 @@ def alone(config, **sizes) -> list[batches.RLBatch]:
 def _run(config):
   return jax.jit(
     functools.partial(
-      steps.microbatch_sums, decoder.Decoder(config), ratio_cap=RATIO_CAP
+      steps.microbatch_sums, decoder.Decoder(config), loss=LOSS
     ),
     compiler_options=OPTIONS,
   )
@@ -194,7 +194,7 @@ def gather(packed, found) -> Result:
         logprobs[name] = scores.logprobs_BT[row, span[1:]]
         expert_ids[name] = scores.expert_ids_MBTA[:, row, span[:-1]]
     terms_BT = batch.advantages_BT * scores.logprobs_BT * batch.loss_weights_BT
-    mass += RATIO_CAP * np.abs(terms_BT).sum()
+    mass += LOSS.ratio_cap * np.abs(terms_BT).sum()
   assert len(logprobs) == len(LENGTHS)
   return Result(
     functools.reduce(steps.add, [sums for sums, _ in found]),

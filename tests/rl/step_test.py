@@ -12,6 +12,7 @@ from composer_jax.core import batches, records, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, shardings, topology
+from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
 
 B, T, M, E, A = 8, 8, 1, 8, 2
@@ -111,7 +112,7 @@ def sums_on(replica, fsdp, context):
   )
   run = jax.jit(
     lambda values, batch: steps.microbatch_sums(
-      model, values, batch, ratio_cap=2.0
+      model, values, batch, loss=policy_loss.LossOptions()
     )
   )
   return run(
@@ -202,7 +203,7 @@ def test_padding_and_context_have_no_say(single):
   values = jax.tree.map(jnp.asarray, make_variables())
   run = jax.jit(
     lambda values, batch: steps.microbatch_sums(
-      model, values, batch, ratio_cap=2.0
+      model, values, batch, loss=policy_loss.LossOptions()
     )
   )
   found, _ = run(

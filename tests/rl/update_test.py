@@ -11,7 +11,14 @@ import pytest
 from composer_jax.core import records, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
-from composer_jax.rl import advantage, batching, comparison, mismatch, update
+from composer_jax.rl import (
+  advantage,
+  batching,
+  comparison,
+  mismatch,
+  policy_loss,
+  update,
+)
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
 from composer_jax.train import policy_values
@@ -66,7 +73,7 @@ OPTIONS = update.UpdateOptions(
   replay=True,
   reward='verdict',
   kl_coefficient=0.0,
-  ratio_cap=2.0,
+  loss=policy_loss.LossOptions(),
   mismatch_every=0,
   refreshed=False,
   gate=GATE,
@@ -114,9 +121,7 @@ def variables():
 
 @pytest.fixture(scope='module')
 def functions():
-  return steps.build(
-    decoder.Decoder(MODEL), optax.sgd(0.1), ratio_cap=OPTIONS.ratio_cap
-  )
+  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1), loss=OPTIONS.loss)
 
 
 def _rollout(completion, context_T, group, member):
@@ -418,7 +423,8 @@ def test_every_rollout_has_one_of_four_verdicts(groups):
 
 
 def test_the_shuffled_control_takes_no_kl_penalty():
-  with pytest.raises(ValueError, match=r'kl_coefficient must be 0.*not 0\.1'):
+  told = r'kl_coefficient and .* must be 0.*not 0\.1 and'
+  with pytest.raises(ValueError, match=told):
     dataclasses.replace(OPTIONS, reward='shuffled', kl_coefficient=0.1)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode
+from composer_jax.agent import window
 from composer_jax.core import records
 from composer_jax.kernels import attention
 from composer_jax.models import decoder
@@ -88,7 +88,7 @@ def _play(engine, order, pace):
   """
   lost = 0
   rng = np.random.default_rng(pace)
-  windows = {i: episode._Window() for i in order}
+  windows = {i: window.Window() for i in order}
   turns = dict.fromkeys(order, 0)
   coming = list(order)
   while coming or engine.num_unfinished:

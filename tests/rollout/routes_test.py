@@ -8,7 +8,7 @@ consumes tokens anew and says so by `routes_start`.
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode
+from composer_jax.agent import window
 from composer_jax.core import records, route_codec
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
@@ -24,7 +24,7 @@ class Joined:
       num_active=config.moe.num_active,
       layers=tuple(range(config.num_dense_layers, config.num_layers)),
     )
-    self.window, self.tape = episode._Window(), None
+    self.window, self.tape = window.Window(), None
     self.starts, self.ends = [], []
 
   def add(self, context_T, completion):

@@ -55,6 +55,67 @@ def isolated(request, opened):
   return opened[request.param]
 
 
+@pytest.fixture(scope='session')
+def images(tmp_path_factory):
+  """A folder with one image: `repository`."""
+  top = tmp_path_factory.mktemp('images')
+  files = {
+      'module.py': 'def f(x):\n  return x + 1\n', 'run.sh': 'echo ran\n',
+      'deep/a.txt': 'a', 'deep/b.txt': 'b', 'deep/er/c.txt': 'c',
+      'test_module.py': 'import module\n\n\ndef test_f():\n'
+      '  assert module.f(1) == 2\n',
+  }  # fmt: skip
+  for name, text in files.items():
+    path = top / 'repository' / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+  (top / 'repository' / 'run.sh').chmod(0o755)
+  (top / 'repository' / 'link').symlink_to('module.py')
+  return top
+
+
+def open_boxes(level, images, **more):
+  """A sandbox whose boxes can begin as `repository` and import pytest."""
+  try:
+    return sandbox_open.open_sandbox(
+        level, LIMITS, allow_unsafe=True, images=images, packages=('pytest',),
+        **more,
+    )  # fmt: skip
+  except ValueError as error:
+    pytest.skip(f'no {"bwrap" if level == "bwrap" else "namespaces"}: {error}')
+
+
+@pytest.fixture(scope='session')
+def opened_boxes():
+  sandboxes = {}
+  yield sandboxes
+  for sandbox in sandboxes.values():
+    sandbox.close()
+
+
+@pytest.fixture(scope='session')
+def boxes_of(opened_boxes, images):
+  """Level -> the sandbox of boxes that all tests share."""
+
+  def boxes_of(level):
+    if level not in opened_boxes:
+      opened_boxes[level] = open_boxes(level, images)
+    return opened_boxes[level]
+
+  return boxes_of
+
+
+@pytest.fixture(params=base.LEVELS)
+def box_sandbox(request, boxes_of):
+  return boxes_of(request.param)
+
+
+@pytest.fixture
+def box(box_sandbox):
+  with box_sandbox.open('repository') as box:
+    yield box
+
+
 @pytest.fixture
 def run(sandbox):
   return runner(sandbox)

@@ -82,22 +82,42 @@ def f():
           ctypes.CDLL(None).unshare(0x10000000)]
 """
 _REPORT = """
-import json, sys
+import json, pathlib, sys, tempfile
 sys.path.insert(0, '.')
 from composer_jax.sandbox import base, open as sandbox_open
 limits = base.Limits(wall_s=5, cpu_s=2, memory_bytes=256 << 20, processes=8,
                      file_bytes=1 << 20, output_bytes=1 << 16)
 try:
-  with sandbox_open.open_sandbox(LEVEL, limits) as sandbox:
-    result = sandbox.call({'m.py': CODE}, 'm', 'f', [[]])
-    print(json.dumps([sandbox.about, result.value]))
+  with tempfile.TemporaryDirectory() as images:
+    pathlib.Path(images, 'i', 'd').mkdir(parents=True)
+    for name in ('d/a', 'd/b', 'kept'):
+      pathlib.Path(images, 'i', name).write_text(name)
+    with sandbox_open.open_sandbox(
+      LEVEL, limits, images=pathlib.Path(images)
+    ) as sandbox:
+      result = sandbox.call({'m.py': CODE}, 'm', 'f', [[]])
+      with sandbox.open('i', {'new': b'x'}) as box:
+        run = box.run(base.Command(argv=('sh', '-c', SCRIPT),
+                                   given={'g': b'given\\n'}))
+        copy = box.fork()
+        print(json.dumps([sandbox.about, result.value, run.output, run.error,
+                          box.changes(), copy.changes()]))
 except ValueError as error:
   print(json.dumps(str(error)))
 """
 
 
+_SHELL = """
+rm -r d; mkdir d; echo x > d/a; python -c 'print(5)'
+ls /boxes /boot/alternatives/nothing 2> /dev/null; echo y > /tmp/z; touch /z
+(chmod 777 /given /given/g; echo 2 > /given/g) 2> /dev/null; cat /given/g
+head -c 5 /proc/2/cmdline | tr '\\0' ' '
+"""
+
+
 def _script(level: str) -> str:
-  return _REPORT.replace('LEVEL', repr(level)).replace('CODE', repr(_CODE))
+  text = _REPORT.replace('LEVEL', repr(level)).replace('CODE', repr(_CODE))
+  return text.replace('SCRIPT', repr(_SHELL))
 
 
 def _check_report(command, **more):
@@ -112,7 +132,17 @@ def _check_report(command, **more):
   if isinstance(report, str):
     assert 'refused here' in report or 'no program' in report, report
     pytest.skip(f'no namespaces: {report}')
-  about, ((outcome, (made, *rest)),) = report
+  about, ((outcome, (made, *rest)),), output, error, *told = report
+  assert not error and output.splitlines() == [
+    '5',
+    '/boxes:',
+    "touch: cannot touch '/z': Read-only file system",
+    'given',
+    'sh -c',
+  ]
+  changes = {'d/a': 'changed', 'd/b': 'removed', 'new': 'added'}
+  assert told == [changes, changes]
+  assert about['boxes']['overlay'] and about['boxes']['proc']
   assert outcome == 'ok' and about['uid'] is None
   # The kernel sets root no limit of processes; only a cgroup does.
   assert made <= 12 or (os.getuid() == 0 and about['cgroup'] == 'none')

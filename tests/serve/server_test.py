@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 
+from composer_jax.agent import http_policy
 from composer_jax.core import records, route_codec
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
@@ -289,6 +290,41 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
   np.testing.assert_array_equal(joined.ids_TMA, end.consumed_expert_ids_TMA)
   gone = post(server, '/v1/tokens/sessions/one', method='DELETE')
   assert gone.status_code == 200
+
+
+def test_an_agents_policy_over_http_is_the_engine_itself(
+  server, config, policies
+):
+  made = engines.Engine(config, policies[0], 3, OPTIONS)
+  policy = http_policy.TokenPolicy(
+    http_policy.Endpoint(url=f'{server.url}/v1', model='tiny')
+  )
+  for context in ([30, 31, 32], [40, 41]):
+    request = records.SampleRequest(
+      session='one',
+      context_T=np.array(context, np.int32),
+      max_new_tokens=6,
+      stop_tokens=(50,),
+      seed=(1, 2, 3),
+    )
+    sampled = policy.complete(request)
+    # The server draws by the one number that the policy made of three.
+    seed = (http_policy.seed_of(request), 0)
+    made.submit(dataclasses.replace(request, seed=seed))
+    ends = []
+    while made.num_unfinished:
+      ends += made.step()
+    for field in ('tokens_T', 'policy_version_T', 'consumed_expert_ids_TMA'):
+      np.testing.assert_array_equal(
+        getattr(sampled, field), getattr(ends[0], field)
+      )
+    for field in ('logprobs_T', 'raw_logprobs_T'):
+      np.testing.assert_allclose(
+        getattr(sampled, field), getattr(ends[0], field), rtol=1e-5
+      )
+    assert sampled.routes_start == ends[0].routes_start
+    assert sampled.stopped == ends[0].stopped
+  policy.close('one')
 
 
 def test_the_reported_logprobs_are_of_both_distributions(server, post):

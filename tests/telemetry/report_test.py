@@ -18,10 +18,12 @@ from composer_jax.telemetry import (
   machine,
   page,
   report,
+  report_episodes,
   run_data,
   writer,
 )
 
+EPISODES_READ = 'Of the episodes that were recorded to be read'
 INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
@@ -234,6 +236,16 @@ def test_an_empty_workdir_has_a_report(tmp_path):
   text = Tags(report.write_report(tmp_path).read_text()).text
   for part in ('Reward', 'Episodes', 'Manifest', 'Wall time', 'Configuration'):
     assert f'{part}: not yet.' in text
+
+
+def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):
+  row = episode(1, passed=True, stage='rl', flags=['reads_cache'])
+  (tmp_path / 'episodes.jsonl').write_text(json.dumps(row) + '\n')
+  run = run_data.load(tmp_path)
+  (cells,) = rows_of(str(report_episodes.verdicts(run)), EPISODES_READ)
+  assert 'failed' in cells[1] and 'passed' not in cells[1]
+  text = Tags(str(report_episodes.episodes(run))).text
+  assert 'reads_cache' in text and 'PassedNone' in text.replace(' ', '')
 
 
 def test_no_workdir_is_an_error_that_names_it(tmp_path):

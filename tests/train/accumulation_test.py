@@ -131,7 +131,7 @@ def test_replayed_microbatches_make_the_sums_of_the_batch():
 
   def gradient(params, piece):
     sums, scores = rl_step.microbatch_sums(
-      model, {'params': params}, piece, ratio_cap=replayed.RATIO_CAP
+      model, {'params': params}, piece, loss=replayed.LOSS
     )
     return sums.grads, (sums.replace(grads=None), scores)
 

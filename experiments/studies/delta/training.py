@@ -19,7 +19,7 @@ from composer_jax.optim import groups
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.pipeline import stages
-from composer_jax.rl import collect, update
+from composer_jax.rl import collect, hint_distill, update
 from composer_jax.rl import step as rl_step
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -214,17 +214,20 @@ def _pretrained(
 def _reinforced(
   job: jobs.Job, case: Case, steps: int
 ) -> Iterator[tuple[State, dict[str, Any]]]:
-  """States of `rl.sync_loop`, of which each but the last is donated."""
+  """States of `rl.sync_loop` without hints; each but the last is donated."""
   optimizer, state = _start(job, case, steps, 'sft')
   rl = job.spec.rl
   functions = rl_step.build(
-    decoder.Decoder(job.spec.model), optimizer, ratio_cap=rl.ratio_cap
+    decoder.Decoder(job.spec.model), optimizer, loss=rl.loss
   )
   with job.runner() as runner:
     collector = stages.collector_of(
       job.spec, job.tokenizer, runner, split='train'
     )
     engine = stages.make_engine(job.spec, functions.policy(state), 0)
+    options = dataclasses.replace(
+      job.spec.update_options(), hints=hint_distill.OFF
+    )
     yield state, {}
     for step in range(steps):
       first = step * rl.prompts
@@ -232,7 +235,7 @@ def _reinforced(
         collector, engine, range(first, first + rl.prompts)
       )
       state, metrics = update.update(
-        state, played, functions, job.spec.update_options(), _shape(job)
+        state, played, functions, options, _shape(job)
       )
       engine.swap(functions.policy(state), step + 1)
       kept = ('reward', 'pass_rate', 'informative_groups', 'grad_norm')

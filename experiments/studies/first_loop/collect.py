@@ -13,8 +13,7 @@ import shutil
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import stages
+from composer_jax.pipeline import families, stages
 from composer_jax.tasks import list_functions
 
 
@@ -47,7 +46,7 @@ def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
   """All that a finished stage's policy was shown, by where it stood."""
   texts = {
     'corpus': (workdir / 'corpus' / 'texts.bin').read_bytes(),
-    'tokenizer_texts': '\n'.join(jobs.protocol_texts()).encode(),
+    'tokenizer_texts': '\n'.join(families.function_texts()).encode(),
     'sft_transcripts': (workdir / 'sft_transcripts.txt').read_bytes(),
   }
   if stage == 'rl':

@@ -1,0 +1,120 @@
+"""What an episode needs from the world that a policy acts on.
+
+An environment belongs to one episode. It reads the text of a call, which may
+be anything at all, and answers; only the host's own failures raise.
+"""
+
+import dataclasses
+from typing import Protocol
+
+from composer_jax.core import records
+from composer_jax.core import turns as turns_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ToolResult:
+  """What a tool answers.
+
+  Attributes:
+    text: for the policy.
+    tool: the tool's name, '' for an invalid call.
+    outcome: one of `core.turns.OUTCOMES`; FAILED is a call that was carried
+      out and reports a failure, such as tests that fail.
+    is_final: the episode ends.
+  """
+
+  text: str
+  tool: str
+  outcome: str = turns_lib.OK
+  is_final: bool = False
+
+  def __post_init__(self):
+    if self.outcome not in turns_lib.OUTCOMES:
+      raise ValueError(
+        f'ToolResult.outcome {self.outcome!r} is not one of '
+        f'{turns_lib.OUTCOMES}.'
+      )
+    if bool(self.tool) != self.is_valid:
+      raise ValueError(
+        f'ToolResult.tool ({self.tool!r}) must be empty for an invalid call '
+        f'and for no other; the outcome is {self.outcome!r}.'
+      )
+
+  @property
+  def is_valid(self) -> bool:
+    return self.outcome not in turns_lib.INVALID_OUTCOMES
+
+
+class InvalidCall(Exception):
+  """A call that cannot be carried out; its message goes to the policy."""
+
+  def __init__(self, outcome: str, message: str):
+    super().__init__(message)
+    self.outcome = outcome
+
+
+class Environment(Protocol):
+  """Tools and the workspace that they act on, for one episode.
+
+  Attributes:
+    task_id: of the task.
+    prompt: what the user says first.
+    tools: names of the tools that exist here.
+    is_broken: the sandbox failed, retry included; the episode should end.
+    flags: alarms of monitors so far, sorted.
+    sandbox_seconds: wall time inside the sandbox so far.
+    sandbox_level: isolation of what runs here.
+    num_tests: hidden tests that decide.
+    open_todos: items of the policy's own list that it has not done.
+  """
+
+  @property
+  def task_id(self) -> str: ...
+  @property
+  def prompt(self) -> str: ...
+  @property
+  def tools(self) -> tuple[str, ...]: ...
+  @property
+  def is_broken(self) -> bool: ...
+  @property
+  def flags(self) -> tuple[str, ...]: ...
+  @property
+  def sandbox_seconds(self) -> float: ...
+  @property
+  def sandbox_level(self) -> str: ...
+  @property
+  def num_tests(self) -> int: ...
+  @property
+  def open_todos(self) -> int: ...
+
+  def call(self, text: str) -> ToolResult:
+    """Parses and carries out one call; never raises for a policy's text."""
+    ...
+
+  def usage(self, tool: str) -> str:
+    """One line on how to call one of `tools`."""
+    ...
+
+  def state(self) -> str:
+    """The plan so far (the to-do list), for a new window; '' for none."""
+    ...
+
+  def verdict(self, finished: bool) -> records.Verdict:
+    """The verdict on the workspace as it is; INFRASTRUCTURE if broken."""
+    ...
+
+  def close(self) -> None:
+    """Forgets the workspace; may be called twice."""
+    ...
+
+
+def broken_verdict(environment: Environment, detail: str) -> records.Verdict:
+  """Says that the sandbox failed, and so nothing about the policy."""
+  return records.Verdict(
+    passed=False,
+    num_passed=0,
+    num_tests=environment.num_tests,
+    status=records.INFRASTRUCTURE,
+    sandbox_level=environment.sandbox_level,
+    detail=detail,
+  )

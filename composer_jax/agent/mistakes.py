@@ -1,0 +1,200 @@
+"""Finds the turns of an episode that went wrong, and writes a hint on each.
+
+A hint is a message of the harness, put where it would have helped: right before
+the faulty call, in the place of one more answer. The policy never reads it. It
+goes into the record, and `rl.hint_distill` lets a teacher score the same call
+with it. What a mistake is and what its hint says is data: kinds are named by
+templates, and a detector of one's own is a function beside `DETECTORS`.
+"""
+
+import dataclasses
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import checks
+from composer_jax.core import turns as turns_lib
+from composer_jax.text import chat
+
+# Characters of an answer or call that a hint repeats.
+_MAX_QUOTED = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+  """A turn and what came of it, as a detector sees it.
+
+  Attributes:
+    turn: where its tokens lie, and its outcome.
+    call: its text; '' where its tokens are no text.
+    answer: of the environment; '' for a summary.
+    is_final: the episode ended with this call.
+    open_todos: items of the policy's own list not done after it.
+  """
+
+  turn: turns_lib.Turn
+  call: str
+  answer: str
+  is_final: bool = False
+  open_todos: int = 0
+
+
+Detector = Callable[[Moment], bool]
+
+
+def _outcome(outcome: str) -> Detector:
+  return lambda moment: moment.turn.outcome == outcome
+
+
+# kind -> whether a turn is such a mistake.
+DETECTORS: Mapping[str, Detector] = {
+  'unknown_tool': _outcome(turns_lib.UNKNOWN_TOOL),
+  'bad_arguments': _outcome(turns_lib.BAD_ARGUMENTS),
+  'not_a_call': _outcome(turns_lib.NOT_A_CALL),
+  'failed_edit': _outcome(turns_lib.FAILED_EDIT),
+  'unfinished_todo': lambda moment: moment.is_final and moment.open_todos > 0,
+}
+
+# What a template may name in braces.
+FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HintOptions:
+  """Which mistakes get a hint, and what it says.
+
+  Attributes:
+    templates: (kind, text) pairs, of `DETECTORS` or of detectors of one's own;
+      the first whose detector finds its mistake speaks, () for no hints. In
+      braces: `tools` that exist, `usage` of the tool that the call names,
+      `answer` of the environment, `call` as written, number of open `todos`.
+    max_hints: of an episode, the first ones: each is another forward pass over
+      all tokens before it.
+  """
+
+  templates: tuple[tuple[str, str], ...] = (
+    ('unknown_tool', 'Reminder: the available tools are {tools}.'),
+    ('bad_arguments', 'Reminder: usage: {usage}. Avoid: {answer}'),
+    ('not_a_call', 'Reminder: write one short call of {tools}.'),
+    ('failed_edit', 'Reminder: look before you edit. Avoid: {answer}'),
+    ('unfinished_todo', 'Reminder: {todos} to-dos are open; do them first.'),
+  )
+  max_hints: int = 4
+
+  def __post_init__(self):
+    pairs = tuple((kind, text) for kind, text in self.templates)
+    object.__setattr__(self, 'templates', pairs)
+    checks.at_least(self, 0, 'max_hints')
+    if len({kind for kind, _ in pairs}) != len(pairs):
+      raise ValueError(
+        f'HintOptions.templates names a kind twice: {[k for k, _ in pairs]}.'
+      )
+    for kind, text in pairs:
+      _check_template(kind, text)
+
+
+def _check_template(kind: str, text: str) -> None:
+  try:
+    parts = list(string.Formatter().parse(text))
+  except ValueError as error:
+    raise ValueError(
+      f'The template of {kind!r} is {text!r}: {error}. Write {{{{ and }}}} for '
+      'braces that stay.'
+    ) from None
+  for _, field, spec, conversion in parts:
+    if field is not None and (field not in FIELDS or spec or conversion):
+      raise ValueError(
+        f'The template of {kind!r} has {{{field}}}; it may name {FIELDS}, '
+        'without conversion or format. Write {{ and }} for braces that stay.'
+      )
+  if not text.strip():
+    raise ValueError(f'The template of {kind!r} is empty: leave the kind out.')
+
+
+def hints_of(
+  moments: Sequence[Moment],
+  windows: Sequence[np.ndarray],
+  tokenizer: Any,
+  options: HintOptions,
+  *,
+  tools: Sequence[str],
+  usage: Callable[[str], str],
+  detectors: Mapping[str, Detector] = DETECTORS,
+) -> tuple[turns_lib.Hint, ...]:
+  """Returns hints on the faulty turns of an episode, in order.
+
+  However long a hint is, it is kept here: what does not fit beside its turn is
+  dropped and counted where rows have a length (`rl.hint_batching`).
+
+  Args:
+    moments: the episode's turns, in order.
+    windows: tokens_T of each of its context windows.
+    tokenizer: that wrote them.
+    options: kinds and texts.
+    tools: names of those that exist.
+    usage: of a tool, one line.
+    detectors: kind -> detector.
+
+  Raises:
+    ValueError: a template's kind has no detector.
+  """
+  unknown = [kind for kind, _ in options.templates if kind not in detectors]
+  if unknown:
+    raise ValueError(
+      f'HintOptions.templates names {unknown}, which nothing detects; there '
+      f'are detectors of {sorted(detectors)}.'
+    )
+  hints: list[turns_lib.Hint] = []
+  for moment in moments:
+    if len(hints) == options.max_hints:
+      break
+    found = next(
+      (pair for pair in options.templates if detectors[pair[0]](moment)), None
+    )
+    if found is None:
+      continue
+    kind, template = found
+    turn = moment.turn
+    tokens_T = windows[turn.trajectory]
+    text = template.format(**_fields(moment, tools, usage))
+    hints.append(
+      turns_lib.Hint(
+        trajectory=turn.trajectory,
+        start=turn.start,
+        stop=turn.stop,
+        at=_place(tokens_T, turn.start, tokenizer),
+        kind=kind,
+        tokens_T=chat.tool(tokenizer, text),
+      )
+    )
+  return tuple(hints)
+
+
+def _place(tokens_T: np.ndarray, start: int, tokenizer: Any) -> int:
+  """Before the marker that opens the call, where a message may stand."""
+  prefix = chat.call_prefix(tokenizer)
+  at = start - len(prefix)
+  is_call = at >= 0 and np.array_equal(tokens_T[at:start], prefix)
+  return at if is_call else start
+
+
+def _fields(
+  moment: Moment, tools: Sequence[str], usage: Callable[[str], str]
+) -> dict[str, Any]:
+  named = [word for word in re.findall(r'\w+', moment.call) if word in tools]
+  return {
+    'tools': ', '.join(tools),
+    'usage': usage(named[0]) if named else '; '.join(map(usage, tools)),
+    'answer': _quoted(moment.answer),
+    'call': _quoted(moment.call),
+    'todos': moment.open_todos,
+  }
+
+
+def _quoted(text: str) -> str:
+  # Lone surrogates, which code may answer, are no text that could be encoded.
+  text = ' '.join(text.encode('utf-8', 'replace').decode().split())
+  return text if len(text) <= _MAX_QUOTED else f'{text[: _MAX_QUOTED - 3]}...'

@@ -1,0 +1,122 @@
+"""Plays a recorded episode again: the same calls to a new environment.
+
+The record holds every token, so no policy is needed: what was sampled is taken
+from it, and what the host adds is made anew and compared. An environment that
+answers otherwise, or limits other than those of the run, are named.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from composer_jax.agent import environment as environment_lib
+from composer_jax.agent import episode, mistakes, rewards, summarize
+from composer_jax.core import records
+
+# The record has passed every deadline.
+_NO_DEADLINE = 1e9
+
+
+class Differs(ValueError):
+  """Something came out otherwise than the record says."""
+
+
+class TapePolicy:
+  """A `policy.Policy` that samples what a rollout recorded."""
+
+  def __init__(self, rollout: records.Rollout, tokenizer: Any):
+    self._rollout = rollout
+    self._end = tokenizer.END
+    self._next = 0
+    self._window, self._stop = 0, 0
+
+  def complete(self, request: records.SampleRequest) -> records.Completion:
+    """Returns the next turn; raises `Differs` for another context."""
+    turns = self._rollout.turns
+    if self._next >= len(turns):
+      raise Differs(
+        f'The record of task {self._rollout.task_id!r} ends after '
+        f'{len(turns)} turns; the episode does not.'
+      )
+    turn = turns[self._next]
+    if turn.trajectory != self._window:
+      self._window, self._stop = turn.trajectory, 0
+    trajectory = self._rollout.trajectories[turn.trajectory]
+    recorded_T = trajectory.tokens_T[self._stop : turn.start]
+    if not np.array_equal(request.context_T, recorded_T):
+      raise Differs(
+        f'The context before turn {self._next} of task '
+        f'{self._rollout.task_id!r} is not as recorded: the tokens are '
+        f'{request.context_T.tolist()}, the record has {recorded_T.tolist()}.'
+      )
+    # The last token sampled before is consumed together with the context.
+    first = max(self._stop - 1, 0)
+    sampled = slice(turn.start, turn.stop)
+    self._next, self._stop = self._next + 1, turn.stop
+    return records.Completion(
+      session=request.session,
+      tokens_T=trajectory.tokens_T[sampled],
+      logprobs_T=trajectory.logprobs_T[sampled],
+      policy_version_T=trajectory.policy_version_T[sampled],
+      consumed_expert_ids_TMA=trajectory.expert_ids_TMA[first : turn.stop - 1],
+      stopped=int(trajectory.tokens_T[turn.stop - 1]) == self._end,
+      context_version=int(trajectory.policy_version_T[turn.start - 1]),
+    )
+
+  def close(self, session: str) -> None:
+    del session
+
+
+def replay(
+  rollout: records.Rollout,
+  environment: environment_lib.Environment,
+  tokenizer: Any,
+  options: episode.EpisodeOptions,
+  *,
+  reward: rewards.RewardOptions = episode.UNPRICED,
+  hints: mistakes.HintOptions | None = None,
+  summary: summarize.SummaryOptions = summarize.OFF,
+) -> records.Rollout:
+  """Carries out the calls of a rollout again.
+
+  Args:
+    rollout: with its turns.
+    environment: a new one, of the same task; closed at the end.
+    tokenizer: of the run.
+    options: of the run; its deadline and number of turns are the record's.
+    reward: of the run, or other prices.
+    hints: of the run, or others.
+    summary: of the run.
+
+  Returns:
+    The rollout of the new episode; its tokens and what was found are those of
+    the record, its reward and hints are of these options.
+
+  Raises:
+    Differs: a context, a window or the verdict is not as recorded.
+  """
+  again = episode.run(
+    environment,
+    TapePolicy(rollout, tokenizer),
+    tokenizer,
+    dataclasses.replace(
+      options, max_turns=rollout.num_turns, max_seconds=_NO_DEADLINE
+    ),
+    group=rollout.group,
+    member=rollout.member,
+    seed=0,  # Nothing is drawn.
+    reward=reward,
+    hints=hints,
+    summary=summary,
+  )
+  for name in ('task_id', 'turns', 'tools', 'flags'):
+    _compare(name, getattr(again, name), getattr(rollout, name))
+  for name in ('status', 'passed', 'num_passed', 'num_tests'):
+    _compare(name, getattr(again.verdict, name), getattr(rollout.verdict, name))
+  return again
+
+
+def _compare(name: str, found: Any, recorded: Any) -> None:
+  if found != recorded:
+    raise Differs(f'{name} is {found!r}; the record has {recorded!r}.')

@@ -1,0 +1,196 @@
+"""Windows that restart from the policy's own summary of them.
+
+Before a window would grow beyond its trigger the host asks for a summary, in
+the same session; the policy writes it, and a new window begins with the task,
+the summary, the plan and the answer that the old window had no room for:
+
+  window 0   prompt, calls and answers ..., query, summary 1
+  window 1   prompt, summary 1, plan, answer, calls ..., query, summary 2
+
+(Cursor, "Training Composer for longer horizons".) Summaries are sampled tokens
+like any other: the reward of the episode trains them too. The query is context.
+Room for query and summary is kept free from the start, so that no window is
+ever longer than the trigger. A summary's tokens go on as they were sampled,
+without special ones: those could pose as messages.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from composer_jax.agent import window
+from composer_jax.core import records
+from composer_jax.core import turns as turns_lib
+from composer_jax.text import chat
+
+_CUT = '...'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SummaryOptions:
+  """When a window ends with a summary, and what is asked for.
+
+  Attributes:
+    trigger: tokens that no window exceeds; 0 turns summaries off, and a window
+      that is full ends the episode.
+    max_tokens: of a summary, its end token included.
+    max_summaries: of an episode; its last window ends as without summaries.
+    plan_tokens: of the plan that a new window begins with, at most.
+    query: what the host asks.
+  """
+
+  trigger: int = 0
+  max_tokens: int = 128
+  max_summaries: int = 8
+  plan_tokens: int = 64
+  query: str = (
+    'Your context is full. Summarise what you did, what you found out and what '
+    'is left to do: you will go on with that summary alone.'
+  )
+
+  def __post_init__(self):
+    for name, lowest in (
+      ('trigger', 0),
+      ('max_tokens', 1),
+      ('max_summaries', 1),
+      ('plan_tokens', 0),
+    ):
+      if getattr(self, name) < lowest:
+        raise ValueError(
+          f'{name} must be at least {lowest}, not {getattr(self, name)}.'
+        )
+
+  def limit(self, max_tokens: int) -> int:
+    """Tokens of a window, of an episode whose windows could have max_tokens."""
+    if self.trigger > max_tokens:
+      raise ValueError(
+        f'trigger ({self.trigger}) must not exceed the max_tokens of an '
+        f'episode ({max_tokens}): it would never be reached.'
+      )
+    return self.trigger or max_tokens
+
+
+OFF = SummaryOptions()
+
+
+class Summarizer:
+  """Decides when one episode needs a summary, asks for it and restarts.
+
+  Attributes:
+    limit: tokens of a window.
+    options: of the summaries.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Any,
+    prompt: str,
+    options: SummaryOptions,
+    *,
+    max_tokens: int,
+    max_call_tokens: int,
+  ):
+    """Measures what has to fit.
+
+    Args:
+      tokenizer: of the episode.
+      prompt: of the task, which every window begins with.
+      options: of the summaries.
+      max_tokens: of a window, summaries or not.
+      max_call_tokens: room that a call is given while summaries remain.
+
+    Raises:
+      ValueError: the limits leave no room for them.
+    """
+    self.limit = options.limit(max_tokens)
+    self.options = options
+    self._tokenizer = tokenizer
+    self._prompt_T = chat.user(tokenizer, prompt)
+    self._prefix_T = chat.call_prefix(tokenizer)
+    self._call_tokens = max_call_tokens
+    self._query_T = np.concatenate(
+      [chat.user(tokenizer, options.query), self._prefix_T]
+    )
+    # One more for the end of a call that was cut off.
+    self._reserve = 1 + len(self._query_T) + options.max_tokens
+    if options.trigger:
+      self._check()
+
+  @property
+  def opening_T(self) -> np.ndarray:
+    """The context of the first call."""
+    return np.concatenate([self._prompt_T, self._prefix_T])
+
+  def _check(self) -> None:
+    """Raises unless every window has room for a call and a summary."""
+    options = self.options
+    head_T = self._summary(options.max_summaries, np.zeros(0, np.int32), '')
+    start = len(self._prompt_T) + len(head_T) + options.max_tokens
+    start += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
+    needed = start + self._call_tokens + self._reserve
+    if needed > self.limit:
+      raise ValueError(
+        f'trigger ({self.limit}) must be at least {needed}: a prompt of '
+        f'{len(self._prompt_T)} tokens, two summaries of {options.max_tokens}, '
+        f'a plan of {options.plan_tokens}, a query of {len(self._query_T)} and '
+        f'a call of {self._call_tokens} have to fit.'
+      )
+
+  def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
+    """Whether a call after this context could leave no room for a summary."""
+    options = self.options
+    if not options.trigger or chain.index >= options.max_summaries:
+      return False
+    needed = len(context_T) + self._call_tokens + self._reserve
+    return chain.length + needed > self.limit
+
+  def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
+    """Has the window summarised and begins the next one.
+
+    Args:
+      chain: of the episode.
+      plan: what the environment says is left to do; '' for nothing.
+      answer: to the last call, which the summary does not know yet.
+
+    Returns:
+      The context of the next call, the first of the new window.
+    """
+    query_T = self._query_T
+    if chain.is_open:
+      query_T = np.append(np.int32(self._tokenizer.END), query_T)
+    completion = chain.sample(query_T, self.options.max_tokens)
+    chain.note(completion, '', turns_lib.SUMMARY)
+    chain.restart()
+    summary_T = self._summary(chain.index, self._kept(completion), plan)
+    room = self.limit - len(self._prompt_T) - len(summary_T)
+    room -= len(self._prefix_T) + self._call_tokens
+    if chain.index < self.options.max_summaries:
+      room -= self._reserve
+    answer_T = self._answer(answer, room)
+    return np.concatenate([self._prompt_T, summary_T, answer_T, self._prefix_T])
+
+  def _kept(self, completion: records.Completion) -> np.ndarray:
+    """The summary's tokens, as they were sampled, that are text."""
+    is_text = [
+      chat.is_text(self._tokenizer, token_1)
+      for token_1 in completion.tokens_T[:, None]
+    ]
+    return completion.tokens_T[is_text]
+
+  def _summary(self, count: int, kept_T: np.ndarray, plan: str) -> np.ndarray:
+    """The message that a summary goes on as, with its number and the plan."""
+    encode = self._tokenizer.encode
+    parts = [[self._tokenizer.USER], encode(f'summary {count}\n'), kept_T]
+    if plan:
+      parts.append(encode(f'\nplan\n{plan}')[: self.options.plan_tokens])
+    parts.append([self._tokenizer.END])
+    return np.concatenate(parts).astype(np.int32)
+
+  def _answer(self, text: str, room: int) -> np.ndarray:
+    """What a tool answered, cut to `room` tokens."""
+    answer_T = chat.tool(self._tokenizer, text)
+    if len(answer_T) <= room:
+      return answer_T
+    cut_T = np.append(self._tokenizer.encode(_CUT), self._tokenizer.END)
+    return np.append(answer_T[: room - len(cut_T)], cut_T).astype(np.int32)

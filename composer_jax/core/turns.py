@@ -1,0 +1,88 @@
+"""The turns of an episode, and hints on the faulty ones."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from composer_jax.core import checks
+
+# What became of a call.
+OK = 'ok'
+FAILED = 'failed'
+FAILED_EDIT = 'failed_edit'
+NOT_A_CALL = 'not_a_call'
+UNKNOWN_TOOL = 'unknown_tool'
+BAD_ARGUMENTS = 'bad_arguments'
+INVALID_OUTCOMES = (NOT_A_CALL, UNKNOWN_TOOL, BAD_ARGUMENTS)
+SUMMARY = 'summary'
+OUTCOMES = (OK, FAILED, FAILED_EDIT, SUMMARY, *INVALID_OUTCOMES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+  """What the policy sampled in one go: a call, or a summary of its own.
+
+  Attributes:
+    trajectory: index of the window.
+    start, stop: its tokens are `tokens_T[start:stop]` of that window.
+    tool: '' for an invalid call and for a summary.
+    outcome: one of `OUTCOMES`.
+  """
+
+  trajectory: int
+  start: int
+  stop: int
+  tool: str
+  outcome: str
+
+  def __post_init__(self):
+    if self.outcome not in OUTCOMES or not 0 <= self.start < self.stop:
+      raise ValueError(
+        f'Turn.outcome {self.outcome!r} must be one of {OUTCOMES}, and start '
+        f'({self.start}) lie below stop ({self.stop}).'
+      )
+
+  @property
+  def is_valid(self) -> bool:
+    return self.outcome not in INVALID_OUTCOMES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hint:
+  """Advice on one faulty turn, which only a teacher will read.
+
+  The teacher scores the turn's own tokens in the context
+  `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hint_distill`.
+
+  Attributes:
+    trajectory: index of the window.
+    start, stop: the turn's tokens.
+    at: where the hint goes, at most `start`.
+    kind: of the mistake.
+    tokens_T: int32, the hint.
+  """
+
+  trajectory: int
+  start: int
+  stop: int
+  at: int
+  kind: str
+  tokens_T: np.ndarray
+
+  def __post_init__(self):
+    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
+    if not 0 <= self.at <= self.start < self.stop:
+      raise ValueError(
+        f'Hint.at ({self.at}) must be at most start ({self.start}), which '
+        f'must lie below stop ({self.stop}).'
+      )
+
+
+def check_inside(parts: Sequence[Turn | Hint], lengths: Sequence[int]) -> None:
+  """Raises a ValueError for what lies outside windows of these lengths."""
+  for part in parts:
+    if part.trajectory >= len(lengths) or part.stop > lengths[part.trajectory]:
+      raise ValueError(
+        f'{part} lies outside windows of {list(lengths)} tokens.'
+      )

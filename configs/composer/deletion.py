@@ -1,0 +1,90 @@
+"""The whole loop on features deleted from real packages, through JSON tools.
+
+  python -m experiments.make_tasks --out=runs/deletion_tasks
+  python -m experiments.composer \
+      --config=configs/composer/deletion.py:runs/deletion_tasks \
+      --workdir=runs/deletion
+
+The tasks come from the folder after the colon; without one the file can be read
+and listed, and a run of it says what is missing. `deletion.py:DIR,smoke` is a
+job of seconds on a small set (the tests make one).
+
+A model of this size solves none of them: the config shows that the loop on real
+repositories is whole, and what another model has to set (`initial`, lengths,
+`mesh`). SFT is shown the solutions of `demonstrations.count` tasks, RL trains
+on each of the others at most once, and packages that are held out are only for
+evaluation. Not measured on a model that could solve one.
+"""
+
+import pathlib
+
+import ml_collections
+
+from configs.composer import tiny
+
+_UNNAMED = 'DIR'  # stands in `tasks.folder` where no set is named
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  folder, comma, variant = arg.partition(',')
+  if comma and variant != 'smoke':
+    raise ValueError(f'deletion.py:DIR[,smoke] has no variant {variant!r}.')
+  if folder and not (pathlib.Path(folder) / 'packages').is_dir():
+    raise ValueError(
+      f'{folder!r} is no set of tasks; make it with `python -m '
+      f'experiments.make_tasks --out={folder}`.'
+    )
+  c = tiny.get_config(variant)
+  c.tasks.family = 'deletion'
+  c.tasks.folder = folder or _UNNAMED
+  # Of the shell alone one learns little here, and a prompt is dear.
+  c.tasks.repository.tools = (
+    *('read', 'search', 'edit', 'write', 'test', 'finish'),
+  )
+  c.tasks.repository.bounds.answer_chars = 1500
+  c.sandbox.packages = ('pytest',)
+  c.sandbox.wall_s = 60.0
+  c.sandbox.cpu_s = 60.0
+  c.sandbox.memory_bytes = 1024 * 2**20
+  c.sandbox.processes = 64
+  c.sandbox.file_bytes = 64 * 2**20
+  c.sandbox.output_bytes = 4 * 2**20
+  # A context of real code, continued from summaries.
+  c.episode.max_tokens = 2048
+  c.episode.max_turns = 24
+  c.episode.max_call_tokens = 256
+  c.episode.max_seconds = 600.0
+  c.summary.trigger = 2048
+  c.rewards.failed_edit_penalty = 0.05
+  c.rewards.open_todo_penalty = 0.05
+  c.rewards.shell_only_penalty = 0.1
+  c.rewards.effort_scale = 400.0
+  c.curriculum.enabled = True
+  for stage in (c.sft, c.rl):
+    stage.seq_len = 2048
+  c.demonstrations.count = 80
+  c.rollout.num_slots = 16
+  c.rollout.prefill_chunk = 128
+  c.rl.prompts = 4
+  c.rl.rollouts_per_prompt = 4
+  c.rl.steps = 20
+  c.rl.warmup_steps = 1
+  c.rl.decay_steps = 10
+  c.rl.rows = 4
+  c.evaluation.episodes = 20
+  if variant == 'smoke':
+    _shrink(c)
+  return c
+
+
+def _shrink(c: ml_collections.ConfigDict) -> None:
+  c.episode.max_turns = 4
+  c.episode.max_call_tokens = 96
+  c.demonstrations.count = 2
+  c.rollout.num_slots = 4
+  c.rl.steps = 2
+  c.rl.warmup_steps = 0
+  c.rl.decay_steps = 1
+  c.rl.prompts = 1
+  c.rl.rollouts_per_prompt = 2
+  c.evaluation.episodes = 1

@@ -1,0 +1,89 @@
+"""Pass rates of a scripted policy, or of one behind a URL, on a config's tasks.
+
+  python -m experiments.evaluate --policy=gold --split=train --tasks=20 \\
+      --config=configs/composer/deletion.py --out=runs/eval_gold
+  ./run.sh serve --source=runs/tiny &
+  python -m experiments.evaluate --policy=tokens --tasks=100 \\
+      --url=http://localhost:8000/v1 --tokenizer=runs/tiny/tokenizer.json \\
+      --config=configs/composer/tiny.py --out=runs/eval_tiny
+
+Of the config count the tasks, the sandbox, the limits of an episode, rewards
+and summaries. The same command on the same folder goes on where it was killed.
+--out gets episodes.jsonl, a line an episode, and summary.json: pass rates with
+95 % intervals by tier and package, pass@k, and what monitors found.
+"""
+
+import os
+import pathlib
+
+from absl import flags, logging
+
+from experiments import start
+
+_CONFIG = start.define_config(
+  'configs/composer/deletion.py', 'Config file of a run; see above.'
+)
+_OUT = flags.DEFINE_string('out', 'runs/evaluation', 'Folder of the results.')
+_POLICY = flags.DEFINE_string(
+  'policy',
+  'gold',
+  'gold: restores what was deleted, through the tools. null: calls finish at '
+  "once. chat: an OpenAI-compatible endpoint. tokens: this project's server.",
+)
+_SPLIT = flags.DEFINE_string('split', 'held_out', 'train or held_out.')
+_TASKS = flags.DEFINE_integer('tasks', 0, '0 for all tasks of the folder.')
+_SAMPLES = flags.DEFINE_integer('samples', 1, 'Episodes of each task.')
+_THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
+_URL = flags.DEFINE_string('url', '', 'Of the endpoint, up to /v1.')
+_MODEL = flags.DEFINE_string('model', '', 'That the endpoint is asked for.')
+_NATIVE = flags.DEFINE_bool(
+  'native_tools', False, "Chat: tools are called by the endpoint's own means."
+)
+_TOKENIZER = flags.DEFINE_string(
+  'tokenizer', '', 'tokenizer.json of a run; "" counts bytes (not for tokens).'
+)
+
+
+def _rates(name, found):
+  best = ', '.join(f'{k}: {v:.3f}' for k, v in found['pass_at_k'].items())
+  return (
+    f'{name:<20}{found["passed"]:>5} of {found["episodes"]:<5} = '
+    f'{found["pass_rate"]:.3f} [{found["low"]:.3f}, {found["high"]:.3f}]  '
+    f'pass@k {{{best}}}  flagged {sum(found["flags"].values())}, unfinished '
+    f'{found["unfinished"]}, infrastructure {found["infrastructure"]}'
+  )
+
+
+def run() -> None:
+  logging.set_verbosity(logging.WARNING)
+  fields = start.config_fields(_CONFIG)
+  start.emulate_devices(1)
+  # After the flags: this import loads jax.
+  from composer_jax.pipeline import policy_evaluation, spec
+
+  try:
+    options = policy_evaluation.EvaluationOptions(
+      policy=_POLICY.value,
+      split=_SPLIT.value,
+      tasks=_TASKS.value,
+      samples=_SAMPLES.value,
+      threads=_THREADS.value,
+      url=_URL.value,
+      model=_MODEL.value,
+      api_key=os.environ.get('COMPOSER_JAX_TOKEN', '').strip(),
+      native_tools=_NATIVE.value,
+      tokenizer=_TOKENIZER.value,
+    )
+    out = pathlib.Path(_OUT.value).absolute()
+    found = policy_evaluation.evaluate(spec.from_dict(fields), options, out)
+  except (ValueError, OSError, RuntimeError) as error:
+    start.fail(error)
+  print(_rates('all', found['overall']))
+  for part in ('by_tier', 'by_package'):
+    for name, rates in found[part].items():
+      print(_rates(name, rates))
+  print(f'{out / policy_evaluation.SUMMARY}')
+
+
+if __name__ == '__main__':
+  start.run(run)

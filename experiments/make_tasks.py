@@ -1,0 +1,79 @@
+"""Makes a set of feature-deletion tasks out of pinned packages.
+
+  python -m experiments.make_tasks --config=configs/tasks/packages.py \
+      --out=runs/tasks
+
+Run it again to go on after a kill. Sdists come from the index that pip is
+configured with; where that one does not speak JSON (PEP 691), pip itself
+fetches them, which executes their setup code to read the metadata. Put trusted
+archives into --archives to have nothing fetched. All else of a package runs in
+the sandbox.
+"""
+
+import email
+import re
+import time
+
+from absl import flags
+
+from experiments import files_main, start
+
+_CONFIG = start.define_config('configs/tasks/packages.py', 'Packages, options.')
+_OUT = flags.DEFINE_string('out', 'runs/tasks', 'Folder of the set.')
+_ARCHIVES = flags.DEFINE_string(
+  'archives', 'runs/sdists', 'Folder of sdists; missing ones are downloaded.'
+)
+_ONLY = flags.DEFINE_list('only', [], 'Packages of the config; all if empty.')
+_FOLDERS = flags.DEFINE_list(
+  'folders', [], 'NAME=PATH of packages on this machine, beside those.'
+)
+
+
+def licence_of(files) -> str:
+  """Reads what the metadata declares, else the text of the licence."""
+  from composer_jax.data import licences
+
+  found = licences.of_metadata(
+    email.message_from_bytes(files.get('PKG-INFO', b''))
+  )
+  for path in sorted(files):
+    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path, re.I)
+    if found == licences.UNKNOWN and is_licence:
+      found = licences.of_text(files[path].decode('utf-8', 'replace'))
+  return found
+
+
+def run() -> None:
+  from composer_jax.sandbox import base
+  from composer_jax.sandbox import open as sandboxes
+  from composer_jax.tasks import deletion_set, deletion_workspace, sdists
+
+  fields = start.config_fields(_CONFIG)
+  place = dict(fields['sandbox'])
+  level, workers = place.pop('level'), place.pop('workers')
+  limits = base.Limits(**place)
+  options = deletion_workspace.Options(**fields['options'])
+  packages = dict(fields['packages'])
+  for item in _FOLDERS.value:
+    name, _, path = item.partition('=')
+    packages[name] = {'folder': path}
+  pins = sdists.pins_of(packages, _ONLY.value)
+  begin = time.monotonic()
+  tasks = deletion_set.make(
+    _OUT.value,
+    pins,
+    options,
+    archives=_ARCHIVES.value,
+    open_sandbox=lambda root, needs: sandboxes.open_sandbox(
+      level, limits, size=workers, images=root, packages=needs
+    ),
+    licence_of=licence_of,
+    workers=workers,
+    progress=lambda line: print(line, flush=True),
+  )
+  print(deletion_set.table(tasks))
+  print(f'{time.monotonic() - begin:.0f} s')
+
+
+if __name__ == '__main__':
+  files_main.main(run)

@@ -1,0 +1,1 @@
+"""Which deletions make tasks, at what cost."""

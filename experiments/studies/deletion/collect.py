@@ -1,0 +1,72 @@
+"""Writes down what a set of tasks holds, and what became of its candidates.
+
+  python -m experiments.studies.deletion.collect --tasks=runs/tasks \
+      --cpu_s=SECONDS
+
+Writes results/; what is there is replaced. Three kinds of lines: 'setup' once,
+'package' for each package, 'task' for each task.
+"""
+
+import os
+import pathlib
+
+from absl import app, flags
+
+from composer_jax.tasks import repository
+from composer_jax.telemetry import machine, writer
+
+_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
+_CPU_S = flags.DEFINE_float(
+  'cpu_s', 0.0, 'Processor seconds of the making, as a cgroup counted them.'
+)
+_RESULTS = flags.DEFINE_string(
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
+)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  found = repository.load(_TASKS.value)
+  results = pathlib.Path(_RESULTS.value)
+  for path in results.glob('*.jsonl'):
+    path.unlink()
+  with writer.Writer(results, tensorboard=False) as out:
+    out.write(
+      'setup',
+      0,
+      machine=machine.describe(),
+      cores=os.cpu_count(),
+      cpu_s=_CPU_S.value,
+    )
+    for number, package in enumerate(found.packages.values()):
+      out.write(
+        'package',
+        number,
+        name=package.name,
+        version=package.version,
+        licence=package.licence,
+        held_out=package.held_out,
+        refused=package.refused,
+        detail=package.detail,
+        **package.facts,
+      )
+    for number, task in enumerate(found.tasks):
+      out.write(
+        'task',
+        number,
+        task_id=task.task_id,
+        package=task.package,
+        tier=task.tier,
+        difficulty=task.difficulty,
+        deleted=len(task.deleted),
+        deleted_lines=task.provenance['deleted_lines'],
+        fail_to_pass=len(task.fail_to_pass),
+        hidden=len(task.hidden),
+        pass_to_pass=len(task.pass_to_pass),
+        collateral=len(task.collateral),
+      )
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,330 @@
+"""Trains one policy per seed on demonstrations, then every arm from there.
+
+  python -m experiments.studies.hint.run --seeds=0,1,2
+
+Episodes, hints, engine and updates are those of the library; only the desk
+(`world`) is made for the study. A seed and arm that results/ has is not run
+again.
+"""
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+
+from composer_jax.agent import episode, mistakes, rewards
+from composer_jax.core import batches, records, turns
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.rl import (
+  collect,
+  comparison,
+  hint_distill,
+  mismatch,
+  policy_loss,
+  update,
+)
+from composer_jax.rl import step as steps
+from composer_jax.rollout import engine as engines
+from composer_jax.telemetry import writer
+from composer_jax.train import state as train_state
+from composer_jax.train import step as train_step
+from experiments.studies.hint import world
+
+_SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One policy each.')
+_ARMS = flags.DEFINE_list('arms', [], 'Of ARMS; all by default.')
+_STEPS = flags.DEFINE_integer('steps', 100, 'Of RL.')
+_RESULTS = flags.DEFINE_string(
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+)
+
+WORDS = world.Words()
+MODEL = model_config.ModelConfig.from_dict(
+  {
+    'vocab_size': WORDS.vocab_size,
+    'embed_dim': 48,
+    'num_layers': 2,
+    'num_dense_layers': 0,
+    'dense_ffw_dim': 64,
+    'attention': {
+      'kind': 'gqa',
+      'num_heads': 4,
+      'num_kv_heads': 2,
+      'head_dim': 16,
+      'qk_norm': 'none',
+      'qkv_bias': False,
+      'out_bias': False,
+    },
+    'rope': {'theta': 1e4, 'interleaved': False, 'yarn': None},
+    'norm_eps': 1e-6,
+    'tie_embeddings': False,
+    'remat': False,
+    'compute_dtype': 'float32',
+    'moe': {
+      'num_experts': 4,
+      'num_active': 2,
+      'ffw_dim': 64,
+      'num_shared': 0,
+      'router': 'sigmoid',
+      'num_groups': 1,
+      'num_active_groups': 1,
+      'renormalize': True,
+      'routed_scale': 1.0,
+      'aux_loss_weight': 0.0,
+      'z_loss_weight': 0.0,
+    },
+  }
+)
+PROMPTS, ROLLOUTS = 8, 8
+SHAPE = comparison.shape_of(MODEL, rows=16, seq_len=256)
+LEARNING_RATE = 3e-4
+SFT_STEPS, SFT_ROWS, SFT_LEN = 600, 16, 256
+
+RIGHT = 'tools {tools}'
+# A teacher that has hardly seen a hint knows the arguments a little less.
+RARE = 0.05
+WRONG = 'tools ' + ' '.join(world.TOOLS['far'])
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """What differs between runs.
+
+  Attributes:
+    hint: its text; '' for RL alone.
+    divergence: of student and teacher.
+    teacher: 'frozen', 'ema' (0.05), or 'live': the policy of the very step.
+    is_dense: each call that fails costs a sixth, instead of nothing.
+    hinted: share of the demonstrations that show how to go by a reminder.
+  """
+
+  hint: str = RIGHT
+  divergence: str = 'reverse'
+  teacher: str = 'frozen'
+  is_dense: bool = False
+  hinted: float = 0.5
+
+
+ARMS = {
+  'hint': Arm(),
+  'wrong_hint': Arm(hint=WRONG),
+  'live_teacher': Arm(teacher='live'),
+  'grpo': Arm(hint=''),
+  'dense_grpo': Arm(hint='', is_dense=True),
+  'dense_hint': Arm(is_dense=True),
+  'ema_teacher': Arm(teacher='ema'),
+  'forward': Arm(divergence='forward'),
+  'jsd': Arm(divergence='jsd'),
+  'rare_hint': Arm(hinted=RARE),
+  'rare_live_teacher': Arm(hinted=RARE, teacher='live'),
+}
+
+
+def _sft_batches(seed: int, hinted: float) -> Any:
+  """Endless LMBatches of packed transcripts."""
+  stream = world.transcripts(WORDS, random.Random(f'sft/{seed}'), hinted)
+  left = next(stream)
+  while True:
+    shape = (SFT_ROWS, SFT_LEN)
+    arrays: dict[str, Any] = {
+      'tokens_BT': np.zeros(shape, np.int32),
+      'segment_ids_BT': np.zeros(shape, np.int32),
+      'positions_BT': np.zeros(shape, np.int32),
+      'loss_weights_BT': np.zeros(shape, np.float32),
+    }
+    for row in range(SFT_ROWS):
+      offset, segment = 0, 1
+      while offset + len(left[0]) <= SFT_LEN:
+        tokens_T, is_call_T = left
+        span = slice(offset, offset + len(tokens_T))
+        arrays['tokens_BT'][row, span] = tokens_T
+        arrays['segment_ids_BT'][row, span] = segment
+        arrays['positions_BT'][row, span] = np.arange(len(tokens_T))
+        arrays['loss_weights_BT'][row, span] = is_call_T
+        offset, segment, left = span.stop, segment + 1, next(stream)
+    yield batches.LMBatch(**arrays)
+
+
+def sft(seed: int, hinted: float) -> Any:
+  """Variables of the policy that the arms of a seed begin with."""
+  optimizer = optax.adam(
+    optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, SFT_STEPS, 1e-4)
+  )
+  step = jax.jit(
+    train_step.make(MODEL, optimizer, plan=None, bias_rate=1e-3),
+    donate_argnums=0,
+  )
+  state = train_state.create(
+    jax.jit(functools.partial(decoder.init, MODEL))(jax.random.key(seed)),
+    optimizer,
+  )
+  began = time.monotonic()
+  metrics = None
+  for batch in itertools.islice(_sft_batches(seed, hinted), SFT_STEPS):
+    state, metrics = step(state, batch)
+  assert metrics is not None
+  seconds = time.monotonic() - began
+  print(
+    f'sft {seed}, {hinted:g} hinted: {float(metrics.loss.loss):.4f}, '
+    f'{seconds:.0f} s'
+  )
+  return jax.device_get(state.variables())
+
+
+def hint_options(arm: Arm) -> hint_distill.HintLossOptions:
+  return hint_distill.HintLossOptions(
+    weight=1.0 if arm.hint else 0.0,
+    divergence=arm.divergence,
+    teacher='ema' if arm.teacher == 'ema' else 'frozen',
+    ema_rate=0.05,
+  )
+
+
+OPTIMIZER = optax.chain(
+  optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE)
+)
+_GATE = mismatch.GateOptions(
+  action='off',
+  max_kl_fresh=1.0,
+  max_kl=1.0,
+  max_p99=1.0,
+  max_large_ratio_share=1.0,
+  min_agreement=0.0,
+)
+
+
+@functools.cache
+def functions_of(hints: hint_distill.HintLossOptions) -> steps.Functions:
+  return steps.build(
+    decoder.Decoder(MODEL),
+    OPTIMIZER,
+    loss=policy_loss.LossOptions(),
+    hints=hints,
+  )
+
+
+def collector_of(arm: Arm, seed: int) -> collect.Collector:
+  hints = None
+  if arm.hint:
+    hints = mistakes.HintOptions(
+      templates=tuple((kind, arm.hint) for kind in turns.INVALID_OUTCOMES),
+      max_hints=world.NUM_TURNS,
+    )
+  prices = rewards.RewardOptions(
+    invalid_penalty=1 / world.NUM_TURNS if arm.is_dense else 0.0
+  )
+  play = collect.episode_player(
+    WORDS,
+    world.Desk,
+    episode.EpisodeOptions(
+      max_tokens=96, max_turns=world.NUM_TURNS, max_call_tokens=6
+    ),
+    reward_of_group=lambda group: prices,
+    hints=hints,
+  )
+  return collect.Collector(
+    task_of_group=functools.partial(world.task_of, seed=seed),
+    play=play,
+    rollouts_per_group=ROLLOUTS,
+    seed=seed,
+  )
+
+
+def run_arm(name: str, seed: int, variables: Any, log: writer.Writer) -> None:
+  arm = ARMS[name]
+  hints = hint_options(arm)
+  functions = functions_of(hints)
+  options = update.UpdateOptions(
+    prompts=PROMPTS,
+    rollouts_per_prompt=ROLLOUTS,
+    replay=True,
+    reward='verdict',
+    kl_coefficient=0.0,
+    loss=policy_loss.LossOptions(),
+    mismatch_every=0,
+    refreshed=False,
+    gate=_GATE,
+    seed=seed,
+    hints=hints,
+  )
+  state = train_state.create(
+    jax.tree.map(jax.numpy.array, variables),
+    OPTIMIZER,
+    with_teacher=arm.teacher == 'ema',
+  )
+  # A frozen teacher is a buffer of its own: the state's are donated.
+  first = functions.policy(state)
+  engine = engines.Engine(
+    MODEL,
+    first,
+    0,
+    engines.EngineOptions(
+      num_slots=PROMPTS * ROLLOUTS,
+      max_len=96,
+      prefill_chunk=12,
+      prefill_rows=PROMPTS * ROLLOUTS,
+      decode_steps=3,
+      page_size=32,
+    ),
+  )
+  collector = collector_of(arm, seed)
+  began = time.monotonic()
+  for step in range(_STEPS.value):
+    ids = range(step * PROMPTS, (step + 1) * PROMPTS)
+    groups = collect.groups(collector, engine, ids)
+    teacher = functions.policy(state) if arm.teacher == 'live' else first
+    state, metrics = update.update(
+      state, groups, functions, options, SHAPE, teacher=teacher
+    )
+    engine.swap(functions.policy(state), step + 1)
+    log.write('rl', step, arm=name, seed=seed, **_told(groups, metrics))
+  seconds = time.monotonic() - began
+  log.write('done', _STEPS.value, arm=name, seed=seed, seconds=seconds)
+  log.flush()
+  print(f'{name} {seed}: {metrics["invalid_rate"]:.3f}, {seconds:.0f} s')
+
+
+def _told(
+  groups: list[records.Group], metrics: dict[str, Any]
+) -> dict[str, float]:
+  calls = Counter(
+    t.outcome for g in groups for r in g.rollouts for t in r.turns
+  )
+  kept = ('reward', 'pass_rate', 'invalid_rate', 'entropy', 'grad_norm')
+  told = {
+    **{name: metrics[name] for name in kept},
+    **{k: v for k, v in metrics.items() if k.startswith('hint')},
+    **{f'share_{o}': calls[o] / calls.total() for o in turns.INVALID_OUTCOMES},
+  }
+  return {name: float(f'{value:.5g}') for name, value in told.items()}
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  done = {
+    (row['arm'], row['seed'])
+    for row in writer.read(_RESULTS.value)
+    if row['stage'] == 'done'
+  }
+  policy_of = functools.cache(sft)
+  for name, seed in itertools.product(
+    _ARMS.value or ARMS, map(int, _SEEDS.value)
+  ):
+    if (name, seed) not in done:
+      with writer.Writer(_RESULTS.value, tensorboard=False) as log:
+        variables = policy_of(seed, ARMS[name].hinted)
+        run_arm(name, seed, variables, log)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,1 @@
+"""How many ways to cheat do the monitors see, and whom do they accuse?"""

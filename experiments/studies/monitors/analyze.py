@@ -1,0 +1,105 @@
+"""Turns results/ into table.md; computes nothing else.
+
+python -m experiments.studies.monitors.analyze
+"""
+
+import pathlib
+from typing import Any
+
+from composer_jax.tasks import monitors
+from composer_jax.telemetry import writer
+
+ROOT = pathlib.Path(__file__).parent
+
+
+def _by_monitor(rows: list[dict[str, Any]]) -> list[str]:
+  """Of attacks: how many each kind had to find, and found."""
+  lines = [
+    '| monitor | | attacks | found | recall | honest accused |',
+    '| --- | --- | --- | --- | --- | --- |',
+  ]
+  for kind, (number, _) in monitors.MONITORS.items():
+    wanted = [r for r in rows if r['wanted'] == kind]
+    found = sum(kind in r['found'] for r in wanted)
+    accused = sum(kind in r['found'] for r in rows if not r['wanted'])
+    share = f'{found / len(wanted):.2f}' if wanted else '-'
+    lines.append(
+      f'| {number} | {kind} | {len(wanted)} | {found} | {share} | {accused} |'
+    )
+  return lines
+
+
+def _by_set(rows: list[dict[str, Any]]) -> list[str]:
+  lines = [
+    '| set | trajectories | attacks found | honest accused |',
+    '| --- | --- | --- | --- |',
+  ]
+  for name in dict.fromkeys(r['set'] for r in rows):
+    own = [r for r in rows if r['set'] == name]
+    attacks = [r for r in own if r['wanted']]
+    found = sum(r['wanted'] in r['found'] for r in attacks)
+    accused = sum(bool(r['found']) for r in own if not r['wanted'])
+    told = f'{found} of {len(attacks)}' if attacks else '-'
+    honest = len(own) - len(attacks)
+    lines.append(f'| {name} | {len(own)} | {told} | {accused} of {honest} |')
+  return lines
+
+
+def _overall(rows: list[dict[str, Any]]) -> str:
+  hits = sum(r['wanted'] in r['found'] for r in rows if r['wanted'])
+  attacks = sum(bool(r['wanted']) for r in rows)
+  accused = sum(bool(r['found']) for r in rows if not r['wanted'])
+  return (
+    f'Precision {hits / (hits + accused):.3f} ({hits} attacks found, {accused} '
+    f'honest accused), recall {hits / attacks:.3f} ({hits} of {attacks}).'
+  )
+
+
+def _graded(rows: list[dict[str, Any]]) -> list[str]:
+  """Originals of real tasks."""
+  own = [r for r in rows if r['set'] == 'real tasks']
+  if not own:
+    return []
+  lines = [
+    '| package | tasks | originals paid | with held-out inputs | inputs agreed '
+    '| canaries, mean | seconds of a grading / of its tests, median |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+  ]
+  for package in [*dict.fromkeys(r['package'] for r in own), 'all']:
+    mine = [r for r in own if package in (r['package'], 'all')]
+    middle = len(mine) // 2
+    seconds = [
+      sorted(r[key] for r in mine)[middle]
+      for key in ('seconds', 'suite_seconds')
+    ]
+    lines.append(
+      f'| {package} | {len(mine)} | {sum(r["paid"] for r in mine)} '
+      f'| {sum(r["inputs"] > 0 for r in mine)} '
+      f'| {sum(r["agreed"] for r in mine)} of {sum(r["inputs"] for r in mine)} '
+      f'| {sum(r["canaries"] for r in mine) / len(mine):.1f} '
+      f'| {seconds[0]:.1f} / {seconds[1]:.1f} |'
+    )
+  return lines
+
+
+def main() -> None:
+  rows = writer.read(ROOT / 'results')
+  accused = [
+    f'- {r["set"]}: {r["name"]}: {", ".join(r["found"])} ({r["detail"]})'
+    for r in rows
+    if not r['wanted'] and r['found']
+  ]
+  parts = [
+    [_overall(rows)],
+    _by_set(rows),
+    _by_monitor(rows),
+    _graded(rows),
+    ['Accused though honest:', '', *(accused or ['- nobody'])],
+  ]
+  text = '\n\n'.join('\n'.join(part) for part in parts if part) + '\n'
+  (ROOT / 'table.md').write_text(text)
+  print(text)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,192 @@
+"""Scans labelled trajectories, and grades originals of real tasks.
+
+  python -m experiments.studies.monitors.run --tasks=runs/tasks
+
+Writes a line per trajectory to results/metrics.jsonl: what was to be found and
+what was. Wheels of the releases are fetched by pip, once. Without --tasks the
+sets that need no tasks are scanned.
+"""
+
+import collections
+import dataclasses
+import pathlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from absl import app, flags
+
+from composer_jax.agent import demonstrations, episode
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
+from composer_jax.tasks import grading, monitors, repository
+from composer_jax.telemetry import writer
+from composer_jax.text import tokenizer as tokenizers
+from experiments.studies.monitors import labelled, releases
+
+_TASKS = flags.DEFINE_string('tasks', '', 'A folder made by make_tasks.')
+_PER_PACKAGE = flags.DEFINE_integer('per_package', 6, 'Tasks of each package.')
+_REQUIRES = flags.DEFINE_list(
+  'requires',
+  [],
+  'Installed distributions that tests import, beside those of '
+  'which the task set tells.',
+)
+_EPISODES = flags.DEFINE_integer('episodes', 300, 'Scripted demonstrations.')
+_WHEELS = flags.DEFINE_string('wheels', 'runs/wheels', 'Kept by pip.')
+_RESULTS = flags.DEFINE_string(
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Written anew.'
+)
+LIMITS = base.Limits(
+    wall_s=120.0, cpu_s=120.0, memory_bytes=2 << 30, processes=64,
+    file_bytes=64 << 20, output_bytes=16 << 20,
+)  # fmt: skip
+# Every flaw that the scripted policy knows, often.
+NOISE = demonstrations.Noise(
+    wrong_tool=0.1, wrong_arguments=0.1, detour=0.2, skip_read=0.2,
+    wrong_edit=0.4, broken_edit=0.1, skip_test=0.2, give_up=0.2,
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def scanned(group: str, cases: Iterator[labelled.Labelled]) -> Iterator[Row]:
+  for case in cases:
+    findings = monitors.scan(case.evidence)
+    yield {
+      'set': group,
+      'name': case.name,
+      'wanted': case.wanted,
+      'found': list(monitors.flags(findings)),
+      'detail': '; '.join(finding.detail for finding in findings)[:200],
+    }
+
+
+def episodes(count: int) -> Iterator[Row]:
+  """Demonstrations of the list functions, as pretraining has them."""
+  tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'], 270)
+  played = demonstrations.transcripts(
+    tokenizer,
+    seed=0,
+    count=count,
+    noise=NOISE,
+    options=episode.EpisodeOptions(max_tokens=4000, max_call_tokens=400),
+  )
+  for rollout in played:
+    yield {
+      'set': 'demonstrations',
+      'name': rollout.task_id,
+      'wanted': '',
+      'found': list(rollout.flags),
+      'detail': '',
+    }
+
+
+_READABLE = ('.py', '.md', '.rst', '.txt', '.cfg', '.toml')
+
+
+def views(tasks: repository.TaskSet) -> Iterator[labelled.Labelled]:
+  """Policies that read all of a real task's view, and a leak of its original.
+
+  Leaks are of the tiers in which more than a few lines are gone.
+  """
+  images: dict[str, dict[str, str]] = {}
+  for task in tasks.tasks:
+    folder = tasks.root / task.image
+    if task.image not in images:
+      images[task.image] = {
+        path.relative_to(folder).as_posix(): path.read_text(errors='replace')
+        for path in sorted(folder.rglob('*'))
+        if path.suffix in _READABLE and path.is_file()
+      }
+    texts = {**images[task.image], **task.changes}
+    found = monitors.Evidence(
+      calls=tuple(labelled.read(p, t or '') for p, t in texts.items()),
+      before={p: task.changes[p] or '' for p in task.solution},
+      original=task.solution,
+      package=task.package,
+    )
+    name = task.task_id
+    yield labelled.Labelled(name=f'reads {name}', wanted='', evidence=found)
+    path, text = max(task.solution.items(), key=lambda item: len(item[1]))
+    calls = (*found.calls, labelled.run(f'cat old/{path}', text))
+    leaked = dataclasses.replace(found, calls=calls)
+    if task.tier in ('class', 'file'):
+      yield labelled.Labelled(
+        name=f'leaks {name}', wanted='leaked_code', evidence=leaked
+      )
+
+
+def gold(tasks: repository.TaskSet, per_package: int) -> Iterator[Row]:
+  """The original of real tasks, graded, by somebody who reads first."""
+  seen: collections.Counter = collections.Counter()
+  requires = {
+    name
+    for package in tasks.packages.values()
+    for name in package.facts.get('requires', ())
+  }
+  names = sorted({'pytest', *requires, *_REQUIRES.value})
+  with sandbox_open.open_sandbox(
+    'auto', LIMITS, images=tasks.root, packages=names
+  ) as sandbox:
+    for task in tasks.tasks:
+      kind = task.package, task.tier
+      if seen[task.package] >= per_package or seen[kind] >= 2:
+        continue
+      seen.update([task.package, kind])
+      yield _graded(task, sandbox)
+
+
+def _graded(task: repository.RepositoryTask, sandbox: base.Sandbox) -> Row:
+  calls = [
+    labelled.read(path, text or '') for path, text in task.changes.items()
+  ]
+  for path, text in task.solution.items():
+    calls += [labelled.write(path, text), labelled.read(path, text)]
+  start = time.monotonic()
+  changes = {**task.view(), **task.restored()}
+  grade = grading.grade(task, changes, sandbox, finished=True, seed=0)
+  seconds = time.monotonic() - start
+  found = monitors.scan(
+    monitors.of_repository(task, tuple(calls), changes, grade)
+  )
+  held_out = grade.details.get('held_out_inputs', {})
+  return {
+    'set': 'real tasks',
+    'name': task.task_id,
+    'wanted': '',
+    'found': sorted({*grade.flags, *monitors.flags(found)}),
+    'detail': grade.verdict.detail,
+    'package': task.package,
+    'paid': grade.verdict.passed,
+    'canaries': grade.details.get('canaries', 0),
+    'inputs': sum(held_out.get('calls', ())),
+    'agreed': sum(held_out.get('agreed', ())),
+    'seconds': round(seconds, 2),
+    'suite_seconds': grade.details.get('seconds', 0.0),
+  }
+
+
+def rows() -> Iterator[Row]:
+  yield from scanned('scripted attacks', labelled.attacks())
+  yield from scanned('scripted honest', labelled.honest())
+  yield from scanned('releases', releases.edits(pathlib.Path(_WHEELS.value)))
+  yield from episodes(_EPISODES.value)
+  if _TASKS.value:
+    found = repository.load(_TASKS.value)
+    yield from scanned('views of real tasks', views(found))
+    yield from gold(found, _PER_PACKAGE.value)
+
+
+def main(argv: list[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+  shutil.rmtree(_RESULTS.value, ignore_errors=True)
+  with writer.Writer(_RESULTS.value, tensorboard=False) as log:
+    for step, row in enumerate(rows()):
+      log.write('monitors', step, **row)
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,118 @@
+"""Turns results/ into table.md and a plot; computes nothing else.
+
+python -m experiments.studies.summary.analyze
+"""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from composer_jax.telemetry import intervals, writer
+
+ROOT = pathlib.Path(__file__).parent
+NAMES = {
+  'sft': 'before RL',
+  'chain': 'chain',
+  'masked': 'summaries masked',
+}
+_MARKS = (10, 50, 100, 150)
+
+Row = dict[str, Any]
+
+
+def read(results: pathlib.Path) -> list[Row]:
+  """Lines of all seeds, each of which has a folder."""
+  folders = sorted(results.glob('seed_*'))
+  return [row for folder in folders for row in writer.read(folder)]
+
+
+def curve(rows: list[Row], arm: str, seed: int) -> np.ndarray:
+  """Rate of right answers by step of RL, of its rollouts."""
+  found = {
+    r['step']: r['pass_rate']
+    for r in rows
+    if r['stage'] == 'rl' and (r['arm'], r['seed']) == (arm, seed)
+  }
+  return np.array([found[step] for step in sorted(found)])
+
+
+def _of(rows: list[Row], arm: str, seed: int, name: str) -> Row | None:
+  """The last evaluation of that kind."""
+  found = [
+    r
+    for r in rows
+    if r['stage'] == 'eval'
+    and (r['arm'], r['seed'], r['name']) == (arm, seed, name)
+  ]
+  return found[-1] if found else None
+
+
+def _shown(row: Row | None, what: str) -> str:
+  if row is None:
+    return 'not run'
+  passed = round(row[what] * row['episodes'])
+  low, high = intervals.wilson(passed, row['episodes'])
+  return f'{row[what]:.3f} [{low:.3f}, {high:.3f}]'
+
+
+def table(rows: list[Row]) -> str:
+  """Held-out rates of every seed and arm, and means of ten steps of RL."""
+  marks = ' | '.join(f'steps to {m}' for m in _MARKS)
+  lines = [
+    '| arm | seed | short streams | carried | long streams | random summaries '
+    f'| {marks} |',
+    '| --- ' * (6 + len(_MARKS)) + '|',
+  ]
+  seeds = sorted({r['seed'] for r in rows if 'seed' in r and 'arm' in r})
+  for arm, words in NAMES.items():
+    for seed in seeds:
+      judged = [
+        _shown(_of(rows, arm, seed, name), what)
+        for name, what in (
+          ('short', 'pass_rate'),
+          ('short', 'carried'),
+          ('long', 'pass_rate'),
+          ('amnesic', 'pass_rate'),
+        )
+      ]
+      rates = curve(rows, arm, seed)
+      means = [
+        f'{rates[m - 10 : m].mean():.3f}' if len(rates) >= m else ''
+        for m in _MARKS
+      ]
+      cells = ' | '.join([words, str(seed), *judged, *means])
+      lines.append(f'| {cells} |')
+  return '\n'.join(lines) + '\n'
+
+
+def _plot(rows: list[Row]) -> None:
+  import matplotlib
+
+  matplotlib.use('agg')
+  import matplotlib.pyplot as plt
+
+  figure, axes = plt.subplots(figsize=(6, 4), layout='constrained')
+  for color, arm in (('C0', 'chain'), ('C1', 'masked')):
+    for seed in sorted({r['seed'] for r in rows if r.get('arm') == arm}):
+      rates = curve(rows, arm, seed)
+      smooth = np.convolve(rates, np.ones(5) / 5, 'valid')
+      label = NAMES[arm] if seed == 0 else None
+      axes.plot(np.arange(5, len(rates) + 1), smooth, color=color, label=label)
+  axes.axhline(1 / 8, color='grey', linestyle=':', label='last window alone')
+  axes.set(xlabel='step of RL', ylabel='right answers (5 steps)', ylim=(0, 1))
+  axes.legend()
+  figure.savefig(ROOT / 'curves.png', dpi=100)
+  plt.close(figure)
+
+
+def main() -> None:
+  rows = read(ROOT / 'results')
+  text = table(rows)
+  (ROOT / 'table.md').write_text(text)
+  print(text)
+  _plot(rows)
+
+
+if __name__ == '__main__':
+  main()

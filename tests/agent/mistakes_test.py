@@ -1,0 +1,185 @@
+"""Laws of hints: on which turns, where, and what they say."""
+
+import numpy as np
+import pytest
+
+from composer_jax.agent import mistakes
+from composer_jax.core import turns
+from composer_jax.text import chat
+from composer_jax.text import tokenizer as tokenizer_lib
+
+TOOLS = ('read', 'edit', 'finish')
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return tokenizer_lib.Tokenizer.train(['read stats.py'], 270)
+
+
+def usage(tool):
+  return f'{tool} PATH'
+
+
+def played(tokenizer, calls):
+  """Moments of (call, answer, outcome, open to-dos) and their window."""
+  parts = [chat.user(tokenizer, 'Restore it.'), chat.call_prefix(tokenizer)]
+  moments = []
+  for i, (call, answer, outcome, todos) in enumerate(calls):
+    start = sum(map(len, parts))
+    parts.append(np.append(tokenizer.encode(call), tokenizer.END))
+    invalid = outcome in turns.INVALID_OUTCOMES
+    moments.append(
+      mistakes.Moment(
+        turn=turns.Turn(
+          trajectory=0,
+          start=start,
+          stop=start + len(parts[-1]),
+          tool='' if invalid else call.split()[0],
+          outcome=outcome,
+        ),
+        call=call,
+        answer=answer,
+        is_final=i == len(calls) - 1,
+        open_todos=todos,
+      )
+    )
+    parts += [chat.tool(tokenizer, answer), chat.call_prefix(tokenizer)]
+  return moments, np.concatenate(parts[:-2]).astype(np.int32)
+
+
+CALLS = [
+  ('open a.py', 'error: no such tool', turns.UNKNOWN_TOOL, 2),
+  ('read a.py', 'text', turns.OK, 2),
+  ('read', 'error: read takes 1 argument', turns.BAD_ARGUMENTS, 2),
+  ('edit a.py', 'error: not\nfound', turns.FAILED_EDIT, 2),
+  ('read b.py', '1 failed', turns.FAILED, 2),
+  ('?', 'error: not a call', turns.NOT_A_CALL, 2),
+  ('finish', 'finished', turns.OK, 2),
+]
+
+
+def hints_of(tokenizer, calls=CALLS, **fields):
+  moments, tokens_T = played(tokenizer, calls)
+  detectors = fields.pop('detectors', mistakes.DETECTORS)
+  found = mistakes.hints_of(
+    moments,
+    [tokens_T],
+    tokenizer,
+    mistakes.HintOptions(**({'max_hints': 10} | fields)),
+    tools=TOOLS,
+    usage=usage,
+    detectors=detectors,
+  )
+  return found, moments, tokens_T
+
+
+def text(tokenizer, hint):
+  ((message),) = chat.turns(tokenizer, hint.tokens_T)
+  assert message['role'] == 'tool'
+  return message['text']
+
+
+def test_each_faulty_turn_gets_the_hint_of_its_mistake(tokenizer):
+  found, moments, _ = hints_of(tokenizer)
+  at_turn = {m.turn.start: i for i, m in enumerate(moments)}
+  assert [(at_turn[h.start], h.kind) for h in found] == [
+    (0, 'unknown_tool'),
+    (2, 'bad_arguments'),
+    (3, 'failed_edit'),
+    (5, 'not_a_call'),
+    (6, 'unfinished_todo'),
+  ]
+  assert [text(tokenizer, h) for h in found] == [
+    'Reminder: the available tools are read, edit, finish.',
+    'Reminder: usage: read PATH. Avoid: error: read takes 1 argument',
+    'Reminder: look before you edit. Avoid: error: not found',
+    'Reminder: write one short call of read, edit, finish.',
+    'Reminder: 2 to-dos are open; do them first.',
+  ]
+
+
+def test_a_hint_stands_where_a_message_may(tokenizer):
+  """Between the answer before and the marker that opens the call."""
+  found, _, tokens_T = hints_of(tokenizer)
+  for hint in found:
+    read_T = np.concatenate(
+      [
+        tokens_T[: hint.at],
+        hint.tokens_T,
+        tokens_T[hint.at : hint.stop],
+      ]
+    )
+    *before, said, call = chat.turns(tokenizer, read_T)
+    assert said == {'role': 'tool', 'text': text(tokenizer, hint)}
+    assert call['role'] == 'call'
+    assert before == chat.turns(tokenizer, tokens_T[: hint.at])
+    assert tokens_T[hint.start - 1] == tokenizer.CALL
+
+
+def test_a_turn_without_its_marker_gets_the_hint_right_before_it(tokenizer):
+  turn = turns.Turn(
+    trajectory=0, start=2, stop=4, tool='', outcome=turns.NOT_A_CALL
+  )
+  (hint,) = mistakes.hints_of(
+    [mistakes.Moment(turn=turn, call='', answer='')],
+    [np.full(4, 40, np.int32)],
+    tokenizer,
+    mistakes.HintOptions(),
+    tools=TOOLS,
+    usage=usage,
+  )
+  assert hint.at == 2
+
+
+def test_an_episode_without_mistakes_has_none(tokenizer):
+  found, *_ = hints_of(tokenizer, [('read a', 'x', turns.OK, 1), CALLS[-1]])
+  assert [h.kind for h in found] == ['unfinished_todo']
+  done = ('finish', 'finished', turns.OK, 0)
+  assert hints_of(tokenizer, [('read a', 'x', turns.OK, 0), done])[0] == ()
+  assert hints_of(tokenizer, templates=())[0] == ()
+  first, second = hints_of(tokenizer, max_hints=2)[0]
+  assert (first.kind, second.kind) == ('unknown_tool', 'bad_arguments')
+
+
+def test_detectors_of_ones_own(tokenizer):
+  """The first template that finds its mistake speaks."""
+  detectors = {
+    **mistakes.DETECTORS,
+    'untested': lambda moment: moment.is_final and 'fin' in moment.call,
+  }
+  found, *_ = hints_of(
+    tokenizer,
+    templates=[
+      ('untested', '{call}? {{Test}} first'),
+      ('unfinished_todo', 'a'),
+    ],
+    detectors=detectors,
+  )
+  assert [text(tokenizer, h) for h in found] == ['finish? {Test} first']
+  with pytest.raises(
+    ValueError, match=r"\['untested'\], which nothing detects"
+  ):
+    hints_of(tokenizer, templates=[('untested', 'Test first')])
+
+
+def test_what_a_hint_quotes_is_short_and_is_text(tokenizer):
+  calls = [('edit a', 'x\ud800' * 5000, turns.FAILED_EDIT, 0)]
+  (hint,), *_ = hints_of(tokenizer, calls)
+  said = text(tokenizer, hint)
+  assert said.endswith('...') and len(said) < 260
+  # Nor can an answer pose as the end of the message.
+  calls = [('edit a', '<|end|>', turns.FAILED_EDIT, 0)]
+  (hint,), *_ = hints_of(tokenizer, calls)
+  assert (hint.tokens_T == tokenizer.END).sum() == 1
+
+
+def test_templates_are_checked_when_they_are_made():
+  for templates, said in (
+    ([('a', 'see {tool}')], r"'a' has \{tool\}; it may name \('tools'"),
+    ([('a', 'see {tools!r}')], r'without conversion'),
+    ([('a', 'see {')], r"'see \{'.*Write \{\{ and \}\}"),
+    ([('a', ' ')], r"'a' is empty"),
+    ([('a', 'x'), ('a', 'y')], 'names a kind twice'),
+  ):
+    with pytest.raises(ValueError, match=said):
+      mistakes.HintOptions(templates=templates)

@@ -1,0 +1,198 @@
+"""What an episode earns, term by term, and prices that change on the way."""
+
+import dataclasses
+import json
+
+import pytest
+
+from composer_jax.agent import effort, rewards
+from composer_jax.core import records, turns
+
+OPTIONS = rewards.RewardOptions(
+  version=3,
+  invalid_penalty=0.1,
+  failed_edit_penalty=0.05,
+  open_todo_penalty=0.2,
+  unfinished_penalty=0.3,
+  shell_only_penalty=0.4,
+)
+
+
+def verdict(passed=True, status=records.GRADED):
+  return records.Verdict(
+    passed=passed,
+    num_passed=3 * passed,
+    num_tests=3,
+    status=status,
+    sandbox_level='none',
+  )
+
+
+def played(*outcomes):
+  """Turns of these outcomes, or of these tools where no outcome is named."""
+  found = []
+  for i, name in enumerate(outcomes):
+    outcome = name if name in turns.OUTCOMES else turns.OK
+    nameless = outcome in (*turns.INVALID_OUTCOMES, turns.SUMMARY)
+    tool = 'edit' if name == outcome else name
+    found.append(
+      turns.Turn(
+        trajectory=0,
+        start=i,
+        stop=i + 1,
+        tool='' if nameless else tool,
+        outcome=outcome,
+      )
+    )
+  return found
+
+
+def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
+  facts = rewards.Facts(**{'num_sampled': 50, **facts})
+  return rewards.score(
+    judged or verdict(), played(*outcomes), facts, flags, options
+  )
+
+
+@pytest.mark.parametrize(
+  'outcomes, fields, terms',
+  [
+    (['edit', 'finish'], {}, {'success': 1.0}),
+    (
+      ['unknown_tool', 'bad_arguments', 'not_a_call', 'finish'],
+      {},
+      {'success': 1.0, 'invalid': -0.3},
+    ),
+    (
+      ['failed_edit', 'failed', 'finish'],
+      {},
+      {'success': 1.0, 'failed_edit': -0.05},
+    ),
+    (['finish'], {'open_todos': 2}, {'success': 1.0, 'open_todo': -0.4}),
+    (
+      ['edit'],
+      {'judged': verdict(False, records.UNFINISHED)},
+      {'success': 0.0, 'unfinished': -0.3},
+    ),
+    # Everything by the shell; twice is no habit, and one edit is something.
+    (
+      ['run', 'run', 'run', 'finish'],
+      {},
+      {'success': 1.0, 'shell_only': -0.4},
+    ),
+    (['run', 'run', 'finish'], {}, {'success': 1.0}),
+    (['run', 'run', 'run', 'edit', 'finish'], {}, {'success': 1.0}),
+    # A summary is no call.
+    (['summary', 'edit', 'finish'], {}, {'success': 1.0}),
+  ],
+)
+def test_terms_are_what_they_say_and_add_up(outcomes, fields, terms):
+  reward, found = score(*outcomes, **fields)
+  assert found == pytest.approx(terms)
+  assert reward == pytest.approx(sum(terms.values()))
+
+
+def test_a_flagged_rollout_earns_nothing_and_keeps_its_penalties():
+  reward, terms = score('not_a_call', 'finish', flags=('reads_cache',))
+  assert terms == {'success': 1.0, 'flagged': -1.0, 'invalid': -0.1}
+  assert reward == pytest.approx(-0.1)
+  # Failed honestly or hacked: no hack pays.
+  failed, _ = score('not_a_call', 'finish', judged=verdict(False))
+  assert reward <= failed
+
+
+def test_effort_is_the_concave_penalty_of_tokens_and_turns():
+  options = rewards.RewardOptions(
+    effort_coefficient=0.3,
+    effort_scale=40.0,
+    effort_q=0.5,
+    effort_turn_tokens=7.0,
+    effort_answer_weight=0.25,
+  )
+  reward, terms = score(
+    'edit', 'summary', 'finish', options=options, num_answered=80
+  )
+  x = 50 + 3 * 7 + 80 / 4
+  want = 0.3 * effort.concave(x, 1 / 40, 0.5) / 40
+  assert terms['effort'] == pytest.approx(-want)
+  assert reward == 1 - want
+
+
+def test_no_prices_leave_the_success():
+  free = rewards.RewardOptions()
+  assert score('not_a_call', 'finish', options=free)[0] == 1.0
+  assert score('run', options=free, judged=verdict(False))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+  'fields, told',
+  [
+    ({'invalid_penalty': -1.0}, r'invalid_penalty \(-1\.0\) must not be neg'),
+    ({'open_todo_penalty': float('nan')}, r'open_todo_penalty \(nan\)'),
+    ({'effort_q': -1.0}, r'rewards\.effort_q must be at least 0, not -1\.0'),
+    ({'effort_scale': 0.0}, r'rewards\.effort_scale must be positive, not 0'),
+    ({'version': -1}, r'version \(-1\)'),
+    ({'version': 1.5}, r'version \(1\.5\)'),
+    ({'invalid_penalty': 'much'}, "invalid_penalty must be a number, not 'mu"),
+  ],
+)
+def test_impossible_prices_are_named(fields, told):
+  with pytest.raises(ValueError, match=told):
+    rewards.RewardOptions(**fields)
+
+
+@pytest.fixture
+def switch(tmp_path):
+  said = []
+  first = rewards.RewardOptions(invalid_penalty=0.1, effort_coefficient=0.2)
+  return rewards.Switch(tmp_path / rewards.FILE, first, said.append), said
+
+
+def write(tmp_path, fields):
+  text = fields if isinstance(fields, str) else json.dumps(fields)
+  (tmp_path / rewards.FILE).write_text(text)
+
+
+def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
+  switch, tmp_path
+):
+  found, said = switch
+  before = found.of_group(0)
+  assert (before.version, before.invalid_penalty) == (0, 0.1)
+  write(tmp_path, {'version': 2, 'open_todo_penalty': 0.5})
+  after = found.of_group(1)
+  assert after == dataclasses.replace(before, version=2, open_todo_penalty=0.5)
+  # A member that begins late is paid as the others of its group.
+  assert found.of_group(0) == before and found.of_group(1) == after
+  assert len(said) == 1 and 'version 2' in said[0]
+  # What a file does not name is the config's, not an earlier file's.
+  write(tmp_path, {'version': 3})
+  assert found.of_group(2) == dataclasses.replace(before, version=3)
+  (tmp_path / rewards.FILE).unlink()
+  assert found.of_group(3).version == 3
+
+
+@pytest.mark.parametrize(
+  'fields, told',
+  [
+    ('{"version": 2', 'Expecting'),
+    ({'invalid_penalty': 0.5}, 'at least "version"'),
+    ([1], 'JSON object'),
+    ({'version': 1}, r'version \(1\) must exceed the one in force \(1\)'),
+    ({'version': 2, 'invalid': 0.5}, 'unknown fields invalid; .*invalid_pen'),
+    ({'version': 2, 'invalid_penalty': -1}, r'invalid_penalty \(-1\)'),
+    ({'version': '2'}, "version must be a number, not '2'"),
+  ],
+)
+def test_a_wrong_file_is_told_once_and_changes_nothing(
+  switch, tmp_path, fields, told
+):
+  found, said = switch
+  write(tmp_path, {'version': 1, 'invalid_penalty': 0.3})
+  right = found.of_group(0)
+  write(tmp_path, fields)
+  for group in (1, 2, 3):
+    assert found.of_group(group) == right
+  assert len(said) == 2
+  with pytest.raises(ValueError, match=told):
+    raise ValueError(said[1])

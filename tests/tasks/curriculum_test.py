@@ -1,0 +1,241 @@
+"""Which tasks are drawn: the hard more often, the solved not, none twice."""
+
+import json
+
+import numpy as np
+import pytest
+
+from composer_jax.core import records
+from composer_jax.tasks import curriculum
+
+OPTIONS = curriculum.CurriculumOptions(
+  enabled=True, prior_groups=0.0, solved_groups=2, max_weight=100.0
+)
+PROMPTS = 3
+
+
+def candidates(count, labels=('easy', 'hard')):
+  return [
+    curriculum.Candidate(task_id=f'task/{i}', labels=(labels[i % len(labels)],))
+    for i in range(count)
+  ]
+
+
+def outcome(task_id='t', group=0, **fields):
+  usual = {'judged': 4, 'passed': 2, 'turns': 8, 'tokens': 400}
+  return curriculum.Outcome(group=group, task_id=task_id, **{**usual, **fields})
+
+
+def known(options=OPTIONS, **by_label):
+  """A Difficulty that has seen (groups, outcome) of each label."""
+  found = curriculum.Difficulty(options)
+  for label, (groups, one) in by_label.items():
+    for _ in range(groups):
+      found.add(one, [label])
+  return found
+
+
+def test_weight_is_relative_turns_times_relative_tokens():
+  found = known(easy=(2, outcome()), hard=(2, outcome(turns=24, tokens=800)))
+  # Of all: 16 turns and 600 tokens a group.
+  assert found.weight('easy') == pytest.approx(8 / 16 * 400 / 600)
+  assert found.weight('hard') == pytest.approx(24 / 16 * 800 / 600)
+  assert found.weight('unseen') == 1
+  both = found.task_weight(['easy', 'hard'])
+  assert both == pytest.approx((1 / 3 * 2) ** 0.5)
+
+
+def test_weight_rises_with_difficulty_and_stays_in_its_bounds():
+  options = curriculum.CurriculumOptions(max_weight=2.0, prior_groups=0.0)
+  labels = {f'l{i}': (1, outcome(turns=4 * (i + 1))) for i in range(9)}
+  found = known(options, **labels)
+  weights = [found.weight(label) for label in labels]
+  assert weights == sorted(weights)
+  assert weights[0] == 0.5 and weights[-1] == pytest.approx(1.8)
+
+
+def test_few_groups_are_drawn_towards_the_mean():
+  options = curriculum.CurriculumOptions(prior_groups=4.0, tokens_power=0.0)
+  found = known(options, a=(4, outcome()), b=(4, outcome(turns=24)))
+  # (4 + 4 * 24/16) / 8
+  assert found.weight('b') == pytest.approx(1.25)
+
+
+def test_a_label_is_solved_by_its_rate_and_only_once_it_was_seen_enough():
+  solved = outcome(passed=4)
+  assert not known(easy=(1, solved)).is_solved('easy')
+  found = known(easy=(2, solved), hard=(2, outcome(passed=3)))
+  assert found.solved == ['easy']
+  assert found.task_weight(['easy']) == 0
+  # A part that is not solved keeps the whole.
+  assert found.task_weight(['easy', 'hard']) > 0
+
+
+def test_a_group_that_no_sandbox_judged_says_nothing():
+  broken = outcome(judged=0, passed=0, turns=0, tokens=0)
+  found = known(easy=(5, broken), hard=(2, outcome(passed=4)))
+  assert found.solved == ['hard'] and found.weight('easy') == 1
+
+
+def test_tasks_are_drawn_in_proportion_to_their_weights():
+  pool, weights = candidates(4), [1.0, 2.0, 5.0, 0.0]
+  count = 4000
+  found = [
+    curriculum.draw(pool, weights, 1, (0, i))[0].task_id for i in range(count)
+  ]
+  shares = [found.count(c.task_id) / count for c in pool]
+  # Four standard deviations of the largest.
+  np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8, 0], atol=0.031)
+
+
+def test_the_solved_come_last_and_only_where_nothing_else_is_left():
+  pool = candidates(6)
+  drawn = curriculum.draw(pool, [0, 1, 0, 1, 0, 1], 5, (3,))
+  assert {c.labels for c in drawn[:3]} == {('hard',)}
+  assert {c.labels for c in drawn[3:]} == {('easy',)}
+  with pytest.raises(ValueError, match='7 tasks are due and 6 are left'):
+    curriculum.draw(pool, [1.0] * 6, 7, (3,))
+
+
+def play(task_id, group):
+  """Even tasks are easy and always solved, odd ones take long."""
+  index = int(task_id.split('/')[1])
+  hard = {'passed': 1, 'turns': 40, 'tokens': 4000}
+  return outcome(task_id, group, **(hard if index % 2 else {'passed': 4}))
+
+
+def begin(ledger, **fields):
+  fields = {'max_staleness': 1, 'seed': 5, **fields}
+  return curriculum.Curriculum(
+    lambda step: candidates(120), ledger, OPTIONS, prompts=PROMPTS, **fields
+  )
+
+
+def train(found, ledger, first, steps):
+  """Draws and trains steps; returns the task ids of all groups."""
+  ids = []
+  for step in range(first, steps):
+    groups = range(step * PROMPTS, (step + 1) * PROMPTS)
+    ids += [found.task_of(g) for g in groups]
+    ledger.put(step, [play(found.task_of(g), g) for g in groups])
+  return ids
+
+
+@pytest.fixture
+def ledger(tmp_path):
+  return curriculum.Ledger(tmp_path / 'curriculum')
+
+
+def test_no_task_is_drawn_twice_and_hard_ones_take_over(ledger):
+  ids = train(begin(ledger), ledger, 0, 20)
+  assert len(set(ids)) == len(ids) == 60
+  hard = [int(i.split('/')[1]) % 2 for i in ids]
+  assert 0 < sum(hard[:6]) < 6
+  # Solved after two groups: every later one is hard.
+  assert all(hard[15:])
+
+
+def test_a_killed_run_draws_what_it_would_have_drawn(ledger):
+  untouched = train(begin(ledger), ledger, 0, 12)
+  # Killed with steps trained that no checkpoint holds.
+  ledger.truncate(7)
+  assert not ledger.path(7).exists() and ledger.path(6).exists()
+  again = train(begin(ledger), ledger, 7, 12)
+  assert again == untouched[7 * PROMPTS :]
+
+
+def test_writing_a_step_again_counts_it_once(ledger):
+  once = train(begin(ledger), ledger, 0, 6)
+  rows = ledger.get(3)
+  ledger.put(3, reversed(rows))
+  assert ledger.get(3) == rows
+  assert [begin(ledger).task_of(g) for g in range(18)] == once
+
+
+def test_what_is_drawn_depends_on_no_step_within_the_staleness_bound(ledger):
+  """A step's groups are started when those before it are still untrained."""
+  found = begin(ledger)
+  train(found, ledger, 0, 5)
+  ahead = [found.task_of(g) for g in range(6 * PROMPTS, 7 * PROMPTS - 1)]
+  assert len(ahead) == PROMPTS - 1  # step 5 is not in the ledger
+  with pytest.raises(ValueError, match=r'000005\.json is missing.*step 5'):
+    found.task_of(7 * PROMPTS)
+
+
+def test_a_ledger_of_another_run_is_refused(ledger):
+  train(begin(ledger), ledger, 0, 4)
+  with pytest.raises(ValueError, match='of another run'):
+    begin(ledger, seed=6).task_of(3 * PROMPTS)
+  ledger.path(1).write_text(json.dumps([{'grp': 1}]))
+  with pytest.raises(ValueError, match=r'000001\.json is damaged'):
+    begin(ledger).task_of(4 * PROMPTS)
+
+
+def test_weights_of_a_step_are_those_of_its_draw(ledger):
+  found = begin(ledger)
+  train(found, ledger, 0, 10)
+  assert found.weights_of(0) == [1.0] * PROMPTS
+  assert min(found.weights_of(9)) > 1
+  told = found.measure(9)
+  assert told['solved_labels'] == 1 and told['difficulty'] > 1
+
+
+def rollout(member, passed, flags=(), status=records.GRADED):
+  trajectory = records.Trajectory(
+    tokens_T=np.arange(5, dtype=np.int32),
+    loss_mask_T=np.array([False, True, False, True, True]),
+    logprobs_T=np.zeros(5, np.float32),
+    expert_ids_TMA=np.zeros((5, 1, 1), np.uint16),
+    policy_version_T=np.zeros(5, np.int32),
+    temperature=1.0,
+  )
+  verdict = records.Verdict(
+    passed=passed,
+    num_passed=int(passed),
+    num_tests=1,
+    status=status,
+    sandbox_level='none',
+  )
+  return records.Rollout(
+    task_id='t',
+    group=7,
+    member=member,
+    trajectories=(trajectory, trajectory),
+    verdict=verdict,
+    reward=0.0,
+    num_turns=4,
+    num_invalid=0,
+    flags=flags,
+  )
+
+
+def test_an_outcome_counts_all_windows_and_no_hack(ledger):
+  group = records.Group(
+    group=7,
+    task_id='t',
+    rollouts=(
+      rollout(0, True),
+      rollout(1, True, flags=('reads_cache',)),
+      rollout(2, False, status=records.INFRASTRUCTURE),
+    ),
+  )
+  found = curriculum.outcome_of(group)
+  assert found == outcome(group=7, judged=2, passed=1, turns=8, tokens=12)
+  begin(ledger).record(2, [group])
+  assert ledger.get(2) == [found]
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('candidates', 0),
+    ('turns_power', -1.0),
+    ('max_weight', 0.5),
+    ('solved_rate', 0.0),
+    ('solved_groups', 0),
+  ],
+)
+def test_impossible_options_are_named(name, value):
+  told = rf'config\.curriculum\.{name} must .* not {value}'
+  with pytest.raises(ValueError, match=told):
+    curriculum.CurriculumOptions(**{name: value})
