@@ -10,8 +10,6 @@ archives into --archives to have nothing fetched. All else of a package runs in
 the sandbox.
 """
 
-import email
-import re
 import time
 
 from absl import flags
@@ -29,21 +27,8 @@ _FOLDERS = flags.DEFINE_list(
 )
 
 
-def licence_of(files) -> str:
-  """Reads what the metadata declares, else the text of the licence."""
-  from composer_jax.data import licences
-
-  found = licences.of_metadata(
-    email.message_from_bytes(files.get('PKG-INFO', b''))
-  )
-  for path in sorted(files):
-    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path, re.I)
-    if found == licences.UNKNOWN and is_licence:
-      found = licences.of_text(files[path].decode('utf-8', 'replace'))
-  return found
-
-
 def run() -> None:
+  from composer_jax.data import licences
   from composer_jax.sandbox import base
   from composer_jax.sandbox import open as sandboxes
   from composer_jax.tasks import deletion_set, deletion_workspace, sdists
@@ -67,7 +52,7 @@ def run() -> None:
     open_sandbox=lambda root, needs: sandboxes.open_sandbox(
       level, limits, size=workers, images=root, packages=needs
     ),
-    licence_of=licence_of,
+    licence_of=licences.of_sdist,
     workers=workers,
     progress=lambda line: print(line, flush=True),
   )

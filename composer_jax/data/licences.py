@@ -1,8 +1,10 @@
 """Names the licence of a package from what it declares."""
 
+import email
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN = 'unknown'
@@ -68,3 +70,13 @@ def of_folder(folder: str | os.PathLike) -> str:
     if is_licence and path.is_file():
       return of_text(path.read_bytes().decode('utf-8', 'replace'))
   return UNKNOWN
+
+
+def of_sdist(files: Mapping[str, bytes]) -> str:
+  """Reads what an sdist's metadata declares, else the text of its licence."""
+  found = of_metadata(email.message_from_bytes(files.get('PKG-INFO', b'')))
+  for path in sorted(files):
+    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path, re.I)
+    if found == UNKNOWN and is_licence:
+      found = of_text(files[path].decode('utf-8', 'replace'))
+  return found

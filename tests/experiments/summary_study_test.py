@@ -1,15 +1,17 @@
 """Laws of the study of summaries; its README shows the table of its results."""
 
+import pathlib
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from composer_jax.agent import episode
-from experiments.studies.summary import analyze, run, stream, training
+from experiments.studies.summary import analyze, stream, training
 
+ROOT = pathlib.Path(__file__).parents[2]
 TOKENIZER = stream.Words()
 
 
@@ -119,9 +121,10 @@ def test_the_masked_arm_trains_all_but_summaries():
 
 @pytest.mark.slow
 def test_the_study_runs_and_trains_on_what_was_sampled(tmp_path):
-  flags.FLAGS.mark_as_parsed()
-  with flagsaver.flagsaver(quick=True, seeds=['0'], results=str(tmp_path)):
-    run.main(['run'])
+  # A process of its own: other studies have flags of these names.
+  command = [sys.executable, '-m', 'experiments.studies.summary.run']
+  command += ['--quick', '--seeds=0', f'--results={tmp_path}']
+  subprocess.run(command, cwd=ROOT, check=True)
   rows = analyze.read(tmp_path)
   steps = [r for r in rows if r['stage'] == 'rl']
   assert [(r['arm'], r['step']) for r in steps] == [

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from composer_jax.data import licences
 from composer_jax.tasks import deletion_workspace, repository, sdists
 from composer_jax.telemetry import writer
 from configs.tasks import packages
-from experiments import make_tasks
 from experiments.studies.deletion import analyze
 from tests.tasks import small_package
 
@@ -39,10 +39,10 @@ def test_wrong_options_are_named():
 
 def test_licences_come_from_metadata_or_the_text():
   mit = b'Permission is hereby granted, free of charge, to any person'
-  assert make_tasks.licence_of({'LICENSE.txt': mit}) == 'MIT'
+  assert licences.of_sdist({'LICENSE.txt': mit}) == 'MIT'
   declared = {'PKG-INFO': b'License-Expression: ISC\n', 'LICENSE': mit}
-  assert make_tasks.licence_of(declared) == 'ISC'
-  assert make_tasks.licence_of({'a.py': mit}) == 'unknown'
+  assert licences.of_sdist(declared) == 'ISC'
+  assert licences.of_sdist({'a.py': mit}) == 'unknown'
 
 
 def test_the_study_shows_its_results():
