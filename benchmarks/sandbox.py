@@ -1,11 +1,13 @@
 """Milliseconds of sandboxed calls, programs and fresh repositories.
 
-  python -m benchmarks.sandbox
+  python -m benchmarks.sandbox [--quick]
 
-One JSON line per row and level that works here. Beside each time of a program
-stands the floor that was measured in turn with it, on the machine as busy as it
-then was: fork and exec of the interpreter alone, with nothing isolated, and how
-long the same program takes by itself.
+One JSON line per case and level that works here: `ours` and `peer` are medians
+of milliseconds taken in turn, on the machine as busy as it then was, `spread`
+how far the slowest twentieth of ours begins above its median. The peer of a
+program is fork and exec of the interpreter alone, with nothing isolated
+(`limit` too); of a suite, the same suite started by itself. The rest of a line
+is what a reader of one level wants to know.
 """
 
 import concurrent.futures
@@ -21,6 +23,7 @@ from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
+from composer_jax.telemetry import machine
 
 _LIMITS = base.Limits(
     wall_s=20.0, cpu_s=20.0, memory_bytes=512 << 20, processes=32,
@@ -30,11 +33,20 @@ _FILES = {
   'package/__init__.py': '',
   'package/stats.py': 'def total(values):\n  return sum(values)\n',
 }
-_TIMES = 100
+_QUICK = '--quick' in sys.argv
+_TIMES = 20 if _QUICK else 100
 _NUM_FILES, _FILE_BYTES = 400, 10_240
 _TEST = 'def test_one():\n  assert 1 + 1 == 2\n'
 _PYTEST = ('-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_one.py')
 _NO_PLUGINS = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
+_PEERS = ('bare_pytest_p50_ms', 'fork_exec_p50_ms')
+# Milliseconds at the median, of a level that isolates.
+_GOALS = {
+  'call': 15.0,
+  'python -c pass': 25.0,
+  'pytest, one test, warm': 60.0,
+  'fresh copy of a repository': 1.0,
+}
 # What of a sandbox the numbers depend on.
 _TOLD = ('seccomp', 'cgroup', 'uid', 'overlay', 'proc')
 
@@ -161,6 +173,27 @@ def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
   return rates | {'workers': 2}
 
 
+def _line(level: str, row: str, numbers: dict[str, Any]) -> dict[str, Any]:
+  """The fields that every benchmark has."""
+  ours = numbers.get('p50_ms')
+  peer = next((numbers[name] for name in _PEERS if name in numbers), None)
+  goal = _GOALS.get(row) if level != 'rlimits' else None
+  return {
+    'benchmark': 'sandbox',
+    'case': f'{level}: {row}',
+    'ours': ours,
+    'peer': peer,
+    'unit': 'ms' if ours else 'see the rest',
+    'ratio': round(ours / peer, 3) if ours and peer else None,
+    'spread': round(numbers['p95_ms'] / ours - 1, 3) if ours else None,
+    'limit': numbers.get('fork_exec_p50_ms'),
+    'goal': goal,
+    'met': None if goal is None else ours <= goal,
+    'command': f'python -m benchmarks.sandbox{" --quick" * _QUICK}',
+    'machine': machine.describe(),
+  }
+
+
 def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     images = pathlib.Path(folder)
@@ -179,7 +212,7 @@ def main() -> None:
           about: dict[str, Any] = sandbox.about
           about = about.get('boxes') or about
           told = {name: about.get(name) for name in _TOLD}
-          line = {'sandbox': level, 'row': row, **numbers, **told}
+          line = _line(level, row, numbers) | numbers | told
           line['load'] = round(os.getloadavg()[0], 1)
           print(json.dumps(line), flush=True)
 

@@ -4,7 +4,8 @@
 
 For each seed one SFT policy, and from it two arms of RL: the chain, whose
 summaries are trained with the reward of the episode, and the same with the loss
-of summaries masked. A run that results/ has is not run again.
+of summaries masked. An arm that results/ has is not run again; of one that was
+cut off the last line of each step counts.
 """
 
 import pathlib
@@ -35,17 +36,20 @@ def main(argv: list[str]) -> None:
     rows = writer.read(folder)
     if any(r['stage'] == 'end' for r in rows):
       continue
-    if rows:
-      raise ValueError(f'{folder} holds a run that was cut off; delete it.')
+    judged = {
+      r['arm'] for r in rows if r['stage'] == 'eval' and r['name'] == 'long'
+    }
     with writer.Writer(folder, tensorboard=False) as out:
       about = training.about(sizes)
       out.write('setup', 0, machine=machine.describe(), **about)
-      _run(seed, sizes, out)
+      _run(seed, sizes, out, judged)
       out.write('end', sizes.steps, cpu_s=time.process_time())
 
 
-def _run(seed: int, sizes: training.Sizes, out: writer.Writer) -> None:
-  """SFT, and RL of both arms from it."""
+def _run(
+  seed: int, sizes: training.Sizes, out: writer.Writer, judged: set[str]
+) -> None:
+  """SFT, and RL of both arms from it; those judged before are not run again."""
 
   def judge(variables: Any, arm: str, step: int) -> None:
     for name, pieces, episodes, amnesic in (
@@ -60,8 +64,11 @@ def _run(seed: int, sizes: training.Sizes, out: writer.Writer) -> None:
       out.write('eval', step, name=name, seed=seed, arm=arm, **found)
 
   start = training.imitate(sizes, seed)
-  judge(start, 'sft', 0)
+  if 'sft' not in judged:
+    judge(start, 'sft', 0)
   for arm in ARMS:
+    if arm in judged:
+      continue
     end, step = start, 0
     for end, history in training.reinforce(  # noqa: B007
       start, sizes, seed=seed, masked=arm == 'masked'
