@@ -183,8 +183,6 @@ class FunctionEnvironment:
       raise _bad_arguments(f'no function {function} in {path}') from None
     except ValueError:
       return 'error: syntax', turns_lib.FAILED_EDIT
-    if (path, function) != (self._task.path, self._task.function):
-      self._flags.add('edited_other_function')
     self.files[key] = edited
     return 'edited', turns_lib.OK
 

@@ -4,9 +4,10 @@
   python -m experiments.composer --config=configs/composer/tiny.py \
       --workdir=runs/tiny
 
-Nine and a half minutes on two quiet cores of an Intel Xeon: pretraining 2.1,
-SFT 1.8, RL 4.8. One run passed 0.68 of 200 held-out episodes before RL, 0.94
-after it; it was with muon.coefficients='keller'.
+About ten minutes on two cores: pretraining 2 to 3.5, SFT 1.8, RL 4.9. One run
+with hints passed 0.54 of 200 held-out episodes before RL and 0.91 after it, and
+its invalid calls went from 14.8 to 2.1 %. One of before there were hints, with
+muon.coefficients='keller', passed 0.68 and 0.94.
 
 Arguments after a colon: `tiny.py:smoke` runs every stage with numbers so small
 that the whole job takes seconds (the tests do).

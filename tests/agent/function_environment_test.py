@@ -141,11 +141,12 @@ def test_a_body_that_does_not_parse_is_a_valid_call_that_changes_nothing(
   assert workspace.files == TASK.files
 
 
-def test_an_edit_of_another_function_is_flagged(workspace):
+def test_an_edit_of_another_function_is_no_alarm(workspace):
   workspace.call(RIGHT)
   assert workspace.flags == ()
   workspace.call('edit stats.py other\nreturn 3')
-  assert workspace.flags == ('edited_other_function',)
+  # A mistake, and no way to be paid without solving the task.
+  assert workspace.flags == ()
 
 
 @pytest.mark.parametrize(

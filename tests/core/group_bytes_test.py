@@ -43,7 +43,7 @@ def make_group(*trajectories):
     num_turns=1,
     num_invalid=0,
     tools=('read', ''),
-    flags=('edited_other_function',),
+    flags=('forging_code',),
   )
   return records.Group(group=3, task_id='t', rollouts=(rollout,))
 
