@@ -136,3 +136,15 @@ def test_tokens_are_shifted_in_one_place_only(trees):
 def test_shifts_are_seen():
   source = 'a = tokens_BT[:, 1:]\nb = batch.tokens_BT[..., :-1]\nc = x[:, 1:]'
   assert token_shifts(ast.parse(source)) == [1, 2]
+
+
+def test_tasks_and_agent_parse_in_one_place():
+  """Python 3.11 fails with a SystemError where threads parse at once."""
+  found = [
+    name_of(path)
+    for package in ('tasks', 'agent')
+    for path in sorted((PACKAGE / package).rglob('*.py'))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == 'ast.parse'
+  ]
+  assert found == ['composer_jax/tasks/source.py']

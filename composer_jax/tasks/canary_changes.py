@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from composer_jax.tasks import other_values
+from composer_jax.tasks import other_values, source
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _OPPOSITE = {
@@ -41,6 +41,12 @@ _TRIES = 8
 
 # One mutation: changes the node in place.
 _Change = Callable[[], None]
+
+
+def _expression(text: str) -> ast.expr:
+  statement = source.parse(text).body[0]
+  assert isinstance(statement, ast.Expr)
+  return statement.value
 
 
 def mutants(
@@ -184,7 +190,7 @@ def _of_sides(
       (value,) = found
       changed = other_values.another(value, draw)
       if changed is not None:
-        new = ast.parse(repr(changed), mode='eval').body
+        new = _expression(repr(changed))
         yield functools.partial(_put, place, key, new)
     elif (
       kind == 'object' and not _literal(other) and (found or not any(literals))
@@ -229,7 +235,7 @@ def _parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
       changed = other_values.another(found[0], draw) if found else None
       if changed is None:
         break
-      new = ast.parse(repr(changed), mode='eval').body
+      new = _expression(repr(changed))
       changes.append((cells, column, new))
     if changes and len(changes) == len(rows):
       yield functools.partial(_put_all, changes)
