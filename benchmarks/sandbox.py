@@ -188,7 +188,7 @@ def _line(level: str, row: str, numbers: dict[str, Any]) -> dict[str, Any]:
     'spread': round(numbers['p95_ms'] / ours - 1, 3) if ours else None,
     'limit': numbers.get('fork_exec_p50_ms'),
     'goal': goal,
-    'met': None if goal is None else ours <= goal,
+    'met': None if goal is None or ours is None else ours <= goal,
     'command': f'python -m benchmarks.sandbox{" --quick" * _QUICK}',
     'machine': machine.describe(),
   }
