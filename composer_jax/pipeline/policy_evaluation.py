@@ -7,6 +7,7 @@ episodes are kept as they come, so a killed evaluation goes on.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -253,10 +254,13 @@ def _play(spec, options, tasks, played, out) -> None:
     if not _was_judged(played.get((task.task_id, sample)))
   ]
   total, lock = len(tasks) * options.samples, threading.Lock()
-  lines = append.AppendFile(out / EPISODES, 'an episode')
   with (
     job.open_runner(spec.sandbox, spec.tasks.folder) as runner,
     progress.Progress('eval', total, start=total - len(due)) as bar,
+    # Closed after the threads: what is under way at an error is kept as well.
+    contextlib.closing(
+      append.AppendFile(out / EPISODES, 'an episode')
+    ) as lines,
     futures.ThreadPoolExecutor(options.threads, 'episode') as threads,
   ):
     play = collect.episode_player(
@@ -286,8 +290,6 @@ def _play(spec, options, tasks, played, out) -> None:
       for future in waiting:
         future.cancel()
       raise
-    finally:
-      lines.close()
 
 
 def _was_judged(row: dict[str, Any] | None) -> bool:

@@ -139,3 +139,9 @@ def test_the_study_runs_and_trains_on_what_was_sampled(tmp_path):
   assert len(evaluated) == 9
   assert all(r['longest_window'] <= 48 for r in evaluated)
   assert '| chain' in analyze.table(rows)
+
+
+def test_the_study_shows_its_results():
+  text = analyze.table(analyze.read(analyze.ROOT / 'results'))
+  assert (analyze.ROOT / 'table.md').read_text() == text
+  assert text.strip() in (analyze.ROOT / 'README.md').read_text()
