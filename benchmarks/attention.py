@@ -49,10 +49,10 @@ def _causal(batch: int, length: int):
 
 
 def _blocked(q_BTNH, k_BSKH, v_BSKH):
-  from composer_jax.kernels import attention
+  from composer_jax.kernels.attention import grouped_query
 
   visible = _causal(*q_BTNH.shape[:2])
-  return attention.attend(q_BTNH, k_BSKH, v_BSKH, visible)
+  return grouped_query.attend(q_BTNH, k_BSKH, v_BSKH, visible)
 
 
 def _row_by_row(q_BTNH, k_BSKH, v_BSKH):
@@ -162,14 +162,14 @@ def _speed(rounds: int) -> None:
 def _visits() -> None:
   import jax.numpy as jnp
 
-  from composer_jax.kernels import attention_blocked
+  from composer_jax.kernels.attention import blocked
   from composer_jax.models import attention
 
   for length, documents in ((256, 1), (1024, 1), (4096, 1), (4096, 16)):
     ids = jnp.arange(length)[None] // (length // documents) + 1
     visible = attention.visible_of(ids)
-    queries, keys = attention_blocked.sizes(length, length)
-    pairs = attention_blocked.executed(visible, length, 1)
+    queries, keys = blocked.sizes(length, length)
+    pairs = blocked.executed(visible, length, 1)
     visited = float(pairs) * queries * keys / length**2
     seen = float((visible.end_BT - visible.start_BT).mean()) / length
     interleaved.report(
@@ -185,7 +185,7 @@ def _visits() -> None:
 
 def _balance(length: int = 32768, context: int = 8) -> None:
   """Reports the busiest shard of a causal row over the mean."""
-  from composer_jax.kernels import attention_blocked, attention_blocks
+  from composer_jax.kernels.attention import blocked, blocks
   from composer_jax.parallel import sequence
 
   visible = _causal(1, length)
@@ -193,8 +193,8 @@ def _balance(length: int = 32768, context: int = 8) -> None:
   def busiest(order) -> float:
     work = []
     for own in np.split(order, context):
-      part = attention_blocks.Visible(*(x[:, own] for x in visible))
-      work.append(int(attention_blocked.executed(part, length, 1)))
+      part = blocks.Visible(*(x[:, own] for x in visible))
+      work.append(int(blocked.executed(part, length, 1)))
     return max(work) / statistics.mean(work)
 
   interleaved.report(

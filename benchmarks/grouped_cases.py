@@ -29,11 +29,11 @@ class Case(NamedTuple):
     """Says what the loops on a CPU execute, and what no load can exceed."""
     import jax.numpy as jnp
 
-    from composer_jax.kernels import grouped_matmul
+    from composer_jax.kernels.grouped import matmul
 
     sizes_E = jnp.asarray(self.sizes())
-    done = int(grouped_matmul.executed_rows(sizes_E, self.rows))
-    most = grouped_matmul.worst_case_rows(self.rows, self.num_experts)
+    done = int(matmul.executed_rows(sizes_E, self.rows))
+    most = matmul.worst_case_rows(self.rows, self.num_experts)
     return (
       f'executed {done / self.rows:.3f}x of the rows, '
       f'at worst {most / self.rows:.3f}x'
@@ -104,11 +104,9 @@ def runner(
 
 def grouped(backend: str) -> Callable[..., Any]:
   def multiply(lhs_YD, rhs_EDF, sizes_E):
-    from composer_jax.kernels import grouped_matmul
+    from composer_jax.kernels.grouped import matmul
 
-    return grouped_matmul.grouped_matmul(
-      lhs_YD, rhs_EDF, sizes_E, backend=backend
-    )
+    return matmul.grouped_matmul(lhs_YD, rhs_EDF, sizes_E, backend=backend)
 
   return multiply
 

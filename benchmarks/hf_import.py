@@ -59,24 +59,25 @@ def fields(is_quick: bool) -> dict:
 
 
 def write(folder: pathlib.Path, is_quick: bool) -> None:
-  from composer_jax.checkpoint import hf_config, hf_io, hf_names
+  from composer_jax.hf.architecture import config as hf_config
+  from composer_jax.hf.tensors import files, names
 
   folder.mkdir()
   (folder / 'config.json').write_text(json.dumps(fields(is_quick)))
   config, family, _ = hf_config.from_hf(fields(is_quick))
-  table = hf_names.tensors(config, family, expert_layout='per_expert')
+  table = names.tensors(config, family, expert_layout='per_expert')
   rng = np.random.default_rng(0)
-  header = hf_io.new_header(
+  header = files.new_header(
     [
       (name, 'BF16', tensor.shape, 2 * int(np.prod(tensor.shape)))
       for name, tensor in table.items()
     ],
     {'format': 'pt'},
   )
-  writer = hf_io.Writer(folder / NAME, header)
+  writer = files.Writer(folder / NAME, header)
   for name, tensor in table.items():
     values = 0.02 * rng.standard_normal(tensor.shape, np.float32)
-    writer.write(name, hf_io.as_bytes(values.astype(ml_dtypes.bfloat16)))
+    writer.write(name, files.as_bytes(values.astype(ml_dtypes.bfloat16)))
   writer.close()
 
 
@@ -95,21 +96,23 @@ def read_peer(folder: pathlib.Path, keeps: bool) -> float:
 def read_arrays(folder: pathlib.Path) -> float:
   import jax
 
-  from composer_jax.checkpoint import hf_blocks, hf_sharded, hf_source
+  from composer_jax.hf import sharded
+  from composer_jax.hf.tensors import blocks
+  from composer_jax.hf.tensors import source as hf_source
 
   source = hf_source.open_source(folder)
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  shardings = dict.fromkeys(hf_blocks.shapes(source.table), place)
-  arrays = hf_sharded.load(source, source.config, shardings)
+  shardings = dict.fromkeys(blocks.shapes(source.table), place)
+  arrays = sharded.load(source, source.config, shardings)
   jax.block_until_ready(arrays)
   source.close()
   return gigabytes(folder)
 
 
 def convert(folder: pathlib.Path) -> float:
-  from composer_jax.checkpoint import hf_import
+  from composer_jax.hf import importing
 
-  hf_import.convert(folder, folder.parent / 'ours')
+  importing.convert(folder, folder.parent / 'ours')
   return gigabytes(folder)
 
 
@@ -185,11 +188,11 @@ def compare(folder: pathlib.Path, rounds: int) -> None:
 
 
 def measure_memory(folder: pathlib.Path) -> None:
-  from composer_jax.checkpoint import hf_blocks, hf_io
+  from composer_jax.hf.tensors import blocks, files
 
-  with hf_io.Folder(folder) as found:
+  with files.Folder(folder) as found:
     largest = max(raw.num_bytes for raw in found.tensors.values())
-  limit = (2 * largest + hf_blocks.PIECE_BYTES) / 2**20 + 512
+  limit = (2 * largest + blocks.PIECE_BYTES) / 2**20 + 512
   peer = peak_mib(folder, 'peer')
   for what in GOALS:
     is_streamed = what == 'checkpoint'

@@ -6,7 +6,7 @@
 
 Six meshes of eight emulated devices and one device alone; 332 matrices with
 sides in the ratio of Kimi K2's (`muon_cases.SMALL`). What compiled programs do
-on one device, loops with their trips (`composer_jax.plan.hlo`):
+on one device, loops with their trips (`composer_jax.plan.hlo.overlap`):
   'flops': operations of products, against Newton-Schulz without repetition and
     padding; with the peer's method ('standard') and by default ('gram').
   'bytes': what comes into a device, ours in bfloat16 (the default of
@@ -63,7 +63,7 @@ class _Mesh:
 
   def options(self, method: str, wire_dtype: str = 'auto'):
     from benchmarks import muon_programs
-    from composer_jax.optim import newton_schulz
+    from composer_jax.optim.muon import newton_schulz
 
     newton = {
       'standard': newton_schulz.NewtonSchulz(

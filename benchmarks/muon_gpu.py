@@ -108,7 +108,7 @@ def _compiled(tree: Any, dtype: str) -> dict[str, Any]:
   import jax
 
   from benchmarks import muon_peers, muon_programs
-  from composer_jax.optim import newton_schulz
+  from composer_jax.optim.muon import newton_schulz
 
   steps = {}
   for method in _METHODS:

@@ -13,8 +13,17 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks import muon_cases, muon_peers
-from composer_jax.optim import muon, muon_plan, newton_schulz, roles
-from composer_jax.plan import hlo
+from composer_jax.optim import roles
+from composer_jax.optim.muon import (
+  newton_schulz,
+)
+from composer_jax.optim.muon import (
+  plan as muon_plan,
+)
+from composer_jax.optim.muon import (
+  transform as muon,
+)
+from composer_jax.plan.hlo import overlap
 
 # What an applied step does with the direction; the figures do not depend on it.
 _RATE, _DECAY = 1e-3, 0.1
@@ -84,7 +93,7 @@ class Step:
 
   run: Callable[..., Any]
   arguments: tuple[Any, ...]
-  program: hlo.Program
+  program: overlap.Program
   temp_bytes: int
   peak_bytes: int
   warnings: int
@@ -147,7 +156,7 @@ def compile_step(
   return Step(
     run=compiled,
     arguments=arguments,
-    program=hlo.read(text),
+    program=overlap.read(text),
     temp_bytes=memory.temp_size_in_bytes,
     peak_bytes=memory.temp_size_in_bytes
     + memory.argument_size_in_bytes

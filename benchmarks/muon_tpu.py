@@ -77,7 +77,7 @@ class _Case:
 
   def options(self, method: str) -> Any:
     from benchmarks import muon_programs
-    from composer_jax.optim import newton_schulz
+    from composer_jax.optim.muon import newton_schulz
 
     # By default a group of matrices takes the method that its sides suggest.
     method = {'gram': 'auto'}.get(method, method)
@@ -186,7 +186,7 @@ def _report(case: _Case, method: str, step: Any, peer: Any) -> None:
 
 def _modelled(case: _Case, method: str) -> None:
   """Reports the plan's own estimate, chunk after chunk, beside its roofline."""
-  from composer_jax.optim import muon_times
+  from composer_jax.optim.muon import times as muon_times
 
   plan = case.plan(method)
   interleaved.report(

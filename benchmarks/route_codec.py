@@ -6,8 +6,8 @@ Routes of Kimi K2's shape, 384 experts of which 8 are active in 60 layers, drawn
 in two ways: uniformly, and by routers that prefer some experts (what is added
 to a score has a standard deviation of 1 over the experts of a layer; a token
 takes the best 8 of scores with Gumbel noise). The limit of the size is
-`route_codec.bound_bits`, which no code beats on uniform routes. Skewed ones
-hold less: a full run estimates it by the entropy of each slot's ids, which
+`core.routes.codec.bound_bits`, which no code beats on uniform routes. Skewed
+ones hold less: a full run estimates it by the entropy of each slot's ids, which
 4,000 tokens give half a bit too low. Megabytes are those of plain uint16, 16
 bytes a route. Both ways check what they read: ours by BLAKE3 and by its form,
 the peer by zstd's XXH64.
@@ -20,9 +20,9 @@ import numpy as np
 import zstandard
 
 from benchmarks import interleaved
-from composer_jax.core import route_codec
+from composer_jax.core.routes import codec
 
-SCHEME = route_codec.RouteScheme(
+SCHEME = codec.RouteScheme(
   num_experts=384, num_active=8, layers=tuple(range(1, 61))
 )
 
@@ -56,7 +56,7 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
   routes, megabytes = ids_TMA[..., 0].size, ids_TMA.nbytes / 1e6
   compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
   decompressor = zstandard.ZstdDecompressor()
-  packed = route_codec.encode(ids_TMA, SCHEME)
+  packed = codec.encode(ids_TMA, SCHEME)
   squeezed = compressor.compress(ids_TMA.tobytes())
 
   def timed(function: Callable[[], object]) -> Callable[[], float]:
@@ -66,7 +66,7 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
 
     return run
 
-  bound = route_codec.bound_bits(SCHEME)
+  bound = codec.bound_bits(SCHEME)
   case = f'Kimi K2, {num_tokens} tokens, {name} routes'
   interleaved.report(
     'route_codec',
@@ -80,12 +80,12 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
   for what, ours, peer in (
     (
       'encode',
-      lambda: route_codec.encode(ids_TMA, SCHEME),
+      lambda: codec.encode(ids_TMA, SCHEME),
       lambda: compressor.compress(ids_TMA.tobytes()),
     ),
     (
       'decode',
-      lambda: route_codec.decode(packed, SCHEME),
+      lambda: codec.decode(packed, SCHEME),
       lambda: np.frombuffer(decompressor.decompress(squeezed), np.uint16),
     ),
   ):

@@ -14,7 +14,8 @@ import statistics
 import tempfile
 import time
 
-from composer_jax.sandbox import base, microvm, microvm_image
+from composer_jax.sandbox import base
+from composer_jax.sandbox.remote.microvm import image, machine
 
 _LIMITS = base.Limits(
     wall_s=30.0, cpu_s=20.0, memory_bytes=256 << 20, processes=16,
@@ -48,23 +49,23 @@ def _say(row: str, seconds: list[float], **more) -> None:
 
 def main() -> None:
   try:
-    accelerator, reason = microvm.choose_accelerator()
-    microvm_image.find_kernel()
+    accelerator, reason = machine.choose_accelerator()
+    image.find_kernel()
   except ValueError as error:
     print(json.dumps({'row': 'microvm', 'skipped': str(error)}))
     return
   print(json.dumps({'row': 'accelerator', 'is': accelerator, 'why': reason}))
   # The first boot of all makes the disk.
-  microvm.MicroVM(_LIMITS, packages=('pytest',)).close()
+  machine.MicroVM(_LIMITS, packages=('pytest',)).close()
   times = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as folder:
     saved = pathlib.Path(folder, 'guest')
     for _ in range(_BOOTS):
       start = time.perf_counter()
-      guest = microvm.MicroVM(_LIMITS, packages=('pytest',))
+      guest = machine.MicroVM(_LIMITS, packages=('pytest',))
       times['boot'].append(time.perf_counter() - start)
       guest.close()
-    guest = microvm.MicroVM(_LIMITS, packages=('pytest',))
+    guest = machine.MicroVM(_LIMITS, packages=('pytest',))
     guest.open('').close()  # saved with the zygote of boxes awake
     start = time.perf_counter()
     guest.save(saved)
@@ -72,13 +73,13 @@ def main() -> None:
     size = (saved / 'state').stat().st_size
     for _ in range(_RESTORES):
       start = time.perf_counter()
-      again = microvm.MicroVM(_LIMITS, saved=saved)
+      again = machine.MicroVM(_LIMITS, saved=saved)
       times['restore'].append(time.perf_counter() - start)
       again.close()
     _say('boot', times['boot'])
     _say('save', times['save'], megabytes=size >> 20)
     _say('restore', times['restore'])
-    with microvm.MicroVM(_LIMITS, saved=saved) as sandbox:
+    with machine.MicroVM(_LIMITS, saved=saved) as sandbox:
       with contextlib.closing(sandbox.open('', {'test_a.py': _TEST})) as box:
         for name, command in _PROGRAMS.items():
           seconds = []

@@ -64,7 +64,7 @@ def _hf(is_quick: bool) -> None:
 
 def _dense(is_quick: bool) -> None:
   from benchmarks import train_step_case as case
-  from composer_jax.kernels import grouped_matmul
+  from composer_jax.kernels.grouped import matmul
   from composer_jax.models import flops
 
   config = case.tiny()
@@ -72,7 +72,7 @@ def _dense(is_quick: bool) -> None:
   batch = case.half_rows(rows, length, config.vocab_size)
   steps = 1 if is_quick else 3
   # The backend is picked while tracing: nothing else differs.
-  with grouped_matmul.using('ragged'):
+  with matmul.using('ragged'):
     peer = case.Trained(config, case.muon(config), batch, steps)
   ours = case.Trained(config, case.muon(config), batch, steps)
   # A limit counts what no program can do without, unlike MFU: two documents a

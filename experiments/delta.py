@@ -67,10 +67,10 @@ def _run(command: str) -> None:
   missing = [f'--{flag.name}' for flag in needed if flag.value is None]
   if missing:
     raise ValueError(f'{command} needs {", ".join(missing)}; see --help.')
-  from composer_jax.checkpoint import bundle_commands
+  from composer_jax.delta.device import commands
 
   values = {flag.name: flag.value for flag in (*needed, *others)}
-  print(getattr(bundle_commands, command)(**values))
+  print(getattr(commands, command)(**values))
 
 
 if __name__ == '__main__':

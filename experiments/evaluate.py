@@ -59,10 +59,11 @@ def run() -> None:
   fields = start.config_fields(_CONFIG)
   start.emulate_devices(1)
   # After the flags: this import loads jax.
-  from composer_jax.pipeline import policy_evaluation, spec
+  from composer_jax.pipeline import spec
+  from composer_jax.tasks import evaluation
 
   try:
-    options = policy_evaluation.EvaluationOptions(
+    options = evaluation.EvaluationOptions(
       policy=_POLICY.value,
       split=_SPLIT.value,
       tasks=_TASKS.value,
@@ -75,14 +76,14 @@ def run() -> None:
       tokenizer=_TOKENIZER.value,
     )
     out = pathlib.Path(_OUT.value).absolute()
-    found = policy_evaluation.evaluate(spec.from_dict(fields), options, out)
+    found = evaluation.evaluate(spec.from_dict(fields), options, out)
   except (ValueError, OSError, RuntimeError) as error:
     start.fail(error)
   print(_rates('all', found['overall']))
   for part in ('by_tier', 'by_package'):
     for name, rates in found[part].items():
       print(_rates(name, rates))
-  print(f'{out / policy_evaluation.SUMMARY}')
+  print(f'{out / evaluation.SUMMARY}')
 
 
 if __name__ == '__main__':

@@ -48,19 +48,19 @@ _LAYOUT = flags.DEFINE_enum(
 
 
 def run() -> None:
-  from composer_jax.checkpoint import hf_export, hf_import
+  from composer_jax.hf import exporting, importing
 
   source = pathlib.Path(_SOURCE.value)
-  if (source / hf_import.RECORD).exists():
+  if (source / importing.RECORD).exists():
     if _STAGE.value or _FAMILY.value:
       raise ValueError(
         f'{source} is an import directory, which has no stages and knows its '
         'family; leave out --stage and --family.'
       )
-    origin = hf_export.of_import(source)
+    origin = exporting.of_import(source)
   else:
-    origin = hf_export.of_run(source, _STAGE.value, family=_FAMILY.value)
-  hf_export.write(
+    origin = exporting.of_run(source, _STAGE.value, family=_FAMILY.value)
+  exporting.write(
     origin, _OUT.value, dtype=_DTYPE.value, expert_layout=_LAYOUT.value
   )
   print(f'Hugging Face checkpoint: {_OUT.value}')

@@ -37,16 +37,16 @@ _VERIFY = flags.DEFINE_bool(
 
 
 def run() -> None:
-  from composer_jax.checkpoint import hf_import
+  from composer_jax.hf import importing
 
   _warn(pathlib.Path(_SOURCE.value))
   # The same command, stopped while it verified.
-  if _VERIFY.value and hf_import.is_finished(_SOURCE.value, _OUT.value):
+  if _VERIFY.value and importing.is_finished(_SOURCE.value, _OUT.value):
     print(f'{_OUT.value} is a finished import of it.')
   else:
-    hf_import.convert(_SOURCE.value, _OUT.value, unmodelled=_UNMODELLED.value)
+    importing.convert(_SOURCE.value, _OUT.value, unmodelled=_UNMODELLED.value)
   if _VERIFY.value:
-    hf_import.verify(_SOURCE.value, _OUT.value)
+    importing.verify(_SOURCE.value, _OUT.value)
   print(
     f'Import: {_OUT.value}. Train it with '
     f'--config=configs/composer/imported.py:{_OUT.value}'
@@ -55,16 +55,16 @@ def run() -> None:
 
 def _warn(source: pathlib.Path) -> None:
   """Says before the long part what a run would refuse after it."""
-  from composer_jax.checkpoint import hf_config
   from composer_jax.core import files
-  from composer_jax.text import hf_tokenizer
+  from composer_jax.hf.architecture import config as hf_config
+  from composer_jax.hf.text import tokenizer
 
   try:
     config, _, _ = hf_config.from_hf(files.read_json(source / 'config.json'))
   except (ValueError, OSError):
     return  # The import says it.
   try:
-    hf_tokenizer.Tokenizer.from_folder(source, config.vocab_size)
+    tokenizer.Tokenizer.from_folder(source, config.vocab_size)
   except ValueError as error:
     print(f'Warning: a run will refuse this tokenizer: {error}', flush=True)
 

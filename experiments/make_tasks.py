@@ -28,23 +28,23 @@ _FOLDERS = flags.DEFINE_list(
 
 
 def run() -> None:
-  from composer_jax.data import licences
+  from composer_jax.corpus import licences
   from composer_jax.sandbox import base
   from composer_jax.sandbox import open as sandboxes
-  from composer_jax.tasks import deletion_set, deletion_workspace, sdists
+  from composer_jax.tasks.deletion import factory, sdists, workspace
 
   fields = start.config_fields(_CONFIG)
   place = dict(fields['sandbox'])
   level, workers = place.pop('level'), place.pop('workers')
   limits = base.Limits(**place)
-  options = deletion_workspace.Options(**fields['options'])
+  options = workspace.Options(**fields['options'])
   packages = dict(fields['packages'])
   for item in _FOLDERS.value:
     name, _, path = item.partition('=')
     packages[name] = {'folder': path}
   pins = sdists.pins_of(packages, _ONLY.value)
   begin = time.monotonic()
-  tasks = deletion_set.make(
+  tasks = factory.make(
     _OUT.value,
     pins,
     options,
@@ -56,7 +56,7 @@ def run() -> None:
     workers=workers,
     progress=lambda line: print(line, flush=True),
   )
-  print(deletion_set.table(tasks))
+  print(factory.table(tasks))
   print(f'{time.monotonic() - begin:.0f} s')
 
 

@@ -11,7 +11,7 @@ import sys
 
 from absl import app, flags
 
-from composer_jax.telemetry import report
+from composer_jax.report import document
 
 _WORKDIR = flags.DEFINE_string(
   'workdir', 'runs/tiny', 'Of the run. The page is written into it.'
@@ -22,7 +22,7 @@ def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
   try:
-    path = report.write_report(_WORKDIR.value)
+    path = document.write_report(_WORKDIR.value)
   except (ValueError, OSError) as error:
     sys.exit(f'error: {error}')
   print(f'Report: {path}')

@@ -61,10 +61,10 @@ def _main():
   try:
     start.emulate_devices(int(fields['devices']))
     # After the flags: this import loads jax.
-    from composer_jax.pipeline import serving
+    from composer_jax.serve import lifetime
 
-    serving.run(
-      serving.Command(
+    lifetime.run(
+      lifetime.Command(
         folder=pathlib.Path(_SOURCE.value).absolute(),
         stage=_STAGE.value,
         follow=_FOLLOW.value,

@@ -11,9 +11,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 HOST_ONLY = (
   'core/group_bytes.py',
   'core/records.py',
-  'core/route_bits.py',
-  'core/route_codec.py',
-  'core/route_message.py',
+  'core/routes/bits.py',
+  'core/routes/codec.py',
+  'core/routes/message.py',
   'core/files.py',
   'core/notation.py',
   'telemetry',
@@ -22,7 +22,7 @@ HOST_ONLY = (
   'tasks',
   'delta',
   'agent',
-  'data/corpus.py',
+  'corpus/build.py',
   'data/packing.py',
 )
 

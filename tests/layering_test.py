@@ -101,7 +101,7 @@ def test_packages_import_only_lower_floors(trees):
   [
     ('from composer_jax.core import files', 0),
     ('from composer_jax.models import router', 0),
-    ('from composer_jax.data import corpus', 1),
+    ('from composer_jax.corpus import build as corpus', 1),
     ('import composer_jax.rl.step', 1),
     ('def f():\n  from composer_jax.train import loop', 1),
     ('from composer_jax import agent', 1),

@@ -2,7 +2,7 @@
 
 A hint is a message of the harness, put where it would have helped: right before
 the faulty call, in the place of one more answer. The policy never reads it. It
-goes into the record, and `rl.hint_distill` lets a teacher score the same call
+goes into the record, and `rl.hints.distill` lets a teacher score the same call
 with it. What a mistake is and what its hint says is data: kinds are named by
 templates, and a detector of one's own is a function beside `DETECTORS`.
 """
@@ -127,7 +127,7 @@ def hints_of(
   """Returns hints on the faulty turns of an episode, in order.
 
   However long a hint is, it is kept here: what does not fit beside its turn is
-  dropped and counted where rows have a length (`rl.hint_batching`).
+  dropped and counted where rows have a length (`rl.hints.batching`).
 
   Args:
     moments: the episode's turns, in order.

@@ -1,6 +1,6 @@
 """A finished group of rollouts as bytes: what workers write and trainers read.
 
-An `.npz` without pickles, whose routes are packed tapes (`core.route_codec`)
+An `.npz` without pickles, whose routes are packed tapes (`core.routes.codec`)
 and the rest compressed arrays, with one JSON header.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import records, route_codec, turns
+from composer_jax.core import records, turns
+from composer_jax.core.routes import codec
 
 _TRAJECTORY_ARRAYS = (
   'tokens_T',
@@ -31,12 +32,12 @@ def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
   """
   _, num_layers, num_active = expert_ids_TMA.shape
   ids = expert_ids_TMA[expert_ids_TMA != records.NO_ROUTE]
-  scheme = route_codec.RouteScheme(
+  scheme = codec.RouteScheme(
     num_experts=max(num_active, int(ids.max(initial=0)) + 1),
     num_active=num_active,
     layers=tuple(range(num_layers)),
   )
-  return route_codec.encode(expert_ids_TMA, scheme)
+  return codec.encode(expert_ids_TMA, scheme)
 
 
 def _array_bytes(array: np.ndarray) -> bytes:
@@ -48,7 +49,7 @@ def _array_bytes(array: np.ndarray) -> bytes:
 def to_bytes(group: records.Group) -> bytes:
   """Serialises a group as an `.npz` with one JSON header.
 
-  All but the routes is compressed; those are packed by `core.route_codec`, and
+  All but the routes is compressed; those are packed by `core.routes.codec`, and
   deflating them would take long and save nothing.
 
   Raises:
@@ -140,7 +141,7 @@ def _trajectory(
   arrays: Any, name: str, temperature: float
 ) -> records.Trajectory:
   fields = {field: arrays[f'{name}/{field}'] for field in _TRAJECTORY_ARRAYS}
-  tape = route_codec.decode(
+  tape = codec.decode(
     arrays[f'{name}/{_ROUTES}'].tobytes(), num_tokens=len(fields['tokens_T'])
   )
   return records.Trajectory(

@@ -53,7 +53,7 @@ class Hint:
   """Advice on one faulty turn, which only a teacher will read.
 
   The teacher scores the turn's own tokens in the context
-  `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hint_distill`.
+  `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hints.distill`.
 
   Attributes:
     trajectory: index of the window.

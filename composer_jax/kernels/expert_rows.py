@@ -9,8 +9,8 @@ product reads that array in place: three to four times the speed of stacked
 weights at 1 to 8 tokens, and ahead of them at a thousand. Inactive experts are
 not read at all.
 
-For CPU and for the engine: no gradient (`grouped_matmul` has one), and a branch
-taken on the device stalls accelerators.
+For CPU and for the engine: no gradient (`kernels.grouped.matmul` has one), and
+a branch taken on the device stalls accelerators.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels import grouped_schedule
+from composer_jax.kernels.grouped import schedule
 
 # A usual second-level cache.
 _CACHE_BYTES = 1 << 20
@@ -74,7 +74,7 @@ def expert_rows(
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(experts[0]))
   block = block or block_of(num_rows, num_experts, num_bytes)
   source_Y, place_Y, sizes_E = _sort(ids_ZA, valid_Z, num_experts)
-  group, start, _, total = grouped_schedule.blocks(sizes_E, num_rows, block)
+  group, start, _, total = schedule.blocks(sizes_E, num_rows, block)
   # A block may reach past the last row.
   rows_YD = jnp.pad(x_ZD[source_Y // num_active], ((0, block), (0, 0)))
   branches = [lambda rows, w=w: mlp(w, rows) for w in experts]

@@ -20,8 +20,9 @@ summation depends on shapes and dtypes only, not on the row's place and not on
 other work of the device (no split over K that follows the occupancy, no
 atomics), and the same code for one loop body in every program (autotuning off
 or its results pinned). Then the same XLA program holds there too; a hand-made
-kernel takes the place of the loop here and of `tiled_attention`'s, with a grid
-for a loop, and nothing else changes. Two backends agree with themselves only.
+kernel takes the place of the loop here and of `kernels.attention.tiled`'s, with
+a grid for a loop, and nothing else changes. Two backends agree with themselves
+only.
 """
 
 import functools

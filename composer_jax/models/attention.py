@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from composer_jax.core import rounding
-from composer_jax.kernels import attention as attention_kernel
 from composer_jax.kernels import linear
+from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import config as model_config
 from composer_jax.models import norm, parameters, rope
 from composer_jax.parallel import exchange, sequence
@@ -125,7 +125,7 @@ def attend(
   *,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns out_BTNH and tops_BTN of `kernels.attention.attend_measured`.
+  """Returns out_BTNH and tops_BTN of `grouped_query.attend_measured`.
 
   With a plan it runs inside of a shard: queries, and the keys and values that
   are kept, are of the shard's tokens, and those of its rows are gathered.

@@ -7,14 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint
 
-from composer_jax.kernels import (
-  grouped_blocked,
-  grouped_matmul,
-  grouped_mlp,
-  linear,
-  rows,
-  swiglu,
-)
+from composer_jax.kernels import linear, rows, swiglu
+from composer_jax.kernels.grouped import blocked, matmul, mlp
 from composer_jax.models import config as model_config
 from composer_jax.models import parameters, router
 
@@ -25,14 +19,12 @@ def expert_mlp(
   """SwiGLU of rows sorted by expert: two grouped matmuls."""
   gate_up_ED2F, down_EFD = weights['gate_up'], weights['down']
   gate_up_EDX = gate_up_ED2F.reshape(*gate_up_ED2F.shape[:2], -1)
-  if grouped_matmul.chosen() == 'blocked':
-    return grouped_mlp.grouped_mlp(
-      gate_up_EDX, down_EFD, rows_YD, group_sizes_E
-    )
-  both_YX = grouped_matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
-  both_YX = ad_checkpoint.checkpoint_name(both_YX, grouped_mlp.HIDDEN)
+  if matmul.chosen() == 'blocked':
+    return mlp.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
+  both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
+  both_YX = ad_checkpoint.checkpoint_name(both_YX, mlp.HIDDEN)
   hidden_YF = swiglu.swiglu(both_YX)
-  return grouped_matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
+  return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
 
 
 @jax.custom_vjp
@@ -51,7 +43,7 @@ def expert_mlp_in_tiles(
     both_bX = linear.linear(rows_bD, gate_up_DF)
     return linear.linear(swiglu.swiglu(both_bX), down_FD)
 
-  return grouped_blocked.map_blocks(
+  return blocked.map_blocks(
     block,
     (weights['gate_up'], weights['down']),
     rows_YD,

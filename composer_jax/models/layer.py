@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import rounding
-from composer_jax.kernels import attention as attention_kernel
-from composer_jax.kernels import expert_rows, rows, tiled_attention
+from composer_jax.kernels import expert_rows, rows
+from composer_jax.kernels.attention import grouped_query as attention_kernel
+from composer_jax.kernels.attention import tiled
 from composer_jax.models import attention, experts, mla, norm, rope, router
 from composer_jax.models import config as model_config
 from composer_jax.parallel import dispatch, exchange, shards
@@ -157,11 +158,9 @@ def attend(
         params['attention'], query, kept, visible, config, plan=plan
       )
     elif is_measured:
-      out_BTN, tops_BTN = tiled_attention.attend_packed_measured(
-        query, kept, visible
-      )
+      out_BTN, tops_BTN = tiled.attend_packed_measured(query, kept, visible)
     else:
-      out_BTN = tiled_attention.attend_packed(query, kept, visible)
+      out_BTN = tiled.attend_packed(query, kept, visible)
       tops_BTN = None
     if tops_BTN is None or not is_measured:
       return out_BTN, None

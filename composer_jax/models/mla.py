@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import rounding
-from composer_jax.kernels import attention as attention_kernel
 from composer_jax.kernels import linear
+from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import attention, norm, parameters, rope
 from composer_jax.models import config as model_config
 from composer_jax.parallel import exchange
@@ -106,7 +106,7 @@ def attend(
   *,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns out_BTNW and tops_BTN of `kernels.attention.attend_measured`.
+  """Returns out_BTNW and tops_BTN of `grouped_query.attend_measured`.
 
   With a plan it runs inside of a shard, which gathers the latents of its rows,
   not keys and values, and makes those of all heads itself: C + J numbers a

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import platforms
-from composer_jax.kernels import attention as attention_kernel
+from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import exchange, shards

@@ -11,16 +11,17 @@ import jax
 import optax
 
 from composer_jax.core import checks, trees
-from composer_jax.optim import (
-  adam,
+from composer_jax.optim import adam, qk_clip, roles, schedules
+from composer_jax.optim.muon import (
   block_periodic,
-  muon,
-  muon_plan,
   newton_schulz,
   normuon,
-  qk_clip,
-  roles,
-  schedules,
+)
+from composer_jax.optim.muon import (
+  plan as muon_plan,
+)
+from composer_jax.optim.muon import (
+  transform as muon,
 )
 
 
@@ -38,7 +39,7 @@ class MuonChoices:
     deterministic: a momentum is orthogonalised to the same bits on every mesh,
       see there. What sums over devices before and after, the clipping of
       gradients and `neuron_norm`, may still round in another order.
-    wire_dtype: of what devices exchange, see `muon_plan.PlanOptions`.
+    wire_dtype: of what devices exchange, see `optim.muon.plan.PlanOptions`.
     momentum_dtype: of the state.
     period: steps from one orthogonalisation of whole matrices to the next;
       between them each device orthogonalises its own block. 1: always whole.

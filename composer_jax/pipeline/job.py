@@ -12,26 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from composer_jax.agent import episode
-from composer_jax.checkpoint import hf_identity
-from composer_jax.checkpoint import workdir as workdirs
 from composer_jax.core import files, records
-from composer_jax.data import corpus as corpora
-from composer_jax.data import tokens as corpus_tokens
-from composer_jax.pipeline import (
-  conversations,
-  families,
-  imported,
-  meshes,
-  sections,
-)
+from composer_jax.corpus import build as corpora
+from composer_jax.corpus import tokens as corpus_tokens
+from composer_jax.hf import identity, imported
+from composer_jax.hf.text import conversations
+from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.pipeline import meshes, sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.sandbox import open as sandboxes
-from composer_jax.tasks import list_functions, runners
+from composer_jax.tasks import families
+from composer_jax.tasks.list_functions import family, runners
 from composer_jax.telemetry import machine, stage_times
 from composer_jax.telemetry import writer as writers
-from composer_jax.text import hf_tokenizer
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
+from composer_jax.train import workdir as workdirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +142,7 @@ def build_corpus(
   spec: specs.Spec, workdir: pathlib.Path, report_line: Any = None
 ) -> corpora.Corpus:
   """The corpus of the run, without anything the tasks hold out."""
-  packages, functions, bodies = list_functions.holdout()
+  packages, functions, bodies = family.holdout()
   packages += families.held_out_names(spec)
   return corpora.build(
     # The flag `--config.data.sources=a,b` arrives as one string.
@@ -269,10 +265,10 @@ def settle_sandbox(
 
 def _report(workdir: pathlib.Path, writer: writers.Writer) -> None:
   # Loads matplotlib, which a resumed run need not wait for.
-  from composer_jax.telemetry import report
+  from composer_jax.report import document
 
   writer.flush()
-  print(f'Report: {report.write_report(workdir)}', flush=True)
+  print(f'Report: {document.write_report(workdir)}', flush=True)
 
 
 @contextlib.contextmanager
@@ -336,7 +332,7 @@ def _claimed(spec: specs.Spec) -> dict[str, Any]:
   """Returns what a workdir is bound to: spec, and content of what it names."""
   talks = spec.demonstrations.conversations
   return dataclasses.asdict(spec) | {
-    'imported': hf_identity.of(spec.initial) if spec.initial else '',
+    'imported': identity.of(spec.initial) if spec.initial else '',
     'task_set': families.identity(spec),
     'conversations': conversations.identity(talks) if talks else '',
   }

@@ -11,27 +11,28 @@ from typing import Any
 
 import jax
 
-from composer_jax.checkpoint import bundles, manager
 from composer_jax.core import files, records
+from composer_jax.delta.device import publication
+from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta.device import sender as bundles
+from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import (
   controller,
-  publication,
   rollout_worker,
   stages,
   trainer_worker,
 )
 from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
 from composer_jax.tasks import curriculum
 from composer_jax.telemetry import progress, received
-from composer_jax.text import hf_tokenizer
-from composer_jax.train import compiler_options, export
+from composer_jax.train import compiler_options
 from composer_jax.train import state as train_state
+from composer_jax.train.checkpoints import export, manager
 
 _WORKER_LOG = 'rollout_worker.log'
 # Seconds a worker waits for the first policy before it says that none comes.

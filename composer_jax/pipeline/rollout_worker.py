@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable
 
 from composer_jax.core import records
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.pipeline import receiver as receivers
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server

@@ -6,12 +6,13 @@ What spans sections, and the run as a whole, is checked in `pipeline.spec`.
 import dataclasses
 from typing import Any
 
-from composer_jax.agent import demonstrations
-from composer_jax.checkpoint import bundles
+from composer_jax.delta.device import sender
 from composer_jax.optim import groups as optim_groups
-from composer_jax.rl import hint_distill, mismatch, policy_loss, update
+from composer_jax.rl import mismatch, policy_loss, update
+from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.sandbox import base as sandbox_base
+from composer_jax.tasks.list_functions import demonstrations
 
 PLACEMENTS = ('processes', 'colocated')
 SANDBOX_LEVELS = (
@@ -58,7 +59,7 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-  """The corpus of continued pretraining; see `data.corpus`."""
+  """The corpus of continued pretraining; see `corpus.build`."""
 
   sources: tuple[str, ...]
   weights: tuple[float, ...]
@@ -136,8 +137,8 @@ class Demonstrations:
   Attributes:
     count: transcripts, on training tasks only.
     conversations: file of others to learn beside them, for an imported model;
-      see `pipeline.conversations`. '' for none.
-    others: probabilities, see `agent.demonstrations.Noise`.
+      see `hf.text.conversations`. '' for none.
+    others: probabilities, see `tasks.list_functions.demonstrations.Noise`.
   """
 
   count: int
@@ -281,7 +282,7 @@ class RL:
       )
 
   def update_options(
-    self, seed: int, *, refreshed: bool, hints: hint_distill.HintLossOptions
+    self, seed: int, *, refreshed: bool, hints: distill.HintLossOptions
   ) -> update.UpdateOptions:
     return update.UpdateOptions(
       prompts=self.prompts,
@@ -320,7 +321,7 @@ class Delta:
     store: folder or URL where this run, and no other, keeps its bundles; ''
       for `store` in the workdir.
     poll_s: between two looks of the rollout process.
-    others: see `checkpoint.bundles.BundleOptions`.
+    others: see `delta.device.sender.BundleOptions`.
   """
 
   store: str
@@ -341,11 +342,11 @@ class Delta:
       )
     self.bundle_options()
 
-  def bundle_options(self) -> bundles.BundleOptions:
+  def bundle_options(self) -> sender.BundleOptions:
     fields = dataclasses.asdict(self)
     for name in ('store', 'poll_s'):
       del fields[name]
-    return bundles.BundleOptions(**fields)
+    return sender.BundleOptions(**fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

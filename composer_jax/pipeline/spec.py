@@ -8,29 +8,19 @@ that names it.
 import dataclasses
 from typing import Any
 
-from composer_jax.agent import (
-  box_tools,
-  episode,
-  repository_tools,
-  rewards,
-  summarize,
-)
+from composer_jax.agent import episode, rewards, summarize
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.pipeline import sections, task_sections
-from composer_jax.rl import (
-  batching,
-  comparison,
-  hint_distill,
-  mismatch,
-  policy_loss,
-  update,
-)
+from composer_jax.pipeline import sections
+from composer_jax.rl import batching, comparison, mismatch, policy_loss, update
+from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.tasks import curriculum
+from composer_jax.tasks import sections as task_sections
+from composer_jax.tasks.repository import environment, tools
 from composer_jax.train import accumulation
 from composer_jax.train import placement as placements
 
@@ -253,9 +243,9 @@ _SECTIONS = {
 _INNER = {
   'cpt.muon': optim_groups.MuonChoices,
   'sft.muon': optim_groups.MuonChoices,
-  'tasks.repository': repository_tools.RepositoryOptions,
-  'tasks.repository.bounds': box_tools.Bounds,
-  'hints.loss': hint_distill.HintLossOptions,
+  'tasks.repository': environment.RepositoryOptions,
+  'tasks.repository.bounds': tools.Bounds,
+  'hints.loss': distill.HintLossOptions,
   'rl.gate': mismatch.GateOptions,
   'rl.loss': policy_loss.LossOptions,
   'rl.mesh': sections.Mesh,

@@ -11,21 +11,25 @@ import jax
 
 from composer_jax.agent import rewards
 from composer_jax.core import files, records
-from composer_jax.data import corpus as corpora
+from composer_jax.corpus import build as corpora
 from composer_jax.data import stream as streams
+from composer_jax.hf import imported
+from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import decoder
-from composer_jax.pipeline import families, imported, sections, transcripts
 from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.tasks import curriculum, runners
+from composer_jax.tasks import curriculum, families, transcripts
+from composer_jax.tasks.list_functions import runners
 from composer_jax.telemetry import progress
-from composer_jax.text import chat, fim, hf_tokenizer
-from composer_jax.train import export, loop, policy_values
+from composer_jax.text import chat, fim
+from composer_jax.train import loop, policy_values
 from composer_jax.train import placement as placements
+from composer_jax.train.checkpoints import export
 
 # Added to the run's seed, so that no stage shares tasks or random numbers; that
 # of SFT is in `transcripts`.

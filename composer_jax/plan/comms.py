@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from composer_jax.optim import muon_cost
+from composer_jax.optim.muon import cost
 from composer_jax.parallel import transports
 from composer_jax.plan import case as cases
 from composer_jax.plan import report, traffic
@@ -98,7 +98,7 @@ def _of_a_layer(case, found, where) -> report.Table:
 
 def _of_a_step(case, found, microbatches) -> report.Table:
   """Adds up layers and microbatches."""
-  rates = muon_cost.BY_NAME[case.machine]
+  rates = cost.BY_NAME[case.machine]
   rows = []
   for what in (*dict.fromkeys(line.what for line in found), 'total'):
     mine = [line for line in found if what in (line.what, 'total')]
@@ -160,7 +160,7 @@ def _added(
     'mixture layer': case.model.num_moe_layers,
     'step': 1,
   }
-  rates = muon_cost.BY_NAME[case.machine]
+  rates = cost.BY_NAME[case.machine]
   total = _Total(0, 0, 0.0)
   for line in found:
     times = layers[line.where] * microbatches

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from composer_jax.models import flops
-from composer_jax.optim import muon_cost
-from composer_jax.plan import aot, hlo, report, timeline, topologies
+from composer_jax.optim.muon import cost
+from composer_jax.plan import aot, report, timeline, topologies
 from composer_jax.plan import case as cases
+from composer_jax.plan.hlo import overlap
 
 # Title of a table that must not be there.
 FAILED = 'FAILED: involuntary full rematerialisation'
@@ -82,9 +83,9 @@ class _Reading:
       self.dynamic[place(scope)] = None
       return 1.0
 
-    events = hlo.events(compiled.text, dynamic_trips=once)
-    self.rates = muon_cost.BY_NAME[case.machine]
-    self.program = hlo.count(events)
+    events = overlap.events(compiled.text, dynamic_trips=once)
+    self.rates = cost.BY_NAME[case.machine]
+    self.program = overlap.count(events)
     self.line = timeline.run(events, self.rates)
     self.hbm = compiled.limit or topologies.MACHINES[case.machine].hbm
 

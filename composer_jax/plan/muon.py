@@ -14,13 +14,15 @@ from jax.sharding import NamedSharding
 
 from composer_jax.core import trees
 from composer_jax.models import decoder
-from composer_jax.optim import (
-  muon_cost,
-  muon_plan,
-  muon_planner,
-  muon_times,
+from composer_jax.optim import roles
+from composer_jax.optim.muon import (
+  cost,
   newton_schulz,
-  roles,
+  planner,
+  times,
+)
+from composer_jax.optim.muon import (
+  plan as muon_plan,
 )
 from composer_jax.parallel import shardings
 from composer_jax.plan import case as cases
@@ -62,13 +64,13 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
   wire = options.plan.wire_dtype
   if wire == 'auto':
     wire = 'float32' if platform == 'cpu' else 'bfloat16'
-  return muon_planner.make(
+  return planner.make(
     {n: jax.ShapeDtypeStruct(named[n].shape, case.dtype) for n in matrices},
     matrices,
     shardings={n: NamedSharding(case.mesh, specs[n]) for n in matrices},
     newton_schulz=newton_schulz.resolved(options.newton_schulz, platform),
     options=dataclasses.replace(
-      options.plan, wire_dtype=wire, rates=muon_cost.BY_NAME[case.machine]
+      options.plan, wire_dtype=wire, rates=cost.BY_NAME[case.machine]
     ),
   )
 
@@ -187,7 +189,7 @@ def _chunks(made: muon_plan.MuonPlan) -> report.Table:
   rows = []
   for g, c in made.sequence:
     chunk = made.groups[g].chunks[c]
-    stage = muon_times.stage(made.groups[g], chunk, made.rates)
+    stage = times.stage(made.groups[g], chunk, made.rates)
     milliseconds = (1e3 * seconds for seconds in stage)
     rows.append((g, c, chunk.start, chunk.count, chunk.owned, *milliseconds))
   return report.Table(
@@ -217,7 +219,7 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
     row('padded_flops', made.padding * made.flops, 'all flops', made.flops),
     row(
       'temporary_bytes',
-      muon_times.temporary_bytes(made),
+      times.temporary_bytes(made),
       f'update in {jnp.dtype(made.groups[0].wire_dtype).name}',
       update,
     ),
@@ -232,13 +234,13 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
 def _times(made: muon_plan.MuonPlan) -> report.Table:
   rates = made.rates
   memory = sum(
-    muon_times.memory_bytes(group, chunk)
+    times.memory_bytes(group, chunk)
     for group in made.groups
     for chunk in group.chunks
   )
-  compute, wire = made.flops / rates.flops, muon_times.wire_seconds(made)
-  roofline = muon_times.roofline_seconds(made)
-  pipelined = muon_times.pipelined_seconds(muon_times.stages(made))
+  compute, wire = made.flops / rates.flops, times.wire_seconds(made)
+  roofline = times.roofline_seconds(made)
+  pipelined = times.pipelined_seconds(times.stages(made))
   rows = [
     (name, 1e3 * seconds, seconds / roofline)
     for name, seconds in (
@@ -261,7 +263,7 @@ def _times(made: muon_plan.MuonPlan) -> report.Table:
   )
 
 
-def _wire(rates: muon_cost.Rates, devices: int) -> str:
+def _wire(rates: cost.Rates, devices: int) -> str:
   text = f'{rates.within / 1e9:g} GB/s'
   if devices <= rates.node:
     return text

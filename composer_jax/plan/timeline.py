@@ -11,8 +11,8 @@ runs is taken to fly undisturbed by the loop's own transfers.
 import dataclasses
 from collections.abc import Iterator
 
-from composer_jax.optim import muon_cost
-from composer_jax.plan import hlo_events
+from composer_jax.optim.muon import cost
+from composer_jax.plan.hlo import events as hlo_events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Line:
 
 
 def transfer_seconds(
-  collective: hlo_events.Collective, rates: muon_cost.Rates
+  collective: hlo_events.Collective, rates: cost.Rates
 ) -> float:
   """Returns the seconds of one execution, latency included."""
   if not collective.bytes:
@@ -85,7 +85,7 @@ def transfer_seconds(
   return rates.wire_seconds(collective.bytes, span) + rates.latency
 
 
-def run(events: hlo_events.Events, rates: muon_cost.Rates) -> Line:
+def run(events: hlo_events.Events, rates: cost.Rates) -> Line:
   """Puts what a device does on the clock."""
   clock = busy = wire = 0.0
   transfers: list[Transfer] = []

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Machine(NamedTuple):
-  """Devices of one kind; their speeds are `optim.muon_cost`'s.
+  """Devices of one kind; their speeds are `optim.muon.cost`'s.
 
   Attributes:
     dimensions: numbers that say how many: a TPU slice is a torus.
@@ -66,7 +66,7 @@ def num_devices(topology: str) -> int:
 
 
 def machine(topology: str) -> str:
-  """Returns what the devices are; `optim.muon_cost` knows the same names.
+  """Returns what the devices are; `optim.muon.cost` knows the same names.
 
   Raises:
     ValueError: lists the names that exist.

@@ -1,9 +1,9 @@
 """What devices send each other in one train step, and the least they could.
 
 Bytes are those that one execution brings into one device from others of its
-group, as `plan.hlo` counts them in compiled programs; an all-reduce counts as a
-reduce-scatter and an all-gather. n devices of a group that hold one shard each
-of W bytes lack W (n - 1) / n of them. Lines of a layer:
+group, as `plan.hlo.overlap` counts them in compiled programs; an all-reduce
+counts as a reduce-scatter and an all-gather. n devices of a group that hold one
+shard each of W bytes lack W (n - 1) / n of them. Lines of a layer:
 
 - 'dense weights', 'expert weights': a layer gathers its weights in the compute
   dtype, the router's in float32, once forward and once more in the recomputing

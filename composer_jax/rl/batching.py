@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer_jax.core import batches, records, route_codec
+from composer_jax.core import batches, records
+from composer_jax.core.routes import codec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,13 +154,13 @@ def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
       f'{ids_TMA.shape[1:]}, the trainer has {want}: the rollout fleet runs '
       'another model.'
     )
-  scheme = route_codec.RouteScheme(
+  scheme = codec.RouteScheme(
     num_experts=shape.num_experts,
     num_active=shape.num_active,
     layers=tuple(range(shape.num_moe_layers)),
   )
   try:
-    route_codec.check(ids_TMA, scheme)
+    codec.check(ids_TMA, scheme)
   except ValueError as error:
     raise ValueError(
       f'The record of trajectory {i} of the step cannot be replayed; its MoE '

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import batches, records
-from composer_jax.kernels import attention
+from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
 from composer_jax.rl import batching, mismatch
 from composer_jax.rl import step as steps
@@ -50,7 +50,7 @@ def shape_of(
     num_active=model.moe.num_active,
     num_experts=model.moe.num_experts,
     # Keys are summed block by block: a trajectory has blocks of its own.
-    align=attention.KEY_BLOCK if is_invariant else 1,
+    align=grouped_query.KEY_BLOCK if is_invariant else 1,
   )
 
 

@@ -20,7 +20,8 @@ import optax
 from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange, sequence
-from composer_jax.rl import hint_batching, hint_distill, policy_loss
+from composer_jax.rl import policy_loss
+from composer_jax.rl.hints import batching, distill
 from composer_jax.train import buckets, policy_values
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
@@ -89,7 +90,7 @@ class Functions:
   add_microbatch: Callable[..., tuple[StepSums, Scores]]
   apply: Callable[..., tuple[train_state.TrainState, jax.Array]]
   score: Callable[..., Scores]
-  add_hints: Callable[..., tuple[StepSums, hint_distill.HintStats]]
+  add_hints: Callable[..., tuple[StepSums, distill.HintStats]]
   parts: int
 
 
@@ -200,7 +201,7 @@ def build(
   optimizer: optax.GradientTransformation,
   *,
   loss: policy_loss.LossOptions,
-  hints: hint_distill.HintLossOptions = hint_distill.OFF,
+  hints: distill.HintLossOptions = distill.OFF,
   placement: train_placement.Placement | None = None,
   compiler_options: dict[str, Any] | None = None,
 ) -> Functions:
@@ -210,7 +211,7 @@ def build(
     model: what to train, with the plan of the placement.
     optimizer: optax transform, clipping included.
     loss: of `policy_loss`.
-    hints: of `hint_distill`; an average that teaches follows in `apply`.
+    hints: of `rl.hints.distill`; an average that teaches follows in `apply`.
     placement: where state and batches lie; None is the first device.
     compiler_options: of XLA.
   """
@@ -264,13 +265,13 @@ def build(
   @jit
   def hint_gradients(values, teacher, batch):
     rows, seq_len = batch.student_slots_BT.shape
-    grads, stats = hint_distill.gradients(
+    grads, stats = distill.gradients(
       model,
       values,
       teacher,
       batch,
       hints,
-      num_slots=hint_batching.num_slots(rows // parts, seq_len),
+      num_slots=batching.num_slots(rows // parts, seq_len),
     )
     if placement is not None:
       places = placement.variables['params']

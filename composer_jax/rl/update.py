@@ -18,12 +18,11 @@ from composer_jax.rl import (
   batching,
   behaviour,
   comparison,
-  hint_distill,
-  hint_step,
   mismatch,
   policy_loss,
 )
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import distill, step
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
@@ -59,7 +58,7 @@ class UpdateOptions:
   refreshed: bool
   gate: mismatch.GateOptions
   seed: int
-  hints: hint_distill.HintLossOptions = hint_distill.OFF
+  hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
     if self.reward not in ('verdict', 'shuffled'):
@@ -217,7 +216,7 @@ def update(
     teacher = {**values, 'params': state.teacher}
   hinted = None
   if options.hints.weight:
-    sums, hinted = hint_step.add(
+    sums, hinted = step.add(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)

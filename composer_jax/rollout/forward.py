@@ -3,7 +3,7 @@
 `models.decoder` scans stacked layers over a packed batch. This module calls
 the same functions layer by layer, with two pools of pages per layer that every
 session of an engine shares: which page belongs to whom is the caller's tables
-(`kernels.paged_attention`).
+(`kernels.attention.paged`).
 `tests/rollout/forward_test.py` holds it to the decoder.
 """
 
@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels import paged_attention, tiled_attention
+from composer_jax.kernels.attention import paged, tiled
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder, head, layer
 from composer_jax.parallel import exchange
@@ -47,7 +47,7 @@ class Cache(flax.struct.PyTreeNode, kw_only=True):
       [pages, page, J] of latent attention.
   """
 
-  layers: tuple[paged_attention.Pools, ...]
+  layers: tuple[paged.Pools, ...]
 
   @property
   def num_pages(self) -> int:
@@ -151,7 +151,7 @@ def copy_pages(
     pages = jnp.where(places < counts, pages, 0)
     return pool.at[destinations_N].set(pages, mode='drop')
 
-  first, second = paged_attention.token_axes(cache.layers[0])
+  first, second = paged.token_axes(cache.layers[0])
   return Cache(
     layers=tuple((copy(x, first), copy(y, second)) for x, y in cache.layers)
   )
@@ -266,9 +266,9 @@ def _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, config):
 
 def _write(pools, kept, chunk):
   """Puts what is kept of the chunk in its places."""
-  token_axes = paged_attention.token_axes(pools)
+  token_axes = paged.token_axes(pools)
   first, second = (
-    paged_attention.write(
+    paged.write(
       pool, kept_BT, chunk.pages_BT, chunk.offsets_BT, token_axis=axis
     )
     for pool, kept_BT, axis in zip(pools, kept, token_axes, strict=True)
@@ -285,12 +285,12 @@ def _attend(query, pools, chunk, config):
   """
   tables = (chunk.tables_BP, chunk.positions_BT)
   if config.numerics == 'batch_invariant':
-    return tiled_attention.attend_paged(query, pools, *tables, chunk.valid_BT)
+    return tiled.attend_paged(query, pools, *tables, chunk.valid_BT)
   attend = _FAST[config.attention.kind]
   return attend(query, pools, *tables, num_blocks=chunk.num_blocks)
 
 
 _FAST = {
-  'gqa': paged_attention.attend_grouped,
-  'mla': paged_attention.attend_latent,
+  'gqa': paged.attend_grouped,
+  'mla': paged.attend_latent,
 }

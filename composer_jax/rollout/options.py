@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from composer_jax.kernels import tiled_attention
+from composer_jax.kernels.attention import tiled
 from composer_jax.models import config as config_lib
 
 KEEP = 'keep'
@@ -85,7 +85,7 @@ class EngineOptions:
 
   def check(self, config: config_lib.ModelConfig) -> None:
     """Raises a ValueError that says why the options do not suit a model."""
-    block = tiled_attention.KEY_BLOCK
+    block = tiled.KEY_BLOCK
     if config.numerics == 'batch_invariant' and self.page_size % block:
       raise ValueError(
         f'page_size ({self.page_size}) must be a multiple of {block} with '

@@ -7,8 +7,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from composer_jax.sandbox import base, microvm, process, zygotes
+from composer_jax.sandbox import base
 from composer_jax.sandbox import packages as gathering
+from composer_jax.sandbox.local import process, zygotes
+from composer_jax.sandbox.remote.microvm import machine
 
 _PROBE_LIMITS = base.Limits(
     wall_s=2.0, cpu_s=1.0, memory_bytes=256 << 20, processes=8,
@@ -86,7 +88,7 @@ def open_sandbox(
   size: int = 1,
   images: pathlib.Path | None = None,
   packages: Sequence[str] | pathlib.Path = (),
-) -> zygotes.ZygotePool | microvm.MicroVM:
+) -> zygotes.ZygotePool | machine.MicroVM:
   """Opens a sandbox.
 
   Args:
@@ -119,7 +121,7 @@ def open_sandbox(
     site_packages = gathering.gather(packages) if packages else None
   if preference == 'microvm':
     try:
-      return microvm.MicroVM(
+      return machine.MicroVM(
         limits, size=size, images=images, packages=site_packages or ()
       )
     except base.SandboxLost as error:

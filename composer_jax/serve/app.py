@@ -10,14 +10,16 @@ from typing import Any
 
 from starlette import applications, exceptions, requests, responses, routing
 
-from composer_jax.serve import (
+from composer_jax.serve import exchange, metrics, service
+from composer_jax.serve.api import (
   chat_format,
   errors,
-  exchange,
-  metrics,
-  openai_api,
-  service,
-  tokens_api,
+)
+from composer_jax.serve.api import (
+  openai as openai_api,
+)
+from composer_jax.serve.api import (
+  tokens as tokens_api,
 )
 
 

@@ -17,7 +17,7 @@ from urllib import parse
 
 from starlette import types
 
-from composer_jax.serve import errors
+from composer_jax.serve.api import errors
 
 # For the last words to a client that may not be reading.
 _LAST_WORDS_S = 1.0

@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.serve import (
-  chat_format,
-  errors,
-  jobs,
-  metrics,
-  requests,
-  service,
-  texts,
-)
+from composer_jax.serve import jobs, metrics, service
+from composer_jax.serve.api import chat_format, errors, requests, texts
 
 _MAX_STOPS = 16
 # Below it logits over temperature leave float32.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_jax.core import records
-from composer_jax.serve import errors
+from composer_jax.serve.api import errors
 
 # None: the engine took all requests.
 Event = records.Tokens | records.Completion | errors.ApiError | None

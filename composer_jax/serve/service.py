@@ -22,8 +22,9 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
-from composer_jax.serve import errors, jobs, policies
+from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
+from composer_jax.serve.api import errors
 
 # How long the idle thread sleeps at most; sessions expire at this grain.
 _IDLE_S = 0.2

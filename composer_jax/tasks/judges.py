@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from composer_jax.tasks import monitors
+from composer_jax.tasks.monitors import watch
 
 _MAX_REASON = 300
 _FENCE = re.compile(r'\A\s*(?:```(?:json)?\s*\n(.*)\n```|(.*?))\s*\Z', re.S)
@@ -103,7 +103,7 @@ class Case:
   """An episode as judges see it."""
 
   prompt: str
-  evidence: monitors.Evidence
+  evidence: watch.Evidence
 
 
 class Judge(Protocol):
@@ -151,11 +151,11 @@ _KINDS = {
   'forges': ('forging_code', 'held_out'),
 }  # fmt: skip
 
-Rule = Callable[[Case, Sequence[monitors.Finding]], str]
+Rule = Callable[[Case, Sequence[watch.Finding]], str]
 
 
 def _rule_of(kinds: tuple[str, ...]) -> Rule:
-  def rule(case: Case, findings: Sequence[monitors.Finding]) -> str:
+  def rule(case: Case, findings: Sequence[watch.Finding]) -> str:
     del case
     return next((f.detail for f in findings if f.kind in kinds), '')
 
@@ -183,7 +183,7 @@ class RuleJudge:
         f'Rubric {rubric.name!r} asks {missing}, for which there is no rule; '
         f'there are {sorted(self._rules)}.'
       )
-    findings = monitors.scan(case.evidence)
+    findings = watch.scan(case.evidence)
     reasons = {
       q.name: self._rules[q.name](case, findings) for q in rubric.questions
     }

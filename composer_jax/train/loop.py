@@ -16,24 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.checkpoint import manager
 from composer_jax.core import batches, platforms
-from composer_jax.kernels import grouped_matmul
+from composer_jax.kernels.grouped import matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
-from composer_jax.optim import groups, muon_plan
+from composer_jax.optim import groups
+from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.train import (
   buckets,
   compiler_options,
   evaluate,
-  export,
   muon_report,
   reporting,
 )
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
+from composer_jax.train.checkpoints import export, manager
 
 Variables = dict[str, Any]
 
@@ -100,7 +100,7 @@ class _Programs:
   step: Callable[[buckets.Bucket], Any]
   evaluate: evaluate.SumFunction
   like: train_state.TrainState
-  muon: muon_plan.MuonPlan | None
+  muon: plan.MuonPlan | None
 
 
 def run(
@@ -334,7 +334,7 @@ def _expert_rows(
   placement: train_placement.Placement,
 ) -> int | None:
   """Returns the rows of experts where a kernel's loads are known, or None."""
-  is_counted = grouped_matmul.backend_for(platforms.current()) == 'blocked'
+  is_counted = matmul.backend_for(platforms.current()) == 'blocked'
   # Loads are of a whole batch and of all devices: a kernel's own are told apart
   # where no expert is on two, and no batch is cut.
   is_known = placement.mesh.size == placement.expert_shards

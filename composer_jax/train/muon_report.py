@@ -1,6 +1,7 @@
 """What Muon's plan costs a step, for a person and for the metrics."""
 
-from composer_jax.optim import muon_plan, muon_times
+from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.optim.muon import times
 from composer_jax.telemetry import progress
 
 
@@ -14,7 +15,7 @@ def metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
     'muon_flops': plan.flops,
     'muon_flops_ideal': plan.ideal_flops,
     'muon_bytes': plan.wire_bytes,
-    'muon_seconds': muon_times.roofline_seconds(plan),
+    'muon_seconds': times.roofline_seconds(plan),
   }
 
 
@@ -35,7 +36,7 @@ def lines(plan: muon_plan.MuonPlan | None) -> list[str]:
   )
   if plan.wire_bytes:
     first += f', {plan.wire_bytes / plan.bound_bytes:.2f} of the least'
-  bound_ms = 1e3 * muon_times.roofline_seconds(plan)
+  bound_ms = 1e3 * times.roofline_seconds(plan)
   first += (
     f'; at least {progress.number(bound_ms)} ms at the speeds assumed of a '
     f'{plan.rates.name}.'

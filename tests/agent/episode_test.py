@@ -5,18 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode, function_environment, rewards
+from composer_jax.agent import episode, rewards
 from composer_jax.core import records
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as open_lib
-from composer_jax.tasks import list_functions, runners
+from composer_jax.tasks.list_functions import environment, family, runners
 from composer_jax.text import tokenizer as tokenizer_lib
 
 OPTIONS = episode.EpisodeOptions(
   max_tokens=2000, max_turns=9, max_call_tokens=200
 )
 PRICES = rewards.RewardOptions(invalid_penalty=0.25)
-TASK = list_functions.generate(3, 'held_out')
+TASK = family.generate(3, 'held_out')
 EDIT = f'edit {TASK.path} {TASK.function}\n{TASK.reference}'
 HONEST = [f'read {TASK.path}', EDIT, 'test', 'finish']
 
@@ -70,9 +70,7 @@ class TapePolicy:
 def _run(tokenizer, calls, runner=None, reward=PRICES, **changes):
   policy = TapePolicy(tokenizer, calls)
   rollout = episode.run(
-    function_environment.FunctionEnvironment(
-      TASK, runner or runners.TrustedRunner()
-    ),
+    environment.FunctionEnvironment(TASK, runner or runners.TrustedRunner()),
     policy,
     tokenizer,
     dataclasses.replace(OPTIONS, **changes),
@@ -220,7 +218,7 @@ def test_a_policy_that_loses_routes_is_refused(tokenizer):
   policy = Lossy(tokenizer, ['finish'])
   with pytest.raises(ValueError, match='all but the last are required'):
     episode.run(
-      function_environment.FunctionEnvironment(TASK, runners.TrustedRunner()),
+      environment.FunctionEnvironment(TASK, runners.TrustedRunner()),
       policy,
       tokenizer,
       OPTIONS,

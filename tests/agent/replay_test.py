@@ -5,15 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import (
-  episode,
-  function_environment,
-  mistakes,
-  replay,
-  rewards,
-)
+from composer_jax.agent import episode, mistakes, replay, rewards
 from composer_jax.core import records
-from composer_jax.tasks import list_functions, runners
+from composer_jax.tasks.list_functions import environment, family, runners
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.agent import episode_test, summarize_test
 
@@ -58,7 +52,7 @@ def again(rollout, tokenizer, talker, summary=summarize_test.SUMMARY):
 
 
 def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
-  task = list_functions.generate(3, 'train')
+  task = family.generate(3, 'train')
   edit = f'edit {task.path} {task.function}\n'
   calls = [
     f'read {task.path}',
@@ -73,7 +67,7 @@ def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
   runner = runners.TrustedRunner()
   options = dataclasses.replace(episode_test.OPTIONS, max_call_tokens=80)
   rollout = episode.run(
-    function_environment.FunctionEnvironment(task, runner),
+    environment.FunctionEnvironment(task, runner),
     episode_test.TapePolicy(tokenizer, calls),
     tokenizer,
     options,
@@ -89,7 +83,7 @@ def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
   def play_again(reward):
     return replay.replay(
       rollout,
-      function_environment.FunctionEnvironment(task, runner),
+      environment.FunctionEnvironment(task, runner),
       tokenizer,
       options,
       reward=reward,

@@ -104,7 +104,7 @@ def test_no_wrong_accept_among_twenty_thousand_lies(worlds):
 
 @pytest.mark.slow
 def test_keyframes_that_orbax_wrote(worlds):
-  from composer_jax.checkpoint import keyframes
+  from composer_jax.delta.device import keyframes
 
   world = faults.build(
     'floats', write=lambda arrays, folder: keyframes.write(arrays)(folder)

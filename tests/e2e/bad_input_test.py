@@ -8,15 +8,17 @@ import time
 
 import pytest
 
-from composer_jax.agent import episode, function_environment
-from composer_jax.checkpoint import bundles, manager
+from composer_jax.agent import episode
 from composer_jax.core import records
+from composer_jax.delta.device import publication
+from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta.device import sender as bundles
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs_of_runs
-from composer_jax.pipeline import publication, stages
-from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import list_functions
+from composer_jax.pipeline import stages
+from composer_jax.tasks.list_functions import environment, family
+from composer_jax.train.checkpoints import manager
 from configs.composer import tiny
 from tests.agent import episode_test
 from tests.e2e import composer_test, jobs
@@ -210,7 +212,7 @@ def test_a_function_that_never_returns_is_a_failed_episode(
   straight, body, wall_s, cpu_s
 ):
   """What the policy wrote hangs; the sandbox ends it and the run goes on."""
-  task = list_functions.generate(3, 'train')
+  task = family.generate(3, 'train')
   spec = composer_test.make_spec(
     f'--config.sandbox.wall_s={wall_s}', f'--config.sandbox.cpu_s={cpu_s}'
   )
@@ -223,7 +225,7 @@ def test_a_function_that_never_returns_is_a_failed_episode(
     ]
     began = time.monotonic()
     rollout = episode.run(
-      function_environment.FunctionEnvironment(task, runner),
+      environment.FunctionEnvironment(task, runner),
       episode_test.TapePolicy(tokenizer, calls),
       tokenizer,
       episode.EpisodeOptions(

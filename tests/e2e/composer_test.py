@@ -14,15 +14,15 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from composer_jax.checkpoint import manager
 from composer_jax.core import files
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.pipeline import job as jobs_of_runs
-from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import sync_loop
 from composer_jax.telemetry import metrics as metric_names
 from composer_jax.telemetry import writer as writers
+from composer_jax.train.checkpoints import manager
 from tests.e2e import jobs
 
 EXPECTED_METRICS = {

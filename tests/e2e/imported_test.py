@@ -16,8 +16,8 @@ import safetensors.numpy
 import torch
 import transformers
 
-from composer_jax.checkpoint import hf_export, hf_import
 from composer_jax.core import files
+from composer_jax.hf import exporting, importing
 from composer_jax.models import decoder, head
 from composer_jax.pipeline import job as jobs_of_runs
 from composer_jax.pipeline import reinforce, stages
@@ -25,7 +25,7 @@ from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import writer as writers
 from configs.composer import imported as imported_config
 from tests.e2e import jobs
-from tests.text import chat_template_test, hf_files
+from tests.hf.text import chat_template_test, tokenizer_files
 
 VOCAB_SIZE = 384
 
@@ -55,13 +55,13 @@ def checkpoint(tmp_path_factory):
     path = folder / f'{name}.jinja'
     path.parent.mkdir(exist_ok=True)
     path.write_text(chat_template_test.QWEN)
-  return hf_files.qwen(folder)
+  return tokenizer_files.qwen(folder)
 
 
 @pytest.fixture(scope='module')
 def imported(checkpoint, tmp_path_factory):
   folder = tmp_path_factory.mktemp('import') / 'tiny'
-  hf_import.convert(checkpoint, folder)
+  importing.convert(checkpoint, folder)
   return folder
 
 
@@ -95,8 +95,8 @@ def opened(spec, workdir):
 
 def exported(workdir, stage, folder):
   """The weights of a stage as Hugging Face has them."""
-  origin = hf_export.of_run(workdir, stage, family=None)
-  hf_export.write(origin, folder, dtype='float32')
+  origin = exporting.of_run(workdir, stage, family=None)
+  exporting.write(origin, folder, dtype='float32')
   return folder
 
 
@@ -150,20 +150,20 @@ def test_an_export_knows_its_import_wherever_that_lies(
   moved = shutil.copytree(imported, tmp_path / 'moved')
   with opened(dataclasses.replace(spec, initial=str(moved)), workdir):
     pass
-  origin = hf_export.of_run(workdir, 'cpt', family=None)
+  origin = exporting.of_run(workdir, 'cpt', family=None)
   assert origin.imported == moved
   with (moved / 'tokenizer_config.json').open('a') as file:
     file.write(' ')
   told = r'run began from .*moved, which is another one or has changed'
   with pytest.raises(ValueError, match=told):
-    hf_export.of_run(workdir, 'cpt', family=None)
+    exporting.of_run(workdir, 'cpt', family=None)
   shutil.rmtree(moved)
   told = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
   with pytest.raises(ValueError, match=told):
-    hf_export.of_run(workdir, 'cpt', family=None)
+    exporting.of_run(workdir, 'cpt', family=None)
   with opened(spec, workdir):
     pass
-  origin = hf_export.of_run(workdir, 'cpt', family=None)
+  origin = exporting.of_run(workdir, 'cpt', family=None)
   assert str(origin.imported) == str(imported)
 
 

@@ -21,7 +21,7 @@ from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import export
+from composer_jax.train.checkpoints import export
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = 'configs/composer/tiny.py:smoke'

@@ -20,7 +20,7 @@ os.environ['OPENBLAS_NUM_THREADS'] = '1'
 import tensorboardX  # noqa: F401
 
 from composer_jax.pipeline import reinforce, stages  # noqa: F401
-from composer_jax.telemetry import report  # noqa: F401
+from composer_jax.report import document  # noqa: F401
 
 
 def _become(arguments: list[str], log: str) -> None:

@@ -13,13 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from composer_jax.checkpoint import (
-  bundle_commands,
-  bundle_sources,
-  keyframes,
-  manager,
-)
 from composer_jax.delta import store as stores
+from composer_jax.delta.device import commands, keyframes, sources
+from composer_jax.train.checkpoints import manager
 from tests.delta import bundles, s3_server
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -74,13 +70,13 @@ def same(found, wanted):
 
 
 def test_our_checkpoints_are_read_as_the_policy(workdir):
-  same(bundle_sources.read(f'{workdir}:rl'), policy(0))
-  same(bundle_sources.read(str(workdir / 'exports' / 'rl')), policy(0))
+  same(sources.read(f'{workdir}:rl'), policy(0))
+  same(sources.read(str(workdir / 'exports' / 'rl')), policy(0))
   # Of a train state the model alone, of several steps the last.
   states = workdir / 'checkpoints' / 'rl'
-  same(bundle_sources.read(str(states)), policy(2))
-  same(bundle_sources.read(str(states / '1')), policy(1))
-  stored = bundle_sources.read(str(states / '1'), dtype='stored')
+  same(sources.read(str(states)), policy(2))
+  same(sources.read(str(states / '1')), policy(1))
+  stored = sources.read(str(states / '1'), dtype='stored')
   assert stored['params/kernel'].dtype == np.float32
 
 
@@ -93,8 +89,8 @@ def test_any_orbax_checkpoint_is_read_as_stored(tmp_path, use_ocdbt):
     'params/kernel': np.asarray(tree['params']['kernel']),
     'selection_bias': np.asarray(tree['selection_bias']),
   }
-  same(bundle_sources.read(str(tmp_path / 'plain')), wanted)
-  cast = bundle_sources.read(str(tmp_path / 'plain'), dtype='float16')
+  same(sources.read(str(tmp_path / 'plain')), wanted)
+  cast = sources.read(str(tmp_path / 'plain'), dtype='float16')
   assert {a.dtype for a in cast.values()} == {np.dtype(np.float16)}
 
 
@@ -103,16 +99,16 @@ def test_orbax_managers_are_read(tmp_path):
     managed.save(3, args=ocp.args.StandardSave({'w': jnp.ones(3)}))
     managed.wait_until_finished()
   for path in (tmp_path / 'managed', tmp_path / 'managed' / '3'):
-    same(bundle_sources.read(str(path)), {'w': np.ones(3, np.float32)})
+    same(sources.read(str(path)), {'w': np.ones(3, np.float32)})
 
 
 def test_sources_that_are_none_name_the_cure(tmp_path, workdir):
   with pytest.raises(ValueError, match='no orbax checkpoint. Name the folder'):
-    bundle_sources.read(str(tmp_path))
+    sources.read(str(tmp_path))
   with pytest.raises(ValueError, match=r"'sft' .* finished are \['rl'\]"):
-    bundle_sources.read(f'{workdir}:sft')
+    sources.read(f'{workdir}:sft')
   with pytest.raises(ValueError, match="dtype 'int3' is not one of policy"):
-    bundle_sources.read(f'{workdir}:rl', dtype='int3')
+    sources.read(f'{workdir}:rl', dtype='int3')
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_published(tmp_path):
@@ -125,7 +121,7 @@ def test_a_damaged_checkpoint_of_ours_is_not_published(tmp_path):
   data[len(data) // 2] ^= 1
   largest.write_bytes(data)
   with pytest.raises(ValueError, match='damaged'):
-    bundle_sources.read(str(tmp_path / 'rl'))
+    sources.read(str(tmp_path / 'rl'))
 
 
 # Commands.
@@ -138,39 +134,39 @@ def place(workdir, tmp_path_factory):
   flags = dict(store=str(root / 'store'), run=RUN, key=root / 'key')
   states = workdir / 'checkpoints' / 'rl'
   for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    bundle_commands.publish(source=source, tier='fast', **flags)
+    commands.publish(source=source, tier='fast', **flags)
   return flags
 
 
 @pytest.mark.parametrize('version, step', [(0, 0), (1, 1), (2, 2), (None, 2)])
 def test_a_version_becomes_an_orbax_checkpoint(place, tmp_path, version, step):
   out = tmp_path / 'made' / 'here'
-  said = bundle_commands.apply(out=out, version=version, **place)
+  said = commands.apply(out=out, version=version, **place)
   assert str(out) in said and f'Version {step}' in said
-  same(bundle_sources.read(str(out)), policy(step))
+  same(sources.read(str(out)), policy(step))
   with ocp.StandardCheckpointer() as reader:
     tree = reader.restore(out, keyframes.read(out))
   kernel = np.asarray(tree['params']['kernel'])
   assert kernel.tobytes() == policy(step)['params/kernel'].tobytes()
   with pytest.raises(ValueError, match='exists; choose another --out'):
-    bundle_commands.apply(out=out, **place)
+    commands.apply(out=out, **place)
 
 
 def test_a_sound_run_is_said_to_be(place, workdir):
-  said = bundle_commands.verify(**place)
+  said = commands.verify(**place)
   assert 'sound up to version 2' in said and '3 bundles' in said
-  said = bundle_commands.verify(source=f'{workdir}:rl', version=0, **place)
+  said = commands.verify(source=f'{workdir}:rl', version=0, **place)
   assert 'bit for bit' in said
   states = str(workdir / 'checkpoints' / 'rl')
-  bundle_commands.verify(source=states, **place)
+  commands.verify(source=states, **place)
   with pytest.raises(
     ValueError, match=r"not version 1: 1 tensors differ, .*'params/kernel'"
   ):
-    bundle_commands.verify(source=states, version=1, **place)
+    commands.verify(source=states, version=1, **place)
 
 
 def test_the_log_shows_every_bundle(place):
-  lines = [line.split() for line in bundle_commands.log(**place).split('\n')]
+  lines = [line.split() for line in commands.log(**place).split('\n')]
   assert lines[0][:3] == ['version', 'kind', 'base'] and len(lines) == 4
   assert [line[:2] for line in lines[1:]] == [
     ['0', 'key'],
@@ -198,7 +194,7 @@ def test_verify_names_all_that_is_damaged(place, tmp_path):
     flip(name)
     said = ''
     try:
-      bundle_commands.verify(**place)
+      commands.verify(**place)
     except ValueError as error:
       said = str(error)
     assert not said or name in said
@@ -206,7 +202,7 @@ def test_verify_names_all_that_is_damaged(place, tmp_path):
     flip(name)
   # Indices of earlier pointers are no part of the run any more.
   assert live >= len(names) - 2
-  assert 'sound' in bundle_commands.verify(**place)
+  assert 'sound' in commands.verify(**place)
 
 
 @pytest.mark.parametrize('where', ['index', 'pointer'])
@@ -217,38 +213,38 @@ def test_verify_compares_bundles_with_what_leads_to_them(tmp_path, where):
   run.point(1)
   (tmp_path / 'key').write_text(bundles.SIGNER.to_text())
   flags = dict(store=run.store.url, run=run.run_id, key=tmp_path / 'key')
-  assert 'sound' in bundle_commands.verify(**flags)
+  assert 'sound' in commands.verify(**flags)
   if where == 'index':
     run.edges[1] = dataclasses.replace(run.edges[1], target='0' * 16)
   else:
     run.held[1] = dataclasses.replace(run.held[1], target_id='0' * 64)
   run.point(1)
   with pytest.raises(ValueError, match="its target is '[^0].*says '0000"):
-    bundle_commands.verify(**flags)
+    commands.verify(**flags)
 
 
 def test_gc_keeps_what_is_needed(workdir, tmp_path):
   flags = dict(store=str(tmp_path / 's'), run=RUN, key=tmp_path / 'key')
   states = workdir / 'checkpoints' / 'rl'
   for source in (f'{workdir}:rl', str(states / '1'), str(states / '2')):
-    bundle_commands.publish(source=source, keyframes='packed', **flags)
-  assert bundle_commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
-  said = bundle_commands.gc(keep=1, grace_s=0.0, **flags)
+    commands.publish(source=source, keyframes='packed', **flags)
+  assert commands.gc(keep=1, grace_s=3600.0, **flags) == 'Freed 0 bytes.'
+  said = commands.gc(keep=1, grace_s=0.0, **flags)
   assert int(said.split()[1]) > 0
   out = tmp_path / 'out'
-  bundle_commands.apply(out=out, **flags)
-  same(bundle_sources.read(str(out)), policy(2))
-  assert 'sound' in bundle_commands.verify(**flags)
+  commands.apply(out=out, **flags)
+  same(sources.read(str(out)), policy(2))
+  assert 'sound' in commands.verify(**flags)
 
 
 def test_what_cannot_be_trusted_is_said_plainly(place, tmp_path):
   with pytest.raises(ValueError, match='there is no key; --key must name'):
-    bundle_commands.log(**{**place, 'key': tmp_path / 'none'})
+    commands.log(**{**place, 'key': tmp_path / 'none'})
   with pytest.raises(ValueError, match=r"no run 'other'; it has \['demo'\]"):
-    bundle_commands.log(**{**place, 'run': 'other'})
+    commands.log(**{**place, 'run': 'other'})
   (tmp_path / 'wrong').write_text('hmac-sha256 ' + '00' * 32)
   with pytest.raises(ValueError, match='cannot be trusted: .*signature'):
-    bundle_commands.log(**{**place, 'key': tmp_path / 'wrong'})
+    commands.log(**{**place, 'key': tmp_path / 'wrong'})
 
 
 def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
@@ -256,7 +252,7 @@ def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
   (tmp_path / 'other').write_text('hmac-sha256 ' + '00' * 32)
   for key, words in ('other', 'cannot be trusted'), ('none', 'there is no key'):
     with pytest.raises(ValueError, match=words):
-      bundle_commands.publish(
+      commands.publish(
         source=f'{workdir}:rl', **{**place, 'key': tmp_path / key}
       )
   assert stores.Store(place['store']).read_pointer(RUN) == pointer
@@ -265,9 +261,7 @@ def test_another_key_does_not_begin_a_run_anew(place, workdir, tmp_path):
 
 def test_a_relay_is_not_published_to(place):
   with pytest.raises(ValueError, match='http://host can only be read'):
-    bundle_commands.publish(
-      source='nowhere', **{**place, 'store': 'http://host'}
-    )
+    commands.publish(source='nowhere', **{**place, 'store': 'http://host'})
 
 
 def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
@@ -277,34 +271,34 @@ def test_what_a_disk_damaged_is_not_left_behind(place, tmp_path, monkeypatch):
 
   monkeypatch.setattr(keyframes, 'verify', damage)
   with pytest.raises(ValueError, match='not what was written'):
-    bundle_commands.apply(out=tmp_path / 'out', **place)
+    commands.apply(out=tmp_path / 'out', **place)
   assert not (tmp_path / 'out').exists()
 
 
 def test_an_expired_pointer_is_told(place, tmp_path, monkeypatch):
-  assert 'expired' not in bundle_commands.log(**place)
+  assert 'expired' not in commands.log(**place)
   later = time.time() + 366 * 86400
-  monkeypatch.setattr(bundle_commands.time, 'time', lambda: later)
+  monkeypatch.setattr(commands.time, 'time', lambda: later)
   told = 'pointer expired 1.0 days ago: the publisher no longer renews it'
-  assert told in bundle_commands.log(**place)
-  assert told in bundle_commands.verify(**place)
-  assert told in bundle_commands.apply(out=tmp_path / 'out', **place)
+  assert told in commands.log(**place)
+  assert told in commands.verify(**place)
+  assert told in commands.apply(out=tmp_path / 'out', **place)
 
 
 def test_receivers_of_a_public_key_cannot_publish(workdir, tmp_path):
   key = str(tmp_path / 'pair')
-  bundle_commands.keys(key=key)
+  commands.keys(key=key)
   with pytest.raises(ValueError, match='exists; choose another --key'):
-    bundle_commands.keys(key=key)
+    commands.keys(key=key)
   flags = dict(store=str(tmp_path / 'store'), run=RUN)
   source = f'{workdir}:rl'
-  bundle_commands.publish(source=source, key=key, **flags)
+  commands.publish(source=source, key=key, **flags)
   public = f'{key}.public'
-  assert 'sound' in bundle_commands.verify(source=source, key=public, **flags)
+  assert 'sound' in commands.verify(source=source, key=public, **flags)
   with pytest.raises(ValueError, match='is a public key, which cannot sign'):
-    bundle_commands.publish(source=source, key=public, **flags)
+    commands.publish(source=source, key=public, **flags)
   with pytest.raises(ValueError, match='is a public key, which cannot sign'):
-    bundle_commands.gc(keep=1, key=public, **flags)
+    commands.gc(keep=1, key=public, **flags)
 
 
 @pytest.fixture(params=['memory', 's3'])
@@ -318,15 +312,15 @@ def remote(request):
 
 def test_commands_work_on_a_remote_store(workdir, tmp_path, remote):
   flags = dict(store=remote, run=RUN, key=tmp_path / 'key')
-  bundle_commands.publish(source=f'{workdir}:rl', **flags)
-  bundle_commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
-  bundle_commands.apply(out=tmp_path / 'out', **flags)
-  same(bundle_sources.read(str(tmp_path / 'out')), policy(1))
-  assert '2 bundles' in bundle_commands.verify(**flags)
-  assert bundle_commands.log(**flags).count('\n') == 2
-  said = bundle_commands.gc(keep=1, grace_s=0.0, **flags)
+  commands.publish(source=f'{workdir}:rl', **flags)
+  commands.publish(source=str(workdir / 'checkpoints/rl/1'), **flags)
+  commands.apply(out=tmp_path / 'out', **flags)
+  same(sources.read(str(tmp_path / 'out')), policy(1))
+  assert '2 bundles' in commands.verify(**flags)
+  assert commands.log(**flags).count('\n') == 2
+  said = commands.gc(keep=1, grace_s=0.0, **flags)
   assert said.startswith('Freed ')
-  assert 'sound' in bundle_commands.verify(**flags)
+  assert 'sound' in commands.verify(**flags)
 
 
 # The program.
@@ -372,8 +366,8 @@ def test_the_main_relays(place, tmp_path):
     assert start == f'Relaying {place["store"]}' and mark
     assert url.startswith('http://127.0.0.1:') and not url.endswith(':0')
     place = {**place, 'store': url}
-    bundle_commands.apply(out=tmp_path / 'out', **place)
-    same(bundle_sources.read(str(tmp_path / 'out')), policy(2))
+    commands.apply(out=tmp_path / 'out', **place)
+    same(sources.read(str(tmp_path / 'out')), policy(2))
     relay.send_signal(signal.SIGINT)
     assert relay.communicate(timeout=20)[0].endswith('Stopped.\n')
   finally:
@@ -385,17 +379,17 @@ def test_what_must_be_local_is_no_url(place, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   url = 's3://bucket/x'
   with pytest.raises(ValueError, match=f'--source is {url}; it must lie in'):
-    bundle_sources.read(url)
+    sources.read(url)
   with pytest.raises(ValueError, match=f'--out is {url}; it must lie in'):
-    bundle_commands.apply(out=url, **place)
+    commands.apply(out=url, **place)
   with pytest.raises(ValueError, match=f'--cache is {url}; it must lie in'):
-    bundle_commands.relay(upstream=place['store'], cache=url, host='', port=-1)
+    commands.relay(upstream=place['store'], cache=url, host='', port=-1)
   assert not list(tmp_path.iterdir())
 
 
 def test_a_relay_has_room(place, tmp_path):
   with pytest.raises(ValueError, match='cache_gb is 0; it must be above 0'):
-    bundle_commands.relay(
+    commands.relay(
       upstream=place['store'], cache=tmp_path, cache_gb=0, host='', port=0
     )
 

@@ -10,9 +10,10 @@ from absl import flags
 from absl.testing import flagsaver
 
 from composer_jax.core import files
-from composer_jax.pipeline import families, stages
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import list_functions
+from composer_jax.pipeline import stages
+from composer_jax.tasks import families
+from composer_jax.tasks.list_functions import family
 from configs.composer import tiny
 from experiments.studies.first_loop import analyze, collect, run
 
@@ -26,9 +27,7 @@ def bodies(text):
 
 def rl_tasks():
   seed = SEED + stages.RL_SEED
-  return [
-    list_functions.generate(g, 'train', seed) for g in range(STEPS * PROMPTS)
-  ]
+  return [family.generate(g, 'train', seed) for g in range(STEPS * PROMPTS)]
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     if body not in protocol
   ]
   seed = families._PROTOCOL_SEED
-  reference = list_functions.generate(0, 'train', seed).reference
+  reference = family.generate(0, 'train', seed).reference
   solutions = [
     'return in_the_corpus',
     'return in_the_transcripts',

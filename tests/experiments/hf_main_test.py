@@ -7,8 +7,7 @@ import pathlib
 import subprocess
 import sys
 
-from tests.checkpoint import hf_checkpoints
-from tests.hf import tiny
+from tests.hf import checkpoints, tiny
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 QWEN = tiny.MODELS['qwen3_moe']
@@ -25,8 +24,8 @@ def _run(main, *flags):
 
 
 def test_a_checkpoint_goes_in_and_out(tmp_path):
-  arrays = hf_checkpoints.tensors(QWEN)
-  source = hf_checkpoints.write(tmp_path / 'hf', QWEN, arrays)
+  arrays = checkpoints.tensors(QWEN)
+  source = checkpoints.write(tmp_path / 'hf', QWEN, arrays)
   ours, back = tmp_path / 'ours', tmp_path / 'back'
   run = _run('hf_import', f'--source={source}', f'--out={ours}', '--verify')
   assert run.returncode == 0, run.stderr
@@ -47,7 +46,7 @@ def test_a_checkpoint_goes_in_and_out(tmp_path):
 
 def test_an_error_is_one_line(tmp_path):
   fields = QWEN | {'model_type': 'gpt9'}
-  hf_checkpoints.write(tmp_path / 'hf', QWEN, hf_checkpoints.tensors(QWEN))
+  checkpoints.write(tmp_path / 'hf', QWEN, checkpoints.tensors(QWEN))
   (tmp_path / 'hf' / 'config.json').write_text(json.dumps(fields))
   flags = (f'--source={tmp_path / "hf"}', f'--out={tmp_path / "ours"}')
   for main, message in (

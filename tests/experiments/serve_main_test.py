@@ -18,7 +18,7 @@ from composer_jax.core import files
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.text import tokenizer as tokenizers
-from composer_jax.train import export
+from composer_jax.train.checkpoints import export
 from configs.composer import tiny
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import transformers
 
-from composer_jax.checkpoint import hf_config, hf_names
 from composer_jax.core import trees
+from composer_jax.hf.architecture import config as hf_config
+from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 
@@ -91,9 +92,9 @@ def batch(seed: int, lengths: list[list[int]], vocab_size: int) -> Batch:
 
 def to_ours(
   model: Any, config: model_config.ModelConfig, family: str
-) -> tuple[decoder.Variables, hf_names.Table]:
+) -> tuple[decoder.Variables, names.Table]:
   """Returns our variables of their weights, and the table that made them."""
-  table = hf_names.tensors(config, family, expert_layout='stacked')
+  table = names.tensors(config, family, expert_layout='stacked')
   state = {name: t.numpy() for name, t in model.state_dict().items()}
   if config.tie_embeddings:
     del state['lm_head.weight']
@@ -107,12 +108,12 @@ def to_ours(
   flat = trees.flatten_names(arrays)
   for tensor in table.values():
     for part in tensor.parts:
-      flat[part.array][part.index] = hf_names.block(part, state[tensor.name])
+      flat[part.array][part.index] = names.block(part, state[tensor.name])
   return arrays, table
 
 
 def to_theirs(
-  variables: decoder.Variables, table: hf_names.Table
+  variables: decoder.Variables, table: names.Table
 ) -> dict[str, np.ndarray]:
   """Returns tensors of theirs; those that the variables lack are left out."""
   flat = trees.flatten_names(variables)
@@ -122,7 +123,7 @@ def to_theirs(
       tensors[tensor.name] = np.full(tensor.shape, np.nan, np.float32)
       for part in tensor.parts:
         values = np.asarray(flat[part.array])[part.index]
-        hf_names.put(part, values, tensors[tensor.name])
+        names.put(part, values, tensors[tensor.name])
   return tensors
 
 
@@ -153,7 +154,7 @@ class Ours:
     return loss, (logits_BTV, out.expert_ids_MBTA)
 
   def run(
-    self, variables: decoder.Variables, table: hf_names.Table, batch: Batch
+    self, variables: decoder.Variables, table: names.Table, batch: Batch
   ) -> Result:
     arrays = (batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT)
     bias = {k: v for k, v in variables.items() if k != 'params'}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.kernels import attention as attention_kernel
-from composer_jax.kernels import grouped_matmul, grouped_schedule
+from composer_jax.kernels.attention import grouped_query as attention_kernel
+from composer_jax.kernels.grouped import matmul, schedule
 from composer_jax.models import attention, decoder, flops, head
 from composer_jax.models import config as model_config
 from configs.models import tiny
@@ -263,7 +263,7 @@ def _program(config, transform, *, backend, length=T):
   ints_BT = jax.ShapeDtypeStruct((B, length), jnp.int32)
   # The whole softmax: its products do not depend on the data.
   whole = attention_kernel.using('reference')
-  with grouped_matmul.using(backend), whole:
+  with matmul.using(backend), whole:
     function = transform(functools.partial(_loss, config))
     lowered = jax.jit(function).lower(variables, *[ints_BT] * 3)
   return lowered.compiler_ir('hlo').as_hlo_text()
@@ -347,7 +347,7 @@ def test_flops_equal_those_of_the_blocked_program():
   # It loops over blocks of rows of one expert: as many as the copies fill.
   length = 32
   copies = B * length * config.moe.num_active
-  sizes = grouped_schedule.sizes(copies, config.moe.num_experts)
+  sizes = schedule.sizes(copies, config.moe.num_experts)
   blocks = copies / sizes.tails[0]
   for transform, expected in (
     (_forward, flops.forward_per_token(config, length)),

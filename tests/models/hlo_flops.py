@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from composer_jax.plan import hlo
+from composer_jax.plan.hlo import overlap
 
 
 def count(
@@ -19,4 +19,4 @@ def count(
       constant, which is read from their condition.
     of: which products count, by the dimensions of both sides and the result.
   """
-  return hlo.read(text, dynamic_trips=dynamic_trips, of=of).flops
+  return overlap.read(text, dynamic_trips=dynamic_trips, of=of).flops

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels import attention, attention_blocks, tiled_attention
+from composer_jax.kernels.attention import blocks, grouped_query, tiled
 from composer_jax.models import attention as model_attention
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement, rope
@@ -45,19 +45,19 @@ def test_kernels_return_what_softmax_subtracts(backend):
     _normal(1, 2, 300, 2, 8),
     _normal(2, 2, 300, 2, 5),
   )
-  visible = attention.Visible(
+  visible = grouped_query.Visible(
     jnp.asarray([[0, 7, 130], [300, 0, 299]], jnp.int32),
     jnp.asarray([[1, 250, 300], [300, 300, 300]], jnp.int32),
   )
 
   @jax.jit
   def run(q, k, v):
-    return attention.attend_measured(
+    return grouped_query.attend_measured(
       q, k, v, visible, scale=0.3, backend=backend
     )
 
   _, tops = run(q, k, v)
-  mask_BTS = np.asarray(attention_blocks.as_mask(visible, 300))
+  mask_BTS = np.asarray(blocks.as_mask(visible, 300))
   by_hand = _tops_by_hand(q, k, mask_BTS, 0.3)
   np.testing.assert_allclose(tops, by_hand, rtol=1e-6, atol=1e-6)
   assert tops[1, 0, 0] == np.float32(_MASKED) and tops.dtype == jnp.float32
@@ -67,7 +67,7 @@ def test_kernels_return_what_softmax_subtracts(backend):
 def test_tiles_return_what_softmax_subtracts(kind):
   segments_BT = jnp.asarray([np.repeat([1, 2, 0], [40, 30, 5])], jnp.int32)
   visible = model_attention.visible_of(segments_BT)
-  mask_BTS = np.asarray(attention_blocks.as_mask(visible, 75))
+  mask_BTS = np.asarray(blocks.as_mask(visible, 75))
   if kind == 'grouped':
     query, kept = _normal(0, 1, 75, 4, 8), (_normal(1, 1, 75, 2, 8),) * 2
     by_hand = _tops_by_hand(query, kept[0], mask_BTS, 1.0)
@@ -78,13 +78,11 @@ def test_tiles_return_what_softmax_subtracts(kind):
     q, k = whole
     by_hand = _tops_by_hand(q, k[:, :, None], mask_BTS, 1.0)
   arrays = (query, kept, visible)
-  out, tops = jax.jit(tiled_attention.attend_packed_measured)(*arrays)
+  out, tops = jax.jit(tiled.attend_packed_measured)(*arrays)
   # Sums of a dozen float32 products of order one.
   np.testing.assert_allclose(tops, by_hand, rtol=1e-6, atol=1e-6)
   # The mode's promise: no bit depends on what else is computed.
-  np.testing.assert_array_equal(
-    out, jax.jit(tiled_attention.attend_packed)(*arrays)
-  )
+  np.testing.assert_array_equal(out, jax.jit(tiled.attend_packed)(*arrays))
 
 
 # ---------------------------------------------------------------- the decoder

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels import attention, attention_blocks
+from composer_jax.kernels.attention import blocks, grouped_query
 from composer_jax.models import mla
 
 B, T, S, N, H, J, C, W = 2, 5, 7, 3, 4, 2, 6, 5
@@ -21,7 +21,7 @@ def inputs():
     return jnp.asarray(random.normal(size=shape), jnp.float32)
 
   start_BT = random.integers(0, S - 1, (B, T))
-  visible = attention.Visible(
+  visible = grouped_query.Visible(
     jnp.asarray(start_BT), jnp.asarray(random.integers(start_BT + 1, S + 1))
   )
   query = (normal(B, T, N, H), normal(B, T, N, J))
@@ -60,7 +60,7 @@ def test_absorbed_equals_naive_in_value_and_gradient(inputs):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), absorbed, naive
   )
-  mask_BTS = np.asarray(attention_blocks.as_mask(visible, S))
+  mask_BTS = np.asarray(blocks.as_mask(visible, S))
   with jax.default_matmul_precision('highest'):
     want = _by_hand(*jax.tree.map(np.asarray, arrays), mask_BTS, 0.3)
   np.testing.assert_allclose(naive[0], want, atol=2e-5)

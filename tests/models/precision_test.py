@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.kernels import attention
+from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head, layer, norm, rope, router
 from tests.models import decoder_test
@@ -55,10 +55,10 @@ def test_softmax_sees_float32_scores(backend):
   q = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16)
   k = jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)
   v = jnp.asarray([[[[1.0]], [[0.0]]]], jnp.bfloat16)
-  visible = attention.Visible(
+  visible = grouped_query.Visible(
     jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
   )
-  share = attention.attend(q, k, v, visible, scale=1.0, backend=backend)
+  share = grouped_query.attend(q, k, v, visible, scale=1.0, backend=backend)
   np.testing.assert_allclose(float(share[0, 0, 0, 0]), 0.2689, rtol=0.01)
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from composer_jax.plan import hlo_text
+from composer_jax.plan.hlo import text as hlo_text
 
 KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all')
 

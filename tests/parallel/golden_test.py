@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import platforms
 from composer_jax.models import placement
 from composer_jax.parallel import exchange, layouts, topology
-from composer_jax.plan import hlo, traffic
+from composer_jax.plan import traffic
+from composer_jax.plan.hlo import overlap
 from tests.parallel import hsdp_test
 from tests.parallel import step_programs as programs
 
@@ -215,7 +216,9 @@ def test_ragged_rows_travel_three_times_each_way():
       numbers(*rows, dtype='bool'),
     )
     lowered = traced.lower(lowering_platforms=('tpu',))
-  found = hlo.read(lowered.as_text(dialect='hlo'), dynamic_trips=1).collectives
+  found = overlap.read(
+    lowered.as_text(dialect='hlo'), dynamic_trips=1
+  ).collectives
   everyone = programs.groups_of(shape, topology.AXES)
   assert {c.groups for c in found} == {everyone}
   # Rows, routes and sums there and back, and the counts of rows before them.

@@ -8,7 +8,9 @@ import pytest
 
 from composer_jax.core import trees
 from composer_jax.models import decoder, placement
-from composer_jax.optim import muon, newton_schulz, roles
+from composer_jax.optim import roles
+from composer_jax.optim.muon import newton_schulz
+from composer_jax.optim.muon import transform as muon
 from composer_jax.parallel import topology
 from tests import compiling
 from tests.parallel import architectures_test

@@ -14,7 +14,16 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim import muon, muon_plan, newton_schulz, roles
+from composer_jax.optim import roles
+from composer_jax.optim.muon import (
+  newton_schulz,
+)
+from composer_jax.optim.muon import (
+  plan as muon_plan,
+)
+from composer_jax.optim.muon import (
+  transform as muon,
+)
 
 L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
 _EXPERT = roles.Matrix(rows=(2,), columns=(3,))

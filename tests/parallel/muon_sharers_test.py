@@ -8,19 +8,23 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim import (
-  muon,
-  muon_cost,
-  muon_plan,
+from composer_jax.optim import roles
+from composer_jax.optim.muon import (
+  cost,
   newton_schulz,
-  roles,
 )
-from composer_jax.plan import hlo
+from composer_jax.optim.muon import (
+  plan as muon_plan,
+)
+from composer_jax.optim.muon import (
+  transform as muon,
+)
+from composer_jax.plan.hlo import overlap
 
 MATRICES = {'w': roles.Matrix(rows=(1,), columns=(2,))}
 # Where products are all that takes time, nothing is repeated to save a wire.
 RATES = dataclasses.replace(
-  muon_cost.BY_NAME['cpu'], memory=1e18, within=1e18, latency=1e-18
+  cost.BY_NAME['cpu'], memory=1e18, within=1e18, latency=1e-18
 )
 
 
@@ -71,7 +75,7 @@ def test_sharing_among_some_replicas_changes_no_update(layers, plan, bitwise):
     np.testing.assert_allclose(
       shard.data, alone[shard.index], rtol=0, atol=tolerance
     )
-  *_, gather = hlo.read(text).of_kind('all-gather')
+  *_, gather = overlap.read(text).of_kind('all-gather')
   # Neighbours of the replicas (r, s), at the same f.
   assert gather.groups == {frozenset({i, i + 1}) for i in range(0, 8, 2)}
   assert gather.bytes == group.gather_bytes(group.owned)

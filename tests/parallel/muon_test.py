@@ -8,8 +8,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from composer_jax.optim import muon, muon_plan, newton_schulz
-from composer_jax.plan import hlo
+from composer_jax.optim.muon import newton_schulz, transform
+from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.plan.hlo import overlap
 from tests.parallel import muon_meshes
 
 FIRST = ('ep2_fsdp2_tp2', 'dual')
@@ -32,7 +33,7 @@ def _check_collectives(program):
     for kind, number, num_bytes in group.collectives:
       planned[kind, 'number'] += number
       planned[kind, 'bytes'] += num_bytes
-  for collective in hlo.read(program.text).collectives:
+  for collective in overlap.read(program.text).collectives:
     assert not collective.loops
     found[collective.kind, 'number'] += 1
     found[collective.kind, 'bytes'] += collective.bytes
@@ -69,7 +70,7 @@ def test_explicit_axes_give_the_same_bits(name):
 
 
 def _options(**plan):
-  return muon.MuonOptions(
+  return transform.MuonOptions(
     newton_schulz=newton_schulz.NewtonSchulz(deterministic=True),
     plan=muon_plan.PlanOptions(
       **{'target_chunks': 6, 'replicas': 'split', **plan}
@@ -112,7 +113,7 @@ def test_matrices_shared_on_other_meshes_are_those_of_one_device(name, k):
 
 
 def _check_shared(name, k, names):
-  options = muon.MuonOptions(
+  options = transform.MuonOptions(
     newton_schulz=newton_schulz.NewtonSchulz(method='standard'),
     plan=muon_plan.PlanOptions(giants=k),
   )
@@ -120,7 +121,7 @@ def _check_shared(name, k, names):
   assert any(g.split == k for g in shared.plan.groups)
   single = muon_meshes.program(
     None,
-    options=muon.MuonOptions(newton_schulz=options.newton_schulz),
+    options=transform.MuonOptions(newton_schulz=options.newton_schulz),
     names=names,
   )
   expected, _ = _update(single)
@@ -168,7 +169,7 @@ def test_one_matrix_changes_no_other(uneven, value):
 
 def test_state_saved_on_one_mesh_continues_on_another(uneven, tmp_path):
   first = jax.device_put(muon_meshes.values(1), uneven.shardings)
-  state = muon.MuonState(np.int32(3), first)
+  state = transform.MuonState(np.int32(3), first)
   place = jax.device_put(muon_meshes.values(0), uneven.shardings)
   _, saved = uneven.update(place, state)
   other = muon_meshes.program(FIRST[1])
@@ -192,6 +193,6 @@ def test_state_saved_on_one_mesh_continues_on_another(uneven, tmp_path):
     jax.device_put(gradients, uneven.shardings), saved
   )
   found, _ = other.update(
-    jax.device_put(gradients, other.shardings), muon.MuonState(**restored)
+    jax.device_put(gradients, other.shardings), transform.MuonState(**restored)
   )
   _assert_bitwise(jax.device_get(found), jax.device_get(expected))

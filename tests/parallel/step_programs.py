@@ -20,7 +20,8 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups
 from composer_jax.parallel import layouts, topology
 from composer_jax.plan import case as cases
-from composer_jax.plan import hlo, traffic
+from composer_jax.plan import traffic
+from composer_jax.plan.hlo import overlap as hlo
 from composer_jax.train import placement, state, step
 from tests import compiling
 from tests.parallel import muon_meshes

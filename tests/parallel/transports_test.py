@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import platforms, records
-from composer_jax.kernels import grouped_matmul
+from composer_jax.kernels.grouped import matmul
 from composer_jax.models import experts
 from composer_jax.parallel import exchange, topology, transports
 
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
   backend: str = 'auto'
 
 
-CARRIERS, BACKENDS = tuple(transports.CARRIERS), grouped_matmul.BACKENDS
+CARRIERS, BACKENDS = tuple(transports.CARRIERS), matmul.BACKENDS
 EXACT = [Variant(name) for name in CARRIERS]
 # On a CPU, 'ragged' is the quickest to compile.
 BUCKETED = [Variant(n, bucket=1.25, backend='ragged') for n in CARRIERS]
@@ -45,7 +45,7 @@ BUCKETED = [Variant(n, bucket=1.25, backend='ragged') for n in CARRIERS]
 def variants_of(shards):
   if shards == 1:
     # Nothing travels.
-    return [Variant('ring', backend=b) for b in grouped_matmul.BACKENDS]
+    return [Variant('ring', backend=b) for b in matmul.BACKENDS]
   if shards == 2:
     return [Variant(name, chunks=2, backend='ragged') for name in CARRIERS]
   if shards == 4:
@@ -103,8 +103,8 @@ def value_and_pull(function, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def carried(plan, backend):
   def mlp(weights, rows_YD, group_sizes_E):
-    chosen = grouped_matmul.backend_for('cpu') if backend == 'auto' else backend
-    with grouped_matmul.using(chosen):
+    chosen = matmul.backend_for('cpu') if backend == 'auto' else backend
+    with matmul.using(chosen):
       return experts.expert_mlp(weights, rows_YD, group_sizes_E)
 
   every = tuple(plan.mesh.axis_names)

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from composer_jax.pipeline import job, spec
-from composer_jax.tasks import runners
+from composer_jax.tasks.list_functions import runners
 from configs.composer import tiny
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from composer_jax.pipeline import receiver as receivers
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.pipeline import rollout_worker
 from tests.pipeline import buffer_test
 

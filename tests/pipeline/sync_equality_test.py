@@ -16,20 +16,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from composer_jax.checkpoint import manager
 from composer_jax.core import trees
 from composer_jax.delta import identity
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import receiver as receivers
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import mismatch, sync_loop
-from composer_jax.tasks import list_functions
+from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
-from composer_jax.train import export
+from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
 
 CLOCKS = ('time', 'sandbox_ms', 'wait_s', 'train_s', 'publish_s')
@@ -40,7 +39,7 @@ def tokenizer():
   texts = [
     text
     for index in range(5)
-    for text in list_functions.generate(index, 'train').files.values()
+    for text in family.generate(index, 'train').files.values()
   ]
   return tokenizers.Tokenizer.train(texts, 300)
 

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.checkpoint import manager
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce
 from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import export
+from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
 
 

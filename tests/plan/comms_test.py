@@ -10,7 +10,7 @@ import math
 import pytest
 
 from composer_jax.models import flops
-from composer_jax.optim import muon_cost
+from composer_jax.optim.muon import cost
 from composer_jax.parallel import layouts, transports
 from composer_jax.plan import comms, traffic
 from tests.plan import params_test
@@ -189,7 +189,7 @@ def test_tables_add_up_layers_and_microbatches(kimi_k2):
   of = {'dense layer': 1, 'mixture layer': 60, 'step': 1}
   want = sum(of[row['where']] * row['bytes'] for row in layers)
   assert (total['what'], total['bytes']) == ('total', want)
-  rates = muon_cost.BY_NAME['v5p']
+  rates = cost.BY_NAME['v5p']
   assert total['ms'] == pytest.approx(1e3 * want / rates.within)
   # 128 devices of experts and 8 active: the rows that chose them.
   assert {row['kind'] for row in layers if row['what'] == 'dispatch'} == {

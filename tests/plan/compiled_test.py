@@ -9,16 +9,10 @@ import sys
 import jax
 import pytest
 
-from composer_jax.optim import muon_cost
-from composer_jax.plan import (
-  aot,
-  aot_process,
-  compiled,
-  hlo,
-  params,
-  topologies,
-)
+from composer_jax.optim.muon import cost
+from composer_jax.plan import aot, aot_process, compiled, params, topologies
 from composer_jax.plan import case as cases
+from composer_jax.plan.hlo import overlap
 from composer_jax.train import placement
 from tests.plan import params_test
 
@@ -80,7 +74,7 @@ def test_a_donated_state_takes_its_place_once(made):
 
 def test_the_summary_is_that_of_the_program(subject, made):
   found = compiled.summary(subject, made)
-  program = hlo.read(made.text, dynamic_trips=1)
+  program = overlap.read(made.text, dynamic_trips=1)
   assert found['flops'] == program.flops
   assert found['wire_bytes'] == program.wire_bytes > 0
   assert found['fits']  # the memory of a host has no name here
@@ -94,7 +88,7 @@ def test_tables_add_up(subject, made):
   by_title = {t.title.split(';')[0].split(' (')[0]: t for t in tables}
   kinds = by_title['Collectives'].rows
   assert kinds[-1][0] == 'total'
-  assert {row[0] for row in kinds[:-1]} <= set(hlo.KINDS)
+  assert {row[0] for row in kinds[:-1]} <= set(overlap.KINDS)
   for column in (1, 3, 4):
     total = sum(row[column] for row in kinds[:-1])
     assert kinds[-1][column] == pytest.approx(total)
@@ -231,7 +225,7 @@ def test_devices_and_memory_of_a_chip_are_shared(topology, count, gib):
 
 
 def test_every_machine_has_speeds():
-  assert set(topologies.MACHINES) == set(muon_cost.BY_NAME)
+  assert set(topologies.MACHINES) == set(cost.BY_NAME)
 
 
 @pytest.mark.slow
@@ -272,7 +266,7 @@ def test_the_tpu_compiler_scatters_gradients_in_flight():
   assert not made.has_code
   assert found['fits']
   assert found['rematerialisation_warnings'] == 0
-  program = hlo.read(made.text, dynamic_trips=1)
+  program = overlap.read(made.text, dynamic_trips=1)
   moved = [c for c in program.collectives if 'scatter_grad' in c.scope]
   assert moved
   # Never as an all-reduce of the whole.

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from composer_jax.optim import muon_cost, muon_times
+from composer_jax.optim.muon import cost
+from composer_jax.optim.muon import times as muon_times
 from composer_jax.plan import muon, report
 from tests.plan import params_test
 
@@ -26,7 +27,7 @@ def test_the_plan_is_for_the_machine_that_is_named():
     ('h200:8', 'bfloat16', 'bfloat16'),
   ):
     made = muon.plan(params_test.case(topology_name=name))
-    assert made.rates == muon_cost.BY_NAME[name.split(':')[0]]
+    assert made.rates == cost.BY_NAME[name.split(':')[0]]
     assert {group.wire_dtype for group in made.groups} == {wire}
     assert {group.newton_schulz.dtype for group in made.groups} == {operand}
     assert made.devices == 8

@@ -2,11 +2,12 @@
 
 import pytest
 
-from composer_jax.optim import muon_cost
-from composer_jax.plan import hlo_events, timeline
+from composer_jax.optim.muon import cost
+from composer_jax.plan import timeline
+from composer_jax.plan.hlo import events as hlo_events
 
 # 1 FLOP and 1 byte take a second within 4 devices, 2 beyond.
-RATES = muon_cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0)
+RATES = cost.Rates('unit', 1.0, 1.0, 1.0, 0.5, 4, 0.0)
 
 
 def begin(key, num_bytes, *, is_async=True, devices=4):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.kernels import attention
+from composer_jax.kernels.attention import grouped_query
 from tests.rl import replayed
 
 NAMES = tuple(replayed.CONFIGS)
@@ -62,7 +62,7 @@ def test_in_batch_invariant_numerics_packing_keeps_every_bit(name):
     replayed.CONFIGS[name], numerics='batch_invariant', remat=True
   )
   sizes = dict(
-    rows=3, seq_len=2 * attention.KEY_BLOCK, align=attention.KEY_BLOCK
+    rows=3, seq_len=2 * grouped_query.KEY_BLOCK, align=grouped_query.KEY_BLOCK
   )
   packed = replayed.result(config, replayed.pack(config, **sizes))
   alone = replayed.result(config, replayed.alone(config, **sizes))

@@ -17,7 +17,7 @@ import pytest
 
 from composer_jax.agent import window
 from composer_jax.core import records
-from composer_jax.kernels import attention
+from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import decoder
 from composer_jax.rl import batching
 from composer_jax.rl import step as steps
@@ -32,7 +32,7 @@ OPTIONS = engines.EngineOptions(
   prefill_rows=(1, 3),
   decode_steps=3,
   decode_rows=(1, 4),
-  page_size=attention.KEY_BLOCK,
+  page_size=grouped_query.KEY_BLOCK,
   # Room for two long sessions, where four want to run.
   num_pages=7,
 )
@@ -139,7 +139,7 @@ def config(request):
 
 def test_the_workload_meets_what_it_is_for(config):
   found, lost, engine = _sampled(config)
-  blocks = {-(-len(t) // attention.KEY_BLOCK) for t in found}
+  blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in found}
   assert blocks == {1, 2, 3}
   assert lost > 0 and engine.stats().prefix_hit_tokens > 0
   # Every bucket was in use, and compiled once.
@@ -163,7 +163,9 @@ def test_buckets_order_and_room_change_no_bit(config):
 @pytest.mark.parametrize('replay', [True, False])
 def test_the_trainer_scores_what_was_sampled(config, replay):
   found, *_ = _sampled(config)
-  shape = replayed.shape(config, rows=3, seq_len=160, align=attention.KEY_BLOCK)
+  shape = replayed.shape(
+    config, rows=3, seq_len=160, align=grouped_query.KEY_BLOCK
+  )
   lengths = [len(t) for t in found]
   # As the trainer has them: the policy's values, in float32.
   values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels import attention, rows
+from composer_jax.kernels import rows
+from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange
 from composer_jax.rollout import forward
@@ -98,7 +99,7 @@ def pack(tokens, rows_of, length):
       for array, part in zip(arrays, parts, strict=True):
         array[row, start : start + n] = part
       places[s] = row, start
-      start += -(-n // attention.KEY_BLOCK) * attention.KEY_BLOCK
+      start += -(-n // grouped_query.KEY_BLOCK) * grouped_query.KEY_BLOCK
   batch = *(a.astype(np.int32) for a in arrays[:3]), arrays[3].astype('f4')
   return batch, places
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from composer_jax.agent import window
-from composer_jax.core import records, route_codec
+from composer_jax.core import records
+from composer_jax.core.routes import codec
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from tests.rollout import serving, swap_test
@@ -19,7 +20,7 @@ class Joined:
   """A window and a tape of the same completions."""
 
   def __init__(self, config):
-    self.scheme = route_codec.RouteScheme(
+    self.scheme = codec.RouteScheme(
       num_experts=config.moe.num_experts,
       num_active=config.moe.num_active,
       layers=tuple(range(config.num_dense_layers, config.num_layers)),
@@ -29,8 +30,8 @@ class Joined:
 
   def add(self, context_T, completion):
     self.window.append(context_T, completion)
-    sent = route_codec.decode(
-      route_codec.encode(
+    sent = codec.decode(
+      codec.encode(
         completion.consumed_expert_ids_TMA,
         self.scheme,
         start=completion.routes_start,
@@ -40,8 +41,8 @@ class Joined:
     replaced = self.tape is not None and sent.start != self.tape.stop
     if replaced:
       with pytest.raises(ValueError, match='what is twice'):
-        route_codec.concatenate([self.tape, sent])
-    self.tape = route_codec.update(self.tape, sent) if self.tape else sent
+        codec.concatenate([self.tape, sent])
+    self.tape = codec.update(self.tape, sent) if self.tape else sent
     self.starts.append(sent.start)
     self.ends.append(self.tape.stop)
     assert self.tape.stop == self.window.length - 1

@@ -15,9 +15,11 @@ import time
 
 import pytest
 
-from composer_jax.sandbox import base, boxes, cgroups, process
+from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from tests.sandbox import conftest, zygotes_test
+from composer_jax.sandbox.local import boxes, cgroups, process
+from tests.sandbox import conftest
+from tests.sandbox.local import zygotes_test
 
 
 def sh(box, script, **more):

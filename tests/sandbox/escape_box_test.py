@@ -17,8 +17,10 @@ import time
 
 import pytest
 
-from composer_jax.sandbox import base, cgroups, microvm
+from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
+from composer_jax.sandbox.local import cgroups
+from composer_jax.sandbox.remote.microvm import machine
 
 LIMITS = base.Limits(
     wall_s=20.0, cpu_s=15.0, memory_bytes=160 << 20, processes=24,
@@ -90,7 +92,7 @@ def opened(folder):
 def _open(backend, images):
   if backend.level == 'microvm':
     try:
-      return microvm.MicroVM(LIMITS, images=images)
+      return machine.MicroVM(LIMITS, images=images)
     except ValueError as error:
       pytest.skip(f'no QEMU: {error}')
   try:

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from composer_jax.sandbox import seccomp
+from composer_jax.sandbox.inside import seccomp
 
 CALLS = """
 import ctypes, errno, os

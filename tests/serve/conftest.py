@@ -8,7 +8,8 @@ import httpx2
 import openai
 import pytest
 
-from composer_jax.serve import chat_format, policies
+from composer_jax.serve import policies
+from composer_jax.serve.api import chat_format
 from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
 

@@ -12,13 +12,15 @@ import numpy as np
 import openai
 import pytest
 
-from composer_jax.agent import http_policy
-from composer_jax.core import records, route_codec
+from composer_jax.core import records
+from composer_jax.core.routes import codec
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
-from composer_jax.serve import chat_format, texts, tokens_api
+from composer_jax.serve import client as http_policy
 from composer_jax.serve import policies as sources
+from composer_jax.serve.api import chat_format, texts
+from composer_jax.serve.api import tokens as tokens_api
 from tests.serve import scripted
 
 OPTIONS = engines.EngineOptions(
@@ -282,10 +284,9 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
   # The tapes of both turns, put together, are the tape of the window.
   scheme = tokens_api.scheme_of(config)
   tapes = [
-    route_codec.decode(base64.b64decode(p['routes']['data']), scheme)
-    for p in parts
+    codec.decode(base64.b64decode(p['routes']['data']), scheme) for p in parts
   ]
-  joined = route_codec.concatenate(tapes)
+  joined = codec.concatenate(tapes)
   assert joined.start == 0 and tapes[1].start == held - 1
   np.testing.assert_array_equal(joined.ids_TMA, end.consumed_expert_ids_TMA)
   gone = post(server, '/v1/tokens/sessions/one', method='DELETE')

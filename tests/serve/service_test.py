@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from composer_jax.core import records
-from composer_jax.serve import errors, http_server, service
+from composer_jax.serve import http_server, service
+from composer_jax.serve.api import errors
 from tests.serve import scripted
 
 ENDLESS = [20] * 1000

@@ -7,7 +7,7 @@ import ast
 import pathlib
 import textwrap
 
-from composer_jax.tasks import repository
+from composer_jax.tasks.repository import task_set as repository
 
 NAME, VERSION = 'larder', '1.0'
 IMAGE = f'images/{NAME}-{VERSION}'

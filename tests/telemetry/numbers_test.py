@@ -8,13 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from composer_jax.telemetry import (
-  figures,
-  intervals,
-  machine,
-  mfu,
-  progress,
-)
+from composer_jax.report import figures
+from composer_jax.telemetry import intervals, machine, mfu, progress
 
 
 def test_wilson_matches_published_values():

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from composer_jax.checkpoint import manager
 from composer_jax.core import batches, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups
 from composer_jax.parallel import topology
 from composer_jax.telemetry import writer as metrics_writer
-from composer_jax.train import export, loop, placement
+from composer_jax.train import loop, placement
+from composer_jax.train.checkpoints import export, manager
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from composer_jax.optim import groups, muon_plan
+from composer_jax.optim import groups
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import layouts, topology
-from composer_jax.plan import hlo
+from composer_jax.plan.hlo import overlap
 from composer_jax.train import loop, placement
 from tests.train import loop_test
 
@@ -97,7 +98,7 @@ alone = functools.cache(train)
 def collectives_of_muon(text):
   """Returns {kind: (number, bytes into a device)} of a compiled step."""
   found = {}
-  for each in hlo.read(text, dynamic_trips=1).collectives:
+  for each in overlap.read(text, dynamic_trips=1).collectives:
     if '/muon/' in each.scope:
       number, size = found.get(each.kind, (0, 0))
       found[each.kind] = number + each.count, size + each.count * each.bytes

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from composer_jax.tasks import repository
+from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import writer
 
 ROOT = pathlib.Path(__file__).parent
@@ -35,20 +35,20 @@ def packages_table(rows: Sequence[Row]) -> str:
     head = [name, row['licence']]
     if row['refused']:
       reason = f'refused: {row["refused"]}'
-      lines.append([*head, '', *[''] * len(repository.TIERS), reason])
+      lines.append([*head, '', *[''] * len(task_set.TIERS), reason])
       continue
-    counts = [row['candidates'].get(tier, {}) for tier in repository.TIERS]
+    counts = [row['candidates'].get(tier, {}) for tier in task_set.TIERS]
     valid = [c.get('valid', 0) for c in counts]
     cells = [f'{v}/{sum(c.values())}' for v, c in zip(valid, counts)]
     lines.append([*head, str(row['tests']), *cells, str(sum(valid))])
-  head = ('package', 'licence', 'tests', *repository.TIERS, 'tasks')
+  head = ('package', 'licence', 'tests', *task_set.TIERS, 'tasks')
   return _table(head, lines)
 
 
 def tiers_table(rows: Sequence[Row]) -> str:
   """What became of candidates, and what their tasks are like, by tier."""
   lines = []
-  for tier in repository.TIERS:
+  for tier in task_set.TIERS:
     counts: collections.Counter = collections.Counter()
     for row in of(rows, 'package'):
       counts.update(row.get('candidates', {}).get(tier, {}))
@@ -108,7 +108,7 @@ def _plot(rows: Sequence[Row]) -> None:
   figure, (size, hard) = plt.subplots(
     1, 2, figsize=(10, 4), layout='constrained'
   )
-  for number, tier in enumerate(repository.TIERS):
+  for number, tier in enumerate(task_set.TIERS):
     tasks = [r for r in of(rows, 'task') if r['tier'] == tier]
     size.plot(
       [t['deleted_lines'] for t in tasks],
@@ -126,7 +126,7 @@ def _plot(rows: Sequence[Row]) -> None:
   hard.hist(
     [
       [r['difficulty'] for r in of(rows, 'task') if r['tier'] == tier]
-      for tier in repository.TIERS
+      for tier in task_set.TIERS
     ],
     bins=20,
     stacked=True,

@@ -12,7 +12,7 @@ import pathlib
 
 from absl import app, flags
 
-from composer_jax.tasks import repository
+from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine, writer
 
 _TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
@@ -27,7 +27,7 @@ _RESULTS = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  found = repository.load(_TASKS.value)
+  found = task_set.load(_TASKS.value)
   results = pathlib.Path(_RESULTS.value)
   for path in results.glob('*.jsonl'):
     path.unlink()

@@ -19,8 +19,9 @@ from composer_jax.optim import groups
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.pipeline import stages
-from composer_jax.rl import collect, hint_distill, update
+from composer_jax.rl import collect, update
 from composer_jax.rl import step as rl_step
+from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from configs.composer import tiny
@@ -225,9 +226,7 @@ def _reinforced(
       job.spec, job.tokenizer, runner, split='train'
     )
     engine = stages.make_engine(job.spec, functions.policy(state), 0)
-    options = dataclasses.replace(
-      job.spec.update_options(), hints=hint_distill.OFF
-    )
+    options = dataclasses.replace(job.spec.update_options(), hints=distill.OFF)
     yield state, {}
     for step in range(steps):
       first = step * rl.prompts

@@ -13,8 +13,9 @@ import shutil
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.pipeline import families, stages
-from composer_jax.tasks import list_functions
+from composer_jax.pipeline import stages
+from composer_jax.tasks import families
+from composer_jax.tasks.list_functions import family
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
@@ -37,7 +38,7 @@ def _rl_texts(workdir: pathlib.Path) -> list[str]:
   seed = config['seed'] + stages.RL_SEED
   texts = []
   for group in range(config['rl']['steps'] * config['rl']['prompts']):
-    task = list_functions.generate(group, 'train', seed)
+    task = family.generate(group, 'train', seed)
     texts += [task.prompt, *task.files.values()]
   return texts
 

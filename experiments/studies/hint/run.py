@@ -25,15 +25,9 @@ from composer_jax.agent import episode, mistakes, rewards
 from composer_jax.core import batches, records, turns
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.rl import (
-  collect,
-  comparison,
-  hint_distill,
-  mismatch,
-  policy_loss,
-  update,
-)
+from composer_jax.rl import collect, comparison, mismatch, policy_loss, update
 from composer_jax.rl import step as steps
+from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
 from composer_jax.telemetry import writer
 from composer_jax.train import state as train_state
@@ -180,8 +174,8 @@ def sft(seed: int, hinted: float) -> Any:
   return jax.device_get(state.variables())
 
 
-def hint_options(arm: Arm) -> hint_distill.HintLossOptions:
-  return hint_distill.HintLossOptions(
+def hint_options(arm: Arm) -> distill.HintLossOptions:
+  return distill.HintLossOptions(
     weight=1.0 if arm.hint else 0.0,
     divergence=arm.divergence,
     teacher='ema' if arm.teacher == 'ema' else 'frozen',
@@ -203,7 +197,7 @@ _GATE = mismatch.GateOptions(
 
 
 @functools.cache
-def functions_of(hints: hint_distill.HintLossOptions) -> steps.Functions:
+def functions_of(hints: distill.HintLossOptions) -> steps.Functions:
   return steps.build(
     decoder.Decoder(MODEL),
     OPTIMIZER,

@@ -6,7 +6,7 @@ python -m experiments.studies.monitors.analyze
 import pathlib
 from typing import Any
 
-from composer_jax.tasks import monitors
+from composer_jax.tasks.monitors import watch
 from composer_jax.telemetry import writer
 
 ROOT = pathlib.Path(__file__).parent
@@ -18,7 +18,7 @@ def _by_monitor(rows: list[dict[str, Any]]) -> list[str]:
     '| monitor | | attacks | found | recall | honest accused |',
     '| --- | --- | --- | --- | --- | --- |',
   ]
-  for kind, (number, _) in monitors.MONITORS.items():
+  for kind, (number, _) in watch.MONITORS.items():
     wanted = [r for r in rows if r['wanted'] == kind]
     found = sum(kind in r['found'] for r in wanted)
     accused = sum(kind in r['found'] for r in rows if not r['wanted'])

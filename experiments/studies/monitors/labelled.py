@@ -9,10 +9,11 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator
 
-from composer_jax.tasks import monitors, monitors_code
+from composer_jax.tasks.monitors import code as monitors_code
+from composer_jax.tasks.monitors import watch
 from experiments.studies.monitors import commands
 
-Call = monitors.ToolCall
+Call = watch.ToolCall
 
 _HEAD = '''\
 """Small things done to words."""
@@ -74,14 +75,12 @@ class Labelled:
 
   name: str
   wanted: str
-  evidence: monitors.Evidence
+  evidence: watch.Evidence
 
 
-def evidence(
-  *calls: Call, after: str | None = None, **more
-) -> monitors.Evidence:
+def evidence(*calls: Call, after: str | None = None, **more) -> watch.Evidence:
   """An episode on `slug` that leaves `after` behind."""
-  return monitors.Evidence(
+  return watch.Evidence(
     calls=calls,
     before={PATH: BEFORE},
     after={} if after is None else {PATH: after},

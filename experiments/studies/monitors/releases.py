@@ -11,7 +11,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 
-from composer_jax.tasks import monitors
+from composer_jax.tasks.monitors import watch
 from experiments.studies.monitors import labelled
 
 PAIRS = (
@@ -65,7 +65,7 @@ def edits(folder: pathlib.Path) -> Iterator[labelled.Labelled]:
         labelled.write(path, text),
         labelled.read(path, text),
       )
-      evidence = monitors.Evidence(
+      evidence = watch.Evidence(
         calls=calls, before={path: had}, after={path: text}, package=name
       )
       yield labelled.Labelled(

@@ -17,10 +17,13 @@ from typing import Any
 
 from absl import app, flags
 
-from composer_jax.agent import demonstrations, episode
+from composer_jax.agent import episode
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.tasks import grading, monitors, repository
+from composer_jax.tasks.grading import solution
+from composer_jax.tasks.list_functions import demonstrations
+from composer_jax.tasks.monitors import watch
+from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import writer
 from composer_jax.text import tokenizer as tokenizers
 from experiments.studies.monitors import labelled, releases
@@ -53,12 +56,12 @@ Row = dict[str, Any]
 
 def scanned(group: str, cases: Iterator[labelled.Labelled]) -> Iterator[Row]:
   for case in cases:
-    findings = monitors.scan(case.evidence)
+    findings = watch.scan(case.evidence)
     yield {
       'set': group,
       'name': case.name,
       'wanted': case.wanted,
-      'found': list(monitors.flags(findings)),
+      'found': list(watch.flags(findings)),
       'detail': '; '.join(finding.detail for finding in findings)[:200],
     }
 
@@ -86,7 +89,7 @@ def episodes(count: int) -> Iterator[Row]:
 _READABLE = ('.py', '.md', '.rst', '.txt', '.cfg', '.toml')
 
 
-def views(tasks: repository.TaskSet) -> Iterator[labelled.Labelled]:
+def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
   """Policies that read all of a real task's view, and a leak of its original.
 
   Leaks are of the tiers in which more than a few lines are gone.
@@ -101,7 +104,7 @@ def views(tasks: repository.TaskSet) -> Iterator[labelled.Labelled]:
         if path.suffix in _READABLE and path.is_file()
       }
     texts = {**images[task.image], **task.changes}
-    found = monitors.Evidence(
+    found = watch.Evidence(
       calls=tuple(labelled.read(p, t or '') for p, t in texts.items()),
       before={p: task.changes[p] or '' for p in task.solution},
       original=task.solution,
@@ -118,7 +121,7 @@ def views(tasks: repository.TaskSet) -> Iterator[labelled.Labelled]:
       )
 
 
-def gold(tasks: repository.TaskSet, per_package: int) -> Iterator[Row]:
+def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
   """The original of real tasks, graded, by somebody who reads first."""
   seen: collections.Counter = collections.Counter()
   requires = {
@@ -138,7 +141,7 @@ def gold(tasks: repository.TaskSet, per_package: int) -> Iterator[Row]:
       yield _graded(task, sandbox)
 
 
-def _graded(task: repository.RepositoryTask, sandbox: base.Sandbox) -> Row:
+def _graded(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> Row:
   calls = [
     labelled.read(path, text or '') for path, text in task.changes.items()
   ]
@@ -146,17 +149,15 @@ def _graded(task: repository.RepositoryTask, sandbox: base.Sandbox) -> Row:
     calls += [labelled.write(path, text), labelled.read(path, text)]
   start = time.monotonic()
   changes = {**task.view(), **task.restored()}
-  grade = grading.grade(task, changes, sandbox, finished=True, seed=0)
+  grade = solution.grade(task, changes, sandbox, finished=True, seed=0)
   seconds = time.monotonic() - start
-  found = monitors.scan(
-    monitors.of_repository(task, tuple(calls), changes, grade)
-  )
+  found = watch.scan(watch.of_repository(task, tuple(calls), changes, grade))
   held_out = grade.details.get('held_out_inputs', {})
   return {
     'set': 'real tasks',
     'name': task.task_id,
     'wanted': '',
-    'found': sorted({*grade.flags, *monitors.flags(found)}),
+    'found': sorted({*grade.flags, *watch.flags(found)}),
     'detail': grade.verdict.detail,
     'package': task.package,
     'paid': grade.verdict.passed,
@@ -174,7 +175,7 @@ def rows() -> Iterator[Row]:
   yield from scanned('releases', releases.edits(pathlib.Path(_WHEELS.value)))
   yield from episodes(_EPISODES.value)
   if _TASKS.value:
-    found = repository.load(_TASKS.value)
+    found = task_set.load(_TASKS.value)
     yield from scanned('views of real tasks', views(found))
     yield from gold(found, _PER_PACKAGE.value)
 

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 
 from composer_jax.core import batches
-from composer_jax.data import corpus as corpora
+from composer_jax.corpus import build as corpora
+from composer_jax.corpus import tokens
 from composer_jax.data import stream as streams
-from composer_jax.data import tokens
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups, roles

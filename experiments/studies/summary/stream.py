@@ -16,9 +16,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from composer_jax.agent import environment, episode, scripted, summarize
+from composer_jax.agent import environment, episode, summarize
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
+from composer_jax.tasks.repository import scripts
 
 VARIABLES = 'abcd'
 NUM_VALUES = 8
@@ -203,9 +204,7 @@ class ScriptedPolicy:
       text = ' '.join(self._noisy(v) for v in VARIABLES)
     elif 'ask' in words:
       text = self._fact(words[words.index('ask') + 1])
-    return scripted.completion(
-      self._tokenizer, request, text, is_first=is_first
-    )
+    return scripts.completion(self._tokenizer, request, text, is_first=is_first)
 
   def close(self, session: str) -> None:
     del session

@@ -1,0 +1,1 @@
+"""Routes as bytes: which experts every token passed."""

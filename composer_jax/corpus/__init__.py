@@ -1,0 +1,1 @@
+"""Builds a corpus of code: sources, licences, filters, tokenizer training."""

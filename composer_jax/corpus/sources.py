@@ -1,0 +1,365 @@
+"""Finds Python files, their packages and their licences on this machine.
+
+A source is a string:
+
+  stdlib             the standard library of this interpreter, tests excluded
+  site-packages      every installed distribution, tests excluded
+  pypi:NAME==VERSION a pinned release, from a local archive or as installed
+  PATH               a folder, a .py file, or a .tar.gz, .tgz, .zip or .whl
+
+Nothing is downloaded and no archive is unpacked to disk.
+"""
+
+import dataclasses
+import email
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import sysconfig
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+
+from composer_jax.core import files as core_files
+from composer_jax.corpus import licences
+
+ARCHIVES = ('.tar.gz', '.tgz', '.zip', '.whl')
+_ARCHIVE_ERRORS = (
+  OSError,
+  EOFError,
+  zlib.error,
+  zipfile.BadZipFile,
+  tarfile.TarError,
+)
+# Folders that hold tests, or code that is not the package's own.
+_SKIPPED = frozenset({
+    'test', 'tests', 'idle_test', 'testing', '__pycache__', '.git', '.venv',
+    'venv', 'node_modules', 'build', 'dist', '.tox', '.nox', '.eggs',
+})  # fmt: skip
+# lib2to3 holds Python 2 in data files, pydoc_data is prose, idlelib and
+# turtledemo are programs, ensurepip bundles wheels.
+_STDLIB_SKIPPED = frozenset({
+    'site-packages', 'dist-packages', 'lib2to3', 'pydoc_data', 'idlelib',
+    'turtledemo', 'ensurepip', '__phello__',
+})  # fmt: skip
+# Written by the interpreter's build or its packager: not the same everywhere,
+# which would defeat pinning a version.
+_MACHINE = ('_sysconfigdata', 'sitecustomize')
+# A run must never learn from the code that makes its own tasks.
+OWN = 'composer-jax'
+_HERE = pathlib.Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+  """A Python file that has not been read.
+
+  Attributes:
+    package: normalised name; the unit of the held-out split.
+    path: relative to the source, with '/'.
+    licence: as declared, 'unknown' where nothing is.
+    num_bytes: its size.
+    read: returns the content; OSError where it cannot be read.
+  """
+
+  package: str
+  path: str
+  licence: str
+  num_bytes: int
+  read: Callable[[], bytes]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+  """All Python files of one source.
+
+  Attributes:
+    name: the string that names the source.
+    version: of the interpreter or the distribution; '' where there is none.
+    files: sorted by package and path.
+    archive: the file itself, where the source names one.
+  """
+
+  name: str
+  version: str
+  files: tuple[File, ...]
+  archive: pathlib.Path | None = None
+
+  def sha256(self) -> str:
+    """Identifies the content: an archive's bytes, or all names and contents."""
+    if self.archive is not None:
+      return core_files.sha256(self.archive.read_bytes())
+    digest = hashlib.sha256()
+    for file in self.files:
+      inner = core_files.sha256(file.read())
+      digest.update(f'{file.package}\0{file.path}\0{inner}\n'.encode())
+    return digest.hexdigest()
+
+
+def find(name: str, archives: str | os.PathLike | None = None) -> Source:
+  """Lists the files of a source.
+
+  Args:
+    name: as in the module's docstring.
+    archives: folder with sdists and wheels for `pypi:` sources.
+
+  Raises:
+    ValueError: the source does not exist, cannot be read or has no Python
+      file; the message names it.
+  """
+  if name == 'stdlib':
+    source = _stdlib()
+  elif name == 'site-packages':
+    source = _site_packages()
+  elif name.startswith('pypi:'):
+    source = _pinned(name, archives)
+  else:
+    source = _path(name)
+  if not source.files:
+    raise ValueError(
+      f'Source {name!r} holds no Python file outside tests; remove it from '
+      'data.sources or point it at code.'
+    )
+  return source
+
+
+def normalise(package: str) -> str:
+  """Returns the name as package indexes compare it (PEP 503)."""
+  return re.sub(r'[-_.]+', '-', package).lower()
+
+
+def names(file: File) -> set[str]:
+  """Returns every name that may be that of the package a file belongs to.
+
+  That is each folder and module on its path, version cut off: an sdist keeps
+  `foo-1.2/src/bank/x.py`.
+  """
+  parts = file.path.removesuffix('.py').split('/')
+  found = {normalise(re.split(r'-\d', part)[0]) for part in parts}
+  return found | {file.package}
+
+
+def _wanted(parts: Iterable[str], skipped: frozenset = frozenset()) -> bool:
+  """True for a .py file outside tests and skipped folders."""
+  *folders, name = parts
+  if any(f in _SKIPPED or f in skipped for f in folders):
+    return False
+  is_test = name.startswith('test_') or name.endswith('_test.py')
+  return name.endswith('.py') and not is_test and name != 'conftest.py'
+
+
+def _walk(root: pathlib.Path, skipped: frozenset) -> list[pathlib.Path]:
+  """Returns wanted files below a folder; a folder that refuses is an error."""
+
+  def refuse(error: OSError) -> None:
+    raise ValueError(
+      f'Cannot list {error.filename} ({error.strerror}) of source {root}.'
+    )
+
+  found = []
+  for folder, folders, names in os.walk(root, onerror=refuse):
+    drop = _SKIPPED | (skipped if pathlib.Path(folder) == root else frozenset())
+    folders[:] = sorted(f for f in folders if f not in drop)
+    found += [pathlib.Path(folder, n) for n in sorted(names) if _wanted([n])]
+  return [p for p in found if p.is_file()]
+
+
+def _file(path: pathlib.Path, root: pathlib.Path, package: str, licence: str):
+  return File(
+    package=normalise(package),
+    path=path.relative_to(root).as_posix(),
+    licence=licence,
+    num_bytes=path.stat().st_size,
+    read=path.read_bytes,
+  )
+
+
+def _sorted(found: Iterable[File]) -> tuple[File, ...]:
+  return tuple(sorted(found, key=lambda file: (file.package, file.path)))
+
+
+def _stdlib() -> Source:
+  root = pathlib.Path(sysconfig.get_path('stdlib'))
+  skipped = _STDLIB_SKIPPED | {
+    p.name for p in root.glob('config-*') if p.is_dir()
+  }
+  found = [
+    _file(p, root, p.relative_to(root).parts[0].removesuffix('.py'), 'PSF-2.0')
+    for p in _walk(root, skipped)
+    if not p.name.startswith(_MACHINE)
+  ]
+  return Source(
+    name='stdlib', version=platform.python_version(), files=_sorted(found)
+  )
+
+
+def _site_packages() -> Source:
+  folders = sorted(
+    {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
+  )
+  found: dict[str, list[File]] = {}
+  for dist in importlib.metadata.distributions(path=folders):
+    name = normalise(dist.metadata['Name'] or '')
+    if name and name != OWN and name not in found:
+      found[name] = _distribution(dist)
+  return Source(
+    name='site-packages',
+    version='',
+    files=_sorted(file for group in found.values() for file in group),
+  )
+
+
+def _distribution(dist: importlib.metadata.Distribution) -> list[File]:
+  """Returns the files a distribution installed, by its RECORD."""
+  name, licence = dist.metadata['Name'], licences.of_metadata(dist.metadata)
+  found = []
+  for entry in dist.files or ():
+    # '..' leads to scripts, which are generated.
+    if '..' in entry.parts or not _wanted(entry.parts):
+      continue
+    path = pathlib.Path(str(dist.locate_file(entry)))
+    if path.is_file():
+      root = pathlib.Path(str(dist.locate_file('')))
+      found.append(_file(path, root, name, licence))
+  return found
+
+
+def _pinned(name: str, archives: str | os.PathLike | None) -> Source:
+  match = re.fullmatch(r'pypi:([\w.-]+)==([\w.!+-]+)', name)
+  if not match:
+    raise ValueError(f'Source {name!r} must read pypi:NAME==VERSION.')
+  package, version = normalise(match[1]), match[2]
+  for path in sorted(pathlib.Path(archives).glob('*')) if archives else ():
+    if _release(path.name) == (package, version):
+      return _archive(name, path, package, version)
+  try:
+    dist = importlib.metadata.distribution(package)
+  except importlib.metadata.PackageNotFoundError:
+    dist = None
+  if dist is not None and dist.version == version:
+    files = _sorted(_distribution(dist))
+    return Source(name=name, version=version, files=files)
+  installed = (
+    f'version {dist.version} is installed' if dist else 'not installed'
+  )
+  raise ValueError(
+    f'Source {name!r} is not on this machine ({installed}, no archive of it in '
+    f'data.archives, {str(archives or "")!r}); fetch it with `pip download '
+    f'--no-deps {match[1]}=={version}` and name its folder in data.archives, '
+    'or name the file as a source.'
+  )
+
+
+def _release(file_name: str) -> tuple[str, str] | None:
+  """Returns (package, version) that the name of an sdist or wheel states."""
+  for ending in ARCHIVES:
+    if file_name.endswith(ending):
+      stem = file_name.removesuffix(ending)
+      parts = stem.split('-')[:2] if ending == '.whl' else stem.rsplit('-', 1)
+      return (normalise(parts[0]), parts[1]) if len(parts) == 2 else None
+  return None
+
+
+def _path(name: str) -> Source:
+  path = pathlib.Path(name).expanduser()
+  if path.resolve().is_relative_to(_HERE):
+    raise ValueError(
+      f'Source {name!r} is composer_jax itself, which makes the tasks of its '
+      'runs; point data.sources at other code.'
+    )
+  if path.is_dir():
+    return _folder(name, path)
+  if not path.is_file():
+    raise ValueError(
+      f"Source {name!r} does not exist. Sources are 'stdlib', "
+      "'site-packages', 'pypi:NAME==VERSION', or the path of a folder, a .py "
+      f'file or an archive ({", ".join(ARCHIVES)}).'
+    )
+  if path.name.endswith(ARCHIVES):
+    return _archive(name, path, re.split(r'-\d', path.name)[0], '')
+  if path.suffix != '.py':
+    raise ValueError(
+      f'Source {name!r} is neither Python nor an archive ({ARCHIVES}).'
+    )
+  file = _file(path, path.parent, path.stem, licences.of_folder(path.parent))
+  return Source(name=name, version='', files=(file,))
+
+
+def _folder(name: str, root: pathlib.Path) -> Source:
+  """One package if it is one, else a package per child, as on a search path."""
+  whole = (root / '__init__.py').exists()
+  root_licence = licences.of_folder(root)
+  by_child: dict[str, str] = {}
+  found = []
+  for path in _walk(root, frozenset()):
+    child = path.relative_to(root).parts[0]
+    if child not in by_child:
+      own = licences.of_folder(root / child) if (root / child).is_dir() else ''
+      by_child[child] = root_licence if own in ('', licences.UNKNOWN) else own
+    package = root.resolve().name if whole else child.removesuffix('.py')
+    found.append(_file(path, root, package, by_child[child]))
+  return Source(name=name, version='', files=_sorted(found))
+
+
+def _archive(
+  name: str, path: pathlib.Path, package: str, version: str
+) -> Source:
+  """Reads the members of an sdist or wheel; nothing is unpacked to disk."""
+  try:
+    members = _members(path)
+  except _ARCHIVE_ERRORS as error:
+    raise ValueError(
+      f'Source {name!r}: {path} is not a readable archive ({error}).'
+    ) from error
+  licence = licences.UNKNOWN
+  for member, data in sorted(members.items()):
+    if re.search(r'(^|/)(PKG-INFO|METADATA)$', member):
+      parsed = email.message_from_bytes(data)
+      licence = licences.of_metadata(parsed)
+      version = version or parsed['Version'] or ''
+      break
+    if re.search(r'(^|/)(LICEN[CS]E|COPYING)[^/]*$', member, re.I):
+      licence = licences.of_text(data.decode('utf-8', 'replace'))
+  found = [
+    File(
+      package=normalise(package),
+      path=member,
+      licence=licence,
+      num_bytes=len(data),
+      read=functools.partial(bytes, data),
+    )
+    for member, data in members.items()
+    if _wanted(member.split('/'))
+  ]
+  # A release pinned by version has one hash, whether installed or a wheel.
+  return Source(
+    name=name,
+    version=version,
+    files=_sorted(found),
+    archive=None if name.startswith('pypi:') else path,
+  )
+
+
+def _members(path: pathlib.Path) -> dict[str, bytes]:
+  def wanted(name: str) -> bool:
+    return bool(
+        re.search(r'\.py$|(^|/)(PKG-INFO|METADATA|(?i:LICEN[CS]E|COPYING)[^/]*)$',
+                  name)
+    )  # fmt: skip
+
+  if path.name.endswith(('.zip', '.whl')):
+    with zipfile.ZipFile(path) as archive:
+      return {n: archive.read(n) for n in archive.namelist() if wanted(n)}
+  with tarfile.open(path) as archive:
+    found = {}
+    for member in archive:
+      if member.isfile() and wanted(member.name):
+        stream = archive.extractfile(member)
+        assert stream is not None
+        found[member.name] = stream.read()
+    return found

@@ -1,0 +1,144 @@
+"""Weights of checkpoints on disk, by name, to be published or compared.
+
+What runs of ours wrote is verified while it is read; of any other orbax
+checkpoint there is nothing to verify it by.
+"""
+
+import contextlib
+import os
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from composer_jax.core import trees
+from composer_jax.delta.device import keyframes
+from composer_jax.hf.tensors import stored as hf_stored
+from composer_jax.telemetry import progress
+from composer_jax.train.checkpoints import manager
+
+# How the tensors of a checkpoint become those of a bundle.
+DTYPES = ('policy', 'stored', 'bfloat16', 'float16', 'float32')
+
+_CASTS = {
+  'bfloat16': np.dtype(ml_dtypes.bfloat16),
+  'float16': np.dtype(np.float16),
+  'float32': np.dtype(np.float32),
+}
+# The folder of an orbax checkpoint, under the names that its savers give it.
+_ITEMS = ('', 'default', manager.STATE)
+_TREE = '_METADATA'
+
+
+def read(source: str, *, dtype: str | None = None) -> dict[str, np.ndarray]:
+  """Returns the weights of a checkpoint, whole.
+
+  Args:
+    source: WORKDIR:STAGE for what a finished stage exported; a folder of
+      numbered checkpoints for the latest; one of them; or any orbax checkpoint.
+    dtype: 'policy' is what rollout serves of float32 masters, 'stored' leaves
+      them, another name is what floating-point tensors are cast to. None is
+      'policy' for checkpoints of ours and 'stored' for others.
+
+  Raises:
+    ValueError: there is no checkpoint, it is damaged, or the dtype is unknown.
+    OSError: the system refuses to read it.
+  """
+  if dtype is not None and dtype not in DTYPES:
+    raise ValueError(f'dtype {dtype!r} is not one of {", ".join(DTYPES)}.')
+  folder = _find(source)
+  if (folder / manager.STATE).is_dir() and folder.name.isdecimal():
+    arrays = _variables(_read_ours(folder))
+    return {n: _cast(n, a, dtype or 'policy') for n, a in arrays.items()}
+  arrays = _read_plain(folder)
+  return {n: _cast(n, a, dtype or 'stored') for n, a in arrays.items()}
+
+
+def check_local(what: str, path: str | os.PathLike) -> None:
+  """Refuses a URL, which would become a folder of that name."""
+  if '://' in os.fspath(path):
+    raise ValueError(
+      f'--{what} is {path}; it must lie in a file system of this machine.'
+    )
+
+
+def _find(source: str) -> pathlib.Path:
+  """Returns the folder of one checkpoint."""
+  check_local('source', source)
+  path = pathlib.Path(source)
+  workdir, mark, stage = source.rpartition(':')
+  if mark and not path.exists():
+    path = pathlib.Path(workdir) / 'exports' / stage
+    if not path.is_dir():
+      known = sorted(p.name for p in path.parent.glob('*') if p.is_dir())
+      raise ValueError(
+        f'{source}: stage {stage!r} of {workdir} has no export; finished are '
+        f'{known}. Run it to its end, or name another.'
+      )
+  for folder in (path, _latest(path)):
+    if folder is None:
+      continue
+    if (folder / manager.STATE / _TREE).is_file() and (
+      folder / manager.HASHES
+    ).is_dir():
+      return folder.absolute()
+    for item in _ITEMS:
+      if (folder / item / _TREE).is_file():
+        return (folder / item).absolute()
+  raise ValueError(
+    f'{source} holds no orbax checkpoint. Name the folder of one, a folder of '
+    'numbered ones, or WORKDIR:STAGE for the export of a run.'
+  )
+
+
+def _latest(folder: pathlib.Path) -> pathlib.Path | None:
+  steps = [p for p in folder.glob('*') if p.is_dir() and p.name.isdecimal()]
+  return max(steps, key=lambda p: int(p.name), default=None)
+
+
+def _read_ours(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  checkpoints = manager.Checkpoints(folder.parent, keep=None)
+  with contextlib.closing(checkpoints):
+    stored = hf_stored.Stored(checkpoints, int(folder.name))
+    arrays = {}
+    with progress.Progress('read', len(stored.shapes)) as bar:
+      for name, shape in stored.shapes.items():
+        stored.verify(name)
+        arrays[name] = stored.read(name, tuple((0, n) for n in shape))
+        bar.update(len(arrays))
+  return arrays
+
+
+def _read_plain(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  try:
+    tree = keyframes.read(folder)
+  # What orbax raises for damage: see `manager`.
+  except (LookupError, AttributeError, TypeError) as error:
+    raise ValueError(f'{folder} is damaged: {error}') from error
+  found = trees.flatten_names(tree)
+  if len(found) != len(jax.tree.leaves(tree)):
+    raise ValueError(
+      f"{folder}: two leaves of the tree have the same '/'-joined name."
+    )
+  return {name: np.asarray(leaf) for name, leaf in found.items()}
+
+
+def _variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Leaves out what a train state holds beside the model."""
+  groups = {name.partition('/')[0] for name in arrays}
+  if not {'params', 'opt_state'} <= groups:
+    return arrays
+  kept = ('params', 'selection_bias')
+  return {n: a for n, a in arrays.items() if n.partition('/')[0] in kept}
+
+
+def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+  if dtype == 'stored':
+    return array
+  if dtype == 'policy':
+    # As `decoder.policy`, whose selection bias stays float32.
+    is_master = name.startswith('params/') and array.dtype == np.float32
+    return array.astype(_CASTS['bfloat16']) if is_master else array
+  is_float = array.dtype in (*_CASTS.values(), np.dtype(np.float64))
+  return array.astype(_CASTS[dtype], copy=False) if is_float else array

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints, tokenizers and chat templates, in and out."""

@@ -1,0 +1,176 @@
+"""Rotary positions in a Hugging Face `config.json`, read and written.
+
+Files of transformers v4 have `rope_theta` beside `rope_scaling`, those of v5
+have both in `rope_parameters`; the type is `rope_type` or `type`. All are read,
+and two that disagree are refused.
+
+YaRN follows `_compute_yarn_parameters` of transformers. Carried over are
+`factor`, `original_max_position_embeddings`, `beta_fast`, `beta_slow`,
+`truncate`, and `mscale` and `mscale_all_dim`: their ratio scales cos and sin,
+and the square of the second the softmax (MLA only). `attention_factor` is
+accepted where it says what these imply. `mscale` without
+`mscale_all_dim`, or the reverse, is refused where transformers and DeepSeek's
+own code compute different things from it.
+"""
+
+import math
+from typing import Any
+
+from composer_jax.hf.architecture import keys
+from composer_jax.models import config as model_config
+
+# transformers' value where config.json is silent; by family, else the last.
+_DEFAULT_THETA = {'mixtral': 1e6}
+_OTHER_DEFAULT_THETA = 1e4
+_KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
+_YARN_KEYS = {
+  'attention_factor',
+  'beta_fast',
+  'beta_slow',
+  'factor',
+  'mscale',
+  'mscale_all_dim',
+  'original_max_position_embeddings',
+  'truncate',
+}
+
+
+def from_fields(
+  fields: dict[str, Any], family: str, *, interleaved: bool, is_mla: bool
+) -> model_config.RopeConfig:
+  """Reads the rotary positions of a parsed `config.json`.
+
+  Args:
+    fields: the parsed file.
+    family: of `hf.tensors.names`.
+    interleaved: as in RopeConfig; no key says it for all families.
+    is_mla: whether transformers scales this family's softmax by
+      `mscale_all_dim`.
+  """
+  given = _parameters(fields)
+  types = {
+    keys.take(given, key, str) for key in ('rope_type', 'type') if key in given
+  }
+  if len(types) > 1:
+    raise ValueError(
+      f"'rope_type' and 'type' of {given} contradict each other."
+    )
+  kind = types.pop() if types else 'default'
+  if kind not in ('default', 'yarn'):
+    raise ValueError(
+      f"rope type {kind!r} is not supported; 'default' and 'yarn' are."
+    )
+  unknown = set(given) - _KEYS - (_YARN_KEYS if kind == 'yarn' else set())
+  if unknown:
+    raise ValueError(
+      f'{sorted(unknown)} are unknown for rope type {kind!r}: {given}.'
+    )
+  for place in (fields, given):
+    keys.check_only(place, {'partial_rotary_factor': 1})
+  theta = _in_either_place(fields, given, 'rope_theta', float)
+  if theta is None:
+    theta = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
+  yarn = _yarn(fields, given, is_mla) if kind == 'yarn' else None
+  return model_config.RopeConfig(
+    theta=theta, interleaved=interleaved, yarn=yarn
+  )
+
+
+def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
+  both = [
+    fields[key]
+    for key in ('rope_parameters', 'rope_scaling')
+    if fields.get(key)
+  ]
+  if len(both) == 2 and both[0] != both[1]:
+    raise ValueError(
+      f"'rope_parameters' ({both[0]}) and 'rope_scaling' ({both[1]}) differ; "
+      'remove one.'
+    )
+  given = both[0] if both else {}
+  if not isinstance(given, dict) or any(
+    isinstance(value, dict) for value in given.values()
+  ):
+    raise ValueError(
+      f'rope parameters must be one flat object for all layers, not {given!r}.'
+    )
+  return {key: value for key, value in given.items() if value is not None}
+
+
+def _in_either_place(
+  fields: dict[str, Any], given: dict[str, Any], key: str, kind: type
+) -> Any:
+  """Returns a value of the file or of its rope parameters, or None."""
+  outside, inside = (keys.take(f, key, kind, None) for f in (fields, given))
+  if None not in (outside, inside) and outside != inside:
+    raise ValueError(
+      f'{key!r} is {outside}, but {inside} in the rope parameters; remove one.'
+    )
+  return inside if outside is None else outside
+
+
+def _yarn(
+  fields: dict[str, Any], given: dict[str, Any], is_mla: bool
+) -> model_config.YarnConfig:
+  original = _in_either_place(
+    fields, given, 'original_max_position_embeddings', int
+  )
+  if original is None:  # transformers takes the whole context then
+    original = keys.take(fields, 'max_position_embeddings', int)
+  yarn = model_config.YarnConfig(
+    factor=keys.take(given, 'factor', float),
+    original_max_len=original,
+    # Zero counts as absent there.
+    beta_fast=keys.take(given, 'beta_fast', float, 32.0) or 32.0,
+    beta_slow=keys.take(given, 'beta_slow', float, 1.0) or 1.0,
+    mscale=keys.take(given, 'mscale', float, None),
+    mscale_all_dim=keys.take(given, 'mscale_all_dim', float, None),
+    truncate=keys.take(given, 'truncate', bool, True),
+  )
+  check_yarn(yarn, is_mla=is_mla)
+  implied = rotation_scale(yarn)
+  stated = keys.take(given, 'attention_factor', float, implied)
+  if not math.isclose(stated, implied, rel_tol=1e-6):
+    raise ValueError(
+      f"'attention_factor' ({stated}) must be what 'factor', 'mscale' and "
+      f"'mscale_all_dim' imply ({implied}); another one is not implemented."
+    )
+  return yarn
+
+
+def rotation_scale(yarn: model_config.YarnConfig) -> float:
+  """Returns transformers' `attention_factor`, which scales cos and sin."""
+
+  def scale(m: float) -> float:
+    return 0.1 * m * math.log(yarn.factor) + 1.0
+
+  if yarn.mscale and yarn.mscale_all_dim:
+    return scale(yarn.mscale) / scale(yarn.mscale_all_dim)
+  return scale(1.0)
+
+
+def check_yarn(yarn: model_config.YarnConfig, *, is_mla: bool) -> None:
+  """Refuses what two implementations read differently."""
+  if yarn.mscale_all_dim and not is_mla:
+    raise ValueError(
+      f'mscale_all_dim ({yarn.mscale_all_dim}) of YaRN needs multi-head latent '
+      'attention: transformers scales the softmax by it there alone.'
+    )
+
+
+def to_fields(rope: model_config.RopeConfig) -> dict[str, Any]:
+  """Returns `rope_theta` and `rope_scaling`, which v4 and v5 read."""
+  scaling = None
+  if rope.yarn is not None:
+    scaling = {
+      'rope_type': 'yarn',
+      'factor': rope.yarn.factor,
+      'original_max_position_embeddings': rope.yarn.original_max_len,
+      'beta_fast': rope.yarn.beta_fast,
+      'beta_slow': rope.yarn.beta_slow,
+      'mscale': rope.yarn.mscale,
+      'mscale_all_dim': rope.yarn.mscale_all_dim,
+      'truncate': rope.yarn.truncate,
+    }
+    scaling = {k: v for k, v in scaling.items() if v is not None}
+  return {'rope_theta': rope.theta, 'rope_scaling': scaling}

@@ -1,0 +1,394 @@
+"""Checkpoints of ours as Hugging Face checkpoints, tensor by tensor.
+
+An import that nobody trained goes back as it came, byte for byte: names,
+order, dtypes, split into files, headers. What was quantised goes out as plain
+bfloat16, and what was trained in the dtype asked for, under a config.json
+without `quantization_config`; what the import carried along unmodelled goes out
+as it was stored, so fp8 layers for multi-token prediction lie there with their
+scales and nothing in config.json that says so.
+
+The folder appears whole, within one beside it until then; a killed export
+begins anew. Beside a tensor it holds a chunk of the checkpoint, which is a
+whole shard unless it was saved with smaller ones.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from composer_jax.core import dotted, files
+from composer_jax.hf import identity, importing, making
+from composer_jax.hf.architecture import config as hf_config
+from composer_jax.hf.tensors import (
+  blocks,
+  cast,
+  names,
+  quantized,
+  source,
+)
+from composer_jax.hf.tensors import (
+  carried as hf_carried,
+)
+from composer_jax.hf.tensors import (
+  files as hf_io,
+)
+from composer_jax.hf.tensors import (
+  layout as hf_layout,
+)
+from composer_jax.hf.tensors import (
+  stored as hf_stored,
+)
+from composer_jax.models import config as model_config
+from composer_jax.telemetry import progress
+from composer_jax.train import workdir as workdirs
+from composer_jax.train.checkpoints import manager
+
+ROLES = 'composer_jax_roles.json'
+_CONTENT = 'composer_jax_export'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """What is exported.
+
+  Attributes:
+    weights: directory of a `manager.Checkpoints`.
+    config: of the model.
+    family: of `hf.tensors.names.FAMILIES`.
+    imported: import directory that the model came from; None if it was born
+      here.
+    is_trained: whether the weights are others than those imported.
+    roles: ids that the agent's protocol took, some of them of no token of the
+      tokenizer; None if nothing was trained on them.
+  """
+
+  weights: pathlib.Path
+  config: model_config.ModelConfig
+  family: str
+  imported: pathlib.Path | None
+  is_trained: bool
+  roles: dict[str, int] | None = None
+
+
+def of_import(directory: str | os.PathLike) -> Origin:
+  """Returns the origin that an import directory is."""
+  directory = pathlib.Path(directory)
+  importing.open_weights(directory).close()
+  return Origin(
+    weights=directory / importing.WEIGHTS,
+    config=_config(directory),
+    family=_record(directory)['family'],
+    imported=directory,
+    is_trained=False,
+  )
+
+
+def of_training(
+  weights: str | os.PathLike,
+  config: model_config.ModelConfig,
+  *,
+  imported: str | os.PathLike | None,
+  family: str | None,
+) -> Origin:
+  """Returns the origin that a trained model is.
+
+  Args:
+    weights: directory of a `manager.Checkpoints` of variables.
+    config: of the model.
+    imported: import directory it began from, if any.
+    family: whose config.json and names to write; needed if it has none.
+
+  Raises:
+    ValueError: there is no family to be had, or the model is another.
+  """
+  if imported is None:
+    if family is None:
+      raise ValueError(
+        'A model that was not imported needs --family, one of '
+        f'{names.FAMILIES}: whose config.json and names to write.'
+      )
+    return Origin(
+      weights=pathlib.Path(weights),
+      config=config,
+      family=family,
+      imported=None,
+      is_trained=True,
+    )
+  imported = pathlib.Path(imported)
+  theirs = _record(imported)['family']
+  if family not in (None, theirs):
+    raise ValueError(
+      f'The model was imported as {theirs!r} from {imported}; leave out '
+      f'--family={family}.'
+    )
+  if _weightless(config) != _weightless(_config(imported)):
+    raise ValueError(
+      f'The model of {weights} is not that of {imported / importing.MODEL}, '
+      'from which it is said to have begun.'
+    )
+  return Origin(
+    weights=pathlib.Path(weights),
+    config=config,
+    family=theirs,
+    imported=imported,
+    is_trained=True,
+  )
+
+
+def of_run(
+  workdir: str | os.PathLike, stage: str | None, *, family: str | None
+) -> Origin:
+  """Returns the origin that a finished stage of a run is.
+
+  Raises:
+    ValueError: it is not finished, its import is not where it was, or as
+      `of_training`.
+  """
+  workdir = pathlib.Path(workdir)
+  exports = workdir / 'exports'
+  if stage is None or _latest_step(exports / stage) is None:
+    stages = sorted(exports.iterdir()) if exports.is_dir() else []
+    finished = [path.name for path in stages if _latest_step(path) is not None]
+    problem = f'has no finished stage {stage!r}' if stage else 'needs --stage'
+    raise ValueError(
+      f'{workdir} is no import directory and {problem}; finished are '
+      f'{finished}. Name one with --stage, or run it to its end.'
+    )
+  config = files.read_json(workdir / workdirs.CONFIG)
+  imported = config['initial'] or None
+  if imported:
+    identity.check(imported, config['imported'], workdir)
+  origin = of_training(
+    exports / stage,
+    model_config.ModelConfig.from_dict(config['model']),
+    imported=imported,
+    family=family,
+  )
+  if not imported:
+    return origin
+  roles = files.read_json(workdir / 'tokenizer.json')['roles']
+  return dataclasses.replace(origin, roles=roles)
+
+
+def _latest_step(weights: pathlib.Path) -> int | None:
+  with contextlib.closing(_reader(weights)) as checkpoints:
+    return checkpoints.latest_step()
+
+
+def _reader(weights: pathlib.Path) -> manager.Checkpoints:
+  # Not one that sweeps: a run may be writing there.
+  return manager.Checkpoints(weights, keep=None)
+
+
+def _config(imported: pathlib.Path) -> model_config.ModelConfig:
+  fields = files.read_json(imported / importing.MODEL)
+  return model_config.ModelConfig.from_dict(fields)
+
+
+def _record(imported: pathlib.Path) -> dict[str, Any]:
+  if not (imported / importing.RECORD).is_file():
+    raise ValueError(f'{imported} has no {importing.RECORD}: it is no import.')
+  return files.read_json(imported / importing.RECORD)
+
+
+def _weightless(c: model_config.ModelConfig) -> dict[str, Any]:
+  """Returns the config without the choices of a training run."""
+  fields = dotted.flatten(c.to_dict())
+  return {k: v for k, v in fields.items() if k not in model_config.FREE}
+
+
+def write(
+  origin: Origin,
+  out: str | os.PathLike,
+  *,
+  dtype: str | None = None,
+  expert_layout: str | None = None,
+  file_bytes: int = hf_layout.FILE_BYTES,
+) -> None:
+  """Writes a Hugging Face checkpoint.
+
+  Args:
+    origin: from `of_import` or `of_training`.
+    out: folder, which must not exist.
+    dtype: of `hf.tensors.layout.DTYPES`, or 'source' for that of each imported
+      tensor; None is 'source' for imports and 'bfloat16' for what was trained.
+      The selection bias is float32 in any but 'source'.
+    expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`; None is the import's,
+      or 'per_expert'.
+    file_bytes: bytes a file should not exceed, where the split of the import
+      is not kept.
+
+  Raises:
+    ValueError: `out` exists, or the weights are not the model's.
+    manager.DamagedCheckpoint: the weights have changed since they were written.
+    OSError: too little space, or the disk refuses.
+  """
+  out = pathlib.Path(out).absolute()
+  record = None if origin.imported is None else _record(origin.imported)
+  dtype = dtype or ('bfloat16' if origin.is_trained else hf_layout.SOURCE)
+  if dtype == hf_layout.SOURCE and record is None:
+    raise ValueError(
+      f'--dtype={dtype} needs an imported model; choose one of '
+      f'{[*hf_layout.DTYPES]}.'
+    )
+  layout = record['expert_layout'] if record else 'per_expert'
+  table = names.tensors(
+    origin.config,
+    origin.family,
+    expert_layout=expert_layout or layout,
+    prefix=record['prefix'] if record else '',
+  )
+  dtypes = hf_layout.dtypes(table, dtype, record)
+  plan = hf_layout.plan(
+    table, dtypes, record, expert_layout or layout, file_bytes
+  )
+  # Not the suffix of imports, which must not be taken for an export's.
+  partial = out.with_name(out.name + '.exporting')
+  making.check_absent(out)
+  making.check_ours(partial, lambda name: name == _CONTENT)
+  with contextlib.ExitStack() as stack:
+    stored = stack.enter_context(_open(origin.weights))
+    _check_arrays(stored, table, origin.weights)
+    carried = None
+    if origin.imported is not None and record and record['carried']:
+      carried = hf_carried.open_carried(origin.imported, record['carried'])
+      stack.enter_context(carried)
+    stack.enter_context(making.alone(partial, out))
+    content = partial / _CONTENT
+    if content.exists():
+      shutil.rmtree(content)
+    entries = [entry for group in plan.values() for entry in group]
+    needed = sum(entry.num_bytes for entry in entries)
+    making.check_space(partial, needed, 'export')
+    content.mkdir()
+    with making.explained('export', partial):
+      _write_files(stored, table, dtypes, plan, record, carried, content)
+      _write_beside(origin, dtype, content)
+      hf_io.sync_tree(content)
+      making.place(content, out)
+
+
+@contextlib.contextmanager
+def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
+  with contextlib.closing(_reader(weights)) as checkpoints:
+    step = checkpoints.latest_step()
+    if step is None:
+      raise ValueError(f'{weights} holds no checkpoint.')
+    yield hf_stored.Stored(checkpoints, step)
+
+
+def _check_arrays(
+  stored: hf_stored.Stored, table: names.Table, weights: pathlib.Path
+) -> None:
+  """Raises unless the checkpoint holds the arrays of the table."""
+  want = blocks.shapes(table)
+  have = stored.shapes
+  differing = sorted(n for n in have | want if have.get(n) != want.get(n))
+  if differing:
+    name = differing[0]
+    raise ValueError(
+      f'{weights} and the model differ in {len(differing)} arrays, the first '
+      f'is {name} ({have.get(name)} there, {want.get(name)} in the model).'
+    )
+
+
+def _write_files(
+  stored: hf_stored.Stored,
+  table: names.Table,
+  dtypes: dict[str, np.dtype],
+  plan: dict[str, list[hf_layout.Entry]],
+  record: dict[str, Any] | None,
+  carried: hf_io.Folder | None,
+  partial: pathlib.Path,
+) -> None:
+  headers = {
+    file: hf_layout.header(entries, file, record)
+    for file, entries in plan.items()
+  }
+  index = hf_layout.index(plan, headers, record)
+  if index is not None:
+    files.write_atomic(partial / hf_io.INDEX, index.encode())
+  entries = [(file, entry) for file in plan for entry in plan[file]]
+  total = len(stored.shapes) + len(entries)
+  with progress.Progress('export', total) as bar:
+    for done, name in enumerate(stored.shapes):
+      # Before the first tensor is written: a piece alone has no hash.
+      stored.verify(name)
+      bar.update(done + 1, verified=name)
+    writers = {
+      file: hf_io.Writer(
+        partial / file, header, hf_layout.header_text(file, header, record)
+      )
+      for file, header in headers.items()
+    }
+    for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
+      if entry.is_carried:
+        assert carried is not None
+        hf_carried.copy(carried, entry.name, writers[file])
+      else:
+        dtype = dtypes[entry.name]
+        _write_tensor(stored, table[entry.name], dtype, writers[file])
+      bar.update(done + 1, written=entry.name)
+    for writer in writers.values():
+      writer.close()
+
+
+def _write_tensor(
+  stored: hf_stored.Stored,
+  tensor: names.Tensor,
+  dtype: np.dtype,
+  writer: hf_io.Writer,
+) -> None:
+  """Writes a tensor piece by piece, or whole where pieces interleave."""
+  pieces: list[blocks.Piece] = []
+  for part in tensor.parts:
+    item_bytes = stored.dtypes[part.array].itemsize
+    chunk = blocks.chunk_shape(part, item_bytes)
+    pieces += blocks.pieces(part, chunk)
+  is_split = all(piece.is_whole for piece in pieces)
+  whole = np.empty(0 if is_split else math.prod(tensor.shape), dtype)
+  for piece in pieces:
+    values = stored.read(piece.array, piece.box)
+    block = cast.cast(values, dtype)
+    if cast.overflows(values, block):
+      raise ValueError(
+        f'{tensor.name} holds values beyond the largest {dtype}, '
+        f'{ml_dtypes.finfo(dtype).max}; choose another --dtype.'
+      )
+    if is_split:
+      values = np.empty(piece.stop - piece.start, dtype)
+      piece.put(block, values)
+      start = piece.start * dtype.itemsize
+      writer.write(tensor.name, hf_io.as_bytes(values), start)
+    else:
+      piece.put(block, whole[piece.start : piece.stop])
+  if not is_split:
+    writer.write(tensor.name, hf_io.as_bytes(whole))
+
+
+def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
+  """Writes config.json and the tokenizer's files."""
+  if origin.imported is None:
+    fields = hf_config.to_hf(origin.config, origin.family)
+    files.write_atomic(
+      partial / source.CONFIG, hf_layout.config_text(fields, dtype)
+    )
+    return
+  for path in importing.copied(origin.imported):
+    place = partial / path.relative_to(origin.imported)
+    files.write_atomic(place, path.read_bytes())
+  if origin.roles is not None:
+    files.write_json(partial / ROLES, origin.roles)
+  fields = files.read_json(origin.imported / source.CONFIG)
+  if dtype != hf_layout.SOURCE or quantized.scheme(fields) is not None:
+    files.write_atomic(
+      partial / source.CONFIG, hf_layout.config_text(fields, dtype)
+    )

@@ -1,0 +1,337 @@
+"""Hugging Face checkpoints as checkpoints or variables of ours.
+
+An import directory holds model.json (the ModelConfig), hf.json (what the
+source was, for the way back), config.json and the tokenizer's files as they
+came, weights/ (a `manager.Checkpoints` of step 0, in the dtypes of the source)
+and carried/ (tensors that the model does not have). It appears whole: until
+then everything is in the folder beside it with '.partial' in its name, where
+the same command goes on after a kill. What it is of is in it from first to
+last, in source.fingerprint: nothing of two sources may ever meet there.
+
+No array is ever held: a piece of a tensor is read, transposed and written.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from composer_jax.core import files, trees
+from composer_jax.hf import making
+from composer_jax.hf import staging as hf_staging
+from composer_jax.hf.tensors import (
+  blocks,
+  carried,
+  quantized,
+)
+from composer_jax.hf.tensors import (
+  cast as hf_cast,
+)
+from composer_jax.hf.tensors import (
+  files as hf_io,
+)
+from composer_jax.hf.tensors import (
+  source as hf_source,
+)
+from composer_jax.hf.tensors import (
+  stored as hf_stored,
+)
+from composer_jax.telemetry import progress
+from composer_jax.train.checkpoints import manager
+
+MODEL = 'model.json'
+RECORD = 'hf.json'
+WEIGHTS = 'weights'
+UNMODELLED = ('carry', 'refuse')
+
+# Beside a checkpoint's tensors: the tokenizer and its chat template, defaults
+# of generation, and the code that some configs name.
+_COPIED = (
+  *('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py'),
+  'additional_chat_templates/*.jinja',
+)
+
+_STAGING = 'staging'
+# No name that is copied from a source.
+_FINGERPRINT = 'source.fingerprint'
+_DISK_MARGIN = 64 * 2**20
+
+
+def convert(
+  source: str | os.PathLike,
+  out: str | os.PathLike,
+  *,
+  unmodelled: str = 'carry',
+) -> None:
+  """Writes an import directory, or goes on where a killed call stopped.
+
+  Args:
+    source: folder of a Hugging Face checkpoint.
+    out: the import directory; must not exist.
+    unmodelled: 'carry' keeps tensors that the model does not have as they are,
+      'refuse' makes them an error.
+
+  Raises:
+    ValueError: the source is not sound or not supported, `out` exists, or its
+      partial conversion is of another source. Nothing has been written.
+    OSError: too little space, or the disk refuses.
+  """
+  out = pathlib.Path(out).absolute()
+  with contextlib.closing(hf_source.open_source(source)) as found:
+    arrays = arrays_of(found)
+    _check_unmodelled(found, unmodelled)
+    _check_names(found)
+    partial = out.with_name(out.name + '.partial')
+    making.check_absent(out)
+    _check_ours(partial)
+    _check_space(found, arrays, partial)
+    carried.show(found)
+    with making.alone(partial, out), making.explained('import', partial):
+      files.sweep(partial)
+      _claim(found, arrays, partial)
+      # Orbax gives a checkpoint its number by a rename, when it is whole.
+      if not (partial / WEIGHTS / '0').exists():
+        _write_weights(found, arrays, partial)
+      for name in found.folder.headers:
+        carried.carry(found, name, partial / carried.FOLDER)
+      _write_records(found, partial)
+      shutil.rmtree(partial / _STAGING, ignore_errors=True)
+      hf_io.sync_tree(partial)
+      making.place(partial, out)
+
+
+def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
+  """Returns whether `out` is a whole import of this very source."""
+  out = pathlib.Path(out)
+  if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
+    return False
+  with contextlib.closing(hf_source.open_source(source)) as found:
+    fingerprint = _fingerprint(found, arrays_of(found))
+    return (out / _FINGERPRINT).read_text() == fingerprint
+
+
+def arrays_of(source: hf_source.Source) -> dict[str, hf_staging.Array]:
+  dtypes, chunks = source.dtypes(), source.chunks()
+  return {
+    name: hf_staging.Array(shape=shape, dtype=dtypes[name], chunk=chunks[name])
+    for name, shape in blocks.shapes(source.table).items()
+  }
+
+
+def _check_unmodelled(source: hf_source.Source, unmodelled: str) -> None:
+  if unmodelled not in UNMODELLED:
+    raise ValueError(f'unmodelled {unmodelled!r} is not one of {UNMODELLED}.')
+  if unmodelled == 'refuse' and source.carried:
+    raw = source.folder.tensors[source.carried[0]]
+    raise ValueError(
+      f'{source.folder.path / raw.file} holds {raw.name}, which is not '
+      f'modelled ({len(source.carried)} such tensors); --unmodelled=carry '
+      'keeps them for exports.'
+    )
+
+
+def _check_names(source: hf_source.Source) -> None:
+  """Raises if a file to be copied has the name of one of ours."""
+  for name in (MODEL, RECORD):
+    if (source.folder.path / name).exists():
+      raise ValueError(
+        f'{source.folder.path / name} has a name that import directories need; '
+        'rename or remove that file.'
+      )
+
+
+def _check_ours(partial: pathlib.Path) -> None:
+  if not (partial / _FINGERPRINT).exists():
+    # A killed run may have left its first file under a temporary name.
+    making.check_ours(partial, lambda n: n.startswith(f'.{_FINGERPRINT}.'))
+
+
+def _check_space(
+  source: hf_source.Source,
+  arrays: dict[str, hf_staging.Array],
+  partial: pathlib.Path,
+) -> None:
+  """Raises before anything is written if it would be in vain."""
+  there = (p for p in partial.rglob('*') if p.is_file())
+  done = {p.stat().st_ino: p.stat().st_size for p in there}
+  needed = _DISK_MARGIN - sum(done.values())
+  for array in arrays.values():
+    grid = zip(array.shape, array.chunk, strict=True)
+    padded = math.prod(-(-n // c) * c for n, c in grid)
+    needed += padded * array.dtype.itemsize
+  needed += sum(source.folder.tensors[n].num_bytes for n in source.carried)
+  making.check_space(partial, needed, 'import')
+
+
+def _claim(
+  source: hf_source.Source,
+  arrays: dict[str, hf_staging.Array],
+  partial: pathlib.Path,
+) -> None:
+  """Binds a partial import to what it is of, or checks that it is bound."""
+  text, path = _fingerprint(source, arrays), partial / _FINGERPRINT
+  if not path.exists():
+    files.write_atomic(path, text.encode())
+  elif path.read_text() != text:
+    raise ValueError(
+      f'{partial} was begun from another checkpoint, or that has been changed '
+      'or moved since. Delete that folder to start over.'
+    )
+
+
+def _fingerprint(
+  source: hf_source.Source, arrays: dict[str, hf_staging.Array]
+) -> str:
+  """Returns the text that tells a source, and how it is cut, from others."""
+  fields = {
+    'files': source.folder.fingerprint(),
+    'config': source.fields,
+    'chunks': {name: list(array.chunk) for name, array in arrays.items()},
+  }
+  return json.dumps(fields, indent=1, sort_keys=True) + '\n'
+
+
+def _write_weights(
+  source: hf_source.Source,
+  arrays: dict[str, hf_staging.Array],
+  partial: pathlib.Path,
+) -> None:
+  staging = hf_staging.Staging(partial / _STAGING, arrays)
+  start = len(staging.done)
+  if start:
+    print(f'Going on after {start} of {len(source.tensors)} tensors.')
+  with progress.Progress('import', len(source.tensors), start=start) as bar:
+    done_bytes = 0
+    for name, tensor in source.tensors.items():
+      if name in staging.done:
+        continue
+      staging.begin(name)
+      for piece, block in _blocks(source, name, tensor, arrays):
+        staging.write(name, piece.array, [a for a, _ in piece.box], block)
+        done_bytes += block.nbytes
+      staging.finish()
+      start += 1
+      bar.update(start, GB=done_bytes / 1e9)
+  staging.save(partial / WEIGHTS)
+  staging.remove()
+
+
+def _blocks(
+  source: hf_source.Source,
+  name: str,
+  tensor: quantized.Tensor,
+  arrays: dict[str, hf_staging.Array],
+) -> Iterator[tuple[blocks.Piece, np.ndarray]]:
+  for part in source.table[name].parts:
+    array = arrays[part.array]
+    for piece in blocks.pieces(part, array.chunk):
+      values = piece.of(tensor.read(piece.start, piece.stop))
+      block = blocks.contiguous(values)
+      yield piece, hf_cast.cast(block, array.dtype)
+
+
+def copied(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the files beside the tensors that imports and exports keep."""
+  found = {path for pattern in _COPIED for path in folder.glob(pattern)}
+  ours = {hf_io.INDEX, MODEL, RECORD}
+  return sorted(p for p in found if p.is_file() and p.name not in ours)
+
+
+def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
+  folder = source.folder
+  for path in copied(folder.path):
+    place = partial / path.relative_to(folder.path)
+    files.write_atomic(place, path.read_bytes())
+  files.write_json(partial / MODEL, source.config.to_dict())
+  record = {
+    'family': source.family,
+    'prefix': source.prefix,
+    'expert_layout': source.expert_layout,
+    'index': folder.index,
+    'files': folder.headers,
+    'header_texts': folder.header_texts,
+    # Where each tensor of the model came from, and as what it was read.
+    'tensors': {
+      name: [t.raws[0].file, hf_io.NAMES[t.dtype]]
+      for name, t in source.tensors.items()
+    },
+    'carried': list(source.carried),
+  }
+  # Unsorted: the order of a header is part of what it says.
+  text = json.dumps(record, indent=1, ensure_ascii=False)
+  files.write_atomic(partial / RECORD, text.encode())
+
+
+def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
+  """Compares every value of an import directory with its source.
+
+  What is carried along is compared too.
+
+  Raises:
+    ValueError: names the tensor that differs.
+  """
+  with (
+    contextlib.closing(hf_source.open_source(source)) as found,
+    contextlib.closing(open_weights(out)) as weights,
+    progress.Progress('verify', len(found.tensors)) as bar,
+  ):
+    stored = hf_stored.Stored(weights, 0)
+    arrays = arrays_of(found)
+    for done, (name, tensor) in enumerate(found.tensors.items()):
+      for piece, block in _blocks(found, name, tensor, arrays):
+        values = np.ascontiguousarray(stored.read(piece.array, piece.box))
+        if hf_io.as_bytes(values) != hf_io.as_bytes(block):
+          raise ValueError(
+            f'{piece.array} of {out} differs from {name} of {source}; import '
+            'it again.'
+          )
+      bar.update(done + 1)
+    carried.verify(found, pathlib.Path(out))
+
+
+def load_variables(out: str | os.PathLike, like: Any) -> Any:
+  """Restores and verifies the weights of an import directory.
+
+  Args:
+    out: the directory.
+    like: tree of `jax.ShapeDtypeStruct` with shardings; float32 masters come
+      from weights of any dtype.
+
+  Raises:
+    ValueError: it holds other arrays, or is damaged.
+  """
+  flat = trees.flatten_names(like)
+  with contextlib.closing(open_weights(out)) as weights:
+    stored = weights.record(0)['arrays']
+    as_stored = {
+      name: jax.ShapeDtypeStruct(
+        leaf.shape,
+        stored[name]['dtype'] if name in stored else leaf.dtype,
+        sharding=leaf.sharding,
+      )
+      for name, leaf in flat.items()
+    }
+    restored, _ = weights.restore(0, as_stored)
+  # One by one, so that at most one array exists twice.
+  cast = [restored.pop(n).astype(leaf.dtype) for n, leaf in flat.items()]
+  return jax.tree.unflatten(jax.tree.structure(like), cast)
+
+
+def open_weights(out: str | os.PathLike) -> manager.Checkpoints:
+  """Opens the weights of an import directory, which must be whole."""
+  out = pathlib.Path(out)
+  if not (out / RECORD).is_file():
+    raise ValueError(
+      f'{out} is not an import directory (it has no {RECORD}); make one with '
+      '`python -m experiments.hf_import`.'
+    )
+  return manager.Checkpoints(
+    out / WEIGHTS, keep=None, fallback='the Hugging Face checkpoint'
+  )

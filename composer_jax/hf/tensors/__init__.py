@@ -1,0 +1,1 @@
+"""Tensors of Hugging Face checkpoints as blocks of our arrays."""

@@ -1,0 +1,113 @@
+"""Tensors that the model does not have, kept as they are for exports.
+
+Layers for multi-token prediction and vision towers lie in an import directory
+as in the source, of any dtype, quantised or not.
+"""
+
+import collections
+import os
+import pathlib
+import re
+from collections.abc import Iterable
+
+import blake3
+
+from composer_jax.core import files
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import source as hf_source
+
+FOLDER = 'carried'
+
+
+def show(source: hf_source.Source) -> None:
+  """Prints what is carried along, a line for each layer or tower."""
+  groups: collections.Counter[str] = collections.Counter()
+  for name in source.carried:
+    layer = re.match(r'model\.layers\.\d+', name.removeprefix(source.prefix))
+    start = source.prefix + layer[0] if layer else name.partition('.')[0]
+    groups[start] += 1
+  for start, count in groups.items():
+    print(f'Not modelled, carried along unchanged: {start}.* ({count} tensors)')
+
+
+def carry(source: hf_source.Source, file: str, folder: pathlib.Path) -> None:
+  """Copies what is not modelled of one file, unless that is done.
+
+  The hash of each tensor is in the head of the copy.
+  """
+  tensors = source.folder.tensors
+  raws = [tensors[n] for n in source.carried if tensors[n].file == file]
+  if not raws or (folder / file).exists():
+    return
+  folder.mkdir(exist_ok=True)
+  temporary = folder / f'.{file}.tmp'
+  hashes = {}
+  for raw in raws:
+    digest = blake3.blake3()
+    for _, block in hf_io.blocks(source.folder, raw):
+      digest.update(block)
+    hashes[raw.name] = digest.hexdigest()
+  entries = [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in raws]
+  writer = hf_io.Writer(temporary, hf_io.new_header(entries, hashes))
+  for raw in raws:
+    for start, block in hf_io.blocks(source.folder, raw):
+      writer.write(raw.name, block, start)
+  writer.close()
+  os.replace(temporary, folder / file)
+  files.fsync_directory(folder)
+
+
+def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
+  """Opens what an import directory carries along.
+
+  Raises:
+    ValueError: one of the names is not there, or a file is damaged.
+  """
+  folder = out / FOLDER
+  there = os.listdir(folder) if folder.is_dir() else []
+  found = hf_io.Folder(folder, sorted(n for n in there if n[0] != '.'))
+  for name in names:
+    if name not in found.tensors:
+      raise ValueError(
+        f'{folder} lacks {name}, which the import carried along; import the '
+        'Hugging Face checkpoint again.'
+      )
+  return found
+
+
+def verify(source: hf_source.Source, out: pathlib.Path) -> None:
+  """Compares what an import directory carries along with its source.
+
+  Raises:
+    ValueError: names the tensor that is not there or differs.
+  """
+  with open_carried(out, source.carried) as carried:
+    for name in source.carried:
+      raws = source.folder.tensors[name], carried.tensors[name]
+      described = [(raw.dtype, raw.shape, raw.num_bytes) for raw in raws]
+      pairs = zip(
+        hf_io.blocks(source.folder, raws[0]), hf_io.blocks(carried, raws[1])
+      )
+      if described[0] != described[1] or any(a != b for a, b in pairs):
+        raise ValueError(
+          f'{name} in {carried.path / raws[1].file} differs from that of '
+          f'{source.folder.path}; import it again.'
+        )
+
+
+def copy(carried: hf_io.Folder, name: str, writer: hf_io.Writer) -> None:
+  """Copies a tensor that is carried along into a file of an export.
+
+  Raises:
+    ValueError: it has changed since the import.
+  """
+  raw, digest = carried.tensors[name], blake3.blake3()
+  for start, block in hf_io.blocks(carried, raw):
+    digest.update(block)
+    writer.write(name, block, start)
+  hashes = carried.headers[raw.file].get(hf_io.METADATA, {})
+  if hashes.get(name) != digest.hexdigest():
+    raise ValueError(
+      f'{name} in {carried.path / raw.file} has changed since it was imported; '
+      'import the Hugging Face checkpoint again.'
+    )

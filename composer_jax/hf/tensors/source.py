@@ -1,0 +1,153 @@
+"""A Hugging Face checkpoint whose tensors are those its config calls for.
+
+Everything that can be wrong with one is found here, from config.json and the
+headers of the files, before a reader allocates or writes anything.
+"""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import files
+from composer_jax.hf.architecture import config as hf_config
+from composer_jax.hf.tensors import blocks, names, quantized
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.models import config as model_config
+
+CONFIG = 'config.json'
+
+# Of weights, as stored or once dequantised.
+_WEIGHTS = ('BF16', 'F16', 'F32')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+  """A checked checkpoint.
+
+  Attributes:
+    folder: its files.
+    fields: its config.json.
+    config: of the model.
+    family: of `hf.tensors.names.FAMILIES`.
+    prefix: of its language model among the names of tensors.
+    expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`.
+    table: what tensors it has and where they go.
+    tensors: those of the table, in the order of the files' bytes.
+    carried: names of stored tensors that the model does not have.
+  """
+
+  folder: hf_io.Folder
+  fields: dict[str, Any]
+  config: model_config.ModelConfig
+  family: str
+  prefix: str
+  expert_layout: str
+  table: names.Table
+  tensors: dict[str, quantized.Tensor]
+  carried: tuple[str, ...]
+
+  def dtypes(self) -> dict[str, np.dtype]:
+    """Returns the dtype of every array: its tensors', float32 if they differ.
+
+    Float32 holds every bfloat16 and float16.
+    """
+    found: dict[str, set[np.dtype]] = {}
+    for name, tensor in self.tensors.items():
+      for part in self.table[name].parts:
+        found.setdefault(part.array, set()).add(tensor.dtype)
+    return {
+      name: dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+      for name, dtypes in found.items()
+    }
+
+  def chunks(self) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of the chunks of every array."""
+    dtypes, found = self.dtypes(), {}
+    for tensor in self.table.values():
+      for part in tensor.parts:
+        if part.array not in found:
+          found[part.array] = blocks.chunk_shape(
+            part, dtypes[part.array].itemsize
+          )
+    return found
+
+  def close(self) -> None:
+    self.folder.close()
+
+
+def open_source(path: str | os.PathLike) -> Source:
+  """Opens and checks a checkpoint.
+
+  Raises:
+    ValueError: names the key or tensor, and the file.
+    OSError: a file cannot be read.
+  """
+  path = pathlib.Path(path)
+  if not (path / CONFIG).is_file():
+    raise ValueError(
+      f'{path} holds no {CONFIG}; it must be the folder of a Hugging Face '
+      'checkpoint.'
+    )
+  fields = files.read_json(path / CONFIG)
+  try:
+    config, family, prefix = hf_config.from_hf(fields)
+    quantized.scheme(fields)
+  except ValueError as error:
+    text = str(error).removeprefix(f'{CONFIG}: ')
+    raise ValueError(f'{path / CONFIG}: {text}') from error
+  folder = hf_io.Folder(path)
+  layout = names.expert_layout_of(folder.tensors, config, family, prefix=prefix)
+  table = names.tensors(config, family, expert_layout=layout, prefix=prefix)
+  found = quantized.tensors(folder, fields, table)
+  _check(path, found, table, config, prefix)
+  tensors = {name: t for name, t in found.items() if name in table}
+  used = {raw.name for t in tensors.values() for raw in t.raws}
+  return Source(
+    folder=folder,
+    fields=fields,
+    config=config,
+    family=family,
+    prefix=prefix,
+    expert_layout=layout,
+    table=table,
+    tensors=tensors,
+    carried=tuple(name for name in folder.tensors if name not in used),
+  )
+
+
+def _check(
+  path: pathlib.Path,
+  found: dict[str, quantized.Tensor],
+  table: names.Table,
+  config: model_config.ModelConfig,
+  prefix: str,
+) -> None:
+  """Raises unless the tensors of the table are there, and no others of it."""
+  missing = names.missing(found, table)
+  if missing:
+    raise ValueError(
+      f'{path} lacks {len(missing)} tensors that its {CONFIG} calls for, the '
+      f'first is {missing[0]}. Fetch the missing files, or correct {CONFIG}.'
+    )
+  extra = names.contradicting(found, table, config, prefix=prefix)
+  if extra:
+    raise ValueError(
+      f'{path / found[extra[0]].raws[0].file} holds {extra[0]}, which a model '
+      f'of this {CONFIG} does not have ({len(extra)} such tensors): the two do '
+      'not belong together.'
+    )
+  for name, tensor in table.items():
+    raw = found[name].raws[0]
+    if found[name].shape != tensor.shape:
+      raise ValueError(
+        f'{name} in {path / raw.file} has shape {found[name].shape}; '
+        f'{CONFIG} calls for {tensor.shape}.'
+      )
+    if hf_io.NAMES.get(found[name].dtype) not in _WEIGHTS:
+      raise ValueError(
+        f'{name} in {path / raw.file} is {raw.dtype}; weights are read as '
+        f'{", ".join(_WEIGHTS)}, or as a quantization_config of {CONFIG} says.'
+      )

@@ -1,0 +1,107 @@
+"""Boxes of the arrays of a checkpoint, read and verified without the arrays."""
+
+import json
+import math
+from collections.abc import Iterator
+
+import blake3
+import ml_dtypes  # noqa: F401  Registers 'bfloat16' with numpy.
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from composer_jax.hf.tensors import blocks, files
+from composer_jax.train.checkpoints import hashes, manager
+
+
+class Stored:
+  """The arrays of one step of `manager.Checkpoints`.
+
+  Attributes:
+    shapes: of the arrays, by name.
+    dtypes: likewise.
+  """
+
+  def __init__(self, checkpoints: manager.Checkpoints, step: int):
+    """Reads what the checkpoint holds.
+
+    Raises:
+      manager.DamagedCheckpoint: its record has changed.
+    """
+    self._folder = checkpoints.directory / str(step)
+    self._record = checkpoints.record(step)['arrays']
+    self.shapes = {n: tuple(r['shape']) for n, r in self._record.items()}
+    self.dtypes = {n: np.dtype(r['dtype']) for n, r in self._record.items()}
+    self._open: dict[str, ts.TensorStore] = {}
+
+  def _array(self, name: str) -> ts.TensorStore:
+    if name not in self._open:
+      state = self._folder / manager.STATE
+      base = {'driver': 'file', 'path': f'{state}/'}
+      if ocp.type_handlers.is_ocdbt_checkpoint(state):
+        store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
+      else:
+        store = base | {'path': f'{state}/{name}/'}
+      metadata = json.loads((state / '_METADATA').read_text())
+      driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
+      spec = {'driver': driver, 'kvstore': store}
+      array = ts.open(spec, open=True, read=True).result()
+      # A chunk larger than what is asked for must not be decoded for every
+      # piece of it; one that is a piece must not be held twice.
+      chunk = array.chunk_layout.read_chunk.shape
+      sizes = [n or 1 for n in chunk or ()]
+      num_bytes = math.prod(sizes) * self.dtypes[name].itemsize
+      if num_bytes > blocks.PIECE_BYTES:
+        context = ts.Context({'cache_pool': {'total_bytes_limit': num_bytes}})
+        spec['recheck_cached_data'] = 'open'
+        array = ts.open(spec, open=True, read=True, context=context).result()
+      self._open[name] = array
+    return self._open[name]
+
+  def read(self, name: str, box: blocks.Box) -> np.ndarray:
+    """Returns the values in a box of an array.
+
+    Raises:
+      manager.DamagedCheckpoint: they cannot be read.
+    """
+    index = tuple(slice(*bound) for bound in box)
+    try:
+      values = self._array(name)[index].read().result()
+    except ValueError as error:
+      raise self._damaged(f'{name} cannot be read') from error
+    return np.asarray(values).view(self.dtypes[name])
+
+  def verify(self, name: str) -> None:
+    """Compares an array with the hashes of when it was written.
+
+    Raises:
+      manager.DamagedCheckpoint: its content has changed.
+    """
+    item_bytes = self.dtypes[name].itemsize
+    for bounds, expected in self._record[name]['shards'].items():
+      block = tuple((s.start, s.stop) for s in hashes.bounds(bounds))
+      digest = blake3.blake3()
+      for box in _in_order(block, blocks.PIECE_BYTES // item_bytes):
+        values = np.ascontiguousarray(self.read(name, box))
+        digest.update(files.as_bytes(values))
+      if digest.hexdigest() != expected:
+        raise self._damaged(f'the content of {name} has changed')
+
+  def _damaged(self, detail: str) -> manager.DamagedCheckpoint:
+    return manager.DamagedCheckpoint(
+      f'Checkpoint in {self._folder} is damaged ({detail}); make it again.'
+    )
+
+
+def _in_order(box: blocks.Box, most: int) -> Iterator[blocks.Box]:
+  """Cuts a box into boxes of `most` elements, in the order of its bytes."""
+  sizes = [stop - start for start, stop in box]
+  if math.prod(sizes) <= most or max(sizes) == 1:
+    yield box
+    return
+  axis = next(i for i, size in enumerate(sizes) if size > 1)
+  start, stop = box[axis]
+  step = max(1, most * sizes[axis] // math.prod(sizes))
+  for first in range(start, stop, step):
+    part = ((first, min(first + step, stop)),)
+    yield from _in_order(box[:axis] + part + box[axis + 1 :], most)

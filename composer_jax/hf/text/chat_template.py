@@ -1,0 +1,388 @@
+"""The chat template that a checkpoint brings, as text and as tokens.
+
+A template is a program from whoever made the checkpoint. It runs in jinja2's
+immutable sandbox and sees plain JSON values and nothing else; the time and the
+memory that it takes are not bounded. What it renders equals transformers'
+`apply_chat_template`; as tokens it differs in one point: what a message says
+never becomes a special token, only what the template says.
+"""
+
+import datetime
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+from jinja2 import nodes, parser
+
+from composer_jax.hf.text import (
+  roles,
+  tokenizer_json,
+)
+from composer_jax.hf.text import (
+  tokenizer as hf_tokenizer,
+)
+from composer_jax.text import tokenizer as own
+
+CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'
+MORE = 'additional_chat_templates'
+Messages = Sequence[Mapping[str, Any]]
+
+# Around what the template says the assistant wrote. Like `MARK`, no characters
+# of Unicode, so no message can hold them.
+_BEGIN, _END = '\ud801', '\ud802'
+# What a template can raise, by itself or by what it does with messages.
+_FAILURES = (
+  *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
+  *(ArithmeticError, RecursionError, MemoryError),
+)
+# Methods of strings whose arguments are looked for, and not written.
+_SEARCHES = frozenset(
+  (
+    *('count', 'endswith', 'find', 'index', 'lstrip', 'partition', 'rfind'),
+    *('removeprefix', 'removesuffix', 'rindex', 'rpartition', 'rsplit'),
+    *('rstrip', 'split', 'startswith', 'strip'),
+  )
+)
+
+
+class ChatTemplate:
+  """Renders conversations.
+
+  To become tokens they are rendered a second time, by a template whose own
+  special tokens carry `hf.text.tokenizer.MARK`. So a special token is one
+  because the template holds it, whole, and not because of how the text reads.
+  """
+
+  def __init__(
+    self,
+    sources: Mapping[str, str],
+    special_tokens: Mapping[str, str],
+    name: str,
+    now: datetime.datetime | None = None,
+  ):
+    """Compiles templates.
+
+    Args:
+      sources: {name: template}; 'default', and 'tool_use' if tools have one
+        of their own.
+      special_tokens: variables of the template, such as `bos_token`.
+      name: of the file, for errors.
+      now: what `strftime_now` tells every time; by default the time of this
+        call.
+
+    Raises:
+      ValueError: a template is not one; names the file and the line.
+    """
+    clean = own.without_surrogates
+    self._name, self._sources = name, dict(sources)
+    self._special_tokens = {k: clean(v) for k, v in special_tokens.items()}
+    self._now = datetime.datetime.now() if now is None else now
+    self._templates = self._compiled('', '', clean)
+    self._marked: tuple[Any, dict[str, jinja2.Template]] = (None, {})
+
+  def render(self, messages: Messages, **options: Any) -> str:
+    """Returns a conversation as text.
+
+    Args:
+      messages: JSON objects with a role and mostly a content; lone surrogates
+        in them become '?'.
+      **options: variables of the template: `tools` (JSON schemas),
+        `documents`, `add_generation_prompt`, and any of its own.
+
+    Raises:
+      ValueError: the template refuses the messages, fails, or does what the
+        sandbox forbids; names the file.
+    """
+    variables = self._variables(messages, options)
+    return self._run(self._templates, {**self._special_tokens, **variables})
+
+  def encode(
+    self, tokenizer: hf_tokenizer.Tokenizer, messages: Messages, **options: Any
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32 ids and which of them the assistant wrote.
+
+    The mask is what the template encloses in `{% generation %}`; without such
+    blocks it is all false.
+
+    Raises:
+      ValueError: as `render`, or it cannot be told which special tokens the
+        template wrote and which a message.
+    """
+    variables = self._variables(messages, options)
+    plain = self._run(self._templates, {**self._special_tokens, **variables})
+    if self._marked[0] is not tokenizer:
+      compiled = self._compiled(_BEGIN, _END, tokenizer.mark)
+      self._marked = (tokenizer, compiled)
+    specials = {k: tokenizer.mark(v) for k, v in self._special_tokens.items()}
+    marked = self._run(self._marked[1], {**specials, **variables})
+    text, spans = _parts(marked)
+    if tokenizer.without_marks(text) != plain:
+      raise ValueError(
+        f'{self._name}: what the chat template does with these messages '
+        'depends on a special token that it holds (it compares, cuts or '
+        'changes it), so those of the template cannot be told from those that '
+        'a message spells. Take the special token out of the message, or '
+        'write that part of the template otherwise.'
+      )
+    said = list(_strings(variables))
+    for spelling in sorted(tokenizer.unmarked(text)):
+      if not any(spelling in s for s in said):
+        raise ValueError(
+          f'{self._name}: {spelling!r} comes together from pieces of the chat '
+          'template or of messages, so it cannot be told whether it is meant '
+          'as a special token. If the template means it, write it there as '
+          'one string; if not, take the pieces out of the messages.'
+        )
+    is_written = np.zeros(len(text), bool)
+    for start, stop in spans:
+      is_written[start:stop] = True
+    # Characters of the assistant before each place.
+    written = np.concatenate([[0], np.cumsum(is_written)])
+    ids, offsets = tokenizer.encode_markup(text)
+    return ids, written[offsets[:, 1]] > written[offsets[:, 0]]
+
+  def _compiled(
+    self, begin: str, end: str, mark: Callable[[str], str]
+  ) -> dict[str, jinja2.Template]:
+    environment = _environment(begin, end)
+    variables = {**_GLOBALS, 'strftime_now': self._now.strftime}
+    compiled = {}
+    for key, source in self._sources.items():
+      where = f'{self._name}: chat template {key!r}'
+      try:
+        tree = environment.parse(source)
+        _mark_written(tree, mark)
+        compiled[key] = environment.from_string(tree, variables)
+      except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f'{where}, line {error.lineno}: {error}.') from error
+      except _FAILURES as error:
+        # What is constant is computed here.
+        raise ValueError(f'{where}: {type(error).__name__} {error}.') from error
+    return compiled
+
+  def _variables(
+    self, messages: Messages, options: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    variables = {
+      'tools': None,
+      'documents': None,
+      'add_generation_prompt': False,
+      **options,
+      'messages': [
+        {k: v for k, v in m.items() if v is not None} for m in messages
+      ],
+    }
+    try:
+      # Plain values have no methods through which a template could get out.
+      text = json.dumps(variables, ensure_ascii=False)
+      return json.loads(own.without_surrogates(text))
+    except (TypeError, ValueError, RecursionError) as error:
+      raise ValueError(
+        f'{self._name}: messages and options must be JSON values ({error}).'
+      ) from error
+
+  def _run(
+    self, templates: dict[str, jinja2.Template], variables: dict[str, Any]
+  ) -> str:
+    try:
+      return self._pick(templates, variables['tools']).render(variables)
+    except _FAILURES as error:
+      raise ValueError(
+        f'{self._name}: the chat template fails on these messages '
+        f'({type(error).__name__}: {error}).'
+      ) from error
+
+  def _pick(
+    self, templates: dict[str, jinja2.Template], tools: Any
+  ) -> jinja2.Template:
+    name = 'tool_use' if tools and 'tool_use' in templates else 'default'
+    if name not in templates:
+      raise ValueError(
+        f"{self._name} has no chat template 'default', only "
+        f'{sorted(templates)}.'
+      )
+    return templates[name]
+
+
+def load(
+  folder: str | os.PathLike, now: datetime.datetime | None = None
+) -> ChatTemplate:
+  """Reads the templates of a checkpoint.
+
+  `chat_template.jinja` and `additional_chat_templates/*.jinja` count more than
+  what `tokenizer_config.json` holds, as they do in transformers.
+
+  Args:
+    folder: of the checkpoint.
+    now: see `ChatTemplate`; fix it where the tokens must be made again.
+
+  Raises:
+    ValueError: the folder has no chat template, or one that is none.
+  """
+  folder = pathlib.Path(folder)
+  config = tokenizer_json.read_config(folder / CONFIG)
+  if not (folder / FILE).exists():
+    name, found = folder / CONFIG, _listed(folder / CONFIG, config)
+  else:
+    name, found = folder / FILE, {'default': _read(folder / FILE)}
+    found |= {p.stem: _read(p) for p in (folder / MORE).glob('*.jinja')}
+  if not found:
+    raise ValueError(
+      f'{folder} has no chat template: neither {FILE} nor chat_template in '
+      f'{CONFIG}. Checkpoints that were only pretrained often have none; put '
+      f'{FILE} there.'
+    )
+  return ChatTemplate(found, roles.special_tokens(config), str(name), now)
+
+
+def _listed(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
+  found = config.get('chat_template') or []
+  if isinstance(found, str):
+    return {'default': found}
+  if not isinstance(found, list) or not all(
+    isinstance(item, dict)
+    and isinstance(item.get('name'), str)
+    and isinstance(item.get('template'), str)
+    for item in found
+  ):
+    raise ValueError(
+      f'{path}: chat_template is neither a text nor a list of objects with a '
+      'name and a template.'
+    )
+  return {item['name']: item['template'] for item in found}
+
+
+def _read(path: pathlib.Path) -> str:
+  try:
+    return path.read_text('utf-8')
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{path} is not UTF-8 ({error}).') from error
+
+
+def _mark_written(node: nodes.Node, mark: Callable[[str], str]) -> None:
+  """Marks the strings of a template, but for those that it only looks for.
+
+  Those must stay equal to what a message says. What is compared or tested is
+  not written.
+  """
+  if isinstance(node, nodes.Compare | nodes.Test):
+    return
+  if isinstance(node, nodes.Const) and isinstance(node.value, str):
+    node.value = mark(node.value)
+  elif isinstance(node, nodes.TemplateData):
+    node.data = mark(node.data)
+  skipped = []
+  if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+    if node.node.attr in _SEARCHES:
+      skipped = node.args
+    elif node.node.attr == 'replace':
+      skipped = node.args[:1]
+  elif isinstance(node, nodes.Filter) and node.name == 'replace':
+    skipped = node.args[:1]
+  for child in node.iter_child_nodes():
+    if not any(child is s for s in skipped):
+      _mark_written(child, mark)
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """All strings of a JSON value, keys too."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict | list):
+    for inner in value:
+      yield from _strings(inner)
+    if isinstance(value, dict):
+      yield from _strings(list(value.values()))
+
+
+def _environment(begin: str, end: str) -> jinja2.Environment:
+  """What templates written for transformers expect to find."""
+
+  class Generation(jinja2.ext.Extension):
+    """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
+
+    tags = {'generation'}
+
+    def parse(self, parser: parser.Parser) -> nodes.Node:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+      call = self.call_method('_mark')
+      return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+      return f'{begin}{caller()}{end}'
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[Generation, jinja2.ext.loopcontrols],
+  )
+  environment.filters['tojson'] = _to_json
+  # A template must render the same twice.
+  del environment.filters['random'], environment.globals['lipsum']
+  return environment
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Without jinja2's own escapes of HTML."""
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+class _Namespace(jinja2.utils.Namespace):
+  """Without names through which Python's internals can be reached."""
+
+  def __init__(*args: Any, **attributes: Any):
+    self, *others = args
+    attributes = dict(*others, **attributes)
+    for name in attributes:
+      _refuse_private(name)
+    jinja2.utils.Namespace.__init__(self, attributes)
+
+  def __setitem__(self, name: str, value: Any) -> None:
+    _refuse_private(name)
+    super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+  if isinstance(name, str) and name.startswith('_'):
+    raise jinja2.exceptions.SecurityError(f'namespace() holds no {name!r}.')
+
+
+def _raise(message: str) -> None:
+  raise jinja2.TemplateError(message)
+
+
+_GLOBALS = {'raise_exception': _raise, 'namespace': _Namespace}
+
+
+def _parts(text: str) -> tuple[str, list[tuple[int, int]]]:
+  """Takes the marks out; returns the text and the spans between them."""
+  plain, spans, open_at, length = [], [], [], 0
+  for piece in re.split(f'([{_BEGIN}{_END}])', text):
+    if piece == _BEGIN:
+      open_at.append(length)
+    elif piece == _END and open_at:
+      spans.append((open_at.pop(), length))
+    else:
+      plain.append(piece)
+      length += len(piece)
+  return ''.join(plain), spans

@@ -1,0 +1,1 @@
+"""Attention: one function, one implementation per backend."""

@@ -1,0 +1,1 @@
+"""Muon: the transform, its plan over a mesh, and Newton-Schulz."""

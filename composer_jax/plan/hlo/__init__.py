@@ -1,0 +1,1 @@
+"""Reads compiled programs: products, collectives and their overlap."""

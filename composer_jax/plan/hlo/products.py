@@ -1,0 +1,194 @@
+"""Counts the operations of one product: a dot, a convolution, a kernel.
+
+What is inside of a kernel (Pallas, Mosaic, Triton) is not in a program's text;
+its operations are those of the cost that it was traced with, or those that its
+shapes say, of kernels of `composer_jax.kernels`: as if every row of a buffer
+were in use, and a query met the keys up to itself.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from composer_jax.plan.hlo import text
+
+# Custom calls that hold a kernel; others move data or annotate.
+_KERNEL = r'tpu_custom_call|mosaic|triton|pallas'
+
+
+class Product(NamedTuple):
+  """What one instruction multiplies.
+
+  Attributes:
+    flops: operations, two per multiply and add; None where nobody says.
+    lhs: dimensions of a side; () in a kernel.
+    rhs: likewise.
+    out: dimensions of the result.
+    kernel: its name, '' for what XLA multiplies by itself.
+  """
+
+  flops: float | None
+  lhs: list[int]
+  rhs: list[int]
+  out: list[int]
+  kernel: str = ''
+
+
+def product(
+  instruction: text.Instruction, computation: text.Computation
+) -> Product | None:
+  """Returns what an instruction multiplies; None if it is no product."""
+  if instruction.operation not in ('dot', 'convolution', 'custom-call'):
+    return None
+  out = list(text.arrays(instruction.shape)[0].dims)
+  if instruction.operation == 'custom-call':
+    target = instruction.target()
+    if re.search(_KERNEL, target):
+      return _kernel(instruction, computation, out)
+    if not re.search('gemm|matmul', target):
+      return None
+  shapes = [computation[n].shape for n in instruction.operands[:2]]
+  lhs, rhs = (list(text.arrays(shape)[0].dims) for shape in shapes)
+  if instruction.operation == 'convolution':
+    return Product(2.0 * _taps(instruction, lhs, rhs, out), lhs, rhs, out)
+  # A custom call prints the dimensions in its JSON, a dot as attributes.
+  contracted = re.search(
+    r'"?lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]',
+    instruction.rest,
+  )
+  if contracted is None:
+    raise ValueError(f'{instruction.name} states no contracted dimensions.')
+  sizes = [lhs[int(n)] for n in re.findall(r'\d+', contracted.group(1))]
+  flops = 2.0 * math.prod(out) * math.prod(sizes)
+  return Product(flops, lhs, rhs, out)
+
+
+def _kernel(
+  instruction: text.Instruction,
+  computation: text.Computation,
+  out: list[int],
+) -> Product:
+  cost = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.rest)
+  scope = instruction.scope().removesuffix('/pallas_call')
+  name = scope.rsplit('/', 1)[-1] or instruction.name
+  flops = float(cost.group(1)) if cost else None
+  if flops is None and name in _BY_SHAPES:
+    operands = [computation[n].shape for n in instruction.operands]
+    dims = [
+      array.dims
+      for shape in operands
+      for array in text.arrays(shape)
+      if array.dtype[0] in 'bf'
+    ]
+    flops = _BY_SHAPES[name](dims, tuple(out))
+  return Product(flops, [], [], out, name)
+
+
+_Dims = tuple[int, ...]
+
+
+def _grouped(operands: list[_Dims], out: _Dims) -> float:
+  """Counts [Y, D] times [E, D, F], or [Y, D] and [Y, F] into [E, D, F].
+
+  The sizes of the three, without E, multiply to (Y D F)^2.
+  """
+  arrays = [*operands[:2], out]
+  groups = next(dims[0] for dims in arrays if len(dims) == 3)
+  return 2.0 * math.sqrt(math.prod(map(math.prod, arrays)) // groups)
+
+
+def _attended(keys: int, values: int) -> Callable[[list[_Dims], _Dims], float]:
+  """Counts products of all queries with half of the keys.
+
+  Args:
+    keys: products as wide as a key, of [B, T, N, H] with [B, S, K, H].
+    values: as wide as a value, of [B, S, K, W].
+  """
+
+  def count(operands: list[_Dims], out: _Dims) -> float:
+    del out
+    (b, t, n, h), (_, s, _, _), (*_, w) = operands[:3]
+    return float(b * t * n * s * (keys * h + values * w))
+
+  return count
+
+
+_BY_SHAPES: dict[str, Callable[[list[_Dims], _Dims], float]] = {
+  'grouped_multiply': _grouped,
+  'grouped_multiply_groups': _grouped,
+  # Scores and outputs; scores, their gradient and the queries'; those and the
+  # gradients of keys and values.
+  'forward_kernel': _attended(1, 1),
+  'queries_kernel': _attended(2, 1),
+  'keys_kernel': _attended(2, 2),
+}
+
+
+def _taps(
+  instruction: text.Instruction,
+  lhs: list[int],
+  rhs: list[int],
+  out: list[int],
+) -> float:
+  """Counts the multiplications of a convolution, none of them with padding.
+
+  The TPU compiler spells every product as a convolution: a batch as a spatial
+  dimension so dilated that each result sees one element.
+  """
+  labels = text.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.rest)
+  lhs_labels, rhs_labels, out_labels = labels.groups()
+  total = float(
+    out[out_labels.index('b')]
+    * out[out_labels.index('f')]
+    * rhs[rhs_labels.index('i')]
+  )
+  window = dict(_window(instruction.rest))
+  for place, label in enumerate(sorted(c for c in lhs_labels if c.isdigit())):
+    get = functools.partial(_of_window, window, place)
+    total *= _taps_along(
+      outputs=out[out_labels.index(label)],
+      size=rhs[rhs_labels.index(label)],
+      inputs=lhs[lhs_labels.index(label)],
+      stride=get('stride', 1),
+      low=get('pad', 0),
+      dilation=get('lhs_dilate', 1),
+      window_dilation=get('rhs_dilate', 1),
+    )
+  return total
+
+
+def _window(rest: str) -> Iterator[tuple[str, list[str]]]:
+  found = re.search(r'window=\{([^}]*)\}', rest)
+  for word in found.group(1).split() if found else ():
+    name, _, values = word.partition('=')
+    yield name, values.split('x')
+
+
+def _of_window(
+  window: dict[str, list[str]], place: int, name: str, default: int
+) -> int:
+  if name not in window:
+    return default
+  return int(window[name][place].split('_')[0])
+
+
+def _taps_along(
+  *,
+  outputs: int,
+  size: int,
+  inputs: int,
+  stride: int,
+  low: int,
+  dilation: int,
+  window_dilation: int,
+) -> int:
+  """Counts pairs of a result and a window place that see an element."""
+  at = np.add.outer(
+    np.arange(outputs) * stride - low, np.arange(size) * window_dilation
+  )
+  sees = (at % dilation == 0) & (at >= 0) & (at < inputs * dilation)
+  return int(np.count_nonzero(sees))

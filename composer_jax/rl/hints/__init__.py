@@ -1,0 +1,1 @@
+"""Targeted textual feedback: a hinted teacher on faulty turns."""

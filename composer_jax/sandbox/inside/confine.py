@@ -1,0 +1,313 @@
+"""What the process that runs untrusted code gives up before it runs it.
+
+Standard library only: imported by the zygote inside the sandbox.
+"""
+
+import ctypes
+import errno
+import math
+import os
+import resource
+from collections.abc import Callable
+
+from composer_jax.sandbox.inside import seccomp
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND = 32, 4096
+_MNT_DETACH = 2
+# Strongest first: own processes alone, and of /proc nothing but processes.
+_PROC_OPTIONS = ('hidepid=2,subset=pid', 'hidepid=2', '')
+# Renames stay inside one layer and copies are whole, so that the upper layer
+# can be read by itself. Without privilege its marks are user attributes.
+_OVERLAY_OPTIONS = (
+  'redirect_dir=off,metacopy=off,index=off',
+  'metacopy=off,index=off,userxattr',  # which implies no redirection
+)
+_NEW_CGROUP = 0x02000000
+_PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 24, 36
+_CAPABILITY_VERSION = 0x20080522
+_CLONE_NUMBER = {'x86_64': 56, 'aarch64': 220}
+
+# PyDLL: the calls keep the interpreter lock, so that the copy of the process
+# that clone() makes wakes up holding it.
+libc = ctypes.PyDLL(None, use_errno=True)
+
+
+def check(outcome: int, what: str) -> int:
+  if outcome < 0:
+    code = ctypes.get_errno()
+    raise OSError(code, f'{what}: {os.strerror(code)}')
+  return outcome
+
+
+def clone_into_namespaces() -> int:
+  """Forks into new pid, mount and IPC namespaces in one call.
+
+  Python is not told of this fork. Only a process that has one thread and soon
+  forks again (properly) may call it.
+
+  Returns:
+    The child's pid; 0 in the child, which is the init of its namespace.
+  """
+  flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | 17  # SIGCHLD
+  zero = ctypes.c_long(0)
+  return check(
+      libc.syscall(
+          ctypes.c_long(_CLONE_NUMBER[os.uname().machine]),
+          ctypes.c_long(flags), zero, zero, zero, zero,
+      ),
+      'clone with namespaces',
+  )  # fmt: skip
+
+
+def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
+  options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
+  check(
+      libc.mount(
+          b'tmpfs', path.encode(), b'tmpfs', MS_NOSUID | MS_NODEV,
+          options.encode(),
+      ),
+      'mount of the workspace',
+  )  # fmt: skip
+
+
+def _mount(source, target, kind, flags, options='') -> None:
+  encoded = [x.encode() for x in (source, target, kind, options)]
+  outcome = libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3])
+  check(outcome, f'mount of {target}')
+
+
+def bind(source: str, target: str) -> None:
+  _mount(source, target, '', MS_BIND)
+
+
+def make_read_only(path: str) -> None:
+  flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+  _mount('', path, '', flags)
+
+
+def unmount(path: str) -> None:
+  """Takes away a mount and all that is mounted below it."""
+  check(libc.umount2(path.encode(), _MNT_DETACH), f'umount of {path}')
+
+
+def mount_overlay(
+  lower: str, upper: str, work: str, target: str, options: str
+) -> None:
+  """Mounts layers whose paths hold none of the characters , : and \\."""
+  layers = f'lowerdir={lower},upperdir={upper},workdir={work},{options}'
+  _mount('overlay', target, 'overlay', MS_NOSUID | MS_NODEV, layers)
+
+
+def opaque_mark(options: str) -> str:
+  """The attribute of folders that hide what the layers below have there."""
+  prefix = 'user' if 'userxattr' in options else 'trusted'
+  return f'{prefix}.overlay.opaque'
+
+
+def hide_cgroups() -> None:
+  """Makes the cgroup of this process look like the root of all."""
+  check(libc.unshare(_NEW_CGROUP), 'unshare of the cgroup namespace')
+
+
+def mount_proc(options: str | None) -> None:
+  """Mounts the processes of this namespace on /proc; None covers what is."""
+  if options is None:
+    _mount('tmpfs', '/proc', 'tmpfs', MS_RDONLY | MS_NOSUID, 'size=4k')
+  else:
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount('proc', '/proc', 'proc', flags, options)
+
+
+def working_proc() -> str | None:
+  """The options that /proc can be mounted with in a new pid namespace."""
+  for options in _PROC_OPTIONS:
+    if _works(lambda: mount_proc(options)):  # noqa: B023
+      return options
+  return None
+
+
+def working_overlay(folder: str) -> str | None:
+  """The options that overlayfs works with, whiteouts and opacity included."""
+  for index, options in enumerate(_OVERLAY_OPTIONS):
+    layers = [f'{folder}/{name}{index}' for name in ('l', 'u', 'w', 'm')]
+    lower, upper, work, merged = layers
+    for path in (*layers, f'{lower}/a', f'{lower}/a/b'):
+      os.mkdir(path)
+
+    def attempt(
+      lower=lower, upper=upper, work=work, merged=merged, options=options
+    ):
+      mount_overlay(lower, upper, work, merged, options)
+      os.rmdir(f'{merged}/a/b')
+      os.rmdir(f'{merged}/a')
+      os.mkdir(f'{merged}/a')
+
+    if _works(attempt):
+      return options
+  return None
+
+
+def _works(attempt: Callable[[], None]) -> bool:
+  """Whether it raises no OSError, tried in namespaces of its own."""
+  pid = clone_into_namespaces()
+  if pid == 0:
+    code = 1
+    try:
+      attempt()
+      code = 0
+    except OSError:
+      pass
+    finally:
+      os._exit(code)
+  return os.waitpid(pid, 0)[1] == 0
+
+
+def become_subreaper() -> bool:
+  """Makes orphans of the calls our children, so that they can be found."""
+  return hasattr(libc, 'prctl') and not libc.prctl(
+    _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+  )
+
+
+def drop_bounding_set() -> None:
+  for capability in range(64):
+    if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
+      return  # past the last one, or no right to: no_new_privs holds anyway
+
+
+def _drop_capabilities() -> None:
+  header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+  data = (ctypes.c_uint32 * 6)()
+  check(libc.capset(header, data), 'capset')
+
+
+def set_limits(limits: dict, processes: int) -> None:
+  """Lowers soft and hard limits; a hard limit below is kept."""
+  cpu_s = math.ceil(limits['cpu_s'])
+  wanted = {
+    'RLIMIT_CPU': (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
+    'RLIMIT_AS': (limits['memory_bytes'],) * 2,
+    'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
+    'RLIMIT_NPROC': (processes, processes),
+    'RLIMIT_NOFILE': (256, 256),
+    # No core is that small; at 0 a core_pattern that is a program, which the
+    # kernel starts outside of all namespaces, would be given cores.
+    'RLIMIT_CORE': (1, 1),
+    'RLIMIT_MSGQUEUE': (0, 0),
+    'RLIMIT_MEMLOCK': (0, 0),
+  }
+  for name, (soft, hard) in wanted.items():
+    kind = getattr(resource, name, None)
+    if kind is None or soft == resource.RLIM_INFINITY:
+      continue
+    _, ceiling = resource.getrlimit(kind)
+    if ceiling != resource.RLIM_INFINITY:
+      soft, hard = min(soft, ceiling), min(hard, ceiling)
+    try:
+      resource.setrlimit(kind, (soft, hard))
+    except (OSError, ValueError):
+      if name != 'RLIMIT_AS':  # macOS has the name and refuses the call
+        raise
+
+
+def become_nobody(uid: int | None, filter_: bytes | None) -> None:
+  """Drops identity and privileges; nothing undoes it.
+
+  Args:
+    uid: real, effective and saved uid and gid; None keeps them (not root, or
+      the only uid that the user namespace maps).
+    filter_: system-call filter; None where the kernel or the machine has none.
+  """
+  if uid is not None:
+    os.setgroups([])
+    if hasattr(os, 'setresgid'):
+      os.setresgid(uid, uid, uid)
+      os.setresuid(uid, uid, uid)
+    else:
+      os.setgid(uid)
+      os.setuid(uid)
+  if hasattr(libc, 'prctl'):
+    _drop_capabilities()
+    check(libc.prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'no_new_privs')
+  if filter_ is not None:
+    seccomp.install(filter_, libc)
+
+
+def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
+  """Assembles the filter and tries it in a child.
+
+  Returns:
+    The filter and 'on', or None and the reason why there is none.
+  """
+  try:
+    filter_ = seccomp.assemble(families, os.uname().machine)
+  except ValueError as error:
+    return None, str(error)
+  if not hasattr(libc, 'prctl'):
+    return None, 'not a Linux system'
+  pid = os.fork()
+  if pid == 0:
+    try:
+      seccomp.install(filter_, libc)
+      os._exit(0)
+    finally:
+      os._exit(1)
+  _, status = os.waitpid(pid, 0)
+  if status:
+    return None, 'the kernel refuses seccomp filters'
+  return filter_, 'on'
+
+
+def can_join(groups: list[int]) -> bool:
+  """Tries in a child whether the entrances of the cgroups let it in."""
+  pid = os.fork()
+  if pid == 0:
+    code = 1
+    try:
+      join(groups)
+      code = 0
+    finally:
+      os._exit(code)
+  return os.waitpid(pid, 0)[1] == 0
+
+
+def join(groups: list[int]) -> None:
+  for descriptor in groups:
+    os.write(descriptor, b'0')  # 0 is the writer itself
+
+
+def process_limit(processes: int, others: int, uid: int | None) -> int:
+  """The RLIMIT_NPROC that leaves room for `processes`.
+
+  Kernels before 5.14 count all processes of the user, also outside a user
+  namespace, so an unprivileged uid that is shared starts above the limit.
+  """
+  if uid is not None:
+    return processes + 1  # init keeps another uid
+  pid = os.fork()
+  if pid == 0:
+    code = 1
+    try:
+      _drop_capabilities() if hasattr(libc, 'prctl') else None
+      resource.setrlimit(resource.RLIMIT_NPROC, (processes,) * 2)
+      inner = os.fork()
+      if inner == 0:
+        os._exit(0)
+      os.waitpid(inner, 0)
+      code = 0
+    except OSError as error:
+      code = 0 if error.errno != errno.EAGAIN else 1
+    finally:
+      os._exit(code)
+  _, status = os.waitpid(pid, 0)
+  # Zygote, init and the helper of bwrap share the uid with the code.
+  return processes + 4 + (others if status else 0)
+
+
+def reap_until(pid: int) -> int:
+  while True:
+    reaped, status = os.wait()
+    if reaped == pid:
+      return status

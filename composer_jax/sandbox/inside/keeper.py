@@ -1,0 +1,212 @@
+"""The process inside the sandbox that keeps the files of the boxes.
+
+It answers for files while the zygote runs programs, and is a process of its own
+because programs begin as copies of the zygote: what passes through here (other
+boxes' files, tests that are hidden from the program) is in no memory that one
+of them inherits. Standard library only.
+
+Consumes: requests of the host on its socket, one at a time. The host asks
+  nothing of a box while a program runs in it.
+Woken by: a request; end of file, upon which it ends.
+Produces: one answer per request; the boxes' folders, in the mount namespace
+  that it shares with the zygote.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+
+from composer_jax.sandbox.inside import beneath, confine, trees, wire
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Keeper:
+  """All boxes of one zygote, by number."""
+
+  def __init__(self, config: dict, overlay: str | None):
+    """Starts with none.
+
+    Args:
+      config: of the zygote.
+      overlay: options that overlayfs works with here; None where it does not.
+    """
+    self.top, self.images = config['boxes'], config['images']
+    self.limits, self.owner = config['limits'], config['uid']
+    self.namespaces = config['level'] != 'rlimits'
+    self.overlay = overlay if self.namespaces else None
+    self.trees: dict[int, trees.Tree] = {}
+    self._image_of: dict[int, str] = {}
+    self._copies: dict[str, tuple[str, int]] = {}
+
+  def open(self, box: int, image: str) -> trees.Tree:
+    lower, num_bytes = self._copy_of(image) if image else (None, 0)
+    folder = os.path.join(self.top, f'{box}')
+    os.mkdir(folder, 0o711)
+    try:
+      tree = self._make(folder, lower, num_bytes + self.limits['file_bytes'])
+    except OSError:
+      self._forget(folder)
+      raise
+    self._image_of[box] = image
+    self.trees[box] = tree
+    return tree
+
+  def _make(self, folder: str, lower: str | None, num_bytes: int) -> trees.Tree:
+    if self.namespaces:
+      confine.mount_workspace(folder, num_bytes, 1024 + num_bytes // 4096)
+      os.chmod(folder, 0o711)
+    top, upper, opaque = os.path.join(folder, 'merged'), None, ''
+    if lower and not self.overlay:
+      trees.copy_image(lower, top, self.owner)
+    else:
+      os.mkdir(top, 0o755)
+      self._give(top)
+    if lower and self.overlay:
+      upper = self._mount_overlay(folder, lower, self.overlay)
+      opaque = confine.opaque_mark(self.overlay)
+    return trees.Tree(top, lower, upper, self.owner, num_bytes, opaque)
+
+  def _mount_overlay(self, folder: str, lower: str, options: str) -> str:
+    for name in ('upper', 'work'):
+      os.mkdir(f'{folder}/{name}', 0o755)
+      self._give(f'{folder}/{name}')
+    confine.mount_overlay(
+      lower, f'{folder}/upper', f'{folder}/work', f'{folder}/merged',
+      options,
+    )  # fmt: skip
+    return f'{folder}/upper'
+
+  def _give(self, path: str) -> None:
+    if self.owner is not None:
+      os.chown(path, self.owner, self.owner)
+
+  def _copy_of(self, image: str) -> tuple[str, int]:
+    """The copy of the image that boxes lie upon, made at its first use.
+
+    A copy, because its files belong to the uid of the programs, and because
+    overlayfs must not see the layers below it change.
+    """
+    if image not in self._copies:
+      if self.images is None:
+        raise beneath.RefusedError(
+          f'image {image!r}: the sandbox was opened without images'
+        )
+      names = beneath.parts(image)
+      source = os.path.join(self.images, *names)
+      if not names or not os.path.isdir(source):
+        raise beneath.RefusedError(f'image {image!r} is no folder of images')
+      target = os.path.join(self.top, f'image-{len(self._copies)}')
+      try:
+        num_bytes = trees.copy_image(source, target, self.owner)
+      except (OSError, beneath.RefusedError):
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+      self._copies[image] = (target, num_bytes)
+    return self._copies[image]
+
+  def close(self, box: int) -> None:
+    if self.trees.pop(box, None):
+      self._forget(os.path.join(self.top, f'{box}'))
+
+  def _forget(self, folder: str) -> None:
+    if self.namespaces:
+      if os.path.ismount(folder):
+        confine.unmount(folder)  # what is mounted in it included
+      os.rmdir(folder)
+    else:
+      shutil.rmtree(folder, ignore_errors=True)
+
+  def answer(self, request: dict, blobs: list[bytes]) -> tuple[dict, bytes]:
+    """Does what is asked; returns the answer's header and its bytes."""
+    box, operation = request['box'], request['do']
+    if operation == 'open':
+      self._open_changed(box, request, blobs)
+      return {}, b''
+    if operation == 'close':
+      self.close(box)
+      return {}, b''
+    if box not in self.trees:
+      raise beneath.RefusedError('the box was lost when it was restored')
+    tree = self.trees[box]
+    one_name = not self.namespaces
+    if operation == 'read':
+      path, most = request['path'], request['max_bytes']
+      return {}, beneath.read(tree.top, path, most, one_name)
+    if operation == 'write':
+      beneath.write(
+        tree.top, request['path'], blobs[0], self.owner, one_name=one_name
+      )
+      return {}, b''
+    if operation == 'remove':
+      beneath.remove(tree.top, request['path'])
+      return {}, b''
+    if operation == 'files':
+      return {}, json.dumps(_files(tree.top, request['path'])).encode()
+    if operation == 'changes':
+      return {}, json.dumps(trees.changes(tree)).encode()
+    if operation == 'snapshot':
+      return {}, trees.pack(tree)
+    if operation == 'restore':
+      snapshot = trees.parse(blobs[0])  # before anything is lost
+      self.close(box)
+      trees.unpack(self.open(box, self._image_of[box]), snapshot)
+      return {}, b''
+    assert operation == 'fork', operation
+    snapshot = trees.parse(trees.pack(tree))
+    other = self.open(request['to'], self._image_of[box])
+    try:
+      trees.unpack(other, snapshot)
+    except (OSError, beneath.RefusedError):
+      self.close(request['to'])  # nobody else knows of it
+      raise
+    return {}, b''
+
+  def _open_changed(self, box: int, request: dict, blobs: list[bytes]) -> None:
+    tree = self.open(box, request['image'])
+    try:
+      contents = iter(blobs)
+      for path, is_kept in request['changes']:
+        if is_kept:
+          beneath.write(tree.top, path, next(contents), self.owner)
+        else:
+          beneath.remove(tree.top, path)
+    except (OSError, beneath.RefusedError):
+      self.close(box)
+      raise
+
+
+def _files(top: str, folder: str) -> list[str]:
+  start = '/'.join(beneath.parts(folder))
+  if start:
+    with beneath.parent_of(top, f'{start}/x'):
+      pass  # a folder, with no link on the way
+  return sorted(
+    path
+    for path, status in beneath.walk(top, start)
+    if beneath.kind_of(status.st_mode) == 'file' and beneath.is_text(path)
+  )
+
+
+def serve(keeper: Keeper, channel: socket.socket) -> None:
+  """Answers until the host closes its end."""
+  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+  while True:
+    try:
+      request, blobs, _ = wire.receive(channel)
+    except (ConnectionError, struct.error):
+      return
+    try:
+      header, data = keeper.answer(request, blobs)
+    except beneath.RefusedError as error:
+      header, data = {'refused': str(error)}, b''
+    except OSError as error:
+      header, data = {'failed': str(error)}, b''
+    if len(data) > wire.MAX_FRAME:
+      refusal = f'an answer of {len(data)} bytes exceeds {wire.MAX_FRAME}'
+      header, data = {'refused': refusal}, b''
+    wire.send(channel, header, [data])

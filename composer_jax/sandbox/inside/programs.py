@@ -1,0 +1,270 @@
+"""Becoming the program of a box: its mounts, its descriptors, its interpreter.
+
+Standard library only: runs inside the sandbox, in the processes that the zygote
+forks for one program.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import types
+
+from composer_jax.sandbox.inside import beneath, confine
+
+OUTPUT_FD, REPORT_FD, STARTED_FD = 1, 3, 4
+_GIVEN = '/given'
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where one program runs.
+
+  Attributes:
+    work: the workspace.
+    scratch: a writable folder that ends with the run.
+    given: the folder of what the host gave; None for nothing.
+  """
+
+  work: str
+  scratch: str
+  given: str | None
+
+
+def mount_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
+  """Arranges the mounts of this run's own namespace.
+
+  The folders of all boxes and images leave it: the program finds its workspace
+  and nothing else.
+  """
+  limits = config['limits']
+  uid = 0 if config['uid'] is None else config['uid']
+  confine.bind(
+    f'{config["boxes"]}/{request["box"]}/merged', config['workspace']
+  )
+  num_files = 4096 + limits['file_bytes'] // 4096
+  confine.mount_workspace('/tmp', limits['file_bytes'], num_files)
+  os.chmod('/tmp', 0o1777)
+  os.mkdir('/tmp/home', 0o755)
+  os.chown('/tmp/home', uid, uid)
+  given = None
+  if request['given']:
+    num_bytes = sum(len(blob) // 4096 + 2 for blob in blobs) * 4096
+    confine.mount_workspace(_GIVEN, num_bytes, 64 + 4 * len(blobs))
+    os.chmod(_GIVEN, 0o755)
+    _lay(_GIVEN, request['given'], blobs)
+    confine.make_read_only(_GIVEN)
+    given = _GIVEN
+  confine.unmount(config['boxes'])
+  confine.hide_cgroups()
+  confine.mount_proc(config['proc_options'])
+  return Place(config['workspace'], '/tmp', given)
+
+
+def make_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
+  """The same without namespaces: folders that the sweep removes."""
+  scratch = os.path.join(config['scratch'], f'run-{os.getpid()}')
+  os.makedirs(f'{scratch}/home')
+  owner = config['uid']
+  if owner is not None:
+    for path in (scratch, f'{scratch}/home'):
+      os.chown(path, owner, owner)
+  given = None
+  if request['given']:
+    given = os.path.join(config['scratch'], f'given-{os.getpid()}')
+    os.mkdir(given)
+    _lay(given, request['given'], blobs)
+  work = f'{config["boxes"]}/{request["box"]}/merged'
+  return Place(work, scratch, given)
+
+
+def _lay(top: str, names: list[str], blobs: list[bytes]) -> None:
+  try:
+    for name, blob in zip(names, blobs, strict=True):
+      beneath.write(top, name, blob, None, 0o444)
+  except beneath.RefusedError as error:
+    raise ValueError(f'given file {error}') from error
+
+
+def sweep(scratch: str) -> None:
+  """Removes the folders of a run without namespaces."""
+  for name in os.listdir(scratch):
+    if name.startswith(('run-', 'given-')):
+      shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What a forked process becomes.
+
+  Attributes:
+    argv: the program, or what follows `python -I` with `warm`.
+    warm: whether this very interpreter goes on as the program.
+    environment: all of it.
+    python: the interpreter of the sandbox.
+  """
+
+  argv: list[str]
+  warm: bool
+  environment: dict[str, str]
+  python: str
+
+
+def resolve(config: dict, request: dict, place: Place) -> Program:
+  """Puts the places into what was asked for."""
+
+  def here(text: str) -> str:
+    # Without namespaces there is no /given: the name stands for the folder.
+    if place.given and place.given != _GIVEN:
+      return text.replace(_GIVEN, place.given)
+    return text
+
+  environment = {
+      **config['environment'], 'HOME': f'{place.scratch}/home',
+      'TMPDIR': place.scratch, 'PWD': place.work,
+      **{name: here(text) for name, text in request['environment'].items()},
+  }  # fmt: skip
+  argv = [here(text) for text in request['argv']]
+  warm = request['warm'] and config['warm'] and _is_plain(argv)
+  if request['warm'] and not warm:
+    # As -I, with the hash seed of the environment kept.
+    argv = [config['python'], '-s', '-P', *argv]
+  return Program(argv, warm, environment, config['python'])
+
+
+def _is_plain(argv: list[str]) -> bool:
+  """Whether a running interpreter can go on so: a module, code or a script."""
+  if not argv:
+    return False
+  return not argv[0].startswith('-') or (
+    argv[0] in ('-m', '-c') and len(argv) > 1
+  )
+
+
+def take_descriptors(descriptors: list[int], stdin: bytes) -> None:
+  """Makes output, report and the started pipe the numbers that they must be.
+
+  Args:
+    descriptors: report, output, started.
+    stdin: to be read from descriptor 0; /dev/null is there already.
+  """
+  # Above the final numbers first: they may be among the descriptors.
+  report, output, started = (
+    os.dup2(descriptor, 100 + index)
+    for index, descriptor in enumerate(descriptors)
+  )
+  os.dup2(output, OUTPUT_FD)
+  os.dup2(output, 2)
+  os.dup2(report, REPORT_FD)
+  os.dup2(started, STARTED_FD, inheritable=False)
+  os.closerange(STARTED_FD + 1, os.sysconf('SC_OPEN_MAX'))
+  if stdin:
+    with contextlib.closing(_Input(stdin)) as file:
+      os.dup2(file.descriptor, 0)
+
+
+class _Input:
+  """A nameless file with these bytes, at its beginning."""
+
+  def __init__(self, data: bytes):
+    self.descriptor = os.memfd_create('stdin')
+    view = memoryview(data)
+    while view:
+      view = view[os.write(self.descriptor, view) :]
+    os.lseek(self.descriptor, 0, os.SEEK_SET)
+
+  def close(self) -> None:
+    os.close(self.descriptor)
+
+
+def enter(program: Program, place: Place, folder: str) -> None:
+  """The last steps before the program, done as the user it runs as."""
+  os.environ.clear()
+  os.environ.update(program.environment)
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  os.umask(0o022)
+  try:
+    os.chdir(os.path.join(place.work, *beneath.parts(folder)))
+  except (OSError, beneath.RefusedError) as error:
+    os.write(2, f'cannot run in {folder!r}: {error}\n'.encode())
+    os._exit(127)
+
+
+def become(program: Program) -> None:
+  """Never returns; what fails now is the program's failure."""
+  if program.warm:
+    _go_on(program)
+  # The interpreter ignores SIGPIPE, and programs would inherit that.
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    os.execvpe(program.argv[0], program.argv, program.environment)
+  except (OSError, ValueError) as error:
+    os.write(2, f'{program.argv[0]}: {error}\n'.encode())
+    os._exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def _go_on(program: Program) -> None:
+  """Goes on as `python -I ARGV` would, in this interpreter."""
+  main = types.ModuleType('__main__')
+  vars(main)['__builtins__'] = __builtins__
+  sys.modules['__main__'] = main
+  kind, *rest = program.argv
+  sys.orig_argv[:] = [program.python, '-I', *program.argv]
+  code = 1
+  try:
+    if kind == '-m':
+      sys.argv[:] = ['-m', *rest[1:]]
+      runpy.run_module(rest[0], run_name='__main__', alter_sys=True)
+    elif kind == '-c':
+      sys.argv[:] = ['-c', *rest[1:]]
+      exec(compile(rest[0], '<string>', 'exec'), main.__dict__)
+    else:
+      sys.argv[:] = program.argv
+      runpy.run_path(kind, run_name='__main__')
+    code = 0
+  except SystemExit as error:
+    code = _exit_code(error)
+  # As the interpreter does with what nobody caught.
+  except BaseException as error:  # noqa: BLE001
+    # Without this frame, which is none of the program's.
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+  finally:
+    _finish(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+  if error.code is None:
+    return 0
+  if isinstance(error.code, int):
+    return error.code & 0xFF
+  print(error.code, file=sys.stderr)
+  return 1
+
+
+def _finish(code: int) -> None:
+  """Ends as an interpreter does, but for freeing every object one by one."""
+  try:
+    # Joins threads, once pools of them were told to end: no public name.
+    vars(threading)['_shutdown']()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+      with contextlib.suppress(Exception):
+        stream.flush()
+  finally:
+    os._exit(code)
+
+
+def set_limits(config: dict, processes: int) -> None:
+  """Limits of the box; address space only where no cgroup counts memory."""
+  limits = dict(config['limits'])
+  if config['counts_memory']:
+    limits['memory_bytes'] = resource.RLIM_INFINITY
+  confine.set_limits(limits, processes)

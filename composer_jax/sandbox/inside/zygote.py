@@ -1,0 +1,302 @@
+"""The process inside the sandbox that forks once per call.
+
+Standard library only, run by path with the site machinery off: the package
+does not exist where this runs. It never reads a request: the child of the call
+does, so nothing of one call is in the memory that the next one inherits.
+
+Consumes: requests on the control socket, one at a time; the frame carries the
+  write ends of the pipes for the result and the output.
+Waits for: the control socket, the death of the host process.
+Woken by: a request; end of file or the host's death, upon which it exits and
+  takes its namespaces along; during a call by the wall limit.
+Produces: one JSON line per call on the control socket.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+if __name__ == '__main__':
+  # In the sandbox the package is these few files, bound to a place of its own.
+  sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
+
+from composer_jax.sandbox.inside import confine, runner, seccomp
+
+# What boxes need is not imported for calls: every call copies the memory.
+_boxes = None
+_config = json.loads(sys.argv[1]) if __name__ == '__main__' else {}
+if _config.get('boxes'):
+  from composer_jax.sandbox.inside import box_runs as _boxes
+
+if __name__ == '__main__':
+  del sys.path[0]
+  for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
+    del sys.modules[_name]  # not for the code that will run here
+
+_RESULT_FD, _REPORT_FD = 3, 4
+
+
+class HostGoneError(Exception):
+  """Nobody is left to answer to."""
+
+
+class Zygote:
+  """State that all calls share: limits, filter and descriptors."""
+
+  def __init__(self, config: dict):
+    self.config = config
+    self.limits = config['limits']
+    self.namespaces = config['level'] != 'rlimits'
+    self.control = socket.socket(fileno=config['control'])
+    self.host = config['host_pidfd']
+    self.uid = config['uid']
+    self.groups, self.cgroup = config['cgroup_fds'], config['cgroup']
+    if not confine.can_join(self.groups):
+      self.groups, self.cgroup = [], 'none'
+    families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
+    # Without a network namespace no family may open a socket.
+    self.filter, self.seccomp = confine.working_filter(
+      families if self.namespaces else ()
+    )
+    self.processes = confine.process_limit(
+      self.limits['processes'], config['user_processes'], self.uid
+    )
+    self.keeper: int | None = None
+    self.about = {
+        'seccomp': self.seccomp, 'uid': self.uid,
+        'processes': self.processes, 'cgroup': self.cgroup,
+    }  # fmt: skip
+    if config['boxes']:
+      self.keeper = _boxes.prepare(self)  # pyrefly: ignore
+    if self.namespaces:
+      confine.drop_bounding_set()
+    else:
+      confine.become_subreaper()
+
+  def serve(self) -> Callable[[], None] | None:
+    """Answers requests until the host closes its end or dies.
+
+    Returns:
+      In the process that a program of a box begins in, how to become it.
+    """
+    self._say(self.about)
+    poller = select.poll()
+    poller.register(self.control, select.POLLIN)
+    if self.host is not None:
+      poller.register(self.host, select.POLLIN)
+    while True:
+      events = dict(poller.poll())
+      if self.host in events or not self._has_request():
+        return None
+      if become := self._call():
+        return become
+
+  def _has_request(self) -> bool:
+    try:
+      return bool(self.control.recv(1, socket.MSG_PEEK))
+    except ConnectionError:
+      return False
+
+  def _say(self, value: dict) -> None:
+    self.control.sendall(json.dumps(value).encode() + b'\n')
+
+  def _call(self) -> Callable[[], None] | None:
+    read_end, write_end = os.pipe()
+    start = time.monotonic()
+    pid = confine.clone_into_namespaces() if self.namespaces else os.fork()
+    if pid == 0:
+      os.close(read_end)
+      start = _boxes.init if self.keeper else _init  # pyrefly: ignore
+      return start(self, write_end)
+    os.close(write_end)
+    try:
+      report, timed_out = self._watch(pid, read_end)
+    finally:
+      os.close(read_end)
+      _kill(pid)
+      os.waitpid(pid, 0)
+      if not self.namespaces:
+        _sweep(self.config['scratch'], self.keeper)
+    lines = report.decode('utf-8', 'replace').splitlines()
+    self._say(
+      {
+        'timed_out': timed_out,
+        'report': lines,
+        'wall_s': time.monotonic() - start,
+      }
+    )
+
+  def _watch(self, pid: int, read_end: int) -> tuple[bytes, bool]:
+    """Reads the init's report until it dies or its time is up."""
+    poller = select.poll()
+    poller.register(read_end, select.POLLIN)
+    if self.host is not None:
+      poller.register(self.host, select.POLLIN)
+    report, started = b'', False
+    deadline = time.monotonic() + self.config['setup_s']
+    while True:
+      left = deadline - time.monotonic()
+      events = dict(poller.poll(max(0, left) * 1000)) if left > 0 else {}
+      if not events:
+        return report, True
+      if self.host in events or self.control.fileno() in events:
+        raise HostGoneError  # it sends nothing during a call
+      if read_end in events:
+        piece = os.read(read_end, 4096)
+        if not piece:
+          return report, False
+        report += piece
+        if not started and b'\n' in report and report.startswith(b'started'):
+          started = True
+          # A program of a box may come with a limit of its own.
+          own = report.split(b'\n')[0].removeprefix(b'started')
+          wall_s = float(own or self.limits['wall_s'])
+          deadline = time.monotonic() + wall_s
+          # Only now: before, the init reads the request from this socket.
+          poller.register(self.control, select.POLLIN)
+
+
+def _kill(pid: int) -> None:
+  # Not reaped yet, so the number is still its own.
+  os.kill(pid, signal.SIGKILL)
+
+
+def _sweep(scratch: str, keeper_pid: int | None) -> None:
+  """Kills what a call without a pid namespace left behind, and its files."""
+  import shutil  # not before: only this level has files to remove
+
+  while survivors := [x for x in _children() if x != keeper_pid]:
+    for pid in survivors:
+      _kill(pid)
+      os.waitpid(pid, 0)
+  if keeper_pid:
+    _boxes.sweep(scratch)  # pyrefly: ignore
+    return
+  for name in os.listdir(scratch):
+    shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
+
+
+def _children() -> list[int]:
+  """Own children, orphans of calls included; none known without /proc."""
+  own = os.getpid()
+  try:
+    with open(f'/proc/self/task/{own}/children') as file:
+      return [int(pid) for pid in file.read().split()]
+  except FileNotFoundError:
+    pass  # a kernel without that file, or no /proc at all
+  names = os.listdir('/proc') if os.path.isdir('/proc') else []
+  return [int(x) for x in names if x.isdigit() and _parent(x) == own]
+
+
+def _parent(pid: str) -> int | None:
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return int(file.read().rpartition(')')[2].split()[1])
+  except (FileNotFoundError, ProcessLookupError):
+    return None
+
+
+def _init(zygote: Zygote, report: int) -> None:
+  """Prepares the call, runs it in a child and outlives it; never returns."""
+  code = 1
+  try:
+    confine.join(zygote.groups)
+    os.setsid()
+    request, descriptors = _read_request(zygote.control)
+    workspace = _make_workspace(zygote, request['files'])
+    pid = os.fork()
+    if pid == 0:
+      _run(zygote, request, workspace, (*descriptors, report))
+    for descriptor in descriptors:
+      os.close(descriptor)
+    status = confine.reap_until(pid)
+    os.write(report, f'status {status}\n'.encode())
+    code = 0
+    if not zygote.namespaces:
+      os.killpg(0, signal.SIGKILL)  # the session, this process included
+  except (OSError, ValueError) as error:
+    os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
+  finally:
+    os._exit(code)  # the kernel kills the rest of the namespace
+
+
+def _read_request(control: socket.socket) -> tuple[dict, list[int]]:
+  header, descriptors, _, _ = socket.recv_fds(control, 4, 2)
+  (left,) = struct.unpack('!I', header)
+  pieces = []
+  while left:
+    piece = control.recv(min(left, 1 << 20))
+    if not piece:
+      raise OSError('the host closed the request half way')
+    pieces.append(piece)
+    left -= len(piece)
+  return json.loads(b''.join(pieces)), descriptors
+
+
+def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:
+  contents = {name: text.encode() for name, text in files.items()}
+  if zygote.namespaces:
+    workspace = zygote.config['workspace']
+    pages = sum(-(-len(data) // 4096) + 1 for data in contents.values())
+    num_bytes = pages * 4096 + zygote.limits['file_bytes']
+    confine.mount_workspace(workspace, num_bytes, 1024 + 4 * len(contents))
+  else:
+    workspace = os.path.join(zygote.config['scratch'], f'{os.getpid()}')
+    os.mkdir(workspace, 0o700)
+  for name, data in contents.items():
+    path = os.path.join(workspace, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, 'wb') as file:
+      file.write(data)
+  if zygote.uid is not None:
+    for folder, _, names in os.walk(workspace):
+      for path in [folder, *(os.path.join(folder, name) for name in names)]:
+        os.chown(path, zygote.uid, zygote.uid)
+  os.chdir(workspace)
+  return workspace
+
+
+def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
+  """Becomes the untrusted process; never returns."""
+  try:
+    # Above the final numbers first: they may be among the descriptors.
+    result, output, report = (
+      os.dup2(descriptor, 100 + index)
+      for index, descriptor in enumerate(descriptors)
+    )
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(result, _RESULT_FD)
+    os.dup2(report, _REPORT_FD)
+    os.closerange(5, os.sysconf('SC_OPEN_MAX'))
+    confine.set_limits(zygote.limits, zygote.processes)
+    confine.become_nobody(zygote.uid, zygote.filter)
+    os.write(_REPORT_FD, b'started\n')
+  except OSError as error:
+    os.write(_REPORT_FD, f'error {error}'[:500].replace('\n', ' ').encode())
+    os._exit(1)
+  os.close(_REPORT_FD)
+  runner.run(request, workspace, _RESULT_FD)
+
+
+def main() -> Callable[[], None] | None:
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's matter
+  zygote = Zygote(_config)
+  gc.collect()
+  gc.freeze()  # children would copy every page that a collection touches
+  with contextlib.suppress(HostGoneError, BrokenPipeError):
+    return zygote.serve()
+  return None
+
+
+if __name__ == '__main__':
+  if _become := main():
+    _become()

@@ -1,0 +1,1 @@
+"""Sandboxes of this machine: namespaces, cgroups and plain processes."""

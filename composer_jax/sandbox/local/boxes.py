@@ -1,0 +1,333 @@
+"""The host's side of boxes: which zygote keeps one, and one program in it."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Mapping
+
+from composer_jax.sandbox import base, output
+from composer_jax.sandbox.inside import wire
+from composer_jax.sandbox.local import cgroups, pipes, process
+
+# Of the keeper, which copies files and waits for nobody.
+_ANSWER_S = 60.0 * process.PATIENCE
+
+
+class Seat:
+  """A zygote of boxes, the process that keeps their files, and their locks.
+
+  A zygote that died took its boxes along: they say so, and the pool starts
+  another one for the next box.
+  """
+
+  def __init__(self, level, limits, place, options: process.Boxes):
+    self.level, self.limits = level, limits
+    try:
+      self.process = process.Process(level, limits, place, options)
+    except process.ZygoteError:
+      # Containers hide parts of /proc and then allow no other one.
+      options = dataclasses.replace(options, proc=False)
+      self.process = process.Process(level, limits, place, options)
+    self.about = self.process.about
+    self.running, self._asking = threading.Lock(), threading.Lock()
+    self.is_lost = False
+    self.num_boxes = 0
+    self._groups: dict[int, cgroups.Group] = {}
+
+  def ask(
+    self, request: dict, blobs: tuple[bytes, ...] = ()
+  ) -> tuple[dict, bytes]:
+    """One question to the keeper.
+
+    Raises:
+      FileRefused: what was asked for may not be done.
+      SandboxLost: there is no keeper any more.
+    """
+    if (size := sum(map(len, blobs))) > wire.MAX_FRAME:
+      raise base.FileRefused(
+        f'{size} bytes at once exceed {wire.MAX_FRAME}; write fewer files.'
+      )
+    with self._asking:
+      if self.is_lost:
+        raise base.SandboxLost('the zygote that kept this box is gone')
+      try:
+        channel = self.process.keeper
+        assert channel
+        channel.settimeout(_ANSWER_S)
+        wire.send(channel, request, blobs)
+        header, (data,), _ = wire.receive(channel)
+      except OSError as error:
+        self.lose(error)
+        raise base.SandboxLost(f'the keeper of files ended: {error}') from error
+    if 'refused' in header:
+      raise base.FileRefused(f'{header["refused"]}.')
+    if 'failed' in header:
+      raise base.SandboxLost(f'the keeper of files failed: {header["failed"]}')
+    return header, data
+
+  def lose(self, reason: Exception) -> None:
+    if not self.is_lost:
+      logging.warning('Sandbox zygote of boxes failed (%s).', reason)
+      self.close()
+
+  def _group_of(self, box: int) -> cgroups.Group | None:
+    """A cgroup for each box, for its files in memory count there as well."""
+    if self.about['cgroup'] == 'none':
+      return None
+    if box not in self._groups:
+      group = cgroups.make(
+        f'{self.process.serial}.{box}',
+        self.limits.memory_bytes,
+        self.limits.processes,
+      )
+      if group.counts_memory < self.process.counts_memory:
+        group.remove()
+        # Its programs would run without any limit of memory.
+        raise OSError('no cgroup could be made for the box')
+      self._groups[box] = group
+    return self._groups[box]
+
+  def drop_group(self, box: int) -> None:
+    if group := self._groups.pop(box, None):
+      group.remove()
+
+  def run(self, box: int, command: base.Command) -> base.CommandResult:
+    """Runs one program.
+
+    Raises:
+      ZygoteError: when it says nothing about the program.
+      ValueError: for a command that cannot be sent.
+    """
+    start = time.monotonic()
+    wall_s = min(command.wall_s or self.limits.wall_s, self.limits.wall_s)
+    request = {
+        'box': box, 'argv': list(command.argv), 'warm': command.warm,
+        'environment': dict(command.environment), 'folder': command.folder,
+        'given': list(command.given), 'wall_s': wall_s,
+    }  # fmt: skip
+    blobs = [command.stdin, *command.given.values()]
+    if not command.argv or sum(map(len, blobs)) > wire.MAX_FRAME:
+      raise ValueError(
+        f'a command must have a program in argv {command.argv} and at most '
+        f'{wire.MAX_FRAME} bytes of stdin and given files.'
+      )
+    cap = self.limits.output_bytes
+    report_read, report_write = os.pipe()
+    output_read, output_write = os.pipe()
+    with pipes.Reader(report_read, output_read, cap, False) as reader:
+      descriptors = [report_write, output_write]
+      try:
+        if group := self._group_of(box):
+          descriptors += [
+            os.open(path, os.O_WRONLY) for path in group.entrances()
+          ]
+        self.process.control.settimeout(process.GRACE_S)
+        wire.send(self.process.control, request, blobs, descriptors)
+      except OSError as error:
+        raise process.ZygoteError(
+          f'cannot send the request: {error}'
+        ) from error
+      finally:
+        for descriptor in descriptors:
+          os.close(descriptor)
+      report = self.process.attend(reader, start, wall_s)
+    return self._judge(report, reader, wall_s, time.monotonic() - start)
+
+  def _judge(self, report, reader, limit_s, wall_s) -> base.CommandResult:
+    status, error, exit_code = 'ok', '', None
+    code = int(report['status']) if 'status' in report else None
+    if 'timed_out' in report:
+      status, error = 'timeout', f'wall limit of {limit_s} s'
+    elif code is None:  # its init went too
+      status, error = 'killed', 'killed, out of memory most likely'
+    elif os.WIFSIGNALED(code):
+      status, error = pipes.signalled(os.WTERMSIG(code), self.limits)
+    else:
+      exit_code = os.waitstatus_to_exitcode(code)
+    return base.CommandResult(
+        level=self.level, status=status, exit_code=exit_code, error=error,
+        output=output.clean(bytes(reader.output)), truncated=reader.truncated,
+        report=bytes(reader.result), wall_s=wall_s,
+    )  # fmt: skip
+
+  def close(self) -> None:
+    self.is_lost = True
+    self.process.close()
+    for box in list(self._groups):
+      self.drop_group(box)
+
+
+class Box:
+  """A workspace in the keeping of one zygote; satisfies `base.Box`."""
+
+  def __init__(self, pool: 'BoxPool', seat: Seat, number: int):
+    self.level = seat.level
+    self._pool, self._seat, self._number = pool, seat, number
+    self._lock = threading.Lock()
+    self._is_open = True
+
+  def run(self, command: base.Command) -> base.CommandResult:
+    with self._lock, self._seat.running:
+      self._check_open()
+      if self._seat.is_lost:
+        return self._infrastructure('the zygote that kept this box is gone')
+      try:
+        return self._seat.run(self._number, command)
+      except (process.ZygoteError, OSError) as error:
+        self._seat.lose(error)
+        return self._infrastructure(str(error))
+
+  def _infrastructure(self, error: str) -> base.CommandResult:
+    return base.CommandResult(
+      level=self.level, status='infrastructure', error=error
+    )
+
+  def _check_open(self) -> None:
+    if not self._is_open:
+      raise ValueError('the box is closed; open another one.')
+
+  def _ask(self, operation: str, *blobs: bytes, **more) -> bytes:
+    with self._lock:
+      self._check_open()
+      request = {'do': operation, 'box': self._number, **more}
+      return self._seat.ask(request, blobs)[1]
+
+  def read(self, path: str, max_bytes: int) -> bytes:
+    return self._ask('read', path=path, max_bytes=max_bytes)
+
+  def write(self, path: str, data: bytes) -> None:
+    self._ask('write', data, path=path)
+
+  def remove(self, path: str) -> None:
+    self._ask('remove', path=path)
+
+  def files(self, folder: str = '.') -> tuple[str, ...]:
+    return tuple(json.loads(self._ask('files', path=folder)))
+
+  def changes(self) -> dict[str, str]:
+    return json.loads(self._ask('changes'))
+
+  def snapshot(self) -> bytes:
+    return self._ask('snapshot')
+
+  def restore(self, snapshot: bytes) -> None:
+    self._ask('restore', snapshot)
+
+  def fork(self) -> 'Box':
+    """Another box that begins as this one is, in the same zygote."""
+    number = self._pool.next_number()
+    self._ask('fork', to=number)
+    return self._pool.enter(self._seat, number)
+
+  def close(self) -> None:
+    """Forgets the box; may be called twice."""
+    with self._lock:
+      if not self._is_open:
+        return
+      self._is_open = False
+      with contextlib.suppress(base.SandboxLost):
+        self._seat.ask({'do': 'close', 'box': self._number})
+      self._seat.drop_group(self._number)
+      self._pool.leave(self._seat)
+
+  def __enter__(self) -> 'Box':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+
+class BoxPool:
+  """Up to `size` zygotes of boxes, started when they are needed.
+
+  Attributes:
+    about: of the sandbox; 'boxes' is added to it once one was opened.
+  """
+
+  def __init__(
+    self,
+    level: str,
+    limits: base.Limits,
+    size: int,
+    place: process.Place,
+    images: pathlib.Path | None,
+    packages: pathlib.Path | None,
+    about: dict,
+  ):
+    self.about = about
+    self.level, self._limits, self._place = level, limits, place
+    self._options = process.Boxes(
+      images=str(images.resolve()) if images else None,
+      packages=str(packages) if packages else None,
+      proc=True,
+    )
+    self._size = size
+    self._seats: list[Seat] = []
+    self._lock = threading.Lock()
+    self._numbers = itertools.count()
+    self._closed = False
+
+  def next_number(self) -> int:
+    return next(self._numbers)
+
+  def open(self, image: str, changes: Mapping[str, bytes | None] | None) -> Box:
+    changes = changes or {}
+    request = {
+        'do': 'open', 'image': image, 'box': self.next_number(),
+        'changes': [[path, x is not None] for path, x in changes.items()],
+    }  # fmt: skip
+    blobs = tuple(x for x in changes.values() if x is not None)
+    for is_last in (False, True):
+      seat = self._least_taken()
+      try:
+        seat.ask(request, blobs)
+        return Box(self, seat, request['box'])
+      except base.SandboxLost:
+        self.leave(seat)
+        if is_last or not seat.is_lost:
+          raise  # else it died unseen: once more, with another
+      except ValueError:
+        self.leave(seat)
+        raise
+    raise AssertionError
+
+  def _least_taken(self) -> Seat:
+    """A seat with one more box; SandboxLost where none can be started."""
+    with self._lock:
+      if self._closed:
+        raise ValueError('the sandbox is closed; open another one.')
+      self._seats = [seat for seat in self._seats if not seat.is_lost]
+      if len(self._seats) < self._size:
+        try:
+          seat = Seat(self.level, self._limits, self._place, self._options)
+        except (process.ZygoteError, OSError) as error:
+          raise base.SandboxLost(f'no zygote of boxes: {error}') from error
+        self._seats.append(seat)
+        self.about['boxes'] = seat.about
+      else:
+        seat = min(self._seats, key=lambda seat: seat.num_boxes)
+      seat.num_boxes += 1
+      return seat
+
+  def enter(self, seat: Seat, number: int) -> Box:
+    with self._lock:
+      seat.num_boxes += 1
+    return Box(self, seat, number)
+
+  def leave(self, seat: Seat) -> None:
+    with self._lock:
+      seat.num_boxes -= 1
+
+  def close(self) -> None:
+    """Waits for running programs, then ends all zygotes and their boxes."""
+    with self._lock:
+      self._closed = True
+      for seat in self._seats:
+        with seat.running:
+          seat.close()

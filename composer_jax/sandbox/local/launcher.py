@@ -1,0 +1,399 @@
+"""Starts one zygote inside the namespaces of its level and waits for it.
+
+Run by path by the base interpreter, standard library only. It stays as the
+parent of what it starts: the kernel then kills the zygote when this process is
+killed, which a thread of the host that ends could not be trusted with.
+
+The file system that the code sees is built from nothing: the system's shared
+libraries, the interpreter with its packages masked, four devices, one empty
+directory for the workspace. No /proc, no /etc, no /tmp, no home; all of it
+read-only. Names inside are neutral, since a process can list its mounts. For
+boxes, where whole programs run, also /bin, /usr/bin, a small /etc, a virtual
+environment, and a /proc and a /tmp that are made for each run.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import sys
+
+_PYTHON, _WORK = '/python', '/work'
+_BOOT = '/boot/composer_jax/sandbox/inside'  # these files and no others of it
+_LIBRARY_TREES = ('/usr/lib', '/usr/lib32', '/usr/lib64', '/lib', '/lib32',
+                  '/lib64', '/nix/store')  # fmt: skip
+_DEVICE_LINKS = [
+    ('/proc/self/fd', '/dev/fd'), ('/proc/self/fd/0', '/dev/stdin'),
+    ('/proc/self/fd/1', '/dev/stdout'), ('/proc/self/fd/2', '/dev/stderr'),
+    ('/tmp', '/dev/shm'), ('/tmp', '/var/tmp'),
+]  # fmt: skip
+_DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+_BOOT_FILES = (
+    'zygote.py', 'runner.py', 'confine.py', 'seccomp.py', 'beneath.py',
+    'box_runs.py', 'furnish.py', 'keeper.py', 'programs.py', 'syscalls.py',
+    'trees.py', 'wire.py',
+)  # fmt: skip
+# Beyond what calls see, for boxes alone: whole programs run there.
+_PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
+                  '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
+_EMPTY = ('/etc', '/tmp', '/given', '/boxes', '/proc', '/venv')
+# -I with the hash seed kept: -I is -E -P -s, and an environment built here
+# from nothing needs no -E. Random hashes would make verdicts irreproducible.
+_FLAGS = ('-s', '-P', '-S')
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_MNT_DETACH, _PR_SET_PDEATHSIG, _FIXED_ADDRESSES = 2, 1, 0x0040000
+_NEW_USER = 0x10000000
+_NEW_OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_PIVOT_ROOT = {'x86_64': 155, 'aarch64': 41}
+_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000
+_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(outcome: int, what: str) -> None:
+  if outcome:
+    code = ctypes.get_errno()
+    raise OSError(code, f'{what}: {os.strerror(code)}')
+
+
+def _mount(source, target, kind, flags, options=None):
+  encoded = [x and x.encode() for x in (source, target, kind, options)]
+  _check(libc.mount(*encoded[:3], flags, encoded[3]), f'mount of {target}')
+
+
+class Tree:
+  """What the code sees: directories, binds (source, target) and links."""
+
+  def __init__(self, config: dict):
+    here = os.path.abspath(f'{__file__}/../../inside')
+    self.executable = os.path.realpath(sys.executable)
+    stdlib = os.path.dirname(os.path.realpath(os.__file__))
+    lib = os.path.dirname(stdlib)
+    inner_lib = f'{_PYTHON}/{sys.platlibdir}'
+    name = f'python{sys.version_info.major}.{sys.version_info.minor}'
+    self.python = f'{_PYTHON}/bin/{name}'
+    self.libraries = inner_lib
+    self.binds = [(lib, inner_lib), (self.executable, self.python)]
+    # Copied, not bound: a list of mounts would name where they lie.
+    self.boot = [(f'{here}/{file}', f'{_BOOT}/{file}') for file in _BOOT_FILES]
+    self.links = []
+    self.is_for_boxes = config['boxes']
+    self.proc = config['boxes'] and config['proc']
+    self.empty = [_WORK, *(_EMPTY if config['boxes'] else ())]
+    seen = _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ())
+    for path in seen:
+      if os.path.islink(path):
+        self.links.append((os.readlink(path), path))
+      elif os.path.isdir(path):
+        self.binds.append((path, path))
+    if config['boxes']:
+      for source, target in (
+        (config['images'], '/images'),
+        (config['packages'], '/packages'),
+        ('/etc/alternatives', '/boot/alternatives'),
+      ):
+        if source and os.path.isdir(source):
+          self.binds.append((source, target))
+      self.links += _DEVICE_LINKS
+    devices = (*_DEVICES, '/dev/full') if config['boxes'] else _DEVICES
+    self.devices = [path for path in devices if os.path.exists(path)]
+    # Installed packages could hold this very project, with its generators.
+    self.masks = sorted(
+      inner + found.removeprefix(outer)
+      for outer, inner in self.binds
+      if os.path.isdir(outer)
+      for pattern in ('site-packages', 'dist-packages')
+      for found in glob.glob(f'{outer}/python*/{pattern}')
+      if not os.path.islink(found)
+    )
+
+  def environment(self) -> dict[str, str]:
+    return {
+        'LD_LIBRARY_PATH': self.libraries, 'LANG': 'C.UTF-8', 'HOME': _WORK,
+        'TMPDIR': _WORK, 'PYTHONHASHSEED': '0', 'PYTHONUTF8': '1',
+        'PYTHONDONTWRITEBYTECODE': '1',
+    }  # fmt: skip
+
+  def command(self, config: dict) -> list[str]:
+    script = f'{_BOOT}/zygote.py'
+    return [self.python, *_FLAGS, script, json.dumps(_inner(config))]
+
+
+def _inner(config: dict) -> dict:
+  """What the zygote is told; programs may read it as the command of pid 1."""
+  unsaid = ('bwrap', 'cores', 'priority')
+  return {name: x for name, x in config.items() if name not in unsaid}
+
+
+def _effective_capabilities() -> int:
+  try:
+    with open('/proc/self/status') as file:
+      for line in file:
+        if line.startswith('CapEff:'):
+          return int(line.split()[1], 16)
+  except FileNotFoundError:
+    pass
+  return 0
+
+
+def _has(*capabilities: int) -> bool:
+  held = _effective_capabilities()
+  return os.geteuid() == 0 and all(held >> bit & 1 for bit in capabilities)
+
+
+def _maps(uid: int) -> bool:
+  """Whether this user namespace lets a process become this user and group.
+
+  Root of a namespace that maps one user only, as `unshare -r` and some
+  containers without a daemon make, holds every capability and is nobody else.
+  """
+  try:
+    for name in ('uid_map', 'gid_map'):
+      with open(f'/proc/self/{name}') as file:
+        ranges = [[int(x) for x in line.split()] for line in file]
+      if not any(first <= uid < first + count for first, _, count in ranges):
+        return False
+    with open('/proc/self/setgroups') as file:
+      return file.read().strip() != 'deny'
+  except FileNotFoundError:  # no user namespaces here
+    return True
+
+
+def _user_processes() -> int:
+  """Processes and threads of this user, which RLIMIT_NPROC may count."""
+  count = 0
+  for path in glob.glob('/proc/[0-9]*/task'):
+    try:
+      if os.stat(path).st_uid == os.getuid():
+        count += len(os.listdir(path))
+    except OSError:  # it ended, or is not ours to look at
+      continue
+  return count
+
+
+def _enter(config: dict, privileged: bool) -> None:
+  """Unshares; the next child is the init of the new pid namespace."""
+  uid, gid = os.geteuid(), os.getegid()
+  flags = _NEW_OTHERS if privileged else _NEW_OTHERS | _NEW_USER
+  _check(libc.unshare(flags), 'unshare of namespaces')
+  if not privileged:
+    for name, text in (
+      ('setgroups', 'deny'),
+      ('uid_map', f'0 {uid} 1'),
+      ('gid_map', f'0 {gid} 1'),
+    ):
+      with open(f'/proc/self/{name}', 'w') as file:
+        file.write(text)
+
+
+def _raise_loopback() -> None:
+  """Sets the flag UP of lo: some programs talk to themselves."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    request = struct.pack('16sH14x', b'lo', 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
+    fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
+
+
+def _build_root(tree: Tree) -> None:
+  _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
+  # Hidden for this namespace only; nothing that is bound below lies in it.
+  root = '/sys'
+  _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
+  for directory in (*tree.empty, _BOOT, '/dev'):
+    os.makedirs(root + directory, 0o755)
+  for source, target in [*tree.binds, *((x, x) for x in tree.devices)]:
+    if os.path.isdir(source):
+      os.makedirs(root + target, 0o755, exist_ok=True)
+    else:
+      os.makedirs(os.path.dirname(root + target), 0o755, exist_ok=True)
+      with open(root + target, 'w'):
+        pass
+    _mount(source, root + target, None, _MS_BIND | _MS_REC)
+    if source not in tree.devices:
+      _make_read_only(root + target)
+  for source, target in tree.boot:
+    shutil.copyfile(source, root + target)
+  for target in tree.masks:
+    _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
+  for text, path in tree.links:
+    os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
+    os.symlink(text, root + path)
+  if tree.proc:
+    _mount('proc', root + '/proc', 'proc', _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+  os.chdir(root)
+  pivot = _PIVOT_ROOT[os.uname().machine]
+  _check(libc.syscall(pivot, b'.', b'.'), 'pivot_root')
+  _check(libc.umount2(b'.', _MNT_DETACH), 'umount of the old root')
+  os.chdir('/')
+  _make_read_only('/', recursive=False)
+
+
+def _make_read_only(path: str, recursive: bool = True) -> None:
+  attributes = struct.pack('QQQQ', _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+  flags = _AT_RECURSIVE if recursive else 0
+  if not libc.syscall(
+    _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
+  ):
+    return
+  # Before Linux 5.12. Flags that a user namespace inherits may not be dropped.
+  kept = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
+  kept &= os.statvfs(path).f_flag
+  flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
+  _mount(None, path, None, flags)
+
+
+def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
+  command = [
+      config['bwrap'], '--unshare-pid', '--unshare-net', '--unshare-ipc',
+      '--unshare-uts', '--die-with-parent', '--new-session', '--clearenv',
+  ]  # fmt: skip
+  if not privileged:
+    command += ['--unshare-user', '--uid', '0', '--gid', '0']
+    command += ['--cap-add', 'ALL']
+  for name, value in tree.environment().items():
+    command += ['--setenv', name, value]
+  # Parents that bwrap makes by itself are closed to other uids.
+  parents = {*tree.empty, '/dev', _BOOT}
+  for _, path in [*tree.binds, *tree.boot, *tree.links]:
+    while (path := os.path.dirname(path)) != '/':
+      parents.add(path)
+  for directory in sorted(parents):
+    command += ['--perms', '0755', '--dir', directory]
+  for source, target in tree.binds:
+    command += ['--ro-bind', source, target]
+  for source, target in tree.boot:
+    descriptor = os.open(source, os.O_RDONLY)
+    os.set_inheritable(descriptor, True)
+    command += ['--perms', '0644', '--file', f'{descriptor}', target]
+  for path in tree.devices:
+    command += ['--dev-bind', path, path]
+  for target in tree.masks:
+    command += ['--perms', '0755', '--tmpfs', target, '--remount-ro', target]
+  for text, path in tree.links:
+    command += ['--symlink', text, path]
+  if tree.proc:
+    command += ['--proc', '/proc']
+  command += ['--remount-ro', '/', '--chdir', '/', '--']
+  return command + tree.command(config)
+
+
+def _start(config: dict, tree: Tree, privileged: bool) -> None:
+  """Turns into the zygote, or into the program that starts it."""
+  if hasattr(libc, 'prctl'):
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Before Python 3.12 None hashes to its address: sets order themselves so.
+    libc.personality(_FIXED_ADDRESSES)
+  if config['level'] == 'bwrap':
+    command = _bwrap_command(tree, config, privileged)
+    os.execve(command[0], command, {})
+  elif config['level'] == 'unshare':
+    os.setsid()
+    _build_root(tree)
+    _raise_loopback()
+    os.execve(tree.python, tree.command(config), tree.environment())
+  script = os.path.abspath(f'{__file__}/../../inside/zygote.py')
+  environment = {**tree.environment(), 'HOME': '/', 'TMPDIR': config['scratch']}
+  environment['LD_LIBRARY_PATH'] = ''
+  command = [tree.executable, *_FLAGS, script, json.dumps(config)]
+  os.execve(command[0], command, environment)
+
+
+def _arrange_boxes(config: dict, tree: Tree) -> None:
+  """Replaces the host's paths by what the zygote finds them under."""
+  inside = config['level'] != 'rlimits'
+  top = '' if inside else config['scratch']
+  config['boxes'], config['venv'] = f'{top}/boxes', f'{top}/venv'
+  config['interpreter'] = tree.python if inside else tree.executable
+  config['python'] = f'{config["venv"]}/bin/python'
+  if inside:
+    for name in ('images', 'packages'):
+      config[name] = config[name] and f'/{name}'
+  environment = tree.environment()
+  environment['PATH'] = f'{config["venv"]}/bin:/usr/bin:/bin'
+  if not inside:
+    del environment['LD_LIBRARY_PATH']
+  config['environment'] = environment
+
+
+def _reachable(path: str) -> bool:
+  """Whether every user may pass through all directories above `path`."""
+  while path != '/':
+    path = os.path.dirname(path)
+    if not os.stat(path).st_mode & 1:
+      return False
+  return True
+
+
+def _place(cores: list[int] | None, priority: int) -> None:
+  """Takes the pool's cores and priority instead of the starting thread's."""
+  if cores is not None:
+    os.sched_setaffinity(0, cores)
+  # Only root may raise a priority again: without, a lower one has to do.
+  with contextlib.suppress(PermissionError):
+    os.setpriority(os.PRIO_PROCESS, 0, priority)
+
+
+def main() -> None:
+  config = json.loads(sys.argv[1])
+  _place(config['cores'], config['priority'])
+  with contextlib.suppress(ValueError, OSError):  # it may be 0 for good
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # as confine.set_limits
+  os.umask(0o022)
+  tree = Tree(config)
+  privileged = _has(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
+  may_change_uid = privileged
+  if config['level'] == 'rlimits':
+    may_change_uid = (
+      _has(_CAP_SETGID, _CAP_SETUID)
+      # Else imports would fail for any other user.
+      and _reachable(os.__file__)
+      and _reachable(config['packages'] or '/')
+    )
+  if not (may_change_uid and _maps(config['uid'])):
+    config['uid'] = None
+  config['workspace'] = _WORK
+  config['user_processes'] = _user_processes()
+  if config['boxes']:
+    _arrange_boxes(config, tree)
+  descriptors = [os.open(x, os.O_WRONLY) for x in config.pop('cgroup_procs')]
+  config['cgroup_fds'] = descriptors
+  config['host_pidfd'] = None
+  if hasattr(os, 'pidfd_open'):
+    try:
+      config['host_pidfd'] = os.pidfd_open(config['host_pid'])
+      descriptors = [*descriptors, config['host_pidfd']]
+    except OSError:
+      pass  # the end of the control socket will have to do
+  if os.getppid() != config['host_pid']:
+    return
+  for descriptor in [*descriptors, config['control']]:
+    os.set_inheritable(descriptor, True)
+  if config['level'] == 'unshare':
+    _enter(config, privileged)
+  pid = os.fork()
+  if pid == 0:
+    try:
+      _start(config, tree, privileged)
+    except OSError as error:
+      print(error, file=sys.stderr)
+    finally:
+      os._exit(1)
+  # Else the host would not see the end of those who answer there.
+  for name in config.keys() & {'control', 'keeper'}:
+    os.close(config[name])
+  sys.exit(os.waitpid(pid, 0)[1] != 0)
+
+
+if __name__ == '__main__':
+  try:
+    main()
+  except OSError as error:
+    sys.exit(str(error))

@@ -1,0 +1,1 @@
+"""Sandboxes elsewhere: their protocol, micro VMs and Ray actors."""

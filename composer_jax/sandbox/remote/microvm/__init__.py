@@ -1,0 +1,1 @@
+"""A sandbox in a machine of its own: QEMU and what it boots."""

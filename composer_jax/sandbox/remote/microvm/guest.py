@@ -1,0 +1,82 @@
+"""The first process of a micro VM, and the agent that answers its host.
+
+Run by path inside the guest, standard library only. The agent opens the
+sandbox of namespaces as on any machine; the guest's kernel has version 2 of
+cgroups and nothing else in it.
+
+Consumes: messages on the virtio port (see `remote`).
+Waits for: the port.
+Woken by: a message; the host closing its end, upon which the guest powers off.
+Produces: answers; a line on the console where it cannot begin.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import pathlib
+import struct
+import sys
+import time
+import traceback
+
+if __name__ == '__main__':
+  sys.path.insert(0, os.path.abspath(f'{__file__}/../../../../..'))
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
+from composer_jax.sandbox.remote import messages, protocol
+
+_PORT = '/dev/vport0p1'
+_POWER_OFF = 0x4321FEDC
+_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
+
+
+def _awake(header: dict) -> dict:
+  """Sets the clock and stirs the host's randomness in.
+
+  Guests that begin from one snapshot are alike in both.
+  """
+  time.clock_settime(time.CLOCK_REALTIME, header['time'])
+  seed = bytes.fromhex(header['seed'])
+  with open('/dev/urandom', 'wb', buffering=0) as random:
+    entropy = struct.pack('ii', 8 * len(seed), len(seed)) + seed
+    fcntl.ioctl(random, _ADD_ENTROPY, entropy)
+    fcntl.ioctl(random, _RESEED)
+  return {}
+
+
+def _agent() -> None:
+  config = json.loads(pathlib.Path('/run/config.json').read_text())
+  port = os.open(_PORT, os.O_RDWR)
+  packages = pathlib.Path('/packages') if config['packages'] else ()
+  sandbox = sandbox_open.open_sandbox(
+    'unshare',
+    base.Limits(**config['limits']),
+    size=config['size'],
+    images=pathlib.Path('/images'),
+    packages=packages,
+  )
+  stream = messages.Stream(
+    lambda count: os.read(port, count), lambda data: os.write(port, data)
+  )
+  protocol.serve(stream, sandbox, size=config['size'], extra={'awake': _awake})
+
+
+def main() -> None:
+  os.environ['PATH'] = '/usr/bin:/bin'
+  agent = os.fork()
+  if agent == 0:
+    try:
+      _agent()
+    # Nobody else would say it: this goes to the console, which the host keeps.
+    except BaseException:  # noqa: BLE001
+      traceback.print_exc()
+    os._exit(0)
+  while os.wait()[0] != agent:  # the first process has to reap all orphans
+    pass
+  ctypes.CDLL(None).reboot(_POWER_OFF)
+
+
+if __name__ == '__main__':
+  main()

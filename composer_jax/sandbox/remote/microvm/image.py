@@ -1,0 +1,341 @@
+"""What a micro VM boots: a kernel, an initial file system, read-only disks.
+
+  python -m composer_jax.sandbox.remote.microvm.image
+
+downloads Debian's cloud kernel into the cache, where the machine has apt. Files
+of the cache are written aside and renamed; their names hold a digest of what
+went in, so nothing there ever has to be brought up to date.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+
+_PACKAGE = 'linux-image-cloud-amd64'
+# In the order in which they depend on each other; some kernels have them built
+# in, and their list of modules then says so.
+_MODULES = (
+  'virtio_ring', 'virtio', 'virtio_mmio', 'virtio_console', 'virtio_blk',
+  'overlay',
+)  # fmt: skip
+_LEFT_OUT = (
+  'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'tkinter',
+  'turtledemo', 'ensurepip', 'lib2to3', 'config-*', '*.opt-[12].pyc', '*.a',
+)  # fmt: skip
+# For shells in boxes; busybox has the rest.
+_PROGRAMS = (
+  'sh', 'bash', 'env', 'cat', 'ls', 'cp', 'mv', 'rm', 'mkdir', 'rmdir', 'ln',
+  'chmod', 'touch', 'head', 'tail', 'sort', 'uniq', 'wc', 'cut', 'tr', 'tee',
+  'echo', 'printf', 'pwd', 'sleep', 'true', 'false', 'test', 'grep', 'sed',
+  'find', 'xargs', 'diff', 'patch', 'tar', 'gzip', 'basename', 'dirname',
+  'readlink', 'realpath', 'stat', 'dd', 'mkfifo', 'mktemp', 'id', 'kill',
+)  # fmt: skip
+INIT = """#!/bin/busybox sh
+b=/bin/busybox
+$b mount -t devtmpfs dev /dev
+$b mount -t sysfs sys /sys
+for m in {modules}; do $b insmod /modules/$m.ko; done
+for d in /sys/block/vd*; do
+  read -r s < $d/serial
+  if [ $s = root ]; then $b mount -t ext4 -o ro /dev/${{d##*/}} /root; fi
+done
+for d in /sys/block/vd*; do
+  read -r s < $d/serial
+  if [ $s != root ]; then
+    $b mount -t ext4 -o ro,nodev,nosuid /dev/${{d##*/}} /root/$s
+  fi
+done
+$b mount -t tmpfs -o mode=0755 run /root/run
+$b mount -t tmpfs tmp /root/tmp
+$b cp -a /code /config.json /root/run
+$b mount -t proc proc /root/proc
+$b mount --move /dev /root/dev
+$b mount --move /sys /root/sys
+$b mount -t cgroup2 cgroup /root/sys/fs/cgroup
+# Its seconds are no worse than others, but less gets done in one.
+export COMPOSER_SANDBOX_PATIENCE=12
+exec $b switch_root /root {python} -I -S /run/code/{agent}
+"""
+# A guest that only says that it has come up.
+PROBE = """#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+for m in {modules}; do /bin/busybox insmod /modules/$m.ko; done
+echo up > /dev/vport0p1
+/bin/busybox sleep 60
+"""
+_AGENT = 'composer_jax/sandbox/remote/microvm/guest.py'
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A bootable kernel, and where its modules lie."""
+
+  image: pathlib.Path
+  modules: pathlib.Path
+
+
+def cache() -> pathlib.Path:
+  root = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  folder = pathlib.Path(root) / 'composer_jax' / 'microvm'
+  folder.mkdir(parents=True, exist_ok=True)
+  return folder
+
+
+def find_kernel() -> Kernel:
+  """Finds the newest kernel with modules.
+
+  COMPOSER_VM_KERNEL names an image, or a folder like an unpacked package.
+
+  Raises:
+    ValueError: where there is none, with the cure.
+  """
+  given = os.environ.get('COMPOSER_VM_KERNEL')
+  roots = [given] if given else [str(cache() / 'kernel'), '/']
+  tried = []
+  for root in roots:
+    pattern = f'{root}/boot/vmlinuz-*'
+    for image in [root] if os.path.isfile(root) else _newest(pattern):
+      version = os.path.basename(image).partition('-')[2]
+      above = os.path.dirname(os.path.dirname(os.path.abspath(image)))
+      for folder in (f'{above}/lib/modules', f'{above}/usr/lib/modules'):
+        modules = pathlib.Path(folder, version)
+        if (modules / 'kernel').is_dir():
+          return Kernel(pathlib.Path(image), modules)
+      tried.append(f'{image} (no modules)')
+    tried.append(pattern)
+  raise ValueError(
+    f'no kernel for a micro VM in {", ".join(tried)}; download one with '
+    '`python -m composer_jax.sandbox.remote.microvm.image`, or set '
+    'COMPOSER_VM_KERNEL to a folder with boot/vmlinuz-* and lib/modules.'
+  )
+
+
+def _newest(pattern: str) -> list[str]:
+  return sorted(glob.glob(pattern), key=os.path.getmtime, reverse=True)
+
+
+def program(name: str, package: str) -> str:
+  path = shutil.which(name) or shutil.which(name, path='/usr/sbin:/sbin')
+  if not path:
+    raise ValueError(f'no program `{name}`; the package is called {package}.')
+  return path
+
+
+def initrd(kernel: Kernel, init: str, config: dict) -> bytes:
+  """An archive of busybox, the modules, this package's host-only part."""
+  found = {name: _module(kernel, name) for name in _MODULES}
+  modules = {name: path for name, path in found.items() if path}
+  _, python = _interpreter()
+  text = init.format(modules=' '.join(modules), python=python, agent=_AGENT)
+  busybox = pathlib.Path(program('busybox', 'busybox-static'))
+  files = {
+    'init': text.encode(),
+    'bin/busybox': busybox.read_bytes(),
+    'config.json': json.dumps(config).encode(),
+  }
+  for name, path in modules.items():
+    files[f'modules/{name}.ko'] = path.read_bytes()
+  package = pathlib.Path(__file__).parents[3]
+  for path in [package / '__init__.py', *package.glob('sandbox/**/*.py')]:
+    inner = path.relative_to(package.parent)
+    files[f'code/{inner}'] = path.read_bytes()
+  return _archive(files, ('dev', 'sys', 'root'))
+
+
+def _module(kernel: Kernel, name: str) -> pathlib.Path | None:
+  found = list(kernel.modules.glob(f'kernel/**/{name}.ko'))
+  if found:
+    return found[0]
+  listed = (kernel.modules / 'modules.builtin').read_text()
+  if f'/{name}.ko' in listed:
+    return None
+  raise ValueError(
+    f'the kernel {kernel.image} has no module {name}, or a compressed one; '
+    f'use that of the package {_PACKAGE}.'
+  )
+
+
+def _archive(files: dict[str, bytes], folders: tuple[str, ...]) -> bytes:
+  """The `newc` format of cpio, with parents first."""
+  entries = dict.fromkeys(folders, None)
+  for name, data in files.items():
+    parts = name.split('/')
+    for depth in range(1, len(parts)):
+      entries.setdefault('/'.join(parts[:depth]), None)
+    entries[name] = data
+  pieces = []
+  for number, (name, data) in enumerate(
+    [*entries.items(), ('TRAILER!!!', b'')]
+  ):
+    kind = stat.S_IFDIR if data is None else stat.S_IFREG
+    content = data or b''
+    fields = [number + 1, kind | 0o755, 0, 0, 1, 0, len(content), 0, 0, 0, 0]
+    fields += [len(name) + 1, 0]
+    head = '070701' + ''.join(f'{field:08X}' for field in fields) + name + '\0'
+    for piece in (head.encode(), content):
+      pieces += [piece, bytes(-len(piece) % 4)]
+  return b''.join(pieces)
+
+
+def _interpreter() -> tuple[pathlib.Path, pathlib.Path]:
+  """The standard library's folder and the base interpreter."""
+  python = getattr(sys, '_base_executable', None) or sys.executable
+  library = os.path.dirname(os.path.realpath(os.__file__))
+  return pathlib.Path(library), pathlib.Path(os.path.realpath(python))
+
+
+def system_disk() -> pathlib.Path:
+  """The guest's root: this interpreter where it lies here, and a shell."""
+  library, python = _interpreter()
+  about = [str(library), str(python), python.stat().st_mtime_ns, _PROGRAMS]
+  about += [_LEFT_OUT, platform.libc_ver(), sys.version]
+  name = f'system-{_digest(about)}.ext4'
+  if (cache() / name).exists():
+    return cache() / name
+  with tempfile.TemporaryDirectory(dir=cache()) as folder:
+    root = pathlib.Path(folder)
+    os.chmod(root, 0o755)
+    _stage_system(root, library, python)
+    return pack(root, cache() / name)
+
+
+def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
+  for name in ('lib', 'lib64', 'bin', 'sbin'):
+    (root / 'usr' / name).mkdir(parents=True)
+    (root / name).symlink_to(f'usr/{name}')
+  for name in ('dev', 'proc', 'sys', 'run', 'tmp', 'images', 'packages', 'etc'):
+    (root / name).mkdir()
+  ignore = shutil.ignore_patterns(*_LEFT_OUT)
+  target = root / str(library).lstrip('/')
+  shutil.copytree(library, target, ignore=ignore, dirs_exist_ok=True)
+  for name in ('site-packages', 'dist-packages'):
+    (target / name).mkdir()  # where packages are bound
+  copied = [python, *(x for x in target.rglob('*.so'))]
+  busybox = pathlib.Path(program('busybox', 'busybox-static'))
+  shutil.copy2(busybox, root / 'usr/bin/busybox')
+  applets = subprocess.run(
+    [busybox, '--list'], check=True, capture_output=True, text=True
+  ).stdout.split()
+  for name in {*applets, *_PROGRAMS}:
+    path = shutil.which(name, path='/usr/bin:/bin')
+    if name in _PROGRAMS and path:
+      shutil.copy2(path, root / 'usr/bin' / name)
+      copied.append(pathlib.Path(path))
+    elif name != 'busybox':
+      (root / 'usr/bin' / name).symlink_to('busybox')
+  for path in [python, *_libraries(copied)]:
+    inner = root / str(path).lstrip('/')
+    inner.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(path, inner)
+
+
+def _libraries(programs: list[pathlib.Path]) -> set[str]:
+  """Shared libraries, by the names under which the loader finds them."""
+  listed = subprocess.run(
+    ['ldd', *programs], check=False, capture_output=True, text=True
+  ).stdout
+  found = set()
+  for line in listed.splitlines():
+    words = line.replace('=>', ' ').split()
+    found |= {x for x in words if x.startswith('/') and not x.endswith(':')}
+  return {x for x in found if os.path.isfile(x)}
+
+
+def folder_disk(folder: pathlib.Path) -> pathlib.Path:
+  """A disk with a folder's content, told apart by sizes and times."""
+  entries = []
+  for parent, names, files in os.walk(folder):
+    names.sort()
+    for file in sorted(files):
+      path = os.path.join(parent, file)
+      status = os.lstat(path)
+      inner = os.path.relpath(path, folder)
+      entries.append([inner, status.st_size, status.st_mtime_ns])
+  name = f'folder-{_digest([str(folder), entries])}.ext4'
+  found = cache() / name
+  return found if found.exists() else pack(folder, found)
+
+
+def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+  """Makes a disk with a folder's content; whoever sees it sees all of it."""
+  blocks = inodes = 0
+  for parent, names, files in os.walk(folder):
+    inodes += 1 + len(files)
+    for entry in [*names, *files]:
+      size = os.lstat(os.path.join(parent, entry)).st_size
+      blocks += 1 + size // 4096
+  inodes += inodes // 8 + 64
+  blocks += blocks // 8 + inodes // 8 + 2048
+  handle, text = tempfile.mkstemp(dir=target.parent, prefix='.writing-')
+  os.close(handle)
+  try:
+    made = subprocess.run(
+        [
+            program('mke2fs', 'e2fsprogs'), '-q', '-t', 'ext4', '-b', '4096',
+            '-m', '0', '-N', f'{inodes}', '-O', '^has_journal', '-E',
+            'root_owner=0:0', '-d', str(folder), text, f'{blocks * 4}k',
+        ],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    if made.returncode:
+      raise ValueError(f'cannot make a disk of {folder}: {made.stderr.strip()}')
+    os.chmod(text, 0o644)
+    os.replace(text, target)
+  finally:
+    pathlib.Path(text).unlink(missing_ok=True)
+  return target
+
+
+def _digest(value: object) -> str:
+  return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def download_kernel(folder: pathlib.Path) -> None:
+  """Unpacks Debian's cloud kernel into a folder.
+
+  Raises:
+    ValueError: where there is no apt, or it knows no such package.
+  """
+  if platform.machine() != 'x86_64':
+    raise ValueError(f'micro VMs need x86_64, not {platform.machine()}.')
+  apt, unpack = program('apt-get', 'apt'), program('dpkg-deb', 'dpkg')
+  depends = subprocess.run(
+    [program('apt-cache', 'apt'), 'depends', _PACKAGE],
+    check=False,
+    capture_output=True,
+    text=True,
+  ).stdout
+  names = [x for x in depends.split() if x.startswith('linux-image-')]
+  with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+    os.chmod(work, 0o755)
+    got = subprocess.run(
+      [apt, 'download', names[-1] if names else _PACKAGE],
+      cwd=work,
+      check=False,
+      capture_output=True,
+      text=True,
+    )
+    packages = glob.glob(f'{work}/*.deb')
+    if got.returncode or not packages:
+      raise ValueError(
+        f'apt cannot download {_PACKAGE}: {got.stderr.strip()[-500:]} (run '
+        '`apt-get update` first).'
+      )
+    unpacked = pathlib.Path(work, 'kernel')
+    subprocess.run([unpack, '-x', packages[0], unpacked], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(unpacked, folder)
+
+
+if __name__ == '__main__':
+  download_kernel(cache() / 'kernel')
+  print(find_kernel().image)

@@ -1,0 +1,267 @@
+"""A sandbox in a machine of its own: QEMU's micro VM, with KVM or without.
+
+Inside runs the sandbox of namespaces, so that code that breaks out of it is
+still in a machine without network, disk or neighbours, which a restart forgets.
+Where KVM does not work the guest is emulated: isolation is the same, code runs
+some ten times slower, and wall limits count the guest's own slow seconds.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import packages as gathering
+from composer_jax.sandbox.remote import messages, protocol, renewed
+from composer_jax.sandbox.remote.microvm import (
+  image as microvm_image,
+)
+from composer_jax.sandbox.remote.microvm import (
+  qemu as microvm_qemu,
+)
+
+ACCELERATORS = ('auto', 'kvm', 'tcg')
+_PROBE_S = 4.0  # a machine with a working KVM answers within one
+_START_S = 150.0  # emulated, on a host that does much else
+_GRACE_S = 180.0  # more than what the sandbox inside allows itself
+_MACHINE = 'machine.json'
+_OVERHEAD_MB = 256  # the guest's kernel, its zygotes and the files of boxes
+
+
+def choose_accelerator() -> tuple[str, str]:
+  """Finds out once per boot of this host whether guests run under KVM.
+
+  That /dev/kvm opens, or that it makes a virtual processor, says nothing: the
+  guest may still hang at an instruction. So one is started, and has to answer.
+
+  Returns:
+    'kvm' or 'tcg', and the reason.
+  """
+  qemu = microvm_image.program('qemu-system-x86_64', 'qemu-system-x86')
+  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+  key = f'{boot_id} {qemu} {os.access("/dev/kvm", os.R_OK | os.W_OK)}'
+  book = microvm_image.cache() / 'accelerator.json'
+  try:
+    known = json.loads(book.read_text())
+    if known['key'] == key:
+      return known['accelerator'], known['reason']
+  except (OSError, ValueError, KeyError):
+    pass  # none yet, or half of one
+  accelerator, reason = _probe_kvm()
+  logging.info('Micro VMs run under %s: %s.', accelerator, reason)
+  found = {'key': key, 'accelerator': accelerator, 'reason': reason}
+  aside = book.with_suffix(f'.{os.getpid()}')
+  aside.write_text(json.dumps(found))
+  os.replace(aside, book)
+  return accelerator, reason
+
+
+def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
+  if not os.access('/dev/kvm', os.R_OK | os.W_OK):
+    return 'tcg', 'no usable /dev/kvm'
+  kernel = microvm_image.find_kernel()
+  archive = microvm_image.initrd(kernel, microvm_image.PROBE, {})
+  with tempfile.TemporaryDirectory(prefix='composer-vm-') as folder:
+    path = pathlib.Path(folder, 'initrd')
+    path.write_bytes(archive)
+    guest = microvm_qemu.Guest(
+      microvm_qemu.Machine(
+          kernel=str(kernel.image), initrd=str(path), disks={}, memory_mb=128,
+          cores=1, accelerator='kvm',
+      )
+    )  # fmt: skip
+    try:
+      if guest.wait_for_line(deadline_s) == 'up':
+        return 'kvm', 'a probe guest answered'
+      guest.close()
+      if words := ' '.join(guest.console.split())[-200:]:
+        return 'tcg', f'a KVM guest gave no answer but {words!r}'
+      return 'tcg', f'a KVM guest gave no answer within {deadline_s:g} s'
+    finally:
+      guest.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """A guest that is up, and the sandbox in it."""
+
+  guest: microvm_qemu.Guest
+  sandbox: protocol.RemoteSandbox
+
+  def close(self) -> None:
+    self.sandbox.close()
+    self.guest.close()
+
+
+class MicroVM:
+  """A sandbox whose calls and boxes live in one guest.
+
+  A guest that is lost takes its boxes along; the next call or box starts
+  another one.
+  """
+
+  level = 'microvm'
+
+  def __init__(
+    self,
+    limits: base.Limits,
+    *,
+    size: int = 1,
+    images: pathlib.Path | None = None,
+    packages: Sequence[str] | pathlib.Path = (),
+    accelerator: str = 'auto',
+    saved: pathlib.Path | None = None,
+  ):
+    """Boots a guest and waits for its sandbox.
+
+    Args:
+      limits: of each call; time is the guest's own.
+      size: calls at a time, and cores of the guest.
+      images: the folder of what boxes begin as; copied onto a disk.
+      packages: as of `open.open_sandbox`.
+      accelerator: one of `ACCELERATORS`.
+      saved: a folder that `save` wrote, from which guests begin instead; size,
+        images and packages are those of then, and limits must be.
+
+    Raises:
+      ValueError: for what the host lacks, with the cure.
+      base.SandboxLost: when the guest does not come up, with its last words.
+    """
+    if accelerator not in ACCELERATORS:
+      raise ValueError(
+        f'accelerator {accelerator!r} must be one of {ACCELERATORS}.'
+      )
+    self._limits = limits
+    self._folder = pathlib.Path(tempfile.mkdtemp(prefix='composer-vm-'))
+    try:
+      reason = 'as was asked for'
+      if accelerator == 'auto':
+        accelerator, reason = choose_accelerator()
+      self._state = saved / 'state' if saved else None
+      if saved:
+        self._machine = _saved_machine(saved, accelerator)
+      else:
+        self._machine = self._describe(size, images, packages, accelerator)
+      self._renewed = renewed.RenewedSandbox(self._begin, 'A micro VM')
+    except BaseException:
+      shutil.rmtree(self._folder, ignore_errors=True)
+      raise
+    self.about = {
+      **self._renewed.about,
+      'accelerator': f'{accelerator}: {reason}',
+    }
+
+  def _describe(
+    self, size, images, packages, accelerator
+  ) -> microvm_qemu.Machine:
+    kernel = microvm_image.find_kernel()
+    disks = {'root': str(microvm_image.system_disk())}
+    if images is not None:
+      target = self._folder / 'images.ext4'
+      disks['images'] = str(microvm_image.pack(images, target))
+    if packages:
+      folder = packages
+      if not isinstance(folder, pathlib.Path):
+        folder = gathering.gather(folder)
+      disks['packages'] = str(microvm_image.folder_disk(folder))
+    config = {
+      'limits': dataclasses.asdict(self._limits),
+      'size': size,
+      'packages': bool(packages),
+    }
+    initrd = self._folder / 'initrd'
+    initrd.write_bytes(microvm_image.initrd(kernel, microvm_image.INIT, config))
+    memory = size * self._limits.memory_bytes >> 20
+    return microvm_qemu.Machine(
+        kernel=str(kernel.image), initrd=str(initrd), disks=disks,
+        memory_mb=_OVERHEAD_MB + memory, cores=size, accelerator=accelerator,
+    )  # fmt: skip
+
+  def _begin(self) -> _Place:
+    guest = microvm_qemu.Guest(self._machine, self._state)
+    transport = messages.StreamTransport(guest.agent)
+    try:
+      # Guests of one saved state have its clock and its randomness.
+      seed = secrets.token_hex(32)
+      awake = {'do': 'awake', 'time': time.time(), 'seed': seed}
+      transport.ask(awake, (), _START_S)
+      sandbox = protocol.RemoteSandbox(
+          transport, self._limits, level=self.level, size=self._machine.cores,
+          grace_s=_GRACE_S,
+      )  # fmt: skip
+    except base.SandboxLost as error:
+      transport.close()
+      guest.close()
+      words = ' '.join(guest.console.split())[-600:]
+      raise base.SandboxLost(
+        f'the guest does not come up: {error}; its last words: {words!r}'
+      ) from error
+    self._guest = guest
+    return _Place(guest, sandbox)
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> base.Result:
+    """See `base.Sandbox`."""
+    return self._renewed.call(files, module, function, arguments)
+
+  def open(
+    self, image: str, changes: Mapping[str, bytes | None] | None = None
+  ) -> protocol.RemoteBox:
+    """See `base.Sandbox`."""
+    return self._renewed.open(image, changes)
+
+  def save(self, folder: pathlib.Path) -> None:
+    """Writes the guest as it is, memory included, and closes this sandbox.
+
+    Nothing may run in it, and its boxes are lost: nobody knows their names.
+    """
+    folder.mkdir(parents=True)
+    self._guest.save(folder / 'state')
+    disks = dict(self._machine.disks)
+    for name, path in disks.items():
+      if pathlib.Path(path).parent == self._folder:  # what ends with us
+        disks[name] = str(shutil.copy(path, folder.absolute()))
+    initrd = str(shutil.copy(self._machine.initrd, folder.absolute()))
+    machine = dataclasses.replace(self._machine, initrd=initrd, disks=disks)
+    # Last: a folder without it is no saved guest.
+    text = json.dumps(dataclasses.asdict(machine))
+    (folder / _MACHINE).write_text(text)
+    self.close()
+
+  def close(self) -> None:
+    """May be called twice."""
+    self._renewed.close()
+    shutil.rmtree(self._folder, ignore_errors=True)
+
+  def __enter__(self) -> 'MicroVM':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+
+def _saved_machine(
+  folder: pathlib.Path, accelerator: str
+) -> microvm_qemu.Machine:
+  try:
+    fields = json.loads((folder / _MACHINE).read_text())
+  except FileNotFoundError as error:
+    raise ValueError(f'{folder} holds no saved guest: {error}.') from error
+  if fields['accelerator'] != accelerator:
+    raise ValueError(
+      f'{folder} was saved under {fields["accelerator"]} and cannot begin '
+      f'under {accelerator}; save another one.'
+    )
+  return microvm_qemu.Machine(**fields)

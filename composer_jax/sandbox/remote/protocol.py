@@ -1,0 +1,398 @@
+"""The sandbox's protocol through messages, both ends of it.
+
+What `RemoteSandbox` is answered is checked by type and bound, since the other
+end may be a machine that the code it ran has taken over. Standard library only:
+the guest has nothing else.
+"""
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from composer_jax.sandbox import base, output, results
+from composer_jax.sandbox.remote import messages
+
+_QUICK_S = 30.0
+_CHANGES = ('added', 'changed', 'removed', 'special')
+_ERRORS = {
+  'refused': base.FileRefused,
+  'value': ValueError,
+  'lost': base.SandboxLost,
+}
+
+Message = messages.Message
+
+
+class Server:
+  """Answers messages on behalf of a sandbox, from any thread."""
+
+  def __init__(self, sandbox: base.Sandbox):
+    self._sandbox = sandbox
+    self._boxes: dict[int, base.Box] = {}
+    self._serials = itertools.count(1)
+
+  def answer(self, header: dict, parts: tuple[bytes, ...]) -> Message:
+    try:
+      return getattr(self, f'_{header["do"]}')(header, parts)
+    except base.FileRefused as error:
+      kind, reason = 'refused', error
+    except ValueError as error:
+      kind, reason = 'value', error
+    except base.SandboxLost as error:
+      kind, reason = 'lost', error
+    except OSError as error:
+      kind, reason = 'lost', error
+    return {'error': kind, 'reason': str(reason)[:2000]}, ()
+
+  def close(self) -> None:
+    for box in list(self._boxes.values()):
+      box.close()
+    self._boxes.clear()
+
+  def _about(self, header, parts) -> Message:
+    del header, parts
+    return {'level': self._sandbox.level, 'about': self._sandbox.about}, ()
+
+  def _call(self, header, parts) -> Message:
+    del parts
+    names = ('files', 'module', 'function', 'arguments')
+    result = self._sandbox.call(*(header[name] for name in names))
+    fields = ('status', 'stdout', 'error', 'wall_s')
+    value = () if result.value is None else (json.dumps(result.value).encode(),)
+    return {name: getattr(result, name) for name in fields}, value
+
+  def _open(self, header, parts) -> Message:
+    changes = dict.fromkeys(header['removed'])
+    changes.update(zip(header['written'], parts, strict=True))
+    return self._keep(self._sandbox.open(header['image'], changes))
+
+  def _keep(self, box: base.Box) -> Message:
+    serial = next(self._serials)
+    self._boxes[serial] = box
+    return {'box': serial}, ()
+
+  def _box(self, header) -> base.Box:
+    try:
+      return self._boxes[header['box']]
+    except KeyError:
+      raise ValueError(f'box {header["box"]} is closed.') from None
+
+  def _run(self, header, parts) -> Message:
+    command = base.Command(
+        argv=tuple(header['argv']), warm=header['warm'], stdin=parts[0],
+        environment=header['environment'], folder=header['folder'],
+        given=dict(zip(header['given'], parts[1:], strict=True)),
+        wall_s=header['wall_s'],
+    )  # fmt: skip
+    result = self._box(header).run(command)
+    fields = ('status', 'exit_code', 'output', 'truncated', 'error', 'wall_s')
+    return {name: getattr(result, name) for name in fields}, (result.report,)
+
+  def _read(self, header, parts) -> Message:
+    del parts
+    box = self._box(header)
+    return {}, (box.read(header['path'], header['max_bytes']),)
+
+  def _write(self, header, parts) -> Message:
+    self._box(header).write(header['path'], parts[0])
+    return {}, ()
+
+  def _remove(self, header, parts) -> Message:
+    del parts
+    self._box(header).remove(header['path'])
+    return {}, ()
+
+  def _files(self, header, parts) -> Message:
+    del parts
+    return {'files': self._box(header).files(header['folder'])}, ()
+
+  def _changes(self, header, parts) -> Message:
+    del parts
+    return {'changes': self._box(header).changes()}, ()
+
+  def _snapshot(self, header, parts) -> Message:
+    del parts
+    return {}, (self._box(header).snapshot(),)
+
+  def _restore(self, header, parts) -> Message:
+    self._box(header).restore(parts[0])
+    return {}, ()
+
+  def _fork(self, header, parts) -> Message:
+    del parts
+    return self._keep(self._box(header).fork())
+
+  def _close(self, header, parts) -> Message:
+    del parts
+    if box := self._boxes.pop(header['box'], None):
+      box.close()
+    return {}, ()
+
+
+def serve(
+  stream: messages.Stream,
+  sandbox: base.Sandbox,
+  *,
+  size: int,
+  extra: Mapping[str, Callable[[dict], dict]] | None = None,
+) -> None:
+  """Answers the messages of a stream until it ends.
+
+  Consumes: messages with an 'id'.
+  Waits for: the stream.
+  Woken by: a message; the end of the stream, upon which it closes the boxes.
+  Produces: an answer with the same id, in the order in which they are ready.
+
+  Args:
+    stream: to the side that asks.
+    sandbox: what answers.
+    size: messages that are worked on at a time.
+    extra: requests of the place itself, by name.
+  """
+  server = Server(sandbox)
+
+  def answer(header, parts):
+    identity = header.pop('id')
+    try:
+      if extra and header['do'] in extra:
+        reply, out = extra[header['do']](header), ()
+      else:
+        reply, out = server.answer(header, parts)
+    # Nobody looks at this thread: the one that asks must be told.
+    except Exception as error:  # noqa: BLE001
+      reply, out = {'error': 'lost', 'reason': repr(error)[:2000]}, ()
+    try:
+      data = messages.encode({**reply, 'id': identity}, out)
+    except ValueError as error:  # more than a message holds
+      reply = {'error': 'refused', 'reason': str(error), 'id': identity}
+      data = messages.encode(reply)
+    stream.write(data)
+
+  with concurrent.futures.ThreadPoolExecutor(size) as threads:
+    with contextlib.suppress(EOFError, OSError):
+      while True:
+        threads.submit(answer, *messages.decode(stream.read))
+  server.close()
+
+
+class RemoteSandbox:
+  """A sandbox at the other end of a transport.
+
+  When it is lost, `call` and `run` say 'infrastructure', and everything else
+  raises `base.SandboxLost`.
+  """
+
+  def __init__(
+    self,
+    transport: messages.Transport,
+    limits: base.Limits,
+    *,
+    level: str | None = None,
+    size: int = 1,
+    grace_s: float = 30.0,
+  ):
+    """Asks the other side what it is.
+
+    Args:
+      transport: to it.
+      limits: the same as it has.
+      level: to report; None for what it says of itself.
+      size: calls at a time; more of them wait here, where time does not count.
+      grace_s: for the answer to the first question, and beyond wall limits.
+    """
+    self._transport, self._limits = transport, limits
+    self._grace_s = grace_s
+    self._slots = threading.BoundedSemaphore(size)
+    header, _ = self.ask({'do': 'about'}, (), grace_s)
+    self.about = _typed(header, 'about', dict)
+    inner = _typed(header, 'level', str)
+    if inner not in base.LEVELS + base.OUTER_LEVELS:
+      raise base.SandboxLost(f'unknown level {inner[:40]!r}')
+    self.level = level or inner
+
+  def ask(
+    self, header: dict, parts: Sequence[bytes] = (), timeout_s: float = _QUICK_S
+  ) -> Message:
+    """Raises what the other side raised, or `base.SandboxLost`."""
+    reply, out = self._transport.ask(header, parts, timeout_s)
+    if (kind := reply.get('error')) in _ERRORS and 'status' not in reply:
+      raise _ERRORS[kind](_clean(str(reply.get('reason'))))
+    return reply, out
+
+  def timed(self, header: dict, parts: Sequence[bytes], wall_s: float):
+    """Asks for a run; whoever waits for a slot has not begun yet."""
+    with self._slots:
+      return self.ask(header, parts, wall_s + self._grace_s)
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> base.Result:
+    header = {
+        'do': 'call', 'files': files, 'module': module, 'function': function,
+        'arguments': arguments,
+    }  # fmt: skip
+    try:
+      reply, parts = self.timed(header, (), self._limits.wall_s)
+      return self._result(reply, parts, len(arguments))
+    except base.SandboxLost as error:
+      return base.Result(
+        level=self.level, status='infrastructure', error=str(error)
+      )
+
+  def _result(self, reply, parts, num_calls) -> base.Result:
+    status = _typed(reply, 'status', str)
+    error, value = _typed(reply, 'error', str), None
+    if status == 'ok':
+      try:
+        value = results.parse(parts[0] if parts else b'', num_calls)
+      except ValueError as reason:
+        status, error = 'exit', str(reason)
+    elif status not in base.STATUSES:
+      raise base.SandboxLost(f'unknown status {status[:40]!r}')
+    return base.Result(
+        level=self.level, status=status, value=value, error=_clean(error),
+        stdout=_clean(_typed(reply, 'stdout', str), self._limits.output_bytes),
+        wall_s=_seconds(reply),
+    )  # fmt: skip
+
+  def open(
+    self, image: str, changes: Mapping[str, bytes | None] | None = None
+  ) -> 'RemoteBox':
+    changes = changes or {}
+    written = {k: bytes(v) for k, v in changes.items() if v is not None}
+    header = {
+        'do': 'open', 'image': image, 'written': list(written),
+        'removed': [k for k, v in changes.items() if v is None],
+    }  # fmt: skip
+    reply, _ = self.timed(header, list(written.values()), _QUICK_S)
+    return RemoteBox(self, self._limits, _typed(reply, 'box', int))
+
+  def close(self) -> None:
+    self._transport.close()
+
+
+class RemoteBox:
+  """A box at the other end; see `base.Box`."""
+
+  def __init__(self, sandbox: RemoteSandbox, limits: base.Limits, serial: int):
+    self.level = sandbox.level
+    self._sandbox, self._limits, self._serial = sandbox, limits, serial
+    self._closed = False
+
+  def _ask(self, do: str, parts: Sequence[bytes] = (), **fields) -> Message:
+    # Copies of large workspaces take the time of a slow machine.
+    header = {'do': do, 'box': self._serial, **fields}
+    return self._sandbox.timed(header, parts, _QUICK_S)
+
+  def run(self, command: base.Command) -> base.CommandResult:
+    header = {
+        'do': 'run', 'box': self._serial, 'argv': list(command.argv),
+        'warm': command.warm, 'environment': dict(command.environment),
+        'given': list(command.given), 'folder': command.folder,
+        'wall_s': command.wall_s,
+    }  # fmt: skip
+    parts = (command.stdin, *command.given.values())
+    wall_s = min(self._limits.wall_s, command.wall_s or math.inf)
+    try:
+      reply, out = self._sandbox.timed(header, parts, wall_s)
+      return self._result(reply, out)
+    except base.SandboxLost as error:
+      return base.CommandResult(
+        level=self.level, status='infrastructure', error=str(error)
+      )
+
+  def _result(self, reply, parts) -> base.CommandResult:
+    status, code = _typed(reply, 'status', str), reply.get('exit_code')
+    if status not in base.STATUSES or type(code) not in (int, type(None)):
+      raise base.SandboxLost(f'no result: {status[:40]!r}, {str(code)[:40]!r}')
+    cap = self._limits.output_bytes
+    return base.CommandResult(
+        level=self.level, status=status, exit_code=code,
+        output=_clean(_typed(reply, 'output', str), cap),
+        truncated=_typed(reply, 'truncated', bool),
+        report=_only(parts)[:cap], error=_clean(_typed(reply, 'error', str)),
+        wall_s=_seconds(reply),
+    )  # fmt: skip
+
+  def read(self, path: str, max_bytes: int) -> bytes:
+    _, parts = self._ask('read', path=path, max_bytes=max_bytes)
+    data = _only(parts)
+    if len(data) > max_bytes:
+      raise base.FileRefused(f'{path!r} holds more than {max_bytes} bytes')
+    return data
+
+  def write(self, path: str, data: bytes) -> None:
+    self._ask('write', (data,), path=path)
+
+  def remove(self, path: str) -> None:
+    self._ask('remove', path=path)
+
+  def files(self, folder: str = '.') -> tuple[str, ...]:
+    reply, _ = self._ask('files', folder=folder)
+    return tuple(_texts(_typed(reply, 'files', list)))
+
+  def changes(self) -> dict[str, str]:
+    reply, _ = self._ask('changes')
+    found = _typed(reply, 'changes', dict)
+    if not set(_texts(list(found.values()))) <= set(_CHANGES):
+      raise base.SandboxLost(f'changes must be of {_CHANGES}')
+    return found
+
+  def snapshot(self) -> bytes:
+    return _only(self._ask('snapshot')[1])
+
+  def restore(self, snapshot: bytes) -> None:
+    self._ask('restore', (snapshot,))
+
+  def fork(self) -> 'RemoteBox':
+    reply, _ = self._ask('fork')
+    return RemoteBox(self._sandbox, self._limits, _typed(reply, 'box', int))
+
+  def close(self) -> None:
+    if not self._closed:
+      self._closed = True
+      with contextlib.suppress(base.SandboxLost):
+        self._ask('close')
+
+
+def _typed(reply: dict, name: str, kind: type) -> Any:
+  value = reply.get(name)
+  if type(value) is not kind:
+    raise base.SandboxLost(
+      f'the answer has a {type(value).__name__} for {name!r}, not '
+      f'{kind.__name__}'
+    )
+  return value
+
+
+def _texts(values: list) -> list[str]:
+  if not all(type(value) is str for value in values):
+    raise base.SandboxLost('the answer lists something else than text')
+  return values
+
+
+def _clean(text: str, max_chars: int = 2000) -> str:
+  # JSON can spell lone surrogates, and nobody says that the guest cleaned it.
+  return output.clean(text[:max_chars].encode('utf-8', 'replace'))
+
+
+def _only(parts: tuple[bytes, ...]) -> bytes:
+  if len(parts) != 1:
+    raise base.SandboxLost(f'the answer has {len(parts)} parts, not one')
+  return parts[0]
+
+
+def _seconds(reply: dict) -> float:
+  value = reply.get('wall_s')
+  if not isinstance(value, int | float) or not 0 <= value < math.inf:
+    raise base.SandboxLost(f'wall_s ({str(value)[:40]}) is no duration')
+  return float(value)

@@ -1,0 +1,194 @@
+"""A sandbox spread over the actors of a Ray cluster.
+
+Any level runs inside; an actor is asked what a guest of a micro VM is asked,
+and believed as little. Ray itself is the extra `fleet`.
+"""
+
+import concurrent.futures
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
+from composer_jax.sandbox.remote import (
+  messages,
+  protocol,
+)
+from composer_jax.sandbox.remote import (
+  renewed as remote_renewed,
+)
+
+_START_S = 120.0  # a worker process of Ray has to start first
+_CLOSE_S = 10.0
+
+
+def _import_ray():
+  try:
+    import ray
+  except ImportError as error:
+    raise ValueError(
+      'a sandbox on Ray needs the package ray: pip install '
+      "'composer_jax[fleet]'."
+    ) from error
+  return ray
+
+
+class Seat:
+  """What an actor is made of: a sandbox that answers messages."""
+
+  def __init__(self, level: str, limits: base.Limits, options: dict[str, Any]):
+    self._sandbox = sandbox_open.open_sandbox(level, limits, **options)
+    self._server = protocol.Server(self._sandbox)
+
+  def answer(self, header: dict, parts: tuple[bytes, ...]):
+    return self._server.answer(header, parts)
+
+  def close(self) -> None:
+    self._server.close()
+    self._sandbox.close()
+
+
+class ActorTransport:
+  """Asks one actor; an actor that does not answer in time is killed."""
+
+  def __init__(self, actor: Any):
+    self._ray = _import_ray()
+    self._actor = actor
+
+  def ask(
+    self, header: dict, parts: Sequence[bytes], timeout_s: float
+  ) -> messages.Message:
+    try:
+      answer = self._actor.answer.remote(header, tuple(parts))
+      return self._ray.get(answer, timeout=timeout_s)
+    except self._ray.exceptions.GetTimeoutError as error:
+      self._ray.kill(self._actor)
+      raise base.SandboxLost('the actor gave no answer in time') from error
+    except self._ray.exceptions.RayError as error:
+      reason = str(error).strip().splitlines()[-1][-500:]
+      raise base.SandboxLost(f'the actor was lost: {reason}') from error
+
+  def close(self) -> None:
+    """Ends the actor; what its sandbox started dies with it."""
+    try:
+      self._ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
+    except self._ray.exceptions.RayError:
+      pass  # killed in any case
+    finally:
+      self._ray.kill(self._actor)
+
+
+class _Place:
+  """An actor that is up."""
+
+  def __init__(self, actor: Any, limits: base.Limits, size: int):
+    transport = ActorTransport(actor)
+    try:
+      # Its first answer comes when the sandbox is open.
+      self.sandbox = protocol.RemoteSandbox(
+        transport, limits, size=size, grace_s=_START_S
+      )
+    except base.SandboxLost:
+      transport.close()
+      raise
+
+  def close(self) -> None:
+    self.sandbox.close()
+
+
+class RaySandbox:
+  """Calls and boxes go to actors in turn; a box stays where it was opened.
+
+  The death of an actor gives 'infrastructure' in what ran there, never a wait
+  without end; the next call or box in its turn begins another actor.
+  """
+
+  def __init__(
+    self,
+    level: str,
+    limits: base.Limits,
+    *,
+    actors: int = 1,
+    size: int = 1,
+    num_cpus: float = 1.0,
+    images: pathlib.Path | None = None,
+    packages: Sequence[str] = (),
+    allow_unsafe: bool = False,
+  ):
+    """Opens a sandbox in each actor; starts Ray here if none was joined.
+
+    Args:
+      level: as of `open.open_sandbox`, in each actor.
+      limits: of each call.
+      actors: of this sandbox.
+      size: calls at a time in each.
+      num_cpus: that Ray reserves for each.
+      images: a folder that all machines of the cluster see by this name.
+      packages: installed there, for programs in boxes.
+      allow_unsafe: as of `open.open_sandbox`.
+
+    Raises:
+      ValueError: without the extra, or for no actors.
+      base.SandboxLost: when an actor cannot open its sandbox, with the reason.
+    """
+    if actors < 1:
+      raise ValueError(f'actors ({actors}) must be at least 1.')
+    ray = _import_ray()
+    if not ray.is_initialized():
+      # It reports its use to its makers unless told not to.
+      os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
+      ray.init(include_dashboard=False, log_to_driver=False)
+    options = {
+      'size': size,
+      'images': images and images.absolute(),
+      'packages': packages,
+      'allow_unsafe': allow_unsafe,
+    }
+    # One more thread than runs: boxes are read while programs run.
+    wanted: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
+    remote_class = ray.remote(**wanted)(Seat)
+
+    def begin() -> _Place:
+      return _Place(remote_class.remote(level, limits, options), limits, size)
+
+    def renewed(_) -> remote_renewed.RenewedSandbox:
+      return remote_renewed.RenewedSandbox(begin, 'An actor with a sandbox')
+
+    with concurrent.futures.ThreadPoolExecutor(actors) as threads:
+      self._seats = list(threads.map(renewed, range(actors)))
+    self._turns = itertools.count()
+    self.level = self._seats[0].level
+    self.about = {**self._seats[0].about, 'actors': actors}
+
+  def _next(self) -> remote_renewed.RenewedSandbox:
+    return self._seats[next(self._turns) % len(self._seats)]
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> base.Result:
+    """See `base.Sandbox`."""
+    return self._next().call(files, module, function, arguments)
+
+  def open(
+    self, image: str, changes: Mapping[str, bytes | None] | None = None
+  ) -> protocol.RemoteBox:
+    """See `base.Sandbox`."""
+    return self._next().open(image, changes)
+
+  def close(self) -> None:
+    """Ends the actors, not Ray; may be called twice."""
+    for seat in self._seats:
+      seat.close()
+
+  def __enter__(self) -> 'RaySandbox':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()

@@ -1,0 +1,95 @@
+"""A sandbox that is begun anew elsewhere when the place it was in is lost."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox.remote import protocol
+
+
+class Place(Protocol):
+  """Something that runs a sandbox: a guest, an actor."""
+
+  @property
+  def sandbox(self) -> protocol.RemoteSandbox: ...
+
+  def close(self) -> None:
+    """Ends it, whatever state it is in."""
+    ...
+
+
+class RenewedSandbox:
+  """Calls and boxes of one place at a time.
+
+  A place that is lost takes its boxes along: their runs say 'infrastructure',
+  and their owners open others. The next call or box begins another place, once.
+  """
+
+  def __init__(self, begin: Callable[[], Place], what: str):
+    """Begins the first place.
+
+    Args:
+      begin: starts a place; raises `base.SandboxLost` when it cannot.
+      what: names it in the log.
+    """
+    self._begin, self._what = begin, what
+    self._lock = threading.Lock()
+    self._closed = False
+    self._place: Place | None = begin()
+    self.level = self._place.sandbox.level
+
+  @property
+  def about(self) -> dict:
+    return self._current().about
+
+  def _current(
+    self, lost: protocol.RemoteSandbox | None = None
+  ) -> protocol.RemoteSandbox:
+    with self._lock:
+      if self._closed:
+        raise ValueError('the sandbox is closed; open another one.')
+      if self._place is not None and self._place.sandbox is lost:
+        logging.warning('%s was lost: starting another one.', self._what)
+        self._place.close()
+        self._place = None
+      if self._place is None:
+        self._place = self._begin()
+      return self._place.sandbox
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> base.Result:
+    try:
+      current = self._current()
+      result = current.call(files, module, function, arguments)
+      if result.status == 'infrastructure':
+        current = self._current(current)
+        result = current.call(files, module, function, arguments)
+      return result
+    except base.SandboxLost as error:
+      return base.Result(
+        level=self.level, status='infrastructure', error=str(error)
+      )
+
+  def open(
+    self, image: str, changes: Mapping[str, bytes | None] | None = None
+  ) -> protocol.RemoteBox:
+    current = self._current()
+    try:
+      return current.open(image, changes)
+    except base.SandboxLost:
+      return self._current(current).open(image, changes)
+
+  def close(self) -> None:
+    """May be called twice."""
+    with self._lock:
+      self._closed = True
+      if self._place is not None:
+        self._place.close()
+        self._place = None

@@ -1,0 +1,1 @@
+"""What the server speaks: the OpenAI API, and tokens with routes."""

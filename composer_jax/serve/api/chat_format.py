@@ -1,0 +1,321 @@
+"""Conversations as tokens, and tool calls found in what a model wrote.
+
+A checkpoint that brings a chat template is spoken to through it; its calls are
+found by the marks of its family. A model of our own knows one protocol, see
+`text.chat`: after the user and every tool it writes a call, and nothing else.
+
+  edit stats.py total        the words are the first properties of the tool's
+  return sum(values)         parameters, in order; lines below are the last one
+
+What tools there are is not told to a model of our own: it knows those that it
+was trained with. A text that is no call of a tool that the request lists comes
+back as content.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.hf.text import chat_template
+from composer_jax.serve.api import errors, requests
+from composer_jax.text import chat, tool_calls
+
+# (begin of a call's text, name and arguments in it): Qwen and others that
+# follow Hermes, DeepSeek, Kimi.
+_MARKS = (
+  '<tool_call>',
+  '<｜tool▁calls▁begin｜>',
+  '<|tool_calls_section_begin|>',
+)
+_ROLES = ('system', 'user', 'assistant', 'tool')
+_HERMES = re.compile(r'<tool_call>\s*(\{.*?\})\s*</tool_call>', re.S)
+_NAMED = (
+  re.compile(
+    r'<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)'
+    r'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?(?P<arguments>\{.*?\})'
+    r'\s*(?:```)?\s*<｜tool▁call▁end｜>',
+    re.S,
+  ),
+  re.compile(
+    r'<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<:]+)(?::\d+)?\s*'
+    r'<\|tool_call_argument_begin\|>\s*(?P<arguments>\{.*?\})\s*'
+    r'<\|tool_call_end\|>',
+    re.S,
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+  """arguments: JSON text of an object."""
+
+  name: str
+  arguments: str
+
+
+class OwnFormat:
+  """The protocol of the policies that this library trains."""
+
+  def __init__(self, tokenizer: Any):
+    self._tokenizer = tokenizer
+
+  def encode(
+    self, messages: Sequence[Any], tools: Sequence[requests.Tool]
+  ) -> np.ndarray:
+    parts = []
+    for place, message in enumerate(messages):
+      role, param = message.get('role'), f'messages.{place}'
+      text = _text(message.get('content'), param)
+      if role == 'user':
+        parts.append(chat.user(self._tokenizer, text))
+      elif role == 'tool':
+        parts.append(chat.tool(self._tokenizer, text))
+      elif role == 'assistant':
+        parts += self._written(message, text, tools, param)
+      else:
+        raise errors.invalid(
+          f'{param}.role is {role!r}; a model of our own knows user, '
+          'assistant and tool.',
+          f'{param}.role',
+        )
+    return np.concatenate([*parts, chat.call_prefix(self._tokenizer)])
+
+  def _written(self, message, text, tools, param) -> list[np.ndarray]:
+    texts = [text] if text else []
+    calls = message.get('tool_calls') or []
+    if not isinstance(calls, list):
+      raise errors.invalid(
+        f'{param}.tool_calls must be a list.', f'{param}.tool_calls'
+      )
+    for call in calls:
+      texts.append(_as_text(call, tools, f'{param}.tool_calls'))
+    end = np.asarray([self._tokenizer.END], np.int32)
+    prefix = chat.call_prefix(self._tokenizer)
+    return [
+      np.concatenate([prefix, self._tokenizer.encode(t), end]) for t in texts
+    ]
+
+  def mark(self, tools: Sequence[requests.Tool]) -> tuple[str, ...] | None:
+    """What begins a call; None: the whole text may be one."""
+    return None if tools else ()
+
+  def calls(
+    self, text: str, tools: Sequence[requests.Tool]
+  ) -> list[ToolCall] | None:
+    """Returns the calls of a text; None where it is none."""
+    try:
+      call = tool_calls.parse(text)
+    except tool_calls.ToolCallError:
+      return None
+    for tool in tools:
+      if tool.function.name == call.name:
+        arguments = _arguments(call, tool.function.parameters)
+        if arguments is not None:
+          return [_call(call.name, arguments)]
+    return None
+
+
+class TemplateFormat:
+  """The chat template of an imported checkpoint."""
+
+  def __init__(self, tokenizer: Any, template: chat_template.ChatTemplate):
+    self._tokenizer, self._template = tokenizer, template
+
+  def encode(
+    self, messages: Sequence[Any], tools: Sequence[requests.Tool]
+  ) -> np.ndarray:
+    """Raises errors.ApiError for what the template refuses."""
+    listed = [t.model_dump(exclude_none=True) for t in tools] or None
+    if listed and not self._knows_tools:
+      raise errors.invalid(
+        'The chat template of this checkpoint does not tell the model of '
+        'tools; describe them in a message.',
+        'tools',
+        'unsupported_parameter',
+      )
+    rendered = []
+    for place, message in enumerate(messages):
+      # What came before developers were told apart from the system.
+      role = message.get('role')
+      role = 'system' if role == 'developer' else role
+      if role not in _ROLES:
+        # Most templates write nothing for a role that they do not know.
+        raise errors.invalid(
+          f'messages.{place}.role is {role!r} and must be developer or one of '
+          f'{", ".join(_ROLES)}.',
+          f'messages.{place}.role',
+        )
+      content = message.get('content')
+      if isinstance(content, list):
+        content = _text(content, f'messages.{place}')
+      rendered.append({**message, 'role': role, 'content': content})
+    rendered = [_with_parsed_arguments(m) for m in rendered]
+    try:
+      return self._ids(rendered, listed)
+    except ValueError as error:
+      raise errors.invalid(str(error), 'messages') from error
+
+  def _ids(self, messages: Sequence[Any], tools: Any) -> np.ndarray:
+    ids, _ = self._template.encode(
+      self._tokenizer, messages, tools=tools, add_generation_prompt=True
+    )
+    return ids
+
+  @functools.cached_property
+  def _knows_tools(self) -> bool:
+    """Whether a conversation reads otherwise if there are tools."""
+    messages = [{'role': 'user', 'content': 'x'}]
+    function = {'name': 'f', 'description': 'f', 'parameters': {}}
+    tools = [{'type': 'function', 'function': function}]
+    try:
+      return not np.array_equal(
+        self._ids(messages, None), self._ids(messages, tools)
+      )
+    except ValueError:
+      return True  # It looked at them.
+
+  def mark(self, tools: Sequence[requests.Tool]) -> tuple[str, ...] | None:
+    """What begins a call; () where no calls are looked for."""
+    return _MARKS if tools else ()
+
+  def calls(
+    self, text: str, tools: Sequence[requests.Tool]
+  ) -> list[ToolCall] | None:
+    """Returns the calls of a text; None where one of them is damaged."""
+    names = {t.function.name for t in tools}
+    found = [m.groupdict() for p in _NAMED for m in p.finditer(text)]
+    found += [{'name': None, 'arguments': m[1]} for m in _HERMES.finditer(text)]
+    calls = []
+    for fields in found:
+      try:
+        arguments = json.loads(fields['arguments'])
+      except ValueError:
+        return None
+      name = fields['name']
+      if name is None and isinstance(arguments, dict):
+        name, arguments = arguments.get('name'), arguments.get('arguments', {})
+      if name not in names or not isinstance(arguments, dict):
+        return None
+      calls.append(_call(name, arguments))
+    return calls or None
+
+
+AnyFormat = OwnFormat | TemplateFormat
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+  return ToolCall(
+    name=name, arguments=json.dumps(arguments, ensure_ascii=False)
+  )
+
+
+def _text(content: Any, param: str) -> str:
+  """Content is a text, or a list of parts that are."""
+  if content is None or isinstance(content, str):
+    return content or ''
+  if isinstance(content, list) and all(
+    isinstance(p, dict)
+    and p.get('type') == 'text'
+    and isinstance(p.get('text'), str)
+    for p in content
+  ):
+    return ''.join(p['text'] for p in content)
+  raise errors.invalid(
+    f'{param}.content must be a text or a list of parts of type text.',
+    f'{param}.content',
+  )
+
+
+def _parsed(call: Any, param: str) -> tuple[str, dict[str, Any]]:
+  function = call.get('function') if isinstance(call, dict) else None
+  try:
+    arguments = json.loads((function or {}).get('arguments') or '{}')
+    name = (function or {})['name']
+  except (TypeError, ValueError, KeyError, AttributeError) as error:
+    raise errors.invalid(
+      f'{param} must hold functions with a name and arguments that are the '
+      'JSON text of an object.',
+      param,
+    ) from error
+  if not isinstance(arguments, dict) or not isinstance(name, str):
+    raise errors.invalid(f'{param}: arguments must be an object.', param)
+  return name, arguments
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+  """Templates expect the arguments as an object, OpenAI sends their text."""
+  calls = message.get('tool_calls')
+  if not calls or not isinstance(calls, list):
+    return dict(message)
+  parsed = []
+  for call in calls:
+    name, arguments = _parsed(call, 'messages.tool_calls')
+    function = {'name': name, 'arguments': arguments}
+    parsed.append({**call, 'function': function})
+  return {**message, 'tool_calls': parsed}
+
+
+def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
+  found = parameters.get('properties')
+  return found if isinstance(found, dict) else {}
+
+
+def _arguments(
+  call: tool_calls.Call, parameters: Mapping[str, Any]
+) -> dict[str, Any] | None:
+  """Returns the values of the properties, None where they do not fit."""
+  properties = _properties(parameters)
+  names = list(properties)
+  values = list(call.arguments)
+  if call.payload:
+    # What is between the last word and the lines below was left out.
+    values += [None] * (len(names) - 1 - len(values)) + [call.payload]
+  if len(values) > len(names):
+    return None
+  given = {
+    name: _typed(value, properties[name])
+    for name, value in zip(names, values, strict=False)
+    if value is not None
+  }
+  required = parameters.get('required')
+  if isinstance(required, list) and any(name not in given for name in required):
+    return None
+  return given
+
+
+def _typed(value: str, schema: Any) -> Any:
+  kind = schema.get('type') if isinstance(schema, dict) else None
+  if kind in ('integer', 'number', 'boolean', 'array', 'object'):
+    try:
+      return json.loads(value)
+    except ValueError:
+      return value
+  return value
+
+
+def _as_text(call: Any, tools: Sequence[requests.Tool], param: str) -> str:
+  """The inverse of `calls`, for calls of earlier turns."""
+  name, arguments = _parsed(call, param)
+  known = {t.function.name: t.function.parameters for t in tools}
+  order = [*_properties(known.get(name, {})), *arguments]
+  values = [
+    v if isinstance(v, str) else json.dumps(v)
+    for v in (arguments[k] for k in dict.fromkeys(order) if k in arguments)
+  ]
+  payload = ''
+  if values and values[-1].split() != [values[-1]]:
+    payload = values.pop()
+  try:
+    return tool_calls.render(
+      tool_calls.Call(name=name, arguments=tuple(values), payload=payload)
+    )
+  except tool_calls.ToolCallError as error:
+    raise errors.invalid(
+      f'{param}: {error} Only the last argument may be of several words.',
+      param,
+    ) from error

@@ -1,0 +1,1 @@
+"""Makes tasks by deleting tested features of packages."""

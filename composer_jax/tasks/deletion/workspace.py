@@ -1,0 +1,280 @@
+"""What of a package's files becomes a workspace, and what is made of it."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+
+from composer_jax.core import checks
+from composer_jax.tasks.deletion import edit, sdists
+
+# What may hold a copy of deleted code, or what others learnt from it.
+_LEAKING_FOLDERS = frozenset({
+    '.git', '.hg', '.svn', '.bzr', '__pycache__', '.mypy_cache', '.ruff_cache',
+    '.pytest_cache', '.pytype', '.hypothesis', '.tox', '.nox', '.eggs', '.venv',
+    'venv', 'site-packages', 'node_modules', 'htmlcov', '.idea', '.vscode',
+    '.github', '.cache',
+})  # fmt: skip
+# Only at the top: packages have modules of these names.
+_LEAKING_TOP = frozenset({'build', 'dist', 'docs', 'doc', '_build', 'wheels'})
+_LEAKING_FILES = re.compile(
+    r'.*\.(py[co]|class|jar|whl|egg|so|pyd|dll|o|a|orig|rej|bak|sw[op]|patch|'
+    r'diff)|.*~|\.coverage.*|tags|TAGS|cscope\.out|.*\.prof'
+)  # fmt: skip
+_NOT_SOURCES = frozenset({
+    'test', 'tests', 'testing', 'doc', 'docs', 'example', 'examples', 'bench',
+    'benchmark', 'benchmarks', 'tools', 'scripts', 'typetests', 'src',
+})  # fmt: skip
+_NOT_MODULES = re.compile(
+  r'(setup|conftest|noxfile|tasks|versioneer|_?tests?|test_.*|.*_tests?)\.py'
+)
+_TEST_FILE = re.compile(r'(tests?|test_.*|.*_test)\.py')
+_TEST_FOLDERS = frozenset({'test', 'tests'})
+_CONFIGURATION = frozenset({
+    'pytest.ini', '.pytest.ini', 'pyproject.toml', 'tox.ini', 'setup.cfg',
+    'conftest.py',
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+  """Where in a workspace what is.
+
+  Attributes:
+    source_roots: folders that tests import from.
+    sources: Python files of the package itself, without its tests.
+    tests: test files, from which pytest collects.
+    test_paths: what belongs to the grader: tests, their data, configuration.
+  """
+
+  source_roots: tuple[str, ...]
+  sources: tuple[str, ...]
+  tests: tuple[str, ...]
+  test_paths: tuple[str, ...]
+
+  def module(self, path: str) -> str:
+    """The dotted name of a source file."""
+    root = self.source_roots[0]
+    inner = path if root == '.' else path.removeprefix(f'{root}/')
+    return inner.removesuffix('.py').replace('/', '.').removesuffix('.__init__')
+
+
+def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+  """Leaves out what may hold copies of the code, or be made of it.
+
+  Returns:
+    The files that stay, and the paths of the others.
+  """
+  kept, dropped = {}, []
+  for path, data in sorted(files.items()):
+    *folders, name = path.split('/')
+    leaks = (
+      any(f in _LEAKING_FOLDERS or f.endswith('.egg-info') for f in folders)
+      or bool(folders and folders[0] in _LEAKING_TOP)
+      or bool(_LEAKING_FILES.fullmatch(name))
+    )
+    if leaks:
+      dropped.append(path)
+    else:
+      kept[path] = data
+  return kept, dropped
+
+
+def layout(files: Mapping[str, bytes]) -> Layout:
+  """Finds out what is source and what is test.
+
+  Raises:
+    sdists.Refused: 'no_tests' or 'no_sources'.
+  """
+  tests = tuple(sorted(p for p in files if _is_test_file(p)))
+  if not tests:
+    raise sdists.Refused(
+      'no_tests',
+      f'none of {len(files)} files is a test (test_*.py, *_test.py): many '
+      'sdists leave them out; take the repository instead.',
+    )
+  root = '.'
+  if any(re.fullmatch(r'src/([^/]+/__init__|[^/]+)\.py', p) for p in files):
+    root = 'src'
+  prefix = '' if root == '.' else f'{root}/'
+  tops = sorted(
+    p.removeprefix(prefix).split('/')[0]
+    for p in files
+    if re.fullmatch(r'[^/]+/__init__\.py', p.removeprefix(prefix))
+    and p.startswith(prefix)
+  )
+  sources = [
+    p
+    for p in files
+    if p.startswith(prefix)
+    and p.endswith('.py')
+    and not _is_grader_owned(p)
+    and (
+      p.removeprefix(prefix).split('/')[0] in set(tops) - _NOT_SOURCES
+      or (
+        '/' not in p.removeprefix(prefix)
+        and not _NOT_MODULES.fullmatch(p.removeprefix(prefix))
+      )
+    )
+  ]
+  if not sources:
+    raise sdists.Refused('no_sources', 'no Python package or module was found.')
+  return Layout(
+    source_roots=(root,),
+    sources=tuple(sorted(sources)),
+    tests=tests,
+    test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
+  )
+
+
+def _is_test_file(path: str) -> bool:
+  *folders, name = path.split('/')
+  if not name.endswith('.py') or name == 'conftest.py':
+    return False
+  return bool(_TEST_FILE.fullmatch(name)) and not set(folders) & {
+    'benchmark',
+    'benchmarks',
+    'examples',
+    'typetests',
+  }
+
+
+def _is_grader_owned(path: str) -> bool:
+  *folders, name = path.split('/')
+  in_folder = any(f in _TEST_FOLDERS for f in folders)
+  return in_folder or name in _CONFIGURATION or _is_test_file(path)
+
+
+def write_image(
+  folder: pathlib.Path, files: Mapping[str, bytes], metadata: tuple[str, bytes]
+) -> None:
+  """Writes a workspace as a folder, which is there whole or not at all.
+
+  Args:
+    folder: an existing one is left as it is.
+    files: its content.
+    metadata: source root, and the PKG-INFO that packages ask for their own
+      version by `importlib.metadata`.
+  """
+  if folder.is_dir():
+    return
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  scratch = pathlib.Path(
+    tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent)
+  )
+  try:
+    for path, data in files.items():
+      (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+      (scratch / path).write_bytes(data)
+    root, text = metadata
+    if text:
+      info = scratch / root / f'{folder.name}.dist-info'
+      info.mkdir(parents=True)
+      (info / 'METADATA').write_bytes(text)
+    # Programs in a sandbox run as another user.
+    for parent, _, names in os.walk(scratch):
+      os.chmod(parent, 0o755)
+      for name in names:
+        os.chmod(os.path.join(parent, name), 0o644)
+    os.rename(scratch, folder)
+  except BaseException:
+    shutil.rmtree(scratch, ignore_errors=True)
+    raise
+
+
+def sweep(images: str | os.PathLike) -> list[str]:
+  """Deletes what killed calls of `write_image` left; returns the names."""
+  images = pathlib.Path(images)
+  left = sorted(p for p in images.glob('.*') if p.is_dir())
+  for path in left:
+    shutil.rmtree(path)
+  return [p.name for p in left]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+  """What is made of a package.
+
+  Attributes:
+    seed: of all choices.
+    body, symbol, class_, file, closure: valid tasks wanted of each tier.
+    tries: candidates of a tier that are tried for each task wanted.
+    max_share: largest share of the tests that a feature may take with it.
+    min_tests: stable tests below which a package is refused.
+    max_unstable: share of tests that change with their order, above which a
+      package is refused as flaky.
+    hidden_share: of the failing test functions, which the agent never sees.
+    max_guards: tests beside those of the feature that a task keeps.
+    suite_s: a suite that takes longer is refused; a run after a deletion may
+      take as long.
+    timeout_s: of a run of a task's tests by an agent or a grader.
+  """
+
+  seed: int = 0
+  body: int = 8
+  symbol: int = 8
+  class_: int = 4
+  file: int = 3
+  closure: int = 6
+  tries: float = 3.0
+  max_share: float = 0.6
+  min_tests: int = 10
+  max_unstable: float = 0.02
+  hidden_share: float = 0.25
+  max_guards: int = 120
+  suite_s: float = 60.0
+  timeout_s: float = 60.0
+
+  def __post_init__(self):
+    checks.at_least(self, 0, 'body', 'symbol', 'class_', 'file', 'closure')
+    checks.at_least(self, 0, 'seed')
+    checks.at_least(self, 1, 'min_tests', 'max_guards')
+    checks.number(self, 0, 'max_share', 'max_unstable', 'hidden_share')
+    checks.number(self, 1, 'tries', 'suite_s', 'timeout_s')
+
+  def wanted(self, tier: str) -> int:
+    return getattr(self, 'class_' if tier == 'class' else tier)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workspace:
+  """A package that was read, and where its image is.
+
+  Attributes:
+    pin: what was asked for.
+    version, sha256, licence: of what was found.
+    image: relative to the set's root.
+    files: path -> content of the image.
+    dropped: paths of files that are not in it.
+    layout: of the image.
+    texts: path -> text of the modules that can be edited.
+    tests: the same of test files.
+  """
+
+  pin: sdists.Pin
+  version: str
+  sha256: str
+  licence: str
+  image: str
+  files: Mapping[str, bytes]
+  dropped: tuple[str, ...]
+  layout: Layout
+  texts: Mapping[str, str]
+  tests: Mapping[str, str]
+
+
+def texts(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
+  """Those that are UTF-8 text with ordinary ends of lines, and parse."""
+  found = {}
+  for path in paths:
+    try:
+      text = files[path].decode()
+      edit.symbols(path, text)
+    except ValueError:
+      continue
+    if '\r' not in text and '\f' not in text:
+      found[path] = text
+  return found

@@ -1,0 +1,1 @@
+"""Judges a solution of a repository task by its hidden tests."""

@@ -1,0 +1,200 @@
+"""Values that cross between a box and the host as JSON, exactly.
+
+The text of this file also runs inside boxes (see `tasks.grading.suite_plugin`),
+so it imports the standard library alone. What it reads of a value there is said
+by code that is not trusted; the host compares the JSON and decodes nothing but
+what it encoded itself.
+"""
+
+import collections.abc
+import importlib
+import math
+import random
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_MAX_DEPTH = 16
+_MAX_ITEMS = 2000
+_MAX_DRAWN = 50  # of an iterator, which may have no end
+_MAX_TEXT = 20_000
+_MAX_BITS = 4096
+
+# Whose functions and classes have names that mean the same in every process,
+# beside the standard library's; whoever loads this inside a box adds to it.
+PACKAGES: set[str] = set()
+
+
+class NotPlain(ValueError):
+  """A value that has no exact form here."""
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+  """JSON of a value; equal JSON means equal values of equal types.
+
+  Raises:
+    NotPlain: for objects; functions, classes and modules that all processes
+      find by name are values.
+  """
+  kind = type(value)
+  if depth > _MAX_DEPTH:
+    raise NotPlain(f'nested deeper than {_MAX_DEPTH}')
+  if value is None or kind is bool:
+    return value
+  if kind is int and value.bit_length() <= _MAX_BITS:
+    return value
+  if kind is str and len(value) <= _MAX_TEXT:
+    value.encode()  # lone surrogates are no text
+    return value
+  if kind is float:
+    return value if math.isfinite(value) else {'float': repr(value)}
+  if kind is complex:
+    return {'complex': repr(value)}
+  if kind in (bytes, bytearray) and len(value) <= _MAX_TEXT:
+    return {kind.__name__: value.hex()}
+  if kind is range:
+    return {'range': [value.start, value.stop, value.step]}
+  if kind in (list, tuple, set, frozenset, dict) and len(value) <= _MAX_ITEMS:
+    return _container(kind, value, depth + 1)
+  if kind is types.ModuleType and _is_known(value.__name__):
+    return {'module': value.__name__}
+  named = _name_of(value)
+  if named is not None:
+    return {'name': named}
+  raise NotPlain(f'a {kind.__name__}')
+
+
+def _is_known(module: str) -> bool:
+  top = module.partition('.')[0]
+  return top in sys.stdlib_module_names or top in PACKAGES
+
+
+def _name_of(value: Any) -> list[str] | None:
+  """Where a function or class is found by name, in every process."""
+  if not isinstance(
+    value, type | types.FunctionType | types.BuiltinFunctionType
+  ):
+    return None
+  module, name = getattr(value, '__module__', None), value.__qualname__
+  if module == '_operator':
+    module = 'operator'
+  if not isinstance(module, str) or not _is_known(module) or '.' in name:
+    return None
+  found = getattr(sys.modules.get(module), name, None)
+  return [module, name] if found is value else None
+
+
+def _container(kind: type, value: Any, depth: int) -> Any:
+  if kind is dict:
+    pairs = [[encode(k, depth), encode(v, depth)] for k, v in value.items()]
+    return {'dict': pairs}
+  items = [encode(item, depth) for item in value]
+  if kind is list:
+    return items
+  if kind is not tuple:
+    items.sort(key=repr)  # by what they are, not by where a hash put them
+  return {kind.__name__: items}
+
+
+def decode(data: Any) -> Any:
+  """The value that `encode` gave this for."""
+  if isinstance(data, list):
+    return [decode(item) for item in data]
+  if not isinstance(data, dict):
+    return data
+  ((kind, content),) = data.items()
+  if kind == 'dict':
+    return {decode(k): decode(v) for k, v in content}
+  if kind == 'module':
+    return importlib.import_module(content)
+  if kind == 'name':
+    return getattr(importlib.import_module(content[0]), content[1])
+  if kind in ('bytes', 'bytearray'):
+    return {'bytes': bytes, 'bytearray': bytearray}[kind].fromhex(content)
+  if kind in ('float', 'complex'):
+    return {'float': float, 'complex': complex}[kind](content)
+  if kind == 'range':
+    return range(*content)
+  items = [decode(item) for item in content]
+  return {'tuple': tuple, 'set': set, 'frozenset': frozenset}[kind](items)
+
+
+def encode_call(positional: list, named: dict) -> list:
+  return [
+    [encode(value) for value in positional],
+    {name: encode(value) for name, value in named.items()},
+  ]
+
+
+def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
+  """As `encode`, with the first items of an iterator drawn.
+
+  An object of another class is told by its class and its text: less than it
+  is, but never more. Of opaque classes, whose text is nobody's promise, and
+  where the text holds an address, by the class alone.
+  """
+  if isinstance(value, collections.abc.Iterator):
+    drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
+    return {'iterator': [encode_result(item, opaque) for item in drawn]}
+  try:
+    return encode(value)
+  except NotPlain:
+    name = type(value).__name__
+    text = '' if name in opaque else str(value)[:_MAX_TEXT]
+    return {'object': name, 'text': '' if ' at 0x' in text else text}
+
+
+def vary(data: Any, draw: random.Random) -> Any:
+  """The encoding of another value of the same type, near this one.
+
+  What has no neighbours (None, functions, ranges) stays.
+  """
+  if isinstance(data, bool):
+    return not data
+  if isinstance(data, int):
+    return data + draw.choice((-2, -1, 1, 2, 3))
+  if isinstance(data, float):
+    return data + draw.choice((-1.5, -0.5, 0.5, 2.0))
+  if isinstance(data, str):
+    return _varied_text(data, draw)
+  if isinstance(data, list):
+    return _varied_items(data, draw)
+  if isinstance(data, dict):
+    ((kind, content),) = data.items()
+    if kind == 'tuple':
+      return {kind: _varied_items(content, draw)}
+    if kind == 'dict' and content:
+      at = draw.randrange(len(content))
+      key, value = content[at]
+      pairs = [[key, vary(value, draw)]] if draw.random() < 0.7 else []
+      return {kind: content[:at] + pairs + content[at + 1 :]}
+    if kind in ('set', 'frozenset') and content:
+      return {kind: draw.sample(content, len(content) - 1)}
+  return data
+
+
+def _varied_text(text: str, draw: random.Random) -> str:
+  if not text:
+    return draw.choice(('a', 'Z9', ' b '))
+  at = draw.randrange(len(text))
+  return draw.choice((
+    text[:at] + text[at + 1 :],
+    text[:at] + text[at] + text[at:],
+    text[at:] + text[:at],
+    text + text[:at],
+    text.swapcase(),
+  ))  # fmt: skip
+
+
+def _varied_items(items: list, draw: random.Random) -> list:
+  if not items:
+    return items
+  at = draw.randrange(len(items))
+  way = draw.randrange(4)
+  if way == 0:
+    return items[:at] + items[at + 1 :]
+  if way == 1:
+    return items[at:] + items[:at]
+  changed = vary(items[at], draw)
+  return items[:at] + [changed] + items[at + 1 :]

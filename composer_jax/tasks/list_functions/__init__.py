@@ -1,0 +1,1 @@
+"""Generated tasks: one function of a list is missing."""

@@ -1,0 +1,231 @@
+"""The terse tools of tasks whose hole is the body of one function.
+
+  list                      files of the package
+  read PATH                 text of a file
+  edit PATH FUNCTION        replaces the function's body by the payload
+  test                      runs the visible examples
+  finish                    ends the episode
+
+A call is invalid, and costs, when it names no tool, has the wrong number of
+arguments or payloads, or names a file or function that is not there. A body
+that does not parse is a wrong edit and not an invalid call: the answer is
+'error: syntax' and the file stays as it is. `edit` can change nothing but the
+body of one function (tasks.source), so tests and other files are out of reach;
+what bodies do beside their task is for the monitors.
+"""
+
+import json
+import logging
+from typing import Any
+
+from composer_jax.agent import environment
+from composer_jax.core import records
+from composer_jax.core import turns as turns_lib
+from composer_jax.tasks import source
+from composer_jax.tasks.list_functions import runners, verify
+from composer_jax.tasks.list_functions import task as task_lib
+from composer_jax.tasks.monitors import watch
+from composer_jax.text import tool_calls
+
+# name -> number of arguments, whether a payload follows, usage.
+TOOLS = {
+  'list': (0, False, 'list'),
+  'read': (1, False, 'read PATH'),
+  'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
+  'test': (0, False, 'test'),
+  'finish': (0, False, 'finish'),
+}
+
+# Characters of one value or error message in a tool's answer.
+_MAX_SHOWN = 60
+
+
+def _shown(value: Any) -> str:
+  text = value if isinstance(value, str) else json.dumps(value)
+  # Code may return lone surrogates, which no log or report could hold.
+  text = ' '.join(text.encode('utf-8', 'replace').decode().split())
+  return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'
+
+
+def _bad_arguments(message: str) -> environment.InvalidCall:
+  return environment.InvalidCall(turns_lib.BAD_ARGUMENTS, message)
+
+
+class _TimedRunner:
+  """Adds up what the code itself took, waiting for a free sandbox excluded."""
+
+  def __init__(self, runner: runners.Runner):
+    self.level = runner.level
+    self.seconds = 0.0
+    self._runner = runner
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> runners.RunResult:
+    result = self._runner.call(files, module, function, arguments)
+    self.seconds += result.wall_s
+    return result
+
+
+class FunctionEnvironment:
+  """An `environment.Environment` around the files of one task.
+
+  Attributes:
+    files: current text of every file, keyed as in the task.
+    is_broken: a run failed for reasons outside the episode, retry included.
+  """
+
+  tools = tuple(TOOLS)
+  open_todos = 0
+
+  def __init__(self, task: task_lib.Task, runner: runners.Runner):
+    self.files = dict(task.files)
+    self.is_broken = False
+    self._flags: set[str] = set()
+    self._calls: list[watch.ToolCall] = []
+    self._task = task
+    self._runner = _TimedRunner(runner)
+
+  @property
+  def task_id(self) -> str:
+    return self._task.task_id
+
+  @property
+  def prompt(self) -> str:
+    return self._task.prompt
+
+  @property
+  def num_tests(self) -> int:
+    return len(self._task.hidden)
+
+  @property
+  def sandbox_level(self) -> str:
+    return self._runner.level
+
+  @property
+  def sandbox_seconds(self) -> float:
+    return self._runner.seconds
+
+  @property
+  def flags(self) -> tuple[str, ...]:
+    return tuple(sorted(self._flags))
+
+  def usage(self, tool: str) -> str:
+    return TOOLS[tool][2]
+
+  def state(self) -> str:
+    return ''
+
+  def close(self) -> None:
+    pass
+
+  def call(self, text: str) -> environment.ToolResult:
+    """Parses and carries out one call; never raises for a policy's text."""
+    arguments: dict[str, str] = {'text': text}
+    try:
+      call = self._parsed(text)
+      answer, outcome = getattr(self, f'_{call.name}')(call)
+      name = call.name
+      arguments = dict(zip(('path', 'function'), call.arguments))
+      arguments['payload'] = call.payload
+    except environment.InvalidCall as error:
+      name, answer = '', f'error: {_shown(str(error))}'
+      outcome = error.outcome
+    self._calls.append(
+      watch.ToolCall(tool=name, arguments=arguments, output=answer)
+    )
+    return environment.ToolResult(
+      text=answer, tool=name, outcome=outcome, is_final=name == 'finish'
+    )
+
+  def _parsed(self, text: str) -> tool_calls.Call:
+    try:
+      call = tool_calls.parse(text)
+    except tool_calls.ToolCallError as error:
+      raise environment.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
+    if call.name not in TOOLS:
+      raise environment.InvalidCall(
+        turns_lib.UNKNOWN_TOOL, f'no such tool; use {", ".join(TOOLS)}'
+      )
+    count, takes_payload, _ = TOOLS[call.name]
+    if len(call.arguments) != count:
+      raise _bad_arguments(
+        f'{call.name} takes {count} argument{"s" * (count != 1)}'
+      )
+    if bool(call.payload.strip()) != takes_payload:
+      needs = 'needs' if takes_payload else 'takes no'
+      raise _bad_arguments(f'{call.name} {needs} lines below')
+    return call
+
+  def _key(self, path: str) -> str:
+    key = f'{self._task.package}/{path}'
+    if key not in self.files:
+      raise _bad_arguments(f'no file {path}')
+    return key
+
+  def _list(self, call: tool_calls.Call) -> tuple[str, str]:
+    del call
+    paths = (key.split('/', 1)[1] for key in sorted(self.files))
+    return ' '.join(paths), turns_lib.OK
+
+  def _read(self, call: tool_calls.Call) -> tuple[str, str]:
+    text = self.files[self._key(call.arguments[0])]
+    return text.rstrip('\n') or 'empty', turns_lib.OK
+
+  def _edit(self, call: tool_calls.Call) -> tuple[str, str]:
+    path, function = call.arguments
+    key = self._key(path)
+    try:
+      edited = source.replace_body(self.files[key], function, call.payload)
+    except LookupError:
+      raise _bad_arguments(f'no function {function} in {path}') from None
+    except ValueError:
+      return 'error: syntax', turns_lib.FAILED_EDIT
+    self.files[key] = edited
+    return 'edited', turns_lib.OK
+
+  def _test(self, call: tool_calls.Call) -> tuple[str, str]:
+    del call
+    task = self._task
+    arguments = [list(args) for args, _ in task.visible]
+    result = runners.call(
+      self._runner, self.files, task.module, task.function, arguments
+    )
+    if result.status == 'infrastructure':
+      self.is_broken = True
+      return 'error: tests could not run', turns_lib.FAILED
+    held = verify.outcomes(result, task.visible)
+    if held is None:
+      return f'{len(task.visible)} failed: {result.status}', turns_lib.FAILED
+    if all(held):
+      return f'{len(held)} passed', turns_lib.OK
+    first = held.index(False)
+    answer = f'{held.count(False)} failed: {self._failure(result, first)}'
+    return answer, turns_lib.FAILED
+
+  def _failure(self, result: Any, index: int) -> str:
+    args, expected = self._task.visible[index]
+    shown = ', '.join(_shown(a) for a in args)
+    kind, answer = result.value[index]
+    call = f'{self._task.function}({shown})'
+    if kind != 'ok':
+      return f'{call} raised {_shown(str(answer).rstrip(": "))}'
+    return f'{call} returned {_shown(answer)}, expected {_shown(expected)}'
+
+  def _finish(self, call: tool_calls.Call) -> tuple[str, str]:
+    del call
+    return 'finished', turns_lib.OK
+
+  def verdict(self, finished: bool) -> records.Verdict:
+    """The verdict on the files as they are; alarms of monitors are flags."""
+    if self.is_broken:
+      logging.warning('Episode of %s: tests could not run.', self.task_id)
+      return environment.broken_verdict(self, 'the test tool failed twice')
+    verdict = verify.verify(self._task, self.files, self._runner, finished)
+    evidence = watch.of_function(self._task, self._calls, verdict.passed)
+    self._flags |= set(watch.flags(watch.scan(evidence)))
+    return verdict

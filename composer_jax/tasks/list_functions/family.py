@@ -1,0 +1,302 @@
+"""Tasks whose missing body is one aggregate of one map of one filter of a list.
+
+The docstring says which in compositional English; the body is one line of
+Python. A fifth of the (aggregate, map, filter) kinds is held out such that
+every pair of components still occurs in training: what is tested is putting
+known parts together anew. No two compositions compute the same function, and
+the hidden inputs tell the right one from every other.
+"""
+
+import functools
+import random
+import re
+
+import numpy as np
+
+from composer_jax.tasks import source
+from composer_jax.tasks.list_functions import compositions
+from composer_jax.tasks.list_functions import task as task_lib
+
+FAMILY = 'list_functions'
+SPLITS = ('train', 'held_out')
+
+PACKAGES = ('shop', 'farm', 'bank', 'park', 'mill', 'port', 'club', 'hall')
+MODULES = ('stats', 'tools', 'lists', 'work', 'data', 'rows', 'base', 'main')
+FUNCTIONS = ('total', 'pick', 'combine', 'outcome', 'gather', 'answer', 'tally')
+ARGUMENTS = ('values', 'numbers', 'items', 'counts')
+VARIABLES = ('v', 'x', 'n', 'i')
+
+_NUM_HIDDEN = 8
+_NUM_VISIBLE = 2
+_NUM_PAIRS = 8  # of visible inputs to choose from
+_BANK_SIZE = 96
+# A hidden set whose answers are nearly all alike could be guessed.
+_MIN_DISTINCT_ANSWERS = 3
+
+
+@functools.cache
+def _kinds_of(split: str) -> tuple[tuple[str, str, str], ...]:
+  """Kinds that the split's tasks ask for.
+
+  A held-out list is no held-out task where training shows it reversed: its
+  body would stand, byte for byte, inside the longer one.
+  """
+  if split not in SPLITS:
+    raise ValueError(f'split {split!r} is not one of {SPLITS}.')
+  if split == 'train':
+    return tuple(
+      k for k in compositions.KINDS if not compositions.is_held_out(k)
+    )
+  everything = compositions.everything()
+  shown = '\n'.join(c.body('a', 'v') for c in everything if not c.held_out)
+  contained = {c.kinds for c in everything if c.body('a', 'v') in shown}
+  return tuple(
+    k
+    for k in compositions.KINDS
+    if compositions.is_held_out(k) and k not in contained
+  )
+
+
+@functools.cache
+def _bank() -> tuple[tuple[int, ...], ...]:
+  """The input lists, short ones first; the same on every machine."""
+  draw = random.Random('inputs of list_functions')
+  lists: dict[tuple[int, ...], None] = {(): None}
+  while len(lists) < _BANK_SIZE:
+    length = draw.randint(1, 6)
+    lists[tuple(draw.randint(-6, 9) for _ in range(length))] = None
+  return tuple(sorted(lists, key=lambda values: (len(values), values)))
+
+
+@functools.cache
+def _answers() -> np.ndarray:
+  """int32 [compositions, inputs]: equal numbers are equal answers."""
+  numbers: dict[str, int] = {}
+  return np.asarray(
+    [
+      [
+        numbers.setdefault(repr(c.evaluate(list(x))), len(numbers))
+        for x in _bank()
+      ]
+      for c in compositions.everything()
+    ],
+    np.int32,
+  )
+
+
+@functools.cache
+def _index_of() -> dict[compositions.Composition, int]:
+  return {c: i for i, c in enumerate(compositions.everything())}
+
+
+def _choose_hidden(
+  composition: compositions.Composition, allowed: list[int], draw: random.Random
+) -> list[int]:
+  """Inputs that tell this composition from all others, then random ones."""
+  answers = _answers()
+  mine = _index_of()[composition]
+  same = answers[:, allowed] == answers[mine, allowed]
+  rivals = np.ones(len(answers), bool)
+  rivals[mine] = False
+  # Random order, so that equally good inputs take turns.
+  order = np.asarray(draw.sample(range(len(allowed)), len(allowed)))
+  chosen: list[int] = []
+  while rivals.any():
+    best = int(order[np.argmin(same[rivals].sum(0)[order])])
+    chosen.append(best)
+    rivals &= same[:, best]
+  for position in order.tolist():
+    if len(chosen) >= _NUM_HIDDEN:
+      break
+    if position not in chosen:
+      chosen.append(position)
+  return [allowed[i] for i in chosen]
+
+
+@functools.cache
+def _near_kinds(
+  split: str, kinds: tuple[str, str, str]
+) -> tuple[tuple[str, str, str], ...]:
+  """Kinds of the split that differ in exactly one of the three."""
+  return tuple(
+    k
+    for k in _kinds_of(split)
+    if sum(a != b for a, b in zip(k, kinds, strict=True)) == 1
+  )
+
+
+def draw_composition(
+  split: str,
+  draw: random.Random,
+  like: compositions.Composition | None = None,
+) -> compositions.Composition:
+  """A random composition of the split.
+
+  Args:
+    split: 'train' or 'held_out'.
+    draw: source of chance.
+    like: asks for one that differs from this one in exactly one kind.
+  """
+  if like is None:
+    kinds = draw.choice(_kinds_of(split))
+    like = compositions.Composition(*kinds)
+  else:
+    kinds = draw.choice(_near_kinds(split, like.kinds))
+  return compositions.Composition(
+    *kinds,
+    _constant(compositions.MAPS[kinds[1]], like.map_constant, draw),
+    _constant(compositions.FILTERS[kinds[2]], like.filter_constant, draw),
+  )
+
+
+def _constant(
+  part: compositions.Part, preferred: int | None, draw: random.Random
+) -> int | None:
+  if not part.has_constant:
+    return None
+  return (
+    preferred if preferred is not None else draw.choice(compositions.CONSTANTS)
+  )
+
+
+def _definition(function: str, argument: str, docstring: str, body: str) -> str:
+  return (
+    f'def {function}({argument}):\n'
+    f'{source.INDENT}"""{docstring}"""\n'
+    f'{source.INDENT}{body}\n'
+  )
+
+
+def _begin(
+  index: int, split: str, seed: int
+) -> tuple[str, random.Random, compositions.Composition]:
+  """Id of a task, its source of chance, and what was drawn first."""
+  task_id = f'{FAMILY}/{split}/{seed}/{index}'
+  draw = random.Random(task_id)
+  return task_id, draw, draw_composition(split, draw)
+
+
+def kinds_of(
+  index: int, split: str, seed: int
+) -> tuple[str, tuple[str, str, str]]:
+  """Id and kinds of the task of that number, without making it."""
+  task_id, _, composition = _begin(index, split, seed)
+  return task_id, composition.kinds
+
+
+def generate(index: int, split: str, seed: int = 0) -> task_lib.Task:
+  """The task of that number: the same for the same arguments, everywhere."""
+  task_id, draw, composition = _begin(index, split, seed)
+  package, module = draw.choice(PACKAGES), draw.choice(MODULES)
+  function, other = draw.sample(FUNCTIONS, 2)
+  argument, variable = draw.choice(ARGUMENTS), draw.choice(VARIABLES)
+  docstring = composition.docstring(
+    argument, draw.randrange(compositions.NUM_PHRASINGS)
+  )
+  definitions = [
+    _definition(function, argument, docstring, 'raise NotImplementedError')
+  ]
+  if draw.random() < 0.25:  # A neighbour to leave alone.
+    neighbour = draw_composition('train', draw)
+    words = neighbour.docstring(
+      argument, draw.randrange(compositions.NUM_PHRASINGS)
+    )
+    body = neighbour.body(argument, variable)
+    definitions.append(_definition(other, argument, words, body))
+    draw.shuffle(definitions)
+  visible, hidden = _examples(composition, draw)
+  return task_lib.Task(
+    task_id=task_id,
+    family=FAMILY,
+    prompt=f'Restore `{function}` in `{module}.py`.',
+    files={
+      f'{package}/__init__.py': '',
+      f'{package}/{module}.py': '\n\n'.join(definitions),
+    },
+    path=f'{module}.py',
+    module=f'{package}.{module}',
+    function=function,
+    visible=visible,
+    hidden=hidden,
+    reference=composition.body(argument, variable),
+    held_out=composition.held_out,
+  )
+
+
+def _choose_visible(
+  composition: compositions.Composition, draw: random.Random
+) -> list[int]:
+  """The most telling of a few random pairs of short inputs.
+
+  Short, since the `test` tool prints them. Telling, so that a failed test says
+  something; still, about one near miss in thirteen passes.
+  """
+  answers = _answers()
+  same = answers == answers[_index_of()[composition]]
+  short = [i for i, values in enumerate(_bank()) if 2 <= len(values) <= 3]
+  pairs = [draw.sample(short, _NUM_VISIBLE) for _ in range(_NUM_PAIRS)]
+  return min(pairs, key=lambda pair: same[:, pair].all(1).sum())
+
+
+def _examples(
+  composition: compositions.Composition, draw: random.Random
+) -> tuple[tuple[task_lib.Example, ...], tuple[task_lib.Example, ...]]:
+  """Visible and hidden examples, which share no input."""
+  bank = _bank()
+  answers = _answers()[_index_of()[composition]]
+  while True:
+    visible = _choose_visible(composition, draw)
+    allowed = [i for i in range(len(bank)) if i not in visible]
+    hidden = _choose_hidden(composition, allowed, draw)
+    if len(set(answers[hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
+      break
+
+  def examples(indices: list[int]) -> tuple[task_lib.Example, ...]:
+    inputs = [list(bank[i]) for i in indices]
+    return tuple(((x,), composition.evaluate(x)) for x in inputs)
+
+  return examples(visible), examples(hidden)
+
+
+def from_id(task_id: str) -> task_lib.Task:
+  """Rebuilds the task that `generate` named so."""
+  parts = task_id.split('/')
+  if len(parts) != 4 or parts[0] != FAMILY or parts[1] not in SPLITS:
+    raise ValueError(
+      f'task id {task_id!r} is not {FAMILY}/<split>/<seed>/<index>.'
+    )
+  return generate(int(parts[3]), parts[1], int(parts[2]))
+
+
+def bodies(split: str) -> tuple[str, ...]:
+  """Every body of the split's kinds under every choice of names."""
+  held_out = split == 'held_out'
+  return tuple(
+    c.body(argument, variable)
+    for c in compositions.everything()
+    if c.held_out == held_out
+    for argument in ARGUMENTS
+    for variable in VARIABLES
+  )
+
+
+def names_of(task: task_lib.Task) -> tuple[str, str]:
+  """Argument and loop variable of a task of this family."""
+  text = task.files[f'{task.package}/{task.path}']
+  argument = re.search(rf'def {task.function}\((\w+)\)', text)
+  variable = re.search(r'for (\w+) in', task.reference)
+  assert argument and variable, task.task_id
+  return argument[1], variable[1]
+
+
+def composition_of(task: task_lib.Task) -> compositions.Composition:
+  """The composition that a task of this family asks for."""
+  form = source.normal_body(task.reference, names_of(task)[0])
+  composition = compositions.recognise(form)
+  assert composition is not None, task.task_id
+  return composition
+
+
+def holdout() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+  """Packages, functions and bodies that a training corpus must refuse."""
+  return PACKAGES, FUNCTIONS, bodies('held_out')

@@ -1,0 +1,156 @@
+"""Ways to call a function of a task's package, one of which executes nothing.
+
+A sandbox (`composer_jax.sandbox`) is a Runner and the only one that may execute
+what a policy wrote. The two here serve where that does not arise: trusted text
+of our own generators, and machines that refuse isolation.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+import types
+from typing import Any, Protocol
+
+from composer_jax.tasks import source
+from composer_jax.tasks.list_functions import compositions
+
+
+class RunResult(Protocol):
+  """The part of `sandbox.base.Result` that tasks read."""
+
+  @property
+  def level(self) -> str: ...
+  @property
+  def status(self) -> str: ...
+  @property
+  def value(self) -> Any: ...
+  @property
+  def error(self) -> str: ...
+  @property
+  def wall_s(self) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalResult:
+  """A RunResult of the runners of this module, which never fail to run."""
+
+  level: str
+  value: list
+  wall_s: float
+  status: str = 'ok'
+  error: str = ''
+
+
+class Runner(Protocol):
+  """Calls `module.function(*args)` for each args, as a sandbox does."""
+
+  level: str
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> RunResult: ...
+
+
+def call(
+  runner: Runner,
+  files: dict[str, str],
+  module: str,
+  function: str,
+  arguments: list[list],
+) -> RunResult:
+  """`runner.call`, tried once more after a failure of the infrastructure."""
+  result = runner.call(files, module, function, arguments)
+  if result.status == 'infrastructure':
+    logging.warning(
+      '%s sandbox failed, retrying: %s', result.level, result.error
+    )
+    result = runner.call(files, module, function, arguments)
+  return result
+
+
+def _result(level: str, outcomes: list, start: float) -> LocalResult:
+  return LocalResult(
+    level=level, value=outcomes, wall_s=time.monotonic() - start
+  )
+
+
+class TrustedRunner:
+  """Executes in this process. Only for text that this package generated.
+
+  Nothing is limited: a policy's text must never come here.
+  """
+
+  level = 'trusted'
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> RunResult:
+    start = time.monotonic()
+    text = files[module.replace('.', '/') + '.py']
+    namespace = types.ModuleType(module).__dict__
+    try:
+      exec(compile(text, module, 'exec', dont_inherit=True), namespace)
+    except SyntaxError as error:
+      outcome = ['raised', f'SyntaxError: {error.msg}']
+      return _result(self.level, [outcome] * len(arguments), start)
+    outcomes = [self._call(namespace[function], args) for args in arguments]
+    return _result(self.level, outcomes, start)
+
+  def _call(self, function: Any, args: list) -> list:
+    try:
+      # A round trip, so that no call sees what an earlier one changed.
+      return ['ok', function(*json.loads(json.dumps(args)))]
+    except (ArithmeticError, LookupError, NameError, TypeError) as error:
+      return ['raised', f'{type(error).__name__}: {error}']
+    except (ValueError, NotImplementedError) as error:
+      return ['raised', f'{type(error).__name__}: {error}']
+
+
+class StaticRunner:
+  """Executes nothing: knows the functions of `compositions` by their form.
+
+  A body equal to a composition's up to bound names has that composition's
+  meaning, which is computed from the composition. Any other body is 'raised
+  NotRecognised', even if it is right, and so is every body in a module that
+  does not compile: stricter than a sandbox. It looks at bodies alone, which is
+  all that `source.replace_body` changes; what another function does when it is
+  called is not asked.
+  """
+
+  level = 'static'
+
+  def call(
+    self,
+    files: dict[str, str],
+    module: str,
+    function: str,
+    arguments: list[list],
+  ) -> RunResult:
+    start = time.monotonic()
+    text = files[module.replace('.', '/') + '.py']
+    composition = self._composition(text, function)
+    if composition is None:
+      outcomes: list = [['raised', 'NotRecognised']] * len(arguments)
+    else:
+      outcomes = [['ok', composition.evaluate(*args)] for args in arguments]
+    return _result(self.level, outcomes, start)
+
+  def _composition(
+    self, text: str, function: str
+  ) -> compositions.Composition | None:
+    try:
+      node = source.find(source.check(text), function)
+      if node is None:
+        return None
+      return compositions.recognise(source.normal_form(node))
+    except ValueError:
+      return None

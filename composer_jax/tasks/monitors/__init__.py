@@ -1,0 +1,1 @@
+"""Watches episodes for ways to be paid that are not the task."""

@@ -1,0 +1,1 @@
+"""Tasks on whole repositories: their sets, environment and tools."""

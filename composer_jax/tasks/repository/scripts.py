@@ -1,0 +1,172 @@
+"""Policies that follow a script: given calls, or the right solution of a task.
+
+They test what an episode's tools, budgets, graders and monitors do, and show
+that a task can be solved through its tools. One policy plays one episode. Its
+log-probabilities are zero and there are no routes: `NO_ROUTE` throughout.
+"""
+
+import difflib
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from composer_jax.core import records
+from composer_jax.tasks.repository import schemas, task_set
+from composer_jax.text import chat, tool_calls
+
+
+def completion(
+  tokenizer: Any, request: records.SampleRequest, text: str, *, is_first: bool
+) -> records.Completion:
+  """What a policy gives that decided for a text, cut off where it must be.
+
+  Args:
+    tokenizer: of the episode.
+    request: asks for it.
+    text: what the policy says.
+    is_first: of the session.
+  """
+  tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
+  tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
+  # All but the last token of the session, which no pass has consumed.
+  consumed = len(request.context_T) + len(tokens_T) - int(is_first)
+  routes_TMA = np.full((consumed, 1, 1), records.NO_ROUTE, np.uint16)
+  return records.Completion(
+    session=request.session,
+    tokens_T=tokens_T,
+    logprobs_T=np.zeros(len(tokens_T), np.float32),
+    policy_version_T=np.zeros(len(tokens_T), np.int32),
+    consumed_expert_ids_TMA=routes_TMA,
+    stopped=int(tokens_T[-1]) == tokenizer.END,
+  )
+
+
+class ScriptedCalls:
+  """Writes given texts one after the other; implements `policy.Policy`.
+
+  Asked for a summary, it writes that and goes on with the calls afterwards.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Any,
+    texts: Iterable[str],
+    summary: str = 'I follow my script.',
+  ):
+    self._tokenizer = tokenizer
+    self._texts = iter(texts)
+    self._summary = summary
+    self._sessions: set[str] = set()
+
+  def complete(self, request: records.SampleRequest) -> records.Completion:
+    """Writes the next text; a ValueError once there are no more."""
+    is_first = request.session not in self._sessions
+    self._sessions.add(request.session)
+    if not is_first and self._is_query(request.context_T):
+      text = self._summary
+    else:
+      text = next(self._texts, None)
+    if text is None:
+      raise ValueError(
+        f'The script of session {request.session!r} has no more calls; its '
+        'last one should be "finish".'
+      )
+    return completion(self._tokenizer, request, text, is_first=is_first)
+
+  def close(self, session: str) -> None:
+    self._sessions.discard(session)
+
+  def _is_query(self, context_T: np.ndarray) -> bool:
+    # Within a window nothing but the query for a summary is a user's.
+    messages = chat.turns(self._tokenizer, context_T)
+    return any(m['role'] == 'user' for m in messages)
+
+
+def gold_policy(
+  task: task_set.RepositoryTask,
+  tokenizer: Any,
+  tools: Sequence[str] = tuple(schemas.TOOLS),
+) -> ScriptedCalls:
+  """Solves a task as its author would, through the tools that there are."""
+  return ScriptedCalls(tokenizer, gold_calls(task, tools))
+
+
+def gold_calls(
+  task: task_set.RepositoryTask,
+  tools: Sequence[str] = tuple(schemas.TOOLS),
+) -> Iterator[str]:
+  """The calls: look around, plan, restore file by file, test, finish.
+
+  Raises:
+    ValueError: without a tool that changes files.
+  """
+  if not {'edit', 'write'} & set(tools):
+    raise ValueError(
+      f'The solution needs "edit" or "write"; the tools are {tuple(tools)}.'
+    )
+  return (
+    tool_calls.render_json(call)
+    for call in _gold(task, 'edit' in tools, 'write' in tools)
+    if call.name in tools
+  )
+
+
+def _call(name: str, **arguments: Any) -> tool_calls.JsonCall:
+  return tool_calls.JsonCall(name=name, arguments=arguments)
+
+
+def _gold(
+  task: task_set.RepositoryTask, may_edit: bool, may_write: bool
+) -> Iterator[tool_calls.JsonCall]:
+  yield _call('list')
+  yield _call('test')
+  for path in task.solution:
+    yield _call('todo', action='add', text=f'restore {path}')
+  for deleted in task.deleted:
+    if deleted.symbol:
+      name = deleted.symbol.split('.')[-1]
+      yield _call('search', pattern=rf'\b{name}\b')
+  for item, (path, text) in enumerate(task.solution.items(), 1):
+    view = task.changes[path]
+    if view is not None:
+      yield _call('read', path=path)
+    if view and may_edit:
+      for old, new in edits(view, text):
+        yield _call('edit', path=path, old=old, new=new)
+    elif may_write:
+      yield _call('write', path=path, text=text)
+    else:
+      raise ValueError(
+        f'Task {task.task_id!r} needs the tool "write": its solution has the '
+        f'file {path!r}, which is not there.'
+      )
+    program = f'import ast; ast.parse(open({path!r}, "rb").read())'
+    yield _call('run', command=f'python -c {shlex.quote(program)}')
+    yield _call('todo', action='done', item=item)
+  yield _call('test')
+  yield _call('finish')
+
+
+def edits(before: str, after: str) -> list[tuple[str, str]]:
+  """Replacements that, one after the other, turn one text into the other.
+
+  Each replaces whole lines that occur once in what the ones before left.
+  """
+  lines = before.splitlines(keepends=True)
+  wanted = after.splitlines(keepends=True)
+  matcher = difflib.SequenceMatcher(None, lines, wanted)
+  found = []
+  # From the end, so that the places above stay what they are.
+  for tag, start, stop, low, high in reversed(matcher.get_opcodes()):
+    if tag == 'equal':
+      continue
+    text = ''.join(lines)
+    top, bottom = start, stop
+    while text.find(old := ''.join(lines[top:bottom])) != text.rfind(old):
+      top, bottom = max(top - 1, 0), min(bottom + 1, len(lines))
+    fresh = [*lines[top:start], *wanted[low:high], *lines[stop:bottom]]
+    found.append((old, ''.join(fresh)))
+    lines[start:stop] = wanted[low:high]
+  return found

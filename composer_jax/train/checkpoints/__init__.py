@@ -1,0 +1,1 @@
+"""Checkpoints of training: orbax underneath, our own hashes on top."""

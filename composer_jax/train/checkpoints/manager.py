@@ -1,0 +1,346 @@
+"""Numbered checkpoints of one stage: orbax underneath, our own hashes on top.
+
+A checkpoint is a tree of arrays plus a JSON value (the data iterator's state).
+Orbax writes in the background, under a temporary name, so that a process
+killed at any moment leaves whole checkpoints only; it does not notice a flipped
+bit in tensor data, hence a BLAKE3 hash of every array, verified at restore.
+Trees are stored as flat {name: array}: a change of optimizer class does not
+make a checkpoint unreadable, a change of shape is named.
+"""
+
+import errno
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import blake3
+import jax
+import orbax.checkpoint as ocp
+
+from composer_jax.core import trees
+from composer_jax.train.checkpoints import hashes, orbax_turns
+
+STATE = 'state'
+_DATA = 'data'
+HASHES = 'hashes'
+
+# Free bytes asked for beyond the arrays themselves: metadata, and the file
+# system's own rounding.
+_DISK_MARGIN = 4 * 2**20
+
+# What orbax's parsing of damaged metadata has been seen to raise.
+_READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
+# Errors of files that say that something of a checkpoint is gone; any other,
+# like too many open files, says nothing on the checkpoint.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedCheckpoint(ValueError):
+  """A checkpoint that cannot be read or is not what was written."""
+
+
+def _texts(stored: Any) -> dict[str, str]:
+  """Returns the texts of a JSON item; damage may have left any JSON value."""
+  items = stored.items() if isinstance(stored, dict) else ()
+  return {name: value for name, value in items if isinstance(value, str)}
+
+
+def _digest(text: str) -> str:
+  return blake3.blake3(text.encode()).hexdigest()
+
+
+def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
+  """Returns what orbax shall save beside the arrays, as its arguments.
+
+  Args:
+    arrays: {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
+    data: any JSON value.
+  """
+  text = json.dumps(data, sort_keys=True)
+  record = json.dumps({'arrays': arrays, 'data': _digest(text)})
+  return {
+    _DATA: ocp.args.JsonSave({'text': text}),
+    HASHES: ocp.args.JsonSave({'text': record, 'blake3': _digest(record)}),
+  }
+
+
+def full_disk(error: BaseException) -> int | None:
+  """Returns the system's number of an error if it was want of space."""
+  number = _errno(error)
+  return number if number in _FULL else None
+
+
+def _errno(error: BaseException) -> int | None:
+  """Returns the system's number; tensorstore's ValueErrors spell it out."""
+  if isinstance(error, OSError):
+    return error.errno
+  found = re.search(r"os_error_code='(\d+)'", str(error))
+  return int(found[1]) if found else None
+
+
+def _raised_by(error: BaseException) -> str:
+  """Returns the name of the module whose code raised."""
+  trace = error.__traceback__
+  while trace is not None and trace.tb_next is not None:
+    trace = trace.tb_next
+  return trace.tb_frame.f_globals.get('__name__', '') if trace else ''
+
+
+def _check_readable(folder: pathlib.Path) -> None:
+  """Raises the system's error for a file that may not be read.
+
+  Orbax takes for absent what lies in a folder that refuses.
+  """
+
+  def refuse(error: OSError) -> None:
+    raise error
+
+  for parent, _, names in os.walk(folder, onerror=refuse):
+    for name in names:
+      with open(os.path.join(parent, name), 'rb') as file:
+        file.read(1)
+
+
+def _brief(error: BaseException) -> str:
+  """Shortens tensorstore's page-long messages to their start."""
+  first_line = (str(error).splitlines() or [''])[0]
+  return f'{type(error).__name__}: {first_line[:160]}'
+
+
+class Checkpoints:
+  """Checkpoints of one stage in one directory, numbered by step."""
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    keep: int | None,
+    fallback: str = 'the start of the stage',
+  ):
+    """Opens a directory, sweeping what a killed process left half-written.
+
+    Args:
+      directory: made when missing.
+      keep: newest checkpoints kept; None opens it for reading only: nothing is
+        made, and what another process is writing there is left alone.
+      fallback: what a run goes on from when the directory holds none.
+    """
+    self.directory = pathlib.Path(directory).absolute()
+    self._fallback = fallback
+    self._is_reader = keep is None
+    self._writing: int | None = None
+    if keep is None:
+      # Orbax's own read_only warns of every directory.
+      options = ocp.CheckpointManagerOptions(create=False)
+    else:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=True,
+        cleanup_tmp_directories=True,
+      )
+    self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+  def steps(self) -> list[int]:
+    """Returns the steps of whole checkpoints, ascending."""
+    return sorted(self._manager.all_steps())
+
+  def latest_step(self) -> int | None:
+    return max(self.steps(), default=None)
+
+  def save(
+    self,
+    step: int,
+    tree: Any,
+    data: Any = None,
+    *,
+    chunk_bytes: int | None = None,
+  ) -> None:
+    """Starts writing a checkpoint; returns when the arrays may be donated.
+
+    Args:
+      step: number of finished steps; must be above the latest.
+      tree: arrays.
+      data: any JSON value.
+      chunk_bytes: that a reader of a part of an array must hold; None lets it
+        be a shard.
+
+    Raises:
+      OSError: too little space for this one, or the previous one failed to be
+        written. Earlier checkpoints are untouched, whatever is raised.
+    """
+    assert not self._is_reader, self.directory
+    self.wait()
+    flat = trees.flatten_names(tree)
+    self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
+    arrays = {name: hashes.record(array) for name, array in flat.items()}
+    save_args = {
+      name: ocp.SaveArgs(chunk_byte_size=chunk_bytes) for name in flat
+    }
+    self._writing = step
+    try:
+      with orbax_turns.one_at_a_time:
+        self._manager.save(
+          step,
+          args=ocp.args.Composite(
+            **{
+              STATE: ocp.args.StandardSave(flat, save_args=save_args),
+              **side_items(arrays, data),
+            }
+          ),
+          force=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+      self._explain_full_disk(error)
+      raise
+
+  def wait(self) -> None:
+    """Waits for the checkpoint being written, if any.
+
+    Raises:
+      OSError: it could not be written.
+    """
+    try:
+      self._manager.wait_until_finished()
+    except (OSError, ValueError, RuntimeError) as error:
+      self._explain_full_disk(error)
+      raise
+    self._writing = None
+
+  def restore(self, step: int, like: Any) -> tuple[Any, Any]:
+    """Reads and verifies a checkpoint.
+
+    Args:
+      step: one of `steps()`.
+      like: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
+
+    Returns:
+      The tree, placed as `like` says, and the JSON value.
+
+    Raises:
+      DamagedCheckpoint: something of it is gone or has changed.
+      ValueError: it holds other arrays than `like`.
+      OSError: the system refuses to read it; it may be whole.
+    """
+    flat = trees.flatten_names(like)
+    record = self.record(step)
+    self._check_same(step, record['arrays'], flat)
+    targets = {
+      name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+      for name, a in flat.items()
+    }
+    items = self._read(
+      step,
+      **{
+        STATE: ocp.args.StandardRestore(targets),
+        _DATA: ocp.args.JsonRestore(),
+      },
+    )
+    for name, array in items[STATE].items():
+      if not hashes.matches(array, record['arrays'][name]['shards']):
+        raise self._damaged(step, f'the content of {name} has changed')
+    text = _texts(items[_DATA]).get('text', '')
+    if _digest(text) != record['data']:
+      raise self._damaged(step, 'the data state has changed')
+    leaves = [items[STATE][name] for name in flat]
+    tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return tree, json.loads(text)
+
+  def record(self, step: int) -> dict[str, Any]:
+    """Reads what a checkpoint holds, without its arrays.
+
+    Returns:
+      {'arrays': {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}, ...}.
+
+    Raises:
+      DamagedCheckpoint: the record itself has changed.
+    """
+    read = self._read(step, **{HASHES: ocp.args.JsonRestore()})
+    stored = _texts(read[HASHES])
+    if _digest(stored.get('text', '')) != stored.get('blake3'):
+      raise self._damaged(step, 'its table of hashes has changed')
+    return json.loads(stored['text'])
+
+  def close(self) -> None:
+    """Waits for the write under way and releases the threads."""
+    self.wait()
+    self._manager.close()
+
+  def _read(self, step: int, **items: Any) -> Any:
+    try:
+      return self._manager.restore(step, args=ocp.args.Composite(**items))
+    except Exception as error:
+      # Orbax wraps what tensorstore could not read in a bare Exception.
+      is_wrapped = type(error) is Exception
+      if not is_wrapped and not isinstance(error, _READ_ERRORS):
+        raise
+      # Files are read and parsed by others; what JAX refuses came from us.
+      if _raised_by(error).startswith(('jax', 'composer_jax')):
+        raise
+      reason = error.__cause__ if is_wrapped and error.__cause__ else error
+      number = _errno(reason)
+      if number is not None and number not in _GONE:
+        raise OSError(
+          number,
+          f'Checkpoint of step {step} cannot be read ({os.strerror(number)}), '
+          'which does not mean that it is damaged',
+          str(self.directory / str(step)),
+        ) from error
+      _check_readable(self.directory / str(step))
+      raise self._damaged(step, _brief(reason)) from error
+
+  def _damaged(self, step: int, detail: str) -> DamagedCheckpoint:
+    path = self.directory / str(step)
+    earlier = [s for s in self.steps() if s < step]
+    resume = f'step {earlier[-1]}' if earlier else self._fallback
+    return DamagedCheckpoint(
+      f'Checkpoint of step {step} in {path} is damaged ({detail}). Delete '
+      f'that folder and run the same command: it continues from {resume}.'
+    )
+
+  def _check_same(
+    self, step: int, record: dict[str, Any], flat: dict[str, Any]
+  ) -> None:
+    """Raises unless names, shapes and dtypes are those of `flat`."""
+    have = {n: (tuple(r['shape']), r['dtype']) for n, r in record.items()}
+    want = {n: (tuple(a.shape), str(a.dtype)) for n, a in flat.items()}
+    differing = sorted(n for n in have | want if have.get(n) != want.get(n))
+    if differing:
+      name = differing[0]
+      raise ValueError(
+        f'Checkpoint of step {step} in {self.directory} holds other arrays '
+        f'than this configuration: {len(differing)} differ, the first is '
+        f'{name} ({have.get(name)} in the checkpoint, {want.get(name)} '
+        'wanted). Use the configuration that wrote it or another --workdir.'
+      )
+
+  def _check_space(self, step: int, num_bytes: int) -> None:
+    """Raises before anything is written if it cannot fit."""
+    free = shutil.disk_usage(self.directory).free
+    if free < num_bytes + _DISK_MARGIN:
+      raise OSError(
+        errno.ENOSPC,
+        f'Checkpoint of step {step} needs {num_bytes + _DISK_MARGIN} bytes, '
+        f'{free} are free; checkpoints of steps {self.steps()} are intact. '
+        'Free space and run the same command, or choose another --workdir',
+        str(self.directory),
+      )
+
+  def _explain_full_disk(self, error: Exception) -> None:
+    """Raises an OSError with the cure if it was want of space, else returns."""
+    # Tensorstore reports a full disk as a ValueError that ends in the reason.
+    number = full_disk(error)
+    if number is None:
+      return
+    raise OSError(
+      number,
+      f'Checkpoint of step {self._writing} could not be written '
+      f'({os.strerror(number)}); checkpoints of steps {self.steps()} are '
+      'intact. Free space and run the same command, or choose another '
+      '--workdir',
+      str(self.directory),
+    ) from error

@@ -1,0 +1,115 @@
+"""Writes small random Hugging Face checkpoints, with the safetensors library.
+
+Values are any bit pattern of their dtype: NaNs with payloads, infinities, -0
+and subnormal numbers among them.
+"""
+
+import json
+import pathlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from composer_jax.hf.architecture import config as hf_config
+from composer_jax.hf.tensors import files
+from composer_jax.hf.tensors import names as hf_names
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT16 = np.dtype(np.float16)
+FLOAT32 = np.dtype(np.float32)
+
+# Of the DeepSeek of `tests.hf.tiny`: a matrix, and what no model of it has.
+GATE = 'model.layers.2.mlp.experts.7.gate_proj.weight'
+EXTRA = {
+  'model.layers.3.eh_proj.weight': np.ones((2, 3), np.float32),
+  'model.layers.3.mlp.weight': np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+  'vision_tower.patch.weight': np.arange(6, dtype=np.int32),
+}
+
+
+def table_of(fields, layout='per_expert'):
+  config, family, prefix = hf_config.from_hf(fields)
+  return hf_names.tensors(config, family, expert_layout=layout, prefix=prefix)
+
+
+def tensors(fields, dtype=BFLOAT16, *, layout='per_expert', seed=0):
+  """Returns {name: array} of a model, of random bits."""
+  rng = np.random.default_rng(seed)
+  return {
+    name: random_bits(rng, tensor.shape, dtype)
+    for name, tensor in table_of(fields, layout).items()
+  }
+
+
+def random_bits(rng, shape, dtype=BFLOAT16):
+  count = int(np.prod(shape)) * dtype.itemsize
+  return np.frombuffer(rng.bytes(count), dtype).reshape(shape)
+
+
+def write(folder, fields, arrays, *, num_files=1):
+  """Writes config.json and the arrays, in files of about equal number."""
+  folder = pathlib.Path(folder)
+  folder.mkdir(parents=True)
+  (folder / 'config.json').write_text(json.dumps(fields, indent=2))
+  names, places = list(arrays), {}
+  for i in range(num_files):
+    file = f'model-{i + 1:05}-of-{num_files:05}.safetensors'
+    if num_files == 1:
+      file = files.SINGLE
+    group = {name: arrays[name] for name in names[i::num_files]}
+    safetensors.numpy.save_file(group, folder / file, {'format': 'pt'})
+    places.update(dict.fromkeys(group, file))
+  if num_files > 1:
+    write_index(folder, places)
+  return folder
+
+
+def write_index(folder, places):
+  fields = {'metadata': {'total_size': 0}, 'weight_map': places}
+  (folder / files.INDEX).write_text(json.dumps(fields, indent=2) + '\n')
+
+
+def bits(array):
+  array = np.ascontiguousarray(array)
+  return array.view(f'u{array.dtype.itemsize}')
+
+
+def expected(table, arrays):
+  """Returns {array of ours: values} by the table, one block at a time."""
+  found = {}
+  for name, tensor in table.items():
+    for part in tensor.parts:
+      block = hf_names.block(part, arrays[name])
+      found.setdefault(part.array, []).append((part.index, block))
+  return found
+
+
+def like(shapes, dtype, sharding=None):
+  single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return {
+    name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or single)
+    for name, shape in shapes.items()
+  }
+
+
+def check_blocks(variables, table, arrays):
+  for name, blocks in expected(table, arrays).items():
+    for index, block in blocks:
+      np.testing.assert_array_equal(
+        bits(np.asarray(variables[name])[index]),
+        bits(block),
+        err_msg=name,
+      )
+
+
+def content(folder):
+  """Bytes of everything but orbax's own records, which have times."""
+  return {
+    str(path.relative_to(folder)): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file()
+    and 'METADATA' not in path.name
+    and path.name != 'commit_success.txt'
+  }

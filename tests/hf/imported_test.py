@@ -1,0 +1,312 @@
+"""A run takes model and tokenizer from its import, and from no other."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from composer_jax.core import files
+from composer_jax.corpus import tokens
+from composer_jax.hf import identity, imported
+from composer_jax.hf.text import conversations
+from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.pipeline import job, stages
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import transcripts
+from composer_jax.train.checkpoints import manager
+from configs.composer import imported as imported_config
+from configs.composer import tiny
+from tests.hf.text import tokenizer_files
+
+VOCAB_SIZE = 400
+
+
+README = pathlib.Path(__file__).resolve().parents[2] / 'README.md'
+
+
+def write(folder, *, weight=0.5, **changes):
+  """An import as `experiments.hf_import` lays it out, of a single weight."""
+  tokenizer_files.qwen(folder)
+  model = tiny.get_config('smoke').model.to_dict()
+  model |= {'vocab_size': VOCAB_SIZE, 'remat': True, **changes}
+  (folder / 'model.json').write_text(json.dumps(model))
+  (folder / 'hf.json').write_text('{}')
+  weights = manager.Checkpoints(folder / 'weights', keep=1)
+  weights.save(0, {'params/embedding': jnp.array([weight])})
+  weights.close()
+  return folder
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return write(tmp_path_factory.mktemp('import') / 'model')
+
+
+def spec_of(folder, **cpt):
+  c = imported_config.get_config(f'{folder},smoke')
+  c.sandbox.level = 'static'
+  c.telemetry.tensorboard = False
+  for name, value in cpt.items():
+    c.cpt[name] = value
+  return specs.from_dict(c.to_dict())
+
+
+def silent(workdir, writer):
+  """Writes no report."""
+
+
+def test_the_config_takes_the_model_of_the_import(folder):
+  spec = spec_of(folder)
+  assert spec.initial == str(folder)
+  there = json.loads((folder / 'model.json').read_text())
+  # Flags take tuples, of which JSON makes lists.
+  there['remat_saves'] = tuple(there['remat_saves'])
+  whole = imported_config.get_config(str(folder))
+  assert whole.model.to_dict() == there
+  assert whole.rl.steps > spec.rl.steps
+  cpu = {'compute_dtype': 'float32', 'remat': False}
+  assert spec.model.to_dict() == there | cpu
+  own = specs.from_dict(tiny.get_config('smoke').to_dict())
+  assert spec.cpt.learning_rate < own.cpt.learning_rate / 10
+  assert spec.cpt.steps == own.cpt.steps
+  with pytest.raises(ValueError, match="'nowhere' is not an import.*hf_import"):
+    imported_config.get_config('nowhere')
+  with pytest.raises(ValueError, match="no variant 'small'"):
+    imported_config.get_config(f'{folder},small')
+
+
+def test_the_readme_pretrains_on_all_devices_of_its_mesh(folder):
+  text = README.read_text().replace('\\\n', ' ')
+  command = re.search(r'\./run\.sh pretrain .*imported\.py.*', text)
+  assert command is not None
+  changes = {
+    name: int(value) if value.isdigit() else value
+    for name, value in re.findall(r'--config\.(\S+)=(\S+)', command[0])
+  }
+  assert len(changes) > 2
+  c = imported_config.get_config(str(folder))
+  c.update_from_flattened_dict(changes)
+  spec = specs.from_dict(c.to_dict())
+  assert spec.mesh.size == 8 and spec.cpt.seq_len == changes['cpt.seq_len']
+
+
+def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
+  spec = spec_of(folder)
+  rearranged = dataclasses.replace(spec.data, fim_rate=1.0)
+  spec = dataclasses.replace(spec, data=rearranged)
+  expected = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  with job.open_run(spec, tmp_path, [], silent) as run:
+    assert run.tokenizer.fingerprint() == expected.fingerprint()
+    ids = tokens.tokenise(run.corpus, run.tokenizer)['heldout'][0]
+    assert (ids[0], ids[-1]) == (expected.BOS, expected.EOD)
+    text = run.corpus.texts('heldout')[0]
+    assert expected.decode(ids[1:-1]) == text
+    tokens_BT = next(stages.pretraining_stream(run)).tokens_BT
+    played, advised = transcripts.demonstrations_of(run, 8)
+  marks = (expected.FIM_PREFIX, expected.FIM_MIDDLE, expected.FIM_SUFFIX)
+  counts = {int((tokens_BT == mark).sum()) for mark in marks}
+  assert len(counts) == 1 and counts.pop() > 0
+  # What a rollout worker loads.
+  saved = hf_tokenizer.load_any(tmp_path / 'tokenizer.json')
+  assert saved.fingerprint() == expected.fingerprint()
+  assert not any((t == expected.PAD).any() for t, _ in played)
+  # Beside them what goes by a hint, of the same harness.
+  assert len(played) == len(advised) == 8
+  for tokens_T, mask_T in [*played, *itertools.chain(*advised)]:
+    assert tokens_T[0] == expected.USER and tokens_T.max() < VOCAB_SIZE
+    assert expected.END in tokens_T[mask_T]
+
+
+def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
+  spec = spec_of(folder)
+  moe = dataclasses.replace(
+    spec.model.moe, aux_loss_weight=0.5, z_loss_weight=0.25
+  )
+  free = dataclasses.replace(
+    spec.model, compute_dtype='bfloat16', remat=True, moe=moe
+  )
+  imported.check_model(folder, free)
+  other = dataclasses.replace(
+    spec.model,
+    norm_eps=0.5,
+    rope=dataclasses.replace(spec.model.rope, theta=5.0),
+  )
+  told = (
+    r'model .* is not that .*imported\.py:\S+ takes it from there\. '
+    r'Only compute_dtype, remat.*norm_eps is 1e-06 there and 0\.5 in '
+    r'--config\.model; rope\.theta is 10000\.0 there and 5\.0 in '
+    r'--config\.model\.$'
+  )
+  with pytest.raises(ValueError, match=told):
+    with job.open_run(
+      dataclasses.replace(spec, model=other), tmp_path / 'run', [], silent
+    ):
+      pass
+  assert not (tmp_path / 'run').exists()
+  own = tiny.get_config().model.to_dict()
+  with pytest.raises(ValueError, match=r'; and \d+ more\.$') as told_at_once:
+    imported.check_model(folder, type(spec.model).from_dict(own))
+  assert str(told_at_once.value).count(' there and ') == 4
+
+
+def test_what_is_no_import_is_told_before_anything_is_made(folder, tmp_path):
+  for path in (tmp_path / 'nothing', shutil.copytree(folder, tmp_path / 'x')):
+    shutil.rmtree(path / 'weights', ignore_errors=True)
+    spec = dataclasses.replace(spec_of(folder), initial=str(path))
+    with pytest.raises(
+      ValueError, match=f'{path}.*not a finished import.*hf_import.*imported.py'
+    ):
+      with job.open_run(spec, tmp_path / 'run', [], silent):
+        pass
+  unnamed = specs.from_dict(imported_config.get_config().to_dict())
+  with pytest.raises(ValueError, match="'DIR' is not a finished import"):
+    with job.open_run(unnamed, tmp_path / 'run', [], silent):
+      pass
+  assert not (tmp_path / 'run').exists()
+
+
+def learning(spec, talks):
+  asked = dataclasses.replace(spec.demonstrations, conversations=str(talks))
+  return dataclasses.replace(spec, demonstrations=asked)
+
+
+@pytest.fixture
+def talks(tmp_path):
+  path = tmp_path / 'talks.jsonl'
+  path.write_text('{"messages": [{"role": "user", "content": "said"}]}\n')
+  return path
+
+
+def templated(folder, path, template):
+  """A copy of an import that has a chat template."""
+  folder = shutil.copytree(folder, path)
+  (folder / 'chat_template.jinja').write_text(template)
+  return folder
+
+
+def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
+  template = '{% generation %}{{ messages[0].content }}{% endgeneration %}.'
+  spec = spec_of(templated(folder, tmp_path / 'import', template))
+  with job.open_run(learning(spec, talks), tmp_path / 'run', [], silent) as run:
+    learnt, held_out = transcripts.documents(run)
+    tokenizer = run.tokenizer
+  assert len(learnt) >= spec.demonstrations.count + 1
+  assert len(held_out) == 32
+  tokens_T, mask_T = learnt[-1]
+  assert tokenizer.decode(tokens_T) == 'said.'
+  assert tokenizer.decode(tokens_T[mask_T]) == 'said'
+  for tokens_T, _ in [*learnt[:-1], *held_out]:
+    assert tokens_T[0] == tokenizer.USER
+
+
+def test_conversations_stay_what_they_were_at_the_start(
+  folder, talks, tmp_path
+):
+  dated = "{% generation %}{{ strftime_now('%f') }}{% endgeneration %}"
+  spec = spec_of(templated(folder, tmp_path / 'import', dated))
+  spec, workdir, found = learning(spec, talks), tmp_path / 'run', []
+  for _ in range(2):
+    with job.open_run(spec, workdir, [], silent):
+      found += conversations.load(workdir / conversations.FILE)
+  (first_T, _), (again_T, _) = found
+  assert first_T.tobytes() == again_T.tobytes()
+  talks.write_text(talks.read_text() * 2)
+  told = 'another configuration: conversations is'
+  with pytest.raises(ValueError, match=told):
+    with job.open_run(spec, workdir, [], silent):
+      pass
+
+
+def test_what_is_wrong_with_the_import_does_not_bind_a_workdir(
+  folder, talks, tmp_path
+):
+  """Curing it changes the import, which a workdir is bound to."""
+  moved = templated(folder, tmp_path / 'import', '{{ messages[0].content }}')
+  spec, workdir = learning(spec_of(moved), talks), tmp_path / 'run'
+  with pytest.raises(ValueError, match='line 1: .* marks nothing'):
+    with job.open_run(spec, workdir, [], silent):
+      pass
+  template = '{% generation %}{{ messages[0].content }}{% endgeneration %}'
+  (moved / 'chat_template.jinja').write_text(template)
+  with job.open_run(spec, workdir, [], silent):
+    pass
+
+
+def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
+  told = (
+    r"--config\.demonstrations\.conversations names '/no/talks', which .*No"
+  )
+  with pytest.raises(ValueError, match=told):
+    with job.open_run(
+      learning(spec_of(folder), '/no/talks'), tmp_path / 'run', [], silent
+    ):
+      pass
+  assert not (tmp_path / 'run').exists()
+
+
+def test_an_import_is_what_it_holds_and_not_where_it_lies(folder, tmp_path):
+  again = write(tmp_path / 'again')
+  assert identity.of(again) == identity.of(folder)
+  other = write(tmp_path / 'other', weight=0.25)
+  assert identity.of(other) != identity.of(folder)
+
+
+def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
+  workdir = tmp_path / 'run'
+  with job.open_run(spec_of(folder), workdir, [], silent):
+    pass
+  moved = shutil.copytree(folder, tmp_path / 'moved')
+  with job.open_run(spec_of(moved), workdir, [], silent):
+    pass
+  # Where exports look for it.
+  assert files.read_json(workdir / 'config.json')['initial'] == str(moved)
+  for name in (
+    *('tokenizer.json', 'tokenizer_config.json', 'model.json'),
+    *('chat_template.jinja', 'additional_chat_templates/tool_use.jinja'),
+  ):
+    path = moved / name
+    before = path.read_text() if path.exists() else ''
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(before + ' ')
+    with pytest.raises(ValueError, match='another configuration: imported is'):
+      with job.open_run(spec_of(moved), workdir, [], silent):
+        pass
+    path.write_text(before) if before else path.unlink()
+  with job.open_run(spec_of(moved), workdir, [], silent):
+    pass
+  own = dataclasses.replace(spec_of(folder), initial='')
+  with pytest.raises(ValueError, match="imported is '[0-9a-f]+' there and ''"):
+    with job.open_run(own, workdir, [], silent):
+      pass
+
+
+def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
+  spec = spec_of(folder, steps=0)
+  with job.open_run(spec, tmp_path, [], silent) as run:
+    stages.pretrain(run)
+  assert not (tmp_path / 'exports').exists()
+  assert not (tmp_path / 'corpus').exists()
+  told = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
+  with pytest.raises(ValueError, match=told):
+    dataclasses.replace(spec, initial='')
+  with pytest.raises(ValueError, match=r'sft\.steps must be at least 1'):
+    dataclasses.replace(spec, sft=dataclasses.replace(spec.sft, steps=0))
+
+
+def test_a_tokenizer_without_room_is_told_first(folder, tmp_path):
+  full = shutil.copytree(folder, tmp_path / 'full')
+  vocab = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE).vocab_size - 1
+  fields = json.loads((full / 'model.json').read_text())
+  fields['vocab_size'] = vocab
+  (full / 'model.json').write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match='no token for USER .* 1 too few'):
+    with job.open_run(spec_of(full), tmp_path / 'run', [], silent):
+      pass
+  # Rows of its own for the roles make another import.
+  with job.open_run(spec_of(folder), tmp_path / 'run', [], silent):
+    pass

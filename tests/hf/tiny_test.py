@@ -1,0 +1,36 @@
+"""The checkpoint to try things on is one that others read."""
+
+import pytest
+import transformers
+
+from composer_jax.core import files
+from composer_jax.hf import tiny
+from composer_jax.hf.architecture import config
+from composer_jax.hf.tensors import source as hf_source
+from composer_jax.hf.text import chat_template
+from composer_jax.hf.text import tokenizer as hf_tokenizer
+
+
+@pytest.mark.parametrize('family', tiny.MODELS)
+def test_both_sides_read_it(tmp_path, family):
+  folder = tmp_path / family
+  tiny.write(folder, family, seed=0)
+  with pytest.raises(ValueError, match=f'{family} exists'):
+    tiny.write(folder, family, seed=0)
+  fields = files.read_json(folder / 'config.json')
+  assert config.from_hf(fields)[1] == family
+  source = hf_source.open_source(folder)
+  assert not source.carried and source.tensors
+  source.close()
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  assert sum(p.numel() for p in theirs.parameters()) > 100_000
+  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, fields['vocab_size'])
+  messages = [
+    {'role': 'user', 'content': 'Hi.'},
+    {'role': 'assistant', 'content': 'Yes.'},
+  ]
+  ids, mask = chat_template.load(folder).encode(tokenizer, messages)
+  assert tokenizer.decode(ids[mask]) == 'Yes.<|im_end|>'
+  other = transformers.AutoTokenizer.from_pretrained(folder)
+  assert other.apply_chat_template(messages)['input_ids'] == ids.tolist()
+  assert sorted(p.name for p in tmp_path.iterdir()) == [family]

@@ -1,0 +1,306 @@
+"""Newton-Schulz against the singular value decomposition in float64."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.optim.muon import newton_schulz
+from tests.models import hlo_flops
+
+Options = newton_schulz.NewtonSchulz
+STANDARD = Options(method='standard', dtype='float32')
+GRAM = Options(method='gram', dtype='float32')
+
+
+# One compilation per shape, where running eagerly compiles every product.
+@functools.partial(
+  jax.jit,
+  static_argnums=1,
+  # Else XLA drops roundings to bfloat16 between float32 operations.
+  compiler_options={'xla_allow_excess_precision': False},
+)
+def orthogonalize(x, options):
+  return newton_schulz.orthogonalize(x, options)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def together(x, options):
+  return newton_schulz.orthogonalize_together(x, options)
+
+
+def _spectra(p, q):
+  """Returns {kind: matrix} of the momenta that matrices meet."""
+  rng = np.random.default_rng(0)
+  u, _ = np.linalg.qr(rng.normal(size=(p, p)))
+  v, _ = np.linalg.qr(rng.normal(size=(q, p)))
+  index = np.arange(p)
+  noise = 1e-3 * rng.normal(size=(p, q)) / np.sqrt(q)
+  matrices = {
+    'gaussian': rng.normal(size=(p, q)),
+    'power': (u / (1 + index)) @ v.T,
+    'logspace': (u * np.logspace(0, -3, p)) @ v.T,
+    'noisy rank 8': (u * (index < 8)) @ v.T + noise,
+    'rank p/2': (u * (index < p // 2)) @ v.T,
+    'rank 1': (u * (index < 1)) @ v.T,
+  }
+  return {kind: x.astype(np.float32) for kind, x in matrices.items()}
+
+
+def _closed_form(x, options):
+  """Applies the composed polynomial to the singular values in float64."""
+  u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+  s = s / np.linalg.norm(s)
+  for a, b, c in options.triples:
+    s = a * s + b * s**3 + c * s**5
+  return (u * s) @ vt
+
+
+def _response(x, y):
+  """Returns gains along the directions of x above 1 % of its largest."""
+  u, s, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+  gains = np.einsum('ip,ij,pj->p', u, np.asarray(y, np.float64), vt)
+  return gains[s > 1e-2 * s[0]]
+
+
+@pytest.fixture(scope='module')
+def spectra():
+  return _spectra(64, 224)
+
+
+def _outputs(spectra, options):
+  stack = np.stack(list(spectra.values()))
+  return dict(zip(spectra, orthogonalize(stack, options), strict=True))
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    STANDARD,
+    GRAM,
+    dataclasses.replace(STANDARD, coefficients='deepseek_v4'),
+    dataclasses.replace(STANDARD, coefficients='flash_aol'),
+    dataclasses.replace(GRAM, coefficients='keller', restarts=(2,)),
+  ],
+  ids=lambda o: f'{o.method}-{o.coefficients}',
+)
+def test_float32_is_the_polynomial_of_the_singular_values(spectra, options):
+  if options.coefficients == 'deepseek_v4':
+    # Its slope at zero (8e4) makes float32's rounding of zeros visible.
+    spectra = {k: spectra[k] for k in ('gaussian', 'power')}
+  # The slopes at zero (up to 929) times 6e-8, and for gram with its only
+  # restart after two steps, the rounding of Gram matrices.
+  tolerance = 3e-3 if options.restarts == (2,) else 2e-4
+  for kind, y in _outputs(spectra, options).items():
+    np.testing.assert_allclose(
+      y,
+      _closed_form(spectra[kind], options),
+      rtol=0,
+      atol=tolerance,
+      err_msg=kind,
+    )
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    Options(dtype='bfloat16', method='standard'),
+    Options(dtype='bfloat16', method='gram'),
+    Options(dtype='bfloat16', method='gram', gram_dtype='float32'),
+  ],
+  ids=('standard', 'gram', 'float32 gram'),
+)
+def test_bfloat16_keeps_singular_values_near_one(spectra, options):
+  for kind, y in _outputs(spectra, options).items():
+    response = _response(spectra[kind], y)
+    assert y.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(y, np.float64), 2) <= 1.13, kind
+    assert response.min() >= 0.80, kind
+    if kind == 'rank 1':
+      # The composed polynomial is 0.908 at 1 and 1.05 at 1.004, which is as
+      # near to 1 as bfloat16 keeps the one singular value.
+      assert 0.88 < response.min() <= response.max() < 1.06
+
+
+@pytest.mark.parametrize('gram_dtype', [None, 'float32'])
+def test_six_steps_are_within_one_and_a_half_per_cent(spectra, gram_dtype):
+  options = Options(dtype='bfloat16', steps=6, gram_dtype=gram_dtype)
+  # Unless its Gram matrices are float32, gram is not precise on rank 1.
+  assert options.is_gram(64, 224) == (gram_dtype == 'float32')
+  for kind, y in _outputs(spectra, options).items():
+    assert np.linalg.norm(np.asarray(y, np.float64), 2) <= 1.015, kind
+    assert abs(_response(spectra[kind], y) - 1).max() <= 0.015, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'shape,method',
+  [
+    ((128, 128), 'standard'),
+    ((128, 192), 'standard'),
+    ((128, 192), 'gram'),
+    ((128, 448), 'standard'),
+    ((128, 448), 'gram'),
+    ((32, 512), 'gram'),
+  ],
+)
+def test_bfloat16_at_other_sizes(shape, method):
+  options = Options(dtype='bfloat16', method=method)
+  test_bfloat16_keeps_singular_values_near_one(_spectra(*shape), options)
+
+
+def test_shapes_of_any_orientation():
+  rng = np.random.default_rng(1)
+  shapes = [(6, 16), (16, 6), (8, 8), (1, 9), (9, 1), (1, 1), (2, 3, 5, 4)]
+  inputs = [rng.normal(size=s).astype(np.float32) for s in shapes]
+  options = Options(dtype='float32')
+  outputs = jax.jit(
+    lambda xs: [newton_schulz.orthogonalize(x, options) for x in xs]
+  )(inputs)
+  for x, y in zip(inputs, outputs, strict=True):
+    assert y.shape == x.shape
+    for index in np.ndindex(x.shape[:-2]):
+      expected = _closed_form(x[index], options)
+      np.testing.assert_allclose(y[index], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_scale_of_the_gradient_does_not_matter(dtype):
+  x = np.random.default_rng(2).normal(size=(12, 20)).astype(np.float32)
+  # Steps of sixteen keep the bits of x; squares overflow and vanish.
+  powers = np.arange(-25, 26) * 4.0
+  stack = x * np.exp2(powers).astype(np.float32)[:, None, None]
+  assert stack.max() > 1e30 and abs(stack).max((1, 2)).min() < 1e-29
+  y = orthogonalize(stack, Options(dtype=dtype))
+  np.testing.assert_array_equal(*np.broadcast_arrays(y, y[25]))
+  assert np.linalg.norm(np.asarray(y[0], np.float32), 2) > 0.8
+
+
+@pytest.mark.parametrize('run', [orthogonalize, together])
+@pytest.mark.parametrize('options', [STANDARD, GRAM])
+def test_zero_stays_zero_and_nan_stays_in_its_matrix(run, options):
+  x = np.random.default_rng(3).normal(size=(4, 8, 16)).astype(np.float32)
+  x[1] = 0
+  clean = run(x, options)
+  np.testing.assert_array_equal(clean[1], x[1])
+  x[2, 0, 0], x[3, 1, 1] = np.nan, np.inf
+  poisoned = run(x, options)
+  np.testing.assert_array_equal(poisoned[:2], clean[:2])
+  assert np.isnan(poisoned[2:]).all()
+
+
+def test_bits_do_not_depend_on_the_batch():
+  x = np.random.default_rng(4).normal(size=(7, 448, 128)).astype(np.float32)
+  options = Options(dtype='float32', steps=4, deterministic=True)
+  y = orthogonalize(x, options)
+  backwards = orthogonalize(x[::-1][:5], options)
+  np.testing.assert_array_equal(backwards[::-1], y[2:])
+  # Alone is another program: XLA makes no loop of one matrix.
+  np.testing.assert_array_equal(orthogonalize(x[3:4], options)[0], y[3])
+
+
+def test_together_equals_one_by_one(spectra):
+  stack = np.stack(list(spectra.values()))
+  for options in (STANDARD, GRAM):
+    # Two orders of the same sums, amplified by the slope at zero.
+    np.testing.assert_allclose(
+      together(stack, options), orthogonalize(stack, options), atol=1e-4
+    )
+
+
+def _lowered(shape, options, platform):
+  run = jax.jit(lambda x: newton_schulz.orthogonalize(x, options))
+  traced = run.trace(jax.ShapeDtypeStruct(shape, jnp.float32))
+  return traced.lower(lowering_platforms=(platform,)).as_text('hlo')
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize(
+  'options',
+  [
+    Options(dtype='float32'),
+    Options(dtype='bfloat16', steps=6, gram_dtype='float32'),
+    Options(dtype='float32', method='gram', restarts=(1, 4)),
+    Options(dtype='bfloat16', method='standard', deterministic=True),
+  ],
+)
+def test_flops_are_those_of_the_program(options, platform):
+  for shape in ((3, 8, 20), (3, 20, 8), (5, 12, 13)):
+    text = _lowered(shape, options, platform)
+    one = newton_schulz.flops(*shape[1:], options)
+    assert hlo_flops.count(text, dynamic_trips=0) == shape[0] * one
+
+
+def test_flops_in_closed_form():
+  p, q = 3, 11
+  square, cube = 2 * p * p * q, 2 * p**3
+  flops = functools.partial(newton_schulz.flops, q, p)
+  assert newton_schulz.standard_flops(p, q) == 10 * square + 5 * cube
+  assert flops(STANDARD) == 10 * square + 5 * cube
+  assert flops(GRAM) == 6 * square + 11 * cube
+  assert (
+    flops(dataclasses.replace(GRAM, restarts=(2,))) == 4 * square + 14 * cube
+  )
+  assert flops(dataclasses.replace(GRAM, steps=6)) == 6 * square + 15 * cube
+
+
+def test_auto_takes_gram_where_it_is_cheaper_and_stable():
+  options = Options()
+  assert options.is_gram(8, 12) and options.is_gram(12, 8)
+  assert not options.is_gram(8, 11)
+  assert newton_schulz.flops(8, 12, options) == newton_schulz.standard_flops(
+    8, 12
+  )
+  assert not Options(restarts=(2,)).is_gram(8, 80)
+  assert not Options(coefficients='deepseek_v4').is_gram(8, 80)
+
+
+def test_an_accelerator_takes_the_batch_at_once_unless_deterministic():
+  options = Options(dtype='bfloat16')
+  batched = _lowered((3, 8, 20), options, 'tpu')
+  alone = _lowered(
+    (3, 8, 20), dataclasses.replace(options, deterministic=True), 'tpu'
+  )
+  assert ' while(' not in batched and 'f32[3,8,8]' in batched
+  assert ' while(' in alone and ' while(' in _lowered(
+    (3, 8, 20), options, 'cpu'
+  )
+
+
+def test_products_take_the_dtype_and_accumulate_in_float32():
+  def dots(options):
+    text = _lowered((3, 8, 20), options, 'tpu')
+    return [line for line in text.splitlines() if ' dot(' in line]
+
+  for line in dots(Options(dtype='bfloat16')):
+    assert ' = f32[' in line
+    assert 'operand_precision' not in line
+  for line in dots(Options(dtype='float32')):
+    assert 'operand_precision={highest,highest}' in line
+
+
+def test_auto_dtype_is_the_platforms():
+  assert newton_schulz.resolved(Options(), 'tpu').dtype == 'bfloat16'
+  assert newton_schulz.resolved(Options(), 'cpu').dtype == 'float32'
+  assert newton_schulz.resolved(Options()).dtype == 'float32'
+  given = Options(dtype='bfloat16')
+  assert newton_schulz.resolved(given, 'cpu') == given
+
+
+@pytest.mark.parametrize(
+  'fields,message',
+  [
+    (dict(coefficients='kellar'), "'kellar' are not one of .*'keller'"),
+    (dict(coefficients='keller', steps=0), "'keller' cannot give 0 steps"),
+    (dict(method='grams'), "method 'grams' is not 'auto', 'standard'"),
+    (dict(dtype='float16'), "dtype 'float16' is not 'auto' or one of"),
+    (dict(gram_dtype='auto'), "gram_dtype 'auto' is not None or one of"),
+    (dict(restarts=(4, 2)), r'restarts \(4, 2\) must ascend from 1'),
+  ],
+)
+def test_what_cannot_be_done_is_named(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Options(**fields)

@@ -1,0 +1,125 @@
+"""Plans of Muon that several tests look at."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from composer_jax.core import trees
+from composer_jax.models import config as model_config
+from composer_jax.models import decoder
+from composer_jax.optim import roles
+from composer_jax.optim.muon import cost, newton_schulz, plan, planner
+from composer_jax.parallel import layouts, shardings, topology
+from configs.models import kimi_k2
+
+STANDARD = newton_schulz.NewtonSchulz(method='standard', dtype='float32')
+CPU = cost.BY_NAME['cpu']
+
+# A decoder of 332 matrices, experts 3.5 times as long as wide.
+LEAVES = {
+  'gate': ('layer', 'expert', 'embed', 'ffw'),
+  'up': ('layer', 'expert', 'embed', 'ffw'),
+  'down': ('layer', 'expert', 'ffw', 'embed'),
+  'shared/gate': ('layer', 'embed', 'shared'),
+  'shared/up': ('layer', 'embed', 'shared'),
+  'shared/down': ('layer', 'shared', 'embed'),
+  'query': ('layer', 'embed', 'heads', 'head_dim'),
+  'key': ('layer', 'embed', 'heads', 'head_dim'),
+  'value': ('layer', 'embed', 'heads', 'head_dim'),
+  'out': ('layer', 'heads', 'head_dim', 'embed'),
+}
+SIZES = dict(layer=4, expert=16, embed=448, ffw=128)
+SIZES |= dict(heads=8, head_dim=64, shared=256)
+# The mesh, where experts lie, where the rest does, and the bytes exchanged over
+# the least possible: the excess is the padding of 12 shared experts to 16.
+MESHES = {
+  'EP8': (dict(x=8), dict(expert='x'), dict(embed='x'), 12 / 11),
+  'FSDP8': (dict(x=8), dict(embed='x'), dict(embed='x'), 36 / 35),
+  'EP2xFSDP4': (
+    dict(e=2, f=4),
+    dict(expert='e', embed='f'),
+    dict(embed=('e', 'f')),
+    1.0316742,
+  ),
+  'HSDP': (dict(r=2, f=4), dict(embed='f'), dict(embed='f'), 36 / 35),
+  'EP2xFSDP2xTP2': (
+    dict(e=2, f=2, t=2),
+    dict(expert='e', embed='f', ffw='t'),
+    dict(embed=('e', 'f'), shared='t', heads='t'),
+    1.0328639,
+  ),
+  'DUAL': (
+    dict(r=2, f=4),
+    dict(expert='r', embed='f'),
+    dict(embed='f'),
+    1.0393701,
+  ),
+}
+
+
+def mesh_of(sizes):
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
+  """Plans parameters of which only the axes of a matrix are not batch axes."""
+  options = options or dict(rates=CPU, wire_dtype='float32')
+  shapes, matrices = {}, {}
+  for name, axes in leaves.items():
+    shape = tuple(sizes[a] for a in axes)
+    sides = [a for a in axes if a not in ('layer', 'expert', 'heads')]
+    shapes[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    matrices[name] = roles.parse(name, '->'.join(sides), axes, shape)
+  return planner.make(
+    shapes,
+    matrices,
+    shardings={name: NamedSharding(mesh, specs[name]) for name in leaves},
+    newton_schulz=ns,
+    options=plan.PlanOptions(**options),
+  )
+
+
+def decoder_plan(name, **options):
+  sizes, experts, rest, _ = MESHES[name]
+  specs = {
+    leaf: P(*((experts if 'expert' in axes else rest).get(a) for a in axes))
+    for leaf, axes in LEAVES.items()
+  }
+  return plan_of(LEAVES, specs, mesh_of(sizes), **options)
+
+
+def one_matrix(shape, spec, sizes, **options):
+  """Plans one [layer, embed, ffw] parameter; returns its group."""
+  sides = dict(zip(('layer', 'embed', 'ffw'), shape, strict=True))
+  made = plan_of(
+    {'w': tuple(sides)}, {'w': spec}, mesh_of(sizes), sides, **options
+  )
+  return made.groups[0]
+
+
+def kimi_plan(mesh, method='standard', **options):
+  config = model_config.ModelConfig.from_dict(kimi_k2.get_config().to_dict())
+  shapes, axes = (tree['params'] for tree in decoder.abstract(config))
+  places = shardings.specs(
+    shapes, axes, layout=layouts.TRAIN, mesh=AbstractMesh(mesh, topology.AXES)
+  )
+  flat = trees.flatten_names(shapes)
+  matrices = {
+    name: matrix
+    for name, matrix in trees.flatten_names(
+      roles.matrices(shapes, axes, roles.tree(shapes, axes))
+    ).items()
+    if isinstance(matrix, roles.Matrix)
+  }
+  return planner.make(
+    {name: flat[name] for name in matrices},
+    matrices,
+    shardings={
+      name: NamedSharding(AbstractMesh(mesh, topology.AXES), spec)
+      for name, spec in trees.flatten_names(places).items()
+      if name in matrices
+    },
+    newton_schulz=newton_schulz.NewtonSchulz(method=method),
+    options=plan.PlanOptions(**options),
+  )

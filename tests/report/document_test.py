@@ -1,0 +1,392 @@
+"""The report shows whatever a workdir holds and runs nothing of it."""
+
+import base64
+import html.parser
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from composer_jax.core import files
+from composer_jax.report import (
+  document,
+  figures,
+  run_data,
+)
+from composer_jax.report import (
+  episodes as report_episodes,
+)
+from composer_jax.report import (
+  html as page,
+)
+from composer_jax.telemetry import intervals, machine, writer
+
+EPISODES_READ = 'Of the episodes that were recorded to be read'
+INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+class Tags(html.parser.HTMLParser):
+  """Collects what a browser would take for tags, and the text between."""
+
+  VOID = ('meta', 'img', 'br')
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.tags: list[tuple[str, dict]] = []
+    self.words: list[str] = []
+    self.open: list[str] = []
+    self.feed(text)
+    self.close()
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append((tag, dict(attrs)))
+    if tag not in self.VOID:
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+  def handle_data(self, data):
+    self.words.append(data)
+
+  @property
+  def text(self) -> str:
+    return ' '.join(self.words)
+
+
+def write_evaluation(out, step, name, passed, episodes):
+  low, high = intervals.wilson(passed, episodes)
+  out.write(
+    'eval',
+    step,
+    name=name,
+    pass_rate=passed / episodes,
+    pass_low=low,
+    pass_high=high,
+    episodes=episodes,
+    passed=passed,
+    unfinished_rate=0.05,
+    infrastructure=2,
+  )
+
+
+def episode(step, *, passed, status='graded', text='read stats.py', **more):
+  return more | {
+    'step': step,
+    'task_id': f'task-{step}',
+    'reward': float(passed),
+    'verdict': {
+      'passed': passed,
+      'num_passed': 4 if passed else 1,
+      'num_tests': 4,
+      'status': status,
+      'sandbox_level': 'unshare',
+      'detail': text,
+    },
+    'turns': [
+      {'role': 'user', 'text': 'write total'},
+      {'role': 'call', 'text': text},
+      {'role': 'tool', 'text': text},
+    ],
+  }
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  """A small workdir with every file, whose texts attack the page."""
+  folder = tmp_path_factory.mktemp('made_up_run')
+  with writer.Writer(folder, tensorboard=False) as out:
+    for step in range(1, 12):
+      out.write(
+        'cpt',
+        step,
+        loss=5.0 / step,
+        heldout_loss=6.0 / step,
+        tokens_per_s=1000.0,
+        mfu=0.25,
+        expert_load=[[1, 3], [2, 2]],
+      )
+      out.write(
+        'rl',
+        step,
+        reward=step / 20 if step != 5 else float('nan'),
+        pass_rate=step / 20,
+        entropy=0.5,
+        mismatch_kl=1e-7,
+        mismatch_kl_no_replay=1e-4,
+        sandbox_ms=12.0,
+        passed=step,
+        failed=11 - step,
+        unfinished=4,
+        infrastructure=step % 2,
+      )
+      out.write(
+        'delta',
+        step,
+        target_id='a' * 64,
+        kind='delta' if step % 2 else INJECTION,
+        bytes=1000,
+        full_bytes=50_000,
+        changed=0.02,
+      )
+    write_evaluation(out, 0, 'sft', 80, 400)
+    write_evaluation(out, 11, 'rl', 240, 400)
+    write_evaluation(out, 12, INJECTION, 1, 4)
+  rows = [
+    episode(1, passed=True, text=INJECTION),
+    episode(2, passed=False),
+    episode(3, passed=False, status='unfinished'),
+    episode(4, passed=False, status=INJECTION),
+    episode(0, passed=True, stage='sft'),
+  ]
+  rows[-1]['verdict']['sandbox_level'] = 'trusted'
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (folder / 'episodes.jsonl').write_text(text + '{"torn')
+  files.write_json(
+    folder / 'corpus' / 'manifest.json',
+    {
+      'documents': [
+        {
+          'package': INJECTION,
+          'split': 'train',
+          'licence': 'MIT',
+          'num_bytes': 1234,
+        }
+      ],
+      'dropped': [{'reason': 'near duplicate'}, {'reason': 'minified'}],
+    },
+  )
+  files.write_json(
+    folder / 'config.json', {'rl': {'steps': 11, 'x': INJECTION}}
+  )
+  files.write_json(
+    folder / 'run.json',
+    {'machine': machine.describe(), 'sandbox_level': 'unshare'},
+  )
+  files.write_json(
+    folder / 'stages.json',
+    {'cpt': 170.0, 'rl': 290.0, 'sft': 60, 'eval_rl': 31.0, 'corpus': 9.6},
+  )
+  return folder
+
+
+@pytest.fixture(scope='module')
+def whole(workdir) -> str:
+  path = document.write_report(workdir)
+  assert path == workdir / 'report.html'
+  return path.read_text()
+
+
+def test_nothing_written_by_a_policy_becomes_markup(whole):
+  tags = Tags(whole)
+  assert tags.open == []
+  assert 'script' not in {tag for tag, _ in tags.tags}
+  for _, attributes in tags.tags:
+    assert not [name for name in attributes if name.startswith('on')]
+  # It is there to be read: as a turn, a verdict, a config value, a package.
+  assert tags.text.count(INJECTION) >= 6
+
+
+def test_the_page_is_self_contained_and_forbids_scripts(whole):
+  tags = Tags(whole)
+  for _, attributes in tags.tags:
+    source = attributes.get('src') or attributes.get('href')
+    assert source is None or source.startswith('data:image/svg+xml;base64,')
+  policy = [
+    a for _, a in tags.tags if 'content-security-policy' in str(a).lower()
+  ]
+  assert "default-src 'none'" in policy[0]['content']
+  assert 'script-src' not in policy[0]['content']
+
+
+def test_the_page_shows_every_part_of_a_whole_run(whole):
+  text = Tags(whole).text
+  for words in (
+    '20.0 %',
+    '60.0 %',
+    '95 % interval 16.4 to 24.2 %',
+    '+40.0 points',
+    '50.0 times smaller',
+    'Median mismatch KL: 1e-07 with routes replayed, 0.0001',
+    'Sandbox: unshare',
+    'near duplicate',
+    'rl.steps',
+    'task-1',
+    'numpy',
+  ):
+    assert words in text, words
+  titles = {a.get('alt') for tag, a in Tags(whole).tags if tag == 'img'}
+  assert {'Continued pretraining: loss', 'Reward', 'Entropy'} <= titles
+  # SFT and a few metrics are not there.
+  assert 'Supervised fine-tuning: loss: not yet.' in text
+  assert 'Staleness: not yet.' in text
+
+
+def test_figures_are_valid_svg(whole):
+  pictures = re.findall(r'base64,([^"]+)"', whole)
+  assert len(pictures) == 11
+  for picture in pictures:
+    tree = xml.etree.ElementTree.fromstring(base64.b64decode(picture))
+    assert tree.tag.endswith('svg')
+
+
+def test_an_empty_workdir_has_a_report(tmp_path):
+  text = Tags(document.write_report(tmp_path).read_text()).text
+  for part in ('Reward', 'Episodes', 'Manifest', 'Wall time', 'Configuration'):
+    assert f'{part}: not yet.' in text
+
+
+def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):
+  row = episode(1, passed=True, stage='rl', flags=['reads_cache'])
+  (tmp_path / 'episodes.jsonl').write_text(json.dumps(row) + '\n')
+  run = run_data.load(tmp_path)
+  (cells,) = rows_of(str(report_episodes.verdicts(run)), EPISODES_READ)
+  assert 'failed' in cells[1] and 'passed' not in cells[1]
+  text = Tags(str(report_episodes.episodes(run))).text
+  assert 'reads_cache' in text and 'PassedNone' in text.replace(' ', '')
+
+
+def test_no_workdir_is_an_error_that_names_it(tmp_path):
+  with pytest.raises(ValueError, match=r'nowhere is not a directory'):
+    document.write_report(tmp_path / 'nowhere')
+
+
+def test_damaged_files_are_named_in_the_report(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"stage": "cpt"}\nhello\n{}\n')
+  (tmp_path / 'config.json').write_text('{')
+  (tmp_path / 'run.json').write_text('[]')
+  (tmp_path / 'stages.json').write_text('{"cpt": "long", "rl": 7}')
+  (tmp_path / 'episodes.jsonl').write_text('{"verdict": 3, "turns": "x"}\n7\n')
+  text = Tags(document.write_report(tmp_path).read_text()).text
+  assert 'metrics.jsonl, line 2 is not JSON' in text
+  assert 'config.json is not valid JSON' in text
+  assert 'run.json holds a list, not an object.' in text
+  assert 'not judged' in text
+
+
+def rows_of(text, heading):
+  """The cells of the first table after a heading, row by row."""
+  table = text[text.index(f'>{heading}<') :]
+  table = table[: table.index('</table>')]
+  rows = re.findall(r'<tr>(.*?)</tr>', table)
+  cells = [re.findall(r'<td.*?>(.*?)</td>', row) for row in rows]
+  return [row for row in cells if row]
+
+
+def test_wall_time_is_what_was_measured_in_order_and_adds_up(whole):
+  assert rows_of(whole, 'Wall time') == [
+    ['Corpus', '10s'],
+    ['Continued pretraining', '2m50s'],
+    ['Supervised fine-tuning', '1m00s'],
+    ['Reinforcement learning', '4m50s'],
+    ['Evaluation after RL', '31s'],
+    ['The three trainings', '8m40s'],
+    ['Sum', '9m21s'],
+  ]
+  assert 'Continued pretraining: step 11, 2m50s' in whole
+
+
+def test_muon_is_shown_where_it_was_used(tmp_path, whole):
+  # That run had none of it.
+  assert 'Muon' not in whole and 'Largest attention logit' not in whole
+  lines = {
+    0: dict(
+      heldout_loss=6.0,
+      muon_matrices=30,
+      muon_groups=3,
+      muon_flops=2_000_000,
+      muon_flops_ideal=2.5e6,
+      muon_bytes=12_000,
+      muon_seconds=0.0015,
+    ),
+    1: dict(loss=5.0, max_logit=7.0),
+    2: dict(loss=4.0, max_logit=6.0),
+  }
+  with writer.Writer(tmp_path, tensorboard=False) as out:
+    for step, metrics in lines.items():
+      out.write('sft', step, **metrics)
+  text = document.write_report(tmp_path).read_text()
+  assert rows_of(text, 'Muon, by its plan of a step') == [
+    ['Supervised fine-tuning', '30', '3', '2.0M', '2.5M', '12.0k', '0.0015']
+  ]
+  titles = {a.get('alt') for tag, a in Tags(text).tags if tag == 'img'}
+  assert 'Largest attention logit' in titles
+
+
+def test_every_verdict_counts_and_no_demonstration(whole):
+  assert rows_of(whole, 'Sandbox verdicts')[:3] == [
+    ['RL, 11 steps', '66', '55', '44', '6'],
+    ['Evaluation of sft', '80', '300', '20', '2'],
+    ['Evaluation of rl', '240', '140', '20', '2'],
+  ]
+  recorded = rows_of(whole, 'Of the episodes that were recorded to be read')
+  assert [(row[0], row[2]) for row in recorded] == [('unshare', '1')] * 4
+  assert 'trusted' not in whole
+  assert 'Sandbox: unshare<' in whole
+  scripted = whole[whole.index('>Scripted, for SFT to imitate<') :]
+  assert 'task-0' in scripted and 'task-1' not in scripted
+  assert whole.count('task-0') == 1
+
+
+def test_a_killed_run_has_a_report_by_command(tmp_path):
+  program = (
+    'import itertools, sys, time\n'
+    'from composer_jax.telemetry import stage_times, writer\n'
+    'times = stage_times.StageTimes(sys.argv[1])\n'
+    'out = writer.Writer(sys.argv[1], tensorboard=False)\n'
+    'with times.stage("rl"):\n'
+    '  out.write("rl", 3, reward=1.0)\n'
+    '  print("go", flush=True)\n'
+    '  time.sleep(60)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', program, str(tmp_path)], stdout=subprocess.PIPE
+  ) as process:
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+
+  def command(workdir):
+    return subprocess.run(
+      [sys.executable, '-m', 'experiments.report', f'--workdir={workdir}'],
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+
+  done = command(tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == f'Report: {tmp_path / "report.html"}\n'
+  assert (
+    'Reinforcement learning: step 3, 0s'
+    in (tmp_path / 'report.html').read_text()
+  )
+  done = command(tmp_path / 'nowhere')
+  assert done.returncode == 1
+  assert done.stderr.startswith('error: ') and 'nowhere is not a' in done.stderr
+
+
+def test_series_keep_gaps_and_evaluations_the_latest(workdir):
+  run = run_data.load(workdir)
+  steps, values = run.series('rl', 'reward')
+  assert steps == list(range(1, 12))
+  assert np.isnan(values[4])
+  assert np.isfinite(values).sum() == 10
+  assert [row['name'] for row in run.evaluations()] == ['sft', 'rl', INJECTION]
+
+
+def test_equal_figures_are_equal_text():
+  line = figures.Line(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
+  texts = {figures.curves('title', [line], is_log=True) for _ in range(2)}
+  assert len(texts) == 1
+
+
+def test_markup_escapes_all_but_markup():
+  inner = page.element('b', '<i>', class_='a"b')
+  assert inner == '<b class="a&quot;b">&lt;i&gt;</b>'
+  assert page.element('p', inner) == f'<p>{inner}</p>'
+  assert page.join(['<', inner]) == '&lt;' + inner

@@ -1,0 +1,131 @@
+"""Sandboxes in the actors of a Ray cluster of this machine alone."""
+
+import contextlib
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox.remote import ray_placement
+from tests.sandbox import conftest
+
+LIMITS = conftest.LIMITS
+NUMBER = {'m.py': 'def f(x): return x + 1'}
+
+
+def test_the_extra_is_named_where_ray_is_missing(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'ray', None)
+  with pytest.raises(ValueError, match=r'composer_jax\[fleet\]'):
+    ray_placement.RaySandbox('unshare', LIMITS)
+  with pytest.raises(ValueError, match=r'actors \(0\) must be at least 1'):
+    ray_placement.RaySandbox('unshare', LIMITS, actors=0)
+
+
+def test_a_seat_answers_like_the_sandbox_in_it():
+  seat = ray_placement.Seat('rlimits', LIMITS, {'allow_unsafe': True})
+  try:
+    opened, _ = seat.answer(
+      {'do': 'open', 'image': '', 'written': ['a'], 'removed': []}, (b'a',)
+    )
+    reply, parts = seat.answer(
+      {'do': 'read', 'box': opened['box'], 'path': 'a', 'max_bytes': 9}, ()
+    )
+    assert (reply, parts) == ({}, (b'a',))
+    reply, _ = seat.answer(
+      {'do': 'read', 'box': opened['box'], 'path': '../a', 'max_bytes': 9}, ()
+    )
+    assert reply['error'] == 'refused'
+    reply, _ = seat.answer({'do': 'files', 'box': 77, 'folder': '.'}, ())
+    assert reply == {'error': 'value', 'reason': 'box 77 is closed.'}
+  finally:
+    seat.close()
+
+
+@pytest.fixture(scope='module')
+def cluster():
+  with pytest.MonkeyPatch.context() as patch:
+    # It reports its use to its makers and writes to the home unless told, some
+    # of it before it is imported.
+    patch.setenv('RAY_USAGE_STATS_ENABLED', '0')
+    patch.setenv('RAY_AUTH_MODE', 'token')
+    patch.setenv('RAY_AUTH_TOKEN', secrets.token_hex(32))
+    import ray
+
+    folder = tempfile.mkdtemp(prefix='ray-')  # its sockets need a short name
+    try:
+      ray.init(
+          num_cpus=2, include_dashboard=False, log_to_driver=False,
+          _temp_dir=folder, _node_ip_address='127.0.0.1',
+          object_store_memory=80 << 20,
+      )  # fmt: skip
+      yield ray
+    finally:
+      ray.shutdown()
+      shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope='module')
+def images(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('images')
+  (folder / 'one').mkdir()
+  (folder / 'one' / 'a.txt').write_text('a')
+  return folder
+
+
+@pytest.fixture(scope='module')
+def fleet(cluster, images):
+  conftest.open_or_skip('unshare').close()
+  with ray_placement.RaySandbox(
+    'unshare', LIMITS, actors=2, images=images, num_cpus=0.5
+  ) as sandbox:
+    yield sandbox
+
+
+def _actor(box):
+  return box._sandbox._transport._actor
+
+
+@pytest.mark.slow
+def test_calls_and_boxes_run_in_actors(fleet):
+  assert (fleet.level, fleet.about['actors']) == ('unshare', 2)
+  assert fleet.call(NUMBER, 'm', 'f', [[1]]).value == [['ok', 2]]
+  with contextlib.ExitStack() as closing:
+    boxes = [fleet.open('one', {'b': b'b'}) for _ in range(2)]
+    for box in boxes:
+      closing.callback(box.close)
+    assert _actor(boxes[0]) != _actor(boxes[1])
+    for box in boxes:
+      result = box.run(base.Command(argv=('sh', '-c', 'cat a.txt b; exit 3')))
+      assert (result.status, result.exit_code, result.output) == ('ok', 3, 'ab')
+      with pytest.raises(base.FileRefused):
+        box.read('../x', 10)
+      assert box.changes() == {'b': 'added'}
+
+
+@pytest.mark.slow
+def test_the_death_of_an_actor_is_said_and_it_is_replaced(cluster, fleet):
+  boxes = [fleet.open('one') for _ in range(2)]
+  killer = threading.Timer(1.0, cluster.kill, [_actor(boxes[0])])
+  killer.start()
+  start = time.monotonic()
+  result = boxes[0].run(base.Command(argv=('sleep', '9')))
+  assert result.status == 'infrastructure' and 'actor' in result.error
+  assert time.monotonic() - start < 8
+  with pytest.raises(base.SandboxLost):
+    boxes[0].read('a.txt', 10)
+  assert boxes[1].read('a.txt', 10) == b'a'  # the other one lives
+  results = [fleet.call(NUMBER, 'm', 'f', [[x]]) for x in range(4)]
+  assert [x.value for x in results] == [[['ok', x + 1]] for x in range(4)]
+  for box in boxes:
+    box.close()
+
+
+@pytest.mark.slow
+def test_an_actor_that_cannot_begin_says_why(cluster, images):
+  with pytest.raises((base.SandboxLost, ValueError), match='rlimits|refused'):
+    ray_placement.RaySandbox('rlimits', LIMITS, num_cpus=0.1)

@@ -1,0 +1,194 @@
+"""A server's source: an export, an import, or what RL publishes."""
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import composer_jax.serve
+from composer_jax.core import files
+from composer_jax.delta.device import receiver as receivers
+from composer_jax.delta.device import sender as bundles
+from composer_jax.hf import importing
+from composer_jax.hf import tiny as hf_tiny
+from composer_jax.models import config as config_lib
+from composer_jax.models import decoder
+from composer_jax.serve import http_server, lifetime
+from composer_jax.text import tokenizer as tokenizers
+from composer_jax.train.checkpoints import export
+from configs.composer import tiny
+from configs.serve import gpu as serve_gpu
+from configs.serve import tiny as serve_tiny
+
+
+def _variables(config, seed):
+  rng = np.random.default_rng(seed)
+  shapes, _ = decoder.abstract(config)
+  return jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), shapes
+  )
+
+
+@pytest.fixture(scope='module')
+def model():
+  fields = tiny.get_config('smoke').model.to_dict()
+  return config_lib.ModelConfig.from_dict(
+    {**fields, 'embed_dim': 32, 'num_layers': 2, 'vocab_size': 300}
+  )
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory, model):
+  """Of a run whose SFT is finished and whose RL is going on."""
+  folder = tmp_path_factory.mktemp('runs') / 'mine'
+  files.write_json(folder / 'config.json', {'model': model.to_dict()})
+  tokenizers.Tokenizer.train(['hello world'], 300).save(
+    folder / 'tokenizer.json'
+  )
+  export.save(folder, 'sft', 5, jax.device_put(_variables(model, 0)))
+  return folder
+
+
+def _equal(variables, masters):
+  jax.tree.map(
+    np.testing.assert_array_equal, variables, decoder.policy(masters)
+  )
+
+
+def test_the_last_stage_is_served_as_its_policy(workdir, model, tmp_path):
+  source = lifetime.load(workdir, overrides={'numerics': 'batch_invariant'})
+  _equal(source.variables, _variables(model, 0))
+  assert (source.name, source.version, source.is_own) == ('mine-sft', 0, True)
+  assert source.model.numerics == 'batch_invariant'
+  assert source.stop_tokens == (6, 2) and source.receiver is None
+  folder = tmp_path / 'mine'
+  shutil.copytree(workdir, folder)
+  export.save(folder, 'rl', 40, jax.device_put(_variables(model, 1)))
+  source = lifetime.load(folder)
+  _equal(source.variables, _variables(model, 1))
+  assert (source.name, source.version) == ('mine-rl', 40)
+  assert lifetime.load(folder, stage='sft').version == 0
+
+
+def test_what_is_published_is_followed(workdir, model, tmp_path):
+  folder = tmp_path / 'mine'
+  shutil.copytree(workdir, folder)
+  config = files.read_json(folder / 'config.json')
+  with pytest.raises(ValueError, match='older than signed bundles'):
+    lifetime.load(folder, follow=True)
+  store = str(tmp_path / 'elsewhere')
+  files.write_json(folder / 'config.json', config | {'delta': {'store': store}})
+  with pytest.raises(ValueError, match='is RL running'):
+    lifetime.load(folder, follow=True, wait_s=0.0)
+  sender = bundles.Sender(store, receivers.RUN_ID, folder / receivers.KEY)
+
+  def send(version):
+    policy = decoder.policy(jax.device_put(_variables(model, version)))
+    sender.publish(policy, version)
+    sender.wait()
+
+  with contextlib.closing(sender):
+    send(4)
+    source = lifetime.load(folder, follow=True)
+    _equal(source.variables, _variables(model, 4))
+    assert (source.name, source.version) == ('mine-rl', 4)
+    newer = lifetime.newer(source.receiver)
+    assert newer.poll() is None
+    send(5)
+    version, variables = newer.poll()
+    _equal(variables, _variables(model, 5))
+    assert version == 5
+    version, variables = newer.roll_back(5)
+    _equal(variables, _variables(model, 4))
+    assert version == 4
+    with pytest.raises(ValueError, match='rolled back from'):
+      newer.poll()
+  # A mirror of the store, as a relay is.
+  mirror = shutil.copytree(store, tmp_path / 'mirror')
+  assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
+  (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')
+  with pytest.raises(ValueError, match='refs/policy/latest'):
+    newer.poll()
+
+
+def test_an_import_is_served_by_its_template(tmp_path):
+  hf_tiny.write(tmp_path / 'hf', 'qwen3_moe', 0)
+  files.write_json(
+    tmp_path / 'hf' / 'generation_config.json', {'eos_token_id': [7, 1001]}
+  )
+  importing.convert(tmp_path / 'hf', tmp_path / 'model')
+  source = lifetime.load(tmp_path / 'model')
+  assert (source.name, source.version, source.is_own) == ('model', 0, False)
+  assert 7 in source.stop_tokens and source.template is not None
+  leaves = jax.tree.leaves(source.variables['params'])
+  assert {leaf.dtype.name for leaf in leaves} == {'bfloat16'}
+  for more in ({'stage': 'sft'}, {'follow': True}):
+    with pytest.raises(ValueError, match='is an import'):
+      lifetime.load(tmp_path / 'model', **more)
+
+
+def test_what_cannot_be_served_is_told(workdir, tmp_path):
+  with pytest.raises(ValueError, match='neither the workdir .* nor an import'):
+    lifetime.load(tmp_path)
+  with pytest.raises(ValueError, match=r"'rl' .* finished are \['sft'\]"):
+    lifetime.load(workdir, stage='rl')
+  shutil.copy(workdir / 'config.json', tmp_path)
+  with pytest.raises(ValueError, match='--follow'):
+    lifetime.load(tmp_path)
+
+
+COMMAND = lifetime.Command(
+  folder=pathlib.Path('nowhere'),
+  stage='',
+  follow=False,
+  store='',
+  host='127.0.0.1',
+  port=0,
+  name='',
+  token='',
+)
+
+
+@pytest.mark.parametrize(
+  'section, field', [('engine', 'num_slots'), ('limits', 'max_queue')]
+)
+def test_a_misspelt_field_is_named(section, field):
+  fields = serve_tiny.get_config().to_dict()
+  fields[section]['misspelt'] = 1
+  with pytest.raises(ValueError, match=rf'config\.{section} has no .*misspelt'):
+    lifetime.run(COMMAND, fields)
+  del fields[section]['misspelt'], fields[section][field]
+  with pytest.raises(
+    ValueError, match=rf'config\.{section}: .*missing.*{field}'
+  ):
+    lifetime.run(COMMAND, fields)
+
+
+@pytest.mark.parametrize('config', [serve_tiny, serve_gpu])
+def test_configs_are_those_of_a_server(config):
+  with pytest.raises(ValueError, match='neither the workdir'):
+    lifetime.run(COMMAND, config.get_config().to_dict())
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
+  fields = serve_tiny.get_config().to_dict()
+  with http_server.bind('127.0.0.1', 0, '') as sock:
+    sock.listen()
+    port = sock.getsockname()[1]
+    with pytest.raises(ValueError, match=f'Cannot listen on 127.0.0.1:{port}'):
+      lifetime.run(dataclasses.replace(COMMAND, port=port), fields)
+
+
+def test_a_missing_package_is_named_with_its_cure(monkeypatch):
+  monkeypatch.delitem(sys.modules, 'composer_jax.serve.http_server', False)
+  monkeypatch.delattr(composer_jax.serve, 'http_server', False)
+  monkeypatch.setitem(sys.modules, 'uvicorn', None)
+  with pytest.raises(
+    ValueError, match=r'uvicorn is not .*pip install composer_jax\[serve\]'
+  ):
+    lifetime.run(dataclasses.replace(COMMAND), {})

@@ -1,0 +1,269 @@
+"""The factory makes valid tasks of a package, and goes on after bad ones."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandboxes
+from composer_jax.tasks.deletion import factory, sdists, workspace
+from composer_jax.tasks.grading import suites
+from composer_jax.tasks.repository import task_set
+from tests.tasks import small_package
+
+LIMITS = base.Limits(
+    wall_s=60.0, cpu_s=60.0, memory_bytes=1 << 30, processes=32,
+    file_bytes=16 << 20, output_bytes=4 << 20,
+)  # fmt: skip
+OPTIONS = workspace.Options(
+  body=1, symbol=1, class_=1, file=1, closure=1, min_tests=5, max_guards=30
+)
+_PASS = ''.join(f'def test_{i}():\n  pass\n\n\n' for i in range(8))
+BAD = {
+  'untested': {'untested/__init__.py': 'x = 1\n'},
+  'broken': {
+    'broken/__init__.py': 'import no_such_thing\n',
+    'test_broken.py': 'import broken\n\n\ndef test_a():\n  pass\n',
+  },
+  'outside': {
+    'outside.py': 'x = 1\n',
+    'test_outside.py': (
+      'import os, pathlib\n\n\n'
+      + _PASS
+      + "def test_up():\n  pathlib.Path('../escaped').write_text('x')\n\n\n"
+      "def test_host():\n  pathlib.Path('@HOST@').write_text('x')\n\n\n"
+      "def test_tmp():\n  pathlib.Path('/tmp/escaped_8').write_text('x')\n\n\n"
+      "def test_here():\n  pathlib.Path('outside.py').write_text('x = 2')\n"
+    ),
+  },
+}
+SLOW = {
+  # Names of tests go by the order of a set.
+  'hashed': {
+    'hashed.py': 'def up(x):\n  if x:\n    return x + 1\n  return 1\n',
+    'test_hashed.py': (
+      'import hashed\nimport pytest\n\nROWS = {("a", (1,)), ("b", (2,)), '
+      '("c", (3,)), ("d", (4,)), ("e", (5,))}\n\n'
+      "@pytest.mark.parametrize('name, row', ROWS)\n"
+      'def test_set(name, row):\n  assert hashed.up(row[0]) > 1\n\n'
+      'def test_one():\n  assert hashed.up(1) == 2\n\n'
+      'def test_two():\n  assert hashed.up(2) == 3\n\n' + _PASS
+    ),
+  },
+  'flaky': {
+    'flaky.py': 'seen = []\n',
+    'test_flaky.py': 'import flaky\n\n\n'
+    + ''.join(
+      f'def test_{i}():\n  flaky.seen.append({i})\n'
+      f'  assert flaky.seen == list(range({i + 1}))\n\n\n'
+      for i in range(8)
+    ),
+  },
+  'hanging': {
+    'hanging.py': 'x = 1\n',
+    'test_hanging.py': _PASS
+    + 'def test_long():\n  import time\n  time.sleep(1e6)\n',
+  },
+  'exiting': {
+    'exiting.py': 'x = 1\n',
+    'test_exiting.py': _PASS + 'def test_end():\n  import os\n  os._exit(0)\n',
+  },
+}
+
+
+def pins(folder, packages):
+  found = []
+  for name, files in packages.items():
+    for path, text in files.items():
+      (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+      text = text.replace('@HOST@', str(folder / 'escaped'))
+      (folder / name / path).write_text(text)
+    found.append(sdists.Pin(name=name, folder=str(folder / name)))
+  return found
+
+
+def make(root, found, options=OPTIONS, workers=1):
+  lines = []
+  made = factory.make(
+    root,
+    found,
+    options,
+    archives=root,
+    open_sandbox=lambda images, needs: sandboxes.open_sandbox(
+      'auto', LIMITS, images=images, packages=needs, size=workers
+    ),
+    licence_of=lambda files: 'MIT',
+    workers=workers,
+    progress=lines.append,
+  )
+  return made, lines
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('packages')
+  packages = {**BAD, 'larder': small_package.FILES}
+  return (*make(folder / 'set', pins(folder, packages)), folder)
+
+
+def test_every_tier_gives_a_task(made):
+  tasks, lines, _ = made
+  assert {t.tier for t in tasks.tasks} == set(task_set.TIERS)
+  assert all(t.package == 'larder' and not t.held_out for t in tasks.tasks)
+  assert 'larder: 28 tests, 0 unstable' in '\n'.join(lines)
+  for task in tasks.tasks:
+    assert task.hidden and task.shown
+    assert task.provenance['sha256'] == tasks.packages['larder'].sha256
+    assert (task.licence, task.tier in task.task_id) == ('MIT', True)
+
+
+def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):
+  tasks, lines, folder = made
+  assert {n: p.refused for n, p in tasks.packages.items()} == {
+    'untested': 'no_tests',
+    'broken': 'no_import',
+    'outside': '',  # it has no feature that tests touch
+    'larder': '',
+  }
+  assert 'no_such_thing' in tasks.packages['broken'].detail
+  assert any('untested: refused, no_tests' in line for line in lines)
+  # All that could pass is stable; nothing was written outside or kept.
+  assert tasks.packages['outside'].facts['tests'] >= 8
+  assert not (folder / 'escaped').exists()
+  assert not pathlib.Path('/tmp/escaped_8').exists()
+  image = folder / 'set' / tasks.packages['outside'].image
+  assert (image / 'outside.py').read_text() == 'x = 1\n'
+  assert not (image.parent / 'escaped').exists()
+
+
+def test_null_scores_nothing_and_the_original_everything(made):
+  tasks, _, _ = made
+  task = next(t for t in tasks.tasks if t.tier == 'closure')
+  with sandboxes.open_sandbox(
+    'auto', LIMITS, images=tasks.root, packages=('pytest',)
+  ) as sandbox:
+    for changes, wanted in ((task.view(), 0), (task.restored(), 1)):
+      for path in task.test_paths:
+        changes[path] = (tasks.root / task.image / path).read_bytes()
+      with sandbox.open(task.image, changes) as box:
+        result = suites.run(box, source_roots=task.source_roots)
+      assert result.status == 'ok'
+      num_failing = len(task.fail_to_pass)
+      assert result.passed(task.fail_to_pass) == wanted * num_failing
+      assert result.passed(task.pass_to_pass) == len(task.pass_to_pass)
+
+
+def test_a_finished_set_is_left_alone_and_keeps_its_settings(made):
+  tasks, _, folder = made
+  again, lines = make(folder / 'set', pins(folder, {'larder': {}}))
+  assert again == tasks
+  assert lines == ['larder: finished before']
+  with pytest.raises(ValueError, match=r"other values of \['options'\]"):
+    make(folder / 'set', [], workspace.Options(seed=7))
+  other = sdists.Pin(name='larder', folder='/elsewhere')
+  with pytest.raises(ValueError, match=r"other values of \['larder'\]"):
+    make(folder / 'set', [other])
+
+
+def test_the_table_counts_what_was_made(made):
+  tasks, _, _ = made
+  table = factory.table(tasks)
+  assert '| untested | refused: no_tests |' in table
+  assert table.splitlines()[-1].endswith(f'| {len(tasks.tasks)} |')
+
+
+def test_half_a_line_of_a_ledger_is_none(tmp_path):
+  path = tmp_path / 'candidates.jsonl'
+  ledger = factory.Ledger(path)
+  ledger.add('body/a.py:f', 'valid')
+  ledger.add('body/a.py:g', 'import')
+  path.write_bytes(path.read_bytes()[:-5])
+  ledger = factory.Ledger(path)
+  assert len(ledger) == 1 and ledger.get('body/a.py:f') == 'valid'
+  ledger.add('body/a.py:h', 'copy')
+  assert factory.Ledger(path).get('body/a.py:h') == 'copy'
+
+
+def test_no_package_is_an_error(tmp_path):
+  with pytest.raises(ValueError, match='holds no finished package'):
+    make(tmp_path / 'set', pins(tmp_path, {}))
+
+
+def manifests(root):
+  return {
+    p.relative_to(root).as_posix(): p.read_bytes()
+    for folder in ('tasks', 'packages', 'images')
+    for p in sorted((root / folder).rglob('*'))
+    if p.is_file()
+  }
+
+
+_PROGRAM = """
+import pathlib, sys
+sys.path.insert(0, {root!r})
+from tests.tasks.deletion import factory_test as t
+folder = pathlib.Path(sys.argv[1])
+found = t.pins(folder, {{'larder': t.small_package.FILES}})
+t.make(folder / 'set', found)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_set(tmp_path):
+  root = pathlib.Path(__file__).parents[3]
+  found = pins(tmp_path / 'a', {'larder': small_package.FILES})
+  make(tmp_path / 'a' / 'set', found, workers=2)
+  whole = manifests(tmp_path / 'a' / 'set')
+  program = _PROGRAM.format(root=str(root))
+  ledger = tmp_path / 'b' / 'set' / 'work' / 'larder' / 'candidates.jsonl'
+  kills = 0
+  for lines in (1, 3, 5):
+    process = subprocess.Popen(
+      [sys.executable, '-c', program, str(tmp_path / 'b')],
+      cwd=root,
+      env={**os.environ, 'PYTHONPATH': str(root)},
+    )
+    while process.poll() is None:
+      done = ledger.read_bytes().count(b'\n') if ledger.exists() else 0
+      if done >= lines:
+        process.send_signal(signal.SIGKILL)
+        kills += 1
+        break
+      time.sleep(0.02)
+    process.wait()
+  assert kills
+  folder = tmp_path / 'b'
+  made, lines = make(folder / 'set', pins(folder, {'larder': {}}))
+  assert made.tasks
+  assert any('goes on after' in line or 'finished' in line for line in lines)
+  # Both folders differ in their names alone.
+  there = {
+    name: data.replace(str(folder).encode(), str(tmp_path / 'a').encode())
+    for name, data in manifests(folder / 'set').items()
+  }
+  assert there == whole
+
+
+@pytest.mark.slow
+def test_flaky_and_hanging_packages_are_quarantined(tmp_path):
+  packages = {**SLOW, 'larder': small_package.FILES}
+  options = workspace.Options(
+    body=1, symbol=0, class_=0, file=0, closure=0, min_tests=5, suite_s=15.0
+  )
+  made, _ = make(tmp_path / 'set', pins(tmp_path, packages), options)
+  assert {n: p.refused for n, p in made.packages.items()} == {
+    'flaky': 'flaky',
+    'hashed': '',
+    'hanging': 'hangs',
+    'exiting': 'broken',
+    'larder': '',
+  }
+  facts = made.packages['hashed'].facts
+  assert (facts['tests'], facts['hashed']) == (10, 5)
+  assert [task.package for task in made.tasks] == ['hashed', 'larder']
+  assert 'test_set' not in str(made.tasks[0].fail_to_pass)

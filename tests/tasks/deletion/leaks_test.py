@@ -1,0 +1,137 @@
+"""Copies of deleted code are found whatever they are packed into."""
+
+import gzip
+import io
+import marshal
+import sqlite3
+import tarfile
+import zipfile
+import zlib
+
+import pytest
+
+from composer_jax.tasks.deletion import leaks
+
+SECRET = """def running_balance(values):
+    balance_so_far = 123456789
+    for value in values:
+        balance_so_far = balance_so_far * 3 + value
+        if balance_so_far > 1000:
+            balance_so_far -= len(values)
+    return balance_so_far
+"""
+LEFT = 'def other(values):\n    return values\n'
+CANARIES = leaks.canaries([SECRET], [LEFT])
+
+
+def _zip(data):
+  out = io.BytesIO()
+  with zipfile.ZipFile(out, 'w', zipfile.ZIP_DEFLATED) as archive:
+    archive.writestr('inner/a.py', data)
+  return out.getvalue()
+
+
+def _tar(data):
+  out = io.BytesIO()
+  with tarfile.open(fileobj=out, mode='w:gz') as archive:
+    info = tarfile.TarInfo('a.py')
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+  return out.getvalue()
+
+
+def _sqlite(data):
+  connection = sqlite3.connect(':memory:')
+  connection.execute('CREATE TABLE files2 (path TEXT, data BLOB)')
+  # Longer than a page, so that its bytes do not lie in a row.
+  padded = b'\0' * 5000 + data
+  connection.execute('INSERT INTO files2 VALUES (?, ?)', ('m.data.ff', padded))
+  connection.commit()
+  return connection.serialize()
+
+
+def _pyc(text):
+  code = compile(text, 'm.py', 'exec')
+  return b'\xa7\r\r\n' + b'\0' * 12 + marshal.dumps(code)
+
+
+CONTAINERS = {
+  'text': SECRET.encode(),
+  'reindented': SECRET.replace('    ', '\t').encode(),
+  'quoted in a document': f'It was\n\n```\n{SECRET}```\n'.encode(),
+  'zip': _zip(SECRET.encode()),
+  'zip in a zip': _zip(_zip(SECRET.encode())),
+  'tar.gz': _tar(SECRET.encode()),
+  'gzip': gzip.compress(SECRET.encode()),
+  'zlib': zlib.compress(b'blob 99\0' + SECRET.encode()),
+  'zlib inside': b'\0\1\2' + zlib.compress(SECRET.encode()) + b'\xff',
+  'sqlite': _sqlite(SECRET.encode()),
+  'zlib in sqlite': _sqlite(zlib.compress(SECRET.encode())),
+  'bytecode': _pyc(SECRET),
+  'utf-16': SECRET.encode('utf-16-le'),
+}
+
+
+@pytest.mark.parametrize('name', CONTAINERS)
+def test_a_copy_is_found(name):
+  (found,) = leaks.scan({'data/thing': CONTAINERS[name]}, CANARIES)
+  assert found.path == 'data/thing'
+  assert found.kind in ('lines', 'words')
+
+
+OTHER = SECRET.replace('balance_so_far', 'x').replace('running_balance', 'y')
+OTHER = OTHER.replace('123456789', '7').replace('* 3', '/ 5')
+
+
+@pytest.mark.parametrize(
+  'data',
+  [
+    LEFT.encode(),
+    OTHER.encode(),
+    _zip(OTHER.encode()),
+    _sqlite(OTHER.encode()),
+    _pyc(OTHER),
+    b'Call `running_balance(values)`, see balance_so_far.',  # what users write
+    b'PK\x03\x04 no archive \0',
+    b'SQLite format 3\0 no database',
+    b'\x1f\x8b no gzip',
+    b'\x78\x9c no stream \0' * 500,
+    b'',
+  ],
+)
+def test_other_files_are_no_alarm(data):
+  assert leaks.scan({'a': data}, CANARIES) == ()
+
+
+@pytest.mark.parametrize(
+  'path',
+  [
+    'a/__pycache__/b.cpython-311.pyc',
+    '.git/objects/ab/cdef',
+    '.mypy_cache/3.11/cache.0.db',
+    'larder.egg-info/SOURCES.txt',
+    'lib/site-packages/larder/words.py',
+    '.coverage',
+    'larder/words.py~',
+    'larder/words.py.orig',
+  ],
+)
+def test_artefacts_are_named_whatever_they_hold(path):
+  (found,) = leaks.scan({path: b'x'}, CANARIES)
+  assert (found.kind, found.detail) == ('artefact', path)
+  assert leaks.scan({path: b'x'}, CANARIES, artefacts=False) == ()
+
+
+def test_what_is_left_elsewhere_is_no_secret():
+  assert not leaks.canaries([SECRET], [SECRET]).windows
+  assert not leaks.canaries([SECRET], [SECRET]).words
+  assert leaks.copied_share([SECRET], [LEFT, SECRET]) == 1
+  assert leaks.copied_share([SECRET], [LEFT, OTHER]) == 0
+  # Of seven lines, and of six that are long enough, in fives.
+  assert leaks.copied_share([SECRET, OTHER], [OTHER]) == 2 / 5
+
+
+def test_a_bomb_is_not_unpacked_whole(monkeypatch):
+  monkeypatch.setattr(leaks, '_MAX_BYTES', 1 << 16)
+  bomb = zlib.compress(b'\0' * (4 << 20) + SECRET.encode(), 9)
+  assert leaks.scan({'bomb': b'\0' + bomb}, CANARIES) == ()

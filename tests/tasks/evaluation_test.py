@@ -1,0 +1,129 @@
+"""The true pass rates of scripted policies, counted, kept and resumed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import evaluation
+from composer_jax.tasks.list_functions import family
+from configs.composer import deletion, tiny
+from tests.rl import advantage_test
+from tests.tasks import small_package
+
+GOLD = evaluation.EvaluationOptions(
+  policy='gold', split='train', tasks=0, samples=1, threads=2
+)
+
+
+@pytest.fixture(scope='module')
+def spec(tmp_path_factory):
+  root = tmp_path_factory.mktemp('set')
+  small_package.task_set(root)
+  return specs.from_dict(deletion.get_config(f'{root},smoke').to_dict())
+
+
+def test_the_solution_passes_and_doing_nothing_does_not(spec, tmp_path):
+  out = tmp_path / 'gold'
+  found = evaluation.evaluate(spec, GOLD, out)
+  assert found['overall']['passed'] == found['overall']['tasks'] == 5
+  assert set(found['by_tier']) == set(small_package.repository.TIERS)
+  assert not found['overall']['flags']
+  null = dataclasses.replace(GOLD, policy='null')
+  nothing = evaluation.evaluate(spec, null, tmp_path / 'null')
+  assert nothing['overall']['passed'] == 0
+  assert nothing['overall']['episodes'] == 5
+  assert nothing['overall']['pass_at_k'] == {'1': 0.0}
+
+  # Killed in the middle of its third line, it plays what is missing alone.
+  lines = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
+  (out / 'episodes.jsonl').write_text(''.join(lines[:2]) + lines[2][:40])
+  assert evaluation.evaluate(spec, GOLD, out) == found
+  again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
+  assert again[:2] == lines[:2] and len(again) == 5
+
+  # So does what the sandbox failed, and what was judged stays.
+  failed = json.loads(lines[0]) | {'status': 'infrastructure', 'passed': False}
+  broken = [json.dumps(failed) + '\n', *lines[1:]]
+  (out / 'episodes.jsonl').write_text(''.join(broken))
+  assert evaluation.evaluate(spec, GOLD, out) == found
+  again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
+  assert again[:5] == broken and len(again) == 6
+
+  with pytest.raises(ValueError, match="policy is 'gold' there and 'null' now"):
+    evaluation.evaluate(spec, null, out)
+
+
+def test_generated_tasks_are_played_as_well(tmp_path):
+  config = tiny.get_config('smoke')
+  config.sandbox.level = 'static'
+  spec = specs.from_dict(config.to_dict())
+  options = dataclasses.replace(GOLD, tasks=3, samples=2)
+  found = evaluation.evaluate(spec, options, tmp_path)
+  assert found['overall']['passed'] == found['overall']['episodes'] == 6
+  assert found['overall']['pass_at_k'] == {'1': 1.0, '2': 1.0}
+  with pytest.raises(ValueError, match='--tasks=0 takes all tasks of a folder'):
+    evaluation.evaluate(spec, GOLD, tmp_path / 'all')
+
+
+def row(task, passed, **changes):
+  return {
+    'task_id': task,
+    'tier': 'body',
+    'package': 'p',
+    'passed': passed,
+    'status': 'graded',
+    'flags': [],
+    'num_turns': 4,
+    'num_invalid': 1,
+    **changes,
+  }
+
+
+def test_rates_are_counted_by_hand():
+  rows = [row('a', True), row('a', False), row('b', False), row('b', False)]
+  rows += [row('c', True), row('c', False, status='infrastructure')]
+  rows[3]['flags'] = ['network']
+  found = evaluation.summarise(rows, 2)['overall']
+  assert (found['episodes'], found['passed']) == (5, 2)
+  assert found['infrastructure'] == 1 and found['tasks'] == 3
+  # Task c was not judged whole.
+  assert found['pass_at_k'] == {'1': 0.25, '2': 0.5}
+  assert found['flags'] == {'network': 1}
+  assert found['invalid_rate'] == 0.25 and found['turns'] == 4
+
+
+def test_a_flagged_episode_is_played_and_not_passed():
+  task = family.generate(0, 'train')
+  honest = advantage_test.make_rollout(0, 1.0)
+  flagged = dataclasses.replace(honest, flags=('canary_passed',))
+  rows = [evaluation.row_of(task, r) for r in (honest, flagged)]
+  assert [r['passed'] for r in rows] == [True, False]
+  found = evaluation.summarise(rows, 2)['overall']
+  assert (found['episodes'], found['passed']) == (2, 1)
+  assert found['flags'] == {'canary_passed': 1}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'policy': 'best'}, "--policy must be one of .* not 'best'"),
+    ({'split': 'test'}, "--split must be one of .* not 'test'"),
+    ({'samples': 0}, r'--samples \(0\)'),
+    ({'policy': 'chat'}, "--url \\(''\\)"),
+    ({'policy': 'tokens', 'url': 'http://x/v1'}, '--policy=tokens needs --tok'),
+  ],
+)
+def test_what_cannot_be_is_named(changes, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(GOLD, **changes)
+
+
+def test_lines_are_json(spec, tmp_path):
+  options = dataclasses.replace(GOLD, tasks=1)
+  evaluation.evaluate(spec, options, tmp_path)
+  (line,) = (tmp_path / 'episodes.jsonl').read_text().splitlines()
+  found = json.loads(line)
+  assert found['passed'] and found['reward_terms'] is not None
+  assert found['sandbox_level'] in ('bwrap', 'unshare')

@@ -1,0 +1,274 @@
+"""Tasks of each family, who may see them, and what decides while a run goes."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from composer_jax.agent import rewards
+from composer_jax.core import records
+from composer_jax.pipeline import job, stages
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import curriculum, families, transcripts
+from composer_jax.tasks.list_functions import family, runners
+from composer_jax.tasks.repository import scripts, task_set
+from composer_jax.telemetry import writer as writers
+from composer_jax.text import tokenizer as tokenizers
+from configs.composer import deletion, tiny
+from tests.tasks import small_package
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  task = family.generate(0, 'train')
+  return tokenizers.Tokenizer.train([task.prompt, *task.files.values()], 300)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Five tasks to train on, and two of a package that is held out."""
+  root = tmp_path_factory.mktemp('set')
+  found = small_package.task_set(root)
+  package = dataclasses.replace(
+    found.packages[small_package.NAME],
+    name='cellar',
+    held_out=True,
+    facts={'requires': ['attrs']},
+  )
+  kept_back = [
+    dataclasses.replace(
+      task,
+      task_id=f'deletion/cellar/{i}',
+      package='cellar',
+      held_out=True,
+    )
+    for i, task in enumerate(found.tasks[:2])
+  ]
+  task_set.save(root, [package], kept_back)
+  return root
+
+
+def deletion_spec(folder, **changes):
+  config = deletion.get_config(f'{folder},smoke')
+  config.update_from_flattened_dict(changes)
+  return specs.from_dict(config.to_dict())
+
+
+def ids_of(source, count, name='of_group'):
+  return [getattr(source, name)(g).task_id for g in range(count)]
+
+
+def test_demonstrated_trained_and_held_out_tasks_have_nothing_in_common(
+  folder, tokenizer
+):
+  changes = {'rl.steps': 3, 'evaluation.episodes': 2}
+  spec = deletion_spec(folder, **changes)
+  shown = [t.task_id for t in families.demonstrated(spec)]
+  train = ids_of(families.tasks_of(spec, tokenizer, split='train', seed=1), 3)
+  held_out = ids_of(
+    families.tasks_of(spec, tokenizer, split='held_out', seed=1), 2
+  )
+  assert len({*shown, *train, *held_out}) == 2 + 3 + 2
+  assert sorted(held_out) == ['deletion/cellar/0', 'deletion/cellar/1']
+  # What the tokenizer learns from are the demonstrated tasks' texts alone.
+  texts = families.protocol_texts(spec)
+  assert len(texts) == 2 and '"tool": "finish"' in texts[0]
+
+
+@pytest.mark.parametrize(
+  'changes, split, told',
+  [
+    ({'rl.steps': 4}, 'train', r'3 train tasks .*steps x prompts needs 4'),
+    (
+      {'evaluation.episodes': 3},
+      'held_out',
+      r'2 held_out tasks .*evaluation\.episodes needs 3',
+    ),
+    ({'demonstrations.count': 5}, 'train', r'count \(5\) of the 5 tasks'),
+    # 3 of the 5 are of these tiers, and two are demonstrated.
+    (
+      {'tasks.tiers': ('body', 'symbol', 'class')},
+      'train',
+      r'has 1 train tasks for this run \(1 before',
+    ),
+  ],
+)
+def test_too_few_tasks_are_told_with_what_to_lower(
+  folder, tokenizer, changes, split, told
+):
+  with pytest.raises(ValueError, match=told):
+    families.tasks_of(
+      deletion_spec(folder, **changes), tokenizer, split=split, seed=1
+    )
+
+
+def test_prompts_without_room_are_left_out_and_counted(
+  folder, tokenizer, caplog
+):
+  spec = deletion_spec(
+    folder,
+    **{
+      'episode.max_tokens': 500,
+      'summary.trigger': 0,
+      'sft.seq_len': 512,
+      'rl.seq_len': 512,
+    },
+  )
+  with caplog.at_level(logging.WARNING):
+    with pytest.raises(ValueError, match=r'0 train tasks .*\(3 before those'):
+      families.tasks_of(spec, tokenizer, split='train', seed=1)
+  assert '3 of 3 train tasks are left out' in caplog.text
+
+
+def test_a_workdir_is_bound_to_the_tasks_and_not_to_their_folder(
+  folder, tmp_path
+):
+  spec = deletion_spec(folder)
+  before = families.identity(spec)
+  moved = dataclasses.replace(
+    spec, tasks=dataclasses.replace(spec.tasks, folder=str(tmp_path / 'm'))
+  )
+  small_package.task_set(tmp_path / 'm')
+  other = families.identity(moved)
+  assert len(before) == len(other) == 64 and before != other
+  assert families.identity(specs.from_dict(tiny.get_config().to_dict())) == ''
+
+
+def test_packages_of_tasks_are_kept_out_of_the_corpus_and_in_the_sandbox(
+  folder,
+):
+  spec = deletion_spec(folder)
+  assert families.held_out_names(spec) == ('cellar', small_package.NAME)
+  assert families.requirements(str(folder)) == ['attrs']
+
+
+@pytest.mark.parametrize(
+  'changes, told',
+  [
+    ({'sandbox.level': 'static'}, "'static' executes nothing"),
+    ({'sandbox.packages': ()}, r"packages must name 'pytest'.*\(\)"),
+  ],
+)
+def test_a_family_that_executes_needs_a_sandbox_that_can(folder, changes, told):
+  with pytest.raises(ValueError, match=told):
+    deletion_spec(folder, **changes)
+
+
+def test_deletion_tasks_are_refused_where_nothing_isolates(folder, tmp_path):
+  spec = deletion_spec(folder)
+  with pytest.raises(ValueError, match='executes code .*bwrap: not here'):
+    job.settle_sandbox(spec, tmp_path, lambda: [('bwrap', False, 'not here')])
+  assert not (tmp_path / 'sandbox.json').exists()
+
+
+# Generated tasks, played by a script.
+
+
+@pytest.fixture
+def spec():
+  config = tiny.get_config('smoke')
+  config.rl.prompts = 2
+  config.rl.max_staleness = 0
+  config.curriculum.enabled = True
+  return specs.from_dict(config.to_dict())
+
+
+def collector(spec, tokenizer, workdir):
+  return stages.collector_of(
+    spec, tokenizer, runners.StaticRunner(), split='train', workdir=workdir
+  )
+
+
+def play(found, tokenizer, group, member=0, calls=('read nothing', 'finish')):
+  return found.rollout(scripts.ScriptedCalls(tokenizer, calls), group, member)
+
+
+def test_prices_change_between_groups_and_every_sample_names_them(
+  spec, tokenizer, tmp_path, capsys
+):
+  found = collector(spec, tokenizer, tmp_path)
+  before = play(found, tokenizer, 0)
+  fields = {'version': 1, 'invalid_penalty': 0.4, 'effort_coefficient': 0.0}
+  (tmp_path / rewards.FILE).write_text(json.dumps(fields))
+  late = play(found, tokenizer, 0, member=1)
+  after = play(found, tokenizer, 1)
+  assert [r.reward_version for r in (before, late, after)] == [0, 0, 1]
+  assert late.reward == before.reward
+  assert after.reward_terms == {'success': 0.0, 'invalid': -0.4}
+  assert after.reward == -0.4
+  assert 'version 1 are in force' in capsys.readouterr().out
+  # A worker that starts again finds the same.
+  again = play(collector(spec, tokenizer, tmp_path), tokenizer, 1)
+  assert again.reward == after.reward and again.reward_version == 1
+
+
+def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
+  hinted = play(collector(spec, tokenizer, tmp_path), tokenizer, 0)
+  assert [h.kind for h in hinted.hints] == ['bad_arguments']
+  evaluated = stages.collector_of(
+    spec, tokenizer, runners.StaticRunner(), split='held_out'
+  )
+  assert not play(evaluated, tokenizer, 0).hints
+
+
+def test_advice_longer_than_a_row_is_left_out_and_counted(
+  spec, tokenizer, tmp_path
+):
+  """It would end the run: rows hold documents whole."""
+  long = dataclasses.replace(
+    spec,
+    # Room for every call, of a tokenizer that is not trained on them.
+    episode=dataclasses.replace(spec.episode, max_call_tokens=150),
+    hints=dataclasses.replace(
+      spec.hints,
+      templates=(('unknown_tool', 'no ' * 500), ('bad_arguments', 'no')),
+    ),
+    demonstrations=dataclasses.replace(
+      spec.demonstrations, count=24, wrong_tool=0.3, wrong_arguments=0.3
+    ),
+  )
+  with writers.Writer(tmp_path, tensorboard=False) as writer:
+    opened = job.Job(long, tmp_path, (), writer)
+    vars(opened)['tokenizer'] = tokenizer
+    learnt, _ = transcripts.documents(opened)
+  assert max(len(tokens_T) for tokens_T, _ in learnt) <= long.sft.seq_len
+  rates = json.loads((tmp_path / 'demonstrations.json').read_text())
+  assert rates['advised'] > 0 and rates['advice_too_long'] > 0
+
+
+def test_a_curriculum_draws_by_what_the_trainer_put_down(
+  spec, tokenizer, tmp_path
+):
+  seed = spec.seed + stages.RL_SEED
+  tasks = families.tasks_of(spec, tokenizer, split='train', seed=seed)
+  plan = families.curriculum_of(spec, tasks, tmp_path, seed)
+  found = collector(spec, tokenizer, tmp_path)
+  first = [found.task_of_group(g).task_id for g in (0, 1)]
+  assert first == [plan.task_of(0), plan.task_of(1)]
+  with pytest.raises(ValueError, match=r'000000\.json is missing'):
+    found.task_of_group(2)
+  plan.record(0, [group_of(found, tokenizer, g) for g in (0, 1)])
+  second = [found.task_of_group(g).task_id for g in (2, 3)]
+  assert len({*first, *second}) == 4
+  # A worker that starts again, and the trainer, draw the same.
+  again = collector(spec, tokenizer, tmp_path)
+  assert ids_of(again, 4, 'task_of_group') == [*first, *second]
+  assert [plan.task_of(g) for g in (2, 3)] == second
+  rows = curriculum.Ledger(tmp_path / families.LEDGER).get(0)
+  assert [(r.judged, r.passed, r.turns) for r in rows] == [(4, 0, 8)] * 2
+
+
+def group_of(found, tokenizer, group):
+  rollouts = tuple(play(found, tokenizer, group, m) for m in range(4))
+  return records.Group(
+    group=group, task_id=rollouts[0].task_id, rollouts=rollouts
+  )
+
+
+def test_labels_are_the_kinds_of_the_task_that_is_made():
+  for index in range(20):
+    task_id, kinds = family.kinds_of(index, 'train', 7)
+    task = family.generate(index, 'train', 7)
+    assert task.task_id == task_id
+    assert family.composition_of(task).kinds == kinds

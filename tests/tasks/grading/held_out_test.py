@@ -1,0 +1,120 @@
+"""Values cross exactly, variations stay what they are, evidence counts."""
+
+import json
+import math
+import operator
+import pathlib
+import random
+
+import pytest
+
+from composer_jax.tasks.grading import held_out, plain
+
+VALUES = [
+  None, True, 0, -5, 2**70, 1.5, math.inf, 'é\n', b'\x00a', bytearray(b'b'),
+  1 + 2j, [], [1, [2]], (), (1, 'a'), {1, 2}, frozenset({'a'}),
+  {'a': [1], 2: (3,)}, range(1, 9, 2), len, operator.add, int, math, json.loads,
+]  # fmt: skip
+
+
+# Not by repr: that of a function is its address, another in each process.
+@pytest.mark.parametrize('value', VALUES, ids=range(len(VALUES)))
+def test_values_cross_exactly(value):
+  crossed = plain.decode(json.loads(json.dumps(plain.encode(value))))
+  assert crossed == value
+  assert type(crossed) is type(value)
+
+
+def test_nan_and_negative_zero_cross():
+  assert math.isnan(plain.decode(plain.encode(math.nan)))
+  assert plain.encode(-0.0) == -0.0
+
+
+def test_different_values_have_different_codes():
+  kinds = [1, 1.0, True, '1', b'1', [1], (1,), {1}, frozenset({1}), {1: 1}]
+  codes = {json.dumps(plain.encode(value)) for value in kinds}
+  assert len(codes) == len(kinds)
+
+
+@pytest.mark.parametrize(
+  'value',
+  [object(), lambda: 0, pytest, [object()], float.fromhex, pytest.raises],
+)
+def test_objects_have_no_code(value):
+  with pytest.raises(plain.NotPlain):
+    plain.encode(value)
+
+
+def test_a_result_tells_no_more_than_it_is():
+  assert plain.encode_result(iter([1, 2])) == {'iterator': [1, 2]}
+  endless = plain.encode_result(iter(int, 1))
+  assert len(endless['iterator']) == 50
+  known = plain.encode_result(random.Random())
+  assert known == {'object': 'Random', 'text': ''}  # its text is an address
+  path = plain.encode_result(pathlib.PurePosixPath('a'))
+  assert path == {'object': 'PurePosixPath', 'text': 'a'}
+
+  class Text(str):
+    def __eq__(self, other):
+      return True
+
+    __hash__ = str.__hash__
+
+  told = plain.encode_result(Text('a'), ['Text'])
+  assert told == {'object': 'Text', 'text': ''}
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_a_variation_keeps_the_type(seed):
+  draw = random.Random(seed)
+  for value in VALUES:
+    varied = plain.decode(plain.vary(plain.encode(value), draw))
+    assert type(varied) is type(value)
+
+
+@pytest.mark.parametrize(
+  'path, roots, module',
+  [
+    ('pk/a/b.py', ('.',), 'pk.a.b'),
+    ('src/pk/__init__.py', ('src', '.'), 'pk'),
+    ('one.py', ('.',), 'one'),
+  ],
+)
+def test_a_file_is_imported_by_its_name(path, roots, module):
+  assert held_out.module_of(path, roots) == module
+
+
+def test_methods_have_the_past_of_their_object():
+  call = lambda *values: [list(values), {}]
+  inputs = [
+    ['pk.py', 'Box.__init__', '0', call(3), False],
+    ['pk.py', 'Box.grow', '0', call(1), True],
+    ['pk.py', 'Box.__init__', '3', call(5), False],
+    ['pk.py', 'Box.look', '0', call(), False],  # reaches nothing deleted
+    ['pk.py', 'Box.grow', '0', call(2), True],
+    ['pk.py', 'Box.grow', '3', call(9), True],
+    ['pk.py', 'f', None, call('a'), True],
+    ['pk.py', 'f', None, call('a'), True],
+  ]
+  found = held_out._recorded(inputs, ('.',))
+  assert [(r.symbol, r.past, r.arguments) for r in found] == [
+    ('Box.grow', [call(3), []], call(1)),
+    ('Box.grow', [call(3), [['grow', call(1)], ['look', call()]]], call(2)),
+    ('Box.grow', [call(5), []], call(9)),
+    ('f', None, call('a')),
+  ]
+
+
+@pytest.mark.parametrize(
+  'calls, agreed, disagrees',
+  [
+    ((10, 10), (10, 10), False),
+    ((10, 10), (5, 5), False),
+    ((10, 10), (10, 4), True),
+    ((10, 10), (4, 10), True),
+    ((2, 2), (0, 0), False),  # too few to tell
+  ],
+)
+def test_disagreement_is_less_than_the_share(calls, agreed, disagrees):
+  evidence = held_out.Evidence(calls=calls, agreed=agreed, status='ok')
+  assert evidence.disagrees(0.5) is disagrees

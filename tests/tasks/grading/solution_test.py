@@ -1,0 +1,208 @@
+"""Attacks on the judgement are not paid and seen, honest solutions are."""
+
+import dataclasses
+import random
+
+import pytest
+
+from composer_jax.core import records
+from composer_jax.sandbox import base
+from composer_jax.sandbox import open as sandbox_open
+from composer_jax.tasks.grading import held_out, solution
+from composer_jax.tasks.monitors import watch
+from tests.tasks import small_package
+from tests.tasks.grading import attacks
+
+LIMITS = base.Limits(
+    wall_s=30.0, cpu_s=20.0, memory_bytes=1 << 30, processes=32,
+    file_bytes=16 << 20, output_bytes=1 << 20,
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def sandbox(tmp_path_factory):
+  root = tmp_path_factory.mktemp('set')
+  small_package.task_set(root)
+  with sandbox_open.open_sandbox(
+    'auto', LIMITS, allow_unsafe=True, images=root, packages=('pytest',)
+  ) as opened:
+    yield opened
+
+
+def grade(sandbox, files, shell='', finished=True, seed=1, index=0):
+  """Plays the policy's part in a box of its own, and grades what it left."""
+  task = attacks.task(index)
+  box = sandbox.open(task.image, task.view())
+  try:
+    for path, text in files.items():
+      if text is not None:
+        box.write(path, text.encode())
+      elif path in box.files():
+        box.remove(path)
+    if shell:
+      assert box.run(base.Command(argv=('sh', '-c', shell))).exit_code == 0
+    changes, special = solution.changes_of(task, box)
+  finally:
+    box.close()
+  graded = solution.grade(
+    task, changes, sandbox, finished=finished, seed=seed, special=special
+  )
+  return graded, changes
+
+
+def check_unpaid(sandbox, name):
+  """Also that a monitor, or grading itself, raises the alarm."""
+  attack = attacks.ATTACKS[name]
+  graded, changes = grade(
+    sandbox, attack.files, attack.shell, index=attack.index
+  )
+  assert not graded.verdict.passed, (graded.verdict, graded.details)
+  assert graded.verdict.status == records.GRADED
+  evidence = watch.of_repository(
+    attacks.task(attack.index), (), changes, graded
+  )
+  found = watch.flags(watch.scan(evidence))
+  assert attack.monitor in {watch.MONITORS[kind][0] for kind in found}
+  return graded
+
+
+# What each step of grading is for: a grader without it would pay these.
+@pytest.mark.parametrize(
+  'name, flag',
+  [
+    ('spares_canaries', 'canary_passed'),
+    ('reads_caller', 'canary_passed'),
+    ('half_equal', 'canary_passed'),
+    ('table', 'held_out_inputs'),
+    ('conftest_patch', 'protected_file'),
+  ],
+)
+def test_an_attack_on_each_step_is_not_paid(sandbox, name, flag):
+  assert flag in check_unpaid(sandbox, name).flags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', sorted(attacks.ATTACKS))
+def test_no_attack_is_paid(sandbox, name):
+  check_unpaid(sandbox, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('name', sorted(attacks.HONEST))
+def test_every_honest_solution_is_paid(sandbox, name, seed):
+  graded, _ = grade(sandbox, attacks.HONEST[name], seed=seed)
+  assert graded.verdict.passed, (graded.verdict, graded.details)
+  assert graded.flags == ()
+
+
+def test_an_honest_solution_is_paid(sandbox):
+  graded, changes = grade(sandbox, attacks.HONEST['with a test of its own'])
+  assert graded.verdict.passed, (graded.verdict, graded.details)
+  assert graded.verdict.num_passed == 10
+  assert graded.details['guards'] == [18, 18]
+  assert graded.details['canaries'] == 8
+  held_out = graded.details['held_out_inputs']
+  assert held_out['agreed'] == held_out['calls'] and sum(held_out['calls']) > 20
+  assert graded.flags == ()
+  assert 'tests/test_mine.py' not in graded.details['taken']
+  evidence = watch.of_repository(attacks.task(), (), changes, graded)
+  assert watch.scan(evidence) == ()
+
+
+def test_an_unfinished_episode_is_judged_and_fails(sandbox):
+  graded, _ = grade(sandbox, attacks.HONEST['the original'], finished=False)
+  assert graded.verdict.status == records.UNFINISHED
+  assert graded.verdict.num_passed == graded.verdict.num_tests == 10
+  assert not graded.verdict.passed
+
+
+@dataclasses.dataclass
+class BrokenBox:
+  """Fails like a sandbox whose machine is in trouble."""
+
+  status: str = 'infrastructure'
+  level: str = 'rlimits'
+
+  def run(self, command):
+    del command
+    return base.CommandResult(
+      level=self.level, status=self.status, error='no memory'
+    )
+
+  def read(self, path, max_bytes):
+    raise base.FileRefused(path)
+
+  def close(self):
+    pass
+
+
+@dataclasses.dataclass
+class BrokenSandbox:
+  status: str = 'infrastructure'
+  level: str = 'rlimits'
+
+  def open(self, image, changes=None):
+    del image, changes
+    return BrokenBox(self.status)
+
+
+def test_a_failure_of_the_sandbox_says_nothing_about_the_solution():
+  task = attacks.task()
+  graded = solution.grade(
+    task, task.restored(), BrokenSandbox(), finished=True, seed=1
+  )
+  assert graded.verdict.status == records.INFRASTRUCTURE
+  assert graded.verdict.detail == 'no memory'
+
+
+def test_inputs_that_could_not_be_recorded_are_not_forgotten():
+  task = dataclasses.replace(attacks.task(), task_id='deletion/larder/broken')
+  # Neither is remembered: the next grading records them again.
+  for status in ('timeout', 'infrastructure', 'timeout'):
+    sandbox, draw = BrokenSandbox(status), random.Random(0)
+    assert held_out.compare(task, {}, sandbox, draw).status == status
+
+
+def test_a_file_brought_back_to_what_it_was_counts(sandbox):
+  task = attacks.task()
+  box = sandbox.open(task.image, task.view())
+  for path, text in task.solution.items():
+    box.write(path, text.encode())
+  changes, special = solution.changes_of(task, box)
+  box.close()
+  assert changes[attacks.PATH] == task.solution[attacks.PATH].encode()
+  assert special == ()
+
+
+def test_the_policy_runs_what_it_is_shown(sandbox):
+  task = attacks.task()
+  box = sandbox.open(task.image, task.view())
+  result = solution.visible(task, box)
+  box.close()
+  assert set(result.outcomes) == set(task.shown)
+  assert attacks.HIDDEN not in result.collected
+  assert 'NotImplementedError' in result.output
+
+
+@pytest.mark.parametrize('shell, flags', [
+    ('ln -s x larder/new.py; mkfifo larder/pipe.py', ('special_file',)),
+    ('for i in 1 2 3 4 5 6 7 8 9; do truncate -s 4M larder/x$i.py; done',
+     ('special_file',)),
+])  # fmt: skip
+def test_what_no_workspace_can_hold_is_judged(sandbox, shell, flags):
+  """Links where the image has nothing, and more bytes than there is room."""
+  graded, changes = grade(sandbox, {}, shell)
+  assert graded.verdict.status == records.GRADED and not graded.verdict.passed
+  assert graded.flags == flags
+  assert not {'larder/new.py', 'larder/pipe.py'} & {*graded.details['taken']}
+  assert sum(len(x or b'') for x in changes.values()) <= 32 << 20
+
+
+def test_a_solution_that_cannot_be_laid_out_fails(sandbox):
+  task = attacks.task()
+  path = next(iter(task.solution))
+  changes = {f'{path}/below.py': b''}  # the file it lies in is still there
+  graded = solution.grade(task, changes, sandbox, finished=True, seed=1)
+  assert graded.verdict.status == records.GRADED and not graded.verdict.passed
+  assert 'no workspace holds it' in graded.verdict.detail

@@ -1,0 +1,77 @@
+"""Laws of examples that go by a hint: a mended call in the mistake's place."""
+
+import numpy as np
+import pytest
+
+from composer_jax.agent import episode, mistakes
+from composer_jax.tasks.list_functions import (
+  demonstrations,
+  environment,
+  family,
+  hindsight,
+  runners,
+)
+from composer_jax.text import chat
+from composer_jax.text import tokenizer as tokenizer_lib
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return tokenizer_lib.Tokenizer.train(['return sum(v for v in values)'], 280)
+
+
+def transcripts(tokenizer, **noise):
+  return list(
+    demonstrations.transcripts(
+      tokenizer,
+      seed=0,
+      count=12,
+      noise=demonstrations.Noise(**noise),
+      options=episode.EpisodeOptions(max_tokens=2048, max_call_tokens=256),
+      hints=mistakes.HintOptions(),
+    )
+  )
+
+
+def last(tokenizer, tokens_T, count):
+  return [m['text'] for m in chat.turns(tokenizer, tokens_T)[-count:]]
+
+
+def test_an_example_has_the_call_that_was_meant_and_not_the_mistake(tokenizer):
+  seen = 0
+  for index, rollout in enumerate(
+    transcripts(tokenizer, wrong_tool=0.3, wrong_arguments=0.2)
+  ):
+    window = rollout.trajectories[0]
+    found = list(hindsight.examples(rollout, tokenizer))
+    hints = {tuple(h.tokens_T.tolist()): h for h in rollout.hints}
+    for tokens_T, mask_T in found:
+      seen += 1
+      said, call = last(tokenizer, tokens_T, 2)
+      assert said.startswith('Reminder:')
+      hint = hints[tuple(chat.tool(tokenizer, said).tolist())]
+      # The same context as the mistake's, but for the hint.
+      context_T = tokens_T[~mask_T]
+      np.testing.assert_array_equal(context_T[-1:], chat.call_prefix(tokenizer))
+      before = last(tokenizer, context_T[: -len(hint.tokens_T) - 1], 1)
+      assert before[0] in last(tokenizer, window.tokens_T, 99)
+      # What is learnt is one call, its end included, that can be carried out.
+      assert tokens_T[mask_T][-1] == tokenizer.END
+      assert tokenizer.decode(tokens_T[mask_T][:-1]) == call
+      task = family.generate(index, 'train', 0)
+      runner = runners.TrustedRunner()
+      env = environment.FunctionEnvironment(task, runner)
+      assert env.call(call).is_valid
+  assert seen > 10
+
+
+def test_giving_up_mends_nothing(tokenizer):
+  """But a finish with too many words is mended by one without."""
+  for rollout in transcripts(tokenizer, wrong_arguments=0.4, give_up=1.0):
+    for tokens_T, mask_T in hindsight.examples(rollout, tokenizer):
+      assert tokenizer.decode(tokens_T[mask_T][:-1]) == 'finish'
+      assert 'finish' in last(
+        tokenizer, rollout.trajectories[0].tokens_T, 3
+      )[0]  # fmt: skip
+  flawless = transcripts(tokenizer)
+  assert not any(list(hindsight.examples(r, tokenizer)) for r in flawless)

@@ -1,0 +1,195 @@
+"""A tree of device arrays survives blocks and the way back."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from composer_jax.core import trees
+from composer_jax.delta import identity, weights_held
+from composer_jax.train import weights
+
+P = jax.sharding.PartitionSpec
+AUTO = jax.sharding.AxisType.Auto
+
+
+def make_policy():
+  values = np.arange(-16, 16, dtype=np.float32).reshape(4, 8) / 7
+  values[0, :3] = [np.nan, -0.0, np.inf]
+  experts = np.random.default_rng(0).normal(size=(2, 24, 6, 32))
+  return {
+    'params': {
+      'embed': jnp.asarray(values, jnp.bfloat16),
+      'experts': jnp.asarray(experts, jnp.bfloat16),
+      'norm': jnp.ones(8, jnp.bfloat16),
+      'scalar': jnp.bfloat16(3),
+      'empty': jnp.zeros((0, 3), jnp.bfloat16),
+    },
+    'selection_bias': np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
+  }
+
+
+@pytest.fixture(scope='module')
+def policy():
+  return make_policy()
+
+
+def mesh_of(*sizes):
+  names = ('a', 'b', 'c')[: len(sizes)]
+  devices = jax.devices()[: math.prod(sizes)]
+  return jax.make_mesh(
+    sizes, names, axis_types=(AUTO,) * len(sizes), devices=devices
+  )
+
+
+def sharded(tree, mesh, **specs):
+  """Places the arrays of jax by their last names, replicated by default."""
+
+  def place(name, leaf):
+    if not isinstance(leaf, jax.Array):
+      return leaf
+    spec = specs.get(name.rpartition('/')[2], P())
+    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+  return trees.map_names(place, tree)
+
+
+def assembled(blocks):
+  """Puts blocks together, and sees that each element comes once."""
+  arrays, left = {}, {}
+  for name, dtype, shape, index, values in blocks:
+    if name not in arrays:
+      arrays[name] = np.empty(shape, identity.DTYPES[dtype])
+      left[name] = arrays[name].size
+    box = tuple(slice(*ends) for ends in index)
+    assert arrays[name][box].shape == values.shape
+    arrays[name][box] = values
+    left[name] -= values.size
+  assert not any(left.values())
+  return arrays
+
+
+def assert_same_bits(tree, wanted):
+  assert jax.tree.structure(tree) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True):
+    assert (x.dtype, x.shape) == (y.dtype, y.shape)
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+LAYOUTS = [
+  ((8,), dict(experts=P(None, 'a'), embed=P(None, 'a'))),
+  ((2, 4), dict(experts=P(None, ('b', 'a')), embed=P('b', 'a'))),
+  ((4, 2), dict(experts=P('b', None, None, 'a'), embed=P('a'))),
+  ((2, 2, 2), dict(experts=P('c', 'b'), norm=P(('a', 'b', 'c')))),
+  ((3, 2), dict(experts=P('b', 'a'))),
+  ((6,), dict(experts=P(None, None, 'a'))),
+]
+
+
+@pytest.mark.parametrize('sizes, specs', LAYOUTS)
+def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
+  wanted = identity.target_id(assembled(weights.blocks(policy)))
+  tree = sharded(policy, mesh_of(*sizes), **specs)
+  # Arrays move from a device to the host, and not between devices.
+  with jax.transfer_guard_device_to_device('disallow_explicit'):
+    pieces = list(weights.blocks(tree))
+  assert identity.target_id(assembled(pieces)) == wanted
+  leaves = trees.flatten_names(tree)
+  for piece in pieces:
+    if isinstance(leaves[piece.name], jax.Array):
+      shard = leaves[piece.name].sharding.shard_shape(piece.shape)
+      assert piece.values.shape == shard, 'a block is a shard'
+
+
+def test_a_shard_is_touched_when_its_block_is_asked_for(policy):
+  tree = {'a': jnp.arange(4.0), 'b': jnp.arange(4.0)}
+  blocks = weights.blocks(tree)
+  tree['b'].delete()
+  assert next(blocks).name == 'a'
+  with pytest.raises(RuntimeError, match='deleted'):
+    next(blocks)
+
+
+def test_blocks_outlive_donated_buffers():
+  step = jax.jit(lambda x: x + 1, donate_argnums=0)
+  array = jnp.zeros(4096, jnp.float32)
+  held = list(weights.blocks({'x': array}))
+  step(array).block_until_ready()
+  np.testing.assert_array_equal(held[0].values, np.zeros(4096, np.float32))
+
+
+class Recorder(weights_held.Held):
+  """Held weights that write down which blocks are asked for."""
+
+  def block(self, name, index):
+    ASKED.append((name, index))
+    return super().block(name, index)
+
+
+ASKED: list = []
+
+
+@pytest.mark.parametrize('sizes, specs', LAYOUTS)
+def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
+  arrays = assembled(weights.blocks(policy))
+  held = weights_held.from_arrays(arrays)
+  held = Recorder(
+    **{f.name: getattr(held, f.name) for f in dataclasses.fields(held)}
+  )
+  like = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct(
+      a.shape, a.dtype, sharding=getattr(a, 'sharding', None)
+    ),
+    sharded(policy, mesh_of(*sizes), **specs),
+  )
+  for source in (arrays, held):
+    ASKED.clear()
+    tree = weights.to_tree(source, like)
+    assert_same_bits(tree, policy)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+      assert y.sharding is None or x.sharding == y.sharding
+  # The last was `held`: every block once, whatever the number of replicas, and
+  # no more of an array at a time than a shard.
+  assert len(set(ASKED)) == len(ASKED)
+  leaves = trees.flatten_names(like)
+  for name, index in ASKED:
+    if leaves[name].sharding is not None:
+      shape = tuple(stop - start for start, stop in index)
+      assert shape == leaves[name].sharding.shard_shape(leaves[name].shape)
+
+
+def test_wanted_are_the_blocks_of_the_devices(policy):
+  like = sharded(policy, mesh_of(2, 4), embed=P('a', 'b'))
+  wanted = weights.wanted(like)
+  assert sorted(wanted('params/embed', 'bfloat16', (4, 8))) == [
+    ((row, row + 2), (column, column + 2))
+    for row in (0, 2)
+    for column in (0, 2, 4, 6)
+  ]
+  # Replicas want it once; what has no sharding is wanted whole.
+  assert wanted('params/norm', 'bfloat16', (8,)) == [((0, 8),)]
+  assert wanted('params/scalar', 'bfloat16', ()) == [()]
+  assert wanted('selection_bias', 'float32', (2, 3)) == [((0, 2), (0, 3))]
+  # What does not belong to the model is not fetched for `to_tree` to refuse it.
+  assert wanted('params/other', 'bfloat16', (8,)) == []
+  assert wanted('params/norm', 'bfloat16', (9,)) == []
+
+
+def test_errors_name_the_tensor(policy):
+  arrays = assembled(weights.blocks(policy))
+  other = {'params/more': arrays['params/norm'], **arrays}
+  other.pop('params/embed')
+  with pytest.raises(
+    ValueError,
+    match=r"missing \['params/embed'\], left over \['params/more'\]",
+  ):
+    weights.to_tree(other, policy)
+  wrong = {**arrays, 'params/norm': np.ones(8, np.float32)}
+  for held in (wrong, weights_held.from_arrays(wrong)):
+    with pytest.raises(ValueError, match=r'params/norm: .*float32.*bfloat16'):
+      weights.to_tree(held, policy)
+  with pytest.raises(ValueError, match='same .* name'):
+    list(weights.blocks({'a': {'b': 1.0}, 'a/b': 2.0}))
