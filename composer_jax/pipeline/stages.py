@@ -70,9 +70,7 @@ def finetune(job: jobs.Job) -> None:
   with job.times.stage('sft'):
     stage = job.spec.sft
     with job.times.stage('demonstrations'):
-      learnt, held_out = job.systems.family.demonstrations(job)
-      if job.systems.initial is not None:
-        learnt += _conversations(job)
+      learnt, held_out = sft_documents(job)
     heldout = streams.lm_stream(
       held_out,
       batch_size=stage.batch_size,
@@ -137,12 +135,15 @@ def load_variables(
   return export.load(job.workdir, stage, _like(job, placement or job.placement))
 
 
-def _conversations(job: jobs.Job) -> list[tuple[Any, Any]]:
-  assert job.systems.initial is not None
-  talks = job.systems.initial.conversations(job.workdir)
-  if talks:
-    progress.teller('sft')(f"{len(talks)} of the user's own conversations")
-  return talks
+def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
+  """(tokens, loss mask) of what SFT learns, and of transcripts held out."""
+  learnt, held_out = job.systems.family.demonstrations(job)
+  if job.systems.initial is not None:
+    talks = job.systems.initial.conversations(job.workdir)
+    if talks:
+      progress.teller('sft')(f"{len(talks)} of the user's own conversations")
+    learnt = [*learnt, *talks]
+  return learnt, held_out
 
 
 def _like(job: jobs.Job, placement: placements.Placement) -> Any:

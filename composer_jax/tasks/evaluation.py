@@ -22,6 +22,7 @@ from composer_jax.core import files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
+from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
 from composer_jax.text import tokenizer as tokenizers
