@@ -19,8 +19,7 @@ from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks import curriculum, judging
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
-from composer_jax.tasks.list_functions import practice as list_functions
-from composer_jax.tasks.repository import practice as repository
+from composer_jax.tasks.practice import list_functions, repository
 from composer_jax.telemetry import progress
 
 # Name of `config.tasks.family` -> its TaskFamily, made of a spec.

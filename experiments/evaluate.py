@@ -62,7 +62,7 @@ def run() -> None:
   # After the flags: this import loads jax.
   from composer_jax import wiring
   from composer_jax.serve import client
-  from composer_jax.tasks import evaluation
+  from composer_jax.tasks.practice import evaluation
 
   try:
     options = evaluation.EvaluationOptions(

@@ -393,7 +393,11 @@ def test_misspelt_section_is_named():
     ('rl.loss.name', 'ppo', r"rl\.loss\.name must be one of .*not 'ppo'"),
     ('rl.loss.bounds', (1.0, 2.0), "bounds .* mean nothing to 'tis'"),
     ('tasks.family', 'puzzles', r"tasks\.family .*'deletion'.* not 'puzzles'"),
-    ('tasks.family', 'deletion', r"tasks\.folder \(''\) is needed .*make_tasks"),
+    (
+      'tasks.family',
+      'deletion',
+      r"tasks\.folder \(''\) is needed .*make_tasks",
+    ),
     ('tasks.folder', 'set', r"tasks\.folder \('set'\) .*'list_functions'"),
     ('tasks.tiers', ('line',), r"tasks\.tiers .*'body'.* no \['line'\]"),
     ('tasks.repository.tools', ('raed',), r"tasks\.repository: .*'raed'"),

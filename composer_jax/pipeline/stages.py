@@ -26,7 +26,7 @@ from composer_jax.train import placement as placements
 from composer_jax.train.checkpoints import export
 
 # Added to the run's seed, so that no stage shares tasks or random numbers; that
-# of SFT is in `tasks.transcripts`.
+# of SFT is in `tasks.practice.transcripts`.
 RL_SEED, EVAL_SEED = 2_000_003, 3_000_017
 
 

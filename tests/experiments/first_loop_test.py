@@ -12,7 +12,8 @@ from absl.testing import flagsaver
 from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.pipeline import stages
-from composer_jax.tasks.list_functions import family, practice
+from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import list_functions as practice
 from configs.composer import tiny
 from experiments.studies.first_loop import analyze, collect, run
 from tests.pipeline import runs

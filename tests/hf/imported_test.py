@@ -16,7 +16,7 @@ from composer_jax.hf import identity, imported
 from composer_jax.hf.text import conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import stages
-from composer_jax.tasks.list_functions import practice
+from composer_jax.tasks.practice import list_functions as practice
 from composer_jax.train.checkpoints import manager
 from configs.composer import imported as imported_config
 from configs.composer import tiny

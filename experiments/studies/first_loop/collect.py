@@ -14,7 +14,8 @@ from typing import Any
 
 from composer_jax.core import files
 from composer_jax.pipeline import stages
-from composer_jax.tasks.list_functions import family, practice
+from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import list_functions as practice
 
 
 def _solutions(path: pathlib.Path) -> list[str]:

@@ -11,13 +11,14 @@ from composer_jax.agent import policy as policies
 from composer_jax.core import seams
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum, transcripts
+from composer_jax.tasks import curriculum
 from composer_jax.tasks.list_functions import (
   demonstrations,
   environment,
   family,
   hindsight,
 )
+from composer_jax.tasks.practice import transcripts
 from composer_jax.telemetry import progress
 
 # Tasks whose texts the tokenizer sees beside the corpus, so that the tool

@@ -12,7 +12,8 @@ from composer_jax.agent import episode, summarize
 from composer_jax.agent import policy as policies
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum, transcripts
+from composer_jax.tasks import curriculum
+from composer_jax.tasks.practice import transcripts
 from composer_jax.tasks.repository import (
   environment,
   schemas,

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from composer_jax import wiring
-from composer_jax.tasks import evaluation
 from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import evaluation
 from configs.composer import deletion, tiny
 from tests.rl import advantage_test
 from tests.tasks import small_package

@@ -25,7 +25,7 @@ from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export
 from configs.composer import deletion
 from tests.pipeline import runs
-from tests.tasks import families_test
+from tests.tasks.practice import families_test
 
 pytestmark = pytest.mark.slow
 
