@@ -118,29 +118,11 @@ def _muon() -> dict[str, Any]:
   return dict(
     beta=0.95,  # of the momentum
     rms=0.2,  # of an update at learning rate 1; AdamW's is 0.2 to 0.4
-    # Of Newton-Schulz. 'polar_express' brings singular values into 0.87-1.12,
-    # 'quintic' into 0.95-1.15, 'keller' (Muon's first) into 0.68-1.20;
-    # 'deepseek_v4' to 1 within 0.1 %, in ten steps, which cost twice as much.
-    coefficients='polar_express',
-    steps=0,  # of it; 0 takes as many as the list is meant for
-    # 'gram' iterates on the small side, a fifth less work where a matrix is 3.5
-    # times as long as wide; 'auto' does where it pays; or 'standard'.
-    method='auto',
-    # Of its operands, and of what devices exchange: half the bytes in bfloat16,
-    # where singular values may move by a per cent. 'auto' is bfloat16 on
-    # accelerators, float32 on a CPU.
+    coefficients='polar_express',  # of Newton-Schulz; or 'keller', Muon's first
+    method='auto',  # or 'standard', also where the Gram iteration is cheaper
+    # Of products, and of what devices exchange: bfloat16 but on CPUs.
     dtype='auto',
-    wire_dtype='auto',
-    momentum_dtype='float32',  # 'bfloat16' halves this state of the optimizer
-    # True: one matrix at a time, so that equal momenta give the same bits on
-    # every mesh; slower on accelerators.
-    deterministic=False,
-    # Steps from one orthogonalisation of whole matrices to the next. Between
-    # them each device takes its own block, and nothing is exchanged (MuonBP):
-    # cheaper, and another update. 1 takes whole matrices always.
-    period=1,
-    block_ratio=1.0,  # of the step size of blocks to that of whole matrices
-    neuron_norm=False,  # NorMuon: equal step sizes for the units of a matrix
+    deterministic=False,  # the same bits on every mesh, on accelerators, too
     # Largest attention logit; a head above it has its query and key scaled down
     # (QK-clip; Kimi K2 has 100). 0 neither clips nor measures.
     qk_clip=0.0,

@@ -1,14 +1,14 @@
 """What a plan of Muon can choose: owners, sharing, chunks and their order.
 
 Each choice takes and returns groups. Times are modelled from published rates
-(`optim.muon.cost.Rates`); choices are coarse enough not to hang on a few per
-cent.
+(`optim.muon.cost`); choices are coarse enough not to hang on a few per cent.
 """
 
 import dataclasses
 import math
+from typing import Any
 
-from composer_jax.optim.muon import cost, times
+from composer_jax.optim.muon import cost
 from composer_jax.optim.muon import plan as muon_plan
 
 _Groups = list[muon_plan.MuonGroup]
@@ -21,6 +21,28 @@ _LATENCIES = 50
 # More leave little to gain: the first and the last are then 4 % of the step,
 # and what is in flight, at Kimi K2's size, a quarter of the update.
 _MOST_CHUNKS = 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+  """What a plan may be told instead of choosing by modelled times.
+
+  Attributes:
+    rates: speeds of the machine; None: by platform, v5p for abstract meshes.
+    chunks: pieces that the step is cut into, as far as its groups allow.
+    split: devices that share a matrix where there are too few matrices for all
+      owners; 1 for none.
+    repeats: each replica does all work, and gathers nothing; False: each matrix
+      has one owner among all replicas.
+  """
+
+  rates: cost.Rates | None = None
+  chunks: int | None = None
+  split: int | None = None
+  repeats: bool | None = None
+
+
+NOTHING_TOLD = PlanOptions()
 
 
 def in_chunks(group: muon_plan.MuonGroup, wanted: int) -> muon_plan.MuonGroup:
@@ -45,32 +67,20 @@ def in_chunks(group: muon_plan.MuonGroup, wanted: int) -> muon_plan.MuonGroup:
 
 
 def share_giants(
-  groups: _Groups,
-  plan: muon_plan.PlanOptions,
-  rates: cost.Rates,
+  groups: _Groups, told: PlanOptions, rates: cost.Rates
 ) -> _Groups:
   """Lets devices share matrices that are few and expensive.
 
   A group with fewer matrices than half its owners makes every device, running
   the same program, wait for the few that own one.
-
-  Args:
-    groups: each with one owner a matrix.
-    plan: its `giants`.
-    rates: to compare by.
   """
-  if plan.giants == 'owner':
-    return groups
-  if isinstance(plan.giants, int):
-    shared = [_forced(group, plan.giants) for group in groups]
-    if shared == groups:
-      raise ValueError(
-        f'giants={plan.giants}: no matrices can be shared by {plan.giants} '
-        'devices; it must divide the shards of a group with at most as many '
-        'matrices as there are such sets of devices. Shards and matrices are '
-        f'{sorted({(g.num_shards, g.count) for g in groups})}.'
-      )
-    return shared
+  if (k := told.split) is not None:
+    return [
+      _dealt(group, split=k)
+      if group.num_shards % k == 0 and group.count * k <= group.owners
+      else group
+      for group in groups
+    ]
   if any(group.newton_schulz.deterministic for group in groups):
     # Bits of a shared matrix depend on who shares it.
     return groups
@@ -78,41 +88,21 @@ def share_giants(
   return [_shared(group, even, rates) for group in groups]
 
 
-def _forced(group: muon_plan.MuonGroup, split: int) -> muon_plan.MuonGroup:
-  if group.num_shards % split or group.count * split > group.owners:
-    return group
-  return _split(group, split)
-
-
 def _shared(
-  group: muon_plan.MuonGroup,
-  even_flops: float,
-  rates: cost.Rates,
+  group: muon_plan.MuonGroup, even_flops: float, rates: cost.Rates
 ) -> muon_plan.MuonGroup:
   if 2 * group.count > group.owners:
     return group
-  candidates = [
-    group if k == 1 else _split(group, k) for k in _divisors(group.num_shards)
-  ]
-  seconds = [_seconds(candidate, rates) for candidate in candidates]
+  candidates = [_dealt(group, split=k) for k in _divisors(group.num_shards)]
+  seconds = [sum(_roofs([candidate], rates)) for candidate in candidates]
   enough = min(seconds) + _INDIFFERENT * even_flops / rates.flops
   return next(
     c for c, s in zip(candidates, seconds, strict=True) if s <= enough
   )
 
 
-def _split(group: muon_plan.MuonGroup, split: int) -> muon_plan.MuonGroup:
-  mode = muon_plan.GRAM_SHARDED
-  return in_chunks(dataclasses.replace(group, mode=mode, split=split), 1)
-
-
-def _seconds(group: muon_plan.MuonGroup, rates: cost.Rates) -> float:
-  """Returns the time of a group by itself."""
-  return sum(sum(times.stage(group, chunk, rates)) for chunk in group.chunks)
-
-
 def place_replicas(
-  groups: _Groups, plan: muon_plan.PlanOptions, rates: cost.Rates
+  groups: _Groups, told: PlanOptions, rates: cost.Rates
 ) -> _Groups:
   """Chooses where replicas repeat work instead of gathering results.
 
@@ -120,12 +110,13 @@ def place_replicas(
   to as few replicas as take no longer. Elsewhere it pays if transfers would be
   the longer part of the step.
   """
-  repeated = [_dealt(group, 1) for group in groups]
-  if plan.replicas == 'redundant':
-    return repeated
-  if plan.replicas == 'split':
-    return groups
-  chosen = [_dealt_to_fewest(group) for group in groups]
+  repeated = [_dealt(group, sharers=1) for group in groups]
+  if told.repeats is not None:
+    return repeated if told.repeats else groups
+  chosen = []
+  for group in groups:
+    dealt = (_dealt(group, sharers=n) for n in _divisors(group.num_replicas))
+    chosen.append(next(g for g in dealt if g.flops <= group.flops))
   # Where most is saved on the wire for each operation that is added.
   order = sorted(
     (i for i, group in enumerate(chosen) if repeated[i] != group),
@@ -140,19 +131,9 @@ def place_replicas(
   return chosen
 
 
-def _dealt(group: muon_plan.MuonGroup, sharers: int) -> muon_plan.MuonGroup:
-  """Returns the group with its work shared by so many replicas."""
-  if sharers == group.sharers:
-    return group
-  is_whole = group.split == 1
-  mode = muon_plan.REDUNDANT if is_whole and sharers == 1 else group.mode
-  return in_chunks(dataclasses.replace(group, mode=mode, sharers=sharers), 1)
-
-
-def _dealt_to_fewest(group: muon_plan.MuonGroup) -> muon_plan.MuonGroup:
-  """Returns the group on as few replicas as need no more operations."""
-  dealt = (_dealt(group, n) for n in _divisors(group.num_replicas))
-  return next(g for g in dealt if g.flops <= group.flops)
+def _dealt(group: muon_plan.MuonGroup, **to: Any) -> muon_plan.MuonGroup:
+  """Returns the group dealt out to other numbers of devices, in one chunk."""
+  return in_chunks(dataclasses.replace(group, **to), 1)
 
 
 def _divisors(n: int) -> list[int]:
@@ -161,16 +142,11 @@ def _divisors(n: int) -> list[int]:
 
 def _roofs(groups: _Groups, rates: cost.Rates) -> tuple[float, float]:
   """Returns the seconds of all work and of all transfers."""
-  stages = [times.stage(g, chunk, rates) for g in groups for chunk in g.chunks]
-  return (
-    sum(stage.work for stage in stages),
-    sum(stage.bring + stage.give for stage in stages),
-  )
+  times = [cost.chunk_times(g, c, rates) for g in groups for c in g.chunks]
+  return sum(t.work for t in times), sum(t.bring + t.give for t in times)
 
 
-def cut(
-  groups: _Groups, plan: muon_plan.PlanOptions, rates: cost.Rates
-) -> _Groups:
+def cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
   """Cuts groups into chunks of about equal work, or of equal bytes.
 
   A group that holds more of the step's bytes than of its work, as heads do, is
@@ -178,17 +154,14 @@ def cut(
   """
   work = [_roofs([group], rates)[0] for group in groups]
   held = [group.count * group.shard_bytes for group in groups]
-  wanted = plan.target_chunks
-  if wanted is None:
-    longest = sum(work) / (_LATENCIES * rates.latency)
-    wanted = min(_MOST_CHUNKS, int(longest))
-  shares = [
-    max(seconds / sum(work), num_bytes / sum(held))
-    for seconds, num_bytes in zip(work, held, strict=True)
-  ]
+  longest = sum(work) / (_LATENCIES * rates.latency)
+  wanted = told.chunks or min(_MOST_CHUNKS, int(longest))
   return [
-    in_chunks(group, max(1, round(wanted * share)))
-    for group, share in zip(groups, shares, strict=True)
+    in_chunks(
+      group,
+      max(1, round(wanted * max(seconds / sum(work), size / sum(held)))),
+    )
+    for group, seconds, size in zip(groups, work, held, strict=True)
   ]
 
 
@@ -199,25 +172,21 @@ def sequence(groups: _Groups, rates: cost.Rates) -> tuple[tuple[int, int], ...]:
   for their work. The first and the last chunk, with a transfer that nothing can
   hide, are those that exchange least.
   """
-  places = []
   singles = [g for g, group in enumerate(groups) if len(group.chunks) == 1]
+  places = []
   for g, group in enumerate(groups):
-    number = len(group.chunks)
     for c, chunk in enumerate(group.chunks):
-      # Groups of one chunk would meet in the middle.
-      place = (
-        (singles.index(g) + 0.5) / len(singles)
-        if number == 1
-        else ((c + 0.5) / number)
-      )
-      stage = times.stage(group, chunk, rates)
-      places.append((place, stage.bring + stage.give, (g, c)))
-  places.sort(key=lambda entry: (entry[0], entry[2]))
+      place = (c + 0.5) / len(group.chunks)
+      if g in singles:  # They would meet in the middle.
+        place = (singles.index(g) + 0.5) / len(singles)
+      times = cost.chunk_times(group, chunk, rates)
+      places.append((place, (g, c), times.bring + times.give))
+  places.sort()
   if len(places) > 2:
-    exchanged = lambda entry: entry[1]
+    exchanged = lambda entry: entry[2]
     first = min(places, key=exchanged)
     places.remove(first)
     last = min(reversed(places), key=exchanged)
     places.remove(last)
     places = [first, *places, last]
-  return tuple(identity for _, _, identity in places)
+  return tuple(identity for _, identity, _ in places)

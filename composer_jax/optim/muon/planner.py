@@ -5,12 +5,12 @@ says who owns them and in how many pieces.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from composer_jax.core import trees
 from composer_jax.optim import roles
 from composer_jax.optim.muon import choices, cost, plan
 from composer_jax.optim.muon import newton_schulz as iteration
@@ -19,96 +19,77 @@ _Dims = tuple[int, ...]
 
 
 def make(
-  shapes: Mapping[str, jax.ShapeDtypeStruct],
-  matrices: Mapping[str, roles.Matrix],
+  params: Any,
+  matrices: Any,
   *,
-  shardings: Mapping[str, NamedSharding] | None = None,
+  shardings: Any = None,
   newton_schulz: iteration.NewtonSchulz,
-  options: plan.PlanOptions,
+  told: choices.PlanOptions = choices.NOTHING_TOLD,
 ) -> plan.MuonPlan:
   """Plans one step.
 
   Args:
-    shapes: of Muon's parameters, by '/'-joined name, in the order of the tree.
-    matrices: of the same names.
-    shardings: of the same names, all on one mesh, which may be abstract; None
-      on one device.
+    params: tree of arrays or shapes.
+    matrices: tree of `roles.Matrix`, of those parameters that are Muon's.
+    shardings: tree of NamedShardings, all on one mesh, which may be abstract;
+      None on one device.
     newton_schulz: its options; the method decides what a matrix costs.
-    options: what is asked of the plan.
+    told: instead of choices by modelled time.
 
   Raises:
-    ValueError: a dimension does not divide over its mesh axes, or `options`
-      cannot be met.
+    ValueError: a dimension does not divide over its mesh axes.
   """
-  mesh = _mesh(shardings)
-  platform = _platform(shardings)
-  rates = options.rates or cost.of_platform(platform)
-  wire = options.wire_dtype
-  if wire == 'auto':
-    wire = 'float32' if platform == 'cpu' else 'bfloat16'
-  # Bytes go by the dtype that operands have on the mesh's platform.
-  resolved = iteration.resolved(newton_schulz, platform or 'tpu')
+  shapes, placed = trees.flatten_names(params), trees.flatten_names(shardings)
+  named = trees.flatten_names(matrices)
+  mesh = placed[next(iter(named))].mesh if placed and named else None
+  sizes = dict(mesh.shape) if mesh else {}
+  if mesh is None:
+    platform = jax.default_backend()
+  else:  # An abstract one has no platform.
+    platform = (
+      mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else 'tpu'
+    )
+  rates = told.rates or cost.of_platform(platform)
   members: dict[tuple, list[plan.Member]] = {}
-  for name, shape in shapes.items():
-    cuts = _cuts(name, shape, shardings[name] if shardings else None)
-    key, member = _member(name, shape, matrices[name], cuts)
+  for name, matrix in named.items():
+    shape = shapes[name].shape
+    cuts = _cuts(name, shape, placed.get(name))
     used = {axis for axes, _ in cuts for axis in axes}
     replica_axes = tuple(
-      a for a, size in mesh.items() if size > 1 and a not in used
+      axis for axis, size in sizes.items() if size > 1 and axis not in used
     )
-    members.setdefault((*key, replica_axes), []).append(member)
+    sides, member = _member(name, shape, matrix, cuts)
+    members.setdefault((*sides, replica_axes), []).append(member)
+  # Bytes go by the dtype that operands have on the mesh's platform.
+  resolved = newton_schulz.resolved(platform)
   groups = [
-    _group(key, tuple(found), mesh, wire, resolved)
-    for key, found in members.items()
+    _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
   ]
-  groups = choices.share_giants(groups, options, rates)
-  groups = choices.place_replicas(groups, options, rates)
-  groups = choices.cut(groups, options, rates)
+  groups = choices.share_giants(groups, told, rates)
+  groups = choices.place_replicas(groups, told, rates)
+  groups = choices.cut(groups, told, rates)
   return plan.MuonPlan(
     groups=tuple(groups),
     sequence=choices.sequence(groups, rates),
-    devices=math.prod(mesh.values()),
-    rates=rates,
+    devices=math.prod(sizes.values()),
   )
 
 
-def _mesh(shardings: Mapping[str, NamedSharding] | None) -> dict[str, int]:
-  """Returns the sizes of the mesh's axes."""
-  if not shardings:
-    return {}
-  meshes = {tuple(s.mesh.shape.items()) for s in shardings.values()}
-  if len(meshes) > 1:
-    raise ValueError(
-      f'Muon needs all its parameters on one mesh; they lie on {meshes}.'
-    )
-  return dict(meshes.pop())
-
-
-def _platform(
-  shardings: Mapping[str, NamedSharding] | None,
-) -> str | None:
-  if not shardings:
-    return jax.default_backend()
-  mesh = next(iter(shardings.values())).mesh
-  # An abstract mesh is of no platform.
-  return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
-
-
 def _cuts(
-  name: str, shape: jax.ShapeDtypeStruct, sharding: NamedSharding | None
+  name: str, shape: _Dims, sharding: NamedSharding | None
 ) -> list[tuple[tuple[str, ...], int]]:
   """Returns the mesh axes and the local size of each dimension."""
   if sharding is None:
-    return [((), size) for size in shape.shape]
+    return [((), size) for size in shape]
   cuts = []
-  spec = (*sharding.spec, *(None,) * (len(shape.shape) - len(sharding.spec)))
-  for dim, (size, entry) in enumerate(zip(shape.shape, spec, strict=True)):
+  spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+  for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     axes = tuple(a for a in axes if sharding.mesh.shape[a] > 1)
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
     if size % shards:
       raise ValueError(
-        f'Parameter {name} of shape {shape.shape}: dimension {dim} ({size}) '
+        f'Parameter {name} of shape {shape}: dimension {dim} ({size}) '
         f'must divide by its mesh axes {axes} ({shards}).'
       )
     cuts.append((axes, size // shards))
@@ -134,28 +115,27 @@ def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:
 
 
 def _member(
-  name: str, shape: jax.ShapeDtypeStruct, matrix: roles.Matrix, cuts: list
+  name: str, shape: _Dims, matrix: roles.Matrix, cuts: list
 ) -> tuple[tuple[Any, ...], plan.Member]:
-  """Returns what its group has in common, and the member."""
-  size = lambda dims: math.prod(shape.shape[d] for d in dims)
+  """Returns p, q and their sides, which its group shares, and the member."""
+  size = lambda dims: math.prod(shape[d] for d in dims)
   rows, columns = matrix.rows, matrix.columns
   is_transposed = size(rows) > size(columns) or (
     size(rows) == size(columns) and matrix.swapped
   )
   if is_transposed:
     rows, columns = columns, rows
-  batch = tuple(d for d in range(len(shape.shape)) if d not in rows + columns)
+  batch = tuple(d for d in range(len(shape)) if d not in rows + columns)
   member = plan.Member(
     name=name,
-    shape=tuple(shape.shape),
-    dtype=str(shape.dtype),
+    shape=tuple(shape),
     batch=batch,
     rows=rows,
     columns=columns,
     is_transposed=is_transposed,
     local_batch=tuple(cuts[d][1] for d in batch),
   )
-  sides = (_side(s, shape.shape, cuts) for s in (rows, columns))
+  sides = (_side(s, shape, cuts) for s in (rows, columns))
   return (size(rows), size(columns), *sides), member
 
 
@@ -163,13 +143,11 @@ def _group(
   key: tuple[Any, ...],
   members: tuple[plan.Member, ...],
   mesh: dict[str, int],
-  wire: str,
   options: iteration.NewtonSchulz,
 ) -> plan.MuonGroup:
   """Returns a group whose matrices have one owner each, in one chunk."""
   p, q, p_side, q_side, replica_axes = key
   replicas = math.prod(mesh[axis] for axis in replica_axes)
-  shards = p_side.shards * q_side.shards
   group = plan.MuonGroup(
     p=p,
     q=q,
@@ -177,12 +155,10 @@ def _group(
     q_side=q_side,
     replica_axes=replica_axes,
     num_replicas=replicas,
-    mode=plan.OWNER if shards * replicas > 1 else plan.LOCAL,
     split=1,
     sharers=replicas,
     members=members,
     chunks=(),
-    wire_dtype=wire,
     newton_schulz=options,
     shard_strides=_strides(p_side.axes + q_side.axes, mesh),
     replica_strides=_strides(replica_axes, mesh),
