@@ -118,7 +118,6 @@ def optimizer(
   Where the options clip logits, `update` wants `max_logits` beside the rest.
 
   Args:
-    options: hyperparameters.
     params: tree of arrays or shapes, without boxes.
     axes: tree of PartitionSpecs of logical names, see `roles.tree`.
     total_steps: of the schedule.
@@ -170,10 +169,7 @@ def optimizer(
 def plan(
   options: OptimizerOptions, *, params: Any, axes: Any, shardings: Any = None
 ) -> muon_plan.MuonPlan | None:
-  """Returns which device orthogonalises what; None where none does.
-
-  All arguments are as of `optimizer`.
-  """
+  """Returns which device orthogonalises what; None where none does."""
   if options.name != 'muon':
     return None
   return planner.make(

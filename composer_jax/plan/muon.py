@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from composer_jax.core import trees
 from composer_jax.models import decoder
 from composer_jax.optim import roles
-from composer_jax.optim.muon import choices, cost, planner
+from composer_jax.optim.muon import cost, planner
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import shardings
 from composer_jax.plan import case as cases
@@ -47,7 +47,7 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
     matrices,
     shardings=jax.tree.map(lambda spec: NamedSharding(case.mesh, spec), specs),
     newton_schulz=case.muon.resolved(platform),
-    told=choices.PlanOptions(rates=cost.BY_NAME[case.machine]),
+    told=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
   )
 
 

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import roles
-from composer_jax.optim.muon import choices, planner
 from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.optim.muon import planner
 from composer_jax.optim.muon import transform as muon
 
 L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
@@ -103,7 +103,7 @@ def shardings(
 
 OPTIONS = muon.MuonChoices(deterministic=True)
 # On CPUs the planner would rather repeat work than exchange it.
-TOLD = choices.PlanOptions(chunks=6, repeats=False)
+TOLD = planner.PlanOptions(chunks=6, repeats=False)
 
 
 class Program(NamedTuple):
@@ -131,7 +131,7 @@ def program(
   name: str | None,
   axis_type: AxisType = AxisType.Auto,
   options: muon.MuonChoices = OPTIONS,
-  told: choices.PlanOptions = TOLD,
+  told: planner.PlanOptions = TOLD,
   names: tuple[str, ...] = tuple(PARAMETERS),
 ) -> Program:
   """Compiles Muon's update on the mesh of a case; None: on one device."""

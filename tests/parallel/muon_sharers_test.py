@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import roles
-from composer_jax.optim.muon import choices, cost, planner
+from composer_jax.optim.muon import cost, planner
 from composer_jax.optim.muon import transform as muon
 from composer_jax.plan.hlo import overlap
 
@@ -29,7 +29,7 @@ def _update(gradient, split, sharding=None):
     MATRICES,
     shardings=sharding and {'w': sharding},
     options=OPTIONS,
-    told=choices.PlanOptions(rates=RATES, split=split),
+    told=planner.PlanOptions(rates=RATES, split=split),
   )
   gradients = {'w': jax.device_put(gradient, sharding)}
   state = transform.init(gradients)
@@ -58,7 +58,7 @@ def test_sharing_among_some_replicas_changes_no_update(layers, split, bitwise):
     MATRICES,
     shardings={'w': sharding},
     newton_schulz=OPTIONS,
-    told=choices.PlanOptions(rates=RATES, split=split),
+    told=planner.PlanOptions(rates=RATES, split=split),
   ).groups
   assert (group.num_replicas, group.sharers, group.owned) == (4, 2, 1)
   alone, _ = _update(gradient, None)

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from composer_jax.optim.muon import choices, transform
+from composer_jax.optim.muon import planner, transform
 from composer_jax.plan import muon_model
 from composer_jax.plan.hlo import overlap
 from tests.parallel import muon_meshes
@@ -70,7 +70,7 @@ def test_explicit_axes_give_the_same_bits(name):
 
 
 BFLOAT16 = transform.MuonChoices(deterministic=True, dtype='bfloat16')
-REPEATED = choices.PlanOptions(chunks=6, repeats=True)
+REPEATED = planner.PlanOptions(chunks=6, repeats=True)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_matrices_shared_on_other_meshes_are_those_of_one_device(name, k):
 
 def _check_shared(name, k, names):
   how = dict(options=transform.MuonChoices(method='standard'), names=names)
-  shared = muon_meshes.program(name, told=choices.PlanOptions(split=k), **how)
+  shared = muon_meshes.program(name, told=planner.PlanOptions(split=k), **how)
   assert any(g.split == k for g in shared.plan.groups)
   single = muon_meshes.program(None, **how)
   expected, _ = _update(single)

@@ -19,7 +19,6 @@ class Rates:
   """Speeds of one device.
 
   Attributes:
-    name: of the device.
     flops: per second, of dense products in the dtype that Newton-Schulz has
       there: bfloat16, float32 on a CPU.
     memory: bytes per second of its main memory.
@@ -123,23 +122,14 @@ def memory_bytes(group: muon_plan.MuonGroup, chunk: muon_plan.Chunk) -> int:
   Beside Newton-Schulz: float32 gradient and momentum in, momentum and update
   out, and the chunk written and read on its way to and from its owners.
   """
-  local = group.p_side.local * group.q_side.local
-  one = _matrix_bytes(group.p, group.q, group.newton_schulz, group.split)
-  return chunk.owned * one + chunk.count * (
-    4 * 4 * local + 4 * group.shard_bytes
-  )
-
-
-def _matrix_bytes(
-  p: int, q: int, options: newton_schulz.NewtonSchulz, split: int
-) -> int:
-  """Returns the traffic of one matrix: each product's operands and result."""
+  p, q, options = group.p, group.q, group.newton_schulz
+  # Each product's operands and result.
+  if group.split > 1 or not options.is_gram(p, q):
+    elements = len(options.triples) * (3 * p * q + 4 * p * p) / group.split
+  else:
+    products = [newton_schulz.gram_products(len(s)) for s in options.segments]
+    elements = sum(3 * p * q + (2 + 3 * n) * p * p for n in products)
   size = jnp.dtype(options.dtype).itemsize
-  if split > 1 or not options.is_gram(p, q):
-    return size * len(options.triples) * (3 * p * q + 4 * p * p) // split
-  return size * sum(
-    3 * p * q
-    + 2 * p * p
-    + 3 * p * p * newton_schulz.gram_products(len(segment))
-    for segment in options.segments
-  )
+  local = group.p_side.local * group.q_side.local
+  around = 4 * 4 * local + 4 * group.shard_bytes
+  return chunk.owned * int(size * elements) + chunk.count * around

@@ -21,8 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from composer_jax.optim.muon import newton_schulz, newton_schulz_split, slices
 from composer_jax.optim.muon import plan as muon_plan
 
-Arrays = slices.Arrays
-
 # Entries from which a matrix keeps a device busy by itself. A chunk of such
 # matrices is two loops over them: loops need the memory of one matrix, and
 # XLA's scheduler for TPUs, which lets one all-to-all fly at a time and lands it
@@ -52,9 +50,9 @@ def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   if not axes:
     return x
 
-  def exchange(x):
-    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-
+  exchange = functools.partial(
+    lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
+  )
   # XLA on the CPU looks through what blocks were made of, and refuses blocks
   # that it has laid out differently.
   return newton_schulz_split.as_bits(exchange, lax.optimization_barrier(x))
@@ -167,10 +165,10 @@ def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
 def _run(
   plan: muon_plan.MuonPlan,
   beta: float,
-  momentum: Arrays,
-  gradients: Arrays,
+  momentum: slices.Arrays,
+  gradients: slices.Arrays,
   weight: jax.Array,
-) -> tuple[Arrays, Arrays]:
+) -> tuple[slices.Arrays, slices.Arrays]:
   """Executes the plan on one device's shards."""
   results = {
     member.name: lax.empty(
@@ -221,13 +219,13 @@ def _run(
 
 def orthogonalize(
   plan: muon_plan.MuonPlan,
-  momentum: Arrays,
-  gradients: Arrays,
+  momentum: slices.Arrays,
+  gradients: slices.Arrays,
   weight: jax.Array,
   *,
   beta: float,
   shardings: dict[str, NamedSharding],
-) -> tuple[Arrays, Arrays]:
+) -> tuple[slices.Arrays, slices.Arrays]:
   """Takes a step of the momentum and orthogonalises where it points.
 
   Args:

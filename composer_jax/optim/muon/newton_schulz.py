@@ -110,17 +110,11 @@ class NewtonSchulz:
     return dataclasses.replace(self, dtype=dtype)
 
 
-def standard_flops(p: int, q: int, steps: int = 5) -> int:
-  """Returns the operations of the standard method, two per multiply-add."""
-  p, q = sorted((p, q))
-  return steps * (4 * p * p * q + 2 * p**3)
-
-
 def flops(p: int, q: int, options: NewtonSchulz) -> int:
-  """Returns the operations of one matrix's products, as `orthogonalize`'s."""
+  """Returns the operations of one matrix, two per multiply-add."""
   p, q = sorted((p, q))
   if not options.is_gram(p, q):
-    return standard_flops(p, q, len(options.triples))
+    return len(options.triples) * (4 * p * p * q + 2 * p**3)
   return sum(
     4 * p * p * q + 2 * p**3 * gram_products(len(segment))
     for segment in options.segments
@@ -128,28 +122,21 @@ def flops(p: int, q: int, options: NewtonSchulz) -> int:
 
 
 def gram_products(steps: int) -> int:
-  """Returns the p x p products of a segment of the Gram iteration.
+  """Returns the p x p products of a segment, beside its Gram matrix and X.
 
   One a step for Z, two for the next Gram matrix in all but the last step, one
-  for Q in all but the first. The Gram matrix itself and the application to X,
-  of p x q, come on top.
+  for Q in all but the first.
   """
   return steps + 3 * (steps - 1)
 
 
 def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
-  """Orthogonalises each matrix of a stack.
+  """Orthogonalises each matrix of [..., rows, columns].
 
   Zero stays zero; NaN and infinity turn the whole of their matrix, and no
   other, into NaN. Dividing by the largest entry before the norm makes the
   result independent of the gradient's scale: squares alone vanish below 1e-19.
-
-  Args:
-    x: [..., rows, columns]; every leading axis is a batch axis.
-    options: see `NewtonSchulz`.
-
-  Returns:
-    The same shape, in the operands' dtype.
+  The result has the operands' dtype.
   """
   options = options.resolved()
   is_tall = x.shape[-2] > x.shape[-1]

@@ -56,14 +56,7 @@ def split_collectives(
 ) -> tuple[tuple[str, int], ...]:
   """Returns the collectives of `orthogonalize` in order of execution.
 
-  Args:
-    p: the shorter side.
-    k: devices that share a matrix.
-    options: with the dtype resolved.
-    num: matrices at once; they take the same collectives.
-
-  Returns:
-    (kind, bytes into one device).
+  Each is (kind, bytes into one of k devices), of `num` matrices at once.
   """
   entries = num * (k - 1) * -(-p // k) * p
   gather = ('all-gather', entries * jnp.dtype(options.dtype).itemsize)
@@ -83,7 +76,7 @@ def orthogonalize(
   """Orthogonalises matrices of which this device holds some columns.
 
   Args:
-    x_npq: [n, p, columns of this device].
+    x_npq: columns of this device.
     options: with the dtype resolved; the method is of no consequence.
     axes: mesh axes that the subgroups are drawn from.
     index_groups: which indices along `axes`, major to minor, share matrices.

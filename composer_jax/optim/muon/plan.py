@@ -141,12 +141,7 @@ class MuonGroup:
 
   @property
   def mode(self) -> str:
-    """A word for people: who owns a matrix.
-
-    'local' (nothing is exchanged), 'owner' (one owner among shards and
-    sharers), 'redundant' (one in each replica) or 'gram_sharded' (`split`
-    shards together).
-    """
+    """Who owns a matrix; each replica has an owner where they are redundant."""
     if self.num_shards * self.num_replicas == 1:
       return LOCAL
     if self.split > 1:
@@ -214,16 +209,14 @@ class MuonGroup:
   @property
   def even_flops(self) -> float:
     """The same if matrices could be dealt out evenly."""
-    return self._share(iteration.flops(self.p, self.q, self.newton_schulz))
+    one = iteration.flops(self.p, self.q, self.newton_schulz)
+    return self.count * one / (self.num_shards * self.num_replicas)
 
   @property
   def ideal_flops(self) -> float:
     """The same by the standard method."""
-    steps = len(self.newton_schulz.triples)
-    return self._share(iteration.standard_flops(self.p, self.q, steps))
-
-  def _share(self, flops: int) -> float:
-    return self.count * flops / (self.num_shards * self.num_replicas)
+    standard = dataclasses.replace(self.newton_schulz, method='standard')
+    return dataclasses.replace(self, newton_schulz=standard).even_flops
 
   def exchange_bytes(self, owned: int) -> int:
     """Into a device, of one all-to-all of a chunk."""
@@ -261,7 +254,6 @@ class MuonPlan:
   Attributes:
     groups: in the order of their first member.
     sequence: (group, chunk) in the order of execution.
-    devices: of the mesh.
   """
 
   groups: tuple[MuonGroup, ...]

@@ -3,8 +3,6 @@
 A chunk is a range of a group's local list: the members' batches, flattened, one
 after another. Of each member it is a few boxes, slices that nobody has to
 transpose or gather first.
-
-Letters of local arrays: n matrices, p and q the short and the long side.
 """
 
 import math
@@ -22,14 +20,9 @@ Arrays = dict[str, jax.Array]
 
 
 class ShardBox(NamedTuple):
-  """A box of a member's local shard.
+  """A box of a member's local shard, with `count` matrices in it.
 
-  Attributes:
-    name: of the member.
-    starts: of each dimension.
-    sizes: of each dimension.
-    order: transposes the member to batch, p side, q side.
-    count: of the matrices in the box.
+  `order` transposes the member to batch, p side, q side.
   """
 
   name: str

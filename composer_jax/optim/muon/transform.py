@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from composer_jax.core import checks, trees
-from composer_jax.optim import roles as role_names
-from composer_jax.optim.muon import choices, exchange, newton_schulz, planner
+from composer_jax.optim.muon import exchange, newton_schulz, planner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class MuonChoices(newton_schulz.NewtonSchulz):
   Attributes:
     beta: decay of the momentum.
     rms: root mean square of an update at learning rate 1; AdamW's is 0.2 to
-      0.4. None: K. Jordan's scale, see `scale_by_muon`.
+      0.4.
     qk_clip: largest attention logit of a head, above which its query and key
       are scaled down (Kimi K2 has 100); 0 neither clips nor measures.
     roles: (regex of a parameter's name, role) pairs that replace roles by axes:
@@ -36,14 +35,13 @@ class MuonChoices(newton_schulz.NewtonSchulz):
   """
 
   beta: float = 0.95
-  rms: float | None = 0.2
+  rms: float = 0.2
   qk_clip: float = 0.0
   roles: tuple[tuple[str, str], ...] = ()
 
   def __post_init__(self):
     super().__post_init__()
-    if self.rms is not None:
-      checks.positive(self, 'rms')
+    checks.positive(self, 'rms')
     checks.number(self, 0, 'beta', 'qk_clip')
     if self.beta >= 1:
       raise ValueError(
@@ -75,13 +73,12 @@ def scale_by_muon(
   *,
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
-  told: choices.PlanOptions = choices.NOTHING_TOLD,
+  told: planner.PlanOptions = planner.NOTHING_TOLD,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
-  The factor of an orthogonal matrix, which has an RMS of 1 / sqrt(max(rows,
-  columns)), is rms * sqrt(max(rows, columns)), or where rms is None
-  sqrt(max(1, columns / rows)).
+  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)), so its factor
+  is rms * sqrt(max(rows, columns)).
 
   Args:
     matrices: tree of the parameters' structure with a `roles.Matrix` at each
@@ -92,7 +89,6 @@ def scale_by_muon(
     told: of the plan, instead of its own choices.
   """
   beta = options.beta
-  named = trees.flatten_names(matrices)
 
   def init(params):
     momentum = jax.tree.map(jnp.zeros_like, params)
@@ -112,14 +108,15 @@ def scale_by_muon(
     weight = here / ahead if beta else jnp.zeros([])
 
     with jax.named_scope('muon'):
+      plan = planner.make(
+        updates,
+        matrices,
+        shardings=shardings,
+        newton_schulz=options,
+        told=told,
+      )
       directions, momentum = exchange.orthogonalize(
-        planner.make(
-          updates,
-          matrices,
-          shardings=shardings,
-          newton_schulz=options,
-          told=told,
-        ),
+        plan,
         trees.flatten_names(state.momentum),
         trees.flatten_names(updates),
         weight,
@@ -127,25 +124,14 @@ def scale_by_muon(
         shardings=trees.flatten_names(shardings),
       )
 
+    longer = {m.name: group.q for group in plan.groups for m in group.members}
+
     def scaled(name, g):
-      factor = _scale(g.shape, named[name], options.rms)
-      # Rounded as the update is before it is scaled, too.
-      direction = directions[name].astype(g.dtype)
-      return (factor * direction.astype(jnp.float32)).astype(g.dtype)
+      factor = options.rms * math.sqrt(longer[name])
+      return (factor * directions[name].astype(jnp.float32)).astype(g.dtype)
 
     momentum = trees.map_names(lambda name, _: momentum[name], updates)
     updates = trees.map_names(scaled, updates)
     return updates, MuonState(count=count, momentum=momentum)
 
   return optax.GradientTransformation(init, update)
-
-
-def _scale(
-  shape: tuple[int, ...], matrix: role_names.Matrix, rms: float | None
-) -> float:
-  rows, columns = (
-    math.prod(shape[d] for d in side) for side in (matrix.rows, matrix.columns)
-  )
-  if rms is None:
-    return math.sqrt(max(1.0, columns / rows))
-  return rms * math.sqrt(max(rows, columns))

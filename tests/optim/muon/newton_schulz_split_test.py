@@ -159,7 +159,7 @@ def test_flops_are_those_of_the_program(k):
   one = newton_schulz_split.split_flops(ROWS, COLUMNS, k, OPTIONS)
   assert hlo_flops.count(text, dynamic_trips=0) == NUM * one
   # Shared evenly but for the padding of rows and columns.
-  even = newton_schulz.standard_flops(ROWS, COLUMNS) / k
+  even = newton_schulz.flops(ROWS, COLUMNS, OPTIONS) / k
   assert even <= one <= 1.2 * even
 
 

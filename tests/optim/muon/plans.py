@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import roles
-from composer_jax.optim.muon import choices, cost, newton_schulz, planner
+from composer_jax.optim.muon import cost, newton_schulz, planner
 from composer_jax.parallel import layouts, shardings, topology
 from configs.models import kimi_k2
 
@@ -75,7 +75,7 @@ def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
     matrices,
     shardings={name: NamedSharding(mesh, specs[name]) for name in leaves},
     newton_schulz=ns,
-    told=choices.PlanOptions(**options),
+    told=planner.PlanOptions(**options),
   )
 
 
@@ -109,5 +109,5 @@ def kimi_plan(mesh, method='standard', **options):
     roles.matrices(shapes, axes, roles.tree(shapes, axes)),
     shardings=jax.tree.map(lambda spec: NamedSharding(where, spec), places),
     newton_schulz=newton_schulz.NewtonSchulz(method=method),
-    told=choices.PlanOptions(**options),
+    told=planner.PlanOptions(**options),
   )

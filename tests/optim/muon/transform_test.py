@@ -23,7 +23,11 @@ def _normal(seed, *shape):
   return values.astype(np.float32)
 
 
-def _options(rms=None, **fields):
+# An orthogonal matrix of 12 x 8, as it is.
+ONE = 12**-0.5
+
+
+def _options(rms=ONE, **fields):
   keller = dict(coefficients='keller', method='standard', dtype='float32')
   return muon.MuonChoices(**{'rms': rms, **keller, **fields})
 
@@ -33,7 +37,7 @@ def gradients():
   return [_normal(seed, 12, 8) for seed in range(3)]
 
 
-def _first_update(gradient, matrix, rms=None):
+def _first_update(gradient, matrix, rms=ONE):
   transform = muon.scale_by_muon({'w': matrix}, options=_options(rms))
 
   def first(gradient):
@@ -64,9 +68,10 @@ def _transform(rms):
 def test_equals_optax_on_a_matrix(gradients, rms):
   params = {'w': jnp.ones((12, 8))}
   theirs = contrib.muon(0.02, weight_decay=0.1, consistent_rms=rms)
+  ours = _transform(ONE if rms is None else rms)
   # Two orders of the same float32 products.
   np.testing.assert_allclose(
-    _run(_transform(rms), params, gradients),
+    _run(ours, params, gradients),
     _run(theirs, params, gradients),
     rtol=0,
     atol=1e-6,
@@ -91,7 +96,7 @@ def test_equals_the_published_step_once_the_momentum_is_warm(gradients, style):
   matrix, m = np.ones((12, 8)), _normal(9, 12, 8).astype(np.float64)
   state = muon.MuonState(jnp.int32(2000), {'w': m.astype(np.float32)})
   params = {'w': jnp.asarray(matrix, jnp.float32)}
-  transform = _transform(None if style == 'keller_jordan' else 0.2)
+  transform = _transform(ONE if style == 'keller_jordan' else 0.2)
   state = (state, *transform.init(params)[1:])
   for gradient in gradients:
     updates, state = transform.update({'w': gradient}, state, params)
@@ -127,7 +132,7 @@ def test_batch_axes_are_independent_matrices():
 def test_merged_axes_form_one_matrix():
   gradient = _normal(2, 8, 3, 4)
   merged = _first_update(gradient, roles.Matrix(rows=(0,), columns=(1, 2)))
-  flat = _keller(gradient.reshape(8, 12)) * 1.5**0.5
+  flat = _keller(gradient.reshape(8, 12))
   np.testing.assert_allclose(merged.reshape(8, 12), flat, rtol=0, atol=5e-6)
   by_head = _first_update(gradient, roles.Matrix(rows=(0,), columns=(2,)))
   assert np.abs(by_head - merged).max() > 0.1
@@ -149,7 +154,7 @@ def test_bfloat16_momentum_is_what_it_was_and_nobody_elses(gradients):
 def test_new_coefficients_act_on_an_old_state(gradients):
   gradient = {'w': gradients[0]}
   old = muon.scale_by_muon({'w': PLAIN}, options=_options())
-  new = muon.scale_by_muon({'w': PLAIN}, options=muon.MuonChoices(rms=None))
+  new = muon.scale_by_muon({'w': PLAIN}, options=muon.MuonChoices(rms=ONE))
   _, state = old.update(gradient, old.init(gradient))
   assert jax.tree.structure(state) == jax.tree.structure(new.init(gradient))
   after_old, _ = old.update({'w': gradients[1]}, state)

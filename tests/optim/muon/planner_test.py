@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim.muon import (
-  choices,
   cost,
   newton_schulz,
   newton_schulz_split,
@@ -73,11 +72,7 @@ def test_chunks_end_with_whole_layers(kimi):
 
 def test_work_is_cut_until_latency_counts():
   tiny, large = (
-    choices.cut(
-      list(plans.kimi_plan((2, 128, 2), rates=rates).groups),
-      choices.PlanOptions(),
-      rates,
-    )
+    plans.kimi_plan((2, 128, 2), rates=rates).groups
     for rates in (
       dataclasses.replace(cost.BY_NAME['v5p'], latency=1.0),
       cost.BY_NAME['v5p'],
