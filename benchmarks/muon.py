@@ -61,35 +61,34 @@ class _Mesh:
   def peers(self) -> tuple[str, ...]:
     return ('optax', 'maxtext') if self.maxtext else ('optax',)
 
-  def options(self, method: str, wire_dtype: str = 'auto'):
-    from benchmarks import muon_programs
-    from composer_jax.optim.muon import newton_schulz
+  def choices(self, method: str, dtype: str = 'auto'):
+    from composer_jax.optim.muon import transform
 
-    newton = {
-      'standard': newton_schulz.NewtonSchulz(
-        coefficients='keller', method='standard'
-      ),
-      'gram': newton_schulz.NewtonSchulz(),
-    }[method]
-    return muon_programs.options(newton, wire_dtype)
+    if method == 'gram':
+      return transform.MuonChoices(dtype=dtype)
+    return transform.MuonChoices(
+      coefficients='keller', method='standard', dtype=dtype
+    )
 
-  def plan(self, method: str, wire_dtype: str = 'auto'):
+  def plan(self, method: str):
     import jax.numpy as jnp
 
     from benchmarks import muon_programs
 
-    options = self.options(method, wire_dtype)
-    return muon_programs.plan(self.tree, self.shardings, options, jnp.float32)
+    return muon_programs.plan(
+      self.tree, self.shardings, self.choices(method), jnp.float32
+    )
 
-  def _step(self, which: str, wire_dtype: str = 'auto'):
+  def _step(self, which: str, dtype: str = 'auto'):
     from benchmarks import muon_peers, muon_programs
 
     if which in ('optax', 'maxtext'):
       make = getattr(muon_peers, f'{which}_transform')
       transform = make(self.tree, self.shardings)
     else:
-      options = self.options(which, wire_dtype)
-      transform = muon_programs.ours(self.tree, self.shardings, options)
+      transform = muon_programs.ours(
+        self.tree, self.shardings, self.choices(which, dtype)
+      )
     return muon_programs.compile_step(transform, self.tree, self.shardings)
 
 
@@ -155,10 +154,12 @@ def collectives(mesh: _Mesh, rounds: int) -> None:
   del rounds
   if mesh.shardings is None:
     return
+  from composer_jax.plan import muon_model
+
   step = mesh.step('gram')
   planned: dict[str, int] = {}
   for group in mesh.plan('gram').groups:
-    for kind, number, _ in group.collectives:
+    for kind, number, _ in muon_model.collectives(group):
       planned[kind] = planned.get(kind, 0) + number
   found = {
     kind: len(step.program.of_kind(kind))

@@ -108,16 +108,17 @@ def _compiled(tree: Any, dtype: str) -> dict[str, Any]:
   import jax
 
   from benchmarks import muon_peers, muon_programs
-  from composer_jax.optim.muon import newton_schulz
+  from composer_jax.optim.muon import transform
 
   steps = {}
   for method in _METHODS:
-    newton = newton_schulz.NewtonSchulz(
-      method={'gram': 'auto'}.get(method, method)
-    )
-    transform = muon_programs.ours(tree, None, muon_programs.options(newton))
+    choices = transform.MuonChoices(method={'gram': 'auto'}.get(method, method))
     steps[method] = muon_programs.compile_step(
-      transform, tree, None, dtype=dtype, applies=True
+      muon_programs.ours(tree, None, choices),
+      tree,
+      None,
+      dtype=dtype,
+      applies=True,
     )
   try:
     steps['optax'] = muon_programs.compile_step(

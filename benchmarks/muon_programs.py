@@ -12,17 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import muon_cases, muon_peers
+from benchmarks import muon_cases
 from composer_jax.optim import roles
-from composer_jax.optim.muon import (
-  newton_schulz,
-)
-from composer_jax.optim.muon import (
-  plan as muon_plan,
-)
-from composer_jax.optim.muon import (
-  transform as muon,
-)
+from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.optim.muon import planner
+from composer_jax.optim.muon import transform as muon
 from composer_jax.plan.hlo import overlap
 
 # What an applied step does with the direction; the figures do not depend on it.
@@ -42,38 +36,28 @@ def matrices(tree: muon_cases.Tree) -> dict[str, roles.Matrix]:
   }
 
 
-def options(
-  newton: newton_schulz.NewtonSchulz, wire_dtype: str = 'auto'
-) -> muon.MuonOptions:
-  return muon.MuonOptions(
-    rms=muon_peers.RMS,
-    newton_schulz=newton,
-    plan=muon_plan.PlanOptions(wire_dtype=wire_dtype),
-  )
-
-
 def ours(
   tree: muon_cases.Tree,
   shardings: _Shardings | None,
-  muon_options: muon.MuonOptions,
+  choices: muon.MuonChoices,
 ) -> optax.GradientTransformation:
   return muon.scale_by_muon(
-    matrices(tree), shardings=shardings, options=muon_options
+    matrices(tree), shardings=shardings, options=choices
   )
 
 
 def plan(
   tree: muon_cases.Tree,
   shardings: _Shardings | None,
-  muon_options: muon.MuonOptions,
+  choices: muon.MuonChoices,
   dtype: Any,
 ) -> muon_plan.MuonPlan:
   """Returns the plan of `ours`."""
-  return muon.plan_of(
+  return planner.make(
     _shapes(tree, shardings, dtype),
     matrices(tree),
     shardings=shardings,
-    options=muon_options,
+    newton_schulz=choices,
   )
 
 

@@ -75,22 +75,17 @@ class _Case:
       compiler_options=_OPTIONS,
     )
 
-  def options(self, method: str) -> Any:
-    from benchmarks import muon_programs
-    from composer_jax.optim.muon import newton_schulz
+  def choices(self, method: str) -> Any:
+    from composer_jax.optim.muon import transform
 
     # By default a group of matrices takes the method that its sides suggest.
-    method = {'gram': 'auto'}.get(method, method)
-    newton = newton_schulz.NewtonSchulz(method=method)
-    # Its own 'auto' would ask for this process's backend, a CPU.
-    return muon_programs.options(newton_schulz.resolved(newton, 'tpu'))
+    return transform.MuonChoices(method={'gram': 'auto'}.get(method, method))
 
   def ours(self, method: str) -> Any:
     from benchmarks import muon_programs
 
-    options = self.options(method)
     return self.compile(
-      muon_programs.ours(self.placed.tree, self.shardings, options)
+      muon_programs.ours(self.placed.tree, self.shardings, self.choices(method))
     )
 
   def plan(self, method: str) -> Any:
@@ -98,9 +93,9 @@ class _Case:
 
     from benchmarks import muon_programs
 
-    options = self.options(method)
-    tree = self.placed.tree
-    return muon_programs.plan(tree, self.shardings, options, jnp.bfloat16)
+    return muon_programs.plan(
+      self.placed.tree, self.shardings, self.choices(method), jnp.bfloat16
+    )
 
   def maxtext(self) -> Any:
     from benchmarks import muon_peers
@@ -186,15 +181,17 @@ def _report(case: _Case, method: str, step: Any, peer: Any) -> None:
 
 def _modelled(case: _Case, method: str) -> None:
   """Reports the plan's own estimate, chunk after chunk, beside its roofline."""
-  from composer_jax.optim.muon import times as muon_times
+  from composer_jax.optim.muon import cost
+  from composer_jax.plan import muon_model
 
-  plan = case.plan(method)
+  plan, rates = case.plan(method), cost.BY_NAME['v5p']
+  chunks = muon_model.chunk_times(plan, rates)
   interleaved.report(
     'muon',
     f'{case.name}, modelled, {method}',
-    ([muon_times.pipelined_seconds(muon_times.stages(plan))], []),
+    ([muon_model.pipelined_seconds(chunks)], []),
     unit='s of a step on v5p',
-    limit=muon_times.roofline_seconds(plan),
+    limit=muon_model.roofline_seconds(plan, rates),
     goal='<= 0.2 on 512 chips',
     met=lambda ours, _: ours <= 0.2 * 512 / case.placed.num_devices,
   )

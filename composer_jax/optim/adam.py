@@ -31,12 +31,8 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
   """Divides the mean gradient by its root mean square (Kingma & Ba 2015).
 
-  Like optax's of this name, in whose state it keeps the moments.
-
-  Args:
-    b1: decay of the mean.
-    b2: decay of the mean square.
-    eps: added to the root.
+  Like optax's of this name, in whose state it keeps the moments: b1 and b2 are
+  the decays of the mean and of the mean square, eps is added to the root.
   """
 
   def update(updates: Any, state: Any, params: Any = None):

@@ -38,10 +38,7 @@ def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
 
   Its `update` takes the parameters of `models.decoder` and, as `max_logits`,
   the max_logits_LN of the forward pass that made the gradients: those of the
-  weights before the step, as in the paper.
-
-  Args:
-    tau: largest logit that is left alone.
+  weights before the step, as in the paper. Logits up to tau are left alone.
   """
   if not tau > 0:
     raise ValueError(f'qk_clip needs a tau above 0, not {tau}.')
@@ -76,9 +73,9 @@ def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
 
 def _check(gamma_LN, params):
   layers = {
-    stack: params[stack]['attention']['out'].shape[:2]
-    for stack in STACKS
-    if stack in params
+    name: params[name]['attention']['out'].shape[:2]
+    for name in STACKS
+    if name in params
   }
   wants = sum(length for length, _ in layers.values())
   heads = {heads for _, heads in layers.values()}
@@ -124,10 +121,7 @@ def _scaled(updates, params, factors):
     # Not an update times a factor: what has been learned so far shrinks too.
     wide, update = (x.astype(jnp.float32) for x in (params, updates))
     return jnp.where(factors == 1, update, (wide + update) * factors - wide)
-  return {
-    **updates,
-    **{
-      name: _scaled(updates[name], params[name], factor)
-      for name, factor in factors.items()
-    },
+  return updates | {
+    name: _scaled(updates[name], params[name], factor)
+    for name, factor in factors.items()
   }

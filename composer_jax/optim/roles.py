@@ -47,12 +47,7 @@ class Matrix:
 
 
 def of_axes(name: str, axes: Axes, ndim: int) -> str:
-  """Returns the role that a parameter's axes give it.
-
-  Args:
-    name: for the message.
-    axes: logical axis names, one per dimension.
-    ndim: dimensions of the parameter.
+  """Returns the role that a parameter's logical axes give it.
 
   Raises:
     ValueError: labels are missing, unknown or not a matrix.
@@ -82,7 +77,7 @@ def parse(
   Args:
     name: of the parameter, for messages.
     role: 'adam', or sides of comma-separated axes: 'embed->heads,head_dim'.
-    axes: logical axis names, one per dimension.
+    axes: logical axis names, one per dimension of the shape.
     shape: of the parameter.
 
   Raises:
@@ -108,11 +103,11 @@ def parse(
   dims = []
   for axis in rows + columns:
     # In order: of 'embed->embed' the first dimension is the input.
-    found = next(((d, a) for d, a in left if a == axis), None)
-    if found is None:
+    dim = next((d for d, a in left if a == axis), None)
+    if dim is None:
       raise ValueError(f'{about} names {axis!r} once too often.')
-    left.remove(found)
-    dims.append(found[0])
+    left.remove((dim, axis))
+    dims.append(dim)
   unclear = sorted({a for _, a in left if a in rows + columns})
   if unclear:
     raise ValueError(
@@ -171,10 +166,7 @@ def tree(
 def matrices(params: Any, axes: Any, roles: Any) -> Any:
   """Returns a tree of `Matrix`, with `optax.MaskedNode()` for Adam's.
 
-  Args:
-    params: tree of arrays or shapes, without boxes.
-    axes: see `tree`.
-    roles: see `tree`.
+  Of `roles`, a result of `tree` with the same parameters and axes.
   """
   logical = _named(axes)
   named = trees.flatten_names(roles)

@@ -4,29 +4,20 @@ The plan is the one that training runs, made for machines that are not there.
 Times are bounds from published speeds; nothing is run.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 
 from composer_jax.core import trees
 from composer_jax.models import decoder
 from composer_jax.optim import roles
-from composer_jax.optim.muon import (
-  cost,
-  newton_schulz,
-  planner,
-  times,
-)
-from composer_jax.optim.muon import (
-  plan as muon_plan,
-)
+from composer_jax.optim.muon import cost, planner
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import shardings
 from composer_jax.plan import case as cases
-from composer_jax.plan import report
+from composer_jax.plan import muon_model, report
 
 
 def plan(case: cases.Case) -> muon_plan.MuonPlan:
@@ -43,50 +34,35 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
     )
   shapes, axes = (tree['params'] for tree in decoder.abstract(case.model))
   by_role = roles.tree(shapes, axes, case.muon.roles)
-  matrices = {
-    name: matrix
-    for name, matrix in trees.flatten_names(
-      roles.matrices(shapes, axes, by_role)
-    ).items()
-    if not isinstance(matrix, optax.MaskedNode)
-  }
-  if not matrices:
+  matrices = roles.matrices(shapes, axes, by_role)
+  if not trees.flatten_names(matrices):
     raise ValueError(
       f'The roles {case.muon.roles} of cpt.muon.roles leave every parameter to '
       'Adam, and nothing to orthogonalise.'
     )
-  specs = trees.flatten_names(
-    shardings.specs(shapes, axes, layout=case.layout, mesh=case.mesh)
-  )
-  named = trees.flatten_names(shapes)
-  options = case.muon.muon_options()
+  specs = shardings.specs(shapes, axes, layout=case.layout, mesh=case.mesh)
   platform = 'cpu' if case.machine == 'cpu' else 'tpu'
-  wire = options.plan.wire_dtype
-  if wire == 'auto':
-    wire = 'float32' if platform == 'cpu' else 'bfloat16'
   return planner.make(
-    {n: jax.ShapeDtypeStruct(named[n].shape, case.dtype) for n in matrices},
+    shapes,
     matrices,
-    shardings={n: NamedSharding(case.mesh, specs[n]) for n in matrices},
-    newton_schulz=newton_schulz.resolved(options.newton_schulz, platform),
-    options=dataclasses.replace(
-      options.plan, wire_dtype=wire, rates=cost.BY_NAME[case.machine]
-    ),
+    shardings=jax.tree.map(lambda spec: NamedSharding(case.mesh, spec), specs),
+    newton_schulz=case.muon.resolved(platform),
+    told=planner.PlanOptions(rates=cost.BY_NAME[case.machine]),
   )
 
 
 def tables(case: cases.Case) -> list[report.Table]:
   """Answers `--what=muon`."""
-  made = plan(case)
+  made, rates = plan(case), cost.BY_NAME[case.machine]
   sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
   where = f'{case.mesh.size} {case.machine} ({sizes}), layout '
   where += case.layout.name
   return [
     _groups(made, where),
     _members(made),
-    _chunks(made),
+    _chunks(made, rates),
     _totals(made),
-    _times(made),
+    _times(made, rates),
     _words(made),
   ]
 
@@ -101,7 +77,7 @@ _WORDS = {
   'sharers': 'replicas that divide the work; the others repeat it',
   'owned': 'slots of an owner; every device works on as many',
   'padding': 'slots of all owners that stay empty',
-  'wire': 'dtype of what is exchanged',
+  'wire': 'dtype of what is exchanged and multiplied',
 }
 _MODES = {
   muon_plan.LOCAL: 'a device holds whole matrices and sends nothing',
@@ -137,11 +113,11 @@ def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
       group.split,
       group.sharers,
       group.owned,
-      group.padded - group.count,
+      group.owned * group.owners - group.count,
       len(group.chunks),
       round(group.flops / 1e6),
       group.wire_bytes,
-      group.wire_dtype,
+      group.newton_schulz.dtype,
     )
     for number, group in enumerate(made.groups)
   ]
@@ -184,13 +160,13 @@ def _side(
   return '@'.join([str(size), *['+'.join(side.axes)][: len(side.axes)]])
 
 
-def _chunks(made: muon_plan.MuonPlan) -> report.Table:
+def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
   """Rows are in the order of execution."""
   rows = []
   for g, c in made.sequence:
     chunk = made.groups[g].chunks[c]
-    stage = times.stage(made.groups[g], chunk, made.rates)
-    milliseconds = (1e3 * seconds for seconds in stage)
+    times = cost.chunk_times(made.groups[g], chunk, rates)
+    milliseconds = (1e3 * seconds for seconds in times)
     rows.append((g, c, chunk.start, chunk.count, chunk.owned, *milliseconds))
   return report.Table(
     title='Chunks in order; modelled ms to bring, work on and give back',
@@ -214,13 +190,23 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
   rows = [
     row('flops', made.flops, 'standard method, even', made.ideal_flops),
     row('critical_path', made.flops, 'same methods, even', even),
-    row('wire_bytes', made.wire_bytes, 'whole matrices', made.bound_bytes),
+    row(
+      'wire_bytes',
+      made.wire_bytes,
+      'whole matrices',
+      muon_model.bound_bytes(made),
+    ),
     row('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
-    row('padded_flops', made.padding * made.flops, 'all flops', made.flops),
+    row(
+      'padded_flops',
+      muon_model.padding(made) * made.flops,
+      'all flops',
+      made.flops,
+    ),
     row(
       'temporary_bytes',
-      times.temporary_bytes(made),
-      f'update in {jnp.dtype(made.groups[0].wire_dtype).name}',
+      muon_model.temporary_bytes(made),
+      f'update in {jnp.dtype(made.groups[0].newton_schulz.dtype).name}',
       update,
     ),
   ]
@@ -231,16 +217,15 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
   )
 
 
-def _times(made: muon_plan.MuonPlan) -> report.Table:
-  rates = made.rates
+def _times(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
   memory = sum(
-    times.memory_bytes(group, chunk)
+    cost.memory_bytes(group, chunk)
     for group in made.groups
     for chunk in group.chunks
   )
-  compute, wire = made.flops / rates.flops, times.wire_seconds(made)
-  roofline = times.roofline_seconds(made)
-  pipelined = times.pipelined_seconds(times.stages(made))
+  compute, wire = made.flops / rates.flops, muon_model.wire_seconds(made, rates)
+  roofline = muon_model.roofline_seconds(made, rates)
+  pipelined = muon_model.pipelined_seconds(muon_model.chunk_times(made, rates))
   rows = [
     (name, 1e3 * seconds, seconds / roofline)
     for name, seconds in (

@@ -55,7 +55,6 @@ _MUON = {
   'muon_flops': 'FLOP a device',
   'muon_flops_ideal': 'even share, standard method',
   'muon_bytes': 'bytes received',
-  'muon_seconds': 'seconds modelled',
 }
 
 _EVALUATIONS = {'sft': 'Before: after SFT', 'rl': 'After: after RL'}

@@ -31,15 +31,12 @@ trains on, the trajectories with an advantage, or all where none has one.
 |          |                          | that is 0                              |
 | cpt, sft | max_logit_layers         | same, of each layer                    |
 | cpt, sft | muon_matrices            | that Muon orthogonalises; this and the |
-|          |                          | next five, of its plan, at step 0 only |
+|          |                          | next four, of its plan, at step 0 only |
 | cpt, sft | muon_groups              | of matrices of one shape and placement |
 | cpt, sft | muon_flops               | of Newton-Schulz, of a device and step |
 | cpt, sft | muon_flops_ideal         | an even share of it by the standard    |
 |          |                          | method                                 |
-| cpt, sft | muon_bytes               | received by a device in a step, where  |
-|          |                          | muon.period is over 1 in a step of     |
-|          |                          | whole matrices                         |
-| cpt, sft | muon_seconds             | modelled, by published peak figures    |
+| cpt, sft | muon_bytes               | received by a device in a step         |
 | cpt, sft | expert_load              | tokens per expert, a list for each MoE |
 |          |                          | layer                                  |
 | cpt, sft | expert_load_max          | busiest expert over the mean, worst    |

@@ -1,7 +1,6 @@
 """What Muon's plan costs a step, for a person and for the metrics."""
 
 from composer_jax.optim.muon import plan as muon_plan
-from composer_jax.optim.muon import times
 from composer_jax.telemetry import progress
 
 
@@ -15,7 +14,6 @@ def metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
     'muon_flops': plan.flops,
     'muon_flops_ideal': plan.ideal_flops,
     'muon_bytes': plan.wire_bytes,
-    'muon_seconds': times.roofline_seconds(plan),
   }
 
 
@@ -29,17 +27,10 @@ def lines(plan: muon_plan.MuonPlan | None) -> list[str]:
   first = (
     f'Muon has {_matrices(plan)} matrices of {parameters} parameters, in '
     f'{_counted(len(plan.groups), "group")} over '
-    f'{_counted(plan.devices, "device")}. Of a device, in a step of whole '
-    f'matrices: {progress.number(float(plan.flops))} FLOP, '
+    f'{_counted(plan.devices, "device")}. Of a device, in a step: '
+    f'{progress.number(float(plan.flops))} FLOP, '
     f'{plan.flops / plan.ideal_flops:.2f} of an even share by the standard '
-    f'method; {progress.number(float(plan.wire_bytes))} bytes received'
-  )
-  if plan.wire_bytes:
-    first += f', {plan.wire_bytes / plan.bound_bytes:.2f} of the least'
-  bound_ms = 1e3 * times.roofline_seconds(plan)
-  first += (
-    f'; at least {progress.number(bound_ms)} ms at the speeds assumed of a '
-    f'{plan.rates.name}.'
+    f'method; {progress.number(float(plan.wire_bytes))} bytes received.'
   )
   return [first, *map(_group_line, plan.groups)]
 

@@ -32,10 +32,9 @@ OVERRIDES = (
   '--config.sft.adam_learning_rate=0.05',
   '--config.sft.warmup_steps=1',
   '--config.episode.max_turns=12',
-  # So that their metrics are there, and what they keep survives kills.
+  # So that its metrics are there.
   '--config.cpt.muon.qk_clip=100.0',
   '--config.sft.muon.qk_clip=100.0',
-  '--config.sft.muon.neuron_norm=True',
 )
 # Generous: the machine may be busy with other tests.
 TIMEOUT_S = 300

@@ -8,17 +8,19 @@ import pytest
 
 from composer_jax.core import trees
 from composer_jax.models import decoder, placement
-from composer_jax.optim import roles
-from composer_jax.optim.muon import newton_schulz
-from composer_jax.optim.muon import transform as muon
+from composer_jax.optim import groups
 from composer_jax.parallel import topology
 from tests import compiling
 from tests.parallel import architectures_test
 
 CONFIG = architectures_test.ARCHITECTURES['deepseek_v3']
-# One method for all shapes keeps the program small.
-OPTIONS = muon.MuonOptions(
-  newton_schulz=newton_schulz.NewtonSchulz(coefficients='keller', steps=3)
+OPTIONS = groups.OptimizerOptions(
+  learning_rate=0.1,
+  adam_learning_rate=0.1,
+  warmup_steps=0,
+  decay_steps=0,
+  # Rounding is amplified least by these.
+  muon=groups.MuonChoices(coefficients='keller'),
 )
 
 
@@ -32,12 +34,8 @@ def _first_update(layout):
     mesh = topology.make_mesh(*mesh_shape)
     where = dict(layout=table, mesh=mesh)
     places = placement.variable_shardings(CONFIG, **where)['params']
-  transform = muon.muon(
-    0.1,
-    roles=roles.tree(shapes, axes),
-    axes=axes,
-    shardings=places,
-    options=OPTIONS,
+  transform = groups.optimizer(
+    OPTIONS, params=shapes, axes=axes, total_steps=10, shardings=places
   )
   random = np.random.default_rng(0)
   params, gradients = (

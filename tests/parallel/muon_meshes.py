@@ -15,15 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import roles
-from composer_jax.optim.muon import (
-  newton_schulz,
-)
-from composer_jax.optim.muon import (
-  plan as muon_plan,
-)
-from composer_jax.optim.muon import (
-  transform as muon,
-)
+from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.optim.muon import planner
+from composer_jax.optim.muon import transform as muon
 
 L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
 _EXPERT = roles.Matrix(rows=(2,), columns=(3,))
@@ -107,6 +101,11 @@ def shardings(
   return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
+OPTIONS = muon.MuonChoices(deterministic=True)
+# On CPUs the planner would rather repeat work than exchange it.
+TOLD = planner.PlanOptions(chunks=6, repeats=False)
+
+
 class Program(NamedTuple):
   """A compiled update.
 
@@ -131,22 +130,21 @@ class Program(NamedTuple):
 def program(
   name: str | None,
   axis_type: AxisType = AxisType.Auto,
-  options: muon.MuonOptions | None = None,
+  options: muon.MuonChoices = OPTIONS,
+  told: planner.PlanOptions = TOLD,
   names: tuple[str, ...] = tuple(PARAMETERS),
 ) -> Program:
   """Compiles Muon's update on the mesh of a case; None: on one device."""
-  options = options or muon.MuonOptions(
-    newton_schulz=newton_schulz.NewtonSchulz(deterministic=True),
-    # On CPUs the planner would rather repeat work than exchange it.
-    plan=muon_plan.PlanOptions(target_chunks=6, replicas='split'),
-  )
   places = shardings(CASES[name], axis_type) if name else None
   shapes = {
     n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places and places[n])
     for n, (shape, _) in PARAMETERS.items()
     if n in names
   }
-  transform = muon.scale_by_muon(MATRICES, shardings=places, options=options)
+  matrices = {n: MATRICES[n] for n in shapes}
+  transform = muon.scale_by_muon(
+    matrices, shardings=places, options=options, told=told
+  )
   state = muon.MuonState(jax.ShapeDtypeStruct((), jnp.int32), shapes)
   lowered = jax.jit(lambda g, s: transform.update(g, s)).lower(shapes, state)
   compiled, warnings = watched(lowered.compile)
@@ -160,7 +158,9 @@ def program(
     updates, state = compiled(gradients, state)
     return jax.tree.map(np.asarray, (updates, state.momentum))
 
-  plan = muon.plan_of(shapes, MATRICES, shardings=places, options=options)
+  plan = planner.make(
+    shapes, matrices, shardings=places, newton_schulz=options, told=told
+  )
   return Program(run, compiled, plan, compiled.as_text(), warnings, places)
 
 

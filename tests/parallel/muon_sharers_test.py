@@ -9,16 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import roles
-from composer_jax.optim.muon import (
-  cost,
-  newton_schulz,
-)
-from composer_jax.optim.muon import (
-  plan as muon_plan,
-)
-from composer_jax.optim.muon import (
-  transform as muon,
-)
+from composer_jax.optim.muon import cost, planner
+from composer_jax.optim.muon import transform as muon
 from composer_jax.plan.hlo import overlap
 
 MATRICES = {'w': roles.Matrix(rows=(1,), columns=(2,))}
@@ -28,17 +20,16 @@ RATES = dataclasses.replace(
 )
 
 
-def _options(**plan):
-  return muon.MuonOptions(
-    newton_schulz=newton_schulz.NewtonSchulz(method='standard'),
-    plan=muon_plan.PlanOptions(rates=RATES, **plan),
-  )
+OPTIONS = muon.MuonChoices(method='standard')
 
 
-def _update(gradient, options, sharding=None):
+def _update(gradient, split, sharding=None):
   """Returns the first update and the program that made it."""
   transform = muon.scale_by_muon(
-    MATRICES, shardings=sharding and {'w': sharding}, options=options
+    MATRICES,
+    shardings=sharding and {'w': sharding},
+    options=OPTIONS,
+    told=planner.PlanOptions(rates=RATES, split=split),
   )
   gradients = {'w': jax.device_put(gradient, sharding)}
   state = transform.init(gradients)
@@ -48,27 +39,30 @@ def _update(gradient, options, sharding=None):
 
 
 @pytest.mark.parametrize(
-  'layers, plan, bitwise',
+  'layers, split, bitwise',
   [
     # Two replicas of two shards have owners enough for three matrices; four
     # would only have more empty slots.
-    (3, {'giants': 'owner'}, True),
+    (3, 1, True),
     # Where both shards own a matrix together, two replicas have two owners.
-    (2, {'giants': 2}, False),
+    (2, 2, False),
   ],
 )
-def test_sharing_among_some_replicas_changes_no_update(layers, plan, bitwise):
+def test_sharing_among_some_replicas_changes_no_update(layers, split, bitwise):
   mesh = jax.make_mesh((2, 2, 2), ('r', 'f', 's'))
   sharding = NamedSharding(mesh, P(None, None, 'f'))
-  options = _options(**plan)
   gradient = np.random.default_rng(0).normal(size=(layers, 16, 24))
   gradient = gradient.astype(np.float32)
-  (group,) = muon.plan_of(
-    {'w': gradient}, MATRICES, shardings={'w': sharding}, options=options
+  (group,) = planner.make(
+    {'w': gradient},
+    MATRICES,
+    shardings={'w': sharding},
+    newton_schulz=OPTIONS,
+    told=planner.PlanOptions(rates=RATES, split=split),
   ).groups
   assert (group.num_replicas, group.sharers, group.owned) == (4, 2, 1)
-  alone, _ = _update(gradient, _options())
-  found, text = _update(gradient, options, sharding)
+  alone, _ = _update(gradient, None)
+  found, text = _update(gradient, split, sharding)
   # Devices that share a matrix add in another order.
   tolerance = 0 if bitwise else 2e-6
   for shard in found.addressable_shards:  # Of every replica.

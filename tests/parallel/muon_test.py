@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from composer_jax.optim.muon import newton_schulz, transform
-from composer_jax.optim.muon import plan as muon_plan
+from composer_jax.optim.muon import planner, transform
+from composer_jax.plan import muon_model
 from composer_jax.plan.hlo import overlap
 from tests.parallel import muon_meshes
 
@@ -30,7 +30,7 @@ def _check_collectives(program):
   """The plan's, by kind, number and bytes, and no other, none in a loop."""
   planned, found = collections.Counter(), collections.Counter()
   for group in program.plan.groups:
-    for kind, number, num_bytes in group.collectives:
+    for kind, number, num_bytes in muon_model.collectives(group):
       planned[kind, 'number'] += number
       planned[kind, 'bytes'] += num_bytes
   for collective in overlap.read(program.text).collectives:
@@ -44,9 +44,9 @@ def _check_collectives(program):
   assert 'rematerialization' not in program.warnings
 
 
-def _check(name, axis_type=AxisType.Auto, options=None):
-  sharded = muon_meshes.program(name, axis_type, options)
-  single = muon_meshes.program(None, AxisType.Auto, options)
+def _check(name, axis_type=AxisType.Auto, **how):
+  sharded = muon_meshes.program(name, axis_type, **how)
+  single = muon_meshes.program(None, AxisType.Auto, **how)
   for found, expected in zip(_update(sharded), _update(single), strict=True):
     _assert_bitwise(found, expected)
   _check_collectives(sharded)
@@ -69,32 +69,27 @@ def test_explicit_axes_give_the_same_bits(name):
   _check(name, AxisType.Explicit)
 
 
-def _options(**plan):
-  return transform.MuonOptions(
-    newton_schulz=newton_schulz.NewtonSchulz(deterministic=True),
-    plan=muon_plan.PlanOptions(
-      **{'target_chunks': 6, 'replicas': 'split', **plan}
-    ),
-  )
+BFLOAT16 = transform.MuonChoices(deterministic=True, dtype='bfloat16')
+REPEATED = planner.PlanOptions(chunks=6, repeats=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'name,plan',
+  'name,how',
   [
-    ('ep2_fsdp2_tp2', {'wire_dtype': 'bfloat16'}),
-    ('hsdp', {'wire_dtype': 'bfloat16'}),
-    ('dual', {'replicas': 'redundant'}),
-    ('data_parallel', {'replicas': 'redundant'}),
+    ('ep2_fsdp2_tp2', {'options': BFLOAT16}),
+    ('hsdp', {'options': BFLOAT16}),
+    ('dual', {'told': REPEATED}),
+    ('data_parallel', {'told': REPEATED}),
   ],
 )
-def test_other_plans_give_the_bits_of_one_device_too(name, plan):
-  _check(name, options=_options(**plan))
+def test_other_plans_give_the_bits_of_one_device_too(name, how):
+  _check(name, **how)
 
 
-def test_a_bfloat16_wire_takes_half_the_bytes():
+def test_bfloat16_takes_half_the_bytes():
   # Of the planned collectives `_check_collectives` compares the very bytes.
-  narrow = muon_meshes.program('dual', options=_options(wire_dtype='bfloat16'))
+  narrow = muon_meshes.program('dual', options=BFLOAT16)
   _check_collectives(narrow)
   wide = muon_meshes.program('dual').plan
   assert 2 * narrow.plan.wire_bytes == wide.wire_bytes > 0
@@ -113,17 +108,10 @@ def test_matrices_shared_on_other_meshes_are_those_of_one_device(name, k):
 
 
 def _check_shared(name, k, names):
-  options = transform.MuonOptions(
-    newton_schulz=newton_schulz.NewtonSchulz(method='standard'),
-    plan=muon_plan.PlanOptions(giants=k),
-  )
-  shared = muon_meshes.program(name, options=options, names=names)
+  how = dict(options=transform.MuonChoices(method='standard'), names=names)
+  shared = muon_meshes.program(name, told=planner.PlanOptions(split=k), **how)
   assert any(g.split == k for g in shared.plan.groups)
-  single = muon_meshes.program(
-    None,
-    options=transform.MuonOptions(newton_schulz=options.newton_schulz),
-    names=names,
-  )
+  single = muon_meshes.program(None, **how)
   expected, _ = _update(single)
   for parameter, x in _update(shared)[0].items():
     # Sums over columns in two orders, lifted by up to the slope at zero.

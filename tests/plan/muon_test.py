@@ -5,8 +5,7 @@ import json
 import pytest
 
 from composer_jax.optim.muon import cost
-from composer_jax.optim.muon import times as muon_times
-from composer_jax.plan import muon, report
+from composer_jax.plan import muon, muon_model, report
 from tests.plan import params_test
 
 
@@ -21,15 +20,13 @@ def tables(subject):
 
 
 def test_the_plan_is_for_the_machine_that_is_named():
-  for name, wire, operand in (
-    ('cpu:8', 'float32', 'float32'),
-    ('v5e:2x4', 'bfloat16', 'bfloat16'),
-    ('h200:8', 'bfloat16', 'bfloat16'),
+  for name, dtype in (
+    ('cpu:8', 'float32'),
+    ('v5e:2x4', 'bfloat16'),
+    ('h200:8', 'bfloat16'),
   ):
     made = muon.plan(params_test.case(topology_name=name))
-    assert made.rates == cost.BY_NAME[name.split(':')[0]]
-    assert {group.wire_dtype for group in made.groups} == {wire}
-    assert {group.newton_schulz.dtype for group in made.groups} == {operand}
+    assert {group.newton_schulz.dtype for group in made.groups} == {dtype}
     assert made.devices == 8
 
 
@@ -60,9 +57,11 @@ def test_totals_are_those_of_the_plan(subject, tables):
   made = muon.plan(subject)
   totals = {row['total']: row for row in tables[3]['rows']}
   assert totals['flops']['value'] == made.flops
-  assert totals['critical_path']['ratio'] == pytest.approx(made.critical_path)
+  assert totals['critical_path']['ratio'] == pytest.approx(
+    muon_model.critical_path(made)
+  )
   assert totals['wire_bytes']['value'] == made.wire_bytes
-  assert totals['wire_bytes']['least'] == round(made.bound_bytes)
+  assert totals['wire_bytes']['least'] == round(muon_model.bound_bytes(made))
   shared = totals['of_them_to_share']
   assert 0.2 < shared['ratio'] < 0.3 and shared['least'] == made.wire_bytes
   # An update in the wire's dtype: 1.01T matrix parameters, of which experts
@@ -84,7 +83,9 @@ def test_the_roofline_is_stated_plainly(subject, tables):
   assert roofline == pytest.approx(max(compute, wire))
   assert total == pytest.approx(compute + wire)
   assert in_order == pytest.approx(
-    muon_times.pipelined_seconds(muon_times.stages(made))
+    muon_model.pipelined_seconds(
+      muon_model.chunk_times(made, cost.BY_NAME['v5p'])
+    )
   )
   assert roofline <= in_order and memory < roofline
   told = 'v5p: 459 TFLOP/s, memory 2765 GB/s, wire 600 GB/s'
@@ -112,10 +113,10 @@ def test_a_cell_without_a_value_is_a_dash():
 
 def test_what_a_run_chooses_of_muon_is_planned():
   fields = {'model': params_test.fields('tiny')}
-  choices = dict(method='standard', wire_dtype='bfloat16')
+  choices = dict(method='standard', dtype='bfloat16')
   choices |= dict(roles=(('attention/query$', 'embed->heads,head_dim'),))
   made = muon.plan(params_test.case(fields | {'cpt': {'muon': choices}}))
-  assert {group.wire_dtype for group in made.groups} == {'bfloat16'}
+  assert {g.newton_schulz.dtype for g in made.groups} == {'bfloat16'}
   query = next(
     member
     for group in made.groups
@@ -125,7 +126,7 @@ def test_what_a_run_chooses_of_muon_is_planned():
   assert query.count == query.shape[0]
   assert all(g.even_flops == g.ideal_flops for g in made.groups)
   by_head = muon.plan(params_test.case(fields))
-  assert {group.wire_dtype for group in by_head.groups} == {'float32'}
+  assert {g.newton_schulz.dtype for g in by_head.groups} == {'float32'}
 
 
 def test_an_override_for_no_parameter_is_named():

@@ -301,7 +301,6 @@ def test_muon_is_shown_where_it_was_used(tmp_path, whole):
       muon_flops=2_000_000,
       muon_flops_ideal=2.5e6,
       muon_bytes=12_000,
-      muon_seconds=0.0015,
     ),
     1: dict(loss=5.0, max_logit=7.0),
     2: dict(loss=4.0, max_logit=6.0),
@@ -311,7 +310,7 @@ def test_muon_is_shown_where_it_was_used(tmp_path, whole):
       out.write('sft', step, **metrics)
   text = document.write_report(tmp_path).read_text()
   assert rows_of(text, 'Muon, by its plan of a step') == [
-    ['Supervised fine-tuning', '30', '3', '2.0M', '2.5M', '12.0k', '0.0015']
+    ['Supervised fine-tuning', '30', '3', '2.0M', '2.5M', '12.0k']
   ]
   titles = {a.get('alt') for tag, a in Tags(text).tags if tag == 'img'}
   assert 'Largest attention logit' in titles

@@ -1,18 +1,17 @@
-"""What Muon costs a device: speeds of machines, and closed forms.
+"""What a chunk of Muon's step takes: speeds of machines, and closed forms.
 
 Nothing here is measured on the machine at hand. The speeds are those that
 vendors publish, so times made of them are bounds and not predictions; the
 planner only compares them with each other.
-
-p <= q are the sides of a matrix, `shards` the devices that hold one together,
-`replicas` those that hold the same shard.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from composer_jax.optim.muon import newton_schulz
+from composer_jax.optim.muon import plan as muon_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Rates:
   """Speeds of one device.
 
   Attributes:
-    name: of the device.
     flops: per second, of dense products in the dtype that Newton-Schulz has
       there: bfloat16, float32 on a CPU.
     memory: bytes per second of its main memory.
@@ -42,9 +40,7 @@ class Rates:
   def wire_seconds(self, num_bytes: float, span: int) -> float:
     """Returns the time of bytes into a device, latency left out.
 
-    Args:
-      num_bytes: of one collective, or of several.
-      span: devices from the first to the last that take part.
+    From the first to the last device that take part there are `span`.
     """
     return num_bytes / (self.within if span <= self.node else self.across)
 
@@ -71,46 +67,69 @@ BY_NAME = {
   )
 }
 
-# What a plan assumes where no rates are given. A machine that is not there has
-# no platform: it is taken for a TPU.
-_OF_PLATFORM = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200', 'tpu': 'v5p'}
+
+def of_platform(platform: str) -> Rates:
+  """Returns what a plan assumes of a jax platform if it is told nothing."""
+  names = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}
+  return BY_NAME[names.get(platform, 'v5p')]
 
 
-def of_platform(platform: str | None) -> Rates:
-  """Returns rates of a jax platform; of a TPU v5p where it is unknown."""
-  return BY_NAME[_OF_PLATFORM.get(platform or 'tpu', 'v5p')]
+class ChunkTimes(NamedTuple):
+  """Seconds of one chunk: to bring it, to work on it, to return it."""
+
+  bring: float
+  work: float
+  give: float
 
 
-def matrix_bytes(p: int, q: int, options: newton_schulz.NewtonSchulz) -> int:
-  """Returns memory traffic of one matrix: each product's operands and result.
+def chunk_times(
+  group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, rates: Rates
+) -> ChunkTimes:
+  """Returns the modelled seconds of a chunk."""
 
-  Args:
-    p: short side.
-    q: long side.
-    options: with the dtype resolved.
+  def transfer(num_bytes, strides, count, collectives=1):
+    seconds = rates.wire_seconds(num_bytes, span(strides, count))
+    return seconds + collectives * rates.latency if num_bytes else 0.0
+
+  shards, replicas = group.shard_strides, group.replica_strides
+  exchange = transfer(
+    group.exchange_bytes(chunk.owned), shards, group.num_shards
+  )
+  gather = transfer(group.gather_bytes(chunk.owned), replicas, group.sharers)
+  work = max(
+    chunk.owned * group.matrix_flops / rates.flops,
+    memory_bytes(group, chunk) / rates.memory,
+  )
+  # Devices that share a matrix wait for each other at every step.
+  shared = [num_bytes for _, num_bytes in group.split_collectives(chunk)]
+  work += transfer(sum(shared), shards, group.split, len(shared))
+  return ChunkTimes(bring=exchange, work=work, give=exchange + gather)
+
+
+def span(strides: muon_plan.Strides, count: int) -> int:
+  """Returns the devices from the first to the last of `count` neighbours."""
+  span = 1
+  for size, stride in reversed(strides):
+    if count > 1:
+      span = max(span, stride * min(size, count))
+    count = -(-count // size)
+  return span
+
+
+def memory_bytes(group: muon_plan.MuonGroup, chunk: muon_plan.Chunk) -> int:
+  """Returns the traffic of main memory that a chunk makes.
+
+  Beside Newton-Schulz: float32 gradient and momentum in, momentum and update
+  out, and the chunk written and read on its way to and from its owners.
   """
+  p, q, options = group.p, group.q, group.newton_schulz
+  # Each product's operands and result.
+  if group.split > 1 or not options.is_gram(p, q):
+    elements = len(options.triples) * (3 * p * q + 4 * p * p) / group.split
+  else:
+    products = [newton_schulz.gram_products(len(s)) for s in options.segments]
+    elements = sum(3 * p * q + (2 + 3 * n) * p * p for n in products)
   size = jnp.dtype(options.dtype).itemsize
-  if not options.is_gram(p, q):
-    return size * len(options.triples) * (3 * p * q + 4 * p * p)
-  total = 0
-  for segment in options.segments:
-    products = len(segment) + 3 * (len(segment) - 1)
-    total += 3 * p * q + 2 * p * p + 3 * p * p * products
-  return size * total
-
-
-def bound_bytes(shards: int, replicas: int, local_bytes: int) -> float:
-  """Returns the least that owners of whole matrices can exchange.
-
-  Each matrix has one owner among the shards * replicas devices. It lacks
-  (shards - 1) / shards of its matrices, which are 1 / replicas of as many bytes
-  as it holds shards; afterwards a device has the results of its own matrices
-  and lacks the rest of its shards.
-
-  Args:
-    shards: devices that hold a matrix together.
-    replicas: devices that hold the same shard.
-    local_bytes: of the shards that a device holds, in the wire's dtype.
-  """
-  owners = shards * replicas
-  return local_bytes * ((shards - 1) / owners + 1 - 1 / owners)
+  local = group.p_side.local * group.q_side.local
+  around = 4 * 4 * local + 4 * group.shard_bytes
+  return chunk.owned * int(size * elements) + chunk.count * around

@@ -4,36 +4,58 @@ Maps X = U S V^T to about U V^T with matrix products only, the step that makes
 Muon out of momentum. Pure and local: knows nothing of parameters, roles or
 meshes; `newton_schulz_split` shares one matrix among devices.
 
-A matrix is p x q with p <= q (a tall one is transposed first). Two orders of
-the same arithmetic: 'standard' updates X in each step, 4 p^2 q + 2 p^3
-operations; 'gram' iterates on the p x p Gram matrix and applies the result to
-X at each restart (Zhang, Amsel, Chen, Dao, 2026), cheaper where q >= 1.5 p.
+A matrix is p x q with p <= q (a tall one is transposed first). A step is
+X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to
+a s + b s^3 + c s^5. Two orders of the same arithmetic: the standard one updates
+X in each step, 4 p^2 q + 2 p^3 operations; the other iterates on the p x p Gram
+matrix and applies the result to X at each restart (Zhang, Amsel, Chen, Dao,
+2026), cheaper where q >= 1.5 p.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import layout
 
-from composer_jax.optim.muon import coefficients
+from composer_jax.core import checks
 
-# From here on gram with a restart every two steps needs fewer operations.
+Triple = tuple[float, float, float]
+
+# From here on gram needs fewer operations.
 GRAM_RATIO = 1.5
-# In bfloat16 three steps without a restart overshoot on deficient matrices
-# (singular values of 2 where rank is p / 2); two never do.
+# Steps from one application of the Gram iteration to the next. In bfloat16
+# three overshoot on deficient matrices (singular values of 2 where rank is
+# p / 2); two never do.
 _GRAM_STEPS = 2
-# More steps than these are asked for precision, of which the bfloat16 Gram
-# matrices of a rank-1 momentum lose 3 %.
-_GRAM_PRECISE_STEPS = 5
 
-# The record's field of that name hides the module in its body.
-_LEAST_SAFETY = coefficients.LEAST_SAFETY
-_Triples = tuple[coefficients.Triple, ...]
+# Polar Express is fitted to singular values up to 1, and rounding lifts those
+# of a normalised matrix above: its polynomials are stretched to cover 1.02.
+_SAFETY = 1.02
+# Amsel et al., arXiv 2505.16932: each step is optimal after those before it.
+_POLAR_EXPRESS = (
+  (8.28721201814563, -23.595886519098837, 17.300387312530933),
+  (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+  (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+  (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+  (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
 
-_DTYPES = ('bfloat16', 'float32')
+# A list may be here if its composed polynomial stays above zero on (0, 1.02],
+# is finite at 1.02 and exceeds 0.5 at 1, the response to a rank-1 momentum.
+# Published lists that fail: Emerging-Optimizers' 'aol' (-0.99 at 1: an expert
+# that saw one token would climb its gradient), the cubic of arXiv 2606.00371,
+# CANS (arXiv 2506.10935) and Polar Express with less safety.
+COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
+  # Singular values end in 0.86-1.12.
+  'polar_express': tuple(
+    (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS
+  ),
+  # KellerJordan/Muon's, what optax and torch have by default: 0.68-1.20.
+  'keller': ((3.4445, -4.7750, 2.0315),) * 5,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,123 +63,82 @@ class NewtonSchulz:
   """How to orthogonalise.
 
   Attributes:
-    coefficients: a list of `coefficients.NAMES`.
-    steps: None for the list's own number; polar_express with 6 is precise to
-      1.5 % where 5 leave singular values in 0.86-1.12.
-    safety: of polar_express, see `coefficients.triples`.
-    method: 'standard', 'gram', or 'auto': gram where it is cheaper, as good,
-      and restarts keep it stable.
-    restarts: steps after which gram applies its result and starts anew.
-    dtype: of the operands of matrix products, which accumulate in float32:
-      'bfloat16', 'float32' or 'auto', bfloat16 but on CPUs. A program compiled
-      for another platform than this process's must say it.
-    gram_dtype: of the iterated Gram matrices; None: as dtype.
-    deterministic: one matrix after the other, so that no bit of a result
-      depends on what else is in the batch. CPUs always do so.
+    coefficients: 'polar_express', which brings singular values into 0.86-1.12,
+      or 'keller', Muon's first, into 0.68-1.20.
+    method: 'auto', the Gram iteration where it is cheaper (a fifth less work
+      where a matrix is 3.5 times as long as wide), or 'standard'.
+    dtype: of the operands of matrix products, which accumulate in float32, and
+      of what devices exchange: 'bfloat16', 'float32' or 'auto', bfloat16 but on
+      CPUs.
+    deterministic: one matrix after the other, none shared by devices, so that
+      equal momenta give the same bits on every mesh; slower on accelerators.
+      CPUs always take one after the other.
   """
 
   coefficients: str = 'polar_express'
-  steps: int | None = None
-  safety: float = _LEAST_SAFETY
   method: str = 'auto'
-  restarts: tuple[int, ...] = (2, 4)
   dtype: str = 'auto'
-  gram_dtype: str | None = None
   deterministic: bool = False
 
   def __post_init__(self):
-    _ = self.triples
-    if self.method not in ('auto', 'standard', 'gram'):
-      raise ValueError(
-        f"Newton-Schulz method {self.method!r} is not 'auto', 'standard' or "
-        "'gram'."
-      )
-    if self.dtype not in ('auto', *_DTYPES):
-      raise ValueError(
-        f"Newton-Schulz dtype {self.dtype!r} is not 'auto' or one of {_DTYPES}."
-      )
-    if self.gram_dtype not in (None, *_DTYPES):
-      raise ValueError(
-        f'gram_dtype {self.gram_dtype!r} is not None or one of {_DTYPES}.'
-      )
-    ascends = all(a < b for a, b in itertools.pairwise((0, *self.restarts)))
-    if not ascends:
-      raise ValueError(
-        f'restarts {self.restarts} must ascend from 1: each is the number of '
-        'steps done before it.'
-      )
+    checks.one_of(self, 'coefficients', tuple(COEFFICIENTS))
+    checks.one_of(self, 'method', ('auto', 'standard'))
+    checks.one_of(self, 'dtype', ('auto', 'bfloat16', 'float32'))
+    checks.boolean(self, 'deterministic')
 
   @property
-  def triples(self) -> _Triples:
+  def triples(self) -> tuple[Triple, ...]:
     """The (a, b, c) of each step."""
-    return coefficients.triples(self.coefficients, self.steps, self.safety)
+    return COEFFICIENTS[self.coefficients]
 
   @property
-  def segments(self) -> tuple[_Triples, ...]:
+  def segments(self) -> tuple[tuple[Triple, ...], ...]:
     """The triples between the restarts of gram."""
-    triples = self.triples
-    inner = [r for r in self.restarts if r < len(triples)]
-    bounds = itertools.pairwise((0, *inner, len(triples)))
-    return tuple(triples[start:end] for start, end in bounds)
+    triples, step = self.triples, _GRAM_STEPS
+    return tuple(triples[i : i + step] for i in range(0, len(triples), step))
 
   def is_gram(self, p: int, q: int) -> bool:
-    """Whether a p x q matrix, either side longer, takes the gram method."""
-    if self.method != 'auto':
-      return self.method == 'gram'
-    if max(map(len, self.segments)) > _GRAM_STEPS:
-      return False
-    is_precise = len(self.triples) > _GRAM_PRECISE_STEPS
-    if is_precise and self.gram_dtype != 'float32':
-      return False
-    return max(p, q) >= GRAM_RATIO * min(p, q)
+    """Whether a p x q matrix, either side longer, takes the Gram iteration."""
+    return self.method == 'auto' and max(p, q) >= GRAM_RATIO * min(p, q)
 
-
-def resolved(
-  options: NewtonSchulz, platform: str | None = None
-) -> NewtonSchulz:
-  """Replaces an 'auto' dtype by a platform's, None for this process's."""
-  dtype = options.dtype
-  if dtype == 'auto':
+  def resolved(self, platform: str | None = None) -> Self:
+    """Replaces an 'auto' dtype by a platform's, None for this process's."""
+    if self.dtype != 'auto':
+      return self
     is_cpu = (platform or jax.default_backend()) == 'cpu'
     dtype = 'float32' if is_cpu else 'bfloat16'
-  return dataclasses.replace(options, dtype=dtype)
-
-
-def standard_flops(p: int, q: int, steps: int = 5) -> int:
-  """Returns the operations of the standard method, two per multiply-add."""
-  p, q = sorted((p, q))
-  return steps * (4 * p * p * q + 2 * p**3)
+    return dataclasses.replace(self, dtype=dtype)
 
 
 def flops(p: int, q: int, options: NewtonSchulz) -> int:
-  """Returns the operations of one matrix's products, as `orthogonalize`'s."""
+  """Returns the operations of one matrix, two per multiply-add."""
   p, q = sorted((p, q))
   if not options.is_gram(p, q):
-    return standard_flops(p, q, len(options.triples))
-  total = 0
-  for segment in options.segments:
-    # The Gram matrix and the application; then one product for Z, two for the
-    # next Gram matrix in all but the last step, one for Q in all but the first.
-    products = len(segment) + 3 * (len(segment) - 1)
-    total += 4 * p * p * q + 2 * p**3 * products
-  return total
+    return len(options.triples) * (4 * p * p * q + 2 * p**3)
+  return sum(
+    4 * p * p * q + 2 * p**3 * gram_products(len(segment))
+    for segment in options.segments
+  )
+
+
+def gram_products(steps: int) -> int:
+  """Returns the p x p products of a segment, beside its Gram matrix and X.
+
+  One a step for Z, two for the next Gram matrix in all but the last step, one
+  for Q in all but the first.
+  """
+  return steps + 3 * (steps - 1)
 
 
 def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
-  """Orthogonalises each matrix of a stack.
+  """Orthogonalises each matrix of [..., rows, columns].
 
   Zero stays zero; NaN and infinity turn the whole of their matrix, and no
   other, into NaN. Dividing by the largest entry before the norm makes the
   result independent of the gradient's scale: squares alone vanish below 1e-19.
-
-  Args:
-    x: [..., rows, columns]; every leading axis is a batch axis.
-    options: see `NewtonSchulz`.
-
-  Returns:
-    The same shape, in the operands' dtype.
+  The result has the operands' dtype.
   """
-  options = resolved(options)
+  options = options.resolved()
   is_tall = x.shape[-2] > x.shape[-1]
   if is_tall:  # f(X^T) = f(X)^T, and A is smaller on the short side.
     x = x.swapaxes(-1, -2)
@@ -242,8 +223,8 @@ def gram_polynomial(gram: jax.Array, b: float, c: float) -> jax.Array:
 
 
 def _gram(x: jax.Array, options: NewtonSchulz) -> jax.Array:
-  """Iterates on R = X X^T, restarting as the options say."""
-  dtype = jnp.dtype(options.gram_dtype or options.dtype)
+  """Iterates on R = X X^T, applying the result after each segment."""
+  dtype = x.dtype
   for (a, b, c), *others in options.segments:
     r = product(x, x.mT).astype(dtype)
     z = gram_polynomial(r, b, c)
@@ -259,5 +240,5 @@ def _gram(x: jax.Array, options: NewtonSchulz) -> jax.Array:
       sums = a * q.astype(jnp.float32) + scale * z.astype(jnp.float32)
       q = (sums + product(q, z)).astype(dtype)
       scale *= a
-    x = rounded_sum(scale, x, product(q.astype(x.dtype), x), x.dtype)
+    x = rounded_sum(scale, x, product(q, x), dtype)
   return x

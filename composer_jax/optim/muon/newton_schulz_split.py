@@ -13,38 +13,42 @@ iteration. Each step shares all of its products evenly:
   3. an all-gather of those, and each device updates its columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from composer_jax.optim.muon import newton_schulz
 
 _FLOAT32_BYTES = 4
 
 
-def index_groups(size: int, k: int) -> tuple[tuple[int, ...], ...]:
+def index_groups(size: int, k: int) -> list[list[int]]:
   """Returns the subgroups of k consecutive indices of `size` devices."""
-  if size % k:
-    raise ValueError(
-      f'{size} devices do not form subgroups of {k}; it must divide them.'
-    )
-  return tuple(tuple(range(i, i + k)) for i in range(0, size, k))
+  return [list(range(i, i + k)) for i in range(0, size, k)]
 
 
-def rows_per_device(p: int, k: int) -> int:
-  """Returns the rows of a p x p product that each of k devices computes."""
-  return -(-p // k)
+def as_bits(
+  collective: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+  """Applies a collective that only moves: XLA:CPU widens those of bfloat16."""
+  if x.dtype != jnp.bfloat16:
+    return collective(x)
+
+  def move_bits(x):
+    moved = collective(lax.bitcast_convert_type(x, jnp.uint16))
+    return lax.bitcast_convert_type(moved, jnp.bfloat16)
+
+  return lax.platform_dependent(x, cpu=move_bits, default=collective)
 
 
 def split_flops(
   p: int, q: int, k: int, options: newton_schulz.NewtonSchulz
 ) -> int:
   """Returns one device's operations on one p x q matrix split k ways."""
-  p, q = sorted((p, q))
-  columns = -(-q // k)
-  step = 4 * p * p * columns + 2 * p * p * rows_per_device(p, k)
-  return len(options.triples) * step
+  rows, columns = -(-p // k), -(-q // k)
+  return len(options.triples) * (4 * p * p * columns + 2 * p * p * rows)
 
 
 def split_collectives(
@@ -52,18 +56,10 @@ def split_collectives(
 ) -> tuple[tuple[str, int], ...]:
   """Returns the collectives of `orthogonalize` in order of execution.
 
-  Args:
-    p: the shorter side.
-    k: devices that share a matrix.
-    options: with the dtype resolved, see `newton_schulz.resolved`.
-    num: matrices at once; they take the same collectives.
-
-  Returns:
-    (kind, bytes into one device).
+  Each is (kind, bytes into one of k devices), of `num` matrices at once.
   """
-  width = jnp.dtype(newton_schulz.resolved(options).dtype).itemsize
-  entries = num * (k - 1) * rows_per_device(p, k) * p
-  gather = ('all-gather', entries * width)
+  entries = num * (k - 1) * -(-p // k) * p
+  gather = ('all-gather', entries * jnp.dtype(options.dtype).itemsize)
   step = (('reduce-scatter', entries * _FLOAT32_BYTES), gather, gather)
   # Of the largest entry and of the norm: a reduce-scatter and an all-gather.
   norm = ('all-reduce', 2 * num * _FLOAT32_BYTES * (k - 1) // k)
@@ -74,58 +70,43 @@ def orthogonalize(
   x_npq: jax.Array,
   options: newton_schulz.NewtonSchulz,
   *,
-  axes: str | tuple[str, ...],
+  axes: tuple[str, ...],
   index_groups: Sequence[Sequence[int]],
 ) -> jax.Array:
   """Orthogonalises matrices of which this device holds some columns.
 
   Args:
-    x_npq: [n, p, columns of this device].
-    options: of Newton-Schulz; its method and restarts are of no consequence.
+    x_npq: columns of this device.
+    options: with the dtype resolved; the method is of no consequence.
     axes: mesh axes that the subgroups are drawn from.
     index_groups: which indices along `axes`, major to minor, share matrices.
 
   Returns:
     The columns given, in the operands' dtype.
   """
-  options = newton_schulz.resolved(options)
-  k = len(index_groups[0])
-  groups = [list(group) for group in index_groups]
-  p = x_npq.shape[-2]
-  if p > k * x_npq.shape[-1]:
-    raise ValueError(
-      f'A split matrix has its longer side in columns, but {x_npq.shape} on '
-      f'each of {k} devices has fewer columns than rows; transpose it first.'
-    )
-  padding = k * rows_per_device(p, k) - p
+  k, p = len(index_groups[0]), x_npq.shape[-2]
+  assert p <= k * x_npq.shape[-1], 'the longer side is to be in columns'
+  among = dict(axis_name=axes, axis_index_groups=index_groups)
 
   def gathered(rows):
-    # XLA's CPU backend widens a bfloat16 collective, but not its bits.
-    dtype = rows.dtype
-    if dtype == jnp.bfloat16:
-      rows = jax.lax.bitcast_convert_type(rows, jnp.uint16)
-    whole = jax.lax.all_gather(
-      rows, axes, axis_index_groups=groups, axis=1, tiled=True
+    whole = as_bits(
+      lambda rows: lax.all_gather(rows, **among, axis=1, tiled=True), rows
     )
-    if dtype == jnp.bfloat16:
-      whole = jax.lax.bitcast_convert_type(whole, dtype)
     return whole[:, :p]
 
   x = newton_schulz.normalized(
     x_npq,
-    maximum=lambda v: jax.lax.pmax(v, axes, axis_index_groups=groups),
-    total=lambda v: jax.lax.psum(v, axes, axis_index_groups=groups),
+    maximum=lambda v: lax.pmax(v, **among),
+    total=lambda v: lax.psum(v, **among),
   ).astype(options.dtype)
   for a, b, c in options.triples:
     with jax.named_scope('split_step'):
       partial = newton_schulz.product(x, x.mT)
       # Blocks of rows lead: XLA's TPU compiler makes a reduce-scatter along an
       # inner dimension an all-reduce, and rounds before it adds.
-      blocks = jnp.pad(partial, ((0, 0), (0, padding), (0, 0)))
+      blocks = jnp.pad(partial, ((0, 0), (0, -p % k), (0, 0)))
       blocks = blocks.reshape(len(x), k, -1, p).swapaxes(0, 1)
-      rows = jax.lax.psum_scatter(
-        blocks, axes, axis_index_groups=groups
-      ).astype(x.dtype)
+      rows = lax.psum_scatter(blocks, **among).astype(x.dtype)
       squares = newton_schulz.product(rows, gathered(rows))
       polynomial = gathered(
         newton_schulz.rounded_sum(b, rows, c * squares, x.dtype)

@@ -5,11 +5,11 @@ names and transposes. Each matrix of a group gets one owner among the devices
 that hold it (or a few that share it, for the rare matrix too large for one);
 the owner receives the whole matrix in one all-to-all and returns it in another.
 A plan is made of shapes, roles and shardings, before anything exists, and says
-what every device computes, sends and holds. `optim.muon.exchange` runs it.
+what every device computes, sends and holds. `optim.muon.planner` makes plans,
+`optim.muon.exchange` runs them.
 
 p <= q are the sides of a matrix; a member whose input side is the longer one is
-transposed. `optim.muon.planner` makes plans, `optim.muon.times` models their
-times.
+transposed.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import math
 
 import jax.numpy as jnp
 
-from composer_jax.optim.muon import cost
 from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import newton_schulz_split as splitting
 
@@ -27,49 +26,6 @@ REDUNDANT = 'redundant'
 GRAM_SHARDED = 'gram_sharded'
 
 Strides = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-  """What a plan may be told; each 'auto' goes by the platform and the rates.
-
-  Attributes:
-    wire_dtype: of what is exchanged: 'bfloat16', 'float32' or 'auto', bfloat16
-      but on CPUs. Part of the arithmetic: one device rounds to it, too.
-    target_chunks: how many pieces the whole step is cut into, as far as its
-      groups allow; None: by modelled time.
-    replicas: 'split' (each matrix has one owner), 'redundant' (one in each
-      replica) or 'auto'.
-    giants: 'owner' (no matrix is shared), a number of devices that share each
-      matrix where there are too few for all owners, or 'auto'.
-    rates: speeds of the machine; None: by platform, v5p for abstract meshes.
-  """
-
-  wire_dtype: str = 'auto'
-  target_chunks: int | None = None
-  replicas: str = 'auto'
-  giants: str | int = 'auto'
-  rates: cost.Rates | None = None
-
-  def __post_init__(self):
-    for field, known in (
-      ('wire_dtype', ('auto', 'bfloat16', 'float32')),
-      ('replicas', ('auto', 'split', 'redundant')),
-    ):
-      if getattr(self, field) not in known:
-        raise ValueError(
-          f'{field} {getattr(self, field)!r} is not one of {known}.'
-        )
-    is_count = isinstance(self.giants, int) and self.giants > 1
-    if self.giants not in ('auto', 'owner') and not is_count:
-      raise ValueError(
-        f"giants {self.giants!r} is not 'auto', 'owner' or a number of devices "
-        'above 1.'
-      )
-    if self.target_chunks is not None and self.target_chunks < 1:
-      raise ValueError(
-        f'target_chunks must be at least 1, not {self.target_chunks}.'
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +58,6 @@ class Member:
   Attributes:
     name: '/'-joined.
     shape: of the whole parameter.
-    dtype: its name.
     batch: dimensions of independent matrices.
     rows: dimensions of the p side.
     columns: dimensions of the q side.
@@ -112,7 +67,6 @@ class Member:
 
   name: str
   shape: tuple[int, ...]
-  dtype: str
   batch: tuple[int, ...]
   rows: tuple[int, ...]
   columns: tuple[int, ...]
@@ -161,15 +115,11 @@ class MuonGroup:
     q_side: its shards.
     replica_axes: mesh axes that touch no dimension of the members.
     num_replicas: devices that hold the same shard.
-    mode: 'local' (nothing is exchanged), 'owner' (one owner among shards and
-      sharers), 'redundant' (one in each replica) or 'gram_sharded' (`split`
-      neighbouring shards own a matrix together).
-    split: devices that share a matrix.
+    split: neighbouring shards that own a matrix together.
     sharers: neighbouring replicas that matrices are dealt out to; a divisor of
       all, as each set of so many does the same work.
     members: in the order of the tree.
     chunks: cover the local list, in order.
-    wire_dtype: see `PlanOptions`; never 'auto'.
     newton_schulz: its options, without an 'auto' dtype.
     shard_strides: (size, devices from one index to the next) of each of `axes`.
     replica_strides: likewise of `replica_axes`.
@@ -181,15 +131,22 @@ class MuonGroup:
   q_side: Side
   replica_axes: tuple[str, ...]
   num_replicas: int
-  mode: str
   split: int
   sharers: int
   members: tuple[Member, ...]
   chunks: tuple[Chunk, ...]
-  wire_dtype: str
   newton_schulz: iteration.NewtonSchulz
   shard_strides: Strides
   replica_strides: Strides
+
+  @property
+  def mode(self) -> str:
+    """Who owns a matrix; each replica has an owner where they are redundant."""
+    if self.num_shards * self.num_replicas == 1:
+      return LOCAL
+    if self.split > 1:
+      return GRAM_SHARDED
+    return REDUNDANT if self.sharers == 1 < self.num_replicas else OWNER
 
   @property
   def num_shards(self) -> int:
@@ -216,26 +173,25 @@ class MuonGroup:
     return self.num_shards * self.sharers // self.split
 
   @property
-  def padded(self) -> int:
-    """Slots, with and without a matrix."""
-    return self.owned * self.owners
+  def shard_bytes(self) -> int:
+    """Bytes of one matrix's shard where it is exchanged."""
+    size = jnp.dtype(self.newton_schulz.dtype).itemsize
+    return self.p_side.local * self.q_side.local * size
 
   @property
-  def shard_bytes(self) -> int:
-    """Bytes of one matrix's shard on the wire."""
-    size = jnp.dtype(self.wire_dtype).itemsize
-    return self.p_side.local * self.q_side.local * size
+  def piece_columns(self) -> int:
+    """Columns of a shard's part for one device, padded."""
+    return -(-self.q_side.local // self.split)
 
   @property
   def piece_bytes(self) -> int:
     """Bytes of a shard's part for one device, padded columns included."""
-    columns = self.q_side.local
-    return self.shard_bytes // columns * -(-columns // self.split)
+    return self.shard_bytes // self.q_side.local * self.piece_columns
 
   @property
   def split_columns(self) -> int:
     """Columns of a matrix on each device that shares it, with padding."""
-    return self.q_side.shards * -(-self.q_side.local // self.split)
+    return self.q_side.shards * self.piece_columns
 
   @property
   def matrix_flops(self) -> int:
@@ -253,22 +209,14 @@ class MuonGroup:
   @property
   def even_flops(self) -> float:
     """The same if matrices could be dealt out evenly."""
-    return self._share(iteration.flops(self.p, self.q, self.newton_schulz))
+    one = iteration.flops(self.p, self.q, self.newton_schulz)
+    return self.count * one / (self.num_shards * self.num_replicas)
 
   @property
   def ideal_flops(self) -> float:
     """The same by the standard method."""
-    steps = len(self.newton_schulz.triples)
-    return self._share(iteration.standard_flops(self.p, self.q, steps))
-
-  def _share(self, flops: int) -> float:
-    return self.count * flops / (self.num_shards * self.num_replicas)
-
-  @property
-  def bound_bytes(self) -> float:
-    """The least that owners of whole matrices can exchange."""
-    local = self.count * self.shard_bytes
-    return cost.bound_bytes(self.num_shards, self.num_replicas, local)
+    standard = dataclasses.replace(self.newton_schulz, method='standard')
+    return dataclasses.replace(self, newton_schulz=standard).even_flops
 
   def exchange_bytes(self, owned: int) -> int:
     """Into a device, of one all-to-all of a chunk."""
@@ -293,22 +241,10 @@ class MuonGroup:
     return sum(n for c in self.chunks for _, n in self.split_collectives(c))
 
   @property
-  def collectives(self) -> tuple[tuple[str, int, int], ...]:
-    """(kind, number, bytes into a device), by kind, as the program has them."""
-    found: dict[str, tuple[int, int]] = {}
-    for chunk in self.chunks:
-      exchange = ('all-to-all', self.exchange_bytes(chunk.owned))
-      gather = ('all-gather', self.gather_bytes(chunk.owned))
-      shared = self.split_collectives(chunk)
-      for kind, num_bytes in (exchange, *shared, exchange, gather):
-        if num_bytes:
-          number, total = found.get(kind, (0, 0))
-          found[kind] = number + 1, total + num_bytes
-    return tuple((kind, *counts) for kind, counts in found.items())
-
-  @property
   def wire_bytes(self) -> int:
-    return sum(num_bytes for _, _, num_bytes in self.collectives)
+    """Into a device, of all collectives."""
+    exchanged = 2 * self.exchange_bytes(self.owned)
+    return exchanged + self.gather_bytes(self.owned) + self.split_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,14 +254,11 @@ class MuonPlan:
   Attributes:
     groups: in the order of their first member.
     sequence: (group, chunk) in the order of execution.
-    devices: of the mesh.
-    rates: that choices were made by.
   """
 
   groups: tuple[MuonGroup, ...]
   sequence: tuple[tuple[int, int], ...]
   devices: int
-  rates: cost.Rates
 
   @property
   def flops(self) -> int:
@@ -338,39 +271,5 @@ class MuonPlan:
     return sum(group.ideal_flops for group in self.groups)
 
   @property
-  def critical_path(self) -> float:
-    """Operations of a device over an even share of the same methods'."""
-    even = sum(group.even_flops for group in self.groups)
-    return self.flops / max(even, 1)
-
-  @property
   def wire_bytes(self) -> int:
     return sum(group.wire_bytes for group in self.groups)
-
-  @property
-  def bound_bytes(self) -> float:
-    return sum(group.bound_bytes for group in self.groups)
-
-  @property
-  def padding(self) -> float:
-    """Share of the slots' work that is on zeros."""
-    real = sum(
-      group.count * group.matrix_flops / group.owners for group in self.groups
-    )
-    return 1 - real / self.flops if self.flops else 0.0
-
-  def __str__(self) -> str:
-    lines = [
-      f'{g.p}x{g.q} {g.mode}: {g.count} of {g.num_shards} shards and '
-      f'{g.num_replicas} replicas, {g.owned} for each of {g.owners} owners, '
-      f'{len(g.chunks)} chunks, {g.flops / 1e9:.4g} GFLOP and '
-      f'{g.wire_bytes / 1e6:.4g} MB: {", ".join(m.name for m in g.members)}'
-      for g in self.groups
-    ]
-    of_ideal = self.flops / max(self.ideal_flops, 1)
-    total = (
-      f'{self.devices} devices: {of_ideal:.3f} of the ideal FLOPs, '
-      f'critical path {self.critical_path:.3f}, '
-      f'{self.wire_bytes:,} bytes where owners need {self.bound_bytes:,.0f}'
-    )
-    return '\n'.join([*lines, total])

@@ -1,114 +1,126 @@
 """Makes plans of Muon's step from shapes, roles and shardings.
 
-Which matrices share a group follows from where they lie; `optim.muon.choices`
-says who owns them and in how many pieces.
+Which matrices share a group follows from where they lie. Who owns them, and in
+how many pieces they travel, is chosen by times that are modelled from published
+rates (`optim.muon.cost`), coarse enough not to hang on a few per cent.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from composer_jax.core import trees
 from composer_jax.optim import roles
-from composer_jax.optim.muon import choices, cost, plan
+from composer_jax.optim.muon import cost, plan
 from composer_jax.optim.muon import newton_schulz as iteration
 
 _Dims = tuple[int, ...]
+_Groups = list[plan.MuonGroup]
+
+# Of the step. Of splits that differ by less the smaller is taken: short
+# messages and narrow products cost what no rate tells.
+_INDIFFERENT = 0.01
+# Chunks are cut until one takes as long as this many collectives without load.
+_LATENCIES = 50
+# More leave little to gain: the first and the last are then 4 % of the step,
+# and what is in flight, at Kimi K2's size, a quarter of the update.
+_MOST_CHUNKS = 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+  """What a plan may be told instead of choosing by modelled times.
+
+  Attributes:
+    rates: speeds of the machine; None: by platform, v5p for abstract meshes.
+    chunks: pieces that the step is cut into, as far as its groups allow.
+    split: devices that share a matrix where there are too few matrices for all
+      owners; 1 for none.
+    repeats: each replica does all work, and gathers nothing; False: each matrix
+      has one owner among all replicas.
+  """
+
+  rates: cost.Rates | None = None
+  chunks: int | None = None
+  split: int | None = None
+  repeats: bool | None = None
+
+
+NOTHING_TOLD = PlanOptions()
 
 
 def make(
-  shapes: Mapping[str, jax.ShapeDtypeStruct],
-  matrices: Mapping[str, roles.Matrix],
+  params: Any,
+  matrices: Any,
   *,
-  shardings: Mapping[str, NamedSharding] | None = None,
+  shardings: Any = None,
   newton_schulz: iteration.NewtonSchulz,
-  options: plan.PlanOptions,
+  told: PlanOptions = NOTHING_TOLD,
 ) -> plan.MuonPlan:
   """Plans one step.
 
   Args:
-    shapes: of Muon's parameters, by '/'-joined name, in the order of the tree.
-    matrices: of the same names.
-    shardings: of the same names, all on one mesh, which may be abstract; None
-      on one device.
-    newton_schulz: its options; the method decides what a matrix costs.
-    options: what is asked of the plan.
+    params: tree of arrays or shapes.
+    matrices: tree of `roles.Matrix`, of those parameters that are Muon's.
+    shardings: tree of NamedShardings, all on one mesh, which may be abstract;
+      None on one device.
+    newton_schulz: whose method and dtype decide what a matrix costs.
+    told: instead of choices by modelled time.
 
   Raises:
-    ValueError: a dimension does not divide over its mesh axes, or `options`
-      cannot be met.
+    ValueError: a dimension does not divide over its mesh axes.
   """
-  mesh = _mesh(shardings)
-  platform = _platform(shardings)
-  rates = options.rates or cost.of_platform(platform)
-  wire = options.wire_dtype
-  if wire == 'auto':
-    wire = 'float32' if platform == 'cpu' else 'bfloat16'
-  # Bytes go by the dtype that operands have on the mesh's platform.
-  resolved = iteration.resolved(newton_schulz, platform or 'tpu')
+  shapes, placed = trees.flatten_names(params), trees.flatten_names(shardings)
+  named = trees.flatten_names(matrices)
+  mesh = placed[next(iter(named))].mesh if placed and named else None
+  sizes = dict(mesh.shape) if mesh else {}
+  # An abstract mesh has no platform: it is taken for one of TPUs.
+  platform = jax.default_backend() if mesh is None else 'tpu'
+  if isinstance(mesh, Mesh):
+    platform = mesh.devices.flat[0].platform
+  rates = told.rates or cost.of_platform(platform)
   members: dict[tuple, list[plan.Member]] = {}
-  for name, shape in shapes.items():
-    cuts = _cuts(name, shape, shardings[name] if shardings else None)
-    key, member = _member(name, shape, matrices[name], cuts)
+  for name, matrix in named.items():
+    shape = shapes[name].shape
+    cuts = _cuts(name, shape, placed.get(name))
     used = {axis for axes, _ in cuts for axis in axes}
     replica_axes = tuple(
-      a for a, size in mesh.items() if size > 1 and a not in used
+      axis for axis, size in sizes.items() if size > 1 and axis not in used
     )
-    members.setdefault((*key, replica_axes), []).append(member)
+    sides, member = _member(name, shape, matrix, cuts)
+    members.setdefault((*sides, replica_axes), []).append(member)
+  resolved = newton_schulz.resolved(platform)
   groups = [
-    _group(key, tuple(found), mesh, wire, resolved)
-    for key, found in members.items()
+    _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
   ]
-  groups = choices.share_giants(groups, options, rates)
-  groups = choices.place_replicas(groups, options, rates)
-  groups = choices.cut(groups, options, rates)
+  groups = _share_giants(groups, told, rates)
+  groups = _place_replicas(groups, told, rates)
+  groups = _cut(groups, told, rates)
   return plan.MuonPlan(
     groups=tuple(groups),
-    sequence=choices.sequence(groups, rates),
-    devices=math.prod(mesh.values()),
-    rates=rates,
+    sequence=_sequence(groups, rates),
+    devices=math.prod(sizes.values()),
   )
 
 
-def _mesh(shardings: Mapping[str, NamedSharding] | None) -> dict[str, int]:
-  """Returns the sizes of the mesh's axes."""
-  if not shardings:
-    return {}
-  meshes = {tuple(s.mesh.shape.items()) for s in shardings.values()}
-  if len(meshes) > 1:
-    raise ValueError(
-      f'Muon needs all its parameters on one mesh; they lie on {meshes}.'
-    )
-  return dict(meshes.pop())
-
-
-def _platform(
-  shardings: Mapping[str, NamedSharding] | None,
-) -> str | None:
-  if not shardings:
-    return jax.default_backend()
-  mesh = next(iter(shardings.values())).mesh
-  # An abstract mesh is of no platform.
-  return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
-
-
 def _cuts(
-  name: str, shape: jax.ShapeDtypeStruct, sharding: NamedSharding | None
+  name: str, shape: _Dims, sharding: NamedSharding | None
 ) -> list[tuple[tuple[str, ...], int]]:
   """Returns the mesh axes and the local size of each dimension."""
   if sharding is None:
-    return [((), size) for size in shape.shape]
+    return [((), size) for size in shape]
   cuts = []
-  spec = (*sharding.spec, *(None,) * (len(shape.shape) - len(sharding.spec)))
-  for dim, (size, entry) in enumerate(zip(shape.shape, spec, strict=True)):
+  spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+  for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     axes = tuple(a for a in axes if sharding.mesh.shape[a] > 1)
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
     if size % shards:
       raise ValueError(
-        f'Parameter {name} of shape {shape.shape}: dimension {dim} ({size}) '
+        f'Parameter {name} of shape {shape}: dimension {dim} ({size}) '
         f'must divide by its mesh axes {axes} ({shards}).'
       )
     cuts.append((axes, size // shards))
@@ -134,28 +146,27 @@ def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:
 
 
 def _member(
-  name: str, shape: jax.ShapeDtypeStruct, matrix: roles.Matrix, cuts: list
+  name: str, shape: _Dims, matrix: roles.Matrix, cuts: list
 ) -> tuple[tuple[Any, ...], plan.Member]:
-  """Returns what its group has in common, and the member."""
-  size = lambda dims: math.prod(shape.shape[d] for d in dims)
+  """Returns p, q and their sides, which its group shares, and the member."""
+  size = lambda dims: math.prod(shape[d] for d in dims)
   rows, columns = matrix.rows, matrix.columns
   is_transposed = size(rows) > size(columns) or (
     size(rows) == size(columns) and matrix.swapped
   )
   if is_transposed:
     rows, columns = columns, rows
-  batch = tuple(d for d in range(len(shape.shape)) if d not in rows + columns)
+  batch = tuple(d for d in range(len(shape)) if d not in rows + columns)
   member = plan.Member(
     name=name,
-    shape=tuple(shape.shape),
-    dtype=str(shape.dtype),
+    shape=tuple(shape),
     batch=batch,
     rows=rows,
     columns=columns,
     is_transposed=is_transposed,
     local_batch=tuple(cuts[d][1] for d in batch),
   )
-  sides = (_side(s, shape.shape, cuts) for s in (rows, columns))
+  sides = (_side(s, shape, cuts) for s in (rows, columns))
   return (size(rows), size(columns), *sides), member
 
 
@@ -163,13 +174,11 @@ def _group(
   key: tuple[Any, ...],
   members: tuple[plan.Member, ...],
   mesh: dict[str, int],
-  wire: str,
   options: iteration.NewtonSchulz,
 ) -> plan.MuonGroup:
   """Returns a group whose matrices have one owner each, in one chunk."""
   p, q, p_side, q_side, replica_axes = key
   replicas = math.prod(mesh[axis] for axis in replica_axes)
-  shards = p_side.shards * q_side.shards
   group = plan.MuonGroup(
     p=p,
     q=q,
@@ -177,20 +186,167 @@ def _group(
     q_side=q_side,
     replica_axes=replica_axes,
     num_replicas=replicas,
-    mode=plan.OWNER if shards * replicas > 1 else plan.LOCAL,
     split=1,
     sharers=replicas,
     members=members,
     chunks=(),
-    wire_dtype=wire,
     newton_schulz=options,
     shard_strides=_strides(p_side.axes + q_side.axes, mesh),
     replica_strides=_strides(replica_axes, mesh),
   )
-  return choices.in_chunks(group, 1)
+  return _in_chunks(group, 1)
 
 
 def _strides(axes: tuple[str, ...], mesh: dict[str, int]) -> plan.Strides:
   """Returns the size of each axis, and the devices between its indices."""
   names, sizes = list(mesh), list(mesh.values())
   return tuple((mesh[a], math.prod(sizes[names.index(a) + 1 :])) for a in axes)
+
+
+def _in_chunks(group: plan.MuonGroup, wanted: int) -> plan.MuonGroup:
+  """Cuts a group's local list; only its last chunk is padded."""
+  count, owners = group.count, group.owners
+  owned = -(-count // owners)
+  each = -(-owned // min(wanted, owned))
+  # Ends of whole layers where they are near: slices of those are cheap.
+  inner = math.lcm(*(member.inner for member in group.members))
+  unit = inner // math.gcd(inner, owners)
+  if each < owned and unit <= each:
+    each = -(-each // unit) * unit
+  chunks = tuple(
+    plan.Chunk(
+      start=first * owners,
+      count=min(each * owners, count - first * owners),
+      owned=min(each, owned - first),
+    )
+    for first in range(0, owned, each)
+  )
+  return dataclasses.replace(group, chunks=chunks)
+
+
+def _share_giants(
+  groups: _Groups, told: PlanOptions, rates: cost.Rates
+) -> _Groups:
+  """Lets devices share matrices that are few and expensive.
+
+  A group with fewer matrices than half its owners makes every device, running
+  the same program, wait for the few that own one.
+  """
+  if (k := told.split) is not None:
+    return [
+      _dealt(group, split=k)
+      if group.num_shards % k == 0 and group.count * k <= group.owners
+      else group
+      for group in groups
+    ]
+  if any(group.newton_schulz.deterministic for group in groups):
+    # Bits of a shared matrix depend on who shares it.
+    return groups
+  even = sum(group.even_flops for group in groups)
+  return [_shared(group, even, rates) for group in groups]
+
+
+def _shared(
+  group: plan.MuonGroup, even_flops: float, rates: cost.Rates
+) -> plan.MuonGroup:
+  if 2 * group.count > group.owners:
+    return group
+  candidates = [_dealt(group, split=k) for k in _divisors(group.num_shards)]
+  seconds = [sum(_roofs([candidate], rates)) for candidate in candidates]
+  enough = min(seconds) + _INDIFFERENT * even_flops / rates.flops
+  return next(
+    c for c, s in zip(candidates, seconds, strict=True) if s <= enough
+  )
+
+
+def _place_replicas(
+  groups: _Groups, told: PlanOptions, rates: cost.Rates
+) -> _Groups:
+  """Chooses where replicas repeat work instead of gathering results.
+
+  Where matrices are fewer than owners, repeating costs nothing: they are dealt
+  to as few replicas as take no longer. Elsewhere it pays if transfers would be
+  the longer part of the step.
+  """
+  repeated = [_dealt(group, sharers=1) for group in groups]
+  if told.repeats is not None:
+    return repeated if told.repeats else groups
+  chosen = []
+  for group in groups:
+    dealt = (_dealt(group, sharers=n) for n in _divisors(group.num_replicas))
+    chosen.append(next(g for g in dealt if g.flops <= group.flops))
+  # Where most is saved on the wire for each operation that is added.
+  order = sorted(
+    (i for i, group in enumerate(chosen) if repeated[i] != group),
+    key=lambda i: _roofs([chosen[i]], rates)[1] / repeated[i].flops,
+    reverse=True,
+  )
+  for i in order:
+    candidate = [*chosen[:i], repeated[i], *chosen[i + 1 :]]
+    best = max(_roofs(chosen, rates))
+    if max(_roofs(candidate, rates)) < (1 - _INDIFFERENT) * best:
+      chosen = candidate
+  return chosen
+
+
+def _dealt(group: plan.MuonGroup, **to: Any) -> plan.MuonGroup:
+  """Returns the group dealt out to other numbers of devices, in one chunk."""
+  return _in_chunks(dataclasses.replace(group, **to), 1)
+
+
+def _divisors(n: int) -> list[int]:
+  return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _roofs(groups: _Groups, rates: cost.Rates) -> tuple[float, float]:
+  """Returns the seconds of all work and of all transfers."""
+  times = [cost.chunk_times(g, c, rates) for g in groups for c in g.chunks]
+  return sum(t.work for t in times), sum(t.bring + t.give for t in times)
+
+
+def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
+  """Cuts groups into chunks of about equal work, or of equal bytes.
+
+  A group that holds more of the step's bytes than of its work, as heads do, is
+  cut by bytes: what is in flight takes memory.
+  """
+  work = [_roofs([group], rates)[0] for group in groups]
+  held = [group.count * group.shard_bytes for group in groups]
+  longest = sum(work) / (_LATENCIES * rates.latency)
+  wanted = told.chunks or min(_MOST_CHUNKS, int(longest))
+  return [
+    _in_chunks(
+      group,
+      max(1, round(wanted * max(seconds / sum(work), size / sum(held)))),
+    )
+    for group, seconds, size in zip(groups, work, held, strict=True)
+  ]
+
+
+def _sequence(
+  groups: _Groups, rates: cost.Rates
+) -> tuple[tuple[int, int], ...]:
+  """Orders chunks so that transfers have work to run beside.
+
+  Groups are spread over the step, as those of small matrices bring more bytes
+  for their work. The first and the last chunk, with a transfer that nothing can
+  hide, are those that exchange least.
+  """
+  singles = [g for g, group in enumerate(groups) if len(group.chunks) == 1]
+  places = []
+  for g, group in enumerate(groups):
+    for c, chunk in enumerate(group.chunks):
+      place = (c + 0.5) / len(group.chunks)
+      if g in singles:  # They would meet in the middle.
+        place = (singles.index(g) + 0.5) / len(singles)
+      times = cost.chunk_times(group, chunk, rates)
+      places.append((place, (g, c), times.bring + times.give))
+  places.sort()
+  if len(places) > 2:
+    exchanged = lambda entry: entry[2]
+    first = min(places, key=exchanged)
+    places.remove(first)
+    last = min(reversed(places), key=exchanged)
+    places.remove(last)
+    places = [first, *places, last]
+  return tuple(identity for _, identity, _ in places)

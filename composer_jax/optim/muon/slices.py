@@ -3,8 +3,6 @@
 A chunk is a range of a group's local list: the members' batches, flattened, one
 after another. Of each member it is a few boxes, slices that nobody has to
 transpose or gather first.
-
-Letters of local arrays: n matrices, p and q the short and the long side.
 """
 
 import math
@@ -21,15 +19,10 @@ from composer_jax.optim.muon import plan
 Arrays = dict[str, jax.Array]
 
 
-class Piece(NamedTuple):
-  """A box of a member's local shard.
+class ShardBox(NamedTuple):
+  """A box of a member's local shard, with `count` matrices in it.
 
-  Attributes:
-    name: of the member.
-    starts: of each dimension.
-    sizes: of each dimension.
-    order: transposes the member to batch, p side, q side.
-    count: of the matrices in the box.
+  `order` transposes the member to batch, p side, q side.
   """
 
   name: str
@@ -65,17 +58,14 @@ def _boxes(
   return boxes + [((last, last + 1), *box) for box in tail]
 
 
-def pieces_of(
+def boxes_of(
   group: plan.MuonGroup, chunk: plan.Chunk, arrays: Arrays
-) -> list[Piece]:
+) -> list[ShardBox]:
   """Returns the boxes a chunk covers, in the order of the local list.
 
-  Args:
-    group: of the chunk.
-    chunk: to cover.
-    arrays: local shards by name, for their shapes.
+  Of `arrays`, local shards by name, only shapes are used.
   """
-  pieces = []
+  boxes = []
   begin = 0
   for member in group.members:
     shape = arrays[member.name].shape
@@ -85,8 +75,8 @@ def pieces_of(
       starts, sizes = [0] * len(shape), list(shape)
       for dim, (low, high) in zip(member.batch, box, strict=True):
         starts[dim], sizes[dim] = low, high - low
-      pieces.append(
-        Piece(
+      boxes.append(
+        ShardBox(
           name=member.name,
           starts=tuple(starts),
           sizes=tuple(sizes),
@@ -95,7 +85,7 @@ def pieces_of(
         )
       )
     begin += member.count
-  return pieces
+  return boxes
 
 
 def _as_stored(x: jax.Array) -> jax.Array:
@@ -108,37 +98,33 @@ def _as_stored(x: jax.Array) -> jax.Array:
 
 
 def read(
-  pieces: list[Piece],
+  boxes: list[ShardBox],
   combine: Callable[..., jax.Array],
   trees: tuple[Arrays, ...],
   group: plan.MuonGroup,
 ) -> jax.Array:
-  """Returns a chunk's local shards [n, p / m_p, q / m_q] in the wire dtype.
+  """Returns a chunk's local shards [n, p / m_p, q / m_q] as they travel.
 
-  Args:
-    pieces: of the chunk.
-    combine: elementwise, of a slice of each tree.
-    trees: local shards by name.
-    group: of the chunk.
+  They are `combine`, elementwise, of a slice of each of `trees`.
   """
   parts = []
-  for piece in pieces:
-    ends = [s + n for s, n in zip(piece.starts, piece.sizes, strict=True)]
-    slices = [lax.slice(t[piece.name], piece.starts, ends) for t in trees]
-    x = _as_stored(combine(*slices).astype(group.wire_dtype))
-    x = x.transpose(piece.order)
-    parts.append(x.reshape(piece.count, group.p_side.local, group.q_side.local))
+  for box in boxes:
+    ends = [s + n for s, n in zip(box.starts, box.sizes, strict=True)]
+    slices = [lax.slice(t[box.name], box.starts, ends) for t in trees]
+    x = _as_stored(combine(*slices).astype(group.newton_schulz.dtype))
+    x = x.transpose(box.order)
+    parts.append(x.reshape(box.count, group.p_side.local, group.q_side.local))
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def write(pieces: list[Piece], y: jax.Array, results: Arrays) -> None:
+def write(boxes: list[ShardBox], y: jax.Array, results: Arrays) -> None:
   """Puts a chunk's local shards into `results`."""
   begin = 0
-  for piece in pieces:
-    part = y[begin : begin + piece.count]
-    begin += piece.count
-    part = part.reshape([piece.sizes[d] for d in piece.order])
-    inverse = tuple(piece.order.index(d) for d in range(len(piece.order)))
-    results[piece.name] = lax.dynamic_update_slice(
-      results[piece.name], _as_stored(part.transpose(inverse)), piece.starts
+  for box in boxes:
+    part = y[begin : begin + box.count]
+    begin += box.count
+    part = part.reshape([box.sizes[d] for d in box.order])
+    inverse = tuple(box.order.index(d) for d in range(len(box.order)))
+    results[box.name] = lax.dynamic_update_slice(
+      results[box.name], _as_stored(part.transpose(inverse)), box.starts
     )

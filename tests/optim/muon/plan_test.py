@@ -1,8 +1,6 @@
 """Plans of Muon's step against closed forms, literals and arrays."""
 
-import dataclasses
 import itertools
-import json
 import math
 
 import jax
@@ -13,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim import roles
-from composer_jax.optim.muon import newton_schulz, plan, planner
+from composer_jax.optim.muon import newton_schulz, planner
+from composer_jax.plan import muon_model
 from tests.optim.muon import plans
 
 
@@ -27,12 +26,14 @@ def test_a_decoder_on_six_meshes_costs_the_closed_forms(name):
   assert made.ideal_flops == total / 8
   # Padding is that of the 12 shared experts, which 8 devices own as if 16.
   assert made.flops * 8 == total + 4 * standard(256, 448)
-  assert made.flops / made.ideal_flops == made.critical_path
-  assert made.padding == pytest.approx(4 * standard(256, 448) / made.flops / 8)
-  assert made.wire_bytes / made.bound_bytes == pytest.approx(
+  assert made.flops / made.ideal_flops == muon_model.critical_path(made)
+  assert muon_model.padding(made) == pytest.approx(
+    4 * standard(256, 448) / made.flops / 8
+  )
+  assert made.wire_bytes / muon_model.bound_bytes(made) == pytest.approx(
     plans.MESHES[name][-1]
   )
-  assert [len(group.members) for group in made.groups] == [3, 3, 4]
+  assert sorted(len(group.members) for group in made.groups) == [3, 3, 4]
 
 
 def test_bytes_of_a_mesh_are_counted_by_hand():
@@ -41,13 +42,15 @@ def test_bytes_of_a_mesh_are_counted_by_hand():
   floats = 192 * 448 * 128 + 16 * 448 * 256 + 128 * 448 * 64
   made = plans.decoder_plan('FSDP8')
   assert made.wire_bytes == 2 * 7 * 4 * floats // 64
-  assert made.bound_bytes == 2 * 7 * 4 * (floats - 4 * 448 * 256) / 64
+  assert (
+    muon_model.bound_bytes(made) == 2 * 7 * 4 * (floats - 4 * 448 * 256) / 64
+  )
   # HSDP: half as many go to owners in each replica, and half of the results
   # come from the other.
   made = plans.decoder_plan('HSDP')
   kinds = dict.fromkeys(('all-to-all', 'all-gather'), 0)
   for group in made.groups:
-    for kind, _, num_bytes in group.collectives:
+    for kind, _, num_bytes in muon_model.collectives(group):
       kinds[kind] += num_bytes
   assert kinds['all-to-all'] == 2 * 3 * 4 * floats // 4 // 8
   assert kinds['all-gather'] == 4 * floats // 8
@@ -60,7 +63,8 @@ def test_uneven_counts_are_padded_up_to_the_owners(
   layers, axes, owned, padding
 ):
   group = plans.one_matrix((layers, 16, 48), P(None, 'x', None), dict(x=axes))
-  assert (group.owned, group.padded - group.count) == (owned, padding)
+  assert group.owned == owned
+  assert group.owned * group.owners - group.count == padding
   assert group.flops == owned * newton_schulz.flops(16, 48, plans.STANDARD)
 
 
@@ -68,12 +72,10 @@ def test_maps_and_transposes_share_a_group_square_ones_too():
   leaves = {'there': ('embed', 'ffw'), 'back': ('ffw', 'embed')}
   specs = {'there': P('x', None), 'back': P(None, 'x')}
   mesh = plans.mesh_of(dict(x=8))
-  for ffw, transposed in ((32, [True, False]), (64, [False, True])):
+  for ffw, transposed in ((32, {'there'}), (64, {'back'})):
     made = plans.plan_of(leaves, specs, mesh, dict(embed=64, ffw=ffw))
     (group,) = made.groups
-    assert [m.is_transposed for m in group.members] == (
-      transposed if ffw == 32 else [False, True]
-    )
+    assert {m.name for m in group.members if m.is_transposed} == transposed
     assert (group.p, group.q) == (ffw, 64)
   # The orientation of a square matrix is the same on every mesh: its bits are.
   for spec in (P('x', None), P(None, 'x'), P()):
@@ -101,7 +103,6 @@ def _assembled(array, spec, mesh, matrix):
     {'w': matrix},
     shardings={'w': place},
     newton_schulz=plans.STANDARD,
-    options=plan.PlanOptions(),
   )
   (group,) = made.groups
   (member,) = group.members
@@ -173,7 +174,6 @@ def test_one_device_exchanges_nothing():
       {'w': jax.ShapeDtypeStruct((3, 8, 16), jnp.float32)},
       {'w': roles.Matrix(rows=(1,), columns=(2,))},
       newton_schulz=plans.STANDARD,
-      options=plan.PlanOptions(),
     ),
     plans.plan_of(
       {'w': ('layer', 'embed', 'ffw')},
@@ -183,65 +183,26 @@ def test_one_device_exchanges_nothing():
   ):
     (group,) = made.groups
     assert (group.mode, group.owners, group.owned) == ('local', 1, group.count)
-    assert made.wire_bytes == made.bound_bytes == 0 and not group.collectives
-    assert made.critical_path == 1
+    assert made.wire_bytes == muon_model.bound_bytes(made) == 0
+    assert not muon_model.collectives(group)
+    assert muon_model.critical_path(made) == 1
 
 
 def test_an_abstract_mesh_is_taken_for_a_tpu():
   # Made without a device of it: of eval_shape's shapes and an AbstractMesh.
   kimi = plans.kimi_plan((2, 128, 2))
-  assert (kimi.devices, kimi.rates.name) == (512, 'v5p')
+  assert kimi.devices == 512
   for group in kimi.groups:
-    assert group.wire_dtype == group.newton_schulz.dtype == 'bfloat16'
+    assert group.newton_schulz.dtype == 'bfloat16'
   local = planner.make(
     {'w': jax.ShapeDtypeStruct((8, 16), jnp.float32)},
     {'w': roles.Matrix(rows=(0,), columns=(1,))},
     shardings={'w': NamedSharding(jax.make_mesh((8,), ('x',)), P('x'))},
     newton_schulz=newton_schulz.NewtonSchulz(),
-    options=plan.PlanOptions(),
   )
-  assert local.rates.name == 'cpu'
   assert local.groups[0].newton_schulz.dtype == 'float32'
-  assert local.groups[0].wire_dtype == 'float32'
 
 
-def test_plans_are_printed_and_json():
-  kimi = plans.kimi_plan((2, 128, 2))
-  text = str(kimi).splitlines()
-  assert len(text) == len(kimi.groups) + 1
-  assert '512 devices' in text[-1] and 'critical path 1.01' in text[-1]
-  again = json.loads(json.dumps(dataclasses.asdict(kimi)))
-  assert again['groups'][0]['members'][0]['name'].startswith('dense_layers')
-  nothing = plans.plan_of({}, {}, plans.mesh_of(dict(x=8)))
-  assert str(nothing).startswith('1 devices: 0.000') and not nothing.sequence
-
-
-@pytest.mark.parametrize(
-  'options, told',
-  [
-    ({'wire_dtype': 'float16'}, "wire_dtype 'float16' is not one of"),
-    ({'replicas': 'both'}, "replicas 'both'"),
-    ({'giants': 1}, "giants 1 is not 'auto', 'owner' or a number"),
-    ({'giants': 'split'}, "giants 'split'"),
-    ({'target_chunks': 0}, 'target_chunks must be at least 1, not 0'),
-  ],
-)
-def test_impossible_options_are_named(options, told):
-  with pytest.raises(ValueError, match=told):
-    plan.PlanOptions(**options)
-
-
-def test_impossible_plans_are_named():
+def test_a_dimension_that_its_mesh_axes_do_not_divide_is_named():
   with pytest.raises(ValueError, match=r'w of shape .*1 \(63\).*\(8\)'):
     plans.one_matrix((2, 63, 128), P(None, 'x', None), dict(x=8))
-  with pytest.raises(ValueError, match=r'giants=3: .*\[\(8, 2\)\]'):
-    plans.one_matrix((2, 64, 128), P(None, 'x', None), dict(x=8), giants=3)
-  one, other = plans.mesh_of(dict(x=8)), plans.mesh_of(dict(y=8))
-  with pytest.raises(ValueError, match='on one mesh'):
-    planner.make(
-      {n: jax.ShapeDtypeStruct((8, 16), jnp.float32) for n in 'ab'},
-      {n: roles.Matrix(rows=(0,), columns=(1,)) for n in 'ab'},
-      shardings={'a': NamedSharding(one, P()), 'b': NamedSharding(other, P())},
-      newton_schulz=plans.STANDARD,
-      options=plan.PlanOptions(),
-    )

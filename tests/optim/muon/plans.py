@@ -5,11 +5,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.core import trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import roles
-from composer_jax.optim.muon import cost, newton_schulz, plan, planner
+from composer_jax.optim.muon import cost, newton_schulz, planner
 from composer_jax.parallel import layouts, shardings, topology
 from configs.models import kimi_k2
 
@@ -64,7 +63,7 @@ def mesh_of(sizes):
 
 def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
   """Plans parameters of which only the axes of a matrix are not batch axes."""
-  options = options or dict(rates=CPU, wire_dtype='float32')
+  options = options or dict(rates=CPU)
   shapes, matrices = {}, {}
   for name, axes in leaves.items():
     shape = tuple(sizes[a] for a in axes)
@@ -76,7 +75,7 @@ def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
     matrices,
     shardings={name: NamedSharding(mesh, specs[name]) for name in leaves},
     newton_schulz=ns,
-    options=plan.PlanOptions(**options),
+    told=planner.PlanOptions(**options),
   )
 
 
@@ -104,22 +103,11 @@ def kimi_plan(mesh, method='standard', **options):
   places = shardings.specs(
     shapes, axes, layout=layouts.TRAIN, mesh=AbstractMesh(mesh, topology.AXES)
   )
-  flat = trees.flatten_names(shapes)
-  matrices = {
-    name: matrix
-    for name, matrix in trees.flatten_names(
-      roles.matrices(shapes, axes, roles.tree(shapes, axes))
-    ).items()
-    if isinstance(matrix, roles.Matrix)
-  }
+  where = AbstractMesh(mesh, topology.AXES)
   return planner.make(
-    {name: flat[name] for name in matrices},
-    matrices,
-    shardings={
-      name: NamedSharding(AbstractMesh(mesh, topology.AXES), spec)
-      for name, spec in trees.flatten_names(places).items()
-      if name in matrices
-    },
+    shapes,
+    roles.matrices(shapes, axes, roles.tree(shapes, axes)),
+    shardings=jax.tree.map(lambda spec: NamedSharding(where, spec), places),
     newton_schulz=newton_schulz.NewtonSchulz(method=method),
-    options=plan.PlanOptions(**options),
+    told=planner.PlanOptions(**options),
   )

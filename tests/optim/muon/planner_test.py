@@ -7,13 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.optim.muon import (
-  choices,
   cost,
   newton_schulz,
   newton_schulz_split,
-  plan,
-  times,
 )
+from composer_jax.plan import muon_model
 from tests.optim.muon import plans
 
 
@@ -33,21 +31,15 @@ def _check_cover(group):
       assert chunk.count == chunk.owned * group.owners
   assert position == group.count == sum(m.count for m in group.members)
   assert group.owned == -(-group.count // group.owners)
-  assert 0 <= group.padded - group.count < group.owners
+  assert 0 <= group.owned * group.owners - group.count < group.owners
 
 
 @pytest.mark.parametrize('chunks', [None, 1, 7, 1000])
 def test_chunks_cover_every_local_matrix_once(chunks, kimi):
   made_plans = [
-    plans.decoder_plan(
-      name,
-      rates=plans.CPU,
-      wire_dtype='float32',
-      target_chunks=chunks,
-      replicas=r,
-    )
+    plans.decoder_plan(name, rates=plans.CPU, chunks=chunks, repeats=repeats)
     for name in plans.MESHES
-    for r in ('split', 'redundant')
+    for repeats in (False, True)
   ]
   for made in [*made_plans, kimi]:
     for group in made.groups:
@@ -62,14 +54,10 @@ def test_chunks_cover_every_local_matrix_once(chunks, kimi):
 
 def test_chunks_add_no_padding_and_no_bytes():
   whole, cut = (
-    plans.decoder_plan(
-      'HSDP', rates=plans.CPU, wire_dtype='float32', target_chunks=n
-    )
-    for n in (1, 12)
+    plans.decoder_plan('HSDP', rates=plans.CPU, chunks=n) for n in (1, 12)
   )
   assert len(cut.sequence) == 11 and len(whole.sequence) == 3
-  for field in ('flops', 'wire_bytes', 'bound_bytes'):
-    assert getattr(cut, field) == getattr(whole, field)
+  assert cut.flops == whole.flops and cut.wire_bytes == whole.wire_bytes
 
 
 def test_chunks_end_with_whole_layers(kimi):
@@ -84,11 +72,7 @@ def test_chunks_end_with_whole_layers(kimi):
 
 def test_work_is_cut_until_latency_counts():
   tiny, large = (
-    choices.cut(
-      list(plans.kimi_plan((2, 128, 2), rates=rates).groups),
-      plan.PlanOptions(),
-      rates,
-    )
+    plans.kimi_plan((2, 128, 2), rates=rates).groups
     for rates in (
       dataclasses.replace(cost.BY_NAME['v5p'], latency=1.0),
       cost.BY_NAME['v5p'],
@@ -107,31 +91,29 @@ def test_sharing_giants_shortens_the_critical_path_of_kimi_k2(
 ):
   # The three 18432 x 7168 matrices of its one dense layer are 0.14 % of the
   # work, and all devices wait for their owners.
-  alone = plans.kimi_plan((2, fsdp, 2), giants='owner')
-  assert alone.critical_path == pytest.approx(owner, abs=0.005)
+  alone = plans.kimi_plan((2, fsdp, 2), split=1)
+  assert muon_model.critical_path(alone) == pytest.approx(owner, abs=0.005)
   made = plans.kimi_plan((2, fsdp, 2))
-  assert made.critical_path < shared
+  assert muon_model.critical_path(made) < shared
   modes = {(g.p, g.q): g.mode for g in made.groups if g.split > 1}
   assert modes == {(7168, 18432): 'gram_sharded'}
 
 
 def test_a_shared_matrix_costs_what_the_split_iteration_says():
   sizes = dict(x=16)
-  group = plans.one_matrix(
-    (3, 64, 90), P(None, None, 'x'), dict(x=2), giants='owner'
-  )
+  group = plans.one_matrix((3, 64, 90), P(None, None, 'x'), dict(x=2), split=1)
   assert group.split == 1
   ns = newton_schulz.NewtonSchulz(dtype='float32')
   group = plans.one_matrix(
-    (1, 64, 96), P(None, None, 'x'), sizes, ns=ns, giants=4
+    (1, 64, 96), P(None, None, 'x'), sizes, ns=ns, split=4
   )
   assert (group.mode, group.split, group.owners) == ('gram_sharded', 4, 4)
   # 6 columns of a shard go to 4 devices as 2 each, two of them zeros.
   assert group.matrix_flops == newton_schulz_split.split_flops(64, 128, 4, ns)
   inner = newton_schulz_split.split_collectives(64, 4, ns)
   assert group.split_collectives(group.chunks[0]) == inner
-  kinds = {kind: (n, size) for kind, n, size in group.collectives}
-  assert kinds['all-to-all'] == (2, 2 * 15 * 64 * 2 * 2)
+  kinds = {kind: (n, size) for kind, n, size in muon_model.collectives(group)}
+  assert kinds['all-to-all'] == (2, 2 * 15 * 64 * 2 * 4)
   assert kinds['reduce-scatter'] == (5, 5 * 3 * 64 * 16 * 4)
   # Repeated in each of two replicas, an owner has two at once: as many
   # collectives, and no gathering of results.
@@ -140,11 +122,11 @@ def test_a_shared_matrix_costs_what_the_split_iteration_says():
     P(None, None, 'x'),
     dict(r=2, x=4),
     ns=ns,
-    giants=4,
-    replicas='redundant',
+    split=4,
+    repeats=True,
   )
   assert (group.mode, group.owners, group.owned) == ('gram_sharded', 1, 2)
-  kinds = {kind: (n, size) for kind, n, size in group.collectives}
+  kinds = {kind: (n, size) for kind, n, size in muon_model.collectives(group)}
   assert kinds['all-reduce'] == (2, 2 * (2 * 2 * 4 * 3 // 4))
   assert kinds['all-gather'] == (10, 10 * 2 * 3 * 64 * 16 * 4)
 
@@ -154,7 +136,8 @@ def test_giants_stay_whole_where_that_is_as_fast_or_bits_matter():
   auto = plans.one_matrix(shape, spec, sizes, rates=cost.BY_NAME['v5p'])
   assert auto.split > 1
   ns = dataclasses.replace(plans.STANDARD, deterministic=True)
-  assert plans.one_matrix(shape, spec, sizes, ns=ns, giants='auto').split == 1
+  rates = cost.BY_NAME['v5p']
+  assert plans.one_matrix(shape, spec, sizes, ns=ns, rates=rates).split == 1
   slow = dataclasses.replace(cost.BY_NAME['v5p'], within=1e9)
   assert plans.one_matrix(shape, spec, sizes, rates=slow).split == 1
   # 12 for 8 owners are not few, though shared they would take a quarter less.
@@ -192,7 +175,7 @@ def test_replicas_repeat_work_that_costs_nothing_or_less_than_the_wire():
     (3, 64, 128), P(None, 'f', None), dict(r=2, f=4), rates=plans.CPU
   )
   assert (free.mode, free.sharers, free.owners) == ('redundant', 1, 4)
-  assert [kind for kind, *_ in free.collectives] == ['all-to-all']
+  assert [kind for kind, *_ in muon_model.collectives(free)] == ['all-to-all']
   # 64 of them would take twice as long.
   shape, sizes = (64, 64, 128), dict(r=2, f=4)
   dealt = plans.one_matrix(shape, P(None, 'f', None), sizes, rates=plans.CPU)
@@ -203,20 +186,20 @@ def test_replicas_repeat_work_that_costs_nothing_or_less_than_the_wire():
   assert (repeated.mode, repeated.owned) == ('redundant', 16)
   # What every device holds whole needs no exchange at all.
   whole = plans.one_matrix((1, 64, 128), P(), dict(r=8), rates=plans.CPU)
-  assert whole.mode == 'redundant' and not whole.collectives
+  assert whole.mode == 'redundant' and not muon_model.collectives(whole)
 
 
 def test_replicas_can_be_told():
-  for replicas, mode in (('split', 'owner'), ('redundant', 'redundant')):
-    made = plans.decoder_plan('HSDP', replicas=replicas, rates=plans.CPU)
+  for repeats, mode in ((False, 'owner'), (True, 'redundant')):
+    made = plans.decoder_plan('HSDP', repeats=repeats, rates=plans.CPU)
     assert {group.mode for group in made.groups} == {mode}
-  gathers = [c for g in made.groups for c in g.collectives if 'gather' in c[0]]
-  assert not gathers and made.flops > 1.9 * made.ideal_flops
+  kinds = {c[0] for g in made.groups for c in muon_model.collectives(g)}
+  assert kinds == {'all-to-all'} and made.flops > 1.9 * made.ideal_flops
 
 
 def test_the_first_and_last_chunk_exchange_least(kimi):
-  stages = times.stages(kimi)
-  exchanged = [stage.bring + stage.give for stage in stages]
+  times = muon_model.chunk_times(kimi, cost.BY_NAME['v5p'])
+  exchanged = [each.bring + each.give for each in times]
   assert exchanged[0] == min(exchanged)
   assert exchanged[-1] == sorted(exchanged)[1]
   # The others of one chunk lie apart, between those of the experts.
@@ -231,18 +214,20 @@ def test_matrices_are_dealt_to_no_more_replicas_than_own_some():
   # four five, on as many slots as all of them.
   rates = dataclasses.replace(plans.CPU, latency=1e-9, within=1e15, memory=1e15)
   shape, spec, sizes = (64, 128), P(None, 'f', None), dict(r=8, f=2)
-  told = dict(rates=rates, giants='owner', wire_dtype='float32')
+  told = dict(rates=rates, split=1)
   for layers, sharers in ((2, 1), (3, 2), (5, 4), (9, 8), (17, 8), (20, 8)):
     group = plans.one_matrix((layers, *shape), spec, sizes, **told)
     assert group.sharers == sharers
     assert group.owned == -(-layers // 16)
   group = plans.one_matrix((5, *shape), spec, sizes, **told)
-  assert (group.mode, group.owners, group.padded) == ('owner', 8, 8)
-  gathered = {kind: n for kind, _, n in group.collectives}['all-gather']
+  assert (group.mode, group.owners, group.owned) == ('owner', 8, 1)
+  gathered = {kind: n for kind, _, n in muon_model.collectives(group)}[
+    'all-gather'
+  ]
   assert gathered == 3 * 2 * group.shard_bytes
   # Unless every matrix is to have one owner.
-  one = plans.one_matrix((5, *shape), spec, sizes, **told, replicas='split')
-  assert (one.sharers, one.padded) == (8, 16)
+  one = plans.one_matrix((5, *shape), spec, sizes, **told, repeats=False)
+  assert (one.sharers, one.owners) == (8, 16)
 
 
 def test_a_group_of_many_bytes_and_little_work_is_cut_by_bytes():
@@ -253,10 +238,10 @@ def test_a_group_of_many_bytes_and_little_work_is_cut_by_bytes():
     plans.mesh_of(dict(x=2)),
     sizes,
     rates=plans.CPU,
-    giants='owner',
-    target_chunks=9,
+    split=1,
+    chunks=9,
   )
-  wide, heads = made.groups
+  heads, wide = made.groups
   assert heads.flops < 0.02 * wide.flops
   # A third of all bytes.
   assert (len(wide.chunks), len(heads.chunks)) == (1, 3)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim.muon import cost, times
+from composer_jax.optim.muon import cost
+from composer_jax.plan import muon_model
 from tests.optim.muon import plans
 
 
@@ -13,19 +14,20 @@ def test_kimi_k2_on_512_devices():
   kimi = plans.kimi_plan((2, 128, 2))
   # Without the giants' own exchange, bytes are those of whole matrices.
   shared = sum(group.split_bytes for group in kimi.groups)
-  assert (kimi.wire_bytes - shared) / kimi.bound_bytes < 1.02
+  assert (kimi.wire_bytes - shared) / muon_model.bound_bytes(kimi) < 1.02
   assert kimi.ideal_flops == pytest.approx(93.2e12, rel=1e-3)
   gram = plans.kimi_plan((2, 128, 2), method='auto')
   assert gram.flops / gram.ideal_flops < 0.82
-  assert times.temporary_bytes(kimi) < 6.5e9
-  in_order = times.pipelined_seconds(times.stages(kimi))
-  roofline = times.roofline_seconds(kimi)
+  assert muon_model.temporary_bytes(kimi) < 6.5e9
+  rates = cost.BY_NAME['v5p']
+  in_order = muon_model.pipelined_seconds(muon_model.chunk_times(kimi, rates))
+  roofline = muon_model.roofline_seconds(kimi, rates)
   assert roofline < in_order < 1.05 * roofline
 
 
 def test_pipelined_time_in_closed_form():
-  stage = times.Stage
-  pipelined = times.pipelined_seconds
+  stage = cost.ChunkTimes
+  pipelined = muon_model.pipelined_seconds
   assert pipelined([]) == 0
   assert pipelined([stage(1, 5, 2)]) == 8
   # All but the first arrival and the last return is hidden by work.
@@ -50,25 +52,36 @@ def test_a_collective_beyond_a_node_is_slow():
 
 
 def test_bound_is_that_of_owners_of_whole_matrices():
+  def bound(sizes, layers=16):
+    spec = P(None, 'f', None)
+    made = plans.plan_of(
+      {'w': ('layer', 'embed', 'ffw')},
+      {'w': spec},
+      plans.mesh_of(sizes),
+      dict(layer=layers, embed=64, ffw=128),
+    )
+    return muon_model.bound_bytes(made)
+
+  whole = 16 * 64 * 128 * 4
   # Out of 4 shards and 2 replicas: 3/8 come in, 7/8 come back.
-  assert cost.bound_bytes(4, 2, 800) == 300 + 700
-  assert cost.bound_bytes(1, 8, 800) == 700
-  assert cost.bound_bytes(8, 1, 800) == 2 * 700
+  assert bound(dict(r=2, f=4)) == whole / 4 * (3 / 8 + 7 / 8)
+  assert bound(dict(r=8, f=1)) == whole * 7 / 8
+  assert bound(dict(f=8)) == whole / 8 * 2 * 7 / 8
 
 
 def test_neighbours_of_a_major_axis_are_far_apart():
   # Of f within (f, c), consecutive indices are two devices apart.
   strides = ((2, 8), (4, 2))
-  assert [times.span(strides, n) for n in (1, 2, 4, 8)] == [1, 4, 8, 16]
-  assert times.span(((2, 8), (2, 4), (4, 1)), 8) == 8
+  assert [cost.span(strides, n) for n in (1, 2, 4, 8)] == [1, 4, 8, 16]
+  assert cost.span(((2, 8), (2, 4), (4, 1)), 8) == 8
   # A matrix cut by c and f, c first: those that share it take c's steps.
   h200 = dataclasses.replace(cost.BY_NAME['h200'], node=4)
   group = plans.one_matrix(
-    (1, 64, 96), P(None, 'c', 'f'), dict(f=4, c=2), rates=h200, giants=2
+    (1, 64, 96), P(None, 'c', 'f'), dict(f=4, c=2), rates=h200, split=2
   )
   assert group.shard_strides == ((2, 1), (4, 2)) and not group.replica_strides
   near, far = (
-    times.stage(
+    cost.chunk_times(
       dataclasses.replace(group, shard_strides=strides), group.chunks[0], h200
     ).work
     for strides in (((2, 1), (4, 1)), ((2, 1), (4, 4)))
@@ -83,7 +96,7 @@ def _shared(replicas, layers, **options):
     {'w': P(None, 'f', None)},
     plans.mesh_of(dict(r=replicas, f=4)),
     dict(layer=layers, embed=64, ffw=128),
-    **{'rates': plans.CPU, 'wire_dtype': 'float32', 'replicas': 'split'},
+    **{'rates': plans.CPU, 'repeats': False},
     **options,
   )
 
@@ -92,42 +105,42 @@ def test_temporary_bytes_in_closed_form():
   shard = 4 * 16 * 128
   one = 4 * (2 * 64 * 128 + 3 * 64 * 64)
   # All results; what is at work; and before and after the all-to-all, lists.
-  alone = _shared(1, 8, target_chunks=1)
-  assert times.temporary_bytes(alone) == (8 + 2 * 8) * shard + 2 * one
+  alone = _shared(1, 8, chunks=1)
+  assert muon_model.temporary_bytes(alone) == (8 + 2 * 8) * shard + 2 * one
   # Two replicas own half as many each, but see the lists of all eight.
-  both = _shared(2, 8, target_chunks=1)
-  assert times.temporary_bytes(both) == (8 + 2 * 4 + 8) * shard + one
+  both = _shared(2, 8, chunks=1)
+  assert muon_model.temporary_bytes(both) == (8 + 2 * 4 + 8) * shard + one
   # Of five chunks three are in flight.
-  cut = _shared(1, 20, target_chunks=5)
+  cut = _shared(1, 20, chunks=5)
   assert len(cut.sequence) == 5
-  assert times.temporary_bytes(cut) == (20 + 3 * 2 * 4) * shard + one
+  assert muon_model.temporary_bytes(cut) == (20 + 3 * 2 * 4) * shard + one
 
 
 def test_a_stage_in_closed_form():
   rates = cost.Rates('slow', 1e15, 1e6, 1e3, 1.0, 8, latency=0.5)
   p, q, steps = 64, 96, 5
-  told = dict(rates=rates, wire_dtype='float32')
+  told = dict(rates=rates)
   cut = ((1, p, q), P(None, None, 'x'), dict(x=4))
 
   def stage(**options):
     group = plans.one_matrix(*cut, **told, **options)
-    return times.stage(group, group.chunks[0], rates)
+    return cost.chunk_times(group, group.chunks[0], rates)
 
   # Gradient and momentum in, momentum and update out, and four times the wire.
   around = p * q // 4 * (4 * 4 + 4 * 4)
   products = 4 * steps * (3 * p * q + 4 * p * p)
   exchange = 3 * p * q // 4 * 4 / 1e3 + 0.5
-  assert stage(giants='owner') == pytest.approx(
+  assert stage(split=1) == pytest.approx(
     (exchange, (products + around) / 1e6, exchange)
   )
-  gram = dataclasses.replace(plans.STANDARD, method='gram')
+  gram = dataclasses.replace(plans.STANDARD, method='auto')
   products = 4 * (3 * (3 * p * q + 2 * p * p) + 11 * 3 * p * p)
-  assert stage(giants='owner', ns=gram).work == pytest.approx(
+  assert stage(split=1, ns=gram).work == pytest.approx(
     (products + around) / 1e6
   )
   # Two devices wait for each other 17 times.
   products = 4 * steps * (3 * p * q + 4 * p * p) // 2
   shared = 2 * 4 + steps * 3 * 4 * p * p // 2
-  assert stage(giants=2).work == pytest.approx(
+  assert stage(split=2).work == pytest.approx(
     (products + around) / 1e6 + shared / 1e3 + 17 * 0.5
   )
