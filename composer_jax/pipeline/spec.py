@@ -15,7 +15,7 @@ from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
 from composer_jax.pipeline import sections
-from composer_jax.rl import batching, comparison, mismatch, policy_loss, update
+from composer_jax.rl import batching, mismatch, policy_loss, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.tasks import curriculum
@@ -75,7 +75,7 @@ class Spec:
 
   def batch_shape(self) -> batching.BatchShape:
     """Of the microbatches of RL."""
-    return comparison.shape_of(
+    return batching.shape_of(
       self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
     )
 
@@ -108,12 +108,6 @@ class Spec:
         raise ValueError(f'--config.{name}: {error}') from error
     self._check_roles()
     self.update_options()
-    if self.hints.loss.top_k >= self.model.vocab_size:
-      raise ValueError(
-        f'--config.hints.loss.top_k ({self.hints.loss.top_k}) must be below '
-        f'--config.model.vocab_size ({self.model.vocab_size}); 0 tells all '
-        'words apart.'
-      )
     self._check_tasks()
     try:
       self.rollout.engine_options(self.episode.max_tokens)

@@ -97,8 +97,6 @@ def evaluate(
     episodes: groups 0..episodes-1 of the collector.
     on_progress: told how many episodes have ended.
   """
-  found = collect.groups(
-    collector, engine, range(episodes), on_progress=on_progress
-  )
-  rollouts = list(collect.rollouts(found))
+  groups = collect.groups(collector, engine, range(episodes), on_progress)
+  rollouts = [r for g in groups for r in g.rollouts]
   return pass_rate(rollouts), rollouts

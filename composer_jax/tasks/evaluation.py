@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import episode, policy, summarize
+from composer_jax.agent import environment, episode, summarize
 from composer_jax.core import files, records
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import job
@@ -172,7 +172,7 @@ def tasks_of(spec: specs.Spec, options: EvaluationOptions) -> list[Any]:
 
 def policy_of(
   spec: specs.Spec, tokenizer: Any, options: EvaluationOptions
-) -> Callable[[Any], policy.Policy]:
+) -> Callable[[Any], environment.Policy]:
   """Returns task -> the policy of an episode of it."""
   if options.policy == 'null':
     finish = '{"tool": "finish", "arguments": {}}'
@@ -190,7 +190,7 @@ def policy_of(
     url=options.url, model=options.model, api_key=options.api_key
   )
   if options.policy == 'tokens':
-    shared: policy.Policy = client.TokenPolicy(endpoint)
+    shared: environment.Policy = client.TokenPolicy(endpoint)
   else:
     functions: Sequence[Any] = ()
     if options.native_tools and spec.tasks.is_deletion:

@@ -294,12 +294,9 @@ def _hints() -> dict[str, Any]:
     loss=dict(
       weight=1.0,  # of a hinted turn beside a rollout of advantage 1; 0: off
       divergence='reverse',  # KL(policy || teacher), or 'forward', or 'jsd'
-      jsd_mix=0.5,  # the teacher's share of the mixture, in 'jsd'
-      top_k=0,  # words of the teacher that are told apart; 0 for all
       teacher='frozen',  # the SFT policy; or 'ema', a slow average
       ema_rate=0.01,
       ratio_cap=2.0,  # of p_train / p_rollout
-      token_cap=0.0,  # nats beyond which a token pulls no harder; 0 for none
     ),
   )
 
