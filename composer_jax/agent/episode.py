@@ -71,9 +71,7 @@ def run(
     policy: samples the calls; its sessions are closed at the end.
     tokenizer: a `text.tokenizer.Tokenizer`, or one with its interface.
     options: the limits.
-    group: with `member` and `seed` decides the random numbers.
-    member: index within the group.
-    seed: the run's.
+    group, member, seed: what decides the random numbers.
     reward: prices of what was done.
     hints: which mistakes get one; None for no hints.
     summary: when windows restart from a summary.

@@ -54,8 +54,7 @@ DETECTORS: Mapping[str, Callable[[Moment], bool]] = {
   'unfinished_todo': lambda moment: moment.is_final and moment.open_todos > 0,
 }
 
-# What a template may name in braces.
-FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
+_FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +62,10 @@ class HintOptions:
   """Which mistakes get a hint, and what it says.
 
   Attributes:
-    templates: (kind of mistake, text) pairs, of `DETECTORS`; the first whose
-      detector finds its mistake speaks, () for no hints. In braces: `tools`
-      that exist, `usage` of the tool that the call names, `answer` of the
-      environment, `call` as written, number of open `todos`.
+    templates: (kind of mistake, text) pairs; the first whose detector finds its
+      mistake speaks, () for no hints. In braces: `tools` that exist, `usage` of
+      the tool that the call names, `answer` of the environment, `call` as
+      written, number of open `todos`.
     max_hints: hints on an episode, the first ones: each is another forward pass
       over all tokens before it.
   """
@@ -92,11 +91,11 @@ class HintOptions:
       )
     for kind, text in pairs:
       try:
-        text.format(**dict.fromkeys(FIELDS, 0))
+        text.format(**dict.fromkeys(_FIELDS, 0))
       except (ValueError, LookupError, AttributeError) as error:
         raise ValueError(
           f'The template of {kind!r} is {text!r}, which cannot be filled in '
-          f'({error!r}); it may name {FIELDS}. Write {{{{ and }}}} for braces '
+          f'({error!r}); it may name {_FIELDS}. Write {{{{ and }}}} for braces '
           'that stay.'
         ) from None
       if not text.strip():
@@ -117,15 +116,8 @@ def hints_of(
   """Returns hints on the faulty turns of an episode, in order.
 
   However long a hint is, it is kept here: what does not fit beside its turn is
-  dropped and counted where rows have a length (`rl.hints.batching`).
-
-  Args:
-    moments: the episode's turns, in order.
-    windows: tokens_T of each of its context windows.
-    tokenizer: the one that wrote them.
-    options: kinds and texts.
-    tools: names of those that exist.
-    usage: (tool) -> one line on how to call it.
+  dropped and counted where rows have a length (`rl.hints.batching`). `windows`
+  are the tokens_T of the episode's windows; `usage` says how to call a tool.
   """
   hints: list[turns_lib.Hint] = []
   for moment in moments:

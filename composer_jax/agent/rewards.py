@@ -42,11 +42,7 @@ _MIN_SHELL_CALLS = 3
 def concave(x: float, k: float, q: float) -> float:
   """C(x), continuous in q: x at q = 0, log(1 + k x) / k at q = 1.
 
-  Args:
-    x: effort, at least 0.
-    k: inverse of the scale of effort, positive.
-    q: how fast the marginal cost falls, at least 0; above 1 the cost is
-      bounded by 1 / (k (q - 1)).
+  Above q = 1 it is bounded by 1 / (k (q - 1)).
   """
   log = math.log1p(k * x)
   power = (1 - q) * log
@@ -104,9 +100,8 @@ class RewardOptions:
       return 0.0
     effort = num_sampled + self.effort_turn_tokens * num_turns
     effort += self.effort_answer_weight * num_answered
-    scale = self.effort_scale
-    cost = concave(effort, 1 / scale, self.effort_q)
-    return self.effort_coefficient * cost / scale
+    cost = concave(effort, 1 / self.effort_scale, self.effort_q)
+    return self.effort_coefficient * cost / self.effort_scale
 
 
 # An episode earns 1 if it passed, else 0.
@@ -130,8 +125,8 @@ def score(
     played: turns in order; summaries are neither calls nor free.
     flags: alarms of monitors.
     options: the prices.
-    num_sampled: tokens that the policy sampled, in all windows.
-    num_answered: tokens of what tools answered.
+    num_sampled, num_answered: tokens of the policy, summaries included, and of
+      what tools answered.
     open_todos: to-dos that are open at the end.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]

@@ -87,16 +87,11 @@ class Summarizer:
   ):
     """Measures what has to fit.
 
-    Args:
-      tokenizer: the episode's.
-      prompt: what every window begins with.
-      options: of the summaries.
-      max_tokens: most tokens of a window, summaries or not.
-      max_call_tokens: room that a call is given while summaries remain.
+    A window has at most max_tokens, summaries or not, and a call is given
+    max_call_tokens while summaries remain.
 
     Raises:
-      ValueError: the limits leave no room for a call and a summary in every
-        window.
+      ValueError: the limits leave no room for a call and a summary.
     """
     self.limit = options.limit(max_tokens)
     self.options = options
@@ -134,10 +129,8 @@ class Summarizer:
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
     """Has the window summarised and begins the next one.
 
-    Args:
-      chain: the windows of the episode.
-      plan: what the environment says is left to do; '' for nothing.
-      answer: to the last call, which the summary does not know yet.
+    The new window is told the plan (what the environment says is left to do)
+    and the answer to the last call, which the summary does not know yet.
 
     Returns:
       The context of the next call, the first of the new window.

@@ -48,8 +48,7 @@ def pack(
 def fresh(batch: batches.RLBatch) -> batches.RLBatch:
   """The batch with every token routed by the trainer's own router.
 
-  The routes stay an array (of NO_ROUTE), so that the same compiled program
-  serves both.
+  The routes stay an array (of NO_ROUTE), so that one program serves both.
   """
   return batch.replace(
     expert_ids_MBTA=np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.rl import (
   advantage,
   batching,
@@ -63,19 +63,13 @@ class UpdateOptions:
   hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
-    if self.reward not in ('verdict', 'shuffled'):
-      raise ValueError(
-        f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
-      )
+    checks.one_of(self, 'reward', ('verdict', 'shuffled'))
+    checks.number(self, 0, 'kl_coefficient')
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(
         'rl.prompts must be at least 1 and rl.rollouts_per_prompt at least '
         f'2 (a group of one has no baseline); got {self.prompts} and '
         f'{self.rollouts_per_prompt}.'
-      )
-    if self.kl_coefficient < 0:
-      raise ValueError(
-        f'rl.kl_coefficient must not be negative; it is {self.kl_coefficient}.'
       )
     if self.reward == 'shuffled' and (self.kl_coefficient or self.hints.weight):
       raise ValueError(
@@ -148,20 +142,13 @@ def add_hints(
   *,
   replay: bool,
 ) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
-  """Adds the gradient of all hints of a step, of whatever advantage.
+  """Adds the gradient of all hints of a step to its sums, which it donates.
 
-  Args:
-    sums: the step's, donated.
-    groups: the step's, sorted by id.
-    functions: what `rl.step.build` made.
-    shape: of the microbatches.
-    values: of the policy that is trained.
-    teacher: values of the policy that reads the hints.
-    replay: whether the student takes its recorded routes.
+  Hints count whatever the advantage of their rollout. Where there are none,
+  nothing is computed. `replay` lets the student take its recorded routes.
 
   Returns:
-    The sums, counts of hints, and their statistics on the device; None where
-    there are no hints, and nothing is computed.
+    The sums, counts of hints, and their statistics on the device, if any.
   """
   microbatches, counts = hint_batching.pack(
     groups, shape, num_parts=functions.parts
@@ -201,8 +188,8 @@ def update(
     state: donated.
     groups: exactly `options.prompts` of them; their order does not matter.
     functions: what `rl.step.build` made.
-    options: the run's.
-    shape: of the microbatches.
+    options: how groups become a gradient.
+    shape: what trajectories are packed into.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read the hints, where `options.hints` names a
       frozen teacher; None without hints. The state has the average itself.

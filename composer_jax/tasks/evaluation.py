@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import random
 import threading
@@ -357,6 +358,19 @@ def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
   }
 
 
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+  """Chance that one of k samples passes, without bias (Chen et al. 2021).
+
+  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task.
+  """
+  if not 0 <= passed <= samples or not 1 <= k <= samples:
+    raise ValueError(
+      f'passed ({passed}) must lie in 0..samples ({samples}), and k ({k}) in '
+      '1..samples.'
+    )
+  return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
 def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
   judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
   passed = sum(r['passed'] for r in judged)
@@ -376,8 +390,7 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'low': low,
     'high': high,
     'pass_at_k': {
-      str(k): sum(rl_evaluate.pass_at_k(samples, c, k) for c in whole)
-      / max(len(whole), 1)
+      str(k): sum(pass_at_k(samples, c, k) for c in whole) / max(len(whole), 1)
       for k in ks
     },
     'flags': dict(collections.Counter(f for r in judged for f in r['flags'])),

@@ -81,13 +81,12 @@ def pack(
 
   Args:
     groups: the step's, sorted by id.
-    shape: of the microbatches of RL, whose rows hold trajectories.
+    shape: what RL packs trajectories into.
     num_parts: in which devices share the rows of a batch out; divides them.
 
   Returns:
-    Microbatches, and by the names of metrics how many hints are in them, of how
-    many tokens their turns are, and how many hints were dropped as too long to
-    stand in a row with their turn.
+    Microbatches, and metrics: how many hints are in them, how many tokens their
+    turns have, and how many hints are too long to share a row with their turn.
 
   Raises:
     ValueError: a hint is on tokens that the policy did not sample, or routes
@@ -188,17 +187,13 @@ def _microbatch(
 
 
 def _until(window: records.Trajectory, stop: int) -> records.Trajectory:
-  """The window's first tokens, all of them context.
-
-  No pass consumes the last of them.
-  """
+  """The window's first tokens as context; no pass consumes the last of them."""
   ids_TMA = window.expert_ids_TMA[:stop].copy()
   ids_TMA[-1] = records.NO_ROUTE
-  return records.Trajectory(
-    tokens_T=window.tokens_T[:stop],
+  names = ('tokens_T', 'logprobs_T', 'policy_version_T')
+  return dataclasses.replace(
+    window,
+    **{name: getattr(window, name)[:stop] for name in names},
     loss_mask_T=np.zeros(stop, bool),
-    logprobs_T=window.logprobs_T[:stop],
     expert_ids_TMA=ids_TMA,
-    policy_version_T=window.policy_version_T[:stop],
-    temperature=window.temperature,
   )

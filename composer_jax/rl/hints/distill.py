@@ -11,14 +11,15 @@ nowhere else, the student is drawn to the teacher's distribution:
 added to the loss of RL (Composer 2.5; SDPO, arXiv 2601.20802; OPSD, arXiv
 2601.18734), before the rollouts of the step divide both: a turn as a whole
 weighs lambda, however long, where each token of a rollout weighs its advantage.
-The student replays its recorded routes. The teacher's context is
-another, so its routes are its own. A teacher that is the live policy drags
-itself along until calls fall apart (`experiments/studies/hint`): it is the
-policy that RL began with, or a slow average.
+The student replays its recorded routes; the teacher's context is another, so
+its routes are its own. A teacher that is the live policy drags itself along
+until calls fall apart (`experiments/studies/hint`): it is the policy that RL
+began with, or a slow average.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -108,12 +109,7 @@ def loss(
 ) -> HintStats:
   """Returns the sums of a microbatch; only `loss` has a gradient.
 
-  Args:
-    model: both policies'.
-    values: the student's variables.
-    teacher: variables of the same tree; they have no gradient.
-    batch: a microbatch of `rl.hints.batching.pack`.
-    options: of the loss.
+  It is that of the student's variables, `values`; `teacher` has none.
   """
   written, read = batch.student, batch.teacher
   written_BTD = model.apply(
@@ -146,7 +142,7 @@ def gradients(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> tuple[Any, HintStats]:
-  """Gradient of the student's parameters, and sums; arguments as of `loss`."""
+  """Returns the gradient of the student's parameters, and the sums."""
 
   def loss_function(params):
     student = {**values, 'params': params}
@@ -164,33 +160,32 @@ def compare(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch from what its passes gave.
+  """Returns the sums of a microbatch from the student's and the teacher's part.
 
   Args:
     model: both policies'.
-    weights: what makes logits of hidden states; the student's, the teacher's.
-    hidden_BTD: hidden states of the student, of the teacher.
+    weights: what makes logits of hidden states, of each.
+    hidden_BTD: hidden states, of each.
     batch: what both read.
-    options: of the loss.
+    options: how they are compared.
   """
   plan = model.plan
-  spec = shards.specs_of(
-    plan, f'params/{_unembedding(model.config)}', weights[0]
-  )
+  name = _unembedding(model.config)
+  spec = shards.specs_of(plan, f'params/{name}', weights[0])
   rows, seq_len = batch.student_slots_BT.shape
   num_slots = batching.num_slots(rows // parts_of(plan), seq_len)
 
   def stage(weights, hidden, batch):
     written_BTD, read_BTD = hidden
     theirs_XD = _by_slot(read_BTD, batch.teacher_slots_BT, num_slots, plan)
-    reduce_dtype = plan.reduce_dtype if plan else 'float32'
-    # The gradient adds up over chunks in float32.
-    ours, theirs = (
-      shards.gather(
-        weight, spec, dtype=written_BTD.dtype, reduce_dtype=reduce_dtype
-      ).astype(jnp.float32)
-      for weight in weights
+    gather = functools.partial(
+      shards.gather,
+      spec=spec,
+      dtype=written_BTD.dtype,
+      reduce_dtype=plan.reduce_dtype if plan else 'float32',
     )
+    # The gradient adds up over chunks in float32.
+    ours, theirs = (gather(weight).astype(jnp.float32) for weight in weights)
     tokens = _of_tokens(written_BTD, batch, plan)
     sums = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
     # No sum over the mesh may lie on the way of a gradient inside of a shard.
@@ -230,19 +225,13 @@ def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
   return jax.lax.psum(states_XD, axes) if axes else states_XD
 
 
-class _Tokens(NamedTuple):
-  """Of a device's tokens, what is about to predict the next of each."""
+def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
+  """Of a device's tokens, what is about to predict the next of each.
 
-  hidden_ZD: jax.Array
-  slots_Z: jax.Array
-  ids_Z: jax.Array
-  weights_Z: jax.Array
-  logprobs_Z: jax.Array
-  temperatures_Z: jax.Array
-
-
-def _of_tokens(hidden_BTD, batch, plan) -> _Tokens:
-  """Those with a slot come first."""
+  Returns:
+    Hidden states, slots, ids, weights, rollout's log-probabilities and
+    temperatures; of the tokens with a slot first.
+  """
   student = batch.student
   arrays_BT = (
     batch.student_slots_BT,
@@ -251,17 +240,15 @@ def _of_tokens(hidden_BTD, batch, plan) -> _Tokens:
     student.rollout_logprobs_BT,
     student.temperatures_BT,
   )
-  tokens = _Tokens(
-    hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
-    *(head.of_next(array_BT, plan).reshape(-1) for array_BT in arrays_BT),
-  )
-  order_Z = jnp.argsort(tokens.slots_Z == 0, stable=True)
-  return jax.tree.map(lambda x_Z: x_Z[order_Z], tokens)
+  slots_Z, *rest = (head.of_next(x_BT, plan).reshape(-1) for x_BT in arrays_BT)
+  order_Z = jnp.argsort(slots_Z == 0, stable=True)
+  tokens = (hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), slots_Z, *rest)
+  return tuple(x_Z[order_Z] for x_Z in tokens)
 
 
 def _summed(
   weights: tuple[jax.Array, jax.Array],
-  tokens: _Tokens,
+  tokens: tuple[jax.Array, ...],
   theirs_XD: jax.Array,
   options: HintLossOptions,
   config: model_config.ModelConfig,
@@ -270,7 +257,7 @@ def _summed(
 
   The backward pass makes the logits of a chunk again.
   """
-  num_tokens = len(tokens.slots_Z)
+  num_tokens = len(tokens[0])
   size = min(_CHUNK, num_tokens)
   missing = -num_tokens % size
 
@@ -284,9 +271,10 @@ def _summed(
 
   def step(sums, chunk):
     nothing = jax.tree.map(jnp.zeros_like, sums)
+    _, slots_Z, *_ = chunk
     # Chunks without a slot are all behind those with one.
     more = jax.lax.cond(
-      chunk.slots_Z[0] > 0, compared, lambda *_: nothing, weights, chunk
+      slots_Z[0] > 0, compared, lambda *_: nothing, weights, chunk
     )
     return jax.tree.map(jnp.add, sums, more), None
 
@@ -295,27 +283,28 @@ def _summed(
   return jax.lax.scan(step, nothing, jax.tree.map(chunked, tokens))[0]
 
 
-def _sums_of(weights, tokens: _Tokens, theirs_XD, options, config) -> HintStats:
+def _sums_of(weights, tokens, theirs_XD, options, config) -> HintStats:
+  hidden_ZD, slots_Z, ids_Z, weights_Z, logprobs_Z, temperatures_Z = tokens
   name = _unembedding(config)
   # A slot of 0 reads some other state, and weighs nothing.
-  states_ZD = theirs_XD[jnp.maximum(tokens.slots_Z - 1, 0)]
+  states_ZD = theirs_XD[jnp.maximum(slots_Z - 1, 0)]
   ours_ZV, theirs_ZV = (
-    head.logits({'params': {name: weight}}, hidden_ZD[None], config)[0]
-    / jnp.where(tokens.slots_Z > 0, tokens.temperatures_Z, 1)[:, None]
-    for weight, hidden_ZD in zip(
-      weights, (tokens.hidden_ZD, states_ZD), strict=True
-    )
+    head.logits({'params': {name: weight}}, x_ZD[None], config)[0]
+    / jnp.where(slots_Z > 0, temperatures_Z, 1)[:, None]
+    for weight, x_ZD in zip(weights, (hidden_ZD, states_ZD), strict=True)
   )
   apart_Z = divergence(ours_ZV, theirs_ZV, options.divergence)
   fixed = jax.lax.stop_gradient
-  ours_Z, theirs_Z = (
-    _logprobs(fixed(logits_ZV), tokens.ids_Z)
-    for logits_ZV in (ours_ZV, theirs_ZV)
-  )
-  ratio_Z = jnp.exp(ours_Z - tokens.logprobs_Z)
+
+  def written(logits_ZV):
+    logprobs_ZV = jax.nn.log_softmax(fixed(logits_ZV))
+    return jnp.take_along_axis(logprobs_ZV, ids_Z[:, None], axis=-1)[:, 0]
+
+  ours_Z, theirs_Z = written(ours_ZV), written(theirs_ZV)
+  ratio_Z = jnp.exp(ours_Z - logprobs_Z)
   scale_Z = jnp.minimum(ratio_Z, options.ratio_cap)
-  has_slot_Z = tokens.slots_Z > 0
-  terms_Z = tokens.weights_Z * scale_Z * apart_Z
+  has_slot_Z = slots_Z > 0
+  terms_Z = weights_Z * scale_Z * apart_Z
 
   def total(values_Z):
     return jnp.where(has_slot_Z, values_Z, 0).sum(dtype=jnp.float32)
@@ -327,11 +316,6 @@ def _sums_of(weights, tokens: _Tokens, theirs_XD, options, config) -> HintStats:
     gap=total(theirs_Z - ours_Z),
     truncated=total(ratio_Z >= options.ratio_cap),
   )
-
-
-def _logprobs(logits_ZV, ids_Z):
-  logprobs_ZV = jax.nn.log_softmax(logits_ZV)
-  return jnp.take_along_axis(logprobs_ZV, ids_Z[:, None], axis=-1)[:, 0]
 
 
 def divergence(
