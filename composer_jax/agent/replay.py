@@ -78,14 +78,10 @@ def replay(
   hints: mistakes.HintOptions | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
 ) -> records.Rollout:
-  """Carries out the calls of a rollout again; blocks.
+  """Carries out the calls of a rollout again, in a new environment; blocks.
 
-  All arguments are the run's, but that prices and hints may be others: tokens
-  and verdict of the rollout returned are those of the record. `environment` is
-  a new one of the same task, and is closed.
-
-  Raises:
-    Differs: a context, a window or the verdict is not as recorded.
+  Arguments are the run's; prices and hints may be others. Raises `Differs`
+  where a context, a window or the verdict is not as recorded.
   """
   again = episode.run(
     environment,
@@ -101,16 +97,12 @@ def replay(
     hints=hints,
     summary=summary,
   )
-  for mine, recorded, names in (
-    (again, rollout, ('task_id', 'turns', 'tools', 'flags')),
-    (
-      again.verdict,
-      rollout.verdict,
-      ('status', 'passed', 'num_passed', 'num_tests'),
-    ),
-  ):
-    for name in names:
-      value, expected = getattr(mine, name), getattr(recorded, name)
-      if value != expected:
-        raise Differs(f'{name} is {value!r}; the record has {expected!r}.')
+  said = ('task_id', 'turns', 'tools', 'flags')
+  found = ('status', 'passed', 'num_passed', 'num_tests')
+  pairs = [(name, again, rollout) for name in said]
+  pairs += [(name, again.verdict, rollout.verdict) for name in found]
+  for name, mine, recorded in pairs:
+    value, expected = getattr(mine, name), getattr(recorded, name)
+    if value != expected:
+      raise Differs(f'{name} is {value!r}; the record has {expected!r}.')
   return again

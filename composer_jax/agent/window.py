@@ -90,10 +90,8 @@ class Chain:
   """The windows of one episode; the last of them grows, in a session.
 
   Attributes:
-    policy: samples.
-    name: the first window's session; a later one adds the window's index.
-    seed: the first window's; a later one adds the window's index.
-    temperature: the softmax's.
+    name, seed: the first window's session and random numbers; a later one adds
+      the window's index to both.
     end: token that ends a turn.
     turns: what was sampled in each go.
     num_sampled: tokens sampled in all windows.

@@ -78,13 +78,9 @@ def normalized(
 
   Every policy loss is proportional to the size of its advantages, so that the
   division needs no part in it. The caller divides by the number of rollouts.
-
-  Args:
-    groups: the step's.
-    by_group: advantages_R of each.
-    normalizer: 'constant' leaves them (Dr. GRPO); 'sequence' divides by the
-      tokens that the rollout sampled in all its windows (GRPO); 'token' by
-      their mean over the step's rollouts (DAPO).
+  'constant' leaves advantages as they are (Dr. GRPO); 'sequence' divides by the
+  tokens that the rollout sampled in all its windows (GRPO); 'token' by their
+  mean over the step's rollouts (DAPO).
   """
   if normalizer == 'constant':
     return by_group

@@ -76,9 +76,6 @@ def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
   """Where trajectories of these lengths go, first-fit decreasing.
 
   Ties keep the given order, as do the trajectories of one row.
-
-  Raises:
-    ValueError: a trajectory is longer than a row.
   """
   aligned = [-(-n // shape.align) * shape.align for n in lengths]
   rows: list[list[int]] = []
@@ -167,8 +164,7 @@ def pack(
   each lies. The last microbatch is filled up with padding.
 
   Raises:
-    ValueError: a trajectory too long, routes of other layers or experts, or
-      routes that no router makes.
+    ValueError: a trajectory is too long, or its routes are no router's of ours.
   """
   for i, trajectory in enumerate(trajectories):
     check_routes(i, trajectory.expert_ids_TMA, shape)

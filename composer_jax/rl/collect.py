@@ -33,7 +33,7 @@ class Collector:
     task_of_group: group id -> task, as `play` takes it; the only source.
     play: (task, policy, group, member, seed) -> Rollout, one whole episode.
     rollouts_per_group: R.
-    seed: the run's; random numbers are (seed, group, member, position).
+    seed: decides random numbers, with group, member and position.
   """
 
   task_of_group: Callable[[int], Any]
@@ -53,8 +53,8 @@ def episode_player(
   make_environment: Callable[[Any], environment.Environment],
   options: episode.EpisodeOptions,
   *,
-  reward_of_group: Callable[[int], rewards.RewardOptions] = lambda group: (
-    rewards.UNPRICED
+  reward_of_group: Callable[[int], rewards.RewardOptions] = (
+    lambda group: rewards.UNPRICED
   ),
   hints: mistakes.HintOptions | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
@@ -62,13 +62,10 @@ def episode_player(
   """Binds `agent.episode.run` to what does not change between episodes.
 
   Args:
-    tokenizer: the policy's, see `episode.run`.
+    tokenizer, options, hints, summary: as of `episode.run`.
     make_environment: task -> a new environment for one episode of it.
-    options: limits of an episode.
     reward_of_group: group id -> prices, asked when an episode begins; a group
       has one answer, or its mean would be no baseline.
-    hints: which mistakes get one; None for no hints.
-    summary: when windows restart from a summary.
   """
 
   def play(task, policy, *, group, member, seed):
@@ -164,10 +161,7 @@ def groups(
   ids: Iterable[int],
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[records.Group]:
-  """Rolls out whole groups and returns them sorted by id; blocks.
-
-  `on_progress` is told how many groups are finished, between engine steps.
-  """
+  """Rolls out groups, sorted by id; tells `on_progress` how many are done."""
   finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
   stream = GroupStream(collector, policy, engine.num_slots, finished.append)

@@ -153,15 +153,13 @@ class GateOptions:
     action: 'stop' ends the run before the gradient of such a step reaches the
       weights, at the price of a wait before the optimizer is dispatched; 'flag'
       says so and goes on; 'off' does not look.
-    max_kl_fresh: nats a token where rollout and trainer have the same weights.
-      Rounding is 1e-13; one step of RL moves a policy by 1e-8 to 1e-2. Without
-      replay near ties are routed otherwise: allow 1e-4.
+    max_kl_fresh: nats a token where both have the same weights: rounding is
+      1e-13, a step of RL 1e-8 to 1e-2. Without replay near ties need 1e-4.
     max_kl: nats a token, stale or not: ten times the largest seen.
     max_p99: nats, of a token's k3: a ratio of 4, or of an eighteenth.
-    max_large_ratio_share: share of tokens beyond a ratio of 2: R3's sign of a
-      collapse.
-    min_agreement: share of routes in the lowest layer. A tape that is a token
-      off has 0.1, so that a fifth of the trajectories may not be.
+    max_large_ratio_share: tokens beyond a ratio of 2; R3's sign of a collapse.
+    min_agreement: routes in the lowest layer. A tape that is a token off has
+      0.1, so that a fifth of the trajectories may not be.
   """
 
   action: str = 'stop'

@@ -105,8 +105,7 @@ def loss(
 ) -> tuple[jax.Array, PolicyStats]:
   """Returns the loss of a microbatch, and its statistics without a gradient.
 
-  `train_logprobs_BT` and `entropy_BT` are the trained policy's at the batch's
-  tokens, in nats.
+  Log-probabilities and entropy are the trained policy's at the batch's tokens.
   """
   weights_BT = batch.loss_weights_BT
   fixed_BT = jax.lax.stop_gradient(train_logprobs_BT)

@@ -35,17 +35,15 @@ class UpdateOptions:
   Attributes:
     prompts: P, groups per optimizer step.
     rollouts_per_prompt: R.
-    replay: whether recorded routes are replayed; False routes afresh, for
-      comparison.
+    replay: whether recorded routes are replayed, or tokens routed afresh.
     reward: 'verdict', or 'shuffled' for the control that must not learn.
-    kl_coefficient: weight of the detached k1 penalty in the reward; 0 needs no
-      reference.
+    kl_coefficient: reward lost per nat of k1 to the reference policy.
     loss: which policy-gradient loss.
     mismatch_every: steps between measurements of the mismatch both with and
       without replay, which cost one more forward pass; 0 never.
     gate: what the mismatch of a step may be.
-    refreshed: whether the engine refreshes its caches when weights change, see
-      `mismatch.ages`; the engine's option, not one of its own.
+    refreshed: whether the engine refreshes its caches when weights change; see
+      `mismatch.ages`.
     seed: the run's, which the shuffled control draws with.
     hints: what those on faulty turns weigh beside the reward.
   """
@@ -63,7 +61,10 @@ class UpdateOptions:
   hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
-    checks.one_of(self, 'reward', ('verdict', 'shuffled'))
+    if self.reward not in ('verdict', 'shuffled'):
+      raise ValueError(
+        f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
+      )
     checks.number(self, 0, 'kl_coefficient')
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(
@@ -95,9 +96,8 @@ def rewards_of(
   packed = comparison.pack(every, [0.0] * len(every), shape)
   # The reference has its own routes: another policy's may not be replayed.
   afresh = map(comparison.fresh, packed.microbatches)
-  scored = iter(
-    packed.logprobs([functions.score(reference, b) for b in afresh])
-  )
+  scores = [functions.score(reference, batch) for batch in afresh]
+  scored = iter(packed.logprobs(scores))
   penalized = []
   for group in groups:
     logprobs = [
