@@ -108,9 +108,9 @@ class Summarizer:
     if not options.trigger:
       return
     head_T = self._summary(options.max_summaries, np.zeros(0, np.int32), '')
-    start = len(self._prompt_T) + len(head_T) + options.max_tokens
-    start += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
-    needed = start + self._call_tokens + self._reserve
+    needed = len(self._prompt_T) + len(head_T) + options.max_tokens
+    needed += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
+    needed += self._call_tokens + self._reserve
     if needed > self.limit:
       raise ValueError(
         f'trigger ({self.limit}) must be at least {needed}: a prompt of '
