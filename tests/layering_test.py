@@ -225,8 +225,7 @@ def test_violations_are_seen(package, source, count):
 def lines_of(packages) -> dict[str, int]:
   return {
     package: sum(
-      path.read_text().count('\n')
-      for path in (PACKAGE / package).rglob('*.py')
+      path.read_text().count('\n') for path in (PACKAGE / package).rglob('*.py')
     )
     for package in packages
   }
@@ -323,8 +322,7 @@ def test_results_of_a_study_are_compact():
   long = {
     name_of(path): lines
     for path in ROOT.glob('experiments/studies/*/results/**/*')
-    if path.is_file()
-    and (lines := path.read_bytes().count(b'\n')) > 100
+    if path.is_file() and (lines := path.read_bytes().count(b'\n')) > 100
   }
   assert not long
 

@@ -1,7 +1,8 @@
-"""What an episode needs from the world that a policy acts on.
+"""What an episode needs: a world that answers, and a policy that acts in it.
 
 An environment belongs to one episode. It reads the text of a call, which may
-be anything at all, and answers; only the host's own failures raise.
+be anything at all, and answers; only the host's own failures raise. A policy
+may be shared: it continues the sessions of many episodes at once.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ class ToolResult:
   """What a tool answers.
 
   Attributes:
-    text: for the policy.
+    text: the answer as the policy reads it.
     tool: the tool's name, '' for an invalid call.
     outcome: one of `core.turns.OUTCOMES`; FAILED is a call that was carried
       out and reports a failure, such as tests that fail.
-    is_final: the episode ends.
+    is_final: whether the episode ends.
   """
 
   text: str
@@ -58,7 +59,7 @@ class Environment(Protocol):
   """Tools and the workspace that they act on, for one episode.
 
   Attributes:
-    task_id: of the task.
+    task_id: name of the task.
     prompt: what the user says first.
     tools: names of the tools that exist here.
     is_broken: the sandbox failed, retry included; the episode should end.
@@ -90,23 +91,28 @@ class Environment(Protocol):
 
   def call(self, text: str) -> ToolResult:
     """Parses and carries out one call; never raises for a policy's text."""
-    ...
 
   def usage(self, tool: str) -> str:
     """One line on how to call one of `tools`."""
-    ...
 
   def state(self) -> str:
     """The plan so far (the to-do list), for a new window; '' for none."""
-    ...
 
   def verdict(self, finished: bool) -> records.Verdict:
     """The verdict on the workspace as it is; INFRASTRUCTURE if broken."""
-    ...
 
   def close(self) -> None:
     """Forgets the workspace; may be called twice."""
-    ...
+
+
+class Policy(Protocol):
+  """Samples tokens. Many episodes, each in a thread, may share one policy."""
+
+  def complete(self, request: records.SampleRequest) -> records.Completion:
+    """Goes on with `request.session`; blocks until sampling ended."""
+
+  def close(self, session: str) -> None:
+    """Forgets a session; unknown ones are ignored."""
 
 
 def broken_verdict(environment: Environment, detail: str) -> records.Verdict:

@@ -3,13 +3,12 @@
 A hint is a message of the harness, put where it would have helped: right before
 the faulty call, in the place of one more answer. The policy never reads it. It
 goes into the record, and `rl.hints.distill` lets a teacher score the same call
-with it. What a mistake is and what its hint says is data: kinds are named by
-templates, and a detector of one's own is a function beside `DETECTORS`.
+with it. What a mistake is and what its hint says is data: a kind of mistake is
+a row of `DETECTORS`, and a config gives it a template.
 """
 
 import dataclasses
 import re
-import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +29,8 @@ class Moment:
   Attributes:
     turn: where its tokens lie, and its outcome.
     call: its text; '' where its tokens are no text.
-    answer: of the environment; '' for a summary.
-    is_final: the episode ended with this call.
+    answer: what the environment said; '' for a summary.
+    is_final: whether the episode ended with this call.
     open_todos: items of the policy's own list not done after it.
   """
 
@@ -42,15 +41,12 @@ class Moment:
   open_todos: int = 0
 
 
-Detector = Callable[[Moment], bool]
-
-
-def _outcome(outcome: str) -> Detector:
+def _outcome(outcome: str) -> Callable[[Moment], bool]:
   return lambda moment: moment.turn.outcome == outcome
 
 
 # kind -> whether a turn is such a mistake.
-DETECTORS: Mapping[str, Detector] = {
+DETECTORS: Mapping[str, Callable[[Moment], bool]] = {
   'unknown_tool': _outcome(turns_lib.UNKNOWN_TOOL),
   'bad_arguments': _outcome(turns_lib.BAD_ARGUMENTS),
   'not_a_call': _outcome(turns_lib.NOT_A_CALL),
@@ -58,8 +54,7 @@ DETECTORS: Mapping[str, Detector] = {
   'unfinished_todo': lambda moment: moment.is_final and moment.open_todos > 0,
 }
 
-# What a template may name in braces.
-FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
+_FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +62,12 @@ class HintOptions:
   """Which mistakes get a hint, and what it says.
 
   Attributes:
-    templates: (kind, text) pairs, of `DETECTORS` or of detectors of one's own;
-      the first whose detector finds its mistake speaks, () for no hints. In
-      braces: `tools` that exist, `usage` of the tool that the call names,
-      `answer` of the environment, `call` as written, number of open `todos`.
-    max_hints: of an episode, the first ones: each is another forward pass over
-      all tokens before it.
+    templates: (kind of mistake, text) pairs; the first whose detector finds its
+      mistake speaks, () for no hints. In braces: `tools` that exist, `usage` of
+      the tool that the call names, `answer` of the environment, `call` as
+      written, number of open `todos`.
+    max_hints: hints on an episode, the first ones: each is another forward pass
+      over all tokens before it.
   """
 
   templates: tuple[tuple[str, str], ...] = (
@@ -88,30 +83,25 @@ class HintOptions:
     pairs = tuple((kind, text) for kind, text in self.templates)
     object.__setattr__(self, 'templates', pairs)
     checks.at_least(self, 0, 'max_hints')
-    if len({kind for kind, _ in pairs}) != len(pairs):
+    kinds = [kind for kind, _ in pairs]
+    if len(set(kinds)) != len(kinds) or set(kinds) - set(DETECTORS):
       raise ValueError(
-        f'HintOptions.templates names a kind twice: {[k for k, _ in pairs]}.'
+        f'HintOptions.templates names {kinds}; it may name each kind of '
+        f'mistake once, of {sorted(DETECTORS)}.'
       )
     for kind, text in pairs:
-      _check_template(kind, text)
-
-
-def _check_template(kind: str, text: str) -> None:
-  try:
-    parts = list(string.Formatter().parse(text))
-  except ValueError as error:
-    raise ValueError(
-      f'The template of {kind!r} is {text!r}: {error}. Write {{{{ and }}}} for '
-      'braces that stay.'
-    ) from None
-  for _, field, spec, conversion in parts:
-    if field is not None and (field not in FIELDS or spec or conversion):
-      raise ValueError(
-        f'The template of {kind!r} has {{{field}}}; it may name {FIELDS}, '
-        'without conversion or format. Write {{ and }} for braces that stay.'
-      )
-  if not text.strip():
-    raise ValueError(f'The template of {kind!r} is empty: leave the kind out.')
+      try:
+        text.format(**dict.fromkeys(_FIELDS, 0))
+      except (ValueError, LookupError, AttributeError) as error:
+        raise ValueError(
+          f'The template of {kind!r} is {text!r}, which cannot be filled in '
+          f'({error!r}); it may name {_FIELDS}. Write {{{{ and }}}} for braces '
+          'that stay.'
+        ) from None
+      if not text.strip():
+        raise ValueError(
+          f'The template of {kind!r} is empty: leave the kind out.'
+        )
 
 
 def hints_of(
@@ -122,63 +112,36 @@ def hints_of(
   *,
   tools: Sequence[str],
   usage: Callable[[str], str],
-  detectors: Mapping[str, Detector] = DETECTORS,
 ) -> tuple[turns_lib.Hint, ...]:
   """Returns hints on the faulty turns of an episode, in order.
 
   However long a hint is, it is kept here: what does not fit beside its turn is
-  dropped and counted where rows have a length (`rl.hints.batching`).
-
-  Args:
-    moments: the episode's turns, in order.
-    windows: tokens_T of each of its context windows.
-    tokenizer: that wrote them.
-    options: kinds and texts.
-    tools: names of those that exist.
-    usage: of a tool, one line.
-    detectors: kind -> detector.
-
-  Raises:
-    ValueError: a template's kind has no detector.
+  dropped and counted where rows have a length (`rl.hints.batching`). `windows`
+  are the tokens_T of the episode's windows; `usage` says how to call a tool.
   """
-  unknown = [kind for kind, _ in options.templates if kind not in detectors]
-  if unknown:
-    raise ValueError(
-      f'HintOptions.templates names {unknown}, which nothing detects; there '
-      f'are detectors of {sorted(detectors)}.'
-    )
   hints: list[turns_lib.Hint] = []
   for moment in moments:
-    if len(hints) == options.max_hints:
-      break
-    found = next(
-      (pair for pair in options.templates if detectors[pair[0]](moment)), None
-    )
-    if found is None:
+    spoken = (p for p in options.templates if DETECTORS[p[0]](moment))
+    kind, template = next(spoken, ('', ''))
+    if not kind or len(hints) == options.max_hints:
       continue
-    kind, template = found
     turn = moment.turn
-    tokens_T = windows[turn.trajectory]
+    # Before the marker that opens the call, where a message may stand.
+    prefix_T = chat.call_prefix(tokenizer)
+    at = max(turn.start - len(prefix_T), 0)
+    before_T = windows[turn.trajectory][at : turn.start]
     text = template.format(**_fields(moment, tools, usage))
     hints.append(
       turns_lib.Hint(
         trajectory=turn.trajectory,
         start=turn.start,
         stop=turn.stop,
-        at=_place(tokens_T, turn.start, tokenizer),
+        at=at if np.array_equal(before_T, prefix_T) else turn.start,
         kind=kind,
         tokens_T=chat.tool(tokenizer, text),
       )
     )
   return tuple(hints)
-
-
-def _place(tokens_T: np.ndarray, start: int, tokenizer: Any) -> int:
-  """Before the marker that opens the call, where a message may stand."""
-  prefix = chat.call_prefix(tokenizer)
-  at = start - len(prefix)
-  is_call = at >= 0 and np.array_equal(tokens_T[at:start], prefix)
-  return at if is_call else start
 
 
 def _fields(

@@ -23,7 +23,7 @@ class Differs(ValueError):
 
 
 class TapePolicy:
-  """A `policy.Policy` that samples what a rollout recorded."""
+  """A policy that samples what a rollout recorded."""
 
   def __init__(self, rollout: records.Rollout, tokenizer: Any):
     self._rollout = rollout
@@ -33,11 +33,11 @@ class TapePolicy:
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Returns the next turn; raises `Differs` for another context."""
-    turns = self._rollout.turns
+    task, turns = self._rollout.task_id, self._rollout.turns
     if self._next >= len(turns):
       raise Differs(
-        f'The record of task {self._rollout.task_id!r} ends after '
-        f'{len(turns)} turns; the episode does not.'
+        f'The record of task {task!r} ends after {len(turns)} turns; the '
+        'episode does not.'
       )
     turn = turns[self._next]
     if turn.trajectory != self._window:
@@ -46,9 +46,9 @@ class TapePolicy:
     recorded_T = trajectory.tokens_T[self._stop : turn.start]
     if not np.array_equal(request.context_T, recorded_T):
       raise Differs(
-        f'The context before turn {self._next} of task '
-        f'{self._rollout.task_id!r} is not as recorded: the tokens are '
-        f'{request.context_T.tolist()}, the record has {recorded_T.tolist()}.'
+        f'The context before turn {self._next} of task {task!r} is not as '
+        f'recorded: the tokens are {request.context_T.tolist()}, the record '
+        f'has {recorded_T.tolist()}.'
       )
     # The last token sampled before is consumed together with the context.
     first = max(self._stop - 1, 0)
@@ -74,27 +74,14 @@ def replay(
   tokenizer: Any,
   options: episode.EpisodeOptions,
   *,
-  reward: rewards.RewardOptions = episode.UNPRICED,
+  reward: rewards.RewardOptions = rewards.UNPRICED,
   hints: mistakes.HintOptions | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
 ) -> records.Rollout:
-  """Carries out the calls of a rollout again.
+  """Carries out the calls of a rollout again, in a new environment; blocks.
 
-  Args:
-    rollout: with its turns.
-    environment: a new one, of the same task; closed at the end.
-    tokenizer: of the run.
-    options: of the run; its deadline and number of turns are the record's.
-    reward: of the run, or other prices.
-    hints: of the run, or others.
-    summary: of the run.
-
-  Returns:
-    The rollout of the new episode; its tokens and what was found are those of
-    the record, its reward and hints are of these options.
-
-  Raises:
-    Differs: a context, a window or the verdict is not as recorded.
+  Arguments are the run's; prices and hints may be others. Raises `Differs`
+  where a context, a window or the verdict is not as recorded.
   """
   again = episode.run(
     environment,
@@ -110,13 +97,12 @@ def replay(
     hints=hints,
     summary=summary,
   )
-  for name in ('task_id', 'turns', 'tools', 'flags'):
-    _compare(name, getattr(again, name), getattr(rollout, name))
-  for name in ('status', 'passed', 'num_passed', 'num_tests'):
-    _compare(name, getattr(again.verdict, name), getattr(rollout.verdict, name))
+  said = ('task_id', 'turns', 'tools', 'flags')
+  found = ('status', 'passed', 'num_passed', 'num_tests')
+  pairs = [(name, again, rollout) for name in said]
+  pairs += [(name, again.verdict, rollout.verdict) for name in found]
+  for name, mine, recorded in pairs:
+    value, expected = getattr(mine, name), getattr(recorded, name)
+    if value != expected:
+      raise Differs(f'{name} is {value!r}; the record has {expected!r}.')
   return again
-
-
-def _compare(name: str, found: Any, recorded: Any) -> None:
-  if found != recorded:
-    raise Differs(f'{name} is {found!r}; the record has {recorded!r}.')

@@ -4,7 +4,16 @@ A rollout that a monitor flagged earns nothing for its success; it keeps its
 penalties and is counted like any other, since a sample that is dropped teaches
 that hacking is free. An invalid call costs for the same reason.
 
-The terms may change while a run goes on: `Switch` reads `rewards.json` of the
+Effort x costs by the concave length penalty of Composer 2 (report, section 4),
+
+  C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)),   C'(x) = (1 + k x)^-q
+
+The first tokens cost most, so that easy tasks are done quickly while hard ones
+may still take long. Its constants are not published; x here is the sampled
+tokens, summaries included, plus a share of what tools answered and a price per
+turn, which stands for what a tool call costs beside its tokens.
+
+The prices may change while a run goes on: `Switch` reads `rewards.json` of the
 workdir, which a person may replace at any time by one of a higher version.
 """
 
@@ -16,8 +25,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer_jax.agent import effort
-from composer_jax.core import records, turns
+from composer_jax.core import checks, records, turns
 
 FILE = 'rewards.json'
 # What a reward is the sum of; all but the first take away.
@@ -31,103 +39,105 @@ _CLOSING_TOOLS = ('finish', 'todo')
 _MIN_SHELL_CALLS = 3
 
 
+def concave(x: float, k: float, q: float) -> float:
+  """C(x), continuous in q: x at q = 0, log(1 + k x) / k at q = 1.
+
+  Above q = 1 it is bounded by 1 / (k (q - 1)).
+  """
+  log = math.log1p(k * x)
+  power = (1 - q) * log
+  # expm1(p) / p is 1 in the limit, where the quotient is 0 / 0.
+  return (math.expm1(power) / power if power else 1.0) * log / k
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RewardOptions:
   """Prices of an episode, in units of its success, which earns 1.
 
+  Without a price on effort a wrong edit that is mended later earns as much as a
+  right one, and RL unlearns to get it right at once.
+
   Attributes:
-    version: grows with every change during a run; every sample names it.
+    version: number of these prices, which grows with every change during a run;
+      every sample names it.
     invalid_penalty: lost per call that no tool could carry out.
     failed_edit_penalty: lost per edit that changed nothing.
     open_todo_penalty: lost per to-do that is still open at the end.
     unfinished_penalty: lost by an episode that never called finish.
     shell_only_penalty: lost by an episode that did everything by `run`.
-    effort_coefficient: and the next four, see `effort.EffortOptions`.
+    effort_coefficient: reward lost at effort_scale if the price were linear; 0
+      makes effort free.
+    effort_scale: 1 / k in sampled tokens, about the effort of a usual episode.
+    effort_q: how fast the price of one more token falls; 0 is linear.
+    effort_turn_tokens: price of a turn, in sampled tokens.
+    effort_answer_weight: price of a token of a tool's answer, in sampled ones.
   """
 
   version: int = 0
-  invalid_penalty: float = 0.0
+  invalid_penalty: float = 0.1
   failed_edit_penalty: float = 0.0
   open_todo_penalty: float = 0.0
   unfinished_penalty: float = 0.0
   shell_only_penalty: float = 0.0
-  effort_coefficient: float = 0.0
-  effort_scale: float = 100.0
+  effort_coefficient: float = 0.1
+  effort_scale: float = 80.0
   effort_q: float = 0.5
-  effort_turn_tokens: float = 0.0
+  effort_turn_tokens: float = 8.0
   effort_answer_weight: float = 0.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(
-          f'rewards.{field.name} must be a number, not {value!r}.'
-        )
-      if field.name.endswith('_penalty') and not 0 <= value < math.inf:
-        raise ValueError(
-          f'{field.name} ({value}) must not be negative: what it is the price '
-          'of would pay.'
-        )
-    if not isinstance(self.version, int) or self.version < 0:
-      raise ValueError(
-        f'rewards.version ({self.version!r}) must be a whole number of at '
-        'least 0.'
-      )
-    self.effort()
+    checks.at_least(self, 0, 'version')
+    prices = [f.name for f in dataclasses.fields(self) if f.name != 'version']
+    # What a negative price is of would pay.
+    checks.number(self, 0, *prices)
+    checks.positive(self, 'effort_scale')
 
-  def effort(self) -> effort.EffortOptions:
-    return effort.EffortOptions(
-      coefficient=self.effort_coefficient,
-      scale=self.effort_scale,
-      q=self.effort_q,
-      turn_tokens=self.effort_turn_tokens,
-      answer_weight=self.effort_answer_weight,
-    )
+  def effort_penalty(
+    self, num_sampled: int, num_turns: int, num_answered: int
+  ) -> float:
+    """Reward lost by an episode of so many tokens and turns."""
+    if not self.effort_coefficient:
+      return 0.0
+    effort = num_sampled + self.effort_turn_tokens * num_turns
+    effort += self.effort_answer_weight * num_answered
+    cost = concave(effort, 1 / self.effort_scale, self.effort_q)
+    return self.effort_coefficient * cost / self.effort_scale
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-  """What an episode did beside its turns.
-
-  Attributes:
-    num_sampled: tokens that the policy sampled, in all windows.
-    num_answered: tokens of what tools answered.
-    open_todos: at the end.
-  """
-
-  num_sampled: int
-  num_answered: int = 0
-  open_todos: int = 0
+# An episode earns 1 if it passed, else 0.
+UNPRICED = RewardOptions(invalid_penalty=0.0, effort_coefficient=0.0)
 
 
 def score(
   verdict: records.Verdict,
   played: Sequence[turns.Turn],
-  facts: Facts,
   flags: Sequence[str],
   options: RewardOptions,
+  *,
+  num_sampled: int,
+  num_answered: int,
+  open_todos: int,
 ) -> tuple[float, dict[str, float]]:
   """Returns the reward of an episode, and what each of its terms added.
 
   Args:
-    verdict: of the final state.
-    played: its turns in order; summaries are neither calls nor free.
-    facts: beside them.
+    verdict: on the final state.
+    played: turns in order; summaries are neither calls nor free.
     flags: alarms of monitors.
     options: the prices.
+    num_sampled, num_answered: tokens of the policy, summaries included, and of
+      what tools answered.
+    open_todos: to-dos that are open at the end.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]
   success = float(verdict.passed)
   lost = {
     'flagged': success if flags else 0.0,
     'invalid': options.invalid_penalty * sum(not t.is_valid for t in calls),
-    'effort': options.effort().penalty(
-      facts.num_sampled, len(played), facts.num_answered
-    ),
+    'effort': options.effort_penalty(num_sampled, len(played), num_answered),
     'failed_edit': options.failed_edit_penalty
     * sum(t.outcome == turns.FAILED_EDIT for t in calls),
-    'open_todo': options.open_todo_penalty * facts.open_todos,
+    'open_todo': options.open_todo_penalty * open_todos,
     'unfinished': options.unfinished_penalty
     * (verdict.status == records.UNFINISHED),
     'shell_only': options.shell_only_penalty * _used_shell_alone(calls),
@@ -157,18 +167,12 @@ class Switch:
 
   def __init__(
     self,
-    path: str | pathlib.Path,
+    path: pathlib.Path,
     first: RewardOptions,
     report: Callable[[str], None],
   ):
-    """Begins with the config's prices.
-
-    Args:
-      path: of the file, which need not exist.
-      first: the prices of the config.
-      report: told what was taken, and why a file was not.
-    """
-    self._path = pathlib.Path(path)
+    """Begins with the config's prices; `report` is told of every file."""
+    self._path = path
     self._first = self._current = first
     self._report = report
     self._seen: bytes | None = None
@@ -179,42 +183,39 @@ class Switch:
     """The prices of a group, the same for each of its members."""
     with self._lock:
       if group not in self._of_group:
-        self._of_group[group] = self._read()
+        self._read()
+        self._of_group[group] = self._current
       return self._of_group[group]
 
-  def _read(self) -> RewardOptions:
+  def _read(self) -> None:
+    """Takes the file's prices, unless there is none or it is no newer one."""
     try:
       data = self._path.read_bytes()
     except FileNotFoundError:
-      return self._current
+      return
     if data == self._seen:
-      return self._current
+      return
     self._seen = data
+    current = self._current.version
     try:
-      found = parse(data, self._first)
-      if found.version <= self._current.version:
+      prices = _parse(data, self._first)
+      if prices.version <= current:
         raise ValueError(
-          f'its version ({found.version}) must exceed the one in force '
-          f'({self._current.version})'
+          f'its version ({prices.version}) must exceed the one in force '
+          f'({current})'
         )
     except ValueError as error:
       # A run must not end, or train on half a change, for a typing error.
       self._report(
-        f'{self._path} is not taken, version {self._current.version} stays in '
-        f'force: {error}'
+        f'{self._path} is not taken, version {current} stays in force: {error}'
       )
-      return self._current
-    self._report(f'rewards of version {found.version} are in force')
-    self._current = found
-    return found
+      return
+    self._report(f'rewards of version {prices.version} are in force')
+    self._current = prices
 
 
-def parse(data: bytes, first: RewardOptions) -> RewardOptions:
-  """Returns `first` with the fields that a JSON object names.
-
-  Raises:
-    ValueError: no object, an unknown field, no version, or a wrong value.
-  """
+def _parse(data: bytes, first: RewardOptions) -> RewardOptions:
+  """Returns `first` with the fields that a JSON object names."""
   fields: Any = json.loads(data)
   if not isinstance(fields, dict) or 'version' not in fields:
     raise ValueError('it must be a JSON object with at least "version"')

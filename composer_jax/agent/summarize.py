@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.agent import window
-from composer_jax.core import records
+from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 from composer_jax.text import chat
 
@@ -34,10 +34,11 @@ class SummaryOptions:
   Attributes:
     trigger: tokens that no window exceeds; 0 turns summaries off, and a window
       that is full ends the episode.
-    max_tokens: of a summary, its end token included.
-    max_summaries: of an episode; its last window ends as without summaries.
-    plan_tokens: of the plan that a new window begins with, at most.
-    query: what the host asks.
+    max_tokens: most tokens of a summary, its end token included.
+    max_summaries: most summaries of an episode; its last window ends as without
+      summaries.
+    plan_tokens: most tokens of the to-do list that a new window begins with.
+    query: what the host asks for a summary with.
   """
 
   trigger: int = 0
@@ -50,16 +51,8 @@ class SummaryOptions:
   )
 
   def __post_init__(self):
-    for name, lowest in (
-      ('trigger', 0),
-      ('max_tokens', 1),
-      ('max_summaries', 1),
-      ('plan_tokens', 0),
-    ):
-      if getattr(self, name) < lowest:
-        raise ValueError(
-          f'{name} must be at least {lowest}, not {getattr(self, name)}.'
-        )
+    checks.at_least(self, 0, 'trigger', 'plan_tokens')
+    checks.at_least(self, 1, 'max_tokens', 'max_summaries')
 
   def limit(self, max_tokens: int) -> int:
     """Tokens of a window, of an episode whose windows could have max_tokens."""
@@ -78,8 +71,9 @@ class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
   Attributes:
-    limit: tokens of a window.
-    options: of the summaries.
+    limit: most tokens of a window.
+    options: when there are summaries, and how long they are.
+    opening_T: the context of the first call.
   """
 
   def __init__(
@@ -93,42 +87,30 @@ class Summarizer:
   ):
     """Measures what has to fit.
 
-    Args:
-      tokenizer: of the episode.
-      prompt: of the task, which every window begins with.
-      options: of the summaries.
-      max_tokens: of a window, summaries or not.
-      max_call_tokens: room that a call is given while summaries remain.
+    A window has at most max_tokens, summaries or not, and a call is given
+    max_call_tokens while summaries remain.
 
     Raises:
-      ValueError: the limits leave no room for them.
+      ValueError: the limits leave no room for a call and a summary.
     """
     self.limit = options.limit(max_tokens)
     self.options = options
     self._tokenizer = tokenizer
     self._prompt_T = chat.user(tokenizer, prompt)
     self._prefix_T = chat.call_prefix(tokenizer)
-    self._call_tokens = max_call_tokens
+    self.opening_T = np.concatenate([self._prompt_T, self._prefix_T])
     self._query_T = np.concatenate(
       [chat.user(tokenizer, options.query), self._prefix_T]
     )
+    self._call_tokens = max_call_tokens
     # One more for the end of a call that was cut off.
     self._reserve = 1 + len(self._query_T) + options.max_tokens
-    if options.trigger:
-      self._check()
-
-  @property
-  def opening_T(self) -> np.ndarray:
-    """The context of the first call."""
-    return np.concatenate([self._prompt_T, self._prefix_T])
-
-  def _check(self) -> None:
-    """Raises unless every window has room for a call and a summary."""
-    options = self.options
+    if not options.trigger:
+      return
     head_T = self._summary(options.max_summaries, np.zeros(0, np.int32), '')
-    start = len(self._prompt_T) + len(head_T) + options.max_tokens
-    start += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
-    needed = start + self._call_tokens + self._reserve
+    needed = len(self._prompt_T) + len(head_T) + options.max_tokens
+    needed += options.plan_tokens + len(self._answer(_CUT, self.limit)) + 1
+    needed += self._call_tokens + self._reserve
     if needed > self.limit:
       raise ValueError(
         f'trigger ({self.limit}) must be at least {needed}: a prompt of '
@@ -139,8 +121,7 @@ class Summarizer:
 
   def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
     """Whether a call after this context could leave no room for a summary."""
-    options = self.options
-    if not options.trigger or chain.index >= options.max_summaries:
+    if not self.options.trigger or chain.index >= self.options.max_summaries:
       return False
     needed = len(context_T) + self._call_tokens + self._reserve
     return chain.length + needed > self.limit
@@ -148,10 +129,8 @@ class Summarizer:
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
     """Has the window summarised and begins the next one.
 
-    Args:
-      chain: of the episode.
-      plan: what the environment says is left to do; '' for nothing.
-      answer: to the last call, which the summary does not know yet.
+    The new window is told the plan (what the environment says is left to do)
+    and the answer to the last call, which the summary does not know yet.
 
     Returns:
       The context of the next call, the first of the new window.
@@ -162,21 +141,14 @@ class Summarizer:
     completion = chain.sample(query_T, self.options.max_tokens)
     chain.note(completion, '', turns_lib.SUMMARY)
     chain.restart()
-    summary_T = self._summary(chain.index, self._kept(completion), plan)
-    room = self.limit - len(self._prompt_T) - len(summary_T)
-    room -= len(self._prefix_T) + self._call_tokens
+    sampled_T = completion.tokens_T
+    is_text = [chat.is_text(self._tokenizer, t_1) for t_1 in sampled_T[:, None]]
+    summary_T = self._summary(chain.index, sampled_T[is_text], plan)
+    room = self.limit - len(self.opening_T) - len(summary_T) - self._call_tokens
     if chain.index < self.options.max_summaries:
       room -= self._reserve
     answer_T = self._answer(answer, room)
     return np.concatenate([self._prompt_T, summary_T, answer_T, self._prefix_T])
-
-  def _kept(self, completion: records.Completion) -> np.ndarray:
-    """The summary's tokens, as they were sampled, that are text."""
-    is_text = [
-      chat.is_text(self._tokenizer, token_1)
-      for token_1 in completion.tokens_T[:, None]
-    ]
-    return completion.tokens_T[is_text]
 
   def _summary(self, count: int, kept_T: np.ndarray, plan: str) -> np.ndarray:
     """The message that a summary goes on as, with its number and the plan."""

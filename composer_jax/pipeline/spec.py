@@ -16,7 +16,7 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.rl import batching, comparison, mismatch, policy_loss, update
+from composer_jax.rl import batching, mismatch, policy_loss, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.train import accumulation
@@ -381,7 +381,7 @@ class Spec:
 
   def batch_shape(self) -> batching.BatchShape:
     """Of the microbatches of RL."""
-    return comparison.shape_of(
+    return batching.shape_of(
       self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
     )
 
@@ -429,12 +429,6 @@ class Spec:
           'leaves out cpt alone, and of an imported model (--config.initial).'
         )
     self._check_roles()
-    if self.hints.loss.top_k >= self.model.vocab_size:
-      raise ValueError(
-        f'--config.hints.loss.top_k ({self.hints.loss.top_k}) must be below '
-        f'--config.model.vocab_size ({self.model.vocab_size}); 0 tells all '
-        'words apart.'
-      )
     if self.rl.replay and not self.rollout.record_routes:
       raise ValueError(
         '--config.rl.replay needs the routes that rollouts record: set '

@@ -245,14 +245,16 @@ def _evaluate(
   params = jax.jit(policy_values.straight_through)(variables['params'])
   values = {**variables, 'params': params}
   with job.runner() as runner, progress.Progress('eval', episodes) as bar:
-    found, rollouts = rl_evaluate.evaluate(
+    groups = collect.groups(
       collector_of(
         job.spec, job.systems, job.tokenizer, runner, split='held_out'
       ),
       make_engine(job.spec, values, 0),
-      episodes,
+      range(episodes),
       on_progress=bar.update,
     )
+  rollouts = [r for g in groups for r in g.rollouts]
+  found = rl_evaluate.pass_rate(rollouts)
   fields = dataclasses.asdict(found)
   # Also where RL has no steps, its point must not stand on that of SFT.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0

@@ -1,5 +1,6 @@
 """From the rewards of a group to one advantage per rollout.
 
+Guided path, 5 of 10: between what `rl.collect` played and `rl.batching`.
 Dr. GRPO (arXiv 2503.20783): reward minus the group's mean, divided by neither
 the group's deviation (degenerate when all are equally right) nor the length.
 The KL to a reference sits in the reward as the detached k1 estimator: its
@@ -25,10 +26,7 @@ def kl_penalized_rewards(
     group: rollouts whose `logprobs_T` are log p.
     reference_logprobs: per rollout, log q about every token of its
       trajectories in order, concatenated.
-    coefficient: beta; nats of divergence per unit of reward.
-
-  Returns:
-    float64 rewards_R.
+    coefficient: beta; reward per nat of divergence.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
   for i, rollout in enumerate(group.rollouts):
@@ -74,29 +72,25 @@ def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
 
 
 def normalized(
-  groups: Sequence[records.Group],
-  by_group: list[np.ndarray],
-  normalizer: str,
+  groups: Sequence[records.Group], by_group: list[np.ndarray], normalizer: str
 ) -> list[np.ndarray]:
   """Scales advantages by what a loss divides each rollout's tokens by.
 
   Every policy loss is proportional to the size of its advantages, so that the
   division needs no part in it. The caller divides by the number of rollouts.
-
-  Args:
-    groups: of a step.
-    by_group: advantages_R of each.
-    normalizer: 'constant' leaves them (Dr. GRPO); 'sequence' divides by the
-      tokens that the rollout sampled in all its windows (GRPO); 'token' by
-      their mean over the step's rollouts (DAPO).
+  'constant' leaves advantages as they are (Dr. GRPO); 'sequence' divides by the
+  tokens that the rollout sampled in all its windows (GRPO); 'token' by their
+  mean over the step's rollouts (DAPO).
   """
   if normalizer == 'constant':
     return by_group
+
+  def sampled(rollout: records.Rollout) -> int:
+    return sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories)
+
   lengths = [
-    np.array([sum(int(t.loss_mask_T.sum()) for t in r.trajectories)
-              for r in g.rollouts], np.float32)
-    for g in groups
-  ]  # fmt: skip
+    np.array([sampled(r) for r in g.rollouts], np.float32) for g in groups
+  ]
   if normalizer == 'token':
     lengths = [np.full_like(x, np.concatenate(lengths).mean()) for x in lengths]
   return [

@@ -1,5 +1,6 @@
 """Packs trajectories of finished groups into fixed microbatches.
 
+Guided path, 6 of 10: with the advantages of `rl.advantage`, for `rl.step`.
 Groups come sorted by id and the packing is a function of their lengths alone,
 so the same groups give the same bits, whoever sampled them and in which order
 they finished. Arrays keep the alignment of `core.records`: about the token.
@@ -14,6 +15,8 @@ import numpy as np
 
 from composer_jax.core import batches, records
 from composer_jax.core.routes import codec
+from composer_jax.kernels.attention import grouped_query
+from composer_jax.models import config as model_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,7 @@ class BatchShape:
   Attributes:
     rows: B.
     seq_len: T; the longest trajectory that fits.
-    num_moe_layers: M of the recorded routes.
-    num_active: A of the recorded routes.
+    num_moe_layers, num_active: M and A of the recorded routes.
     num_experts: E, which recorded ids are below.
     align: every trajectory starts at a multiple of it in its row, so that its
       tokens fall into the same tiles of a kernel whatever lies before them.
@@ -45,46 +47,23 @@ class BatchShape:
       )
 
 
-def _aligned(length: int, align: int) -> int:
-  return -(-length // align) * align
+def shape_of(
+  model: model_config.ModelConfig, *, rows: int, seq_len: int
+) -> BatchShape:
+  """The microbatches that a model trains on."""
+  is_invariant = model.numerics == 'batch_invariant'
+  return BatchShape(
+    rows=rows,
+    seq_len=seq_len,
+    num_moe_layers=model.num_moe_layers,
+    num_active=model.moe.num_active,
+    num_experts=model.moe.num_experts,
+    # Keys are summed block by block: a trajectory has blocks of its own.
+    align=grouped_query.KEY_BLOCK if is_invariant else 1,
+  )
 
 
-def assign_rows(
-  lengths: list[int], seq_len: int, align: int = 1
-) -> list[list[int]]:
-  """First-fit decreasing: which trajectories share a row.
-
-  Ties keep the given order. Rows are returned with members in given order.
-
-  Args:
-    lengths: of the trajectories.
-    seq_len: of a row.
-    align: divides `seq_len`; see BatchShape.
-
-  Raises:
-    ValueError: when a trajectory is longer than a row.
-  """
-  order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-  rows: list[list[int]] = []
-  room: list[int] = []
-  for i in order:
-    if lengths[i] > seq_len:
-      raise ValueError(
-        f'A trajectory of {lengths[i]} tokens does not fit a row of '
-        f'{seq_len}; raise --config.rl.seq_len or lower '
-        '--config.episode.max_tokens.'
-      )
-    fits = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
-    if fits is None:
-      rows.append([])
-      room.append(seq_len)
-      fits = len(rows) - 1
-    rows[fits].append(i)
-    room[fits] -= _aligned(lengths[i], align)
-  return [sorted(row) for row in rows]
-
-
-class Place(NamedTuple):
+class RowSpan(NamedTuple):
   """Where a trajectory lies: microbatch, row, segment number and tokens."""
 
   batch: int
@@ -93,41 +72,55 @@ class Place(NamedTuple):
   span: slice
 
 
-def places(lengths: list[int], shape: BatchShape) -> list[Place]:
-  """The place that `pack` gives to each trajectory, in the given order."""
-  found: dict[int, Place] = {}
-  rows = assign_rows(lengths, shape.seq_len, shape.align)
+def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
+  """Where trajectories of these lengths go, first-fit decreasing.
+
+  Ties keep the given order, as do the trajectories of one row.
+  """
+  aligned = [-(-n // shape.align) * shape.align for n in lengths]
+  rows: list[list[int]] = []
+  room: list[int] = []
+  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    if lengths[i] > shape.seq_len:
+      raise ValueError(
+        f'A trajectory of {lengths[i]} tokens does not fit a row of '
+        f'{shape.seq_len}; raise --config.rl.seq_len or lower '
+        '--config.episode.max_tokens.'
+      )
+    fitting = (r for r, free in enumerate(room) if free >= lengths[i])
+    row = next(fitting, len(rows))
+    if row == len(rows):
+      rows.append([])
+      room.append(shape.seq_len)
+    rows[row].append(i)
+    room[row] -= aligned[i]
+  spans: dict[int, RowSpan] = {}
   for row, members in enumerate(rows):
     offset = 0
-    for segment, i in enumerate(members, start=1):
+    for segment, i in enumerate(sorted(members), start=1):
       span = slice(offset, offset + lengths[i])
-      found[i] = Place(row // shape.rows, row % shape.rows, segment, span)
-      offset = _aligned(span.stop, shape.align)
-  return [found[i] for i in range(len(lengths))]
+      spans[i] = RowSpan(row // shape.rows, row % shape.rows, segment, span)
+      offset += aligned[i]
+  return [spans[i] for i in range(len(lengths))]
 
 
 def padding(shape: BatchShape) -> dict[str, Any]:
   """Numpy arrays of a microbatch of padding alone; what packing fills."""
   B, T = shape.rows, shape.seq_len
+  routes = (shape.num_moe_layers, B, T, shape.num_active)
+  ints = ('tokens_BT', 'segment_ids_BT', 'positions_BT')
+  floats = ('loss_weights_BT', 'rollout_logprobs_BT', 'advantages_BT')
   return {
-    'tokens_BT': np.zeros((B, T), np.int32),
-    'segment_ids_BT': np.zeros((B, T), np.int32),
-    'positions_BT': np.zeros((B, T), np.int32),
-    'loss_weights_BT': np.zeros((B, T), np.float32),
-    'rollout_logprobs_BT': np.zeros((B, T), np.float32),
-    'advantages_BT': np.zeros((B, T), np.float32),
+    **{name: np.zeros((B, T), np.int32) for name in ints},
+    **{name: np.zeros((B, T), np.float32) for name in floats},
     'temperatures_BT': np.ones((B, T), np.float32),
-    'expert_ids_MBTA': np.full(
-      (shape.num_moe_layers, B, T, shape.num_active),
-      records.NO_ROUTE,
-      np.uint16,
-    ),
+    'expert_ids_MBTA': np.full(routes, records.NO_ROUTE, np.uint16),
   }
 
 
 def write(
   arrays: dict[str, Any],
-  place: Place,
+  place: RowSpan,
   trajectory: records.Trajectory,
   advantage: float,
 ) -> None:
@@ -140,20 +133,12 @@ def write(
   arrays['advantages_BT'][row, span] = advantage
   arrays['temperatures_BT'][row, span] = trajectory.temperature
   # Token-major on the host, layer-major on the device.
-  arrays['expert_ids_MBTA'][:, row, span] = trajectory.expert_ids_TMA.transpose(
-    1, 0, 2
-  )
+  ids_MTA = trajectory.expert_ids_TMA.transpose(1, 0, 2)
+  arrays['expert_ids_MBTA'][:, row, span] = ids_MTA
 
 
 def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
   """Refuses what would train other experts than those that sampled."""
-  want = (shape.num_moe_layers, shape.num_active)
-  if ids_TMA.shape[1:] != want:
-    raise ValueError(
-      'Recorded routes have (MoE layers, active experts) = '
-      f'{ids_TMA.shape[1:]}, the trainer has {want}: the rollout fleet runs '
-      'another model.'
-    )
   scheme = codec.RouteScheme(
     num_experts=shape.num_experts,
     num_active=shape.num_active,
@@ -163,8 +148,8 @@ def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
     codec.check(ids_TMA, scheme)
   except ValueError as error:
     raise ValueError(
-      f'The record of trajectory {i} of the step cannot be replayed; its MoE '
-      f'layers count from 0. {error}'
+      f'The record of trajectory {i} of the step cannot be replayed; did '
+      f'another model sample it? Its MoE layers count from 0. {error}'
     ) from error
 
 
@@ -175,25 +160,19 @@ def pack(
 ) -> list[batches.RLBatch]:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
-  Args:
-    trajectories: in order of (group, member, window).
-    advantages: one per trajectory.
-    shape: of every microbatch; the last is filled up with padding.
-
-  Returns:
-    numpy RLBatches in a fixed order.
+  Trajectories come in order of (group, member, window); `places` says where
+  each lies. The last microbatch is filled up with padding.
 
   Raises:
-    ValueError: a trajectory too long, routes of other layers or experts, or
-      routes that no router makes.
+    ValueError: a trajectory is too long, or its routes are no router's of ours.
   """
   for i, trajectory in enumerate(trajectories):
     check_routes(i, trajectory.expert_ids_TMA, shape)
   where = places([len(t) for t in trajectories], shape)
   num_batches = max((p.batch for p in where), default=-1) + 1
   packed = [padding(shape) for _ in range(num_batches)]
-  for place, trajectory, advantage in zip(
+  for place, trajectory, weight in zip(
     where, trajectories, advantages, strict=True
   ):
-    write(packed[place.batch], place, trajectory, advantage)
+    write(packed[place.batch], place, trajectory, weight)
   return [batches.RLBatch(**arrays) for arrays in packed]

@@ -1,5 +1,6 @@
 """Rolls out groups of episodes on an engine.
 
+Guided path, 4 of 10: it plays `agent.episode` many times, for `rl.advantage`.
 Episodes are plain blocking functions in threads; the engine batches whatever
 they ask for. Which task, which random numbers and which group an episode
 belongs to depend on its (group, member) alone, never on timing.
@@ -8,13 +9,17 @@ belongs to depend on its (group, member) alone, never on timing.
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import environment as environments
-from composer_jax.agent import episode, mistakes, rewards, summarize
-from composer_jax.agent import policy as policies
+from composer_jax.agent import (
+  environment,
+  episode,
+  mistakes,
+  rewards,
+  summarize,
+)
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -28,7 +33,7 @@ class Collector:
     task_of_group: group id -> task, as `play` takes it; the only source.
     play: (task, policy, group, member, seed) -> Rollout, one whole episode.
     rollouts_per_group: R.
-    seed: of the run; random numbers are (seed, group, member, position).
+    seed: decides random numbers, with group, member and position.
   """
 
   task_of_group: Callable[[int], Any]
@@ -37,24 +42,19 @@ class Collector:
   seed: int
 
   def rollout(
-    self, policy: policies.Policy, group: int, member: int
+    self, policy: environment.Policy, group: int, member: int
   ) -> records.Rollout:
-    return self.play(
-      self.task_of_group(group),
-      policy,
-      group=group,
-      member=member,
-      seed=self.seed,
-    )
+    task = self.task_of_group(group)
+    return self.play(task, policy, group=group, member=member, seed=self.seed)
 
 
 def episode_player(
   tokenizer: Any,
-  make_environment: Callable[[Any], environments.Environment],
+  make_environment: Callable[[Any], environment.Environment],
   options: episode.EpisodeOptions,
   *,
-  reward_of_group: Callable[[int], rewards.RewardOptions] = lambda group: (
-    episode.UNPRICED
+  reward_of_group: Callable[[int], rewards.RewardOptions] = (
+    lambda group: rewards.UNPRICED
   ),
   hints: mistakes.HintOptions | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
@@ -62,13 +62,10 @@ def episode_player(
   """Binds `agent.episode.run` to what does not change between episodes.
 
   Args:
-    tokenizer: of the policy, see `episode.run`.
+    tokenizer, options, hints, summary: as of `episode.run`.
     make_environment: task -> a new environment for one episode of it.
-    options: limits of an episode.
     reward_of_group: group id -> prices, asked when an episode begins; a group
       has one answer, or its mean would be no baseline.
-    hints: which mistakes get one; None for no hints.
-    summary: when windows restart from a summary.
   """
 
   def play(task, policy, *, group, member, seed):
@@ -102,7 +99,7 @@ class GroupStream:
   def __init__(
     self,
     collector: Collector,
-    policy: policies.Policy,
+    policy: environment.Policy,
     num_threads: int,
     on_group: Callable[[records.Group], None],
   ):
@@ -110,9 +107,7 @@ class GroupStream:
     self._policy = policy
     self._on_group = on_group
     self._lock = threading.Lock()
-    self._parts: dict[int, list[records.Rollout]] = collections.defaultdict(
-      list
-    )
+    self._members = collections.defaultdict[int, list[records.Rollout]](list)
     self._failure: BaseException | None = None
     self._pool = futures.ThreadPoolExecutor(num_threads, 'episode')
     self._open = 0
@@ -126,7 +121,20 @@ class GroupStream:
       future.add_done_callback(self._finished)
 
   def _play(self, group: int, member: int) -> None:
-    self._keep(self._collector.rollout(self._policy, group, member))
+    """Plays an episode, and hands over the group if it was the last member."""
+    rollout = self._collector.rollout(self._policy, group, member)
+    with self._lock:
+      members = self._members[rollout.group]
+      members.append(rollout)
+      if len(members) < self._collector.rollouts_per_group:
+        return
+      del self._members[rollout.group]
+    members.sort(key=lambda r: r.member)
+    self._on_group(
+      records.Group(
+        group=rollout.group, task_id=rollout.task_id, rollouts=tuple(members)
+      )
+    )
 
   def _finished(self, future: futures.Future) -> None:
     failure = None if future.cancelled() else future.exception()
@@ -134,23 +142,6 @@ class GroupStream:
       self._failure = self._failure or failure
       # Last: who sees no open episode must find every group handed over.
       self._open -= 1
-
-  def _keep(self, rollout: records.Rollout) -> None:
-    """Hands over the group if this was its last member."""
-    with self._lock:
-      part = self._parts[rollout.group]
-      part.append(rollout)
-      if len(part) < self._collector.rollouts_per_group:
-        return
-      del self._parts[rollout.group]
-    part.sort(key=lambda r: r.member)
-    self._on_group(
-      records.Group(
-        group=rollout.group,
-        task_id=rollout.task_id,
-        rollouts=tuple(part),
-      )
-    )
 
   @property
   def open_episodes(self) -> int:
@@ -170,30 +161,18 @@ def groups(
   ids: Iterable[int],
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[records.Group]:
-  """Rolls out whole groups and returns them sorted by id; blocks.
-
-  Args:
-    collector: plays the episodes.
-    engine: owned by this call while it lasts.
-    ids: of the groups.
-    on_progress: told how many groups are finished, between engine steps.
-  """
-  found: list[records.Group] = []
+  """Rolls out groups, sorted by id; tells `on_progress` how many are done."""
+  finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
-  stream = GroupStream(collector, policy, engine.num_slots, found.append)
+  stream = GroupStream(collector, policy, engine.num_slots, finished.append)
   try:
     for group in ids:
       stream.admit(group)
     policy.serve(
-      lambda: stream.open_episodes == 0, lambda: on_progress(len(found))
+      lambda: stream.open_episodes == 0, lambda: on_progress(len(finished))
     )
     _ = stream.open_episodes  # Raises what made the last episode fail.
   finally:
     stream.close()
     policy.close()
-  return sorted(found, key=lambda g: g.group)
-
-
-def rollouts(found: Iterable[records.Group]) -> Iterator[records.Rollout]:
-  for group in found:
-    yield from group.rollouts
+  return sorted(finished, key=lambda g: g.group)

@@ -1,12 +1,8 @@
 """Pass rates of a policy on held-out tasks, with their interval."""
 
 import dataclasses
-import math
-from collections.abc import Callable
 
 from composer_jax.core import records
-from composer_jax.rl import collect
-from composer_jax.rollout import engine as engines
 from composer_jax.telemetry import intervals
 
 
@@ -68,37 +64,3 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
     valid_episodes=len(valid),
     passed_valid=sum(passed(r) for r in valid),
   )
-
-
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-  """Chance that one of k samples passes, without bias (Chen et al. 2021).
-
-  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task.
-  """
-  if not 0 <= passed <= samples or not 1 <= k <= samples:
-    raise ValueError(
-      f'passed ({passed}) must lie in 0..samples ({samples}), and k ({k}) in '
-      '1..samples.'
-    )
-  return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
-
-
-def evaluate(
-  collector: collect.Collector,
-  engine: engines.Engine,
-  episodes: int,
-  on_progress: Callable[[int], None] = lambda done: None,
-) -> tuple[PassRate, list[records.Rollout]]:
-  """Plays `episodes` held-out episodes, one per task, and summarises them.
-
-  Args:
-    collector: with one rollout per group, over held-out tasks.
-    engine: holding the policy to judge.
-    episodes: groups 0..episodes-1 of the collector.
-    on_progress: told how many episodes have ended.
-  """
-  found = collect.groups(
-    collector, engine, range(episodes), on_progress=on_progress
-  )
-  rollouts = list(collect.rollouts(found))
-  return pass_rate(rollouts), rollouts

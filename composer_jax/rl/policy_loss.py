@@ -1,5 +1,6 @@
 """The policy-gradient losses and the statistics that are summed beside them.
 
+Guided path, 7 of 10: what `rl.step` differentiates on batches of `rl.batching`.
 With ratio = p_train / p_rollout, A the advantage and sg what has no gradient,
 a loss is minus the sum over sampled tokens of
 
@@ -14,11 +15,9 @@ a loss is minus the sum over sampled tokens of
                   ratio, sg(mean) p / sg(p) for each token (arXiv 2507.18071)
 
 At ratio 1 every gradient is that of REINFORCE with the group's baseline. A
-sequence is one context window: the chain of windows of an episode has as many.
-The sum is divided by nothing; the caller divides by constants only, never by a
-length (Dr. GRPO), unless `normalizer` says so, which `rl.advantage` carries
-out. How far rollout and trainer differ is measured on the host, in float64, by
-`rl.mismatch`.
+sequence is one context window, of which an episode may have several. The sum is
+divided by nothing; the caller divides by constants only, never by a length (Dr.
+GRPO), unless `rl.advantage` is told to.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from composer_jax.core import batches
+from composer_jax.core import batches, checks
 
 # The usual (low, high) of each; of the ratio, or of its geometric mean over a
 # sequence, which is far nearer to 1. A low of 0 is none.
@@ -40,8 +39,6 @@ BOUNDS = {
   'dapo': (0.8, 1.28),
   'gspo': (1 - 3e-4, 1 + 4e-4),
 }
-_OF_SEQUENCES = ('sequence_mask', 'gspo')
-_CAPPED = ('tis', 'sequence_mask')
 NORMALIZERS = ('constant', 'sequence', 'token')
 
 
@@ -50,11 +47,11 @@ class LossOptions:
   """Which loss, and what of the ratio it believes.
 
   Attributes:
-    name: one of `BOUNDS`.
-    ratio_cap: C of a token's ratio, of 'tis' and 'sequence_mask'.
+    name: one of `BOUNDS`; 'tis' is truncated importance sampling.
+    ratio_cap: C of a token's ratio, in 'tis' and 'sequence_mask'.
     bounds: (low, high) of the others and of the mask; () for the usual ones.
-    normalizer: 'constant' (Dr. GRPO), 'sequence' (1 / length of the rollout,
-      GRPO) or 'token' (1 / all sampled tokens of the step, DAPO).
+    normalizer: what a rollout's tokens are divided by: 'constant' (Dr. GRPO),
+      'sequence' (its length, GRPO) or 'token' (the step's mean length, DAPO).
   """
 
   name: str = 'tis'
@@ -63,27 +60,20 @@ class LossOptions:
   normalizer: str = 'constant'
 
   def __post_init__(self):
-    for field, value, known in (
-      ('name', self.name, tuple(BOUNDS)),
-      ('normalizer', self.normalizer, NORMALIZERS),
-    ):
-      if value not in known:
-        raise ValueError(
-          f'--config.rl.loss.{field} must be one of {known}, not {value!r}.'
-        )
+    checks.one_of(self, 'name', tuple(BOUNDS))
+    checks.one_of(self, 'normalizer', NORMALIZERS)
     if not self.ratio_cap >= 1:
       raise ValueError(
-        '--config.rl.loss.ratio_cap must be at least 1, not '
-        f'{self.ratio_cap}: a ratio of 1 is no mismatch.'
+        f'--config.rl.loss.ratio_cap must be at least 1, not {self.ratio_cap}.'
       )
-    if self.bounds and not BOUNDS[self.name]:
+    if not self.bounds:
+      return
+    if not BOUNDS[self.name]:
       raise ValueError(
         f'--config.rl.loss.bounds ({self.bounds}) mean nothing to '
         f'{self.name!r}, which has ratio_cap.'
       )
-    if self.bounds and (
-      len(self.bounds) != 2 or not 0 <= self.bounds[0] <= 1 <= self.bounds[1]
-    ):
+    if len(self.bounds) != 2 or not 0 <= self.bounds[0] <= 1 <= self.bounds[1]:
       raise ValueError(
         '--config.rl.loss.bounds must be (low, high) with 0 <= low <= 1 <= '
         f'high, or () for the usual of the loss, not {self.bounds}.'
@@ -95,14 +85,10 @@ class LossOptions:
 
 
 class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
-  """Sums over sampled tokens, so that microbatches add up.
+  """Sums over sampled tokens, so that microbatches add up; entropy in nats.
 
-  Attributes:
-    num_tokens: sampled tokens.
-    entropy: nats.
-    truncated: tokens whose ratio was replaced by a bound; they have a gradient
-      but in the clipped losses.
-    dropped: tokens whose gradient the loss took away.
+  Tokens are `truncated` whose ratio was replaced by a bound (they have a
+  gradient but in the clipped losses), `dropped` whose gradient was taken away.
   """
 
   num_tokens: jax.Array
@@ -119,21 +105,14 @@ def loss(
 ) -> tuple[jax.Array, PolicyStats]:
   """Returns the loss of a microbatch, and its statistics without a gradient.
 
-  Args:
-    options: which loss.
-    train_logprobs_BT: of the policy that is trained.
-    entropy_BT: of its distribution at each token, in nats.
-    batch: what was sampled, in the same order of tokens.
+  Log-probabilities and entropy are the trained policy's at the batch's tokens.
   """
   weights_BT = batch.loss_weights_BT
-  log_ratio_BT = (
-    jax.lax.stop_gradient(train_logprobs_BT) - batch.rollout_logprobs_BT
-  )
+  fixed_BT = jax.lax.stop_gradient(train_logprobs_BT)
+  log_ratio_BT = fixed_BT - batch.rollout_logprobs_BT
   mean_BT = None
-  if options.name in _OF_SEQUENCES:
-    mean_BT = jnp.exp(
-      sequence_means(log_ratio_BT, weights_BT, batch.segment_ids_BT)
-    )
+  if options.name in ('sequence_mask', 'gspo'):
+    mean_BT = _sequence_ratios(log_ratio_BT, batch)
   if options.name in ('grpo', 'dapo', 'gspo'):
     sampled_BT = jnp.exp(log_ratio_BT) if mean_BT is None else mean_BT
     terms_BT, truncated_BT = _clipped(
@@ -159,15 +138,14 @@ def _detached(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Weights of A log p, which tokens met a bound, and which were dropped."""
   nothing_BT = jnp.zeros_like(ratio_BT, bool)
-  if options.name in _CAPPED:
-    truncated_BT = ratio_BT >= options.ratio_cap
-    weights_BT = jnp.minimum(ratio_BT, options.ratio_cap)
-    if mean_BT is None:
-      return weights_BT, truncated_BT, nothing_BT
-    low, high = options.range
+  truncated_BT = ratio_BT >= options.ratio_cap
+  weights_BT = jnp.minimum(ratio_BT, options.ratio_cap)
+  if options.name == 'tis':
+    return weights_BT, truncated_BT, nothing_BT
+  low, high = options.range
+  if mean_BT is not None:
     kept_BT = (mean_BT >= low) & (mean_BT <= high)
     return jnp.where(kept_BT, weights_BT, 0.0), truncated_BT, ~kept_BT
-  low, high = options.range
   inside_BT = (ratio_BT >= low) & (ratio_BT <= high)
   if options.name == 'cispo':
     return jnp.clip(ratio_BT, low, high), ~inside_BT, nothing_BT
@@ -194,18 +172,19 @@ def _clipped(
   return moving_BT * advantages_BT, ~kept_BT
 
 
-def sequence_means(
-  values_BT: jax.Array, weights_BT: jax.Array, segment_ids_BT: jax.Array
+def _sequence_ratios(
+  log_ratio_BT: jax.Array, batch: batches.RLBatch
 ) -> jax.Array:
-  """The mean of each segment's weighted values, at every token of it.
+  """The geometric mean ratio of each sequence, at every token of it.
 
-  Rows may be sharded and their tokens in any order; 0 where nothing weighs.
+  Rows may be sharded and their tokens in any order; 1 where nothing weighs.
   """
-  num_segments = values_BT.shape[1] + 1  # no row holds more, and padding's
+  num_segments = log_ratio_BT.shape[1] + 1  # no row holds more, and padding's
+  weights_BT = batch.loss_weights_BT
 
   def sums(values_T, ids_T):
     return jax.ops.segment_sum(values_T, ids_T, num_segments)[ids_T]
 
-  totals_BT = jax.vmap(sums)(values_BT * weights_BT, segment_ids_BT)
-  counts_BT = jax.vmap(sums)(weights_BT, segment_ids_BT)
-  return totals_BT / jnp.maximum(counts_BT, 1.0)
+  totals_BT = jax.vmap(sums)(log_ratio_BT * weights_BT, batch.segment_ids_BT)
+  counts_BT = jax.vmap(sums)(weights_BT, batch.segment_ids_BT)
+  return jnp.exp(totals_BT / jnp.maximum(counts_BT, 1.0))

@@ -1,9 +1,9 @@
 """One optimizer step of reinforcement learning under router replay.
 
-A step is a few microbatches of one static shape, whose gradients add up, and
-one update. The trainer differentiates at the policy's own values (the bf16
-cast of the masters) and applies the gradient to the float32 masters, so that
-what it scores is exactly what the rollout engine served.
+Guided path, 8 of 10: `rl.policy_loss` on `models.decoder`. A step is a few
+microbatches of one static shape, whose gradients add up, and one update. It
+differentiates at the policy's own values (the bf16 cast of the float32 masters)
+and moves the masters: what it scores is exactly what the rollout engine served.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange, sequence
 from composer_jax.rl import policy_loss
-from composer_jax.rl.hints import batching, distill
+from composer_jax.rl.hints import distill
 from composer_jax.train import buckets, policy_values
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
@@ -37,10 +37,8 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
     num_routed: tokens, padding excluded.
-    replay_agreement_M: share in a microbatch times its tokens, so that the sum
-      over num_routed is the share in the step. So the next two.
-    replay_replaced_M: of `batches.RouteStats`.
-    no_route_M: likewise.
+    replay_agreement_M, replay_replaced_M, no_route_M: shares of
+      `batches.RouteStats` times num_routed, so that they add up.
   """
 
   grads: Any
@@ -57,11 +55,10 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
   """What a forward pass says of each token, for the host to compare.
 
   Attributes:
-    logprobs_BT: at the batch's temperatures.
+    logprobs_BT: log-probabilities at the batch's temperatures.
     expert_ids_MBTA: uint16, the experts that each token passed.
-    exchanged: rows that the exchange of each MoE layer needed and had; None
-      without a mesh.
-    attempts: at these scores; before the last, buffers overflowed.
+    exchanged: rows that each MoE layer's exchange needed and had, on a mesh.
+    attempts: passes that it took; before the last, buffers overflowed.
   """
 
   logprobs_BT: jax.Array
@@ -79,11 +76,9 @@ class Functions:
       bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
-    score: (values, batch) -> scores, routed afresh or replayed as the batch
-      says.
-    add_hints: (values, teacher, sums, HintBatch) -> (sums with its gradient,
-      HintStats).
-    parts: that the rows of a batch are divided in; hinted turns keep to one.
+    score: (values, batch) -> scores, with the batch's routes where it has them.
+    add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats).
+    parts: groups of devices that share the rows of a batch out.
   """
 
   policy: Callable[..., Any]
@@ -97,10 +92,7 @@ class Functions:
 def forward(
   model: decoder.Decoder, values: Any, batch: batches.RLBatch
 ) -> tuple[Scores, jax.Array, batches.RouteStats]:
-  """Returns scores and entropy_BT at the batch's temperatures, and routes.
-
-  Tokens are in the order of the batch.
-  """
+  """Returns scores, entropy_BT and what the routers did, in batch order."""
   output = model.apply(
     values,
     batch.tokens_BT,
@@ -117,10 +109,9 @@ def forward(
     model.config,
     model.plan,
   )
+  ids_MBTA, exchanged = output.expert_ids_MBTA, output.exchanged
   scores = Scores(
-    logprobs_BT=logprobs_BT,
-    expert_ids_MBTA=output.expert_ids_MBTA,
-    exchanged=output.exchanged,
+    logprobs_BT=logprobs_BT, expert_ids_MBTA=ids_MBTA, exchanged=exchanged
   )
   return scores, entropy_BT, output.stats
 
@@ -147,9 +138,8 @@ def microbatch_sums(
   """Gradient and scores of one microbatch at the policy's values."""
 
   def loss_function(params):
-    scores, entropy_BT, routes = forward(
-      model, {**values, 'params': params}, batch
-    )
+    variables = {**values, 'params': params}
+    scores, entropy_BT, routes = forward(model, variables, batch)
     total, stats = policy_loss.loss(loss, scores.logprobs_BT, entropy_BT, batch)
     return total, (stats, routes, scores)
 
@@ -176,23 +166,15 @@ def add(left: StepSums, right: StepSums) -> StepSums:
 
 def scorer(
   model: decoder.Decoder,
-  put: Callable[[batches.RLBatch], Any] | None = None,
+  put: Callable[[batches.RLBatch], Any] = lambda batch: batch,
   compiler_options: dict[str, Any] | None = None,
 ) -> Callable[..., Scores]:
-  """Jits (values, batch) -> scores.
-
-  Args:
-    model: what to run, with its plan.
-    put: places a numpy batch; None leaves it to `jax.jit`.
-    compiler_options: of XLA.
-  """
+  """Jits (values, batch) -> scores; `put` places a numpy batch."""
 
   @functools.partial(jax.jit, compiler_options=compiler_options)
   def score(values, batch):
     return _for_host(forward(model, values, batch)[0], model.plan)
 
-  if put is None:
-    return score
   return lambda values, batch: score(values, put(batch))
 
 
@@ -210,17 +192,19 @@ def build(
   Args:
     model: what to train, with the plan of the placement.
     optimizer: optax transform, clipping included.
-    loss: of `policy_loss`.
-    hints: of `rl.hints.distill`; an average that teaches follows in `apply`.
+    loss: which policy-gradient loss.
+    hints: how hinted turns teach; a slow average of `apply` may be the teacher.
     placement: where state and batches lie; None is the first device.
-    compiler_options: of XLA.
   """
   jit = functools.partial(jax.jit, compiler_options=compiler_options)
   put = placement.put if placement is not None else lambda batch: batch
-  parts = 1
-  if placement is not None and placement.plan is not None:
-    plan = placement.plan
-    parts = train_placement.shards_of(plan.mesh, plan.batch_axes)
+
+  def placed(grads):
+    """Gradients lie as their parameters do, and what adds up of them too."""
+    if placement is None:
+      return grads
+    places = placement.variables['params']
+    return jax.lax.with_sharding_constraint(grads, places)
 
   @jit
   def policy(state):
@@ -237,57 +221,38 @@ def build(
     @jit
     def run(values, batch):
       sums, scores = microbatch_sums(sized, values, batch, loss=loss)
-      if placement is not None:
-        # Gradients lie as their parameters do, and what adds up of them too.
-        places = placement.variables['params']
-        grads = jax.lax.with_sharding_constraint(sums.grads, places)
-        sums = sums.replace(grads=grads)
-      return sums, scores
+      return sums.replace(grads=placed(sums.grads)), scores
 
     return run
 
   add_donated = jit(add, donate_argnums=0)
 
   def add_microbatch(values, sums, batch):
-    placed, attempts = put(batch), 0
+    on_device, attempts = put(batch), 0
     for bucket in _buckets_for(batch, placement):
-      new, scores = first(bucket)(values, placed)
+      new, scores = first(bucket)(values, on_device)
       attempts += 1
       # Only tokens without a record can make it untrue, and the worst case
       # holds them all.
       if bucket is None or bool(buckets.fits(scores.exchanged)):
         break
     scores = scores.replace(attempts=attempts)
-    # Two programs, not one with an optional argument: the large one compiles
-    # once whether or not something was summed before.
+    # Two programs, so that the large one compiles once, sums or not.
     return (new if sums is None else add_donated(sums, new)), scores
 
   @jit
   def hint_gradients(values, teacher, batch):
-    rows, seq_len = batch.student_slots_BT.shape
-    grads, stats = distill.gradients(
-      model,
-      values,
-      teacher,
-      batch,
-      hints,
-      num_slots=batching.num_slots(rows // parts, seq_len),
-    )
-    if placement is not None:
-      places = placement.variables['params']
-      grads = jax.lax.with_sharding_constraint(grads, places)
-    return grads, stats
+    grads, stats = distill.gradients(model, values, teacher, batch, hints)
+    return placed(grads), stats
 
-  add_grads = jit(
-    lambda sums, grads: sums.replace(
-      grads=jax.tree.map(jnp.add, sums.grads, grads)
-    ),
-    donate_argnums=0,
-  )
+  def add_grads(sums, grads):
+    return sums.replace(grads=jax.tree.map(jnp.add, sums.grads, grads))
+
+  add_grads_donated = jit(add_grads, donate_argnums=0)
 
   def add_hints(values, teacher, sums, batch):
     grads, stats = hint_gradients(values, teacher, put(batch))
-    return add_grads(sums, grads), stats
+    return add_grads_donated(sums, grads), stats
 
   def apply(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
@@ -305,7 +270,7 @@ def build(
     apply=jit(apply, donate_argnums=0),
     score=scorer(model, put, compiler_options),
     add_hints=add_hints,
-    parts=parts,
+    parts=distill.parts_of(model.plan),
   )
 
 
@@ -314,8 +279,8 @@ def _buckets_for(
 ) -> list[buckets.Bucket]:
   """Returns the smallest bucket for a batch's records, and the worst case.
 
-  Replayed routes are known before the step; tokens without a record, the last
-  of each trajectory among them, are allowed for as the others are spread.
+  Replayed routes are known before the step; tokens without a record are allowed
+  for as the others are spread.
   """
   if placement is None or not placement.buckets:
     return [None]

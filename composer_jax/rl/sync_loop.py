@@ -1,5 +1,7 @@
 """The algorithm on one page: sample, judge, compare, update, repeat.
 
+Guided path, 1 of 10: it begins here. What an episode leaves behind is in
+`core.records`; how an update works, in `rl.advantage` to `rl.step`.
 The asynchronous pipeline computes exactly this when `max_staleness` is 0, with
 the rollouts in another process and the weights sent as delta bundles;
 `tests/pipeline/sync_equality_test.py` holds it to that, bit for bit.
@@ -26,16 +28,16 @@ def run(
   reference: Any = None,
   teacher: Any = None,
 ) -> tuple[train_state.TrainState, list[dict[str, Any]]]:
-  """Trains for `num_steps` on fresh groups of the current policy.
+  """Trains up to step `num_steps` on fresh groups of the current policy.
 
   Args:
-    state: donated.
-    functions: of `rl.step.build`.
+    state: donated; its step says where to go on.
+    functions: what `rl.step.build` made.
     collector: plays episodes.
     make_engine: (policy values, version) -> engine, called once.
-    options: of the update.
-    shape: of the microbatches.
-    num_steps: optimizer steps.
+    options: how groups become a gradient.
+    shape: what trajectories are packed into.
+    num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read hints; None without a frozen one.
 

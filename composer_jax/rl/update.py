@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.rl import (
   advantage,
   batching,
@@ -22,7 +22,8 @@ from composer_jax.rl import (
   policy_loss,
 )
 from composer_jax.rl import step as steps
-from composer_jax.rl.hints import distill, step
+from composer_jax.rl.hints import batching as hint_batching
+from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 
@@ -34,30 +35,29 @@ class UpdateOptions:
   Attributes:
     prompts: P, groups per optimizer step.
     rollouts_per_prompt: R.
-    replay: replay recorded routes; False routes afresh (for comparison).
+    replay: whether recorded routes are replayed, or tokens routed afresh.
     reward: 'verdict', or 'shuffled' for the control that must not learn.
-    kl_coefficient: of the detached k1 penalty in the reward; 0 needs no
-      reference.
+    kl_coefficient: reward lost per nat of k1 to the reference policy.
     loss: which policy-gradient loss.
     mismatch_every: steps between measurements of the mismatch both with and
       without replay, which cost one more forward pass; 0 never.
-    refreshed: whether the engine refreshes its caches when weights change;
-      see `mismatch.ages`.
     gate: what the mismatch of a step may be.
-    seed: of the shuffled control.
+    refreshed: whether the engine refreshes its caches when weights change; see
+      `mismatch.ages`.
+    seed: the run's, which the shuffled control draws with.
     hints: what those on faulty turns weigh beside the reward.
   """
 
-  prompts: int
-  rollouts_per_prompt: int
-  replay: bool
-  reward: str
-  kl_coefficient: float
-  loss: policy_loss.LossOptions
-  mismatch_every: int
-  refreshed: bool
-  gate: mismatch.GateOptions
-  seed: int
+  prompts: int = 8
+  rollouts_per_prompt: int = 8
+  replay: bool = True
+  reward: str = 'verdict'
+  kl_coefficient: float = 0.0
+  loss: policy_loss.LossOptions = policy_loss.LossOptions()
+  mismatch_every: int = 10
+  gate: mismatch.GateOptions = mismatch.GateOptions()
+  refreshed: bool = False
+  seed: int = 0
   hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
@@ -65,15 +65,12 @@ class UpdateOptions:
       raise ValueError(
         f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
       )
+    checks.number(self, 0, 'kl_coefficient')
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(
         'rl.prompts must be at least 1 and rl.rollouts_per_prompt at least '
         f'2 (a group of one has no baseline); got {self.prompts} and '
         f'{self.rollouts_per_prompt}.'
-      )
-    if self.kl_coefficient < 0:
-      raise ValueError(
-        f'rl.kl_coefficient must not be negative; it is {self.kl_coefficient}.'
       )
     if self.reward == 'shuffled' and (self.kl_coefficient or self.hints.weight):
       raise ValueError(
@@ -83,17 +80,41 @@ class UpdateOptions:
       )
 
 
-def _trajectories(
+def rewards_of(
   groups: list[records.Group],
-) -> list[records.Trajectory]:
-  return [t for g in groups for r in g.rollouts for t in r.trajectories]
+  options: UpdateOptions,
+  functions: steps.Functions,
+  reference: Any,
+  shape: batching.BatchShape,
+) -> list[np.ndarray]:
+  """Rewards of each group, with the control and the KL penalty applied."""
+  if options.reward == 'shuffled':
+    return [advantage.shuffled_rewards(g, options.seed) for g in groups]
+  if options.kl_coefficient == 0:
+    return [np.array([r.reward for r in g.rollouts]) for g in groups]
+  every = [t for g in groups for r in g.rollouts for t in r.trajectories]
+  packed = comparison.pack(every, [0.0] * len(every), shape)
+  # The reference has its own routes: another policy's may not be replayed.
+  afresh = map(comparison.fresh, packed.microbatches)
+  scores = [functions.score(reference, batch) for batch in afresh]
+  scored = iter(packed.logprobs(scores))
+  penalized = []
+  for group in groups:
+    logprobs = [
+      np.concatenate([next(scored) for _ in r.trajectories])
+      for r in group.rollouts
+    ]
+    penalized.append(
+      advantage.kl_penalized_rewards(group, logprobs, options.kl_coefficient)
+    )
+  return penalized
 
 
 def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[comparison.Packed, list[int]]:
+) -> tuple[comparison.PackedTrajectories, list[int]]:
   """What a step trains on, and the group of each of its trajectories.
 
   Leaves out what has no advantage: its gradient is exactly zero. Once the
@@ -111,43 +132,34 @@ def _trained(
   return comparison.pack(trajectories, advantages, shape), ids
 
 
-def _score(
-  functions: steps.Functions,
-  values: Any,
-  trajectories: list[records.Trajectory],
-  shape: batching.BatchShape,
-) -> list[np.ndarray]:
-  """Log-probabilities of `values` about every token, one array a trajectory."""
-  packed = comparison.pack(trajectories, [0.0] * len(trajectories), shape)
-  # The reference has its own routes: another policy's may not be replayed.
-  return packed.logprobs(
-    [functions.score(values, comparison.fresh(b)) for b in packed.microbatches]
-  )
-
-
-def rewards_of(
+def add_hints(
+  sums: steps.StepSums,
   groups: list[records.Group],
-  options: UpdateOptions,
   functions: steps.Functions,
-  reference: Any,
   shape: batching.BatchShape,
-) -> list[np.ndarray]:
-  """Rewards of each group, with the control and the KL penalty applied."""
-  if options.reward == 'shuffled':
-    return [advantage.shuffled_rewards(g, options.seed) for g in groups]
-  if options.kl_coefficient == 0:
-    return [np.array([r.reward for r in g.rollouts]) for g in groups]
-  scored = iter(_score(functions, reference, _trajectories(groups), shape))
-  penalized = []
-  for group in groups:
-    logprobs = [
-      np.concatenate([next(scored) for _ in r.trajectories])
-      for r in group.rollouts
-    ]
-    penalized.append(
-      advantage.kl_penalized_rewards(group, logprobs, options.kl_coefficient)
-    )
-  return penalized
+  values: Any,
+  teacher: Any,
+  *,
+  replay: bool,
+) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
+  """Adds the gradient of all hints of a step to its sums, which it donates.
+
+  Hints count whatever the advantage of their rollout. Where there are none,
+  nothing is computed. `replay` lets the student take its recorded routes.
+
+  Returns:
+    The sums, counts of hints, and their statistics on the device, if any.
+  """
+  microbatches, counts = hint_batching.pack(
+    groups, shape, num_parts=functions.parts
+  )
+  total = None
+  for batch in microbatches:
+    if not replay:
+      batch = batch.replace(student=comparison.fresh(batch.student))
+    sums, stats = functions.add_hints(values, teacher, sums, batch)
+    total = stats if total is None else jax.tree.map(jnp.add, total, stats)
+  return sums, counts, total
 
 
 def update(
@@ -175,9 +187,9 @@ def update(
   Args:
     state: donated.
     groups: exactly `options.prompts` of them; their order does not matter.
-    functions: of `rl.step.build`.
-    options: of the run.
-    shape: of the microbatches.
+    functions: what `rl.step.build` made.
+    options: how groups become a gradient.
+    shape: what trajectories are packed into.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read the hints, where `options.hints` names a
       frozen teacher; None without hints. The state has the average itself.
@@ -192,10 +204,7 @@ def update(
   """
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
-  by_group = [
-    advantage.group_advantages(g, rewards_R)
-    for g, rewards_R in zip(groups, rewards, strict=True)
-  ]
+  by_group = list(map(advantage.group_advantages, groups, rewards))
   by_group = advantage.normalized(groups, by_group, options.loss.normalizer)
   trained, ids = _trained(groups, by_group, shape)
   version = int(state.step)
@@ -212,28 +221,36 @@ def update(
       # Before `apply`, which may take the buffers of `values`.
       others.append(functions.score(values, other))
   assert sums is not None
-  if options.hints.teacher == 'ema':
-    teacher = {**values, 'params': state.teacher}
-  hinted = None
+  hint_counts, hint_stats = {}, None
   if options.hints.weight:
-    sums, hinted = step.add(
+    if options.hints.teacher == 'ema':
+      teacher = {**values, 'params': state.teacher}
+    sums, hint_counts, hint_stats = add_hints(
       sums, groups, functions, shape, values, teacher, replay=options.replay
     )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.
-  measured = measure(groups, by_group, version)
-  found = sums.replace(grads=None)
+  measured = behaviour.measure(groups, by_group, version)
+  without_grads = sums.replace(grads=None)
 
   def look() -> list[str]:
-    num_batches = len(trained.microbatches)
-    on_host = jax.device_get(found)
-    measured.update(_of_sums(on_host, scale, num_batches))
+    on_host = jax.device_get(without_grads)
+    measured.update(_of_sums(on_host, scale, options.replay))
+    measured['microbatches'] = len(scores)
     _check_finite('loss', measured, version)
-    if hinted is not None:
-      measured.update(hinted.metrics(scale))
-    if options.replay:
-      measured.update(comparison.replay_metrics(on_host))
-    measured.update(_compare(trained, scores, others, options, version))
+    measured.update(hint_counts)
+    if hint_stats is not None:
+      measured.update(distill.metrics(jax.device_get(hint_stats), scale))
+    measured.update(
+      mismatch.measure(
+        trained.trajectories,
+        trained.logprobs(scores),
+        version,
+        refreshed=options.refreshed,
+      )
+    )
+    ways = (scores, others) if options.replay else (others, scores)
+    measured.update(comparison.both_ways(trained, *ways))
     if repeated := sum(s.attempts - 1 for s in scores):
       measured['repeated_microbatches'] = repeated
     said = mismatch.breaches(measured, options.gate)
@@ -242,8 +259,15 @@ def update(
     return said
 
   if options.gate.action == 'stop' and (said := look()):
-    worst = mismatch.worst(ids, trained.trajectories, trained.logprobs(scores))
-    raise mismatch.OutOfBand(_stopped(version, said, *worst), measured)
+    group, kl = mismatch.worst(ids, trained.ratios(scores))
+    raise mismatch.OutOfBand(
+      f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is '
+      f'the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '
+      'last checkpoint is intact. To sample its groups anew delete their files '
+      'in groups/ and run the same command again; to go on with them as they '
+      'are add --config.rl.gate.action=flag.',
+      measured,
+    )
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
   if options.gate.action != 'stop':
     look()
@@ -253,11 +277,11 @@ def update(
 
 
 def _of_sums(
-  sums: steps.StepSums, scale: float, num_batches: int
+  sums: steps.StepSums, scale: float, replay: bool
 ) -> dict[str, Any]:
-  """Metrics of the sums of `num_batches`, on the host, without a gradient."""
+  """Metrics of a step's sums on the host, and of the replay if there is one."""
   stats, tokens = sums.stats, max(float(sums.stats.num_tokens), 1.0)
-  return {
+  metrics = {
     'loss': float(sums.loss) * scale,
     'entropy': float(stats.entropy) / tokens,
     'truncated': float(stats.truncated) / tokens,
@@ -265,42 +289,17 @@ def _of_sums(
     'expert_load_max': train_step.expert_load_max(sums.load_ME),
     'expert_load': sums.load_ME.tolist(),
     'sampled_tokens': tokens,
-    'microbatches': num_batches,
   }
-
-
-def _compare(
-  trained: comparison.Packed,
-  scores: list[steps.Scores],
-  others: list[steps.Scores],
-  options: UpdateOptions,
-  version: int,
-) -> dict[str, Any]:
-  """Mismatch of the pass that was trained with and, where due, both ways."""
-  metrics: dict[str, Any] = mismatch.measure(
-    trained.trajectories,
-    trained.logprobs(scores),
-    version,
-    refreshed=options.refreshed,
-  )
-  replayed, afresh = scores, others
-  if not options.replay:
-    replayed, afresh = others, scores
-  if others:
-    metrics |= comparison.both_ways(trained, replayed, afresh)
-  if afresh:
-    metrics |= comparison.route_metrics(trained, afresh)
+  if replay:
+    num_routed = float(sums.num_routed)
+    agreement_M = np.float64(sums.replay_agreement_M) / num_routed
+    metrics |= {
+      'replay_agreement': float(agreement_M.min()),
+      'replay_agreement_layers': agreement_M.tolist(),
+      'replay_replaced': float(sums.replay_replaced_M.max()) / num_routed,
+      'replay_no_route': float(sums.no_route_M.max()) / num_routed,
+    }
   return metrics
-
-
-def _stopped(version: int, said: list[str], group: int, kl: float) -> str:
-  return (
-    f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is the '
-    f'worst (mean k3 {kl:.3g}). Its gradient was not applied, and the last '
-    'checkpoint is intact. To sample its groups anew delete their files in '
-    'groups/ and run the same command again; to go on with them as they are '
-    'add --config.rl.gate.action=flag.'
-  )
 
 
 def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
@@ -311,58 +310,3 @@ def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
       f'rl step {version}: {name} is {metrics[name]}; statistics: {told}. '
       'The last checkpoint is intact; lower --config.rl.learning_rate.'
     )
-
-
-def verdict_counts(rollouts: list[records.Rollout]) -> dict[str, int]:
-  """Counts rollouts by what was found; each is one of the four.
-
-  One that a monitor flagged did not pass, whatever its tests say.
-  """
-  statuses = [r.verdict.status for r in rollouts]
-  passed = sum(r.verdict.passed and not r.flags for r in rollouts)
-  return {
-    'passed': passed,
-    'failed': statuses.count(records.GRADED) - passed,
-    records.UNFINISHED: statuses.count(records.UNFINISHED),
-    records.INFRASTRUCTURE: statuses.count(records.INFRASTRUCTURE),
-  }
-
-
-def measure(
-  groups: list[records.Group], advantages: list[np.ndarray], version: int
-) -> dict[str, Any]:
-  """Metrics that need no device: rewards, verdicts, staleness.
-
-  Args:
-    groups: of the step.
-    advantages: of each group, advantages_R; a group without any that is not 0
-      does not inform.
-    version: of the policy that is trained.
-  """
-  rollouts = [r for g in groups for r in g.rollouts]
-  judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
-  counts = verdict_counts(rollouts)
-  turns = sum(r.num_turns for r in rollouts)
-  ages = [
-    version - int(t.policy_version_T[t.loss_mask_T].min())
-    for r in rollouts
-    for t in r.trajectories
-    if t.loss_mask_T.any()
-  ]
-  return {
-    'reward': float(np.mean([r.reward for r in rollouts])),
-    'pass_rate': counts['passed'] / max(len(judged), 1),
-    **counts,
-    'staleness': max(ages, default=0),
-    'staleness_mean': float(np.mean(ages)) if ages else 0.0,
-    'invalid_rate': sum(r.num_invalid for r in rollouts) / max(turns, 1),
-    'turns': turns / len(rollouts),
-    'tokens': float(
-      np.mean([sum(len(t) for t in r.trajectories) for r in rollouts])
-    ),
-    'flags': sum(bool(r.flags) for r in rollouts),
-    **behaviour.measure(rollouts),
-    'informative_groups': float(np.mean([np.any(a) for a in advantages])),
-    'sandbox_ms': 1e3 * float(np.mean([r.sandbox_seconds for r in rollouts])),
-    'groups': [g.group for g in groups],
-  }

@@ -150,7 +150,7 @@ def _name() -> str:
 
 
 class TokenPolicy:
-  """Implements `policy.Policy` over this project's `/v1/tokens`."""
+  """Implements `agent.environment.Policy` over this project's `/v1/tokens`."""
 
   def __init__(self, endpoint: Endpoint):
     self._endpoint = endpoint
@@ -229,7 +229,7 @@ class TokenPolicy:
 
 
 class ChatPolicy:
-  """Implements `policy.Policy` over `/chat/completions`.
+  """Implements `agent.environment.Policy` over `/chat/completions`.
 
   Log-probabilities are zero and there are no routes. `max_new_tokens` counts
   tokens of the endpoint there and of `tokenizer` here, where a longer text is

@@ -6,17 +6,19 @@ a fault. Nothing is trained and no generated code is executed.
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from composer_jax.agent import episode
 from composer_jax.core import files, records
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.rl import collect, comparison
+from composer_jax.rl import batching, collect, comparison, mismatch
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import lifetime
@@ -71,7 +73,7 @@ def of_run(
     overrides: of the model's config: compute_dtype and numerics.
 
   Returns:
-    What was probed, and the metrics of `rl.comparison.probe`.
+    What was probed, and the metrics of `compare`.
 
   Raises:
     ValueError: the stage is not finished, or the model cannot be so.
@@ -113,15 +115,58 @@ def measure(
   trajectories = _sample(model, variables, tokenizer, limits, options)
   # As `rl.step` has them: the values of the policy, in float32.
   values = jax.tree.map(lambda a: a.astype(jnp.float32), variables)
-  align = comparison.shape_of(model, rows=1, seq_len=2**20).align
-  shape = comparison.shape_of(
+  align = batching.shape_of(model, rows=1, seq_len=2**20).align
+  shape = batching.shape_of(
     model,
     rows=options.rows,
     seq_len=-(-limits.max_tokens // align) * align,
   )
   score = steps.scorer(decoder.Decoder(model))
-  found = comparison.probe(score, values, trajectories, shape)
+  found = compare(score, values, trajectories, shape)
   return {'trajectories': len(trajectories), **found}
+
+
+def compare(
+  score: Callable[..., steps.Scores],
+  values: Any,
+  trajectories: list[records.Trajectory],
+  shape: batching.BatchShape,
+) -> dict[str, Any]:
+  """Compares trajectories with the weights that sampled them.
+
+  Args:
+    score: of `rl.step.scorer`.
+    values: of the policy that sampled.
+    trajectories: with their routes.
+    shape: of the microbatches.
+
+  Returns:
+    The metrics of `comparison.both_ways`, and for scale those of a replay of
+    `shifted` routes.
+  """
+
+  def scored(batches_of):
+    return [score(values, batch) for batch in batches_of]
+
+  nothing = [0.0] * len(trajectories)
+  packed = comparison.pack(trajectories, nothing, shape)
+  afresh = scored(map(comparison.fresh, packed.microbatches))
+  lying = comparison.pack([shifted(t) for t in trajectories], nothing, shape)
+  ratios = lying.ratios(scored(lying.microbatches))
+  agreement = comparison.both_ways(lying, [], afresh).get('route_agreement')
+  return {
+    'sampled_tokens': int(sum(t.loss_mask_T.sum() for t in trajectories)),
+    **comparison.both_ways(packed, scored(packed.microbatches), afresh),
+    **mismatch.gap(np.concatenate(ratios), '_shifted'),
+    'route_agreement_shifted': agreement,
+  }
+
+
+def shifted(trajectory: records.Trajectory) -> records.Trajectory:
+  """With every route under the token after its own: what a gate must catch."""
+  ids_TMA = trajectory.expert_ids_TMA.copy()
+  ids_TMA[1:-1] = trajectory.expert_ids_TMA[:-2]
+  return dataclasses.replace(trajectory, expert_ids_TMA=ids_TMA)
 
 
 def _sample(
@@ -157,6 +202,6 @@ def _sample(
   first = 0
   while sum(t.loss_mask_T.sum() for t in found) < options.tokens:
     groups = collect.groups(collector, engine, range(first, first + at_once))
-    found += [t for r in collect.rollouts(groups) for t in r.trajectories]
+    found += [t for g in groups for r in g.rollouts for t in r.trajectories]
     first += at_once
   return found

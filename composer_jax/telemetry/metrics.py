@@ -166,7 +166,6 @@ trains on, the trajectories with an advantage, or all where none has one.
 |          |                          | the teacher's minus the policy's       |
 | rl       | hint_truncated           | share of tokens at the cap of the      |
 |          |                          | importance ratio                       |
-| rl       | hint_capped              | share of tokens beyond token_cap       |
 | rl       | gate_breaches            | measures out of their bands; absent if |
 |          |                          | rl.gate is off                         |
 | rl       | gate                     | list of texts: which they are, and     |

@@ -15,7 +15,7 @@ from composer_jax.text import tokenizer as tokenizer_lib
 OPTIONS = episode.EpisodeOptions(
   max_tokens=2000, max_turns=9, max_call_tokens=200
 )
-PRICES = rewards.RewardOptions(invalid_penalty=0.25)
+PRICES = dataclasses.replace(rewards.UNPRICED, invalid_penalty=0.25)
 TASK = family.generate(3, 'held_out')
 EDIT = f'edit {TASK.path} {TASK.function}\n{TASK.reference}'
 HONEST = [f'read {TASK.path}', EDIT, 'test', 'finish']
@@ -258,7 +258,8 @@ def test_the_real_sandbox_gives_the_trusted_runners_verdict(tokenizer):
 
 def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
   _, free = _run(tokenizer, HONEST)
-  prices = rewards.RewardOptions(
+  prices = dataclasses.replace(
+    rewards.UNPRICED,
     version=3,
     effort_coefficient=0.3,
     effort_scale=40.0,
@@ -266,7 +267,7 @@ def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
   )
   _, paid = _run(tokenizer, HONEST, reward=prices)
   sampled = int(free.trajectories[0].loss_mask_T.sum())
-  price = prices.effort().penalty(sampled, free.num_turns)
+  price = prices.effort_penalty(sampled, free.num_turns, 0)
   assert 0.1 < price < 1
   assert free.reward - paid.reward == pytest.approx(price)
   assert (free.reward_version, paid.reward_version) == (0, 3)
@@ -276,9 +277,9 @@ def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
 @pytest.mark.parametrize(
   'field, value, message',
   [
-    ('max_turns', 0, 'max_turns must be at least 1, not 0'),
-    ('max_tokens', 0, 'max_tokens must be at least 1'),
-    ('max_seconds', 0.0, 'max_seconds .* no episode would begin'),
+    ('max_turns', 0, 'max_turns must be .* at least 1, not 0'),
+    ('max_tokens', 0, 'max_tokens must be .* at least 1'),
+    ('max_seconds', 0.0, 'max_seconds must be positive'),
   ],
 )
 def test_options_that_make_no_sense_are_refused(field, value, message):

@@ -60,7 +60,6 @@ CALLS = [
 
 def hints_of(tokenizer, calls=CALLS, **fields):
   moments, tokens_T = played(tokenizer, calls)
-  detectors = fields.pop('detectors', mistakes.DETECTORS)
   found = mistakes.hints_of(
     moments,
     [tokens_T],
@@ -68,7 +67,6 @@ def hints_of(tokenizer, calls=CALLS, **fields):
     mistakes.HintOptions(**({'max_hints': 10} | fields)),
     tools=TOOLS,
     usage=usage,
-    detectors=detectors,
   )
   return found, moments, tokens_T
 
@@ -141,25 +139,16 @@ def test_an_episode_without_mistakes_has_none(tokenizer):
   assert (first.kind, second.kind) == ('unknown_tool', 'bad_arguments')
 
 
-def test_detectors_of_ones_own(tokenizer):
-  """The first template that finds its mistake speaks."""
-  detectors = {
-    **mistakes.DETECTORS,
-    'untested': lambda moment: moment.is_final and 'fin' in moment.call,
-  }
+def test_the_first_template_that_finds_its_mistake_speaks(tokenizer):
   found, *_ = hints_of(
     tokenizer,
+    [('edit a', 'error', turns.FAILED_EDIT, 2)],
     templates=[
-      ('untested', '{call}? {{Test}} first'),
+      ('failed_edit', '{call}? {{Read}} first'),
       ('unfinished_todo', 'a'),
     ],
-    detectors=detectors,
   )
-  assert [text(tokenizer, h) for h in found] == ['finish? {Test} first']
-  with pytest.raises(
-    ValueError, match=r"\['untested'\], which nothing detects"
-  ):
-    hints_of(tokenizer, templates=[('untested', 'Test first')])
+  assert [text(tokenizer, h) for h in found] == ['edit a? {Read} first']
 
 
 def test_what_a_hint_quotes_is_short_and_is_text(tokenizer):
@@ -175,11 +164,12 @@ def test_what_a_hint_quotes_is_short_and_is_text(tokenizer):
 
 def test_templates_are_checked_when_they_are_made():
   for templates, said in (
-    ([('a', 'see {tool}')], r"'a' has \{tool\}; it may name \('tools'"),
-    ([('a', 'see {tools!r}')], r'without conversion'),
-    ([('a', 'see {')], r"'see \{'.*Write \{\{ and \}\}"),
-    ([('a', ' ')], r"'a' is empty"),
-    ([('a', 'x'), ('a', 'y')], 'names a kind twice'),
+    ([('not_a_call', 'see {tool}')], r"'not_a_call' .*'tool'.*name \('tools'"),
+    ([('not_a_call', 'see {tools.x}')], 'cannot be filled in'),
+    ([('not_a_call', 'see {')], r"'see \{'.*Write \{\{ and \}\}"),
+    ([('not_a_call', ' ')], r"'not_a_call' is empty"),
+    ([('not_a_call', 'x')] * 2, 'each kind of mistake once'),
+    ([('untested', 'x')], r"\['untested'\]; .* once, of \['bad_arguments'"),
   ):
     with pytest.raises(ValueError, match=said):
       mistakes.HintOptions(templates=templates)

@@ -92,7 +92,7 @@ def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
 
   assert_same(play_again(episode_test.PRICES), rollout)
   # Under other prices the same episode earns something else.
-  dear = rewards.RewardOptions(version=4, invalid_penalty=1.0)
+  dear = dataclasses.replace(rewards.UNPRICED, version=4, invalid_penalty=1.0)
   repriced = play_again(dear)
   assert (repriced.reward, repriced.reward_version) == (-1.0, 4)
 

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 
-from composer_jax.agent import effort, rewards
+from composer_jax.agent import rewards
 from composer_jax.core import records, turns
 
-OPTIONS = rewards.RewardOptions(
+OPTIONS = dataclasses.replace(
+  rewards.UNPRICED,
   version=3,
   invalid_penalty=0.1,
   failed_edit_penalty=0.05,
@@ -48,9 +51,9 @@ def played(*outcomes):
 
 
 def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
-  facts = rewards.Facts(**{'num_sampled': 50, **facts})
+  facts = {'num_sampled': 50, 'num_answered': 0, 'open_todos': 0} | facts
   return rewards.score(
-    judged or verdict(), played(*outcomes), facts, flags, options
+    judged or verdict(), played(*outcomes), flags, options, **facts
   )
 
 
@@ -102,7 +105,8 @@ def test_a_flagged_rollout_earns_nothing_and_keeps_its_penalties():
 
 
 def test_effort_is_the_concave_penalty_of_tokens_and_turns():
-  options = rewards.RewardOptions(
+  options = dataclasses.replace(
+    rewards.UNPRICED,
     effort_coefficient=0.3,
     effort_scale=40.0,
     effort_q=0.5,
@@ -113,13 +117,13 @@ def test_effort_is_the_concave_penalty_of_tokens_and_turns():
     'edit', 'summary', 'finish', options=options, num_answered=80
   )
   x = 50 + 3 * 7 + 80 / 4
-  want = 0.3 * effort.concave(x, 1 / 40, 0.5) / 40
+  want = 0.3 * rewards.concave(x, 1 / 40, 0.5) / 40
   assert terms['effort'] == pytest.approx(-want)
   assert reward == 1 - want
 
 
 def test_no_prices_leave_the_success():
-  free = rewards.RewardOptions()
+  free = rewards.UNPRICED
   assert score('not_a_call', 'finish', options=free)[0] == 1.0
   assert score('run', options=free, judged=verdict(False))[0] == 0.0
 
@@ -127,18 +131,80 @@ def test_no_prices_leave_the_success():
 @pytest.mark.parametrize(
   'fields, told',
   [
-    ({'invalid_penalty': -1.0}, r'invalid_penalty \(-1\.0\) must not be neg'),
-    ({'open_todo_penalty': float('nan')}, r'open_todo_penalty \(nan\)'),
-    ({'effort_q': -1.0}, r'rewards\.effort_q must be at least 0, not -1\.0'),
-    ({'effort_scale': 0.0}, r'rewards\.effort_scale must be positive, not 0'),
-    ({'version': -1}, r'version \(-1\)'),
-    ({'version': 1.5}, r'version \(1\.5\)'),
-    ({'invalid_penalty': 'much'}, "invalid_penalty must be a number, not 'mu"),
+    (
+      {'invalid_penalty': -1.0},
+      r'invalid_penalty must be .* not -1\.0',
+    ),
+    ({'open_todo_penalty': float('nan')}, 'open_todo_penalty .* not nan'),
+    ({'effort_q': -1.0}, r'effort_q must be .* at least 0, not -1\.0'),
+    ({'effort_coefficient': -0.1}, r'effort_coefficient .* not -0\.1'),
+    ({'effort_turn_tokens': -1.0}, r'effort_turn_tokens .* not -1\.0'),
+    ({'effort_answer_weight': float('nan')}, 'effort_answer_weight .* not nan'),
+    ({'effort_scale': 0.0}, 'effort_scale must be positive, not 0'),
+    ({'version': -1}, 'version must be an integer of at least 0, not -1'),
+    ({'version': 1.5}, r'version .* not 1\.5'),
+    (
+      {'invalid_penalty': 'much'},
+      "invalid_penalty .* number .* not 'mu",
+    ),
   ],
 )
 def test_impossible_prices_are_named(fields, told):
   with pytest.raises(ValueError, match=told):
     rewards.RewardOptions(**fields)
+
+
+CASES = [(0.0, 0.5), (0.5, 0.01), (1.0, 0.2), (1.5, 0.1), (3.0, 2.0)]
+
+
+@pytest.mark.parametrize(('q', 'k'), CASES)
+def test_it_is_the_closed_form(q, k):
+  for x in (0.0, 0.3, 10.0, 5000.0):
+    if q == 1:
+      expected = math.log(1 + k * x) / k
+    else:
+      expected = ((1 + k * x) ** (1 - q) - 1) / (k * (1 - q))
+    assert rewards.concave(x, k, q) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(('q', 'k'), CASES)
+def test_its_slope_is_a_power_that_only_falls(q, k):
+  x = np.linspace(0.0, 20 / k, 201)
+  values = np.array([rewards.concave(v, k, q) for v in x])
+  middle = (x[1:] + x[:-1]) / 2
+  h = 1e-3 / k
+  slopes = [
+    (rewards.concave(v + h, k, q) - rewards.concave(v - h, k, q)) / (2 * h)
+    for v in middle
+  ]
+  np.testing.assert_allclose(slopes, (1 + k * middle) ** -q, rtol=1e-5)
+  assert (np.diff(values) > 0).all()
+  assert (np.diff(values, n=2) <= 1e-12 / k).all()
+
+
+def test_it_is_continuous_at_the_logarithm():
+  for q in (1 - 1e-9, 1 + 1e-9):
+    near = rewards.concave(70.0, 0.02, q)
+    assert near == pytest.approx(rewards.concave(70.0, 0.02, 1.0), rel=1e-7)
+
+
+def test_it_saturates_above_q_1():
+  assert rewards.concave(1e12, 0.5, 3.0) == pytest.approx(1 / (0.5 * 2))
+
+
+def test_the_coefficient_is_the_price_of_one_scale_of_linear_effort():
+  options = rewards.RewardOptions(
+    effort_coefficient=0.2,
+    effort_scale=50.0,
+    effort_q=0.0,
+    effort_turn_tokens=5.0,
+  )
+  # 30 sampled tokens and four turns are one scale.
+  assert options.effort_penalty(30, 4, 0) == pytest.approx(0.2)
+  # So are ten sampled tokens, four turns and forty of answers at half price.
+  half = dataclasses.replace(options, effort_answer_weight=0.5)
+  assert half.effort_penalty(10, 4, 40) == pytest.approx(0.2)
+  assert rewards.UNPRICED.effort_penalty(10**6, 10**6, 0) == 0
 
 
 @pytest.fixture
@@ -180,8 +246,11 @@ def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
     ([1], 'JSON object'),
     ({'version': 1}, r'version \(1\) must exceed the one in force \(1\)'),
     ({'version': 2, 'invalid': 0.5}, 'unknown fields invalid; .*invalid_pen'),
-    ({'version': 2, 'invalid_penalty': -1}, r'invalid_penalty \(-1\)'),
-    ({'version': '2'}, "version must be a number, not '2'"),
+    (
+      {'version': 2, 'invalid_penalty': -1},
+      'invalid_penalty .* not -1',
+    ),
+    ({'version': '2'}, "version must be an integer .* not '2'"),
   ],
 )
 def test_a_wrong_file_is_told_once_and_changes_nothing(

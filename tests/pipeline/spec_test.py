@@ -42,10 +42,6 @@ def make(**changes):
       r'--config\.rollout: .*decode_rows \(4, 6\) must end at num_slots \(8\)',
     ),
     ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
-    (
-      {'hints__loss__top_k': 10**6},
-      r'--config\.hints\.loss\.top_k \(1000000\) must be below',
-    ),
     ({'delta__skip_levels': [1]}, r'--config\.delta: skip_levels .*\(1,\)'),
     ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
     (

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import numpy as np
+
 from composer_jax.core import records, turns
-from composer_jax.rl import behaviour, evaluate, update
+from composer_jax.rl import behaviour, evaluate
 from tests.rl import advantage_test
 
 
@@ -18,22 +20,22 @@ def turn(outcome):
 
 def test_terms_versions_alarms_and_windows_are_of_all_rollouts():
   one = rollout(0)
-  found = behaviour.measure(
-    [
-      dataclasses.replace(
-        one,
-        trajectories=one.trajectories * 2,
-        turns=(turn(turns.SUMMARY), turn(turns.FAILED_EDIT)),
-        reward_terms={'success': 1.0, 'flagged': -1.0},
-        flags=('canary_passed', 'reads_cache'),
-        reward_version=2,
-        num_turns=3,
-      ),
-      rollout(1, reward_terms={'success': 0.0, 'invalid': -0.5}),
-      rollout(2, flags=('reads_cache',), reward_version=1),
-      rollout(3),
-    ]
+  rollouts = (
+    dataclasses.replace(
+      one,
+      trajectories=one.trajectories * 2,
+      turns=(turn(turns.SUMMARY), turn(turns.FAILED_EDIT)),
+      reward_terms={'success': 1.0, 'flagged': -1.0},
+      flags=('canary_passed', 'reads_cache'),
+      reward_version=2,
+      num_turns=3,
+    ),
+    rollout(1, reward_terms={'success': 0.0, 'invalid': -0.5}),
+    rollout(2, flags=('reads_cache',), reward_version=1),
+    rollout(3),
   )
+  group = records.Group(group=one.group, task_id=one.task_id, rollouts=rollouts)
+  found = behaviour.measure([group], [np.zeros(4)], 0)
   assert found['flag_kinds'] == [['canary_passed', 1], ['reads_cache', 2]]
   assert found['reward_success'] == 0.25 and found['reward_flagged'] == -0.25
   assert found['reward_invalid'] == -0.125 and found['reward_effort'] == 0
@@ -50,7 +52,7 @@ def test_a_flagged_rollout_is_counted_and_never_passes():
     rollout(2),
   ]
   assert all(r.verdict.passed for r in rollouts[:2])
-  counts = update.verdict_counts(rollouts)
+  counts = behaviour.verdict_counts(rollouts)
   assert (counts['passed'], counts['failed']) == (1, 2)
   assert sum(counts.values()) == 3
   assert counts[records.UNFINISHED] == counts[records.INFRASTRUCTURE] == 0

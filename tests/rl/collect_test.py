@@ -92,7 +92,9 @@ def test_the_player_prices_hints_and_summarises_every_episode():
 
   def reward_of_group(group):
     asked.append(group)
-    return rewards.RewardOptions(version=group, invalid_penalty=0.5)
+    return dataclasses.replace(
+      rewards.UNPRICED, version=group, invalid_penalty=0.5
+    )
 
   collector = collect.Collector(
     task_of_group=lambda group: f'task {group}',

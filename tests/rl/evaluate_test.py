@@ -1,7 +1,6 @@
 """The figures of a pass rate, counted by hand."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -68,15 +67,3 @@ def test_no_judged_episode_is_no_division_by_zero():
   found = evaluate.pass_rate([episode(records.INFRASTRUCTURE)])
   assert (found.rate, found.episodes, found.infrastructure) == (0.0, 0, 1)
   assert (found.invalid_rate, found.unfinished_rate) == (0.0, 0.0)
-
-
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_pass():
-  for samples, passed in ((1, 0), (1, 1), (4, 1), (5, 2), (6, 6), (7, 3)):
-    for k in range(1, samples + 1):
-      subsets = list(itertools.combinations(range(samples), k))
-      hits = sum(min(subset) < passed for subset in subsets)
-      assert evaluate.pass_at_k(samples, passed, k) == pytest.approx(
-        hits / len(subsets), abs=1e-12
-      )
-  with pytest.raises(ValueError, match=r'k \(3\) in 1..samples'):
-    evaluate.pass_at_k(2, 1, 3)

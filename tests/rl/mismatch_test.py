@@ -56,7 +56,7 @@ def test_k3_mean_estimates_the_kl_of_two_categoricals():
 def test_differences_of_float32_are_exact():
   rollout = np.float32(-0.1)
   train = np.nextafter(rollout, np.float32(0))
-  found = mismatch.log_ratios(train, rollout)
+  ((found,),) = mismatch.log_ratios([make_trajectory([rollout])], [train[None]])
   assert found == 2.0**-27  # the spacing of float32 in [2^-4, 2^-3)
   assert mismatch.k3(found) == pytest.approx(2.0**-55, rel=1e-7, abs=0)
 
@@ -68,16 +68,13 @@ def test_gap_in_closed_form():
   found = mismatch.gap(x_Z)
   k3_of_3, k3_of_third = 2 - math.log(3), -2 / 3 + math.log(3)
   total = 2 * k3_of_3 + k3_of_third + 0.9 - math.log(1.9)
-  assert found.tokens == 200
-  assert found.kl == pytest.approx(total / 200, rel=1e-12)
-  assert found.max == pytest.approx(math.log(3))
-  assert found.large == 3 / 200
+  assert found['mismatch_kl'] == pytest.approx(total / 200, rel=1e-12)
+  assert found['mismatch_max'] == pytest.approx(math.log(3))
+  assert found['mismatch_large'] == 3 / 200
   # 199 * 0.99 = 197.01: the next of the sorted values is the 199th.
-  assert found.p99 == pytest.approx(k3_of_3)
-  assert mismatch.gap(np.zeros(0)) is None
-  assert set(found.metrics('_x').values()) == {
-    *(found.kl, found.p99, found.max, found.large)
-  }
+  assert found['mismatch_p99'] == pytest.approx(k3_of_3)
+  assert mismatch.gap(np.zeros(0)) == {}
+  assert mismatch.gap(x_Z, '_x') == {f'{k}_x': v for k, v in found.items()}
 
 
 def test_context_has_no_say_and_lengths_weigh_by_tokens():
@@ -86,13 +83,13 @@ def test_context_has_no_say_and_lengths_weigh_by_tokens():
     make_trajectory([-3.0]),
   ]
   train = [np.float32([-9.0, -2.0, -1.0]), np.float32([-3.5])]
-  found = mismatch.total(trajectories, train)
-  assert found.tokens == 3 and found.max == 0.5
-  assert found.kl == pytest.approx((math.exp(-0.5) - 0.5) / 3, rel=1e-6)
-  name, kl = mismatch.worst(['a', 'b'], trajectories, train)
-  assert (name, kl) == ('b', pytest.approx(3 * found.kl))
-  name, kl = mismatch.worst(['a', 'a'], trajectories, train)
-  assert (name, kl) == ('a', pytest.approx(found.kl))
+  ratios = mismatch.log_ratios(trajectories, train)
+  found = mismatch.gap(np.concatenate(ratios))
+  assert [len(x) for x in ratios] == [2, 1] and found['mismatch_max'] == 0.5
+  mean = (math.exp(-0.5) - 0.5) / 3
+  assert found['mismatch_kl'] == pytest.approx(mean, rel=1e-6)
+  assert mismatch.worst([4, 7], ratios) == (7, pytest.approx(3 * mean))
+  assert mismatch.worst([4, 4], ratios) == (4, pytest.approx(mean))
 
 
 def test_a_kept_cache_makes_every_later_token_as_old_as_the_oldest():
@@ -138,11 +135,10 @@ def test_routes_agree_as_sets_layer_by_layer():
   own_TMA[2, 1] = [6, 0]
   own_TMA[3] = 1  # no record: not compared
   found = mismatch.route_agreement([recorded_TMA], [own_TMA])
-  assert found.tokens == 3
-  assert found.layers_M.tolist() == [1.0, pytest.approx(1 / 3)]
-  assert found.differing == pytest.approx(2 / 3)
-  assert found.metrics()['route_agreement'] == found.layers_M[1]
-  assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) is None
+  assert found['route_agreement_layers'] == [1.0, pytest.approx(1 / 3)]
+  assert found['routed_differently'] == pytest.approx(2 / 3)
+  assert found['route_agreement'] == found['route_agreement_layers'][1]
+  assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
 
 
 HEALTHY = {

@@ -14,16 +14,15 @@ from composer_jax.models import decoder, head
 from composer_jax.rl import (
   advantage,
   batching,
+  behaviour,
   comparison,
   mismatch,
-  policy_loss,
   update,
 )
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
-from configs.composer import tiny
 
 MODEL = model_config.ModelConfig.from_dict(
   {
@@ -65,19 +64,9 @@ P, R, LENGTH = 2, 3, 24
 SHAPE = batching.BatchShape(
   rows=2, seq_len=2 * LENGTH, num_moe_layers=2, num_active=2, num_experts=8
 )
-# The default bands (configs/composer/tiny.py).
-GATE = mismatch.GateOptions(**tiny.get_config().rl.gate)
+GATE = mismatch.GateOptions()
 OPTIONS = update.UpdateOptions(
-  prompts=P,
-  rollouts_per_prompt=R,
-  replay=True,
-  reward='verdict',
-  kl_coefficient=0.0,
-  loss=policy_loss.LossOptions(),
-  mismatch_every=0,
-  refreshed=False,
-  gate=GATE,
-  seed=0,
+  prompts=P, rollouts_per_prompt=R, mismatch_every=0
 )
 TEMPERATURE = 0.8
 
@@ -408,7 +397,7 @@ def test_every_rollout_has_one_of_four_verdicts(groups):
   # What is not finished does not count as passed, whatever its tests say.
   verdicts += [judged(records.UNFINISHED, 3), judged(records.UNFINISHED, 0)]
   verdicts.append(judged(records.INFRASTRUCTURE, 0))
-  found = update.verdict_counts(
+  found = behaviour.verdict_counts(
     [
       dataclasses.replace(r, verdict=v)
       for r, v in zip(rollouts, verdicts, strict=True)

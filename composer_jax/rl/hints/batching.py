@@ -17,23 +17,6 @@ from composer_jax.core import turns as turns_lib
 from composer_jax.rl import batching
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Packed:
-  """Hinted turns in microbatches.
-
-  Attributes:
-    microbatches: numpy HintBatches.
-    num_hints: that are in them.
-    num_tokens: of their turns.
-    num_dropped: hints too long to stand in a row with their turn.
-  """
-
-  microbatches: list[batches.HintBatch]
-  num_hints: int
-  num_tokens: int
-  num_dropped: int
-
-
 class _Part:
   """The rows of a microbatch that one group of devices holds.
 
@@ -44,11 +27,10 @@ class _Part:
   def __init__(self, shape: batching.BatchShape):
     self.windows: list[tuple[records.Trajectory, list[turns_lib.Hint]]] = []
     self._shape = shape
-    self._num_slots = num_slots(shape.rows, shape.seq_len)
 
   @property
-  def hints(self) -> list[tuple[records.Trajectory, turns_lib.Hint]]:
-    return [(t, hint) for t, hints in self.windows for hint in hints]
+  def hints(self) -> list[turns_lib.Hint]:
+    return [hint for _, hints in self.windows for hint in hints]
 
   def add(self, window: records.Trajectory, hint: turns_lib.Hint) -> bool:
     """Takes a hint in, unless there is no room for it."""
@@ -60,25 +42,25 @@ class _Part:
       last[1].append(hint)
     else:
       self.windows.append((window, [hint]))
-    fits = (
-      self._fit(self.student_lengths())
-      and self._fit(self.teacher_lengths())
-      and sum(h.stop - h.start for _, h in self.hints) <= self._num_slots
-    )
+    rows = [p.batch for side in self.places() for p in side]
+    num_tokens = sum(h.stop - h.start for h in self.hints)
+    num_most = num_slots(self._shape.rows, self._shape.seq_len)
+    fits = not any(rows) and num_tokens <= num_most
     if not fits:
       self.windows = before
     return fits
 
-  def student_lengths(self) -> list[int]:
-    return [hints[-1].stop for _, hints in self.windows]
+  def places(self) -> tuple[list[batching.RowSpan], list[batching.RowSpan]]:
+    """Where the student's windows lie, and what the teacher reads of each hint.
 
-  def teacher_lengths(self) -> list[int]:
-    return [hint.stop + len(hint.tokens_T) for _, hint in self.hints]
-
-  def _fit(self, lengths: list[int]) -> bool:
-    shape = self._shape
-    rows = batching.assign_rows(lengths, shape.seq_len, shape.align)
-    return len(rows) <= shape.rows
+    Windows end with their last hinted turn.
+    """
+    written = [hints[-1].stop for _, hints in self.windows]
+    read = [hint.stop + len(hint.tokens_T) for hint in self.hints]
+    return (
+      batching.places(written, self._shape),
+      batching.places(read, self._shape),
+    )
 
 
 def num_slots(rows: int, seq_len: int) -> int:
@@ -94,13 +76,17 @@ def pack(
   shape: batching.BatchShape,
   *,
   num_parts: int = 1,
-) -> Packed:
+) -> tuple[list[batches.HintBatch], dict[str, int]]:
   """Packs the hints of all rollouts; empty ones are left out.
 
   Args:
-    groups: of a step, sorted by id.
-    shape: of the microbatches of RL, whose rows hold trajectories.
+    groups: the step's, sorted by id.
+    shape: what RL packs trajectories into.
     num_parts: in which devices share the rows of a batch out; divides them.
+
+  Returns:
+    Microbatches, and metrics: how many hints are in them, how many tokens their
+    turns have, and how many hints are too long to share a row with their turn.
 
   Raises:
     ValueError: a hint is on tokens that the policy did not sample, or routes
@@ -115,7 +101,14 @@ def pack(
   parts: list[_Part] = []
   dropped, checked = 0, None
   for i, window, hint in _hints(groups):
-    _check(hint, window)
+    is_turn = window.loss_mask_T[hint.start : hint.stop].all()
+    if hint.start < 1 or not is_turn:
+      # It would train other tokens.
+      raise ValueError(
+        f'A hint ({hint.kind}) is on tokens {hint.start} to {hint.stop} of a '
+        f'window of {len(window)}; all must have been sampled, after at least '
+        'one token of context.'
+      )
     if window is not checked:
       batching.check_routes(i, window.expert_ids_TMA, shape)
       checked = window
@@ -129,16 +122,15 @@ def pack(
       fits = parts[-1].add(window, hint)
       assert fits, (hint, part_shape)
   packed = [
-    _microbatch(parts[i : i + num_parts], shape, part_shape)
+    _microbatch(parts[i : i + num_parts], shape, part_shape.rows)
     for i in range(0, len(parts), num_parts)
   ]
-  taken = [hint for part in parts for _, hint in part.hints]
-  return Packed(
-    microbatches=packed,
-    num_hints=len(taken),
-    num_tokens=sum(h.stop - h.start for h in taken),
-    num_dropped=dropped,
-  )
+  taken = [hint for part in parts for hint in part.hints]
+  return packed, {
+    'hints': len(taken),
+    'hint_tokens': sum(h.stop - h.start for h in taken),
+    'hints_dropped': dropped,
+  }
 
 
 def _hints(
@@ -146,101 +138,62 @@ def _hints(
 ) -> Iterator[tuple[int, records.Trajectory, turns_lib.Hint]]:
   """Numbered windows and their hints, in the order of their turns."""
   number = 0
-  for group in groups:
-    for rollout in group.rollouts:
-      hints = sorted(rollout.hints, key=lambda h: (h.trajectory, h.start))
-      for hint in hints:
-        window = rollout.trajectories[hint.trajectory]
-        yield number + hint.trajectory, window, hint
-      number += len(rollout.trajectories)
-
-
-def _check(hint: turns_lib.Hint, window: records.Trajectory) -> None:
-  """Refuses a hint that is not on a turn: it would train other tokens."""
-  is_turn = window.loss_mask_T[hint.start : hint.stop].all()
-  if hint.start < 1 or not is_turn:
-    raise ValueError(
-      f'A hint ({hint.kind}) is on tokens {hint.start} to {hint.stop} of a '
-      f'window of {len(window)}; all must have been sampled, after at least '
-      'one token of context.'
-    )
+  for rollout in (r for g in groups for r in g.rollouts):
+    for hint in sorted(rollout.hints, key=lambda h: (h.trajectory, h.start)):
+      window = rollout.trajectories[hint.trajectory]
+      yield number + hint.trajectory, window, hint
+    number += len(rollout.trajectories)
 
 
 def _microbatch(
-  parts: list[_Part],
-  shape: batching.BatchShape,
-  part_shape: batching.BatchShape,
+  parts: list[_Part], shape: batching.BatchShape, part_rows: int
 ) -> batches.HintBatch:
-  B, T = shape.rows, shape.seq_len
-  student = batching.padding(shape)
-  teacher: dict[str, Any] = {
-    'tokens_BT': np.zeros((B, T), np.int32),
-    'segment_ids_BT': np.zeros((B, T), np.int32),
-    'positions_BT': np.zeros((B, T), np.int32),
-    'loss_weights_BT': np.zeros((B, T), np.float32),
-  }
-  slots: dict[str, Any] = {
-    'student_slots_BT': np.zeros((B, T), np.int32),
-    'teacher_slots_BT': np.zeros((B, T), np.int32),
-  }
+  student, teacher = batching.padding(shape), batching.padding(shape)
+  slots: Any = np.zeros((2, shape.rows, shape.seq_len), np.int32)
+  student_slots_BT, teacher_slots_BT = slots
   for i, part in enumerate(parts):
-    first_row, slot = i * part_shape.rows, 1
-    read = iter(_places(part.teacher_lengths(), part_shape, first_row))
-    written = _places(part.student_lengths(), part_shape, first_row)
+    slot = 1
+    written, read = (
+      [p._replace(row=i * part_rows + p.row) for p in side]
+      for side in part.places()
+    )
+    unread = iter(read)
     for place, (window, hints) in zip(written, part.windows, strict=True):
       batching.write(student, place, _until(window, hints[-1].stop), 0.0)
-      student['loss_weights_BT'][place.row, place.span] = 0.0
       for hint in hints:
-        theirs = next(read)
-        _write_teacher(teacher, theirs, window, hint)
+        _, row, segment, span = next(unread)
+        tokens_T = np.insert(
+          window.tokens_T[: hint.stop], hint.at, hint.tokens_T
+        )
+        teacher['tokens_BT'][row, span] = tokens_T
+        teacher['segment_ids_BT'][row, span] = segment
+        teacher['positions_BT'][row, span] = np.arange(len(tokens_T))
         length = hint.stop - hint.start
+        start = place.span.start + hint.start
+        own = place.row, slice(start, start + length)
         numbers = np.arange(slot, slot + length)
         slot += length
-        start = place.span.start + hint.start
-        own = slice(start, start + length)
-        slots['student_slots_BT'][place.row, own] = numbers
-        student['loss_weights_BT'][place.row, own] = 1.0 / length
+        student_slots_BT[own] = numbers
+        student['loss_weights_BT'][own] = 1.0 / length
         # The turn comes last of what the teacher reads.
-        stop = theirs.span.stop
-        slots['teacher_slots_BT'][theirs.row, stop - length : stop] = numbers
+        teacher_slots_BT[row, span.stop - length : span.stop] = numbers
+  fields = [field.name for field in dataclasses.fields(batches.LMBatch)]
   return batches.HintBatch(
     student=batches.RLBatch(**student),
-    teacher=batches.LMBatch(**teacher),
-    **slots,
+    teacher=batches.LMBatch(**{name: teacher[name] for name in fields}),
+    student_slots_BT=student_slots_BT,
+    teacher_slots_BT=teacher_slots_BT,
   )
-
-
-def _places(
-  lengths: list[int], shape: batching.BatchShape, first_row: int
-) -> list[batching.Place]:
-  places = batching.places(lengths, shape)
-  return [p._replace(row=first_row + p.row) for p in places]
 
 
 def _until(window: records.Trajectory, stop: int) -> records.Trajectory:
-  """The window's first tokens; no pass consumes the last of them."""
+  """The window's first tokens as context; no pass consumes the last of them."""
   ids_TMA = window.expert_ids_TMA[:stop].copy()
   ids_TMA[-1] = records.NO_ROUTE
+  names = ('tokens_T', 'logprobs_T', 'policy_version_T')
   return dataclasses.replace(
     window,
-    tokens_T=window.tokens_T[:stop],
-    loss_mask_T=window.loss_mask_T[:stop],
-    logprobs_T=window.logprobs_T[:stop],
+    **{name: getattr(window, name)[:stop] for name in names},
+    loss_mask_T=np.zeros(stop, bool),
     expert_ids_TMA=ids_TMA,
-    policy_version_T=window.policy_version_T[:stop],
   )
-
-
-def _write_teacher(
-  arrays: dict[str, Any],
-  place: batching.Place,
-  window: records.Trajectory,
-  hint: turns_lib.Hint,
-) -> None:
-  before_T, after_T = np.split(window.tokens_T[: hint.stop], [hint.at])
-  _, row, segment, span = place
-  arrays['tokens_BT'][row, span] = np.concatenate(
-    [before_T, hint.tokens_T, after_T]
-  )
-  arrays['segment_ids_BT'][row, span] = segment
-  arrays['positions_BT'][row, span] = np.arange(span.stop - span.start)

@@ -11,13 +11,14 @@ nowhere else, the student is drawn to the teacher's distribution:
 added to the loss of RL (Composer 2.5; SDPO, arXiv 2601.20802; OPSD, arXiv
 2601.18734), before the rollouts of the step divide both: a turn as a whole
 weighs lambda, however long, where each token of a rollout weighs its advantage.
-The student replays its recorded routes. The teacher's context is
-another, so its routes are its own. A teacher that is the live policy drags
-itself along until calls fall apart (`experiments/studies/hint`): it is the
-policy that RL began with, or a slow average.
+The student replays its recorded routes; the teacher's context is another, so
+its routes are its own. A teacher that is the live policy drags itself along
+until calls fall apart (`experiments/studies/hint`): it is the policy that RL
+began with, or a slow average.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -28,9 +29,12 @@ from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange, shards
-from composer_jax.rl.hints import divergences
+from composer_jax.rl.hints import batching
+from composer_jax.train import placement
 
-TEACHERS = ('frozen', 'ema')
+# KL(student || teacher), KL(teacher || student), and the Jensen-Shannon
+# divergence between them.
+DIVERGENCES = ('reverse', 'forward', 'jsd')
 
 # Tokens of a device whose logits, the student's and the teacher's, are at hand
 # at once.
@@ -44,42 +48,32 @@ class HintLossOptions:
   Attributes:
     weight: lambda, of a hinted turn beside a rollout of advantage 1; 0 ignores
       hints.
-    divergence: one of `divergences.KINDS`.
-    jsd_mix: share of the teacher in the mixture that 'jsd' compares with.
-    top_k: words of the teacher that are told apart, all others count as one;
-      0 tells all apart.
+    divergence: KL(policy || teacher) for 'reverse', or 'forward', or 'jsd'.
     teacher: 'frozen', the policy that RL began with, or 'ema', an average that
       follows the policy.
-    ema_rate: by which share of the distance, each step.
-    ratio_cap: of the importance ratio.
-    token_cap: nats; the gradient of a token that is further apart is scaled as
-      if it were this far. 0 for no cap.
+    ema_rate: share of the distance that the average goes in each step.
+    ratio_cap: c, of p_train / p_rollout.
   """
 
-  weight: float = 0.0
+  weight: float = 1.0
   divergence: str = 'reverse'
-  jsd_mix: float = 0.5
-  top_k: int = 0
   teacher: str = 'frozen'
   ema_rate: float = 0.01
   ratio_cap: float = 2.0
-  token_cap: float = 0.0
 
   def __post_init__(self):
-    checks.one_of(self, 'divergence', divergences.KINDS)
-    checks.one_of(self, 'teacher', TEACHERS)
-    checks.at_least(self, 0, 'top_k')
-    checks.number(self, 0, 'weight', 'token_cap')
+    checks.one_of(self, 'divergence', DIVERGENCES)
+    checks.one_of(self, 'teacher', ('frozen', 'ema'))
+    checks.number(self, 0, 'weight')
     checks.number(self, 1, 'ratio_cap')
-    for name in ('jsd_mix', 'ema_rate'):
-      if not 0 < getattr(self, name) < 1:
-        raise ValueError(
-          f'HintLossOptions.{name} ({getattr(self, name)}) must lie between 0 '
-          'and 1, both excluded.'
-        )
+    if not 0 < self.ema_rate < 1:
+      raise ValueError(
+        f'HintLossOptions.ema_rate ({self.ema_rate}) must lie between 0 and 1, '
+        'both excluded.'
+      )
 
 
-OFF = HintLossOptions()
+OFF = HintLossOptions(weight=0.0)
 
 
 class HintStats(flax.struct.PyTreeNode, kw_only=True):
@@ -87,12 +81,11 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     loss: lambda and all weights included.
-    num_tokens: of the turns.
+    num_tokens: tokens of the turns.
     divergence: nats, unweighted.
     gap: log-probability of the token as written, the teacher's minus the
       student's; well below 0 where the hint speaks against it.
     truncated: tokens whose importance ratio met its cap.
-    capped: tokens that are further apart than `token_cap`.
   """
 
   loss: jax.Array
@@ -100,7 +93,11 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
   divergence: jax.Array
   gap: jax.Array
   truncated: jax.Array
-  capped: jax.Array
+
+
+def parts_of(plan: exchange.ExchangePlan | None) -> int:
+  """Groups of devices that share the rows of a batch out."""
+  return placement.shards_of(plan.mesh, plan.batch_axes) if plan else 1
 
 
 def loss(
@@ -109,18 +106,10 @@ def loss(
   teacher: decoder.Variables,
   batch: batches.HintBatch,
   options: HintLossOptions,
-  *,
-  num_slots: int,
 ) -> HintStats:
   """Returns the sums of a microbatch; only `loss` has a gradient.
 
-  Args:
-    model: of both.
-    values: of the student.
-    teacher: variables of the same tree; they have no gradient.
-    batch: of `rl.hints.batching.pack`.
-    options: of the loss.
-    num_slots: of a part; see `rl.hints.batching.num_slots`.
+  It is that of the student's variables, `values`; `teacher` has none.
   """
   written, read = batch.student, batch.teacher
   written_BTD = model.apply(
@@ -143,8 +132,25 @@ def loss(
       (written_BTD, read_BTD),
       batch,
       options,
-      num_slots=num_slots,
     )
+
+
+def gradients(
+  model: decoder.Decoder,
+  values: decoder.Variables,
+  teacher: decoder.Variables,
+  batch: batches.HintBatch,
+  options: HintLossOptions,
+) -> tuple[Any, HintStats]:
+  """Returns the gradient of the student's parameters, and the sums."""
+
+  def loss_function(params):
+    student = {**values, 'params': params}
+    stats = loss(model, student, teacher, batch, options)
+    return stats.loss, stats
+
+  grads, stats = jax.grad(loss_function, has_aux=True)(values['params'])
+  return grads, stats
 
 
 def compare(
@@ -153,32 +159,37 @@ def compare(
   hidden_BTD: tuple[jax.Array, jax.Array],
   batch: batches.HintBatch,
   options: HintLossOptions,
-  *,
-  num_slots: int,
 ) -> HintStats:
-  """Returns the sums of a microbatch from what its passes gave.
+  """Returns the sums of a microbatch from the student's and the teacher's part.
 
   Args:
-    model: of both.
-    weights: what makes logits of hidden states; the student's, the teacher's.
-    hidden_BTD: of the student, of the teacher.
-    batch: of both.
-    options: of the loss.
-    num_slots: of a part.
+    model: both policies'.
+    weights: what makes logits of hidden states, of each.
+    hidden_BTD: hidden states, of each.
+    batch: what both read.
+    options: how they are compared.
   """
   plan = model.plan
-  spec = shards.specs_of(
-    plan, f'params/{_unembedding(model.config)}', weights[0]
-  )
+  name = _unembedding(model.config)
+  spec = shards.specs_of(plan, f'params/{name}', weights[0])
+  rows, seq_len = batch.student_slots_BT.shape
+  num_slots = batching.num_slots(rows // parts_of(plan), seq_len)
 
   def stage(weights, hidden, batch):
     written_BTD, read_BTD = hidden
     theirs_XD = _by_slot(read_BTD, batch.teacher_slots_BT, num_slots, plan)
-    ours, theirs = (_whole(w, spec, written_BTD.dtype, plan) for w in weights)
+    gather = functools.partial(
+      shards.gather,
+      spec=spec,
+      dtype=written_BTD.dtype,
+      reduce_dtype=plan.reduce_dtype if plan else 'float32',
+    )
+    # The gradient adds up over chunks in float32.
+    ours, theirs = (gather(weight).astype(jnp.float32) for weight in weights)
     tokens = _of_tokens(written_BTD, batch, plan)
-    found = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
+    sums = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
     # No sum over the mesh may lie on the way of a gradient inside of a shard.
-    return shards.stacked(found)
+    return shards.stacked(sums)
 
   where = shards.tokens_spec(plan)
   # Routes have their axes in another order, and no use here.
@@ -190,21 +201,14 @@ def compare(
     in_specs=((spec, spec), where, where),
     out_specs=shards.stacked_spec(plan),
   )
-  found = stage(
+  sums = stage(
     (weights[0], fixed(weights[1])), (hidden_BTD[0], fixed(hidden_BTD[1])), bare
   )
-  return jax.tree.map(lambda x: x.sum(0), found)
+  return jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def _unembedding(config: model_config.ModelConfig) -> str:
   return 'embedding' if config.tie_embeddings else 'unembedding'
-
-
-def _whole(weight, spec, dtype, plan: exchange.ExchangePlan | None):
-  reduce_dtype = plan.reduce_dtype if plan else 'float32'
-  whole = shards.gather(weight, spec, dtype=dtype, reduce_dtype=reduce_dtype)
-  # The gradient adds up over chunks in this dtype.
-  return whole.astype(jnp.float32)
 
 
 def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
@@ -221,40 +225,30 @@ def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
   return jax.lax.psum(states_XD, axes) if axes else states_XD
 
 
-class _Tokens(flax.struct.PyTreeNode, kw_only=True):
-  """Of a device's tokens, what is about to predict the next of each."""
+def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
+  """Of a device's tokens, what is about to predict the next of each.
 
-  hidden_ZD: jax.Array
-  slots_Z: jax.Array
-  ids_Z: jax.Array
-  weights_Z: jax.Array
-  logprobs_Z: jax.Array
-  temperatures_Z: jax.Array
-
-
-def _of_tokens(hidden_BTD, batch, plan) -> _Tokens:
-  """Those with a slot come first."""
+  Returns:
+    Hidden states, slots, ids, weights, rollout's log-probabilities and
+    temperatures; of the tokens with a slot first.
+  """
   student = batch.student
-
-  def flat(array_BT):
-    return head.of_next(array_BT, plan).reshape(-1)
-
-  slots_Z = flat(batch.student_slots_BT)
-  tokens = _Tokens(
-    hidden_ZD=hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
-    slots_Z=slots_Z,
-    ids_Z=flat(student.tokens_BT),
-    weights_Z=flat(student.loss_weights_BT),
-    logprobs_Z=flat(student.rollout_logprobs_BT),
-    temperatures_Z=flat(student.temperatures_BT),
+  arrays_BT = (
+    batch.student_slots_BT,
+    student.tokens_BT,
+    student.loss_weights_BT,
+    student.rollout_logprobs_BT,
+    student.temperatures_BT,
   )
+  slots_Z, *rest = (head.of_next(x_BT, plan).reshape(-1) for x_BT in arrays_BT)
   order_Z = jnp.argsort(slots_Z == 0, stable=True)
-  return jax.tree.map(lambda x_Z: x_Z[order_Z], tokens)
+  tokens = (hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), slots_Z, *rest)
+  return tuple(x_Z[order_Z] for x_Z in tokens)
 
 
 def _summed(
   weights: tuple[jax.Array, jax.Array],
-  tokens: _Tokens,
+  tokens: tuple[jax.Array, ...],
   theirs_XD: jax.Array,
   options: HintLossOptions,
   config: model_config.ModelConfig,
@@ -263,7 +257,7 @@ def _summed(
 
   The backward pass makes the logits of a chunk again.
   """
-  num_tokens = len(tokens.slots_Z)
+  num_tokens = len(tokens[0])
   size = min(_CHUNK, num_tokens)
   missing = -num_tokens % size
 
@@ -277,57 +271,40 @@ def _summed(
 
   def step(sums, chunk):
     nothing = jax.tree.map(jnp.zeros_like, sums)
+    _, slots_Z, *_ = chunk
     # Chunks without a slot are all behind those with one.
-    found = jax.lax.cond(
-      chunk.slots_Z[0] > 0, compared, lambda *_: nothing, weights, chunk
+    more = jax.lax.cond(
+      slots_Z[0] > 0, compared, lambda *_: nothing, weights, chunk
     )
-    return jax.tree.map(jnp.add, sums, found), None
+    return jax.tree.map(jnp.add, sums, more), None
 
-  zero = jnp.float32(0)
-  nothing = HintStats(
-    loss=zero,
-    num_tokens=zero,
-    divergence=zero,
-    gap=zero,
-    truncated=zero,
-    capped=zero,
-  )
+  names = [field.name for field in dataclasses.fields(HintStats)]
+  nothing = HintStats(**dict.fromkeys(names, jnp.float32(0)))
   return jax.lax.scan(step, nothing, jax.tree.map(chunked, tokens))[0]
 
 
-def _sums_of(weights, tokens: _Tokens, theirs_XD, options, config) -> HintStats:
+def _sums_of(weights, tokens, theirs_XD, options, config) -> HintStats:
+  hidden_ZD, slots_Z, ids_Z, weights_Z, logprobs_Z, temperatures_Z = tokens
   name = _unembedding(config)
   # A slot of 0 reads some other state, and weighs nothing.
-  states_ZD = theirs_XD[jnp.maximum(tokens.slots_Z - 1, 0)]
+  states_ZD = theirs_XD[jnp.maximum(slots_Z - 1, 0)]
   ours_ZV, theirs_ZV = (
-    head.logits({'params': {name: weight}}, hidden_ZD[None], config)[0]
-    / jnp.where(tokens.slots_Z > 0, tokens.temperatures_Z, 1)[:, None]
-    for weight, hidden_ZD in zip(
-      weights, (tokens.hidden_ZD, states_ZD), strict=True
-    )
+    head.logits({'params': {name: weight}}, x_ZD[None], config)[0]
+    / jnp.where(slots_Z > 0, temperatures_Z, 1)[:, None]
+    for weight, x_ZD in zip(weights, (hidden_ZD, states_ZD), strict=True)
   )
-  apart_Z = divergences.divergence(
-    ours_ZV,
-    theirs_ZV,
-    options.divergence,
-    jsd_mix=options.jsd_mix,
-    top_k=options.top_k,
-  )
+  apart_Z = divergence(ours_ZV, theirs_ZV, options.divergence)
   fixed = jax.lax.stop_gradient
-  ours_Z, theirs_Z = (
-    _logprobs(fixed(logits_ZV), tokens.ids_Z)
-    for logits_ZV in (ours_ZV, theirs_ZV)
-  )
-  ratio_Z = jnp.exp(ours_Z - tokens.logprobs_Z)
+
+  def written(logits_ZV):
+    logprobs_ZV = jax.nn.log_softmax(fixed(logits_ZV))
+    return jnp.take_along_axis(logprobs_ZV, ids_Z[:, None], axis=-1)[:, 0]
+
+  ours_Z, theirs_Z = written(ours_ZV), written(theirs_ZV)
+  ratio_Z = jnp.exp(ours_Z - logprobs_Z)
   scale_Z = jnp.minimum(ratio_Z, options.ratio_cap)
-  capped_Z = jnp.zeros_like(scale_Z, bool)
-  if options.token_cap:
-    # Not min(D, cap), which would take the gradient from the very tokens that
-    # the hint is about.
-    capped_Z = fixed(apart_Z) > options.token_cap
-    scale_Z *= jnp.where(capped_Z, options.token_cap / fixed(apart_Z), 1)
-  has_slot_Z = tokens.slots_Z > 0
-  terms_Z = tokens.weights_Z * scale_Z * apart_Z
+  has_slot_Z = slots_Z > 0
+  terms_Z = weights_Z * scale_Z * apart_Z
 
   def total(values_Z):
     return jnp.where(has_slot_Z, values_Z, 0).sum(dtype=jnp.float32)
@@ -338,33 +315,39 @@ def _sums_of(weights, tokens: _Tokens, theirs_XD, options, config) -> HintStats:
     divergence=fixed(total(apart_Z)),
     gap=total(theirs_Z - ours_Z),
     truncated=total(ratio_Z >= options.ratio_cap),
-    capped=total(capped_Z),
   )
 
 
-def _logprobs(logits_ZV, ids_Z):
-  logprobs_ZV = jax.nn.log_softmax(logits_ZV)
-  return jnp.take_along_axis(logprobs_ZV, ids_Z[:, None], axis=-1)[:, 0]
+def divergence(
+  student_logits_ZV: jax.Array, teacher_logits_ZV: jax.Array, kind: str
+) -> jax.Array:
+  """Returns the divergence D_Z in nats, with a gradient of the student's.
+
+  With M the mean of both, 'jsd' is (KL(student || M) + KL(teacher || M)) / 2.
+  Logits are float32.
+  """
+  student_ZV = jax.nn.log_softmax(student_logits_ZV)
+  teacher_ZV = jax.lax.stop_gradient(jax.nn.log_softmax(teacher_logits_ZV))
+  fixed_ZV = jax.lax.stop_gradient(student_ZV)
+  if kind == 'forward':
+    value_Z = _kl(teacher_ZV, fixed_ZV)
+    slope_ZV = jnp.exp(fixed_ZV) - jnp.exp(teacher_ZV)
+  elif kind == 'reverse':
+    value_Z = _kl(fixed_ZV, teacher_ZV)
+    slope_ZV = jnp.exp(fixed_ZV) * (fixed_ZV - teacher_ZV)
+  else:
+    half = jnp.log(0.5)
+    mixture_ZV = jnp.logaddexp(fixed_ZV + half, teacher_ZV + half)
+    value_Z = (_kl(fixed_ZV, mixture_ZV) + _kl(teacher_ZV, mixture_ZV)) / 2
+    slope_ZV = jnp.exp(fixed_ZV) * (fixed_ZV - mixture_ZV) / 2
+  # By the log-probabilities, without what adds up to nothing because those sum
+  # to 1: so it is exactly 0 where student and teacher are the same.
+  moving_Z = (slope_ZV * student_ZV).sum(-1)
+  return value_Z + moving_Z - jax.lax.stop_gradient(moving_Z)
 
 
-def gradients(
-  model: decoder.Decoder,
-  values: decoder.Variables,
-  teacher: decoder.Variables,
-  batch: batches.HintBatch,
-  options: HintLossOptions,
-  *,
-  num_slots: int,
-) -> tuple[Any, HintStats]:
-  """Gradient of the student's parameters, and sums; arguments as of `loss`."""
-
-  def loss_function(params):
-    student = {**values, 'params': params}
-    stats = loss(model, student, teacher, batch, options, num_slots=num_slots)
-    return stats.loss, stats
-
-  grads, stats = jax.grad(loss_function, has_aux=True)(values['params'])
-  return grads, stats
+def _kl(left_ZV: jax.Array, right_ZV: jax.Array) -> jax.Array:
+  return (jnp.exp(left_ZV) * (left_ZV - right_ZV)).sum(-1)
 
 
 def metrics(stats: HintStats, scale: float) -> dict[str, float]:
@@ -375,5 +358,4 @@ def metrics(stats: HintStats, scale: float) -> dict[str, float]:
     'hint_divergence': float(stats.divergence) / tokens,
     'hint_gap': float(stats.gap) / tokens,
     'hint_truncated': float(stats.truncated) / tokens,
-    'hint_capped': float(stats.capped) / tokens,
   }

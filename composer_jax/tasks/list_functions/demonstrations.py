@@ -67,7 +67,7 @@ FLAWLESS = Noise()
 
 
 class ScriptedPolicy:
-  """Decides by script in one episode; implements `policy.Policy`.
+  """Decides by script in one episode; implements `agent.environment.Policy`.
 
   It reads only the last answer in the context, and the task it was made for.
   Log-probabilities are zero and there are no routes: `NO_ROUTE` throughout.

@@ -10,14 +10,15 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
+from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
-from composer_jax.agent import policy as policies
 from composer_jax.core import files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
@@ -103,7 +104,7 @@ class EvaluationOptions:
 
 # Returns the policy behind an endpoint, of a tokenizer and the functions that a
 # chat endpoint calls by its own means.
-Remote = Callable[[Any, Sequence[Any]], policies.Policy]
+Remote = Callable[[Any, Sequence[Any]], environments.Policy]
 
 
 def tokenizer_of(systems: seams.Systems, options: EvaluationOptions) -> Any:
@@ -147,7 +148,7 @@ def policy_of(
   tokenizer: Any,
   options: EvaluationOptions,
   remote: Remote | None,
-) -> Callable[[Any], policies.Policy]:
+) -> Callable[[Any], environments.Policy]:
   """Returns task -> the policy of an episode of it."""
   if options.policy == 'null':
     return lambda task: scripts.ScriptedCalls(tokenizer, [family.finish_call])
@@ -321,6 +322,19 @@ def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
   }
 
 
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+  """Chance that one of k samples passes, without bias (Chen et al. 2021).
+
+  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task.
+  """
+  if not 0 <= passed <= samples or not 1 <= k <= samples:
+    raise ValueError(
+      f'passed ({passed}) must lie in 0..samples ({samples}), and k ({k}) in '
+      '1..samples.'
+    )
+  return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
 def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
   judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
   passed = sum(r['passed'] for r in judged)
@@ -340,8 +354,7 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'low': low,
     'high': high,
     'pass_at_k': {
-      str(k): sum(rl_evaluate.pass_at_k(samples, c, k) for c in whole)
-      / max(len(whole), 1)
+      str(k): sum(pass_at_k(samples, c, k) for c in whole) / max(len(whole), 1)
       for k in ks
     },
     'flags': dict(collections.Counter(f for r in judged for f in r['flags'])),

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from composer_jax.agent import environment as environments
-from composer_jax.agent import policy as policies
 from composer_jax.core import seams
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
@@ -89,7 +88,7 @@ class ListFunctions:
 
   finish_call = 'finish'
 
-  def gold(self, task: Any, tokenizer: Any) -> policies.Policy:
+  def gold(self, task: Any, tokenizer: Any) -> environments.Policy:
     """A policy that solves the task at once."""
     return demonstrations.ScriptedPolicy(
       task, tokenizer, demonstrations.FLAWLESS, random.Random(task.task_id)

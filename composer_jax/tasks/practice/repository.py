@@ -9,7 +9,6 @@ from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
-from composer_jax.agent import policy as policies
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.tasks import curriculum
@@ -181,7 +180,7 @@ class RepositoryTasks:
 
   def gold(
     self, task: task_set.RepositoryTask, tokenizer: Any
-  ) -> policies.Policy:
+  ) -> environments.Policy:
     """A policy that restores what was deleted, through the tools."""
     return scripts.gold_policy(task, tokenizer, self._options.repository.tools)
 

@@ -44,7 +44,7 @@ def completion(
 
 
 class ScriptedCalls:
-  """Writes given texts one after the other; implements `policy.Policy`.
+  """Writes given texts one after the other; implements `agent`'s Policy.
 
   Asked for a summary, it writes that and goes on with the calls afterwards.
   """

@@ -25,7 +25,7 @@ from composer_jax.agent import episode, mistakes, rewards
 from composer_jax.core import batches, records, turns
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
-from composer_jax.rl import collect, comparison, mismatch, policy_loss, update
+from composer_jax.rl import batching, collect, mismatch, policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
@@ -79,7 +79,7 @@ MODEL = model_config.ModelConfig.from_dict(
   }
 )
 PROMPTS, ROLLOUTS = 8, 8
-SHAPE = comparison.shape_of(MODEL, rows=16, seq_len=256)
+SHAPE = batching.shape_of(MODEL, rows=16, seq_len=256)
 LEARNING_RATE = 3e-4
 SFT_STEPS, SFT_ROWS, SFT_LEN = 600, 16, 256
 
@@ -213,8 +213,9 @@ def collector_of(arm: Arm, seed: int) -> collect.Collector:
       templates=tuple((kind, arm.hint) for kind in turns.INVALID_OUTCOMES),
       max_hints=world.NUM_TURNS,
     )
-  prices = rewards.RewardOptions(
-    invalid_penalty=1 / world.NUM_TURNS if arm.is_dense else 0.0
+  prices = dataclasses.replace(
+    rewards.UNPRICED,
+    invalid_penalty=1 / world.NUM_TURNS if arm.is_dense else 0.0,
   )
   play = collect.episode_player(
     WORDS,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from composer_jax.agent import policy as policies
+from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.data import stream as streams
@@ -19,8 +19,8 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.rl import (
+  batching,
   collect,
-  comparison,
   mismatch,
   policy_loss,
   sync_loop,
@@ -31,7 +31,6 @@ from composer_jax.rollout import engine as engines
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
-from configs.composer import tiny
 from experiments.studies.summary import stream
 
 TOKENIZER = stream.Words()
@@ -199,7 +198,7 @@ def make_engine(values: Any, version: int) -> engines.Engine:
 class Amnesic:
   """A policy whose summaries are replaced by facts drawn at random."""
 
-  def __init__(self, policy: policies.Policy, seed: tuple[int, ...]):
+  def __init__(self, policy: environment.Policy, seed: tuple[int, ...]):
     self._policy = policy
     self._draw = random.Random(f'amnesic/{seed}')
 
@@ -288,7 +287,7 @@ def reinforce(
     mismatch_every=0,
     refreshed=False,
     # The default bands. A chain's windows are replayed as any other.
-    gate=mismatch.GateOptions(**tiny.get_config().rl.gate),
+    gate=mismatch.GateOptions(),
     seed=seed,
   )
   collector = collector_of(
@@ -297,7 +296,7 @@ def reinforce(
     rollouts=sizes.rollouts,
     masked=masked,
   )
-  shape = comparison.shape_of(MODEL, rows=16, seq_len=ROW)
+  shape = batching.shape_of(MODEL, rows=16, seq_len=ROW)
   # A copy: the update donates its state.
   state = train_state.create(jax.tree.map(jnp.copy, variables), optimizer)
   for stop in range(10, sizes.steps + 10, 10):
@@ -343,7 +342,7 @@ def evaluate(
     make_engine({**variables, 'params': params}, 0),
     range(episodes),
   )
-  rollouts = list(collect.rollouts(found))
+  rollouts = [r for g in found for r in g.rollouts]
   windows = [len(t) for r in rollouts for t in r.trajectories]
   return {
     'pass_rate': float(np.mean([r.verdict.passed for r in rollouts])),

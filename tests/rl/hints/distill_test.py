@@ -12,9 +12,10 @@ import pytest
 from composer_jax.core import batches, records, turns
 from composer_jax.models import decoder, head
 from composer_jax.parallel import layouts, topology
-from composer_jax.rl import comparison, policy_loss
+from composer_jax.rl import batching as rl_batching
+from composer_jax.rl import comparison, policy_loss, update
 from composer_jax.rl import step as steps
-from composer_jax.rl.hints import batching, distill, divergences, step
+from composer_jax.rl.hints import batching, distill
 from composer_jax.train import placement
 from composer_jax.train import state as train_state
 from tests import compiling
@@ -24,7 +25,6 @@ CONFIG = replayed.CONFIGS['gqa_softmax']
 MODEL = decoder.Decoder(CONFIG)
 V = CONFIG.vocab_size
 SHAPE = replayed.shape(CONFIG, rows=4, seq_len=32)
-SLOTS = batching.num_slots(4, 32)
 OPTIONS = distill.HintLossOptions(weight=0.5)
 VALUES = replayed.variables(CONFIG)
 
@@ -107,7 +107,7 @@ def packed(groups=GROUPS, shape=SHAPE, **kwargs):
 
 
 def only(found):
-  (batch,) = found.microbatches
+  (batch,), _ = found
   return batch
 
 
@@ -117,13 +117,9 @@ def compiled(options):
 
   def run(values, teacher, batch):
     def loss(teacher):
-      return distill.loss(
-        MODEL, values, teacher, batch, options, num_slots=SLOTS
-      ).loss
+      return distill.loss(MODEL, values, teacher, batch, options).loss
 
-    grads, stats = distill.gradients(
-      MODEL, values, teacher, batch, options, num_slots=SLOTS
-    )
+    grads, stats = distill.gradients(MODEL, values, teacher, batch, options)
     return grads, stats, jax.grad(loss)(teacher)
 
   return jax.jit(run, compiler_options=compiling.QUICKLY)
@@ -273,7 +269,7 @@ def test_an_empty_hint_is_exactly_nothing():
   """Even where the teacher is another policy, which would hold back."""
   windows = [window(14, 0)]
   said = hint(8, 13, 4)
-  assert not packed([group(0, (windows, [hint(3, 6, 0)]))]).microbatches
+  assert not packed([group(0, (windows, [hint(3, 6, 0)]))])[0]
   jax.tree.map(
     np.testing.assert_array_equal,
     only(packed([group(0, (windows, [hint(3, 6, 0), said]))])),
@@ -316,7 +312,7 @@ def test_a_student_is_its_own_teacher_without_a_hint():
 def test_it_is_exactly_so_in_numerics_without_a_batch():
   """In which a token has the same bits in whatever program."""
   config = dataclasses.replace(CONFIG, numerics='batch_invariant')
-  shape = comparison.shape_of(config, rows=2, seq_len=64)
+  shape = rl_batching.shape_of(config, rows=2, seq_len=64)
   t = window(14, 0)
   t.expert_ids_TMA[:] = records.NO_ROUTE
   batch = mirrored(only(packed([group(0, ([t], [hint(3, 9, 2)]))], shape)))
@@ -325,7 +321,6 @@ def test_it_is_exactly_so_in_numerics_without_a_batch():
       distill.gradients,
       decoder.Decoder(config),
       options=OPTIONS,
-      num_slots=64,
     ),
     compiler_options=compiling.QUICKLY,
   )(VALUES, VALUES, batch)
@@ -344,9 +339,7 @@ def of_states(batch, options=OPTIONS):
   states = tuple(rng.normal(size=shape).astype(np.float32) for _ in range(2))
 
   def loss(weights, states):
-    stats = distill.compare(
-      MODEL, weights, states, batch, options, num_slots=SLOTS
-    )
+    stats = distill.compare(MODEL, weights, states, batch, options)
     return stats.loss, stats
 
   run = jax.jit(
@@ -406,7 +399,6 @@ def compared(*mesh_shape):
       (states('student'), states('teacher')),
       batch,
       OPTIONS,
-      num_slots=batching.num_slots(8 // parts, SHAPE.seq_len),
     )
     return stats.loss, stats
 
@@ -472,7 +464,7 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
   sizes, num_batches, num_parts
 ):
   shape = replayed.shape(CONFIG, **sizes)
-  found = packed(shape=shape, num_parts=num_parts)
+  microbatches, counts = packed(shape=shape, num_parts=num_parts)
   expected = [
     (
       tuple(t.tokens_T[: h.start].tolist()),
@@ -485,13 +477,16 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
     )
     for t, h in hinted()
   ]
-  said = [t for b in found.microbatches for t in read_back(b, num_parts)]
+  said = [t for b in microbatches for t in read_back(b, num_parts)]
   assert sorted(said) == sorted(expected)
-  assert len(found.microbatches) >= num_batches
-  assert (found.num_hints, found.num_dropped) == (len(hinted()), 0)
-  assert found.num_tokens == sum(h.stop - h.start for _, h in hinted())
+  assert len(microbatches) >= num_batches
+  assert counts == {
+    'hints': len(hinted()),
+    'hint_tokens': sum(h.stop - h.start for _, h in hinted()),
+    'hints_dropped': 0,
+  }
   # Windows keep their records, and share a row with all their hints.
-  student = found.microbatches[0].student
+  student = microbatches[0].student
   assert (student.expert_ids_MBTA != records.NO_ROUTE).any()
   assert not student.advantages_BT.any()
 
@@ -500,11 +495,11 @@ def test_a_hint_longer_than_its_row_is_dropped_and_counted():
   windows, hints = [window(14, 0)], [hint(3, 6, 4), hint(8, 13, 20)]
   shape = replayed.shape(CONFIG, rows=4, seq_len=32)
   found = packed([group(0, (windows, hints))], shape)
-  assert (found.num_hints, found.num_dropped) == (1, 1)
+  assert (found[1]['hints'], found[1]['hints_dropped']) == (1, 1)
   less = packed([group(0, (windows, hints[:1]))], shape)
   jax.tree.map(np.testing.assert_array_equal, only(found), only(less))
   none = packed([group(0, (windows, [hint(8, 13, 2000)]))], shape)
-  assert (none.microbatches, none.num_dropped) == ([], 1)
+  assert (none[0], none[1]['hints_dropped']) == ([], 1)
 
 
 def test_a_hint_that_is_not_on_a_turn_is_refused():
@@ -531,7 +526,6 @@ def recorder(values=VALUES):
       divergence=zero + 2,
       gap=zero - 8,
       truncated=zero + 1,
-      capped=zero,
     )
     return sums, stats
 
@@ -558,33 +552,28 @@ def test_a_step_without_hints_costs_nothing():
     for g in GROUPS
   ]
   sums = object()
-  same, hinted = step.add(
+  same, counts, stats = update.add_hints(
     sums, silent, functions, SHAPE, None, None, replay=True
   )
-  assert same is sums and not given
-  assert hinted.metrics(0.5) == {
-    'hints': 0, 'hint_tokens': 0, 'hints_dropped': 0
-  }  # fmt: skip
+  assert same is sums and not given and stats is None
+  assert counts == {'hints': 0, 'hint_tokens': 0, 'hints_dropped': 0}
 
 
 def test_a_step_adds_and_measures_its_hints():
   functions, given = recorder()
-  _, hinted = step.add(
+  _, counts, stats = update.add_hints(
     None, GROUPS, functions, SHAPE, VALUES, TEACHER, replay=False
   )
   ((teacher, batch),) = given
   assert teacher is TEACHER
   # Without replay the student is routed afresh, like the teacher.
   assert (batch.student.expert_ids_MBTA == records.NO_ROUTE).all()
-  assert hinted.metrics(0.5) == {
-    'hints': 6,
-    'hint_tokens': 17,
-    'hints_dropped': 0,
+  assert counts == {'hints': 6, 'hint_tokens': 17, 'hints_dropped': 0}
+  assert distill.metrics(stats, 0.5) == {
     'hint_loss': 1.5,
     'hint_divergence': 0.5,
     'hint_gap': -2.0,
     'hint_truncated': 0.25,
-    'hint_capped': 0.0,
   }
 
 
@@ -628,8 +617,7 @@ def test_options_say_what_they_may_be():
     (dict(teacher='live'), "teacher 'live' is not one of"),
     (dict(weight=-1.0), 'weight must be a number of at least 0'),
     (dict(ratio_cap=0.5), 'ratio_cap must be a number of at least 1'),
-    (dict(jsd_mix=1.0), r'jsd_mix \(1.0\) must lie between 0 and 1'),
-    (dict(top_k=-1), 'top_k must be an integer of at least 0'),
+    (dict(ema_rate=1.0), r'ema_rate \(1.0\) must lie between 0 and 1'),
   ):
     with pytest.raises(ValueError, match=said):
       distill.HintLossOptions(**fields)
@@ -738,48 +726,9 @@ def test_the_ratio_is_capped():
   assert never.divergence == often.divergence == stats.divergence
 
 
-def test_a_token_that_is_far_apart_pulls_as_if_it_were_nearer():
-  batch = only(packed())
-  # Of the same ratio for all: that at the cap.
-  rare = batch.student.replace(
-    rollout_logprobs_BT=np.full_like(batch.student.rollout_logprobs_BT, -90)
-  )
-  batch = batch.replace(student=rare)
-  free, _, (free_BTD, _) = of_states(batch)
-  cap = float(free.divergence / free.num_tokens) / 2
-  options = dataclasses.replace(OPTIONS, token_cap=cap)
-  capped, _, (capped_BTD, _) = of_states(batch, options)
-  assert 0 < capped.capped <= capped.num_tokens
-  assert capped.divergence == free.divergence
-  # At most the cap for each token; the weights of a turn's add to 1.
-  most = OPTIONS.weight * OPTIONS.ratio_cap * cap * len(hinted())
-  assert capped.loss <= 1.0001 * most < free.loss
-  # Its gradient is shorter, of the same direction, and not gone.
-  is_trained_BT = np.roll(batch.student_slots_BT, -1, axis=1) > 0
-  free_ZD, capped_ZD = free_BTD[is_trained_BT], capped_BTD[is_trained_BT]
-  share_Z = (capped_ZD * free_ZD).sum(-1) / (free_ZD**2).sum(-1)
-  np.testing.assert_allclose(
-    capped_ZD, share_Z[:, None] * free_ZD, atol=1e-6 * np.abs(free_ZD).max()
-  )
-  assert ((share_Z > 0) & (share_Z < 1.0001)).all()
-  assert (share_Z < 0.999).sum() == capped.capped
-
-
-def numpy_divergence(student, teacher, kind, mix, top_k):
+def numpy_divergence(student, teacher, kind):
   p, q = np.exp(log_softmax(student)), np.exp(log_softmax(teacher))
-  if top_k:
-    best = np.argsort(-q, axis=-1)[:, :top_k]
-    p, q = (
-      np.concatenate(
-        [
-          np.take_along_axis(x, best, -1),
-          1 - np.take_along_axis(x, best, -1).sum(-1, keepdims=True),
-        ],
-        -1,
-      )
-      for x in (p, q)
-    )
-  m = (1 - mix) * p + mix * q
+  m = (p + q) / 2
 
   def between(a, b):
     return (a * np.log(a / b)).sum(-1)
@@ -787,43 +736,34 @@ def numpy_divergence(student, teacher, kind, mix, top_k):
   return {
     'reverse': between(p, q),
     'forward': between(q, p),
-    'jsd': (1 - mix) * between(p, m) + mix * between(q, m),
+    'jsd': (between(p, m) + between(q, m)) / 2,
   }[kind]
 
 
-@pytest.mark.parametrize('kind', divergences.KINDS)
+@pytest.mark.parametrize('kind', distill.DIVERGENCES)
 def test_divergences_are_their_closed_forms(kind):
   rng = np.random.default_rng(0)
   student_ZV, teacher_ZV = 2 * rng.normal(size=(2, 40, 11))
-  found = {}
-  for mix, top_k in ((0.5, 0), (0.2, 0), (0.2, 4)):
-    found_Z = divergences.divergence(
-      jnp.float32(student_ZV),
-      jnp.float32(teacher_ZV),
-      kind,
-      jsd_mix=mix,
-      top_k=top_k,
+  found_Z = distill.divergence(
+    jnp.float32(student_ZV), jnp.float32(teacher_ZV), kind
+  )
+  expected_Z = numpy_divergence(student_ZV, teacher_ZV, kind)
+  # Of terms up to 8 nats that cancel.
+  np.testing.assert_allclose(found_Z, expected_Z, rtol=1e-5, atol=3e-6)
+  slope_ZV = jax.grad(
+    lambda student_ZV: distill.divergence(
+      student_ZV, jnp.float32(teacher_ZV), kind
+    ).sum()
+  )(jnp.float32(student_ZV))
+  for word in range(3):
+    step_V = np.where(np.arange(11) == word, 1e-5, 0.0)
+    above_Z, below_Z = (
+      numpy_divergence(student_ZV + by_V, teacher_ZV, kind)
+      for by_V in (step_V, -step_V)
     )
-    expected_Z = numpy_divergence(student_ZV, teacher_ZV, kind, mix, top_k)
-    # Of terms up to 8 nats that cancel.
-    np.testing.assert_allclose(found_Z, expected_Z, rtol=1e-5, atol=3e-6)
-    found[mix, top_k] = found_Z
-    slope_ZV = jax.grad(
-      lambda student_ZV, mix=mix, top_k=top_k: divergences.divergence(
-        student_ZV, jnp.float32(teacher_ZV), kind, jsd_mix=mix, top_k=top_k
-      ).sum()
-    )(jnp.float32(student_ZV))
-    for word in range(3):
-      step_V = np.where(np.arange(11) == word, 1e-5, 0.0)
-      above_Z, below_Z = (
-        numpy_divergence(student_ZV + by_V, teacher_ZV, kind, mix, top_k)
-        for by_V in (step_V, -step_V)
-      )
-      np.testing.assert_allclose(
-        slope_ZV[:, word], (above_Z - below_Z) / 2e-5, rtol=1e-4, atol=1e-5
-      )
-  # Telling fewer words apart never makes them further apart.
-  assert np.all(found[0.2, 4] <= found[0.2, 0] + 1e-6)
+    np.testing.assert_allclose(
+      slope_ZV[:, word], (above_Z - below_Z) / 2e-5, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_two_words_have_divergences_that_can_be_written_down():
@@ -836,16 +776,6 @@ def test_two_words_have_divergences_that_can_be_written_down():
     'jsd': 0.5 * (0.75 * np.log(6 / 5) + 0.25 * np.log(2 / 3))
     + 0.5 * (0.5 * np.log(4 / 5) + 0.5 * np.log(4 / 3)),
   }
-  for kind in divergences.KINDS:
-    (found,) = divergences.divergence(student_ZV, teacher_ZV, kind)
+  for kind in distill.DIVERGENCES:
+    (found,) = distill.divergence(student_ZV, teacher_ZV, kind)
     assert float(found) == pytest.approx(expected[kind], rel=1e-6)
-
-
-def test_the_tail_is_exact_where_the_best_words_have_it_all():
-  """1 - sum would say that nothing is left, and the logarithm infinity."""
-  student_ZV = jnp.float32([[0.0, 40.0, -40.0]])
-  teacher_ZV = jnp.float32([[40.0, 0.0, -50.0]])
-  (found,) = divergences.divergence(student_ZV, teacher_ZV, 'reverse', top_k=1)
-  assert float(found) == pytest.approx(40.0, rel=1e-6)
-  with pytest.raises(ValueError, match=r'top_k \(3\) must be below .* \(3\)'):
-    divergences.divergence(student_ZV, teacher_ZV, 'reverse', top_k=3)

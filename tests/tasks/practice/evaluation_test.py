@@ -1,6 +1,7 @@
 """The true pass rates of scripted policies, counted, kept and resumed."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -132,3 +133,15 @@ def test_lines_are_json(spec, tmp_path):
   found = json.loads(line)
   assert found['passed'] and found['reward_terms'] is not None
   assert found['sandbox_level'] in ('bwrap', 'unshare')
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_pass():
+  for samples, passed in ((1, 0), (1, 1), (4, 1), (5, 2), (6, 6), (7, 3)):
+    for k in range(1, samples + 1):
+      subsets = list(itertools.combinations(range(samples), k))
+      hits = sum(min(subset) < passed for subset in subsets)
+      assert evaluation.pass_at_k(samples, passed, k) == pytest.approx(
+        hits / len(subsets), abs=1e-12
+      )
+  with pytest.raises(ValueError, match=r'k \(3\) in 1..samples'):
+    evaluation.pass_at_k(2, 1, 3)

@@ -27,6 +27,7 @@ OPTIONS = episode.EpisodeOptions(
   max_tokens=400_000,
   max_turns=200,
   max_call_tokens=200_000,
+  max_sampled_tokens=100_000,
 )
 
 
