@@ -6,9 +6,8 @@ pages of all rows at once, as many as the longest row needs, and gathers one
 page per row and turn: no copy of a row's whole cache is ever made, and a step
 reads what is there rather than what could be.
 
-The softmax is the running one (Milakov & Gimelshein 2018), its statistics and
-sums float32. A page past a query's position changes no bit of its result: its
-weights are zeros and the maximum stays.
+A page past a query's position changes no bit of its result: its weights are
+zeros and the softmax's maximum stays.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import rounding
-from composer_jax.kernels.attention import grouped_query
+from composer_jax.kernels.attention import blocks
 
 Pools = tuple[jax.Array, jax.Array]
 
@@ -26,9 +25,6 @@ Pools = tuple[jax.Array, jax.Array]
 # where it lies spares the copy that a product's operand must be. 30 % faster at
 # 64 rows of two queries and pages of 64, 20 % at 8, level at 1.
 _FEW_QUERIES = 2
-
-# Finite, so that a query that sees nothing of a page is zero rather than NaN.
-_MASKED = -1e30
 
 
 def token_axes(pools: Pools) -> tuple[int, int]:
@@ -44,14 +40,10 @@ def write(
   *,
   token_axis: int,
 ) -> jax.Array:
-  """Puts each token at its place; a page out of range drops it.
+  """Puts what is kept of each token at its offset within its page.
 
-  Args:
-    pool: page axis first, tokens of a page along `token_axis`.
-    new_BT: what is kept of each token, its axes in the pool's order.
-    pages_BT: int32.
-    offsets_BT: int32 place within the page.
-    token_axis: axis of `pool`.
+  A page out of range drops it. The pool has pages first and the tokens of a
+  page along `token_axis`, the other axes of `new_BT` in its order.
   """
   between = (slice(None),) * (token_axis - 1)
   index = (pages_BT, *between, offsets_BT)
@@ -87,7 +79,7 @@ def attend_grouped(
   positions_BX = jnp.repeat(positions_BT, num_heads // num_kv_heads, axis=1)
   is_few = q_BKXH.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
 
-  def visit_few(pages_B):
+  def meet_few(pages_B):
     k_BKHS, v_BKSH = (_take_flat(pool, pages_B, dtype) for pool in pools)
     wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
     scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
@@ -95,17 +87,12 @@ def attend_grouped(
       weights_BKXS[..., None] * v_BKSH[:, :, None]
     ).sum(-2)
 
-  def visit(pages_B):
-    k_BKHS, v_BKSH = (_take(pool, pages_B, dtype) for pool in pools)
-    scores_BKXS = jnp.einsum(
-      'BKXH,BKHS->BKXS', q_BKXH, k_BKHS, preferred_element_type=jnp.float32
-    )
-    return scores_BKXS, lambda weights_BKXS: grouped_query.weighted_sum(
-      'BKXS,BKSH->BKXH', weights_BKXS, v_BKSH
-    )
+  def meet(pages_B):
+    kept = tuple(_take(pool, pages_B, dtype) for pool in pools)
+    return products(q_BKXH, kept)
 
-  out_BKXH = _running_softmax(
-    visit_few if is_few else visit,
+  out_BKXH = _attend(
+    meet_few if is_few else meet,
     tables_BP,
     positions_BX[:, None, :, None],
     num_blocks,
@@ -130,36 +117,27 @@ def attend_latent(
 ) -> jax.Array:
   """Returns out_BTNC, float32, of latent attention in the absorbed form.
 
+  Tables, positions and blocks are as of `attend_grouped`.
+
   Args:
     query: q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
     pools: latents [pages, page, C] and rotated keys [pages, page, J].
-    tables_BP: as of `attend_grouped`.
-    positions_BT: likewise.
-    num_blocks: likewise.
+    tables_BP: int32.
+    positions_BT: int32.
+    num_blocks: logical pages to visit.
   """
   batch, length, num_heads, _ = query[0].shape
-  # Queries of all heads meet the same latents: rows of one product. Two
-  # products and a sum, since joining C and J would copy the cache.
-  query_BX = [q.reshape(batch, length * num_heads, -1) for q in query]
+  # Queries of all heads meet the same latents: rows of one product.
+  query_BX = tuple(q.reshape(batch, length * num_heads, -1) for q in query)
   positions_BX = jnp.repeat(positions_BT, num_heads, axis=1)
 
-  def visit(pages_B):
-    kept = [
-      _take(pool, pages_B, q.dtype)
-      for pool, q in zip(pools, query_BX, strict=True)
-    ]
-    scores_BXS = sum(
-      jnp.einsum(
-        'BXC,BSC->BXS', q_BXC, kept_BSC, preferred_element_type=jnp.float32
-      )
-      for q_BXC, kept_BSC in zip(query_BX, kept, strict=True)
-    )
-    return scores_BXS, lambda weights_BXS: grouped_query.weighted_sum(
-      'BXS,BSC->BXC', weights_BXS, kept[0]
-    )
+  def meet(pages_B):
+    pairs = zip(pools, query_BX, strict=True)
+    kept = tuple(_take(pool, pages_B, q.dtype) for pool, q in pairs)
+    return products(query_BX, kept)
 
-  out_BXC = _running_softmax(
-    visit,
+  out_BXC = _attend(
+    meet,
     tables_BP,
     positions_BX[..., None],
     num_blocks,
@@ -167,6 +145,30 @@ def attend_latent(
     pools[0].shape[1],
   )
   return out_BXC.reshape(batch, length, num_heads, -1)
+
+
+def products(query: Any, kept: tuple[jax.Array, jax.Array]):
+  """Returns the scores of queries over a block of keys, and `meet`'s `weigh`.
+
+  Args:
+    query: q_BKXH, or of latent attention the two [B, ..., C] and [B, ..., J].
+    kept: k_BKHS and v_BKSH, or latents_BSC and keys_BSJ.
+  """
+  if not isinstance(query, tuple):
+    scores_BKXS = jnp.einsum(
+      'BKXH,BKHS->BKXS', query, kept[0], preferred_element_type=jnp.float32
+    )
+    return scores_BKXS, lambda weights_BKXS: blocks.weighted_sum(
+      'BKXS,BKSH->BKXH', weights_BKXS, kept[1]
+    )
+  # Two products and a sum, since joining C and J would copy the cache.
+  scores = sum(
+    jnp.einsum('B...C,BSC->B...S', q, k, preferred_element_type=jnp.float32)
+    for q, k in zip(query, kept, strict=True)
+  )
+  return scores, lambda weights: blocks.weighted_sum(
+    'B...S,BSC->B...C', weights, kept[0]
+  )
 
 
 def _take(pool, pages_B, dtype):
@@ -180,11 +182,11 @@ def _take_flat(pool, pages_B, dtype):
   return pages.reshape(-1, *pool.shape[1:])
 
 
-def _running_softmax(visit, tables_BP, positions, num_blocks, shape, page):
+def _attend(meet, tables_BP, positions, num_blocks, shape, page):
   """Returns softmax(scores) @ values, float32 of `shape`.
 
   Args:
-    visit: pages_B -> scores [..., S] and a function from weights to sums.
+    meet: pages_B -> scores [..., S] and a function from weights to sums.
     tables_BP: int32.
     positions: int32 of each query, with an axis of one for S.
     num_blocks: logical pages to visit.
@@ -193,25 +195,14 @@ def _running_softmax(visit, tables_BP, positions, num_blocks, shape, page):
   """
 
   def body(block, state):
-    top, total, out = state
     pages_B = jax.lax.dynamic_index_in_dim(
       tables_BP, block, axis=1, keepdims=False
     )
-    scores, weigh = visit(pages_B)
+    scores, weigh = meet(pages_B)
     seen = block * page + jnp.arange(page) <= positions
-    scores = jnp.where(seen, scores, _MASKED)
-    now = jnp.maximum(top, scores.max(-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - now), 0)
-    shrink = jnp.exp(top - now)
-    total = total * shrink + weights.sum(-1, keepdims=True)
-    return now, total, out * shrink + weigh(weights)
+    return blocks.meet(state, scores, seen, weigh, forgets=False)
 
-  one = (*shape[:-1], 1)
-  state = (
-    jnp.full(one, _MASKED, jnp.float32),
-    jnp.zeros(one, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-  )
-  _, total, out = jax.lax.fori_loop(0, num_blocks, body, state)
+  state = blocks.met_none(shape, has_axis=True)
+  out, _, total = jax.lax.fori_loop(0, num_blocks, body, state)
   # A row of padding sees nothing; its result is never used, but is finite.
   return out / jnp.where(total > 0, total, 1)

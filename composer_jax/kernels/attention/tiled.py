@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.kernels import rows
-from composer_jax.kernels.attention import grouped_query, paged
+from composer_jax.kernels.attention import blocks, grouped_query, paged
 
 KEY_BLOCK = grouped_query.KEY_BLOCK
 QUERIES = 4
 ENTRIES = rows.TILE // QUERIES
-# Finite, so that the running maximum of a query that sees nothing stays so.
-_MASKED = -1e30
 
 
 class _Entries(NamedTuple):
@@ -49,38 +47,29 @@ def attend_packed(
   query: Any,
   kept: paged.Pools,
   visible: grouped_query.Visible,
-) -> jax.Array:
-  """Returns the outputs [B, T, N, .] of a packed batch.
+  is_measured: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns the outputs [B, T, N, .] of a packed batch, and tops_BTN.
 
   Args:
     query: as `kernels.attention.paged` takes it: scaled q_BTNH, or q_BTNC and
       q_BTNJ.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
     visible: what each query sees.
+    is_measured: whether the tops of `grouped_query.attend` are wanted; None
+      stands for them if not.
   """
-  return _packed(query, kept, visible, False)[0]
-
-
-def attend_packed_measured(
-  query: Any,
-  kept: paged.Pools,
-  visible: grouped_query.Visible,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `attend_packed` does, and tops_BTN.
-
-  See `attention.attend_measured`.
-  """
-  out, tops_BTN = _packed(query, kept, visible, True)
+  out, tops_BTN = _packed(query, kept, visible, is_measured)
   return out, jax.lax.stop_gradient(tops_BTN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _packed(query, kept, visible, is_measured):
   batch, length = visible.start_BT.shape
-  blocks = -(-length // KEY_BLOCK)
+  num_blocks = -(-length // KEY_BLOCK)
   # One that sees nothing has its last key before any.
   last_BT = jnp.where(visible.end_BT > visible.start_BT, visible.end_BT - 1, -1)
-  entries = _to_entries(query, last_BT, visible.start_BT, _num_kv_heads(kept))
+  entries = _to_entries(query, last_BT, visible.start_BT, _kv_heads(kept, 2))
   # An entry's blocks are counted from the first that any of its queries sees.
   seen_XT = jnp.where(entries.last_XT < 0, length, entries.first_XT)
   block_X = seen_XT.min(1) // KEY_BLOCK
@@ -89,10 +78,10 @@ def _packed(query, kept, visible, is_measured):
     last_XT=entries.last_XT - shift_X1, first_XT=entries.first_XT - shift_X1
   )
   num_entries = -(-length // QUERIES)
-  page_X = jnp.arange(len(block_X)) // num_entries * blocks + block_X
+  page_X = jnp.arange(len(block_X)) // num_entries * num_blocks + block_X
   out, tops = _attend(
     entries,
-    _to_pools(kept, blocks),
+    _to_pools(kept, num_blocks),
     lambda tile_X, block: (page_X[tile_X] + block, 0),
     is_measured,
   )
@@ -128,8 +117,8 @@ def attend_paged(
       "that attention visits at once in numerics 'batch_invariant'."
     )
   last_BT = jnp.where(valid_BT, positions_BT, -1)
-  kv_heads = pools[0].shape[1] if pools[0].ndim == 4 else 1
-  entries = _to_entries(query, last_BT, jnp.zeros_like(last_BT), kv_heads)
+  first_BT = jnp.zeros_like(last_BT)
+  entries = _to_entries(query, last_BT, first_BT, _kv_heads(pools, 1))
   num_entries = -(-positions_BT.shape[1] // QUERIES)
   row_X = jnp.arange(len(entries.last_XT)) // num_entries
 
@@ -141,20 +130,16 @@ def attend_paged(
   return _from_entries(out, query)
 
 
-def _num_kv_heads(kept):
-  return kept[0].shape[2] if kept[0].ndim == 4 else 1
+def _kv_heads(kept, axis):
+  return kept[0].shape[axis] if kept[0].ndim == 4 else 1
 
 
-def _to_pools(kept, blocks):
+def _to_pools(kept, num_blocks):
   """Returns what is kept of a packed batch in pages of one key block."""
-
-  def pages(array_BS):
-    batch, length = array_BS.shape[:2]
-    pad = ((0, 0), (0, blocks * KEY_BLOCK - length))
-    array_BS = jnp.pad(array_BS, pad + ((0, 0),) * (array_BS.ndim - 2))
-    return array_BS.reshape(batch * blocks, KEY_BLOCK, *array_BS.shape[2:])
-
-  first, second = (pages(array) for array in kept)
+  first, second = (
+    array_BS.reshape(len(array_BS) * num_blocks, KEY_BLOCK, *array_BS.shape[2:])
+    for array_BS in blocks.pad(kept, KEY_BLOCK)
+  )
   if first.ndim == 4:
     return first.transpose(0, 2, 3, 1), second.transpose(0, 2, 1, 3)
   return first, second
@@ -241,14 +226,10 @@ def _attend(entries, pools, place, is_measured):
         )
       )
 
-    state = (
-      jnp.full((*shape[:3], 1), _MASKED, jnp.float32),
-      jnp.zeros((*shape[:3], 1), jnp.float32),
-      jnp.zeros(shape, jnp.float32),
-    )
-    blocks = part.last_XT.max() // KEY_BLOCK + 1
-    state = jax.lax.fori_loop(0, blocks, visit, state)
-    top, total, sums = jax.lax.optimization_barrier(state)
+    state = blocks.met_none(shape, has_axis=True)
+    num_blocks = part.last_XT.max() // KEY_BLOCK + 1
+    state = jax.lax.fori_loop(0, num_blocks, visit, state)
+    sums, top, total = jax.lax.optimization_barrier(state)
     result = (sums / jnp.where(total > 0, total, 1)).astype(query.dtype)
     result = jax.lax.optimization_barrier(result)
     return jax.tree.map(
@@ -282,28 +263,11 @@ def _gather(pool, axis, pages_X, offset):
 
 def _turn(query, kept, seen_XTS, state):
   """Meets one block of keys: the body of every attention of this mode."""
-  top, total, sums = state
-  if isinstance(query, tuple):
-    spec, values = 'XKRS,XSC->XKRC', kept[0]
-    scores = sum(
-      jnp.einsum('XKRC,XSC->XKRS', q, k, preferred_element_type=jnp.float32)
-      for q, k in zip(query, kept, strict=True)
-    )
-  else:
-    spec, values = 'XKRS,XKSH->XKRH', kept[1]
-    scores = jnp.einsum(
-      'XKRH,XKHS->XKRS', query, kept[0], preferred_element_type=jnp.float32
-    )
-  per_query = sums.shape[2] // QUERIES
+  scores_XKRS, weigh = paged.products(query, kept)
+  per_query = scores_XKRS.shape[2] // QUERIES
   seen_XRS = jnp.repeat(seen_XTS, per_query, axis=1)
   seen_X1RS = seen_XRS[:, None]
-  scores = jnp.where(seen_X1RS, scores, _MASKED)
-  now = jnp.maximum(top, scores.max(-1, keepdims=True))
-  weights = jnp.where(seen_X1RS, jnp.exp(scores - now), 0)
-  shrink = jnp.exp(top - now)
-  total = total * shrink + weights.sum(-1, keepdims=True)
-  new = grouped_query.weighted_sum(spec, weights, values)
-  return now, total, sums * shrink + new
+  return blocks.meet(state, scores_XKRS, seen_X1RS, weigh, forgets=False)
 
 
 def _packed_forward(query, kept, visible, is_measured):
@@ -323,7 +287,7 @@ def _packed_backward(is_measured, residuals, d_results):
       query = jnp.concatenate(query, axis=-1)
       second = first[:, :, None]
       first = jnp.concatenate(kept, axis=-1)[:, :, None]
-    out = grouped_query.attend(query, first, second, visible, scale=1.0)
+    out, _ = grouped_query.attend(query, first, second, visible, scale=1.0)
     return out.astype(query.dtype)
 
   _, pull = jax.vjp(whole, query, kept)
