@@ -8,7 +8,6 @@ XLA:CPU multiplies that form at up to twice the speed.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -114,13 +113,9 @@ def _transposed_times(left_XS, right_XH):
   return _times(lax.optimization_barrier(left_XS.T), right_XH)
 
 
-def forward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   """Returns out_BTNH, zero where nothing is seen, tops_BTN and logs_BTN."""
+  q_BTNH, k_BSKH, v_BSKH = arrays
   call = _Call(q_BTNH, k_BSKH, visible)
   length, width, dtype = q_BTNH.shape[1], v_BSKH.shape[-1], v_BSKH.dtype
   q_BTNH = blocks.pad(q_BTNH, call.queries)
@@ -155,19 +150,15 @@ def forward(
 
 
 def backward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-  by_query: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, ...]:
-  """Returns the gradients of q, k and v, and perhaps zeros behind them.
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
+  """Returns the gradients of q, k and v, perhaps with zeros behind them.
 
   Of each query it takes d_out_BTNH, logs_BTN, and means_BTN: the sum of d_out
   times out.
   """
+  q_BTNH, k_BSKH, v_BSKH = arrays
   call = _Call(q_BTNH, k_BSKH, visible)
-  dtypes = q_BTNH.dtype, k_BSKH.dtype, v_BSKH.dtype
   q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(
     (q_BTNH, *by_query), call.queries
   )
@@ -218,7 +209,7 @@ def backward(
     )
 
   results = tuple(
-    jnp.zeros(x.shape, dtype)
-    for x, dtype in zip((q_BTNH, k_BSKH, v_BSKH), dtypes, strict=True)
+    jnp.zeros(padded.shape, x.dtype)
+    for padded, x in zip((q_BTNH, k_BSKH, v_BSKH), arrays, strict=True)
   )
   return call.each_row(row, results)

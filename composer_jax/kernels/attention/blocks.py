@@ -24,8 +24,8 @@ from composer_jax.core import rounding
 
 # A score that is not seen; finite, so that a query that sees none has no NaN.
 MASKED = -1e30
-# What a query has met: weighted sums of values, largest score, sum of weights.
-State = tuple[jax.Array, jax.Array, jax.Array]
+# q_BTNH, k_BSKH, v_BSKH; their gradients; or numbers of three kinds by query.
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Visible(NamedTuple):
@@ -130,14 +130,14 @@ def pairs(visited_BXX: jax.Array) -> tuple[Pairs, jax.Array]:
 
 
 def meet(
-  state: State,
+  state: Arrays,
   scores: jax.Array,
   sees: jax.Array,
   weigh: Callable[[jax.Array], jax.Array],
   *,
   axis: int = -1,
   forgets: bool = True,
-) -> State:
+) -> Arrays:
   """Returns the state of queries after they have met a block of keys.
 
   Args:
@@ -163,7 +163,7 @@ def meet(
   return sums, now, total * shrink + weights.sum(axis, keepdims=has_axis)
 
 
-def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> State:
+def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
   """Returns the state of queries that met no key, whose sums have this shape.
 
   With `has_axis` the other two have an axis of one, for keys.
@@ -176,7 +176,7 @@ def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> State:
   )
 
 
-def finish(state: State) -> State:
+def finish(state: Arrays) -> Arrays:
   """Returns outputs, largest scores and logarithms of the sums.
 
   What was added before a query met its first key is forgotten by then; one that

@@ -36,8 +36,9 @@ class _TritonSizes(NamedTuple):
   width: int
 
 
-def _prepare(q_BTNH, k_BSKH, v_BSKH, visible):
-  """Returns sizes, arrays of whole blocks, and what their queries see."""
+def _prepare(arrays, visible):
+  """Returns sizes, and arrays of whole blocks with what their queries see."""
+  q_BTNH, k_BSKH, v_BSKH = arrays
   least = lambda most, length: min(
     most, max(_LEAST, pl.next_power_of_2(length))
   )
@@ -50,7 +51,7 @@ def _prepare(q_BTNH, k_BSKH, v_BSKH, visible):
   )
   q, visible = blocks.pad((q_BTNH, visible), known.queries)
   k, v = blocks.pad((k_BSKH, v_BSKH), known.keys)
-  return known, (q, k, v), visible
+  return known, (q, k, v, visible)
 
 
 def _tiles_of(visible, known, num_blocks):
@@ -168,135 +169,107 @@ def _keys_kernel(
   _store(d_v, d_v_SH, known.width)
 
 
-def _call(kernel, known, grid, inputs, outputs, widths):
-  """Runs a kernel on (array, spec) each; its products are of `widths`."""
-  arrays, in_specs = zip(*inputs, strict=True)
-  shapes, out_specs = zip(*outputs, strict=True)
-  # After two ranges and what is seen come queries and keys.
-  q, k = arrays[4:6]
+def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
+  """Runs a kernel, whose programs are (tile or block, row, head).
+
+  Args:
+    kernel: takes references of the ranges that a program visits, of what is
+      given and of outputs.
+    known: sizes.
+    given: of `_prepare`.
+    outputs: shapes and dtypes, each by tile, or by block.
+    widths: of its products, all together.
+    by_query: more that is given.
+    by_block: whether a program is a block of keys with a key head.
+  """
+  q, k, v, seen = given
+  (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+  part = lambda size: lambda x: _spec(x, size, None, lambda i, n: (i, n))
+  if by_block:
+    num_blocks = num_keys // known.keys
+    grid = num_blocks, batch, kv_heads
+    ranges = _tiles_of(seen, known, num_blocks)
+    own = of_key = part(known.keys)
+    # All heads of the key head.
+    of_query = lambda x: _spec(x, length, known.groups, lambda _, n: (0, n))
+  else:
+    grid = length // known.queries, batch, heads
+    ranges = blocks.ranges(seen, known.queries, known.keys)
+    own = of_query = part(known.queries)
+    of_key = lambda x: _spec(
+      x, num_keys, None, lambda _, n: (0, n // known.groups)
+    )
+  arrays = *ranges, *seen, q, k, v, *by_query
   return pl.pallas_call(
     functools.partial(kernel, known=known),
     grid=grid,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    out_shape=shapes,
+    in_specs=[
+      *map(part(1), ranges),
+      *map(of_query, (*seen, q)),
+      *map(of_key, (k, v)),
+      *map(of_query, by_query),
+    ],
+    out_specs=[*map(own, outputs)],
+    out_shape=outputs,
     compiler_params=pltriton.CompilerParams(
       num_warps=4 if known.head_dim <= 64 else 8, num_stages=2
     ),
     interpret=platforms.current() != 'gpu',
     name=kernel.__name__.strip('_'),
     cost_estimate=blocks.cost(
-      (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
-      widths,
-      (arrays, shapes),
+      (batch, heads, length, num_keys), widths, (arrays, outputs)
     ),
   )(*arrays)
 
 
 def _spec(array, length, heads, place):
-  """Returns (array, spec) of `length` places of a row and `heads` heads.
+  """Returns the spec of `length` places of a row, with `heads` heads.
 
   Args:
     array: [row, place], with heads or without, with a width or without.
     length: of a block.
     heads: None for one of them.
-    place: from a program's (tile or block, row, head) to the block and head.
+    place: from a program's (tile or block, head) to the array's.
   """
   wide = pl.next_power_of_2(array.shape[3]) if array.ndim == 4 else None
   shape = (None, length, heads, wide)[: array.ndim]
 
   def index(i, b, n):
-    block, head = place(i, n)
-    return (b, block, head, 0)[: array.ndim]
+    part, head = place(i, n)
+    return (b, part, head, 0)[: array.ndim]
 
-  return array, pl.BlockSpec(shape, index)
-
-
-def _part(length):
-  """Returns what makes specs of a program's own tile or block."""
-  return lambda array: _spec(array, length, None, lambda i, n: (i, n))
+  return pl.BlockSpec(shape, index)
 
 
-def _row_of_keys(known):
-  place = lambda i, n: (0, n // known.groups)
-  return lambda array: _spec(array, array.shape[1], None, place)
-
-
-def _row_of_queries(known):
-  """Of all heads of a key head."""
-  place = lambda j, k: (0, k)
-  return lambda array: _spec(array, array.shape[1], known.groups, place)
-
-
-def _like(x):
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def forward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-) -> tuple[jax.Array, ...]:
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   """Does what `kernels.attention.blocked.forward` does."""
-  known, (q, k, v), seen = _prepare(q_BTNH, k_BSKH, v_BSKH, visible)
-  batch, length, heads, _ = q.shape
-  tile, row = _part(known.queries), _row_of_keys(known)
-  out = jax.ShapeDtypeStruct((batch, length, heads, known.width), v.dtype)
-  number = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+  known, given = _prepare(arrays, visible)
+  q, _, v, _ = given
+  out = jax.ShapeDtypeStruct((*q.shape[:3], known.width), v.dtype)
+  number = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
   results = _call(
     _forward_kernel,
     known,
-    (length // known.queries, batch, heads),
-    [
-      *map(_part(1), blocks.ranges(seen, known.queries, known.keys)),
-      *map(tile, (*seen, q)),
-      *map(row, (k, v)),
-    ],
-    [*map(tile, (out, number, number))],
+    given,
+    [out, number, number],
     known.head_dim + known.width,
   )
-  return tuple(x[:, : q_BTNH.shape[1]] for x in results)
+  length = arrays[0].shape[1]
+  out_BTNH, tops_BTN, logs_BTN = (x[:, :length] for x in results)
+  return out_BTNH, tops_BTN, logs_BTN
 
 
 def backward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-  by_query: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, ...]:
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
   """Does what `kernels.attention.blocked.backward` does."""
-  known, (q, k, v), seen = _prepare(q_BTNH, k_BSKH, v_BSKH, visible)
+  known, given = _prepare(arrays, visible)
   by_query = blocks.pad(by_query, known.queries)
-  batch, length, heads, _ = q.shape
-  num_blocks, kv_heads = k.shape[1] // known.keys, k.shape[2]
-  tile, keys = _part(known.queries), _row_of_keys(known)
-  (d_q,) = _call(
-    _queries_kernel,
-    known,
-    (length // known.queries, batch, heads),
-    [
-      *map(_part(1), blocks.ranges(seen, known.queries, known.keys)),
-      *map(tile, (*seen, q)),
-      *map(keys, (k, v)),
-      *map(tile, by_query),
-    ],
-    [tile(_like(q))],
-    2 * known.head_dim + known.width,
-  )
-  block, queries = _part(known.keys), _row_of_queries(known)
+  q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3])
+  widths = 2 * known.head_dim + known.width
+  (d_q,) = _call(_queries_kernel, known, given, [q], widths, by_query)
+  widths += known.width
   d_k, d_v = _call(
-    _keys_kernel,
-    known,
-    (num_blocks, batch, kv_heads),
-    [
-      *map(_part(1), _tiles_of(seen, known, num_blocks)),
-      *map(queries, (*seen, q)),
-      *map(block, (k, v)),
-      *map(queries, by_query),
-    ],
-    [block(_like(k)), block(_like(v))],
-    2 * known.head_dim + 2 * known.width,
+    _keys_kernel, known, given, [k, v], widths, by_query, by_block=True
   )
   return d_q, d_k, d_v

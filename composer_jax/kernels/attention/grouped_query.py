@@ -72,42 +72,41 @@ def attend(
     raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = rounding.rounded(q_BTNH * scale)
-  run = _reference
-  if backend != 'reference':
-    run = functools.partial(_in_blocks, backend)
-  out_BTNH, tops_BTN = run(q_BTNH, k_BSKH, v_BSKH, visible)
+  run = functools.partial(_in_blocks, backend)
+  if backend == 'reference':
+    run = _reference
+  out_BTNH, tops_BTN = run((q_BTNH, k_BSKH, v_BSKH), visible)
   return out_BTNH, jax.lax.stop_gradient(tops_BTN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_blocks(backend, *arrays_and_visible):
-  return _forward(backend, *arrays_and_visible)[0]
+def _in_blocks(backend, arrays, visible):
+  return _forward(backend, arrays, visible)[0]
 
 
-def _forward(backend, *arrays_and_visible):
-  forward = _KERNELS[backend].forward
-  out_BTNH, tops_BTN, logs = forward(*arrays_and_visible)
+def _forward(backend, arrays, visible):
+  out_BTNH, tops_BTN, logs = _KERNELS[backend].forward(arrays, visible)
   out_BTNH, logs = (
     ad_checkpoint.checkpoint_name(x, 'attention_out') for x in (out_BTNH, logs)
   )
-  return (out_BTNH, tops_BTN), (arrays_and_visible, out_BTNH, logs)
+  return (out_BTNH, tops_BTN), (arrays, visible, out_BTNH, logs)
 
 
 def _backward(backend, residuals, cotangents):
-  arrays_and_visible, out_BTNH, logs = residuals
+  arrays, visible, out_BTNH, logs = residuals
   d_out_BTNH, _ = cotangents
   # d_scores = weights (d_weights - sum of weights d_weights over keys).
   means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
-  backward = _KERNELS[backend].backward
-  d_arrays = backward(*arrays_and_visible, (d_out_BTNH, logs, means_BTN))
-  pairs = zip(d_arrays, arrays_and_visible, strict=False)
-  return *(d_x[:, : x.shape[1]] for d_x, x in pairs), None
+  by_query = d_out_BTNH, logs, means_BTN
+  d_arrays = _KERNELS[backend].backward(arrays, visible, by_query)
+  return jax.tree.map(lambda d, x: d[:, : x.shape[1]], d_arrays, arrays), None
 
 
 _in_blocks.defvjp(_forward, _backward)
 
 
-def _reference(q_BTNH, k_BSKH, v_BSKH, visible):
+def _reference(arrays, visible):
+  q_BTNH, k_BSKH, v_BSKH = arrays
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_keys, num_kv_heads = k_BSKH.shape[1:3]
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)

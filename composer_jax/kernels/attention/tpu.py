@@ -31,17 +31,18 @@ _NN = (((1,), (0,)), ((), ()))
 _NT = (((1,), (1,)), ((), ()))
 
 
-def _prepare(q_BTNH, k_BSKH, v_BSKH, visible):
-  """Returns a grid, arrays by head of whole blocks, what is seen, a table."""
+def _prepare(arrays, visible):
+  """Returns a grid, arrays by head of whole blocks, and what is seen."""
+  q_BTNH, k_BSKH, v_BSKH = arrays
   size = lambda x: min(BLOCK, -(-x.shape[1] // _LANES) * _LANES)
   groups = q_BTNH.shape[2] // k_BSKH.shape[2]
-  grid = _Grid(size(q_BTNH), size(k_BSKH), groups)
-  q = _by_head(q_BTNH, grid.queries)
-  k, v = (_by_head(x, grid.keys) for x in (k_BSKH, v_BSKH))
-  visible = blocks.pad(visible, grid.queries)
-  num_blocks = k.shape[2] // grid.keys
-  visited_BXX = blocks.visited(visible, grid.queries, grid.keys, num_blocks)
-  return grid, (q, k, v), tuple(x[:, None] for x in visible), visited_BXX
+  queries, keys = size(q_BTNH), size(k_BSKH)
+  q = _by_head(q_BTNH, queries)
+  k, v = (_by_head(x, keys) for x in (k_BSKH, v_BSKH))
+  visible = blocks.pad(visible, queries)
+  visited_BXX = blocks.visited(visible, queries, keys, k.shape[2] // keys)
+  grid = _Grid(visited_BXX, queries, keys, groups)
+  return grid, (q, k, v), tuple(x[:, None] for x in visible)
 
 
 def _by_head(x_BTNH, multiple):
@@ -154,6 +155,7 @@ class _Grid(NamedTuple):
   """Which blocks of arrays a step has.
 
   Attributes:
+    visited_BXX: pairs of a tile and a block, by row.
     queries: of a tile.
     keys: of a block.
     groups: query heads of a key head.
@@ -161,6 +163,7 @@ class _Grid(NamedTuple):
       of a pair is a block; else they are (query head, pair), and it is a tile.
   """
 
+  visited_BXX: jax.Array
   queries: int
   keys: int
   groups: int
@@ -184,22 +187,16 @@ class _Grid(NamedTuple):
 
     return array, pl.BlockSpec((1, 1, self.queries), place)
 
-  def query(self, array):
-    """Returns (array, spec) of a tile and head of [row, head, query, width]."""
-    return self._part(array, self.queries, is_key=False, is_turned=False)
+  def part(self, array, *, is_key=False, is_turned=False):
+    """Returns (array, spec) of a head's tile of queries or block of keys.
 
-  def query_turned(self, array):
-    """Likewise of [row, head, width, query]."""
-    return self._part(array, self.queries, is_key=False, is_turned=True)
-
-  def key(self, array):
-    return self._part(array, self.keys, is_key=True, is_turned=False)
-
-  def key_turned(self, array):
-    return self._part(array, self.keys, is_key=True, is_turned=True)
-
-  def _part(self, array, length, is_key, is_turned):
+    Args:
+      array: [row, head, query or key, width].
+      is_key: whether it is of keys.
+      is_turned: whether it has its last two axes the other way round.
+    """
     width = array.shape[2 if is_turned else 3]
+    length = self.keys if is_key else self.queries
     shape = (1, 1, width, length) if is_turned else (1, 1, length, width)
 
     def place(*step):
@@ -209,23 +206,23 @@ class _Grid(NamedTuple):
 
     return array, pl.BlockSpec(shape, place)
 
-  def call(self, kernel, visited_BXX, inputs, outputs, scratch, widths):
+  def call(self, kernel, inputs, outputs, scratch, widths):
     """Runs a kernel.
 
     Args:
       kernel: (pairs, *input references, *output references, *scratch).
-      visited_BXX: pairs, by row, tile and block.
       inputs: (array, spec) each; after what is seen come queries and keys.
       outputs: (shape and dtype, spec) each.
       scratch: shapes of float32.
       widths: of its products, all together.
     """
     (q, _), (k, _) = inputs[2:4]
-    heads = (k if self.by_block else q).shape[1]
     if self.by_block:
-      visited_BXX = visited_BXX.swapaxes(1, 2)
-    pairs, count = blocks.pairs(visited_BXX)
-    grid = (heads, count) + ((self.groups,) if self.by_block else ())
+      pairs, count = blocks.pairs(self.visited_BXX.swapaxes(1, 2))
+      grid = k.shape[1], count, self.groups
+    else:
+      pairs, count = blocks.pairs(self.visited_BXX)
+      grid = q.shape[1], count
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, out_specs = zip(*outputs, strict=True)
 
@@ -253,31 +250,25 @@ class _Grid(NamedTuple):
     )(*pairs, *arrays)
 
 
-def forward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   """Does what `kernels.attention.blocked.forward` does.
 
   The logarithms are [row, head, 1, query], padded, as `backward` reads them.
   """
-  grid, (q, k, v), seen, visited_BXX = _prepare(q_BTNH, k_BSKH, v_BSKH, visible)
+  grid, (q, k, v), seen = _prepare(arrays, visible)
   batch, heads, padded, head_dim = q.shape
-  length, width = q_BTNH.shape[1], v.shape[-1]
+  length, width = arrays[0].shape[1], v.shape[-1]
   number = jax.ShapeDtypeStruct((batch, heads, 1, padded), jnp.float32)
   out = jax.ShapeDtypeStruct((batch, heads, width, padded), v.dtype)
   out, tops, logs = grid.call(
     _forward_kernel,
-    visited_BXX,
     [
       *map(grid.seen, seen),
-      grid.query(q),
-      grid.key(k),
-      grid.key_turned(_turned(v)),
+      grid.part(q),
+      grid.part(k, is_key=True),
+      grid.part(_turned(v), is_key=True, is_turned=True),
     ],
-    [*map(grid.query_turned, (out, number, number))],
+    [grid.part(x, is_turned=True) for x in (out, number, number)],
     [(width, grid.queries), (1, grid.queries), (1, grid.queries)],
     head_dim + width,
   )
@@ -286,14 +277,10 @@ def forward(
 
 
 def backward(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-  by_query: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, ...]:
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
   """Does what `kernels.attention.blocked.backward` does."""
-  grid, (q, k, v), seen, visited_BXX = _prepare(q_BTNH, k_BSKH, v_BSKH, visible)
+  grid, (q, k, v), seen = _prepare(arrays, visible)
   d_out_BTNH, logs, means_BTN = by_query
   # Padded queries see nothing: their rows of scores are masked.
   d_out = _by_head(d_out_BTNH, grid.queries)
@@ -303,27 +290,26 @@ def backward(
   def inputs(grid):
     return [
       *map(grid.seen, seen),
-      grid.query(q),
-      *map(grid.key, (k, v)),
-      grid.query(d_out),
-      *map(grid.query_turned, (logs, means)),
+      grid.part(q),
+      *(grid.part(x, is_key=True) for x in (k, v)),
+      grid.part(d_out),
+      *(grid.part(x, is_turned=True) for x in (logs, means)),
     ]
 
   (d_q,) = grid.call(
     _queries_kernel,
-    visited_BXX,
-    [*inputs(grid), grid.key_turned(_turned(k))],
-    [grid.query_turned(_like(_turned(q)))],
+    [*inputs(grid), grid.part(_turned(k), is_key=True, is_turned=True)],
+    [grid.part(_like(_turned(q)), is_turned=True)],
     [(head_dim, grid.queries)],
     2 * head_dim + width,
   )
   grid = grid._replace(by_block=True)
   d_k, d_v = grid.call(
     _keys_kernel,
-    visited_BXX,
     inputs(grid),
-    [*map(grid.key, map(_like, (k, v)))],
+    [grid.part(_like(x), is_key=True) for x in (k, v)],
     [(grid.keys, head_dim), (grid.keys, width)],
     2 * head_dim + 2 * width,
   )
-  return tuple(x.swapaxes(1, 2) for x in (_turned(d_q), d_k, d_v))
+  d_q, d_k, d_v = (x.swapaxes(1, 2) for x in (_turned(d_q), d_k, d_v))
+  return d_q, d_k, d_v
