@@ -41,18 +41,35 @@ class _Call:
     """Appends keys to fill the last block; nobody sees them."""
     return blocks.pad(x_BSKH, self.keys).astype(self.dtype)
 
-  def each_row(self, body, state):
-    """Calls (state, b, head) -> state for each row."""
+  def each_tile(self, body, kept, by_query, by_key=()):
+    """Returns by_query and by_key after all tiles of all rows.
 
-    def row(index, state):
-      return body(state, index // self.num_kv_heads, index % self.num_kv_heads)
+    Args:
+      body: (place (b, head, tile), (k_SH, v_SH) of a row, (by_query, sums)) to
+        the last again; the sums are float32 [S, ...] of a row for each by_key.
+      kept: k_BSKH and v_BSKH in whole blocks.
+      by_query: tuple of arrays [B, T, N, ...].
+      by_key: tuple of arrays like `kept`, or none.
+    """
 
-    return lax.fori_loop(0, self.batch * self.num_kv_heads, row, state)
+    def row(index, results):
+      b, head = index // self.num_kv_heads, index % self.num_kv_heads
+      k_SH, v_SH = (_row(x, b, head) for x in kept)
+      tile = lambda i, state: body((b, head, i), (k_SH, v_SH), state)
+      by_query, by_key = results
+      like = (k_SH, v_SH)[: len(by_key)]
+      sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in like)
+      state = by_query, sums
+      by_query, sums = lax.fori_loop(0, self.num_tiles, tile, state)
+      return by_query, tuple(
+        lax.dynamic_update_slice(
+          x, rounding.rounded(part, x.dtype)[None, :, None], (b, 0, head, 0)
+        )
+        for x, part in zip(by_key, sums, strict=True)
+      )
 
-  def row(self, x_BSKH, b, head):
-    """Returns the array [S, H] of a row."""
-    part = lax.dynamic_slice_in_dim(x_BSKH, b, 1, 0)
-    return lax.dynamic_slice_in_dim(part, head, 1, 2)[0, :, 0]
+    num_rows = self.batch * self.num_kv_heads
+    return lax.fori_loop(0, num_rows, row, (by_query, by_key))
 
   def tile(self, x_BTN, place):
     """Returns the array [X, ...] of a tile, X = T G."""
@@ -97,6 +114,11 @@ class _Call:
     return lax.dynamic_update_slice_in_dim(x_SH, part, index * self.keys, 0)
 
 
+def _row(x_BSKH, b, head):
+  part = lax.dynamic_slice_in_dim(x_BSKH, b, 1, 0)
+  return lax.dynamic_slice_in_dim(part, head, 1, 2)[0, :, 0]
+
+
 _dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
 
 
@@ -119,34 +141,29 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   call = _Call(q_BTNH, k_BSKH, visible)
   length, width, dtype = q_BTNH.shape[1], v_BSKH.shape[-1], v_BSKH.dtype
   q_BTNH = blocks.pad(q_BTNH, call.queries)
-  k_BSKH, v_BSKH = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
+  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
-  def row(results, b, head):
-    k_SH, v_SH = call.row(k_BSKH, b, head), call.row(v_BSKH, b, head)
+  def tile(place, row, state):
+    results, _ = state
+    k_SH, v_SH = row
+    q_XH = call.tile(q_BTNH, place).astype(call.dtype)
 
-    def tile(index, results):
-      place = b, head, index
-      q_XH = call.tile(q_BTNH, place).astype(call.dtype)
-
-      def visit(state, block, sees_XS):
-        scores_XS = _times_transposed(q_XH, call.block(k_SH, block))
-        weigh = lambda weights_XS: _times(
-          weights_XS.astype(call.dtype), call.block(v_SH, block)
-        )
-        return blocks.meet(state, scores_XS, sees_XS, weigh)
-
-      state = blocks.met_none((len(q_XH), width))
-      parts = blocks.finish(call.each_block(visit, state, place))
-      return tuple(
-        call.put(x, part, place) for x, part in zip(results, parts, strict=True)
+    def visit(state, block, sees_XS):
+      scores_XS = _times_transposed(q_XH, call.block(k_SH, block))
+      weigh = lambda weights_XS: _times(
+        weights_XS.astype(call.dtype), call.block(v_SH, block)
       )
+      return blocks.meet(state, scores_XS, sees_XS, weigh)
 
-    return lax.fori_loop(0, call.num_tiles, tile, results)
+    met = call.each_block(visit, blocks.met_none((len(q_XH), width)), place)
+    parts = zip(results, blocks.finish(met), strict=True)
+    return tuple(call.put(x, part, place) for x, part in parts), ()
 
   shape = q_BTNH.shape[:3]
   out_BTNH = jnp.zeros((*shape, width), dtype)
   results = out_BTNH, *(jnp.zeros(shape, jnp.float32) for _ in range(2))
-  return tuple(x[:, :length] for x in call.each_row(row, results))
+  results, _ = call.each_tile(tile, kept, results)
+  return tuple(x[:, :length] for x in results)
 
 
 def backward(
@@ -162,54 +179,43 @@ def backward(
   q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(
     (q_BTNH, *by_query), call.queries
   )
-  k_BSKH, v_BSKH = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
+  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
-  def row(results, b, head):
-    k_SH, v_SH = call.row(k_BSKH, b, head), call.row(v_BSKH, b, head)
-
-    def tile(index, state):
-      place = b, head, index
-      q_XH, d_out_XH = (
-        call.tile(x, place).astype(call.dtype) for x in (q_BTNH, d_out_BTNH)
-      )
-      log_X1, mean_X1 = (
-        call.tile(x, place)[:, None] for x in (logs_BTN, means_BTN)
-      )
-
-      def visit(state, block, sees_XS):
-        d_q_XH, d_k_SH, d_v_SH = state
-        part_SH, values_SH = call.block(k_SH, block), call.block(v_SH, block)
-        scores_XS = _times_transposed(q_XH, part_SH)
-        d_weights_XS = _times_transposed(d_out_XH, values_SH)
-        weights_XS, d_scores_XS = (
-          x.astype(call.dtype)
-          for x in blocks.weights_and_gradient(
-            scores_XS, sees_XS, d_weights_XS, log_X1, mean_X1
-          )
-        )
-        return (
-          d_q_XH + _times(d_scores_XS, part_SH),
-          call.add(d_k_SH, _transposed_times(d_scores_XS, q_XH), block),
-          call.add(d_v_SH, _transposed_times(weights_XS, d_out_XH), block),
-        )
-
-      d_q_BTNH, *d_row = state
-      d_q_XH = jnp.zeros(q_XH.shape, jnp.float32)
-      d_q_XH, *d_row = call.each_block(visit, (d_q_XH, *d_row), place)
-      return call.put(d_q_BTNH, d_q_XH, place), *d_row
-
-    d_q_BTNH, *d_rows = results
-    state = d_q_BTNH, *(jnp.zeros(x.shape, jnp.float32) for x in (k_SH, v_SH))
-    d_q_BTNH, *d_row = lax.fori_loop(0, call.num_tiles, tile, state)
-    return d_q_BTNH, *(
-      lax.dynamic_update_slice(
-        x, rounding.rounded(part, x.dtype)[None, :, None], (b, 0, head, 0)
-      )
-      for x, part in zip(d_rows, d_row, strict=True)
+  def tile(place, row, state):
+    k_SH, v_SH = row
+    (d_q_BTNH,), d_row = state
+    q_XH, d_out_XH = (
+      call.tile(x, place).astype(call.dtype) for x in (q_BTNH, d_out_BTNH)
+    )
+    log_X1, mean_X1 = (
+      call.tile(x, place)[:, None] for x in (logs_BTN, means_BTN)
     )
 
-  results = tuple(
+    def visit(state, block, sees_XS):
+      d_q_XH, d_k_SH, d_v_SH = state
+      part_SH, values_SH = call.block(k_SH, block), call.block(v_SH, block)
+      scores_XS = _times_transposed(q_XH, part_SH)
+      d_weights_XS = _times_transposed(d_out_XH, values_SH)
+      weights_XS, d_scores_XS = (
+        x.astype(call.dtype)
+        for x in blocks.weights_and_gradient(
+          scores_XS, sees_XS, d_weights_XS, log_X1, mean_X1
+        )
+      )
+      return (
+        d_q_XH + _times(d_scores_XS, part_SH),
+        call.add(d_k_SH, _transposed_times(d_scores_XS, q_XH), block),
+        call.add(d_v_SH, _transposed_times(weights_XS, d_out_XH), block),
+      )
+
+    d_q_XH = jnp.zeros(q_XH.shape, jnp.float32)
+    d_q_XH, *d_row = call.each_block(visit, (d_q_XH, *d_row), place)
+    return (call.put(d_q_BTNH, d_q_XH, place),), tuple(d_row)
+
+  d_q_BTNH, *d_kept = (
     jnp.zeros(padded.shape, x.dtype)
-    for padded, x in zip((q_BTNH, k_BSKH, v_BSKH), arrays, strict=True)
+    for padded, x in zip((q_BTNH, *kept), arrays, strict=True)
   )
-  return call.each_row(row, results)
+  results = call.each_tile(tile, kept, (d_q_BTNH,), tuple(d_kept))
+  (d_q_BTNH,), (d_k_BSKH, d_v_BSKH) = results
+  return d_q_BTNH, d_k_BSKH, d_v_BSKH

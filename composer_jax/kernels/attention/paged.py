@@ -50,104 +50,62 @@ def write(
   return pool.at[index].set(new_BT.astype(pool.dtype), mode='drop')
 
 
-def attend_grouped(
-  q_BTNH: jax.Array,
+def attend(
+  query: Any,
   pools: Pools,
   tables_BP: jax.Array,
   positions_BT: jax.Array,
   *,
   num_blocks: Any,
 ) -> jax.Array:
-  """Returns out_BTNH of grouped-query attention.
+  """Returns out_BTNH, or of latent attention, absorbed, out_BTNC in float32.
 
   Args:
-    q_BTNH: scaled queries; query head n reads key/value head n // (N / K).
+    query: scaled q_BTNH, of which head n reads key/value head n // (N / K); or
+      q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
     pools: keys [pages, K, H, page] and values [pages, K, page, H], in the order
-      that the two products read.
+      that the two products read; or latents [pages, page, C] and rotated keys
+      [pages, page, J].
     tables_BP: int32 page of each logical page of a row.
     positions_BT: int32; a query sees the positions up to its own.
     num_blocks: logical pages to visit, a number or a traced scalar.
   """
-  batch, length, num_heads, head_dim = q_BTNH.shape
-  keys, values = pools
-  num_kv_heads, dtype = keys.shape[1], q_BTNH.dtype
-  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
-  # Queries that share a key head are rows of one product, X = T G.
-  q_BKXH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, num_kv_heads, -1, head_dim
-  )
-  positions_BX = jnp.repeat(positions_BT, num_heads // num_kv_heads, axis=1)
-  is_few = q_BKXH.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
-
-  def meet_few(pages_B):
-    k_BKHS, v_BKSH = (_take_flat(pool, pages_B, dtype) for pool in pools)
-    wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
-    scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
-    return scores_BKXS, lambda weights_BKXS: (
-      weights_BKXS[..., None] * v_BKSH[:, :, None]
-    ).sum(-2)
-
-  def meet(pages_B):
-    kept = tuple(_take(pool, pages_B, dtype) for pool in pools)
-    return products(q_BKXH, kept)
-
+  if isinstance(query, tuple):
+    batch, length, num_heads, _ = query[0].shape
+    # Queries of all heads meet the same latents: rows of one product.
+    query_BX = tuple(q.reshape(batch, length * num_heads, -1) for q in query)
+    positions_BX1 = jnp.repeat(positions_BT, num_heads, axis=1)[..., None]
+    out_BXC = _attend(query_BX, pools, tables_BP, positions_BX1, num_blocks)
+    return out_BXC.reshape(batch, length, num_heads, -1)
+  num_kv_heads, groups = pools[0].shape[1], query.shape[2] // pools[0].shape[1]
+  positions_BX = jnp.repeat(positions_BT, groups, axis=1)
   out_BKXH = _attend(
-    meet_few if is_few else meet,
+    by_kv_head(query, num_kv_heads),
+    pools,
     tables_BP,
     positions_BX[:, None, :, None],
     num_blocks,
-    (*q_BKXH.shape[:-1], values.shape[-1]),
-    values.shape[-2],
   )
-  out_BKTGH = rounding.rounded(out_BKXH, dtype).reshape(
-    batch, num_kv_heads, length, -1, values.shape[-1]
-  )
-  return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, length, num_heads, -1
-  )
+  return from_kv_heads(rounding.rounded(out_BKXH, query.dtype), query.shape[1])
 
 
-def attend_latent(
-  query: tuple[jax.Array, jax.Array],
-  pools: Pools,
-  tables_BP: jax.Array,
-  positions_BT: jax.Array,
-  *,
-  num_blocks: Any,
-) -> jax.Array:
-  """Returns out_BTNC, float32, of latent attention in the absorbed form.
-
-  Tables, positions and blocks are as of `attend_grouped`.
-
-  Args:
-    query: q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
-    pools: latents [pages, page, C] and rotated keys [pages, page, J].
-    tables_BP: int32.
-    positions_BT: int32.
-    num_blocks: logical pages to visit.
-  """
-  batch, length, num_heads, _ = query[0].shape
-  # Queries of all heads meet the same latents: rows of one product.
-  query_BX = tuple(q.reshape(batch, length * num_heads, -1) for q in query)
-  positions_BX = jnp.repeat(positions_BT, num_heads, axis=1)
-
-  def meet(pages_B):
-    pairs = zip(pools, query_BX, strict=True)
-    kept = tuple(_take(pool, pages_B, q.dtype) for pool, q in pairs)
-    return products(query_BX, kept)
-
-  out_BXC = _attend(
-    meet,
-    tables_BP,
-    positions_BX[..., None],
-    num_blocks,
-    query_BX[0].shape,
-    pools[0].shape[1],
-  )
-  return out_BXC.reshape(batch, length, num_heads, -1)
+def by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+  """Returns q_BKXH: queries of a key head are rows of one product, X = T G."""
+  batch, length, _, head_dim = q_BTNH.shape
+  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
+  q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
+  return q_BKTGH.reshape(batch, num_kv_heads, -1, head_dim)
 
 
-def products(query: Any, kept: tuple[jax.Array, jax.Array]):
+def from_kv_heads(out_BKXH: jax.Array, length: int) -> jax.Array:
+  """Returns out_BTNH, undoing `by_kv_head`."""
+  batch, num_kv_heads, _, width = out_BKXH.shape
+  out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, width)
+  out_BTKGH = out_BKTGH.transpose(0, 2, 1, 3, 4)
+  return out_BTKGH.reshape(batch, length, -1, width)
+
+
+def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
   """Returns the scores of queries over a block of keys, and `meet`'s `weigh`.
 
   Args:
@@ -182,27 +140,44 @@ def _take_flat(pool, pages_B, dtype):
   return pages.reshape(-1, *pool.shape[1:])
 
 
-def _attend(meet, tables_BP, positions, num_blocks, shape, page):
-  """Returns softmax(scores) @ values, float32 of `shape`.
+def _few_products(q_BKXH, kept):
+  """Returns what `products` does, by multiplying and summing."""
+  k_BKHS, v_BKSH = kept
+  wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
+  scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
+  return scores_BKXS, lambda weights_BKXS: (
+    weights_BKXS[..., None] * v_BKSH[:, :, None]
+  ).sum(-2)
+
+
+def _attend(query, pools, tables_BP, positions, num_blocks):
+  """Returns softmax(scores) @ values, float32, by query.
 
   Args:
-    meet: pages_B -> scores [..., S] and a function from weights to sums.
+    query: of `products`.
+    pools: of `attend`.
     tables_BP: int32.
-    positions: int32 of each query, with an axis of one for S.
+    positions: int32 of each query, with an axis of one for keys.
     num_blocks: logical pages to visit.
-    shape: of the result, [..., C].
-    page: tokens of a page.
   """
+  first = jax.tree.leaves(query)[0]
+  if isinstance(query, tuple):
+    page, width, is_few = pools[0].shape[1], pools[0].shape[2], False
+  else:
+    page, width = pools[1].shape[2:]
+    is_few = first.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
 
   def body(block, state):
     pages_B = jax.lax.dynamic_index_in_dim(
       tables_BP, block, axis=1, keepdims=False
     )
-    scores, weigh = meet(pages_B)
+    take = _take_flat if is_few else _take
+    kept = tuple(take(pool, pages_B, first.dtype) for pool in pools)
+    scores, weigh = (_few_products if is_few else products)(query, kept)
     seen = block * page + jnp.arange(page) <= positions
     return blocks.meet(state, scores, seen, weigh, forgets=False)
 
-  state = blocks.met_none(shape, has_axis=True)
+  state = blocks.met_none((*first.shape[:-1], width), has_axis=True)
   out, _, total = jax.lax.fori_loop(0, num_blocks, body, state)
   # A row of padding sees nothing; its result is never used, but is finite.
   return out / jnp.where(total > 0, total, 1)

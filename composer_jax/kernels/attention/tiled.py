@@ -137,7 +137,9 @@ def _attend(query, pools, tables_BP, seen, is_measured):
   """
   kv_heads = pools[0].shape[1] if pools[0].ndim == 4 else 1
   # Queries [X, K, T G, H] by entry (X), QUERIES of a row in each (T).
-  query_X = jax.tree.map(lambda q: _by_kv_head(q, kv_heads), query)
+  query_X = jax.tree.map(
+    lambda q_BTNH: paged.by_kv_head(_entries(q_BTNH, 0), kv_heads), query
+  )
   first_XT, last_XT = _entries(seen[0], 0), _entries(seen[1], -1)
   # An entry's blocks are counted from the first that any of its queries sees.
   none = tables_BP.shape[1] * pools[1].shape[-2]
@@ -209,25 +211,12 @@ def _entries(array_BT, fill):
   return jnp.pad(array_XT, pad, constant_values=fill)
 
 
-def _by_kv_head(q_BTNH, num_kv_heads):
-  q_XTNH = _entries(q_BTNH, 0)
-  shape = (*q_XTNH.shape[:2], num_kv_heads, -1, q_XTNH.shape[3])
-  q_XKTGH = q_XTNH.reshape(shape).transpose(0, 2, 1, 3, 4)
-  return q_XKTGH.reshape(len(q_XTNH), num_kv_heads, -1, shape[-1])
-
-
 def _from_entries(out_XKRH, query):
   """Returns out_BTNH of what `_attend` made of `query`."""
   batch, length, num_heads, _ = jax.tree.leaves(query)[0].shape
-  num_kv_heads, _, width = out_XKRH.shape[1:]
-  per_row = -(-length // QUERIES)
-  out_XKTGH = out_XKRH[: batch * per_row].reshape(
-    -1, num_kv_heads, QUERIES, num_heads // num_kv_heads, width
-  )
-  out_BTNH = out_XKTGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, per_row * QUERIES, num_heads, width
-  )
-  return out_BTNH[:, :length]
+  num_entries = batch * -(-length // QUERIES)
+  out_XTNH = paged.from_kv_heads(out_XKRH[:num_entries], QUERIES)
+  return out_XTNH.reshape(batch, -1, num_heads, out_XTNH.shape[-1])[:, :length]
 
 
 def _gather(pool, axis, page_X, offset_X):

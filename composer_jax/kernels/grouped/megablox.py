@@ -46,7 +46,7 @@ def multiply_groups(
   d_out_YF: jax.Array,
   group_sizes_E: jax.Array,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike,
   interpret: bool = False,
 ) -> jax.Array:
   """Returns lhs^T d_out of each group, zero of groups of no rows."""

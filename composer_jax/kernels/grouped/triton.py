@@ -54,20 +54,8 @@ def multiply(
   return jnp.where(inside_Y[:, None], out_YF, 0)
 
 
-def _multiply_kernel(
-  group_P,
-  start_P,
-  rows_P,
-  total_1,
-  lhs_YD,
-  rhs_EDF,
-  out_YF,
-  *,
-  rows,
-  tile,
-  step,
-  transposed,
-):
+def _multiply_kernel(*refs, rows, tile, step, transposed):
+  group_P, start_P, rows_P, total_1, lhs_YD, rhs_EDF, out_YF = refs
   i = pl.program_id(1)
   columns = pl.ds(pl.program_id(0) * tile, tile)
 
@@ -96,7 +84,7 @@ def multiply_groups(
   d_out_YF: jax.Array,
   group_sizes_E: jax.Array,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike,
   interpret: bool = False,
 ) -> jax.Array:
   """Returns lhs^T d_out of each group, zero of groups of no rows."""
