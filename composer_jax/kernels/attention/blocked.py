@@ -42,14 +42,11 @@ class _Call:
     return blocks.pad(x_BSKH, self.keys).astype(self.dtype)
 
   def each_tile(self, body, kept, by_query, by_key=()):
-    """Returns by_query and by_key after all tiles of all rows.
+    """Returns (by_query, by_key) after all tiles of all rows.
 
-    Args:
-      body: (place (b, head, tile), (k_SH, v_SH) of a row, (by_query, sums)) to
-        the last again; the sums are float32 [S, ...] of a row for each by_key.
-      kept: k_BSKH and v_BSKH in whole blocks.
-      by_query: tuple of arrays [B, T, N, ...].
-      by_key: tuple of arrays like `kept`, or none.
+    Calls (place, row, (by_query, sums)) -> (by_query, sums) with (b, head,
+    tile), keys and values of a row, arrays [B, T, N, ...] by query, and for
+    each array by key the row's float32 sums [S, H].
     """
 
     def row(index, results):

@@ -170,17 +170,11 @@ def _keys_kernel(
 
 
 def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
-  """Runs a kernel, whose programs are (tile or block, row, head).
+  """Runs a kernel by (tile, row, head), or by (block, row, key head).
 
-  Args:
-    kernel: takes references of the ranges that a program visits, of what is
-      given and of outputs.
-    known: sizes.
-    given: of `_prepare`.
-    outputs: shapes and dtypes, each by tile, or by block.
-    widths: of its products, all together.
-    by_query: more that is given.
-    by_block: whether a program is a block of keys with a key head.
+  It takes references of the ranges that a program visits, of what is given by
+  `_prepare` and by query, and of outputs; its products are of rows of `widths`
+  together.
   """
   q, k, v, seen = given
   (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
@@ -223,13 +217,10 @@ def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
 
 
 def _spec(array, length, heads, place):
-  """Returns the spec of `length` places of a row, with `heads` heads.
+  """Returns the spec of `length` places and `heads` heads (None: one) of a row.
 
-  Args:
-    array: [row, place], with heads or without, with a width or without.
-    length: of a block.
-    heads: None for one of them.
-    place: from a program's (tile or block, head) to the array's.
+  The array is [row, place], with heads or without, with a width or without;
+  `place` goes from a program's (tile or block, head) to the array's.
   """
   wide = pl.next_power_of_2(array.shape[3]) if array.ndim == 4 else None
   shape = (None, length, heads, wide)[: array.ndim]

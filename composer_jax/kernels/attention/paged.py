@@ -153,12 +153,7 @@ def _few_products(q_BKXH, kept):
 def _attend(query, pools, tables_BP, positions, num_blocks):
   """Returns softmax(scores) @ values, float32, by query.
 
-  Args:
-    query: of `products`.
-    pools: of `attend`.
-    tables_BP: int32.
-    positions: int32 of each query, with an axis of one for keys.
-    num_blocks: logical pages to visit.
+  The query is as of `products`, its positions have an axis of one for keys.
   """
   first = jax.tree.leaves(query)[0]
   if isinstance(query, tuple):

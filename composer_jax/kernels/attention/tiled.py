@@ -103,12 +103,8 @@ def attend_paged(
 ) -> jax.Array:
   """Returns the outputs [B, T, N, .] of a chunk over pages.
 
-  Args:
-    query: as of `attend_packed`.
-    pools: as of `kernels.attention.paged`.
-    tables_BP: likewise.
-    positions_BT: int32.
-    valid_BT: a query that is not valid sees nothing.
+  The arguments are those of `kernels.attention.paged.attend`; a query that is
+  not valid sees nothing.
 
   Raises:
     ValueError: pages that no number of key blocks fills.
@@ -128,8 +124,8 @@ def _attend(query, pools, tables_BP, seen, is_measured):
   """Returns the outputs [B, T, N, .], and tops_BTN or None.
 
   Args:
-    query: as of `attend_packed`.
-    pools: as of `kernels.attention.paged`.
+    query: as of `kernels.attention.paged.attend`.
+    pools: likewise.
     tables_BP: likewise.
     seen: int32 first and last key that each query sees, by logical position;
       the last is -1 of one that sees none.

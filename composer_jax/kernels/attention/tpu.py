@@ -152,12 +152,10 @@ def _keys_kernel(pairs, *refs):
 
 
 class _Grid(NamedTuple):
-  """Which blocks of arrays a step has.
+  """Which blocks of arrays a step has, by `queries` and `keys`.
 
   Attributes:
     visited_BXX: pairs of a tile and a block, by row.
-    queries: of a tile.
-    keys: of a block.
     groups: query heads of a key head.
     by_block: steps are (key head, pair, head of its group), and the outer one
       of a pair is a block; else they are (query head, pair), and it is a tile.
@@ -190,10 +188,8 @@ class _Grid(NamedTuple):
   def part(self, array, *, is_key=False, is_turned=False):
     """Returns (array, spec) of a head's tile of queries or block of keys.
 
-    Args:
-      array: [row, head, query or key, width].
-      is_key: whether it is of keys.
-      is_turned: whether it has its last two axes the other way round.
+    The array is [row, head, query or key, width]; turned, [row, head, width,
+    query or key].
     """
     width = array.shape[2 if is_turned else 3]
     length = self.keys if is_key else self.queries
@@ -207,15 +203,12 @@ class _Grid(NamedTuple):
     return array, pl.BlockSpec(shape, place)
 
   def call(self, kernel, inputs, outputs, scratch, widths):
-    """Runs a kernel.
+    """Runs a kernel of (pairs, *inputs, *outputs, *scratch), all references.
 
-    Args:
-      kernel: (pairs, *input references, *output references, *scratch).
-      inputs: (array, spec) each; after what is seen come queries and keys.
-      outputs: (shape and dtype, spec) each.
-      scratch: shapes of float32.
-      widths: of its products, all together.
+    Inputs and outputs are (array, spec) each, scratch is shapes of float32;
+    the kernel's products are of rows of `widths` together.
     """
+    # After what is seen come queries and keys.
     (q, _), (k, _) = inputs[2:4]
     if self.by_block:
       pairs, count = blocks.pairs(self.visited_BXX.swapaxes(1, 2))

@@ -36,12 +36,8 @@ def multiply(
 ) -> jax.Array:
   """Returns rows times the matrix of their group, zero past the groups.
 
-  Args:
-    lhs_YD: rows sorted by group.
-    rhs_EDF: one matrix per group.
-    group_sizes_E: rows of each group.
-    transposed: whether rows are of F and the result of D. The matrix is then
-      contracted where it lies; a transposed copy would be of all groups.
+  Transposed, rows are of F and the result of D. The matrix is then contracted
+  where it lies; a transposed copy would be of all groups.
   """
   num_rows = len(lhs_YD)
 
@@ -88,13 +84,9 @@ def grouped_mlp(
   rows_YD: jax.Array,
   group_sizes_E: jax.Array,
 ) -> jax.Array:
-  """Returns down(swiglu(gate_up(rows))) of each row's group.
+  """Returns down(swiglu(gate_up(rows))) of each row's group; X is twice F.
 
-  Args:
-    gate_up_EDX: gate and up of each group; X is two times F.
-    down_EFD: of each group.
-    rows_YD: sorted by group; rows past the groups give zeros.
-    group_sizes_E: int32 rows of each group.
+  Rows are sorted by group; those past the groups give zeros.
   """
   return _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)[0]
 
@@ -241,7 +233,7 @@ def map_blocks(
     fn: (weights, rows_bD) -> rows_bD, row by row.
     weights_E: tree of arrays with a leading group axis.
     rows_YD: rows sorted by group; those past the groups become zero.
-    group_sizes_E: int32 rows of each group, in order.
+    group_sizes_E: int32.
     block: rows per call.
   """
 

@@ -60,20 +60,14 @@ def grouped_matmul(
   """
   if backend == 'auto':
     backend = chosen()
-  _check(backend, len(rhs_EDF))
-  return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
-
-
-def _check(backend: str, num_groups: int) -> None:
-  names = (*BACKENDS, *KERNELS)
-  if backend not in names:
+  if backend not in (names := (*BACKENDS, *KERNELS)):
     raise ValueError(f'grouped_matmul backend {backend!r} is not in {names}.')
+  num = len(rhs_EDF)
   if backend == 'ragged' and platforms.current() == 'gpu':
     raise ValueError(
       "grouped_matmul backend 'ragged' is refused on a GPU: there "
-      'jax.lax.ragged_dot multiplies every row by the matrices of all '
-      f'{num_groups} groups, {num_groups} times the work, and keeps what that '
-      'makes (a train step on an H100 went from 15 to 54 GiB). Take '
+      f'jax.lax.ragged_dot multiplies every row by the matrices of all {num} '
+      f'groups, {num} times the work, and keeps what that makes (a train step on an H100 went from 15 to 54 GiB). Take '
       "'triton', or 'tokamax' from pip install \"composer_jax[kernels]\"."
     )
   if backend == 'tokamax' and not _has_tokamax():
@@ -81,6 +75,7 @@ def _check(backend: str, num_groups: int) -> None:
       "grouped_matmul backend 'tokamax' needs the package of that name: "
       'pip install "composer_jax[kernels]". \'triton\' needs nothing.'
     )
+  return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
 
 
 @functools.cache
@@ -90,28 +85,37 @@ def _has_tokamax() -> bool:
 
 def _functions(backend: str) -> tuple[Any, Any]:
   """Returns what multiplies rows, and what makes the gradient of the groups."""
-  # Imported only where they are asked for, which takes seconds.
-  if backend == 'ragged':
+  # Modules only where they are asked for: what they import takes seconds.
+  if backend in ('ragged', 'tokamax'):
     ragged_dot = jax.lax.ragged_dot_general
-  elif backend == 'tokamax':
-    ragged_dot = functools.partial(
-      importlib.import_module('tokamax').ragged_dot_general,
-      implementation=('mosaic', 'triton'),
+    if backend == 'tokamax':
+      tokamax = importlib.import_module('tokamax')
+      ragged_dot = functools.partial(
+        tokamax.ragged_dot_general, implementation=('mosaic', 'triton')
+      )
+    return (
+      functools.partial(_ragged, ragged_dot),
+      functools.partial(_ragged_groups, ragged_dot),
     )
-  else:
-    name = f'composer_jax.kernels.grouped.{backend}'
-    module = importlib.import_module(name)
-    return module.multiply, module.multiply_groups
-  return (
-    functools.partial(_ragged, ragged_dot),
-    functools.partial(_ragged_groups, ragged_dot),
-  )
+  name = f'composer_jax.kernels.grouped.{backend}'
+  module = importlib.import_module(name)
+  return module.multiply, module.multiply_groups
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E):
+  return _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E)
+
+
+def _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E, transposed=False):
   multiply, _ = _functions(backend)
-  return multiply(lhs_YD, rhs_EDF, group_sizes_E)
+  out_YF = multiply(lhs_YD, rhs_EDF, group_sizes_E, transposed=transposed)
+  if backend == 'blocked':
+    return out_YF
+  # Kernels leave the rows past the groups unwritten.
+  num_rows = len(lhs_YD)
+  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
+  return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
 
 
 def _forward(backend, *arrays):
@@ -120,8 +124,8 @@ def _forward(backend, *arrays):
 
 def _backward(backend, residuals, d_out_YF):
   lhs_YD, rhs_EDF, group_sizes_E = residuals
-  multiply, multiply_groups = _functions(backend)
-  d_lhs_YD = multiply(d_out_YF, rhs_EDF, group_sizes_E, transposed=True)
+  d_lhs_YD = _by_group(backend, d_out_YF, rhs_EDF, group_sizes_E, True)
+  _, multiply_groups = _functions(backend)
   d_rhs_EDF = multiply_groups(
     lhs_YD, d_out_YF, group_sizes_E, dtype=rhs_EDF.dtype
   )
@@ -131,18 +135,15 @@ def _backward(backend, residuals, d_out_YF):
 _multiply.defvjp(_forward, _backward)
 
 
-def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed=False):
+def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):
   dims = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[0],
   )
-  out_YF = ragged_dot(
+  return ragged_dot(
     lhs_YD, rhs_EDF, group_sizes_E, dims, preferred_element_type=lhs_YD.dtype
   )
-  # Kernels leave the rows past the groups unwritten.
-  inside_Y = jnp.arange(lhs_YD.shape[0]) < group_sizes_E.sum()
-  return jnp.where(inside_Y[:, None], out_YF, 0)
 
 
 def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):

@@ -102,21 +102,8 @@ def _schedule(sizes, num_rows):
 
 @pytest.mark.parametrize('backend', ['megablox', 'triton'])
 def test_kernels_equal_dense_reference_when_interpreted(backend):
-  kernel = importlib.import_module(f'composer_jax.kernels.grouped.{backend}')
-
-  @jit
-  def run(lhs_YD, rhs_EDF, d_out_YF, sizes):
-    multiply = functools.partial(kernel.multiply, interpret=True)
-    return (
-      multiply(lhs_YD, rhs_EDF, sizes),
-      multiply(d_out_YF, rhs_EDF, sizes, transposed=True),
-      kernel.multiply_groups(
-        lhs_YD, d_out_YF, sizes, dtype=jnp.float32, interpret=True
-      ),
-    )
-
   for name, sizes in LOADS.items():
-    _check(run, _arrays(), sizes, name)
+    _check(_program(backend), _arrays(), sizes, name)
 
 
 @pytest.mark.parametrize('backend', gm.BACKENDS)
