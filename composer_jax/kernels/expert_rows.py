@@ -30,13 +30,8 @@ def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
 
   While an expert has two rows or fewer on average, a product of one row is
   best: it runs at the speed of memory, and of a second one in cache. Where the
-  cache does not hold an expert, reading it once is worth more from one row on
-  (8 to 15 % of a decode step at two).
-
-  Args:
-    num_rows: of all experts.
-    num_experts: that there are.
-    num_bytes: of one expert's weights.
+  cache does not hold an expert of so many bytes, reading it once is worth more
+  from one row on (8 to 15 % of a decode step at two).
   """
   reach = 2 if num_bytes <= _CACHE_BYTES else 1
   if num_rows <= reach * num_experts:

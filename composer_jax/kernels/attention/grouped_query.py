@@ -28,11 +28,6 @@ Visible = blocks.Visible
 
 # Modules of a forward and a backward pass.
 _KERNELS = {'blocked': blocked, 'pallas_gpu': gpu, 'pallas_tpu': tpu}
-_PLATFORM_BACKENDS = {
-  'cpu': 'blocked',
-  'gpu': 'pallas_gpu',
-  'tpu': 'pallas_tpu',
-}
 BACKENDS = ('reference', *_KERNELS)
 # Returns a context in which 'auto' means the backend that it is given. Part of
 # what jit's caches tell programs apart by.
@@ -64,10 +59,10 @@ def attend(
     backend: one of BACKENDS, or 'auto' by platform and dtype.
   """
   if backend == 'auto':
+    platform = platforms.current()
     # Kernels are for what accelerators multiply fast.
-    is_wide = q_BTNH.dtype == jnp.float32
-    fitting = _PLATFORM_BACKENDS[platforms.current()]
-    backend = using.value or ('blocked' if is_wide else fitting)
+    is_plain = platform == 'cpu' or q_BTNH.dtype == jnp.float32
+    backend = using.value or ('blocked' if is_plain else f'pallas_{platform}')
   if backend not in BACKENDS:
     raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale

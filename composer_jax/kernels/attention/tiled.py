@@ -67,14 +67,8 @@ def _packed(query, kept, visible, is_measured):
   return _attend(query, pools, tables_BP, seen, is_measured)
 
 
-def _packed_forward(query, kept, visible, is_measured):
-  results = _packed(query, kept, visible, is_measured)
-  return results, (query, kept, visible)
-
-
-def _packed_backward(is_measured, residuals, d_results):
-  del is_measured
-  query, kept, visible = residuals
+def _packed_backward(_, arrays, d_results):
+  query, kept, visible = arrays
   d_out, _ = d_results
 
   def whole(query, kept):
@@ -91,7 +85,10 @@ def _packed_backward(is_measured, residuals, d_results):
   return *pull(d_out), None
 
 
-_packed.defvjp(_packed_forward, _packed_backward)
+_packed.defvjp(
+  lambda *args: (_packed(*args), args[:3]),
+  _packed_backward,
+)
 
 
 def attend_paged(
