@@ -65,22 +65,18 @@ def _tiles_of(visible, known, num_blocks):
 
 def _load(ref, width):
   """Returns [rows, width up to a power of two], zero beyond."""
-  padded = pl.next_power_of_2(width)
-  if padded == width:
-    return pltriton.load(ref)
-  return pltriton.load(ref, mask=_inside(width), other=0)
+  mask = _inside(width)
+  return pltriton.load(ref, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref, value, width):
-  value = value.astype(ref.dtype)
-  if value.shape[-1] == width:
-    pltriton.store(ref, value)
-  else:
-    pltriton.store(ref, value, mask=_inside(width))
+  pltriton.store(ref, value.astype(ref.dtype), mask=_inside(width))
 
 
 def _inside(width):
-  return (jnp.arange(pl.next_power_of_2(width)) < width)[None, :]
+  """Returns which columns up to a power of two exist; None if all do."""
+  padded = pl.next_power_of_2(width)
+  return None if padded == width else (jnp.arange(padded) < width)[None, :]
 
 
 def _scores(q_XH, k_SH, seen, block):
@@ -105,8 +101,7 @@ def _forward_kernel(first, last, start, end, q, k, v, out, top, log, *, known):
       lambda weights_XS: pltriton.dot(weights_XS.astype(v_SH.dtype), v_SH),
     )
 
-  width = pl.next_power_of_2(known.width)
-  state = blocks.met_none((known.queries, width))
+  state = blocks.met_none((known.queries, pl.next_power_of_2(known.width)))
   state = lax.fori_loop(first[0], last[0], visit, state)
   out_XH, top[...], log[...] = blocks.finish(state)
   _store(out, out_XH, known.width)
