@@ -44,7 +44,9 @@ class Pieces(NamedTuple):
   last: jax.Array
 
 
-def _sizes(num_rows: int, num_groups: int):
+def sizes(
+  num_rows: int, num_groups: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the sizes of tails and bulks for so many rows of so many groups.
 
   Tails ascend in multiples of the first and bulks descend to the largest tail;
@@ -66,7 +68,7 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   """Returns one loop per size, to be run in any order if none `is_first`."""
   if not num_rows:
     return ()
-  tail_sizes, bulk_sizes = _sizes(num_rows, len(group_sizes_E))
+  tail_sizes, bulk_sizes = sizes(num_rows, len(group_sizes_E))
   stop_E = jnp.cumsum(group_sizes_E)
   start_E = stop_E - group_sizes_E
   if not bulk_sizes:
@@ -122,7 +124,7 @@ def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
 
 def worst_case_rows(num_rows: int, num_groups: int) -> int:
   """Returns a bound on `executed_rows` that no group sizes exceed."""
-  (step, *_), _ = _sizes(num_rows, num_groups)
+  (step, *_), _ = sizes(num_rows, num_groups)
   # A piece of one row wastes the most, and every group has one tail.
   return num_rows + min(num_groups, num_rows) * (step - 1)
 
