@@ -52,7 +52,7 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH):
   from composer_jax.kernels.attention import grouped_query
 
   visible = _causal(*q_BTNH.shape[:2])
-  return grouped_query.attend(q_BTNH, k_BSKH, v_BSKH, visible)
+  return grouped_query.attend(q_BTNH, k_BSKH, v_BSKH, visible)[0]
 
 
 def _row_by_row(q_BTNH, k_BSKH, v_BSKH):
@@ -162,15 +162,15 @@ def _speed(rounds: int) -> None:
 def _visits() -> None:
   import jax.numpy as jnp
 
-  from composer_jax.kernels.attention import blocked
+  from composer_jax.kernels.attention import blocked, blocks
   from composer_jax.models import attention
 
   for length, documents in ((256, 1), (1024, 1), (4096, 1), (4096, 16)):
     ids = jnp.arange(length)[None] // (length // documents) + 1
     visible = attention.visible_of(ids)
     queries, keys = blocked.sizes(length, length)
-    pairs = blocked.executed(visible, length, 1)
-    visited = float(pairs) * queries * keys / length**2
+    pairs = blocks.executed(visible, queries, keys)
+    visited = float(pairs.sum()) * queries * keys / length**2
     seen = float((visible.end_BT - visible.start_BT).mean()) / length
     interleaved.report(
       'attention',
@@ -194,7 +194,8 @@ def _balance(length: int = 32768, context: int = 8) -> None:
     work = []
     for own in np.split(order, context):
       part = blocks.Visible(*(x[:, own] for x in visible))
-      work.append(int(blocked.executed(part, length, 1)))
+      sizes = blocked.sizes(part.start_BT.shape[1], length)
+      work.append(int(blocks.executed(part, *sizes).sum()))
     return max(work) / statistics.mean(work)
 
   interleaved.report(

@@ -29,11 +29,11 @@ class Case(NamedTuple):
     """Says what the loops on a CPU execute, and what no load can exceed."""
     import jax.numpy as jnp
 
-    from composer_jax.kernels.grouped import matmul
+    from composer_jax.kernels.grouped import schedule
 
     sizes_E = jnp.asarray(self.sizes())
-    done = int(matmul.executed_rows(sizes_E, self.rows))
-    most = matmul.worst_case_rows(self.rows, self.num_experts)
+    done = int(schedule.executed_rows(sizes_E, self.rows))
+    most = schedule.worst_case_rows(self.rows, self.num_experts)
     return (
       f'executed {done / self.rows:.3f}x of the rows, '
       f'at worst {most / self.rows:.3f}x'

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from composer_jax.kernels.grouped import schedule
+from composer_jax.kernels.grouped import blocked
 
 # A usual second-level cache.
 _CACHE_BYTES = 1 << 20
@@ -30,13 +30,8 @@ def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
 
   While an expert has two rows or fewer on average, a product of one row is
   best: it runs at the speed of memory, and of a second one in cache. Where the
-  cache does not hold an expert, reading it once is worth more from one row on
-  (8 to 15 % of a decode step at two).
-
-  Args:
-    num_rows: of all experts.
-    num_experts: that there are.
-    num_bytes: of one expert's weights.
+  cache does not hold an expert of so many bytes, reading it once is worth more
+  from one row on (8 to 15 % of a decode step at two).
   """
   reach = 2 if num_bytes <= _CACHE_BYTES else 1
   if num_rows <= reach * num_experts:
@@ -74,17 +69,13 @@ def expert_rows(
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(experts[0]))
   block = block or block_of(num_rows, num_experts, num_bytes)
   source_Y, place_Y, sizes_E = _sort(ids_ZA, valid_Z, num_experts)
-  group, start, _, total = schedule.blocks(sizes_E, num_rows, block)
-  # A block may reach past the last row.
-  rows_YD = jnp.pad(x_ZD[source_Y // num_active], ((0, block), (0, 0)))
   branches = [lambda rows, w=w: mlp(w, rows) for w in experts]
-
-  def body(i, out_YD):
-    rows_bD = jax.lax.dynamic_slice_in_dim(rows_YD, start[i], block)
-    product_bD = jax.lax.switch(group[i], branches, rows_bD)
-    return jax.lax.dynamic_update_slice_in_dim(out_YD, product_bD, start[i], 0)
-
-  out_YD = jax.lax.fori_loop(0, total, body, jnp.zeros_like(rows_YD))
+  out_YD = blocked.each_block(
+    lambda expert, rows_bD: jax.lax.switch(expert, branches, rows_bD),
+    x_ZD[source_Y // num_active],
+    sizes_E,
+    block,
+  )
   out_ZAD = out_YD[place_Y].reshape(num_tokens, num_active, -1)
   # Rows of padding hold what the last block left there, not zeros.
   out_ZAD = jnp.where(valid_Z[:, None, None], out_ZAD, 0)

@@ -37,15 +37,14 @@ def linear(
 ) -> jax.Array:
   """Contracts the last axes of x with the first ones of the weight.
 
+  The product is summed in float32 and rounded once.
+
   Args:
     x: activations [..., D] or [..., N, H].
     weight: in the dtype of x, [D, ...] or [N, H, ...].
     num_contracted: how many axes.
     dtype: of the result; None means x's.
     precision: of the product on accelerators.
-
-  Returns:
-    The product, summed in float32 and rounded once.
   """
   both_wide = x.dtype == weight.dtype == jnp.float32
   if both_wide and dtype is None and platforms.current() == 'cpu':
@@ -81,10 +80,6 @@ def _wide_product(x, weight, num_contracted, precision):
   return _product(x, weight, num_contracted, precision)
 
 
-def _wide_forward(x, weight, num_contracted, precision):
-  return _product(x, weight, num_contracted, precision), (x, weight)
-
-
 def _wide_backward(num_contracted, precision, residuals, d_out):
   x, weight = residuals
   num_rows = x.ndim - num_contracted
@@ -103,4 +98,4 @@ def _wide_backward(num_contracted, precision, residuals, d_out):
   return d_x, d_weight
 
 
-_wide_product.defvjp(_wide_forward, _wide_backward)
+_wide_product.defvjp(lambda *args: (_product(*args), args[:2]), _wide_backward)

@@ -98,13 +98,9 @@ def _tiled(fn, params, rows):
   return jax.tree.map(from_tiles, out)
 
 
-def _tiled_forward(fn, params, rows):
-  return _tiled(fn, params, rows), (params, rows)
-
-
 def _tiled_backward(fn, residuals, d_out):
   _, pull = jax.vjp(fn, *residuals)
   return pull(d_out)
 
 
-_tiled.defvjp(_tiled_forward, _tiled_backward)
+_tiled.defvjp(lambda fn, *args: (_tiled(fn, *args), args), _tiled_backward)

@@ -125,7 +125,7 @@ def attend(
   *,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns out_BTNH and tops_BTN of `grouped_query.attend_measured`.
+  """Returns out_BTNH and tops_BTN of `grouped_query.attend`.
 
   With a plan it runs inside of a shard: queries, and the keys and values that
   are kept, are of the shard's tokens, and those of its rows are gathered.
@@ -133,7 +133,7 @@ def attend(
   del params
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
   kept = gather_kept(kept, plan)
-  return attention_kernel.attend_measured(q_BTNH, *kept, visible, scale=scale)
+  return attention_kernel.attend(q_BTNH, *kept, visible, scale=scale)
 
 
 def project_out(params: Any, out_BTNH: jax.Array) -> jax.Array:

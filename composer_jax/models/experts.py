@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from composer_jax.kernels import linear, rows, swiglu
-from composer_jax.kernels.grouped import blocked, matmul, mlp
+from composer_jax.kernels.grouped import blocked, matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import parameters, router
 
@@ -20,9 +20,9 @@ def expert_mlp(
   gate_up_ED2F, down_EFD = weights['gate_up'], weights['down']
   gate_up_EDX = gate_up_ED2F.reshape(*gate_up_ED2F.shape[:2], -1)
   if matmul.chosen() == 'blocked':
-    return mlp.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
+    return blocked.grouped_mlp(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)
   both_YX = matmul.grouped_matmul(rows_YD, gate_up_EDX, group_sizes_E)
-  both_YX = ad_checkpoint.checkpoint_name(both_YX, mlp.HIDDEN)
+  both_YX = ad_checkpoint.checkpoint_name(both_YX, blocked.HIDDEN)
   hidden_YF = swiglu.swiglu(both_YX)
   return matmul.grouped_matmul(hidden_YF, down_EFD, group_sizes_E)
 

@@ -157,11 +157,8 @@ def attend(
       out_BTN, tops_BTN = ATTENTIONS[config.attention.kind].attend(
         params['attention'], query, kept, visible, config, plan=plan
       )
-    elif is_measured:
-      out_BTN, tops_BTN = tiled.attend_packed_measured(query, kept, visible)
     else:
-      out_BTN = tiled.attend_packed(query, kept, visible)
-      tops_BTN = None
+      out_BTN, tops_BTN = tiled.attend_packed(query, kept, visible, is_measured)
     if tops_BTN is None or not is_measured:
       return out_BTN, None
     is_token_BT1 = segment_ids_BT[..., None] != 0

@@ -106,7 +106,7 @@ def attend(
   *,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns out_BTNW and tops_BTN of `grouped_query.attend_measured`.
+  """Returns out_BTNW and tops_BTN of `grouped_query.attend`.
 
   With a plan it runs inside of a shard, which gathers the latents of its rows,
   not keys and values, and makes those of all heads itself: C + J numbers a
@@ -134,7 +134,7 @@ def attend_naive(
     visible: what each query sees.
     scale: on the scores.
   """
-  out_BTNW, tops_BTN = attention_kernel.attend_measured(
+  out_BTNW, tops_BTN = attention_kernel.attend(
     *_per_head(query, latent, weights), visible, scale=scale
   )
   return rounding.rounded(out_BTNW, query[0].dtype), tops_BTN
@@ -172,7 +172,7 @@ def attend_absorbed(
   q_BTNH, q_BTNJ = query
   latents_BSC, keys_BSJ = latent
   q_BTNC = _up('BTNH,CNH->BTNC', q_BTNH, weights['key_up'])
-  out_BTNC = attention_kernel.attend(
+  out_BTNC, _ = attention_kernel.attend(
     jnp.concatenate([q_BTNC, q_BTNJ.astype(q_BTNC.dtype)], axis=-1),
     jnp.concatenate([latents_BSC, keys_BSJ], axis=-1)[:, :, None],
     latents_BSC[:, :, None],

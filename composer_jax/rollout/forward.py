@@ -286,11 +286,4 @@ def _attend(query, pools, chunk, config):
   tables = (chunk.tables_BP, chunk.positions_BT)
   if config.numerics == 'batch_invariant':
     return tiled.attend_paged(query, pools, *tables, chunk.valid_BT)
-  attend = _FAST[config.attention.kind]
-  return attend(query, pools, *tables, num_blocks=chunk.num_blocks)
-
-
-_FAST = {
-  'gqa': paged.attend_grouped,
-  'mla': paged.attend_latent,
-}
+  return paged.attend(query, pools, *tables, num_blocks=chunk.num_blocks)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import batches, platforms
+from composer_jax.core import batches
 from composer_jax.kernels.grouped import matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
@@ -334,7 +334,7 @@ def _expert_rows(
   placement: train_placement.Placement,
 ) -> int | None:
   """Returns the rows of experts where a kernel's loads are known, or None."""
-  is_counted = matmul.backend_for(platforms.current()) == 'blocked'
+  is_counted = matmul.chosen() == 'blocked'
   # Loads are of a whole batch and of all devices: a kernel's own are told apart
   # where no expert is on two, and no batch is cut.
   is_known = placement.mesh.size == placement.expert_shards

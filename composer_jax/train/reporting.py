@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from composer_jax.kernels.grouped import matmul
+from composer_jax.kernels.grouped import schedule
 from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
 from composer_jax.train import buckets
@@ -214,7 +214,7 @@ def placed(placement: train_placement.Placement) -> dict[str, str]:
 @functools.partial(jax.jit, static_argnums=1)
 def _executed_rows(load_PE, num_rows):
   """Returns the rows that each shard of each layer multiplies."""
-  count = functools.partial(matmul.executed_rows, num_rows=num_rows)
+  count = functools.partial(schedule.executed_rows, num_rows=num_rows)
   return jax.vmap(count)(load_PE)
 
 

@@ -58,7 +58,7 @@ def test_softmax_sees_float32_scores(backend):
   visible = grouped_query.Visible(
     jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
   )
-  share = grouped_query.attend(q, k, v, visible, scale=1.0, backend=backend)
+  share, _ = grouped_query.attend(q, k, v, visible, scale=1.0, backend=backend)
   np.testing.assert_allclose(float(share[0, 0, 0, 0]), 0.2689, rtol=0.01)
 
 

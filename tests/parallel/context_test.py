@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.kernels.attention import blocked
+from composer_jax.kernels.attention import blocked, blocks
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import attention, mla
 from composer_jax.parallel import exchange, sequence, topology
@@ -237,7 +237,9 @@ def _work(kind, context, sequence_order, length):
 
   def shard(ids_BT):
     visible = attention.visible_in_shard(ids_BT, plan)
-    return blocked.executed(visible, length, heads)[None, None]
+    sizes = blocked.sizes(visible.start_BT.shape[1], length)
+    work = heads * blocks.executed(visible, *sizes).sum()
+    return work[None, None]
 
   return jax.jit(_sharded(shard, plan, 1))(np.ones((B, length), np.int32))
 
@@ -253,6 +255,6 @@ def test_zigzag_visits_as_many_key_blocks_on_every_device(kind, context):
   whole = _work(kind, context, 'contiguous', length)
   assert work.sum() == whole.sum()
   # Block j of a causal row is met by the tiles of j and those after it.
-  blocks = length // context // blocked.KEYS
-  ratio = (2 * context * blocks - blocks + 1) / (blocks + 1)
+  num_blocks = length // context // blocked.KEYS
+  ratio = (2 * context * num_blocks - num_blocks + 1) / (num_blocks + 1)
   np.testing.assert_allclose(whole.max() / whole.min(), ratio)

@@ -103,7 +103,7 @@ def value_and_pull(function, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
 
 def carried(plan, backend):
   def mlp(weights, rows_YD, group_sizes_E):
-    chosen = matmul.backend_for('cpu') if backend == 'auto' else backend
+    chosen = 'blocked' if backend == 'auto' else backend
     with matmul.using(chosen):
       return experts.expert_mlp(weights, rows_YD, group_sizes_E)
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from composer_jax.kernels.grouped import matmul
+from composer_jax.kernels.grouped import schedule
 from composer_jax.parallel import exchange
 from composer_jax.train import buckets, lm_loss, reporting
 from composer_jax.train import step as train_step
@@ -121,7 +121,7 @@ def test_shards_of_experts_and_what_was_repeated_are_told():
   assert line['shard_load_max'] == 2.0
   assert (line['needed_rows'], line['received_rows']) == (400, 480)
   executed = sum(
-    int(matmul.executed_rows(np.array(sizes), 480))
+    int(schedule.executed_rows(np.array(sizes), 480))
     for sizes in ((100, 60), (140, 100), (0, 0), (150, 250))
   )
   assert line['executed_share'] == pytest.approx(executed / 800)

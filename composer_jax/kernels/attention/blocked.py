@@ -1,21 +1,15 @@
 """Attention in blocks of keys, in plain JAX: the choice on CPU.
 
-Flash attention (Dao 2022), and what other kernels are compared with: the
-softmax runs over blocks of keys, and the backward pass computes the scores anew
-from the logarithm of their sum, so that nothing of size T S exists. A tile is
-some queries of one row with the heads that share a key. Every product is one of
-two plain matrices with the left one contracted on its last axis, by a small
-transpose where need be: XLA:CPU multiplies that form at up to twice the speed.
-
-What may be kept for the backward pass, the outputs and those logarithms, is
-named 'attention_out' (`jax.ad_checkpoint.checkpoint_name`).
+The other kernels are compared with it. A tile is some queries of one row with
+the heads that share a key. Every product is one of two plain matrices with the
+left one contracted on its last axis, by a small transpose where need be:
+XLA:CPU multiplies that form at up to twice the speed.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint, lax
+from jax import lax
 
 from composer_jax.core import rounding
 from composer_jax.kernels.attention import blocks
@@ -23,42 +17,11 @@ from composer_jax.kernels.attention import blocks
 # Queries of a tile, and keys that they meet at once.
 QUERIES = 64
 KEYS = 64
-# Finite, so that the running maximum of a query that sees nothing stays so.
-_MASKED = -1e30
-
-
-@jax.custom_vjp
-def attend(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns out_BTNH, zero where nothing is seen, and tops_BTN.
-
-  Args:
-    q_BTNH: scaled.
-    k_BSKH: keys.
-    v_BSKH: values, whose width may be another.
-    visible: what each query sees.
-  """
-  out_BTNH, tops_BTN, _ = _forward(q_BTNH, k_BSKH, v_BSKH, visible)
-  return out_BTNH, tops_BTN
 
 
 def sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
   """Returns the queries of a tile and the keys of a block, of a row's."""
   return min(QUERIES, num_queries), min(KEYS, num_keys)
-
-
-def executed(
-  visible: blocks.Visible, num_keys: int, num_kv_heads: int
-) -> jax.Array:
-  """Returns how often the innermost loops run: pairs of a tile and a block."""
-  per_head = blocks.executed(
-    visible, *sizes(visible.start_BT.shape[1], num_keys)
-  )
-  return per_head.sum() * num_kv_heads
 
 
 class _Call:
@@ -70,31 +33,40 @@ class _Call:
     self.groups = num_heads // self.num_kv_heads
     self.queries, self.keys = sizes(length, num_keys)
     self.num_tiles = -(-length // self.queries)
-    self.num_blocks = -(-num_keys // self.keys)
     self.dtype = rounding.wide_dtype(q_BTNH.dtype)
-    self.visible = blocks.pad(visible, self.num_tiles * self.queries)
+    self.visible = blocks.pad(visible, self.queries)
     self.ranges = blocks.ranges(self.visible, self.queries, self.keys)
 
-  def tiled(self, x_BTN):
-    """Appends queries to fill the last tile."""
-    return _lengthened(x_BTN, self.num_tiles * self.queries)
-
-  def blocked(self, x_BSK):
+  def wide_blocks(self, x_BSKH):
     """Appends keys to fill the last block; nobody sees them."""
-    return _lengthened(x_BSK, self.num_blocks * self.keys).astype(self.dtype)
+    return blocks.pad(x_BSKH, self.keys).astype(self.dtype)
 
-  def each_row(self, body, state):
-    """Calls (state, b, head) -> state for each row."""
+  def each_tile(self, body, kept, by_query, by_key=()):
+    """Returns (by_query, by_key) after all tiles of all rows.
 
-    def row(index, state):
-      return body(state, index // self.num_kv_heads, index % self.num_kv_heads)
+    Calls (place, row, (by_query, sums)) -> (by_query, sums) with (b, head,
+    tile), keys and values of a row, arrays [B, T, N, ...] by query, and for
+    each array by key the row's float32 sums [S, H].
+    """
 
-    return lax.fori_loop(0, self.batch * self.num_kv_heads, row, state)
+    def row(index, results):
+      b, head = index // self.num_kv_heads, index % self.num_kv_heads
+      k_SH, v_SH = (_row(x, b, head) for x in kept)
+      tile = lambda i, state: body((b, head, i), (k_SH, v_SH), state)
+      by_query, by_key = results
+      like = (k_SH, v_SH)[: len(by_key)]
+      sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in like)
+      state = by_query, sums
+      by_query, sums = lax.fori_loop(0, self.num_tiles, tile, state)
+      return by_query, tuple(
+        lax.dynamic_update_slice(
+          x, rounding.rounded(part, x.dtype)[None, :, None], (b, 0, head, 0)
+        )
+        for x, part in zip(by_key, sums, strict=True)
+      )
 
-  def row(self, x_BSK, b, head):
-    """Returns the array [S, ...] of a row."""
-    part = lax.dynamic_slice_in_dim(x_BSK, b, 1, 0)
-    return lax.dynamic_slice_in_dim(part, head, 1, 2)[0, :, 0]
+    num_rows = self.batch * self.num_kv_heads
+    return lax.fori_loop(0, num_rows, row, (by_query, by_key))
 
   def tile(self, x_BTN, place):
     """Returns the array [X, ...] of a tile, X = T G."""
@@ -131,17 +103,17 @@ class _Call:
     first_BX, last_BX = self.ranges
     return lax.fori_loop(first_BX[b, tile], last_BX[b, tile], visit, state)
 
-  def block(self, x_S, index):
-    return lax.dynamic_slice_in_dim(x_S, index * self.keys, self.keys)
+  def block(self, x_SH, index):
+    return lax.dynamic_slice_in_dim(x_SH, index * self.keys, self.keys)
 
-  def add(self, x_S, part, index):
-    part += self.block(x_S, index)
-    return lax.dynamic_update_slice_in_dim(x_S, part, index * self.keys, 0)
+  def add(self, x_SH, part, index):
+    part += self.block(x_SH, index)
+    return lax.dynamic_update_slice_in_dim(x_SH, part, index * self.keys, 0)
 
 
-def _lengthened(x_BT, length):
-  missing = length - x_BT.shape[1]
-  return jnp.pad(x_BT, ((0, 0), (0, missing)) + ((0, 0),) * (x_BT.ndim - 2))
+def _row(x_BSKH, b, head):
+  part = lax.dynamic_slice_in_dim(x_BSKH, b, 1, 0)
+  return lax.dynamic_slice_in_dim(part, head, 1, 2)[0, :, 0]
 
 
 _dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
@@ -160,137 +132,87 @@ def _transposed_times(left_XS, right_XH):
   return _times(lax.optimization_barrier(left_XS.T), right_XH)
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, visible):
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
+  """Returns out_BTNH, zero where nothing is seen, tops_BTN and logs_BTN."""
+  q_BTNH, k_BSKH, v_BSKH = arrays
   call = _Call(q_BTNH, k_BSKH, visible)
-  length, width = q_BTNH.shape[1], v_BSKH.shape[-1]
-  q_BTNH = call.tiled(q_BTNH)
-  dtype = v_BSKH.dtype
-  k_BSKH, v_BSKH = call.blocked(k_BSKH), call.blocked(v_BSKH)
+  length, width, dtype = q_BTNH.shape[1], v_BSKH.shape[-1], v_BSKH.dtype
+  q_BTNH = blocks.pad(q_BTNH, call.queries)
+  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
-  def row(results, b, head):
-    k_SH, v_SH = call.row(k_BSKH, b, head), call.row(v_BSKH, b, head)
+  def tile(place, row, state):
+    results, _ = state
+    k_SH, v_SH = row
+    q_XH = call.tile(q_BTNH, place).astype(call.dtype)
 
-    def tile(index, results):
-      place = b, head, index
-      q_XH = call.tile(q_BTNH, place).astype(call.dtype)
-
-      def visit(state, block, sees_XS):
-        sums_XH, top_X, total_X = state
-        scores_XS = _times_transposed(q_XH, call.block(k_SH, block))
-        scores_XS = jnp.where(sees_XS, scores_XS, _MASKED)
-        now_X = jnp.maximum(top_X, scores_XS.max(1))
-        weights_XS = jnp.exp(scores_XS - now_X[:, None])
-        shrink_X = jnp.exp(top_X - now_X)
-        new_XH = _times(weights_XS.astype(call.dtype), call.block(v_SH, block))
-        return (
-          sums_XH * shrink_X[:, None] + new_XH,
-          now_X,
-          total_X * shrink_X + weights_XS.sum(1),
-        )
-
-      num = len(q_XH)
-      state = (
-        jnp.zeros((num, width), jnp.float32),
-        jnp.full(num, _MASKED, jnp.float32),
-        jnp.zeros(num, jnp.float32),
+    def visit(state, block, sees_XS):
+      scores_XS = _times_transposed(q_XH, call.block(k_SH, block))
+      weigh = lambda weights_XS: _times(
+        weights_XS.astype(call.dtype), call.block(v_SH, block)
       )
-      sums_XH, top_X, total_X = call.each_block(visit, state, place)
-      # What was added before a query met its first key is forgotten by then;
-      # one that meets none forgets it here.
-      sees_X = top_X > _MASKED
-      out_XH = sums_XH * jnp.where(sees_X, 1 / total_X, 0)[:, None]
-      log_X = jnp.where(sees_X, top_X + jnp.log(total_X), 0)
-      parts = out_XH, top_X, log_X
-      return tuple(
-        call.put(x, part, place) for x, part in zip(results, parts, strict=True)
-      )
+      return blocks.meet(state, scores_XS, sees_XS, weigh)
 
-    return lax.fori_loop(0, call.num_tiles, tile, results)
+    met = call.each_block(visit, blocks.met_none((len(q_XH), width)), place)
+    parts = zip(results, blocks.finish(met), strict=True)
+    return tuple(call.put(x, part, place) for x, part in parts), ()
 
   shape = q_BTNH.shape[:3]
   out_BTNH = jnp.zeros((*shape, width), dtype)
   results = out_BTNH, *(jnp.zeros(shape, jnp.float32) for _ in range(2))
-  return tuple(x[:, :length] for x in call.each_row(row, results))
+  results, _ = call.each_tile(tile, kept, results)
+  return tuple(x[:, :length] for x in results)
 
 
-def _attend_forward(q_BTNH, k_BSKH, v_BSKH, visible):
-  out_BTNH, tops_BTN, logs_BTN = _forward(q_BTNH, k_BSKH, v_BSKH, visible)
-  out_BTNH, logs_BTN = (
-    ad_checkpoint.checkpoint_name(x, 'attention_out')
-    for x in (out_BTNH, logs_BTN)
-  )
-  arrays = q_BTNH, k_BSKH, v_BSKH, visible
-  return (out_BTNH, tops_BTN), (arrays, out_BTNH, logs_BTN)
+def backward(
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
+  """Returns the gradients of q, k and v, perhaps with zeros behind them.
 
-
-def _attend_backward(residuals, cotangents):
-  (q_BTNH, k_BSKH, v_BSKH, visible), out_BTNH, logs_BTN = residuals
-  d_out_BTNH, _ = cotangents
+  Of each query it takes d_out_BTNH, logs_BTN, and means_BTN: the sum of d_out
+  times out.
+  """
+  q_BTNH, k_BSKH, v_BSKH = arrays
   call = _Call(q_BTNH, k_BSKH, visible)
-  length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
-  dtypes = q_BTNH.dtype, k_BSKH.dtype, v_BSKH.dtype
-  # d_scores = weights (d_weights - sum of weights d_weights over keys).
-  means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
-  q_BTNH, d_out_BTNH, logs_BTN, means_BTN = map(
-    call.tiled, (q_BTNH, d_out_BTNH, logs_BTN, means_BTN)
+  q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(
+    (q_BTNH, *by_query), call.queries
   )
-  k_BSKH, v_BSKH = call.blocked(k_BSKH), call.blocked(v_BSKH)
+  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
-  def row(results, b, head):
-    k_SH, v_SH = call.row(k_BSKH, b, head), call.row(v_BSKH, b, head)
-
-    def tile(index, state):
-      place = b, head, index
-      q_XH, d_out_XH = (
-        call.tile(x, place).astype(call.dtype) for x in (q_BTNH, d_out_BTNH)
-      )
-      log_X1, mean_X1 = (
-        call.tile(x, place)[:, None] for x in (logs_BTN, means_BTN)
-      )
-
-      def visit(state, block, sees_XS):
-        d_q_XH, d_k_SH, d_v_SH = state
-        part_SH, values_SH = call.block(k_SH, block), call.block(v_SH, block)
-        scores_XS = _times_transposed(q_XH, part_SH)
-        scores_XS = jnp.where(sees_XS, scores_XS, _MASKED)
-        weights_XS = jnp.exp(scores_XS - log_X1)
-        d_weights_XS = _times_transposed(d_out_XH, values_SH)
-        d_scores_XS = weights_XS * (d_weights_XS - mean_X1)
-        weights_XS, d_scores_XS = (
-          x.astype(call.dtype) for x in (weights_XS, d_scores_XS)
-        )
-        return (
-          d_q_XH + _times(d_scores_XS, part_SH),
-          call.add(d_k_SH, _transposed_times(d_scores_XS, q_XH), block),
-          call.add(d_v_SH, _transposed_times(weights_XS, d_out_XH), block),
-        )
-
-      d_q_BTNH, *d_row = state
-      d_q_XH = jnp.zeros(q_XH.shape, jnp.float32)
-      d_q_XH, *d_row = call.each_block(visit, (d_q_XH, *d_row), place)
-      return call.put(d_q_BTNH, d_q_XH, place), *d_row
-
-    d_q_BTNH, *d_rows = results
-    state = d_q_BTNH, *(jnp.zeros(x.shape, jnp.float32) for x in (k_SH, v_SH))
-    d_q_BTNH, *d_row = lax.fori_loop(0, call.num_tiles, tile, state)
-    return d_q_BTNH, *(
-      lax.dynamic_update_slice(
-        x, rounding.rounded(part, x.dtype)[None, :, None], (b, 0, head, 0)
-      )
-      for x, part in zip(d_rows, d_row, strict=True)
+  def tile(place, row, state):
+    k_SH, v_SH = row
+    (d_q_BTNH,), d_row = state
+    q_XH, d_out_XH = (
+      call.tile(x, place).astype(call.dtype) for x in (q_BTNH, d_out_BTNH)
+    )
+    log_X1, mean_X1 = (
+      call.tile(x, place)[:, None] for x in (logs_BTN, means_BTN)
     )
 
-  arrays = q_BTNH, k_BSKH, v_BSKH
-  results = tuple(
-    jnp.zeros(x.shape, dtype) for x, dtype in zip(arrays, dtypes, strict=True)
-  )
-  d_q_BTNH, d_k_BSKH, d_v_BSKH = call.each_row(row, results)
-  return (
-    d_q_BTNH[:, :length],
-    d_k_BSKH[:, :num_keys],
-    d_v_BSKH[:, :num_keys],
-    None,
-  )
+    def visit(state, block, sees_XS):
+      d_q_XH, d_k_SH, d_v_SH = state
+      part_SH, values_SH = call.block(k_SH, block), call.block(v_SH, block)
+      scores_XS = _times_transposed(q_XH, part_SH)
+      d_weights_XS = _times_transposed(d_out_XH, values_SH)
+      weights_XS, d_scores_XS = (
+        x.astype(call.dtype)
+        for x in blocks.weights_and_gradient(
+          scores_XS, sees_XS, d_weights_XS, log_X1, mean_X1
+        )
+      )
+      return (
+        d_q_XH + _times(d_scores_XS, part_SH),
+        call.add(d_k_SH, _transposed_times(d_scores_XS, q_XH), block),
+        call.add(d_v_SH, _transposed_times(weights_XS, d_out_XH), block),
+      )
 
+    d_q_XH = jnp.zeros(q_XH.shape, jnp.float32)
+    d_q_XH, *d_row = call.each_block(visit, (d_q_XH, *d_row), place)
+    return (call.put(d_q_BTNH, d_q_XH, place),), tuple(d_row)
 
-attend.defvjp(_attend_forward, _attend_backward)
+  d_q_BTNH, *d_kept = (
+    jnp.zeros(padded.shape, x.dtype)
+    for padded, x in zip((q_BTNH, *kept), arrays, strict=True)
+  )
+  results = call.each_tile(tile, kept, (d_q_BTNH,), tuple(d_kept))
+  (d_q_BTNH,), (d_k_BSKH, d_v_BSKH) = results
+  return d_q_BTNH, d_k_BSKH, d_v_BSKH

@@ -1,18 +1,31 @@
-"""Which keys a query sees, and which blocks of keys a kernel therefore visits.
+"""Attention in blocks of keys: what its kernels have in common.
 
 A packed row needs no mask of size T S: what a query sees is one range of keys,
 from the beginning of its document to itself. A tile of queries visits the key
 blocks from the first to the last that any of them sees, a number that depends
 on the data, so documents and causality save work and not only results. The
 kernels take their loops' bounds from here, and what is counted is what runs.
+
+The softmax is the running one (Milakov & Gimelshein 2018), in float32: each
+query has the largest score so far, the sum of weights, and the weighted sum of
+values. The backward pass makes the scores anew and the weights of them, with
+the logarithm of the sum (flash attention, Dao 2022).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+
+from composer_jax.core import rounding
+
+# A score that is not seen; finite, so that a query that sees none has no NaN.
+MASKED = -1e30
+# q_BTNH, k_BSKH, v_BSKH; their gradients; or numbers of three kinds by query.
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Visible(NamedTuple):
@@ -35,10 +48,14 @@ def as_mask(visible: Visible, num_keys: int) -> jax.Array:
   return (key_S >= start_BT1) & (key_S < end_BT1)
 
 
-def pad(visible: Visible, length: int) -> Visible:
-  """Appends queries that see nothing."""
-  missing = length - visible.start_BT.shape[1]
-  return Visible(*(jnp.pad(x, ((0, 0), (0, missing))) for x in visible))
+def pad(arrays_BT: Any, multiple: int) -> Any:
+  """Appends zeros up to whole tiles; such queries of `Visible` see nothing."""
+
+  def one(x_BT):
+    missing = -x_BT.shape[1] % multiple
+    return jnp.pad(x_BT, ((0, 0), (0, missing)) + ((0, 0),) * (x_BT.ndim - 2))
+
+  return jax.tree.map(one, arrays_BT)
 
 
 def ranges(
@@ -46,10 +63,7 @@ def ranges(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns first_BX and last_BX, the range of key blocks of each tile.
 
-  Args:
-    visible: whole tiles of queries.
-    queries: in a tile.
-    keys: in a block.
+  A tile has `queries` queries and a block `keys` keys; tiles must be whole.
   """
   batch, length = visible.start_BT.shape
   start_BXT, end_BXT = (
@@ -73,9 +87,7 @@ def visited(
 
 def executed(visible: Visible, queries: int, keys: int) -> jax.Array:
   """Returns how many pairs of tile and key block each row visits, int32 [B]."""
-  length = visible.start_BT.shape[1]
-  visible = pad(visible, length + -length % queries)
-  first_BX, last_BX = ranges(visible, queries, keys)
+  first_BX, last_BX = ranges(pad(visible, queries), queries, keys)
   return (last_BX - first_BX).sum(1)
 
 
@@ -115,6 +127,102 @@ def pairs(visited_BXX: jax.Array) -> tuple[Pairs, jax.Array]:
     Pairs(*(column.astype(jnp.int32) for column in columns)),
     visited_BXX.sum(),
   )
+
+
+def meet(
+  state: Arrays,
+  scores: jax.Array,
+  sees: jax.Array,
+  weigh: Callable[[jax.Array], jax.Array],
+  *,
+  axis: int = -1,
+  forgets: bool = True,
+) -> Arrays:
+  """Returns the state of queries after they have met a block of keys.
+
+  Args:
+    state: largest scores and sums of weights by query, with or without an axis
+      of one for keys.
+    scores: [..., query, key], or the last two the other way round.
+    sees: whether the query sees the key.
+    weigh: from weights to weighted sums of the block's values.
+    axis: of the keys.
+    forgets: whether a block of which a query sees nothing may leave something
+      that its first key makes it forget (and `finish`, where there is none).
+  """
+  sums, top, total = state
+  has_axis = top.ndim == scores.ndim
+  beside = (lambda x: x) if has_axis else (lambda x: jnp.expand_dims(x, axis))
+  scores = jnp.where(sees, scores, MASKED)
+  now = jnp.maximum(top, scores.max(axis, keepdims=has_axis))
+  weights = jnp.exp(scores - beside(now))
+  if not forgets:
+    weights = jnp.where(sees, weights, 0)
+  shrink = jnp.exp(top - now)
+  sums = sums * beside(shrink) + weigh(weights)
+  return sums, now, total * shrink + weights.sum(axis, keepdims=has_axis)
+
+
+def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
+  """Returns the state of queries that met no key, whose sums have this shape.
+
+  With `has_axis` the other two have an axis of one, for keys.
+  """
+  by_query = (*shape[:-1], 1) if has_axis else shape[:-1]
+  return (
+    jnp.zeros(shape, jnp.float32),
+    jnp.full(by_query, MASKED, jnp.float32),
+    jnp.zeros(by_query, jnp.float32),
+  )
+
+
+def finish(state: Arrays) -> Arrays:
+  """Returns outputs, largest scores and logarithms of the sums.
+
+  What was added before a query met its first key is forgotten by then; one that
+  meets none forgets it here.
+  """
+  sums, top, total = state
+  sees = top > MASKED
+  factor = jnp.where(sees, 1 / total, 0)
+  out = sums * (factor if factor.ndim == sums.ndim else factor[:, None])
+  return out, top, jnp.where(sees, top + jnp.log(total), 0)
+
+
+def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
+  """Returns the float32 product of softmax weights and values.
+
+  Weights stay float32 on CPU, where a bfloat16 product of this form is one of
+  float32 anyway: a rounding less, and the same for whole and running softmax,
+  whose weights differ by a factor. Accelerators take bfloat16.
+  """
+  dtype = rounding.wide_dtype(values.dtype)
+  return jnp.einsum(
+    spec,
+    weights.astype(dtype),
+    values.astype(dtype),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def weights_and_gradient(
+  scores: jax.Array,
+  sees: jax.Array,
+  d_weights: jax.Array,
+  log: jax.Array,
+  mean: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the softmax's weights and the gradient of the scores.
+
+  Args:
+    scores: made anew.
+    sees: whether the query sees the key.
+    d_weights: gradient of the weights.
+    log: `finish`'s, of each query.
+    mean: of d_weights under the weights.
+  """
+  weights = jnp.exp(jnp.where(sees, scores, MASKED) - log)
+  return weights, weights * (d_weights - mean)
 
 
 def cost(scores: tuple[int, ...], widths: int, arrays: Any) -> pl.CostEstimate:

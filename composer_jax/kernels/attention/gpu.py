@@ -10,24 +10,23 @@ Triton has no other blocks; nothing of that reaches memory.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from composer_jax.core import rounding
+from composer_jax.core import platforms
 from composer_jax.kernels.attention import blocks
 
 QUERIES = 64
 KEYS = 64
 _LEAST = 16  # rows or columns of a product
-_MASKED = -1e30
 
 
-class _Sizes(NamedTuple):
+class _TritonSizes(NamedTuple):
   """What a call's kernels know of it."""
 
   queries: int
@@ -35,63 +34,24 @@ class _Sizes(NamedTuple):
   groups: int
   head_dim: int
   width: int
-  is_interpreted: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-  is_interpreted: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `kernels.attention.blocked.attend` does.
-
-  Args:
-    q_BTNH: scaled.
-    k_BSKH: keys.
-    v_BSKH: values, whose width may be another.
-    visible: what each query sees.
-    is_interpreted: computes without a GPU, slowly.
-  """
-  results, _ = _attend_forward(q_BTNH, k_BSKH, v_BSKH, visible, is_interpreted)
-  return results
-
-
-def sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
-  """Returns the queries of a tile and the keys of a block, of a row's."""
-
-  def least(most, length):
-    return min(most, max(_LEAST, pl.next_power_of_2(length)))
-
-  return least(QUERIES, num_queries), least(KEYS, num_keys)
-
-
-def _padded(x_BT, multiple):
-  missing = -x_BT.shape[1] % multiple
-  return jnp.pad(x_BT, ((0, 0), (0, missing)) + ((0, 0),) * (x_BT.ndim - 2))
-
-
-def _prepare(arrays, visible, is_interpreted):
-  """Returns sizes, arrays of whole blocks, and the blocks of each tile."""
+def _prepare(arrays, visible):
+  """Returns sizes, and arrays of whole blocks with what their queries see."""
   q_BTNH, k_BSKH, v_BSKH = arrays
-  queries, keys = sizes(q_BTNH.shape[1], k_BSKH.shape[1])
-  known = _Sizes(
-    queries=queries,
-    keys=keys,
+  least = lambda most, length: min(
+    most, max(_LEAST, pl.next_power_of_2(length))
+  )
+  known = _TritonSizes(
+    queries=least(QUERIES, q_BTNH.shape[1]),
+    keys=least(KEYS, k_BSKH.shape[1]),
     groups=q_BTNH.shape[2] // k_BSKH.shape[2],
     head_dim=q_BTNH.shape[3],
     width=v_BSKH.shape[3],
-    is_interpreted=is_interpreted,
   )
-  arrays = (
-    _padded(q_BTNH, queries),
-    *(_padded(x, keys) for x in (k_BSKH, v_BSKH)),
-  )
-  visible = blocks.pad(visible, arrays[0].shape[1])
-  ranges = blocks.ranges(visible, queries, keys)
-  return known, arrays, visible, ranges
+  q, visible = blocks.pad((q_BTNH, visible), known.queries)
+  k, v = blocks.pad((k_BSKH, v_BSKH), known.keys)
+  return known, (q, k, v, visible)
 
 
 def _tiles_of(visible, known, num_blocks):
@@ -105,75 +65,56 @@ def _tiles_of(visible, known, num_blocks):
 
 def _load(ref, width):
   """Returns [rows, width up to a power of two], zero beyond."""
-  padded = pl.next_power_of_2(width)
-  if padded == width:
-    return pltriton.load(ref)
-  return pltriton.load(ref, mask=_inside(width), other=0)
+  mask = _inside(width)
+  return pltriton.load(ref, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref, value, width):
-  value = value.astype(ref.dtype)
-  if value.shape[-1] == width:
-    pltriton.store(ref, value)
-  else:
-    pltriton.store(ref, value, mask=_inside(width))
+  pltriton.store(ref, value.astype(ref.dtype), mask=_inside(width))
 
 
 def _inside(width):
-  return (jnp.arange(pl.next_power_of_2(width)) < width)[None, :]
+  """Returns which columns up to a power of two exist; None if all do."""
+  padded = pl.next_power_of_2(width)
+  return None if padded == width else (jnp.arange(padded) < width)[None, :]
 
 
 def _scores(q_XH, k_SH, seen, block):
-  """Returns scores [queries, keys], masked."""
+  """Returns scores [queries, keys], and which of them are seen."""
   start_X, end_X = seen
   scores_XS = pltriton.dot(q_XH, k_SH.T)
   key_S = block * k_SH.shape[0] + jnp.arange(k_SH.shape[0])
   sees_XS = (key_S[None] >= start_X[:, None]) & (key_S[None] < end_X[:, None])
-  return jnp.where(sees_XS, scores_XS, _MASKED)
+  return scores_XS, sees_XS
 
 
 def _forward_kernel(first, last, start, end, q, k, v, out, top, log, *, known):
   q_XH, seen = _load(q, known.head_dim), (start[...], end[...])
 
   def visit(block, state):
-    sums_XH, top_X, total_X = state
     at = pl.ds(block * known.keys, known.keys)
     k_SH = _load(k.at[at], known.head_dim)
     v_SH = _load(v.at[at], known.width)
-    scores_XS = _scores(q_XH, k_SH, seen, block)
-    now_X = jnp.maximum(top_X, scores_XS.max(1))
-    weights_XS = jnp.exp(scores_XS - now_X[:, None])
-    shrink_X = jnp.exp(top_X - now_X)
-    new_XH = pltriton.dot(weights_XS.astype(v_SH.dtype), v_SH)
-    return (
-      sums_XH * shrink_X[:, None] + new_XH,
-      now_X,
-      total_X * shrink_X + weights_XS.sum(1),
+    return blocks.meet(
+      state,
+      *_scores(q_XH, k_SH, seen, block),
+      lambda weights_XS: pltriton.dot(weights_XS.astype(v_SH.dtype), v_SH),
     )
 
-  state = (
-    jnp.zeros((known.queries, pl.next_power_of_2(known.width)), jnp.float32),
-    jnp.full((known.queries,), _MASKED, jnp.float32),
-    jnp.zeros((known.queries,), jnp.float32),
-  )
+  state = blocks.met_none((known.queries, pl.next_power_of_2(known.width)))
   state = lax.fori_loop(first[0], last[0], visit, state)
-  sums_XH, top_X, total_X = state
-  # See `kernels.attention.blocked` on those that see nothing.
-  sees_X = top_X > _MASKED
-  factor_X = jnp.where(sees_X, 1 / total_X, 0)
-  _store(out, sums_XH * factor_X[:, None], known.width)
-  top[...] = top_X
-  log[...] = jnp.where(sees_X, top_X + jnp.log(total_X), 0)
+  out_XH, top[...], log[...] = blocks.finish(state)
+  _store(out, out_XH, known.width)
 
 
 def _gradients(q_XH, k_SH, v_SH, d_out_XH, seen, rows, block):
   """Returns the weights and the scores' gradient [queries, keys]."""
-  log_X, mean_X = rows
-  scores_XS = _scores(q_XH, k_SH, seen, block)
-  weights_XS = jnp.exp(scores_XS - log_X[:, None])
-  d_weights_XS = pltriton.dot(d_out_XH, v_SH.T)
-  d_scores_XS = weights_XS * (d_weights_XS - mean_X[:, None])
-  return weights_XS.astype(q_XH.dtype), d_scores_XS.astype(q_XH.dtype)
+  both = blocks.weights_and_gradient(
+    *_scores(q_XH, k_SH, seen, block),
+    pltriton.dot(d_out_XH, v_SH.T),
+    *(row_X[:, None] for row_X in rows),
+  )
+  return tuple(x.astype(q_XH.dtype) for x in both)
 
 
 def _queries_kernel(
@@ -223,162 +164,98 @@ def _keys_kernel(
   _store(d_v, d_v_SH, known.width)
 
 
-def _call(kernel, known, grid, inputs, outputs, widths):
-  """Runs a kernel on (array, block shape, place of a program) each.
+def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
+  """Runs a kernel by (tile, row, head), or by (block, row, key head).
 
-  Its products are of rows of `widths` together.
+  It takes references of the ranges that a program visits, of what is given by
+  `_prepare` and by query, and of outputs; its products are of rows of `widths`
+  together.
   """
-  arrays, specs = [], []
-  for array, shape, place in inputs:
-    arrays.append(array)
-    specs.append(pl.BlockSpec(shape, place))
-  # After two ranges and what is seen come queries and keys.
-  q, k = arrays[4:6]
+  q, k, v, seen = given
+  (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+  part = lambda size: lambda x: _spec(x, size, None, lambda i, n: (i, n))
+  if by_block:
+    num_blocks = num_keys // known.keys
+    grid = num_blocks, batch, kv_heads
+    ranges = _tiles_of(seen, known, num_blocks)
+    own = of_key = part(known.keys)
+    # All heads of the key head.
+    of_query = lambda x: _spec(x, length, known.groups, lambda _, n: (0, n))
+  else:
+    grid = length // known.queries, batch, heads
+    ranges = blocks.ranges(seen, known.queries, known.keys)
+    own = of_query = part(known.queries)
+    of_key = lambda x: _spec(
+      x, num_keys, None, lambda _, n: (0, n // known.groups)
+    )
+  arrays = *ranges, *seen, q, k, v, *by_query
   return pl.pallas_call(
     functools.partial(kernel, known=known),
     grid=grid,
-    in_specs=specs,
-    out_specs=[pl.BlockSpec(shape, place) for _, shape, place in outputs],
-    out_shape=[like for like, _, _ in outputs],
+    in_specs=[
+      *map(part(1), ranges),
+      *map(of_query, (*seen, q)),
+      *map(of_key, (k, v)),
+      *map(of_query, by_query),
+    ],
+    out_specs=[*map(own, outputs)],
+    out_shape=outputs,
     compiler_params=pltriton.CompilerParams(
       num_warps=4 if known.head_dim <= 64 else 8, num_stages=2
     ),
-    interpret=known.is_interpreted,
+    interpret=platforms.current() != 'gpu',
     name=kernel.__name__.strip('_'),
     cost_estimate=blocks.cost(
-      (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
-      widths,
-      (arrays, [like for like, _, _ in outputs]),
+      (batch, heads, length, num_keys), widths, (arrays, outputs)
     ),
   )(*arrays)
 
 
-class _Places(NamedTuple):
-  """Block shapes and places of arrays, for programs (tile, row, head)."""
+def _spec(array, length, heads, place):
+  """Returns the spec of `length` places and `heads` heads (None: one) of a row.
 
-  known: _Sizes
+  The array is [row, place], with heads or without, with a width or without;
+  `place` goes from a program's (tile or block, head) to the array's.
+  """
+  wide = pl.next_power_of_2(array.shape[3]) if array.ndim == 4 else None
+  shape = (None, length, heads, wide)[: array.ndim]
 
-  def range(self, array):
-    """One of the numbers [row, tile or block]."""
-    return array, (None, 1), lambda i, b, n: (b, i)
+  def index(i, b, n):
+    part, head = place(i, n)
+    return (b, part, head, 0)[: array.ndim]
 
-  def seen(self, array):
-    return array, (None, self.known.queries), lambda i, b, n: (b, i)
-
-  def query(self, array):
-    wide = pl.next_power_of_2(array.shape[3])
-    shape = (None, self.known.queries, None, wide)
-    return array, shape, lambda i, b, n: (b, i, n, 0)
-
-  def number(self, array):
-    """One of each query and head."""
-    shape = (None, self.known.queries, None)
-    return array, shape, lambda i, b, n: (b, i, n)
-
-  def row_of_keys(self, array):
-    wide = pl.next_power_of_2(array.shape[3])
-    shape = (None, array.shape[1], None, wide)
-    return array, shape, lambda i, b, n: (b, 0, n // self.known.groups, 0)
-
-  def key(self, array):
-    """A block of them, for programs (block, row, key head)."""
-    wide = pl.next_power_of_2(array.shape[3])
-    shape = (None, self.known.keys, None, wide)
-    return array, shape, lambda j, b, k: (b, j, k, 0)
-
-  def row_of_queries(self, array):
-    """With the heads of a key head, or of none."""
-    shape = (None, array.shape[1], self.known.groups)[: array.ndim]
-    shape += (pl.next_power_of_2(array.shape[3]),) if array.ndim == 4 else ()
-    return (
-      array,
-      shape,
-      lambda j, b, k: (b, 0, k, 0)[: array.ndim],
-    )
+  return pl.BlockSpec(shape, index)
 
 
-def _like(array: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _attend_forward(q_BTNH, k_BSKH, v_BSKH, visible, is_interpreted):
-  arrays = q_BTNH, k_BSKH, v_BSKH
-  known, (q, k, v), seen, ranges = _prepare(arrays, visible, is_interpreted)
-  batch, length, heads, _ = q.shape
-  at = _Places(known)
-  out = jax.ShapeDtypeStruct((batch, length, heads, known.width), v.dtype)
-  number = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
-  out, tops, logs = _call(
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
+  """Does what `kernels.attention.blocked.forward` does."""
+  known, given = _prepare(arrays, visible)
+  q, _, v, _ = given
+  out = jax.ShapeDtypeStruct((*q.shape[:3], known.width), v.dtype)
+  number = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+  results = _call(
     _forward_kernel,
     known,
-    (length // known.queries, batch, heads),
-    [
-      *map(at.range, ranges),
-      *map(at.seen, seen),
-      at.query(q),
-      at.row_of_keys(k),
-      at.row_of_keys(v),
-    ],
-    [at.query(out), at.number(number), at.number(number)],
+    given,
+    [out, number, number],
     known.head_dim + known.width,
   )
-  length = q_BTNH.shape[1]
-  out, logs = (
-    ad_checkpoint.checkpoint_name(x[:, :length], 'attention_out')
-    for x in (out, logs)
-  )
-  return (out, tops[:, :length]), (arrays, visible, out, logs)
+  length = arrays[0].shape[1]
+  out_BTNH, tops_BTN, logs_BTN = (x[:, :length] for x in results)
+  return out_BTNH, tops_BTN, logs_BTN
 
 
-def _attend_backward(is_interpreted, residuals, cotangents):
-  arrays, visible, out, logs = residuals
-  d_out, _ = cotangents
-  known, (q, k, v), seen, ranges = _prepare(arrays, visible, is_interpreted)
-  means = (d_out.astype(jnp.float32) * out).sum(-1)
-  d_out = rounding.rounded(d_out, v.dtype)
-  d_out, logs, means = (_padded(x, known.queries) for x in (d_out, logs, means))
-  batch, length, heads, _ = q.shape
-  num_blocks, kv_heads = k.shape[1] // known.keys, k.shape[2]
-  at = _Places(known)
-  (d_q,) = _call(
-    _queries_kernel,
-    known,
-    (length // known.queries, batch, heads),
-    [
-      *map(at.range, ranges),
-      *map(at.seen, seen),
-      at.query(q),
-      at.row_of_keys(k),
-      at.row_of_keys(v),
-      at.query(d_out),
-      at.number(logs),
-      at.number(means),
-    ],
-    [at.query(_like(q))],
-    2 * known.head_dim + known.width,
-  )
+def backward(
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
+  """Does what `kernels.attention.blocked.backward` does."""
+  known, given = _prepare(arrays, visible)
+  by_query = blocks.pad(by_query, known.queries)
+  q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3])
+  widths = 2 * known.head_dim + known.width
+  (d_q,) = _call(_queries_kernel, known, given, [q], widths, by_query)
+  widths += known.width
   d_k, d_v = _call(
-    _keys_kernel,
-    known,
-    (num_blocks, batch, kv_heads),
-    [
-      *map(at.range, _tiles_of(seen, known, num_blocks)),
-      *map(at.row_of_queries, seen),
-      at.row_of_queries(q),
-      at.key(k),
-      at.key(v),
-      *map(at.row_of_queries, (d_out, logs, means)),
-    ],
-    [at.key(_like(k)), at.key(_like(v))],
-    2 * known.head_dim + 2 * known.width,
+    _keys_kernel, known, given, [k, v], widths, by_query, by_block=True
   )
-  num_keys = arrays[1].shape[1]
-  return (
-    d_q[:, : arrays[0].shape[1]],
-    d_k[:, :num_keys],
-    d_v[:, :num_keys],
-    None,
-  )
-
-
-attend.defvjp(_attend_forward, _attend_backward)
+  return d_q, d_k, d_v

@@ -7,12 +7,15 @@ kernels, which are interpreted elsewhere. The real compilers take both (H200,
 v5p) and the interpreter agrees with the others; neither has run on its hardware
 yet.
 
-Each can also return what the softmax subtracts, the largest score that a query
-sees (`attend_measured`), which QK-clip needs and which is at hand.
+What these may keep for the backward pass, the outputs and the logarithms of the
+softmax's sums, is named 'attention_out' (`jax.ad_checkpoint.checkpoint_name`).
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from composer_jax.core import platforms, rounding
 from composer_jax.kernels.attention import blocked, blocks, gpu, tpu
@@ -21,32 +24,14 @@ from composer_jax.kernels.attention import blocked, blocks, gpu, tpu
 # (`kernels.attention.tiled`).
 KEY_BLOCK = 32
 
-# Finite, so that a row that sees nothing has no NaN.
-_MASKED = -1e30
-
 Visible = blocks.Visible
 
-_PLATFORM_BACKENDS = {
-  'cpu': 'blocked',
-  'gpu': 'pallas_gpu',
-  'tpu': 'pallas_tpu',
-}
-# Part of what jit's caches tell programs apart by.
-_chosen = jax.make_user_context(None)
-
-
-def using(backend: str):
-  """Returns a context in which 'auto' means `backend`."""
-  return _chosen(backend)
-
-
-def backend_for(platform: str, dtype: jax.typing.DTypeLike) -> str:
-  """Returns the backend that 'auto' means on 'cpu', 'gpu' or 'tpu'."""
-  if _chosen.value:
-    return _chosen.value
-  # Kernels are for what accelerators multiply fast.
-  is_wide = jnp.dtype(dtype) == jnp.float32
-  return 'blocked' if is_wide else _PLATFORM_BACKENDS[platform]
+# Modules of a forward and a backward pass.
+_KERNELS = {'blocked': blocked, 'pallas_gpu': gpu, 'pallas_tpu': tpu}
+BACKENDS = ('reference', *_KERNELS)
+# Returns a context in which 'auto' means the backend that it is given. Part of
+# what jit's caches tell programs apart by.
+using = jax.make_user_context(None)
 
 
 def attend(
@@ -57,10 +42,13 @@ def attend(
   *,
   scale: float | None = None,
   backend: str = 'auto',
-) -> jax.Array:
-  """Returns out_BTNH: softmax(scale q k) v over the keys that are visible.
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out_BTNH, softmax(scale q k) v over visible keys, and tops_BTN.
 
-  Zero where none is.
+  The outputs are zero where no key is visible. The tops are each query's
+  largest scaled score over the keys that it sees, which the softmax subtracts
+  and QK-clip needs: in float32 and without a gradient; -1e30 where it sees
+  none.
 
   Args:
     q_BTNH: queries; query head n reads key/value head n // (N / K).
@@ -70,53 +58,50 @@ def attend(
     scale: on the scores; None means 1 / sqrt(H).
     backend: one of BACKENDS, or 'auto' by platform and dtype.
   """
-  out_BTNH, _ = attend_measured(
-    q_BTNH, k_BSKH, v_BSKH, visible, scale=scale, backend=backend
-  )
-  return out_BTNH
-
-
-def attend_measured(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: Visible,
-  *,
-  scale: float | None = None,
-  backend: str = 'auto',
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `attend` does, and tops_BTN.
-
-  Those are each query's largest scaled score over the keys that it sees, in
-  float32 and without a gradient; -1e30 where it sees none.
-  """
   if backend == 'auto':
-    backend = backend_for(platforms.current(), q_BTNH.dtype)
+    platform = platforms.current()
+    # Kernels are for what accelerators multiply fast.
+    is_plain = platform == 'cpu' or q_BTNH.dtype == jnp.float32
+    backend = using.value or ('blocked' if is_plain else f'pallas_{platform}')
   if backend not in BACKENDS:
     raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = rounding.rounded(q_BTNH * scale)
-  out_BTNH, tops_BTN = _RUN[backend](q_BTNH, k_BSKH, v_BSKH, visible)
+  run = functools.partial(_in_blocks, backend)
+  if backend == 'reference':
+    run = _reference
+  out_BTNH, tops_BTN = run((q_BTNH, k_BSKH, v_BSKH), visible)
   return out_BTNH, jax.lax.stop_gradient(tops_BTN)
 
 
-def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
-  """Returns the float32 product of softmax weights and values.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_blocks(backend, arrays, visible):
+  return _forward(backend, arrays, visible)[0]
 
-  Weights stay float32 on CPU, where a bfloat16 product of this form is one of
-  float32 anyway: a rounding less, and the same for whole and running softmax,
-  whose weights differ by a factor. Accelerators take bfloat16.
-  """
-  dtype = rounding.wide_dtype(values.dtype)
-  return jnp.einsum(
-    spec,
-    weights.astype(dtype),
-    values.astype(dtype),
-    preferred_element_type=jnp.float32,
+
+def _forward(backend, arrays, visible):
+  out_BTNH, tops_BTN, logs = _KERNELS[backend].forward(arrays, visible)
+  out_BTNH, logs = (
+    ad_checkpoint.checkpoint_name(x, 'attention_out') for x in (out_BTNH, logs)
   )
+  return (out_BTNH, tops_BTN), (arrays, visible, out_BTNH, logs)
 
 
-def _reference(q_BTNH, k_BSKH, v_BSKH, visible):
+def _backward(backend, residuals, cotangents):
+  arrays, visible, out_BTNH, logs = residuals
+  d_out_BTNH, _ = cotangents
+  # d_scores = weights (d_weights - sum of weights d_weights over keys).
+  means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
+  by_query = d_out_BTNH, logs, means_BTN
+  d_arrays = _KERNELS[backend].backward(arrays, visible, by_query)
+  return jax.tree.map(lambda d, x: d[:, : x.shape[1]], d_arrays, arrays), None
+
+
+_in_blocks.defvjp(_forward, _backward)
+
+
+def _reference(arrays, visible):
+  q_BTNH, k_BSKH, v_BSKH = arrays
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_keys, num_kv_heads = k_BSKH.shape[1:3]
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
@@ -127,28 +112,11 @@ def _reference(q_BTNH, k_BSKH, v_BSKH, visible):
     preferred_element_type=jnp.float32,
   )
   mask_BTS = blocks.as_mask(visible, num_keys)
-  scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
+  scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, blocks.MASKED)
   weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-  out_BTKGH = weighted_sum('BKGTS,BSKH->BTKGH', weights_BKGTS, v_BSKH)
+  out_BTKGH = blocks.weighted_sum('BKGTS,BSKH->BTKGH', weights_BKGTS, v_BSKH)
   out_BTNH = out_BTKGH.reshape(batch, length, num_heads, -1)
   out_BTNH = jnp.where(mask_BTS.any(-1)[:, :, None, None], out_BTNH, 0)
   out_BTNH = rounding.rounded(out_BTNH, v_BSKH.dtype)
   tops_BTKG = scores_BKGTS.max(-1).transpose(0, 3, 1, 2)
   return out_BTNH, tops_BTKG.reshape(batch, length, num_heads)
-
-
-def _on_gpu(*arrays):
-  return gpu.attend(*arrays, platforms.current() != 'gpu')
-
-
-def _on_tpu(*arrays):
-  return tpu.attend(*arrays, platforms.current() != 'tpu')
-
-
-_RUN = {
-  'reference': _reference,
-  'blocked': blocked.attend,
-  'pallas_gpu': _on_gpu,
-  'pallas_tpu': _on_tpu,
-}
-BACKENDS = tuple(_RUN)

@@ -6,9 +6,8 @@ pages of all rows at once, as many as the longest row needs, and gathers one
 page per row and turn: no copy of a row's whole cache is ever made, and a step
 reads what is there rather than what could be.
 
-The softmax is the running one (Milakov & Gimelshein 2018), its statistics and
-sums float32. A page past a query's position changes no bit of its result: its
-weights are zeros and the maximum stays.
+A page past a query's position changes no bit of its result: its weights are
+zeros and the softmax's maximum stays.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import rounding
-from composer_jax.kernels.attention import grouped_query
+from composer_jax.kernels.attention import blocks
 
 Pools = tuple[jax.Array, jax.Array]
 
@@ -26,9 +25,6 @@ Pools = tuple[jax.Array, jax.Array]
 # where it lies spares the copy that a product's operand must be. 30 % faster at
 # 64 rows of two queries and pages of 64, 20 % at 8, level at 1.
 _FEW_QUERIES = 2
-
-# Finite, so that a query that sees nothing of a page is zero rather than NaN.
-_MASKED = -1e30
 
 
 def token_axes(pools: Pools) -> tuple[int, int]:
@@ -44,129 +40,93 @@ def write(
   *,
   token_axis: int,
 ) -> jax.Array:
-  """Puts each token at its place; a page out of range drops it.
+  """Puts what is kept of each token at its offset within its page.
 
-  Args:
-    pool: page axis first, tokens of a page along `token_axis`.
-    new_BT: what is kept of each token, its axes in the pool's order.
-    pages_BT: int32.
-    offsets_BT: int32 place within the page.
-    token_axis: axis of `pool`.
+  A page out of range drops it. The pool has pages first and the tokens of a
+  page along `token_axis`, the other axes of `new_BT` in its order.
   """
   between = (slice(None),) * (token_axis - 1)
   index = (pages_BT, *between, offsets_BT)
   return pool.at[index].set(new_BT.astype(pool.dtype), mode='drop')
 
 
-def attend_grouped(
-  q_BTNH: jax.Array,
+def attend(
+  query: Any,
   pools: Pools,
   tables_BP: jax.Array,
   positions_BT: jax.Array,
   *,
   num_blocks: Any,
 ) -> jax.Array:
-  """Returns out_BTNH of grouped-query attention.
+  """Returns out_BTNH, or of latent attention, absorbed, out_BTNC in float32.
 
   Args:
-    q_BTNH: scaled queries; query head n reads key/value head n // (N / K).
+    query: scaled q_BTNH, of which head n reads key/value head n // (N / K); or
+      q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
     pools: keys [pages, K, H, page] and values [pages, K, page, H], in the order
-      that the two products read.
+      that the two products read; or latents [pages, page, C] and rotated keys
+      [pages, page, J].
     tables_BP: int32 page of each logical page of a row.
     positions_BT: int32; a query sees the positions up to its own.
     num_blocks: logical pages to visit, a number or a traced scalar.
   """
-  batch, length, num_heads, head_dim = q_BTNH.shape
-  keys, values = pools
-  num_kv_heads, dtype = keys.shape[1], q_BTNH.dtype
-  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
-  # Queries that share a key head are rows of one product, X = T G.
-  q_BKXH = q_BTKGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, num_kv_heads, -1, head_dim
-  )
-  positions_BX = jnp.repeat(positions_BT, num_heads // num_kv_heads, axis=1)
-  is_few = q_BKXH.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
-
-  def visit_few(pages_B):
-    k_BKHS, v_BKSH = (_take_flat(pool, pages_B, dtype) for pool in pools)
-    wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
-    scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
-    return scores_BKXS, lambda weights_BKXS: (
-      weights_BKXS[..., None] * v_BKSH[:, :, None]
-    ).sum(-2)
-
-  def visit(pages_B):
-    k_BKHS, v_BKSH = (_take(pool, pages_B, dtype) for pool in pools)
-    scores_BKXS = jnp.einsum(
-      'BKXH,BKHS->BKXS', q_BKXH, k_BKHS, preferred_element_type=jnp.float32
-    )
-    return scores_BKXS, lambda weights_BKXS: grouped_query.weighted_sum(
-      'BKXS,BKSH->BKXH', weights_BKXS, v_BKSH
-    )
-
-  out_BKXH = _running_softmax(
-    visit_few if is_few else visit,
+  if isinstance(query, tuple):
+    batch, length, num_heads, _ = query[0].shape
+    # Queries of all heads meet the same latents: rows of one product.
+    query_BX = tuple(q.reshape(batch, length * num_heads, -1) for q in query)
+    positions_BX1 = jnp.repeat(positions_BT, num_heads, axis=1)[..., None]
+    out_BXC = _attend(query_BX, pools, tables_BP, positions_BX1, num_blocks)
+    return out_BXC.reshape(batch, length, num_heads, -1)
+  num_kv_heads, groups = pools[0].shape[1], query.shape[2] // pools[0].shape[1]
+  positions_BX = jnp.repeat(positions_BT, groups, axis=1)
+  out_BKXH = _attend(
+    by_kv_head(query, num_kv_heads),
+    pools,
     tables_BP,
     positions_BX[:, None, :, None],
     num_blocks,
-    (*q_BKXH.shape[:-1], values.shape[-1]),
-    values.shape[-2],
   )
-  out_BKTGH = rounding.rounded(out_BKXH, dtype).reshape(
-    batch, num_kv_heads, length, -1, values.shape[-1]
-  )
-  return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(
-    batch, length, num_heads, -1
-  )
+  return from_kv_heads(rounding.rounded(out_BKXH, query.dtype), query.shape[1])
 
 
-def attend_latent(
-  query: tuple[jax.Array, jax.Array],
-  pools: Pools,
-  tables_BP: jax.Array,
-  positions_BT: jax.Array,
-  *,
-  num_blocks: Any,
-) -> jax.Array:
-  """Returns out_BTNC, float32, of latent attention in the absorbed form.
+def by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+  """Returns q_BKXH: queries of a key head are rows of one product, X = T G."""
+  batch, length, _, head_dim = q_BTNH.shape
+  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
+  q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
+  return q_BKTGH.reshape(batch, num_kv_heads, -1, head_dim)
+
+
+def from_kv_heads(out_BKXH: jax.Array, length: int) -> jax.Array:
+  """Returns out_BTNH, undoing `by_kv_head`."""
+  batch, num_kv_heads, _, width = out_BKXH.shape
+  out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, width)
+  out_BTKGH = out_BKTGH.transpose(0, 2, 1, 3, 4)
+  return out_BTKGH.reshape(batch, length, -1, width)
+
+
+def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+  """Returns the scores of queries over a block of keys, and `meet`'s `weigh`.
 
   Args:
-    query: q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
-    pools: latents [pages, page, C] and rotated keys [pages, page, J].
-    tables_BP: as of `attend_grouped`.
-    positions_BT: likewise.
-    num_blocks: likewise.
+    query: q_BKXH, or of latent attention the two [B, ..., C] and [B, ..., J].
+    kept: k_BKHS and v_BKSH, or latents_BSC and keys_BSJ.
   """
-  batch, length, num_heads, _ = query[0].shape
-  # Queries of all heads meet the same latents: rows of one product. Two
-  # products and a sum, since joining C and J would copy the cache.
-  query_BX = [q.reshape(batch, length * num_heads, -1) for q in query]
-  positions_BX = jnp.repeat(positions_BT, num_heads, axis=1)
-
-  def visit(pages_B):
-    kept = [
-      _take(pool, pages_B, q.dtype)
-      for pool, q in zip(pools, query_BX, strict=True)
-    ]
-    scores_BXS = sum(
-      jnp.einsum(
-        'BXC,BSC->BXS', q_BXC, kept_BSC, preferred_element_type=jnp.float32
-      )
-      for q_BXC, kept_BSC in zip(query_BX, kept, strict=True)
+  if not isinstance(query, tuple):
+    scores_BKXS = jnp.einsum(
+      'BKXH,BKHS->BKXS', query, kept[0], preferred_element_type=jnp.float32
     )
-    return scores_BXS, lambda weights_BXS: grouped_query.weighted_sum(
-      'BXS,BSC->BXC', weights_BXS, kept[0]
+    return scores_BKXS, lambda weights_BKXS: blocks.weighted_sum(
+      'BKXS,BKSH->BKXH', weights_BKXS, kept[1]
     )
-
-  out_BXC = _running_softmax(
-    visit,
-    tables_BP,
-    positions_BX[..., None],
-    num_blocks,
-    query_BX[0].shape,
-    pools[0].shape[1],
+  # Two products and a sum, since joining C and J would copy the cache.
+  scores = sum(
+    jnp.einsum('B...C,BSC->B...S', q, k, preferred_element_type=jnp.float32)
+    for q, k in zip(query, kept, strict=True)
   )
-  return out_BXC.reshape(batch, length, num_heads, -1)
+  return scores, lambda weights: blocks.weighted_sum(
+    'B...S,BSC->B...C', weights, kept[0]
+  )
 
 
 def _take(pool, pages_B, dtype):
@@ -180,38 +140,39 @@ def _take_flat(pool, pages_B, dtype):
   return pages.reshape(-1, *pool.shape[1:])
 
 
-def _running_softmax(visit, tables_BP, positions, num_blocks, shape, page):
-  """Returns softmax(scores) @ values, float32 of `shape`.
+def _few_products(q_BKXH, kept):
+  """Returns what `products` does, by multiplying and summing."""
+  k_BKHS, v_BKSH = kept
+  wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
+  scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
+  return scores_BKXS, lambda weights_BKXS: (
+    weights_BKXS[..., None] * v_BKSH[:, :, None]
+  ).sum(-2)
 
-  Args:
-    visit: pages_B -> scores [..., S] and a function from weights to sums.
-    tables_BP: int32.
-    positions: int32 of each query, with an axis of one for S.
-    num_blocks: logical pages to visit.
-    shape: of the result, [..., C].
-    page: tokens of a page.
+
+def _attend(query, pools, tables_BP, positions, num_blocks):
+  """Returns softmax(scores) @ values, float32, by query.
+
+  The query is as of `products`, its positions have an axis of one for keys.
   """
+  first = jax.tree.leaves(query)[0]
+  if isinstance(query, tuple):
+    page, width, is_few = pools[0].shape[1], pools[0].shape[2], False
+  else:
+    page, width = pools[1].shape[2:]
+    is_few = first.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
 
   def body(block, state):
-    top, total, out = state
     pages_B = jax.lax.dynamic_index_in_dim(
       tables_BP, block, axis=1, keepdims=False
     )
-    scores, weigh = visit(pages_B)
+    take = _take_flat if is_few else _take
+    kept = tuple(take(pool, pages_B, first.dtype) for pool in pools)
+    scores, weigh = (_few_products if is_few else products)(query, kept)
     seen = block * page + jnp.arange(page) <= positions
-    scores = jnp.where(seen, scores, _MASKED)
-    now = jnp.maximum(top, scores.max(-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - now), 0)
-    shrink = jnp.exp(top - now)
-    total = total * shrink + weights.sum(-1, keepdims=True)
-    return now, total, out * shrink + weigh(weights)
+    return blocks.meet(state, scores, seen, weigh, forgets=False)
 
-  one = (*shape[:-1], 1)
-  state = (
-    jnp.full(one, _MASKED, jnp.float32),
-    jnp.zeros(one, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-  )
-  _, total, out = jax.lax.fori_loop(0, num_blocks, body, state)
+  state = blocks.met_none((*first.shape[:-1], width), has_axis=True)
+  out, _, total = jax.lax.fori_loop(0, num_blocks, body, state)
   # A row of padding sees nothing; its result is never used, but is finite.
   return out / jnp.where(total > 0, total, 1)

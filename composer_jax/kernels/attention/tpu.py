@@ -12,90 +12,41 @@ The backward pass visits the pairs twice: tile by tile for the queries, block by
 block for keys and values.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import ad_checkpoint, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from composer_jax.core import platforms
 from composer_jax.kernels.attention import blocks
 
 # Queries of a tile, and keys of a block, at most.
 BLOCK = 512
 _LANES = 128
-_MASKED = -1e30
 # Plain and with the right side transposed.
 _NN = (((1,), (0,)), ((), ()))
 _NT = (((1,), (1,)), ((), ()))
 
 
-class _Sizes(NamedTuple):
-  """What a call's kernels know of it."""
-
-  queries: int
-  keys: int
-  groups: int
-  is_interpreted: bool
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def attend(
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  visible: blocks.Visible,
-  is_interpreted: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns what `kernels.attention.blocked.attend` does.
-
-  Args:
-    q_BTNH: scaled.
-    k_BSKH: keys.
-    v_BSKH: values, whose width may be another.
-    visible: what each query sees.
-    is_interpreted: computes without a TPU, slowly.
-  """
-  results, _ = _attend_forward(q_BTNH, k_BSKH, v_BSKH, visible, is_interpreted)
-  return results
-
-
-def block_size(length: int) -> int:
-  """Returns the queries of a tile, or keys of a block, for a length."""
-  return min(BLOCK, -(-length // _LANES) * _LANES)
-
-
-def _prepare(arrays, visible, is_interpreted):
-  """Returns sizes, arrays by head padded to whole blocks, and a table."""
+def _prepare(arrays, visible):
+  """Returns a grid, arrays by head of whole blocks, and what is seen."""
   q_BTNH, k_BSKH, v_BSKH = arrays
-  sizes = _Sizes(
-    block_size(q_BTNH.shape[1]),
-    block_size(k_BSKH.shape[1]),
-    q_BTNH.shape[2] // k_BSKH.shape[2],
-    is_interpreted,
-  )
-  arrays = (
-    _by_head(q_BTNH, sizes.queries),
-    _by_head(k_BSKH, sizes.keys),
-    _by_head(v_BSKH, sizes.keys),
-  )
-  visible = blocks.pad(visible, arrays[0].shape[2])
-  num_blocks = arrays[1].shape[2] // sizes.keys
-  visited_BXX = blocks.visited(visible, sizes.queries, sizes.keys, num_blocks)
-  seen = tuple(x[:, None] for x in visible)
-  return sizes, arrays, seen, visited_BXX
+  size = lambda x: min(BLOCK, -(-x.shape[1] // _LANES) * _LANES)
+  groups = q_BTNH.shape[2] // k_BSKH.shape[2]
+  queries, keys = size(q_BTNH), size(k_BSKH)
+  q = _by_head(q_BTNH, queries)
+  k, v = (_by_head(x, keys) for x in (k_BSKH, v_BSKH))
+  visible = blocks.pad(visible, queries)
+  visited_BXX = blocks.visited(visible, queries, keys, k.shape[2] // keys)
+  grid = _Grid(visited_BXX, queries, keys, groups)
+  return grid, (q, k, v), tuple(x[:, None] for x in visible)
 
 
 def _by_head(x_BTNH, multiple):
-  missing = -x_BTNH.shape[1] % multiple
-  x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, missing), (0, 0), (0, 0)))
-  return x_BTNH.swapaxes(1, 2)
-
-
-def _from_heads(x_BNTH, length):
-  return x_BNTH.swapaxes(1, 2)[:, :length]
+  return blocks.pad(x_BTNH, multiple).swapaxes(1, 2)
 
 
 def _turned(x_BNTH):
@@ -115,13 +66,12 @@ def _dot(left, right, dims):
 
 
 def _scores(q_ref, k_ref, start_ref, end_ref, block):
-  """Returns scores [keys, queries], masked."""
+  """Returns scores [keys, queries], and which of them are seen."""
   scores_SX = _dot(k_ref[0, 0], q_ref[0, 0], _NT)
   key_SX = block * scores_SX.shape[0] + lax.broadcasted_iota(
     jnp.int32, scores_SX.shape, 0
   )
-  sees_SX = (key_SX >= start_ref[0]) & (key_SX < end_ref[0])
-  return jnp.where(sees_SX, scores_SX, _MASKED)
+  return scores_SX, (key_SX >= start_ref[0]) & (key_SX < end_ref[0])
 
 
 def _forward_kernel(
@@ -133,37 +83,35 @@ def _forward_kernel(
   @pl.when(pairs.is_first[step] == 1)
   def _():
     sums[...] = jnp.zeros_like(sums)
-    top_now[...] = jnp.full_like(top_now, _MASKED)
+    top_now[...] = jnp.full_like(top_now, blocks.MASKED)
     total[...] = jnp.zeros_like(total)
 
-  scores_SX = _scores(q, k, start, end, pairs.inner[step])
-  before, now = top_now[...], scores_SX.max(0, keepdims=True)
-  now = jnp.maximum(before, now)
-  weights_SX = jnp.exp(scores_SX - now)
-  shrink = jnp.exp(before - now)
-  new = _dot(v_turned[0, 0], weights_SX.astype(v_turned.dtype), _NN)
-  sums[...] = sums[...] * shrink + new
-  total[...] = total[...] * shrink + weights_SX.sum(0, keepdims=True)
-  top_now[...] = now
+  sums[...], top_now[...], total[...] = blocks.meet(
+    (sums[...], top_now[...], total[...]),
+    *_scores(q, k, start, end, pairs.inner[step]),
+    lambda weights_SX: _dot(
+      v_turned[0, 0], weights_SX.astype(v_turned.dtype), _NN
+    ),
+    axis=0,
+  )
 
   @pl.when(pairs.is_last[step] == 1)
   def _():
-    # See `kernels.attention.blocked` on those that see nothing.
-    sees = top_now[...] > _MASKED
-    factor = jnp.where(sees, 1 / total[...], 0)
-    out[0, 0] = (sums[...] * factor).astype(out.dtype)
-    top[0, 0] = top_now[...]
-    log[0, 0] = jnp.where(sees, top_now[...] + jnp.log(total[...]), 0)
+    state = sums[...], top_now[...], total[...]
+    out_WX, top[0, 0], log[0, 0] = blocks.finish(state)
+    out[0, 0] = out_WX.astype(out.dtype)
 
 
 def _weights(refs, block):
   """Returns weights and the scores' gradient, [keys, queries] each."""
   start, end, q, k, v, d_out, log, mean = refs
-  scores_SX = _scores(q, k, start, end, block)
-  weights_SX = jnp.exp(scores_SX - log[0, 0])
-  d_weights_SX = _dot(v[0, 0], d_out[0, 0], _NT)
-  d_scores_SX = weights_SX * (d_weights_SX - mean[0, 0])
-  return weights_SX.astype(q.dtype), d_scores_SX.astype(q.dtype)
+  both = blocks.weights_and_gradient(
+    *_scores(q, k, start, end, block),
+    _dot(v[0, 0], d_out[0, 0], _NT),
+    log[0, 0],
+    mean[0, 0],
+  )
+  return tuple(x.astype(q.dtype) for x in both)
 
 
 def _queries_kernel(pairs, *refs):
@@ -204,78 +152,82 @@ def _keys_kernel(pairs, *refs):
 
 
 class _Grid(NamedTuple):
-  """Which blocks of arrays a step has.
+  """Which blocks of arrays a step has, by `queries` and `keys`.
 
   Attributes:
-    sizes: of the call.
+    visited_BXX: pairs of a tile and a block, by row.
+    groups: query heads of a key head.
     by_block: steps are (key head, pair, head of its group), and the outer one
       of a pair is a block; else they are (query head, pair), and it is a tile.
   """
 
-  sizes: _Sizes
-  by_block: bool
+  visited_BXX: jax.Array
+  queries: int
+  keys: int
+  groups: int
+  by_block: bool = False
 
   def _at(self, *step):
+    """Returns a step's batch row, query head and tile, key head and block."""
     pairs = blocks.Pairs(*step[-len(blocks.Pairs._fields) :])
     row, outer, inner = (x[step[1]] for x in pairs[:3])
     if self.by_block:
-      return row, step[0] * self.sizes.groups + step[2], step[0], inner, outer
-    return row, step[0], lax.div(step[0], self.sizes.groups), outer, inner
+      query_head = step[0] * self.groups + step[2]
+      return row, (query_head, inner), (step[0], outer)
+    return row, (step[0], outer), (lax.div(step[0], self.groups), inner)
 
-  def _spec(self, shape, place):
-    return pl.BlockSpec(shape, lambda *step: place(*self._at(*step)))
+  def seen(self, array):
+    """Returns (array, spec) of what does not depend on heads."""
 
-  def seen(self):
-    shape = (1, 1, self.sizes.queries)
-    return self._spec(shape, lambda row, n, k, tile, block: (row, 0, tile))
+    def place(*step):
+      row, (_, tile), _ = self._at(*step)
+      return row, 0, tile
 
-  def query(self, width):
-    shape = (1, 1, self.sizes.queries, width)
-    return self._spec(shape, lambda row, n, k, tile, block: (row, n, tile, 0))
+    return array, pl.BlockSpec((1, 1, self.queries), place)
 
-  def query_turned(self, width=1):
-    shape = (1, 1, width, self.sizes.queries)
-    return self._spec(shape, lambda row, n, k, tile, block: (row, n, 0, tile))
+  def part(self, array, *, is_key=False, is_turned=False):
+    """Returns (array, spec) of a head's tile of queries or block of keys.
 
-  def key(self, width):
-    shape = (1, 1, self.sizes.keys, width)
-    return self._spec(shape, lambda row, n, k, tile, block: (row, k, block, 0))
+    The array is [row, head, query or key, width]; turned, [row, head, width,
+    query or key].
+    """
+    width = array.shape[2 if is_turned else 3]
+    length = self.keys if is_key else self.queries
+    shape = (1, 1, width, length) if is_turned else (1, 1, length, width)
 
-  def key_turned(self, width):
-    shape = (1, 1, width, self.sizes.keys)
-    return self._spec(shape, lambda row, n, k, tile, block: (row, k, 0, block))
+    def place(*step):
+      row, query, key = self._at(*step)
+      head, part = key if is_key else query
+      return (row, head, 0, part) if is_turned else (row, head, part, 0)
 
-  def call(self, kernel, visited_BXX, inputs, outputs, scratch, widths):
-    """Runs a kernel.
+    return array, pl.BlockSpec(shape, place)
 
-    Args:
-      kernel: (pairs, *input references, *output references, *scratch).
-      visited_BXX: pairs, by row, tile and block.
-      inputs: (array, spec) each.
-      outputs: (shape and dtype, spec) each.
-      scratch: shapes of float32.
-      widths: of its products, all together.
+  def call(self, kernel, inputs, outputs, scratch, widths):
+    """Runs a kernel of (pairs, *inputs, *outputs, *scratch), all references.
+
+    Inputs and outputs are (array, spec) each, scratch is shapes of float32;
+    the kernel's products are of rows of `widths` together.
     """
     # After what is seen come queries and keys.
     (q, _), (k, _) = inputs[2:4]
-    heads = (k if self.by_block else q).shape[1]
     if self.by_block:
-      visited_BXX = visited_BXX.swapaxes(1, 2)
-    pairs, count = blocks.pairs(visited_BXX)
-    grid = (heads, count) + ((self.sizes.groups,) if self.by_block else ())
+      pairs, count = blocks.pairs(self.visited_BXX.swapaxes(1, 2))
+      grid = k.shape[1], count, self.groups
+    else:
+      pairs, count = blocks.pairs(self.visited_BXX)
+      grid = q.shape[1], count
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, out_specs = zip(*outputs, strict=True)
 
     def body(*refs):
-      num = len(blocks.Pairs._fields)
-      kernel(blocks.Pairs(*refs[:num]), *refs[num:])
+      kernel(blocks.Pairs(*refs[: len(pairs)]), *refs[len(pairs) :])
 
     # A head is independent of others, and of one the steps are in order.
     order = ('parallel',) + ('arbitrary',) * (len(grid) - 1)
     return pl.pallas_call(
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(blocks.Pairs._fields),
+        num_scalar_prefetch=len(pairs),
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -283,7 +235,7 @@ class _Grid(NamedTuple):
       ),
       out_shape=shapes,
       compiler_params=pltpu.CompilerParams(dimension_semantics=order),
-      interpret=self.sizes.is_interpreted,
+      interpret=platforms.current() != 'tpu',
       name=kernel.__name__.strip('_'),
       cost_estimate=blocks.cost(
         (*q.shape[:3], k.shape[2]), widths, (arrays, shapes)
@@ -291,94 +243,66 @@ class _Grid(NamedTuple):
     )(*pairs, *arrays)
 
 
-def _attend_forward(q_BTNH, k_BSKH, v_BSKH, visible, is_interpreted):
-  arrays = q_BTNH, k_BSKH, v_BSKH
-  sizes, (q, k, v), seen, visited_BXX = _prepare(
-    arrays, visible, is_interpreted
-  )
-  grid = _Grid(sizes, by_block=False)
-  batch, heads, length, head_dim = q.shape
-  width = v.shape[-1]
-  row = jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
+def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
+  """Does what `kernels.attention.blocked.forward` does.
+
+  The logarithms are [row, head, 1, query], padded, as `backward` reads them.
+  """
+  grid, (q, k, v), seen = _prepare(arrays, visible)
+  batch, heads, padded, head_dim = q.shape
+  length, width = arrays[0].shape[1], v.shape[-1]
+  number = jax.ShapeDtypeStruct((batch, heads, 1, padded), jnp.float32)
+  out = jax.ShapeDtypeStruct((batch, heads, width, padded), v.dtype)
   out, tops, logs = grid.call(
     _forward_kernel,
-    visited_BXX,
     [
-      *((x, grid.seen()) for x in seen),
-      (q, grid.query(head_dim)),
-      (k, grid.key(head_dim)),
-      (_turned(v), grid.key_turned(width)),
+      *map(grid.seen, seen),
+      grid.part(q),
+      grid.part(k, is_key=True),
+      grid.part(_turned(v), is_key=True, is_turned=True),
     ],
-    [
-      (
-        jax.ShapeDtypeStruct((batch, heads, width, length), v.dtype),
-        grid.query_turned(width),
-      ),
-      (row, grid.query_turned()),
-      (row, grid.query_turned()),
-    ],
-    [(width, sizes.queries), (1, sizes.queries), (1, sizes.queries)],
+    [grid.part(x, is_turned=True) for x in (out, number, number)],
+    [(width, grid.queries), (1, grid.queries), (1, grid.queries)],
     head_dim + width,
   )
-  length = q_BTNH.shape[1]
-  out_BTNH = _from_heads(_turned(out), length)
-  out_BTNH, logs = (
-    ad_checkpoint.checkpoint_name(x, 'attention_out') for x in (out_BTNH, logs)
-  )
-  tops_BTN = tops[:, :, 0].swapaxes(1, 2)[:, :length]
-  return (out_BTNH, tops_BTN), (arrays, visible, out_BTNH, logs)
+  out_BTNH = _turned(out).swapaxes(1, 2)[:, :length]
+  return out_BTNH, tops[:, :, 0].swapaxes(1, 2)[:, :length], logs
 
 
-def _attend_backward(is_interpreted, residuals, cotangents):
-  arrays, visible, out_BTNH, logs = residuals
-  d_out_BTNH, _ = cotangents
-  sizes, (q, k, v), seen, visited_BXX = _prepare(
-    arrays, visible, is_interpreted
-  )
-  length, num_keys = arrays[0].shape[1], arrays[1].shape[1]
+def backward(
+  arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
+) -> blocks.Arrays:
+  """Does what `kernels.attention.blocked.backward` does."""
+  grid, (q, k, v), seen = _prepare(arrays, visible)
+  d_out_BTNH, logs, means_BTN = by_query
   # Padded queries see nothing: their rows of scores are masked.
-  d_out = _by_head(d_out_BTNH.astype(v.dtype), sizes.queries)
-  means_BTN1 = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(
-    -1, keepdims=True
-  )
-  means = _turned(_by_head(means_BTN1, sizes.queries))
+  d_out = _by_head(d_out_BTNH, grid.queries)
+  means = _turned(_by_head(means_BTN[..., None], grid.queries))
   head_dim, width = q.shape[-1], v.shape[-1]
 
   def inputs(grid):
     return [
-      *((x, grid.seen()) for x in seen),
-      (q, grid.query(head_dim)),
-      (k, grid.key(head_dim)),
-      (v, grid.key(width)),
-      (d_out, grid.query(width)),
-      (logs, grid.query_turned()),
-      (means, grid.query_turned()),
+      *map(grid.seen, seen),
+      grid.part(q),
+      *(grid.part(x, is_key=True) for x in (k, v)),
+      grid.part(d_out),
+      *(grid.part(x, is_turned=True) for x in (logs, means)),
     ]
 
-  grid = _Grid(sizes, by_block=False)
   (d_q,) = grid.call(
     _queries_kernel,
-    visited_BXX,
-    [*inputs(grid), (_turned(k), grid.key_turned(head_dim))],
-    [(_like(_turned(q)), grid.query_turned(head_dim))],
-    [(head_dim, sizes.queries)],
+    [*inputs(grid), grid.part(_turned(k), is_key=True, is_turned=True)],
+    [grid.part(_like(_turned(q)), is_turned=True)],
+    [(head_dim, grid.queries)],
     2 * head_dim + width,
   )
-  grid = _Grid(sizes, by_block=True)
+  grid = grid._replace(by_block=True)
   d_k, d_v = grid.call(
     _keys_kernel,
-    visited_BXX,
     inputs(grid),
-    [(_like(k), grid.key(head_dim)), (_like(v), grid.key(width))],
-    [(sizes.keys, head_dim), (sizes.keys, width)],
+    [grid.part(_like(x), is_key=True) for x in (k, v)],
+    [(grid.keys, head_dim), (grid.keys, width)],
     2 * head_dim + 2 * width,
   )
-  return (
-    _from_heads(_turned(d_q), length),
-    _from_heads(d_k, num_keys),
-    _from_heads(d_v, num_keys),
-    None,
-  )
-
-
-attend.defvjp(_attend_forward, _attend_backward)
+  d_q, d_k, d_v = (x.swapaxes(1, 2) for x in (_turned(d_q), d_k, d_v))
+  return d_q, d_k, d_v

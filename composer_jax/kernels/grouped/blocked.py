@@ -1,9 +1,15 @@
-"""Grouped matmul in plain JAX: loops over pieces of groups. CPU and reference.
+"""Grouped products in plain JAX, by pieces of groups: for CPU, and reference.
 
 Trip counts depend on the data, so work follows the rows that exist and a step
 reads only the matrices of groups that have rows. Arrays that a loop writes are
 never an operand of a conditional (XLA would copy them whole), which is why each
 size of piece has a loop of its own.
+
+One product after another writes and reads the experts' hidden rows and their
+gradients in memory. In `grouped_mlp` a piece of an expert's rows goes through
+both products of SwiGLU, and back through all four of the gradient, while it is
+in cache: the only array of hidden width is what the gradient needs of the
+forward pass, the gates and ups.
 """
 
 from collections.abc import Callable
@@ -11,81 +17,155 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import ad_checkpoint, lax
 
-from composer_jax.kernels import linear
+from composer_jax.kernels import linear, swiglu
 from composer_jax.kernels.grouped import schedule
 
-# Contracted axes of rows times matrix [D, F], and of rows times its transpose.
-_BY_ROWS = (((1,), (0,)), ((), ()))
-_BY_COLUMNS = (((1,), (1,)), ((), ()))
+# Of the forward's result that the gradient of the MLP reads; for a policy of
+# remat.
+HIDDEN = 'expert_hidden'
 
 
 def multiply(
   lhs_YD: jax.Array,
   rhs_EDF: jax.Array,
   group_sizes_E: jax.Array,
-  block: int | None = None,
   *,
   transposed: bool = False,
 ) -> jax.Array:
   """Returns rows times the matrix of their group, zero past the groups.
 
-  Args:
-    lhs_YD: rows sorted by group.
-    rhs_EDF: one matrix per group.
-    group_sizes_E: rows of each group.
-    block: as of `kernels.grouped.schedule.sizes`.
-    transposed: whether rows are of F and the result of D. The matrix is then
-      contracted where it lies; a transposed copy would be of all groups.
+  Transposed, rows are of F and the result of D. The matrix is then contracted
+  where it lies; a transposed copy would be of all groups.
   """
-  num_rows = lhs_YD.shape[0]
-  width = rhs_EDF.shape[1 if transposed else 2]
-  out_YF = jnp.zeros((num_rows, width), lhs_YD.dtype)
-  if not num_rows:
-    return out_YF
-  dims = _BY_COLUMNS if transposed else _BY_ROWS
+  num_rows = len(lhs_YD)
 
   def body(pieces, i, out_YF):
-    group, start, inside_b = locate(pieces, i, num_rows)
-    weight_DF = matrix(rhs_EDF, group)
+    group, start, inside_b = _locate(pieces, i, num_rows)
+    weight_DF = _matrix(rhs_EDF, group)
     rows_bD = lax.dynamic_slice_in_dim(lhs_YD, start, pieces.rows)
-    product_bF = lax.dot_general(
-      rows_bD, weight_DF, dims, preferred_element_type=jnp.float32
-    )
-    return put_rows(out_YF, product_bF, start, inside_b)
+    product_bF = _dot(rows_bD, weight_DF, transposed)
+    return _put_rows(out_YF, product_bF, start, inside_b)
 
-  chosen = schedule.sizes(num_rows, len(rhs_EDF), block)
-  loops = schedule.schedule(group_sizes_E, num_rows, chosen)
-  return run(body, loops, out_YF)
+  width = rhs_EDF.shape[1 if transposed else 2]
+  out_YF = jnp.zeros((num_rows, width), lhs_YD.dtype)
+  return run(body, schedule.schedule(group_sizes_E, num_rows), out_YF)
 
 
 def multiply_groups(
   lhs_YD: jax.Array,
   d_out_YF: jax.Array,
   group_sizes_E: jax.Array,
-  block: int | None = None,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
+  dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
   """Returns lhs^T d_out of each group, zero of groups of no rows."""
-  num_rows, num_groups = lhs_YD.shape[0], group_sizes_E.shape[0]
-  shape = (num_groups, lhs_YD.shape[1], d_out_YF.shape[1])
-  d_rhs_EDF = jnp.zeros(shape, jnp.float32)
-  if not num_rows:
-    return d_rhs_EDF.astype(dtype)
+  num_rows = len(lhs_YD)
 
   def body(pieces, i, d_rhs_EDF):
-    group, start, inside_b = locate(pieces, i, num_rows)
+    group, start, inside_b = _locate(pieces, i, num_rows)
     rows_bD = lax.dynamic_slice_in_dim(lhs_YD, start, pieces.rows)
     d_bF = lax.dynamic_slice_in_dim(d_out_YF, start, pieces.rows)
-    product_DF = linear.weight_gradient(*only(inside_b, rows_bD, d_bF))
-    return add_group(d_rhs_EDF, product_DF, group, pieces.is_first)
+    product_DF = linear.weight_gradient(*_only(inside_b, rows_bD, d_bF))
+    return _add_group(d_rhs_EDF, product_DF, group, pieces.is_first)
 
-  chosen = schedule.sizes(num_rows, num_groups, block)
-  loops = schedule.schedule(group_sizes_E, num_rows, chosen)
+  shape = (len(group_sizes_E), lhs_YD.shape[1], d_out_YF.shape[1])
   # Pieces of a group are added in float32.
+  d_rhs_EDF = jnp.zeros(shape, jnp.float32)
+  loops = schedule.schedule(group_sizes_E, num_rows)
   return run(body, loops, d_rhs_EDF).astype(dtype)
+
+
+@jax.custom_vjp
+def grouped_mlp(
+  gate_up_EDX: jax.Array,
+  down_EFD: jax.Array,
+  rows_YD: jax.Array,
+  group_sizes_E: jax.Array,
+) -> jax.Array:
+  """Returns down(swiglu(gate_up(rows))) of each row's group; X is twice F.
+
+  Rows are sorted by group; those past the groups give zeros.
+  """
+  return _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E)[0]
+
+
+def _mlp_forward(gate_up_EDX, down_EFD, rows_YD, group_sizes_E):
+  num_rows, dtype = len(rows_YD), rows_YD.dtype
+
+  def body(pieces, i, carry):
+    out_YD, both_YX = carry
+    group, start, inside_b = _locate(pieces, i, num_rows)
+    rows_bD = lax.dynamic_slice_in_dim(rows_YD, start, pieces.rows)
+    both_bX = _dot(rows_bD, _matrix(gate_up_EDX, group)).astype(dtype)
+    out_bD = _dot(swiglu.swiglu(both_bX), _matrix(down_EFD, group))
+    return (
+      _put_rows(out_YD, out_bD, start, inside_b),
+      _put_rows(both_YX, both_bX, start, inside_b),
+    )
+
+  both_YX = jnp.zeros((num_rows, gate_up_EDX.shape[2]), dtype)
+  carry = jnp.zeros_like(rows_YD), both_YX
+  loops = schedule.schedule(group_sizes_E, num_rows)
+  out_YD, both_YX = run(body, loops, carry)
+  both_YX = ad_checkpoint.checkpoint_name(both_YX, HIDDEN)
+  return out_YD, (gate_up_EDX, down_EFD, rows_YD, group_sizes_E, both_YX)
+
+
+def _mlp_backward(residuals, d_out_YD):
+  gate_up_EDX, down_EFD, rows_YD, group_sizes_E, both_YX = residuals
+  num_rows, dtype = len(rows_YD), rows_YD.dtype
+
+  def body(pieces, i, carry):
+    d_rows_YD, d_gate_up_EDX, d_down_EFD = carry
+    group, start, inside_b = _locate(pieces, i, num_rows)
+    rows_bD, d_out_bD, both_bX = (
+      lax.dynamic_slice_in_dim(x, start, pieces.rows)
+      for x in (rows_YD, d_out_YD, both_YX)
+    )
+    d_hidden_bF = _dot(d_out_bD, _matrix(down_EFD, group), True).astype(dtype)
+    hidden_bF, d_both_bX = lax.optimization_barrier(
+      (swiglu.swiglu(both_bX), swiglu.gradient(both_bX, d_hidden_bF))
+    )
+    d_rows_bD = _dot(d_both_bX, _matrix(gate_up_EDX, group), True)
+    # Not `linear.weight_gradient`: XLA would make hidden in the order of the
+    # transposed copy, which takes longer than the product.
+    hidden_bF, d_out_bD = _only(inside_b, hidden_bF, d_out_bD)
+    d_down_FD = jnp.dot(
+      hidden_bF.T, d_out_bD, preferred_element_type=jnp.float32
+    )
+    d_gate_up_DX = linear.weight_gradient(*_only(inside_b, rows_bD, d_both_bX))
+    add = lambda x, y: _add_group(x, y, group, pieces.is_first)
+    return (
+      _put_rows(d_rows_YD, d_rows_bD, start, inside_b),
+      add(d_gate_up_EDX, d_gate_up_DX),
+      add(d_down_EFD, d_down_FD),
+    )
+
+  carry = (
+    jnp.zeros_like(rows_YD),
+    jnp.zeros(gate_up_EDX.shape, jnp.float32),
+    jnp.zeros(down_EFD.shape, jnp.float32),
+  )
+  loops = schedule.schedule(group_sizes_E, num_rows)
+  d_rows_YD, d_gate_up_EDX, d_down_EFD = run(body, loops, carry)
+  return (
+    d_gate_up_EDX.astype(gate_up_EDX.dtype),
+    d_down_EFD.astype(down_EFD.dtype),
+    d_rows_YD,
+    None,
+  )
+
+
+grouped_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _dot(rows_bD, weight_DF, transposed=False):
+  dims = (((1,), (1 if transposed else 0,)), ((), ()))
+  return lax.dot_general(
+    rows_bD, weight_DF, dims, preferred_element_type=jnp.float32
+  )
 
 
 def run(body: Callable[..., Any], loops: Any, carry: Any) -> Any:
@@ -96,7 +176,7 @@ def run(body: Callable[..., Any], loops: Any, carry: Any) -> Any:
   return carry
 
 
-def locate(pieces: schedule.Pieces, i: jax.Array, num_rows: int):
+def _locate(pieces: schedule.Pieces, i: jax.Array, num_rows: int):
   """Returns a piece's group, where to slice, and which sliced rows are its own.
 
   A slice that would reach past the last row begins earlier.
@@ -109,11 +189,11 @@ def locate(pieces: schedule.Pieces, i: jax.Array, num_rows: int):
   return group, at, (row_b >= start) & (row_b < pieces.stop_P[i])
 
 
-def matrix(rhs_EDF: jax.Array, group: jax.Array) -> jax.Array:
+def _matrix(rhs_EDF: jax.Array, group: jax.Array) -> jax.Array:
   return lax.dynamic_index_in_dim(rhs_EDF, group, keepdims=False)
 
 
-def put_rows(out_YF, product_bF, start, inside_b):
+def _put_rows(out_YF, product_bF, start, inside_b):
   """Returns out with the rows that are the piece's own written."""
   product_bF = product_bF.astype(out_YF.dtype)
   if inside_b is not None:
@@ -122,7 +202,7 @@ def put_rows(out_YF, product_bF, start, inside_b):
   return lax.dynamic_update_slice_in_dim(out_YF, product_bF, start, 0)
 
 
-def only(inside_b, rows_bD, d_bF):
+def _only(inside_b, rows_bD, d_bF):
   """Returns both with the rows of others zero, lest NaN times zero be NaN."""
   if inside_b is None:
     return rows_bD, d_bF
@@ -130,10 +210,10 @@ def only(inside_b, rows_bD, d_bF):
   return jnp.where(inside_b1, rows_bD, 0), jnp.where(inside_b1, d_bF, 0)
 
 
-def add_group(sum_EDF, product_DF, group, is_first: bool):
+def _add_group(sum_EDF, product_DF, group, is_first: bool):
   """Returns the sum with a piece's product added, or written by the first."""
   if not is_first:
-    product_DF = matrix(sum_EDF, group) + product_DF
+    product_DF = _matrix(sum_EDF, group) + product_DF
   return lax.dynamic_update_index_in_dim(sum_EDF, product_DF, group, 0)
 
 
@@ -153,25 +233,40 @@ def map_blocks(
     fn: (weights, rows_bD) -> rows_bD, row by row.
     weights_E: tree of arrays with a leading group axis.
     rows_YD: rows sorted by group; those past the groups become zero.
-    group_sizes_E: int32 rows of each group, in order.
+    group_sizes_E: int32.
     block: rows per call.
   """
-  num_rows = rows_YD.shape[0]
-  group_P, start_P, _, total = schedule.blocks(group_sizes_E, num_rows, block)
+
+  def one(group, rows_bD):
+    weights = jax.tree.map(lambda w: _matrix(w, group), weights_E)
+    # Barriers: the body must be the same program whatever surrounds it.
+    return lax.optimization_barrier(
+      fn(*lax.optimization_barrier((weights, rows_bD)))
+    )
+
+  out_YD = each_block(one, rows_YD, group_sizes_E, block)[: len(rows_YD)]
+  inside_Y = jnp.arange(len(rows_YD)) < group_sizes_E.sum()
+  return jnp.where(inside_Y[:, None], out_YD, 0)
+
+
+def each_block(
+  fn: Callable[[jax.Array, jax.Array], jax.Array],
+  rows_YD: jax.Array,
+  group_sizes_E: jax.Array,
+  block: int,
+) -> jax.Array:
+  """Returns fn(group, rows_bD) of each block of one size, and a block of more.
+
+  What stands past the groups is what the last block left there.
+  """
+  blocks = schedule.blocks(group_sizes_E, len(rows_YD), block)
+  group_P, start_P, _, total = blocks
+  # A block may reach past the last row.
   padded_YD = jnp.pad(rows_YD, ((0, block), (0, 0)))
 
   def body(i, out_YD):
-    weights = jax.tree.map(
-      lambda w: matrix(w, group_P[i]),
-      weights_E,
-    )
     rows_bD = lax.dynamic_slice_in_dim(padded_YD, start_P[i], block)
-    # Barriers: the body must be the same program whatever surrounds it.
-    result_bD = lax.optimization_barrier(
-      fn(*lax.optimization_barrier((weights, rows_bD)))
-    )
+    result_bD = fn(group_P[i], rows_bD)
     return lax.dynamic_update_slice_in_dim(out_YD, result_bD, start_P[i], 0)
 
-  out_YD = lax.fori_loop(0, total, body, jnp.zeros_like(padded_YD))
-  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
-  return jnp.where(inside_Y[:, None], out_YD[:num_rows], 0)
+  return lax.fori_loop(0, total, body, jnp.zeros_like(padded_YD))

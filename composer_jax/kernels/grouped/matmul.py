@@ -1,17 +1,16 @@
 """Rows times the matrix of their group: one function, one VJP, per backend.
 
-- 'blocked' (CPU and reference): `kernels.grouped.blocked`, loops in plain JAX.
+- 'blocked' (CPU and reference): `kernels.grouped.blocked`, loops in plain JAX;
+  there the experts' whole MLP is one function too.
 - 'megablox' (TPU): `kernels.grouped.megablox`, the kernels that come with JAX.
 - 'triton' (GPU): `kernels.grouped.triton`, our own kernels.
-- 'tokamax' (GPU, with the extra 'kernels'): `kernels.grouped.tokamax`, tuned
-  for Hopper. It asks its device what to do, so plans for GPUs that are not here
-  take 'triton'.
-- 'ragged': `jax.lax.ragged_dot`. On CPU and on NVIDIA that is a dense product
-  over all groups, E times the work. It is refused on a GPU; 'ragged_dense' is
-  the same without the refusal, for comparisons.
+- 'tokamax' (GPU, with the extra 'kernels'): its Hopper kernel where that takes
+  the arrays, else its Triton kernel; never its fallback to XLA. It asks its
+  device what to do, so plans for GPUs that are not here take 'triton'.
+- 'ragged': `jax.lax.ragged_dot`, for comparisons. On CPU and on NVIDIA that is
+  a dense product over all groups, E times the work. It is refused on a GPU.
 
-Each has its own forward and both gradients. `kernels.grouped.mlp` is the
-experts' whole MLP on CPU.
+Each has its own forward and both gradients.
 """
 
 import functools
@@ -23,36 +22,21 @@ import jax
 import jax.numpy as jnp
 
 from composer_jax.core import platforms
-from composer_jax.kernels.grouped import blocked, schedule
 
 # Those that run on every platform, and those made for one.
 BACKENDS = ('blocked', 'ragged')
-KERNELS = ('megablox', 'triton', 'tokamax', 'ragged_dense')
-_chosen = jax.make_user_context(None)
-
-executed_rows = schedule.executed_rows
-worst_case_rows = schedule.worst_case_rows
-
-
-def using(backend: str):
-  """Returns a context in which 'auto' means `backend`."""
-  return _chosen(backend)
-
-
-def backend_for(platform: str) -> str:
-  """Returns the backend that 'auto' means on 'cpu', 'gpu' or 'tpu'."""
-  if _chosen.value:
-    return _chosen.value
-  if platform != 'gpu':
-    return {'cpu': 'blocked', 'tpu': 'megablox'}[platform]
-  if platforms.is_elsewhere() or not _has_tokamax():
-    return 'triton'
-  return 'tokamax'
+KERNELS = ('megablox', 'triton', 'tokamax')
+# Returns a context in which 'auto' means the backend that it is given.
+using = jax.make_user_context(None)
 
 
 def chosen() -> str:
   """Returns the backend that 'auto' means where this is traced."""
-  return backend_for(platforms.current())
+  on_gpu = 'tokamax'
+  if platforms.is_elsewhere() or not _has_tokamax():
+    on_gpu = 'triton'
+  on = {'cpu': 'blocked', 'tpu': 'megablox', 'gpu': on_gpu}
+  return using.value or on[platforms.current()]
 
 
 def grouped_matmul(
@@ -61,7 +45,6 @@ def grouped_matmul(
   group_sizes_E: jax.Array,
   *,
   backend: str = 'auto',
-  block: int | None = None,
 ) -> jax.Array:
   """Multiplies the rows of group e, which are contiguous, by rhs[e].
 
@@ -70,7 +53,6 @@ def grouped_matmul(
     rhs_EDF: one matrix per group.
     group_sizes_E: int32 rows of each group, in order.
     backend: one of BACKENDS or KERNELS, or 'auto' for the platform's.
-    block: rows of every product of 'blocked'; None lets it choose.
 
   Returns:
     out_YF of lhs's dtype; rows past the groups are exactly zero, in the output
@@ -78,30 +60,23 @@ def grouped_matmul(
   """
   if backend == 'auto':
     backend = chosen()
-  _check(backend, len(rhs_EDF))
-  return _grouped_matmul(
-    lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32), backend, block
-  )
-
-
-def _check(backend: str, num_groups: int) -> None:
-  names = (*BACKENDS, *KERNELS)
-  if backend not in names:
+  if backend not in (names := (*BACKENDS, *KERNELS)):
     raise ValueError(f'grouped_matmul backend {backend!r} is not in {names}.')
   if backend == 'ragged' and platforms.current() == 'gpu':
+    num = len(rhs_EDF)
     raise ValueError(
       "grouped_matmul backend 'ragged' is refused on a GPU: there "
-      'jax.lax.ragged_dot multiplies every row by the matrices of all '
-      f'{num_groups} groups, {num_groups} times the work, and keeps what that '
-      'makes (a train step on an H100 went from 15 to 54 GiB). Take '
-      "'triton', or 'tokamax' from pip install \"composer_jax[kernels]\"; "
-      "'ragged_dense' gets it nonetheless."
+      f'jax.lax.ragged_dot multiplies every row by the matrices of all {num} '
+      f'groups, {num} times the work, and keeps what that makes (a train step '
+      "on an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' from "
+      'pip install "composer_jax[kernels]".'
     )
   if backend == 'tokamax' and not _has_tokamax():
     raise ValueError(
       "grouped_matmul backend 'tokamax' needs the package of that name: "
       'pip install "composer_jax[kernels]". \'triton\' needs nothing.'
     )
+  return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
 
 
 @functools.cache
@@ -109,60 +84,78 @@ def _has_tokamax() -> bool:
   return importlib.util.find_spec('tokamax') is not None
 
 
-def _functions(backend: str, block: int | None) -> tuple[Any, Any]:
+def _functions(backend: str) -> tuple[Any, Any]:
   """Returns what multiplies rows, and what makes the gradient of the groups."""
-  if backend == 'blocked':
+  # Modules only where they are asked for: what they import takes seconds.
+  if backend in ('ragged', 'tokamax'):
+    ragged_dot = jax.lax.ragged_dot_general
+    if backend == 'tokamax':
+      tokamax = importlib.import_module('tokamax')
+      ragged_dot = functools.partial(
+        tokamax.ragged_dot_general, implementation=('mosaic', 'triton')
+      )
     return (
-      functools.partial(blocked.multiply, block=block),
-      functools.partial(blocked.multiply_groups, block=block),
+      functools.partial(_ragged, ragged_dot),
+      functools.partial(_ragged_groups, ragged_dot),
     )
-  if backend in ('ragged', 'ragged_dense'):
-    return _ragged, _ragged_groups
-  # Only where they are asked for: what they import takes seconds.
   name = f'composer_jax.kernels.grouped.{backend}'
   module = importlib.import_module(name)
   return module.multiply, module.multiply_groups
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(lhs_YD, rhs_EDF, group_sizes_E, backend, block):
-  multiply, _ = _functions(backend, block)
-  return multiply(lhs_YD, rhs_EDF, group_sizes_E)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E):
+  return _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E)
 
 
-def _forward(lhs_YD, rhs_EDF, group_sizes_E, backend, block):
-  out_YF = _grouped_matmul(lhs_YD, rhs_EDF, group_sizes_E, backend, block)
-  return out_YF, (lhs_YD, rhs_EDF, group_sizes_E)
+def _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E, transposed=False):
+  multiply, _ = _functions(backend)
+  out_YF = multiply(lhs_YD, rhs_EDF, group_sizes_E, transposed=transposed)
+  if backend == 'blocked':
+    return out_YF
+  # Kernels leave the rows past the groups unwritten.
+  num_rows = len(lhs_YD)
+  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
+  return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
 
 
-def _backward(backend, block, residuals, d_out_YF):
+def _forward(backend, *arrays):
+  return _multiply(backend, *arrays), arrays
+
+
+def _backward(backend, residuals, d_out_YF):
   lhs_YD, rhs_EDF, group_sizes_E = residuals
-  multiply, multiply_groups = _functions(backend, block)
-  d_lhs_YD = multiply(d_out_YF, rhs_EDF, group_sizes_E, transposed=True)
+  d_lhs_YD = _by_group(backend, d_out_YF, rhs_EDF, group_sizes_E, True)
+  _, multiply_groups = _functions(backend)
   d_rhs_EDF = multiply_groups(
     lhs_YD, d_out_YF, group_sizes_E, dtype=rhs_EDF.dtype
   )
   return d_lhs_YD, d_rhs_EDF, None
 
 
-_grouped_matmul.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
-def _ragged(lhs_YD, rhs_EDF, group_sizes_E, *, transposed=False):
-  if transposed:
-    rhs_EDF = rhs_EDF.swapaxes(1, 2)
-  out_YF = jax.lax.ragged_dot(lhs_YD, rhs_EDF, group_sizes_E)
-  # Kernels leave the rows past the groups unwritten.
-  inside_Y = jnp.arange(lhs_YD.shape[0]) < group_sizes_E.sum()
-  return jnp.where(inside_Y[:, None], out_YF, 0)
+def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):
+  dims = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+  )
+  return ragged_dot(
+    lhs_YD, rhs_EDF, group_sizes_E, dims, preferred_element_type=lhs_YD.dtype
+  )
 
 
-def _ragged_groups(lhs_YD, d_out_YF, group_sizes_E, *, dtype):
+def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):
+  # Rows, which are ragged, are contracted.
   dims = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[],
   )
-  return jax.lax.ragged_dot_general(
-    lhs_YD, d_out_YF, group_sizes_E, dims, preferred_element_type=jnp.float32
-  ).astype(dtype)
+  d_rhs_EDF = ragged_dot(
+    lhs_YD, d_out_YF, group_sizes_E, dims, preferred_element_type=dtype
+  )
+  # Of a group of no rows tokamax's last, masked step has no bounds.
+  return jnp.where(group_sizes_E[:, None, None] > 0, d_rhs_EDF, 0)

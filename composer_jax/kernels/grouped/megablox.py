@@ -8,6 +8,8 @@ import jax.numpy as jnp
 # By name: the package has a function of the name of the module.
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from composer_jax.core import platforms
+
 # Rows, then the two widths of a tile in bfloat16: two buffers of each array and
 # the sum take 10 of the 16 MiB that a kernel may have.
 _TILE = (512, 1024, 1024)
@@ -21,24 +23,19 @@ def multiply(
   group_sizes_E: jax.Array,
   *,
   transposed: bool = False,
-  interpret: bool = False,
 ) -> jax.Array:
-  """Returns rows times the matrix of their group, zero past the groups."""
-  num_rows = len(lhs_YD)
+  """Returns rows times the matrix of their group; past the groups anything."""
   width = rhs_EDF.shape[1 if transposed else 2]
   tile = _fitted(_TILE, lhs_YD, width)
-  out_YF = gmm(
+  return gmm(
     _padded(lhs_YD, tile[0]),
     rhs_EDF,
     group_sizes_E,
     preferred_element_type=lhs_YD.dtype,
     tiling=tile,
     transpose_rhs=transposed,
-    interpret=interpret,
+    interpret=platforms.current() != 'tpu',
   )
-  # The kernel leaves tiles past the groups unwritten.
-  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
-  return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
 
 
 def multiply_groups(
@@ -46,8 +43,7 @@ def multiply_groups(
   d_out_YF: jax.Array,
   group_sizes_E: jax.Array,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  interpret: bool = False,
+  dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
   """Returns lhs^T d_out of each group, zero of groups of no rows."""
   tile = _fitted(_GROUPS_TILE, lhs_YD, d_out_YF.shape[1])
@@ -58,7 +54,7 @@ def multiply_groups(
     group_sizes_E,
     preferred_element_type=dtype,
     tiling=tile,
-    interpret=interpret,
+    interpret=platforms.current() != 'tpu',
   )
 
 

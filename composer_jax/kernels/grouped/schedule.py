@@ -2,8 +2,8 @@
 
 A product of fixed shape multiplies every row it is given, so a group of other
 than so many rows wastes some. Here a group is cut into pieces of a few static
-sizes: large ones (`bulks`) that are always full, and one last piece, whose size
-is the smallest of `tails` that holds what is left. Loops over the pieces of
+sizes: large ones (bulks) that are always full, and one last piece, whose size
+is the smallest of the tails that holds what is left. Loops over the pieces of
 each size take their trip counts from the data, so that work follows the rows
 that exist.
 
@@ -11,7 +11,6 @@ This is the one source of the counts: kernels loop over what `schedule` returns,
 and `executed_rows` adds up the same loops.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -19,20 +18,6 @@ import jax.numpy as jnp
 
 # Inputs of fewer rows are tests and decode steps: fewer sizes compile faster.
 _FEW_ROWS = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """Static rows per product.
-
-  Attributes:
-    tails: of a group's last piece, ascending multiples of the first.
-    bulks: of its other pieces, descending to the largest tail; empty where
-      every piece is of the one size in `tails`.
-  """
-
-  tails: tuple[int, ...]
-  bulks: tuple[int, ...]
 
 
 class Pieces(NamedTuple):
@@ -59,46 +44,42 @@ class Pieces(NamedTuple):
   last: jax.Array
 
 
-def sizes(num_rows: int, num_groups: int, block: int | None = None) -> Sizes:
-  """Returns the sizes that suit so many rows of so many groups.
+def sizes(
+  num_rows: int, num_groups: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the sizes of tails and bulks for so many rows of so many groups.
 
-  A tail wastes less than the smallest size: less than a quarter of a group's
-  rows from 64 on average, 6 % from 512 on. Every size is one more loop to
-  compile.
-
-  Args:
-    num_rows: of all groups.
-    num_groups: that there are.
-    block: the only size to use: a row's product is then of one shape, so that
-      its bits do not depend on how many rows its group has.
+  Tails ascend in multiples of the first and bulks descend to the largest tail;
+  there are no bulks where every piece is of the one size in tails. A tail
+  wastes less than the smallest size: less than a quarter of a group's rows from
+  64 on average, 6 % from 512 on. Every size is one more loop to compile.
   """
   mean = num_rows / num_groups
-  step = block or 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
-  if block or num_rows < _FEW_ROWS:
-    return Sizes((min(step, num_rows),), ())
+  step = 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
+  if num_rows < _FEW_ROWS:
+    return (min(step, num_rows),), ()
   top = min(8 * step, 128)
-  tails = tuple(range(step, top + 1, step))
   # The larger a piece, the less often its matrix is read.
   bulks = tuple(rows for rows in (512, 256) if top < rows <= mean)
-  return Sizes(tails, (*bulks, top))
+  return tuple(range(step, top + 1, step)), (*bulks, top)
 
 
-def schedule(
-  group_sizes_E: jax.Array, num_rows: int, sizes: Sizes
-) -> tuple[Pieces, ...]:
+def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   """Returns one loop per size, to be run in any order if none `is_first`."""
+  if not num_rows:
+    return ()
+  tail_sizes, bulk_sizes = sizes(num_rows, len(group_sizes_E))
   stop_E = jnp.cumsum(group_sizes_E)
   start_E = stop_E - group_sizes_E
-  if not sizes.bulks:
-    rows = sizes.tails[0]
+  if not bulk_sizes:
+    rows = tail_sizes[0]
     count_E = (group_sizes_E + rows - 1) // rows
     limit = num_blocks(num_rows, len(count_E), rows)
     group_P, start_P, last = _pieces(count_E, start_E, rows, limit)
-    stop_P = stop_E[group_P]
-    zero = jnp.zeros_like(last)
+    stop_P, zero = stop_E[group_P], jnp.zeros_like(last)
     return (Pieces(rows, False, False, group_P, start_P, stop_P, zero, last),)
   bulks = []
-  for rows in sizes.bulks:
+  for rows in bulk_sizes:
     # A tail is left for last, so that every group with rows has exactly one.
     count_E = jnp.maximum(stop_E - start_E - 1, 0) // rows
     limit = max(num_rows // rows, 1)
@@ -109,18 +90,18 @@ def schedule(
     )
     start_E = start_E + count_E * rows
   left_E = stop_E - start_E
-  tail_E = (left_E[:, None] > jnp.array(sizes.tails)).sum(1)
+  tail_E = (left_E[:, None] > jnp.array(tail_sizes)).sum(1)
   # Groups of no rows come last, in no loop.
-  tail_E = jnp.where(left_E > 0, tail_E, len(sizes.tails))
+  tail_E = jnp.where(left_E > 0, tail_E, len(tail_sizes))
   group_P = jnp.argsort(tail_E)
-  count = (tail_E[:, None] == jnp.arange(len(sizes.tails))).sum(0)
+  count = (tail_E[:, None] == jnp.arange(len(tail_sizes))).sum(0)
   last = jnp.cumsum(count)
   start_P, stop_P = start_E[group_P], stop_E[group_P]
   tails = [
     Pieces(
       rows, False, True, group_P, start_P, stop_P, last[i] - count[i], last[i]
     )
-    for i, rows in enumerate(sizes.tails)
+    for i, rows in enumerate(tail_sizes)
   ]
   return (*tails, *bulks)
 
@@ -135,21 +116,15 @@ def _pieces(count_E, start_E, rows, limit):
   return group_P, start_E[group_P] + within_P * rows, last_E[-1]
 
 
-def executed_rows(
-  group_sizes_E: jax.Array, num_rows: int, block: int | None = None
-) -> jax.Array:
+def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
   """Returns how many rows the loops of `schedule` multiply."""
-  chosen = sizes(num_rows, group_sizes_E.shape[0], block)
-  loops = schedule(group_sizes_E, num_rows, chosen)
-  rows = [p.rows * (p.last - p.first) for p in loops]
-  return jnp.stack(rows).sum()
+  loops = schedule(group_sizes_E, num_rows)
+  return jnp.stack([p.rows * (p.last - p.first) for p in loops]).sum()
 
 
-def worst_case_rows(
-  num_rows: int, num_groups: int, block: int | None = None
-) -> int:
+def worst_case_rows(num_rows: int, num_groups: int) -> int:
   """Returns a bound on `executed_rows` that no group sizes exceed."""
-  step = sizes(num_rows, num_groups, block).tails[0]
+  (step, *_), _ = sizes(num_rows, num_groups)
   # A piece of one row wastes the most, and every group has one tail.
   return num_rows + min(num_groups, num_rows) * (step - 1)
 

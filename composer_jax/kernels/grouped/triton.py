@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from composer_jax.core import platforms
 from composer_jax.kernels.grouped import schedule
 
 _ROWS = 128
 _WIDTH = 128
 _CONTRACTED = 64
 _SMALLEST = 16
-_WARPS, _STAGES = 8, 4
+_PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=4)
 
 
 def multiply(
@@ -28,9 +29,8 @@ def multiply(
   group_sizes_E: jax.Array,
   *,
   transposed: bool = False,
-  interpret: bool = False,
 ) -> jax.Array:
-  """Returns rows times the matrix of their group, zero past the groups."""
+  """Returns rows times the matrix of their group; past the groups anything."""
   num_rows, dim = lhs_YD.shape
   width = rhs_EDF.shape[1 if transposed else 2]
   rows = _rows(num_rows)
@@ -40,34 +40,19 @@ def multiply(
   kernel = functools.partial(
     _multiply_kernel, rows=rows, tile=tile, step=step, transposed=transposed
   )
-  out_YF = pl.pallas_call(
+  return pl.pallas_call(
     kernel,
     out_shape=jax.ShapeDtypeStruct((num_rows, width), lhs_YD.dtype),
     # Tiles of one block run side by side and share its rows in cache.
     grid=(width // tile, len(pieces[0])),
-    compiler_params=_parameters(),
-    interpret=interpret,
+    compiler_params=_PARAMETERS,
+    interpret=platforms.current() != 'gpu',
     name='grouped_multiply',
   )(*pieces, total[None], lhs_YD, rhs_EDF)
-  # No program writes the rows past the groups.
-  inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
-  return jnp.where(inside_Y[:, None], out_YF, 0)
 
 
-def _multiply_kernel(
-  group_P,
-  start_P,
-  rows_P,
-  total_1,
-  lhs_YD,
-  rhs_EDF,
-  out_YF,
-  *,
-  rows,
-  tile,
-  step,
-  transposed,
-):
+def _multiply_kernel(*refs, rows, tile, step, transposed):
+  group_P, start_P, rows_P, total_1, lhs_YD, rhs_EDF, out_YF = refs
   i = pl.program_id(1)
   columns = pl.ds(pl.program_id(0) * tile, tile)
 
@@ -96,8 +81,7 @@ def multiply_groups(
   d_out_YF: jax.Array,
   group_sizes_E: jax.Array,
   *,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-  interpret: bool = False,
+  dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
   """Returns lhs^T d_out of each group, zero of groups of no rows."""
   dim, width = lhs_YD.shape[1], d_out_YF.shape[1]
@@ -110,8 +94,8 @@ def multiply_groups(
     kernel,
     out_shape=jax.ShapeDtypeStruct((len(stop_E), dim, width), jnp.float32),
     grid=(width // tiles[1], dim // tiles[0], len(stop_E)),
-    compiler_params=_parameters(),
-    interpret=interpret,
+    compiler_params=_PARAMETERS,
+    interpret=platforms.current() != 'gpu',
     name='grouped_multiply_groups',
   )(stop_E - group_sizes_E, stop_E, lhs_YD, d_out_YF)
 
@@ -129,10 +113,8 @@ def _groups_kernel(
     here = pl.ds(at, step)
     inside_b1 = (at + jnp.arange(step) < stop)[:, None]
     load = functools.partial(triton.load, mask=inside_b1, other=0.0)
-    rows_bD, d_bF = (
-      load(lhs_YD.at[here, rows]),
-      load(d_out_YF.at[here, columns]),
-    )
+    rows_bD = load(lhs_YD.at[here, rows])
+    d_bF = load(d_out_YF.at[here, columns])
     return sum_DF + triton.dot(rows_bD, d_bF, trans_a=True)
 
   count = (stop - start + step - 1) // step
@@ -141,10 +123,6 @@ def _groups_kernel(
   triton.store(
     d_rhs_EDF.at[group, rows, columns], sum_DF.astype(d_rhs_EDF.dtype)
   )
-
-
-def _parameters() -> triton.CompilerParams:
-  return triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES)
 
 
 def _rows(num_rows: int) -> int:

@@ -15,9 +15,16 @@ from tests import compiling
 
 _MASKED = np.float32(-1e30)
 _jit = functools.partial(jax.jit, compiler_options=compiling.QUICKLY)
-_attend = _jit(grouped_query.attend, static_argnames=('scale', 'backend'))
+_attend_measured = _jit(
+  grouped_query.attend, static_argnames=('scale', 'backend')
+)
 _executed = _jit(blocks.executed, static_argnums=(1, 2))
 _visible_of = _jit(model_attention.visible_of)
+
+
+def _attend(*arrays, **options):
+  out, _ = _attend_measured(*arrays, **options)
+  return out
 
 
 def visible(lengths, total):
@@ -86,9 +93,7 @@ def test_backends_are_the_whole_softmax_in_value_and_gradient(
   @functools.partial(_jit, static_argnums=0)
   def run(backend, *arrays):
     (out, tops), pull = jax.vjp(
-      lambda *a: grouped_query.attend_measured(
-        *a, seen, scale=scale, backend=backend
-      ),
+      lambda *a: grouped_query.attend(*a, seen, scale=scale, backend=backend),
       *arrays,
     )
     # A cotangent of the tops reaches nothing.
@@ -210,7 +215,7 @@ def test_nothing_of_the_size_of_all_scores_exists():
 
   def gradients(backend, q, k, v):
     def loss(*arrays):
-      return grouped_query.attend(*arrays, seen, backend=backend).sum()
+      return grouped_query.attend(*arrays, seen, backend=backend)[0].sum()
 
     return jax.grad(loss, (0, 1, 2))(q, k, v)
 
@@ -239,7 +244,7 @@ def test_what_is_kept_of_attention_spares_another_forward_pass(backend):
 
     @functools.partial(jax.checkpoint, policy=policy)
     def loss(q):
-      out = grouped_query.attend(q, q, q, causal(128), backend=backend)
+      out, _ = grouped_query.attend(q, q, q, causal(128), backend=backend)
       return jnp.sin(out).sum()
 
     return str(jax.make_jaxpr(jax.grad(loss))(q)).count(what)

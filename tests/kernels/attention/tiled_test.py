@@ -33,12 +33,12 @@ def whole(query, kept, segments_BT):
     first = jnp.concatenate(kept, axis=-1)[:, :, None]
   return grouped_query.attend(
     query, first, second, visible, scale=1.0, backend='reference'
-  )
+  )[0]
 
 
 def tiled(query, kept, segments_BT):
   visible = model_attention.visible_of(segments_BT)
-  return tiled_attention.attend_packed(query, kept, visible)
+  return tiled_attention.attend_packed(query, kept, visible)[0]
 
 
 @pytest.mark.parametrize('kind', ['grouped', 'latent'])

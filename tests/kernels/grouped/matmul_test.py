@@ -57,12 +57,10 @@ def _loads(num_rows, num_groups, count):
 
 
 @functools.cache
-def _program(backend, block=None):
+def _program(backend):
   @jit
   def run(lhs_YD, rhs_EDF, d_out_YF, sizes):
-    multiply = functools.partial(
-      gm.grouped_matmul, backend=backend, block=block
-    )
+    multiply = functools.partial(gm.grouped_matmul, backend=backend)
     out, pull = jax.vjp(lambda a, b: multiply(a, b, sizes), lhs_YD, rhs_EDF)
     return out, *pull(d_out_YF)
 
@@ -75,12 +73,10 @@ def _check(run, arrays, sizes, message):
     np.testing.assert_allclose(x, y, atol=3e-5, err_msg=message)
 
 
-@pytest.mark.parametrize(
-  ('backend', 'block'), [('blocked', None), ('blocked', 8), ('ragged', None)]
-)
-def test_values_and_gradients_equal_dense_reference(backend, block):
+@pytest.mark.parametrize('backend', gm.BACKENDS)
+def test_values_and_gradients_equal_dense_reference(backend):
   for name, sizes in LOADS.items():
-    _check(_program(backend, block), _arrays(), sizes, name)
+    _check(_program(backend), _arrays(), sizes, name)
 
 
 def test_every_size_of_piece_equals_dense_reference():
@@ -100,26 +96,14 @@ def test_every_size_of_piece_equals_dense_reference():
   assert ran == {(p.rows, p.is_full) for p in pieces}
 
 
-def _schedule(sizes, num_rows, block=None):
-  chosen = schedule.sizes(num_rows, len(sizes), block)
-  return schedule.schedule(jnp.array(sizes), num_rows, chosen)
+def _schedule(sizes, num_rows):
+  return schedule.schedule(jnp.array(sizes), num_rows)
 
 
 @pytest.mark.parametrize('backend', ['megablox', 'triton'])
 def test_kernels_equal_dense_reference_when_interpreted(backend):
-  kernel = importlib.import_module(f'composer_jax.kernels.grouped.{backend}')
-
-  @jit
-  def run(lhs_YD, rhs_EDF, d_out_YF, sizes):
-    multiply = functools.partial(kernel.multiply, interpret=True)
-    return (
-      multiply(lhs_YD, rhs_EDF, sizes),
-      multiply(d_out_YF, rhs_EDF, sizes, transposed=True),
-      kernel.multiply_groups(lhs_YD, d_out_YF, sizes, interpret=True),
-    )
-
   for name, sizes in LOADS.items():
-    _check(run, _arrays(), sizes, name)
+    _check(_program(backend), _arrays(), sizes, name)
 
 
 @pytest.mark.parametrize('backend', gm.BACKENDS)
@@ -154,25 +138,14 @@ def test_products_are_added_in_float32_and_rounded_once():
     np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-8, atol=1e-5)
 
 
-def test_bits_of_a_row_ignore_its_neighbours_in_blocks_of_one_size():
-  lhs_YD, rhs_EDF, d_out_YF = _arrays()
-  row_D, run = lhs_YD[5], _program('blocked', 8)
-  alone_YD = jnp.zeros_like(lhs_YD).at[0].set(row_D)
-  alone, *_ = run(alone_YD, rhs_EDF, d_out_YF, jnp.array([0, 0, 1, 0]))
-  for place, sizes in ((12, (9, 0, 30, 1)), (25, (2, 23, 15, 0))):
-    crowd_YD = lhs_YD.at[place].set(row_D)
-    crowd, *_ = run(crowd_YD, rhs_EDF, d_out_YF, jnp.array(sizes))
-    np.testing.assert_array_equal(crowd[place], alone[0])
-
-
 @pytest.mark.parametrize(
   ('mean', 'num_groups', 'most'),
   [(64, 8, 1.25), (64, 384, 1.25), (100, 64, 1.25), (512, 8, 1.10)],
 )
 def test_executed_rows_exceed_routed_rows_by_little(mean, num_groups, most):
   num_rows = mean * num_groups
-  count = jax.jit(lambda sizes: gm.executed_rows(sizes, num_rows))
-  worst = gm.worst_case_rows(num_rows, num_groups)
+  count = jax.jit(lambda sizes: schedule.executed_rows(sizes, num_rows))
+  worst = schedule.worst_case_rows(num_rows, num_groups)
   # The bound holds for whatever load, so the static worst case keeps it too.
   assert worst <= most * num_rows
   for sizes in _loads(num_rows, num_groups, 40):
@@ -182,8 +155,8 @@ def test_executed_rows_exceed_routed_rows_by_little(mean, num_groups, most):
   assert worst - 2 * (worst - num_rows) / num_groups <= count(ones) <= worst
 
 
-@pytest.mark.parametrize(('num_rows', 'block'), [(600, None), (60, 8)])
-def test_loops_multiply_as_many_rows_as_are_counted(num_rows, block):
+@pytest.mark.parametrize('num_rows', [600, 60])
+def test_loops_multiply_as_many_rows_as_are_counted(num_rows):
   executed = []
 
   def body(pieces, i, carry):
@@ -193,14 +166,14 @@ def test_loops_multiply_as_many_rows_as_are_counted(num_rows, block):
 
   @jit
   def loops(sizes):
-    return blocked.run(body, _schedule(sizes, num_rows, block), 0)
+    return blocked.run(body, _schedule(sizes, num_rows), 0)
 
   for sizes in _loads(num_rows, 7, 4):
     executed.clear()
     jax.block_until_ready(loops(sizes))
     jax.effects_barrier()
-    count = int(gm.executed_rows(jnp.array(sizes), num_rows, block))
-    assert sum(executed) == count <= gm.worst_case_rows(num_rows, 7, block)
+    count = int(schedule.executed_rows(jnp.array(sizes), num_rows))
+    assert sum(executed) == count <= schedule.worst_case_rows(num_rows, 7)
 
 
 def test_pieces_cover_each_row_of_a_group_once():
@@ -250,10 +223,9 @@ def test_both_gradients_lower_to_the_platforms_kernel(platform, call):
   assert 'ragged_dot' not in text
 
 
-def test_ragged_dot_is_refused_on_a_gpu_unless_named_as_dense():
+def test_ragged_dot_is_refused_on_a_gpu():
   with pytest.raises(ValueError, match='4 times the work.*54 GiB.*kernels'):
     _lowered('cuda', 'ragged')
-  assert 'ragged_dot' in _lowered('cuda', 'ragged_dense')
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

@@ -1,4 +1,4 @@
-"""The fused MLP of experts is two grouped matmuls with SwiGLU between them."""
+"""What `blocked` has beside the matmul: the experts' MLP, and equal blocks."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from composer_jax.kernels import swiglu
-from composer_jax.kernels.grouped import matmul, mlp
+from composer_jax.kernels.grouped import blocked, matmul
 
 DIM, HIDDEN = 12, 10
 
@@ -48,7 +48,7 @@ def _value_and_gradients(function):
 @pytest.mark.parametrize('num_rows', [40, 600])
 def test_equals_two_products(num_rows):
   arrays = _arrays(num_rows, 4)
-  ours = _value_and_gradients(mlp.grouped_mlp)
+  ours = _value_and_gradients(blocked.grouped_mlp)
   reference = _value_and_gradients(_two_products)
   for sizes in (
     (num_rows - 21, 1, 0, 20),
@@ -67,7 +67,7 @@ def test_equals_two_products(num_rows):
 
 def test_rows_of_others_reach_nothing_whatever_they_hold():
   gate_up_EDX, down_EFD, rows_YD, d_out_YD = _arrays(40, 4)
-  run = _value_and_gradients(mlp.grouped_mlp)
+  run = _value_and_gradients(blocked.grouped_mlp)
   sizes = jnp.array([3, 0, 9, 1])
   clean = run(gate_up_EDX, down_EFD, rows_YD, d_out_YD, sizes)
   rows_YD, d_out_YD = (x.at[13:].set(jnp.nan) for x in (rows_YD, d_out_YD))
@@ -81,13 +81,34 @@ def test_rematerialisation_may_keep_the_hidden_rows():
   policies = jax.checkpoint_policies
 
   def loops(policy):
-    function = lambda *a: mlp.grouped_mlp(*a, sizes)
+    function = lambda *a: blocked.grouped_mlp(*a, sizes)
     pull = lambda *a: jax.vjp(jax.checkpoint(function, policy=policy), *a)[1](
       d_out_YD
     )
     return str(jax.make_jaxpr(pull)(*arrays)).count('while[')
 
-  kept = loops(policies.save_only_these_names(mlp.HIDDEN))
+  kept = loops(policies.save_only_these_names(blocked.HIDDEN))
   again = loops(policies.nothing_saveable)
   # Forward and backward; or forward twice.
   assert (kept, again) == (2, 3)
+
+
+def test_bits_of_a_row_ignore_its_neighbours_in_blocks_of_one_size():
+  weights_EDX, _, rows_YD, _ = _arrays(40, 4)
+
+  @jax.jit
+  def run(rows_YD, sizes):
+    square = lambda weight_DX, rows_bD: rows_bD @ weight_DX @ weight_DX.T
+    return blocked.map_blocks(square, weights_EDX, rows_YD, sizes, block=8)
+
+  row_D = rows_YD[5]
+  alone_YD = jnp.zeros_like(rows_YD).at[0].set(row_D)
+  alone_D = run(alone_YD, jnp.array([0, 0, 1, 0]))[0]
+  want_D = row_D @ weights_EDX[2] @ weights_EDX[2].T
+  np.testing.assert_allclose(alone_D, want_D, rtol=1e-5, atol=1e-4)
+  for place, sizes in ((12, (9, 0, 30, 1)), (25, (2, 23, 13, 0))):
+    crowd_YD = rows_YD.at[place].set(row_D)
+    crowd = run(crowd_YD, jnp.array(sizes))
+    np.testing.assert_array_equal(crowd[place], alone_D)
+    # Rows past the groups are zero.
+    assert not np.any(crowd[sum(sizes) :])
