@@ -64,7 +64,7 @@ def _warn(source: pathlib.Path) -> None:
   except (ValueError, OSError):
     return  # The import says it.
   try:
-    tokenizer.Tokenizer.from_folder(source, config.vocab_size)
+    tokenizer.ImportedTokenizer.from_folder(source, config.vocab_size)
   except ValueError as error:
     print(f'Warning: a run will refuse this tokenizer: {error}', flush=True)
 

@@ -80,7 +80,7 @@ def _compile(case):
       transport=_TRANSPORT.value, chunks=_CHUNKS.value
     ),
   )
-  task = aot_process.Task(
+  task = aot_process.CompileTask(
     case=case,
     options=options,
     topology_name=_TOPOLOGY.value,

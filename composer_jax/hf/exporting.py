@@ -304,7 +304,7 @@ def _write_files(
   stored: hf_stored.Stored,
   table: names.Table,
   dtypes: dict[str, np.dtype],
-  plan: dict[str, list[hf_layout.Entry]],
+  plan: dict[str, list[hf_layout.FileEntry]],
   record: dict[str, Any] | None,
   carried: hf_io.Folder | None,
   partial: pathlib.Path,
@@ -324,7 +324,7 @@ def _write_files(
       stored.verify(name)
       bar.update(done + 1, verified=name)
     writers = {
-      file: hf_io.Writer(
+      file: hf_io.SafetensorsWriter(
         partial / file, header, hf_layout.header_text(file, header, record)
       )
       for file, header in headers.items()
@@ -343,12 +343,12 @@ def _write_files(
 
 def _write_tensor(
   stored: hf_stored.Stored,
-  tensor: names.Tensor,
+  tensor: names.NamedTensor,
   dtype: np.dtype,
-  writer: hf_io.Writer,
+  writer: hf_io.SafetensorsWriter,
 ) -> None:
   """Writes a tensor piece by piece, or whole where pieces interleave."""
-  pieces: list[blocks.Piece] = []
+  pieces: list[blocks.ArrayPiece] = []
   for part in tensor.parts:
     item_bytes = stored.dtypes[part.array].itemsize
     chunk = blocks.chunk_shape(part, item_bytes)

@@ -94,7 +94,7 @@ def take(
     ValueError: the tokenizer or the conversations cannot be used; nothing has
       been written.
   """
-  made = hf_tokenizer.Tokenizer.from_folder(folder, vocab_size)
+  made = hf_tokenizer.ImportedTokenizer.from_folder(folder, vocab_size)
   if talks:
     template = chat_template.load(folder)
     found = conversations.documents(talks, template, made, seq_len)
@@ -104,12 +104,12 @@ def take(
 
 def tokenizer(
   folder: str | os.PathLike, workdir: pathlib.Path, vocab_size: int
-) -> hf_tokenizer.Tokenizer:
+) -> hf_tokenizer.ImportedTokenizer:
   """The import's tokenizer, also saved where a rollout worker finds it."""
   path = workdir / _TOKENIZER
   if not path.exists():
-    hf_tokenizer.Tokenizer.from_folder(folder, vocab_size).save(path)
-  return hf_tokenizer.Tokenizer.load(path)
+    hf_tokenizer.ImportedTokenizer.from_folder(folder, vocab_size).save(path)
+  return hf_tokenizer.ImportedTokenizer.load(path)
 
 
 def variables(folder: str | os.PathLike, like: Any) -> Any:

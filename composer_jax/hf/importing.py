@@ -117,15 +117,21 @@ def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
     return (out / _FINGERPRINT).read_text() == fingerprint
 
 
-def arrays_of(source: hf_source.Source) -> dict[str, hf_staging.Array]:
+def arrays_of(
+  source: hf_source.SourceCheckpoint,
+) -> dict[str, hf_staging.ChunkedArray]:
   dtypes, chunks = source.dtypes(), source.chunks()
   return {
-    name: hf_staging.Array(shape=shape, dtype=dtypes[name], chunk=chunks[name])
+    name: hf_staging.ChunkedArray(
+      shape=shape, dtype=dtypes[name], chunk=chunks[name]
+    )
     for name, shape in blocks.shapes(source.table).items()
   }
 
 
-def _check_unmodelled(source: hf_source.Source, unmodelled: str) -> None:
+def _check_unmodelled(
+  source: hf_source.SourceCheckpoint, unmodelled: str
+) -> None:
   if unmodelled not in UNMODELLED:
     raise ValueError(f'unmodelled {unmodelled!r} is not one of {UNMODELLED}.')
   if unmodelled == 'refuse' and source.carried:
@@ -137,7 +143,7 @@ def _check_unmodelled(source: hf_source.Source, unmodelled: str) -> None:
     )
 
 
-def _check_names(source: hf_source.Source) -> None:
+def _check_names(source: hf_source.SourceCheckpoint) -> None:
   """Raises if a file to be copied has the name of one of ours."""
   for name in (MODEL, RECORD):
     if (source.folder.path / name).exists():
@@ -154,8 +160,8 @@ def _check_ours(partial: pathlib.Path) -> None:
 
 
 def _check_space(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
+  source: hf_source.SourceCheckpoint,
+  arrays: dict[str, hf_staging.ChunkedArray],
   partial: pathlib.Path,
 ) -> None:
   """Raises before anything is written if it would be in vain."""
@@ -171,8 +177,8 @@ def _check_space(
 
 
 def _claim(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
+  source: hf_source.SourceCheckpoint,
+  arrays: dict[str, hf_staging.ChunkedArray],
   partial: pathlib.Path,
 ) -> None:
   """Binds a partial import to what it is of, or checks that it is bound."""
@@ -187,7 +193,7 @@ def _claim(
 
 
 def _fingerprint(
-  source: hf_source.Source, arrays: dict[str, hf_staging.Array]
+  source: hf_source.SourceCheckpoint, arrays: dict[str, hf_staging.ChunkedArray]
 ) -> str:
   """Returns the text that tells a source, and how it is cut, from others."""
   fields = {
@@ -199,8 +205,8 @@ def _fingerprint(
 
 
 def _write_weights(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
+  source: hf_source.SourceCheckpoint,
+  arrays: dict[str, hf_staging.ChunkedArray],
   partial: pathlib.Path,
 ) -> None:
   staging = hf_staging.Staging(partial / _STAGING, arrays)
@@ -224,11 +230,11 @@ def _write_weights(
 
 
 def _blocks(
-  source: hf_source.Source,
+  source: hf_source.SourceCheckpoint,
   name: str,
-  tensor: quantized.Tensor,
-  arrays: dict[str, hf_staging.Array],
-) -> Iterator[tuple[blocks.Piece, np.ndarray]]:
+  tensor: quantized.ReadableTensor,
+  arrays: dict[str, hf_staging.ChunkedArray],
+) -> Iterator[tuple[blocks.ArrayPiece, np.ndarray]]:
   for part in source.table[name].parts:
     array = arrays[part.array]
     for piece in blocks.pieces(part, array.chunk):
@@ -244,7 +250,9 @@ def copied(folder: pathlib.Path) -> list[pathlib.Path]:
   return sorted(p for p in found if p.is_file() and p.name not in ours)
 
 
-def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
+def _write_records(
+  source: hf_source.SourceCheckpoint, partial: pathlib.Path
+) -> None:
   folder = source.folder
   for path in copied(folder.path):
     place = partial / path.relative_to(folder.path)

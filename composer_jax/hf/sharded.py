@@ -32,11 +32,11 @@ from composer_jax.models import config as model_config
 _HOST_BYTES = 4 * hf_blocks.PIECE_BYTES
 
 # Of one array: tensors and what each contributes.
-Parts = list[tuple[quantized.Tensor, names.Part]]
+Parts = list[tuple[quantized.ReadableTensor, names.TensorPart]]
 
 
 def load(
-  source: hf_source.Source,
+  source: hf_source.SourceCheckpoint,
   config: model_config.ModelConfig,
   shardings: Any,
   *,
@@ -93,7 +93,7 @@ def load(
 
 def _place(
   parts: Parts,
-  array: staging.Array,
+  array: staging.ChunkedArray,
   sharding: jax.sharding.Sharding,
   dtype: np.dtype,
   host_bytes: int | None,
@@ -119,7 +119,7 @@ def _place(
 
 def _on_host(
   parts: Parts,
-  array: staging.Array,
+  array: staging.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -137,7 +137,7 @@ def _on_host(
 
 def _on_devices(
   parts: Parts,
-  array: staging.Array,
+  array: staging.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -168,7 +168,7 @@ def _put(
 
 
 def blocks(
-  parts: Parts, array: staging.Array, box: hf_blocks.Box, dtype: np.dtype
+  parts: Parts, array: staging.ChunkedArray, box: hf_blocks.Box, dtype: np.dtype
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
   """Yields (start in the box, values) of what the parts have of a box."""
   for tensor, part in parts:

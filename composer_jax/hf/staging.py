@@ -37,7 +37,7 @@ _SYNC_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
+class ChunkedArray:
   """An array and the shape of its chunks."""
 
   shape: tuple[int, ...]
@@ -48,7 +48,9 @@ class Array:
 class Staging:
   """The chunks in one folder, and the journal of those that are whole."""
 
-  def __init__(self, folder: str | os.PathLike, arrays: Mapping[str, Array]):
+  def __init__(
+    self, folder: str | os.PathLike, arrays: Mapping[str, ChunkedArray]
+  ):
     """Opens a folder, made when missing, and reads its journal.
 
     Args:
@@ -175,7 +177,7 @@ class Staging:
     shutil.rmtree(self._folder)
 
 
-def _zarr_metadata(array: Array) -> bytes:
+def _zarr_metadata(array: ChunkedArray) -> bytes:
   """Returns the .zarray of plain chunks, one file each, in C order."""
   fields = {
     'zarr_format': 2,
@@ -194,7 +196,7 @@ def _zarr_metadata(array: Array) -> bytes:
 class _Finished:
   """A leaf for orbax: an array whose files exist."""
 
-  def __init__(self, folder: pathlib.Path, array: Array):
+  def __init__(self, folder: pathlib.Path, array: ChunkedArray):
     self.folder = folder
     self.shape, self.dtype = array.shape, array.dtype
     self.nbytes = math.prod(array.shape) * array.dtype.itemsize

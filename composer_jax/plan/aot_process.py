@@ -24,7 +24,7 @@ _TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class CompileTask:
   """What a process compiles, after it has prepared for it."""
 
   case: cases.Case
@@ -34,7 +34,7 @@ class Task:
   compiler_options: dict[str, Any] | None = None
 
 
-def compile_step(task: Task, until: str = 'code') -> aot.Compiled:
+def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   """Compiles a step in a process of its own.
 
   Args:
@@ -66,7 +66,7 @@ def compile_step(task: Task, until: str = 'code') -> aot.Compiled:
       process.join()
 
 
-def _work(pipe: connection.Connection, task: Task, folder: str) -> None:
+def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
   """Runs in the other process; sends Traced, then Compiled, or an error."""
   try:
     topologies.prepare(task.topology_name, task.libtpu)

@@ -144,7 +144,7 @@ class _Total(NamedTuple):
   seconds: float
 
 
-def _exchanged(case: cases.Case, found: list[traffic.Line]) -> _Total:
+def _exchanged(case: cases.Case, found: list[traffic.Traffic]) -> _Total:
   parts = ('dispatch', 'combine', 'routes')
   return _added(
     case, [line._replace(where='step') for line in found if line.what in parts]
@@ -152,7 +152,7 @@ def _exchanged(case: cases.Case, found: list[traffic.Line]) -> _Total:
 
 
 def _added(
-  case: cases.Case, found: list[traffic.Line], microbatches: int = 1
+  case: cases.Case, found: list[traffic.Traffic], microbatches: int = 1
 ) -> _Total:
   """Adds up lines of all layers and passes."""
   layers = {

@@ -44,7 +44,7 @@ _ORDER = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parameter:
+class PlacedParameter:
   """One array of the model.
 
   Attributes:
@@ -64,7 +64,7 @@ class Parameter:
   bytes_per_device: int
 
 
-def parameters(case: cases.Case) -> list[Parameter]:
+def parameters(case: cases.Case) -> list[PlacedParameter]:
   """Returns all arrays of the model, as a token meets them."""
   shapes, logical = (
     trees.flatten_names(tree) for tree in decoder.abstract(case.model)
@@ -77,7 +77,7 @@ def parameters(case: cases.Case) -> list[Parameter]:
     dtype = 'float32' if part == 'selection_bias' else case.dtype
     shard = NamedSharding(case.mesh, spec).shard_shape(shape)
     found.append(
-      Parameter(
+      PlacedParameter(
         name=name,
         part=part,
         shape=shape,
@@ -136,7 +136,7 @@ def tables(case: cases.Case) -> list[report.Table]:
   return [each, totals]
 
 
-def _groups(found: list[Parameter]) -> list[tuple[str, tuple[str, ...]]]:
+def _groups(found: list[PlacedParameter]) -> list[tuple[str, tuple[str, ...]]]:
   parts = sorted({p.part for p in found})
   trained = tuple(p for p in parts if p != 'selection_bias')
   return [*((part, (part,)) for part in parts), ('total', trained)]

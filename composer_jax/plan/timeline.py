@@ -50,7 +50,7 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Timeline:
   """A schedule on the clock.
 
   Attributes:
@@ -85,7 +85,7 @@ def transfer_seconds(
   return rates.wire_seconds(collective.bytes, span) + rates.latency
 
 
-def run(events: hlo_events.Events, rates: cost.Rates) -> Line:
+def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
   """Puts what a device does on the clock."""
   clock = busy = wire = 0.0
   transfers: list[Transfer] = []
@@ -112,10 +112,10 @@ def run(events: hlo_events.Events, rates: cost.Rates) -> Line:
     else:
       seconds = (event.flops or 0.0) / rates.flops
       clock, busy = clock + seconds, busy + seconds
-  return Line(clock, busy, tuple(transfers))
+  return Timeline(clock, busy, tuple(transfers))
 
 
-def _repeated(inner: Line, loop: hlo_events.Repeat) -> Iterator[Transfer]:
+def _repeated(inner: Timeline, loop: hlo_events.Repeat) -> Iterator[Transfer]:
   for transfer in inner.transfers:
     c = transfer.collective
     yield Transfer(

@@ -35,7 +35,7 @@ def curve(
     steps, values = run.series(stage, name)
     if np.isfinite(values).any():
       lines.append(
-        figures.Line(
+        figures.Curve(
           label=label,
           steps=steps,
           values=values,
@@ -77,7 +77,7 @@ def layers(
       'lowest layer': values_SM.min(1),
     }
   lines = [
-    figures.Line(label=label, steps=steps, values=values)
+    figures.Curve(label=label, steps=steps, values=values)
     for label, values in wanted.items()
   ]
   svg = figures.curves(title, lines, **options)

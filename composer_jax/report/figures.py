@@ -18,7 +18,7 @@ _MAX_POINTS = 800
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class Curve:
   """One curve.
 
   Attributes:
@@ -84,7 +84,7 @@ def _svg(figure: Any) -> str:
   return buffer.getvalue()
 
 
-def _draw(axes: Any, line: Line, color: str) -> None:
+def _draw(axes: Any, line: Curve, color: str) -> None:
   steps = np.asarray(line.steps)
   values = np.asarray(line.values, float)
   label = line.label or None
@@ -102,7 +102,7 @@ def _draw(axes: Any, line: Line, color: str) -> None:
 
 def curves(
   title: str,
-  lines: Sequence[Line],
+  lines: Sequence[Curve],
   *,
   is_log: bool = False,
   bounds: tuple[float | None, float | None] = (None, None),

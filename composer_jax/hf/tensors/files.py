@@ -301,7 +301,7 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
   return text, places
 
 
-class Writer:
+class SafetensorsWriter:
   """A safetensors file that takes its tensors in any order, in pieces.
 
   The file is under its own name from the start: its folder, or the caller's

@@ -24,7 +24,7 @@ FILE_BYTES = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class FileEntry:
   """A tensor of a file to be written."""
 
   name: str
@@ -68,12 +68,12 @@ def plan(
   record: dict[str, Any] | None,
   layout: str,
   file_bytes: int,
-) -> dict[str, list[Entry]]:
+) -> dict[str, list[FileEntry]]:
   """Returns {file: tensors in the order of its header}."""
 
-  def ours(name: str) -> Entry:
+  def ours(name: str) -> FileEntry:
     dtype, shape = dtype_of[name], table[name].shape
-    return Entry(
+    return FileEntry(
       name=name,
       dtype=files.NAMES[dtype],
       shape=shape,
@@ -81,9 +81,9 @@ def plan(
       is_carried=False,
     )
 
-  def carried(name: str, entry: dict[str, Any]) -> Entry:
+  def carried(name: str, entry: dict[str, Any]) -> FileEntry:
     first, last = entry['data_offsets']
-    return Entry(
+    return FileEntry(
       name=name,
       dtype=entry['dtype'],
       shape=tuple(entry['shape']),
@@ -91,7 +91,7 @@ def plan(
       is_carried=True,
     )
 
-  found: dict[str, list[Entry]] = {}
+  found: dict[str, list[FileEntry]] = {}
   unmodelled = set(record['carried']) if record else set()
   extra = []
   for file, header in record['files'].items() if record else ():
@@ -114,8 +114,10 @@ def plan(
   return _split([*map(ours, table), *extra], file_bytes)
 
 
-def _split(entries: list[Entry], file_bytes: int) -> dict[str, list[Entry]]:
-  groups: list[list[Entry]] = []
+def _split(
+  entries: list[FileEntry], file_bytes: int
+) -> dict[str, list[FileEntry]]:
+  groups: list[list[FileEntry]] = []
   size = file_bytes
   for entry in entries:
     if size + entry.num_bytes > file_bytes:
@@ -133,7 +135,7 @@ def _split(entries: list[Entry], file_bytes: int) -> dict[str, list[Entry]]:
 
 
 def header(
-  entries: list[Entry], file: str, record: dict[str, Any] | None
+  entries: list[FileEntry], file: str, record: dict[str, Any] | None
 ) -> dict[str, Any]:
   """Returns the header of a file: the source's own where nothing differs."""
   theirs = (record or {'files': {}})['files'].get(file, {})
@@ -163,7 +165,7 @@ def header_text(
 
 
 def index(
-  plan_of: dict[str, list[Entry]],
+  plan_of: dict[str, list[FileEntry]],
   headers: dict[str, dict[str, Any]],
   record: dict[str, Any] | None,
 ) -> str | None:

@@ -30,7 +30,7 @@ _ALL = slice(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TensorPart:
   """A view of one tensor of theirs, and the block of an array of ours it is.
 
   `array[index] = tensor.reshape(view)[select].transpose(order)`, and all parts
@@ -57,15 +57,15 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
+class NamedTensor:
   """A tensor of a Hugging Face checkpoint; its parts cover it exactly once."""
 
   name: str
   shape: tuple[int, ...]
-  parts: tuple[Part, ...]
+  parts: tuple[TensorPart, ...]
 
 
-Table = dict[str, Tensor]
+Table = dict[str, NamedTensor]
 
 
 def tensors(
@@ -180,12 +180,12 @@ def contradicting(
   ]
 
 
-def block(part: Part, tensor: np.ndarray) -> np.ndarray:
+def block(part: TensorPart, tensor: np.ndarray) -> np.ndarray:
   """Returns the block of our array that `part` of their tensor is, a view."""
   return tensor.reshape(part.view)[part.select].transpose(part.order)
 
 
-def put(part: Part, values: np.ndarray, tensor: np.ndarray) -> None:
+def put(part: TensorPart, values: np.ndarray, tensor: np.ndarray) -> None:
   """Writes a block of our array into their (contiguous) tensor."""
   view = tensor.reshape(part.view, copy=False)
   view[part.select] = values.transpose(np.argsort(part.order))
@@ -193,7 +193,7 @@ def put(part: Part, values: np.ndarray, tensor: np.ndarray) -> None:
 
 # An entry of the table before it is placed: (name, shape, parts) without what
 # all entries of a layer share.
-_Row = tuple[str, tuple[int, ...], tuple[Part, ...]]
+_Row = tuple[str, tuple[int, ...], tuple[TensorPart, ...]]
 
 
 def _row(
@@ -219,7 +219,9 @@ def _row(
     start += size
     select = tuple(slices)
     parts.append(
-      Part(array=array, index=index, view=view, select=select, order=order)
+      TensorPart(
+        array=array, index=index, view=view, select=select, order=order
+      )
     )
   return name, view if shape is None else shape, tuple(parts)
 
@@ -232,7 +234,7 @@ def _add(
   index: tuple[int, ...],
 ) -> None:
   for name, shape, parts in rows:
-    table[start + name] = Tensor(
+    table[start + name] = NamedTensor(
       name=start + name,
       shape=shape,
       parts=tuple(
@@ -383,7 +385,7 @@ def _stacked_rows(name: str, E: int, D: int, F: int) -> list[_Row]:
 
   def part(array, index, view, row, size):
     select = (slice(row, row + size), slice(0, view[1]))
-    return Part(
+    return TensorPart(
       array=array, index=index, view=view, select=select, order=(1, 0)
     )
 

@@ -26,7 +26,7 @@ _INT4_PER_WORD = 8
 UNKNOWN = np.dtype(np.void)
 
 
-class Tensor(Protocol):
+class ReadableTensor(Protocol):
   """A tensor as a model has it."""
 
   @property
@@ -292,7 +292,7 @@ def _check_allowed(found: Scheme, raw: files.Raw, module: str) -> None:
 
 def tensors(
   folder: files.Folder, config: dict[str, Any], wanted: Container[str]
-) -> dict[str, Tensor]:
+) -> dict[str, ReadableTensor]:
   """Returns {name: Tensor} of a checkpoint, scales folded into their weights.
 
   Args:
@@ -307,7 +307,7 @@ def tensors(
   raws, result, used = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
-    tensor: Tensor = Plain(folder, raw)
+    tensor: ReadableTensor = Plain(folder, raw)
     if found is None or whole not in wanted:
       pass
     elif found.kind == 'fp8' and raw.dtype == 'F8_E4M3':

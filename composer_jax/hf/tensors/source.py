@@ -24,7 +24,7 @@ _WEIGHTS = ('BF16', 'F16', 'F32')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceCheckpoint:
   """A checked checkpoint.
 
   Attributes:
@@ -46,7 +46,7 @@ class Source:
   prefix: str
   expert_layout: str
   table: names.Table
-  tensors: dict[str, quantized.Tensor]
+  tensors: dict[str, quantized.ReadableTensor]
   carried: tuple[str, ...]
 
   def dtypes(self) -> dict[str, np.dtype]:
@@ -78,7 +78,7 @@ class Source:
     self.folder.close()
 
 
-def open_source(path: str | os.PathLike) -> Source:
+def open_source(path: str | os.PathLike) -> SourceCheckpoint:
   """Opens and checks a checkpoint.
 
   Raises:
@@ -105,7 +105,7 @@ def open_source(path: str | os.PathLike) -> Source:
   _check(path, found, table, config, prefix)
   tensors = {name: t for name, t in found.items() if name in table}
   used = {raw.name for t in tensors.values() for raw in t.raws}
-  return Source(
+  return SourceCheckpoint(
     folder=folder,
     fields=fields,
     config=config,
@@ -120,7 +120,7 @@ def open_source(path: str | os.PathLike) -> Source:
 
 def _check(
   path: pathlib.Path,
-  found: dict[str, quantized.Tensor],
+  found: dict[str, quantized.ReadableTensor],
   table: names.Table,
   config: model_config.ModelConfig,
   prefix: str,

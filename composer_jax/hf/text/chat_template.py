@@ -104,7 +104,10 @@ class ChatTemplate:
     return self._run(self._templates, {**self._special_tokens, **variables})
 
   def encode(
-    self, tokenizer: hf_tokenizer.Tokenizer, messages: Messages, **options: Any
+    self,
+    tokenizer: hf_tokenizer.ImportedTokenizer,
+    messages: Messages,
+    **options: Any,
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns int32 ids and which of them the assistant wrote.
 
@@ -305,7 +308,7 @@ def _strings(value: Any) -> Iterator[str]:
 def _environment(begin: str, end: str) -> jinja2.Environment:
   """What templates written for transformers expect to find."""
 
-  class Generation(jinja2.ext.Extension):
+  class GenerationBlocks(jinja2.ext.Extension):
     """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {'generation'}
@@ -322,7 +325,7 @@ def _environment(begin: str, end: str) -> jinja2.Environment:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
-    extensions=[Generation, jinja2.ext.loopcontrols],
+    extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
   )
   environment.filters['tojson'] = _to_json
   # A template must render the same twice.

@@ -26,7 +26,7 @@ _KEYS = {'messages', 'tools'}
 def documents(
   path: str | os.PathLike,
   template: chat_template.ChatTemplate,
-  tokenizer: hf_tokenizer.Tokenizer,
+  tokenizer: hf_tokenizer.ImportedTokenizer,
   seq_len: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns (tokens, loss mask) of every conversation.

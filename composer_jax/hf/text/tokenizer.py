@@ -48,7 +48,7 @@ _PROBES = (
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)
 
 
-class Tokenizer:
+class ImportedTokenizer:
   """Text to int32 ids of a model's vocabulary and back.
 
   Attributes:
@@ -94,7 +94,7 @@ class Tokenizer:
   @classmethod
   def from_folder(
     cls, folder: str | os.PathLike, vocab_size: int
-  ) -> 'Tokenizer':
+  ) -> 'ImportedTokenizer':
     """Reads the tokenizer of a checkpoint.
 
     Args:
@@ -114,7 +114,7 @@ class Tokenizer:
     return cls(source, roles, str(path))
 
   @classmethod
-  def load(cls, path: str | os.PathLike) -> 'Tokenizer':
+  def load(cls, path: str | os.PathLike) -> 'ImportedTokenizer':
     """Reads what `save` wrote; a ValueError names any other file."""
     data = files.read_json(path)
     if not isinstance(data, dict) or data.get('format') != FORMAT:
@@ -322,14 +322,14 @@ class Tokenizer:
           )
 
 
-AnyTokenizer = own.Tokenizer | Tokenizer
+AnyTokenizer = own.Tokenizer | ImportedTokenizer
 
 
 def load_any(path: str | os.PathLike) -> AnyTokenizer:
   """Reads what either kind of tokenizer saved."""
   data = files.read_json(path)
   if isinstance(data, dict) and data.get('format') == FORMAT:
-    return Tokenizer.load(path)
+    return ImportedTokenizer.load(path)
   return own.Tokenizer.load(path)
 
 

@@ -61,7 +61,7 @@ class Collective(NamedTuple):
   scope: str
 
 
-class Work(NamedTuple):
+class Multiply(NamedTuple):
   """A product.
 
   Attributes:
@@ -94,13 +94,13 @@ class Repeat(NamedTuple):
   events: 'Events'
 
 
-Events = tuple[Work | Begin | End | Repeat, ...]
+Events = tuple[Multiply | Begin | End | Repeat, ...]
 Of = Callable[[list[int], list[int], list[int]], bool]
 Trips = float | Callable[[str], float | None] | None
 
 
 @dataclasses.dataclass
-class Reader:
+class ProgramReader:
   """Reads a module; see `hlo.read` for the meaning of its arguments."""
 
   module: text.Module
@@ -118,7 +118,7 @@ class Reader:
   def _walk(self, name: str) -> Events:
     """Goes through a computation in its order, which may be a schedule."""
     computation = self.module.computations[name]
-    found: list[Work | Begin | End | Repeat] = []
+    found: list[Multiply | Begin | End | Repeat] = []
     in_flight: set[str] = set()
     for instruction in computation.values():
       if instruction.operation.endswith('-done'):
@@ -168,12 +168,12 @@ class Reader:
       return False
     called = self.module.computations[instruction.attribute('calls')]
     return any(_is_collective(i) for i in called.values()) and any(
-      isinstance(event, Work) for event in self.walk_products(called)
+      isinstance(event, Multiply) for event in self.walk_products(called)
     )
 
   def walk_products(self, called: text.Computation) -> Events:
     """Returns the products of a fusion."""
-    events: list[Work | Begin | End | Repeat] = []
+    events: list[Multiply | Begin | End | Repeat] = []
     for instruction in called.values():
       if not _is_collective(instruction):
         events.extend(self._inside(instruction, called))
@@ -193,7 +193,7 @@ class Reader:
     if product is not None:
       counts = self.of(product.lhs, product.rhs, product.out)
       flops = product.flops if counts else 0.0
-      return (Work(flops, product.kernel),)
+      return (Multiply(flops, product.kernel),)
     called = instruction.called()
     if not called:
       return ()
@@ -271,7 +271,7 @@ def _size(events: Events) -> tuple[float, float]:
   """Returns the operations and the bytes of a branch."""
   flops = moved = 0.0
   for event in events:
-    if isinstance(event, Work):
+    if isinstance(event, Multiply):
       flops += event.flops or 0.0
     elif isinstance(event, Begin):
       moved += event.collective.bytes
