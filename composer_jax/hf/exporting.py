@@ -27,25 +27,11 @@ import numpy as np
 from composer_jax.core import dotted, files
 from composer_jax.hf import identity, importing, making
 from composer_jax.hf.architecture import config as hf_config
-from composer_jax.hf.tensors import (
-  blocks,
-  cast,
-  names,
-  quantized,
-  source,
-)
-from composer_jax.hf.tensors import (
-  carried as hf_carried,
-)
-from composer_jax.hf.tensors import (
-  files as hf_io,
-)
-from composer_jax.hf.tensors import (
-  layout as hf_layout,
-)
-from composer_jax.hf.tensors import (
-  stored as hf_stored,
-)
+from composer_jax.hf.tensors import blocks, cast, names, quantized, source
+from composer_jax.hf.tensors import carried as hf_carried
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import layout as hf_layout
+from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.models import config as model_config
 from composer_jax.telemetry import progress
 from composer_jax.train import workdir as workdirs

@@ -26,23 +26,11 @@ import numpy as np
 from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
-from composer_jax.hf.tensors import (
-  blocks,
-  carried,
-  quantized,
-)
-from composer_jax.hf.tensors import (
-  cast as hf_cast,
-)
-from composer_jax.hf.tensors import (
-  files as hf_io,
-)
-from composer_jax.hf.tensors import (
-  source as hf_source,
-)
-from composer_jax.hf.tensors import (
-  stored as hf_stored,
-)
+from composer_jax.hf.tensors import blocks, carried, quantized
+from composer_jax.hf.tensors import cast as hf_cast
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import source as hf_source
+from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 

@@ -15,17 +15,9 @@ import numpy as np
 
 from composer_jax.core import trees
 from composer_jax.hf import importing, staging
-from composer_jax.hf.tensors import (
-  blocks as hf_blocks,
-)
-from composer_jax.hf.tensors import (
-  cast,
-  names,
-  quantized,
-)
-from composer_jax.hf.tensors import (
-  source as hf_source,
-)
+from composer_jax.hf.tensors import blocks as hf_blocks
+from composer_jax.hf.tensors import cast, names, quantized
+from composer_jax.hf.tensors import source as hf_source
 from composer_jax.models import config as model_config
 
 # Of the pieces of a shard that is put together on the host of an accelerator.

@@ -15,15 +15,8 @@ from jax.sharding import NamedSharding
 from composer_jax.core import trees
 from composer_jax.models import decoder
 from composer_jax.optim import roles
-from composer_jax.optim.muon import (
-  cost,
-  newton_schulz,
-  planner,
-  times,
-)
-from composer_jax.optim.muon import (
-  plan as muon_plan,
-)
+from composer_jax.optim.muon import cost, newton_schulz, planner, times
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import shardings
 from composer_jax.plan import case as cases
 from composer_jax.plan import report

@@ -128,8 +128,7 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
       line = line._replace(axes=axes)
       before = merged.get(line[:5], line._replace(count=0, bytes=0, least=0))
       merged[line[:5]] = Traffic(
-        *line[:5],
-        *(a + b for a, b in zip(before[5:], line[5:], strict=True)),
+        *line[:5], *(a + b for a, b in zip(before[5:], line[5:], strict=True))
       )
   return list(merged.values())
 

@@ -115,9 +115,7 @@ def from_hf(
   return config, family, prefix
 
 
-def _language_model(
-  config_json: dict[str, Any],
-) -> tuple[dict[str, Any], str]:
+def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
   """Returns the config of the language model and the prefix of its tensors."""
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''

@@ -21,13 +21,8 @@ import jinja2.sandbox
 import numpy as np
 from jinja2 import nodes, parser
 
-from composer_jax.hf.text import (
-  roles,
-  tokenizer_json,
-)
-from composer_jax.hf.text import (
-  tokenizer as hf_tokenizer,
-)
+from composer_jax.hf.text import roles, tokenizer_json
+from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import tokenizer as own
 
 CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'

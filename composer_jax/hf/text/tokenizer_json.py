@@ -212,12 +212,7 @@ def for_text(source: dict[str, Any], roles: Mapping[str, int]) -> dict:
 def whole(source: dict[str, Any]) -> dict:
   """The same without what shortens, fills up, or moves offsets."""
   # A byte-level post-processor takes white space out of offsets.
-  return {
-    **source,
-    'truncation': None,
-    'padding': None,
-    'post_processor': None,
-  }
+  return {**source, 'truncation': None, 'padding': None, 'post_processor': None}
 
 
 def renamed(source: dict[str, Any], names: Mapping[str, str]) -> dict:

@@ -323,9 +323,7 @@ def _result_of_start(
 
 
 def _operand_bytes(
-  instruction: text.Instruction,
-  computation: text.Computation,
-  default: int,
+  instruction: text.Instruction, computation: text.Computation, default: int
 ) -> int:
   if not instruction.operands:
     return default

@@ -68,9 +68,7 @@ def product(
 
 
 def _kernel(
-  instruction: text.Instruction,
-  computation: text.Computation,
-  out: list[int],
+  instruction: text.Instruction, computation: text.Computation, out: list[int]
 ) -> Product:
   cost = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.rest)
   scope = instruction.scope().removesuffix('/pallas_call')
@@ -129,10 +127,7 @@ _BY_SHAPES: dict[str, Callable[[list[_Dims], _Dims], float]] = {
 
 
 def _taps(
-  instruction: text.Instruction,
-  lhs: list[int],
-  rhs: list[int],
-  out: list[int],
+  instruction: text.Instruction, lhs: list[int], rhs: list[int], out: list[int]
 ) -> float:
   """Counts the multiplications of a convolution, none of them with padding.
 

@@ -12,12 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Bits: the narrow ones are packed.
-_BITS = {
-  'pred': 8,
-  'bf16': 16,
-  'token': 0,
-  'opaque': 0,
-}
+_BITS = {'pred': 8, 'bf16': 16, 'token': 0, 'opaque': 0}
 
 
 def search(pattern: str, text: str) -> re.Match:
