@@ -37,7 +37,6 @@ from composer_jax.train.checkpoints import manager
 MODEL = 'model.json'
 RECORD = 'hf.json'
 WEIGHTS = 'weights'
-UNMODELLED = ('carry', 'refuse')
 
 # Beside a checkpoint's tensors: the tokenizer and its chat template, defaults
 # of generation, and the code that some configs name.
@@ -51,20 +50,11 @@ _STAGING = 'staging'
 _FINGERPRINT = 'source.fingerprint'
 _DISK_MARGIN = 64 * 2**20
 
+_Arrays = dict[str, hf_staging.ChunkedArray]
 
-def convert(
-  source: str | os.PathLike,
-  out: str | os.PathLike,
-  *,
-  unmodelled: str = 'carry',
-) -> None:
+
+def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
   """Writes an import directory, or goes on where a killed call stopped.
-
-  Args:
-    source: folder of a Hugging Face checkpoint.
-    out: the import directory; must not exist.
-    unmodelled: 'carry' keeps tensors that the model does not have as they are,
-      'refuse' makes them an error.
 
   Raises:
     ValueError: the source is not sound or not supported, `out` exists, or its
@@ -74,7 +64,6 @@ def convert(
   out = pathlib.Path(out).absolute()
   with contextlib.closing(hf_source.open_source(source)) as found:
     arrays = arrays_of(found)
-    _check_unmodelled(found, unmodelled)
     _check_names(found)
     partial = out.with_name(out.name + '.partial')
     making.check_absent(out)
@@ -105,9 +94,7 @@ def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
     return (out / _FINGERPRINT).read_text() == fingerprint
 
 
-def arrays_of(
-  source: hf_source.SourceCheckpoint,
-) -> dict[str, hf_staging.ChunkedArray]:
+def arrays_of(source: hf_source.SourceCheckpoint) -> _Arrays:
   dtypes, chunks = source.dtypes(), source.chunks()
   return {
     name: hf_staging.ChunkedArray(
@@ -115,20 +102,6 @@ def arrays_of(
     )
     for name, shape in blocks.shapes(source.table).items()
   }
-
-
-def _check_unmodelled(
-  source: hf_source.SourceCheckpoint, unmodelled: str
-) -> None:
-  if unmodelled not in UNMODELLED:
-    raise ValueError(f'unmodelled {unmodelled!r} is not one of {UNMODELLED}.')
-  if unmodelled == 'refuse' and source.carried:
-    raw = source.folder.tensors[source.carried[0]]
-    raise ValueError(
-      f'{source.folder.path / raw.file} holds {raw.name}, which is not '
-      f'modelled ({len(source.carried)} such tensors); --unmodelled=carry '
-      'keeps them for exports.'
-    )
 
 
 def _check_names(source: hf_source.SourceCheckpoint) -> None:
@@ -148,11 +121,8 @@ def _check_ours(partial: pathlib.Path) -> None:
 
 
 def _check_space(
-  source: hf_source.SourceCheckpoint,
-  arrays: dict[str, hf_staging.ChunkedArray],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
-  """Raises before anything is written if it would be in vain."""
   there = (p for p in partial.rglob('*') if p.is_file())
   done = {p.stat().st_ino: p.stat().st_size for p in there}
   needed = _DISK_MARGIN - sum(done.values())
@@ -165,9 +135,7 @@ def _check_space(
 
 
 def _claim(
-  source: hf_source.SourceCheckpoint,
-  arrays: dict[str, hf_staging.ChunkedArray],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
   """Binds a partial import to what it is of, or checks that it is bound."""
   text, path = _fingerprint(source, arrays), partial / _FINGERPRINT
@@ -180,9 +148,7 @@ def _claim(
     )
 
 
-def _fingerprint(
-  source: hf_source.SourceCheckpoint, arrays: dict[str, hf_staging.ChunkedArray]
-) -> str:
+def _fingerprint(source: hf_source.SourceCheckpoint, arrays: _Arrays) -> str:
   """Returns the text that tells a source, and how it is cut, from others."""
   fields = {
     'files': source.folder.fingerprint(),
@@ -193,9 +159,7 @@ def _fingerprint(
 
 
 def _write_weights(
-  source: hf_source.SourceCheckpoint,
-  arrays: dict[str, hf_staging.ChunkedArray],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
   staging = hf_staging.Staging(partial / _STAGING, arrays)
   start = len(staging.done)
@@ -221,7 +185,7 @@ def _blocks(
   source: hf_source.SourceCheckpoint,
   name: str,
   tensor: quantized.ReadableTensor,
-  arrays: dict[str, hf_staging.ChunkedArray],
+  arrays: _Arrays,
 ) -> Iterator[tuple[blocks.ArrayPiece, np.ndarray]]:
   for part in source.table[name].parts:
     array = arrays[part.array]
@@ -238,13 +202,16 @@ def copied(folder: pathlib.Path) -> list[pathlib.Path]:
   return sorted(p for p in found if p.is_file() and p.name not in ours)
 
 
+def copy_beside(folder: pathlib.Path, out: pathlib.Path) -> None:
+  for path in copied(folder):
+    files.write_atomic(out / path.relative_to(folder), path.read_bytes())
+
+
 def _write_records(
   source: hf_source.SourceCheckpoint, partial: pathlib.Path
 ) -> None:
   folder = source.folder
-  for path in copied(folder.path):
-    place = partial / path.relative_to(folder.path)
-    files.write_atomic(place, path.read_bytes())
+  copy_beside(folder.path, partial)
   files.write_json(partial / MODEL, source.config.to_dict())
   record = {
     'family': source.family,
@@ -266,9 +233,7 @@ def _write_records(
 
 
 def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
-  """Compares every value of an import directory with its source.
-
-  What is carried along is compared too.
+  """Compares every value of an import directory, carried ones too.
 
   Raises:
     ValueError: names the tensor that differs.

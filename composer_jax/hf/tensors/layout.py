@@ -37,36 +37,20 @@ class FileEntry:
 def dtypes(
   table: names.Table, dtype: str, record: dict[str, Any] | None
 ) -> dict[str, np.dtype]:
-  found = {}
-  for name, tensor in table.items():
-    if dtype == SOURCE:
-      assert record is not None
-      # The other layout of experts has no source; one dtype serves them all.
-      known = record['tensors']
-      spelt = known[name][1] if name in known else _expert_dtype(known)
-      found[name] = files.DTYPES[spelt]
-    elif tensor.parts[0].array.startswith(_FLOAT32_ALWAYS):
-      found[name] = DTYPES['float32']
-    else:
-      found[name] = DTYPES[dtype]
-  return found
-
-
-def _expert_dtype(known: dict[str, list[str]]) -> str:
-  found = {dtype for name, (_, dtype) in known.items() if '.experts.' in name}
-  if len(found) != 1:
-    raise ValueError(
-      f'The experts have dtypes {sorted(found)}; with another --expert_layout '
-      f'--dtype must be one of {[*DTYPES]}.'
-    )
-  return found.pop()
+  if dtype == SOURCE:
+    assert record is not None
+    return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
+  exact, plain = DTYPES['float32'], DTYPES[dtype]
+  return {
+    name: exact if t.parts[0].array.startswith(_FLOAT32_ALWAYS) else plain
+    for name, t in table.items()
+  }
 
 
 def plan(
   table: names.Table,
   dtype_of: dict[str, np.dtype],
   record: dict[str, Any] | None,
-  layout: str,
   file_bytes: int,
 ) -> dict[str, list[FileEntry]]:
   """Returns {file: tensors in the order of its header}."""
@@ -91,27 +75,23 @@ def plan(
       is_carried=True,
     )
 
+  if record is None:
+    return _split([*map(ours, table)], file_bytes)
   found: dict[str, list[FileEntry]] = {}
-  unmodelled = set(record['carried']) if record else set()
-  extra = []
-  for file, header in record['files'].items() if record else ():
-    found[file] = []
+  unmodelled = set(record['carried'])
+  for file, header in record['files'].items():
+    group = []
     for name, entry in header.items():
       # A packed weight stands for the whole; its scales are in it.
       whole = name if name in table else name.removesuffix('_packed')
       if name in unmodelled:
-        extra.append(carried(name, entry))
-        found[file].append(extra[-1])
+        group.append(carried(name, entry))
       elif whole in table:
-        found[file].append(ours(whole))
-  if record and layout == record['expert_layout']:
+        group.append(ours(whole))
     # Of a file of nothing but scales, nothing is left.
-    return {
-      file: group
-      for file, group in found.items()
-      if group or not record['files'][file].keys() - {files.METADATA}
-    }
-  return _split([*map(ours, table), *extra], file_bytes)
+    if group or not header.keys() - {files.METADATA}:
+      found[file] = group
+  return found
 
 
 def _split(
