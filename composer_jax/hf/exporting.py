@@ -96,7 +96,7 @@ def of_training(
   """
   if imported is not None:
     imported = pathlib.Path(imported)
-    theirs = _record(imported)['family']
+    theirs: str = _record(imported)['family']
     if family not in (None, theirs):
       raise ValueError(
         f'The model was imported as {theirs!r} from {imported}; leave out '

@@ -35,13 +35,13 @@ def load(
   dtype: np.dtype | None = None,
   host_bytes: int | None = None,
 ) -> Any:
-  """Reads a Hugging Face checkpoint into sharded arrays, without a checkpoint.
+  """Reads a Hugging Face checkpoint into sharded arrays.
 
   Each process reads what its devices hold. A large shard is put together on
   its device, piece by piece, so that the host never holds it.
 
   Args:
-    source: from `hf.tensors.source.open_source`.
+    source: the checkpoint.
     config: of the model; may differ from the source's in what has no weights.
     shardings: tree of `jax.sharding.Sharding`, one for each array.
     dtype: of all arrays; None keeps those of the source.

@@ -51,12 +51,7 @@ class Staging:
   def __init__(
     self, folder: str | os.PathLike, arrays: Mapping[str, ChunkedArray]
   ):
-    """Opens a folder, made when missing, and reads its journal.
-
-    Args:
-      folder: of this alone, and of these arrays.
-      arrays: by name.
-    """
+    """Opens a folder of these arrays alone, and reads its journal."""
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
@@ -105,7 +100,7 @@ class Staging:
     self._pending[tensor] = {}
 
   def write(self, tensor: str, name: str, start: Sequence[int], block) -> None:
-    """Writes a chunk.
+    """Writes a chunk of an array.
 
     Args:
       tensor: the one that was begun.
@@ -146,13 +141,8 @@ class Staging:
     self.done.update(self._pending)
     self._pending, self._unsynced, self._unsynced_bytes = {}, [], 0
 
-  def save(self, directory: str | os.PathLike, data: Any = None) -> None:
-    """Makes a checkpoint of step 0 of the chunks.
-
-    Args:
-      directory: `manager.Checkpoints(directory, keep=1)` will read it.
-      data: the JSON value beside the arrays.
-    """
+  def save(self, directory: str | os.PathLike) -> None:
+    """Makes the step 0 of a `manager.Checkpoints` of the chunks."""
     self.finish(force=True)
     shards: dict[str, dict[str, str]] = {name: {} for name in self._arrays}
     for chunks in self.done.values():
@@ -170,7 +160,7 @@ class Staging:
       name: _Finished(self._folder / _CHUNKS / name, array)
       for name, array in self._arrays.items()
     }
-    _commit(pathlib.Path(directory).absolute(), tree, record, data)
+    _commit(pathlib.Path(directory).absolute(), tree, record)
 
   def remove(self) -> None:
     self._journal.close()
@@ -238,12 +228,11 @@ def _commit(
   directory: pathlib.Path,
   tree: dict[str, _Finished],
   record: dict[str, Any],
-  data: Any,
 ) -> None:
   registry = ocp.type_handlers.create_type_handler_registry(
     (_Finished, _Links())
   )
-  items = manager.side_items(record, data)
+  items = manager.side_items(record, None)
   handlers: dict[str, ocp.CheckpointHandler] = {
     name: ocp.JsonCheckpointHandler() for name in items
   }

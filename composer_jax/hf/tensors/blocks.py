@@ -31,7 +31,6 @@ class ArrayPiece:
   """A box of an array and the elements of a tensor that it holds.
 
   Attributes:
-    array: name of the array.
     box: (start, stop) of each axis of the array.
     start: first element that is read.
     stop: one past the last.

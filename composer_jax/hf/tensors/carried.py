@@ -63,7 +63,7 @@ def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
   """Opens what an import directory carries along.
 
   Raises:
-    ValueError: one of the names is not there, or a file is damaged.
+    ValueError: one of the names is missing, or a file is damaged.
   """
   folder = out / FOLDER
   there = os.listdir(folder) if folder.is_dir() else []
@@ -78,11 +78,7 @@ def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
 
 
 def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
-  """Compares what an import directory carries along with its source.
-
-  Raises:
-    ValueError: names the tensor that is not there or differs.
-  """
+  """Raises a ValueError that names a tensor unlike that of the source."""
   with open_carried(out, source.carried) as carried:
     for name in source.carried:
       raws = source.folder.tensors[name], carried.tensors[name]
@@ -100,11 +96,7 @@ def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
 def copy(
   carried: hf_io.Folder, name: str, writer: hf_io.SafetensorsWriter
 ) -> None:
-  """Copies a tensor that is carried along into a file of an export.
-
-  Raises:
-    ValueError: it has changed since the import.
-  """
+  """Copies a tensor to an export; a ValueError where it has changed."""
   raw, digest = carried.tensors[name], blake3.blake3()
   for start, block in hf_io.blocks(carried, raw):
     digest.update(block)

@@ -44,12 +44,9 @@ class Raw:
   """A tensor as a file holds it.
 
   Attributes:
-    name: of the tensor.
     file: its file's name, without a folder.
     dtype: as the header spells it.
-    shape: of the tensor.
     start: of its first byte in the file.
-    num_bytes: that it takes.
   """
 
   name: str
@@ -95,22 +92,12 @@ def new_header(
   tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
   metadata: dict[str, str] | None,
 ) -> dict[str, Any]:
-  """Lays tensors out one behind the other.
-
-  Args:
-    tensors: (name, dtype, shape, bytes) of each.
-    metadata: texts for the head of the file, if any.
-  """
+  """Lays (name, dtype, shape, bytes) out one behind the other."""
   header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
   end = 0
   for name, dtype, shape, num_bytes in tensors:
-    offsets = [end, end + num_bytes]
-    header[name] = {
-      'dtype': dtype,
-      'shape': list(shape),
-      'data_offsets': offsets,
-    }
-    end = offsets[1]
+    entry = {'dtype': dtype, 'shape': list(shape)}
+    header[name] = {**entry, 'data_offsets': [end, end := end + num_bytes]}
   return header
 
 
@@ -150,11 +137,7 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike, names: Iterable[str] | None = None
   ):
-    """Reads and checks all headers.
-
-    Args:
-      path: of the folder.
-      names: of its files; None asks the index.
+    """Reads and checks all headers, of the files named or of the index.
 
     Raises:
       ValueError: names the file, and the tensor where there is one.
@@ -314,13 +297,7 @@ class SafetensorsWriter:
     header: dict[str, Any],
     text: str | None = None,
   ):
-    """Begins a file.
-
-    Args:
-      path: of the file.
-      header: what it will hold, where.
-      text: of that header; None is the library's.
-    """
+    """Begins a file; `text` is that of the header, None the library's."""
     self._path = pathlib.Path(path)
     self._header = header
     first = head(render_header(header) if text is None else text)

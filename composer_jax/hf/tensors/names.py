@@ -78,8 +78,8 @@ def tensors(
   """Returns {name: Tensor} of every tensor that the model consists of.
 
   Args:
-    config: of the model; `hf.architecture.families.check` says whether it has
-      the tensors of the family.
+    config: of the model; `hf.architecture.config.check_family` says whether
+      it has the tensors of the family.
     family: one of FAMILIES.
     expert_layout: one of EXPERT_LAYOUTS.
     prefix: of a language model inside a larger one: 'language_model.'.
@@ -126,11 +126,7 @@ def expert_layout_of(
     for layout, end in ends.items()
   }
   names = list(names)
-  found = [
-    layout
-    for layout in starts
-    if any(n.startswith(starts[layout]) for n in names)
-  ]
+  found = [k for k, s in starts.items() if any(n.startswith(s) for n in names)]
   if len(found) != 1:
     raise ValueError(
       f'The experts of the first mixture layer are named in {len(found)} '
@@ -138,17 +134,6 @@ def expert_layout_of(
       f'{list(starts.values())} must begin a name (family {family!r}).'
     )
   return found[0]
-
-
-def missing(names: Iterable[str], table: Table) -> list[str]:
-  """Returns the tensors of the table that a checkpoint lacks."""
-  present = set(names)
-  return [name for name in table if name not in present]
-
-
-def unmodelled(names: Iterable[str], table: Table) -> list[str]:
-  """Returns the tensors of a checkpoint that the table lacks, in order."""
-  return [name for name in names if name not in table]
 
 
 def contradicting(
@@ -174,8 +159,9 @@ def contradicting(
   harmless = (*predictors, *(f'{s}self_attn.rotary_emb.' for s in starts))
   return [
     name
-    for name in unmodelled(names, table)
-    if name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
+    for name in names
+    if name not in table
+    and name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
     and not name.startswith(harmless)
   ]
 

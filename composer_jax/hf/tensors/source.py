@@ -28,9 +28,7 @@ class SourceCheckpoint:
   """A checked checkpoint.
 
   Attributes:
-    folder: its files.
     fields: its config.json.
-    config: of the model.
     family: of `hf.tensors.names.FAMILIES`.
     prefix: of its language model among the names of tensors.
     expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`.
@@ -50,10 +48,7 @@ class SourceCheckpoint:
   carried: tuple[str, ...]
 
   def dtypes(self) -> dict[str, np.dtype]:
-    """Returns the dtype of every array: its tensors', float32 if they differ.
-
-    Float32 holds every bfloat16 and float16.
-    """
+    """Returns the dtype of every array: its tensors', else float32, for all."""
     found: dict[str, set[np.dtype]] = {}
     for name, tensor in self.tensors.items():
       for part in self.table[name].parts:
@@ -65,14 +60,13 @@ class SourceCheckpoint:
 
   def chunks(self) -> dict[str, tuple[int, ...]]:
     """Returns the shape of the chunks of every array."""
-    dtypes, found = self.dtypes(), {}
-    for tensor in self.table.values():
-      for part in tensor.parts:
-        if part.array not in found:
-          found[part.array] = blocks.chunk_shape(
-            part, dtypes[part.array].itemsize
-          )
-    return found
+    dtypes = self.dtypes()
+    # Every part of an array cuts it alike.
+    parts = {p.array: p for t in self.table.values() for p in t.parts}
+    return {
+      name: blocks.chunk_shape(part, dtypes[name].itemsize)
+      for name, part in parts.items()
+    }
 
   def close(self) -> None:
     self.folder.close()
@@ -126,14 +120,12 @@ def _check(
   prefix: str,
 ) -> None:
   """Raises unless the tensors of the table are there, and no others of it."""
-  missing = names.missing(found, table)
-  if missing:
+  if missing := [name for name in table if name not in found]:
     raise ValueError(
       f'{path} lacks {len(missing)} tensors that its {CONFIG} calls for, the '
       f'first is {missing[0]}. Fetch the missing files, or correct {CONFIG}.'
     )
-  extra = names.contradicting(found, table, config, prefix=prefix)
-  if extra:
+  if extra := names.contradicting(found, table, config, prefix=prefix):
     raise ValueError(
       f'{path / found[extra[0]].raws[0].file} holds {extra[0]}, which a model '
       f'of this {CONFIG} does not have ({len(extra)} such tensors): the two do '
