@@ -37,9 +37,7 @@ class CompileTask:
 def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   """Compiles a step in a process of its own.
 
-  Args:
-    task: what.
-    until: of UNTIL; only a TPU's compiler can be left at the schedule.
+  Only a TPU's compiler can be left at the schedule.
 
   Raises:
     ValueError: as `aot.lower`.

@@ -5,7 +5,6 @@ Times are bounds from published speeds; nothing is run.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +70,8 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
 def tables(case: cases.Case) -> list[report.Table]:
   """Answers `--what=muon`."""
   made = plan(case)
-  sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
-  where = f'{case.mesh.size} {case.machine} ({sizes}), layout '
-  where += case.layout.name
   return [
-    _groups(made, where),
+    _groups(made, case.where),
     _members(made),
     _chunks(made),
     _totals(made),
@@ -200,22 +196,18 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
   update = sum(group.count * group.shard_bytes for group in made.groups)
   split = sum(group.split_bytes for group in made.groups)
 
-  def row(name: str, value: float, of: str, least: float) -> tuple[Any, ...]:
-    ratio = value / least if least else None
-    return name, round(value), of, round(least), ratio
-
+  dtype = jnp.dtype(made.groups[0].wire_dtype).name
+  padded, room = made.padding * made.flops, times.temporary_bytes(made)
   rows = [
-    row('flops', made.flops, 'standard method, even', made.ideal_flops),
-    row('critical_path', made.flops, 'same methods, even', even),
-    row('wire_bytes', made.wire_bytes, 'whole matrices', made.bound_bytes),
-    row('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
-    row('padded_flops', made.padding * made.flops, 'all flops', made.flops),
-    row(
-      'temporary_bytes',
-      times.temporary_bytes(made),
-      f'update in {jnp.dtype(made.groups[0].wire_dtype).name}',
-      update,
-    ),
+    (name, round(value), of, round(least), value / least if least else None)
+    for name, value, of, least in (
+      ('flops', made.flops, 'standard method, even', made.ideal_flops),
+      ('critical_path', made.flops, 'same methods, even', even),
+      ('wire_bytes', made.wire_bytes, 'whole matrices', made.bound_bytes),
+      ('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
+      ('padded_flops', padded, 'all flops', made.flops),
+      ('temporary_bytes', room, f'update in {dtype}', update),
+    )
   ]
   return report.Table(
     title='Totals of a device; temporary bytes are an estimate',

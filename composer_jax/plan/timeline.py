@@ -51,13 +51,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-  """A schedule on the clock.
-
-  Attributes:
-    seconds: of all.
-    busy: seconds of products.
-    transfers: in the order of the program.
-  """
+  """A schedule on the clock, and the seconds of its products (`busy`)."""
 
   seconds: float
   busy: float
@@ -65,12 +59,12 @@ class Timeline:
 
   @property
   def wire(self) -> float:
-    """Returns the seconds of all transfers."""
+    """Seconds of all transfers."""
     return sum(t.seconds for t in self.transfers)
 
   @property
   def hidden_share(self) -> float:
-    """Returns the share of the transfers' time that products run beside."""
+    """Share of the transfers' time that products run beside."""
     hidden = sum(t.hidden for t in self.transfers)
     return hidden / self.wire if self.wire else 1.0
 

@@ -8,7 +8,7 @@ shard each of W bytes lack W (n - 1) / n of them. Lines of a layer:
 - 'dense weights', 'expert weights': a layer gathers its weights in the compute
   dtype, the router's in float32, once forward and once more in the recomputing
   backward pass unless 'weights' are saved; their gradients are reduce-scattered
-  in `reduce_dtype` within the same group. Of experts only the dimensions are
+  in float32 within the same group. Of experts only the dimensions are
   gathered that stand in for experts that do not divide; where the experts cover
   all devices, nothing is.
 - 'copies': mesh axes that do not cut an array hold copies of its shards, so
@@ -93,17 +93,14 @@ class Step:
 
   Attributes:
     batch_size: rows of one forward pass, over all devices.
-    seq_len: tokens of a row.
     transport: of TRANSPORTS.
     bucket: room for rows in means; None for the worst case.
-    reduce_dtype: of gradients of weights on their way to their shards.
   """
 
   batch_size: int
   seq_len: int
   transport: str
   bucket: float | None = None
-  reduce_dtype: str = 'float32'
 
   def __post_init__(self):
     if self.transport not in TRANSPORTS:
@@ -118,7 +115,7 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
   Raises:
     ValueError: a batch or a sequence that does not divide over its devices.
   """
-  traffic = _Traffic(case, step)
+  traffic = _Counter(case, step)
   traffic.check()
   merged: dict[tuple, Traffic] = {}
   for line in traffic.lines():
@@ -135,11 +132,11 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
 
 def load(case: cases.Case, step: Step) -> transports.Load:
   """Returns the size of one exchange."""
-  return _Traffic(case, step).load()
+  return _Counter(case, step).load()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traffic:
+class _Counter:
   """Makes the lines of a case, one for each array."""
 
   case: cases.Case
@@ -209,13 +206,12 @@ class _Traffic:
       yield from self.look_up(gathered)
     if name != 'embedding' or self.case.model.tie_embeddings:
       number = _FLOAT32 if name.endswith('/router') else self.size
-      reduced = jnp.dtype(self.step.reduce_dtype).itemsize
       line = functools.partial(_line, where, 'head' if is_table else what)
       # Backward the head comes right after forward, and keeps its weight.
       phases = ('forward',) if is_table else self.phases('weights')
       for phase in phases:
         yield line(phase, 'all-gather', gathered, shard * others * number)
-      sent = shard * others * reduced
+      sent = shard * others * _FLOAT32
       yield line('backward', 'reduce-scatter', gathered, sent)
     copies = tuple(axis for axis in self.case.mesh.shape if axis not in held)
     line = functools.partial(_line, phase='backward', kind='all-reduce')

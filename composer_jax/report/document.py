@@ -4,6 +4,7 @@ It shows what is there. Missing pieces say "not yet", damaged files are named,
 and a run that was interrupted or is still going has a report like any other.
 """
 
+import collections
 import os
 import pathlib
 import time
@@ -12,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import dotted, files
-from composer_jax.report import corpus as corpus_sections
-from composer_jax.report import curves, figures, html, run_data
 from composer_jax.report import episodes as episode_sections
+from composer_jax.report import figures, html, run_data
 from composer_jax.report import policies as delta_sections
 from composer_jax.report import reinforcement as rl_sections
 from composer_jax.telemetry import intervals, progress
@@ -86,7 +86,7 @@ def build(run: run_data.RunData) -> str:
     _experts(run),
     episode_sections.verdicts(run),
     episode_sections.episodes(run),
-    corpus_sections.corpus(run),
+    _corpus(run),
     _run_details(run),
   )
 
@@ -197,7 +197,7 @@ def _language_model(run: run_data.RunData) -> html.Markup:
   for stage in ('cpt', 'sft'):
     wanted = [(stage, 'loss', 'training'), (stage, 'heldout_loss', 'held out')]
     title = f'{STAGES[stage]}: loss'
-    parts.append(curves.curve(run, title, wanted, unit='nats per token'))
+    parts.append(figures.curve(run, title, wanted, unit='nats per token'))
   shown = [
     ('tokens_per_s', 'Speed', 'tokens/s'),
     ('grad_norm', 'Gradient norm before clipping', ''),
@@ -207,7 +207,7 @@ def _language_model(run: run_data.RunData) -> html.Markup:
   for name, title, unit in shown:
     wanted = [(s, name, s.upper()) for s in ('cpt', 'sft')]
     options = {'bounds': (0, None)} if name == 'tokens_per_s' else {}
-    parts.append(curves.curve(run, title, wanted, unit=unit, **options))
+    parts.append(figures.curve(run, title, wanted, unit=unit, **options))
   return html.section(
     'Pretraining and fine-tuning',
     html.element('div', *parts, class_='grid two'),
@@ -244,11 +244,11 @@ def _experts(run: run_data.RunData) -> html.Markup:
       svg = figures.heat_map(title, load_ME)
       parts.append(html.element('div', html.image(svg, title)))
   wanted = [(s, 'expert_load_max', s.upper()) for s in ('cpt', 'sft', 'rl')]
-  parts.append(curves.curve(run, 'Busiest expert over the mean', wanted))
+  parts.append(figures.curve(run, 'Busiest expert over the mean', wanted))
   wanted = [(s, 'shard_load_max', s.upper()) for s in ('cpt', 'sft')]
   if any(run.last(s, name) is not None for s, name, _ in wanted):
     title = 'Busiest expert shard over the mean'
-    parts.append(curves.curve(run, title, wanted))
+    parts.append(figures.curve(run, title, wanted))
   return html.section(
     'Expert load',
     html.element('div', *parts, class_='grid two'),
@@ -271,15 +271,57 @@ def _exchanges(run: run_data.RunData) -> html.Markup | str:
     rows.append(row)
   if not rows:
     return ''
-  titles = (
-    '',
-    'mesh',
-    'transport',
-    'rows needed',
-    'room for',
-    'repeated steps',
+  titles = ('mesh', 'transport', 'rows needed', 'room for', 'repeated steps')
+  return html.table(rows, ('', *titles))
+
+
+def _corpus(run: run_data.RunData) -> html.Markup:
+  """Sums the manifest up: what was kept of which package, what was not."""
+  title = 'Corpus'
+  if not run.manifest:
+    return html.section(title, html.not_yet('Manifest'))
+  documents = [d for d in run.manifest['documents'] if isinstance(d, dict)]
+  dropped = [d for d in run.manifest['dropped'] if isinstance(d, dict)]
+  packages: dict[tuple[str, str], list[int]] = {}
+  licences: collections.Counter = collections.Counter()
+  for d in documents:
+    key = (str(d.get('package', '?')), str(d.get('split', '')))
+    size = run_data.number(d.get('num_bytes')) or 0
+    total = packages.setdefault(key, [0, 0])
+    total[0] += 1
+    total[1] += int(size)
+    licences[str(d.get('licence') or 'unknown')] += 1
+  largest = sorted(packages.items(), key=lambda kv: -kv[1][1])
+  num_bytes = sum(v[1] for v in packages.values())
+  reasons = collections.Counter(str(d.get('reason', '?')) for d in dropped)
+  rows = [[name, split, *total] for (name, split), total in largest]
+  head = ('package', 'split', 'files', 'bytes')
+  columns = html.element(
+    'div',
+    html.element(
+      'div',
+      html.element('h3', 'Licences of the files kept'),
+      html.table([[k, v] for k, v in licences.most_common(12)]),
+    ),
+    html.element(
+      'div',
+      html.element('h3', 'Files dropped, by reason'),
+      html.table([[k, v] for k, v in reasons.most_common()]),
+    ),
+    class_='columns',
   )
-  return html.table(rows, titles)
+  return html.section(
+    title,
+    columns,
+    html.element('h3', 'Packages'),
+    html.table(rows[:12], head),
+    html.details(f'All {len(rows)} packages', html.table(rows, head)),
+    note=(
+      f'{len(documents):,} files kept, {num_bytes / 1e6:.1f} MB, from '
+      f'{len({name for name, _ in packages})} packages; '
+      f'{len(dropped):,} files dropped.'
+    ),
+  )
 
 
 def _times(run: run_data.RunData) -> list[list[str]]:

@@ -4,7 +4,7 @@ import collections
 
 import numpy as np
 
-from composer_jax.report import curves, html, run_data
+from composer_jax.report import figures, html, run_data
 from composer_jax.telemetry import progress
 
 # Versions named of those that differ.
@@ -21,7 +21,7 @@ _PARTS = {
 def bundles(run: run_data.RunData) -> html.Markup:
   """Returns the section: bytes and seconds of each version, at both ends."""
   parts = [
-    curves.curve(
+    figures.curve(
       run,
       'Bytes of each version',
       [
@@ -31,14 +31,14 @@ def bundles(run: run_data.RunData) -> html.Markup:
       ],
       is_log=True,
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Weights that changed',
       [('delta', 'changed', '')],
       unit='share of elements',
       bounds=(0, None),
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Seconds of publishing, in the background',
       [
@@ -47,7 +47,7 @@ def bundles(run: run_data.RunData) -> html.Markup:
       ],
       bounds=(0, None),
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Seconds of receiving',
       [('received', name, label) for name, label in _PARTS.items()],

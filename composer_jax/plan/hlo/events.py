@@ -162,22 +162,14 @@ class ProgramReader:
       instruction = computation[instruction.operands[0]]
     return instruction.name
 
-  def _continues(self, instruction: text.Instruction) -> bool:
-    """Whether a fusion multiplies while a collective in it is in flight."""
-    if instruction.operation != 'fusion':
-      return False
-    called = self.module.computations[instruction.attribute('calls')]
-    return any(_is_collective(i) for i in called.values()) and any(
-      isinstance(event, Multiply) for event in self.walk_products(called)
-    )
-
-  def walk_products(self, called: text.Computation) -> Events:
-    """Returns the products of a fusion."""
-    events: list[Multiply | Begin | End | Repeat] = []
-    for instruction in called.values():
-      if not _is_collective(instruction):
-        events.extend(self._inside(instruction, called))
-    return tuple(events)
+  def _products_under(self, name: str) -> Events:
+    """Returns what a fusion multiplies under a collective in it, if it does."""
+    called = self.module.computations[name]
+    others = [i for i in called.values() if i.operation not in KINDS]
+    if len(others) == len(called):
+      return ()
+    events = tuple(e for i in others for e in self._inside(i, called))
+    return events if any(isinstance(e, Multiply) for e in events) else ()
 
   def _inside(
     self, instruction: text.Instruction, computation: text.Computation
@@ -197,8 +189,10 @@ class ProgramReader:
     called = instruction.called()
     if not called:
       return ()
-    if self._continues(instruction):
-      return self.walk_products(self.module.computations[called])
+    if instruction.operation == 'fusion':
+      events = self._products_under(called)
+      if events:
+        return events
     return self.walk(called)
 
   def _loop(
@@ -279,10 +273,6 @@ def _size(events: Events) -> tuple[float, float]:
       inner = _size(event.events)
       flops, moved = flops + event.trips * inner[0], moved + inner[1]
   return flops, moved
-
-
-def _is_collective(instruction: text.Instruction) -> bool:
-  return instruction.operation in KINDS
 
 
 def _described(

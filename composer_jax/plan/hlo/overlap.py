@@ -26,7 +26,6 @@ class Program:
   Attributes:
     flops: operations of matrix products, two per multiply and add.
     overlapped: those of them issued while a collective is in flight.
-    collectives: in the order of the program.
     kernels: operations in kernels, by name; part of `flops`.
     unknown: kernels whose operations nobody says, by name, how often they run.
   """

@@ -244,9 +244,7 @@ def _step(index: int, body: Computation) -> int | None:
   carry = root(body)
   if carry.operation != 'tuple':
     return None
-  add = body[carry.operands[index]]
-  while add.operation in ('copy', 'bitcast'):
-    add = body[add.operands[0]]
+  add = _unwrapped(body[carry.operands[index]], body)
   if add.operation != 'add':
     return None
   steps = [_constant(name, body) for name in add.operands]
