@@ -69,8 +69,7 @@ class ChatTemplate:
         of their own.
       special_tokens: variables of the template, such as `bos_token`.
       name: of the file, for errors.
-      now: what `strftime_now` tells every time; by default the time of this
-        call.
+      now: what `strftime_now` tells every time; None is the present time.
 
     Raises:
       ValueError: a template is not one; names the file and the line.
@@ -83,11 +82,10 @@ class ChatTemplate:
     self._marked: tuple[Any, dict[str, jinja2.Template]] = (None, {})
 
   def render(self, messages: Messages, **options: Any) -> str:
-    """Returns a conversation as text.
+    """Returns a conversation as text, in which lone surrogates become '?'.
 
     Args:
-      messages: JSON objects with a role and mostly a content; lone surrogates
-        in them become '?'.
+      messages: JSON objects with a role and mostly a content.
       **options: variables of the template: `tools` (JSON schemas),
         `documents`, `add_generation_prompt`, and any of its own.
 
@@ -189,24 +187,20 @@ class ChatTemplate:
   def _run(
     self, templates: dict[str, jinja2.Template], variables: dict[str, Any]
   ) -> str:
+    has_own = variables['tools'] and 'tool_use' in templates
+    template = templates.get('tool_use' if has_own else 'default')
+    if template is None:
+      raise ValueError(
+        f"{self._name} has no chat template 'default', only "
+        f'{sorted(templates)}.'
+      )
     try:
-      return self._pick(templates, variables['tools']).render(variables)
+      return template.render(variables)
     except _FAILURES as error:
       raise ValueError(
         f'{self._name}: the chat template fails on these messages '
         f'({type(error).__name__}: {error}).'
       ) from error
-
-  def _pick(
-    self, templates: dict[str, jinja2.Template], tools: Any
-  ) -> jinja2.Template:
-    name = 'tool_use' if tools and 'tool_use' in templates else 'default'
-    if name not in templates:
-      raise ValueError(
-        f"{self._name} has no chat template 'default', only "
-        f'{sorted(templates)}.'
-      )
-    return templates[name]
 
 
 def load(
@@ -220,9 +214,6 @@ def load(
   Args:
     folder: of the checkpoint.
     now: see `ChatTemplate`; fix it where the tokens must be made again.
-
-  Raises:
-    ValueError: the folder has no chat template, or one that is none.
   """
   folder = pathlib.Path(folder)
   config = tokenizer_json.read_config(folder / CONFIG)

@@ -58,12 +58,7 @@ class ImportedTokenizer:
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
-    """Wraps the content of a `tokenizer.json`.
-
-    Args:
-      source: its content.
-      roles: {name: id} of the ten roles.
-      name: of the file, for errors.
+    """Wraps the content of a `tokenizer.json`; `name` is for errors.
 
     Raises:
       ValueError: the file is of a kind that loses bytes, or whose special
@@ -97,13 +92,10 @@ class ImportedTokenizer:
   ) -> 'ImportedTokenizer':
     """Reads the tokenizer of a checkpoint.
 
-    Args:
-      folder: holds `tokenizer.json` and, usually, `tokenizer_config.json`.
-      vocab_size: rows of the model's embedding.
-
     Raises:
       ValueError: there is no such file, it is not one that can be used (see
-        the constructor), or the embedding has no room for our roles.
+        the constructor), or the embedding of so many rows has no room for our
+        roles.
     """
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():

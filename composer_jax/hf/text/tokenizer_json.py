@@ -46,9 +46,6 @@ def checked(source: Any, config: Mapping[str, Any], name: str) -> dict:
     source: its content.
     config: of `tokenizer_config.json`, which may know more tokens.
     name: of the file, for errors.
-
-  Raises:
-    ValueError: it is damaged, or not of a kind that keeps all text.
   """
   model = source.get('model') if isinstance(source, dict) else None
   if not isinstance(model, dict):
