@@ -12,7 +12,6 @@ import re
 import tempfile
 import time
 from multiprocessing import connection
-from typing import Any
 
 from composer_jax.plan import aot, topologies
 from composer_jax.plan import case as cases
@@ -31,7 +30,6 @@ class CompileTask:
   options: aot.StepOptions
   topology_name: str
   libtpu: str
-  compiler_options: dict[str, Any] | None = None
 
 
 def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
@@ -71,11 +69,7 @@ def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
     devices = topologies.devices(task.topology_name)
     traced, lowered = aot.lower(task.case, task.options, devices)
     pipe.send(traced)
-    pipe.send(
-      aot.compile_lowered(
-        traced, lowered, pathlib.Path(folder), task.compiler_options
-      )
-    )
+    pipe.send(aot.compile_lowered(traced, lowered, pathlib.Path(folder)))
   except (ValueError, RuntimeError) as error:
     pipe.send(error)
 

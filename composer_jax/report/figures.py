@@ -209,7 +209,10 @@ def curve(
       )
   if not lines:
     return html.element('div', html.not_yet(title))
-  svg = curves(title, lines, **options)
+  return drawn(title, curves(title, lines, **options))
+
+
+def drawn(title: str, svg: str) -> html.Markup:
   return html.element('div', html.image(svg, title))
 
 
@@ -244,5 +247,4 @@ def layers(
     Curve(label=label, steps=steps, values=values)
     for label, values in wanted.items()
   ]
-  svg = curves(title, lines, **options)
-  return html.element('div', html.image(svg, title))
+  return drawn(title, curves(title, lines, **options))

@@ -57,17 +57,13 @@ def bundles(run: run_data.RunData) -> html.Markup:
   return html.section(
     'Delta bundles',
     html.element('div', *parts, class_='grid two'),
-    html.join(html.element('p', w, class_='note') for w in _words(run)),
-    html.join(_identities(run)),
+    html.notes(filter(None, (_published(run), _received(run)))),
+    _identities(run),
     note=(
       'How each policy reached who samples. Only the swap keeps the engine '
       'waiting where that is a process of its own.'
     ),
   )
-
-
-def _words(run: run_data.RunData) -> list[str]:
-  return [words for words in (_published(run), _received(run)) if words]
 
 
 def _published(run: run_data.RunData) -> str:
@@ -127,7 +123,7 @@ def _way(route: object) -> str:
   return ' + '.join(dict.fromkeys(kinds)) or 'what was held'
 
 
-def _identities(run: run_data.RunData) -> list[html.Markup]:
+def _identities(run: run_data.RunData) -> html.Markup:
   """Says whether what was received is what was published."""
   ends = {
     stage: {
@@ -141,18 +137,13 @@ def _identities(run: run_data.RunData) -> list[html.Markup]:
   differing = [v for v in both if ends['delta'][v] != ends['received'][v]]
   if differing:
     words = ', '.join(map(str, differing[-_SHOWN:]))
-    return [
-      html.element(
-        'p',
-        f'{len(differing)} versions were received with other weights than were '
-        f'published, the last of them {words}.',
-        class_='problem',
-      )
-    ]
-  if not both:
-    return []
+    told = (
+      f'{len(differing)} versions were received with other weights than were '
+      f'published, the last of them {words}.'
+    )
+    return html.notes([told], 'problem')
   words = f'All {len(both)} that both ends name have one identity at both.'
-  return [html.element('p', words, class_='note')]
+  return html.notes([words] if both else [])
 
 
 def _numbers(rows: list[dict], name: str) -> list[float]:

@@ -103,20 +103,19 @@ def reinforcement(run: run_data.RunData, title: str) -> html.Markup:
 
 def _rl_totals(run: run_data.RunData) -> html.Markup:
   """Says in numbers what a figure shows."""
-  notes = []
+  words = []
   _, replayed = run.series('rl', 'mismatch_kl')
   _, afresh = run.series('rl', 'mismatch_kl_no_replay')
   if replayed and afresh:
     with_replay, without = np.nanmedian(replayed), np.nanmedian(afresh)
-    words = (
+    words.append(
       f'Median mismatch KL: {with_replay:.2g} with routes replayed, '
       f'{without:.2g} routed afresh.'
     )
-    notes.append(html.element('p', words, class_='note'))
-  return html.join([*notes, *_alarms(run), *_gate(run)])
+  return html.join([html.notes(words), _alarms(run), _gate(run)])
 
 
-def _alarms(run: run_data.RunData) -> list[html.Markup]:
+def _alarms(run: run_data.RunData) -> html.Markup | str:
   """Says which alarms of monitors there were, and how many rollouts had one."""
   totals: collections.Counter[str] = collections.Counter()
   for row in run.metrics:
@@ -124,13 +123,13 @@ def _alarms(run: run_data.RunData) -> list[html.Markup]:
     for item in kinds if isinstance(kinds, list) else ():
       if isinstance(item, list) and len(item) == 2 and run_data.number(item[1]):
         totals[str(item[0])] += int(item[1])
-  if not totals:
-    return []
   told = ', '.join(f'{kind} {n}' for kind, n in totals.most_common())
-  return [html.element('p', f'Rollouts that were flagged: {told}.')]
+  return (
+    html.element('p', f'Rollouts that were flagged: {told}.') if told else ''
+  )
 
 
-def _gate(run: run_data.RunData) -> list[html.Markup]:
+def _gate(run: run_data.RunData) -> html.Markup | str:
   """Names the steps whose mismatch left its band, and what the last said."""
   rows = [
     row
@@ -138,7 +137,7 @@ def _gate(run: run_data.RunData) -> list[html.Markup]:
     if row['stage'] == 'rl' and run_data.number(row.get('gate_breaches'))
   ]
   if not rows:
-    return []
+    return ''
   steps = ', '.join(str(row['step']) for row in rows[-_SHOWN:])
   said = rows[-1].get('gate')
   words = [
@@ -146,4 +145,4 @@ def _gate(run: run_data.RunData) -> list[html.Markup]:
     f'{steps}.',
     *(map(str, said) if isinstance(said, list) else ()),
   ]
-  return [html.element('p', w, class_='problem') for w in words]
+  return html.notes(words, 'problem')

@@ -111,13 +111,11 @@ class Module:
     computations: by name; instructions in their order.
     entry: name of the first computation to run.
     num_devices: that run it.
-    is_scheduled: the order of instructions is the order they are issued in.
   """
 
   computations: dict[str, Computation]
   entry: str
   num_devices: int
-  is_scheduled: bool
 
 
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.-]+)( .*)?\{$')
@@ -148,7 +146,6 @@ def parse(text: str) -> Module:
     computations=computations,
     entry=entry,
     num_devices=math.prod(map(int, sizes)),
-    is_scheduled='is_scheduled=true' in header,
   )
 
 
