@@ -27,8 +27,8 @@ _CONFIG = start.define_config(
 )
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
-# The arguments of `questions.answer`.
-_ARGUMENTS = [
+# The fields of `questions.Question`.
+_FIELDS = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
   _text('what', 'params', f'The question: {", ".join(questions.QUESTIONS)}.'),
   _text(
@@ -60,14 +60,14 @@ _ARGUMENTS = [
 
 def _main():
   fields = start.config_fields(_CONFIG)
-  arguments: dict[str, Any] = {flag.name: flag.value for flag in _ARGUMENTS}
+  asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
   try:
-    tables = questions.answer(fields, **arguments)
+    tables = questions.answer(fields, questions.Question(**asked))
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:
     found = [table.to_json() for table in tables]
-    print(json.dumps({arguments['what']: found}))
+    print(json.dumps({asked['what']: found}))
   else:
     print('\n\n'.join(table.to_text() for table in tables))
   if any(table.title.startswith('FAILED') for table in tables):

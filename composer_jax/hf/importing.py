@@ -50,7 +50,7 @@ _STAGING = 'staging'
 _FINGERPRINT = 'source.fingerprint'
 _DISK_MARGIN = 64 * 2**20
 
-_Arrays = dict[str, hf_staging.ChunkedArray]
+_Arrays = dict[str, blocks.ChunkedArray]
 
 
 def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -63,7 +63,7 @@ def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
   """
   out = pathlib.Path(out).absolute()
   with contextlib.closing(hf_source.open_source(source)) as found:
-    arrays = arrays_of(found)
+    arrays = found.arrays()
     _check_names(found)
     partial = out.with_name(out.name + '.partial')
     making.check_absent(out)
@@ -90,18 +90,8 @@ def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
   if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
     return False
   with contextlib.closing(hf_source.open_source(source)) as found:
-    fingerprint = _fingerprint(found, arrays_of(found))
+    fingerprint = _fingerprint(found, found.arrays())
     return (out / _FINGERPRINT).read_text() == fingerprint
-
-
-def arrays_of(source: hf_source.SourceCheckpoint) -> _Arrays:
-  dtypes, chunks = source.dtypes(), source.chunks()
-  return {
-    name: hf_staging.ChunkedArray(
-      shape=shape, dtype=dtypes[name], chunk=chunks[name]
-    )
-    for name, shape in blocks.shapes(source.table).items()
-  }
 
 
 def _check_names(source: hf_source.SourceCheckpoint) -> None:
@@ -244,7 +234,7 @@ def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
     progress.Progress('verify', len(found.tensors)) as bar,
   ):
     stored = hf_stored.Stored(weights, 0)
-    arrays = arrays_of(found)
+    arrays = found.arrays()
     for done, (name, tensor) in enumerate(found.tensors.items()):
       for piece, block in _blocks(found, name, tensor, arrays):
         values = np.ascontiguousarray(stored.read(piece.array, piece.box))

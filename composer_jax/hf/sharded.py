@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from composer_jax.core import trees
-from composer_jax.hf import importing, staging
 from composer_jax.hf.tensors import blocks as hf_blocks
 from composer_jax.hf.tensors import cast, names, quantized
 from composer_jax.hf.tensors import source as hf_source
@@ -59,7 +58,7 @@ def load(
       prefix=source.prefix,
     )
   )
-  arrays, flat = importing.arrays_of(source), trees.flatten_names(shardings)
+  arrays, flat = source.arrays(), trees.flatten_names(shardings)
   have = {name: array.shape for name, array in arrays.items()}
   differing = sorted(
     {n for n in have | shapes if have.get(n) != shapes.get(n)}
@@ -85,7 +84,7 @@ def load(
 
 def _place(
   parts: Parts,
-  array: staging.ChunkedArray,
+  array: hf_blocks.ChunkedArray,
   sharding: jax.sharding.Sharding,
   dtype: np.dtype,
   host_bytes: int | None,
@@ -111,7 +110,7 @@ def _place(
 
 def _on_host(
   parts: Parts,
-  array: staging.ChunkedArray,
+  array: hf_blocks.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -129,7 +128,7 @@ def _on_host(
 
 def _on_devices(
   parts: Parts,
-  array: staging.ChunkedArray,
+  array: hf_blocks.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -160,7 +159,10 @@ def _put(
 
 
 def blocks(
-  parts: Parts, array: staging.ChunkedArray, box: hf_blocks.Box, dtype: np.dtype
+  parts: Parts,
+  array: hf_blocks.ChunkedArray,
+  box: hf_blocks.Box,
+  dtype: np.dtype,
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
   """Yields (start in the box, values) of what the parts have of a box."""
   for tensor, part in parts:

@@ -239,6 +239,7 @@ def compile_lowered(
   traced: Traced,
   lowered: Any,
   folder: pathlib.Path,
+  compiler_options: dict[str, Any] | None = None,
 ) -> Compiled:
   """Compiles what `lower` returns, to the end.
 
@@ -246,12 +247,14 @@ def compile_lowered(
     traced: of `lower`, as `lowered` is.
     lowered: the step.
     folder: empty; the compiler writes its intermediate results into it.
+    compiler_options: beside those that training sets.
 
   Raises:
     jax.errors.JaxRuntimeError: the compiler failed for another reason than
       memory.
   """
   options = {
+    **(compiler_options or {}),
     'xla_dump_to': str(folder),
     'xla_dump_hlo_as_text': True,
     'xla_dump_hlo_module_re': 'jit_',

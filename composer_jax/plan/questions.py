@@ -3,6 +3,7 @@
 So whoever asks can first keep it from taking an accelerator.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,26 +12,29 @@ from composer_jax.plan import topologies
 QUESTIONS = ('params', 'muon', 'comms', 'compile')
 
 
-def answer(
-  fields: dict[str, Any],
-  *,
-  what: str,
-  topology: str,
-  mesh: str,
-  layout: str,
-  dtype: str,
-  batch: int,
-  seq_len: int,
-  accumulate: int,
-  transport: str,
-  bucket: float,
-  chunks: int,
-  remat_saves: Sequence[str] | None,
-  optimizer: str,
-  until: str,
-  libtpu: str,
-) -> list[Any]:
-  """Returns tables (`plan.report.Table`); the flags of the main say of what.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+  """What is asked of which machines; the flags of the main say each field."""
+
+  what: str
+  topology: str
+  mesh: str
+  layout: str
+  dtype: str
+  batch: int
+  seq_len: int
+  accumulate: int
+  transport: str
+  bucket: float
+  chunks: int
+  remat_saves: Sequence[str] | None
+  optimizer: str
+  until: str
+  libtpu: str
+
+
+def answer(fields: dict[str, Any], q: Question) -> list[Any]:
+  """Returns tables (`plan.report.Table`) about a model or a run's model.
 
   Raises:
     ValueError: names what does not fit or is not known.
@@ -40,38 +44,42 @@ def answer(
   from composer_jax.plan import case as cases
   from composer_jax.plan import comms, muon, params
 
-  if what not in QUESTIONS:
-    raise ValueError(f'--what {what!r} is not one of {sorted(QUESTIONS)}.')
+  if q.what not in QUESTIONS:
+    raise ValueError(f'--what {q.what!r} is not one of {sorted(QUESTIONS)}.')
   case = cases.make(
-    fields, topology_name=topology, mesh=mesh, layout=layout, dtype=dtype
+    fields,
+    topology_name=q.topology,
+    mesh=q.mesh,
+    layout=q.layout,
+    dtype=q.dtype,
   )
-  if what == 'params':
+  if q.what == 'params':
     return params.tables(case)
-  if what == 'muon':
+  if q.what == 'muon':
     return muon.tables(case)
-  if what == 'comms':
+  if q.what == 'comms':
     return comms.tables(
       case,
-      batch_size=batch // accumulate,
-      seq_len=seq_len,
-      transport=transport,
-      bucket=bucket or None,
-      microbatches=accumulate,
+      batch_size=q.batch // q.accumulate,
+      seq_len=q.seq_len,
+      transport=q.transport,
+      bucket=q.bucket or None,
+      microbatches=q.accumulate,
     )
   from composer_jax.plan import aot, aot_process, compiled
   from composer_jax.train import placement
 
   options = aot.StepOptions(
-    batch_size=batch,
-    seq_len=seq_len,
-    accumulate=accumulate,
-    optimizer=optimizer,
-    bucket=bucket,
-    remat_saves=None if remat_saves is None else tuple(remat_saves),
-    parallel=placement.ParallelOptions(transport=transport, chunks=chunks),
+    batch_size=q.batch,
+    seq_len=q.seq_len,
+    accumulate=q.accumulate,
+    optimizer=q.optimizer,
+    bucket=q.bucket,
+    remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
+    parallel=placement.ParallelOptions(transport=q.transport, chunks=q.chunks),
   )
   task = aot_process.CompileTask(
-    case=case, options=options, topology_name=topology, libtpu=libtpu
+    case=case, options=options, topology_name=q.topology, libtpu=q.libtpu
   )
-  made = aot_process.compile_step(task, until)
-  return compiled.tables(case, made, seq_len)
+  made = aot_process.compile_step(task, q.until)
+  return compiled.tables(case, made, q.seq_len)

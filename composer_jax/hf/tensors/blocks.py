@@ -69,6 +69,15 @@ class ArrayPiece:
     view[...] = contiguous(theirs)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedArray:
+  """An array and the shape of its chunks."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  chunk: tuple[int, ...]
+
+
 def shapes(table: names.Table) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every array that the tensors of a table make up."""
   found: dict[str, list[int]] = {}

@@ -146,6 +146,7 @@ class Folder:
     self.path = pathlib.Path(path)
     self._descriptors: dict[str, int] = {}
     self._hashes: dict[str, str] = {}
+    self._starts: dict[str, int] = {}
     self.header_texts: dict[str, str] = {}
     self.index, places = None, {}
     if names is None:
@@ -176,6 +177,7 @@ class Folder:
       ) from error
     with path.open('rb') as file:
       data = file.read(int.from_bytes(file.read(8), 'little'))
+    self._starts[name] = 8 + len(data)
     self._hashes[name] = blake3.blake3(data).hexdigest()
     text, header = _parse(data, path)
     if text != render_header(header):
@@ -184,10 +186,7 @@ class Folder:
 
   def _add(self, name: str) -> None:
     header = {k: v for k, v in self.headers[name].items() if k != METADATA}
-    with (self.path / name).open('rb') as file:
-      start = 8 + int.from_bytes(file.read(8), 'little')
-    by_offset = sorted(header, key=lambda k: header[k]['data_offsets'])
-    for tensor in by_offset:
+    for tensor in sorted(header, key=lambda k: header[k]['data_offsets']):
       if tensor in self.tensors:
         raise ValueError(
           f'{tensor} is in both {self.tensors[tensor].file} and {name} of '
@@ -200,7 +199,7 @@ class Folder:
         file=name,
         dtype=entry['dtype'],
         shape=tuple(entry['shape']),
-        start=start + first,
+        start=self._starts[name] + first,
         num_bytes=last - first,
       )
 

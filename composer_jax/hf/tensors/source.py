@@ -47,26 +47,21 @@ class SourceCheckpoint:
   tensors: dict[str, quantized.ReadableTensor]
   carried: tuple[str, ...]
 
-  def dtypes(self) -> dict[str, np.dtype]:
-    """Returns the dtype of every array: its tensors', else float32, for all."""
-    found: dict[str, set[np.dtype]] = {}
+  def arrays(self) -> dict[str, blocks.ChunkedArray]:
+    """Returns every array; float32 where dtypes of its tensors differ."""
+    dtypes: dict[str, set[np.dtype]] = {}
+    parts: dict[str, names.TensorPart] = {}
     for name, tensor in self.tensors.items():
       for part in self.table[name].parts:
-        found.setdefault(part.array, set()).add(tensor.dtype)
-    return {
-      name: dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-      for name, dtypes in found.items()
-    }
-
-  def chunks(self) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of the chunks of every array."""
-    dtypes = self.dtypes()
-    # Every part of an array cuts it alike.
-    parts = {p.array: p for t in self.table.values() for p in t.parts}
-    return {
-      name: blocks.chunk_shape(part, dtypes[name].itemsize)
-      for name, part in parts.items()
-    }
+        dtypes.setdefault(part.array, set()).add(tensor.dtype)
+        parts[part.array] = part
+    found = {}
+    for name, shape in blocks.shapes(self.table).items():
+      one = len(dtypes[name]) == 1
+      dtype = dtypes[name].pop() if one else np.dtype(np.float32)
+      chunk = blocks.chunk_shape(parts[name], dtype.itemsize)
+      found[name] = blocks.ChunkedArray(shape=shape, dtype=dtype, chunk=chunk)
+    return found
 
   def close(self) -> None:
     self.folder.close()

@@ -160,13 +160,11 @@ class ImportedTokenizer:
     )
     pieces = [text.split(tokenizer_json.SPACE) for text in texts]
     flat = iter(self._encode_batch([p for parts in pieces for p in parts]))
-    result = []
-    for parts in pieces:
-      ids = [next(flat)]
-      for _ in parts[1:]:
-        ids += [mark, next(flat)]
-      result.append(np.concatenate(ids))
-    return result
+    # A mark before every part, but for the first.
+    return [
+      np.concatenate([a for _ in parts for a in (mark, next(flat))][1:])
+      for parts in pieces
+    ]
 
   def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)

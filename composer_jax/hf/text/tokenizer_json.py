@@ -90,9 +90,8 @@ def _components(part: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _check_normalizer(part: dict[str, Any], name: str) -> None:
-  is_space = part['type'] == 'Replace' and (
-    part.get('pattern') == {'String': ' '} and part.get('content') == SPACE
-  )
+  shown = (part['type'], part.get('pattern'), part.get('content'))
+  is_space = shown == ('Replace', {'String': ' '}, SPACE)
   if part['type'] not in _NORMAL_FORMS and not is_space:
     raise ValueError(
       f'{name}: the normalizer {part} may lose text. Those that can be used '

@@ -81,22 +81,24 @@ class Instruction:
 
   def called(self) -> str | None:
     """Returns the computation of a call or a fusion."""
-    found = re.search(r'\b(?:calls|to_apply)=%?([\w.-]+)', self.rest)
-    return found.group(1) if found else None
+    return self._stated(r'\b(?:calls|to_apply)=%?([\w.-]+)') or None
 
   def target(self) -> str:
     """Returns what a custom call calls."""
-    found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-    return found.group(1) if found else ''
+    return self._stated(r'custom_call_target="([^"]*)"')
 
   def branches(self) -> list[str]:
-    found = re.search(r'branch_computations=\{([^}]*)\}', self.rest)
-    if found:
-      return re.findall(r'[\w.-]+', found.group(1))
-    return [self.attribute(f'{side}_computation') for side in ('true', 'false')]
+    names = re.findall(
+      r'[\w.-]+', self._stated(r'branch_computations=\{([^}]*)')
+    )
+    sides = ('true_computation', 'false_computation')
+    return names or [self.attribute(side) for side in sides]
 
   def scope(self) -> str:
-    found = re.search(r'op_name="([^"]*)"', self.rest)
+    return self._stated(r'op_name="([^"]*)"')
+
+  def _stated(self, pattern: str) -> str:
+    found = re.search(pattern, self.rest)
     return found.group(1) if found else ''
 
 
