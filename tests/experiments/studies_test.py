@@ -42,3 +42,11 @@ def test_table_and_readme_are_those_of_the_results(analyze):
   table = analyze.table(results.read(analyze.ROOT / 'results'))
   assert (analyze.ROOT / 'table.md').read_text() == table
   assert table.strip() in (analyze.ROOT / 'README.md').read_text()
+
+
+def test_no_benchmark_imports_an_experiment():
+  for path in (STUDIES.parents[1] / 'benchmarks').glob('*.py'):
+    for line in path.read_text().splitlines():
+      words = line.split()
+      is_import = words[:1] in (['import'], ['from'])
+      assert not (is_import and words[1].startswith('experiments')), path
