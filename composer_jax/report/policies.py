@@ -73,10 +73,10 @@ def _published(run: run_data.RunData) -> str:
   full = _numbers(rows, 'full_bytes')
   if not sizes or not full:
     return ''
+  mean = float(np.mean(sizes))
   words = (
-    f'{len(sizes)} deltas of {progress.number(float(np.mean(sizes)))}B on '
-    f'average, {np.mean(full) / max(np.mean(sizes), 1):.1f} times smaller than '
-    'the policy'
+    f'{len(sizes)} deltas of {progress.number(mean)}B on average, '
+    f'{np.mean(full) / max(mean, 1):.1f} times smaller than the policy'
   )
   changed = _numbers(deltas, 'changed')
   if changed:
