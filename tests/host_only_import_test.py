@@ -15,7 +15,6 @@ HOST_ONLY = (
   'core/routes/codec.py',
   'core/routes/message.py',
   'core/files.py',
-  'core/notation.py',
   'telemetry',
   'sandbox',
   'text',
