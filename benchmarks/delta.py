@@ -27,13 +27,13 @@ import numpy as np
 from benchmarks import (
   delta_data,
   delta_pause,
+  delta_recordings,
   delta_sizes,
   delta_speed,
   delta_terabyte,
   delta_world,
   interleaved,
 )
-from experiments.studies.delta import recordings
 
 # Label, generator, rate, what full over bundle bytes must be.
 SYNTHETIC = (
@@ -57,7 +57,7 @@ def _parse() -> argparse.Namespace:
   args.only = set(args.only.split(','))
   if unknown := args.only - set(PARTS):
     parser.error(f'--only takes of {PARTS}, not {sorted(unknown)}.')
-  if args.recordings and not recordings.names(args.recordings):
+  if args.recordings and not delta_recordings.names(args.recordings):
     parser.error(
       f'{args.recordings} holds no recordings; make them with `python -m '
       'experiments.studies.delta.record --out=FOLDER`.'

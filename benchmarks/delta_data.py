@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import ml_dtypes
 import numpy as np
 
-from experiments.studies.delta import recordings
+from benchmarks import delta_recordings
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 POLICIES = 10  # of a case: a catch-up over eight deltas, and one more
@@ -120,14 +120,14 @@ def synthetic(
 
 def recorded(folder: pathlib.Path) -> Iterator[Case]:
   """Cases that experiments.studies.delta.record left in a folder."""
-  for path in recordings.names(folder):
-    about = recordings.about(path)
+  for path in delta_recordings.names(folder):
+    about = delta_recordings.about(path)
     dtypes, stage = about['dtypes'], about['stage']
     # Biases of routers are not rounded, and have no law.
     rounded = {n: 'float32' for n, d in dtypes.items() if d == 'bfloat16'}
     masters = [
       np.concatenate([arrays[n].reshape(-1) for n in rounded])
-      for arrays in recordings.load(path, 'masters', rounded)
+      for arrays in delta_recordings.load(path, 'masters', rounded)
     ]
     yield Case(
       name=path.name,
@@ -136,7 +136,7 @@ def recorded(folder: pathlib.Path) -> Iterator[Case]:
         f'{about["optimizer"].title()} at {about["learning_rate"]:g}'
         + (', masters from bf16' if about['is_cold'] else '')
       ),
-      policies=recordings.load(path, 'policy', dtypes),
+      policies=delta_recordings.load(path, 'policy', dtypes),
       masters=(masters[0], masters[1]),
       is_cold=about['is_cold'],
     )

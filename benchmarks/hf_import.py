@@ -74,7 +74,7 @@ def write(folder: pathlib.Path, is_quick: bool) -> None:
     ],
     {'format': 'pt'},
   )
-  writer = files.Writer(folder / NAME, header)
+  writer = files.SafetensorsWriter(folder / NAME, header)
   for name, tensor in table.items():
     values = 0.02 * rng.standard_normal(tensor.shape, np.float32)
     writer.write(name, files.as_bytes(values.astype(ml_dtypes.bfloat16)))

@@ -77,7 +77,7 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
     parallel=placement.ParallelOptions(transport=arguments.transport),
   )
   is_tpu = topologies.MACHINES[case.machine].platform == 'tpu'
-  task = aot_process.Task(
+  task = aot_process.CompileTask(
     case=case,
     options=options,
     topology_name=subject.topology,

@@ -38,13 +38,6 @@ _FAMILY = flags.DEFINE_string(
   'Whose names and config.json to write, for a model that was not imported: '
   'qwen3_moe, deepseek_v3, mixtral or olmoe.',
 )
-_LAYOUT = flags.DEFINE_enum(
-  'expert_layout',
-  None,
-  ['per_expert', 'stacked'],
-  "Three matrices for each expert, as on the hub, or two arrays for a layer's. "
-  "The default is the import's, or per_expert.",
-)
 
 
 def run() -> None:
@@ -60,9 +53,7 @@ def run() -> None:
     origin = exporting.of_import(source)
   else:
     origin = exporting.of_run(source, _STAGE.value, family=_FAMILY.value)
-  exporting.write(
-    origin, _OUT.value, dtype=_DTYPE.value, expert_layout=_LAYOUT.value
-  )
+  exporting.write(origin, _OUT.value, dtype=_DTYPE.value)
   print(f'Hugging Face checkpoint: {_OUT.value}')
 
 

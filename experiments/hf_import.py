@@ -5,7 +5,9 @@
 DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2,
 Mixtral or OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's
 int4. Nothing larger than a piece of a tensor is held in memory, and the same
-command goes on after an interruption. `experiments.export` is the way back.
+command goes on after an interruption. Tensors that the model does not have
+(layers for multi-token prediction, vision towers) are named and carried along.
+`experiments.export` is the way back.
 """
 
 import pathlib
@@ -19,14 +21,6 @@ _SOURCE = flags.DEFINE_string(
 )
 _OUT = flags.DEFINE_string(
   'out', None, 'Import directory to make; must not exist.', required=True
-)
-_UNMODELLED = flags.DEFINE_enum(
-  'unmodelled',
-  'carry',
-  ['carry', 'refuse'],
-  'What to do with tensors that the model does not have (layers for '
-  'multi-token prediction, vision towers): carry them to exports unchanged, or '
-  'refuse the checkpoint.',
 )
 _VERIFY = flags.DEFINE_bool(
   'verify',
@@ -44,7 +38,7 @@ def run() -> None:
   if _VERIFY.value and importing.is_finished(_SOURCE.value, _OUT.value):
     print(f'{_OUT.value} is a finished import of it.')
   else:
-    importing.convert(_SOURCE.value, _OUT.value, unmodelled=_UNMODELLED.value)
+    importing.convert(_SOURCE.value, _OUT.value)
   if _VERIFY.value:
     importing.verify(_SOURCE.value, _OUT.value)
   print(
@@ -64,7 +58,7 @@ def _warn(source: pathlib.Path) -> None:
   except (ValueError, OSError):
     return  # The import says it.
   try:
-    tokenizer.Tokenizer.from_folder(source, config.vocab_size)
+    tokenizer.ImportedTokenizer.from_folder(source, config.vocab_size)
   except ValueError as error:
     print(f'Warning: a run will refuse this tokenizer: {error}', flush=True)
 

@@ -27,25 +27,11 @@ import numpy as np
 from composer_jax.core import dotted, files
 from composer_jax.hf import identity, importing, making
 from composer_jax.hf.architecture import config as hf_config
-from composer_jax.hf.tensors import (
-  blocks,
-  cast,
-  names,
-  quantized,
-  source,
-)
-from composer_jax.hf.tensors import (
-  carried as hf_carried,
-)
-from composer_jax.hf.tensors import (
-  files as hf_io,
-)
-from composer_jax.hf.tensors import (
-  layout as hf_layout,
-)
-from composer_jax.hf.tensors import (
-  stored as hf_stored,
-)
+from composer_jax.hf.tensors import blocks, cast, names, quantized, source
+from composer_jax.hf.tensors import carried as hf_carried
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import layout as hf_layout
+from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.models import config as model_config
 from composer_jax.telemetry import progress
 from composer_jax.train import workdir as workdirs
@@ -61,7 +47,6 @@ class Origin:
 
   Attributes:
     weights: directory of a `manager.Checkpoints`.
-    config: of the model.
     family: of `hf.tensors.names.FAMILIES`.
     imported: import directory that the model came from; None if it was born
       here.
@@ -104,40 +89,34 @@ def of_training(
     weights: directory of a `manager.Checkpoints` of variables.
     config: of the model.
     imported: import directory it began from, if any.
-    family: whose config.json and names to write; needed if it has none.
+    family: whose config.json and names to write; needed without an import.
 
   Raises:
     ValueError: there is no family to be had, or the model is another.
   """
-  if imported is None:
-    if family is None:
+  if imported is not None:
+    imported = pathlib.Path(imported)
+    theirs: str = _record(imported)['family']
+    if family not in (None, theirs):
       raise ValueError(
-        'A model that was not imported needs --family, one of '
-        f'{names.FAMILIES}: whose config.json and names to write.'
+        f'The model was imported as {theirs!r} from {imported}; leave out '
+        f'--family={family}.'
       )
-    return Origin(
-      weights=pathlib.Path(weights),
-      config=config,
-      family=family,
-      imported=None,
-      is_trained=True,
-    )
-  imported = pathlib.Path(imported)
-  theirs = _record(imported)['family']
-  if family not in (None, theirs):
+    if _weightless(config) != _weightless(_config(imported)):
+      raise ValueError(
+        f'The model of {weights} is not that of {imported / importing.MODEL}, '
+        'from which it is said to have begun.'
+      )
+    family = theirs
+  elif family is None:
     raise ValueError(
-      f'The model was imported as {theirs!r} from {imported}; leave out '
-      f'--family={family}.'
-    )
-  if _weightless(config) != _weightless(_config(imported)):
-    raise ValueError(
-      f'The model of {weights} is not that of {imported / importing.MODEL}, '
-      'from which it is said to have begun.'
+      'A model that was not imported needs --family, one of '
+      f'{names.FAMILIES}: whose config.json and names to write.'
     )
   return Origin(
     weights=pathlib.Path(weights),
     config=config,
-    family=theirs,
+    family=family,
     imported=imported,
     is_trained=True,
   )
@@ -149,8 +128,7 @@ def of_run(
   """Returns the origin that a finished stage of a run is.
 
   Raises:
-    ValueError: it is not finished, its import is not where it was, or as
-      `of_training`.
+    ValueError: it is not finished, its import is elsewhere, or `of_training`.
   """
   workdir = pathlib.Path(workdir)
   exports = workdir / 'exports'
@@ -210,21 +188,17 @@ def write(
   out: str | os.PathLike,
   *,
   dtype: str | None = None,
-  expert_layout: str | None = None,
   file_bytes: int = hf_layout.FILE_BYTES,
 ) -> None:
-  """Writes a Hugging Face checkpoint.
+  """Writes a Hugging Face checkpoint into a folder that must not exist.
 
   Args:
-    origin: from `of_import` or `of_training`.
-    out: folder, which must not exist.
+    origin: from `of_import`, `of_run` or `of_training`.
+    out: the folder.
     dtype: of `hf.tensors.layout.DTYPES`, or 'source' for that of each imported
       tensor; None is 'source' for imports and 'bfloat16' for what was trained.
       The selection bias is float32 in any but 'source'.
-    expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`; None is the import's,
-      or 'per_expert'.
-    file_bytes: bytes a file should not exceed, where the split of the import
-      is not kept.
+    file_bytes: most of a file, where the split of the import is not kept.
 
   Raises:
     ValueError: `out` exists, or the weights are not the model's.
@@ -239,17 +213,14 @@ def write(
       f'--dtype={dtype} needs an imported model; choose one of '
       f'{[*hf_layout.DTYPES]}.'
     )
-  layout = record['expert_layout'] if record else 'per_expert'
   table = names.tensors(
     origin.config,
     origin.family,
-    expert_layout=expert_layout or layout,
+    expert_layout=record['expert_layout'] if record else 'per_expert',
     prefix=record['prefix'] if record else '',
   )
   dtypes = hf_layout.dtypes(table, dtype, record)
-  plan = hf_layout.plan(
-    table, dtypes, record, expert_layout or layout, file_bytes
-  )
+  plan = hf_layout.plan(table, dtypes, record, file_bytes)
   # Not the suffix of imports, which must not be taken for an export's.
   partial = out.with_name(out.name + '.exporting')
   making.check_absent(out)
@@ -289,8 +260,7 @@ def _check_arrays(
   stored: hf_stored.Stored, table: names.Table, weights: pathlib.Path
 ) -> None:
   """Raises unless the checkpoint holds the arrays of the table."""
-  want = blocks.shapes(table)
-  have = stored.shapes
+  have, want = stored.shapes, blocks.shapes(table)
   differing = sorted(n for n in have | want if have.get(n) != want.get(n))
   if differing:
     name = differing[0]
@@ -304,15 +274,12 @@ def _write_files(
   stored: hf_stored.Stored,
   table: names.Table,
   dtypes: dict[str, np.dtype],
-  plan: dict[str, list[hf_layout.Entry]],
+  plan: dict[str, list[hf_layout.FileEntry]],
   record: dict[str, Any] | None,
   carried: hf_io.Folder | None,
   partial: pathlib.Path,
 ) -> None:
-  headers = {
-    file: hf_layout.header(entries, file, record)
-    for file, entries in plan.items()
-  }
+  headers = {f: hf_layout.header(e, f, record) for f, e in plan.items()}
   index = hf_layout.index(plan, headers, record)
   if index is not None:
     files.write_atomic(partial / hf_io.INDEX, index.encode())
@@ -324,18 +291,18 @@ def _write_files(
       stored.verify(name)
       bar.update(done + 1, verified=name)
     writers = {
-      file: hf_io.Writer(
+      file: hf_io.SafetensorsWriter(
         partial / file, header, hf_layout.header_text(file, header, record)
       )
       for file, header in headers.items()
     }
     for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
+      name, writer = entry.name, writers[file]
       if entry.is_carried:
         assert carried is not None
-        hf_carried.copy(carried, entry.name, writers[file])
+        hf_carried.copy(carried, name, writer)
       else:
-        dtype = dtypes[entry.name]
-        _write_tensor(stored, table[entry.name], dtype, writers[file])
+        _write_tensor(stored, table[name], dtypes[name], writer)
       bar.update(done + 1, written=entry.name)
     for writer in writers.values():
       writer.close()
@@ -343,12 +310,12 @@ def _write_files(
 
 def _write_tensor(
   stored: hf_stored.Stored,
-  tensor: names.Tensor,
+  tensor: names.NamedTensor,
   dtype: np.dtype,
-  writer: hf_io.Writer,
+  writer: hf_io.SafetensorsWriter,
 ) -> None:
   """Writes a tensor piece by piece, or whole where pieces interleave."""
-  pieces: list[blocks.Piece] = []
+  pieces: list[blocks.ArrayPiece] = []
   for part in tensor.parts:
     item_bytes = stored.dtypes[part.array].itemsize
     chunk = blocks.chunk_shape(part, item_bytes)
@@ -378,17 +345,13 @@ def _write_beside(origin: Origin, dtype: str, partial: pathlib.Path) -> None:
   """Writes config.json and the tokenizer's files."""
   if origin.imported is None:
     fields = hf_config.to_hf(origin.config, origin.family)
-    files.write_atomic(
-      partial / source.CONFIG, hf_layout.config_text(fields, dtype)
-    )
-    return
-  for path in importing.copied(origin.imported):
-    place = partial / path.relative_to(origin.imported)
-    files.write_atomic(place, path.read_bytes())
-  if origin.roles is not None:
-    files.write_json(partial / ROLES, origin.roles)
-  fields = files.read_json(origin.imported / source.CONFIG)
-  if dtype != hf_layout.SOURCE or quantized.scheme(fields) is not None:
-    files.write_atomic(
-      partial / source.CONFIG, hf_layout.config_text(fields, dtype)
-    )
+  else:
+    importing.copy_beside(origin.imported, partial)
+    if origin.roles is not None:
+      files.write_json(partial / ROLES, origin.roles)
+    fields = files.read_json(origin.imported / source.CONFIG)
+    if dtype == hf_layout.SOURCE and quantized.scheme(fields) is None:
+      return
+  files.write_atomic(
+    partial / source.CONFIG, hf_layout.config_text(fields, dtype)
+  )

@@ -109,7 +109,7 @@ class ImportedModel:
       ValueError: the tokenizer or the conversations cannot be used; nothing has
         been written.
     """
-    made = hf_tokenizer.Tokenizer.from_folder(
+    made = hf_tokenizer.ImportedTokenizer.from_folder(
       self.folder, self.model.vocab_size
     )
     if self.conversations_file:
@@ -122,14 +122,14 @@ class ImportedModel:
       conversations.save(workdir / conversations.FILE, documents)
     made.save(workdir / _TOKENIZER)
 
-  def tokenizer(self, workdir: pathlib.Path) -> hf_tokenizer.Tokenizer:
+  def tokenizer(self, workdir: pathlib.Path) -> hf_tokenizer.ImportedTokenizer:
     """The import's tokenizer, saved where a rollout worker finds it."""
     path = workdir / _TOKENIZER
     if not path.exists():
-      hf_tokenizer.Tokenizer.from_folder(
+      hf_tokenizer.ImportedTokenizer.from_folder(
         self.folder, self.model.vocab_size
       ).save(path)
-    return hf_tokenizer.Tokenizer.load(path)
+    return hf_tokenizer.ImportedTokenizer.load(path)
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
     if not self.conversations_file:

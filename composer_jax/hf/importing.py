@@ -26,30 +26,17 @@ import numpy as np
 from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
-from composer_jax.hf.tensors import (
-  blocks,
-  carried,
-  quantized,
-)
-from composer_jax.hf.tensors import (
-  cast as hf_cast,
-)
-from composer_jax.hf.tensors import (
-  files as hf_io,
-)
-from composer_jax.hf.tensors import (
-  source as hf_source,
-)
-from composer_jax.hf.tensors import (
-  stored as hf_stored,
-)
+from composer_jax.hf.tensors import blocks, carried, quantized
+from composer_jax.hf.tensors import cast as hf_cast
+from composer_jax.hf.tensors import files as hf_io
+from composer_jax.hf.tensors import source as hf_source
+from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
 MODEL = 'model.json'
 RECORD = 'hf.json'
 WEIGHTS = 'weights'
-UNMODELLED = ('carry', 'refuse')
 
 # Beside a checkpoint's tensors: the tokenizer and its chat template, defaults
 # of generation, and the code that some configs name.
@@ -63,20 +50,11 @@ _STAGING = 'staging'
 _FINGERPRINT = 'source.fingerprint'
 _DISK_MARGIN = 64 * 2**20
 
+_Arrays = dict[str, blocks.ChunkedArray]
 
-def convert(
-  source: str | os.PathLike,
-  out: str | os.PathLike,
-  *,
-  unmodelled: str = 'carry',
-) -> None:
+
+def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
   """Writes an import directory, or goes on where a killed call stopped.
-
-  Args:
-    source: folder of a Hugging Face checkpoint.
-    out: the import directory; must not exist.
-    unmodelled: 'carry' keeps tensors that the model does not have as they are,
-      'refuse' makes them an error.
 
   Raises:
     ValueError: the source is not sound or not supported, `out` exists, or its
@@ -85,8 +63,7 @@ def convert(
   """
   out = pathlib.Path(out).absolute()
   with contextlib.closing(hf_source.open_source(source)) as found:
-    arrays = arrays_of(found)
-    _check_unmodelled(found, unmodelled)
+    arrays = found.arrays()
     _check_names(found)
     partial = out.with_name(out.name + '.partial')
     making.check_absent(out)
@@ -113,31 +90,11 @@ def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
   if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
     return False
   with contextlib.closing(hf_source.open_source(source)) as found:
-    fingerprint = _fingerprint(found, arrays_of(found))
+    fingerprint = _fingerprint(found, found.arrays())
     return (out / _FINGERPRINT).read_text() == fingerprint
 
 
-def arrays_of(source: hf_source.Source) -> dict[str, hf_staging.Array]:
-  dtypes, chunks = source.dtypes(), source.chunks()
-  return {
-    name: hf_staging.Array(shape=shape, dtype=dtypes[name], chunk=chunks[name])
-    for name, shape in blocks.shapes(source.table).items()
-  }
-
-
-def _check_unmodelled(source: hf_source.Source, unmodelled: str) -> None:
-  if unmodelled not in UNMODELLED:
-    raise ValueError(f'unmodelled {unmodelled!r} is not one of {UNMODELLED}.')
-  if unmodelled == 'refuse' and source.carried:
-    raw = source.folder.tensors[source.carried[0]]
-    raise ValueError(
-      f'{source.folder.path / raw.file} holds {raw.name}, which is not '
-      f'modelled ({len(source.carried)} such tensors); --unmodelled=carry '
-      'keeps them for exports.'
-    )
-
-
-def _check_names(source: hf_source.Source) -> None:
+def _check_names(source: hf_source.SourceCheckpoint) -> None:
   """Raises if a file to be copied has the name of one of ours."""
   for name in (MODEL, RECORD):
     if (source.folder.path / name).exists():
@@ -154,11 +111,8 @@ def _check_ours(partial: pathlib.Path) -> None:
 
 
 def _check_space(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
-  """Raises before anything is written if it would be in vain."""
   there = (p for p in partial.rglob('*') if p.is_file())
   done = {p.stat().st_ino: p.stat().st_size for p in there}
   needed = _DISK_MARGIN - sum(done.values())
@@ -171,9 +125,7 @@ def _check_space(
 
 
 def _claim(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
   """Binds a partial import to what it is of, or checks that it is bound."""
   text, path = _fingerprint(source, arrays), partial / _FINGERPRINT
@@ -186,9 +138,7 @@ def _claim(
     )
 
 
-def _fingerprint(
-  source: hf_source.Source, arrays: dict[str, hf_staging.Array]
-) -> str:
+def _fingerprint(source: hf_source.SourceCheckpoint, arrays: _Arrays) -> str:
   """Returns the text that tells a source, and how it is cut, from others."""
   fields = {
     'files': source.folder.fingerprint(),
@@ -199,9 +149,7 @@ def _fingerprint(
 
 
 def _write_weights(
-  source: hf_source.Source,
-  arrays: dict[str, hf_staging.Array],
-  partial: pathlib.Path,
+  source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
   staging = hf_staging.Staging(partial / _STAGING, arrays)
   start = len(staging.done)
@@ -224,11 +172,11 @@ def _write_weights(
 
 
 def _blocks(
-  source: hf_source.Source,
+  source: hf_source.SourceCheckpoint,
   name: str,
-  tensor: quantized.Tensor,
-  arrays: dict[str, hf_staging.Array],
-) -> Iterator[tuple[blocks.Piece, np.ndarray]]:
+  tensor: quantized.ReadableTensor,
+  arrays: _Arrays,
+) -> Iterator[tuple[blocks.ArrayPiece, np.ndarray]]:
   for part in source.table[name].parts:
     array = arrays[part.array]
     for piece in blocks.pieces(part, array.chunk):
@@ -244,11 +192,16 @@ def copied(folder: pathlib.Path) -> list[pathlib.Path]:
   return sorted(p for p in found if p.is_file() and p.name not in ours)
 
 
-def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
+def copy_beside(folder: pathlib.Path, out: pathlib.Path) -> None:
+  for path in copied(folder):
+    files.write_atomic(out / path.relative_to(folder), path.read_bytes())
+
+
+def _write_records(
+  source: hf_source.SourceCheckpoint, partial: pathlib.Path
+) -> None:
   folder = source.folder
-  for path in copied(folder.path):
-    place = partial / path.relative_to(folder.path)
-    files.write_atomic(place, path.read_bytes())
+  copy_beside(folder.path, partial)
   files.write_json(partial / MODEL, source.config.to_dict())
   record = {
     'family': source.family,
@@ -270,9 +223,7 @@ def _write_records(source: hf_source.Source, partial: pathlib.Path) -> None:
 
 
 def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
-  """Compares every value of an import directory with its source.
-
-  What is carried along is compared too.
+  """Compares every value of an import directory, carried ones too.
 
   Raises:
     ValueError: names the tensor that differs.
@@ -283,7 +234,7 @@ def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
     progress.Progress('verify', len(found.tensors)) as bar,
   ):
     stored = hf_stored.Stored(weights, 0)
-    arrays = arrays_of(found)
+    arrays = found.arrays()
     for done, (name, tensor) in enumerate(found.tensors.items()):
       for piece, block in _blocks(found, name, tensor, arrays):
         values = np.ascontiguousarray(stored.read(piece.array, piece.box))

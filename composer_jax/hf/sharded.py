@@ -14,42 +14,33 @@ import jax
 import numpy as np
 
 from composer_jax.core import trees
-from composer_jax.hf import importing, staging
-from composer_jax.hf.tensors import (
-  blocks as hf_blocks,
-)
-from composer_jax.hf.tensors import (
-  cast,
-  names,
-  quantized,
-)
-from composer_jax.hf.tensors import (
-  source as hf_source,
-)
+from composer_jax.hf.tensors import blocks as hf_blocks
+from composer_jax.hf.tensors import cast, names, quantized
+from composer_jax.hf.tensors import source as hf_source
 from composer_jax.models import config as model_config
 
 # Of the pieces of a shard that is put together on the host of an accelerator.
 _HOST_BYTES = 4 * hf_blocks.PIECE_BYTES
 
 # Of one array: tensors and what each contributes.
-Parts = list[tuple[quantized.Tensor, names.Part]]
+Parts = list[tuple[quantized.ReadableTensor, names.TensorPart]]
 
 
 def load(
-  source: hf_source.Source,
+  source: hf_source.SourceCheckpoint,
   config: model_config.ModelConfig,
   shardings: Any,
   *,
   dtype: np.dtype | None = None,
   host_bytes: int | None = None,
 ) -> Any:
-  """Reads a Hugging Face checkpoint into sharded arrays, without a checkpoint.
+  """Reads a Hugging Face checkpoint into sharded arrays.
 
   Each process reads what its devices hold. A large shard is put together on
   its device, piece by piece, so that the host never holds it.
 
   Args:
-    source: from `hf.tensors.source.open_source`.
+    source: the checkpoint.
     config: of the model; may differ from the source's in what has no weights.
     shardings: tree of `jax.sharding.Sharding`, one for each array.
     dtype: of all arrays; None keeps those of the source.
@@ -67,7 +58,7 @@ def load(
       prefix=source.prefix,
     )
   )
-  arrays, flat = importing.arrays_of(source), trees.flatten_names(shardings)
+  arrays, flat = source.arrays(), trees.flatten_names(shardings)
   have = {name: array.shape for name, array in arrays.items()}
   differing = sorted(
     {n for n in have | shapes if have.get(n) != shapes.get(n)}
@@ -93,7 +84,7 @@ def load(
 
 def _place(
   parts: Parts,
-  array: staging.Array,
+  array: hf_blocks.ChunkedArray,
   sharding: jax.sharding.Sharding,
   dtype: np.dtype,
   host_bytes: int | None,
@@ -119,7 +110,7 @@ def _place(
 
 def _on_host(
   parts: Parts,
-  array: staging.Array,
+  array: hf_blocks.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -137,7 +128,7 @@ def _on_host(
 
 def _on_devices(
   parts: Parts,
-  array: staging.Array,
+  array: hf_blocks.ChunkedArray,
   box: hf_blocks.Box,
   dtype: np.dtype,
   devices: list[jax.Device],
@@ -168,7 +159,10 @@ def _put(
 
 
 def blocks(
-  parts: Parts, array: staging.Array, box: hf_blocks.Box, dtype: np.dtype
+  parts: Parts,
+  array: hf_blocks.ChunkedArray,
+  box: hf_blocks.Box,
+  dtype: np.dtype,
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
   """Yields (start in the box, values) of what the parts have of a box."""
   for tensor, part in parts:

@@ -9,7 +9,6 @@ A killed run loses what it wrote since the last sync. A chunk is in the journal
 only once it would survive a power cut.
 """
 
-import dataclasses
 import errno
 import json
 import math
@@ -17,7 +16,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import blake3
 import numpy as np
@@ -25,6 +24,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future as ocp_future
 
 from composer_jax.core import files
+from composer_jax.hf.tensors import blocks
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.train.checkpoints import hashes, manager
 
@@ -36,25 +36,13 @@ _ZARR_DTYPES = {'float32': '<f4', 'float16': '<f2', 'bfloat16': 'bfloat16'}
 _SYNC_BYTES = 2**30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
-  """An array and the shape of its chunks."""
-
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  chunk: tuple[int, ...]
-
-
 class Staging:
   """The chunks in one folder, and the journal of those that are whole."""
 
-  def __init__(self, folder: str | os.PathLike, arrays: Mapping[str, Array]):
-    """Opens a folder, made when missing, and reads its journal.
-
-    Args:
-      folder: of this alone, and of these arrays.
-      arrays: by name.
-    """
+  def __init__(
+    self, folder: str | os.PathLike, arrays: Mapping[str, blocks.ChunkedArray]
+  ):
+    """Opens a folder of these arrays alone, and reads its journal."""
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
@@ -103,7 +91,7 @@ class Staging:
     self._pending[tensor] = {}
 
   def write(self, tensor: str, name: str, start: Sequence[int], block) -> None:
-    """Writes a chunk.
+    """Writes a chunk of an array.
 
     Args:
       tensor: the one that was begun.
@@ -144,38 +132,43 @@ class Staging:
     self.done.update(self._pending)
     self._pending, self._unsynced, self._unsynced_bytes = {}, [], 0
 
-  def save(self, directory: str | os.PathLike, data: Any = None) -> None:
-    """Makes a checkpoint of step 0 of the chunks.
-
-    Args:
-      directory: `manager.Checkpoints(directory, keep=1)` will read it.
-      data: the JSON value beside the arrays.
-    """
+  def save(self, directory: str | os.PathLike) -> None:
+    """Makes the step 0 of a `manager.Checkpoints` of the chunks."""
     self.finish(force=True)
     shards: dict[str, dict[str, str]] = {name: {} for name in self._arrays}
     for chunks in self.done.values():
       for name, found in chunks.items():
         shards[name].update(found)
-    record = {
-      name: {
-        'shape': list(array.shape),
-        'dtype': str(array.dtype),
-        'shards': shards[name],
-      }
-      for name, array in self._arrays.items()
+    record, tree = {}, {}
+    for name, array in self._arrays.items():
+      kind = {'shape': list(array.shape), 'dtype': str(array.dtype)}
+      record[name] = {**kind, 'shards': shards[name]}
+      tree[name] = _Finished(self._folder / _CHUNKS / name, array)
+    registry = ocp.type_handlers.create_type_handler_registry(
+      (_Finished, _Links())
+    )
+    items = manager.side_items(record, None)
+    handlers: dict[str, ocp.CheckpointHandler] = {
+      name: ocp.JsonCheckpointHandler() for name in items
     }
-    tree = {
-      name: _Finished(self._folder / _CHUNKS / name, array)
-      for name, array in self._arrays.items()
-    }
-    _commit(pathlib.Path(directory).absolute(), tree, record, data)
+    handlers[manager.STATE] = ocp.PyTreeCheckpointHandler(
+      use_ocdbt=False, type_handler_registry=registry
+    )
+    items[manager.STATE] = ocp.args.PyTreeSave(tree)
+    with ocp.CheckpointManager(
+      pathlib.Path(directory).absolute(),
+      options=ocp.CheckpointManagerOptions(max_to_keep=1),
+      item_handlers=handlers,
+    ) as orbax:
+      orbax.save(0, args=ocp.args.Composite(**items))
+      orbax.wait_until_finished()
 
   def remove(self) -> None:
     self._journal.close()
     shutil.rmtree(self._folder)
 
 
-def _zarr_metadata(array: Array) -> bytes:
+def _zarr_metadata(array: blocks.ChunkedArray) -> bytes:
   """Returns the .zarray of plain chunks, one file each, in C order."""
   fields = {
     'zarr_format': 2,
@@ -194,7 +187,7 @@ def _zarr_metadata(array: Array) -> bytes:
 class _Finished:
   """A leaf for orbax: an array whose files exist."""
 
-  def __init__(self, folder: pathlib.Path, array: Array):
+  def __init__(self, folder: pathlib.Path, array: blocks.ChunkedArray):
     self.folder = folder
     self.shape, self.dtype = array.shape, array.dtype
     self.nbytes = math.prod(array.shape) * array.dtype.itemsize
@@ -230,28 +223,3 @@ def _link(source: str, target: pathlib.Path) -> None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
       raise
     os.replace(source, target)
-
-
-def _commit(
-  directory: pathlib.Path,
-  tree: dict[str, _Finished],
-  record: dict[str, Any],
-  data: Any,
-) -> None:
-  registry = ocp.type_handlers.create_type_handler_registry(
-    (_Finished, _Links())
-  )
-  items = manager.side_items(record, data)
-  handlers: dict[str, ocp.CheckpointHandler] = {
-    name: ocp.JsonCheckpointHandler() for name in items
-  }
-  handlers[manager.STATE] = ocp.PyTreeCheckpointHandler(
-    use_ocdbt=False, type_handler_registry=registry
-  )
-  options = ocp.CheckpointManagerOptions(max_to_keep=1)
-  items[manager.STATE] = ocp.args.PyTreeSave(tree)
-  with ocp.CheckpointManager(
-    directory, options=options, item_handlers=handlers
-  ) as orbax:
-    orbax.save(0, args=ocp.args.Composite(**items))
-    orbax.wait_until_finished()

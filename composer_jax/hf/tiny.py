@@ -100,10 +100,7 @@ MODELS = {'qwen3_moe': _QWEN3, 'deepseek_v3': _DEEPSEEK}
 def write(folder: str | os.PathLike, family: str, seed: int) -> None:
   """Writes config.json, model.safetensors and the tokenizer's files.
 
-  Args:
-    folder: must not exist; appears whole.
-    family: of MODELS.
-    seed: of the weights.
+  The folder must not exist and appears whole.
   """
   folder, model = pathlib.Path(folder), MODELS[family]
   if folder.exists():

@@ -47,11 +47,9 @@ class StepOptions:
   Attributes:
     batch_size: rows of a step on all devices; 0: in every microbatch one row
       for each device that has rows of its own.
-    seq_len: tokens of a row.
     accumulate: microbatches of a step.
     optimizer: 'muon' or 'adam'.
     bucket: room of the experts' receive buffers in means; 0 for the worst case.
-    parallel: of what devices exchange.
     remat_saves: what recomputation keeps; None as the model's config has it.
   """
 
@@ -82,7 +80,7 @@ class Traced(NamedTuple):
   """What is known of a step before it is compiled.
 
   Attributes:
-    num_tokens: of a step, on all devices.
+    num_tokens: on all devices.
     arguments: bytes of the state and the batch on one device.
     seconds: to trace and lower.
     stands_in: kernels that a reference replaces, and why.
@@ -110,7 +108,6 @@ class Compiled:
 
   Attributes:
     text: of the program, a schedule.
-    traced: what was known before.
     seconds: to compile, on the clock of this machine.
     has_code: false where the schedule and the memory are final, and machine
       code was not waited for.
@@ -141,11 +138,6 @@ def lower(
   case: cases.Case, options: StepOptions, devices: list[Any]
 ) -> tuple[Traced, Any]:
   """Traces the step of a case for devices that need not exist.
-
-  Args:
-    case: model, mesh and layout.
-    options: of the step.
-    devices: as many as the mesh has.
 
   Returns:
     What is known of it, and what `compile_lowered` takes.
@@ -227,10 +219,11 @@ def _lower(
 
   # Described, not there: a batch holds shapes where arrays are declared.
   batch_of: Any = batches.LMBatch
+  integers = tokens(jnp.int32)
   batch = batch_of(
-    tokens_BT=tokens(jnp.int32),
-    segment_ids_BT=tokens(jnp.int32),
-    positions_BT=tokens(jnp.int32),
+    tokens_BT=integers,
+    segment_ids_BT=integers,
+    positions_BT=integers,
     loss_weights_BT=tokens(jnp.float32),
   )
   takes: list[Any] = [programs.like, batch]
@@ -251,8 +244,8 @@ def compile_lowered(
   """Compiles what `lower` returns, to the end.
 
   Args:
-    traced: of it.
-    lowered: likewise.
+    traced: of `lower`, as `lowered` is.
+    lowered: the step.
     folder: empty; the compiler writes its intermediate results into it.
     compiler_options: beside those that training sets.
 

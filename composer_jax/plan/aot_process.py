@@ -12,7 +12,6 @@ import re
 import tempfile
 import time
 from multiprocessing import connection
-from typing import Any
 
 from composer_jax.plan import aot, topologies
 from composer_jax.plan import case as cases
@@ -24,22 +23,19 @@ _TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class CompileTask:
   """What a process compiles, after it has prepared for it."""
 
   case: cases.Case
   options: aot.StepOptions
   topology_name: str
   libtpu: str
-  compiler_options: dict[str, Any] | None = None
 
 
-def compile_step(task: Task, until: str = 'code') -> aot.Compiled:
+def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   """Compiles a step in a process of its own.
 
-  Args:
-    task: what.
-    until: of UNTIL; only a TPU's compiler can be left at the schedule.
+  Only a TPU's compiler can be left at the schedule.
 
   Raises:
     ValueError: as `aot.lower`.
@@ -66,18 +62,14 @@ def compile_step(task: Task, until: str = 'code') -> aot.Compiled:
       process.join()
 
 
-def _work(pipe: connection.Connection, task: Task, folder: str) -> None:
+def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
   """Runs in the other process; sends Traced, then Compiled, or an error."""
   try:
     topologies.prepare(task.topology_name, task.libtpu)
     devices = topologies.devices(task.topology_name)
     traced, lowered = aot.lower(task.case, task.options, devices)
     pipe.send(traced)
-    pipe.send(
-      aot.compile_lowered(
-        traced, lowered, pathlib.Path(folder), task.compiler_options
-      )
-    )
+    pipe.send(aot.compile_lowered(traced, lowered, pathlib.Path(folder)))
   except (ValueError, RuntimeError) as error:
     pipe.send(error)
 

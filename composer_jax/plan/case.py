@@ -20,10 +20,8 @@ class Case:
   """One question's subject.
 
   Attributes:
-    model: what is placed.
     machine: what the devices are, see `topologies`.
     mesh: of the topology, without devices.
-    layout: the tables.
     dtype: of the parameters; the selection bias is float32 always.
     muon: of the run's pretraining, or what it is without a run; None where
       pretraining does not use it.
@@ -35,6 +33,13 @@ class Case:
   layout: layouts.Layout
   dtype: str
   muon: groups.MuonChoices | None
+
+  @property
+  def where(self) -> str:
+    """Returns the devices and their layout, for titles."""
+    sizes = ', '.join(f'{a} {n}' for a, n in self.mesh.shape.items())
+    machines = f'{self.mesh.size} {self.machine} ({sizes})'
+    return f'{machines}, layout {self.layout.name}'
 
 
 def make(
@@ -52,8 +57,8 @@ def make(
       its pretraining chooses of Muon.
     topology_name: one of `topologies.FORMS`.
     mesh: 'replica,fsdp,context', or '' for the default.
-    layout: one of `layouts.BY_NAME`.
-    dtype: one of DTYPES.
+    layout: of `layouts.BY_NAME`.
+    dtype: of DTYPES.
   """
   for name, value, known in (
     ('layout', layout, tuple(layouts.BY_NAME)),

@@ -13,10 +13,8 @@ from jax.sharding import AbstractMesh
 from composer_jax.optim.muon import cost
 from composer_jax.parallel import transports
 from composer_jax.plan import case as cases
-from composer_jax.plan import report, traffic
+from composer_jax.plan import report, topologies, traffic
 
-# Of machines; the others are TPUs.
-_PLATFORMS = {'cpu': 'cpu', 'h100': 'gpu', 'h200': 'gpu'}
 _ORDER = ('dense layer', 'mixture layer', 'step')
 
 
@@ -28,7 +26,6 @@ def tables(
   transport: str = 'auto',
   bucket: float | None = None,
   microbatches: int = 1,
-  reduce_dtype: str = 'float32',
 ) -> list[report.Table]:
   """Answers `--what=comms`.
 
@@ -40,7 +37,6 @@ def tables(
     transport: of traffic.TRANSPORTS, or 'auto', which chooses as a run would.
     bucket: room for rows in means; None for the worst case.
     microbatches: forward passes of one step.
-    reduce_dtype: of gradients of weights on their way to their shards.
   """
   rows = math.prod(case.mesh.shape[axis] for axis in case.layout.batch)
   step = functools.partial(
@@ -48,7 +44,6 @@ def tables(
     batch_size=batch_size or rows,
     seq_len=seq_len,
     bucket=bucket,
-    reduce_dtype=reduce_dtype,
   )
   known = (*traffic.TRANSPORTS, 'auto')
   if transport not in known:
@@ -56,17 +51,14 @@ def tables(
   each = {t: traffic.lines(case, step(transport=t)) for t in traffic.TRANSPORTS}
   choice = transports.choose(
     traffic.load(case, step(transport='ring')),
-    platform=_PLATFORMS.get(case.machine, 'tpu'),
+    platform=topologies.MACHINES[case.machine].platform,
     bucket=bucket,
   )
   reason = 'as asked'
   if transport == 'auto':
     transport, reason = choice.name, choice.reason
-  sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
-  where = (
-    f'{case.mesh.size} {case.machine} ({sizes}), layout {case.layout.name}, '
-    f'{batch_size or rows} x {seq_len} tokens, {transport}'
-  )
+  tokens = f'{batch_size or rows} x {seq_len} tokens'
+  where = f'{case.where}, {tokens}, {transport}'
   return [
     _of_a_layer(case, each[transport], where),
     _of_a_step(case, each[transport], microbatches),
@@ -87,9 +79,7 @@ def _of_a_layer(case, found, where) -> report.Table:
         '+'.join(line.axes),
         math.prod(case.mesh.shape[axis] for axis in line.axes),
         line.count,
-        line.bytes,
-        line.least,
-        line.bytes / line.least if line.least else None,
+        *_against(line),
       )
       for line in sorted(found, key=lambda line: _ORDER.index(line.where))
     ],
@@ -103,16 +93,8 @@ def _of_a_step(case, found, microbatches) -> report.Table:
   for what in (*dict.fromkeys(line.what for line in found), 'total'):
     mine = [line for line in found if what in (line.what, 'total')]
     total = _added(case, mine, microbatches)
-    rows.append(
-      (
-        what,
-        total.bytes,
-        total.least,
-        total.bytes / total.least if total.least else None,
-        total.bytes / (1 << 30),
-        1e3 * total.seconds,
-      )
-    )
+    size = total.bytes / (1 << 30)
+    rows.append((what, *_against(total), size, 1e3 * total.seconds))
   return report.Table(
     title=(
       f'Of a step of {microbatches} forward passes; ms as if nothing '
@@ -126,11 +108,11 @@ def _of_a_step(case, found, microbatches) -> report.Table:
 def _of_transports(case, each, reason) -> report.Table:
   rows = []
   for transport, found in each.items():
-    total = _exchanged(case, found)
-    ratio = total.bytes / total.least if total.least else None
-    rows.append(
-      (transport, total.bytes, total.least, ratio, 1e3 * total.seconds)
-    )
+    # Of one layer, so nothing is to be multiplied.
+    parts = ('dispatch', 'combine', 'routes')
+    mine = [t._replace(where='step') for t in found if t.what in parts]
+    total = _added(case, mine)
+    rows.append((transport, *_against(total), 1e3 * total.seconds))
   return report.Table(
     title=f'Dispatch, combine and routes of a mixture layer ({reason})',
     columns=('transport', 'bytes', 'least', 'ratio', 'ms'),
@@ -144,15 +126,15 @@ class _Total(NamedTuple):
   seconds: float
 
 
-def _exchanged(case: cases.Case, found: list[traffic.Line]) -> _Total:
-  parts = ('dispatch', 'combine', 'routes')
-  return _added(
-    case, [line._replace(where='step') for line in found if line.what in parts]
-  )
+def _against(
+  total: _Total | traffic.Traffic,
+) -> tuple[int, int, float | None]:
+  ratio = total.bytes / total.least if total.least else None
+  return total.bytes, total.least, ratio
 
 
 def _added(
-  case: cases.Case, found: list[traffic.Line], microbatches: int = 1
+  case: cases.Case, found: list[traffic.Traffic], microbatches: int = 1
 ) -> _Total:
   """Adds up lines of all layers and passes."""
   layers = {

@@ -118,7 +118,6 @@ class _Reading:
 
   def step(self) -> report.Table:
     made = self.compiled
-    sizes = ', '.join(f'{a} {n}' for a, n in self.case.mesh.shape.items())
     peak, hbm = made.peak, self.hbm
     rows: list[tuple[Any, ...]] = [
       ('tokens of a step', made.traced.num_tokens, ''),
@@ -137,10 +136,7 @@ class _Reading:
       verdict = 'fits' if self.fits else 'does NOT fit'
       rows.append(('GiB there are', hbm / _GIB, f'{verdict}; {left:.1f} left'))
     return report.Table(
-      title=(
-        f'One step on {self.case.mesh.size} {self.case.machine} ({sizes}), '
-        f'layout {self.case.layout.name}; bytes of a device'
-      ),
+      title=f'One step on {self.case.where}; bytes of a device',
       columns=('what', 'value', 'remark'),
       rows=rows,
     )
@@ -188,11 +184,9 @@ class _Reading:
       rows.append(
         (
           kind,
-          round(sum(t.collective.count for t in found)),
-          round(
-            sum(t.collective.count for t in found if t.collective.is_async)
-          ),
-          sum(t.collective.bytes * t.collective.count for t in found) / 1e9,
+          round(_count(found)),
+          round(_count([t for t in found if t.collective.is_async])),
+          _bytes(found) / 1e9,
           1e3 * seconds,
           1e3 * sum(t.waited for t in found),
           sum(t.hidden for t in found) / seconds if seconds else None,
@@ -227,9 +221,9 @@ class _Reading:
     rows = [
       (
         *key,
-        round(sum(t.collective.count for t in found)),
+        round(_count(found)),
         max(map(len, found[0].collective.groups)),
-        sum(t.collective.bytes * t.collective.count for t in found) / 1e6,
+        _bytes(found) / 1e6,
         1e3 * sum(t.seconds for t in found),
         1e3 * sum(t.waited for t in found),
       )
@@ -279,6 +273,14 @@ class _Reading:
       columns=('what the compiler prints',),
       rows=[(line,) for line in self.compiled.warnings],
     )
+
+
+def _count(transfers: Iterable[timeline.Transfer]) -> float:
+  return sum(t.collective.count for t in transfers)
+
+
+def _bytes(transfers: Iterable[timeline.Transfer]) -> float:
+  return sum(t.collective.bytes * t.collective.count for t in transfers)
 
 
 def _grouped(

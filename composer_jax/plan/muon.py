@@ -4,8 +4,6 @@ The plan is the one that training runs, made for machines that are not there.
 Times are bounds from published speeds; nothing is run.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -54,11 +52,8 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
 def tables(case: cases.Case) -> list[report.Table]:
   """Answers `--what=muon`."""
   made, rates = plan(case), cost.BY_NAME[case.machine]
-  sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
-  where = f'{case.mesh.size} {case.machine} ({sizes}), layout '
-  where += case.layout.name
   return [
-    _groups(made, where),
+    _groups(made, case.where),
     _members(made),
     _chunks(made, rates),
     _totals(made),
@@ -183,32 +178,19 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
   update = sum(group.count * group.shard_bytes for group in made.groups)
   split = sum(group.split_bytes for group in made.groups)
 
-  def row(name: str, value: float, of: str, least: float) -> tuple[Any, ...]:
-    ratio = value / least if least else None
-    return name, round(value), of, round(least), ratio
-
+  dtype = jnp.dtype(made.groups[0].newton_schulz.dtype).name
+  padded = muon_model.padding(made) * made.flops
+  bound, room = muon_model.bound_bytes(made), muon_model.temporary_bytes(made)
   rows = [
-    row('flops', made.flops, 'standard method, even', made.ideal_flops),
-    row('critical_path', made.flops, 'same methods, even', even),
-    row(
-      'wire_bytes',
-      made.wire_bytes,
-      'whole matrices',
-      muon_model.bound_bytes(made),
-    ),
-    row('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
-    row(
-      'padded_flops',
-      muon_model.padding(made) * made.flops,
-      'all flops',
-      made.flops,
-    ),
-    row(
-      'temporary_bytes',
-      muon_model.temporary_bytes(made),
-      f'update in {jnp.dtype(made.groups[0].newton_schulz.dtype).name}',
-      update,
-    ),
+    (name, round(value), of, round(least), value / least if least else None)
+    for name, value, of, least in (
+      ('flops', made.flops, 'standard method, even', made.ideal_flops),
+      ('critical_path', made.flops, 'same methods, even', even),
+      ('wire_bytes', made.wire_bytes, 'whole matrices', bound),
+      ('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
+      ('padded_flops', padded, 'all flops', made.flops),
+      ('temporary_bytes', room, f'update in {dtype}', update),
+    )
   ]
   return report.Table(
     title='Totals of a device; temporary bytes are an estimate',

@@ -44,17 +44,8 @@ _ORDER = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parameter:
-  """One array of the model.
-
-  Attributes:
-    name: '/'-joined.
-    part: of the model.
-    shape: whole.
-    axes: logical.
-    spec: mesh axes of each dimension; a tuple, or None.
-    bytes_per_device: the same on each.
-  """
+class PlacedParameter:
+  """One array of the model, by its '/'-joined name."""
 
   name: str
   part: str
@@ -64,7 +55,7 @@ class Parameter:
   bytes_per_device: int
 
 
-def parameters(case: cases.Case) -> list[Parameter]:
+def parameters(case: cases.Case) -> list[PlacedParameter]:
   """Returns all arrays of the model, as a token meets them."""
   shapes, logical = (
     trees.flatten_names(tree) for tree in decoder.abstract(case.model)
@@ -77,7 +68,7 @@ def parameters(case: cases.Case) -> list[Parameter]:
     dtype = 'float32' if part == 'selection_bias' else case.dtype
     shard = NamedSharding(case.mesh, spec).shard_shape(shape)
     found.append(
-      Parameter(
+      PlacedParameter(
         name=name,
         part=part,
         shape=shape,
@@ -110,23 +101,23 @@ def _position(name: str) -> list[int]:
 def tables(case: cases.Case) -> list[report.Table]:
   """Answers `--what=params`."""
   found = parameters(case)
-  sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
-  where = f'a device of {case.mesh.size} ({sizes}), layout {case.layout.name}'
   each = report.Table(
-    title=f'Parameters on {where}, {case.dtype}',
+    title=f'Parameters on a device of {case.where}, {case.dtype}',
     columns=('name', 'shape', 'axes', 'spec', 'bytes_per_device'),
     rows=[
       (p.name, p.shape, p.axes, _spec_cells(p.spec), p.bytes_per_device)
       for p in found
     ],
   )
+  parts = {p.part: [q for q in found if q.part == p.part] for p in found}
+  trained = [p for p in found if p.part != 'selection_bias']
   rows = [
     (
       part,
-      sum(math.prod(p.shape) for p in found if p.part in names),
-      sum(p.bytes_per_device for p in found if p.part in names),
+      sum(math.prod(p.shape) for p in members),
+      sum(p.bytes_per_device for p in members),
     )
-    for part, names in _groups(found)
+    for part, members in [*sorted(parts.items()), ('total', trained)]
   ]
   totals = report.Table(
     title='By part; the selection bias is not trained and not in the total',
@@ -134,12 +125,6 @@ def tables(case: cases.Case) -> list[report.Table]:
     rows=rows,
   )
   return [each, totals]
-
-
-def _groups(found: list[Parameter]) -> list[tuple[str, tuple[str, ...]]]:
-  parts = sorted({p.part for p in found})
-  trained = tuple(p for p in parts if p != 'selection_bias')
-  return [*((part, (part,)) for part in parts), ('total', trained)]
 
 
 def _spec_cells(spec: P) -> tuple[str | None, ...]:

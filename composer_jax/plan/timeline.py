@@ -50,14 +50,8 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-  """A schedule on the clock.
-
-  Attributes:
-    seconds: of all.
-    busy: seconds of products.
-    transfers: in the order of the program.
-  """
+class Timeline:
+  """A schedule on the clock, and the seconds of its products (`busy`)."""
 
   seconds: float
   busy: float
@@ -65,12 +59,12 @@ class Line:
 
   @property
   def wire(self) -> float:
-    """Returns the seconds of all transfers."""
+    """Seconds of all transfers."""
     return sum(t.seconds for t in self.transfers)
 
   @property
   def hidden_share(self) -> float:
-    """Returns the share of the transfers' time that products run beside."""
+    """Share of the transfers' time that products run beside."""
     hidden = sum(t.hidden for t in self.transfers)
     return hidden / self.wire if self.wire else 1.0
 
@@ -85,7 +79,7 @@ def transfer_seconds(
   return rates.wire_seconds(collective.bytes, span) + rates.latency
 
 
-def run(events: hlo_events.Events, rates: cost.Rates) -> Line:
+def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
   """Puts what a device does on the clock."""
   clock = busy = wire = 0.0
   transfers: list[Transfer] = []
@@ -112,10 +106,10 @@ def run(events: hlo_events.Events, rates: cost.Rates) -> Line:
     else:
       seconds = (event.flops or 0.0) / rates.flops
       clock, busy = clock + seconds, busy + seconds
-  return Line(clock, busy, tuple(transfers))
+  return Timeline(clock, busy, tuple(transfers))
 
 
-def _repeated(inner: Line, loop: hlo_events.Repeat) -> Iterator[Transfer]:
+def _repeated(inner: Timeline, loop: hlo_events.Repeat) -> Iterator[Transfer]:
   for transfer in inner.transfers:
     c = transfer.collective
     yield Transfer(

@@ -50,16 +50,12 @@ FORMS = tuple(
 )
 
 # Neither is a requirement of this package: both are large.
-_LIBTPU = 'pip install --target=FOLDER --no-deps libtpu==0.0.42.1'
+LIBTPU = 'pip install --target=FOLDER --no-deps libtpu==0.0.42.1'
 _CUDA = 'pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt'
 
 
 def num_devices(topology: str) -> int:
-  """Reads the number of devices from the name.
-
-  Raises:
-    ValueError: lists the names that exist.
-  """
+  """Reads the number of devices from the name; raises as `machine`."""
   name = machine(topology)
   sizes = topology.removeprefix(f'{name}:')
   return MACHINES[name].devices * math.prod(map(int, sizes.split('x')))
@@ -104,7 +100,7 @@ def prepare(topology: str = '', libtpu: str = '') -> None:
   elif platform == 'tpu':
     if libtpu:
       sys.path.append(libtpu)
-    _require('libtpu', f'{_LIBTPU}, then --libtpu=FOLDER')
+    _require('libtpu', f'{LIBTPU}, then --libtpu=FOLDER')
     # No TPU is asked for what it is; the lock is for those that have one.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
@@ -171,8 +167,6 @@ def _target_config(name: str) -> str:
 def default_mesh(count: int) -> tuple[int, int, int]:
   """Returns (replica, fsdp, context) for a number of devices.
 
-  Two replicas of two context shards, the rest fsdp, where 4 divides; 8 devices
-  are (2, 2, 2), the smallest mesh with experts wider than a replica. Otherwise
-  all fsdp.
+  8 devices are (2, 2, 2), the smallest mesh with experts wider than a replica.
   """
   return (2, count // 4, 2) if count % 4 == 0 else (1, count, 1)

@@ -8,7 +8,7 @@ shard each of W bytes lack W (n - 1) / n of them. Lines of a layer:
 - 'dense weights', 'expert weights': a layer gathers its weights in the compute
   dtype, the router's in float32, once forward and once more in the recomputing
   backward pass unless 'weights' are saved; their gradients are reduce-scattered
-  in `reduce_dtype` within the same group. Of experts only the dimensions are
+  in float32 within the same group. Of experts only the dimensions are
   gathered that stand in for experts that do not divide; where the experts cover
   all devices, nothing is.
 - 'copies': mesh axes that do not cut an array hold copies of its shards, so
@@ -63,7 +63,7 @@ _FLOAT32 = _INT32 = 4
 _WHERE = {'dense_layers': 'dense layer', 'moe_layers': 'mixture layer'}
 
 
-class Line(NamedTuple):
+class Traffic(NamedTuple):
   """One kind of traffic.
 
   Attributes:
@@ -93,17 +93,14 @@ class Step:
 
   Attributes:
     batch_size: rows of one forward pass, over all devices.
-    seq_len: tokens of a row.
     transport: of TRANSPORTS.
     bucket: room for rows in means; None for the worst case.
-    reduce_dtype: of gradients of weights on their way to their shards.
   """
 
   batch_size: int
   seq_len: int
   transport: str
   bucket: float | None = None
-  reduce_dtype: str = 'float32'
 
   def __post_init__(self):
     if self.transport not in TRANSPORTS:
@@ -112,35 +109,34 @@ class Step:
       )
 
 
-def lines(case: cases.Case, step: Step) -> list[Line]:
+def lines(case: cases.Case, step: Step) -> list[Traffic]:
   """Returns the traffic of one layer of each kind, and of a step beside them.
 
   Raises:
     ValueError: a batch or a sequence that does not divide over its devices.
   """
-  traffic = _Traffic(case, step)
+  traffic = _Counter(case, step)
   traffic.check()
-  merged: dict[tuple, Line] = {}
+  merged: dict[tuple, Traffic] = {}
   for line in traffic.lines():
     # Nobody sends to itself.
     axes = tuple(axis for axis in line.axes if case.mesh.shape[axis] > 1)
     if axes:
       line = line._replace(axes=axes)
       before = merged.get(line[:5], line._replace(count=0, bytes=0, least=0))
-      merged[line[:5]] = Line(
-        *line[:5],
-        *(a + b for a, b in zip(before[5:], line[5:], strict=True)),
+      merged[line[:5]] = Traffic(
+        *line[:5], *(a + b for a, b in zip(before[5:], line[5:], strict=True))
       )
   return list(merged.values())
 
 
 def load(case: cases.Case, step: Step) -> transports.Load:
   """Returns the size of one exchange."""
-  return _Traffic(case, step).load()
+  return _Counter(case, step).load()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traffic:
+class _Counter:
   """Makes the lines of a case, one for each array."""
 
   case: cases.Case
@@ -160,7 +156,7 @@ class _Traffic:
           f'that does is {shardings.nearest(size, width)}.'
         )
 
-  def lines(self) -> Iterator[Line]:
+  def lines(self) -> Iterator[Traffic]:
     yield from self.weights()
     if self.case.model.num_dense_layers:
       yield from self.keys('dense layer')
@@ -189,11 +185,11 @@ class _Traffic:
     is_kept = not model.remat or name in model.remat_saves
     return ('forward',) if is_kept else ('forward', 'recompute')
 
-  def weights(self) -> Iterator[Line]:
+  def weights(self) -> Iterator[Traffic]:
     for name, array in _arrays(self.case).items():
       yield from self.weight(name, array)
 
-  def weight(self, name: str, array: '_Array') -> Iterator[Line]:
+  def weight(self, name: str, array: '_Array') -> Iterator[Traffic]:
     """Yields what a parameter makes devices send."""
     where = _WHERE.get(name.split('/')[0], 'step')
     size, dims = array.size, array.dims
@@ -210,13 +206,12 @@ class _Traffic:
       yield from self.look_up(gathered)
     if name != 'embedding' or self.case.model.tie_embeddings:
       number = _FLOAT32 if name.endswith('/router') else self.size
-      reduced = jnp.dtype(self.step.reduce_dtype).itemsize
       line = functools.partial(_line, where, 'head' if is_table else what)
       # Backward the head comes right after forward, and keeps its weight.
       phases = ('forward',) if is_table else self.phases('weights')
       for phase in phases:
         yield line(phase, 'all-gather', gathered, shard * others * number)
-      sent = shard * others * reduced
+      sent = shard * others * _FLOAT32
       yield line('backward', 'reduce-scatter', gathered, sent)
     copies = tuple(axis for axis in self.case.mesh.shape if axis not in held)
     line = functools.partial(_line, phase='backward', kind='all-reduce')
@@ -231,7 +226,7 @@ class _Traffic:
       # Once for each of its two uses.
       yield line(where, 'copies', axes=copies, sent=sent, least=0)
 
-  def look_up(self, axes: tuple[str, ...]) -> Iterator[Line]:
+  def look_up(self, axes: tuple[str, ...]) -> Iterator[Traffic]:
     """Yields the way of a token's embedding: its id out, its row back."""
     model, width = self.case.model, self.width(axes)
     sent = self.tokens * _INT32 * (width - 1)
@@ -242,7 +237,7 @@ class _Traffic:
       sent, least = (row * number for number in rows)
       yield _line('step', 'embedding', phase, 'all-to-all', axes, sent, least)
 
-  def keys(self, where: str) -> Iterator[Line]:
+  def keys(self, where: str) -> Iterator[Traffic]:
     """Yields what context shards tell each other of their tokens."""
     a, axes = self.case.model.attention, self.case.layout.sequence
     if isinstance(a, model_config.MLAConfig):
@@ -255,7 +250,7 @@ class _Traffic:
         yield _line(where, 'keys', phase, 'all-gather', axes, sent)
       yield _line(where, 'keys', 'backward', 'reduce-scatter', axes, sent)
 
-  def exchange(self) -> Iterator[Line]:
+  def exchange(self) -> Iterator[Traffic]:
     """Yields the way of tokens to their experts and back."""
     axes, load = self.expert_axes, self.load()
     transport, others = self.step.transport, load.num_shards - 1
@@ -305,7 +300,7 @@ class _Traffic:
       item_bytes=self.size,
     )
 
-  def sums(self) -> Iterator[Line]:
+  def sums(self) -> Iterator[Traffic]:
     """Yields what is said of tokens outside of layers."""
     model, along = self.case.model, self.case.layout.sequence
     line = functools.partial(_line, 'step')
@@ -326,9 +321,9 @@ def _all_reduce(sent: int, width: int) -> int:
   return 2 * sent * (width - 1) // width
 
 
-def _line(where, what, phase, kind, axes, sent, least=None) -> Line:
+def _line(where, what, phase, kind, axes, sent, least=None) -> Traffic:
   least = sent if least is None else least
-  return Line(where, what, phase, kind, axes, 1, sent, least)
+  return Traffic(where, what, phase, kind, axes, 1, sent, least)
 
 
 class _Array(NamedTuple):

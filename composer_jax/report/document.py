@@ -4,6 +4,7 @@ It shows what is there. Missing pieces say "not yet", damaged files are named,
 and a run that was interrupted or is still going has a report like any other.
 """
 
+import collections
 import os
 import pathlib
 import time
@@ -12,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import dotted, files
-from composer_jax.report import corpus as corpus_sections
-from composer_jax.report import curves, figures, html, run_data
 from composer_jax.report import episodes as episode_sections
+from composer_jax.report import figures, html, run_data
 from composer_jax.report import policies as delta_sections
 from composer_jax.report import reinforcement as rl_sections
 from composer_jax.telemetry import intervals, progress
@@ -85,27 +85,22 @@ def build(run: run_data.RunData) -> str:
     _experts(run),
     episode_sections.verdicts(run),
     episode_sections.episodes(run),
-    corpus_sections.corpus(run),
+    _corpus(run),
     _run_details(run),
   )
 
 
 def _header(run: run_data.RunData) -> html.Markup:
   chips = []
-  for stage, title in STAGES.items():
-    if stage == 'eval':
-      continue
+  for stage in _TRAINED:
     steps = [row['step'] for row in run.metrics if row['stage'] == stage]
-    if steps:
-      words = f'{title}: step {max(steps)}'
-      if stage in run.seconds:
-        words += f', {progress.duration(run.seconds[stage])}'
-      chips.append(html.chip(words, 'good'))
-    else:
-      chips.append(html.chip(f'{title}: not yet', 'warn'))
+    words = f'step {max(steps)}' if steps else 'not yet'
+    if steps and stage in run.seconds:
+      words += f', {progress.duration(run.seconds[stage])}'
+    kind = 'good' if steps else 'warn'
+    chips.append(html.chip(f'{STAGES[stage]}: {words}', kind))
   chips.append(_sandbox_chip(run))
   written = time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())
-  problems = [html.element('p', p, class_='problem') for p in run.problems]
   return html.element(
     'header',
     html.element('h1', run.workdir.name),
@@ -113,7 +108,7 @@ def _header(run: run_data.RunData) -> html.Markup:
       'p', f'composer_jax run, page written {written}', class_='sub'
     ),
     html.element('div', *chips, class_='chips'),
-    *problems,
+    html.notes(run.problems, 'problem'),
   )
 
 
@@ -151,8 +146,7 @@ def _card(title: str, row: dict[str, Any] | None) -> html.Markup:
 
 def _change(run: run_data.RunData) -> list[html.Markup]:
   """Returns the card of RL's gain, once both sides are measured."""
-  counts = []
-  rows = {str(row.get('name', '')): row for row in run.evaluations()}
+  counts, rows = [], _by_name(run)
   for name in _EVALUATIONS:
     rate = _share(rows.get(name, {}), 'pass_rate')
     episodes = run_data.number(rows.get(name, {}).get('episodes'))
@@ -161,23 +155,27 @@ def _change(run: run_data.RunData) -> list[html.Markup]:
     counts.append((round(rate * episodes), int(episodes)))
   change = counts[1][0] / counts[1][1] - counts[0][0] / counts[0][1]
   low, high = intervals.difference(counts[0], counts[1])
-  card = html.element(
-    'div',
-    html.element('div', 'Change by RL', class_='sub'),
-    html.element('div', f'{100 * change:+.1f} points', class_='value'),
-    html.element(
-      'div',
-      f'95 % interval {100 * low:+.1f} to {100 * high:+.1f}, the episodes '
-      'taken as independent',
-      class_='sub',
-    ),
-    class_='card',
+  words = (
+    f'95 % interval {100 * low:+.1f} to {100 * high:+.1f}, the episodes taken '
+    'as independent'
   )
-  return [card]
+  parts = [
+    html.element('div', text, class_=kind)
+    for text, kind in (
+      ('Change by RL', 'sub'),
+      (f'{100 * change:+.1f} points', 'value'),
+      (words, 'sub'),
+    )
+  ]
+  return [html.element('div', *parts, class_='card')]
+
+
+def _by_name(run: run_data.RunData) -> dict[str, dict[str, Any]]:
+  return {str(row.get('name', '')): row for row in run.evaluations()}
 
 
 def _result(run: run_data.RunData) -> html.Markup:
-  rows = {str(row.get('name', '')): row for row in run.evaluations()}
+  rows = _by_name(run)
   cards = [_card(t, rows.pop(n, None)) for n, t in _EVALUATIONS.items()]
   cards += [_card(name, row) for name, row in rows.items()]
   cards += _change(run)
@@ -196,7 +194,7 @@ def _language_model(run: run_data.RunData) -> html.Markup:
   for stage in ('cpt', 'sft'):
     wanted = [(stage, 'loss', 'training'), (stage, 'heldout_loss', 'held out')]
     title = f'{STAGES[stage]}: loss'
-    parts.append(curves.curve(run, title, wanted, unit='nats per token'))
+    parts.append(figures.curve(run, title, wanted, unit='nats per token'))
   shown = [
     ('tokens_per_s', 'Speed', 'tokens/s'),
     ('grad_norm', 'Gradient norm before clipping', ''),
@@ -206,7 +204,7 @@ def _language_model(run: run_data.RunData) -> html.Markup:
   for name, title, unit in shown:
     wanted = [(s, name, s.upper()) for s in ('cpt', 'sft')]
     options = {'bounds': (0, None)} if name == 'tokens_per_s' else {}
-    parts.append(curves.curve(run, title, wanted, unit=unit, **options))
+    parts.append(figures.curve(run, title, wanted, unit=unit, **options))
   return html.section(
     'Pretraining and fine-tuning',
     html.element('div', *parts, class_='grid two'),
@@ -240,14 +238,13 @@ def _experts(run: run_data.RunData) -> html.Markup:
     load_ME = np.asarray(load, float)
     if load_ME.ndim == 2 and load_ME.size and np.isfinite(load_ME).all():
       title = f'{STAGES[stage]}: last step'
-      svg = figures.heat_map(title, load_ME)
-      parts.append(html.element('div', html.image(svg, title)))
+      parts.append(figures.drawn(title, figures.heat_map(title, load_ME)))
   wanted = [(s, 'expert_load_max', s.upper()) for s in ('cpt', 'sft', 'rl')]
-  parts.append(curves.curve(run, 'Busiest expert over the mean', wanted))
+  parts.append(figures.curve(run, 'Busiest expert over the mean', wanted))
   wanted = [(s, 'shard_load_max', s.upper()) for s in ('cpt', 'sft')]
   if any(run.last(s, name) is not None for s, name, _ in wanted):
     title = 'Busiest expert shard over the mean'
-    parts.append(curves.curve(run, title, wanted))
+    parts.append(figures.curve(run, title, wanted))
   return html.section(
     'Expert load',
     html.element('div', *parts, class_='grid two'),
@@ -260,25 +257,58 @@ def _exchanges(run: run_data.RunData) -> html.Markup | str:
   """Returns a table of what devices exchange; '' where none share experts."""
   rows = []
   for stage in ('cpt', 'sft'):
-    if (transport := run.last(stage, 'transport')) is None:
+    if run.last(stage, 'transport') is None:
       continue
     repeated = [r for r in run.metrics if r['stage'] == stage and 'retry' in r]
-    values = [run.last(stage, n) for n in ('needed_rows', 'received_rows')]
+    names = ('mesh', 'transport', 'needed_rows', 'received_rows')
+    values = [run.last(stage, name) for name in names]
     texts = ['' if v is None else str(v) for v in values]
-    mesh = str(run.last(stage, 'mesh'))
-    row = [STAGES[stage], mesh, str(transport), *texts, str(len(repeated))]
-    rows.append(row)
+    rows.append([STAGES[stage], *texts, str(len(repeated))])
   if not rows:
     return ''
-  titles = (
-    '',
-    'mesh',
-    'transport',
-    'rows needed',
-    'room for',
-    'repeated steps',
+  titles = ('mesh', 'transport', 'rows needed', 'room for', 'repeated steps')
+  return html.table(rows, ('', *titles))
+
+
+def _corpus(run: run_data.RunData) -> html.Markup:
+  """Sums the manifest up: what was kept of which package, what was not."""
+  title = 'Corpus'
+  if not run.manifest:
+    return html.section(title, html.not_yet('Manifest'))
+  documents = [d for d in run.manifest['documents'] if isinstance(d, dict)]
+  dropped = [d for d in run.manifest['dropped'] if isinstance(d, dict)]
+  packages: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+  for d in documents:
+    key = (str(d.get('package', '?')), str(d.get('split', '')))
+    packages[key].append(int(run_data.number(d.get('num_bytes')) or 0))
+  licences = collections.Counter(
+    str(d.get('licence') or 'unknown') for d in documents
   )
-  return html.table(rows, titles)
+  reasons = collections.Counter(str(d.get('reason', '?')) for d in dropped)
+  num_bytes = sum(map(sum, packages.values()))
+  rows = [(*key, len(sizes), sum(sizes)) for key, sizes in packages.items()]
+  rows.sort(key=lambda row: -row[-1])
+  head = ('package', 'split', 'files', 'bytes')
+  columns = html.element(
+    'div',
+    html.titled(
+      'Licences of the files kept', html.table(licences.most_common(12))
+    ),
+    html.titled('Files dropped, by reason', html.table(reasons.most_common())),
+    class_='columns',
+  )
+  return html.section(
+    title,
+    columns,
+    html.element('h3', 'Packages'),
+    html.table(rows[:12], head),
+    html.details(f'All {len(rows)} packages', html.table(rows, head)),
+    note=(
+      f'{len(documents):,} files kept, {num_bytes / 1e6:.1f} MB, from '
+      f'{len({name for name, _ in packages})} packages; '
+      f'{len(dropped):,} files dropped.'
+    ),
+  )
 
 
 def _times(run: run_data.RunData) -> list[list[str]]:
@@ -297,15 +327,12 @@ def _run_details(run: run_data.RunData) -> html.Markup:
   config = dotted.flatten(run.config) if run.config else {}
   columns = html.element(
     'div',
-    html.element(
-      'div',
-      html.element('h3', 'Wall time'),
+    html.titled(
+      'Wall time',
       html.table(_times(run)) if run.seconds else html.not_yet('Wall time'),
     ),
-    html.element(
-      'div',
-      html.element('h3', 'Machine'),
-      html.pairs(machine) if machine else html.not_yet('Machine'),
+    html.titled(
+      'Machine', html.pairs(machine) if machine else html.not_yet('Machine')
     ),
     class_='columns',
   )

@@ -6,7 +6,6 @@ apart, and count for nothing.
 
 import collections
 import math
-from collections.abc import Callable
 from typing import Any
 
 from composer_jax.report import html, run_data
@@ -174,17 +173,15 @@ def episodes(run: run_data.RunData) -> html.Markup:
   if not run.episodes:
     return html.section(title, html.not_yet('Episodes'))
 
-  def latest(test: Callable[[dict], bool]) -> list[dict[str, Any]]:
-    return [row for row in run.episodes if test(row)][-_SHOWN:][::-1]
-
-  def passed(row: dict[str, Any]) -> bool:
-    return _outcome(row) == 'passed'
-
-  groups = {
-    'Passed': latest(lambda r: _is_played(r) and passed(r)),
-    'Not passed': latest(lambda r: _is_played(r) and not passed(r)),
-    'Scripted, for SFT to imitate': latest(lambda r: not _is_played(r)),
+  played = [row for row in run.episodes if _is_played(row)]
+  found = {
+    'Passed': [r for r in played if _outcome(r) == 'passed'],
+    'Not passed': [r for r in played if _outcome(r) != 'passed'],
+    'Scripted, for SFT to imitate': [
+      r for r in run.episodes if not _is_played(r)
+    ],
   }
+  groups = {name: rows[-_SHOWN:][::-1] for name, rows in found.items()}
   parts = []
   for heading, rows in groups.items():
     parts.append(html.element('h3', heading))

@@ -1,4 +1,4 @@
-"""Draws the report's curves and heat maps as SVG text.
+"""Draws the report's curves and heat maps as SVG, and picks what is in them.
 
 Matplotlib takes half a second to import, so that only drawing imports it.
 """
@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.report import html, run_data
+
 _WIDTH, _HEIGHT = 4.4, 2.55  # inches
 _INK, _SOFT, _LINE = '#1c2733', '#5d6b7a', '#e3e8ee'
 COLORS = ('#2563b0', '#d97706', '#1d7a4f', '#8a3fa0')
 _MAX_POINTS = 800
+# Drawn as they are: an evaluation is few points, and the mean of steps that
+# differ in kind (a keyframe among deltas) is none of them.
+_EXACT = (
+  *('heldout_loss', 'staleness'),
+  *('bytes', 'full_bytes', 'keyframe_bytes', 'skip_bytes'),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class Curve:
   """One curve.
 
   Attributes:
@@ -84,7 +92,7 @@ def _svg(figure: Any) -> str:
   return buffer.getvalue()
 
 
-def _draw(axes: Any, line: Line, color: str) -> None:
+def _draw(axes: Any, line: Curve, color: str) -> None:
   steps = np.asarray(line.steps)
   values = np.asarray(line.values, float)
   label = line.label or None
@@ -102,7 +110,7 @@ def _draw(axes: Any, line: Line, color: str) -> None:
 
 def curves(
   title: str,
-  lines: Sequence[Line],
+  lines: Sequence[Curve],
   *,
   is_log: bool = False,
   bounds: tuple[float | None, float | None] = (None, None),
@@ -170,3 +178,73 @@ def heat_map(title: str, load_ME: np.ndarray) -> str:
   bar.ax.tick_params(labelsize=7.5, colors=_SOFT, length=2)
   bar.outline.set_visible(False)
   return _svg(figure)
+
+
+def curve(
+  run: run_data.RunData,
+  title: str,
+  wanted: Sequence[tuple[str, str, str]],
+  **options: Any,
+) -> html.Markup:
+  """Returns one figure, or a note that nothing of it was measured yet.
+
+  Args:
+    run: to take it from.
+    title: of the figure.
+    wanted: (stage, metric, label) of each curve.
+    **options: of `curves`.
+  """
+  lines = []
+  for stage, name, label in wanted:
+    steps, values = run.series(stage, name)
+    if np.isfinite(values).any():
+      lines.append(
+        Curve(
+          label=label,
+          steps=steps,
+          values=values,
+          is_noisy=name not in _EXACT,
+          has_marks=name == 'heldout_loss',
+        )
+      )
+  if not lines:
+    return html.element('div', html.not_yet(title))
+  return drawn(title, curves(title, lines, **options))
+
+
+def drawn(title: str, svg: str) -> html.Markup:
+  return html.element('div', html.image(svg, title))
+
+
+def layers(
+  run: run_data.RunData, title: str, stage: str, name: str, **options: Any
+) -> html.Markup:
+  """Returns a figure of a metric that is a list, one value for each layer.
+
+  More layers than a figure has colors are drawn as their range and mean.
+  """
+  steps, rows = [], []
+  for row in run.metrics:
+    values = row.get(name)
+    if row['stage'] != stage or not isinstance(values, list) or not values:
+      continue
+    numbers = [run_data.number(v) for v in values]
+    rows.append([math.nan if n is None else n for n in numbers])
+    steps.append(row['step'])
+  # Another number of layers: of another model, which no run has.
+  if not rows or len({len(row) for row in rows}) > 1:
+    return html.element('div', html.not_yet(title))
+  values_SM = np.asarray(rows)
+  if values_SM.shape[1] <= len(COLORS):
+    wanted = {f'layer {m}': v for m, v in enumerate(values_SM.T)}
+  else:
+    wanted = {
+      'highest layer': values_SM.max(1),
+      'mean of layers': values_SM.mean(1),
+      'lowest layer': values_SM.min(1),
+    }
+  lines = [
+    Curve(label=label, steps=steps, values=values)
+    for label, values in wanted.items()
+  ]
+  return drawn(title, curves(title, lines, **options))

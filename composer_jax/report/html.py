@@ -70,6 +70,15 @@ def pairs(values: dict[str, Any]) -> Markup:
   )
 
 
+def titled(title: str, *content: Any) -> Markup:
+  """Returns a part of a section."""
+  return element('div', element('h3', title), *content)
+
+
+def notes(texts: Iterable[str], kind: str = 'note') -> Markup:
+  return join(element('p', text, class_=kind) for text in texts)
+
+
 def details(summary: Any, *content: Any, is_open: bool = False) -> Markup:
   flag = ' open' if is_open else ''
   inner = element('summary', summary) + join(content)

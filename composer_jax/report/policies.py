@@ -4,7 +4,7 @@ import collections
 
 import numpy as np
 
-from composer_jax.report import curves, html, run_data
+from composer_jax.report import figures, html, run_data
 from composer_jax.telemetry import progress
 
 # Versions named of those that differ.
@@ -21,7 +21,7 @@ _PARTS = {
 def bundles(run: run_data.RunData) -> html.Markup:
   """Returns the section: bytes and seconds of each version, at both ends."""
   parts = [
-    curves.curve(
+    figures.curve(
       run,
       'Bytes of each version',
       [
@@ -31,14 +31,14 @@ def bundles(run: run_data.RunData) -> html.Markup:
       ],
       is_log=True,
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Weights that changed',
       [('delta', 'changed', '')],
       unit='share of elements',
       bounds=(0, None),
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Seconds of publishing, in the background',
       [
@@ -47,7 +47,7 @@ def bundles(run: run_data.RunData) -> html.Markup:
       ],
       bounds=(0, None),
     ),
-    curves.curve(
+    figures.curve(
       run,
       'Seconds of receiving',
       [('received', name, label) for name, label in _PARTS.items()],
@@ -57,17 +57,13 @@ def bundles(run: run_data.RunData) -> html.Markup:
   return html.section(
     'Delta bundles',
     html.element('div', *parts, class_='grid two'),
-    html.join(html.element('p', w, class_='note') for w in _words(run)),
-    html.join(_identities(run)),
+    html.notes(filter(None, (_published(run), _received(run)))),
+    _identities(run),
     note=(
       'How each policy reached who samples. Only the swap keeps the engine '
       'waiting where that is a process of its own.'
     ),
   )
-
-
-def _words(run: run_data.RunData) -> list[str]:
-  return [words for words in (_published(run), _received(run)) if words]
 
 
 def _published(run: run_data.RunData) -> str:
@@ -77,10 +73,10 @@ def _published(run: run_data.RunData) -> str:
   full = _numbers(rows, 'full_bytes')
   if not sizes or not full:
     return ''
+  mean = float(np.mean(sizes))
   words = (
-    f'{len(sizes)} deltas of {progress.number(float(np.mean(sizes)))}B on '
-    f'average, {np.mean(full) / max(np.mean(sizes), 1):.1f} times smaller than '
-    'the policy'
+    f'{len(sizes)} deltas of {progress.number(mean)}B on average, '
+    f'{np.mean(full) / max(mean, 1):.1f} times smaller than the policy'
   )
   changed = _numbers(deltas, 'changed')
   if changed:
@@ -127,7 +123,7 @@ def _way(route: object) -> str:
   return ' + '.join(dict.fromkeys(kinds)) or 'what was held'
 
 
-def _identities(run: run_data.RunData) -> list[html.Markup]:
+def _identities(run: run_data.RunData) -> html.Markup:
   """Says whether what was received is what was published."""
   ends = {
     stage: {
@@ -141,18 +137,13 @@ def _identities(run: run_data.RunData) -> list[html.Markup]:
   differing = [v for v in both if ends['delta'][v] != ends['received'][v]]
   if differing:
     words = ', '.join(map(str, differing[-_SHOWN:]))
-    return [
-      html.element(
-        'p',
-        f'{len(differing)} versions were received with other weights than were '
-        f'published, the last of them {words}.',
-        class_='problem',
-      )
-    ]
-  if not both:
-    return []
+    told = (
+      f'{len(differing)} versions were received with other weights than were '
+      f'published, the last of them {words}.'
+    )
+    return html.notes([told], 'problem')
   words = f'All {len(both)} that both ends name have one identity at both.'
-  return [html.element('p', words, class_='note')]
+  return html.notes([words] if both else [])
 
 
 def _numbers(rows: list[dict], name: str) -> list[float]:

@@ -241,7 +241,9 @@ def _imported(
   mesh: jax.sharding.Mesh | None,
 ) -> Source:
   model = _model(imported.model_of(folder), overrides)
-  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, model.vocab_size)
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
+    folder, model.vocab_size
+  )
   try:
     template = chat_template.load(folder)
   except ValueError as error:

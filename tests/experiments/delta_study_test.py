@@ -3,9 +3,15 @@
 import ml_dtypes
 import numpy as np
 
-from benchmarks import delta_bounds, delta_peers, delta_terabyte, delta_world
-from composer_jax.telemetry import writer
-from experiments.studies.delta import analyze, recordings
+from benchmarks import (
+  delta_bounds,
+  delta_peers,
+  delta_recordings,
+  delta_terabyte,
+  delta_world,
+)
+from experiments.studies import results
+from experiments.studies.delta import analyze
 
 
 def test_recordings_come_back_bit_for_bit(tmp_path):
@@ -15,13 +21,15 @@ def test_recordings_come_back_bit_for_bit(tmp_path):
   }
   folder = tmp_path / 'case'
   for step in (11, 9, 10):
-    recordings.save(folder, 'policy', step, kept | {'step': np.float32([step])})
-  assert not recordings.names(tmp_path)
-  recordings.finish(folder, {'steps': 11})
-  assert recordings.names(tmp_path) == [folder]
-  assert recordings.about(folder) == {'steps': 11}
+    delta_recordings.save(
+      folder, 'policy', step, kept | {'step': np.float32([step])}
+    )
+  assert not delta_recordings.names(tmp_path)
+  delta_recordings.finish(folder, {'steps': 11})
+  assert delta_recordings.names(tmp_path) == [folder]
+  assert delta_recordings.about(folder) == {'steps': 11}
   dtypes = {n: str(a.dtype) for n, a in kept.items()} | {'step': 'float32'}
-  found = recordings.load(folder, 'policy', dtypes)
+  found = delta_recordings.load(folder, 'policy', dtypes)
   assert [float(f['step'][0]) for f in found] == [9, 10, 11]
   for name, array in kept.items():
     assert found[0][name].dtype == array.dtype
@@ -82,7 +90,7 @@ def test_depth_of_the_tree():
 
 
 def test_table_and_readme_are_those_of_the_results():
-  rows = writer.read(analyze.ROOT / 'results')
+  rows = results.read(analyze.ROOT / 'results')
   assert {r['stage'] for r in rows} == {'setup', 'steps', 'coded'}
   table = (analyze.ROOT / 'table.md').read_text()
   assert table == analyze.table(rows)

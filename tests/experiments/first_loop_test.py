@@ -1,7 +1,6 @@
 """Laws of the first study: what it audits, and what it writes down."""
 
 import json
-import pathlib
 import re
 import sys
 
@@ -15,6 +14,7 @@ from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import family
 from composer_jax.tasks.practice import list_functions as practice
 from configs.composer import tiny
+from experiments.studies import results
 from experiments.studies.first_loop import analyze, collect, run
 from tests.pipeline import runs
 
@@ -124,12 +124,12 @@ def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
   )
   program.chmod(0o755)
   monkeypatch.setattr(sys, 'executable', str(program))
-  results = tmp_path / 'results'
+  kept = tmp_path / 'results'
   flags.FLAGS.mark_as_parsed()
   written = []
   with flagsaver.flagsaver(
     (run._WORKDIR, str(workdir.parent)),
-    (run._RESULTS, str(results)),
+    (run._RESULTS, str(kept)),
     (run._CONFIG, str(run._REPOSITORY / 'configs/composer/tiny.py')),
     (run._SEEDS, ['0']),
     (run._ARMS, ['main']),
@@ -138,7 +138,8 @@ def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
       run.main(['run'])
     for _ in range(2):
       run.main(['run'])
-      written.append(files.read_json(results / '0_main' / 'run.json'))
+      (about,) = results.read(kept)
+      written.append(about['run'])
   assert len((tmp_path / 'calls').read_text().splitlines()) == 2
   assert written[0] == written[1]
   (commit,) = written[0]['commits']
@@ -154,8 +155,12 @@ def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
 
 
 def test_an_arm_that_was_measured_elsewhere_keeps_its_seconds(tmp_path):
-  path = tmp_path / 'run.json'
   old = {'command': ['-m', 'x'], 'wall_seconds': 805.2}
-  files.write_json(path, old)
-  run.record(path, ['-m', 'x'], pathlib.Path(tmp_path, 'times'))
-  assert files.read_json(path) == old
+  assert run.record(old, ['-m', 'x'], tmp_path / 'times') == old
+  assert run.record(None, ['-m', 'x'], tmp_path) == {'command': ['-m', 'x']}
+
+
+def test_table_and_readme_are_those_of_the_results():
+  table = analyze.table(results.read(analyze.ROOT / 'results'))
+  assert (analyze.ROOT / 'table.md').read_text() == table
+  assert table in (analyze.ROOT / 'README.md').read_text()

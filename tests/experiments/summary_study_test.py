@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from composer_jax.agent import episode
+from experiments.studies import results
 from experiments.studies.summary import analyze, stream, training
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def test_the_study_runs_and_trains_on_what_was_sampled(tmp_path):
   command = [sys.executable, '-m', 'experiments.studies.summary.run']
   command += ['--quick', '--seeds=0', f'--results={tmp_path}']
   subprocess.run(command, cwd=ROOT, check=True)
-  rows = analyze.read(tmp_path)
+  rows = results.read(tmp_path)
   steps = [r for r in rows if r['stage'] == 'rl']
   assert [(r['arm'], r['step']) for r in steps] == [
     ('chain', 1),
@@ -142,6 +143,6 @@ def test_the_study_runs_and_trains_on_what_was_sampled(tmp_path):
 
 
 def test_the_study_shows_its_results():
-  text = analyze.table(analyze.read(analyze.ROOT / 'results'))
+  text = analyze.table(results.read(analyze.ROOT / 'results'))
   assert (analyze.ROOT / 'table.md').read_text() == text
   assert text.strip() in (analyze.ROOT / 'README.md').read_text()

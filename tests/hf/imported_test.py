@@ -98,7 +98,7 @@ def test_the_readme_pretrains_on_all_devices_of_its_mesh(folder):
 def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
   spec = spec_of(folder)
   spec = runs.changed(spec, 'data', fim_rate=1.0)
-  expected = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  expected = hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
   with runs.open_run(spec, tmp_path, write_report=silent) as run:
     assert run.tokenizer.fingerprint() == expected.fingerprint()
     ids = run.documents[1][0]
@@ -304,7 +304,10 @@ def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
 
 def test_a_tokenizer_without_room_is_told_first(folder, tmp_path):
   full = shutil.copytree(folder, tmp_path / 'full')
-  vocab = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE).vocab_size - 1
+  vocab = (
+    hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE).vocab_size
+    - 1
+  )
   fields = json.loads((full / 'model.json').read_text())
   fields['vocab_size'] = vocab
   (full / 'model.json').write_text(json.dumps(fields))

@@ -3,6 +3,7 @@
 Both sides compute in float32 on one thread.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -53,7 +54,8 @@ class Result:
 
 def make(fields: dict[str, Any], seed: int) -> Any:
   """Returns a model of theirs with weights that keep activations near one."""
-  config = transformers.AutoConfig.for_model(**fields)
+  # It writes into what is nested.
+  config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
   model = transformers.AutoModelForCausalLM.from_config(
     config, attn_implementation='eager', experts_implementation='eager'
   )
@@ -131,8 +133,9 @@ class Ours:
   """Our model of a config; compiled once for each shape of batch."""
 
   def __init__(self, fields: dict[str, Any]):
-    self.config, self.family, _ = hf_config.from_hf(
-      fields, compute_dtype='float32', remat=False
+    config, self.family, _ = hf_config.from_hf(fields)
+    self.config = dataclasses.replace(
+      config, compute_dtype='float32', remat=False
     )
     self._run = jax.jit(
       jax.value_and_grad(self._loss, has_aux=True),

@@ -105,7 +105,7 @@ def test_a_sharded_load_reads_only_its_own_parts(imported, monkeypatch):
 
   # What the first of 8 processes reads.
   box = ((0, shape[0]), (0, 1), (0, shape[2]), (0, shape[3]))
-  placed = importing.arrays_of(source)[array]
+  placed = source.arrays()[array]
   found = list(sharded.blocks(parts, placed, box, np.dtype(np.float32)))
   num_read = sum(block.size for _, block in found)
   assert num_read == shape[0] * shape[2] * shape[3]

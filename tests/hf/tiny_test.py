@@ -24,7 +24,9 @@ def test_both_sides_read_it(tmp_path, family):
   source.close()
   theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
   assert sum(p.numel() for p in theirs.parameters()) > 100_000
-  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, fields['vocab_size'])
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
+    folder, fields['vocab_size']
+  )
   messages = [
     {'role': 'user', 'content': 'Hi.'},
     {'role': 'assistant', 'content': 'Yes.'},

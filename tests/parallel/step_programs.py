@@ -100,7 +100,7 @@ class Program(NamedTuple):
   warnings: str
   state: state.TrainState
   hlo: hlo.Program
-  stated: list[traffic.Line]
+  stated: list[traffic.Traffic]
 
 
 @functools.cache

@@ -194,7 +194,7 @@ def test_impossible_steps_are_refused(change, told):
 
 
 def test_only_a_tpu_has_a_schedule_before_its_code(subject):
-  task = aot_process.Task(
+  task = aot_process.CompileTask(
     case=subject, options=OPTIONS, topology_name='cpu:8', libtpu=''
   )
   with pytest.raises(ValueError, match="XLA:CPU.* until must be 'code'"):
@@ -255,7 +255,7 @@ def test_the_tpu_compiler_scatters_gradients_in_flight():
     dense_ffw_dim=4096,
     compute_dtype='bfloat16',
   )
-  task = aot_process.Task(
+  task = aot_process.CompileTask(
     case=subject,
     options=aot.StepOptions(seq_len=256),
     topology_name='v5p:2x2x2',

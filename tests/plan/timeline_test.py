@@ -29,7 +29,7 @@ def begin(key, num_bytes, *, is_async=True, devices=4):
 
 
 def work(flops):
-  return hlo_events.Work(flops, '')
+  return hlo_events.Multiply(flops, '')
 
 
 def run(*events):

@@ -379,7 +379,7 @@ def test_series_keep_gaps_and_evaluations_the_latest(workdir):
 
 
 def test_equal_figures_are_equal_text():
-  line = figures.Line(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
+  line = figures.Curve(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
   texts = {figures.curves('title', [line], is_log=True) for _ in range(2)}
   assert len(texts) == 1
 

@@ -9,23 +9,18 @@ import os
 import pathlib
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from composer_jax.core import trees
 from composer_jax.delta.device import keyframes
+from composer_jax.hf.tensors import layout
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.telemetry import progress
 from composer_jax.train.checkpoints import manager
 
 # How the tensors of a checkpoint become those of a bundle.
-DTYPES = ('policy', 'stored', 'bfloat16', 'float16', 'float32')
+DTYPES = ('policy', 'stored', *layout.DTYPES)
 
-_CASTS = {
-  'bfloat16': np.dtype(ml_dtypes.bfloat16),
-  'float16': np.dtype(np.float16),
-  'float32': np.dtype(np.float32),
-}
 # The folder of an orbax checkpoint, under the names that its savers give it.
 _ITEMS = ('', 'default', manager.STATE)
 _TREE = '_METADATA'
@@ -139,6 +134,6 @@ def _cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
   if dtype == 'policy':
     # As `decoder.policy`, whose selection bias stays float32.
     is_master = name.startswith('params/') and array.dtype == np.float32
-    return array.astype(_CASTS['bfloat16']) if is_master else array
-  is_float = array.dtype in (*_CASTS.values(), np.dtype(np.float64))
-  return array.astype(_CASTS[dtype], copy=False) if is_float else array
+    return array.astype(layout.DTYPES['bfloat16']) if is_master else array
+  is_float = array.dtype in (*layout.DTYPES.values(), np.dtype(np.float64))
+  return array.astype(layout.DTYPES[dtype], copy=False) if is_float else array

@@ -19,10 +19,15 @@ import functools
 import re
 from typing import Any
 
-from composer_jax.hf.architecture import families, rope
 from composer_jax.hf.architecture import keys as hf_keys
+from composer_jax.hf.architecture import rope
 from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
+
+_MLA = ('deepseek_v3', 'kimi_k2')
+_QK_NORMS = {'qwen3_moe': 'head', 'olmoe': 'projection', 'mixtral': 'none'}
+# Of DeepSeek's code, whatever `rms_norm_eps` says.
+_LATENT_NORM_EPS = 1e-6
 
 # The only value modelled of each key that a family's code reads.
 _MODELLED: dict[str, dict[str, Any]] = {
@@ -38,6 +43,8 @@ _MODELLED: dict[str, dict[str, Any]] = {
 }
 _MODELLED['kimi_k2'] = _MODELLED['deepseek_v3']
 _MODELLED_EVERYWHERE = {'hidden_act': 'silu', 'attention_dropout': 0}
+# What is said to be the context of a model without YaRN.
+_CONTEXT = 4096
 # Fields that errors of ModelConfig name, and the keys they come from.
 _KEYS = {
   'num_heads': ('num_attention_heads',),
@@ -53,20 +60,8 @@ _KEYS = {
 
 def from_hf(
   config_json: dict[str, Any],
-  *,
-  compute_dtype: str = 'bfloat16',
-  remat: bool = True,
-  aux_loss_weight: float = 0.0,
-  z_loss_weight: float = 0.0,
 ) -> tuple[model_config.ModelConfig, str, str]:
-  """Reads a `config.json`.
-
-  Args:
-    config_json: the parsed file.
-    compute_dtype: as in ModelConfig.
-    remat: as in ModelConfig.
-    aux_loss_weight: as in MoEConfig; a sigmoid router balances by its bias.
-    z_loss_weight: as in MoEConfig.
+  """Reads a parsed `config.json`.
 
   Returns:
     The config, the family of `hf.tensors.names`, and the prefix of its tensors.
@@ -83,8 +78,7 @@ def from_hf(
       f'model_type {family!r} is not supported; '
       f'{sorted((*names.FAMILIES, "kimi_k25"))} are.'
     )
-  weights = dict(aux_loss_weight=aux_loss_weight, z_loss_weight=z_loss_weight)
-  is_mla = family in families.MLA
+  is_mla = family in _MLA
   take = functools.partial(hf_keys.take, fields)
   try:
     _check_modelled(fields, family)
@@ -99,15 +93,15 @@ def from_hf(
       dense_ffw_dim=take('intermediate_size', int),
       norm_eps=take('rms_norm_eps', float),
       tie_embeddings=take('tie_word_embeddings', bool, False),
-      remat=remat,
-      compute_dtype=compute_dtype,
+      remat=True,
+      compute_dtype='bfloat16',
       attention=attention,
       rope=rope.from_fields(
         fields, family, interleaved=interleaved, is_mla=is_mla
       ),
-      moe=model_config.MoEConfig(**moe, **weights),
+      moe=model_config.MoEConfig(**moe, aux_loss_weight=0.0, z_loss_weight=0.0),
     )
-    families.check(config, family)
+    check_family(config, family)
   except ValueError as error:
     raise ValueError(
       f'config.json: {error}{_keys_meant(str(error), fields)}'
@@ -115,9 +109,7 @@ def from_hf(
   return config, family, prefix
 
 
-def _language_model(
-  config_json: dict[str, Any],
-) -> tuple[dict[str, Any], str]:
+def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
   """Returns the config of the language model and the prefix of its tensors."""
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''
@@ -127,10 +119,7 @@ def _language_model(
       f"config.json: model_type 'kimi_k25' needs an object 'text_config', not "
       f'{fields!r}.'
     )
-  tied = (
-    config_json.get('tie_word_embeddings'),
-    fields.get('tie_word_embeddings'),
-  )
+  tied = [d.get('tie_word_embeddings') for d in (config_json, fields)]
   if tied[0] is not None and tied[0] != bool(tied[1]):
     raise ValueError(
       f"config.json: 'tie_word_embeddings' is {tied[0]!r} and that of "
@@ -170,7 +159,7 @@ def _mla(fields: dict[str, Any]) -> model_config.MLAConfig:
     nope_dim=take('qk_nope_head_dim', int),
     rope_dim=take('qk_rope_head_dim', int),
     value_dim=take('v_head_dim', int),
-    latent_norm_eps=families.LATENT_NORM_EPS,
+    latent_norm_eps=_LATENT_NORM_EPS,
   )
 
 
@@ -185,7 +174,7 @@ def _gqa(fields: dict[str, Any], family: str) -> model_config.GQAConfig:
     num_heads=num_heads,
     num_kv_heads=take('num_key_value_heads', int, kv_heads_default),
     head_dim=take('head_dim', int, width // max(num_heads, 1)),
-    qk_norm=families.QK_NORMS[family],
+    qk_norm=_QK_NORMS[family],
     qkv_bias=has_bias,
     out_bias=has_bias,
   )
@@ -229,7 +218,7 @@ def _num_experts(fields: dict[str, Any]) -> int:
 
 def _num_dense_layers(fields: dict[str, Any], family: str) -> int:
   """Returns how many layers lead before the first mixture."""
-  if family in families.MLA:
+  if family in _MLA:
     return hf_keys.take(fields, 'first_k_dense_replace', int)
   if family != 'qwen3_moe':
     return 0
@@ -259,28 +248,19 @@ def _keys_meant(message: str, fields: dict[str, Any]) -> str:
   return f' Here {", ".join(meant)}.' if meant else ''
 
 
-def to_hf(
-  config: model_config.ModelConfig,
-  family: str,
-  *,
-  max_position_embeddings: int = 4096,
-) -> dict[str, Any]:
+def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
   """Returns a `config.json` that transformers loads.
 
   `from_hf` of it gives `config` again, but for the choices of a training run
   and for family 'kimi_k2', which is written as the 'deepseek_v3' it is:
-  transformers knows no other name for it.
-
-  Args:
-    config: of the model.
-    family: of `hf.tensors.names`; what it cannot express is refused by name.
-    max_position_embeddings: what to say the context is; with YaRN it is the
-      stretched one instead.
+  transformers knows no other name for it. What the family cannot express is
+  refused by name.
   """
-  families.check(config, family)
+  check_family(config, family)
   c, a, yarn = config, config.attention, config.rope.yarn
+  context = _CONTEXT
   if yarn is not None:
-    max_position_embeddings = round(yarn.factor * yarn.original_max_len)
+    context = round(yarn.factor * yarn.original_max_len)
   fields = {
     'vocab_size': c.vocab_size,
     'hidden_size': c.embed_dim,
@@ -290,7 +270,7 @@ def to_hf(
     'rms_norm_eps': c.norm_eps,
     'tie_word_embeddings': c.tie_embeddings,
     'hidden_act': 'silu',
-    'max_position_embeddings': max_position_embeddings,
+    'max_position_embeddings': context,
     **rope.to_fields(c.rope),
     'num_experts_per_tok': c.moe.num_active,
     # Of the tokenizer, unknown here; the defaults are those of other models.
@@ -354,3 +334,63 @@ def _mla_fields(
     'topk_method': 'noaux_tc',
     'num_nextn_predict_layers': 0,
   }
+
+
+def check_family(config: model_config.ModelConfig, family: str) -> None:
+  """Raises a ValueError that names what models of a family cannot have."""
+  if family not in names.FAMILIES:
+    raise ValueError(f'family {family!r} is not one of {names.FAMILIES}.')
+  for name, (value, allowed) in _demands(config, family).items():
+    if value not in allowed:
+      raise ValueError(
+        f'{name} is {value!r}, but a model of family {family!r} can only have '
+        f'{" or ".join(map(repr, allowed))}; change it or the family.'
+      )
+  if config.rope.yarn is not None:
+    rope.check_yarn(config.rope.yarn, is_mla=family in _MLA)
+
+
+def _demands(
+  config: model_config.ModelConfig, family: str
+) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+  """Returns {field: (its value, the values that the family has)}."""
+  c, a, moe = config, config.attention, config.moe
+  demands: dict[str, tuple[Any, tuple[Any, ...]]]
+  if family in _MLA:
+    demands = {
+      'attention.kind': (a.kind, ('mla',)),
+      'moe.router': (moe.router, ('sigmoid',)),
+    }
+    if isinstance(a, model_config.MLAConfig):
+      demands['attention.latent_norm_eps'] = (
+        a.latent_norm_eps,
+        (_LATENT_NORM_EPS,),
+      )
+    # transformers sums the two best of each group, even where all may choose.
+    E = moe.num_experts
+    divisors = tuple(n for n in range(1, E // 2 + 1) if E % n == 0)
+    demands['moe.num_groups'] = (moe.num_groups, divisors)
+    return demands
+  demands = {
+    'attention.kind': (a.kind, ('gqa',)),
+    'moe.router': (moe.router, ('softmax',)),
+    'moe.num_shared': (moe.num_shared, (0,)),
+    'moe.num_groups': (moe.num_groups, (1,)),
+    'moe.routed_scale': (moe.routed_scale, (1.0,)),
+    'rope.interleaved': (c.rope.interleaved, (False,)),
+  }
+  if isinstance(a, model_config.GQAConfig):
+    biases = (False,) if family == 'mixtral' else (False, True)
+    demands['attention.qk_norm'] = (a.qk_norm, (_QK_NORMS[family],))
+    demands['attention.qkv_bias'] = (a.qkv_bias, biases)
+    demands['attention.out_bias'] = (a.out_bias, (a.qkv_bias,))
+    if family == 'olmoe':
+      head_dim = c.embed_dim // a.num_heads
+      demands['attention.head_dim'] = (a.head_dim, (head_dim,))
+  if family != 'qwen3_moe':
+    demands['num_dense_layers'] = (c.num_dense_layers, (0,))
+    # One key says both, and no layer uses this one.
+    demands['dense_ffw_dim'] = (c.dense_ffw_dim, (moe.ffw_dim,))
+  if family == 'mixtral':
+    demands['moe.renormalize'] = (moe.renormalize, (True,))
+  return demands

@@ -9,13 +9,12 @@ NO_DEFAULT = object()
 def take(
   fields: dict[str, Any], key: str, kind: type, default: Any = NO_DEFAULT
 ) -> Any:
-  """Returns a value of the kind asked for; null counts as absent.
+  """Returns the value of a key; null counts as absent.
 
   Args:
     fields: the parsed file, or an object in it.
-    key: of the value.
+    key: of the value; without a default it must be there.
     kind: int, float (an integer will do), bool, str or dict.
-    default: for a key that is absent; without one it must be there.
   """
   value = fields.get(key)
   if value is None:
@@ -58,10 +57,7 @@ def take_any(fields: dict[str, Any], keys: tuple[str, ...], kind: type) -> Any:
 
 
 def check_only(fields: dict[str, Any], modelled: dict[str, Any]) -> None:
-  """Refuses every key that has another value than the one modelled.
-
-  Null or absent passes.
-  """
+  """Refuses keys with another value than the one modelled, null or none."""
   for key, only in modelled.items():
     value = fields.get(key)
     if value is not None and value != only:

@@ -23,16 +23,17 @@ from composer_jax.models import config as model_config
 _DEFAULT_THETA = {'mixtral': 1e6}
 _OTHER_DEFAULT_THETA = 1e4
 _KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
-_YARN_KEYS = {
-  'attention_factor',
-  'beta_fast',
-  'beta_slow',
-  'factor',
-  'mscale',
-  'mscale_all_dim',
-  'original_max_position_embeddings',
-  'truncate',
+# Of YaRN, in the file and in YarnConfig.
+_YARN_FIELDS = {
+  'factor': 'factor',
+  'original_max_position_embeddings': 'original_max_len',
+  'beta_fast': 'beta_fast',
+  'beta_slow': 'beta_slow',
+  'mscale': 'mscale',
+  'mscale_all_dim': 'mscale_all_dim',
+  'truncate': 'truncate',
 }
+_YARN_KEYS = {'attention_factor', *_YARN_FIELDS}
 
 
 def from_fields(
@@ -43,7 +44,7 @@ def from_fields(
   Args:
     fields: the parsed file.
     family: of `hf.tensors.names`.
-    interleaved: as in RopeConfig; no key says it for all families.
+    interleaved: no key says it for all families.
     is_mla: whether transformers scales this family's softmax by
       `mscale_all_dim`.
   """
@@ -77,11 +78,8 @@ def from_fields(
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
-  both = [
-    fields[key]
-    for key in ('rope_parameters', 'rope_scaling')
-    if fields.get(key)
-  ]
+  places = ('rope_parameters', 'rope_scaling')
+  both = [fields[key] for key in places if fields.get(key)]
   if len(both) == 2 and both[0] != both[1]:
     raise ValueError(
       f"'rope_parameters' ({both[0]}) and 'rope_scaling' ({both[1]}) differ; "
@@ -162,15 +160,7 @@ def to_fields(rope: model_config.RopeConfig) -> dict[str, Any]:
   """Returns `rope_theta` and `rope_scaling`, which v4 and v5 read."""
   scaling = None
   if rope.yarn is not None:
-    scaling = {
-      'rope_type': 'yarn',
-      'factor': rope.yarn.factor,
-      'original_max_position_embeddings': rope.yarn.original_max_len,
-      'beta_fast': rope.yarn.beta_fast,
-      'beta_slow': rope.yarn.beta_slow,
-      'mscale': rope.yarn.mscale,
-      'mscale_all_dim': rope.yarn.mscale_all_dim,
-      'truncate': rope.yarn.truncate,
-    }
-    scaling = {k: v for k, v in scaling.items() if v is not None}
+    values = {k: getattr(rope.yarn, name) for k, name in _YARN_FIELDS.items()}
+    given = {k: v for k, v in values.items() if v is not None}
+    scaling = {'rope_type': 'yarn', **given}
   return {'rope_theta': rope.theta, 'rope_scaling': scaling}

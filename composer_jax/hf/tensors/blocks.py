@@ -27,11 +27,10 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class ArrayPiece:
   """A box of an array and the elements of a tensor that it holds.
 
   Attributes:
-    array: name of the array.
     box: (start, stop) of each axis of the array.
     start: first element that is read.
     stop: one past the last.
@@ -70,6 +69,15 @@ class Piece:
     view[...] = contiguous(theirs)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedArray:
+  """An array and the shape of its chunks."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  chunk: tuple[int, ...]
+
+
 def shapes(table: names.Table) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every array that the tensors of a table make up."""
   found: dict[str, list[int]] = {}
@@ -82,14 +90,14 @@ def shapes(table: names.Table) -> dict[str, tuple[int, ...]]:
   return {name: tuple(shape) for name, shape in found.items()}
 
 
-def _leading_axis(part: names.Part) -> int:
+def _leading_axis(part: names.TensorPart) -> int:
   """Returns the axis of the view along which ranges are cut."""
   sizes = [s.stop - s.start for s in part.select]
   long = [axis for axis, size in enumerate(sizes) if size > 1]
   return long[0] if long else len(sizes) - 1
 
 
-def chunk_shape(part: names.Part, item_bytes: int) -> tuple[int, ...]:
+def chunk_shape(part: names.TensorPart, item_bytes: int) -> tuple[int, ...]:
   """Returns the shape of the chunks of the part's array.
 
   A divisor of the block is preferred: chunks that stick out are padded.
@@ -108,8 +116,8 @@ def chunk_shape(part: names.Part, item_bytes: int) -> tuple[int, ...]:
 
 
 def pieces(
-  part: names.Part, chunk: tuple[int, ...], within: Box | None = None
-) -> Iterator[Piece]:
+  part: names.TensorPart, chunk: tuple[int, ...], within: Box | None = None
+) -> Iterator[ArrayPiece]:
   """Yields the chunks of a part, each cut to the box `within`."""
   lead = _leading_axis(part)
   axes = [i for i, index in enumerate(part.index) if not isinstance(index, int)]
@@ -128,7 +136,7 @@ def pieces(
       yield _piece(part, tuple(box), axes)
 
 
-def _piece(part: names.Part, box: Box, axes: list[int]) -> Piece:
+def _piece(part: names.TensorPart, box: Box, axes: list[int]) -> ArrayPiece:
   bounds = [(0, 0)] * len(part.view)
   for axis, ours in zip(part.order, axes, strict=True):
     first = part.select[axis].start
@@ -141,7 +149,7 @@ def _piece(part: names.Part, box: Box, axes: list[int]) -> Piece:
   base = sum(bounds[i][0] * strides[i] for i in range(lead))
   a, b = bounds[lead]
   inner = tuple(slice(*bound) for bound in bounds[lead + 1 :])
-  return Piece(
+  return ArrayPiece(
     array=part.array,
     box=box,
     start=base + a * strides[lead],

@@ -19,7 +19,7 @@ from composer_jax.hf.tensors import source as hf_source
 FOLDER = 'carried'
 
 
-def show(source: hf_source.Source) -> None:
+def show(source: hf_source.SourceCheckpoint) -> None:
   """Prints what is carried along, a line for each layer or tower."""
   groups: collections.Counter[str] = collections.Counter()
   for name in source.carried:
@@ -30,7 +30,9 @@ def show(source: hf_source.Source) -> None:
     print(f'Not modelled, carried along unchanged: {start}.* ({count} tensors)')
 
 
-def carry(source: hf_source.Source, file: str, folder: pathlib.Path) -> None:
+def carry(
+  source: hf_source.SourceCheckpoint, file: str, folder: pathlib.Path
+) -> None:
   """Copies what is not modelled of one file, unless that is done.
 
   The hash of each tensor is in the head of the copy.
@@ -48,7 +50,7 @@ def carry(source: hf_source.Source, file: str, folder: pathlib.Path) -> None:
       digest.update(block)
     hashes[raw.name] = digest.hexdigest()
   entries = [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in raws]
-  writer = hf_io.Writer(temporary, hf_io.new_header(entries, hashes))
+  writer = hf_io.SafetensorsWriter(temporary, hf_io.new_header(entries, hashes))
   for raw in raws:
     for start, block in hf_io.blocks(source.folder, raw):
       writer.write(raw.name, block, start)
@@ -61,7 +63,7 @@ def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
   """Opens what an import directory carries along.
 
   Raises:
-    ValueError: one of the names is not there, or a file is damaged.
+    ValueError: one of the names is missing, or a file is damaged.
   """
   folder = out / FOLDER
   there = os.listdir(folder) if folder.is_dir() else []
@@ -75,12 +77,8 @@ def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
   return found
 
 
-def verify(source: hf_source.Source, out: pathlib.Path) -> None:
-  """Compares what an import directory carries along with its source.
-
-  Raises:
-    ValueError: names the tensor that is not there or differs.
-  """
+def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
+  """Raises a ValueError that names a tensor unlike that of the source."""
   with open_carried(out, source.carried) as carried:
     for name in source.carried:
       raws = source.folder.tensors[name], carried.tensors[name]
@@ -95,12 +93,10 @@ def verify(source: hf_source.Source, out: pathlib.Path) -> None:
         )
 
 
-def copy(carried: hf_io.Folder, name: str, writer: hf_io.Writer) -> None:
-  """Copies a tensor that is carried along into a file of an export.
-
-  Raises:
-    ValueError: it has changed since the import.
-  """
+def copy(
+  carried: hf_io.Folder, name: str, writer: hf_io.SafetensorsWriter
+) -> None:
+  """Copies a tensor to an export; a ValueError where it has changed."""
   raw, digest = carried.tensors[name], blake3.blake3()
   for start, block in hf_io.blocks(carried, raw):
     digest.update(block)

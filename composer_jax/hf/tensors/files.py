@@ -44,12 +44,9 @@ class Raw:
   """A tensor as a file holds it.
 
   Attributes:
-    name: of the tensor.
     file: its file's name, without a folder.
     dtype: as the header spells it.
-    shape: of the tensor.
     start: of its first byte in the file.
-    num_bytes: that it takes.
   """
 
   name: str
@@ -95,22 +92,12 @@ def new_header(
   tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
   metadata: dict[str, str] | None,
 ) -> dict[str, Any]:
-  """Lays tensors out one behind the other.
-
-  Args:
-    tensors: (name, dtype, shape, bytes) of each.
-    metadata: texts for the head of the file, if any.
-  """
+  """Lays (name, dtype, shape, bytes) out one behind the other."""
   header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
   end = 0
   for name, dtype, shape, num_bytes in tensors:
-    offsets = [end, end + num_bytes]
-    header[name] = {
-      'dtype': dtype,
-      'shape': list(shape),
-      'data_offsets': offsets,
-    }
-    end = offsets[1]
+    entry = {'dtype': dtype, 'shape': list(shape)}
+    header[name] = {**entry, 'data_offsets': [end, end := end + num_bytes]}
   return header
 
 
@@ -150,11 +137,7 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike, names: Iterable[str] | None = None
   ):
-    """Reads and checks all headers.
-
-    Args:
-      path: of the folder.
-      names: of its files; None asks the index.
+    """Reads and checks all headers, of the files named or of the index.
 
     Raises:
       ValueError: names the file, and the tensor where there is one.
@@ -163,6 +146,7 @@ class Folder:
     self.path = pathlib.Path(path)
     self._descriptors: dict[str, int] = {}
     self._hashes: dict[str, str] = {}
+    self._starts: dict[str, int] = {}
     self.header_texts: dict[str, str] = {}
     self.index, places = None, {}
     if names is None:
@@ -193,6 +177,7 @@ class Folder:
       ) from error
     with path.open('rb') as file:
       data = file.read(int.from_bytes(file.read(8), 'little'))
+    self._starts[name] = 8 + len(data)
     self._hashes[name] = blake3.blake3(data).hexdigest()
     text, header = _parse(data, path)
     if text != render_header(header):
@@ -201,10 +186,7 @@ class Folder:
 
   def _add(self, name: str) -> None:
     header = {k: v for k, v in self.headers[name].items() if k != METADATA}
-    with (self.path / name).open('rb') as file:
-      start = 8 + int.from_bytes(file.read(8), 'little')
-    by_offset = sorted(header, key=lambda k: header[k]['data_offsets'])
-    for tensor in by_offset:
+    for tensor in sorted(header, key=lambda k: header[k]['data_offsets']):
       if tensor in self.tensors:
         raise ValueError(
           f'{tensor} is in both {self.tensors[tensor].file} and {name} of '
@@ -217,7 +199,7 @@ class Folder:
         file=name,
         dtype=entry['dtype'],
         shape=tuple(entry['shape']),
-        start=start + first,
+        start=self._starts[name] + first,
         num_bytes=last - first,
       )
 
@@ -301,7 +283,7 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
   return text, places
 
 
-class Writer:
+class SafetensorsWriter:
   """A safetensors file that takes its tensors in any order, in pieces.
 
   The file is under its own name from the start: its folder, or the caller's
@@ -314,13 +296,7 @@ class Writer:
     header: dict[str, Any],
     text: str | None = None,
   ):
-    """Begins a file.
-
-    Args:
-      path: of the file.
-      header: what it will hold, where.
-      text: of that header; None is the library's.
-    """
+    """Begins a file; `text` is that of the header, None the library's."""
     self._path = pathlib.Path(path)
     self._header = header
     first = head(render_header(header) if text is None else text)

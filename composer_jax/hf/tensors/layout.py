@@ -24,7 +24,7 @@ FILE_BYTES = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class FileEntry:
   """A tensor of a file to be written."""
 
   name: str
@@ -37,43 +37,27 @@ class Entry:
 def dtypes(
   table: names.Table, dtype: str, record: dict[str, Any] | None
 ) -> dict[str, np.dtype]:
-  found = {}
-  for name, tensor in table.items():
-    if dtype == SOURCE:
-      assert record is not None
-      # The other layout of experts has no source; one dtype serves them all.
-      known = record['tensors']
-      spelt = known[name][1] if name in known else _expert_dtype(known)
-      found[name] = files.DTYPES[spelt]
-    elif tensor.parts[0].array.startswith(_FLOAT32_ALWAYS):
-      found[name] = DTYPES['float32']
-    else:
-      found[name] = DTYPES[dtype]
-  return found
-
-
-def _expert_dtype(known: dict[str, list[str]]) -> str:
-  found = {dtype for name, (_, dtype) in known.items() if '.experts.' in name}
-  if len(found) != 1:
-    raise ValueError(
-      f'The experts have dtypes {sorted(found)}; with another --expert_layout '
-      f'--dtype must be one of {[*DTYPES]}.'
-    )
-  return found.pop()
+  if dtype == SOURCE:
+    assert record is not None
+    return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
+  exact, plain = DTYPES['float32'], DTYPES[dtype]
+  return {
+    name: exact if t.parts[0].array.startswith(_FLOAT32_ALWAYS) else plain
+    for name, t in table.items()
+  }
 
 
 def plan(
   table: names.Table,
   dtype_of: dict[str, np.dtype],
   record: dict[str, Any] | None,
-  layout: str,
   file_bytes: int,
-) -> dict[str, list[Entry]]:
+) -> dict[str, list[FileEntry]]:
   """Returns {file: tensors in the order of its header}."""
 
-  def ours(name: str) -> Entry:
+  def ours(name: str) -> FileEntry:
     dtype, shape = dtype_of[name], table[name].shape
-    return Entry(
+    return FileEntry(
       name=name,
       dtype=files.NAMES[dtype],
       shape=shape,
@@ -81,9 +65,9 @@ def plan(
       is_carried=False,
     )
 
-  def carried(name: str, entry: dict[str, Any]) -> Entry:
+  def carried(name: str, entry: dict[str, Any]) -> FileEntry:
     first, last = entry['data_offsets']
-    return Entry(
+    return FileEntry(
       name=name,
       dtype=entry['dtype'],
       shape=tuple(entry['shape']),
@@ -91,31 +75,29 @@ def plan(
       is_carried=True,
     )
 
-  found: dict[str, list[Entry]] = {}
-  unmodelled = set(record['carried']) if record else set()
-  extra = []
-  for file, header in record['files'].items() if record else ():
-    found[file] = []
+  if record is None:
+    return _split([*map(ours, table)], file_bytes)
+  found: dict[str, list[FileEntry]] = {}
+  unmodelled = set(record['carried'])
+  for file, header in record['files'].items():
+    group = []
     for name, entry in header.items():
       # A packed weight stands for the whole; its scales are in it.
       whole = name if name in table else name.removesuffix('_packed')
       if name in unmodelled:
-        extra.append(carried(name, entry))
-        found[file].append(extra[-1])
+        group.append(carried(name, entry))
       elif whole in table:
-        found[file].append(ours(whole))
-  if record and layout == record['expert_layout']:
+        group.append(ours(whole))
     # Of a file of nothing but scales, nothing is left.
-    return {
-      file: group
-      for file, group in found.items()
-      if group or not record['files'][file].keys() - {files.METADATA}
-    }
-  return _split([*map(ours, table), *extra], file_bytes)
+    if group or not header.keys() - {files.METADATA}:
+      found[file] = group
+  return found
 
 
-def _split(entries: list[Entry], file_bytes: int) -> dict[str, list[Entry]]:
-  groups: list[list[Entry]] = []
+def _split(
+  entries: list[FileEntry], file_bytes: int
+) -> dict[str, list[FileEntry]]:
+  groups: list[list[FileEntry]] = []
   size = file_bytes
   for entry in entries:
     if size + entry.num_bytes > file_bytes:
@@ -133,7 +115,7 @@ def _split(entries: list[Entry], file_bytes: int) -> dict[str, list[Entry]]:
 
 
 def header(
-  entries: list[Entry], file: str, record: dict[str, Any] | None
+  entries: list[FileEntry], file: str, record: dict[str, Any] | None
 ) -> dict[str, Any]:
   """Returns the header of a file: the source's own where nothing differs."""
   theirs = (record or {'files': {}})['files'].get(file, {})
@@ -163,7 +145,7 @@ def header_text(
 
 
 def index(
-  plan_of: dict[str, list[Entry]],
+  plan_of: dict[str, list[FileEntry]],
   headers: dict[str, dict[str, Any]],
   record: dict[str, Any] | None,
 ) -> str | None:

@@ -30,7 +30,7 @@ _ALL = slice(None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TensorPart:
   """A view of one tensor of theirs, and the block of an array of ours it is.
 
   `array[index] = tensor.reshape(view)[select].transpose(order)`, and all parts
@@ -57,15 +57,15 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
+class NamedTensor:
   """A tensor of a Hugging Face checkpoint; its parts cover it exactly once."""
 
   name: str
   shape: tuple[int, ...]
-  parts: tuple[Part, ...]
+  parts: tuple[TensorPart, ...]
 
 
-Table = dict[str, Tensor]
+Table = dict[str, NamedTensor]
 
 
 def tensors(
@@ -78,8 +78,8 @@ def tensors(
   """Returns {name: Tensor} of every tensor that the model consists of.
 
   Args:
-    config: of the model; `hf.architecture.families.check` says whether it has
-      the tensors of the family.
+    config: of the model; `hf.architecture.config.check_family` says whether
+      it has the tensors of the family.
     family: one of FAMILIES.
     expert_layout: one of EXPERT_LAYOUTS.
     prefix: of a language model inside a larger one: 'language_model.'.
@@ -126,11 +126,7 @@ def expert_layout_of(
     for layout, end in ends.items()
   }
   names = list(names)
-  found = [
-    layout
-    for layout in starts
-    if any(n.startswith(starts[layout]) for n in names)
-  ]
+  found = [k for k, s in starts.items() if any(n.startswith(s) for n in names)]
   if len(found) != 1:
     raise ValueError(
       f'The experts of the first mixture layer are named in {len(found)} '
@@ -138,17 +134,6 @@ def expert_layout_of(
       f'{list(starts.values())} must begin a name (family {family!r}).'
     )
   return found[0]
-
-
-def missing(names: Iterable[str], table: Table) -> list[str]:
-  """Returns the tensors of the table that a checkpoint lacks."""
-  present = set(names)
-  return [name for name in table if name not in present]
-
-
-def unmodelled(names: Iterable[str], table: Table) -> list[str]:
-  """Returns the tensors of a checkpoint that the table lacks, in order."""
-  return [name for name in names if name not in table]
 
 
 def contradicting(
@@ -174,18 +159,19 @@ def contradicting(
   harmless = (*predictors, *(f'{s}self_attn.rotary_emb.' for s in starts))
   return [
     name
-    for name in unmodelled(names, table)
-    if name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
+    for name in names
+    if name not in table
+    and name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
     and not name.startswith(harmless)
   ]
 
 
-def block(part: Part, tensor: np.ndarray) -> np.ndarray:
+def block(part: TensorPart, tensor: np.ndarray) -> np.ndarray:
   """Returns the block of our array that `part` of their tensor is, a view."""
   return tensor.reshape(part.view)[part.select].transpose(part.order)
 
 
-def put(part: Part, values: np.ndarray, tensor: np.ndarray) -> None:
+def put(part: TensorPart, values: np.ndarray, tensor: np.ndarray) -> None:
   """Writes a block of our array into their (contiguous) tensor."""
   view = tensor.reshape(part.view, copy=False)
   view[part.select] = values.transpose(np.argsort(part.order))
@@ -193,7 +179,7 @@ def put(part: Part, values: np.ndarray, tensor: np.ndarray) -> None:
 
 # An entry of the table before it is placed: (name, shape, parts) without what
 # all entries of a layer share.
-_Row = tuple[str, tuple[int, ...], tuple[Part, ...]]
+_Row = tuple[str, tuple[int, ...], tuple[TensorPart, ...]]
 
 
 def _row(
@@ -219,7 +205,9 @@ def _row(
     start += size
     select = tuple(slices)
     parts.append(
-      Part(array=array, index=index, view=view, select=select, order=order)
+      TensorPart(
+        array=array, index=index, view=view, select=select, order=order
+      )
     )
   return name, view if shape is None else shape, tuple(parts)
 
@@ -232,7 +220,7 @@ def _add(
   index: tuple[int, ...],
 ) -> None:
   for name, shape, parts in rows:
-    table[start + name] = Tensor(
+    table[start + name] = NamedTensor(
       name=start + name,
       shape=shape,
       parts=tuple(
@@ -383,7 +371,7 @@ def _stacked_rows(name: str, E: int, D: int, F: int) -> list[_Row]:
 
   def part(array, index, view, row, size):
     select = (slice(row, row + size), slice(0, view[1]))
-    return Part(
+    return TensorPart(
       array=array, index=index, view=view, select=select, order=(1, 0)
     )
 

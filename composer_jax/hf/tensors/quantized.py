@@ -26,7 +26,7 @@ _INT4_PER_WORD = 8
 UNKNOWN = np.dtype(np.void)
 
 
-class Tensor(Protocol):
+class ReadableTensor(Protocol):
   """A tensor as a model has it."""
 
   @property
@@ -160,17 +160,11 @@ def _int4_values() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-  """How the weights of some modules are stored.
+  """How the weights of some modules are stored."""
 
-  Attributes:
-    kind: 'fp8' or 'int4'.
-    block: rows and columns that share a scale.
-    plain: patterns of modules that are not quantised.
-  """
-
-  kind: str
-  block: tuple[int, int]
-  plain: tuple[str, ...]
+  kind: str  # 'fp8' or 'int4'
+  block: tuple[int, int]  # rows and columns that share a scale
+  plain: tuple[str, ...]  # patterns of modules that are not quantised
 
 
 def _refuse(rule: str, value: Any) -> ValueError:
@@ -189,11 +183,7 @@ def _require(fields: dict[str, Any], wanted: dict[str, tuple], at: str) -> None:
 
 
 def scheme(config: dict[str, Any]) -> Scheme | None:
-  """Returns the scheme that a config.json names; None for plain weights.
-
-  Raises:
-    ValueError: names the key of a scheme that is not supported.
-  """
+  """Returns the scheme that a config.json names; None for plain weights."""
   nested = config.get('text_config')
   text = nested if isinstance(nested, dict) else {}
   fields = config.get('quantization_config', text.get('quantization_config'))
@@ -292,8 +282,8 @@ def _check_allowed(found: Scheme, raw: files.Raw, module: str) -> None:
 
 def tensors(
   folder: files.Folder, config: dict[str, Any], wanted: Container[str]
-) -> dict[str, Tensor]:
-  """Returns {name: Tensor} of a checkpoint, scales folded into their weights.
+) -> dict[str, ReadableTensor]:
+  """Returns the tensors of a checkpoint, scales folded into their weights.
 
   Args:
     folder: of the files.
@@ -307,7 +297,7 @@ def tensors(
   raws, result, used = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
-    tensor: Tensor = Plain(folder, raw)
+    tensor: ReadableTensor = Plain(folder, raw)
     if found is None or whole not in wanted:
       pass
     elif found.kind == 'fp8' and raw.dtype == 'F8_E4M3':

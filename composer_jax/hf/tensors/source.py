@@ -24,13 +24,11 @@ _WEIGHTS = ('BF16', 'F16', 'F32')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceCheckpoint:
   """A checked checkpoint.
 
   Attributes:
-    folder: its files.
     fields: its config.json.
-    config: of the model.
     family: of `hf.tensors.names.FAMILIES`.
     prefix: of its language model among the names of tensors.
     expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`.
@@ -46,39 +44,30 @@ class Source:
   prefix: str
   expert_layout: str
   table: names.Table
-  tensors: dict[str, quantized.Tensor]
+  tensors: dict[str, quantized.ReadableTensor]
   carried: tuple[str, ...]
 
-  def dtypes(self) -> dict[str, np.dtype]:
-    """Returns the dtype of every array: its tensors', float32 if they differ.
-
-    Float32 holds every bfloat16 and float16.
-    """
-    found: dict[str, set[np.dtype]] = {}
+  def arrays(self) -> dict[str, blocks.ChunkedArray]:
+    """Returns every array; float32 where dtypes of its tensors differ."""
+    dtypes: dict[str, set[np.dtype]] = {}
+    parts: dict[str, names.TensorPart] = {}
     for name, tensor in self.tensors.items():
       for part in self.table[name].parts:
-        found.setdefault(part.array, set()).add(tensor.dtype)
-    return {
-      name: dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-      for name, dtypes in found.items()
-    }
-
-  def chunks(self) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of the chunks of every array."""
-    dtypes, found = self.dtypes(), {}
-    for tensor in self.table.values():
-      for part in tensor.parts:
-        if part.array not in found:
-          found[part.array] = blocks.chunk_shape(
-            part, dtypes[part.array].itemsize
-          )
+        dtypes.setdefault(part.array, set()).add(tensor.dtype)
+        parts[part.array] = part
+    found = {}
+    for name, shape in blocks.shapes(self.table).items():
+      one = len(dtypes[name]) == 1
+      dtype = dtypes[name].pop() if one else np.dtype(np.float32)
+      chunk = blocks.chunk_shape(parts[name], dtype.itemsize)
+      found[name] = blocks.ChunkedArray(shape=shape, dtype=dtype, chunk=chunk)
     return found
 
   def close(self) -> None:
     self.folder.close()
 
 
-def open_source(path: str | os.PathLike) -> Source:
+def open_source(path: str | os.PathLike) -> SourceCheckpoint:
   """Opens and checks a checkpoint.
 
   Raises:
@@ -105,7 +94,7 @@ def open_source(path: str | os.PathLike) -> Source:
   _check(path, found, table, config, prefix)
   tensors = {name: t for name, t in found.items() if name in table}
   used = {raw.name for t in tensors.values() for raw in t.raws}
-  return Source(
+  return SourceCheckpoint(
     folder=folder,
     fields=fields,
     config=config,
@@ -120,20 +109,18 @@ def open_source(path: str | os.PathLike) -> Source:
 
 def _check(
   path: pathlib.Path,
-  found: dict[str, quantized.Tensor],
+  found: dict[str, quantized.ReadableTensor],
   table: names.Table,
   config: model_config.ModelConfig,
   prefix: str,
 ) -> None:
   """Raises unless the tensors of the table are there, and no others of it."""
-  missing = names.missing(found, table)
-  if missing:
+  if missing := [name for name in table if name not in found]:
     raise ValueError(
       f'{path} lacks {len(missing)} tensors that its {CONFIG} calls for, the '
       f'first is {missing[0]}. Fetch the missing files, or correct {CONFIG}.'
     )
-  extra = names.contradicting(found, table, config, prefix=prefix)
-  if extra:
+  if extra := names.contradicting(found, table, config, prefix=prefix):
     raise ValueError(
       f'{path / found[extra[0]].raws[0].file} holds {extra[0]}, which a model '
       f'of this {CONFIG} does not have ({len(extra)} such tensors): the two do '

@@ -15,19 +15,13 @@ from composer_jax.train.checkpoints import hashes, manager
 
 
 class Stored:
-  """The arrays of one step of `manager.Checkpoints`.
+  """The arrays of one step of `manager.Checkpoints`: shapes, dtypes, values.
 
-  Attributes:
-    shapes: of the arrays, by name.
-    dtypes: likewise.
+  Everything raises manager.DamagedCheckpoint where its content has changed or
+  cannot be read.
   """
 
   def __init__(self, checkpoints: manager.Checkpoints, step: int):
-    """Reads what the checkpoint holds.
-
-    Raises:
-      manager.DamagedCheckpoint: its record has changed.
-    """
     self._folder = checkpoints.directory / str(step)
     self._record = checkpoints.record(step)['arrays']
     self.shapes = {n: tuple(r['shape']) for n, r in self._record.items()}
@@ -59,11 +53,7 @@ class Stored:
     return self._open[name]
 
   def read(self, name: str, box: blocks.Box) -> np.ndarray:
-    """Returns the values in a box of an array.
-
-    Raises:
-      manager.DamagedCheckpoint: they cannot be read.
-    """
+    """Returns the values in a box of an array."""
     index = tuple(slice(*bound) for bound in box)
     try:
       values = self._array(name)[index].read().result()
@@ -72,11 +62,7 @@ class Stored:
     return np.asarray(values).view(self.dtypes[name])
 
   def verify(self, name: str) -> None:
-    """Compares an array with the hashes of when it was written.
-
-    Raises:
-      manager.DamagedCheckpoint: its content has changed.
-    """
+    """Compares an array with the hashes of when it was written."""
     item_bytes = self.dtypes[name].itemsize
     for bounds, expected in self._record[name]['shards'].items():
       block = tuple((s.start, s.stop) for s in hashes.bounds(bounds))

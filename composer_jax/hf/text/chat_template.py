@@ -21,13 +21,8 @@ import jinja2.sandbox
 import numpy as np
 from jinja2 import nodes, parser
 
-from composer_jax.hf.text import (
-  roles,
-  tokenizer_json,
-)
-from composer_jax.hf.text import (
-  tokenizer as hf_tokenizer,
-)
+from composer_jax.hf.text import roles, tokenizer_json
+from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import tokenizer as own
 
 CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'
@@ -74,8 +69,7 @@ class ChatTemplate:
         of their own.
       special_tokens: variables of the template, such as `bos_token`.
       name: of the file, for errors.
-      now: what `strftime_now` tells every time; by default the time of this
-        call.
+      now: what `strftime_now` tells every time; None is the present time.
 
     Raises:
       ValueError: a template is not one; names the file and the line.
@@ -88,11 +82,10 @@ class ChatTemplate:
     self._marked: tuple[Any, dict[str, jinja2.Template]] = (None, {})
 
   def render(self, messages: Messages, **options: Any) -> str:
-    """Returns a conversation as text.
+    """Returns a conversation as text, in which lone surrogates become '?'.
 
     Args:
-      messages: JSON objects with a role and mostly a content; lone surrogates
-        in them become '?'.
+      messages: JSON objects with a role and mostly a content.
       **options: variables of the template: `tools` (JSON schemas),
         `documents`, `add_generation_prompt`, and any of its own.
 
@@ -104,7 +97,10 @@ class ChatTemplate:
     return self._run(self._templates, {**self._special_tokens, **variables})
 
   def encode(
-    self, tokenizer: hf_tokenizer.Tokenizer, messages: Messages, **options: Any
+    self,
+    tokenizer: hf_tokenizer.ImportedTokenizer,
+    messages: Messages,
+    **options: Any,
   ) -> tuple[np.ndarray, np.ndarray]:
     """Returns int32 ids and which of them the assistant wrote.
 
@@ -191,24 +187,20 @@ class ChatTemplate:
   def _run(
     self, templates: dict[str, jinja2.Template], variables: dict[str, Any]
   ) -> str:
+    has_own = variables['tools'] and 'tool_use' in templates
+    template = templates.get('tool_use' if has_own else 'default')
+    if template is None:
+      raise ValueError(
+        f"{self._name} has no chat template 'default', only "
+        f'{sorted(templates)}.'
+      )
     try:
-      return self._pick(templates, variables['tools']).render(variables)
+      return template.render(variables)
     except _FAILURES as error:
       raise ValueError(
         f'{self._name}: the chat template fails on these messages '
         f'({type(error).__name__}: {error}).'
       ) from error
-
-  def _pick(
-    self, templates: dict[str, jinja2.Template], tools: Any
-  ) -> jinja2.Template:
-    name = 'tool_use' if tools and 'tool_use' in templates else 'default'
-    if name not in templates:
-      raise ValueError(
-        f"{self._name} has no chat template 'default', only "
-        f'{sorted(templates)}.'
-      )
-    return templates[name]
 
 
 def load(
@@ -222,9 +214,6 @@ def load(
   Args:
     folder: of the checkpoint.
     now: see `ChatTemplate`; fix it where the tokens must be made again.
-
-  Raises:
-    ValueError: the folder has no chat template, or one that is none.
   """
   folder = pathlib.Path(folder)
   config = tokenizer_json.read_config(folder / CONFIG)
@@ -305,7 +294,7 @@ def _strings(value: Any) -> Iterator[str]:
 def _environment(begin: str, end: str) -> jinja2.Environment:
   """What templates written for transformers expect to find."""
 
-  class Generation(jinja2.ext.Extension):
+  class GenerationBlocks(jinja2.ext.Extension):
     """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {'generation'}
@@ -322,7 +311,7 @@ def _environment(begin: str, end: str) -> jinja2.Environment:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
-    extensions=[Generation, jinja2.ext.loopcontrols],
+    extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
   )
   environment.filters['tojson'] = _to_json
   # A template must render the same twice.

@@ -26,16 +26,10 @@ _KEYS = {'messages', 'tools'}
 def documents(
   path: str | os.PathLike,
   template: chat_template.ChatTemplate,
-  tokenizer: hf_tokenizer.Tokenizer,
+  tokenizer: hf_tokenizer.ImportedTokenizer,
   seq_len: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns (tokens, loss mask) of every conversation.
-
-  Args:
-    path: of the file.
-    template: of the import.
-    tokenizer: of the import.
-    seq_len: of SFT's rows, which a conversation has to fit.
+  """Returns (tokens, loss mask) of every conversation of a file.
 
   Raises:
     ValueError: names the line that is no conversation, that the template

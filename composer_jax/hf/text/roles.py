@@ -49,9 +49,6 @@ def assign(
     config: content of `tokenizer_config.json`.
     vocab_size: rows of the model's embedding.
     path: for errors.
-
-  Raises:
-    ValueError: the vocabulary leaves too few rows free.
   """
   added = {t['content']: t['id'] for t in source['added_tokens']}
   taken = {*source['model'].get('vocab', {}).values(), *added.values()}

@@ -48,7 +48,7 @@ _PROBES = (
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)
 
 
-class Tokenizer:
+class ImportedTokenizer:
   """Text to int32 ids of a model's vocabulary and back.
 
   Attributes:
@@ -58,12 +58,7 @@ class Tokenizer:
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
-    """Wraps the content of a `tokenizer.json`.
-
-    Args:
-      source: its content.
-      roles: {name: id} of the ten roles.
-      name: of the file, for errors.
+    """Wraps the content of a `tokenizer.json`; `name` is for errors.
 
     Raises:
       ValueError: the file is of a kind that loses bytes, or whose special
@@ -94,16 +89,13 @@ class Tokenizer:
   @classmethod
   def from_folder(
     cls, folder: str | os.PathLike, vocab_size: int
-  ) -> 'Tokenizer':
+  ) -> 'ImportedTokenizer':
     """Reads the tokenizer of a checkpoint.
-
-    Args:
-      folder: holds `tokenizer.json` and, usually, `tokenizer_config.json`.
-      vocab_size: rows of the model's embedding.
 
     Raises:
       ValueError: there is no such file, it is not one that can be used (see
-        the constructor), or the embedding has no room for our roles.
+        the constructor), or the embedding of so many rows has no room for our
+        roles.
     """
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():
@@ -114,7 +106,7 @@ class Tokenizer:
     return cls(source, roles, str(path))
 
   @classmethod
-  def load(cls, path: str | os.PathLike) -> 'Tokenizer':
+  def load(cls, path: str | os.PathLike) -> 'ImportedTokenizer':
     """Reads what `save` wrote; a ValueError names any other file."""
     data = files.read_json(path)
     if not isinstance(data, dict) or data.get('format') != FORMAT:
@@ -168,13 +160,11 @@ class Tokenizer:
     )
     pieces = [text.split(tokenizer_json.SPACE) for text in texts]
     flat = iter(self._encode_batch([p for parts in pieces for p in parts]))
-    result = []
-    for parts in pieces:
-      ids = [next(flat)]
-      for _ in parts[1:]:
-        ids += [mark, next(flat)]
-      result.append(np.concatenate(ids))
-    return result
+    # A mark before every part, but for the first.
+    return [
+      np.concatenate([a for _ in parts for a in (mark, next(flat))][1:])
+      for parts in pieces
+    ]
 
   def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
     encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
@@ -322,14 +312,14 @@ class Tokenizer:
           )
 
 
-AnyTokenizer = own.Tokenizer | Tokenizer
+AnyTokenizer = own.Tokenizer | ImportedTokenizer
 
 
 def load_any(path: str | os.PathLike) -> AnyTokenizer:
   """Reads what either kind of tokenizer saved."""
   data = files.read_json(path)
   if isinstance(data, dict) and data.get('format') == FORMAT:
-    return Tokenizer.load(path)
+    return ImportedTokenizer.load(path)
   return own.Tokenizer.load(path)
 
 

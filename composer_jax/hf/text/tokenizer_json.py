@@ -46,9 +46,6 @@ def checked(source: Any, config: Mapping[str, Any], name: str) -> dict:
     source: its content.
     config: of `tokenizer_config.json`, which may know more tokens.
     name: of the file, for errors.
-
-  Raises:
-    ValueError: it is damaged, or not of a kind that keeps all text.
   """
   model = source.get('model') if isinstance(source, dict) else None
   if not isinstance(model, dict):
@@ -93,9 +90,8 @@ def _components(part: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _check_normalizer(part: dict[str, Any], name: str) -> None:
-  is_space = part['type'] == 'Replace' and (
-    part.get('pattern') == {'String': ' '} and part.get('content') == SPACE
-  )
+  shown = (part['type'], part.get('pattern'), part.get('content'))
+  is_space = shown == ('Replace', {'String': ' '}, SPACE)
   if part['type'] not in _NORMAL_FORMS and not is_space:
     raise ValueError(
       f'{name}: the normalizer {part} may lose text. Those that can be used '
@@ -212,12 +208,7 @@ def for_text(source: dict[str, Any], roles: Mapping[str, int]) -> dict:
 def whole(source: dict[str, Any]) -> dict:
   """The same without what shortens, fills up, or moves offsets."""
   # A byte-level post-processor takes white space out of offsets.
-  return {
-    **source,
-    'truncation': None,
-    'padding': None,
-    'post_processor': None,
-  }
+  return {**source, 'truncation': None, 'padding': None, 'post_processor': None}
 
 
 def renamed(source: dict[str, Any], names: Mapping[str, str]) -> dict:

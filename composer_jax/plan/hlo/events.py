@@ -61,7 +61,7 @@ class Collective(NamedTuple):
   scope: str
 
 
-class Work(NamedTuple):
+class Multiply(NamedTuple):
   """A product.
 
   Attributes:
@@ -94,13 +94,13 @@ class Repeat(NamedTuple):
   events: 'Events'
 
 
-Events = tuple[Work | Begin | End | Repeat, ...]
+Events = tuple[Multiply | Begin | End | Repeat, ...]
 Of = Callable[[list[int], list[int], list[int]], bool]
 Trips = float | Callable[[str], float | None] | None
 
 
 @dataclasses.dataclass
-class Reader:
+class ProgramReader:
   """Reads a module; see `hlo.read` for the meaning of its arguments."""
 
   module: text.Module
@@ -118,7 +118,7 @@ class Reader:
   def _walk(self, name: str) -> Events:
     """Goes through a computation in its order, which may be a schedule."""
     computation = self.module.computations[name]
-    found: list[Work | Begin | End | Repeat] = []
+    found: list[Multiply | Begin | End | Repeat] = []
     in_flight: set[str] = set()
     for instruction in computation.values():
       if instruction.operation.endswith('-done'):
@@ -162,22 +162,14 @@ class Reader:
       instruction = computation[instruction.operands[0]]
     return instruction.name
 
-  def _continues(self, instruction: text.Instruction) -> bool:
-    """Whether a fusion multiplies while a collective in it is in flight."""
-    if instruction.operation != 'fusion':
-      return False
-    called = self.module.computations[instruction.attribute('calls')]
-    return any(_is_collective(i) for i in called.values()) and any(
-      isinstance(event, Work) for event in self.walk_products(called)
-    )
-
-  def walk_products(self, called: text.Computation) -> Events:
-    """Returns the products of a fusion."""
-    events: list[Work | Begin | End | Repeat] = []
-    for instruction in called.values():
-      if not _is_collective(instruction):
-        events.extend(self._inside(instruction, called))
-    return tuple(events)
+  def _products_under(self, name: str) -> Events:
+    """Returns what a fusion multiplies under a collective in it, if it does."""
+    called = self.module.computations[name]
+    others = [i for i in called.values() if i.operation not in KINDS]
+    if len(others) == len(called):
+      return ()
+    events = tuple(e for i in others for e in self._inside(i, called))
+    return events if any(isinstance(e, Multiply) for e in events) else ()
 
   def _inside(
     self, instruction: text.Instruction, computation: text.Computation
@@ -193,12 +185,14 @@ class Reader:
     if product is not None:
       counts = self.of(product.lhs, product.rhs, product.out)
       flops = product.flops if counts else 0.0
-      return (Work(flops, product.kernel),)
+      return (Multiply(flops, product.kernel),)
     called = instruction.called()
     if not called:
       return ()
-    if self._continues(instruction):
-      return self.walk_products(self.module.computations[called])
+    if instruction.operation == 'fusion':
+      events = self._products_under(called)
+      if events:
+        return events
     return self.walk(called)
 
   def _loop(
@@ -271,7 +265,7 @@ def _size(events: Events) -> tuple[float, float]:
   """Returns the operations and the bytes of a branch."""
   flops = moved = 0.0
   for event in events:
-    if isinstance(event, Work):
+    if isinstance(event, Multiply):
       flops += event.flops or 0.0
     elif isinstance(event, Begin):
       moved += event.collective.bytes
@@ -279,10 +273,6 @@ def _size(events: Events) -> tuple[float, float]:
       inner = _size(event.events)
       flops, moved = flops + event.trips * inner[0], moved + inner[1]
   return flops, moved
-
-
-def _is_collective(instruction: text.Instruction) -> bool:
-  return instruction.operation in KINDS
 
 
 def _described(
@@ -323,9 +313,7 @@ def _result_of_start(
 
 
 def _operand_bytes(
-  instruction: text.Instruction,
-  computation: text.Computation,
-  default: int,
+  instruction: text.Instruction, computation: text.Computation, default: int
 ) -> int:
   if not instruction.operands:
     return default

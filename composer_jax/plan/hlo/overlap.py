@@ -26,7 +26,6 @@ class Program:
   Attributes:
     flops: operations of matrix products, two per multiply and add.
     overlapped: those of them issued while a collective is in flight.
-    collectives: in the order of the program.
     kernels: operations in kernels, by name; part of `flops`.
     unknown: kernels whose operations nobody says, by name, how often they run.
   """
@@ -69,7 +68,9 @@ def events(
     of: which products count, by the dimensions of both sides and the result;
       the sides of a kernel are empty.
   """
-  return hlo_events.Reader(hlo_text.parse(text), dynamic_trips, of).events()
+  return hlo_events.ProgramReader(
+    hlo_text.parse(text), dynamic_trips, of
+  ).events()
 
 
 def read(
@@ -110,8 +111,8 @@ def count(events: hlo_events.Events) -> Program:
   return Program(flops, overlapped, tuple(found), kernels, unknown)
 
 
-def _counted(event: hlo_events.Work | hlo_events.Repeat) -> Program:
-  if isinstance(event, hlo_events.Work):
+def _counted(event: hlo_events.Multiply | hlo_events.Repeat) -> Program:
+  if isinstance(event, hlo_events.Multiply):
     if event.flops is None:
       return Program(0.0, 0.0, (), {}, {event.kernel: 1.0})
     named = {event.kernel: event.flops} if event.kernel else {}

@@ -6,10 +6,9 @@ shapes say, of kernels of `composer_jax.kernels`: as if every row of a buffer
 were in use, and a query met the keys up to itself.
 """
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +24,7 @@ class Product(NamedTuple):
 
   Attributes:
     flops: operations, two per multiply and add; None where nobody says.
-    lhs: dimensions of a side; () in a kernel.
-    rhs: likewise.
-    out: dimensions of the result.
+    lhs: dimensions of a side; empty in a kernel, as `rhs` is.
     kernel: its name, '' for what XLA multiplies by itself.
   """
 
@@ -68,9 +65,7 @@ def product(
 
 
 def _kernel(
-  instruction: text.Instruction,
-  computation: text.Computation,
-  out: list[int],
+  instruction: text.Instruction, computation: text.Computation, out: list[int]
 ) -> Product:
   cost = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.rest)
   scope = instruction.scope().removesuffix('/pallas_call')
@@ -129,10 +124,7 @@ _BY_SHAPES: dict[str, Callable[[list[_Dims], _Dims], float]] = {
 
 
 def _taps(
-  instruction: text.Instruction,
-  lhs: list[int],
-  rhs: list[int],
-  out: list[int],
+  instruction: text.Instruction, lhs: list[int], rhs: list[int], out: list[int]
 ) -> float:
   """Counts the multiplications of a convolution, none of them with padding.
 
@@ -140,55 +132,21 @@ def _taps(
   dimension so dilated that each result sees one element.
   """
   labels = text.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.rest)
-  lhs_labels, rhs_labels, out_labels = labels.groups()
-  total = float(
-    out[out_labels.index('b')]
-    * out[out_labels.index('f')]
-    * rhs[rhs_labels.index('i')]
+  sides = zip(labels.groups(), (lhs, rhs, out), strict=True)
+  inputs, window, results = (
+    dict(zip(names, sizes, strict=True)) for names, sizes in sides
   )
-  window = dict(_window(instruction.rest))
-  for place, label in enumerate(sorted(c for c in lhs_labels if c.isdigit())):
-    get = functools.partial(_of_window, window, place)
-    total *= _taps_along(
-      outputs=out[out_labels.index(label)],
-      size=rhs[rhs_labels.index(label)],
-      inputs=lhs[lhs_labels.index(label)],
-      stride=get('stride', 1),
-      low=get('pad', 0),
-      dilation=get('lhs_dilate', 1),
-      window_dilation=get('rhs_dilate', 1),
-    )
+  total = float(results['b'] * results['f'] * window['i'])
+  printed = re.search(r'window=\{([^}]*)\}', instruction.rest)
+  words = re.findall(r'(\w+)=(\S+)', printed.group(1) if printed else '')
+  for place, label in enumerate(sorted(filter(str.isdigit, inputs))):
+    # Of padding, 'low_high', the low side.
+    given = {k: int(v.split('x')[place].split('_')[0]) for k, v in words}
+    first = np.arange(results[label]) * given.get('stride', 1)
+    offset = np.arange(window[label]) * given.get('rhs_dilate', 1)
+    at = np.add.outer(first - given.get('pad', 0), offset)
+    dilation = given.get('lhs_dilate', 1)
+    # Pairs of a result and a window place that see an element.
+    sees = (at % dilation == 0) & (at >= 0) & (at < inputs[label] * dilation)
+    total *= int(np.count_nonzero(sees))
   return total
-
-
-def _window(rest: str) -> Iterator[tuple[str, list[str]]]:
-  found = re.search(r'window=\{([^}]*)\}', rest)
-  for word in found.group(1).split() if found else ():
-    name, _, values = word.partition('=')
-    yield name, values.split('x')
-
-
-def _of_window(
-  window: dict[str, list[str]], place: int, name: str, default: int
-) -> int:
-  if name not in window:
-    return default
-  return int(window[name][place].split('_')[0])
-
-
-def _taps_along(
-  *,
-  outputs: int,
-  size: int,
-  inputs: int,
-  stride: int,
-  low: int,
-  dilation: int,
-  window_dilation: int,
-) -> int:
-  """Counts pairs of a result and a window place that see an element."""
-  at = np.add.outer(
-    np.arange(outputs) * stride - low, np.arange(size) * window_dilation
-  )
-  sees = (at % dilation == 0) & (at >= 0) & (at < inputs * dilation)
-  return int(np.count_nonzero(sees))

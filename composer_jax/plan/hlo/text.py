@@ -12,12 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Bits: the narrow ones are packed.
-_BITS = {
-  'pred': 8,
-  'bf16': 16,
-  'token': 0,
-  'opaque': 0,
-}
+_BITS = {'pred': 8, 'bf16': 16, 'token': 0, 'opaque': 0}
 
 
 def search(pattern: str, text: str) -> re.Match:
@@ -86,22 +81,24 @@ class Instruction:
 
   def called(self) -> str | None:
     """Returns the computation of a call or a fusion."""
-    found = re.search(r'\b(?:calls|to_apply)=%?([\w.-]+)', self.rest)
-    return found.group(1) if found else None
+    return self._stated(r'\b(?:calls|to_apply)=%?([\w.-]+)') or None
 
   def target(self) -> str:
     """Returns what a custom call calls."""
-    found = re.search(r'custom_call_target="([^"]*)"', self.rest)
-    return found.group(1) if found else ''
+    return self._stated(r'custom_call_target="([^"]*)"')
 
   def branches(self) -> list[str]:
-    found = re.search(r'branch_computations=\{([^}]*)\}', self.rest)
-    if found:
-      return re.findall(r'[\w.-]+', found.group(1))
-    return [self.attribute(f'{side}_computation') for side in ('true', 'false')]
+    names = re.findall(
+      r'[\w.-]+', self._stated(r'branch_computations=\{([^}]*)')
+    )
+    sides = ('true_computation', 'false_computation')
+    return names or [self.attribute(side) for side in sides]
 
   def scope(self) -> str:
-    found = re.search(r'op_name="([^"]*)"', self.rest)
+    return self._stated(r'op_name="([^"]*)"')
+
+  def _stated(self, pattern: str) -> str:
+    found = re.search(pattern, self.rest)
     return found.group(1) if found else ''
 
 
@@ -116,13 +113,11 @@ class Module:
     computations: by name; instructions in their order.
     entry: name of the first computation to run.
     num_devices: that run it.
-    is_scheduled: the order of instructions is the order they are issued in.
   """
 
   computations: dict[str, Computation]
   entry: str
   num_devices: int
-  is_scheduled: bool
 
 
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.-]+)( .*)?\{$')
@@ -153,7 +148,6 @@ def parse(text: str) -> Module:
     computations=computations,
     entry=entry,
     num_devices=math.prod(map(int, sizes)),
-    is_scheduled='is_scheduled=true' in header,
   )
 
 
@@ -249,9 +243,7 @@ def _step(index: int, body: Computation) -> int | None:
   carry = root(body)
   if carry.operation != 'tuple':
     return None
-  add = body[carry.operands[index]]
-  while add.operation in ('copy', 'bitcast'):
-    add = body[add.operands[0]]
+  add = _unwrapped(body[carry.operands[index]], body)
   if add.operation != 'add':
     return None
   steps = [_constant(name, body) for name in add.operands]

@@ -7,14 +7,13 @@ import collections
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from composer_jax.tasks.repository import task_set
-from composer_jax.telemetry import writer
+from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 
-Row = dict[str, Any]
+Row = results.Row
 
 
 def of(rows: Sequence[Row], stage: str) -> list[Row]:
@@ -138,7 +137,7 @@ def _plot(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-  rows = writer.read(ROOT / 'results')
+  rows = results.read(ROOT / 'results')
   text = table(rows)
   (ROOT / 'table.md').write_text(text)
   print(text)

@@ -3,7 +3,7 @@
   python -m experiments.studies.deletion.collect --tasks=runs/tasks \
       --cpu_s=SECONDS
 
-Writes results/; what is there is replaced. Three kinds of lines: 'setup' once,
+Writes results/; what is there is replaced. Three kinds of rows: 'setup' once,
 'package' for each package, 'task' for each task.
 """
 
@@ -13,7 +13,8 @@ import pathlib
 from absl import app, flags
 
 from composer_jax.tasks.repository import task_set
-from composer_jax.telemetry import machine, writer
+from composer_jax.telemetry import machine
+from experiments.studies import results
 
 _TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
 _CPU_S = flags.DEFINE_float(
@@ -28,44 +29,47 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
   found = task_set.load(_TASKS.value)
-  results = pathlib.Path(_RESULTS.value)
-  for path in results.glob('*.jsonl'):
-    path.unlink()
-  with writer.Writer(results, tensorboard=False) as out:
-    out.write(
-      'setup',
-      0,
-      machine=machine.describe(),
-      cores=os.cpu_count(),
-      cpu_s=_CPU_S.value,
-    )
-    for number, package in enumerate(found.packages.values()):
-      out.write(
-        'package',
-        number,
-        name=package.name,
-        version=package.version,
-        licence=package.licence,
-        held_out=package.held_out,
-        refused=package.refused,
-        detail=package.detail,
-        **package.facts,
-      )
-    for number, task in enumerate(found.tasks):
-      out.write(
-        'task',
-        number,
-        task_id=task.task_id,
-        package=task.package,
-        tier=task.tier,
-        difficulty=task.difficulty,
-        deleted=len(task.deleted),
-        deleted_lines=task.provenance['deleted_lines'],
-        fail_to_pass=len(task.fail_to_pass),
-        hidden=len(task.hidden),
-        pass_to_pass=len(task.pass_to_pass),
-        collateral=len(task.collateral),
-      )
+  rows: list[results.Row] = [
+    {
+      'stage': 'setup',
+      'step': 0,
+      'machine': machine.describe(),
+      'cores': os.cpu_count(),
+      'cpu_s': _CPU_S.value,
+    }
+  ]
+  rows += [
+    {
+      'stage': 'package',
+      'step': number,
+      'name': package.name,
+      'version': package.version,
+      'licence': package.licence,
+      'held_out': package.held_out,
+      'refused': package.refused,
+      'detail': package.detail,
+      **package.facts,
+    }
+    for number, package in enumerate(found.packages.values())
+  ]
+  rows += [
+    {
+      'stage': 'task',
+      'step': number,
+      'task_id': task.task_id,
+      'package': task.package,
+      'tier': task.tier,
+      'difficulty': task.difficulty,
+      'deleted': len(task.deleted),
+      'deleted_lines': task.provenance['deleted_lines'],
+      'fail_to_pass': len(task.fail_to_pass),
+      'hidden': len(task.hidden),
+      'pass_to_pass': len(task.pass_to_pass),
+      'collateral': len(task.collateral),
+    }
+    for number, task in enumerate(found.tasks)
+  ]
+  results.write(_RESULTS.value, rows, by=('stage',))
 
 
 if __name__ == '__main__':

@@ -6,14 +6,13 @@ python -m experiments.studies.delta.analyze
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from composer_jax.telemetry import writer
+from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 SETTLED = 8  # last steps of a case, which its share is the median of
 
-Row = dict[str, Any]
+Row = results.Row
 
 
 def label(row: Row) -> str:
@@ -142,7 +141,7 @@ def _plot(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-  rows = writer.read(ROOT / 'results')
+  rows = results.read(ROOT / 'results')
   text = table(rows)
   (ROOT / 'table.md').write_text(text)
   print(text)

@@ -2,7 +2,7 @@
 
   python -m experiments.studies.delta.measure --recordings=runs/delta/recordings
 
-Writes results/; what is there is replaced. Two kinds of lines. 'steps' has a
+Writes results/; what is there is replaced. Two kinds of rows. 'steps' has a
 case's training, step by step from its start, as `record` noted it. 'coded' has
 the last deltas of a case: bytes of our bundles in all tiers, of the peers, and
 the bounds, as in benchmarks/delta.py, in numbers of bytes.
@@ -15,9 +15,15 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from benchmarks import delta_bounds, delta_data, delta_peers, delta_sizes
-from composer_jax.telemetry import machine, writer
-from experiments.studies.delta import recordings
+from benchmarks import (
+  delta_bounds,
+  delta_data,
+  delta_peers,
+  delta_recordings,
+  delta_sizes,
+)
+from composer_jax.telemetry import machine
+from experiments.studies import results
 
 _RECORDINGS = flags.DEFINE_string(
   'recordings', 'runs/delta/recordings', 'What `record` left.'
@@ -34,28 +40,27 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
   logging.set_verbosity(logging.WARNING)  # A publisher tells of each version.
   folder = pathlib.Path(_RECORDINGS.value)
-  found = recordings.names(folder)
+  found = delta_recordings.names(folder)
   if not found:
     raise app.UsageError(
       f'{folder} holds no recordings; `python -m '
       f'experiments.studies.delta.record --out={folder}` makes them.'
     )
-  results = pathlib.Path(_RESULTS.value)
-  for path in results.glob('*.jsonl'):
-    path.unlink()
   cases = {c.name: c for c in delta_data.recorded(folder)}
-  with writer.Writer(results, tensorboard=False) as out:
-    out.write('setup', 0, machine=machine.describe(), cores=os.cpu_count())
-    for path in found:
-      about = recordings.about(path)
-      told = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
-      told |= {'name': path.name, 'training': about['stage']}
-      for step, metrics in enumerate(about['metrics'], start=1):
-        out.write('steps', step, **told, **metrics)
-      line = coded(cases[path.name])
-      sizes = {k: about[k] for k in ('parameters', 'cpu_s')}
-      out.write('coded', about['steps'], **told, **sizes, **line)
-      print(path.name, line, flush=True)
+  setup = {'machine': machine.describe(), 'cores': os.cpu_count()}
+  rows: list[results.Row] = [{'stage': 'setup', 'step': 0, **setup}]
+  for path in found:
+    about = delta_recordings.about(path)
+    told = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
+    told |= {'name': path.name, 'training': about['stage']}
+    for step, metrics in enumerate(about['metrics'], start=1):
+      rows.append({'stage': 'steps', 'step': step, **told, **metrics})
+    line = coded(cases[path.name])
+    sizes = {k: about[k] for k in ('parameters', 'cpu_s')}
+    last = {'stage': 'coded', 'step': about['steps']}
+    rows.append({**last, **told, **sizes, **line})
+    print(path.name, line, flush=True)
+  results.write(_RESULTS.value, rows, by=('stage', 'name'))
 
 
 def coded(case: delta_data.Case) -> dict[str, Any]:

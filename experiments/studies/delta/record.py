@@ -30,10 +30,11 @@ def main(argv: list[str]) -> None:
   # One core, so that a run says what it cost whatever else there is.
   given = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  from benchmarks import delta_recordings
   from composer_jax import wiring
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import stages
-  from experiments.studies.delta import recordings, training
+  from experiments.studies.delta import training
 
   spec = training.spec(quick=_QUICK.value)
   workdir = pathlib.Path(_WORKDIR.value).absolute()
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     stages.finetune(job)
     for case in training.CASES:
       folder = pathlib.Path(_OUT.value) / case.name
-      if not recordings.finished(folder):
+      if not delta_recordings.finished(folder):
         training.record(job, case, folder, quick=_QUICK.value)
 
 

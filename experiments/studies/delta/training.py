@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks import delta_recordings
 from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import visibility
@@ -26,7 +27,6 @@ from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from configs.composer import tiny
-from experiments.studies.delta import recordings
 
 KEPT = 10  # policies of a case: a catch-up over eight, and one more step
 # Of what Muon leaves to Adam, to Muon's: as in configs/composer/tiny.py.
@@ -129,9 +129,9 @@ def record(
       policy = trees.flatten_names(decoder.policy(state.variables()))
       arrays = {name: np.asarray(array) for name, array in policy.items()}
       dtypes = {name: str(a.dtype) for name, a in arrays.items()}
-      recordings.save(folder, 'policy', step, arrays)
+      delta_recordings.save(folder, 'policy', step, arrays)
     if step >= steps - 1:
-      recordings.save(folder, 'masters', step, masters)
+      delta_recordings.save(folder, 'masters', step, masters)
   about = dataclasses.asdict(case) | {
     'steps': steps,
     'kept': KEPT,
@@ -140,7 +140,7 @@ def record(
     'cpu_s': round(time.process_time() - start, 1),
     'metrics': told,
   }
-  recordings.finish(folder, about)
+  delta_recordings.finish(folder, about)
 
 
 def _changes(before: np.ndarray, after: np.ndarray) -> dict[str, float]:

@@ -3,22 +3,23 @@
 python -m experiments.studies.first_loop.analyze
 """
 
-import json
 import pathlib
 from typing import Any
 
 from composer_jax.rl import evaluate
-from composer_jax.telemetry import intervals, writer
+from composer_jax.telemetry import intervals
+from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
-RESULTS = ROOT / 'results'
 
 
-def _rate(arm: str, stage: str) -> evaluate.PassRate | None:
-  path = RESULTS / arm / f'evaluation_{stage}.json'
-  if not path.exists():
-    return None
-  return evaluate.PassRate(**json.loads(path.read_text()))
+def _abouts(rows: list[results.Row]) -> dict[str, results.Row]:
+  return {row['arm']: row for row in rows if row['stage'] == 'arm'}
+
+
+def _rate(about: results.Row, stage: str) -> evaluate.PassRate | None:
+  found = about.get(f'evaluation_{stage}')
+  return None if found is None else evaluate.PassRate(**found)
 
 
 def _shown(rate: evaluate.PassRate | None) -> str:
@@ -64,7 +65,12 @@ def _audited(audit: dict[str, Any]) -> str:
   return ', '.join(map(str, counts)) + partial
 
 
-def table(seeds: list[int]) -> str:
+def _seeds(rows: list[results.Row]) -> list[int]:
+  arms = {row['arm'] for row in rows}
+  return sorted(int(a.split('_')[0]) for a in arms if a.endswith('_main'))
+
+
+def table(rows: list[results.Row]) -> str:
   """The results as Markdown, one row a seed."""
   lines = [
     '| seed | SFT | RL | gain | of it valid calls | of it correct code '
@@ -72,13 +78,14 @@ def table(seeds: list[int]) -> str:
     'anything shown |',
     '|---|---|---|---|---|---|---|---|---|',
   ]
-  for seed in seeds:
-    sft, rl = _rate(f'{seed}_main', 'sft'), _rate(f'{seed}_main', 'rl')
+  abouts = _abouts(rows)
+  for seed in _seeds(rows):
+    main = abouts[f'{seed}_main']
+    sft, rl = _rate(main, 'sft'), _rate(main, 'rl')
     if sft is None or rl is None:
       continue
     calls, code = decompose(sft, rl)
-    shuffled = _rate(f'{seed}_shuffled', 'rl')
-    audit = json.loads((RESULTS / f'{seed}_main/audit.json').read_text())['rl']
+    shuffled = _rate(abouts.get(f'{seed}_shuffled', {}), 'rl')
     cells = [
       str(seed),
       _shown(sft),
@@ -86,15 +93,15 @@ def table(seeds: list[int]) -> str:
       _gain(sft, rl),
       f'{calls:+.3f}',
       f'{code:+.3f}',
-      _shown(_rate(f'{seed}_flawless', 'sft')),
+      _shown(_rate(abouts.get(f'{seed}_flawless', {}), 'sft')),
       'not run' if shuffled is None else _gain(sft, shuffled),
-      _audited(audit),
+      _audited(main['audit']['rl']),
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
   return '\n'.join(lines) + '\n'
 
 
-def _plot_curves(seeds: list[int]) -> None:
+def _plot_curves(rows: list[results.Row]) -> None:
   import matplotlib
 
   matplotlib.use('agg')
@@ -102,16 +109,16 @@ def _plot_curves(seeds: list[int]) -> None:
 
   figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout='constrained')
   for arm, style in (('main', '-'), ('shuffled', ':')):
-    for seed in seeds:
-      path = RESULTS / f'{seed}_{arm}' / 'metrics.jsonl'
-      if not path.exists():
+    for seed in _seeds(rows):
+      name = f'{seed}_{arm}'
+      found = [r for r in rows if (r['arm'], r['stage']) == (name, 'rl')]
+      if not found:
         continue
-      rows = [r for r in writer.read(path) if r['stage'] == 'rl']
-      steps = [r['step'] for r in rows]
-      for axis, name in zip(
+      steps = [r['step'] for r in found]
+      for axis, metric in zip(
         axes, ('pass_rate', 'invalid_rate', 'entropy'), strict=True
       ):
-        values = [r[name] for r in rows]
+        values = [r[metric] for r in found]
         smooth = [
           sum(values[max(0, i - 4) : i + 1])
           / len(values[max(0, i - 4) : i + 1])
@@ -120,7 +127,7 @@ def _plot_curves(seeds: list[int]) -> None:
         axis.plot(
           steps, smooth, style, color=f'C{seed}', label=f'{arm}, seed {seed}'
         )
-        axis.set_title(f'{name} of training rollouts, mean of 5 steps')
+        axis.set_title(f'{metric} of training rollouts, mean of 5 steps')
         axis.set_xlabel('optimizer step of RL')
   axes[0].legend(fontsize=7)
   figure.savefig(ROOT / 'curves.png', dpi=110)
@@ -128,10 +135,10 @@ def _plot_curves(seeds: list[int]) -> None:
 
 
 def main() -> None:
-  seeds = sorted({int(p.name.split('_')[0]) for p in RESULTS.glob('*_main')})
-  (ROOT / 'table.md').write_text(table(seeds))
-  print(table(seeds))
-  _plot_curves(seeds)
+  rows = results.read(ROOT / 'results')
+  (ROOT / 'table.md').write_text(table(rows))
+  print(table(rows))
+  _plot_curves(rows)
 
 
 if __name__ == '__main__':

@@ -9,13 +9,17 @@ on, but nobody showed them to it: they are counted apart.
 
 import json
 import pathlib
-import shutil
 from typing import Any
 
 from composer_jax.core import files
 from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import family
 from composer_jax.tasks.practice import list_functions as practice
+from composer_jax.telemetry import writer
+from experiments.studies import results
+
+# Of metrics: not looked at, and much.
+_LEFT = ('time', 'expert_load')
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
@@ -77,16 +81,19 @@ def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
   }
 
 
-def collect(workdir: pathlib.Path, results: pathlib.Path) -> None:
-  """Writes results/{metrics.jsonl,evaluation_*.json,audit.json,...}."""
-  results.mkdir(parents=True, exist_ok=True)
-  found = {}
-  for stage in ('sft', 'rl'):
-    if (workdir / f'evaluation_{stage}.json').exists():
-      found[stage] = audit(workdir, stage)
-  files.write_json(results / 'audit.json', found)
-  for name in ('metrics.jsonl', 'demonstrations.json', 'sandbox.json'):
-    if (workdir / name).exists():
-      shutil.copyfile(workdir / name, results / name)
-  for path in workdir.glob('evaluation_*.json'):
-    shutil.copyfile(path, results / path.name)
+def collect(workdir: pathlib.Path) -> list[results.Row]:
+  """Returns the rows of an arm: one about it, and what it measured."""
+  audits = {
+    stage: audit(workdir, stage)
+    for stage in ('sft', 'rl')
+    if (workdir / f'evaluation_{stage}.json').exists()
+  }
+  paths = [workdir / f'{n}.json' for n in ('demonstrations', 'sandbox')]
+  paths += sorted(workdir.glob('evaluation_*.json'))
+  found = {p.stem: files.read_json(p) for p in paths if p.exists()}
+  about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **found}
+  measured = [
+    {'arm': workdir.name, **{k: v for k, v in row.items() if k not in _LEFT}}
+    for row in writer.read(workdir)
+  ]
+  return [about, *measured]

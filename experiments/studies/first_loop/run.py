@@ -9,7 +9,7 @@ Arms of a seed share their pretraining; `shuffled` shares the SFT too.
   flawless   SFT on flawless demonstrations of as many tokens, no RL
   shuffled   as main, with rewards permuted within each group
 
-An arm that is finished is not run again. `run.json` of an arm holds its
+An arm that is finished is not run again. `run` of an arm's row holds its
 command, with paths as seen from the repository, and the seconds of all the
 processes it took, per commit.
 """
@@ -18,11 +18,13 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 from absl import app, flags
 
 from composer_jax.core import files
 from composer_jax.telemetry import stage_times
+from experiments.studies import results
 from experiments.studies.first_loop import collect
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/first_loop', 'For all arms.')
@@ -32,7 +34,7 @@ _CONFIG = flags.DEFINE_string(
   'config', 'configs/composer/first_loop.py', 'Of all.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Kept of each arm.'
+  'results', str(pathlib.Path(__file__).parent / 'results'), 'Rows of each arm.'
 )
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
@@ -87,24 +89,18 @@ def _commit() -> str:
     return 'unknown'  # No git, or no repository.
 
 
-def record(path: pathlib.Path, command: list[str], times: pathlib.Path) -> None:
-  """Writes run.json: the command, and the seconds measured in `times`.
+def record(
+  old: dict[str, Any] | None, command: list[str], times: pathlib.Path
+) -> dict[str, Any]:
+  """Returns `run`: the command, and the seconds measured in `times`.
 
-  An arm whose seconds were measured elsewhere keeps the file it has.
+  An arm whose seconds were measured elsewhere keeps the old record.
   """
   if not (times / stage_times.STAGES).exists():
-    if not path.exists():
-      files.write_json(path, {'command': command})
-    return
+    return old or {'command': command}
   commits = files.read_json(times / stage_times.STAGES)
-  files.write_json(
-    path,
-    {
-      'command': command,
-      'commits': commits,
-      'wall_seconds': round(sum(commits.values()), 1),
-    },
-  )
+  seconds = round(sum(commits.values()), 1)
+  return {'command': command, 'commits': commits, 'wall_seconds': seconds}
 
 
 def _arm(seed: int, arm: str) -> None:
@@ -135,10 +131,14 @@ def _arm(seed: int, arm: str) -> None:
     print('[study]', ' '.join(called), flush=True)
     with stage_times.StageTimes(times).stage(_commit()):
       subprocess.run(called, check=True)
-  results = pathlib.Path(_RESULTS.value) / name
-  collect.collect(workdir, results)
+  about, *measured = collect.collect(workdir)
+  kept = results.read(_RESULTS.value)
+  old = [r.get('run') for r in kept if (r['arm'], r['stage']) == (name, 'arm')]
   written = command(_portable(_CONFIG.value), _portable(_WORKDIR.value))
-  record(results / 'run.json', written, times)
+  about['run'] = record(next(iter(old), None), written, times)
+  others = [r for r in kept if r['arm'] != name]
+  rows = [*others, about, *measured]
+  results.write(_RESULTS.value, rows, by=('arm', 'stage'))
 
 
 def main(argv):

@@ -29,9 +29,9 @@ from composer_jax.rl import batching, collect, mismatch, policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
-from composer_jax.telemetry import writer
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
+from experiments.studies import results
 from experiments.studies.hint import world
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One policy each.')
@@ -234,7 +234,8 @@ def collector_of(arm: Arm, seed: int) -> collect.Collector:
   )
 
 
-def run_arm(name: str, seed: int, variables: Any, log: writer.Writer) -> None:
+def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
+  """Trains an arm; returns a row of each step, and one of the seconds."""
   arm = ARMS[name]
   hints = hint_options(arm)
   functions = functions_of(hints)
@@ -272,7 +273,7 @@ def run_arm(name: str, seed: int, variables: Any, log: writer.Writer) -> None:
     ),
   )
   collector = collector_of(arm, seed)
-  began = time.monotonic()
+  began, rows = time.monotonic(), []
   for step in range(_STEPS.value):
     ids = range(step * PROMPTS, (step + 1) * PROMPTS)
     groups = collect.groups(collector, engine, ids)
@@ -281,11 +282,13 @@ def run_arm(name: str, seed: int, variables: Any, log: writer.Writer) -> None:
       state, groups, functions, options, SHAPE, teacher=teacher
     )
     engine.swap(functions.policy(state), step + 1)
-    log.write('rl', step, arm=name, seed=seed, **_told(groups, metrics))
+    row = {'stage': 'rl', 'step': step, 'arm': name, 'seed': seed}
+    rows.append(row | _told(groups, metrics))
   seconds = time.monotonic() - began
-  log.write('done', _STEPS.value, arm=name, seed=seed, seconds=seconds)
-  log.flush()
+  done = {'stage': 'done', 'step': _STEPS.value, 'arm': name, 'seed': seed}
+  rows.append(done | {'seconds': seconds})
   print(f'{name} {seed}: {metrics["invalid_rate"]:.3f}, {seconds:.0f} s')
+  return rows
 
 
 def _told(
@@ -308,7 +311,7 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
   done = {
     (row['arm'], row['seed'])
-    for row in writer.read(_RESULTS.value)
+    for row in results.read(_RESULTS.value)
     if row['stage'] == 'done'
   }
   policy_of = functools.cache(sft)
@@ -316,9 +319,8 @@ def main(argv: list[str]) -> None:
     _ARMS.value or ARMS, map(int, _SEEDS.value)
   ):
     if (name, seed) not in done:
-      with writer.Writer(_RESULTS.value, tensorboard=False) as log:
-        variables = policy_of(seed, ARMS[name].hinted)
-        run_arm(name, seed, variables, log)
+      rows = run_arm(name, seed, policy_of(seed, ARMS[name].hinted))
+      results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))
 
 
 if __name__ == '__main__':

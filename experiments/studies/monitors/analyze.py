@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from composer_jax.tasks.monitors import watch
-from composer_jax.telemetry import writer
+from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 
@@ -82,8 +82,8 @@ def _graded(rows: list[dict[str, Any]]) -> list[str]:
   return lines
 
 
-def main() -> None:
-  rows = writer.read(ROOT / 'results')
+def table(rows: list[results.Row]) -> str:
+  """All results as Markdown."""
   accused = [
     f'- {r["set"]}: {r["name"]}: {", ".join(r["found"])} ({r["detail"]})'
     for r in rows
@@ -96,7 +96,11 @@ def main() -> None:
     _graded(rows),
     ['Accused though honest:', '', *(accused or ['- nobody'])],
   ]
-  text = '\n\n'.join('\n'.join(part) for part in parts if part) + '\n'
+  return '\n\n'.join('\n'.join(part) for part in parts if part) + '\n'
+
+
+def main() -> None:
+  text = table(results.read(ROOT / 'results'))
   (ROOT / 'table.md').write_text(text)
   print(text)
 

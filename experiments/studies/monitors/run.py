@@ -2,18 +2,16 @@
 
   python -m experiments.studies.monitors.run --tasks=runs/tasks
 
-Writes a line per trajectory to results/metrics.jsonl: what was to be found and
-what was. Wheels of the releases are fetched by pip, once. Without --tasks the
-sets that need no tasks are scanned.
+Writes a row per trajectory to results/: what was to be found and what was.
+Wheels of the releases are fetched by pip, once. Without --tasks the sets that
+need no tasks are scanned.
 """
 
 import collections
 import dataclasses
 import pathlib
-import shutil
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from absl import app, flags
 
@@ -24,8 +22,8 @@ from composer_jax.tasks.grading import solution
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import task_set
-from composer_jax.telemetry import writer
 from composer_jax.text import tokenizer as tokenizers
+from experiments.studies import results
 from experiments.studies.monitors import labelled, releases
 
 _TASKS = flags.DEFINE_string('tasks', '', 'A folder made by make_tasks.')
@@ -51,7 +49,7 @@ NOISE = demonstrations.Noise(
     wrong_edit=0.4, broken_edit=0.1, skip_test=0.2, give_up=0.2,
 )  # fmt: skip
 
-Row = dict[str, Any]
+Row = results.Row
 
 
 def scanned(group: str, cases: Iterator[labelled.Labelled]) -> Iterator[Row]:
@@ -183,10 +181,8 @@ def rows() -> Iterator[Row]:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  shutil.rmtree(_RESULTS.value, ignore_errors=True)
-  with writer.Writer(_RESULTS.value, tensorboard=False) as log:
-    for step, row in enumerate(rows()):
-      log.write('monitors', step, **row)
+  found = [{'step': step, **row} for step, row in enumerate(rows())]
+  results.write(_RESULTS.value, found, by=('set',))
 
 
 if __name__ == '__main__':

@@ -4,11 +4,11 @@ python -m experiments.studies.summary.analyze
 """
 
 import pathlib
-from typing import Any
 
 import numpy as np
 
-from composer_jax.telemetry import intervals, writer
+from composer_jax.telemetry import intervals
+from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 NAMES = {
@@ -18,13 +18,7 @@ NAMES = {
 }
 _MARKS = (10, 50, 100, 150)
 
-Row = dict[str, Any]
-
-
-def read(results: pathlib.Path) -> list[Row]:
-  """Lines of all seeds, each of which has a folder."""
-  folders = sorted(results.glob('seed_*'))
-  return [row for folder in folders for row in writer.read(folder)]
+Row = results.Row
 
 
 def curve(rows: list[Row], arm: str, seed: int) -> np.ndarray:
@@ -107,7 +101,7 @@ def _plot(rows: list[Row]) -> None:
 
 
 def main() -> None:
-  rows = read(ROOT / 'results')
+  rows = results.read(ROOT / 'results')
   text = table(rows)
   (ROOT / 'table.md').write_text(text)
   print(text)

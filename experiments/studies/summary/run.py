@@ -1,11 +1,11 @@
-"""Trains the arms of the study and keeps a line of every step.
+"""Trains the arms of the study and keeps a row of every step.
 
   python -m experiments.studies.summary.run
 
 For each seed one SFT policy, and from it two arms of RL: the chain, whose
 summaries are trained with the reward of the episode, and the same with the loss
-of summaries masked. An arm that results/ has is not run again; of one that was
-cut off the last line of each step counts.
+of summaries masked. An arm that results/ has is not run again; what was cut off
+is not there.
 """
 
 import pathlib
@@ -14,7 +14,8 @@ from typing import Any
 
 from absl import app, flags
 
-from composer_jax.telemetry import machine, writer
+from composer_jax.telemetry import machine
+from experiments.studies import results
 from experiments.studies.summary import stream, training
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One SFT policy each.')
@@ -32,26 +33,27 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'Unknown arguments {argv[1:]}.')
   sizes = training.QUICK if _QUICK.value else training.Sizes()
   for seed in map(int, _SEEDS.value):
-    folder = pathlib.Path(_RESULTS.value) / f'seed_{seed}'
-    rows = writer.read(folder)
+    rows = [r for r in results.read(_RESULTS.value) if r['seed'] == seed]
     if any(r['stage'] == 'end' for r in rows):
       continue
-    judged = {
-      r['arm'] for r in rows if r['stage'] == 'eval' and r['name'] == 'long'
-    }
-    with writer.Writer(folder, tensorboard=False) as out:
-      about = training.about(sizes)
-      out.write('setup', 0, machine=machine.describe(), **about)
-      _run(seed, sizes, out, judged)
-      out.write('end', sizes.steps, cpu_s=time.process_time())
+    done = {r['arm'] for r in rows if r['stage'] == 'eval'}
+    if not done:
+      about = {'machine': machine.describe(), **training.about(sizes)}
+      _keep([{'stage': 'setup', 'seed': seed, 'step': 0, **about}])
+    _run(seed, sizes, done)
+    end = {'stage': 'end', 'seed': seed, 'step': sizes.steps}
+    _keep([{**end, 'cpu_s': time.process_time()}])
 
 
-def _run(
-  seed: int, sizes: training.Sizes, out: writer.Writer, judged: set[str]
-) -> None:
-  """SFT, and RL of both arms from it; those judged before are not run again."""
+def _keep(rows: list[results.Row]) -> None:
+  results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))
 
-  def judge(variables: Any, arm: str, step: int) -> None:
+
+def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
+  """SFT, and RL of both arms from it; arms that are done are not run again."""
+
+  def judged(variables: Any, arm: str, step: int) -> list[results.Row]:
+    rows = []
     for name, pieces, episodes, amnesic in (
       ('short', stream.PIECES, sizes.episodes, False),
       ('amnesic', stream.PIECES, sizes.episodes, True),
@@ -61,25 +63,26 @@ def _run(
         variables, seed=seed, pieces=pieces, episodes=episodes, amnesic=amnesic
       )
       print(seed, arm, step, name, found, flush=True)
-      out.write('eval', step, name=name, seed=seed, arm=arm, **found)
+      row = {'stage': 'eval', 'seed': seed, 'step': step, 'name': name}
+      rows.append({**row, 'arm': arm, **found})
+    return rows
 
   start = training.imitate(sizes, seed)
-  if 'sft' not in judged:
-    judge(start, 'sft', 0)
+  if 'sft' not in done:
+    _keep(judged(start, 'sft', 0))
   for arm in ARMS:
-    if arm in judged:
+    if arm in done:
       continue
-    end, step = start, 0
+    end, rows = start, []
     for end, history in training.reinforce(  # noqa: B007
       start, sizes, seed=seed, masked=arm == 'masked'
     ):
       for metrics in history:
-        step += 1
-        kept = {name: metrics[name] for name in _KEPT}
-        out.write('rl', step, seed=seed, arm=arm, **kept)
+        row = {'stage': 'rl', 'seed': seed, 'step': len(rows) + 1, 'arm': arm}
+        rows.append(row | {name: metrics[name] for name in _KEPT})
       rates = [m['pass_rate'] for m in history]
-      print(seed, arm, step, sum(rates) / len(rates), flush=True)
-    judge(end, arm, step)
+      print(seed, arm, len(rows), sum(rates) / len(rates), flush=True)
+    _keep([*rows, *judged(end, arm, len(rows))])
 
 
 if __name__ == '__main__':

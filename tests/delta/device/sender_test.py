@@ -562,7 +562,8 @@ jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 process, address, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(address, num_processes=2, process_id=process)
 import pathlib
-from composer_jax.delta.device import sender as bundles, weights
+from composer_jax.delta.device import sender as bundles
+from composer_jax.train import weights
 from tests.delta.device import sender_test as t
 root = pathlib.Path(root)
 like = t.place(t.POLICIES[0], 'eight')

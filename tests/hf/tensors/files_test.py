@@ -43,7 +43,7 @@ def test_files_written_in_pieces_are_the_librarys(tmp_path):
     [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in order],
     {'format': 'pt'},
   )
-  writer = files.Writer(tmp_path / 'ours', header)
+  writer = files.SafetensorsWriter(tmp_path / 'ours', header)
   for name, array in reversed(ARRAYS.items()):
     data = files.as_bytes(array)
     middle = len(data) // 2

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def tokenizer(folder):
-  return hf_tokenizer.Tokenizer.from_folder(folder, 400)
+  return hf_tokenizer.ImportedTokenizer.from_folder(folder, 400)
 
 
 def read(path, folder, tokenizer, *lines, seq_len=2000):

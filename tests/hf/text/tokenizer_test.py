@@ -32,7 +32,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope='module')
 def made(folders):
   return {
-    kind: hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+    kind: hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
     for kind, folder in folders.items()
   }
 
@@ -113,7 +113,7 @@ def test_the_space_before_the_first_word_is_as_in_transformers(
     prepend_scheme=scheme, split=False
   )
   folder = tokenizer_files.write(tmp_path, bpe, tokenizer_files.MIXTRAL)
-  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
   theirs = transformers.AutoTokenizer.from_pretrained(folder)
   for text in ('v v<s>v  v</s> v', '<s>v'):
     ids, _ = tokenizer.encode_markup(tokenizer.mark(text))
@@ -126,7 +126,7 @@ def test_a_byte_level_space_before_the_first_word_is_not_in_text(tmp_path):
   bpe = tokenizer_files.byte_level()
   bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
   folder = tokenizer_files.write(tmp_path, bpe, tokenizer_files.QWEN)
-  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
   assert tokenizer.decode(tokenizer.encode('v v')) == 'v v'
   assert tokenizer.decode(tokenizer.encode_markup('v')[0]) == ' v'
 
@@ -139,7 +139,7 @@ def changed(folder, change, config=None):
   if config is not None:
     path = folder / 'tokenizer_config.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-  return hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+  return hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
 
 
 def token(i, content, **flags):
@@ -313,7 +313,7 @@ def test_an_id_is_text_if_and_only_if_text_can_yield_it(tokenizer):
     shown = chat.turns(tokenizer, np.array(window))[0]['text']
     assert shown.startswith('finish') and token['content'] not in shown
   roles = tokenizer._roles | {'USER': tokenizer.vocab_size + 3}
-  holey = hf_tokenizer.Tokenizer(tokenizer._source, roles, 'x')
+  holey = hf_tokenizer.ImportedTokenizer(tokenizer._source, roles, 'x')
   for i in range(tokenizer.vocab_size, tokenizer.vocab_size + 5):
     assert not chat.is_text(holey, np.array([i]))
   with pytest.raises(ValueError, match='outside this vocabulary'):
@@ -336,14 +336,14 @@ def test_it_survives_disk_and_its_fingerprint_tells_it_apart(
 ):
   tokenizer.save(tmp_path / 't.json')
   loaded = hf_tokenizer.load_any(tmp_path / 't.json')
-  assert isinstance(loaded, hf_tokenizer.Tokenizer)
+  assert isinstance(loaded, hf_tokenizer.ImportedTokenizer)
   assert loaded.fingerprint() == tokenizer.fingerprint()
   assert loaded._roles == tokenizer._roles
   np.testing.assert_array_equal(loaded.encode('ab c'), tokenizer.encode('ab c'))
   assert len({t.fingerprint() for t in made.values()}) == len(made)
   # Other roles are another tokenizer.
   reserved = tokenizer._roles | {'USER': VOCAB_SIZE - 1}
-  other = hf_tokenizer.Tokenizer(tokenizer._source, reserved, 'x')
+  other = hf_tokenizer.ImportedTokenizer(tokenizer._source, reserved, 'x')
   assert other.fingerprint() != tokenizer.fingerprint()
   ours = own.Tokenizer.train([tokenizer_files.TEXT], 300)
   ours.save(tmp_path / 'own.json')
@@ -363,20 +363,20 @@ def test_too_few_free_rows_are_counted_and_cured(folders):
     rf'FIM_MIDDLE, FIM_SUFFIX and leaves 2 of the {taken + 2} rows.*5 too few'
     rf'.*resize_token_embeddings\({taken + 7}\)',
   ):
-    hf_tokenizer.Tokenizer.from_folder(folders['mixtral'], taken + 2)
+    hf_tokenizer.ImportedTokenizer.from_folder(folders['mixtral'], taken + 2)
   # The cure cures, and one row less does not.
-  hf_tokenizer.Tokenizer.from_folder(folders['mixtral'], taken + 7)
+  hf_tokenizer.ImportedTokenizer.from_folder(folders['mixtral'], taken + 7)
   with pytest.raises(ValueError, match='1 too few'):
-    hf_tokenizer.Tokenizer.from_folder(folders['mixtral'], taken + 6)
+    hf_tokenizer.ImportedTokenizer.from_folder(folders['mixtral'], taken + 6)
   with pytest.raises(ValueError, match=rf'ids up to {taken - 1}, .* 30 rows'):
-    hf_tokenizer.Tokenizer.from_folder(folders['mixtral'], 30)
+    hf_tokenizer.ImportedTokenizer.from_folder(folders['mixtral'], 30)
 
 
 def test_reserved_tokens_are_taken_where_no_row_is_free(folders, made):
   """DeepSeek's lacks END alone, and has a place holder."""
   # All ids but the free one that END has.
   used = made['deepseek'].vocab_size - 1
-  full = hf_tokenizer.Tokenizer.from_folder(folders['deepseek'], used)
+  full = hf_tokenizer.ImportedTokenizer.from_folder(folders['deepseek'], used)
   assert full.decode([full.END]) == '<｜place▁holder▁no▁0｜>'
 
 
@@ -388,7 +388,7 @@ def test_documents_end_with_the_token_that_the_config_names(tmp_path):
       ('<stop>', '<|im_end|>'),
       **config,
     )
-    return hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
+    return hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
 
   tokenizer = written('a', eos_token={'content': '<stop>'})
   assert tokenizer.decode([tokenizer.EOD]) == '<stop>'
@@ -405,13 +405,13 @@ def test_padding_is_no_role_of_messages(tmp_path):
     folder = tokenizer_files.deepseek(
       tmp_path / name, pad_token=pad, bos_token=pad
     )
-    made = hf_tokenizer.Tokenizer.from_folder(folder, 311)
+    made = hf_tokenizer.ImportedTokenizer.from_folder(folder, 311)
     ids = [getattr(made, role) for role in ROLES[3:]]
     assert made.PAD not in ids and made.BOS not in ids
     assert (made.PAD == made.EOD) == (pad != reserved)
   # Not even where no other row is left.
   with pytest.raises(ValueError, match='1 too few'):
-    hf_tokenizer.Tokenizer.from_folder(folder, 310)
+    hf_tokenizer.ImportedTokenizer.from_folder(folder, 310)
 
 
 def test_a_checkpoint_without_the_file_is_told_what_to_do(tmp_path):
@@ -421,7 +421,7 @@ def test_a_checkpoint_without_the_file_is_told_what_to_do(tmp_path):
     match='tokenizer.json does not exist .tiktoken.model is of another kind'
     '.*AutoTokenizer.*save_pretrained.*Kimi K2',
   ):
-    hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+    hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
 
 
 def lossy(kind):
@@ -470,7 +470,7 @@ def lossy(kind):
 def test_what_loses_text_is_refused(tmp_path, kind, told):
   tokenizer_files.write(tmp_path, lossy(kind), tokenizer_files.QWEN)
   with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*{told}'):
-    hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+    hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
 
 
 @pytest.mark.parametrize(
@@ -515,10 +515,10 @@ def test_a_damaged_config_is_named(tmp_path):
   for more in ({'x': {'content': 'a'}}, {'5': 'a'}, [1]):
     path.write_text(json.dumps({'added_tokens_decoder': more}))
     with pytest.raises(ValueError, match='tokenizer_config.json beside it'):
-      hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+      hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
   path.write_text('[1]')
   with pytest.raises(ValueError, match='config.json holds no JSON object'):
-    hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+    hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
 
 
 @pytest.mark.parametrize('roles', [None, {'PAD': 3}, 'USER'])
@@ -540,9 +540,9 @@ def test_a_damaged_file_is_named(tmp_path):
   ):
     path.write_text(content)
     with pytest.raises(ValueError, match=told):
-      hf_tokenizer.Tokenizer.from_folder(tmp_path, 400)
+      hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
   with pytest.raises(ValueError, match='is not a tokenizer of format'):
-    hf_tokenizer.Tokenizer.load(
+    hf_tokenizer.ImportedTokenizer.load(
       tokenizer_files.qwen(tmp_path) / 'tokenizer.json'
     )
 

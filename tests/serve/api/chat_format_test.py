@@ -27,7 +27,7 @@ def qwen(tmp_path_factory):
   folder = tokenizer_files.qwen(
     tmp_path_factory.mktemp('qwen'), chat_template=templates.QWEN
   )
-  tokenizer = hf_tokenizer.Tokenizer.from_folder(folder, 400)
+  tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, 400)
   return tokenizer, chat_template.load(folder)
 
 

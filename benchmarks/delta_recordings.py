@@ -1,4 +1,6 @@
-"""Policies on disk, step by step: what `record` writes and benchmarks read.
+"""Policies on disk, step by step: recordings of training to be published.
+
+`experiments.studies.delta.record` writes them; benchmarks and its study read.
 
 A folder a case: policy_<step>.npz of its last steps, masters_<step>.npz of the
 last two, and about.json, whose existence says that the case is whole. Knows no

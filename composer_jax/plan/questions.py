@@ -1,0 +1,85 @@
+"""The questions that a plan answers; jax is imported with the answer.
+
+So whoever asks can first keep it from taking an accelerator.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from composer_jax.plan import topologies
+
+QUESTIONS = ('params', 'muon', 'comms', 'compile')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+  """What is asked of which machines; the flags of the main say each field."""
+
+  what: str
+  topology: str
+  mesh: str
+  layout: str
+  dtype: str
+  batch: int
+  seq_len: int
+  accumulate: int
+  transport: str
+  bucket: float
+  chunks: int
+  remat_saves: Sequence[str] | None
+  optimizer: str
+  until: str
+  libtpu: str
+
+
+def answer(fields: dict[str, Any], q: Question) -> list[Any]:
+  """Returns tables (`plan.report.Table`) about a model or a run's model.
+
+  Raises:
+    ValueError: names what does not fit or is not known.
+    RuntimeError: a compiler failed for another reason than memory.
+  """
+  topologies.prepare()
+  from composer_jax.plan import case as cases
+  from composer_jax.plan import comms, muon, params
+
+  if q.what not in QUESTIONS:
+    raise ValueError(f'--what {q.what!r} is not one of {sorted(QUESTIONS)}.')
+  case = cases.make(
+    fields,
+    topology_name=q.topology,
+    mesh=q.mesh,
+    layout=q.layout,
+    dtype=q.dtype,
+  )
+  if q.what == 'params':
+    return params.tables(case)
+  if q.what == 'muon':
+    return muon.tables(case)
+  if q.what == 'comms':
+    return comms.tables(
+      case,
+      batch_size=q.batch // q.accumulate,
+      seq_len=q.seq_len,
+      transport=q.transport,
+      bucket=q.bucket or None,
+      microbatches=q.accumulate,
+    )
+  from composer_jax.plan import aot, aot_process, compiled
+  from composer_jax.train import placement
+
+  options = aot.StepOptions(
+    batch_size=q.batch,
+    seq_len=q.seq_len,
+    accumulate=q.accumulate,
+    optimizer=q.optimizer,
+    bucket=q.bucket,
+    remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
+    parallel=placement.ParallelOptions(transport=q.transport, chunks=q.chunks),
+  )
+  task = aot_process.CompileTask(
+    case=case, options=options, topology_name=q.topology, libtpu=q.libtpu
+  )
+  made = aot_process.compile_step(task, q.until)
+  return compiled.tables(case, made, q.seq_len)

@@ -1,0 +1,52 @@
+"""Results of studies: their file, and the tables that are made of them."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments.studies import results
+from experiments.studies.deletion import analyze as deletion
+from experiments.studies.hint import analyze as hint
+from experiments.studies.monitors import analyze as monitors
+
+STUDIES = pathlib.Path(results.__file__).parent
+
+
+def test_rows_come_back_by_their_lines(tmp_path):
+  rows = [
+    {'stage': 'setup', 'cores': 2},
+    {'stage': 'rl', 'seed': 0, 'step': 0, 'reward': 0.5},
+    {'stage': 'rl', 'seed': 1, 'step': 0, 'reward': 0.25},
+    {'stage': 'rl', 'seed': 0, 'step': 1, 'reward': 0.125, 'load': [1, 2]},
+  ]
+  results.write(tmp_path, rows, by=('stage', 'seed'))
+  results.add(tmp_path, [{'stage': 'end', 'cpu_s': np.float32(1.5)}] * 2, ())
+  lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert len(lines) == 4 and '"reward": [0.5, 0.125]' in lines[1]
+  found = results.read(tmp_path)
+  assert found == [
+    *(rows[i] for i in (0, 1, 3, 2)),
+    *[{'stage': 'end', 'cpu_s': 1.5}] * 2,
+  ]
+
+
+def test_results_are_one_compact_file_a_study():
+  for folder in STUDIES.glob('*/results'):
+    (path,) = folder.rglob('*.*')
+    assert len(path.read_text().splitlines()) <= 100, path
+
+
+@pytest.mark.parametrize('analyze', [deletion, hint, monitors])
+def test_table_and_readme_are_those_of_the_results(analyze):
+  table = analyze.table(results.read(analyze.ROOT / 'results'))
+  assert (analyze.ROOT / 'table.md').read_text() == table
+  assert table.strip() in (analyze.ROOT / 'README.md').read_text()
+
+
+def test_no_benchmark_imports_an_experiment():
+  for path in (STUDIES.parents[1] / 'benchmarks').glob('*.py'):
+    for line in path.read_text().splitlines():
+      words = line.split()
+      is_import = words[:1] in (['import'], ['from'])
+      assert not (is_import and words[1].startswith('experiments')), path
