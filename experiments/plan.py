@@ -27,7 +27,7 @@ _CONFIG = start.define_config(
 )
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
-# The fields of `questions.Question`.
+# The fields of `questions.PlanQuestion`.
 _FIELDS = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
   _text('what', 'params', f'The question: {", ".join(questions.QUESTIONS)}.'),
@@ -62,7 +62,7 @@ def _main():
   fields = start.config_fields(_CONFIG)
   asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
   try:
-    tables = questions.answer(fields, questions.Question(**asked))
+    tables = questions.answer(fields, questions.PlanQuestion(**asked))
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:

@@ -13,7 +13,7 @@ QUESTIONS = ('params', 'muon', 'comms', 'compile')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanQuestion:
   """What is asked of which machines; the flags of the main say each field."""
 
   what: str
@@ -33,7 +33,7 @@ class Question:
   libtpu: str
 
 
-def answer(fields: dict[str, Any], q: Question) -> list[Any]:
+def answer(fields: dict[str, Any], q: PlanQuestion) -> list[Any]:
   """Returns tables (`plan.report.Table`) about a model or a run's model.
 
   Raises:
