@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from composer_jax.core import files, records
-from composer_jax.delta.device import publication
+from composer_jax.delta.device import publication, received
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.delta.device import sender as bundles
 from composer_jax.hf.text import tokenizer as hf_tokenizer
@@ -29,7 +29,7 @@ from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
 from composer_jax.tasks import curriculum
-from composer_jax.telemetry import progress, received
+from composer_jax.telemetry import progress
 from composer_jax.train import compiler_options
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager

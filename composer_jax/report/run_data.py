@@ -6,7 +6,7 @@
 | run.json         | optional: 'machine', 'command', 'sandbox_level'         |
 | stages.json      | `telemetry.stage_times`                                 |
 | metrics.jsonl    | `telemetry.writer`                                      |
-| received.jsonl   | `telemetry.received`                                    |
+| received.jsonl   | `delta.device.received`                                 |
 | episodes.jsonl   | {step, task_id, reward, verdict, turns}, turns being    |
 |                  | [{role, text}]; 'stage' if not of RL's training         |
 | */manifest.json  | of the corpus                                           |
@@ -21,7 +21,8 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.telemetry import received, stage_times, writer
+from composer_jax.delta.device import received
+from composer_jax.telemetry import stage_times, writer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

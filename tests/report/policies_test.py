@@ -2,8 +2,9 @@
 
 import pytest
 
+from composer_jax.delta.device import received
 from composer_jax.report import policies, run_data
-from composer_jax.telemetry import received, writer
+from composer_jax.telemetry import writer
 
 ID = 'a' * 64
 

@@ -16,10 +16,10 @@ import jax
 from composer_jax.core import files
 from composer_jax.delta import follow, signing, subscribe
 from composer_jax.delta import store as stores
+from composer_jax.delta.device import received as received_lines
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
-from composer_jax.telemetry import received as received_lines
 from composer_jax.train import weights
 
 RUN_ID = 'policy'
