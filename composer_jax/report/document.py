@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import dotted, files
+from composer_jax.core import files
 from composer_jax.report import corpus as corpus_sections
 from composer_jax.report import curves, figures, html, run_data
 from composer_jax.report import episodes as episode_sections
@@ -295,7 +295,7 @@ def _times(run: run_data.RunData) -> list[list[str]]:
 def _run_details(run: run_data.RunData) -> html.Markup:
   machine = run.run.get('machine')
   machine = machine if isinstance(machine, dict) else {}
-  config = dotted.flatten(run.config) if run.config else {}
+  config = files.flatten(run.config) if run.config else {}
   columns = html.element(
     'div',
     html.element(

@@ -170,7 +170,7 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
 @pytest.mark.parametrize(
   'change, message',
   [
-    ({'action': 'halt'}, "action 'halt' is not one of"),
+    ({'action': 'halt'}, "action must be one of .*'halt'"),
     ({'max_kl': -1.0}, r'GateOptions.max_kl must be .* at least 0, not -1'),
     ({'max_p99': math.nan}, 'GateOptions.max_p99'),
     ({'max_large_ratio_share': 1.5}, 'max_large_ratio_share .1.5. is a share'),
