@@ -23,6 +23,7 @@ from composer_jax.models import decoder, flops
 from composer_jax.optim import groups
 from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
+from composer_jax.telemetry import writer as writers
 from composer_jax.train import (
   buckets,
   compiler_options,
@@ -61,7 +62,6 @@ class LoopOptions:
     batch_size: rows of a global batch.
     seq_len: tokens of a row.
     accumulate: microbatches that a batch is worked through in.
-    optimizer: of the stage.
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
     eval_every: steps between held-out losses; also before the first step and
@@ -90,10 +90,7 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Programs:
-  """What a stage runs on the devices, and the shapes it runs on.
-
-  `step` makes the step of a bucket, see `buckets.BucketedStep`.
-  """
+  """What a stage runs on the devices; `like` are the shapes of its state."""
 
   init: Callable[[jax.Array], train_state.TrainState]
   adopt: Callable[[Variables], train_state.TrainState]
@@ -111,20 +108,17 @@ def run(
   placement: train_placement.Placement,
   stream: BatchStream,
   heldout: Sequence[batches.LMBatch],
-  writer: reporting.MetricsWriter,
+  writer: writers.Writer,
   initial: Variables | None = None,
 ) -> Variables:
   """Trains a stage to its end and returns its variables.
 
+  Checkpoints go to `checkpoints/<stage>` of the workdir, the result to
+  `exports/<stage>`; a stage that has its export is not run again. The state of
+  the stream is part of every checkpoint.
+
   Args:
-    options: of the stage.
-    workdir: checkpoints go to `checkpoints/<stage>`, the result to
-      `exports/<stage>`; a stage that has its export is not run again.
-    model: what to train.
-    placement: where arrays lie.
-    stream: batches; its state is part of every checkpoint.
     heldout: batches of documents that training never sees.
-    writer: of metrics.
     initial: variables to start from; None draws them from the seed.
 
   Raises:
@@ -170,8 +164,9 @@ def run(
         batch = placement.put(_next_batch(stream, options, step))
         state, sent = take_step(state, batch, step)
         report.push(sent)
-        is_evaluated = _is_due(step, options.eval_every, options.steps)
-        is_saved = _is_due(step, options.checkpoint_every, options.steps)
+        is_last = step == options.steps
+        is_evaluated = is_last or step % options.eval_every == 0
+        is_saved = is_last or step % options.checkpoint_every == 0
         if is_evaluated or is_saved:
           # First: a checkpoint promises that the step took place and was
           # finite, and that its line is in the metrics.
@@ -180,17 +175,11 @@ def run(
         if is_evaluated:
           report.heldout(step, heldout_loss(state))
         if is_saved:
-          data = {
-            'stream': stream.get_state(),
-            'buckets': size and size.get_state(),
-          }
+          kept = size and size.get_state()
+          data = {'stream': stream.get_state(), 'buckets': kept}
           checkpoints.save(step, state, data)
   export.save(workdir, stage, options.steps, state.variables())
   return state.variables()
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-  return step % every == 0 or step == last
 
 
 @functools.lru_cache(maxsize=4)
@@ -310,7 +299,7 @@ def _reporter(
   options: LoopOptions,
   model: model_config.ModelConfig,
   placement: train_placement.Placement,
-  writer: reporting.MetricsWriter,
+  writer: writers.Writer,
   bar: progress.Progress,
 ) -> reporting.Reporter:
   schedule = groups.schedule(

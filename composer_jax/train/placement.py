@@ -63,9 +63,6 @@ class Placement:
   """One mesh, and what lies where on it; compared by identity.
 
   Attributes:
-    model: what is placed.
-    mesh: of all devices.
-    layout: its tables.
     variables: tree of NamedShardings for the model's variables.
     plan: exchange of tokens with experts; None on one device.
     buckets: of receive buffers; () where none can overflow.
@@ -165,13 +162,8 @@ def build(
 ) -> Placement:
   """Places a model by a layout table.
 
-  Args:
-    model: to place.
-    mesh: the one mesh.
-    layout: the tables.
-    options: of what devices exchange.
-    num_tokens: of a microbatch, for the bytes that a transport is said to move;
-      the choice hardly depends on it.
+  The choice of a transport hardly depends on `num_tokens`, of a microbatch; the
+  bytes that it is said to move do.
 
   Raises:
     ValueError: a parameter's axis is missing from the table, or its size does

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,17 +12,10 @@ import numpy as np
 from composer_jax.kernels.grouped import matmul
 from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
+from composer_jax.telemetry import writer as writers
 from composer_jax.train import buckets, lm_loss
 from composer_jax.train import placement as train_placement
 from composer_jax.train import step as train_step
-
-
-class MetricsWriter(Protocol):
-  """What the loop needs of `telemetry.writer.Writer`."""
-
-  def write(self, stage: str, step: int, **metrics: Any) -> None: ...
-
-  def truncate(self, stage: str, step: int) -> None: ...
 
 
 class Speed:
@@ -52,9 +45,9 @@ class Speed:
       self._tokens += num_tokens
 
   def read(self) -> dict[str, float]:
-    """Returns tokens_per_s and mfu; empty before the second step.
+    """Returns tokens_per_s and, of devices whose peak is known, mfu.
 
-    No mfu of a device whose peak is not known.
+    Neither before the second step.
     """
     if self._since is None or not self._tokens:
       return {}
@@ -86,7 +79,7 @@ class Reporter:
 
   stage: str
   _: dataclasses.KW_ONLY
-  writer: MetricsWriter
+  writer: writers.Writer
   bar: progress.Progress
   speed: Speed
   learning_rates: np.ndarray

@@ -146,15 +146,12 @@ class Checkpoints:
     self._fallback = fallback
     self._is_reader = keep is None
     self._writing: int | None = None
-    if keep is None:
-      # Orbax's own read_only warns of every directory.
-      options = ocp.CheckpointManagerOptions(create=False)
-    else:
+    # Orbax's own read_only warns of every directory.
+    options = ocp.CheckpointManagerOptions(create=False)
+    if keep is not None:
       self.directory.mkdir(parents=True, exist_ok=True)
       options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        enable_async_checkpointing=True,
-        cleanup_tmp_directories=True,
+        max_to_keep=keep, cleanup_tmp_directories=True
       )
     self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -238,15 +235,11 @@ class Checkpoints:
     text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')
-    leaves = [items[STATE][name] for name in flat]
-    tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    tree = trees.map_names(lambda name, _: items[STATE][name], like)
     return tree, json.loads(text)
 
   def record(self, step: int) -> dict[str, Any]:
-    """Reads what a checkpoint holds, without its arrays.
-
-    Returns:
-      {'arrays': {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}, ...}.
+    """Reads what `side_items` says of a checkpoint, without its arrays.
 
     Raises:
       DamagedCheckpoint: the record itself has changed.
