@@ -23,12 +23,15 @@ def require(owner: Any, name: str, is_right: Any, rule: str) -> None:
     raise ValueError(f'{_field(owner, name)} must {rule}; got {value!r}.')
 
 
+def _is_integer(value: Any) -> bool:
+  return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def at_least(owner: Any, lowest: int, *names: str) -> None:
   rule = f'be an integer of at least {lowest}'
   for name in names:
     value = getattr(owner, name)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    require(owner, name, is_integer and value >= lowest, rule)
+    require(owner, name, _is_integer(value) and value >= lowest, rule)
 
 
 def number(owner: Any, lowest: float, *names: str) -> None:
@@ -57,14 +60,10 @@ def one_of(owner: Any, name: str, known: tuple[str, ...]) -> None:
 
 
 def integers(owner: Any, *names: str) -> None:
-  """Raises unless all elements are integers, of numpy or of Python."""
+  """Raises unless all elements of the fields are integers."""
   for name in names:
     values: Iterable[Any] = getattr(owner, name)
-    is_right = all(
-      isinstance(value, int | np.integer) and not isinstance(value, bool)
-      for value in values
-    )
-    require(owner, name, is_right, 'hold integers')
+    require(owner, name, all(map(_is_integer, values)), 'hold integers')
 
 
 def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:

@@ -20,8 +20,7 @@ import numpy as np
 from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 
-# Not recorded: the trainer routes that token afresh. A gather with it is NaN,
-# so substitute before gathering.
+# Not recorded: the trainer routes that token afresh. A gather with it is NaN.
 NO_ROUTE = int(np.iinfo(np.uint16).max)
 
 # Outcomes of grading. Infrastructure failures are not failures of the policy.
@@ -100,9 +99,9 @@ class Verdict:
 
   def __post_init__(self):
     checks.one_of(self, 'status', VERDICT_STATUSES)
-    is_share = 0 <= self.num_passed <= self.num_tests
+    is_count = 0 <= self.num_passed <= self.num_tests
     rule = f'lie in 0..num_tests ({self.num_tests})'
-    checks.require(self, 'num_passed', is_share, rule)
+    checks.require(self, 'num_passed', is_count, rule)
     is_perfect = self.status == GRADED and self.num_passed == self.num_tests
     if self.passed and not is_perfect:
       raise ValueError(
@@ -209,13 +208,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-  """Asks the engine to go on with a session.
+  """Asks the engine to go on with a session: one context window.
 
-  A session is one context window: the engine keeps its KV cache between
-  requests, so `context_T` holds only what it has not seen yet. The three
-  truncations apply in the order top_k, top_p, min_p, each to what
-  the one before left, after the temperature. They are for serving: a trainer
-  divides by the temperature and knows nothing of them.
+  The engine keeps its KV cache between requests, so `context_T` holds only what
+  it has not seen yet. Truncations apply in the order top_k, top_p, min_p, each
+  to what the one before left, after the temperature. They are for serving: a
+  trainer divides by the temperature and knows nothing of them.
 
   Attributes:
     session: names the context window; the first request opens it.
@@ -255,7 +253,7 @@ class SampleRequest:
 
   @property
   def truncates(self) -> bool:
-    """Whether it keeps tokens out; temperature 0 is not meant."""
+    """Whether some tokens have no chance; temperature 0 is not meant."""
     return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -324,7 +322,6 @@ class Failure:
     position: in the session, of the first token of the pass that gave values
       that are not finite: a chunk of context, or one token.
     version: of the policy that computed them.
-    reason: one sentence.
   """
 
   session: str

@@ -198,7 +198,7 @@ def encode(
 
 
 class _Message(NamedTuple):
-  """The parts of a message, see `decode`; `runs_X` are int64."""
+  """The parts of a message."""
 
   form: str
   scheme: RouteScheme
