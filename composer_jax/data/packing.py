@@ -105,11 +105,7 @@ def first_fit(
 ) -> list[Row]:
   """Puts each whole document into the first open row that has room.
 
-  Args:
-    lengths: tokens of each document.
-    seq_len: tokens of a row.
-    rng: draws the order of the documents.
-    num_open: rows that may still take a document; more fill better.
+  More open rows, which may still take a document, fill better.
 
   Raises:
     ValueError: a document is longer than a row.

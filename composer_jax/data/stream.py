@@ -31,12 +31,9 @@ _ORDER, _FIM = 0, 1
 _ENDLESS = 2**52
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class _Rows:
-  """Rows by number over all epochs: grain's random-access data source.
-
-  See `lm_stream`; their number is a multiple of `multiple`.
-  """
+  """Rows by number over all epochs: grain's random-access data source."""
 
   documents: Sequence[Document]
   seq_len: int
@@ -45,7 +42,7 @@ class _Rows:
   fim_marks: fim.Marks
   whole: bool
   num_epochs: int | None
-  multiple: int
+  multiple: int  # Of which the number of rows is one.
 
   def __post_init__(self):
     self._lengths = [
@@ -171,8 +168,6 @@ def lm_stream(
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
       carry loss (SFT). Random access; may read a memory map.
-    batch_size: rows.
-    seq_len: tokens of a row.
     seed: of order, cuts and rearrangement.
     fim_rate: share of pieces rearranged for fill-in-the-middle; only for
       documents without mask.

@@ -5,7 +5,7 @@ TensorBoard) is derived from. Appending is one write of whole lines, so `kill
 -9` loses at most the line being written, which `read` skips and the next
 `Writer` cuts off. TensorBoard and Weights & Biases receive the same numbers.
 
-What the metrics mean is told in `telemetry/__init__.py`.
+What the metrics mean is told in `report/__init__.py`.
 """
 
 import contextlib

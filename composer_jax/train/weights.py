@@ -54,11 +54,8 @@ def blocks(tree: Any) -> Iterator[TensorBlock]:
   """Yields every addressable block of every array of a tree, once.
 
   A shard comes to the host when its block is asked for, and the array keeps no
-  copy of it.
-
-  Args:
-    tree: of jax or numpy arrays, such as a policy's variables. Numpy arrays are
-      taken to be the same in every process; the first one yields them.
+  copy of it. Numpy arrays are taken to be the same in every process; the first
+  one yields them.
 
   Raises:
     ValueError: two leaves have the same '/'-joined name.
@@ -125,14 +122,9 @@ def _shards(leaf: Any) -> dict[Index, list[jax.Device]] | None:
 def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
   """Returns what tells a receiver which blocks this process needs.
 
-  Args:
-    like: a tree as for `to_tree`.
-
-  Returns:
-    A function of (name, dtype, shape) to the indices of the blocks: those of
-    this process's devices, the whole of an array without sharding, nothing of a
-    tensor that the tree lacks or whose shape differs, which `to_tree` refuses
-    by name.
+  It gives, for (name, dtype, shape), the indices of the blocks of this
+  process's devices; the whole of an array without sharding; nothing of a tensor
+  that `like` lacks or whose shape differs, which `to_tree` refuses by name.
   """
   leaves = trees.flatten_names(like)
 

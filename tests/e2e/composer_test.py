@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from composer_jax import telemetry
+from composer_jax import report
 from composer_jax.core import files
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.pipeline import job as jobs_of_runs
@@ -101,7 +101,7 @@ ELSEWHERE['sft'] = ELSEWHERE['cpt']
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
   explained, stages = set(), []
-  for line in (telemetry.__doc__ or '').splitlines():
+  for line in (report.__doc__ or '').splitlines():
     if line in (*EXPECTED_METRICS, 'cpt, sft'):
       stages = line.split(', ')
     elif stages and (match := re.match(r'  (\w+): ', line)):
