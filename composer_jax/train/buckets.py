@@ -28,13 +28,6 @@ from composer_jax.train import step as train_step
 # Rows of a receive buffer over the mean; None holds the worst case.
 Bucket = float | None
 
-# (state, batch, whether the step before fitted) -> (state, metrics, whether
-# this one and all before it did).
-GuardedFunction = Callable[
-  [train_state.TrainState, batches.LMBatch, jax.Array],
-  tuple[train_state.TrainState, train_step.StepMetrics, jax.Array],
-]
-
 # Steps that a smaller bucket must have sufficed for before it is taken.
 _PATIENCE = 20
 
@@ -46,11 +39,13 @@ def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
   return (stats.needed_rows <= stats.capacity).all()
 
 
-def guard(step: train_step.StepFunction) -> GuardedFunction:
+def guard(step: train_step.StepFunction) -> Callable[..., Any]:
   """Makes a step that changes nothing unless it and the one before it fitted.
 
-  What an overflow leaves behind may be anything, NaN included: it is selected
-  away, element by element, so that a donated state is still written in place.
+  It takes, after state and batch, whether the step before fitted, and returns,
+  after state and metrics, whether this one and all before it did. What an
+  overflow leaves behind may be anything, NaN included: it is selected away,
+  element by element, so that a donated state is still written in place.
   """
 
   def guarded(state, batch, is_due):
@@ -119,12 +114,7 @@ class BucketSize:
   def __init__(
     self, buckets: Iterable[float], rows_of: Callable[[Bucket], int]
   ):
-    """Starts with the largest bucket below the worst case.
-
-    Args:
-      buckets: rising.
-      rows_of: the rows that a bucket holds.
-    """
+    """Starts with the largest of rising buckets below the worst case."""
     worst = rows_of(None)
     sizes = [(rows_of(b), b) for b in buckets]
     self._sizes: list[tuple[int, Bucket]] = [
@@ -184,7 +174,7 @@ class BucketedStep:
   """Calls steps of any bucket as if there were one that always fits.
 
   Attributes:
-    program: bucket -> jitted `GuardedFunction`, state donated. Without a `size`
+    program: bucket -> jitted step of `guard`, state donated. Without a `size`
       it is called with None and gives a `StepFunction`.
     size: chooses; None where the transport cannot overflow.
     report: of every step that is repeated.
