@@ -13,6 +13,7 @@ and summaries. The same command on the same folder goes on where it was killed.
 95 % intervals by tier and package, pass@k, and what monitors found.
 """
 
+import functools
 import os
 import pathlib
 
@@ -59,8 +60,9 @@ def run() -> None:
   fields = start.config_fields(_CONFIG)
   start.emulate_devices(1)
   # After the flags: this import loads jax.
-  from composer_jax.pipeline import spec
-  from composer_jax.tasks import evaluation
+  from composer_jax import wiring
+  from composer_jax.serve import client
+  from composer_jax.tasks.practice import evaluation
 
   try:
     options = evaluation.EvaluationOptions(
@@ -76,7 +78,14 @@ def run() -> None:
       tokenizer=_TOKENIZER.value,
     )
     out = pathlib.Path(_OUT.value).absolute()
-    found = evaluation.evaluate(spec.from_dict(fields), options, out)
+    spec = wiring.spec_of(fields)
+    found = evaluation.evaluate(
+      spec,
+      wiring.systems_of(spec),
+      options,
+      out,
+      remote=functools.partial(client.policy_for, options),
+    )
   except (ValueError, OSError, RuntimeError) as error:
     start.fail(error)
   print(_rates('all', found['overall']))

@@ -47,7 +47,7 @@ def _keep_traceback(workdir: pathlib.Path) -> str:
 
 
 def main(run: Callable[..., None]) -> None:
-  """Runs `run(spec, workdir, role, command)` under absl.
+  """Runs `run(spec, systems, workdir, role, command)` under absl.
 
   `command` starts this very program again with the same flags, so that a run
   can start its own rollout worker.
@@ -74,12 +74,14 @@ def main(run: Callable[..., None]) -> None:
       # Before the imports: the job may die while they last.
       controller.die_with_parent()
     # After the flags: this import loads jax.
-    from composer_jax.pipeline import spec
+    from composer_jax import wiring
 
     command = [sys.executable, '-m', module, *sys.argv[1:]]
     workdir = pathlib.Path(_WORKDIR.value).absolute()
     try:
-      run(spec.from_dict(config), workdir, role=_ROLE.value, command=command)
+      spec = wiring.spec_of(config)
+      systems = wiring.systems_of(spec)
+      run(spec, systems, workdir, role=_ROLE.value, command=command)
       if _ROLE.value == 'run':
         (workdir / _TRACEBACK).unlink(missing_ok=True)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:

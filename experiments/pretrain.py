@@ -7,12 +7,12 @@
 from experiments import launch
 
 
-def run(spec, workdir, *, role, command):
+def run(spec, systems, workdir, *, role, command):
   del role  # Only RL has rollout workers.
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import stages
 
-  with jobs.open_run(spec, workdir, command) as job:
+  with jobs.open_run(spec, systems, workdir, command) as job:
     stages.pretrain(job)
 
 

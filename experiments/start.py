@@ -30,7 +30,11 @@ _ERRORS = (
 def define_config(default: str, text: str) -> flags.FlagHolder:
   """Defines --config, a config file that --config.FIELD=VALUE overrides."""
   try:
-    return config_flags.DEFINE_config_file('config', default, text)
+    # A field that the file does not show has its default elsewhere: whoever
+    # makes dataclasses of the config says which names there are.
+    return config_flags.DEFINE_config_file(
+      'config', default, text, lock_config=False, accept_new_attributes=True
+    )
   except _ERRORS as error:
     _refuse(error)
 

@@ -5,9 +5,10 @@ be anything at all, and answers; only the host's own failures raise.
 """
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from composer_jax.core import records
+from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
 
 
@@ -118,3 +119,62 @@ def broken_verdict(environment: Environment, detail: str) -> records.Verdict:
     sandbox_level=environment.sandbox_level,
     detail=detail,
   )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskSource:
+  """The tasks of a split, in the order of a seed.
+
+  Attributes:
+    of_group: group id -> task, where no curriculum decides.
+    of_id: task id -> task.
+    pool: step -> what a curriculum may draw for it.
+  """
+
+  of_group: Callable[[int], Any]
+  of_id: Callable[[str], Any]
+  pool: Callable[[int], Sequence[Any]]
+
+
+class TaskFamily(Protocol):
+  """Tasks of one kind and all that a run needs to practise them.
+
+  Laws: a task is a function of its id alone, and which tasks a run draws of the
+  config and a seed; 'train' and 'held_out' share no task; what SFT is shown the
+  solution of, RL does not train on.
+
+  Attributes:
+    needs_execution: whether tasks can be judged only by running code.
+  """
+
+  needs_execution: bool
+
+  def check(self) -> None:
+    """Raises a ValueError for a config that cannot be; reads no file."""
+    ...
+
+  def identity(self) -> str:
+    """Hash of tasks that are read from disk; '' where they are generated."""
+    ...
+
+  def texts(self) -> list[str]:
+    """What tasks and calls look like, for the tokenizer beside the corpus."""
+    ...
+
+  def tasks(self, tokenizer: Any, *, split: str, seed: int) -> TaskSource:
+    """The tasks of a split; a ValueError where a run needs more."""
+    ...
+
+  def environment(self, task: Any, runner: seams.Runner) -> Environment:
+    """A new environment for one episode of a task."""
+    ...
+
+  def demonstrations(
+    self, job: Any
+  ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """(tokens, loss mask) of what SFT learns, and of transcripts held out.
+
+    Args:
+      job: a `pipeline.job.Job`.
+    """
+    ...

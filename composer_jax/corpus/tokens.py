@@ -15,7 +15,6 @@ import numpy as np
 
 from composer_jax.core import files
 from composer_jax.corpus import build as corpus_lib
-from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import tokenizer as tokenizer_lib
 
 # Documents encoded at once: bounds memory, keeps threads busy.
@@ -88,7 +87,7 @@ def train_tokenizer(
 
 def tokenise(
   corpus: corpus_lib.Corpus,
-  tokenizer: hf_tokenizer.AnyTokenizer,
+  tokenizer: tokenizer_lib.TokenizerLike,
   *,
   report: Callable[[str], None] = print,
 ) -> dict[str, Documents]:
@@ -122,7 +121,7 @@ def tokenise(
 
 def _tokenise(
   texts: list[str],
-  tokenizer: hf_tokenizer.AnyTokenizer,
+  tokenizer: tokenizer_lib.TokenizerLike,
   path: pathlib.Path,
   index: pathlib.Path,
 ) -> None:

@@ -5,13 +5,14 @@ files of its tokenizer. A run copies the tokenizer and remembers which import it
 came from; nothing is ever written there.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.hf import importing
+from composer_jax.hf import identity, importing
 from composer_jax.hf.text import chat_template, conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
@@ -71,47 +72,70 @@ def check_model(
     )
 
 
-def take(
-  folder: str | os.PathLike,
-  workdir: pathlib.Path,
-  vocab_size: int,
-  *,
-  talks: str,
-  seq_len: int,
-) -> None:
-  """Keeps in a workdir what a run needs of the import beside the weights.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportedModel:
+  """A `core.seams.StartingPoint`: the folder of an import.
 
-  All that a user may have to mend in the import is found out here.
-
-  Args:
-    folder: the import.
-    workdir: of the run.
-    vocab_size: rows of the embedding.
-    talks: file of conversations to learn; '' for none.
-    seq_len: of SFT's rows.
-
-  Raises:
-    ValueError: the tokenizer or the conversations cannot be used; nothing has
-      been written.
+  Attributes:
+    folder: made by `experiments.hf_import`.
+    model: of the run.
+    conversations_file: of the user's own, to learn; '' for none.
+    seq_len: of SFT's rows, which a conversation has to fit.
   """
-  made = hf_tokenizer.Tokenizer.from_folder(folder, vocab_size)
-  if talks:
-    template = chat_template.load(folder)
-    found = conversations.documents(talks, template, made, seq_len)
-    conversations.save(workdir / conversations.FILE, found)
-  made.save(workdir / _TOKENIZER)
 
+  folder: str
+  model: model_config.ModelConfig
+  conversations_file: str
+  seq_len: int
 
-def tokenizer(
-  folder: str | os.PathLike, workdir: pathlib.Path, vocab_size: int
-) -> hf_tokenizer.Tokenizer:
-  """The import's tokenizer, also saved where a rollout worker finds it."""
-  path = workdir / _TOKENIZER
-  if not path.exists():
-    hf_tokenizer.Tokenizer.from_folder(folder, vocab_size).save(path)
-  return hf_tokenizer.Tokenizer.load(path)
+  def check(self) -> None:
+    """Raises a ValueError that names where the run's model is another one."""
+    check_model(self.folder, self.model)
 
+  def claim(self) -> dict[str, Any]:
+    """Identities of the weights, and of the conversations."""
+    file = self.conversations_file
+    return {
+      'imported': identity.of(self.folder),
+      'conversations': conversations.identity(file) if file else '',
+    }
 
-def variables(folder: str | os.PathLike, like: Any) -> Any:
-  """The imported weights as float32 masters, placed as `like` says."""
-  return importing.load_variables(folder, like)
+  def take(self, workdir: pathlib.Path) -> None:
+    """Keeps in a workdir what a run needs of the import beside the weights.
+
+    All that a user may have to mend in the import is found out here.
+
+    Raises:
+      ValueError: the tokenizer or the conversations cannot be used; nothing has
+        been written.
+    """
+    made = hf_tokenizer.Tokenizer.from_folder(
+      self.folder, self.model.vocab_size
+    )
+    if self.conversations_file:
+      documents = conversations.documents(
+        self.conversations_file,
+        chat_template.load(self.folder),
+        made,
+        self.seq_len,
+      )
+      conversations.save(workdir / conversations.FILE, documents)
+    made.save(workdir / _TOKENIZER)
+
+  def tokenizer(self, workdir: pathlib.Path) -> hf_tokenizer.Tokenizer:
+    """The import's tokenizer, saved where a rollout worker finds it."""
+    path = workdir / _TOKENIZER
+    if not path.exists():
+      hf_tokenizer.Tokenizer.from_folder(
+        self.folder, self.model.vocab_size
+      ).save(path)
+    return hf_tokenizer.Tokenizer.load(path)
+
+  def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
+    if not self.conversations_file:
+      return []
+    return conversations.load(workdir / conversations.FILE)
+
+  def variables(self, like: Any) -> Any:
+    """The imported weights as float32 masters, placed as `like` says."""
+    return importing.load_variables(self.folder, like)

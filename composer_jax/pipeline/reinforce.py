@@ -1,6 +1,5 @@
 """The RL stage: trainer and rollouts together, from a state to a state."""
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -11,11 +10,7 @@ from typing import Any
 
 import jax
 
-from composer_jax.core import files, records
-from composer_jax.delta.device import publication, received
-from composer_jax.delta.device import receiver as receivers
-from composer_jax.delta.device import sender as bundles
-from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.core import files, records, seams
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.pipeline import buffer as buffers
@@ -28,7 +23,6 @@ from composer_jax.pipeline import (
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import step as steps
-from composer_jax.tasks import curriculum
 from composer_jax.telemetry import progress
 from composer_jax.train import compiler_options
 from composer_jax.train import state as train_state
@@ -40,7 +34,7 @@ _FIRST_POLICY_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class StartOfRL:
   """Where the stage begins, or goes on.
 
   Attributes:
@@ -56,11 +50,11 @@ class Start:
   teacher: Any
 
 
-def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
+def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   """Builds the step functions and the state: restored, or made from SFT."""
   spec, placement = job.spec, job.rl_placement
   for line in placement.lines:
-    jobs.tell('rl')(line)
+    progress.teller('rl')(line)
   model = decoder.Decoder(spec.model, placement.plan)
   shapes, axes = decoder.abstract(spec.model)
   optimizer = optim_groups.optimizer(
@@ -103,7 +97,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> Start:
       state,
     )
     state, _ = checkpoints.restore(latest, like)
-  return Start(
+  return StartOfRL(
     state,
     functions,
     reference=first if spec.rl.kl_coefficient else None,
@@ -126,24 +120,15 @@ def reinforce(job: jobs.Job) -> None:
 
 def _reinforce(job: jobs.Job) -> None:
   spec, rl = job.spec, job.spec.rl
-  say = jobs.tell('rl')
+  say = progress.teller('rl')
   checkpoints = manager.Checkpoints(job.workdir / 'checkpoints' / 'rl', keep=2)
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(checkpoints))
     start = prepare(job, checkpoints)
     first = int(start.state.step)
-    sender = bundles.Sender(
-      receivers.store_of(job.workdir, spec.delta.store),
-      receivers.RUN_ID,
-      job.workdir / receivers.KEY,
-      spec.delta.bundle_options(),
-    )
-    stack.enter_context(contextlib.closing(sender))
-    if sender.version is None:
-      # A store that is new, or was deleted: older pointers are no measure.
-      memory = receivers.memory_of(job.workdir, spec.delta.store)
-      memory.unlink(missing_ok=True)
-    published = publication.Publication(sender, job.writer, job.workdir, first)
+    transport = job.systems.transport(job.workdir)
+    published = transport.publisher(job.writer, first)
+    stack.enter_context(contextlib.closing(published))
     plan = stages.training_curriculum(job)
     if plan is not None:
       plan.truncate(first)
@@ -155,9 +140,8 @@ def _reinforce(job: jobs.Job) -> None:
         f'kept, {len(dropped)} damaged or of void policies dropped'
       )
     job.writer.truncate('rl', first)
-    received.truncate(job.workdir, first)
     with (
-      _placed(job, buffer, published) as wait,
+      _placed(job, transport, buffer, published) as wait,
       progress.Progress('rl', rl.steps, start=first) as bar,
     ):
       ports = _ports(job, buffer, checkpoints, published, wait, bar, plan)
@@ -180,10 +164,10 @@ def _ports(
   job: jobs.Job,
   buffer: buffers.GroupBuffer,
   checkpoints: manager.Checkpoints,
-  published: publication.Publication,
+  published: seams.WeightPublisher,
   wait: Callable[[list[int]], list[records.Group]],
   bar: progress.Progress,
-  plan: curriculum.Curriculum | None,
+  plan: seams.Curriculum | None,
 ) -> trainer_worker.Ports:
   rl = job.spec.rl
 
@@ -247,12 +231,13 @@ def _ports(
 @contextlib.contextmanager
 def _placed(
   job: jobs.Job,
+  transport: seams.WeightTransport,
   buffer: buffers.GroupBuffer,
-  published: publication.Publication,
+  published: seams.WeightPublisher,
 ) -> Iterator[Callable[[list[int]], list[records.Group]]]:
   """Yields what the trainer calls to get groups, per placement."""
   if job.spec.rl.placement == 'colocated':
-    with _colocated(job, buffer, published.wait) as wait:
+    with _colocated(job, transport, buffer, published.wait) as wait:
       yield wait
   else:
     with _processes(job, buffer, published.check) as wait:
@@ -265,8 +250,8 @@ def _processes(
 ):
   rl = job.spec.rl
   own, others = controller.divide_cores()
-  say = jobs.tell('rl')
-  say(f'judging in {job.spec.sandbox.level}')
+  say = progress.teller('rl')
+  say(f'judging in {job.judge_level}')
   # The worker takes its share by itself, once its sandboxes may use all.
   worker = controller.RolloutProcess(
     [*job.command, '--role=rollout'],
@@ -292,39 +277,37 @@ def _processes(
 
 @contextlib.contextmanager
 def _colocated(
-  job: jobs.Job, buffer: buffers.GroupBuffer, settle: Callable[[], None]
+  job: jobs.Job,
+  transport: seams.WeightTransport,
+  buffer: buffers.GroupBuffer,
+  settle: Callable[[], None],
 ):
   """Trainer and engine take turns; policies still pass through the store."""
   spec = job.spec
-  receiver = _receiver(spec, job.workdir)
   engine = served = None
-  news: collections.deque[receivers.Placed] = collections.deque()
-  with job.runner() as runner, received.Received(job.workdir) as lines:
+  with (
+    job.runner() as runner,
+    contextlib.closing(transport.receiver(in_background=False)) as receiver,
+  ):
     collector = stages.collector_of(
-      spec, job.tokenizer, runner, split='train', workdir=job.workdir
+      spec,
+      job.systems,
+      job.tokenizer,
+      runner,
+      split='train',
+      workdir=job.workdir,
     )
 
     def wait(ids: list[int]) -> list[records.Group]:
       nonlocal engine, served
       settle()
-      policy = receiver.poll()
-      if receiver.problem is not None:
-        # Published a moment ago by this process: waiting would not mend it, and
-        # the policy before it may not sample what is due.
-        raise ValueError(receiver.problem)
       if engine is None or served is None:
-        if policy is None:
-          raise ValueError(f'No policy in {receiver.store} to roll out.')
+        policy = receiver.first(0.0)
         engine = stages.make_engine(spec, policy.variables, policy.version)
-        served = rollout_worker.Server(
-          engine,
-          policy,
-          lambda: news.popleft() if news else None,
-          lambda before: None,
-          receivers.logging_to(lines),
-        )
-      elif policy is not None:
-        news.append(receivers.place(policy, engine))
+        receiver.follow(engine)
+        served = rollout_worker.Served(engine, policy, receiver)
+      else:
+        receiver.look()
         served()
       rollout_worker.run(
         collector,
@@ -341,40 +324,29 @@ def _colocated(
     yield wait
 
 
-def _receiver(spec: specs.Spec, workdir: pathlib.Path) -> receivers.Receiver:
-  return receivers.Receiver(
-    workdir,
-    spec.model,
-    spec.delta.store,
-    memory=receivers.memory_of(workdir, spec.delta.store),
-    threads=spec.delta.threads,
-  )
-
-
-def serve_rollouts(spec: specs.Spec, workdir: pathlib.Path) -> None:
+def serve_rollouts(
+  spec: specs.Spec, systems: seams.Systems, workdir: pathlib.Path
+) -> None:
   """The whole life of a rollout worker process."""
-  say = jobs.tell('rollout')
-  level = files.read_json(workdir / 'sandbox.json')['level']
-  tokenizer = hf_tokenizer.load_any(workdir / 'tokenizer.json')
-  options = dataclasses.replace(spec.sandbox, level=level)
+  say = progress.teller('rollout')
+  level = systems.settle_judge(workdir)
+  tokenizer = systems.load_tokenizer(workdir / jobs.TOKENIZER)
   with contextlib.ExitStack() as stack:
-    runner = stack.enter_context(jobs.open_runner(options, spec.tasks.folder))
+    runner = stack.enter_context(systems.open_runner(level))
     # Before the engine's threads exist: they inherit cores and priority.
     _yield_to_sandboxes()
-    receiver = _receiver(spec, workdir)
+    transport = systems.transport(workdir)
+    receiver = transport.receiver(in_background=True)
+    stack.enter_context(contextlib.closing(receiver))
     first = receiver.first(_FIRST_POLICY_S)
     say(f'serving version {first.version}, judging in {level}')
     engine = stages.make_engine(spec, first.variables, first.version)
-    news = receivers.Background(receiver, engine, spec.delta.poll_s)
-    stack.enter_context(contextlib.closing(news))
-    lines = stack.enter_context(received.Received(workdir))
-    served = rollout_worker.Server(
-      engine, first, news.take, news.drop, receivers.logging_to(lines)
-    )
+    receiver.follow(engine)
+    served = rollout_worker.Served(engine, first, receiver)
     del first  # The engine has a copy of its own.
     version = rollout_worker.run(
       stages.collector_of(
-        spec, tokenizer, runner, split='train', workdir=workdir
+        spec, systems, tokenizer, runner, split='train', workdir=workdir
       ),
       engine,
       buffers.GroupBuffer(workdir / 'groups'),

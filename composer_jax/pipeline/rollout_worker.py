@@ -5,22 +5,15 @@ It talks to nobody. What it may start follows from the version it serves
 """
 
 import dataclasses
-from collections.abc import Callable
 
-from composer_jax.core import records
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.core import records, seams
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
 
-# Returns a policy in its place once there is a newer one; never waits for it.
-Take = Callable[[], receivers.Placed | None]
-# Takes what is served and the seconds of the swap, None for the first policy.
-Log = Callable[[receivers.Policy | receivers.Placed, float | None], None]
 
-
-class Server:
+class Served:
   """Keeps an engine on the newest policy and knows which ones it served.
 
   Consumes: policies that lie in their place, newest first.
@@ -32,42 +25,38 @@ class Server:
   def __init__(
     self,
     engine: engines.Engine,
-    first: receivers.Policy,
-    take: Take,
-    drop: Callable[[engines.Placed], None],
-    log: Log,
+    first: seams.ReceivedPolicy,
+    receiver: seams.WeightReceiver,
   ):
     """Serves what the engine was made of.
 
     Args:
       engine: swapped by this object alone.
-      first: what it serves.
-      take: looks for a newer policy.
-      drop: is handed what is served no more.
-      log: told of each policy that is served.
+      first: the policy that it serves already.
+      receiver: of newer policies.
     """
     self._engine = engine
-    self._take, self._drop, self._log = take, drop, log
+    self._receiver = receiver
     self._identities = {first.version: first.target_id}
-    log(first, None)
+    receiver.served(first, None)
 
   @property
   def version(self) -> int:
     return self._engine.version
 
   def __call__(self) -> None:
-    found = self._take()
-    if found is None:
+    newer = self._receiver.take()
+    if newer is None:
       return
-    known = self._identities.setdefault(found.version, found.target_id)
-    if known != found.target_id:
+    known = self._identities.setdefault(newer.version, newer.target_id)
+    if known != newer.target_id:
       raise ValueError(
-        f'Version {found.version} was served with weights {known} and now '
-        f'comes with {found.target_id}: the run was rewound. Start this worker '
+        f'Version {newer.version} was served with weights {known} and now '
+        f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
-    self._drop(self._engine.switch(found.weights))
-    self._log(found, self._engine.stats().swap_s)
+    self._receiver.drop(self._engine.switch(newer.weights))
+    self._receiver.served(newer, self._engine.stats().swap_s)
 
   def stamp(self, group: records.Group) -> records.Group:
     """Names the weights that sampled a group, from any thread."""
@@ -80,7 +69,7 @@ def run(
   collector: collect.Collector,
   engine: engines.Engine,
   buffer: buffers.GroupBuffer,
-  served: Server,
+  served: Served,
   *,
   prompts: int,
   max_staleness: int,

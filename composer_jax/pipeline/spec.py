@@ -1,28 +1,336 @@
-"""A whole run as frozen dataclasses: what the mains make of a ConfigDict.
+"""A whole run as frozen dataclasses: what the mains make of a config.
 
-Each section of a config becomes one dataclass of `pipeline.sections` or of the
-module it is for; a field that is missing, unknown or out of range is an error
-that names it.
+Every section of a config is one dataclass. Those that systems bring (`tasks`,
+`data`, `sandbox`, ...) are made by `composer_jax.wiring`; the others are here
+or in the module that they are for. An impossible value is told before anything
+is claimed or trained.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.agent import episode, rewards, summarize
+from composer_jax.agent import episode, mistakes, rewards, summarize
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.pipeline import sections
 from composer_jax.rl import batching, comparison, mismatch, policy_loss, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
-from composer_jax.tasks import curriculum
-from composer_jax.tasks import sections as task_sections
-from composer_jax.tasks.repository import environment, tools
 from composer_jax.train import accumulation
 from composer_jax.train import placement as placements
+
+PLACEMENTS = ('processes', 'colocated')
+
+
+def at_least(section: str, fields: Any, lowest: float, *names: str) -> None:
+  """Raises a ValueError that names the first field below `lowest`."""
+  for name in names:
+    value = getattr(fields, name)
+    if not value >= lowest:
+      raise ValueError(
+        f'--config.{section}.{name} must be at least {lowest}, not {value}.'
+      )
+
+
+def _check_schedule(section: str, fields: Any) -> None:
+  if fields.warmup_steps + fields.decay_steps > max(fields.steps, 1):
+    raise ValueError(
+      f'--config.{section}.warmup_steps ({fields.warmup_steps}) plus '
+      f'--config.{section}.decay_steps ({fields.decay_steps}) must not exceed '
+      f'--config.{section}.steps ({fields.steps}).'
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mesh:
+  """Axes of the one mesh; their product is the number of devices.
+
+  Attributes:
+    replica: copies of everything but the experts.
+    fsdp: devices that share the weights of a replica out.
+    context: devices that share the tokens of a row out.
+  """
+
+  replica: int = 1
+  fsdp: int = 1
+  context: int = 1
+
+  def __post_init__(self):
+    for axis, size in dataclasses.asdict(self).items():
+      if size < 1:
+        raise ValueError(f'{axis} must be at least 1, not {size}.')
+
+  @property
+  def size(self) -> int:
+    return self.replica * self.fsdp * self.context
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageOptions:
+  """A language-model training stage: cpt or sft.
+
+  Attributes:
+    steps: optimizer steps; 0 leaves out cpt, of an imported model alone.
+    batch_size: rows of a step, on all devices.
+    accumulate: microbatches of a step, one after another, for less memory.
+    seq_len: tokens of a row.
+    learning_rate: peak, of Muon at Moonlight's scale, or of all with 'adam'.
+    adam_learning_rate: peak, of what Muon leaves to AdamW.
+    warmup_steps: linear, from zero.
+    decay_steps: linear, to a tenth of the peak at the end.
+    weight_decay: decoupled, times the learning rate; spares vectors.
+    grad_clip: global norm that gradients are scaled down to.
+    optimizer: 'muon' on matrices and AdamW on the rest, or 'adam' on all.
+    muon: choices of Muon; unused by 'adam'.
+    bias_update_rate: of the routers' selection bias, a step.
+    checkpoint_every: steps from one checkpoint to the next.
+    eval_every: steps from one held-out loss to the next.
+    eval_batches: batches of a held-out loss.
+    log_every: steps from one line of metrics to the next.
+  """
+
+  steps: int
+  batch_size: int
+  seq_len: int
+  accumulate: int = 1
+  learning_rate: float = 5e-3
+  adam_learning_rate: float = 2e-3
+  warmup_steps: int = 20
+  decay_steps: int = 100
+  weight_decay: float = 0.1
+  grad_clip: float = 1.0
+  optimizer: str = 'muon'
+  muon: optim_groups.MuonChoices = optim_groups.MuonChoices()
+  bias_update_rate: float = 1e-3
+  checkpoint_every: int = 100
+  eval_every: int = 100
+  eval_batches: int = 8
+  log_every: int = 10
+
+  def __post_init__(self):
+    positive = ('batch_size', 'accumulate', 'seq_len', 'checkpoint_every')
+    positive += ('eval_every', 'eval_batches', 'log_every')
+    at_least('cpt/sft', self, 1, *positive)
+    at_least('cpt/sft', self, 0, 'steps')
+    if self.steps:
+      _check_schedule('cpt/sft', self)
+
+  def optimizer_options(self) -> optim_groups.OptimizerOptions:
+    return optim_groups.OptimizerOptions(
+      name=self.optimizer,
+      learning_rate=self.learning_rate,
+      adam_learning_rate=self.adam_learning_rate,
+      warmup_steps=self.warmup_steps,
+      decay_steps=self.decay_steps,
+      final_ratio=0.1,
+      weight_decay=self.weight_decay,
+      grad_clip=self.grad_clip,
+      muon=self.muon,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HintSection(mistakes.HintOptions):
+  """Textual feedback on faulty turns, which a teacher reads.
+
+  Attributes:
+    loss: what hints weigh; with weight 0 there are none.
+  """
+
+  loss: distill.HintLossOptions = distill.HintLossOptions(weight=1.0)
+
+  def __post_init__(self):
+    mistakes.HintOptions.__post_init__(self)
+    unknown = {kind for kind, _ in self.templates} - set(mistakes.DETECTORS)
+    if unknown:
+      raise ValueError(
+        f'--config.hints.templates names {sorted(unknown)}; mistakes are of '
+        f'{sorted(mistakes.DETECTORS)}.'
+      )
+    if self.loss.weight and not (self.templates and self.max_hints):
+      raise ValueError(
+        f'--config.hints.loss.weight ({self.loss.weight}) needs '
+        '--config.hints.templates, and max_hints of at least 1.'
+      )
+
+  def options(self) -> mistakes.HintOptions | None:
+    """Which mistakes get a hint; None where hints weigh nothing."""
+    return self if self.loss.weight else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+  """The rollout engine and its devices; see `rollout.options.EngineOptions`.
+
+  Attributes:
+    devices: the first ones, which share the model out; on a CPU one is fastest.
+    num_slots: requests worked on at once.
+    prefill_chunk: context tokens that a session consumes in a prefill step.
+    prefill_rows: sessions in a prefill step; or several numbers, as buckets.
+    decode_rows: buckets of sessions in a decode step; () for num_slots.
+    decode_steps: tokens a dispatch; weights change between dispatches.
+    page_size: tokens of a page of the KV cache.
+    num_pages: of the KV cache; 0 for num_slots sessions at their longest.
+    record_routes: whether it is recorded which experts each token passed, which
+      replay needs.
+    share_prefixes: the prompt of a group is computed once.
+    on_swap: what running sessions do with keys and values of older weights:
+      'keep' them, or 'refresh' them by consuming all their tokens anew.
+  """
+
+  devices: int = 1
+  num_slots: int = 64
+  prefill_chunk: int = 32
+  prefill_rows: int | tuple[int, ...] = 8
+  decode_rows: tuple[int, ...] = ()
+  decode_steps: int = 4
+  page_size: int = 64
+  num_pages: int = 0
+  record_routes: bool = True
+  share_prefixes: bool = True
+  on_swap: str = rollout_options.KEEP
+
+  def __post_init__(self):
+    at_least('rollout', self, 1, 'devices')
+
+  def engine_options(self, max_len: int) -> rollout_options.EngineOptions:
+    fields = dataclasses.asdict(self)
+    del fields['devices']
+    return rollout_options.EngineOptions(max_len=max_len, **fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLSection:
+  """The reinforcement-learning stage.
+
+  Attributes:
+    mesh: devices of the trainer, in the run's layout. One by default: on a CPU
+      the rollout process needs the other core.
+    steps: optimizer steps; 0 evaluates SFT alone.
+    prompts: groups of an optimizer step.
+    rollouts_per_prompt: episodes of a group.
+    placement: 'processes', or 'colocated': one process takes turns.
+    max_staleness: optimizer steps that a policy may be behind the trainer when
+      it samples; 0 equals the synchronous loop.
+    learning_rate: peak, of Adam.
+    warmup_steps: linear, from zero.
+    decay_steps: linear, to a tenth of the peak at the end.
+    adam_b1: decay of Adam's first moment.
+    adam_b2: decay of Adam's second moment.
+    grad_clip: global norm that gradients are scaled down to.
+    loss: which policy gradient, and how much of p_train / p_rollout it
+      believes.
+    kl_coefficient: of the k1 penalty in the reward, against the SFT policy.
+    reward: 'verdict', or 'shuffled', the control that must not learn.
+    replay: replays the routes that the engine recorded.
+    gate: what the mismatch of rollout and trainer may be.
+    rows: of a microbatch.
+    seq_len: tokens of a row.
+    checkpoint_every: steps from one checkpoint to the next.
+    mismatch_every: steps from one measurement of the mismatch with and without
+      replay to the next; 0 for none.
+    episodes_every: steps from one readable episode of the report to the next.
+    wait_timeout_s: seconds without a finished group after which a run ends.
+    max_restarts: of the rollout process, in a run.
+  """
+
+  mesh: Mesh = Mesh()
+  steps: int = 125
+  prompts: int = 8
+  rollouts_per_prompt: int = 8
+  placement: str = 'processes'
+  max_staleness: int = 1
+  learning_rate: float = 3e-4
+  warmup_steps: int = 3
+  decay_steps: int = 95
+  adam_b1: float = 0.9
+  adam_b2: float = 0.95
+  grad_clip: float = 1.0
+  loss: policy_loss.LossOptions = policy_loss.LossOptions()
+  kl_coefficient: float = 0.0
+  reward: str = 'verdict'
+  replay: bool = True
+  gate: mismatch.GateOptions = mismatch.GateOptions()
+  rows: int = 8
+  seq_len: int = 320
+  checkpoint_every: int = 5
+  mismatch_every: int = 10
+  episodes_every: int = 10
+  wait_timeout_s: float = 300.0
+  max_restarts: int = 3
+
+  def __post_init__(self):
+    if self.placement not in PLACEMENTS:
+      raise ValueError(
+        f'--config.rl.placement must be one of {PLACEMENTS}, not '
+        f'{self.placement!r}.'
+      )
+    zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
+    at_least('rl', self, 0, *zero)
+    positive = ('checkpoint_every', 'episodes_every', 'wait_timeout_s')
+    at_least('rl', self, 1, *positive, 'rows', 'seq_len')
+    _check_schedule('rl', self)
+
+  def optimizer_options(self) -> optim_groups.OptimizerOptions:
+    return optim_groups.OptimizerOptions(
+      name='adam',
+      learning_rate=self.learning_rate,
+      adam_learning_rate=self.learning_rate,
+      warmup_steps=self.warmup_steps,
+      decay_steps=self.decay_steps,
+      final_ratio=0.1,
+      weight_decay=0.0,
+      grad_clip=self.grad_clip,
+      b1=self.adam_b1,
+      b2=self.adam_b2,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+  """The evaluations before and after RL.
+
+  Attributes:
+    episodes: held-out ones, of each evaluation.
+  """
+
+  episodes: int = 200
+
+  def __post_init__(self):
+    at_least('evaluation', self, 1, 'episodes')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TelemetrySection:
+  """Where metrics go beside metrics.jsonl.
+
+  Attributes:
+    tensorboard: event files in `tensorboard` of the workdir.
+    wandb: a run of Weights & Biases, where wandb is installed.
+  """
+
+  tensorboard: bool = True
+  wandb: bool = False
+
+
+SECTIONS = {
+  'mesh': Mesh,
+  'parallel': placements.ParallelOptions,
+  'model': model_config.ModelConfig,
+  'cpt': StageOptions,
+  'sft': StageOptions,
+  'episode': episode.EpisodeOptions,
+  'summary': summarize.SummaryOptions,
+  'rewards': rewards.RewardOptions,
+  'hints': HintSection,
+  'rollout': RolloutSection,
+  'rl': RLSection,
+  'evaluation': EvaluationSection,
+  'telemetry': TelemetrySection,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,34 +342,27 @@ class Spec:
     initial: folder that `experiments.hf_import` made, whose model, weights and
       tokenizer the run starts from; '' for random weights and a tokenizer of
       its own.
-    layout: one of `layouts.BY_NAME`.
-    parallel: of what devices exchange.
-    others: sections.
+    layout: 'data_parallel', or 'hsdp', the dual-mesh layout.
+    systems: the sections that systems bring, by name.
   """
 
-  seed: int
-  initial: str
-  layout: str
-  mesh: sections.Mesh
+  seed: int = 0
+  initial: str = ''
+  layout: str = 'data_parallel'
+  mesh: Mesh
   parallel: placements.ParallelOptions
   model: model_config.ModelConfig
-  tokenizer: sections.Tokenizer
-  data: sections.Data
-  cpt: sections.Stage
-  sft: sections.Stage
-  demonstrations: sections.Demonstrations
-  tasks: task_sections.Tasks
+  cpt: StageOptions
+  sft: StageOptions
   episode: episode.EpisodeOptions
   summary: summarize.SummaryOptions
   rewards: rewards.RewardOptions
-  hints: task_sections.Hints
-  curriculum: curriculum.CurriculumOptions
-  sandbox: sections.Sandbox
-  rollout: sections.Rollout
-  rl: sections.RL
-  delta: sections.Delta
-  evaluation: sections.Evaluation
-  telemetry: sections.Telemetry
+  hints: HintSection
+  rollout: RolloutSection
+  rl: RLSection
+  evaluation: EvaluationSection
+  telemetry: TelemetrySection
+  systems: Mapping[str, Any]
 
   @property
   def lm_model(self) -> model_config.ModelConfig:
@@ -73,69 +374,76 @@ class Spec:
     """
     return dataclasses.replace(self.model, numerics='fast')
 
+  def as_dict(self) -> dict[str, Any]:
+    """The resolved config: nested dictionaries of plain values."""
+    fields = dataclasses.asdict(self)
+    return fields | fields.pop('systems')
+
   def batch_shape(self) -> batching.BatchShape:
     """Of the microbatches of RL."""
     return comparison.shape_of(
       self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
     )
 
+  def engine_options(self) -> rollout_options.EngineOptions:
+    return self.rollout.engine_options(self.episode.max_tokens)
+
   def update_options(self) -> update.UpdateOptions:
-    return self.rl.update_options(
-      self.seed,
+    rl = self.rl
+    return update.UpdateOptions(
+      prompts=rl.prompts,
+      rollouts_per_prompt=rl.rollouts_per_prompt,
+      replay=rl.replay,
+      reward=rl.reward,
+      kl_coefficient=rl.kl_coefficient,
+      loss=rl.loss,
+      mismatch_every=rl.mismatch_every,
       refreshed=self.rollout.on_swap == rollout_options.REFRESH,
+      gate=rl.gate,
+      seed=self.seed,
       hints=self.hints.loss,
     )
 
   def __post_init__(self):
+    # Each makes what a stage will need, so that an impossible value is told
+    # before anything is trained.
+    for name, make in (
+      ('cpt', self.cpt.optimizer_options),
+      ('sft', self.sft.optimizer_options),
+      ('rl', self.rl.optimizer_options),
+      ('rl', self.update_options),
+      ('rl.seq_len', self.batch_shape),
+      ('rollout', self.engine_options),
+      ('summary', lambda: self.summary.limit(self.episode.max_tokens)),
+    ):
+      try:
+        make()
+      except ValueError as error:
+        if '--config.' in str(error):
+          raise
+        raise ValueError(f'--config.{name}: {error}') from error
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.steps < 1 and not (name == 'cpt' and self.initial):
         raise ValueError(
           f'--config.{name}.steps must be at least 1, not {stage.steps}; 0 '
           'leaves out cpt alone, and of an imported model (--config.initial).'
         )
-    if self.demonstrations.conversations and not self.initial:
-      raise ValueError(
-        f'--config.demonstrations.conversations '
-        f'({self.demonstrations.conversations!r}) needs the chat template of '
-        'an imported model: --config.initial.'
-      )
-    # Each checks its values: made here, so that an impossible one is told
-    # before anything is trained.
-    for name, stage in (('cpt', self.cpt), ('sft', self.sft), ('rl', self.rl)):
-      try:
-        stage.optimizer_options()
-      except ValueError as error:
-        raise ValueError(f'--config.{name}: {error}') from error
     self._check_roles()
-    self.update_options()
     if self.hints.loss.top_k >= self.model.vocab_size:
       raise ValueError(
         f'--config.hints.loss.top_k ({self.hints.loss.top_k}) must be below '
         f'--config.model.vocab_size ({self.model.vocab_size}); 0 tells all '
         'words apart.'
       )
-    self._check_tasks()
-    try:
-      self.rollout.engine_options(self.episode.max_tokens)
-    except ValueError as error:
-      raise ValueError(f'--config.rollout: {error}') from error
     if self.rl.replay and not self.rollout.record_routes:
       raise ValueError(
         '--config.rl.replay needs the routes that rollouts record: set '
         '--config.rollout.record_routes=True, or --config.rl.replay=False.'
       )
-    try:
-      self.batch_shape()
-    except ValueError as error:
-      raise ValueError(f'--config.rl.seq_len: {error}') from error
-    if (
-      self.delta.store.startswith('memory:')
-      and self.rl.placement == 'processes'
-    ):
-      raise ValueError(
-        f'--config.delta.store {self.delta.store!r} is of one process: set '
-        "--config.rl.placement='colocated', or leave it '' for the workdir."
-      )
+    self._check_shapes()
+
+  def _check_shapes(self) -> None:
+    """Raises for rows and tokens that do not divide over the meshes."""
     if self.layout not in layouts.BY_NAME:
       raise ValueError(
         f'--config.layout must be one of {tuple(layouts.BY_NAME)}, not '
@@ -148,37 +456,30 @@ class Spec:
           f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
           'fit a row.'
         )
-    for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
+    mesh = self.rl.mesh
+    for rows, seq_len, parts, accumulate, name, rows_name in (
+      (self.cpt.batch_size, self.cpt.seq_len, self.mesh, self.cpt.accumulate,
+       'cpt', 'batch_size'),
+      (self.sft.batch_size, self.sft.seq_len, self.mesh, self.sft.accumulate,
+       'sft', 'batch_size'),
+      (self.rl.rows, self.rl.seq_len, mesh, 1, 'rl', 'rows'),
+    ):  # fmt: skip
       accumulation.check_rows(
-        stage.batch_size,
-        stage.accumulate,
-        self.mesh.replica * self.mesh.fsdp,
-        f'--config.{name}.batch_size',
+        rows,
+        accumulate,
+        parts.replica * parts.fsdp,
+        f'--config.{name}.{rows_name}',
       )
-      self._check_row(f'--config.{name}.seq_len', stage.seq_len, self.mesh)
-    self._check_rl_mesh()
-
-  def _check_tasks(self) -> None:
-    try:
-      self.summary.limit(self.episode.max_tokens)
-    except ValueError as error:
-      raise ValueError(f'--config.summary: {error}') from error
-    if not self.tasks.is_deletion:
-      return
-    if self.sandbox.level == 'static':
+      self._check_row(f'--config.{name}.seq_len', seq_len, parts)
+    if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
-        f'--config.tasks.family {self.tasks.family!r} is judged by running '
-        "tests, and --config.sandbox.level 'static' executes nothing: choose "
-        "'auto'."
-      )
-    if 'pytest' not in self.sandbox.packages:
-      raise ValueError(
-        f'--config.tasks.family {self.tasks.family!r} is judged by pytest: '
-        "--config.sandbox.packages must name 'pytest', not only "
-        f'{self.sandbox.packages}.'
+        f'--config.rl.mesh of {mesh.size} devices cannot compute in '
+        "--config.model.numerics 'batch_invariant', which is of one device: "
+        "the order of a sum depends on how many there are. Choose 'fast', or "
+        'a mesh of 1 x 1 x 1.'
       )
 
-  def _check_row(self, name: str, seq_len: int, mesh: sections.Mesh) -> None:
+  def _check_row(self, name: str, seq_len: int, mesh: Mesh) -> None:
     """Raises unless a row divides into what context shards hold of it."""
     pieces, why = mesh.context, 'the context axis of its mesh'
     if pieces > 1 and self.parallel.sequence_order != 'contiguous':
@@ -190,22 +491,8 @@ class Spec:
         f'that does is {max(round(seq_len / pieces), 1) * pieces}.'
       )
 
-  def _check_rl_mesh(self) -> None:
-    mesh = self.rl.mesh
-    accumulation.check_rows(
-      self.rl.rows, 1, mesh.replica * mesh.fsdp, '--config.rl.rows'
-    )
-    self._check_row('--config.rl.seq_len', self.rl.seq_len, mesh)
-    if mesh.size > 1 and self.model.numerics == 'batch_invariant':
-      raise ValueError(
-        f'--config.rl.mesh of {mesh.size} devices cannot compute in '
-        "--config.model.numerics 'batch_invariant', which is of one device: "
-        "the order of a sum depends on how many there are. Choose 'fast', or "
-        'a mesh of 1 x 1 x 1.'
-      )
-
   def _check_roles(self) -> None:
-    """Raises for roles that name no parameter, or fit it not."""
+    """Raises for roles that name no parameter, or do not fit it."""
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.optimizer != 'muon' or not stage.muon.roles:
         continue
@@ -214,88 +501,3 @@ class Spec:
         roles.tree(shapes['params'], axes['params'], stage.muon.roles)
       except ValueError as error:
         raise ValueError(f'--config.{name}.muon.roles: {error}') from error
-
-
-_SECTIONS = {
-  'mesh': sections.Mesh,
-  'parallel': placements.ParallelOptions,
-  'tokenizer': sections.Tokenizer,
-  'data': sections.Data,
-  'cpt': sections.Stage,
-  'sft': sections.Stage,
-  'demonstrations': sections.Demonstrations,
-  'tasks': task_sections.Tasks,
-  'episode': episode.EpisodeOptions,
-  'summary': summarize.SummaryOptions,
-  'rewards': rewards.RewardOptions,
-  'hints': task_sections.Hints,
-  'curriculum': curriculum.CurriculumOptions,
-  'sandbox': sections.Sandbox,
-  'rollout': sections.Rollout,
-  'rl': sections.RL,
-  'delta': sections.Delta,
-  'evaluation': sections.Evaluation,
-  'telemetry': sections.Telemetry,
-}
-
-
-# Sections within sections, made by their dotted names.
-_INNER = {
-  'cpt.muon': optim_groups.MuonChoices,
-  'sft.muon': optim_groups.MuonChoices,
-  'tasks.repository': environment.RepositoryOptions,
-  'tasks.repository.bounds': tools.Bounds,
-  'hints.loss': distill.HintLossOptions,
-  'rl.gate': mismatch.GateOptions,
-  'rl.loss': policy_loss.LossOptions,
-  'rl.mesh': sections.Mesh,
-}
-
-
-def _section(name: str, cls: Any, fields: dict[str, Any]) -> Any:
-  if not isinstance(fields, dict):
-    raise ValueError(f'config.{name} must be a section, not {fields!r}.')
-  known = {f.name for f in dataclasses.fields(cls)}
-  for problem, names in (
-    ('has no', sorted(set(fields) - known)),
-    ('lacks', sorted(known - set(fields))),
-  ):
-    if names:
-      raise ValueError(
-        f'config.{name} {problem} field {", ".join(names)}; its fields are '
-        f'{", ".join(sorted(known))}.'
-      )
-  made = {}
-  for field, value in fields.items():
-    inner = f'{name}.{field}'
-    if inner in _INNER:
-      made[field] = _section(inner, _INNER[inner], value)
-    else:
-      made[field] = tuple(value) if isinstance(value, list) else value
-  try:
-    return cls(**made)
-  except ValueError as error:
-    # Those of `sections` say where they are; others know no config.
-    if '--config.' in str(error):
-      raise
-    raise ValueError(f'--config.{name}: {error}') from error
-
-
-def from_dict(config: dict[str, Any]) -> Spec:
-  """Builds a Spec from nested dictionaries, naming what does not fit."""
-  known = {f.name for f in dataclasses.fields(Spec)}
-  if set(config) != known:
-    raise ValueError(
-      f'The config has unknown sections {sorted(set(config) - known)} and '
-      f'lacks {sorted(known - set(config))}.'
-    )
-  made = {
-    name: _section(name, cls, config[name]) for name, cls in _SECTIONS.items()
-  }
-  return Spec(
-    seed=config['seed'],
-    initial=config['initial'],
-    layout=config['layout'],
-    model=model_config.ModelConfig.from_dict(config['model']),
-    **made,
-  )

@@ -10,21 +10,15 @@ from typing import Any
 import jax
 
 from composer_jax.agent import rewards
-from composer_jax.core import files, records
-from composer_jax.corpus import build as corpora
+from composer_jax.core import files, records, seams
 from composer_jax.data import stream as streams
-from composer_jax.hf import imported
-from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
-from composer_jax.pipeline import sections
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.tasks import curriculum, families, transcripts
-from composer_jax.tasks.list_functions import runners
 from composer_jax.telemetry import progress
 from composer_jax.text import chat, fim
 from composer_jax.train import loop, policy_values
@@ -32,7 +26,7 @@ from composer_jax.train import placement as placements
 from composer_jax.train.checkpoints import export
 
 # Added to the run's seed, so that no stage shares tasks or random numbers; that
-# of SFT is in `transcripts`.
+# of SFT is in `tasks.practice.transcripts`.
 RL_SEED, EVAL_SEED = 2_000_003, 3_000_017
 
 
@@ -46,24 +40,25 @@ def pretrain(job: jobs.Job) -> None:
     stage = job.spec.cpt
     stream = pretraining_stream(job)
     heldout = streams.lm_stream(
-      job.documents[corpora.HELDOUT],
+      job.documents[1],
       batch_size=stage.batch_size,
       seq_len=stage.seq_len,
       seed=0,
       num_epochs=1,
     )
-    initial = _imported_variables(job) if job.spec.initial else None
+    start = job.systems.initial
+    initial = start.variables(_like(job, job.placement)) if start else None
     _train(job, 'cpt', stage, stream, heldout, initial)
 
 
 def pretraining_stream(job: jobs.Job) -> streams.LMStream:
   """The corpus, partly rearranged with the marks of the run's tokenizer."""
   return streams.lm_stream(
-    job.documents[corpora.TRAIN],
+    job.documents[0],
     batch_size=job.spec.cpt.batch_size,
     seq_len=job.spec.cpt.seq_len,
     seed=job.spec.seed,
-    fim_rate=job.spec.data.fim_rate,
+    fim_rate=job.corpus.fim_rate,
     fim_marks=fim.marks_of(job.tokenizer),
   )
 
@@ -75,7 +70,7 @@ def finetune(job: jobs.Job) -> None:
   with job.times.stage('sft'):
     stage = job.spec.sft
     with job.times.stage('demonstrations'):
-      learnt, held_out = transcripts.documents(job)
+      learnt, held_out = sft_documents(job)
     heldout = streams.lm_stream(
       held_out,
       batch_size=stage.batch_size,
@@ -94,14 +89,15 @@ def finetune(job: jobs.Job) -> None:
     if job.spec.cpt.steps:
       initial = load_variables(job, 'cpt')
     else:
-      initial = _imported_variables(job)
+      assert job.systems.initial is not None
+      initial = job.systems.initial.variables(_like(job, job.placement))
     _train(job, 'sft', stage, stream, heldout, initial)
 
 
 def _train(
   job: jobs.Job,
   name: str,
-  stage: sections.Stage,
+  stage: specs.StageOptions,
   stream: Any,
   heldout: Any,
   initial: Any,
@@ -138,8 +134,15 @@ def load_variables(
   return export.load(job.workdir, stage, _like(job, placement or job.placement))
 
 
-def _imported_variables(job: jobs.Job) -> Any:
-  return imported.variables(job.spec.initial, _like(job, job.placement))
+def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
+  """(tokens, loss mask) of what SFT learns, and of transcripts held out."""
+  learnt, held_out = job.systems.family.demonstrations(job)
+  if job.systems.initial is not None:
+    talks = job.systems.initial.conversations(job.workdir)
+    if talks:
+      progress.teller('sft')(f"{len(talks)} of the user's own conversations")
+    learnt = [*learnt, *talks]
+  return learnt, held_out
 
 
 def _like(job: jobs.Job, placement: placements.Placement) -> Any:
@@ -156,8 +159,9 @@ def _like(job: jobs.Job, placement: placements.Placement) -> Any:
 
 def collector_of(
   spec: specs.Spec,
-  tokenizer: hf_tokenizer.AnyTokenizer,
-  runner: runners.Runner,
+  systems: seams.Systems,
+  tokenizer: Any,
+  runner: seams.Runner,
   *,
   split: str,
   workdir: pathlib.Path | None = None,
@@ -165,30 +169,32 @@ def collector_of(
   """Who plays the episodes: groups on training tasks, singles on held-out.
 
   Args:
-    spec: of the run.
+    spec: what the config says.
+    systems: what the config names.
     tokenizer: of the policy.
-    runner: of `job.open_runner`.
+    runner: judges the code of the episodes.
     split: 'train' or 'held_out'.
     workdir: of the run, whose prices and tasks may change while it goes on;
       None for those of the config, and tasks in their order.
   """
   seed = spec.seed + (RL_SEED if split == 'train' else EVAL_SEED)
-  tasks = families.tasks_of(spec, tokenizer, split=split, seed=seed)
-  task_of_group, reward_of_group = tasks.of_group, lambda group: spec.rewards
+  family = systems.family
+  tasks = family.tasks(tokenizer, split=split, seed=seed)
+  task_of_group: Callable[[int], Any] = tasks.of_group
+  reward_of_group = lambda group: spec.rewards
   is_training = split == 'train'
   if is_training and workdir is not None:
-    switch = rewards.Switch(
-      workdir / rewards.FILE, spec.rewards, jobs.tell('rewards')
-    )
-    reward_of_group = switch.of_group
-    plan = families.curriculum_of(spec, tasks, workdir, seed)
-    if plan is not None:
-      task_of_group = _planned(tasks, plan)
+    reward_of_group = rewards.Switch(
+      workdir / rewards.FILE, spec.rewards, progress.teller('rewards')
+    ).of_group
+    if systems.curriculum is not None:
+      plan = systems.curriculum(tasks, workdir, seed)
+      task_of_group = lambda group: tasks.of_id(plan.task_of(group))
   return collect.Collector(
     task_of_group=task_of_group,
     play=collect.episode_player(
       tokenizer,
-      families.environment_of(spec, runner),
+      lambda task: family.environment(task, runner),
       spec.episode,
       reward_of_group=reward_of_group,
       # Nobody learns from the hints of an evaluation.
@@ -200,19 +206,13 @@ def collector_of(
   )
 
 
-def _planned(
-  tasks: families.Tasks, plan: curriculum.Curriculum
-) -> Callable[[int], Any]:
-  return lambda group: tasks.of_id(plan.task_of(group))
-
-
-def training_curriculum(job: jobs.Job) -> curriculum.Curriculum | None:
+def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
   """The curriculum of RL as the trainer sees it, who keeps its ledger."""
-  if not job.spec.curriculum.enabled:
+  if job.systems.curriculum is None:
     return None
   seed = job.spec.seed + RL_SEED
-  tasks = families.tasks_of(job.spec, job.tokenizer, split='train', seed=seed)
-  return families.curriculum_of(job.spec, tasks, job.workdir, seed)
+  tasks = job.systems.family.tasks(job.tokenizer, split='train', seed=seed)
+  return job.systems.curriculum(tasks, job.workdir, seed)
 
 
 def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
@@ -220,7 +220,7 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
     spec.model,
     values,
     version,
-    spec.rollout.engine_options(spec.episode.max_tokens),
+    spec.engine_options(),
     mesh=placing.mesh_of(spec.rollout.devices),
   )
 
@@ -237,7 +237,7 @@ def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
 def _evaluate(
   job: jobs.Job, stage: str, path: pathlib.Path
 ) -> rl_evaluate.PassRate:
-  say = jobs.tell('eval')
+  say = progress.teller('eval')
   episodes = job.spec.evaluation.episodes
   say(f'playing {episodes} held-out episodes of {stage}')
   variables = load_variables(job, stage, job.single)
@@ -245,7 +245,9 @@ def _evaluate(
   values = {**variables, 'params': params}
   with job.runner() as runner, progress.Progress('eval', episodes) as bar:
     found, rollouts = rl_evaluate.evaluate(
-      collector_of(job.spec, job.tokenizer, runner, split='held_out'),
+      collector_of(
+        job.spec, job.systems, job.tokenizer, runner, split='held_out'
+      ),
       make_engine(job.spec, values, 0),
       episodes,
       on_progress=bar.update,

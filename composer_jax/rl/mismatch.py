@@ -235,12 +235,12 @@ class GateOptions:
       layer's.
   """
 
-  action: str
-  max_kl_fresh: float
-  max_kl: float
-  max_p99: float
-  max_large_ratio_share: float
-  min_agreement: float
+  action: str = 'stop'
+  max_kl_fresh: float = 1e-9
+  max_kl: float = 0.1
+  max_p99: float = 2.0
+  max_large_ratio_share: float = 0.1
+  min_agreement: float = 0.8
 
   def __post_init__(self):
     checks.one_of(self, 'action', _ACTIONS)

@@ -367,3 +367,22 @@ def _native(text: str, call_id: str) -> dict[str, Any] | None:
     'content': None,
     'tool_calls': [{'id': call_id, 'type': 'function', 'function': function}],
   }
+
+
+def policy_for(
+  options: Any, tokenizer: Any, functions: Sequence[Mapping[str, Any]]
+) -> TokenPolicy | ChatPolicy:
+  """The policy behind an endpoint; episodes in many threads may share it.
+
+  Args:
+    options: with url, model, api_key, and policy 'tokens' or 'chat'.
+    tokenizer: of the episodes.
+    functions: that a chat endpoint calls by its own means; () has calls
+      written as text.
+  """
+  endpoint = Endpoint(
+    url=options.url, model=options.model, api_key=options.api_key
+  )
+  if options.policy == 'tokens':
+    return TokenPolicy(endpoint)
+  return ChatPolicy(endpoint, tokenizer, functions=functions)

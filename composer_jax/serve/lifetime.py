@@ -256,7 +256,7 @@ def _imported(
     template=template,
     is_own=False,
     version=0,
-    variables=_policy(imported.variables(folder, _like(model, mesh))),
+    variables=_policy(importing.load_variables(folder, _like(model, mesh))),
     receiver=None,
   )
 

@@ -22,6 +22,9 @@ import numpy as np
 
 from composer_jax.core import files, records
 
+# Folder of the workdir with what every trained step showed of its tasks.
+LEDGER = 'curriculum'
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CurriculumOptions:

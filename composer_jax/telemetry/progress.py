@@ -143,3 +143,12 @@ class Progress:
 
   def __exit__(self, *unused) -> None:
     self.close()
+
+
+def teller(stage: str) -> Callable[[str], None]:
+  """A reporter of plain lines for what has no step count."""
+
+  def tell(text: str) -> None:
+    print(f'[{stage}] {text}', flush=True)
+
+  return tell

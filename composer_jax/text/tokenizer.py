@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -57,6 +58,27 @@ def byte_alphabet() -> dict[str, int]:
   alphabet = {chr(byte): byte for byte in printable}
   alphabet.update({chr(256 + i): byte for i, byte in enumerate(moved)})
   return alphabet
+
+
+class TokenizerLike(Protocol):
+  """What a corpus needs of a tokenizer, of this project or of an import.
+
+  Attributes:
+    vocab_size: ids in all, special tokens included.
+    BOS: id before a document.
+    EOD: id after a document.
+  """
+
+  @property
+  def vocab_size(self) -> int: ...
+  @property
+  def BOS(self) -> int: ...
+  @property
+  def EOD(self) -> int: ...
+
+  def encode_batch(self, texts: list[str]) -> list[np.ndarray]: ...
+
+  def fingerprint(self) -> str: ...
 
 
 class Tokenizer:

@@ -35,20 +35,21 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       f'experiments.make_tasks --out={folder}`.'
     )
   c = tiny.get_config(variant)
-  c.tasks.family = 'deletion'
-  c.tasks.folder = folder or _UNNAMED
+  c.tasks.update(family='deletion', folder=folder or _UNNAMED)
   # Of the shell alone one learns little here, and a prompt is dear.
   c.tasks.repository.tools = (
     *('read', 'search', 'edit', 'write', 'test', 'finish'),
   )
   c.tasks.repository.bounds.answer_chars = 1500
-  c.sandbox.packages = ('pytest',)
-  c.sandbox.wall_s = 60.0
-  c.sandbox.cpu_s = 60.0
-  c.sandbox.memory_bytes = 1024 * 2**20
-  c.sandbox.processes = 64
-  c.sandbox.file_bytes = 64 * 2**20
-  c.sandbox.output_bytes = 4 * 2**20
+  c.sandbox.update(
+    packages=('pytest',),
+    wall_s=60.0,
+    cpu_s=60.0,
+    memory_bytes=1024 * 2**20,
+    processes=64,
+    file_bytes=64 * 2**20,
+    output_bytes=4 * 2**20,
+  )
   # A context of real code, continued from summaries.
   c.episode.max_tokens = 2048
   c.episode.max_turns = 24

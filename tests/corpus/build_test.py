@@ -10,9 +10,10 @@ import textwrap
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.corpus import build as corpus_lib
 from composer_jax.corpus import filters, pins, tokens
-from composer_jax.pipeline import job, spec
+from composer_jax.pipeline import job
 from composer_jax.text import tokenizer as tokenizer_lib
 from configs.composer import tiny
 
@@ -402,7 +403,7 @@ def test_what_the_config_says_of_data_reaches_the_corpus(tmp_path):
     max_bytes=40_000,
   )
   corpus = job.build_corpus(
-    spec.from_dict(config.to_dict()), tmp_path / 'run', lambda line: None
+    wiring.spec_of(config.to_dict()), tmp_path / 'run', lambda line: None
   )
   sizes = collections.Counter()
   for document in corpus.documents:

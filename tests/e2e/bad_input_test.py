@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from composer_jax import wiring
 from composer_jax.agent import episode
 from composer_jax.core import records
 from composer_jax.delta.device import publication
@@ -15,7 +16,6 @@ from composer_jax.delta.device import receiver as receivers
 from composer_jax.delta.device import sender as bundles
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs_of_runs
-from composer_jax.pipeline import spec as specs
 from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import environment, family
 from composer_jax.train.checkpoints import manager
@@ -86,7 +86,8 @@ def test_a_value_out_of_range_is_named(override, message):
   with pytest.raises(ValueError, match=message):
     spec = composer_test.make_spec(override)
     spec.update_options()
-    with jobs_of_runs.open_runner(spec.sandbox):
+    level = spec.systems['sandbox'].level
+    with wiring.systems_of(spec).open_runner(level):
       pass
 
 
@@ -121,7 +122,7 @@ def test_a_corpus_without_text_is_refused_by_its_path(tmp_path, make, message):
   make(tmp_path / 'code')
   config = tiny.get_config('smoke')
   config.data.sources = (str(tmp_path / 'code'),)
-  spec = specs.from_dict(config.to_dict())
+  spec = wiring.spec_of(config.to_dict())
   with pytest.raises(ValueError, match=message):
     jobs_of_runs.build_corpus(spec, tmp_path / 'run', lambda text: None)
 
@@ -190,7 +191,7 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
       receiver.store,
       receivers.RUN_ID,
       copy / receivers.KEY,
-      spec.delta.bundle_options(),
+      spec.systems['delta'],
     )
     with contextlib.closing(sender):
       published = publication.Publication(sender, job.writer, copy, 4)

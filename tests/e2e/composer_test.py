@@ -14,16 +14,16 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from composer_jax import report
+from composer_jax import report, wiring
 from composer_jax.core import files
 from composer_jax.delta.device import receiver as receivers
-from composer_jax.pipeline import job as jobs_of_runs
 from composer_jax.pipeline import reinforce, stages
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import sync_loop
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import manager
 from tests.e2e import jobs
+from tests.pipeline import runs
 
 EXPECTED_METRICS = {
   'cpt': 'loss heldout_loss grad_norm tokens_per_s lr expert_load_max',
@@ -42,10 +42,14 @@ def make_spec(*overrides: str) -> specs.Spec:
   arguments = ['test', path, *jobs.OVERRIDES, *overrides]
   values = flags.FlagValues()
   config = config_flags.DEFINE_config_file(
-    'config', flag_values=values, sys_argv=arguments
+    'config',
+    flag_values=values,
+    sys_argv=arguments,
+    lock_config=False,
+    accept_new_attributes=True,
   )
   values(arguments)
-  return specs.from_dict(config.value.to_dict())
+  return wiring.spec_of(config.value.to_dict())
 
 
 def test_flags_of_every_type_are_read_as_the_command_line_does():
@@ -66,11 +70,9 @@ def copy(straight, tmp_path):
 def opened(workdir, spec):
   """A Job on the workdir of an earlier run, in this process."""
   level = files.read_json(workdir / 'sandbox.json')['level']
-  assert jobs_of_runs.settle_sandbox(spec, workdir).sandbox.level == level
+  assert wiring.systems_of(spec).settle_judge(workdir) == level
   with writers.Writer(workdir, tensorboard=False) as writer:
-    yield jobs_of_runs.Job(
-      jobs_of_runs.settle_sandbox(spec, workdir), workdir, (), writer
-    )
+    yield runs.job(runs.changed(spec, 'sandbox', level=level), workdir, writer)
 
 
 def test_ends_by_naming_the_report(straight):
@@ -196,7 +198,8 @@ def sandbox_processes() -> dict[psutil.Process, int]:
 def test_nothing_survives_the_job(straight):
   assert not jobs.mentioning(straight)
   # Sandboxes name their host instead. Others of this machine may be at work.
-  with jobs_of_runs.open_runner(make_spec().sandbox):
+  open_runner = wiring.systems_of(make_spec()).open_runner
+  with open_runner('auto'):
     assert os.getpid() in sandbox_processes().values()
   orphans = [
     process
@@ -224,7 +227,7 @@ def test_finished_stages_are_not_repeated(copy):
 
 def test_a_workdir_of_another_config_is_refused_by_the_key(copy):
   with pytest.raises(ValueError, match=r'rl\.steps is 4 there and 5 now'):
-    with jobs_of_runs.open_run(make_spec('--config.rl.steps=5'), copy, []):
+    with runs.open_run(make_spec('--config.rl.steps=5'), copy):
       pass
 
 
@@ -243,7 +246,7 @@ def synchronous(workdir):
       state, history = sync_loop.run(
         start.state,
         start.functions,
-        stages.collector_of(spec, job.tokenizer, runner, split='train'),
+        runs.collector(spec, job.tokenizer, runner, split='train'),
         lambda values, version: stages.make_engine(spec, values, version),
         spec.update_options(),
         spec.batch_shape(),

@@ -16,16 +16,17 @@ import safetensors.numpy
 import torch
 import transformers
 
+from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.hf import exporting, importing
 from composer_jax.models import decoder, head
 from composer_jax.pipeline import job as jobs_of_runs
 from composer_jax.pipeline import reinforce, stages
-from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import writer as writers
 from configs.composer import imported as imported_config
 from tests.e2e import jobs
 from tests.hf.text import chat_template_test, tokenizer_files
+from tests.pipeline import runs
 
 VOCAB_SIZE = 384
 
@@ -75,7 +76,7 @@ def spec_of(imported, **changes):
   for name, value in changes.items():
     section, field = name.split('__')
     c[section][field] = value
-  return specs.from_dict(c.to_dict())
+  return wiring.spec_of(c.to_dict())
 
 
 class OneDevice(jobs_of_runs.Job):
@@ -89,8 +90,8 @@ class OneDevice(jobs_of_runs.Job):
 @contextlib.contextmanager
 def opened(spec, workdir):
   """A run without a report."""
-  with jobs_of_runs.open_run(spec, workdir, [], lambda *unused: None) as job:
-    yield OneDevice(job.spec, job.workdir, job.command, job.writer)
+  with runs.open_run(spec, workdir, write_report=lambda _: None) as job:
+    yield OneDevice(**vars(job))
 
 
 def exported(workdir, stage, folder):

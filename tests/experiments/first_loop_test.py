@@ -9,13 +9,14 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from composer_jax import wiring
 from composer_jax.core import files
-from composer_jax.pipeline import spec as specs
 from composer_jax.pipeline import stages
-from composer_jax.tasks import families
 from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import list_functions as practice
 from configs.composer import tiny
 from experiments.studies.first_loop import analyze, collect, run
+from tests.pipeline import runs
 
 SEED, STEPS, PROMPTS = 5, 3, 8
 UNSEEN = 'return sum(v for v in nobody_saw_this)'
@@ -55,7 +56,7 @@ def solve(folder, stage, solutions):
 
 
 def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
-  protocol = '\n'.join(families.function_texts())
+  protocol = '\n'.join(practice.protocol_texts())
   neighbours = [
     body
     for task in rl_tasks()
@@ -63,7 +64,7 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
     for body in bodies(text)
     if body not in protocol
   ]
-  seed = families._PROTOCOL_SEED
+  seed = practice._PROTOCOL_SEED
   reference = family.generate(0, 'train', seed).reference
   solutions = [
     'return in_the_corpus',
@@ -95,9 +96,7 @@ def test_a_solved_body_is_found_wherever_it_was_shown(workdir):
 def test_the_audited_tasks_are_those_that_rl_trains_on(workdir):
   config = tiny.get_config('smoke').to_dict()
   config['seed'] = SEED
-  collector = stages.collector_of(
-    specs.from_dict(config), None, None, split='train'
-  )
+  collector = runs.collector(wiring.spec_of(config), None, None, split='train')
   shown = collect.shown(workdir, 'rl')['rl_tasks'].decode()
   for group in range(STEPS * PROMPTS):
     task = collector.task_of_group(group)

@@ -10,18 +10,18 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
+from composer_jax import wiring
 from composer_jax.core import files
-from composer_jax.corpus import tokens
 from composer_jax.hf import identity, imported
 from composer_jax.hf.text import conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
-from composer_jax.pipeline import job, stages
-from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import transcripts
+from composer_jax.pipeline import stages
+from composer_jax.tasks.practice import list_functions as practice
 from composer_jax.train.checkpoints import manager
 from configs.composer import imported as imported_config
 from configs.composer import tiny
 from tests.hf.text import tokenizer_files
+from tests.pipeline import runs
 
 VOCAB_SIZE = 400
 
@@ -53,10 +53,10 @@ def spec_of(folder, **cpt):
   c.telemetry.tensorboard = False
   for name, value in cpt.items():
     c.cpt[name] = value
-  return specs.from_dict(c.to_dict())
+  return wiring.spec_of(c.to_dict())
 
 
-def silent(workdir, writer):
+def silent(workdir):
   """Writes no report."""
 
 
@@ -71,7 +71,7 @@ def test_the_config_takes_the_model_of_the_import(folder):
   assert whole.rl.steps > spec.rl.steps
   cpu = {'compute_dtype': 'float32', 'remat': False}
   assert spec.model.to_dict() == there | cpu
-  own = specs.from_dict(tiny.get_config('smoke').to_dict())
+  own = wiring.spec_of(tiny.get_config('smoke').to_dict())
   assert spec.cpt.learning_rate < own.cpt.learning_rate / 10
   assert spec.cpt.steps == own.cpt.steps
   with pytest.raises(ValueError, match="'nowhere' is not an import.*hf_import"):
@@ -91,23 +91,22 @@ def test_the_readme_pretrains_on_all_devices_of_its_mesh(folder):
   assert len(changes) > 2
   c = imported_config.get_config(str(folder))
   c.update_from_flattened_dict(changes)
-  spec = specs.from_dict(c.to_dict())
+  spec = wiring.spec_of(c.to_dict())
   assert spec.mesh.size == 8 and spec.cpt.seq_len == changes['cpt.seq_len']
 
 
 def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
   spec = spec_of(folder)
-  rearranged = dataclasses.replace(spec.data, fim_rate=1.0)
-  spec = dataclasses.replace(spec, data=rearranged)
+  spec = runs.changed(spec, 'data', fim_rate=1.0)
   expected = hf_tokenizer.Tokenizer.from_folder(folder, VOCAB_SIZE)
-  with job.open_run(spec, tmp_path, [], silent) as run:
+  with runs.open_run(spec, tmp_path, write_report=silent) as run:
     assert run.tokenizer.fingerprint() == expected.fingerprint()
-    ids = tokens.tokenise(run.corpus, run.tokenizer)['heldout'][0]
+    ids = run.documents[1][0]
     assert (ids[0], ids[-1]) == (expected.BOS, expected.EOD)
-    text = run.corpus.texts('heldout')[0]
+    text = run.corpus.built.texts('heldout')[0]
     assert expected.decode(ids[1:-1]) == text
     tokens_BT = next(stages.pretraining_stream(run)).tokens_BT
-    played, advised = transcripts.demonstrations_of(run, 8)
+    played, advised = practice._play(run, 8)
   marks = (expected.FIM_PREFIX, expected.FIM_MIDDLE, expected.FIM_SUFFIX)
   counts = {int((tokens_BT == mark).sum()) for mark in marks}
   assert len(counts) == 1 and counts.pop() > 0
@@ -143,8 +142,10 @@ def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
     r'--config\.model\.$'
   )
   with pytest.raises(ValueError, match=told):
-    with job.open_run(
-      dataclasses.replace(spec, model=other), tmp_path / 'run', [], silent
+    with runs.open_run(
+      dataclasses.replace(spec, model=other),
+      tmp_path / 'run',
+      write_report=silent,
     ):
       pass
   assert not (tmp_path / 'run').exists()
@@ -161,18 +162,17 @@ def test_what_is_no_import_is_told_before_anything_is_made(folder, tmp_path):
     with pytest.raises(
       ValueError, match=f'{path}.*not a finished import.*hf_import.*imported.py'
     ):
-      with job.open_run(spec, tmp_path / 'run', [], silent):
+      with runs.open_run(spec, tmp_path / 'run', write_report=silent):
         pass
-  unnamed = specs.from_dict(imported_config.get_config().to_dict())
+  unnamed = wiring.spec_of(imported_config.get_config().to_dict())
   with pytest.raises(ValueError, match="'DIR' is not a finished import"):
-    with job.open_run(unnamed, tmp_path / 'run', [], silent):
+    with runs.open_run(unnamed, tmp_path / 'run', write_report=silent):
       pass
   assert not (tmp_path / 'run').exists()
 
 
 def learning(spec, talks):
-  asked = dataclasses.replace(spec.demonstrations, conversations=str(talks))
-  return dataclasses.replace(spec, demonstrations=asked)
+  return runs.changed(spec, 'demonstrations', conversations=str(talks))
 
 
 @pytest.fixture
@@ -192,10 +192,12 @@ def templated(folder, path, template):
 def test_sft_learns_conversations_beside_transcripts(folder, talks, tmp_path):
   template = '{% generation %}{{ messages[0].content }}{% endgeneration %}.'
   spec = spec_of(templated(folder, tmp_path / 'import', template))
-  with job.open_run(learning(spec, talks), tmp_path / 'run', [], silent) as run:
-    learnt, held_out = transcripts.documents(run)
+  with runs.open_run(
+    learning(spec, talks), tmp_path / 'run', write_report=silent
+  ) as run:
+    learnt, held_out = stages.sft_documents(run)
     tokenizer = run.tokenizer
-  assert len(learnt) >= spec.demonstrations.count + 1
+  assert len(learnt) >= spec.systems['demonstrations'].count + 1
   assert len(held_out) == 32
   tokens_T, mask_T = learnt[-1]
   assert tokenizer.decode(tokens_T) == 'said.'
@@ -211,14 +213,14 @@ def test_conversations_stay_what_they_were_at_the_start(
   spec = spec_of(templated(folder, tmp_path / 'import', dated))
   spec, workdir, found = learning(spec, talks), tmp_path / 'run', []
   for _ in range(2):
-    with job.open_run(spec, workdir, [], silent):
+    with runs.open_run(spec, workdir, write_report=silent):
       found += conversations.load(workdir / conversations.FILE)
   (first_T, _), (again_T, _) = found
   assert first_T.tobytes() == again_T.tobytes()
   talks.write_text(talks.read_text() * 2)
   told = 'another configuration: conversations is'
   with pytest.raises(ValueError, match=told):
-    with job.open_run(spec, workdir, [], silent):
+    with runs.open_run(spec, workdir, write_report=silent):
       pass
 
 
@@ -229,11 +231,11 @@ def test_what_is_wrong_with_the_import_does_not_bind_a_workdir(
   moved = templated(folder, tmp_path / 'import', '{{ messages[0].content }}')
   spec, workdir = learning(spec_of(moved), talks), tmp_path / 'run'
   with pytest.raises(ValueError, match='line 1: .* marks nothing'):
-    with job.open_run(spec, workdir, [], silent):
+    with runs.open_run(spec, workdir, write_report=silent):
       pass
   template = '{% generation %}{{ messages[0].content }}{% endgeneration %}'
   (moved / 'chat_template.jinja').write_text(template)
-  with job.open_run(spec, workdir, [], silent):
+  with runs.open_run(spec, workdir, write_report=silent):
     pass
 
 
@@ -242,8 +244,10 @@ def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
     r"--config\.demonstrations\.conversations names '/no/talks', which .*No"
   )
   with pytest.raises(ValueError, match=told):
-    with job.open_run(
-      learning(spec_of(folder), '/no/talks'), tmp_path / 'run', [], silent
+    with runs.open_run(
+      learning(spec_of(folder), '/no/talks'),
+      tmp_path / 'run',
+      write_report=silent,
     ):
       pass
   assert not (tmp_path / 'run').exists()
@@ -258,10 +262,10 @@ def test_an_import_is_what_it_holds_and_not_where_it_lies(folder, tmp_path):
 
 def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
   workdir = tmp_path / 'run'
-  with job.open_run(spec_of(folder), workdir, [], silent):
+  with runs.open_run(spec_of(folder), workdir, write_report=silent):
     pass
   moved = shutil.copytree(folder, tmp_path / 'moved')
-  with job.open_run(spec_of(moved), workdir, [], silent):
+  with runs.open_run(spec_of(moved), workdir, write_report=silent):
     pass
   # Where exports look for it.
   assert files.read_json(workdir / 'config.json')['initial'] == str(moved)
@@ -274,20 +278,20 @@ def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(before + ' ')
     with pytest.raises(ValueError, match='another configuration: imported is'):
-      with job.open_run(spec_of(moved), workdir, [], silent):
+      with runs.open_run(spec_of(moved), workdir, write_report=silent):
         pass
     path.write_text(before) if before else path.unlink()
-  with job.open_run(spec_of(moved), workdir, [], silent):
+  with runs.open_run(spec_of(moved), workdir, write_report=silent):
     pass
   own = dataclasses.replace(spec_of(folder), initial='')
   with pytest.raises(ValueError, match="imported is '[0-9a-f]+' there and ''"):
-    with job.open_run(own, workdir, [], silent):
+    with runs.open_run(own, workdir, write_report=silent):
       pass
 
 
 def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
   spec = spec_of(folder, steps=0)
-  with job.open_run(spec, tmp_path, [], silent) as run:
+  with runs.open_run(spec, tmp_path, write_report=silent) as run:
     stages.pretrain(run)
   assert not (tmp_path / 'exports').exists()
   assert not (tmp_path / 'corpus').exists()
@@ -305,8 +309,8 @@ def test_a_tokenizer_without_room_is_told_first(folder, tmp_path):
   fields['vocab_size'] = vocab
   (full / 'model.json').write_text(json.dumps(fields))
   with pytest.raises(ValueError, match='no token for USER .* 1 too few'):
-    with job.open_run(spec_of(full), tmp_path / 'run', [], silent):
+    with runs.open_run(spec_of(full), tmp_path / 'run', write_report=silent):
       pass
   # Rows of its own for the roles make another import.
-  with job.open_run(spec_of(folder), tmp_path / 'run', [], silent):
+  with runs.open_run(spec_of(folder), tmp_path / 'run', write_report=silent):
     pass

@@ -8,14 +8,16 @@ import signal
 
 import pytest
 
-from composer_jax.pipeline import job, spec
+from composer_jax import wiring
+from composer_jax.tasks import judging
 from composer_jax.tasks.list_functions import runners
 from configs.composer import tiny
+from tests.pipeline import runs
 
 
 @pytest.fixture(scope='module')
 def smoke():
-  return spec.from_dict(tiny.get_config('smoke').to_dict())
+  return wiring.spec_of(tiny.get_config('smoke').to_dict())
 
 
 def refused():
@@ -26,9 +28,19 @@ def refused():
   ]
 
 
+def settle(spec, workdir, probe):
+  return judging.settle(
+    workdir,
+    spec.systems['sandbox'],
+    wiring.systems_of(spec).open_runner,
+    needs_execution=False,
+    probe=probe,
+  )
+
+
 def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
-  settled = job.settle_sandbox(smoke, tmp_path, refused)
-  assert settled.sandbox.level == 'static'
+  level = settle(smoke, tmp_path, refused)
+  assert level == 'static'
   said = capsys.readouterr().out
   assert 'unshare: not here: refused here: EPERM' in said
   assert 'no generated code is executed' in said
@@ -36,66 +48,64 @@ def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
   # The cure differs: Debian's kernel switch, and Ubuntu's since 23.10.
   assert 'kernel.unprivileged_userns_clone=1' in said
   assert 'kernel.apparmor_restrict_unprivileged_userns=0' in said
-  with job.open_runner(settled.sandbox) as runner:
+  with wiring.systems_of(smoke).open_runner(level) as runner:
     assert isinstance(runner, runners.StaticRunner)
 
 
 def test_a_resumed_run_keeps_its_judge(smoke, tmp_path):
-  job.settle_sandbox(smoke, tmp_path, refused)
+  settle(smoke, tmp_path, refused)
   now_allowed = [('bwrap', True, ''), ('unshare', True, '')]
-  settled = job.settle_sandbox(smoke, tmp_path, lambda: now_allowed)
-  assert settled.sandbox.level == 'static'
+  level = settle(smoke, tmp_path, lambda: now_allowed)
+  assert level == 'static'
 
 
 def test_the_strongest_level_wins(smoke, tmp_path):
   found = [('bwrap', False, ''), ('unshare', True, ''), ('rlimits', True, '')]
-  settled = job.settle_sandbox(smoke, tmp_path, lambda: found)
-  assert settled.sandbox.level == 'unshare'
+  level = settle(smoke, tmp_path, lambda: found)
+  assert level == 'unshare'
   assert json.loads((tmp_path / 'sandbox.json').read_text()) == {
     'level': 'unshare'
   }
 
 
 def test_rlimits_is_refused_unless_it_is_forced(smoke):
-  options = dataclasses.replace(smoke.sandbox, level='rlimits')
   with (
     pytest.raises(ValueError, match='refused for untrusted code'),
-    job.open_runner(options),
+    wiring.systems_of(smoke).open_runner('rlimits'),
   ):
     pass
-  forced = dataclasses.replace(options, allow_unsafe=True)
-  with job.open_runner(forced) as runner:
+  forced = runs.changed(smoke, 'sandbox', allow_unsafe=True)
+  with wiring.systems_of(forced).open_runner('rlimits') as runner:
     assert runner.level == 'rlimits'
 
 
 def test_an_unknown_level_is_named(smoke):
   with pytest.raises(ValueError, match="sandbox.level must be one of.*'jail'"):
-    dataclasses.replace(smoke.sandbox, level='jail')
+    runs.changed(smoke, 'sandbox', level='jail')
 
 
 @pytest.fixture(scope='module')
 def static(smoke):
   """A spec whose runs start no sandbox and no TensorBoard."""
+  quiet = dataclasses.replace(smoke.telemetry, tensorboard=False)
   return dataclasses.replace(
-    smoke,
-    sandbox=dataclasses.replace(smoke.sandbox, level='static'),
-    telemetry=dataclasses.replace(smoke.telemetry, tensorboard=False),
+    runs.changed(smoke, 'sandbox', level='static'), telemetry=quiet
   )
 
 
 def test_what_judges_is_said_whenever_judging_starts(static, tmp_path, capsys):
   for _ in range(2):
-    with job.open_run(static, tmp_path, []) as run, run.runner():
+    with runs.open_run(static, tmp_path) as run, run.runner():
       assert '[sandbox] judging in static' in capsys.readouterr().out
 
 
 def test_one_process_at_a_time_runs_in_a_workdir(static, tmp_path):
-  with job.open_run(static, tmp_path, []):
+  with runs.open_run(static, tmp_path):
     found = rf'process \({os.getpid()} on .*runs in workdir {tmp_path}'
     with pytest.raises(ValueError, match=found):
-      with job.open_run(static, tmp_path, []):
+      with runs.open_run(static, tmp_path):
         pass
-  with job.open_run(static, tmp_path, []):
+  with runs.open_run(static, tmp_path):
     pass
   assert (tmp_path / 'lock').read_text() == ''
 
@@ -103,7 +113,7 @@ def test_one_process_at_a_time_runs_in_a_workdir(static, tmp_path):
 def test_a_workdir_that_cannot_be_is_named(static, tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(OSError, match='lock the workdir.*another --workdir.*run'):
-    with job.open_run(static, tmp_path / 'file' / 'run', []):
+    with runs.open_run(static, tmp_path / 'file' / 'run'):
       pass
 
 
@@ -117,10 +127,10 @@ def test_opening_a_run_sweeps_what_a_killed_write_left(static, tmp_path):
   with (tmp_path / 'lock').open('w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match='just started'):
-      with job.open_run(static, tmp_path, []):
+      with runs.open_run(static, tmp_path):
         pass
     assert torn.exists()
-  with job.open_run(static, tmp_path, []):
+  with runs.open_run(static, tmp_path):
     assert not torn.exists() and other.exists()
 
 
@@ -128,7 +138,7 @@ def test_sigterm_ends_a_run_with_a_report(static, tmp_path, capsys):
   before = signal.getsignal(signal.SIGTERM)
   closed = []
   with pytest.raises(SystemExit) as ended:
-    with job.open_run(static, tmp_path, []):
+    with runs.open_run(static, tmp_path):
       try:
         signal.raise_signal(signal.SIGTERM)
       finally:
@@ -149,11 +159,11 @@ def test_sigterm_ends_a_run_with_a_report(static, tmp_path, capsys):
 def test_a_report_that_fails_does_not_hide_why_the_run_ended(
   static, tmp_path, capsys, caplog, error, said
 ):
-  def write_report(workdir, writer):
+  def write_report(workdir):
     raise error
 
   with pytest.raises(ZeroDivisionError, match='why it ended'):
-    with job.open_run(static, tmp_path, [], write_report):
+    with runs.open_run(static, tmp_path, write_report=write_report):
       raise ZeroDivisionError('why it ended')
   found = capsys.readouterr().out + caplog.text
   assert said in found and 'ZeroDivisionError' not in found.partition(said)[2]

@@ -5,13 +5,13 @@ import types
 
 import pytest
 
-from composer_jax.delta.device import receiver as receivers
+from composer_jax.core import seams
 from composer_jax.pipeline import rollout_worker
 from tests.pipeline import buffer_test
 
 
 class Engine(types.SimpleNamespace):
-  """The three members that a Server uses."""
+  """The three members that a Served uses."""
 
   def switch(self, weights):
     before, self.weights, self.version = self.weights, weights, weights.version
@@ -22,13 +22,13 @@ class Engine(types.SimpleNamespace):
 
 
 def policy(version, target_id):
-  return receivers.Policy(
+  return seams.ReceivedPolicy(
     version=version, target_id=target_id, variables=None, received={}
   )
 
 
 def placed(version, target_id):
-  return receivers.Placed(
+  return seams.PlacedPolicy(
     version=version,
     target_id=target_id,
     weights=types.SimpleNamespace(version=version),
@@ -38,20 +38,19 @@ def placed(version, target_id):
 
 @pytest.fixture
 def make():
-  """make(news) -> (Server, its engine, what it dropped, what it logged)."""
+  """make(news) -> (Served, its engine, what it dropped, what it logged)."""
 
   def make(news):
     dropped, logged = [], []
     engine = Engine(weights='first', version=3)
-    served = rollout_worker.Server(
-      engine,
-      policy(3, 'aa'),
-      iter(news).__next__,
-      dropped.append,
-      lambda found, swap_s: logged.append(
+    receiver = types.SimpleNamespace(
+      take=iter(news).__next__,
+      drop=dropped.append,
+      served=lambda found, swap_s: logged.append(
         (found.version, found.target_id, swap_s)
       ),
     )
+    served = rollout_worker.Served(engine, policy(3, 'aa'), receiver)
     return served, engine, dropped, logged
 
   return make

@@ -16,20 +16,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import identity
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce, stages
-from composer_jax.pipeline import spec as specs
 from composer_jax.rl import mismatch, sync_loop
 from composer_jax.tasks.list_functions import family
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
+from tests.pipeline import runs
 
 CLOCKS = ('time', 'sandbox_ms', 'wait_s', 'train_s', 'publish_s')
 
@@ -62,7 +62,7 @@ def spec(tokenizer):
   config.episode.max_tokens = 288
   config.rl.seq_len = 288
   config.sft.seq_len = 288
-  return specs.from_dict(config.to_dict())
+  return wiring.spec_of(config.to_dict())
 
 
 def random_policy(config):
@@ -81,7 +81,7 @@ def opened(workdir, spec, tokenizer):
   if export.finished_step(workdir, 'sft') is None:
     export.save(workdir, 'sft', 1, random_policy(spec.model))
   with writers.Writer(workdir, tensorboard=False) as writer:
-    job = jobs.Job(spec, workdir, (), writer)
+    job = runs.job(spec, workdir, writer)
     # Where the cached property keeps what it would train from a corpus.
     vars(job)['tokenizer'] = tokenizer
     yield job
@@ -98,7 +98,7 @@ def synchronous(spec, tokenizer, tmp_path_factory):
     state, history = sync_loop.run(
       start.state,
       start.functions,
-      stages.collector_of(spec, tokenizer, runner, split='train'),
+      runs.collector(spec, tokenizer, runner, split='train'),
       lambda values, version: stages.make_engine(spec, values, version),
       spec.update_options(),
       spec.batch_shape(),
@@ -211,7 +211,9 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
   shutil.copy(workdir / receivers.KEY, tmp_path)
   with opened(tmp_path, spec, tokenizer) as job:
     buffer = buffers.GroupBuffer(tmp_path / 'groups')
-    with reinforce._colocated(job, buffer, lambda: None) as wait:
+    with reinforce._colocated(
+      job, job.systems.transport(tmp_path), buffer, lambda: None
+    ) as wait:
       pointer = tmp_path / 'store' / 'refs' / 'policy' / 'latest'
       pointer.write_bytes(b'rot')
       with pytest.raises(ValueError, match='refs/policy/latest: '):

@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.models import decoder
-from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce
-from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export, manager
 from configs.composer import tiny
+from tests.pipeline import runs
 
 
 def spec_of(teacher):
   config = tiny.get_config('smoke')
   config.mesh = dict(replica=1, fsdp=1, context=1)
   config.hints.loss.teacher = teacher
-  return specs.from_dict(config.to_dict())
+  return wiring.spec_of(config.to_dict())
 
 
 def moved(tree, by):
@@ -42,7 +42,7 @@ def test_a_resumed_run_has_the_teacher_that_it_had(teacher, tmp_path):
     writers.Writer(tmp_path, tensorboard=False) as writer,
     contextlib.closing(manager.Checkpoints(tmp_path / 'c', keep=2)) as found,
   ):
-    job = jobs.Job(spec, tmp_path, (), writer)
+    job = runs.job(spec, tmp_path, writer)
     began = reinforce.prepare(job, found).state
     followed = moved(began.teacher, 0.25)
     later = dataclasses.replace(

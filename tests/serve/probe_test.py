@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.core import files
 from composer_jax.models import decoder
-from composer_jax.pipeline import spec as specs
 from composer_jax.serve import probe
 from composer_jax.tasks.list_functions import family
 from composer_jax.text import tokenizer as tokenizers
@@ -34,7 +34,7 @@ def workdir(tmp_path_factory):
   config.model.vocab_size = tokenizer.vocab_size
   config.episode.max_tokens = 224
   config.rl.seq_len = config.sft.seq_len = 224
-  spec = specs.from_dict(config.to_dict())
+  spec = wiring.spec_of(config.to_dict())
   files.write_json(folder / 'config.json', dataclasses.asdict(spec))
   rng = np.random.default_rng(0)
   shapes, _ = decoder.abstract(spec.model)

@@ -107,6 +107,10 @@ class Publication:
     """
     self._sender.gc(keep, say)
 
+  def close(self) -> None:
+    """Waits for what is under way and ends the sender's thread."""
+    self._sender.close()
+
 
 def _line(info: publish.BundleInfo) -> dict[str, str | float]:
   fields: dict[str, str | float] = {

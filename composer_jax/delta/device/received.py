@@ -55,8 +55,5 @@ class Received:
     row |= {name: v for name, v in fields.items() if v is not None}
     self._file.append((json.dumps(row) + '\n').encode())
 
-  def __enter__(self) -> 'Received':
-    return self
-
-  def __exit__(self, *unused: object) -> None:
+  def close(self) -> None:
     self._file.close()

@@ -4,19 +4,16 @@ What a workdir has of them: `delta.key`, which signs and verifies, and, unless
 the config says otherwise, the bundles themselves in `store`.
 """
 
-import dataclasses
 import pathlib
 import queue
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from composer_jax.core import files
+from composer_jax.core import files, seams
 from composer_jax.delta import follow, signing, subscribe
 from composer_jax.delta import store as stores
-from composer_jax.delta.device import received as received_lines
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
@@ -38,38 +35,6 @@ def memory_of(workdir: pathlib.Path, store: str) -> pathlib.Path:
   """File where a run's rollouts remember the newest pointer of one store."""
   name = files.sha256(store_of(workdir, store).encode())[:16]
   return workdir / _MEMORY / f'{name}.pointer'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-  """A version as it was received.
-
-  Attributes:
-    version: of it.
-    target_id: Merkle root that the receiver computed of the weights it has.
-    variables: of the decoder, on the device.
-    received: what it took: the way it came, bytes and seconds.
-  """
-
-  version: int
-  target_id: str
-  variables: Any
-  received: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placed:
-  """A policy that lies where an engine serves it, and nowhere else.
-
-  Attributes:
-    weights: of that engine.
-    others: as of a Policy.
-  """
-
-  version: int
-  target_id: str
-  weights: engines.Placed
-  received: dict[str, Any]
 
 
 class Receiver:
@@ -113,7 +78,7 @@ class Receiver:
       return None if self._key.exists() else f'there is no {self._key} yet'
     return self._subscriber.problem
 
-  def poll(self) -> Policy | None:
+  def poll(self) -> seams.ReceivedPolicy | None:
     """Returns the newest policy if it is newer than the last, else None.
 
     Raises:
@@ -139,7 +104,7 @@ class Receiver:
     self._pending = None
     return policy
 
-  def first(self, within_s: float) -> Policy:
+  def first(self, within_s: float) -> seams.ReceivedPolicy:
     """Waits for a trainer to publish.
 
     Raises:
@@ -155,7 +120,7 @@ class Receiver:
       time.sleep(_LOOK_S)
     return policy
 
-  def roll_back(self, version: int) -> Policy:
+  def roll_back(self, version: int) -> seams.ReceivedPolicy:
     """Goes back from a version to the one received before, from any thread.
 
     Nothing is fetched. The version is not taken again, a newer one is.
@@ -173,11 +138,11 @@ class Receiver:
 
   def _policy(
     self, update: subscribe.Update, received: dict[str, Any]
-  ) -> Policy:
+  ) -> seams.ReceivedPolicy:
     began = time.perf_counter()
     variables = weights.to_tree(update.weights, self._like)
     jax.block_until_ready(variables)
-    return Policy(
+    return seams.ReceivedPolicy(
       version=update.version,
       target_id=update.target_id,
       variables=variables,
@@ -185,28 +150,18 @@ class Receiver:
     )
 
 
-def place(policy: Policy, engine: engines.Engine) -> Placed:
+def place(
+  policy: seams.ReceivedPolicy, engine: engines.Engine
+) -> seams.PlacedPolicy:
   """Copies a policy to where the engine serves it; from any thread."""
   began = time.perf_counter()
   weights_there = engine.place(policy.variables, policy.version)
-  return Placed(
+  return seams.PlacedPolicy(
     version=policy.version,
     target_id=policy.target_id,
     weights=weights_there,
     received={**policy.received, 'place_s': time.perf_counter() - began},
   )
-
-
-def logging_to(
-  lines: received_lines.Received,
-) -> Callable[[Policy | Placed, float | None], None]:
-  """Returns what writes down each policy that is served."""
-
-  def log(policy: Policy | Placed, swap_s: float | None) -> None:
-    fields = {'target_id': policy.target_id, **policy.received}
-    lines.write(policy.version, **fields, swap_s=swap_s)
-
-  return log
 
 
 class Background:
@@ -221,7 +176,7 @@ class Background:
     self._follower = follow.Follower(self._look, interval_s, lambda: None)
     self._follower.thread.start()
 
-  def _look(self) -> tuple[int, Placed] | None:
+  def _look(self) -> tuple[int, seams.PlacedPolicy] | None:
     while not self._dropped.empty():
       self._dropped.get()
     policy = self._receiver.poll()
@@ -231,7 +186,7 @@ class Background:
       raise ValueError(self._receiver.problem)
     return None
 
-  def take(self) -> Placed | None:
+  def take(self) -> seams.PlacedPolicy | None:
     """Returns what is newest if nobody took it; waits for nothing.
 
     Raises:

@@ -11,6 +11,7 @@ small learning rate. The last policies of each are kept. A case that is there
 is not recorded again.
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -29,13 +30,18 @@ def main(argv: list[str]) -> None:
   # One core, so that a run says what it cost whatever else there is.
   given = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  from composer_jax import wiring
   from composer_jax.pipeline import job as jobs
   from composer_jax.pipeline import stages
   from experiments.studies.delta import recordings, training
 
   spec = training.spec(quick=_QUICK.value)
   workdir = pathlib.Path(_WORKDIR.value).absolute()
-  with jobs.open_run(spec, workdir, sys.argv, lambda *_: None) as job:
+  # The recordings are the result; there is no report.
+  systems = dataclasses.replace(
+    wiring.systems_of(spec), write_report=lambda workdir: workdir
+  )
+  with jobs.open_run(spec, systems, workdir, sys.argv) as job:
     stages.pretrain(job)
     stages.finetune(job)
     for case in training.CASES:

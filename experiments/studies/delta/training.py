@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from composer_jax import wiring
 from composer_jax.core import trees
 from composer_jax.delta import visibility
 from composer_jax.models import decoder
@@ -97,7 +98,7 @@ def spec(*, quick: bool) -> specs.Spec:
     c.sft.batch_size = 12
     c.rl.prompts = 4
     c.rollout.num_slots = 32
-  return specs.from_dict(c.to_dict())
+  return wiring.spec_of(c.to_dict())
 
 
 def record(
@@ -223,7 +224,7 @@ def _reinforced(
   )
   with job.runner() as runner:
     collector = stages.collector_of(
-      job.spec, job.tokenizer, runner, split='train'
+      job.spec, job.systems, job.tokenizer, runner, split='train'
     )
     engine = stages.make_engine(job.spec, functions.policy(state), 0)
     options = dataclasses.replace(job.spec.update_options(), hints=distill.OFF)

@@ -14,8 +14,8 @@ from typing import Any
 
 from composer_jax.core import files
 from composer_jax.pipeline import stages
-from composer_jax.tasks import families
 from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import list_functions as practice
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
@@ -47,7 +47,7 @@ def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
   """All that a finished stage's policy was shown, by where it stood."""
   texts = {
     'corpus': (workdir / 'corpus' / 'texts.bin').read_bytes(),
-    'tokenizer_texts': '\n'.join(families.function_texts()).encode(),
+    'tokenizer_texts': '\n'.join(practice.protocol_texts()).encode(),
     'sft_transcripts': (workdir / 'sft_transcripts.txt').read_bytes(),
   }
   if stage == 'rl':

@@ -1,14 +1,13 @@
 """Conversations of the user's become documents, or an error with the line."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.hf.text import chat_template, conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
-from composer_jax.pipeline import spec as specs
 from configs.composer import tiny
 from tests.hf.text import chat_template_test, tokenizer_files
 
@@ -116,7 +115,7 @@ def test_what_is_kept_is_what_was_made(tmp_path):
 
 
 def test_a_model_of_our_own_has_no_form_of_speech():
-  spec = specs.from_dict(tiny.get_config('smoke').to_dict())
-  asked = dataclasses.replace(spec.demonstrations, conversations='talks.jsonl')
+  config = tiny.get_config('smoke')
+  config.demonstrations.conversations = 'talks.jsonl'
   with pytest.raises(ValueError, match="'talks.jsonl'.*--config.initial"):
-    dataclasses.replace(spec, demonstrations=asked)
+    wiring.spec_of(config.to_dict())

@@ -6,16 +6,17 @@ import logging
 
 import pytest
 
+from composer_jax import wiring
 from composer_jax.agent import rewards
 from composer_jax.core import records
-from composer_jax.pipeline import job, stages
-from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum, families, transcripts
+from composer_jax.pipeline import stages
+from composer_jax.tasks import curriculum, judging
 from composer_jax.tasks.list_functions import family, runners
 from composer_jax.tasks.repository import scripts, task_set
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from configs.composer import deletion, tiny
+from tests.pipeline import runs
 from tests.tasks import small_package
 
 
@@ -52,7 +53,11 @@ def folder(tmp_path_factory):
 def deletion_spec(folder, **changes):
   config = deletion.get_config(f'{folder},smoke')
   config.update_from_flattened_dict(changes)
-  return specs.from_dict(config.to_dict())
+  return wiring.spec_of(config.to_dict())
+
+
+def family_of(spec):
+  return wiring.systems_of(spec).family
 
 
 def ids_of(source, count, name='of_group'):
@@ -64,15 +69,13 @@ def test_demonstrated_trained_and_held_out_tasks_have_nothing_in_common(
 ):
   changes = {'rl.steps': 3, 'evaluation.episodes': 2}
   spec = deletion_spec(folder, **changes)
-  shown = [t.task_id for t in families.demonstrated(spec)]
-  train = ids_of(families.tasks_of(spec, tokenizer, split='train', seed=1), 3)
-  held_out = ids_of(
-    families.tasks_of(spec, tokenizer, split='held_out', seed=1), 2
-  )
+  shown = [t.task_id for t in family_of(spec)._demonstrated()]
+  train = ids_of(runs.tasks(spec, tokenizer, split='train', seed=1), 3)
+  held_out = ids_of(runs.tasks(spec, tokenizer, split='held_out', seed=1), 2)
   assert len({*shown, *train, *held_out}) == 2 + 3 + 2
   assert sorted(held_out) == ['deletion/cellar/0', 'deletion/cellar/1']
   # What the tokenizer learns from are the demonstrated tasks' texts alone.
-  texts = families.protocol_texts(spec)
+  texts = family_of(spec).texts()
   assert len(texts) == 2 and '"tool": "finish"' in texts[0]
 
 
@@ -98,9 +101,7 @@ def test_too_few_tasks_are_told_with_what_to_lower(
   folder, tokenizer, changes, split, told
 ):
   with pytest.raises(ValueError, match=told):
-    families.tasks_of(
-      deletion_spec(folder, **changes), tokenizer, split=split, seed=1
-    )
+    runs.tasks(deletion_spec(folder, **changes), tokenizer, split=split, seed=1)
 
 
 def test_prompts_without_room_are_left_out_and_counted(
@@ -117,7 +118,7 @@ def test_prompts_without_room_are_left_out_and_counted(
   )
   with caplog.at_level(logging.WARNING):
     with pytest.raises(ValueError, match=r'0 train tasks .*\(3 before those'):
-      families.tasks_of(spec, tokenizer, split='train', seed=1)
+      runs.tasks(spec, tokenizer, split='train', seed=1)
   assert '3 of 3 train tasks are left out' in caplog.text
 
 
@@ -125,22 +126,20 @@ def test_a_workdir_is_bound_to_the_tasks_and_not_to_their_folder(
   folder, tmp_path
 ):
   spec = deletion_spec(folder)
-  before = families.identity(spec)
-  moved = dataclasses.replace(
-    spec, tasks=dataclasses.replace(spec.tasks, folder=str(tmp_path / 'm'))
-  )
+  before = family_of(spec).identity()
+  moved = runs.changed(spec, 'tasks', folder=str(tmp_path / 'm'))
   small_package.task_set(tmp_path / 'm')
-  other = families.identity(moved)
+  other = family_of(moved).identity()
   assert len(before) == len(other) == 64 and before != other
-  assert families.identity(specs.from_dict(tiny.get_config().to_dict())) == ''
+  assert family_of(wiring.spec_of(tiny.get_config().to_dict())).identity() == ''
 
 
 def test_packages_of_tasks_are_kept_out_of_the_corpus_and_in_the_sandbox(
   folder,
 ):
   spec = deletion_spec(folder)
-  assert families.held_out_names(spec) == ('cellar', small_package.NAME)
-  assert families.requirements(str(folder)) == ['attrs']
+  assert family_of(spec).held_out_packages() == ('cellar', small_package.NAME)
+  assert family_of(spec).requirements() == ['attrs']
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,14 @@ def test_a_family_that_executes_needs_a_sandbox_that_can(folder, changes, told):
 
 def test_deletion_tasks_are_refused_where_nothing_isolates(folder, tmp_path):
   spec = deletion_spec(folder)
-  with pytest.raises(ValueError, match='executes code .*bwrap: not here'):
-    job.settle_sandbox(spec, tmp_path, lambda: [('bwrap', False, 'not here')])
+  with pytest.raises(ValueError, match='execute code .*bwrap: not here'):
+    judging.settle(
+      tmp_path,
+      spec.systems['sandbox'],
+      wiring.systems_of(spec).open_runner,
+      needs_execution=True,
+      probe=lambda: [('bwrap', False, 'not here')],
+    )
   assert not (tmp_path / 'sandbox.json').exists()
 
 
@@ -171,11 +176,11 @@ def spec():
   config.rl.prompts = 2
   config.rl.max_staleness = 0
   config.curriculum.enabled = True
-  return specs.from_dict(config.to_dict())
+  return wiring.spec_of(config.to_dict())
 
 
 def collector(spec, tokenizer, workdir):
-  return stages.collector_of(
+  return runs.collector(
     spec, tokenizer, runners.StaticRunner(), split='train', workdir=workdir
   )
 
@@ -206,7 +211,7 @@ def test_prices_change_between_groups_and_every_sample_names_them(
 def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
   hinted = play(collector(spec, tokenizer, tmp_path), tokenizer, 0)
   assert [h.kind for h in hinted.hints] == ['bad_arguments']
-  evaluated = stages.collector_of(
+  evaluated = runs.collector(
     spec, tokenizer, runners.StaticRunner(), split='held_out'
   )
   assert not play(evaluated, tokenizer, 0).hints
@@ -224,14 +229,14 @@ def test_advice_longer_than_a_row_is_left_out_and_counted(
       spec.hints,
       templates=(('unknown_tool', 'no ' * 500), ('bad_arguments', 'no')),
     ),
-    demonstrations=dataclasses.replace(
-      spec.demonstrations, count=24, wrong_tool=0.3, wrong_arguments=0.3
-    ),
+  )
+  long = runs.changed(
+    long, 'demonstrations', count=24, wrong_tool=0.3, wrong_arguments=0.3
   )
   with writers.Writer(tmp_path, tensorboard=False) as writer:
-    opened = job.Job(long, tmp_path, (), writer)
+    opened = runs.job(long, tmp_path, writer)
     vars(opened)['tokenizer'] = tokenizer
-    learnt, _ = transcripts.documents(opened)
+    learnt, _ = opened.systems.family.demonstrations(opened)
   assert max(len(tokens_T) for tokens_T, _ in learnt) <= long.sft.seq_len
   rates = json.loads((tmp_path / 'demonstrations.json').read_text())
   assert rates['advised'] > 0 and rates['advice_too_long'] > 0
@@ -241,8 +246,8 @@ def test_a_curriculum_draws_by_what_the_trainer_put_down(
   spec, tokenizer, tmp_path
 ):
   seed = spec.seed + stages.RL_SEED
-  tasks = families.tasks_of(spec, tokenizer, split='train', seed=seed)
-  plan = families.curriculum_of(spec, tasks, tmp_path, seed)
+  tasks = runs.tasks(spec, tokenizer, split='train', seed=seed)
+  plan = wiring.systems_of(spec).curriculum(tasks, tmp_path, seed)
   found = collector(spec, tokenizer, tmp_path)
   first = [found.task_of_group(g).task_id for g in (0, 1)]
   assert first == [plan.task_of(0), plan.task_of(1)]
@@ -255,7 +260,7 @@ def test_a_curriculum_draws_by_what_the_trainer_put_down(
   again = collector(spec, tokenizer, tmp_path)
   assert ids_of(again, 4, 'task_of_group') == [*first, *second]
   assert [plan.task_of(g) for g in (2, 3)] == second
-  rows = curriculum.Ledger(tmp_path / families.LEDGER).get(0)
+  rows = curriculum.Ledger(tmp_path / curriculum.LEDGER).get(0)
   assert [(r.judged, r.passed, r.turns) for r in rows] == [(4, 0, 8)] * 2
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import evaluation
+from composer_jax import wiring
 from composer_jax.tasks.list_functions import family
+from composer_jax.tasks.practice import evaluation
 from configs.composer import deletion, tiny
 from tests.rl import advantage_test
 from tests.tasks import small_package
@@ -17,21 +17,26 @@ GOLD = evaluation.EvaluationOptions(
 )
 
 
+def evaluate(spec, options, out):
+  systems = wiring.systems_of(spec)
+  return evaluation.evaluate(spec, systems, options, out)
+
+
 @pytest.fixture(scope='module')
 def spec(tmp_path_factory):
   root = tmp_path_factory.mktemp('set')
   small_package.task_set(root)
-  return specs.from_dict(deletion.get_config(f'{root},smoke').to_dict())
+  return wiring.spec_of(deletion.get_config(f'{root},smoke').to_dict())
 
 
 def test_the_solution_passes_and_doing_nothing_does_not(spec, tmp_path):
   out = tmp_path / 'gold'
-  found = evaluation.evaluate(spec, GOLD, out)
+  found = evaluate(spec, GOLD, out)
   assert found['overall']['passed'] == found['overall']['tasks'] == 5
   assert set(found['by_tier']) == set(small_package.repository.TIERS)
   assert not found['overall']['flags']
   null = dataclasses.replace(GOLD, policy='null')
-  nothing = evaluation.evaluate(spec, null, tmp_path / 'null')
+  nothing = evaluate(spec, null, tmp_path / 'null')
   assert nothing['overall']['passed'] == 0
   assert nothing['overall']['episodes'] == 5
   assert nothing['overall']['pass_at_k'] == {'1': 0.0}
@@ -39,7 +44,7 @@ def test_the_solution_passes_and_doing_nothing_does_not(spec, tmp_path):
   # Killed in the middle of its third line, it plays what is missing alone.
   lines = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
   (out / 'episodes.jsonl').write_text(''.join(lines[:2]) + lines[2][:40])
-  assert evaluation.evaluate(spec, GOLD, out) == found
+  assert evaluate(spec, GOLD, out) == found
   again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
   assert again[:2] == lines[:2] and len(again) == 5
 
@@ -47,24 +52,24 @@ def test_the_solution_passes_and_doing_nothing_does_not(spec, tmp_path):
   failed = json.loads(lines[0]) | {'status': 'infrastructure', 'passed': False}
   broken = [json.dumps(failed) + '\n', *lines[1:]]
   (out / 'episodes.jsonl').write_text(''.join(broken))
-  assert evaluation.evaluate(spec, GOLD, out) == found
+  assert evaluate(spec, GOLD, out) == found
   again = (out / 'episodes.jsonl').read_text().splitlines(keepends=True)
   assert again[:5] == broken and len(again) == 6
 
   with pytest.raises(ValueError, match="policy is 'gold' there and 'null' now"):
-    evaluation.evaluate(spec, null, out)
+    evaluate(spec, null, out)
 
 
 def test_generated_tasks_are_played_as_well(tmp_path):
   config = tiny.get_config('smoke')
   config.sandbox.level = 'static'
-  spec = specs.from_dict(config.to_dict())
+  spec = wiring.spec_of(config.to_dict())
   options = dataclasses.replace(GOLD, tasks=3, samples=2)
-  found = evaluation.evaluate(spec, options, tmp_path)
+  found = evaluate(spec, options, tmp_path)
   assert found['overall']['passed'] == found['overall']['episodes'] == 6
   assert found['overall']['pass_at_k'] == {'1': 1.0, '2': 1.0}
   with pytest.raises(ValueError, match='--tasks=0 takes all tasks of a folder'):
-    evaluation.evaluate(spec, GOLD, tmp_path / 'all')
+    evaluate(spec, GOLD, tmp_path / 'all')
 
 
 def row(task, passed, **changes):
@@ -122,7 +127,7 @@ def test_what_cannot_be_is_named(changes, message):
 
 def test_lines_are_json(spec, tmp_path):
   options = dataclasses.replace(GOLD, tasks=1)
-  evaluation.evaluate(spec, options, tmp_path)
+  evaluate(spec, options, tmp_path)
   (line,) = (tmp_path / 'episodes.jsonl').read_text().splitlines()
   found = json.loads(line)
   assert found['passed'] and found['reward_terms'] is not None

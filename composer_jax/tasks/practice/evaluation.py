@@ -11,23 +11,19 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import episode, policy, summarize
-from composer_jax.core import files, records
-from composer_jax.hf.text import tokenizer as hf_tokenizer
-from composer_jax.pipeline import job
+from composer_jax.agent import episode, summarize
+from composer_jax.agent import policy as policies
+from composer_jax.core import files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rl import evaluate as rl_evaluate
-from composer_jax.serve import client
-from composer_jax.tasks import families
-from composer_jax.tasks.list_functions import demonstrations, family
-from composer_jax.tasks.repository import schemas, scripts, task_set
+from composer_jax.tasks.list_functions import family as generated
+from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import workdir as workdirs
@@ -53,7 +49,9 @@ class EvaluationOptions:
       folder.
     samples: episodes of each.
     threads: episodes at a time.
-    url, model, api_key: of the endpoint.
+    url: of the endpoint, up to /v1.
+    model: that the endpoint is asked for.
+    api_key: of the endpoint.
     native_tools: has a chat endpoint call tools by its own means.
     tokenizer: file of the run or import whose tokenizer the episodes use; ''
       for one whose tokens are bytes, which 'tokens' cannot.
@@ -75,9 +73,9 @@ class EvaluationOptions:
       raise ValueError(
         f'--policy must be one of {POLICIES}, not {self.policy!r}.'
       )
-    if self.split not in family.SPLITS:
+    if self.split not in generated.SPLITS:
       raise ValueError(
-        f'--split must be one of {family.SPLITS}, not {self.split!r}.'
+        f'--split must be one of {generated.SPLITS}, not {self.split!r}.'
       )
     if self.tasks < 0 or self.samples < 1 or self.threads < 1:
       raise ValueError(
@@ -103,9 +101,14 @@ class EvaluationOptions:
     return fields
 
 
-def tokenizer_of(options: EvaluationOptions) -> hf_tokenizer.AnyTokenizer:
+# Returns the policy behind an endpoint, of a tokenizer and the functions that a
+# chat endpoint calls by its own means.
+Remote = Callable[[Any, Sequence[Any]], policies.Policy]
+
+
+def tokenizer_of(systems: seams.Systems, options: EvaluationOptions) -> Any:
   if options.tokenizer:
-    return hf_tokenizer.load_any(pathlib.Path(options.tokenizer))
+    return systems.load_tokenizer(pathlib.Path(options.tokenizer))
   return tokenizers.Tokenizer.train(['bytes'], tokenizers.MIN_VOCAB_SIZE)
 
 
@@ -139,76 +142,37 @@ def summary_of(
   return dataclasses.replace(spec.summary, **longer)
 
 
-def tasks_of(spec: specs.Spec, options: EvaluationOptions) -> list[Any]:
-  """The tasks, in an order that the seed of the config decides.
-
-  Raises:
-    ValueError: there are none, or fewer than were asked for.
-  """
-  seed = spec.seed
-  if not spec.tasks.is_deletion:
-    if not options.tasks:
-      raise ValueError(
-        f'--tasks=0 takes all tasks of a folder, and family '
-        f'{spec.tasks.family!r} generates without end: give a number.'
-      )
-    return [
-      family.generate(i, options.split, seed) for i in range(options.tasks)
-    ]
-  tiers = spec.tasks.tiers or task_set.TIERS
-  found = [
-    task
-    for task in families.task_set(spec).split(options.split == 'held_out')
-    if task.tier in tiers
-  ]
-  if len(found) < max(options.tasks, 1):
-    raise ValueError(
-      f'{spec.tasks.folder} has {len(found)} {options.split} tasks of tiers '
-      f'{tiers}; --tasks asks for {options.tasks or "all"}.'
-    )
-  random.Random(f'{seed}/{options.split}').shuffle(found)
-  return found[: options.tasks or None]
-
-
 def policy_of(
-  spec: specs.Spec, tokenizer: Any, options: EvaluationOptions
-) -> Callable[[Any], policy.Policy]:
+  family: Any,
+  tokenizer: Any,
+  options: EvaluationOptions,
+  remote: Remote | None,
+) -> Callable[[Any], policies.Policy]:
   """Returns task -> the policy of an episode of it."""
   if options.policy == 'null':
-    finish = '{"tool": "finish", "arguments": {}}'
-    if not spec.tasks.is_deletion:
-      finish = 'finish'
-    return lambda task: scripts.ScriptedCalls(tokenizer, [finish])
+    return lambda task: scripts.ScriptedCalls(tokenizer, [family.finish_call])
   if options.policy == 'gold':
-    if spec.tasks.is_deletion:
-      tools = spec.tasks.repository.tools
-      return lambda task: scripts.gold_policy(task, tokenizer, tools)
-    return lambda task: demonstrations.ScriptedPolicy(
-      task, tokenizer, demonstrations.FLAWLESS, random.Random(task.task_id)
-    )
-  endpoint = client.Endpoint(
-    url=options.url, model=options.model, api_key=options.api_key
-  )
-  if options.policy == 'tokens':
-    shared: policy.Policy = client.TokenPolicy(endpoint)
-  else:
-    functions: Sequence[Any] = ()
-    if options.native_tools and spec.tasks.is_deletion:
-      names = spec.tasks.repository.tools
-      functions = [schemas.TOOLS[name].function() for name in names]
-    shared = client.ChatPolicy(endpoint, tokenizer, functions=functions)
+    return lambda task: family.gold(task, tokenizer)
+  assert remote is not None
+  shared = remote(tokenizer, family.functions() if options.native_tools else ())
   return lambda task: shared
 
 
 def evaluate(
-  spec: specs.Spec, options: EvaluationOptions, out: pathlib.Path
+  spec: specs.Spec,
+  systems: seams.Systems,
+  options: EvaluationOptions,
+  out: pathlib.Path,
+  remote: Remote | None = None,
 ) -> dict[str, Any]:
   """Plays what is not played yet, and summarises all of it; blocks.
 
   Args:
     spec: of the tasks, the sandbox and the limits of an episode.
+    systems: what the spec names.
     options: of the evaluation.
     out: its folder, made when missing; bound to both by a workdir's claim.
+    remote: makes the policies 'chat' and 'tokens'.
 
   Returns:
     What `summary.json` holds, see `summarise`.
@@ -217,30 +181,31 @@ def evaluate(
     ValueError: `out` holds another evaluation, or there are too few tasks.
     http_policy.EndpointError: the endpoint fails; what was played is kept.
   """
-  tasks = tasks_of(spec, options)
+  family = systems.family
+  tasks = family.listed(options.split, options.tasks)
   claimed = {
     'evaluation': options.identity(),
-    'tasks': families.identity(spec) or dataclasses.asdict(spec.tasks),
+    'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
     'episode': dataclasses.asdict(limits_of(spec, options)),
     'rewards': dataclasses.asdict(spec.rewards),
     'summary': dataclasses.asdict(summary_of(spec, options)),
-    'sandbox': dataclasses.asdict(spec.sandbox),
+    'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
   }
   with files.alone(out):
     workdirs.claim(out, claimed)
-    spec = job.settle_sandbox(spec, out)
-    played = read(out)
-    _play(spec, options, tasks, played, out)
+    level = systems.settle_judge(out)
+    choose = policy_of(family, tokenizer_of(systems, options), options, remote)
+    with systems.open_runner(level) as runner:
+      _play(spec, systems, options, tasks, choose, runner, out)
     found = summarise(list(read(out).values()), options.samples)
     files.write_json(out / SUMMARY, found)
   return found
 
 
-def _play(spec, options, tasks, played, out) -> None:
+def _play(spec, systems, options, tasks, choose, runner, out) -> None:
   """Appends a line for each episode that has none that was judged."""
-  tokenizer = tokenizer_of(options)
-  choose = policy_of(spec, tokenizer, options)
+  tokenizer, played = tokenizer_of(systems, options), read(out)
   due = [
     (index, sample)
     for index, task in enumerate(tasks)
@@ -249,7 +214,6 @@ def _play(spec, options, tasks, played, out) -> None:
   ]
   total, lock = len(tasks) * options.samples, threading.Lock()
   with (
-    job.open_runner(spec.sandbox, spec.tasks.folder) as runner,
     progress.Progress('eval', total, start=total - len(due)) as bar,
     # Closed after the threads: what is under way at an error is kept as well.
     contextlib.closing(
@@ -259,7 +223,7 @@ def _play(spec, options, tasks, played, out) -> None:
   ):
     play = collect.episode_player(
       tokenizer,
-      families.environment_of(spec, runner),
+      lambda task: systems.family.environment(task, runner),
       limits_of(spec, options),
       reward_of_group=lambda group: spec.rewards,
       summary=summary_of(spec, options),

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from composer_jax import wiring
 from composer_jax.agent import rewards
 from composer_jax.core import records, trees
 from composer_jax.models import decoder
 from composer_jax.pipeline import buffer as buffers
-from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import reinforce, stages
-from composer_jax.pipeline import spec as specs
-from composer_jax.tasks import curriculum, families, transcripts
+from composer_jax.tasks import curriculum
 from composer_jax.telemetry import writer as writers
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export
 from configs.composer import deletion
-from tests.tasks import families_test
+from tests.pipeline import runs
+from tests.tasks.practice import families_test
 
 pytestmark = pytest.mark.slow
 
@@ -40,18 +40,22 @@ def spec(folder):
   config.rl.placement = 'colocated'
   config.episode.max_turns = 3
   config.episode.max_call_tokens = 128
-  return specs.from_dict(config.to_dict())
+  return wiring.spec_of(config.to_dict())
 
 
 @pytest.fixture(scope='module')
 def tokenizer(spec):
-  return tokenizers.Tokenizer.train(families.protocol_texts(spec), 512)
+  return tokenizers.Tokenizer.train(wiring.systems_of(spec).family.texts(), 512)
+
+
+def folder_of(spec):
+  return spec.systems['tasks'].folder
 
 
 @contextlib.contextmanager
 def opened(workdir, spec, tokenizer):
   with writers.Writer(workdir, tensorboard=False) as writer:
-    job = jobs.Job(spec, workdir, (), writer)
+    job = runs.job(spec, workdir, writer)
     vars(job)['tokenizer'] = tokenizer
     yield job
 
@@ -75,10 +79,10 @@ def finished(spec, tokenizer, tmp_path_factory):
 
 
 def test_every_step_was_trained_on_tasks_of_its_own(spec, tokenizer, finished):
-  ledger = curriculum.Ledger(finished / families.LEDGER)
+  ledger = curriculum.Ledger(finished / curriculum.LEDGER)
   ids = [row.task_id for step in (0, 1) for row in ledger.get(step)]
   seed = spec.seed + stages.RL_SEED
-  tasks = families.tasks_of(spec, tokenizer, split='train', seed=seed)
+  tasks = runs.tasks(spec, tokenizer, split='train', seed=seed)
   pool = {c.task_id for c in tasks.pool(0)}
   assert len(set(ids)) == 2 and set(ids) <= pool
   groups = buffers.GroupBuffer(finished / 'groups')
@@ -116,23 +120,24 @@ def test_a_killed_run_draws_samples_and_trains_the_same_again(
     np.testing.assert_array_equal(again[name], array, err_msg=name)
   for step in (0, 1):
     ledgers = [
-      curriculum.Ledger(d / families.LEDGER).get(step) for d in (finished, copy)
+      curriculum.Ledger(d / curriculum.LEDGER).get(step)
+      for d in (finished, copy)
     ]
     assert ledgers[0] == ledgers[1]
 
 
 def test_solutions_are_shown_as_they_pass(spec, tokenizer, tmp_path):
   """In whole windows; with room for all calls each of them passes."""
-  fields = deletion.get_config(f'{spec.tasks.folder},smoke')
+  fields = deletion.get_config(f'{spec.systems["tasks"].folder},smoke')
   fields.episode.max_turns = 30
   fields.episode.max_call_tokens = 1000
   fields.episode.max_tokens = 12_000
   fields.sft.seq_len = fields.rl.seq_len = 12_000
   fields.summary.trigger = 0
-  roomy = specs.from_dict(fields.to_dict())
+  roomy = wiring.spec_of(fields.to_dict())
   with opened(tmp_path, roomy, tokenizer) as job:
-    shown = transcripts.solutions_of(job)
-    learnt, held_out = transcripts.documents(job)
+    shown = job.systems.family._solutions(job)
+    learnt, held_out = job.systems.family.demonstrations(job)
   assert len(shown) == 2 and len(learnt) == len(held_out) == 1
   rates = json.loads((tmp_path / 'demonstrations.json').read_text())
   assert rates['passed'] == 1 and rates['episodes'] == 2
@@ -144,17 +149,17 @@ def test_solutions_are_shown_as_they_pass(spec, tokenizer, tmp_path):
 def test_a_chain_is_learnt_or_held_out_and_never_both(
   spec, tokenizer, tmp_path
 ):
-  fields = deletion.get_config(f'{spec.tasks.folder},smoke')
+  fields = deletion.get_config(f'{spec.systems["tasks"].folder},smoke')
   fields.demonstrations.count = 3
   fields.rl.steps, fields.rl.decay_steps = 1, 0
   fields.episode.max_turns = 30
   fields.episode.max_call_tokens = 700
   fields.episode.max_tokens = fields.summary.trigger = 3000
   fields.sft.seq_len = fields.rl.seq_len = 3000
-  chained = specs.from_dict(fields.to_dict())
+  chained = wiring.spec_of(fields.to_dict())
   with opened(tmp_path, chained, tokenizer) as job:
-    chains = transcripts.solutions_of(job)
-    learnt, held_out = transcripts.documents(job)
+    chains = job.systems.family._solutions(job)
+    learnt, held_out = job.systems.family.demonstrations(job)
   assert len(chains[-1]) > 1
   sizes = [[len(tokens_T) for tokens_T, _ in chain] for chain in chains]
   assert [len(t) for t, _ in learnt] == [n for s in sizes[:-1] for n in s]

@@ -1,1 +1,0 @@
-"""Checkpoints of training states, and weights as streams of blocks."""

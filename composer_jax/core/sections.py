@@ -1,0 +1,177 @@
+"""Sections of a config as dataclasses: built by name, explained by docstrings.
+
+A config file shows the fields that a researcher changes. Every other field has
+its default in the dataclass that uses it, and one entry in the `Attributes` of
+that class; both can be set by `--config.section.field=VALUE`.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+REQUIRED = dataclasses.MISSING
+_KINDS = {
+  bool: 'true or false',
+  int: 'a whole number',
+  float: 'a number',
+  str: 'a text',
+}
+
+
+def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
+  """Makes a section of nested dictionaries; absent fields take their default.
+
+  Args:
+    cls: the dataclass; fields that are dataclasses are sections within it. One
+      with `from_dict` makes itself.
+    fields: by name, as a config or JSON has them.
+    path: of the section within the config, for messages.
+    base: a section whose values stand where `fields` has none; None for the
+      defaults of the class.
+
+  Raises:
+    ValueError: names the field that is unknown (and what it may have meant),
+      missing, or has a value that the section refuses.
+  """
+  if not isinstance(fields, Mapping):
+    raise ValueError(f'--config.{path} must be a section, not {fields!r}.')
+  if hasattr(cls, 'from_dict'):
+    return _located(path, lambda: cls.from_dict(fields))
+  known = {f.name: f for f in dataclasses.fields(cls)}
+  for name in fields:
+    check_name(name, known, f'--config.{path}')
+  hints = typing.get_type_hints(cls)
+  defaults = {n: default_of(f) for n, f in known.items()}
+  if base is not None:
+    defaults = {name: getattr(base, name) for name in known}
+  made = dict(defaults)
+  for name, value in fields.items():
+    where = f'{path}.{name}'
+    if dataclasses.is_dataclass(hints[name]):
+      made[name] = build(hints[name], value, where, defaults[name])
+    else:
+      made[name] = _value(hints[name], value, where)
+  if missing := [n for n, value in made.items() if value is REQUIRED]:
+    raise ValueError(f'--config.{path} lacks field {", ".join(missing)}.')
+  return _located(path, lambda: cls(**made))
+
+
+def check_name(name: str, known: Any, where: str) -> None:
+  """Raises a ValueError with the likeliest meaning of an unknown name."""
+  if name in known:
+    return
+  close = difflib.get_close_matches(name, list(known), n=1)
+  meant = f' Did you mean {close[0]}?' if close else ''
+  raise ValueError(
+    f'{where} has no field {name}.{meant} Its fields are '
+    f'{", ".join(sorted(known))}.'
+  )
+
+
+def default_of(field: dataclasses.Field) -> Any:
+  """The default of a field; REQUIRED where a config has to name a value."""
+  if field.default_factory is not dataclasses.MISSING:
+    return field.default_factory()
+  return field.default
+
+
+def _located(path: str, make: Any) -> Any:
+  try:
+    return make()
+  except ValueError as error:
+    # Some say where they are; others know no config.
+    if '--config.' in str(error):
+      raise
+    raise ValueError(f'--config.{path}: {error}') from error
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+  """Converts what the command line and JSON cannot say; checks plain types."""
+  kinds = _members(hint)
+  if tuple in kinds:
+    if isinstance(value, list | tuple):
+      return _tuples(value)
+    if len(kinds) > 1:
+      return value
+    # On the command line texts come without quotes, and one item without comma.
+    return tuple(value.split(',')) if isinstance(value, str) else (value,)
+  if float in kinds and type(value) is int:
+    return float(value)
+  plain = [k for k in kinds if k in _KINDS]
+  if plain and len(plain) == len(kinds) and type(value) not in plain:
+    allowed = ' or '.join(_KINDS[k] for k in plain)
+    raise ValueError(f'--config.{path} must be {allowed}, not {value!r}.')
+  return value
+
+
+def _members(hint: Any) -> list[Any]:
+  """The plain classes that an annotation allows."""
+  if (
+    isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+  ):
+    return [m for arg in typing.get_args(hint) for m in _members(arg)]
+  return [typing.get_origin(hint) or hint]
+
+
+def _tuples(value: Any) -> Any:
+  if isinstance(value, list | tuple):
+    return tuple(_tuples(item) for item in value)
+  return value
+
+
+def meanings(cls: Any) -> dict[str, str]:
+  """What the `Attributes` of a class say of each field, those of bases too."""
+  told: dict[str, str] = {}
+  for base in reversed(cls.__mro__):
+    lines = inspect.cleandoc(base.__dict__.get('__doc__') or '').splitlines()
+    if 'Attributes:' not in lines:
+      continue
+    names: list[str] = []
+    for line in lines[lines.index('Attributes:') + 1 :]:
+      entry = re.match(r'  ((?:\w+, )*\w+): (.*)', line)
+      if entry:
+        names = entry[1].split(', ')
+        told |= dict.fromkeys(names, entry[2])
+      elif line.startswith('    ') and names:
+        told |= {n: f'{told[n]} {line.strip()}' for n in names}
+      elif line.strip():
+        break
+  return told
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A field of a resolved config: dotted name, value, default and meaning."""
+
+  name: str
+  value: Any
+  default: Any
+  meaning: str
+
+
+def entries(
+  section: Any, default: Any = None, path: str = ''
+) -> Iterator[Entry]:
+  """Yields every field of a section, and of the sections within it.
+
+  Args:
+    section: a dataclass.
+    default: what stands where a config says nothing; None for the defaults of
+      the class.
+    path: of the section, with a dot at its end.
+  """
+  told = meanings(type(section))
+  for field in dataclasses.fields(section):
+    value, name = getattr(section, field.name), f'{path}{field.name}'
+    usual = default_of(field)
+    if type(default) is type(section):
+      usual = getattr(default, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from entries(value, usual, f'{name}.')
+    else:
+      yield Entry(name, value, usual, told.get(field.name, ''))

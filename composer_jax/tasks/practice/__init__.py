@@ -1,0 +1,1 @@
+"""Task families as a run practises them, and evaluations: the jax side."""

@@ -1,0 +1,160 @@
+"""The family of generated tasks, as a run practises it."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+
+from composer_jax.agent import environment as environments
+from composer_jax.agent import policy as policies
+from composer_jax.core import seams
+from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import curriculum
+from composer_jax.tasks.list_functions import (
+  demonstrations,
+  environment,
+  family,
+  hindsight,
+)
+from composer_jax.tasks.practice import transcripts
+from composer_jax.telemetry import progress
+
+# Tasks whose texts the tokenizer sees beside the corpus, so that the tool
+# protocol costs few tokens; their seed is used for nothing else.
+_PROTOCOL_TASKS = 1500
+_PROTOCOL_SEED = 7_000_003
+
+
+class ListFunctions:
+  """An `agent.environment.TaskFamily` of endless tasks."""
+
+  needs_execution = False
+
+  def __init__(self, spec: specs.Spec):
+    self._spec = spec
+
+  def check(self) -> None:
+    folder = self._spec.systems['tasks'].folder
+    if folder:
+      raise ValueError(
+        f"--config.tasks.folder ({folder!r}) is for family 'deletion', and "
+        f"--config.tasks.family is 'list_functions', which generates its tasks."
+      )
+
+  def identity(self) -> str:
+    return ''
+
+  def texts(self) -> list[str]:
+    return protocol_texts()
+
+  def held_out_packages(self) -> tuple[str, ...]:
+    return ()
+
+  def requirements(self) -> list[str]:
+    return []
+
+  def tasks(
+    self, tokenizer: Any, *, split: str, seed: int
+  ) -> environments.TaskSource:
+    spec = self._spec
+    # An endless family: what a step does not draw is never looked at again.
+    count = spec.rl.prompts * spec.systems['curriculum'].candidates
+
+    def pool(step: int) -> list[curriculum.Candidate]:
+      candidates = []
+      for index in range(step * count, (step + 1) * count):
+        task_id, kinds = family.kinds_of(index, split, seed)
+        parts = zip(('aggregate', 'map', 'filter'), kinds, strict=True)
+        labels = tuple(f'{part}:{kind}' for part, kind in parts)
+        candidates.append(curriculum.Candidate(task_id=task_id, labels=labels))
+      return candidates
+
+    return environments.TaskSource(
+      of_group=lambda group: family.generate(group, split, seed),
+      of_id=family.from_id,
+      pool=pool,
+    )
+
+  def listed(self, split: str, count: int) -> list[Any]:
+    """The first tasks of a split, for evaluations."""
+    if not count:
+      raise ValueError(
+        "--tasks=0 takes all tasks of a folder, and family 'list_functions' "
+        'generates without end: give a number.'
+      )
+    seed = self._spec.seed
+    return [family.generate(i, split, seed) for i in range(count)]
+
+  finish_call = 'finish'
+
+  def gold(self, task: Any, tokenizer: Any) -> policies.Policy:
+    """A policy that solves the task at once."""
+    return demonstrations.ScriptedPolicy(
+      task, tokenizer, demonstrations.FLAWLESS, random.Random(task.task_id)
+    )
+
+  def functions(self) -> list[Any]:
+    """Tools as chat endpoints take them: these are no JSON tools."""
+    return []
+
+  def environment(
+    self, task: Any, runner: seams.Runner
+  ) -> environments.Environment:
+    return environment.FunctionEnvironment(task, runner)
+
+  def demonstrations(self, job: jobs.Job) -> tuple[list, list]:
+    """Transcripts of a script that errs on purpose, and advised calls.
+
+    Where RL gives hints, calls that go by one stand beside each transcript:
+    what SFT leaves is the teacher that will read them. One that is longer than
+    a row is left out and counted.
+    """
+    count = job.spec.systems['demonstrations'].count
+    shown, advised = _play(job, count + max(32, count // 20))
+    learnt = [*shown[:count], *itertools.chain(*advised[:count])]
+    return learnt, shown[count:]
+
+
+def protocol_texts() -> list[str]:
+  """Texts of generated tasks for the tokenizer; for audits, too."""
+  texts = []
+  for index in range(_PROTOCOL_TASKS):
+    task = family.generate(index, 'train', _PROTOCOL_SEED)
+    calls = (
+      f'read {task.path}\nedit {task.path} {task.function}\n'
+      f'{task.reference}\ntest\nfinish\n'
+    )
+    texts.append('\n'.join([task.prompt, *task.files.values(), calls]))
+  return texts
+
+
+Example = tuple[np.ndarray, np.ndarray]
+
+
+def _play(
+  job: jobs.Job, count: int
+) -> tuple[list[Example], list[list[Example]]]:
+  """Transcripts as (tokens, loss mask), and the advised calls of each."""
+  progress.teller('sft')(f'playing {count} demonstrations')
+  rollouts = []
+  with progress.Progress('sft', count) as bar:
+    for rollout in demonstrations.transcripts(
+      job.tokenizer,
+      seed=job.spec.seed + transcripts.SEED,
+      count=count,
+      noise=job.spec.systems['demonstrations'].noise(),
+      options=job.spec.episode,
+      hints=job.spec.hints.options(),
+    ):
+      rollouts.append(rollout)
+      bar.update(len(rollouts))
+  rates = demonstrations.describe(rollouts[:500], job.tokenizer)
+  every = [list(hindsight.examples(r, job.tokenizer)) for r in rollouts]
+  # A transcript fits a row; with a hint in it, it need not.
+  longest = job.spec.sft.seq_len
+  advised = [[e for e in one if len(e[0]) <= longest] for one in every]
+  rates['advised'] = sum(map(len, advised)) / count
+  rates['advice_too_long'] = sum(map(len, every)) / count - rates['advised']
+  return transcripts.shown(job, rollouts, rates), advised

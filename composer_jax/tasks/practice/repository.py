@@ -1,0 +1,248 @@
+"""The family of deletion tasks, as a run practises it."""
+
+import functools
+import hashlib
+import itertools
+import logging
+import random
+from typing import Any
+
+from composer_jax.agent import environment as environments
+from composer_jax.agent import episode, summarize
+from composer_jax.agent import policy as policies
+from composer_jax.pipeline import job as jobs
+from composer_jax.pipeline import spec as specs
+from composer_jax.tasks import curriculum
+from composer_jax.tasks.practice import transcripts
+from composer_jax.tasks.repository import (
+  environment,
+  schemas,
+  scripts,
+  task_set,
+)
+from composer_jax.telemetry import progress
+
+
+class RepositoryTasks:
+  """An `agent.environment.TaskFamily` of tasks that a folder holds."""
+
+  needs_execution = True
+
+  def __init__(self, spec: specs.Spec):
+    self._spec = spec
+    self._options = spec.systems['tasks']
+
+  def check(self) -> None:
+    sandbox, folder = self._spec.systems['sandbox'], self._options.folder
+    if not folder:
+      raise ValueError(
+        f"--config.tasks.folder ({folder!r}) is needed by family 'deletion'. A "
+        'folder is made by `python -m experiments.make_tasks --out=FOLDER`.'
+      )
+    if sandbox.level == 'static':
+      raise ValueError(
+        "--config.tasks.family 'deletion' is judged by running tests, and "
+        "--config.sandbox.level 'static' executes nothing: choose 'auto'."
+      )
+    if 'pytest' not in sandbox.packages:
+      raise ValueError(
+        "--config.tasks.family 'deletion' is judged by pytest: "
+        "--config.sandbox.packages must name 'pytest', not only "
+        f'{sandbox.packages}.'
+      )
+
+  @functools.cached_property
+  def _set(self) -> task_set.TaskSet:
+    return task_set.load(self._options.folder)
+
+  def identity(self) -> str:
+    digest = hashlib.sha256()
+    root = self._set.root
+    for folder in ('packages', 'tasks'):
+      for path in sorted((root / folder).rglob('*.json')):
+        digest.update(str(path.relative_to(root)).encode() + b'\0')
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+  def texts(self) -> list[str]:
+    """Of the demonstrated tasks alone."""
+    options = self._options.repository
+    texts = []
+    for task in self._demonstrated():
+      calls = scripts.gold_calls(task, options.tools)
+      texts.append('\n'.join([environment.prompt_of(task, options), *calls]))
+    return texts
+
+  def held_out_packages(self) -> tuple[str, ...]:
+    """Packages that tasks were made of, which no corpus may have."""
+    return tuple(sorted(self._set.packages))
+
+  def requirements(self) -> list[str]:
+    """Distributions that the test suites of the set import."""
+    packages = self._set.packages.values()
+    return sorted(
+      {name for p in packages for name in p.facts.get('requires', ())}
+    )
+
+  def of_split(self, split: str) -> list[task_set.RepositoryTask]:
+    """The tasks of the config's tiers, in the order of the folder."""
+    tiers = self._options.tiers or task_set.TIERS
+    tasks = self._set.split(split == 'held_out')
+    return [t for t in tasks if t.tier in tiers]
+
+  def _divided(self) -> tuple[list, list]:
+    """Tasks of RL, and those that SFT is shown the solutions of."""
+    spec = self._spec
+    tasks = self.of_split('train')
+    random.Random(f'{spec.seed}/demonstrations').shuffle(tasks)
+    count = spec.systems['demonstrations'].count
+    if count >= len(tasks):
+      raise ValueError(
+        f'--config.demonstrations.count ({count}) of the {len(tasks)} tasks of '
+        f'{self._options.folder} leaves none for RL, which may not train on '
+        'tasks that were demonstrated.'
+      )
+    return tasks[count:], tasks[:count]
+
+  def _demonstrated(self) -> list[task_set.RepositoryTask]:
+    return self._divided()[1]
+
+  def tasks(
+    self, tokenizer: Any, *, split: str, seed: int
+  ) -> environments.TaskSource:
+    spec = self._spec
+    if split == 'train':
+      chosen = list(self._divided()[0])
+      needed = spec.rl.steps * spec.rl.prompts
+      why = '--config.rl.steps x prompts'
+    else:
+      chosen = self.of_split(split)
+      needed, why = spec.evaluation.episodes, '--config.evaluation.episodes'
+    fitting = [t for t in chosen if self._fits(tokenizer, t)]
+    if len(fitting) < len(chosen):
+      logging.warning(
+        '%d of %d %s tasks are left out: their prompts leave no room in a '
+        'window of --config.episode.max_tokens.',
+        len(chosen) - len(fitting), len(chosen), split,
+      )  # fmt: skip
+    if len(fitting) < needed:
+      raise ValueError(
+        f'{self._options.folder} has {len(fitting)} {split} tasks for this run '
+        f'({len(chosen)} before those whose prompts do not fit), and {why} '
+        f'needs {needed}: no task is played twice. Lower it, or make more '
+        'tasks with `python -m experiments.make_tasks`.'
+      )
+    random.Random(f'{seed}/{split}').shuffle(fitting)
+    by_id = {t.task_id: t for t in fitting}
+    candidates = [
+      curriculum.Candidate(
+        task_id=t.task_id, labels=(f'tier:{t.tier}', f'package:{t.package}')
+      )
+      for t in fitting
+    ]
+    return environments.TaskSource(
+      of_group=lambda group: fitting[group],
+      of_id=by_id.__getitem__,
+      pool=lambda step: candidates,
+    )
+
+  def _fits(self, tokenizer: Any, task: task_set.RepositoryTask) -> bool:
+    spec = self._spec
+    try:
+      made = summarize.Summarizer(
+        tokenizer,
+        environment.prompt_of(task, self._options.repository),
+        spec.summary,
+        max_tokens=spec.episode.max_tokens,
+        max_call_tokens=spec.episode.max_call_tokens,
+      )
+    except ValueError:
+      return False
+    room = spec.episode.max_tokens - len(made.opening_T)
+    return room >= spec.episode.max_call_tokens
+
+  def listed(self, split: str, count: int) -> list[task_set.RepositoryTask]:
+    """Tasks of a split in the order of the run's seed, for evaluations.
+
+    Raises:
+      ValueError: there are fewer than `count`; 0 takes all.
+    """
+    tasks = self.of_split(split)
+    if len(tasks) < max(count, 1):
+      raise ValueError(
+        f'{self._options.folder} has {len(tasks)} {split} tasks of tiers '
+        f'{self._options.tiers or task_set.TIERS}; --tasks asks for '
+        f'{count or "all"}.'
+      )
+    random.Random(f'{self._spec.seed}/{split}').shuffle(tasks)
+    return tasks[: count or None]
+
+  finish_call = '{"tool": "finish", "arguments": {}}'
+
+  def gold(
+    self, task: task_set.RepositoryTask, tokenizer: Any
+  ) -> policies.Policy:
+    """A policy that restores what was deleted, through the tools."""
+    return scripts.gold_policy(task, tokenizer, self._options.repository.tools)
+
+  def functions(self) -> list[Any]:
+    """Tools as chat endpoints take them."""
+    names = self._options.repository.tools
+    return [schemas.TOOLS[name].function() for name in names]
+
+  def environment(self, task: Any, runner: Any) -> environments.Environment:
+    return environment.RepositoryEnvironment(
+      task, runner, self._options.repository, seed=self._spec.seed
+    )
+
+  def demonstrations(self, job: jobs.Job) -> tuple[list, list]:
+    """Solutions through the tools, as chains of windows."""
+    chains = self._solutions(job)
+    # At least one, also of few; the set's tasks are not endless.
+    count = len(chains) - max(1, len(chains) // 20)
+    # Whole chains: windows of a task that is learnt would hold nothing out.
+    learnt, held_out = (
+      list(itertools.chain(*part)) for part in (chains[:count], chains[count:])
+    )
+    return learnt, held_out
+
+  def _solutions(self, job: jobs.Job) -> list[list]:
+    """Chains of (tokens, loss mask) of demonstrated tasks.
+
+    An episode with a call that a limit cut off would teach just that, and is
+    left out. One that a limit ended is kept: what it shows is right.
+    """
+    spec, tasks = self._spec, self._demonstrated()
+    progress.teller('sft')(f'playing the solutions of {len(tasks)} tasks')
+    rollouts = []
+    with job.runner() as runner, progress.Progress('sft', len(tasks)) as bar:
+      for index, task in enumerate(tasks):
+        rollout = episode.run(
+          self.environment(task, runner),
+          self.gold(task, job.tokenizer),
+          job.tokenizer,
+          spec.episode,
+          group=index,
+          member=0,
+          seed=spec.seed + transcripts.SEED,
+          summary=spec.summary,
+        )
+        rollouts.append(rollout)
+        bar.update(len(rollouts))
+    kept = [r for r in rollouts if not r.num_invalid]
+    if len(kept) < 2:
+      raise ValueError(
+        f'Of {len(tasks)} demonstrated tasks {len(kept)} have solutions whose '
+        'calls fit --config.episode.max_call_tokens '
+        f'({spec.episode.max_call_tokens}); SFT needs two. Raise it, or '
+        '--config.demonstrations.count.'
+      )
+    counts = {
+      'tasks': len(tasks),
+      'episodes': len(kept),
+      'tokens': sum(len(t) for r in kept for t in r.trajectories) / len(kept),
+      'turns': sum(r.num_turns for r in kept) / len(kept),
+      'passed': sum(r.verdict.passed for r in kept) / len(kept),
+    }
+    windows = iter(transcripts.shown(job, kept, counts))
+    return [[next(windows) for _ in r.trajectories] for r in kept]

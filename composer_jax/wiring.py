@@ -1,0 +1,193 @@
+"""Joins the spine and the systems: the only module that names both.
+
+The mains call `spec_of` on a config and `systems_of` on what it gives. Each
+table here is the one place where its names are decided.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from composer_jax.core import seams, sections
+from composer_jax.corpus import build, of_run
+from composer_jax.delta.device import transport
+from composer_jax.hf import imported
+from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.pipeline import spec as specs
+from composer_jax.sandbox import options as sandbox_options
+from composer_jax.tasks import curriculum, judging
+from composer_jax.tasks import options as task_options
+from composer_jax.tasks.list_functions import family as generated
+from composer_jax.tasks.practice import list_functions, repository
+from composer_jax.telemetry import progress
+
+# Name of `config.tasks.family` -> its TaskFamily, made of a spec.
+FAMILIES: dict[str, Callable[[specs.Spec], Any]] = {
+  'list_functions': list_functions.ListFunctions,
+  'deletion': repository.RepositoryTasks,
+}
+
+# The sections of a config that systems bring.
+SECTIONS = {
+  'tokenizer': of_run.TokenizerOptions,
+  'data': of_run.DataOptions,
+  'demonstrations': task_options.DemonstrationOptions,
+  'tasks': task_options.TaskOptions,
+  'curriculum': curriculum.CurriculumOptions,
+  'sandbox': sandbox_options.SandboxOptions,
+  'delta': transport.DeltaOptions,
+}
+_PLAIN = ('seed', 'initial', 'layout')
+
+
+def spec_of(config: Mapping[str, Any]) -> specs.Spec:
+  """Builds the spec of a run from nested dictionaries.
+
+  Raises:
+    ValueError: names a field that is unknown (and what it may have meant) or
+      missing, or a value that cannot be.
+  """
+  known = {**specs.SECTIONS, **SECTIONS}
+  for name in config:
+    sections.check_name(name, (*_PLAIN, *known), '--config')
+  made = {
+    name: sections.build(cls, config.get(name, {}), name)
+    for name, cls in known.items()
+  }
+  plain = {name: config[name] for name in _PLAIN if name in config}
+  systems = {name: made.pop(name) for name in SECTIONS}
+  spec = specs.Spec(**plain, **made, systems=systems)
+  _check(spec)
+  return spec
+
+
+def _check(spec: specs.Spec) -> None:
+  """Raises for what spans systems, or a system and the spine."""
+  family = spec.systems['tasks'].family
+  if family not in FAMILIES:
+    raise ValueError(
+      f'--config.tasks.family must be one of {tuple(FAMILIES)}, not {family!r}.'
+    )
+  FAMILIES[family](spec).check()
+  conversations = spec.systems['demonstrations'].conversations
+  if conversations and not spec.initial:
+    raise ValueError(
+      f'--config.demonstrations.conversations ({conversations!r}) needs the '
+      'chat template of an imported model: --config.initial.'
+    )
+  store = spec.systems['delta'].store
+  if store.startswith('memory:') and spec.rl.placement == 'processes':
+    raise ValueError(
+      f'--config.delta.store {store!r} is of one process: set '
+      "--config.rl.placement='colocated', or leave it '' for the workdir."
+    )
+
+
+def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
+  """Yields every field of a run's config with its default and meaning."""
+  spec = spec_of(config)
+  told = sections.meanings(specs.Spec)
+  for field in specs.Spec.__dataclass_fields__.values():
+    if field.name in _PLAIN:
+      yield sections.Entry(
+        field.name,
+        getattr(spec, field.name),
+        field.default,
+        told[field.name],
+      )
+  for name in specs.SECTIONS:
+    yield from sections.entries(getattr(spec, name), path=f'{name}.')
+  for name, section in spec.systems.items():
+    yield from sections.entries(section, path=f'{name}.')
+
+
+def systems_of(spec: specs.Spec) -> seams.Systems:
+  """What a run has of the systems; opens and reads nothing yet."""
+  family = FAMILIES[spec.systems['tasks'].family](spec)
+  open_runner = functools.partial(_open_runner, spec, family)
+  return seams.Systems(
+    family=family,
+    corpus=functools.partial(corpus_of, spec, family),
+    initial=_initial(spec),
+    load_tokenizer=hf_tokenizer.load_any,
+    settle_judge=lambda workdir: judging.settle(
+      workdir,
+      spec.systems['sandbox'],
+      open_runner,
+      needs_execution=family.needs_execution,
+    ),
+    open_runner=open_runner,
+    curriculum=_curriculum(spec),
+    transport=lambda workdir: transport.StoreTransport(
+      workdir, spec.model, spec.systems['delta']
+    ),
+    write_report=_write_report,
+  )
+
+
+def _open_runner(spec: specs.Spec, family: Any, level: str) -> Any:
+  return judging.open_runner(
+    spec.systems['sandbox'],
+    level,
+    images=spec.systems['tasks'].folder,
+    requirements=family.requirements(),
+  )
+
+
+def corpus_of(
+  spec: specs.Spec,
+  family: Any,
+  workdir: pathlib.Path,
+  report: Callable[[str], None] = progress.teller('data'),  # noqa: B008
+) -> of_run.RunCorpus:
+  """The corpus of a run, made in its workdir where it is not there."""
+  # Generated tasks are held out of every corpus: evaluations compare runs.
+  packages, functions, bodies = generated.holdout()
+  packages += family.held_out_packages()
+  data = spec.systems['data']
+  return of_run.RunCorpus(
+    built=of_run.build_corpus(
+      data,
+      workdir,
+      build.HoldOut(packages=packages, functions=functions, bodies=bodies),
+      seed=spec.seed,
+      report=report,
+    ),
+    fim_rate=data.fim_rate,
+    tokenizer_bytes=spec.systems['tokenizer'].train_bytes,
+    vocab_size=spec.model.vocab_size,
+    report=report,
+  )
+
+
+def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
+  if not spec.initial:
+    return None
+  return imported.ImportedModel(
+    folder=spec.initial,
+    model=spec.model,
+    conversations_file=spec.systems['demonstrations'].conversations,
+    seq_len=spec.sft.seq_len,
+  )
+
+
+def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:
+  options = spec.systems['curriculum']
+  if not options.enabled:
+    return None
+  return lambda tasks, workdir, seed: curriculum.Curriculum(
+    tasks.pool,
+    curriculum.Ledger(workdir / curriculum.LEDGER),
+    options,
+    prompts=spec.rl.prompts,
+    max_staleness=spec.rl.max_staleness,
+    seed=seed,
+  )
+
+
+def _write_report(workdir: pathlib.Path) -> pathlib.Path:
+  # Loads matplotlib, which a resumed run need not wait for.
+  from composer_jax.report import document
+
+  return document.write_report(workdir)
