@@ -21,8 +21,10 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.delta.device import received
 from composer_jax.telemetry import stage_times, writer
+
+# Of `delta.device.received`, which a report need not import.
+_RECEIVED = 'received.jsonl'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ def load(workdir: str | pathlib.Path) -> RunData:
     raise ValueError(f'{workdir} is not a directory, so there is no run in it.')
   problems: list[str] = []
   metrics = _metrics(workdir / writer.METRICS, problems)
-  lines = _metrics(workdir / received.RECEIVED, problems)
+  lines = _metrics(workdir / _RECEIVED, problems)
   # Some versions come twice: to a process that was started again, or after the
   # trainer went back.
   latest = {row['step']: row for row in lines}

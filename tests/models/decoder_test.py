@@ -318,7 +318,7 @@ def _yarn(**change):
     (_attention(rope_dim=2), r"GQAConfig has no field \['rope_dim'\]"),
     (_attention(kind='mha'), "attention.kind must be one of .* not 'mha'"),
     (dict(attention=MLA | dict(rope_dim=3)), r'rope_dim \(3\) must be even'),
-    (dict(attention=MLA | dict(q_lora_dim=0)), 'q_lora_dim .* not 0'),
+    (dict(attention=MLA | dict(q_lora_dim=0)), 'q_lora_dim .* got 0'),
     (dict(rope=dict(theta=1e4, interleaved=True)), r"needs \['yarn'\]"),
     (_yarn(factor=0.5), 'factor must be a number of at least 1; got 0.5'),
     (_yarn(factor='40'), "YarnConfig.factor must be a number .* got '40'"),

@@ -252,7 +252,7 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
     (dict(momentum_dtype='bf16'), "momentum_dtype must be one of .*'bf16'"),
     (dict(period=0), 'MuonChoices.period must be an integer of at least 1'),
     (dict(period=2, deterministic=True), 'deterministic needs period=1'),
-    (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* not -1.0'),
+    (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* got -1.0'),
     (dict(beta=1.0), 'MuonChoices.beta must be less than 1'),
     (dict(block_ratio=0.0), 'MuonChoices.block_ratio must be positive'),
   ],
