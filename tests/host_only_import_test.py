@@ -13,7 +13,6 @@ HOST_ONLY = (
   'core/records.py',
   'core/routes/bits.py',
   'core/routes/codec.py',
-  'core/routes/message.py',
   'core/files.py',
   'telemetry',
   'sandbox',

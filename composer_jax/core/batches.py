@@ -27,14 +27,12 @@ class LMBatch(flax.struct.PyTreeNode, kw_only=True):
   loss_weights_BT: jax.Array
 
 
-class RLBatch(flax.struct.PyTreeNode, kw_only=True):
-  """A packed batch of trajectories with what the policy gradient needs.
+class RLBatch(LMBatch, kw_only=True):
+  """A packed batch of trajectories, and what the policy gradient needs.
+
+  A token's loss weight is 1 where the policy sampled it, else 0.
 
   Attributes:
-    tokens_BT: int32.
-    segment_ids_BT: int32; 0 marks padding, trajectories count from 1 per row.
-    positions_BT: int32, position within the trajectory.
-    loss_weights_BT: float32, 1 where the policy sampled the token, else 0.
     rollout_logprobs_BT: float32 under the policy that sampled the token.
     advantages_BT: float32, the trajectory's advantage at each of its tokens.
     temperatures_BT: float32, 1 on padding.
@@ -42,10 +40,6 @@ class RLBatch(flax.struct.PyTreeNode, kw_only=True):
       to route every token afresh.
   """
 
-  tokens_BT: jax.Array
-  segment_ids_BT: jax.Array
-  positions_BT: jax.Array
-  loss_weights_BT: jax.Array
   rollout_logprobs_BT: jax.Array
   advantages_BT: jax.Array
   temperatures_BT: jax.Array

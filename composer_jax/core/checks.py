@@ -1,4 +1,9 @@
-"""What fields of configs and records must be; errors name field and value."""
+"""What values of configs and records must be; errors name field and value.
+
+  MoEConfig.num_active must be an integer of at least 1; got 0.
+
+Who reads a config puts the name of the section (--config.model.moe) before it.
+"""
 
 import math
 from collections.abc import Iterable
@@ -7,76 +12,73 @@ from typing import Any
 import numpy as np
 
 
-def at_least(config: Any, lowest: int, *names: str) -> None:
+def _field(owner: Any, name: str) -> str:
+  return f'{type(owner).__name__}.{name}'
+
+
+def require(owner: Any, name: str, is_right: Any, rule: str) -> None:
+  """Raises a ValueError with field, rule ('be positive') and value."""
+  if not is_right:
+    value = getattr(owner, name)
+    raise ValueError(f'{_field(owner, name)} must {rule}; got {value!r}.')
+
+
+def _is_integer(value: Any) -> bool:
+  return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def at_least(owner: Any, lowest: int, *names: str) -> None:
+  rule = f'be an integer of at least {lowest}'
   for name in names:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be an integer of at least '
-        f'{lowest}, not {value!r}.'
-      )
+    value = getattr(owner, name)
+    require(owner, name, _is_integer(value) and value >= lowest, rule)
 
 
-def boolean(config: Any, *names: str) -> None:
+def number(owner: Any, lowest: float, *names: str) -> None:
+  rule = f'be a number of at least {lowest:g}'
   for name in names:
-    if not isinstance(getattr(config, name), bool):
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be true or false, not '
-        f'{getattr(config, name)!r}.'
-      )
-
-
-def number(config: Any, lowest: float, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
+    value = getattr(owner, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < lowest:
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be a number of at least '
-        f'{lowest:g}, not {value!r}.'
-      )
+    is_right = is_number and math.isfinite(value) and value >= lowest
+    require(owner, name, is_right, rule)
 
 
-def positive(config: Any, *names: str) -> None:
-  number(config, 0, *names)
+def positive(owner: Any, *names: str) -> None:
+  number(owner, 0, *names)
   for name in names:
-    if not getattr(config, name) > 0:
-      raise ValueError(
-        f'{type(config).__name__}.{name} must be positive, not '
-        f'{getattr(config, name)!r}.'
-      )
+    require(owner, name, getattr(owner, name) > 0, 'be positive')
 
 
-def one_of(config: Any, name: str, known: tuple[str, ...]) -> None:
-  if getattr(config, name) not in known:
-    raise ValueError(f'{name} {getattr(config, name)!r} is not one of {known}.')
+def boolean(owner: Any, *names: str) -> None:
+  for name in names:
+    is_right = isinstance(getattr(owner, name), bool)
+    require(owner, name, is_right, 'be true or false')
 
 
-def array(name: str, value: Any, dtype: Any, shape: tuple) -> None:
-  """Raises a ValueError that names the field unless dtype and shape match.
+def one_of(owner: Any, name: str, known: tuple[str, ...]) -> None:
+  require(owner, name, getattr(owner, name) in known, f'be one of {known}')
 
-  Args:
-    name: the field, for the message.
-    value: to check.
-    dtype: the numpy dtype required.
-    shape: required lengths; None accepts any length along that axis.
-  """
+
+def integers(owner: Any, *names: str) -> None:
+  """Raises unless all elements of the fields are integers."""
+  for name in names:
+    values: Iterable[Any] = getattr(owner, name)
+    require(owner, name, all(map(_is_integer, values)), 'hold integers')
+
+
+def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:
+  """Raises unless a field is an array of a dtype; None fits any length."""
+  value = getattr(owner, name)
   if not isinstance(value, np.ndarray) or value.dtype != dtype:
-    found = getattr(value, 'dtype', type(value).__name__)
+    got = getattr(value, 'dtype', type(value).__name__)
     raise ValueError(
-      f'{name} must be a numpy array of {np.dtype(dtype)}, not {found}.'
+      f'{_field(owner, name)} must be a numpy array of {np.dtype(dtype)}; got '
+      f'{got}.'
     )
   fits = len(shape) == value.ndim and all(
-    want is None or want == have
-    for want, have in zip(shape, value.shape, strict=True)
+    want in (None, have) for want, have in zip(shape, value.shape, strict=True)
   )
   if not fits:
-    raise ValueError(f'{name} has shape {value.shape}; {shape} is required.')
-
-
-def integers(name: str, values: Iterable[Any]) -> None:
-  """Raises a ValueError that names the field and what is no integer."""
-  for value in values:
-    is_integer = isinstance(value, int | np.integer)
-    if isinstance(value, bool) or not is_integer:
-      raise ValueError(f'{name} must be integer, not {value!r}.')
+    raise ValueError(
+      f'{_field(owner, name)} has shape {value.shape}; {shape} is required.'
+    )

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, their hashes, and folders of one owner."""
+"""Files that are whole or absent, JSON, and folders of one owner."""
 
 import contextlib
 import fcntl
@@ -28,11 +28,7 @@ def fsync_directory(path: pathlib.Path) -> None:
 
 
 def write_atomic(path: str | os.PathLike, data: bytes) -> None:
-  """Writes a file that a reader sees whole or not at all.
-
-  Args:
-    path: parents are made when missing.
-    data: the whole content.
+  """Writes a file that a reader sees whole or not at all; makes its parents.
 
   Raises:
     OSError: with the path and the number of bytes when the disk is full or
@@ -128,27 +124,26 @@ def sweep(
   Returns:
     The deleted files and folders.
   """
-  found: list[pathlib.Path] = []
+  deleted: list[pathlib.Path] = []
+  may_vanish = older_than_s is not None  # Its writer renames it meanwhile.
   # Not rglob, which fails when a folder goes meanwhile.
   for parent, folders, names in os.walk(folder):
-    for name in [*folders, *names]:
-      if not _TEMPORARY.fullmatch(name):
-        continue
+    for name in filter(_TEMPORARY.fullmatch, [*folders, *names]):
       path = pathlib.Path(parent, name)
       if older_than_s is not None:
         try:
           age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
-          continue  # its writer has renamed it
+          continue
         if age_s < older_than_s:
           continue
       if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=older_than_s is not None)
+        shutil.rmtree(path, ignore_errors=may_vanish)
         folders.remove(name)
       else:
-        path.unlink(missing_ok=older_than_s is not None)
-      found.append(path)
-  return found
+        path.unlink(missing_ok=may_vanish)
+      deleted.append(path)
+  return deleted
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -164,6 +159,16 @@ def read_json(path: str | os.PathLike) -> Any:
     return json.loads(text)
   except ValueError as error:
     raise ValueError(f'{path} is not valid JSON ({error}).') from error
+
+
+def flatten(value: Any, prefix: str = '') -> dict[str, Any]:
+  """Returns {'a.b.c': leaf} of nested JSON; lists and {} are leaves."""
+  if not isinstance(value, dict) or not value:
+    return {prefix: value}
+  leaves = {}
+  for key, inner in value.items():
+    leaves |= flatten(inner, f'{prefix}.{key}' if prefix else str(key))
+  return leaves
 
 
 def sha256(data: bytes) -> str:

@@ -1,13 +1,15 @@
 """A finished group of rollouts as bytes: what workers write and trainers read.
 
 An `.npz` without pickles, whose routes are packed tapes (`core.routes.codec`)
-and the rest compressed arrays, with one JSON header.
+and the rest compressed arrays, with one JSON header. Equal groups are equal
+bytes.
 """
 
 import dataclasses
 import io
 import json
 import zipfile
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,11 @@ import numpy as np
 from composer_jax.core import records, turns
 from composer_jax.core.routes import codec
 
-_TRAJECTORY_ARRAYS = (
-  'tokens_T',
-  'loss_mask_T',
-  'logprobs_T',
-  'policy_version_T',
-)
+_ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', 'policy_version_T')
 _ROUTES = 'routes'
+# Fields of a rollout that follow the others in its header; trajectories are
+# arrays and, each, a temperature.
+_LAST = ('turns', 'hints', 'verdict')
 
 
 def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
@@ -42,15 +42,21 @@ def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
 
 def _array_bytes(array: np.ndarray) -> bytes:
   buffer = io.BytesIO()
-  np.lib.format.write_array(buffer, array, allow_pickle=False)
+  np.save(buffer, array, allow_pickle=False)
   return buffer.getvalue()
 
 
-def to_bytes(group: records.Group) -> bytes:
-  """Serialises a group as an `.npz` with one JSON header.
+def _plain(value: Any) -> Any:
+  """Returns what JSON is to hold of a value that it does not know."""
+  if isinstance(value, np.ndarray):
+    return value.tolist()
+  if isinstance(value, Mapping):
+    return dict(value)
+  return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
-  All but the routes is compressed; those are packed by `core.routes.codec`, and
-  deflating them would take long and save nothing.
+
+def to_bytes(group: records.Group) -> bytes:
+  """Serialises a group; deflating routes, too, would take long for nothing.
 
   Raises:
     ValueError: routes that no router makes, by trajectory, token and layer.
@@ -59,7 +65,7 @@ def to_bytes(group: records.Group) -> bytes:
   rollouts = []
   for r in group.rollouts:
     for i, t in enumerate(r.trajectories):
-      for name in _TRAJECTORY_ARRAYS:
+      for name in _ARRAYS:
         arrays[f'{r.member}/{i}/{name}'] = getattr(t, name)
       try:
         routes = _routes_to_bytes(t.expert_ids_TMA)
@@ -68,30 +74,15 @@ def to_bytes(group: records.Group) -> bytes:
           f'Group {group.group}, member {r.member}, trajectory {i}: {error}'
         ) from error
       arrays[f'{r.member}/{i}/{_ROUTES}'] = np.frombuffer(routes, np.uint8)
-    header = {
-      f.name: getattr(r, f.name)
-      for f in dataclasses.fields(r)
-      if f.name not in ('trajectories', 'verdict', 'turns', 'hints')
-    }
-    header['turns'] = [dataclasses.asdict(t) for t in r.turns]
-    header['hints'] = [
-      {**dataclasses.asdict(h), 'tokens_T': h.tokens_T.tolist()}
-      for h in r.hints
-    ]
-    header['reward_terms'] = dict(r.reward_terms)
-    header['verdict'] = dataclasses.asdict(r.verdict)
+    names = [f.name for f in dataclasses.fields(r) if f.name not in _LAST]
+    names.remove('trajectories')
+    header = {name: getattr(r, name) for name in (*names, *_LAST)}
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
   # As pairs: the keys of a JSON object are texts.
   pairs = None if group.policies is None else sorted(group.policies.items())
-  text = json.dumps(
-    {
-      'group': group.group,
-      'task_id': group.task_id,
-      'policies': pairs,
-      'rollouts': rollouts,
-    }
-  )
+  header = {'group': group.group, 'task_id': group.task_id, 'policies': pairs}
+  text = json.dumps(header | {'rollouts': rollouts}, default=_plain)
   arrays['header'] = np.frombuffer(text.encode(), np.uint8)
   buffer = io.BytesIO()
   with zipfile.ZipFile(buffer, 'w') as archive:
@@ -140,10 +131,9 @@ def _hint(fields: dict[str, Any]) -> turns.Hint:
 def _trajectory(
   arrays: Any, name: str, temperature: float
 ) -> records.Trajectory:
-  fields = {field: arrays[f'{name}/{field}'] for field in _TRAJECTORY_ARRAYS}
-  tape = codec.decode(
-    arrays[f'{name}/{_ROUTES}'].tobytes(), num_tokens=len(fields['tokens_T'])
-  )
-  return records.Trajectory(
-    expert_ids_TMA=tape.ids_TMA, temperature=temperature, **fields
-  )
+  fields = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
+  routes = arrays[f'{name}/{_ROUTES}'].tobytes()
+  fields['expert_ids_TMA'] = codec.decode(
+    routes, num_tokens=len(fields['tokens_T'])
+  ).ids_TMA
+  return records.Trajectory(temperature=temperature, **fields)

@@ -49,9 +49,6 @@ def targeting(platform: str) -> Iterator[set[str]]:
 
   Yields:
     The lines of `stands_in`, which grow while something is traced anew.
-
-  Raises:
-    ValueError: an unknown platform.
   """
   if platform not in PLATFORMS:
     raise ValueError(

@@ -1,5 +1,10 @@
 """Numpy records that cross processes: what was sampled, judged and grouped.
 
+A policy answers a `SampleRequest` with a `Completion`. An episode makes
+`Trajectory`s of those, one for each context window, and a `Rollout` of all with
+the `Verdict` of its task; the rollouts of one prompt are a `Group`, which
+training learns from.
+
 Every record is frozen, keyword-only and checked when it is made, so that code
 behind a boundary may trust it. Per-token arrays are indexed by the token they
 are *about* and are token-major; device batches (`core.batches`) are
@@ -8,15 +13,14 @@ never as pickles: a reader runs no code of the writer's.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 
-# Not recorded: the trainer routes that token afresh. A gather with it is NaN,
-# so substitute before gathering.
+# Not recorded: the trainer routes that token afresh. A gather with it is NaN.
 NO_ROUTE = int(np.iinfo(np.uint16).max)
 
 # Outcomes of grading. Infrastructure failures are not failures of the policy.
@@ -30,9 +34,8 @@ VERDICT_STATUSES = (GRADED, UNFINISHED, INFRASTRUCTURE)
 class Trajectory:
   """One context window of an agent episode.
 
-  Per-token arrays are indexed by the token they are about: `logprobs_T[t]` is
-  the log-probability of `tokens_T[t]` given those before it, and
-  `expert_ids_TMA[t]` are the experts used by the pass that consumed it. The
+  `logprobs_T[t]` is the log-probability of `tokens_T[t]` given those before it,
+  and `expert_ids_TMA[t]` are the experts used by the pass that consumed it. The
   last token of a window is consumed by no pass and has `NO_ROUTE`.
 
   Attributes:
@@ -54,23 +57,20 @@ class Trajectory:
   temperature: float
 
   def __post_init__(self):
-    length = (len(self.tokens_T),)
-    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
-    checks.array('loss_mask_T', self.loss_mask_T, np.bool_, length)
-    checks.array('logprobs_T', self.logprobs_T, np.float32, length)
-    checks.array('policy_version_T', self.policy_version_T, np.int32, length)
-    checks.array(
-      'expert_ids_TMA', self.expert_ids_TMA, np.uint16, (*length, None, None)
-    )
+    length = len(self.tokens_T)
+    checks.array(self, 'tokens_T', np.int32, None)
+    checks.array(self, 'loss_mask_T', np.bool_, length)
+    checks.array(self, 'logprobs_T', np.float32, length)
+    checks.array(self, 'policy_version_T', np.int32, length)
+    checks.array(self, 'expert_ids_TMA', np.uint16, length, None, None)
     if np.any(np.diff(self.policy_version_T) < 0):
       raise ValueError(
         'policy_version_T must never decrease within a trajectory; it is '
         f'{self.policy_version_T.tolist()}.'
       )
+    checks.require(self, 'temperature', self.temperature > 0, 'be positive')
     if not np.all(np.isfinite(self.logprobs_T)):
       raise ValueError('logprobs_T holds a value that is not finite.')
-    if not self.temperature > 0:
-      raise ValueError(f'temperature must be positive, not {self.temperature}.')
 
   def __len__(self) -> int:
     return len(self.tokens_T)
@@ -98,18 +98,12 @@ class Verdict:
   detail: str = ''
 
   def __post_init__(self):
-    if self.status not in VERDICT_STATUSES:
-      raise ValueError(
-        f'Verdict.status {self.status!r} is not one of {VERDICT_STATUSES}.'
-      )
-    if not 0 <= self.num_passed <= self.num_tests:
-      raise ValueError(
-        f'num_passed ({self.num_passed}) must lie in 0..num_tests '
-        f'({self.num_tests}).'
-      )
-    if self.passed and (
-      self.status != GRADED or self.num_passed != self.num_tests
-    ):
+    checks.one_of(self, 'status', VERDICT_STATUSES)
+    is_count = 0 <= self.num_passed <= self.num_tests
+    rule = f'lie in 0..num_tests ({self.num_tests})'
+    checks.require(self, 'num_passed', is_count, rule)
+    is_perfect = self.status == GRADED and self.num_passed == self.num_tests
+    if self.passed and not is_perfect:
       raise ValueError(
         'passed needs status "graded" and every test passed; got '
         f'{self.status!r} with {self.num_passed} of {self.num_tests}.'
@@ -161,8 +155,7 @@ class Rollout:
       raise ValueError(f'Rollout of task {self.task_id!r} has no trajectory.')
     lengths = [len(t) for t in self.trajectories]
     turns_lib.check_inside((*self.turns, *self.hints), lengths)
-    if not np.isfinite(self.reward):
-      raise ValueError(f'reward must be finite, not {self.reward}.')
+    checks.require(self, 'reward', np.isfinite(self.reward), 'be finite')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,14 +208,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-  """Asks the engine to go on with a session.
+  """Asks the engine to go on with a session: one context window.
 
-  A session is one context window: the engine keeps its KV cache between
-  requests, so `context_T` holds only what it has not seen yet.
-
-  The three truncations apply in the order top_k, top_p, min_p, each to what
-  the one before left, after the temperature. They are for serving: a trainer
-  divides by the temperature and knows nothing of them.
+  The engine keeps its KV cache between requests, so `context_T` holds only what
+  it has not seen yet. Truncations apply in the order top_k, top_p, min_p, each
+  to what the one before left, after the temperature. They are for serving: a
+  trainer divides by the temperature and knows nothing of them.
 
   Attributes:
     session: names the context window; the first request opens it.
@@ -249,74 +240,21 @@ class SampleRequest:
   min_p: float = 0.0
 
   def __post_init__(self):
-    checks.array('context_T', self.context_T, np.int32, (None,))
-    checks.integers('seed', self.seed)
-    checks.integers('stop_tokens', self.stop_tokens)
-    checks.integers('max_new_tokens', (self.max_new_tokens,))
-    checks.integers('top_k', (self.top_k,))
-    if self.max_new_tokens < 1:
-      raise ValueError(
-        f'max_new_tokens must be at least 1, not {self.max_new_tokens}.'
-      )
-    if not 0 <= self.temperature < np.inf:
-      raise ValueError(
-        'temperature must be positive and finite, or 0 for the likeliest '
-        f'token; not {self.temperature}.'
-      )
-    if not 0 < self.top_p <= 1:
-      raise ValueError(
-        f'top_p must lie above 0 and at most at 1, not {self.top_p}; 1 keeps '
-        'every token.'
-      )
-    if self.top_k < 0:
-      raise ValueError(
-        f'top_k must not be negative, but is {self.top_k}; 0 keeps every token.'
-      )
-    if not 0 <= self.min_p < 1:
-      raise ValueError(
-        f'min_p must lie at least at 0 and below 1, not {self.min_p}; 0 keeps '
-        'every token.'
-      )
+    checks.array(self, 'context_T', np.int32, None)
+    checks.integers(self, 'seed', 'stop_tokens')
+    checks.at_least(self, 1, 'max_new_tokens')
+    checks.at_least(self, 0, 'top_k')
+    for name, is_right, rule in (
+      ('temperature', 0 <= self.temperature < np.inf, '[0, inf); 0 is greedy'),
+      ('top_p', 0 < self.top_p <= 1, '(0, 1]; 1 keeps every token'),
+      ('min_p', 0 <= self.min_p < 1, '[0, 1); 0 keeps every token'),
+    ):
+      checks.require(self, name, is_right, f'lie in {rule}')
 
   @property
   def truncates(self) -> bool:
-    """Whether some tokens have no chance, however likely the model finds them.
-
-    Temperature 0 is not meant: it takes the likeliest token, which is kept.
-    """
+    """Whether some tokens have no chance; temperature 0 is not meant."""
     return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
-  """Tokens sampled for a request in one dispatch, told while it goes on.
-
-  The arrays are as in Completion; X = 0 from an engine that reports no
-  alternatives.
-
-  Attributes:
-    session: as in the request.
-    position: of the first of them in the session.
-  """
-
-  session: str
-  position: int
-  tokens_T: np.ndarray
-  logprobs_T: np.ndarray
-  raw_logprobs_T: np.ndarray
-  policy_version_T: np.ndarray
-  top_ids_TX: np.ndarray
-  top_logprobs_TX: np.ndarray
-
-
-def join_tokens(parts: Sequence[Tokens]) -> Tokens:
-  """Returns, as a copy, what parts that follow each other say together."""
-  joined = {
-    name: np.concatenate([getattr(part, name) for part in parts])
-    for name in Tokens.__slots__
-    if name not in ('session', 'position')
-  }
-  return Tokens(session=parts[0].session, position=parts[0].position, **joined)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,22 +302,15 @@ class Completion:
   top_logprobs_TX: np.ndarray | None = None
 
   def __post_init__(self):
-    length = (len(self.tokens_T),)
-    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
-    checks.array('logprobs_T', self.logprobs_T, np.float32, length)
-    checks.array('policy_version_T', self.policy_version_T, np.int32, length)
-    checks.array(
-      'consumed_expert_ids_TMA',
-      self.consumed_expert_ids_TMA,
-      np.uint16,
-      (None, None, None),
-    )
+    length, routes = len(self.tokens_T), 'consumed_expert_ids_TMA'
+    checks.array(self, 'tokens_T', np.int32, None)
+    checks.array(self, 'logprobs_T', np.float32, length)
+    checks.array(self, 'policy_version_T', np.int32, length)
+    checks.array(self, routes, np.uint16, None, None, None)
     if self.raw_logprobs_T is not None:
-      checks.array('raw_logprobs_T', self.raw_logprobs_T, np.float32, length)
-    if self.routes_start is not None and self.routes_start < 0:
-      raise ValueError(
-        f'routes_start must not be negative, but is {self.routes_start}.'
-      )
+      checks.array(self, 'raw_logprobs_T', np.float32, length)
+    if self.routes_start is not None:
+      checks.at_least(self, 0, 'routes_start')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +322,6 @@ class Failure:
     position: in the session, of the first token of the pass that gave values
       that are not finite: a chunk of context, or one token.
     version: of the policy that computed them.
-    reason: one sentence.
   """
 
   session: str

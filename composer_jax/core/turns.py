@@ -37,11 +37,9 @@ class Turn:
   outcome: str
 
   def __post_init__(self):
-    if self.outcome not in OUTCOMES or not 0 <= self.start < self.stop:
-      raise ValueError(
-        f'Turn.outcome {self.outcome!r} must be one of {OUTCOMES}, and start '
-        f'({self.start}) lie below stop ({self.stop}).'
-      )
+    checks.one_of(self, 'outcome', OUTCOMES)
+    in_order = 0 <= self.start < self.stop
+    checks.require(self, 'start', in_order, f'lie below stop ({self.stop})')
 
   @property
   def is_valid(self) -> bool:
@@ -71,7 +69,7 @@ class Hint:
   tokens_T: np.ndarray
 
   def __post_init__(self):
-    checks.array('tokens_T', self.tokens_T, np.int32, (None,))
+    checks.array(self, 'tokens_T', np.int32, None)
     if not 0 <= self.at <= self.start < self.stop:
       raise ValueError(
         f'Hint.at ({self.at}) must be at most start ({self.start}), which '

@@ -17,14 +17,11 @@ _MIN_FIM_PIECE = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-  """A part of a document in a row: `document[start:stop]`.
+class DocumentPart:
+  """Tokens `documents[document][start:stop]` in a row.
 
   Attributes:
-    document: index into the documents.
-    start: first token.
-    stop: one past the last token.
-    is_fim: rearranged, which takes `overhead` more tokens in the row.
+    is_fim: rearranged, which takes `fim_overhead` more tokens in the row.
   """
 
   document: int
@@ -33,7 +30,9 @@ class Piece:
   is_fim: bool = False
 
 
-Row = tuple[Piece, ...]
+Row = tuple[DocumentPart, ...]
+# int32 tokens, and a mask of those to learn; None to learn all.
+Learned = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +68,7 @@ def concatenate(
   """
   draws = _uniform(rng)
   rows: list[Row] = []
-  row: list[Piece] = []
+  row: list[DocumentPart] = []
   space = seq_len
   for document in rng.permutation(len(lengths)).tolist():
     start, length = 0, int(lengths[document])
@@ -82,7 +81,7 @@ def concatenate(
       )
       stop = min(length, start + (room if is_fim else space))
       row.append(
-        Piece(document=document, start=start, stop=stop, is_fim=is_fim)
+        DocumentPart(document=document, start=start, stop=stop, is_fim=is_fim)
       )
       space -= stop - start + (fim_overhead if is_fim else 0)
       start = stop
@@ -106,11 +105,7 @@ def first_fit(
 ) -> list[Row]:
   """Puts each whole document into the first open row that has room.
 
-  Args:
-    lengths: tokens of each document, none above `seq_len`.
-    seq_len: tokens of a row.
-    rng: draws the order of the documents.
-    num_open: rows that may still take a document; more fill better.
+  More open rows, which may still take a document, fill better.
 
   Raises:
     ValueError: a document is longer than a row.
@@ -122,7 +117,7 @@ def first_fit(
       f'seq_len ({seq_len}); raise seq_len or leave such documents out.'
     )
   done: list[Row] = []
-  rows: list[list[Piece]] = []
+  rows: list[list[DocumentPart]] = []
   spaces: list[int] = []
   for document in rng.permutation(len(lengths)).tolist():
     length = int(lengths[document])
@@ -137,24 +132,18 @@ def first_fit(
       index = len(rows)
       rows.append([])
       spaces.append(seq_len)
-    rows[index].append(Piece(document=document, start=0, stop=length))
+    rows[index].append(DocumentPart(document=document, start=0, stop=length))
     spaces[index] -= length
   return done + [tuple(row) for row in rows]
 
 
 def fill(
-  row: Row,
-  seq_len: int,
-  get: Callable[[Piece], tuple[np.ndarray, np.ndarray | None]],
+  row: Row, seq_len: int, get: Callable[[DocumentPart], Learned]
 ) -> FilledRow:
-  """Writes the pieces of a row one after another, each its own segment.
+  """Writes the parts of a row one after another, each its own segment.
 
-  Args:
-    row: the pieces, possibly none: then all is padding.
-    seq_len: tokens of the row.
-    get: returns int32 tokens of a piece and a mask of those to learn, or None
-      to learn all. The first token of a piece is never learnt: nothing before
-      it predicts it.
+  Without any all is padding. The first token of a part is never learnt: nothing
+  before it predicts it.
   """
   filled = FilledRow(
     tokens_T=np.zeros(seq_len, np.int32),

@@ -12,6 +12,7 @@ less than handing rows between threads.
 """
 
 import bisect
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -30,39 +31,31 @@ _ORDER, _FIM = 0, 1
 _ENDLESS = 2**52
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class _Rows:
   """Rows by number over all epochs: grain's random-access data source."""
 
-  def __init__(
-    self,
-    documents: Sequence[Document],
-    *,
-    seq_len: int,
-    seed: int,
-    fim_rate: float,
-    fim_marks: fim.Marks,
-    whole: bool,
-    num_epochs: int | None,
-    multiple: int,
-  ):
-    self._documents = documents
-    self._seq_len = seq_len
-    self._seed = seed
-    self._fim_rate = fim_rate
-    self._fim_marks = fim_marks
-    self._whole = whole
+  documents: Sequence[Document]
+  seq_len: int
+  seed: int
+  fim_rate: float
+  fim_marks: fim.Marks
+  whole: bool
+  num_epochs: int | None
+  multiple: int  # Of which the number of rows is one.
+
+  def __post_init__(self):
     self._lengths = [
-      len(_split(documents[i])[0]) for i in range(len(documents))
+      len(_split(self.documents[i])[0]) for i in range(len(self.documents))
     ]
     # First row of each epoch planned so far, and the plan of one of them.
     self._firsts = [0]
     self._epoch, self._plan = -1, []
-    self._len = _ENDLESS - _ENDLESS % multiple
-    if num_epochs is not None:
-      for epoch in range(num_epochs):
+    self._len = _ENDLESS - _ENDLESS % self.multiple
+    if self.num_epochs is not None:
+      for epoch in range(self.num_epochs):
         self._plan_epoch(epoch)
-      self._len = -(-self._firsts[num_epochs] // multiple) * multiple
-    self._num_epochs = num_epochs
+      self._len = -(-self._firsts[-1] // self.multiple) * self.multiple
 
   def __len__(self) -> int:
     return self._len
@@ -71,54 +64,53 @@ class _Rows:
     while index >= self._firsts[-1] and not self._is_last(len(self._firsts)):
       self._plan_epoch(len(self._firsts) - 1)
     if index >= self._firsts[-1]:
-      return packing.fill((), self._seq_len, self._get)
+      return packing.fill((), self.seq_len, self._get)
     epoch = bisect.bisect_right(self._firsts, index) - 1
     if epoch != self._epoch:
       self._plan_epoch(epoch)
     row = self._plan[index - self._firsts[epoch]]
-    return packing.fill(row, self._seq_len, self._get)
+    return packing.fill(row, self.seq_len, self._get)
 
   def _is_last(self, num_firsts: int) -> bool:
-    return self._num_epochs is not None and num_firsts > self._num_epochs
+    return self.num_epochs is not None and num_firsts > self.num_epochs
 
   def _plan_epoch(self, epoch: int) -> None:
-    rng = np.random.default_rng((self._seed, epoch, _ORDER))
-    if self._whole:
-      plan = packing.first_fit(self._lengths, self._seq_len, rng=rng)
+    rng = np.random.default_rng((self.seed, epoch, _ORDER))
+    if self.whole:
+      plan = packing.first_fit(self._lengths, self.seq_len, rng=rng)
     else:
       plan = packing.concatenate(
         self._lengths,
-        self._seq_len,
+        self.seq_len,
         rng=rng,
-        fim_rate=self._fim_rate,
+        fim_rate=self.fim_rate,
         fim_overhead=fim.OVERHEAD,
       )
     if epoch + 1 == len(self._firsts):
       self._firsts.append(self._firsts[-1] + len(plan))
     self._epoch, self._plan = epoch, plan
 
-  def _get(self, piece: packing.Piece) -> tuple[np.ndarray, np.ndarray | None]:
-    tokens, mask = _split(self._documents[piece.document])
+  def _get(self, piece: packing.DocumentPart) -> packing.Learned:
+    tokens, mask = _split(self.documents[piece.document])
     tokens = tokens[piece.start : piece.stop]
     if mask is not None:
       mask = mask[piece.start : piece.stop]
     if piece.is_fim:
-      where = (self._seed, self._epoch, _FIM, piece.document, piece.start)
+      where = (self.seed, self._epoch, _FIM, piece.document, piece.start)
       rng = np.random.default_rng(where)
-      tokens = fim.transform(tokens, rng, marks=self._fim_marks)
+      tokens = fim.transform(tokens, rng, marks=self.fim_marks)
     return tokens, mask
 
 
-def _split(document: Document) -> tuple[np.ndarray, np.ndarray | None]:
+def _split(document: Document) -> packing.Learned:
   return document if isinstance(document, tuple) else (document, None)
 
 
 def _stack(rows: Sequence[packing.FilledRow]) -> batches.LMBatch:
-  names = ('tokens', 'segment_ids', 'positions', 'loss_weights')
   # Numpy leaves: placing them on devices is the trainer's affair.
   arrays: dict[str, Any] = {
-    f'{name}_BT': np.stack([getattr(row, f'{name}_T') for row in rows])
-    for name in names
+    f'{name}BT': np.stack([getattr(row, f'{name}T') for row in rows])
+    for name in ('tokens_', 'segment_ids_', 'positions_', 'loss_weights_')
   }
   return batches.LMBatch(**arrays)
 
@@ -138,10 +130,8 @@ class LMStream:
 
   def get_state(self) -> dict[str, Any]:
     """Returns what `set_state` needs to go on after the last batch."""
-    return {
-      'grain': self._iterator.get_state(),
-      'fingerprint': self._fingerprint,
-    }
+    state = self._iterator.get_state()
+    return {'grain': state, 'fingerprint': self._fingerprint}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Goes on where `state` was taken, forwards or backwards.
@@ -178,8 +168,6 @@ def lm_stream(
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
       carry loss (SFT). Random access; may read a memory map.
-    batch_size: rows.
-    seq_len: tokens of a row.
     seed: of order, cuts and rearrangement.
     fim_rate: share of pieces rearranged for fill-in-the-middle; only for
       documents without mask.
@@ -208,16 +196,16 @@ def lm_stream(
       f'fim_rate ({fim_rate}) needs documents that may be cut and have no '
       'loss mask; set it to 0 for transcripts.'
     )
-  options: dict[str, Any] = {
-    'seq_len': seq_len,
-    'seed': seed,
-    'fim_rate': fim_rate,
-    'fim_marks': fim_marks,
-    'whole': whole,
-    'num_epochs': num_epochs,
-  }
+  options: dict[str, Any] = dict(
+    seq_len=seq_len,
+    seed=seed,
+    fim_rate=fim_rate,
+    fim_marks=fim_marks,
+    whole=whole,
+    num_epochs=num_epochs,
+  )
   fingerprint = _fingerprint(documents, {**options, 'batch_size': batch_size})
-  rows = _Rows(documents, multiple=batch_size, **options)
+  rows = _Rows(documents=documents, multiple=batch_size, **options)
   dataset = (
     grain.MapDataset.source(rows)
     .batch(batch_size, batch_fn=_stack)

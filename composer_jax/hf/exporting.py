@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from composer_jax.core import dotted, files
+from composer_jax.core import files
 from composer_jax.hf import identity, importing, making
 from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import blocks, cast, names, quantized, source
@@ -179,7 +179,7 @@ def _record(imported: pathlib.Path) -> dict[str, Any]:
 
 def _weightless(c: model_config.ModelConfig) -> dict[str, Any]:
   """Returns the config without the choices of a training run."""
-  fields = dotted.flatten(c.to_dict())
+  fields = files.flatten(c.to_dict())
   return {k: v for k, v in fields.items() if k not in model_config.FREE}
 
 

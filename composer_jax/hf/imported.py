@@ -11,7 +11,7 @@ import os
 import pathlib
 from typing import Any
 
-from composer_jax.core import dotted, files
+from composer_jax.core import files
 from composer_jax.hf import identity, importing
 from composer_jax.hf.text import chat_template, conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
@@ -51,8 +51,8 @@ def check_model(
 ) -> None:
   """Raises a ValueError that names where the run's model is another one."""
   # Through JSON, so that both are what was read back.
-  wanted = dotted.flatten(json.loads(json.dumps(model.to_dict())))
-  there = dotted.flatten(model_of(folder))
+  wanted = files.flatten(json.loads(json.dumps(model.to_dict())))
+  there = files.flatten(model_of(folder))
   missing = object()
   differing = [
     f'{key} is {there.get(key, "absent")!r} there and '

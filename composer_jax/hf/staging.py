@@ -82,7 +82,7 @@ class Staging:
 
   def _has(self, name: str, chunks: Iterable[str]) -> bool:
     return all(
-      self._path(name, [s.start for s in hashes.bounds(bounds)]).exists()
+      self._path(name, [start for start, _ in hashes.index_of(bounds)]).exists()
       for bounds in chunks
     )
 

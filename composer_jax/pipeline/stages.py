@@ -113,7 +113,6 @@ def _train(
     checkpoint_every=stage.checkpoint_every,
     eval_every=stage.eval_every,
     log_every=stage.log_every,
-    keep=2,
     seed=job.spec.seed,
   )
   loop.run(

@@ -206,7 +206,6 @@ def _lower(
       checkpoint_every=1000,
       eval_every=1000,
       log_every=1,
-      keep=1,
       seed=0,
     ),
     model,

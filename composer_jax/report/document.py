@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import dotted, files
+from composer_jax.core import files
 from composer_jax.report import episodes as episode_sections
-from composer_jax.report import figures, html, run_data
+from composer_jax.report import figures, html, metrics, run_data
 from composer_jax.report import policies as delta_sections
 from composer_jax.report import reinforcement as rl_sections
 from composer_jax.telemetry import intervals, progress
@@ -87,7 +87,22 @@ def build(run: run_data.RunData) -> str:
     episode_sections.episodes(run),
     _corpus(run),
     _run_details(run),
+    _meanings(run),
   )
+
+
+def _meanings(run: run_data.RunData) -> html.Markup:
+  """Explains the metrics that the run has, by stage."""
+  there = {(row['stage'], name) for row in run.metrics for name in row}
+  told = {k: v for k, v in metrics.meanings().items() if k in there}
+  parts = [
+    html.titled(
+      STAGES.get(stage, stage),
+      html.pairs({name: told[s, name] for s, name in told if s == stage}),
+    )
+    for stage in dict.fromkeys(stage for stage, _ in told)
+  ]
+  return html.details('What the metrics of metrics.jsonl mean', *parts)
 
 
 def _header(run: run_data.RunData) -> html.Markup:
@@ -324,7 +339,7 @@ def _times(run: run_data.RunData) -> list[list[str]]:
 def _run_details(run: run_data.RunData) -> html.Markup:
   machine = run.run.get('machine')
   machine = machine if isinstance(machine, dict) else {}
-  config = dotted.flatten(run.config) if run.config else {}
+  config = files.flatten(run.config) if run.config else {}
   columns = html.element(
     'div',
     html.titled(

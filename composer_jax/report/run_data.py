@@ -6,7 +6,7 @@
 | run.json         | optional: 'machine', 'command', 'sandbox_level'         |
 | stages.json      | `telemetry.stage_times`                                 |
 | metrics.jsonl    | `telemetry.writer`                                      |
-| received.jsonl   | `telemetry.received`                                    |
+| received.jsonl   | `delta.device.received`                                 |
 | episodes.jsonl   | {step, task_id, reward, verdict, turns}, turns being    |
 |                  | [{role, text}]; 'stage' if not of RL's training         |
 | */manifest.json  | of the corpus                                           |
@@ -21,7 +21,10 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.telemetry import received, stage_times, writer
+from composer_jax.telemetry import stage_times, writer
+
+# Of `delta.device.received`, which a report need not import.
+_RECEIVED = 'received.jsonl'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ def load(workdir: str | pathlib.Path) -> RunData:
     raise ValueError(f'{workdir} is not a directory, so there is no run in it.')
   problems: list[str] = []
   metrics = _metrics(workdir / writer.METRICS, problems)
-  lines = _metrics(workdir / received.RECEIVED, problems)
+  lines = _metrics(workdir / _RECEIVED, problems)
   # Some versions come twice: to a process that was started again, or after the
   # trainer went back.
   latest = {row['step']: row for row in lines}

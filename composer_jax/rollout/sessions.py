@@ -6,14 +6,13 @@ token is never consumed, since the step that consumes it samples the next.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from composer_jax.core import records
 from composer_jax.rollout import prefixes
-
-OnTokens = Callable[[records.Tokens], None]
 
 # Dispatches whose reports a session may hold, see `Session.settle`.
 MAX_PIECES = 32
@@ -21,6 +20,41 @@ MAX_PIECES = 32
 # In place of a token: the row was idle; its values were not finite.
 NOT_SAMPLED = -1
 NOT_FINITE = -2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTokens:
+  """Tokens sampled for a request in one dispatch, told while it goes on.
+
+  The arrays are as in `records.Completion`; X = 0 from an engine that reports
+  no alternatives.
+
+  Attributes:
+    session: as in the request.
+    position: of the first of them in the session.
+  """
+
+  session: str
+  position: int
+  tokens_T: np.ndarray
+  logprobs_T: np.ndarray
+  raw_logprobs_T: np.ndarray
+  policy_version_T: np.ndarray
+  top_ids_TX: np.ndarray
+  top_logprobs_TX: np.ndarray
+
+
+OnTokens = Callable[[SampledTokens], None]
+
+
+def join_tokens(parts: Sequence[SampledTokens]) -> SampledTokens:
+  """Returns, as a copy, what parts that follow each other say together."""
+  joined: dict[str, Any] = {
+    name: np.concatenate([getattr(part, name) for part in parts])
+    for name in SampledTokens.__slots__
+    if name not in ('session', 'position')
+  }
+  return dataclasses.replace(parts[0], **joined)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +81,9 @@ class Sampled:
 
   def tokens(
     self, name: str, position: int, row: int, count: int
-  ) -> records.Tokens:
+  ) -> SampledTokens:
     """Returns the first `count` tokens of a row."""
-    return records.Tokens(
+    return SampledTokens(
       session=name,
       position=position,
       tokens_T=self.tokens_TB[:count, row],
@@ -91,7 +125,7 @@ class Work:
   pieces: list[tuple[Sampled, int, int]] = dataclasses.field(
     default_factory=list
   )
-  settled: list[records.Tokens] = dataclasses.field(default_factory=list)
+  settled: list[SampledTokens] = dataclasses.field(default_factory=list)
   stopped: bool = False
   keys: list[bytes] | None = None
   waits_for: bytes | None = None
@@ -193,7 +227,7 @@ class Session:
         routes_TMA = report.expert_ids_TMBA[:count, :, row]
         self.routes_TMA[end - 1 - count : end - 1] = routes_TMA
       end -= count
-    found = records.join_tokens(
+    found = join_tokens(
       [
         report.tokens(self.name, end, row, count)
         for report, row, count in work.pieces
@@ -206,7 +240,7 @@ class Session:
   def completion(self) -> records.Completion:
     """Returns what the request at hand came to, once settled."""
     work = self.at_work
-    found = records.join_tokens(work.settled)
+    found = join_tokens(work.settled)
     has_top = found.top_ids_TX.shape[1] > 0
     start, end = work.routes_start, self.length - 1
     if self.routes_TMA is None:

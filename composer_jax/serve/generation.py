@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.core import records
+from composer_jax.rollout import sessions
 from composer_jax.serve import jobs, metrics, service
 from composer_jax.serve.api import chat_format, errors, requests, texts
 
@@ -198,7 +199,7 @@ class Choice:
     self._marks = texts.Scanner(marks or ())
     self._in_call, self._held = marks is None, ''
 
-  def add(self, event: records.Tokens) -> Delta:
+  def add(self, event: sessions.SampledTokens) -> Delta:
     """Takes tokens; sets `finish` at a stop string."""
     tokens = event.tokens_T.tolist()
     ends = [i for i, t in enumerate(tokens) if t in self._stop_tokens]
@@ -249,7 +250,7 @@ class Choice:
     return said
 
   def _token(
-    self, event: records.Tokens, place: int, token: int
+    self, event: sessions.SampledTokens, place: int, token: int
   ) -> texts.Token:
     top = zip(
       event.top_ids_TX[place].tolist(),
@@ -274,7 +275,7 @@ class Timing:
     self._last: dict[int, float] = {}
 
   def __call__(
-    self, index: int, event: records.Tokens | records.Completion
+    self, index: int, event: sessions.SampledTokens | records.Completion
   ) -> None:
     if isinstance(event, records.Completion) or not len(event.tokens_T):
       return

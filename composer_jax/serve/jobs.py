@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer_jax.core import records
+from composer_jax.rollout import sessions
 from composer_jax.serve.api import errors
 
 # None: the engine took all requests.
-Event = records.Tokens | records.Completion | errors.ApiError | None
+Event = sessions.SampledTokens | records.Completion | errors.ApiError | None
 
 
 class Job:
@@ -67,7 +68,9 @@ class Job:
     """Frees what one of the requests holds."""
     self._leave(self, (index,))
 
-  async def next(self) -> tuple[int, records.Tokens | records.Completion]:
+  async def next(
+    self,
+  ) -> tuple[int, sessions.SampledTokens | records.Completion]:
     """Returns (index of the request, tokens or the end of it).
 
     Raises:

@@ -1,1 +1,1 @@
-"""Metrics, progress lines, MFU and the HTML report of a run; host only."""
+"""What runs measure, write and show; host only."""

@@ -14,10 +14,10 @@ class AppendFile:
   """
 
   def __init__(self, path: pathlib.Path, what: str, *, cure: str = ''):
-    """Opens the file, which may exist.
+    """Opens the file, which may exist; makes its parents.
 
     Args:
-      path: parents are made when missing.
+      path: of the file.
       what: a record is called in errors.
       cure: besides free space or another workdir, for errors.
     """
@@ -36,30 +36,23 @@ class AppendFile:
     start = self._file.seek(0, os.SEEK_END)
     try:
       written = self._file.write(data)
+      if written == len(data):
+        return
+      # A disk that fills up takes a part.
+      number = errno.ENOSPC
+      what = f'Only {written} of {len(data)} bytes of {self._what} fitted'
     except OSError as error:
-      self._restore(start)
-      raise OSError(
-        error.errno,
-        f'Cannot append {self._what} ({error.strerror}); what is there '
-        f'already is untouched. {self._cure}',
-        str(self._path),
-      ) from error
-    if written != len(data):  # A disk that fills up takes a part.
-      self._restore(start)
-      raise OSError(
-        errno.ENOSPC,
-        f'Only {written} of {len(data)} bytes of {self._what} fitted; what '
-        f'is there already is untouched. {self._cure}',
-        str(self._path),
-      )
-
-  def _restore(self, end: int) -> None:
+      number = error.errno
+      what = f'Cannot append {self._what} ({error.strerror})'
     # The error to tell is the one that brought us here.
     with contextlib.suppress(OSError):
-      self._file.truncate(end)
+      self._file.truncate(start)
+    what += f'; what is there already is untouched. {self._cure}'
+    raise OSError(number, what, str(self._path))
 
-  def truncate(self, end: int) -> None:
-    self._file.truncate(end)
+  def cut_torn_line(self) -> None:
+    """Drops what follows the last line break: a kill tore that line."""
+    self._file.truncate(self._path.read_bytes().rfind(b'\n') + 1)
 
   def sync(self) -> None:
     """Returns once everything appended would survive a power cut."""

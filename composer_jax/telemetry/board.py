@@ -47,11 +47,7 @@ class Board:
   def write(
     self, step: int, scalars: dict[str, float], *, walltime: float
   ) -> None:
-    """Appends the scalars of a step.
-
-    Raises:
-      OSError: they did not fit, with the path; the file is as it was.
-    """
+    """Appends the scalars of a step; raises an OSError if they do not fit."""
     values = [
       value
       for name, scalar in scalars.items()

@@ -6,10 +6,8 @@ import math
 Z_95 = 1.959963984540054
 
 
-def wilson(
-  passed: int, episodes: int, *, z: float = Z_95
-) -> tuple[float, float]:
-  """Returns the Wilson score interval of a share (Wilson, 1927).
+def wilson(passed: int, episodes: int) -> tuple[float, float]:
+  """Returns the 95 % Wilson score interval of a share (Wilson, 1927).
 
   Unlike `p +- z * sqrt(p (1 - p) / n)` it keeps its coverage near 0 and 1,
   where pass rates start and end, and it never leaves [0, 1].
@@ -17,7 +15,6 @@ def wilson(
   Args:
     passed: number of successes.
     episodes: number of independent trials; none gives (0, 1).
-    z: quantile of the normal distribution.
 
   Raises:
     ValueError: passed does not lie in 0..episodes.
@@ -26,7 +23,7 @@ def wilson(
     raise ValueError(f'passed ({passed}) must lie in 0..episodes ({episodes}).')
   if episodes == 0:
     return 0.0, 1.0
-  share = passed / episodes
+  share, z = passed / episodes, Z_95
   scale = 1 + z * z / episodes
   center = (share + z * z / (2 * episodes)) / scale
   spread = share * (1 - share) / episodes + z * z / (4 * episodes**2)

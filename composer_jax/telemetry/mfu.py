@@ -65,11 +65,7 @@ _ONE_THREAD = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Returns the bfloat16 peak of a device in FLOP/s, None when unknown.
-
-  Args:
-    device_kind: as `jax.Device.device_kind`, e.g. 'NVIDIA H200'.
-  """
+  """Returns the bfloat16 FLOP/s of a `jax.Device.device_kind`, if known."""
   return PEAKS.get(device_kind.lower())
 
 

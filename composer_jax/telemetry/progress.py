@@ -67,12 +67,10 @@ class Progress:
       stream: standard output if None.
       clock: seconds; tests pass their own.
     """
-    self._stage = stage
-    self._total = total
-    self._start = start
-    self._step = start
+    self._stage, self._total = stage, total
+    self._start = self._step = start
     self._every_s = every_s
-    self._stream = sys.stdout if stream is None else stream
+    self._stream = stream or sys.stdout
     self._clock = clock
     self._began = clock()
     self._shown_at: float | None = None
@@ -127,11 +125,11 @@ class Progress:
 
   def message(self, text: str) -> None:
     """Prints a line of its own above the bar."""
+    line = f'[{self._stage}] {text}'
     if self._bar is not None:
-      line = f'[{self._stage}] {text}'
       self._bar.console.print(line, markup=False, highlight=False)
     else:
-      print(f'[{self._stage}] {text}', file=self._stream, flush=True)
+      print(line, file=self._stream, flush=True)
 
   def close(self) -> None:
     if self._bar is not None:

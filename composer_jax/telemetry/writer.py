@@ -5,7 +5,7 @@ TensorBoard) is derived from. Appending is one write of whole lines, so `kill
 -9` loses at most the line being written, which `read` skips and the next
 `Writer` cuts off. TensorBoard and Weights & Biases receive the same numbers.
 
-What the metrics mean is told in `telemetry.metrics`.
+What the metrics mean is told in `report/__init__.py`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from composer_jax.core import files
@@ -37,16 +38,6 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def _whole_lines(path: pathlib.Path) -> tuple[list[str], int]:
-  """Returns the complete lines of a JSONL file and their length in bytes."""
-  try:
-    data = path.read_bytes()
-  except FileNotFoundError:
-    return [], 0
-  end = data.rfind(b'\n') + 1
-  return data[:end].decode().splitlines(), end
-
-
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Reads a JSONL file, without the line that a crash tore, if any.
 
@@ -60,9 +51,9 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
   path = pathlib.Path(path)
   if path.is_dir():
     path = path / METRICS
-  lines, _ = _whole_lines(path)
-  rows = []
-  for number, line in enumerate(lines, 1):
+  data = path.read_bytes() if path.exists() else b''
+  whole, rows = data[: data.rfind(b'\n') + 1], []
+  for number, line in enumerate(whole.decode().splitlines(), 1):
     try:
       rows.append(json.loads(line))
     except ValueError as error:
@@ -70,6 +61,16 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
         f'{path}, line {number} is not JSON ({error}); delete that line.'
       ) from error
   return rows
+
+
+def keep(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
+  """Drops the other lines of a JSONL file; returns whether there were any."""
+  rows = read(path)
+  kept = [row for row in rows if is_kept(row)]
+  if len(kept) < len(rows):
+    text = ''.join(json.dumps(row) + '\n' for row in kept)
+    files.write_atomic(path, text.encode())
+  return len(kept) < len(rows)
 
 
 class Writer:
@@ -84,7 +85,6 @@ class Writer:
     *,
     tensorboard: bool = True,
     wandb: bool = False,
-    wandb_project: str = 'composer_jax',
   ):
     """Opens the workdir's metrics, cutting off a line that a crash tore.
 
@@ -94,17 +94,15 @@ class Writer:
     self._workdir = pathlib.Path(workdir)
     self._workdir.mkdir(parents=True, exist_ok=True)
     self._path = self._workdir / METRICS
-    self._wandb_run = None
-    if wandb:
-      self._wandb_run = _open_wandb(self._workdir, wandb_project)
+    self._wandb_run = _open_wandb(self._workdir) if wandb else None
     self._tensorboard = tensorboard
     self._boards: dict[str, board.Board] = {}
-    _, end = _whole_lines(self._path)
     self._file = self._open()
-    self._file.truncate(end)
 
   def _open(self) -> append.AppendFile:
-    return append.AppendFile(self._path, 'a line of metrics')
+    file = append.AppendFile(self._path, 'a line of metrics')
+    file.cut_torn_line()
+    return file
 
   def write(self, stage: str, step: int, **metrics: Any) -> None:
     """Appends one line; values are scalars, text or (nested) lists.
@@ -142,18 +140,16 @@ class Writer:
       step: the last to keep.
       name: drops only lines whose metric `name` is this one; None drops all.
     """
-    rows = read(self._path)
-    kept = [
-      r
-      for r in rows
-      if r['stage'] != stage
-      or r['step'] <= step
-      or (name is not None and r.get('name') != name)
-    ]
-    if len(kept) == len(rows):
+    is_dropped = keep(
+      self._path,
+      lambda row: (
+        row['stage'] != stage
+        or row['step'] <= step
+        or (name is not None and row.get('name') != name)
+      ),
+    )
+    if not is_dropped:
       return
-    text = ''.join(json.dumps(row) + '\n' for row in kept)
-    files.write_atomic(self._path, text.encode())
     self._file.close()
     self._file = self._open()
     if self._tensorboard and name is None:
@@ -196,7 +192,7 @@ class Writer:
       self.close()
 
 
-def _open_wandb(workdir: pathlib.Path, project: str) -> Any:
+def _open_wandb(workdir: pathlib.Path) -> Any:
   try:
     import wandb
   except ImportError as error:
@@ -206,7 +202,7 @@ def _open_wandb(workdir: pathlib.Path, project: str) -> Any:
     ) from error
   # One id per workdir: a resumed run continues its own curves.
   return wandb.init(
-    project=project,
+    project='composer_jax',
     dir=str(workdir),
     id=files.sha256(str(workdir.resolve()).encode())[:16],
     resume='allow',

@@ -17,6 +17,8 @@ from composer_jax.text import tokenizer as tokenizers
 
 # Three marks, and an end after the middle where the piece had none.
 OVERHEAD = 4
+# Of the rearranged: suffix, prefix, middle.
+_SPM_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,6 @@ def transform(
   ids: np.ndarray,
   rng: np.random.Generator,
   rate: float = 1.0,
-  spm_rate: float = 0.5,
   marks: Marks = OWN,
 ) -> np.ndarray:
   """Rearranges a document with probability `rate`.
@@ -60,7 +61,6 @@ def transform(
     ids: int32 tokens of a document or of a piece of one.
     rng: draws the choice and the two cuts.
     rate: probability of rearranging at all.
-    spm_rate: probability of suffix-prefix-middle among the rearranged.
     marks: of the tokenizer that made the tokens.
 
   Returns:
@@ -68,12 +68,11 @@ def transform(
     more.
 
   Raises:
-    ValueError: a rate is not a probability, or the document already holds
+    ValueError: the rate is not a probability, or the document already holds
       marks, which could not be told from those added.
   """
-  for name, value in (('rate', rate), ('spm_rate', spm_rate)):
-    if not 0 <= value <= 1:
-      raise ValueError(f'FIM {name} must lie in [0, 1], not {value}.')
+  if not 0 <= rate <= 1:
+    raise ValueError(f'FIM rate must lie in [0, 1], not {rate}.')
   if rng.random() >= rate:
     return ids
   three = (marks.prefix, marks.middle, marks.suffix)
@@ -89,29 +88,8 @@ def transform(
   prefix, middle, suffix = np.split(body, [first, second])
   pre, mid, suf = (np.array([mark], np.int32) for mark in three)
   end = np.array([marks.eod], np.int32)
-  if rng.random() < spm_rate:
+  if rng.random() < _SPM_SHARE:
     parts = [head, pre, suf, suffix, mid, prefix, middle, end]
   else:
     parts = [head, pre, prefix, suf, suffix, mid, middle, end]
   return np.concatenate(parts)
-
-
-def restore(ids: np.ndarray, marks: Marks = OWN) -> np.ndarray:
-  """Undoes `transform`; the EOD that it may have added stays.
-
-  In SPM order prefix and middle come back joined, which is all that is needed.
-  """
-  where = [
-    np.flatnonzero(ids == mark)
-    for mark in (marks.prefix, marks.suffix, marks.middle)
-  ]
-  if [len(w) for w in where] == [0, 0, 0]:
-    return ids
-  if [len(w) for w in where] != [1, 1, 1]:
-    raise ValueError(
-      'A rearranged document holds each fill-in-the-middle mark once.'
-    )
-  pre, suf, mid = (int(w[0]) for w in where)
-  head, prefix = ids[:pre], ids[pre + 1 : suf]
-  suffix, middle = ids[suf + 1 : mid], ids[mid + 1 :]
-  return np.concatenate([head, prefix, middle[:-1], suffix, middle[-1:]])

@@ -105,16 +105,7 @@ class Tokenizer:
 
   @classmethod
   def train(cls, texts: Iterable[str], vocab_size: int) -> 'Tokenizer':
-    """Learns merges from texts.
-
-    Args:
-      texts: any number of documents; at least one that is not empty.
-      vocab_size: ids in all, special tokens and the 256 bytes included. Fewer
-        come out when the texts hold too few pairs to merge.
-
-    Raises:
-      ValueError: vocab_size has no room for the bytes, or there is no text.
-    """
+    """Learns merges from texts, see `train_bpe`."""
     return cls(train_bpe(texts, vocab_size))
 
   @classmethod
@@ -171,11 +162,7 @@ class Tokenizer:
     return [np.array(e.ids, np.int32) + len(SPECIALS) for e in encodings]
 
   def encode_bytes(self, data: bytes) -> np.ndarray:
-    """Encodes any bytes so that `decode_bytes` returns them.
-
-    Bytes that are not UTF-8 become single-byte tokens; the rest is encoded as
-    text.
-    """
+    """Encodes any bytes so that `decode_bytes` returns them."""
     return encode_bytes(data, self.encode, self._byte_ids)
 
   def decode_bytes(
@@ -202,7 +189,13 @@ class Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
   """Learns merges from texts, with room left for the special tokens.
 
-  See `Tokenizer.train`, whose ids without the special ones these are.
+  Args:
+    texts: any number of documents; at least one that is not empty.
+    vocab_size: ids in all, special tokens and the 256 bytes included. Fewer
+      come out when the texts hold too few pairs to merge.
+
+  Raises:
+    ValueError: vocab_size has no room for the bytes, or there is no text.
   """
   if vocab_size < MIN_VOCAB_SIZE:
     raise ValueError(

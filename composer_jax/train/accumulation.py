@@ -23,11 +23,7 @@ GradientFunction = Callable[[Any, Any], tuple[Any, Any]]
 def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
   """Raises a ValueError unless rows divide into microbatches and shards.
 
-  Args:
-    rows: of a batch.
-    accumulate: microbatches of a batch.
-    shards: that the rows of a microbatch lie over.
-    name: of the batch size, as the user knows it.
+  `name` is that of the batch size, as the user knows it.
   """
   unit = accumulate * shards
   if rows % unit:
@@ -41,12 +37,9 @@ def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
 def split(
   batch: Any, accumulate: int, plan: exchange.ExchangePlan | None
 ) -> Any:
-  """Returns the batch with a leading axis of microbatches.
+  """Returns a batch with a leading axis of microbatches.
 
-  Args:
-    batch: an LMBatch or RLBatch.
-    accumulate: microbatches; row r goes to microbatch r % accumulate.
-    plan: where rows lie.
+  Row r of an LMBatch or RLBatch goes to microbatch r % accumulate.
 
   Raises:
     ValueError: the rows do not divide.
@@ -82,10 +75,10 @@ def gradients(
   """Returns the sum of gradients over microbatches, and stacked statistics.
 
   Args:
-    function: of one microbatch.
-    params: float32 masters, in whose dtype and place gradients add up.
-    batch: to divide.
-    accumulate: microbatches; they run one after another.
+    function: of one microbatch; they run one after another.
+    params: float32 masters, in whose dtype gradients add up.
+    batch: see `split`, also for the next two.
+    accumulate: microbatches.
     plan: where rows lie.
     places: shardings of the gradients; None leaves them to the compiler.
   """
@@ -96,8 +89,8 @@ def gradients(
     return jax.lax.with_sharding_constraint(tree, places)
 
   def add(sums, microbatch):
-    found, stats = function(params, microbatch)
-    return placed(jax.tree.map(jnp.add, sums, found)), stats
+    gradients, stats = function(params, microbatch)
+    return placed(jax.tree.map(jnp.add, sums, gradients)), stats
 
   with jax.named_scope('accumulate'):
     zeros = placed(jax.tree.map(jnp.zeros_like, params))

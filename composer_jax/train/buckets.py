@@ -14,7 +14,7 @@ nothing either if not.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,6 @@ from composer_jax.train import step as train_step
 # Rows of a receive buffer over the mean; None holds the worst case.
 Bucket = float | None
 
-# (state, batch, whether the step before fitted) -> (state, metrics, whether
-# this one and all before it did).
-GuardedFunction = Callable[
-  [train_state.TrainState, batches.LMBatch, jax.Array],
-  tuple[train_state.TrainState, train_step.StepMetrics, jax.Array],
-]
-
 # Steps that a smaller bucket must have sufficed for before it is taken.
 _PATIENCE = 20
 
@@ -46,11 +39,13 @@ def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
   return (stats.needed_rows <= stats.capacity).all()
 
 
-def guard(step: train_step.StepFunction) -> GuardedFunction:
+def guard(step: train_step.StepFunction) -> Callable[..., Any]:
   """Makes a step that changes nothing unless it and the one before it fitted.
 
-  What an overflow leaves behind may be anything, NaN included: it is selected
-  away, element by element, so that a donated state is still written in place.
+  It takes, after state and batch, whether the step before fitted, and returns,
+  after state and metrics, whether this one and all before it did. What an
+  overflow leaves behind may be anything, NaN included: it is selected away,
+  element by element, so that a donated state is still written in place.
   """
 
   def guarded(state, batch, is_due):
@@ -65,8 +60,7 @@ def guard(step: train_step.StepFunction) -> GuardedFunction:
   return guarded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Retry:
+class Retry(NamedTuple):
   """A step that did not fit: `needed` rows against `capacity`."""
 
   step: int
@@ -76,14 +70,14 @@ class Retry:
   next_bucket: Bucket
 
   def __str__(self) -> str:
+    first, second = (
+      'worst-case' if bucket is None else f'{bucket:g}x'
+      for bucket in (self.bucket, self.next_bucket)
+    )
     return (
       f'step {self.step}: {self.needed} rows did not fit {self.capacity} of '
-      f'the {name(self.bucket)} bucket; repeated with {name(self.next_bucket)}'
+      f'the {first} bucket; repeated with {second}'
     )
-
-
-def name(bucket: Bucket) -> str:
-  return 'worst-case' if bucket is None else f'{bucket:g}x'
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -101,15 +95,13 @@ class Sent:
 
   step: int
   batch: batches.LMBatch
-  bucket: Bucket
-  metrics: train_step.StepMetrics
-  is_done: jax.Array | None
+  bucket: Bucket = None
+  metrics: Any = None
+  is_done: jax.Array | None = None
 
-
-def rows_needed(metrics: train_step.StepMetrics) -> int:
-  """Returns the largest need of a step's exchanges; waits for the step."""
-  assert metrics.loss.exchanged is not None
-  return int(np.max(metrics.loss.exchanged.needed_rows))
+  def rows_needed(self) -> int:
+    """Returns the largest need of its exchanges; waits for the step."""
+    return int(np.max(self.metrics.loss.exchanged.needed_rows))
 
 
 class BucketSize:
@@ -122,12 +114,7 @@ class BucketSize:
   def __init__(
     self, buckets: Iterable[float], rows_of: Callable[[Bucket], int]
   ):
-    """Starts with the largest bucket below the worst case.
-
-    Args:
-      buckets: rising.
-      rows_of: the rows that a bucket holds.
-    """
+    """Starts with the largest of rising buckets below the worst case."""
     worst = rows_of(None)
     sizes = [(rows_of(b), b) for b in buckets]
     self._sizes: list[tuple[int, Bucket]] = [
@@ -182,34 +169,24 @@ class BucketSize:
       self._now = wanted
 
 
+@dataclasses.dataclass(eq=False)
 class BucketedStep:
-  """Calls steps of any bucket as if there were one that always fits."""
+  """Calls steps of any bucket as if there were one that always fits.
 
-  def __init__(
-    self,
-    program: Callable[[Bucket], Any],
-    size: BucketSize | None,
-    report: Callable[[Retry], None],
-  ):
-    """Compiles nothing yet.
+  Attributes:
+    program: bucket -> jitted step of `guard`, state donated. Without a `size`
+      it is called with None and gives a `StepFunction`.
+    size: chooses; None where the transport cannot overflow.
+    report: of every step that is repeated.
+  """
 
-    Args:
-      program: bucket -> jitted `GuardedFunction`, state donated. Without a
-        `size` it is called with None and gives a `StepFunction`.
-      size: chooses; None where the transport cannot overflow.
-      report: of every step that is repeated.
-    """
-    self._program = program
-    self._size = size
-    self._report = report
-    self._pending: Sent | None = None
+  program: Callable[[Bucket], Any]
+  size: BucketSize | None
+  report: Callable[[Retry], None]
+  _pending: Sent | None = None
 
   def __call__(
-    self,
-    state: train_state.TrainState,
-    batch: batches.LMBatch,
-    step: int,
-    needed: int | None = None,
+    self, state: train_state.TrainState, batch: batches.LMBatch, step: int
   ) -> tuple[train_state.TrainState, Sent]:
     """Dispatches a step, and makes sure of the one before it.
 
@@ -217,27 +194,22 @@ class BucketedStep:
       state: donated.
       batch: on the devices.
       step: its number.
-      needed: rows, where the routes are known beforehand.
 
     Raises:
       RuntimeError: a step needed more than the worst case.
     """
-    if self._size is None:
-      state, metrics = self._program(None)(state, batch)
-      return state, Sent(
-        step=step, batch=batch, bucket=None, metrics=metrics, is_done=None
-      )
-    size, before = self._size, self._pending
-    bucket = size.next() if needed is None else size.that_holds(needed)
+    sent = Sent(step=step, batch=batch)
+    if self.size is None:
+      state, sent.metrics = self.program(None)(state, batch)
+      return state, sent
+    before, self._pending = self._pending, sent
     is_due = jnp.bool_(True) if before is None else before.is_done
-    state, sent = self._send(state, step, batch, bucket, is_due)
+    state = self._send(state, sent, self.size.next(), is_due)
     if before is not None:
       state, fitted = self._made_sure(state, before)
       if not fitted:
         # Sent while it was not due, it has changed nothing.
-        state, again = self._send(state, step, batch, bucket, before.is_done)
-        sent.metrics, sent.is_done = again.metrics, again.is_done
-    self._pending = sent
+        state = self._send(state, sent, sent.bucket, before.is_done)
     return state, sent
 
   def settle(self, state: train_state.TrainState) -> train_state.TrainState:
@@ -247,38 +219,25 @@ class BucketedStep:
       self._pending = None
     return state
 
-  def _send(self, state, step, batch, bucket, is_due):
-    state, metrics, is_done = self._program(bucket)(state, batch, is_due)
-    return state, Sent(
-      step=step, batch=batch, bucket=bucket, metrics=metrics, is_done=is_done
+  def _send(self, state, sent: Sent, bucket: Bucket, is_due):
+    sent.bucket = bucket
+    state, sent.metrics, sent.is_done = self.program(bucket)(
+      state, sent.batch, is_due
     )
+    return state
 
-  def _made_sure(self, state, sent):
+  def _made_sure(self, state, sent: Sent):
     """Repeats a step until it fits; returns whether it did at once."""
-    assert self._size is not None
+    assert self.size is not None
     fitted = True
     while not bool(sent.is_done):
       fitted = False
-      needed = rows_needed(sent.metrics)
+      needed, capacity = sent.rows_needed(), self.size.rows(sent.bucket)
       # Behind the first exchange that overflowed the numbers are those of a
       # forward pass gone wrong: too small a need is told again, each time of a
       # later exchange or with a larger bucket.
-      bucket = self._size.that_holds(
-        max(needed, self._size.rows(sent.bucket) + 1)
-      )
-      self._report(
-        Retry(
-          step=sent.step,
-          needed=needed,
-          capacity=self._size.rows(sent.bucket),
-          bucket=sent.bucket,
-          next_bucket=bucket,
-        )
-      )
-      state, again = self._send(
-        state, sent.step, sent.batch, bucket, jnp.bool_(True)
-      )
-      sent.bucket, sent.metrics = again.bucket, again.metrics
-      sent.is_done = again.is_done
-    self._size.saw(rows_needed(sent.metrics))
+      bucket = self.size.that_holds(max(needed, capacity + 1))
+      self.report(Retry(sent.step, needed, capacity, sent.bucket, bucket))
+      state = self._send(state, sent, bucket, jnp.bool_(True))
+    self.size.saw(sent.rows_needed())
     return state, fitted

@@ -1,5 +1,6 @@
-"""Next-token loss of pretraining and fine-tuning."""
+"""Next-token loss of pretraining and fine-tuning, and on held-out text."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.struct
@@ -12,6 +13,11 @@ from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange
 from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
+
+# (variables, batch) -> (weighted sum of -log p, sum of weights).
+SumFunction = Callable[
+  [dict[str, Any], batches.LMBatch], tuple[jax.Array, jax.Array]
+]
 
 
 class Totals(flax.struct.PyTreeNode, kw_only=True):
@@ -120,9 +126,9 @@ def loss(
   means over the tokens of a microbatch and weigh as its tokens do: the z-loss
   adds up to that of the batch, while balance is asked of each microbatch.
 
-  The forward pass uses the bfloat16 values of the masters, see
-  `policy_values`. A batch without a weighted token has a loss of NaN, which
-  stops the run: it is a bug of the stream.
+  The forward pass uses the bfloat16 values of the masters. A batch without a
+  weighted token has a loss of NaN, which stops the run: it is a bug of the
+  stream.
 
   Args:
     params: float32 masters.
@@ -149,7 +155,15 @@ def loss(
     share = mine.num_tokens / whole.num_tokens
     aux_loss, z_loss = aux_loss * share, z_loss * share
   mean = total / whole.loss_weight
-  lm_stats = LossStats(
+  total_loss = mean
+  for weight, value in (
+    (model.moe.aux_loss_weight, aux_loss),
+    (model.moe.z_loss_weight, z_loss),
+  ):
+    # XLA keeps 0 * x, here and in the gradient: a zero weight leaves it out.
+    if weight:
+      total_loss += weight * value
+  return total_loss, LossStats(
     loss=mean,
     aux_loss=aux_loss,
     z_loss=z_loss,
@@ -159,12 +173,39 @@ def loss(
     max_logits_LN=output.max_logits_LN,
     exchanged=output.exchanged,
   )
-  total_loss = mean
-  for weight, value in (
-    (model.moe.aux_loss_weight, aux_loss),
-    (model.moe.z_loss_weight, z_loss),
-  ):
-    # XLA keeps 0 * x, here and in the gradient: a zero weight leaves it out.
-    if weight:
-      total_loss += weight * value
-  return total_loss, lm_stats
+
+
+def heldout_sums(
+  model: model_config.ModelConfig, *, plan: exchange.ExchangePlan | None
+) -> SumFunction:
+  """Returns what measures a batch, under the values of the policy."""
+
+  def sums(variables, batch):
+    values = policy_values.straight_through(variables['params'])
+    total, _ = negative_logprob_sum(
+      {**variables, 'params': values}, batch, model=model, plan=plan
+    )
+    return total, batch.loss_weights_BT.sum()
+
+  return sums
+
+
+def mean_loss(
+  sum_function: SumFunction,
+  variables: dict[str, Any],
+  heldout: Iterable[batches.LMBatch],
+) -> float:
+  """Returns nats per weighted token over all batches.
+
+  Raises:
+    ValueError: no token carries weight.
+  """
+  # All dispatched before any is read.
+  parts = [sum_function(variables, batch) for batch in heldout]
+  total = sum(float(t) for t, _ in parts)
+  weight = sum(float(w) for _, w in parts)
+  if not weight:
+    raise ValueError(
+      f'The {len(parts)} held-out batches hold no token with a loss weight.'
+    )
+  return total / weight

@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import batches
+from composer_jax.core import batches, checks
 from composer_jax.kernels.grouped import matmul
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, flops
 from composer_jax.optim import groups
 from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
+from composer_jax.telemetry import writer as writers
 from composer_jax.train import (
   buckets,
   compiler_options,
-  evaluate,
+  lm_loss,
   muon_report,
   reporting,
 )
@@ -37,8 +38,11 @@ from composer_jax.train.checkpoints import export, manager
 
 Variables = dict[str, Any]
 
+# Checkpoints kept: the last may be damaged.
+_KEEP = 2
 
-class Stream(Protocol):
+
+class BatchStream(Protocol):
   """A resumable iterator of numpy `LMBatch`es (grain's protocol)."""
 
   def __next__(self) -> batches.LMBatch: ...
@@ -58,13 +62,11 @@ class LoopOptions:
     batch_size: rows of a global batch.
     seq_len: tokens of a row.
     accumulate: microbatches that a batch is worked through in.
-    optimizer: of the stage.
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
     eval_every: steps between held-out losses; also before the first step and
       after the last.
     log_every: steps between metrics lines.
-    keep: checkpoints kept.
     seed: of the initial weights, where none are given.
   """
 
@@ -77,28 +79,23 @@ class LoopOptions:
   checkpoint_every: int
   eval_every: int
   log_every: int
-  keep: int
   seed: int
   accumulate: int = 1
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.type is int and field.name != 'seed' and value < 1:
-        raise ValueError(f'{field.name} must be at least 1, not {value}.')
+    names = [f.name for f in dataclasses.fields(self) if f.type is int]
+    names.remove('seed')
+    checks.at_least(self, 1, *names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Programs:
-  """What a stage runs on the devices, and the shapes it runs on.
-
-  `step` makes the step of a bucket, see `buckets.BucketedStep`.
-  """
+  """What a stage runs on the devices; `like` are the shapes of its state."""
 
   init: Callable[[jax.Array], train_state.TrainState]
   adopt: Callable[[Variables], train_state.TrainState]
   step: Callable[[buckets.Bucket], Any]
-  evaluate: evaluate.SumFunction
+  evaluate: lm_loss.SumFunction
   like: train_state.TrainState
   muon: plan.MuonPlan | None
 
@@ -109,22 +106,19 @@ def run(
   workdir: str | os.PathLike,
   model: model_config.ModelConfig,
   placement: train_placement.Placement,
-  stream: Stream,
+  stream: BatchStream,
   heldout: Sequence[batches.LMBatch],
-  writer: reporting.MetricsWriter,
+  writer: writers.Writer,
   initial: Variables | None = None,
 ) -> Variables:
   """Trains a stage to its end and returns its variables.
 
+  Checkpoints go to `checkpoints/<stage>` of the workdir, the result to
+  `exports/<stage>`; a stage that has its export is not run again. The state of
+  the stream is part of every checkpoint.
+
   Args:
-    options: of the stage.
-    workdir: checkpoints go to `checkpoints/<stage>`, the result to
-      `exports/<stage>`; a stage that has its export is not run again.
-    model: what to train.
-    placement: where arrays lie.
-    stream: batches; its state is part of every checkpoint.
     heldout: batches of documents that training never sees.
-    writer: of metrics.
     initial: variables to start from; None draws them from the seed.
 
   Raises:
@@ -139,8 +133,12 @@ def run(
     return export.load(workdir, stage, programs.like.variables())
   # Placed once; small beside the model.
   heldout = [placement.put(batch) for batch in heldout]
+
+  def heldout_loss(state):
+    return lm_loss.mean_loss(programs.evaluate, state.variables(), heldout)
+
   checkpoints = manager.Checkpoints(
-    pathlib.Path(workdir) / 'checkpoints' / stage, keep=options.keep
+    pathlib.Path(workdir) / 'checkpoints' / stage, keep=_KEEP
   )
   with contextlib.closing(checkpoints):
     size = _bucket_size(options, placement)
@@ -157,7 +155,7 @@ def run(
         state = _first_state(options, programs, initial)
         report.heldout(
           0,
-          _heldout_loss(programs, state, heldout),
+          heldout_loss(state),
           **reporting.placed(placement),
           **muon_report.metrics(programs.muon),
         )
@@ -166,23 +164,22 @@ def run(
         batch = placement.put(_next_batch(stream, options, step))
         state, sent = take_step(state, batch, step)
         report.push(sent)
-        is_evaluated = _is_due(step, options.eval_every, options.steps)
-        is_saved = _is_due(step, options.checkpoint_every, options.steps)
+        is_last = step == options.steps
+        is_evaluated = is_last or step % options.eval_every == 0
+        is_saved = is_last or step % options.checkpoint_every == 0
         if is_evaluated or is_saved:
           # First: a checkpoint promises that the step took place and was
           # finite, and that its line is in the metrics.
           state = take_step.settle(state)
           report.flush()
         if is_evaluated:
-          report.heldout(step, _heldout_loss(programs, state, heldout))
+          report.heldout(step, heldout_loss(state))
         if is_saved:
-          checkpoints.save(step, state, _data(stream, size))
+          kept = size and size.get_state()
+          data = {'stream': stream.get_state(), 'buckets': kept}
+          checkpoints.save(step, state, data)
   export.save(workdir, stage, options.steps, state.variables())
   return state.variables()
-
-
-def _is_due(step: int, every: int, last: int) -> bool:
-  return step % every == 0 or step == last
 
 
 @functools.lru_cache(maxsize=4)
@@ -247,7 +244,7 @@ def make_programs(
     step=step_of,
     evaluate=jax.jit(
       # Of no bucket: what is only measured is never repeated.
-      evaluate.make(model, plan=placement.plan_of(None)),
+      lm_loss.heldout_sums(model, plan=placement.plan_of(None)),
       in_shardings=(variable_places, placement.batch),
       out_shardings=placement.replicated,
     ),
@@ -272,18 +269,10 @@ def _bucket_size(
   )
 
 
-def _data(stream: Stream, size: buckets.BucketSize | None) -> dict[str, Any]:
-  """Returns what a checkpoint keeps beside arrays, for `_restore`."""
-  return {
-    'stream': stream.get_state(),
-    'buckets': None if size is None else size.get_state(),
-  }
-
-
 def _restore(
   checkpoints: manager.Checkpoints,
   programs: _Programs,
-  stream: Stream,
+  stream: BatchStream,
   size: buckets.BucketSize | None,
 ) -> tuple[int, train_state.TrainState | None]:
   """Returns the last checkpoint and rewinds all else; step 0 without one."""
@@ -310,12 +299,20 @@ def _reporter(
   options: LoopOptions,
   model: model_config.ModelConfig,
   placement: train_placement.Placement,
-  writer: reporting.MetricsWriter,
+  writer: writers.Writer,
   bar: progress.Progress,
 ) -> reporting.Reporter:
   schedule = groups.schedule(
     options.optimizer, options.steps, options.optimizer.learning_rate
   )
+  # Loads are of a whole batch and of all devices: a kernel's own are told apart
+  # where no expert is on two, and no batch is cut.
+  is_counted = (
+    matmul.chosen() == 'blocked'
+    and placement.mesh.size == placement.expert_shards
+    and options.accumulate == 1
+  )
+  rows = options.batch_size * options.seq_len * model.moe.num_active
   return reporting.Reporter(
     options.stage,
     writer=writer,
@@ -324,35 +321,12 @@ def _reporter(
     learning_rates=np.asarray(schedule(jnp.arange(options.steps))),
     log_every=options.log_every,
     expert_shards=placement.expert_shards,
-    expert_rows=_expert_rows(options, model, placement),
+    expert_rows=rows if is_counted else None,
   )
 
 
-def _expert_rows(
-  options: LoopOptions,
-  model: model_config.ModelConfig,
-  placement: train_placement.Placement,
-) -> int | None:
-  """Returns the rows of experts where a kernel's loads are known, or None."""
-  is_counted = matmul.chosen() == 'blocked'
-  # Loads are of a whole batch and of all devices: a kernel's own are told apart
-  # where no expert is on two, and no batch is cut.
-  is_known = placement.mesh.size == placement.expert_shards
-  if options.accumulate > 1 or not (is_counted and is_known):
-    return None
-  return options.batch_size * options.seq_len * model.moe.num_active
-
-
-def _heldout_loss(
-  programs: _Programs,
-  state: train_state.TrainState,
-  heldout: Sequence[batches.LMBatch],
-) -> float:
-  return evaluate.mean_loss(programs.evaluate, state.variables(), heldout)
-
-
 def _next_batch(
-  stream: Stream, options: LoopOptions, step: int
+  stream: BatchStream, options: LoopOptions, step: int
 ) -> batches.LMBatch:
   batch = next(stream, None)
   if batch is None:

@@ -1,12 +1,14 @@
 """Where the arrays of a training stage lie on the mesh."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
 from composer_jax.parallel import (
@@ -16,8 +18,6 @@ from composer_jax.parallel import (
   shardings,
   transports,
 )
-
-_ORDERS = ('auto', 'contiguous', 'zigzag')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,37 +44,18 @@ class ParallelOptions:
 
   def __post_init__(self):
     object.__setattr__(self, 'buckets', tuple(self.buckets))
-    for name, known in (
-      ('transport', ('auto', *transports.CARRIERS)),
-      ('sequence_order', _ORDERS),
-    ):
-      if getattr(self, name) not in known:
-        raise ValueError(
-          f'{name} must be one of {known}, not {getattr(self, name)!r}.'
-        )
-    if not isinstance(self.chunks, int) or self.chunks < 1:
-      raise ValueError(f'chunks must be at least 1, not {self.chunks}.')
-    rising = sorted(set(self.buckets))
-    if list(self.buckets) != rising or (rising and rising[0] < 1):
-      raise ValueError(
-        f'buckets must rise from 1 (the mean), not {self.buckets}; the worst '
-        'case is there without being named.'
-      )
-
-  def order(self, mesh: Mesh, layout: layouts.Layout) -> str:
-    """Returns what 'auto' stands for."""
-    if self.sequence_order != 'auto':
-      return self.sequence_order
-    shards = shards_of(mesh, layout.sequence)
-    return 'zigzag' if shards > 1 else 'contiguous'
+    checks.one_of(self, 'transport', ('auto', *transports.CARRIERS))
+    checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
+    checks.at_least(self, 1, 'chunks')
+    is_sorted = list(self.buckets) == sorted({*self.buckets})
+    rises = is_sorted and min(self.buckets, default=1) >= 1
+    rule = 'rise from 1 (the mean); the worst case is there without being named'
+    checks.require(self, 'buckets', rises, rule)
 
 
 def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
   """Returns the product of some mesh axes."""
-  shards = 1
-  for axis in axes:
-    shards *= mesh.shape[axis]
-  return shards
+  return math.prod(mesh.shape[axis] for axis in axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,9 +63,6 @@ class Placement:
   """One mesh, and what lies where on it; compared by identity.
 
   Attributes:
-    model: what is placed.
-    mesh: of all devices.
-    layout: its tables.
     variables: tree of NamedShardings for the model's variables.
     plan: exchange of tokens with experts; None on one device.
     buckets: of receive buffers; () where none can overflow.
@@ -111,11 +89,7 @@ class Placement:
   @property
   def expert_shards(self) -> int:
     """Devices that share the experts out among them."""
-    return shards_of(self.mesh, self.plan.expert_axes) if self.plan else 1
-
-  @property
-  def transport(self) -> str:
-    return self.plan.transport if self.plan else 'none'
+    return self.plan.expert_shards if self.plan else 1
 
   def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
     """Returns the copies of tokens that an expert shard has room for.
@@ -123,7 +97,7 @@ class Placement:
     Args:
       bucket: None for the worst case.
       rows: of a microbatch, on all devices.
-      seq_len: of a row.
+      seq_len: tokens of a row.
     """
     assert self.plan is not None
     load = _load(self.model, self.plan, rows, seq_len)
@@ -137,21 +111,18 @@ class Placement:
       valid_BT: false on padding.
     """
     assert self.plan is not None
-    return int(
-      exchange.needed_rows(
-        self.plan,
-        self._ordered(ids_MBTA, 2),
-        self._ordered(valid_BT, 1),
-        name=self.plan.transport,
-        num_experts=self.model.moe.num_experts,
-      ).max()
+    rows_P = exchange.needed_rows(
+      self.plan,
+      self._ordered(ids_MBTA, 2),
+      self._ordered(valid_BT, 1),
+      name=self.plan.transport,
+      num_experts=self.model.moe.num_experts,
     )
+    return int(rows_P.max())
 
   def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
     """Returns the plan with receive buffers of a size; None: worst case."""
-    if self.plan is None:
-      return None
-    return dataclasses.replace(self.plan, bucket=bucket)
+    return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def put(self, batch: Any) -> Any:
     """Places a numpy LMBatch or RLBatch, its rows in the order of devices.
@@ -191,19 +162,17 @@ def build(
 ) -> Placement:
   """Places a model by a layout table.
 
-  Args:
-    model: to place.
-    mesh: the one mesh.
-    layout: the tables.
-    options: of what devices exchange.
-    num_tokens: of a microbatch, for the bytes that a transport is said to move;
-      the choice hardly depends on it.
+  The choice of a transport hardly depends on `num_tokens`, of a microbatch; the
+  bytes that it is said to move do.
 
   Raises:
     ValueError: a parameter's axis is missing from the table, or its size does
       not divide; names the parameter.
   """
-  order = options.order(mesh, layout)
+  is_cut = shards_of(mesh, layout.sequence) > 1
+  order = options.sequence_order
+  if order == 'auto':
+    order = 'zigzag' if is_cut else 'contiguous'
   plan = model_placement.exchange_plan(
     model,
     layout=layout,
@@ -216,12 +185,12 @@ def build(
   lines = [f'mesh: {axes}; layout {layout.name}']
   buckets = ()
   if plan is not None:
-    if shards_of(mesh, layout.sequence) > 1:
+    if is_cut:
       lines.append(f'tokens of a row: {order} over the context shards')
-    if shards_of(mesh, plan.expert_axes) > 1:
-      plan, line = _carried(plan, model, num_tokens, options.buckets)
-      lines.append(line)
+    if plan.expert_shards > 1:
       buckets = options.buckets
+      plan, line = _carried(plan, model, num_tokens, buckets)
+      lines.append(line)
   return Placement(
     model=model,
     mesh=mesh,

@@ -32,15 +32,13 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
   teacher: Any = dataclasses.field(default_factory=dict)
 
   def variables(self) -> dict[str, Any]:
-    """Returns what `models.decoder` calls its variables."""
     return variables(self.params, self.selection_bias)
 
 
 def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
-  """Joins the collections; an empty selection bias is left out."""
-  if not selection_bias:
-    return {'params': params}
-  return {'params': params, 'selection_bias': selection_bias}
+  """Returns what `models.decoder` calls its variables."""
+  bias = {'selection_bias': selection_bias} if selection_bias else {}
+  return {'params': params, **bias}
 
 
 def create(
@@ -82,7 +80,7 @@ def shardings(
 
   Args:
     abstract: shapes of the state.
-    variable_shardings: tree of NamedShardings for the model's variables.
+    variable_shardings: of the model's variables.
     mesh: the one mesh.
 
   Raises:
@@ -98,14 +96,14 @@ def shardings(
       return replicated
     # Optax nests the parameter tree in its own: the name ends alike.
     parts = name.split('/')
-    for start in range(len(parts)):
-      parameter = '/'.join(parts[start:])
-      if parameter in by_name:
-        return _fitted(name, leaf.shape, shapes[parameter], by_name[parameter])
-    raise ValueError(
-      f'Optimizer state {name} of shape {leaf.shape} is named after no '
-      f'parameter; the parameters are {sorted(by_name)}.'
-    )
+    ends = ['/'.join(parts[start:]) for start in range(len(parts))]
+    parameter = next((end for end in ends if end in by_name), None)
+    if parameter is None:
+      raise ValueError(
+        f'Optimizer state {name} of shape {leaf.shape} is named after no '
+        f'parameter; the parameters are {sorted(by_name)}.'
+      )
+    return _fitted(name, leaf.shape, shapes[parameter], by_name[parameter])
 
   place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
   return place_of(

@@ -103,10 +103,10 @@ def make(
     places: shardings of the parameters, in which gradients add up.
   """
 
-  def gradient(state, batch, whole):
+  def gradient(params, state, batch, whole=None):
     function = jax.value_and_grad(lm_loss.loss, has_aux=True)
     (_, stats), gradients = function(
-      state.params,
+      params,
       state.selection_bias,
       batch,
       model=model,
@@ -116,25 +116,20 @@ def make(
     )
     return gradients, stats
 
-  def accumulated(state, batch):
-    whole = lm_loss.totals(batch)
-    gradients, stats = accumulation.gradients(
-      lambda params, piece: gradient(
-        state.replace(params=params), piece, whole
-      ),
-      state.params,
-      batch,
-      accumulate,
-      plan=plan,
-      places=places,
-    )
-    return gradients, lm_loss.summed(stats)
-
   def step(state, batch):
     if accumulate == 1:
-      gradients, loss_stats = gradient(state, batch, None)
+      gradients, loss_stats = gradient(state.params, state, batch)
     else:
-      gradients, loss_stats = accumulated(state, batch)
+      whole = lm_loss.totals(batch)
+      gradients, stats = accumulation.gradients(
+        lambda params, piece: gradient(params, state, piece, whole),
+        state.params,
+        batch,
+        accumulate,
+        plan=plan,
+        places=places,
+      )
+      loss_stats = lm_loss.summed(stats)
     with jax.named_scope('update'):
       after, update_stats = apply_gradients(
         state,

@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from composer_jax.core import dotted, files
+from composer_jax.core import files
 
 CONFIG = 'config.json'
 
@@ -30,26 +30,22 @@ def claim(
   """
   path = pathlib.Path(workdir) / CONFIG
   # Through JSON, so that tuples compare equal to what was read back.
-  wanted = dotted.flatten(json.loads(json.dumps(config)))
+  wanted = files.flatten(json.loads(json.dumps(config)))
   if not path.exists():
     files.write_json(path, config)
     return
-  found = dotted.flatten(files.read_json(path))
+  there = files.flatten(files.read_json(path))
   missing = object()
   differing = [
-    key
-    for key in sorted(found | wanted)
-    if found.get(key, missing) != wanted.get(key, missing)
+    f'{key} is {there.get(key, "absent")!r} there and '
+    f'{wanted.get(key, "absent")!r} now'
+    for key in sorted(there | wanted)
+    if there.get(key, missing) != wanted.get(key, missing)
     and not any(key == i or key.startswith(i + '.') for i in ignored)
   ]
-  if not differing:
-    return
-  lines = '; '.join(
-    f'{key} is {found.get(key, "absent")!r} there and '
-    f'{wanted.get(key, "absent")!r} now'
-    for key in differing
-  )
-  raise ValueError(
-    f'Workdir {workdir} belongs to another configuration: {lines}. Choose '
-    'another --workdir, or delete this one to start over.'
-  )
+  if differing:
+    raise ValueError(
+      f'Workdir {workdir} belongs to another configuration: '
+      f'{"; ".join(differing)}. Choose another --workdir, or delete this one '
+      'to start over.'
+    )

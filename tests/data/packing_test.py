@@ -95,8 +95,8 @@ def test_fill_by_hand():
   documents = [np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)]
   masks = [None, np.array([True, True])]
   row = (
-    packing.Piece(document=0, start=0, stop=3),
-    packing.Piece(document=1, start=0, stop=2),
+    packing.DocumentPart(document=0, start=0, stop=3),
+    packing.DocumentPart(document=1, start=0, stop=2),
   )
   got = packing.fill(
     row, 7, lambda p: (documents[p.document], masks[p.document])

@@ -10,6 +10,7 @@ import pytest
 from composer_jax.data import stream
 from composer_jax.text import fim
 from composer_jax.text import tokenizer as tokenizer_lib
+from tests.text import infilled
 
 T = tokenizer_lib.Tokenizer
 SEQ_LEN = 48
@@ -126,7 +127,7 @@ def test_a_segment_is_a_run_of_one_document(way):
   for tokens, positions, _ in segments(take(make(**WAYS[way]), 60)):
     np.testing.assert_array_equal(positions, np.arange(len(tokens)))
     is_fim += T.FIM_PREFIX in tokens
-    body = fim.restore(tokens)
+    body = infilled.restore(tokens)
     body = body[body >= 10]
     np.testing.assert_array_equal(np.diff(body), 1)
     homes = [

@@ -72,7 +72,7 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rl.reward=random', "'shuffled', not 'random'"),
     ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
     ('--config.sandbox.level=none', 'none'),
-    ('--config.rl.gate.action=halt', "rl.gate.*action 'halt' is not one of"),
+    ('--config.rl.gate.action=halt', "rl.gate.*action must be one of .*'halt'"),
     ('--config.rl.gate.max_kl=-1', 'rl.gate.*max_kl must be.*at least 0'),
     ('--config.rollout.record_routes=False', 'rl.replay needs the routes'),
     ('--config.rollout.on_swap=drop', "on_swap must be one of.*'drop'"),

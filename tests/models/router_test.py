@@ -266,18 +266,18 @@ def test_selection_bias_moves_by_its_rate_towards_balance():
   'changes, message',
   [
     (dict(num_active_groups=5), r'num_active_groups \(5\) must not exceed'),
-    (dict(num_groups=0), 'num_groups must be an integer of at least 1, not 0'),
+    (dict(num_groups=0), 'num_groups must be an integer of at least 1; got 0'),
     (dict(num_groups=3), r'num_groups \(3\) must divide num_experts \(8\)'),
     (dict(num_groups=8), 'groups of at least two'),
     (dict(num_active=5), r'num_active \(5\) must not exceed the experts of'),
     (dict(router='softmax'), "needs router 'sigmoid', not 'softmax'"),
     (
       dict(z_loss_weight=-1.0),
-      'z_loss_weight must be a number of at least 0, not -1.0',
+      'z_loss_weight must be a number of at least 0; got -1.0',
     ),
     (
       dict(aux_loss_weight=float('nan')),
-      'aux_loss_weight must be a number of at least 0, not nan',
+      'aux_loss_weight must be a number of at least 0; got nan',
     ),
   ],
 )

@@ -229,7 +229,7 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
     (dict(method='grm'), "'grm' is not one of .*'auto', 'standard'"),
     (dict(dtype='fp16'), "dtype 'fp16' is not .*'bfloat16', 'float32'"),
     (dict(deterministic=1), 'MuonChoices.deterministic must be true or false'),
-    (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* not -1.0'),
+    (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* got -1.0'),
     (dict(beta=1.0), 'MuonChoices.beta must be less than 1'),
     (dict(rms=0.0), 'MuonChoices.rms must be positive'),
   ],

@@ -144,8 +144,8 @@ def test_a_mesh_names_the_axis_that_would_fit(sizes, parts):
   'options, message',
   [
     (dict(transport='pigeon'), "transport must be one of .*'ring'.*'pigeon'"),
-    (dict(sequence_order='odd'), "sequence_order .*'zigzag'.* not 'odd'"),
-    (dict(chunks=0), 'chunks must be at least 1, not 0'),
+    (dict(sequence_order='odd'), "sequence_order .*'zigzag'.* got 'odd'"),
+    (dict(chunks=0), 'chunks must be an integer of at least 1; got 0'),
     (dict(buckets=(2.0, 1.0)), 'buckets must rise from 1'),
   ],
 )

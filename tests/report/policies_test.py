@@ -1,9 +1,12 @@
 """What the report says of policies on their way to who samples."""
 
+import contextlib
+
 import pytest
 
+from composer_jax.delta.device import received
 from composer_jax.report import policies, run_data
-from composer_jax.telemetry import received, writer
+from composer_jax.telemetry import writer
 
 ID = 'a' * 64
 
@@ -23,7 +26,7 @@ def section(workdir, sent, got):
   with writer.Writer(workdir, tensorboard=False) as out:
     for version, row in sent:
       out.write('delta', version, **row)
-  with received.Received(workdir) as lines:
+  with contextlib.closing(received.Received(workdir)) as lines:
     for version, row in got:
       lines.write(version, **row)
   return str(policies.bundles(run_data.load(workdir)))

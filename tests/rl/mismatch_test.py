@@ -166,12 +166,12 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
 @pytest.mark.parametrize(
   'change, message',
   [
-    ({'action': 'halt'}, "action 'halt' is not one of"),
-    ({'max_kl': -1.0}, r'GateOptions.max_kl must be .* at least 0, not -1'),
+    ({'action': 'halt'}, "action must be one of .*'halt'"),
+    ({'max_kl': -1.0}, r'GateOptions.max_kl must be .* at least 0; got -1'),
     ({'max_p99': math.nan}, 'GateOptions.max_p99'),
     ({'max_large_ratio_share': 1.5}, 'max_large_ratio_share .1.5. is a share'),
     ({'min_agreement': 2}, 'min_agreement .2. is a share'),
-    ({'max_kl_fresh': 'tight'}, "GateOptions.max_kl_fresh.*not 'tight'"),
+    ({'max_kl_fresh': 'tight'}, "GateOptions.max_kl_fresh.*got 'tight'"),
   ],
 )
 def test_a_gate_that_cannot_be_is_refused_by_name_and_value(change, message):

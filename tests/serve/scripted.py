@@ -9,6 +9,7 @@ import types
 import numpy as np
 
 from composer_jax.core import records
+from composer_jax.rollout import sessions
 from composer_jax.serve import app, http_server, service
 from composer_jax.serve import options as options_lib
 
@@ -119,7 +120,7 @@ class ScriptedEngine:
     part = part[: stops[0] + 1] if stops else part
     work.sampled += part
     work.on_tokens(
-      records.Tokens(
+      sessions.SampledTokens(
         session=name,
         position=self.held[name],
         **_arrays(part, self.version),

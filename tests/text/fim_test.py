@@ -5,6 +5,7 @@ import pytest
 
 from composer_jax.text import fim
 from composer_jax.text import tokenizer as tokenizer_lib
+from tests.text import infilled
 
 T = tokenizer_lib.Tokenizer
 MARKS = [T.FIM_PREFIX, T.FIM_MIDDLE, T.FIM_SUFFIX]
@@ -33,7 +34,7 @@ def test_psm_and_spm_by_hand():
   for is_spm, expected in ((False, psm), (True, spm)):
     got = fim.transform(ids, Scripted([3, 1], is_spm), rate=0.5)
     np.testing.assert_array_equal(got, expected)
-    np.testing.assert_array_equal(fim.restore(got), ids)
+    np.testing.assert_array_equal(infilled.restore(got), ids)
 
 
 @pytest.mark.parametrize('framed', [False, True])
@@ -46,7 +47,7 @@ def test_restore_undoes_transform(framed):
     assert out.dtype == np.int32
     assert len(ids) + 3 <= len(out) <= len(ids) + fim.OVERHEAD
     ended = ids if framed else np.append(ids, T.EOD)
-    np.testing.assert_array_equal(fim.restore(out), ended)
+    np.testing.assert_array_equal(infilled.restore(out), ended)
 
 
 def test_rate_is_the_share_and_zero_changes_nothing():
@@ -72,4 +73,4 @@ def test_errors():
   with pytest.raises(ValueError, match=r'rate must lie in \[0, 1\], not 2'):
     fim.transform(ids, np.random.default_rng(0), rate=2)
   with pytest.raises(ValueError, match='each fill-in-the-middle mark once'):
-    fim.restore(ids)
+    infilled.restore(ids)

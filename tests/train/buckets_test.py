@@ -99,15 +99,14 @@ class Programs:
     return state, train_step.StepMetrics(loss=stats, update=update)
 
 
-def run(needs, given=BUCKETS, told=None, size=None):
+def run(needs, given=BUCKETS, size=None):
   """Trains on batches of these needs; returns everything of interest."""
   programs, retries, losses = Programs(), [], []
   size = size or buckets.BucketSize(given, rows_of)
   step = buckets.BucketedStep(programs, size, retries.append)
   state, sent = fresh(), []
   for index, layers in enumerate(needs):
-    needed = max(layers) if told else None
-    state, last = step(state, batch_of(*layers, index=index), index + 1, needed)
+    state, last = step(state, batch_of(*layers, index=index), index + 1)
     sent.append(last)
   state = step.settle(state)
   losses = [float(s.metrics.loss.loss) for s in sent]
@@ -152,15 +151,6 @@ def test_the_repeated_step_takes_the_smallest_bucket_that_fits():
     'step 2: 101 rows did not fit 100 of the 1x bucket; repeated with '
     'worst-case'
   )
-
-
-def test_needs_that_are_known_beforehand_never_overflow():
-  needs = [[90], [399], [120], [126], [90]]
-  state, _, programs, retries = run(needs, told=True)
-  assert not retries
-  assert [b for b, _ in programs.calls] == [1.0, None, 1.25, 2.0, 1.0]
-  want = run(needs, given=())[0]
-  jax.tree.map(np.testing.assert_array_equal, state, want)
 
 
 def test_buckets_shrink_late_and_grow_at_once():

@@ -13,10 +13,3 @@ def test_options_are_those_of_the_device():
   assert not any('sparse_core' in name for name in v5e)
   assert any('sparse_core' in name for name in v5p)
   assert v5p['xla_tpu_enable_async_all_to_all'] == 'true'
-
-
-def test_every_option_has_a_reason():
-  for options in compiler_options.OPTIONS.values():
-    names = [option.name for option in options]
-    assert len({*names}) == len(names)
-    assert all(option.reason.endswith('.') for option in options)

@@ -78,7 +78,6 @@ OPTIONS = loop.LoopOptions(
   checkpoint_every=2,
   eval_every=3,
   log_every=1,
-  keep=3,
   seed=0,
 )
 

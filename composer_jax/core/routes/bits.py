@@ -24,86 +24,12 @@ _LARGEST_WORD = 1 << 63
 
 def num_bytes(num_routes: int, num_experts: int, num_active: int) -> int:
   """Returns the bytes that routes are packed into."""
-  return -(-_num_bits(num_routes, num_experts, num_active) // 8)
+  return -(-_layout(num_experts, num_active).num_bits(num_routes) // 8)
 
 
 def aligned_routes(num_experts: int, num_active: int) -> int:
   """Returns a number of routes that fill whole 64-bit numbers."""
   return 64 * _layout(num_experts, num_active).routes
-
-
-class _Layout(NamedTuple):
-  """How digits fall into words; it repeats after some routes.
-
-  Attributes:
-    routes: after which a word begins with the first digit of a route again.
-    words: radices of the digits of each word, first digit first.
-  """
-
-  routes: int
-  words: tuple[tuple[int, ...], ...]
-
-
-def _full_word(first: int, num_experts: int, num_active: int) -> list[int]:
-  """Returns radices of as many digits as fit, from a digit of a route on."""
-  radices, product = [], 1
-  while True:
-    radix = num_experts - (first + len(radices)) % num_active
-    product *= radix
-    if product > _LARGEST_WORD:
-      return radices
-    radices.append(radix)
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(num_experts: int, num_active: int) -> _Layout:
-  """Finds the period that wastes least.
-
-  Full words that follow each other need never end where a route does: the last
-  of a period is cut there. The digits at which words begin repeat after A words
-  at most, so that no longer period can be much better.
-  """
-  if num_experts == 1:
-    return _Layout(1, ((1,),))
-  words, digits, bits = [], 0, 0
-  best, least = None, math.inf
-  for _ in range(num_active + 1):
-    radices = tuple(_full_word(digits, num_experts, num_active))
-    over = (digits + len(radices)) % num_active
-    if over < len(radices):
-      last = radices[: len(radices) - over]
-      routes = (digits + len(radices)) // num_active
-      if (needed := (bits + _width(last)) / routes) < least:
-        best, least = (routes, len(words), last), needed
-    if not over:
-      break
-    words.append(radices)
-    digits += len(radices)
-    bits += _width(radices)
-  assert best is not None
-  routes, num_full, last = best
-  return _Layout(routes, (*words[:num_full], last))
-
-
-def _tail(num_digits: int, layout: _Layout) -> list[tuple[int, ...]]:
-  """Returns the words of the first digits of a period."""
-  words = []
-  for radices in layout.words:
-    if num_digits > 0:
-      words.append(radices[:num_digits])
-    num_digits -= len(radices)
-  return words
-
-
-def _width(radices: tuple[int, ...]) -> int:
-  return (math.prod(radices) - 1).bit_length()
-
-
-def _num_bits(num_routes: int, num_experts: int, num_active: int) -> int:
-  layout = _layout(num_experts, num_active)
-  periods, left = divmod(num_routes, layout.routes)
-  tail = _tail(left * num_active, layout)
-  return periods * sum(map(_width, layout.words)) + sum(map(_width, tail))
 
 
 class _Words(NamedTuple):
@@ -122,31 +48,111 @@ class _Words(NamedTuple):
   limit_X: np.ndarray
 
 
-def _words(num_routes: int, num_experts: int, num_active: int) -> _Words:
-  layout = _layout(num_experts, num_active)
-  periods, left = divmod(num_routes, layout.routes)
-  tail = _tail(left * num_active, layout)
+class _Layout(NamedTuple):
+  """How digits fall into words; it repeats after some routes.
 
-  def of_all(function, dtype):
-    period = np.array([function(word) for word in layout.words], dtype)
-    rest = np.array([function(word) for word in tail], dtype)
-    return np.concatenate([np.tile(period, periods), rest])
+  Attributes:
+    num_active: A, digits of a route.
+    routes: after which a word begins with the first digit of a route again.
+    words: radices of the digits of each word, first digit first.
+  """
 
-  width_X = of_all(_width, np.uint64)
-  begin_X = np.cumsum(width_X) - width_X
-  return _Words(
-    index_X=(begin_X >> np.uint64(6)).astype(np.intp),
-    shift_X=begin_X & np.uint64(63),
-    width_X=width_X,
-    limit_X=of_all(math.prod, np.uint64),
-  )
+  num_active: int
+  routes: int
+  words: tuple[tuple[int, ...], ...]
+
+  def split(self, num_routes: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Returns the whole periods of some routes, and the words after them."""
+    periods, left = divmod(num_routes, self.routes)
+    num_digits, words = left * self.num_active, []
+    for radices in self.words:
+      if num_digits > 0:
+        words.append(radices[:num_digits])
+      num_digits -= len(radices)
+    return periods, words
+
+  def num_bits(self, num_routes: int) -> int:
+    periods, rest = self.split(num_routes)
+    return periods * sum(map(_width, self.words)) + sum(map(_width, rest))
+
+  def place(self, num_routes: int) -> _Words:
+    periods, rest = self.split(num_routes)
+
+    def of_all(function):
+      period = np.array([function(word) for word in self.words], np.uint64)
+      last = np.array([function(word) for word in rest], np.uint64)
+      return np.concatenate([np.tile(period, periods), last])
+
+    width_X = of_all(_width)
+    begin_X = np.cumsum(width_X) - width_X
+    return _Words(
+      index_X=(begin_X >> np.uint64(6)).astype(np.intp),
+      shift_X=begin_X & np.uint64(63),
+      width_X=width_X,
+      limit_X=of_all(math.prod),
+    )
+
+  def digits(self) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields (slot, route of the period, radix) of the digits of each word."""
+    digit = 0
+    for radices in self.words:
+      yield [
+        ((digit + i) % self.num_active, (digit + i) // self.num_active, radix)
+        for i, radix in enumerate(radices)
+      ]
+      digit += len(radices)
+
+
+def _width(radices: tuple[int, ...]) -> int:
+  return (math.prod(radices) - 1).bit_length()
+
+
+def _full_word(first: int, num_experts: int, num_active: int) -> tuple:
+  """Returns radices of as many digits as fit, from a digit of a route on."""
+  radices, product = (), 1
+  while True:
+    radix = num_experts - (first + len(radices)) % num_active
+    product *= radix
+    if product > _LARGEST_WORD:
+      return radices
+    radices += (radix,)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(num_experts: int, num_active: int) -> _Layout:
+  """Finds the period that wastes least.
+
+  Full words that follow each other need never end where a route does: the last
+  of a period is cut there. The digits at which words begin repeat after A words
+  at most, so that no longer period can be much better.
+  """
+  if num_experts == 1:
+    return _Layout(1, 1, ((1,),))
+  words, num_digits, bits = [], 0, 0
+  best, least = None, math.inf
+  for _ in range(num_active + 1):
+    radices = _full_word(num_digits, num_experts, num_active)
+    over = (num_digits + len(radices)) % num_active
+    if over < len(radices):
+      last = radices[: len(radices) - over]
+      routes = (num_digits + len(radices)) // num_active
+      if (needed := (bits + _width(last)) / routes) < least:
+        best = _Layout(num_active, routes, (*words, last))
+        least = needed
+    if not over:
+      break
+    words.append(radices)
+    num_digits += len(radices)
+    bits += _width(radices)
+  assert best is not None
+  return best
 
 
 def pack(ids_ZA: np.ndarray, num_experts: int) -> bytes:
   """Returns the bits of routes that were checked, as whole bytes."""
   num_routes, num_active = ids_ZA.shape
   layout = _layout(num_experts, num_active)
-  num_bits = _num_bits(num_routes, num_experts, num_active)
+  num_bits = layout.num_bits(num_routes)
   if not num_bits:
     return b''
   periods = -(-num_routes // layout.routes)
@@ -156,13 +162,13 @@ def pack(ids_ZA: np.ndarray, num_experts: int) -> bytes:
   for a in range(num_active - 1):
     digits_AZ[a + 1 :] -= digits_AZ[a + 1 :] > digits_AZ[a]
   value_SX = np.zeros((periods, len(layout.words)), np.uint64)
-  for w, places in enumerate(_places(layout, num_active)):
+  for w, digits in enumerate(layout.digits()):
     value_S = np.zeros(periods, np.uint64)
-    for a, n, radix in reversed(places):
+    for a, n, radix in reversed(digits):
       value_S *= np.uint64(radix)
       value_S += digits_AZ[a, n :: layout.routes]
     value_SX[:, w] = value_S
-  words = _words(num_routes, num_experts, num_active)
+  words = layout.place(num_routes)
   value_X = value_SX.reshape(-1)[: len(words.index_X)]
   # Words are shorter than the numbers of the stream: one begins in each, and
   # only the last that does reaches into the next.
@@ -185,7 +191,7 @@ def unpack(
     ValueError: `pack` makes no such bytes.
   """
   layout = _layout(num_experts, num_active)
-  words = _words(num_routes, num_experts, num_active)
+  words = layout.place(num_routes)
   padded = bytes(blob).ljust(8 * (len(blob) // 8 + 2), b'\0')
   stream_X = np.frombuffer(padded, '<u8')
   low_X = stream_X[words.index_X] >> words.shift_X
@@ -196,33 +202,19 @@ def unpack(
   value_SX = np.zeros((periods, len(layout.words)), np.uint64)
   value_X = value_SX.reshape(-1)[: len(words.index_X)]
   value_X[:] = (low_X | high_X) & mask_X
-  unused = 8 * len(blob) - _num_bits(num_routes, num_experts, num_active)
+  unused = 8 * len(blob) - layout.num_bits(num_routes)
   if (value_X >= words.limit_X).any() or (unused and blob[-1] >> 8 - unused):
     raise ValueError(
       'The packed routes hold a word that no route has: whoever wrote them '
       'packs in another way.'
     )
   ids_AZ = np.zeros((num_active, periods * layout.routes), np.uint16)
-  for w, places in enumerate(_places(layout, num_active)):
+  for w, digits in enumerate(layout.digits()):
     value_S = np.ascontiguousarray(value_SX[:, w])
-    for a, n, radix in places:
+    for a, n, radix in digits:
       rest_S = value_S // np.uint64(radix)
       ids_AZ[a, n :: layout.routes] = value_S - rest_S * np.uint64(radix)
       value_S = rest_S
   for a in reversed(range(num_active - 1)):
     ids_AZ[a + 1 :] += ids_AZ[a + 1 :] >= ids_AZ[a]
   return ids_AZ[:, :num_routes].T
-
-
-def _places(
-  layout: _Layout, num_active: int
-) -> Iterator[list[tuple[int, int, int]]]:
-  """Yields (slot, route of the period, radix) of the digits of each word."""
-  digit = 0
-  for radices in layout.words:
-    numbers = range(digit, digit + len(radices))
-    yield [
-      (d % num_active, d // num_active, radix)
-      for d, radix in zip(numbers, radices, strict=True)
-    ]
-    digit += len(radices)

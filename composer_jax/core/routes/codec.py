@@ -4,32 +4,40 @@ A route is the ordered tuple of a token's experts in one layer. Order is kept:
 it decides the bits of the sum over experts. There are E (E - 1) .. (E - A + 1)
 of them, so `bound_bits` of each is what a code can reach that knows nothing of
 their frequencies; Kimi K2 needs 68.6 bits, 53.3 for the set and 15.3 for the
-order, where uint16 takes 128.
+order, where uint16 takes 128. A message, little-endian:
 
-  packed  each id becomes its rank among the experts not yet taken (Lehmer's
-          code); as many of these digits as fit go into a word of a mixed radix
-          and of at most 63 bits, and the words follow each other bit by bit
-  plain   the ids as they are, little-endian
+  magic 'MoEr' | version u8 | form u8 | E u16 | A u16 | M u16 | start u32 |
+  tokens u32 | runs u32 | M layers u16 | runs u32 each | payload | BLAKE3 of
+  all before, 16 bytes
 
-A tape begins at any token, so that each turn of an episode sends what it adds:
-`concatenate` joins increments that follow each other, `update` also takes those
-of an engine that consumed tokens anew. Tokens without a record are runs in the
-header and take no place in the payload, so that a reader bounds what a message
-may unfold to. The frame around both is of `core.routes.message`.
+The payload has one of two forms: 'packed' (`core.routes.bits`), or 'plain', the
+ids as they are. Runs are lengths in tokens, of recorded and unrecorded ones in
+turn: tokens without a record take no place in a packed payload, so that a
+reader bounds what a message may unfold to. The plain form has no runs.
 
-Axes: Z is a route, of a token in a layer; X a run or a place.
+A tape begins at any token, so that each turn of an episode sends what it adds.
+
+Axes: Z is a route, of a token in a layer; X a run.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import blake3
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.core.routes import bits, message
+from composer_jax.core.routes import bits
 
-PACKED, PLAIN = FORMS = message.FORMS
+PACKED, PLAIN = FORMS = ('packed', 'plain')
+
+_MAGIC = b'MoEr'
+_VERSION = 1
+_HEADER = struct.Struct('<4sBBHHHIII')
+_HASH_BYTES = 16
 
 # More experts of a token than any router takes. Lehmer's code takes time with
 # the square of this, and words may meet digits as before only after as many
@@ -92,21 +100,17 @@ class RouteTape:
   ids_TMA: np.ndarray
   scheme: RouteScheme
 
-  @property
-  def stop(self) -> int:
-    return self.start + len(self.ids_TMA)
-
 
 def bound_bits(scheme: RouteScheme) -> float:
   """Returns log2(E! / (E - A)!): bits of one token in one layer."""
-  radices = range(
-    scheme.num_experts, scheme.num_experts - scheme.num_active, -1
-  )
-  return math.fsum(map(math.log2, radices))
+  num_experts, num_active = scheme.sizes
+  return math.fsum(math.log2(num_experts - a) for a in range(num_active))
 
 
-def check(ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0) -> None:
-  """Refuses what is no route.
+def check(
+  ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0
+) -> np.ndarray:
+  """Refuses what is no route, and returns which tokens have a record.
 
   Args:
     ids_TMA: of consecutive tokens.
@@ -116,8 +120,44 @@ def check(ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0) -> None:
   Raises:
     ValueError: names the token, the layer and its ids.
   """
-  _check_shape(ids_TMA, scheme)
-  _recorded(ids_TMA, scheme, start)
+  if ids_TMA.dtype != np.uint16:
+    raise ValueError(f'ids_TMA must be of uint16, not {ids_TMA.dtype}.')
+  want = (len(scheme.layers), scheme.num_active)
+  if ids_TMA.ndim != 3 or ids_TMA.shape[1:] != want:
+    raise ValueError(
+      f'ids_TMA has shape {ids_TMA.shape}; (tokens, {want[0]} layers, '
+      f'{want[1]} active experts) is required.'
+    )
+  recorded_T = ids_TMA[:, 0, 0] != records.NO_ROUTE
+  step = max(1, _CHUNK_ROUTES // len(scheme.layers))
+  for first in range(0, len(ids_TMA), step):
+    ids_tMA = ids_TMA[first : first + step]
+    ids_AZ = np.ascontiguousarray(ids_tMA.reshape(-1, scheme.num_active).T)
+    fault_Z = (ids_AZ >= scheme.num_experts).any(0)
+    for a in range(1, scheme.num_active):
+      fault_Z |= (ids_AZ[a:] == ids_AZ[a - 1]).any(0)
+    fault_tM = fault_Z.reshape(ids_tMA.shape[:2])
+    missing_t = ~recorded_T[first : first + step]
+    if missing_t.any():
+      fault_tM[missing_t] = (ids_tMA[missing_t] != records.NO_ROUTE).any(-1)
+    if fault_tM.any():
+      t, m = (int(i) for i in np.argwhere(fault_tM)[0])
+      reason = _fault(ids_tMA[t, m], bool(missing_t[t]), scheme)
+      raise ValueError(
+        f'Token {start + first + t}, layer {scheme.layers[m]} has the experts '
+        f'{ids_tMA[t, m].tolist()}: {reason}.'
+      )
+  return recorded_T
+
+
+def _fault(ids_A: np.ndarray, missing: bool, scheme: RouteScheme) -> str:
+  if missing or (ids_A == records.NO_ROUTE).any():
+    return (
+      f'NO_ROUTE ({records.NO_ROUTE}) must fill all layers of a token, or none'
+    )
+  if (ids_A >= scheme.num_experts).any():
+    return f'an id must be below num_experts ({scheme.num_experts})'
+  return 'an expert may stand in a route once'
 
 
 def encode(
@@ -140,27 +180,32 @@ def encode(
   """
   if form not in FORMS:
     raise ValueError(f'form must be one of {FORMS}, not {form!r}.')
-  _check_shape(ids_TMA, scheme)
   if not 0 <= start < 1 << 32:
     raise ValueError(f'start must lie in 0..{(1 << 32) - 1}, not {start}.')
-  recorded_T = _recorded(ids_TMA, scheme, start)
+  recorded_T = check(ids_TMA, scheme, start=start)
   if form == PLAIN:
-    runs_X, payload = np.zeros(0, np.int64), [ids_TMA.astype('<u2').tobytes()]
+    runs_X, payload = np.zeros(0, '<u4'), [ids_TMA.astype('<u2').tobytes()]
   else:
-    runs_X, payload = message.to_runs(recorded_T), []
+    runs_X, payload = _to_runs(recorded_T), []
     for tokens in _chunks(recorded_T, scheme):
       ids_ZA = ids_TMA[tokens].reshape(-1, scheme.num_active)
       payload.append(bits.pack(ids_ZA, scheme.num_experts))
-  header = message.Header(
-    form=form,
-    num_experts=scheme.num_experts,
-    num_active=scheme.num_active,
-    layers=scheme.layers,
-    start=start,
-    num_tokens=len(ids_TMA),
-    runs_X=runs_X,
-  )
-  return message.write(header, payload)
+  sizes = (*scheme.sizes, len(scheme.layers), start, len(ids_TMA), len(runs_X))
+  header = _HEADER.pack(_MAGIC, _VERSION, FORMS.index(form), *sizes)
+  layers_M = np.array(scheme.layers, '<u2')
+  message = b''.join([header, layers_M.tobytes(), runs_X.tobytes(), *payload])
+  return message + _digest(message)
+
+
+class _Message(NamedTuple):
+  """The parts of a message."""
+
+  form: str
+  scheme: RouteScheme
+  start: int
+  num_tokens: int
+  runs_X: np.ndarray
+  payload: memoryview
 
 
 def decode(
@@ -182,154 +227,129 @@ def decode(
   Raises:
     ValueError: names what is wrong; nothing is guessed or filled in.
   """
-  header, payload = message.read(data)
-  found = RouteScheme(
-    num_experts=header.num_experts,
-    num_active=header.num_active,
-    layers=header.layers,
-  )
-  if scheme is not None and found != scheme:
+  message = _read(data)
+  own, payload = message.scheme, message.payload
+  if scheme is not None and own != scheme:
     raise ValueError(
-      f'The routes are of {found}, the reader has {scheme}: the rollout fleet '
+      f'The routes are of {own}, the reader has {scheme}: the rollout fleet '
       'runs another model.'
     )
-  if num_tokens is not None and header.num_tokens != num_tokens:
+  if num_tokens is not None and message.num_tokens != num_tokens:
     raise ValueError(
-      f'The routes are of {header.num_tokens} tokens, the reader has '
+      f'The routes are of {message.num_tokens} tokens, the reader has '
       f'{num_tokens}.'
     )
-  shape = (header.num_tokens, len(found.layers), found.num_active)
-  _check_size(header, found, len(payload), max_bytes)
-  if header.form == PLAIN:
+  _check_size(message, max_bytes)
+  shape = (message.num_tokens, len(own.layers), own.num_active)
+  if message.form == PLAIN:
     ids_TMA = np.frombuffer(payload, '<u2').astype(np.uint16).reshape(shape)
-    check(ids_TMA, found, start=header.start)
-    return RouteTape(start=header.start, ids_TMA=ids_TMA, scheme=found)
-  ids_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
-  for tokens in _chunks(message.from_runs(header.runs_X), found):
-    num_routes = ids_TMA[tokens].size // found.num_active
-    num_bytes = bits.num_bytes(num_routes, *found.sizes)
-    ids_ZA = bits.unpack(payload[:num_bytes], num_routes, *found.sizes)
-    ids_TMA[tokens] = ids_ZA.reshape(-1, *shape[1:])
-    payload = payload[num_bytes:]
-  return RouteTape(start=header.start, ids_TMA=ids_TMA, scheme=found)
-
-
-def concatenate(tapes: Sequence[RouteTape]) -> RouteTape:
-  """Joins increments of one context window.
-
-  Raises:
-    ValueError: there is none, one has another scheme, or one does not begin
-      where the one before it ends.
-  """
-  if not tapes:
-    raise ValueError('There is no tape to join; at least one is needed.')
-  for n, (left, right) in enumerate(zip(tapes, tapes[1:]), start=1):
-    if right.scheme != left.scheme:
-      raise ValueError(
-        f'Increment {n} is of {right.scheme}, those before it are of '
-        f'{left.scheme}.'
-      )
-    if right.start != left.stop:
-      raise ValueError(
-        f'Increment {n} starts at token {right.start}, the one before it ends '
-        f'at {left.stop}; send what is between them, or drop what is twice.'
-      )
-  ids_TMA = np.concatenate([tape.ids_TMA for tape in tapes])
-  return RouteTape(
-    start=tapes[0].start, ids_TMA=ids_TMA, scheme=tapes[0].scheme
-  )
-
-
-def update(tape: RouteTape, increment: RouteTape) -> RouteTape:
-  """Returns a tape with what an engine sent next.
-
-  From its start on an increment replaces what is there: the engine consumed
-  those tokens anew, with other weights or because their cache was given away.
-  `agent.episode` does the same to the routes of completions.
-
-  Raises:
-    ValueError: the increment has another scheme or leaves out tokens.
-  """
-  kept = max(0, increment.start - tape.start)
-  left = dataclasses.replace(tape, ids_TMA=tape.ids_TMA[:kept])
-  if increment.start < tape.start:
-    left = dataclasses.replace(left, start=increment.start)
-  return concatenate([left, increment])
-
-
-def _check_shape(ids_TMA: np.ndarray, scheme: RouteScheme) -> None:
-  if ids_TMA.dtype != np.uint16:
-    raise ValueError(f'ids_TMA must be of uint16, not {ids_TMA.dtype}.')
-  want = (len(scheme.layers), scheme.num_active)
-  if ids_TMA.ndim != 3 or ids_TMA.shape[1:] != want:
-    raise ValueError(
-      f'ids_TMA has shape {ids_TMA.shape}; (tokens, {want[0]} layers, '
-      f'{want[1]} active experts) is required.'
-    )
-
-
-def _recorded(
-  ids_TMA: np.ndarray, scheme: RouteScheme, start: int
-) -> np.ndarray:
-  """Returns which tokens have a record, after checking every route."""
-  recorded_T = ids_TMA[:, 0, 0] != records.NO_ROUTE
-  step = max(1, _CHUNK_ROUTES // len(scheme.layers))
-  for first in range(0, len(ids_TMA), step):
-    ids_tMA = ids_TMA[first : first + step]
-    ids_AZ = np.ascontiguousarray(ids_tMA.reshape(-1, scheme.num_active).T)
-    fault_Z = (ids_AZ >= scheme.num_experts).any(0)
-    for a in range(1, scheme.num_active):
-      fault_Z |= (ids_AZ[a:] == ids_AZ[a - 1]).any(0)
-    fault_tM = fault_Z.reshape(ids_tMA.shape[:2])
-    missing_t = ~recorded_T[first : first + step]
-    if missing_t.any():
-      fault_tM[missing_t] = (ids_tMA[missing_t] != records.NO_ROUTE).any(-1)
-    if fault_tM.any():
-      t, m = (int(i) for i in np.argwhere(fault_tM)[0])
-      missing = bool(missing_t[t])
-      _refuse(ids_tMA[t, m], missing, scheme, start + first + t, m)
-  return recorded_T
-
-
-def _refuse(ids_A, missing, scheme, token, m):
-  if missing or (ids_A == records.NO_ROUTE).any():
-    why = (
-      f'NO_ROUTE ({records.NO_ROUTE}) must fill all layers of a token, or none'
-    )
-  elif (ids_A >= scheme.num_experts).any():
-    why = f'an id must be below num_experts ({scheme.num_experts})'
+    check(ids_TMA, own, start=message.start)
   else:
-    why = 'an expert may stand in a route once'
-  raise ValueError(
-    f'Token {token}, layer {scheme.layers[m]} has the experts '
-    f'{ids_A.tolist()}: {why}.'
+    ids_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
+    recorded_T = np.repeat(
+      np.arange(len(message.runs_X)) % 2 == 0, message.runs_X
+    )
+    for tokens in _chunks(recorded_T, own):
+      num_routes = ids_TMA[tokens].size // own.num_active
+      num_bytes = bits.num_bytes(num_routes, *own.sizes)
+      ids_ZA = bits.unpack(payload[:num_bytes], num_routes, *own.sizes)
+      ids_TMA[tokens] = ids_ZA.reshape(-1, *shape[1:])
+      payload = payload[num_bytes:]
+  return RouteTape(start=message.start, ids_TMA=ids_TMA, scheme=own)
+
+
+def _read(data: bytes) -> _Message:
+  """Takes a message apart; allocates nothing but the runs that it holds.
+
+  Raises:
+    ValueError: it is damaged, truncated or of another kind.
+  """
+  shortest = _HEADER.size + _HASH_BYTES
+  if len(data) < shortest:
+    raise ValueError(
+      f'The routes are {len(data)} bytes, fewer than the {shortest} of any: '
+      'truncated.'
+    )
+  view = memoryview(data)
+  magic, version, form, num_experts, num_active, num_layers, *rest = (
+    _HEADER.unpack(view[: _HEADER.size])
+  )
+  start, num_tokens, num_runs = rest
+  if (magic, version) != (_MAGIC, _VERSION) or form >= len(FORMS):
+    raise ValueError(
+      f'The routes begin with {magic!r}, version {version}, form {form}; this '
+      f'reader knows {_MAGIC!r}, version {_VERSION}, forms 0..{len(FORMS) - 1}.'
+    )
+  if view[-_HASH_BYTES:] != _digest(view[:-_HASH_BYTES]):
+    raise ValueError(
+      f'The checksum of the routes ({len(data)} bytes) is wrong: they were '
+      'truncated or damaged; ask for them again.'
+    )
+  runs_at = _HEADER.size + 2 * num_layers
+  payload_at = runs_at + 4 * num_runs
+  if payload_at + _HASH_BYTES > len(data):
+    raise ValueError(
+      f'The routes are {len(data)} bytes, too few for {num_layers} layers and '
+      f'{num_runs} runs.'
+    )
+  runs_X = np.frombuffer(view[runs_at:payload_at], '<u4').astype(np.int64)
+  if FORMS[form] == PLAIN:
+    if num_runs:
+      raise ValueError(
+        f'The routes have {num_runs} runs; in the plain form there are none.'
+      )
+  elif int(runs_X.sum()) != num_tokens or not runs_X[1:].all():
+    raise ValueError(
+      f'The runs of the routes begin with {runs_X[:8].tolist()}; all must add '
+      f'up to {num_tokens} tokens, and none but the first may be empty.'
+    )
+  layers_M = np.frombuffer(view[_HEADER.size : runs_at], '<u2')
+  return _Message(
+    form=FORMS[form],
+    scheme=RouteScheme(
+      num_experts=num_experts,
+      num_active=num_active,
+      layers=tuple(layers_M.tolist()),
+    ),
+    start=start,
+    num_tokens=num_tokens,
+    runs_X=runs_X,
+    payload=view[payload_at:-_HASH_BYTES],
   )
 
 
-def _check_size(
-  header: message.Header,
-  scheme: RouteScheme,
-  num_bytes: int,
-  max_bytes: int,
-) -> None:
+def _check_size(message: _Message, max_bytes: int) -> None:
   """Refuses a payload that is not what its header says, or unfolds too far."""
+  scheme, num_tokens = message.scheme, message.num_tokens
   num_layers = len(scheme.layers)
-  num_ids = header.num_tokens * num_layers * scheme.num_active
-  if 2 * num_ids > max_bytes:
+  needed = 2 * num_tokens * num_layers * scheme.num_active
+  if needed > max_bytes:
     raise ValueError(
-      f'The routes are {2 * num_ids} bytes as ids ({header.num_tokens} tokens, '
+      f'The routes are {needed} bytes as ids ({num_tokens} tokens, '
       f'{num_layers} layers, {scheme.num_active} experts); the reader takes '
       f'{max_bytes}: send them in increments, or raise max_bytes.'
     )
-  needed = 2 * num_ids
-  if header.form == PACKED:
-    num_routes = header.num_recorded * num_layers
+  if message.form == PACKED:
+    num_routes = int(message.runs_X[::2].sum()) * num_layers
     needed = bits.num_bytes(num_routes, *scheme.sizes)
-  if num_bytes != needed:
+  if len(message.payload) != needed:
     raise ValueError(
-      f'The payload of the routes is {num_bytes} bytes; {header.num_tokens} '
-      f'tokens of {scheme} need {needed}.'
+      f'The payload of the routes is {len(message.payload)} bytes; '
+      f'{num_tokens} tokens of {scheme} need {needed}.'
     )
+
+
+def _to_runs(recorded_T: np.ndarray) -> np.ndarray:
+  """Returns lengths of recorded and unrecorded runs in turn."""
+  if not recorded_T.size:
+    return np.zeros(0, '<u4')
+  # A tape that begins without a record begins with an empty run.
+  edges = np.flatnonzero(np.diff(recorded_T, prepend=True))
+  return np.diff(edges, prepend=0, append=recorded_T.size).astype('<u4')
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+  return blake3.blake3(data).digest(length=_HASH_BYTES)
 
 
 def _chunks(
@@ -343,9 +363,10 @@ def _chunks(
   tokens = routes // math.gcd(routes, len(scheme.layers))
   tokens *= max(1, _CHUNK_ROUTES // (tokens * len(scheme.layers)))
   if recorded_T.all():
+    # Slices are views: nothing is copied where every token has a record.
     for first in range(0, len(recorded_T), tokens):
-      yield slice(first, min(first + tokens, len(recorded_T)))
+      yield slice(first, first + tokens)
     return
-  where_X = np.flatnonzero(recorded_T)
-  for first in range(0, len(where_X), tokens):
-    yield where_X[first : first + tokens]
+  recorded = np.flatnonzero(recorded_T)
+  for first in range(0, len(recorded), tokens):
+    yield recorded[first : first + tokens]

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
 from composer_jax.delta import identity, orbax_files, weights_held
-from composer_jax.train.checkpoints import orbax_turns
+from composer_jax.train.checkpoints import manager
 
 # The most that a file holds before compression, and so what a reader of a part
 # may have to fetch in vain. 2**24 makes 64 thousand files of a terabyte.
@@ -72,7 +72,7 @@ def write(
       lambda _: ocp.SaveArgs(chunk_byte_size=chunk_bytes), nested
     )
     checkpointer = ocp.Checkpointer(handler, multiprocessing_options=options)
-    with _quiet(), checkpointer as saver, orbax_turns.one_at_a_time:
+    with _quiet(), checkpointer as saver, manager.one_at_a_time:
       saver.save(
         folder,
         args=ocp.args.PyTreeSave(nested, save_args=arguments),

@@ -11,10 +11,10 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import seams
-from composer_jax.delta.device import publication, receiver, sender
+from composer_jax.delta.device import publication, received, receiver, sender
 from composer_jax.models import config as model_config
 from composer_jax.rollout import engine as engines
-from composer_jax.telemetry import received, writer
+from composer_jax.telemetry import writer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

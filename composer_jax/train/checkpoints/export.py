@@ -17,13 +17,14 @@ _CHUNK_BYTES = 2**28
 
 def _open(
   workdir: str | os.PathLike, stage: str, *, keep: int | None = None
-) -> manager.Checkpoints:
+) -> contextlib.closing[manager.Checkpoints]:
   """Opens an export, for reading only unless it says how many to keep."""
-  return manager.Checkpoints(
+  exports = manager.Checkpoints(
     pathlib.Path(workdir) / 'exports' / stage,
     keep=keep,
     fallback=f'the last checkpoint of the stage, in checkpoints/{stage}',
   )
+  return contextlib.closing(exports)
 
 
 def save(
@@ -34,35 +35,27 @@ def save(
   Raises:
     OSError: it could not be written; the stage's checkpoints are intact.
   """
-  with contextlib.closing(_open(workdir, stage, keep=1)) as exports:
+  with _open(workdir, stage, keep=1) as exports:
     exports.save(step, variables, chunk_bytes=_CHUNK_BYTES)
 
 
 def finished_step(workdir: str | os.PathLike, stage: str) -> int | None:
   """Returns the last step of a finished stage, None when it is not."""
-  if not (pathlib.Path(workdir) / 'exports' / stage).exists():
-    return None
-  with contextlib.closing(_open(workdir, stage)) as exports:
+  with _open(workdir, stage) as exports:
     return exports.latest_step()
 
 
 def load(workdir: str | os.PathLike, stage: str, like: Any) -> Any:
-  """Returns the variables of a finished stage.
-
-  Args:
-    workdir: of the run.
-    stage: one that `finished_step` knows.
-    like: tree of `jax.ShapeDtypeStruct` with shardings.
+  """Returns the variables of a finished stage, placed as `like` says.
 
   Raises:
     ValueError: the stage is not finished, or holds other arrays.
     manager.DamagedCheckpoint: the export is damaged.
   """
-  step = finished_step(workdir, stage)
-  if step is None:
-    raise ValueError(
-      f'Stage {stage!r} of {workdir} is not finished; run it to its end.'
-    )
-  with contextlib.closing(_open(workdir, stage)) as exports:
-    variables, _ = exports.restore(step, like)
-  return variables
+  with _open(workdir, stage) as exports:
+    step = exports.latest_step()
+    if step is None:
+      raise ValueError(
+        f'Stage {stage!r} of {workdir} is not finished; run it to its end.'
+      )
+    return exports.restore(step, like)[0]

@@ -8,12 +8,15 @@ Trees are stored as flat {name: array}: a change of optimizer class does not
 make a checkpoint unreadable, a change of shape is named.
 """
 
+import contextlib
 import errno
 import json
 import os
 import pathlib
 import re
 import shutil
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import blake3
@@ -21,7 +24,17 @@ import jax
 import orbax.checkpoint as ocp
 
 from composer_jax.core import trees
-from composer_jax.train.checkpoints import hashes, orbax_turns
+from composer_jax.train.checkpoints import hashes
+
+# Held where a process begins a save. Orbax numbers saves by one counter of the
+# process, and what makes folders tells what writes into them by that number.
+# Two threads that begin at the same time read each other's: both then wait,
+# five minutes, for folders that were made under another number, and fail. What
+# a save goes on doing in orbax's own threads has its number by then.
+#
+# Of several processes all must begin their saves in one order, which no lock of
+# one of them gives: they let one save finish (`wait`) before they begin others.
+one_at_a_time = threading.Lock()
 
 STATE = 'state'
 _DATA = 'data'
@@ -78,8 +91,8 @@ def _errno(error: BaseException) -> int | None:
   """Returns the system's number; tensorstore's ValueErrors spell it out."""
   if isinstance(error, OSError):
     return error.errno
-  found = re.search(r"os_error_code='(\d+)'", str(error))
-  return int(found[1]) if found else None
+  number = re.search(r"os_error_code='(\d+)'", str(error))
+  return int(number[1]) if number else None
 
 
 def _raised_by(error: BaseException) -> str:
@@ -133,15 +146,12 @@ class Checkpoints:
     self._fallback = fallback
     self._is_reader = keep is None
     self._writing: int | None = None
-    if keep is None:
-      # Orbax's own read_only warns of every directory.
-      options = ocp.CheckpointManagerOptions(create=False)
-    else:
+    # Orbax's own read_only warns of every directory.
+    options = ocp.CheckpointManagerOptions(create=False)
+    if keep is not None:
       self.directory.mkdir(parents=True, exist_ok=True)
       options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
-        enable_async_checkpointing=True,
-        cleanup_tmp_directories=True,
+        max_to_keep=keep, cleanup_tmp_directories=True
       )
     self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -178,25 +188,12 @@ class Checkpoints:
     flat = trees.flatten_names(tree)
     self._check_space(step, sum(int(a.nbytes) for a in flat.values()))
     arrays = {name: hashes.record(array) for name, array in flat.items()}
-    save_args = {
-      name: ocp.SaveArgs(chunk_byte_size=chunk_bytes) for name in flat
-    }
+    chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes) for name in flat}
+    items = side_items(arrays, data)
+    items[STATE] = ocp.args.StandardSave(flat, save_args=chunks)
     self._writing = step
-    try:
-      with orbax_turns.one_at_a_time:
-        self._manager.save(
-          step,
-          args=ocp.args.Composite(
-            **{
-              STATE: ocp.args.StandardSave(flat, save_args=save_args),
-              **side_items(arrays, data),
-            }
-          ),
-          force=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-      self._explain_full_disk(error)
-      raise
+    with self._full_disks_explained(), one_at_a_time:
+      self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def wait(self) -> None:
     """Waits for the checkpoint being written, if any.
@@ -204,11 +201,8 @@ class Checkpoints:
     Raises:
       OSError: it could not be written.
     """
-    try:
+    with self._full_disks_explained():
       self._manager.wait_until_finished()
-    except (OSError, ValueError, RuntimeError) as error:
-      self._explain_full_disk(error)
-      raise
     self._writing = None
 
   def restore(self, step: int, like: Any) -> tuple[Any, Any]:
@@ -233,28 +227,19 @@ class Checkpoints:
       name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
       for name, a in flat.items()
     }
-    items = self._read(
-      step,
-      **{
-        STATE: ocp.args.StandardRestore(targets),
-        _DATA: ocp.args.JsonRestore(),
-      },
-    )
+    wanted = {STATE: ocp.args.StandardRestore(targets)}
+    items = self._read(step, **wanted, **{_DATA: ocp.args.JsonRestore()})
     for name, array in items[STATE].items():
       if not hashes.matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
     text = _texts(items[_DATA]).get('text', '')
     if _digest(text) != record['data']:
       raise self._damaged(step, 'the data state has changed')
-    leaves = [items[STATE][name] for name in flat]
-    tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    tree = trees.map_names(lambda name, _: items[STATE][name], like)
     return tree, json.loads(text)
 
   def record(self, step: int) -> dict[str, Any]:
-    """Reads what a checkpoint holds, without its arrays.
-
-    Returns:
-      {'arrays': {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}, ...}.
+    """Reads what `side_items` says of a checkpoint, without its arrays.
 
     Raises:
       DamagedCheckpoint: the record itself has changed.
@@ -325,22 +310,29 @@ class Checkpoints:
       raise OSError(
         errno.ENOSPC,
         f'Checkpoint of step {step} needs {num_bytes + _DISK_MARGIN} bytes, '
-        f'{free} are free; checkpoints of steps {self.steps()} are intact. '
-        'Free space and run the same command, or choose another --workdir',
+        f'{free} are free; {self._cure()}',
         str(self.directory),
       )
 
-  def _explain_full_disk(self, error: Exception) -> None:
-    """Raises an OSError with the cure if it was want of space, else returns."""
+  @contextlib.contextmanager
+  def _full_disks_explained(self) -> Iterator[None]:
+    """Raises an OSError with the cure for what was want of space."""
+    try:
+      yield
     # Tensorstore reports a full disk as a ValueError that ends in the reason.
-    number = full_disk(error)
-    if number is None:
-      return
-    raise OSError(
-      number,
-      f'Checkpoint of step {self._writing} could not be written '
-      f'({os.strerror(number)}); checkpoints of steps {self.steps()} are '
-      'intact. Free space and run the same command, or choose another '
-      '--workdir',
-      str(self.directory),
-    ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+      number = full_disk(error)
+      if number is None:
+        raise
+      raise OSError(
+        number,
+        f'Checkpoint of step {self._writing} could not be written '
+        f'({os.strerror(number)}); {self._cure()}',
+        str(self.directory),
+      ) from error
+
+  def _cure(self) -> str:
+    return (
+      f'checkpoints of steps {self.steps()} are intact. Free space and run the '
+      'same command, or choose another --workdir'
+    )

@@ -23,7 +23,7 @@ from composer_jax.data import stream as streams
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups, roles
-from composer_jax.train import evaluate, lm_loss
+from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from configs.models import tiny
@@ -193,8 +193,8 @@ def _step(arm: Arm) -> Callable[..., Any]:
 
 
 @functools.cache
-def _held_out_sums() -> evaluate.SumFunction:
-  return jax.jit(evaluate.make(model(), plan=None))
+def _held_out_sums() -> lm_loss.SumFunction:
+  return jax.jit(lm_loss.heldout_sums(model(), plan=None))
 
 
 def _first_state(arm: Arm) -> train_state.TrainState:
@@ -218,7 +218,7 @@ def turns(arm: Arm, found: Data) -> Turns:
 
   def held_out() -> float:
     variables = state.variables()
-    return evaluate.mean_loss(_held_out_sums(), variables, found.heldout)
+    return lm_loss.mean_loss(_held_out_sums(), variables, found.heldout)
 
   steps = [0]
   cpu_s, heldout_loss, train_loss = [0.0], [held_out()], []

@@ -132,53 +132,6 @@ def test_the_plain_form_is_the_ids_behind_a_header_of_its_own_length():
   assert message[24 + 2 * 3 : -16] == ids_TMA.astype('<u2').tobytes()
 
 
-def test_increments_join_in_order():
-  scheme = make_scheme(8, 2)
-  ids_TMA = make_ids(10, scheme)
-  cuts = [0, 3, 3, 9, 10]
-  tapes = [
-    codec.decode(codec.encode(ids_TMA[a:b], scheme, start=5 + a))
-    for a, b in zip(cuts, cuts[1:])
-  ]
-  whole = codec.concatenate(tapes)
-  assert (whole.start, whole.stop) == (5, 15)
-  np.testing.assert_array_equal(whole.ids_TMA, ids_TMA)
-  with pytest.raises(ValueError, match='Increment 1 starts at token 14.*at 8'):
-    codec.concatenate([tapes[0], tapes[3]])
-  with pytest.raises(ValueError, match='Increment 1 starts at token 5.*at 14'):
-    codec.concatenate([tapes[2], tapes[0]])
-  with pytest.raises(ValueError, match='Increment 2 .* 8, .*ends at 14'):
-    codec.concatenate([tapes[0], tapes[2], tapes[2]])
-  other = dataclasses.replace(tapes[1], scheme=make_scheme(9, 2))
-  with pytest.raises(ValueError, match='Increment 1 is of .*num_experts=9'):
-    codec.concatenate([tapes[0], other])
-  with pytest.raises(ValueError, match='no tape'):
-    codec.concatenate([])
-
-
-def test_what_was_consumed_anew_replaces_what_was_there():
-  scheme = make_scheme(8, 2)
-  before_TMA, after_TMA = make_ids(9, scheme), make_ids(20, scheme, seed=1)
-
-  def tape(ids_TMA, start):
-    return codec.RouteTape(start=start, ids_TMA=ids_TMA, scheme=scheme)
-
-  held = tape(before_TMA, 4)
-  for start, stop in [(13, 20), (11, 20), (11, 12), (4, 20), (2, 5)]:
-    again = codec.update(held, tape(after_TMA[start:stop], start))
-    assert (again.start, again.stop) == (min(4, start), stop)
-    kept_TMA = before_TMA[: max(start - 4, 0)]
-    np.testing.assert_array_equal(again.ids_TMA[: len(kept_TMA)], kept_TMA)
-    np.testing.assert_array_equal(
-      again.ids_TMA[len(kept_TMA) :], after_TMA[start:stop]
-    )
-  with pytest.raises(ValueError, match='starts at token 14.*ends at 13'):
-    codec.update(held, tape(after_TMA, 14))
-  other = dataclasses.replace(held, scheme=make_scheme(9, 2))
-  with pytest.raises(ValueError, match='Increment 1 is of .*num_experts=9'):
-    codec.update(held, other)
-
-
 @pytest.mark.parametrize('form', codec.FORMS)
 def test_a_flipped_bit_or_a_missing_byte_is_refused(form):
   scheme = make_scheme(8, 2)

@@ -12,6 +12,7 @@ from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import chat, fim
 from composer_jax.text import tokenizer as own
 from tests.hf.text import tokenizer_files
+from tests.text import infilled
 
 ROLES = ('PAD', 'BOS', 'EOD', 'USER', 'CALL', 'TOOL', 'END')
 ROLES += ('FIM_PREFIX', 'FIM_MIDDLE', 'FIM_SUFFIX')
@@ -328,7 +329,7 @@ def test_a_middle_is_asked_for_with_the_marks_of_the_vocabulary(tokenizer):
     out = fim.transform(document, np.random.default_rng(seed), marks=marks)
     assert {t.FIM_PREFIX, t.FIM_MIDDLE, t.FIM_SUFFIX} <= set(out.tolist())
     assert out[0] == t.BOS and out[-1] == t.EOD
-    np.testing.assert_array_equal(fim.restore(out, marks), document)
+    np.testing.assert_array_equal(infilled.restore(out, marks), document)
 
 
 def test_it_survives_disk_and_its_fingerprint_tells_it_apart(

@@ -8,6 +8,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.hf.text import chat_template
 from composer_jax.hf.text import tokenizer as hf_tokenizer
+from composer_jax.rollout import sessions
 from composer_jax.serve import generation
 from composer_jax.serve.api import chat_format, errors, requests
 from tests.hf.text import chat_template_test as templates
@@ -95,7 +96,7 @@ def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
 
 def _tokens(ids):
   zeros_T, none_TX = np.zeros(len(ids), np.float32), np.zeros((len(ids), 0))
-  return records.Tokens(
+  return sessions.SampledTokens(
     session='a',
     position=0,
     tokens_T=np.array(ids, np.int32),

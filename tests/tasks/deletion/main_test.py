@@ -32,7 +32,7 @@ def test_the_config_is_of_pinned_packages():
 
 
 def test_wrong_options_are_named():
-  with pytest.raises(ValueError, match=r'Options.body must be .* not -1'):
+  with pytest.raises(ValueError, match=r'Options.body must be .* got -1'):
     workspace.Options(body=-1)
   with pytest.raises(ValueError, match='Options.max_share must be a number'):
     workspace.Options(max_share=float('nan'))

@@ -25,7 +25,6 @@ import pathlib
 import time
 from typing import Any
 
-from composer_jax.core import files
 from composer_jax.telemetry import append, writer
 
 RECEIVED = 'received.jsonl'
@@ -38,14 +37,7 @@ def truncate(workdir: str | os.PathLike, step: int) -> None:
   Other weights may be published under their numbers, and not all of them be
   received. Nobody may be writing to the file.
   """
-  path = pathlib.Path(workdir) / RECEIVED
-  if not path.exists():
-    return
-  rows = writer.read(path)
-  kept = [row for row in rows if row['step'] <= step]
-  if kept != rows:
-    text = ''.join(json.dumps(row) + '\n' for row in kept)
-    files.write_atomic(path, text.encode())
+  writer.keep(pathlib.Path(workdir) / RECEIVED, lambda row: row['step'] <= step)
 
 
 class Received:
@@ -55,7 +47,7 @@ class Received:
     """Opens the file, cutting off a line that a kill tore."""
     path = pathlib.Path(workdir) / RECEIVED
     self._file = append.AppendFile(path, 'a line of received policies')
-    self._file.truncate(path.read_bytes().rfind(b'\n') + 1)
+    self._file.cut_torn_line()
 
   def write(self, version: int, **fields: Any) -> None:
     """Appends one line; fields that are None are left out."""
