@@ -97,7 +97,7 @@ def test_a_machine_has_no_network_and_disks_that_nothing_writes(monkeypatch):
 
 def test_what_a_host_lacks_is_named_with_its_cure(monkeypatch, tmp_path):
   monkeypatch.setenv('COMPOSER_VM_KERNEL', str(tmp_path))
-  with pytest.raises(ValueError, match='microvm_image`, or set COMPOSER_VM_'):
+  with pytest.raises(ValueError, match='microvm.image`, or set COMPOSER_VM_'):
     image.find_kernel()
   (tmp_path / 'boot').mkdir()
   (tmp_path / 'boot' / 'vmlinuz-9').write_text('')
