@@ -242,7 +242,8 @@ def test_a_kvm_that_hangs_is_left_within_the_deadline(kernel):
 
 HOST = """
 import os, sys, time
-from composer_jax.sandbox import base, microvm
+from composer_jax.sandbox import base
+from composer_jax.sandbox.remote.microvm import machine as microvm
 sandbox = microvm.MicroVM(base.Limits(
     wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20, processes=8,
     file_bytes=1 << 20, output_bytes=1 << 16))
