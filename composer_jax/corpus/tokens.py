@@ -15,7 +15,6 @@ import numpy as np
 
 from composer_jax.core import files
 from composer_jax.corpus import build as corpus_lib
-from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.text import tokenizer as tokenizer_lib
 
 # Documents encoded at once: bounds memory, keeps threads busy.
@@ -66,7 +65,6 @@ def train_tokenizer(
     vocab_size: special tokens included.
     max_bytes: of the sample; whole documents, chosen by hash.
     extra_texts: used in full, for example transcripts of the tool protocol.
-    report: told what goes on.
   """
   extra = list(extra_texts)
   asked = [corpus.fingerprint, vocab_size, max_bytes, *extra]
@@ -88,7 +86,7 @@ def train_tokenizer(
 
 def tokenise(
   corpus: corpus_lib.Corpus,
-  tokenizer: hf_tokenizer.AnyTokenizer,
+  tokenizer: tokenizer_lib.TokenizerLike,
   *,
   report: Callable[[str], None] = print,
 ) -> dict[str, Documents]:
@@ -122,7 +120,7 @@ def tokenise(
 
 def _tokenise(
   texts: list[str],
-  tokenizer: hf_tokenizer.AnyTokenizer,
+  tokenizer: tokenizer_lib.TokenizerLike,
   path: pathlib.Path,
   index: pathlib.Path,
 ) -> None:

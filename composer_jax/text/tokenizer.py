@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -57,6 +58,18 @@ def byte_alphabet() -> dict[str, int]:
   alphabet = {chr(byte): byte for byte in printable}
   alphabet.update({chr(256 + i): byte for i, byte in enumerate(moved)})
   return alphabet
+
+
+class TokenizerLike(Protocol):
+  """What turns a corpus into tokens: ours, or one of another model."""
+
+  BOS: int
+  EOD: int
+
+  @property
+  def vocab_size(self) -> int: ...
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+  def fingerprint(self) -> str: ...
 
 
 class Tokenizer:
