@@ -6,7 +6,7 @@ No level executes anything here; `open.open_sandbox` picks one.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 LEVELS = ('bwrap', 'unshare', 'rlimits')
 # A machine of its own, in which one of the others runs.
@@ -85,6 +85,19 @@ class Result:
         f'level ({self.level}) must be one of {LEVELS + OUTER_LEVELS} and '
         f'status ({self.status}) one of {STATUSES}.'
       )
+
+
+class Closing:
+  """What is closed at the end of a `with`."""
+
+  def close(self) -> None:
+    raise NotImplementedError
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
 
 
 class SandboxLost(RuntimeError):

@@ -19,7 +19,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ if __name__ == '__main__':
   # In the sandbox the package is these few files, bound to a place of its own.
   sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
 
-from composer_jax.sandbox.inside import confine, runner, seccomp
+from composer_jax.sandbox.inside import confine, runner, seccomp, wire
 
 # What boxes need is not imported for calls: every call copies the memory.
 _boxes = None
@@ -210,7 +209,7 @@ def _init(zygote: Zygote, report: int) -> None:
   try:
     confine.join(zygote.groups)
     os.setsid()
-    request, descriptors = _read_request(zygote.control)
+    request, _, descriptors = wire.receive(zygote.control)
     workspace = _make_workspace(zygote, request['files'])
     pid = os.fork()
     if pid == 0:
@@ -226,19 +225,6 @@ def _init(zygote: Zygote, report: int) -> None:
     os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
   finally:
     os._exit(code)  # the kernel kills the rest of the namespace
-
-
-def _read_request(control: socket.socket) -> tuple[dict, list[int]]:
-  header, descriptors, _, _ = socket.recv_fds(control, 4, 2)
-  (left,) = struct.unpack('!I', header)
-  pieces = []
-  while left:
-    piece = control.recv(min(left, 1 << 20))
-    if not piece:
-      raise OSError('the host closed the request half way')
-    pieces.append(piece)
-    left -= len(piece)
-  return json.loads(b''.join(pieces)), descriptors
 
 
 def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from composer_jax.sandbox import base
 from composer_jax.sandbox.remote import protocol
 
 
-class Place(Protocol):
+class SandboxHost(Protocol):
   """Something that runs a sandbox: a guest, an actor."""
 
   @property
@@ -20,14 +20,14 @@ class Place(Protocol):
     ...
 
 
-class RenewedSandbox:
+class RenewedSandbox(base.Closing):
   """Calls and boxes of one place at a time.
 
   A place that is lost takes its boxes along: their runs say 'infrastructure',
   and their owners open others. The next call or box begins another place, once.
   """
 
-  def __init__(self, begin: Callable[[], Place], what: str):
+  def __init__(self, begin: Callable[[], SandboxHost], what: str):
     """Begins the first place.
 
     Args:
@@ -37,12 +37,9 @@ class RenewedSandbox:
     self._begin, self._what = begin, what
     self._lock = threading.Lock()
     self._closed = False
-    self._place: Place | None = begin()
+    self._place: SandboxHost | None = begin()
     self.level = self._place.sandbox.level
-
-  @property
-  def about(self) -> dict:
-    return self._current().about
+    self.about = dict(self._place.sandbox.about)
 
   def _current(
     self, lost: protocol.RemoteSandbox | None = None

@@ -65,7 +65,7 @@ def test_an_emulated_guest_boots_and_answers(kernel, tmp_path):
   initrd = tmp_path / 'initrd'
   initrd.write_bytes(image.initrd(kernel, image.PROBE, {}))
   guest = qemu.Guest(
-    qemu.Machine(
+    qemu.VirtualMachine(
         kernel=str(kernel.image), initrd=str(initrd), disks={}, memory_mb=128,
         cores=1, accelerator='tcg',
     )
@@ -78,7 +78,7 @@ def test_an_emulated_guest_boots_and_answers(kernel, tmp_path):
 
 def test_a_machine_has_no_network_and_disks_that_nothing_writes(monkeypatch):
   monkeypatch.setattr(image, 'program', lambda *_: 'qemu')
-  machine = qemu.Machine(
+  machine = qemu.VirtualMachine(
       kernel='k', initrd='i', disks={'root': 'r', 'images': 'd'},
       memory_mb=300, cores=2, accelerator='kvm',
   )  # fmt: skip

@@ -57,7 +57,7 @@ def _agent() -> None:
     images=pathlib.Path('/images'),
     packages=packages,
   )
-  stream = messages.Stream(
+  stream = messages.MessageStream(
     lambda count: os.read(port, count), lambda data: os.write(port, data)
   )
   protocol.serve(stream, sandbox, size=config['size'], extra={'awake': _awake})
