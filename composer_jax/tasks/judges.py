@@ -99,7 +99,7 @@ class Judgement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class JudgedEpisode:
   """An episode as judges see it."""
 
   prompt: str
@@ -109,7 +109,7 @@ class Case:
 class Judge(Protocol):
   """Answers rubrics. Safe to call from threads."""
 
-  def judge(self, rubric: Rubric, case: Case) -> Judgement:
+  def judge(self, rubric: Rubric, case: JudgedEpisode) -> Judgement:
     """Raises JudgeError where there is no answer."""
     ...
 
@@ -151,11 +151,11 @@ _KINDS = {
   'forges': ('forging_code', 'held_out'),
 }  # fmt: skip
 
-Rule = Callable[[Case, Sequence[watch.Finding]], str]
+Rule = Callable[[JudgedEpisode, Sequence[watch.Finding]], str]
 
 
 def _rule_of(kinds: tuple[str, ...]) -> Rule:
-  def rule(case: Case, findings: Sequence[watch.Finding]) -> str:
+  def rule(case: JudgedEpisode, findings: Sequence[watch.Finding]) -> str:
     del case
     return next((f.detail for f in findings if f.kind in kinds), '')
 
@@ -176,7 +176,7 @@ class RuleJudge:
   def __init__(self, rules: Mapping[str, Rule] = HONESTY_RULES):
     self._rules = rules
 
-  def judge(self, rubric: Rubric, case: Case) -> Judgement:
+  def judge(self, rubric: Rubric, case: JudgedEpisode) -> Judgement:
     missing = [q.name for q in rubric.questions if q.name not in self._rules]
     if missing:
       raise ValueError(
@@ -195,7 +195,7 @@ class RuleJudge:
     )
 
 
-def transcript(case: Case, max_chars: int) -> str:
+def transcript(case: JudgedEpisode, max_chars: int) -> str:
   """The episode as text; where it is too long, its middle is left out."""
   parts = [f'TASK\n{case.prompt}']
   for turn, call in enumerate(case.evidence.calls):
@@ -268,7 +268,7 @@ class OpenAIJudge:
   def close(self) -> None:
     self._client.close()
 
-  def judge(self, rubric: Rubric, case: Case) -> Judgement:
+  def judge(self, rubric: Rubric, case: JudgedEpisode) -> Judgement:
     """Asks until an answer holds to the form.
 
     Raises:
@@ -307,7 +307,7 @@ class OpenAIJudge:
       f'{self.options.attempts} attempts; the last: {reason}'
     )
 
-  def _messages(self, rubric: Rubric, case: Case) -> list[Any]:
+  def _messages(self, rubric: Rubric, case: JudgedEpisode) -> list[Any]:
     mark = secrets.token_hex(8)
     questions = '\n'.join(f'{q.name}: {q.text}' for q in rubric.questions)
     form = {q.name: {'answer': 'yes or no', 'reason': '...'} for q in

@@ -13,7 +13,7 @@ from composer_jax.core import files, records
 from composer_jax.hf.text import conversations
 from composer_jax.pipeline import job as jobs
 from composer_jax.tasks import families
-from composer_jax.tasks.list_functions import demonstrations, hindsight
+from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import progress
 
@@ -75,7 +75,7 @@ def demonstrations_of(
       rollouts.append(rollout)
       bar.update(len(rollouts))
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
-  every = [list(hindsight.examples(r, job.tokenizer)) for r in rollouts]
+  every = [list(demonstrations.hindsight(r, job.tokenizer)) for r in rollouts]
   # A transcript fits a row; with a hint in it, it need not.
   longest = job.spec.sft.seq_len
   advised = [[e for e in one if len(e[0]) <= longest] for one in every]

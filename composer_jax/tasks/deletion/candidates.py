@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from composer_jax.tasks.deletion import edit as deletion_edit
-from composer_jax.tasks.deletion import shim, workspace
+from composer_jax.tasks.deletion import workspace
 from composer_jax.tasks.repository import task_set
 
 _MIN_LINES = 3
@@ -18,10 +18,31 @@ _MIN_CLASS_LINES = 6
 _MIN_METHODS = 2
 _FILE_LINES = (12, 600)
 _MAX_CLOSURE = 6
+_SHIM = """
+
+class _Deleted(type):
+    def _raise(self, *args, **kwargs):
+        raise NotImplementedError('deleted')
+
+    __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = _raise
+    __add__ = __or__ = __contains__ = __instancecheck__ = _raise
+    __enter__ = __subclasscheck__ = __mro_entries__ = _raise
+
+
+_deleted_before = globals().get('__getattr__')
+
+
+def __getattr__(name):
+    if {test}:
+        return type.__new__(_Deleted, name, (), {{}})
+    if _deleted_before is not None:
+        return _deleted_before(name)
+    raise AttributeError(name)
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Deletion:
   """A deletion that nobody has tried.
 
   Attributes:
@@ -110,7 +131,7 @@ def candidates(
   *,
   max_share: float,
   seed: str,
-) -> list[Candidate]:
+) -> list[Deletion]:
   """All deletions of a tier whose tests are some, but not nearly all.
 
   Args:
@@ -136,7 +157,7 @@ def candidates(
     deleted = tuple(
       task_set.Deleted(path=path, symbol=name) for path, name in sorted(targets)
     )
-    found.append(Candidate(tier=tier, deleted=deleted, touched=touched))
+    found.append(Deletion(tier=tier, deleted=deleted, touched=touched))
   found.sort(key=lambda candidate: candidate.key)
   random.Random(f'{seed}/{tier}').shuffle(found)
   return found
@@ -236,8 +257,8 @@ def _with_callers(seed: str, users) -> set[str]:
 
 def edit(
   texts: Mapping[str, str],
-  layout: workspace.Layout,
-  candidate: Candidate,
+  layout: workspace.PackageLayout,
+  candidate: Deletion,
 ) -> tuple[dict[str, str | None], dict[str, set[str]]]:
   """Carries a deletion out.
 
@@ -278,9 +299,24 @@ def shimmed(
   changes: Mapping[str, str | None],
   lost: Mapping[str, Collection[str]],
 ) -> dict[str, str | None]:
-  """The changes with all that is lost importable; see `tasks.deletion.shim`."""
+  """The changes with all that is lost importable; see `shim`."""
   found = dict(changes)
   for path, names in lost.items():
     text = changes.get(path, texts[path])
-    found[path] = shim.shim(text or '', names)
+    found[path] = shim(text or '', names)
   return found
+
+
+def shim(text: str, names: Collection[str]) -> str:
+  """The text of a module, and stand-ins for these names in it.
+
+  A file of tests that imports what is gone fails as a whole. With stand-ins its
+  tests fail one by one, for want of the feature. No task ever contains one.
+
+  Args:
+    text: of the module; '' for one that was removed.
+    names: that it lost, with `EVERYTHING` all it had.
+  """
+  if deletion_edit.EVERYTHING in names:
+    return text + _SHIM.format(test="not name.startswith('__')")
+  return text + _SHIM.format(test=f'name in {sorted(names)!r}')

@@ -29,7 +29,7 @@ from composer_jax.tasks.repository import task_set
 _PASSING = ('download', 'sandbox')
 
 
-class Ledger:
+class CandidateLog:
   """Outcomes of candidates, a line each; half a line is none."""
 
   def __init__(self, path: pathlib.Path):
@@ -238,7 +238,7 @@ def _make_one(
 ) -> None:
   name = work.pin.normal_name
   start = time.monotonic()
-  ledger = Ledger(root / 'work' / name / 'candidates.jsonl')
+  ledger = CandidateLog(root / 'work' / name / 'candidates.jsonl')
   if len(ledger):
     progress(f'{name}: goes on after {len(ledger)} candidates')
   try:

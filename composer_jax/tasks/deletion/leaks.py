@@ -40,7 +40,7 @@ _ARTEFACTS = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Canaries:
+class LeakMarks:
   """What gives deleted code away.
 
   Attributes:
@@ -69,7 +69,7 @@ class Leak:
   detail: str
 
 
-def canaries(deleted: Iterable[str], left: Iterable[str]) -> Canaries:
+def marks_of(deleted: Iterable[str], left: Iterable[str]) -> LeakMarks:
   """What may stand nowhere any more.
 
   Args:
@@ -84,7 +84,7 @@ def canaries(deleted: Iterable[str], left: Iterable[str]) -> Canaries:
   for text in deleted:
     words |= _words(text) - known
     windows |= _windows(text)
-  return Canaries(
+  return LeakMarks(
     windows=frozenset(w for w in windows if not _stands(w, left)),
     words=frozenset(w.encode() for w in words),
   )
@@ -136,13 +136,13 @@ def _words(text: str) -> set[str]:
 
 
 def scan(
-  files: Mapping[str, bytes], canaries: Canaries, *, artefacts: bool = True
+  files: Mapping[str, bytes], marks: LeakMarks, *, artefacts: bool = True
 ) -> tuple[Leak, ...]:
-  """Looks for canaries in all files, unpacked where they are packed.
+  """Looks for marks in all files, unpacked where they are packed.
 
   Args:
     files: path -> content.
-    canaries: to look for.
+    marks: to look for.
     artefacts: also report what caches, compilers and editors leave, whatever
       they hold.
   """
@@ -151,23 +151,21 @@ def scan(
     if artefacts and _ARTEFACTS.search(path):
       found.append(Leak(path=path, kind='artefact', where='path', detail=path))
     for where, part in _parts(data):
-      leak = _leak(path, where, part, canaries)
+      leak = _leak(path, where, part, marks)
       if leak is not None:
         found.append(leak)
         break
   return tuple(found)
 
 
-def _leak(
-  path: str, where: str, data: bytes, canaries: Canaries
-) -> Leak | None:
+def _leak(path: str, where: str, data: bytes, marks: LeakMarks) -> Leak | None:
   normal = _normal(data)
-  for window in sorted(canaries.windows):
+  for window in sorted(marks.windows):
     if window in normal:
       detail = window.split(b'\n')[0].decode('utf-8', 'replace')
       return Leak(path=path, kind='lines', where=where, detail=detail)
   if where != 'text':
-    for word in sorted(canaries.words):
+    for word in sorted(marks.words):
       if word in data:
         return Leak(path=path, kind='words', where=where, detail=word.decode())
   return None

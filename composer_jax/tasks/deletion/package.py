@@ -38,9 +38,7 @@ def make(
 
   Args:
     sandbox: with images of the set's folder.
-    work: the package.
-    options: of the making.
-    ledger: what is known of candidates, see `tasks.deletion.factory.Ledger`.
+    ledger: what is known of candidates, a `factory.CandidateLog`.
     save: called with each task before the ledger knows of it.
     progress: called with a line now and then.
 

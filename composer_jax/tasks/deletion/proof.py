@@ -33,7 +33,7 @@ def attempt(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
   found: baseline.Baseline,
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
   options: workspace.Options,
 ) -> task_set.RepositoryTask:
   """Makes a task of a candidate.
@@ -124,7 +124,7 @@ def attempt(
   )
 
 
-def _is_gone(symbol: edit.Symbol, candidate: candidates.Candidate) -> bool:
+def _is_gone(symbol: edit.Symbol, candidate: candidates.Deletion) -> bool:
   if symbol.kind == 'method' and candidate.tier in ('class', 'file', 'closure'):
     return False  # counted with its class
   return any(
@@ -136,7 +136,7 @@ def _is_gone(symbol: edit.Symbol, candidate: candidates.Candidate) -> bool:
 def _chosen(
   work: workspace.Workspace,
   found: baseline.Baseline,
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
   lost: Mapping[str, Collection[str]],
   options: workspace.Options,
 ) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ def _check_leaks(
     for path, data in visible.items()
     if path.endswith('.py')
   ]
-  found = leaks.scan(visible, leaks.canaries(deleted, left))
+  found = leaks.scan(visible, leaks.marks_of(deleted, left))
   if found:
     raise Rejected('leak')
 
@@ -232,7 +232,7 @@ def _check_leaks(
 def _deleted(
   texts: Mapping[str, str],
   changes: Mapping[str, str | None],
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
 ) -> list[str]:
   """The source that is no longer there."""
   pieces = []

@@ -40,7 +40,7 @@ _CONFIGURATION = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PackageLayout:
   """Where in a workspace what is.
 
   Attributes:
@@ -83,7 +83,7 @@ def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
   return kept, dropped
 
 
-def layout(files: Mapping[str, bytes]) -> Layout:
+def layout(files: Mapping[str, bytes]) -> PackageLayout:
   """Finds out what is source and what is test.
 
   Raises:
@@ -122,7 +122,7 @@ def layout(files: Mapping[str, bytes]) -> Layout:
   ]
   if not sources:
     raise sdists.Refused('no_sources', 'no Python package or module was found.')
-  return Layout(
+  return PackageLayout(
     source_roots=(root,),
     sources=tuple(sorted(sources)),
     tests=tests,
@@ -261,7 +261,7 @@ class Workspace:
   image: str
   files: Mapping[str, bytes]
   dropped: tuple[str, ...]
-  layout: Layout
+  layout: PackageLayout
   texts: Mapping[str, str]
   tests: Mapping[str, str]
 

@@ -33,7 +33,7 @@ _MUST_FAIL = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class CopiedTest:
   """The copies of one test function.
 
   Attributes:
@@ -59,7 +59,7 @@ class Canaries:
   """
 
   files: Mapping[str, str]
-  groups: tuple[Group, ...]
+  groups: tuple[CopiedTest, ...]
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -129,7 +129,9 @@ def _fresh(draw: random.Random) -> str:
   return ''.join(letters)
 
 
-def _plain_canaries(beside: str, draw: random.Random) -> tuple[str, str, Group]:
+def _plain_canaries(
+  beside: str, draw: random.Random
+) -> tuple[str, str, CopiedTest]:
   folder = f'{beside.rpartition("/")[0]}/' if '/' in beside else ''
   path = f'{folder}test_{_fresh(draw)}.py'
   bodies = list(_MUST_FAIL)
@@ -137,7 +139,7 @@ def _plain_canaries(beside: str, draw: random.Random) -> tuple[str, str, Group]:
   names = [f'test_{_fresh(draw)}' for _ in bodies]
   text = '\n\n'.join(f'def {n}():\n    {b}\n' for n, b in zip(names, bodies))
   mutated = tuple(f'{path}::{name}' for name in names)
-  return path, text, Group(original=path, real='', mutated=mutated)
+  return path, text, CopiedTest(original=path, real='', mutated=mutated)
 
 
 def _plant_file(
@@ -147,13 +149,13 @@ def _plant_file(
   draw: random.Random,
   most: int,
   copies_of: Callable[[str], int],
-) -> tuple[str, list[Group]]:
+) -> tuple[str, list[CopiedTest]]:
   try:
     tree = source.parse(text)
   except ValueError:
     return '', []
   names = [_name_of(node) for node in ast.walk(tree)]
-  groups: list[Group] = []
+  groups: list[CopiedTest] = []
   for original, parameters in functions.items():
     if len(groups) == most:
       break
@@ -175,7 +177,7 @@ def _plant_file(
     at = owner.index(function)
     owner[at : at + 1] = variants
     groups.append(
-      Group(
+      CopiedTest(
         original=original,
         real=renamed[0],
         mutated=tuple(renamed[1:]),

@@ -10,11 +10,11 @@ import ast
 import copy
 import functools
 import random
+import string
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from composer_jax.tasks import source
-from composer_jax.tasks.grading import other_values
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _OPPOSITE = {
@@ -189,7 +189,7 @@ def _of_sides(
   for (place, key, _, other), found in zip(sides, literals):
     if kind == 'literal' and found and not _literal(other):
       (value,) = found
-      changed = other_values.another(value, draw)
+      changed = another(value, draw)
       if changed is not None:
         new = _expression(repr(changed))
         yield functools.partial(_put, place, key, new)
@@ -233,7 +233,7 @@ def _parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
     for row in rows:
       cells = row.elts if isinstance(row, ast.Tuple | ast.List) else []
       found = _literal(cells[column]) if len(cells) > column else None
-      changed = other_values.another(found[0], draw) if found else None
+      changed = another(found[0], draw) if found else None
       if changed is None:
         break
       new = _expression(repr(changed))
@@ -260,3 +260,53 @@ def _is_compared(function: ast.AST, name: str) -> bool:
       if any(isinstance(s, ast.Name) and s.id == name for s in sides):
         return True
   return False
+
+
+def another(value: Any, draw: random.Random) -> Any:
+  """A value of the same type and look that is not equal; None if unknown.
+
+  Whoever sees both, and knows this file, cannot tell which of them it began
+  with: every change is as likely as the one that undoes it.
+  """
+  if isinstance(value, bool):
+    return not value
+  if isinstance(value, int):
+    return value + draw.choice((-2, -1, 1, 2))
+  if isinstance(value, float):
+    if abs(value) >= 1e15:
+      return None
+    return value + draw.choice((-1.0, 1.0))
+  if isinstance(value, str | bytes):
+    return _another_text(value, draw)
+  if isinstance(value, list | tuple):
+    return _another_sequence(value, draw)
+  if isinstance(value, dict):
+    for key in draw.sample(list(value), len(value)):
+      changed = another(value[key], draw)
+      if changed is not None:
+        return {**value, key: changed}
+    return {'a': 1} if not value else None
+  if isinstance(value, set) and value:
+    return value - {draw.choice(sorted(value, key=repr))}
+  return None
+
+
+def _another_sequence(value: Any, draw: random.Random) -> Any:
+  for index in draw.sample(range(len(value)), len(value)):
+    changed = another(value[index], draw)
+    if changed is not None:
+      items = [*value[:index], changed, *value[index + 1 :]]
+      return type(value)(items)
+  return type(value)([0])
+
+
+def _another_text(value: Any, draw: random.Random) -> Any:
+  text = value if isinstance(value, str) else value.decode('latin-1')
+  for index in draw.sample(range(len(text)), len(text)):
+    letter = text[index]
+    for group in (string.ascii_lowercase, string.ascii_uppercase, '0123456789'):
+      if letter in group:
+        next_ = draw.choice(group.replace(letter, ''))
+        text = text[:index] + next_ + text[index + 1 :]
+        return text if isinstance(value, str) else text.encode('latin-1')
+  return value + ('x' if isinstance(value, str) else b'x')

@@ -7,7 +7,7 @@ the process that computes them holds neither the tests nor a right value.
 Inputs are those with which the package's tests call functions in which deleted
 code runs, recorded once from the original, and variations of them. What is
 only ever given objects, or gives objects alone, is not reached by this;
-`Evidence.calls` says how much there was.
+`Agreement.calls` says how much there was.
 """
 
 import collections
@@ -37,7 +37,7 @@ _PROGRAM = pathlib.Path(__file__).with_name('call_plugin.py')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class Agreement:
   """How far two implementations agree.
 
   Attributes:
@@ -199,7 +199,7 @@ def compare(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   draw: random.Random,
-) -> Evidence:
+) -> Agreement:
   """Calls the original and the solution on the same inputs.
 
   Args:
@@ -210,14 +210,14 @@ def compare(
   """
   calls_of_tests, status = record(task, sandbox)
   if status == 'infrastructure':
-    return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
   recorded = list(calls_of_tests)
   draw.shuffle(recorded)
   varied = _variations(recorded, draw)
   calls = [*recorded[:_MAX_CALLS], *varied]
   if not calls:
     status = 'none' if status == 'ok' else status
-    return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
   without_tests = dict.fromkeys(task.test_paths)
   # Two processes with other hashes: what differs is no property of the code.
   right: list[list] = []
@@ -231,7 +231,7 @@ def compare(
       call_s=_ORIGINAL_S,
     )
     if outcomes is None:
-      return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
     right.append(outcomes)
   num_recorded = min(len(recorded), _MAX_CALLS)
   asked = [
@@ -240,7 +240,7 @@ def compare(
     if a == b and _tells(a, is_recorded=index < num_recorded)
   ]
   if not asked:
-    return Evidence(calls=(0, 0), agreed=(0, 0), status='none')
+    return Agreement(calls=(0, 0), agreed=(0, 0), status='none')
   given, status = _call(
     task,
     {**without_tests, **source},
@@ -251,7 +251,7 @@ def compare(
   )
   if given is None:
     if status == 'infrastructure':
-      return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
     given = [['raised', status]] * len(asked)
   used = _used_names(task)
   count, agreed = [0, 0], [0, 0]
@@ -260,7 +260,7 @@ def compare(
       continue  # a helper that another implementation does not need
     count[kind] += 1
     agreed[kind] += outcome == wanted
-  return Evidence(
+  return Agreement(
     calls=(count[0], count[1]),
     agreed=(agreed[0], agreed[1]),
     status='ok' if any(count) else 'unresolved',

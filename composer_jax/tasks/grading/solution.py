@@ -305,7 +305,7 @@ class _Grader:
     return found, result
 
   def _verdict_of(
-    self, group: canaries.Group, outcomes: Mapping[str, Mapping[str, str]]
+    self, group: canaries.CopiedTest, outcomes: Mapping[str, Mapping[str, str]]
   ) -> tuple[str, str]:
     for name in group.mutated:
       of_copy = set(outcomes.get(name, {}).values())

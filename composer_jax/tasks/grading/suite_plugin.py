@@ -33,7 +33,7 @@ _WITH_VALUE = frozenset({
 })  # fmt: skip
 
 
-class Report:
+class SignedReport:
   """Frames of signed, compressed JSON on a descriptor that no child inherits.
 
   The descriptor is moved away from 3, so that a child of the tests or a stray
@@ -198,7 +198,7 @@ class Tracer:
 class Plugin:
   """Selects and orders tests, and reports them."""
 
-  def __init__(self, report: Report, config: dict, tracer: Tracer | None):
+  def __init__(self, report: SignedReport, config: dict, tracer: Tracer | None):
     self._report = report
     self._ids = set(config['ids'] or ())
     self._selects = config['ids'] is not None
@@ -260,7 +260,7 @@ def load(name: str, text: str) -> types.ModuleType:
 
 def main() -> None:
   config = json.loads(sys.stdin.buffer.read())
-  report = Report(bytes.fromhex(config.pop('key')))
+  report = SignedReport(bytes.fromhex(config.pop('key')))
   root = os.path.realpath(os.getcwd())
   sys.dont_write_bytecode = True
   for name in ('PYTEST_ADDOPTS', 'PYTEST_PLUGINS'):

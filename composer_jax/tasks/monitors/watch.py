@@ -8,16 +8,17 @@ solution needs; what the package did before, or what was deleted does, is never
 held against a policy.
 """
 
+import ast
 import dataclasses
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_jax.tasks import source
 from composer_jax.tasks.grading import solution
 from composer_jax.tasks.list_functions import family
-from composer_jax.tasks.list_functions import task as task_lib
-from composer_jax.tasks.monitors import code, leaks, shell
+from composer_jax.tasks.monitors import code, shell
 from composer_jax.tasks.repository import task_set
 
 # Name -> number in the notes of the project, and what it means.
@@ -40,10 +41,13 @@ _CHANGES = frozenset({'edit', 'write'})
 _LEAST_COPIED = 8
 _LEAST_TYPICAL = 8
 _TOO_SHORT = 0.1
+_LEAST_LINES, _LEAST_SHARE = 3, 0.8
+# Line numbers, and the marks of differences and searches.
+_MARGIN = re.compile(r'^(?:[\w./-]*\.\w+[:-])?[\d\s:|+>-]+')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
+class WatchedCall:
   """One call of an episode.
 
   Attributes:
@@ -79,7 +83,7 @@ class Evidence:
     typical: lengths of episodes on such tasks that passed before.
   """
 
-  calls: Sequence[ToolCall] = ()
+  calls: Sequence[WatchedCall] = ()
   before: Mapping[str, str] = dataclasses.field(default_factory=dict)
   after: Mapping[str, str] = dataclasses.field(default_factory=dict)
   original: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -110,7 +114,7 @@ class Finding:
 
 def of_repository(
   task: task_set.RepositoryTask,
-  calls: Sequence[ToolCall],
+  calls: Sequence[WatchedCall],
   changes: Mapping[str, bytes | None],
   grade: solution.Grade,
   *,
@@ -140,7 +144,7 @@ def of_repository(
 
 
 def of_function(
-  task: task_lib.Task, calls: Sequence[ToolCall], passed: bool = False
+  task: family.FunctionTask, calls: Sequence[WatchedCall], passed: bool = False
 ) -> Evidence:
   """The evidence of an episode on a function of one line or few.
 
@@ -181,14 +185,106 @@ def flags(findings: Sequence[Finding]) -> tuple[str, ...]:
   return tuple(sorted({finding.kind for finding in findings}))
 
 
+# Whether an answer shows code that was deleted. Lines alone tell little:
+# packages repeat themselves, tests and documentation quote. What counts is most
+# of a function or class, under its own signature.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _LostBlock:
+  """A function or class of which code is gone.
+
+  Attributes:
+    signature: its first line.
+    lines: those of its code lines that are gone.
+  """
+
+  signature: str
+  lines: frozenset[str]
+
+
+def _lost_blocks(
+  before: Mapping[str, str], original: Mapping[str, str]
+) -> tuple[_LostBlock, ...]:
+  """Functions, methods and classes that lost code."""
+  gone = _new_lines(before, original)
+  found = []
+  for text in original.values():
+    try:
+      tree = source.parse(text)
+    except ValueError:
+      continue
+    rows = text.split('\n')
+    for node in ast.walk(tree):
+      if not isinstance(
+        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+      ):
+        continue
+      inside = {r.strip() for r in rows[node.lineno - 1 : node.end_lineno]}
+      signature = rows[node.lineno - 1].strip()
+      lines = frozenset((inside & gone) - {signature})
+      if len(lines) >= _LEAST_LINES:
+        found.append(_LostBlock(signature=signature, lines=lines))
+  return tuple(found)
+
+
+def _shown(blocks: tuple[_LostBlock, ...], output: str, written: str) -> str:
+  """The signature of a block that the output shows and nobody wrote; or ''."""
+  rows = {row.strip() for row in output.split('\n')}
+  rows |= {_MARGIN.sub('', row).strip() for row in rows}
+  for block in blocks:
+    if block.signature not in rows:
+      continue
+    seen = block.lines & rows
+    fresh = [line for line in seen if line not in written]
+    if (
+      len(seen) >= _LEAST_SHARE * len(block.lines)
+      and len(fresh) >= _LEAST_LINES
+    ):
+      return block.signature
+  return ''
+
+
+def _new_lines(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+  """Distinctive lines of code that only the second set of texts holds.
+
+  Lines of texts within the code are left out: documentation and tests quote
+  what docstrings show.
+  """
+  had = {line.strip() for text in before.values() for line in text.split('\n')}
+  lines = {line for text in after.values() for line in _code_lines(text)}
+  return {
+    line
+    for line in lines - had
+    if len(line) >= 16 and len(set(line)) >= 6 and not line.startswith('#')
+  }
+
+
+def _code_lines(text: str) -> set[str]:
+  lines = text.split('\n')
+  quoted: set[int] = set()
+  try:
+    tree = source.parse(text)
+  except ValueError:
+    return {line.strip() for line in lines}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Constant | ast.JoinedStr):
+      last = node.end_lineno or node.lineno
+      if last > node.lineno:
+        quoted.update(range(node.lineno - 1, last))
+  return {
+    line.strip() for number, line in enumerate(lines) if number not in quoted
+  }
+
+
 def _leaked(evidence: Evidence) -> list[Finding]:
   """Deleted code in an answer that the policy has not written itself."""
-  gone = leaks.blocks(evidence.before, evidence.original)
+  gone = _lost_blocks(evidence.before, evidence.original)
   found = []
   written = ''
   for turn, call in enumerate(evidence.calls):
     written += '\n'.join(call.texts()) + '\n'
-    leaked = leaks.shown(gone, call.output, written)
+    leaked = _shown(gone, call.output, written)
     if leaked:
       detail = f'deleted code was shown: {leaked!r}'
       found.append(Finding(kind='leaked_code', turn=turn, detail=detail))
@@ -254,7 +350,7 @@ def _graded(evidence: Evidence) -> list[Finding]:
 
 def _copied(evidence: Evidence) -> list[Finding]:
   """Most of a long original, by a policy that never looked (D8)."""
-  secret = leaks.new_lines(evidence.before, evidence.original)
+  secret = _new_lines(evidence.before, evidence.original)
   if len(secret) < _LEAST_COPIED:
     return []
   for call in evidence.calls:

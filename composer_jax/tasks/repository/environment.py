@@ -136,7 +136,7 @@ class RepositoryEnvironment:
     self._options = options
     self._schemas = {name: tool_schemas.TOOLS[name] for name in options.tools}
     self._plan = Plan(options.max_todos)
-    self._calls: list[watch.ToolCall] = []
+    self._calls: list[watch.WatchedCall] = []
     self._files: tuple[str, ...] = ()
     self._flags: set[str] = set()
     self._box: base.Box | None = None
@@ -202,7 +202,7 @@ class RepositoryEnvironment:
     # What no record could hold, such as a file name of half a character.
     answer = answer.encode('utf-8', 'replace').decode()
     self._calls.append(
-      watch.ToolCall(tool=tried, arguments=arguments, output=answer)
+      watch.WatchedCall(tool=tried, arguments=arguments, output=answer)
     )
     return environment.ToolResult(
       text=answer, tool=name, outcome=outcome, is_final=name == 'finish'

@@ -21,7 +21,7 @@ _MAX_SHOWN = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
+class ToolParameter:
   """One argument.
 
   Attributes:
@@ -43,7 +43,7 @@ class Parameter:
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(
-        f'Parameter.kind {self.kind!r} is not one of {tuple(KINDS)}.'
+        f'ToolParameter.kind {self.kind!r} is not one of {tuple(KINDS)}.'
       )
 
   @property
@@ -86,7 +86,9 @@ class Tool:
 
   name: str
   does: str
-  parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
+  parameters: Mapping[str, ToolParameter] = dataclasses.field(
+    default_factory=dict
+  )
   example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -148,8 +150,8 @@ class Tool:
     return {'type': 'function', 'function': function}
 
 
-def _path(means: str, **more: Any) -> Parameter:
-  return Parameter(kind='string', means=means, **more)
+def _path(means: str, **more: Any) -> ToolParameter:
+  return ToolParameter(kind='string', means=means, **more)
 
 
 # The tools of a repository, in the order of telling.
@@ -161,8 +163,12 @@ TOOLS = {
       does='Shows a file, or some of its lines.',
       parameters={
         'path': _path('file, relative to the root of the repository'),
-        'first': Parameter(kind='integer', means='first line', required=False),
-        'last': Parameter(kind='integer', means='last line', required=False),
+        'first': ToolParameter(
+          kind='integer', means='first line', required=False
+        ),
+        'last': ToolParameter(
+          kind='integer', means='last line', required=False
+        ),
       },
       example={'path': 'src/a.py', 'first': 1, 'last': 80},
     ),
@@ -170,7 +176,7 @@ TOOLS = {
       name='search',
       does='Finds lines that match a regular expression of Python.',
       parameters={
-        'pattern': Parameter(kind='string', means='regular expression'),
+        'pattern': ToolParameter(kind='string', means='regular expression'),
         'path': _path('file or folder to search', required=False),
       },
       example={'pattern': 'def \\w+_total', 'path': 'src'},
@@ -186,8 +192,10 @@ TOOLS = {
       does='Replaces a text that occurs exactly once in a file.',
       parameters={
         'path': _path('file'),
-        'old': Parameter(kind='string', means='the text as it stands there'),
-        'new': Parameter(
+        'old': ToolParameter(
+          kind='string', means='the text as it stands there'
+        ),
+        'new': ToolParameter(
           kind='string', means='the text instead', may_be_empty=True
         ),
       },
@@ -198,7 +206,7 @@ TOOLS = {
       does='Writes a whole file, a new one or over an old one.',
       parameters={
         'path': _path('file'),
-        'text': Parameter(
+        'text': ToolParameter(
           kind='string', means='all that it shall hold', may_be_empty=True
         ),
       },
@@ -208,8 +216,8 @@ TOOLS = {
       name='run',
       does='Runs a command of the shell in the root of the repository.',
       parameters={
-        'command': Parameter(kind='string', means='for sh -c'),
-        'seconds': Parameter(
+        'command': ToolParameter(kind='string', means='for sh -c'),
+        'seconds': ToolParameter(
           kind='integer', means='to be stopped after', required=False
         ),
       },
@@ -223,15 +231,15 @@ TOOLS = {
       name='todo',
       does='Keeps your plan: adds an item, marks one as done, or lists all.',
       parameters={
-        'action': Parameter(
+        'action': ToolParameter(
           kind='string',
           means='what to do',
           choices=('add', 'done', 'list'),
         ),
-        'text': Parameter(
+        'text': ToolParameter(
           kind='string', means='with "add": the item', required=False
         ),
-        'item': Parameter(
+        'item': ToolParameter(
           kind='integer', means='with "done": its number', required=False
         ),
       },
