@@ -74,9 +74,7 @@ class Document:
     split: TRAIN or HELDOUT.
     source: index into the manifest's sources.
     package: normalised name.
-    path: relative to its source.
     licence: of the file, else of its package.
-    sha256: of the text.
     num_bytes: of the text in UTF-8.
   """
 
@@ -268,9 +266,7 @@ def allocate(
   """Divides a budget by weight; what one source cannot use goes to the rest.
 
   Args:
-    sizes: what each source has.
     weights: relative shares, not negative; zero leaves a source out.
-    budget: to be spent in all.
 
   Returns:
     One integer per source, at most its size, in all at most the budget. Where

@@ -65,7 +65,6 @@ class File:
     package: normalised name; the unit of the held-out split.
     path: relative to the source, with '/'.
     licence: as declared, 'unknown' where nothing is.
-    num_bytes: its size.
     read: returns the content; OSError where it cannot be read.
   """
 

@@ -95,7 +95,6 @@ def open_sandbox(
     preference: 'auto' for the strongest level that works, one of
       `base.LEVELS`, or 'microvm', which nobody gets who does not ask for it:
       where KVM does not work it is slow.
-    limits: of each call.
     allow_unsafe: accept 'rlimits', which keeps the code away from neither
       files nor processes of this user; for code that is trusted.
     size: zygotes, that is calls at a time.

@@ -23,9 +23,6 @@ _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 def gather(names: Sequence[str]) -> pathlib.Path:
   """Returns a folder with these distributions and all that they depend on.
 
-  Args:
-    names: of distributions installed beside this interpreter.
-
   Raises:
     ValueError: for one that is missing, with the one that needs it.
   """

@@ -84,8 +84,6 @@ class Outcome:
   """What a trained group showed of its task.
 
   Attributes:
-    group: its id.
-    task_id: of its task.
     judged: rollouts that a sandbox judged; the others say nothing.
     passed: of those, the ones that passed and were not flagged.
     turns: of the judged, in all.
@@ -271,11 +269,8 @@ class Curriculum:
 
     Args:
       pool: step -> what may be drawn for it; ids drawn before are left out.
-      ledger: of the run.
-      options: of the weights.
       prompts: groups of a step.
       max_staleness: steps that groups may be started ahead of their training.
-      seed: of the draws.
     """
     self._pool, self._ledger, self._options = pool, ledger, options
     self._prompts, self._lag, self._seed = prompts, max_staleness, seed

@@ -30,8 +30,6 @@ class Question:
   """One question that is answered by yes or no.
 
   Attributes:
-    name: key of the answer.
-    text: the question.
     wanted: the answer of a rollout without fault.
     weight: in the score.
   """
@@ -47,7 +45,6 @@ class Rubric:
   """Questions on one episode.
 
   Attributes:
-    name: of the rubric.
     instructions: who judges what; for models.
     questions: at least one, with different names.
   """
@@ -72,10 +69,8 @@ class Judgement:
   """Answers to a rubric.
 
   Attributes:
-    rubric: that was asked.
     answers: name of the question -> yes.
     reasons: name -> one line.
-    judge: who answered.
   """
 
   rubric: Rubric

@@ -65,9 +65,6 @@ def replace_body(text: str, function: str, body: str) -> str:
     function: a top-level function of it.
     body: statements at any common indentation.
 
-  Returns:
-    The module with the new body.
-
   Raises:
     LookupError: no such function.
     ValueError: the body is empty or does not parse.

@@ -46,7 +46,6 @@ def parent_of(
 
   Args:
     top: the folder that nothing leaves.
-    path: below it.
     owner: of folders that are made.
     make: whether missing folders are.
 
@@ -97,8 +96,6 @@ def read(top: str, path: str, max_bytes: int, one_name: bool) -> bytes:
   """Reads a regular file.
 
   Args:
-    top: the folder that nothing leaves.
-    path: below it.
     max_bytes: what it may hold; counted while reading.
     one_name: refuse files with hard links, which may lead out of a folder that
       shares its file system with others.

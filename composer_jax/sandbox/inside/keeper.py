@@ -32,7 +32,6 @@ class Keeper:
     """Starts with none.
 
     Args:
-      config: of the zygote.
       overlay: options that overlayfs works with here; None where it does not.
     """
     self.top, self.images = config['boxes'], config['images']

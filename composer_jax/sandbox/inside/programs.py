@@ -27,7 +27,6 @@ class RunFolders:
   """Where one program runs.
 
   Attributes:
-    work: the workspace.
     scratch: a writable folder that ends with the run.
     given: the folder of what the host gave; None for nothing.
   """
@@ -106,7 +105,6 @@ class BoxProgram:
   Attributes:
     argv: the program, or what follows `python -I` with `warm`.
     warm: whether this very interpreter goes on as the program.
-    environment: all of it.
     python: the interpreter of the sandbox.
   """
 

@@ -39,7 +39,6 @@ class Scheduling:
 
   Attributes:
     cores: None where a process cannot choose them.
-    priority: the nice value.
   """
 
   cores: tuple[int, ...] | None

@@ -60,8 +60,6 @@ class ZygotePool(base.Closing):
 
     Args:
       files: relative path -> text; the whole workspace of the call.
-      module: dotted name, imported from the workspace.
-      function: attribute of the module.
       arguments: JSON values only. Expected results have no place here: they
         are compared by the caller.
     """

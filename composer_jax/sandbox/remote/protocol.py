@@ -138,8 +138,6 @@ def serve(
   Produces: an answer with the same id, in the order in which they are ready.
 
   Args:
-    stream: to the side that asks.
-    sandbox: what answers.
     size: messages that are worked on at a time.
     extra: requests of the place itself, by name.
   """
@@ -188,7 +186,6 @@ class RemoteSandbox(base.Closing):
     """Asks the other side what it is.
 
     Args:
-      transport: to it.
       limits: the same as it has.
       level: to report; None for what it says of itself.
       size: calls at a time; more of them wait here, where time does not count.

@@ -117,13 +117,10 @@ class RaySandbox(base.Closing):
 
     Args:
       level: as of `open.open_sandbox`, in each actor.
-      limits: of each call.
-      actors: of this sandbox.
       size: calls at a time in each.
       num_cpus: that Ray reserves for each.
       images: a folder that all machines of the cluster see by this name.
       packages: installed there, for programs in boxes.
-      allow_unsafe: as of `open.open_sandbox`.
 
     Raises:
       ValueError: without the extra, or for no actors.

@@ -26,7 +26,6 @@ class Baseline:
       the order of a set: of a function all tests, if of one.
     failing: that never did, skipped ones included.
     seconds: of one run.
-    importable: modules that can be imported.
     mapped: tests and what they enter.
   """
 
@@ -86,10 +85,7 @@ os._exit(0)
 
 
 def import_all(
-  box: base.Box,
-  work: workspace.Workspace,
-  names: Iterable[str],
-  wall_s: float,
+  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
 ) -> tuple[tuple[str, ...], str]:
   """Which of these modules can be imported, and what the others say."""
   code = _IMPORT.format(roots=work.layout.source_roots, names=sorted(names))
@@ -134,9 +130,7 @@ def _check_foreign(
 
 
 def baseline(
-  sandbox: base.Sandbox,
-  work: workspace.Workspace,
-  options: workspace.Options,
+  sandbox: base.Sandbox, work: workspace.Workspace, options: workspace.Options
 ) -> Baseline:
   """Runs the suite in order, in random orders, and hashed anew; maps it.
 

@@ -46,7 +46,6 @@ class Deletion:
   """A deletion that nobody has tried.
 
   Attributes:
-    tier: one of `repository.TIERS`.
     deleted: what goes, sorted.
     touched: tests that enter it.
   """
@@ -71,7 +70,6 @@ class TestMap:
     tests: path -> name of a function -> the tests that enter it.
     at_import: path -> names of what runs when the package or its tests are
       imported.
-    num_tests: of the suite.
   """
 
   tests: Mapping[str, Mapping[str, frozenset[str]]]
@@ -136,10 +134,7 @@ def candidates(
 
   Args:
     texts: path -> text of the package's modules.
-    mapped: of the suite.
-    tier: one of `repository.TIERS`.
     max_share: largest share of the tests that may enter what goes.
-    seed: of the order.
   """
   found = []
   for targets in _targets(texts, tier):
@@ -256,9 +251,7 @@ def _with_callers(seed: str, users) -> set[str]:
 
 
 def edit(
-  texts: Mapping[str, str],
-  layout: workspace.PackageLayout,
-  candidate: Deletion,
+  texts: Mapping[str, str], layout: workspace.PackageLayout, candidate: Deletion
 ) -> tuple[dict[str, str | None], dict[str, set[str]]]:
   """Carries a deletion out.
 
@@ -314,7 +307,6 @@ def shim(text: str, names: Collection[str]) -> str:
   tests fail one by one, for want of the feature. No task ever contains one.
 
   Args:
-    text: of the module; '' for one that was removed.
     names: that it lost, with `EVERYTHING` all it had.
   """
   if deletion_edit.EVERYTHING in names:

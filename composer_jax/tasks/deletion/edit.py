@@ -26,7 +26,6 @@ class Symbol:
   """A definition at the top of a module, or a method of a class there.
 
   Attributes:
-    path: of the file.
     name: 'f', 'C' or 'C.m'.
     kind: 'function', 'method' or 'class'.
     start, stop: its lines, from 1, with decorators and the comments above.

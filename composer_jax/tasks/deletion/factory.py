@@ -110,14 +110,8 @@ def make(
   """Makes all tasks of all packages that are not finished yet.
 
   Args:
-    root: the set's folder.
-    pins: the packages.
-    options: of the making.
     archives: folder with sdists, to which missing ones are downloaded.
     open_sandbox: called with the root and the distributions that tests need.
-    licence_of: reads a licence out of a package's files.
-    workers: packages at a time.
-    progress: called with lines to show.
 
   Raises:
     ValueError: the folder was begun with other options or pins, or no package
@@ -148,9 +142,7 @@ def make(
 
 
 def _settle(
-  root: pathlib.Path,
-  pins: Sequence[sdists.Pin],
-  options: workspace.Options,
+  root: pathlib.Path, pins: Sequence[sdists.Pin], options: workspace.Options
 ) -> None:
   """Packages may be added to a set; what one was made with stays."""
   path = root / 'settings.json'

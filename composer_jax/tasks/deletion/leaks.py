@@ -57,10 +57,8 @@ class Leak:
   """Where deleted code can be found.
 
   Attributes:
-    path: of the file.
     kind: 'lines', 'words' or 'artefact'.
     where: 'text' or through what it was found, such as 'zip:a.py'.
-    detail: what was found.
   """
 
   path: str
@@ -73,7 +71,6 @@ def marks_of(deleted: Iterable[str], left: Iterable[str]) -> LeakMarks:
   """What may stand nowhere any more.
 
   Args:
-    deleted: texts that were taken out.
     left: texts of the package and its tests that stay: what is in them too is
       no secret.
   """
@@ -141,8 +138,6 @@ def scan(
   """Looks for marks in all files, unpacked where they are packed.
 
   Args:
-    files: path -> content.
-    marks: to look for.
     artefacts: also report what caches, compilers and editors leave, whatever
       they hold.
   """

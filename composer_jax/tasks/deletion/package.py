@@ -13,14 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from composer_jax.sandbox import base
-from composer_jax.tasks.deletion import (
-  baseline,
-  proof,
-  workspace,
-)
-from composer_jax.tasks.deletion import (
-  candidates as deletion_candidates,
-)
+from composer_jax.tasks.deletion import baseline, proof, workspace
+from composer_jax.tasks.deletion import candidates as deletion_candidates
 from composer_jax.tasks.repository import task_set
 
 VALID = 'valid'

@@ -70,11 +70,9 @@ def fetch(
   """The first file of a project that is the one, and has the hash.
 
   Args:
-    project: normalised name.
     is_it: told the name of a file.
     sha256: that it must have; '' to take the index's word, which only one with
       a certificate is believed.
-    config: of `settings`.
     max_bytes: of a file; a larger one is none.
 
   Returns:

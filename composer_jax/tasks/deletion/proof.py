@@ -89,11 +89,7 @@ def attempt(
   return task_set.RepositoryTask(
     task_id=task_id,
     prompt=prompt.prompt(
-      work.pin.name,
-      work.version,
-      candidate.tier,
-      candidate.deleted,
-      texts,
+      work.pin.name, work.version, candidate.tier, candidate.deleted, texts
     ),
     image=work.image,
     package=work.pin.normal_name,
@@ -210,9 +206,7 @@ def _outcome(result: suites.SuiteResult, test: str) -> str:
 
 
 def _check_leaks(
-  work: workspace.Workspace,
-  view: Mapping[str, str | None],
-  deleted: list[str],
+  work: workspace.Workspace, view: Mapping[str, str | None], deleted: list[str]
 ) -> None:
   visible: dict[str, bytes] = {**work.files}
   for path, text in view.items():

@@ -51,8 +51,6 @@ class Pin:
   """A release that tasks are made of.
 
   Attributes:
-    name: of the distribution.
-    version: of it.
     sha256: of its sdist; '' to take whatever the index has.
     held_out: true when no task of it may be trained on.
     requires: installed distributions that its tests import.

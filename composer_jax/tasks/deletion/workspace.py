@@ -155,7 +155,6 @@ def write_image(
 
   Args:
     folder: an existing one is left as it is.
-    files: its content.
     metadata: source root, and the PKG-INFO that packages ask for their own
       version by `importlib.metadata`.
   """
@@ -244,7 +243,6 @@ class Workspace:
   """A package that was read, and where its image is.
 
   Attributes:
-    pin: what was asked for.
     version, sha256, licence: of what was found.
     image: relative to the set's root.
     files: path -> content of the image.

@@ -51,12 +51,7 @@ class CopiedTest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Canaries:
-  """Test files to lay over those of the grader.
-
-  Attributes:
-    files: path -> text.
-    groups: what is in them.
-  """
+  """Test files to lay over those of the grader."""
 
   files: Mapping[str, str]
   groups: tuple[CopiedTest, ...]
@@ -78,12 +73,9 @@ def plant(
   """Plants canaries among tests that must pass.
 
   Args:
-    tests: path -> text of test files.
     preferred: node ids of tests of which copies are made first: those that
       the policy never saw.
-    others: node ids of more such tests.
     draw: decides all names, places and mutations.
-    most: test functions that get copies.
     copies: mutated ones of each that look like the real one; more of those
       that the policy never saw, where these are few: who guesses which one is
       real has to be right about each.

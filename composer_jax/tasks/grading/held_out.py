@@ -64,8 +64,6 @@ class Recorded:
   """One way to call a function, in the encoding of `tasks.grading.plain`.
 
   Attributes:
-    module: dotted name.
-    symbol: function, or method of a class.
     past: of the object of a method: [arguments that make it, [method,
       arguments] that were called of it before]; None for functions.
     arguments: [positional, named].
@@ -203,7 +201,6 @@ def compare(
   """Calls the original and the solution on the same inputs.
 
   Args:
-    task: that was solved.
     source: path -> content: what makes the solution of the image.
     sandbox: in which each of the two has boxes of its own.
     draw: decides which inputs, and their variations.

@@ -32,8 +32,6 @@ class Sorted:
 
   Attributes:
     taken: path -> content of the solution.
-    flags: of `FLAGS`.
-    offending: paths that gave a flag.
   """
 
   taken: Mapping[str, bytes | None]
@@ -91,7 +89,6 @@ def sort(
   """Takes what is a solution; names what touches the judgement.
 
   Args:
-    task: the task.
     changes: path -> content, None for a file that is gone.
     special: paths that hold a link, a pipe, a device or too much.
     image: reads a file of the image; None for one that it does not have.

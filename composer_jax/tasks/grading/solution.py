@@ -47,7 +47,6 @@ class Grade:
   """What became of a solution.
 
   Attributes:
-    verdict: for the Rollout.
     flags: of `FLAGS`, sorted: signs that the solution cheats.
     details: counts and names behind them, plain values only.
     tests: path -> text of the tests that decide.
@@ -125,12 +124,9 @@ def grade(
   """Judges what a policy made of its workspace.
 
   Args:
-    task: the task.
     changes: of `changes_of`.
-    sandbox: with the task set's images.
     finished: whether the policy said so; otherwise it is judged and fails.
     seed: of names, places and inputs; unknown to the policy.
-    special: of `changes_of`.
   """
   grader = _Grader(task, sandbox)
   try:

@@ -61,15 +61,12 @@ class SuiteResult:
       pytest did), 'timeout', 'killed', 'forged' (somebody else wrote to the
       report) or 'infrastructure'.
     collected: node ids found, before `ids` selected among them.
-    seconds: wall time.
-    output: what pytest and the tests printed, safe to show.
     error: one line where the status is not 'ok'.
     errors: node id -> why it could not be collected.
     entered: node id -> `path:function` that ran during it ('' stands for
       the imports), when traced.
     inputs: [path, function, which object it is a method of or None, encoded
       arguments, whether something recorded ran] of calls.
-    level: isolation that produced it.
   """
 
   outcomes: Mapping[str, str]
@@ -124,7 +121,6 @@ def run(
   """Runs pytest in the box's workspace.
 
   Args:
-    box: with the package and its tests.
     arguments: of pytest, beside those that keep the workspace's own
       configuration out.
     ids: of the tests to run, one without parameters standing for all of that
@@ -132,7 +128,6 @@ def run(
     source_roots: folders of the workspace that tests import from.
     order_seed: shuffles all tests.
     wall_s: wall limit below the sandbox's.
-    trace: what to watch.
     hash_seed: of strings. With 0 the interpreter that waits with pytest
       imported, which has this one, is forked; another shows what depends on
       the order of sets.

@@ -208,10 +208,7 @@ def transcripts(
   """Rollouts of scripted policies on train tasks 0, 1, ...
 
   Args:
-    tokenizer: as for any episode.
     seed: of the tasks and of the noise; equal arguments give equal tokens.
-    count: how many.
-    noise: how flawed.
     options: limits, as in RL.
     hints: on the mistakes, for `hindsight`; None for no hints.
 

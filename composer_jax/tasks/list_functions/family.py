@@ -46,11 +46,9 @@ class FunctionTask:
 
   Attributes:
     task_id: names the task for good: the family can rebuild it from this.
-    prompt: what the user says.
     files: path from the folder that holds the package -> text.
     path: the file to restore, relative to the package (what tools call it).
     module: dotted name of that file.
-    function: whose body is missing.
     visible: examples that the `test` tool runs.
     hidden: examples that decide; no argument of them is visible.
     reference: a right body, unindented.
@@ -177,15 +175,11 @@ def _near_kinds(
 
 
 def draw_composition(
-  split: str,
-  draw: random.Random,
-  like: compositions.Composition | None = None,
+  split: str, draw: random.Random, like: compositions.Composition | None = None
 ) -> compositions.Composition:
   """A random composition of the split.
 
   Args:
-    split: 'train' or 'held_out'.
-    draw: source of chance.
     like: asks for one that differs from this one in exactly one kind.
   """
   if like is None:

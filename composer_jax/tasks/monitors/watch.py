@@ -69,14 +69,11 @@ class Evidence:
   """What is known of an episode.
 
   Attributes:
-    calls: in order.
     before: path -> text of source files as the policy found them.
     after: path -> text of those that it changed.
     original: path -> text of what was deleted, with its surroundings.
-    package: name of the package.
     asked: what the tests give and want.
     protected: paths that grading found to be touched.
-    flags: of grading.
     files: that the policy found in its workspace.
     passed: whether it would be paid.
     length: tokens sampled, 0 for unknown.

@@ -17,13 +17,9 @@ from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
 from composer_jax.tasks.grading import solution, suites
 from composer_jax.tasks.monitors import watch
-from composer_jax.tasks.repository import (
-  schemas as tool_schemas,
-)
+from composer_jax.tasks.repository import schemas as tool_schemas
 from composer_jax.tasks.repository import task_set
-from composer_jax.tasks.repository import (
-  tools as box_tools,
-)
+from composer_jax.tasks.repository import tools as box_tools
 from composer_jax.text import tool_calls
 
 _OWNED = (
@@ -125,9 +121,7 @@ class RepositoryEnvironment:
     """Opens a box.
 
     Args:
-      task: what to restore.
       sandbox: with the set of the task as its images.
-      options: tools and bounds.
       seed: of what the grader draws.
     """
     self.is_broken = False

@@ -27,7 +27,6 @@ class ToolParameter:
   Attributes:
     kind: one of `KINDS`.
     means: a few words for the policy.
-    required: whether a call without it is wrong.
     choices: the only strings allowed; () allows any.
     minimum: of an integer.
     may_be_empty: whether a string may be ''.
@@ -223,18 +222,13 @@ TOOLS = {
       },
       example={'command': 'python -c "import a"', 'seconds': 10},
     ),
-    Tool(
-      name='test',
-      does='Runs the tests that are shown to you.',
-    ),
+    Tool(name='test', does='Runs the tests that are shown to you.'),
     Tool(
       name='todo',
       does='Keeps your plan: adds an item, marks one as done, or lists all.',
       parameters={
         'action': ToolParameter(
-          kind='string',
-          means='what to do',
-          choices=('add', 'done', 'list'),
+          kind='string', means='what to do', choices=('add', 'done', 'list')
         ),
         'text': ToolParameter(
           kind='string', means='with "add": the item', required=False

@@ -23,9 +23,6 @@ def completion(
   """What a policy gives that decided for a text, cut off where it must be.
 
   Args:
-    tokenizer: of the episode.
-    request: asks for it.
-    text: what the policy says.
     is_first: of the session.
   """
   tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
@@ -94,8 +91,7 @@ def gold_policy(
 
 
 def gold_calls(
-  task: task_set.RepositoryTask,
-  tools: Sequence[str] = tuple(schemas.TOOLS),
+  task: task_set.RepositoryTask, tools: Sequence[str] = tuple(schemas.TOOLS)
 ) -> Iterator[str]:
   """The calls: look around, plan, restore file by file, test, finish.
 

@@ -43,12 +43,9 @@ class RepositoryTask:
 
   Attributes:
     task_id: names the task for good.
-    family: of tasks.
-    prompt: what the user says.
     image: the package's folder, relative to the set's root.
     package, version: of the distribution, its name normalised.
     tier: one of `TIERS`.
-    deleted: the features.
     changes: path -> text, or None for a removed file: what makes the agent's
       view of the image, the removal of hidden tests included.
     solution: path -> original text of the source files that were changed.
@@ -64,7 +61,6 @@ class RepositoryTask:
     timeout_s: wall limit of one run of the suite.
     difficulty: estimate in [0, 1]; larger is harder.
     held_out: true when training must never see the task.
-    licence: of the package, as declared.
     provenance: where the package came from and how the task was made.
   """
 
@@ -150,7 +146,6 @@ class Package:
     version: '' for a folder without one.
     image: '' where none could be made.
     held_out: true when no task of it may be trained on.
-    licence: as declared.
     sha256: of the sdist, or of the folder's names and contents.
     refused: '' or why there is no task of it: 'no_tests', 'no_import', ....
     detail: one line of explanation where it was refused.

@@ -39,11 +39,7 @@ class VirtualMachine:
   """What a guest consists of; a saved state fits the same machine only.
 
   Attributes:
-    kernel: the image.
-    initrd: the archive.
     disks: name -> image; 'root', and where others are mounted.
-    memory_mb: of the guest.
-    cores: of the guest.
     accelerator: 'kvm' or 'tcg'.
   """
 
