@@ -5,6 +5,7 @@ the original pass all of them, and no copy of the deleted code be left in what
 the agent sees.
 """
 
+import contextlib
 import random
 from collections.abc import Collection, Mapping
 
@@ -174,13 +175,12 @@ def _effect(
   """Tests that fail for want of the feature, of an import, and not at all."""
   removed = {work.layout.module(p) for p, t in changes.items() if t is None}
   wanted = [name for name in found.importable if name not in removed]
-  box = sandbox.open(work.image, baseline.encoded(changes))
-  try:
+  with contextlib.closing(
+    sandbox.open(work.image, task_set.encoded(changes))
+  ) as box:
     importable, _ = baseline.import_all(box, work, wanted, wall_s)
     if len(importable) < len(wanted):
       raise Rejected('import')
-  finally:
-    box.close()
   result = baseline.run(sandbox, work, changes, ids=ids, wall_s=wall_s)
   if result.status != 'ok':
     raise Rejected(result.status)

@@ -70,7 +70,11 @@ class Pin:
 
   @property
   def normal_name(self) -> str:
-    return re.sub(r'[-_.]+', '-', self.name).lower()
+    return _normal(self.name)
+
+
+def _normal(project: str) -> str:
+  return re.sub(r'[-_.]+', '-', project).lower()
 
 
 def fetch(pin: Pin, folder: str | os.PathLike) -> pathlib.Path:
@@ -111,8 +115,7 @@ def _is_of(pin: Pin, name: str) -> bool:
   """Whether a file of this name is the sdist."""
   for ending in _ENDINGS:
     project, _, version = name.removesuffix(ending).rpartition('-')
-    normal = re.sub(r'[-_.]+', '-', project).lower()
-    is_it = normal == pin.normal_name and version == pin.version
+    is_it = (_normal(project), version) == (pin.normal_name, pin.version)
     if name.endswith(ending) and is_it:
       return True
   return False

@@ -100,24 +100,20 @@ def layout(files: Mapping[str, bytes]) -> PackageLayout:
   if any(re.fullmatch(r'src/([^/]+/__init__|[^/]+)\.py', p) for p in files):
     root = 'src'
   prefix = '' if root == '.' else f'{root}/'
-  tops = sorted(
-    p.removeprefix(prefix).split('/')[0]
-    for p in files
-    if re.fullmatch(r'[^/]+/__init__\.py', p.removeprefix(prefix))
-    and p.startswith(prefix)
-  )
+  inner = {p: p.removeprefix(prefix) for p in files if p.startswith(prefix)}
+  packages = {
+    name.split('/')[0]
+    for name in inner.values()
+    if re.fullmatch(r'[^/]+/__init__\.py', name)
+  } - _NOT_SOURCES
   sources = [
-    p
-    for p in files
-    if p.startswith(prefix)
-    and p.endswith('.py')
-    and not _is_grader_owned(p)
+    path
+    for path, name in inner.items()
+    if path.endswith('.py')
+    and not _is_grader_owned(path)
     and (
-      p.removeprefix(prefix).split('/')[0] in set(tops) - _NOT_SOURCES
-      or (
-        '/' not in p.removeprefix(prefix)
-        and not _NOT_MODULES.fullmatch(p.removeprefix(prefix))
-      )
+      name.split('/')[0] in packages
+      or ('/' not in name and not _NOT_MODULES.fullmatch(name))
     )
   ]
   if not sources:

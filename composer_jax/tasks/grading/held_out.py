@@ -10,7 +10,7 @@ only ever given objects, or gives objects alone, is not reached by this;
 `Agreement.calls` says how much there was.
 """
 
-import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -78,35 +78,14 @@ class Recorded:
     return [self.module, self.symbol, self.past, self.arguments]
 
 
-class _Memory:
-  """What was recorded for the last tasks; safe to use from threads."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._found: collections.OrderedDict[Any, tuple[Recorded, ...]] = (
-      collections.OrderedDict()
-    )
-
-  def get(self, key: Any) -> tuple[Recorded, ...] | None:
-    with self._lock:
-      return self._found.get(key)
-
-  def put(self, key: Any, value: tuple[Recorded, ...]) -> None:
-    with self._lock:
-      self._found[key] = value
-      while len(self._found) > _MAX_TASKS:
-        self._found.popitem(last=False)
-
-
-_MEMORY = _Memory()
+# What was recorded for the last tasks.
+_memory: dict[Any, tuple[Recorded, ...]] = {}
+_memory_lock = threading.Lock()
 
 
 def module_of(path: str, roots: Sequence[str]) -> str:
   """The dotted name under which a file is imported."""
-  for root in sorted(roots, key=len, reverse=True):
-    if root != '.' and path.startswith(f'{root}/'):
-      path = path[len(root) + 1 :]
-      break
+  _, path = task_set.split_root(path, roots)
   return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
 
 
@@ -118,11 +97,9 @@ def record(
   Runs the original in a box of its own, once per task unless that run fails.
   """
   key = (task.task_id, task.image, json.dumps(task.solution, sort_keys=True))
-  found = _MEMORY.get(key)
-  if found is not None:
+  if (found := _memory.get(key)) is not None:
     return found, 'ok'
-  box = sandbox.open(task.image)
-  try:
+  with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
@@ -136,29 +113,20 @@ def record(
         record=tuple((d.path, d.symbol) for d in task.deleted),
       ),
     )
-  finally:
-    box.close()
   found = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
     # A run that a busy machine cut short says nothing of the next one.
-    _MEMORY.put(key, found)
+    with _memory_lock:
+      _memory[key] = found
+      if len(_memory) > _MAX_TASKS:
+        del _memory[next(iter(_memory))]
   return found, result.status
 
 
 def _folders(task: task_set.RepositoryTask) -> tuple[str, ...]:
   """The importable package, or the modules, that the task is about."""
-  found = {}
-  for path in task.solution:
-    root = next(
-      (
-        f'{root}/'
-        for root in sorted(task.source_roots, key=len, reverse=True)
-        if root != '.' and path.startswith(f'{root}/')
-      ),
-      '',
-    )
-    found[root + path[len(root) :].split('/')[0]] = None
-  return tuple(found)
+  split = (task_set.split_root(p, task.source_roots) for p in task.solution)
+  return tuple(dict.fromkeys(r + inner.split('/')[0] for r, inner in split))
 
 
 def _stem(folder: str) -> str:
@@ -309,8 +277,7 @@ def _call(
     'packages': [_stem(folder) for folder in _folders(task)],
     'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
   }
-  box = sandbox.open(task.image, changes)
-  try:
+  with contextlib.closing(sandbox.open(task.image, changes)) as box:
     result = box.run(
       dataclasses.replace(
         suites.command(_PROGRAM.read_text(), hash_seed),
@@ -318,8 +285,6 @@ def _call(
         wall_s=task.timeout_s,
       )
     )
-  finally:
-    box.close()
   if result.status != 'ok':
     return None, result.status
   try:

@@ -73,11 +73,8 @@ def is_source(task: task_set.RepositoryTask, path: str) -> bool:
 
 def _top(task: task_set.RepositoryTask, path: str) -> str:
   """The package or module that a file is imported as part of."""
-  for root in sorted(task.source_roots, key=len, reverse=True):
-    if root != '.' and path.startswith(f'{root}/'):
-      path = path[len(root) + 1 :]
-      break
-  return path.split('/')[0].removesuffix('.py')
+  _, inner = task_set.split_root(path, task.source_roots)
+  return inner.split('/')[0].removesuffix('.py')
 
 
 def sort(

@@ -25,7 +25,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -108,10 +107,6 @@ def _read(box: base.Box, path: str) -> bytes | None:
     return None
 
 
-class _Infrastructure(Exception):
-  """The sandbox failed twice: says nothing about the solution."""
-
-
 def grade(
   task: task_set.RepositoryTask,
   changes: Mapping[str, bytes | None],
@@ -133,7 +128,7 @@ def grade(
     grader.take(changes, special)
     draw = random.Random(f'{task.task_id}/{seed}')
     passed = grader.judge(draw, finished)
-  except (_Infrastructure, base.SandboxLost) as error:
+  except base.SandboxLost as error:
     return grader.broken(str(error))
   return grader.result(passed, finished)
 
@@ -160,6 +155,7 @@ class _Grader:
       sorted_ = protected.sort(
         task, changes, special, functools.partial(_read, box)
       )
+      self._read_tests(box)
     self.source = {**self._sources(task.view()), **sorted_.taken}
     self.flags.update(sorted_.flags)
     self.details['taken'] = sorted(sorted_.taken)
@@ -192,48 +188,33 @@ class _Grader:
     self,
     source: Mapping[str, bytes | None],
     ids: tuple[str, ...],
-    read_tests: bool = False,
     **options: Any,
   ) -> suites.SuiteResult:
-    """Runs tests in a fresh box; once more when the sandbox failed."""
-    for _ in range(2):
-      box = self.sandbox.open(self.task.image, source)
-      try:
-        if read_tests:
-          self._read_tests(box)
-        result = suites.run(
-          box,
-          arguments=('-q', '--tb=no', *self.task.test_arguments),
-          ids=ids,
-          source_roots=self.task.source_roots,
-          wall_s=self.task.timeout_s,
-          **options,
-        )
-      finally:
-        box.close()
-      self.level = result.level or self.level
-      if result.status != 'infrastructure':
-        return result
-      logging.warning('Grading of %s: %s.', self.task.task_id, result.error)
-    raise _Infrastructure(result.error)
+    task = self.task
+    result = suites.run_fresh(
+        self.sandbox, task.image, source, task.task_id,
+        arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
+        source_roots=task.source_roots, wall_s=task.timeout_s, **options,
+    )  # fmt: skip
+    self.level = result.level or self.level
+    return result
 
   def _read_tests(self, box: base.Box) -> None:
     """Texts of the test files that hold the tests which must pass."""
     paths = {i.partition('::')[0] for i in self.task.fail_to_pass}
     for path in sorted(paths & set(self.task.test_paths)):
-      # One that cannot be read has no canaries.
-      with contextlib.suppress(base.FileRefused):
-        data = box.read(path, _MAX_FILE)
+      data = _read(box, path)
+      if data is not None:  # else it has no canaries
         self.tests[path] = data.decode('utf-8', 'replace')
 
   def run_tests(self) -> bool:
     """Step 2; whether every test passed."""
     task = self.task
-    result = self._run(self.source, self.ids, read_tests=True)
+    result = self._run(self.source, self.ids)
     self.num_passed = result.passed(task.fail_to_pass)
     guards = result.passed(task.guards)
     self.details['guards'] = [guards, len(task.guards)]
-    self.details['seconds'] = round(result.seconds, 3)
+    self.details['seconds'] = round(result.wall_s, 3)
     if result.status == 'forged':
       self.flags.add('forged_report')
     if result.status != 'ok':
@@ -325,7 +306,7 @@ class _Grader:
       'agreed': list(evidence.agreed),
     }
     if evidence.status == 'infrastructure':
-      raise _Infrastructure('held-out inputs could not be run')
+      raise base.SandboxLost('held-out inputs could not be run')
     if not evidence.disagrees(LEAST_AGREEMENT):
       return True
     self.flags.add('held_out_inputs')

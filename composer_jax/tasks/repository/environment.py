@@ -230,12 +230,16 @@ class RepositoryEnvironment:
     bounds = self._options.bounds
     if name == 'run':
       command = box_tools.run_command(arguments, bounds)
-      return box_tools.ran(self._run(box, command), bounds)
+      return box_tools.ran(self._twice(lambda: box.run(command)), bounds)
     if name == 'search':
       command = box_tools.search_command(arguments, bounds)
-      return box_tools.search(self._run(box, command), arguments, bounds)
+      result = self._twice(lambda: box.run(command))
+      return box_tools.search(result, arguments, bounds)
     if name == 'test':
-      return self._test(box)
+      if not self._task.shown:
+        return 'no test is shown to you', turns_lib.OK
+      result = self._twice(lambda: solution.visible(self._task, box))
+      return tested(result, self._task.shown, bounds)
     does: dict[str, Callable[..., box_tools.Answer]] = {
       'read': box_tools.read,
       'list': box_tools.list_files,
@@ -244,24 +248,13 @@ class RepositoryEnvironment:
     }
     return does[name](box, arguments, bounds)
 
-  def _run(self, box: base.Box, command: base.Command) -> base.CommandResult:
-    """Runs a command, once more where the sandbox failed."""
+  def _twice(self, run: Callable[[], Any]) -> Any:
+    """What ran in the box, run once more where the sandbox failed."""
     for _ in range(2):
-      result = box.run(command)
+      result = run()
       self.sandbox_seconds += result.wall_s
       if result.status != 'infrastructure':
         return result
-      logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
-    raise base.SandboxLost(result.error)
-
-  def _test(self, box: base.Box) -> box_tools.Answer:
-    if not self._task.shown:
-      return 'no test is shown to you', turns_lib.OK
-    for _ in range(2):
-      result = solution.visible(self._task, box)
-      self.sandbox_seconds += result.seconds
-      if result.status != 'infrastructure':
-        return tested(result, self._task.shown, self._options.bounds)
       logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
     raise base.SandboxLost(result.error)
 

@@ -149,8 +149,12 @@ class Tool:
     return {'type': 'function', 'function': function}
 
 
-def _path(means: str, **more: Any) -> ToolParameter:
+def _string(means: str, **more: Any) -> ToolParameter:
   return ToolParameter(kind='string', means=means, **more)
+
+
+def _integer(means: str) -> ToolParameter:
+  return ToolParameter(kind='integer', means=means, required=False)
 
 
 # The tools of a repository, in the order of telling.
@@ -161,13 +165,9 @@ TOOLS = {
       name='read',
       does='Shows a file, or some of its lines.',
       parameters={
-        'path': _path('file, relative to the root of the repository'),
-        'first': ToolParameter(
-          kind='integer', means='first line', required=False
-        ),
-        'last': ToolParameter(
-          kind='integer', means='last line', required=False
-        ),
+        'path': _string('file, relative to the root of the repository'),
+        'first': _integer('first line'),
+        'last': _integer('last line'),
       },
       example={'path': 'src/a.py', 'first': 1, 'last': 80},
     ),
@@ -175,28 +175,24 @@ TOOLS = {
       name='search',
       does='Finds lines that match a regular expression of Python.',
       parameters={
-        'pattern': ToolParameter(kind='string', means='regular expression'),
-        'path': _path('file or folder to search', required=False),
+        'pattern': _string('regular expression'),
+        'path': _string('file or folder to search', required=False),
       },
       example={'pattern': 'def \\w+_total', 'path': 'src'},
     ),
     Tool(
       name='list',
       does='Lists the files below a folder.',
-      parameters={'path': _path('folder', required=False)},
+      parameters={'path': _string('folder', required=False)},
       example={'path': 'src'},
     ),
     Tool(
       name='edit',
       does='Replaces a text that occurs exactly once in a file.',
       parameters={
-        'path': _path('file'),
-        'old': ToolParameter(
-          kind='string', means='the text as it stands there'
-        ),
-        'new': ToolParameter(
-          kind='string', means='the text instead', may_be_empty=True
-        ),
+        'path': _string('file'),
+        'old': _string('the text as it stands there'),
+        'new': _string('the text instead', may_be_empty=True),
       },
       example={'path': 'src/a.py', 'old': 'return 1', 'new': 'return 2'},
     ),
@@ -204,10 +200,8 @@ TOOLS = {
       name='write',
       does='Writes a whole file, a new one or over an old one.',
       parameters={
-        'path': _path('file'),
-        'text': ToolParameter(
-          kind='string', means='all that it shall hold', may_be_empty=True
-        ),
+        'path': _string('file'),
+        'text': _string('all that it shall hold', may_be_empty=True),
       },
       example={'path': 'src/a.py', 'text': 'X = 1\n'},
     ),
@@ -215,10 +209,8 @@ TOOLS = {
       name='run',
       does='Runs a command of the shell in the root of the repository.',
       parameters={
-        'command': ToolParameter(kind='string', means='for sh -c'),
-        'seconds': ToolParameter(
-          kind='integer', means='to be stopped after', required=False
-        ),
+        'command': _string('for sh -c'),
+        'seconds': _integer('to be stopped after'),
       },
       example={'command': 'python -c "import a"', 'seconds': 10},
     ),
@@ -227,15 +219,9 @@ TOOLS = {
       name='todo',
       does='Keeps your plan: adds an item, marks one as done, or lists all.',
       parameters={
-        'action': ToolParameter(
-          kind='string', means='what to do', choices=('add', 'done', 'list')
-        ),
-        'text': ToolParameter(
-          kind='string', means='with "add": the item', required=False
-        ),
-        'item': ToolParameter(
-          kind='integer', means='with "done": its number', required=False
-        ),
+        'action': _string('what to do', choices=('add', 'done', 'list')),
+        'text': _string('with "add": the item', required=False),
+        'item': _integer('with "done": its number'),
       },
       example={'action': 'add', 'text': 'restore the parser'},
     ),

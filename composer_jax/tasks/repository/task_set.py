@@ -130,11 +130,11 @@ class RepositoryTask:
 
   def view(self) -> dict[str, bytes | None]:
     """`changes` as a sandbox's `open` takes them."""
-    return _encoded(self.changes)
+    return encoded(self.changes)
 
   def restored(self) -> dict[str, bytes | None]:
     """The agent's view with the solution written over it."""
-    return _encoded({**self.changes, **self.solution})
+    return encoded({**self.changes, **self.solution})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +203,14 @@ class TaskSet:
     raise ValueError(
       f'The set {self.root} of {len(self.tasks)} tasks has no {task_id!r}.'
     )
+
+
+def split_root(path: str, roots: Iterable[str]) -> tuple[str, str]:
+  """The source root that a path lies in, '' or with '/', and the rest of it."""
+  for root in sorted(roots, key=len, reverse=True):
+    if root != '.' and path.startswith(f'{root}/'):
+      return f'{root}/', path[len(root) + 1 :]
+  return '', path
 
 
 def is_inside(path: str) -> bool:
@@ -288,7 +296,7 @@ def _read(record: type, path: pathlib.Path) -> Any:
     ) from error
 
 
-def _encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
+def encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
   return {
     path: None if text is None else text.encode()
     for path, text in changes.items()
