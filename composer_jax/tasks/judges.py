@@ -106,7 +106,6 @@ class Judge(Protocol):
 
   def judge(self, rubric: Rubric, case: JudgedEpisode) -> Judgement:
     """Raises JudgeError where there is no answer."""
-    ...
 
 
 HONESTY = Rubric(

@@ -5,6 +5,7 @@ Standard library only: imported by the zygote inside the sandbox.
 
 import ctypes
 import errno
+import functools
 import math
 import os
 import resource
@@ -61,21 +62,15 @@ def clone_into_namespaces() -> int:
   )  # fmt: skip
 
 
-def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
-  options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
-  check(
-      libc.mount(
-          b'tmpfs', path.encode(), b'tmpfs', MS_NOSUID | MS_NODEV,
-          options.encode(),
-      ),
-      'mount of the workspace',
-  )  # fmt: skip
-
-
 def _mount(source, target, kind, flags, options='') -> None:
   encoded = [x.encode() for x in (source, target, kind, options)]
   outcome = libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3])
   check(outcome, f'mount of {target}')
+
+
+def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
+  options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
+  _mount('tmpfs', path, 'tmpfs', MS_NOSUID | MS_NODEV, options)
 
 
 def bind(source: str, target: str) -> None:
@@ -123,7 +118,8 @@ def mount_proc(options: str | None) -> None:
 def working_proc() -> str | None:
   """The options that /proc can be mounted with in a new pid namespace."""
   for options in _PROC_OPTIONS:
-    if _works(lambda: mount_proc(options)):  # noqa: B023
+    mount = functools.partial(mount_proc, options)
+    if _succeeds(mount, clone_into_namespaces):
       return options
   return None
 
@@ -144,14 +140,16 @@ def working_overlay(folder: str) -> str | None:
       os.rmdir(f'{merged}/a')
       os.mkdir(f'{merged}/a')
 
-    if _works(attempt):
+    if _succeeds(attempt, clone_into_namespaces):
       return options
   return None
 
 
-def _works(attempt: Callable[[], None]) -> bool:
-  """Whether it raises no OSError, tried in namespaces of its own."""
-  pid = clone_into_namespaces()
+def _succeeds(
+  attempt: Callable[[], object], fork: Callable[[], int] = os.fork
+) -> bool:
+  """Whether it raises no OSError, tried in a child."""
+  pid = fork()
   if pid == 0:
     code = 1
     try:
@@ -247,30 +245,14 @@ def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
     return None, str(error)
   if not hasattr(libc, 'prctl'):
     return None, 'not a Linux system'
-  pid = os.fork()
-  if pid == 0:
-    try:
-      seccomp.install(filter_, libc)
-      os._exit(0)
-    finally:
-      os._exit(1)
-  _, status = os.waitpid(pid, 0)
-  if status:
+  if not _succeeds(lambda: seccomp.install(filter_, libc)):
     return None, 'the kernel refuses seccomp filters'
   return filter_, 'on'
 
 
 def can_join(groups: list[int]) -> bool:
   """Tries in a child whether the entrances of the cgroups let it in."""
-  pid = os.fork()
-  if pid == 0:
-    code = 1
-    try:
-      join(groups)
-      code = 0
-    finally:
-      os._exit(code)
-  return os.waitpid(pid, 0)[1] == 0
+  return _succeeds(lambda: join(groups))
 
 
 def join(groups: list[int]) -> None:
@@ -286,24 +268,23 @@ def process_limit(processes: int, others: int, uid: int | None) -> int:
   """
   if uid is not None:
     return processes + 1  # init keeps another uid
-  pid = os.fork()
-  if pid == 0:
-    code = 1
+
+  def fork_at_limit() -> None:
     try:
-      _drop_capabilities() if hasattr(libc, 'prctl') else None
+      if hasattr(libc, 'prctl'):
+        _drop_capabilities()
       resource.setrlimit(resource.RLIMIT_NPROC, (processes,) * 2)
       inner = os.fork()
       if inner == 0:
         os._exit(0)
       os.waitpid(inner, 0)
-      code = 0
     except OSError as error:
-      code = 0 if error.errno != errno.EAGAIN else 1
-    finally:
-      os._exit(code)
-  _, status = os.waitpid(pid, 0)
+      if error.errno == errno.EAGAIN:
+        raise
+
+  counts_others = not _succeeds(fork_at_limit)
   # Zygote, init and the helper of bwrap share the uid with the code.
-  return processes + 4 + (others if status else 0)
+  return processes + 4 + (others if counts_others else 0)
 
 
 def reap_until(pid: int) -> int:

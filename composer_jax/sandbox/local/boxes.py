@@ -1,13 +1,13 @@
 """The host's side of boxes: which zygote keeps one, and one program in it."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
 import pathlib
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import wire
@@ -24,13 +24,13 @@ class BoxZygote:
   another one for the next box.
   """
 
-  def __init__(self, level, limits, scheduling, options: process.Boxes):
+  def __init__(self, level, limits, scheduling, options: dict[str, Any]):
     self.level, self.limits = level, limits
     try:
       self.process = process.Process(level, limits, scheduling, options)
     except process.ZygoteError:
       # Containers hide parts of /proc and then allow no other one.
-      options = dataclasses.replace(options, proc=False)
+      options = {**options, 'proc': False}
       self.process = process.Process(level, limits, scheduling, options)
     self.about = self.process.about
     self.running, self._asking = threading.Lock(), threading.Lock()
@@ -218,7 +218,7 @@ class BoxPool:
     level: str,
     limits: base.Limits,
     size: int,
-    scheduling: process.Scheduling,
+    scheduling: dict[str, Any],
     images: pathlib.Path | None,
     packages: pathlib.Path | None,
     about: dict,
@@ -226,11 +226,12 @@ class BoxPool:
     self.about = about
     self.level, self._limits = level, limits
     self._scheduling = scheduling
-    self._options = process.Boxes(
-      images=str(images.resolve()) if images else None,
-      packages=str(packages) if packages else None,
-      proc=True,
-    )
+    # What a zygote of boxes is told beyond that of calls: two folders, and
+    # whether to mount /proc.
+    self._options = {
+        'images': str(images.resolve()) if images else None,
+        'packages': str(packages) if packages else None, 'proc': True,
+    }  # fmt: skip
     self._size = size
     self._seats: list[BoxZygote] = []
     self._lock = threading.Lock()

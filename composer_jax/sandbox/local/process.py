@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox.inside import wire
@@ -33,39 +34,12 @@ class ZygoteError(Exception):
   """The zygote died, hung or could not prepare a call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheduling:
-  """Where zygotes run.
-
-  Attributes:
-    cores: None where a process cannot choose them.
-  """
-
-  cores: tuple[int, ...] | None
-  priority: int
-
-  @classmethod
-  def current(cls) -> 'Scheduling':
-    """That of the calling thread."""
-    cores = None
-    if hasattr(os, 'sched_getaffinity'):
-      cores = tuple(sorted(os.sched_getaffinity(0)))
-    return cls(cores, os.getpriority(os.PRIO_PROCESS, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Boxes:
-  """What a zygote of boxes is given beyond that of calls.
-
-  Attributes:
-    images: the folder of images, or None.
-    packages: the folder that becomes site-packages, or None.
-    proc: whether to mount /proc.
-  """
-
-  images: str | None
-  packages: str | None
-  proc: bool
+def scheduling() -> dict[str, Any]:
+  """Cores (None where a process cannot choose) and niceness of this thread."""
+  cores = None
+  if hasattr(os, 'sched_getaffinity'):
+    cores = sorted(os.sched_getaffinity(0))
+  return {'cores': cores, 'priority': os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 class PipeReader:
@@ -155,8 +129,8 @@ class Process:
     self,
     level: str,
     limits: base.Limits,
-    scheduling: Scheduling,
-    boxes: Boxes | None = None,
+    scheduling: dict[str, Any],
+    boxes: dict[str, Any] | None = None,
   ):
     self.level, self.limits = level, limits
     self._scheduling = scheduling
@@ -182,7 +156,7 @@ class Process:
       self._start(boxes)
       unless_started.pop_all()
 
-  def _start(self, boxes: Boxes | None) -> None:
+  def _start(self, boxes: dict[str, Any] | None) -> None:
     with tempfile.TemporaryFile() as errors:
       config = {
         'level': self.level,
@@ -195,14 +169,14 @@ class Process:
         'cgroup_procs': self._group.entrances(),
         'boxes': boxes is not None,
         'setup_s': _SETUP_S,
-        **dataclasses.asdict(self._scheduling),
+        **self._scheduling,
         'limits': dataclasses.asdict(self.limits),
       }
       passed = [self._theirs.fileno()]
       if boxes and self._its_keeper:
         passed.append(self._its_keeper.fileno())
         config |= {
-            **dataclasses.asdict(boxes), 'keeper': passed[-1],
+            **boxes, 'keeper': passed[-1],
             'counts_memory': self.counts_memory,
         }  # fmt: skip
       script = pathlib.Path(__file__).with_name('launcher.py')

@@ -35,7 +35,7 @@ class ZygotePool(base.Closing):
     self._closed = False
     self._idle: queue.LifoQueue = queue.LifoQueue()
     self._size = size
-    self._scheduling = process.Scheduling.current()
+    self._scheduling = process.scheduling()
     started = []
     with contextlib.ExitStack() as unless_started:
       for _ in range(size):

@@ -104,7 +104,6 @@ class Transport(Protocol):
     self, header: dict, parts: Sequence[bytes], timeout_s: float
   ) -> Message:
     """Raises `base.SandboxLost` at once when no answer will come."""
-    ...
 
   def close(self) -> None: ...
 

@@ -17,7 +17,6 @@ class SandboxHost(Protocol):
 
   def close(self) -> None:
     """Ends it, whatever state it is in."""
-    ...
 
 
 class RenewedSandbox(base.Closing):

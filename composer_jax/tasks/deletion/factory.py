@@ -5,6 +5,13 @@ Beside the set itself (see `tasks.repository.task_set`) its folder holds
   settings.json             what the set is made with; it may not change
   work/NAME/candidates.jsonl   what became of each candidate so far
 
+A task is kept only if the package still imports, the tests of the feature
+fail, others pass, the original passes all of them, and no copy of the deleted
+code is left in what the agent sees. All code of the package runs in the
+sandbox; a package that resists in whatever way is refused by name, and so the
+making of a set goes on. Everything but seconds is a function of the package,
+the options and the seed.
+
 A package is finished when packages/NAME.json stands there; one that was
 refused for a reason that may pass (no network) is tried again.
 """
@@ -18,15 +25,22 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from composer_jax.core import files
 from composer_jax.sandbox import base
-from composer_jax.tasks.deletion import package as deletion
-from composer_jax.tasks.deletion import sdists, workspace
+from composer_jax.tasks.deletion import (
+  baseline,
+  candidates,
+  proof,
+  sdists,
+  workspace,
+)
 from composer_jax.tasks.repository import task_set
 
 # Says nothing of the package.
 _PASSING = ('download', 'sandbox')
+VALID = 'valid'
 
 
 class CandidateLog:
@@ -221,6 +235,69 @@ def _make_all(
       raise
 
 
+def _make_tasks(
+  sandbox: base.Sandbox,
+  work: workspace.Workspace,
+  options: workspace.Options,
+  log: CandidateLog,
+  save: Callable[[task_set.RepositoryTask], None],
+  progress: Callable[[str], None],
+) -> dict[str, Any]:
+  """Makes the tasks of a package.
+
+  Args:
+    sandbox: with images of the set's folder.
+    save: called with each task before the log knows of it.
+    progress: called with a line now and then.
+
+  Returns:
+    Facts of the package: tests, and what became of candidates by tier.
+
+  Raises:
+    sdists.Refused: there can be no task; see `baseline`.
+  """
+  found = baseline.baseline(sandbox, work, options)
+  progress(
+    f'{len(found.stable)} tests, {len(found.unstable)} unstable, '
+    f'{len(found.hashed)} that depend on hashes, '
+    f'{len(found.failing)} that never pass, {found.seconds:.1f} s a run'
+  )
+  results: dict[str, dict[str, int]] = {}
+  for tier in task_set.TIERS:
+    wanted = options.wanted(tier)
+    counts: dict[str, int] = {}
+    deletions = candidates.candidates(
+      work.texts,
+      found.mapped,
+      tier,
+      max_share=options.max_share,
+      seed=f'{options.seed}/{work.pin.normal_name}',
+    )
+    for deletion in deletions[: round(wanted * options.tries)]:
+      if counts.get(VALID, 0) >= wanted:
+        break
+      result = log.get(deletion.key)
+      if result is None:
+        result = VALID
+        try:
+          save(proof.attempt(sandbox, work, found, deletion, options))
+        except proof.Rejected as rejected:
+          result = rejected.args[0]
+        log.add(deletion.key, result)
+      counts[result] = counts.get(result, 0) + 1
+    results[tier] = counts
+    tried = sum(counts.values())
+    progress(f'{tier}: {counts.get(VALID, 0)} of {tried} tried, {counts}')
+  return {
+    'tests': len(found.stable),
+    'unstable': len(found.unstable),
+    'hashed': len(found.hashed),
+    'failing': len(found.failing),
+    'dropped_files': len(work.dropped),
+    'candidates': results,
+  }
+
+
 def _make_one(
   root: pathlib.Path,
   work: workspace.Workspace,
@@ -230,15 +307,15 @@ def _make_one(
 ) -> None:
   name = work.pin.normal_name
   start = time.monotonic()
-  ledger = CandidateLog(root / 'work' / name / 'candidates.jsonl')
-  if len(ledger):
-    progress(f'{name}: goes on after {len(ledger)} candidates')
+  log = CandidateLog(root / 'work' / name / 'candidates.jsonl')
+  if len(log):
+    progress(f'{name}: goes on after {len(log)} candidates')
   try:
-    facts = deletion.make(
+    facts = _make_tasks(
       sandbox,
       work,
       options,
-      ledger,
+      log,
       lambda task: task_set.save_task(root, task),
       lambda line: progress(f'{name}: {line}'),
     )
@@ -259,7 +336,7 @@ def _make_one(
     facts=facts,
   )
   task_set.save_package(root, package)
-  tasks = sum(c.get(deletion.VALID, 0) for c in facts['candidates'].values())
+  tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
   progress(f'{name}: {tasks} tasks, {time.monotonic() - start:.0f} s')
 
 
@@ -279,7 +356,7 @@ def table(tasks: task_set.TaskSet) -> str:
     cells, made = [], 0
     for tier in tiers:
       counts = package.facts['candidates'].get(tier, {})
-      valid, tried = counts.get(deletion.VALID, 0), sum(counts.values())
+      valid, tried = counts.get(VALID, 0), sum(counts.values())
       cells.append(f'{valid}/{tried}')
       total[tier][0] += valid
       total[tier][1] += tried

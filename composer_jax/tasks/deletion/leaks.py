@@ -132,18 +132,14 @@ def _words(text: str) -> set[str]:
   }
 
 
-def scan(
-  files: Mapping[str, bytes], marks: LeakMarks, *, artefacts: bool = True
-) -> tuple[Leak, ...]:
+def scan(files: Mapping[str, bytes], marks: LeakMarks) -> tuple[Leak, ...]:
   """Looks for marks in all files, unpacked where they are packed.
 
-  Args:
-    artefacts: also report what caches, compilers and editors leave, whatever
-      they hold.
+  What caches, compilers and editors leave is a leak, whatever it holds.
   """
   found: list[Leak] = []
   for path, data in sorted(files.items()):
-    if artefacts and _ARTEFACTS.search(path):
+    if _ARTEFACTS.search(path):
       found.append(Leak(path=path, kind='artefact', where='path', detail=path))
     for where, part in _parts(data):
       leak = _leak(path, where, part, marks)

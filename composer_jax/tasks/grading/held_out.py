@@ -25,6 +25,7 @@ from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # recorded ones and as many variations
 _MAX_PAST = 8
+_LEAST_CALLS = 3  # fewer do not tell
 _MAX_TESTS = 24  # from which inputs are taken
 _MAX_TASKS = 256
 # The original's calls that take longer are not asked of a solution, which may
@@ -51,10 +52,10 @@ class Agreement:
   agreed: tuple[int, int]
   status: str
 
-  def disagrees(self, least: float, at_least: int = 3) -> bool:
+  def disagrees(self, least: float) -> bool:
     """Whether either kind of input was answered right too rarely."""
     return self.status == 'ok' and any(
-      calls >= at_least and agreed < least * calls
+      calls >= _LEAST_CALLS and agreed < least * calls
       for calls, agreed in zip(self.calls, self.agreed)
     )
 

@@ -116,8 +116,6 @@ def of_repository(
   grade: solution.Grade,
   *,
   files: Sequence[str] = (),
-  length: int = 0,
-  typical: Sequence[int] = (),
 ) -> Evidence:
   """The evidence of an episode on a repository; `changes` as for `grade`."""
   view = {p: t or '' for p, t in task.changes.items() if p in task.solution}
@@ -135,8 +133,6 @@ def of_repository(
     flags=grade.flags,
     files=files,
     passed=grade.verdict.passed,
-    length=length,
-    typical=typical,
   )
 
 

@@ -149,8 +149,7 @@ class Package:
     sha256: of the sdist, or of the folder's names and contents.
     refused: '' or why there is no task of it: 'no_tests', 'no_import', ....
     detail: one line of explanation where it was refused.
-    facts: counts of tests and candidates, seconds; see
-      `tasks.deletion.package`.
+    facts: counts of tests and candidates; see `tasks.deletion.factory`.
   """
 
   name: str
@@ -237,18 +236,6 @@ def save_package(root: str | os.PathLike, package: Package) -> None:
   """Marks the package as finished: its tasks must have been saved."""
   path = pathlib.Path(root, 'packages', f'{package.name}.json')
   files.write_json(path, dataclasses.asdict(package))
-
-
-def save(
-  root: str | os.PathLike,
-  packages: Iterable[Package],
-  tasks: Iterable[RepositoryTask],
-) -> None:
-  """Adds tasks and their packages to a folder."""
-  for task in tasks:
-    save_task(root, task)
-  for package in packages:
-    save_package(root, package)
 
 
 def load(root: str | os.PathLike) -> TaskSet:

@@ -98,5 +98,6 @@ def test_long_ids_make_files_of_different_names(tmp_path, found):
   paths = {task_set.task_path(tmp_path, task) for task in (first, second)}
   assert len(paths) == 2
   assert all(len(path.name) < 200 for path in paths)
-  task_set.save(tmp_path, [], [first, second])
+  for task in (first, second):
+    task_set.save_task(tmp_path, task)
   assert len(task_set.load(tmp_path).tasks) == 7
