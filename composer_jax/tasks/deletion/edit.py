@@ -6,6 +6,7 @@ as names are concerned: nothing here is executed.
 """
 
 import ast
+import copy
 import dataclasses
 import functools
 import re
@@ -328,8 +329,9 @@ def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
     kept = [a for a in node.names if a not in aliases]
     indent = ' ' * node.col_offset
     if kept:
-      node = type(node)(**{**_fields(node), 'names': kept})
-      new = [indent + ast.unparse(node)]
+      left = copy.copy(node)
+      left.names = kept
+      new = [indent + ast.unparse(left)]
     else:
       new = [f'{indent}pass'] if indent else []
     edits.append((node.lineno, node.end_lineno or node.lineno, new))
@@ -339,14 +341,6 @@ def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
   for start, stop, new in sorted(edits, reverse=True):
     lines[start - 1 : stop] = new
   return _checked('\n'.join(lines)) if edits else text
-
-
-def _fields(node: ast.AST) -> dict:
-  return {
-    name: getattr(node, name)
-    for name in (*node._fields, *node._attributes)
-    if hasattr(node, name)
-  }
 
 
 def _exports(tree: ast.Module, lost: set[str]):

@@ -17,7 +17,7 @@ import pathlib
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base
 from composer_jax.tasks.grading import plain, suites
@@ -60,8 +60,7 @@ class Agreement:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
   """One way to call a function, in the encoding of `tasks.grading.plain`.
 
   Attributes:
@@ -74,9 +73,6 @@ class Recorded:
   symbol: str
   past: Any
   arguments: Any
-
-  def request(self) -> list:
-    return [self.module, self.symbol, self.past, self.arguments]
 
 
 # What was recorded for the last tasks.
@@ -155,7 +151,7 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
       arguments=arguments,
     )
     if is_relevant:
-      found.setdefault(json.dumps(call.request()), call)
+      found.setdefault(json.dumps(call), call)
     if past is not None:
       past[1].append([name, arguments])
   return list(found.values())
@@ -273,7 +269,7 @@ def _call(
   config = {
     'source_roots': list(task.source_roots),
     'plain': suites.plain_program(),
-    'calls': [call.request() for call in calls],
+    'calls': calls,
     'call_s': call_s,
     'packages': [_stem(folder) for folder in _folders(task)],
     'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
@@ -301,13 +297,13 @@ def _variations(
   recorded: Sequence[Recorded], draw: random.Random
 ) -> list[Recorded]:
   """Calls like the recorded ones, but none of them."""
-  seen = {json.dumps(call.request()) for call in recorded}
+  seen = {json.dumps(call) for call in recorded}
   found: list[Recorded] = []
   for _ in range(4 * _MAX_CALLS):
     if not recorded or len(found) == _MAX_CALLS:
       break
     call = _varied(draw.choice(recorded), draw)
-    key = json.dumps(call.request())
+    key = json.dumps(call)
     if key not in seen:
       seen.add(key)
       found.append(call)
@@ -327,7 +323,7 @@ def _varied(call: Recorded, draw: random.Random) -> Recorded:
     name, given = before[place - 2]
     before[place - 2] = [name, _varied_arguments(given, draw)]
     past = [past[0], before]
-  return dataclasses.replace(call, past=past, arguments=arguments)
+  return call._replace(past=past, arguments=arguments)
 
 
 def _varied_arguments(arguments: list, draw: random.Random) -> list:

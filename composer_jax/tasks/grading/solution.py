@@ -315,31 +315,28 @@ class _Grader:
     )
     return False
 
+  def _verdict(
+    self, status: str, detail: str, num_passed: int = 0, passed: bool = False
+  ) -> records.Verdict:
+    return records.Verdict(
+        passed=passed, num_passed=num_passed, status=status, detail=detail,
+        num_tests=len(self.task.fail_to_pass), sandbox_level=self.level,
+    )  # fmt: skip
+
   def broken(self, error: str) -> Grade:
-    verdict = records.Verdict(
-      passed=False,
-      num_passed=0,
-      num_tests=len(self.task.fail_to_pass),
-      status=records.INFRASTRUCTURE,
-      sandbox_level=self.level,
-      detail=error,
-    )
+    verdict = self._verdict(records.INFRASTRUCTURE, error)
     return Grade(verdict=verdict, flags=(), details=self.details)
 
   def result(self, passed: bool, finished: bool) -> Grade:
     num_tests = len(self.task.fail_to_pass)
     detail = f'{self.num_passed} of {num_tests} tests passed'
-    verdict = records.Verdict(
-      passed=passed and finished,
-      num_passed=self.num_passed,
-      num_tests=num_tests,
-      status=records.GRADED if finished else records.UNFINISHED,
-      sandbox_level=self.level,
-      detail=f'{detail}; {self.reason}' if self.reason else detail,
-    )
+    if self.reason:
+      detail = f'{detail}; {self.reason}'
+    status = records.GRADED if finished else records.UNFINISHED
     return Grade(
-      verdict=verdict,
-      flags=tuple(sorted(self.flags)),
-      details=self.details,
-      tests=self.tests,
-    )
+        verdict=self._verdict(
+          status, detail, self.num_passed, passed and finished
+        ),
+        flags=tuple(sorted(self.flags)), details=self.details,
+        tests=self.tests,
+    )  # fmt: skip

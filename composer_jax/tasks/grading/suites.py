@@ -27,6 +27,8 @@ OUTCOMES = ('passed', 'xpassed', 'xfailed', 'skipped', 'failed', 'error')
 STATUSES = (
   'ok', 'stopped', 'exit', 'timeout', 'killed', 'forged', 'infrastructure',
 )  # fmt: skip
+_EXPECTED = {'skipped': 'xfailed', 'passed': 'xpassed'}
+_WRONG = (TypeError, ValueError, KeyError, IndexError)
 _MAX_EVENTS, _MAX_FRAME = 256 << 20, 16 << 20
 _HEADER = struct.Struct('!I32s')
 _FOLDER = pathlib.Path(__file__).parent
@@ -212,69 +214,63 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
   return events, ended in ([], [len(events) - 1])
 
 
-class _Tests:
-  """Outcomes out of the events of a run."""
+class _Outcomes:
+  """What the events of a run say; the fields are those of `SuiteResult`."""
 
   def __init__(self):
-    self.worst: dict[str, str] = {}
-    self.outcomes: dict[str, str] = {}
-    self.errors: dict[str, str] = {}
-    self.collected: tuple[str, ...] = ()
-    self.entered: dict[str, tuple[str, ...]] = {}
-    self.inputs: tuple = ()
+    self.fields: dict[str, Any] = {
+        'outcomes': {}, 'errors': {}, 'collected': (), 'entered': {},
+        'inputs': (),
+    }  # fmt: skip
     self.end: Any = None
+    self._worst: dict[str, str] = {}
 
-  def collect(self, node: str, outcome: str, text: str) -> None:
-    if outcome == 'error':
-      self.outcomes[node] = 'error'
-      self.errors[node] = text
-
-  def test(self, node: str, when: str, outcome: str, expected: bool) -> None:
-    if expected:
-      outcome = {'skipped': 'xfailed', 'passed': 'xpassed'}.get(
-        outcome, outcome
-      )
-    elif outcome == 'failed' and when != 'call':
-      outcome = 'error'
-    worst = self.worst.get(node, 'passed')
-    self.worst[node] = max(worst, outcome, key=OUTCOMES.index)
-
-  def finish(self, node: str) -> None:
-    # Without a phase that reported, nothing ran.
-    if node in self.worst:
-      self.outcomes[node] = self.worst[node]
-
-  def trace(self, node: str, names: list[str]) -> None:
-    self.entered[node] = tuple(names)
+  def add(self, kind: str, *content: Any) -> None:
+    """Takes one event; any of `_WRONG` for what the plugin does not write."""
+    outcomes = self.fields['outcomes']
+    match kind:
+      case 'collect':
+        node, outcome, text = content
+        if outcome == 'error':
+          outcomes[node], self.fields['errors'][node] = 'error', text
+      case 'test':
+        node, when, outcome, expected = content
+        if expected:
+          outcome = _EXPECTED.get(outcome, outcome)
+        elif outcome == 'failed' and when != 'call':
+          outcome = 'error'
+        worst = self._worst.get(node, 'passed')
+        self._worst[node] = max(worst, outcome, key=OUTCOMES.index)
+      case 'finish':
+        (node,) = content
+        # Without a phase that reported, nothing ran.
+        if node in self._worst:
+          outcomes[node] = self._worst[node]
+      case 'trace':
+        node, names = content
+        self.fields['entered'][node] = tuple(names)
+      case 'collected' | 'inputs':
+        self.fields[kind] = tuple(content[0])
+      case 'end':
+        self.end = content[0]
+      case _:
+        raise KeyError(kind)
 
 
 def _result(
   result: base.CommandResult, events: list[list], intact: bool
 ) -> SuiteResult:
-  tests = _Tests()
+  tests = _Outcomes()
   try:
-    for kind, *content in events:
-      if kind in ('collect', 'test', 'finish', 'trace'):
-        getattr(tests, kind)(*content)
-      elif kind == 'collected':
-        tests.collected = tuple(content[0])
-      else:
-        setattr(tests, {'end': 'end', 'inputs': 'inputs'}[kind], content[0])
-  except (TypeError, ValueError, KeyError, IndexError):
+    for event in events:
+      tests.add(*event)
+  except _WRONG:
     intact = False  # signed, and yet not what the plugin writes
   status, error = _status(result, tests.end, intact)
   return SuiteResult(
-    outcomes=tests.outcomes,
-    status=status,
-    collected=tests.collected,
-    wall_s=result.wall_s,
-    output=result.output,
-    error=error,
-    errors=tests.errors,
-    entered=tests.entered,
-    inputs=tuple(tests.inputs),
-    level=result.level,
-  )
+      status=status, error=error, wall_s=result.wall_s, output=result.output,
+      level=result.level, **tests.fields,
+  )  # fmt: skip
 
 
 def _status(

@@ -87,29 +87,19 @@ def verify(
   """
   arguments = [list(args) for args, _ in task.hidden]
   result = runners.call(runner, files, task.module, task.function, arguments)
-  num_tests = len(task.hidden)
-  if result.status == 'infrastructure':
-    return records.Verdict(
-      passed=False,
-      num_passed=0,
-      num_tests=num_tests,
-      status=records.INFRASTRUCTURE,
-      sandbox_level=result.level,
-      detail=result.error,
-    )
-  held = outcomes(result, task.hidden)
-  num_passed = sum(held) if held is not None else 0
+  num_tests, held = len(task.hidden), outcomes(result, task.hidden)
+  num_passed = sum(held or ())
+  status = records.GRADED if finished else records.UNFINISHED
   detail = f'{num_passed} of {num_tests} hidden tests passed'
-  if held is None:
+  if result.status == 'infrastructure':
+    status, detail = records.INFRASTRUCTURE, result.error
+  elif held is None:
     detail = f'{result.status}: {result.error}'
   return records.Verdict(
-    passed=finished and num_passed == num_tests,
-    num_passed=num_passed,
-    num_tests=num_tests,
-    status=records.GRADED if finished else records.UNFINISHED,
-    sandbox_level=result.level,
-    detail=detail,
-  )
+      passed=finished and num_passed == num_tests, num_passed=num_passed,
+      num_tests=num_tests, status=status, sandbox_level=result.level,
+      detail=detail,
+  )  # fmt: skip
 
 
 class _TimedRunner:

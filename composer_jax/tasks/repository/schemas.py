@@ -127,25 +127,18 @@ class Tool:
 
   def function(self) -> dict[str, Any]:
     """The tool as chat endpoints of OpenAI's form take it."""
-    properties: dict[str, Any] = {}
+    properties = {}
     for name, parameter in self.parameters.items():
-      properties[name] = {
-        'type': parameter.kind,
-        'description': parameter.means,
-      }
-      if parameter.choices:
-        properties[name]['enum'] = list(parameter.choices)
+      enum = {'enum': list(parameter.choices)} if parameter.choices else {}
+      kind, means = parameter.kind, parameter.means
+      properties[name] = {'type': kind, 'description': means, **enum}
     required = [n for n, p in self.parameters.items() if p.required]
     parameters = {
-      'type': 'object',
-      'properties': properties,
-      'required': required,
-    }
+        'type': 'object', 'properties': properties, 'required': required,
+    }  # fmt: skip
     function = {
-      'name': self.name,
-      'description': self.does,
-      'parameters': parameters,
-    }
+        'name': self.name, 'description': self.does, 'parameters': parameters,
+    }  # fmt: skip
     return {'type': 'function', 'function': function}
 
 

@@ -264,18 +264,14 @@ def load(root: str | os.PathLike) -> TaskSet:
   )
 
 
-_TUPLES = (
-  *('test_paths', 'fail_to_pass', 'shown', 'pass_to_pass', 'collateral'),
-  *('source_roots', 'test_arguments'),
-)
-
-
 def _read(record: type, path: pathlib.Path) -> Any:
   fields = files.read_json(path)
   try:
     if record is RepositoryTask:
       fields['deleted'] = tuple(Deleted(**d) for d in fields['deleted'])
-      fields.update({name: tuple(fields[name]) for name in _TUPLES})
+    for name, value in fields.items():
+      if isinstance(value, list):
+        fields[name] = tuple(value)
     return record(**fields)
   except (TypeError, KeyError) as error:
     raise ValueError(
