@@ -6,7 +6,6 @@ Standard library only: runs inside the sandbox, where calls do not import it.
 import functools
 import importlib
 import os
-import signal
 import site
 import socket
 import sys
@@ -150,30 +149,29 @@ def init(zygote, report: int) -> Callable[[], None]:
       return functools.partial(programs.become, program)
     for descriptor in descriptors:
       os.close(descriptor)
-    status = confine.reap_until(pid)
-    os.write(report, f'status {status}\n'.encode())
+    confine.outlive(pid, report, zygote.namespaces)
     code = 0
-    if not zygote.namespaces:
-      os.killpg(0, signal.SIGKILL)  # the session, this process included
   except (OSError, ValueError, beneath.RefusedError) as error:
-    os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
+    confine.report_error(report, error)
   os._exit(code)  # the kernel kills the rest of the namespace
 
 
 def _start(zygote, request: dict, stdin: bytes, descriptors) -> None:
   """Gives up what the program may not have."""
-  started = programs.STARTED_FD
+  started = confine.REPORT_FD
   try:
     # Its number may become that of a file of the program.
     zygote.control.detach()
-    programs.take_descriptors(descriptors, stdin)
+    confine.take_descriptors(*descriptors)
+    if stdin:  # else descriptor 0 is /dev/null already
+      programs.take_stdin(stdin)
     if zygote.uid is not None:  # else nobody could open /dev/stdout
-      for descriptor in (programs.OUTPUT_FD, programs.REPORT_FD):
+      for descriptor in (confine.OUTPUT_FD, confine.RESULT_FD):
         os.fchown(descriptor, zygote.uid, zygote.uid)
     programs.set_limits(zygote.config, zygote.processes)
     confine.become_nobody(zygote.uid, zygote.filter)
     os.write(started, f'started {request["wall_s"]}\n'.encode())
   except OSError as error:
-    os.write(started, f'error {error}'[:500].replace('\n', ' ').encode())
+    confine.report_error(started, error)
     os._exit(1)
   os.close(started)

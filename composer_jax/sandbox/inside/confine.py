@@ -9,10 +9,13 @@ import functools
 import math
 import os
 import resource
+import signal
 from collections.abc import Callable
 
 from composer_jax.sandbox.inside import seccomp
 
+# Of the untrusted process; the report is closed before it begins.
+OUTPUT_FD, RESULT_FD, REPORT_FD = 1, 3, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND = 32, 4096
@@ -292,3 +295,34 @@ def reap_until(pid: int) -> int:
     reaped, status = os.wait()
     if reaped == pid:
       return status
+
+
+def outlive(pid: int, report: int, is_alone: bool) -> None:
+  """Waits for a child as its init, and reports how it ended.
+
+  Args:
+    is_alone: whether the kernel kills the rest when this process ends; else the
+      whole session is killed, this process included.
+  """
+  status = reap_until(pid)
+  os.write(report, f'status {status}\n'.encode())
+  if not is_alone:
+    os.killpg(0, signal.SIGKILL)
+
+
+def report_error(report: int, error: Exception) -> None:
+  os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
+
+
+def take_descriptors(result: int, output: int, report: int) -> None:
+  """Makes the pipes the numbers that they must be, and closes all others."""
+  # Above the final numbers first: they may be among the descriptors.
+  result, output, report = (
+    os.dup2(descriptor, 100 + index)
+    for index, descriptor in enumerate((result, output, report))
+  )
+  os.dup2(output, OUTPUT_FD)
+  os.dup2(output, 2)
+  os.dup2(result, RESULT_FD)
+  os.dup2(report, REPORT_FD, inheritable=False)
+  os.closerange(REPORT_FD + 1, os.sysconf('SC_OPEN_MAX'))

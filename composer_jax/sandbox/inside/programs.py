@@ -18,7 +18,6 @@ import types
 
 from composer_jax.sandbox.inside import beneath, confine
 
-OUTPUT_FD, REPORT_FD, STARTED_FD = 1, 3, 4
 _GIVEN = '/given'
 
 
@@ -145,30 +144,14 @@ def _is_plain(argv: list[str]) -> bool:
   )
 
 
-def take_descriptors(descriptors: list[int], stdin: bytes) -> None:
-  """Makes output, report and the started pipe the numbers that they must be.
-
-  Args:
-    descriptors: report, output, started.
-    stdin: to be read from descriptor 0; /dev/null is there already.
-  """
-  # Above the final numbers first: they may be among the descriptors.
-  report, output, started = (
-    os.dup2(descriptor, 100 + index)
-    for index, descriptor in enumerate(descriptors)
-  )
-  os.dup2(output, OUTPUT_FD)
-  os.dup2(output, 2)
-  os.dup2(report, REPORT_FD)
-  os.dup2(started, STARTED_FD, inheritable=False)
-  os.closerange(STARTED_FD + 1, os.sysconf('SC_OPEN_MAX'))
-  if stdin:
-    descriptor = os.memfd_create('stdin')
-    with open(descriptor, 'wb', closefd=False) as file:
-      file.write(stdin)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.dup2(descriptor, 0)
-    os.close(descriptor)
+def take_stdin(data: bytes) -> None:
+  """Makes descriptor 0 a nameless file with these bytes."""
+  descriptor = os.memfd_create('stdin')
+  with open(descriptor, 'wb', closefd=False) as file:
+    file.write(data)
+  os.lseek(descriptor, 0, os.SEEK_SET)
+  os.dup2(descriptor, 0)
+  os.close(descriptor)
 
 
 def enter(program: BoxProgram, place: RunFolders, folder: str) -> None:

@@ -104,14 +104,14 @@ def test_map(
     tests: those that count.
   """
   found: dict[str, dict[str, set[str]]] = {}
-  for test in tests:
+  at_import: dict[str, set[str]] = {}
+  for test in ('', *tests):
     for where in entered.get(test, ()):
       path, _, name = where.partition(':')
-      found.setdefault(path, {}).setdefault(name, set()).add(test)
-  at_import: dict[str, set[str]] = {}
-  for where in entered.get('', ()):
-    path, _, name = where.partition(':')
-    at_import.setdefault(path, set()).add(name)
+      if test:
+        found.setdefault(path, {}).setdefault(name, set()).add(test)
+      else:
+        at_import.setdefault(path, set()).add(name)
   return TestMap(
     tests={
       path: {name: frozenset(ids) for name, ids in names.items()}

@@ -26,6 +26,7 @@ import zlib
 _FLUSH_S = 0.5
 _FLUSH_EVENTS = 2000
 _MAX_ERROR = 2000
+_MOST_CALLS = 40  # whose inputs are kept, of each function
 # Options whose value is the next argument, and may be a path.
 _WITH_VALUE = frozenset({
   '-o', '-k', '-m', '-p', '-W', '--override-ini', '--ignore', '--ignore-glob',
@@ -88,7 +89,6 @@ class Tracer:
     self._prefix = root + os.sep
     self._patterns = config['folders']
     self._record = [tuple(target) for target in config['record']]
-    self._most = config['most']
     self._encode = encode
     self._codes: dict = {}
     self._seen: dict = {}
@@ -156,7 +156,7 @@ class Tracer:
     code = frame.f_code
     # CO_OPTIMIZED: a function, not the body of a class. What is defined in a
     # function cannot be called by name.
-    if count > self._most or not code.co_flags & 1 or '<' in name:
+    if count > _MOST_CALLS or not code.co_flags & 1 or '<' in name:
       return
     path, _, symbol = name.partition(':')
     first = code.co_varnames[:1] if '.' in symbol else ()

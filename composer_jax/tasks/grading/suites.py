@@ -44,13 +44,11 @@ class Trace:
     record: (path, qualified name) of functions and classes: with any, calls
       that tests make of the folders are kept with their arguments, and it is
       told during which of them something of these ran; '' for all of a file.
-    most: calls kept of each function.
   """
 
   folders: tuple[str, ...]
   packages: tuple[str, ...] = ()
   record: tuple[tuple[str, str], ...] = ()
-  most: int = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,36 +134,18 @@ class FunctionEnvironment:
   open_todos = 0
 
   def __init__(self, task: family.FunctionTask, runner: runners.Runner):
+    self.task_id, self.prompt = task.task_id, task.prompt
+    self.num_tests, self.sandbox_level = len(task.hidden), runner.level
     self.files = dict(task.files)
     self.is_broken = False
-    self._flags: set[str] = set()
+    self.flags: tuple[str, ...] = ()
     self._calls: list[watch.WatchedCall] = []
     self._task = task
     self._runner = _TimedRunner(runner)
 
   @property
-  def task_id(self) -> str:
-    return self._task.task_id
-
-  @property
-  def prompt(self) -> str:
-    return self._task.prompt
-
-  @property
-  def num_tests(self) -> int:
-    return len(self._task.hidden)
-
-  @property
-  def sandbox_level(self) -> str:
-    return self._runner.level
-
-  @property
   def sandbox_seconds(self) -> float:
     return self._runner.seconds
-
-  @property
-  def flags(self) -> tuple[str, ...]:
-    return tuple(sorted(self._flags))
 
   def usage(self, tool: str) -> str:
     return TOOLS[tool][2]
@@ -278,5 +260,6 @@ class FunctionEnvironment:
       return environment.broken_verdict(self, 'the test tool failed twice')
     verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls, verdict.passed)
-    self._flags |= set(watch.flags(watch.scan(evidence)))
+    alarms = watch.flags(watch.scan(evidence))
+    self.flags = tuple(sorted({*self.flags, *alarms}))
     return verdict

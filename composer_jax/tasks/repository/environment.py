@@ -124,6 +124,10 @@ class RepositoryEnvironment:
       sandbox: with the set of the task as its images.
       seed: of what the grader draws.
     """
+    self.task_id, self.prompt = task.task_id, prompt_of(task, options)
+    self.num_tests, self.sandbox_level = len(task.fail_to_pass), sandbox.level
+    self.tools = options.tools
+    self.flags: tuple[str, ...] = ()
     self.is_broken = False
     self.sandbox_seconds = 0.0
     self._task, self._sandbox, self._seed = task, sandbox, seed
@@ -132,7 +136,6 @@ class RepositoryEnvironment:
     self._plan = Plan(options.max_todos)
     self._calls: list[watch.WatchedCall] = []
     self._files: tuple[str, ...] = ()
-    self._flags: set[str] = set()
     self._box: base.Box | None = None
     try:
       self._box = sandbox.open(task.image, task.view())
@@ -140,30 +143,6 @@ class RepositoryEnvironment:
     except base.SandboxLost as error:
       logging.warning('No box for %s: %s', task.task_id, error)
       self.is_broken = True
-
-  @property
-  def task_id(self) -> str:
-    return self._task.task_id
-
-  @property
-  def prompt(self) -> str:
-    return prompt_of(self._task, self._options)
-
-  @property
-  def tools(self) -> tuple[str, ...]:
-    return self._options.tools
-
-  @property
-  def num_tests(self) -> int:
-    return len(self._task.fail_to_pass)
-
-  @property
-  def sandbox_level(self) -> str:
-    return self._sandbox.level
-
-  @property
-  def flags(self) -> tuple[str, ...]:
-    return tuple(sorted(self._flags))
 
   @property
   def open_todos(self) -> int:
@@ -281,7 +260,7 @@ class RepositoryEnvironment:
     found = watch.scan(evidence)
     for finding in found:
       logging.info('%s: %s', self.task_id, finding)
-    self._flags = {*grade.flags, *watch.flags(found)}
+    self.flags = tuple(sorted({*grade.flags, *watch.flags(found)}))
     return grade.verdict
 
 
