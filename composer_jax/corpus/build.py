@@ -187,11 +187,9 @@ def open_corpus(workdir: str | os.PathLike) -> Corpus:
     )
   documents = tuple(Document(**d) for d in manifest['documents'])
   return Corpus(
-    folder=path.parent,
-    documents=documents,
-    counts=manifest['counts'],
-    fingerprint=files.sha256(path.read_bytes()),
-  )
+      folder=path.parent, documents=documents, counts=manifest['counts'],
+      fingerprint=files.sha256(path.read_bytes()),
+  )  # fmt: skip
 
 
 def _key(
@@ -414,14 +412,10 @@ def _write(folder, key, found, kept, dropped, counts, options) -> None:
     data = c.text.encode()
     texts.append(data)
     document = Document(
-      split=c.split,
-      source=c.source,
-      package=c.file.package,
-      path=c.file.path,
-      licence=licences.of_file(c.text) or c.file.licence,
-      sha256=files.sha256(data),
-      num_bytes=len(data),
-    )
+        split=c.split, source=c.source, package=c.file.package,
+        path=c.file.path, licence=licences.of_file(c.text) or c.file.licence,
+        sha256=files.sha256(data), num_bytes=len(data),
+    )  # fmt: skip
     documents.append(dataclasses.asdict(document))
   # Without the old manifest, new texts never pass for the old corpus.
   (folder / 'manifest.json').unlink(missing_ok=True)

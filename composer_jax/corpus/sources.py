@@ -32,12 +32,8 @@ from composer_jax.corpus import licences
 
 ARCHIVES = ('.tar.gz', '.tgz', '.zip', '.whl')
 _ARCHIVE_ERRORS = (
-  OSError,
-  EOFError,
-  zlib.error,
-  zipfile.BadZipFile,
-  tarfile.TarError,
-)
+    OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
+)  # fmt: skip
 # Folders that hold tests, or code that is not the package's own.
 _SKIPPED = frozenset({
     'test', 'tests', 'idle_test', 'testing', '__pycache__', '.git', '.venv',
@@ -214,12 +210,9 @@ def _walk(root: pathlib.Path, skipped: frozenset) -> list[pathlib.Path]:
 
 def _file(path: pathlib.Path, root: pathlib.Path, package: str, licence: str):
   return File(
-    package=normalise(package),
-    path=path.relative_to(root).as_posix(),
-    licence=licence,
-    num_bytes=path.stat().st_size,
-    read=path.read_bytes,
-  )
+      package=normalise(package), path=path.relative_to(root).as_posix(),
+      licence=licence, num_bytes=path.stat().st_size, read=path.read_bytes,
+  )  # fmt: skip
 
 
 def _sorted(found: Iterable[File]) -> tuple[File, ...]:
@@ -381,11 +374,9 @@ def _archive(
   ]
   # A release pinned by version has one hash, whether installed or a wheel.
   return CodeSource(
-    name=name,
-    version=version,
-    files=_sorted(found),
-    archive=None if name.startswith('pypi:') else path,
-  )
+      name=name, version=version, files=_sorted(found),
+      archive=None if name.startswith('pypi:') else path,
+  )  # fmt: skip
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:

@@ -233,11 +233,9 @@ class OpenAIJudge:
     self.options = options
     self._openai = openai
     self._client = openai.OpenAI(
-      base_url=options.base_url,
-      api_key=options.api_key,
-      timeout=options.timeout_s,
-      max_retries=0,
-    )
+        base_url=options.base_url, api_key=options.api_key,
+        timeout=options.timeout_s, max_retries=0,
+    )  # fmt: skip
 
   def close(self) -> None:
     self._client.close()
@@ -270,11 +268,9 @@ class OpenAIJudge:
         reason = f'{type(error).__name__}: {error}'
         continue
       return Judgement(
-        rubric=rubric,
-        answers=answers,
-        reasons=reasons,
-        judge=self.options.model,
-      )
+          rubric=rubric, answers=answers, reasons=reasons,
+          judge=self.options.model,
+      )  # fmt: skip
     raise JudgeError(
       f'No judgement on rubric {rubric.name!r} by model '
       f'{self.options.model!r} at {self.options.base_url} in up to '
@@ -298,11 +294,9 @@ class OpenAIJudge:
 
   def _ask(self, messages: list[Any]) -> str:
     completion: Any = self._client.chat.completions.create(
-      model=self.options.model,
-      messages=messages,
-      max_tokens=self.options.max_tokens,
-      temperature=0.0,
-    )
+        model=self.options.model, messages=messages,
+        max_tokens=self.options.max_tokens, temperature=0.0,
+    )  # fmt: skip
     if not completion.choices:
       raise ValueError('has no choice')
     choice = completion.choices[0]

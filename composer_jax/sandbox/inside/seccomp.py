@@ -67,34 +67,27 @@ def assemble(families: tuple[int, ...], machine: str) -> bytes:
   column = 0 if machine == 'x86_64' else 1
   examined = {name: pair[column] for name, pair in EXAMINED.items()}
   code = [
-    (_LOAD, 0, 0, _ARCHITECTURE),
-    (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-    (_RETURN, 0, 0, _KILL),
-    (_LOAD, 0, 0, _NUMBER),
-  ]
+      (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+      (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER),
+  ]  # fmt: skip
   if machine == 'x86_64':  # the same calls once more, under other numbers
     code += [(_AT_LEAST, 0, 1, _X32_BIT), _fail(errno.ENOSYS)]
   # clone3 hides its flags behind a pointer; libc falls back to clone.
   code += [(_EQUAL, 0, 1, examined['clone3']), _fail(errno.ENOSYS)]
   code += [
-    (_EQUAL, 0, 4, examined['clone']),
-    (_LOAD, 0, 0, _ARGUMENT_0),
-    (_ANY_BIT, 0, 1, _NAMESPACE_FLAGS),
-    _fail(errno.EPERM),
-    (_RETURN, 0, 0, _ALLOW),
-  ]
+      (_EQUAL, 0, 4, examined['clone']), (_LOAD, 0, 0, _ARGUMENT_0),
+      (_ANY_BIT, 0, 1, _NAMESPACE_FLAGS), _fail(errno.EPERM),
+      (_RETURN, 0, 0, _ALLOW),
+  ]  # fmt: skip
   code += _only(examined['socket'], families, errno.EAFNOSUPPORT)
   code += _only(examined['socketpair'], (AF_UNIX,), errno.EAFNOSUPPORT)
   code += _only(examined['personality'], _PERSONALITIES, errno.EPERM)
   typing, pasting = _TERMINAL_REQUESTS
   code += [
-    (_EQUAL, 0, 5, examined['ioctl']),
-    (_LOAD, 0, 0, _ARGUMENT_1),
-    (_EQUAL, 1, 0, typing),
-    (_EQUAL, 0, 1, pasting),
-    _fail(errno.EPERM),
-    (_RETURN, 0, 0, _ALLOW),
-  ]
+      (_EQUAL, 0, 5, examined['ioctl']), (_LOAD, 0, 0, _ARGUMENT_1),
+      (_EQUAL, 1, 0, typing), (_EQUAL, 0, 1, pasting), _fail(errno.EPERM),
+      (_RETURN, 0, 0, _ALLOW),
+  ]  # fmt: skip
   for first, last in _ranges(column):
     code += [
       (_AT_LEAST, 0, 2, first),

@@ -159,19 +159,15 @@ class Process:
   def _start(self, boxes: dict[str, Any] | None) -> None:
     with tempfile.TemporaryFile() as errors:
       config = {
-        'level': self.level,
-        'control': self._theirs.fileno(),
-        'host_pid': os.getpid(),
-        'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
-        'scratch': self._scratch,
-        'bwrap': shutil.which('bwrap'),
-        'cgroup': self._group.version,
-        'cgroup_procs': self._group.entrances(),
-        'boxes': boxes is not None,
-        'setup_s': _SETUP_S,
-        **self._scheduling,
-        'limits': dataclasses.asdict(self.limits),
-      }
+          'level': self.level, 'control': self._theirs.fileno(),
+          'host_pid': os.getpid(),
+          'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
+          'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
+          'cgroup': self._group.version,
+          'cgroup_procs': self._group.entrances(), 'boxes': boxes is not None,
+          'setup_s': _SETUP_S, **self._scheduling,
+          'limits': dataclasses.asdict(self.limits),
+      }  # fmt: skip
       passed = [self._theirs.fileno()]
       if boxes and self._its_keeper:
         passed.append(self._its_keeper.fileno())

@@ -134,11 +134,9 @@ class RaySandbox(base.Closing):
       os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
       ray.init(include_dashboard=False, log_to_driver=False)
     options = {
-      'size': size,
-      'images': images and images.absolute(),
-      'packages': packages,
-      'allow_unsafe': allow_unsafe,
-    }
+        'size': size, 'images': images and images.absolute(),
+        'packages': packages, 'allow_unsafe': allow_unsafe,
+    }  # fmt: skip
     # One more thread than runs: boxes are read while programs run.
     wanted: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
     remote_class = ray.remote(**wanted)(SandboxActor)

@@ -166,14 +166,12 @@ def baseline(
   )  # fmt: skip
   _check_run(traced)
   return Baseline(
-    stable=tuple(sorted(stable)),
-    unstable=tuple(sorted(unstable)),
-    hashed=tuple(sorted(i for i in ever if _function(i) in hashed)),
-    failing=tuple(sorted(set(runs[0].outcomes) - ever)),
-    seconds=runs[0].wall_s,
-    importable=importable,
-    mapped=candidates.test_map(traced.entered, stable),
-  )
+      stable=tuple(sorted(stable)), unstable=tuple(sorted(unstable)),
+      hashed=tuple(sorted(i for i in ever if _function(i) in hashed)),
+      failing=tuple(sorted(set(runs[0].outcomes) - ever)),
+      seconds=runs[0].wall_s, importable=importable,
+      mapped=candidates.test_map(traced.entered, stable),
+  )  # fmt: skip
 
 
 def _hashed(one: suites.SuiteResult, other: suites.SuiteResult) -> set[str]:

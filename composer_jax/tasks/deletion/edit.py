@@ -104,17 +104,12 @@ def _symbol(path: str, prefix: str, node, lines: list[str]) -> Symbol:
   names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
   methods = [n for n in node.body if isinstance(n, _FUNCTIONS)]
   return Symbol(
-    path=path,
-    name=prefix + node.name,
-    kind='class' if is_class else 'method' if prefix else 'function',
-    start=start,
-    stop=stop,
-    num_lines=_num_lines(node),
-    num_methods=len(methods) if is_class else 0,
-    signature=signature(node),
-    docstring=ast.get_docstring(node) or '',
-    names=frozenset(names),
-  )
+      path=path, name=prefix + node.name,
+      kind='class' if is_class else 'method' if prefix else 'function',
+      start=start, stop=stop, num_lines=_num_lines(node),
+      num_methods=len(methods) if is_class else 0, signature=signature(node),
+      docstring=ast.get_docstring(node) or '', names=frozenset(names),
+  )  # fmt: skip
 
 
 def signature(node) -> str:

@@ -196,15 +196,12 @@ def _refuse(
   if refused.reason in _PASSING:
     return
   package = task_set.Package(
-    name=pin.normal_name,
-    version=pin.version,
-    image=work.image if work else '',
-    held_out=pin.held_out,
-    licence=work.licence if work else '',
-    sha256=work.sha256 if work else pin.sha256,
-    refused=refused.reason,
-    detail=str(refused),
-  )
+      name=pin.normal_name, version=pin.version,
+      image=work.image if work else '', held_out=pin.held_out,
+      licence=work.licence if work else '',
+      sha256=work.sha256 if work else pin.sha256, refused=refused.reason,
+      detail=str(refused),
+  )  # fmt: skip
   task_set.save_package(root, package)
 
 
@@ -267,12 +264,9 @@ def _make_tasks(
     wanted = options.wanted(tier)
     counts: dict[str, int] = {}
     deletions = candidates.candidates(
-      work.texts,
-      found.mapped,
-      tier,
-      max_share=options.max_share,
-      seed=f'{options.seed}/{work.pin.normal_name}',
-    )
+        work.texts, found.mapped, tier, max_share=options.max_share,
+        seed=f'{options.seed}/{work.pin.normal_name}',
+    )  # fmt: skip
     for deletion in deletions[: round(wanted * options.tries)]:
       if counts.get(VALID, 0) >= wanted:
         break
@@ -289,13 +283,10 @@ def _make_tasks(
     tried = sum(counts.values())
     progress(f'{tier}: {counts.get(VALID, 0)} of {tried} tried, {counts}')
   return {
-    'tests': len(found.stable),
-    'unstable': len(found.unstable),
-    'hashed': len(found.hashed),
-    'failing': len(found.failing),
-    'dropped_files': len(work.dropped),
-    'candidates': results,
-  }
+      'tests': len(found.stable), 'unstable': len(found.unstable),
+      'hashed': len(found.hashed), 'failing': len(found.failing),
+      'dropped_files': len(work.dropped), 'candidates': results,
+  }  # fmt: skip
 
 
 def _make_one(
@@ -312,13 +303,10 @@ def _make_one(
     progress(f'{name}: goes on after {len(log)} candidates')
   try:
     facts = _make_tasks(
-      sandbox,
-      work,
-      options,
-      log,
-      lambda task: task_set.save_task(root, task),
-      lambda line: progress(f'{name}: {line}'),
-    )
+        sandbox, work, options, log,
+        lambda task: task_set.save_task(root, task),
+        lambda line: progress(f'{name}: {line}'),
+    )  # fmt: skip
   except sdists.Refused as refused:
     _refuse(root, work.pin, refused, progress, work)
     return
@@ -327,14 +315,10 @@ def _make_one(
     _refuse(root, work.pin, sdists.Refused('sandbox', str(error)), progress)
     return
   package = task_set.Package(
-    name=name,
-    version=work.version,
-    image=work.image,
-    held_out=work.pin.held_out,
-    licence=work.licence,
-    sha256=work.sha256,
-    facts=facts,
-  )
+      name=name, version=work.version, image=work.image,
+      held_out=work.pin.held_out, licence=work.licence, sha256=work.sha256,
+      facts=facts,
+  )  # fmt: skip
   task_set.save_package(root, package)
   tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
   progress(f'{name}: {tasks} tasks, {time.monotonic() - start:.0f} s')

@@ -28,11 +28,9 @@ _ERRORS = (OSError, urllib.error.URLError, ValueError, TypeError, KeyError)
 def settings() -> dict[str, str]:
   """What pip is configured with, the environment's values last."""
   result = subprocess.run(
-    [sys.executable, '-m', 'pip', 'config', 'list'],
-    capture_output=True,
-    text=True,
-    stdin=subprocess.DEVNULL,
-  )
+      [sys.executable, '-m', 'pip', 'config', 'list'], capture_output=True,
+      text=True, stdin=subprocess.DEVNULL,
+  )  # fmt: skip
   found: dict[str, str] = {}
   lines = [line.partition('=') for line in result.stdout.splitlines()]
   for key, _, value in lines:

@@ -66,11 +66,9 @@ def attempt(
     raise Rejected('few_pass')
   task_id = f'{task_set.FAMILY}/{work.pin.normal_name}/{candidate.key}'
   shown, cut = prompt.hide(
-    failing,
-    work.tests,
-    share=options.hidden_share,
-    seed=f'{options.seed}/{task_id}',
-  )
+      failing, work.tests, share=options.hidden_share,
+      seed=f'{options.seed}/{task_id}',
+  )  # fmt: skip
   if not cut:
     raise Rejected('not_hidden')
   view = {**changes, **cut}

@@ -30,12 +30,8 @@ _MAX_MEMBERS = 20_000
 _MAX_BYTES = 256 << 20
 _ENDINGS = ('.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.zip')
 _ARCHIVE_ERRORS = (
-  OSError,
-  EOFError,
-  zlib.error,
-  zipfile.BadZipFile,
-  tarfile.TarError,
-)
+    OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
+)  # fmt: skip
 
 
 class Refused(ValueError):
@@ -124,12 +120,10 @@ def _is_of(pin: Pin, name: str) -> bool:
 def _ask_index(pin: Pin, folder: pathlib.Path) -> bool:
   """Whether an index gave the sdist; nothing of it was executed."""
   found = package_index.fetch(
-    pin.normal_name,
-    lambda name: os.path.basename(name) == name and _is_of(pin, name),
-    pin.sha256,
-    package_index.settings(),
-    _MAX_BYTES,
-  )
+      pin.normal_name,
+      lambda name: os.path.basename(name) == name and _is_of(pin, name),
+      pin.sha256, package_index.settings(), _MAX_BYTES,
+  )  # fmt: skip
   if found is None:
     return False
   name, data = found

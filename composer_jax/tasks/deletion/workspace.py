@@ -119,11 +119,9 @@ def layout(files: Mapping[str, bytes]) -> PackageLayout:
   if not sources:
     raise sdists.Refused('no_sources', 'no Python package or module was found.')
   return PackageLayout(
-    source_roots=(root,),
-    sources=tuple(sorted(sources)),
-    tests=tests,
-    test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
-  )
+      source_roots=(root,), sources=tuple(sorted(sources)), tests=tests,
+      test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
+  )  # fmt: skip
 
 
 def _is_test_file(path: str) -> bool:
@@ -131,11 +129,8 @@ def _is_test_file(path: str) -> bool:
   if not name.endswith('.py') or name == 'conftest.py':
     return False
   return bool(_TEST_FILE.fullmatch(name)) and not set(folders) & {
-    'benchmark',
-    'benchmarks',
-    'examples',
-    'typetests',
-  }
+      'benchmark', 'benchmarks', 'examples', 'typetests',
+  }  # fmt: skip
 
 
 def _is_grader_owned(path: str) -> bool:

@@ -25,11 +25,9 @@ from composer_jax.tasks.grading import canary_changes
 # Of one test; and rows of parameters above which copies take long.
 _MOST_COPIES, _MANY_ROWS = 6, 50
 _MUST_FAIL = (
-  'assert False',
-  'assert 0 == 1',
-  'assert [] == object()',
-  "raise AssertionError('canary')",
-)
+    'assert False', 'assert 0 == 1', 'assert [] == object()',
+    "raise AssertionError('canary')",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,27 +12,21 @@ import functools
 import random
 import string
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from composer_jax.tasks import source
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _OPPOSITE = {
-  'assertTrue': 'assertFalse',
-  'assertIn': 'assertNotIn',
-  'assertIs': 'assertIsNot',
-  'assertIsNone': 'assertIsNotNone',
-  'assertIsInstance': 'assertNotIsInstance',
-  'assertEqual': 'assertNotEqual',
-}
+    'assertTrue': 'assertFalse', 'assertIn': 'assertNotIn',
+    'assertIs': 'assertIsNot', 'assertIsNone': 'assertIsNotNone',
+    'assertIsInstance': 'assertNotIsInstance', 'assertEqual': 'assertNotEqual',
+}  # fmt: skip
 _OPPOSITE |= {after: before for before, after in _OPPOSITE.items()}
 _OTHER_OPERATOR: dict[type, type] = {
-  ast.Eq: ast.NotEq,
-  ast.Lt: ast.GtE,
-  ast.Gt: ast.LtE,
-  ast.Is: ast.IsNot,
-  ast.In: ast.NotIn,
-}
+    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+}  # fmt: skip
 _OTHER_OPERATOR |= {after: before for before, after in _OTHER_OPERATOR.items()}
 # What looks like the real thing, the best kind first; and comparisons that
 # nothing may pass, which an object that equals everything does.
@@ -124,14 +118,9 @@ def _of_assert(
   node: ast.Assert, kind: str, draw: random.Random
 ) -> Iterator[_Change]:
   test = node.test
-  equals = (
-    isinstance(test, ast.Compare)
-    and len(test.ops) == 1
-    and isinstance(test.ops[0], ast.Eq)
-  )
   if kind == 'opposite':
     yield lambda: setattr(node, 'test', _opposite(test))
-  elif equals and isinstance(test, ast.Compare):
+  elif _is_equality(test):
     sides = [
       (test, 'left', test.left, test.comparators[0]),
       (test.comparators, 0, test.comparators[0], test.left),
@@ -249,17 +238,20 @@ def _put_all(changes: list[tuple]) -> None:
 
 def _is_compared(function: ast.AST, name: str) -> bool:
   """Whether the whole of an `assert` compares a call with this name."""
-  for node in _own(function):
-    if not isinstance(node, ast.Assert):
-      continue
-    test = node.test
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-      continue
-    if isinstance(test.ops[0], ast.Eq):
-      sides = [test.left, test.comparators[0]]
-      if any(isinstance(s, ast.Name) and s.id == name for s in sides):
-        return True
-  return False
+  return any(
+    isinstance(side, ast.Name) and side.id == name
+    for node in _own(function)
+    if isinstance(node, ast.Assert) and _is_equality(node.test)
+    for side in (node.test.left, node.test.comparators[0])
+  )
+
+
+def _is_equality(test: ast.expr) -> TypeGuard[ast.Compare]:
+  return (
+    isinstance(test, ast.Compare)
+    and len(test.ops) == 1
+    and isinstance(test.ops[0], ast.Eq)
+  )
 
 
 def another(value: Any, draw: random.Random) -> Any:

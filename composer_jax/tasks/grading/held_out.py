@@ -145,11 +145,9 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     if name.startswith('__') or owner.count('.') > 0:
       continue
     call = Recorded(
-      module=module_of(path, roots),
-      symbol=symbol,
-      past=past and [past[0], past[1][-_MAX_PAST:]],
-      arguments=arguments,
-    )
+        module=module_of(path, roots), symbol=symbol,
+        past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
+    )  # fmt: skip
     if is_relevant:
       found.setdefault(json.dumps(call), call)
     if past is not None:
@@ -185,13 +183,9 @@ def compare(
   right: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = _call(
-      task,
-      without_tests,
-      calls,
-      sandbox,
-      hash_seed=hash_seed,
-      call_s=_ORIGINAL_S,
-    )
+        task, without_tests, calls, sandbox, hash_seed=hash_seed,
+        call_s=_ORIGINAL_S,
+    )  # fmt: skip
     if outcomes is None:
       return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
     right.append(outcomes)
@@ -204,13 +198,9 @@ def compare(
   if not asked:
     return Agreement(calls=(0, 0), agreed=(0, 0), status='none')
   given, status = _call(
-    task,
-    {**without_tests, **source},
-    [call for _, call, _ in asked],
-    sandbox,
-    hash_seed=0,
-    call_s=_SOLUTION_S,
-  )
+      task, {**without_tests, **source}, [call for _, call, _ in asked],
+      sandbox, hash_seed=0, call_s=_SOLUTION_S,
+  )  # fmt: skip
   if given is None:
     if status == 'infrastructure':
       return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
@@ -267,13 +257,11 @@ def _call(
 ) -> tuple[list | None, str]:
   """Outcomes of the calls, or None and what became of the process."""
   config = {
-    'source_roots': list(task.source_roots),
-    'plain': suites.plain_program(),
-    'calls': calls,
-    'call_s': call_s,
-    'packages': [_stem(folder) for folder in _folders(task)],
-    'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
-  }
+      'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
+      'calls': calls, 'call_s': call_s,
+      'packages': [_stem(folder) for folder in _folders(task)],
+      'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
+  }  # fmt: skip
   with contextlib.closing(sandbox.open(task.image, changes)) as box:
     result = box.run(
       dataclasses.replace(

@@ -92,12 +92,9 @@ def changes_of(
 def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
   """Runs the shown tests in the policy's own box, for its `test` tool."""
   return suites.run(
-    box,
-    arguments=('-q', '--tb=short', *task.test_arguments),
-    ids=task.shown,
-    source_roots=task.source_roots,
-    wall_s=task.timeout_s,
-  )
+      box, arguments=('-q', '--tb=short', *task.test_arguments), ids=task.shown,
+      source_roots=task.source_roots, wall_s=task.timeout_s,
+  )  # fmt: skip
 
 
 def _read(box: base.Box, path: str) -> bytes | None:

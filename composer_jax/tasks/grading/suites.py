@@ -140,15 +140,12 @@ def run(
   key = secrets.token_bytes(32)
   files = dict.fromkeys(i.partition('::')[0] for i in ids)
   config = {
-    'key': key.hex(),
-    'arguments': list(arguments),
-    'ids': list(ids) or None,
-    'files': list(files),
-    'source_roots': list(source_roots),
-    'order_seed': order_seed,
-    'trace': None if trace is None else dataclasses.asdict(trace),
-    'plain': plain_program() if trace is not None else '',
-  }
+      'key': key.hex(), 'arguments': list(arguments), 'ids': list(ids) or None,
+      'files': list(files), 'source_roots': list(source_roots),
+      'order_seed': order_seed,
+      'trace': None if trace is None else dataclasses.asdict(trace),
+      'plain': plain_program() if trace is not None else '',
+  }  # fmt: skip
   result = box.run(
     dataclasses.replace(
       command(program(), hash_seed),

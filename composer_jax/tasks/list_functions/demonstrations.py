@@ -221,15 +221,9 @@ def transcripts(
     draw = random.Random(f'demonstration/{seed}/{index}')
     policy = ScriptedPolicy(task, tokenizer, noise, draw)
     yield episode.run(
-      environment.FunctionEnvironment(task, runner),
-      policy,
-      tokenizer,
-      options,
-      group=index,
-      member=0,
-      seed=seed,
-      hints=hints,
-    )
+        environment.FunctionEnvironment(task, runner), policy, tokenizer,
+        options, group=index, member=0, seed=seed, hints=hints,
+    )  # fmt: skip
 
 
 def hindsight(

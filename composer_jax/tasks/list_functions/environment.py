@@ -30,12 +30,10 @@ from composer_jax.text import tool_calls
 
 # name -> number of arguments, whether a payload follows, usage.
 TOOLS = {
-  'list': (0, False, 'list'),
-  'read': (1, False, 'read PATH'),
-  'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
-  'test': (0, False, 'test'),
-  'finish': (0, False, 'finish'),
-}
+    'list': (0, False, 'list'), 'read': (1, False, 'read PATH'),
+    'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
+    'test': (0, False, 'test'), 'finish': (0, False, 'finish'),
+}  # fmt: skip
 
 # Characters of one value or error message in a tool's answer.
 _MAX_SHOWN = 60

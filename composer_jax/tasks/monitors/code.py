@@ -49,12 +49,10 @@ _ATTRIBUTES = _by_name(
 # To look into a frame; a warning that names its caller only steps back.
 _FRAMES = frozenset({'f_locals', 'f_globals', 'f_code', 'gi_frame'})
 _STRINGS = {
-  r'(^|/)\.git(/|$)': 'version control',
-  r'\.pyc$|__pycache__': 'bytecode',
-  r'\.mypy_cache': 'caches',
-  r'(site|dist)-packages': 'code from elsewhere',
-  r'(^|/)conftest\.py$|(^|/)test_\w+\.py$': 'tests',
-}
+    r'(^|/)\.git(/|$)': 'version control', r'\.pyc$|__pycache__': 'bytecode',
+    r'\.mypy_cache': 'caches', r'(site|dist)-packages': 'code from elsewhere',
+    r'(^|/)conftest\.py$|(^|/)test_\w+\.py$': 'tests',
+}  # fmt: skip
 _AT_IMPORT = {
   'sys.exit': 'ending the process',
   'threading.Thread': 'threads',

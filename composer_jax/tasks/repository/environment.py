@@ -220,11 +220,9 @@ class RepositoryEnvironment:
       result = self._twice(lambda: solution.visible(self._task, box))
       return tested(result, self._task.shown, bounds)
     does: dict[str, Callable[..., box_tools.Answer]] = {
-      'read': box_tools.read,
-      'list': box_tools.list_files,
-      'edit': box_tools.edit,
-      'write': box_tools.write,
-    }
+        'read': box_tools.read, 'list': box_tools.list_files,
+        'edit': box_tools.edit, 'write': box_tools.write,
+    }  # fmt: skip
     return does[name](box, arguments, bounds)
 
   def _twice(self, run: Callable[[], Any]) -> Any:
@@ -244,13 +242,9 @@ class RepositoryEnvironment:
     try:
       changes, special = solution.changes_of(self._task, self._box)
       grade = solution.grade(
-        self._task,
-        changes,
-        self._sandbox,
-        finished=finished,
-        seed=self._seed,
-        special=special,
-      )
+          self._task, changes, self._sandbox, finished=finished,
+          seed=self._seed, special=special,
+      )  # fmt: skip
     except base.SandboxLost as error:
       self.is_broken = True
       return environment.broken_verdict(self, str(error))
