@@ -226,13 +226,17 @@ def _select(found, holdout, options, report):
   packages.add(sources_lib.OWN)
   kept, dropped, seen = [], [], {}
   counts: collections.Counter = collections.Counter()
+
+  def rank(file: sources_lib.File) -> str:
+    return files.sha256(f'{options.seed}/{file.package}/{file.path}'.encode())
+
   for index, source in enumerate(found):
     report(
       f'corpus: {source.name} {source.version}: up to '
       f'{shares[index] / 1e6:.1f} of {sizes[index] / 1e6:.1f} MB'
     )
     left = shares[index]
-    for file in sorted(source.files, key=lambda f: _rank(f, options.seed)):
+    for file in sorted(source.files, key=rank):
       if left < file.num_bytes <= options.max_file_bytes:
         counts['beyond max_bytes'] += 1
         continue
@@ -299,10 +303,6 @@ def allocate(
     left -= sum(sizes[i] for i in full)
     open_ -= set(full)
   return spent
-
-
-def _rank(file: sources_lib.File, seed: int) -> str:
-  return files.sha256(f'{seed}/{file.package}/{file.path}'.encode())
 
 
 def _dropped(

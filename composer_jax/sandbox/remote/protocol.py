@@ -182,6 +182,7 @@ class RemoteSandbox(base.Closing):
     level: str | None = None,
     size: int = 1,
     grace_s: float = 30.0,
+    on_close: Callable[[], None] | None = None,
   ):
     """Asks the other side what it is.
 
@@ -190,9 +191,10 @@ class RemoteSandbox(base.Closing):
       level: to report; None for what it says of itself.
       size: calls at a time; more of them wait here, where time does not count.
       grace_s: for the answer to the first question, and beyond wall limits.
+      on_close: ends what the transport leads to.
     """
     self._transport, self._limits = transport, limits
-    self._grace_s = grace_s
+    self._grace_s, self._on_close = grace_s, on_close
     self._slots = threading.BoundedSemaphore(size)
     header, _ = self.ask({'do': 'about'}, (), grace_s)
     self.about = _typed(header, 'about', dict)
@@ -264,6 +266,8 @@ class RemoteSandbox(base.Closing):
 
   def close(self) -> None:
     self._transport.close()
+    if self._on_close:
+      self._on_close()
 
 
 class RemoteBox(base.Closing):

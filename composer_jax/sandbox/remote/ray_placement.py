@@ -76,24 +76,6 @@ class ActorTransport:
       self._ray.kill(self._actor)
 
 
-class _ActorHost:
-  """An actor that is up."""
-
-  def __init__(self, actor: Any, limits: base.Limits, size: int):
-    transport = ActorTransport(actor)
-    try:
-      # Its first answer comes when the sandbox is open.
-      self.sandbox = protocol.RemoteSandbox(
-        transport, limits, size=size, grace_s=_START_S
-      )
-    except base.SandboxLost:
-      transport.close()
-      raise
-
-  def close(self) -> None:
-    self.sandbox.close()
-
-
 class RaySandbox(base.Closing):
   """Calls and boxes go to actors in turn; a box stays where it was opened.
 
@@ -141,10 +123,16 @@ class RaySandbox(base.Closing):
     wanted: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
     remote_class = ray.remote(**wanted)(SandboxActor)
 
-    def begin() -> _ActorHost:
-      return _ActorHost(
-        remote_class.remote(level, limits, options), limits, size
-      )
+    def begin() -> protocol.RemoteSandbox:
+      transport = ActorTransport(remote_class.remote(level, limits, options))
+      try:
+        # Its first answer comes when the sandbox is open.
+        return protocol.RemoteSandbox(
+          transport, limits, size=size, grace_s=_START_S
+        )
+      except base.SandboxLost:
+        transport.close()
+        raise
 
     def renewed(_) -> remote_renewed.RenewedSandbox:
       return remote_renewed.RenewedSandbox(begin, 'An actor with a sandbox')

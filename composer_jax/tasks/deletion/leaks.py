@@ -101,16 +101,11 @@ def _stands(window: bytes, texts: Iterable[str]) -> bool:
 
 def _windows(text: str) -> set[bytes]:
   """Lines of code in a row, each without spaces, joined by newlines."""
-  lines = [line for line in map(_normal_line, text.split('\n')) if line]
-  lines = [line for line in lines if not line.startswith('#')]
+  lines = [re.sub(r'\s+', '', line) for line in text.split('\n')]
+  lines = [x for x in lines if len(x) >= _MIN_LINE and not x.startswith('#')]
   size = min(_WINDOW, max(_FEW, len(lines)))
   found = {'\n'.join(lines[i : i + size]) for i in range(len(lines) - size + 1)}
   return {w.encode() for w in found if len(w) >= _MIN_WINDOW}
-
-
-def _normal_line(line: str) -> str:
-  line = re.sub(r'\s+', '', line)
-  return line if len(line) >= _MIN_LINE else ''
 
 
 @functools.lru_cache(maxsize=1024)

@@ -54,10 +54,6 @@ class Canaries:
   files: Mapping[str, str]
   groups: tuple[CopiedTest, ...]
 
-  @property
-  def paths(self) -> tuple[str, ...]:
-    return tuple(self.files)
-
 
 def plant(
   tests: Mapping[str, str],

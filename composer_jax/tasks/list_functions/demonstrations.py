@@ -295,10 +295,11 @@ def describe(
   wrong = edits = 0
   for rollout in rollouts:
     task = family.from_id(rollout.task_id)
-    right = source.normal_body(task.reference, _argument(task))
+    argument = family.names_of(task)[0]
+    right = source.normal_body(task.reference, argument)
     for payload in _edits(rollout, tokenizer):
       edits += 1
-      wrong += not _has_form(payload, _argument(task), right)
+      wrong += not _has_form(payload, argument, right)
   count = len(rollouts)
 
   def share(values: Iterator[bool]) -> float:
@@ -319,10 +320,6 @@ def describe(
     ),
     'passed': share(r.verdict.passed for r in rollouts),
   }
-
-
-def _argument(task: family.FunctionTask) -> str:
-  return family.names_of(task)[0]
 
 
 def _has_form(body: str, argument: str, form: str) -> bool:

@@ -195,14 +195,6 @@ class TaskSet:
     """The tasks of packages that are held out, or of all others."""
     return tuple(t for t in self.tasks if t.held_out == held_out)
 
-  def task(self, task_id: str) -> RepositoryTask:
-    for task in self.tasks:
-      if task.task_id == task_id:
-        return task
-    raise ValueError(
-      f'The set {self.root} of {len(self.tasks)} tasks has no {task_id!r}.'
-    )
-
 
 def split_root(path: str, roots: Iterable[str]) -> tuple[str, str]:
   """The source root that a path lies in, '' or with '/', and the rest of it."""

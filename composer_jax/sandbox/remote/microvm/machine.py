@@ -84,18 +84,6 @@ def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
       guest.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _GuestHost:
-  """A guest that is up, and the sandbox in it."""
-
-  guest: microvm_qemu.Guest
-  sandbox: protocol.RemoteSandbox
-
-  def close(self) -> None:
-    self.sandbox.close()
-    self.guest.close()
-
-
 class MicroVM(renewed.RenewedSandbox):
   """A sandbox whose calls and boxes live in one guest.
 
@@ -177,7 +165,7 @@ class MicroVM(renewed.RenewedSandbox):
         memory_mb=_OVERHEAD_MB + memory, cores=size, accelerator=accelerator,
     )  # fmt: skip
 
-  def _boot(self) -> _GuestHost:
+  def _boot(self) -> protocol.RemoteSandbox:
     guest = microvm_qemu.Guest(self._machine, self._state)
     transport = messages.StreamTransport(guest.agent)
     try:
@@ -187,7 +175,7 @@ class MicroVM(renewed.RenewedSandbox):
       transport.ask(awake, (), _START_S)
       sandbox = protocol.RemoteSandbox(
           transport, self._limits, level=self.level, size=self._machine.cores,
-          grace_s=_GRACE_S,
+          grace_s=_GRACE_S, on_close=guest.close,
       )  # fmt: skip
     except base.SandboxLost as error:
       transport.close()
@@ -197,7 +185,7 @@ class MicroVM(renewed.RenewedSandbox):
         f'the guest does not come up: {error}; its last words: {words!r}'
       ) from error
     self._guest = guest
-    return _GuestHost(guest, sandbox)
+    return sandbox
 
   def save(self, folder: pathlib.Path) -> None:
     """Writes the guest as it is, memory included, and closes this sandbox.
