@@ -102,7 +102,6 @@ def find(name: str, archives: str | os.PathLike | None = None) -> CodeSource:
   """Lists the files of a source.
 
   Args:
-    name: as in the module's docstring.
     archives: folder with sdists and wheels for `pypi:` sources.
 
   Raises:

@@ -97,9 +97,8 @@ def tokenise(
   Raises:
     ValueError: what lies on disk is damaged; names the file.
   """
-  key = files.sha256(
-    f'{corpus.fingerprint} {tokenizer.fingerprint()}'.encode()
-  )[:16]
+  made_from = f'{corpus.fingerprint} {tokenizer.fingerprint()}'
+  key = files.sha256(made_from.encode())[:16]
   result = {}
   for split in corpus_lib.SPLITS:
     path = corpus.folder / f'tokens-{key}-{split}.npy'

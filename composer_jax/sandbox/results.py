@@ -26,14 +26,10 @@ _SHOWN = '\N{REPLACEMENT CHARACTER}'
 
 
 def parse(data: bytes, num_calls: int) -> list:
-  """Parses a result.
-
-  Args:
-    data: JSON; the caller bounded its length.
-    num_calls: outcomes it must hold.
+  """Parses JSON whose length the caller bounded.
 
   Returns:
-    A list of `['ok', value]` and `['raised', text]`.
+    For each call `['ok', value]` or `['raised', text]`.
 
   Raises:
     ValueError: with the rule that the data breaks.

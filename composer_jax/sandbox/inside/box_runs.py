@@ -24,11 +24,7 @@ sweep = programs.sweep
 
 
 def prepare(zygote) -> int:
-  """Furnishes the sandbox and starts the keeper of its files.
-
-  Returns:
-    The keeper's pid.
-  """
+  """Furnishes the sandbox and starts the keeper of its files: its pid."""
   config = zygote.config
   config['counts_memory'] &= zygote.cgroup != 'none'
   _furnish(config)
@@ -107,11 +103,7 @@ def _write_environment(config: dict) -> None:
 
 
 def _adopt(config: dict) -> bool:
-  """Makes this interpreter that of the environment, with pytest imported.
-
-  Returns:
-    Whether the packages hold pytest.
-  """
+  """Becomes the environment's interpreter; whether pytest could be imported."""
   sys.executable = config['python']
   site.main()
   try:

@@ -300,9 +300,8 @@ def reap_until(pid: int) -> int:
 def outlive(pid: int, report: int, is_alone: bool) -> None:
   """Waits for a child as its init, and reports how it ended.
 
-  Args:
-    is_alone: whether the kernel kills the rest when this process ends; else the
-      whole session is killed, this process included.
+  Unless the kernel kills the rest when this process ends, the whole session is
+  killed, this process included.
   """
   status = reap_until(pid)
   os.write(report, f'status {status}\n'.encode())

@@ -20,11 +20,7 @@ from composer_jax.text import chat, tool_calls
 def completion(
   tokenizer: Any, request: records.SampleRequest, text: str, *, is_first: bool
 ) -> records.Completion:
-  """What a policy gives that decided for a text, cut off where it must be.
-
-  Args:
-    is_first: of the session.
-  """
+  """What a policy gives that decided for a text, cut off where it must be."""
   tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
   tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
   # All but the last token of the session, which no pass has consumed.
