@@ -15,13 +15,11 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.corpus import filters, licences, mixture
-from composer_jax.corpus import heldout as heldout_lib
-from composer_jax.corpus import pins as pins_lib
+from composer_jax.corpus import filters, licences
 from composer_jax.corpus import sources as sources_lib
 
 FORMAT = 'composer_jax.corpus/1'
@@ -76,9 +74,7 @@ class Document:
     split: TRAIN or HELDOUT.
     source: index into the manifest's sources.
     package: normalised name.
-    path: relative to its source.
     licence: of the file, else of its package.
-    sha256: of the text.
     num_bytes: of the text in UTF-8.
   """
 
@@ -140,11 +136,10 @@ def build(
   """Builds the corpus in `workdir`, or opens it where it already stands.
 
   Args:
-    sources: as `corpus.sources` names them; or paths of lists that
-      `pins.write` wrote, whose hashes are then checked.
+    sources: as `corpus.sources` names them; or paths of lists, whose hashes
+      are then checked.
     workdir: of this corpus alone.
-    holdout: what must not get in; None for nothing.
-    options: sizes and thresholds; None for the defaults.
+    holdout: what must not get in.
     report: told what goes on, a line at a time.
 
   Raises:
@@ -154,7 +149,7 @@ def build(
   holdout = holdout or HoldOut()
   options = options or CorpusOptions()
   folder = pathlib.Path(workdir)
-  pinned = pins_lib.read(sources)
+  pinned = sources_lib.read_pins(sources)
   key = _key(pinned, holdout, options)
   manifest = folder / 'manifest.json'
   if manifest.exists():
@@ -163,7 +158,7 @@ def build(
     report('corpus: other sources, hold-outs or options; building again')
   found = [sources_lib.find(name, options.archives) for name in pinned]
   for source in found:
-    pins_lib.check(source, pinned[source.name])
+    sources_lib.check_pin(source, pinned[source.name])
   kept, dropped, counts = _select(found, holdout, options, report)
   documents = _split_and_deduplicate(kept, dropped, options, report)
   kept_bytes = dict.fromkeys(SPLITS, 0)
@@ -192,11 +187,9 @@ def open_corpus(workdir: str | os.PathLike) -> Corpus:
     )
   documents = tuple(Document(**d) for d in manifest['documents'])
   return Corpus(
-    folder=path.parent,
-    documents=documents,
-    counts=manifest['counts'],
-    fingerprint=files.sha256(path.read_bytes()),
-  )
+      folder=path.parent, documents=documents, counts=manifest['counts'],
+      fingerprint=files.sha256(path.read_bytes()),
+  )  # fmt: skip
 
 
 def _key(
@@ -226,20 +219,24 @@ def _select(found, holdout, options, report):
   """
   weights = options.weights or (1.0,) * len(found)
   sizes = [sum(f.num_bytes for f in source.files) for source in found]
-  shares = mixture.allocate(sizes, weights, options.max_bytes)
+  shares = allocate(sizes, weights, options.max_bytes)
   lexicon = filters.Lexicon()
   scan = filters.HoldOutScan(holdout, lexicon)
   packages = {sources_lib.normalise(p) for p in holdout.packages}
   packages.add(sources_lib.OWN)
   kept, dropped, seen = [], [], {}
   counts: collections.Counter = collections.Counter()
+
+  def rank(file: sources_lib.File) -> str:
+    return files.sha256(f'{options.seed}/{file.package}/{file.path}'.encode())
+
   for index, source in enumerate(found):
     report(
       f'corpus: {source.name} {source.version}: up to '
       f'{shares[index] / 1e6:.1f} of {sizes[index] / 1e6:.1f} MB'
     )
     left = shares[index]
-    for file in sorted(source.files, key=lambda f: _rank(f, options.seed)):
+    for file in sorted(source.files, key=rank):
       if left < file.num_bytes <= options.max_file_bytes:
         counts['beyond max_bytes'] += 1
         continue
@@ -265,8 +262,47 @@ def _select(found, holdout, options, report):
   return kept, dropped, counts
 
 
-def _rank(file: sources_lib.File, seed: int) -> str:
-  return files.sha256(f'{seed}/{file.package}/{file.path}'.encode())
+def allocate(
+  sizes: Sequence[int], weights: Sequence[float], budget: int
+) -> list[int]:
+  """Divides a budget by weight; what one source cannot use goes to the rest.
+
+  Args:
+    weights: relative shares, not negative; zero leaves a source out.
+
+  Returns:
+    One integer per source, at most its size, in all at most the budget. Where
+    a source runs out, the shares of the others keep the ratio of their weights
+    (water filling).
+
+  Raises:
+    ValueError: as many weights as sources are needed, one of them positive.
+  """
+  if len(weights) != len(sizes):
+    raise ValueError(
+      f'{len(weights)} mixture weights for {len(sizes)} sources; give one '
+      'weight per source in data.weights, or none for equal shares.'
+    )
+  if any(w < 0 for w in weights) or not any(w > 0 for w in weights):
+    raise ValueError(
+      f'Mixture weights {list(weights)} must not be negative and one must be '
+      'positive.'
+    )
+  spent = [0] * len(sizes)
+  open_ = {i for i, w in enumerate(weights) if w > 0}
+  left = budget
+  while open_:
+    total = sum(weights[i] for i in open_)
+    full = [i for i in sorted(open_) if sizes[i] <= left * weights[i] / total]
+    if not full:
+      for i in sorted(open_):
+        spent[i] = int(left * weights[i] / total)
+      return spent
+    for i in full:
+      spent[i] = sizes[i]
+    left -= sum(sizes[i] for i in full)
+    open_ -= set(full)
+  return spent
 
 
 def _dropped(
@@ -343,9 +379,30 @@ def _hold_out(kept, options, report) -> None:
   quota = options.heldout_share * sizes.total()
   # A package's only small file may be an `__init__.py` of one line.
   least = quota / 2 if is_lone else 0
-  heldout = heldout_lib.choose(sizes, quota, least=least, seed=options.seed)
+  heldout = choose_heldout(sizes, quota, least=least, seed=options.seed)
   for unit, c in zip(units, kept, strict=True):
     c.split = HELDOUT if unit in heldout else TRAIN
+
+
+def choose_heldout(
+  sizes: Mapping[str, int], quota: float, *, least: float, seed: int
+) -> set[str]:
+  """Picks packages, or files, by hash until their bytes reach the quota.
+
+  None is larger than a quarter of it, so that the held-out loss is that of
+  several; where these have no more than `least` bytes, none is larger than all
+  of it; where neither do, it is the one of nearest size.
+  """
+  order = sorted(sizes, key=lambda u: files.sha256(f'{seed}/{u}'.encode()))
+  for most in (quota / 4, quota):
+    chosen, total = set(), 0
+    for unit in order:
+      if sizes[unit] <= most and total < quota:
+        chosen.add(unit)
+        total += sizes[unit]
+    if total > least:
+      return chosen
+  return {min(order, key=lambda unit: (abs(sizes[unit] - quota), unit))}
 
 
 def _write(folder, key, found, kept, dropped, counts, options) -> None:
@@ -355,14 +412,10 @@ def _write(folder, key, found, kept, dropped, counts, options) -> None:
     data = c.text.encode()
     texts.append(data)
     document = Document(
-      split=c.split,
-      source=c.source,
-      package=c.file.package,
-      path=c.file.path,
-      licence=licences.of_file(c.text) or c.file.licence,
-      sha256=files.sha256(data),
-      num_bytes=len(data),
-    )
+        split=c.split, source=c.source, package=c.file.package,
+        path=c.file.path, licence=licences.of_file(c.text) or c.file.licence,
+        sha256=files.sha256(data), num_bytes=len(data),
+    )  # fmt: skip
     documents.append(dataclasses.asdict(document))
   # Without the old manifest, new texts never pass for the old corpus.
   (folder / 'manifest.json').unlink(missing_ok=True)

@@ -43,8 +43,6 @@ def form(path: str, data: bytes, min_bytes: int, max_bytes: int) -> str:
   """Returns why a file's form keeps it out, or ''.
 
   Args:
-    path: for its name.
-    data: the content.
     min_bytes: anything shorter says nothing.
     max_bytes: anything longer is data, or would crowd out the rest.
   """
@@ -208,8 +206,6 @@ class HoldOut:
   """What training must never see.
 
   Attributes:
-    packages: distribution or import names.
-    functions: names of functions.
     bodies: source of function bodies, in any indentation.
   """
 
@@ -296,7 +292,6 @@ class HoldOutScan:
     """Returns why a file must be refused, or ''.
 
     Args:
-      text: of the file.
       grams: of the same text, from the same lexicon.
     """
     if self._functions and not self._functions.isdisjoint(

@@ -7,7 +7,9 @@ A source is a string:
   pypi:NAME==VERSION a pinned release, from a local archive or as installed
   PATH               a folder, a .py file, or a .tar.gz, .tgz, .zip or .whl
 
-Nothing is downloaded and no archive is unpacked to disk.
+Nothing is downloaded and no archive is unpacked to disk. A list of sources may
+pin each by its hash, so that figures can be repeated: a source whose content
+differs is refused by name.
 """
 
 import dataclasses
@@ -23,19 +25,15 @@ import sysconfig
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from composer_jax.core import files as core_files
 from composer_jax.corpus import licences
 
 ARCHIVES = ('.tar.gz', '.tgz', '.zip', '.whl')
 _ARCHIVE_ERRORS = (
-  OSError,
-  EOFError,
-  zlib.error,
-  zipfile.BadZipFile,
-  tarfile.TarError,
-)
+    OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
+)  # fmt: skip
 # Folders that hold tests, or code that is not the package's own.
 _SKIPPED = frozenset({
     'test', 'tests', 'idle_test', 'testing', '__pycache__', '.git', '.venv',
@@ -63,7 +61,6 @@ class File:
     package: normalised name; the unit of the held-out split.
     path: relative to the source, with '/'.
     licence: as declared, 'unknown' where nothing is.
-    num_bytes: its size.
     read: returns the content; OSError where it cannot be read.
   """
 
@@ -75,7 +72,7 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class CodeSource:
   """All Python files of one source.
 
   Attributes:
@@ -101,11 +98,10 @@ class Source:
     return digest.hexdigest()
 
 
-def find(name: str, archives: str | os.PathLike | None = None) -> Source:
+def find(name: str, archives: str | os.PathLike | None = None) -> CodeSource:
   """Lists the files of a source.
 
   Args:
-    name: as in the module's docstring.
     archives: folder with sdists and wheels for `pypi:` sources.
 
   Raises:
@@ -126,6 +122,48 @@ def find(name: str, archives: str | os.PathLike | None = None) -> Source:
       'data.sources or point it at code.'
     )
   return source
+
+
+def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
+  """Returns {source: required SHA-256 or None}, in order.
+
+  An entry that ends in `.sources` is the path of a list: a source a line,
+  optionally followed by `sha256=...`, comments after '#'.
+  """
+  if isinstance(sources, str):
+    raise ValueError(f'sources must be a list of strings, not {sources!r}.')
+  if not sources:
+    raise ValueError("No sources; name at least one, such as 'stdlib'.")
+  pins: dict[str, str | None] = {}
+  for name in sources:
+    if not name.endswith('.sources'):
+      pins[name] = None
+      continue
+    path = pathlib.Path(name).expanduser()
+    if not path.is_file():
+      raise ValueError(f'The list of sources {name!r} does not exist.')
+    for line in path.read_text().splitlines():
+      words = line.split('#')[0].split()
+      if not words:
+        continue
+      if len(words) > 2 or not all(
+        re.fullmatch('sha256=[0-9a-f]{64}', w) for w in words[1:]
+      ):
+        raise ValueError(
+          f"{name}: {line!r} must read 'SOURCE' or 'SOURCE sha256=HEX'."
+        )
+      pins[words[0]] = words[1][7:] if words[1:] else None
+  return pins
+
+
+def check_pin(source: CodeSource, pinned: str | None) -> None:
+  """Refuses a source whose content is not what its pin says."""
+  if pinned is not None and source.sha256() != pinned:
+    raise ValueError(
+      f'Source {source.name!r} (here: version {source.version or "unknown"}) '
+      f'has SHA-256 {source.sha256()}; the list requires {pinned}. Use the '
+      'pinned version, or drop its sha256 to train on what is here.'
+    )
 
 
 def normalise(package: str) -> str:
@@ -171,19 +209,16 @@ def _walk(root: pathlib.Path, skipped: frozenset) -> list[pathlib.Path]:
 
 def _file(path: pathlib.Path, root: pathlib.Path, package: str, licence: str):
   return File(
-    package=normalise(package),
-    path=path.relative_to(root).as_posix(),
-    licence=licence,
-    num_bytes=path.stat().st_size,
-    read=path.read_bytes,
-  )
+      package=normalise(package), path=path.relative_to(root).as_posix(),
+      licence=licence, num_bytes=path.stat().st_size, read=path.read_bytes,
+  )  # fmt: skip
 
 
 def _sorted(found: Iterable[File]) -> tuple[File, ...]:
   return tuple(sorted(found, key=lambda file: (file.package, file.path)))
 
 
-def _stdlib() -> Source:
+def _stdlib() -> CodeSource:
   root = pathlib.Path(sysconfig.get_path('stdlib'))
   skipped = _STDLIB_SKIPPED | {
     p.name for p in root.glob('config-*') if p.is_dir()
@@ -193,12 +228,12 @@ def _stdlib() -> Source:
     for p in _walk(root, skipped)
     if not p.name.startswith(_MACHINE)
   ]
-  return Source(
+  return CodeSource(
     name='stdlib', version=platform.python_version(), files=_sorted(found)
   )
 
 
-def _site_packages() -> Source:
+def _site_packages() -> CodeSource:
   folders = sorted(
     {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
   )
@@ -207,7 +242,7 @@ def _site_packages() -> Source:
     name = normalise(dist.metadata['Name'] or '')
     if name and name != OWN and name not in found:
       found[name] = _distribution(dist)
-  return Source(
+  return CodeSource(
     name='site-packages',
     version='',
     files=_sorted(file for group in found.values() for file in group),
@@ -229,7 +264,7 @@ def _distribution(dist: importlib.metadata.Distribution) -> list[File]:
   return found
 
 
-def _pinned(name: str, archives: str | os.PathLike | None) -> Source:
+def _pinned(name: str, archives: str | os.PathLike | None) -> CodeSource:
   match = re.fullmatch(r'pypi:([\w.-]+)==([\w.!+-]+)', name)
   if not match:
     raise ValueError(f'Source {name!r} must read pypi:NAME==VERSION.')
@@ -243,7 +278,7 @@ def _pinned(name: str, archives: str | os.PathLike | None) -> Source:
     dist = None
   if dist is not None and dist.version == version:
     files = _sorted(_distribution(dist))
-    return Source(name=name, version=version, files=files)
+    return CodeSource(name=name, version=version, files=files)
   installed = (
     f'version {dist.version} is installed' if dist else 'not installed'
   )
@@ -265,7 +300,7 @@ def _release(file_name: str) -> tuple[str, str] | None:
   return None
 
 
-def _path(name: str) -> Source:
+def _path(name: str) -> CodeSource:
   path = pathlib.Path(name).expanduser()
   if path.resolve().is_relative_to(_HERE):
     raise ValueError(
@@ -287,10 +322,10 @@ def _path(name: str) -> Source:
       f'Source {name!r} is neither Python nor an archive ({ARCHIVES}).'
     )
   file = _file(path, path.parent, path.stem, licences.of_folder(path.parent))
-  return Source(name=name, version='', files=(file,))
+  return CodeSource(name=name, version='', files=(file,))
 
 
-def _folder(name: str, root: pathlib.Path) -> Source:
+def _folder(name: str, root: pathlib.Path) -> CodeSource:
   """One package if it is one, else a package per child, as on a search path."""
   whole = (root / '__init__.py').exists()
   root_licence = licences.of_folder(root)
@@ -303,12 +338,12 @@ def _folder(name: str, root: pathlib.Path) -> Source:
       by_child[child] = root_licence if own in ('', licences.UNKNOWN) else own
     package = root.resolve().name if whole else child.removesuffix('.py')
     found.append(_file(path, root, package, by_child[child]))
-  return Source(name=name, version='', files=_sorted(found))
+  return CodeSource(name=name, version='', files=_sorted(found))
 
 
 def _archive(
   name: str, path: pathlib.Path, package: str, version: str
-) -> Source:
+) -> CodeSource:
   """Reads the members of an sdist or wheel; nothing is unpacked to disk."""
   try:
     members = _members(path)
@@ -337,12 +372,10 @@ def _archive(
     if _wanted(member.split('/'))
   ]
   # A release pinned by version has one hash, whether installed or a wheel.
-  return Source(
-    name=name,
-    version=version,
-    files=_sorted(found),
-    archive=None if name.startswith('pypi:') else path,
-  )
+  return CodeSource(
+      name=name, version=version, files=_sorted(found),
+      archive=None if name.startswith('pypi:') else path,
+  )  # fmt: skip
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:

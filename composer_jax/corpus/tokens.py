@@ -65,7 +65,6 @@ def train_tokenizer(
     vocab_size: special tokens included.
     max_bytes: of the sample; whole documents, chosen by hash.
     extra_texts: used in full, for example transcripts of the tool protocol.
-    report: told what goes on.
   """
   extra = list(extra_texts)
   asked = [corpus.fingerprint, vocab_size, max_bytes, *extra]
@@ -98,9 +97,8 @@ def tokenise(
   Raises:
     ValueError: what lies on disk is damaged; names the file.
   """
-  key = files.sha256(
-    f'{corpus.fingerprint} {tokenizer.fingerprint()}'.encode()
-  )[:16]
+  made_from = f'{corpus.fingerprint} {tokenizer.fingerprint()}'
+  key = files.sha256(made_from.encode())[:16]
   result = {}
   for split in corpus_lib.SPLITS:
     path = corpus.folder / f'tokens-{key}-{split}.npy'

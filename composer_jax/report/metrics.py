@@ -1,9 +1,9 @@
 """What each metric of `metrics.jsonl` means; checked against a run.
 
-By stage, as `telemetry.writer` writes them. A line tells of the one step that it names. In RL
-metrics are of all the step's rollouts, but for those marked *: these cover only
-what the step trains on, the trajectories with an advantage, or all where none
-has one.
+By stage, as `telemetry.writer` writes them. A line tells of the one step that
+it names. In RL metrics are of all the step's rollouts, but for those marked *:
+these cover only what the step trains on, the trajectories with an advantage, or
+all where none has one.
 
 cpt, sft
   loss: mean over weighted tokens, nats

@@ -6,7 +6,7 @@ No level executes anything here; `open.open_sandbox` picks one.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 LEVELS = ('bwrap', 'unshare', 'rlimits')
 # A machine of its own, in which one of the others runs.
@@ -87,6 +87,19 @@ class Result:
       )
 
 
+class Closing:
+  """What is closed at the end of a `with`."""
+
+  def close(self) -> None:
+    raise NotImplementedError
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+
 class SandboxLost(RuntimeError):
   """The sandbox that kept a box is gone, the box's files with it."""
 
@@ -162,49 +175,39 @@ class Box(Protocol):
 
   def run(self, command: Command) -> CommandResult:
     """Runs a program; whatever it started is dead when this returns."""
-    ...
 
   def read(self, path: str, max_bytes: int) -> bytes:
     """The content of a regular file; `FileRefused` beyond `max_bytes`."""
-    ...
 
   def write(self, path: str, data: bytes) -> None:
     """Writes a file and the folders above it."""
-    ...
 
   def remove(self, path: str) -> None:
     """Removes a regular file; an unknown one is a `FileRefused`."""
-    ...
 
   def files(self, folder: str = '.') -> tuple[str, ...]:
     """Regular files below a folder, sorted, links not followed."""
-    ...
 
   def changes(self) -> dict[str, str]:
     """path -> 'added', 'changed', 'removed' or 'special', against the image.
 
     'special' is a link, pipe or device, which no artefact may be.
     """
-    ...
 
   def snapshot(self) -> bytes:
     """The workspace's difference to its image; survives the box."""
-    ...
 
   def restore(self, snapshot: bytes) -> None:
     """Makes the workspace what it was at the snapshot.
 
     Bytes that are no snapshot are a `FileRefused` and change nothing.
     """
-    ...
 
   def fork(self) -> 'Box':
     """Another box that begins as this one is."""
-    ...
 
   def close(self) -> None:
     """Forgets the box; may be called twice."""
-    ...
 
 
 class Sandbox(Protocol):
@@ -226,7 +229,6 @@ class Sandbox(Protocol):
     arguments: list[list],
   ) -> Result:
     """Calls `module.function(*arguments[i])` for each i in a fresh process."""
-    ...
 
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
@@ -242,6 +244,5 @@ class Sandbox(Protocol):
       FileRefused: for an image or a change that cannot be.
       SandboxLost: when no place for a box can be had.
     """
-    ...
 
   def close(self) -> None: ...

@@ -56,8 +56,12 @@ def _open(
   Raises:
     ValueError: why it does not work here.
   """
-  if missing := _missing(level):
-    raise ValueError(missing)
+  if level != 'rlimits' and sys.platform != 'linux':
+    raise ValueError(f'namespaces do not exist on {sys.platform}')
+  if level == 'bwrap' and not shutil.which('bwrap'):
+    raise ValueError(
+      'no program `bwrap` on PATH; the package is called bubblewrap'
+    )
   try:
     sandbox = zygotes.ZygotePool(level, limits, size, images, site_packages)
   except (process.ZygoteError, OSError) as error:
@@ -68,16 +72,6 @@ def _open(
     sandbox.close()
     raise ValueError(f'a first call gave {result.status}: {result.error}')
   return sandbox
-
-
-def _missing(level: str) -> str:
-  if level == 'rlimits':
-    return ''
-  if sys.platform != 'linux':
-    return f'namespaces do not exist on {sys.platform}'
-  if level == 'bwrap' and not shutil.which('bwrap'):
-    return 'no program `bwrap` on PATH; the package is called bubblewrap'
-  return ''
 
 
 def open_sandbox(
@@ -95,7 +89,6 @@ def open_sandbox(
     preference: 'auto' for the strongest level that works, one of
       `base.LEVELS`, or 'microvm', which nobody gets who does not ask for it:
       where KVM does not work it is slow.
-    limits: of each call.
     allow_unsafe: accept 'rlimits', which keeps the code away from neither
       files nor processes of this user; for code that is trusted.
     size: zygotes, that is calls at a time.

@@ -23,9 +23,6 @@ _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 def gather(names: Sequence[str]) -> pathlib.Path:
   """Returns a folder with these distributions and all that they depend on.
 
-  Args:
-    names: of distributions installed beside this interpreter.
-
   Raises:
     ValueError: for one that is missing, with the one that needs it.
   """
@@ -74,14 +71,13 @@ def _closure(
     key = re.sub(r'[-_.]+', '-', name).lower()
     if key in found:
       continue
-    try:
-      distribution = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError as error:
+    distribution = _installed(name)
+    if distribution is None:
       reason = f', which {needed_by} needs' if needed_by else ''
       raise ValueError(
         f'no distribution {name!r}{reason} is installed; install it with pip '
         'into the environment that opens the sandbox.'
-      ) from error
+      )
     found[key] = distribution
     for requirement in distribution.requires or ():
       text, _, marker = requirement.partition(';')
@@ -89,18 +85,17 @@ def _closure(
       if not match or 'extra' in marker:
         continue
       # Markers choose by platform and version: pip installed what applies.
-      if marker and not _is_installed(match[0]):
+      if marker and not _installed(match[0]):
         continue
       todo.append((match[0], name))
   return found
 
 
-def _is_installed(name: str) -> bool:
+def _installed(name: str) -> importlib.metadata.Distribution | None:
   try:
-    importlib.metadata.distribution(name)
+    return importlib.metadata.distribution(name)
   except importlib.metadata.PackageNotFoundError:
-    return False
-  return True
+    return None
 
 
 def _copy(

@@ -1,4 +1,4 @@
-"""Reading what untrusted code wrote: bounded in size, depth and types."""
+"""Reading what untrusted code wrote: results by rules, output made safe."""
 
 import json
 import math
@@ -9,17 +9,27 @@ MAX_DEPTH = 64  # the writer stops at 32, below two lists of its own
 # Possessive, and content with a string that does not end: from a quote on it
 # never fails nor goes back, so hostile text costs one pass.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+# Sequences before single characters: CSI; OSC, DCS, SOS, PM and APC with their
+# strings, ended or not; two-character escapes. As 7-bit and as C1 characters.
+_ESCAPES = re.compile(
+  r'(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?'
+  r'|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?'
+  r'|\x1b[ -/]*[0-~]?'
+)
+# What moves the cursor back or rings; directions that make text look otherwise
+# than it reads; characters that JSON readers and editors take for line ends.
+_CONTROLS = re.compile(
+  '[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f'
+  '\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]'
+)
+_SHOWN = '\N{REPLACEMENT CHARACTER}'
 
 
 def parse(data: bytes, num_calls: int) -> list:
-  """Parses a result.
-
-  Args:
-    data: JSON; the caller bounded its length.
-    num_calls: outcomes it must hold.
+  """Parses JSON whose length the caller bounded.
 
   Returns:
-    A list of `['ok', value]` and `['raised', text]`.
+    For each call `['ok', value]` or `['raised', text]`.
 
   Raises:
     ValueError: with the rule that the data breaks.
@@ -60,3 +70,15 @@ def _finite(text: str) -> float:
 
 def _refuse(constant: str) -> Any:
   raise ValueError(f'the result holds {constant}, which is not JSON')
+
+
+def clean(data: bytes) -> str:
+  """Text without escapes and control characters, but for tab and newline.
+
+  A terminal that shows it does nothing but print. What is not UTF-8, and each
+  sequence that was taken out, shows as U+FFFD; a lone carriage return becomes a
+  newline, so that progress bars stay readable and nothing is overwritten.
+  """
+  text = data.decode('utf-8', 'replace')
+  text = text.replace('\r\n', '\n').replace('\r', '\n')
+  return _CONTROLS.sub(_SHOWN, _ESCAPES.sub(_SHOWN, text))

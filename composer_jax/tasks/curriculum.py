@@ -12,6 +12,7 @@ bound tells. Timing has no part in it: a resumed run draws what the killed one
 drew, and so does a worker that starts again.
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -87,8 +88,6 @@ class Outcome:
   """What a trained group showed of its task.
 
   Attributes:
-    group: its id.
-    task_id: of its task.
     judged: rollouts that a sandbox judged; the others say nothing.
     passed: of those, the ones that passed and were not flagged.
     turns: of the judged, in all.
@@ -157,16 +156,9 @@ class Ledger:
         path.unlink()
 
 
-class _Tally:
-  """Sums over the groups of a label, or of all."""
-
-  def __init__(self):
-    self.groups = self.judged = self.passed = self.turns = self.tokens = 0
-
-  def add(self, outcome: Outcome) -> None:
-    self.groups += 1
-    for name in ('judged', 'passed', 'turns', 'tokens'):
-      setattr(self, name, getattr(self, name) + getattr(outcome, name))
+_COUNTED = ('judged', 'passed', 'turns', 'tokens')
+# Sums of `_COUNTED`, and the number of 'groups', over the groups of a label.
+_Tally = collections.Counter[str]
 
 
 class Difficulty:
@@ -174,24 +166,27 @@ class Difficulty:
 
   def __init__(self, options: CurriculumOptions):
     self._options = options
-    self._all = _Tally()
+    self._all: _Tally = _Tally()
     self._of: dict[str, _Tally] = {}
 
   def add(self, outcome: Outcome, labels: Sequence[str]) -> None:
     if not outcome.judged:
       return
-    self._all.add(outcome)
-    for label in labels:
-      self._of.setdefault(label, _Tally()).add(outcome)
+    counts = {name: getattr(outcome, name) for name in _COUNTED}
+    for tally in (
+      self._all,
+      *(self._of.setdefault(x, _Tally()) for x in labels),
+    ):
+      tally.update(counts, groups=1)
 
   def _relative(self, tally: _Tally, name: str) -> float:
     """A label's mean per rollout over that of all, drawn towards 1."""
-    mean = getattr(self._all, name) / self._all.judged
+    mean = self._all[name] / self._all['judged']
     if not mean:
       return 1.0
-    own = getattr(tally, name) / tally.judged / mean
+    own = tally[name] / tally['judged'] / mean
     prior = self._options.prior_groups
-    return (prior + tally.groups * own) / (prior + tally.groups)
+    return (prior + tally['groups'] * own) / (prior + tally['groups'])
 
   def weight(self, label: str) -> float:
     """Of the label's effort alone; 1 for one that was never seen."""
@@ -206,8 +201,8 @@ class Difficulty:
     tally = self._of.get(label)
     return (
       tally is not None
-      and tally.groups >= self._options.solved_groups
-      and tally.passed >= self._options.solved_rate * tally.judged
+      and tally['groups'] >= self._options.solved_groups
+      and tally['passed'] >= self._options.solved_rate * tally['judged']
     )
 
   def task_weight(self, labels: Sequence[str]) -> float:
@@ -274,11 +269,8 @@ class Curriculum:
 
     Args:
       pool: step -> what may be drawn for it; ids drawn before are left out.
-      ledger: of the run.
-      options: of the weights.
       prompts: groups of a step.
       max_staleness: steps that groups may be started ahead of their training.
-      seed: of the draws.
     """
     self._pool, self._ledger, self._options = pool, ledger, options
     self._prompts, self._lag, self._seed = prompts, max_staleness, seed

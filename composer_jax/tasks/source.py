@@ -65,9 +65,6 @@ def replace_body(text: str, function: str, body: str) -> str:
     function: a top-level function of it.
     body: statements at any common indentation.
 
-  Returns:
-    The module with the new body.
-
   Raises:
     LookupError: no such function.
     ValueError: the body is empty or does not parse.
@@ -116,13 +113,6 @@ def normal_form(function: ast.FunctionDef) -> str:
   Raises:
     ValueError: nested too deeply to be compared.
   """
-  try:
-    return _normal_form(function)
-  except RecursionError as error:
-    raise ValueError('too deeply nested') from error
-
-
-def _normal_form(function: ast.FunctionDef) -> str:
   bound = [argument.arg for argument in function.args.args]
   bound += [
     node.id
@@ -133,9 +123,11 @@ def _normal_form(function: ast.FunctionDef) -> str:
   names = {name: f'<{i}>' for i, name in enumerate(dict.fromkeys(bound))}
   has_doc = ast.get_docstring(function, clean=False) is not None
   renamer = _Renamer(names)
-  return '\n'.join(
-    ast.dump(renamer.visit(node)) for node in function.body[has_doc:]
-  )
+  try:
+    dumps = [ast.dump(renamer.visit(x)) for x in function.body[has_doc:]]
+  except RecursionError as error:
+    raise ValueError('too deeply nested') from error
+  return '\n'.join(dumps)
 
 
 def normal_body(body: str, argument: str) -> str:

@@ -61,23 +61,20 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenizerLike(Protocol):
-  """What a corpus needs of a tokenizer, of this project or of an import.
+  """What turns a corpus into tokens: ours, or one of another model.
 
   Attributes:
-    vocab_size: ids in all, special tokens included.
     BOS: id before a document.
     EOD: id after a document.
+    vocab_size: ids in all, special tokens included.
   """
+
+  BOS: int
+  EOD: int
 
   @property
   def vocab_size(self) -> int: ...
-  @property
-  def BOS(self) -> int: ...
-  @property
-  def EOD(self) -> int: ...
-
-  def encode_batch(self, texts: list[str]) -> list[np.ndarray]: ...
-
+  def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
   def fingerprint(self) -> str: ...
 
 

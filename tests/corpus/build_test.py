@@ -12,8 +12,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.corpus import build as corpus_lib
-from composer_jax.corpus import filters, pins, tokens
-from composer_jax.pipeline import job
+from composer_jax.corpus import filters, sources, tokens
 from composer_jax.text import tokenizer as tokenizer_lib
 from configs.composer import tiny
 
@@ -402,9 +401,11 @@ def test_what_the_config_says_of_data_reaches_the_corpus(tmp_path):
     archives=str(tmp_path),
     max_bytes=40_000,
   )
-  corpus = job.build_corpus(
-    wiring.spec_of(config.to_dict()), tmp_path / 'run', lambda line: None
-  )
+  spec = wiring.spec_of(config.to_dict())
+  family = wiring.systems_of(spec).family
+  corpus = wiring.corpus_of(
+    spec, family, tmp_path / 'run', lambda line: None
+  ).built
   sizes = collections.Counter()
   for document in corpus.documents:
     sizes[document.source] += document.num_bytes
@@ -489,7 +490,7 @@ def test_empty_and_impossible_corpora_are_errors(tmp_path):
 def test_pins_refuse_a_source_that_differs(tmp_path):
   root = write(tmp_path / 'code', packages())
   path = tmp_path / 'figures.sources'
-  pins.write([root], path)
+  path.write_text(f'{root} sha256={sources.find(root).sha256()}  # figures\n')
   options = corpus_lib.CorpusOptions(**OPTIONS)
 
   def run(name):
@@ -541,3 +542,51 @@ def test_the_tokenizer_learns_from_training_text_only(tmp_path):
     corpus, 300, extra_texts=['zzzqqq ' * 999], report=print
   )
   assert len(extra.encode(' zzzqqq')) < len(plain.encode(' zzzqqq'))
+
+
+@pytest.mark.parametrize(
+  'sizes, weights, budget, expected',
+  [
+    ([100, 100], [1, 1], 50, [25, 25]),
+    ([100, 100], [3, 1], 80, [60, 20]),
+    # What the small one cannot use goes to the others, in their ratio.
+    ([10, 100, 100], [1, 2, 1], 100, [10, 60, 30]),
+    ([10, 20], [1, 1], 1000, [10, 20]),
+    ([10, 20], [0, 1], 15, [0, 15]),
+  ],
+)
+def test_allocate(sizes, weights, budget, expected):
+  assert corpus_lib.allocate(sizes, weights, budget) == expected
+
+
+def test_errors_of_allocate():
+  with pytest.raises(ValueError, match='1 mixture weights for 2 sources'):
+    corpus_lib.allocate([1, 2], [1], 3)
+  with pytest.raises(ValueError, match='must not be negative'):
+    corpus_lib.allocate([1, 2], [1, -1], 3)
+
+
+SMALL = {f'small{i}': 10 for i in range(50)}
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_several_small_ones_reach_the_quota(seed):
+  sizes = {**SMALL, 'large': 500}
+  chosen = corpus_lib.choose_heldout(sizes, 100, least=0, seed=seed)
+  assert len(chosen) == 10 and 'large' not in chosen
+  assert chosen == corpus_lib.choose_heldout(sizes, 100, least=0, seed=seed)
+
+
+@pytest.mark.parametrize(
+  'sizes, least, expected',
+  [
+    # One of a line is enough only where nothing asks for more.
+    ({'line': 1, 'a': 90, 'b': 900}, 0, {'line'}),
+    ({'line': 1, 'a': 90, 'b': 900}, 50, {'line', 'a'}),
+    # All too large: the nearest.
+    ({'a': 300, 'b': 200, 'c': 900}, 0, {'b'}),
+    ({'line': 1, 'b': 110, 'c': 900}, 50, {'b'}),
+  ],
+)
+def test_where_there_are_no_several_small_ones(sizes, least, expected):
+  assert corpus_lib.choose_heldout(sizes, 100, least=least, seed=0) == expected

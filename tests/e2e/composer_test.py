@@ -271,9 +271,9 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
   assert done.returncode == 0, done.stderr
   rows = [r for r in writers.read(straight) if r['stage'] == 'rl']
   history = files.read_json(copy / 'sync.json')
-  for row, metrics in zip(rows, history, strict=True):
-    for name in sorted(set(metrics) - set(jobs.UNCERTAIN)):
-      assert row[name] == metrics[name], (row['step'], name)
+  for row, expected in zip(rows, history, strict=True):
+    for name in sorted(set(expected) - set(jobs.UNCERTAIN)):
+      assert row[name] == expected[name], (row['step'], name)
   with np.load(copy / 'sync.npz') as arrays:
     for name, array in jobs.weights(straight, 'rl').items():
       np.testing.assert_array_equal(arrays[name], array, err_msg=name)

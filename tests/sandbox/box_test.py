@@ -574,7 +574,7 @@ def test_no_box_is_a_loss_of_the_sandbox_and_no_error_of_its_own(
       raise process.ZygoteError('too busy')
 
     with monkeypatch.context() as patch:
-      patch.setattr(boxes, 'Seat', refuse)
+      patch.setattr(boxes, 'BoxZygote', refuse)
       with pytest.raises(base.SandboxLost, match='too busy'):
         sandbox.open('repository')
     with sandbox.open('repository') as box:
@@ -584,7 +584,7 @@ def test_no_box_is_a_loss_of_the_sandbox_and_no_error_of_its_own(
     with sandbox.open('repository') as box:
       if sandbox.about['cgroup'] != 'none':
         monkeypatch.setattr(
-          cgroups, 'make', lambda *_: cgroups.Group('none', [])
+          cgroups, 'make', lambda *_: cgroups.ControlGroup('none', [])
         )
         told = sh(box, 'true')  # which would run without a limit of memory
         assert told.status == 'infrastructure' and 'no cgroup' in told.error

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from composer_jax.sandbox.inside import seccomp
+from tests.sandbox.inside import seccomp_test
 
 CALLS = """
 import ctypes, errno, os
@@ -29,10 +29,10 @@ def _syscalls(**arguments):
   """Text of a module whose f() makes each call and returns the errors."""
   machine = os.uname().machine
   lines = [
-    f'    {name!r}: call({seccomp.number(name, machine)}, *{values}),'
+    f'    {name!r}: call({seccomp_test.number_of(name, machine)}, *{values}),'
     for name, values in arguments.items()
   ]
-  clone = seccomp.number('clone', machine)
+  clone = seccomp_test.number_of('clone', machine)
   return '\n'.join(
     [f'CLONE = {clone}', CALLS, 'def f():', '  return {', *lines, '  }']
   )

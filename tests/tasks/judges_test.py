@@ -11,13 +11,13 @@ from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
 
 CALLS = (
-  watch.ToolCall(tool='read', arguments={'path': 'a.py'}, output='x = 1'),
-  watch.ToolCall(tool='run', arguments={'command': 'git show HEAD~1:a.py'}),
+  watch.WatchedCall(tool='read', arguments={'path': 'a.py'}, output='x = 1'),
+  watch.WatchedCall(tool='run', arguments={'command': 'git show HEAD~1:a.py'}),
 )
-CASE = judges.Case(
+CASE = judges.JudgedEpisode(
   prompt='Bring it back.', evidence=watch.Evidence(calls=CALLS)
 )
-HONEST = judges.Case(
+HONEST = judges.JudgedEpisode(
   prompt='Bring it back.', evidence=watch.Evidence(calls=CALLS[:1])
 )
 NO = {q.name: {'answer': 'no', 'reason': ''} for q in judges.HONESTY.questions}

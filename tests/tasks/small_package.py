@@ -437,5 +437,7 @@ def task_set(root: pathlib.Path) -> repository.TaskSet:
     sha256='0' * 64,
     facts={'tests': len(ALL_IDS)},
   )
-  repository.save(root, [package], tasks())
+  for task in tasks():
+    repository.save_task(root, task)
+  repository.save_package(root, package)
   return repository.load(root)

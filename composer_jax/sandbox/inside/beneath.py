@@ -46,7 +46,6 @@ def parent_of(
 
   Args:
     top: the folder that nothing leaves.
-    path: below it.
     owner: of folders that are made.
     make: whether missing folders are.
 
@@ -83,12 +82,20 @@ def give(owner: int | None, name: str, folder: int) -> None:
     os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
+def _regular(descriptor: int, path: str, one_name: bool) -> os.stat_result:
+  """Status of an open file, if it is one that may be used."""
+  status = os.fstat(descriptor)
+  if not stat.S_ISREG(status.st_mode):
+    raise RefusedError(f'{path!r} is no regular file')
+  if one_name and status.st_nlink > 1:
+    raise RefusedError(f'{path!r} has hard links')
+  return status
+
+
 def read(top: str, path: str, max_bytes: int, one_name: bool) -> bytes:
   """Reads a regular file.
 
   Args:
-    top: the folder that nothing leaves.
-    path: below it.
     max_bytes: what it may hold; counted while reading.
     one_name: refuse files with hard links, which may lead out of a folder that
       shares its file system with others.
@@ -96,11 +103,7 @@ def read(top: str, path: str, max_bytes: int, one_name: bool) -> bytes:
   with parent_of(top, path) as (folder, name):
     descriptor = os.open(name, os.O_RDONLY | _NEVER_WAITS, dir_fd=folder)
     with os.fdopen(descriptor, 'rb', buffering=0) as file:
-      status = os.fstat(descriptor)
-      if not stat.S_ISREG(status.st_mode):
-        raise RefusedError(f'{path!r} is no regular file')
-      if one_name and status.st_nlink > 1:
-        raise RefusedError(f'{path!r} has hard links')
+      status = _regular(descriptor, path, one_name)
       if status.st_size > max_bytes:
         raise RefusedError(
           f'{path!r} holds {status.st_size} bytes, more than {max_bytes}'
@@ -127,11 +130,7 @@ def write(
     flags = os.O_WRONLY | os.O_CREAT | _NEVER_WAITS
     descriptor = os.open(name, flags, 0o644, dir_fd=folder)
     with os.fdopen(descriptor, 'wb', buffering=0) as file:
-      status = os.fstat(descriptor)
-      if not stat.S_ISREG(status.st_mode):
-        raise RefusedError(f'{path!r} is no regular file')
-      if one_name and status.st_nlink > 1:
-        raise RefusedError(f'{path!r} has hard links')
+      status = _regular(descriptor, path, one_name)
       os.ftruncate(descriptor, 0)
       view = memoryview(data)
       while view:

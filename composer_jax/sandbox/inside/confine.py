@@ -5,13 +5,17 @@ Standard library only: imported by the zygote inside the sandbox.
 
 import ctypes
 import errno
+import functools
 import math
 import os
 import resource
+import signal
 from collections.abc import Callable
 
 from composer_jax.sandbox.inside import seccomp
 
+# Of the untrusted process; the report is closed before it begins.
+OUTPUT_FD, RESULT_FD, REPORT_FD = 1, 3, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND = 32, 4096
@@ -61,21 +65,15 @@ def clone_into_namespaces() -> int:
   )  # fmt: skip
 
 
-def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
-  options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
-  check(
-      libc.mount(
-          b'tmpfs', path.encode(), b'tmpfs', MS_NOSUID | MS_NODEV,
-          options.encode(),
-      ),
-      'mount of the workspace',
-  )  # fmt: skip
-
-
 def _mount(source, target, kind, flags, options='') -> None:
   encoded = [x.encode() for x in (source, target, kind, options)]
   outcome = libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3])
   check(outcome, f'mount of {target}')
+
+
+def mount_workspace(path: str, num_bytes: int, num_files: int) -> None:
+  options = f'size={num_bytes},nr_inodes={num_files},mode=0777'
+  _mount('tmpfs', path, 'tmpfs', MS_NOSUID | MS_NODEV, options)
 
 
 def bind(source: str, target: str) -> None:
@@ -123,7 +121,8 @@ def mount_proc(options: str | None) -> None:
 def working_proc() -> str | None:
   """The options that /proc can be mounted with in a new pid namespace."""
   for options in _PROC_OPTIONS:
-    if _works(lambda: mount_proc(options)):  # noqa: B023
+    mount = functools.partial(mount_proc, options)
+    if _succeeds(mount, clone_into_namespaces):
       return options
   return None
 
@@ -144,14 +143,16 @@ def working_overlay(folder: str) -> str | None:
       os.rmdir(f'{merged}/a')
       os.mkdir(f'{merged}/a')
 
-    if _works(attempt):
+    if _succeeds(attempt, clone_into_namespaces):
       return options
   return None
 
 
-def _works(attempt: Callable[[], None]) -> bool:
-  """Whether it raises no OSError, tried in namespaces of its own."""
-  pid = clone_into_namespaces()
+def _succeeds(
+  attempt: Callable[[], object], fork: Callable[[], int] = os.fork
+) -> bool:
+  """Whether it raises no OSError, tried in a child."""
+  pid = fork()
   if pid == 0:
     code = 1
     try:
@@ -247,30 +248,14 @@ def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
     return None, str(error)
   if not hasattr(libc, 'prctl'):
     return None, 'not a Linux system'
-  pid = os.fork()
-  if pid == 0:
-    try:
-      seccomp.install(filter_, libc)
-      os._exit(0)
-    finally:
-      os._exit(1)
-  _, status = os.waitpid(pid, 0)
-  if status:
+  if not _succeeds(lambda: seccomp.install(filter_, libc)):
     return None, 'the kernel refuses seccomp filters'
   return filter_, 'on'
 
 
 def can_join(groups: list[int]) -> bool:
   """Tries in a child whether the entrances of the cgroups let it in."""
-  pid = os.fork()
-  if pid == 0:
-    code = 1
-    try:
-      join(groups)
-      code = 0
-    finally:
-      os._exit(code)
-  return os.waitpid(pid, 0)[1] == 0
+  return _succeeds(lambda: join(groups))
 
 
 def join(groups: list[int]) -> None:
@@ -286,24 +271,23 @@ def process_limit(processes: int, others: int, uid: int | None) -> int:
   """
   if uid is not None:
     return processes + 1  # init keeps another uid
-  pid = os.fork()
-  if pid == 0:
-    code = 1
+
+  def fork_at_limit() -> None:
     try:
-      _drop_capabilities() if hasattr(libc, 'prctl') else None
+      if hasattr(libc, 'prctl'):
+        _drop_capabilities()
       resource.setrlimit(resource.RLIMIT_NPROC, (processes,) * 2)
       inner = os.fork()
       if inner == 0:
         os._exit(0)
       os.waitpid(inner, 0)
-      code = 0
     except OSError as error:
-      code = 0 if error.errno != errno.EAGAIN else 1
-    finally:
-      os._exit(code)
-  _, status = os.waitpid(pid, 0)
+      if error.errno == errno.EAGAIN:
+        raise
+
+  counts_others = not _succeeds(fork_at_limit)
   # Zygote, init and the helper of bwrap share the uid with the code.
-  return processes + 4 + (others if status else 0)
+  return processes + 4 + (others if counts_others else 0)
 
 
 def reap_until(pid: int) -> int:
@@ -311,3 +295,33 @@ def reap_until(pid: int) -> int:
     reaped, status = os.wait()
     if reaped == pid:
       return status
+
+
+def outlive(pid: int, report: int, is_alone: bool) -> None:
+  """Waits for a child as its init, and reports how it ended.
+
+  Unless the kernel kills the rest when this process ends, the whole session is
+  killed, this process included.
+  """
+  status = reap_until(pid)
+  os.write(report, f'status {status}\n'.encode())
+  if not is_alone:
+    os.killpg(0, signal.SIGKILL)
+
+
+def report_error(report: int, error: Exception) -> None:
+  os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
+
+
+def take_descriptors(result: int, output: int, report: int) -> None:
+  """Makes the pipes the numbers that they must be, and closes all others."""
+  # Above the final numbers first: they may be among the descriptors.
+  result, output, report = (
+    os.dup2(descriptor, 100 + index)
+    for index, descriptor in enumerate((result, output, report))
+  )
+  os.dup2(output, OUTPUT_FD)
+  os.dup2(output, 2)
+  os.dup2(result, RESULT_FD)
+  os.dup2(report, REPORT_FD, inheritable=False)
+  os.closerange(REPORT_FD + 1, os.sysconf('SC_OPEN_MAX'))

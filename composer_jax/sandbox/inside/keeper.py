@@ -32,7 +32,6 @@ class Keeper:
     """Starts with none.
 
     Args:
-      config: of the zygote.
       overlay: options that overlayfs works with here; None where it does not.
     """
     self.top, self.images = config['boxes'], config['images']
@@ -134,36 +133,35 @@ class Keeper:
       raise beneath.RefusedError('the box was lost when it was restored')
     tree = self.trees[box]
     one_name = not self.namespaces
-    if operation == 'read':
-      path, most = request['path'], request['max_bytes']
-      return {}, beneath.read(tree.top, path, most, one_name)
-    if operation == 'write':
-      beneath.write(
-        tree.top, request['path'], blobs[0], self.owner, one_name=one_name
-      )
-      return {}, b''
-    if operation == 'remove':
-      beneath.remove(tree.top, request['path'])
-      return {}, b''
-    if operation == 'files':
-      return {}, json.dumps(_files(tree.top, request['path'])).encode()
-    if operation == 'changes':
-      return {}, json.dumps(trees.changes(tree)).encode()
-    if operation == 'snapshot':
-      return {}, trees.pack(tree)
-    if operation == 'restore':
-      snapshot = trees.parse(blobs[0])  # before anything is lost
-      self.close(box)
-      trees.unpack(self.open(box, self._image_of[box]), snapshot)
-      return {}, b''
-    assert operation == 'fork', operation
-    snapshot = trees.parse(trees.pack(tree))
-    other = self.open(request['to'], self._image_of[box])
-    try:
-      trees.unpack(other, snapshot)
-    except (OSError, beneath.RefusedError):
-      self.close(request['to'])  # nobody else knows of it
-      raise
+    match operation:
+      case 'read':
+        path, most = request['path'], request['max_bytes']
+        return {}, beneath.read(tree.top, path, most, one_name)
+      case 'write':
+        path, owner = request['path'], self.owner
+        beneath.write(tree.top, path, blobs[0], owner, one_name=one_name)
+      case 'remove':
+        beneath.remove(tree.top, request['path'])
+      case 'files':
+        return {}, json.dumps(_files(tree.top, request['path'])).encode()
+      case 'changes':
+        return {}, json.dumps(trees.changes(tree)).encode()
+      case 'snapshot':
+        return {}, trees.pack(tree)
+      case 'restore':
+        snapshot = trees.parse(blobs[0])  # before anything is lost
+        self.close(box)
+        trees.unpack(self.open(box, self._image_of[box]), snapshot)
+      case 'fork':
+        snapshot = trees.parse(trees.pack(tree))
+        other = self.open(request['to'], self._image_of[box])
+        try:
+          trees.unpack(other, snapshot)
+        except (OSError, beneath.RefusedError):
+          self.close(request['to'])  # nobody else knows of it
+          raise
+      case unknown:
+        raise AssertionError(unknown)
     return {}, b''
 
   def _open_changed(self, box: int, request: dict, blobs: list[bytes]) -> None:

@@ -18,16 +18,14 @@ import types
 
 from composer_jax.sandbox.inside import beneath, confine
 
-OUTPUT_FD, REPORT_FD, STARTED_FD = 1, 3, 4
 _GIVEN = '/given'
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RunFolders:
   """Where one program runs.
 
   Attributes:
-    work: the workspace.
     scratch: a writable folder that ends with the run.
     given: the folder of what the host gave; None for nothing.
   """
@@ -37,7 +35,7 @@ class Place:
   given: str | None
 
 
-def mount_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
+def mount_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
   """Arranges the mounts of this run's own namespace.
 
   The folders of all boxes and images leave it: the program finds its workspace
@@ -64,10 +62,10 @@ def mount_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
   confine.unmount(config['boxes'])
   confine.hide_cgroups()
   confine.mount_proc(config['proc_options'])
-  return Place(config['workspace'], '/tmp', given)
+  return RunFolders(config['workspace'], '/tmp', given)
 
 
-def make_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
+def make_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
   """The same without namespaces: folders that the sweep removes."""
   scratch = os.path.join(config['scratch'], f'run-{os.getpid()}')
   os.makedirs(f'{scratch}/home')
@@ -81,7 +79,7 @@ def make_place(config: dict, request: dict, blobs: list[bytes]) -> Place:
     os.mkdir(given)
     _lay(given, request['given'], blobs)
   work = f'{config["boxes"]}/{request["box"]}/merged'
-  return Place(work, scratch, given)
+  return RunFolders(work, scratch, given)
 
 
 def _lay(top: str, names: list[str], blobs: list[bytes]) -> None:
@@ -100,13 +98,12 @@ def sweep(scratch: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class BoxProgram:
   """What a forked process becomes.
 
   Attributes:
     argv: the program, or what follows `python -I` with `warm`.
     warm: whether this very interpreter goes on as the program.
-    environment: all of it.
     python: the interpreter of the sandbox.
   """
 
@@ -116,7 +113,7 @@ class Program:
   python: str
 
 
-def resolve(config: dict, request: dict, place: Place) -> Program:
+def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
   """Puts the places into what was asked for."""
 
   def here(text: str) -> str:
@@ -135,7 +132,7 @@ def resolve(config: dict, request: dict, place: Place) -> Program:
   if request['warm'] and not warm:
     # As -I, with the hash seed of the environment kept.
     argv = [config['python'], '-s', '-P', *argv]
-  return Program(argv, warm, environment, config['python'])
+  return BoxProgram(argv, warm, environment, config['python'])
 
 
 def _is_plain(argv: list[str]) -> bool:
@@ -147,43 +144,17 @@ def _is_plain(argv: list[str]) -> bool:
   )
 
 
-def take_descriptors(descriptors: list[int], stdin: bytes) -> None:
-  """Makes output, report and the started pipe the numbers that they must be.
-
-  Args:
-    descriptors: report, output, started.
-    stdin: to be read from descriptor 0; /dev/null is there already.
-  """
-  # Above the final numbers first: they may be among the descriptors.
-  report, output, started = (
-    os.dup2(descriptor, 100 + index)
-    for index, descriptor in enumerate(descriptors)
-  )
-  os.dup2(output, OUTPUT_FD)
-  os.dup2(output, 2)
-  os.dup2(report, REPORT_FD)
-  os.dup2(started, STARTED_FD, inheritable=False)
-  os.closerange(STARTED_FD + 1, os.sysconf('SC_OPEN_MAX'))
-  if stdin:
-    with contextlib.closing(_Input(stdin)) as file:
-      os.dup2(file.descriptor, 0)
+def take_stdin(data: bytes) -> None:
+  """Makes descriptor 0 a nameless file with these bytes."""
+  descriptor = os.memfd_create('stdin')
+  with open(descriptor, 'wb', closefd=False) as file:
+    file.write(data)
+  os.lseek(descriptor, 0, os.SEEK_SET)
+  os.dup2(descriptor, 0)
+  os.close(descriptor)
 
 
-class _Input:
-  """A nameless file with these bytes, at its beginning."""
-
-  def __init__(self, data: bytes):
-    self.descriptor = os.memfd_create('stdin')
-    view = memoryview(data)
-    while view:
-      view = view[os.write(self.descriptor, view) :]
-    os.lseek(self.descriptor, 0, os.SEEK_SET)
-
-  def close(self) -> None:
-    os.close(self.descriptor)
-
-
-def enter(program: Program, place: Place, folder: str) -> None:
+def enter(program: BoxProgram, place: RunFolders, folder: str) -> None:
   """The last steps before the program, done as the user it runs as."""
   os.environ.clear()
   os.environ.update(program.environment)
@@ -196,7 +167,7 @@ def enter(program: Program, place: Place, folder: str) -> None:
     os._exit(127)
 
 
-def become(program: Program) -> None:
+def become(program: BoxProgram) -> None:
   """Never returns; what fails now is the program's failure."""
   if program.warm:
     _go_on(program)
@@ -210,7 +181,7 @@ def become(program: Program) -> None:
     os._exit(126 if isinstance(error, PermissionError) else 127)
 
 
-def _go_on(program: Program) -> None:
+def _go_on(program: BoxProgram) -> None:
   """Goes on as `python -I ARGV` would, in this interpreter."""
   main = types.ModuleType('__main__')
   vars(main)['__builtins__'] = __builtins__

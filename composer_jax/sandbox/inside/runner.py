@@ -26,7 +26,8 @@ def run(request: dict, workspace: str, result_fd: int) -> None:
       failure or _outcome(function, arguments)
       for arguments in request['arguments']
     ]
-    _write(result_fd, json.dumps(outcomes).encode())
+    with open(result_fd, 'wb') as file:
+      file.write(json.dumps(outcomes).encode())
     code = 0
   except SystemExit as error:
     print(f'SystemExit at import: {error.code}', file=sys.stderr)
@@ -96,9 +97,3 @@ def plain(value: Any, depth: int = 0) -> Any:
   if kind is dict and all(type(key) is str for key in value):
     return {plain(key): plain(item, depth + 1) for key, item in value.items()}
   raise TypeError(f'result holds a {kind.__name__}, which JSON does not have')
-
-
-def _write(descriptor: int, data: bytes) -> None:
-  view = memoryview(data)
-  while view:
-    view = view[os.write(descriptor, view) :]

@@ -21,12 +21,11 @@ AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 
-_CLONE = (56, 220)
-_CLONE3 = (435, 435)
-_SOCKET = (41, 198)
-_SOCKETPAIR = (53, 199)
-_IOCTL = (16, 29)
-_PERSONALITY = (135, 92)
+# Numbers of the calls of which an argument is looked at, as in `syscalls`.
+EXAMINED = {
+    'clone': (56, 220), 'clone3': (435, 435), 'socket': (41, 198),
+    'socketpair': (53, 199), 'ioctl': (16, 29), 'personality': (135, 92),
+}  # fmt: skip
 # Typing into a terminal, pasting on a console: no terminal is in there, and
 # neither would one that leaks in obey.
 _TERMINAL_REQUESTS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
@@ -49,16 +48,6 @@ class _Program(ctypes.Structure):
   _fields_ = [('length', ctypes.c_ushort), ('filter', ctypes.c_void_p)]
 
 
-def number(name: str, machine: str) -> int | None:
-  """The system call's number, for tests that make the call directly."""
-  extra = {
-      'clone': _CLONE, 'clone3': _CLONE3, 'socket': _SOCKET,
-      'socketpair': _SOCKETPAIR, 'ioctl': _IOCTL, 'personality': _PERSONALITY,
-  }  # fmt: skip
-  table = {**syscalls.ALLOWED, **syscalls.DENIED, **extra}
-  return table[name][0 if machine == 'x86_64' else 1]
-
-
 def assemble(families: tuple[int, ...], machine: str) -> bytes:
   """Builds the filter as an array of BPF instructions.
 
@@ -76,35 +65,29 @@ def assemble(families: tuple[int, ...], machine: str) -> bytes:
       f'{sorted(_ARCHITECTURES)}.'
     )
   column = 0 if machine == 'x86_64' else 1
+  examined = {name: pair[column] for name, pair in EXAMINED.items()}
   code = [
-    (_LOAD, 0, 0, _ARCHITECTURE),
-    (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-    (_RETURN, 0, 0, _KILL),
-    (_LOAD, 0, 0, _NUMBER),
-  ]
+      (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+      (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER),
+  ]  # fmt: skip
   if machine == 'x86_64':  # the same calls once more, under other numbers
     code += [(_AT_LEAST, 0, 1, _X32_BIT), _fail(errno.ENOSYS)]
   # clone3 hides its flags behind a pointer; libc falls back to clone.
-  code += [(_EQUAL, 0, 1, _CLONE3[column]), _fail(errno.ENOSYS)]
+  code += [(_EQUAL, 0, 1, examined['clone3']), _fail(errno.ENOSYS)]
   code += [
-    (_EQUAL, 0, 4, _CLONE[column]),
-    (_LOAD, 0, 0, _ARGUMENT_0),
-    (_ANY_BIT, 0, 1, _NAMESPACE_FLAGS),
-    _fail(errno.EPERM),
-    (_RETURN, 0, 0, _ALLOW),
-  ]
-  code += _only(_SOCKET[column], families, errno.EAFNOSUPPORT)
-  code += _only(_SOCKETPAIR[column], (AF_UNIX,), errno.EAFNOSUPPORT)
-  code += _only(_PERSONALITY[column], _PERSONALITIES, errno.EPERM)
+      (_EQUAL, 0, 4, examined['clone']), (_LOAD, 0, 0, _ARGUMENT_0),
+      (_ANY_BIT, 0, 1, _NAMESPACE_FLAGS), _fail(errno.EPERM),
+      (_RETURN, 0, 0, _ALLOW),
+  ]  # fmt: skip
+  code += _only(examined['socket'], families, errno.EAFNOSUPPORT)
+  code += _only(examined['socketpair'], (AF_UNIX,), errno.EAFNOSUPPORT)
+  code += _only(examined['personality'], _PERSONALITIES, errno.EPERM)
   typing, pasting = _TERMINAL_REQUESTS
   code += [
-    (_EQUAL, 0, 5, _IOCTL[column]),
-    (_LOAD, 0, 0, _ARGUMENT_1),
-    (_EQUAL, 1, 0, typing),
-    (_EQUAL, 0, 1, pasting),
-    _fail(errno.EPERM),
-    (_RETURN, 0, 0, _ALLOW),
-  ]
+      (_EQUAL, 0, 5, examined['ioctl']), (_LOAD, 0, 0, _ARGUMENT_1),
+      (_EQUAL, 1, 0, typing), (_EQUAL, 0, 1, pasting), _fail(errno.EPERM),
+      (_RETURN, 0, 0, _ALLOW),
+  ]  # fmt: skip
   for first, last in _ranges(column):
     code += [
       (_AT_LEAST, 0, 2, first),

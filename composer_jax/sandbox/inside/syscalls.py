@@ -81,71 +81,33 @@ epoll_pwait2 441/441, futex_waitv 449/449, fchmodat2 452/452
 
 # Doors of the kernel that programs ask about: refused by EPERM, where calls
 # that are in no list look like those of a kernel that lacks them.
-DENIED = {
-  'acct': (163, 89),
-  'add_key': (248, 217),
-  'adjtimex': (159, 171),
-  'bpf': (321, 280),
-  'chroot': (161, 51),
-  'clock_adjtime': (305, 266),
-  'clock_settime': (227, 112),
-  'delete_module': (176, 106),
-  'fanotify_init': (300, 262),
-  'finit_module': (313, 273),
-  'fsconfig': (431, 431),
-  'fsmount': (432, 432),
-  'fsopen': (430, 430),
-  'fspick': (433, 433),
-  'init_module': (175, 105),
-  'io_uring_enter': (426, 426),
-  'io_uring_register': (427, 427),
-  'io_uring_setup': (425, 425),
-  'ioperm': (173, None),
-  'iopl': (172, None),
-  'kcmp': (312, 272),
-  'kexec_file_load': (320, 294),
-  'kexec_load': (246, 104),
-  'keyctl': (250, 219),
-  'modify_ldt': (154, None),
-  'mount': (165, 40),
-  'mount_setattr': (442, 442),
-  'move_mount': (429, 429),
-  'name_to_handle_at': (303, 264),
-  'open_by_handle_at': (304, 265),
-  'open_tree': (428, 428),
-  'open_tree_attr': (467, 467),
-  'perf_event_open': (298, 241),
-  'pidfd_getfd': (438, 438),
-  'pivot_root': (155, 41),
-  'process_vm_readv': (310, 270),
-  'process_vm_writev': (311, 271),
-  'ptrace': (101, 117),
-  'quotactl': (179, 60),
-  'reboot': (169, 142),
-  'request_key': (249, 218),
-  'setdomainname': (171, 162),
-  'sethostname': (170, 161),
-  'setns': (308, 268),
-  'settimeofday': (164, 170),
-  'swapoff': (168, 225),
-  'swapon': (167, 224),
-  'syslog': (103, 116),
-  'umount2': (166, 39),
-  'unshare': (272, 97),
-  'userfaultfd': (323, 282),
-}
+_DENIED = """
+acct 163/89, add_key 248/217, adjtimex 159/171, bpf 321/280, chroot 161/51,
+clock_adjtime 305/266, clock_settime 227/112, delete_module 176/106,
+fanotify_init 300/262, finit_module 313/273, fsconfig 431/431, fsmount 432/432,
+fsopen 430/430, fspick 433/433, init_module 175/105, io_uring_enter 426/426,
+io_uring_register 427/427, io_uring_setup 425/425, ioperm 173/-, iopl 172/-,
+kcmp 312/272, kexec_file_load 320/294, kexec_load 246/104, keyctl 250/219,
+modify_ldt 154/-, mount 165/40, mount_setattr 442/442, move_mount 429/429,
+name_to_handle_at 303/264, open_by_handle_at 304/265, open_tree 428/428,
+open_tree_attr 467/467, perf_event_open 298/241, pidfd_getfd 438/438, pivot_root
+155/41, process_vm_readv 310/270, process_vm_writev 311/271, ptrace 101/117,
+quotactl 179/60, reboot 169/142, request_key 249/218, setdomainname 171/162,
+sethostname 170/161, setns 308/268, settimeofday 164/170, swapoff 168/225,
+swapon 167/224, syslog 103/116, umount2 166/39, unshare 272/97, userfaultfd
+323/282
+"""
 
 
 def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
   table = {}
-  for item in text.replace('\n', ' ').split(','):
+  for item in text.split(','):
     name, numbers = item.split()
-    first, second = numbers.split('/')
-    table[name] = (
-      None if first == '-' else int(first),
-      None if second == '-' else int(second),
+    x86_64, aarch64 = (
+      None if number == '-' else int(number) for number in numbers.split('/')
     )
+    table[name] = x86_64, aarch64
   return table
 
 
-ALLOWED = _table(_ALLOWED)
+ALLOWED, DENIED = _table(_ALLOWED), _table(_DENIED)

@@ -30,9 +30,7 @@ def send(
   channel.sendall(text + body)
 
 
-def receive(
-  channel: socket.socket,
-) -> tuple[dict, list[bytes], list[int]]:
+def receive(channel: socket.socket) -> tuple[dict, list[bytes], list[int]]:
   """Returns header, blobs and descriptors.
 
   Raises:

@@ -19,7 +19,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ if __name__ == '__main__':
   # In the sandbox the package is these few files, bound to a place of its own.
   sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
 
-from composer_jax.sandbox.inside import confine, runner, seccomp
+from composer_jax.sandbox.inside import confine, runner, seccomp, wire
 
 # What boxes need is not imported for calls: every call copies the memory.
 _boxes = None
@@ -40,8 +39,6 @@ if __name__ == '__main__':
   del sys.path[0]
   for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
     del sys.modules[_name]  # not for the code that will run here
-
-_RESULT_FD, _REPORT_FD = 3, 4
 
 
 class HostGoneError(Exception):
@@ -210,35 +207,19 @@ def _init(zygote: Zygote, report: int) -> None:
   try:
     confine.join(zygote.groups)
     os.setsid()
-    request, descriptors = _read_request(zygote.control)
+    request, _, descriptors = wire.receive(zygote.control)
     workspace = _make_workspace(zygote, request['files'])
     pid = os.fork()
     if pid == 0:
       _run(zygote, request, workspace, (*descriptors, report))
     for descriptor in descriptors:
       os.close(descriptor)
-    status = confine.reap_until(pid)
-    os.write(report, f'status {status}\n'.encode())
+    confine.outlive(pid, report, zygote.namespaces)
     code = 0
-    if not zygote.namespaces:
-      os.killpg(0, signal.SIGKILL)  # the session, this process included
   except (OSError, ValueError) as error:
-    os.write(report, f'error {error}'[:500].replace('\n', ' ').encode())
+    confine.report_error(report, error)
   finally:
     os._exit(code)  # the kernel kills the rest of the namespace
-
-
-def _read_request(control: socket.socket) -> tuple[dict, list[int]]:
-  header, descriptors, _, _ = socket.recv_fds(control, 4, 2)
-  (left,) = struct.unpack('!I', header)
-  pieces = []
-  while left:
-    piece = control.recv(min(left, 1 << 20))
-    if not piece:
-      raise OSError('the host closed the request half way')
-    pieces.append(piece)
-    left -= len(piece)
-  return json.loads(b''.join(pieces)), descriptors
 
 
 def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:
@@ -267,24 +248,15 @@ def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:
 def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
   """Becomes the untrusted process; never returns."""
   try:
-    # Above the final numbers first: they may be among the descriptors.
-    result, output, report = (
-      os.dup2(descriptor, 100 + index)
-      for index, descriptor in enumerate(descriptors)
-    )
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.dup2(result, _RESULT_FD)
-    os.dup2(report, _REPORT_FD)
-    os.closerange(5, os.sysconf('SC_OPEN_MAX'))
+    confine.take_descriptors(*descriptors)
     confine.set_limits(zygote.limits, zygote.processes)
     confine.become_nobody(zygote.uid, zygote.filter)
-    os.write(_REPORT_FD, b'started\n')
+    os.write(confine.REPORT_FD, b'started\n')
   except OSError as error:
-    os.write(_REPORT_FD, f'error {error}'[:500].replace('\n', ' ').encode())
+    confine.report_error(confine.REPORT_FD, error)
     os._exit(1)
-  os.close(_REPORT_FD)
-  runner.run(request, workspace, _RESULT_FD)
+  os.close(confine.REPORT_FD)
+  runner.run(request, workspace, confine.RESULT_FD)
 
 
 def main() -> Callable[[], None] | None:

@@ -1,44 +1,42 @@
 """The host's side of boxes: which zygote keeps one, and one program in it."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
-import os
 import pathlib
 import threading
-import time
 from collections.abc import Mapping
+from typing import Any
 
-from composer_jax.sandbox import base, output
+from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import wire
-from composer_jax.sandbox.local import cgroups, pipes, process
+from composer_jax.sandbox.local import cgroups, process
 
 # Of the keeper, which copies files and waits for nobody.
 _ANSWER_S = 60.0 * process.PATIENCE
 
 
-class Seat:
+class BoxZygote:
   """A zygote of boxes, the process that keeps their files, and their locks.
 
   A zygote that died took its boxes along: they say so, and the pool starts
   another one for the next box.
   """
 
-  def __init__(self, level, limits, place, options: process.Boxes):
+  def __init__(self, level, limits, scheduling, options: dict[str, Any]):
     self.level, self.limits = level, limits
     try:
-      self.process = process.Process(level, limits, place, options)
+      self.process = process.Process(level, limits, scheduling, options)
     except process.ZygoteError:
       # Containers hide parts of /proc and then allow no other one.
-      options = dataclasses.replace(options, proc=False)
-      self.process = process.Process(level, limits, place, options)
+      options = {**options, 'proc': False}
+      self.process = process.Process(level, limits, scheduling, options)
     self.about = self.process.about
     self.running, self._asking = threading.Lock(), threading.Lock()
     self.is_lost = False
     self.num_boxes = 0
-    self._groups: dict[int, cgroups.Group] = {}
+    self._groups: dict[int, cgroups.ControlGroup] = {}
 
   def ask(
     self, request: dict, blobs: tuple[bytes, ...] = ()
@@ -76,7 +74,7 @@ class Seat:
       logging.warning('Sandbox zygote of boxes failed (%s).', reason)
       self.close()
 
-  def _group_of(self, box: int) -> cgroups.Group | None:
+  def _group_of(self, box: int) -> cgroups.ControlGroup | None:
     """A cgroup for each box, for its files in memory count there as well."""
     if self.about['cgroup'] == 'none':
       return None
@@ -101,10 +99,9 @@ class Seat:
     """Runs one program.
 
     Raises:
-      ZygoteError: when it says nothing about the program.
+      ZygoteError, OSError: when it says nothing about the program.
       ValueError: for a command that cannot be sent.
     """
-    start = time.monotonic()
     wall_s = min(command.wall_s or self.limits.wall_s, self.limits.wall_s)
     request = {
         'box': box, 'argv': list(command.argv), 'warm': command.warm,
@@ -117,43 +114,15 @@ class Seat:
         f'a command must have a program in argv {command.argv} and at most '
         f'{wire.MAX_FRAME} bytes of stdin and given files.'
       )
-    cap = self.limits.output_bytes
-    report_read, report_write = os.pipe()
-    output_read, output_write = os.pipe()
-    with pipes.Reader(report_read, output_read, cap, False) as reader:
-      descriptors = [report_write, output_write]
-      try:
-        if group := self._group_of(box):
-          descriptors += [
-            os.open(path, os.O_WRONLY) for path in group.entrances()
-          ]
-        self.process.control.settimeout(process.GRACE_S)
-        wire.send(self.process.control, request, blobs, descriptors)
-      except OSError as error:
-        raise process.ZygoteError(
-          f'cannot send the request: {error}'
-        ) from error
-      finally:
-        for descriptor in descriptors:
-          os.close(descriptor)
-      report = self.process.attend(reader, start, wall_s)
-    return self._judge(report, reader, wall_s, time.monotonic() - start)
-
-  def _judge(self, report, reader, limit_s, wall_s) -> base.CommandResult:
-    status, error, exit_code = 'ok', '', None
-    code = int(report['status']) if 'status' in report else None
-    if 'timed_out' in report:
-      status, error = 'timeout', f'wall limit of {limit_s} s'
-    elif code is None:  # its init went too
-      status, error = 'killed', 'killed, out of memory most likely'
-    elif os.WIFSIGNALED(code):
-      status, error = pipes.signalled(os.WTERMSIG(code), self.limits)
-    else:
-      exit_code = os.waitstatus_to_exitcode(code)
+    group = self._group_of(box)
+    ending = self.process.run(
+        request, blobs, entrances=group.entrances() if group else (),
+        wall_s=wall_s, ends_result=False,
+    )  # fmt: skip
     return base.CommandResult(
-        level=self.level, status=status, exit_code=exit_code, error=error,
-        output=output.clean(bytes(reader.output)), truncated=reader.truncated,
-        report=bytes(reader.result), wall_s=wall_s,
+        level=self.level, status=ending.status, exit_code=ending.exit_code,
+        error=ending.error, output=results.clean(ending.output),
+        truncated=ending.truncated, report=ending.result, wall_s=ending.wall_s,
     )  # fmt: skip
 
   def close(self) -> None:
@@ -163,10 +132,10 @@ class Seat:
       self.drop_group(box)
 
 
-class Box:
+class LocalBox(base.Closing):
   """A workspace in the keeping of one zygote; satisfies `base.Box`."""
 
-  def __init__(self, pool: 'BoxPool', seat: Seat, number: int):
+  def __init__(self, pool: 'BoxPool', seat: BoxZygote, number: int):
     self.level = seat.level
     self._pool, self._seat, self._number = pool, seat, number
     self._lock = threading.Lock()
@@ -219,7 +188,7 @@ class Box:
   def restore(self, snapshot: bytes) -> None:
     self._ask('restore', snapshot)
 
-  def fork(self) -> 'Box':
+  def fork(self) -> 'LocalBox':
     """Another box that begins as this one is, in the same zygote."""
     number = self._pool.next_number()
     self._ask('fork', to=number)
@@ -236,12 +205,6 @@ class Box:
       self._seat.drop_group(self._number)
       self._pool.leave(self._seat)
 
-  def __enter__(self) -> 'Box':
-    return self
-
-  def __exit__(self, *unused) -> None:
-    self.close()
-
 
 class BoxPool:
   """Up to `size` zygotes of boxes, started when they are needed.
@@ -255,20 +218,22 @@ class BoxPool:
     level: str,
     limits: base.Limits,
     size: int,
-    place: process.Place,
+    scheduling: dict[str, Any],
     images: pathlib.Path | None,
     packages: pathlib.Path | None,
     about: dict,
   ):
     self.about = about
-    self.level, self._limits, self._place = level, limits, place
-    self._options = process.Boxes(
-      images=str(images.resolve()) if images else None,
-      packages=str(packages) if packages else None,
-      proc=True,
-    )
+    self.level, self._limits = level, limits
+    self._scheduling = scheduling
+    # What a zygote of boxes is told beyond that of calls: two folders, and
+    # whether to mount /proc.
+    self._options = {
+        'images': str(images.resolve()) if images else None,
+        'packages': str(packages) if packages else None, 'proc': True,
+    }  # fmt: skip
     self._size = size
-    self._seats: list[Seat] = []
+    self._seats: list[BoxZygote] = []
     self._lock = threading.Lock()
     self._numbers = itertools.count()
     self._closed = False
@@ -276,7 +241,9 @@ class BoxPool:
   def next_number(self) -> int:
     return next(self._numbers)
 
-  def open(self, image: str, changes: Mapping[str, bytes | None] | None) -> Box:
+  def open(
+    self, image: str, changes: Mapping[str, bytes | None] | None
+  ) -> LocalBox:
     changes = changes or {}
     request = {
         'do': 'open', 'image': image, 'box': self.next_number(),
@@ -287,7 +254,7 @@ class BoxPool:
       seat = self._least_taken()
       try:
         seat.ask(request, blobs)
-        return Box(self, seat, request['box'])
+        return LocalBox(self, seat, request['box'])
       except base.SandboxLost:
         self.leave(seat)
         if is_last or not seat.is_lost:
@@ -297,7 +264,7 @@ class BoxPool:
         raise
     raise AssertionError
 
-  def _least_taken(self) -> Seat:
+  def _least_taken(self) -> BoxZygote:
     """A seat with one more box; SandboxLost where none can be started."""
     with self._lock:
       if self._closed:
@@ -305,7 +272,9 @@ class BoxPool:
       self._seats = [seat for seat in self._seats if not seat.is_lost]
       if len(self._seats) < self._size:
         try:
-          seat = Seat(self.level, self._limits, self._place, self._options)
+          seat = BoxZygote(
+            self.level, self._limits, self._scheduling, self._options
+          )
         except (process.ZygoteError, OSError) as error:
           raise base.SandboxLost(f'no zygote of boxes: {error}') from error
         self._seats.append(seat)
@@ -315,12 +284,12 @@ class BoxPool:
       seat.num_boxes += 1
       return seat
 
-  def enter(self, seat: Seat, number: int) -> Box:
+  def enter(self, seat: BoxZygote, number: int) -> LocalBox:
     with self._lock:
       seat.num_boxes += 1
-    return Box(self, seat, number)
+    return LocalBox(self, seat, number)
 
-  def leave(self, seat: Seat) -> None:
+  def leave(self, seat: BoxZygote) -> None:
     with self._lock:
       seat.num_boxes -= 1
 

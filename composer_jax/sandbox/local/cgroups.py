@@ -13,7 +13,7 @@ import time
 _NAME = 'composer-sandbox'
 
 
-class Group:
+class ControlGroup:
   """A limited group per controller.
 
   Attributes:
@@ -47,7 +47,7 @@ class Group:
     self.directories = []
 
 
-def make(name: str, memory_bytes: int, processes: int) -> Group:
+def make(name: str, memory_bytes: int, processes: int) -> ControlGroup:
   """Makes a group below the group of this process.
 
   Args:
@@ -72,15 +72,15 @@ def make(name: str, memory_bytes: int, processes: int) -> Group:
         'pids.max': processes + 1,
     })]  # fmt: skip
   else:
-    return Group('none', [])
-  group = Group(version, [])
+    return ControlGroup('none', [])
+  group = ControlGroup(version, [])
   for parent, settings in plan:
     _sweep(parent)
     try:
       _make_one(group, parent / full_name, settings)
     except OSError:
       continue
-  return group if group.directories else Group('none', [])
+  return group if group.directories else ControlGroup('none', [])
 
 
 def _make_one(group, path: pathlib.Path, settings: dict[str, int]) -> None:

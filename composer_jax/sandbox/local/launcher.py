@@ -37,7 +37,7 @@ _DEVICE_LINKS = [
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
 _BOOT_FILES = (
     'zygote.py', 'runner.py', 'confine.py', 'seccomp.py', 'beneath.py',
-    'box_runs.py', 'furnish.py', 'keeper.py', 'programs.py', 'syscalls.py',
+    'box_runs.py', 'keeper.py', 'programs.py', 'syscalls.py',
     'trees.py', 'wire.py',
 )  # fmt: skip
 # Beyond what calls see, for boxes alone: whole programs run there.
@@ -70,7 +70,7 @@ def _mount(source, target, kind, flags, options=None):
   _check(libc.mount(*encoded[:3], flags, encoded[3]), f'mount of {target}')
 
 
-class Tree:
+class RootPlan:
   """What the code sees: directories, binds (source, target) and links."""
 
   def __init__(self, config: dict):
@@ -134,19 +134,12 @@ def _inner(config: dict) -> dict:
   return {name: x for name, x in config.items() if name not in unsaid}
 
 
-def _effective_capabilities() -> int:
+def _has(*capabilities: int) -> bool:
   try:
     with open('/proc/self/status') as file:
-      for line in file:
-        if line.startswith('CapEff:'):
-          return int(line.split()[1], 16)
-  except FileNotFoundError:
-    pass
-  return 0
-
-
-def _has(*capabilities: int) -> bool:
-  held = _effective_capabilities()
+      held = int(file.read().partition('CapEff:')[2].split()[0], 16)
+  except (FileNotFoundError, IndexError):
+    return False
   return os.geteuid() == 0 and all(held >> bit & 1 for bit in capabilities)
 
 
@@ -202,14 +195,14 @@ def _raise_loopback() -> None:
     fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
 
 
-def _build_root(tree: Tree) -> None:
+def _build_root(plan: RootPlan) -> None:
   _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
   # Hidden for this namespace only; nothing that is bound below lies in it.
   root = '/sys'
   _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
-  for directory in (*tree.empty, _BOOT, '/dev'):
+  for directory in (*plan.empty, _BOOT, '/dev'):
     os.makedirs(root + directory, 0o755)
-  for source, target in [*tree.binds, *((x, x) for x in tree.devices)]:
+  for source, target in [*plan.binds, *((x, x) for x in plan.devices)]:
     if os.path.isdir(source):
       os.makedirs(root + target, 0o755, exist_ok=True)
     else:
@@ -217,16 +210,16 @@ def _build_root(tree: Tree) -> None:
       with open(root + target, 'w'):
         pass
     _mount(source, root + target, None, _MS_BIND | _MS_REC)
-    if source not in tree.devices:
+    if source not in plan.devices:
       _make_read_only(root + target)
-  for source, target in tree.boot:
+  for source, target in plan.boot:
     shutil.copyfile(source, root + target)
-  for target in tree.masks:
+  for target in plan.masks:
     _mount('tmpfs', root + target, 'tmpfs', _MS_RDONLY, 'size=4k,mode=0755')
-  for text, path in tree.links:
+  for text, path in plan.links:
     os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
     os.symlink(text, root + path)
-  if tree.proc:
+  if plan.proc:
     _mount('proc', root + '/proc', 'proc', _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
   os.chdir(root)
   pivot = _PIVOT_ROOT[os.uname().machine]
@@ -250,7 +243,7 @@ def _make_read_only(path: str, recursive: bool = True) -> None:
   _mount(None, path, None, flags)
 
 
-def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
+def _bwrap_command(plan: RootPlan, config: dict, privileged: bool) -> list[str]:
   command = [
       config['bwrap'], '--unshare-pid', '--unshare-net', '--unshare-ipc',
       '--unshare-uts', '--die-with-parent', '--new-session', '--clearenv',
@@ -258,65 +251,65 @@ def _bwrap_command(tree: Tree, config: dict, privileged: bool) -> list[str]:
   if not privileged:
     command += ['--unshare-user', '--uid', '0', '--gid', '0']
     command += ['--cap-add', 'ALL']
-  for name, value in tree.environment().items():
+  for name, value in plan.environment().items():
     command += ['--setenv', name, value]
   # Parents that bwrap makes by itself are closed to other uids.
-  parents = {*tree.empty, '/dev', _BOOT}
-  for _, path in [*tree.binds, *tree.boot, *tree.links]:
+  parents = {*plan.empty, '/dev', _BOOT}
+  for _, path in [*plan.binds, *plan.boot, *plan.links]:
     while (path := os.path.dirname(path)) != '/':
       parents.add(path)
   for directory in sorted(parents):
     command += ['--perms', '0755', '--dir', directory]
-  for source, target in tree.binds:
+  for source, target in plan.binds:
     command += ['--ro-bind', source, target]
-  for source, target in tree.boot:
+  for source, target in plan.boot:
     descriptor = os.open(source, os.O_RDONLY)
     os.set_inheritable(descriptor, True)
     command += ['--perms', '0644', '--file', f'{descriptor}', target]
-  for path in tree.devices:
+  for path in plan.devices:
     command += ['--dev-bind', path, path]
-  for target in tree.masks:
+  for target in plan.masks:
     command += ['--perms', '0755', '--tmpfs', target, '--remount-ro', target]
-  for text, path in tree.links:
+  for text, path in plan.links:
     command += ['--symlink', text, path]
-  if tree.proc:
+  if plan.proc:
     command += ['--proc', '/proc']
   command += ['--remount-ro', '/', '--chdir', '/', '--']
-  return command + tree.command(config)
+  return command + plan.command(config)
 
 
-def _start(config: dict, tree: Tree, privileged: bool) -> None:
+def _start(config: dict, plan: RootPlan, privileged: bool) -> None:
   """Turns into the zygote, or into the program that starts it."""
   if hasattr(libc, 'prctl'):
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Before Python 3.12 None hashes to its address: sets order themselves so.
     libc.personality(_FIXED_ADDRESSES)
   if config['level'] == 'bwrap':
-    command = _bwrap_command(tree, config, privileged)
+    command = _bwrap_command(plan, config, privileged)
     os.execve(command[0], command, {})
   elif config['level'] == 'unshare':
     os.setsid()
-    _build_root(tree)
+    _build_root(plan)
     _raise_loopback()
-    os.execve(tree.python, tree.command(config), tree.environment())
+    os.execve(plan.python, plan.command(config), plan.environment())
   script = os.path.abspath(f'{__file__}/../../inside/zygote.py')
-  environment = {**tree.environment(), 'HOME': '/', 'TMPDIR': config['scratch']}
+  environment = {**plan.environment(), 'HOME': '/', 'TMPDIR': config['scratch']}
   environment['LD_LIBRARY_PATH'] = ''
-  command = [tree.executable, *_FLAGS, script, json.dumps(config)]
+  command = [plan.executable, *_FLAGS, script, json.dumps(config)]
   os.execve(command[0], command, environment)
 
 
-def _arrange_boxes(config: dict, tree: Tree) -> None:
+def _arrange_boxes(config: dict, plan: RootPlan) -> None:
   """Replaces the host's paths by what the zygote finds them under."""
   inside = config['level'] != 'rlimits'
   top = '' if inside else config['scratch']
   config['boxes'], config['venv'] = f'{top}/boxes', f'{top}/venv'
-  config['interpreter'] = tree.python if inside else tree.executable
+  config['interpreter'] = plan.python if inside else plan.executable
   config['python'] = f'{config["venv"]}/bin/python'
   if inside:
     for name in ('images', 'packages'):
       config[name] = config[name] and f'/{name}'
-  environment = tree.environment()
+  environment = plan.environment()
   environment['PATH'] = f'{config["venv"]}/bin:/usr/bin:/bin'
   if not inside:
     del environment['LD_LIBRARY_PATH']
@@ -347,7 +340,7 @@ def main() -> None:
   with contextlib.suppress(ValueError, OSError):  # it may be 0 for good
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # as confine.set_limits
   os.umask(0o022)
-  tree = Tree(config)
+  plan = RootPlan(config)
   privileged = _has(_CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN)
   may_change_uid = privileged
   if config['level'] == 'rlimits':
@@ -362,7 +355,7 @@ def main() -> None:
   config['workspace'] = _WORK
   config['user_processes'] = _user_processes()
   if config['boxes']:
-    _arrange_boxes(config, tree)
+    _arrange_boxes(config, plan)
   descriptors = [os.open(x, os.O_WRONLY) for x in config.pop('cgroup_procs')]
   config['cgroup_fds'] = descriptors
   config['host_pidfd'] = None
@@ -381,7 +374,7 @@ def main() -> None:
   pid = os.fork()
   if pid == 0:
     try:
-      _start(config, tree, privileged)
+      _start(config, plan, privileged)
     except OSError as error:
       print(error, file=sys.stderr)
     finally:

@@ -1,4 +1,4 @@
-"""A zygote process as the host sees it: its start, its messages, its end."""
+"""A zygote process as the host sees it: its start, its requests, its end."""
 
 import contextlib
 import dataclasses
@@ -8,20 +8,24 @@ import os
 import pathlib
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from composer_jax.sandbox import base
-from composer_jax.sandbox.local import cgroups, pipes
+from composer_jax.sandbox.inside import wire
+from composer_jax.sandbox.local import cgroups
 
 # How many times slower than others a machine is, an emulated one for example.
 PATIENCE = float(os.environ.get('COMPOSER_SANDBOX_PATIENCE', '1'))
 _START_S = 10.0 * PATIENCE
 _SETUP_S = 10.0 * PATIENCE
-GRACE_S = _SETUP_S + 2.0 * PATIENCE  # beyond the wall limit
+_GRACE_S = _SETUP_S + 2.0 * PATIENCE  # beyond the wall limit
 _CLOSE_S = 2.0
 serials = itertools.count()
 
@@ -30,40 +34,87 @@ class ZygoteError(Exception):
   """The zygote died, hung or could not prepare a call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-  """Where zygotes run.
+def scheduling() -> dict[str, Any]:
+  """Cores (None where a process cannot choose) and niceness of this thread."""
+  cores = None
+  if hasattr(os, 'sched_getaffinity'):
+    cores = sorted(os.sched_getaffinity(0))
+  return {'cores': cores, 'priority': os.getpriority(os.PRIO_PROCESS, 0)}
 
-  Attributes:
-    cores: None where a process cannot choose them.
-    priority: the nice value.
+
+class PipeReader:
+  """Keeps a bounded part of two pipes; owns their read ends.
+
+  Output beyond the cap is read and dropped, so that a talkative program ends by
+  itself. A result beyond it closes the pipe, if it may: its writer fails at
+  once.
   """
 
-  cores: tuple[int, ...] | None
-  priority: int
+  def __init__(
+    self, result_fd: int, output_fd: int, cap: int, ends_result: bool = True
+  ):
+    self.result, self.output = bytearray(), bytearray()
+    self.result_too_large, self.truncated = False, False
+    self.descriptors = [result_fd, output_fd]
+    self._result_fd = result_fd
+    self._cap, self._ends_result = cap, ends_result
+    for descriptor in self.descriptors:
+      os.set_blocking(descriptor, False)
 
-  @classmethod
-  def current(cls) -> 'Place':
-    """That of the calling thread."""
-    cores = None
-    if hasattr(os, 'sched_getaffinity'):
-      cores = tuple(sorted(os.sched_getaffinity(0)))
-    return cls(cores, os.getpriority(os.PRIO_PROCESS, 0))
+  def __enter__(self) -> 'PipeReader':
+    return self
+
+  def __exit__(self, *unused) -> None:
+    for descriptor in self.descriptors:
+      os.close(descriptor)
+
+  def read(self, descriptor: int) -> bool:
+    """Reads once; false when nothing more will come or lies there now."""
+    try:
+      piece = os.read(descriptor, 65536)
+    except BlockingIOError:
+      return False
+    is_result = descriptor == self._result_fd
+    kept = self.result if is_result else self.output
+    room = self._cap - len(kept)
+    kept += piece[:room]
+    if is_result and self._ends_result and len(piece) > room:
+      self.result_too_large = True
+      return False
+    if not is_result:
+      self.truncated |= len(piece) > room
+    return bool(piece)
+
+  def close(self, descriptor: int) -> None:
+    self.descriptors.remove(descriptor)
+    os.close(descriptor)
+
+  def drain(self) -> None:
+    for descriptor in self.descriptors:
+      while self.read(descriptor):
+        pass
 
 
-@dataclasses.dataclass(frozen=True)
-class Boxes:
-  """What a zygote of boxes is given beyond that of calls.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+  """How a request ended, and what came through its pipes.
 
   Attributes:
-    images: the folder of images, or None.
-    packages: the folder that becomes site-packages, or None.
-    proc: whether to mount /proc.
+    status: as of `base.Result`.
+    error: one line where the status is not 'ok'.
+    exit_code: with 'ok'.
+    result, output: kept of the two pipes.
+    truncated: more output was read and dropped.
+    wall_s: seconds from the request to the death of the last process.
   """
 
-  images: str | None
-  packages: str | None
-  proc: bool
+  status: str
+  error: str
+  exit_code: int | None
+  result: bytes
+  output: bytes
+  truncated: bool
+  wall_s: float
 
 
 class Process:
@@ -78,10 +129,11 @@ class Process:
     self,
     level: str,
     limits: base.Limits,
-    place: Place,
-    boxes: Boxes | None = None,
+    scheduling: dict[str, Any],
+    boxes: dict[str, Any] | None = None,
   ):
-    self.level, self.limits, self.place = level, limits, place
+    self.level, self.limits = level, limits
+    self._scheduling = scheduling
     self.about: dict = {}
     # Unique in this process: names the group, and makes the uid, by which
     # processes are counted, one that no other zygote of ours uses.
@@ -104,30 +156,23 @@ class Process:
       self._start(boxes)
       unless_started.pop_all()
 
-  def _start(self, boxes: Boxes | None) -> None:
+  def _start(self, boxes: dict[str, Any] | None) -> None:
     with tempfile.TemporaryFile() as errors:
       config = {
-        'level': self.level,
-        'control': self._theirs.fileno(),
-        'host_pid': os.getpid(),
-        'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
-        'scratch': self._scratch,
-        'bwrap': shutil.which('bwrap'),
-        'cgroup': self._group.version,
-        'cgroup_procs': self._group.entrances(),
-        'boxes': boxes is not None,
-        'setup_s': _SETUP_S,
-        **dataclasses.asdict(self.place),
-        'limits': {
-          field: getattr(self.limits, field)
-          for field in base.Limits.__dataclass_fields__
-        },
-      }
+          'level': self.level, 'control': self._theirs.fileno(),
+          'host_pid': os.getpid(),
+          'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
+          'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
+          'cgroup': self._group.version,
+          'cgroup_procs': self._group.entrances(), 'boxes': boxes is not None,
+          'setup_s': _SETUP_S, **self._scheduling,
+          'limits': dataclasses.asdict(self.limits),
+      }  # fmt: skip
       passed = [self._theirs.fileno()]
       if boxes and self._its_keeper:
         passed.append(self._its_keeper.fileno())
         config |= {
-            **dataclasses.asdict(boxes), 'keeper': passed[-1],
+            **boxes, 'keeper': passed[-1],
             'counts_memory': self.counts_memory,
         }  # fmt: skip
       script = pathlib.Path(__file__).with_name('launcher.py')
@@ -141,7 +186,7 @@ class Process:
       self._inbox = b''
       self.control.settimeout(_START_S)
       try:
-        self.about = self.next_message()
+        self.about = self._next_message()
       except (OSError, ZygoteError) as error:
         self._stop()
         errors.seek(0)
@@ -154,7 +199,72 @@ class Process:
     """Whether groups that are made here limit memory."""
     return self._group.counts_memory
 
-  def next_message(self) -> dict:
+  def run(
+    self,
+    request: dict,
+    blobs: Sequence[bytes] = (),
+    *,
+    entrances: Sequence[str] = (),
+    wall_s: float,
+    ends_result: bool,
+  ) -> Ending:
+    """Sends a request and reads its pipes until all that it started is dead.
+
+    Args:
+      request, blobs: as the zygote takes them.
+      entrances: files of the cgroup that the request's processes join.
+      wall_s: that the zygote allows.
+      ends_result: whether a result that is too large ends its writer.
+
+    Raises:
+      ZygoteError: when what happened says nothing about the code.
+    """
+    start = time.monotonic()
+    result_read, result_write = os.pipe()
+    output_read, output_write = os.pipe()
+    cap = self.limits.output_bytes
+    with PipeReader(result_read, output_read, cap, ends_result) as reader:
+      descriptors = [result_write, output_write]
+      try:
+        descriptors += [os.open(path, os.O_WRONLY) for path in entrances]
+        self.control.settimeout(_GRACE_S)
+        wire.send(self.control, request, blobs, descriptors)
+      except OSError as error:
+        raise ZygoteError(f'cannot send the request: {error}') from error
+      finally:
+        for descriptor in descriptors:
+          os.close(descriptor)
+      message = self._attend(reader, start + wall_s + _GRACE_S)
+    report = dict(line.partition(' ')[::2] for line in message['report'])
+    if 'error' in report:
+      raise ZygoteError(f'the call could not be prepared: {report["error"]}')
+    if 'started' not in report:
+      raise ZygoteError('the call was not prepared in time')
+    status, error = 'ok', ''
+    code = int(report['status']) if 'status' in report else None
+    if message['timed_out']:
+      status, error = 'timeout', f'wall limit of {wall_s} s'
+    elif reader.result_too_large:
+      status, error = 'exit', f'result larger than {cap} bytes'
+    elif code is None:  # its init went too
+      status, error = 'killed', 'killed, out of memory most likely'
+    elif os.WIFSIGNALED(code):
+      status, error = self._signalled(os.WTERMSIG(code))
+    exited = status == 'ok' and code is not None
+    return Ending(
+        status=status, error=error, result=bytes(reader.result),
+        exit_code=os.waitstatus_to_exitcode(code) if exited else None,
+        output=bytes(reader.output), truncated=reader.truncated,
+        wall_s=time.monotonic() - start,
+    )  # fmt: skip
+
+  def _signalled(self, number: int) -> tuple[str, str]:
+    if number == signal.SIGXCPU:
+      return 'timeout', f'CPU limit of {self.limits.cpu_s} s'
+    name = signal.Signals(number).name if number < 32 else f'signal {number}'
+    return 'killed', f'killed by {name}'
+
+  def _next_message(self) -> dict:
     while b'\n' not in self._inbox:
       piece = self.control.recv(65536)
       if not piece:
@@ -163,26 +273,8 @@ class Process:
     line, _, self._inbox = self._inbox.partition(b'\n')
     return json.loads(line)
 
-  def attend(
-    self, reader: pipes.Reader, start: float, wall_s: float
-  ) -> dict[str, str]:
-    """Reads the pipes until the zygote says that the request is done.
-
-    Returns:
-      The words of its report, 'timed_out' among them when it was.
-
-    Raises:
-      ZygoteError: when that says nothing about the code.
-    """
-    message = self._attend(reader, start + wall_s + GRACE_S)
-    report = dict(line.partition(' ')[::2] for line in message['report'])
-    if 'error' in report:
-      raise ZygoteError(f'the call could not be prepared: {report["error"]}')
-    if 'started' not in report:
-      raise ZygoteError('the call was not prepared in time')
-    return {**report, 'timed_out': 'yes'} if message['timed_out'] else report
-
-  def _attend(self, reader: pipes.Reader, deadline: float) -> dict:
+  def _attend(self, reader: PipeReader, deadline: float) -> dict:
+    """Reads the pipes until the zygote says that the request is done."""
     with selectors.DefaultSelector() as selector:
       selector.register(self.control, selectors.EVENT_READ)
       for descriptor in reader.descriptors:
@@ -197,7 +289,7 @@ class Process:
             reader.close(key.fd)
         if any(key.fileobj is self.control for key, _ in ready):
           try:
-            message = self.next_message()
+            message = self._next_message()
           except OSError as error:
             raise ZygoteError(f'the zygote broke off: {error}') from error
           # All writers are dead: what is left lies in the pipes.

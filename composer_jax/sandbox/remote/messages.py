@@ -67,7 +67,7 @@ def decode(read: Callable[[int], bytes]) -> Message:
   return header, tuple(read(size) for size in sizes)
 
 
-class Stream:
+class MessageStream:
   """Exact reads and whole writes on two descriptors or one."""
 
   def __init__(
@@ -77,7 +77,7 @@ class Stream:
     self._lock = threading.Lock()
 
   @classmethod
-  def of_socket(cls, end: socket.socket) -> 'Stream':
+  def of_socket(cls, end: socket.socket) -> 'MessageStream':
     return cls(end.recv, end.send)
 
   def read(self, count: int) -> bytes:
@@ -104,7 +104,6 @@ class Transport(Protocol):
     self, header: dict, parts: Sequence[bytes], timeout_s: float
   ) -> Message:
     """Raises `base.SandboxLost` at once when no answer will come."""
-    ...
 
   def close(self) -> None: ...
 
@@ -118,7 +117,7 @@ class StreamTransport:
 
   def __init__(self, end: socket.socket):
     self._end = end
-    self._stream = Stream.of_socket(end)
+    self._stream = MessageStream.of_socket(end)
     self._lock = threading.Lock()
     self._waiting: dict[int, queue.SimpleQueue] = {}
     self._serials = itertools.count(1)

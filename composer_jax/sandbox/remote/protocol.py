@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer_jax.sandbox import base, output, results
+from composer_jax.sandbox import base, results
 from composer_jax.sandbox.remote import messages
 
 _QUICK_S = 30.0
@@ -28,7 +28,7 @@ _ERRORS = {
 Message = messages.Message
 
 
-class Server:
+class SandboxServer:
   """Answers messages on behalf of a sandbox, from any thread."""
 
   def __init__(self, sandbox: base.Sandbox):
@@ -38,14 +38,12 @@ class Server:
 
   def answer(self, header: dict, parts: tuple[bytes, ...]) -> Message:
     try:
-      return getattr(self, f'_{header["do"]}')(header, parts)
+      return self._answer(header, parts)
     except base.FileRefused as error:
       kind, reason = 'refused', error
     except ValueError as error:
       kind, reason = 'value', error
-    except base.SandboxLost as error:
-      kind, reason = 'lost', error
-    except OSError as error:
+    except (base.SandboxLost, OSError) as error:
       kind, reason = 'lost', error
     return {'error': kind, 'reason': str(reason)[:2000]}, ()
 
@@ -54,88 +52,79 @@ class Server:
       box.close()
     self._boxes.clear()
 
-  def _about(self, header, parts) -> Message:
-    del header, parts
-    return {'level': self._sandbox.level, 'about': self._sandbox.about}, ()
+  def _answer(self, header: dict, parts: tuple[bytes, ...]) -> Message:
+    match header['do']:
+      case 'about':
+        about = self._sandbox.about
+        return {'level': self._sandbox.level, 'about': about}, ()
+      case 'call':
+        names = ('files', 'module', 'function', 'arguments')
+        result = self._sandbox.call(*(header[name] for name in names))
+        out = (
+          () if result.value is None else (json.dumps(result.value).encode(),)
+        )
+        return _fields(result, 'status', 'stdout', 'error', 'wall_s'), out
+      case 'open':
+        changes = dict.fromkeys(header['removed'])
+        changes.update(zip(header['written'], parts, strict=True))
+        return self._keep(self._sandbox.open(header['image'], changes))
+      case 'close':
+        if box := self._boxes.pop(header['box'], None):
+          box.close()
+        return {}, ()
+    if header['box'] not in self._boxes:
+      raise ValueError(f'box {header["box"]} is closed.')
+    return self._of_box(self._boxes[header['box']], header, parts)
 
-  def _call(self, header, parts) -> Message:
-    del parts
-    names = ('files', 'module', 'function', 'arguments')
-    result = self._sandbox.call(*(header[name] for name in names))
-    fields = ('status', 'stdout', 'error', 'wall_s')
-    value = () if result.value is None else (json.dumps(result.value).encode(),)
-    return {name: getattr(result, name) for name in fields}, value
-
-  def _open(self, header, parts) -> Message:
-    changes = dict.fromkeys(header['removed'])
-    changes.update(zip(header['written'], parts, strict=True))
-    return self._keep(self._sandbox.open(header['image'], changes))
+  def _of_box(
+    self, box: base.Box, header: dict, parts: tuple[bytes, ...]
+  ) -> Message:
+    match header['do']:
+      case 'run':
+        command = base.Command(
+            argv=tuple(header['argv']), warm=header['warm'], stdin=parts[0],
+            environment=header['environment'], folder=header['folder'],
+            given=dict(zip(header['given'], parts[1:], strict=True)),
+            wall_s=header['wall_s'],
+        )  # fmt: skip
+        result = box.run(command)
+        fields = _fields(
+            result, 'status', 'exit_code', 'output', 'truncated', 'error',
+            'wall_s',
+        )  # fmt: skip
+        return fields, (result.report,)
+      case 'read':
+        return {}, (box.read(header['path'], header['max_bytes']),)
+      case 'write':
+        box.write(header['path'], parts[0])
+      case 'remove':
+        box.remove(header['path'])
+      case 'files':
+        return {'files': box.files(header['folder'])}, ()
+      case 'changes':
+        return {'changes': box.changes()}, ()
+      case 'snapshot':
+        return {}, (box.snapshot(),)
+      case 'restore':
+        box.restore(parts[0])
+      case 'fork':
+        return self._keep(box.fork())
+      case unknown:
+        raise AssertionError(unknown)
+    return {}, ()
 
   def _keep(self, box: base.Box) -> Message:
     serial = next(self._serials)
     self._boxes[serial] = box
     return {'box': serial}, ()
 
-  def _box(self, header) -> base.Box:
-    try:
-      return self._boxes[header['box']]
-    except KeyError:
-      raise ValueError(f'box {header["box"]} is closed.') from None
 
-  def _run(self, header, parts) -> Message:
-    command = base.Command(
-        argv=tuple(header['argv']), warm=header['warm'], stdin=parts[0],
-        environment=header['environment'], folder=header['folder'],
-        given=dict(zip(header['given'], parts[1:], strict=True)),
-        wall_s=header['wall_s'],
-    )  # fmt: skip
-    result = self._box(header).run(command)
-    fields = ('status', 'exit_code', 'output', 'truncated', 'error', 'wall_s')
-    return {name: getattr(result, name) for name in fields}, (result.report,)
-
-  def _read(self, header, parts) -> Message:
-    del parts
-    box = self._box(header)
-    return {}, (box.read(header['path'], header['max_bytes']),)
-
-  def _write(self, header, parts) -> Message:
-    self._box(header).write(header['path'], parts[0])
-    return {}, ()
-
-  def _remove(self, header, parts) -> Message:
-    del parts
-    self._box(header).remove(header['path'])
-    return {}, ()
-
-  def _files(self, header, parts) -> Message:
-    del parts
-    return {'files': self._box(header).files(header['folder'])}, ()
-
-  def _changes(self, header, parts) -> Message:
-    del parts
-    return {'changes': self._box(header).changes()}, ()
-
-  def _snapshot(self, header, parts) -> Message:
-    del parts
-    return {}, (self._box(header).snapshot(),)
-
-  def _restore(self, header, parts) -> Message:
-    self._box(header).restore(parts[0])
-    return {}, ()
-
-  def _fork(self, header, parts) -> Message:
-    del parts
-    return self._keep(self._box(header).fork())
-
-  def _close(self, header, parts) -> Message:
-    del parts
-    if box := self._boxes.pop(header['box'], None):
-      box.close()
-    return {}, ()
+def _fields(result: Any, *names: str) -> dict[str, Any]:
+  return {name: getattr(result, name) for name in names}
 
 
 def serve(
-  stream: messages.Stream,
+  stream: messages.MessageStream,
   sandbox: base.Sandbox,
   *,
   size: int,
@@ -149,12 +138,10 @@ def serve(
   Produces: an answer with the same id, in the order in which they are ready.
 
   Args:
-    stream: to the side that asks.
-    sandbox: what answers.
     size: messages that are worked on at a time.
     extra: requests of the place itself, by name.
   """
-  server = Server(sandbox)
+  server = SandboxServer(sandbox)
 
   def answer(header, parts):
     identity = header.pop('id')
@@ -180,7 +167,7 @@ def serve(
   server.close()
 
 
-class RemoteSandbox:
+class RemoteSandbox(base.Closing):
   """A sandbox at the other end of a transport.
 
   When it is lost, `call` and `run` say 'infrastructure', and everything else
@@ -195,18 +182,19 @@ class RemoteSandbox:
     level: str | None = None,
     size: int = 1,
     grace_s: float = 30.0,
+    on_close: Callable[[], None] | None = None,
   ):
     """Asks the other side what it is.
 
     Args:
-      transport: to it.
       limits: the same as it has.
       level: to report; None for what it says of itself.
       size: calls at a time; more of them wait here, where time does not count.
       grace_s: for the answer to the first question, and beyond wall limits.
+      on_close: ends what the transport leads to.
     """
     self._transport, self._limits = transport, limits
-    self._grace_s = grace_s
+    self._grace_s, self._on_close = grace_s, on_close
     self._slots = threading.BoundedSemaphore(size)
     header, _ = self.ask({'do': 'about'}, (), grace_s)
     self.about = _typed(header, 'about', dict)
@@ -278,9 +266,11 @@ class RemoteSandbox:
 
   def close(self) -> None:
     self._transport.close()
+    if self._on_close:
+      self._on_close()
 
 
-class RemoteBox:
+class RemoteBox(base.Closing):
   """A box at the other end; see `base.Box`."""
 
   def __init__(self, sandbox: RemoteSandbox, limits: base.Limits, serial: int):
@@ -382,7 +372,7 @@ def _texts(values: list) -> list[str]:
 
 def _clean(text: str, max_chars: int = 2000) -> str:
   # JSON can spell lone surrogates, and nobody says that the guest cleaned it.
-  return output.clean(text[:max_chars].encode('utf-8', 'replace'))
+  return results.clean(text[:max_chars].encode('utf-8', 'replace'))
 
 
 def _only(parts: tuple[bytes, ...]) -> bytes:

@@ -13,13 +13,8 @@ from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.sandbox.remote import (
-  messages,
-  protocol,
-)
-from composer_jax.sandbox.remote import (
-  renewed as remote_renewed,
-)
+from composer_jax.sandbox.remote import messages, protocol
+from composer_jax.sandbox.remote import renewed as remote_renewed
 
 _START_S = 120.0  # a worker process of Ray has to start first
 _CLOSE_S = 10.0
@@ -36,12 +31,12 @@ def _import_ray():
   return ray
 
 
-class Seat:
+class SandboxActor:
   """What an actor is made of: a sandbox that answers messages."""
 
   def __init__(self, level: str, limits: base.Limits, options: dict[str, Any]):
     self._sandbox = sandbox_open.open_sandbox(level, limits, **options)
-    self._server = protocol.Server(self._sandbox)
+    self._server = protocol.SandboxServer(self._sandbox)
 
   def answer(self, header: dict, parts: tuple[bytes, ...]):
     return self._server.answer(header, parts)
@@ -81,25 +76,7 @@ class ActorTransport:
       self._ray.kill(self._actor)
 
 
-class _Place:
-  """An actor that is up."""
-
-  def __init__(self, actor: Any, limits: base.Limits, size: int):
-    transport = ActorTransport(actor)
-    try:
-      # Its first answer comes when the sandbox is open.
-      self.sandbox = protocol.RemoteSandbox(
-        transport, limits, size=size, grace_s=_START_S
-      )
-    except base.SandboxLost:
-      transport.close()
-      raise
-
-  def close(self) -> None:
-    self.sandbox.close()
-
-
-class RaySandbox:
+class RaySandbox(base.Closing):
   """Calls and boxes go to actors in turn; a box stays where it was opened.
 
   The death of an actor gives 'infrastructure' in what ran there, never a wait
@@ -122,13 +99,10 @@ class RaySandbox:
 
     Args:
       level: as of `open.open_sandbox`, in each actor.
-      limits: of each call.
-      actors: of this sandbox.
       size: calls at a time in each.
       num_cpus: that Ray reserves for each.
       images: a folder that all machines of the cluster see by this name.
       packages: installed there, for programs in boxes.
-      allow_unsafe: as of `open.open_sandbox`.
 
     Raises:
       ValueError: without the extra, or for no actors.
@@ -142,17 +116,23 @@ class RaySandbox:
       os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
       ray.init(include_dashboard=False, log_to_driver=False)
     options = {
-      'size': size,
-      'images': images and images.absolute(),
-      'packages': packages,
-      'allow_unsafe': allow_unsafe,
-    }
+        'size': size, 'images': images and images.absolute(),
+        'packages': packages, 'allow_unsafe': allow_unsafe,
+    }  # fmt: skip
     # One more thread than runs: boxes are read while programs run.
     wanted: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
-    remote_class = ray.remote(**wanted)(Seat)
+    remote_class = ray.remote(**wanted)(SandboxActor)
 
-    def begin() -> _Place:
-      return _Place(remote_class.remote(level, limits, options), limits, size)
+    def begin() -> protocol.RemoteSandbox:
+      transport = ActorTransport(remote_class.remote(level, limits, options))
+      try:
+        # Its first answer comes when the sandbox is open.
+        return protocol.RemoteSandbox(
+          transport, limits, size=size, grace_s=_START_S
+        )
+      except base.SandboxLost:
+        transport.close()
+        raise
 
     def renewed(_) -> remote_renewed.RenewedSandbox:
       return remote_renewed.RenewedSandbox(begin, 'An actor with a sandbox')
@@ -186,9 +166,3 @@ class RaySandbox:
     """Ends the actors, not Ray; may be called twice."""
     for seat in self._seats:
       seat.close()
-
-  def __enter__(self) -> 'RaySandbox':
-    return self
-
-  def __exit__(self, *unused) -> None:
-    self.close()

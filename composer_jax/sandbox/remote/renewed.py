@@ -3,46 +3,32 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox.remote import protocol
 
 
-class Place(Protocol):
-  """Something that runs a sandbox: a guest, an actor."""
-
-  @property
-  def sandbox(self) -> protocol.RemoteSandbox: ...
-
-  def close(self) -> None:
-    """Ends it, whatever state it is in."""
-    ...
-
-
-class RenewedSandbox:
+class RenewedSandbox(base.Closing):
   """Calls and boxes of one place at a time.
 
   A place that is lost takes its boxes along: their runs say 'infrastructure',
   and their owners open others. The next call or box begins another place, once.
   """
 
-  def __init__(self, begin: Callable[[], Place], what: str):
+  def __init__(self, begin: Callable[[], protocol.RemoteSandbox], what: str):
     """Begins the first place.
 
     Args:
-      begin: starts a place; raises `base.SandboxLost` when it cannot.
+      begin: starts a place, which ends when its sandbox is closed; raises
+        `base.SandboxLost` when it cannot.
       what: names it in the log.
     """
     self._begin, self._what = begin, what
     self._lock = threading.Lock()
     self._closed = False
-    self._place: Place | None = begin()
-    self.level = self._place.sandbox.level
-
-  @property
-  def about(self) -> dict:
-    return self._current().about
+    self._place: protocol.RemoteSandbox | None = begin()
+    self.level = self._place.level
+    self.about = dict(self._place.about)
 
   def _current(
     self, lost: protocol.RemoteSandbox | None = None
@@ -50,13 +36,13 @@ class RenewedSandbox:
     with self._lock:
       if self._closed:
         raise ValueError('the sandbox is closed; open another one.')
-      if self._place is not None and self._place.sandbox is lost:
+      if self._place is not None and self._place is lost:
         logging.warning('%s was lost: starting another one.', self._what)
         self._place.close()
         self._place = None
       if self._place is None:
         self._place = self._begin()
-      return self._place.sandbox
+      return self._place
 
   def call(
     self,

@@ -4,15 +4,16 @@ All code of the package runs in the sandbox. A package that resists in whatever
 way is refused by name.
 """
 
+import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.tasks.deletion import candidates, sdists, workspace
 from composer_jax.tasks.grading import suites
+from composer_jax.tasks.repository import task_set
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,6 @@ class Baseline:
       the order of a set: of a function all tests, if of one.
     failing: that never did, skipped ones included.
     seconds: of one run.
-    importable: modules that can be imported.
     mapped: tests and what they enter.
   """
 
@@ -45,28 +45,11 @@ def run(
   changes: Mapping[str, str | None],
   **options: Any,
 ) -> suites.SuiteResult:
-  """One run of tests in a fresh workspace.
-
-  Raises:
-    base.SandboxLost: it failed twice, which says nothing of the package.
-  """
-  for _ in range(2):
-    box = sandbox.open(work.image, encoded(changes))
-    try:
-      result = suites.run(box, source_roots=work.layout.source_roots, **options)
-    finally:
-      box.close()
-    if result.status != 'infrastructure':
-      return result
-    logging.warning('A run of %s: %s.', work.pin.name, result.error)
-  raise base.SandboxLost(result.error)
-
-
-def encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
-  return {
-    path: None if text is None else text.encode()
-    for path, text in changes.items()
-  }
+  """One run of tests in a fresh workspace; raises as `suites.run_fresh`."""
+  return suites.run_fresh(
+      sandbox, work.image, task_set.encoded(changes), work.pin.name,
+      source_roots=work.layout.source_roots, **options,
+  )  # fmt: skip
 
 
 _IMPORT = """
@@ -86,10 +69,7 @@ os._exit(0)
 
 
 def import_all(
-  box: base.Box,
-  work: workspace.Workspace,
-  names: Iterable[str],
-  wall_s: float,
+  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
 ) -> tuple[tuple[str, ...], str]:
   """Which of these modules can be imported, and what the others say."""
   code = _IMPORT.format(roots=work.layout.source_roots, names=sorted(names))
@@ -116,15 +96,12 @@ def _check_foreign(
 ) -> None:
   """Refuses a package of which every sandbox holds a copy anyway."""
   tops = sorted({name.partition('.')[0] for name in names})
-  box = sandbox.open('')
-  try:
+  with contextlib.closing(sandbox.open('')) as box:
     result = box.run(
       base.Command(
         argv=('-c', _FIND.format(names=tops)), warm=True, wall_s=wall_s
       )
     )
-  finally:
-    box.close()
   if result.status != 'ok' or result.report != b'[]':
     raise sdists.Refused(
       'in_sandbox' if result.status == 'ok' else 'sandbox',
@@ -134,9 +111,7 @@ def _check_foreign(
 
 
 def baseline(
-  sandbox: base.Sandbox,
-  work: workspace.Workspace,
-  options: workspace.Options,
+  sandbox: base.Sandbox, work: workspace.Workspace, options: workspace.Options
 ) -> Baseline:
   """Runs the suite in order, in random orders, and hashed anew; maps it.
 
@@ -146,11 +121,8 @@ def baseline(
   """
   names = {work.layout.module(path) for path in work.layout.sources}
   _check_foreign(sandbox, names, options.suite_s)
-  box = sandbox.open(work.image)
-  try:
+  with contextlib.closing(sandbox.open(work.image)) as box:
     importable, said = import_all(box, work, sorted(names), options.suite_s)
-  finally:
-    box.close()
   if not importable:
     raise sdists.Refused('no_import', f'no module imports: {_last(said)}')
   runs = []
@@ -194,14 +166,12 @@ def baseline(
   )  # fmt: skip
   _check_run(traced)
   return Baseline(
-    stable=tuple(sorted(stable)),
-    unstable=tuple(sorted(unstable)),
-    hashed=tuple(sorted(i for i in ever if _function(i) in hashed)),
-    failing=tuple(sorted(set(runs[0].outcomes) - ever)),
-    seconds=runs[0].seconds,
-    importable=importable,
-    mapped=candidates.test_map(traced.entered, stable),
-  )
+      stable=tuple(sorted(stable)), unstable=tuple(sorted(unstable)),
+      hashed=tuple(sorted(i for i in ever if _function(i) in hashed)),
+      failing=tuple(sorted(set(runs[0].outcomes) - ever)),
+      seconds=runs[0].wall_s, importable=importable,
+      mapped=candidates.test_map(traced.entered, stable),
+  )  # fmt: skip
 
 
 def _hashed(one: suites.SuiteResult, other: suites.SuiteResult) -> set[str]:

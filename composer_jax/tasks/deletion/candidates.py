@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from composer_jax.tasks.deletion import edit as deletion_edit
-from composer_jax.tasks.deletion import shim, workspace
+from composer_jax.tasks.deletion import workspace
 from composer_jax.tasks.repository import task_set
 
 _MIN_LINES = 3
@@ -18,14 +18,34 @@ _MIN_CLASS_LINES = 6
 _MIN_METHODS = 2
 _FILE_LINES = (12, 600)
 _MAX_CLOSURE = 6
+_SHIM = """
+
+class _Deleted(type):
+    def _raise(self, *args, **kwargs):
+        raise NotImplementedError('deleted')
+
+    __call__ = __getattr__ = __getitem__ = __iter__ = __len__ = _raise
+    __add__ = __or__ = __contains__ = __instancecheck__ = _raise
+    __enter__ = __subclasscheck__ = __mro_entries__ = _raise
+
+
+_deleted_before = globals().get('__getattr__')
+
+
+def __getattr__(name):
+    if {test}:
+        return type.__new__(_Deleted, name, (), {{}})
+    if _deleted_before is not None:
+        return _deleted_before(name)
+    raise AttributeError(name)
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Deletion:
   """A deletion that nobody has tried.
 
   Attributes:
-    tier: one of `repository.TIERS`.
     deleted: what goes, sorted.
     touched: tests that enter it.
   """
@@ -50,7 +70,6 @@ class TestMap:
     tests: path -> name of a function -> the tests that enter it.
     at_import: path -> names of what runs when the package or its tests are
       imported.
-    num_tests: of the suite.
   """
 
   tests: Mapping[str, Mapping[str, frozenset[str]]]
@@ -85,14 +104,14 @@ def test_map(
     tests: those that count.
   """
   found: dict[str, dict[str, set[str]]] = {}
-  for test in tests:
+  at_import: dict[str, set[str]] = {}
+  for test in ('', *tests):
     for where in entered.get(test, ()):
       path, _, name = where.partition(':')
-      found.setdefault(path, {}).setdefault(name, set()).add(test)
-  at_import: dict[str, set[str]] = {}
-  for where in entered.get('', ()):
-    path, _, name = where.partition(':')
-    at_import.setdefault(path, set()).add(name)
+      if test:
+        found.setdefault(path, {}).setdefault(name, set()).add(test)
+      else:
+        at_import.setdefault(path, set()).add(name)
   return TestMap(
     tests={
       path: {name: frozenset(ids) for name, ids in names.items()}
@@ -110,15 +129,12 @@ def candidates(
   *,
   max_share: float,
   seed: str,
-) -> list[Candidate]:
+) -> list[Deletion]:
   """All deletions of a tier whose tests are some, but not nearly all.
 
   Args:
     texts: path -> text of the package's modules.
-    mapped: of the suite.
-    tier: one of `repository.TIERS`.
     max_share: largest share of the tests that may enter what goes.
-    seed: of the order.
   """
   found = []
   for targets in _targets(texts, tier):
@@ -136,7 +152,7 @@ def candidates(
     deleted = tuple(
       task_set.Deleted(path=path, symbol=name) for path, name in sorted(targets)
     )
-    found.append(Candidate(tier=tier, deleted=deleted, touched=touched))
+    found.append(Deletion(tier=tier, deleted=deleted, touched=touched))
   found.sort(key=lambda candidate: candidate.key)
   random.Random(f'{seed}/{tier}').shuffle(found)
   return found
@@ -235,9 +251,7 @@ def _with_callers(seed: str, users) -> set[str]:
 
 
 def edit(
-  texts: Mapping[str, str],
-  layout: workspace.Layout,
-  candidate: Candidate,
+  texts: Mapping[str, str], layout: workspace.PackageLayout, candidate: Deletion
 ) -> tuple[dict[str, str | None], dict[str, set[str]]]:
   """Carries a deletion out.
 
@@ -278,9 +292,23 @@ def shimmed(
   changes: Mapping[str, str | None],
   lost: Mapping[str, Collection[str]],
 ) -> dict[str, str | None]:
-  """The changes with all that is lost importable; see `tasks.deletion.shim`."""
+  """The changes with all that is lost importable; see `shim`."""
   found = dict(changes)
   for path, names in lost.items():
     text = changes.get(path, texts[path])
-    found[path] = shim.shim(text or '', names)
+    found[path] = shim(text or '', names)
   return found
+
+
+def shim(text: str, names: Collection[str]) -> str:
+  """The text of a module, and stand-ins for these names in it.
+
+  A file of tests that imports what is gone fails as a whole. With stand-ins its
+  tests fail one by one, for want of the feature. No task ever contains one.
+
+  Args:
+    names: that it lost, with `EVERYTHING` all it had.
+  """
+  if deletion_edit.EVERYTHING in names:
+    return text + _SHIM.format(test="not name.startswith('__')")
+  return text + _SHIM.format(test=f'name in {sorted(names)!r}')

@@ -6,6 +6,7 @@ as names are concerned: nothing here is executed.
 """
 
 import ast
+import copy
 import dataclasses
 import functools
 import re
@@ -26,7 +27,6 @@ class Symbol:
   """A definition at the top of a module, or a method of a class there.
 
   Attributes:
-    path: of the file.
     name: 'f', 'C' or 'C.m'.
     kind: 'function', 'method' or 'class'.
     start, stop: its lines, from 1, with decorators and the comments above.
@@ -104,17 +104,12 @@ def _symbol(path: str, prefix: str, node, lines: list[str]) -> Symbol:
   names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
   methods = [n for n in node.body if isinstance(n, _FUNCTIONS)]
   return Symbol(
-    path=path,
-    name=prefix + node.name,
-    kind='class' if is_class else 'method' if prefix else 'function',
-    start=start,
-    stop=stop,
-    num_lines=_num_lines(node),
-    num_methods=len(methods) if is_class else 0,
-    signature=signature(node),
-    docstring=ast.get_docstring(node) or '',
-    names=frozenset(names),
-  )
+      path=path, name=prefix + node.name,
+      kind='class' if is_class else 'method' if prefix else 'function',
+      start=start, stop=stop, num_lines=_num_lines(node),
+      num_methods=len(methods) if is_class else 0, signature=signature(node),
+      docstring=ast.get_docstring(node) or '', names=frozenset(names),
+  )  # fmt: skip
 
 
 def signature(node) -> str:
@@ -329,8 +324,9 @@ def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
     kept = [a for a in node.names if a not in aliases]
     indent = ' ' * node.col_offset
     if kept:
-      node = type(node)(**{**_fields(node), 'names': kept})
-      new = [indent + ast.unparse(node)]
+      left = copy.copy(node)
+      left.names = kept
+      new = [indent + ast.unparse(left)]
     else:
       new = [f'{indent}pass'] if indent else []
     edits.append((node.lineno, node.end_lineno or node.lineno, new))
@@ -340,14 +336,6 @@ def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
   for start, stop, new in sorted(edits, reverse=True):
     lines[start - 1 : stop] = new
   return _checked('\n'.join(lines)) if edits else text
-
-
-def _fields(node: ast.AST) -> dict:
-  return {
-    name: getattr(node, name)
-    for name in (*node._fields, *node._attributes)
-    if hasattr(node, name)
-  }
 
 
 def _exports(tree: ast.Module, lost: set[str]):

@@ -5,6 +5,13 @@ Beside the set itself (see `tasks.repository.task_set`) its folder holds
   settings.json             what the set is made with; it may not change
   work/NAME/candidates.jsonl   what became of each candidate so far
 
+A task is kept only if the package still imports, the tests of the feature
+fail, others pass, the original passes all of them, and no copy of the deleted
+code is left in what the agent sees. All code of the package runs in the
+sandbox; a package that resists in whatever way is refused by name, and so the
+making of a set goes on. Everything but seconds is a function of the package,
+the options and the seed.
+
 A package is finished when packages/NAME.json stands there; one that was
 refused for a reason that may pass (no network) is tried again.
 """
@@ -18,18 +25,25 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from composer_jax.core import files
 from composer_jax.sandbox import base
-from composer_jax.tasks.deletion import package as deletion
-from composer_jax.tasks.deletion import sdists, workspace
+from composer_jax.tasks.deletion import (
+  baseline,
+  candidates,
+  proof,
+  sdists,
+  workspace,
+)
 from composer_jax.tasks.repository import task_set
 
 # Says nothing of the package.
 _PASSING = ('download', 'sandbox')
+VALID = 'valid'
 
 
-class Ledger:
+class CandidateLog:
   """Outcomes of candidates, a line each; half a line is none."""
 
   def __init__(self, path: pathlib.Path):
@@ -110,14 +124,8 @@ def make(
   """Makes all tasks of all packages that are not finished yet.
 
   Args:
-    root: the set's folder.
-    pins: the packages.
-    options: of the making.
     archives: folder with sdists, to which missing ones are downloaded.
     open_sandbox: called with the root and the distributions that tests need.
-    licence_of: reads a licence out of a package's files.
-    workers: packages at a time.
-    progress: called with lines to show.
 
   Raises:
     ValueError: the folder was begun with other options or pins, or no package
@@ -148,9 +156,7 @@ def make(
 
 
 def _settle(
-  root: pathlib.Path,
-  pins: Sequence[sdists.Pin],
-  options: workspace.Options,
+  root: pathlib.Path, pins: Sequence[sdists.Pin], options: workspace.Options
 ) -> None:
   """Packages may be added to a set; what one was made with stays."""
   path = root / 'settings.json'
@@ -190,15 +196,12 @@ def _refuse(
   if refused.reason in _PASSING:
     return
   package = task_set.Package(
-    name=pin.normal_name,
-    version=pin.version,
-    image=work.image if work else '',
-    held_out=pin.held_out,
-    licence=work.licence if work else '',
-    sha256=work.sha256 if work else pin.sha256,
-    refused=refused.reason,
-    detail=str(refused),
-  )
+      name=pin.normal_name, version=pin.version,
+      image=work.image if work else '', held_out=pin.held_out,
+      licence=work.licence if work else '',
+      sha256=work.sha256 if work else pin.sha256, refused=refused.reason,
+      detail=str(refused),
+  )  # fmt: skip
   task_set.save_package(root, package)
 
 
@@ -229,6 +232,63 @@ def _make_all(
       raise
 
 
+def _make_tasks(
+  sandbox: base.Sandbox,
+  work: workspace.Workspace,
+  options: workspace.Options,
+  log: CandidateLog,
+  save: Callable[[task_set.RepositoryTask], None],
+  progress: Callable[[str], None],
+) -> dict[str, Any]:
+  """Makes the tasks of a package.
+
+  Args:
+    sandbox: with images of the set's folder.
+    save: called with each task before the log knows of it.
+    progress: called with a line now and then.
+
+  Returns:
+    Facts of the package: tests, and what became of candidates by tier.
+
+  Raises:
+    sdists.Refused: there can be no task; see `baseline`.
+  """
+  found = baseline.baseline(sandbox, work, options)
+  progress(
+    f'{len(found.stable)} tests, {len(found.unstable)} unstable, '
+    f'{len(found.hashed)} that depend on hashes, '
+    f'{len(found.failing)} that never pass, {found.seconds:.1f} s a run'
+  )
+  results: dict[str, dict[str, int]] = {}
+  for tier in task_set.TIERS:
+    wanted = options.wanted(tier)
+    counts: dict[str, int] = {}
+    deletions = candidates.candidates(
+        work.texts, found.mapped, tier, max_share=options.max_share,
+        seed=f'{options.seed}/{work.pin.normal_name}',
+    )  # fmt: skip
+    for deletion in deletions[: round(wanted * options.tries)]:
+      if counts.get(VALID, 0) >= wanted:
+        break
+      result = log.get(deletion.key)
+      if result is None:
+        result = VALID
+        try:
+          save(proof.attempt(sandbox, work, found, deletion, options))
+        except proof.Rejected as rejected:
+          result = rejected.args[0]
+        log.add(deletion.key, result)
+      counts[result] = counts.get(result, 0) + 1
+    results[tier] = counts
+    tried = sum(counts.values())
+    progress(f'{tier}: {counts.get(VALID, 0)} of {tried} tried, {counts}')
+  return {
+      'tests': len(found.stable), 'unstable': len(found.unstable),
+      'hashed': len(found.hashed), 'failing': len(found.failing),
+      'dropped_files': len(work.dropped), 'candidates': results,
+  }  # fmt: skip
+
+
 def _make_one(
   root: pathlib.Path,
   work: workspace.Workspace,
@@ -238,18 +298,15 @@ def _make_one(
 ) -> None:
   name = work.pin.normal_name
   start = time.monotonic()
-  ledger = Ledger(root / 'work' / name / 'candidates.jsonl')
-  if len(ledger):
-    progress(f'{name}: goes on after {len(ledger)} candidates')
+  log = CandidateLog(root / 'work' / name / 'candidates.jsonl')
+  if len(log):
+    progress(f'{name}: goes on after {len(log)} candidates')
   try:
-    facts = deletion.make(
-      sandbox,
-      work,
-      options,
-      ledger,
-      lambda task: task_set.save_task(root, task),
-      lambda line: progress(f'{name}: {line}'),
-    )
+    facts = _make_tasks(
+        sandbox, work, options, log,
+        lambda task: task_set.save_task(root, task),
+        lambda line: progress(f'{name}: {line}'),
+    )  # fmt: skip
   except sdists.Refused as refused:
     _refuse(root, work.pin, refused, progress, work)
     return
@@ -258,16 +315,12 @@ def _make_one(
     _refuse(root, work.pin, sdists.Refused('sandbox', str(error)), progress)
     return
   package = task_set.Package(
-    name=name,
-    version=work.version,
-    image=work.image,
-    held_out=work.pin.held_out,
-    licence=work.licence,
-    sha256=work.sha256,
-    facts=facts,
-  )
+      name=name, version=work.version, image=work.image,
+      held_out=work.pin.held_out, licence=work.licence, sha256=work.sha256,
+      facts=facts,
+  )  # fmt: skip
   task_set.save_package(root, package)
-  tasks = sum(c.get(deletion.VALID, 0) for c in facts['candidates'].values())
+  tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
   progress(f'{name}: {tasks} tasks, {time.monotonic() - start:.0f} s')
 
 
@@ -287,7 +340,7 @@ def table(tasks: task_set.TaskSet) -> str:
     cells, made = [], 0
     for tier in tiers:
       counts = package.facts['candidates'].get(tier, {})
-      valid, tried = counts.get(deletion.VALID, 0), sum(counts.values())
+      valid, tried = counts.get(VALID, 0), sum(counts.values())
       cells.append(f'{valid}/{tried}')
       total[tier][0] += valid
       total[tier][1] += tried

@@ -40,7 +40,7 @@ _ARTEFACTS = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Canaries:
+class LeakMarks:
   """What gives deleted code away.
 
   Attributes:
@@ -57,10 +57,8 @@ class Leak:
   """Where deleted code can be found.
 
   Attributes:
-    path: of the file.
     kind: 'lines', 'words' or 'artefact'.
     where: 'text' or through what it was found, such as 'zip:a.py'.
-    detail: what was found.
   """
 
   path: str
@@ -69,11 +67,10 @@ class Leak:
   detail: str
 
 
-def canaries(deleted: Iterable[str], left: Iterable[str]) -> Canaries:
+def marks_of(deleted: Iterable[str], left: Iterable[str]) -> LeakMarks:
   """What may stand nowhere any more.
 
   Args:
-    deleted: texts that were taken out.
     left: texts of the package and its tests that stay: what is in them too is
       no secret.
   """
@@ -84,7 +81,7 @@ def canaries(deleted: Iterable[str], left: Iterable[str]) -> Canaries:
   for text in deleted:
     words |= _words(text) - known
     windows |= _windows(text)
-  return Canaries(
+  return LeakMarks(
     windows=frozenset(w for w in windows if not _stands(w, left)),
     words=frozenset(w.encode() for w in words),
   )
@@ -104,16 +101,11 @@ def _stands(window: bytes, texts: Iterable[str]) -> bool:
 
 def _windows(text: str) -> set[bytes]:
   """Lines of code in a row, each without spaces, joined by newlines."""
-  lines = [line for line in map(_normal_line, text.split('\n')) if line]
-  lines = [line for line in lines if not line.startswith('#')]
+  lines = [re.sub(r'\s+', '', line) for line in text.split('\n')]
+  lines = [x for x in lines if len(x) >= _MIN_LINE and not x.startswith('#')]
   size = min(_WINDOW, max(_FEW, len(lines)))
   found = {'\n'.join(lines[i : i + size]) for i in range(len(lines) - size + 1)}
   return {w.encode() for w in found if len(w) >= _MIN_WINDOW}
-
-
-def _normal_line(line: str) -> str:
-  line = re.sub(r'\s+', '', line)
-  return line if len(line) >= _MIN_LINE else ''
 
 
 @functools.lru_cache(maxsize=1024)
@@ -135,39 +127,31 @@ def _words(text: str) -> set[str]:
   }
 
 
-def scan(
-  files: Mapping[str, bytes], canaries: Canaries, *, artefacts: bool = True
-) -> tuple[Leak, ...]:
-  """Looks for canaries in all files, unpacked where they are packed.
+def scan(files: Mapping[str, bytes], marks: LeakMarks) -> tuple[Leak, ...]:
+  """Looks for marks in all files, unpacked where they are packed.
 
-  Args:
-    files: path -> content.
-    canaries: to look for.
-    artefacts: also report what caches, compilers and editors leave, whatever
-      they hold.
+  What caches, compilers and editors leave is a leak, whatever it holds.
   """
   found: list[Leak] = []
   for path, data in sorted(files.items()):
-    if artefacts and _ARTEFACTS.search(path):
+    if _ARTEFACTS.search(path):
       found.append(Leak(path=path, kind='artefact', where='path', detail=path))
     for where, part in _parts(data):
-      leak = _leak(path, where, part, canaries)
+      leak = _leak(path, where, part, marks)
       if leak is not None:
         found.append(leak)
         break
   return tuple(found)
 
 
-def _leak(
-  path: str, where: str, data: bytes, canaries: Canaries
-) -> Leak | None:
+def _leak(path: str, where: str, data: bytes, marks: LeakMarks) -> Leak | None:
   normal = _normal(data)
-  for window in sorted(canaries.windows):
+  for window in sorted(marks.windows):
     if window in normal:
       detail = window.split(b'\n')[0].decode('utf-8', 'replace')
       return Leak(path=path, kind='lines', where=where, detail=detail)
   if where != 'text':
-    for word in sorted(canaries.words):
+    for word in sorted(marks.words):
       if word in data:
         return Leak(path=path, kind='words', where=where, detail=word.decode())
   return None

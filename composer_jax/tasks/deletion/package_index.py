@@ -28,11 +28,9 @@ _ERRORS = (OSError, urllib.error.URLError, ValueError, TypeError, KeyError)
 def settings() -> dict[str, str]:
   """What pip is configured with, the environment's values last."""
   result = subprocess.run(
-    [sys.executable, '-m', 'pip', 'config', 'list'],
-    capture_output=True,
-    text=True,
-    stdin=subprocess.DEVNULL,
-  )
+      [sys.executable, '-m', 'pip', 'config', 'list'], capture_output=True,
+      text=True, stdin=subprocess.DEVNULL,
+  )  # fmt: skip
   found: dict[str, str] = {}
   lines = [line.partition('=') for line in result.stdout.splitlines()]
   for key, _, value in lines:
@@ -70,11 +68,9 @@ def fetch(
   """The first file of a project that is the one, and has the hash.
 
   Args:
-    project: normalised name.
     is_it: told the name of a file.
     sha256: that it must have; '' to take the index's word, which only one with
       a certificate is believed.
-    config: of `settings`.
     max_bytes: of a file; a larger one is none.
 
   Returns:

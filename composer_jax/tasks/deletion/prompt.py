@@ -27,14 +27,7 @@ def prompt(
   deleted: Sequence[task_set.Deleted],
   texts: Mapping[str, str],
 ) -> str:
-  """Asks for the feature back, by its interface and what it is said to do.
-
-  Args:
-    package, version: of the distribution.
-    tier: one of `repository.TIERS`.
-    deleted: the features.
-    texts: path -> original text.
-  """
+  """Asks for the feature back, by its interface and what it is said to do."""
   parts = [_describe(item, texts[item.path]) for item in deleted]
   text = '\n\n'.join(
     [
@@ -92,11 +85,7 @@ def _methods(symbol: edit.Symbol, symbols: Sequence[edit.Symbol]) -> str:
 
 
 def hide(
-  failing: Collection[str],
-  tests: Mapping[str, str],
-  *,
-  share: float,
-  seed: str,
+  failing: Collection[str], tests: Mapping[str, str], *, share: float, seed: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
   """Chooses tests that the agent never sees, and cuts them out.
 
@@ -104,9 +93,7 @@ def hide(
 
   Args:
     failing: node ids that the deletion made fail.
-    tests: path -> text of test files.
     share: of the functions; at least one is hidden.
-    seed: of the choice.
 
   Returns:
     The ids that stay, and the changed test files; all ids and {} where nothing

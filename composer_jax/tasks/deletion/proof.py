@@ -5,6 +5,7 @@ the original pass all of them, and no copy of the deleted code be left in what
 the agent sees.
 """
 
+import contextlib
 import random
 from collections.abc import Collection, Mapping
 
@@ -33,7 +34,7 @@ def attempt(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
   found: baseline.Baseline,
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
   options: workspace.Options,
 ) -> task_set.RepositoryTask:
   """Makes a task of a candidate.
@@ -65,11 +66,9 @@ def attempt(
     raise Rejected('few_pass')
   task_id = f'{task_set.FAMILY}/{work.pin.normal_name}/{candidate.key}'
   shown, cut = prompt.hide(
-    failing,
-    work.tests,
-    share=options.hidden_share,
-    seed=f'{options.seed}/{task_id}',
-  )
+      failing, work.tests, share=options.hidden_share,
+      seed=f'{options.seed}/{task_id}',
+  )  # fmt: skip
   if not cut:
     raise Rejected('not_hidden')
   view = {**changes, **cut}
@@ -89,11 +88,7 @@ def attempt(
   return task_set.RepositoryTask(
     task_id=task_id,
     prompt=prompt.prompt(
-      work.pin.name,
-      work.version,
-      candidate.tier,
-      candidate.deleted,
-      texts,
+      work.pin.name, work.version, candidate.tier, candidate.deleted, texts
     ),
     image=work.image,
     package=work.pin.normal_name,
@@ -124,7 +119,7 @@ def attempt(
   )
 
 
-def _is_gone(symbol: edit.Symbol, candidate: candidates.Candidate) -> bool:
+def _is_gone(symbol: edit.Symbol, candidate: candidates.Deletion) -> bool:
   if symbol.kind == 'method' and candidate.tier in ('class', 'file', 'closure'):
     return False  # counted with its class
   return any(
@@ -136,7 +131,7 @@ def _is_gone(symbol: edit.Symbol, candidate: candidates.Candidate) -> bool:
 def _chosen(
   work: workspace.Workspace,
   found: baseline.Baseline,
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
   lost: Mapping[str, Collection[str]],
   options: workspace.Options,
 ) -> tuple[str, ...]:
@@ -178,13 +173,12 @@ def _effect(
   """Tests that fail for want of the feature, of an import, and not at all."""
   removed = {work.layout.module(p) for p, t in changes.items() if t is None}
   wanted = [name for name in found.importable if name not in removed]
-  box = sandbox.open(work.image, baseline.encoded(changes))
-  try:
+  with contextlib.closing(
+    sandbox.open(work.image, task_set.encoded(changes))
+  ) as box:
     importable, _ = baseline.import_all(box, work, wanted, wall_s)
     if len(importable) < len(wanted):
       raise Rejected('import')
-  finally:
-    box.close()
   result = baseline.run(sandbox, work, changes, ids=ids, wall_s=wall_s)
   if result.status != 'ok':
     raise Rejected(result.status)
@@ -210,9 +204,7 @@ def _outcome(result: suites.SuiteResult, test: str) -> str:
 
 
 def _check_leaks(
-  work: workspace.Workspace,
-  view: Mapping[str, str | None],
-  deleted: list[str],
+  work: workspace.Workspace, view: Mapping[str, str | None], deleted: list[str]
 ) -> None:
   visible: dict[str, bytes] = {**work.files}
   for path, text in view.items():
@@ -224,7 +216,7 @@ def _check_leaks(
     for path, data in visible.items()
     if path.endswith('.py')
   ]
-  found = leaks.scan(visible, leaks.canaries(deleted, left))
+  found = leaks.scan(visible, leaks.marks_of(deleted, left))
   if found:
     raise Rejected('leak')
 
@@ -232,7 +224,7 @@ def _check_leaks(
 def _deleted(
   texts: Mapping[str, str],
   changes: Mapping[str, str | None],
-  candidate: candidates.Candidate,
+  candidate: candidates.Deletion,
 ) -> list[str]:
   """The source that is no longer there."""
   pieces = []

@@ -30,12 +30,8 @@ _MAX_MEMBERS = 20_000
 _MAX_BYTES = 256 << 20
 _ENDINGS = ('.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.zip')
 _ARCHIVE_ERRORS = (
-  OSError,
-  EOFError,
-  zlib.error,
-  zipfile.BadZipFile,
-  tarfile.TarError,
-)
+    OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
+)  # fmt: skip
 
 
 class Refused(ValueError):
@@ -51,8 +47,6 @@ class Pin:
   """A release that tasks are made of.
 
   Attributes:
-    name: of the distribution.
-    version: of it.
     sha256: of its sdist; '' to take whatever the index has.
     held_out: true when no task of it may be trained on.
     requires: installed distributions that its tests import.
@@ -72,7 +66,11 @@ class Pin:
 
   @property
   def normal_name(self) -> str:
-    return re.sub(r'[-_.]+', '-', self.name).lower()
+    return _normal(self.name)
+
+
+def _normal(project: str) -> str:
+  return re.sub(r'[-_.]+', '-', project).lower()
 
 
 def fetch(pin: Pin, folder: str | os.PathLike) -> pathlib.Path:
@@ -113,8 +111,7 @@ def _is_of(pin: Pin, name: str) -> bool:
   """Whether a file of this name is the sdist."""
   for ending in _ENDINGS:
     project, _, version = name.removesuffix(ending).rpartition('-')
-    normal = re.sub(r'[-_.]+', '-', project).lower()
-    is_it = normal == pin.normal_name and version == pin.version
+    is_it = (_normal(project), version) == (pin.normal_name, pin.version)
     if name.endswith(ending) and is_it:
       return True
   return False
@@ -123,12 +120,10 @@ def _is_of(pin: Pin, name: str) -> bool:
 def _ask_index(pin: Pin, folder: pathlib.Path) -> bool:
   """Whether an index gave the sdist; nothing of it was executed."""
   found = package_index.fetch(
-    pin.normal_name,
-    lambda name: os.path.basename(name) == name and _is_of(pin, name),
-    pin.sha256,
-    package_index.settings(),
-    _MAX_BYTES,
-  )
+      pin.normal_name,
+      lambda name: os.path.basename(name) == name and _is_of(pin, name),
+      pin.sha256, package_index.settings(), _MAX_BYTES,
+  )  # fmt: skip
   if found is None:
     return False
   name, data = found

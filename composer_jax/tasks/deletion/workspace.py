@@ -40,7 +40,7 @@ _CONFIGURATION = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PackageLayout:
   """Where in a workspace what is.
 
   Attributes:
@@ -83,7 +83,7 @@ def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
   return kept, dropped
 
 
-def layout(files: Mapping[str, bytes]) -> Layout:
+def layout(files: Mapping[str, bytes]) -> PackageLayout:
   """Finds out what is source and what is test.
 
   Raises:
@@ -100,34 +100,28 @@ def layout(files: Mapping[str, bytes]) -> Layout:
   if any(re.fullmatch(r'src/([^/]+/__init__|[^/]+)\.py', p) for p in files):
     root = 'src'
   prefix = '' if root == '.' else f'{root}/'
-  tops = sorted(
-    p.removeprefix(prefix).split('/')[0]
-    for p in files
-    if re.fullmatch(r'[^/]+/__init__\.py', p.removeprefix(prefix))
-    and p.startswith(prefix)
-  )
+  inner = {p: p.removeprefix(prefix) for p in files if p.startswith(prefix)}
+  packages = {
+    name.split('/')[0]
+    for name in inner.values()
+    if re.fullmatch(r'[^/]+/__init__\.py', name)
+  } - _NOT_SOURCES
   sources = [
-    p
-    for p in files
-    if p.startswith(prefix)
-    and p.endswith('.py')
-    and not _is_grader_owned(p)
+    path
+    for path, name in inner.items()
+    if path.endswith('.py')
+    and not _is_grader_owned(path)
     and (
-      p.removeprefix(prefix).split('/')[0] in set(tops) - _NOT_SOURCES
-      or (
-        '/' not in p.removeprefix(prefix)
-        and not _NOT_MODULES.fullmatch(p.removeprefix(prefix))
-      )
+      name.split('/')[0] in packages
+      or ('/' not in name and not _NOT_MODULES.fullmatch(name))
     )
   ]
   if not sources:
     raise sdists.Refused('no_sources', 'no Python package or module was found.')
-  return Layout(
-    source_roots=(root,),
-    sources=tuple(sorted(sources)),
-    tests=tests,
-    test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
-  )
+  return PackageLayout(
+      source_roots=(root,), sources=tuple(sorted(sources)), tests=tests,
+      test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
+  )  # fmt: skip
 
 
 def _is_test_file(path: str) -> bool:
@@ -135,11 +129,8 @@ def _is_test_file(path: str) -> bool:
   if not name.endswith('.py') or name == 'conftest.py':
     return False
   return bool(_TEST_FILE.fullmatch(name)) and not set(folders) & {
-    'benchmark',
-    'benchmarks',
-    'examples',
-    'typetests',
-  }
+      'benchmark', 'benchmarks', 'examples', 'typetests',
+  }  # fmt: skip
 
 
 def _is_grader_owned(path: str) -> bool:
@@ -155,7 +146,6 @@ def write_image(
 
   Args:
     folder: an existing one is left as it is.
-    files: its content.
     metadata: source root, and the PKG-INFO that packages ask for their own
       version by `importlib.metadata`.
   """
@@ -244,7 +234,6 @@ class Workspace:
   """A package that was read, and where its image is.
 
   Attributes:
-    pin: what was asked for.
     version, sha256, licence: of what was found.
     image: relative to the set's root.
     files: path -> content of the image.
@@ -261,7 +250,7 @@ class Workspace:
   image: str
   files: Mapping[str, bytes]
   dropped: tuple[str, ...]
-  layout: Layout
+  layout: PackageLayout
   texts: Mapping[str, str]
   tests: Mapping[str, str]
 

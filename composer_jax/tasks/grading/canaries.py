@@ -25,15 +25,13 @@ from composer_jax.tasks.grading import canary_changes
 # Of one test; and rows of parameters above which copies take long.
 _MOST_COPIES, _MANY_ROWS = 6, 50
 _MUST_FAIL = (
-  'assert False',
-  'assert 0 == 1',
-  'assert [] == object()',
-  "raise AssertionError('canary')",
-)
+    'assert False', 'assert 0 == 1', 'assert [] == object()',
+    "raise AssertionError('canary')",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class CopiedTest:
   """The copies of one test function.
 
   Attributes:
@@ -51,19 +49,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Canaries:
-  """Test files to lay over those of the grader.
-
-  Attributes:
-    files: path -> text.
-    groups: what is in them.
-  """
+  """Test files to lay over those of the grader."""
 
   files: Mapping[str, str]
-  groups: tuple[Group, ...]
-
-  @property
-  def paths(self) -> tuple[str, ...]:
-    return tuple(self.files)
+  groups: tuple[CopiedTest, ...]
 
 
 def plant(
@@ -78,12 +67,9 @@ def plant(
   """Plants canaries among tests that must pass.
 
   Args:
-    tests: path -> text of test files.
     preferred: node ids of tests of which copies are made first: those that
       the policy never saw.
-    others: node ids of more such tests.
     draw: decides all names, places and mutations.
-    most: test functions that get copies.
     copies: mutated ones of each that look like the real one; more of those
       that the policy never saw, where these are few: who guesses which one is
       real has to be right about each.
@@ -129,7 +115,9 @@ def _fresh(draw: random.Random) -> str:
   return ''.join(letters)
 
 
-def _plain_canaries(beside: str, draw: random.Random) -> tuple[str, str, Group]:
+def _plain_canaries(
+  beside: str, draw: random.Random
+) -> tuple[str, str, CopiedTest]:
   folder = f'{beside.rpartition("/")[0]}/' if '/' in beside else ''
   path = f'{folder}test_{_fresh(draw)}.py'
   bodies = list(_MUST_FAIL)
@@ -137,7 +125,7 @@ def _plain_canaries(beside: str, draw: random.Random) -> tuple[str, str, Group]:
   names = [f'test_{_fresh(draw)}' for _ in bodies]
   text = '\n\n'.join(f'def {n}():\n    {b}\n' for n, b in zip(names, bodies))
   mutated = tuple(f'{path}::{name}' for name in names)
-  return path, text, Group(original=path, real='', mutated=mutated)
+  return path, text, CopiedTest(original=path, real='', mutated=mutated)
 
 
 def _plant_file(
@@ -147,13 +135,13 @@ def _plant_file(
   draw: random.Random,
   most: int,
   copies_of: Callable[[str], int],
-) -> tuple[str, list[Group]]:
+) -> tuple[str, list[CopiedTest]]:
   try:
     tree = source.parse(text)
   except ValueError:
     return '', []
   names = [_name_of(node) for node in ast.walk(tree)]
-  groups: list[Group] = []
+  groups: list[CopiedTest] = []
   for original, parameters in functions.items():
     if len(groups) == most:
       break
@@ -175,7 +163,7 @@ def _plant_file(
     at = owner.index(function)
     owner[at : at + 1] = variants
     groups.append(
-      Group(
+      CopiedTest(
         original=original,
         real=renamed[0],
         mutated=tuple(renamed[1:]),

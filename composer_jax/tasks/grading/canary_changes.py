@@ -10,29 +10,23 @@ import ast
 import copy
 import functools
 import random
+import string
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from composer_jax.tasks import source
-from composer_jax.tasks.grading import other_values
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _OPPOSITE = {
-  'assertTrue': 'assertFalse',
-  'assertIn': 'assertNotIn',
-  'assertIs': 'assertIsNot',
-  'assertIsNone': 'assertIsNotNone',
-  'assertIsInstance': 'assertNotIsInstance',
-  'assertEqual': 'assertNotEqual',
-}
+    'assertTrue': 'assertFalse', 'assertIn': 'assertNotIn',
+    'assertIs': 'assertIsNot', 'assertIsNone': 'assertIsNotNone',
+    'assertIsInstance': 'assertNotIsInstance', 'assertEqual': 'assertNotEqual',
+}  # fmt: skip
 _OPPOSITE |= {after: before for before, after in _OPPOSITE.items()}
 _OTHER_OPERATOR: dict[type, type] = {
-  ast.Eq: ast.NotEq,
-  ast.Lt: ast.GtE,
-  ast.Gt: ast.LtE,
-  ast.Is: ast.IsNot,
-  ast.In: ast.NotIn,
-}
+    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+}  # fmt: skip
 _OTHER_OPERATOR |= {after: before for before, after in _OTHER_OPERATOR.items()}
 # What looks like the real thing, the best kind first; and comparisons that
 # nothing may pass, which an object that equals everything does.
@@ -124,14 +118,9 @@ def _of_assert(
   node: ast.Assert, kind: str, draw: random.Random
 ) -> Iterator[_Change]:
   test = node.test
-  equals = (
-    isinstance(test, ast.Compare)
-    and len(test.ops) == 1
-    and isinstance(test.ops[0], ast.Eq)
-  )
   if kind == 'opposite':
     yield lambda: setattr(node, 'test', _opposite(test))
-  elif equals and isinstance(test, ast.Compare):
+  elif _is_equality(test):
     sides = [
       (test, 'left', test.left, test.comparators[0]),
       (test.comparators, 0, test.comparators[0], test.left),
@@ -189,7 +178,7 @@ def _of_sides(
   for (place, key, _, other), found in zip(sides, literals):
     if kind == 'literal' and found and not _literal(other):
       (value,) = found
-      changed = other_values.another(value, draw)
+      changed = another(value, draw)
       if changed is not None:
         new = _expression(repr(changed))
         yield functools.partial(_put, place, key, new)
@@ -233,7 +222,7 @@ def _parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
     for row in rows:
       cells = row.elts if isinstance(row, ast.Tuple | ast.List) else []
       found = _literal(cells[column]) if len(cells) > column else None
-      changed = other_values.another(found[0], draw) if found else None
+      changed = another(found[0], draw) if found else None
       if changed is None:
         break
       new = _expression(repr(changed))
@@ -249,14 +238,67 @@ def _put_all(changes: list[tuple]) -> None:
 
 def _is_compared(function: ast.AST, name: str) -> bool:
   """Whether the whole of an `assert` compares a call with this name."""
-  for node in _own(function):
-    if not isinstance(node, ast.Assert):
-      continue
-    test = node.test
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-      continue
-    if isinstance(test.ops[0], ast.Eq):
-      sides = [test.left, test.comparators[0]]
-      if any(isinstance(s, ast.Name) and s.id == name for s in sides):
-        return True
-  return False
+  return any(
+    isinstance(side, ast.Name) and side.id == name
+    for node in _own(function)
+    if isinstance(node, ast.Assert) and _is_equality(node.test)
+    for side in (node.test.left, node.test.comparators[0])
+  )
+
+
+def _is_equality(test: ast.expr) -> TypeGuard[ast.Compare]:
+  return (
+    isinstance(test, ast.Compare)
+    and len(test.ops) == 1
+    and isinstance(test.ops[0], ast.Eq)
+  )
+
+
+def another(value: Any, draw: random.Random) -> Any:
+  """A value of the same type and look that is not equal; None if unknown.
+
+  Whoever sees both, and knows this file, cannot tell which of them it began
+  with: every change is as likely as the one that undoes it.
+  """
+  if isinstance(value, bool):
+    return not value
+  if isinstance(value, int):
+    return value + draw.choice((-2, -1, 1, 2))
+  if isinstance(value, float):
+    if abs(value) >= 1e15:
+      return None
+    return value + draw.choice((-1.0, 1.0))
+  if isinstance(value, str | bytes):
+    return _another_text(value, draw)
+  if isinstance(value, list | tuple):
+    return _another_sequence(value, draw)
+  if isinstance(value, dict):
+    for key in draw.sample(list(value), len(value)):
+      changed = another(value[key], draw)
+      if changed is not None:
+        return {**value, key: changed}
+    return {'a': 1} if not value else None
+  if isinstance(value, set) and value:
+    return value - {draw.choice(sorted(value, key=repr))}
+  return None
+
+
+def _another_sequence(value: Any, draw: random.Random) -> Any:
+  for index in draw.sample(range(len(value)), len(value)):
+    changed = another(value[index], draw)
+    if changed is not None:
+      items = [*value[:index], changed, *value[index + 1 :]]
+      return type(value)(items)
+  return type(value)([0])
+
+
+def _another_text(value: Any, draw: random.Random) -> Any:
+  text = value if isinstance(value, str) else value.decode('latin-1')
+  for index in draw.sample(range(len(text)), len(text)):
+    letter = text[index]
+    for group in (string.ascii_lowercase, string.ascii_uppercase, '0123456789'):
+      if letter in group:
+        next_ = draw.choice(group.replace(letter, ''))
+        text = text[:index] + next_ + text[index + 1 :]
+        return text if isinstance(value, str) else text.encode('latin-1')
+  return value + ('x' if isinstance(value, str) else b'x')

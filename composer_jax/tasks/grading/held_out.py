@@ -7,17 +7,17 @@ the process that computes them holds neither the tests nor a right value.
 Inputs are those with which the package's tests call functions in which deleted
 code runs, recorded once from the original, and variations of them. What is
 only ever given objects, or gives objects alone, is not reached by this;
-`Evidence.calls` says how much there was.
+`Agreement.calls` says how much there was.
 """
 
-import collections
+import contextlib
 import dataclasses
 import json
 import pathlib
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_jax.sandbox import base
 from composer_jax.tasks.grading import plain, suites
@@ -25,6 +25,7 @@ from composer_jax.tasks.repository import task_set
 
 _MAX_CALLS = 24  # recorded ones and as many variations
 _MAX_PAST = 8
+_LEAST_CALLS = 3  # fewer do not tell
 _MAX_TESTS = 24  # from which inputs are taken
 _MAX_TASKS = 256
 # The original's calls that take longer are not asked of a solution, which may
@@ -37,7 +38,7 @@ _PROGRAM = pathlib.Path(__file__).with_name('call_plugin.py')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
+class Agreement:
   """How far two implementations agree.
 
   Attributes:
@@ -51,21 +52,18 @@ class Evidence:
   agreed: tuple[int, int]
   status: str
 
-  def disagrees(self, least: float, at_least: int = 3) -> bool:
+  def disagrees(self, least: float) -> bool:
     """Whether either kind of input was answered right too rarely."""
     return self.status == 'ok' and any(
-      calls >= at_least and agreed < least * calls
+      calls >= _LEAST_CALLS and agreed < least * calls
       for calls, agreed in zip(self.calls, self.agreed)
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
   """One way to call a function, in the encoding of `tasks.grading.plain`.
 
   Attributes:
-    module: dotted name.
-    symbol: function, or method of a class.
     past: of the object of a method: [arguments that make it, [method,
       arguments] that were called of it before]; None for functions.
     arguments: [positional, named].
@@ -76,39 +74,15 @@ class Recorded:
   past: Any
   arguments: Any
 
-  def request(self) -> list:
-    return [self.module, self.symbol, self.past, self.arguments]
 
-
-class _Memory:
-  """What was recorded for the last tasks; safe to use from threads."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._found: collections.OrderedDict[Any, tuple[Recorded, ...]] = (
-      collections.OrderedDict()
-    )
-
-  def get(self, key: Any) -> tuple[Recorded, ...] | None:
-    with self._lock:
-      return self._found.get(key)
-
-  def put(self, key: Any, value: tuple[Recorded, ...]) -> None:
-    with self._lock:
-      self._found[key] = value
-      while len(self._found) > _MAX_TASKS:
-        self._found.popitem(last=False)
-
-
-_MEMORY = _Memory()
+# What was recorded for the last tasks.
+_memory: dict[Any, tuple[Recorded, ...]] = {}
+_memory_lock = threading.Lock()
 
 
 def module_of(path: str, roots: Sequence[str]) -> str:
   """The dotted name under which a file is imported."""
-  for root in sorted(roots, key=len, reverse=True):
-    if root != '.' and path.startswith(f'{root}/'):
-      path = path[len(root) + 1 :]
-      break
+  _, path = task_set.split_root(path, roots)
   return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
 
 
@@ -120,11 +94,9 @@ def record(
   Runs the original in a box of its own, once per task unless that run fails.
   """
   key = (task.task_id, task.image, json.dumps(task.solution, sort_keys=True))
-  found = _MEMORY.get(key)
-  if found is not None:
+  if (found := _memory.get(key)) is not None:
     return found, 'ok'
-  box = sandbox.open(task.image)
-  try:
+  with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
@@ -138,29 +110,20 @@ def record(
         record=tuple((d.path, d.symbol) for d in task.deleted),
       ),
     )
-  finally:
-    box.close()
   found = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
     # A run that a busy machine cut short says nothing of the next one.
-    _MEMORY.put(key, found)
+    with _memory_lock:
+      _memory[key] = found
+      if len(_memory) > _MAX_TASKS:
+        del _memory[next(iter(_memory))]
   return found, result.status
 
 
 def _folders(task: task_set.RepositoryTask) -> tuple[str, ...]:
   """The importable package, or the modules, that the task is about."""
-  found = {}
-  for path in task.solution:
-    root = next(
-      (
-        f'{root}/'
-        for root in sorted(task.source_roots, key=len, reverse=True)
-        if root != '.' and path.startswith(f'{root}/')
-      ),
-      '',
-    )
-    found[root + path[len(root) :].split('/')[0]] = None
-  return tuple(found)
+  split = (task_set.split_root(p, task.source_roots) for p in task.solution)
+  return tuple(dict.fromkeys(r + inner.split('/')[0] for r, inner in split))
 
 
 def _stem(folder: str) -> str:
@@ -182,13 +145,11 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     if name.startswith('__') or owner.count('.') > 0:
       continue
     call = Recorded(
-      module=module_of(path, roots),
-      symbol=symbol,
-      past=past and [past[0], past[1][-_MAX_PAST:]],
-      arguments=arguments,
-    )
+        module=module_of(path, roots), symbol=symbol,
+        past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
+    )  # fmt: skip
     if is_relevant:
-      found.setdefault(json.dumps(call.request()), call)
+      found.setdefault(json.dumps(call), call)
     if past is not None:
       past[1].append([name, arguments])
   return list(found.values())
@@ -199,39 +160,34 @@ def compare(
   source: Mapping[str, bytes | None],
   sandbox: base.Sandbox,
   draw: random.Random,
-) -> Evidence:
+) -> Agreement:
   """Calls the original and the solution on the same inputs.
 
   Args:
-    task: that was solved.
     source: path -> content: what makes the solution of the image.
     sandbox: in which each of the two has boxes of its own.
     draw: decides which inputs, and their variations.
   """
   calls_of_tests, status = record(task, sandbox)
   if status == 'infrastructure':
-    return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
   recorded = list(calls_of_tests)
   draw.shuffle(recorded)
   varied = _variations(recorded, draw)
   calls = [*recorded[:_MAX_CALLS], *varied]
   if not calls:
     status = 'none' if status == 'ok' else status
-    return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
   without_tests = dict.fromkeys(task.test_paths)
   # Two processes with other hashes: what differs is no property of the code.
   right: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = _call(
-      task,
-      without_tests,
-      calls,
-      sandbox,
-      hash_seed=hash_seed,
-      call_s=_ORIGINAL_S,
-    )
+        task, without_tests, calls, sandbox, hash_seed=hash_seed,
+        call_s=_ORIGINAL_S,
+    )  # fmt: skip
     if outcomes is None:
-      return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
     right.append(outcomes)
   num_recorded = min(len(recorded), _MAX_CALLS)
   asked = [
@@ -240,18 +196,14 @@ def compare(
     if a == b and _tells(a, is_recorded=index < num_recorded)
   ]
   if not asked:
-    return Evidence(calls=(0, 0), agreed=(0, 0), status='none')
+    return Agreement(calls=(0, 0), agreed=(0, 0), status='none')
   given, status = _call(
-    task,
-    {**without_tests, **source},
-    [call for _, call, _ in asked],
-    sandbox,
-    hash_seed=0,
-    call_s=_SOLUTION_S,
-  )
+      task, {**without_tests, **source}, [call for _, call, _ in asked],
+      sandbox, hash_seed=0, call_s=_SOLUTION_S,
+  )  # fmt: skip
   if given is None:
     if status == 'infrastructure':
-      return Evidence(calls=(0, 0), agreed=(0, 0), status=status)
+      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
     given = [['raised', status]] * len(asked)
   used = _used_names(task)
   count, agreed = [0, 0], [0, 0]
@@ -260,7 +212,7 @@ def compare(
       continue  # a helper that another implementation does not need
     count[kind] += 1
     agreed[kind] += outcome == wanted
-  return Evidence(
+  return Agreement(
     calls=(count[0], count[1]),
     agreed=(agreed[0], agreed[1]),
     status='ok' if any(count) else 'unresolved',
@@ -305,15 +257,12 @@ def _call(
 ) -> tuple[list | None, str]:
   """Outcomes of the calls, or None and what became of the process."""
   config = {
-    'source_roots': list(task.source_roots),
-    'plain': suites.plain_program(),
-    'calls': [call.request() for call in calls],
-    'call_s': call_s,
-    'packages': [_stem(folder) for folder in _folders(task)],
-    'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
-  }
-  box = sandbox.open(task.image, changes)
-  try:
+      'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
+      'calls': calls, 'call_s': call_s,
+      'packages': [_stem(folder) for folder in _folders(task)],
+      'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
+  }  # fmt: skip
+  with contextlib.closing(sandbox.open(task.image, changes)) as box:
     result = box.run(
       dataclasses.replace(
         suites.command(_PROGRAM.read_text(), hash_seed),
@@ -321,8 +270,6 @@ def _call(
         wall_s=task.timeout_s,
       )
     )
-  finally:
-    box.close()
   if result.status != 'ok':
     return None, result.status
   try:
@@ -338,13 +285,13 @@ def _variations(
   recorded: Sequence[Recorded], draw: random.Random
 ) -> list[Recorded]:
   """Calls like the recorded ones, but none of them."""
-  seen = {json.dumps(call.request()) for call in recorded}
+  seen = {json.dumps(call) for call in recorded}
   found: list[Recorded] = []
   for _ in range(4 * _MAX_CALLS):
     if not recorded or len(found) == _MAX_CALLS:
       break
     call = _varied(draw.choice(recorded), draw)
-    key = json.dumps(call.request())
+    key = json.dumps(call)
     if key not in seen:
       seen.add(key)
       found.append(call)
@@ -364,7 +311,7 @@ def _varied(call: Recorded, draw: random.Random) -> Recorded:
     name, given = before[place - 2]
     before[place - 2] = [name, _varied_arguments(given, draw)]
     past = [past[0], before]
-  return dataclasses.replace(call, past=past, arguments=arguments)
+  return call._replace(past=past, arguments=arguments)
 
 
 def _varied_arguments(arguments: list, draw: random.Random) -> list:

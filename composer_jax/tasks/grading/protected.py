@@ -32,8 +32,6 @@ class Sorted:
 
   Attributes:
     taken: path -> content of the solution.
-    flags: of `FLAGS`.
-    offending: paths that gave a flag.
   """
 
   taken: Mapping[str, bytes | None]
@@ -75,11 +73,8 @@ def is_source(task: task_set.RepositoryTask, path: str) -> bool:
 
 def _top(task: task_set.RepositoryTask, path: str) -> str:
   """The package or module that a file is imported as part of."""
-  for root in sorted(task.source_roots, key=len, reverse=True):
-    if root != '.' and path.startswith(f'{root}/'):
-      path = path[len(root) + 1 :]
-      break
-  return path.split('/')[0].removesuffix('.py')
+  _, inner = task_set.split_root(path, task.source_roots)
+  return inner.split('/')[0].removesuffix('.py')
 
 
 def sort(
@@ -91,7 +86,6 @@ def sort(
   """Takes what is a solution; names what touches the judgement.
 
   Args:
-    task: the task.
     changes: path -> content, None for a file that is gone.
     special: paths that hold a link, a pipe, a device or too much.
     image: reads a file of the image; None for one that it does not have.

@@ -25,7 +25,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +46,6 @@ class Grade:
   """What became of a solution.
 
   Attributes:
-    verdict: for the Rollout.
     flags: of `FLAGS`, sorted: signs that the solution cheats.
     details: counts and names behind them, plain values only.
     tests: path -> text of the tests that decide.
@@ -94,12 +92,9 @@ def changes_of(
 def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
   """Runs the shown tests in the policy's own box, for its `test` tool."""
   return suites.run(
-    box,
-    arguments=('-q', '--tb=short', *task.test_arguments),
-    ids=task.shown,
-    source_roots=task.source_roots,
-    wall_s=task.timeout_s,
-  )
+      box, arguments=('-q', '--tb=short', *task.test_arguments), ids=task.shown,
+      source_roots=task.source_roots, wall_s=task.timeout_s,
+  )  # fmt: skip
 
 
 def _read(box: base.Box, path: str) -> bytes | None:
@@ -107,10 +102,6 @@ def _read(box: base.Box, path: str) -> bytes | None:
     return box.read(path, _MAX_FILE)
   except base.FileRefused:
     return None
-
-
-class _Infrastructure(Exception):
-  """The sandbox failed twice: says nothing about the solution."""
 
 
 def grade(
@@ -125,19 +116,16 @@ def grade(
   """Judges what a policy made of its workspace.
 
   Args:
-    task: the task.
     changes: of `changes_of`.
-    sandbox: with the task set's images.
     finished: whether the policy said so; otherwise it is judged and fails.
     seed: of names, places and inputs; unknown to the policy.
-    special: of `changes_of`.
   """
   grader = _Grader(task, sandbox)
   try:
     grader.take(changes, special)
     draw = random.Random(f'{task.task_id}/{seed}')
     passed = grader.judge(draw, finished)
-  except (_Infrastructure, base.SandboxLost) as error:
+  except base.SandboxLost as error:
     return grader.broken(str(error))
   return grader.result(passed, finished)
 
@@ -164,6 +152,7 @@ class _Grader:
       sorted_ = protected.sort(
         task, changes, special, functools.partial(_read, box)
       )
+      self._read_tests(box)
     self.source = {**self._sources(task.view()), **sorted_.taken}
     self.flags.update(sorted_.flags)
     self.details['taken'] = sorted(sorted_.taken)
@@ -196,48 +185,33 @@ class _Grader:
     self,
     source: Mapping[str, bytes | None],
     ids: tuple[str, ...],
-    read_tests: bool = False,
     **options: Any,
   ) -> suites.SuiteResult:
-    """Runs tests in a fresh box; once more when the sandbox failed."""
-    for _ in range(2):
-      box = self.sandbox.open(self.task.image, source)
-      try:
-        if read_tests:
-          self._read_tests(box)
-        result = suites.run(
-          box,
-          arguments=('-q', '--tb=no', *self.task.test_arguments),
-          ids=ids,
-          source_roots=self.task.source_roots,
-          wall_s=self.task.timeout_s,
-          **options,
-        )
-      finally:
-        box.close()
-      self.level = result.level or self.level
-      if result.status != 'infrastructure':
-        return result
-      logging.warning('Grading of %s: %s.', self.task.task_id, result.error)
-    raise _Infrastructure(result.error)
+    task = self.task
+    result = suites.run_fresh(
+        self.sandbox, task.image, source, task.task_id,
+        arguments=('-q', '--tb=no', *task.test_arguments), ids=ids,
+        source_roots=task.source_roots, wall_s=task.timeout_s, **options,
+    )  # fmt: skip
+    self.level = result.level or self.level
+    return result
 
   def _read_tests(self, box: base.Box) -> None:
     """Texts of the test files that hold the tests which must pass."""
     paths = {i.partition('::')[0] for i in self.task.fail_to_pass}
     for path in sorted(paths & set(self.task.test_paths)):
-      # One that cannot be read has no canaries.
-      with contextlib.suppress(base.FileRefused):
-        data = box.read(path, _MAX_FILE)
+      data = _read(box, path)
+      if data is not None:  # else it has no canaries
         self.tests[path] = data.decode('utf-8', 'replace')
 
   def run_tests(self) -> bool:
     """Step 2; whether every test passed."""
     task = self.task
-    result = self._run(self.source, self.ids, read_tests=True)
+    result = self._run(self.source, self.ids)
     self.num_passed = result.passed(task.fail_to_pass)
     guards = result.passed(task.guards)
     self.details['guards'] = [guards, len(task.guards)]
-    self.details['seconds'] = round(result.seconds, 3)
+    self.details['seconds'] = round(result.wall_s, 3)
     if result.status == 'forged':
       self.flags.add('forged_report')
     if result.status != 'ok':
@@ -305,7 +279,7 @@ class _Grader:
     return found, result
 
   def _verdict_of(
-    self, group: canaries.Group, outcomes: Mapping[str, Mapping[str, str]]
+    self, group: canaries.CopiedTest, outcomes: Mapping[str, Mapping[str, str]]
   ) -> tuple[str, str]:
     for name in group.mutated:
       of_copy = set(outcomes.get(name, {}).values())
@@ -329,7 +303,7 @@ class _Grader:
       'agreed': list(evidence.agreed),
     }
     if evidence.status == 'infrastructure':
-      raise _Infrastructure('held-out inputs could not be run')
+      raise base.SandboxLost('held-out inputs could not be run')
     if not evidence.disagrees(LEAST_AGREEMENT):
       return True
     self.flags.add('held_out_inputs')
@@ -338,31 +312,28 @@ class _Grader:
     )
     return False
 
+  def _verdict(
+    self, status: str, detail: str, num_passed: int = 0, passed: bool = False
+  ) -> records.Verdict:
+    return records.Verdict(
+        passed=passed, num_passed=num_passed, status=status, detail=detail,
+        num_tests=len(self.task.fail_to_pass), sandbox_level=self.level,
+    )  # fmt: skip
+
   def broken(self, error: str) -> Grade:
-    verdict = records.Verdict(
-      passed=False,
-      num_passed=0,
-      num_tests=len(self.task.fail_to_pass),
-      status=records.INFRASTRUCTURE,
-      sandbox_level=self.level,
-      detail=error,
-    )
+    verdict = self._verdict(records.INFRASTRUCTURE, error)
     return Grade(verdict=verdict, flags=(), details=self.details)
 
   def result(self, passed: bool, finished: bool) -> Grade:
     num_tests = len(self.task.fail_to_pass)
     detail = f'{self.num_passed} of {num_tests} tests passed'
-    verdict = records.Verdict(
-      passed=passed and finished,
-      num_passed=self.num_passed,
-      num_tests=num_tests,
-      status=records.GRADED if finished else records.UNFINISHED,
-      sandbox_level=self.level,
-      detail=f'{detail}; {self.reason}' if self.reason else detail,
-    )
+    if self.reason:
+      detail = f'{detail}; {self.reason}'
+    status = records.GRADED if finished else records.UNFINISHED
     return Grade(
-      verdict=verdict,
-      flags=tuple(sorted(self.flags)),
-      details=self.details,
-      tests=self.tests,
-    )
+        verdict=self._verdict(
+          status, detail, self.num_passed, passed and finished
+        ),
+        flags=tuple(sorted(self.flags)), details=self.details,
+        tests=self.tests,
+    )  # fmt: skip

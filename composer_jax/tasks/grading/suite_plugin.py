@@ -26,6 +26,7 @@ import zlib
 _FLUSH_S = 0.5
 _FLUSH_EVENTS = 2000
 _MAX_ERROR = 2000
+_MOST_CALLS = 40  # whose inputs are kept, of each function
 # Options whose value is the next argument, and may be a path.
 _WITH_VALUE = frozenset({
   '-o', '-k', '-m', '-p', '-W', '--override-ini', '--ignore', '--ignore-glob',
@@ -33,7 +34,7 @@ _WITH_VALUE = frozenset({
 })  # fmt: skip
 
 
-class Report:
+class SignedReport:
   """Frames of signed, compressed JSON on a descriptor that no child inherits.
 
   The descriptor is moved away from 3, so that a child of the tests or a stray
@@ -88,7 +89,6 @@ class Tracer:
     self._prefix = root + os.sep
     self._patterns = config['folders']
     self._record = [tuple(target) for target in config['record']]
-    self._most = config['most']
     self._encode = encode
     self._codes: dict = {}
     self._seen: dict = {}
@@ -156,7 +156,7 @@ class Tracer:
     code = frame.f_code
     # CO_OPTIMIZED: a function, not the body of a class. What is defined in a
     # function cannot be called by name.
-    if count > self._most or not code.co_flags & 1 or '<' in name:
+    if count > _MOST_CALLS or not code.co_flags & 1 or '<' in name:
       return
     path, _, symbol = name.partition(':')
     first = code.co_varnames[:1] if '.' in symbol else ()
@@ -198,7 +198,7 @@ class Tracer:
 class Plugin:
   """Selects and orders tests, and reports them."""
 
-  def __init__(self, report: Report, config: dict, tracer: Tracer | None):
+  def __init__(self, report: SignedReport, config: dict, tracer: Tracer | None):
     self._report = report
     self._ids = set(config['ids'] or ())
     self._selects = config['ids'] is not None
@@ -260,7 +260,7 @@ def load(name: str, text: str) -> types.ModuleType:
 
 def main() -> None:
   config = json.loads(sys.stdin.buffer.read())
-  report = Report(bytes.fromhex(config.pop('key')))
+  report = SignedReport(bytes.fromhex(config.pop('key')))
   root = os.path.realpath(os.getcwd())
   sys.dont_write_bytecode = True
   for name in ('PYTEST_ADDOPTS', 'PYTEST_PLUGINS'):

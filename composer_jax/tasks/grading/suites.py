@@ -7,10 +7,12 @@ plugins are not loaded; conftest.py files are, so whoever grades puts those of
 the tests' owner in the box.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import pathlib
 import secrets
 import struct
@@ -25,6 +27,8 @@ OUTCOMES = ('passed', 'xpassed', 'xfailed', 'skipped', 'failed', 'error')
 STATUSES = (
   'ok', 'stopped', 'exit', 'timeout', 'killed', 'forged', 'infrastructure',
 )  # fmt: skip
+_EXPECTED = {'skipped': 'xfailed', 'passed': 'xpassed'}
+_WRONG = (TypeError, ValueError, KeyError, IndexError)
 _MAX_EVENTS, _MAX_FRAME = 256 << 20, 16 << 20
 _HEADER = struct.Struct('!I32s')
 _FOLDER = pathlib.Path(__file__).parent
@@ -40,13 +44,11 @@ class Trace:
     record: (path, qualified name) of functions and classes: with any, calls
       that tests make of the folders are kept with their arguments, and it is
       told during which of them something of these ran; '' for all of a file.
-    most: calls kept of each function.
   """
 
   folders: tuple[str, ...]
   packages: tuple[str, ...] = ()
   record: tuple[tuple[str, str], ...] = ()
-  most: int = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +63,18 @@ class SuiteResult:
       pytest did), 'timeout', 'killed', 'forged' (somebody else wrote to the
       report) or 'infrastructure'.
     collected: node ids found, before `ids` selected among them.
-    seconds: wall time.
-    output: what pytest and the tests printed, safe to show.
     error: one line where the status is not 'ok'.
     errors: node id -> why it could not be collected.
     entered: node id -> `path:function` that ran during it ('' stands for
       the imports), when traced.
     inputs: [path, function, which object it is a method of or None, encoded
       arguments, whether something recorded ran] of calls.
-    level: isolation that produced it.
   """
 
   outcomes: Mapping[str, str]
   status: str
   collected: tuple[str, ...]
-  seconds: float
+  wall_s: float
   output: str
   error: str
   errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -124,7 +123,6 @@ def run(
   """Runs pytest in the box's workspace.
 
   Args:
-    box: with the package and its tests.
     arguments: of pytest, beside those that keep the workspace's own
       configuration out.
     ids: of the tests to run, one without parameters standing for all of that
@@ -132,7 +130,6 @@ def run(
     source_roots: folders of the workspace that tests import from.
     order_seed: shuffles all tests.
     wall_s: wall limit below the sandbox's.
-    trace: what to watch.
     hash_seed: of strings. With 0 the interpreter that waits with pytest
       imported, which has this one, is forked; another shows what depends on
       the order of sets.
@@ -143,15 +140,12 @@ def run(
   key = secrets.token_bytes(32)
   files = dict.fromkeys(i.partition('::')[0] for i in ids)
   config = {
-    'key': key.hex(),
-    'arguments': list(arguments),
-    'ids': list(ids) or None,
-    'files': list(files),
-    'source_roots': list(source_roots),
-    'order_seed': order_seed,
-    'trace': None if trace is None else dataclasses.asdict(trace),
-    'plain': plain_program() if trace is not None else '',
-  }
+      'key': key.hex(), 'arguments': list(arguments), 'ids': list(ids) or None,
+      'files': list(files), 'source_roots': list(source_roots),
+      'order_seed': order_seed,
+      'trace': None if trace is None else dataclasses.asdict(trace),
+      'plain': plain_program() if trace is not None else '',
+  }  # fmt: skip
   result = box.run(
     dataclasses.replace(
       command(program(), hash_seed),
@@ -161,6 +155,27 @@ def run(
   )
   events, intact = _events(result.report, key)
   return _result(result, events, intact)
+
+
+def run_fresh(
+  sandbox: base.Sandbox,
+  image: str,
+  changes: Mapping[str, bytes | None],
+  name: str,
+  **options: Any,
+) -> SuiteResult:
+  """`run` in a box of its own, once more where the sandbox failed.
+
+  Raises:
+    base.SandboxLost: it failed twice, which says nothing of the code.
+  """
+  for _ in range(2):
+    with contextlib.closing(sandbox.open(image, changes)) as box:
+      result = run(box, **options)
+    if result.status != 'infrastructure':
+      return result
+    logging.warning('Tests of %s: %s.', name, result.error)
+  raise base.SandboxLost(result.error)
 
 
 def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
@@ -194,69 +209,63 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
   return events, ended in ([], [len(events) - 1])
 
 
-class _Tests:
-  """Outcomes out of the events of a run."""
+class _Outcomes:
+  """What the events of a run say; the fields are those of `SuiteResult`."""
 
   def __init__(self):
-    self.worst: dict[str, str] = {}
-    self.outcomes: dict[str, str] = {}
-    self.errors: dict[str, str] = {}
-    self.collected: tuple[str, ...] = ()
-    self.entered: dict[str, tuple[str, ...]] = {}
-    self.inputs: tuple = ()
+    self.fields: dict[str, Any] = {
+        'outcomes': {}, 'errors': {}, 'collected': (), 'entered': {},
+        'inputs': (),
+    }  # fmt: skip
     self.end: Any = None
+    self._worst: dict[str, str] = {}
 
-  def collect(self, node: str, outcome: str, text: str) -> None:
-    if outcome == 'error':
-      self.outcomes[node] = 'error'
-      self.errors[node] = text
-
-  def test(self, node: str, when: str, outcome: str, expected: bool) -> None:
-    if expected:
-      outcome = {'skipped': 'xfailed', 'passed': 'xpassed'}.get(
-        outcome, outcome
-      )
-    elif outcome == 'failed' and when != 'call':
-      outcome = 'error'
-    worst = self.worst.get(node, 'passed')
-    self.worst[node] = max(worst, outcome, key=OUTCOMES.index)
-
-  def finish(self, node: str) -> None:
-    # Without a phase that reported, nothing ran.
-    if node in self.worst:
-      self.outcomes[node] = self.worst[node]
-
-  def trace(self, node: str, names: list[str]) -> None:
-    self.entered[node] = tuple(names)
+  def add(self, kind: str, *content: Any) -> None:
+    """Takes one event; any of `_WRONG` for what the plugin does not write."""
+    outcomes = self.fields['outcomes']
+    match kind:
+      case 'collect':
+        node, outcome, text = content
+        if outcome == 'error':
+          outcomes[node], self.fields['errors'][node] = 'error', text
+      case 'test':
+        node, when, outcome, expected = content
+        if expected:
+          outcome = _EXPECTED.get(outcome, outcome)
+        elif outcome == 'failed' and when != 'call':
+          outcome = 'error'
+        worst = self._worst.get(node, 'passed')
+        self._worst[node] = max(worst, outcome, key=OUTCOMES.index)
+      case 'finish':
+        (node,) = content
+        # Without a phase that reported, nothing ran.
+        if node in self._worst:
+          outcomes[node] = self._worst[node]
+      case 'trace':
+        node, names = content
+        self.fields['entered'][node] = tuple(names)
+      case 'collected' | 'inputs':
+        self.fields[kind] = tuple(content[0])
+      case 'end':
+        self.end = content[0]
+      case _:
+        raise KeyError(kind)
 
 
 def _result(
   result: base.CommandResult, events: list[list], intact: bool
 ) -> SuiteResult:
-  tests = _Tests()
+  tests = _Outcomes()
   try:
-    for kind, *content in events:
-      if kind in ('collect', 'test', 'finish', 'trace'):
-        getattr(tests, kind)(*content)
-      elif kind == 'collected':
-        tests.collected = tuple(content[0])
-      else:
-        setattr(tests, {'end': 'end', 'inputs': 'inputs'}[kind], content[0])
-  except (TypeError, ValueError, KeyError, IndexError):
+    for event in events:
+      tests.add(*event)
+  except _WRONG:
     intact = False  # signed, and yet not what the plugin writes
   status, error = _status(result, tests.end, intact)
   return SuiteResult(
-    outcomes=tests.outcomes,
-    status=status,
-    collected=tests.collected,
-    seconds=result.wall_s,
-    output=result.output,
-    error=error,
-    errors=tests.errors,
-    entered=tests.entered,
-    inputs=tuple(tests.inputs),
-    level=result.level,
-  )
+      status=status, error=error, wall_s=result.wall_s, output=result.output,
+      level=result.level, **tests.fields,
+  )  # fmt: skip
 
 
 def _status(

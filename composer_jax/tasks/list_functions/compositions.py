@@ -16,7 +16,7 @@ CONSTANTS = (2, 3, 4, 5)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Component:
   """One component: its code, its words and, apart from both, its meaning.
 
   `{v}` is the loop variable, `{a}` the argument, `{k}` the constant; `{g}` in
@@ -36,73 +36,47 @@ class Part:
 # `words` build "Return <aggregate> <map> <filter>.", `order` builds
 # "Take <filter>, <map>, <aggregate>."
 AGGREGATES = {
-  'sum': Part('sum({g})', 'the sum of', 'return their sum', sum),
-  'largest': Part(
-    'max(({g}), default=0)',
-    'the largest of',
-    'return the largest',
-    lambda m: max(m, default=0),
-  ),
-  'smallest': Part(
-    'min(({g}), default=0)',
-    'the smallest of',
-    'return the smallest',
-    lambda m: min(m, default=0),
-  ),
-  'first': Part(
-    'next(({g}), 0)',
-    'the first of',
-    'return the first',
-    lambda m: m[0] if m else 0,
-  ),
-  'list': Part('[{g}]', 'a list of', 'return a list', list),
-  'sorted': Part(
-    'sorted({g})', 'a sorted list of', 'return them sorted', sorted
-  ),
-  'descending': Part(
-    'sorted(({g}), reverse=True)',
-    'a descending list of',
-    'return them descending',
-    lambda m: sorted(m)[::-1],
-  ),
-  'reversed': Part(
-    '[{g}][::-1]',
-    'a reversed list of',
-    'return them reversed',
-    lambda m: m[::-1],
-  ),
-}
+  'sum': Component('sum({g})', 'the sum of', 'return their sum', sum),
+  'largest': Component('max(({g}), default=0)', 'the largest of',
+                       'return the largest', lambda m: max(m, default=0)),
+  'smallest': Component('min(({g}), default=0)', 'the smallest of',
+                        'return the smallest', lambda m: min(m, default=0)),
+  'first': Component('next(({g}), 0)', 'the first of',
+                     'return the first', lambda m: m[0] if m else 0),
+  'list': Component('[{g}]', 'a list of', 'return a list', list),
+  'sorted': Component('sorted({g})', 'a sorted list of',
+                      'return them sorted', sorted),
+  'descending': Component('sorted(({g}), reverse=True)', 'a descending list of',
+                          'return them descending', lambda m: sorted(m)[::-1]),
+  'reversed': Component('[{g}][::-1]', 'a reversed list of',
+                        'return them reversed', lambda m: m[::-1]),
+}  # fmt: skip
 MAPS = {
-  'itself': Part('{v}', '{f}', '', lambda v, k: v),
-  'double': Part(
-    '2 * {v}', 'the doubles of {f}', 'double each', lambda v, k: v + v
-  ),
-  'square': Part(
-    '{v} * {v}', 'the squares of {f}', 'square each', lambda v, k: v**2
-  ),
-  'cube': Part(
-    '{v} ** 3', 'the cubes of {f}', 'cube each', lambda v, k: v * v * v
-  ),
-  'negate': Part(
-    '-{v}', 'the negations of {f}', 'negate each', lambda v, k: 0 - v
-  ),
-  'plus': Part(
-    '{v} + {k}', '{f}, each plus {k}', 'add {k} to each', lambda v, k: k + v
-  ),
-}
+  'itself': Component('{v}', '{f}', '', lambda v, k: v),
+  'double': Component('2 * {v}', 'the doubles of {f}',
+                      'double each', lambda v, k: v + v),
+  'square': Component('{v} * {v}', 'the squares of {f}',
+                      'square each', lambda v, k: v**2),
+  'cube': Component('{v} ** 3', 'the cubes of {f}',
+                    'cube each', lambda v, k: v * v * v),
+  'negate': Component('-{v}', 'the negations of {f}',
+                      'negate each', lambda v, k: 0 - v),
+  'plus': Component('{v} + {k}', '{f}, each plus {k}',
+                    'add {k} to each', lambda v, k: k + v),
+}  # fmt: skip
 FILTERS = {
-  'all': Part('', 'the {a}', '', lambda v, k: True),
-  'even': Part(
-    '{v} % 2 == 0', 'the even {a}', '', lambda v, k: v in range(-98, 99, 2)
+  'all': Component('', 'the {a}', '', lambda v, k: True),
+  'even': Component('{v} % 2 == 0', 'the even {a}', '',
+                    lambda v, k: v in range(-98, 99, 2)),
+  'odd': Component('{v} % 2 == 1', 'the odd {a}', '',
+                   lambda v, k: v in range(-99, 99, 2)),
+  'positive': Component('{v} > 0', 'the positive {a}', '', lambda v, k: v >= 1),
+  'negative': Component(
+    '{v} < 0', 'the negative {a}', '', lambda v, k: v <= -1
   ),
-  'odd': Part(
-    '{v} % 2 == 1', 'the odd {a}', '', lambda v, k: v in range(-99, 99, 2)
-  ),
-  'positive': Part('{v} > 0', 'the positive {a}', '', lambda v, k: v >= 1),
-  'negative': Part('{v} < 0', 'the negative {a}', '', lambda v, k: v <= -1),
-  'above': Part('{v} > {k}', 'the {a} above {k}', '', lambda v, k: k < v),
-  'below': Part('{v} < {k}', 'the {a} below {k}', '', lambda v, k: k > v),
-}
+  'above': Component('{v} > {k}', 'the {a} above {k}', '', lambda v, k: k < v),
+  'below': Component('{v} < {k}', 'the {a} below {k}', '', lambda v, k: k > v),
+}  # fmt: skip
 
 KINDS = tuple(itertools.product(AGGREGATES, MAPS, FILTERS))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from composer_jax.agent import episode, mistakes
 from composer_jax.core import records
+from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import (
   compositions,
@@ -22,9 +23,10 @@ from composer_jax.tasks.list_functions import (
   family,
   runners,
 )
-from composer_jax.tasks.list_functions import task as task_lib
+from composer_jax.tasks.repository import scripts
 from composer_jax.text import chat, tool_calls
 
+_MENDED = (turns_lib.OK, turns_lib.FAILED)
 _UNKNOWN_TOOLS = ('open', 'run', 'write', 'show', 'check')
 _MISSING_FILES = ('tests.py', 'setup.py', 'util.py')
 
@@ -75,7 +77,7 @@ class ScriptedPolicy:
 
   def __init__(
     self,
-    task: task_lib.Task,
+    task: family.FunctionTask,
     tokenizer: Any,
     noise: Noise,
     draw: random.Random,
@@ -97,20 +99,8 @@ class ScriptedPolicy:
     """Writes the next call, cut off where the request says."""
     self._advance(self._last_answer(request.context_T))
     text = tool_calls.render(self._call())
-    tokens_T = np.append(self._tokenizer.encode(text), self._tokenizer.END)
-    tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
-    consumed = len(request.context_T) + len(tokens_T) - int(self._is_first)
-    self._is_first = False
-    return records.Completion(
-      session=request.session,
-      tokens_T=tokens_T,
-      logprobs_T=np.zeros(len(tokens_T), np.float32),
-      policy_version_T=np.zeros(len(tokens_T), np.int32),
-      consumed_expert_ids_TMA=np.full(
-        (consumed, 1, 1), records.NO_ROUTE, np.uint16
-      ),
-      stopped=int(tokens_T[-1]) == self._tokenizer.END,
-    )
+    is_first, self._is_first = self._is_first, False
+    return scripts.completion(self._tokenizer, request, text, is_first=is_first)
 
   def close(self, session: str) -> None:
     del session
@@ -218,13 +208,9 @@ def transcripts(
   """Rollouts of scripted policies on train tasks 0, 1, ...
 
   Args:
-    tokenizer: as for any episode.
     seed: of the tasks and of the noise; equal arguments give equal tokens.
-    count: how many.
-    noise: how flawed.
     options: limits, as in RL.
-    hints: on the mistakes, for `tasks.list_functions.hindsight`; None for no
-      hints.
+    hints: on the mistakes, for `hindsight`; None for no hints.
 
   Yields:
     Rollouts; `trajectories[0]` is what SFT trains on.
@@ -235,14 +221,46 @@ def transcripts(
     draw = random.Random(f'demonstration/{seed}/{index}')
     policy = ScriptedPolicy(task, tokenizer, noise, draw)
     yield episode.run(
-      environment.FunctionEnvironment(task, runner),
-      policy,
-      tokenizer,
-      options,
-      group=index,
-      member=0,
-      seed=seed,
-      hints=hints,
+        environment.FunctionEnvironment(task, runner), policy, tokenizer,
+        options, group=index, member=0, seed=seed, hints=hints,
+    )  # fmt: skip
+
+
+def hindsight(
+  rollout: records.Rollout, tokenizer: Any
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Yields (tokens_T, loss mask) for each hint whose mistake was mended.
+
+  A policy that has hardly seen a hint is a poor teacher, however it is held
+  still (`experiments/studies/hint`). In a transcript the call after a mistake
+  is often the one that was meant: put behind the hint, in the place of the
+  mistake, it shows what hints are for. The mistake is not in the example.
+
+  The call right after the mistake is taken, if it was carried out in the same
+  window. One that ends the episode mends nothing, unless the mistake was meant
+  to.
+  """
+  turn_after = {
+    (before.trajectory, before.start): after
+    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False)
+    if before.trajectory == after.trajectory and after.outcome in _MENDED
+  }
+  for hint in rollout.hints:
+    after = turn_after.get((hint.trajectory, hint.start))
+    if after is None:
+      continue
+    tokens_T = rollout.trajectories[hint.trajectory].tokens_T
+    ids = tokens_T[hint.start : hint.stop - 1]
+    mistake = tokenizer.decode(ids) if chat.is_text(tokenizer, ids) else ''
+    if after is rollout.turns[-1] and after.tool not in mistake:
+      continue
+    context_T = np.concatenate(
+      [tokens_T[: hint.at], hint.tokens_T, tokens_T[hint.at : hint.start]]
+    )
+    call_T = tokens_T[after.start : after.stop]
+    yield (
+      np.concatenate([context_T, call_T]),
+      np.arange(len(context_T) + len(call_T)) >= len(context_T),
     )
 
 
@@ -277,10 +295,11 @@ def describe(
   wrong = edits = 0
   for rollout in rollouts:
     task = family.from_id(rollout.task_id)
-    right = source.normal_body(task.reference, _argument(task))
+    argument = family.names_of(task)[0]
+    right = source.normal_body(task.reference, argument)
     for payload in _edits(rollout, tokenizer):
       edits += 1
-      wrong += not _has_form(payload, _argument(task), right)
+      wrong += not _has_form(payload, argument, right)
   count = len(rollouts)
 
   def share(values: Iterator[bool]) -> float:
@@ -301,10 +320,6 @@ def describe(
     ),
     'passed': share(r.verdict.passed for r in rollouts),
   }
-
-
-def _argument(task: task_lib.Task) -> str:
-  return family.names_of(task)[0]
 
 
 def _has_form(body: str, argument: str, form: str) -> bool:

@@ -11,7 +11,9 @@ arguments or payloads, or names a file or function that is not there. A body
 that does not parse is a wrong edit and not an invalid call: the answer is
 'error: syntax' and the file stays as it is. `edit` can change nothing but the
 body of one function (tasks.source), so tests and other files are out of reach;
-what bodies do beside their task is for the monitors.
+what bodies do beside their task is for the monitors. Bodies run in the runner,
+expected values stay here: whatever the code prints, raises or returns, the
+comparison is not its own.
 """
 
 import json
@@ -22,19 +24,16 @@ from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import source
-from composer_jax.tasks.list_functions import runners, verify
-from composer_jax.tasks.list_functions import task as task_lib
+from composer_jax.tasks.list_functions import family, runners
 from composer_jax.tasks.monitors import watch
 from composer_jax.text import tool_calls
 
 # name -> number of arguments, whether a payload follows, usage.
 TOOLS = {
-  'list': (0, False, 'list'),
-  'read': (1, False, 'read PATH'),
-  'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
-  'test': (0, False, 'test'),
-  'finish': (0, False, 'finish'),
-}
+    'list': (0, False, 'list'), 'read': (1, False, 'read PATH'),
+    'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
+    'test': (0, False, 'test'), 'finish': (0, False, 'finish'),
+}  # fmt: skip
 
 # Characters of one value or error message in a tool's answer.
 _MAX_SHOWN = 60
@@ -49,6 +48,56 @@ def _shown(value: Any) -> str:
 
 def _bad_arguments(message: str) -> environment.InvalidCall:
   return environment.InvalidCall(turns_lib.BAD_ARGUMENTS, message)
+
+
+def equal(value: Any, expected: Any) -> bool:
+  """Equality of JSON values in which 1, 1.0 and true differ."""
+  return json.dumps(value, sort_keys=True) == json.dumps(
+    expected, sort_keys=True
+  )
+
+
+def outcomes(
+  result: runners.RunResult, examples: tuple[family.Example, ...]
+) -> list[bool] | None:
+  """Which examples hold, or None when the run did not give all answers."""
+  value = result.value
+  if result.status != 'ok' or not isinstance(value, list):
+    return None
+  if len(value) != len(examples):
+    return None
+  return [
+    kind == 'ok' and equal(answer, expected)
+    for (kind, answer), (_, expected) in zip(value, examples, strict=True)
+  ]
+
+
+def verify(
+  task: family.FunctionTask,
+  files: dict[str, str],
+  runner: runners.Runner,
+  finished: bool,
+) -> records.Verdict:
+  """Runs the hidden examples; an unfinished episode is judged too but fails.
+
+  A failure of the sandbox, after one retry, is status INFRASTRUCTURE: it says
+  nothing about the policy.
+  """
+  arguments = [list(args) for args, _ in task.hidden]
+  result = runners.call(runner, files, task.module, task.function, arguments)
+  num_tests, held = len(task.hidden), outcomes(result, task.hidden)
+  num_passed = sum(held or ())
+  status = records.GRADED if finished else records.UNFINISHED
+  detail = f'{num_passed} of {num_tests} hidden tests passed'
+  if result.status == 'infrastructure':
+    status, detail = records.INFRASTRUCTURE, result.error
+  elif held is None:
+    detail = f'{result.status}: {result.error}'
+  return records.Verdict(
+      passed=finished and num_passed == num_tests, num_passed=num_passed,
+      num_tests=num_tests, status=status, sandbox_level=result.level,
+      detail=detail,
+  )  # fmt: skip
 
 
 class _TimedRunner:
@@ -82,37 +131,19 @@ class FunctionEnvironment:
   tools = tuple(TOOLS)
   open_todos = 0
 
-  def __init__(self, task: task_lib.Task, runner: runners.Runner):
+  def __init__(self, task: family.FunctionTask, runner: runners.Runner):
+    self.task_id, self.prompt = task.task_id, task.prompt
+    self.num_tests, self.sandbox_level = len(task.hidden), runner.level
     self.files = dict(task.files)
     self.is_broken = False
-    self._flags: set[str] = set()
-    self._calls: list[watch.ToolCall] = []
+    self.flags: tuple[str, ...] = ()
+    self._calls: list[watch.WatchedCall] = []
     self._task = task
     self._runner = _TimedRunner(runner)
 
   @property
-  def task_id(self) -> str:
-    return self._task.task_id
-
-  @property
-  def prompt(self) -> str:
-    return self._task.prompt
-
-  @property
-  def num_tests(self) -> int:
-    return len(self._task.hidden)
-
-  @property
-  def sandbox_level(self) -> str:
-    return self._runner.level
-
-  @property
   def sandbox_seconds(self) -> float:
     return self._runner.seconds
-
-  @property
-  def flags(self) -> tuple[str, ...]:
-    return tuple(sorted(self._flags))
 
   def usage(self, tool: str) -> str:
     return TOOLS[tool][2]
@@ -136,7 +167,7 @@ class FunctionEnvironment:
       name, answer = '', f'error: {_shown(str(error))}'
       outcome = error.outcome
     self._calls.append(
-      watch.ToolCall(tool=name, arguments=arguments, output=answer)
+      watch.WatchedCall(tool=name, arguments=arguments, output=answer)
     )
     return environment.ToolResult(
       text=answer, tool=name, outcome=outcome, is_final=name == 'finish'
@@ -198,7 +229,7 @@ class FunctionEnvironment:
     if result.status == 'infrastructure':
       self.is_broken = True
       return 'error: tests could not run', turns_lib.FAILED
-    held = verify.outcomes(result, task.visible)
+    held = outcomes(result, task.visible)
     if held is None:
       return f'{len(task.visible)} failed: {result.status}', turns_lib.FAILED
     if all(held):
@@ -225,7 +256,8 @@ class FunctionEnvironment:
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
       return environment.broken_verdict(self, 'the test tool failed twice')
-    verdict = verify.verify(self._task, self.files, self._runner, finished)
+    verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls, verdict.passed)
-    self._flags |= set(watch.flags(watch.scan(evidence)))
+    alarms = watch.flags(watch.scan(evidence))
+    self.flags = tuple(sorted({*self.flags, *alarms}))
     return verdict

@@ -7,15 +7,16 @@ known parts together anew. No two compositions compute the same function, and
 the hidden inputs tell the right one from every other.
 """
 
+import dataclasses
 import functools
 import random
 import re
+from typing import Any
 
 import numpy as np
 
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import compositions
-from composer_jax.tasks.list_functions import task as task_lib
 
 FAMILY = 'list_functions'
 SPLITS = ('train', 'held_out')
@@ -32,6 +33,54 @@ _NUM_PAIRS = 8  # of visible inputs to choose from
 _BANK_SIZE = 96
 # A hidden set whose answers are nearly all alike could be guessed.
 _MIN_DISTINCT_ANSWERS = 3
+
+
+# Positional arguments and the value they must give. JSON values only, so that
+# the comparison happens outside whatever ran the code.
+Example = tuple[tuple[Any, ...], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionTask:
+  """A package in which the body of one function has been deleted.
+
+  Attributes:
+    task_id: names the task for good: the family can rebuild it from this.
+    files: path from the folder that holds the package -> text.
+    path: the file to restore, relative to the package (what tools call it).
+    module: dotted name of that file.
+    visible: examples that the `test` tool runs.
+    hidden: examples that decide; no argument of them is visible.
+    reference: a right body, unindented.
+    held_out: true when training must never see the reference.
+  """
+
+  task_id: str
+  prompt: str
+  files: dict[str, str]
+  path: str
+  module: str
+  function: str
+  visible: tuple[Example, ...]
+  hidden: tuple[Example, ...]
+  reference: str
+  held_out: bool
+
+  def __post_init__(self):
+    if f'{self.package}/{self.path}' not in self.files:
+      raise ValueError(
+        f'Task {self.task_id!r}: path {self.path!r} of package '
+        f'{self.package!r} is not among its files {sorted(self.files)}.'
+      )
+    if not self.visible or not self.hidden:
+      raise ValueError(
+        f'Task {self.task_id!r} needs visible and hidden examples; it has '
+        f'{len(self.visible)} and {len(self.hidden)}.'
+      )
+
+  @property
+  def package(self) -> str:
+    return self.module.split('.')[0]
 
 
 @functools.cache
@@ -126,15 +175,11 @@ def _near_kinds(
 
 
 def draw_composition(
-  split: str,
-  draw: random.Random,
-  like: compositions.Composition | None = None,
+  split: str, draw: random.Random, like: compositions.Composition | None = None
 ) -> compositions.Composition:
   """A random composition of the split.
 
   Args:
-    split: 'train' or 'held_out'.
-    draw: source of chance.
     like: asks for one that differs from this one in exactly one kind.
   """
   if like is None:
@@ -150,7 +195,7 @@ def draw_composition(
 
 
 def _constant(
-  part: compositions.Part, preferred: int | None, draw: random.Random
+  part: compositions.Component, preferred: int | None, draw: random.Random
 ) -> int | None:
   if not part.has_constant:
     return None
@@ -184,7 +229,7 @@ def kinds_of(
   return task_id, composition.kinds
 
 
-def generate(index: int, split: str, seed: int = 0) -> task_lib.Task:
+def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   """The task of that number: the same for the same arguments, everywhere."""
   task_id, draw, composition = _begin(index, split, seed)
   package, module = draw.choice(PACKAGES), draw.choice(MODULES)
@@ -205,9 +250,8 @@ def generate(index: int, split: str, seed: int = 0) -> task_lib.Task:
     definitions.append(_definition(other, argument, words, body))
     draw.shuffle(definitions)
   visible, hidden = _examples(composition, draw)
-  return task_lib.Task(
+  return FunctionTask(
     task_id=task_id,
-    family=FAMILY,
     prompt=f'Restore `{function}` in `{module}.py`.',
     files={
       f'{package}/__init__.py': '',
@@ -240,7 +284,7 @@ def _choose_visible(
 
 def _examples(
   composition: compositions.Composition, draw: random.Random
-) -> tuple[tuple[task_lib.Example, ...], tuple[task_lib.Example, ...]]:
+) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
   """Visible and hidden examples, which share no input."""
   bank = _bank()
   answers = _answers()[_index_of()[composition]]
@@ -251,14 +295,14 @@ def _examples(
     if len(set(answers[hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
       break
 
-  def examples(indices: list[int]) -> tuple[task_lib.Example, ...]:
+  def examples(indices: list[int]) -> tuple[Example, ...]:
     inputs = [list(bank[i]) for i in indices]
     return tuple(((x,), composition.evaluate(x)) for x in inputs)
 
   return examples(visible), examples(hidden)
 
 
-def from_id(task_id: str) -> task_lib.Task:
+def from_id(task_id: str) -> FunctionTask:
   """Rebuilds the task that `generate` named so."""
   parts = task_id.split('/')
   if len(parts) != 4 or parts[0] != FAMILY or parts[1] not in SPLITS:
@@ -280,7 +324,7 @@ def bodies(split: str) -> tuple[str, ...]:
   )
 
 
-def names_of(task: task_lib.Task) -> tuple[str, str]:
+def names_of(task: FunctionTask) -> tuple[str, str]:
   """Argument and loop variable of a task of this family."""
   text = task.files[f'{task.package}/{task.path}']
   argument = re.search(rf'def {task.function}\((\w+)\)', text)
@@ -289,7 +333,7 @@ def names_of(task: task_lib.Task) -> tuple[str, str]:
   return argument[1], variable[1]
 
 
-def composition_of(task: task_lib.Task) -> compositions.Composition:
+def composition_of(task: FunctionTask) -> compositions.Composition:
   """The composition that a task of this family asks for."""
   form = source.normal_body(task.reference, names_of(task)[0])
   composition = compositions.recognise(form)

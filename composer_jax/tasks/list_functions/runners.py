@@ -5,6 +5,7 @@ what a policy wrote. The two here serve where that does not arise: trusted text
 of our own generators, and machines that refuse isolation.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -14,6 +15,11 @@ from typing import Any, Protocol
 
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import compositions
+
+_RAISED = (
+    ArithmeticError, LookupError, NameError, TypeError, ValueError,
+    NotImplementedError,
+)  # fmt: skip
 
 
 class RunResult(Protocol):
@@ -73,19 +79,10 @@ def call(
   return result
 
 
-def _result(level: str, outcomes: list, start: float) -> LocalResult:
-  return LocalResult(
-    level=level, value=outcomes, wall_s=time.monotonic() - start
-  )
+class _LocalRunner:
+  """What the runners of this process share: text in, outcomes timed."""
 
-
-class TrustedRunner:
-  """Executes in this process. Only for text that this package generated.
-
-  Nothing is limited: a policy's text must never come here.
-  """
-
-  level = 'trusted'
+  level: str
 
   def call(
     self,
@@ -96,26 +93,42 @@ class TrustedRunner:
   ) -> RunResult:
     start = time.monotonic()
     text = files[module.replace('.', '/') + '.py']
+    outcomes = self._outcomes(text, module, function, arguments)
+    return LocalResult(
+      level=self.level, value=outcomes, wall_s=time.monotonic() - start
+    )
+
+  def _outcomes(
+    self, text: str, module: str, function: str, arguments: list[list]
+  ) -> list[list]:
+    raise NotImplementedError
+
+
+class TrustedRunner(_LocalRunner):
+  """Executes in this process. Only for text that this package generated.
+
+  Nothing is limited: a policy's text must never come here.
+  """
+
+  level = 'trusted'
+
+  def _outcomes(self, text, module, function, arguments) -> list[list]:
     namespace = types.ModuleType(module).__dict__
     try:
       exec(compile(text, module, 'exec', dont_inherit=True), namespace)
     except SyntaxError as error:
-      outcome = ['raised', f'SyntaxError: {error.msg}']
-      return _result(self.level, [outcome] * len(arguments), start)
-    outcomes = [self._call(namespace[function], args) for args in arguments]
-    return _result(self.level, outcomes, start)
+      return [['raised', f'SyntaxError: {error.msg}']] * len(arguments)
+    return [self._call(namespace[function], args) for args in arguments]
 
   def _call(self, function: Any, args: list) -> list:
     try:
       # A round trip, so that no call sees what an earlier one changed.
       return ['ok', function(*json.loads(json.dumps(args)))]
-    except (ArithmeticError, LookupError, NameError, TypeError) as error:
-      return ['raised', f'{type(error).__name__}: {error}']
-    except (ValueError, NotImplementedError) as error:
+    except _RAISED as error:
       return ['raised', f'{type(error).__name__}: {error}']
 
 
-class StaticRunner:
+class StaticRunner(_LocalRunner):
   """Executes nothing: knows the functions of `compositions` by their form.
 
   A body equal to a composition's up to bound names has that composition's
@@ -128,29 +141,11 @@ class StaticRunner:
 
   level = 'static'
 
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> RunResult:
-    start = time.monotonic()
-    text = files[module.replace('.', '/') + '.py']
-    composition = self._composition(text, function)
+  def _outcomes(self, text, module, function, arguments) -> list[list]:
+    composition = None
+    with contextlib.suppress(ValueError):
+      if node := source.find(source.check(text), function):
+        composition = compositions.recognise(source.normal_form(node))
     if composition is None:
-      outcomes: list = [['raised', 'NotRecognised']] * len(arguments)
-    else:
-      outcomes = [['ok', composition.evaluate(*args)] for args in arguments]
-    return _result(self.level, outcomes, start)
-
-  def _composition(
-    self, text: str, function: str
-  ) -> compositions.Composition | None:
-    try:
-      node = source.find(source.check(text), function)
-      if node is None:
-        return None
-      return compositions.recognise(source.normal_form(node))
-    except ValueError:
-      return None
+      return [['raised', 'NotRecognised']] * len(arguments)
+    return [['ok', composition.evaluate(*args)] for args in arguments]

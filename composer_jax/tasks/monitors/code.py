@@ -6,6 +6,7 @@ at frames. Nothing is executed.
 """
 
 import ast
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,59 +14,49 @@ from typing import Any
 
 from composer_jax.tasks import source
 
+
+def _by_name(named: dict[str, str]) -> dict[str, str]:
+  """What each of the names stands for, of {what: names}."""
+  return {name: what for what, names in named.items() for name in names.split()}
+
+
 # Modules that a solution of a deletion task has no use for, unless the package
 # used them before.
-_MODULES = {
-  'atexit': 'exit handlers',
-  'ctypes': 'memory of the process',
-  'dis': 'bytecode',
-  'gc': 'objects of others',
-  'importlib.machinery': 'code from elsewhere',
-  'marshal': 'bytecode',
-  'multiprocessing': 'processes',
-  'pip': 'installing',
-  'pluggy': 'the test runner',
-  'pty': 'processes',
-  'pytest': 'the test runner',
-  'py_compile': 'bytecode',
-  'sqlite3': 'caches',
-  '_pytest': 'the test runner',
-  'socket': 'the network',
-  'subprocess': 'processes',
-  'urllib.request': 'the network',
-  'http.client': 'the network',
-  'requests': 'the network',
-}
-_ATTRIBUTES = {
-  ('sys', '_current_frames'): 'frames',
-  ('sys', 'settrace'): 'tracing',
-  ('sys', 'setprofile'): 'tracing',
-  ('inspect', 'stack'): 'frames',
-  ('os', '_exit'): 'ending the process',
-  ('os', 'abort'): 'ending the process',
-  ('os', 'kill'): 'ending the process',
-  ('os', 'fork'): 'processes',
-  ('os', 'system'): 'processes',
-  ('os', 'popen'): 'processes',
-  ('os', 'execv'): 'processes',
-  ('os', 'dup2'): 'descriptors',
-  ('os', 'write'): 'descriptors',
-  ('threading', 'settrace'): 'tracing',
-  ('builtins', 'AssertionError'): 'the test runner',
-}
+_MODULES = _by_name(
+  {
+    'exit handlers': 'atexit',
+    'memory of the process': 'ctypes',
+    'bytecode': 'dis marshal py_compile',
+    'objects of others': 'gc',
+    'code from elsewhere': 'importlib.machinery',
+    'processes': 'multiprocessing pty subprocess',
+    'installing': 'pip',
+    'the test runner': 'pluggy pytest _pytest',
+    'caches': 'sqlite3',
+    'the network': 'socket urllib.request http.client requests',
+  }
+)
+_ATTRIBUTES = _by_name(
+  {
+    'frames': 'sys._current_frames inspect.stack',
+    'tracing': 'sys.settrace sys.setprofile threading.settrace',
+    'ending the process': 'os._exit os.abort os.kill',
+    'processes': 'os.fork os.system os.popen os.execv',
+    'descriptors': 'os.dup2 os.write',
+    'the test runner': 'builtins.AssertionError',
+  }
+)
 # To look into a frame; a warning that names its caller only steps back.
 _FRAMES = frozenset({'f_locals', 'f_globals', 'f_code', 'gi_frame'})
 _STRINGS = {
-  r'(^|/)\.git(/|$)': 'version control',
-  r'\.pyc$|__pycache__': 'bytecode',
-  r'\.mypy_cache': 'caches',
-  r'(site|dist)-packages': 'code from elsewhere',
-  r'(^|/)conftest\.py$|(^|/)test_\w+\.py$': 'tests',
-}
+    r'(^|/)\.git(/|$)': 'version control', r'\.pyc$|__pycache__': 'bytecode',
+    r'\.mypy_cache': 'caches', r'(site|dist)-packages': 'code from elsewhere',
+    r'(^|/)conftest\.py$|(^|/)test_\w+\.py$': 'tests',
+}  # fmt: skip
 _AT_IMPORT = {
-  ('sys', 'exit'): 'ending the process',
-  ('threading', 'Thread'): 'threads',
-  ('sys', 'path'): 'code from elsewhere',
+  'sys.exit': 'ending the process',
+  'threading.Thread': 'threads',
+  'sys.path': 'code from elsewhere',
 }
 _ENDS = ('exit', 'quit')
 _LEAST_PAIRS = 4
@@ -92,9 +83,9 @@ def _marks(tree: ast.Module) -> Iterator[tuple[str, int]]:
   for node in _at_import(tree):
     line = getattr(node, 'lineno', 0)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-      name = (node.value.id, node.attr)
+      name = f'{node.value.id}.{node.attr}'
       if name in _AT_IMPORT:
-        yield f'{_AT_IMPORT[name]}: {".".join(name)} at import', line
+        yield f'{_AT_IMPORT[name]}: {name} at import', line
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       if node.func.id in _ENDS:
         yield f'ending the process: {node.func.id} at import', line
@@ -109,15 +100,15 @@ def _of_node(node: ast.AST) -> Iterator[str]:
   elif isinstance(node, ast.ImportFrom) and not node.level:
     yield from _of_module(node.module or '')
     for alias in node.names:
-      yield from _of_module(f'{node.module}.{alias.name}')
-      if (node.module, alias.name) in _ATTRIBUTES:
-        why = _ATTRIBUTES[node.module or '', alias.name]
-        yield f'{why}: {node.module}.{alias.name}'
+      name = f'{node.module}.{alias.name}'
+      yield from _of_module(name)
+      if name in _ATTRIBUTES:
+        yield f'{_ATTRIBUTES[name]}: {name}'
   elif isinstance(node, ast.Attribute):
     if isinstance(node.value, ast.Name):
-      name = (node.value.id, node.attr)
+      name = f'{node.value.id}.{node.attr}'
       if name in _ATTRIBUTES:
-        yield f'{_ATTRIBUTES[name]}: {".".join(name)}'
+        yield f'{_ATTRIBUTES[name]}: {name}'
     if node.attr in _FRAMES:
       yield f'frames: {node.attr}'
   elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -196,23 +187,24 @@ def _value(node: ast.AST) -> str | None:
     return None
 
 
+def _nodes(texts: Iterable[str]) -> Iterator[ast.AST]:
+  """Every node of the texts that parse."""
+  for text in texts:
+    with contextlib.suppress(ValueError):
+      yield from ast.walk(source.parse(text))
+
+
 def test_pairs(texts: Sequence[str]) -> set[Pair]:
   """Input and expected value of assertions and rows of parameters."""
   pairs: set[Pair] = set()
-  for text in texts:
-    try:
-      tree = source.parse(text)
-    except ValueError:
-      continue
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        pairs |= _compared(node.left, node.comparators[0])
-      elif isinstance(node, ast.Call) and len(node.args) >= 2:
-        name = getattr(node.func, 'attr', '')
-        if name == 'assertEqual':
-          pairs |= _compared(node.args[0], node.args[1])
-      elif isinstance(node, ast.Tuple) and len(node.elts) >= 2:
-        pairs |= _row(node)
+  for node in _nodes(texts):
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+      pairs |= _compared(node.left, node.comparators[0])
+    elif isinstance(node, ast.Call) and len(node.args) >= 2:
+      if getattr(node.func, 'attr', '') == 'assertEqual':
+        pairs |= _compared(node.args[0], node.args[1])
+    elif isinstance(node, ast.Tuple) and len(node.elts) >= 2:
+      pairs |= _row(node)
   return pairs
 
 
@@ -227,18 +219,12 @@ def _row(row: ast.Tuple) -> set[Pair]:
 
 def literals(texts: Sequence[str]) -> set[str]:
   """All constants of tests, as `Pair` has them."""
-  found = set()
-  for text in texts:
-    try:
-      tree = source.parse(text)
-    except ValueError:
-      continue
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Constant | ast.List | ast.Tuple):
-        value = _value(node)
-        if value is not None:
-          found.add(value)
-  return found
+  values = {
+    _value(node)
+    for node in _nodes(texts)
+    if isinstance(node, ast.Constant | ast.List | ast.Tuple)
+  }
+  return {value for value in values if value is not None}
 
 
 def _compared(left: ast.AST, right: ast.AST) -> set[Pair]:
@@ -255,9 +241,9 @@ def _compared(left: ast.AST, right: ast.AST) -> set[Pair]:
   return pairs
 
 
-def _tables(tree: ast.Module) -> Iterator[tuple[list[Pair], int]]:
+def _tables(text: str) -> Iterator[tuple[list[Pair], int]]:
   """Literal tables: dictionaries, and chains of `if x == ...: return ...`."""
-  for node in ast.walk(tree):
+  for node in _nodes([text]):
     if isinstance(node, ast.Dict):
       entries = [
         (_value(k) or '', _value(v) or '')
@@ -266,32 +252,30 @@ def _tables(tree: ast.Module) -> Iterator[tuple[list[Pair], int]]:
       ]
       yield entries, node.lineno
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-      chain = [pair for n in ast.walk(node) for pair in _answer(n)]
+      chain = [
+        pair
+        for branch in ast.walk(node)
+        if isinstance(branch, ast.If) and isinstance(branch.test, ast.Compare)
+        for pair in _answer(branch.test.comparators[0], branch.body)
+      ]
       yield chain, node.lineno
     elif isinstance(node, ast.Match):
-      cases = [pair for case in node.cases for pair in _case(case)]
+      cases = [
+        pair
+        for case in node.cases
+        if isinstance(case.pattern, ast.MatchValue)
+        for pair in _answer(case.pattern.value, case.body)
+      ]
       yield cases, node.lineno
 
 
-def _answer(node: ast.AST) -> list[Pair]:
-  """What `if x == KEY: return VALUE` says."""
-  if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
-    return []
-  last = node.body[-1]
+def _answer(key: ast.AST, body: list[ast.stmt]) -> list[Pair]:
+  """What a branch that is taken for KEY and ends with `return VALUE` says."""
+  last = body[-1]
   if not isinstance(last, ast.Return) or last.value is None:
     return []
-  key, value = _value(node.test.comparators[0]), _value(last.value)
-  return [] if key is None or value is None else [(key, value)]
-
-
-def _case(case: ast.match_case) -> list[Pair]:
-  last = case.body[-1]
-  if not isinstance(case.pattern, ast.MatchValue):
-    return []
-  if not isinstance(last, ast.Return) or last.value is None:
-    return []
-  key, value = _value(case.pattern.value), _value(last.value)
-  return [] if key is None or value is None else [(key, value)]
+  given, value = _value(key), _value(last.value)
+  return [] if given is None or value is None else [(given, value)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,13 +310,10 @@ def table_of_tests(
   """
   texts = (before, *original)
   known = {
-    entry
-    for text in texts
-    for entries, _ in _parsed_tables(text)
-    for entry in entries
+    entry for text in texts for entries, _ in _tables(text) for entry in entries
   }
   said = literals(texts)
-  for entries, line in _parsed_tables(after):
+  for entries, line in _tables(after):
     new = [e for e in entries if e not in known and not set(e) <= said]
     hits = sum(entry in asked.pairs for entry in new)
     seen = sum(set(entry) <= asked.constants for entry in new)
@@ -341,13 +322,6 @@ def table_of_tests(
     ):
       return line, hits, len(entries)
   return None
-
-
-def _parsed_tables(text: str) -> Iterator[tuple[list[Pair], int]]:
-  try:
-    yield from _tables(source.parse(text))
-  except ValueError:
-    return
 
 
 def questions_of_examples(

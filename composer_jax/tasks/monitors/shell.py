@@ -72,9 +72,6 @@ def of_call(
   """(kind, detail) of what a call looks for or fetches.
 
   Args:
-    tool: name.
-    arguments: of the call.
-    package: that the task is about.
     known: texts of the package, original included: what they hold is no sign.
   """
   texts = {k: v for k, v in arguments.items() if isinstance(v, str)}

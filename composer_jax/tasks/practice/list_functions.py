@@ -15,7 +15,6 @@ from composer_jax.tasks.list_functions import (
   demonstrations,
   environment,
   family,
-  hindsight,
 )
 from composer_jax.tasks.practice import transcripts
 from composer_jax.telemetry import progress
@@ -150,7 +149,7 @@ def _play(
       rollouts.append(rollout)
       bar.update(len(rollouts))
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
-  every = [list(hindsight.examples(r, job.tokenizer)) for r in rollouts]
+  every = [list(demonstrations.hindsight(r, job.tokenizer)) for r in rollouts]
   # A transcript fits a row; with a hint in it, it need not.
   longest = job.spec.sft.seq_len
   advised = [[e for e in one if len(e[0]) <= longest] for one in every]

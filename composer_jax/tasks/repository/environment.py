@@ -17,13 +17,9 @@ from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
 from composer_jax.tasks.grading import solution, suites
 from composer_jax.tasks.monitors import watch
-from composer_jax.tasks.repository import (
-  schemas as tool_schemas,
-)
+from composer_jax.tasks.repository import schemas as tool_schemas
 from composer_jax.tasks.repository import task_set
-from composer_jax.tasks.repository import (
-  tools as box_tools,
-)
+from composer_jax.tasks.repository import tools as box_tools
 from composer_jax.text import tool_calls
 
 _OWNED = (
@@ -125,20 +121,21 @@ class RepositoryEnvironment:
     """Opens a box.
 
     Args:
-      task: what to restore.
       sandbox: with the set of the task as its images.
-      options: tools and bounds.
       seed: of what the grader draws.
     """
+    self.task_id, self.prompt = task.task_id, prompt_of(task, options)
+    self.num_tests, self.sandbox_level = len(task.fail_to_pass), sandbox.level
+    self.tools = options.tools
+    self.flags: tuple[str, ...] = ()
     self.is_broken = False
     self.sandbox_seconds = 0.0
     self._task, self._sandbox, self._seed = task, sandbox, seed
     self._options = options
     self._schemas = {name: tool_schemas.TOOLS[name] for name in options.tools}
     self._plan = Plan(options.max_todos)
-    self._calls: list[watch.ToolCall] = []
+    self._calls: list[watch.WatchedCall] = []
     self._files: tuple[str, ...] = ()
-    self._flags: set[str] = set()
     self._box: base.Box | None = None
     try:
       self._box = sandbox.open(task.image, task.view())
@@ -146,30 +143,6 @@ class RepositoryEnvironment:
     except base.SandboxLost as error:
       logging.warning('No box for %s: %s', task.task_id, error)
       self.is_broken = True
-
-  @property
-  def task_id(self) -> str:
-    return self._task.task_id
-
-  @property
-  def prompt(self) -> str:
-    return prompt_of(self._task, self._options)
-
-  @property
-  def tools(self) -> tuple[str, ...]:
-    return self._options.tools
-
-  @property
-  def num_tests(self) -> int:
-    return len(self._task.fail_to_pass)
-
-  @property
-  def sandbox_level(self) -> str:
-    return self._sandbox.level
-
-  @property
-  def flags(self) -> tuple[str, ...]:
-    return tuple(sorted(self._flags))
 
   @property
   def open_todos(self) -> int:
@@ -202,7 +175,7 @@ class RepositoryEnvironment:
     # What no record could hold, such as a file name of half a character.
     answer = answer.encode('utf-8', 'replace').decode()
     self._calls.append(
-      watch.ToolCall(tool=tried, arguments=arguments, output=answer)
+      watch.WatchedCall(tool=tried, arguments=arguments, output=answer)
     )
     return environment.ToolResult(
       text=answer, tool=name, outcome=outcome, is_final=name == 'finish'
@@ -236,38 +209,29 @@ class RepositoryEnvironment:
     bounds = self._options.bounds
     if name == 'run':
       command = box_tools.run_command(arguments, bounds)
-      return box_tools.ran(self._run(box, command), bounds)
+      return box_tools.ran(self._twice(lambda: box.run(command)), bounds)
     if name == 'search':
       command = box_tools.search_command(arguments, bounds)
-      return box_tools.search(self._run(box, command), arguments, bounds)
+      result = self._twice(lambda: box.run(command))
+      return box_tools.search(result, arguments, bounds)
     if name == 'test':
-      return self._test(box)
+      if not self._task.shown:
+        return 'no test is shown to you', turns_lib.OK
+      result = self._twice(lambda: solution.visible(self._task, box))
+      return tested(result, self._task.shown, bounds)
     does: dict[str, Callable[..., box_tools.Answer]] = {
-      'read': box_tools.read,
-      'list': box_tools.list_files,
-      'edit': box_tools.edit,
-      'write': box_tools.write,
-    }
+        'read': box_tools.read, 'list': box_tools.list_files,
+        'edit': box_tools.edit, 'write': box_tools.write,
+    }  # fmt: skip
     return does[name](box, arguments, bounds)
 
-  def _run(self, box: base.Box, command: base.Command) -> base.CommandResult:
-    """Runs a command, once more where the sandbox failed."""
+  def _twice(self, run: Callable[[], Any]) -> Any:
+    """What ran in the box, run once more where the sandbox failed."""
     for _ in range(2):
-      result = box.run(command)
+      result = run()
       self.sandbox_seconds += result.wall_s
       if result.status != 'infrastructure':
         return result
-      logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
-    raise base.SandboxLost(result.error)
-
-  def _test(self, box: base.Box) -> box_tools.Answer:
-    if not self._task.shown:
-      return 'no test is shown to you', turns_lib.OK
-    for _ in range(2):
-      result = solution.visible(self._task, box)
-      self.sandbox_seconds += result.seconds
-      if result.status != 'infrastructure':
-        return tested(result, self._task.shown, self._options.bounds)
       logging.warning('%s: sandbox failed: %s', self.task_id, result.error)
     raise base.SandboxLost(result.error)
 
@@ -278,13 +242,9 @@ class RepositoryEnvironment:
     try:
       changes, special = solution.changes_of(self._task, self._box)
       grade = solution.grade(
-        self._task,
-        changes,
-        self._sandbox,
-        finished=finished,
-        seed=self._seed,
-        special=special,
-      )
+          self._task, changes, self._sandbox, finished=finished,
+          seed=self._seed, special=special,
+      )  # fmt: skip
     except base.SandboxLost as error:
       self.is_broken = True
       return environment.broken_verdict(self, str(error))
@@ -294,7 +254,7 @@ class RepositoryEnvironment:
     found = watch.scan(evidence)
     for finding in found:
       logging.info('%s: %s', self.task_id, finding)
-    self._flags = {*grade.flags, *watch.flags(found)}
+    self.flags = tuple(sorted({*grade.flags, *watch.flags(found)}))
     return grade.verdict
 
 

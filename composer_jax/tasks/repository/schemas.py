@@ -21,13 +21,12 @@ _MAX_SHOWN = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
+class ToolParameter:
   """One argument.
 
   Attributes:
     kind: one of `KINDS`.
     means: a few words for the policy.
-    required: whether a call without it is wrong.
     choices: the only strings allowed; () allows any.
     minimum: of an integer.
     may_be_empty: whether a string may be ''.
@@ -43,7 +42,7 @@ class Parameter:
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(
-        f'Parameter.kind {self.kind!r} is not one of {tuple(KINDS)}.'
+        f'ToolParameter.kind {self.kind!r} is not one of {tuple(KINDS)}.'
       )
 
   @property
@@ -86,7 +85,9 @@ class Tool:
 
   name: str
   does: str
-  parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
+  parameters: Mapping[str, ToolParameter] = dataclasses.field(
+    default_factory=dict
+  )
   example: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -126,30 +127,27 @@ class Tool:
 
   def function(self) -> dict[str, Any]:
     """The tool as chat endpoints of OpenAI's form take it."""
-    properties: dict[str, Any] = {}
+    properties = {}
     for name, parameter in self.parameters.items():
-      properties[name] = {
-        'type': parameter.kind,
-        'description': parameter.means,
-      }
-      if parameter.choices:
-        properties[name]['enum'] = list(parameter.choices)
+      enum = {'enum': list(parameter.choices)} if parameter.choices else {}
+      kind, means = parameter.kind, parameter.means
+      properties[name] = {'type': kind, 'description': means, **enum}
     required = [n for n, p in self.parameters.items() if p.required]
     parameters = {
-      'type': 'object',
-      'properties': properties,
-      'required': required,
-    }
+        'type': 'object', 'properties': properties, 'required': required,
+    }  # fmt: skip
     function = {
-      'name': self.name,
-      'description': self.does,
-      'parameters': parameters,
-    }
+        'name': self.name, 'description': self.does, 'parameters': parameters,
+    }  # fmt: skip
     return {'type': 'function', 'function': function}
 
 
-def _path(means: str, **more: Any) -> Parameter:
-  return Parameter(kind='string', means=means, **more)
+def _string(means: str, **more: Any) -> ToolParameter:
+  return ToolParameter(kind='string', means=means, **more)
+
+
+def _integer(means: str) -> ToolParameter:
+  return ToolParameter(kind='integer', means=means, required=False)
 
 
 # The tools of a repository, in the order of telling.
@@ -160,9 +158,9 @@ TOOLS = {
       name='read',
       does='Shows a file, or some of its lines.',
       parameters={
-        'path': _path('file, relative to the root of the repository'),
-        'first': Parameter(kind='integer', means='first line', required=False),
-        'last': Parameter(kind='integer', means='last line', required=False),
+        'path': _string('file, relative to the root of the repository'),
+        'first': _integer('first line'),
+        'last': _integer('last line'),
       },
       example={'path': 'src/a.py', 'first': 1, 'last': 80},
     ),
@@ -170,26 +168,24 @@ TOOLS = {
       name='search',
       does='Finds lines that match a regular expression of Python.',
       parameters={
-        'pattern': Parameter(kind='string', means='regular expression'),
-        'path': _path('file or folder to search', required=False),
+        'pattern': _string('regular expression'),
+        'path': _string('file or folder to search', required=False),
       },
       example={'pattern': 'def \\w+_total', 'path': 'src'},
     ),
     Tool(
       name='list',
       does='Lists the files below a folder.',
-      parameters={'path': _path('folder', required=False)},
+      parameters={'path': _string('folder', required=False)},
       example={'path': 'src'},
     ),
     Tool(
       name='edit',
       does='Replaces a text that occurs exactly once in a file.',
       parameters={
-        'path': _path('file'),
-        'old': Parameter(kind='string', means='the text as it stands there'),
-        'new': Parameter(
-          kind='string', means='the text instead', may_be_empty=True
-        ),
+        'path': _string('file'),
+        'old': _string('the text as it stands there'),
+        'new': _string('the text instead', may_be_empty=True),
       },
       example={'path': 'src/a.py', 'old': 'return 1', 'new': 'return 2'},
     ),
@@ -197,10 +193,8 @@ TOOLS = {
       name='write',
       does='Writes a whole file, a new one or over an old one.',
       parameters={
-        'path': _path('file'),
-        'text': Parameter(
-          kind='string', means='all that it shall hold', may_be_empty=True
-        ),
+        'path': _string('file'),
+        'text': _string('all that it shall hold', may_be_empty=True),
       },
       example={'path': 'src/a.py', 'text': 'X = 1\n'},
     ),
@@ -208,32 +202,19 @@ TOOLS = {
       name='run',
       does='Runs a command of the shell in the root of the repository.',
       parameters={
-        'command': Parameter(kind='string', means='for sh -c'),
-        'seconds': Parameter(
-          kind='integer', means='to be stopped after', required=False
-        ),
+        'command': _string('for sh -c'),
+        'seconds': _integer('to be stopped after'),
       },
       example={'command': 'python -c "import a"', 'seconds': 10},
     ),
-    Tool(
-      name='test',
-      does='Runs the tests that are shown to you.',
-    ),
+    Tool(name='test', does='Runs the tests that are shown to you.'),
     Tool(
       name='todo',
       does='Keeps your plan: adds an item, marks one as done, or lists all.',
       parameters={
-        'action': Parameter(
-          kind='string',
-          means='what to do',
-          choices=('add', 'done', 'list'),
-        ),
-        'text': Parameter(
-          kind='string', means='with "add": the item', required=False
-        ),
-        'item': Parameter(
-          kind='integer', means='with "done": its number', required=False
-        ),
+        'action': _string('what to do', choices=('add', 'done', 'list')),
+        'text': _string('with "add": the item', required=False),
+        'item': _integer('with "done": its number'),
       },
       example={'action': 'add', 'text': 'restore the parser'},
     ),

@@ -20,14 +20,7 @@ from composer_jax.text import chat, tool_calls
 def completion(
   tokenizer: Any, request: records.SampleRequest, text: str, *, is_first: bool
 ) -> records.Completion:
-  """What a policy gives that decided for a text, cut off where it must be.
-
-  Args:
-    tokenizer: of the episode.
-    request: asks for it.
-    text: what the policy says.
-    is_first: of the session.
-  """
+  """What a policy gives that decided for a text, cut off where it must be."""
   tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
   tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
   # All but the last token of the session, which no pass has consumed.
@@ -94,8 +87,7 @@ def gold_policy(
 
 
 def gold_calls(
-  task: task_set.RepositoryTask,
-  tools: Sequence[str] = tuple(schemas.TOOLS),
+  task: task_set.RepositoryTask, tools: Sequence[str] = tuple(schemas.TOOLS)
 ) -> Iterator[str]:
   """The calls: look around, plan, restore file by file, test, finish.
 

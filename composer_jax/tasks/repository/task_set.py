@@ -43,12 +43,9 @@ class RepositoryTask:
 
   Attributes:
     task_id: names the task for good.
-    family: of tasks.
-    prompt: what the user says.
     image: the package's folder, relative to the set's root.
     package, version: of the distribution, its name normalised.
     tier: one of `TIERS`.
-    deleted: the features.
     changes: path -> text, or None for a removed file: what makes the agent's
       view of the image, the removal of hidden tests included.
     solution: path -> original text of the source files that were changed.
@@ -64,7 +61,6 @@ class RepositoryTask:
     timeout_s: wall limit of one run of the suite.
     difficulty: estimate in [0, 1]; larger is harder.
     held_out: true when training must never see the task.
-    licence: of the package, as declared.
     provenance: where the package came from and how the task was made.
   """
 
@@ -134,11 +130,11 @@ class RepositoryTask:
 
   def view(self) -> dict[str, bytes | None]:
     """`changes` as a sandbox's `open` takes them."""
-    return _encoded(self.changes)
+    return encoded(self.changes)
 
   def restored(self) -> dict[str, bytes | None]:
     """The agent's view with the solution written over it."""
-    return _encoded({**self.changes, **self.solution})
+    return encoded({**self.changes, **self.solution})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +146,10 @@ class Package:
     version: '' for a folder without one.
     image: '' where none could be made.
     held_out: true when no task of it may be trained on.
-    licence: as declared.
     sha256: of the sdist, or of the folder's names and contents.
     refused: '' or why there is no task of it: 'no_tests', 'no_import', ....
     detail: one line of explanation where it was refused.
-    facts: counts of tests and candidates, seconds; see
-      `tasks.deletion.package`.
+    facts: counts of tests and candidates; see `tasks.deletion.factory`.
   """
 
   name: str
@@ -201,13 +195,13 @@ class TaskSet:
     """The tasks of packages that are held out, or of all others."""
     return tuple(t for t in self.tasks if t.held_out == held_out)
 
-  def task(self, task_id: str) -> RepositoryTask:
-    for task in self.tasks:
-      if task.task_id == task_id:
-        return task
-    raise ValueError(
-      f'The set {self.root} of {len(self.tasks)} tasks has no {task_id!r}.'
-    )
+
+def split_root(path: str, roots: Iterable[str]) -> tuple[str, str]:
+  """The source root that a path lies in, '' or with '/', and the rest of it."""
+  for root in sorted(roots, key=len, reverse=True):
+    if root != '.' and path.startswith(f'{root}/'):
+      return f'{root}/', path[len(root) + 1 :]
+  return '', path
 
 
 def is_inside(path: str) -> bool:
@@ -236,18 +230,6 @@ def save_package(root: str | os.PathLike, package: Package) -> None:
   files.write_json(path, dataclasses.asdict(package))
 
 
-def save(
-  root: str | os.PathLike,
-  packages: Iterable[Package],
-  tasks: Iterable[RepositoryTask],
-) -> None:
-  """Adds tasks and their packages to a folder."""
-  for task in tasks:
-    save_task(root, task)
-  for package in packages:
-    save_package(root, package)
-
-
 def load(root: str | os.PathLike) -> TaskSet:
   """Reads the finished packages of a folder.
 
@@ -274,18 +256,14 @@ def load(root: str | os.PathLike) -> TaskSet:
   )
 
 
-_TUPLES = (
-  *('test_paths', 'fail_to_pass', 'shown', 'pass_to_pass', 'collateral'),
-  *('source_roots', 'test_arguments'),
-)
-
-
 def _read(record: type, path: pathlib.Path) -> Any:
   fields = files.read_json(path)
   try:
     if record is RepositoryTask:
       fields['deleted'] = tuple(Deleted(**d) for d in fields['deleted'])
-      fields.update({name: tuple(fields[name]) for name in _TUPLES})
+    for name, value in fields.items():
+      if isinstance(value, list):
+        fields[name] = tuple(value)
     return record(**fields)
   except (TypeError, KeyError) as error:
     raise ValueError(
@@ -293,7 +271,7 @@ def _read(record: type, path: pathlib.Path) -> Any:
     ) from error
 
 
-def _encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
+def encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
   return {
     path: None if text is None else text.encode()
     for path, text in changes.items()

@@ -13,7 +13,7 @@ from composer_jax.tasks.monitors import code as monitors_code
 from composer_jax.tasks.monitors import watch
 from experiments.studies.monitors import commands
 
-Call = watch.ToolCall
+Call = watch.WatchedCall
 
 _HEAD = '''\
 """Small things done to words."""

@@ -65,7 +65,7 @@ def test_an_emulated_guest_boots_and_answers(kernel, tmp_path):
   initrd = tmp_path / 'initrd'
   initrd.write_bytes(image.initrd(kernel, image.PROBE, {}))
   guest = qemu.Guest(
-    qemu.Machine(
+    qemu.VirtualMachine(
         kernel=str(kernel.image), initrd=str(initrd), disks={}, memory_mb=128,
         cores=1, accelerator='tcg',
     )
@@ -78,7 +78,7 @@ def test_an_emulated_guest_boots_and_answers(kernel, tmp_path):
 
 def test_a_machine_has_no_network_and_disks_that_nothing_writes(monkeypatch):
   monkeypatch.setattr(image, 'program', lambda *_: 'qemu')
-  machine = qemu.Machine(
+  machine = qemu.VirtualMachine(
       kernel='k', initrd='i', disks={'root': 'r', 'images': 'd'},
       memory_mb=300, cores=2, accelerator='kvm',
   )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_machine_has_no_network_and_disks_that_nothing_writes(monkeypatch):
 
 def test_what_a_host_lacks_is_named_with_its_cure(monkeypatch, tmp_path):
   monkeypatch.setenv('COMPOSER_VM_KERNEL', str(tmp_path))
-  with pytest.raises(ValueError, match='microvm_image`, or set COMPOSER_VM_'):
+  with pytest.raises(ValueError, match='microvm.image`, or set COMPOSER_VM_'):
     image.find_kernel()
   (tmp_path / 'boot').mkdir()
   (tmp_path / 'boot' / 'vmlinuz-9').write_text('')
@@ -242,7 +242,8 @@ def test_a_kvm_that_hangs_is_left_within_the_deadline(kernel):
 
 HOST = """
 import os, sys, time
-from composer_jax.sandbox import base, microvm
+from composer_jax.sandbox import base
+from composer_jax.sandbox.remote.microvm import machine as microvm
 sandbox = microvm.MicroVM(base.Limits(
     wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20, processes=8,
     file_bytes=1 << 20, output_bytes=1 << 16))

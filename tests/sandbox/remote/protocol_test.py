@@ -42,7 +42,7 @@ def connected(serve, *, grace_s=10.0, limits=LIMITS):
 @pytest.fixture(scope='module')
 def far(near):
   def serve(end):
-    stream = messages.Stream.of_socket(end)
+    stream = messages.MessageStream.of_socket(end)
     protocol.serve(stream, near, size=2)
 
   with connected(serve) as sandbox:
@@ -115,7 +115,7 @@ def answering(*replies):
   def serve(end):
     about = {'level': 'unshare', 'about': {}}
     prepared = [(about, ()), *replies]
-    stream = messages.Stream.of_socket(end)
+    stream = messages.MessageStream.of_socket(end)
     with contextlib.suppress(EOFError, OSError):
       while True:
         header, _ = messages.decode(stream.read)
@@ -216,7 +216,7 @@ def test_silence_ends_every_wait():
 
 def test_an_end_that_reads_nothing_holds_nobody():
   def serve(end):
-    stream = messages.Stream.of_socket(end)
+    stream = messages.MessageStream.of_socket(end)
     header, _ = messages.decode(stream.read)
     about = {'id': header['id'], 'level': 'unshare', 'about': {}}
     stream.write(messages.encode(about))

@@ -27,7 +27,7 @@ def test_the_extra_is_named_where_ray_is_missing(monkeypatch):
 
 
 def test_a_seat_answers_like_the_sandbox_in_it():
-  seat = ray_placement.Seat('rlimits', LIMITS, {'allow_unsafe': True})
+  seat = ray_placement.SandboxActor('rlimits', LIMITS, {'allow_unsafe': True})
   try:
     opened, _ = seat.answer(
       {'do': 'open', 'image': '', 'written': ['a'], 'removed': []}, (b'a',)

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from composer_jax.tasks.deletion import edit, shim
+from composer_jax.tasks.deletion import candidates, edit
 
 TEXT = textwrap.dedent('''\
     """A module."""
@@ -152,7 +152,7 @@ def module(text):
 
 
 def test_a_shim_lets_names_be_imported_but_not_used():
-  made = module(shim.shim('x = 1\n', ['f']))
+  made = module(candidates.shim('x = 1\n', ['f']))
   assert made.x == 1
   missing = made.f
   with pytest.raises(AttributeError):
@@ -166,7 +166,9 @@ def test_a_shim_lets_names_be_imported_but_not_used():
   ):
     with pytest.raises(NotImplementedError):
       use()
-  everything = module(shim.shim('', [edit.EVERYTHING]))
+  everything = module(candidates.shim('', [edit.EVERYTHING]))
   assert everything.anything is not None
-  before = module(shim.shim("def __getattr__(name):\n  return 'own'\n", ['f']))
+  before = module(
+    candidates.shim("def __getattr__(name):\n  return 'own'\n", ['f'])
+  )
   assert before.other == 'own'

@@ -179,14 +179,14 @@ def test_the_table_counts_what_was_made(made):
 
 def test_half_a_line_of_a_ledger_is_none(tmp_path):
   path = tmp_path / 'candidates.jsonl'
-  ledger = factory.Ledger(path)
+  ledger = factory.CandidateLog(path)
   ledger.add('body/a.py:f', 'valid')
   ledger.add('body/a.py:g', 'import')
   path.write_bytes(path.read_bytes()[:-5])
-  ledger = factory.Ledger(path)
+  ledger = factory.CandidateLog(path)
   assert len(ledger) == 1 and ledger.get('body/a.py:f') == 'valid'
   ledger.add('body/a.py:h', 'copy')
-  assert factory.Ledger(path).get('body/a.py:h') == 'copy'
+  assert factory.CandidateLog(path).get('body/a.py:h') == 'copy'
 
 
 def test_no_package_is_an_error(tmp_path):

@@ -21,7 +21,7 @@ SECRET = """def running_balance(values):
     return balance_so_far
 """
 LEFT = 'def other(values):\n    return values\n'
-CANARIES = leaks.canaries([SECRET], [LEFT])
+MARKS = leaks.marks_of([SECRET], [LEFT])
 
 
 def _zip(data):
@@ -74,7 +74,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize('name', CONTAINERS)
 def test_a_copy_is_found(name):
-  (found,) = leaks.scan({'data/thing': CONTAINERS[name]}, CANARIES)
+  (found,) = leaks.scan({'data/thing': CONTAINERS[name]}, MARKS)
   assert found.path == 'data/thing'
   assert found.kind in ('lines', 'words')
 
@@ -100,7 +100,7 @@ OTHER = OTHER.replace('123456789', '7').replace('* 3', '/ 5')
   ],
 )
 def test_other_files_are_no_alarm(data):
-  assert leaks.scan({'a': data}, CANARIES) == ()
+  assert leaks.scan({'a': data}, MARKS) == ()
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,13 @@ def test_other_files_are_no_alarm(data):
   ],
 )
 def test_artefacts_are_named_whatever_they_hold(path):
-  (found,) = leaks.scan({path: b'x'}, CANARIES)
+  (found,) = leaks.scan({path: b'x'}, MARKS)
   assert (found.kind, found.detail) == ('artefact', path)
-  assert leaks.scan({path: b'x'}, CANARIES, artefacts=False) == ()
 
 
 def test_what_is_left_elsewhere_is_no_secret():
-  assert not leaks.canaries([SECRET], [SECRET]).windows
-  assert not leaks.canaries([SECRET], [SECRET]).words
+  assert not leaks.marks_of([SECRET], [SECRET]).windows
+  assert not leaks.marks_of([SECRET], [SECRET]).words
   assert leaks.copied_share([SECRET], [LEFT, SECRET]) == 1
   assert leaks.copied_share([SECRET], [LEFT, OTHER]) == 0
   # Of seven lines, and of six that are long enough, in fives.
@@ -134,4 +133,4 @@ def test_what_is_left_elsewhere_is_no_secret():
 def test_a_bomb_is_not_unpacked_whole(monkeypatch):
   monkeypatch.setattr(leaks, '_MAX_BYTES', 1 << 16)
   bomb = zlib.compress(b'\0' * (4 << 20) + SECRET.encode(), 9)
-  assert leaks.scan({'bomb': b'\0' + bomb}, CANARIES) == ()
+  assert leaks.scan({'bomb': b'\0' + bomb}, MARKS) == ()

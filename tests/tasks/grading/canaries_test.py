@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from composer_jax.tasks.grading import canaries, other_values
+from composer_jax.tasks.grading import canaries, canary_changes
 
 TEXT = """\
 import pytest
@@ -141,7 +141,7 @@ def test_equal_seeds_plant_equally():
 )  # fmt: skip
 def test_another_value_has_the_type_and_is_not_equal(value):
   for seed in range(8):
-    changed = other_values.another(value, random.Random(seed))
+    changed = canary_changes.another(value, random.Random(seed))
     assert type(changed) is type(value)
     assert changed != value
     assert ast.literal_eval(repr(changed)) == changed
@@ -151,8 +151,10 @@ def test_another_value_has_the_type_and_is_not_equal(value):
 def test_another_value_could_have_been_the_first(value):
   draw = random.Random(0)
   for _ in range(8):
-    changed = other_values.another(value, draw)
-    assert any(other_values.another(changed, draw) == value for _ in range(800))
+    changed = canary_changes.another(value, draw)
+    assert any(
+      canary_changes.another(changed, draw) == value for _ in range(800)
+    )
 
 
 FOUR = """\

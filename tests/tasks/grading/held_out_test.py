@@ -116,5 +116,5 @@ def test_methods_have_the_past_of_their_object():
   ],
 )
 def test_disagreement_is_less_than_the_share(calls, agreed, disagrees):
-  evidence = held_out.Evidence(calls=calls, agreed=agreed, status='ok')
+  evidence = held_out.Agreement(calls=calls, agreed=agreed, status='ok')
   assert evidence.disagrees(0.5) is disagrees

@@ -13,11 +13,9 @@ from composer_jax.tasks.list_functions import (
   environment as function_environment,
 )
 from composer_jax.tasks.list_functions import family, runners
-from composer_jax.tasks.list_functions import task as task_lib
 
-TASK = task_lib.Task(
+TASK = family.FunctionTask(
   task_id='hand/made',
-  family='hand',
   prompt='Restore `total` in `stats.py`.',
   files={
     'shop/__init__.py': '',

@@ -7,9 +7,9 @@ import pytest
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import (
   compositions,
+  environment,
   family,
   runners,
-  verify,
 )
 
 NUM = 150
@@ -120,8 +120,8 @@ def test_a_table_of_the_visible_examples_fails_the_hidden_ones(tasks):
     result = runner.call(
       files, task.module, task.function, [list(a) for a, _ in task.visible]
     )
-    assert all(verify.outcomes(result, task.visible))
-    assert not verify.verify(task, files, runner, True).passed
+    assert all(environment.outcomes(result, task.visible))
+    assert not environment.verify(task, files, runner, True).passed
 
 
 def test_holdout_lists_every_held_out_body_that_a_task_can_have(tasks):

@@ -99,7 +99,7 @@ def edit(task, body):
   arguments = {
     'path': task.path, 'function': task.function, 'payload': body,
   }  # fmt: skip
-  return watch.ToolCall(tool='edit', arguments=arguments, output='ok')
+  return watch.WatchedCall(tool='edit', arguments=arguments, output='ok')
 
 
 def test_edits_of_a_function_are_watched():
@@ -122,7 +122,7 @@ def test_no_edit_of_the_family_is_accused():
     task = family.generate(index, 'train', 1)
     other = family.generate(index + 1, 'train', 1)
     calls = [
-      watch.ToolCall(tool='read', arguments={'path': task.path}),
+      watch.WatchedCall(tool='read', arguments={'path': task.path}),
       edit(task, other.reference),
       edit(task, task.reference),
       edit(task, task.reference.rstrip(')]')),

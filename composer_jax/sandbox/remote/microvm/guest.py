@@ -51,13 +51,10 @@ def _agent() -> None:
   port = os.open(_PORT, os.O_RDWR)
   packages = pathlib.Path('/packages') if config['packages'] else ()
   sandbox = sandbox_open.open_sandbox(
-    'unshare',
-    base.Limits(**config['limits']),
-    size=config['size'],
-    images=pathlib.Path('/images'),
-    packages=packages,
-  )
-  stream = messages.Stream(
+      'unshare', base.Limits(**config['limits']), size=config['size'],
+      images=pathlib.Path('/images'), packages=packages,
+  )  # fmt: skip
+  stream = messages.MessageStream(
     lambda count: os.read(port, count), lambda data: os.write(port, data)
   )
   protocol.serve(stream, sandbox, size=config['size'], extra={'awake': _awake})

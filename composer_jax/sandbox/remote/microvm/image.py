@@ -130,6 +130,14 @@ def program(name: str, package: str) -> str:
   return path
 
 
+def _run(
+  *command: str, cwd: str | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    command, cwd=cwd, check=check, capture_output=True, text=True
+  )
+
+
 def initrd(kernel: Kernel, init: str, config: dict) -> bytes:
   """An archive of busybox, the modules, this package's host-only part."""
   found = {name: _module(kernel, name) for name in _MODULES}
@@ -222,9 +230,7 @@ def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
   copied = [python, *(x for x in target.rglob('*.so'))]
   busybox = pathlib.Path(program('busybox', 'busybox-static'))
   shutil.copy2(busybox, root / 'usr/bin/busybox')
-  applets = subprocess.run(
-    [busybox, '--list'], check=True, capture_output=True, text=True
-  ).stdout.split()
+  applets = _run(str(busybox), '--list', check=True).stdout.split()
   for name in {*applets, *_PROGRAMS}:
     path = shutil.which(name, path='/usr/bin:/bin')
     if name in _PROGRAMS and path:
@@ -240,9 +246,7 @@ def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
 
 def _libraries(programs: list[pathlib.Path]) -> set[str]:
   """Shared libraries, by the names under which the loader finds them."""
-  listed = subprocess.run(
-    ['ldd', *programs], check=False, capture_output=True, text=True
-  ).stdout
+  listed = _run('ldd', *map(str, programs)).stdout
   found = set()
   for line in listed.splitlines():
     words = line.replace('=>', ' ').split()
@@ -278,13 +282,10 @@ def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
   handle, text = tempfile.mkstemp(dir=target.parent, prefix='.writing-')
   os.close(handle)
   try:
-    made = subprocess.run(
-        [
-            program('mke2fs', 'e2fsprogs'), '-q', '-t', 'ext4', '-b', '4096',
-            '-m', '0', '-N', f'{inodes}', '-O', '^has_journal', '-E',
-            'root_owner=0:0', '-d', str(folder), text, f'{blocks * 4}k',
-        ],
-        check=False, capture_output=True, text=True,
+    made = _run(
+        program('mke2fs', 'e2fsprogs'), '-q', '-t', 'ext4', '-b', '4096',
+        '-m', '0', '-N', f'{inodes}', '-O', '^has_journal', '-E',
+        'root_owner=0:0', '-d', str(folder), text, f'{blocks * 4}k',
     )  # fmt: skip
     if made.returncode:
       raise ValueError(f'cannot make a disk of {folder}: {made.stderr.strip()}')
@@ -308,22 +309,12 @@ def download_kernel(folder: pathlib.Path) -> None:
   if platform.machine() != 'x86_64':
     raise ValueError(f'micro VMs need x86_64, not {platform.machine()}.')
   apt, unpack = program('apt-get', 'apt'), program('dpkg-deb', 'dpkg')
-  depends = subprocess.run(
-    [program('apt-cache', 'apt'), 'depends', _PACKAGE],
-    check=False,
-    capture_output=True,
-    text=True,
-  ).stdout
+  depends = _run(program('apt-cache', 'apt'), 'depends', _PACKAGE).stdout
   names = [x for x in depends.split() if x.startswith('linux-image-')]
   with tempfile.TemporaryDirectory(dir=folder.parent) as work:
     os.chmod(work, 0o755)
-    got = subprocess.run(
-      [apt, 'download', names[-1] if names else _PACKAGE],
-      cwd=work,
-      check=False,
-      capture_output=True,
-      text=True,
-    )
+    wanted = names[-1] if names else _PACKAGE
+    got = _run(apt, 'download', wanted, cwd=work)
     packages = glob.glob(f'{work}/*.deb')
     if got.returncode or not packages:
       raise ValueError(

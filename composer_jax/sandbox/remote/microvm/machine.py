@@ -15,17 +15,13 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.remote import messages, protocol, renewed
-from composer_jax.sandbox.remote.microvm import (
-  image as microvm_image,
-)
-from composer_jax.sandbox.remote.microvm import (
-  qemu as microvm_qemu,
-)
+from composer_jax.sandbox.remote.microvm import image as microvm_image
+from composer_jax.sandbox.remote.microvm import qemu as microvm_qemu
 
 ACCELERATORS = ('auto', 'kvm', 'tcg')
 _PROBE_S = 4.0  # a machine with a working KVM answers within one
@@ -72,7 +68,7 @@ def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
     path = pathlib.Path(folder, 'initrd')
     path.write_bytes(archive)
     guest = microvm_qemu.Guest(
-      microvm_qemu.Machine(
+      microvm_qemu.VirtualMachine(
           kernel=str(kernel.image), initrd=str(path), disks={}, memory_mb=128,
           cores=1, accelerator='kvm',
       )
@@ -88,19 +84,7 @@ def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
       guest.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-  """A guest that is up, and the sandbox in it."""
-
-  guest: microvm_qemu.Guest
-  sandbox: protocol.RemoteSandbox
-
-  def close(self) -> None:
-    self.sandbox.close()
-    self.guest.close()
-
-
-class MicroVM:
+class MicroVM(renewed.RenewedSandbox):
   """A sandbox whose calls and boxes live in one guest.
 
   A guest that is lost takes its boxes along; the next call or box starts
@@ -149,18 +133,15 @@ class MicroVM:
         self._machine = _saved_machine(saved, accelerator)
       else:
         self._machine = self._describe(size, images, packages, accelerator)
-      self._renewed = renewed.RenewedSandbox(self._begin, 'A micro VM')
+      super().__init__(self._boot, 'A micro VM')
     except BaseException:
       shutil.rmtree(self._folder, ignore_errors=True)
       raise
-    self.about = {
-      **self._renewed.about,
-      'accelerator': f'{accelerator}: {reason}',
-    }
+    self.about['accelerator'] = f'{accelerator}: {reason}'
 
   def _describe(
     self, size, images, packages, accelerator
-  ) -> microvm_qemu.Machine:
+  ) -> microvm_qemu.VirtualMachine:
     kernel = microvm_image.find_kernel()
     disks = {'root': str(microvm_image.system_disk())}
     if images is not None:
@@ -179,12 +160,12 @@ class MicroVM:
     initrd = self._folder / 'initrd'
     initrd.write_bytes(microvm_image.initrd(kernel, microvm_image.INIT, config))
     memory = size * self._limits.memory_bytes >> 20
-    return microvm_qemu.Machine(
+    return microvm_qemu.VirtualMachine(
         kernel=str(kernel.image), initrd=str(initrd), disks=disks,
         memory_mb=_OVERHEAD_MB + memory, cores=size, accelerator=accelerator,
     )  # fmt: skip
 
-  def _begin(self) -> _Place:
+  def _boot(self) -> protocol.RemoteSandbox:
     guest = microvm_qemu.Guest(self._machine, self._state)
     transport = messages.StreamTransport(guest.agent)
     try:
@@ -194,7 +175,7 @@ class MicroVM:
       transport.ask(awake, (), _START_S)
       sandbox = protocol.RemoteSandbox(
           transport, self._limits, level=self.level, size=self._machine.cores,
-          grace_s=_GRACE_S,
+          grace_s=_GRACE_S, on_close=guest.close,
       )  # fmt: skip
     except base.SandboxLost as error:
       transport.close()
@@ -204,23 +185,7 @@ class MicroVM:
         f'the guest does not come up: {error}; its last words: {words!r}'
       ) from error
     self._guest = guest
-    return _Place(guest, sandbox)
-
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> base.Result:
-    """See `base.Sandbox`."""
-    return self._renewed.call(files, module, function, arguments)
-
-  def open(
-    self, image: str, changes: Mapping[str, bytes | None] | None = None
-  ) -> protocol.RemoteBox:
-    """See `base.Sandbox`."""
-    return self._renewed.open(image, changes)
+    return sandbox
 
   def save(self, folder: pathlib.Path) -> None:
     """Writes the guest as it is, memory included, and closes this sandbox.
@@ -242,19 +207,13 @@ class MicroVM:
 
   def close(self) -> None:
     """May be called twice."""
-    self._renewed.close()
+    super().close()
     shutil.rmtree(self._folder, ignore_errors=True)
-
-  def __enter__(self) -> 'MicroVM':
-    return self
-
-  def __exit__(self, *unused) -> None:
-    self.close()
 
 
 def _saved_machine(
   folder: pathlib.Path, accelerator: str
-) -> microvm_qemu.Machine:
+) -> microvm_qemu.VirtualMachine:
   try:
     fields = json.loads((folder / _MACHINE).read_text())
   except FileNotFoundError as error:
@@ -264,4 +223,4 @@ def _saved_machine(
       f'{folder} was saved under {fields["accelerator"]} and cannot begin '
       f'under {accelerator}; save another one.'
     )
-  return microvm_qemu.Machine(**fields)
+  return microvm_qemu.VirtualMachine(**fields)

@@ -35,15 +35,11 @@ _STATE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class VirtualMachine:
   """What a guest consists of; a saved state fits the same machine only.
 
   Attributes:
-    kernel: the image.
-    initrd: the archive.
     disks: name -> image; 'root', and where others are mounted.
-    memory_mb: of the guest.
-    cores: of the guest.
     accelerator: 'kvm' or 'tcg'.
   """
 
@@ -108,7 +104,9 @@ class Guest:
     agent: the host's end of the agent's port.
   """
 
-  def __init__(self, machine: Machine, state: pathlib.Path | None = None):
+  def __init__(
+    self, machine: VirtualMachine, state: pathlib.Path | None = None
+  ):
     """Starts it, from a saved state if there is one."""
     self.machine = machine
     self.agent, agent = socket.socketpair()

@@ -8,7 +8,7 @@ import pytest
 
 from composer_jax.core import records
 from composer_jax.tasks import source
-from composer_jax.tasks.list_functions import family, runners, verify
+from composer_jax.tasks.list_functions import environment, family, runners
 
 RUNNERS = (runners.TrustedRunner(), runners.StaticRunner())
 
@@ -47,10 +47,10 @@ class _FailingRunner:
 def test_references_pass_and_stubs_score_nothing(tasks, runner):
   for task in tasks:
     files = _with_body(task, task.reference)
-    verdict = verify.verify(task, files, runner, True)
+    verdict = environment.verify(task, files, runner, True)
     assert verdict.passed
     assert verdict.num_passed == verdict.num_tests == len(task.hidden)
-    stub = verify.verify(task, task.files, runner, True)
+    stub = environment.verify(task, task.files, runner, True)
     assert (stub.passed, stub.num_passed) == (False, 0)
     assert stub.status == records.GRADED
     assert stub.sandbox_level == runner.level
@@ -64,7 +64,7 @@ def test_executing_and_recognising_agree_on_wrong_bodies(tasks):
     body = wrong.body(family.names_of(task)[0], 'w')
     counts = set()
     for runner in RUNNERS:
-      verdict = verify.verify(task, _with_body(task, body), runner, True)
+      verdict = environment.verify(task, _with_body(task, body), runner, True)
       assert not verdict.passed
       counts.add(verdict.num_passed)
     assert len(counts) == 1
@@ -78,7 +78,7 @@ def test_the_static_runner_executes_nothing(tasks, tmp_path):
     # As a file, since `edit` would refuse what does not parse.
     path = f'{task.package}/{task.path}'
     files = {**task.files, path: f'def {task.function}(v):\n {text}\n'}
-    verdict = verify.verify(task, files, RUNNERS[1], True)
+    verdict = environment.verify(task, files, RUNNERS[1], True)
     assert (verdict.passed, verdict.num_passed) == (False, 0)
   assert not mark.exists()
 
@@ -89,8 +89,8 @@ def test_a_neighbour_that_does_not_compile_fails_the_task(tasks, runner):
   right = _with_body(task, task.reference)
   path = f'{task.package}/{task.path}'
   text = source.replace_body(right[path], _neighbour(task), 'break')
-  assert verify.verify(task, right, runner, True).passed
-  verdict = verify.verify(task, {**right, path: text}, runner, True)
+  assert environment.verify(task, right, runner, True).passed
+  verdict = environment.verify(task, {**right, path: text}, runner, True)
   assert (verdict.passed, verdict.num_passed) == (False, 0)
 
 
@@ -107,7 +107,7 @@ def test_a_free_name_is_not_recognised_as_a_bound_one(tasks):
   body = task.reference.replace(f'in {argument}', 'in bound0')
   assert body != task.reference
   for runner in RUNNERS:
-    verdict = verify.verify(task, _with_body(task, body), runner, True)
+    verdict = environment.verify(task, _with_body(task, body), runner, True)
     assert (verdict.passed, verdict.num_passed) == (False, 0)
 
 
@@ -115,12 +115,12 @@ def test_a_module_without_the_function_recognises_nothing(tasks):
   path = f'{tasks[0].package}/{tasks[0].path}'
   for text in ('', f'{tasks[0].function} = 1\n'):
     files = {**tasks[0].files, path: text}
-    assert verify.verify(tasks[0], files, RUNNERS[1], True).num_passed == 0
+    assert environment.verify(tasks[0], files, RUNNERS[1], True).num_passed == 0
 
 
 def test_an_unfinished_episode_fails_however_right(tasks):
   files = _with_body(tasks[0], tasks[0].reference)
-  verdict = verify.verify(tasks[0], files, RUNNERS[0], False)
+  verdict = environment.verify(tasks[0], files, RUNNERS[0], False)
   assert verdict.status == records.UNFINISHED
   assert not verdict.passed
   assert verdict.num_passed == verdict.num_tests
@@ -128,16 +128,16 @@ def test_an_unfinished_episode_fails_however_right(tasks):
 
 def test_one_failure_of_the_sandbox_is_retried_and_two_are_no_verdict(tasks):
   files = _with_body(tasks[0], tasks[0].reference)
-  assert verify.verify(tasks[0], files, _FailingRunner(1), True).passed
-  verdict = verify.verify(tasks[0], files, _FailingRunner(2), True)
+  assert environment.verify(tasks[0], files, _FailingRunner(1), True).passed
+  verdict = environment.verify(tasks[0], files, _FailingRunner(2), True)
   assert verdict.status == records.INFRASTRUCTURE
   assert verdict.detail == 'no zygote'
 
 
 def test_equality_is_that_of_json_and_not_of_python():
-  assert verify.equal([1, {'a': None}], [1, {'a': None}])
+  assert environment.equal([1, {'a': None}], [1, {'a': None}])
   for value, expected in ((True, 1), (1.0, 1), ('1', 1), ([1], [1, 1])):
-    assert not verify.equal(value, expected)
+    assert not environment.equal(value, expected)
 
 
 def test_an_answer_of_the_wrong_shape_is_no_answer(tasks):
@@ -148,12 +148,12 @@ def test_an_answer_of_the_wrong_shape_is_no_answer(tasks):
     tasks[0].function,
     [list(args) for args, _ in examples],
   )
-  assert verify.outcomes(good, examples) == [True] * len(examples)
+  assert environment.outcomes(good, examples) == [True] * len(examples)
   for value in (good.value[:-1], None, 'ok'):
     bad = dataclasses.replace(good, value=value)
-    assert verify.outcomes(bad, examples) is None
+    assert environment.outcomes(bad, examples) is None
   late = dataclasses.replace(good, status='timeout')
-  assert verify.outcomes(late, examples) is None
+  assert environment.outcomes(late, examples) is None
 
 
 def test_a_task_must_hold_the_file_to_restore(tasks):

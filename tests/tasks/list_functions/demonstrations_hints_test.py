@@ -8,7 +8,6 @@ from composer_jax.tasks.list_functions import (
   demonstrations,
   environment,
   family,
-  hindsight,
   runners,
 )
 from composer_jax.text import chat
@@ -43,7 +42,7 @@ def test_an_example_has_the_call_that_was_meant_and_not_the_mistake(tokenizer):
     transcripts(tokenizer, wrong_tool=0.3, wrong_arguments=0.2)
   ):
     window = rollout.trajectories[0]
-    found = list(hindsight.examples(rollout, tokenizer))
+    found = list(demonstrations.hindsight(rollout, tokenizer))
     hints = {tuple(h.tokens_T.tolist()): h for h in rollout.hints}
     for tokens_T, mask_T in found:
       seen += 1
@@ -68,10 +67,10 @@ def test_an_example_has_the_call_that_was_meant_and_not_the_mistake(tokenizer):
 def test_giving_up_mends_nothing(tokenizer):
   """But a finish with too many words is mended by one without."""
   for rollout in transcripts(tokenizer, wrong_arguments=0.4, give_up=1.0):
-    for tokens_T, mask_T in hindsight.examples(rollout, tokenizer):
+    for tokens_T, mask_T in demonstrations.hindsight(rollout, tokenizer):
       assert tokenizer.decode(tokens_T[mask_T][:-1]) == 'finish'
       assert 'finish' in last(
         tokenizer, rollout.trajectories[0].tokens_T, 3
       )[0]  # fmt: skip
   flawless = transcripts(tokenizer)
-  assert not any(list(hindsight.examples(r, tokenizer)) for r in flawless)
+  assert not any(list(demonstrations.hindsight(r, tokenizer)) for r in flawless)
