@@ -12,7 +12,7 @@ from composer_jax.delta.device import receiver as receivers
 from composer_jax.pipeline import buffer as buffers
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
-from composer_jax.rollout import server
+from composer_jax.rollout import placing, server
 
 # Returns a policy in its place once there is a newer one; never waits for it.
 Take = Callable[[], receivers.Placed | None]
@@ -34,7 +34,7 @@ class Server:
     engine: engines.Engine,
     first: receivers.Policy,
     take: Take,
-    drop: Callable[[engines.Placed], None],
+    drop: Callable[[placing.PlacedWeights], None],
     log: Log,
   ):
     """Serves what the engine was made of.

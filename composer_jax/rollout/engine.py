@@ -26,7 +26,7 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.rollout import dispatch, forward, placing, sessions
+from composer_jax.rollout import dispatch, placing, sessions
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -36,57 +36,6 @@ EngineOptions = options_lib.EngineOptions
 # decodes instead while fewer wait. Context that was put off for so many
 # dispatches goes before any decode, and before context that was put off less.
 _MAX_PUT_OFF = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-  """What an engine has at hand and has done.
-
-  Attributes:
-    sessions: open.
-    running: requests with a slot.
-    waiting: requests without.
-    pages: of the cache.
-    pages_free: held by nobody.
-    pages_cached: held for whoever has the same prefix.
-    prefix_hit_tokens: context tokens found cached.
-    context_tokens: context tokens consumed by extend.
-    sampled_tokens: tokens sampled.
-    dispatches: extends and decodes.
-    swaps: of weights.
-    swap_s: host seconds of the last swap, the weights in place and what was
-      dispatched before it awaited.
-    failures: requests that failed.
-    version: served.
-  """
-
-  sessions: int
-  running: int
-  waiting: int
-  pages: int
-  pages_free: int
-  pages_cached: int
-  prefix_hit_tokens: int
-  context_tokens: int
-  sampled_tokens: int
-  dispatches: int
-  swaps: int
-  swap_s: float
-  failures: int
-  version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-  """Weights that lie where the engine that placed them serves them.
-
-  Attributes:
-    weights: a copy of its own.
-    version: theirs.
-  """
-
-  weights: forward.Weights
-  version: int
 
 
 class Engine:
@@ -111,8 +60,8 @@ class Engine:
       variables: of its decoder.
       version: of the weights.
       options: shapes of the programs.
-      mesh: to share the model out over; None serves on the first device that
-        holds the variables.
+      mesh: to share the model out over; None makes one of `options.devices`, or
+        of one device serves on the first that holds the variables.
 
     Raises:
       ValueError: the variables are not that model's, or the options or the
@@ -125,32 +74,24 @@ class Engine:
     expected = _shapes(decoder.abstract(config)[0])
     _compare(self._shapes, expected, version, dtypes=False)
     if mesh is None:
-      self._place = placing.on_device(_device_of(variables))
+      mesh = placing.mesh_of(options.devices)
+    if mesh is None:
+      self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
-    self._dispatcher = dispatch.Dispatcher(config, options, self._place)
-    self._serve(self.place(variables, version))
     self._slots = slots_lib.Slots(
-      num_slots=options.num_slots,
-      max_len=options.max_len,
-      page_size=options.page_size,
-      num_pages=options.pages,
-      version=version,
-      route_shape=(config.num_moe_layers, config.moe.num_active),
-      record_routes=options.record_routes,
-      share_prefixes=options.share_prefixes,
+      options,
+      version,
+      (config.num_moe_layers, config.moe.num_active),
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._swaps, self._swap_s = 0, 0.0
-
-  def _serve(self, placed: Placed) -> None:
-    self._served = placed
-    self._dispatcher.weights = placed.weights
-    self._dispatcher.version = placed.version
+    self._dispatcher = dispatch.Dispatcher(
+      config, options, self._place, self.place(variables, version), self._slots
+    )
 
   @property
   def version(self) -> int:
-    return self._dispatcher.version
+    return self._dispatcher.served.version
 
   @property
   def num_slots(self) -> int:
@@ -160,36 +101,28 @@ class Engine:
   @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
-    return self._dispatcher.traces
+    return dict(self._dispatcher.programs.traces)
 
   @property
   def num_unfinished(self) -> int:
     """Requests submitted whose outcome `step` has not returned."""
     return self._slots.num_unfinished
 
-  def stats(self) -> Stats:
+  def stats(self) -> slots_lib.Stats:
     """Returns counters; costs nothing."""
     table = self._slots
-    return Stats(
+    return dataclasses.replace(
+      table.stats,
       sessions=len(table.sessions),
-      running=table.num_running,
-      waiting=table.num_waiting,
+      running=len(table.running),
+      waiting=len(table.queue),
       pages=self.options.pages,
-      pages_free=table.holdings.pages.num_unowned,
+      pages_free=table.holdings.pages.num_free,
       pages_cached=len(table.holdings.prefixes),
-      prefix_hit_tokens=table.prefix_hit_tokens,
-      context_tokens=self._dispatcher.context_tokens,
-      sampled_tokens=table.sampled_tokens,
-      dispatches=self._dispatcher.num_dispatches,
-      swaps=self._swaps,
-      swap_s=self._swap_s,
-      failures=table.failures,
-      version=self.version,
     )
 
   def warm(self) -> None:
     """Compiles every program now rather than when it is first needed."""
-    self._dispatcher.read(self._slots)
     self._dispatcher.warm()
 
   def submit(
@@ -228,65 +161,41 @@ class Engine:
     self._slots.submit(request, on_tokens)
 
   def close(self, session: str) -> None:
-    """Ends a session and drops what it was still being served.
-
-    Raises:
-      ValueError: no such session is open.
-    """
-    if self._slots.is_working(session):
+    """Ends a session if it is open, and forgets the outcome of its request."""
+    table = self._slots
+    if table.is_working(session):
       # Its pages may still be written, and it may be found to have failed.
-      self._dispatcher.read(self._slots)
-      if not self._slots.is_open(session):
-        return
-    self._slots.close(session)
-
-  def cancel(self, session: str) -> None:
-    """Closes a session if it is open, and forgets the outcome of its request.
-
-    For a client that went away: whatever its session came to, nothing of it
-    stays.
-    """
-    if self._slots.is_open(session):
-      self.close(session)
-    self._slots.finished = [
-      f for f in self._slots.finished if f.session != session
-    ]
+      self._dispatcher.read()
+    if self.is_open(session):
+      table.close(session)
+    table.finished = [f for f in table.finished if f.session != session]
 
   def is_open(self, session: str) -> bool:
     """Whether the session holds its tokens or has a request under way."""
-    return self._slots.is_open(session)
+    return session in self._slots.sessions
 
-  def place(self, variables: Any, version: int) -> Placed:
+  def place(self, variables: Any, version: int) -> placing.PlacedWeights:
     """Copies weights to where they are served from; from any thread.
 
-    Args:
-      variables: with the names, shapes and dtypes of those served.
-      version: theirs.
-
     Raises:
-      ValueError: an array is missing, unknown or differs in shape or dtype.
+      ValueError: an array is missing, unknown or differs in shape or dtype from
+        those served.
     """
     _compare(_shapes(variables), self._shapes, version, dtypes=True)
     weights = placing.put_weights(variables, self.config, self._place)
-    return Placed(weights=jax.block_until_ready(weights), version=version)
+    weights = jax.block_until_ready(weights)
+    return placing.PlacedWeights(weights=weights, version=version)
 
-  def swap(
-    self, variables: Any, version: int, policy: str | None = None
-  ) -> None:
+  def swap(self, variables: Any, version: int) -> None:
     """Places other weights and serves them from the next step on.
 
     Raises:
       ValueError: as `place` and `switch` do; what was served is served on.
     """
-    self._check_swap(version, policy)
-    self.switch(self.place(variables, version), policy)
+    self.switch(self.place(variables, version))
 
-  def switch(self, placed: Placed, policy: str | None = None) -> Placed:
-    """Serves weights that are in their place from the next step on.
-
-    Args:
-      placed: by this engine.
-      policy: 'keep' or 'refresh', as `EngineOptions.on_swap`; None means that.
+  def switch(self, placed: placing.PlacedWeights) -> placing.PlacedWeights:
+    """Serves weights that this engine placed from the next step on.
 
     Returns:
       What was served; freeing it takes longer than the switch.
@@ -294,35 +203,29 @@ class Engine:
     Raises:
       ValueError: the version goes back while sessions are open.
     """
-    self._check_swap(placed.version, policy)
-    self._dispatcher.read(self._slots)
-    began, before = time.perf_counter(), self._served
-    self._serve(placed)
-    refresh = (policy or self.options.on_swap) == options_lib.REFRESH
-    self._slots.swap(placed.version, refresh=refresh)
-    if refresh:
-      self._dispatcher.decompose()
-    self._swaps += 1
-    self._swap_s = time.perf_counter() - began
+    table, version = self._slots, self.version
+    if placed.version < version and table.sessions:
+      raise ValueError(
+        f'Cannot swap version {version} for the older {placed.version} while '
+        f'{len(table.sessions)} sessions are open: versions never decrease '
+        'within a session. Close them first.'
+      )
+    self._dispatcher.read()
+    began, before = time.perf_counter(), self._dispatcher.served
+    self._dispatcher.serve(placed)
+    refresh = self.options.on_swap == options_lib.REFRESH
+    table.swap(placed.version, refresh=refresh)
+    table.stats.swap_s = time.perf_counter() - began
     return before
-
-  def _check_swap(self, version: int, policy: str | None) -> None:
-    if policy not in (None, *options_lib.ON_SWAP):
-      raise ValueError(
-        f'The policy of a swap must be one of {options_lib.ON_SWAP}, not '
-        f'{policy!r}.'
-      )
-    if version < self.version and self._slots.sessions:
-      raise ValueError(
-        f'Cannot swap version {self.version} for the older {version} while '
-        f'{len(self._slots.sessions)} sessions are open: versions never '
-        'decrease within a session. Close them first.'
-      )
 
   def step(self) -> list[records.Completion | records.Failure]:
     """Dispatches one program and returns the outcomes known by now."""
     table, dispatcher = self._slots, self._dispatcher
-    self._admit()
+    table.admit()
+    holdings = table.holdings
+    dispatcher.clear(holdings.pages.to_clear)
+    dispatcher.copy(holdings.to_copy)
+    holdings.pages.to_clear, holdings.to_copy = [], []
     pending, decoding = table.prefilling(), table.decoding()
     most = self.options.extend_rows[-1]
     if pending and (
@@ -330,49 +233,15 @@ class Engine:
       or len(pending) >= most
       or pending[0].at_work.waiting >= _MAX_PUT_OFF
     ):
-      dispatcher.extend(pending[:most], table)
+      dispatcher.extend(pending[:most])
       pending = pending[most:]
-      dispatcher.read(table, keep=1)
+      dispatcher.read(keep=1)
     else:
-      self._decode(decoding)
+      dispatcher.decode()
     for session in pending:
       if session.work is not None:
         session.work.waiting += 1
     return table.take_finished()
-
-  def _admit(self) -> None:
-    holdings = self._slots.holdings
-    self._slots.admit()
-    if holdings.to_clear:
-      self._dispatcher.clear(holdings.to_clear)
-      holdings.to_clear = []
-    if holdings.to_copy:
-      self._dispatcher.copy(holdings.to_copy)
-      holdings.to_copy = []
-
-  def _decode(self, decoding: list[sessions.Session]) -> None:
-    """Decodes on where the device left off, or begins anew with other rows."""
-    table, dispatcher = self._slots, self._dispatcher
-    if dispatcher.is_decoding(decoding):
-      if dispatcher.lacks_work():
-        dispatcher.read(table)
-      else:
-        dispatcher.decode()
-        dispatcher.read(table, keep=1)
-      return
-    dispatcher.read(table)
-    # Some may have ended by what was read.
-    decoding = table.decoding()
-    if decoding:
-      dispatcher.compose(decoding)
-      dispatcher.decode()
-
-
-def _device_of(variables: Any) -> jax.Device:
-  leaf = jax.tree.leaves(variables)[0]
-  if isinstance(leaf, jax.Array):
-    return min(leaf.devices(), key=lambda device: device.id)
-  return jax.devices()[0]
 
 
 def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -3,13 +3,12 @@
 `models.decoder` scans stacked layers over a packed batch. This module calls
 the same functions layer by layer, with two pools of pages per layer that every
 session of an engine shares: which page belongs to whom is the caller's tables
-(`kernels.attention.paged`).
-`tests/rollout/forward_test.py` holds it to the decoder.
+(`kernels.attention.paged`). `tests/rollout/forward_test.py` holds it to the
+decoder.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -81,16 +80,17 @@ def unstack(
     return jnp.array(x, jnp.float32 if narrow else x.dtype, copy=True)
 
   variables = jax.tree.map(copy, variables)
-  stacks = [('dense_layers', config.num_dense_layers)]
-  stacks.append(('moe_layers', config.num_moe_layers))
+  stacks = {
+    'dense_layers': config.num_dense_layers,
+    'moe_layers': config.num_moe_layers,
+  }
   layers = []
-  for name, length in stacks:
+  for name, length in stacks.items():
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
     for i in range(length):
       layers.append(jax.tree.map(lambda x, i=i: x[i], stack))
-  names = [name for name, _ in stacks]
   params = variables['params']
-  outer = {k: tree for k, tree in params.items() if k not in names}
+  outer = {k: tree for k, tree in params.items() if k not in stacks}
   on_cpu = jax.default_backend() == 'cpu'
   if config.numerics == 'fast' and on_cpu and not is_sharded:
     layers = [_split_experts(layer) for layer in layers]
@@ -134,14 +134,10 @@ def copy_pages(
   destinations_N: jax.Array,
   counts_N: jax.Array,
 ) -> Cache:
-  """Copies pages in every layer; a destination out of range is dropped.
+  """Copies the first `counts_N` tokens of pages, in every layer.
 
-  Args:
-    cache: donated.
-    sources_N: int32 pages.
-    destinations_N: int32 pages.
-    counts_N: int32 leading tokens of each that are copied; what lies behind
-      them is set to zero, since it may be anything.
+  What lies behind them is set to zero, since it may be anything. A destination
+  out of range is dropped; the cache is donated.
   """
 
   def copy(pool, token_axis):
@@ -163,18 +159,6 @@ def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
   return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
 
 
-class _Chunk(flax.struct.PyTreeNode, kw_only=True):
-  """What every layer reads: where tokens go, and what they may see."""
-
-  cos_sin: tuple[jax.Array, jax.Array]
-  positions_BT: jax.Array
-  valid_BT: jax.Array
-  pages_BT: jax.Array
-  offsets_BT: jax.Array
-  tables_BP: jax.Array
-  num_blocks: Any
-
-
 def forward(
   weights: Weights,
   cache: Cache,
@@ -184,7 +168,6 @@ def forward(
   tables_BP: jax.Array,
   *,
   config: config_lib.ModelConfig,
-  num_blocks: Any = None,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
@@ -199,8 +182,6 @@ def forward(
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
     config: of the decoder.
-    num_blocks: logical pages to attend to, as many as the longest row has
-      after this chunk; None counts them.
     plan: where experts lie (`layouts.DECODE`); None on one device.
 
   Returns:
@@ -209,16 +190,29 @@ def forward(
   c = config
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
-  chunk = _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, c)
-  pools, routes = [], []
+  cos_sin = layer.angles(positions_BT, c)
+  blocks_BT = positions_BT // cache.page_size
+  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
+  # Past the end of the pools, where a write is dropped.
+  pages_BT = jnp.where(valid_BT, pages_BT, cache.num_pages)
+  places = (pages_BT, positions_BT % cache.page_size)
+  if c.numerics == 'batch_invariant':
+    attend = functools.partial(tiled.attend_paged, valid_BT=valid_BT)
+  else:
+    # As many as the longest row has after this chunk.
+    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
+    attend = functools.partial(_FAST[c.attention.kind], num_blocks=num_blocks)
+  all_pools, routes = [], []
   for i, variables in enumerate(weights.layers):
     params = layer.prepare(variables['params'], c)
     query, kept = layer.attention_inputs(
-      params, x_BTD, chunk.cos_sin, c, is_paged=True
+      params, x_BTD, cos_sin, c, is_paged=True
     )
     with jax.named_scope('attention'):
-      pools.append(_write(cache.layers[i], kept, chunk))
-      out_BTN = _attend(query, pools[-1], chunk, c)
+      # The chunk's own keys lie in the pages that it attends to.
+      pools = _write(cache.layers[i], kept, places)
+      out_BTN = attend(query, pools, tables_BP, positions_BT)
+    all_pools.append(pools)
     if i < c.num_dense_layers:
       x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
       continue
@@ -233,7 +227,23 @@ def forward(
     routes.append(ids_BTA.astype(jnp.uint16))
   scale_D = weights.outer['params']['final_norm']['scale']
   hidden_BTD = layer.final_norm(scale_D, x_BTD, c)
-  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(pools))
+  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(all_pools))
+
+
+# Latent attention over a chunk of context is in the absorbed form too. Above
+# some hundred tokens (171 for Kimi K2) making keys and values of the cache anew
+# would cost it less.
+_FAST = {'gqa': paged.attend_grouped, 'mla': paged.attend_latent}
+
+
+def _write(pools: paged.Pools, kept, places) -> paged.Pools:
+  """Puts what is kept of the chunk in its places."""
+  axes = paged.token_axes(pools)
+  first, second = (
+    paged.write(pool, kept_BT, *places, token_axis=axis)
+    for pool, kept_BT, axis in zip(pools, kept, axes, strict=True)
+  )
+  return first, second
 
 
 def logits(
@@ -244,53 +254,3 @@ def logits(
     # The model's own, or a copy of its tied table.
     config = dataclasses.replace(config, tie_embeddings=False)
   return head.logits(weights.outer, hidden_BTD, config)
-
-
-def _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, config):
-  page = cache.page_size
-  blocks_BT = positions_BT // page
-  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
-  if num_blocks is None:
-    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
-  return _Chunk(
-    cos_sin=layer.angles(positions_BT, config),
-    positions_BT=positions_BT,
-    valid_BT=valid_BT,
-    # Past the end of the pools, where a write is dropped.
-    pages_BT=jnp.where(valid_BT, pages_BT, cache.num_pages),
-    offsets_BT=positions_BT % page,
-    tables_BP=tables_BP,
-    num_blocks=num_blocks,
-  )
-
-
-def _write(pools, kept, chunk):
-  """Puts what is kept of the chunk in its places."""
-  token_axes = paged.token_axes(pools)
-  first, second = (
-    paged.write(
-      pool, kept_BT, chunk.pages_BT, chunk.offsets_BT, token_axis=axis
-    )
-    for pool, kept_BT, axis in zip(pools, kept, token_axes, strict=True)
-  )
-  return first, second
-
-
-def _attend(query, pools, chunk, config):
-  """Attends to the pages, in which this chunk is already.
-
-  Latent attention over a chunk of context is in the absorbed form too. Above
-  some hundred tokens (171 for Kimi K2) making keys and values of the cache anew
-  would cost it less.
-  """
-  tables = (chunk.tables_BP, chunk.positions_BT)
-  if config.numerics == 'batch_invariant':
-    return tiled.attend_paged(query, pools, *tables, chunk.valid_BT)
-  attend = _FAST[config.attention.kind]
-  return attend(query, pools, *tables, num_blocks=chunk.num_blocks)
-
-
-_FAST = {
-  'gqa': paged.attend_grouped,
-  'mla': paged.attend_latent,
-}

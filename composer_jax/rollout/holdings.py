@@ -4,15 +4,12 @@ Between the two books, `pages` (how often a page is held) and `prefixes` (which
 tokens a page holds), and the sessions that own both. No device.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from composer_jax.rollout import pages as pages_lib
 from composer_jax.rollout import prefixes as prefixes_lib
 from composer_jax.rollout import sessions
-
-_NOTHING = prefixes_lib.Match(full=[], partial=None, missing=None)
 
 
 class Copy(NamedTuple):
@@ -29,15 +26,14 @@ class Holdings:
   Attributes:
     pages: counts of all pages.
     prefixes: pages kept for whoever has the same tokens.
-    to_copy: pages to copy before the next dispatch, in this order.
-    to_clear: pages to clear before those are copied.
+    to_copy: pages to copy before the next dispatch, in this order, once those
+      of `pages.to_clear` are cleared.
   """
 
   def __init__(self, num_pages: int, page_size: int, version: int, share: bool):
     self.pages = pages_lib.Pages(num_pages)
     self.prefixes = prefixes_lib.Prefixes(self.pages, page_size, version)
     self.to_copy: list[Copy] = []
-    self.to_clear: list[int] = []
     self._page_size = page_size
     self._share = share
     # Pages that a session is consuming tokens for, by key.
@@ -46,11 +42,9 @@ class Holdings:
   def waits(self, session: sessions.Session) -> bool:
     """Whether another session is filling the next page of this one's prefix."""
     work = session.at_work
-    if work.waits_for is None or work.waits_for not in self._filling:
-      work.waits_for = None
+    if work.waits_for not in self._filling:
       missing = self._match(session).missing
-      if missing in self._filling:
-        work.waits_for = missing
+      work.waits_for = missing if missing in self._filling else None
     return work.waits_for is not None
 
   def find(
@@ -59,7 +53,7 @@ class Holdings:
     kept: Iterable[sessions.Session],
     victims: Callable[[], Iterable[sessions.Session]],
   ) -> bool:
-    """Gives a session pages for the most tokens that it can come to.
+    """Gives a session pages for the most tokens that its request can come to.
 
     Args:
       session: with a request.
@@ -70,41 +64,38 @@ class Holdings:
       Whether it has them now.
     """
     match = self._match(session)
-    if self._find(session, match, kept, victims):
-      return True
     # A page to copy from takes room as well: there may be enough without.
-    match = dataclasses.replace(match, partial=None)
-    return self._find(session, match, kept, victims)
+    return self._find(session, match, kept, victims) or self._find(
+      session, match._replace(partial=None), kept, victims
+    )
 
   def _find(self, session, match, kept, victims) -> bool:
-    shared = [entry.page for entry in match.full]
-    source = [match.partial.page] if match.partial else []
+    shared = [stored.page for stored in match.full]
+    held = [stored.page for stored in match.found]
     last = session.length + session.at_work.remaining - 1
     count = -(-last // self._page_size) - len(session.pages) - len(shared)
     # Held, so that they are not evicted to make room for the rest.
-    self.pages.retain(shared + source)
-    found = self._make_room(count, [session, *kept], shared + source, victims)
-    if found:
-      taken = self.pages.take(count)
-      if match.partial:
-        # Its owner goes on writing behind the tokens that are wanted of it.
-        self.to_copy.append(
-          Copy(match.partial.page, taken[0], match.partial.count)
-        )
-      session.pages += shared + taken
-      if not session.consumed:
-        session.adopt(match)
-        for key in (session.at_work.keys or ())[len(shared) :]:
-          if session.needs_context:
-            self._filling.setdefault(key, session)
-    else:
-      self.pages.release(shared)
-    self.pages.release(source)
-    return found
+    self.pages.retain(held)
+    if not self._make_room(count, [session, *kept], held, victims):
+      self.pages.release(held)
+      return False
+    taken = self.pages.take(count)
+    if match.partial:
+      # Its owner goes on writing behind the tokens that are wanted of it.
+      source = match.partial.page
+      self.to_copy.append(Copy(source, taken[0], match.partial.count))
+      self.pages.release([source])
+    session.pages += shared + taken
+    if not session.consumed:
+      session.adopt(match)
+      for key in (session.at_work.keys or ())[len(shared) + 1 :]:
+        if session.needs_context:
+          self._filling.setdefault(key, session)
+    return True
 
   def _match(self, session: sessions.Session) -> prefixes_lib.Match:
     if session.consumed or not self._share:
-      return _NOTHING
+      return prefixes_lib.Match()
     context_T = session.tokens_T[: session.length - 1]
     if session.at_work.keys is None:
       session.at_work.keys = self.prefixes.keys(context_T)
@@ -115,14 +106,12 @@ class Holdings:
     if count <= self.pages.num_free:
       return True
     lasting = {page for session in kept for page in session.pages}
-    lasting.update(held)
-    if count > self.pages.total - len(lasting):
+    if count > self.pages.total - len(lasting.union(held)):
       return False
     stripped = iter([v for v in victims() if v.pages and v not in kept])
     while count > self.pages.num_free:
       if not self.prefixes.evict():
         self.strip(next(stripped))
-      self.clear_stained()
     return True
 
   def share(
@@ -136,12 +125,8 @@ class Holdings:
   ) -> None:
     """Lets others have the pages that tokens start..end of a session filled.
 
-    Args:
-      session: owner of the pages.
-      keys: of its pages.
-      start: first token in question.
-      end: first token behind.
-      whole: whether the last page is shared although it is not full.
+    The last page is shared although it is not full if `whole` says so; `keys`
+    are those of the session's pages.
     """
     if not self._share or (session.shareable or 0) < end:
       return
@@ -149,29 +134,25 @@ class Holdings:
     for index in range(
       start // size, -(-end // size) if whole else end // size
     ):
-      count = min(size, end - index * size)
-      self.prefixes.put(
-        keys,
-        index,
-        prefixes_lib.Entry(
-          page=session.pages[index],
-          parent=self.prefixes.parent(keys, index),
-          count=count,
-          routes_TMA=session.routes(index * size, count),
-        ),
-      )
-      self._filling.pop(keys[index], None)
+      first = index * size
+      count = min(size, end - first)
+      routes_TMA = session.routes_TMA[first : first + count].copy()
+      page = session.pages[index]
+      self.prefixes.put(keys, index, page, count, routes_TMA)
+      self._filling.pop(keys[index + 1], None)
 
-  def share_all(self, session: sessions.Session) -> None:
-    """Lets others have all that a session consumed."""
-    keys = self.prefixes.keys(session.tokens_T[: session.consumed])
-    self.share(session, keys, 0, session.consumed, whole=True)
+  def finish(self, session: sessions.Session, *, share: bool) -> None:
+    """Takes the pages that a request did not come to use.
 
-  def trim(self, session: sessions.Session) -> None:
-    """Takes the pages that a session did not come to use."""
+    Others may have the rest, if `share` says so.
+    """
+    self.stop_filling(session)
     used = -(-session.consumed // self._page_size)
     self.pages.release(session.pages[used:])
     del session.pages[used:]
+    if share:
+      keys = self.prefixes.keys(session.tokens_T[: session.consumed])
+      self.share(session, keys, 0, session.consumed, whole=True)
 
   def strip(self, session: sessions.Session) -> None:
     """Takes all its pages; the session consumes its tokens anew."""
@@ -196,7 +177,3 @@ class Holdings:
     """Forgets all prefixes: they are of other weights."""
     self._filling.clear()
     self.prefixes.reset(version)
-
-  def clear_stained(self) -> None:
-    """Makes released stained pages free, and asks for their clearing."""
-    self.to_clear += self.pages.take_to_clear()

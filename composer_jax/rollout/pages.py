@@ -1,23 +1,25 @@
 """Who holds which page of the KV cache: reference counts, no device.
 
-A page is free, held by any number of owners, or stained: released while it
-held values that are not finite. Masking hides stale numbers from a later
-owner, but zero times NaN is NaN, so a stained page is cleared first.
+A page is free, or held by any number of owners. It is stained if it holds
+values that are not finite: masking hides stale numbers from a later owner, but
+zero times NaN is NaN, so it must be cleared once it is released.
 """
 
 from collections.abc import Iterable
 
 
 class Pages:
-  """Reference counts of a fixed number of pages."""
+  """Reference counts of a fixed number of pages.
+
+  Attributes:
+    to_clear: released and stained, to be cleared before the next dispatch.
+  """
 
   def __init__(self, num_pages: int):
     self._free = list(range(num_pages))[::-1]
     self._references = [0] * num_pages
     self._stained: set[int] = set()
-    self._to_clear: list[int] = []
-    # Goes up whenever a page comes free: what could not be had may be now.
-    self.num_released = 0
+    self.to_clear: list[int] = []
 
   @property
   def total(self) -> int:
@@ -26,11 +28,6 @@ class Pages:
   @property
   def num_free(self) -> int:
     return len(self._free)
-
-  @property
-  def num_unowned(self) -> int:
-    """Free pages, and those that will be once they are cleared."""
-    return len(self._free) + len(self._to_clear)
 
   def references(self, page: int) -> int:
     return self._references[page]
@@ -56,19 +53,11 @@ class Pages:
       self._references[page] -= 1
       if self._references[page]:
         continue
-      self.num_released += 1
+      self._free.append(page)
       if page in self._stained:
-        self._stained.discard(page)
-        self._to_clear.append(page)
-      else:
-        self._free.append(page)
+        self._stained.remove(page)
+        self.to_clear.append(page)
 
   def stain(self, pages: Iterable[int]) -> None:
-    """Marks held pages: they are cleared before they have another owner."""
+    """Marks held pages: they are to be cleared once they are released."""
     self._stained.update(pages)
-
-  def take_to_clear(self) -> list[int]:
-    """Returns released stained pages, free from now on: clear them at once."""
-    pages, self._to_clear = self._to_clear, []
-    self._free += pages
-    return pages

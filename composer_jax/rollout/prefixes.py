@@ -12,34 +12,32 @@ takes a copy.
 """
 
 import collections
-import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from composer_jax.rollout import pages as pages_lib
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-  """A page of a prefix.
+class PrefixPage(NamedTuple):
+  """A page that the store holds.
 
   Attributes:
-    page: held by the store.
+    page: its number.
     parent: key of the page before.
     count: tokens in it.
-    routes_TMA: uint16 of those; None from an engine that records none.
+    routes_TMA: uint16 of those.
   """
 
   page: int
   parent: bytes
   count: int
-  routes_TMA: np.ndarray | None
+  routes_TMA: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class Match(NamedTuple):
   """What the store has of a prefix.
 
   Attributes:
@@ -48,23 +46,17 @@ class Match:
     missing: key of the first page that is not there; None if all are.
   """
 
-  full: list[Entry]
-  partial: Entry | None
-  missing: bytes | None
+  full: Sequence[PrefixPage] = ()
+  partial: PrefixPage | None = None
+  missing: bytes | None = None
 
   @property
-  def num_tokens(self) -> int:
-    tail = self.partial.count if self.partial else 0
-    return sum(entry.count for entry in self.full) + tail
+  def found(self) -> list[PrefixPage]:
+    """All of its pages, in order."""
+    return [*self.full, *([self.partial] if self.partial else [])]
 
 
-def root(version: int) -> bytes:
-  """Returns the key that every first page of a version descends from."""
-  return f'version {version}'.encode()
-
-
-def key_of(parent: bytes, tokens_T: np.ndarray) -> bytes:
-  """Returns the key of a page that holds these tokens after its parent's."""
+def _key(parent: bytes, tokens_T: np.ndarray) -> bytes:
   return hashlib.blake2b(parent + tokens_T.tobytes(), digest_size=16).digest()
 
 
@@ -74,108 +66,105 @@ class Prefixes:
   def __init__(self, pages: pages_lib.Pages, page_size: int, version: int):
     self._pages = pages
     self._page_size = page_size
-    self._root = root(version)
-    self._entries: collections.OrderedDict[bytes, Entry] = (
+    self._stored: collections.OrderedDict[bytes, PrefixPage] = (
       collections.OrderedDict()
     )
     self._key_of_page: dict[int, bytes] = {}
     # parent -> {count: number of its partial pages that hold so many tokens}.
     self._partial: dict[bytes, collections.Counter[int]] = {}
+    self.reset(version)
 
   def __len__(self) -> int:
-    return len(self._entries)
+    return len(self._stored)
 
   @property
   def held(self) -> list[int]:
-    """The page of every entry."""
-    return [entry.page for entry in self._entries.values()]
+    return [stored.page for stored in self._stored.values()]
 
   def keys(self, tokens_T: np.ndarray) -> list[bytes]:
-    """Returns the key of each page that these tokens fill or begin."""
-    keys, parent = [], self._root
+    """Returns the root's key, and that of each page these tokens fill or begin.
+
+    The parent of page `index` is thus `keys[index]`, its own `keys[index + 1]`.
+    """
+    keys = [self._root]
     for start in range(0, len(tokens_T), self._page_size):
-      parent = key_of(parent, tokens_T[start : start + self._page_size])
-      keys.append(parent)
+      keys.append(_key(keys[-1], tokens_T[start : start + self._page_size]))
     return keys
 
   def match(self, tokens_T: np.ndarray, keys: list[bytes]) -> Match:
     """Finds the longest prefix of `tokens_T`, whose keys are given."""
-    full: list[Entry] = []
     num_full = len(tokens_T) // self._page_size
-    for key in keys[:num_full]:
-      entry = self._entries.get(key)
-      if entry is None:
+    full: list[PrefixPage] = []
+    for key in keys[1 : num_full + 1]:
+      if key not in self._stored:
         break
-      full.append(entry)
-    parent = keys[len(full) - 1] if full else self._root
-    partial, tail = self._tail(parent, tokens_T[len(full) * self._page_size :])
-    self._touch([*keys[: len(full)], *([tail] if tail else [])])
-    missing = keys[len(full)] if len(full) < len(keys) else None
+      full.append(self._stored[key])
+    last = len(full)
+    tail = self._tail(keys[last], tokens_T[last * self._page_size :])
+    self._touch([*keys[1 : last + 1], *([tail] if tail else [])])
+    missing = next(iter(keys[last + 1 :]), None)
     return Match(
-      full=full, partial=partial, missing=None if missing == tail else missing
+      full,
+      partial=self._stored[tail] if tail else None,
+      missing=None if missing == tail else missing,
     )
 
-  def _tail(self, parent, tokens_T) -> tuple[Entry | None, bytes | None]:
+  def _tail(self, parent: bytes, tokens_T: np.ndarray) -> bytes | None:
     """Finds the longest partial page that holds the first of these tokens."""
     for count in sorted(self._partial.get(parent, ()), reverse=True):
       if count <= len(tokens_T):
-        key = key_of(parent, tokens_T[:count])
-        if key in self._entries:
-          return self._entries[key], key
-    return None, None
+        key = _key(parent, tokens_T[:count])
+        if key in self._stored:
+          return key
+    return None
 
-  def put(self, keys: list[bytes], index: int, entry: Entry) -> None:
+  def put(
+    self,
+    keys: list[bytes],
+    index: int,
+    page: int,
+    count: int,
+    routes_TMA: np.ndarray,
+  ) -> None:
     """Adds page `index` of a prefix, unless it has one with these tokens."""
-    key = keys[index]
-    if key not in self._entries:
-      self._pages.retain([entry.page])
+    parent, key = keys[index : index + 2]
+    if key not in self._stored:
+      self._pages.retain([page])
       # The tokens grew since.
-      if entry.page in self._key_of_page:
-        self._remove(self._key_of_page[entry.page])
-      self._entries[key] = entry
-      self._key_of_page[entry.page] = key
-      if entry.count < self._page_size:
-        counts = self._partial.setdefault(entry.parent, collections.Counter())
-        counts[entry.count] += 1
-    self._touch([k for k in keys[: index + 1] if k in self._entries])
+      self.forget([page])
+      self._stored[key] = PrefixPage(page, parent, count, routes_TMA)
+      self._key_of_page[page] = key
+      if count < self._page_size:
+        self._partial.setdefault(parent, collections.Counter())[count] += 1
+    self._touch([k for k in keys[1 : index + 2] if k in self._stored])
 
   def _touch(self, keys: list[bytes]) -> None:
     # Children first, so that a parent is never evicted before its child.
     for key in keys[::-1]:
-      self._entries.move_to_end(key)
-
-  def parent(self, keys: list[bytes], index: int) -> bytes:
-    """Returns the key before that of page `index`."""
-    return keys[index - 1] if index else self._root
-
-  def _remove(self, key: bytes) -> None:
-    entry = self._entries.pop(key)
-    del self._key_of_page[entry.page]
-    if entry.count < self._page_size:
-      counts = self._partial[entry.parent]
-      counts[entry.count] -= 1
-      if not counts[entry.count]:
-        del counts[entry.count]
-      if not counts:
-        del self._partial[entry.parent]
-    self._pages.release([entry.page])
+      self._stored.move_to_end(key)
 
   def evict(self) -> bool:
     """Gives back the page used longest ago of those nobody else holds."""
-    for key, entry in self._entries.items():
-      if self._pages.references(entry.page) == 1:
-        self._remove(key)
+    for stored in self._stored.values():
+      if self._pages.references(stored.page) == 1:
+        self.forget([stored.page])
         return True
     return False
 
   def forget(self, pages: Iterable[int]) -> None:
     """Drops what it knows of these pages."""
     for page in pages:
-      if page in self._key_of_page:
-        self._remove(self._key_of_page[page])
+      key = self._key_of_page.pop(page, None)
+      if key is None:
+        continue
+      stored = self._stored.pop(key)
+      if stored.count < self._page_size:
+        counts = self._partial.pop(stored.parent)
+        if left := counts - collections.Counter([stored.count]):
+          self._partial[stored.parent] = left
+      self._pages.release([page])
 
   def reset(self, version: int) -> None:
     """Drops everything; what comes belongs to `version`."""
-    for key in list(self._entries):
-      self._remove(key)
-    self._root = root(version)
+    self.forget(self.held)
+    self._root = f'version {version}'.encode()

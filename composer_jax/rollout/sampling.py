@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.kernels import rows
+from composer_jax.models import head
 
 # Named, so that a change of JAX's default generator does not change rollouts.
 _GENERATOR = 'threefry2x32'
@@ -65,12 +66,7 @@ def key_of(seed: tuple[int, ...]) -> np.ndarray:
   A hash rather than a chain of `fold_in`s: it costs no device call, and takes
   tuples of any length, with large or negative members. Different tuples are
   different texts; that two of n share a key has a chance of about n^2 / 2^65.
-
-  Args:
-    seed: integers such as (seed, group, member).
-
-  Returns:
-    uint32 array of shape [2].
+  Returns uint32 [2].
   """
   text = ','.join(str(int(part)) for part in seed)
   digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -81,7 +77,6 @@ def draw(
   settings: Settings,
   positions_B: jax.Array,
   logits_BV: jax.Array,
-  token_logprobs: Any,
   *,
   truncate: bool,
   numerics: str,
@@ -101,8 +96,6 @@ def draw(
     settings: of each row.
     positions_B: absolute position the drawn token will have.
     logits_BV: float32.
-    token_logprobs: (logits_BV, tokens_B, temperatures_B) -> logprobs_B, as the
-      trainer computes it.
     truncate: whether some row truncates; a row that does not gets the same
       bits either way.
     numerics: of the model's config.
@@ -120,11 +113,18 @@ def draw(
     lambda: jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), tokens_B),
     lambda: tokens_B,
   ).astype(jnp.int32)
-  logprobs_B = token_logprobs(logits_BV, tokens_B, temperatures_B)
+
+  def logprobs_at(temperatures_B):
+    """As the trainer computes them."""
+    inputs = (logits_BV, tokens_B, temperatures_B)
+    inputs = [array[:, None] for array in inputs]
+    return head.token_logprobs(*inputs, numerics=numerics)[0][:, 0]
+
+  logprobs_B = logprobs_at(temperatures_B)
   raw_logprobs_B = jax.lax.cond(
     (temperatures_B == 1).all(),
     lambda: logprobs_B,
-    lambda: token_logprobs(logits_BV, tokens_B, jnp.ones_like(temperatures_B)),
+    lambda: logprobs_at(jnp.ones_like(temperatures_B)),
   )
   if truncate:
     left_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)

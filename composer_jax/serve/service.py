@@ -22,6 +22,7 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
@@ -286,7 +287,7 @@ class Service:
     job.put(0, None if there else missing)
 
   def _roll_back(
-    self, job: jobs.Job, version: int, placed: engines.Placed
+    self, job: jobs.Job, version: int, placed: placing.PlacedWeights
   ) -> None:
     refusal = None
     if self.version != version:
@@ -379,7 +380,7 @@ class Service:
 
   def _drop(self, name: str) -> None:
     self._kept.pop(name, None)
-    self._engine.cancel(name)
+    self._engine.close(name)
 
   def _expire(self) -> None:
     now, limit = time.monotonic(), self.options.session_idle_s

@@ -284,7 +284,6 @@ def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
     settings,
     np.array([*range(5, 9), *range(14, 18)], np.int32),
     np.zeros((8, 40), np.float32),
-    lambda logits_BV, tokens_B, temperatures_B: temperatures_B,
     truncate=False,
     numerics='fast',
   )

@@ -1,7 +1,5 @@
 """Serving forward: the decoder by other means."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,29 +194,6 @@ def _consume_row(step, setup, cache, tables_1P, length):
     config=config,
   )
   return cache
-
-
-def test_fewer_blocks_see_less_and_more_change_no_bit(setup):
-  config, weights, tokens_BT, _ = setup
-  tables_BP = shuffled()
-
-  @functools.partial(jax.jit, compiler_options=OPTIONS)
-  def run(num_blocks):
-    shape = (BATCH, PAGE)
-    return forward.forward(
-      weights,
-      forward.empty_cache(config, 12, PAGE),
-      tokens_BT[:, :PAGE],
-      jnp.ones(shape, bool),
-      jnp.broadcast_to(jnp.arange(PAGE), shape),
-      tables_BP,
-      config=config,
-      num_blocks=num_blocks,
-    )[0]
-
-  np.testing.assert_array_equal(run(1), run(3))
-  blind = run(0)
-  assert np.isfinite(blind).all() and not np.allclose(blind, run(1))
 
 
 def test_cleared_pages_hold_no_nan(setup, step):
