@@ -8,6 +8,12 @@
     another thread while this one steps; `switch()` then changes a reference.
   Produces: Completions and Failures, in no particular order.
 
+A dispatch returns at once; its report is on its way to the host while the next
+one runs, and is read after that. Whatever the host must know to go on (who is
+done, what was sampled) is read before it decides. Everything runs in the order
+of its dispatch, since each takes over the cache of the one before: pages given
+to another session are written only behind what their last owner had under way.
+
 A session's tokens, log-probabilities and routes depend on its own requests and
 on the weights alone, bit for bit: not on its slot, on its neighbours, on how
 steps were scheduled or on whether its prompt was found cached. That holds with
@@ -16,9 +22,11 @@ each other, and for a session whose pages were never taken back; with
 `numerics='batch_invariant'` it holds always.
 """
 
+import collections
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +34,7 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.rollout import dispatch, placing, sessions
+from composer_jax.rollout import forward, placing, sessions, steps
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -36,6 +44,24 @@ EngineOptions = options_lib.EngineOptions
 # decodes instead while fewer wait. Context that was put off for so many
 # dispatches goes before any decode, and before context that was put off less.
 _MAX_PUT_OFF = 2
+
+# Pages that one call copies or clears.
+_PAGES_A_CALL = 16
+
+
+class Unread(NamedTuple):
+  """A dispatch whose report, still on the device, the host has not seen.
+
+  Attributes:
+    rows: whose they were.
+    chunks: (start, end) of each row of an extend; None for a decode.
+    version: of the weights.
+  """
+
+  rows: list[slots_lib.Row]
+  chunks: list[tuple[int, int]] | None
+  report: Any
+  version: int
 
 
 class Engine:
@@ -64,34 +90,39 @@ class Engine:
         of one device serves on the first that holds the variables.
 
     Raises:
-      ValueError: the variables are not that model's, or the options or the
-        mesh do not suit it.
+      ValueError: the variables are not that model's, or the mesh does not suit.
     """
-    options.check(config)
     self.config = config
     self.options = options
     self._shapes = _shapes(variables)
     expected = _shapes(decoder.abstract(config)[0])
     _compare(self._shapes, expected, version, dtypes=False)
-    if mesh is None:
-      mesh = placing.mesh_of(options.devices)
+    mesh = placing.mesh_of(options.devices) if mesh is None else mesh
     if mesh is None:
       self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
+    self._served = self.place(variables, version)
     self._slots = slots_lib.Slots(
       options,
       version,
       (config.num_moe_layers, config.moe.num_active),
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._dispatcher = dispatch.Dispatcher(
-      config, options, self._place, self.place(variables, version), self._slots
-    )
+    self._programs = steps.build(config, options, self._place)
+    self._cache = jax.jit(
+      lambda: forward.empty_cache(config, options.pages, options.page_size),
+      out_shardings=self._place.pools,
+    )()
+    self._unread: collections.deque[Unread] = collections.deque()
+    # Whose rows decode works on, and what the device knows of them.
+    self._composition: list[slots_lib.Row] = []
+    self._rows_BW: Any = None
+    self._state: Any = None
 
   @property
   def version(self) -> int:
-    return self._dispatcher.served.version
+    return self._served.version
 
   @property
   def num_slots(self) -> int:
@@ -101,7 +132,7 @@ class Engine:
   @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
-    return dict(self._dispatcher.programs.traces)
+    return dict(self._programs.traces)
 
   @property
   def num_unfinished(self) -> int:
@@ -118,12 +149,21 @@ class Engine:
       waiting=len(table.queue),
       pages=self.options.pages,
       pages_free=table.holdings.pages.num_free,
-      pages_cached=len(table.holdings.prefixes),
+      pages_cached=len(table.holdings.prefixes.held),
     )
 
   def warm(self) -> None:
     """Compiles every program now rather than when it is first needed."""
-    self._dispatcher.warm()
+    self._read()
+    no_page = self.options.pages
+    self._clear([no_page])
+    self._copy([(0, no_page, 0)])
+    for num_rows in self.options.extend_rows:
+      self._run_extend([], num_rows)
+    for num_rows in self.options.sample_rows:
+      for truncate in (False, True):
+        self._compose([], num_rows)
+        self._run_decode(truncate)
 
   def submit(
     self,
@@ -165,7 +205,7 @@ class Engine:
     table = self._slots
     if table.is_working(session):
       # Its pages may still be written, and it may be found to have failed.
-      self._dispatcher.read()
+      self._read()
     if self.is_open(session):
       table.close(session)
     table.finished = [f for f in table.finished if f.session != session]
@@ -189,42 +229,42 @@ class Engine:
   def swap(self, variables: Any, version: int) -> None:
     """Places other weights and serves them from the next step on.
 
-    Raises:
-      ValueError: as `place` and `switch` do; what was served is served on.
+    Raises what `place` and `switch` do; what was served is then served on.
     """
     self.switch(self.place(variables, version))
 
   def switch(self, placed: placing.PlacedWeights) -> placing.PlacedWeights:
     """Serves weights that this engine placed from the next step on.
 
-    Returns:
-      What was served; freeing it takes longer than the switch.
+    Returns what was served; freeing it takes longer than the switch.
 
     Raises:
       ValueError: the version goes back while sessions are open.
     """
-    table, version = self._slots, self.version
-    if placed.version < version and table.sessions:
+    table, before = self._slots, self._served
+    if placed.version < before.version and table.sessions:
       raise ValueError(
-        f'Cannot swap version {version} for the older {placed.version} while '
-        f'{len(table.sessions)} sessions are open: versions never decrease '
-        'within a session. Close them first.'
+        f'Cannot swap version {before.version} for the older {placed.version} '
+        f'while {len(table.sessions)} sessions are open: versions never '
+        'decrease within a session. Close them first.'
       )
-    self._dispatcher.read()
-    began, before = time.perf_counter(), self._dispatcher.served
-    self._dispatcher.serve(placed)
+    self._read()
+    began = time.perf_counter()
+    self._served = placed
     refresh = self.options.on_swap == options_lib.REFRESH
     table.swap(placed.version, refresh=refresh)
+    # Those that are refreshed lost the pages that the device knows of.
+    self._composition = []
     table.stats.swap_s = time.perf_counter() - began
     return before
 
   def step(self) -> list[records.Completion | records.Failure]:
     """Dispatches one program and returns the outcomes known by now."""
-    table, dispatcher = self._slots, self._dispatcher
+    table = self._slots
     table.admit()
     holdings = table.holdings
-    dispatcher.clear(holdings.pages.to_clear)
-    dispatcher.copy(holdings.to_copy)
+    self._clear(holdings.pages.to_clear)
+    self._copy(holdings.to_copy)
     holdings.pages.to_clear, holdings.to_copy = [], []
     pending, decoding = table.prefilling(), table.decoding()
     most = self.options.extend_rows[-1]
@@ -233,15 +273,137 @@ class Engine:
       or len(pending) >= most
       or pending[0].at_work.waiting >= _MAX_PUT_OFF
     ):
-      dispatcher.extend(pending[:most])
+      self._extend(pending[:most])
       pending = pending[most:]
-      dispatcher.read(keep=1)
     else:
-      dispatcher.decode()
+      self._decode(decoding)
     for session in pending:
       if session.work is not None:
         session.work.waiting += 1
     return table.take_finished()
+
+  def _put(self, inputs: Any) -> Any:
+    # Committed like everything else: else the first call compiles once more.
+    return jax.device_put(inputs, self._place.whole)
+
+  def _clear(self, pages: Sequence[int]) -> None:
+    for pages_N in self._batches(pages):
+      self._cache = forward.zero_pages(self._cache, self._put(pages_N))
+
+  def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    parts = [self._batches(part) for part in zip(*copies, strict=True)]
+    for inputs in zip(*parts, strict=True):
+      self._cache = forward.copy_pages(self._cache, *self._put(inputs))
+
+  def _batches(self, pages: Sequence[int]) -> np.ndarray:
+    """Splits a list into arrays of fixed length, past the end no page."""
+    no_page = [self.options.pages] * (-len(pages) % _PAGES_A_CALL)
+    return np.array([*pages, *no_page], np.int32).reshape(-1, _PAGES_A_CALL)
+
+  def _extend(self, served: list[sessions.Session]) -> None:
+    """Consumes a chunk of each session's context."""
+    chunks = [session.chunk(self.options.prefill_chunk) for session in served]
+    num_rows = _least(self.options.extend_rows, len(served))
+    report = self._run_extend(served, num_rows)
+    for session, (start, end) in zip(served, chunks, strict=True):
+      self._slots.extend(session, end - start)
+    self._add([(s, s.at_work) for s in served], chunks, report)
+
+  def _run_extend(self, served: list[sessions.Session], num_rows: int) -> Any:
+    width = sum(steps.extend_widths(self.options))
+    rows_BW = np.zeros((num_rows, width), np.int32)
+    for row, session in enumerate(served):
+      rows_BW[row] = steps.pack_extend(self.options, session)
+    self._cache, report = self._programs.extend(
+      self._served.weights, self._cache, self._put(rows_BW)
+    )
+    return report
+
+  def _decode(self, decoding: list[sessions.Session]) -> None:
+    """Decodes on where the device left off, or begins anew with other rows."""
+    rows = [(session, session.at_work) for session in decoding]
+    if rows and rows == self._composition:
+      # What is under way may sample all that its rows may sample.
+      coming = sum(unread.chunks is None for unread in self._unread)
+      coming *= self.options.decode_steps
+      if all(work.remaining <= coming for _, work in rows):
+        self._read()
+      else:
+        self._sample()
+      return
+    self._read()
+    # Some may have ended by what was read.
+    if decoding := self._slots.decoding():
+      num_rows = _least(self.options.sample_rows, len(decoding))
+      self._compose(decoding, num_rows)
+      self._sample()
+
+  def _compose(self, decoding: list[sessions.Session], num_rows: int) -> None:
+    """Gives the rows of decode to these sessions; nothing may be unread."""
+    assert not self._unread
+    width = sum(steps.decode_widths(self.options))
+    rows_BW = np.zeros((num_rows, width), np.int32)
+    state_3B = np.zeros((3, num_rows), np.int32)
+    for row, session in enumerate(decoding):
+      work = session.at_work
+      if work.row_W is None:
+        work.row_W = steps.pack_decode(self.options, session)
+      rows_BW[row] = work.row_W
+      counts = (session.last_token, session.consumed, work.remaining)
+      state_3B[:, row] = counts
+    self._composition = [(session, session.at_work) for session in decoding]
+    inputs = (rows_BW, steps.State(*state_3B))
+    self._rows_BW, self._state = self._put(inputs)
+
+  def _sample(self) -> None:
+    """Samples a few tokens for each session of the composition."""
+    truncate = any(work.request.truncates for _, work in self._composition)
+    self._add(self._composition, None, self._run_decode(truncate))
+
+  def _run_decode(self, truncate: bool) -> Any:
+    self._cache, self._state, report = self._programs.decode(
+      self._served.weights, self._cache, self._rows_BW, self._state, truncate
+    )
+    return report
+
+  def _add(self, rows: list[slots_lib.Row], chunks: Any, report: Any) -> None:
+    """Begins to fetch a report, and reads those before it."""
+    self._slots.stats.dispatches += 1
+    for array in jax.tree.leaves(report):
+      array.copy_to_host_async()
+    self._unread.append(Unread(rows, chunks, report, self.version))
+    self._read(keep=1)
+
+  def _read(self, keep: int = 0) -> None:
+    """Takes the oldest reports, all but `keep`; waits for what they say."""
+    while len(self._unread) > keep:
+      unread = self._unread.popleft()
+      report = jax.tree.map(np.asarray, unread.report)
+      if unread.chunks is None:
+        report = report.replace(version=unread.version)
+        self._slots.sampled(unread.rows, report)
+      else:
+        self._read_extend(unread, unread.chunks, *report)
+
+  def _read_extend(self, unread, chunks, finite_B, routes_MBTA) -> None:
+    for row, (session, work) in enumerate(unread.rows):
+      start, end = chunks[row]
+      if session.work is not work:
+        continue
+      if not finite_B[row]:
+        self._slots.fail(session, start, end - start, unread.version)
+        continue
+      routes_TMA = None
+      if routes_MBTA is not None:
+        first = start % self.options.prefill_chunk
+        routes_MTA = routes_MBTA[:, row, first : first + end - start]
+        routes_TMA = routes_MTA.swapaxes(0, 1)
+      self._slots.extended(session, start, end - start, routes_TMA)
+
+
+def _least(rows: tuple[int, ...], count: int) -> int:
+  """Returns the smallest number of rows that suffices."""
+  return next(r for r in rows if r >= count)
 
 
 def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

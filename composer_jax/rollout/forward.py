@@ -21,11 +21,9 @@ from composer_jax.parallel import exchange
 
 
 class Weights(flax.struct.PyTreeNode, kw_only=True):
-  """Decoder variables, one tree per layer.
+  """Decoder variables, one tree per layer, dense layers first.
 
-  Attributes:
-    outer: what lies outside the layers, as `models.head` expects it.
-    layers: variables of each layer in order, dense layers first.
+  What lies outside the layers is `outer`, as `models.head` expects it.
   """
 
   outer: decoder.Variables
@@ -112,19 +110,18 @@ def _split_experts(variables):
 def empty_cache(
   config: config_lib.ModelConfig, num_pages: int, page_size: int
 ) -> Cache:
-  a, dtype = config.attention, jnp.dtype(config.compute_dtype)
+  a = config.attention
   if isinstance(a, config_lib.MLAConfig):
-    first = (num_pages, page_size, a.kv_lora_dim)
-    second = (num_pages, page_size, a.rope_dim)
+    first, second = (page_size, a.kv_lora_dim), (page_size, a.rope_dim)
   else:
-    first = (num_pages, a.num_kv_heads, a.head_dim, page_size)
-    second = (num_pages, a.num_kv_heads, page_size, a.head_dim)
-  return Cache(
-    layers=tuple(
-      (jnp.zeros(first, dtype), jnp.zeros(second, dtype))
-      for _ in range(config.num_layers)
-    )
-  )
+    first = (a.num_kv_heads, a.head_dim, page_size)
+    second = (a.num_kv_heads, page_size, a.head_dim)
+
+  def pool(shape):
+    return jnp.zeros((num_pages, *shape), jnp.dtype(config.compute_dtype))
+
+  layers = [(pool(first), pool(second)) for _ in range(config.num_layers)]
+  return Cache(layers=tuple(layers))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -174,7 +171,7 @@ def forward(
 
   Args:
     weights: of `unstack`.
-    cache: pools that hold what the rows consumed before.
+    cache: holds what the rows consumed before.
     tokens_BT: int32.
     valid_BT: where false, the token is padding: no expert works for it and
       the cache does not change.
@@ -238,10 +235,11 @@ _FAST = {'gqa': paged.attend_grouped, 'mla': paged.attend_latent}
 
 def _write(pools: paged.Pools, kept, places) -> paged.Pools:
   """Puts what is kept of the chunk in its places."""
-  axes = paged.token_axes(pools)
   first, second = (
     paged.write(pool, kept_BT, *places, token_axis=axis)
-    for pool, kept_BT, axis in zip(pools, kept, axes, strict=True)
+    for pool, kept_BT, axis in zip(
+      pools, kept, paged.token_axes(pools), strict=True
+    )
   )
   return first, second
 

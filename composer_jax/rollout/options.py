@@ -1,9 +1,7 @@
 """Static shapes of the engine, and how it goes about weights and prefixes."""
 
 import dataclasses
-
-from composer_jax.kernels.attention import tiled
-from composer_jax.models import config as config_lib
+from typing import Any
 
 KEEP, REFRESH = 'keep', 'refresh'
 ON_SWAP = (KEEP, REFRESH)
@@ -52,25 +50,22 @@ class EngineOptions:
   num_top: int = 0
 
   def __post_init__(self):
-    names = ('devices', 'num_slots', 'max_len', 'prefill_chunk')
-    for name in (*names, 'decode_steps', 'max_stop_tokens', 'page_size'):
-      _check_integer(name, getattr(self, name), 1)
-    for name in ('num_pages', 'num_top'):
-      _check_integer(name, getattr(self, name), 0)
+    for name, value in vars(self).items():
+      if name not in ('record_routes', 'share_prefixes', 'on_swap'):
+        # A session of the shortest max_len has a context token and samples one.
+        least = {'max_len': 2, 'num_pages': 0, 'num_top': 0}.get(name, 1)
+        for number in _several(value):
+          if type(number) is not int or number < least:
+            raise ValueError(
+              f'EngineOptions.{name} must be an integer of at least {least}, '
+              f'not {number!r}.'
+            )
     if self.prefill_rows == ():
       raise ValueError('EngineOptions.prefill_rows must name a number of rows.')
-    for name in ('prefill_rows', 'decode_rows'):
-      for rows in _several(getattr(self, name)):
-        _check_integer(name, rows, 1)
     if self.sample_rows[-1] != self.num_slots:
       raise ValueError(
         f'EngineOptions.decode_rows {self.decode_rows} must end at num_slots '
         f'({self.num_slots}): every slot may decode at once.'
-      )
-    if self.max_len < 2:
-      raise ValueError(
-        f'max_len ({self.max_len}) must hold a context token and a sampled '
-        'one; use at least 2.'
       )
     if self.on_swap not in ON_SWAP:
       raise ValueError(
@@ -80,16 +75,6 @@ class EngineOptions:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '
         f'session of max_len ({self.max_len}); use at least {self.table_len}.'
-      )
-
-  def check(self, config: config_lib.ModelConfig) -> None:
-    """Raises a ValueError that says why the options do not suit a model."""
-    block = tiled.KEY_BLOCK
-    if config.numerics == 'batch_invariant' and self.page_size % block:
-      raise ValueError(
-        f'page_size ({self.page_size}) must be a multiple of {block} with '
-        "numerics 'batch_invariant': its attention sums keys in blocks of that "
-        'many.'
       )
 
   @property
@@ -113,13 +98,5 @@ class EngineOptions:
     return tuple(sorted(set(self.decode_rows or (self.num_slots,))))
 
 
-def _several(rows: int | tuple[int, ...]) -> tuple[int, ...]:
-  return rows if isinstance(rows, tuple) else (rows,)
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-  if isinstance(value, bool) or not isinstance(value, int) or value < least:
-    kind = 'a positive' if least else 'a non-negative'
-    raise ValueError(
-      f'EngineOptions.{name} must be {kind} integer, not {value!r}.'
-    )
+def _several(value: Any) -> tuple[Any, ...]:
+  return value if isinstance(value, tuple) else (value,)

@@ -42,11 +42,7 @@ class PlacedWeights:
 
 
 def mesh_of(num_devices: int) -> Mesh | None:
-  """Returns a mesh of the first devices; None for one device.
-
-  Raises:
-    ValueError: there are not so many.
-  """
+  """Returns a mesh of the first devices; None for one device."""
   if num_devices == 1:
     return None
   devices = jax.devices()

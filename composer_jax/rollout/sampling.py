@@ -28,14 +28,11 @@ _GENERATOR = 'threefry2x32'
 
 
 class Settings(flax.struct.PyTreeNode, kw_only=True):
-  """How each row samples.
+  """How each row samples, as in `records.SampleRequest`.
 
   Attributes:
     keys_B2: uint32 of `key_of`.
-    temperatures_B: float32; 0 takes the likeliest token.
-    top_ps_B: float32, 1 for none.
-    top_ks_B: int32, 0 for none.
-    min_ps_B: float32, 0 for none.
+    top_ks_B: int32; the others are float32.
   """
 
   keys_B2: Any
@@ -49,10 +46,9 @@ class Drawn(flax.struct.PyTreeNode, kw_only=True):
   """A token per row.
 
   Attributes:
-    tokens_B: int32.
-    logprobs_B: float32, under the distribution that it was drawn from.
-    raw_logprobs_B: float32, at temperature 1 and not truncated; not finite
-      exactly if the logits give no distribution.
+    logprobs_B: under the distribution that it was drawn from.
+    raw_logprobs_B: at temperature 1 and not truncated; not finite exactly if
+      the logits give no distribution.
   """
 
   tokens_B: Any
@@ -96,8 +92,7 @@ def draw(
     settings: of each row.
     positions_B: absolute position the drawn token will have.
     logits_BV: float32.
-    truncate: whether some row truncates; a row that does not gets the same
-      bits either way.
+    truncate: whether some row does; one that does not gets the same bits.
     numerics: of the model's config.
   """
   greedy_B = settings.temperatures_B == 0
@@ -116,9 +111,8 @@ def draw(
 
   def logprobs_at(temperatures_B):
     """As the trainer computes them."""
-    inputs = (logits_BV, tokens_B, temperatures_B)
-    inputs = [array[:, None] for array in inputs]
-    return head.token_logprobs(*inputs, numerics=numerics)[0][:, 0]
+    arrays = [x[:, None] for x in (logits_BV, tokens_B, temperatures_B)]
+    return head.token_logprobs(*arrays, numerics=numerics)[0][:, 0]
 
   logprobs_B = logprobs_at(temperatures_B)
   raw_logprobs_B = jax.lax.cond(
@@ -163,9 +157,8 @@ def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
   num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
   size = -(-vocab_size // num_classes)
   missing = size * num_classes - vocab_size
-  padded_BV = jnp.pad(
-    scaled_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf
-  )
+  padding = ((0, 0), (0, missing))
+  padded_BV = jnp.pad(scaled_BV, padding, constant_values=-jnp.inf)
   # A class is a column, so that the sums of all of them are sums of vectors.
   scaled_BXC = padded_BV.reshape(batch, size, num_classes)
   top_B11 = scaled_BXC.max(axis=(1, 2), keepdims=True)
@@ -210,17 +203,15 @@ def _kept(settings: Settings, scaled_BV: jax.Array) -> jax.Array:
   vocab_size = scaled_BV.shape[-1]
   top_k_B1 = jnp.where(settings.top_ks_B > 0, settings.top_ks_B, vocab_size)
   kept_BV = jnp.arange(vocab_size) < top_k_B1[:, None]
-  probabilities_BV = jax.nn.softmax(
-    jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=-1
-  )
+  left_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
+  probabilities_BV = jax.nn.softmax(left_BV, axis=-1)
   # The smallest set that holds top_p: a token stays if those before it do not.
   before_BV = jnp.cumsum(probabilities_BV[:, :-1], axis=-1)
   before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
   top_p_B1 = settings.top_ps_B[:, None]
   kept_BV &= (before_BV < top_p_B1) | (top_p_B1 >= 1)
-  kept_BV &= probabilities_BV >= (
-    settings.min_ps_B[:, None] * probabilities_BV[:, :1]
-  )
+  least_B1 = settings.min_ps_B[:, None] * probabilities_BV[:, :1]
+  kept_BV &= probabilities_BV >= least_B1
   # The likeliest stays although rounding may say otherwise.
   last_B1 = jnp.maximum(kept_BV.sum(-1, keepdims=True) - 1, 0)
   value_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)

@@ -13,7 +13,6 @@ import flax.struct
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import prefixes
 
 OnTokens = Callable[[records.Tokens], None]
 
@@ -26,14 +25,10 @@ NOT_FINITE = -2
 
 
 class Sampled(flax.struct.PyTreeNode, kw_only=True):
-  """What one decode dispatch reports of its rows.
+  """What one decode dispatch reports of its rows, as in `records.Completion`.
 
   Attributes:
     tokens_TB: int32; NOT_SAMPLED behind a row's last one, or NOT_FINITE.
-    logprobs_TB: float32, as all below in `records.Completion`.
-    raw_logprobs_TB: float32.
-    top_ids_TBX: int32.
-    top_logprobs_TBX: float32.
     expert_ids_TMBA: uint16 of the tokens consumed; None if not recorded.
     version: of the policy that sampled them; None on the device.
   """
@@ -69,9 +64,7 @@ class ServedRequest:
   Attributes:
     on_tokens: told of sampled tokens; None if nobody asks.
     remaining: tokens still to sample at most.
-    routes_start: as in `records.Completion`.
-    num_cached: likewise.
-    context_version: likewise; None until some context is consumed.
+    routes_start, num_cached, context_version: as in `records.Completion`.
     pieces: (report, row, count) of the last dispatches that sampled for it.
     settled: what those before sampled; the session's arrays hold it.
     stopped: a stop token was sampled.
@@ -79,7 +72,7 @@ class ServedRequest:
     waits_for: key of a page that another session is filling.
     waiting: dispatches its context has been put off for.
     refreshed: a swap made it consume its tokens anew since it last sampled.
-    row: what the compiled decode reads of it; None until it decodes.
+    row_W: what the compiled decode reads of it; None until it decodes.
   """
 
   request: records.SampleRequest
@@ -97,7 +90,7 @@ class ServedRequest:
   waits_for: bytes | None = None
   waiting: int = 0
   refreshed: bool = False
-  row: np.ndarray | None = None
+  row_W: np.ndarray | None = None
 
   @property
   def done(self) -> bool:
@@ -105,7 +98,7 @@ class ServedRequest:
 
   def start_over(self) -> None:
     """Forgets what was consumed; the tokens sampled so far stay."""
-    self.keys = self.waits_for = self.context_version = self.row = None
+    self.keys = self.waits_for = self.context_version = self.row_W = None
     self.routes_start = self.num_cached = self.waiting = 0
 
 
@@ -230,11 +223,3 @@ class Session:
       top_ids_TX=sampled.top_ids_TX if has_top else None,
       top_logprobs_TX=sampled.top_logprobs_TX if has_top else None,
     )
-
-  def adopt(self, match: prefixes.Match) -> None:
-    """Takes over what the store had of its prefix."""
-    for stored in match.found:
-      end = self.consumed + stored.count
-      self.routes_TMA[self.consumed : end] = stored.routes_TMA
-      self.consumed = end
-    self.shareable = self.at_work.num_cached = self.consumed

@@ -9,7 +9,7 @@ Requests are served first come first served, save that one whose prompt another
 session is just consuming lets others pass: it will find the prompt cached. When
 pages run short, prefixes that nobody uses go first, then the pages of sessions
 that do nothing, longest idle first, then those of sessions that wait, last come
-first (`holdings`). A session that lost its pages consumes its tokens anew. The
+first (`pages`). A session that lost its pages consumes its tokens anew. The
 first in the queue thus gets its pages as soon as enough requests are done,
 which need nothing more: there is no deadlock.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import holdings, options, sessions
+from composer_jax.rollout import options, pages, sessions
 
 # A session and the request of it that a dispatch worked on.
 Row = tuple[sessions.Session, sessions.ServedRequest]
@@ -69,19 +69,15 @@ class Slots:
     *,
     share_sampled: bool,
   ):
-    """Starts with nothing open.
+    """Starts with nothing open; `route_shape` is (MoE layers, active experts).
 
-    Args:
-      engine_options: limits.
-      version: of the policy.
-      route_shape: (MoE layers, active experts).
-      share_sampled: whether prefixes that decode consumed are shared too, which
-        asks that it gives the same bits as extend.
+    Prefixes that decode consumed are shared too if `share_sampled` says so,
+    which asks that it gives the same bits as extend.
     """
     self._options = engine_options
     self._route_shape = route_shape
     self._share_sampled = share_sampled
-    self.holdings = holdings.Holdings(
+    self.holdings = pages.Holdings(
       engine_options.pages,
       engine_options.page_size,
       version,
@@ -270,11 +266,10 @@ class Slots:
   def swap(self, version: int, *, refresh: bool) -> None:
     """Goes on with other weights; every report has been taken.
 
-    Args:
-      version: of the policy; no prefix computed with another is found again.
-      refresh: whether sessions consume their tokens anew. One that runs does
-        so once between two tokens that it samples, however many swaps come
-        meanwhile: else a swap a step would let nobody sample.
+    No prefix computed with another version is found again. With `refresh`
+    sessions consume their tokens anew. One that runs does so once between two
+    tokens that it samples, however many swaps come meanwhile: else a swap a
+    step would let nobody sample.
     """
     self.stats.version = version
     self.stats.swaps += 1

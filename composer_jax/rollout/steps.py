@@ -15,12 +15,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from composer_jax.core import records
 from composer_jax.models import config as config_lib
 from composer_jax.rollout import forward, placing, sampling, sessions
 from composer_jax.rollout import options as options_lib
@@ -28,89 +26,66 @@ from composer_jax.rollout import options as options_lib
 EngineOptions = options_lib.EngineOptions
 
 
-def decode_row(options: EngineOptions) -> np.dtype:
-  """What decode reads of a row; all zero for one that is not used."""
-  return np.dtype(
-    [
-      ('table', np.int32, (options.table_len,)),
-      ('stop_tokens', np.int32, (options.max_stop_tokens,)),
-      ('key', np.uint32, (2,)),
-      ('temperature', np.float32),
-      ('top_p', np.float32),
-      ('min_p', np.float32),
-      ('top_k', np.int32),
-      ('used', np.int32),
-    ]
-  )
-
-
-def extend_row(options: EngineOptions) -> np.dtype:
-  """What extend reads of a row; all zero for one that is not used.
-
-  The position of its first column is a multiple of the chunk; the columns
-  first..end - 1 are in use.
-  """
-  return np.dtype(
-    [
-      ('table', np.int32, (options.table_len,)),
-      *((name, np.int32) for name in ('position', 'first', 'end')),
-      ('tokens', np.int32, (options.prefill_chunk,)),
-    ]
-  )
+def decode_widths(options: EngineOptions) -> tuple[int, ...]:
+  """Words of `pack_decode`'s parts; a row of zeros is not used."""
+  return (options.table_len, options.max_stop_tokens, 2, 3, 1, 1)
 
 
 def pack_decode(
-  row: np.ndarray, pages: list[int], request: records.SampleRequest
-) -> None:
-  """Writes a request into a row of zeros of type `decode_row`."""
-  fill_table(row['table'], pages)
-  row['stop_tokens'] = -1
-  row['stop_tokens'][: len(request.stop_tokens)] = request.stop_tokens
-  row['key'] = sampling.key_of(request.seed)
-  for name in ('temperature', 'top_p', 'min_p'):
-    row[name] = getattr(request, name)
-  row['top_k'] = min(request.top_k, np.iinfo(np.int32).max)
-  row['used'] = 1
+  options: EngineOptions, session: sessions.Session
+) -> np.ndarray:
+  """Returns a row of pages, stop tokens, key, three floats, top_k and a one."""
+  request = session.at_work.request
+  floats = (request.temperature, request.top_p, request.min_p)
+  unused = [-1] * (options.max_stop_tokens - len(request.stop_tokens))
+  return np.concatenate(
+    [
+      _table(options, session.pages),
+      np.array([*request.stop_tokens, *unused], np.int32),
+      sampling.key_of(request.seed).view(np.int32),
+      np.array(floats, np.float32).view(np.int32),
+      np.array([min(request.top_k, np.iinfo(np.int32).max), 1], np.int32),
+    ]
+  )
+
+
+def extend_widths(options: EngineOptions) -> tuple[int, ...]:
+  """Words of `pack_extend`'s parts; a row of zeros is not used."""
+  return (options.table_len, 1, 1, 1, options.prefill_chunk)
 
 
 def pack_extend(
-  row: np.ndarray, pages: list[int], start: int, tokens_T: np.ndarray
-) -> None:
-  """Writes a chunk from position `start` on into one of type `extend_row`."""
-  first = start % len(row['tokens'])
-  end = first + len(tokens_T)
-  fill_table(row['table'], pages)
-  row['position'], row['first'], row['end'] = start - first, first, end
-  row['tokens'][first:end] = tokens_T
+  options: EngineOptions, session: sessions.Session
+) -> np.ndarray:
+  """Returns a row of pages, three numbers and the tokens of the next chunk.
+
+  The numbers are the position of the first column, which is a multiple of the
+  chunk, and between which columns the tokens lie.
+  """
+  start, end = session.chunk(options.prefill_chunk)
+  first = start % options.prefill_chunk
+  numbers = np.array([start - first, first, first + end - start], np.int32)
+  columns_T = np.zeros(options.prefill_chunk, np.int32)
+  columns_T[first : numbers[2]] = session.tokens_T[start:end]
+  return np.concatenate([_table(options, session.pages), numbers, columns_T])
 
 
-def fill_table(table_P: np.ndarray, pages: list[int]) -> None:
-  """Writes a session's pages, and its last one wherever it has none.
+def _table(options: EngineOptions, pages: list[int]) -> np.ndarray:
+  """Returns a session's pages, and its last one wherever it has none.
 
   Attention goes as far as the longest row and masks what a shorter one must not
   see. It may see no page of another session all the same: what is not finite
   there would be so here, masked or not.
   """
-  table_P[: len(pages)] = pages
-  table_P[len(pages) :] = pages[-1]
+  missing = options.table_len - len(pages)
+  return np.array(pages + pages[-1:] * missing, np.int32)
 
 
-def words(rows: np.ndarray) -> np.ndarray:
-  """Returns packed rows as rows_BW of int32 words."""
-  return rows.view(np.int32).reshape(len(rows), -1)
+def _split(rows_BW: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
+  return jnp.split(rows_BW, np.cumsum(widths)[:-1], axis=1)
 
 
-def _unpack(rows_BW: jax.Array, row: np.dtype) -> dict[str, jax.Array]:
-  fields: Any = row.fields
-  parts = {}
-  for name, (dtype, offset) in fields.items():
-    first, size = offset // 4, dtype.itemsize // 4
-    part = rows_BW[:, first : first + size].reshape(-1, *dtype.shape)
-    parts[name] = jax.lax.bitcast_convert_type(part, dtype.base)
-  return parts
-
-
-class State(flax.struct.PyTreeNode, kw_only=True):
+class State(NamedTuple):
   """What decode changes of its rows, kept on the device between dispatches.
 
   Attributes:
@@ -146,8 +121,9 @@ def build(
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""
   # What the host decides changes no program.
-  on_host: Any = {'share_prefixes': True, 'on_swap': options_lib.KEEP}
-  options = dataclasses.replace(options, devices=1, **on_host)
+  options = dataclasses.replace(
+    options, devices=1, share_prefixes=True, on_swap=options_lib.KEEP
+  )
   return _build(config, options, place)
 
 
@@ -181,13 +157,13 @@ def _build(config, options, place) -> Programs:
 
 def _extend(run, options, weights, cache, rows_BW):
   """Consumes a chunk of context."""
-  row = _unpack(rows_BW, extend_row(options))
+  table_BP, position_B1, first_B1, end_B1, tokens_BT = _split(
+    rows_BW, extend_widths(options)
+  )
   columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
-  valid_BT = columns_T >= row['first'][:, None]
-  valid_BT &= columns_T < row['end'][:, None]
-  positions_BT = row['position'][:, None] + columns_T
+  valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
   hidden_BTD, ids_MBTA, cache = run(
-    weights, cache, row['tokens'], valid_BT, positions_BT, row['table']
+    weights, cache, tokens_BT, valid_BT, position_B1 + columns_T, table_BP
   )
   # One bad token spoils its whole chunk: masked or not, zero times it is NaN.
   finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
@@ -195,32 +171,36 @@ def _extend(run, options, weights, cache, rows_BW):
 
 
 def _empty_report(config, options, num_rows: int) -> sessions.Sampled:
-  shape_TB = (options.decode_steps, num_rows)
-  shape_TBX = (*shape_TB, options.num_top)
+  def zeros(dtype, *shape):
+    return jnp.zeros((options.decode_steps, *shape), dtype)
+
   shape_MBA = (config.num_moe_layers, num_rows, config.moe.num_active)
-  routes_TMBA = jnp.zeros((options.decode_steps, *shape_MBA), jnp.uint16)
+  routes_TMBA = zeros(jnp.uint16, *shape_MBA) if options.record_routes else None
   return sessions.Sampled(
-    tokens_TB=jnp.full(shape_TB, sessions.NOT_SAMPLED, jnp.int32),
-    logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
-    raw_logprobs_TB=jnp.zeros(shape_TB, jnp.float32),
-    top_ids_TBX=jnp.zeros(shape_TBX, jnp.int32),
-    top_logprobs_TBX=jnp.zeros(shape_TBX, jnp.float32),
-    expert_ids_TMBA=routes_TMBA if options.record_routes else None,
+    tokens_TB=zeros(jnp.int32, num_rows) + sessions.NOT_SAMPLED,
+    logprobs_TB=zeros(jnp.float32, num_rows),
+    raw_logprobs_TB=zeros(jnp.float32, num_rows),
+    top_ids_TBX=zeros(jnp.int32, num_rows, options.num_top),
+    top_logprobs_TBX=zeros(jnp.float32, num_rows, options.num_top),
+    expert_ids_TMBA=routes_TMBA,
   )
 
 
 def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
   """Samples up to `decode_steps` tokens per row without the host."""
-  row = _unpack(rows_BW, decode_row(options))
+  table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = _split(
+    rows_BW, decode_widths(options)
+  )
+  floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
   settings = sampling.Settings(
-    keys_B2=row['key'],
-    temperatures_B=row['temperature'],
-    top_ps_B=row['top_p'],
-    top_ks_B=row['top_k'],
-    min_ps_B=row['min_p'],
+    keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
+    temperatures_B=floats_B3[:, 0],
+    top_ps_B=floats_B3[:, 1],
+    top_ks_B=top_ks_B1[:, 0],
+    min_ps_B=floats_B3[:, 2],
   )
   # Rows that are done idle until the host looks: a quarter may.
-  least = jnp.maximum(row['used'].sum() * 3 // 4, 1)
+  least = jnp.maximum(used_B1.sum() * 3 // 4, 1)
 
   def going_on(carry):
     step, _, state, _ = carry
@@ -236,7 +216,7 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
       state.tokens_B[:, None],
       active_B[:, None],
       jnp.where(active_B, state.positions_B, 0)[:, None],
-      row['table'],
+      table_BP,
     )
     logits_BV = forward.logits(weights, hidden_BTD, config)[:, 0]
     drawn = sampling.draw(
@@ -264,7 +244,7 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
       report,
       sampled,
     )
-    stopped_B = (drawn.tokens_B[:, None] == row['stop_tokens']).any(-1)
+    stopped_B = (drawn.tokens_B[:, None] == stop_tokens_BX).any(-1)
     state = State(
       tokens_B=jnp.where(active_B, drawn.tokens_B, state.tokens_B),
       positions_B=state.positions_B + active_B,

@@ -318,8 +318,11 @@ def test_what_cannot_be_served_is_refused(engine):
       engine.submit(asked)
   assert engine.num_unfinished == 0 and engine.stats().sessions == 0
   for changes, message in (
-    ({'prefill_chunk': 0}, 'prefill_chunk must be a positive'),
-    ({'page_size': True}, 'page_size must be a positive integer, not True'),
+    ({'prefill_chunk': 0}, 'prefill_chunk must be an integer of at least 1'),
+    (
+      {'page_size': True},
+      'page_size must be an integer of at least 1, not True',
+    ),
     ({'num_pages': 9}, r'num_pages \(9\) of 4 tokens.*at least 10'),
     ({'decode_rows': (1, 2)}, r'\(1, 2\) must end at num_slots \(4\)'),
     ({'prefill_rows': ()}, 'prefill_rows must name'),

@@ -9,9 +9,9 @@ def test_a_page_is_free_once_its_last_owner_gave_it_back():
   pages.retain([first])
   assert pages.num_free == 1
   pages.release([first, second])
-  assert pages.num_free == 2 and pages.references(first) == 1
+  assert pages.num_free == 2 and pages.references[first] == 1
   pages.release([first])
-  assert pages.num_free == pages.total == 3
+  assert pages.num_free == len(pages.references) == 3
   assert sorted(pages.take(3)) == [0, 1, 2]
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from composer_jax.rollout import pages as pages_lib
-from composer_jax.rollout import prefixes as prefixes_lib
 
 SIZE = 4
 
@@ -16,7 +15,7 @@ def pages():
 
 @pytest.fixture
 def store(pages):
-  return prefixes_lib.Prefixes(pages, SIZE, 7)
+  return pages_lib.Prefixes(pages, SIZE, 7)
 
 
 def _fill(store, pages, tokens_T):
@@ -79,7 +78,7 @@ def test_other_versions_are_not_found(store, pages):
   _fill(store, pages, _prompt(*range(6)))
   keys = store.keys(_prompt(*range(6)))
   store.reset(8)
-  assert len(store) == 0 and pages.num_free == 8
+  assert len(store.held) == 0 and pages.num_free == 8
   assert not set(keys) & set(store.keys(_prompt(*range(6))))
   assert _count(store, range(6)) == 0
 
@@ -114,6 +113,6 @@ def test_a_page_that_grew_is_known_by_its_tokens_of_now(store, pages):
   for count in (2, 4):
     keys = store.keys(_prompt(*range(count)))
     store.put(keys, 0, page, count, np.zeros((count, 1, 1), np.uint16))
-  assert len(store) == 1 and pages.references(page) == 2
+  assert len(store.held) == 1 and pages.references[page] == 2
   assert _count(store, range(4)) == 4
   assert _count(store, range(2)) == 0

@@ -36,9 +36,9 @@ class Cache:
 
   def copy(self, copies):
     found = [
-      (copy.target, offset, self._places[copy.source, offset])
-      for copy in copies
-      for offset in range(copy.count)
+      (target, offset, self._places[source, offset])
+      for source, target, count in copies
+      for offset in range(count)
     ]
     self._places |= {(page, offset): held for page, offset, held in found}
 
@@ -215,8 +215,8 @@ class Serving:
       self.table.close(name)
     tables.check_books(self.table)
     pages = self.table.holdings.pages
-    cached = len(self.table.holdings.prefixes)
-    assert pages.num_free + cached == pages.total
+    cached = len(self.table.holdings.prefixes.held)
+    assert pages.num_free + cached == len(pages.references)
 
 
 _EVENTS = ('submit', 'work', 'close', 'fail', 'swap')

@@ -99,6 +99,6 @@ def check_books(table):
     assert len(set(session.pages)) == len(session.pages)
     held.update(session.pages)
   pages = table.holdings.pages
-  for page in range(pages.total):
-    assert pages.references(page) == held[page]
-  assert pages.num_free == pages.total - len(held)
+  for page in range(len(pages.references)):
+    assert pages.references[page] == held[page]
+  assert pages.num_free == len(pages.references) - len(held)
