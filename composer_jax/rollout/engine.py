@@ -22,7 +22,6 @@ each other, and for a session whose pages were never taken back; with
 `numerics='batch_invariant'` it holds always.
 """
 
-import collections
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -52,10 +51,7 @@ _PAGES_A_CALL = 16
 class Unread(NamedTuple):
   """A dispatch whose report, still on the device, the host has not seen.
 
-  Attributes:
-    rows: whose they were.
-    chunks: (start, end) of each row of an extend; None for a decode.
-    version: of the weights.
+  The chunks are (start, end) of each row of an extend; None for a decode.
   """
 
   rows: list[slots_lib.Row]
@@ -81,13 +77,8 @@ class Engine:
   ):
     """Compiles nothing yet; copies the weights.
 
-    Args:
-      config: of the model.
-      variables: of its decoder.
-      version: of the weights.
-      options: shapes of the programs.
-      mesh: to share the model out over; None makes one of `options.devices`, or
-        of one device serves on the first that holds the variables.
+    The model is shared out over the mesh. None makes one of `options.devices`,
+    or of one device serves on the first that holds the variables.
 
     Raises:
       ValueError: the variables are not that model's, or the mesh does not suit.
@@ -114,7 +105,7 @@ class Engine:
       lambda: forward.empty_cache(config, options.pages, options.page_size),
       out_shardings=self._place.pools,
     )()
-    self._unread: collections.deque[Unread] = collections.deque()
+    self._unread: Unread | None = None
     # Whose rows decode works on, and what the device knows of them.
     self._composition: list[slots_lib.Row] = []
     self._rows_BW: Any = None
@@ -170,12 +161,10 @@ class Engine:
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
   ) -> None:
-    """Queues a request.
+    """Queues a request of a session that is new, or has no other under way.
 
-    Args:
-      request: of a session that is new, or has no other under way.
-      on_tokens: called with the tokens of each dispatch, from within whatever
-        reads its report; it must neither raise nor call the engine.
+    `on_tokens` is called with the tokens of each dispatch, from within whatever
+    reads its report; it must neither raise nor call the engine.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -203,7 +192,8 @@ class Engine:
   def close(self, session: str) -> None:
     """Ends a session if it is open, and forgets the outcome of its request."""
     table = self._slots
-    if table.is_working(session):
+    held = table.sessions.get(session)
+    if held and held.work:
       # Its pages may still be written, and it may be found to have failed.
       self._read()
     if self.is_open(session):
@@ -218,8 +208,7 @@ class Engine:
     """Copies weights to where they are served from; from any thread.
 
     Raises:
-      ValueError: an array is missing, unknown or differs in shape or dtype from
-        those served.
+      ValueError: an array is missing, unknown or unlike that served.
     """
     _compare(_shapes(variables), self._shapes, version, dtypes=True)
     weights = placing.put_weights(variables, self.config, self._place)
@@ -323,13 +312,12 @@ class Engine:
     """Decodes on where the device left off, or begins anew with other rows."""
     rows = [(session, session.at_work) for session in decoding]
     if rows and rows == self._composition:
-      # What is under way may sample all that its rows may sample.
-      coming = sum(unread.chunks is None for unread in self._unread)
-      coming *= self.options.decode_steps
-      if all(work.remaining <= coming for _, work in rows):
-        self._read()
-      else:
+      is_sampling = self._unread and self._unread.chunks is None
+      coming = self.options.decode_steps if is_sampling else 0
+      if any(work.remaining > coming for _, work in rows):
         self._sample()
+      else:  # What is under way samples all that its rows may sample.
+        self._read()
       return
     self._read()
     # Some may have ended by what was read.
@@ -367,23 +355,23 @@ class Engine:
     return report
 
   def _add(self, rows: list[slots_lib.Row], chunks: Any, report: Any) -> None:
-    """Begins to fetch a report, and reads those before it."""
+    """Begins to fetch a report, and reads the one before it."""
     self._slots.stats.dispatches += 1
     for array in jax.tree.leaves(report):
       array.copy_to_host_async()
-    self._unread.append(Unread(rows, chunks, report, self.version))
-    self._read(keep=1)
+    self._read(Unread(rows, chunks, report, self.version))
 
-  def _read(self, keep: int = 0) -> None:
-    """Takes the oldest reports, all but `keep`; waits for what they say."""
-    while len(self._unread) > keep:
-      unread = self._unread.popleft()
-      report = jax.tree.map(np.asarray, unread.report)
-      if unread.chunks is None:
-        report = report.replace(version=unread.version)
-        self._slots.sampled(unread.rows, report)
-      else:
-        self._read_extend(unread, unread.chunks, *report)
+  def _read(self, following: Unread | None = None) -> None:
+    """Takes the report before `following`; waits for what it says."""
+    unread, self._unread = self._unread, following
+    if unread is None:
+      return
+    report = jax.tree.map(np.asarray, unread.report)
+    if unread.chunks is None:
+      report = report.replace(version=unread.version)
+      self._slots.sampled(unread.rows, report)
+    else:
+      self._read_extend(unread, unread.chunks, *report)
 
   def _read_extend(self, unread, chunks, finite_B, routes_MBTA) -> None:
     for row, (session, work) in enumerate(unread.rows):

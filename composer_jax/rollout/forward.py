@@ -9,6 +9,7 @@ decoder.
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -30,29 +31,15 @@ class Weights(flax.struct.PyTreeNode, kw_only=True):
   layers: tuple[decoder.Variables, ...]
 
 
-class Cache(flax.struct.PyTreeNode, kw_only=True):
-  """What is kept of consumed tokens: two pools of pages per layer.
-
-  A token at position s of a row lies at place s % page of the page that the
-  row's table names at s // page. A query at position p sees the positions
-  s <= p, so pages can be handed to another row without being cleared. Only
-  what is not finite must be cleared (`zero_pages`): zero times it is NaN.
-
-  Attributes:
-    layers: keys [pages, K, H, page] and values [pages, K, page, H] of
-      grouped-query attention, or latents [pages, page, C] and rotated keys
-      [pages, page, J] of latent attention.
-  """
-
-  layers: tuple[paged.Pools, ...]
-
-  @property
-  def num_pages(self) -> int:
-    return self.layers[0][1].shape[0]
-
-  @property
-  def page_size(self) -> int:
-    return self.layers[0][1].shape[-2]
+# What is kept of consumed tokens, for each layer two pools of pages: keys
+# [pages, K, H, page] and values [pages, K, page, H] of grouped-query attention,
+# or latents [pages, page, C] and rotated keys [pages, page, J] of latent one.
+#
+# A token at position s of a row lies at place s % page of the page that the
+# row's table names at s // page. A query at position p sees the positions
+# s <= p, so pages can be handed to another row without being cleared. Only what
+# is not finite must be cleared (`zero_pages`): zero times it is NaN.
+Cache = tuple[paged.Pools, ...]
 
 
 def unstack(
@@ -78,17 +65,15 @@ def unstack(
     return jnp.array(x, jnp.float32 if narrow else x.dtype, copy=True)
 
   variables = jax.tree.map(copy, variables)
-  stacks = {
-    'dense_layers': config.num_dense_layers,
-    'moe_layers': config.num_moe_layers,
-  }
-  layers = []
-  for name, length in stacks.items():
+  outer, layers = dict(variables['params']), []
+  for name, length in (
+    ('dense_layers', config.num_dense_layers),
+    ('moe_layers', config.num_moe_layers),
+  ):
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
     for i in range(length):
       layers.append(jax.tree.map(lambda x, i=i: x[i], stack))
-  params = variables['params']
-  outer = {k: tree for k, tree in params.items() if k not in stacks}
+    outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   if config.numerics == 'fast' and on_cpu and not is_sharded:
     layers = [_split_experts(layer) for layer in layers]
@@ -120,8 +105,7 @@ def empty_cache(
   def pool(shape):
     return jnp.zeros((num_pages, *shape), jnp.dtype(config.compute_dtype))
 
-  layers = [(pool(first), pool(second)) for _ in range(config.num_layers)]
-  return Cache(layers=tuple(layers))
+  return tuple((pool(first), pool(second)) for _ in range(config.num_layers))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -144,10 +128,8 @@ def copy_pages(
     pages = jnp.where(places < counts, pages, 0)
     return pool.at[destinations_N].set(pages, mode='drop')
 
-  first, second = paged.token_axes(cache.layers[0])
-  return Cache(
-    layers=tuple((copy(x, first), copy(y, second)) for x, y in cache.layers)
-  )
+  first, second = paged.token_axes(cache[0])
+  return tuple((copy(x, first), copy(y, second)) for x, y in cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -188,11 +170,13 @@ def forward(
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
   cos_sin = layer.angles(positions_BT, c)
-  blocks_BT = positions_BT // cache.page_size
+  num_pages, *_, page_size, _ = cache[0][1].shape
+  blocks_BT = positions_BT // page_size
   pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
   # Past the end of the pools, where a write is dropped.
-  pages_BT = jnp.where(valid_BT, pages_BT, cache.num_pages)
-  places = (pages_BT, positions_BT % cache.page_size)
+  pages_BT = jnp.where(valid_BT, pages_BT, num_pages)
+  places = (pages_BT, positions_BT % page_size)
+  axes = paged.token_axes(cache[0])
   if c.numerics == 'batch_invariant':
     attend = functools.partial(tiled.attend_paged, valid_BT=valid_BT)
   else:
@@ -207,7 +191,10 @@ def forward(
     )
     with jax.named_scope('attention'):
       # The chunk's own keys lie in the pages that it attends to.
-      pools = _write(cache.layers[i], kept, places)
+      pools: Any = tuple(
+        paged.write(pool, new_BT, *places, token_axis=axis)
+        for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)
+      )
       out_BTN = attend(query, pools, tables_BP, positions_BT)
     all_pools.append(pools)
     if i < c.num_dense_layers:
@@ -224,24 +211,13 @@ def forward(
     routes.append(ids_BTA.astype(jnp.uint16))
   scale_D = weights.outer['params']['final_norm']['scale']
   hidden_BTD = layer.final_norm(scale_D, x_BTD, c)
-  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(all_pools))
+  return hidden_BTD, jnp.stack(routes), tuple(all_pools)
 
 
 # Latent attention over a chunk of context is in the absorbed form too. Above
 # some hundred tokens (171 for Kimi K2) making keys and values of the cache anew
 # would cost it less.
 _FAST = {'gqa': paged.attend_grouped, 'mla': paged.attend_latent}
-
-
-def _write(pools: paged.Pools, kept, places) -> paged.Pools:
-  """Puts what is kept of the chunk in its places."""
-  first, second = (
-    paged.write(pool, kept_BT, *places, token_axis=axis)
-    for pool, kept_BT, axis in zip(
-      pools, kept, paged.token_axes(pools), strict=True
-    )
-  )
-  return first, second
 
 
 def logits(

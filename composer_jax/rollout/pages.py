@@ -10,7 +10,7 @@ zero times NaN is NaN, so it must be cleared once it is released.
 
 import collections
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,14 +68,7 @@ class Pages:
 
 
 class PrefixPage(NamedTuple):
-  """A page that the store of prefixes holds.
-
-  Attributes:
-    page: its number.
-    parent: key of the page before.
-    count: tokens in it.
-    routes_TMA: uint16 of those.
-  """
+  """A page after that of key `parent`, which holds `count` tokens."""
 
   page: int
   parent: bytes
@@ -254,22 +247,18 @@ class Holdings:
     self,
     session: sessions.Session,
     kept: Iterable[sessions.Session],
-    victims: Callable[[], Iterable[sessions.Session]],
+    victims: Iterable[sessions.Session],
   ) -> bool:
     """Gives a session pages for the most tokens that its request can come to.
 
-    Args:
-      session: with a request.
-      kept: sessions that keep their pages.
-      victims: () -> those that may lose them, in this order.
-
-    Returns:
-      Whether it has them now.
+    Sessions that are `kept` keep theirs, `victims` may lose them, in this
+    order. Returns whether there were enough.
     """
     match = self._match(session)
     # A page to copy from takes room as well: there may be enough without.
-    return self._find(session, match, kept, victims) or self._find(
-      session, match._replace(partial=None), kept, victims
+    return any(
+      self._find(session, match._replace(partial=partial), kept, victims)
+      for partial in (match.partial, None)
     )
 
   def _find(self, session, match, kept, victims) -> bool:
@@ -315,7 +304,7 @@ class Holdings:
     lasting = {page for session in kept for page in session.pages}
     if count > len(self.pages.references) - len(lasting.union(held)):
       return False
-    stripped = iter([v for v in victims() if v.pages and v not in kept])
+    stripped = iter([v for v in victims if v.pages and v not in kept])
     while count > self.pages.num_free:
       if not self.prefixes.evict():
         self.strip(next(stripped))
@@ -332,8 +321,7 @@ class Holdings:
   ) -> None:
     """Lets others have the pages that tokens start..end of a session filled.
 
-    The last page is shared although it is not full if `whole` says so; `keys`
-    are those of the session's pages.
+    With `whole` the last one is shared although it is not full.
     """
     if not self._share or (session.shareable or 0) < end:
       return
@@ -347,10 +335,7 @@ class Holdings:
       self._filling.pop(keys[index + 1], None)
 
   def finish(self, session: sessions.Session, *, share: bool) -> None:
-    """Takes the pages that a request did not come to use.
-
-    Others may have the rest, if `share` says so.
-    """
+    """Takes the pages that a request did not come to use; shares the others."""
     self.stop_filling(session)
     used = -(-session.consumed // self._page_size)
     self.pages.release(session.pages[used:])

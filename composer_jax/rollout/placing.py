@@ -57,8 +57,7 @@ def mesh_of(num_devices: int) -> Mesh | None:
 def on_device_of(variables: Any) -> EnginePlace:
   """The first device that holds the variables, or the first of all."""
   leaf = jax.tree.leaves(variables)[0]
-  is_placed = isinstance(leaf, jax.Array)
-  devices = leaf.devices() if is_placed else jax.devices()[:1]
+  devices = leaf.devices() if isinstance(leaf, jax.Array) else jax.devices()[:1]
   return _on_device(min(devices, key=lambda device: device.id))
 
 

@@ -62,7 +62,6 @@ def key_of(seed: tuple[int, ...]) -> np.ndarray:
   A hash rather than a chain of `fold_in`s: it costs no device call, and takes
   tuples of any length, with large or negative members. Different tuples are
   different texts; that two of n share a key has a chance of about n^2 / 2^65.
-  Returns uint32 [2].
   """
   text = ','.join(str(int(part)) for part in seed)
   digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -93,7 +92,7 @@ def draw(
     positions_B: absolute position the drawn token will have.
     logits_BV: float32.
     truncate: whether some row does; one that does not gets the same bits.
-    numerics: of the model's config.
+    numerics: of the model.
   """
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)

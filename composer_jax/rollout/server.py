@@ -28,11 +28,9 @@ class EnginePolicy:
   """
 
   def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
-    """Wraps an engine that nothing else steps.
+    """Wraps an engine that nothing else steps; the thread in `serve` owns it.
 
-    Args:
-      engine: owned by the thread in `serve`.
-      timeout_s: longest that `complete` waits, queueing for a slot included.
+    `complete` waits for `timeout_s` at most, queueing for a slot included.
     """
     self._engine = engine
     self._timeout_s = timeout_s
@@ -90,14 +88,9 @@ class EnginePolicy:
   ) -> None:
     """Runs the engine until `done()`; only one thread at a time may.
 
-    Args:
-      done: asked before every step; what it raises ends the loop too.
-      before_step: called before every step and, while there is no work, every
-        few hundredths of a second; it may swap the engine's weights.
-
-    Raises:
-      Whatever the engine, `done` or `before_step` raise, after handing it to
-      every caller that waits.
+    Both are called before every step and, while there is no work, every few
+    hundredths of a second; `before_step` may swap the engine's weights. What
+    the engine or they raise goes to every caller that waits and ends the loop.
     """
     try:
       while not done():

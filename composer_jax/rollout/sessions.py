@@ -92,10 +92,6 @@ class ServedRequest:
   refreshed: bool = False
   row_W: np.ndarray | None = None
 
-  @property
-  def done(self) -> bool:
-    return self.stopped or self.remaining == 0
-
   def start_over(self) -> None:
     """Forgets what was consumed; the tokens sampled so far stay."""
     self.keys = self.waits_for = self.context_version = self.row_W = None
@@ -152,21 +148,21 @@ class Session:
     max_len: int,
   ) -> None:
     """Adds the context of a request, and room for what it may sample."""
-    context_T = [self.tokens_T[: self.length], request.context_T]
+    known_T = self.tokens_T[: self.length]
+    known_TMA = self.routes_TMA[: self.consumed]
     self.length += len(request.context_T)
+    remaining = min(request.max_new_tokens, max_len - self.length)
     self.work = ServedRequest(
       request=request,
       on_tokens=on_tokens,
-      remaining=min(request.max_new_tokens, max_len - self.length),
+      remaining=remaining,
       routes_start=self.consumed,
     )
-    room, consumed = self.length + self.work.remaining, self.consumed
-    self.tokens_T = np.zeros(room, np.int32)
-    self.tokens_T[: self.length] = np.concatenate(context_T)
-    routes_TMA = self.routes_TMA[:consumed]
-    shape = (room, *routes_TMA.shape[1:])
-    self.routes_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
-    self.routes_TMA[:consumed] = routes_TMA
+    room_T = np.zeros(remaining, np.int32)
+    self.tokens_T = np.concatenate([known_T, request.context_T, room_T])
+    shape = (len(self.tokens_T) - self.consumed, *known_TMA.shape[1:])
+    room_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
+    self.routes_TMA = np.concatenate([known_TMA, room_TMA])
 
   def chunk(self, size: int) -> tuple[int, int]:
     """Returns where the next chunk of context starts and ends.
@@ -207,14 +203,13 @@ class Session:
     work = self.at_work
     sampled = records.join_tokens(work.settled)
     has_top = sampled.top_ids_TX.shape[1] > 0
+    routes_TMA = self.routes_TMA[work.routes_start : self.length - 1]
     return records.Completion(
       session=self.name,
       tokens_T=sampled.tokens_T,
       logprobs_T=sampled.logprobs_T,
       policy_version_T=sampled.policy_version_T,
-      consumed_expert_ids_TMA=self.routes_TMA[
-        work.routes_start : self.length - 1
-      ].copy(),
+      consumed_expert_ids_TMA=routes_TMA.copy(),
       stopped=work.stopped,
       raw_logprobs_T=sampled.raw_logprobs_T,
       routes_start=work.routes_start,

@@ -98,11 +98,6 @@ class Slots:
     """Requests whose outcome has not been taken."""
     return len(self.queue) + len(self.running) + len(self.finished)
 
-  def is_working(self, name: str) -> bool:
-    """Whether the session is open and has a request under way."""
-    session = self.sessions.get(name)
-    return session is not None and session.work is not None
-
   def submit(
     self,
     request: records.SampleRequest,
@@ -111,7 +106,7 @@ class Slots:
     """Takes a request, or raises a ValueError that says why not."""
     name, max_len = request.session, self._options.max_len
     session = self.sessions.get(name)
-    if self.is_working(name):
+    if session and session.work:
       raise ValueError(
         f'Session {name!r} already has a request under way; wait for its '
         'completion before the next one.'
@@ -151,13 +146,15 @@ class Slots:
 
   def admit(self) -> None:
     """Gives slots and pages to the requests that can have them."""
+    running = self.running.values()
     for session in list(self.queue):
-      is_full = len(self.running) == self._options.num_slots
+      is_full = len(running) == self._options.num_slots
       if is_full or session is self._refused:
         return
       if self.holdings.waits(session):
         continue
-      if not self.holdings.find(session, self.running.values(), self._victims):
+      victims = [*self._idle.values(), *list(self.queue)[::-1]]
+      if not self.holdings.find(session, running, victims):
         self._refused = session
         return
       self.queue.remove(session)
@@ -165,9 +162,6 @@ class Slots:
       self.stats.prefix_hit_tokens += session.at_work.num_cached
       if session.at_work.num_cached:
         session.at_work.context_version = self.stats.version
-
-  def _victims(self) -> list[sessions.Session]:
-    return [*self._idle.values(), *list(self.queue)[::-1]]
 
   def prefilling(self) -> list[sessions.Session]:
     """Sessions with context to consume, those put off longest first."""
@@ -216,7 +210,7 @@ class Slots:
         self._take_tokens(session, work, report, row, counts[row])
       if failed[row]:
         self.fail(session, session.consumed, 1, report.version)
-      elif work.done:
+      elif work.stopped or not work.remaining:
         self._finish(session)
 
   def _take_tokens(self, session, work, report, row, count) -> None:

@@ -23,16 +23,14 @@ from composer_jax.models import config as config_lib
 from composer_jax.rollout import forward, placing, sampling, sessions
 from composer_jax.rollout import options as options_lib
 
-EngineOptions = options_lib.EngineOptions
 
-
-def decode_widths(options: EngineOptions) -> tuple[int, ...]:
+def decode_widths(options: options_lib.EngineOptions) -> tuple[int, ...]:
   """Words of `pack_decode`'s parts; a row of zeros is not used."""
   return (options.table_len, options.max_stop_tokens, 2, 3, 1, 1)
 
 
 def pack_decode(
-  options: EngineOptions, session: sessions.Session
+  options: options_lib.EngineOptions, session: sessions.Session
 ) -> np.ndarray:
   """Returns a row of pages, stop tokens, key, three floats, top_k and a one."""
   request = session.at_work.request
@@ -49,13 +47,13 @@ def pack_decode(
   )
 
 
-def extend_widths(options: EngineOptions) -> tuple[int, ...]:
+def extend_widths(options: options_lib.EngineOptions) -> tuple[int, ...]:
   """Words of `pack_extend`'s parts; a row of zeros is not used."""
   return (options.table_len, 1, 1, 1, options.prefill_chunk)
 
 
 def pack_extend(
-  options: EngineOptions, session: sessions.Session
+  options: options_lib.EngineOptions, session: sessions.Session
 ) -> np.ndarray:
   """Returns a row of pages, three numbers and the tokens of the next chunk.
 
@@ -70,7 +68,7 @@ def pack_extend(
   return np.concatenate([_table(options, session.pages), numbers, columns_T])
 
 
-def _table(options: EngineOptions, pages: list[int]) -> np.ndarray:
+def _table(options: options_lib.EngineOptions, pages: list[int]) -> np.ndarray:
   """Returns a session's pages, and its last one wherever it has none.
 
   Attention goes as far as the longest row and masks what a shorter one must not
@@ -116,7 +114,7 @@ class Programs(NamedTuple):
 
 def build(
   config: config_lib.ModelConfig,
-  options: EngineOptions,
+  options: options_lib.EngineOptions,
   place: placing.EnginePlace,
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""

@@ -127,7 +127,7 @@ def shuffled(seed=0):
 
 def in_order(cache, tables_BP):
   """Returns the arrays of each layer as [B, S, ...], by the tables."""
-  for first, second in cache.layers:
+  for first, second in cache:
     if first.ndim == 4:
       first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
     for pool in (first, second):
@@ -141,7 +141,6 @@ def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
   config, *_, want = setup
   tables_BP = shuffled()
   cache = forward.empty_cache(config, 12, PAGE)
-  assert (cache.num_pages, cache.page_size) == (12, PAGE)
   *have, cache = consume(step, setup, cache, tables_BP, chunks)
   check(have, want)
   others = np.setdiff1d(np.arange(12), tables_BP)
