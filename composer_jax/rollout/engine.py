@@ -49,13 +49,10 @@ _PAGES_A_CALL = 16
 
 
 class Unread(NamedTuple):
-  """A dispatch whose report, still on the device, the host has not seen.
-
-  The chunks are (start, end) of each row of an extend; None for a decode.
-  """
+  """A dispatch whose report, still on the device, the host has not seen."""
 
   rows: list[slots_lib.Row]
-  chunks: list[tuple[int, int]] | None
+  chunks: list[tuple[int, int]] | None  # (start, end) in an extend
   report: Any
   version: int
 
@@ -292,7 +289,7 @@ class Engine:
   def _extend(self, served: list[sessions.Session]) -> None:
     """Consumes a chunk of each session's context."""
     chunks = [session.chunk(self.options.prefill_chunk) for session in served]
-    num_rows = _least(self.options.extend_rows, len(served))
+    num_rows = min(r for r in self.options.extend_rows if r >= len(served))
     report = self._run_extend(served, num_rows)
     for session, (start, end) in zip(served, chunks, strict=True):
       self._slots.extend(session, end - start)
@@ -322,7 +319,8 @@ class Engine:
     self._read()
     # Some may have ended by what was read.
     if decoding := self._slots.decoding():
-      num_rows = _least(self.options.sample_rows, len(decoding))
+      count = len(decoding)
+      num_rows = min(r for r in self.options.sample_rows if r >= count)
       self._compose(decoding, num_rows)
       self._sample()
 
@@ -387,11 +385,6 @@ class Engine:
         routes_MTA = routes_MBTA[:, row, first : first + end - start]
         routes_TMA = routes_MTA.swapaxes(0, 1)
       self._slots.extended(session, start, end - start, routes_TMA)
-
-
-def _least(rows: tuple[int, ...], count: int) -> int:
-  """Returns the smallest number of rows that suffices."""
-  return next(r for r in rows if r >= count)
 
 
 def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

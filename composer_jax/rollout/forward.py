@@ -152,15 +152,12 @@ def forward(
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
-    weights: of `unstack`.
     cache: holds what the rows consumed before.
-    tokens_BT: int32.
     valid_BT: where false, the token is padding: no expert works for it and
       the cache does not change.
     positions_BT: int32 within the session.
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
-    config: of the decoder.
     plan: where experts lie (`layouts.DECODE`); None on one device.
 
   Returns:

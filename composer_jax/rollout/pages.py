@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_jax.rollout import sessions
+from composer_jax.rollout import options, sessions
 
 
 class Pages:
@@ -79,10 +79,8 @@ class PrefixPage(NamedTuple):
 class Match(NamedTuple):
   """What the store has of a prefix.
 
-  Attributes:
-    full: its leading full pages.
-    partial: a page whose tokens come next; None without one.
-    missing: key of the first page that is not there; None if all are.
+  Its leading full pages, a partial one whose tokens come next, and the key of
+  the first page that is missing.
   """
 
   full: Sequence[PrefixPage] = ()
@@ -116,9 +114,7 @@ class Prefixes:
   def __init__(self, pages: Pages, page_size: int, version: int):
     self._pages = pages
     self._page_size = page_size
-    self._stored: collections.OrderedDict[bytes, PrefixPage] = (
-      collections.OrderedDict()
-    )
+    self._stored = collections.OrderedDict[bytes, PrefixPage]()
     self._key_of_page: dict[int, bytes] = {}
     # parent -> {count: number of its partial pages that hold so many tokens}.
     self._partial: dict[bytes, collections.Counter[int]] = {}
@@ -149,12 +145,9 @@ class Prefixes:
     last = len(full)
     tail = self._tail(keys[last], tokens_T[last * self._page_size :])
     self._touch([*keys[1 : last + 1], *([tail] if tail else [])])
+    partial = self._stored[tail] if tail else None
     missing = next(iter(keys[last + 1 :]), None)
-    return Match(
-      full,
-      partial=self._stored[tail] if tail else None,
-      missing=None if missing == tail else missing,
-    )
+    return Match(full, partial, None if missing == tail else missing)
 
   def _tail(self, parent: bytes, tokens_T: np.ndarray) -> bytes | None:
     """Finds the longest partial page that holds the first of these tokens."""
@@ -226,12 +219,12 @@ class Holdings:
       `pages.to_clear` are cleared.
   """
 
-  def __init__(self, num_pages: int, page_size: int, version: int, share: bool):
-    self.pages = Pages(num_pages)
-    self.prefixes = Prefixes(self.pages, page_size, version)
+  def __init__(self, limits: options.EngineOptions, version: int):
+    self.pages = Pages(limits.pages)
+    self.prefixes = Prefixes(self.pages, limits.page_size, version)
     self.to_copy: list[tuple[int, int, int]] = []
-    self._page_size = page_size
-    self._share = share
+    self._page_size = limits.page_size
+    self._share = limits.share_prefixes
     # Pages that a session is consuming tokens for, by key.
     self._filling: dict[bytes, sessions.Session] = {}
 

@@ -6,7 +6,7 @@ a step moves rows of sums and never a weight or a page.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -33,8 +33,7 @@ class EnginePlace:
   plan: exchange.ExchangePlan | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedWeights:
+class PlacedWeights(NamedTuple):
   """An engine's own copy of weights, where it serves them."""
 
   weights: forward.Weights

@@ -45,10 +45,8 @@ class Settings(flax.struct.PyTreeNode, kw_only=True):
 class Drawn(flax.struct.PyTreeNode, kw_only=True):
   """A token per row.
 
-  Attributes:
-    logprobs_B: under the distribution that it was drawn from.
-    raw_logprobs_B: at temperature 1 and not truncated; not finite exactly if
-      the logits give no distribution.
+  The raw log-probability is not finite exactly if the logits give no
+  distribution.
   """
 
   tokens_B: Any
@@ -87,12 +85,8 @@ def draw(
   finer: it never exceeds 17, and so never draws what is further behind. A token
   of weight zero is never drawn.
 
-  Args:
-    settings: of each row.
-    positions_B: absolute position the drawn token will have.
-    logits_BV: float32.
-    truncate: whether some row does; one that does not gets the same bits.
-    numerics: of the model.
+  Positions are those that the drawn tokens will have. Some rows truncate if
+  `truncate` says so; those that do not get the same bits either way.
   """
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)

@@ -55,9 +55,8 @@ class EnginePolicy:
     future: futures.Future = futures.Future()
     with self._lock:
       if self._failure is not None:
-        raise RuntimeError('The rollout engine serves no more.') from (
-          self._failure
-        )
+        error = RuntimeError('The rollout engine serves no more.')
+        raise error from self._failure
       self._inbox.put((request, future))
     try:
       return future.result(self._timeout_s)

@@ -20,8 +20,7 @@ OnTokens = Callable[[records.Tokens], None]
 MAX_PIECES = 32
 
 # In place of a token: the row was idle; its values were not finite.
-NOT_SAMPLED = -1
-NOT_FINITE = -2
+NOT_SAMPLED, NOT_FINITE = -1, -2
 
 
 class Sampled(flax.struct.PyTreeNode, kw_only=True):
@@ -164,6 +163,12 @@ class Session:
     room_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
     self.routes_TMA = np.concatenate([known_TMA, room_TMA])
 
+  def consume(self, count: int, *, is_shareable: bool) -> None:
+    """Counts tokens as consumed; they can be shared if all before them can."""
+    if is_shareable and self.shareable == self.consumed:
+      self.shareable = self.consumed + count
+    self.consumed += count
+
   def chunk(self, size: int) -> tuple[int, int]:
     """Returns where the next chunk of context starts and ends.
 
@@ -182,21 +187,17 @@ class Session:
     work = self.at_work
     if not work.pieces:
       return
-    end = self.length
-    for report, row, count in work.pieces[::-1]:
+    start = end = self.length - sum(count for *_, count in work.pieces)
+    parts = []
+    for report, row, count in work.pieces:
+      parts.append(report.tokens(self.name, end, row, count))
       if report.expert_ids_TMBA is not None:
         routes_TMA = report.expert_ids_TMBA[:count, :, row]
-        self.routes_TMA[end - 1 - count : end - 1] = routes_TMA
-      end -= count
-    sampled = records.join_tokens(
-      [
-        report.tokens(self.name, end, row, count)
-        for report, row, count in work.pieces
-      ]
-    )
-    self.tokens_T[end : self.length] = sampled.tokens_T
-    work.settled.append(sampled)
+        self.routes_TMA[end - 1 : end - 1 + count] = routes_TMA
+      end += count
     work.pieces.clear()
+    work.settled.append(records.join_tokens(parts))
+    self.tokens_T[start:end] = work.settled[-1].tokens_T
 
   def completion(self) -> records.Completion:
     """Returns what the request at hand came to, once settled."""

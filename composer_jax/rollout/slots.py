@@ -42,9 +42,7 @@ class Stats:
   sampled_tokens: int = 0
   dispatches: int = 0  # extends and decodes
   swaps: int = 0  # of weights
-  # Host seconds of the last swap, the weights in place and what was dispatched
-  # before it awaited.
-  swap_s: float = 0.0
+  swap_s: float = 0.0  # of the last one, weights in place and reports read
   failures: int = 0  # requests that failed
   version: int  # served
 
@@ -58,12 +56,12 @@ class Slots:
     queue: those whose requests wait.
     running: those whose requests have a slot, by name.
     finished: completions and failures that nobody has taken yet.
-    stats: what was counted so far.
+    stats: its counters; `Engine.stats` fills in the rest.
   """
 
   def __init__(
     self,
-    engine_options: options.EngineOptions,
+    limits: options.EngineOptions,
     version: int,
     route_shape: tuple[int, int],
     *,
@@ -74,15 +72,10 @@ class Slots:
     Prefixes that decode consumed are shared too if `share_sampled` says so,
     which asks that it gives the same bits as extend.
     """
-    self._options = engine_options
+    self._limits = limits
     self._route_shape = route_shape
     self._share_sampled = share_sampled
-    self.holdings = pages.Holdings(
-      engine_options.pages,
-      engine_options.page_size,
-      version,
-      engine_options.share_prefixes,
-    )
+    self.holdings = pages.Holdings(limits, version)
     self.sessions: dict[str, sessions.Session] = {}
     self.queue: collections.deque[sessions.Session] = collections.deque()
     self.running: dict[str, sessions.Session] = {}
@@ -104,7 +97,7 @@ class Slots:
     on_tokens: sessions.OnTokens | None = None,
   ) -> None:
     """Takes a request, or raises a ValueError that says why not."""
-    name, max_len = request.session, self._options.max_len
+    name, max_len = request.session, self._limits.max_len
     session = self.sessions.get(name)
     if session and session.work:
       raise ValueError(
@@ -148,7 +141,7 @@ class Slots:
     """Gives slots and pages to the requests that can have them."""
     running = self.running.values()
     for session in list(self.queue):
-      is_full = len(running) == self._options.num_slots
+      is_full = len(running) == self._limits.num_slots
       if is_full or session is self._refused:
         return
       if self.holdings.waits(session):
@@ -178,9 +171,7 @@ class Slots:
     work.waiting = 0
     if work.context_version is None:
       work.context_version = self.stats.version
-    if session.shareable == session.consumed:
-      session.shareable = session.consumed + count
-    session.consumed += count
+    session.consume(count, is_shareable=True)
     self.stats.context_tokens += count
 
   def extended(
@@ -214,11 +205,9 @@ class Slots:
         self._finish(session)
 
   def _take_tokens(self, session, work, report, row, count) -> None:
-    if self._share_sampled and session.shareable == session.consumed:
-      session.shareable = session.consumed + count
+    session.consume(count, is_shareable=self._share_sampled)
     position = session.length
     work.pieces.append((report, row, count))
-    session.consumed += count
     session.length += count
     work.remaining -= count
     work.refreshed = False
@@ -241,16 +230,14 @@ class Slots:
     self, session: sessions.Session, position: int, count: int, version: int
   ) -> None:
     """Ends a session whose values are not finite; its pages are cleared."""
+    name = session.name
+    reason = (
+      f'The pass over {count} tokens from {position} on of session {name!r} '
+      f'gave values that are not finite, with the weights of version {version}.'
+    )
     self.finished.append(
       records.Failure(
-        session=session.name,
-        position=position,
-        version=version,
-        reason=(
-          f'The pass over {count} tokens from {position} on of session '
-          f'{session.name!r} gave values that are not finite, with the weights '
-          f'of version {version}.'
-        ),
+        session=name, position=position, version=version, reason=reason
       )
     )
     self.stats.failures += 1

@@ -119,10 +119,8 @@ def build(
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""
   # What the host decides changes no program.
-  options = dataclasses.replace(
-    options, devices=1, share_prefixes=True, on_swap=options_lib.KEEP
-  )
-  return _build(config, options, place)
+  on_host = {'devices': 1, 'share_prefixes': True, 'on_swap': options_lib.KEEP}
+  return _build(config, dataclasses.replace(options, **on_host), place)
 
 
 @functools.lru_cache(maxsize=8)
@@ -139,25 +137,19 @@ def _build(config, options, place) -> Programs:
     inputs = (weights, cache, rows_BW, state, truncate)
     return _decode(run, config, options, *inputs)
 
+  pools, whole = place.pools, place.whole
+  jit = functools.partial(jax.jit, donate_argnums=1)
   return Programs(
-    extend=jax.jit(
-      extend, donate_argnums=1, out_shardings=(place.pools, place.whole)
-    ),
-    decode=jax.jit(
-      decode,
-      donate_argnums=1,
-      static_argnums=4,
-      out_shardings=(place.pools, place.whole, place.whole),
-    ),
+    extend=jit(extend, out_shardings=(pools, whole)),
+    decode=jit(decode, out_shardings=(pools, whole, whole), static_argnums=4),
     traces=traces,
   )
 
 
 def _extend(run, options, weights, cache, rows_BW):
   """Consumes a chunk of context."""
-  table_BP, position_B1, first_B1, end_B1, tokens_BT = _split(
-    rows_BW, extend_widths(options)
-  )
+  parts = _split(rows_BW, extend_widths(options))
+  table_BP, position_B1, first_B1, end_B1, tokens_BT = parts
   columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
   valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
   hidden_BTD, ids_MBTA, cache = run(
@@ -186,9 +178,8 @@ def _empty_report(config, options, num_rows: int) -> sessions.Sampled:
 
 def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
   """Samples up to `decode_steps` tokens per row without the host."""
-  table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = _split(
-    rows_BW, decode_widths(options)
-  )
+  parts = _split(rows_BW, decode_widths(options))
+  table_BP, stop_tokens_BX, keys_B2, floats_B3, top_ks_B1, used_B1 = parts
   floats_B3 = jax.lax.bitcast_convert_type(floats_B3, jnp.float32)
   settings = sampling.Settings(
     keys_B2=jax.lax.bitcast_convert_type(keys_B2, jnp.uint32),
@@ -253,10 +244,8 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
     return step + 1, cache, state, report
 
   report = _empty_report(config, options, len(rows_BW))
-  _, cache, state, report = jax.lax.while_loop(
-    going_on, one_token, (jnp.int32(0), cache, state, report)
-  )
-  return cache, state, report
+  carry = (jnp.int32(0), cache, state, report)
+  return jax.lax.while_loop(going_on, one_token, carry)[1:]
 
 
 def _top(logits_BV, count):
