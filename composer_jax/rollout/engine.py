@@ -8,6 +8,12 @@
     another thread while this one steps; `switch()` then changes a reference.
   Produces: Completions and Failures, in no particular order.
 
+A dispatch returns at once; its report is on its way to the host while the next
+one runs, and is read after that. Whatever the host must know to go on (who is
+done, what was sampled) is read before it decides. Everything runs in the order
+of its dispatch, since each takes over the cache of the one before: pages given
+to another session are written only behind what their last owner had under way.
+
 A session's tokens, log-probabilities and routes depend on its own requests and
 on the weights alone, bit for bit: not on its slot, on its neighbours, on how
 steps were scheduled or on whether its prompt was found cached. That holds with
@@ -18,7 +24,8 @@ each other, and for a session whose pages were never taken back; with
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +33,7 @@ import numpy as np
 from composer_jax.core import records, trees
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.rollout import dispatch, forward, placing, sessions
+from composer_jax.rollout import forward, placing, sessions, steps
 from composer_jax.rollout import options as options_lib
 from composer_jax.rollout import slots as slots_lib
 
@@ -37,55 +44,16 @@ EngineOptions = options_lib.EngineOptions
 # dispatches goes before any decode, and before context that was put off less.
 _MAX_PUT_OFF = 2
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-  """What an engine has at hand and has done.
-
-  Attributes:
-    sessions: open.
-    running: requests with a slot.
-    waiting: requests without.
-    pages: of the cache.
-    pages_free: held by nobody.
-    pages_cached: held for whoever has the same prefix.
-    prefix_hit_tokens: context tokens found cached.
-    context_tokens: context tokens consumed by extend.
-    sampled_tokens: tokens sampled.
-    dispatches: extends and decodes.
-    swaps: of weights.
-    swap_s: host seconds of the last swap, the weights in place and what was
-      dispatched before it awaited.
-    failures: requests that failed.
-    version: served.
-  """
-
-  sessions: int
-  running: int
-  waiting: int
-  pages: int
-  pages_free: int
-  pages_cached: int
-  prefix_hit_tokens: int
-  context_tokens: int
-  sampled_tokens: int
-  dispatches: int
-  swaps: int
-  swap_s: float
-  failures: int
-  version: int
+# Pages that one call copies or clears.
+_PAGES_A_CALL = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-  """Weights that lie where the engine that placed them serves them.
+class Unread(NamedTuple):
+  """A dispatch whose report, still on the device, the host has not seen."""
 
-  Attributes:
-    weights: a copy of its own.
-    version: theirs.
-  """
-
-  weights: forward.Weights
+  rows: list[slots_lib.Row]
+  chunks: list[tuple[int, int]] | None  # (start, end) in an extend
+  report: Any
   version: int
 
 
@@ -106,51 +74,43 @@ class Engine:
   ):
     """Compiles nothing yet; copies the weights.
 
-    Args:
-      config: of the model.
-      variables: of its decoder.
-      version: of the weights.
-      options: shapes of the programs.
-      mesh: to share the model out over; None serves on the first device that
-        holds the variables.
+    The model is shared out over the mesh. None makes one of `options.devices`,
+    or of one device serves on the first that holds the variables.
 
     Raises:
-      ValueError: the variables are not that model's, or the options or the
-        mesh do not suit it.
+      ValueError: the variables are not that model's, or the mesh does not suit.
     """
-    options.check(config)
     self.config = config
     self.options = options
     self._shapes = _shapes(variables)
     expected = _shapes(decoder.abstract(config)[0])
     _compare(self._shapes, expected, version, dtypes=False)
+    mesh = placing.mesh_of(options.devices) if mesh is None else mesh
     if mesh is None:
-      self._place = placing.on_device(_device_of(variables))
+      self._place = placing.on_device_of(variables)
     else:
       self._place = placing.on_mesh(config, mesh)
-    self._dispatcher = dispatch.Dispatcher(config, options, self._place)
-    self._serve(self.place(variables, version))
+    self._served = self.place(variables, version)
     self._slots = slots_lib.Slots(
-      num_slots=options.num_slots,
-      max_len=options.max_len,
-      page_size=options.page_size,
-      num_pages=options.pages,
-      version=version,
-      route_shape=(config.num_moe_layers, config.moe.num_active),
-      record_routes=options.record_routes,
-      share_prefixes=options.share_prefixes,
+      options,
+      version,
+      (config.num_moe_layers, config.moe.num_active),
       share_sampled=config.numerics == 'batch_invariant',
     )
-    self._swaps, self._swap_s = 0, 0.0
-
-  def _serve(self, placed: Placed) -> None:
-    self._served = placed
-    self._dispatcher.weights = placed.weights
-    self._dispatcher.version = placed.version
+    self._programs = steps.build(config, options, self._place)
+    self._cache = jax.jit(
+      lambda: forward.empty_cache(config, options.pages, options.page_size),
+      out_shardings=self._place.pools,
+    )()
+    self._unread: Unread | None = None
+    # Whose rows decode works on, and what the device knows of them.
+    self._composition: list[slots_lib.Row] = []
+    self._rows_BW: Any = None
+    self._state: Any = None
 
   @property
   def version(self) -> int:
-    return self._dispatcher.version
+    return self._served.version
 
   @property
   def num_slots(self) -> int:
@@ -160,49 +120,48 @@ class Engine:
   @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
-    return self._dispatcher.traces
+    return dict(self._programs.traces)
 
   @property
   def num_unfinished(self) -> int:
     """Requests submitted whose outcome `step` has not returned."""
     return self._slots.num_unfinished
 
-  def stats(self) -> Stats:
+  def stats(self) -> slots_lib.Stats:
     """Returns counters; costs nothing."""
     table = self._slots
-    return Stats(
+    return dataclasses.replace(
+      table.stats,
       sessions=len(table.sessions),
-      running=table.num_running,
-      waiting=table.num_waiting,
+      running=len(table.running),
+      waiting=len(table.queue),
       pages=self.options.pages,
-      pages_free=table.holdings.pages.num_unowned,
-      pages_cached=len(table.holdings.prefixes),
-      prefix_hit_tokens=table.prefix_hit_tokens,
-      context_tokens=self._dispatcher.context_tokens,
-      sampled_tokens=table.sampled_tokens,
-      dispatches=self._dispatcher.num_dispatches,
-      swaps=self._swaps,
-      swap_s=self._swap_s,
-      failures=table.failures,
-      version=self.version,
+      pages_free=table.holdings.pages.num_free,
+      pages_cached=len(table.holdings.prefixes.held),
     )
 
   def warm(self) -> None:
     """Compiles every program now rather than when it is first needed."""
-    self._dispatcher.read(self._slots)
-    self._dispatcher.warm()
+    self._read()
+    no_page = self.options.pages
+    self._clear([no_page])
+    self._copy([(0, no_page, 0)])
+    for num_rows in self.options.extend_rows:
+      self._run_extend([], num_rows)
+    for num_rows in self.options.sample_rows:
+      for truncate in (False, True):
+        self._compose([], num_rows)
+        self._run_decode(truncate)
 
   def submit(
     self,
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
   ) -> None:
-    """Queues a request.
+    """Queues a request of a session that is new, or has no other under way.
 
-    Args:
-      request: of a session that is new, or has no other under way.
-      on_tokens: called with the tokens of each dispatch, from within whatever
-        reads its report; it must neither raise nor call the engine.
+    `on_tokens` is called with the tokens of each dispatch, from within whatever
+    reads its report; it must neither raise nor call the engine.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -228,101 +187,71 @@ class Engine:
     self._slots.submit(request, on_tokens)
 
   def close(self, session: str) -> None:
-    """Ends a session and drops what it was still being served.
-
-    Raises:
-      ValueError: no such session is open.
-    """
-    if self._slots.is_working(session):
+    """Ends a session if it is open, and forgets the outcome of its request."""
+    table = self._slots
+    held = table.sessions.get(session)
+    if held and held.work:
       # Its pages may still be written, and it may be found to have failed.
-      self._dispatcher.read(self._slots)
-      if not self._slots.is_open(session):
-        return
-    self._slots.close(session)
-
-  def cancel(self, session: str) -> None:
-    """Closes a session if it is open, and forgets the outcome of its request.
-
-    For a client that went away: whatever its session came to, nothing of it
-    stays.
-    """
-    if self._slots.is_open(session):
-      self.close(session)
-    self._slots.finished = [
-      f for f in self._slots.finished if f.session != session
-    ]
+      self._read()
+    if self.is_open(session):
+      table.close(session)
+    table.finished = [f for f in table.finished if f.session != session]
 
   def is_open(self, session: str) -> bool:
     """Whether the session holds its tokens or has a request under way."""
-    return self._slots.is_open(session)
+    return session in self._slots.sessions
 
-  def place(self, variables: Any, version: int) -> Placed:
+  def place(self, variables: Any, version: int) -> placing.PlacedWeights:
     """Copies weights to where they are served from; from any thread.
 
-    Args:
-      variables: with the names, shapes and dtypes of those served.
-      version: theirs.
-
     Raises:
-      ValueError: an array is missing, unknown or differs in shape or dtype.
+      ValueError: an array is missing, unknown or unlike that served.
     """
     _compare(_shapes(variables), self._shapes, version, dtypes=True)
     weights = placing.put_weights(variables, self.config, self._place)
-    return Placed(weights=jax.block_until_ready(weights), version=version)
+    weights = jax.block_until_ready(weights)
+    return placing.PlacedWeights(weights=weights, version=version)
 
-  def swap(
-    self, variables: Any, version: int, policy: str | None = None
-  ) -> None:
+  def swap(self, variables: Any, version: int) -> None:
     """Places other weights and serves them from the next step on.
 
-    Raises:
-      ValueError: as `place` and `switch` do; what was served is served on.
+    Raises what `place` and `switch` do; what was served is then served on.
     """
-    self._check_swap(version, policy)
-    self.switch(self.place(variables, version), policy)
+    self.switch(self.place(variables, version))
 
-  def switch(self, placed: Placed, policy: str | None = None) -> Placed:
-    """Serves weights that are in their place from the next step on.
+  def switch(self, placed: placing.PlacedWeights) -> placing.PlacedWeights:
+    """Serves weights that this engine placed from the next step on.
 
-    Args:
-      placed: by this engine.
-      policy: 'keep' or 'refresh', as `EngineOptions.on_swap`; None means that.
-
-    Returns:
-      What was served; freeing it takes longer than the switch.
+    Returns what was served; freeing it takes longer than the switch.
 
     Raises:
       ValueError: the version goes back while sessions are open.
     """
-    self._check_swap(placed.version, policy)
-    self._dispatcher.read(self._slots)
-    began, before = time.perf_counter(), self._served
-    self._serve(placed)
-    refresh = (policy or self.options.on_swap) == options_lib.REFRESH
-    self._slots.swap(placed.version, refresh=refresh)
-    if refresh:
-      self._dispatcher.decompose()
-    self._swaps += 1
-    self._swap_s = time.perf_counter() - began
-    return before
-
-  def _check_swap(self, version: int, policy: str | None) -> None:
-    if policy not in (None, *options_lib.ON_SWAP):
+    table, before = self._slots, self._served
+    if placed.version < before.version and table.sessions:
       raise ValueError(
-        f'The policy of a swap must be one of {options_lib.ON_SWAP}, not '
-        f'{policy!r}.'
-      )
-    if version < self.version and self._slots.sessions:
-      raise ValueError(
-        f'Cannot swap version {self.version} for the older {version} while '
-        f'{len(self._slots.sessions)} sessions are open: versions never '
+        f'Cannot swap version {before.version} for the older {placed.version} '
+        f'while {len(table.sessions)} sessions are open: versions never '
         'decrease within a session. Close them first.'
       )
+    self._read()
+    began = time.perf_counter()
+    self._served = placed
+    refresh = self.options.on_swap == options_lib.REFRESH
+    table.swap(placed.version, refresh=refresh)
+    # Those that are refreshed lost the pages that the device knows of.
+    self._composition = []
+    table.stats.swap_s = time.perf_counter() - began
+    return before
 
   def step(self) -> list[records.Completion | records.Failure]:
     """Dispatches one program and returns the outcomes known by now."""
-    table, dispatcher = self._slots, self._dispatcher
-    self._admit()
+    table = self._slots
+    table.admit()
+    holdings = table.holdings
+    self._clear(holdings.pages.to_clear)
+    self._copy(holdings.to_copy)
+    holdings.pages.to_clear, holdings.to_copy = [], []
     pending, decoding = table.prefilling(), table.decoding()
     most = self.options.extend_rows[-1]
     if pending and (
@@ -330,9 +259,8 @@ class Engine:
       or len(pending) >= most
       or pending[0].at_work.waiting >= _MAX_PUT_OFF
     ):
-      dispatcher.extend(pending[:most], table)
+      self._extend(pending[:most])
       pending = pending[most:]
-      dispatcher.read(table, keep=1)
     else:
       self._decode(decoding)
     for session in pending:
@@ -340,39 +268,123 @@ class Engine:
         session.work.waiting += 1
     return table.take_finished()
 
-  def _admit(self) -> None:
-    holdings = self._slots.holdings
-    self._slots.admit()
-    if holdings.to_clear:
-      self._dispatcher.clear(holdings.to_clear)
-      holdings.to_clear = []
-    if holdings.to_copy:
-      self._dispatcher.copy(holdings.to_copy)
-      holdings.to_copy = []
+  def _put(self, inputs: Any) -> Any:
+    # Committed like everything else: else the first call compiles once more.
+    return jax.device_put(inputs, self._place.whole)
+
+  def _clear(self, pages: Sequence[int]) -> None:
+    for pages_N in self._batches(pages):
+      self._cache = forward.zero_pages(self._cache, self._put(pages_N))
+
+  def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    parts = [self._batches(part) for part in zip(*copies, strict=True)]
+    for inputs in zip(*parts, strict=True):
+      self._cache = forward.copy_pages(self._cache, *self._put(inputs))
+
+  def _batches(self, pages: Sequence[int]) -> np.ndarray:
+    """Splits a list into arrays of fixed length, past the end no page."""
+    no_page = [self.options.pages] * (-len(pages) % _PAGES_A_CALL)
+    return np.array([*pages, *no_page], np.int32).reshape(-1, _PAGES_A_CALL)
+
+  def _extend(self, served: list[sessions.Session]) -> None:
+    """Consumes a chunk of each session's context."""
+    chunks = [session.chunk(self.options.prefill_chunk) for session in served]
+    num_rows = min(r for r in self.options.extend_rows if r >= len(served))
+    report = self._run_extend(served, num_rows)
+    for session, (start, end) in zip(served, chunks, strict=True):
+      self._slots.extend(session, end - start)
+    self._add([(s, s.at_work) for s in served], chunks, report)
+
+  def _run_extend(self, served: list[sessions.Session], num_rows: int) -> Any:
+    width = sum(steps.extend_widths(self.options))
+    rows_BW = np.zeros((num_rows, width), np.int32)
+    for row, session in enumerate(served):
+      rows_BW[row] = steps.pack_extend(self.options, session)
+    self._cache, report = self._programs.extend(
+      self._served.weights, self._cache, self._put(rows_BW)
+    )
+    return report
 
   def _decode(self, decoding: list[sessions.Session]) -> None:
     """Decodes on where the device left off, or begins anew with other rows."""
-    table, dispatcher = self._slots, self._dispatcher
-    if dispatcher.is_decoding(decoding):
-      if dispatcher.lacks_work():
-        dispatcher.read(table)
-      else:
-        dispatcher.decode()
-        dispatcher.read(table, keep=1)
+    rows = [(session, session.at_work) for session in decoding]
+    if rows and rows == self._composition:
+      is_sampling = self._unread and self._unread.chunks is None
+      coming = self.options.decode_steps if is_sampling else 0
+      if any(work.remaining > coming for _, work in rows):
+        self._sample()
+      else:  # What is under way samples all that its rows may sample.
+        self._read()
       return
-    dispatcher.read(table)
+    self._read()
     # Some may have ended by what was read.
-    decoding = table.decoding()
-    if decoding:
-      dispatcher.compose(decoding)
-      dispatcher.decode()
+    if decoding := self._slots.decoding():
+      count = len(decoding)
+      num_rows = min(r for r in self.options.sample_rows if r >= count)
+      self._compose(decoding, num_rows)
+      self._sample()
 
+  def _compose(self, decoding: list[sessions.Session], num_rows: int) -> None:
+    """Gives the rows of decode to these sessions; nothing may be unread."""
+    assert not self._unread
+    width = sum(steps.decode_widths(self.options))
+    rows_BW = np.zeros((num_rows, width), np.int32)
+    state_3B = np.zeros((3, num_rows), np.int32)
+    for row, session in enumerate(decoding):
+      work = session.at_work
+      if work.row_W is None:
+        work.row_W = steps.pack_decode(self.options, session)
+      rows_BW[row] = work.row_W
+      counts = (session.last_token, session.consumed, work.remaining)
+      state_3B[:, row] = counts
+    self._composition = [(session, session.at_work) for session in decoding]
+    inputs = (rows_BW, steps.State(*state_3B))
+    self._rows_BW, self._state = self._put(inputs)
 
-def _device_of(variables: Any) -> jax.Device:
-  leaf = jax.tree.leaves(variables)[0]
-  if isinstance(leaf, jax.Array):
-    return min(leaf.devices(), key=lambda device: device.id)
-  return jax.devices()[0]
+  def _sample(self) -> None:
+    """Samples a few tokens for each session of the composition."""
+    truncate = any(work.request.truncates for _, work in self._composition)
+    self._add(self._composition, None, self._run_decode(truncate))
+
+  def _run_decode(self, truncate: bool) -> Any:
+    self._cache, self._state, report = self._programs.decode(
+      self._served.weights, self._cache, self._rows_BW, self._state, truncate
+    )
+    return report
+
+  def _add(self, rows: list[slots_lib.Row], chunks: Any, report: Any) -> None:
+    """Begins to fetch a report, and reads the one before it."""
+    self._slots.stats.dispatches += 1
+    for array in jax.tree.leaves(report):
+      array.copy_to_host_async()
+    self._read(Unread(rows, chunks, report, self.version))
+
+  def _read(self, following: Unread | None = None) -> None:
+    """Takes the report before `following`; waits for what it says."""
+    unread, self._unread = self._unread, following
+    if unread is None:
+      return
+    report = jax.tree.map(np.asarray, unread.report)
+    if unread.chunks is None:
+      report = report.replace(version=unread.version)
+      self._slots.sampled(unread.rows, report)
+    else:
+      self._read_extend(unread, unread.chunks, *report)
+
+  def _read_extend(self, unread, chunks, finite_B, routes_MBTA) -> None:
+    for row, (session, work) in enumerate(unread.rows):
+      start, end = chunks[row]
+      if session.work is not work:
+        continue
+      if not finite_B[row]:
+        self._slots.fail(session, start, end - start, unread.version)
+        continue
+      routes_TMA = None
+      if routes_MBTA is not None:
+        first = start % self.options.prefill_chunk
+        routes_MTA = routes_MBTA[:, row, first : first + end - start]
+        routes_TMA = routes_MTA.swapaxes(0, 1)
+      self._slots.extended(session, start, end - start, routes_TMA)
 
 
 def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -3,8 +3,8 @@
 `models.decoder` scans stacked layers over a packed batch. This module calls
 the same functions layer by layer, with two pools of pages per layer that every
 session of an engine shares: which page belongs to whom is the caller's tables
-(`kernels.attention.paged`).
-`tests/rollout/forward_test.py` holds it to the decoder.
+(`kernels.attention.paged`). `tests/rollout/forward_test.py` holds it to the
+decoder.
 """
 
 import dataclasses
@@ -22,40 +22,24 @@ from composer_jax.parallel import exchange
 
 
 class Weights(flax.struct.PyTreeNode, kw_only=True):
-  """Decoder variables, one tree per layer.
+  """Decoder variables, one tree per layer, dense layers first.
 
-  Attributes:
-    outer: what lies outside the layers, as `models.head` expects it.
-    layers: variables of each layer in order, dense layers first.
+  What lies outside the layers is `outer`, as `models.head` expects it.
   """
 
   outer: decoder.Variables
   layers: tuple[decoder.Variables, ...]
 
 
-class Cache(flax.struct.PyTreeNode, kw_only=True):
-  """What is kept of consumed tokens: two pools of pages per layer.
-
-  A token at position s of a row lies at place s % page of the page that the
-  row's table names at s // page. A query at position p sees the positions
-  s <= p, so pages can be handed to another row without being cleared. Only
-  what is not finite must be cleared (`zero_pages`): zero times it is NaN.
-
-  Attributes:
-    layers: keys [pages, K, H, page] and values [pages, K, page, H] of
-      grouped-query attention, or latents [pages, page, C] and rotated keys
-      [pages, page, J] of latent attention.
-  """
-
-  layers: tuple[paged.Pools, ...]
-
-  @property
-  def num_pages(self) -> int:
-    return self.layers[0][1].shape[0]
-
-  @property
-  def page_size(self) -> int:
-    return self.layers[0][1].shape[-2]
+# What is kept of consumed tokens, for each layer two pools of pages: keys
+# [pages, K, H, page] and values [pages, K, page, H] of grouped-query attention,
+# or latents [pages, page, C] and rotated keys [pages, page, J] of latent one.
+#
+# A token at position s of a row lies at place s % page of the page that the
+# row's table names at s // page. A query at position p sees the positions
+# s <= p, so pages can be handed to another row without being cleared. Only what
+# is not finite must be cleared (`zero_pages`): zero times it is NaN.
+Cache = tuple[paged.Pools, ...]
 
 
 def unstack(
@@ -81,16 +65,15 @@ def unstack(
     return jnp.array(x, jnp.float32 if narrow else x.dtype, copy=True)
 
   variables = jax.tree.map(copy, variables)
-  stacks = [('dense_layers', config.num_dense_layers)]
-  stacks.append(('moe_layers', config.num_moe_layers))
-  layers = []
-  for name, length in stacks:
+  outer, layers = dict(variables['params']), []
+  for name, length in (
+    ('dense_layers', config.num_dense_layers),
+    ('moe_layers', config.num_moe_layers),
+  ):
     stack = {k: tree[name] for k, tree in variables.items() if name in tree}
     for i in range(length):
       layers.append(jax.tree.map(lambda x, i=i: x[i], stack))
-  names = [name for name, _ in stacks]
-  params = variables['params']
-  outer = {k: tree for k, tree in params.items() if k not in names}
+    outer.pop(name, None)
   on_cpu = jax.default_backend() == 'cpu'
   if config.numerics == 'fast' and on_cpu and not is_sharded:
     layers = [_split_experts(layer) for layer in layers]
@@ -112,19 +95,17 @@ def _split_experts(variables):
 def empty_cache(
   config: config_lib.ModelConfig, num_pages: int, page_size: int
 ) -> Cache:
-  a, dtype = config.attention, jnp.dtype(config.compute_dtype)
+  a = config.attention
   if isinstance(a, config_lib.MLAConfig):
-    first = (num_pages, page_size, a.kv_lora_dim)
-    second = (num_pages, page_size, a.rope_dim)
+    first, second = (page_size, a.kv_lora_dim), (page_size, a.rope_dim)
   else:
-    first = (num_pages, a.num_kv_heads, a.head_dim, page_size)
-    second = (num_pages, a.num_kv_heads, page_size, a.head_dim)
-  return Cache(
-    layers=tuple(
-      (jnp.zeros(first, dtype), jnp.zeros(second, dtype))
-      for _ in range(config.num_layers)
-    )
-  )
+    first = (a.num_kv_heads, a.head_dim, page_size)
+    second = (a.num_kv_heads, page_size, a.head_dim)
+
+  def pool(shape):
+    return jnp.zeros((num_pages, *shape), jnp.dtype(config.compute_dtype))
+
+  return tuple((pool(first), pool(second)) for _ in range(config.num_layers))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -134,14 +115,10 @@ def copy_pages(
   destinations_N: jax.Array,
   counts_N: jax.Array,
 ) -> Cache:
-  """Copies pages in every layer; a destination out of range is dropped.
+  """Copies the first `counts_N` tokens of pages, in every layer.
 
-  Args:
-    cache: donated.
-    sources_N: int32 pages.
-    destinations_N: int32 pages.
-    counts_N: int32 leading tokens of each that are copied; what lies behind
-      them is set to zero, since it may be anything.
+  What lies behind them is set to zero, since it may be anything. A destination
+  out of range is dropped; the cache is donated.
   """
 
   def copy(pool, token_axis):
@@ -151,28 +128,14 @@ def copy_pages(
     pages = jnp.where(places < counts, pages, 0)
     return pool.at[destinations_N].set(pages, mode='drop')
 
-  first, second = paged.token_axes(cache.layers[0])
-  return Cache(
-    layers=tuple((copy(x, first), copy(y, second)) for x, y in cache.layers)
-  )
+  first, second = paged.token_axes(cache[0])
+  return tuple((copy(x, first), copy(y, second)) for x, y in cache)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
   """Clears pages in every layer; one out of range is dropped."""
   return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
-
-
-class _Chunk(flax.struct.PyTreeNode, kw_only=True):
-  """What every layer reads: where tokens go, and what they may see."""
-
-  cos_sin: tuple[jax.Array, jax.Array]
-  positions_BT: jax.Array
-  valid_BT: jax.Array
-  pages_BT: jax.Array
-  offsets_BT: jax.Array
-  tables_BP: jax.Array
-  num_blocks: Any
 
 
 def forward(
@@ -184,23 +147,17 @@ def forward(
   tables_BP: jax.Array,
   *,
   config: config_lib.ModelConfig,
-  num_blocks: Any = None,
   plan: exchange.ExchangePlan | None = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
-    weights: of `unstack`.
-    cache: pools that hold what the rows consumed before.
-    tokens_BT: int32.
+    cache: holds what the rows consumed before.
     valid_BT: where false, the token is padding: no expert works for it and
       the cache does not change.
     positions_BT: int32 within the session.
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
-    config: of the decoder.
-    num_blocks: logical pages to attend to, as many as the longest row has
-      after this chunk; None counts them.
     plan: where experts lie (`layouts.DECODE`); None on one device.
 
   Returns:
@@ -209,16 +166,36 @@ def forward(
   c = config
   x_BTD = weights.outer['params']['embedding'][tokens_BT]
   x_BTD = x_BTD.astype(c.compute_dtype)
-  chunk = _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, c)
-  pools, routes = [], []
+  cos_sin = layer.angles(positions_BT, c)
+  num_pages, *_, page_size, _ = cache[0][1].shape
+  blocks_BT = positions_BT // page_size
+  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
+  # Past the end of the pools, where a write is dropped.
+  pages_BT = jnp.where(valid_BT, pages_BT, num_pages)
+  places = (pages_BT, positions_BT % page_size)
+  axes = paged.token_axes(cache[0])
+  if c.numerics == 'batch_invariant':
+    attend = functools.partial(tiled.attend_paged, valid_BT=valid_BT)
+  else:
+    # As many as the longest row has after this chunk. Latent attention over a
+    # chunk of context is in the absorbed form too; above some hundred tokens
+    # (171 for Kimi K2) making keys and values anew would cost it less.
+    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
+    attend = functools.partial(paged.attend, num_blocks=num_blocks)
+  all_pools, routes = [], []
   for i, variables in enumerate(weights.layers):
     params = layer.prepare(variables['params'], c)
     query, kept = layer.attention_inputs(
-      params, x_BTD, chunk.cos_sin, c, is_paged=True
+      params, x_BTD, cos_sin, c, is_paged=True
     )
     with jax.named_scope('attention'):
-      pools.append(_write(cache.layers[i], kept, chunk))
-      out_BTN = _attend(query, pools[-1], chunk, c)
+      # The chunk's own keys lie in the pages that it attends to.
+      pools: Any = tuple(
+        paged.write(pool, new_BT, *places, token_axis=axis)
+        for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)
+      )
+      out_BTN = attend(query, pools, tables_BP, positions_BT)
+    all_pools.append(pools)
     if i < c.num_dense_layers:
       x_BTD = layer.dense(params, x_BTD, out_BTN, c, is_paged=True)
       continue
@@ -233,7 +210,7 @@ def forward(
     routes.append(ids_BTA.astype(jnp.uint16))
   scale_D = weights.outer['params']['final_norm']['scale']
   hidden_BTD = layer.final_norm(scale_D, x_BTD, c)
-  return hidden_BTD, jnp.stack(routes), Cache(layers=tuple(pools))
+  return hidden_BTD, jnp.stack(routes), tuple(all_pools)
 
 
 def logits(
@@ -244,46 +221,3 @@ def logits(
     # The model's own, or a copy of its tied table.
     config = dataclasses.replace(config, tie_embeddings=False)
   return head.logits(weights.outer, hidden_BTD, config)
-
-
-def _chunk(cache, valid_BT, positions_BT, tables_BP, num_blocks, config):
-  page = cache.page_size
-  blocks_BT = positions_BT // page
-  pages_BT = jnp.take_along_axis(tables_BP, blocks_BT, axis=1, mode='clip')
-  if num_blocks is None:
-    num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
-  return _Chunk(
-    cos_sin=layer.angles(positions_BT, config),
-    positions_BT=positions_BT,
-    valid_BT=valid_BT,
-    # Past the end of the pools, where a write is dropped.
-    pages_BT=jnp.where(valid_BT, pages_BT, cache.num_pages),
-    offsets_BT=positions_BT % page,
-    tables_BP=tables_BP,
-    num_blocks=num_blocks,
-  )
-
-
-def _write(pools, kept, chunk):
-  """Puts what is kept of the chunk in its places."""
-  token_axes = paged.token_axes(pools)
-  first, second = (
-    paged.write(
-      pool, kept_BT, chunk.pages_BT, chunk.offsets_BT, token_axis=axis
-    )
-    for pool, kept_BT, axis in zip(pools, kept, token_axes, strict=True)
-  )
-  return first, second
-
-
-def _attend(query, pools, chunk, config):
-  """Attends to the pages, in which this chunk is already.
-
-  Latent attention over a chunk of context is in the absorbed form too. Above
-  some hundred tokens (171 for Kimi K2) making keys and values of the cache anew
-  would cost it less.
-  """
-  tables = (chunk.tables_BP, chunk.positions_BT)
-  if config.numerics == 'batch_invariant':
-    return tiled.attend_paged(query, pools, *tables, chunk.valid_BT)
-  return paged.attend(query, pools, *tables, num_blocks=chunk.num_blocks)

@@ -6,7 +6,7 @@ a step moves rows of sums and never a weight or a page.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -19,7 +19,7 @@ from composer_jax.rollout import forward
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class EnginePlace:
   """Shardings of what an engine holds.
 
   Attributes:
@@ -33,12 +33,15 @@ class Place:
   plan: exchange.ExchangePlan | None = None
 
 
-def mesh_of(num_devices: int) -> Mesh | None:
-  """Returns a mesh of the first devices; None for one device.
+class PlacedWeights(NamedTuple):
+  """An engine's own copy of weights, where it serves them."""
 
-  Raises:
-    ValueError: there are not so many.
-  """
+  weights: forward.Weights
+  version: int
+
+
+def mesh_of(num_devices: int) -> Mesh | None:
+  """Returns a mesh of the first devices; None for one device."""
   if num_devices == 1:
     return None
   devices = jax.devices()
@@ -50,19 +53,26 @@ def mesh_of(num_devices: int) -> Mesh | None:
   return topology.make_mesh(fsdp=num_devices, devices=devices[:num_devices])
 
 
-def on_device(device: jax.Device) -> Place:
+def on_device_of(variables: Any) -> EnginePlace:
+  """The first device that holds the variables, or the first of all."""
+  leaf = jax.tree.leaves(variables)[0]
+  devices = leaf.devices() if isinstance(leaf, jax.Array) else jax.devices()[:1]
+  return _on_device(min(devices, key=lambda device: device.id))
+
+
+def _on_device(device: jax.Device) -> EnginePlace:
   whole = jax.sharding.SingleDeviceSharding(device)
-  return Place(whole, whole)
+  return EnginePlace(whole, whole)
 
 
-def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> Place:
+def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
   """Shares a model out over all devices of the mesh.
 
   Raises:
     ValueError: numerics that need one device, or experts that do not divide.
   """
   if mesh.size == 1:
-    return on_device(mesh.devices.item())
+    return _on_device(mesh.devices.item())
   if config.numerics == 'batch_invariant':
     raise ValueError(
       f"numerics 'batch_invariant' needs one device, not a mesh of {mesh.size} "
@@ -72,21 +82,20 @@ def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> Place:
   plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
   pools = P()
   if isinstance(config.attention, config_lib.GQAConfig):
-    places = _variables(config, mesh)
-    key = places['params']['moe_layers']['attention']['key']
+    key = _variables(config, mesh)['params']['moe_layers']['attention']['key']
     pools = P(None, key.spec[2])
-  return Place(NamedSharding(mesh, P()), NamedSharding(mesh, pools), plan)
+  return EnginePlace(NamedSharding(mesh, P()), NamedSharding(mesh, pools), plan)
 
 
 def put_weights(
-  variables: Any, config: config_lib.ModelConfig, place: Place
+  variables: Any, config: config_lib.ModelConfig, place: EnginePlace
 ) -> forward.Weights:
   """Returns the engine's own copy of a decoder's variables, in its place."""
-  if place.plan is None:
-    return forward.unstack(jax.device_put(variables, place.whole), config)
-  shardings = _variables(config, place.plan.mesh)
+  shardings: Any = place.whole
+  if place.plan is not None:
+    shardings = _variables(config, place.plan.mesh)
   variables = jax.device_put(variables, shardings)
-  return forward.unstack(variables, config, is_sharded=True)
+  return forward.unstack(variables, config, is_sharded=place.plan is not None)
 
 
 def _variables(config, mesh) -> Any:

@@ -21,20 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from composer_jax.kernels import rows
+from composer_jax.models import head
 
 # Named, so that a change of JAX's default generator does not change rollouts.
 _GENERATOR = 'threefry2x32'
 
 
 class Settings(flax.struct.PyTreeNode, kw_only=True):
-  """How each row samples.
+  """How each row samples, as in `records.SampleRequest`.
 
   Attributes:
     keys_B2: uint32 of `key_of`.
-    temperatures_B: float32; 0 takes the likeliest token.
-    top_ps_B: float32, 1 for none.
-    top_ks_B: int32, 0 for none.
-    min_ps_B: float32, 0 for none.
+    top_ks_B: int32; the others are float32.
   """
 
   keys_B2: Any
@@ -47,11 +45,8 @@ class Settings(flax.struct.PyTreeNode, kw_only=True):
 class Drawn(flax.struct.PyTreeNode, kw_only=True):
   """A token per row.
 
-  Attributes:
-    tokens_B: int32.
-    logprobs_B: float32, under the distribution that it was drawn from.
-    raw_logprobs_B: float32, at temperature 1 and not truncated; not finite
-      exactly if the logits give no distribution.
+  The raw log-probability is not finite exactly if the logits give no
+  distribution.
   """
 
   tokens_B: Any
@@ -65,12 +60,6 @@ def key_of(seed: tuple[int, ...]) -> np.ndarray:
   A hash rather than a chain of `fold_in`s: it costs no device call, and takes
   tuples of any length, with large or negative members. Different tuples are
   different texts; that two of n share a key has a chance of about n^2 / 2^65.
-
-  Args:
-    seed: integers such as (seed, group, member).
-
-  Returns:
-    uint32 array of shape [2].
   """
   text = ','.join(str(int(part)) for part in seed)
   digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -81,7 +70,6 @@ def draw(
   settings: Settings,
   positions_B: jax.Array,
   logits_BV: jax.Array,
-  token_logprobs: Any,
   *,
   truncate: bool,
   numerics: str,
@@ -97,15 +85,8 @@ def draw(
   finer: it never exceeds 17, and so never draws what is further behind. A token
   of weight zero is never drawn.
 
-  Args:
-    settings: of each row.
-    positions_B: absolute position the drawn token will have.
-    logits_BV: float32.
-    token_logprobs: (logits_BV, tokens_B, temperatures_B) -> logprobs_B, as the
-      trainer computes it.
-    truncate: whether some row truncates; a row that does not gets the same
-      bits either way.
-    numerics: of the model's config.
+  Positions are those that the drawn tokens will have. Some rows truncate if
+  `truncate` says so; those that do not get the same bits either way.
   """
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
@@ -120,11 +101,17 @@ def draw(
     lambda: jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), tokens_B),
     lambda: tokens_B,
   ).astype(jnp.int32)
-  logprobs_B = token_logprobs(logits_BV, tokens_B, temperatures_B)
+
+  def logprobs_at(temperatures_B):
+    """As the trainer computes them."""
+    arrays = [x[:, None] for x in (logits_BV, tokens_B, temperatures_B)]
+    return head.token_logprobs(*arrays, numerics=numerics)[0][:, 0]
+
+  logprobs_B = logprobs_at(temperatures_B)
   raw_logprobs_B = jax.lax.cond(
     (temperatures_B == 1).all(),
     lambda: logprobs_B,
-    lambda: token_logprobs(logits_BV, tokens_B, jnp.ones_like(temperatures_B)),
+    lambda: logprobs_at(jnp.ones_like(temperatures_B)),
   )
   if truncate:
     left_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
@@ -163,9 +150,8 @@ def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
   num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
   size = -(-vocab_size // num_classes)
   missing = size * num_classes - vocab_size
-  padded_BV = jnp.pad(
-    scaled_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf
-  )
+  padding = ((0, 0), (0, missing))
+  padded_BV = jnp.pad(scaled_BV, padding, constant_values=-jnp.inf)
   # A class is a column, so that the sums of all of them are sums of vectors.
   scaled_BXC = padded_BV.reshape(batch, size, num_classes)
   top_B11 = scaled_BXC.max(axis=(1, 2), keepdims=True)
@@ -210,17 +196,15 @@ def _kept(settings: Settings, scaled_BV: jax.Array) -> jax.Array:
   vocab_size = scaled_BV.shape[-1]
   top_k_B1 = jnp.where(settings.top_ks_B > 0, settings.top_ks_B, vocab_size)
   kept_BV = jnp.arange(vocab_size) < top_k_B1[:, None]
-  probabilities_BV = jax.nn.softmax(
-    jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=-1
-  )
+  left_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
+  probabilities_BV = jax.nn.softmax(left_BV, axis=-1)
   # The smallest set that holds top_p: a token stays if those before it do not.
   before_BV = jnp.cumsum(probabilities_BV[:, :-1], axis=-1)
   before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
   top_p_B1 = settings.top_ps_B[:, None]
   kept_BV &= (before_BV < top_p_B1) | (top_p_B1 >= 1)
-  kept_BV &= probabilities_BV >= (
-    settings.min_ps_B[:, None] * probabilities_BV[:, :1]
-  )
+  least_B1 = settings.min_ps_B[:, None] * probabilities_BV[:, :1]
+  kept_BV &= probabilities_BV >= least_B1
   # The likeliest stays although rounding may say otherwise.
   last_B1 = jnp.maximum(kept_BV.sum(-1, keepdims=True) - 1, 0)
   value_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)

@@ -7,7 +7,7 @@ and what stops the loop reaches everyone who waits on it.
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -28,15 +28,14 @@ class EnginePolicy:
   """
 
   def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
-    """Wraps an engine that nothing else steps.
+    """Wraps an engine that nothing else steps; the thread in `serve` owns it.
 
-    Args:
-      engine: owned by the thread in `serve`.
-      timeout_s: longest that `complete` waits, queueing for a slot included.
+    `complete` waits for `timeout_s` at most, queueing for a slot included.
     """
     self._engine = engine
     self._timeout_s = timeout_s
-    self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+    # (request, future), or (session to forget, None).
+    self._inbox: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     self._waiting: dict[str, futures.Future] = {}
     self._sessions: set[str] = set()
     self._lock = threading.Lock()
@@ -56,9 +55,8 @@ class EnginePolicy:
     future: futures.Future = futures.Future()
     with self._lock:
       if self._failure is not None:
-        raise RuntimeError('The rollout engine serves no more.') from (
-          self._failure
-        )
+        error = RuntimeError('The rollout engine serves no more.')
+        raise error from self._failure
       self._inbox.put((request, future))
     try:
       return future.result(self._timeout_s)
@@ -79,31 +77,24 @@ class EnginePolicy:
       self._inbox.put((session, None))
       return
     self._fail(RuntimeError('The policy was closed.'))
-    for name in self._sessions:
-      self._engine.cancel(name)
-    self._sessions.clear()
+    while self._sessions:
+      self._engine.close(self._sessions.pop())
 
   def serve(
     self,
     done: Callable[[], bool],
-    before_step: Callable[[], Any] | None = None,
+    before_step: Callable[[], Any] = lambda: None,
   ) -> None:
     """Runs the engine until `done()`; only one thread at a time may.
 
-    Args:
-      done: asked before every step; what it raises ends the loop too.
-      before_step: called before every step and, while there is no work, every
-        few hundredths of a second; it may swap the engine's weights.
-
-    Raises:
-      Whatever the engine, `done` or `before_step` raise, after handing it to
-      every caller that waits.
+    Both are called before every step and, while there is no work, every few
+    hundredths of a second; `before_step` may swap the engine's weights. What
+    the engine or they raise goes to every caller that waits and ends the loop.
     """
     try:
       while not done():
-        if before_step is not None:
-          before_step()
-        self._take_requests()
+        before_step()
+        self._take_requests(wait=self._engine.num_unfinished == 0)
         for outcome in self._engine.step():
           self._hand_over(outcome)
       # Sessions closed by the episodes that ended last.
@@ -124,9 +115,8 @@ class EnginePolicy:
     else:
       future.set_result(outcome)
 
-  def _take_requests(self, wait: bool = True) -> None:
-    """Moves the inbox into the engine; may sleep a moment if all is idle."""
-    wait = wait and self._engine.num_unfinished == 0
+  def _take_requests(self, wait: bool) -> None:
+    """Moves the inbox into the engine; may wait a moment for the first."""
     while True:
       try:
         item, future = self._inbox.get(wait, _IDLE_S)
@@ -135,46 +125,34 @@ class EnginePolicy:
       wait = False
       if future is None:
         self._forget(item)
+        continue
+      try:
+        self._engine.submit(item)
+      except ValueError as error:
+        future.set_exception(error)
       else:
-        self._submit(item, future)
-
-  def _submit(
-    self, request: records.SampleRequest, future: futures.Future
-  ) -> None:
-    try:
-      self._engine.submit(request)
-    except ValueError as error:
-      future.set_exception(error)
-    else:
-      self._waiting[request.session] = future
-      self._sessions.add(request.session)
+        self._waiting[item.session] = future
+        self._sessions.add(item.session)
 
   def _forget(self, session: str) -> None:
     self._sessions.discard(session)
-    future = self._waiting.pop(session, None)
-    if future is not None:
+    if future := self._waiting.pop(session, None):
       future.set_exception(
         RuntimeError(f'Session {session!r} was closed while it sampled.')
       )
-    self._engine.cancel(session)
+    self._engine.close(session)
 
   def _fail(self, error: BaseException) -> None:
     with self._lock:
       self._failure = self._failure or error
-      waiting = [f for _, f in self._drain() if f is not None]
+      left = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+    waiting = [future for _, future in left if future is not None]
     waiting += self._waiting.values()
     self._waiting.clear()
     for future in waiting:
       failure = RuntimeError(f'The rollout engine stopped: {error}')
       failure.__cause__ = error
       future.set_exception(failure)
-
-  def _drain(self) -> Iterator[tuple[Any, Any]]:
-    while True:
-      try:
-        yield self._inbox.get_nowait()
-      except queue.Empty:
-        return
 
 
 def _check_trainable(request: records.SampleRequest) -> None:

@@ -1,6 +1,6 @@
 """What the engine knows of a session and of the request that it serves.
 
-Numpy only. Arrays of a session grow ahead of their use: `length` tokens are
+No device. Arrays of a session grow ahead of their use: `length` tokens are
 known, of which `consumed` are in its pages; between dispatches the last known
 token is never consumed, since the step that consumes it samples the next.
 """
@@ -9,17 +9,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.struct
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import prefixes
 
 # Dispatches whose reports a session may hold, see `Session.settle`.
 MAX_PIECES = 32
 
 # In place of a token: the row was idle; its values were not finite.
-NOT_SAMPLED = -1
-NOT_FINITE = -2
+NOT_SAMPLED, NOT_FINITE = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,27 +56,22 @@ def join_tokens(parts: Sequence[SampledTokens]) -> SampledTokens:
   return dataclasses.replace(parts[0], **joined)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
-  """What one decode dispatch reports of its rows.
+class Sampled(flax.struct.PyTreeNode, kw_only=True):
+  """What one decode dispatch reports of its rows, as in `records.Completion`.
 
   Attributes:
     tokens_TB: int32; NOT_SAMPLED behind a row's last one, or NOT_FINITE.
-    logprobs_TB: float32, as in `records.Completion`.
-    raw_logprobs_TB: float32, likewise.
-    top_ids_TBX: int32, likewise.
-    top_logprobs_TBX: float32, likewise.
     expert_ids_TMBA: uint16 of the tokens consumed; None if not recorded.
-    version: of the policy that sampled them.
+    version: of the policy that sampled them; None on the device.
   """
 
-  tokens_TB: np.ndarray
-  logprobs_TB: np.ndarray
-  raw_logprobs_TB: np.ndarray
-  top_ids_TBX: np.ndarray
-  top_logprobs_TBX: np.ndarray
-  expert_ids_TMBA: np.ndarray | None
-  version: int
+  tokens_TB: Any
+  logprobs_TB: Any
+  raw_logprobs_TB: Any
+  top_ids_TBX: Any
+  top_logprobs_TBX: Any
+  expert_ids_TMBA: Any
+  version: Any = None
 
   def tokens(
     self, name: str, position: int, row: int, count: int
@@ -96,22 +90,18 @@ class Sampled:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Work:
+class ServedRequest:
   """A request being served.
 
   Attributes:
-    request: what was asked.
     on_tokens: told of sampled tokens; None if nobody asks.
-    first: tokens of the session that were known when it came.
     remaining: tokens still to sample at most.
+    routes_start, num_cached, context_version: as in `records.Completion`.
     pieces: (report, row, count) of the last dispatches that sampled for it.
     settled: what those before sampled; the session's arrays hold it.
     stopped: a stop token was sampled.
     keys: of the pages of its context; None until they are looked up.
     waits_for: key of a page that another session is filling.
-    routes_start: as in `records.Completion`.
-    num_cached: likewise.
-    context_version: likewise; None until some context is consumed.
     waiting: dispatches its context has been put off for.
     refreshed: a swap made it consume its tokens anew since it last sampled.
     row_W: what the compiled decode reads of it; None until it decodes.
@@ -119,9 +109,10 @@ class Work:
 
   request: records.SampleRequest
   on_tokens: OnTokens | None
-  first: int
   remaining: int
   routes_start: int
+  num_cached: int = 0
+  context_version: int | None = None
   pieces: list[tuple[Sampled, int, int]] = dataclasses.field(
     default_factory=list
   )
@@ -129,15 +120,9 @@ class Work:
   stopped: bool = False
   keys: list[bytes] | None = None
   waits_for: bytes | None = None
-  num_cached: int = 0
-  context_version: int | None = None
   waiting: int = 0
   refreshed: bool = False
   row_W: np.ndarray | None = None
-
-  @property
-  def done(self) -> bool:
-    return self.stopped or self.remaining == 0
 
   def start_over(self) -> None:
     """Forgets what was consumed; the tokens sampled so far stay."""
@@ -150,11 +135,9 @@ class Session:
   """A context window.
 
   Attributes:
-    name: as in the requests.
-    route_shape: (MoE layers, active experts).
     tokens_T: int32; sampled ones are filled in by `settle`.
-    routes_TMA: uint16 of consumed tokens, sampled ones by `settle`; None where
-      the engine records none.
+    routes_TMA: uint16 of consumed tokens, sampled ones by `settle`; NO_ROUTE
+      where the engine records none.
     length: tokens known.
     consumed: of those in the pages.
     shareable: leading tokens whose keys and values are those that any other
@@ -164,17 +147,16 @@ class Session:
   """
 
   name: str
-  route_shape: tuple[int, int]
   tokens_T: np.ndarray
-  routes_TMA: np.ndarray | None
+  routes_TMA: np.ndarray
   length: int = 0
   consumed: int = 0
   shareable: int | None = 0
   pages: list[int] = dataclasses.field(default_factory=list)
-  work: Work | None = None
+  work: ServedRequest | None = None
 
   @property
-  def at_work(self) -> Work:
+  def at_work(self) -> ServedRequest:
     """The request at hand of a session that is known to have one."""
     assert self.work is not None
     return self.work
@@ -191,17 +173,34 @@ class Session:
       return int(report.tokens_TB[count - 1, row])
     return int(self.tokens_T[self.length - 1])
 
-  def start(self, request: records.SampleRequest, work: Work) -> None:
+  def start(
+    self,
+    request: records.SampleRequest,
+    on_tokens: OnTokens | None,
+    max_len: int,
+  ) -> None:
     """Adds the context of a request, and room for what it may sample."""
-    room = self.length + len(request.context_T) + work.remaining
-    tokens_T = np.zeros(room, np.int32)
-    tokens_T[: self.length] = self.tokens_T[: self.length]
-    tokens_T[self.length : work.first] = request.context_T
-    self.tokens_T, self.length, self.work = tokens_T, work.first, work
-    if self.routes_TMA is not None:
-      routes_TMA = np.zeros((room, *self.route_shape), np.uint16)
-      routes_TMA[: self.consumed] = self.routes_TMA[: self.consumed]
-      self.routes_TMA = routes_TMA
+    known_T = self.tokens_T[: self.length]
+    known_TMA = self.routes_TMA[: self.consumed]
+    self.length += len(request.context_T)
+    remaining = min(request.max_new_tokens, max_len - self.length)
+    self.work = ServedRequest(
+      request=request,
+      on_tokens=on_tokens,
+      remaining=remaining,
+      routes_start=self.consumed,
+    )
+    room_T = np.zeros(remaining, np.int32)
+    self.tokens_T = np.concatenate([known_T, request.context_T, room_T])
+    shape = (len(self.tokens_T) - self.consumed, *known_TMA.shape[1:])
+    room_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
+    self.routes_TMA = np.concatenate([known_TMA, room_TMA])
+
+  def consume(self, count: int, *, is_shareable: bool) -> None:
+    """Counts tokens as consumed; they can be shared if all before them can."""
+    if is_shareable and self.shareable == self.consumed:
+      self.shareable = self.consumed + count
+    self.consumed += count
 
   def chunk(self, size: int) -> tuple[int, int]:
     """Returns where the next chunk of context starts and ends.
@@ -221,61 +220,35 @@ class Session:
     work = self.at_work
     if not work.pieces:
       return
-    end = self.length
-    for report, row, count in work.pieces[::-1]:
-      if self.routes_TMA is not None and report.expert_ids_TMBA is not None:
+    start = end = self.length - sum(count for *_, count in work.pieces)
+    parts = []
+    for report, row, count in work.pieces:
+      parts.append(report.tokens(self.name, end, row, count))
+      if report.expert_ids_TMBA is not None:
         routes_TMA = report.expert_ids_TMBA[:count, :, row]
-        self.routes_TMA[end - 1 - count : end - 1] = routes_TMA
-      end -= count
-    found = join_tokens(
-      [
-        report.tokens(self.name, end, row, count)
-        for report, row, count in work.pieces
-      ]
-    )
-    self.tokens_T[end : self.length] = found.tokens_T
-    work.settled.append(found)
+        self.routes_TMA[end - 1 : end - 1 + count] = routes_TMA
+      end += count
     work.pieces.clear()
+    work.settled.append(join_tokens(parts))
+    self.tokens_T[start:end] = work.settled[-1].tokens_T
 
   def completion(self) -> records.Completion:
     """Returns what the request at hand came to, once settled."""
     work = self.at_work
-    found = join_tokens(work.settled)
-    has_top = found.top_ids_TX.shape[1] > 0
-    start, end = work.routes_start, self.length - 1
-    if self.routes_TMA is None:
-      routes_TMA = np.full(
-        (end - start, *self.route_shape), records.NO_ROUTE, np.uint16
-      )
-    else:
-      routes_TMA = self.routes_TMA[start:end].copy()
+    sampled = join_tokens(work.settled)
+    has_top = sampled.top_ids_TX.shape[1] > 0
+    routes_TMA = self.routes_TMA[work.routes_start : self.length - 1]
     return records.Completion(
       session=self.name,
-      tokens_T=found.tokens_T,
-      logprobs_T=found.logprobs_T,
-      policy_version_T=found.policy_version_T,
-      consumed_expert_ids_TMA=routes_TMA,
+      tokens_T=sampled.tokens_T,
+      logprobs_T=sampled.logprobs_T,
+      policy_version_T=sampled.policy_version_T,
+      consumed_expert_ids_TMA=routes_TMA.copy(),
       stopped=work.stopped,
-      raw_logprobs_T=found.raw_logprobs_T,
-      routes_start=start,
+      raw_logprobs_T=sampled.raw_logprobs_T,
+      routes_start=work.routes_start,
       context_version=work.context_version,
       num_cached=work.num_cached,
-      top_ids_TX=found.top_ids_TX if has_top else None,
-      top_logprobs_TX=found.top_logprobs_TX if has_top else None,
+      top_ids_TX=sampled.top_ids_TX if has_top else None,
+      top_logprobs_TX=sampled.top_logprobs_TX if has_top else None,
     )
-
-  def routes(self, entry_start: int, count: int) -> np.ndarray | None:
-    """Returns a copy of the routes of consumed tokens."""
-    if self.routes_TMA is None:
-      return None
-    return self.routes_TMA[entry_start : entry_start + count].copy()
-
-  def adopt(self, match: prefixes.Match) -> None:
-    """Takes over what the store had of its prefix."""
-    for entry in [*match.full, *([match.partial] if match.partial else [])]:
-      end = self.consumed + entry.count
-      if self.routes_TMA is not None:
-        assert entry.routes_TMA is not None
-        self.routes_TMA[self.consumed : end] = entry.routes_TMA
-      self.consumed = end
-    self.shareable = self.at_work.num_cached = self.consumed

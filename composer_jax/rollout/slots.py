@@ -9,22 +9,42 @@ Requests are served first come first served, save that one whose prompt another
 session is just consuming lets others pass: it will find the prompt cached. When
 pages run short, prefixes that nobody uses go first, then the pages of sessions
 that do nothing, longest idle first, then those of sessions that wait, last come
-first (`holdings`). A session that lost its pages consumes its tokens anew. The
+first (`pages`). A session that lost its pages consumes its tokens anew. The
 first in the queue thus gets its pages as soon as enough requests are done,
 which need nothing more: there is no deadlock.
 """
 
 import collections
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import holdings as holdings_lib
-from composer_jax.rollout import sessions as sessions_lib
+from composer_jax.rollout import options, pages, sessions
 
-Session = sessions_lib.Session
-Work = sessions_lib.Work
+# A session and the request of it that a dispatch worked on.
+Row = tuple[sessions.Session, sessions.ServedRequest]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Stats:
+  """What an engine has at hand and has done."""
+
+  sessions: int = 0  # open
+  running: int = 0  # requests with a slot
+  waiting: int = 0  # requests without
+  pages: int = 0  # of the cache
+  pages_free: int = 0  # held by nobody
+  pages_cached: int = 0  # held for whoever has the same prefix
+  prefix_hit_tokens: int = 0  # context tokens found cached
+  context_tokens: int = 0  # consumed by extend
+  sampled_tokens: int = 0
+  dispatches: int = 0  # extends and decodes
+  swaps: int = 0  # of weights
+  swap_s: float = 0.0  # of the last one, weights in place and reports read
+  failures: int = 0  # requests that failed
+  version: int  # served
 
 
 class Slots:
@@ -33,303 +53,226 @@ class Slots:
   Attributes:
     holdings: the pages.
     sessions: those open, by name.
+    queue: those whose requests wait.
+    running: those whose requests have a slot, by name.
     finished: completions and failures that nobody has taken yet.
-    prefix_hit_tokens: tokens found cached, over all requests.
-    sampled_tokens: over all requests.
-    failures: requests that failed.
+    stats: its counters; `Engine.stats` fills in the rest.
   """
 
   def __init__(
     self,
-    *,
-    num_slots: int,
-    max_len: int,
-    page_size: int,
-    num_pages: int,
+    limits: options.EngineOptions,
     version: int,
     route_shape: tuple[int, int],
-    record_routes: bool = True,
-    share_prefixes: bool = True,
-    share_sampled: bool = False,
+    *,
+    share_sampled: bool,
   ):
-    """Starts with nothing open.
+    """Starts with nothing open; `route_shape` is (MoE layers, active experts).
 
-    Args:
-      num_slots: requests served at once.
-      max_len: of a session.
-      page_size: tokens in a page.
-      num_pages: at least those of one session of max_len.
-      version: of the policy.
-      route_shape: (MoE layers, active experts).
-      record_routes: whether sessions keep routes.
-      share_prefixes: whether equal prefixes are consumed once.
-      share_sampled: whether those that decode consumed are shared too, which
-        asks that it gives the same bits as extend.
+    Prefixes that decode consumed are shared too if `share_sampled` says so,
+    which asks that it gives the same bits as extend.
     """
-    self._num_slots = num_slots
-    self._max_len = max_len
-    self._version = version
+    self._limits = limits
     self._route_shape = route_shape
-    self._record_routes = record_routes
     self._share_sampled = share_sampled
-    self.holdings = holdings_lib.Holdings(
-      num_pages, page_size, version, share_prefixes
-    )
-    self.sessions: dict[str, Session] = {}
-    self._queue: collections.deque[Session] = collections.deque()
-    self._running: dict[str, Session] = {}
+    self.holdings = pages.Holdings(limits, version)
+    self.sessions: dict[str, sessions.Session] = {}
+    self.queue: collections.deque[sessions.Session] = collections.deque()
+    self.running: dict[str, sessions.Session] = {}
     # Those that do nothing, longest idle first.
-    self._idle: dict[str, Session] = {}
+    self._idle: dict[str, sessions.Session] = {}
     # Found too few pages; it need not look again before something changed.
-    self._refused: Session | None = None
+    self._refused: sessions.Session | None = None
     self.finished: list[records.Completion | records.Failure] = []
-    self.prefix_hit_tokens = 0
-    self.sampled_tokens = 0
-    self.failures = 0
-
-  @property
-  def num_waiting(self) -> int:
-    """Requests without a slot."""
-    return len(self._queue)
-
-  @property
-  def num_running(self) -> int:
-    return len(self._running)
+    self.stats = Stats(version=version)
 
   @property
   def num_unfinished(self) -> int:
     """Requests whose outcome has not been taken."""
-    return len(self._queue) + len(self._running) + len(self.finished)
-
-  def is_open(self, name: str) -> bool:
-    return name in self.sessions
-
-  def is_working(self, name: str) -> bool:
-    """Whether the session is open and has a request under way."""
-    session = self.sessions.get(name)
-    return session is not None and session.work is not None
+    return len(self.queue) + len(self.running) + len(self.finished)
 
   def submit(
     self,
     request: records.SampleRequest,
-    on_tokens: sessions_lib.OnTokens | None = None,
+    on_tokens: sessions.OnTokens | None = None,
   ) -> None:
     """Takes a request, or raises a ValueError that says why not."""
-    session = self.sessions.get(request.session)
-    if self.is_working(request.session):
+    name, max_len = request.session, self._limits.max_len
+    session = self.sessions.get(name)
+    if session and session.work:
       raise ValueError(
-        f'Session {request.session!r} already has a request under way; wait '
-        'for its completion before the next one.'
+        f'Session {name!r} already has a request under way; wait for its '
+        'completion before the next one.'
       )
-    known = session.length if session else 0
-    first = known + len(request.context_T)
-    self._check_length(request, known, first)
-    if session is None:
-      session = Session(
-        name=request.session,
-        route_shape=self._route_shape,
-        tokens_T=np.zeros(0, np.int32),
-        routes_TMA=np.zeros((0, *self._route_shape), np.uint16)
-        if self._record_routes
-        else None,
-      )
-      self.sessions[request.session] = session
-    self._idle.pop(session.name, None)
-    work = Work(
-      request=request,
-      on_tokens=on_tokens,
-      first=first,
-      remaining=min(request.max_new_tokens, self._max_len - first),
-      routes_start=session.consumed,
-    )
-    session.start(request, work)
-    self._queue.append(session)
-
-  def _check_length(self, request, known: int, first: int) -> None:
-    if first == 0:
+    length = len(request.context_T) + (session.length if session else 0)
+    if length == 0:
       raise ValueError(
-        f'The first request of session {request.session!r} has an empty '
-        'context; give at least one token.'
+        f'The first request of session {name!r} has an empty context; give at '
+        'least one token.'
       )
-    if first >= self._max_len:
+    if length >= max_len:
       raise ValueError(
-        f'Session {request.session!r} would hold {first} tokens '
+        f'Session {name!r} would hold {length} tokens '
         f'({len(request.context_T)} of them new context), which leaves no '
-        f'room to sample within max_len ({self._max_len}); shorten the '
-        'context or raise max_len.'
+        f'room to sample within max_len ({max_len}); shorten the context or '
+        'raise max_len.'
       )
-
-  def close(self, name: str) -> None:
-    """Ends a session and drops what it was still being served.
-
-    Raises:
-      ValueError: no such session is open.
-    """
-    session = self.sessions.pop(name, None)
     if session is None:
-      raise ValueError(
-        f'Session {name!r} is not open; open are {sorted(self.sessions)[:8]}.'
+      session = self.sessions[name] = sessions.Session(
+        name=name,
+        tokens_T=np.zeros(0, np.int32),
+        routes_TMA=np.zeros((0, *self._route_shape), np.uint16),
       )
     self._idle.pop(name, None)
-    self._running.pop(name, None)
-    if session in self._queue:
-      self._queue.remove(session)
+    session.start(request, on_tokens, max_len)
+    self.queue.append(session)
+
+  def close(self, name: str) -> None:
+    """Ends an open session and drops what it was still being served."""
+    session = self.sessions.pop(name)
+    self._idle.pop(name, None)
+    self.running.pop(name, None)
+    if session in self.queue:
+      self.queue.remove(session)
     self.holdings.strip(session)
     session.work = self._refused = None
 
   def admit(self) -> None:
     """Gives slots and pages to the requests that can have them."""
-    self.holdings.clear_stained()
-    for session in list(self._queue):
-      if len(self._running) == self._num_slots or session is self._refused:
+    running = self.running.values()
+    for session in list(self.queue):
+      is_full = len(running) == self._limits.num_slots
+      if is_full or session is self._refused:
         return
       if self.holdings.waits(session):
         continue
-      if not self.holdings.find(session, self._running.values(), self._victims):
+      victims = [*self._idle.values(), *list(self.queue)[::-1]]
+      if not self.holdings.find(session, running, victims):
         self._refused = session
         return
-      self._queue.remove(session)
-      self._running[session.name] = session
-      self.prefix_hit_tokens += session.at_work.num_cached
+      self.queue.remove(session)
+      self.running[session.name] = session
+      self.stats.prefix_hit_tokens += session.at_work.num_cached
       if session.at_work.num_cached:
-        session.at_work.context_version = self._version
+        session.at_work.context_version = self.stats.version
 
-  def _victims(self) -> list[Session]:
-    return [*self._idle.values(), *list(self._queue)[::-1]]
-
-  def prefilling(self) -> list[Session]:
+  def prefilling(self) -> list[sessions.Session]:
     """Sessions with context to consume, those put off longest first."""
-    pending = [s for s in self._running.values() if s.needs_context]
+    pending = [s for s in self.running.values() if s.needs_context]
     return sorted(pending, key=lambda s: -s.at_work.waiting)
 
-  def decoding(self) -> list[Session]:
+  def decoding(self) -> list[sessions.Session]:
     """Sessions whose next step is to sample another token."""
-    return [s for s in self._running.values() if not s.needs_context]
+    return [s for s in self.running.values() if not s.needs_context]
 
-  def extend(self, session: Session, count: int) -> None:
+  def extend(self, session: sessions.Session, count: int) -> None:
     """Counts context as consumed, once its pass is dispatched."""
     work = session.at_work
     work.waiting = 0
     if work.context_version is None:
-      work.context_version = self._version
-    if session.shareable == session.consumed:
-      session.shareable = session.consumed + count
-    session.consumed += count
+      work.context_version = self.stats.version
+    session.consume(count, is_shareable=True)
+    self.stats.context_tokens += count
 
   def extended(
     self,
-    session: Session,
-    work: Work,
+    session: sessions.Session,
     start: int,
-    routes_TMA: np.ndarray | None,
     count: int,
+    routes_TMA: np.ndarray | None,
   ) -> None:
-    """Takes the report of a chunk of its request, whose values were finite."""
-    if session.routes_TMA is not None:
-      session.routes_TMA[start : start + count] = routes_TMA
-    if work.keys is not None:
-      end = start + count
+    """Takes the report of a chunk of context, whose values were finite."""
+    end, keys = start + count, session.at_work.keys
+    if routes_TMA is not None:
+      session.routes_TMA[start:end] = routes_TMA
+    if keys is not None:
       whole = end == session.length - 1
-      self.holdings.share(session, work.keys, start, end, whole=whole)
+      self.holdings.share(session, keys, start, end, whole=whole)
       self._refused = None
 
-  def sampled(
-    self,
-    rows: Iterable[tuple[Session, Work]],
-    report: sessions_lib.Sampled,
-  ) -> None:
+  def sampled(self, rows: Iterable[Row], report: sessions.Sampled) -> None:
     """Takes the report of a decode dispatch, row by row."""
     counts = (report.tokens_TB >= 0).sum(0).tolist()
-    failed = (report.tokens_TB == sessions_lib.NOT_FINITE).any(0).tolist()
+    failed = (report.tokens_TB == sessions.NOT_FINITE).any(0).tolist()
     for row, (session, work) in enumerate(rows):
       if session.work is not work:
         continue
-      count = counts[row]
-      if count:
-        self._take_tokens(session, work, report, row, count)
+      if counts[row]:
+        self._take_tokens(session, work, report, row, counts[row])
       if failed[row]:
         self.fail(session, session.consumed, 1, report.version)
-      elif work.done:
+      elif work.stopped or not work.remaining:
         self._finish(session)
 
   def _take_tokens(self, session, work, report, row, count) -> None:
-    if self._share_sampled and session.shareable == session.consumed:
-      session.shareable = session.consumed + count
+    session.consume(count, is_shareable=self._share_sampled)
     position = session.length
     work.pieces.append((report, row, count))
-    session.consumed += count
     session.length += count
     work.remaining -= count
     work.refreshed = False
-    self.sampled_tokens += count
-    last = int(report.tokens_TB[count - 1, row])
-    work.stopped = last in work.request.stop_tokens
-    if len(work.pieces) == sessions_lib.MAX_PIECES:
+    self.stats.sampled_tokens += count
+    work.stopped = session.last_token in work.request.stop_tokens
+    if len(work.pieces) == sessions.MAX_PIECES:
       session.settle()
     if work.on_tokens is not None:
       work.on_tokens(report.tokens(session.name, position, row, count))
 
-  def _finish(self, session: Session) -> None:
+  def _finish(self, session: sessions.Session) -> None:
     session.settle()
     self.finished.append(session.completion())
-    del self._running[session.name]
-    self.holdings.stop_filling(session)
-    self.holdings.trim(session)
-    if self._share_sampled:
-      self.holdings.share_all(session)
+    del self.running[session.name]
+    self.holdings.finish(session, share=self._share_sampled)
     session.work = self._refused = None
     self._idle[session.name] = session
 
   def fail(
-    self, session: Session, position: int, count: int, version: int
+    self, session: sessions.Session, position: int, count: int, version: int
   ) -> None:
     """Ends a session whose values are not finite; its pages are cleared."""
+    name = session.name
+    reason = (
+      f'The pass over {count} tokens from {position} on of session {name!r} '
+      f'gave values that are not finite, with the weights of version {version}.'
+    )
     self.finished.append(
       records.Failure(
-        session=session.name,
-        position=position,
-        version=version,
-        reason=(
-          f'The pass over {count} tokens from {position} on of session '
-          f'{session.name!r} gave values that are not finite, with the weights '
-          f'of version {version}.'
-        ),
+        session=name, position=position, version=version, reason=reason
       )
     )
-    self.failures += 1
+    self.stats.failures += 1
     self.holdings.condemn(session)
     self.close(session.name)
 
   def swap(self, version: int, *, refresh: bool) -> None:
     """Goes on with other weights; every report has been taken.
 
-    Args:
-      version: of the policy; no prefix computed with another is found again.
-      refresh: whether sessions consume their tokens anew. One that runs does
-        so once between two tokens that it samples, however many swaps come
-        meanwhile: else a swap a step would let nobody sample.
+    No prefix computed with another version is found again. With `refresh`
+    sessions consume their tokens anew. One that runs does so once between two
+    tokens that it samples, however many swaps come meanwhile: else a swap a
+    step would let nobody sample.
     """
-    self._version = version
+    self.stats.version = version
+    self.stats.swaps += 1
     self._refused = None
     self.holdings.reset(version)
     for session in self.sessions.values():
-      if session.work is not None:
-        session.work.keys = session.work.waits_for = None
-      if refresh and not (session.work and session.work.refreshed):
-        if session.work is not None:
+      work = session.work
+      if work is not None:
+        work.keys = work.waits_for = None
+      if refresh and not (work and work.refreshed):
+        if work is not None:
           session.settle()  # All its tokens are about to be consumed.
         self.holdings.strip(session)
       elif session.consumed:
         session.shareable = None
     if refresh:
-      self._restart([s for s in self._running.values() if not s.pages])
-
-  def _restart(self, stripped: list[Session]) -> None:
-    """Puts sessions that lost their pages before all others that wait."""
-    for session in stripped:
-      del self._running[session.name]
-      session.at_work.refreshed = True
-    self._queue.extendleft(stripped[::-1])
+      # Those that lost their pages go before all others that wait.
+      stripped = [s for s in self.running.values() if not s.pages]
+      for session in stripped:
+        del self.running[session.name]
+        session.at_work.refreshed = True
+      self.queue.extendleft(stripped[::-1])
 
   def take_finished(self) -> list[records.Completion | records.Failure]:
     """Returns outcomes since it was last asked."""

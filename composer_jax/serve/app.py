@@ -71,7 +71,7 @@ def build(
     respond: Callable[[exchange.Exchange, Any], Awaitable[None]],
     is_open: bool = False,
   ) -> routing.Route:
-    endpoint = exchange.Endpoint(
+    endpoint = exchange.HttpRoute(
       respond,
       route=path,
       timeout_s=served.options.request_timeout_s,

@@ -192,7 +192,7 @@ def _refuse_constant(name: str) -> None:
   raise ValueError(f'{name} is no value of JSON')
 
 
-class Endpoint:
+class HttpRoute:
   """An ASGI application of one route."""
 
   def __init__(

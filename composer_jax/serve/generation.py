@@ -161,14 +161,14 @@ def check_top(asked: int | None, param: str, served: service.Service) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
+class AnswerDelta:
   """What a choice adds: text, and the pieces with its log-probabilities."""
 
   text: str
-  pieces: tuple[texts.Piece, ...]
+  pieces: tuple[texts.TextPiece, ...]
 
 
-class Choice:
+class GrowingAnswer:
   """One answer as it grows.
 
   Attributes:
@@ -186,11 +186,11 @@ class Choice:
     stop_tokens: Sequence[int],
     stops: Sequence[str] = (),
     form: chat_format.AnyFormat | None = None,
-    tools: Sequence[requests.Tool] = (),
+    tools: Sequence[requests.ToolSpec] = (),
   ):
     self.index, self.num_tokens, self.finish = index, 0, ''
     self.num_cached: int | None = None
-    self.calls: list[chat_format.ToolCall] = []
+    self.calls: list[chat_format.ParsedCall] = []
     self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
     self._text = texts.Text(stops)
     self._form, self._tools = form, tools
@@ -199,7 +199,7 @@ class Choice:
     self._marks = texts.Scanner(marks or ())
     self._in_call, self._held = marks is None, ''
 
-  def add(self, event: sessions.SampledTokens) -> Delta:
+  def add(self, event: sessions.SampledTokens) -> AnswerDelta:
     """Takes tokens; sets `finish` at a stop string."""
     tokens = event.tokens_T.tolist()
     ends = [i for i, t in enumerate(tokens) if t in self._stop_tokens]
@@ -215,7 +215,7 @@ class Choice:
     self.num_tokens += bool(ends)
     return self._delta(piece)
 
-  def end(self, completion: records.Completion) -> Delta:
+  def end(self, completion: records.Completion) -> AnswerDelta:
     """Takes the end that the engine made."""
     assert self.num_tokens == len(completion.tokens_T), (
       self.num_tokens,
@@ -225,7 +225,7 @@ class Choice:
     self.finish = 'stop' if completion.stopped else 'length'
     return self._ended()
 
-  def _ended(self, *pieces: texts.Piece) -> Delta:
+  def _ended(self, *pieces: texts.TextPiece) -> AnswerDelta:
     pieces = (*pieces, self._text.finish())
     text = ''.join(self._said(piece.text) for piece in pieces)
     text += self._marks.finish()
@@ -234,10 +234,10 @@ class Choice:
       self.calls = self._form.calls(rest, self._tools) or []
     if self.calls:
       self.finish, rest = 'tool_calls', ''
-    return Delta(text=text + rest, pieces=pieces)
+    return AnswerDelta(text=text + rest, pieces=pieces)
 
-  def _delta(self, piece: texts.Piece) -> Delta:
-    return Delta(text=self._said(piece.text), pieces=(piece,))
+  def _delta(self, piece: texts.TextPiece) -> AnswerDelta:
+    return AnswerDelta(text=self._said(piece.text), pieces=(piece,))
 
   def _said(self, text: str) -> str:
     if self._in_call:
@@ -270,7 +270,7 @@ class Choice:
 class Timing:
   """Measures when tokens come, and counts them."""
 
-  def __init__(self, job: jobs.Job, figures: metrics.Metrics):
+  def __init__(self, job: jobs.SampleJob, figures: metrics.Metrics):
     self._opened, self._figures = job.opened, figures
     self._last: dict[int, float] = {}
 
@@ -290,8 +290,10 @@ class Timing:
 
 
 async def play(
-  job: jobs.Job, choices: Sequence[Choice], figures: metrics.Metrics
-) -> AsyncIterator[tuple[Choice, Delta]]:
+  job: jobs.SampleJob,
+  choices: Sequence[GrowingAnswer],
+  figures: metrics.Metrics,
+) -> AsyncIterator[tuple[GrowingAnswer, AnswerDelta]]:
   """Yields what each choice adds, until all of them are finished."""
   left, seen = set(range(len(choices))), Timing(job, figures)
   while left:

@@ -14,7 +14,7 @@ from composer_jax.serve.api import errors
 Event = sessions.SampledTokens | records.Completion | errors.ApiError | None
 
 
-class Job:
+class SampleJob:
   """Requests that one client waits for together; an async context manager.
 
   Leaving it cancels what is unfinished, for whatever reason it is left.
@@ -23,12 +23,12 @@ class Job:
   def __init__(
     self,
     requests: Sequence[records.SampleRequest],
-    leave: Callable[['Job', Sequence[int]], None],
+    leave: Callable[['SampleJob', Sequence[int]], None],
     *,
     keep: bool,
     session_length: int | None,
   ):
-    """Makes a Job in the event loop that will read it.
+    """Makes a SampleJob in the event loop that will read it.
 
     Args:
       requests: of sessions of their own, but for a kept one.
@@ -52,7 +52,7 @@ class Job:
     with contextlib.suppress(RuntimeError):
       self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-  async def __aenter__(self) -> 'Job':
+  async def __aenter__(self) -> 'SampleJob':
     """Waits until the engine has taken or refused all requests."""
     try:
       await self.next()

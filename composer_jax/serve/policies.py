@@ -15,6 +15,7 @@ from typing import Any
 
 from composer_jax.delta import follow
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class Policies:
     self.threads: list[threading.Thread] = []
     self._engine, self._source, self._refused = engine, source, ''
     # Freed by the follower: no step waits for it.
-    self._dropped: queue.SimpleQueue[engines.Placed] = queue.SimpleQueue()
+    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
+      queue.SimpleQueue()
+    )
     self._follower = None
     if source is not None:
       self._follower = follow.Follower(self._look, interval_s, notify)
@@ -77,7 +80,7 @@ class Policies:
     if self._follower is not None:
       self._follower.stop()
 
-  def _look(self) -> tuple[int, engines.Placed] | None:
+  def _look(self) -> tuple[int, placing.PlacedWeights] | None:
     """Called by the follower."""
     assert self._source is not None
     while not self._dropped.empty():
@@ -92,7 +95,7 @@ class Policies:
       self._refuse(error)
       return None
 
-  def previous(self, version: int) -> engines.Placed:
+  def previous(self, version: int) -> placing.PlacedWeights:
     """Brings the weights from before `version`, from any thread; fetches none.
 
     Raises:
@@ -115,7 +118,7 @@ class Policies:
     except ValueError as error:
       self._refuse(error)
 
-  def serve(self, placed: engines.Placed) -> None:
+  def serve(self, placed: placing.PlacedWeights) -> None:
     """Called by the engine's thread; raises what `Engine.switch` does."""
     self._dropped.put(self._engine.switch(placed))
     self.version, self._refused = placed.version, ''

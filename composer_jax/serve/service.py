@@ -6,8 +6,9 @@ commands by the thread's death, requests by their deadline.
 
   Consumes: Jobs, cancellations and new weights.
   Waits for: a command, while the engine has nothing to do.
-  Woken by: `open`, leaving a Job, newer weights (`policies`), `stop`.
-  Produces: Tokens, then one Completion for each request of a Job, or an error.
+  Woken by: `open`, leaving a SampleJob, newer weights (`policies`), `stop`.
+  Produces: Tokens, then one Completion for each request of a SampleJob, or an
+    error.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
@@ -65,14 +67,14 @@ class Service:
     self._lock = threading.RLock()
     self._state = SERVING
     self._failure: BaseException | None = None
-    self._jobs: set[jobs.Job] = set()
+    self._jobs: set[jobs.SampleJob] = set()
     self._num_open = 0
     self._stopping = threading.Event()
     self._alive = time.monotonic()
     self._stats: dict[str, float] = dataclasses.asdict(engine.stats())
     self._stats_at = 0.0
     # Of the engine's thread alone.
-    self._places: dict[str, tuple[jobs.Job, int]] = {}
+    self._places: dict[str, tuple[jobs.SampleJob, int]] = {}
     self._kept: dict[str, _Kept] = {}
     # A device that hangs must not keep the process from ending.
     thread = threading.Thread(target=self._run, name='engine', daemon=True)
@@ -135,8 +137,8 @@ class Service:
     *,
     keep: bool = False,
     session_length: int | None = None,
-  ) -> jobs.Job:
-    """Queues requests; await the Job's context to know them accepted.
+  ) -> jobs.SampleJob:
+    """Queues requests; await the SampleJob's context to know them accepted.
 
     Args:
       requests: of sessions of their own, but for a kept one.
@@ -146,7 +148,7 @@ class Service:
     Raises:
       errors.ApiError: 429, 503 or 500; nothing was queued.
     """
-    job = jobs.Job(
+    job = jobs.SampleJob(
       requests, self._leave, keep=keep, session_length=session_length
     )
     with self._lock:
@@ -168,7 +170,7 @@ class Service:
           self._num_open, num, self.capacity, self.options.max_queue
         )
 
-  def _leave(self, job: jobs.Job, indices: Sequence[int]) -> None:
+  def _leave(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
     self._inbox.put(functools.partial(self._cancel, job, indices))
 
   async def close_session(self, name: str, missing: errors.ApiError) -> None:
@@ -186,7 +188,7 @@ class Service:
   async def _ask(self, command: Callable[..., None], *args: Any) -> None:
     """Waits until the engine's thread has done something."""
     # Of no requests; so that the engine's end reaches this, too.
-    job = jobs.Job((), self._leave, keep=False, session_length=None)
+    job = jobs.SampleJob((), self._leave, keep=False, session_length=None)
     with self._lock:
       self.check_room(0)
       self._jobs.add(job)
@@ -277,7 +279,9 @@ class Service:
       command()
       wait = False
 
-  def _close(self, job: jobs.Job, name: str, missing: errors.ApiError) -> None:
+  def _close(
+    self, job: jobs.SampleJob, name: str, missing: errors.ApiError
+  ) -> None:
     there = name in self._kept and name not in self._places
     if there:
       self._drop(name)
@@ -286,7 +290,7 @@ class Service:
     job.put(0, None if there else missing)
 
   def _roll_back(
-    self, job: jobs.Job, version: int, placed: engines.Placed
+    self, job: jobs.SampleJob, version: int, placed: placing.PlacedWeights
   ) -> None:
     refusal = None
     if self.version != version:
@@ -307,7 +311,7 @@ class Service:
       job.put(0, reason)
       self._cancel(job, range(len(job.requests)))
 
-  def _submit(self, job: jobs.Job) -> None:
+  def _submit(self, job: jobs.SampleJob) -> None:
     if job not in self._jobs:
       return  # Left before its turn came.
     try:
@@ -324,7 +328,7 @@ class Service:
     else:
       job.put(0, None)
 
-  def _check_session(self, job: jobs.Job, name: str) -> None:
+  def _check_session(self, job: jobs.SampleJob, name: str) -> None:
     if job.session_length is None:
       return
     if name in self._places:
@@ -360,7 +364,7 @@ class Service:
     self._release(job, index)
     job.put(index, event)
 
-  def _cancel(self, job: jobs.Job, indices: Sequence[int]) -> None:
+  def _cancel(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
     for index in sorted(job.unfinished.intersection(indices)):
       name = job.requests[index].session
       if self._places.get(name, (None,))[0] is job:
@@ -368,7 +372,7 @@ class Service:
         self._drop(name)
       self._release(job, index)
 
-  def _release(self, job: jobs.Job, index: int) -> None:
+  def _release(self, job: jobs.SampleJob, index: int) -> None:
     with self._lock:
       if job not in self._jobs:
         return
@@ -379,7 +383,7 @@ class Service:
 
   def _drop(self, name: str) -> None:
     self._kept.pop(name, None)
-    self._engine.cancel(name)
+    self._engine.close(name)
 
   def _expire(self) -> None:
     now, limit = time.monotonic(), self.options.session_idle_s

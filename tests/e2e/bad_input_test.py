@@ -76,7 +76,10 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.rl.gate.max_kl=-1', 'rl.gate.*max_kl must be.*at least 0'),
     ('--config.rollout.record_routes=False', 'rl.replay needs the routes'),
     ('--config.rollout.on_swap=drop', "on_swap must be one of.*'drop'"),
-    ('--config.rollout.page_size=0', 'page_size must be a positive integer'),
+    (
+      '--config.rollout.page_size=0',
+      'page_size must be an integer of at least 1',
+    ),
     ('--config.delta.tier=tiny', "config.delta: tier .*'tiny'"),
     ('--config.delta.poll_s=0', 'delta.poll_s must be positive, not 0'),
     ('--config.delta.store=memory://x', 'is of one process: set .*colocated'),

@@ -16,6 +16,7 @@ OPTIONS = engines.EngineOptions(
   decode_steps=2,
   page_size=4,
   num_pages=16,
+  on_swap='refresh',
 )
 
 
@@ -65,11 +66,9 @@ def test_nothing_is_compiled_in_steady_state(
       finished += len(engine.step())
     if index % 10 == 9:
       version += 1
-      engine.swap(
-        policies[version % 2], version, ('keep', 'refresh')[version % 2]
-      )
+      engine.swap(policies[version % 2], version)
     if index > 20 and engine.is_open(f'session {index - 15}'):
-      engine.cancel(f'session {index - 15}')
+      engine.close(f'session {index - 15}')
   finished += len(serving.finish(engine))
   assert finished > 15
   assert compiled == []

@@ -284,7 +284,6 @@ def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
     settings,
     np.array([*range(5, 9), *range(14, 18)], np.int32),
     np.zeros((8, 40), np.float32),
-    lambda logits_BV, tokens_B, temperatures_B: temperatures_B,
     truncate=False,
     numerics='fast',
   )
@@ -319,8 +318,11 @@ def test_what_cannot_be_served_is_refused(engine):
       engine.submit(asked)
   assert engine.num_unfinished == 0 and engine.stats().sessions == 0
   for changes, message in (
-    ({'prefill_chunk': 0}, 'prefill_chunk must be a positive'),
-    ({'page_size': True}, 'page_size must be a positive integer, not True'),
+    ({'prefill_chunk': 0}, 'prefill_chunk must be an integer of at least 1'),
+    (
+      {'page_size': True},
+      'page_size must be an integer of at least 1, not True',
+    ),
     ({'num_pages': 9}, r'num_pages \(9\) of 4 tokens.*at least 10'),
     ({'decode_rows': (1, 2)}, r'\(1, 2\) must end at num_slots \(4\)'),
     ({'prefill_rows': ()}, 'prefill_rows must name'),

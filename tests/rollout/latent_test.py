@@ -35,7 +35,7 @@ def test_latents_are_shared_forked_and_kept_over_a_swap(
     engine.step()
   # One full page for all three, and three tokens of the next one copied.
   assert engine.stats().context_tokens == 7
-  engine.swap(policies[1], 1, 'keep')
+  engine.swap(policies[1], 1)
   for completion in serving.finish(engine).values():
     versions_T = completion.policy_version_T
     tokens_T = np.concatenate([CONTEXT, completion.tokens_T])

@@ -9,23 +9,22 @@ def test_a_page_is_free_once_its_last_owner_gave_it_back():
   pages.retain([first])
   assert pages.num_free == 1
   pages.release([first, second])
-  assert pages.num_free == 2 and pages.references(first) == 1
+  assert pages.num_free == 2 and pages.references[first] == 1
   pages.release([first])
-  assert pages.num_free == pages.total == 3
+  assert pages.num_free == len(pages.references) == 3
   assert sorted(pages.take(3)) == [0, 1, 2]
 
 
-def test_a_stained_page_is_handed_out_again_only_to_be_cleared():
+def test_a_stained_page_is_to_be_cleared_once_nobody_holds_it():
   pages = pages_lib.Pages(2)
   bad, other = pages.take(2)
   pages.retain([bad])
   pages.stain([bad])
   pages.release([bad, other])
-  assert pages.take_to_clear() == [] and pages.num_free == 1
+  assert pages.to_clear == [] and pages.num_free == 1
   pages.release([bad])
-  assert pages.num_free == 1
-  assert pages.take_to_clear() == [bad]
-  assert pages.num_free == 2 and pages.take_to_clear() == []
+  assert pages.to_clear == [bad] and pages.num_free == 2
   # Once cleared it is like any other.
+  pages.to_clear = []
   pages.release(pages.take(2))
-  assert pages.num_free == 2
+  assert pages.to_clear == [] and pages.num_free == 2

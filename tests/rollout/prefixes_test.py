@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from composer_jax.rollout import pages as pages_lib
-from composer_jax.rollout import prefixes as prefixes_lib
 
 SIZE = 4
 
@@ -16,23 +15,18 @@ def pages():
 
 @pytest.fixture
 def store(pages):
-  return prefixes_lib.Prefixes(pages, SIZE, 7)
+  return pages_lib.Prefixes(pages, SIZE, 7)
 
 
 def _fill(store, pages, tokens_T):
   """Consumes a prompt: what the store lacks of it is added to it."""
   keys = store.keys(tokens_T)
   have = len(store.match(tokens_T, keys).full)
-  own = pages.take(len(keys) - have)
+  own = pages.take(len(keys) - 1 - have)
   for index, page in enumerate(own, start=have):
     part_T = tokens_T[index * SIZE :][:SIZE]
-    entry = prefixes_lib.Entry(
-      page=page,
-      parent=store.parent(keys, index),
-      count=len(part_T),
-      routes_TMA=part_T[:, None, None].astype(np.uint16),
-    )
-    store.put(keys, index, entry)
+    routes_TMA = part_T[:, None, None].astype(np.uint16)
+    store.put(keys, index, page, len(part_T), routes_TMA)
   pages.release(own)
   return own
 
@@ -40,6 +34,11 @@ def _fill(store, pages, tokens_T):
 def _find(store, tokens):
   tokens_T = np.array(tokens, np.int32)
   return store.match(tokens_T, store.keys(tokens_T))
+
+
+def _count(store, tokens):
+  """How many of these tokens are found."""
+  return sum(stored.count for stored in _find(store, tokens).found)
 
 
 def _prompt(*tokens):
@@ -52,37 +51,36 @@ def test_the_longest_prefix_is_found_with_its_routes(store, pages):
   match = _find(store, range(10))
   assert [e.page for e in match.full] == own[:2]
   assert match.partial.page == own[2] and match.missing is None
-  assert match.num_tokens == 10
   routes = [e.routes_TMA[:, 0, 0].tolist() for e in match.full]
   assert routes == [[0, 1, 2, 3], [4, 5, 6, 7]]
   # Other tokens behind eight, or more than ten, or fewer.
-  assert _find(store, [*range(8), 20, 21]).num_tokens == 8
-  assert _find(store, [*range(10), 20]).num_tokens == 10
-  assert _find(store, range(9)).num_tokens == 8
+  assert _count(store, [*range(8), 20, 21]) == 8
+  assert _count(store, [*range(10), 20]) == 10
+  assert _count(store, range(9)) == 8
   # The second page alone is no prefix, nor is it one after another first page.
-  assert _find(store, range(4, 8)).num_tokens == 0
-  assert _find(store, [9, 9, 9, 9, *range(4, 8)]).num_tokens == 0
+  assert _count(store, range(4, 8)) == 0
+  assert _count(store, [9, 9, 9, 9, *range(4, 8)]) == 0
 
 
 def test_what_is_missing_is_named_alike_by_all_who_lack_it(store, pages):
   _fill(store, pages, _prompt(*range(4)))
   tokens_T = _prompt(*range(8), 1)
   missing = store.match(tokens_T, store.keys(tokens_T)).missing
-  assert missing == store.keys(tokens_T)[1]
+  assert missing == store.keys(tokens_T)[2]
   assert missing == _find(store, [*range(8), 2, 3]).missing
   # A part of a page hides nothing: the whole of the page is missing.
   _fill(store, pages, _prompt(*range(6)))
   match = store.match(tokens_T, store.keys(tokens_T))
-  assert match.missing == missing and match.num_tokens == 6
+  assert match.missing == missing and match.partial.count == 2
 
 
 def test_other_versions_are_not_found(store, pages):
   _fill(store, pages, _prompt(*range(6)))
   keys = store.keys(_prompt(*range(6)))
   store.reset(8)
-  assert len(store) == 0 and pages.num_free == 8
+  assert len(store.held) == 0 and pages.num_free == 8
   assert not set(keys) & set(store.keys(_prompt(*range(6))))
-  assert _find(store, range(6)).num_tokens == 0
+  assert _count(store, range(6)) == 0
 
 
 def test_unused_pages_go_longest_unused_first_and_never_before_a_child(
@@ -96,28 +94,25 @@ def test_unused_pages_go_longest_unused_first_and_never_before_a_child(
   pages.retain([e.page for e in held])
   gone = []
   while store.evict():
-    left = [_find(store, p).num_tokens for p in (range(8), range(20, 26))]
+    left = [_count(store, p) for p in (range(8), range(20, 26))]
     gone.append(left)
   assert gone == [[4, 6], [4, 4], [4, 0]]
-  assert _find(store, [*range(4), *range(30, 34)]).num_tokens == 8
+  assert _count(store, [*range(4), *range(30, 34)]) == 8
   assert pages.num_free == 6
 
 
 def test_what_is_forgotten_is_not_found(store, pages):
   own = _fill(store, pages, _prompt(*range(10)))
   store.forget([own[1], own[2], 99])
-  assert _find(store, range(10)).num_tokens == 4
+  assert _count(store, range(10)) == 4
   assert pages.num_free == 7
 
 
 def test_a_page_that_grew_is_known_by_its_tokens_of_now(store, pages):
   (page,) = pages.take(1)
   for count in (2, 4):
-    tokens_T = _prompt(*range(count))
-    entry = prefixes_lib.Entry(
-      page=page, parent=prefixes_lib.root(7), count=count, routes_TMA=None
-    )
-    store.put(store.keys(tokens_T), 0, entry)
-  assert len(store) == 1 and pages.references(page) == 2
-  assert _find(store, range(4)).num_tokens == 4
-  assert _find(store, range(2)).num_tokens == 0
+    keys = store.keys(_prompt(*range(count)))
+    store.put(keys, 0, page, count, np.zeros((count, 1, 1), np.uint16))
+  assert len(store.held) == 1 and pages.references[page] == 2
+  assert _count(store, range(4)) == 4
+  assert _count(store, range(2)) == 0

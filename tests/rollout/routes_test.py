@@ -5,6 +5,8 @@ Between the turns weights are swapped and pages taken away, so that the engine
 consumes tokens anew and says so by `routes_start`.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -57,7 +59,8 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
   config = make_config()
   policies = [decoder.policy(make_variables(config, i)) for i in range(2)]
   # The programs are those of `swap_test`.
-  engine = engines.Engine(config, policies[0], 0, swap_test.OPTIONS)
+  options = dataclasses.replace(swap_test.OPTIONS, on_swap='refresh')
+  engine = engines.Engine(config, policies[0], 0, options)
   joined = Joined(config)
 
   def turn(context, new, between=lambda: None):
@@ -70,11 +73,11 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
   def steps_then_swap():
     for _ in range(2):
       engine.step()
-    engine.swap(policies[1], 2, 'refresh')
+    engine.swap(policies[1], 2)
 
   turn(serving.tokens(0, 8), 4)
   turn([7], 3)  # Goes on where the last turn ended.
-  engine.swap(policies[1], 1, 'refresh')
+  engine.swap(policies[1], 1)
   turn([8, 9], 3)  # Idle while weights were swapped.
   turn([5], 2)
   turn([4], 6, steps_then_swap)  # At work meanwhile.

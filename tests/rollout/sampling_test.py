@@ -7,24 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.models import head
 from composer_jax.rollout import sampling
 
 
 @functools.partial(jax.jit, static_argnames=('truncate', 'numerics'))
 def _draw(settings, positions_B, logits_BV, truncate, numerics='fast'):
-  def token_logprobs(logits_BV, tokens_B, temperatures_B):
-    rows = (logits_BV, tokens_B, temperatures_B)
-    rows = [array[:, None] for array in rows]
-    return head.token_logprobs(*rows, numerics=numerics)[0][:, 0]
-
   return sampling.draw(
-    settings,
-    positions_B,
-    logits_BV,
-    token_logprobs,
-    truncate=truncate,
-    numerics=numerics,
+    settings, positions_B, logits_BV, truncate=truncate, numerics=numerics
   )
 
 

@@ -36,9 +36,9 @@ class Cache:
 
   def copy(self, copies):
     found = [
-      (copy.target, offset, self._places[copy.source, offset])
-      for copy in copies
-      for offset in range(copy.count)
+      (target, offset, self._places[source, offset])
+      for source, target, count in copies
+      for offset in range(count)
     ]
     self._places |= {(page, offset): held for page, offset, held in found}
 
@@ -108,7 +108,7 @@ class Serving:
     name = self.rng.choice(list('abcdef'))
     context = self.rng.integers(0, 2, self.rng.integers(8)).tolist()
     new = int(self.rng.integers(1, 6))
-    is_new = not self.table.is_open(name)
+    is_new = name not in self.table.sessions
     try:
       self.table.submit(tables.request(name, context, new))
     except ValueError:
@@ -122,9 +122,9 @@ class Serving:
     waiting = {s for s in self.table.sessions.values() if not s.pages}
     self.table.admit()
     holdings = self.table.holdings
-    self.cache.clear(holdings.to_clear)
+    self.cache.clear(holdings.pages.to_clear)
     self.cache.copy(holdings.to_copy)
-    holdings.to_clear, holdings.to_copy = [], []
+    holdings.pages.to_clear, holdings.to_copy = [], []
     for session in waiting:
       if session.pages:
         # All that it found is of the weights of now.
@@ -142,7 +142,7 @@ class Serving:
         return
       if finite:
         routes_TMA = tables.routes(np.arange(start, end)[:, None], version)
-        self.table.extended(session, work, start, routes_TMA, end - start)
+        self.table.extended(session, start, end - start, routes_TMA)
       else:
         self.table.fail(session, start, end - start, version)
 
@@ -215,8 +215,8 @@ class Serving:
       self.table.close(name)
     tables.check_books(self.table)
     pages = self.table.holdings.pages
-    cached = len(self.table.holdings.prefixes)
-    assert pages.num_unowned + cached == pages.total
+    cached = len(self.table.holdings.prefixes.held)
+    assert pages.num_free + cached == len(pages.references)
 
 
 _EVENTS = ('submit', 'work', 'close', 'fail', 'swap')

@@ -1,6 +1,7 @@
 """Other weights between steps: whose token is whose, and what is refused."""
 
 import copy
+import dataclasses
 
 import jax
 import numpy as np
@@ -34,16 +35,26 @@ def policies(config, make_variables):
 
 
 @pytest.fixture
-def engine(config, policies):
-  return engines.Engine(config, policies[0], 0, OPTIONS)
+def how():
+  return 'keep'
 
 
-def _swapped(engine, policies, how, new=20):
+@pytest.fixture
+def engine(config, policies, how):
+  options = dataclasses.replace(OPTIONS, on_swap=how)
+  return engines.Engine(config, policies[0], 0, options)
+
+
+refreshing = pytest.mark.parametrize('how', ['refresh'])
+either = pytest.mark.parametrize('how', ['keep', 'refresh'])
+
+
+def _swapped(engine, policies, new=20):
   """Serves a request whose weights change while it samples."""
   engine.submit(serving.request(0, CONTEXT, new=new))
   for _ in range(4):  # Two chunks of context, two dispatches.
     engine.step()
-  engine.swap(policies[1], 5, how)
+  engine.swap(policies[1], 5)
   completion = serving.finish(engine)['session 0']
   versions = completion.policy_version_T.tolist()
   assert versions == [0] * 6 + [5] * (new - 6)
@@ -66,7 +77,7 @@ def _assert_logprobs(config, parts, completion, first=0):
 
 
 def test_keep_goes_on_with_the_keys_of_older_weights(engine, config, policies):
-  completion = _swapped(engine, policies, 'keep')
+  completion = _swapped(engine, policies)
   # The last token before the swap is consumed after it.
   old = len(CONTEXT) + 5
   parts = [(policies[0], old), (policies[1], 28)]
@@ -80,8 +91,9 @@ def test_keep_goes_on_with_the_keys_of_older_weights(engine, config, policies):
     _assert_logprobs(config, [(policies[1], 28)], completion, first=6)
 
 
+@refreshing
 def test_refresh_consumes_everything_anew(engine, config, policies):
-  completion = _swapped(engine, policies, 'refresh')
+  completion = _swapped(engine, policies)
   routes_TMA = _assert_logprobs(
     config, [(policies[1], 28)], completion, first=6
   )
@@ -95,9 +107,10 @@ def test_refresh_consumes_everything_anew(engine, config, policies):
   np.testing.assert_allclose(completion.logprobs_T[:6], want_T[:6], atol=1e-4)
 
 
+@refreshing
 def test_an_idle_session_is_refreshed_when_it_goes_on(engine, config, policies):
   (first,) = serving.complete(engine, serving.request(0, CONTEXT))
-  engine.swap(policies[1], 3, 'refresh')
+  engine.swap(policies[1], 3)
   (second,) = serving.complete(engine, serving.request(0, [7, 8], new=4))
   tokens_T = np.concatenate([CONTEXT, first.tokens_T, [7, 8], second.tokens_T])
   logits_TV, routes_TMA = serving.recompute(
@@ -112,13 +125,13 @@ def test_an_idle_session_is_refreshed_when_it_goes_on(engine, config, policies):
 def test_no_prompt_of_before_a_swap_is_found_after_it(engine, policies):
   asked = [serving.request(i, CONTEXT) for i in range(4)]
   serving.complete(engine, asked[0])
-  engine.swap(policies[1], 1, 'keep')
+  engine.swap(policies[1], 1)
   found = [serving.complete(engine, a)[0] for a in asked[1:3]]
   assert [c.num_cached for c in found] == [0, 7]
   # Nor is one found whose first half is of before.
   engine.submit(serving.request(7, serving.tokens(9, 8)))
   engine.step()
-  engine.swap(policies[0], 2, 'keep')
+  engine.swap(policies[0], 2)
   halves = serving.finish(engine)['session 7']
   assert halves.context_version == 1 and (halves.policy_version_T == 2).all()
   (again,) = serving.complete(engine, serving.request(8, serving.tokens(9, 8)))
@@ -162,7 +175,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_serve_on(
 ):
   asked = serving.request(0, CONTEXT)
   (before,) = serving.complete(engine, asked)
-  engine.cancel('session 0')
+  engine.close('session 0')
   engine.swap(policies[0], 4)
   with pytest.raises(ValueError, match=message):
     engine.swap(_changed(policies[1], change), version)
@@ -172,30 +185,25 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_serve_on(
   assert (after.policy_version_T == 4).all()
 
 
+@either
 def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
   """Rolled back, so that no session's versions decrease."""
   asked = serving.request(0, CONTEXT)
   (first,) = serving.complete(engine, asked)
-  engine.cancel('session 0')
+  engine.close('session 0')
   engine.swap(policies[1], 4)
   serving.complete(engine, asked)
   placed = engine.place(policies[0], 0)
-  for policy in ('keep', 'refresh'):
-    with pytest.raises(
-      ValueError, match='version 4 for the older 0 while 1 sessions are open'
-    ):
-      engine.switch(placed, policy)
+  with pytest.raises(
+    ValueError, match='version 4 for the older 0 while 1 sessions are open'
+  ):
+    engine.switch(placed)
   assert engine.version == 4
-  engine.cancel('session 0')
+  engine.close('session 0')
   engine.switch(placed)
   (again,) = serving.complete(engine, asked)
   serving.assert_same_bits(first, again)
   assert engine.stats().swaps == 2 and engine.stats().swap_s > 0
-
-
-def test_a_swap_has_one_of_two_policies(engine, policies):
-  with pytest.raises(ValueError, match="'keep', 'refresh'.*not 'drop'"):
-    engine.swap(policies[1], 1, 'drop')
 
 
 def test_an_engine_is_not_made_of_weights_of_another_model(
@@ -206,7 +214,7 @@ def test_an_engine_is_not_made_of_weights_of_another_model(
     engines.Engine(config, other, 0, OPTIONS)
 
 
-@pytest.mark.parametrize('how', ['keep', 'refresh'])
+@either
 def test_versions_never_decrease_over_many_swaps(engine, policies, how):
   """And all come to an end, with a swap after every step."""
   for index in range(3):
@@ -214,7 +222,7 @@ def test_versions_never_decrease_over_many_swaps(engine, policies, how):
   found = {}
   for version in range(1, 120):
     found |= {c.session: c for c in engine.step()}
-    engine.swap(policies[version % 2], version, how)
+    engine.swap(policies[version % 2], version)
   assert len(found) == 3
   for completion in found.values():
     assert len(completion.tokens_T) == 20

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 
 from composer_jax.core import records
-from composer_jax.rollout import sessions, slots
+from composer_jax.rollout import options, sessions, slots
 
 CHUNK = 3
 
@@ -23,16 +23,10 @@ def request(session, context=3, new=2, stop_tokens=(9,)):
   )
 
 
-def make_table(num_slots=2, max_len=16, page_size=4, num_pages=8, **options):
-  return slots.Slots(
-    num_slots=num_slots,
-    max_len=max_len,
-    page_size=page_size,
-    num_pages=num_pages,
-    version=0,
-    route_shape=(1, 2),
-    **options,
-  )
+def make_table(share_sampled=False, **changes):
+  sizes = {'num_slots': 2, 'max_len': 16, 'page_size': 4, 'num_pages': 8}
+  limits = options.EngineOptions(**(sizes | changes))
+  return slots.Slots(limits, 0, (1, 2), share_sampled=share_sampled)
 
 
 def routes(positions, version=0):
@@ -45,11 +39,10 @@ def routes(positions, version=0):
 def extend(table, session, finite=True):
   """One chunk of a session, as the engine would dispatch and read it."""
   start, end = session.chunk(CHUNK)
-  work = session.at_work
   table.extend(session, end - start)
   if finite:
     routes_TMA = routes(np.arange(start, end)[:, None])
-    table.extended(session, work, start, routes_TMA, end - start)
+    table.extended(session, start, end - start, routes_TMA)
   else:
     table.fail(session, start, end - start, 0)
   return end - start
@@ -106,6 +99,6 @@ def check_books(table):
     assert len(set(session.pages)) == len(session.pages)
     held.update(session.pages)
   pages = table.holdings.pages
-  for page in range(pages.total):
-    assert pages.references(page) == held[page]
-  assert pages.num_unowned == pages.total - len(held)
+  for page in range(len(pages.references)):
+    assert pages.references[page] == held[page]
+  assert pages.num_free == len(pages.references) - len(held)

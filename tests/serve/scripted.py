@@ -79,7 +79,7 @@ class ScriptedEngine:
     script = list(self.script(request))
     self.works[request.session] = _Work(request, on_tokens, script)
 
-  def cancel(self, session):
+  def close(self, session):
     self.works.pop(session, None)
     self.held.pop(session, None)
 
@@ -110,7 +110,7 @@ class ScriptedEngine:
     room = request.max_new_tokens - len(work.sampled)
     part = work.script[len(work.sampled) :][: min(self.per_step, room)]
     if None in part:
-      self.cancel(name)
+      self.close(name)
       return [
         records.Failure(
           session=name, position=5, version=self.version, reason='NaN logits.'

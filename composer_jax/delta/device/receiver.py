@@ -17,6 +17,7 @@ from composer_jax.delta import store as stores
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
+from composer_jax.rollout import placing
 from composer_jax.train import weights
 
 RUN_ID = 'policy'
@@ -172,7 +173,9 @@ class Background:
   ):
     self._receiver = receiver
     self._engine = engine
-    self._dropped: queue.SimpleQueue[engines.Placed] = queue.SimpleQueue()
+    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
+      queue.SimpleQueue()
+    )
     self._follower = follow.Follower(self._look, interval_s, lambda: None)
     self._follower.thread.start()
 
@@ -199,7 +202,7 @@ class Background:
     newest = self._follower.take()
     return None if newest is None else newest[1]
 
-  def drop(self, weights_before: engines.Placed) -> None:
+  def drop(self, weights_before: placing.PlacedWeights) -> None:
     """Has weights freed where no step waits for it."""
     self._dropped.put(weights_before)
 

@@ -41,7 +41,9 @@ class ChatAnswer:
       'system_fingerprint': f'policy-{policy_version}',
     }
 
-  def logprobs(self, pieces: Sequence[texts.Piece], top: int) -> dict[str, Any]:
+  def logprobs(
+    self, pieces: Sequence[texts.TextPiece], top: int
+  ) -> dict[str, Any]:
     return {
       'content': [
         {
@@ -58,7 +60,7 @@ class ChatAnswer:
     self,
     index: int,
     text: str,
-    calls: Sequence[chat_format.ToolCall],
+    calls: Sequence[chat_format.ParsedCall],
     logprobs: Any,
     finish: str,
   ) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class ChatAnswer:
   def closing(
     self,
     index: int,
-    calls: Sequence[chat_format.ToolCall],
+    calls: Sequence[chat_format.ParsedCall],
     finish: str,
   ) -> Iterator[dict[str, Any]]:
     for place, call in enumerate(calls):
@@ -132,7 +134,9 @@ class TextAnswer(ChatAnswer):
     super().__init__(model, policy_version)
     self.fields['id'] = f'cmpl-{secrets.token_hex(12)}'
 
-  def logprobs(self, pieces: Sequence[texts.Piece], top: int) -> dict[str, Any]:
+  def logprobs(
+    self, pieces: Sequence[texts.TextPiece], top: int
+  ) -> dict[str, Any]:
     tokens = [token for piece in pieces for token in piece.tokens]
     tops = [
       {_key(data): logprob for data, logprob in token.top[:top]}
@@ -165,7 +169,7 @@ class TextAnswer(ChatAnswer):
     yield self.choice(index, '', (), None, finish)
 
 
-def _call(call: chat_format.ToolCall) -> dict[str, Any]:
+def _call(call: chat_format.ParsedCall) -> dict[str, Any]:
   return {
     'id': f'call_{secrets.token_hex(12)}',
     'type': 'function',

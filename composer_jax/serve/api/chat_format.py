@@ -51,7 +51,7 @@ _NAMED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
+class ParsedCall:
   """arguments: JSON text of an object."""
 
   name: str
@@ -65,7 +65,7 @@ class OwnFormat:
     self._tokenizer = tokenizer
 
   def encode(
-    self, messages: Sequence[Any], tools: Sequence[requests.Tool]
+    self, messages: Sequence[Any], tools: Sequence[requests.ToolSpec]
   ) -> np.ndarray:
     parts = []
     for place, message in enumerate(messages):
@@ -100,13 +100,13 @@ class OwnFormat:
       np.concatenate([prefix, self._tokenizer.encode(t), end]) for t in texts
     ]
 
-  def mark(self, tools: Sequence[requests.Tool]) -> tuple[str, ...] | None:
+  def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
     """What begins a call; None: the whole text may be one."""
     return None if tools else ()
 
   def calls(
-    self, text: str, tools: Sequence[requests.Tool]
-  ) -> list[ToolCall] | None:
+    self, text: str, tools: Sequence[requests.ToolSpec]
+  ) -> list[ParsedCall] | None:
     """Returns the calls of a text; None where it is none."""
     try:
       call = tool_calls.parse(text)
@@ -127,7 +127,7 @@ class TemplateFormat:
     self._tokenizer, self._template = tokenizer, template
 
   def encode(
-    self, messages: Sequence[Any], tools: Sequence[requests.Tool]
+    self, messages: Sequence[Any], tools: Sequence[requests.ToolSpec]
   ) -> np.ndarray:
     """Raises errors.ApiError for what the template refuses."""
     listed = [t.model_dump(exclude_none=True) for t in tools] or None
@@ -179,13 +179,13 @@ class TemplateFormat:
     except ValueError:
       return True  # It looked at them.
 
-  def mark(self, tools: Sequence[requests.Tool]) -> tuple[str, ...] | None:
+  def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
     """What begins a call; () where no calls are looked for."""
     return _MARKS if tools else ()
 
   def calls(
-    self, text: str, tools: Sequence[requests.Tool]
-  ) -> list[ToolCall] | None:
+    self, text: str, tools: Sequence[requests.ToolSpec]
+  ) -> list[ParsedCall] | None:
     """Returns the calls of a text; None where one of them is damaged."""
     names = {t.function.name for t in tools}
     found = [m.groupdict() for p in _NAMED for m in p.finditer(text)]
@@ -208,8 +208,8 @@ class TemplateFormat:
 AnyFormat = OwnFormat | TemplateFormat
 
 
-def _call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-  return ToolCall(
+def _call(name: str, arguments: Mapping[str, Any]) -> ParsedCall:
+  return ParsedCall(
     name=name, arguments=json.dumps(arguments, ensure_ascii=False)
   )
 
@@ -298,7 +298,7 @@ def _typed(value: str, schema: Any) -> Any:
   return value
 
 
-def _as_text(call: Any, tools: Sequence[requests.Tool], param: str) -> str:
+def _as_text(call: Any, tools: Sequence[requests.ToolSpec], param: str) -> str:
   """The inverse of `calls`, for calls of earlier turns."""
   name, arguments = _parsed(call, param)
   known = {t.function.name: t.function.parameters for t in tools}

@@ -67,7 +67,7 @@ class OpenAI:
     }
 
   async def chat(self, to: exchange.Exchange, body: Any) -> None:
-    asked = requests.parse(requests.Chat, body)
+    asked = requests.parse(requests.ChatRequest, body)
     generation.check_model(asked.model, self._name)
     if self._form is None:
       raise errors.invalid(
@@ -103,7 +103,7 @@ class OpenAI:
     )
 
   async def complete(self, to: exchange.Exchange, body: Any) -> None:
-    asked = requests.parse(requests.Completion, body)
+    asked = requests.parse(requests.CompletionRequest, body)
     generation.check_model(asked.model, self._name)
     generation.check_top(asked.logprobs, 'logprobs', self._service)
     generation.admit(asked, self._service)
@@ -131,12 +131,12 @@ class OpenAI:
   async def _respond(
     self,
     to: exchange.Exchange,
-    asked: requests.Generation,
+    asked: requests.GenerationRequest,
     prompt_T: np.ndarray,
     answer: answers.ChatAnswer,
     *,
     form: chat_format.AnyFormat | None,
-    tools: Sequence[requests.Tool],
+    tools: Sequence[requests.ToolSpec],
     max_tokens: int | None,
     top: int | None,
   ) -> None:
@@ -155,7 +155,9 @@ class OpenAI:
     )
     ends = sampled[0].stop_tokens
     choices = [
-      generation.Choice(i, self._tokenizer, ends, asked.stops, form, tools)
+      generation.GrowingAnswer(
+        i, self._tokenizer, ends, asked.stops, form, tools
+      )
       for i in range(len(sampled))
     ]
     async with self._service.open(sampled) as job:
@@ -179,7 +181,7 @@ def token_ids(prompt: list[int]) -> np.ndarray:
 
 async def _whole(to, answer, events, choices, top, prompt_tokens) -> None:
   said: list[list[str]] = [[] for _ in choices]
-  pieces: list[list[texts.Piece]] = [[] for _ in choices]
+  pieces: list[list[texts.TextPiece]] = [[] for _ in choices]
   async for choice, delta in events:
     said[choice.index].append(delta.text)
     pieces[choice.index] += delta.pieces
@@ -223,7 +225,7 @@ async def _stream(
 
 
 def _usage(
-  choices: Sequence[generation.Choice], prompt_tokens: int
+  choices: Sequence[generation.GrowingAnswer], prompt_tokens: int
 ) -> dict[str, Any]:
   known = [c.num_cached for c in choices if c.num_cached is not None]
   return answers.usage(

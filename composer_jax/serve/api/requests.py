@@ -79,7 +79,7 @@ class Sampling(pydantic.BaseModel):
   stop_token_ids: list[int] = []
 
 
-class Generation(Sampling):
+class GenerationRequest(Sampling):
   """What the two endpoints of OpenAI share."""
 
   stop: str | list[str] | None = None
@@ -99,24 +99,24 @@ class Function(pydantic.BaseModel):
   strict: Literal[False] | None = None
 
 
-class Tool(pydantic.BaseModel):
+class ToolSpec(pydantic.BaseModel):
   model_config = _FORBID
   type: Literal['function']
   function: Function
 
 
-class Chat(Generation):
+class ChatRequest(GenerationRequest):
   """POST /v1/chat/completions."""
 
   messages: list[dict[str, Any]]
-  tools: list[Tool] = []
+  tools: list[ToolSpec] = []
   tool_choice: Literal['auto', 'none'] | None = None
   logprobs: bool | None = None
   top_logprobs: int | None = pydantic.Field(default=None, ge=0)
   max_completion_tokens: int | None = pydantic.Field(default=None, ge=1)
 
 
-class Completion(Generation):
+class CompletionRequest(GenerationRequest):
   """POST /v1/completions."""
 
   prompt: str | list[int]
@@ -140,7 +140,7 @@ class Completion(Generation):
     return prompt
 
 
-class Tokens(Sampling):
+class TokensRequest(Sampling):
   """POST /v1/tokens; see `serve.api.tokens`."""
 
   prompt: list[int]
@@ -162,7 +162,7 @@ def parse(kind: type[Any], body: Any) -> Any:
   if not isinstance(body, dict):
     raise errors.invalid('The body must be a JSON object.', None)
   fields = dict(body)
-  if issubclass(kind, Generation):
+  if issubclass(kind, GenerationRequest):
     for name in (*_NEUTRAL, *_INSTEAD, *_NAMES):
       if name in fields and name not in kind.model_fields:
         _check_neutral(name, fields.pop(name))

@@ -28,7 +28,7 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TextPiece:
   """What can be given out: text, and the tokens that begin in it.
 
   Attributes:
@@ -113,7 +113,7 @@ class Text:
     # Where each token begins that is not given out.
     self._tokens: list[tuple[int, Token]] = []
 
-  def add(self, tokens: Iterable[Token]) -> tuple[Piece, int]:
+  def add(self, tokens: Iterable[Token]) -> tuple[TextPiece, int]:
     """Takes tokens in order; returns what is settled, and the tokens used.
 
     Tokens after the one that completes a stop string are not used.
@@ -127,7 +127,7 @@ class Text:
       text += self._decode(token.data)
     return self._give(text), used
 
-  def finish(self) -> Piece:
+  def finish(self) -> TextPiece:
     """Returns what was held back; no token follows."""
     if self.stopped:
       return self._give('')
@@ -142,11 +142,11 @@ class Text:
     self.stopped = bool(self._scanner.found)
     return text
 
-  def _give(self, text: str, last: bool = False) -> Piece:
+  def _give(self, text: str, last: bool = False) -> TextPiece:
     self._given += len(text)
     begun = [(o, t) for o, t in self._tokens if o < self._given or last]
     self._tokens = self._tokens[len(begun) :]
-    return Piece(
+    return TextPiece(
       text=text,
       tokens=tuple(t for _, t in begun),
       offsets=tuple(o for o, _ in begun),

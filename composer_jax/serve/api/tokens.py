@@ -74,7 +74,7 @@ class TokensApi:
     self._scheme = scheme_of(served.config)
 
   async def sample(self, to: exchange.Exchange, body: Any) -> None:
-    asked = requests.parse(requests.Tokens, body)
+    asked = requests.parse(requests.TokensRequest, body)
     generation.check_model(asked.model, self._name)
     generation.check_top(asked.top_logprobs, 'top_logprobs', self._service)
     self._check(asked)
@@ -130,7 +130,7 @@ class TokensApi:
     await self._service.close_session(f'{_KEPT}{name}', missing)
     await to.answer({'id': name, 'object': 'session.deleted', 'deleted': True})
 
-  def _check(self, asked: requests.Tokens) -> None:
+  def _check(self, asked: requests.TokensRequest) -> None:
     if asked.session and (asked.n or 1) > 1:
       raise errors.invalid('A session has one choice: n must be 1.', 'n')
     if asked.session_length and not asked.session:
@@ -148,7 +148,7 @@ class TokensApi:
         details={'policy_version': version},
       )
 
-  async def _ends(self, job: jobs.Job) -> list[records.Completion]:
+  async def _ends(self, job: jobs.SampleJob) -> list[records.Completion]:
     ends: dict[int, records.Completion] = {}
     seen = generation.Timing(job, self._figures)
     while len(ends) < len(job.requests):
@@ -159,12 +159,12 @@ class TokensApi:
     return [ends[index] for index in range(len(ends))]
 
   def _choices(
-    self, ends: list[records.Completion], asked: requests.Tokens
+    self, ends: list[records.Completion], asked: requests.TokensRequest
   ) -> list[dict[str, Any]]:
     return [self._choice(i, end, asked) for i, end in enumerate(ends)]
 
   def _choice(
-    self, index: int, end: records.Completion, asked: requests.Tokens
+    self, index: int, end: records.Completion, asked: requests.TokensRequest
   ) -> dict[str, Any]:
     assert end.raw_logprobs_T is not None
     return {

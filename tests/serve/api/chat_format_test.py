@@ -15,7 +15,7 @@ from tests.hf.text import chat_template_test as templates
 from tests.hf.text import tokenizer_files
 
 TOOLS = [
-  requests.Tool.model_validate(
+  requests.ToolSpec.model_validate(
     {'type': 'function', 'function': {'name': name, 'parameters': {}}}
   )
   for name in ('read', 'edit')
@@ -79,7 +79,7 @@ def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
   form = chat_format.TemplateFormat(*qwen)
   said = 'a < b <tool' + _written(family)
   ids = [int(tokenizer._byte_ids[b]) for b in said.encode()] + [tokenizer.END]
-  choice = generation.Choice(
+  choice = generation.GrowingAnswer(
     0, tokenizer, (tokenizer.END,), form=form, tools=TOOLS
   )
   parts = []
