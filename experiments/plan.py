@@ -52,7 +52,6 @@ _BUCKET = flags.DEFINE_float(
   'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
 )
 # Of compile.
-_CHUNKS = flags.DEFINE_integer('chunks', 1, 'Steps to go through experts in.')
 _SAVES = flags.DEFINE_list(
   'remat_saves', None, 'What recomputing keeps; default: as the config has it.'
 )
@@ -76,9 +75,7 @@ def _compile(case):
     optimizer=_OPTIMIZER.value,
     bucket=_BUCKET.value,
     remat_saves=None if _SAVES.value is None else tuple(_SAVES.value),
-    parallel=placement.ParallelOptions(
-      transport=_TRANSPORT.value, chunks=_CHUNKS.value
-    ),
+    parallel=placement.ParallelOptions(transport=_TRANSPORT.value),
   )
   task = aot_process.Task(
     case=case,

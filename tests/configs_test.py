@@ -281,7 +281,6 @@ def test_misspelt_section_is_named():
     ('parallel.transport', 'nccl', r"parallel: transport .*'ring'.*'nccl'"),
     ('parallel.buckets', (2.0, 1.0), r'buckets must rise .*\(2\.0, 1\.0\)'),
     ('parallel.buckets', (0.5,), r'buckets must rise from 1 .*\(0\.5,\)'),
-    ('parallel.chunks', 0, 'chunks must be at least 1, not 0'),
     ('parallel.sequence_order', 'striped', "'zigzag'.*'striped'"),
     ('model.remat_saves', ('key',), r"remat_saves names \['key'\].*'keys'"),
     ('rl.mesh.fsdp', 3, r'rl\.rows \(8\) .*replica x fsdp \(3\).* is 9'),

@@ -122,44 +122,39 @@ def check_tokens(
 
 
 def gather(
-  shard: jax.Array,
-  spec: P,
-  *,
-  dtype: jax.typing.DTypeLike,
-  reduce_dtype: jax.typing.DTypeLike = 'float32',
+  shard: jax.Array, spec: P, *, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
   """Returns a weight whole, in the dtype that it is computed with.
 
-  It travels in that dtype, its gradient in `reduce_dtype`, and both among the
-  devices of the spec alone. What was gathered is named 'weights', so that a
-  policy of recomputation can keep it.
+  It travels in that dtype, its gradient in float32, and both among the devices
+  of the spec alone. What was gathered is named 'weights', so that a policy of
+  recomputation can keep it.
 
   Args:
     shard: of a stored weight, inside of a shard.
     spec: mesh axes of each dimension; those without one are whole already.
     dtype: of the result.
-    reduce_dtype: of the sum of the devices' gradients.
   """
-  dtype, reduce_dtype = jnp.dtype(dtype), jnp.dtype(reduce_dtype)
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
-  whole = _gather(shard, spec, dtype, shard.dtype, reduce_dtype)
+  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype)
   return ad_checkpoint.checkpoint_name(whole, 'weights')
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(shard, spec, dtype, stored_dtype, reduce_dtype):
-  del stored_dtype, reduce_dtype
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(shard, spec, dtype, stored_dtype):
+  del stored_dtype
   return gathered(shard.astype(dtype), spec)
 
 
-def _gather_forward(shard, spec, dtype, stored_dtype, reduce_dtype):
-  return _gather(shard, spec, dtype, stored_dtype, reduce_dtype), None
+def _gather_forward(shard, spec, dtype, stored_dtype):
+  return _gather(shard, spec, dtype, stored_dtype), None
 
 
-def _gather_backward(spec, dtype, stored_dtype, reduce_dtype, _, d_whole):
+def _gather_backward(spec, dtype, stored_dtype, _, d_whole):
   del dtype
-  return (scattered(d_whole.astype(reduce_dtype), spec).astype(stored_dtype),)
+  d_shard = scattered(d_whole.astype(jnp.float32), spec)
+  return (d_shard.astype(stored_dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

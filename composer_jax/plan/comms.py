@@ -54,14 +54,14 @@ def tables(
   if transport not in known:
     raise ValueError(f'transport {transport!r} is not one of {known}.')
   each = {t: traffic.lines(case, step(transport=t)) for t in traffic.TRANSPORTS}
-  choice = transports.choose(
+  name, chosen_for = transports.choose(
     traffic.load(case, step(transport='ring')),
     platform=_PLATFORMS.get(case.machine, 'tpu'),
     bucket=bucket,
   )
   reason = 'as asked'
   if transport == 'auto':
-    transport, reason = choice.name, choice.reason
+    transport, reason = name, chosen_for
   sizes = ', '.join(f'{a} {n}' for a, n in case.mesh.shape.items())
   where = (
     f'{case.mesh.size} {case.machine} ({sizes}), layout {case.layout.name}, '

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
 from composer_jax.parallel import (
+  carriers,
   exchange,
   layouts,
   sequence,
@@ -25,13 +26,11 @@ class ParallelOptions:
   """What devices exchange, and how; no result depends on it but by rounding.
 
   Attributes:
-    transport: of tokens to experts, of `transports.CARRIERS`; 'auto' chooses by
+    transport: of tokens to experts, of `carriers.CARRIERS`; 'auto' chooses by
       the bytes that each would move.
     buckets: rows that an expert shard has room for over the mean, rising; a
       step is compiled for those it needs, and for the worst case where none of
       them holds it (`train.buckets`). () for the worst case always.
-    chunks: steps in which a shard goes through its experts, of whose rows only
-      one step's exist at a time.
     sequence_order: 'zigzag' gives each context shard an early and a late piece
       of a row, so that all attend to as many keys; 'auto' does where there is
       more than one.
@@ -39,21 +38,18 @@ class ParallelOptions:
 
   transport: str = 'auto'
   buckets: tuple[float, ...] = (1.0, 1.25, 2.0)
-  chunks: int = 1
   sequence_order: str = 'auto'
 
   def __post_init__(self):
     object.__setattr__(self, 'buckets', tuple(self.buckets))
     for name, known in (
-      ('transport', ('auto', *transports.CARRIERS)),
+      ('transport', ('auto', *carriers.CARRIERS)),
       ('sequence_order', _ORDERS),
     ):
       if getattr(self, name) not in known:
         raise ValueError(
           f'{name} must be one of {known}, not {getattr(self, name)!r}.'
         )
-    if not isinstance(self.chunks, int) or self.chunks < 1:
-      raise ValueError(f'chunks must be at least 1, not {self.chunks}.')
     rising = sorted(set(self.buckets))
     if list(self.buckets) != rising or (rising and rising[0] < 1):
       raise ValueError(
@@ -142,7 +138,6 @@ class Placement:
         self.plan,
         self._ordered(ids_MBTA, 2),
         self._ordered(valid_BT, 1),
-        name=self.plan.transport,
         num_experts=self.model.moe.num_experts,
       ).max()
     )
@@ -209,7 +204,6 @@ def build(
     layout=layout,
     mesh=mesh,
     transport=options.transport,
-    chunks=options.chunks,
     sequence_order=order,
   )
   axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
@@ -249,13 +243,13 @@ def _load(model, plan, rows, seq_len):
 
 def _carried(plan, model, num_tokens, buckets):
   """Returns the plan with a transport, and a line that says why this one."""
-  choice = transports.choose(
+  name, reason = transports.choose(
     _load(model, plan, 1, num_tokens),
     platform=plan.mesh.devices.flat[0].platform,
     # Somewhere between what is enough at best and at worst.
     bucket=buckets[len(buckets) // 2] if buckets else None,
   )
   if plan.transport == 'auto':
-    return dataclasses.replace(plan, transport=choice.name), choice.reason
-  line = f'transport {plan.transport}, as configured; auto: {choice.reason}'
+    return dataclasses.replace(plan, transport=name), reason
+  line = f'transport {plan.transport}, as configured; auto: {reason}'
   return plan, line

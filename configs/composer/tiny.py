@@ -106,7 +106,6 @@ def _parallel() -> dict[str, Any]:
     # is repeated with the next bucket, at last the worst case. () for that
     # always, which takes most memory.
     buckets=(1.0, 1.25, 2.0),
-    chunks=1,  # steps in which a shard goes through its experts, for memory
     # 'zigzag' gives each context shard an early and a late piece of a row, so
     # that all attend to as many keys; 'auto' does where there are several.
     sequence_order='auto',

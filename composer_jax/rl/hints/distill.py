@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
-from composer_jax.parallel import exchange, shards
+from composer_jax.parallel import shards
 from composer_jax.rl.hints import divergences
 
 TEACHERS = ('frozen', 'ema')
@@ -174,7 +174,7 @@ def compare(
   def stage(weights, hidden, batch):
     written_BTD, read_BTD = hidden
     theirs_XD = _by_slot(read_BTD, batch.teacher_slots_BT, num_slots, plan)
-    ours, theirs = (_whole(w, spec, written_BTD.dtype, plan) for w in weights)
+    ours, theirs = (_whole(w, spec, written_BTD.dtype) for w in weights)
     tokens = _of_tokens(written_BTD, batch, plan)
     found = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
     # No sum over the mesh may lie on the way of a gradient inside of a shard.
@@ -200,9 +200,8 @@ def _unembedding(config: model_config.ModelConfig) -> str:
   return 'embedding' if config.tie_embeddings else 'unembedding'
 
 
-def _whole(weight, spec, dtype, plan: exchange.ExchangePlan | None):
-  reduce_dtype = plan.reduce_dtype if plan else 'float32'
-  whole = shards.gather(weight, spec, dtype=dtype, reduce_dtype=reduce_dtype)
+def _whole(weight, spec, dtype):
+  whole = shards.gather(weight, spec, dtype=dtype)
   # The gradient adds up over chunks in this dtype.
   return whole.astype(jnp.float32)
 
