@@ -22,10 +22,8 @@ from composer_jax.parallel import exchange, sequence
 def visible_of(segment_ids_BT: jax.Array) -> attention_kernel.Visible:
   """Lets a token see those before it in the row and in its own segment.
 
-  Padding sees nothing, and costs nothing.
-
-  Args:
-    segment_ids_BT: of whole rows; equal ones follow each other, 0 is padding.
+  Rows are whole, equal ids follow each other, and 0 is padding, which sees
+  nothing and costs nothing.
   """
   order_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
   begins_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)

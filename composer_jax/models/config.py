@@ -211,7 +211,7 @@ class MoEConfig:
       fine-tuning; RL has neither this nor the next.
     z_loss_weight: of the mean squared log-sum-exp of the router's logits
       (ST-MoE, eq. 5), likewise.
-    replay_alpha: plausibility of replayed experts (`router.route`): 0 replays
+    replay_alpha: plausibility of replayed experts (`router.choose`): 0 replays
       every recorded one, 1 none that the router would not have chosen.
   """
 

@@ -158,7 +158,7 @@ def target_logprobs(
     temperatures_BT: what each token was sampled at; None means 1. It has no
       gradient.
     config: of the decoder.
-    plan: of the decoder, where tokens and variables lie.
+    plan: of the decoder.
     chunk: words whose logits are at hand at once; None lets their size say.
 
   Returns:

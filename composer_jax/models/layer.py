@@ -43,9 +43,8 @@ class MixtureStats(NamedTuple):
 def prepare(params: Any, config: model_config.ModelConfig) -> Any:
   """Gives a layer's parameters the dtype that they are computed with.
 
-  What norms and the router multiply with is float32, the rest is of the compute
-  dtype. Done outside of the stages, so that their programs do not depend on how
-  the caller stores its weights.
+  What norms and the router multiply with is float32. Done outside of the
+  stages, so that their programs do not depend on how weights are stored.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x.astype(_dtype(path, config)), params
@@ -138,16 +137,8 @@ def attend(
   """Returns the attention's outputs over a packed batch, and max_logits_N.
 
   Those are each head's largest scaled logit over all tokens of the batch but
-  padding, in float32 and without a gradient; None if not asked for.
-
-  Args:
-    params: of the layer, prepared.
-    query: of `attention_inputs`.
-    kept: likewise.
-    documents: what each token sees, and segment_ids_BT.
-    config: of the decoder.
-    plan: where tokens lie.
-    is_measured: whether to return the logits.
+  padding, in float32 and without a gradient; None unless `is_measured`.
+  `documents` are what each token sees, and segment_ids_BT.
   """
   visible, segment_ids_BT = documents
   with jax.named_scope('attention'):

@@ -5,7 +5,6 @@ tree. `parallel.layouts` says what becomes of the axes. A variable's random
 numbers follow from its name and from those before it in its table.
 """
 
-import math
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -91,21 +90,6 @@ def attention_table(config: model_config.ModelConfig) -> Table:
   if isinstance(config.attention, model_config.MLAConfig):
     return _latent(config, config.attention)
   return _grouped(config, config.attention)
-
-
-def sizes(table: Table) -> dict[str, int]:
-  """Returns the elements of each trained array, by '/'-joined name."""
-  found: dict[str, int] = {}
-  for name, entry in table.items():
-    if isinstance(entry, VariableSpec):
-      if entry.collection == 'params':
-        found[name] = math.prod(entry.shape)
-    elif isinstance(entry, Stack):
-      of_a_layer = sizes(entry.layer).items()
-      found |= {f'{name}/{k}': entry.num_layers * n for k, n in of_a_layer}
-    else:
-      found |= {f'{name}/{k}': n for k, n in sizes(entry).items()}
-  return found
 
 
 def _truncated(

@@ -33,13 +33,7 @@ def exchange_plan(
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
 
-  Args:
-    config: of the decoder.
-    layout: the tables.
-    mesh: the one mesh.
-    transport: how tokens travel, see `exchange.ExchangePlan`.
-    bucket: likewise.
-    sequence_order: of `parallel.sequence`, which a batch must have been put in.
+  Batches must have been put in its `sequence_order` (`parallel.sequence`).
   """
   if mesh.size == 1:
     return None

@@ -64,7 +64,7 @@ def run(
     context: what every layer reads.
     replay_MBTA: routes to replay, or None.
     config: of the decoder.
-    plan: where variables and tokens lie; None on one device.
+    plan: where variables and tokens lie.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()

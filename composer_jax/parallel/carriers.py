@@ -90,11 +90,8 @@ def carry(
 ) -> tuple[jax.Array, Needs]:
   """Returns y_ZD of this shard's tokens, and what this shard needed for it.
 
-  Args:
-    name: of CARRIERS.
-    compute: tokens -> (their sum over the experts of this shard, copies).
-    tokens: of this shard.
-    shards: whose experts they go to.
+  `compute` maps tokens to their sum over the experts of this shard, and the
+  copies that there were.
   """
   with jax.named_scope('dispatch'):
     way = CARRIERS[name](tokens.ids_ZA, shards)
@@ -259,11 +256,8 @@ def _exchange_rows(
 ) -> jax.Array:
   """Sends counts_PP[me, p] rows to each p, in order; rows beyond are zero.
 
-  Args:
-    rows_YD: to send, those for the first shard first.
-    counts_PP: from each to each, the same on every shard.
-    num_rows: of the result, enough for what each shard receives.
-    axes: mesh axes of the shards.
+  Counts are the same on every shard, and `num_rows`, of the result, are enough
+  for what each receives.
   """
   me = jax.lax.axis_index(axes)
   # Where shard s has the rows for p in its own memory.

@@ -65,13 +65,12 @@ def sort_copies(
   num_rows = size if num_rows is None else min(num_rows, size)
   # One sort of numbers that hold both key and copy: an argsort, whose order
   # follows from comparing pairs, takes five times as long on CPU.
-  sorted_Y = _sort_numbered(key_Y, num_groups + 1)
-  copy_Y = sorted_Y.numbers
-  place_Y = _sort_numbered(copy_Y, size).numbers
+  sorted_Y, copy_Y = _sort_numbered(key_Y, num_groups + 1)
+  _, place_Y = _sort_numbered(copy_Y, size)
   place_Y = jnp.where(key_Y < num_groups, place_Y, num_rows)
   place_Y = jnp.minimum(place_Y, num_rows)
   ends_E = jnp.searchsorted(
-    sorted_Y.keys, jnp.arange(num_groups), side='right', method='scan'
+    sorted_Y, jnp.arange(num_groups), side='right', method='scan'
   ).astype(jnp.int32)
   sizes_E = jnp.diff(ends_E, prepend=0)
   copy_Y = copy_Y[:num_rows]
@@ -81,11 +80,6 @@ def sort_copies(
     place_ZA=place_Y.reshape(key_ZA.shape),
   )
   return order, sizes_E
-
-
-class _Numbered(NamedTuple):
-  keys: jax.Array
-  numbers: jax.Array
 
 
 def _sort_numbered(key_Y, num_keys):
@@ -98,7 +92,7 @@ def _sort_numbered(key_Y, num_keys):
     keys, numbers = key_Y // size, key_Y % size
   else:
     keys, numbers = jax.lax.sort((key_Y, index_Y), num_keys=1, is_stable=True)
-  return _Numbered(keys.astype(jnp.int32), numbers.astype(jnp.int32))
+  return keys.astype(jnp.int32), numbers.astype(jnp.int32)
 
 
 @jax.custom_vjp

@@ -119,11 +119,10 @@ def exchange(
   """
   arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
   if plan is not None and not plan.token_axes:
-    specs = (dict(plan.weight_specs), P(), P(), P(), P())
     summed = jax.shard_map(
       functools.partial(_whole, expert_fn, plan),
       mesh=plan.mesh,
-      in_specs=specs,
+      in_specs=(dict(plan.weight_specs), P(), P(), P(), P()),
       out_specs=P(),
       check_vma=False,
     )
@@ -175,11 +174,7 @@ def _carried(expert_fn, weights, tokens, load, plan):
 
 
 def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
-  """Returns the transport of a plan on the platform that is traced for.
-
-  Raises:
-    ValueError: there is none of that name.
-  """
+  """Returns the transport of a plan on the platform that is traced for."""
   if plan.transport == 'auto':
     platform = platforms.current()
     return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
@@ -201,11 +196,7 @@ def load_of(
   embed_dim: int,
   item_bytes: int = 2,
 ) -> transports.Load:
-  """Returns the size of the exchange of one batch, for `transports`.
-
-  Raises:
-    ValueError: the experts do not divide over their shards.
-  """
+  """Returns the size of the exchange of one batch, for `transports`."""
   tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
   if num_experts % shards:
@@ -264,14 +255,11 @@ def needed_rows(
   )
   b, t = batch // math.prod(rows), length // math.prod(columns)
   split = ids_MBTA.reshape(num_layers, *rows, b, *columns, t, num_active)
-  dims = dict(zip(plan.batch_axes, range(1, 1 + len(rows)), strict=True))
-  first = 2 + len(rows)
-  last = first + len(columns)
-  dims |= dict(zip(plan.sequence_axes, range(first, last), strict=True))
+  dims = ['M', *plan.batch_axes, 'B', *plan.sequence_axes, 'T', 'A']
   # Groups of shards that exchange with each other, in the order of the mesh.
   outer = [axis for axis in plan.token_axes if axis not in plan.expert_axes]
-  order = [dims[axis] for axis in (*outer, *plan.expert_axes)]
-  split = split.transpose(0, *order, 1 + len(rows), last, last + 1)
+  order = ['M', *outer, *plan.expert_axes, 'B', 'T', 'A']
+  split = split.transpose([dims.index(name) for name in order])
   split = split.reshape(num_layers, -1, load.num_shards, b * t, num_active)
   is_any = (split >= 0) & (split < num_experts)
   shard = np.where(is_any, split // load.num_local, load.num_shards)

@@ -25,10 +25,6 @@ ORDERS = ('contiguous', 'zigzag')
 def order(length: int, context: int) -> np.ndarray:
   """Returns the place in the row, int64 [T], of each place on the devices.
 
-  Args:
-    length: of the row.
-    context: devices that share it.
-
   Raises:
     ValueError: the row does not divide into 2 chunks for each device.
   """
@@ -41,12 +37,6 @@ def order(length: int, context: int) -> np.ndarray:
 def to_device(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
   """Brings the tokens of a row into the zigzag order."""
   return np.take(array, order(array.shape[axis], context), axis=axis)
-
-
-def to_row(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
-  """Brings tokens in the zigzag order back into that of the row."""
-  places = np.argsort(order(array.shape[axis], context))
-  return np.take(array, places, axis=axis)
 
 
 def gather_row(

@@ -73,37 +73,22 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
     plan: of the model.
     name: of the subtree, such as 'params/moe_layers'.
     tree: the subtree itself, a leaf included.
-
-  Raises:
-    ValueError: the plan does not know a variable.
   """
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
   known = dict(plan.specs)
-
-  def spec(inner, _):
-    full = f'{name}/{inner}' if inner else name
-    if full not in known:
-      raise ValueError(
-        f'The plan does not say where {full} lies; it knows {sorted(known)}. '
-        "Build it with models.placement.exchange_plan, of the model's config."
-      )
-    return known[full]
-
-  return trees.map_names(spec, tree)
+  return trees.map_names(
+    lambda inner, _: known[f'{name}/{inner}' if inner else name], tree
+  )
 
 
 def check_tokens(
   plan: exchange.ExchangePlan | None, shape_BT: tuple[int, ...]
 ) -> None:
-  """Refuses a batch that the mesh cannot divide.
-
-  Raises:
-    ValueError: tokens are not sharded, or their axes do not divide.
-  """
+  """Refuses a batch that the mesh cannot divide."""
   if plan is None:
     return
-  if set(plan.batch_axes) | set(plan.sequence_axes) != set(plan.mesh.shape):
+  if set(plan.token_axes) != set(plan.mesh.shape):
     raise ValueError(
       f'Tokens lie over the mesh axes {plan.batch_axes} and '
       f'{plan.sequence_axes} and the mesh has {tuple(plan.mesh.shape)}: a '
@@ -112,7 +97,7 @@ def check_tokens(
     )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
-    num_shards = math.prod(plan.mesh.shape[axis] for axis in axes)
+    num_shards = shardings.product(axes, plan.mesh)
     if size % num_shards:
       raise ValueError(
         f'{name} size ({size}) must divide by the mesh axes '
@@ -182,10 +167,11 @@ def lend(
     return stacked, specs, lambda variables: variables
   size, apart = plan.mesh.size, stacked_spec(plan)
 
-  def is_lent(x_M, spec):
-    return not any(spec) and math.prod(x_M.shape[1:]) <= MOST_LENT
-
-  lent = jax.tree.map(is_lent, stacked, specs)
+  lent = jax.tree.map(
+    lambda x_M, spec: not any(spec) and math.prod(x_M.shape[1:]) <= MOST_LENT,
+    stacked,
+    specs,
+  )
 
   def lend_one(x_M, is_lent):
     if not is_lent:
