@@ -39,8 +39,6 @@ class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
 
   Attributes:
-    kind: 'gqa'.
-    num_heads: query heads.
     num_kv_heads: key/value heads; must divide num_heads.
     head_dim: width of a head; even, for the rotation.
     qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
@@ -81,8 +79,6 @@ class MLAConfig:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
   Attributes:
-    kind: 'mla'.
-    num_heads: heads.
     q_lora_dim: width of the compressed query (Q); None projects directly.
     kv_lora_dim: width of the compressed key and value (C), which is cached.
     nope_dim: width of a head's part without positions (H).
@@ -285,7 +281,6 @@ class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
   Attributes:
-    vocab_size: rows of the embedding.
     embed_dim: width of the residual stream.
     num_layers: decoder layers, dense ones included.
     num_dense_layers: leading layers whose feed-forward is dense.

@@ -50,15 +50,10 @@ class RoutedTokens(NamedTuple):
 def sort_copies(
   key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
 ) -> tuple[Order, jax.Array]:
-  """Sorts copies by key, stably.
+  """Sorts copies by key, stably, into a buffer of `num_rows`.
 
-  Args:
-    key_ZA: int32 group of each copy; num_groups for none.
-    num_groups: that there are.
-    num_rows: of the buffer; copies beyond get no place.
-
-  Returns:
-    the order and int32 sizes of the groups, beyond the buffer or not.
+  A key is the int32 group of a copy; num_groups for none. Copies beyond the
+  buffer get no place, and count in the int32 sizes of the groups.
   """
   key_Y = key_ZA.reshape(-1)
   size = key_Y.size
@@ -74,12 +69,8 @@ def sort_copies(
   ).astype(jnp.int32)
   sizes_E = jnp.diff(ends_E, prepend=0)
   copy_Y = copy_Y[:num_rows]
-  order = Order(
-    source_Y=copy_Y // key_ZA.shape[1],
-    copy_Y=copy_Y,
-    place_ZA=place_Y.reshape(key_ZA.shape),
-  )
-  return order, sizes_E
+  source_Y = copy_Y // key_ZA.shape[1]
+  return Order(source_Y, copy_Y, place_Y.reshape(key_ZA.shape)), sizes_E
 
 
 def _sort_numbered(key_Y, num_keys):

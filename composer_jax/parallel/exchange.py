@@ -67,14 +67,15 @@ class ExchangePlan:
 
 
 class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
-  """Whether one exchange had room; no leaf is differentiable.
+  """Whether one exchange had room, in int32 copies of tokens.
+
+  Where some shard needed more than the capacity, the step has a wrong result
+  and must be repeated with more.
 
   Attributes:
-    needed_rows: int32, copies that the busiest shard that this one knows of had
-      to have room for, or the tokens to receive, if those are more for their
-      room (`transports.rows_for_tokens`).
-    capacity: int32, copies that there was room for. Where some shard needed
-      more, the step has a wrong result and must be repeated with more.
+    needed_rows: of the busiest shard that this one knows of; or the tokens to
+      receive, if those are more for their room (`transports.rows_for_tokens`).
+    capacity: that there was room for.
   """
 
   needed_rows: jax.Array
@@ -102,20 +103,17 @@ def exchange(
 
   Without a plan it computes on the device at hand. With one that shards tokens
   it runs inside of a shard_map over the whole mesh, on this shard's tokens and
-  experts. With one that does not, outside of any, on whole arrays.
+  experts. With one that does not, outside of any, on whole arrays, which always
+  have room: the second result is None.
 
   Args:
     expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
-    weights: arrays with a leading expert axis, of which alone a shard has a
-      part.
+    weights: arrays with a leading expert axis, sharded over nothing else.
     x_BTD: tokens.
     ids_BTA: int32 experts of each token, counted over all shards.
     gates_BTA: float32 weight of each.
     valid_BT: false on padding, which reaches no expert.
     plan: where experts and tokens lie.
-
-  Returns:
-    y_BTD, and whether there was room; None where tokens are not sharded.
   """
   arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
   if plan is not None and not plan.token_axes:

@@ -50,7 +50,7 @@ def gather_row(
   if not axes or lax.axis_size(axes) == 1:
     return x_BT
   x_BS = lax.all_gather(x_BT, axes, axis=1, tiled=True)
-  if not _is_zigzag(plan):
+  if plan.sequence_order == 'contiguous':
     return x_BS
   context = lax.axis_size(axes)
   batch, length, *rest = x_BS.shape
@@ -67,7 +67,7 @@ def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
     return x_BS
   context, rank = lax.axis_size(axes), lax.axis_index(axes)
   length = x_BS.shape[1]
-  if not _is_zigzag(plan):
+  if plan.sequence_order == 'contiguous':
     size = length // context
     return lax.dynamic_slice_in_dim(x_BS, rank * size, size, 1)
   _check_divides(length, context)
@@ -77,14 +77,6 @@ def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
     for chunk in (rank, 2 * context - 1 - rank)
   )
   return jnp.concatenate(list(chunks), axis=1)
-
-
-def _is_zigzag(plan):
-  if plan.sequence_order not in ORDERS:
-    raise ValueError(
-      f'sequence_order {plan.sequence_order!r} is not in {ORDERS}.'
-    )
-  return plan.sequence_order == 'zigzag'
 
 
 def _check_divides(length: int, context: int) -> None:

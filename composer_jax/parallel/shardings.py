@@ -25,16 +25,9 @@ def spec(
 ) -> P:
   """Returns the mesh axes of each dimension of a parameter.
 
-  Args:
-    name: of the parameter, for messages.
-    shape: its dimensions.
-    axes: their logical names.
-    layout: the tables.
-    mesh: the one mesh.
-
   Raises:
-    ValueError: names the parameter when an axis is missing from the table or
-      nothing divides.
+    ValueError: names the parameter when one of its logical axes is missing from
+      the table or nothing divides.
   """
   table = layout.expert if 'expert' in axes else layout.dense
   missing = [axis for axis in axes if axis not in table]

@@ -114,11 +114,6 @@ def gather(
   It travels in that dtype, its gradient in float32, and both among the devices
   of the spec alone. What was gathered is named 'weights', so that a policy of
   recomputation can keep it.
-
-  Args:
-    shard: of a stored weight, inside of a shard.
-    spec: mesh axes of each dimension; those without one are whole already.
-    dtype: of the result.
   """
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
@@ -237,12 +232,6 @@ def look_up(
   gathered table moves V x D and then its gradient; a device has fewer tokens
   than a vocabulary has words. The gradient is added to the columns in float32,
   by a scatter.
-
-  Args:
-    table_VD: this device's columns of every row.
-    ids_BT: of this device.
-    spec: of the table; V must be whole.
-    dtype: of the result.
   """
   rows_axes, axes = (_axes(entry) for entry in (*spec, None, None)[:2])
   assert not rows_axes, 'V is whole in every layout that trains.'

@@ -80,20 +80,12 @@ def bytes_received(load: Load, name: str, *, bucket: float | None) -> int:
 def choose(
   load: Load, *, platform: str, bucket: float | None = None
 ) -> tuple[str, str]:
-  """Picks the transport whose busiest shard receives the fewest bytes.
+  """Returns the name of a transport, and one line that says why.
 
-  Without a shard to share with there is nothing to choose. A token sent once
-  for each of its A experts would cost as much as the ring at A shards; sent
-  once to each shard, it never costs more, but only the ring is as fast for a
-  busy shard as for any other.
-
-  Args:
-    load: of one layer.
-    platform: 'cpu', 'gpu' or 'tpu'.
-    bucket: of `ExchangePlan`.
-
-  Returns:
-    its name, and one line that says why.
+  It is the one whose busiest shard receives the fewest bytes on a platform:
+  'cpu', 'gpu' or 'tpu'. A token sent once for each of its A experts would cost
+  as much as the ring at A shards; sent once to each shard, it never costs more,
+  but only the ring is as fast for a busy shard as for any other.
   """
   table = {n: bytes_received(load, n, bucket=bucket) for n in carriers.CARRIERS}
   busiest = table | {'ragged_a2a': _IMBALANCE * table['ragged_a2a']}
