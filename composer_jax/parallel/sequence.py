@@ -46,9 +46,9 @@ def gather_row(
 
   Its gradient is reduced to shards.
   """
-  axes = plan.sequence_axes if plan else ()
-  if not axes or lax.axis_size(axes) == 1:
+  if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BT
+  axes = plan.sequence_axes
   x_BS = lax.all_gather(x_BT, axes, axis=1, tiled=True)
   if plan.sequence_order == 'contiguous':
     return x_BS
@@ -62,9 +62,9 @@ def gather_row(
 
 def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
   """Returns this shard's tokens of whole rows: the inverse of `gather_row`."""
-  axes = plan.sequence_axes if plan else ()
-  if not axes or lax.axis_size(axes) == 1:
+  if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BS
+  axes = plan.sequence_axes
   context, rank = lax.axis_size(axes), lax.axis_index(axes)
   length = x_BS.shape[1]
   if plan.sequence_order == 'contiguous':
