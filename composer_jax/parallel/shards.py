@@ -77,9 +77,17 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
   known = dict(plan.specs)
-  return trees.map_names(
-    lambda inner, _: known[f'{name}/{inner}' if inner else name], tree
-  )
+
+  def spec(inner, _):
+    full = f'{name}/{inner}' if inner else name
+    if full not in known:
+      raise ValueError(
+        f'The plan does not say where {full} lies; it knows {sorted(known)}. '
+        "Build it with models.placement.exchange_plan, of the model's config."
+      )
+    return known[full]
+
+  return trees.map_names(spec, tree)
 
 
 def check_tokens(
