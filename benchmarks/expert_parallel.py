@@ -52,7 +52,7 @@ def _runner(transport: str | None, bucket: float | None, steps: int) -> Any:
   """Returns a function that trains for `steps` and counts its tokens.
 
   Args:
-    transport: of `transports.CARRIERS`; None runs on one device.
+    transport: of `carriers.CARRIERS`; None runs on one device.
     bucket: of `ExchangePlan`.
     steps: of each call.
   """

@@ -48,7 +48,6 @@ _FIELDS = [
     'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
   ),
   # Of compile.
-  _int('chunks', 1, 'Steps to go through experts in.'),
   flags.DEFINE_list(
     'remat_saves', None, 'What recomputing keeps; default: as in the config.'
   ),

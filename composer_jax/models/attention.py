@@ -1,13 +1,12 @@
 """Grouped-query self-attention with rotary positions.
 
-What happens to activations are functions of a parameter tree, which the module
-below creates and `models.layer` prepares. The same functions by the same names
-exist of latent attention (`models.mla`).
+Functions of the parameters of a layer (`models.parameters`), as `models.layer`
+prepares them. The same functions by the same names exist of latent attention
+(`models.mla`).
 """
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint
@@ -16,24 +15,15 @@ from composer_jax.core import rounding
 from composer_jax.kernels import linear
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import config as model_config
-from composer_jax.models import norm, parameters, rope
+from composer_jax.models import norm, rope
 from composer_jax.parallel import exchange, sequence
-
-# (name, heads axis) of what is made from the residual stream.
-_PROJECTIONS = (
-  ('query', 'heads'),
-  ('key', 'kv_heads'),
-  ('value', 'kv_heads'),
-)
 
 
 def visible_of(segment_ids_BT: jax.Array) -> attention_kernel.Visible:
   """Lets a token see those before it in the row and in its own segment.
 
-  Padding sees nothing, and costs nothing.
-
-  Args:
-    segment_ids_BT: of whole rows; equal ones follow each other, 0 is padding.
+  Rows are whole, equal ids follow each other, and 0 is padding, which sees
+  nothing and costs nothing.
   """
   order_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
   begins_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
@@ -77,13 +67,12 @@ def project(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Returns the rotated q_BTNH, and what is kept: rotated k_BTKH, v_BTKH."""
   q_BTNH, k_BTKH, v_BTKH = (
-    _project(params, name, x_BTD) for name, _ in _PROJECTIONS
+    _project(params, name, x_BTD) for name in ('query', 'key', 'value')
   )
   q_BTNH = _normalise(params.get('query_norm'), q_BTNH, config)
   k_BTKH = _normalise(params.get('key_norm'), k_BTKH, config)
-  interleaved = config.rope.interleaved
-  q_BTNH = rope.rotate(q_BTNH, cos_sin, interleaved=interleaved)
-  k_BTKH = rope.rotate(k_BTKH, cos_sin, interleaved=interleaved)
+  q_BTNH = rope.rotate(q_BTNH, cos_sin, config.rope)
+  k_BTKH = rope.rotate(k_BTKH, cos_sin, config.rope)
   return q_BTNH, (k_BTKH, v_BTKH)
 
 
@@ -131,8 +120,8 @@ def attend(
   are kept, are of the shard's tokens, and those of its rows are gathered.
   """
   del params
-  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
   kept = gather_kept(kept, plan)
+  scale = rope.softmax_scale(config.attention.head_dim, config.rope)
   return attention_kernel.attend(q_BTNH, *kept, visible, scale=scale)
 
 
@@ -141,63 +130,3 @@ def project_out(params: Any, out_BTNH: jax.Array) -> jax.Array:
   y_BTD = linear.linear(out_BTNH, params['out'], num_contracted=2)
   bias_D = params.get('out_bias')
   return y_BTD if bias_D is None else rounding.rounded(y_BTD + bias_D)
-
-
-def initializer(in_axis: Any, out_axis: Any, scale: float = 1.0) -> Any:
-  """Returns a truncated normal of variance scale / fan-in."""
-  return nn.initializers.variance_scaling(
-    scale, 'fan_in', 'truncated_normal', in_axis=in_axis, out_axis=out_axis
-  )
-
-
-class Parameters(nn.Module):
-  """Creates the parameters of a layer's attention."""
-
-  config: model_config.ModelConfig
-
-  @nn.compact
-  def __call__(self) -> dict[str, Any]:
-    a: Any = self.config.attention
-    embed_dim = self.config.embed_dim
-    heads = {'heads': a.num_heads, 'kv_heads': a.num_kv_heads}
-    params: dict[str, Any] = {}
-    for name, axis in _PROJECTIONS:
-      shape = (embed_dim, heads[axis], a.head_dim)
-      params[name] = parameters.create(
-        self,
-        name,
-        initializer(0, (1, 2)),
-        ('embed', axis, 'head_dim'),
-        shape,
-      )
-      if a.qkv_bias:
-        params[f'{name}_bias'] = parameters.create(
-          self,
-          f'{name}_bias',
-          nn.initializers.zeros,
-          (axis, 'head_dim'),
-          shape[1:],
-        )
-    for name, axis in (('query_norm', 'heads'), ('key_norm', 'kv_heads')):
-      if a.qk_norm == 'head':
-        params[name] = norm.scale_of(name, a.head_dim)
-      elif a.qk_norm == 'projection':
-        params[name] = parameters.create(
-          self,
-          name,
-          nn.initializers.ones,
-          (axis, 'norm'),
-          (heads[axis], a.head_dim),
-        )
-    params['out'] = parameters.create(
-      self,
-      'out',
-      initializer((0, 1), 2, 0.5 / self.config.num_layers),
-      ('heads', 'head_dim', 'embed'),
-      (a.num_heads, a.head_dim, embed_dim),
-    )
-    if a.out_bias:
-      params['out_bias'] = parameters.create(
-        self, 'out_bias', nn.initializers.zeros, ('embed',), (embed_dim,)
-      )
-    return params

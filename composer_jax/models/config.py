@@ -5,13 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_jax.core import checks
-from composer_jax.models import attention_config
 
-GQAConfig = attention_config.GQAConfig
-MLAConfig = attention_config.MLAConfig
-RopeConfig = attention_config.RopeConfig
-YarnConfig = attention_config.YarnConfig
-
+_QK_NORMS = ('none', 'head', 'projection')
 _ROUTERS = ('softmax', 'sigmoid')
 _DTYPES = ('float32', 'bfloat16')
 NUMERICS = ('fast', 'batch_invariant')
@@ -31,25 +26,164 @@ FREE = (
 )
 
 
-def _from_dict(cls: Any, fields: dict[str, Any]) -> Any:
-  known = {f.name for f in dataclasses.fields(cls)}
-  # What no weight depends on may be left out: imports that are older than the
-  # field have it not.
-  optional = {
-    f.name
-    for f in dataclasses.fields(cls)
-    if f.default is not dataclasses.MISSING
-  }
-  unknown, missing = set(fields) - known, known - set(fields) - optional
-  if unknown or missing:
+def _require_even(config: Any, name: str) -> None:
+  if getattr(config, name) % 2:
     raise ValueError(
-      f'{cls.__name__} has no field {sorted(unknown)} and needs '
-      f'{sorted(missing)}; its fields are {sorted(known)}.'
+      f'{type(config).__name__}.{name} ({getattr(config, name)}) must be even: '
+      'rotary positions turn pairs of dimensions.'
     )
-  return cls(**fields)
 
 
-_ATTENTIONS = {'gqa': GQAConfig, 'mla': MLAConfig}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GQAConfig:
+  """Grouped-query attention (Ainslie et al. 2023).
+
+  Attributes:
+    num_kv_heads: key/value heads; must divide num_heads.
+    head_dim: width of a head; even, for the rotation.
+    qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
+      (over H, one scale for all heads: Qwen3), or 'projection' (over all heads
+      at once: OLMoE).
+    qkv_bias: whether query, key and value have biases.
+    out_bias: whether the output projection has one.
+  """
+
+  kind: str
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  qk_norm: str
+  qkv_bias: bool
+  out_bias: bool
+
+  def __post_init__(self):
+    checks.at_least(self, 1, 'num_heads', 'num_kv_heads', 'head_dim')
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
+        f'({self.num_heads}).'
+      )
+    _require_even(self, 'head_dim')
+    checks.one_of(self, 'kind', ('gqa',))
+    checks.one_of(self, 'qk_norm', _QK_NORMS)
+    checks.boolean(self, 'qkv_bias', 'out_bias')
+
+  @property
+  def rotary_dim(self) -> int:
+    """Dimensions of a head that rotate."""
+    return self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+  """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+  Attributes:
+    q_lora_dim: width of the compressed query (Q); None projects directly.
+    kv_lora_dim: width of the compressed key and value (C), which is cached.
+    nope_dim: width of a head's part without positions (H).
+    rope_dim: width of its rotated part (J); one rotated key serves all heads.
+    value_dim: width of a head's value.
+    latent_norm_eps: of the RMSNorms on the compressed vectors.
+  """
+
+  kind: str
+  num_heads: int
+  q_lora_dim: int | None
+  kv_lora_dim: int
+  nope_dim: int
+  rope_dim: int
+  value_dim: int
+  latent_norm_eps: float
+
+  def __post_init__(self):
+    sizes = ('num_heads', 'kv_lora_dim', 'nope_dim', 'rope_dim', 'value_dim')
+    checks.at_least(self, 1, *sizes)
+    if self.q_lora_dim is not None:
+      checks.at_least(self, 1, 'q_lora_dim')
+    _require_even(self, 'rope_dim')
+    checks.one_of(self, 'kind', ('mla',))
+    checks.positive(self, 'latent_norm_eps')
+
+  @property
+  def rotary_dim(self) -> int:
+    return self.rope_dim
+
+  @property
+  def head_dim(self) -> int:
+    """Width of a query and of a key, both parts."""
+    return self.nope_dim + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+  """Longer context by stretched wavelengths (YaRN, Peng et al. 2023).
+
+  Attributes:
+    factor: of the context length.
+    original_max_len: context of the pretraining before.
+    beta_fast: wavelengths that turn more often than this within that context
+      keep their frequency.
+    beta_slow: those that turn less often have it divided by `factor`.
+    mscale: with s(m) = 0.1 m log(factor) + 1, cos and sin are multiplied by
+      s(mscale) / s(mscale_all_dim); by s(1) where both are None.
+    mscale_all_dim: queries and keys are each multiplied whole by
+      s(mscale_all_dim) (DeepSeek); by nothing where both are None.
+    truncate: whether the bounds of the ramp are rounded outward.
+  """
+
+  factor: float
+  original_max_len: int
+  beta_fast: float
+  beta_slow: float
+  mscale: float | None
+  mscale_all_dim: float | None
+  truncate: bool
+
+  def __post_init__(self):
+    checks.at_least(self, 1, 'original_max_len')
+    checks.number(self, 1, 'factor')
+    checks.positive(self, 'beta_fast', 'beta_slow')
+    checks.boolean(self, 'truncate')
+    for name in ('mscale', 'mscale_all_dim'):
+      if getattr(self, name) is not None:
+        checks.number(self, 0, name)
+    if self.beta_fast <= self.beta_slow:
+      raise ValueError(
+        f'YarnConfig.beta_fast ({self.beta_fast}) must be above beta_slow '
+        f'({self.beta_slow}).'
+      )
+    alone = not self.mscale_all_dim and self.mscale not in (None, 1.0)
+    if alone or (self.mscale_all_dim and not self.mscale):
+      raise ValueError(
+        f'mscale ({self.mscale}) and mscale_all_dim ({self.mscale_all_dim}) of '
+        "YaRN must both be given: from one alone transformers and DeepSeek's "
+        'code compute different things.'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """Rotary positions.
+
+  Attributes:
+    theta: base of the wavelengths.
+    interleaved: whether neighbours (2h, 2h + 1) form a pair, as in DeepSeek's
+      weights, instead of the halves (h, h + H / 2).
+    yarn: how the context was stretched; None when it was not.
+  """
+
+  theta: float
+  interleaved: bool
+  yarn: YarnConfig | None
+
+  def __post_init__(self):
+    checks.number(self, 1, 'theta')
+    checks.boolean(self, 'interleaved')
+    if self.theta == 1:
+      raise ValueError(
+        'RopeConfig.theta must be above 1, not 1: all wavelengths are equal.'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +207,7 @@ class MoEConfig:
       fine-tuning; RL has neither this nor the next.
     z_loss_weight: of the mean squared log-sum-exp of the router's logits
       (ST-MoE, eq. 5), likewise.
-    replay_alpha: plausibility of replayed experts (`router.route`): 0 replays
+    replay_alpha: plausibility of replayed experts (`router.choose`): 0 replays
       every recorded one, 1 none that the router would not have chosen.
   """
 
@@ -147,11 +281,10 @@ class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
   Attributes:
-    vocab_size: rows of the embedding.
     embed_dim: width of the residual stream.
     num_layers: decoder layers, dense ones included.
     num_dense_layers: leading layers whose feed-forward is dense.
-    dense_ffw_dim: hidden width of those.
+    dense_ffw_dim: hidden width of that feed-forward.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: whether the head is the transposed embedding.
     remat: whether the backward pass recomputes each layer.
@@ -161,9 +294,6 @@ class ModelConfig:
       logits are float32 always.
     numerics: 'fast', or 'batch_invariant': prefill, decode and training give
       bitwise equal results whatever else is in the batch, at a price.
-    attention: of every layer; its `kind` says which.
-    rope: rotary positions.
-    moe: of every layer after the dense ones.
   """
 
   vocab_size: int
@@ -213,24 +343,21 @@ class ModelConfig:
     return self.num_layers - self.num_dense_layers
 
   @property
+  def stacks(self) -> dict[str, int]:
+    """The layers of each stack that there is, dense ones first."""
+    lengths = (self.num_dense_layers, self.num_moe_layers)
+    stacks = zip(('dense_layers', 'moe_layers'), lengths, strict=True)
+    return {name: length for name, length in stacks if length}
+
+  @property
   def mla(self) -> MLAConfig:
     """The attention of a model that has this kind."""
     assert isinstance(self.attention, MLAConfig)
     return self.attention
 
   @classmethod
-  def from_dict(cls, fields: dict[str, Any]) -> 'ModelConfig':
+  def from_dict(cls, fields: Mapping[str, Any]) -> 'ModelConfig':
     """Builds a config from nested dictionaries; names every unknown key."""
-    fields = dict(fields)
-    if 'attention' in fields:
-      fields['attention'] = _attention(_section(fields, 'attention'))
-    if 'rope' in fields:
-      rope = _section(fields, 'rope')
-      if rope.get('yarn') is not None:
-        rope['yarn'] = _from_dict(YarnConfig, _section(rope, 'yarn'))
-      fields['rope'] = _from_dict(RopeConfig, rope)
-    if 'moe' in fields:
-      fields['moe'] = _from_dict(MoEConfig, _section(fields, 'moe'))
     return _from_dict(cls, fields)
 
   def to_dict(self) -> dict[str, Any]:
@@ -238,13 +365,33 @@ class ModelConfig:
     return dataclasses.asdict(self)
 
 
-def _section(fields: dict[str, Any], name: str) -> dict[str, Any]:
-  if not isinstance(fields[name], Mapping):
-    raise ValueError(f'{name} must be a section, not {fields[name]!r}.')
-  return dict(fields[name])
+_ATTENTIONS = {'gqa': GQAConfig, 'mla': MLAConfig}
+_SECTIONS = {'rope': RopeConfig, 'yarn': YarnConfig, 'moe': MoEConfig}
 
 
-def _attention(fields: dict[str, Any]) -> GQAConfig | MLAConfig:
+def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
+  known = {f.name: f.default for f in dataclasses.fields(cls)}
+  required = {n for n, v in known.items() if v is dataclasses.MISSING}
+  fields = {
+    name: _section(name, value) if name in ('attention', *_SECTIONS) else value
+    for name, value in fields.items()
+  }
+  unknown, missing = set(fields) - set(known), required - set(fields)
+  if unknown or missing:
+    raise ValueError(
+      f'{cls.__name__} has no field {sorted(unknown)} and needs '
+      f'{sorted(missing)}; its fields are {sorted(known)}.'
+    )
+  return cls(**fields)
+
+
+def _section(name: str, fields: Any) -> Any:
+  if name == 'yarn' and fields is None:
+    return None
+  if not isinstance(fields, Mapping):
+    raise ValueError(f'{name} must be a section, not {fields!r}.')
+  if name != 'attention':
+    return _from_dict(_SECTIONS[name], fields)
   kind = fields.get('kind')
   if kind not in _ATTENTIONS:
     raise ValueError(

@@ -1,9 +1,10 @@
 """The one model that samples and trains.
 
 Routing is an argument and a result of the forward pass, layer-major, so it
-rides through the layer scan and through recomputation unchanged. Parameters are
-created by Linen modules; computing is functions of their tree, which on a mesh
-run inside of shards (`parallel.shards`), a stage at a time.
+rides through the layer scan and through recomputation unchanged. Variables are
+made from a table (`models.parameters`); computing is functions of their tree,
+which on a mesh run inside of shards (`parallel.shards`), a stage at a time:
+embedding, stacks of like layers (`models.stacks`), final norm.
 """
 
 import dataclasses
@@ -17,22 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches
-from composer_jax.models import (
-  attention,
-  experts,
-  mla,
-  norm,
-  parameters,
-  router,
-  stacks,
-)
+from composer_jax.models import attention, parameters, router, stacks
 from composer_jax.models import config as model_config
 from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import exchange, shards
 
 Variables = dict[str, Any]
-
-_ATTENTIONS = {'gqa': attention.Parameters, 'mla': mla.Parameters}
 
 # For `jax.jit` of `init` in tests, which compile it often: its many random
 # numbers take four seconds, or one with these. A run goes without: its weights
@@ -58,61 +49,6 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   stats: batches.RouteStats
   max_logits_LN: jax.Array | None = None
   exchanged: exchange.ExchangeStats | None = None
-
-
-class LayerParameters(nn.Module):
-  """Creates the parameters of a layer, of experts or dense."""
-
-  config: model_config.ModelConfig
-  is_dense: bool
-
-  @nn.compact
-  def __call__(self, carry, _=None):
-    c = self.config
-    norm.scale_of('attention_norm', c.embed_dim)
-    _ATTENTIONS[c.attention.kind](c, name='attention')()
-    norm.scale_of('ffw_norm', c.embed_dim)
-    if self.is_dense:
-      experts.DenseParameters(c, c.dense_ffw_dim, name='ffw')()
-    else:
-      experts.Parameters(c, name='moe')()
-    return carry, None
-
-
-class Parameters(nn.Module):
-  """Creates all variables of a decoder; those of like layers are stacked."""
-
-  config: model_config.ModelConfig
-
-  @nn.compact
-  def __call__(self) -> None:
-    c = self.config
-    normal = nn.initializers.normal(0.02)
-    parameters.create(
-      self,
-      'embedding',
-      normal,
-      ('vocab', 'embed'),
-      (c.vocab_size, c.embed_dim),
-    )
-    if not c.tie_embeddings:
-      parameters.create(
-        self,
-        'unembedding',
-        normal,
-        ('embed', 'vocab'),
-        (c.embed_dim, c.vocab_size),
-      )
-    for name in stacks.names(c):
-      stack = nn.scan(
-        LayerParameters,
-        variable_axes={'params': 0, 'selection_bias': 0},
-        split_rngs={'params': True},
-        length=stacks.lengths(c)[name],
-        metadata_params={nn.PARTITION_NAME: 'layer'},
-      )
-      stack(c, name == 'dense_layers', name=name)(None)
-    norm.scale_of('final_norm', c.embed_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,29 +95,31 @@ class Decoder:
     x_BTD, context = _embed(variables, tokens, c, plan)
     context = context.replace(is_measured=with_max_logits)
     outputs = []
-    for name in stacks.names(c):
+    for name in c.stacks:
       stack = {k: tree[name] for k, tree in variables.items() if name in tree}
-      routes = expert_ids_MBTA if name == 'moe_layers' else None
+      replay_MBTA = expert_ids_MBTA if name == 'moe_layers' else None
       x_BTD, output = stacks.run(
-        name, stack, x_BTD, context, routes, config=c, plan=plan
+        name, stack, x_BTD, context, replay_MBTA, config=c, plan=plan
       )
       outputs.append(output)
-    # A decoder ends in experts, whose fields are all there.
-    moe: Any = outputs[-1]
+    hidden_BTD = _final_norm(variables, x_BTD, c, plan)
+    # A decoder ends in experts, whose fields are all there: [M, shards, ...],
+    # added up or compared once for all layers.
+    ids_MBTA, stats = outputs[-1].expert_ids, outputs[-1].stats
+    sums_M = jax.tree.map(lambda x: x.sum(1), stats.router)
     return DecoderOutput(
-      hidden_BTD=_final_norm(variables, x_BTD, c, plan),
-      expert_ids_MBTA=moe.expert_ids,
-      stats=_route_stats(moe.stats.router, c),
+      hidden_BTD=hidden_BTD,
+      expert_ids_MBTA=ids_MBTA,
+      stats=router.statistics(sums_M, c.moe),
       max_logits_LN=_max_logits(outputs) if with_max_logits else None,
-      exchanged=jax.tree.map(lambda x: x.max(1), moe.stats.exchange),
+      exchanged=jax.tree.map(lambda x: x.max(1), stats.exchange),
     )
 
 
 def _embed(variables, tokens, config, plan):
   """Returns x_BTD and what all layers read."""
-  name = 'embedding'
-  table_VD = variables['params'][name]
-  spec = shards.specs_of(plan, f'params/{name}', table_VD)
+  table_VD = variables['params']['embedding']
+  spec = shards.specs_of(plan, 'params/embedding', table_VD)
 
   def stage(table_VD, tokens_BT, segment_ids_BT, positions_BT):
     x_BTD = shards.look_up(
@@ -212,20 +150,6 @@ def _final_norm(variables, x_BTD, config, plan):
   return stage(variables['params']['final_norm']['scale'], x_BTD)
 
 
-def _route_stats(sums, config):
-  """Adds the shards' sums [M, shards, ...], once for all layers."""
-  sums = jax.tree.map(lambda x: x.sum(1), sums)
-  stats = jax.vmap(lambda layer: router.statistics(layer, config.moe))(sums)
-  return batches.RouteStats(
-    load_ME=stats.load_E,
-    aux_loss_M=stats.aux_loss,
-    z_loss_M=stats.z_loss,
-    replay_agreement_M=stats.replay_agreement,
-    replay_replaced_M=stats.replay_replaced,
-    no_route_M=stats.no_route,
-  )
-
-
 def _max_logits(outputs):
   return jnp.concatenate([output.max_logits.max(1) for output in outputs])
 
@@ -241,7 +165,8 @@ def _check_numerics(config, plan):
 
 
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
-  return dict(Parameters(config).init(key))
+  table = parameters.decoder_table(config)
+  return dict(parameters.module_of(table).init(key))
 
 
 def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:

@@ -1,9 +1,8 @@
 """Closed forms for parameters, floating-point operations and cache bytes.
 
-All of them follow from a ModelConfig alone. Operations are those of matrix
-products, two per multiply and add; norms, rotations, softmax and the lookup of
-embeddings are left out. They are the model's own, whatever a program does
-beyond them: recomputation and padding do not count.
+Operations are those of matrix products, two per multiply and add; norms,
+rotations, softmax and the lookup of embeddings are left out. They are the
+model's own: recomputation and padding do not count.
 
 A query meets either all `seq_len` keys (`causal=False`, as in PaLM's appendix B
 and in every MFU of this project: it is what a kernel that skips no masked block
@@ -39,27 +38,10 @@ def params_total(config: model_config.ModelConfig) -> int:
   return sum(params_by_part(config).values())
 
 
-def params_active(config: model_config.ModelConfig) -> int:
-  """Counts the parameters of the layers that one token passes.
-
-  Both embedding tables count whole, though a token reads one row of the first.
-  """
-  skipped = config.moe.num_experts - config.moe.num_active
-  return params_total(config) - config.num_moe_layers * skipped * _expert(
-    config
-  )
-
-
 def forward_per_token(
   config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
 ) -> float:
-  """Counts the operations of a forward pass per token, head included.
-
-  Args:
-    config: of the model.
-    seq_len: tokens of a row.
-    causal: whether a query meets only the keys up to itself.
-  """
+  """Counts the operations of a forward pass per token, head included."""
   c = config
   matrices, _, _ = _attention(c)
   passed = (
@@ -73,17 +55,10 @@ def forward_per_token(
   return 2 * (passed + c.num_layers * _score_width(c.attention) * keys)
 
 
-def backward_per_token(
-  config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
-) -> float:
-  """Counts those of a backward pass: each product has two gradients."""
-  return 2 * forward_per_token(config, seq_len, causal=causal)
-
-
 def train_per_token(
   config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
 ) -> float:
-  """Counts those of a training step, forward and backward."""
+  """Counts those of a training step: each product has two gradients."""
   return 3 * forward_per_token(config, seq_len, causal=causal)
 
 

@@ -158,7 +158,7 @@ def target_logprobs(
     temperatures_BT: what each token was sampled at; None means 1. It has no
       gradient.
     config: of the decoder.
-    plan: of the decoder, where tokens and variables lie.
+    plan: of the decoder.
     chunk: words whose logits are at hand at once; None lets their size say.
 
   Returns:
@@ -232,21 +232,16 @@ def _logprobs(weight, arrays, spec, config, plan, chunk):
   if chunk is None:
     fitting = _CHUNK_BYTES // (4 * targets_BT.size)
     chunk = max(fitting, -(-num_words // _MOST_CHUNKS))
-  reduce_dtype = plan.reduce_dtype if plan else 'float32'
   if config.numerics != 'fast' or num_words <= chunk:
     # Kept for the backward pass: making them anew is a fourth product.
-    weight = shards.gather(
-      weight, spec, dtype=hidden_BTD.dtype, reduce_dtype=reduce_dtype
-    )
+    weight = shards.gather(weight, spec, dtype=hidden_BTD.dtype)
     return token_logprobs(
       _logits(weight, hidden_BTD, config),
       targets_BT,
       temperatures_BT,
       numerics=config.numerics,
     )
-  how = _Chunked(
-    chunk, spec, weight.dtype.name, jnp.dtype(reduce_dtype).name, config
-  )
+  how = _Chunked(chunk, spec, weight.dtype.name, config)
   hidden_ZD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
   if temperatures_BT is None:
     temperatures_BT = jnp.ones(targets_BT.shape, jnp.float32)
@@ -262,7 +257,6 @@ class _Chunked(NamedTuple):
   chunk: int
   spec: P
   stored_dtype: str
-  reduce_dtype: str
   config: model_config.ModelConfig
 
   @property
@@ -337,7 +331,7 @@ def _in_chunks_backward(how, residuals, d_out):
     )
     d_part = linear.weight_gradient(hidden_ZD, d_logits_ZV)
     d_part = d_part.T if how.config.tie_embeddings else d_part
-    d_parts.append(shards.scattered(d_part.astype(how.reduce_dtype), how.spec))
+    d_parts.append(shards.scattered(d_part.astype(jnp.float32), how.spec))
   d_weight = jnp.concatenate(d_parts, axis=how.words).astype(how.stored_dtype)
   return d_weight, d_hidden_ZD.astype(hidden_ZD.dtype), None, None
 

@@ -43,9 +43,8 @@ class MixtureStats(NamedTuple):
 def prepare(params: Any, config: model_config.ModelConfig) -> Any:
   """Gives a layer's parameters the dtype that they are computed with.
 
-  What norms and the router multiply with is float32, the rest is of the compute
-  dtype. Done outside of the stages, so that their programs do not depend on how
-  the caller stores its weights.
+  What norms and the router multiply with is float32. Done outside of the
+  stages, so that their programs do not depend on how weights are stored.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x.astype(_dtype(path, config)), params
@@ -82,9 +81,7 @@ def whole(
     names = _names(path)
     if names[0] == 'moe' and names[-1] in EXPERT_ARRAYS and len(names) == 2:
       spec = P(None, *spec[1:])
-    return shards.gather(
-      shard, spec, dtype=_dtype(path, config), reduce_dtype=plan.reduce_dtype
-    )
+    return shards.gather(shard, spec, dtype=_dtype(path, config))
 
   return jax.tree_util.tree_map_with_path(gather, params, specs)
 
@@ -140,16 +137,8 @@ def attend(
   """Returns the attention's outputs over a packed batch, and max_logits_N.
 
   Those are each head's largest scaled logit over all tokens of the batch but
-  padding, in float32 and without a gradient; None if not asked for.
-
-  Args:
-    params: of the layer, prepared.
-    query: of `attention_inputs`.
-    kept: likewise.
-    documents: what each token sees, and segment_ids_BT.
-    config: of the decoder.
-    plan: where tokens lie.
-    is_measured: whether to return the logits.
+  padding, in float32 and without a gradient; None unless `is_measured`.
+  `documents` are what each token sees, and segment_ids_BT.
   """
   visible, segment_ids_BT = documents
   with jax.named_scope('attention'):
@@ -205,7 +194,6 @@ def mixture(
   *,
   is_paged: bool = False,
   plan: exchange.ExchangePlan | None = None,
-  in_shard: bool = False,
 ) -> tuple[jax.Array, jax.Array, MixtureStats]:
   """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
 
@@ -215,23 +203,27 @@ def mixture(
     tokens_BT: x_BTD, the attention's out_BTN, valid_BT, and replay_BTA or None.
     config: of the decoder.
     is_paged: whether a kernel over pages made out_BTN.
-    plan: where experts lie.
-    in_shard: whether this is computed inside of a shard of the plan, and its
-      weights and tokens are the shard's.
+    plan: where experts and tokens lie; see `exchange.exchange`.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
-  moe = config.moe
+  small = dict(params['moe'])
+  weights = {name: small.pop(name) for name in EXPERT_ARRAYS}
+  shared = small.get('shared')
 
   def before(params, rows_BT):
     bias_E, params = params
     x_BTD, out_BTN, replay_BTA = rows_BT
     x_BTD = _add_attention(params, x_BTD, out_BTN, config, is_paged)
     h_BTD = norm.rms_norm(x_BTD, params['ffw_norm']['scale'], config.norm_eps)
-    choice = experts.choose(params['moe'], bias_E, h_BTD, replay_BTA, moe)
+    with jax.named_scope('route'):
+      choice = router.choose(
+        router.logits(params['moe']['router'], h_BTD),
+        config=config.moe,
+        bias_E=bias_E,
+        replay_BTA=replay_BTA,
+      )
     return x_BTD, h_BTD, choice
 
-  small = dict(params['moe'])
-  weights = {name: small.pop(name) for name in EXPERT_ARRAYS}
   x_BTD, h_BTD, choice = rows.map_rows(
     before,
     (bias_E, params | {'moe': small}),
@@ -239,54 +231,19 @@ def mixture(
     numerics=config.numerics,
   )
   sums = router.layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
-  run = _in_tiles
-  if config.numerics == 'fast':
-    run = _in_shard if in_shard else _exchanged
-  if isinstance(weights['down'], tuple):
-    run = _by_rows
-  x_BTD, needed = run(
-    (weights, small.get('shared')),
-    (x_BTD, h_BTD, choice, valid_BT),
-    config,
-    plan,
-  )
+  if config.numerics == 'batch_invariant':
+    x_BTD = _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config)
+    return x_BTD, choice.ids_BTA, MixtureStats(sums, None)
+  routed_BT = (h_BTD, choice.ids_BTA, choice.weights_BTA, valid_BT)
+  with jax.named_scope('experts'):
+    if isinstance(weights['down'], tuple):
+      y_BTD, needed = _one_by_one(weights, *routed_BT), None
+    else:
+      y_BTD, needed = exchange.exchange(
+        experts.expert_mlp, weights, *routed_BT, plan=plan
+      )
+  x_BTD = _add_experts(shared, x_BTD, h_BTD, y_BTD)
   return x_BTD, choice.ids_BTA, MixtureStats(sums, needed)
-
-
-def _exchanged(weights, tokens_BT, config, plan):
-  """Adds the experts' outputs, whose gated sum is made where they lie."""
-  del config
-  weights, shared = weights
-  x_BTD, h_BTD, choice, valid_BT = tokens_BT
-  with jax.named_scope('experts'):
-    y_BTD = exchange.exchange(
-      experts.expert_mlp,
-      weights,
-      h_BTD,
-      choice.ids_BTA,
-      choice.weights_BTA,
-      valid_BT,
-      plan=plan,
-    )
-  return _add_experts(shared, x_BTD, h_BTD, y_BTD), None
-
-
-def _in_shard(weights, tokens_BT, config, plan):
-  """Does what `_exchanged` does, by the devices of a shard_map themselves."""
-  del config
-  weights, shared = weights
-  x_BTD, h_BTD, choice, valid_BT = tokens_BT
-  with jax.named_scope('experts'):
-    y_BTD, needed = exchange.in_shard(
-      experts.expert_mlp,
-      weights,
-      h_BTD,
-      choice.ids_BTA,
-      choice.weights_BTA,
-      valid_BT,
-      plan=plan,
-    )
-  return _add_experts(shared, x_BTD, h_BTD, y_BTD), needed
 
 
 def _add_experts(shared, x_BTD, h_BTD, y_BTD):
@@ -295,34 +252,26 @@ def _add_experts(shared, x_BTD, h_BTD, y_BTD):
   return rounding.rounded(x_BTD + y_BTD)
 
 
-def _by_rows(weights, tokens_BT, config, plan):
-  """Adds the outputs of experts that lie one by one, for serving on a CPU."""
-  assert plan is None
-  weights, shared = weights
-  x_BTD, h_BTD, choice, valid_BT = tokens_BT
-  dim, num_active = h_BTD.shape[-1], config.moe.num_active
+def _one_by_one(weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
+  """As `exchange.exchange` where experts lie apart, for serving on a CPU."""
+  num_active = ids_BTA.shape[-1]
   each = zip(weights['gate_up'], weights['down'], strict=True)
-  with jax.named_scope('experts'):
-    y_ZD = expert_rows.expert_rows(
-      experts.dense_mlp,
-      [{'gate_up': gate_up, 'down': down} for gate_up, down in each],
-      h_BTD.reshape(-1, dim),
-      choice.ids_BTA.reshape(-1, num_active),
-      choice.weights_BTA.reshape(-1, num_active),
-      valid_BT.reshape(-1),
-    )
-  y_BTD = y_ZD.reshape(h_BTD.shape)
-  return _add_experts(shared, x_BTD, h_BTD, y_BTD), None
+  y_ZD = expert_rows.expert_rows(
+    experts.dense_mlp,
+    [{'gate_up': gate_up, 'down': down} for gate_up, down in each],
+    h_BTD.reshape(-1, h_BTD.shape[-1]),
+    ids_BTA.reshape(-1, num_active),
+    gates_BTA.reshape(-1, num_active),
+    valid_BT.reshape(-1),
+  )
+  return y_ZD.reshape(h_BTD.shape)
 
 
-def _in_tiles(weights, tokens_BT, config, plan):
+def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
   """Adds the experts' outputs, whose gated sum is made row by row."""
-  assert plan is None
-  weights, shared = weights
-  x_BTD, h_BTD, choice, valid_BT = tokens_BT
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
-      experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT, 0
+      experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT
     )
 
   def after(shared, rows_BT):
@@ -333,13 +282,12 @@ def _in_tiles(weights, tokens_BT, config, plan):
     y_BTD = dispatch.gated_sum(copies_BTAD, gates_BTA, mine_BTA)
     return _add_experts(shared, x_BTD, h_BTD, y_BTD)
 
-  x_BTD = rows.map_rows(
+  return rows.map_rows(
     after,
     shared,
     (x_BTD, h_BTD, copies_BTAD, mine_BTA, choice.scores_BTE, choice.ids_BTA),
     numerics=config.numerics,
   )
-  return x_BTD, None
 
 
 def final_norm(

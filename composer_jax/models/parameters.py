@@ -1,20 +1,214 @@
-"""Creates parameters that carry the names of their axes."""
+"""The variables of a decoder as a table: axes, shapes and how they begin.
 
-from typing import Any
+Linen draws them (`init` of `models.decoder`); computing is functions of their
+tree. `parallel.layouts` says what becomes of the axes. A variable's random
+numbers follow from its name and from those before it in its table.
+"""
+
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
+
+from composer_jax.models import config as model_config
+
+# Names -> VariableSpecs, Stacks and further tables.
+Table = dict[str, Any]
 
 
-def create(
-  module: nn.Module,
-  name: str,
-  initializer: nn.initializers.Initializer,
-  axes: tuple[str, ...],
-  shape: tuple[int, ...],
-) -> jax.Array:
-  """Declares a parameter of `module`; `parallel.layouts` reads its axes."""
-  boxed = nn.with_logical_partitioning(initializer, axes)
-  # Linen unboxes what it hands back, which its annotations do not say.
-  value: Any = module.param(name, boxed, shape)
-  return value
+class VariableSpec(NamedTuple):
+  """One array; `axes` are logical."""
+
+  axes: tuple[str, ...]
+  shape: tuple[int, ...]
+  initializer: nn.initializers.Initializer
+  collection: str = 'params'
+
+
+class Stack(NamedTuple):
+  """Like layers, whose arrays get a leading axis 'layer'."""
+
+  num_layers: int
+  layer: Table
+
+
+def module_of(table: Table, **options: Any) -> nn.Module:
+  """Returns what creates the variables of a table; tables in it are scopes."""
+  # Not as a dict: Linen would sort it, and random numbers follow the order.
+  return TableModule(types.MappingProxyType(table), **options)
+
+
+class TableModule(nn.Module):
+  table: Mapping[str, Any]
+
+  @nn.compact
+  def __call__(self, carry=None, _=None):
+    for name, entry in self.table.items():
+      if isinstance(entry, VariableSpec):
+        boxed = nn.with_logical_partitioning(entry.initializer, entry.axes)
+        if entry.collection == 'params':
+          self.param(name, boxed, entry.shape)
+        else:
+          self.variable(entry.collection, name, boxed, None, entry.shape)
+      elif isinstance(entry, Stack):
+        scanned = nn.scan(
+          TableModule,
+          variable_axes={'params': 0, 'selection_bias': 0},
+          split_rngs={'params': True},
+          length=entry.num_layers,
+          metadata_params={nn.PARTITION_NAME: 'layer'},
+        )
+        scanned(types.MappingProxyType(entry.layer), name=name)(None)
+      else:
+        module_of(entry, name=name)()
+    return carry, None
+
+
+def decoder_table(config: model_config.ModelConfig) -> Table:
+  c, normal = config, nn.initializers.normal(0.02)
+  rows, columns = (c.vocab_size, c.embed_dim), (c.embed_dim, c.vocab_size)
+  table: Table = {'embedding': VariableSpec(('vocab', 'embed'), rows, normal)}
+  if not c.tie_embeddings:
+    table['unembedding'] = VariableSpec(('embed', 'vocab'), columns, normal)
+  for name, num_layers in c.stacks.items():
+    layer = {
+      'attention_norm': _norm(c.embed_dim),
+      'attention': attention_table(c),
+      'ffw_norm': _norm(c.embed_dim),
+    }
+    if name == 'dense_layers':
+      layer['ffw'] = _dense(c, c.dense_ffw_dim)
+    else:
+      layer['moe'] = _mixture(c)
+    table[name] = Stack(num_layers, layer)
+  return table | {'final_norm': _norm(c.embed_dim)}
+
+
+def attention_table(config: model_config.ModelConfig) -> Table:
+  """Returns the variables of one layer's attention."""
+  if isinstance(config.attention, model_config.MLAConfig):
+    return _latent(config, config.attention)
+  return _grouped(config, config.attention)
+
+
+def _truncated(
+  in_axis: Any, out_axis: Any = -1, *, batch_axis: Any = (), scale: float = 1.0
+) -> nn.initializers.Initializer:
+  """Returns a truncated normal of variance scale / fan-in."""
+  return nn.initializers.variance_scaling(
+    scale,
+    'fan_in',
+    'truncated_normal',
+    in_axis=in_axis,
+    out_axis=out_axis,
+    batch_axis=batch_axis,
+  )
+
+
+def _norm(dim: int) -> Table:
+  return {'scale': VariableSpec(('norm',), (dim,), nn.initializers.ones)}
+
+
+def _out(c: model_config.ModelConfig, num_heads: int, dim: int) -> VariableSpec:
+  return VariableSpec(
+    ('heads', 'head_dim', 'embed'),
+    (num_heads, dim, c.embed_dim),
+    _truncated((0, 1), 2, scale=0.5 / c.num_layers),
+  )
+
+
+def _grouped(c: model_config.ModelConfig, a: model_config.GQAConfig) -> Table:
+  zeros, ones = nn.initializers.zeros, nn.initializers.ones
+  heads = {'heads': a.num_heads, 'kv_heads': a.num_kv_heads}
+  table: Table = {}
+  for name, axis in zip(
+    ('query', 'key', 'value'), ('heads', 'kv_heads', 'kv_heads'), strict=True
+  ):
+    axes, shape = (axis, 'head_dim'), (heads[axis], a.head_dim)
+    table[name] = VariableSpec(
+      ('embed', *axes), (c.embed_dim, *shape), _truncated(0, (1, 2))
+    )
+    if a.qkv_bias:
+      table[f'{name}_bias'] = VariableSpec(axes, shape, zeros)
+  for name, axis in (('query_norm', 'heads'), ('key_norm', 'kv_heads')):
+    if a.qk_norm == 'head':
+      table[name] = _norm(a.head_dim)
+    elif a.qk_norm == 'projection':
+      shape = (heads[axis], a.head_dim)
+      table[name] = VariableSpec((axis, 'norm'), shape, ones)
+  table['out'] = _out(c, a.num_heads, a.head_dim)
+  if a.out_bias:
+    table['out_bias'] = VariableSpec(('embed',), (c.embed_dim,), zeros)
+  return table
+
+
+def _latent(c: model_config.ModelConfig, a: model_config.MLAConfig) -> Table:
+  def matrix(axis, *shape):
+    return VariableSpec(('embed', axis), shape, _truncated(0, 1))
+
+  def per_head(axis, width, head_dim):
+    axes, shape = (axis, 'heads', 'head_dim'), (width, a.num_heads, head_dim)
+    return VariableSpec(axes, shape, _truncated(0, (1, 2)))
+
+  if a.q_lora_dim is None:
+    table: Table = {'query': per_head('embed', c.embed_dim, a.head_dim)}
+  else:
+    table = {
+      'query_down': matrix('q_lora', c.embed_dim, a.q_lora_dim),
+      'query_norm': _norm(a.q_lora_dim),
+      'query_up': per_head('q_lora', a.q_lora_dim, a.head_dim),
+    }
+  return table | {
+    'kv_down': matrix('kv_lora', c.embed_dim, a.kv_lora_dim),
+    'key_rope': matrix('head_dim', c.embed_dim, a.rope_dim),
+    'kv_norm': _norm(a.kv_lora_dim),
+    'key_up': per_head('kv_lora', a.kv_lora_dim, a.nope_dim),
+    'value_up': per_head('kv_lora', a.kv_lora_dim, a.value_dim),
+    'out': _out(c, a.num_heads, a.value_dim),
+  }
+
+
+def _dense(c: model_config.ModelConfig, width: int) -> Table:
+  # Gate and up are one product; their axis is a batch axis to the optimizer,
+  # which sees two matrices.
+  return {
+    'gate_up': VariableSpec(
+      ('embed', 'gate_up', 'ffw'),
+      (c.embed_dim, 2, width),
+      _truncated(0, batch_axis=(1,)),
+    ),
+    'down': VariableSpec(
+      ('ffw', 'embed'),
+      (width, c.embed_dim),
+      _truncated(0, scale=0.5 / c.num_layers),
+    ),
+  }
+
+
+def _mixture(c: model_config.ModelConfig) -> Table:
+  moe, num_experts = c.moe, c.moe.num_experts
+  # 'route', not 'expert': the router must not pick up the experts' sharding.
+  table: Table = {
+    'router': VariableSpec(
+      ('embed', 'route'), (c.embed_dim, num_experts), _truncated(0)
+    )
+  }
+  if moe.router == 'sigmoid':
+    zeros = nn.initializers.zeros
+    table['bias'] = VariableSpec(
+      ('route',), (num_experts,), zeros, 'selection_bias'
+    )
+  table['gate_up'] = VariableSpec(
+    ('expert', 'embed', 'gate_up', 'ffw'),
+    (num_experts, c.embed_dim, 2, moe.ffw_dim),
+    _truncated(1, batch_axis=(0, 2)),
+  )
+  table['down'] = VariableSpec(
+    ('expert', 'ffw', 'embed'),
+    (num_experts, moe.ffw_dim, c.embed_dim),
+    _truncated(1, batch_axis=(0,), scale=0.5 / c.num_layers),
+  )
+  if moe.num_shared:
+    table['shared'] = _dense(c, moe.num_shared * moe.ffw_dim)
+  return table

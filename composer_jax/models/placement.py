@@ -27,23 +27,13 @@ def exchange_plan(
   *,
   layout: layouts.Layout,
   mesh: Mesh,
-  reduce_dtype: str = 'float32',
   transport: str = 'auto',
   bucket: float | None = None,
-  chunks: int = 1,
   sequence_order: str = 'contiguous',
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
 
-  Args:
-    config: of the decoder.
-    layout: the tables.
-    mesh: the one mesh.
-    reduce_dtype: of gradients of dense weights between devices.
-    transport: how tokens travel, see `exchange.ExchangePlan`.
-    bucket: likewise.
-    chunks: likewise.
-    sequence_order: of `parallel.sequence`, which a batch must have been put in.
+  Batches must have been put in its `sequence_order` (`parallel.sequence`).
   """
   if mesh.size == 1:
     return None
@@ -60,9 +50,7 @@ def exchange_plan(
       for name in layer.EXPERT_ARRAYS
     ),
     specs=tuple(trees.flatten_names(specs).items()),
-    reduce_dtype=reduce_dtype,
     transport=transport,
     bucket=bucket,
-    chunks=chunks,
     sequence_order=sequence_order,
   )

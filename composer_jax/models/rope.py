@@ -45,22 +45,17 @@ def _angles(positions_BT, dim, config):
 def rotate(
   x_BTNH: jax.Array,
   cos_sin: tuple[jax.Array, jax.Array],
-  *,
-  interleaved: bool = False,
+  config: model_config.RopeConfig,
 ) -> jax.Array:
   """Turns pairs of dimensions by the angle of their position, in float32.
 
-  Args:
-    x_BTNH: queries or keys.
-    cos_sin: of `angles`.
-    interleaved: whether the pairs are (2h, 2h + 1) instead of (h, h + H/2).
-      The result holds first members before second ones either way: the same
-      permutation of queries and keys, which no score sees.
+  The result holds first members before second ones, interleaved or not: the
+  same permutation of queries and keys, which no score sees.
   """
   cos, sin = cos_sin
   with jax.named_scope('rope'):
     wide = x_BTNH.astype(jnp.float32)
-    if interleaved:
+    if config.interleaved:
       first, second = wide[..., 0::2], wide[..., 1::2]
     else:
       first, second = jnp.split(wide, 2, axis=-1)
@@ -74,10 +69,10 @@ def softmax_scale(head_dim: int, config: model_config.RopeConfig) -> float:
   The square is DeepSeek's: queries and keys are each scaled whole by the
   factor of `mscale_all_dim`, the rotated part and the other.
   """
-  scale = head_dim**-0.5
-  if config.yarn is None or not config.yarn.mscale_all_dim:
+  scale, yarn = head_dim**-0.5, config.yarn
+  if yarn is None or not yarn.mscale_all_dim:
     return scale
-  return scale * _mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
+  return scale * _mscale(yarn.factor, yarn.mscale_all_dim) ** 2
 
 
 def _mscale(factor: float, m: float) -> float:

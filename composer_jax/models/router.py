@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint
 
-from composer_jax.core import records
+from composer_jax.core import batches, records
+from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 
 # No sum of scores is divided by less. Sigmoids of very negative logits are
@@ -20,59 +21,7 @@ from composer_jax.models import config as model_config
 _LOWEST_SUM = 1e-18
 
 
-class LayerSums(NamedTuple):
-  """What `statistics` is made of; those of shards add up.
-
-  Attributes:
-    load_E: int32 tokens sent to each expert.
-    scores_E: float32 sum of the normalised scores.
-    z_squares: float32 sum of the squared log-sum-exp of the logits.
-    num_tokens: int32, padding excluded.
-    num_replayed: int32 tokens with a record.
-    num_agreeing: int32 of those whose record is the router's own choice.
-    num_replaced: int32 recorded ids that did not take part.
-    num_unrecorded: int32 tokens that a replay has no record of.
-  """
-
-  load_E: jax.Array
-  scores_E: jax.Array
-  z_squares: jax.Array
-  num_tokens: jax.Array
-  num_replayed: jax.Array
-  num_agreeing: jax.Array
-  num_replaced: jax.Array
-  num_unrecorded: jax.Array
-
-
-class LayerStats(NamedTuple):
-  """`core.batches.RouteStats` of one layer."""
-
-  load_E: jax.Array
-  aux_loss: jax.Array
-  z_loss: jax.Array
-  replay_agreement: jax.Array
-  replay_replaced: jax.Array
-  no_route: jax.Array
-
-
-def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
-  """Returns int32 ids_BTA of the largest scores, largest first.
-
-  Ties go to the smaller index, on every backend: the engine and the trainer
-  must break them the same way. A short chain of argmax partitions over tokens
-  and is cheaper than the sort behind `jax.lax.top_k` on CPU.
-  """
-  ids = []
-  experts_E = jnp.arange(scores_BTE.shape[-1])
-  for _ in range(num_active):
-    best_BT = jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32)
-    ids.append(best_BT)
-    taken_BTE = best_BT[..., None] == experts_E
-    scores_BTE = jnp.where(taken_BTE, -jnp.inf, scores_BTE)
-  return jnp.stack(ids, axis=-1)
-
-
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
   """What was decided of each token, and what it was decided from.
 
   Attributes:
@@ -90,20 +39,14 @@ class Choice(NamedTuple):
   logits_BTE: jax.Array
 
 
-def route(
-  logits_BTE: jax.Array,
-  *,
-  config: model_config.MoEConfig,
-  valid_BT: jax.Array,
-  bias_E: jax.Array | None = None,
-  replay_BTA: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, LayerStats]:
-  """Chooses experts for a batch of tokens, and says what was chosen."""
-  choice = choose(
-    logits_BTE, config=config, bias_E=bias_E, replay_BTA=replay_BTA
+def logits(router_DE: jax.Array, x_BTD: jax.Array) -> jax.Array:
+  # float32: a rounding in a logit may flip a discrete choice. Accelerators
+  # take bfloat16 or TF32 for float32 products unless told otherwise.
+  return linear.linear(
+    x_BTD.astype(jnp.float32),
+    router_DE.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
   )
-  sums = layer_sums(choice, valid_BT=valid_BT, replay_BTA=replay_BTA)
-  return choice.weights_BTA, choice.ids_BTA, statistics(sums, config)
 
 
 def choose(
@@ -112,14 +55,14 @@ def choose(
   config: model_config.MoEConfig,
   bias_E: jax.Array | None = None,
   replay_BTA: jax.Array | None = None,
-) -> Choice:
+) -> ExpertChoice:
   """Picks the active experts of each token, replaying recorded picks.
 
   Row by row: no token sees another, so `kernels.rows` may compute it in tiles.
   Any leading axes will do.
 
   Args:
-    logits_BTE: router outputs; computed with in float32.
+    logits_BTE: computed with in float32.
     config: of the layer.
     bias_E: added to the scores for selection only (sigmoid router).
     replay_BTA: recorded ids, honoured whatever the groups and the bias say, as
@@ -136,28 +79,45 @@ def choose(
     select_BTE += jax.lax.stop_gradient(bias_E.astype(jnp.float32))
   if config.num_active_groups < config.num_groups:
     # Closed ones get -inf: 0 would beat the scores that a bias made negative.
-    mask_BTE = _group_mask(
+    is_open_BTE = _open_groups(
       select_BTE, config.num_groups, config.num_active_groups
     )
-    select_BTE = jnp.where(mask_BTE, select_BTE, -jnp.inf)
-  own_BTA = top_k(select_BTE, config.num_active)
-  ids_BTA = _replay(own_BTA, replay_BTA)
-  if replay_BTA is not None and config.replay_alpha >= 1:
-    ids_BTA = own_BTA
-  elif replay_BTA is not None and config.replay_alpha > 0:
-    keep_BTA = _plausible(
-      ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, config.replay_alpha
-    )
-    ids_BTA = _refill(ids_BTA, keep_BTA, own_BTA)
+    select_BTE = jnp.where(is_open_BTE, select_BTE, -jnp.inf)
+  ids_BTA = own_BTA = top_k(select_BTE, config.num_active)
+  if replay_BTA is not None and config.replay_alpha < 1:
+    recorded_BT1 = _recorded(replay_BTA)[..., None]
+    ids_BTA = jnp.where(recorded_BT1, replay_BTA.astype(jnp.int32), own_BTA)
+    if config.replay_alpha > 0:
+      keep_BTA = _plausible(
+        ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, config.replay_alpha
+      )
+      ids_BTA = _refill(ids_BTA, keep_BTA, own_BTA)
   # Kept by recomputation, whose rounding may choose others.
   ids_BTA = ad_checkpoint.checkpoint_name(ids_BTA, 'routes')
-  return Choice(
+  return ExpertChoice(
     weights_BTA=gates(scores_BTE, ids_BTA, config=config),
     ids_BTA=ids_BTA,
     own_BTA=own_BTA,
     scores_BTE=scores_BTE,
     logits_BTE=logits_BTE,
   )
+
+
+def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
+  """Returns int32 ids_BTA of the largest scores, largest first.
+
+  Ties go to the smaller index, on every backend: the engine and the trainer
+  must break them the same way. A short chain of argmax partitions over tokens
+  and is cheaper than the sort behind `jax.lax.top_k` on CPU.
+  """
+  ids = []
+  experts_E = jnp.arange(scores_BTE.shape[-1])
+  for _ in range(num_active):
+    best_BT = jnp.argmax(scores_BTE, axis=-1).astype(jnp.int32)
+    ids.append(best_BT)
+    taken_BTE = best_BT[..., None] == experts_E
+    scores_BTE = jnp.where(taken_BTE, -jnp.inf, scores_BTE)
+  return jnp.stack(ids, axis=-1)
 
 
 def gates(
@@ -181,25 +141,113 @@ def gates(
   return weights_BTA * config.routed_scale
 
 
+def _onehot(ids_BTA: jax.Array, num_experts: int) -> jax.Array:
+  return jax.nn.one_hot(ids_BTA, num_experts, dtype=jnp.float32)
+
+
+def _normalize(scores: jax.Array) -> jax.Array:
+  """Makes the last axis sum to one, or leaves it zero."""
+  return scores / jnp.maximum(scores.sum(-1, keepdims=True), _LOWEST_SUM)
+
+
+def _open_groups(select_BTE, num_groups, num_active_groups):
+  """Returns which experts lie in the best groups (DeepSeek-V3, 2.1.2).
+
+  X is the group, worth the sum of its two best scores. Ties go to the smaller
+  index, as between experts.
+  """
+  grouped_BTXE = select_BTE.reshape(*select_BTE.shape[:-1], num_groups, -1)
+  group_size = grouped_BTXE.shape[-1]
+  best_BTXE = _contains(top_k(grouped_BTXE, 2), group_size)
+  worth_BTX = jnp.where(best_BTXE, grouped_BTXE, 0.0).sum(-1)
+  open_BTX = _contains(top_k(worth_BTX, num_active_groups), num_groups)
+  return jnp.repeat(open_BTX, group_size, axis=-1)
+
+
+def _contains(ids: jax.Array, num_classes: int) -> jax.Array:
+  """Returns, for each class, whether the last axis of `ids` has it."""
+  return (ids[..., None] == jnp.arange(num_classes)).any(-2)
+
+
+def _recorded(replay_BTA: jax.Array) -> jax.Array:
+  # Token by token: mixing slots could pick one expert twice.
+  return (replay_BTA != records.NO_ROUTE).all(-1)
+
+
+def _plausible(ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, alpha):
+  """Returns which replayed experts the router still finds likely enough.
+
+  The last of the router's own experts was selected with score s and bias b;
+  another one, of bias b_j, would have needed the score s + b - b_j in its
+  place. It is kept with a score of at least `alpha` times that, which it always
+  has of a negative one. Without a bias this is `alpha` times the score of the
+  router's k-th expert. What the router itself chooses is kept whatever rounding
+  does to the difference.
+  """
+  chosen_BT1 = jnp.take_along_axis(select_BTE, own_BTA[..., -1:], axis=-1)
+  needed_BTA = jnp.broadcast_to(chosen_BT1, ids_BTA.shape)
+  if bias_E is not None:
+    needed_BTA -= jax.lax.stop_gradient(bias_E.astype(jnp.float32))[ids_BTA]
+  have_BTA = jnp.take_along_axis(
+    jax.lax.stop_gradient(scores_BTE), ids_BTA, axis=-1
+  )
+  is_likely_BTA = have_BTA >= alpha * needed_BTA
+  return is_likely_BTA | _among(ids_BTA, own_BTA)
+
+
+def _among(ids_BTA: jax.Array, others_BTA: jax.Array) -> jax.Array:
+  """Returns which ids of a token are among its others."""
+  return (ids_BTA[..., None] == others_BTA[..., None, :]).any(-1)
+
+
+def _refill(ids_BTA, keep_BTA, own_BTA):
+  """Puts the router's best experts that are not there in place of the dropped.
+
+  Experts that are kept stay in their slots: the order decides the bits of the
+  sum over experts. X is a slot of `own_BTA`.
+  """
+  kept_BTA = jnp.where(keep_BTA, ids_BTA, -1)
+  is_free_BTX = ~_among(own_BTA, kept_BTA)
+  # The n-th dropped slot takes the n-th free expert.
+  turn_BTA, turn_BTX = jnp.cumsum(~keep_BTA, -1), jnp.cumsum(is_free_BTX, -1)
+  takes_BTAX = is_free_BTX[..., None, :] & (
+    turn_BTA[..., None] == turn_BTX[..., None, :]
+  )
+  fill_BTA = jnp.where(takes_BTAX, own_BTA[..., None, :], 0).sum(-1)
+  return jnp.where(keep_BTA, ids_BTA, fill_BTA)
+
+
+class LayerSums(NamedTuple):
+  """What `statistics` is made of; those of shards add up. Counts are int32."""
+
+  load_E: jax.Array  # tokens sent to each expert
+  scores_E: jax.Array  # float32 sum of the normalised scores
+  z_squares: jax.Array  # float32 sum of the squared log-sum-exp of the logits
+  num_tokens: jax.Array
+  num_replayed: jax.Array  # tokens with a record
+  num_agreeing: jax.Array  # of those, whose record is the router's own choice
+  num_replaced: jax.Array  # recorded ids that did not take part
+  num_unrecorded: jax.Array  # tokens that a replay has no record of
+
+
 def layer_sums(
-  choice: Choice,
+  choice: ExpertChoice,
   *,
   valid_BT: jax.Array,
   replay_BTA: jax.Array | None = None,
 ) -> LayerSums:
-  """Returns the sums over the tokens at hand.
+  """Returns the sums over the tokens at hand, but padding.
 
   Args:
     choice: of `choose`.
-    valid_BT: false on padding, which counts in no statistic.
+    valid_BT: false on padding.
     replay_BTA: what `choose` was given.
   """
   num_experts = choice.scores_BTE.shape[-1]
   valid_BT1 = valid_BT[..., None].astype(jnp.float32)
   tokens = tuple(range(valid_BT.ndim))
-  load_E = (_onehot(choice.ids_BTA, num_experts).sum(-2) * valid_BT1).sum(
-    tokens
-  )
+  copies_BTE = _onehot(choice.ids_BTA, num_experts).sum(-2)
+  load_E = (copies_BTE * valid_BT1).sum(tokens)
   squares_BT = jax.nn.logsumexp(choice.logits_BTE, axis=-1) ** 2
   return LayerSums(
     load_E=load_E.astype(jnp.int32),
@@ -229,125 +277,32 @@ def _replay_counts(choice, replay_BTA, valid_BT):
   }
 
 
-def statistics(sums: LayerSums, config: model_config.MoEConfig) -> LayerStats:
-  """Returns what the sums over all tokens of a batch say.
+def statistics(
+  sums_M: LayerSums, config: model_config.MoEConfig
+) -> batches.RouteStats:
+  """Returns what the sums over all tokens of a batch say, layer by layer.
 
   The balancing loss is E sum_e f_e P_e (Switch, eq. 4): f_e is the share of
   routed copies and P_e the mean normalised score; it is 1 when both are
   uniform. The other is the mean of logsumexp(logits)^2 (ST-MoE, eq. 5).
   """
-  num_tokens = jnp.maximum(sums.num_tokens, 1).astype(jnp.float32)
-  fraction_E = sums.load_E / (num_tokens * config.num_active)
-  mean_E = sums.scores_E / num_tokens
-  num_ids = sums.num_replayed * config.num_active
-  return LayerStats(
-    load_E=sums.load_E,
-    aux_loss=config.num_experts * (fraction_E * mean_E).sum(),
-    z_loss=sums.z_squares / num_tokens,
-    replay_agreement=_share(sums.num_agreeing, sums.num_replayed, empty=1.0),
-    replay_replaced=_share(sums.num_replaced, num_ids, empty=0.0),
-    no_route=_share(sums.num_unrecorded, sums.num_tokens, empty=0.0),
+  num_tokens_M = jnp.maximum(sums_M.num_tokens, 1).astype(jnp.float32)
+  fraction_ME = sums_M.load_E / (num_tokens_M * config.num_active)[:, None]
+  mean_ME = sums_M.scores_E / num_tokens_M[:, None]
+  num_ids_M = sums_M.num_replayed * config.num_active
+  return batches.RouteStats(
+    load_ME=sums_M.load_E,
+    aux_loss_M=config.num_experts * (fraction_ME * mean_ME).sum(-1),
+    z_loss_M=sums_M.z_squares / num_tokens_M,
+    replay_agreement_M=_share(sums_M.num_agreeing, sums_M.num_replayed, 1.0),
+    replay_replaced_M=_share(sums_M.num_replaced, num_ids_M, 0.0),
+    no_route_M=_share(sums_M.num_unrecorded, sums_M.num_tokens, 0.0),
   )
 
 
-def _share(count: jax.Array, among: jax.Array, *, empty: float) -> jax.Array:
+def _share(count: jax.Array, among: jax.Array, empty: float) -> jax.Array:
   share = count / jnp.maximum(among, 1)
   return jnp.where(among > 0, share, empty).astype(jnp.float32)
-
-
-def _onehot(ids_BTA: jax.Array, num_experts: int) -> jax.Array:
-  return jax.nn.one_hot(ids_BTA, num_experts, dtype=jnp.float32)
-
-
-def _normalize(scores: jax.Array) -> jax.Array:
-  """Makes the last axis sum to one, or leaves it zero."""
-  return scores / jnp.maximum(scores.sum(-1, keepdims=True), _LOWEST_SUM)
-
-
-def _group_mask(
-  select_BTE: jax.Array, num_groups: int, num_active_groups: int
-) -> jax.Array:
-  """Returns which experts lie in the best groups (DeepSeek-V3, 2.1.2).
-
-  X is the group, worth the sum of its two best scores. Ties go to the smaller
-  index, as between experts.
-  """
-  grouped_BTXE = select_BTE.reshape(*select_BTE.shape[:-1], num_groups, -1)
-  group_size = grouped_BTXE.shape[-1]
-  best_BTXE = _contains(top_k(grouped_BTXE, 2), group_size)
-  worth_BTX = jnp.where(best_BTXE, grouped_BTXE, 0.0).sum(-1)
-  open_BTX = _contains(top_k(worth_BTX, num_active_groups), num_groups)
-  return jnp.repeat(open_BTX, group_size, axis=-1)
-
-
-def _contains(ids: jax.Array, num_classes: int) -> jax.Array:
-  """Returns, for each class, whether the last axis of `ids` has it."""
-  return (ids[..., None] == jnp.arange(num_classes)).any(-2)
-
-
-def _recorded(replay_BTA: jax.Array) -> jax.Array:
-  # Token by token: mixing slots could pick one expert twice.
-  return (replay_BTA != records.NO_ROUTE).all(-1)
-
-
-def _replay(own_BTA: jax.Array, replay_BTA: jax.Array | None) -> jax.Array:
-  """Substitutes recorded ids."""
-  if replay_BTA is None:
-    return own_BTA
-  recorded_BT1 = _recorded(replay_BTA)[..., None]
-  return jnp.where(recorded_BT1, replay_BTA.astype(jnp.int32), own_BTA)
-
-
-def _plausible(
-  ids_BTA: jax.Array,
-  own_BTA: jax.Array,
-  scores_BTE: jax.Array,
-  select_BTE: jax.Array,
-  bias_E: jax.Array | None,
-  alpha: float,
-) -> jax.Array:
-  """Returns which replayed experts the router still finds likely enough.
-
-  The last of the router's own experts was selected with score s and bias b;
-  another one, of bias b_j, would have needed the score s + b - b_j in its
-  place. It is kept with a score of at least `alpha` times that, which it always
-  has of a negative one. Without a bias this is `alpha` times the score of the
-  router's k-th expert. What the router itself chooses is kept whatever rounding
-  does to the difference.
-  """
-  chosen_BT1 = jnp.take_along_axis(select_BTE, own_BTA[..., -1:], axis=-1)
-  needed_BTA = jnp.broadcast_to(chosen_BT1, ids_BTA.shape)
-  if bias_E is not None:
-    needed_BTA -= jax.lax.stop_gradient(bias_E.astype(jnp.float32))[ids_BTA]
-  have_BTA = jnp.take_along_axis(
-    jax.lax.stop_gradient(scores_BTE), ids_BTA, axis=-1
-  )
-  is_likely_BTA = have_BTA >= alpha * needed_BTA
-  return is_likely_BTA | _among(ids_BTA, own_BTA)
-
-
-def _among(ids_BTA: jax.Array, others_BTA: jax.Array) -> jax.Array:
-  """Returns which ids of a token are among its others."""
-  return (ids_BTA[..., None] == others_BTA[..., None, :]).any(-1)
-
-
-def _refill(
-  ids_BTA: jax.Array, keep_BTA: jax.Array, own_BTA: jax.Array
-) -> jax.Array:
-  """Puts the router's best experts that are not there in place of the dropped.
-
-  Experts that are kept stay in their slots: the order decides the bits of the
-  sum over experts. X is a slot of `own_BTA`.
-  """
-  kept_BTA = jnp.where(keep_BTA, ids_BTA, -1)
-  is_free_BTX = ~_among(own_BTA, kept_BTA)
-  # The n-th dropped slot takes the n-th free expert.
-  turn_BTA, turn_BTX = jnp.cumsum(~keep_BTA, -1), jnp.cumsum(is_free_BTX, -1)
-  takes_BTAX = is_free_BTX[..., None, :] & (
-    turn_BTA[..., None] == turn_BTX[..., None, :]
-  )
-  fill_BTA = jnp.where(takes_BTAX, own_BTA[..., None, :], 0).sum(-1)
-  return jnp.where(keep_BTA, ids_BTA, fill_BTA)
 
 
 def update_selection_bias(

@@ -40,21 +40,9 @@ class LayerOutput(flax.struct.PyTreeNode, kw_only=True):
     max_logits: [N] likewise; None unless asked for.
   """
 
-  expert_ids: jax.Array | None
-  stats: layer_stages.MixtureStats | None
-  max_logits: jax.Array | None
-
-
-def names(config: model_config.ModelConfig) -> list[str]:
-  """Returns the stacks of a decoder in their order, dense layers first."""
-  return [name for name, length in lengths(config).items() if length]
-
-
-def lengths(config: model_config.ModelConfig) -> dict[str, int]:
-  return {
-    'dense_layers': config.num_dense_layers,
-    'moe_layers': config.num_moe_layers,
-  }
+  expert_ids: Any = None
+  stats: Any = None
+  max_logits: Any
 
 
 def run(
@@ -76,7 +64,7 @@ def run(
     context: what every layer reads.
     replay_MBTA: routes to replay, or None.
     config: of the decoder.
-    plan: where variables and tokens lie; None on one device.
+    plan: where variables and tokens lie.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
@@ -86,7 +74,6 @@ def run(
     lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P)
   )
   stacked, in_specs, owned = shards.lend(stacked, specs, plan)
-  compute = _dense_layer if name == 'dense_layers' else _moe_layer
 
   def layer(variables, x_BTD, context, replay_BTA):
     variables = owned(variables)
@@ -94,7 +81,7 @@ def run(
       variables['params'], specs['params'], config, plan
     )
     variables = {**variables, 'params': whole}
-    return compute(variables, x_BTD, context, replay_BTA, config, plan)
+    return _layer(variables, x_BTD, context, replay_BTA, config, plan)
 
   if config.remat:
     # A choice of experts that rounding made anew might be another.
@@ -102,15 +89,12 @@ def run(
     policy = jax.checkpoint_policies.save_only_these_names(*saves)
     layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
   where, apart = shards.tokens_spec(plan), shards.stacked_spec(plan)
-  output_of: Any = LayerOutput  # Holds specs here, where arrays are declared.
+  output = LayerOutput(expert_ids=where, stats=apart, max_logits=apart)
   per_shard = shards.per_shard(
     layer,
     plan,
     in_specs=(in_specs, where, where, where),
-    out_specs=(
-      where,
-      output_of(expert_ids=where, stats=apart, max_logits=apart),
-    ),
+    out_specs=(where, output),
   )
 
   def body(x_BTD, sliced):
@@ -129,47 +113,18 @@ def _unroll(name, config, plan):
   compiler would merge both passes. Two layers in the body of a TPU's loop gave
   its scheduler no more to hide transfers under (Kimi K2 on 512 v5p).
   """
-  length = lengths(config)[name]
+  length = config.stacks[name]
   is_small = length <= _MOST_UNROLLED and plan is None
   is_small = is_small and not config.remat
   return length if is_small and platforms.current() == 'cpu' else 1
 
 
-def _dense_layer(variables, x_BTD, context, replay_BTA, config, plan):
-  del replay_BTA
+def _layer(variables, x_BTD, context, replay_BTA, config, plan):
   params = variables['params']
-  out_BTN, max_logits_N = _attend(params, x_BTD, context, config, plan)
-  x_BTD = layer_stages.dense(params, x_BTD, out_BTN, config)
-  return x_BTD, LayerOutput(
-    expert_ids=None, stats=None, max_logits=shards.stacked(max_logits_N)
-  )
-
-
-def _moe_layer(variables, x_BTD, context, replay_BTA, config, plan):
-  params = variables['params']
-  bias_E = variables.get('selection_bias', {}).get('moe', {}).get('bias')
-  out_BTN, max_logits_N = _attend(params, x_BTD, context, config, plan)
-  valid_BT = context.segment_ids_BT != 0
-  x_BTD, ids_BTA, stats = layer_stages.mixture(
-    params,
-    bias_E,
-    (x_BTD, out_BTN, valid_BT, replay_BTA),
-    config,
-    plan=plan,
-    in_shard=True,
-  )
-  return x_BTD, LayerOutput(
-    expert_ids=ids_BTA.astype(jnp.uint16),
-    stats=shards.stacked(stats),
-    max_logits=shards.stacked(max_logits_N),
-  )
-
-
-def _attend(params, x_BTD, context, config, plan):
   query, kept = layer_stages.attention_inputs(
     params, x_BTD, context.cos_sin, config
   )
-  return layer_stages.attend(
+  out_BTN, max_logits_N = layer_stages.attend(
     params,
     query,
     kept,
@@ -177,4 +132,18 @@ def _attend(params, x_BTD, context, config, plan):
     config,
     plan,
     is_measured=context.is_measured,
+  )
+  output = LayerOutput(max_logits=shards.stacked(max_logits_N))
+  if 'ffw' in params:
+    return layer_stages.dense(params, x_BTD, out_BTN, config), output
+  x_BTD, ids_BTA, stats = layer_stages.mixture(
+    params,
+    variables.get('selection_bias', {}).get('moe', {}).get('bias'),
+    (x_BTD, out_BTN, context.segment_ids_BT != 0, replay_BTA),
+    config,
+    plan=plan,
+  )
+  expert_ids = ids_BTA.astype(jnp.uint16)
+  return x_BTD, output.replace(
+    expert_ids=expert_ids, stats=shards.stacked(stats)
   )

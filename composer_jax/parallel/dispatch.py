@@ -11,7 +11,6 @@ Ids outside of 0 .. E - 1, `NO_ROUTE` among them, and those of padding, are no
 expert's: they sort behind all groups and index nothing.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,32 +22,6 @@ from jax import ad_checkpoint
 from composer_jax.core import platforms, records, rounding
 
 ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-  """Devices that hold all experts between them, each as many as another.
-
-  Attributes:
-    axes: their mesh axes.
-    num_shards: of them.
-    num_local: experts of each.
-    rows: copies that one of them has room for; None for the worst case.
-    slots: tokens that one of them has room for, or one has for each of the
-      others; None for the worst case.
-    chunks: in how many steps one goes through its experts.
-  """
-
-  axes: tuple[str, ...]
-  num_shards: int
-  num_local: int
-  rows: int | None = None
-  slots: int | None = None
-  chunks: int = 1
-
-  @property
-  def no_expert(self) -> int:
-    return self.num_shards * self.num_local
 
 
 class Order(NamedTuple):
@@ -66,20 +39,7 @@ class Order(NamedTuple):
   place_ZA: jax.Array
 
 
-class Needs(NamedTuple):
-  """What the shard with the most had to have room for.
-
-  Attributes:
-    copies: int32, rows of experts.
-    tokens: int32, rows to receive, of all shards together or of one as the
-      transport has it; None where it always has room.
-  """
-
-  copies: jax.Array
-  tokens: jax.Array | None = None
-
-
-class Tokens(NamedTuple):
+class RoutedTokens(NamedTuple):
   """Tokens with their routes; ids may be of experts elsewhere, or of none."""
 
   x_ZD: jax.Array
@@ -90,42 +50,27 @@ class Tokens(NamedTuple):
 def sort_copies(
   key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
 ) -> tuple[Order, jax.Array]:
-  """Sorts copies by key, stably.
+  """Sorts copies by key, stably, into a buffer of `num_rows`.
 
-  Args:
-    key_ZA: int32 group of each copy; num_groups for none.
-    num_groups: that there are.
-    num_rows: of the buffer; copies beyond get no place.
-
-  Returns:
-    the order and int32 sizes of the groups, beyond the buffer or not.
+  A key is the int32 group of a copy; num_groups for none. Copies beyond the
+  buffer get no place, and count in the int32 sizes of the groups.
   """
   key_Y = key_ZA.reshape(-1)
   size = key_Y.size
   num_rows = size if num_rows is None else min(num_rows, size)
   # One sort of numbers that hold both key and copy: an argsort, whose order
   # follows from comparing pairs, takes five times as long on CPU.
-  sorted_Y = _sort_numbered(key_Y, num_groups + 1)
-  copy_Y = sorted_Y.numbers
-  place_Y = _sort_numbered(copy_Y, size).numbers
+  sorted_Y, copy_Y = _sort_numbered(key_Y, num_groups + 1)
+  _, place_Y = _sort_numbered(copy_Y, size)
   place_Y = jnp.where(key_Y < num_groups, place_Y, num_rows)
   place_Y = jnp.minimum(place_Y, num_rows)
   ends_E = jnp.searchsorted(
-    sorted_Y.keys, jnp.arange(num_groups), side='right', method='scan'
+    sorted_Y, jnp.arange(num_groups), side='right', method='scan'
   ).astype(jnp.int32)
   sizes_E = jnp.diff(ends_E, prepend=0)
   copy_Y = copy_Y[:num_rows]
-  order = Order(
-    source_Y=copy_Y // key_ZA.shape[1],
-    copy_Y=copy_Y,
-    place_ZA=place_Y.reshape(key_ZA.shape),
-  )
-  return order, sizes_E
-
-
-class _Numbered(NamedTuple):
-  keys: jax.Array
-  numbers: jax.Array
+  source_Y = copy_Y // key_ZA.shape[1]
+  return Order(source_Y, copy_Y, place_Y.reshape(key_ZA.shape)), sizes_E
 
 
 def _sort_numbered(key_Y, num_keys):
@@ -138,7 +83,7 @@ def _sort_numbered(key_Y, num_keys):
     keys, numbers = key_Y // size, key_Y % size
   else:
     keys, numbers = jax.lax.sort((key_Y, index_Y), num_keys=1, is_stable=True)
-  return _Numbered(keys.astype(jnp.int32), numbers.astype(jnp.int32))
+  return keys.astype(jnp.int32), numbers.astype(jnp.int32)
 
 
 @jax.custom_vjp
@@ -211,7 +156,7 @@ def prepare(
   ids_BTA: jax.Array,
   gates_BTA: jax.Array,
   valid_BT: jax.Array,
-) -> Tokens:
+) -> RoutedTokens:
   """Returns flat tokens, with `NO_ROUTE` for padding.
 
   No token names an expert twice: the gate of the second time goes to the first.
@@ -225,17 +170,16 @@ def prepare(
   gates_ZA = jnp.where(same_ZAA, gates_ZA[:, None, :], 0).sum(-1)
   is_used_ZA = ~jnp.tril(same_ZAA, -1).any(-1) & valid_BT.reshape(-1, 1)
   ids_ZA = jnp.where(is_used_ZA, ids_ZA, records.NO_ROUTE)
-  return Tokens(x_BTD.reshape(-1, dim), ids_ZA, gates_ZA)
+  return RoutedTokens(x_BTD.reshape(-1, dim), ids_ZA, gates_ZA)
 
 
 def expert_sum(
   expert_fn: ExpertFunction,
   weights: dict[str, jax.Array],
-  tokens: Tokens,
+  tokens: RoutedTokens,
   first: jax.Array | int,
   *,
   rows: int | None = None,
-  chunks: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
   """Sums what experts first .. first + E_local - 1 make of tokens.
 
@@ -245,40 +189,10 @@ def expert_sum(
     tokens: of `prepare`, of any shards.
     first: of the experts here.
     rows: copies that there is room for, others count as zero; None for all.
-    chunks: in how many steps; each computes its rows anew for its gradient,
-      and only one step's rows exist at a time.
 
   Returns:
     y_ZD, zero for tokens of no expert here, and the copies that there were.
   """
-  num_local = jax.tree.leaves(weights)[0].shape[0]
-  if num_local % chunks:
-    below = max(n for n in range(1, chunks) if num_local % n == 0)
-    raise ValueError(
-      f'chunks ({chunks}) must divide the experts of a shard ({num_local}); '
-      f'the nearest below that does is {below}.'
-    )
-  if chunks == 1:
-    return _chunk_sum(expert_fn, weights, tokens, first, rows)
-  step = num_local // chunks
-  weights = jax.tree.map(
-    lambda w: w.reshape(chunks, step, *w.shape[1:]), weights
-  )
-
-  @jax.checkpoint
-  def body(sums, chunk):
-    weights, index = chunk
-    y_ZD, count = _chunk_sum(
-      expert_fn, weights, tokens, first + index * step, rows
-    )
-    return (sums[0] + y_ZD.astype(jnp.float32), sums[1] + count), None
-
-  zeros = (jnp.zeros(tokens.x_ZD.shape, jnp.float32), jnp.int32(0))
-  (y_ZD, count), _ = jax.lax.scan(body, zeros, (weights, jnp.arange(chunks)))
-  return rounding.rounded(y_ZD, tokens.x_ZD.dtype), count
-
-
-def _chunk_sum(expert_fn, weights, tokens, first, rows):
   x_ZD, ids_ZA, gates_ZA = tokens
   num_local = jax.tree.leaves(weights)[0].shape[0]
   local_ZA = ids_ZA - first
@@ -290,12 +204,11 @@ def _chunk_sum(expert_fn, weights, tokens, first, rows):
   with jax.named_scope('dispatch'):
     order, sizes_E = named_routes(sort_copies(key_ZA, num_local, rows))
     rows_YD = take(x_ZD, order)
-  count = sizes_E.sum()
   # Groups end where the buffer does.
   ends_E = jnp.minimum(jnp.cumsum(sizes_E), rows)
   rows_YD = expert_fn(weights, rows_YD, jnp.diff(ends_E, prepend=0))
   with jax.named_scope('combine'):
-    return combine(rows_YD, gates_ZA, order), count
+    return combine(rows_YD, gates_ZA, order), sizes_E.sum()
 
 
 def _narrowed(key_ZA, gates_ZA, num_groups):
@@ -315,19 +228,17 @@ def copies(
   x_BTD: jax.Array,
   ids_BTA: jax.Array,
   valid_BT: jax.Array,
-  first: Any,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the copies that chose experts first .. first + E_local - 1.
+  """Computes each copy by itself, on the device at hand.
 
   Returns:
-    copies_BTAD and the bool mine_BTA, false where a copy is of another expert
-    or of padding and is zero.
+    copies_BTAD and the bool mine_BTA, false where a copy is of no expert or of
+    padding and is zero.
   """
   num_active = ids_BTA.shape[-1]
   num_local = jax.tree.leaves(weights)[0].shape[0]
-  local_BTA = ids_BTA - first
-  mine_BTA = (local_BTA >= 0) & (local_BTA < num_local) & valid_BT[..., None]
-  key_BTA = jnp.where(mine_BTA, local_BTA, num_local)
+  mine_BTA = (ids_BTA >= 0) & (ids_BTA < num_local) & valid_BT[..., None]
+  key_BTA = jnp.where(mine_BTA, ids_BTA, num_local)
   order, group_sizes_E = sort_copies(key_BTA.reshape(-1, num_active), num_local)
   rows_YD = take(x_BTD.reshape(-1, x_BTD.shape[-1]), order)
   rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
@@ -357,21 +268,3 @@ def named_routes(tree: Any) -> Any:
   return jax.tree.map(
     functools.partial(ad_checkpoint.checkpoint_name, name='routes'), tree
   )
-
-
-Compute = Callable[[Tokens], tuple[jax.Array, jax.Array]]
-
-
-def pack(ids_ZA: jax.Array, gates_ZA: jax.Array) -> jax.Array:
-  """Returns ids and gates as one float32 array, so that they travel as one.
-
-  Ids are exact as float32 up to 2 ** 24.
-  """
-  wide_ZA = ids_ZA.astype(jnp.float32)
-  return jnp.concatenate([wide_ZA, gates_ZA.astype(jnp.float32)], axis=-1)
-
-
-def unpack(packed_ZA: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns ids and gates of `pack`."""
-  ids_ZA, gates_ZA = jnp.split(packed_ZA, 2, axis=-1)
-  return jax.lax.stop_gradient(ids_ZA).astype(jnp.int32), gates_ZA

@@ -1,11 +1,10 @@
 """Carries tokens to the devices that hold their experts, and back.
 
-`in_shard` runs inside of a shard_map over the whole mesh: tokens that are
-sharded travel by one of `transports`, and every shard computes the copies that
-chose its own experts. `exchange` runs outside of one and is for tokens that
-every device has, those of a decode step, which need only a sum. All are exact
-for any routing and drop nothing; what a bucket has no room for is counted, and
-the step repeated. Routing itself happens outside.
+Tokens that are sharded travel by one of `carriers`, and every shard computes
+the copies that chose its own experts. Tokens that every device has, those of a
+decode step, need only a sum. All is exact for any routing and drops nothing;
+what a bucket has no room for is counted, and the step repeated. Routing itself
+happens outside.
 
 Tensors are named for remat: 'dispatched' is what arrived at the experts,
 'routes' says what lies where (small), 'combined' is what came back. Where they
@@ -25,28 +24,23 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import platforms
-from composer_jax.parallel import dispatch, transports
-
-ExpertFunction = dispatch.ExpertFunction
+from composer_jax.parallel import carriers, dispatch, transports
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-  """How experts and tokens lie on the mesh.
+  """How variables, tokens and experts lie on the mesh.
 
   Attributes:
     mesh: the one mesh.
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
     weight_specs: storage spec of each expert array, by name; axis 0 is the
-      expert axis and its mesh axes form the expert shards. Other sharded
-      dimensions are gathered before use, layer by layer.
-    transport: of `transports.CARRIERS`, or 'auto' for `transports.choose`.
+      expert axis and its mesh axes, the same of all, form the expert shards.
+      Other sharded dimensions are gathered before use, layer by layer.
+    transport: of `carriers.CARRIERS`, or 'auto' for `transports.choose`.
     bucket: room for copies in means; None for the worst case.
-    chunks: in how many steps a shard goes through its experts; one step's rows
-      exist at a time, and are computed anew for the gradient.
     specs: storage spec of each variable of the model, by '/'-joined name.
-    reduce_dtype: of gradients of dense weights on their way to their shards.
     sequence_order: of `sequence.ORDERS`; the tokens of a row on the devices.
   """
 
@@ -56,20 +50,16 @@ class ExchangePlan:
   weight_specs: tuple[tuple[str, P], ...]
   transport: str = 'auto'
   bucket: float | None = None
-  chunks: int = 1
   specs: tuple[tuple[str, P], ...] = ()
-  reduce_dtype: str = 'float32'
   sequence_order: str = 'contiguous'
 
   @property
+  def token_axes(self) -> tuple[str, ...]:
+    return self.batch_axes + self.sequence_axes
+
+  @property
   def expert_axes(self) -> tuple[str, ...]:
-    axes = {axis_names(spec[0]) for _, spec in self.weight_specs}
-    if len(axes) != 1:
-      raise ValueError(
-        'All expert arrays must shard their expert axis alike; the plan has '
-        f'{dict(self.weight_specs)}.'
-      )
-    return axes.pop()
+    return axis_names(self.weight_specs[0][1][0])
 
   @property
   def expert_shards(self) -> int:
@@ -77,14 +67,15 @@ class ExchangePlan:
 
 
 class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
-  """Whether one exchange had room; no leaf is differentiable.
+  """Whether one exchange had room, in int32 copies of tokens.
+
+  Where some shard needed more than the capacity, the step has a wrong result
+  and must be repeated with more.
 
   Attributes:
-    needed_rows: int32, copies that the busiest shard that this one knows of had
-      to have room for, or the tokens to receive, if those are more for their
-      room (`transports.rows_for_tokens`).
-    capacity: int32, copies that there was room for. Where some shard needed
-      more, the step has a wrong result and must be repeated with more.
+    needed_rows: of the busiest shard that this one knows of; or the tokens to
+      receive, if those are more for their room (`transports.rows_for_tokens`).
+    capacity: that there was room for.
   """
 
   needed_rows: jax.Array
@@ -99,7 +90,7 @@ def axis_names(entry: Any) -> tuple[str, ...]:
 
 
 def exchange(
-  expert_fn: ExpertFunction,
+  expert_fn: dispatch.ExpertFunction,
   weights: dict[str, jax.Array],
   x_BTD: jax.Array,
   ids_BTA: jax.Array,
@@ -107,120 +98,88 @@ def exchange(
   valid_BT: jax.Array,
   *,
   plan: ExchangePlan | None,
-) -> jax.Array:
+) -> tuple[jax.Array, ExchangeStats | None]:
   """Returns y_BTD, each token's gated sum over its experts; zero on padding.
 
+  Without a plan it computes on the device at hand. With one that shards tokens
+  it runs inside of a shard_map over the whole mesh, on this shard's tokens and
+  experts. With one that does not, outside of any, on whole arrays, which always
+  have room: the second result is None.
+
   Args:
     expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
-    weights: arrays with a leading expert axis.
+    weights: arrays with a leading expert axis, sharded over nothing else.
     x_BTD: tokens.
-    ids_BTA: int32 experts of each token.
-    gates_BTA: float32 weight of each.
-    valid_BT: false on padding, which reaches no expert.
-    plan: where experts lie, every device having all tokens; None computes on
-      the devices at hand.
-  """
-  if plan is None:
-    arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
-    return in_shard(expert_fn, *arrays, plan=None)[0]
-  assert not plan.batch_axes and not plan.sequence_axes, plan
-  specs = dict(plan.weight_specs)
-  if set(specs) != set(weights):
-    raise ValueError(
-      f'The plan knows the expert arrays {sorted(specs)}, not '
-      f'{sorted(weights)}.'
-    )
-  transport = jax.shard_map(
-    functools.partial(_whole, expert_fn, plan),
-    mesh=plan.mesh,
-    in_specs=(specs, P(), P(), P(), P()),
-    out_specs=P(),
-    check_vma=False,
-  )
-  return transport(weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
-
-
-def in_shard(
-  expert_fn: ExpertFunction,
-  weights: dict[str, jax.Array],
-  x_BTD: jax.Array,
-  ids_BTA: jax.Array,
-  gates_BTA: jax.Array,
-  valid_BT: jax.Array,
-  *,
-  plan: ExchangePlan | None,
-) -> tuple[jax.Array, ExchangeStats]:
-  """Returns y_BTD of this shard's tokens, inside of a shard_map.
-
-  Args:
-    expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
-    weights: this shard's experts, every other dimension whole.
-    x_BTD: this shard's tokens.
     ids_BTA: int32 experts of each token, counted over all shards.
     gates_BTA: float32 weight of each.
     valid_BT: false on padding, which reaches no expert.
-    plan: where things lie; None computes on the device at hand.
+    plan: where experts and tokens lie.
   """
+  arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+  if plan is not None and not plan.token_axes:
+    summed = jax.shard_map(
+      functools.partial(_whole, expert_fn, plan),
+      mesh=plan.mesh,
+      in_specs=(dict(plan.weight_specs), P(), P(), P(), P()),
+      out_specs=P(),
+      check_vma=False,
+    )
+    return summed(*arrays), None
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
-  num_local = jax.tree.leaves(weights)[0].shape[0]
   shards = plan.expert_shards if plan else 1
   load = transports.Load(
     num_tokens=tokens.x_ZD.shape[0],
     num_active=tokens.ids_ZA.shape[1],
-    num_experts=shards * num_local,
+    num_experts=shards * jax.tree.leaves(weights)[0].shape[0],
     num_shards=shards,
     embed_dim=x_BTD.shape[-1],
     item_bytes=x_BTD.dtype.itemsize,
   )
   if plan is None or not plan.expert_axes:
-    chunks = plan.chunks if plan else 1
-    y_ZD, needed = dispatch.expert_sum(
-      expert_fn, weights, tokens, 0, chunks=chunks
-    )
+    y_ZD, needed = dispatch.expert_sum(expert_fn, weights, tokens, 0)
     capacity = load.worst_rows
   else:
-    y_ZD, needed, capacity = _carried(expert_fn, weights, tokens, load, plan)
+    y_ZD, needed = _carried(expert_fn, weights, tokens, load, plan)
+    capacity = transports.capacity_rows(load, plan.bucket)
   return y_ZD.reshape(x_BTD.shape), ExchangeStats(
     needed_rows=needed.astype(jnp.int32), capacity=jnp.int32(capacity)
   )
 
 
 def _carried(expert_fn, weights, tokens, load, plan):
-  """Returns y_ZD, the rows needed and those that there were."""
-  _check_axes(plan)
+  """Returns y_ZD and the rows needed."""
+  missing = [axis for axis in plan.expert_axes if axis not in plan.token_axes]
+  if missing:
+    raise ValueError(
+      f'The experts are sharded over {plan.expert_axes}, but tokens over '
+      f'{plan.token_axes}: {missing} would compute every token again. Let them '
+      'shard the batch or the sequence.'
+    )
   name, axes = transport_of(plan, load), plan.expert_axes
-  group = transports.sized(
-    load, name, bucket=plan.bucket, axes=axes, chunks=plan.chunks
-  )
+  shards = transports.sized(load, name, bucket=plan.bucket, axes=axes)
   compute = functools.partial(
     dispatch.expert_sum,
     expert_fn,
     weights,
     first=jax.lax.axis_index(axes) * load.num_local,
-    rows=group.rows,
-    chunks=group.chunks,
+    rows=shards.rows,
   )
-  y_ZD, needs = transports.CARRIERS[name](compute, tokens, group)
-  needed = needs.copies
-  if needs.tokens is not None:
-    rows = transports.rows_for_tokens(load, name, needs.tokens)
-    needed = jnp.maximum(needed, rows)
-  return y_ZD, needed, transports.capacity_rows(load, plan.bucket)
+  y_ZD, needs = carriers.carry(name, compute, tokens, shards)
+  if needs.tokens is None:
+    return y_ZD, needs.copies
+  rows = transports.rows_for_tokens(load, name, needs.tokens)
+  return y_ZD, jnp.maximum(needs.copies, rows)
 
 
 def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
-  """Returns the transport of a plan on the platform that is traced for.
-
-  Raises:
-    ValueError: there is none of that name.
-  """
+  """Returns the transport of a plan on the platform that is traced for."""
   if plan.transport == 'auto':
     platform = platforms.current()
-    return transports.choose(load, platform=platform, bucket=plan.bucket).name
-  if plan.transport not in transports.CARRIERS:
+    return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
+  if plan.transport not in carriers.CARRIERS:
     raise ValueError(
       f'transport {plan.transport!r} is not one of '
-      f'{("auto", *transports.CARRIERS)}.'
+      f'{("auto", *carriers.CARRIERS)}.'
     )
   return plan.transport
 
@@ -235,13 +194,8 @@ def load_of(
   embed_dim: int,
   item_bytes: int = 2,
 ) -> transports.Load:
-  """Returns the size of the exchange of one batch, for `transports`.
-
-  Raises:
-    ValueError: the experts do not divide over their shards.
-  """
-  sizes = plan.mesh.shape
-  tokens = math.prod(sizes[a] for a in plan.batch_axes + plan.sequence_axes)
+  """Returns the size of the exchange of one batch, for `transports`."""
+  tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
   if num_experts % shards:
     raise ValueError(
@@ -264,31 +218,61 @@ def needed_rows(
   ids_MBTA: np.ndarray,
   valid_BT: np.ndarray,
   *,
-  name: str,
   num_experts: int,
 ) -> np.ndarray:
-  """Returns rows_M that recorded routes need: see `transports.needed_rows`."""
-  return transports.needed_rows(
-    ids_MBTA,
-    valid_BT,
-    name,
+  """Counts on the host what the device will report for recorded routes.
+
+  Args:
+    plan: whose transport is no longer 'auto'.
+    ids_MBTA: experts of each token as the device will have them; tokens of
+      `NO_ROUTE` are routed afresh and are not counted here.
+    valid_BT: false on padding.
+    num_experts: that there are.
+
+  Returns:
+    int64 rows_M, of the shard that needs most in each layer.
+  """
+  # As `dispatch.prepare`.
+  ids_MBTA = ids_MBTA.astype(np.int64)
+  same = ids_MBTA[..., :, None] == ids_MBTA[..., None, :]
+  is_used = ~np.tril(same, -1).any(-1) & valid_BT[..., None]
+  ids_MBTA = np.where(is_used, ids_MBTA, -1)
+  num_layers, batch, length, num_active = ids_MBTA.shape
+  load = load_of(
+    plan,
+    batch_size=batch,
+    length=length,
     num_experts=num_experts,
-    mesh_shape=dict(plan.mesh.shape),
-    batch_axes=plan.batch_axes,
-    sequence_axes=plan.sequence_axes,
-    expert_axes=plan.expert_axes,
+    num_active=num_active,
+    embed_dim=0,
   )
-
-
-def _check_axes(plan):
-  token_axes = plan.batch_axes + plan.sequence_axes
-  missing = [axis for axis in plan.expert_axes if axis not in token_axes]
-  if missing:
-    raise ValueError(
-      f'The experts are sharded over {plan.expert_axes}, but tokens over '
-      f'{token_axes}: {missing} would compute every token again. Let them '
-      'shard the batch or the sequence.'
-    )
+  # A dimension for each mesh axis; B and T become those of a shard.
+  rows, columns = (
+    [plan.mesh.shape[axis] for axis in axes]
+    for axes in (plan.batch_axes, plan.sequence_axes)
+  )
+  b, t = batch // math.prod(rows), length // math.prod(columns)
+  split = ids_MBTA.reshape(num_layers, *rows, b, *columns, t, num_active)
+  dims = ['M', *plan.batch_axes, 'B', *plan.sequence_axes, 'T', 'A']
+  # Groups of shards that exchange with each other, in the order of the mesh.
+  outer = [axis for axis in plan.token_axes if axis not in plan.expert_axes]
+  order = ['M', *outer, *plan.expert_axes, 'B', 'T', 'A']
+  split = split.transpose([dims.index(name) for name in order])
+  split = split.reshape(num_layers, -1, load.num_shards, b * t, num_active)
+  is_any = (split >= 0) & (split < num_experts)
+  shard = np.where(is_any, split // load.num_local, load.num_shards)
+  # [M, group, sender, token, A, receiver]
+  visits = shard[..., None] == np.arange(load.num_shards)
+  copies = visits.sum((2, 3, 4)).max((1, 2))
+  if plan.transport == 'ring':
+    return copies
+  tokens = visits.any(4).sum(3)
+  if plan.transport == 'ragged_a2a':
+    tokens = tokens.sum(2, keepdims=True)
+  rows_M = transports.rows_for_tokens(
+    load, plan.transport, tokens.max((1, 2, 3))
+  )
+  return np.maximum(copies, rows_M)
 
 
 def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):

@@ -20,7 +20,7 @@ class Layout:
   """Where parameters and tokens lie.
 
   Attributes:
-    name: as configs and command lines call it.
+    name: as configs call it.
     dense: logical axis -> mesh axes (a tuple) or None. A mesh axis goes to
       the first dimension of a parameter that wants it.
     partial: axes of `dense` that take the largest product of their mesh axes

@@ -25,10 +25,6 @@ ORDERS = ('contiguous', 'zigzag')
 def order(length: int, context: int) -> np.ndarray:
   """Returns the place in the row, int64 [T], of each place on the devices.
 
-  Args:
-    length: of the row.
-    context: devices that share it.
-
   Raises:
     ValueError: the row does not divide into 2 chunks for each device.
   """
@@ -43,12 +39,6 @@ def to_device(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
   return np.take(array, order(array.shape[axis], context), axis=axis)
 
 
-def to_row(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
-  """Brings tokens in the zigzag order back into that of the row."""
-  places = np.argsort(order(array.shape[axis], context))
-  return np.take(array, places, axis=axis)
-
-
 def gather_row(
   x_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> jax.Array:
@@ -56,11 +46,11 @@ def gather_row(
 
   Its gradient is reduced to shards.
   """
-  axes = plan.sequence_axes if plan else ()
-  if not axes or lax.axis_size(axes) == 1:
+  if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BT
+  axes = plan.sequence_axes
   x_BS = lax.all_gather(x_BT, axes, axis=1, tiled=True)
-  if not _is_zigzag(plan):
+  if plan.sequence_order == 'contiguous':
     return x_BS
   context = lax.axis_size(axes)
   batch, length, *rest = x_BS.shape
@@ -72,12 +62,12 @@ def gather_row(
 
 def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
   """Returns this shard's tokens of whole rows: the inverse of `gather_row`."""
-  axes = plan.sequence_axes if plan else ()
-  if not axes or lax.axis_size(axes) == 1:
+  if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BS
+  axes = plan.sequence_axes
   context, rank = lax.axis_size(axes), lax.axis_index(axes)
   length = x_BS.shape[1]
-  if not _is_zigzag(plan):
+  if plan.sequence_order == 'contiguous':
     size = length // context
     return lax.dynamic_slice_in_dim(x_BS, rank * size, size, 1)
   _check_divides(length, context)
@@ -87,14 +77,6 @@ def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
     for chunk in (rank, 2 * context - 1 - rank)
   )
   return jnp.concatenate(list(chunks), axis=1)
-
-
-def _is_zigzag(plan):
-  if plan.sequence_order not in ORDERS:
-    raise ValueError(
-      f'sequence_order {plan.sequence_order!r} is not in {ORDERS}.'
-    )
-  return plan.sequence_order == 'zigzag'
 
 
 def _check_divides(length: int, context: int) -> None:

@@ -25,16 +25,9 @@ def spec(
 ) -> P:
   """Returns the mesh axes of each dimension of a parameter.
 
-  Args:
-    name: of the parameter, for messages.
-    shape: its dimensions.
-    axes: their logical names.
-    layout: the tables.
-    mesh: the one mesh.
-
   Raises:
-    ValueError: names the parameter when an axis is missing from the table or
-      nothing divides.
+    ValueError: names the parameter when one of its logical axes is missing from
+      the table or nothing divides.
   """
   table = layout.expert if 'expert' in axes else layout.dense
   missing = [axis for axis in axes if axis not in table]
@@ -55,7 +48,13 @@ def spec(
   if 'expert' in axes:
     taken |= _place_experts(name, sizes, table, mesh)
   for axis, mesh_axes in taken.items():
-    _check_divides(name, axis, sizes[axis], mesh_axes, mesh)
+    shards = product(mesh_axes, mesh)
+    if sizes[axis] % shards:
+      raise ValueError(
+        f'Parameter {name}: its {axis} dimension ({sizes[axis]}) must divide '
+        f'by {describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
+        f'{nearest(sizes[axis], shards)}.'
+      )
   return P(*(taken.get(axis) or None for axis in axes))
 
 
@@ -66,13 +65,13 @@ def _place_experts(
   wanted = table['expert'] or ()
   expert_axes = _largest_divisor(sizes['expert'], wanted, mesh)
   rest = tuple(axis for axis in wanted if axis not in expert_axes)
-  if _product(rest, mesh) == 1:
+  if product(rest, mesh) == 1:
     return {'expert': expert_axes}
   candidates = [a for a in table if table[a] == layouts.REST and a in sizes]
   for axis in candidates:
-    if sizes[axis] % _product(rest, mesh) == 0:
+    if sizes[axis] % product(rest, mesh) == 0:
       return {'expert': expert_axes, axis: rest}
-  count, others = _product(wanted, mesh), _product(rest, mesh)
+  count, others = product(wanted, mesh), product(rest, mesh)
   cures = [f'{nearest(sizes["expert"], count)} experts'] + [
     f'{axis} of {nearest(sizes[axis], others)}' for axis in candidates
   ]
@@ -93,12 +92,12 @@ def _largest_divisor(
     subset
     for count in range(len(wanted), -1, -1)
     for subset in itertools.combinations(wanted, count)
-    if size % _product(subset, mesh) == 0
+    if size % product(subset, mesh) == 0
   )
-  return max(subsets, key=lambda subset: _product(subset, mesh))
+  return max(subsets, key=lambda subset: product(subset, mesh))
 
 
-def _product(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> int:
+def product(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> int:
   return math.prod(mesh.shape[axis] for axis in mesh_axes)
 
 
@@ -113,28 +112,12 @@ def nearest(size: int, divisor: int) -> str:
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
 
-def _check_divides(
-  name: str, axis: str, size: int, mesh_axes: tuple[str, ...], mesh: AnyMesh
-) -> None:
-  shards = _product(mesh_axes, mesh)
-  if size % shards:
-    raise ValueError(
-      f'Parameter {name}: its {axis} dimension ({size}) must divide by '
-      f'{describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
-      f'{nearest(size, shards)}.'
-    )
-
-
 def specs(
   abstract: Any, logical: Any, *, layout: layouts.Layout, mesh: AnyMesh
 ) -> Any:
   """Returns a tree of PartitionSpecs for a tree of shapes.
 
-  Args:
-    abstract: arrays or `jax.ShapeDtypeStruct`s.
-    logical: PartitionSpecs of logical axis names, of the same structure.
-    layout: the tables.
-    mesh: the one mesh.
+  `logical` is a like tree, of PartitionSpecs of logical axis names.
   """
   named = trees.flatten_names(logical)
   return trees.map_names(
@@ -163,9 +146,7 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
   """Returns the sharding of expert_ids_MBTA."""
-  return NamedSharding(
-    mesh, P(None, layout.batch or None, layout.sequence or None)
-  )
+  return NamedSharding(mesh, P(None, *tokens(layout, mesh).spec))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

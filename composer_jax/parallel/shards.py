@@ -73,9 +73,6 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
     plan: of the model.
     name: of the subtree, such as 'params/moe_layers'.
     tree: the subtree itself, a leaf included.
-
-  Raises:
-    ValueError: the plan does not know a variable.
   """
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
@@ -96,14 +93,10 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
 def check_tokens(
   plan: exchange.ExchangePlan | None, shape_BT: tuple[int, ...]
 ) -> None:
-  """Refuses a batch that the mesh cannot divide.
-
-  Raises:
-    ValueError: tokens are not sharded, or their axes do not divide.
-  """
+  """Refuses a batch that the mesh cannot divide."""
   if plan is None:
     return
-  if set(plan.batch_axes) | set(plan.sequence_axes) != set(plan.mesh.shape):
+  if set(plan.token_axes) != set(plan.mesh.shape):
     raise ValueError(
       f'Tokens lie over the mesh axes {plan.batch_axes} and '
       f'{plan.sequence_axes} and the mesh has {tuple(plan.mesh.shape)}: a '
@@ -112,7 +105,7 @@ def check_tokens(
     )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
-    num_shards = math.prod(plan.mesh.shape[axis] for axis in axes)
+    num_shards = shardings.product(axes, plan.mesh)
     if size % num_shards:
       raise ValueError(
         f'{name} size ({size}) must divide by the mesh axes '
@@ -122,44 +115,34 @@ def check_tokens(
 
 
 def gather(
-  shard: jax.Array,
-  spec: P,
-  *,
-  dtype: jax.typing.DTypeLike,
-  reduce_dtype: jax.typing.DTypeLike = 'float32',
+  shard: jax.Array, spec: P, *, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
   """Returns a weight whole, in the dtype that it is computed with.
 
-  It travels in that dtype, its gradient in `reduce_dtype`, and both among the
-  devices of the spec alone. What was gathered is named 'weights', so that a
-  policy of recomputation can keep it.
-
-  Args:
-    shard: of a stored weight, inside of a shard.
-    spec: mesh axes of each dimension; those without one are whole already.
-    dtype: of the result.
-    reduce_dtype: of the sum of the devices' gradients.
+  It travels in that dtype, its gradient in float32, and both among the devices
+  of the spec alone. What was gathered is named 'weights', so that a policy of
+  recomputation can keep it.
   """
-  dtype, reduce_dtype = jnp.dtype(dtype), jnp.dtype(reduce_dtype)
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
-  whole = _gather(shard, spec, dtype, shard.dtype, reduce_dtype)
+  whole = _gather(shard, spec, jnp.dtype(dtype), shard.dtype)
   return ad_checkpoint.checkpoint_name(whole, 'weights')
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(shard, spec, dtype, stored_dtype, reduce_dtype):
-  del stored_dtype, reduce_dtype
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(shard, spec, dtype, stored_dtype):
+  del stored_dtype
   return gathered(shard.astype(dtype), spec)
 
 
-def _gather_forward(shard, spec, dtype, stored_dtype, reduce_dtype):
-  return _gather(shard, spec, dtype, stored_dtype, reduce_dtype), None
+def _gather_forward(shard, spec, dtype, stored_dtype):
+  return _gather(shard, spec, dtype, stored_dtype), None
 
 
-def _gather_backward(spec, dtype, stored_dtype, reduce_dtype, _, d_whole):
+def _gather_backward(spec, dtype, stored_dtype, _, d_whole):
   del dtype
-  return (scattered(d_whole.astype(reduce_dtype), spec).astype(stored_dtype),)
+  d_shard = scattered(d_whole.astype(jnp.float32), spec)
+  return (d_shard.astype(stored_dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -187,10 +170,11 @@ def lend(
     return stacked, specs, lambda variables: variables
   size, apart = plan.mesh.size, stacked_spec(plan)
 
-  def is_lent(x_M, spec):
-    return not any(spec) and math.prod(x_M.shape[1:]) <= MOST_LENT
-
-  lent = jax.tree.map(is_lent, stacked, specs)
+  lent = jax.tree.map(
+    lambda x_M, spec: not any(spec) and math.prod(x_M.shape[1:]) <= MOST_LENT,
+    stacked,
+    specs,
+  )
 
   def lend_one(x_M, is_lent):
     if not is_lent:
@@ -256,12 +240,6 @@ def look_up(
   gathered table moves V x D and then its gradient; a device has fewer tokens
   than a vocabulary has words. The gradient is added to the columns in float32,
   by a scatter.
-
-  Args:
-    table_VD: this device's columns of every row.
-    ids_BT: of this device.
-    spec: of the table; V must be whole.
-    dtype: of the result.
   """
   rows_axes, axes = (_axes(entry) for entry in (*spec, None, None)[:2])
   assert not rows_axes, 'V is whole in every layout that trains.'

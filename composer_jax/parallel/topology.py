@@ -28,9 +28,6 @@ def make_mesh(
     fsdp: shards of the batch within a replica.
     context: shards of the sequence.
     devices: to use; None means all.
-
-  Raises:
-    ValueError: if the product of the axes is not the number of devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   shape = (replica, fsdp, context)

@@ -49,14 +49,14 @@ def tables(
   if transport not in known:
     raise ValueError(f'transport {transport!r} is not one of {known}.')
   each = {t: traffic.lines(case, step(transport=t)) for t in traffic.TRANSPORTS}
-  choice = transports.choose(
+  name, chosen_for = transports.choose(
     traffic.load(case, step(transport='ring')),
     platform=topologies.MACHINES[case.machine].platform,
     bucket=bucket,
   )
   reason = 'as asked'
   if transport == 'auto':
-    transport, reason = choice.name, choice.reason
+    transport, reason = name, chosen_for
   tokens = f'{batch_size or rows} x {seq_len} tokens'
   where = f'{case.where}, {tokens}, {transport}'
   return [

@@ -26,7 +26,6 @@ class PlanQuestion:
   accumulate: int
   transport: str
   bucket: float
-  chunks: int
   remat_saves: Sequence[str] | None
   optimizer: str
   until: str
@@ -76,7 +75,7 @@ def answer(fields: dict[str, Any], q: PlanQuestion) -> list[Any]:
     optimizer=q.optimizer,
     bucket=q.bucket,
     remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
-    parallel=placement.ParallelOptions(transport=q.transport, chunks=q.chunks),
+    parallel=placement.ParallelOptions(transport=q.transport),
   )
   task = aot_process.CompileTask(
     case=case, options=options, topology_name=q.topology, libtpu=q.libtpu

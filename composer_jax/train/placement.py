@@ -12,6 +12,7 @@ from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import placement as model_placement
 from composer_jax.parallel import (
+  carriers,
   exchange,
   layouts,
   sequence,
@@ -25,13 +26,11 @@ class ParallelOptions:
   """What devices exchange, and how; no result depends on it but by rounding.
 
   Attributes:
-    transport: of tokens to experts, of `transports.CARRIERS`; 'auto' chooses by
+    transport: of tokens to experts, of `carriers.CARRIERS`; 'auto' chooses by
       the bytes that each would move.
     buckets: rows that an expert shard has room for over the mean, rising; a
       step is compiled for those it needs, and for the worst case where none of
       them holds it (`train.buckets`). () for the worst case always.
-    chunks: steps in which a shard goes through its experts, of whose rows only
-      one step's exist at a time.
     sequence_order: 'zigzag' gives each context shard an early and a late piece
       of a row, so that all attend to as many keys; 'auto' does where there is
       more than one.
@@ -39,14 +38,12 @@ class ParallelOptions:
 
   transport: str = 'auto'
   buckets: tuple[float, ...] = (1.0, 1.25, 2.0)
-  chunks: int = 1
   sequence_order: str = 'auto'
 
   def __post_init__(self):
     object.__setattr__(self, 'buckets', tuple(self.buckets))
-    checks.one_of(self, 'transport', ('auto', *transports.CARRIERS))
+    checks.one_of(self, 'transport', ('auto', *carriers.CARRIERS))
     checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
-    checks.at_least(self, 1, 'chunks')
     is_sorted = list(self.buckets) == sorted({*self.buckets})
     rises = is_sorted and min(self.buckets, default=1) >= 1
     rule = 'rise from 1 (the mean); the worst case is there without being named'
@@ -115,7 +112,6 @@ class Placement:
       self.plan,
       self._ordered(ids_MBTA, 2),
       self._ordered(valid_BT, 1),
-      name=self.plan.transport,
       num_experts=self.model.moe.num_experts,
     )
     return int(rows_P.max())
@@ -178,7 +174,6 @@ def build(
     layout=layout,
     mesh=mesh,
     transport=options.transport,
-    chunks=options.chunks,
     sequence_order=order,
   )
   axes = ', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())
@@ -218,13 +213,13 @@ def _load(model, plan, rows, seq_len):
 
 def _carried(plan, model, num_tokens, buckets):
   """Returns the plan with a transport, and a line that says why this one."""
-  choice = transports.choose(
+  name, reason = transports.choose(
     _load(model, plan, 1, num_tokens),
     platform=plan.mesh.devices.flat[0].platform,
     # Somewhere between what is enough at best and at worst.
     bucket=buckets[len(buckets) // 2] if buckets else None,
   )
   if plan.transport == 'auto':
-    return dataclasses.replace(plan, transport=choice.name), choice.reason
-  line = f'transport {plan.transport}, as configured; auto: {choice.reason}'
+    return dataclasses.replace(plan, transport=name), reason
+  line = f'transport {plan.transport}, as configured; auto: {reason}'
   return plan, line

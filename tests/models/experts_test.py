@@ -39,15 +39,8 @@ def _dense(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
 
 
 def _ours(mlp, weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
-  return exchange.exchange(
-    mlp,
-    weights,
-    x_BTD,
-    ids_BTA,
-    gates_BTA,
-    valid_BT,
-    plan=None,
-  )
+  arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
+  return exchange.exchange(mlp, *arrays, plan=None)[0]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from composer_jax.kernels.attention import blocks, grouped_query
-from composer_jax.models import mla
+from composer_jax.models import mla, rope
+from tests.models import decoder_test
 
+CONFIG = decoder_test.CONFIGS['mla']
 B, T, S, N, H, J, C, W = 2, 5, 7, 3, 4, 2, 6, 5
 
 
@@ -48,19 +50,29 @@ def test_absorbed_equals_naive_in_value_and_gradient(inputs):
   arrays, visible = inputs
   d_out = jax.random.normal(jax.random.key(1), (B, T, N, W))
 
+  def naive(query, latent, weights):
+    return mla.attend(weights, query, latent, visible, CONFIG)[0]
+
+  def absorbed(query, latent, weights):
+    query = jnp.concatenate(mla.for_pages(weights, query, CONFIG), axis=-1)
+    keys_BS1X = jnp.concatenate(latent, axis=-1)[:, :, None]
+    out_BTNC = grouped_query.attend(
+      query, keys_BS1X, latent[0][:, :, None], visible, scale=1.0
+    )
+    return mla.from_pages(weights, out_BTNC)
+
   @functools.partial(jax.jit, static_argnums=0)
   def value_and_gradients(form, arrays):
-    out, pull = jax.vjp(lambda a: form(*a, visible, scale=0.3), arrays)
+    out, pull = jax.vjp(lambda a: form(*a), arrays)
     return out, pull(d_out)
 
-  naive = value_and_gradients(
-    lambda *a, **kw: mla.attend_naive(*a, **kw)[0], arrays
-  )
-  absorbed = value_and_gradients(mla.attend_absorbed, arrays)
+  naive = value_and_gradients(naive, arrays)
+  absorbed = value_and_gradients(absorbed, arrays)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), absorbed, naive
   )
   mask_BTS = np.asarray(blocks.as_mask(visible, S))
+  scale = rope.softmax_scale(H + J, CONFIG.rope)
   with jax.default_matmul_precision('highest'):
-    want = _by_hand(*jax.tree.map(np.asarray, arrays), mask_BTS, 0.3)
+    want = _by_hand(*jax.tree.map(np.asarray, arrays), mask_BTS, scale)
   np.testing.assert_allclose(naive[0], want, atol=2e-5)

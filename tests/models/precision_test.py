@@ -13,8 +13,8 @@ import pytest
 from composer_jax.core import trees
 from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder, head, layer, norm, rope, router
-from tests.models import decoder_test
+from composer_jax.models import decoder, head, layer, norm, rope
+from tests.models import decoder_test, routing
 
 BF16 = ml_dtypes.bfloat16
 FAST = {'xla_backend_optimization_level': 0}  # to compile
@@ -38,7 +38,9 @@ def test_rotation_is_rounded_once_at_far_positions():
   x = normal(2, 1, 5, 8, 8)
   positions_BT = jnp.array([[0, 1, 77, 1000, 9999]])
   config = model_config.RopeConfig(theta=1e4, interleaved=False, yarn=None)
-  have = rope.rotate(jnp.asarray(x), rope.angles(positions_BT, 8, config))
+  have = rope.rotate(
+    jnp.asarray(x), rope.angles(positions_BT, 8, config), config
+  )
   angle = np.asarray(positions_BT)[0, :, None] / 1e4 ** (np.arange(4) / 4)
   turned = (
     x[..., :4].astype(np.float64) + 1j * x[..., 4:].astype(np.float64)
@@ -140,7 +142,7 @@ def test_router_logits_are_float32_products_of_bfloat16_values(config):
   exact_ZE = np.asarray(h_BTD[0], np.float64) @ router_DE.astype(np.float64)
   z_loss = (np.log(np.exp(exact_ZE).sum(-1)) ** 2).mean()
   # Logits rounded to bfloat16 are 1e-4 off in this mean.
-  stats = router.statistics(stats.router, moe)
+  stats = routing.statistics(stats.router, moe)
   np.testing.assert_allclose(stats.z_loss, z_loss, rtol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """Rotary positions: relative, permutable, stretched by YaRN."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ def test_angles_are_positions_over_wavelengths():
 
 @pytest.mark.parametrize('interleaved', [False, True])
 def test_scores_depend_on_the_distance_alone(interleaved):
+  config = dataclasses.replace(PLAIN, interleaved=interleaved)
   random = np.random.default_rng(0)
   q, k = random.normal(size=(2, 1, 2, 1, DIM)).astype(np.float32)
 
@@ -49,8 +51,8 @@ def test_scores_depend_on_the_distance_alone(interleaved):
     turned = [
       rope.rotate(
         x[:, :1],
-        rope.angles(jnp.array([[position]]), DIM, PLAIN),
-        interleaved=interleaved,
+        rope.angles(jnp.array([[position]]), DIM, config),
+        config,
       )
       for x, position in ((q, q_position), (k, k_position))
     ]
@@ -66,12 +68,15 @@ def test_interleaved_pairs_are_neighbours():
   # As complex numbers, times e^(i angle).
   pairs = x[..., 0::2] + 1j * x[..., 1::2]
   want = pairs * (np.asarray(cos_sin[0]) + 1j * np.asarray(cos_sin[1]))
-  have = rope.rotate(jnp.asarray(x), cos_sin, interleaved=True)
+  neighbours = dataclasses.replace(PLAIN, interleaved=True)
+  have = rope.rotate(jnp.asarray(x), cos_sin, neighbours)
   np.testing.assert_allclose(have[..., :4], want.real, atol=1e-6)
   np.testing.assert_allclose(have[..., 4:], want.imag, atol=1e-6)
   # The same weights in the other order give the same pairs.
   halves = np.concatenate([x[..., 0::2], x[..., 1::2]], -1)
-  np.testing.assert_array_equal(rope.rotate(jnp.asarray(halves), cos_sin), have)
+  np.testing.assert_array_equal(
+    rope.rotate(jnp.asarray(halves), cos_sin, PLAIN), have
+  )
 
 
 def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from composer_jax.models import config as model_config
-from composer_jax.models import router
+from tests.models import routing
 
 
 def _config(kind, num_experts, num_active, num_groups, num_active_groups, **c):
@@ -63,7 +63,7 @@ def _routed():
   def route(config, logits_ZE, bias_E, valid_Z):
     if config.router == 'softmax':
       bias_E = None
-    return router.route(
+    return routing.route(
       logits_ZE, config=config, valid_BT=valid_Z, bias_E=bias_E
     )
 

@@ -16,6 +16,7 @@ from composer_jax.core import records
 from composer_jax.models import config as model_config
 from composer_jax.models import router
 from tests import compiling
+from tests.models import routing
 
 Z, E, A = 64, 8, 3
 OPTIONS = compiling.QUICKLY
@@ -76,7 +77,7 @@ def _routed():
       replay_ZA = None
 
     def total(logits_ZE, bias_E):
-      weights_ZA, ids_ZA, stats = router.route(
+      weights_ZA, ids_ZA, stats = routing.route(
         logits_ZE,
         config=config,
         valid_BT=valid_Z,
@@ -222,7 +223,7 @@ def test_agreement_is_of_the_record_whatever_the_filter_makes_of_it(name):
 
 
 _route = jax.jit(
-  router.route,
+  routing.route,
   static_argnames='config',
   compiler_options=OPTIONS,
 )

@@ -11,6 +11,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import config as model_config
 from composer_jax.models import router
+from tests.models import routing
 
 
 def _config(kind, **changes):
@@ -31,7 +32,7 @@ def _config(kind, **changes):
 
 
 VALID = jnp.ones((1, 1), bool)
-_route = jax.jit(router.route, static_argnames='config')
+_route = jax.jit(routing.route, static_argnames='config')
 
 
 def test_groups_that_limit_nothing_cost_nothing():
@@ -43,7 +44,7 @@ def test_groups_that_limit_nothing_cost_nothing():
     )
     return str(
       jax.make_jaxpr(
-        functools.partial(router.route, config=config, valid_BT=VALID)
+        functools.partial(routing.route, config=config, valid_BT=VALID)
       )(logits)
     )
 
@@ -146,7 +147,7 @@ def test_bias_selects_but_does_not_weigh():
 
 def test_scores_get_the_gradient_of_the_weights_and_the_bias_gets_none():
   def first_weight(logits, bias_E):
-    weights, ids, _ = router.route(
+    weights, ids, _ = routing.route(
       logits, config=GROUPED, valid_BT=VALID, bias_E=bias_E
     )
     return weights[0, 0, 0], ids
@@ -166,7 +167,7 @@ def test_scores_get_the_gradient_of_the_weights_and_the_bias_gets_none():
 
 def test_scores_that_are_all_zero_give_no_nan():
   def total(logits):
-    weights, _, stats = router.route(logits, config=GROUPED, valid_BT=VALID)
+    weights, _, stats = routing.route(logits, config=GROUPED, valid_BT=VALID)
     return weights.sum() + stats.aux_loss, weights
 
   (_, weights), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(
@@ -219,7 +220,7 @@ def test_padding_counts_in_no_statistic():
   jax.tree.map(
     np.testing.assert_array_equal,
     statistics(logits, np.zeros_like(valid), replay),
-    router.LayerStats(np.zeros(4), 0.0, 0.0, 1.0, 0.0, 0.0),
+    routing.LayerStats(np.zeros(4), 0.0, 0.0, 1.0, 0.0, 0.0),
   )
 
 
@@ -239,7 +240,7 @@ def test_z_loss_is_the_mean_square_of_the_log_sum_exp(kind):
   lse_T = np.array([1, -2, 7], np.float32)  # The last is padding.
 
   def z_loss(logits):
-    _, _, stats = router.route(
+    _, _, stats = routing.route(
       logits,
       config=_config(kind),
       valid_BT=jnp.array([[True, True, False]]),

@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,10 +45,11 @@ CONFIGS = {
 @functools.cache
 def _shapes(config):
   """Of what matters here, and bystanders, by the decoder's names."""
-  kind = layer_stages.ATTENTIONS[config.attention.kind]
-  boxed = jax.eval_shape(kind.Parameters(config).init, jax.random.key(0))
+  stacks = decoder.abstract(config)[0]['params']
   layer = {
-    'attention': nn.meta.unbox(boxed)['params'],
+    'attention': jax.tree.map(
+      lambda s: np.empty(s.shape[1:]), stacks['moe_layers']['attention']
+    ),
     'attention_norm': {'scale': np.empty(config.embed_dim)},
   }
   stacks = {

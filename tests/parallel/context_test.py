@@ -13,7 +13,7 @@ from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import attention, mla
 from composer_jax.parallel import exchange, sequence, topology
 from tests.models import decoder_test
-from tests.parallel import collectives
+from tests.parallel import collectives, on_mesh
 
 B, T = 4, 64
 KINDS = {'gqa': attention, 'mla': mla}
@@ -43,7 +43,7 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
   there = sequence.to_device(rows, 3)
   np.testing.assert_array_equal(there[:, :4], rows[:, :4])
   np.testing.assert_array_equal(there[:, 4:8], rows[:, 20:])
-  np.testing.assert_array_equal(sequence.to_row(there, 3), rows)
+  np.testing.assert_array_equal(on_mesh.to_row(there, 3), rows)
   routes = sequence.to_device(rows[None], 3, axis=2)
   np.testing.assert_array_equal(routes[0], there)
 

@@ -192,7 +192,7 @@ def test_ragged_rows_travel_three_times_each_way():
     return rows_YD * weights['scale'][0]
 
   exchanged = jax.shard_map(
-    lambda *arrays: exchange.in_shard(scaled, *arrays, plan=plan)[0],
+    lambda *arrays: exchange.exchange(scaled, *arrays, plan=plan)[0],
     mesh=mesh,
     in_specs=({'scale': experts}, tokens, tokens, tokens, tokens),
     out_specs=tokens,

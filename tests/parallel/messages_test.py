@@ -7,7 +7,6 @@ import pytest
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import (
-  dispatch,
   layouts,
   sequence,
   shardings,
@@ -145,7 +144,6 @@ def test_a_mesh_names_the_axis_that_would_fit(sizes, parts):
   [
     (dict(transport='pigeon'), "transport must be one of .*'ring'.*'pigeon'"),
     (dict(sequence_order='odd'), "sequence_order .*'zigzag'.* got 'odd'"),
-    (dict(chunks=0), 'chunks must be an integer of at least 1; got 0'),
     (dict(buckets=(2.0, 1.0)), 'buckets must rise from 1'),
   ],
 )
@@ -158,12 +156,3 @@ def test_remat_saves_names_what_can_be_saved():
   with pytest.raises(ValueError, match="'wieghts'.*'weights', 'keys'"):
     programs.config(remat_saves=('wieghts',))
   assert set(programs.config().remat_saves) <= set(model_config.REMAT_NAMES)
-
-
-def test_chunks_divide_the_experts_of_a_shard():
-  with pytest.raises(ValueError) as caught:
-    dispatch.expert_sum(
-      lambda *arrays: arrays, {'up': np.zeros((6, 2))}, None, 0, chunks=4
-    )
-  for part in ('chunks (4)', 'experts of a shard (6)', 'below that does is 3.'):
-    assert part in str(caught.value)

@@ -39,6 +39,12 @@ def initial(config):
   )
 
 
+def to_row(array, context, axis=1):
+  """Brings tokens in the zigzag order back into that of the row."""
+  places = np.argsort(sequence.order(array.shape[axis], context))
+  return np.take(array, places, axis=axis)
+
+
 def _step(config, plan):
   """Returns (variables, batch, ids) -> ((loss, (load, ids)), gradients)."""
   # Both forms of the head: here four chunks of the words, the last with fewer.
@@ -140,7 +146,7 @@ def sharded(config, shape, expert_ids_MBTA=None, **how):
     for x, place in zip(arguments, places, strict=True)
   ]
   (loss, (load_ME, ids_MBTA)), gradients = program(*arguments)
-  ids_MBTA = in_order(sequence.to_row, ids_MBTA, 2)
+  ids_MBTA = in_order(to_row, ids_MBTA, 2)
   result = (loss, (load_ME, ids_MBTA)), gradients
   return plan, result, collectives.read(program.as_text())
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from composer_jax.core import records
-from composer_jax.models import decoder, placement, router
+from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, shardings, topology
 from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
+from tests.models import routing
 from tests.rl import replayed
 
 CASES = {
@@ -110,7 +111,7 @@ def test_the_filter_keeps_and_refills_the_same_on_a_mesh():
 
   @functools.partial(jax.jit, compiler_options=replayed.OPTIONS)
   def route(logits_BTE, replay_BTA, valid_BT):
-    return router.route(
+    return routing.route(
       logits_BTE,
       config=config,
       valid_BT=valid_BT,

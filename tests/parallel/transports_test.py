@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import platforms, records
 from composer_jax.kernels.grouped import matmul
 from composer_jax.models import experts
-from composer_jax.parallel import exchange, topology, transports
+from composer_jax.parallel import carriers, exchange, topology
 
 B, T, D, E, A, F = 8, 4, 6, 16, 3, 5
 EXPERT_AXES = {
@@ -32,11 +32,10 @@ _OPTIONS = {'xla_backend_optimization_level': 0}
 class Variant(NamedTuple):
   transport: str
   bucket: float | None = None
-  chunks: int = 1
   backend: str = 'auto'
 
 
-CARRIERS, BACKENDS = tuple(transports.CARRIERS), matmul.BACKENDS
+CARRIERS, BACKENDS = tuple(carriers.CARRIERS), matmul.BACKENDS
 EXACT = [Variant(name) for name in CARRIERS]
 # On a CPU, 'ragged' is the quickest to compile.
 BUCKETED = [Variant(n, bucket=1.25, backend='ragged') for n in CARRIERS]
@@ -47,7 +46,7 @@ def variants_of(shards):
     # Nothing travels.
     return [Variant('ring', backend=b) for b in matmul.BACKENDS]
   if shards == 2:
-    return [Variant(name, chunks=2, backend='ragged') for name in CARRIERS]
+    return [Variant(name, backend='ragged') for name in CARRIERS]
   if shards == 4:
     return [Variant(n, backend=b) for n in CARRIERS for b in BACKENDS]
   return EXACT + BUCKETED
@@ -62,7 +61,6 @@ def make_plan(shards, variant=EXACT[0]):
     weight_specs=(('gate_up', P(axes)), ('down', P(axes))),
     transport=variant.transport,
     bucket=variant.bucket,
-    chunks=variant.chunks,
   )
 
 
@@ -111,7 +109,7 @@ def carried(plan, backend):
   tokens = P(plan.batch_axes, plan.sequence_axes)
 
   def shard(*arrays):
-    y_BTD, stats = exchange.in_shard(mlp, *arrays, plan=plan)
+    y_BTD, stats = exchange.exchange(mlp, *arrays, plan=plan)
     return y_BTD, jax.tree.map(lambda a: a[None], stats)
 
   return jax.shard_map(
@@ -220,7 +218,6 @@ def test_every_transport_is_exact_or_says_that_it_had_no_room(shards):
           plan,
           load[0][None].astype(np.uint16),
           load[1],
-          name=variant.transport,
           num_experts=E,
         )
         assert needed == counted[0], where

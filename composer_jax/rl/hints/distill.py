@@ -18,7 +18,6 @@ began with, or a slow average.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -178,14 +177,11 @@ def compare(
   def stage(weights, hidden, batch):
     written_BTD, read_BTD = hidden
     theirs_XD = _by_slot(read_BTD, batch.teacher_slots_BT, num_slots, plan)
-    gather = functools.partial(
-      shards.gather,
-      spec=spec,
-      dtype=written_BTD.dtype,
-      reduce_dtype=plan.reduce_dtype if plan else 'float32',
-    )
     # The gradient adds up over chunks in float32.
-    ours, theirs = (gather(weight).astype(jnp.float32) for weight in weights)
+    ours, theirs = (
+      shards.gather(w, spec, dtype=written_BTD.dtype).astype(jnp.float32)
+      for w in weights
+    )
     tokens = _of_tokens(written_BTD, batch, plan)
     sums = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
     # No sum over the mesh may lie on the way of a gradient inside of a shard.
