@@ -41,7 +41,7 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
   if not isinstance(fields, Mapping):
     raise ValueError(f'--config.{path} must be a section, not {fields!r}.')
   if hasattr(cls, 'from_dict'):
-    return _located(path, lambda: cls.from_dict(fields))
+    return _located(path, cls, lambda: cls.from_dict(fields))
   known = {f.name: f for f in dataclasses.fields(cls)}
   for name in fields:
     check_name(name, known, f'--config.{path}')
@@ -58,7 +58,7 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
       made[name] = _value(hints[name], value, where)
   if missing := [n for n, value in made.items() if value is REQUIRED]:
     raise ValueError(f'--config.{path} lacks field {", ".join(missing)}.')
-  return _located(path, lambda: cls(**made))
+  return _located(path, cls, lambda: cls(**made))
 
 
 def check_name(name: str, known: Any, where: str) -> None:
@@ -80,14 +80,18 @@ def default_of(field: dataclasses.Field) -> Any:
   return field.default
 
 
-def _located(path: str, make: Any) -> Any:
+def _located(path: str, cls: Any, make: Any) -> Any:
   try:
     return make()
   except ValueError as error:
-    # Some say where they are; others know no config.
+    # Some say where they are; others know their class and no config.
     if '--config.' in str(error):
       raise
-    raise ValueError(f'--config.{path}: {error}') from error
+    text = f': {error}'
+    for base in cls.__mro__:
+      if str(error).startswith(f'{base.__name__}.'):
+        text = str(error).removeprefix(base.__name__)
+    raise ValueError(f'--config.{path}{text}') from error
 
 
 def _value(hint: Any, value: Any, path: str) -> Any:

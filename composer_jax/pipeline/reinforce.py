@@ -92,11 +92,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
     first = functions.policy(state)
   latest = checkpoints.latest_step()
   if latest is not None:
-    like = jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-      state,
-    )
-    state, _ = checkpoints.restore(latest, like)
+    state, _ = checkpoints.restore(latest, state)
   return StartOfRL(
     state,
     functions,
@@ -284,7 +280,7 @@ def _colocated(
 ):
   """Trainer and engine take turns; policies still pass through the store."""
   spec = job.spec
-  engine = served = None
+  served = None
   with (
     job.runner() as runner,
     contextlib.closing(transport.receiver(in_background=False)) as receiver,
@@ -299,29 +295,29 @@ def _colocated(
     )
 
     def wait(ids: list[int]) -> list[records.Group]:
-      nonlocal engine, served
+      nonlocal served
       settle()
-      if engine is None or served is None:
-        policy = receiver.first(0.0)
-        engine = stages.make_engine(spec, policy.variables, policy.version)
-        receiver.follow(engine)
-        served = rollout_worker.Served(engine, policy, receiver)
+      if served is None:
+        served = _served(spec, receiver, within_s=0.0)
       else:
         receiver.look()
         served()
       rollout_worker.run(
-        collector,
-        engine,
-        buffer,
-        served,
-        prompts=spec.rl.prompts,
-        max_staleness=spec.rl.max_staleness,
-        num_steps=spec.rl.steps,
-        until_version=engine.version,
+        collector, buffer, served, spec.rl, until_version=served.version
       )
       return [buffer.get(g) for g in ids]
 
     yield wait
+
+
+def _served(
+  spec: specs.Spec, receiver: seams.WeightReceiver, *, within_s: float
+) -> rollout_worker.Served:
+  """An engine on the first policy that comes, which follows later ones."""
+  first = receiver.first(within_s)
+  engine = stages.make_engine(spec, first.variables, first.version)
+  receiver.follow(engine)
+  return rollout_worker.Served(engine, first, receiver)
 
 
 def serve_rollouts(
@@ -338,22 +334,15 @@ def serve_rollouts(
     transport = systems.transport(workdir)
     receiver = transport.receiver(in_background=True)
     stack.enter_context(contextlib.closing(receiver))
-    first = receiver.first(_FIRST_POLICY_S)
-    say(f'serving version {first.version}, judging in {level}')
-    engine = stages.make_engine(spec, first.variables, first.version)
-    receiver.follow(engine)
-    served = rollout_worker.Served(engine, first, receiver)
-    del first  # The engine has a copy of its own.
+    served = _served(spec, receiver, within_s=_FIRST_POLICY_S)
+    say(f'serving version {served.version}, judging in {level}')
     version = rollout_worker.run(
       stages.collector_of(
         spec, systems, tokenizer, runner, split='train', workdir=workdir
       ),
-      engine,
       buffers.GroupBuffer(workdir / 'groups'),
       served,
-      prompts=spec.rl.prompts,
-      max_staleness=spec.rl.max_staleness,
-      num_steps=spec.rl.steps,
+      spec.rl,
       until_version=spec.rl.steps,
     )
   say(f'done at version {version}')

@@ -8,6 +8,7 @@ import dataclasses
 
 from composer_jax.core import records, seams
 from composer_jax.pipeline import buffer as buffers
+from composer_jax.pipeline import spec as specs
 from composer_jax.rl import collect
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -20,6 +21,9 @@ class Served:
   Waits for: nothing; called between decode steps, a look costs nothing.
   Woken by: the loop of the engine.
   Produces: a reference swap, and the identities that groups are stamped with.
+
+  Attributes:
+    engine: swapped by this object alone.
   """
 
   def __init__(
@@ -28,21 +32,15 @@ class Served:
     first: seams.ReceivedPolicy,
     receiver: seams.WeightReceiver,
   ):
-    """Serves what the engine was made of.
-
-    Args:
-      engine: swapped by this object alone.
-      first: the policy that it serves already.
-      receiver: of newer policies.
-    """
-    self._engine = engine
+    """Serves `first`, which the engine was made of, and then newer policies."""
+    self.engine = engine
     self._receiver = receiver
     self._identities = {first.version: first.target_id}
     receiver.served(first, None)
 
   @property
   def version(self) -> int:
-    return self._engine.version
+    return self.engine.version
 
   def __call__(self) -> None:
     newer = self._receiver.take()
@@ -55,8 +53,8 @@ class Served:
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
-    self._receiver.drop(self._engine.switch(newer.weights))
-    self._receiver.served(newer, self._engine.stats().swap_s)
+    self._receiver.drop(self.engine.switch(newer.weights))
+    self._receiver.served(newer, self.engine.stats().swap_s)
 
   def stamp(self, group: records.Group) -> records.Group:
     """Names the weights that sampled a group, from any thread."""
@@ -67,13 +65,10 @@ class Served:
 
 def run(
   collector: collect.Collector,
-  engine: engines.Engine,
   buffer: buffers.GroupBuffer,
   served: Served,
+  rl: specs.RLSection,
   *,
-  prompts: int,
-  max_staleness: int,
-  num_steps: int,
   until_version: int,
 ) -> int:
   """Samples every group that may be started, until the run is over.
@@ -82,21 +77,20 @@ def run(
   Waits for: a version that admits the next group.
   Woken by: the publisher advancing the version.
   Produces: finished Groups into `buffer`, each written whole and stamped.
+    Groups that are there already are not sampled again.
 
   Args:
     collector: plays episodes.
-    engine: serving the version to begin with.
-    buffer: groups already there are not sampled again.
-    served: of the engine.
-    prompts: P, groups per optimizer step.
-    max_staleness: bound on trainer version minus sampled version.
-    num_steps: of the whole run.
+    buffer: shared with the trainer.
+    served: of the engine, at the version to begin with.
+    rl: groups of a step, steps of the run, and the bound on staleness.
     until_version: returns once this version is served and all it admits is
       there.
 
   Returns:
     The version served at the end.
   """
+  engine = served.engine
   policy = server.EnginePolicy(engine)
   stream = collect.GroupStream(
     collector,
@@ -104,14 +98,14 @@ def run(
     engine.num_slots,
     lambda group: buffer.put(served.stamp(group)),
   )
-  next_group = served.version * prompts
+  next_group = served.version * rl.prompts
 
   def limit():
     return buffers.admitted(
       served.version,
-      prompts=prompts,
-      max_staleness=max_staleness,
-      steps=num_steps,
+      prompts=rl.prompts,
+      max_staleness=rl.max_staleness,
+      steps=rl.steps,
     )
 
   def before_step():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_jax.agent import episode, mistakes, rewards, summarize
+from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
@@ -25,22 +26,11 @@ from composer_jax.train import placement as placements
 PLACEMENTS = ('processes', 'colocated')
 
 
-def at_least(section: str, fields: Any, lowest: float, *names: str) -> None:
-  """Raises a ValueError that names the first field below `lowest`."""
-  for name in names:
-    value = getattr(fields, name)
-    if not value >= lowest:
-      raise ValueError(
-        f'--config.{section}.{name} must be at least {lowest}, not {value}.'
-      )
-
-
-def _check_schedule(section: str, fields: Any) -> None:
-  if fields.warmup_steps + fields.decay_steps > max(fields.steps, 1):
+def _check_schedule(stage: Any) -> None:
+  if stage.warmup_steps + stage.decay_steps > max(stage.steps, 1):
     raise ValueError(
-      f'--config.{section}.warmup_steps ({fields.warmup_steps}) plus '
-      f'--config.{section}.decay_steps ({fields.decay_steps}) must not exceed '
-      f'--config.{section}.steps ({fields.steps}).'
+      f'warmup_steps ({stage.warmup_steps}) plus decay_steps '
+      f'({stage.decay_steps}) must not exceed steps ({stage.steps}).'
     )
 
 
@@ -59,9 +49,7 @@ class Mesh:
   context: int = 1
 
   def __post_init__(self):
-    for axis, size in dataclasses.asdict(self).items():
-      if size < 1:
-        raise ValueError(f'{axis} must be at least 1, not {size}.')
+    checks.at_least(self, 1, 'replica', 'fsdp', 'context')
 
   @property
   def size(self) -> int:
@@ -113,10 +101,10 @@ class StageOptions:
   def __post_init__(self):
     positive = ('batch_size', 'accumulate', 'seq_len', 'checkpoint_every')
     positive += ('eval_every', 'eval_batches', 'log_every')
-    at_least('cpt/sft', self, 1, *positive)
-    at_least('cpt/sft', self, 0, 'steps')
+    checks.at_least(self, 1, *positive)
+    checks.at_least(self, 0, 'steps')
     if self.steps:
-      _check_schedule('cpt/sft', self)
+      _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     return optim_groups.OptimizerOptions(
@@ -144,12 +132,6 @@ class HintSection(mistakes.HintOptions):
 
   def __post_init__(self):
     mistakes.HintOptions.__post_init__(self)
-    unknown = {kind for kind, _ in self.templates} - set(mistakes.DETECTORS)
-    if unknown:
-      raise ValueError(
-        f'--config.hints.templates names {sorted(unknown)}; mistakes are of '
-        f'{sorted(mistakes.DETECTORS)}.'
-      )
     if self.loss.weight and not (self.templates and self.max_hints):
       raise ValueError(
         f'--config.hints.loss.weight ({self.loss.weight}) needs '
@@ -194,7 +176,7 @@ class RolloutSection:
   on_swap: str = rollout_options.KEEP
 
   def __post_init__(self):
-    at_least('rollout', self, 1, 'devices')
+    checks.at_least(self, 1, 'devices')
 
   def engine_options(self, max_len: int) -> rollout_options.EngineOptions:
     fields = dataclasses.asdict(self)
@@ -263,16 +245,13 @@ class RLSection:
   max_restarts: int = 3
 
   def __post_init__(self):
-    if self.placement not in PLACEMENTS:
-      raise ValueError(
-        f'--config.rl.placement must be one of {PLACEMENTS}, not '
-        f'{self.placement!r}.'
-      )
+    checks.one_of(self, 'placement', PLACEMENTS)
     zero = ('steps', 'max_staleness', 'mismatch_every', 'max_restarts')
-    at_least('rl', self, 0, *zero)
-    positive = ('checkpoint_every', 'episodes_every', 'wait_timeout_s')
-    at_least('rl', self, 1, *positive, 'rows', 'seq_len')
-    _check_schedule('rl', self)
+    checks.at_least(self, 0, *zero)
+    positive = ('checkpoint_every', 'episodes_every', 'rows', 'seq_len')
+    checks.at_least(self, 1, *positive)
+    checks.number(self, 1, 'wait_timeout_s')
+    _check_schedule(self)
 
   def optimizer_options(self) -> optim_groups.OptimizerOptions:
     return optim_groups.OptimizerOptions(
@@ -300,7 +279,7 @@ class EvaluationSection:
   episodes: int = 200
 
   def __post_init__(self):
-    at_least('evaluation', self, 1, 'episodes')
+    checks.at_least(self, 1, 'episodes')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

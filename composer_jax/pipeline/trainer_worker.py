@@ -64,13 +64,10 @@ def run(
   Args:
     state: donated; its step says where to go on.
     functions: of `rl.step.build`.
-    ports: the outside.
-    options: of the update.
-    shape: of the microbatches.
-    num_steps: of the whole run.
+    ports: everything outside of the trainer.
+    options: of `rl.update.update`, as are shape, reference and teacher.
+    num_steps: optimizer steps of the whole run.
     max_staleness: bound on trainer version minus sampled version.
-    reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read hints; None without a frozen one.
 
   Raises:
     ValueError: a group breaks the bound, was sampled by other weights than were
