@@ -41,13 +41,6 @@ class Visible(NamedTuple):
   end_BT: jax.Array
 
 
-def as_mask(visible: Visible, num_keys: int) -> jax.Array:
-  """Returns mask_BTS, true where a query may look."""
-  key_S = jnp.arange(num_keys)
-  start_BT1, end_BT1 = (x[..., None] for x in visible)
-  return (key_S >= start_BT1) & (key_S < end_BT1)
-
-
 def pad(arrays_BT: Any, multiple: int) -> Any:
   """Appends zeros up to whole tiles; such queries of `Visible` see nothing."""
 
