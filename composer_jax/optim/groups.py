@@ -162,9 +162,8 @@ def optimizer(
   Where the options clip logits, `update` wants `max_logits` beside the rest.
 
   Args:
-    params: tree of arrays or shapes, without boxes.
-    axes: tree of PartitionSpecs of logical names, see `roles.tree`.
-    total_steps: of the schedule.
+    params: tree of arrays or shapes, as of `roles.tree`.
+    axes: tree of PartitionSpecs of logical names, likewise.
     shardings: tree of NamedShardings of the parameters, whose mesh shares out
       Newton-Schulz; None: all on one device.
   """

@@ -2,9 +2,9 @@
 
 A packed row needs no mask of size T S: what a query sees is one range of keys,
 from the beginning of its document to itself. A tile of queries visits the key
-blocks from the first to the last that any of them sees, a number that depends
-on the data, so documents and causality save work and not only results. The
-kernels take their loops' bounds from here, and what is counted is what runs.
+blocks from the first to the last that any of them sees, so documents and
+causality save work. The kernels take their loops' bounds from here, and what is
+counted is what runs.
 
 The softmax is the running one (Milakov & Gimelshein 2018), in float32: each
 query has the largest score so far, the sum of weights, and the weighted sum of
@@ -31,10 +31,8 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 class Visible(NamedTuple):
   """The keys that each query sees, in the order of the row.
 
-  Attributes:
-    start_BT: int32, the first.
-    end_BT: int32, the one after the last; a query whose end is not behind its
-      start sees nothing, and its result is zero.
+  int32; a query whose end is not behind its start sees nothing, and its result
+  is zero.
   """
 
   start_BT: jax.Array
@@ -88,7 +86,7 @@ class Pairs(NamedTuple):
   """The steps of a grid, each of a tile and a block.
 
   Attributes:
-    row: int32, each step's batch row.
+    row: int32, as are the others: each step's batch row.
     outer: what results are summed for: a tile, or a block.
     inner: the other.
     is_first: 1 in the first step of an outer one.
@@ -137,7 +135,7 @@ def meet(
     state: largest scores and sums of weights by query, with or without an axis
       of one for keys.
     scores: [..., query, key], or the last two the other way round.
-    sees: whether the query sees the key.
+    sees: likewise.
     weigh: from weights to weighted sums of the block's values.
     axis: of the keys.
     forgets: whether a block of which a query sees nothing may leave something
@@ -207,12 +205,8 @@ def weights_and_gradient(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the softmax's weights and the gradient of the scores.
 
-  Args:
-    scores: made anew.
-    sees: whether the query sees the key.
-    d_weights: gradient of the weights.
-    log: `finish`'s, of each query.
-    mean: of d_weights under the weights.
+  Of each query it takes `finish`'s log, and the mean of d_weights under the
+  weights.
   """
   weights = jnp.exp(jnp.where(sees, scores, MASKED) - log)
   return weights, weights * (d_weights - mean)
@@ -224,7 +218,7 @@ def cost(scores: tuple[int, ...], widths: int, arrays: Any) -> pl.CostEstimate:
   Args:
     scores: [row, query head, query, key], of which causality lets half through.
     widths: of the rows that its products multiply, all together.
-    arrays: tree of what it reads and writes.
+    arrays: that it reads and writes.
   """
   pairs = math.prod(scores) // 2
   return pl.CostEstimate(

@@ -129,14 +129,10 @@ def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
   )
 
 
-def _take(pool, pages_B, dtype):
-  return jnp.take(pool, pages_B, axis=0, mode='clip').astype(dtype)
-
-
-def _take_flat(pool, pages_B, dtype):
-  """As `_take`, in the form that XLA:CPU fuses with what reads it."""
-  flat = pool.reshape(pool.shape[0], -1)
-  pages = _take(flat, pages_B, dtype)
+def _take(pool, pages_B, dtype, is_few):
+  # Flat is the form that XLA:CPU fuses with what reads it.
+  source = pool.reshape(pool.shape[0], -1) if is_few else pool
+  pages = jnp.take(source, pages_B, axis=0, mode='clip').astype(dtype)
   return pages.reshape(-1, *pool.shape[1:])
 
 
@@ -166,8 +162,7 @@ def _attend(query, pools, tables_BP, positions, num_blocks):
     pages_B = jax.lax.dynamic_index_in_dim(
       tables_BP, block, axis=1, keepdims=False
     )
-    take = _take_flat if is_few else _take
-    kept = tuple(take(pool, pages_B, first.dtype) for pool in pools)
+    kept = tuple(_take(pool, pages_B, first.dtype, is_few) for pool in pools)
     scores, weigh = (_few_products if is_few else products)(query, kept)
     seen = block * page + jnp.arange(page) <= positions
     return blocks.meet(state, scores, seen, weigh, forgets=False)

@@ -42,8 +42,7 @@ def attend_packed(
       q_BTNJ.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
     visible: what each query sees.
-    is_measured: whether the tops of `grouped_query.attend` are wanted; None
-      stands for them if not.
+    is_measured: else None stands for the tops of `grouped_query.attend`.
   """
   out, tops_BTN = _packed(query, kept, visible, is_measured)
   return out, lax.stop_gradient(tops_BTN)
@@ -85,10 +84,7 @@ def _packed_backward(_, arrays, d_results):
   return *pull(d_out), None
 
 
-_packed.defvjp(
-  lambda *args: (_packed(*args), args[:3]),
-  _packed_backward,
-)
+_packed.defvjp(lambda *args: (_packed(*args), args[:3]), _packed_backward)
 
 
 def attend_paged(
@@ -120,13 +116,9 @@ def attend_paged(
 def _attend(query, pools, tables_BP, seen, is_measured):
   """Returns the outputs [B, T, N, .], and tops_BTN or None.
 
-  Args:
-    query: as of `kernels.attention.paged.attend`.
-    pools: likewise.
-    tables_BP: likewise.
-    seen: int32 first and last key that each query sees, by logical position;
-      the last is -1 of one that sees none.
-    is_measured: whether the tops are wanted.
+  Query, pools and tables are those of `kernels.attention.paged.attend`; `seen`
+  are the int32 first and last key that each query sees, by logical position,
+  the last -1 of one that sees none.
   """
   kv_heads = pools[0].shape[1] if pools[0].ndim == 4 else 1
   # Queries [X, K, T G, H] by entry (X), QUERIES of a row in each (T).

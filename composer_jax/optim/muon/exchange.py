@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from composer_jax.optim.muon import newton_schulz, newton_schulz_split
+from composer_jax.optim.muon import newton_schulz
 from composer_jax.optim.muon import plan as muon_plan
 
 # Entries from which a matrix keeps a device busy by itself. A chunk of such
@@ -30,6 +30,7 @@ from composer_jax.optim.muon import plan as muon_plan
 _LARGE = 1 << 20
 
 _Arrays = dict[str, jax.Array]
+_Box = tuple[tuple[int, int], ...]  # first and end of each dimension
 
 
 class ShardBox(NamedTuple):
@@ -45,9 +46,7 @@ class ShardBox(NamedTuple):
   count: int
 
 
-def _cover(
-  start: int, stop: int, sizes: tuple[int, ...]
-) -> list[tuple[tuple[int, int], ...]]:
+def _cover(start: int, stop: int, sizes: tuple[int, ...]) -> list[_Box]:
   """Covers [start, stop) of a row-major index space by boxes, in order."""
   if start >= stop:
     return []
@@ -56,19 +55,20 @@ def _cover(
   inner = math.prod(sizes[1:])
   first, skipped = divmod(start, inner)
   last, left = divmod(stop, inner)
+
+  def within(index: int, start: int, stop: int) -> list[_Box]:
+    inside = _cover(start, stop, sizes[1:])
+    return [((index, index + 1), *box) for box in inside]
+
   if first == last:
-    return [
-      ((first, first + 1), *box) for box in _cover(skipped, left, sizes[1:])
-    ]
-  boxes: list[tuple[tuple[int, int], ...]] = []
+    return within(first, skipped, left)
+  boxes: list[_Box] = []
   if skipped:
-    head = _cover(skipped, inner, sizes[1:])
-    boxes += [((first, first + 1), *box) for box in head]
+    boxes += within(first, skipped, inner)
     first += 1
   if last > first:
     boxes.append(((first, last), *((0, size) for size in sizes[1:])))
-  tail = _cover(0, left, sizes[1:])
-  return boxes + [((last, last + 1), *box) for box in tail]
+  return boxes + within(last, 0, left)
 
 
 def _boxes_of(
@@ -171,7 +171,7 @@ def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   )
   # XLA on the CPU looks through what blocks were made of, and refuses blocks
   # that it has laid out differently.
-  return newton_schulz_split.as_bits(exchange, lax.optimization_barrier(x))
+  return newton_schulz.as_bits(exchange, lax.optimization_barrier(x))
 
 
 def _interleaved(
@@ -231,8 +231,8 @@ def _scatter(y: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
 def _share(y: jax.Array, group: muon_plan.MuonGroup, count: int) -> jax.Array:
   """Collects what the replicas did, and drops what filled up."""
   if group.sharers > 1:
-    sets = newton_schulz_split.index_groups(group.num_replicas, group.sharers)
-    y = newton_schulz_split.as_bits(
+    sets = newton_schulz.index_groups(group.num_replicas, group.sharers)
+    y = newton_schulz.as_bits(
       lambda y: lax.all_gather(
         y,
         group.replica_axes,
@@ -261,21 +261,18 @@ def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
   """Orthogonalises an owner's matrices."""
   options = group.newton_schulz
   if group.split > 1:
-    return newton_schulz_split.orthogonalize(
+    return newton_schulz.orthogonalize_split(
       x,
       options,
       axes=group.axes,
-      index_groups=newton_schulz_split.index_groups(
-        group.num_shards, group.split
-      ),
+      index_groups=newton_schulz.index_groups(group.num_shards, group.split),
     )
   if len(x) == 1 or math.prod(x.shape[1:]) < _LARGE:
     return newton_schulz.orthogonalize(x, options)
 
-  def loop(stack):
-    return lax.map(lambda x: newton_schulz.orthogonalize(x, options), stack)
-
-  return jnp.concatenate([loop(h) for h in jnp.split(x, [len(x) // 2])])
+  one = functools.partial(newton_schulz.orthogonalize, options=options)
+  halves = jnp.split(x, [len(x) // 2])
+  return jnp.concatenate([lax.map(one, half) for half in halves])
 
 
 def _run(
@@ -344,6 +341,8 @@ def orthogonalize(
 ) -> tuple[_Arrays, _Arrays]:
   """Takes a step of the momentum and orthogonalises where it points.
 
+  Returns directions, in the dtype in which they travelled, and the momentum.
+
   Args:
     plan: made from the same shapes and shardings.
     momentum: arrays by name, in the parameters' layout.
@@ -351,9 +350,6 @@ def orthogonalize(
     weight: of the gradient beside the momentum, in the direction.
     beta: decay of the momentum.
     shardings: of the parameters by name; {} on one device.
-
-  Returns:
-    The directions, in the dtype in which they travelled, and the momentum.
   """
   if not momentum:
     return {}, {}

@@ -18,7 +18,6 @@ import math
 import jax.numpy as jnp
 
 from composer_jax.optim.muon import newton_schulz as iteration
-from composer_jax.optim.muon import newton_schulz_split as splitting
 
 LOCAL = 'local'
 OWNER = 'owner'
@@ -57,7 +56,7 @@ class Member:
 
   Attributes:
     name: '/'-joined.
-    shape: of the whole parameter.
+    shape: of all shards together.
     batch: dimensions of independent matrices.
     rows: dimensions of the p side.
     columns: dimensions of the q side.
@@ -109,10 +108,8 @@ class MuonGroup:
   """Matrices of one shape and one placement.
 
   Attributes:
-    p: short side.
-    q: long side.
-    p_side: its shards.
-    q_side: its shards.
+    p: short side, cut as `p_side` says.
+    q: long side, cut as `q_side` says.
     replica_axes: mesh axes that touch no dimension of the members.
     num_replicas: devices that hold the same shard.
     split: neighbouring shards that own a matrix together.
@@ -159,12 +156,10 @@ class MuonGroup:
 
   @property
   def count(self) -> int:
-    """Matrices of which a device holds a shard."""
     return sum(member.count for member in self.members)
 
   @property
   def owned(self) -> int:
-    """Slots of each owner."""
     return sum(chunk.owned for chunk in self.chunks)
 
   @property
@@ -199,7 +194,7 @@ class MuonGroup:
     if self.split == 1:
       return iteration.flops(self.p, self.q, self.newton_schulz)
     q = self.split * self.split_columns
-    return splitting.split_flops(self.p, q, self.split, self.newton_schulz)
+    return iteration.split_flops(self.p, q, self.split, self.newton_schulz)
 
   @property
   def flops(self) -> int:
@@ -231,7 +226,7 @@ class MuonGroup:
     """(kind, bytes into a device) of those while matrices are shared."""
     if self.split == 1:
       return ()
-    return splitting.split_collectives(
+    return iteration.split_collectives(
       self.p, self.split, self.newton_schulz, num=chunk.owned
     )
 

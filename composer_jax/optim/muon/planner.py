@@ -1,8 +1,8 @@
 """Makes plans of Muon's step from shapes, roles and shardings.
 
-Which matrices share a group follows from where they lie. Who owns them, and in
-how many pieces they travel, is chosen by times that are modelled from published
-rates (`optim.muon.cost`), coarse enough not to hang on a few per cent.
+Who owns matrices, and in how many pieces they travel, is chosen by times that
+are modelled from published rates (`optim.muon.cost`), coarse enough not to hang
+on a few per cent.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def make(
     shardings: tree of NamedShardings, all on one mesh, which may be abstract;
       None on one device.
     newton_schulz: whose method and dtype decide what a matrix costs.
-    told: instead of choices by modelled time.
+    told: of the plan.
 
   Raises:
     ValueError: a dimension does not divide over its mesh axes.
@@ -81,7 +81,8 @@ def make(
   platform = jax.default_backend() if mesh is None else 'tpu'
   if isinstance(mesh, Mesh):
     platform = mesh.devices.flat[0].platform
-  rates = told.rates or cost.of_platform(platform)
+  assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
+  rates = told.rates or cost.BY_NAME[assumed]
   members: dict[tuple, list[plan.Member]] = {}
   for name, matrix in named.items():
     shape = shapes[name].shape
@@ -96,9 +97,8 @@ def make(
   groups = [
     _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
   ]
-  groups = _share_giants(groups, told, rates)
-  groups = _place_replicas(groups, told, rates)
-  groups = _cut(groups, told, rates)
+  for choose in (_share_giants, _place_replicas, _cut):
+    groups = choose(groups, told, rates)
   return plan.MuonPlan(
     groups=tuple(groups),
     sequence=_sequence(groups, rates),
@@ -254,9 +254,7 @@ def _shared(
   candidates = [_dealt(group, split=k) for k in _divisors(group.num_shards)]
   seconds = [sum(_roofs([candidate], rates)) for candidate in candidates]
   enough = min(seconds) + _INDIFFERENT * even_flops / rates.flops
-  return next(
-    c for c, s in zip(candidates, seconds, strict=True) if s <= enough
-  )
+  return candidates[[s <= enough for s in seconds].index(True)]
 
 
 def _place_replicas(
@@ -343,10 +341,8 @@ def _sequence(
       places.append((place, (g, c), times.bring + times.give))
   places.sort()
   if len(places) > 2:
-    exchanged = lambda entry: entry[2]
-    first = min(places, key=exchanged)
-    places.remove(first)
-    last = min(reversed(places), key=exchanged)
-    places.remove(last)
+    exchanged = lambda index: places[index][2]
+    first = places.pop(min(range(len(places)), key=exchanged))
+    last = places.pop(min(reversed(range(len(places))), key=exchanged))
     places = [first, *places, last]
   return tuple(identity for _, identity, _ in places)

@@ -2,9 +2,7 @@
 
 Momentum orthogonalised at each parameter's natural granularity (per layer, per
 expert, per head), K. Jordan 2024, with the update scale of Moonlight
-(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh:
-`optim.muon.plan` says which device orthogonalises what and
-`optim.muon.exchange` does it.
+(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh.
 """
 
 import dataclasses
@@ -86,7 +84,7 @@ def scale_by_muon(
     shardings: tree of the parameters' NamedShardings, which gradients and
       momentum share; None: all on one device.
     options: roles and clipping of logits are other transforms'.
-    told: of the plan, instead of its own choices.
+    told: of the plan.
   """
   beta = options.beta
 
