@@ -59,10 +59,7 @@ class OptimizerOptions:
   eps: float = 1e-8
 
   def __post_init__(self):
-    if self.name not in ('muon', 'adam'):
-      raise ValueError(
-        f"optimizer name must be 'muon' or 'adam', not {self.name!r}."
-      )
+    checks.one_of(self, 'name', ('muon', 'adam'))
     checks.positive(self, 'learning_rate', 'adam_learning_rate', 'grad_clip')
     checks.number(self, 0, 'weight_decay')
 
@@ -78,12 +75,7 @@ def schedule(
   """Linear warm-up, constant, linear decay (WSD, arXiv 2404.06395).
 
   Step t < warmup_steps uses peak * (t + 1) / warmup_steps, so that the first
-  step already moves.
-
-  Args:
-    options: lengths of warm-up and decay, 0 for none, and the final ratio.
-    total_steps: the decay ends here and the value stays final_ratio * peak.
-    peak: value of the stable phase.
+  step already moves. The decay ends at `total_steps`, where the value stays.
 
   Raises:
     ValueError: warm-up and decay do not fit, or the ratio is out of range.

@@ -6,10 +6,9 @@ blocks from the first to the last that any of them sees, so documents and
 causality save work. The kernels take their loops' bounds from here, and what is
 counted is what runs.
 
-The softmax is the running one (Milakov & Gimelshein 2018), in float32: each
-query has the largest score so far, the sum of weights, and the weighted sum of
-values. The backward pass makes the scores anew and the weights of them, with
-the logarithm of the sum (flash attention, Dao 2022).
+The softmax is the running one (Milakov & Gimelshein 2018), in float32. The
+backward pass makes the scores anew and the weights of them, with the logarithm
+of the sum (flash attention, Dao 2022).
 """
 
 import math
@@ -132,8 +131,8 @@ def meet(
   """Returns the state of queries after they have met a block of keys.
 
   Args:
-    state: largest scores and sums of weights by query, with or without an axis
-      of one for keys.
+    state: weighted sums of values; largest score so far and sum of weights by
+      query, with or without an axis of one for keys.
     scores: [..., query, key], or the last two the other way round.
     sees: likewise.
     weigh: from weights to weighted sums of the block's values.
@@ -170,8 +169,7 @@ def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
 def finish(state: Arrays) -> Arrays:
   """Returns outputs, largest scores and logarithms of the sums.
 
-  What was added before a query met its first key is forgotten by then; one that
-  meets none forgets it here.
+  A query that meets no key forgets here what was added.
   """
   sums, top, total = state
   sees = top > MASKED
@@ -185,15 +183,11 @@ def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
 
   Weights stay float32 on CPU, where a bfloat16 product of this form is one of
   float32 anyway: a rounding less, and the same for whole and running softmax,
-  whose weights differ by a factor. Accelerators take bfloat16.
+  whose weights differ by a factor.
   """
   dtype = rounding.wide_dtype(values.dtype)
-  return jnp.einsum(
-    spec,
-    weights.astype(dtype),
-    values.astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
+  weights, values = weights.astype(dtype), values.astype(dtype)
+  return jnp.einsum(spec, weights, values, preferred_element_type=jnp.float32)
 
 
 def weights_and_gradient(

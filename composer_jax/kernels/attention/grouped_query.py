@@ -29,7 +29,6 @@ Visible = blocks.Visible
 
 # Modules of a forward and a backward pass.
 _KERNELS = {'blocked': blocked, 'pallas_gpu': gpu, 'pallas_tpu': tpu}
-BACKENDS = tuple(_KERNELS)
 # Returns a context in which 'auto' means the backend that it is given. Part of
 # what jit's caches tell programs apart by.
 using = jax.make_user_context(None)
@@ -57,21 +56,20 @@ def attend(
     v_BSKH: values, whose width may be another; the result has it.
     visible: the range of keys that each query sees.
     scale: on the scores; None means 1 / sqrt(H).
-    backend: one of BACKENDS, 'auto' by platform and dtype, or what takes
-      (arrays, visible) in their place.
+    backend: by name, 'auto' by platform and dtype, or what takes (arrays,
+      visible) in their place.
   """
   if backend == 'auto':
     platform = platforms.current()
     # Kernels are for what accelerators multiply fast.
     is_plain = platform == 'cpu' or q_BTNH.dtype == jnp.float32
     backend = using.value or ('blocked' if is_plain else f'pallas_{platform}')
-  if not callable(backend) and backend not in BACKENDS:
-    raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
+  if not callable(backend) and backend not in _KERNELS:
+    raise ValueError(f'attention backend {backend!r} is not in {[*_KERNELS]}.')
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = rounding.rounded(q_BTNH * scale)
   run = backend if callable(backend) else functools.partial(_in_blocks, backend)
-  out_BTNH, tops_BTN = run((q_BTNH, k_BSKH, v_BSKH), visible)
-  return out_BTNH, jax.lax.stop_gradient(tops_BTN)
+  return run((q_BTNH, k_BSKH, v_BSKH), visible)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,7 +87,7 @@ def _forward(backend, arrays, visible):
 
 def _backward(backend, residuals, cotangents):
   arrays, visible, out_BTNH, logs = residuals
-  d_out_BTNH, _ = cotangents
+  d_out_BTNH, _ = cotangents  # none comes through the tops
   # d_scores = weights (d_weights - sum of weights d_weights over keys).
   means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
   by_query = d_out_BTNH, logs, means_BTN

@@ -1,13 +1,12 @@
 """Attention whose bits depend on a query and what it sees, and on nothing else.
 
-The batch-invariant counterpart of `attention` (a packed batch) and of
-`kernels.attention.paged` (a cache): both become one loop over tiles of queries,
-with an inner loop over blocks of KEY_BLOCK keys from the document's first one
-on and a body of fixed shapes (`kernels.rows` says why). A tile is ENTRIES
-entries of QUERIES successive queries of one row; each entry gathers its own
-keys, so a decode step fills a tile with four sessions and a packed row with
-sixteen tokens. The running softmax meets a document's keys in the same blocks
-however they came in; a block that a query sees nothing of changes no bit.
+The batch-invariant counterpart of `grouped_query` (a packed batch) and of
+`paged` (a cache): both become one loop over tiles of queries, with an inner
+loop over blocks of KEY_BLOCK keys from the document's first one on and a body
+of fixed shapes (`kernels.rows` says why). A tile is ENTRIES entries of QUERIES
+successive queries of one row; each entry gathers its own keys, so a decode step
+fills a tile with four sessions and a packed row with sixteen tokens. A block
+that a query sees nothing of changes no bit.
 
 That holds where documents begin at multiples of KEY_BLOCK in a packed row, and
 where pages hold multiples of it. A document that begins elsewhere is computed
@@ -29,6 +28,7 @@ QUERIES = 4
 ENTRIES = rows.TILE // QUERIES
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attend_packed(
   query: Any,
   kept: paged.Pools,
@@ -44,12 +44,6 @@ def attend_packed(
     visible: what each query sees.
     is_measured: else None stands for the tops of `grouped_query.attend`.
   """
-  out, tops_BTN = _packed(query, kept, visible, is_measured)
-  return out, lax.stop_gradient(tops_BTN)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _packed(query, kept, visible, is_measured):
   batch, length = visible.start_BT.shape
   num_blocks = -(-length // KEY_BLOCK)
   # Pages of one block.
@@ -68,7 +62,7 @@ def _packed(query, kept, visible, is_measured):
 
 def _packed_backward(_, arrays, d_results):
   query, kept, visible = arrays
-  d_out, _ = d_results
+  d_out, _ = d_results  # none comes through the tops
 
   def whole(query, kept):
     first, second = kept
@@ -84,7 +78,9 @@ def _packed_backward(_, arrays, d_results):
   return *pull(d_out), None
 
 
-_packed.defvjp(lambda *args: (_packed(*args), args[:3]), _packed_backward)
+attend_packed.defvjp(
+  lambda *args: (attend_packed(*args), args[:3]), _packed_backward
+)
 
 
 def attend_paged(

@@ -112,10 +112,6 @@ def _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E, transposed=False):
   return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
 
 
-def _forward(backend, *arrays):
-  return _multiply(backend, *arrays), arrays
-
-
 def _backward(backend, residuals, d_out_YF):
   lhs_YD, rhs_EDF, group_sizes_E = residuals
   d_lhs_YD = _by_group(backend, d_out_YF, rhs_EDF, group_sizes_E, True)
@@ -126,7 +122,9 @@ def _backward(backend, residuals, d_out_YF):
   return d_lhs_YD, d_rhs_EDF, None
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(
+  lambda backend, *arrays: (_multiply(backend, *arrays), arrays), _backward
+)
 
 
 def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):

@@ -122,13 +122,6 @@ def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
   return jnp.stack([p.rows * (p.last - p.first) for p in loops]).sum()
 
 
-def worst_case_rows(num_rows: int, num_groups: int) -> int:
-  """Returns a bound on `executed_rows` that no group sizes exceed."""
-  (step, *_), _ = sizes(num_rows, num_groups)
-  # A piece of one row wastes the most, and every group has one tail.
-  return num_rows + min(num_groups, num_rows) * (step - 1)
-
-
 def blocks(
   group_sizes_E: jax.Array, num_rows: int, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -6,10 +6,9 @@ Muon out of momentum. Knows nothing of parameters or roles, and only
 
 A matrix is p x q with p <= q (a tall one is transposed first). A step is
 X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to
-a s + b s^3 + c s^5. Two orders of the same arithmetic: the standard one updates
-X in each step, 4 p^2 q + 2 p^3 operations; the other iterates on the p x p Gram
-matrix and applies the result to X at each restart (Zhang, Amsel, Chen, Dao,
-2026), cheaper where q >= 1.5 p.
+a s + b s^3 + c s^5. The standard order updates X in each step, in 4 p^2 q +
+2 p^3 operations; the other iterates on the p x p Gram matrix and applies the
+result to X at each restart (Zhang, Amsel, Chen, Dao, 2026).
 """
 
 import dataclasses
@@ -51,11 +50,10 @@ _POLAR_EXPRESS = (
 # that saw one token would climb its gradient), the cubic of arXiv 2606.00371,
 # CANS (arXiv 2506.10935) and Polar Express with less safety.
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
-  # Singular values end in 0.86-1.12.
   'polar_express': tuple(
     (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS
   ),
-  # KellerJordan/Muon's, what optax and torch have by default: 0.68-1.20.
+  # KellerJordan/Muon's, what optax and torch have by default.
   'keller': ((3.4445, -4.7750, 2.0315),) * 5,
 }
 
@@ -132,12 +130,11 @@ def gram_products(steps: int) -> int:
 
 
 def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
-  """Orthogonalises each matrix of [..., rows, columns].
+  """Orthogonalises each matrix of [..., rows, columns], in the options' dtype.
 
   Zero stays zero; NaN and infinity turn the whole of their matrix, and no
   other, into NaN. Dividing by the largest entry before the norm makes the
   result independent of the gradient's scale: squares alone vanish below 1e-19.
-  The result has the operands' dtype.
   """
   options = options.resolved()
   is_tall = x.shape[-2] > x.shape[-1]

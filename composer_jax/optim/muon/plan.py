@@ -4,9 +4,8 @@ Matrices of equal shape that lie alike on the mesh form a group, over layers,
 names and transposes. Each matrix of a group gets one owner among the devices
 that hold it (or a few that share it, for the rare matrix too large for one);
 the owner receives the whole matrix in one all-to-all and returns it in another.
-A plan is made of shapes, roles and shardings, before anything exists, and says
-what every device computes, sends and holds. `optim.muon.planner` makes plans,
-`optim.muon.exchange` runs them.
+A plan is made before anything exists, by `optim.muon.planner`, and says what
+every device computes, sends and holds; `optim.muon.exchange` runs it.
 
 p <= q are the sides of a matrix; a member whose input side is the longer one is
 transposed.
@@ -57,11 +56,10 @@ class Member:
   Attributes:
     name: '/'-joined.
     shape: of all shards together.
-    batch: dimensions of independent matrices.
+    batch: dimensions of independent matrices, locally of sizes `local_batch`.
     rows: dimensions of the p side.
     columns: dimensions of the q side.
     is_transposed: the parameter's input side is the q side.
-    local_batch: local sizes of the batch dimensions.
   """
 
   name: str
@@ -93,8 +91,7 @@ class Chunk:
   (subgroups of `split` neighbouring shards where matrices are shared).
 
   Attributes:
-    start: of its range of the local list.
-    count: of its range.
+    start: of its range of the local list, of `count` matrices.
     owned: slots of each owner.
   """
 
@@ -117,9 +114,9 @@ class MuonGroup:
       all, as each set of so many does the same work.
     members: in the order of the tree.
     chunks: cover the local list, in order.
-    newton_schulz: its options, without an 'auto' dtype.
-    shard_strides: (size, devices from one index to the next) of each of `axes`.
-    replica_strides: likewise of `replica_axes`.
+    newton_schulz: without an 'auto' dtype.
+    shard_strides: (size, devices from one index to the next) of each of `axes`;
+      replica_strides likewise of `replica_axes`.
   """
 
   p: int
@@ -232,7 +229,6 @@ class MuonGroup:
 
   @property
   def split_bytes(self) -> int:
-    """Into a device, of those of all chunks."""
     return sum(n for c in self.chunks for _, n in self.split_collectives(c))
 
   @property
@@ -257,7 +253,6 @@ class MuonPlan:
 
   @property
   def flops(self) -> int:
-    """Of Newton-Schulz, of each device."""
     return sum(group.flops for group in self.groups)
 
   @property

@@ -29,7 +29,7 @@ class MuonChoices(newton_schulz.NewtonSchulz):
       are scaled down (Kimi K2 has 100); 0 neither clips nor measures.
     roles: (regex of a parameter's name, role) pairs that replace roles by axes:
       ('router', 'embed->route') puts routers on Muon, ('attention/out$',
-      'heads,head_dim->embed') takes all heads as one matrix, 'adam' for AdamW.
+      'heads,head_dim->embed') takes all heads as one matrix.
   """
 
   beta: float = 0.95
@@ -79,8 +79,7 @@ def scale_by_muon(
   is rms * sqrt(max(rows, columns)).
 
   Args:
-    matrices: tree of the parameters' structure with a `roles.Matrix` at each
-      leaf (and `optax.MaskedNode()` where another transform owns it).
+    matrices: of the parameters, from `roles.matrices`.
     shardings: tree of the parameters' NamedShardings, which gradients and
       momentum share; None: all on one device.
     options: roles and clipping of logits are other transforms'.

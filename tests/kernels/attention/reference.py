@@ -34,4 +34,5 @@ def whole(arrays, visible):
   out_BTNH = jnp.where(mask_BTS.any(-1)[:, :, None, None], out_BTNH, 0)
   out_BTNH = rounding.rounded(out_BTNH, v_BSKH.dtype)
   tops_BTKG = scores_BKGTS.max(-1).transpose(0, 3, 1, 2)
-  return out_BTNH, tops_BTKG.reshape(batch, length, num_heads)
+  tops_BTN = tops_BTKG.reshape(batch, length, num_heads)
+  return out_BTNH, jax.lax.stop_gradient(tops_BTN)
