@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     sizes_E = jnp.asarray(self.sizes())
     done = int(schedule.executed_rows(sizes_E, self.rows))
-    most = schedule.worst_case_rows(self.rows, self.num_experts)
+    most = worst_case_rows(self.rows, self.num_experts)
     return (
       f'executed {done / self.rows:.3f}x of the rows, '
       f'at worst {most / self.rows:.3f}x'
@@ -45,6 +45,15 @@ class Case(NamedTuple):
       f'{what}, {self.rows} rows of {self.num_experts} experts (uneven), '
       f'{self.dim} by {self.width}'
     )
+
+
+def worst_case_rows(num_rows: int, num_groups: int) -> int:
+  """Returns a bound on `schedule.executed_rows` that no group sizes exceed."""
+  from composer_jax.kernels.grouped import schedule
+
+  (step, *_), _ = schedule.sizes(num_rows, num_groups)
+  # A piece of one row wastes the most, and every group has one tail.
+  return num_rows + min(num_groups, num_rows) * (step - 1)
 
 
 class Arrays(NamedTuple):

@@ -1,13 +1,12 @@
 """A token's experts where rows are few, each read from its own buffer.
 
-A decode step has a row or two for each of a layer's active experts, so its time
-is that of reading their matrices once. Two things are in the way on XLA:CPU:
-`dynamic_slice` of stacked weights copies each matrix before the product reads
-it, and sixteen rows of padding make a product of arithmetic out of one of
-reading. Here every expert is its own array and a branch of `lax.switch`, whose
-product reads that array in place: three to four times the speed of stacked
-weights at 1 to 8 tokens, and ahead of them at a thousand. Inactive experts are
-not read at all.
+A decode step's time is that of reading its active experts' matrices once. Two
+things are in the way on XLA:CPU: `dynamic_slice` of stacked weights copies each
+matrix before the product reads it, and sixteen rows of padding make a product
+of arithmetic out of one of reading. Here every expert is its own array and a
+branch of `lax.switch`, whose product reads that array in place: three to four
+times the speed of stacked weights at 1 to 8 tokens, and ahead of them at a
+thousand.
 
 For CPU and for the engine: no gradient (`kernels.grouped.matmul` has one), and
 a branch taken on the device stalls accelerators.
@@ -21,8 +20,7 @@ import jax.numpy as jnp
 
 from composer_jax.kernels.grouped import blocked
 
-# A usual second-level cache.
-_CACHE_BYTES = 1 << 20
+_CACHE_BYTES = 1 << 20  # of a usual second level
 
 
 def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
@@ -36,10 +34,7 @@ def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
   reach = 2 if num_bytes <= _CACHE_BYTES else 1
   if num_rows <= reach * num_experts:
     return 1
-  for block in (4, 8):
-    if num_rows <= 2 * block * num_experts:
-      return block
-  return 16
+  return next((b for b in (4, 8) if num_rows <= 2 * b * num_experts), 16)
 
 
 def expert_rows(
@@ -58,7 +53,7 @@ def expert_rows(
     mlp: (an expert's weights, rows [block, D]) -> rows [block, D].
     experts: weights of each expert, none stacked with another's.
     x_ZD: tokens.
-    ids_ZA: int32 experts of each token.
+    ids_ZA: int32 experts of each.
     gates_ZA: float32.
     valid_Z: false for padding, whose result is zero and for which no expert is
       read.

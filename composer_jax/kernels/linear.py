@@ -7,15 +7,15 @@ one with [F, D] (44 to 58 against 19 to 25 GB/s in cache on an EPYC core, 19 to
 some 64 rows on and on accelerators. Who decodes with a tied table [V, D]
 therefore wants a copy of it as [D, V] (`rollout.forward`).
 
-Nothing else beat the plain product at 1, 2, 4, 8, 16 or 64 rows: not padding
-rows, column blocks, a product per row or per half of the rows, the transposed
-product, nor multiplying and summing.
+Nothing else beat the plain product at 1 to 64 rows: not padding rows, column
+blocks, a product per row or per half of the rows, the transposed product, nor
+multiplying and summing.
 
 The gradient of a float32 weight is written out on CPU. There XLA multiplies
 x w and d w^T at some 200 GFLOP/s (YNNPACK) but x^T d by another library, which
-reaches 14 (a router) to 200; and where the product is fused with what made d it
-may transpose d, the wide one, in memory: together a third of a train step. A
-transposed copy of x, which costs little, puts all three on the fast path.
+reaches 14 (a router) to 200, and may transpose d, the wide one, in memory:
+together a third of a train step. A transposed copy of x puts all on the fast
+path.
 """
 
 import functools
@@ -44,7 +44,7 @@ def linear(
     weight: in the dtype of x, [D, ...] or [N, H, ...].
     num_contracted: how many axes.
     dtype: of the result; None means x's.
-    precision: of the product on accelerators.
+    precision: on accelerators.
   """
   both_wide = x.dtype == weight.dtype == jnp.float32
   if both_wide and dtype is None and platforms.current() == 'cpu':
@@ -64,15 +64,10 @@ def weight_gradient(x_ZD: jax.Array, d_ZF: jax.Array) -> jax.Array:
 
 def _product(x, weight, num_contracted, precision, dtype=None):
   last = tuple(range(x.ndim - num_contracted, x.ndim))
-  first = tuple(range(num_contracted))
-  y = jax.lax.dot_general(
-    x,
-    weight,
-    ((last, first), ((), ())),
-    precision=precision,
-    preferred_element_type=dtype,
+  dims = ((last, tuple(range(num_contracted))), ((), ()))
+  return rounding.rounded(
+    jax.lax.dot_general(x, weight, dims, precision, dtype)
   )
-  return rounding.rounded(y)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -85,10 +80,8 @@ def _wide_backward(num_contracted, precision, residuals, d_out):
   num_rows = x.ndim - num_contracted
   # Made once, in the layout that both products read.
   d_out = jax.lax.optimization_barrier(d_out)
-  columns = (
-    tuple(range(num_rows, d_out.ndim)),
-    tuple(range(num_contracted, weight.ndim)),
-  )
+  wide = tuple(range(num_rows, d_out.ndim))
+  columns = wide, tuple(range(num_contracted, weight.ndim))
   d_x = jax.lax.dot_general(d_out, weight, (columns, ((), ())), precision)
   # Contracted axes before rows, without joining any: rows may be sharded.
   order = (*range(num_rows, x.ndim), *range(num_rows))

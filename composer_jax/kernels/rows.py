@@ -3,10 +3,10 @@
 A product of 40 rows and the same product of 1,000 rows are different programs:
 other kernels, other orders of summation, other last bits. In 'batch_invariant'
 numerics every stretch of row-wise computing is therefore one loop over tiles of
-TILE rows, whose body is the same program whoever calls it: prefill, decode,
-training, whatever the batch. What a row gets then depends on the row alone, as
-long as the body is compiled alike and no row's place within a tile matters.
-`tests/rollout/invariant_test.py` holds the whole model to that on CPU.
+TILE rows, whose body is the same program whoever calls it, prefill, decode or
+training. What a row gets then depends on the row alone, as long as no row's
+place within a tile matters. `tests/rollout/invariant_test.py` holds the whole
+model to that on CPU.
 
 How the body stays the same:
 - barriers at both its ends keep the compiler from fusing it with its
@@ -19,10 +19,7 @@ What another backend must promise to join: products of TILE rows whose order of
 summation depends on shapes and dtypes only, not on the row's place and not on
 other work of the device (no split over K that follows the occupancy, no
 atomics), and the same code for one loop body in every program (autotuning off
-or its results pinned). Then the same XLA program holds there too; a hand-made
-kernel takes the place of the loop here and of `kernels.attention.tiled`'s, with
-a grid for a loop, and nothing else changes. Two backends agree with themselves
-only.
+or its results pinned). Two backends agree with themselves only.
 """
 
 import functools
@@ -44,7 +41,7 @@ def map_rows(
     fn: (params, tree of [B, T, ...]) -> tree of [B, T, ...]. It must close
       over no arrays.
     params: what all rows share.
-    rows: tree of arrays [B, T, ...]; its leaves may not be empty.
+    rows: tree of arrays [B, T, ...], not empty.
     numerics: 'fast' calls fn once; 'batch_invariant' calls it on tiles
       [1, TILE, ...] one after the other. The gradient is the whole function's
       either way: it need not be invariant, and so costs the same.
@@ -67,9 +64,8 @@ def _tiled(fn, params, rows):
 
   def to_tiles(array_BT):
     array_Z = array_BT.reshape(num_rows, *array_BT.shape[2:])
-    missing = num_tiles * TILE - num_rows
     # Repeated rather than zeros, for which a row may be undefined.
-    pad = ((0, missing),) + ((0, 0),) * (array_Z.ndim - 1)
+    pad = [(0, num_tiles * TILE - num_rows)] + [(0, 0)] * (array_Z.ndim - 1)
     array_Z = jnp.pad(array_Z, pad, mode='edge')
     return array_Z.reshape(num_tiles, 1, TILE, *array_Z.shape[1:])
 

@@ -25,12 +25,7 @@ def gradient(gate_up: jax.Array, d_out: jax.Array) -> jax.Array:
   return jnp.concatenate([d_gate, d_out * gate * sigmoid], axis=-1)
 
 
-def _forward(gate_up):
-  return swiglu(gate_up), gate_up
-
-
-def _backward(gate_up, d_out):
-  return (gradient(gate_up, d_out),)
-
-
-swiglu.defvjp(_forward, _backward)
+swiglu.defvjp(
+  lambda gate_up: (swiglu(gate_up), gate_up),
+  lambda gate_up, d_out: (gradient(gate_up, d_out),),
+)

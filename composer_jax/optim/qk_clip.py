@@ -14,8 +14,8 @@ so that its logits on the same inputs are gamma times what they were:
   above. A scale shared by all heads of a layer (Qwen3) follows the head with
   the largest logit, so the layer's other heads shrink with it.
 
-Biases of queries and keys go with their weights. All other heads, and under a
-shared scale all other layers, keep their updates bit for bit.
+Biases go with their weights. All other heads, and under a shared scale all
+other layers, keep their updates bit for bit.
 
 Updates of what may be clipped are float32, which `optax.apply_updates` rounds
 to the parameters: a strong clip takes off nearly all of a weight, and bfloat16
@@ -37,8 +37,8 @@ def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
   """Bounds the attention logits; the last transform of a chain.
 
   Its `update` takes the parameters of `models.decoder` and, as `max_logits`,
-  the max_logits_LN of the forward pass that made the gradients: those of the
-  weights before the step, as in the paper. Logits up to tau are left alone.
+  the max_logits_LN of the forward pass that made the gradients. Logits up to
+  tau are left alone.
   """
   if not tau > 0:
     raise ValueError(f'qk_clip needs a tau above 0, not {tau}.')
@@ -72,11 +72,8 @@ def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
 
 
 def _check(gamma_LN, params):
-  layers = {
-    name: params[name]['attention']['out'].shape[:2]
-    for name in STACKS
-    if name in params
-  }
+  present = [name for name in STACKS if name in params]
+  layers = {n: params[n]['attention']['out'].shape[:2] for n in present}
   wants = sum(length for length, _ in layers.values())
   heads = {heads for _, heads in layers.values()}
   if not layers or gamma_LN.shape != (wants, *heads):

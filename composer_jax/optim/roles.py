@@ -3,8 +3,8 @@
 A role is 'adam', or names the two sides of a matrix: 'embed->ffw' maps embed
 to ffw, 'embed->heads,head_dim' merges two axes into the output side. Every axis
 that a role does not name is a batch axis, along which matrices are independent.
-Nothing is guessed from the number of dimensions: a parameter of two or more
-dimensions without labels, or with labels nobody knows, is an error.
+A parameter of two or more dimensions without labels, or with labels nobody
+knows, is an error.
 """
 
 import dataclasses
@@ -74,12 +74,6 @@ def parse(
 ) -> Matrix | None:
   """Returns the matrix that a role makes of a parameter; None for Adam's.
 
-  Args:
-    name: of the parameter, for messages.
-    role: 'adam', or sides of comma-separated axes: 'embed->heads,head_dim'.
-    axes: logical axis names, one per dimension of the shape.
-    shape: of the parameter.
-
   Raises:
     ValueError: the role is malformed or does not fit the axes.
   """
@@ -99,16 +93,15 @@ def parse(
   rows, columns = (
     tuple(axis.strip() for axis in side.split(',')) for side in match.groups()
   )
-  left = list(enumerate(axes))
+  left: list[str | None] = list(axes)
   dims = []
   for axis in rows + columns:
-    # In order: of 'embed->embed' the first dimension is the input.
-    dim = next((d for d, a in left if a == axis), None)
-    if dim is None:
+    if axis not in left:
       raise ValueError(f'{about} names {axis!r} once too often.')
-    left.remove((dim, axis))
-    dims.append(dim)
-  unclear = sorted({a for _, a in left if a in rows + columns})
+    # In order: of 'embed->embed' the first dimension is the input.
+    dims.append(left.index(axis))
+    left[dims[-1]] = None
+  unclear = sorted({axis for axis in left if axis in rows + columns})
   if unclear:
     raise ValueError(
       f'{about} leaves open which of the axes called {unclear[0]!r} is meant; '
@@ -128,8 +121,8 @@ def tree(
 
   Args:
     params: tree of arrays or shapes, without boxes.
-    axes: tree of the same structure with a PartitionSpec of logical axis names
-      at each leaf (`nn.get_partition_spec` of the boxed tree).
+    axes: tree of PartitionSpecs of logical axis names (`nn.get_partition_spec`
+      of the boxed tree).
     overrides: pairs of a regular expression and the role of every parameter in
       whose '/'-joined name it is found; the first that is found decides.
 
@@ -166,7 +159,7 @@ def tree(
 def matrices(params: Any, axes: Any, roles: Any) -> Any:
   """Returns a tree of `Matrix`, with `optax.MaskedNode()` for Adam's.
 
-  Of `roles`, a result of `tree` with the same parameters and axes.
+  Of roles that `tree` returned for the same parameters and axes.
   """
   logical = _named(axes)
   named = trees.flatten_names(roles)

@@ -15,6 +15,7 @@ from composer_jax.kernels.grouped import matmul, schedule
 from composer_jax.models import attention, decoder, flops, head
 from composer_jax.models import config as model_config
 from configs.models import tiny
+from tests.kernels.attention import reference
 from tests.models import hlo_flops
 
 # No other dimension of the variants below divides by T, a prime.
@@ -266,7 +267,7 @@ def _program(config, transform, *, backend, length=T):
   variables, _ = decoder.abstract(config)
   ints_BT = jax.ShapeDtypeStruct((B, length), jnp.int32)
   # The whole softmax: its products do not depend on the data.
-  whole = attention_kernel.using('reference')
+  whole = attention_kernel.using(reference.whole)
   with matmul.using(backend), whole:
     function = transform(functools.partial(_loss, config))
     lowered = jax.jit(function).lower(variables, *[ints_BT] * 3)

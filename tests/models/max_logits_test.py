@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels.attention import blocks, grouped_query, tiled
+from composer_jax.kernels.attention import grouped_query, tiled
 from composer_jax.models import attention as model_attention
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement, rope
 from composer_jax.models import layer as layer_stages
 from composer_jax.parallel import layouts, shardings, topology
 from tests import compiling
+from tests.kernels.attention import reference
 from tests.models import decoder_test
 from tests.parallel import architectures_test, on_mesh
 
@@ -36,7 +37,7 @@ def _tops_by_hand(q_BTNH, k_BSKH, mask_BTS, scale):
 # ---------------------------------------------------------------- kernels
 
 
-@pytest.mark.parametrize('backend', ['reference', 'blocked'])
+@pytest.mark.parametrize('backend', [reference.whole, 'blocked'])
 def test_kernels_return_what_softmax_subtracts(backend):
   # More keys than a block, and not a multiple; shared key heads; the last row
   # sees nothing in its first query.
@@ -55,7 +56,7 @@ def test_kernels_return_what_softmax_subtracts(backend):
     return grouped_query.attend(q, k, v, visible, scale=0.3, backend=backend)
 
   _, tops = run(q, k, v)
-  mask_BTS = np.asarray(blocks.as_mask(visible, 300))
+  mask_BTS = np.asarray(reference.as_mask(visible, 300))
   by_hand = _tops_by_hand(q, k, mask_BTS, 0.3)
   np.testing.assert_allclose(tops, by_hand, rtol=1e-6, atol=1e-6)
   assert tops[1, 0, 0] == np.float32(_MASKED) and tops.dtype == jnp.float32
@@ -65,7 +66,7 @@ def test_kernels_return_what_softmax_subtracts(backend):
 def test_tiles_return_what_softmax_subtracts(kind):
   segments_BT = jnp.asarray([np.repeat([1, 2, 0], [40, 30, 5])], jnp.int32)
   visible = model_attention.visible_of(segments_BT)
-  mask_BTS = np.asarray(blocks.as_mask(visible, 75))
+  mask_BTS = np.asarray(reference.as_mask(visible, 75))
   if kind == 'grouped':
     query, kept = _normal(0, 1, 75, 4, 8), (_normal(1, 1, 75, 2, 8),) * 2
     by_hand = _tops_by_hand(query, kept[0], mask_BTS, 1.0)

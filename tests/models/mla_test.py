@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from composer_jax.kernels.attention import blocks, grouped_query
+from composer_jax.kernels.attention import grouped_query
 from composer_jax.models import mla, rope
+from tests.kernels.attention import reference
 from tests.models import decoder_test
 
 CONFIG = decoder_test.CONFIGS['mla']
@@ -71,7 +72,7 @@ def test_absorbed_equals_naive_in_value_and_gradient(inputs):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), absorbed, naive
   )
-  mask_BTS = np.asarray(blocks.as_mask(visible, S))
+  mask_BTS = np.asarray(reference.as_mask(visible, S))
   scale = rope.softmax_scale(H + J, CONFIG.rope)
   with jax.default_matmul_precision('highest'):
     want = _by_hand(*jax.tree.map(np.asarray, arrays), mask_BTS, scale)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from composer_jax.optim import adam
+from composer_jax.optim import groups
 
 _PARAMS = {'up': np.linspace(-1, 1, 12).reshape(3, 4), 'norm': np.ones(4)}
 
@@ -37,27 +37,27 @@ def _same(a, b):
 
 def test_adam_equals_optax():
   _same(
-    _follow(adam.scale_by_adam(0.9, 0.95, 1e-3)),
+    _follow(groups.scale_by_adam(0.9, 0.95, 1e-3)),
     _follow(optax.scale_by_adam(0.9, 0.95, 1e-3)),
   )
 
 
 @pytest.mark.parametrize('limit', [0.5, 1e3])
 def test_clipping_equals_optax(limit):
-  ours = adam.clip_by_global_norm(limit)
+  ours = groups.clip_by_global_norm(limit)
   _same(_follow(ours), _follow(optax.clip_by_global_norm(limit)))
 
 
 def test_gradients_below_the_limit_keep_their_bits():
   gradients = jax.tree.map(lambda p: jnp.sin(p).astype(jnp.float32), _PARAMS)
-  clip = adam.clip_by_global_norm(1e3)
+  clip = groups.clip_by_global_norm(1e3)
   clipped, _ = clip.update(gradients, clip.init(gradients))
   jax.tree.map(np.testing.assert_array_equal, clipped, gradients)
 
 
 def test_one_nan_makes_every_gradient_nan():
   gradients = {'up': jnp.array([1.0, 2.0]), 'norm': jnp.array([jnp.nan])}
-  clip = adam.clip_by_global_norm(1.0)
+  clip = groups.clip_by_global_norm(1.0)
   clipped, _ = clip.update(gradients, clip.init(gradients))
   jax.tree.map(lambda g: np.testing.assert_array_equal(g, np.nan), clipped)
 
@@ -66,8 +66,8 @@ def test_the_moments_need_no_array_beside_them():
   # Donated moments and parameters: what is left are numbers.
   params = {'up': jnp.zeros((256, 256))}
   transform = optax.chain(
-    adam.clip_by_global_norm(1.0),
-    adam.scale_by_adam(0.9, 0.95, 1e-8),
+    groups.clip_by_global_norm(1.0),
+    groups.scale_by_adam(0.9, 0.95, 1e-8),
     optax.scale_by_learning_rate(1e-3),
   )
 

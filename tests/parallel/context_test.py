@@ -12,6 +12,7 @@ from composer_jax.kernels.attention import blocked, blocks
 from composer_jax.kernels.attention import grouped_query as attention_kernel
 from composer_jax.models import attention, mla
 from composer_jax.parallel import exchange, sequence, topology
+from tests.kernels.attention import reference
 from tests.models import decoder_test
 from tests.parallel import collectives, on_mesh
 
@@ -162,7 +163,7 @@ def _value_and_gradients(kind, plan):
 @functools.cache
 def _on_one_device(kind):
   """Returns the same of the whole softmax, with everything on one device."""
-  with attention_kernel.using('reference'):
+  with attention_kernel.using(reference.whole):
     results = _value_and_gradients(kind, None)(*_inputs(kind))
   return jax.tree.map(np.asarray, results)
 

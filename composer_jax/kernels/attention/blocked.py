@@ -27,21 +27,20 @@ def sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
 class _Call:
   """How the loops see a call: rows of (b, head), tiles of T, blocks of S."""
 
-  def __init__(self, q_BTNH, k_BSKH, visible):
+  def __init__(self, arrays, visible):
+    q_BTNH, *kept = arrays
     self.batch, length, num_heads, _ = q_BTNH.shape
-    num_keys, self.num_kv_heads = k_BSKH.shape[1:3]
+    num_keys, self.num_kv_heads = kept[0].shape[1:3]
     self.groups = num_heads // self.num_kv_heads
     self.queries, self.keys = sizes(length, num_keys)
     self.num_tiles = -(-length // self.queries)
     self.dtype = rounding.wide_dtype(q_BTNH.dtype)
     self.visible = blocks.pad(visible, self.queries)
     self.ranges = blocks.ranges(self.visible, self.queries, self.keys)
+    # Nobody sees the keys that fill the last block.
+    self.kept = [blocks.pad(x, self.keys).astype(self.dtype) for x in kept]
 
-  def wide_blocks(self, x_BSKH):
-    """Appends keys to fill the last block; nobody sees them."""
-    return blocks.pad(x_BSKH, self.keys).astype(self.dtype)
-
-  def each_tile(self, body, kept, by_query, by_key=()):
+  def each_tile(self, body, by_query, by_key=()):
     """Returns (by_query, by_key) after all tiles of all rows.
 
     Calls (place, row, (by_query, sums)) -> (by_query, sums) with (b, head,
@@ -51,7 +50,7 @@ class _Call:
 
     def row(index, results):
       b, head = index // self.num_kv_heads, index % self.num_kv_heads
-      k_SH, v_SH = (_row(x, b, head) for x in kept)
+      k_SH, v_SH = (_row(x, b, head) for x in self.kept)
       tile = lambda i, state: body((b, head, i), (k_SH, v_SH), state)
       by_query, by_key = results
       like = (k_SH, v_SH)[: len(by_key)]
@@ -70,20 +69,20 @@ class _Call:
 
   def tile(self, x_BTN, place):
     """Returns the array [X, ...] of a tile, X = T G."""
-    sizes = (1, self.queries, self.groups, *x_BTN.shape[3:])
-    part = lax.dynamic_slice(x_BTN, self._start(x_BTN, place), sizes)
+    part = lax.dynamic_slice(x_BTN, *self._box(x_BTN, place))
     return part.reshape(-1, *x_BTN.shape[3:])
 
   def put(self, x_BTN, part_X, place):
     """Returns x_BTN with one tile of it replaced."""
-    sizes = (1, self.queries, self.groups, *x_BTN.shape[3:])
+    start, sizes = self._box(x_BTN, place)
     part = rounding.rounded(part_X, x_BTN.dtype).reshape(sizes)
-    return lax.dynamic_update_slice(x_BTN, part, self._start(x_BTN, place))
+    return lax.dynamic_update_slice(x_BTN, part, start)
 
-  def _start(self, x_BTN, place):
-    b, head, tile = place
-    first = b, tile * self.queries, head * self.groups
-    return first + (jnp.zeros_like(b),) * (x_BTN.ndim - 3)
+  def _box(self, x_BTN, place):
+    (b, head, tile), beyond = place, x_BTN.shape[3:]
+    start = b, tile * self.queries, head * self.groups
+    start += (jnp.zeros_like(b),) * len(beyond)
+    return start, (1, self.queries, self.groups, *beyond)
 
   def each_block(self, body, state, place):
     """Calls (state, block, sees_XS) -> state for each that the tile sees."""
@@ -134,11 +133,10 @@ def _transposed_times(left_XS, right_XH):
 
 def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   """Returns out_BTNH, zero where nothing is seen, tops_BTN and logs_BTN."""
-  q_BTNH, k_BSKH, v_BSKH = arrays
-  call = _Call(q_BTNH, k_BSKH, visible)
+  q_BTNH, _, v_BSKH = arrays
+  call = _Call(arrays, visible)
   length, width, dtype = q_BTNH.shape[1], v_BSKH.shape[-1], v_BSKH.dtype
   q_BTNH = blocks.pad(q_BTNH, call.queries)
-  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
   def tile(place, row, state):
     results, _ = state
@@ -159,7 +157,7 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   shape = q_BTNH.shape[:3]
   out_BTNH = jnp.zeros((*shape, width), dtype)
   results = out_BTNH, *(jnp.zeros(shape, jnp.float32) for _ in range(2))
-  results, _ = call.each_tile(tile, kept, results)
+  results, _ = call.each_tile(tile, results)
   return tuple(x[:, :length] for x in results)
 
 
@@ -171,12 +169,10 @@ def backward(
   Of each query it takes d_out_BTNH, logs_BTN, and means_BTN: the sum of d_out
   times out.
   """
-  q_BTNH, k_BSKH, v_BSKH = arrays
-  call = _Call(q_BTNH, k_BSKH, visible)
+  call = _Call(arrays, visible)
   q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(
-    (q_BTNH, *by_query), call.queries
+    (arrays[0], *by_query), call.queries
   )
-  kept = call.wide_blocks(k_BSKH), call.wide_blocks(v_BSKH)
 
   def tile(place, row, state):
     k_SH, v_SH = row
@@ -211,8 +207,7 @@ def backward(
 
   d_q_BTNH, *d_kept = (
     jnp.zeros(padded.shape, x.dtype)
-    for padded, x in zip((q_BTNH, *kept), arrays, strict=True)
+    for padded, x in zip((q_BTNH, *call.kept), arrays, strict=True)
   )
-  results = call.each_tile(tile, kept, (d_q_BTNH,), tuple(d_kept))
-  (d_q_BTNH,), (d_k_BSKH, d_v_BSKH) = results
-  return d_q_BTNH, d_k_BSKH, d_v_BSKH
+  (d_q_BTNH,), d_kept = call.each_tile(tile, (d_q_BTNH,), tuple(d_kept))
+  return d_q_BTNH, *d_kept

@@ -2,14 +2,13 @@
 
 A packed row needs no mask of size T S: what a query sees is one range of keys,
 from the beginning of its document to itself. A tile of queries visits the key
-blocks from the first to the last that any of them sees, a number that depends
-on the data, so documents and causality save work and not only results. The
-kernels take their loops' bounds from here, and what is counted is what runs.
+blocks from the first to the last that any of them sees, so documents and
+causality save work. The kernels take their loops' bounds from here, and what is
+counted is what runs.
 
-The softmax is the running one (Milakov & Gimelshein 2018), in float32: each
-query has the largest score so far, the sum of weights, and the weighted sum of
-values. The backward pass makes the scores anew and the weights of them, with
-the logarithm of the sum (flash attention, Dao 2022).
+The softmax is the running one (Milakov & Gimelshein 2018), in float32. The
+backward pass makes the scores anew and the weights of them, with the logarithm
+of the sum (flash attention, Dao 2022).
 """
 
 import math
@@ -31,21 +30,12 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 class Visible(NamedTuple):
   """The keys that each query sees, in the order of the row.
 
-  Attributes:
-    start_BT: int32, the first.
-    end_BT: int32, the one after the last; a query whose end is not behind its
-      start sees nothing, and its result is zero.
+  int32; a query whose end is not behind its start sees nothing, and its result
+  is zero.
   """
 
   start_BT: jax.Array
   end_BT: jax.Array
-
-
-def as_mask(visible: Visible, num_keys: int) -> jax.Array:
-  """Returns mask_BTS, true where a query may look."""
-  key_S = jnp.arange(num_keys)
-  start_BT1, end_BT1 = (x[..., None] for x in visible)
-  return (key_S >= start_BT1) & (key_S < end_BT1)
 
 
 def pad(arrays_BT: Any, multiple: int) -> Any:
@@ -95,7 +85,7 @@ class Pairs(NamedTuple):
   """The steps of a grid, each of a tile and a block.
 
   Attributes:
-    row: int32, each step's batch row.
+    row: int32, as are the others: each step's batch row.
     outer: what results are summed for: a tile, or a block.
     inner: the other.
     is_first: 1 in the first step of an outer one.
@@ -141,10 +131,10 @@ def meet(
   """Returns the state of queries after they have met a block of keys.
 
   Args:
-    state: largest scores and sums of weights by query, with or without an axis
-      of one for keys.
+    state: weighted sums of values; largest score so far and sum of weights by
+      query, with or without an axis of one for keys.
     scores: [..., query, key], or the last two the other way round.
-    sees: whether the query sees the key.
+    sees: likewise.
     weigh: from weights to weighted sums of the block's values.
     axis: of the keys.
     forgets: whether a block of which a query sees nothing may leave something
@@ -179,8 +169,7 @@ def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
 def finish(state: Arrays) -> Arrays:
   """Returns outputs, largest scores and logarithms of the sums.
 
-  What was added before a query met its first key is forgotten by then; one that
-  meets none forgets it here.
+  A query that meets no key forgets here what was added.
   """
   sums, top, total = state
   sees = top > MASKED
@@ -194,15 +183,11 @@ def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
 
   Weights stay float32 on CPU, where a bfloat16 product of this form is one of
   float32 anyway: a rounding less, and the same for whole and running softmax,
-  whose weights differ by a factor. Accelerators take bfloat16.
+  whose weights differ by a factor.
   """
   dtype = rounding.wide_dtype(values.dtype)
-  return jnp.einsum(
-    spec,
-    weights.astype(dtype),
-    values.astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
+  weights, values = weights.astype(dtype), values.astype(dtype)
+  return jnp.einsum(spec, weights, values, preferred_element_type=jnp.float32)
 
 
 def weights_and_gradient(
@@ -214,12 +199,8 @@ def weights_and_gradient(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the softmax's weights and the gradient of the scores.
 
-  Args:
-    scores: made anew.
-    sees: whether the query sees the key.
-    d_weights: gradient of the weights.
-    log: `finish`'s, of each query.
-    mean: of d_weights under the weights.
+  Of each query it takes `finish`'s log, and the mean of d_weights under the
+  weights.
   """
   weights = jnp.exp(jnp.where(sees, scores, MASKED) - log)
   return weights, weights * (d_weights - mean)
@@ -231,7 +212,7 @@ def cost(scores: tuple[int, ...], widths: int, arrays: Any) -> pl.CostEstimate:
   Args:
     scores: [row, query head, query, key], of which causality lets half through.
     widths: of the rows that its products multiply, all together.
-    arrays: tree of what it reads and writes.
+    arrays: that it reads and writes.
   """
   pairs = math.prod(scores) // 2
   return pl.CostEstimate(

@@ -1,9 +1,9 @@
 """Attention in blocks of keys on GPU: `blocked` as Pallas kernels.
 
-They go through Triton, whose loops may end where the data say: a program of the
-grid is a tile of queries with one head, and visits the key blocks that somebody
-in the tile sees; in the backward pass another is a block of keys with one key
-head, and visits the tiles from the first to the last that see it.
+Loops of Triton may end where the data say: a program of the grid is a tile of
+queries with one head, and visits the key blocks that somebody in the tile sees;
+in the backward pass another is a block of keys with one key head, and visits
+the tiles from the first to the last that see it.
 
 Heads whose width is no power of two are computed as if they were wider, since
 Triton has no other blocks; nothing of that reaches memory.
@@ -39,9 +39,7 @@ class _TritonSizes(NamedTuple):
 def _prepare(arrays, visible):
   """Returns sizes, and arrays of whole blocks with what their queries see."""
   q_BTNH, k_BSKH, v_BSKH = arrays
-  least = lambda most, length: min(
-    most, max(_LEAST, pl.next_power_of_2(length))
-  )
+  least = lambda most, size: min(most, max(_LEAST, pl.next_power_of_2(size)))
   known = _TritonSizes(
     queries=least(QUERIES, q_BTNH.shape[1]),
     keys=least(KEYS, k_BSKH.shape[1]),
@@ -233,13 +231,8 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
   q, _, v, _ = given
   out = jax.ShapeDtypeStruct((*q.shape[:3], known.width), v.dtype)
   number = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-  results = _call(
-    _forward_kernel,
-    known,
-    given,
-    [out, number, number],
-    known.head_dim + known.width,
-  )
+  outputs, widths = [out, number, number], known.head_dim + known.width
+  results = _call(_forward_kernel, known, given, outputs, widths)
   length = arrays[0].shape[1]
   out_BTNH, tops_BTN, logs_BTN = (x[:, :length] for x in results)
   return out_BTNH, tops_BTN, logs_BTN

@@ -1,17 +1,18 @@
 """Grouped-query attention: one function, one implementation per backend.
 
-'reference' materialises the scores in float32. The others visit the key blocks
-that a query sees and no more, in memory that grows with the length of a row and
-not with its square: 'blocked' in plain JAX, 'pallas_gpu' and 'pallas_tpu' as
-kernels, which are interpreted elsewhere. The real compilers take both (H200,
-v5p) and the interpreter agrees with the others; neither has run on its hardware
-yet.
+Each visits the key blocks that a query sees and no more, in memory that grows
+with the length of a row and not with its square: 'blocked' in plain JAX,
+'pallas_gpu' and 'pallas_tpu' as kernels, which are interpreted elsewhere. The
+real compilers take both (H200, v5p) and the interpreter agrees with 'blocked';
+neither has run on its hardware yet.
 
 What these may keep for the backward pass, the outputs and the logarithms of the
 softmax's sums, is named 'attention_out' (`jax.ad_checkpoint.checkpoint_name`).
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,6 @@ Visible = blocks.Visible
 
 # Modules of a forward and a backward pass.
 _KERNELS = {'blocked': blocked, 'pallas_gpu': gpu, 'pallas_tpu': tpu}
-BACKENDS = ('reference', *_KERNELS)
 # Returns a context in which 'auto' means the backend that it is given. Part of
 # what jit's caches tell programs apart by.
 using = jax.make_user_context(None)
@@ -41,7 +41,7 @@ def attend(
   visible: Visible,
   *,
   scale: float | None = None,
-  backend: str = 'auto',
+  backend: str | Callable[..., Any] = 'auto',
 ) -> tuple[jax.Array, jax.Array]:
   """Returns out_BTNH, softmax(scale q k) v over visible keys, and tops_BTN.
 
@@ -56,22 +56,20 @@ def attend(
     v_BSKH: values, whose width may be another; the result has it.
     visible: the range of keys that each query sees.
     scale: on the scores; None means 1 / sqrt(H).
-    backend: one of BACKENDS, or 'auto' by platform and dtype.
+    backend: by name, 'auto' by platform and dtype, or what takes (arrays,
+      visible) in their place.
   """
   if backend == 'auto':
     platform = platforms.current()
     # Kernels are for what accelerators multiply fast.
     is_plain = platform == 'cpu' or q_BTNH.dtype == jnp.float32
     backend = using.value or ('blocked' if is_plain else f'pallas_{platform}')
-  if backend not in BACKENDS:
-    raise ValueError(f'attention backend {backend!r} is not in {BACKENDS}.')
+  if not callable(backend) and backend not in _KERNELS:
+    raise ValueError(f'attention backend {backend!r} is not in {[*_KERNELS]}.')
   scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
   q_BTNH = rounding.rounded(q_BTNH * scale)
-  run = functools.partial(_in_blocks, backend)
-  if backend == 'reference':
-    run = _reference
-  out_BTNH, tops_BTN = run((q_BTNH, k_BSKH, v_BSKH), visible)
-  return out_BTNH, jax.lax.stop_gradient(tops_BTN)
+  run = backend if callable(backend) else functools.partial(_in_blocks, backend)
+  return run((q_BTNH, k_BSKH, v_BSKH), visible)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,7 +87,7 @@ def _forward(backend, arrays, visible):
 
 def _backward(backend, residuals, cotangents):
   arrays, visible, out_BTNH, logs = residuals
-  d_out_BTNH, _ = cotangents
+  d_out_BTNH, _ = cotangents  # none comes through the tops
   # d_scores = weights (d_weights - sum of weights d_weights over keys).
   means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
   by_query = d_out_BTNH, logs, means_BTN
@@ -98,25 +96,3 @@ def _backward(backend, residuals, cotangents):
 
 
 _in_blocks.defvjp(_forward, _backward)
-
-
-def _reference(arrays, visible):
-  q_BTNH, k_BSKH, v_BSKH = arrays
-  batch, length, num_heads, head_dim = q_BTNH.shape
-  num_keys, num_kv_heads = k_BSKH.shape[1:3]
-  q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
-  scores_BKGTS = jnp.einsum(
-    'BTKGH,BSKH->BKGTS',
-    q_BTKGH,
-    k_BSKH,
-    preferred_element_type=jnp.float32,
-  )
-  mask_BTS = blocks.as_mask(visible, num_keys)
-  scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, blocks.MASKED)
-  weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-  out_BTKGH = blocks.weighted_sum('BKGTS,BSKH->BTKGH', weights_BKGTS, v_BSKH)
-  out_BTNH = out_BTKGH.reshape(batch, length, num_heads, -1)
-  out_BTNH = jnp.where(mask_BTS.any(-1)[:, :, None, None], out_BTNH, 0)
-  out_BTNH = rounding.rounded(out_BTNH, v_BSKH.dtype)
-  tops_BTKG = scores_BKGTS.max(-1).transpose(0, 3, 1, 2)
-  return out_BTNH, tops_BTKG.reshape(batch, length, num_heads)

@@ -42,8 +42,8 @@ def write(
 ) -> jax.Array:
   """Puts what is kept of each token at its offset within its page.
 
-  A page out of range drops it. The pool has pages first and the tokens of a
-  page along `token_axis`, the other axes of `new_BT` in its order.
+  A page out of range drops it. The tokens of a page lie along `token_axis` of
+  the pool.
   """
   between = (slice(None),) * (token_axis - 1)
   index = (pages_BT, *between, offsets_BT)
@@ -64,7 +64,7 @@ def attend(
     query: scaled q_BTNH, of which head n reads key/value head n // (N / K); or
       q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
     pools: keys [pages, K, H, page] and values [pages, K, page, H], in the order
-      that the two products read; or latents [pages, page, C] and rotated keys
+      that the products read; or latents [pages, page, C] and rotated keys
       [pages, page, J].
     tables_BP: int32 page of each logical page of a row.
     positions_BT: int32; a query sees the positions up to its own.
@@ -129,14 +129,10 @@ def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
   )
 
 
-def _take(pool, pages_B, dtype):
-  return jnp.take(pool, pages_B, axis=0, mode='clip').astype(dtype)
-
-
-def _take_flat(pool, pages_B, dtype):
-  """As `_take`, in the form that XLA:CPU fuses with what reads it."""
-  flat = pool.reshape(pool.shape[0], -1)
-  pages = _take(flat, pages_B, dtype)
+def _take(pool, pages_B, dtype, is_few):
+  # Flat is the form that XLA:CPU fuses with what reads it.
+  source = pool.reshape(pool.shape[0], -1) if is_few else pool
+  pages = jnp.take(source, pages_B, axis=0, mode='clip').astype(dtype)
   return pages.reshape(-1, *pool.shape[1:])
 
 
@@ -163,11 +159,8 @@ def _attend(query, pools, tables_BP, positions, num_blocks):
     is_few = first.shape[2] <= _FEW_QUERIES and jax.default_backend() == 'cpu'
 
   def body(block, state):
-    pages_B = jax.lax.dynamic_index_in_dim(
-      tables_BP, block, axis=1, keepdims=False
-    )
-    take = _take_flat if is_few else _take
-    kept = tuple(take(pool, pages_B, first.dtype) for pool in pools)
+    pages_B = jax.lax.dynamic_index_in_dim(tables_BP, block, 1, keepdims=False)
+    kept = tuple(_take(pool, pages_B, first.dtype, is_few) for pool in pools)
     scores, weigh = (_few_products if is_few else products)(query, kept)
     seen = block * page + jnp.arange(page) <= positions
     return blocks.meet(state, scores, seen, weigh, forgets=False)

@@ -1,13 +1,12 @@
 """Attention whose bits depend on a query and what it sees, and on nothing else.
 
-The batch-invariant counterpart of `attention` (a packed batch) and of
-`kernels.attention.paged` (a cache): both become one loop over tiles of queries,
-with an inner loop over blocks of KEY_BLOCK keys from the document's first one
-on and a body of fixed shapes (`kernels.rows` says why). A tile is ENTRIES
-entries of QUERIES successive queries of one row; each entry gathers its own
-keys, so a decode step fills a tile with four sessions and a packed row with
-sixteen tokens. The running softmax meets a document's keys in the same blocks
-however they came in; a block that a query sees nothing of changes no bit.
+The batch-invariant counterpart of `grouped_query` (a packed batch) and of
+`paged` (a cache): both become one loop over tiles of queries, with an inner
+loop over blocks of KEY_BLOCK keys from the document's first one on and a body
+of fixed shapes (`kernels.rows` says why). A tile is ENTRIES entries of QUERIES
+successive queries of one row; each entry gathers its own keys, so a decode step
+fills a tile with four sessions and a packed row with sixteen tokens. A block
+that a query sees nothing of changes no bit.
 
 That holds where documents begin at multiples of KEY_BLOCK in a packed row, and
 where pages hold multiples of it. A document that begins elsewhere is computed
@@ -29,6 +28,7 @@ QUERIES = 4
 ENTRIES = rows.TILE // QUERIES
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attend_packed(
   query: Any,
   kept: paged.Pools,
@@ -42,15 +42,8 @@ def attend_packed(
       q_BTNJ.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
     visible: what each query sees.
-    is_measured: whether the tops of `grouped_query.attend` are wanted; None
-      stands for them if not.
+    is_measured: else None stands for the tops of `grouped_query.attend`.
   """
-  out, tops_BTN = _packed(query, kept, visible, is_measured)
-  return out, lax.stop_gradient(tops_BTN)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _packed(query, kept, visible, is_measured):
   batch, length = visible.start_BT.shape
   num_blocks = -(-length // KEY_BLOCK)
   # Pages of one block.
@@ -69,7 +62,7 @@ def _packed(query, kept, visible, is_measured):
 
 def _packed_backward(_, arrays, d_results):
   query, kept, visible = arrays
-  d_out, _ = d_results
+  d_out, _ = d_results  # none comes through the tops
 
   def whole(query, kept):
     first, second = kept
@@ -85,9 +78,8 @@ def _packed_backward(_, arrays, d_results):
   return *pull(d_out), None
 
 
-_packed.defvjp(
-  lambda *args: (_packed(*args), args[:3]),
-  _packed_backward,
+attend_packed.defvjp(
+  lambda *args: (attend_packed(*args), args[:3]), _packed_backward
 )
 
 
@@ -120,13 +112,9 @@ def attend_paged(
 def _attend(query, pools, tables_BP, seen, is_measured):
   """Returns the outputs [B, T, N, .], and tops_BTN or None.
 
-  Args:
-    query: as of `kernels.attention.paged.attend`.
-    pools: likewise.
-    tables_BP: likewise.
-    seen: int32 first and last key that each query sees, by logical position;
-      the last is -1 of one that sees none.
-    is_measured: whether the tops are wanted.
+  Query, pools and tables are those of `kernels.attention.paged.attend`; `seen`
+  are the int32 first and last key that each query sees, by logical position,
+  the last -1 of one that sees none.
   """
   kv_heads = pools[0].shape[1] if pools[0].ndim == 4 else 1
   # Queries [X, K, T G, H] by entry (X), QUERIES of a row in each (T).

@@ -1,12 +1,11 @@
 """Attention in blocks of keys on TPU: `blocked` as Pallas kernels.
 
 The grid is the list of pairs of a tile of queries and a block of keys that
-somebody in the tile sees; its length depends on the data, so what nobody sees
-costs nothing, not even an empty step. Scores lie with keys along sublanes and
-queries along lanes: what belongs to a query, its range of keys, the largest
-score and the logarithm of the sum, is then one row, and every reduction is over
-sublanes. Products that would need a transpose get an operand that XLA has
-transposed outside.
+somebody in the tile sees: what nobody sees costs not even a step. Scores lie
+with keys along sublanes and queries along lanes: what belongs to a query, its
+range of keys, the largest score and the logarithm of the sum, is then one row,
+and every reduction is over sublanes. Products that would need a transpose get
+an operand that XLA has transposed outside.
 
 The backward pass visits the pairs twice: tile by tile for the queries, block by
 block for keys and values.

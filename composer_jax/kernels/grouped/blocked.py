@@ -5,11 +5,10 @@ reads only the matrices of groups that have rows. Arrays that a loop writes are
 never an operand of a conditional (XLA would copy them whole), which is why each
 size of piece has a loop of its own.
 
-One product after another writes and reads the experts' hidden rows and their
-gradients in memory. In `grouped_mlp` a piece of an expert's rows goes through
-both products of SwiGLU, and back through all four of the gradient, while it is
-in cache: the only array of hidden width is what the gradient needs of the
-forward pass, the gates and ups.
+In `grouped_mlp` a piece of an expert's rows goes through both products of
+SwiGLU, and back through all four of the gradient, while it is in cache: the
+only array of hidden width is what the gradient needs of the forward pass, the
+gates and ups.
 """
 
 from collections.abc import Callable
@@ -22,8 +21,7 @@ from jax import ad_checkpoint, lax
 from composer_jax.kernels import linear, swiglu
 from composer_jax.kernels.grouped import schedule
 
-# Of the forward's result that the gradient of the MLP reads; for a policy of
-# remat.
+# Gates and ups, for a policy of remat.
 HIDDEN = 'expert_hidden'
 
 
@@ -43,9 +41,8 @@ def multiply(
 
   def body(pieces, i, out_YF):
     group, start, inside_b = _locate(pieces, i, num_rows)
-    weight_DF = _matrix(rhs_EDF, group)
     rows_bD = lax.dynamic_slice_in_dim(lhs_YD, start, pieces.rows)
-    product_bF = _dot(rows_bD, weight_DF, transposed)
+    product_bF = _dot(rows_bD, _matrix(rhs_EDF, group), transposed)
     return _put_rows(out_YF, product_bF, start, inside_b)
 
   width = rhs_EDF.shape[1 if transposed else 2]
@@ -143,19 +140,15 @@ def _mlp_backward(residuals, d_out_YD):
       add(d_down_EFD, d_down_FD),
     )
 
-  carry = (
-    jnp.zeros_like(rows_YD),
-    jnp.zeros(gate_up_EDX.shape, jnp.float32),
-    jnp.zeros(down_EFD.shape, jnp.float32),
-  )
+  weights = gate_up_EDX, down_EFD
+  sums = (jnp.zeros(w.shape, jnp.float32) for w in weights)
+  carry = jnp.zeros_like(rows_YD), *sums
   loops = schedule.schedule(group_sizes_E, num_rows)
-  d_rows_YD, d_gate_up_EDX, d_down_EFD = run(body, loops, carry)
-  return (
-    d_gate_up_EDX.astype(gate_up_EDX.dtype),
-    d_down_EFD.astype(down_EFD.dtype),
-    d_rows_YD,
-    None,
+  d_rows_YD, *sums = run(body, loops, carry)
+  d_gate_up_EDX, d_down_EFD = (
+    x.astype(w.dtype) for x, w in zip(sums, weights, strict=True)
   )
+  return d_gate_up_EDX, d_down_EFD, d_rows_YD, None
 
 
 grouped_mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -194,7 +187,6 @@ def _matrix(rhs_EDF: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def _put_rows(out_YF, product_bF, start, inside_b):
-  """Returns out with the rows that are the piece's own written."""
   product_bF = product_bF.astype(out_YF.dtype)
   if inside_b is not None:
     there_bF = lax.dynamic_slice_in_dim(out_YF, start, product_bF.shape[0])
@@ -211,7 +203,6 @@ def _only(inside_b, rows_bD, d_bF):
 
 
 def _add_group(sum_EDF, product_DF, group, is_first: bool):
-  """Returns the sum with a piece's product added, or written by the first."""
   if not is_first:
     product_DF = _matrix(sum_EDF, group) + product_DF
   return lax.dynamic_update_index_in_dim(sum_EDF, product_DF, group, 0)
@@ -232,7 +223,7 @@ def map_blocks(
   Args:
     fn: (weights, rows_bD) -> rows_bD, row by row.
     weights_E: tree of arrays with a leading group axis.
-    rows_YD: rows sorted by group; those past the groups become zero.
+    rows_YD: sorted by group; those past the groups become zero.
     group_sizes_E: int32.
     block: rows per call.
   """
@@ -259,8 +250,9 @@ def each_block(
 
   What stands past the groups is what the last block left there.
   """
-  blocks = schedule.blocks(group_sizes_E, len(rows_YD), block)
-  group_P, start_P, _, total = blocks
+  group_P, start_P, _, total = schedule.blocks(
+    group_sizes_E, len(rows_YD), block
+  )
   # A block may reach past the last row.
   padded_YD = jnp.pad(rows_YD, ((0, block), (0, 0)))
 

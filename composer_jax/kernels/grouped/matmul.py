@@ -1,9 +1,6 @@
 """Rows times the matrix of their group: one function, one VJP, per backend.
 
-- 'blocked' (CPU and reference): `kernels.grouped.blocked`, loops in plain JAX;
-  there the experts' whole MLP is one function too.
-- 'megablox' (TPU): `kernels.grouped.megablox`, the kernels that come with JAX.
-- 'triton' (GPU): `kernels.grouped.triton`, our own kernels.
+- 'blocked' (CPU), 'megablox' (TPU) and 'triton' (GPU): modules of these names.
 - 'tokamax' (GPU, with the extra 'kernels'): its Hopper kernel where that takes
   the arrays, else its Triton kernel; never its fallback to XLA. It asks its
   device what to do, so plans for GPUs that are not here take 'triton'.
@@ -32,9 +29,8 @@ using = jax.make_user_context(None)
 
 def chosen() -> str:
   """Returns the backend that 'auto' means where this is traced."""
-  on_gpu = 'tokamax'
-  if platforms.is_elsewhere() or not _has_tokamax():
-    on_gpu = 'triton'
+  has_device = _has_tokamax() and not platforms.is_elsewhere()
+  on_gpu = 'tokamax' if has_device else 'triton'
   on = {'cpu': 'blocked', 'tpu': 'megablox', 'gpu': on_gpu}
   return using.value or on[platforms.current()]
 
@@ -51,7 +47,7 @@ def grouped_matmul(
   Args:
     lhs_YD: rows sorted by group; rows past sum(group_sizes) belong to none.
     rhs_EDF: one matrix per group.
-    group_sizes_E: int32 rows of each group, in order.
+    group_sizes_E: rows of each group, in order.
     backend: one of BACKENDS or KERNELS, or 'auto' for the platform's.
 
   Returns:
@@ -94,12 +90,9 @@ def _functions(backend: str) -> tuple[Any, Any]:
       ragged_dot = functools.partial(
         tokamax.ragged_dot_general, implementation=('mosaic', 'triton')
       )
-    return (
-      functools.partial(_ragged, ragged_dot),
-      functools.partial(_ragged_groups, ragged_dot),
-    )
-  name = f'composer_jax.kernels.grouped.{backend}'
-  module = importlib.import_module(name)
+    bound = functools.partial
+    return bound(_ragged, ragged_dot), bound(_ragged_groups, ragged_dot)
+  module = importlib.import_module(f'composer_jax.kernels.grouped.{backend}')
   return module.multiply, module.multiply_groups
 
 
@@ -119,10 +112,6 @@ def _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E, transposed=False):
   return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
 
 
-def _forward(backend, *arrays):
-  return _multiply(backend, *arrays), arrays
-
-
 def _backward(backend, residuals, d_out_YF):
   lhs_YD, rhs_EDF, group_sizes_E = residuals
   d_lhs_YD = _by_group(backend, d_out_YF, rhs_EDF, group_sizes_E, True)
@@ -133,7 +122,9 @@ def _backward(backend, residuals, d_out_YF):
   return d_lhs_YD, d_rhs_EDF, None
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(
+  lambda backend, *arrays: (_multiply(backend, *arrays), arrays), _backward
+)
 
 
 def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):

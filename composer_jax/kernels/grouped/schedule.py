@@ -3,12 +3,9 @@
 A product of fixed shape multiplies every row it is given, so a group of other
 than so many rows wastes some. Here a group is cut into pieces of a few static
 sizes: large ones (bulks) that are always full, and one last piece, whose size
-is the smallest of the tails that holds what is left. Loops over the pieces of
-each size take their trip counts from the data, so that work follows the rows
-that exist.
-
-This is the one source of the counts: kernels loop over what `schedule` returns,
-and `executed_rows` adds up the same loops.
+is the smallest of the tails that holds what is left. Kernels loop over the
+pieces of each size as `schedule` returns them, and `executed_rows` adds up the
+same loops.
 """
 
 from typing import NamedTuple
@@ -30,8 +27,6 @@ class Pieces(NamedTuple):
     group_P: of each piece.
     start_P: its first row.
     stop_P: the end of its rows; those further on are not its own.
-    first: of the loop.
-    last: of the loop.
   """
 
   rows: int
@@ -69,25 +64,15 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   if not num_rows:
     return ()
   tail_sizes, bulk_sizes = sizes(num_rows, len(group_sizes_E))
+  if not bulk_sizes:
+    return (_one_size(group_sizes_E, num_rows, tail_sizes[0]),)
   stop_E = jnp.cumsum(group_sizes_E)
   start_E = stop_E - group_sizes_E
-  if not bulk_sizes:
-    rows = tail_sizes[0]
-    count_E = (group_sizes_E + rows - 1) // rows
-    limit = num_blocks(num_rows, len(count_E), rows)
-    group_P, start_P, last = _pieces(count_E, start_E, rows, limit)
-    stop_P, zero = stop_E[group_P], jnp.zeros_like(last)
-    return (Pieces(rows, False, False, group_P, start_P, stop_P, zero, last),)
   bulks = []
   for rows in bulk_sizes:
     # A tail is left for last, so that every group with rows has exactly one.
     count_E = jnp.maximum(stop_E - start_E - 1, 0) // rows
-    limit = max(num_rows // rows, 1)
-    group_P, start_P, last = _pieces(count_E, start_E, rows, limit)
-    stop_P, zero = start_P + rows, jnp.zeros_like(last)
-    bulks.append(
-      Pieces(rows, True, False, group_P, start_P, stop_P, zero, last)
-    )
+    bulks.append(_loop(rows, count_E, start_E, max(num_rows // rows, 1)))
     start_E = start_E + count_E * rows
   left_E = stop_E - start_E
   tail_E = (left_E[:, None] > jnp.array(tail_sizes)).sum(1)
@@ -106,27 +91,35 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   return (*tails, *bulks)
 
 
-def _pieces(count_E, start_E, rows, limit):
-  """Returns group and start of `limit` pieces, and how many there are."""
+def _one_size(group_sizes_E, num_rows, rows):
+  stop_E = jnp.cumsum(group_sizes_E)
+  count_E = (group_sizes_E + rows - 1) // rows
+  # Suffices for any sizes: each group wastes less than one piece.
+  limit = num_rows // rows + len(count_E)
+  return _loop(rows, count_E, stop_E - group_sizes_E, limit, stop_E)
+
+
+def _loop(rows, count_E, start_E, limit, stop_E=None):
+  """Returns at most `limit` pieces, of each group those from its start on.
+
+  They are full unless there is an end of each group.
+  """
   last_E = jnp.cumsum(count_E)
   index_P = jnp.arange(limit)
   group_P = (index_P[:, None] >= last_E[None, :]).sum(1)
   group_P = jnp.minimum(group_P, len(count_E) - 1)
   within_P = index_P - (last_E - count_E)[group_P]
-  return group_P, start_E[group_P] + within_P * rows, last_E[-1]
+  start_P = start_E[group_P] + within_P * rows
+  stop_P = start_P + rows if stop_E is None else stop_E[group_P]
+  last, is_full = last_E[-1], stop_E is None
+  zero = jnp.zeros_like(last)
+  return Pieces(rows, is_full, False, group_P, start_P, stop_P, zero, last)
 
 
 def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
   """Returns how many rows the loops of `schedule` multiply."""
   loops = schedule(group_sizes_E, num_rows)
   return jnp.stack([p.rows * (p.last - p.first) for p in loops]).sum()
-
-
-def worst_case_rows(num_rows: int, num_groups: int) -> int:
-  """Returns a bound on `executed_rows` that no group sizes exceed."""
-  (step, *_), _ = sizes(num_rows, num_groups)
-  # A piece of one row wastes the most, and every group has one tail.
-  return num_rows + min(num_groups, num_rows) * (step - 1)
 
 
 def blocks(
@@ -137,16 +130,8 @@ def blocks(
   For loops whose body computes rows past a group's end: in order, since the
   next block overwrites what the last one computed there.
   """
-  start_E = jnp.cumsum(group_sizes_E) - group_sizes_E
-  count_E = (group_sizes_E + block - 1) // block
-  limit = num_blocks(num_rows, len(count_E), block)
-  group_P, start_P, total = _pieces(count_E, start_E, block, limit)
-  rows_P = (start_E + group_sizes_E)[group_P] - start_P
+  pieces = _one_size(group_sizes_E, num_rows, block)
+  rows_P = jnp.clip(pieces.stop_P - pieces.start_P, 0, block)
   # Blocks past the last keep their start inside the padded array.
-  start_P = jnp.clip(start_P, 0, num_rows)
-  return group_P, start_P, jnp.clip(rows_P, 0, block), total
-
-
-def num_blocks(num_rows: int, num_groups: int, block: int) -> int:
-  """Blocks that suffice for any sizes: each group wastes less than one."""
-  return num_rows // block + num_groups
+  start_P = jnp.clip(pieces.start_P, 0, num_rows)
+  return pieces.group_P, start_P, rows_P, pieces.last

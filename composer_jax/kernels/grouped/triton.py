@@ -1,9 +1,8 @@
 """Grouped matmul on NVIDIA GPUs: our own Pallas kernels, compiled by Triton.
 
-They need no device to be compiled, nothing but JAX, and have an explicit kernel
-for each gradient. One program multiplies one block of rows of one group, from
-`kernels.grouped.schedule.blocks`, with one tile of its matrix; programs past
-the last block end at once.
+They need no device to be compiled. One program multiplies one block of rows of
+one group, from `kernels.grouped.schedule.blocks`, with one tile of its matrix;
+programs past the last block end at once.
 """
 
 import functools

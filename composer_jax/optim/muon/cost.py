@@ -1,8 +1,7 @@
 """What a chunk of Muon's step takes: speeds of machines, and closed forms.
 
-Nothing here is measured on the machine at hand. The speeds are those that
-vendors publish, so times made of them are bounds and not predictions; the
-planner only compares them with each other.
+The speeds are those that vendors publish, so times made of them are bounds and
+not predictions; the planner only compares them with each other.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ class Rates:
 
   Attributes:
     flops: per second, of dense products in the dtype that Newton-Schulz has
-      there: bfloat16, float32 on a CPU.
+      there.
     memory: bytes per second of its main memory.
     within: bytes per second into a device from others of its node, if no other
       traffic passes through it; in a torus of TPUs, all-to-alls do.
@@ -68,14 +67,8 @@ BY_NAME = {
 }
 
 
-def of_platform(platform: str) -> Rates:
-  """Returns what a plan assumes of a jax platform if it is told nothing."""
-  names = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}
-  return BY_NAME[names.get(platform, 'v5p')]
-
-
 class ChunkTimes(NamedTuple):
-  """Seconds of one chunk: to bring it, to work on it, to return it."""
+  """Modelled seconds of a chunk: to bring it, work on it and return it."""
 
   bring: float
   work: float
@@ -85,7 +78,6 @@ class ChunkTimes(NamedTuple):
 def chunk_times(
   group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, rates: Rates
 ) -> ChunkTimes:
-  """Returns the modelled seconds of a chunk."""
 
   def transfer(num_bytes, strides, count, collectives=1):
     seconds = rates.wire_seconds(num_bytes, span(strides, count))

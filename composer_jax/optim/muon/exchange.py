@@ -1,24 +1,26 @@
 """Runs a Muon plan: slices out, whole matrices through Newton-Schulz, back.
 
 One `shard_map` over every group of the plan. A chunk is cut out of the
-parameters' own layout, brought to whole matrices on their owners by one
-all-to-all, orthogonalised there without communication, and returned by a
-second one (and an all-gather where replicas shared the work). While a chunk is
-multiplied the next one arrives and the last one returns; nothing else is in
-flight, for the sake of memory.
+parameters as they lie, in slices that nobody has to transpose or gather first,
+brought to whole matrices on their owners by one all-to-all, orthogonalised
+there without communication, and returned by a second one (and an all-gather
+where replicas shared the work).
 
 Letters of local arrays: n matrices, p and q the short and the long side.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import layout
 from jax.sharding import NamedSharding, PartitionSpec
 
-from composer_jax.optim.muon import newton_schulz, newton_schulz_split, slices
+from composer_jax.optim.muon import newton_schulz
 from composer_jax.optim.muon import plan as muon_plan
 
 # Entries from which a matrix keeps a device busy by itself. A chunk of such
@@ -26,6 +28,120 @@ from composer_jax.optim.muon import plan as muon_plan
 # XLA's scheduler for TPUs, which lets one all-to-all fly at a time and lands it
 # as soon as it can, gives one loop to the next chunk's and one to the last's.
 _LARGE = 1 << 20
+
+_Arrays = dict[str, jax.Array]
+_Box = tuple[tuple[int, int], ...]  # first and end of each dimension
+
+
+class ShardBox(NamedTuple):
+  """A box of a member's local shard, with `count` matrices in it.
+
+  `order` transposes the member to batch, p side, q side.
+  """
+
+  name: str
+  starts: tuple[int, ...]
+  sizes: tuple[int, ...]
+  order: tuple[int, ...]
+  count: int
+
+
+def _cover(start: int, stop: int, sizes: tuple[int, ...]) -> list[_Box]:
+  """Covers [start, stop) of a row-major index space by boxes, in order."""
+  if start >= stop:
+    return []
+  if not sizes:
+    return [()]
+  inner = math.prod(sizes[1:])
+  first, skipped = divmod(start, inner)
+  last, left = divmod(stop, inner)
+
+  def within(index: int, start: int, stop: int) -> list[_Box]:
+    inside = _cover(start, stop, sizes[1:])
+    return [((index, index + 1), *box) for box in inside]
+
+  if first == last:
+    return within(first, skipped, left)
+  boxes: list[_Box] = []
+  if skipped:
+    boxes += within(first, skipped, inner)
+    first += 1
+  if last > first:
+    boxes.append(((first, last), *((0, size) for size in sizes[1:])))
+  return boxes + within(last, 0, left)
+
+
+def _boxes_of(
+  group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, arrays: _Arrays
+) -> list[ShardBox]:
+  """Returns the boxes a chunk covers, in the order of the local list.
+
+  That is the members' batches, flattened, one after another. Of `arrays`, local
+  shards by name, only shapes are used.
+  """
+  boxes = []
+  begin = 0
+  for member in group.members:
+    shape = arrays[member.name].shape
+    start = max(chunk.start - begin, 0)
+    stop = min(chunk.start + chunk.count - begin, member.count)
+    for box in _cover(start, stop, member.local_batch):
+      starts, sizes = [0] * len(shape), list(shape)
+      for dim, (low, high) in zip(member.batch, box, strict=True):
+        starts[dim], sizes[dim] = low, high - low
+      boxes.append(
+        ShardBox(
+          name=member.name,
+          starts=tuple(starts),
+          sizes=tuple(sizes),
+          order=member.batch + member.rows + member.columns,
+          count=math.prod(high - low for low, high in box),
+        )
+      )
+    begin += member.count
+  return boxes
+
+
+def _as_stored(x: jax.Array) -> jax.Array:
+  """Fixes the order in memory to that of parameters.
+
+  Else XLA, for the sake of slices, copies whole parameters to another order.
+  """
+  order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
+  return layout.with_layout_constraint(x, order)
+
+
+def _read(
+  boxes: list[ShardBox],
+  combine: Callable[..., jax.Array],
+  trees: tuple[_Arrays, ...],
+  group: muon_plan.MuonGroup,
+) -> jax.Array:
+  """Returns a chunk's local shards [n, p / m_p, q / m_q] as they travel.
+
+  They are `combine`, elementwise, of a slice of each of `trees`.
+  """
+  parts = []
+  for box in boxes:
+    ends = [s + n for s, n in zip(box.starts, box.sizes, strict=True)]
+    slices = [lax.slice(t[box.name], box.starts, ends) for t in trees]
+    x = _as_stored(combine(*slices).astype(group.newton_schulz.dtype))
+    x = x.transpose(box.order)
+    parts.append(x.reshape(box.count, group.p_side.local, group.q_side.local))
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _write(boxes: list[ShardBox], y: jax.Array, results: _Arrays) -> None:
+  """Puts a chunk's local shards into `results`."""
+  begin = 0
+  for box in boxes:
+    part = y[begin : begin + box.count]
+    begin += box.count
+    part = part.reshape([box.sizes[d] for d in box.order])
+    inverse = tuple(box.order.index(d) for d in range(len(box.order)))
+    results[box.name] = lax.dynamic_update_slice(
+      results[box.name], _as_stored(part.transpose(inverse)), box.starts
+    )
 
 
 def _accumulate(m: jax.Array, g: jax.Array, beta: float) -> jax.Array:
@@ -55,7 +171,7 @@ def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   )
   # XLA on the CPU looks through what blocks were made of, and refuses blocks
   # that it has laid out differently.
-  return newton_schulz_split.as_bits(exchange, lax.optimization_barrier(x))
+  return newton_schulz.as_bits(exchange, lax.optimization_barrier(x))
 
 
 def _interleaved(
@@ -115,8 +231,8 @@ def _scatter(y: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
 def _share(y: jax.Array, group: muon_plan.MuonGroup, count: int) -> jax.Array:
   """Collects what the replicas did, and drops what filled up."""
   if group.sharers > 1:
-    sets = newton_schulz_split.index_groups(group.num_replicas, group.sharers)
-    y = newton_schulz_split.as_bits(
+    sets = newton_schulz.index_groups(group.num_replicas, group.sharers)
+    y = newton_schulz.as_bits(
       lambda y: lax.all_gather(
         y,
         group.replica_axes,
@@ -145,30 +261,27 @@ def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
   """Orthogonalises an owner's matrices."""
   options = group.newton_schulz
   if group.split > 1:
-    return newton_schulz_split.orthogonalize(
+    return newton_schulz.orthogonalize_split(
       x,
       options,
       axes=group.axes,
-      index_groups=newton_schulz_split.index_groups(
-        group.num_shards, group.split
-      ),
+      index_groups=newton_schulz.index_groups(group.num_shards, group.split),
     )
   if len(x) == 1 or math.prod(x.shape[1:]) < _LARGE:
     return newton_schulz.orthogonalize(x, options)
 
-  def loop(stack):
-    return lax.map(lambda x: newton_schulz.orthogonalize(x, options), stack)
-
-  return jnp.concatenate([loop(h) for h in jnp.split(x, [len(x) // 2])])
+  one = functools.partial(newton_schulz.orthogonalize, options=options)
+  halves = jnp.split(x, [len(x) // 2])
+  return jnp.concatenate([lax.map(one, half) for half in halves])
 
 
 def _run(
   plan: muon_plan.MuonPlan,
   beta: float,
-  momentum: slices.Arrays,
-  gradients: slices.Arrays,
+  momentum: _Arrays,
+  gradients: _Arrays,
   weight: jax.Array,
-) -> tuple[slices.Arrays, slices.Arrays]:
+) -> tuple[_Arrays, _Arrays]:
   """Executes the plan on one device's shards."""
   results = {
     member.name: lax.empty(
@@ -183,11 +296,11 @@ def _run(
     group = plan.groups[group_index]
     chunk = group.chunks[chunk_index]
     is_local = group.mode == muon_plan.LOCAL
-    boxes = slices.boxes_of(group, chunk, momentum)
+    boxes = _boxes_of(group, chunk, momentum)
     # While a chunk is multiplied, the next one arrives and the last one
     # returns; no more, for the sake of memory.
     earlier = received[-1:] + done[-2:-1] + sum(returned[-3:-2], [])
-    x = slices.read(
+    x = _read(
       boxes,
       lambda m, g, earlier=earlier: _after(
         earlier, _direction(m, g, beta, weight)
@@ -200,7 +313,7 @@ def _run(
     y = back = _products(lax.optimization_barrier(x), group)
     if not is_local:
       back = _share(_scatter(y, group, chunk.owned), group, chunk.count)
-    slices.write(boxes, back, results)
+    _write(boxes, back, results)
     along.append(back)
     # What takes no time hides nothing: it comes along with its neighbours.
     if 2 * chunk.owned * group.matrix_flops >= mean_flops:
@@ -219,14 +332,16 @@ def _run(
 
 def orthogonalize(
   plan: muon_plan.MuonPlan,
-  momentum: slices.Arrays,
-  gradients: slices.Arrays,
+  momentum: _Arrays,
+  gradients: _Arrays,
   weight: jax.Array,
   *,
   beta: float,
   shardings: dict[str, NamedSharding],
-) -> tuple[slices.Arrays, slices.Arrays]:
+) -> tuple[_Arrays, _Arrays]:
   """Takes a step of the momentum and orthogonalises where it points.
+
+  Returns directions, in the dtype in which they travelled, and the momentum.
 
   Args:
     plan: made from the same shapes and shardings.
@@ -235,9 +350,6 @@ def orthogonalize(
     weight: of the gradient beside the momentum, in the direction.
     beta: decay of the momentum.
     shardings: of the parameters by name; {} on one device.
-
-  Returns:
-    The directions, in the dtype in which they travelled, and the momentum.
   """
   if not momentum:
     return {}, {}

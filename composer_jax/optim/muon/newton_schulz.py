@@ -1,28 +1,29 @@
 """Orthogonalises matrices by a fixed number of Newton-Schulz steps.
 
 Maps X = U S V^T to about U V^T with matrix products only, the step that makes
-Muon out of momentum. Pure and local: knows nothing of parameters, roles or
-meshes; `newton_schulz_split` shares one matrix among devices.
+Muon out of momentum. Knows nothing of parameters or roles, and only
+`orthogonalize_split`, which shares a matrix among devices, of meshes.
 
 A matrix is p x q with p <= q (a tall one is transposed first). A step is
 X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to
-a s + b s^3 + c s^5. Two orders of the same arithmetic: the standard one updates
-X in each step, 4 p^2 q + 2 p^3 operations; the other iterates on the p x p Gram
-matrix and applies the result to X at each restart (Zhang, Amsel, Chen, Dao,
-2026), cheaper where q >= 1.5 p.
+a s + b s^3 + c s^5. The standard order updates X in each step, in 4 p^2 q +
+2 p^3 operations; the other iterates on the p x p Gram matrix and applies the
+result to X at each restart (Zhang, Amsel, Chen, Dao, 2026).
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import layout
 
 from composer_jax.core import checks
 
-Triple = tuple[float, float, float]
+Triple = tuple[float, float, float]  # a, b, c of a step
 
 # From here on gram needs fewer operations.
 GRAM_RATIO = 1.5
@@ -49,11 +50,10 @@ _POLAR_EXPRESS = (
 # that saw one token would climb its gradient), the cubic of arXiv 2606.00371,
 # CANS (arXiv 2506.10935) and Polar Express with less safety.
 COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
-  # Singular values end in 0.86-1.12.
   'polar_express': tuple(
     (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS
   ),
-  # KellerJordan/Muon's, what optax and torch have by default: 0.68-1.20.
+  # KellerJordan/Muon's, what optax and torch have by default.
   'keller': ((3.4445, -4.7750, 2.0315),) * 5,
 }
 
@@ -65,8 +65,8 @@ class NewtonSchulz:
   Attributes:
     coefficients: 'polar_express', which brings singular values into 0.86-1.12,
       or 'keller', Muon's first, into 0.68-1.20.
-    method: 'auto', the Gram iteration where it is cheaper (a fifth less work
-      where a matrix is 3.5 times as long as wide), or 'standard'.
+    method: 'auto', the Gram iteration where it is cheaper (by a fifth where a
+      matrix is 3.5 times as long as wide), or 'standard'.
     dtype: of the operands of matrix products, which accumulate in float32, and
       of what devices exchange: 'bfloat16', 'float32' or 'auto', bfloat16 but on
       CPUs.
@@ -88,7 +88,6 @@ class NewtonSchulz:
 
   @property
   def triples(self) -> tuple[Triple, ...]:
-    """The (a, b, c) of each step."""
     return COEFFICIENTS[self.coefficients]
 
   @property
@@ -131,42 +130,36 @@ def gram_products(steps: int) -> int:
 
 
 def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
-  """Orthogonalises each matrix of [..., rows, columns].
+  """Orthogonalises each matrix of [..., rows, columns], in the options' dtype.
 
   Zero stays zero; NaN and infinity turn the whole of their matrix, and no
   other, into NaN. Dividing by the largest entry before the norm makes the
   result independent of the gradient's scale: squares alone vanish below 1e-19.
-  The result has the operands' dtype.
   """
   options = options.resolved()
   is_tall = x.shape[-2] > x.shape[-1]
   if is_tall:  # f(X^T) = f(X)^T, and A is smaller on the short side.
     x = x.swapaxes(-1, -2)
   stack = x.reshape(-1, *x.shape[-2:])
+  together = functools.partial(orthogonalize_together, options=options)
 
   def one_by_one(stack):
     # A loop of one matrix is no loop to XLA. The barriers keep what surrounds
     # it (a transpose, the slices of a loop) from changing its products, and so
     # its bits.
-    barrier = jax.lax.optimization_barrier
-
-    def alone(matrix):
-      return barrier(orthogonalize_together(barrier(matrix), options))
-
+    barrier = lax.optimization_barrier
+    alone = lambda matrix: barrier(together(barrier(matrix)))
     stack = layout.with_layout_constraint(
       stack, layout.Layout(major_to_minor=(0, 1, 2))
     )
-    return barrier(jax.lax.map(alone, stack))
-
-  def together(stack):
-    return orthogonalize_together(stack, options)
+    return barrier(lax.map(alone, stack))
 
   if options.deterministic:
     result = one_by_one(stack)
   else:
     # By the platform compiled for. A CPU gains nothing from a batched product,
     # and one matrix at a time stays in its cache.
-    result = jax.lax.platform_dependent(stack, cpu=one_by_one, default=together)
+    result = lax.platform_dependent(stack, cpu=one_by_one, default=together)
   result = result.reshape(x.shape)
   return result.swapaxes(-1, -2) if is_tall else result
 
@@ -190,10 +183,7 @@ def normalized(
 ) -> jax.Array:
   """Scales each matrix to a Frobenius norm of 1, in float32.
 
-  Args:
-    x: matrices, or parts of them.
-    maximum: joins the largest entries of all parts.
-    total: adds up the squares of all parts.
+  Of parts of matrices `maximum` joins the largest entries, `total` the squares.
   """
   x = x.astype(jnp.float32)
   largest = maximum(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
@@ -241,4 +231,102 @@ def _gram(x: jax.Array, options: NewtonSchulz) -> jax.Array:
       q = (sums + product(q, z)).astype(dtype)
       scale *= a
     x = rounded_sum(scale, x, product(q, x), dtype)
+  return x
+
+
+def index_groups(size: int, k: int) -> list[list[int]]:
+  """Returns the subgroups of k consecutive indices of `size` devices."""
+  return [list(range(i, i + k)) for i in range(0, size, k)]
+
+
+def as_bits(
+  collective: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+  """Applies a collective that only moves: XLA:CPU widens those of bfloat16."""
+  if x.dtype != jnp.bfloat16:
+    return collective(x)
+
+  def move_bits(x):
+    moved = collective(lax.bitcast_convert_type(x, jnp.uint16))
+    return lax.bitcast_convert_type(moved, jnp.bfloat16)
+
+  return lax.platform_dependent(x, cpu=move_bits, default=collective)
+
+
+def split_flops(p: int, q: int, k: int, options: NewtonSchulz) -> int:
+  """Returns one device's operations on one p x q matrix split k ways."""
+  rows, columns = -(-p // k), -(-q // k)
+  return len(options.triples) * (4 * p * p * columns + 2 * p * p * rows)
+
+
+def split_collectives(
+  p: int, k: int, options: NewtonSchulz, num: int = 1
+) -> tuple[tuple[str, int], ...]:
+  """Returns the collectives of `orthogonalize_split` in order of execution.
+
+  Each is (kind, bytes into one of k devices), of `num` matrices at once.
+  """
+  # Sums are of float32, 4 bytes each.
+  entries = num * (k - 1) * -(-p // k) * p
+  gather = ('all-gather', entries * jnp.dtype(options.dtype).itemsize)
+  step = (('reduce-scatter', entries * 4), gather, gather)
+  # Of the largest entry and of the norm: a reduce-scatter and an all-gather.
+  norm = ('all-reduce', 2 * num * 4 * (k - 1) // k)
+  return (norm, norm) + step * len(options.triples)
+
+
+def orthogonalize_split(
+  x_npq: jax.Array,
+  options: NewtonSchulz,
+  *,
+  axes: tuple[str, ...],
+  index_groups: Sequence[Sequence[int]],
+) -> jax.Array:
+  """Orthogonalises matrices of which this device holds some columns.
+
+  For the few matrices whose cost would make their owner the last to finish.
+  Runs inside `shard_map` (check_vma=False, which collectives over subgroups
+  need): k devices hold q/k columns each of the same p x q matrices, p <= q; any
+  partition of the columns does, and zero columns may pad. Always the standard
+  iteration. Each step shares all of its products evenly:
+
+    1. each device multiplies its columns with themselves; a reduce-scatter adds
+       these p x p matrices and leaves each device p/k rows of A = X X^T;
+    2. an all-gather of the rounded rows, and each device computes its rows of
+       b A + c A^2;
+    3. an all-gather of those, and each device updates its columns.
+
+  Args:
+    x_npq: columns of this device; the result is theirs, in the operands' dtype.
+    options: with the dtype resolved.
+    axes: mesh axes that the subgroups are drawn from.
+    index_groups: which indices along `axes`, major to minor, share matrices.
+  """
+  k, p = len(index_groups[0]), x_npq.shape[-2]
+  assert p <= k * x_npq.shape[-1], 'the longer side is to be in columns'
+  among = dict(axis_name=axes, axis_index_groups=index_groups)
+
+  def gathered(rows):
+    whole = as_bits(
+      lambda rows: lax.all_gather(rows, **among, axis=1, tiled=True), rows
+    )
+    return whole[:, :p]
+
+  x = normalized(
+    x_npq,
+    maximum=lambda v: lax.pmax(v, **among),
+    total=lambda v: lax.psum(v, **among),
+  ).astype(options.dtype)
+  for a, b, c in options.triples:
+    with jax.named_scope('split_step'):
+      partial = product(x, x.mT)
+      # Blocks of rows lead: XLA's TPU compiler makes a reduce-scatter along an
+      # inner dimension an all-reduce, and rounds before it adds.
+      blocks = jnp.pad(partial, ((0, 0), (0, -p % k), (0, 0)))
+      blocks = blocks.reshape(len(x), k, -1, p).swapaxes(0, 1)
+      rows = lax.psum_scatter(blocks, **among).astype(x.dtype)
+      squares = product(rows, gathered(rows))
+      polynomial = gathered(rounded_sum(b, rows, c * squares, x.dtype))
+      update = product(polynomial, x)
+      x = rounded_sum(a, x, update, x.dtype)
   return x

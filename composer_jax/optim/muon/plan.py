@@ -4,9 +4,8 @@ Matrices of equal shape that lie alike on the mesh form a group, over layers,
 names and transposes. Each matrix of a group gets one owner among the devices
 that hold it (or a few that share it, for the rare matrix too large for one);
 the owner receives the whole matrix in one all-to-all and returns it in another.
-A plan is made of shapes, roles and shardings, before anything exists, and says
-what every device computes, sends and holds. `optim.muon.planner` makes plans,
-`optim.muon.exchange` runs them.
+A plan is made before anything exists, by `optim.muon.planner`, and says what
+every device computes, sends and holds; `optim.muon.exchange` runs it.
 
 p <= q are the sides of a matrix; a member whose input side is the longer one is
 transposed.
@@ -18,7 +17,6 @@ import math
 import jax.numpy as jnp
 
 from composer_jax.optim.muon import newton_schulz as iteration
-from composer_jax.optim.muon import newton_schulz_split as splitting
 
 LOCAL = 'local'
 OWNER = 'owner'
@@ -57,12 +55,11 @@ class Member:
 
   Attributes:
     name: '/'-joined.
-    shape: of the whole parameter.
-    batch: dimensions of independent matrices.
+    shape: of all shards together.
+    batch: dimensions of independent matrices, locally of sizes `local_batch`.
     rows: dimensions of the p side.
     columns: dimensions of the q side.
     is_transposed: the parameter's input side is the q side.
-    local_batch: local sizes of the batch dimensions.
   """
 
   name: str
@@ -94,8 +91,7 @@ class Chunk:
   (subgroups of `split` neighbouring shards where matrices are shared).
 
   Attributes:
-    start: of its range of the local list.
-    count: of its range.
+    start: of its range of the local list, of `count` matrices.
     owned: slots of each owner.
   """
 
@@ -109,10 +105,8 @@ class MuonGroup:
   """Matrices of one shape and one placement.
 
   Attributes:
-    p: short side.
-    q: long side.
-    p_side: its shards.
-    q_side: its shards.
+    p: short side, cut as `p_side` says.
+    q: long side, cut as `q_side` says.
     replica_axes: mesh axes that touch no dimension of the members.
     num_replicas: devices that hold the same shard.
     split: neighbouring shards that own a matrix together.
@@ -120,9 +114,9 @@ class MuonGroup:
       all, as each set of so many does the same work.
     members: in the order of the tree.
     chunks: cover the local list, in order.
-    newton_schulz: its options, without an 'auto' dtype.
-    shard_strides: (size, devices from one index to the next) of each of `axes`.
-    replica_strides: likewise of `replica_axes`.
+    newton_schulz: without an 'auto' dtype.
+    shard_strides: (size, devices from one index to the next) of each of `axes`;
+      replica_strides likewise of `replica_axes`.
   """
 
   p: int
@@ -159,12 +153,10 @@ class MuonGroup:
 
   @property
   def count(self) -> int:
-    """Matrices of which a device holds a shard."""
     return sum(member.count for member in self.members)
 
   @property
   def owned(self) -> int:
-    """Slots of each owner."""
     return sum(chunk.owned for chunk in self.chunks)
 
   @property
@@ -199,7 +191,7 @@ class MuonGroup:
     if self.split == 1:
       return iteration.flops(self.p, self.q, self.newton_schulz)
     q = self.split * self.split_columns
-    return splitting.split_flops(self.p, q, self.split, self.newton_schulz)
+    return iteration.split_flops(self.p, q, self.split, self.newton_schulz)
 
   @property
   def flops(self) -> int:
@@ -231,13 +223,12 @@ class MuonGroup:
     """(kind, bytes into a device) of those while matrices are shared."""
     if self.split == 1:
       return ()
-    return splitting.split_collectives(
+    return iteration.split_collectives(
       self.p, self.split, self.newton_schulz, num=chunk.owned
     )
 
   @property
   def split_bytes(self) -> int:
-    """Into a device, of those of all chunks."""
     return sum(n for c in self.chunks for _, n in self.split_collectives(c))
 
   @property
@@ -262,7 +253,6 @@ class MuonPlan:
 
   @property
   def flops(self) -> int:
-    """Of Newton-Schulz, of each device."""
     return sum(group.flops for group in self.groups)
 
   @property

@@ -1,8 +1,8 @@
 """Makes plans of Muon's step from shapes, roles and shardings.
 
-Which matrices share a group follows from where they lie. Who owns them, and in
-how many pieces they travel, is chosen by times that are modelled from published
-rates (`optim.muon.cost`), coarse enough not to hang on a few per cent.
+Who owns matrices, and in how many pieces they travel, is chosen by times that
+are modelled from published rates (`optim.muon.cost`), coarse enough not to hang
+on a few per cent.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ class PlanOptions:
   """What a plan may be told instead of choosing by modelled times.
 
   Attributes:
-    rates: speeds of the machine; None: by platform, v5p for abstract meshes.
+    rates: of the machine; None: by platform, v5p for abstract meshes.
     chunks: pieces that the step is cut into, as far as its groups allow.
     split: devices that share a matrix where there are too few matrices for all
       owners; 1 for none.
-    repeats: each replica does all work, and gathers nothing; False: each matrix
-      has one owner among all replicas.
+    repeats: each replica does all work and gathers nothing, or each matrix has
+      one owner among all replicas.
   """
 
   rates: cost.Rates | None = None
@@ -68,7 +68,7 @@ def make(
     shardings: tree of NamedShardings, all on one mesh, which may be abstract;
       None on one device.
     newton_schulz: whose method and dtype decide what a matrix costs.
-    told: instead of choices by modelled time.
+    told: of the plan.
 
   Raises:
     ValueError: a dimension does not divide over its mesh axes.
@@ -81,7 +81,8 @@ def make(
   platform = jax.default_backend() if mesh is None else 'tpu'
   if isinstance(mesh, Mesh):
     platform = mesh.devices.flat[0].platform
-  rates = told.rates or cost.of_platform(platform)
+  assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
+  rates = told.rates or cost.BY_NAME[assumed]
   members: dict[tuple, list[plan.Member]] = {}
   for name, matrix in named.items():
     shape = shapes[name].shape
@@ -96,9 +97,8 @@ def make(
   groups = [
     _group(key, tuple(alike), sizes, resolved) for key, alike in members.items()
   ]
-  groups = _share_giants(groups, told, rates)
-  groups = _place_replicas(groups, told, rates)
-  groups = _cut(groups, told, rates)
+  for choose in (_share_giants, _place_replicas, _cut):
+    groups = choose(groups, told, rates)
   return plan.MuonPlan(
     groups=tuple(groups),
     sequence=_sequence(groups, rates),
@@ -128,7 +128,6 @@ def _cuts(
 
 
 def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:
-  """Merges dimensions into a side."""
   merged: list[list[int]] = [[1, 1]]
   for dim in dims:
     _, local = cuts[dim]
@@ -232,31 +231,21 @@ def _share_giants(
   A group with fewer matrices than half its owners makes every device, running
   the same program, wait for the few that own one.
   """
-  if (k := told.split) is not None:
-    return [
-      _dealt(group, split=k)
-      if group.num_shards % k == 0 and group.count * k <= group.owners
-      else group
-      for group in groups
-    ]
-  if any(group.newton_schulz.deterministic for group in groups):
+  even_flops = sum(group.even_flops for group in groups)
+
+  def shared(group: plan.MuonGroup) -> plan.MuonGroup:
+    if (k := told.split) is not None:
+      fits = group.num_shards % k == 0 and group.count * k <= group.owners
+      return _dealt(group, split=k) if fits else group
     # Bits of a shared matrix depend on who shares it.
-    return groups
-  even = sum(group.even_flops for group in groups)
-  return [_shared(group, even, rates) for group in groups]
+    if group.newton_schulz.deterministic or 2 * group.count > group.owners:
+      return group
+    candidates = [_dealt(group, split=k) for k in _divisors(group.num_shards)]
+    seconds = [sum(_roofs([candidate], rates)) for candidate in candidates]
+    enough = min(seconds) + _INDIFFERENT * even_flops / rates.flops
+    return candidates[[s <= enough for s in seconds].index(True)]
 
-
-def _shared(
-  group: plan.MuonGroup, even_flops: float, rates: cost.Rates
-) -> plan.MuonGroup:
-  if 2 * group.count > group.owners:
-    return group
-  candidates = [_dealt(group, split=k) for k in _divisors(group.num_shards)]
-  seconds = [sum(_roofs([candidate], rates)) for candidate in candidates]
-  enough = min(seconds) + _INDIFFERENT * even_flops / rates.flops
-  return next(
-    c for c, s in zip(candidates, seconds, strict=True) if s <= enough
-  )
+  return [shared(group) for group in groups]
 
 
 def _place_replicas(
@@ -290,7 +279,6 @@ def _place_replicas(
 
 
 def _dealt(group: plan.MuonGroup, **to: Any) -> plan.MuonGroup:
-  """Returns the group dealt out to other numbers of devices, in one chunk."""
   return _in_chunks(dataclasses.replace(group, **to), 1)
 
 
@@ -314,13 +302,11 @@ def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
   held = [group.count * group.shard_bytes for group in groups]
   longest = sum(work) / (_LATENCIES * rates.latency)
   wanted = told.chunks or min(_MOST_CHUNKS, int(longest))
-  return [
-    _in_chunks(
-      group,
-      max(1, round(wanted * max(seconds / sum(work), size / sum(held)))),
-    )
-    for group, seconds, size in zip(groups, work, held, strict=True)
-  ]
+  cut = []
+  for group, seconds, size in zip(groups, work, held, strict=True):
+    share = max(seconds / sum(work), size / sum(held))
+    cut.append(_in_chunks(group, max(1, round(wanted * share))))
+  return cut
 
 
 def _sequence(
@@ -329,8 +315,8 @@ def _sequence(
   """Orders chunks so that transfers have work to run beside.
 
   Groups are spread over the step, as those of small matrices bring more bytes
-  for their work. The first and the last chunk, with a transfer that nothing can
-  hide, are those that exchange least.
+  for their work. Nothing hides a transfer of the first and of the last chunk:
+  those exchange least.
   """
   singles = [g for g, group in enumerate(groups) if len(group.chunks) == 1]
   places = []
@@ -343,10 +329,8 @@ def _sequence(
       places.append((place, (g, c), times.bring + times.give))
   places.sort()
   if len(places) > 2:
-    exchanged = lambda entry: entry[2]
-    first = min(places, key=exchanged)
-    places.remove(first)
-    last = min(reversed(places), key=exchanged)
-    places.remove(last)
+    exchanged = lambda index: places[index][2]
+    first = places.pop(min(range(len(places)), key=exchanged))
+    last = places.pop(min(reversed(range(len(places))), key=exchanged))
     places = [first, *places, last]
   return tuple(identity for _, identity, _ in places)

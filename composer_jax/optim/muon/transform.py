@@ -2,9 +2,7 @@
 
 Momentum orthogonalised at each parameter's natural granularity (per layer, per
 expert, per head), K. Jordan 2024, with the update scale of Moonlight
-(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh:
-`optim.muon.plan` says which device orthogonalises what and
-`optim.muon.exchange` does it.
+(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ class MuonChoices(newton_schulz.NewtonSchulz):
       are scaled down (Kimi K2 has 100); 0 neither clips nor measures.
     roles: (regex of a parameter's name, role) pairs that replace roles by axes:
       ('router', 'embed->route') puts routers on Muon, ('attention/out$',
-      'heads,head_dim->embed') takes all heads as one matrix, 'adam' for AdamW.
+      'heads,head_dim->embed') takes all heads as one matrix.
   """
 
   beta: float = 0.95
@@ -81,12 +79,11 @@ def scale_by_muon(
   is rms * sqrt(max(rows, columns)).
 
   Args:
-    matrices: tree of the parameters' structure with a `roles.Matrix` at each
-      leaf (and `optax.MaskedNode()` where another transform owns it).
+    matrices: of the parameters, from `roles.matrices`.
     shardings: tree of the parameters' NamedShardings, which gradients and
       momentum share; None: all on one device.
     options: roles and clipping of logits are other transforms'.
-    told: of the plan, instead of its own choices.
+    told: of the plan.
   """
   beta = options.beta
 

@@ -12,6 +12,7 @@ from jax.extend import core as jax_core
 from composer_jax.kernels.attention import blocked, blocks, grouped_query, tpu
 from composer_jax.models import attention as model_attention
 from tests import compiling
+from tests.kernels.attention import reference
 
 _MASKED = np.float32(-1e30)
 _jit = functools.partial(jax.jit, compiler_options=compiling.QUICKLY)
@@ -99,7 +100,7 @@ def test_backends_are_the_whole_softmax_in_value_and_gradient(
     # A cotangent of the tops reaches nothing.
     return out, tops, *pull((d_out, jnp.ones_like(tops)))
 
-  have, want = (run(name, q, k, v) for name in (backend, 'reference'))
+  have, want = (run(name, q, k, v) for name in (backend, reference.whole))
   for a, b in zip(have, want, strict=True):
     # A few roundings of the largest term; sums in another order.
     largest = np.abs(np.where(b == _MASKED, 0, b)).max()
@@ -121,7 +122,7 @@ def test_values_in_bfloat16_are_rounded_once():
 
   have = run(jnp.bfloat16, 'blocked')
   assert have.dtype == jnp.bfloat16
-  want = run(jnp.float32, 'reference').astype(jnp.bfloat16)
+  want = run(jnp.float32, reference.whole).astype(jnp.bfloat16)
   # All but near-ties of the one rounding.
   assert (have == want).mean() > 0.999
 
@@ -225,7 +226,7 @@ def test_nothing_of_the_size_of_all_scores_exists():
 
   # The queries themselves; the reference has all scores of 4 heads.
   assert largest('auto') == 4 * length * 8
-  assert largest('reference') == 4 * length * length
+  assert largest(reference.whole) == 4 * length * length
   memory = (
     jax.jit(functools.partial(gradients, 'auto'))
     .lower(q, k, k)

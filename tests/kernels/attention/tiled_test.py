@@ -12,6 +12,7 @@ from composer_jax.kernels.attention import (
   tiled as tiled_attention,
 )
 from composer_jax.models import attention as model_attention
+from tests.kernels.attention import reference
 
 B, T, N = 2, 75, 4
 
@@ -32,7 +33,7 @@ def whole(query, kept, segments_BT):
     second = first[:, :, None]
     first = jnp.concatenate(kept, axis=-1)[:, :, None]
   return grouped_query.attend(
-    query, first, second, visible, scale=1.0, backend='reference'
+    query, first, second, visible, scale=1.0, backend=reference.whole
   )[0]
 
 

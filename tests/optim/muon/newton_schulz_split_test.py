@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim.muon import newton_schulz, newton_schulz_split
+from composer_jax.optim.muon import newton_schulz
 from composer_jax.plan.hlo import overlap
 from tests.models import hlo_flops
 
@@ -56,9 +56,9 @@ def _joined(pieces, k):
 @functools.cache
 def _program(k, options=OPTIONS, axis_type=AxisType.Auto):
   mesh = _mesh(axis_type)
-  groups = newton_schulz_split.index_groups(8, k)
+  groups = newton_schulz.index_groups(8, k)
   body = functools.partial(
-    newton_schulz_split.orthogonalize,
+    newton_schulz.orthogonalize_split,
     options=options,
     axes=AXES,
     index_groups=groups,
@@ -133,10 +133,10 @@ def test_bfloat16_brings_singular_values_near_one(matrices):
 )
 def test_collectives_are_those_stated(k, options):
   program = overlap.read(_program(k, options)[1].as_text())
-  assert newton_schulz_split.split_collectives(
-    ROWS, k, options, num=NUM
-  ) == tuple((c.kind, c.bytes) for c in program.collectives)
-  wanted = newton_schulz_split.index_groups(8, k)
+  assert newton_schulz.split_collectives(ROWS, k, options, num=NUM) == tuple(
+    (c.kind, c.bytes) for c in program.collectives
+  )
+  wanted = newton_schulz.index_groups(8, k)
   for collective in program.collectives:
     assert collective.groups == frozenset(map(frozenset, wanted))
     assert collective.count == 1 and not collective.loops
@@ -156,7 +156,7 @@ def test_gram_matrices_are_added_in_float32_along_a_leading_dimension():
 @pytest.mark.parametrize('k', [2, 4, 8])
 def test_flops_are_those_of_the_program(k):
   text = _program(k)[0].as_text('hlo')
-  one = newton_schulz_split.split_flops(ROWS, COLUMNS, k, OPTIONS)
+  one = newton_schulz.split_flops(ROWS, COLUMNS, k, OPTIONS)
   assert hlo_flops.count(text, dynamic_trips=0) == NUM * one
   # Shared evenly but for the padding of rows and columns.
   even = newton_schulz.flops(ROWS, COLUMNS, OPTIONS) / k
@@ -166,7 +166,7 @@ def test_flops_are_those_of_the_program(k):
 def test_collectives_in_closed_form():
   # Three rows on each of four devices, one of padding: three quarters of
   # 12 x 11 entries arrive in each collective.
-  stated = newton_schulz_split.split_collectives(11, 4, BFLOAT16)
+  stated = newton_schulz.split_collectives(11, 4, BFLOAT16)
   assert stated[:2] == (('all-reduce', 6),) * 2
   assert stated[2:5] == (
     ('reduce-scatter', 4 * 99),

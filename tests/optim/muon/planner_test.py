@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim.muon import (
-  cost,
-  newton_schulz,
-  newton_schulz_split,
-)
+from composer_jax.optim.muon import cost, newton_schulz
 from composer_jax.plan import muon_model
 from tests.optim.muon import plans
 
@@ -109,8 +105,8 @@ def test_a_shared_matrix_costs_what_the_split_iteration_says():
   )
   assert (group.mode, group.split, group.owners) == ('gram_sharded', 4, 4)
   # 6 columns of a shard go to 4 devices as 2 each, two of them zeros.
-  assert group.matrix_flops == newton_schulz_split.split_flops(64, 128, 4, ns)
-  inner = newton_schulz_split.split_collectives(64, 4, ns)
+  assert group.matrix_flops == newton_schulz.split_flops(64, 128, 4, ns)
+  inner = newton_schulz.split_collectives(64, 4, ns)
   assert group.split_collectives(group.chunks[0]) == inner
   kinds = {kind: (n, size) for kind, n, size in muon_model.collectives(group)}
   assert kinds['all-to-all'] == (2, 2 * 15 * 64 * 2 * 4)
