@@ -22,7 +22,7 @@ from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange, sequence
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
-from composer_jax.train import buckets, policy_values
+from composer_jax.train import buckets
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -209,7 +209,7 @@ def build(
   @jit
   def policy(state):
     variables = state.variables()
-    params = policy_values.straight_through(variables['params'])
+    params = train_state.policy_values(variables['params'])
     return {**variables, 'params': params}
 
   @functools.cache

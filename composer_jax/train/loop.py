@@ -24,13 +24,7 @@ from composer_jax.optim import groups
 from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import (
-  buckets,
-  compiler_options,
-  lm_loss,
-  muon_report,
-  reporting,
-)
+from composer_jax.train import buckets, compiler_options, lm_loss, reporting
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -148,7 +142,7 @@ def run(
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, placement, writer, bar)
       take_step = buckets.BucketedStep(programs.step, size, report.retry)
-      for line in (*placement.lines, *muon_report.lines(programs.muon)):
+      for line in (*placement.lines, *reporting.muon_lines(programs.muon)):
         bar.message(line)
       bar.message('compiling, then step by step')
       if state is None:
@@ -157,7 +151,7 @@ def run(
           0,
           heldout_loss(state),
           **reporting.placed(placement),
-          **muon_report.metrics(programs.muon),
+          **reporting.muon_metrics(programs.muon),
         )
 
       for step in range(start + 1, options.steps + 1):
