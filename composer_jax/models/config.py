@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.core import checks
+from composer_jax.core import checks, sections
 
 _QK_NORMS = ('none', 'head', 'projection')
 _ROUTERS = ('softmax', 'sigmoid')
@@ -39,6 +39,8 @@ class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
 
   Attributes:
+    kind: 'gqa', keys and values of fewer heads than queries.
+    num_heads: query heads.
     num_kv_heads: key/value heads; must divide num_heads.
     head_dim: width of a head; even, for the rotation.
     qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
@@ -79,6 +81,8 @@ class MLAConfig:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
   Attributes:
+    kind: 'mla', attention to a compressed key and value.
+    num_heads: query heads.
     q_lora_dim: width of the compressed query (Q); None projects directly.
     kv_lora_dim: width of the compressed key and value (C), which is cached.
     nope_dim: width of a head's part without positions (H).
@@ -281,6 +285,7 @@ class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
   Attributes:
+    vocab_size: rows of the embedding.
     embed_dim: width of the residual stream.
     num_layers: decoder layers, dense ones included.
     num_dense_layers: leading layers whose feed-forward is dense.
@@ -371,23 +376,22 @@ _SECTIONS = {'rope': RopeConfig, 'yarn': YarnConfig, 'moe': MoEConfig}
 
 def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
   known = {f.name: f.default for f in dataclasses.fields(cls)}
+  for name in fields:
+    sections.check_name(name, known, cls.__name__)
   required = {n for n, v in known.items() if v is dataclasses.MISSING}
-  fields = {
-    name: _section(name, value) if name in ('attention', *_SECTIONS) else value
-    for name, value in fields.items()
-  }
-  unknown, missing = set(fields) - set(known), required - set(fields)
-  if unknown or missing:
+  if missing := sorted(required - set(fields)):
     raise ValueError(
-      f'{cls.__name__} has no field {sorted(unknown)} and needs '
-      f'{sorted(missing)}; its fields are {sorted(known)}.'
+      f'{cls.__name__} needs {missing}; its fields are {sorted(known)}.'
     )
-  return cls(**fields)
+  return cls(**{name: _value(name, value) for name, value in fields.items()})
 
 
-def _section(name: str, fields: Any) -> Any:
-  if name == 'yarn' and fields is None:
-    return None
+def _value(name: str, fields: Any) -> Any:
+  """Returns the value of a field, a section as its config class."""
+  if name not in ('attention', *_SECTIONS) or (
+    name == 'yarn' and fields is None
+  ):
+    return fields
   if not isinstance(fields, Mapping):
     raise ValueError(f'{name} must be a section, not {fields!r}.')
   if name != 'attention':

@@ -1,5 +1,7 @@
 """The one model that samples and trains.
 
+Guided path, 9 of 10; next: `models.router`.
+
 Routing is an argument and a result of the forward pass, layer-major, so it
 rides through the layer scan and through recomputation unchanged. Variables are
 made from a table (`models.parameters`); computing is functions of their tree,

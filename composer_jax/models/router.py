@@ -1,5 +1,7 @@
 """Which experts a token passes, and with what weight.
 
+Guided path, 10 of 10.
+
 The discrete choice may be replayed from a record; the weights always come from
 the live scores, so the router keeps its gradient. Routing is a pure function:
 ids are an argument and a result, never hidden state.
