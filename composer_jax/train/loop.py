@@ -112,7 +112,6 @@ def run(
   the stream is part of every checkpoint.
 
   Args:
-    heldout: batches of documents that training never sees.
     initial: variables to start from; None draws them from the seed.
 
   Raises:

@@ -85,16 +85,13 @@ class Placement:
 
   @property
   def expert_shards(self) -> int:
-    """Devices that share the experts out among them."""
+    """The number of devices that share the experts out among them."""
     return self.plan.expert_shards if self.plan else 1
 
   def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
     """Returns the copies of tokens that an expert shard has room for.
 
-    Args:
-      bucket: None for the worst case.
-      rows: of a microbatch, on all devices.
-      seq_len: tokens of a row.
+    `rows` are those of a microbatch, on all devices.
     """
     assert self.plan is not None
     load = _load(self.model, self.plan, rows, seq_len)
@@ -103,9 +100,7 @@ class Placement:
   def needed_rows(self, ids_MBTA: np.ndarray, valid_BT: np.ndarray) -> int:
     """Returns what `rows_of` has to be for recorded routes.
 
-    Args:
-      ids_MBTA: as they are recorded; tokens without a record are not counted.
-      valid_BT: false on padding.
+    Tokens without a record are not counted.
     """
     assert self.plan is not None
     rows_P = exchange.needed_rows(
@@ -117,7 +112,7 @@ class Placement:
     return int(rows_P.max())
 
   def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
-    """Returns the plan with receive buffers of a size; None: worst case."""
+    """Returns the plan with receive buffers of a size."""
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def put(self, batch: Any) -> Any:

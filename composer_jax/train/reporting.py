@@ -70,7 +70,6 @@ class Reporter:
   Reading them waits for the device; by then the device has its next step.
 
   Attributes:
-    stage: of the lines.
     learning_rates: of each step.
     log_every: steps between lines.
     expert_shards: devices that share the experts out among them.
@@ -91,11 +90,7 @@ class Reporter:
   _last_finite: float | None = None
 
   def push(self, sent: buckets.Sent) -> None:
-    """Takes a dispatched step and reports the one before.
-
-    Raises:
-      FloatingPointError: the step before was not finite.
-    """
+    """Takes a dispatched step; reports the one before, which must be finite."""
     before, self._pending = self._pending, sent
     if before is not None:
       self._report(before)

@@ -69,9 +69,7 @@ def _digest(text: str) -> str:
 def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
   """Returns what orbax shall save beside the arrays, as its arguments.
 
-  Args:
-    arrays: {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
-    data: any JSON value.
+  `arrays` is {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
   """
   text = json.dumps(data, sort_keys=True)
   record = json.dumps({'arrays': arrays, 'data': _digest(text)})
@@ -137,7 +135,6 @@ class Checkpoints:
     """Opens a directory, sweeping what a killed process left half-written.
 
     Args:
-      directory: made when missing.
       keep: newest checkpoints kept; None opens it for reading only: nothing is
         made, and what another process is writing there is left alone.
       fallback: what a run goes on from when the directory holds none.
@@ -176,8 +173,8 @@ class Checkpoints:
       step: number of finished steps; must be above the latest.
       tree: arrays.
       data: any JSON value.
-      chunk_bytes: that a reader of a part of an array must hold; None lets it
-        be a shard.
+      chunk_bytes: what a reader of a part of an array must hold; None is a
+        shard.
 
     Raises:
       OSError: too little space for this one, or the previous one failed to be
@@ -208,10 +205,6 @@ class Checkpoints:
   def restore(self, step: int, like: Any) -> tuple[Any, Any]:
     """Reads and verifies a checkpoint.
 
-    Args:
-      step: one of `steps()`.
-      like: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
-
     Returns:
       The tree, placed as `like` says, and the JSON value.
 
@@ -228,7 +221,7 @@ class Checkpoints:
       for name, a in flat.items()
     }
     wanted = {STATE: ocp.args.StandardRestore(targets)}
-    items = self._read(step, **wanted, **{_DATA: ocp.args.JsonRestore()})
+    items = self._read(step, wanted | {_DATA: ocp.args.JsonRestore()})
     for name, array in items[STATE].items():
       if not hashes.matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
@@ -244,7 +237,7 @@ class Checkpoints:
     Raises:
       DamagedCheckpoint: the record itself has changed.
     """
-    read = self._read(step, **{HASHES: ocp.args.JsonRestore()})
+    read = self._read(step, {HASHES: ocp.args.JsonRestore()})
     stored = _texts(read[HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
       raise self._damaged(step, 'its table of hashes has changed')
@@ -255,7 +248,7 @@ class Checkpoints:
     self.wait()
     self._manager.close()
 
-  def _read(self, step: int, **items: Any) -> Any:
+  def _read(self, step: int, items: dict[str, Any]) -> Any:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:
