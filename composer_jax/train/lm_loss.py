@@ -65,7 +65,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
 
 
 def summed(stats: LossStats) -> LossStats:
-  """Returns the statistics of a batch from those of its microbatches, stacked."""
+  """Returns a batch's statistics from those of its microbatches, stacked."""
   nothing = {'max_logits_LN': None, 'exchanged': None}
   tops = {name: getattr(stats, name) for name in nothing}
   sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**nothing))
