@@ -297,7 +297,8 @@ class ModelConfig:
     checks.at_least(self, 1, *sizes)
     checks.at_least(self, 0, 'num_dense_layers')
     has_mixture = self.num_dense_layers < self.num_layers
-    rule = f'be less than {self.num_layers}: at least one layer is a mixture'
+    limit = f'num_layers ({self.num_layers})'
+    rule = f'be less than {limit}: at least one layer is a mixture'
     checks.require(self, 'num_dense_layers', has_mixture, rule)
     checks.one_of(self, 'compute_dtype', ('float32', 'bfloat16'))
     checks.one_of(self, 'numerics', NUMERICS)

@@ -57,14 +57,7 @@ def run(
 ) -> tuple[jax.Array, LayerOutput]:
   """Returns x_BTD after all layers of a stack, and what each says.
 
-  Args:
-    name: of the stack.
-    stacked: its variables, layers leading, by collection.
-    x_BTD: activations.
-    context: what every layer reads.
-    replay_MBTA: routes to replay, or None.
-    config: of the decoder.
-    plan: where variables and tokens lie.
+  `stacked` are its variables, layers leading, by collection.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()

@@ -11,7 +11,6 @@ Ids outside of 0 .. E - 1, `NO_ROUTE` among them, and those of padding, are no
 expert's: they sort behind all groups and index nothing.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -187,7 +186,7 @@ def expert_sum(
     expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
     weights: of these experts.
     tokens: of `prepare`, of any shards.
-    first: of the experts here.
+    first: number of the first expert here.
     rows: copies that there is room for, others count as zero; None for all.
 
   Returns:
@@ -266,5 +265,5 @@ def gated_sum(
 def named_routes(tree: Any) -> Any:
   """Names small things that a backward pass should keep: see `exchange`."""
   return jax.tree.map(
-    functools.partial(ad_checkpoint.checkpoint_name, name='routes'), tree
+    lambda x: ad_checkpoint.checkpoint_name(x, 'routes'), tree
   )
