@@ -19,7 +19,7 @@ import optax
 
 from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
-from composer_jax.parallel import exchange, sequence
+from composer_jax.parallel import exchange, sequence, shardings
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
 from composer_jax.train import buckets
@@ -120,7 +120,7 @@ def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
   """Brings tokens into the order of rows: the host knows no other."""
   if plan is None or plan.sequence_order == 'contiguous':
     return scores
-  context = train_placement.shards_of(plan.mesh, plan.sequence_axes)
+  context = shardings.product(plan.sequence_axes, plan.mesh)
   places = np.argsort(sequence.order(scores.logprobs_BT.shape[1], context))
   return scores.replace(
     logprobs_BT=jnp.take(scores.logprobs_BT, places, axis=1),

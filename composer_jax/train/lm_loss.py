@@ -111,9 +111,8 @@ def loss(
   means over the tokens of a microbatch and weigh as its tokens do: the z-loss
   adds up to that of the batch, while balance is asked of each microbatch.
 
-  The forward pass uses the bfloat16 values of the masters. A batch without a
-  weighted token has a loss of NaN, which stops the run: it is a bug of the
-  stream.
+  The forward pass uses the policy's values. A batch without a weighted token
+  has a loss of NaN, which stops the run: it is a bug of the stream.
 
   Args:
     with_max_logits: whether to measure what QK-clip needs.

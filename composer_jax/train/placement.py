@@ -1,7 +1,6 @@
 """Where the arrays of a training stage lie on the mesh."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -48,11 +47,6 @@ class ParallelOptions:
     rises = is_sorted and min(self.buckets, default=1) >= 1
     rule = 'rise from 1 (the mean); the worst case is there without being named'
     checks.require(self, 'buckets', rises, rule)
-
-
-def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-  """Returns the product of some mesh axes."""
-  return math.prod(mesh.shape[axis] for axis in axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,7 +133,7 @@ class Placement:
     """Returns an array with the tokens of a row where devices expect them."""
     if self.plan is None or self.plan.sequence_order == 'contiguous':
       return array
-    context = shards_of(self.mesh, self.plan.sequence_axes)
+    context = shardings.product(self.plan.sequence_axes, self.mesh)
     return sequence.to_device(array, context, axis)
 
 
@@ -160,7 +154,7 @@ def build(
     ValueError: a parameter's axis is missing from the table, or its size does
       not divide; names the parameter.
   """
-  is_cut = shards_of(mesh, layout.sequence) > 1
+  is_cut = shardings.product(layout.sequence, mesh) > 1
   order = options.sequence_order
   if order == 'auto':
     order = 'zigzag' if is_cut else 'contiguous'

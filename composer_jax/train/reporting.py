@@ -70,7 +70,6 @@ class Reporter:
   Reading them waits for the device; by then the device has its next step.
 
   Attributes:
-    learning_rates: of each step.
     log_every: steps between lines.
     expert_shards: devices that share the experts out among them.
     expert_rows: that the experts' kernel has room for on one device; None

@@ -19,18 +19,13 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import router
-from composer_jax.parallel import exchange
-from composer_jax.train import lm_loss, placement
+from composer_jax.parallel import exchange, shardings, shards
+from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 
 class UpdateStats(flax.struct.PyTreeNode, kw_only=True):
-  """Size of one update.
-
-  Attributes:
-    grad_norm: global norm before clipping.
-    update_norm: global norm of what was added to the masters.
-  """
+  """Global norms of a gradient before clipping, and of the update added."""
 
   grad_norm: jax.Array
   update_norm: jax.Array
@@ -167,16 +162,15 @@ def split(
     ValueError: the rows do not divide.
   """
   rows = batch.tokens_BT.shape[0]
-  shards = placement.shards_of(plan.mesh, plan.batch_axes) if plan else 1
-  check_rows(rows, accumulate, shards, 'batch_size')
+  num_shards = shardings.product(plan.batch_axes, plan.mesh) if plan else 1
+  check_rows(rows, accumulate, num_shards, 'batch_size')
 
   def divide(array_BT):
     pieces = (rows // accumulate, accumulate, *array_BT.shape[1:])
     pieces = jnp.moveaxis(jnp.reshape(array_BT, pieces), 1, 0)
     if plan is None:
       return pieces
-    spec = P(None, plan.batch_axes or None, plan.sequence_axes or None)
-    place = NamedSharding(plan.mesh, spec)
+    place = NamedSharding(plan.mesh, P(None, *shards.tokens_spec(plan)))
     return jax.lax.with_sharding_constraint(pieces, place)
 
   return jax.tree.map(divide, batch)

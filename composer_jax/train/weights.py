@@ -20,19 +20,11 @@ Index = tuple[tuple[int, int], ...]
 
 
 class TensorBlock(NamedTuple):
-  """A block of a named global array.
-
-  Attributes:
-    name: '/'-joined.
-    dtype: its name, such as 'bfloat16'.
-    shape: of the global array.
-    index: where the block lies in it.
-    values: the block itself, on the host.
-  """
+  """A block of a global array with a '/'-joined name, on the host."""
 
   name: str
-  dtype: str
-  shape: tuple[int, ...]
+  dtype: str  # its name, such as 'bfloat16'
+  shape: tuple[int, ...]  # of the global array
   index: Index
   values: np.ndarray
 

@@ -49,7 +49,6 @@ _READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
 # Errors of files that say that something of a checkpoint is gone; any other,
 # like too many open files, says nothing on the checkpoint.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedCheckpoint(ValueError):
@@ -82,7 +81,7 @@ def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
 def full_disk(error: BaseException) -> int | None:
   """Returns the system's number of an error if it was want of space."""
   number = _errno(error)
-  return number if number in _FULL else None
+  return number if number in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 def _errno(error: BaseException) -> int | None:
@@ -173,8 +172,7 @@ class Checkpoints:
       step: number of finished steps; must be above the latest.
       tree: arrays.
       data: any JSON value.
-      chunk_bytes: what a reader of a part of an array must hold; None is a
-        shard.
+      chunk_bytes: what a reader of a part must hold; None is a whole shard.
 
     Raises:
       OSError: too little space for this one, or the previous one failed to be
@@ -193,11 +191,7 @@ class Checkpoints:
       self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def wait(self) -> None:
-    """Waits for the checkpoint being written, if any.
-
-    Raises:
-      OSError: it could not be written.
-    """
+    """Waits for the checkpoint being written, if any, or raises an OSError."""
     with self._full_disks_explained():
       self._manager.wait_until_finished()
     self._writing = None
@@ -232,11 +226,7 @@ class Checkpoints:
     return tree, json.loads(text)
 
   def record(self, step: int) -> dict[str, Any]:
-    """Reads what `side_items` says of a checkpoint, without its arrays.
-
-    Raises:
-      DamagedCheckpoint: the record itself has changed.
-    """
+    """Reads what `side_items` says of a checkpoint, without its arrays."""
     read = self._read(step, {HASHES: ocp.args.JsonRestore()})
     stored = _texts(read[HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
