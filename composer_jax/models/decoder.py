@@ -27,19 +27,13 @@ from composer_jax.parallel import exchange, shards
 
 Variables = dict[str, Any]
 
-# For `jax.jit` of `init` in tests, which compile it often: its many random
-# numbers take four seconds, or one with these. A run goes without: its weights
-# would differ in the last bit from those of earlier runs of the same seed.
-INIT_COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
-
 
 class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   """What a forward pass returns.
 
   Attributes:
     hidden_BTD: after the final norm; `models.head` turns it into logits.
-    expert_ids_MBTA: uint16 experts used, by MoE layer.
-    stats: of the routers.
+    expert_ids_MBTA: uint16 experts used.
     max_logits_LN: float32, each layer's and head's largest scaled attention
       logit over the tokens of the batch; None unless asked for.
     exchanged: what each layer's exchange needed and had, of the shard that

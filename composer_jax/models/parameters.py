@@ -113,9 +113,8 @@ def _grouped(c: model_config.ModelConfig, a: model_config.GQAConfig) -> Table:
   zeros, ones = nn.initializers.zeros, nn.initializers.ones
   heads = {'heads': a.num_heads, 'kv_heads': a.num_kv_heads}
   table: Table = {}
-  for name, axis in zip(
-    ('query', 'key', 'value'), ('heads', 'kv_heads', 'kv_heads'), strict=True
-  ):
+  projections = {'query': 'heads', 'key': 'kv_heads', 'value': 'kv_heads'}
+  for name, axis in projections.items():
     axes, shape = (axis, 'head_dim'), (heads[axis], a.head_dim)
     table[name] = VariableSpec(
       ('embed', *axes), (c.embed_dim, *shape), _truncated(0, (1, 2))

@@ -35,8 +35,6 @@ class ExpertShards:
   """Devices that hold all experts between them, each as many as another.
 
   Attributes:
-    axes: their mesh axes.
-    num_shards: of them.
     num_local: experts of each.
     rows: copies that one of them has room for; None for the worst case.
     slots: tokens that one of them has room for, or one has for each of the
@@ -59,8 +57,8 @@ class Needs(NamedTuple):
 
   Attributes:
     copies: int32, rows of experts.
-    tokens: int32, rows to receive, of all shards together or of one as the
-      transport has it; None where it always has room.
+    tokens: int32, rows to receive of all shards, or of one, as the transport
+      has it; None where it always has room.
   """
 
   copies: jax.Array

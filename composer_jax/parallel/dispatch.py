@@ -24,18 +24,11 @@ ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 class Order(NamedTuple):
-  """What lies where in a buffer of rows; any token where there is nothing.
+  """What lies where in a buffer of rows, int32; any token for nothing."""
 
-  Attributes:
-    source_Y: int32, the token z in each row.
-    copy_Y: int32, the copy z * A + a in each row.
-    place_ZA: int32, the row of each copy, or the number of rows where it has
-      none.
-  """
-
-  source_Y: jax.Array
-  copy_Y: jax.Array
-  place_ZA: jax.Array
+  source_Y: jax.Array  # the token z in each row
+  copy_Y: jax.Array  # the copy z * A + a in each row
+  place_ZA: jax.Array  # each copy's row; the number of rows where it has none
 
 
 class RoutedTokens(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
+from tests import compiling
 
 B, T, V = 2, 12, 32
 # Compiles in half the time; what is held equal is compiled alike.
@@ -99,7 +100,7 @@ def config(request):
 def variables(config):
   init = jax.jit(
     functools.partial(decoder.init, config),
-    compiler_options=decoder.INIT_COMPILER_OPTIONS,
+    compiler_options=compiling.INIT,
   )
   # Biases and norms that do nothing would hide their absence.
   leaves, tree = jax.tree.flatten(init(jax.random.key(0)))

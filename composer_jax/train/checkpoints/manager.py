@@ -16,6 +16,7 @@ import pathlib
 import re
 import shutil
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,10 +95,8 @@ def _errno(error: BaseException) -> int | None:
 
 def _raised_by(error: BaseException) -> str:
   """Returns the name of the module whose code raised."""
-  trace = error.__traceback__
-  while trace is not None and trace.tb_next is not None:
-    trace = trace.tb_next
-  return trace.tb_frame.f_globals.get('__name__', '') if trace else ''
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  return frame.f_globals.get('__name__', '')
 
 
 def _check_readable(folder: pathlib.Path) -> None:
