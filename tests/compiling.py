@@ -2,6 +2,9 @@
 
 import jax
 
+# For `jax.jit` of `decoder.init`: its many random numbers take four seconds to
+# compile, or one with these. They change the last bits.
+INIT = {'xla_backend_optimization_level': 0}
 # In seconds instead of tens of them. Not for tests that promise bits.
 QUICKLY: dict[str, bool | int] = {'xla_backend_optimization_level': 0}
 if jax.__version_info__ < (0, 11):

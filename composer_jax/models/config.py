@@ -4,11 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.core import checks
+from composer_jax.core import checks, sections
 
-_QK_NORMS = ('none', 'head', 'projection')
-_ROUTERS = ('softmax', 'sigmoid')
-_DTYPES = ('float32', 'bfloat16')
 NUMERICS = ('fast', 'batch_invariant')
 
 # Tensors of a layer that recomputation may keep: weights made whole, keys and
@@ -27,11 +24,8 @@ FREE = (
 
 
 def _require_even(config: Any, name: str) -> None:
-  if getattr(config, name) % 2:
-    raise ValueError(
-      f'{type(config).__name__}.{name} ({getattr(config, name)}) must be even: '
-      'rotary positions turn pairs of dimensions.'
-    )
+  rule = 'be even, for rotary positions turn pairs of dimensions'
+  checks.require(config, name, getattr(config, name) % 2 == 0, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +33,8 @@ class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
 
   Attributes:
+    kind: 'gqa', keys and values of fewer heads than queries.
+    num_heads: query heads.
     num_kv_heads: key/value heads; must divide num_heads.
     head_dim: width of a head; even, for the rotation.
     qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
@@ -58,14 +54,12 @@ class GQAConfig:
 
   def __post_init__(self):
     checks.at_least(self, 1, 'num_heads', 'num_kv_heads', 'head_dim')
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f'num_kv_heads ({self.num_kv_heads}) must divide num_heads '
-        f'({self.num_heads}).'
-      )
+    divides = self.num_heads % self.num_kv_heads == 0
+    rule = f'divide num_heads ({self.num_heads})'
+    checks.require(self, 'num_kv_heads', divides, rule)
     _require_even(self, 'head_dim')
     checks.one_of(self, 'kind', ('gqa',))
-    checks.one_of(self, 'qk_norm', _QK_NORMS)
+    checks.one_of(self, 'qk_norm', ('none', 'head', 'projection'))
     checks.boolean(self, 'qkv_bias', 'out_bias')
 
   @property
@@ -79,6 +73,8 @@ class MLAConfig:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
   Attributes:
+    kind: 'mla', attention to a compressed key and value.
+    num_heads: query heads.
     q_lora_dim: width of the compressed query (Q); None projects directly.
     kv_lora_dim: width of the compressed key and value (C), which is cached.
     nope_dim: width of a head's part without positions (H).
@@ -148,11 +144,9 @@ class YarnConfig:
     for name in ('mscale', 'mscale_all_dim'):
       if getattr(self, name) is not None:
         checks.number(self, 0, name)
-    if self.beta_fast <= self.beta_slow:
-      raise ValueError(
-        f'YarnConfig.beta_fast ({self.beta_fast}) must be above beta_slow '
-        f'({self.beta_slow}).'
-      )
+    is_faster = self.beta_fast > self.beta_slow
+    rule = f'be above beta_slow ({self.beta_slow})'
+    checks.require(self, 'beta_fast', is_faster, rule)
     alone = not self.mscale_all_dim and self.mscale not in (None, 1.0)
     if alone or (self.mscale_all_dim and not self.mscale):
       raise ValueError(
@@ -180,10 +174,8 @@ class RopeConfig:
   def __post_init__(self):
     checks.number(self, 1, 'theta')
     checks.boolean(self, 'interleaved')
-    if self.theta == 1:
-      raise ValueError(
-        'RopeConfig.theta must be above 1, not 1: all wavelengths are equal.'
-      )
+    rule = 'be above 1, for else all wavelengths are equal'
+    checks.require(self, 'theta', self.theta > 1, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,52 +220,36 @@ class MoEConfig:
     checks.at_least(self, 1, 'num_experts', 'num_active', 'ffw_dim')
     checks.at_least(self, 1, 'num_groups', 'num_active_groups')
     checks.at_least(self, 0, 'num_shared')
-    if self.num_active > self.num_experts:
-      raise ValueError(
-        f'num_active ({self.num_active}) must not exceed num_experts '
-        f'({self.num_experts}).'
-      )
-    if self.num_experts > 65535:
-      raise ValueError(
-        f'num_experts ({self.num_experts}) must stay below 65535, the uint16 '
-        'id that marks a token without a recorded route.'
-      )
-    checks.one_of(self, 'router', _ROUTERS)
+    rule = f'not exceed num_experts ({self.num_experts})'
+    checks.require(
+      self, 'num_active', self.num_active <= self.num_experts, rule
+    )
+    rule = 'be at most 65535: the next uint16 id marks a token without a route'
+    checks.require(self, 'num_experts', self.num_experts <= 65535, rule)
+    checks.one_of(self, 'router', ('softmax', 'sigmoid'))
     self._check_groups()
     checks.boolean(self, 'renormalize')
     checks.positive(self, 'routed_scale')
     checks.number(self, 0, 'aux_loss_weight', 'z_loss_weight', 'replay_alpha')
-    if self.replay_alpha > 1:
-      raise ValueError(
-        f'MoEConfig.replay_alpha ({self.replay_alpha}) must lie in 0..1: at 1 '
-        'every token is routed as by its own router.'
-      )
+    rule = 'lie in 0..1: at 1 every token is routed as by its own router'
+    checks.require(self, 'replay_alpha', self.replay_alpha <= 1, rule)
 
   def _check_groups(self):
-    if self.num_active_groups > self.num_groups:
-      raise ValueError(
-        f'num_active_groups ({self.num_active_groups}) must not exceed '
-        f'num_groups ({self.num_groups}).'
-      )
-    if self.num_active_groups == self.num_groups:
+    among, groups = self.num_active_groups, self.num_groups
+    rule = f'not exceed num_groups ({groups})'
+    checks.require(self, 'num_active_groups', among <= groups, rule)
+    if among == groups:
       return
-    if self.router != 'sigmoid':
-      raise ValueError(
-        f'num_active_groups ({self.num_active_groups}) below num_groups '
-        f"({self.num_groups}) needs router 'sigmoid', not {self.router!r}."
-      )
-    size, left = divmod(self.num_experts, self.num_groups)
-    if left or size < 2:
-      raise ValueError(
-        f'num_groups ({self.num_groups}) must divide num_experts '
-        f'({self.num_experts}) into groups of at least two, whose two best '
-        'scores are summed.'
-      )
-    if self.num_active > size * self.num_active_groups:
-      raise ValueError(
-        f'num_active ({self.num_active}) must not exceed the experts of '
-        f'num_active_groups ({self.num_active_groups}) groups of {size}.'
-      )
+    rule = f"be 'sigmoid' where {among} of {groups} groups are active"
+    checks.require(self, 'router', self.router == 'sigmoid', rule)
+    size, left = divmod(self.num_experts, groups)
+    rule = (
+      f'divide num_experts ({self.num_experts}) into groups of at least two, '
+      'whose two best scores are summed'
+    )
+    checks.require(self, 'num_groups', not left and size >= 2, rule)
+    rule = f'not exceed the experts of num_active_groups ({among}) of {size}'
+    checks.require(self, 'num_active', self.num_active <= size * among, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,6 +257,7 @@ class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
   Attributes:
+    vocab_size: rows of the embedding.
     embed_dim: width of the residual stream.
     num_layers: decoder layers, dense ones included.
     num_dense_layers: leading layers whose feed-forward is dense.
@@ -314,19 +291,16 @@ class ModelConfig:
   def __post_init__(self):
     # A list, as files have it, would compare as another config.
     object.__setattr__(self, 'remat_saves', tuple(self.remat_saves))
-    if unknown := set(self.remat_saves) - set(REMAT_NAMES):
-      raise ValueError(
-        f'remat_saves names {sorted(unknown)}; known are {REMAT_NAMES}.'
-      )
+    is_known = set(self.remat_saves) <= set(REMAT_NAMES)
+    checks.require(self, 'remat_saves', is_known, f'be of {REMAT_NAMES}')
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'dense_ffw_dim')
     checks.at_least(self, 1, *sizes)
     checks.at_least(self, 0, 'num_dense_layers')
-    if self.num_dense_layers >= self.num_layers:
-      raise ValueError(
-        f'num_dense_layers ({self.num_dense_layers}) must be less than '
-        f'num_layers ({self.num_layers}): at least one layer is a mixture.'
-      )
-    checks.one_of(self, 'compute_dtype', _DTYPES)
+    has_mixture = self.num_dense_layers < self.num_layers
+    limit = f'num_layers ({self.num_layers})'
+    rule = f'be less than {limit}: at least one layer is a mixture'
+    checks.require(self, 'num_dense_layers', has_mixture, rule)
+    checks.one_of(self, 'compute_dtype', ('float32', 'bfloat16'))
     checks.one_of(self, 'numerics', NUMERICS)
     checks.positive(self, 'norm_eps')
     checks.boolean(self, 'tie_embeddings', 'remat')
@@ -357,7 +331,7 @@ class ModelConfig:
 
   @classmethod
   def from_dict(cls, fields: Mapping[str, Any]) -> 'ModelConfig':
-    """Builds a config from nested dictionaries; names every unknown key."""
+    """Builds a config from nested dictionaries; names an unknown key."""
     return _from_dict(cls, fields)
 
   def to_dict(self) -> dict[str, Any]:
@@ -371,23 +345,22 @@ _SECTIONS = {'rope': RopeConfig, 'yarn': YarnConfig, 'moe': MoEConfig}
 
 def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
   known = {f.name: f.default for f in dataclasses.fields(cls)}
+  for name in fields:
+    sections.check_name(name, known, cls.__name__)
   required = {n for n, v in known.items() if v is dataclasses.MISSING}
-  fields = {
-    name: _section(name, value) if name in ('attention', *_SECTIONS) else value
-    for name, value in fields.items()
-  }
-  unknown, missing = set(fields) - set(known), required - set(fields)
-  if unknown or missing:
+  if missing := sorted(required - set(fields)):
     raise ValueError(
-      f'{cls.__name__} has no field {sorted(unknown)} and needs '
-      f'{sorted(missing)}; its fields are {sorted(known)}.'
+      f'{cls.__name__} needs {missing}; its fields are {sorted(known)}.'
     )
-  return cls(**fields)
+  return cls(**{name: _value(name, value) for name, value in fields.items()})
 
 
-def _section(name: str, fields: Any) -> Any:
-  if name == 'yarn' and fields is None:
-    return None
+def _value(name: str, fields: Any) -> Any:
+  """Returns the value of a field, a section as its config class."""
+  if name not in ('attention', *_SECTIONS) or (
+    name == 'yarn' and fields is None
+  ):
+    return fields
   if not isinstance(fields, Mapping):
     raise ValueError(f'{name} must be a section, not {fields!r}.')
   if name != 'attention':

@@ -1,5 +1,7 @@
 """The one model that samples and trains.
 
+Guided path, 9 of 10; next: `models.router`.
+
 Routing is an argument and a result of the forward pass, layer-major, so it
 rides through the layer scan and through recomputation unchanged. Variables are
 made from a table (`models.parameters`); computing is functions of their tree,
@@ -25,19 +27,13 @@ from composer_jax.parallel import exchange, shards
 
 Variables = dict[str, Any]
 
-# For `jax.jit` of `init` in tests, which compile it often: its many random
-# numbers take four seconds, or one with these. A run goes without: its weights
-# would differ in the last bit from those of earlier runs of the same seed.
-INIT_COMPILER_OPTIONS = {'xla_backend_optimization_level': 0}
-
 
 class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   """What a forward pass returns.
 
   Attributes:
     hidden_BTD: after the final norm; `models.head` turns it into logits.
-    expert_ids_MBTA: uint16 experts used, by MoE layer.
-    stats: of the routers.
+    expert_ids_MBTA: uint16 experts used.
     max_logits_LN: float32, each layer's and head's largest scaled attention
       logit over the tokens of the batch; None unless asked for.
     exchanged: what each layer's exchange needed and had, of the shard that
@@ -53,12 +49,7 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """Embedding, dense layers, mixture-of-experts layers, final norm.
-
-  Attributes:
-    config: what to compute.
-    plan: where variables and tokens lie; None on one device.
-  """
+  """Embedding, dense layers, mixture-of-experts layers, final norm."""
 
   config: model_config.ModelConfig
   plan: exchange.ExchangePlan | None = None
@@ -81,8 +72,7 @@ class Decoder:
       segment_ids_BT: int32; 0 marks padding, which reaches no expert.
       positions_BT: int32 within the document.
       expert_ids_MBTA: routes to replay; None routes afresh.
-      with_max_logits: whether to measure the attention's logits; a program
-        that does not ask does nothing for them.
+      with_max_logits: whether to measure the attention's logits.
 
     Raises:
       ValueError: batch-invariant numerics on a mesh, or a batch that does not
@@ -107,11 +97,15 @@ class Decoder:
     # added up or compared once for all layers.
     ids_MBTA, stats = outputs[-1].expert_ids, outputs[-1].stats
     sums_M = jax.tree.map(lambda x: x.sum(1), stats.router)
+    max_logits_LN = None
+    if with_max_logits:
+      tops = [output.max_logits.max(1) for output in outputs]
+      max_logits_LN = jnp.concatenate(tops)
     return DecoderOutput(
       hidden_BTD=hidden_BTD,
       expert_ids_MBTA=ids_MBTA,
       stats=router.statistics(sums_M, c.moe),
-      max_logits_LN=_max_logits(outputs) if with_max_logits else None,
+      max_logits_LN=max_logits_LN,
       exchanged=jax.tree.map(lambda x: x.max(1), stats.exchange),
     )
 
@@ -148,10 +142,6 @@ def _final_norm(variables, x_BTD, config, plan):
     out_specs=where,
   )
   return stage(variables['params']['final_norm']['scale'], x_BTD)
-
-
-def _max_logits(outputs):
-  return jnp.concatenate([output.max_logits.max(1) for output in outputs])
 
 
 def _check_numerics(config, plan):

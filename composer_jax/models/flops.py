@@ -22,19 +22,19 @@ def params_by_part(config: model_config.ModelConfig) -> dict[str, int]:
   c = config
   tables = 1 if c.tie_embeddings else 2
   matrices, biases, norms = _attention(c)
+  expert = 3 * c.embed_dim * c.moe.ffw_dim
   return {
     'embedding': tables * c.vocab_size * c.embed_dim,
     'attention': c.num_layers * (matrices + biases),
-    'dense_ffw': c.num_dense_layers * _ffw(c, c.dense_ffw_dim),
+    'dense_ffw': c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim,
     'router': c.num_moe_layers * c.embed_dim * c.moe.num_experts,
-    'routed_experts': c.num_moe_layers * c.moe.num_experts * _expert(c),
-    'shared_experts': c.num_moe_layers * c.moe.num_shared * _expert(c),
+    'routed_experts': c.num_moe_layers * c.moe.num_experts * expert,
+    'shared_experts': c.num_moe_layers * c.moe.num_shared * expert,
     'norms': c.num_layers * (norms + 2 * c.embed_dim) + c.embed_dim,
   }
 
 
 def params_total(config: model_config.ModelConfig) -> int:
-  """Counts trained parameters; the selection bias is not among them."""
   return sum(params_by_part(config).values())
 
 
@@ -47,12 +47,17 @@ def forward_per_token(
   passed = (
     c.vocab_size * c.embed_dim
     + c.num_layers * matrices
-    + c.num_dense_layers * _ffw(c, c.dense_ffw_dim)
+    + c.num_dense_layers * 3 * c.embed_dim * c.dense_ffw_dim
     + c.num_moe_layers * c.embed_dim * c.moe.num_experts
-    + c.num_moe_layers * (c.moe.num_active + c.moe.num_shared) * _expert(c)
+    + c.num_moe_layers
+    * (c.moe.num_active + c.moe.num_shared)
+    * (3 * c.embed_dim * c.moe.ffw_dim)
   )
   keys = (seq_len + 1) / 2 if causal else seq_len
-  return 2 * (passed + c.num_layers * _score_width(c.attention) * keys)
+  a = c.attention
+  # q k and p v, each head its own.
+  width = a.head_dim + getattr(a, 'value_dim', a.head_dim)
+  return 2 * (passed + c.num_layers * a.num_heads * width * keys)
 
 
 def train_per_token(
@@ -74,25 +79,11 @@ def cache_bytes_per_token(
   return config.num_layers * width * bytes_per_value
 
 
-def _ffw(c: model_config.ModelConfig, ffw_dim: int) -> int:
-  return 3 * c.embed_dim * ffw_dim
-
-
-def _expert(c: model_config.ModelConfig) -> int:
-  return _ffw(c, c.moe.ffw_dim)
-
-
 def _attention(c: model_config.ModelConfig) -> tuple[int, int, int]:
   """Counts the matrices, the biases and the norms of one layer's attention."""
   if isinstance(c.attention, model_config.MLAConfig):
     return _mla(c.embed_dim, c.attention)
   return _gqa(c.embed_dim, c.attention)
-
-
-def _score_width(a: model_config.GQAConfig | model_config.MLAConfig) -> int:
-  """Multiplications per query and key: q k and p v, each head its own."""
-  mla = isinstance(a, model_config.MLAConfig)
-  return a.num_heads * (a.head_dim + (a.value_dim if mla else a.head_dim))
 
 
 def _gqa(embed_dim: int, a: model_config.GQAConfig) -> tuple[int, int, int]:

@@ -59,11 +59,7 @@ def token_logprobs(
   The engine calls it for the token it sampled, the trainer for the token that
   came next: one function, so that in batch-invariant numerics they agree.
 
-  Args:
-    logits_BTV: float32.
-    tokens_BT: int32, whose log-probability is asked.
-    temperatures_BT: logits are divided by it; None means 1.
-    numerics: of the model's config.
+  Logits are divided by temperatures_BT, None means 1.
 
   Returns:
     logprobs_BT and entropy_BT, float32, in nats.
@@ -151,14 +147,8 @@ def target_logprobs(
   """Returns the log-probability and entropy of each token's distribution.
 
   Args:
-    variables: of the decoder.
-    hidden_BTD: its output.
-    tokens_BT: int32.
-    segment_ids_BT: int32; 0 marks padding.
     temperatures_BT: what each token was sampled at; None means 1. It has no
       gradient.
-    config: of the decoder.
-    plan: of the decoder.
     chunk: words whose logits are at hand at once; None lets their size say.
 
   Returns:
@@ -285,12 +275,8 @@ def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
   top_Z, total_Z, moment_Z, picked_Z = zeros_Z - jnp.inf, *[zeros_Z] * 3
   parts = []
   for start in how.starts(weight):
-    part = jax.lax.slice_in_dim(
-      weight,
-      start,
-      min(start + how.chunk, weight.shape[how.words]),
-      axis=how.words,
-    )
+    stop = min(start + how.chunk, weight.shape[how.words])
+    part = jax.lax.slice_in_dim(weight, start, stop, axis=how.words)
     # One chunk after the other: their products wait for nothing else.
     hidden_ZD, total_Z = jax.lax.optimization_barrier((hidden_ZD, total_Z))
     # Kept whole until the backward pass, which comes next.

@@ -29,15 +29,10 @@ ATTENTIONS: dict[str, types.ModuleType] = {'gqa': attention, 'mla': mla}
 
 
 class MixtureStats(NamedTuple):
-  """What a layer of experts did with the tokens at hand.
-
-  Attributes:
-    router: its sums.
-    exchange: what the exchange needed; None where there was none.
-  """
+  """What a layer of experts did with the tokens at hand."""
 
   router: router.LayerSums
-  exchange: exchange.ExchangeStats | None
+  exchange: exchange.ExchangeStats | None  # None where there was none
 
 
 def prepare(params: Any, config: model_config.ModelConfig) -> Any:
@@ -197,13 +192,8 @@ def mixture(
 ) -> tuple[jax.Array, jax.Array, MixtureStats]:
   """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
 
-  Args:
-    params: of the layer, prepared.
-    bias_E: selection bias of a sigmoid router.
-    tokens_BT: x_BTD, the attention's out_BTN, valid_BT, and replay_BTA or None.
-    config: of the decoder.
-    is_paged: whether a kernel over pages made out_BTN.
-    plan: where experts and tokens lie; see `exchange.exchange`.
+  `tokens_BT` are x_BTD, the attention's out_BTN (`is_paged` if a kernel over
+  pages made it), valid_BT, and replay_BTA or None.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   small = dict(params['moe'])

@@ -9,10 +9,7 @@ from composer_jax.core import rounding
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   """Divides by the root mean square, in float32 (Zhang & Sennrich 2019).
 
-  Args:
-    x: any array; the mean is over its last axes, as many as `scale` has.
-    scale: multiplies the result.
-    eps: added to the mean square.
+  The mean is over the last axes of `x`, as many as `scale` has.
   """
   with jax.named_scope('norm'):
     wide = x.astype(jnp.float32)

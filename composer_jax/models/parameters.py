@@ -71,10 +71,14 @@ def decoder_table(config: model_config.ModelConfig) -> Table:
   table: Table = {'embedding': VariableSpec(('vocab', 'embed'), rows, normal)}
   if not c.tie_embeddings:
     table['unembedding'] = VariableSpec(('embed', 'vocab'), columns, normal)
+  if isinstance(c.attention, model_config.MLAConfig):
+    attention = _latent(c, c.attention)
+  else:
+    attention = _grouped(c, c.attention)
   for name, num_layers in c.stacks.items():
     layer = {
       'attention_norm': _norm(c.embed_dim),
-      'attention': attention_table(c),
+      'attention': attention,
       'ffw_norm': _norm(c.embed_dim),
     }
     if name == 'dense_layers':
@@ -85,25 +89,12 @@ def decoder_table(config: model_config.ModelConfig) -> Table:
   return table | {'final_norm': _norm(c.embed_dim)}
 
 
-def attention_table(config: model_config.ModelConfig) -> Table:
-  """Returns the variables of one layer's attention."""
-  if isinstance(config.attention, model_config.MLAConfig):
-    return _latent(config, config.attention)
-  return _grouped(config, config.attention)
-
-
 def _truncated(
   in_axis: Any, out_axis: Any = -1, *, batch_axis: Any = (), scale: float = 1.0
 ) -> nn.initializers.Initializer:
   """Returns a truncated normal of variance scale / fan-in."""
-  return nn.initializers.variance_scaling(
-    scale,
-    'fan_in',
-    'truncated_normal',
-    in_axis=in_axis,
-    out_axis=out_axis,
-    batch_axis=batch_axis,
-  )
+  how = ('fan_in', 'truncated_normal', in_axis, out_axis, batch_axis)
+  return nn.initializers.variance_scaling(scale, *how)
 
 
 def _norm(dim: int) -> Table:
@@ -122,9 +113,8 @@ def _grouped(c: model_config.ModelConfig, a: model_config.GQAConfig) -> Table:
   zeros, ones = nn.initializers.zeros, nn.initializers.ones
   heads = {'heads': a.num_heads, 'kv_heads': a.num_kv_heads}
   table: Table = {}
-  for name, axis in zip(
-    ('query', 'key', 'value'), ('heads', 'kv_heads', 'kv_heads'), strict=True
-  ):
+  projections = {'query': 'heads', 'key': 'kv_heads', 'value': 'kv_heads'}
+  for name, axis in projections.items():
     axes, shape = (axis, 'head_dim'), (heads[axis], a.head_dim)
     table[name] = VariableSpec(
       ('embed', *axes), (c.embed_dim, *shape), _truncated(0, (1, 2))

@@ -1,5 +1,7 @@
 """Which experts a token passes, and with what weight.
 
+Guided path, 10 of 10.
+
 The discrete choice may be replayed from a record; the weights always come from
 the live scores, so the router keeps its gradient. Routing is a pure function:
 ids are an argument and a result, never hidden state.
@@ -24,18 +26,13 @@ _LOWEST_SUM = 1e-18
 class ExpertChoice(NamedTuple):
   """What was decided of each token, and what it was decided from.
 
-  Attributes:
-    weights_BTA: float32 of the experts used.
-    ids_BTA: int32 experts used.
-    own_BTA: int32 experts that the router would use without a record.
-    scores_BTE: float32, before bias and groups.
-    logits_BTE: float32.
+  Ids are int32, all else is float32.
   """
 
   weights_BTA: jax.Array
-  ids_BTA: jax.Array
-  own_BTA: jax.Array
-  scores_BTE: jax.Array
+  ids_BTA: jax.Array  # experts used
+  own_BTA: jax.Array  # those that the router would use without a record
+  scores_BTE: jax.Array  # before bias and groups
   logits_BTE: jax.Array
 
 
@@ -62,8 +59,6 @@ def choose(
   Any leading axes will do.
 
   Args:
-    logits_BTE: computed with in float32.
-    config: of the layer.
     bias_E: added to the scores for selection only (sigmoid router).
     replay_BTA: recorded ids, honoured whatever the groups and the bias say, as
       far as they are plausible (`_plausible`); a token with any `NO_ROUTE` is
@@ -121,10 +116,7 @@ def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
 
 
 def gates(
-  scores_BTE: jax.Array,
-  ids_BTA: jax.Array,
-  *,
-  config: model_config.MoEConfig,
+  scores_BTE: jax.Array, ids_BTA: jax.Array, *, config: model_config.MoEConfig
 ) -> jax.Array:
   """Returns the float32 weights_BTA of experts that were chosen."""
   # A product with one-hot instead of a gather: its gradient is a product too,
@@ -133,16 +125,12 @@ def gates(
   weights_BTA = jnp.einsum(
     '...E,...AE->...A',
     scores_BTE,
-    _onehot(ids_BTA, config.num_experts),
+    jax.nn.one_hot(ids_BTA, config.num_experts, dtype=jnp.float32),
     precision=jax.lax.Precision.HIGHEST,
   )
   if config.renormalize:
     weights_BTA = _normalize(weights_BTA)
   return weights_BTA * config.routed_scale
-
-
-def _onehot(ids_BTA: jax.Array, num_experts: int) -> jax.Array:
-  return jax.nn.one_hot(ids_BTA, num_experts, dtype=jnp.float32)
 
 
 def _normalize(scores: jax.Array) -> jax.Array:
@@ -236,18 +224,12 @@ def layer_sums(
   valid_BT: jax.Array,
   replay_BTA: jax.Array | None = None,
 ) -> LayerSums:
-  """Returns the sums over the tokens at hand, but padding.
-
-  Args:
-    choice: of `choose`.
-    valid_BT: false on padding.
-    replay_BTA: what `choose` was given.
-  """
+  """Returns the sums over the tokens at hand, but padding."""
   num_experts = choice.scores_BTE.shape[-1]
   valid_BT1 = valid_BT[..., None].astype(jnp.float32)
   tokens = tuple(range(valid_BT.ndim))
-  copies_BTE = _onehot(choice.ids_BTA, num_experts).sum(-2)
-  load_E = (copies_BTE * valid_BT1).sum(tokens)
+  used_BTAE = jax.nn.one_hot(choice.ids_BTA, num_experts, dtype=jnp.float32)
+  load_E = (used_BTAE.sum(-2) * valid_BT1).sum(tokens)
   squares_BT = jax.nn.logsumexp(choice.logits_BTE, axis=-1) ** 2
   return LayerSums(
     load_E=load_E.astype(jnp.int32),

@@ -32,17 +32,11 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
 
 
 class LayerOutput(flax.struct.PyTreeNode, kw_only=True):
-  """What a layer says beside its activations.
+  """What a layer says beside its activations; a dense one has no experts."""
 
-  Attributes:
-    expert_ids: uint16 [B, T, A]; None of a dense layer.
-    stats: of the shard's tokens, stacked; None of a dense layer.
-    max_logits: [N] likewise; None unless asked for.
-  """
-
-  expert_ids: Any = None
-  stats: Any = None
-  max_logits: Any
+  expert_ids: Any = None  # uint16 [B, T, A]
+  stats: Any = None  # of the shard's tokens, stacked
+  max_logits: Any  # [N] likewise; None unless asked for
 
 
 def run(
@@ -57,14 +51,7 @@ def run(
 ) -> tuple[jax.Array, LayerOutput]:
   """Returns x_BTD after all layers of a stack, and what each says.
 
-  Args:
-    name: of the stack.
-    stacked: its variables, layers leading, by collection.
-    x_BTD: activations.
-    context: what every layer reads.
-    replay_MBTA: routes to replay, or None.
-    config: of the decoder.
-    plan: where variables and tokens lie.
+  `stacked` are its variables, layers leading, by collection.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()

@@ -35,8 +35,6 @@ class ExpertShards:
   """Devices that hold all experts between them, each as many as another.
 
   Attributes:
-    axes: their mesh axes.
-    num_shards: of them.
     num_local: experts of each.
     rows: copies that one of them has room for; None for the worst case.
     slots: tokens that one of them has room for, or one has for each of the
@@ -59,8 +57,8 @@ class Needs(NamedTuple):
 
   Attributes:
     copies: int32, rows of experts.
-    tokens: int32, rows to receive, of all shards together or of one as the
-      transport has it; None where it always has room.
+    tokens: int32, rows to receive of all shards, or of one, as the transport
+      has it; None where it always has room.
   """
 
   copies: jax.Array
@@ -156,7 +154,10 @@ def _slotted(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
     counts_P2P = jax.lax.all_gather(counts_2P, shards.axes)
     return Needs(counts_P2P[:, 1].sum(0).max(), counts_P2P[:, 0].max())
 
-  return Way(there, lambda y_YD: _sum_back(swap(y_YD), order), needs)
+  def back(y_YD):
+    return dispatch.combine(swap(y_YD), None, order)
+
+  return Way(there, back, needs)
 
 
 def _ragged(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
@@ -183,7 +184,7 @@ def _ragged(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
   def back(y_YD):
     num_sent = order.source_Y.shape[0]
     y_YD = _exchange_rows(y_YD, counts_PP.T, num_sent, shards.axes)
-    return _sum_back(y_YD, order)
+    return dispatch.combine(y_YD, None, order)
 
   needed_2P = counts_P2P.sum(0)
   return Way(
@@ -192,10 +193,6 @@ def _ragged(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
 
 
 CARRIERS = {'ring': _ring, 'a2a': _slotted, 'ragged_a2a': _ragged}
-
-
-def _sum_back(rows_YD, order):
-  return dispatch.combine(rows_YD, None, order)
 
 
 def _sort_by_shard(

@@ -11,7 +11,6 @@ Ids outside of 0 .. E - 1, `NO_ROUTE` among them, and those of padding, are no
 expert's: they sort behind all groups and index nothing.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,18 +24,11 @@ ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 class Order(NamedTuple):
-  """What lies where in a buffer of rows; any token where there is nothing.
+  """What lies where in a buffer of rows, int32; any token for nothing."""
 
-  Attributes:
-    source_Y: int32, the token z in each row.
-    copy_Y: int32, the copy z * A + a in each row.
-    place_ZA: int32, the row of each copy, or the number of rows where it has
-      none.
-  """
-
-  source_Y: jax.Array
-  copy_Y: jax.Array
-  place_ZA: jax.Array
+  source_Y: jax.Array  # the token z in each row
+  copy_Y: jax.Array  # the copy z * A + a in each row
+  place_ZA: jax.Array  # each copy's row; the number of rows where it has none
 
 
 class RoutedTokens(NamedTuple):
@@ -187,7 +179,7 @@ def expert_sum(
     expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
     weights: of these experts.
     tokens: of `prepare`, of any shards.
-    first: of the experts here.
+    first: number of the first expert here.
     rows: copies that there is room for, others count as zero; None for all.
 
   Returns:
@@ -266,5 +258,5 @@ def gated_sum(
 def named_routes(tree: Any) -> Any:
   """Names small things that a backward pass should keep: see `exchange`."""
   return jax.tree.map(
-    functools.partial(ad_checkpoint.checkpoint_name, name='routes'), tree
+    lambda x: ad_checkpoint.checkpoint_name(x, 'routes'), tree
   )

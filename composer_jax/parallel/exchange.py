@@ -32,7 +32,6 @@ class ExchangePlan:
   """How variables, tokens and experts lie on the mesh.
 
   Attributes:
-    mesh: the one mesh.
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
     weight_specs: storage spec of each expert array, by name; axis 0 is the
@@ -173,15 +172,10 @@ def _carried(expert_fn, weights, tokens, load, plan):
 
 def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
   """Returns the transport of a plan on the platform that is traced for."""
-  if plan.transport == 'auto':
-    platform = platforms.current()
-    return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
-  if plan.transport not in carriers.CARRIERS:
-    raise ValueError(
-      f'transport {plan.transport!r} is not one of '
-      f'{("auto", *carriers.CARRIERS)}.'
-    )
-  return plan.transport
+  if plan.transport != 'auto':
+    return plan.transport
+  platform = platforms.current()
+  return transports.choose(load, platform=platform, bucket=plan.bucket)[0]
 
 
 def load_of(
@@ -226,8 +220,6 @@ def needed_rows(
     plan: whose transport is no longer 'auto'.
     ids_MBTA: experts of each token as the device will have them; tokens of
       `NO_ROUTE` are routed afresh and are not counted here.
-    valid_BT: false on padding.
-    num_experts: that there are.
 
   Returns:
     int64 rows_M, of the shard that needs most in each layer.

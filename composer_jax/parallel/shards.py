@@ -40,13 +40,8 @@ def per_shard(
   """Returns fn, called by each device with its shards; fn itself on one."""
   if plan is None:
     return fn
-  return jax.shard_map(
-    fn,
-    mesh=plan.mesh,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    check_vma=False,
-  )
+  where = dict(mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs)
+  return jax.shard_map(fn, **where, check_vma=False)
 
 
 def tokens_spec(plan: exchange.ExchangePlan | None) -> P:
@@ -67,12 +62,9 @@ def stacked(tree: Any) -> Any:
 
 
 def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
-  """Returns where the variables of a subtree lie.
+  """Returns where the variables of a subtree lie, or a leaf.
 
-  Args:
-    plan: of the model.
-    name: of the subtree, such as 'params/moe_layers'.
-    tree: the subtree itself, a leaf included.
+  `name` is that of the subtree, such as 'params/moe_layers'.
   """
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
@@ -157,10 +149,8 @@ def lend(
   scan serves all layers. Of the arrays themselves, `shard_map` would sum it
   layer by layer over the whole mesh: few bytes at the price of a round trip.
 
-  Args:
-    stacked: variables with a leading layer axis, that a scan consumes.
-    specs: of a layer's.
-    plan: where they lie.
+  `stacked` has a leading layer axis, that a scan consumes; `specs` are of one
+  layer.
 
   Returns:
     The variables and specs to scan with, and what gives a layer's variables

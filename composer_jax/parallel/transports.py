@@ -32,10 +32,8 @@ class Load:
   Attributes:
     num_tokens: of each shard, padding included.
     num_active: experts of each token.
-    num_experts: that there are.
-    num_shards: that hold them.
-    embed_dim: elements of a token.
-    item_bytes: of each element.
+    num_shards: devices that hold all experts between them.
+    item_bytes: size of each of the `embed_dim` elements of a token.
   """
 
   num_tokens: int
@@ -111,13 +109,8 @@ def sized(
     rows = capacity
     if name != 'ring':
       slots = capacity * _UNIT // _rows_per_token(load, name)
-  return carriers.ExpertShards(
-    axes=axes,
-    num_shards=load.num_shards,
-    num_local=load.num_local,
-    rows=rows,
-    slots=slots,
-  )
+  shards = dict(num_shards=load.num_shards, num_local=load.num_local)
+  return carriers.ExpertShards(axes=axes, rows=rows, slots=slots, **shards)
 
 
 def capacity_rows(load: Load, bucket: float | None) -> int:

@@ -20,8 +20,8 @@ from composer_jax.parallel import layouts
 from composer_jax.rl import batching, mismatch, policy_loss, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
-from composer_jax.train import accumulation
 from composer_jax.train import placement as placements
+from composer_jax.train import step as train_step
 
 PLACEMENTS = ('processes', 'colocated')
 
@@ -437,7 +437,7 @@ class Spec:
        'sft', 'batch_size'),
       (self.rl.rows, self.rl.seq_len, mesh, 1, 'rl', 'rows'),
     ):  # fmt: skip
-      accumulation.check_rows(
+      train_step.check_rows(
         rows,
         accumulate,
         parts.replica * parts.fsdp,

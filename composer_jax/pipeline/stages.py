@@ -21,8 +21,9 @@ from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 from composer_jax.telemetry import progress
 from composer_jax.text import chat, fim
-from composer_jax.train import loop, policy_values
+from composer_jax.train import loop
 from composer_jax.train import placement as placements
+from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export
 
 # Added to the run's seed, so that no stage shares tasks or random numbers; that
@@ -241,7 +242,7 @@ def _evaluate(
   episodes = job.spec.evaluation.episodes
   say(f'playing {episodes} held-out episodes of {stage}')
   variables = load_variables(job, stage, job.single)
-  params = jax.jit(policy_values.straight_through)(variables['params'])
+  params = jax.jit(train_state.policy_values)(variables['params'])
   values = {**variables, 'params': params}
   with job.runner() as runner, progress.Progress('eval', episodes) as bar:
     groups = collect.groups(

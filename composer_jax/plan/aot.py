@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from composer_jax.core import batches, platforms
 from composer_jax.models import config as model_config
 from composer_jax.optim import groups
-from composer_jax.parallel import topology
+from composer_jax.parallel import shardings, topology
 from composer_jax.plan import case as cases
 from composer_jax.plan import topologies
 from composer_jax.train import loop
@@ -175,7 +175,7 @@ def _lower(
   options: StepOptions,
 ) -> tuple[train_placement.Placement, Any, Any]:
   """Returns the placement, what the step takes, and the step of it."""
-  rows = train_placement.shards_of(mesh, case.layout.batch)
+  rows = shardings.product(case.layout.batch, mesh)
   batch_size = options.batch_size or rows * options.accumulate
   placement = train_placement.build(
     model,

@@ -19,10 +19,10 @@ import optax
 
 from composer_jax.core import batches, records
 from composer_jax.models import decoder, head
-from composer_jax.parallel import exchange, sequence
+from composer_jax.parallel import exchange, sequence, shardings
 from composer_jax.rl import policy_loss
 from composer_jax.rl.hints import distill
-from composer_jax.train import buckets, policy_values
+from composer_jax.train import buckets
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
@@ -120,7 +120,7 @@ def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
   """Brings tokens into the order of rows: the host knows no other."""
   if plan is None or plan.sequence_order == 'contiguous':
     return scores
-  context = train_placement.shards_of(plan.mesh, plan.sequence_axes)
+  context = shardings.product(plan.sequence_axes, plan.mesh)
   places = np.argsort(sequence.order(scores.logprobs_BT.shape[1], context))
   return scores.replace(
     logprobs_BT=jnp.take(scores.logprobs_BT, places, axis=1),
@@ -209,7 +209,7 @@ def build(
   @jit
   def policy(state):
     variables = state.variables()
-    params = policy_values.straight_through(variables['params'])
+    params = train_state.policy_values(variables['params'])
     return {**variables, 'params': params}
 
   @functools.cache

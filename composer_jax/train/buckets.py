@@ -42,10 +42,10 @@ def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
 def guard(step: train_step.StepFunction) -> Callable[..., Any]:
   """Makes a step that changes nothing unless it and the one before it fitted.
 
-  It takes, after state and batch, whether the step before fitted, and returns,
-  after state and metrics, whether this one and all before it did. What an
-  overflow leaves behind may be anything, NaN included: it is selected away,
-  element by element, so that a donated state is still written in place.
+  Its last argument and its last result say so of the step before and of this
+  one. What an overflow leaves behind may be anything, NaN included: it is
+  selected away, element by element, so that a donated state is still written in
+  place.
   """
 
   def guarded(state, batch, is_due):
@@ -85,9 +85,7 @@ class Sent:
   """A step on its way to the devices, sent again where it did not fit.
 
   Attributes:
-    step: its number.
     batch: kept until the step is known to have fitted.
-    bucket: of its buffers.
     metrics: of the last time it was sent; final once the next step, or
       `BucketedStep.settle`, has returned.
     is_done: on the device; None where nothing can overflow.
@@ -116,30 +114,22 @@ class BucketSize:
   ):
     """Starts with the largest of rising buckets below the worst case."""
     worst = rows_of(None)
-    sizes = [(rows_of(b), b) for b in buckets]
-    self._sizes: list[tuple[int, Bucket]] = [
-      *((rows, b) for rows, b in sizes if rows < worst),
-      (worst, None),
-    ]
-    self._now: Bucket = self._sizes[max(len(self._sizes) - 2, 0)][1]
+    smaller = {b: rows for b in buckets if (rows := rows_of(b)) < worst}
+    # Rows of each bucket, rising.
+    self.rows: dict[Bucket, int] = {**smaller, None: worst}
+    self.now: Bucket = next(reversed(smaller), None)
     self._recent: collections.deque[int] = collections.deque(maxlen=_PATIENCE)
-
-  def rows(self, bucket: Bucket) -> int:
-    return next(rows for rows, b in self._sizes if b == bucket)
 
   def that_holds(self, needed: int) -> Bucket:
     """Returns the smallest bucket of at least so many rows."""
-    for rows, bucket in self._sizes:
+    for bucket, rows in self.rows.items():
       if rows >= needed:
         return bucket
     raise RuntimeError(
       f'An exchange needs {needed} rows and the worst case was computed to be '
-      f'{self._sizes[-1][0]}: a bug of the transport, of which no step was '
+      f'{self.rows[None]}: a bug of the transport, of which no step was '
       "applied. --config.parallel.buckets='()' does without buckets."
     )
-
-  def next(self) -> Bucket:
-    return self._now
 
   def get_state(self) -> dict[str, Any]:
     """Returns what `set_state` needs, as JSON.
@@ -148,25 +138,24 @@ class BucketSize:
     a run that goes on from a checkpoint repeat its losses bit for bit.
     """
     return {
-      'rows': [rows for rows, _ in self._sizes],
-      'now': self.rows(self._now),
+      'rows': list(self.rows.values()),
+      'now': self.rows[self.now],
       'recent': list(self._recent),
     }
 
   def set_state(self, state: dict[str, Any] | None) -> None:
     """Goes on from there; begins anew where buckets are of other sizes."""
-    if state is None or state['rows'] != [rows for rows, _ in self._sizes]:
-      return
-    self._now = self.that_holds(state['now'])
-    self._recent.extend(state['recent'])
+    if state is not None and state['rows'] == list(self.rows.values()):
+      self.now = self.that_holds(state['now'])
+      self._recent.extend(state['recent'])
 
   def saw(self, needed: int) -> None:
     """Takes in what a step needed."""
     self._recent.append(needed)
     wanted = self.that_holds(max(self._recent))
-    grows = self.rows(wanted) > self.rows(self._now)
+    grows = self.rows[wanted] > self.rows[self.now]
     if grows or len(self._recent) == _PATIENCE:
-      self._now = wanted
+      self.now = wanted
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,12 +177,7 @@ class BucketedStep:
   def __call__(
     self, state: train_state.TrainState, batch: batches.LMBatch, step: int
   ) -> tuple[train_state.TrainState, Sent]:
-    """Dispatches a step, and makes sure of the one before it.
-
-    Args:
-      state: donated.
-      batch: on the devices.
-      step: its number.
+    """Dispatches a step, donating the state, and makes sure of the one before.
 
     Raises:
       RuntimeError: a step needed more than the worst case.
@@ -204,7 +188,7 @@ class BucketedStep:
       return state, sent
     before, self._pending = self._pending, sent
     is_due = jnp.bool_(True) if before is None else before.is_done
-    state = self._send(state, sent, self.size.next(), is_due)
+    state = self._send(state, sent, self.size.now, is_due)
     if before is not None:
       state, fitted = self._made_sure(state, before)
       if not fitted:
@@ -232,7 +216,7 @@ class BucketedStep:
     fitted = True
     while not bool(sent.is_done):
       fitted = False
-      needed, capacity = sent.rows_needed(), self.size.rows(sent.bucket)
+      needed, capacity = sent.rows_needed(), self.size.rows[sent.bucket]
       # Behind the first exchange that overflowed the numbers are those of a
       # forward pass gone wrong: too small a need is told again, each time of a
       # later exchange or with a larger bucket.

@@ -1,7 +1,7 @@
 """Next-token loss of pretraining and fine-tuning, and on held-out text."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -11,7 +11,6 @@ from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from composer_jax.parallel import exchange
-from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 
 # (variables, batch) -> (weighted sum of -log p, sum of weights).
@@ -20,12 +19,10 @@ SumFunction = Callable[
 ]
 
 
-class Totals(flax.struct.PyTreeNode, kw_only=True):
+class Totals(NamedTuple):
   """What means are taken over: a whole batch, of which a piece may be at hand.
 
-  Attributes:
-    loss_weight: sum of the loss weights.
-    num_tokens: int32 tokens that are not padding.
+  The sum of its loss weights, and the int32 tokens that are not padding.
   """
 
   loss_weight: jax.Array
@@ -41,10 +38,7 @@ def totals(batch: batches.LMBatch) -> Totals:
 
 
 class LossStats(flax.struct.PyTreeNode, kw_only=True):
-  """What the loss saw.
-
-  Of a microbatch everything is its share, so that `summed` gives those of the
-  batch.
+  """What the loss saw; of a microbatch its share, for `summed` to add up.
 
   Attributes:
     loss: weighted mean of -log p, nats per token, without the routers' losses.
@@ -71,10 +65,7 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
 
 
 def summed(stats: LossStats) -> LossStats:
-  """Returns the statistics of a batch from those of its microbatches, stacked.
-
-  Counts and shares add up; of what is a maximum the largest counts.
-  """
+  """Returns a batch's statistics from those of its microbatches, stacked."""
   nothing = {'max_logits_LN': None, 'exchanged': None}
   tops = {name: getattr(stats, name) for name in nothing}
   sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**nothing))
@@ -90,23 +81,17 @@ def negative_logprob_sum(
   with_max_logits: bool = False,
 ) -> tuple[jax.Array, decoder.DecoderOutput]:
   """Returns the weighted sum of -log p over a batch, and the forward pass."""
-  output: Any = decoder.Decoder(model, plan).apply(
+  tokens_BT, segment_ids_BT = batch.tokens_BT, batch.segment_ids_BT
+  output = decoder.Decoder(model, plan).apply(
     variables,
-    batch.tokens_BT,
-    batch.segment_ids_BT,
+    tokens_BT,
+    segment_ids_BT,
     batch.positions_BT,
     with_max_logits=with_max_logits,
   )
   logprobs_BT, _ = head.target_logprobs(
-    variables,
-    output.hidden_BTD,
-    batch.tokens_BT,
-    batch.segment_ids_BT,
-    None,
-    model,
-    plan,
+    variables, output.hidden_BTD, tokens_BT, segment_ids_BT, None, model, plan
   )
-  # float32 sums: a batch has more tokens than bfloat16 has integers.
   return -(batch.loss_weights_BT * logprobs_BT).sum(), output
 
 
@@ -126,20 +111,14 @@ def loss(
   means over the tokens of a microbatch and weigh as its tokens do: the z-loss
   adds up to that of the batch, while balance is asked of each microbatch.
 
-  The forward pass uses the bfloat16 values of the masters. A batch without a
-  weighted token has a loss of NaN, which stops the run: it is a bug of the
-  stream.
+  The forward pass uses the policy's values. A batch without a weighted token
+  has a loss of NaN, which stops the run: it is a bug of the stream.
 
   Args:
-    params: float32 masters.
-    selection_bias: of sigmoid routers.
-    batch: to learn.
-    model: of the parameters.
-    plan: where tokens and experts lie.
     with_max_logits: whether to measure what QK-clip needs.
     whole: totals of the batch that this is a microbatch of; None for all of it.
   """
-  values = policy_values.straight_through(params)
+  values = train_state.policy_values(params)
   total, output = negative_logprob_sum(
     train_state.variables(values, selection_bias),
     batch,
@@ -181,7 +160,7 @@ def heldout_sums(
   """Returns what measures a batch, under the values of the policy."""
 
   def sums(variables, batch):
-    values = policy_values.straight_through(variables['params'])
+    values = train_state.policy_values(variables['params'])
     total, _ = negative_logprob_sum(
       {**variables, 'params': values}, batch, model=model, plan=plan
     )

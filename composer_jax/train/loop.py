@@ -24,22 +24,11 @@ from composer_jax.optim import groups
 from composer_jax.optim.muon import plan
 from composer_jax.telemetry import progress
 from composer_jax.telemetry import writer as writers
-from composer_jax.train import (
-  buckets,
-  compiler_options,
-  lm_loss,
-  muon_report,
-  reporting,
-)
+from composer_jax.train import buckets, compiler_options, lm_loss, reporting
 from composer_jax.train import placement as train_placement
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from composer_jax.train.checkpoints import export, manager
-
-Variables = dict[str, Any]
-
-# Checkpoints kept: the last may be damaged.
-_KEEP = 2
 
 
 class BatchStream(Protocol):
@@ -58,15 +47,11 @@ class LoopOptions:
 
   Attributes:
     stage: its name in metrics and folders ('cpt', 'sft').
-    steps: optimizer steps.
-    batch_size: rows of a global batch.
-    seq_len: tokens of a row.
     accumulate: microbatches that a batch is worked through in.
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
     eval_every: steps between held-out losses; also before the first step and
       after the last.
-    log_every: steps between metrics lines.
     seed: of the initial weights, where none are given.
   """
 
@@ -92,8 +77,7 @@ class LoopOptions:
 class _Programs:
   """What a stage runs on the devices; `like` are the shapes of its state."""
 
-  init: Callable[[jax.Array], train_state.TrainState]
-  adopt: Callable[[Variables], train_state.TrainState]
+  first_state: Callable[[decoder.Variables | None], train_state.TrainState]
   step: Callable[[buckets.Bucket], Any]
   evaluate: lm_loss.SumFunction
   like: train_state.TrainState
@@ -109,8 +93,8 @@ def run(
   stream: BatchStream,
   heldout: Sequence[batches.LMBatch],
   writer: writers.Writer,
-  initial: Variables | None = None,
-) -> Variables:
+  initial: decoder.Variables | None = None,
+) -> decoder.Variables:
   """Trains a stage to its end and returns its variables.
 
   Checkpoints go to `checkpoints/<stage>` of the workdir, the result to
@@ -118,7 +102,6 @@ def run(
   the stream is part of every checkpoint.
 
   Args:
-    heldout: batches of documents that training never sees.
     initial: variables to start from; None draws them from the seed.
 
   Raises:
@@ -138,7 +121,8 @@ def run(
     return lm_loss.mean_loss(programs.evaluate, state.variables(), heldout)
 
   checkpoints = manager.Checkpoints(
-    pathlib.Path(workdir) / 'checkpoints' / stage, keep=_KEEP
+    pathlib.Path(workdir) / 'checkpoints' / stage,
+    keep=2,  # The last may be damaged.
   )
   with contextlib.closing(checkpoints):
     size = _bucket_size(options, placement)
@@ -148,16 +132,16 @@ def run(
     with progress.Progress(stage, options.steps, start=start) as bar:
       report = _reporter(options, model, placement, writer, bar)
       take_step = buckets.BucketedStep(programs.step, size, report.retry)
-      for line in (*placement.lines, *muon_report.lines(programs.muon)):
+      for line in (*placement.lines, *reporting.muon_lines(programs.muon)):
         bar.message(line)
       bar.message('compiling, then step by step')
       if state is None:
-        state = _first_state(options, programs, initial)
+        state = programs.first_state(initial)
         report.heldout(
           0,
           heldout_loss(state),
           **reporting.placed(placement),
-          **muon_report.metrics(programs.muon),
+          **reporting.muon_metrics(programs.muon),
         )
 
       for step in range(start + 1, options.steps + 1):
@@ -210,6 +194,17 @@ def make_programs(
   variable_places = places.variables()
   device = placement.mesh.devices.flat[0]
 
+  @functools.partial(jax.jit, out_shardings=places)
+  def init(key):
+    return create(decoder.init(model, key))
+
+  adopt = jax.jit(create, in_shardings=(variable_places,), out_shardings=places)
+
+  def first_state(initial):
+    if initial is None:
+      return init(jax.random.key(options.seed))
+    return adopt(jax.device_put(initial, variable_places))
+
   @functools.cache
   def step_of(bucket):
     step = train_step.make(
@@ -235,12 +230,7 @@ def make_programs(
     )
 
   return _Programs(
-    init=jax.jit(
-      lambda key: create(decoder.init(model, key)), out_shardings=places
-    ),
-    adopt=jax.jit(
-      create, in_shardings=(variable_places,), out_shardings=places
-    ),
+    first_state=first_state,
     step=step_of,
     evaluate=jax.jit(
       # Of no bucket: what is only measured is never repeated.
@@ -284,15 +274,6 @@ def _restore(
   if size is not None:
     size.set_state(data['buckets'])
   return step, state
-
-
-def _first_state(
-  options: LoopOptions, programs: _Programs, initial: Variables | None
-) -> train_state.TrainState:
-  if initial is None:
-    return programs.init(jax.random.key(options.seed))
-  places = jax.tree.map(lambda a: a.sharding, programs.like.variables())
-  return programs.adopt(jax.device_put(initial, places))
 
 
 def _reporter(

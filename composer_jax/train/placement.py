@@ -1,7 +1,6 @@
 """Where the arrays of a training stage lie on the mesh."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -50,11 +49,6 @@ class ParallelOptions:
     checks.require(self, 'buckets', rises, rule)
 
 
-def shards_of(mesh: Mesh, axes: tuple[str, ...]) -> int:
-  """Returns the product of some mesh axes."""
-  return math.prod(mesh.shape[axis] for axis in axes)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
   """One mesh, and what lies where on it; compared by identity.
@@ -85,16 +79,13 @@ class Placement:
 
   @property
   def expert_shards(self) -> int:
-    """Devices that share the experts out among them."""
+    """The number of devices that share the experts out among them."""
     return self.plan.expert_shards if self.plan else 1
 
   def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
     """Returns the copies of tokens that an expert shard has room for.
 
-    Args:
-      bucket: None for the worst case.
-      rows: of a microbatch, on all devices.
-      seq_len: tokens of a row.
+    `rows` are those of a microbatch, on all devices.
     """
     assert self.plan is not None
     load = _load(self.model, self.plan, rows, seq_len)
@@ -103,9 +94,7 @@ class Placement:
   def needed_rows(self, ids_MBTA: np.ndarray, valid_BT: np.ndarray) -> int:
     """Returns what `rows_of` has to be for recorded routes.
 
-    Args:
-      ids_MBTA: as they are recorded; tokens without a record are not counted.
-      valid_BT: false on padding.
+    Tokens without a record are not counted.
     """
     assert self.plan is not None
     rows_P = exchange.needed_rows(
@@ -117,7 +106,7 @@ class Placement:
     return int(rows_P.max())
 
   def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
-    """Returns the plan with receive buffers of a size; None: worst case."""
+    """Returns the plan with receive buffers of a size."""
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def put(self, batch: Any) -> Any:
@@ -144,7 +133,7 @@ class Placement:
     """Returns an array with the tokens of a row where devices expect them."""
     if self.plan is None or self.plan.sequence_order == 'contiguous':
       return array
-    context = shards_of(self.mesh, self.plan.sequence_axes)
+    context = shardings.product(self.plan.sequence_axes, self.mesh)
     return sequence.to_device(array, context, axis)
 
 
@@ -165,7 +154,7 @@ def build(
     ValueError: a parameter's axis is missing from the table, or its size does
       not divide; names the parameter.
   """
-  is_cut = shards_of(mesh, layout.sequence) > 1
+  is_cut = shardings.product(layout.sequence, mesh) > 1
   order = options.sequence_order
   if order == 'auto':
     order = 'zigzag' if is_cut else 'contiguous'

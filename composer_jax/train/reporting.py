@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from composer_jax.kernels.grouped import schedule
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.parallel import exchange
 from composer_jax.telemetry import mfu, progress
 from composer_jax.telemetry import writer as writers
@@ -69,8 +70,6 @@ class Reporter:
   Reading them waits for the device; by then the device has its next step.
 
   Attributes:
-    stage: of the lines.
-    learning_rates: of each step.
     log_every: steps between lines.
     expert_shards: devices that share the experts out among them.
     expert_rows: that the experts' kernel has room for on one device; None
@@ -90,11 +89,7 @@ class Reporter:
   _last_finite: float | None = None
 
   def push(self, sent: buckets.Sent) -> None:
-    """Takes a dispatched step and reports the one before.
-
-    Raises:
-      FloatingPointError: the step before was not finite.
-    """
+    """Takes a dispatched step; reports the one before, which must be finite."""
     before, self._pending = self._pending, sent
     if before is not None:
       self._report(before)
@@ -205,3 +200,55 @@ def _executed_rows(load_PE, num_rows):
   """Returns the rows that each shard of each layer multiplies."""
   count = functools.partial(schedule.executed_rows, num_rows=num_rows)
   return jax.vmap(count)(load_PE)
+
+
+def muon_metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
+  """Returns the plan's totals, of one device and one step; {} without one."""
+  if plan is None:
+    return {}
+  return {
+    'muon_matrices': _num_matrices(plan),
+    'muon_groups': len(plan.groups),
+    'muon_flops': plan.flops,
+    'muon_flops_ideal': plan.ideal_flops,
+    'muon_bytes': plan.wire_bytes,
+  }
+
+
+def muon_lines(plan: muon_plan.MuonPlan | None) -> list[str]:
+  """Returns a line of totals, and one for each group of equal matrices."""
+  if plan is None:
+    return []
+  if not plan.groups:
+    return ['Muon has no matrices: every parameter is left to AdamW.']
+  parameters = sum(len(group.members) for group in plan.groups)
+  first = (
+    f'Muon has {_num_matrices(plan)} matrices of {parameters} parameters, in '
+    f'{_counted(len(plan.groups), "group")} over '
+    f'{_counted(plan.devices, "device")}. Of a device, in a step: '
+    f'{progress.number(float(plan.flops))} FLOP, '
+    f'{plan.flops / plan.ideal_flops:.2f} of an even share by the standard '
+    f'method; {progress.number(float(plan.wire_bytes))} bytes received.'
+  )
+  return [first, *map(_group_line, plan.groups)]
+
+
+def _group_line(group: muon_plan.MuonGroup) -> str:
+  names = [member.name for member in group.members]
+  more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+  return (
+    f'  {group.p} x {group.q}: {group.mode}, {group.owned} on a device, in '
+    f'{_counted(len(group.chunks), "chunk")}: {names[0]}{more}'
+  )
+
+
+def _num_matrices(plan: muon_plan.MuonPlan) -> int:
+  """Returns how many there are, wherever they lie."""
+  return sum(
+    group.count * plan.devices // (group.num_shards * group.num_replicas)
+    for group in plan.groups
+  )
+
+
+def _counted(count: int, noun: str) -> str:
+  return f'{count} {noun}{"" if count == 1 else "s"}'

@@ -41,6 +41,30 @@ def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
   return {'params': params, **bias}
 
 
+@jax.custom_jvp
+def _rounded(x: jax.Array) -> jax.Array:
+  # Not astype(bfloat16).astype(float32): XLA may drop such a pair of
+  # conversions (xla_allow_excess_precision), and its transpose would round the
+  # gradient. 8 and 7 bits are those of bfloat16.
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+@_rounded.defjvp
+def _rounded_jvp(primals, tangents):
+  return _rounded(*primals), tangents[0]
+
+
+def policy_values(params: Any) -> Any:
+  """Rounds each master to the bfloat16 grid, keeping dtype and gradient.
+
+  Rollout serves the bfloat16 cast of the masters and bundles carry it, so the
+  trainer's forward pass must use the same values, while its gradient and its
+  updates act on the masters (straight-through).
+  """
+  with jax.named_scope('policy_values'):
+    return jax.tree.map(_rounded, params)
+
+
 def create(
   model_variables: dict[str, Any],
   optimizer: optax.GradientTransformation,
@@ -77,11 +101,6 @@ def shardings(
 
   A moment may hold one number for a whole dimension of its parameter (the
   second moment of a unit): such a dimension of size 1 is not divided.
-
-  Args:
-    abstract: shapes of the state.
-    variable_shardings: of the model's variables.
-    mesh: the one mesh.
 
   Raises:
     ValueError: an array of the optimizer belongs to no parameter, by name or

@@ -1,4 +1,10 @@
-"""One optimizer step: pure functions, jitted by whoever drives them."""
+"""One optimizer step: pure functions, jitted by whoever drives them.
+
+A batch may be worked through in microbatches, of every n-th row each, so that a
+device's own rows become its rows of each microbatch and nothing is exchanged.
+What is a mean over the batch is each microbatch's share of it
+(`lm_loss.Totals`), so that sums are all there is.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,22 +13,19 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from composer_jax.core import batches
 from composer_jax.models import config as model_config
 from composer_jax.models import router
-from composer_jax.parallel import exchange
-from composer_jax.train import accumulation, lm_loss
+from composer_jax.parallel import exchange, shardings, shards
+from composer_jax.train import lm_loss
 from composer_jax.train import state as train_state
 
 
 class UpdateStats(flax.struct.PyTreeNode, kw_only=True):
-  """Size of one update.
-
-  Attributes:
-    grad_norm: global norm before clipping.
-    update_norm: global norm of what was added to the masters.
-  """
+  """Global norms of a gradient before clipping, and of the update added."""
 
   grad_norm: jax.Array
   update_norm: jax.Array
@@ -52,13 +55,9 @@ def apply_gradients(
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
-  Args:
-    state: before the step.
-    gradients: of the masters.
-    load_ME: tokens sent to each expert over the whole global batch.
-    optimizer: optax transform, clipping included.
-    bias_rate: step of the selection bias (DeepSeek-V3: 0.001); 0 freezes it.
-    max_logits_LN: of the forward pass, for an optimizer that clips by them.
+  `load_ME` are the tokens sent to each expert over the whole global batch, and
+  `bias_rate` is the step of the selection bias (DeepSeek-V3: 0.001), which 0
+  freezes. An optimizer that clips by attention logits needs `max_logits_LN`.
   """
   extra = {} if max_logits_LN is None else {'max_logits': max_logits_LN}
   updates, opt_state = optax.with_extra_args_support(optimizer).update(
@@ -93,10 +92,6 @@ def make(
   """Returns the language-model step; it traces under any mesh.
 
   Args:
-    model: what to train.
-    optimizer: optax transform, clipping included.
-    plan: where tokens and experts lie.
-    bias_rate: step of the selection bias; 0 freezes it.
     clips_logits: whether the optimizer wants the largest attention logits.
     accumulate: microbatches that a batch is worked through in, one after
       another; loss and gradient are those of the batch whole.
@@ -121,13 +116,11 @@ def make(
       gradients, loss_stats = gradient(state.params, state, batch)
     else:
       whole = lm_loss.totals(batch)
-      gradients, stats = accumulation.gradients(
+      gradients, stats = _sum_gradients(
         lambda params, piece: gradient(params, state, piece, whole),
         state.params,
-        batch,
-        accumulate,
-        plan=plan,
-        places=places,
+        split(batch, accumulate, plan),
+        places,
       )
       loss_stats = lm_loss.summed(stats)
     with jax.named_scope('update'):
@@ -142,6 +135,62 @@ def make(
     return after, StepMetrics(loss=loss_stats, update=update_stats)
 
   return step
+
+
+def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
+  """Raises a ValueError unless rows divide into microbatches and shards.
+
+  `name` is that of the batch size, as the user knows it.
+  """
+  unit = accumulate * shards
+  if rows % unit:
+    raise ValueError(
+      f'{name} ({rows}) must divide by accumulate ({accumulate}) times '
+      f'replica x fsdp ({shards}), which share out its rows; the nearest that '
+      f'does is {max(round(rows / unit), 1) * unit}.'
+    )
+
+
+def split(
+  batch: batches.LMBatch, accumulate: int, plan: exchange.ExchangePlan | None
+) -> batches.LMBatch:
+  """Returns a batch with a leading axis of microbatches.
+
+  Row r goes to microbatch r % accumulate.
+
+  Raises:
+    ValueError: the rows do not divide.
+  """
+  rows = batch.tokens_BT.shape[0]
+  num_shards = shardings.product(plan.batch_axes, plan.mesh) if plan else 1
+  check_rows(rows, accumulate, num_shards, 'batch_size')
+
+  def divide(array_BT):
+    pieces = (rows // accumulate, accumulate, *array_BT.shape[1:])
+    pieces = jnp.moveaxis(jnp.reshape(array_BT, pieces), 1, 0)
+    if plan is None:
+      return pieces
+    place = NamedSharding(plan.mesh, P(None, *shards.tokens_spec(plan)))
+    return jax.lax.with_sharding_constraint(pieces, place)
+
+  return jax.tree.map(divide, batch)
+
+
+def _sum_gradients(function, params, microbatches, places):
+  """Returns the sum of gradients, in float32, and the stacked statistics."""
+
+  def placed(tree):
+    if places is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, places)
+
+  def add(sums, microbatch):
+    gradients, stats = function(params, microbatch)
+    return placed(jax.tree.map(jnp.add, sums, gradients)), stats
+
+  with jax.named_scope('accumulate'):
+    zeros = placed(jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(add, zeros, microbatches)
 
 
 def expert_load_max(load_ME: jax.Array) -> float:

@@ -1,12 +1,11 @@
 """Trees of arrays as blocks of named tensors, and back.
 
-Whoever carries weights (`WeightTransport`) knows no jax: it sees (name, dtype,
-global shape, index, block). Each block of a sharded array is yielded once,
-whatever the mesh, by the process that holds it; a receiver asks for the blocks
-of its own devices. Nothing larger than a shard ever comes to the host.
+Whoever carries weights (`WeightTransport`) knows no jax: it sees TensorBlocks.
+Each block of a sharded array is yielded once, whatever the mesh, by the process
+that holds it; a receiver asks for the blocks of its own devices. Nothing larger
+than a shard ever comes to the host.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -21,19 +20,11 @@ Index = tuple[tuple[int, int], ...]
 
 
 class TensorBlock(NamedTuple):
-  """A block of a named global array.
-
-  Attributes:
-    name: of the tensor, '/'-joined.
-    dtype: name of the dtype, such as 'bfloat16'.
-    shape: of the global array.
-    index: where the block lies in it.
-    values: the block itself, on the host.
-  """
+  """A block of a global array with a '/'-joined name, on the host."""
 
   name: str
-  dtype: str
-  shape: tuple[int, ...]
+  dtype: str  # its name, such as 'bfloat16'
+  shape: tuple[int, ...]  # of the global array
   index: Index
   values: np.ndarray
 
@@ -138,37 +129,20 @@ def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
   return indices
 
 
-@dataclasses.dataclass(frozen=True)
-class _WholeArrays:
-  """A mapping of arrays as `HostWeights`."""
-
-  arrays: Mapping[str, np.ndarray]
-
-  def signature(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (str(a.dtype), a.shape) for name, a in self.arrays.items()}
-
-  def block(self, name: str, index: Index) -> np.ndarray:
-    return self.arrays[name][tuple(slice(*ends) for ends in index)]
-
-
-def to_tree(held: HostWeights | Mapping[str, np.ndarray], like: Any) -> Any:
+def to_tree(held: HostWeights, like: Any) -> Any:
   """Rebuilds a tree of device arrays from named arrays.
 
   Leaves with a sharding are put on their devices block by block: where `held`
   has only the blocks that this process needs, no more than those exist.
 
-  Args:
-    held: what a receiver has, or {name: whole array}.
-    like: a tree of arrays or `jax.ShapeDtypeStruct`s; where a leaf has a
-      sharding, the result has it too.
+  `like` is a tree of arrays or `jax.ShapeDtypeStruct`s; where a leaf has a
+  sharding, the result has it too.
 
   Raises:
     ValueError: names the tensors that are missing or left over, or the one
       whose dtype or shape differs.
   """
-  source = _WholeArrays(held) if isinstance(held, Mapping) else held
-  leaves = trees.flatten_names(like)
-  signature = source.signature()
+  leaves, signature = trees.flatten_names(like), held.signature()
   if leaves.keys() != signature.keys():
     raise ValueError(
       'The weights and the model have different tensors: missing '
@@ -185,13 +159,13 @@ def to_tree(held: HostWeights | Mapping[str, np.ndarray], like: Any) -> Any:
       )
     shards = _shards(leaf)
     if shards is None:
-      return jax.device_put(source.block(name, _whole(leaf.shape)))
+      return jax.device_put(held.block(name, _whole(leaf.shape)))
     # Not make_array_from_callback, which asks once for each device: replicas
     # share a block, and it goes before the next one is made.
     arrays = [
       array
       for index, devices in shards.items()
-      for array in _put(source.block(name, index), devices)
+      for array in _put(held.block(name, index), devices)
     ]
     return jax.make_array_from_single_device_arrays(
       leaf.shape, leaf.sharding, arrays, dtype=leaf.dtype

@@ -18,11 +18,8 @@ def claim(
 ) -> None:
   """Binds a workdir to a configuration, or checks that it is bound to it.
 
-  Args:
-    workdir: made when missing.
-    config: nested dictionary of JSON values.
-    ignored: dotted keys, or their prefixes, that may differ between runs
-      because no result depends on them ('telemetry').
+  `config` is of JSON values. `ignored` are dotted keys, or their prefixes, that
+  may differ between runs because no result depends on them ('telemetry').
 
   Raises:
     ValueError: the workdir belongs to another configuration; names every
@@ -35,12 +32,11 @@ def claim(
     files.write_json(path, config)
     return
   there = files.flatten(files.read_json(path))
-  missing = object()
   differing = [
     f'{key} is {there.get(key, "absent")!r} there and '
     f'{wanted.get(key, "absent")!r} now'
     for key in sorted(there | wanted)
-    if there.get(key, missing) != wanted.get(key, missing)
+    if (key in there, there.get(key)) != (key in wanted, wanted.get(key))
     and not any(key == i or key.startswith(i + '.') for i in ignored)
   ]
   if differing:

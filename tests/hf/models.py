@@ -18,6 +18,7 @@ from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
+from tests import compiling
 
 torch.set_num_threads(1)
 
@@ -139,7 +140,7 @@ class Ours:
     )
     self._run = jax.jit(
       jax.value_and_grad(self._loss, has_aux=True),
-      compiler_options=decoder.INIT_COMPILER_OPTIONS,
+      compiler_options=compiling.INIT,
     )
 
   def _loss(self, params, bias, batch):

@@ -266,12 +266,12 @@ def test_selection_bias_moves_by_its_rate_towards_balance():
 @pytest.mark.parametrize(
   'changes, message',
   [
-    (dict(num_active_groups=5), r'num_active_groups \(5\) must not exceed'),
+    (dict(num_active_groups=5), 'num_active_groups must not exceed .* got 5'),
     (dict(num_groups=0), 'num_groups must be an integer of at least 1; got 0'),
-    (dict(num_groups=3), r'num_groups \(3\) must divide num_experts \(8\)'),
+    (dict(num_groups=3), r'num_groups must divide num_experts \(8\) .* got 3'),
     (dict(num_groups=8), 'groups of at least two'),
-    (dict(num_active=5), r'num_active \(5\) must not exceed the experts of'),
-    (dict(router='softmax'), "needs router 'sigmoid', not 'softmax'"),
+    (dict(num_active=5), 'num_active must not exceed the experts of .* got 5'),
+    (dict(router='softmax'), "router must be 'sigmoid' .* got 'softmax'"),
     (
       dict(z_loss_weight=-1.0),
       'z_loss_weight must be a number of at least 0; got -1.0',

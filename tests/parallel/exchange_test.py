@@ -120,10 +120,6 @@ def test_the_worst_case_is_every_token_to_every_expert_it_can_have():
   'call, words',
   [
     (
-      lambda: exchange.transport_of(plan_of(transport='rings'), load_of(4)),
-      "transport 'rings' is not one of ('auto', 'ring', 'a2a', 'ragged_a2a')",
-    ),
-    (
       lambda: exchange.load_of(
         plan_of(),
         batch_size=8,

@@ -8,6 +8,7 @@ import numpy as np
 
 from composer_jax.models import decoder, head, placement
 from composer_jax.parallel import layouts, sequence, shardings, topology
+from tests import compiling
 from tests.parallel import collectives, muon_meshes
 
 # For configs of at least this many tokens of vocabulary.
@@ -30,7 +31,7 @@ def initial(config):
   """Draws variables in which biases and norms do something."""
   init = jax.jit(
     functools.partial(decoder.init, config),
-    compiler_options=decoder.INIT_COMPILER_OPTIONS,
+    compiler_options=compiling.INIT,
   )
   leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
   random = np.random.default_rng(0)

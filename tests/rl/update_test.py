@@ -21,7 +21,6 @@ from composer_jax.rl import (
 )
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
-from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 
 MODEL = model_config.ModelConfig.from_dict(
@@ -86,7 +85,7 @@ def make_state(variables):
 
 def rounded(variables):
   """What the engine serves: the values of the policy."""
-  params = policy_values.straight_through(variables['params'])
+  params = train_state.policy_values(variables['params'])
   return {**variables, 'params': params}
 
 

@@ -157,7 +157,7 @@ def test_buckets_shrink_late_and_grow_at_once():
   size = buckets.BucketSize(BUCKETS, rows_of)
   taken = []
   for needed in [99] * 45 + [120] + [99] * 21:
-    taken.append(size.next())
+    taken.append(size.now)
     size.saw(needed)
   assert taken == [2.0] * 20 + [1.0] * 26 + [1.25] * 20 + [1.0]
 

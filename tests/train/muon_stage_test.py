@@ -73,9 +73,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
     options=placement.ParallelOptions(buckets=()),
   )
   programs = loop.make_programs(options, MODEL, placed)
-  state = loop._first_state(
-    options, programs, loop_test.initial_variables(MODEL)
-  )
+  state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
   # A few steps: less time to compile is worth more than fast steps.
   step = (

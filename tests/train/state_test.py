@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from composer_jax.models import decoder
 from composer_jax.parallel import topology
 from composer_jax.train import state as train_state
 
@@ -49,3 +51,18 @@ def test_a_dimension_of_one_is_not_divided(place):
 def test_another_shape_is_named(place, shape):
   with pytest.raises(ValueError, match=r'0/second/moe/up .*\(4, 8, 6\)'):
     place(second=shape)
+
+
+def test_values_are_the_policy_and_the_gradient_is_not_rounded():
+  rng = np.random.default_rng(0)
+  masters = {'w': jnp.asarray(rng.normal(size=(64,)), jnp.float32)}
+  weight = rng.normal(size=(64,)).astype(np.float32)
+
+  def loss(params):
+    return (train_state.policy_values(params)['w'] * weight).sum()
+
+  rounded = jax.jit(train_state.policy_values)(masters)
+  served = decoder.policy({'params': masters})['params']
+  np.testing.assert_array_equal(rounded['w'], served['w'].astype(jnp.float32))
+  assert (rounded['w'] != masters['w']).any()
+  np.testing.assert_array_equal(jax.jit(jax.grad(loss))(masters)['w'], weight)

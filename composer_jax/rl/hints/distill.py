@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from composer_jax.core import batches, checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
-from composer_jax.parallel import exchange, shards
+from composer_jax.parallel import exchange, shardings, shards
 from composer_jax.rl.hints import batching
-from composer_jax.train import placement
 
 # KL(student || teacher), KL(teacher || student), and the Jensen-Shannon
 # divergence between them.
@@ -96,7 +95,7 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
 
 def parts_of(plan: exchange.ExchangePlan | None) -> int:
   """Groups of devices that share the rows of a batch out."""
-  return placement.shards_of(plan.mesh, plan.batch_axes) if plan else 1
+  return shardings.product(plan.batch_axes, plan.mesh) if plan else 1
 
 
 def loss(

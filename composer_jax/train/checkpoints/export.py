@@ -30,11 +30,7 @@ def _open(
 def save(
   workdir: str | os.PathLike, stage: str, step: int, variables: Any
 ) -> None:
-  """Writes an export and waits until it is whole.
-
-  Raises:
-    OSError: it could not be written; the stage's checkpoints are intact.
-  """
+  """Writes an export and waits until it is whole."""
   with _open(workdir, stage, keep=1) as exports:
     exports.save(step, variables, chunk_bytes=_CHUNK_BYTES)
 

@@ -16,6 +16,7 @@ import pathlib
 import re
 import shutil
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,6 @@ _READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
 # Errors of files that say that something of a checkpoint is gone; any other,
 # like too many open files, says nothing on the checkpoint.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedCheckpoint(ValueError):
@@ -69,9 +69,7 @@ def _digest(text: str) -> str:
 def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
   """Returns what orbax shall save beside the arrays, as its arguments.
 
-  Args:
-    arrays: {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
-    data: any JSON value.
+  `arrays` is {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
   """
   text = json.dumps(data, sort_keys=True)
   record = json.dumps({'arrays': arrays, 'data': _digest(text)})
@@ -84,7 +82,7 @@ def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
 def full_disk(error: BaseException) -> int | None:
   """Returns the system's number of an error if it was want of space."""
   number = _errno(error)
-  return number if number in _FULL else None
+  return number if number in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 def _errno(error: BaseException) -> int | None:
@@ -97,10 +95,8 @@ def _errno(error: BaseException) -> int | None:
 
 def _raised_by(error: BaseException) -> str:
   """Returns the name of the module whose code raised."""
-  trace = error.__traceback__
-  while trace is not None and trace.tb_next is not None:
-    trace = trace.tb_next
-  return trace.tb_frame.f_globals.get('__name__', '') if trace else ''
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  return frame.f_globals.get('__name__', '')
 
 
 def _check_readable(folder: pathlib.Path) -> None:
@@ -137,7 +133,6 @@ class Checkpoints:
     """Opens a directory, sweeping what a killed process left half-written.
 
     Args:
-      directory: made when missing.
       keep: newest checkpoints kept; None opens it for reading only: nothing is
         made, and what another process is writing there is left alone.
       fallback: what a run goes on from when the directory holds none.
@@ -176,8 +171,7 @@ class Checkpoints:
       step: number of finished steps; must be above the latest.
       tree: arrays.
       data: any JSON value.
-      chunk_bytes: that a reader of a part of an array must hold; None lets it
-        be a shard.
+      chunk_bytes: what a reader of a part must hold; None is a whole shard.
 
     Raises:
       OSError: too little space for this one, or the previous one failed to be
@@ -196,21 +190,13 @@ class Checkpoints:
       self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def wait(self) -> None:
-    """Waits for the checkpoint being written, if any.
-
-    Raises:
-      OSError: it could not be written.
-    """
+    """Waits for the checkpoint being written, if any, or raises an OSError."""
     with self._full_disks_explained():
       self._manager.wait_until_finished()
     self._writing = None
 
   def restore(self, step: int, like: Any) -> tuple[Any, Any]:
     """Reads and verifies a checkpoint.
-
-    Args:
-      step: one of `steps()`.
-      like: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
 
     Returns:
       The tree, placed as `like` says, and the JSON value.
@@ -228,7 +214,7 @@ class Checkpoints:
       for name, a in flat.items()
     }
     wanted = {STATE: ocp.args.StandardRestore(targets)}
-    items = self._read(step, **wanted, **{_DATA: ocp.args.JsonRestore()})
+    items = self._read(step, wanted | {_DATA: ocp.args.JsonRestore()})
     for name, array in items[STATE].items():
       if not hashes.matches(array, record['arrays'][name]['shards']):
         raise self._damaged(step, f'the content of {name} has changed')
@@ -239,12 +225,8 @@ class Checkpoints:
     return tree, json.loads(text)
 
   def record(self, step: int) -> dict[str, Any]:
-    """Reads what `side_items` says of a checkpoint, without its arrays.
-
-    Raises:
-      DamagedCheckpoint: the record itself has changed.
-    """
-    read = self._read(step, **{HASHES: ocp.args.JsonRestore()})
+    """Reads what `side_items` says of a checkpoint, without its arrays."""
+    read = self._read(step, {HASHES: ocp.args.JsonRestore()})
     stored = _texts(read[HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
       raise self._damaged(step, 'its table of hashes has changed')
@@ -255,7 +237,7 @@ class Checkpoints:
     self.wait()
     self._manager.close()
 
-  def _read(self, step: int, **items: Any) -> Any:
+  def _read(self, step: int, items: dict[str, Any]) -> Any:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:

@@ -28,7 +28,6 @@ from composer_jax.rl import (
 )
 from composer_jax.rl import step as steps
 from composer_jax.rollout import engine as engines
-from composer_jax.train import policy_values
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from experiments.studies.summary import stream
@@ -329,7 +328,7 @@ def evaluate(
     episodes: to play.
     amnesic: whether facts drawn at random take the place of summaries.
   """
-  params = policy_values.straight_through(variables['params'])
+  params = train_state.policy_values(variables['params'])
   streams_seed = 2_000_003 + seed
   found = collect.groups(
     collector_of(

@@ -207,7 +207,7 @@ def _yarn(**changes):
     ('qwen3_moe', {'num_experts_per_tok': 9}, "num_experts is 'num_experts'"),
     ('mixtral', {'sliding_window': 4096}, "'sliding_window' is 4096"),
     ('mixtral', {'router_jitter_noise': 0.1}, "'router_jitter_noise' is 0.1"),
-    ('mixtral', {'head_dim': 7}, r'head_dim \(7\) must be even'),
+    ('mixtral', {'head_dim': 7}, 'head_dim must be even.*got 7'),
     ('olmoe', {'clip_qkv': 8.0}, "'clip_qkv' is 8.0"),
     ('olmoe', {'head_dim': 6}, 'attention.head_dim is 6, .* only have 8'),
     ('deepseek_v3', {'attention_bias': True}, "'attention_bias' is True"),

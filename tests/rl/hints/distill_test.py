@@ -11,7 +11,7 @@ import pytest
 
 from composer_jax.core import batches, records, turns
 from composer_jax.models import decoder, head
-from composer_jax.parallel import layouts, topology
+from composer_jax.parallel import layouts, shardings, topology
 from composer_jax.rl import batching as rl_batching
 from composer_jax.rl import comparison, policy_loss, update
 from composer_jax.rl import step as steps
@@ -374,7 +374,7 @@ def compared(*mesh_shape):
   )
   parts = 1
   if where.plan is not None:
-    parts = placement.shards_of(where.mesh, where.plan.batch_axes)
+    parts = shardings.product(where.plan.batch_axes, where.mesh)
   shape = replayed.shape(CONFIG, rows=8, seq_len=SHAPE.seq_len)
   batch = where.put(only(packed(shape=shape, num_parts=parts)))
   rng = np.random.default_rng(0)

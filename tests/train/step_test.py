@@ -10,10 +10,8 @@ import optax
 import pytest
 
 from composer_jax.core import batches
-from composer_jax.models import decoder, placement
+from composer_jax.models import placement
 from composer_jax.parallel import layouts, shardings, topology
-from composer_jax.rl import step as rl_step
-from composer_jax.train import accumulation
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from tests import compiling
@@ -123,48 +121,18 @@ def test_the_bias_moves_by_its_rate_once():
   )
 
 
-def test_replayed_microbatches_make_the_sums_of_the_batch():
-  config = replayed.CONFIGS['gqa_softmax']
-  (batch,) = replayed.pack(config, rows=4, seq_len=16)
-  model = decoder.Decoder(config)
-  variables = replayed.variables(config)
-
-  def gradient(params, piece):
-    sums, scores = rl_step.microbatch_sums(
-      model, {'params': params}, piece, loss=replayed.LOSS
-    )
-    return sums.grads, (sums.replace(grads=None), scores)
-
-  @functools.partial(jax.jit, compiler_options=compiling.QUICKLY)
-  def run(params, batch):
-    grads, (sums, scores) = accumulation.gradients(
-      gradient, params, batch, 2, plan=None
-    )
-    return jax.tree.map(lambda a: a.sum(0), sums).replace(grads=grads), scores
-
-  sums, scores = jax.device_get(run(variables['params'], batch))
-  pieces = jax.device_get(accumulation.split(batch, 2, None))
-  packed = [jax.tree.map(lambda a, i=i: a[i], pieces) for i in range(2)]
-  found = [(sums, jax.tree.map(lambda a, i=i: a[i], scores)) for i in range(2)]
-  have = replayed.gather(packed, found)._replace(sums=sums)
-  replayed.assert_equal_up_to_rounding(have, replayed.result(config, [batch]))
-
-
 def test_rows_are_divided_where_they_lie():
-  config = replayed.CONFIGS['gqa_softmax']
   where = dict(layout=layouts.TRAIN, mesh=topology.make_mesh(2, 2, 2))
-  (batch,) = replayed.pack(config, rows=8, seq_len=16)
+  batch = make_batch()
   places = jax.tree.map(lambda _: shardings.tokens(**where), batch)
-  places = places.replace(expert_ids_MBTA=shardings.routes(**where))
-  plan = placement.exchange_plan(config, **where)
-  split = jax.jit(lambda batch: accumulation.split(batch, 2, plan))
+  plan = placement.exchange_plan(MODEL, **where)
+  split = jax.jit(lambda batch: train_step.split(batch, 2, plan))
   compiled = split.lower(jax.device_put(batch, places)).compile()
   assert not collectives.read(compiled.as_text())
-  found = compiled(jax.device_put(batch, places))
+  microbatches = compiled(jax.device_put(batch, places))
   for i in range(2):
-    np.testing.assert_array_equal(found.tokens_BT[i], batch.tokens_BT[i::2])
     np.testing.assert_array_equal(
-      found.expert_ids_MBTA[i], batch.expert_ids_MBTA[:, i::2]
+      microbatches.tokens_BT[i], batch.tokens_BT[i::2]
     )
 
 
@@ -178,10 +146,10 @@ def test_rows_that_do_not_divide_are_told(rows, accumulate, shards, nearest):
     match=rf'cpt.batch_size \({rows}\) .*accumulate \({accumulate}\).*'
     rf'\({shards}\), .*; the nearest that does is {nearest}\.',
   ):
-    accumulation.check_rows(rows, accumulate, shards, 'cpt.batch_size')
+    train_step.check_rows(rows, accumulate, shards, 'cpt.batch_size')
 
 
 def test_a_batch_that_does_not_divide_is_told():
   batch = jax.tree.map(jnp.asarray, make_batch())
   with pytest.raises(ValueError, match=r'batch_size \(16\) .* is 15'):
-    accumulation.split(batch, 5, None)
+    train_step.split(batch, 5, None)
