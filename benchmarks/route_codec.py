@@ -85,7 +85,7 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
     ),
     (
       'decode',
-      lambda: codec.decode(packed, SCHEME),
+      lambda: codec.decode(packed),
       lambda: np.frombuffer(decompressor.decompress(squeezed), np.uint16),
     ),
   ):

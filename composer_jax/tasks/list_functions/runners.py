@@ -1,8 +1,8 @@
 """Ways to call a function of a task's package, one of which executes nothing.
 
-A sandbox (`composer_jax.sandbox`) is a `seams.Runner` and the only one that may execute
-what a policy wrote. The two here serve where that does not arise: trusted text
-of our own generators, and machines that refuse isolation.
+A sandbox (`composer_jax.sandbox`) is a `seams.Runner` and the only one that may
+execute what a policy wrote. The two here serve where that does not arise:
+trusted text of our own generators, and machines that refuse isolation.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _RAISED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalResult:
-  """A `seams.RunResult` of the runners of this module, which never fail to run."""
+  """Of the runners of this module, which never fail to run."""
 
   level: str
   value: list
