@@ -12,17 +12,11 @@ from typing import Any
 from composer_jax.telemetry import append
 
 
-class Board:
+class Board(append.AppendFile):
   """Scalars of one folder, written before `write` returns."""
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None = None):
-    """Begins a file.
-
-    Args:
-      folder: made when missing.
-      purge_step: TensorBoard forgets what older files of the folder have from
-        this step on.
-    """
+    """Begins a file; TensorBoard forgets older ones from `purge_step` on."""
     # Slow to import, and not wanted by every writer.
     from tensorboardX import summary
     from tensorboardX.proto import event_pb2
@@ -33,7 +27,7 @@ class Board:
     self._scalar = summary.scalar
     # TensorBoard reads files in order of their names, and two files may begin
     # within a second.
-    self._file = append.AppendFile(
+    super().__init__(
       folder / f'events.out.tfevents.{time.time_ns()}',
       'TensorBoard events',
       cure=', set --config.telemetry.tensorboard=False',
@@ -42,7 +36,7 @@ class Board:
     if purge_step is not None:
       start = events.SessionLog(status=events.SessionLog.START)
       data += self._record(step=purge_step, session_log=start)
-    self._file.append(data)
+    self.append(data)
 
   def write(
     self, step: int, scalars: dict[str, float], *, walltime: float
@@ -53,7 +47,7 @@ class Board:
       for name, scalar in scalars.items()
       for value in self._scalar(name, scalar).value
     ]
-    self._file.append(
+    self.append(
       self._record(step=step, wall_time=walltime, summary={'value': values})
     )
 
@@ -69,9 +63,3 @@ class Board:
       for part in (length, data)
     ]
     return length + sums[0] + data + sums[1]
-
-  def sync(self) -> None:
-    self._file.sync()
-
-  def close(self) -> None:
-    self._file.close()

@@ -90,13 +90,13 @@ def test_unknown_devices_have_no_peak(kind):
 
 def test_the_peak_of_a_busy_machine_is_that_of_an_idle_one():
   measure = mfu.measure_peak.__wrapped__
-  idle = measure(256, 0.05)
+  idle = measure()
   busy_loop = [sys.executable, '-c', 'while True: pass']
   others = [
     subprocess.Popen(busy_loop) for _ in range(2 * machine.usable_cores())
   ]
   try:
-    busy = measure(256, 0.05)
+    busy = measure()
   finally:
     for process in others:
       process.kill()
