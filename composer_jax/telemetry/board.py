@@ -18,13 +18,14 @@ class Board(append.AppendFile):
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None = None):
     """Begins a file; TensorBoard forgets older ones from `purge_step` on."""
     # Slow to import, and not wanted by every writer.
-    from tensorboardX import summary
+    from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
     # Its classes are made while it is imported: type checkers see none.
     events: Any = event_pb2
     self._event = events.Event
     self._scalar = summary.scalar
+    self._sum = record_writer.masked_crc32c
     # TensorBoard reads files in order of their names, and two files may begin
     # within a second.
     super().__init__(
@@ -53,13 +54,8 @@ class Board(append.AppendFile):
 
   def _record(self, **fields: Any) -> bytes:
     """Returns an event as a TFRecord: length, data, and a sum of each."""
-    from tensorboardX import record_writer
-
     fields = {'wall_time': time.time()} | fields
     data = self._event(**fields).SerializeToString()
     length = struct.pack('<Q', len(data))
-    sums = [
-      struct.pack('<I', record_writer.masked_crc32c(part))
-      for part in (length, data)
-    ]
+    sums = [struct.pack('<I', self._sum(part)) for part in (length, data)]
     return length + sums[0] + data + sums[1]

@@ -88,25 +88,3 @@ def measure_peak() -> float:
     check=True,
   )
   return float(done.stdout) * machine.usable_cores()
-
-
-def mfu(
-  flops_per_token: float,
-  tokens_per_s: float,
-  *,
-  num_devices: int,
-  peak: float,
-) -> float:
-  """Returns the share of the devices' peak spent on useful arithmetic.
-
-  Args:
-    flops_per_token: of the whole step, forward and backward.
-    tokens_per_s: over all devices.
-    num_devices: that share the work; emulated CPU devices are one device.
-    peak: FLOP/s of one device.
-  """
-  if not (peak > 0 and num_devices > 0):
-    raise ValueError(
-      f'peak ({peak}) and num_devices ({num_devices}) must be positive.'
-    )
-  return flops_per_token * tokens_per_s / (num_devices * peak)

@@ -105,13 +105,6 @@ def test_the_peak_of_a_busy_machine_is_that_of_an_idle_one():
   assert idle / 2 < busy < 2 * idle
 
 
-def test_mfu_is_the_share_of_the_peak():
-  share = mfu.mfu(6e9, 1000.0, num_devices=4, peak=3e12)
-  assert share == pytest.approx(0.5)
-  with pytest.raises(ValueError, match=r'peak \(0\.0\) and num_devices \(4\)'):
-    mfu.mfu(6e9, 1000.0, num_devices=4, peak=0.0)
-
-
 def test_words_of_numbers():
   texts = {
     0: '0',

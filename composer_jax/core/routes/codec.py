@@ -2,7 +2,7 @@
 
 A route is the ordered tuple of a token's experts in one layer. Order is kept:
 it decides the bits of the sum over experts. There are E (E - 1) .. (E - A + 1)
-of them, so `bound_bits` of each is what a code can reach that knows nothing of
+of them, and the log2 of that is what a code can reach that knows nothing of
 their frequencies; Kimi K2 needs 68.6 bits, 53.3 for the set and 15.3 for the
 order, where uint16 takes 128. A message, little-endian:
 
@@ -102,12 +102,6 @@ class RouteTape:
   start: int
   ids_TMA: np.ndarray
   scheme: RouteScheme
-
-
-def bound_bits(scheme: RouteScheme) -> float:
-  """Returns log2(E! / (E - A)!): bits of one token in one layer."""
-  num_experts, num_active = scheme.sizes
-  return math.fsum(math.log2(num_experts - a) for a in range(num_active))
 
 
 def check(
