@@ -209,8 +209,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 def without_surrogates(text: str) -> str:
   """Replaces lone surrogates, which UTF-8 has no bytes for."""
-  try:
-    text.encode()
-  except UnicodeEncodeError:
-    return text.encode('utf-8', 'replace').decode()
-  return text
+  return text.encode('utf-8', 'replace').decode()
