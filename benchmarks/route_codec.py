@@ -6,7 +6,7 @@ Routes of Kimi K2's shape, 384 experts of which 8 are active in 60 layers, drawn
 in two ways: uniformly, and by routers that prefer some experts (what is added
 to a score has a standard deviation of 1 over the experts of a layer; a token
 takes the best 8 of scores with Gumbel noise). The limit of the size is
-`core.routes.codec.bound_bits`, which no code beats on uniform routes. Skewed
+log2(E! / (E - A)!), which no code beats on uniform routes. Skewed
 ones hold less: a full run estimates it by the entropy of each slot's ids, which
 4,000 tokens give half a bit too low. Megabytes are those of plain uint16, 16
 bytes a route. Both ways check what they read: ours by BLAKE3 and by its form,
@@ -14,6 +14,7 @@ the peer by zstd's XXH64.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -66,7 +67,7 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
 
     return run
 
-  bound = codec.bound_bits(SCHEME)
+  bound = math.log2(math.perm(*SCHEME.sizes))
   case = f'Kimi K2, {num_tokens} tokens, {name} routes'
   interleaved.report(
     'route_codec',
@@ -85,7 +86,7 @@ def measure(name: str, skew: float, num_tokens: int, rounds: int) -> None:
     ),
     (
       'decode',
-      lambda: codec.decode(packed, SCHEME),
+      lambda: codec.decode(packed),
       lambda: np.frombuffer(decompressor.decompress(squeezed), np.uint16),
     ),
   ):

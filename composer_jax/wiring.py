@@ -176,7 +176,7 @@ def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:
   options = spec.systems['curriculum']
   if not options.enabled:
     return None
-  return lambda tasks, workdir, seed: curriculum.Curriculum(
+  return lambda tasks, workdir, seed: curriculum.DifficultyCurriculum(
     tasks.pool,
     curriculum.Ledger(workdir / curriculum.LEDGER),
     options,

@@ -64,7 +64,7 @@ def _main():
     from composer_jax.serve import lifetime
 
     lifetime.run(
-      lifetime.Command(
+      lifetime.ServeCommand(
         folder=pathlib.Path(_SOURCE.value).absolute(),
         stage=_STAGE.value,
         follow=_FOLLOW.value,

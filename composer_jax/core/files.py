@@ -122,7 +122,7 @@ def sweep(
       folders in which nothing was made or renamed since.
 
   Returns:
-    The deleted files and folders.
+    What was deleted.
   """
   deleted: list[pathlib.Path] = []
   may_vanish = older_than_s is not None  # Its writer renames it meanwhile.

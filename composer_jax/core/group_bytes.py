@@ -40,12 +40,6 @@ def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
   return codec.encode(expert_ids_TMA, scheme)
 
 
-def _array_bytes(array: np.ndarray) -> bytes:
-  buffer = io.BytesIO()
-  np.save(buffer, array, allow_pickle=False)
-  return buffer.getvalue()
-
-
 def _plain(value: Any) -> Any:
   """Returns what JSON is to hold of a value that it does not know."""
   if isinstance(value, np.ndarray):
@@ -84,17 +78,19 @@ def to_bytes(group: records.Group) -> bytes:
   header = {'group': group.group, 'task_id': group.task_id, 'policies': pairs}
   text = json.dumps(header | {'rollouts': rollouts}, default=_plain)
   arrays['header'] = np.frombuffer(text.encode(), np.uint8)
-  buffer = io.BytesIO()
-  with zipfile.ZipFile(buffer, 'w') as archive:
+  whole = io.BytesIO()
+  with zipfile.ZipFile(whole, 'w') as archive:
     for name, array in arrays.items():
+      part = io.BytesIO()
+      np.save(part, array, allow_pickle=False)
       packed = name.endswith(f'/{_ROUTES}')
       # With no date, so that equal groups are equal bytes.
       archive.writestr(
         zipfile.ZipInfo(f'{name}.npy'),
-        _array_bytes(array),
+        part.getvalue(),
         zipfile.ZIP_STORED if packed else zipfile.ZIP_DEFLATED,
       )
-  return buffer.getvalue()
+  return whole.getvalue()
 
 
 def from_bytes(data: bytes) -> records.Group:
@@ -112,7 +108,9 @@ def from_bytes(data: bytes) -> records.Group:
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
       fields['turns'] = tuple(turns.Turn(**t) for t in fields['turns'])
-      fields['hints'] = tuple(_hint(h) for h in fields['hints'])
+      for hint in fields['hints']:
+        hint['tokens_T'] = np.asarray(hint['tokens_T'], np.int32)
+      fields['hints'] = tuple(turns.Hint(**h) for h in fields['hints'])
       rollouts.append(records.Rollout(trajectories=trajectories, **fields))
   pairs = header['policies']
   return records.Group(
@@ -123,17 +121,11 @@ def from_bytes(data: bytes) -> records.Group:
   )
 
 
-def _hint(fields: dict[str, Any]) -> turns.Hint:
-  tokens_T = np.asarray(fields.pop('tokens_T'), np.int32)
-  return turns.Hint(tokens_T=tokens_T, **fields)
-
-
 def _trajectory(
   arrays: Any, name: str, temperature: float
 ) -> records.Trajectory:
   fields = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
-  routes = arrays[f'{name}/{_ROUTES}'].tobytes()
-  fields['expert_ids_TMA'] = codec.decode(
-    routes, num_tokens=len(fields['tokens_T'])
-  ).ids_TMA
-  return records.Trajectory(temperature=temperature, **fields)
+  tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
+  return records.Trajectory(
+    temperature=temperature, expert_ids_TMA=tape.ids_TMA, **fields
+  )

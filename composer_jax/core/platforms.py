@@ -6,8 +6,6 @@ the compiler of another platform will compile.
 """
 
 import contextlib
-import contextvars
-from collections.abc import Iterator
 
 import jax
 
@@ -15,9 +13,6 @@ PLATFORMS = ('cpu', 'gpu', 'tpu')
 
 # Of JAX's own making: its caches tell traces for one target from another's.
 _target = jax.make_user_context(None)
-_lines: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
-  'lines', default=None
-)
 
 
 def current() -> str:
@@ -30,35 +25,11 @@ def is_elsewhere() -> bool:
   return _target.value is not None
 
 
-def stands_in(what: str) -> None:
-  """Tells whoever traces for elsewhere that a reference replaces a kernel.
-
-  A kernel that must ask its device for something cannot be built without it.
-
-  Args:
-    what: the kernel, the reference and the reason, in one line.
-  """
-  lines = _lines.get()
-  if lines is not None:
-    lines.add(what)
-
-
-@contextlib.contextmanager
-def targeting(platform: str) -> Iterator[set[str]]:
-  """Traces for another platform than this machine's.
-
-  Yields:
-    The lines of `stands_in`, which grow while something is traced anew.
-  """
+def targeting(platform: str) -> contextlib.AbstractContextManager[None]:
+  """Traces for another platform than this machine's."""
   if platform not in PLATFORMS:
     raise ValueError(
       f'platform {platform!r} is not in {PLATFORMS}; every NVIDIA card is '
       "'gpu'."
     )
-  lines: set[str] = set()
-  token = _lines.set(lines)
-  try:
-    with _target(platform):
-      yield lines
-  finally:
-    _lines.reset(token)
+  return _target(platform)

@@ -3,7 +3,7 @@
 A policy answers a `SampleRequest` with a `Completion`. An episode makes
 `Trajectory`s of those, one for each context window, and a `Rollout` of all with
 the `Verdict` of its task; the rollouts of one prompt are a `Group`, which
-training learns from.
+training learns from. Guided path, 2 of 10; next: `agent.episode`.
 
 Every record is frozen, keyword-only and checked when it is made, so that code
 behind a boundary may trust it. Per-token arrays are indexed by the token they
@@ -82,8 +82,7 @@ class Verdict:
 
   Attributes:
     passed: every hidden test passed and the episode finished.
-    num_passed: hidden tests that passed.
-    num_tests: hidden tests.
+    num_passed, num_tests: hidden tests.
     status: GRADED, UNFINISHED (the policy never called finish) or
       INFRASTRUCTURE (the sandbox failed; says nothing about the policy).
     sandbox_level: isolation that produced it ('bwrap', 'unshare', ...).
@@ -117,9 +116,7 @@ class Rollout:
   Attributes:
     task_id: names the task; the task itself does not travel.
     group: index of the group, which fixes prompt and random numbers.
-    member: index within the group.
     trajectories: one per context window, in order.
-    verdict: what the verifier found.
     reward: of the whole episode; shared by all its tokens.
     num_turns: tool calls made, invalid ones included.
     num_invalid: calls that named no tool or had wrong arguments.
@@ -163,9 +160,6 @@ class Group:
   """All rollouts of one prompt, ordered by member.
 
   Attributes:
-    group: id.
-    task_id: of the prompt.
-    rollouts: members 0..R-1.
     policies: {version: identity of its weights}, of every version that a token
       names; the `target_id` that the sampler computed of what it received.
       None where weights come through no store.
@@ -219,7 +213,6 @@ class SampleRequest:
     session: names the context window; the first request opens it.
     context_T: int32 tokens to consume before sampling, at least one unless a
       previous completion left its last token unconsumed.
-    max_new_tokens: sampled at most.
     stop_tokens: sampling ends after one of these, which is part of the result.
     seed: integers such as (seed, group, member); with the token's position
       they alone decide the random numbers.
@@ -262,12 +255,10 @@ class Completion:
   """What the engine sampled for one request.
 
   Attributes:
-    session: as in the request.
     tokens_T: int32 sampled tokens, the stop token included.
     logprobs_T: float32 of each sampled token under the sampled distribution:
       at its temperature, truncated and renormalised where the request asks for
       that, 0 where it takes the likeliest token.
-    policy_version_T: int32 of each sampled token.
     consumed_expert_ids_TMA: uint16 routes of the tokens from routes_start on
       up to the last but one of the session: usually every token consumed since
       the previous completion, which are its last sampled token (if any), the
@@ -318,7 +309,6 @@ class Failure:
   """A request that the engine could not finish; its session is closed.
 
   Attributes:
-    session: as in the request.
     position: in the session, of the first token of the pass that gave values
       that are not finite: a chunk of context, or one token.
     version: of the policy that computed them.

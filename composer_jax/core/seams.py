@@ -52,14 +52,12 @@ class Runner(Protocol):
 
 
 class CodeCorpus(Protocol):
-  """The text of continued pretraining, without what the tasks hold out.
-
-  Attributes:
-    fim_rate: share of documents rearranged for fill-in-the-middle.
-  """
+  """The text of continued pretraining, without what the tasks hold out."""
 
   @property
-  def fim_rate(self) -> float: ...
+  def fim_rate(self) -> float:
+    """Share of documents rearranged for fill-in-the-middle."""
+    ...
 
   def train_tokenizer(self, extra_texts: list[str]) -> Any:
     """Learns a tokenizer from the corpus and from texts of the protocol."""
@@ -133,13 +131,10 @@ class ReceivedPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedPolicy:
-  """A received policy that lies where an engine serves it, and nowhere else.
+  """A `ReceivedPolicy` that lies where an engine serves it, and nowhere else.
 
   Attributes:
-    version: optimizer steps behind these weights.
-    target_id: Merkle root that the receiver computed of the weights it has.
     weights: the engine's own form of them, for `Engine.switch`.
-    received: what it took: the way it came, bytes and seconds.
   """
 
   version: int
@@ -224,9 +219,8 @@ class WeightTransport(Protocol):
   def receiver(self, *, in_background: bool) -> WeightReceiver:
     """Opens the rollouts' side.
 
-    Args:
-      in_background: newer policies are fetched and placed by a thread beside
-        the engine's steps; otherwise by `look`.
+    In the background a thread beside the engine's steps fetches and places
+    newer policies; otherwise `look` does.
     """
     ...
 

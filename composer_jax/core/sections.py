@@ -31,8 +31,7 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
       with `from_dict` makes itself.
     fields: by name, as a config or JSON has them.
     path: of the section within the config, for messages.
-    base: a section whose values stand where `fields` has none; None for the
-      defaults of the class.
+    base: whose values stand where `fields` has none; None for the defaults.
 
   Raises:
     ValueError: names the field that is unknown (and what it may have meant),
@@ -99,7 +98,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
   kinds = _members(hint)
   if tuple in kinds:
     if isinstance(value, list | tuple):
-      return _tuples(value)
+      return _as_tuple(value)
     if len(kinds) > 1:
       return value
     # On the command line texts come without quotes, and one item without comma.
@@ -122,10 +121,9 @@ def _members(hint: Any) -> list[Any]:
   return [typing.get_origin(hint) or hint]
 
 
-def _tuples(value: Any) -> Any:
-  if isinstance(value, list | tuple):
-    return tuple(_tuples(item) for item in value)
-  return value
+def _as_tuple(value: Any) -> Any:
+  is_plain = not isinstance(value, list | tuple)
+  return value if is_plain else tuple(map(_as_tuple, value))
 
 
 def meanings(cls: Any) -> dict[str, str]:
@@ -165,8 +163,8 @@ def entries(
 
   Args:
     section: a dataclass.
-    default: what stands where a config says nothing; None for the defaults of
-      the class.
+    default: a section that stands where a config says nothing; None for that
+      of the class.
     path: of the section, with a dot at its end.
   """
   told = meanings(type(section))

@@ -27,7 +27,6 @@ class Turn:
     trajectory: index of the window.
     start, stop: its tokens are `tokens_T[start:stop]` of that window.
     tool: '' for an invalid call and for a summary.
-    outcome: one of `OUTCOMES`.
   """
 
   trajectory: int
@@ -54,8 +53,7 @@ class Hint:
   `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hints.distill`.
 
   Attributes:
-    trajectory: index of the window.
-    start, stop: the turn's tokens.
+    trajectory, start, stop: as of the turn.
     at: where the hint goes, at most `start`.
     kind: of the mistake.
     tokens_T: int32, the hint.

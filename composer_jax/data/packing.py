@@ -8,12 +8,14 @@ every document whole (transcripts).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 # A rearranged piece shorter than this teaches nothing about the middle.
 _MIN_FIM_PIECE = 32
+# Rows that may still take a document: more fill better, and take longer.
+_NUM_OPEN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +57,16 @@ def concatenate(
 ) -> list[Row]:
   """Lays documents end to end in random order and cuts at the ends of rows.
 
+  Every token of every document appears exactly once. Only the last row may be
+  short, apart from what `fim_overhead` reserves in vain.
+
   Args:
     lengths: tokens of each document.
     seq_len: tokens of a row.
     rng: draws the order and which pieces are rearranged.
     fim_rate: share of pieces of at least 32 tokens that are rearranged.
     fim_overhead: tokens that rearranging adds.
-
-  Returns:
-    Rows in which every token of every document appears exactly once. Only the
-    last row may be short, apart from what `fim_overhead` reserves in vain.
   """
-  draws = _uniform(rng)
   rows: list[Row] = []
   row: list[DocumentPart] = []
   space = seq_len
@@ -77,7 +77,7 @@ def concatenate(
       is_fim = (
         fim_rate > 0
         and min(length - start, room) >= _MIN_FIM_PIECE
-        and next(draws) < fim_rate
+        and rng.random() < fim_rate
       )
       stop = min(length, start + (room if is_fim else space))
       row.append(
@@ -91,21 +91,10 @@ def concatenate(
   return [*rows, tuple(row)] if row else rows
 
 
-def _uniform(rng: np.random.Generator) -> Iterator[float]:
-  while True:
-    yield from rng.random(1024).tolist()
-
-
 def first_fit(
-  lengths: Sequence[int],
-  seq_len: int,
-  *,
-  rng: np.random.Generator,
-  num_open: int = 64,
+  lengths: Sequence[int], seq_len: int, *, rng: np.random.Generator
 ) -> list[Row]:
   """Puts each whole document into the first open row that has room.
-
-  More open rows, which may still take a document, fill better.
 
   Raises:
     ValueError: a document is longer than a row.
@@ -125,7 +114,7 @@ def first_fit(
       continue
     index = next((i for i, s in enumerate(spaces) if s >= length), None)
     if index is None:
-      if len(rows) == num_open:
+      if len(rows) == _NUM_OPEN:
         fullest = spaces.index(min(spaces))
         done.append(tuple(rows.pop(fullest)))
         spaces.pop(fullest)

@@ -61,18 +61,15 @@ class _Rows:
     return self._len
 
   def __getitem__(self, index: int) -> packing.FilledRow:
-    while index >= self._firsts[-1] and not self._is_last(len(self._firsts)):
+    while index >= self._firsts[-1]:
+      if len(self._firsts) - 1 == self.num_epochs:
+        return packing.fill((), self.seq_len, self._get)
       self._plan_epoch(len(self._firsts) - 1)
-    if index >= self._firsts[-1]:
-      return packing.fill((), self.seq_len, self._get)
     epoch = bisect.bisect_right(self._firsts, index) - 1
     if epoch != self._epoch:
       self._plan_epoch(epoch)
     row = self._plan[index - self._firsts[epoch]]
     return packing.fill(row, self.seq_len, self._get)
-
-  def _is_last(self, num_firsts: int) -> bool:
-    return self.num_epochs is not None and num_firsts > self.num_epochs
 
   def _plan_epoch(self, epoch: int) -> None:
     rng = np.random.default_rng((self.seed, epoch, _ORDER))
@@ -168,7 +165,6 @@ def lm_stream(
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
       carry loss (SFT). Random access; may read a memory map.
-    seed: of order, cuts and rearrangement.
     fim_rate: share of pieces rearranged for fill-in-the-middle; only for
       documents without mask.
     fim_marks: of the tokenizer that made the documents.

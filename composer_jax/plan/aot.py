@@ -83,14 +83,12 @@ class Traced(NamedTuple):
     num_tokens: on all devices.
     arguments: bytes of the state and the batch on one device.
     seconds: to trace and lower.
-    stands_in: kernels that a reference replaces, and why.
     lines: what was chosen of what devices exchange.
   """
 
   num_tokens: int
   arguments: int
   seconds: float
-  stands_in: tuple[str, ...]
   lines: tuple[str, ...]
 
 
@@ -151,18 +149,17 @@ def lower(
   if options.remat_saves is not None:
     model = dataclasses.replace(model, remat_saves=options.remat_saves)
   elsewhere = (
-    contextlib.nullcontext(set())
+    contextlib.nullcontext()
     if platform == jax.default_backend()
     else platforms.targeting(platform)
   )
   start = time.perf_counter()
-  with elsewhere as stands_in:
+  with elsewhere:
     placement, takes, lowered = _lower(case, model, mesh, options)
   traced = Traced(
     num_tokens=takes[1].tokens_BT.size,
     arguments=_argument_bytes(takes),
     seconds=time.perf_counter() - start,
-    stands_in=tuple(sorted(stands_in)),
     lines=placement.lines,
   )
   return traced, lowered

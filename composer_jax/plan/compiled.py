@@ -113,7 +113,6 @@ class _Reading:
       'hidden_share': line.hidden_share,
       'modelled_seconds': line.seconds,
       'rematerialisation_warnings': len(made.warnings),
-      'stands_in': list(made.traced.stands_in),
     }
 
   def step(self) -> report.Table:
@@ -258,10 +257,7 @@ class _Reading:
 
   def remarks(self) -> report.Table:
     made = self.compiled
-    rows = [
-      *(('chosen', line) for line in made.traced.lines),
-      *(('stands in', line) for line in made.traced.stands_in),
-    ]
+    rows = [('chosen', line) for line in made.traced.lines]
     if made.error:
       rows.append(('compiler', made.error.splitlines()[0]))
     return report.Table(title='Remarks', columns=('what', 'text'), rows=rows)

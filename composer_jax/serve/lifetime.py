@@ -30,7 +30,7 @@ STAGES = ('rl', 'sft', 'cpt')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class ServedPolicy:
   """A policy to serve.
 
   Attributes:
@@ -57,7 +57,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
+class ServeCommand:
   """What a command line says.
 
   Attributes:
@@ -81,7 +81,7 @@ class Command:
   token: str
 
 
-def run(command: Command, config: dict[str, Any]) -> None:
+def run(command: ServeCommand, config: dict[str, Any]) -> None:
   """Serves until a signal ends it; the config is that of configs/serve.
 
   Raises:
@@ -176,7 +176,7 @@ def load(
   wait_s: float = 300.0,
   overrides: dict[str, Any] | None = None,
   mesh: jax.sharding.Mesh | None = None,
-) -> Source:
+) -> ServedPolicy:
   """Loads a policy.
 
   Args:
@@ -222,7 +222,7 @@ def load(
       )
     variables = _policy(export.load(folder, stage, _like(model, mesh)))
   tokenizer = hf_tokenizer.load_any(folder / 'tokenizer.json')
-  return Source(
+  return ServedPolicy(
     name=f'{folder.name}-{stage}',
     model=model,
     tokenizer=tokenizer,
@@ -239,7 +239,7 @@ def _imported(
   folder: pathlib.Path,
   overrides: dict[str, Any],
   mesh: jax.sharding.Mesh | None,
-) -> Source:
+) -> ServedPolicy:
   model = _model(imported.model_of(folder), overrides)
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
     folder, model.vocab_size
@@ -250,7 +250,7 @@ def _imported(
     # Of pretraining alone: it completes texts.
     print(f'No chat: {error}', flush=True)
     template = None
-  return Source(
+  return ServedPolicy(
     name=folder.name,
     model=model,
     tokenizer=tokenizer,

@@ -245,7 +245,7 @@ def draw(
   return [candidates[i] for i in order[:count]]
 
 
-class Curriculum:
+class DifficultyCurriculum:
   """The tasks of a run's groups, by id.
 
   Consumes: the ledger's steps in order, each once.

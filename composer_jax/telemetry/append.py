@@ -16,10 +16,8 @@ class AppendFile:
   def __init__(self, path: pathlib.Path, what: str, *, cure: str = ''):
     """Opens the file, which may exist; makes its parents.
 
-    Args:
-      path: of the file.
-      what: a record is called in errors.
-      cure: besides free space or another workdir, for errors.
+    Errors call a record `what`, and name a `cure` beside free space and another
+    workdir.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     self._path = path

@@ -12,28 +12,23 @@ from typing import Any
 from composer_jax.telemetry import append
 
 
-class Board:
+class Board(append.AppendFile):
   """Scalars of one folder, written before `write` returns."""
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None = None):
-    """Begins a file.
-
-    Args:
-      folder: made when missing.
-      purge_step: TensorBoard forgets what older files of the folder have from
-        this step on.
-    """
+    """Begins a file; TensorBoard forgets older ones from `purge_step` on."""
     # Slow to import, and not wanted by every writer.
-    from tensorboardX import summary
+    from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
     # Its classes are made while it is imported: type checkers see none.
     events: Any = event_pb2
     self._event = events.Event
     self._scalar = summary.scalar
+    self._sum = record_writer.masked_crc32c
     # TensorBoard reads files in order of their names, and two files may begin
     # within a second.
-    self._file = append.AppendFile(
+    super().__init__(
       folder / f'events.out.tfevents.{time.time_ns()}',
       'TensorBoard events',
       cure=', set --config.telemetry.tensorboard=False',
@@ -42,7 +37,7 @@ class Board:
     if purge_step is not None:
       start = events.SessionLog(status=events.SessionLog.START)
       data += self._record(step=purge_step, session_log=start)
-    self._file.append(data)
+    self.append(data)
 
   def write(
     self, step: int, scalars: dict[str, float], *, walltime: float
@@ -53,25 +48,14 @@ class Board:
       for name, scalar in scalars.items()
       for value in self._scalar(name, scalar).value
     ]
-    self._file.append(
+    self.append(
       self._record(step=step, wall_time=walltime, summary={'value': values})
     )
 
   def _record(self, **fields: Any) -> bytes:
     """Returns an event as a TFRecord: length, data, and a sum of each."""
-    from tensorboardX import record_writer
-
     fields = {'wall_time': time.time()} | fields
     data = self._event(**fields).SerializeToString()
     length = struct.pack('<Q', len(data))
-    sums = [
-      struct.pack('<I', record_writer.masked_crc32c(part))
-      for part in (length, data)
-    ]
+    sums = [struct.pack('<I', self._sum(part)) for part in (length, data)]
     return length + sums[0] + data + sums[1]
-
-  def sync(self) -> None:
-    self._file.sync()
-
-  def close(self) -> None:
-    self._file.close()

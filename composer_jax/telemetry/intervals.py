@@ -10,14 +10,8 @@ def wilson(passed: int, episodes: int) -> tuple[float, float]:
   """Returns the 95 % Wilson score interval of a share (Wilson, 1927).
 
   Unlike `p +- z * sqrt(p (1 - p) / n)` it keeps its coverage near 0 and 1,
-  where pass rates start and end, and it never leaves [0, 1].
-
-  Args:
-    passed: number of successes.
-    episodes: number of independent trials; none gives (0, 1).
-
-  Raises:
-    ValueError: passed does not lie in 0..episodes.
+  where pass rates start and end, and it never leaves [0, 1]. No episode gives
+  (0, 1).
   """
   if not 0 <= passed <= episodes:
     raise ValueError(f'passed ({passed}) must lie in 0..episodes ({episodes}).')
@@ -43,7 +37,7 @@ def difference(
 
   Args:
     before: passed and episodes, the episodes at least one.
-    after: the same of the independent second sample.
+    after: the same of an independent sample.
   """
   if not (before[1] and after[1]):
     raise ValueError(

@@ -41,19 +41,18 @@ PEAKS = {
   'tpu7x': 1153.5e12,
 }
 
-# Arguments: side of the matrices, seconds to try. Prints FLOP/s.
+# Prints the best FLOP/s of 0.1 seconds of CPU time.
 _CORE_RATE = """
-import sys, time
+import time
 import numpy as np
-side, seconds = int(sys.argv[1]), float(sys.argv[2])
-matrix, best = np.ones((side, side), np.float32), 0.0
+matrix, best = np.ones((512, 512), np.float32), 0.0
 matrix @ matrix
 began = time.process_time()
-while time.process_time() - began < seconds:
+while time.process_time() - began < 0.1:
   start = time.process_time()
   matrix @ matrix
   spent = time.process_time() - start
-  best = max(best, 2.0 * side**3 / spent if spent else 0.0)
+  best = max(best, 2.0 * 512**3 / spent if spent else 0.0)
 print(best)
 """
 
@@ -70,7 +69,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 @functools.cache
-def measure_peak(side: int = 512, seconds: float = 0.1) -> float:
+def measure_peak() -> float:
   """Estimates the float32 FLOP/s of the cores that this process may use.
 
   A stand-in for the peak that no data sheet gives: what numpy's matrix product
@@ -80,39 +79,12 @@ def measure_peak(side: int = 512, seconds: float = 0.1) -> float:
 
   In a process of its own: BLAS reads its number of threads when it is loaded,
   and with several, threads that wait for one another burn CPU time.
-
-  Args:
-    side: of the matrices.
-    seconds: of CPU time to look for the best.
   """
   done = subprocess.run(
-    [sys.executable, '-c', _CORE_RATE, str(side), str(seconds)],
+    [sys.executable, '-c', _CORE_RATE],
     env=os.environ | _ONE_THREAD,
     capture_output=True,
     text=True,
     check=True,
   )
   return float(done.stdout) * machine.usable_cores()
-
-
-def mfu(
-  flops_per_token: float,
-  tokens_per_s: float,
-  *,
-  num_devices: int,
-  peak: float,
-) -> float:
-  """Returns the share of the devices' peak spent on useful arithmetic.
-
-  Args:
-    flops_per_token: of the whole step, forward and backward
-      (`models.flops.train_per_token`).
-    tokens_per_s: over all devices.
-    num_devices: that share the work; emulated CPU devices are one device.
-    peak: FLOP/s of one device.
-  """
-  if not (peak > 0 and num_devices > 0):
-    raise ValueError(
-      f'peak ({peak}) and num_devices ({num_devices}) must be positive.'
-    )
-  return flops_per_token * tokens_per_s / (num_devices * peak)

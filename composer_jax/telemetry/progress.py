@@ -65,7 +65,7 @@ class Progress:
       start: steps done before, by a run that this one resumes.
       every_s: seconds between plain lines; the first and last always show.
       stream: standard output if None.
-      clock: seconds; tests pass their own.
+      clock: in seconds.
     """
     self._stage, self._total = stage, total
     self._start = self._step = start

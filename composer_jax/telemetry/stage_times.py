@@ -30,16 +30,7 @@ class StageTimes:
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Reads what earlier processes measured.
-
-    Args:
-      workdir: of the run.
-      every_s: seconds between writes while a stage lasts.
-      clock: seconds; tests pass their own.
-
-    Raises:
-      ValueError: stages.json is damaged.
-    """
+    """Reads what earlier processes measured; writes every `every_s` seconds."""
     self._path = pathlib.Path(workdir) / STAGES
     self._seconds: dict[str, float] = {}
     if self._path.exists():
@@ -57,10 +48,11 @@ class StageTimes:
     Raises:
       OSError: the time cannot be written. An error of the body comes first.
     """
-    with contextlib.ExitStack() as stack:
-      self._change(lambda: self._open.append(name))
-      if len(self._open) == 1:
-        stack.enter_context(self._regularly_written())
+    self._change(lambda: self._open.append(name))
+    is_outermost = len(self._open) == 1
+    with (
+      self._regularly_written() if is_outermost else contextlib.nullcontext()
+    ):
       try:
         yield
       except BaseException:
@@ -70,23 +62,17 @@ class StageTimes:
       self._change(self._open.pop)
 
   def _change(self, change: Callable[[], object]) -> None:
+    """Charges the innermost stage, then changes which it is, and writes."""
     with self._lock:
-      self._charge()
+      now = self._clock()
+      if self._open:
+        self._seconds[self._open[-1]] += now - self._since
+      self._since = now
       change()
       if self._open:
         self._seconds.setdefault(self._open[-1], 0.0)
-      self._write()
-
-  def _charge(self) -> None:
-    """Adds the time since the last call to the innermost stage."""
-    now = self._clock()
-    if self._open:
-      self._seconds[self._open[-1]] += now - self._since
-    self._since = now
-
-  def _write(self) -> None:
-    rounded = {name: round(s, 3) for name, s in self._seconds.items()}
-    files.write_json(self._path, rounded)
+      rounded = {name: round(s, 3) for name, s in self._seconds.items()}
+      files.write_json(self._path, rounded)
 
   @contextlib.contextmanager
   def _regularly_written(self) -> Iterator[None]:
@@ -95,9 +81,8 @@ class StageTimes:
     def run():
       while not ended.wait(self._every_s):
         # The stage itself meets the full disk, and says so.
-        with self._lock, contextlib.suppress(OSError):
-          self._charge()
-          self._write()
+        with contextlib.suppress(OSError):
+          self._change(lambda: None)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -39,11 +39,9 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads a JSONL file, without the line that a crash tore, if any.
+  """Reads a JSONL file, or that of a workdir, but for a line that a crash tore.
 
-  Args:
-    path: the file, or a workdir that holds `metrics.jsonl`; absent reads as
-      empty.
+  An absent file reads as empty.
 
   Raises:
     ValueError: a line other than the last is damaged, with its number.
@@ -108,15 +106,13 @@ class Writer:
     """Appends one line; values are scalars, text or (nested) lists.
 
     Raises:
-      ValueError: a metric takes the name of one of the line's own fields.
       OSError: the disk is full, with the path; earlier lines are untouched,
         and TensorBoard has at most what the lines have.
     """
     now = time.time()
     row: dict[str, Any] = {'stage': stage, 'step': int(step), 'time': now}
-    for name in _OWN_FIELDS:
-      if name in metrics:
-        raise ValueError(f'A metric cannot be called {name!r}: lines use it.')
+    for name in row.keys() & metrics.keys():
+      raise ValueError(f'A metric cannot be called {name!r}: lines use it.')
     row |= {name: _plain(value) for name, value in metrics.items()}
     self._file.append((json.dumps(row) + '\n').encode())
     scalars = {
@@ -132,13 +128,8 @@ class Writer:
   def truncate(self, stage: str, step: int, name: str | None = None) -> None:
     """Drops the stage's lines after `step`, those a resumed run writes again.
 
-    TensorBoard is told to purge the same steps; not where `name` is given,
-    since a purge would take the lines of other names too.
-
-    Args:
-      stage: of the lines.
-      step: the last to keep.
-      name: drops only lines whose metric `name` is this one; None drops all.
+    With a name only those whose metric `name` it is. TensorBoard is told to
+    purge the same steps, but not then: it would purge other names too.
     """
     is_dropped = keep(
       self._path,
@@ -184,11 +175,8 @@ class Writer:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *unused) -> None:
-    if kind is None:
-      self.close()
-      return
     # What ended the run is the error to show, not what follows from it.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
       self.close()
 
 

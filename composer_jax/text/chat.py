@@ -49,12 +49,10 @@ def is_text(tokenizer: Any, ids: np.ndarray) -> bool:
 def turns(tokenizer: Any, tokens_T: np.ndarray) -> list[dict[str, str]]:
   """Readable messages of a window.
 
-  Tokens before the first role marker form a message of role 'text'; special
-  or unknown tokens inside a message, which only a policy can put there, are
-  shown as their ids in angle brackets.
-
-  Returns:
-    `{'role': 'user' | 'call' | 'tool' | 'text', 'text': ...}` in order.
+  As `{'role': 'user' | 'call' | 'tool' | 'text', 'text': ...}`. Tokens before
+  the first role marker form a message of role 'text'; special or unknown tokens
+  inside a message, which only a policy can put there, are shown as their ids in
+  angle brackets.
   """
   roles = {int(getattr(tokenizer, r)): r.lower() for r in _ROLES}
   specials = tokenizer.special_ids

@@ -55,17 +55,14 @@ def transform(
   """Rearranges a document with probability `rate`.
 
   A leading BOS stays first; the middle ends with EOD, which tells the model
-  where to stop, added where the document has none.
+  where to stop, added where the document has none. Every token stays, with at
+  most `OVERHEAD` more.
 
   Args:
     ids: int32 tokens of a document or of a piece of one.
     rng: draws the choice and the two cuts.
     rate: probability of rearranging at all.
     marks: of the tokenizer that made the tokens.
-
-  Returns:
-    The tokens unchanged, or every one of them once with at most `OVERHEAD`
-    more.
 
   Raises:
     ValueError: the rate is not a probability, or the document already holds
@@ -78,10 +75,7 @@ def transform(
   three = (marks.prefix, marks.middle, marks.suffix)
   if np.isin(ids, three).any():
     raise ValueError('The document already holds fill-in-the-middle marks.')
-  body = ids
-  if body[:1].tolist() == [marks.bos]:
-    body = body[1:]
-  head = ids[: len(ids) - len(body)]
+  head, body = np.split(ids, [int(ids[:1].tolist() == [marks.bos])])
   if body[-1:].tolist() == [marks.eod]:
     body = body[:-1]
   first, second = np.sort(rng.integers(0, len(body) + 1, 2))

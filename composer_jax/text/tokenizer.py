@@ -9,8 +9,7 @@ close its own turn.
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -79,7 +78,7 @@ class TokenizerLike(Protocol):
 
 
 class Tokenizer:
-  """Text to int32 ids and back, lossless for any bytes.
+  """Text to int32 ids and back.
 
   Special tokens are attributes of the class: `Tokenizer.END`. Ids 0 to 9 are
   special, the next 256 are single bytes, merges follow.
@@ -91,18 +90,14 @@ class Tokenizer:
   def __init__(self, bpe: tokenizers.Tokenizer):
     """Wraps a byte-level BPE whose ids start at 0, special tokens excluded."""
     self._bpe = bpe
-    alphabet = byte_alphabet()
+    alphabet, vocab = byte_alphabet(), bpe.get_vocab()
     self._bytes: list[bytes] = [name.encode() for name in SPECIALS]
-    vocab = bpe.get_vocab()
-    for piece, _ in sorted(vocab.items(), key=lambda item: item[1]):
+    for piece in sorted(vocab, key=vocab.__getitem__):
       self._bytes.append(bytes(alphabet[c] for c in piece))
-    self._byte_ids = {
-      byte: vocab[c] + len(SPECIALS) for c, byte in alphabet.items()
-    }
 
   @classmethod
   def train(cls, texts: Iterable[str], vocab_size: int) -> 'Tokenizer':
-    """Learns merges from texts, see `train_bpe`."""
+    """See `train_bpe`."""
     return cls(train_bpe(texts, vocab_size))
 
   @classmethod
@@ -152,42 +147,32 @@ class Tokenizer:
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes many texts at once, each as `encode` would."""
-    encodings = self._bpe.encode_batch_fast(
-      [without_surrogates(text) for text in texts]
-    )
+    encodings = self._bpe.encode_batch_fast([*map(without_surrogates, texts)])
     return [np.array(e.ids, np.int32) + len(SPECIALS) for e in encodings]
 
-  def encode_bytes(self, data: bytes) -> np.ndarray:
-    """Encodes any bytes so that `decode_bytes` returns them."""
-    return encode_bytes(data, self.encode, self._byte_ids)
-
-  def decode_bytes(
-    self, ids: Iterable[int], skip_specials: bool = False
-  ) -> bytes:
-    """Returns the exact bytes; special tokens are spelled unless skipped."""
-    first = len(SPECIALS) if skip_specials else 0
+  def decode_bytes(self, ids: Iterable[int]) -> bytes:
+    """Returns the exact bytes, with special tokens spelled."""
     try:
-      return b''.join(self._bytes[i] for i in map(int, ids) if i >= first)
+      return b''.join(self._bytes[i] for i in map(int, ids) if i >= 0)
     except IndexError:
       raise ValueError(
         f'A token id is outside this vocabulary of {self.vocab_size}.'
       ) from None
 
-  def decode(self, ids: Iterable[int], skip_specials: bool = False) -> str:
+  def decode(self, ids: Iterable[int]) -> str:
     """Returns text; bytes that are not UTF-8 become U+FFFD.
 
-    Special tokens are spelled by default, so that one which a policy wrote
-    where none belongs is seen and not silently dropped.
+    Special tokens are spelled, so that one which a policy wrote where none
+    belongs is seen and not silently dropped.
     """
-    return self.decode_bytes(ids, skip_specials).decode('utf-8', 'replace')
+    return self.decode_bytes(ids).decode('utf-8', 'replace')
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
   """Learns merges from texts, with room left for the special tokens.
 
   Args:
-    texts: any number of documents; at least one that is not empty.
+    texts: of which one at least is not empty.
     vocab_size: ids in all, special tokens and the 256 bytes included. Fewer
       come out when the texts hold too few pairs to merge.
 
@@ -224,24 +209,4 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 def without_surrogates(text: str) -> str:
   """Replaces lone surrogates, which UTF-8 has no bytes for."""
-  try:
-    text.encode()
-  except UnicodeEncodeError:
-    return text.encode('utf-8', 'replace').decode()
-  return text
-
-
-def encode_bytes(
-  data: bytes,
-  encode: Callable[[str], np.ndarray],
-  byte_ids: Mapping[int, int],
-) -> np.ndarray:
-  """Encodes what is UTF-8 as text and every other byte as its token."""
-  text = data.decode('utf-8', 'surrogateescape')
-  parts = [np.zeros(0, np.int32)]
-  for part in re.split('([\udc80-\udcff])', text):
-    if len(part) == 1 and '\udc80' <= part <= '\udcff':
-      parts.append(np.array([byte_ids[ord(part) - 0xDC00]], np.int32))
-    else:
-      parts.append(encode(part))
-  return np.concatenate(parts)
+  return text.encode('utf-8', 'replace').decode()

@@ -26,13 +26,7 @@ class ToolCallError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-  """A parsed call.
-
-  Attributes:
-    name: of the tool.
-    arguments: words without white space.
-    payload: the lines after the first; '' when there are none.
-  """
+  """A parsed call; its payload is the lines after the first, if any."""
 
   name: str
   arguments: tuple[str, ...] = ()
@@ -50,11 +44,7 @@ def render(call: Call) -> str:
 
 
 def parse(text: str) -> Call:
-  """Reads what `render` wrote; extra spaces in the first line are forgiven.
-
-  Raises:
-    ToolCallError: the first line is blank.
-  """
+  """Reads what `render` wrote; extra spaces in the first line are forgiven."""
   line, _, payload = text.partition('\n')
   words = line.split()
   if not words:

@@ -57,9 +57,7 @@ class Speed:
     self._since, self._tokens = now, 0
     if self._peak is None:
       return {'tokens_per_s': rate}
-    share = mfu.mfu(
-      self._flops, rate, num_devices=self._num_devices, peak=self._peak
-    )
+    share = self._flops * rate / (self._num_devices * self._peak)
     return {'tokens_per_s': rate, 'mfu': share}
 
 

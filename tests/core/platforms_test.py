@@ -35,15 +35,6 @@ def test_a_function_is_traced_anew_for_each_target():
   assert seen == ['cpu', 'tpu']
 
 
-def test_what_stands_in_is_told_to_who_asked():
-  platforms.stands_in('to nobody')
-  with platforms.targeting('tpu') as lines:
-    platforms.stands_in('matmul: reference, for want of a device')
-    platforms.stands_in('matmul: reference, for want of a device')
-  platforms.stands_in('too late')
-  assert lines == {'matmul: reference, for want of a device'}
-
-
 def test_an_unknown_platform_is_named():
   with (
     pytest.raises(ValueError, match="'cuda' is not in .*every NVIDIA"),

@@ -62,10 +62,9 @@ def test_fim_rate_is_the_share_of_long_pieces():
 
 
 @pytest.mark.parametrize('num_open', [1, 2, 64])
-def test_first_fit_keeps_documents_whole(num_open):
-  rows = packing.first_fit(
-    LENGTHS, 64, rng=np.random.default_rng(0), num_open=num_open
-  )
+def test_first_fit_keeps_documents_whole(num_open, monkeypatch):
+  monkeypatch.setattr(packing, '_NUM_OPEN', num_open)
+  rows = packing.first_fit(LENGTHS, 64, rng=np.random.default_rng(0))
   assert every_token_once(rows)
   for row in rows:
     assert sum(p.stop for p in row) <= 64
@@ -77,12 +76,11 @@ def test_first_fit_fills_rows_to_the_brim():
   assert len(rows) == 2
 
 
-def test_first_fit_wastes_less_than_half():
+def test_first_fit_wastes_less_than_half(monkeypatch):
   """Two rows that are both at most half full would have been one."""
+  monkeypatch.setattr(packing, '_NUM_OPEN', 500)
   lengths = np.random.default_rng(3).integers(1, 65, 500).tolist()
-  rows = packing.first_fit(
-    lengths, 64, rng=np.random.default_rng(0), num_open=500
-  )
+  rows = packing.first_fit(lengths, 64, rng=np.random.default_rng(0))
   assert len(rows) <= 2 * sum(lengths) / 64 + 1
 
 

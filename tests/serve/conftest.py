@@ -46,7 +46,7 @@ def say(shared, shared_client, tokenizer):
       said = said.encode()
     if isinstance(said, bytes):
       # Byte by byte: characters and stop strings lie across tokens.
-      ids = [int(tokenizer._byte_ids[b]) for b in said]
+      ids = [tokenizer._bytes.index(bytes([b])) for b in said]
       said = lambda _: [*ids, tokenizer.END] + [tokenizer.PAD] * 100
     shared.engine.script, shared.engine.per_step = said, per_step
     return shared_client

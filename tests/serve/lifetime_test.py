@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_told(workdir, tmp_path):
     lifetime.load(tmp_path)
 
 
-COMMAND = lifetime.Command(
+COMMAND = lifetime.ServeCommand(
   folder=pathlib.Path('nowhere'),
   stage='',
   follow=False,

@@ -282,10 +282,8 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
   )
   assert said[1].tolist() == end.tokens_T.tolist()
   # The tapes of both turns, put together, are the tape of the window.
-  scheme = tokens_api.scheme_of(config)
-  tapes = [
-    codec.decode(base64.b64decode(p['routes']['data']), scheme) for p in parts
-  ]
+  tapes = [codec.decode(base64.b64decode(p['routes']['data'])) for p in parts]
+  assert tapes[0].scheme == tapes[1].scheme == tokens_api.scheme_of(config)
   assert tapes[0].start == 0 and tapes[1].start == held - 1
   ids_TMA = np.concatenate([tape.ids_TMA for tape in tapes])
   np.testing.assert_array_equal(ids_TMA, end.consumed_expert_ids_TMA)

@@ -106,7 +106,7 @@ def play(task_id, group):
 
 def begin(ledger, **fields):
   fields = {'max_staleness': 1, 'seed': 5, **fields}
-  return curriculum.Curriculum(
+  return curriculum.DifficultyCurriculum(
     lambda step: candidates(120), ledger, OPTIONS, prompts=PROMPTS, **fields
   )
 

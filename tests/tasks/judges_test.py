@@ -106,7 +106,7 @@ def judge_of(tokenizer):
       text = texts[min(len(asked), len(texts)) - 1]
       if text is None:
         return [None]
-      ids = [int(tokenizer._byte_ids[b]) for b in text.encode()]
+      ids = [tokenizer._bytes.index(bytes([b])) for b in text.encode()]
       return [*ids, tokenizer.END]
 
     engine = scripted.ScriptedEngine(script, per_step=64)

@@ -26,16 +26,9 @@ def test_decode_inverts_encode(tokenizer, text):
   assert tokenizer.decode(ids) == text
 
 
-def test_any_bytes_survive(tokenizer):
-  data = bytes(range(256)) + 'é😀'.encode() + bytes(reversed(range(256)))
-  assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == data
-
-
-def test_valid_utf8_encodes_the_same_as_text(tokenizer):
-  for text in TEXTS:
-    np.testing.assert_array_equal(
-      tokenizer.encode_bytes(text.encode()), tokenizer.encode(text)
-    )
+def test_every_byte_is_a_token(tokenizer):
+  data = [tokenizer.decode_bytes([i]) for i in range(10, 266)]
+  assert sorted(data) == [bytes([i]) for i in range(256)]
 
 
 def test_no_text_spells_a_special_token(tokenizer):
@@ -54,7 +47,6 @@ def test_special_ids_are_fixed(tokenizer):
   specials += [t.FIM_PREFIX, t.FIM_MIDDLE, t.FIM_SUFFIX]
   assert specials == list(range(10))
   assert t.decode(specials) == ''.join(tokenizer_lib.SPECIALS)
-  assert t.decode([t.CALL, *t.encode('x'), t.END], skip_specials=True) == 'x'
 
 
 def test_training_is_deterministic_and_survives_disk(tokenizer, tmp_path):

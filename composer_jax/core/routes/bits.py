@@ -33,33 +33,20 @@ def aligned_routes(num_experts: int, num_active: int) -> int:
 
 
 class _Words(NamedTuple):
-  """Where the words of some routes lie in the stream of bits.
+  """Where the words of some routes lie in the stream of bits."""
 
-  Attributes:
-    index_X: 64-bit number of the stream in which the word begins.
-    shift_X: bit of that number.
-    width_X: bits of the word.
-    limit_X: what the word is below.
-  """
-
-  index_X: np.ndarray
-  shift_X: np.ndarray
-  width_X: np.ndarray
-  limit_X: np.ndarray
+  index_X: np.ndarray  # The 64-bit number of the stream in which it begins,
+  shift_X: np.ndarray  # and the bit of that number.
+  width_X: np.ndarray  # In bits.
+  limit_X: np.ndarray  # What the word is below.
 
 
 class _Layout(NamedTuple):
-  """How digits fall into words; it repeats after some routes.
+  """How digits fall into words; it repeats after some routes."""
 
-  Attributes:
-    num_active: A, digits of a route.
-    routes: after which a word begins with the first digit of a route again.
-    words: radices of the digits of each word, first digit first.
-  """
-
-  num_active: int
-  routes: int
-  words: tuple[tuple[int, ...], ...]
+  num_active: int  # A, digits of a route.
+  routes: int  # After which a word begins with the first digit of one again.
+  words: tuple[tuple[int, ...], ...]  # Radices, first digit first.
 
   def split(self, num_routes: int) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the whole periods of some routes, and the words after them."""

@@ -2,7 +2,7 @@
 
 A route is the ordered tuple of a token's experts in one layer. Order is kept:
 it decides the bits of the sum over experts. There are E (E - 1) .. (E - A + 1)
-of them, so `bound_bits` of each is what a code can reach that knows nothing of
+of them, and the log2 of that is what a code can reach that knows nothing of
 their frequencies; Kimi K2 needs 68.6 bits, 53.3 for the set and 15.3 for the
 order, where uint16 takes 128. A message, little-endian:
 
@@ -43,6 +43,9 @@ _HASH_BYTES = 16
 # the square of this, and words may meet digits as before only after as many
 # routes.
 _MOST_ACTIVE = 1024
+# Of the ids of a message as uint16: tokens without a record take no place in
+# it, so that a short one may ask for all memory.
+_MAX_BYTES = 1 << 30
 # Routes worked on at once: arrays of them stay in the cache.
 _CHUNK_ROUTES = 1 << 14
 
@@ -101,24 +104,14 @@ class RouteTape:
   scheme: RouteScheme
 
 
-def bound_bits(scheme: RouteScheme) -> float:
-  """Returns log2(E! / (E - A)!): bits of one token in one layer."""
-  num_experts, num_active = scheme.sizes
-  return math.fsum(math.log2(num_experts - a) for a in range(num_active))
-
-
 def check(
   ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0
 ) -> np.ndarray:
   """Refuses what is no route, and returns which tokens have a record.
 
-  Args:
-    ids_TMA: of consecutive tokens.
-    scheme: what they should be.
-    start: position of the first, for the messages.
-
   Raises:
-    ValueError: names the token, the layer and its ids.
+    ValueError: names the token (the first is at `start`), the layer and its
+      ids.
   """
   if ids_TMA.dtype != np.uint16:
     raise ValueError(f'ids_TMA must be of uint16, not {ids_TMA.dtype}.')
@@ -170,9 +163,7 @@ def encode(
   """Returns the message of a tape.
 
   Args:
-    ids_TMA: uint16; NO_ROUTE in all of a token where there is no record.
-    scheme: of the ids.
-    start: position of the first token in its context window.
+    ids_TMA: as in `RouteTape`, like `start`.
     form: 'packed', or 'plain' for readers without this module.
 
   Raises:
@@ -198,8 +189,6 @@ def encode(
 
 
 class _Message(NamedTuple):
-  """The parts of a message."""
-
   form: str
   scheme: RouteScheme
   start: int
@@ -208,62 +197,34 @@ class _Message(NamedTuple):
   payload: memoryview
 
 
-def decode(
-  data: bytes,
-  scheme: RouteScheme | None = None,
-  num_tokens: int | None = None,
-  *,
-  max_bytes: int = 1 << 30,
-) -> RouteTape:
+def decode(data: bytes) -> RouteTape:
   """Reads a message.
-
-  Args:
-    data: of `encode`.
-    scheme: that it must have; None takes any.
-    num_tokens: that it must have; None takes any.
-    max_bytes: that the ids may take as uint16. Tokens without a record take
-      none in a message, so that a short one may ask for all memory.
 
   Raises:
     ValueError: names what is wrong; nothing is guessed or filled in.
   """
   message = _read(data)
-  own, payload = message.scheme, message.payload
-  if scheme is not None and own != scheme:
-    raise ValueError(
-      f'The routes are of {own}, the reader has {scheme}: the rollout fleet '
-      'runs another model.'
-    )
-  if num_tokens is not None and message.num_tokens != num_tokens:
-    raise ValueError(
-      f'The routes are of {message.num_tokens} tokens, the reader has '
-      f'{num_tokens}.'
-    )
-  _check_size(message, max_bytes)
-  shape = (message.num_tokens, len(own.layers), own.num_active)
+  _check_size(message)
+  scheme, payload = message.scheme, message.payload
+  shape = (message.num_tokens, len(scheme.layers), scheme.num_active)
   if message.form == PLAIN:
     ids_TMA = np.frombuffer(payload, '<u2').astype(np.uint16).reshape(shape)
-    check(ids_TMA, own, start=message.start)
+    check(ids_TMA, scheme, start=message.start)
   else:
     ids_TMA = np.full(shape, records.NO_ROUTE, np.uint16)
-    recorded_T = np.repeat(
-      np.arange(len(message.runs_X)) % 2 == 0, message.runs_X
-    )
-    for tokens in _chunks(recorded_T, own):
-      num_routes = ids_TMA[tokens].size // own.num_active
-      num_bytes = bits.num_bytes(num_routes, *own.sizes)
-      ids_ZA = bits.unpack(payload[:num_bytes], num_routes, *own.sizes)
+    is_recorded_X = np.arange(len(message.runs_X)) % 2 == 0
+    recorded_T = np.repeat(is_recorded_X, message.runs_X)
+    for tokens in _chunks(recorded_T, scheme):
+      num_routes = ids_TMA[tokens].size // scheme.num_active
+      num_bytes = bits.num_bytes(num_routes, *scheme.sizes)
+      ids_ZA = bits.unpack(payload[:num_bytes], num_routes, *scheme.sizes)
       ids_TMA[tokens] = ids_ZA.reshape(-1, *shape[1:])
       payload = payload[num_bytes:]
-  return RouteTape(start=message.start, ids_TMA=ids_TMA, scheme=own)
+  return RouteTape(start=message.start, ids_TMA=ids_TMA, scheme=scheme)
 
 
 def _read(data: bytes) -> _Message:
-  """Takes a message apart; allocates nothing but the runs that it holds.
-
-  Raises:
-    ValueError: it is damaged, truncated or of another kind.
-  """
+  """Takes a message apart; allocates nothing but the runs that it holds."""
   shortest = _HEADER.size + _HASH_BYTES
   if len(data) < shortest:
     raise ValueError(
@@ -318,16 +279,16 @@ def _read(data: bytes) -> _Message:
   )
 
 
-def _check_size(message: _Message, max_bytes: int) -> None:
+def _check_size(message: _Message) -> None:
   """Refuses a payload that is not what its header says, or unfolds too far."""
   scheme, num_tokens = message.scheme, message.num_tokens
   num_layers = len(scheme.layers)
   needed = 2 * num_tokens * num_layers * scheme.num_active
-  if needed > max_bytes:
+  if needed > _MAX_BYTES:
     raise ValueError(
       f'The routes are {needed} bytes as ids ({num_tokens} tokens, '
       f'{num_layers} layers, {scheme.num_active} experts); the reader takes '
-      f'{max_bytes}: send them in increments, or raise max_bytes.'
+      f'{_MAX_BYTES}: send them in increments.'
     )
   if message.form == PACKED:
     num_routes = int(message.runs_X[::2].sum()) * num_layers

@@ -258,19 +258,8 @@ class ImportedTokenizer:
   def _marked_pattern(self) -> re.Pattern:
     return re.compile(f'{MARK}({_longest(self._specials).pattern})')
 
-  def encode_bytes(self, data: bytes) -> np.ndarray:
-    """Encodes any bytes so that `decode_bytes` returns them.
-
-    Bytes that are not UTF-8 become single-byte tokens; the rest is encoded as
-    text.
-    """
-    return own.encode_bytes(data, self.encode, self._byte_ids)
-
-  def decode_bytes(
-    self, ids: Iterable[int], skip_specials: bool = False
-  ) -> bytes:
-    """Returns the exact bytes; special tokens are spelled unless skipped."""
-    skipped = self.special_ids if skip_specials else frozenset()
+  def decode_bytes(self, ids: Iterable[int]) -> bytes:
+    """Returns the exact bytes, with special tokens spelled."""
     spellings = []
     for i in map(int, ids):
       spelling = self._bytes[i] if 0 <= i < len(self._bytes) else None
@@ -279,17 +268,12 @@ class ImportedTokenizer:
           f'Token id {i} is outside this vocabulary: {self.vocab_size} ids, '
           'some of them free.'
         )
-      if i not in skipped:
-        spellings.append(spelling)
+      spellings.append(spelling)
     return b''.join(spellings)
 
-  def decode(self, ids: Iterable[int], skip_specials: bool = False) -> str:
-    """Returns text; bytes that are not UTF-8 become U+FFFD.
-
-    Special tokens are spelled by default, so that one which a policy wrote
-    where none belongs is seen and not silently dropped.
-    """
-    return self.decode_bytes(ids, skip_specials).decode('utf-8', 'replace')
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns text; bytes that are not UTF-8 become U+FFFD."""
+    return self.decode_bytes(ids).decode('utf-8', 'replace')
 
   def _check(self, name: str) -> None:
     """Raises for a file that breaks our laws, before any text is encoded."""

@@ -21,7 +21,7 @@ import logging
 from typing import Any
 
 from composer_jax.agent import environment
-from composer_jax.core import records
+from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import family, runners
@@ -58,7 +58,7 @@ def equal(value: Any, expected: Any) -> bool:
 
 
 def outcomes(
-  result: runners.RunResult, examples: tuple[family.Example, ...]
+  result: seams.RunResult, examples: tuple[family.Example, ...]
 ) -> list[bool] | None:
   """Which examples hold, or None when the run did not give all answers."""
   value = result.value
@@ -75,7 +75,7 @@ def outcomes(
 def verify(
   task: family.FunctionTask,
   files: dict[str, str],
-  runner: runners.Runner,
+  runner: seams.Runner,
   finished: bool,
 ) -> records.Verdict:
   """Runs the hidden examples; an unfinished episode is judged too but fails.
@@ -103,7 +103,7 @@ def verify(
 class _TimedRunner:
   """Adds up what the code itself took, waiting for a free sandbox excluded."""
 
-  def __init__(self, runner: runners.Runner):
+  def __init__(self, runner: seams.Runner):
     self.level = runner.level
     self.seconds = 0.0
     self._runner = runner
@@ -114,7 +114,7 @@ class _TimedRunner:
     module: str,
     function: str,
     arguments: list[list],
-  ) -> runners.RunResult:
+  ) -> seams.RunResult:
     result = self._runner.call(files, module, function, arguments)
     self.seconds += result.wall_s
     return result
@@ -131,7 +131,7 @@ class FunctionEnvironment:
   tools = tuple(TOOLS)
   open_todos = 0
 
-  def __init__(self, task: family.FunctionTask, runner: runners.Runner):
+  def __init__(self, task: family.FunctionTask, runner: seams.Runner):
     self.task_id, self.prompt = task.task_id, task.prompt
     self.num_tests, self.sandbox_level = len(task.hidden), runner.level
     self.files = dict(task.files)

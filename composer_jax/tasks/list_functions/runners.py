@@ -1,8 +1,8 @@
 """Ways to call a function of a task's package, one of which executes nothing.
 
-A sandbox (`composer_jax.sandbox`) is a Runner and the only one that may execute
-what a policy wrote. The two here serve where that does not arise: trusted text
-of our own generators, and machines that refuse isolation.
+A sandbox (`composer_jax.sandbox`) is a `seams.Runner` and the only one that may
+execute what a policy wrote. The two here serve where that does not arise:
+trusted text of our own generators, and machines that refuse isolation.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import json
 import logging
 import time
 import types
-from typing import Any, Protocol
+from typing import Any
 
+from composer_jax.core import seams
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import compositions
 
@@ -22,24 +23,9 @@ _RAISED = (
 )  # fmt: skip
 
 
-class RunResult(Protocol):
-  """The part of `sandbox.base.Result` that tasks read."""
-
-  @property
-  def level(self) -> str: ...
-  @property
-  def status(self) -> str: ...
-  @property
-  def value(self) -> Any: ...
-  @property
-  def error(self) -> str: ...
-  @property
-  def wall_s(self) -> float: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalResult:
-  """A RunResult of the runners of this module, which never fail to run."""
+  """Of the runners of this module, which never fail to run."""
 
   level: str
   value: list
@@ -48,27 +34,13 @@ class LocalResult:
   error: str = ''
 
 
-class Runner(Protocol):
-  """Calls `module.function(*args)` for each args, as a sandbox does."""
-
-  level: str
-
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> RunResult: ...
-
-
 def call(
-  runner: Runner,
+  runner: seams.Runner,
   files: dict[str, str],
   module: str,
   function: str,
   arguments: list[list],
-) -> RunResult:
+) -> seams.RunResult:
   """`runner.call`, tried once more after a failure of the infrastructure."""
   result = runner.call(files, module, function, arguments)
   if result.status == 'infrastructure':
@@ -90,7 +62,7 @@ class _LocalRunner:
     module: str,
     function: str,
     arguments: list[list],
-  ) -> RunResult:
+  ) -> seams.RunResult:
     start = time.monotonic()
     text = files[module.replace('.', '/') + '.py']
     outcomes = self._outcomes(text, module, function, arguments)

@@ -78,7 +78,9 @@ def test_calls_of_each_family_are_found(qwen, family):
 def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
   form = chat_format.TemplateFormat(*qwen)
   said = 'a < b <tool' + _written(family)
-  ids = [int(tokenizer._byte_ids[b]) for b in said.encode()] + [tokenizer.END]
+  ids = [tokenizer._bytes.index(bytes([b])) for b in said.encode()] + [
+    tokenizer.END
+  ]
   choice = generation.GrowingAnswer(
     0, tokenizer, (tokenizer.END,), form=form, tools=TOOLS
   )

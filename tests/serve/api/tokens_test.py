@@ -29,10 +29,8 @@ def test_all_that_was_sampled_is_told(ask, shared):
   assert status == 200
   assert answer['policy_version'] == 7 and answer['session_length'] is None
   (choice,) = answer['choices']
-  tape = codec.decode(
-    base64.b64decode(choice['routes']['data']),
-    tokens.scheme_of(shared.served.config),
-  )
+  tape = codec.decode(base64.b64decode(choice['routes']['data']))
+  assert tape.scheme == tokens.scheme_of(shared.served.config)
   assert (choice['routes']['start'], tape.start) == (0, 0)
   assert tape.scheme.layers == (1, 2)
   # All tokens but the last: two of context and two sampled.
