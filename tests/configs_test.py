@@ -264,7 +264,7 @@ def test_a_misspelt_override_is_refused_with_what_it_may_mean(override, told):
 def test_fields_that_a_section_does_not_name_keep_their_default():
   fields = tiny().to_dict()
   fields['hints'] = {'loss': {'divergence': 'jsd'}}
-  loss = wiring.spec_of(fields).hints.loss
+  loss = wiring.spec_of(fields).hints
   assert loss.divergence == 'jsd' and loss.weight == 1.0
 
 
@@ -403,7 +403,7 @@ def test_misspelt_section_is_named():
     ('summary.max_tokens', 0, r'config\.summary: .*max_tokens .* not 0'),
     ('rewards.effort_scale', 0.0, r'rewards: .*effort_scale .* not 0\.0'),
     ('rewards.version', -1, r'version .* not -1'),
-    ('hints.templates', (('typo', 'no'),), r"hints\.templates .*\['typo'\]"),
+    ('hints.templates', (('typo', 'no'),), r"hints: .*templates .*\['typo'\]"),
     ('hints.templates', (), r'hints\.loss\.weight \(1\.0\) needs'),
     ('hints.loss.teacher', 'live', r"config\.hints\.loss: .*'live'"),
     ('curriculum.max_weight', 0.5, r'curriculum\.max_weight .* not 0\.5'),

@@ -13,8 +13,8 @@ may still take long. Its constants are not published; x here is the sampled
 tokens, summaries included, plus a share of what tools answered and a price per
 turn, which stands for what a tool call costs beside its tokens.
 
-The prices may change while a run goes on: `Switch` reads `rewards.json` of the
-workdir, which a person may replace at any time by one of a higher version.
+The prices may change while a run goes on (`Switch`): a person may replace
+`rewards.json` of the workdir at any time by one of a higher version.
 """
 
 import dataclasses
@@ -121,13 +121,10 @@ def score(
   """Returns the reward of an episode, and what each of its terms added.
 
   Args:
-    verdict: on the final state.
     played: turns in order; summaries are neither calls nor free.
     flags: alarms of monitors.
-    options: the prices.
     num_sampled, num_answered: tokens of the policy, summaries included, and of
       what tools answered.
-    open_todos: to-dos that are open at the end.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]
   success = float(verdict.passed)
@@ -159,9 +156,8 @@ class Switch:
   the prices of a group are those in force when its first member asks.
 
   Consumes: `rewards.json`, which names the fields that differ from the
-    config's, and a version higher than every one before.
-  Waits for: nothing.
-  Woken by: a group that begins.
+    config's, and a version higher than every one before; read when a group
+    begins.
   Produces: RewardOptions; one report per file that was taken or refused.
   """
 
@@ -171,7 +167,7 @@ class Switch:
     first: RewardOptions,
     report: Callable[[str], None],
   ):
-    """Begins with the config's prices; `report` is told of every file."""
+    """Begins with the config's prices."""
     self._path = path
     self._first = self._current = first
     self._report = report
@@ -180,7 +176,6 @@ class Switch:
     self._lock = threading.Lock()
 
   def of_group(self, group: int) -> RewardOptions:
-    """The prices of a group, the same for each of its members."""
     with self._lock:
       if group not in self._of_group:
         self._read()

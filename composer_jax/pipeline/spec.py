@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.agent import episode, mistakes, rewards, summarize
+from composer_jax.agent import episode, rewards, summarize
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
@@ -130,76 +130,6 @@ class StageOptions:
       grad_clip=self.grad_clip,
       muon=self.muon,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HintSection(mistakes.HintOptions):
-  """Textual feedback on faulty turns, which a teacher reads.
-
-  Attributes:
-    loss: what hints weigh; with weight 0 there are none.
-  """
-
-  loss: distill.HintLossOptions = distill.HintLossOptions(weight=1.0)
-
-  def __post_init__(self):
-    mistakes.HintOptions.__post_init__(self)
-    unknown = {kind for kind, _ in self.templates} - set(mistakes.DETECTORS)
-    if unknown:
-      raise ValueError(
-        f'--config.hints.templates names {sorted(unknown)}; mistakes are of '
-        f'{sorted(mistakes.DETECTORS)}.'
-      )
-    if self.loss.weight and not (self.templates and self.max_hints):
-      raise ValueError(
-        f'--config.hints.loss.weight ({self.loss.weight}) needs '
-        '--config.hints.templates, and max_hints of at least 1.'
-      )
-
-  def options(self) -> mistakes.HintOptions | None:
-    """Which mistakes get a hint; None where hints weigh nothing."""
-    return self if self.loss.weight else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSection:
-  """The rollout engine and its devices; see `rollout.options.EngineOptions`.
-
-  Attributes:
-    devices: the first ones, which share the model out; on a CPU one is fastest.
-    num_slots: requests worked on at once.
-    prefill_chunk: context tokens that a session consumes in a prefill step.
-    prefill_rows: sessions in a prefill step; or several numbers, as buckets.
-    decode_rows: buckets of sessions in a decode step; () for num_slots.
-    decode_steps: tokens a dispatch; weights change between dispatches.
-    page_size: tokens of a page of the KV cache.
-    num_pages: of the KV cache; 0 for num_slots sessions at their longest.
-    record_routes: whether it is recorded which experts each token passed, which
-      replay needs.
-    share_prefixes: the prompt of a group is computed once.
-    on_swap: what running sessions do with keys and values of older weights:
-      'keep' them, or 'refresh' them by consuming all their tokens anew.
-  """
-
-  devices: int = 1
-  num_slots: int = 64
-  prefill_chunk: int = 32
-  prefill_rows: int | tuple[int, ...] = 8
-  decode_rows: tuple[int, ...] = ()
-  decode_steps: int = 4
-  page_size: int = 64
-  num_pages: int = 0
-  record_routes: bool = True
-  share_prefixes: bool = True
-  on_swap: str = rollout_options.KEEP
-
-  def __post_init__(self):
-    at_least('rollout', self, 1, 'devices')
-
-  def engine_options(self, max_len: int) -> rollout_options.EngineOptions:
-    fields = dataclasses.asdict(self)
-    del fields['devices']
-    return rollout_options.EngineOptions(max_len=max_len, **fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,8 +255,7 @@ SECTIONS = {
   'episode': episode.EpisodeOptions,
   'summary': summarize.SummaryOptions,
   'rewards': rewards.RewardOptions,
-  'hints': HintSection,
-  'rollout': RolloutSection,
+  'rollout': rollout_options.ServingOptions,
   'rl': RLSection,
   'evaluation': EvaluationSection,
   'telemetry': TelemetrySection,
@@ -357,12 +286,16 @@ class Spec:
   episode: episode.EpisodeOptions
   summary: summarize.SummaryOptions
   rewards: rewards.RewardOptions
-  hints: HintSection
-  rollout: RolloutSection
+  rollout: rollout_options.ServingOptions
   rl: RLSection
   evaluation: EvaluationSection
   telemetry: TelemetrySection
   systems: Mapping[str, Any]
+
+  @property
+  def hints(self) -> distill.HintLossOptions:
+    """What hints weigh; a system says what they are on, and writes them."""
+    return self.systems['hints'].loss
 
   @property
   def lm_model(self) -> model_config.ModelConfig:
@@ -386,7 +319,9 @@ class Spec:
     )
 
   def engine_options(self) -> rollout_options.EngineOptions:
-    return self.rollout.engine_options(self.episode.max_tokens)
+    return rollout_options.EngineOptions(
+      max_len=self.episode.max_tokens, **dataclasses.asdict(self.rollout)
+    )
 
   def update_options(self) -> update.UpdateOptions:
     rl = self.rl
@@ -401,7 +336,7 @@ class Spec:
       refreshed=self.rollout.on_swap == rollout_options.REFRESH,
       gate=rl.gate,
       seed=self.seed,
-      hints=self.hints.loss,
+      hints=self.hints,
     )
 
   def __post_init__(self):

@@ -1,8 +1,4 @@
-"""One update of the policy from finished groups, and what it measured.
-
-Both the synchronous loop and the asynchronous trainer call `update`; they
-differ only in where the groups come from.
-"""
+"""One update of the policy from finished groups, and what it measured."""
 
 import dataclasses
 import math
@@ -172,7 +168,7 @@ def update(
   reference: Any = None,
   teacher: Any = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
-  """Trains once on `groups`.
+  """Trains once on `groups`, wherever they come from.
 
   Rollouts without an advantage take no part in the batch. Statistics of its
   tokens (entropy, mismatch, truncated, routes, expert_load and sampled_tokens)
@@ -187,9 +183,6 @@ def update(
   Args:
     state: donated.
     groups: exactly `options.prompts` of them; their order does not matter.
-    functions: what `rl.step.build` made.
-    options: how groups become a gradient.
-    shape: what trajectories are packed into.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read the hints, where `options.hints` names a
       frozen teacher; None without hints. The state has the average itself.

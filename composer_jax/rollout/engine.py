@@ -17,7 +17,7 @@ to another session are written only behind what their last owner had under way.
 A session's tokens, log-probabilities and routes depend on its own requests and
 on the weights alone, bit for bit: not on its slot, on its neighbours, on how
 steps were scheduled or on whether its prompt was found cached. That holds with
-one number of rows for each program, where the model's rows are independent of
+one number of `prefill_rows`, where the model's rows are independent of
 each other, and for a session whose pages were never taken back; with
 `numerics='batch_invariant'` it holds always.
 """
@@ -113,11 +113,6 @@ class Engine:
     return self._served.version
 
   @property
-  def num_slots(self) -> int:
-    """Requests that can be worked on without any of them waiting."""
-    return self.options.num_slots
-
-  @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
     return dict(self._programs.traces)
@@ -148,10 +143,9 @@ class Engine:
     self._copy([(0, no_page, 0)])
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
-    for num_rows in self.options.sample_rows:
-      for truncate in (False, True):
-        self._compose([], num_rows)
-        self._run_decode(truncate)
+    for truncate in (False, True):
+      self._compose([])
+      self._run_decode(truncate)
 
   def submit(
     self,
@@ -319,15 +313,14 @@ class Engine:
     self._read()
     # Some may have ended by what was read.
     if decoding := self._slots.decoding():
-      count = len(decoding)
-      num_rows = min(r for r in self.options.sample_rows if r >= count)
-      self._compose(decoding, num_rows)
+      self._compose(decoding)
       self._sample()
 
-  def _compose(self, decoding: list[sessions.Session], num_rows: int) -> None:
+  def _compose(self, decoding: list[sessions.Session]) -> None:
     """Gives the rows of decode to these sessions; nothing may be unread."""
     assert not self._unread
     width = sum(steps.decode_widths(self.options))
+    num_rows = self.options.num_slots
     rows_BW = np.zeros((num_rows, width), np.int32)
     state_3B = np.zeros((3, num_rows), np.int32)
     for row, session in enumerate(decoding):

@@ -64,7 +64,7 @@ class EnginePolicy:
       raise TimeoutError(
         f'Session {request.session!r} got no completion within '
         f'{self._timeout_s:g} s; is `serve` running? It works on '
-        f'{self._engine.num_slots} requests at once.'
+        f'{self._engine.options.num_slots} requests at once.'
       ) from error
 
   def close(self, session: str | None = None) -> None:

@@ -6,9 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from composer_jax.agent import mistakes, rewards
+from composer_jax.agent import rewards
 from composer_jax.core import records
 from composer_jax.rl import advantage, batching, collect, policy_loss, update
+from composer_jax.tasks import mistakes
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.agent import summarize_test
 from tests.rl import advantage_test
@@ -103,7 +104,7 @@ def test_the_player_prices_hints_and_summarises_every_episode():
       make_environment,
       summarize_test.OPTIONS,
       reward_of_group=reward_of_group,
-      hints=mistakes.HintOptions(),
+      hints=mistakes.HintOptions().write,
       summary=summarize_test.SUMMARY,
     ),
     rollouts_per_group=2,

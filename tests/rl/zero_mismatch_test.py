@@ -31,7 +31,6 @@ OPTIONS = engines.EngineOptions(
   prefill_chunk=24,
   prefill_rows=(1, 3),
   decode_steps=3,
-  decode_rows=(1, 4),
   page_size=grouped_query.KEY_BLOCK,
   # Room for two long sessions, where four want to run.
   num_pages=7,
@@ -150,9 +149,7 @@ def test_the_workload_meets_what_it_is_for(config):
 def test_buckets_order_and_room_change_no_bit(config):
   """One bucket, other arrivals, and pages for all at once."""
   found, *_ = _sampled(config)
-  options = dataclasses.replace(
-    OPTIONS, prefill_rows=3, decode_rows=(), num_pages=32
-  )
+  options = dataclasses.replace(OPTIONS, prefill_rows=3, num_pages=32)
   engine = engines.Engine(config, _policy(config), 0, options)
   order = np.random.default_rng(1).permutation(NUM_SESSIONS).tolist()
   mine, lost = _play(engine, order, 5)
