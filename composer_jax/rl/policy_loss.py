@@ -17,7 +17,7 @@ a loss is minus the sum over sampled tokens of
 At ratio 1 every gradient is that of REINFORCE with the group's baseline. A
 sequence is one context window, of which an episode may have several. The sum is
 divided by nothing; the caller divides by constants only, never by a length (Dr.
-GRPO), unless `rl.advantage` is told to.
+GRPO).
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ BOUNDS = {
   'dapo': (0.8, 1.28),
   'gspo': (1 - 3e-4, 1 + 4e-4),
 }
-NORMALIZERS = ('constant', 'sequence', 'token')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,18 +49,14 @@ class LossOptions:
     name: one of `BOUNDS`; 'tis' is truncated importance sampling.
     ratio_cap: C of a token's ratio, in 'tis' and 'sequence_mask'.
     bounds: (low, high) of the others and of the mask; () for the usual ones.
-    normalizer: what a rollout's tokens are divided by: 'constant' (Dr. GRPO),
-      'sequence' (its length, GRPO) or 'token' (the step's mean length, DAPO).
   """
 
   name: str = 'tis'
   ratio_cap: float = 2.0
   bounds: tuple[float, ...] = ()
-  normalizer: str = 'constant'
 
   def __post_init__(self):
     checks.one_of(self, 'name', tuple(BOUNDS))
-    checks.one_of(self, 'normalizer', NORMALIZERS)
     if not self.ratio_cap >= 1:
       raise ValueError(
         f'--config.rl.loss.ratio_cap must be at least 1, not {self.ratio_cap}.'

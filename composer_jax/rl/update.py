@@ -198,7 +198,6 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   by_group = list(map(advantage.group_advantages, groups, rewards))
-  by_group = advantage.normalized(groups, by_group, options.loss.normalizer)
   trained, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)

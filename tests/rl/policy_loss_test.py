@@ -228,7 +228,6 @@ def test_stats_add_up_over_microbatches(tokens):
   'fields, told',
   [
     ({'name': 'ppo'}, r"name 'ppo' is not one of .*'tis'"),
-    ({'normalizer': 'mean'}, r"normalizer 'mean' is not .*'constant'"),
     ({'ratio_cap': 0.5}, r'loss\.ratio_cap must be at least 1, not 0\.5'),
     ({'bounds': (0.5, 2.0)}, r"mean nothing to 'tis'"),
     ({'name': 'dapo', 'bounds': (1.1, 2.0)}, r'bounds .* not \(1\.1, 2\.0\)'),
