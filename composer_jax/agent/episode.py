@@ -84,7 +84,7 @@ def run(
   )
   with contextlib.closing(env):
     with contextlib.closing(chain):
-      moments, num_answered = _interact(env, chain, tokenizer, options, summary)
+      moments = _interact(env, chain, tokenizer, options, summary)
     verdict = env.verdict(bool(moments) and moments[-1].is_final)
     flags = env.flags
     earned, terms = rewards.score(
@@ -93,7 +93,6 @@ def run(
       flags,
       reward,
       num_sampled=chain.num_sampled,
-      num_answered=num_answered,
       open_todos=env.open_todos,
     )
     trajectories = chain.trajectories()
@@ -129,13 +128,8 @@ def _interact(
   tokenizer: Any,
   options: EpisodeOptions,
   summary: summarize.SummaryOptions,
-) -> tuple[list[environment.Moment], int]:
-  """Lets policy and tools take turns.
-
-  Returns:
-    The turns and what came of them, summaries included, and how many tokens of
-    answers the policy was given.
-  """
+) -> list[environment.Moment]:
+  """Lets policy and tools take turns; returns what came of each, in order."""
   summarizer = summarize.Summarizer(
     tokenizer,
     env.prompt,
@@ -150,7 +144,7 @@ def _interact(
       f'max_tokens ({options.max_tokens}) must exceed that.'
     )
   moments: list[environment.Moment] = []
-  num_calls = num_answered = 0
+  num_calls = 0
   deadline = time.monotonic() + options.max_seconds
   while num_calls < options.max_turns and time.monotonic() < deadline:
     left = options.max_sampled_tokens - chain.num_sampled
@@ -188,8 +182,7 @@ def _interact(
     context_T = np.concatenate(
       [np.array(end, np.int32), answer_T, chat.call_prefix(tokenizer)]
     )
-    num_answered += len(context_T)
-  return moments, num_answered
+  return moments
 
 
 def _carry_out(

@@ -16,7 +16,7 @@ from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.rl import batching, mismatch, policy_loss, update
+from composer_jax.rl import batching, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.train import accumulation
@@ -133,15 +133,13 @@ class StageOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLSection:
+class RLSection(update.LearningOptions):
   """The reinforcement-learning stage.
 
   Attributes:
     mesh: devices of the trainer, in the run's layout. One by default: on a CPU
       the rollout process needs the other core.
     steps: optimizer steps; 0 evaluates SFT alone.
-    prompts: groups of an optimizer step.
-    rollouts_per_prompt: episodes of a group.
     placement: 'processes', or 'colocated': one process takes turns.
     max_staleness: optimizer steps that a policy may be behind the trainer when
       it samples; 0 equals the synchronous loop.
@@ -151,17 +149,9 @@ class RLSection:
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
     grad_clip: global norm that gradients are scaled down to.
-    loss: which policy gradient, and how much of p_train / p_rollout it
-      believes.
-    kl_coefficient: of the k1 penalty in the reward, against the SFT policy.
-    reward: 'verdict', or 'shuffled', the control that must not learn.
-    replay: replays the routes that the engine recorded.
-    gate: what the mismatch of rollout and trainer may be.
     rows: of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
-    mismatch_every: steps from one measurement of the mismatch with and without
-      replay to the next; 0 for none.
     episodes_every: steps from one readable episode of the report to the next.
     wait_timeout_s: seconds without a finished group after which a run ends.
     max_restarts: of the rollout process, in a run.
@@ -169,8 +159,6 @@ class RLSection:
 
   mesh: Mesh = Mesh()
   steps: int = 125
-  prompts: int = 8
-  rollouts_per_prompt: int = 8
   placement: str = 'processes'
   max_staleness: int = 1
   learning_rate: float = 3e-4
@@ -179,15 +167,9 @@ class RLSection:
   adam_b1: float = 0.9
   adam_b2: float = 0.95
   grad_clip: float = 1.0
-  loss: policy_loss.LossOptions = policy_loss.LossOptions()
-  kl_coefficient: float = 0.0
-  reward: str = 'verdict'
-  replay: bool = True
-  gate: mismatch.GateOptions = mismatch.GateOptions()
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5
-  mismatch_every: int = 10
   episodes_every: int = 10
   wait_timeout_s: float = 300.0
   max_restarts: int = 3
@@ -324,17 +306,10 @@ class Spec:
     )
 
   def update_options(self) -> update.UpdateOptions:
-    rl = self.rl
+    names = [f.name for f in dataclasses.fields(update.LearningOptions)]
     return update.UpdateOptions(
-      prompts=rl.prompts,
-      rollouts_per_prompt=rl.rollouts_per_prompt,
-      replay=rl.replay,
-      reward=rl.reward,
-      kl_coefficient=rl.kl_coefficient,
-      loss=rl.loss,
-      mismatch_every=rl.mismatch_every,
+      **{name: getattr(self.rl, name) for name in names},
       refreshed=self.rollout.on_swap == rollout_options.REFRESH,
-      gate=rl.gate,
       seed=self.seed,
       hints=self.hints,
     )

@@ -25,23 +25,21 @@ from composer_jax.train import step as train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-  """How groups become a gradient.
+class LearningOptions:
+  """What a step learns of its groups.
 
   Attributes:
-    prompts: P, groups per optimizer step.
-    rollouts_per_prompt: R.
-    replay: whether recorded routes are replayed, or tokens routed afresh.
-    reward: 'verdict', or 'shuffled' for the control that must not learn.
-    kl_coefficient: reward lost per nat of k1 to the reference policy.
-    loss: which policy-gradient loss.
-    mismatch_every: steps between measurements of the mismatch both with and
-      without replay, which cost one more forward pass; 0 never.
-    gate: what the mismatch of a step may be.
-    refreshed: whether the engine refreshes its caches when weights change; see
-      `mismatch.ages`.
-    seed: the run's, which the shuffled control draws with.
-    hints: what those on faulty turns weigh beside the reward.
+    prompts: groups of an optimizer step.
+    rollouts_per_prompt: episodes of a group.
+    replay: replays the routes that the engine recorded; else tokens are routed
+      afresh.
+    reward: 'verdict', or 'shuffled', the control that must not learn.
+    kl_coefficient: reward lost per nat of k1 to the policy that RL began with.
+    loss: which policy gradient, and how much of p_train / p_rollout it
+      believes.
+    mismatch_every: steps from one measurement of the mismatch with and without
+      replay, which costs one more forward pass, to the next; 0 for none.
+    gate: what the mismatch of rollout and trainer may be.
   """
 
   prompts: int = 8
@@ -52,6 +50,19 @@ class UpdateOptions:
   loss: policy_loss.LossOptions = policy_loss.LossOptions()
   mismatch_every: int = 10
   gate: mismatch.GateOptions = mismatch.GateOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateOptions(LearningOptions):
+  """How groups become a gradient.
+
+  Attributes:
+    refreshed: whether the engine refreshes its caches when weights change; see
+      `mismatch.ages`.
+    seed: the run's, which the shuffled control draws with.
+    hints: what those on faulty turns weigh beside the reward.
+  """
+
   refreshed: bool = False
   seed: int = 0
   hints: distill.HintLossOptions = distill.OFF
