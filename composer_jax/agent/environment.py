@@ -137,16 +137,12 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSource:
-  """The tasks of a split, in the order of a seed.
+  """The tasks of a split, in the order of a seed."""
 
-  Attributes:
-    of_group: group id -> task, where no curriculum decides.
-    of_id: task id -> task.
-    pool: step -> what a curriculum may draw for it.
-  """
-
+  # Group id -> task, where no curriculum decides.
   of_group: Callable[[int], Any]
   of_id: Callable[[str], Any]
+  # Step -> what a curriculum may draw for it.
   pool: Callable[[int], Sequence[Any]]
 
 
@@ -155,10 +151,8 @@ class TaskFamily(Protocol):
 
   Laws: a task is a function of its id alone, and which tasks a run draws of the
   config and a seed; 'train' and 'held_out' share no task; what SFT is shown the
-  solution of, RL does not train on.
-
-  Attributes:
-    needs_execution: whether tasks can be judged only by running code.
+  solution of, RL does not train on. Some, says `needs_execution`, can be judged
+  only by running code.
   """
 
   needs_execution: bool

@@ -20,11 +20,8 @@ def kl_penalized_rewards(
 ) -> np.ndarray:
   """Subtracts `coefficient * sum_t (log p - log q)` from each reward.
 
-  Args:
-    group: rollouts whose `logprobs_T` are log p.
-    reference_logprobs: per rollout, log q about every token of its
-      trajectories in order, concatenated.
-    coefficient: beta; reward per nat of divergence.
+  The rollouts' `logprobs_T` are log p; `reference_logprobs` are, for each of
+  them, log q about every token of its trajectories, concatenated.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
   for i, rollout in enumerate(group.rollouts):

@@ -24,8 +24,7 @@ class BatchShape:
   """Static shape of one microbatch.
 
   Attributes:
-    rows: B.
-    seq_len: T; the longest trajectory that fits.
+    rows, seq_len: B and T; no longer trajectory fits.
     num_moe_layers, num_active: M and A of the recorded routes.
     num_experts: E, which recorded ids are below.
     align: every trajectory starts at a multiple of it in its row, so that its
@@ -160,11 +159,8 @@ def pack(
 ) -> list[batches.RLBatch]:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
-  Trajectories come in order of (group, member, window); `places` says where
-  each lies. The last microbatch is filled up with padding.
-
-  Raises:
-    ValueError: a trajectory is too long, or its routes are no router's of ours.
+  They come in order of (group, member, window); `places` says where each lies.
+  A ValueError names one that is too long, or whose routes cannot be replayed.
   """
   for i, trajectory in enumerate(trajectories):
     check_routes(i, trajectory.expert_ids_TMA, shape)

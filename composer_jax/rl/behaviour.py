@@ -92,17 +92,12 @@ def measure(
   advantages: Sequence[np.ndarray],
   version: int,
 ) -> dict[str, Any]:
-  """Rewards and their terms, verdicts, alarms, calls and staleness.
+  """Rewards and their terms, verdicts, alarms, calls and staleness of a step.
 
   Most are means over rollouts. 'reward_versions' says how many versions of the
   prices there are: more than one while groups that began before a change are
-  trained on.
-
-  Args:
-    groups: the step's.
-    advantages: advantages_R of each group; a group without any that is not 0
-      does not inform.
-    version: policy version that is trained.
+  trained on. `advantages` are advantages_R of each group; one without any that
+  is not 0 does not inform. `version` is that of the policy that is trained.
   """
   rollouts = [r for g in groups for r in g.rollouts]
   counts = verdict_counts(rollouts)

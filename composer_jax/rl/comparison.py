@@ -1,8 +1,4 @@
-"""Rollout against trainer about the same packed trajectories.
-
-Between the device's passes over microbatches and `rl.mismatch`, which knows
-trajectories alone.
-"""
+"""Rollout against trainer: from microbatches to what `rl.mismatch` compares."""
 
 import dataclasses
 from typing import Any

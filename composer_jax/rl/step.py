@@ -33,7 +33,6 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     grads: pytree like the parameters.
-    loss: sum of the policy-gradient terms.
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
     num_routed: tokens, padding excluded.

@@ -151,11 +151,9 @@ def add_hints(
 ) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
   """Adds the gradient of all hints of a step to its sums, which it donates.
 
-  Hints count whatever the advantage of their rollout. Where there are none,
-  nothing is computed. `replay` lets the student take its recorded routes.
-
-  Returns:
-    The sums, counts of hints, and their statistics on the device, if any.
+  Hints count whatever the advantage of their rollout. `replay` lets the student
+  take its recorded routes. Also returns counts of hints, and their statistics
+  on the device, if there are any hints.
   """
   microbatches, counts = hint_batching.pack(
     groups, shape, num_parts=functions.parts
@@ -179,7 +177,7 @@ def update(
   reference: Any = None,
   teacher: Any = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
-  """Trains once on `groups`, wherever they come from.
+  """Trains once on `groups`; returns the next state and the step's metrics.
 
   Rollouts without an advantage take no part in the batch. Statistics of its
   tokens (entropy, mismatch, truncated, routes, expert_load and sampled_tokens)
@@ -197,9 +195,6 @@ def update(
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read the hints, where `options.hints` names a
       frozen teacher; None without hints. The state has the average itself.
-
-  Returns:
-    The next state and the metrics of the step.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.

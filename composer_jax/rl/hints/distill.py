@@ -159,14 +159,10 @@ def compare(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch from the student's and the teacher's part.
+  """Returns the sums of a microbatch.
 
-  Args:
-    model: both policies'.
-    weights: what makes logits of hidden states, of each.
-    hidden_BTD: hidden states, of each.
-    batch: what both read.
-    options: how they are compared.
+  Of student and teacher: `weights`, which make logits of hidden states, and
+  these.
   """
   plan = model.plan
   name = _unembedding(model.config)
@@ -222,11 +218,9 @@ def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
 
 
 def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
-  """Of a device's tokens, what is about to predict the next of each.
+  """Of a device's tokens, what predicts the next of each; with a slot first.
 
-  Returns:
-    Hidden states, slots, ids, weights, rollout's log-probabilities and
-    temperatures; of the tokens with a slot first.
+  Hidden states, slots, ids, weights, rollout's log-probabilities, temperatures.
   """
   student = batch.student
   arrays_BT = (
