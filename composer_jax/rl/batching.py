@@ -152,14 +152,22 @@ def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
     ) from error
 
 
+class PackedTrajectories(NamedTuple):
+  """Trajectories, the microbatches that hold them, and where each lies."""
+
+  trajectories: list[records.Trajectory]
+  microbatches: list[batches.RLBatch]
+  places: list[RowSpan]
+
+
 def pack(
   trajectories: list[records.Trajectory],
   advantages: list[float],
   shape: BatchShape,
-) -> list[batches.RLBatch]:
+) -> PackedTrajectories:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
-  They come in order of (group, member, window); `places` says where each lies.
+  They come in order of (group, member, window) and lie where `places` says.
   A ValueError names one that is too long, or whose routes cannot be replayed.
   """
   for i, trajectory in enumerate(trajectories):
@@ -171,4 +179,5 @@ def pack(
     where, trajectories, advantages, strict=True
   ):
     write(packed[place.batch], place, trajectory, weight)
-  return [batches.RLBatch(**arrays) for arrays in packed]
+  microbatches = [batches.RLBatch(**arrays) for arrays in packed]
+  return PackedTrajectories(trajectories, microbatches, where)

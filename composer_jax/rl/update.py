@@ -100,11 +100,11 @@ def rewards_of(
   if options.kl_coefficient == 0:
     return [np.array([r.reward for r in g.rollouts]) for g in groups]
   every = [t for g in groups for r in g.rollouts for t in r.trajectories]
-  packed = comparison.pack(every, [0.0] * len(every), shape)
+  packed = batching.pack(every, [0.0] * len(every), shape)
   # The reference has its own routes: another policy's may not be replayed.
   afresh = map(comparison.fresh, packed.microbatches)
   scores = [functions.score(reference, batch) for batch in afresh]
-  scored = iter(packed.logprobs(scores))
+  scored = iter(comparison.logprobs(packed, scores))
   penalized = []
   for group in groups:
     logprobs = [
@@ -121,7 +121,7 @@ def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[comparison.PackedTrajectories, list[int]]:
+) -> tuple[batching.PackedTrajectories, list[int]]:
   """What a step trains on, and the group of each of its trajectories.
 
   Leaves out what has no advantage: its gradient is exactly zero. Once the
@@ -136,7 +136,7 @@ def _trained(
   ]
   kept = [item for item in every if item[1]] or every
   trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
-  return comparison.pack(trajectories, advantages, shape), ids
+  return batching.pack(trajectories, advantages, shape), ids
 
 
 def add_hints(
@@ -242,7 +242,7 @@ def update(
     measured.update(
       mismatch.measure(
         trained.trajectories,
-        trained.logprobs(scores),
+        comparison.logprobs(trained, scores),
         version,
         refreshed=options.refreshed,
       )
@@ -257,7 +257,7 @@ def update(
     return said
 
   if options.gate.action == 'stop' and (said := look()):
-    group, kl = mismatch.worst(ids, trained.ratios(scores))
+    group, kl = mismatch.worst(ids, comparison.ratios(trained, scores))
     raise mismatch.OutOfBand(
       f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is '
       f'the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '

@@ -166,7 +166,7 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
   lengths = [len(t) for t in found]
   # As the trainer has them: the policy's values, in float32.
   values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))
-  packed = batching.pack(found, [0.0] * len(found), shape)
+  packed = batching.pack(found, [0.0] * len(found), shape).microbatches
   score = _scorer(config)
   scores = [
     jax.device_get(
