@@ -169,11 +169,9 @@ class GateOptions:
     checks.number(self, 0, 'max_kl_fresh', 'max_kl', 'max_p99')
     checks.number(self, 0, 'max_large_ratio_share', 'min_agreement')
     for name in ('max_large_ratio_share', 'min_agreement'):
-      if getattr(self, name) > 1:
-        raise ValueError(
-          f'GateOptions.{name} ({getattr(self, name)}) is a share: it must lie '
-          'in 0..1.'
-        )
+      checks.require(
+        self, name, getattr(self, name) <= 1, 'be a share, in 0..1'
+      )
 
 
 class OutOfBand(ValueError):

@@ -57,10 +57,7 @@ class LossOptions:
 
   def __post_init__(self):
     checks.one_of(self, 'name', tuple(BOUNDS))
-    if not self.ratio_cap >= 1:
-      raise ValueError(
-        f'--config.rl.loss.ratio_cap must be at least 1, not {self.ratio_cap}.'
-      )
+    checks.require(self, 'ratio_cap', self.ratio_cap >= 1, 'be at least 1')
     if not self.bounds:
       return
     if not BOUNDS[self.name]:
@@ -68,11 +65,11 @@ class LossOptions:
         f'--config.rl.loss.bounds ({self.bounds}) mean nothing to '
         f'{self.name!r}, which has ratio_cap.'
       )
-    if len(self.bounds) != 2 or not 0 <= self.bounds[0] <= 1 <= self.bounds[1]:
-      raise ValueError(
-        '--config.rl.loss.bounds must be (low, high) with 0 <= low <= 1 <= '
-        f'high, or () for the usual of the loss, not {self.bounds}.'
-      )
+    is_range = len(self.bounds) == 2 and (
+      0 <= self.bounds[0] <= 1 <= self.bounds[1]
+    )
+    rule = 'be (low, high) with 0 <= low <= 1 <= high, or () for the usual ones'
+    checks.require(self, 'bounds', is_range, rule)
 
   @property
   def range(self) -> tuple[float, ...]:

@@ -68,10 +68,7 @@ class UpdateOptions(LearningOptions):
   hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
-    if self.reward not in ('verdict', 'shuffled'):
-      raise ValueError(
-        f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
-      )
+    checks.one_of(self, 'reward', ('verdict', 'shuffled'))
     checks.number(self, 0, 'kl_coefficient')
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from composer_jax.core import checks
+
 KEEP, REFRESH = 'keep', 'refresh'
 ON_SWAP = (KEEP, REFRESH)
 
@@ -56,22 +58,15 @@ class EngineOptions(ServingOptions):
   num_top: int = 0
 
   def __post_init__(self):
-    for name, value in vars(self).items():
-      if name not in ('record_routes', 'share_prefixes', 'on_swap'):
-        # A session of the shortest max_len has a context token and samples one.
-        least = {'max_len': 2, 'num_pages': 0, 'num_top': 0}.get(name, 1)
-        for number in _several(value):
-          if type(number) is not int or number < least:
-            raise ValueError(
-              f'EngineOptions.{name} must be an integer of at least {least}, '
-              f'not {number!r}.'
-            )
-    if self.prefill_rows == ():
-      raise ValueError('EngineOptions.prefill_rows must name a number of rows.')
-    if self.on_swap not in ON_SWAP:
-      raise ValueError(
-        f'EngineOptions.on_swap must be one of {ON_SWAP}, not {self.on_swap!r}.'
-      )
+    sizes = ('num_slots', 'prefill_chunk', 'decode_steps', 'page_size')
+    checks.at_least(self, 1, 'devices', *sizes, 'max_stop_tokens')
+    # A session of the shortest max_len has a context token and samples one.
+    checks.at_least(self, 2, 'max_len')
+    checks.at_least(self, 0, 'num_pages', 'num_top')
+    rows = _several(self.prefill_rows)
+    is_right = rows and all(type(n) is int and n >= 1 for n in rows)
+    checks.require(self, 'prefill_rows', is_right, 'name numbers of at least 1')
+    checks.one_of(self, 'on_swap', ON_SWAP)
     if self.pages < self.table_len:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '

@@ -65,11 +65,8 @@ class HintLossOptions:
     checks.one_of(self, 'teacher', ('frozen', 'ema'))
     checks.number(self, 0, 'weight')
     checks.number(self, 1, 'ratio_cap')
-    if not 0 < self.ema_rate < 1:
-      raise ValueError(
-        f'HintLossOptions.ema_rate ({self.ema_rate}) must lie between 0 and 1, '
-        'both excluded.'
-      )
+    is_right = 0 < self.ema_rate < 1
+    checks.require(self, 'ema_rate', is_right, 'lie in (0, 1), both excluded')
 
 
 OFF = HintLossOptions(weight=0.0)
