@@ -53,7 +53,7 @@ def _limits(engine, new: int, peak: float, rounds: int) -> tuple[float, float]:
   speed = rollout_peers.median(interleaved.rates(read, read, rounds)[0])
   length = rollout_model.PROMPT + new // 2
   return (
-    engine.num_slots * speed / step,
+    engine.options.num_slots * speed / step,
     peak / flops.forward_per_token(engine.config, length),
   )
 

@@ -103,7 +103,7 @@ def sample(engine, new: int, prompt: int = PROMPT) -> list[Any]:
 
   from composer_jax.core import records
 
-  sessions = [f'{next(_names)}' for _ in range(engine.num_slots)]
+  sessions = [f'{next(_names)}' for _ in range(engine.options.num_slots)]
   for session in sessions:
     seed = (0, int(session))
     rng = np.random.default_rng(seed)
@@ -156,7 +156,7 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
   )
   experts = int(active * c.num_moe_layers * expert)
   cache = flops.cache_bytes_per_token(c, width)
-  context = engine.num_slots * (PROMPT + new // 2) * cache
+  context = engine.options.num_slots * (PROMPT + new // 2) * cache
   return total + context, dense + experts + context
 
 

@@ -264,7 +264,7 @@ def test_a_misspelt_override_is_refused_with_what_it_may_mean(override, told):
 def test_fields_that_a_section_does_not_name_keep_their_default():
   fields = tiny().to_dict()
   fields['hints'] = {'loss': {'divergence': 'jsd'}}
-  loss = wiring.spec_of(fields).hints.loss
+  loss = wiring.spec_of(fields).hints
   assert loss.divergence == 'jsd' and loss.weight == 1.0
 
 

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
 
@@ -45,14 +47,6 @@ class ToolResult:
   @property
   def is_valid(self) -> bool:
     return self.outcome not in turns_lib.INVALID_OUTCOMES
-
-
-class InvalidCall(Exception):
-  """A call that cannot be carried out; its message goes to the policy."""
-
-  def __init__(self, outcome: str, message: str):
-    super().__init__(message)
-    self.outcome = outcome
 
 
 class Environment(Protocol):
@@ -105,6 +99,32 @@ class Environment(Protocol):
     """Forgets the workspace; may be called twice."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+  """A turn and what came of it, as those see it who write hints.
+
+  Attributes:
+    turn: where its tokens lie, and its outcome.
+    call: its text; '' where its tokens are no text.
+    answer: what the environment said; '' for a summary.
+    is_final: whether the episode ended with this call.
+    open_todos: items of the policy's own list not done after it.
+  """
+
+  turn: turns_lib.Turn
+  call: str
+  answer: str
+  is_final: bool = False
+  open_todos: int = 0
+
+
+# (environment, tokenizer, moments, tokens_T of each window) -> hints on them.
+HintWriter = Callable[
+  [Environment, Any, Sequence[Moment], Sequence[np.ndarray]],
+  tuple[turns_lib.Hint, ...],
+]
+
+
 class Policy(Protocol):
   """Samples tokens. Many episodes, each in a thread, may share one policy."""
 
@@ -115,30 +135,14 @@ class Policy(Protocol):
     """Forgets a session; unknown ones are ignored."""
 
 
-def broken_verdict(environment: Environment, detail: str) -> records.Verdict:
-  """Says that the sandbox failed, and so nothing about the policy."""
-  return records.Verdict(
-    passed=False,
-    num_passed=0,
-    num_tests=environment.num_tests,
-    status=records.INFRASTRUCTURE,
-    sandbox_level=environment.sandbox_level,
-    detail=detail,
-  )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSource:
-  """The tasks of a split, in the order of a seed.
+  """The tasks of a split, in the order of a seed."""
 
-  Attributes:
-    of_group: group id -> task, where no curriculum decides.
-    of_id: task id -> task.
-    pool: step -> what a curriculum may draw for it.
-  """
-
+  # Group id -> task, where no curriculum decides.
   of_group: Callable[[int], Any]
   of_id: Callable[[str], Any]
+  # Step -> what a curriculum may draw for it.
   pool: Callable[[int], Sequence[Any]]
 
 
@@ -147,40 +151,31 @@ class TaskFamily(Protocol):
 
   Laws: a task is a function of its id alone, and which tasks a run draws of the
   config and a seed; 'train' and 'held_out' share no task; what SFT is shown the
-  solution of, RL does not train on.
-
-  Attributes:
-    needs_execution: whether tasks can be judged only by running code.
+  solution of, RL does not train on. Some, says `needs_execution`, can be judged
+  only by running code.
   """
 
   needs_execution: bool
 
   def check(self) -> None:
     """Raises a ValueError for a config that cannot be; reads no file."""
-    ...
 
   def identity(self) -> str:
     """Hash of tasks that are read from disk; '' where they are generated."""
-    ...
 
   def texts(self) -> list[str]:
     """What tasks and calls look like, for the tokenizer beside the corpus."""
-    ...
 
   def tasks(self, tokenizer: Any, *, split: str, seed: int) -> TaskSource:
     """The tasks of a split; a ValueError where a run needs more."""
-    ...
 
   def environment(self, task: Any, runner: seams.Runner) -> Environment:
     """A new environment for one episode of a task."""
-    ...
 
   def demonstrations(
     self, job: Any
   ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
     """(tokens, loss mask) of what SFT learns, and of transcripts held out.
 
-    Args:
-      job: a `pipeline.job.Job`.
+    The job is a `pipeline.job.Job`.
     """
-    ...

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.agent import environment, mistakes, rewards, summarize, window
+from composer_jax.agent import environment, rewards, summarize, window
 from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.text import chat
@@ -57,7 +57,7 @@ def run(
   member: int,
   seed: int,
   reward: rewards.RewardOptions = rewards.UNPRICED,
-  hints: mistakes.HintOptions | None = None,
+  hints: environment.HintWriter | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
 ) -> records.Rollout:
   """Runs one episode to its verdict; blocks.
@@ -67,14 +67,9 @@ def run(
   summary may be made of it. A call that a limit cut off is invalid.
 
   Args:
-    env: environment of this episode alone; closed at the end.
-    policy: samples the calls; its sessions are closed at the end.
-    tokenizer: a `text.tokenizer.Tokenizer`, or one with its interface.
-    options: the limits.
+    env: of this episode alone; closed at the end, as the policy's sessions are.
     group, member, seed: what decides the random numbers.
-    reward: prices of what was done.
-    hints: which mistakes get one; None for no hints.
-    summary: when windows restart from a summary.
+    hints: writes them on mistakes; None for no hints.
 
   Returns:
     A Rollout of one Trajectory a window. Status INFRASTRUCTURE when the sandbox
@@ -89,7 +84,7 @@ def run(
   )
   with contextlib.closing(env):
     with contextlib.closing(chain):
-      moments, num_answered = _interact(env, chain, tokenizer, options, summary)
+      moments = _interact(env, chain, tokenizer, options, summary)
     verdict = env.verdict(bool(moments) and moments[-1].is_final)
     flags = env.flags
     earned, terms = rewards.score(
@@ -98,21 +93,14 @@ def run(
       flags,
       reward,
       num_sampled=chain.num_sampled,
-      num_answered=num_answered,
       open_todos=env.open_todos,
     )
     trajectories = chain.trajectories()
     advice: tuple[turns_lib.Hint, ...] = ()
     # What the sandbox failed at is no mistake of the policy.
     if hints is not None and verdict.status != records.INFRASTRUCTURE:
-      advice = mistakes.hints_of(
-        moments,
-        [t.tokens_T for t in trajectories],
-        tokenizer,
-        hints,
-        tools=env.tools,
-        usage=env.usage,
-      )
+      windows = [t.tokens_T for t in trajectories]
+      advice = hints(env, tokenizer, moments, windows)
     calls = [t for t in chain.turns if t.outcome != turns_lib.SUMMARY]
     return records.Rollout(
       task_id=env.task_id,
@@ -140,13 +128,8 @@ def _interact(
   tokenizer: Any,
   options: EpisodeOptions,
   summary: summarize.SummaryOptions,
-) -> tuple[list[mistakes.Moment], int]:
-  """Lets policy and tools take turns.
-
-  Returns:
-    The turns and what came of them, summaries included, and how many tokens of
-    answers the policy was given.
-  """
+) -> list[environment.Moment]:
+  """Lets policy and tools take turns; returns what came of each, in order."""
   summarizer = summarize.Summarizer(
     tokenizer,
     env.prompt,
@@ -160,8 +143,8 @@ def _interact(
       f'The prompt of task {env.task_id!r} has {len(context_T)} tokens; '
       f'max_tokens ({options.max_tokens}) must exceed that.'
     )
-  moments: list[mistakes.Moment] = []
-  num_calls = num_answered = 0
+  moments: list[environment.Moment] = []
+  num_calls = 0
   deadline = time.monotonic() + options.max_seconds
   while num_calls < options.max_turns and time.monotonic() < deadline:
     left = options.max_sampled_tokens - chain.num_sampled
@@ -171,7 +154,9 @@ def _interact(
       if left < 1:
         break
       context_T = summarizer.restart(chain, env.state(), moments[-1].answer)
-      moments.append(mistakes.Moment(turn=chain.turns[-1], call='', answer=''))
+      moments.append(
+        environment.Moment(turn=chain.turns[-1], call='', answer='')
+      )
     room = summarizer.limit - chain.length - len(context_T)
     room = min(options.max_call_tokens, room, left)
     if room < 1:
@@ -181,7 +166,7 @@ def _interact(
     chain.note(completion, result.tool, result.outcome)
     num_calls += 1
     moments.append(
-      mistakes.Moment(
+      environment.Moment(
         turn=chain.turns[-1],
         call=call,
         answer=result.text,
@@ -197,8 +182,7 @@ def _interact(
     context_T = np.concatenate(
       [np.array(end, np.int32), answer_T, chat.call_prefix(tokenizer)]
     )
-    num_answered += len(context_T)
-  return moments, num_answered
+  return moments
 
 
 def _carry_out(

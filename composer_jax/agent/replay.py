@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from composer_jax.agent import environment as environment_lib
-from composer_jax.agent import episode, mistakes, rewards, summarize
+from composer_jax.agent import episode, rewards, summarize
 from composer_jax.core import records
 
 # The record has passed every deadline.
@@ -75,7 +75,7 @@ def replay(
   options: episode.EpisodeOptions,
   *,
   reward: rewards.RewardOptions = rewards.UNPRICED,
-  hints: mistakes.HintOptions | None = None,
+  hints: environment_lib.HintWriter | None = None,
   summary: summarize.SummaryOptions = summarize.OFF,
 ) -> records.Rollout:
   """Carries out the calls of a rollout again, in a new environment; blocks.

@@ -10,11 +10,11 @@ Effort x costs by the concave length penalty of Composer 2 (report, section 4),
 
 The first tokens cost most, so that easy tasks are done quickly while hard ones
 may still take long. Its constants are not published; x here is the sampled
-tokens, summaries included, plus a share of what tools answered and a price per
-turn, which stands for what a tool call costs beside its tokens.
+tokens, summaries included, plus a price per turn, which stands for what a tool
+call costs beside its tokens.
 
-The prices may change while a run goes on: `Switch` reads `rewards.json` of the
-workdir, which a person may replace at any time by one of a higher version.
+The prices may change while a run goes on (`Switch`): a person may replace
+`rewards.json` of the workdir at any time by one of a higher version.
 """
 
 import dataclasses
@@ -70,7 +70,6 @@ class RewardOptions:
     effort_scale: 1 / k in sampled tokens, about the effort of a usual episode.
     effort_q: how fast the price of one more token falls; 0 is linear.
     effort_turn_tokens: price of a turn, in sampled tokens.
-    effort_answer_weight: price of a token of a tool's answer, in sampled ones.
   """
 
   version: int = 0
@@ -83,7 +82,6 @@ class RewardOptions:
   effort_scale: float = 80.0
   effort_q: float = 0.5
   effort_turn_tokens: float = 8.0
-  effort_answer_weight: float = 0.0
 
   def __post_init__(self):
     checks.at_least(self, 0, 'version')
@@ -92,14 +90,11 @@ class RewardOptions:
     checks.number(self, 0, *prices)
     checks.positive(self, 'effort_scale')
 
-  def effort_penalty(
-    self, num_sampled: int, num_turns: int, num_answered: int
-  ) -> float:
+  def effort_penalty(self, num_sampled: int, num_turns: int) -> float:
     """Reward lost by an episode of so many tokens and turns."""
     if not self.effort_coefficient:
       return 0.0
     effort = num_sampled + self.effort_turn_tokens * num_turns
-    effort += self.effort_answer_weight * num_answered
     cost = concave(effort, 1 / self.effort_scale, self.effort_q)
     return self.effort_coefficient * cost / self.effort_scale
 
@@ -115,26 +110,21 @@ def score(
   options: RewardOptions,
   *,
   num_sampled: int,
-  num_answered: int,
   open_todos: int,
 ) -> tuple[float, dict[str, float]]:
   """Returns the reward of an episode, and what each of its terms added.
 
   Args:
-    verdict: on the final state.
     played: turns in order; summaries are neither calls nor free.
     flags: alarms of monitors.
-    options: the prices.
-    num_sampled, num_answered: tokens of the policy, summaries included, and of
-      what tools answered.
-    open_todos: to-dos that are open at the end.
+    num_sampled: tokens of the policy, summaries included.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]
   success = float(verdict.passed)
   lost = {
     'flagged': success if flags else 0.0,
     'invalid': options.invalid_penalty * sum(not t.is_valid for t in calls),
-    'effort': options.effort_penalty(num_sampled, len(played), num_answered),
+    'effort': options.effort_penalty(num_sampled, len(played)),
     'failed_edit': options.failed_edit_penalty
     * sum(t.outcome == turns.FAILED_EDIT for t in calls),
     'open_todo': options.open_todo_penalty * open_todos,
@@ -159,9 +149,8 @@ class Switch:
   the prices of a group are those in force when its first member asks.
 
   Consumes: `rewards.json`, which names the fields that differ from the
-    config's, and a version higher than every one before.
-  Waits for: nothing.
-  Woken by: a group that begins.
+    config's, and a version higher than every one before; read when a group
+    begins.
   Produces: RewardOptions; one report per file that was taken or refused.
   """
 
@@ -171,7 +160,7 @@ class Switch:
     first: RewardOptions,
     report: Callable[[str], None],
   ):
-    """Begins with the config's prices; `report` is told of every file."""
+    """Begins with the config's prices."""
     self._path = path
     self._first = self._current = first
     self._report = report
@@ -180,7 +169,6 @@ class Switch:
     self._lock = threading.Lock()
 
   def of_group(self, group: int) -> RewardOptions:
-    """The prices of a group, the same for each of its members."""
     with self._lock:
       if group not in self._of_group:
         self._read()

@@ -70,10 +70,8 @@ OFF = SummaryOptions()
 class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
-  Attributes:
-    limit: most tokens of a window.
-    options: when there are summaries, and how long they are.
-    opening_T: the context of the first call.
+  A window has at most `limit` tokens; `opening_T` is the context of the first
+  call.
   """
 
   def __init__(
@@ -85,13 +83,10 @@ class Summarizer:
     max_tokens: int,
     max_call_tokens: int,
   ):
-    """Measures what has to fit.
+    """Measures what has to fit; a ValueError says that it does not.
 
     A window has at most max_tokens, summaries or not, and a call is given
     max_call_tokens while summaries remain.
-
-    Raises:
-      ValueError: the limits leave no room for a call and a summary.
     """
     self.limit = options.limit(max_tokens)
     self.options = options
@@ -127,13 +122,10 @@ class Summarizer:
     return chain.length + needed > self.limit
 
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
-    """Has the window summarised and begins the next one.
+    """Has the window summarised; returns the context of the next one's call.
 
     The new window is told the plan (what the environment says is left to do)
     and the answer to the last call, which the summary does not know yet.
-
-    Returns:
-      The context of the next call, the first of the new window.
     """
     query_T = self._query_T
     if chain.is_open:

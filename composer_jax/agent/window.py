@@ -22,7 +22,6 @@ class Window:
     # (tokens, whether sampled, log-probabilities, versions) of each request.
     self._parts: list[tuple[np.ndarray, ...]] = []
     self._routes: list[np.ndarray] = []
-    self._num_routed = 0
 
   def append(
     self, context_T: np.ndarray, completion: records.Completion
@@ -45,22 +44,17 @@ class Window:
         np.concatenate([np.repeat(first, num_context), versions_T]),
       )
     )
-    self._append_routes(completion)
     self.length += len(tokens_T)
-
-  def _append_routes(self, completion: records.Completion) -> None:
-    """Adds routes, or replaces those from `routes_start` on."""
-    start = completion.routes_start
-    if start is not None and start != self._num_routed:
-      if start > self._num_routed:
+    # Routes are added, or replace those from `routes_start` on.
+    start, num_routed = completion.routes_start, sum(map(len, self._routes))
+    if start is not None and start != num_routed:
+      if start > num_routed:
         raise ValueError(
           f'The policy gave routes from token {start} on, but the window has '
-          f'only those of {self._num_routed} tokens before.'
+          f'only those of {num_routed} tokens before.'
         )
       self._routes = [np.concatenate(self._routes)[:start]]
-      self._num_routed = start
     self._routes.append(completion.consumed_expert_ids_TMA)
-    self._num_routed += len(completion.consumed_expert_ids_TMA)
 
   def trajectory(self, temperature: float) -> records.Trajectory:
     routes_TMA = np.concatenate(self._routes)

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from composer_jax.core import records
+from composer_jax.core import records, turns
 
 
 class RunResult(Protocol):
@@ -239,6 +239,8 @@ class Systems:
     open_runner: level -> a context manager of the runner that judges code.
     curriculum: (tasks, workdir, seed) -> who draws tasks; None has them drawn
       in order.
+    hints: writes those on mistakes, an `agent.environment.HintWriter`; None for
+      no hints.
     transport: workdir -> the way of the weights.
     write_report: workdir -> path of the page that shows the run.
   """
@@ -250,5 +252,6 @@ class Systems:
   settle_judge: Callable[[pathlib.Path], str]
   open_runner: Callable[[str], contextlib.AbstractContextManager[Runner]]
   curriculum: Callable[[Any, pathlib.Path, int], Curriculum] | None
+  hints: Callable[..., tuple[turns.Hint, ...]] | None
   transport: Callable[[pathlib.Path], WeightTransport]
   write_report: Callable[[pathlib.Path], pathlib.Path]

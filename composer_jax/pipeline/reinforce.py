@@ -69,12 +69,12 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
     model,
     optimizer,
     loss=spec.rl.loss,
-    hints=spec.hints.loss,
+    hints=spec.hints,
     placement=placement,
     compiler_options=compiler_options.of(device.platform, device.device_kind),
   )
 
-  hints = spec.hints.loss
+  hints = spec.hints
   follows = bool(hints.weight) and hints.teacher == 'ema'
 
   def create(variables):

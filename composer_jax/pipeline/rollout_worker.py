@@ -95,7 +95,7 @@ def run(
   stream = collect.GroupStream(
     collector,
     policy,
-    engine.num_slots,
+    engine.options.num_slots,
     lambda group: buffer.put(served.stamp(group)),
   )
   next_group = served.version * rl.prompts

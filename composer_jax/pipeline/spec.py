@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.agent import episode, mistakes, rewards, summarize
+from composer_jax.agent import episode, rewards, summarize
 from composer_jax.core import checks
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.optim import groups as optim_groups
 from composer_jax.optim import roles
 from composer_jax.parallel import layouts
-from composer_jax.rl import batching, mismatch, policy_loss, update
+from composer_jax.rl import batching, update
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import options as rollout_options
 from composer_jax.train import placement as placements
@@ -121,79 +121,13 @@ class StageOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HintSection(mistakes.HintOptions):
-  """Textual feedback on faulty turns, which a teacher reads.
-
-  Attributes:
-    loss: what hints weigh; with weight 0 there are none.
-  """
-
-  loss: distill.HintLossOptions = distill.HintLossOptions(weight=1.0)
-
-  def __post_init__(self):
-    mistakes.HintOptions.__post_init__(self)
-    if self.loss.weight and not (self.templates and self.max_hints):
-      raise ValueError(
-        f'--config.hints.loss.weight ({self.loss.weight}) needs '
-        '--config.hints.templates, and max_hints of at least 1.'
-      )
-
-  def options(self) -> mistakes.HintOptions | None:
-    """Which mistakes get a hint; None where hints weigh nothing."""
-    return self if self.loss.weight else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutSection:
-  """The rollout engine and its devices; see `rollout.options.EngineOptions`.
-
-  Attributes:
-    devices: the first ones, which share the model out; on a CPU one is fastest.
-    num_slots: requests worked on at once.
-    prefill_chunk: context tokens that a session consumes in a prefill step.
-    prefill_rows: sessions in a prefill step; or several numbers, as buckets.
-    decode_rows: buckets of sessions in a decode step; () for num_slots.
-    decode_steps: tokens a dispatch; weights change between dispatches.
-    page_size: tokens of a page of the KV cache.
-    num_pages: of the KV cache; 0 for num_slots sessions at their longest.
-    record_routes: whether it is recorded which experts each token passed, which
-      replay needs.
-    share_prefixes: the prompt of a group is computed once.
-    on_swap: what running sessions do with keys and values of older weights:
-      'keep' them, or 'refresh' them by consuming all their tokens anew.
-  """
-
-  devices: int = 1
-  num_slots: int = 64
-  prefill_chunk: int = 32
-  prefill_rows: int | tuple[int, ...] = 8
-  decode_rows: tuple[int, ...] = ()
-  decode_steps: int = 4
-  page_size: int = 64
-  num_pages: int = 0
-  record_routes: bool = True
-  share_prefixes: bool = True
-  on_swap: str = rollout_options.KEEP
-
-  def __post_init__(self):
-    checks.at_least(self, 1, 'devices')
-
-  def engine_options(self, max_len: int) -> rollout_options.EngineOptions:
-    fields = dataclasses.asdict(self)
-    del fields['devices']
-    return rollout_options.EngineOptions(max_len=max_len, **fields)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RLSection:
+class RLSection(update.LearningOptions):
   """The reinforcement-learning stage.
 
   Attributes:
     mesh: devices of the trainer, in the run's layout. One by default: on a CPU
       the rollout process needs the other core.
     steps: optimizer steps; 0 evaluates SFT alone.
-    prompts: groups of an optimizer step.
-    rollouts_per_prompt: episodes of a group.
     placement: 'processes', or 'colocated': one process takes turns.
     max_staleness: optimizer steps that a policy may be behind the trainer when
       it samples; 0 equals the synchronous loop.
@@ -203,17 +137,9 @@ class RLSection:
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
     grad_clip: global norm that gradients are scaled down to.
-    loss: which policy gradient, and how much of p_train / p_rollout it
-      believes.
-    kl_coefficient: of the k1 penalty in the reward, against the SFT policy.
-    reward: 'verdict', or 'shuffled', the control that must not learn.
-    replay: replays the routes that the engine recorded.
-    gate: what the mismatch of rollout and trainer may be.
     rows: of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
-    mismatch_every: steps from one measurement of the mismatch with and without
-      replay to the next; 0 for none.
     episodes_every: steps from one readable episode of the report to the next.
     wait_timeout_s: seconds without a finished group after which a run ends.
     max_restarts: of the rollout process, in a run.
@@ -221,8 +147,6 @@ class RLSection:
 
   mesh: Mesh = Mesh()
   steps: int = 125
-  prompts: int = 8
-  rollouts_per_prompt: int = 8
   placement: str = 'processes'
   max_staleness: int = 1
   learning_rate: float = 3e-4
@@ -231,15 +155,9 @@ class RLSection:
   adam_b1: float = 0.9
   adam_b2: float = 0.95
   grad_clip: float = 1.0
-  loss: policy_loss.LossOptions = policy_loss.LossOptions()
-  kl_coefficient: float = 0.0
-  reward: str = 'verdict'
-  replay: bool = True
-  gate: mismatch.GateOptions = mismatch.GateOptions()
   rows: int = 8
   seq_len: int = 320
   checkpoint_every: int = 5
-  mismatch_every: int = 10
   episodes_every: int = 10
   wait_timeout_s: float = 300.0
   max_restarts: int = 3
@@ -304,8 +222,7 @@ SECTIONS = {
   'episode': episode.EpisodeOptions,
   'summary': summarize.SummaryOptions,
   'rewards': rewards.RewardOptions,
-  'hints': HintSection,
-  'rollout': RolloutSection,
+  'rollout': rollout_options.ServingOptions,
   'rl': RLSection,
   'evaluation': EvaluationSection,
   'telemetry': TelemetrySection,
@@ -336,12 +253,16 @@ class Spec:
   episode: episode.EpisodeOptions
   summary: summarize.SummaryOptions
   rewards: rewards.RewardOptions
-  hints: HintSection
-  rollout: RolloutSection
+  rollout: rollout_options.ServingOptions
   rl: RLSection
   evaluation: EvaluationSection
   telemetry: TelemetrySection
   systems: Mapping[str, Any]
+
+  @property
+  def hints(self) -> distill.HintLossOptions:
+    """What hints weigh; a system says what they are on, and writes them."""
+    return self.systems['hints'].loss
 
   @property
   def lm_model(self) -> model_config.ModelConfig:
@@ -365,22 +286,17 @@ class Spec:
     )
 
   def engine_options(self) -> rollout_options.EngineOptions:
-    return self.rollout.engine_options(self.episode.max_tokens)
+    return rollout_options.EngineOptions(
+      max_len=self.episode.max_tokens, **dataclasses.asdict(self.rollout)
+    )
 
   def update_options(self) -> update.UpdateOptions:
-    rl = self.rl
+    names = [f.name for f in dataclasses.fields(update.LearningOptions)]
     return update.UpdateOptions(
-      prompts=rl.prompts,
-      rollouts_per_prompt=rl.rollouts_per_prompt,
-      replay=rl.replay,
-      reward=rl.reward,
-      kl_coefficient=rl.kl_coefficient,
-      loss=rl.loss,
-      mismatch_every=rl.mismatch_every,
+      **{name: getattr(self.rl, name) for name in names},
       refreshed=self.rollout.on_swap == rollout_options.REFRESH,
-      gate=rl.gate,
       seed=self.seed,
-      hints=self.hints.loss,
+      hints=self.hints,
     )
 
   def __post_init__(self):

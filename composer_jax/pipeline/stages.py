@@ -15,10 +15,8 @@ from composer_jax.data import stream as streams
 from composer_jax.models import decoder
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl import collect
-from composer_jax.rl import evaluate as rl_evaluate
+from composer_jax.rl import behaviour, collect
 from composer_jax.rollout import engine as engines
-from composer_jax.rollout import placing
 from composer_jax.telemetry import progress
 from composer_jax.text import chat, fim
 from composer_jax.train import loop
@@ -199,7 +197,7 @@ def collector_of(
       spec.episode,
       reward_of_group=reward_of_group,
       # Nobody learns from the hints of an evaluation.
-      hints=spec.hints.options() if is_training else None,
+      hints=systems.hints if is_training else None,
       summary=spec.summary,
     ),
     rollouts_per_group=spec.rl.rollouts_per_prompt if is_training else 1,
@@ -217,27 +215,21 @@ def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
 
 
 def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
-  return engines.Engine(
-    spec.model,
-    values,
-    version,
-    spec.engine_options(),
-    mesh=placing.mesh_of(spec.rollout.devices),
-  )
+  return engines.Engine(spec.model, values, version, spec.engine_options())
 
 
-def evaluate(job: jobs.Job, stage: str) -> rl_evaluate.PassRate:
+def evaluate(job: jobs.Job, stage: str) -> behaviour.PassRate:
   """Pass rate of a finished stage on held-out tasks, measured once."""
   path = job.workdir / f'evaluation_{stage}.json'
   if path.exists():
-    return rl_evaluate.PassRate(**files.read_json(path))
+    return behaviour.PassRate(**files.read_json(path))
   with job.times.stage(f'eval_{stage}'):
     return _evaluate(job, stage, path)
 
 
 def _evaluate(
   job: jobs.Job, stage: str, path: pathlib.Path
-) -> rl_evaluate.PassRate:
+) -> behaviour.PassRate:
   say = progress.teller('eval')
   episodes = job.spec.evaluation.episodes
   say(f'playing {episodes} held-out episodes of {stage}')
@@ -254,7 +246,7 @@ def _evaluate(
       on_progress=bar.update,
     )
   rollouts = [r for g in groups for r in g.rollouts]
-  found = rl_evaluate.pass_rate(rollouts)
+  found = behaviour.pass_rate(rollouts)
   fields = dataclasses.asdict(found)
   # Also where RL has no steps, its point must not stand on that of SFT.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
@@ -302,7 +294,7 @@ def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
     json.dumps(
       {
         'task_id': rollout.task_id,
-        'passed': rl_evaluate.passed(rollout),
+        'passed': behaviour.passed(rollout),
         'correct': rollout.verdict.num_passed == rollout.verdict.num_tests,
         'status': rollout.verdict.status,
         'flags': list(rollout.flags),

@@ -8,8 +8,6 @@ gradient is unbiased there, while differentiated in the loss it is zero in
 expectation (arXiv 2512.21852).
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from composer_jax.core import records
@@ -22,11 +20,8 @@ def kl_penalized_rewards(
 ) -> np.ndarray:
   """Subtracts `coefficient * sum_t (log p - log q)` from each reward.
 
-  Args:
-    group: rollouts whose `logprobs_T` are log p.
-    reference_logprobs: per rollout, log q about every token of its
-      trajectories in order, concatenated.
-    coefficient: beta; reward per nat of divergence.
+  The rollouts' `logprobs_T` are log p; `reference_logprobs` are, for each of
+  them, log q about every token of its trajectories, concatenated.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
   for i, rollout in enumerate(group.rollouts):
@@ -69,31 +64,3 @@ def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
     return np.zeros(len(rewards_R), np.float32)
   advantages_R = rewards_R - rewards_R[judged_R].mean()
   return np.where(judged_R, advantages_R, 0).astype(np.float32)
-
-
-def normalized(
-  groups: Sequence[records.Group], by_group: list[np.ndarray], normalizer: str
-) -> list[np.ndarray]:
-  """Scales advantages by what a loss divides each rollout's tokens by.
-
-  Every policy loss is proportional to the size of its advantages, so that the
-  division needs no part in it. The caller divides by the number of rollouts.
-  'constant' leaves advantages as they are (Dr. GRPO); 'sequence' divides by the
-  tokens that the rollout sampled in all its windows (GRPO); 'token' by their
-  mean over the step's rollouts (DAPO).
-  """
-  if normalizer == 'constant':
-    return by_group
-
-  def sampled(rollout: records.Rollout) -> int:
-    return sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories)
-
-  lengths = [
-    np.array([sampled(r) for r in g.rollouts], np.float32) for g in groups
-  ]
-  if normalizer == 'token':
-    lengths = [np.full_like(x, np.concatenate(lengths).mean()) for x in lengths]
-  return [
-    advantages_R / np.maximum(lengths_R, 1)
-    for advantages_R, lengths_R in zip(by_group, lengths, strict=True)
-  ]

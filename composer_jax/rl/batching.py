@@ -24,8 +24,7 @@ class BatchShape:
   """Static shape of one microbatch.
 
   Attributes:
-    rows: B.
-    seq_len: T; the longest trajectory that fits.
+    rows, seq_len: B and T; no longer trajectory fits.
     num_moe_layers, num_active: M and A of the recorded routes.
     num_experts: E, which recorded ids are below.
     align: every trajectory starts at a multiple of it in its row, so that its
@@ -153,18 +152,23 @@ def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
     ) from error
 
 
+class PackedTrajectories(NamedTuple):
+  """Trajectories, the microbatches that hold them, and where each lies."""
+
+  trajectories: list[records.Trajectory]
+  microbatches: list[batches.RLBatch]
+  places: list[RowSpan]
+
+
 def pack(
   trajectories: list[records.Trajectory],
   advantages: list[float],
   shape: BatchShape,
-) -> list[batches.RLBatch]:
+) -> PackedTrajectories:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
-  Trajectories come in order of (group, member, window); `places` says where
-  each lies. The last microbatch is filled up with padding.
-
-  Raises:
-    ValueError: a trajectory is too long, or its routes are no router's of ours.
+  They come in order of (group, member, window) and lie where `places` says.
+  A ValueError names one that is too long, or whose routes cannot be replayed.
   """
   for i, trajectory in enumerate(trajectories):
     check_routes(i, trajectory.expert_ids_TMA, shape)
@@ -175,4 +179,5 @@ def pack(
     where, trajectories, advantages, strict=True
   ):
     write(packed[place.batch], place, trajectory, weight)
-  return [batches.RLBatch(**arrays) for arrays in packed]
+  microbatches = [batches.RLBatch(**arrays) for arrays in packed]
+  return PackedTrajectories(trajectories, microbatches, where)

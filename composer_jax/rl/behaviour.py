@@ -1,6 +1,7 @@
-"""What the rollouts of a step did: its metrics that need no device."""
+"""What rollouts did: pass rates, and the metrics of a step without a device."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,67 @@ import numpy as np
 
 from composer_jax.agent import rewards
 from composer_jax.core import records, turns
-from composer_jax.rl import evaluate
+from composer_jax.telemetry import intervals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassRate:
+  """Share of judged episodes that passed.
+
+  Attributes:
+    passed: episodes.
+    episodes: judged ones; infrastructure failures are counted apart.
+    infrastructure: episodes whose sandbox failed.
+    low, high: 95 % Wilson interval of the rate.
+    invalid_rate: invalid calls over all calls.
+    unfinished_rate: episodes that never called finish.
+    valid_episodes: episodes without any invalid call that finished.
+    passed_valid: of those, the ones that passed.
+  """
+
+  passed: int
+  episodes: int
+  infrastructure: int
+  low: float
+  high: float
+  invalid_rate: float
+  unfinished_rate: float
+  valid_episodes: int
+  passed_valid: int
+
+  @property
+  def rate(self) -> float:
+    return self.passed / max(self.episodes, 1)
+
+
+def passed(rollout: records.Rollout) -> bool:
+  """Whether it counts as solved: what a monitor flagged solved only tests."""
+  return rollout.verdict.passed and not rollout.flags
+
+
+def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
+  """Summarises finished rollouts."""
+  judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
+  num_passed = sum(passed(r) for r in judged)
+  low, high = intervals.wilson(num_passed, len(judged))
+  num_calls = sum(r.num_turns for r in judged)
+  unfinished = sum(r.verdict.status == records.UNFINISHED for r in judged)
+  valid = [
+    r
+    for r in judged
+    if r.num_invalid == 0 and r.verdict.status == records.GRADED
+  ]
+  return PassRate(
+    passed=num_passed,
+    episodes=len(judged),
+    infrastructure=len(rollouts) - len(judged),
+    low=low,
+    high=high,
+    invalid_rate=sum(r.num_invalid for r in judged) / max(num_calls, 1),
+    unfinished_rate=unfinished / max(len(judged), 1),
+    valid_episodes=len(valid),
+    passed_valid=sum(passed(r) for r in valid),
+  )
 
 
 def verdict_counts(rollouts: Sequence[records.Rollout]) -> dict[str, int]:
@@ -17,10 +78,10 @@ def verdict_counts(rollouts: Sequence[records.Rollout]) -> dict[str, int]:
   One that a monitor flagged did not pass, whatever its tests say.
   """
   statuses = [r.verdict.status for r in rollouts]
-  passed = sum(map(evaluate.passed, rollouts))
+  num_passed = sum(map(passed, rollouts))
   return {
-    'passed': passed,
-    'failed': statuses.count(records.GRADED) - passed,
+    'passed': num_passed,
+    'failed': statuses.count(records.GRADED) - num_passed,
     records.UNFINISHED: statuses.count(records.UNFINISHED),
     records.INFRASTRUCTURE: statuses.count(records.INFRASTRUCTURE),
   }
@@ -31,17 +92,12 @@ def measure(
   advantages: Sequence[np.ndarray],
   version: int,
 ) -> dict[str, Any]:
-  """Rewards and their terms, verdicts, alarms, calls and staleness.
+  """Rewards and their terms, verdicts, alarms, calls and staleness of a step.
 
   Most are means over rollouts. 'reward_versions' says how many versions of the
   prices there are: more than one while groups that began before a change are
-  trained on.
-
-  Args:
-    groups: the step's.
-    advantages: advantages_R of each group; a group without any that is not 0
-      does not inform.
-    version: policy version that is trained.
+  trained on. `advantages` are advantages_R of each group; one without any that
+  is not 0 does not inform. `version` is that of the policy that is trained.
   """
   rollouts = [r for g in groups for r in g.rollouts]
   counts = verdict_counts(rollouts)

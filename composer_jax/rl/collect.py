@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any
 
-from composer_jax.agent import (
-  environment,
-  episode,
-  mistakes,
-  rewards,
-  summarize,
-)
+from composer_jax.agent import environment, episode, rewards
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import server
@@ -30,7 +24,7 @@ class Collector:
   """What every episode of a run shares.
 
   Attributes:
-    task_of_group: group id -> task, as `play` takes it; the only source.
+    task_of_group: group id -> task, as `play` takes it.
     play: (task, policy, group, member, seed) -> Rollout, one whole episode.
     rollouts_per_group: R.
     seed: decides random numbers, with group, member and position.
@@ -56,16 +50,15 @@ def episode_player(
   reward_of_group: Callable[[int], rewards.RewardOptions] = (
     lambda group: rewards.UNPRICED
   ),
-  hints: mistakes.HintOptions | None = None,
-  summary: summarize.SummaryOptions = summarize.OFF,
+  **fixed: Any,
 ) -> Callable[..., records.Rollout]:
   """Binds `agent.episode.run` to what does not change between episodes.
 
   Args:
-    tokenizer, options, hints, summary: as of `episode.run`.
     make_environment: task -> a new environment for one episode of it.
     reward_of_group: group id -> prices, asked when an episode begins; a group
       has one answer, or its mean would be no baseline.
+    **fixed: `hints` and `summary` of `episode.run`.
   """
 
   def play(task, policy, *, group, member, seed):
@@ -78,8 +71,7 @@ def episode_player(
       member=member,
       seed=seed,
       reward=reward_of_group(group),
-      hints=hints,
-      summary=summary,
+      **fixed,
     )
 
   return play
@@ -164,7 +156,8 @@ def groups(
   """Rolls out groups, sorted by id; tells `on_progress` how many are done."""
   finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
-  stream = GroupStream(collector, policy, engine.num_slots, finished.append)
+  num_threads = engine.options.num_slots
+  stream = GroupStream(collector, policy, num_threads, finished.append)
   try:
     for group in ids:
       stream.admit(group)

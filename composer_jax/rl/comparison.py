@@ -1,10 +1,5 @@
-"""Rollout against trainer about the same packed trajectories.
+"""Rollout against trainer: from microbatches to what `rl.mismatch` compares."""
 
-Between the device's passes over microbatches and `rl.mismatch`, which knows
-trajectories alone.
-"""
-
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,35 +9,19 @@ from composer_jax.rl import batching, mismatch
 from composer_jax.rl import step as steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedTrajectories:
-  """Trajectories, the microbatches that hold them, and where each lies."""
-
-  trajectories: list[records.Trajectory]
-  microbatches: list[batches.RLBatch]
-  places: list[batching.RowSpan]
-
-  def logprobs(self, scores: list[steps.Scores]) -> list[np.ndarray]:
-    """logprobs_T of each trajectory; waits for the scores."""
-    arrays = [np.asarray(s.logprobs_BT) for s in scores]
-    return [arrays[p.batch][p.row, p.span] for p in self.places]
-
-  def ratios(self, scores: list[steps.Scores]) -> list[np.ndarray]:
-    """`mismatch.log_ratios` of each trajectory; waits for the scores."""
-    return mismatch.log_ratios(self.trajectories, self.logprobs(scores))
+def logprobs(
+  packed: batching.PackedTrajectories, scores: list[steps.Scores]
+) -> list[np.ndarray]:
+  """logprobs_T of each trajectory; waits for the scores."""
+  arrays = [np.asarray(s.logprobs_BT) for s in scores]
+  return [arrays[p.batch][p.row, p.span] for p in packed.places]
 
 
-def pack(
-  trajectories: list[records.Trajectory],
-  advantages: list[float],
-  shape: batching.BatchShape,
-) -> PackedTrajectories:
-  """Packs as `batching.pack` does, and remembers what lies where."""
-  return PackedTrajectories(
-    trajectories=trajectories,
-    microbatches=batching.pack(trajectories, advantages, shape),
-    places=batching.places([len(t) for t in trajectories], shape),
-  )
+def ratios(
+  packed: batching.PackedTrajectories, scores: list[steps.Scores]
+) -> list[np.ndarray]:
+  """`mismatch.log_ratios` of each trajectory; waits for the scores."""
+  return mismatch.log_ratios(packed.trajectories, logprobs(packed, scores))
 
 
 def fresh(batch: batches.RLBatch) -> batches.RLBatch:
@@ -56,7 +35,7 @@ def fresh(batch: batches.RLBatch) -> batches.RLBatch:
 
 
 def both_ways(
-  packed: PackedTrajectories,
+  packed: batching.PackedTrajectories,
   replayed: list[steps.Scores],
   afresh: list[steps.Scores],
 ) -> dict[str, Any]:
@@ -68,7 +47,7 @@ def both_ways(
   metrics: dict[str, Any] = {}
   if replayed and afresh:
     for suffix, scores in (('_replay', replayed), ('_no_replay', afresh)):
-      metrics |= mismatch.gap(np.concatenate(packed.ratios(scores)), suffix)
+      metrics |= mismatch.gap(np.concatenate(ratios(packed, scores)), suffix)
   if afresh:
     arrays = [np.asarray(s.expert_ids_MBTA) for s in afresh]
     metrics |= mismatch.route_agreement(

@@ -42,8 +42,7 @@ def log_ratios(
 ) -> list[np.ndarray]:
   """log p_train - log p_rollout of the sampled tokens of each trajectory.
 
-  The difference of two float32 is exact in float64. `train_logprobs` are about
-  all tokens of each trajectory.
+  The difference of two float32 is exact in float64.
   """
   return [
     (np.asarray(logprobs_T, np.float64) - t.logprobs_T)[t.loss_mask_T]
@@ -115,13 +114,9 @@ def route_agreement(
 ) -> dict[str, Any]:
   """Compares routes_TMA of trajectories as sets; {} where none is recorded.
 
-  Args:
-    recorded: expert ids of each trajectory, NO_ROUTE where there is no record.
-    own: the trainer's, of a pass that routed every token afresh.
-
-  Returns:
-    The share of recorded tokens that have the same experts, in the lowest and
-    in each MoE layer, and the share that differs in at least one.
+  The trainer's `own` are of a pass that routed every token afresh. Says which
+  share of recorded tokens has the same experts, in the lowest and in each MoE
+  layer, and which share differs in at least one.
   """
   recorded_ZMA = np.concatenate(recorded)
   known_Z = (recorded_ZMA != records.NO_ROUTE).all((-2, -1))
@@ -174,18 +169,15 @@ class GateOptions:
     checks.number(self, 0, 'max_kl_fresh', 'max_kl', 'max_p99')
     checks.number(self, 0, 'max_large_ratio_share', 'min_agreement')
     for name in ('max_large_ratio_share', 'min_agreement'):
-      if getattr(self, name) > 1:
-        raise ValueError(
-          f'GateOptions.{name} ({getattr(self, name)}) is a share: it must lie '
-          'in 0..1.'
-        )
+      checks.require(
+        self, name, getattr(self, name) <= 1, 'be a share, in 0..1'
+      )
 
 
 class OutOfBand(ValueError):
   """A step whose mismatch left its band under action 'stop'.
 
-  Attributes:
-    metrics: the step's, up to its gradient, which was not applied.
+  `metrics` are the step's, up to its gradient, which was not applied.
   """
 
   def __init__(self, message: str, metrics: dict[str, Any]):
@@ -243,10 +235,7 @@ def breaches(metrics: dict[str, Any], options: GateOptions) -> list[str]:
 def worst(
   groups: Sequence[int], ratios: Sequence[np.ndarray]
 ) -> tuple[int, float]:
-  """The group whose trajectories have the largest mean k3, and that mean.
-
-  `groups` and `ratios` have the group's id and `log_ratios` of each trajectory.
-  """
+  """The group whose trajectories have the largest mean k3, and that mean."""
   of_group: dict[int, list[np.ndarray]] = collections.defaultdict(list)
   for group, ratios_Z in zip(groups, ratios, strict=True):
     of_group[group].append(ratios_Z)

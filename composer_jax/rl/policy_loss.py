@@ -17,7 +17,7 @@ a loss is minus the sum over sampled tokens of
 At ratio 1 every gradient is that of REINFORCE with the group's baseline. A
 sequence is one context window, of which an episode may have several. The sum is
 divided by nothing; the caller divides by constants only, never by a length (Dr.
-GRPO), unless `rl.advantage` is told to.
+GRPO).
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ BOUNDS = {
   'dapo': (0.8, 1.28),
   'gspo': (1 - 3e-4, 1 + 4e-4),
 }
-NORMALIZERS = ('constant', 'sequence', 'token')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,22 +49,15 @@ class LossOptions:
     name: one of `BOUNDS`; 'tis' is truncated importance sampling.
     ratio_cap: C of a token's ratio, in 'tis' and 'sequence_mask'.
     bounds: (low, high) of the others and of the mask; () for the usual ones.
-    normalizer: what a rollout's tokens are divided by: 'constant' (Dr. GRPO),
-      'sequence' (its length, GRPO) or 'token' (the step's mean length, DAPO).
   """
 
   name: str = 'tis'
   ratio_cap: float = 2.0
   bounds: tuple[float, ...] = ()
-  normalizer: str = 'constant'
 
   def __post_init__(self):
     checks.one_of(self, 'name', tuple(BOUNDS))
-    checks.one_of(self, 'normalizer', NORMALIZERS)
-    if not self.ratio_cap >= 1:
-      raise ValueError(
-        f'--config.rl.loss.ratio_cap must be at least 1, not {self.ratio_cap}.'
-      )
+    checks.require(self, 'ratio_cap', self.ratio_cap >= 1, 'be at least 1')
     if not self.bounds:
       return
     if not BOUNDS[self.name]:
@@ -73,11 +65,11 @@ class LossOptions:
         f'--config.rl.loss.bounds ({self.bounds}) mean nothing to '
         f'{self.name!r}, which has ratio_cap.'
       )
-    if len(self.bounds) != 2 or not 0 <= self.bounds[0] <= 1 <= self.bounds[1]:
-      raise ValueError(
-        '--config.rl.loss.bounds must be (low, high) with 0 <= low <= 1 <= '
-        f'high, or () for the usual of the loss, not {self.bounds}.'
-      )
+    is_range = len(self.bounds) == 2 and (
+      0 <= self.bounds[0] <= 1 <= self.bounds[1]
+    )
+    rule = 'be (low, high) with 0 <= low <= 1 <= high, or () for the usual ones'
+    checks.require(self, 'bounds', is_range, rule)
 
   @property
   def range(self) -> tuple[float, ...]:

@@ -33,7 +33,6 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     grads: pytree like the parameters.
-    loss: sum of the policy-gradient terms.
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
     num_routed: tokens, padding excluded.
@@ -160,7 +159,7 @@ def microbatch_sums(
   return sums, _for_host(scores, model.plan)
 
 
-def add(left: StepSums, right: StepSums) -> StepSums:
+def add(left: Any, right: Any) -> Any:
   return jax.tree.map(jnp.add, left, right)
 
 
@@ -189,12 +188,8 @@ def build(
 ) -> Functions:
   """Jits the functions of a run.
 
-  Args:
-    model: what to train, with the plan of the placement.
-    optimizer: optax transform, clipping included.
-    loss: which policy-gradient loss.
-    hints: how hinted turns teach; a slow average of `apply` may be the teacher.
-    placement: where state and batches lie; None is the first device.
+  The model has the plan of the placement, which says where state and batches
+  lie (None is the first device); the optimizer clips.
   """
   jit = functools.partial(jax.jit, compiler_options=compiler_options)
   put = placement.put if placement is not None else lambda batch: batch
@@ -245,15 +240,15 @@ def build(
     grads, stats = distill.gradients(model, values, teacher, batch, hints)
     return placed(grads), stats
 
+  @functools.partial(jit, donate_argnums=0)
   def add_grads(sums, grads):
-    return sums.replace(grads=jax.tree.map(jnp.add, sums.grads, grads))
-
-  add_grads_donated = jit(add_grads, donate_argnums=0)
+    return sums.replace(grads=add(sums.grads, grads))
 
   def add_hints(values, teacher, sums, batch):
     grads, stats = hint_gradients(values, teacher, put(batch))
-    return add_grads_donated(sums, grads), stats
+    return add_grads(sums, grads), stats
 
+  @functools.partial(jit, donate_argnums=0)
   def apply(state, sums, scale):
     grads = jax.tree.map(lambda g: g * scale, sums.grads)
     # RL leaves the selection bias alone: recorded routes were chosen with it.
@@ -267,7 +262,7 @@ def build(
   return Functions(
     policy=policy,
     add_microbatch=add_microbatch,
-    apply=jit(apply, donate_argnums=0),
+    apply=apply,
     score=scorer(model, put, compiler_options),
     add_hints=add_hints,
     parts=distill.parts_of(model.plan),

@@ -33,9 +33,7 @@ def run(
   Args:
     state: donated; its step says where to go on.
     functions: what `rl.step.build` made.
-    collector: plays episodes.
     make_engine: (policy values, version) -> engine, called once.
-    options: how groups become a gradient.
     shape: what trajectories are packed into.
     num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.

@@ -1,8 +1,4 @@
-"""One update of the policy from finished groups, and what it measured.
-
-Both the synchronous loop and the asynchronous trainer call `update`; they
-differ only in where the groups come from.
-"""
+"""One update of the policy from finished groups, and what it measured."""
 
 import dataclasses
 import math
@@ -29,23 +25,21 @@ from composer_jax.train import step as train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-  """How groups become a gradient.
+class LearningOptions:
+  """What a step learns of its groups.
 
   Attributes:
-    prompts: P, groups per optimizer step.
-    rollouts_per_prompt: R.
-    replay: whether recorded routes are replayed, or tokens routed afresh.
-    reward: 'verdict', or 'shuffled' for the control that must not learn.
-    kl_coefficient: reward lost per nat of k1 to the reference policy.
-    loss: which policy-gradient loss.
-    mismatch_every: steps between measurements of the mismatch both with and
-      without replay, which cost one more forward pass; 0 never.
-    gate: what the mismatch of a step may be.
-    refreshed: whether the engine refreshes its caches when weights change; see
-      `mismatch.ages`.
-    seed: the run's, which the shuffled control draws with.
-    hints: what those on faulty turns weigh beside the reward.
+    prompts: groups of an optimizer step.
+    rollouts_per_prompt: episodes of a group.
+    replay: replays the routes that the engine recorded; else tokens are routed
+      afresh.
+    reward: 'verdict', or 'shuffled', the control that must not learn.
+    kl_coefficient: reward lost per nat of k1 to the policy that RL began with.
+    loss: which policy gradient, and how much of p_train / p_rollout it
+      believes.
+    mismatch_every: steps from one measurement of the mismatch with and without
+      replay, which costs one more forward pass, to the next; 0 for none.
+    gate: what the mismatch of rollout and trainer may be.
   """
 
   prompts: int = 8
@@ -56,15 +50,25 @@ class UpdateOptions:
   loss: policy_loss.LossOptions = policy_loss.LossOptions()
   mismatch_every: int = 10
   gate: mismatch.GateOptions = mismatch.GateOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateOptions(LearningOptions):
+  """How groups become a gradient.
+
+  Attributes:
+    refreshed: whether the engine refreshes its caches when weights change; see
+      `mismatch.ages`.
+    seed: the run's, which the shuffled control draws with.
+    hints: what those on faulty turns weigh beside the reward.
+  """
+
   refreshed: bool = False
   seed: int = 0
   hints: distill.HintLossOptions = distill.OFF
 
   def __post_init__(self):
-    if self.reward not in ('verdict', 'shuffled'):
-      raise ValueError(
-        f"rl.reward must be 'verdict' or 'shuffled', not {self.reward!r}."
-      )
+    checks.one_of(self, 'reward', ('verdict', 'shuffled'))
     checks.number(self, 0, 'kl_coefficient')
     if self.prompts < 1 or self.rollouts_per_prompt < 2:
       raise ValueError(
@@ -93,11 +97,11 @@ def rewards_of(
   if options.kl_coefficient == 0:
     return [np.array([r.reward for r in g.rollouts]) for g in groups]
   every = [t for g in groups for r in g.rollouts for t in r.trajectories]
-  packed = comparison.pack(every, [0.0] * len(every), shape)
+  packed = batching.pack(every, [0.0] * len(every), shape)
   # The reference has its own routes: another policy's may not be replayed.
   afresh = map(comparison.fresh, packed.microbatches)
   scores = [functions.score(reference, batch) for batch in afresh]
-  scored = iter(packed.logprobs(scores))
+  scored = iter(comparison.logprobs(packed, scores))
   penalized = []
   for group in groups:
     logprobs = [
@@ -114,7 +118,7 @@ def _trained(
   groups: list[records.Group],
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
-) -> tuple[comparison.PackedTrajectories, list[int]]:
+) -> tuple[batching.PackedTrajectories, list[int]]:
   """What a step trains on, and the group of each of its trajectories.
 
   Leaves out what has no advantage: its gradient is exactly zero. Once the
@@ -129,7 +133,7 @@ def _trained(
   ]
   kept = [item for item in every if item[1]] or every
   trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
-  return comparison.pack(trajectories, advantages, shape), ids
+  return batching.pack(trajectories, advantages, shape), ids
 
 
 def add_hints(
@@ -144,11 +148,9 @@ def add_hints(
 ) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
   """Adds the gradient of all hints of a step to its sums, which it donates.
 
-  Hints count whatever the advantage of their rollout. Where there are none,
-  nothing is computed. `replay` lets the student take its recorded routes.
-
-  Returns:
-    The sums, counts of hints, and their statistics on the device, if any.
+  Hints count whatever the advantage of their rollout. `replay` lets the student
+  take its recorded routes. Also returns counts of hints, and their statistics
+  on the device, if there are any hints.
   """
   microbatches, counts = hint_batching.pack(
     groups, shape, num_parts=functions.parts
@@ -172,7 +174,7 @@ def update(
   reference: Any = None,
   teacher: Any = None,
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
-  """Trains once on `groups`.
+  """Trains once on `groups`; returns the next state and the step's metrics.
 
   Rollouts without an advantage take no part in the batch. Statistics of its
   tokens (entropy, mismatch, truncated, routes, expert_load and sampled_tokens)
@@ -187,15 +189,9 @@ def update(
   Args:
     state: donated.
     groups: exactly `options.prompts` of them; their order does not matter.
-    functions: what `rl.step.build` made.
-    options: how groups become a gradient.
-    shape: what trajectories are packed into.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read the hints, where `options.hints` names a
       frozen teacher; None without hints. The state has the average itself.
-
-  Returns:
-    The next state and the metrics of the step.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
@@ -205,7 +201,6 @@ def update(
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
   by_group = list(map(advantage.group_advantages, groups, rewards))
-  by_group = advantage.normalized(groups, by_group, options.loss.normalizer)
   trained, ids = _trained(groups, by_group, shape)
   version = int(state.step)
   values = functions.policy(state)
@@ -244,7 +239,7 @@ def update(
     measured.update(
       mismatch.measure(
         trained.trajectories,
-        trained.logprobs(scores),
+        comparison.logprobs(trained, scores),
         version,
         refreshed=options.refreshed,
       )
@@ -259,7 +254,7 @@ def update(
     return said
 
   if options.gate.action == 'stop' and (said := look()):
-    group, kl = mismatch.worst(ids, trained.ratios(scores))
+    group, kl = mismatch.worst(ids, comparison.ratios(trained, scores))
     raise mismatch.OutOfBand(
       f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is '
       f'the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '

@@ -17,8 +17,8 @@ to another session are written only behind what their last owner had under way.
 A session's tokens, log-probabilities and routes depend on its own requests and
 on the weights alone, bit for bit: not on its slot, on its neighbours, on how
 steps were scheduled or on whether its prompt was found cached. That holds with
-one number of rows for each program, where the model's rows are independent of
-each other, and for a session whose pages were never taken back; with
+one number of `prefill_rows`, where the model's rows are independent of each
+other, and for a session whose pages were never taken back; with
 `numerics='batch_invariant'` it holds always.
 """
 
@@ -75,13 +75,10 @@ class Engine:
     """Compiles nothing yet; copies the weights.
 
     The model is shared out over the mesh. None makes one of `options.devices`,
-    or of one device serves on the first that holds the variables.
-
-    Raises:
-      ValueError: the variables are not that model's, or the mesh does not suit.
+    or of one device serves on the first that holds the variables. A ValueError
+    says that these are not that model's, or that the mesh does not suit.
     """
-    self.config = config
-    self.options = options
+    self.config, self.options = config, options
     self._shapes = _shapes(variables)
     expected = _shapes(decoder.abstract(config)[0])
     _compare(self._shapes, expected, version, dtypes=False)
@@ -113,11 +110,6 @@ class Engine:
     return self._served.version
 
   @property
-  def num_slots(self) -> int:
-    """Requests that can be worked on without any of them waiting."""
-    return self.options.num_slots
-
-  @property
   def traces(self) -> dict[str, int]:
     """Times each program was traced, over all engines that share it."""
     return dict(self._programs.traces)
@@ -128,7 +120,6 @@ class Engine:
     return self._slots.num_unfinished
 
   def stats(self) -> slots_lib.Stats:
-    """Returns counters; costs nothing."""
     table = self._slots
     return dataclasses.replace(
       table.stats,
@@ -148,10 +139,9 @@ class Engine:
     self._copy([(0, no_page, 0)])
     for num_rows in self.options.extend_rows:
       self._run_extend([], num_rows)
-    for num_rows in self.options.sample_rows:
-      for truncate in (False, True):
-        self._compose([], num_rows)
-        self._run_decode(truncate)
+    for truncate in (False, True):
+      self._compose([])
+      self._run_decode(truncate)
 
   def submit(
     self,
@@ -198,7 +188,6 @@ class Engine:
     table.finished = [f for f in table.finished if f.session != session]
 
   def is_open(self, session: str) -> bool:
-    """Whether the session holds its tokens or has a request under way."""
     return session in self._slots.sessions
 
   def place(self, variables: Any, version: int) -> placing.PlacedWeights:
@@ -213,10 +202,7 @@ class Engine:
     return placing.PlacedWeights(weights=weights, version=version)
 
   def swap(self, variables: Any, version: int) -> None:
-    """Places other weights and serves them from the next step on.
-
-    Raises what `place` and `switch` do; what was served is then served on.
-    """
+    """`place` and `switch`; where one raises, what was served is served on."""
     self.switch(self.place(variables, version))
 
   def switch(self, placed: placing.PlacedWeights) -> placing.PlacedWeights:
@@ -287,7 +273,6 @@ class Engine:
     return np.array([*pages, *no_page], np.int32).reshape(-1, _PAGES_A_CALL)
 
   def _extend(self, served: list[sessions.Session]) -> None:
-    """Consumes a chunk of each session's context."""
     chunks = [session.chunk(self.options.prefill_chunk) for session in served]
     num_rows = min(r for r in self.options.extend_rows if r >= len(served))
     report = self._run_extend(served, num_rows)
@@ -319,15 +304,14 @@ class Engine:
     self._read()
     # Some may have ended by what was read.
     if decoding := self._slots.decoding():
-      count = len(decoding)
-      num_rows = min(r for r in self.options.sample_rows if r >= count)
-      self._compose(decoding, num_rows)
+      self._compose(decoding)
       self._sample()
 
-  def _compose(self, decoding: list[sessions.Session], num_rows: int) -> None:
+  def _compose(self, decoding: list[sessions.Session]) -> None:
     """Gives the rows of decode to these sessions; nothing may be unread."""
     assert not self._unread
     width = sum(steps.decode_widths(self.options))
+    num_rows = self.options.num_slots
     rows_BW = np.zeros((num_rows, width), np.int32)
     state_3B = np.zeros((3, num_rows), np.int32)
     for row, session in enumerate(decoding):
@@ -342,7 +326,6 @@ class Engine:
     self._rows_BW, self._state = self._put(inputs)
 
   def _sample(self) -> None:
-    """Samples a few tokens for each session of the composition."""
     truncate = any(work.request.truncates for _, work in self._composition)
     self._add(self._composition, None, self._run_decode(truncate))
 

@@ -3,74 +3,70 @@
 import dataclasses
 from typing import Any
 
+from composer_jax.core import checks
+
 KEEP, REFRESH = 'keep', 'refresh'
 ON_SWAP = (KEEP, REFRESH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-  """What the compiled programs and the page tables are made for.
-
-  Of several numbers of rows the smallest that suffices is used; each is a
-  program of its own, and the bits of a session may depend on its neighbours.
-  A session between two requests holds pages but no slot. One that runs is
-  refreshed once between two tokens that it samples, so that it gets on however
-  fast swaps come; until then it keeps what it consumed.
+class ServingOptions:
+  """How the engine serves requests, whatever they are.
 
   Attributes:
-    devices: that share the model out, the first ones; on a CPU one is fastest.
+    devices: the first ones, which share the model out; on a CPU one is fastest.
     num_slots: requests worked on at once.
-    max_len: tokens in a session at most, context and sampled together.
-    prefill_chunk: context tokens a row consumes in one extend.
-    prefill_rows: sessions extended together; or several numbers.
-    decode_rows: numbers of sessions decoded together; () for num_slots.
-    decode_steps: tokens per row in one dispatch; weights change between two.
-    max_stop_tokens: stop tokens a request may name.
-    page_size: tokens in a page of the KV cache.
-    num_pages: of the KV cache; 0 for what num_slots need at max_len.
-    record_routes: whether the host learns which experts each token passed.
-    share_prefixes: whether sessions with equal prefixes share their pages.
-    on_swap: 'keep' the cache of older weights, or 'refresh' every session's.
-    num_top: likeliest tokens reported at each place.
+    prefill_chunk: context tokens that a session consumes in one extend.
+    prefill_rows: sessions in one extend; of several numbers, each a program of
+      its own, the smallest that suffices.
+    decode_steps: tokens of a session in one dispatch; weights change between.
+    page_size: tokens of a page of the KV cache.
+    num_pages: of the KV cache; 0 for num_slots sessions at their longest.
+    record_routes: whether it is recorded which experts each token passed, which
+      replay needs.
+    share_prefixes: whether sessions with equal prefixes share their pages: the
+      prompt of a group is computed once.
+    on_swap: what running sessions do with keys and values of older weights:
+      'keep' them, or 'refresh' them by consuming all their tokens anew, once
+      between two sampled tokens, so that they get on however fast swaps come.
   """
 
   devices: int = 1
   num_slots: int = 64
-  max_len: int = 320
   prefill_chunk: int = 32
   prefill_rows: int | tuple[int, ...] = 8
-  decode_rows: tuple[int, ...] = ()
   decode_steps: int = 4
-  max_stop_tokens: int = 4
   page_size: int = 64
   num_pages: int = 0
   record_routes: bool = True
   share_prefixes: bool = True
   on_swap: str = KEEP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(ServingOptions):
+  """What the compiled programs and the page tables are made for.
+
+  Attributes:
+    max_len: tokens in a session at most, context and sampled together.
+    max_stop_tokens: stop tokens a request may name.
+    num_top: likeliest tokens reported at each place.
+  """
+
+  max_len: int = 320
+  max_stop_tokens: int = 4
   num_top: int = 0
 
   def __post_init__(self):
-    for name, value in vars(self).items():
-      if name not in ('record_routes', 'share_prefixes', 'on_swap'):
-        # A session of the shortest max_len has a context token and samples one.
-        least = {'max_len': 2, 'num_pages': 0, 'num_top': 0}.get(name, 1)
-        for number in _several(value):
-          if type(number) is not int or number < least:
-            raise ValueError(
-              f'EngineOptions.{name} must be an integer of at least {least}, '
-              f'not {number!r}.'
-            )
-    if self.prefill_rows == ():
-      raise ValueError('EngineOptions.prefill_rows must name a number of rows.')
-    if self.sample_rows[-1] != self.num_slots:
-      raise ValueError(
-        f'EngineOptions.decode_rows {self.decode_rows} must end at num_slots '
-        f'({self.num_slots}): every slot may decode at once.'
-      )
-    if self.on_swap not in ON_SWAP:
-      raise ValueError(
-        f'EngineOptions.on_swap must be one of {ON_SWAP}, not {self.on_swap!r}.'
-      )
+    sizes = ('num_slots', 'prefill_chunk', 'decode_steps', 'page_size')
+    checks.at_least(self, 1, 'devices', *sizes, 'max_stop_tokens')
+    # A session of the shortest max_len has a context token and samples one.
+    checks.at_least(self, 2, 'max_len')
+    checks.at_least(self, 0, 'num_pages', 'num_top')
+    rows = _several(self.prefill_rows)
+    is_right = rows and all(type(n) is int and n >= 1 for n in rows)
+    checks.require(self, 'prefill_rows', is_right, 'name numbers of at least 1')
+    checks.one_of(self, 'on_swap', ON_SWAP)
     if self.pages < self.table_len:
       raise ValueError(
         f'num_pages ({self.num_pages}) of {self.page_size} tokens must hold a '
@@ -91,11 +87,6 @@ class EngineOptions:
     """Numbers of rows that extend has a program for, ascending."""
     rows = {min(r, self.num_slots) for r in _several(self.prefill_rows)}
     return tuple(sorted(rows))
-
-  @property
-  def sample_rows(self) -> tuple[int, ...]:
-    """Numbers of rows that decode has a program for, ascending."""
-    return tuple(sorted(set(self.decode_rows or (self.num_slots,))))
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Who holds which page of the KV cache, and which prefix a page holds.
 
-Numpy at most, no device. Three books: `Pages` counts owners, `Prefixes` lets
-equal prompts be consumed once, `Holdings` gives pages to sessions by both.
+`Pages` counts owners, `Prefixes` lets equal prompts be consumed once,
+`Holdings` gives pages to sessions by both.
 
 A page is free, or held by any number of owners. It is stained if it holds
 values that are not finite: masking hides stale numbers from a later owner, but
@@ -77,11 +77,7 @@ class PrefixPage(NamedTuple):
 
 
 class Match(NamedTuple):
-  """What the store has of a prefix.
-
-  Its leading full pages, a partial one whose tokens come next, and the key of
-  the first page that is missing.
-  """
+  """A prefix's full pages, a partial one behind them, the first missing key."""
 
   full: Sequence[PrefixPage] = ()
   partial: PrefixPage | None = None
@@ -357,6 +353,5 @@ class Holdings:
     self.prefixes.forget(session.pages)
 
   def reset(self, version: int) -> None:
-    """Forgets all prefixes: they are of other weights."""
     self._filling.clear()
     self.prefixes.reset(version)

@@ -20,17 +20,11 @@ from composer_jax.rollout import forward
 
 @dataclasses.dataclass(frozen=True)
 class EnginePlace:
-  """Shardings of what an engine holds.
+  """Shardings of what an engine holds."""
 
-  Attributes:
-    whole: of inputs, reports and state: every device has them.
-    pools: of each pool of the cache.
-    plan: how experts are shared; None on one device.
-  """
-
-  whole: Sharding
-  pools: Sharding
-  plan: exchange.ExchangePlan | None = None
+  whole: Sharding  # of inputs, reports and state: every device has them
+  pools: Sharding  # of each pool of the cache
+  plan: exchange.ExchangePlan | None = None  # of experts; None on one device
 
 
 class PlacedWeights(NamedTuple):
@@ -68,8 +62,8 @@ def _on_device(device: jax.Device) -> EnginePlace:
 def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
   """Shares a model out over all devices of the mesh.
 
-  Raises:
-    ValueError: numerics that need one device, or experts that do not divide.
+  A ValueError names numerics that need one device, or experts that do not
+  divide.
   """
   if mesh.size == 1:
     return _on_device(mesh.devices.item())

@@ -28,26 +28,17 @@ _GENERATOR = 'threefry2x32'
 
 
 class Settings(flax.struct.PyTreeNode, kw_only=True):
-  """How each row samples, as in `records.SampleRequest`.
+  """How each row samples, as in `records.SampleRequest`."""
 
-  Attributes:
-    keys_B2: uint32 of `key_of`.
-    top_ks_B: int32; the others are float32.
-  """
-
-  keys_B2: Any
+  keys_B2: Any  # uint32, of `key_of`
   temperatures_B: Any
   top_ps_B: Any
-  top_ks_B: Any
+  top_ks_B: Any  # int32; the others are float32
   min_ps_B: Any
 
 
 class Drawn(flax.struct.PyTreeNode, kw_only=True):
-  """A token per row.
-
-  The raw log-probability is not finite exactly if the logits give no
-  distribution.
-  """
+  """A token per row; raw_logprobs_B is finite if logits give a distribution."""
 
   tokens_B: Any
   logprobs_B: Any

@@ -1,9 +1,4 @@
-"""One engine for many threads: a blocking Policy over one serving loop.
-
-Episodes call `complete` from their threads and block; `serve` runs in one
-thread, batches whatever they ask for and wakes them. Every wait has a timeout,
-and what stops the loop reaches everyone who waits on it.
-"""
+"""One engine for many threads: a blocking Policy over one serving loop."""
 
 import queue
 import threading
@@ -21,6 +16,10 @@ _IDLE_S = 0.02
 class EnginePolicy:
   """Implements the agent's Policy protocol over one engine.
 
+  Episodes call `complete` from their threads and block; `serve` runs in one
+  thread, batches whatever they ask for and wakes them. Every wait has a
+  timeout, and what stops the loop reaches everyone who waits on it.
+
   Consumes: requests and closings, from any thread.
   Waits for: a request, or unfinished work in the engine.
   Woken by: `complete`, `close`.
@@ -28,7 +27,7 @@ class EnginePolicy:
   """
 
   def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
-    """Wraps an engine that nothing else steps; the thread in `serve` owns it.
+    """Nothing else steps the engine; the thread in `serve` owns it.
 
     `complete` waits for `timeout_s` at most, queueing for a slot included.
     """
@@ -64,7 +63,7 @@ class EnginePolicy:
       raise TimeoutError(
         f'Session {request.session!r} got no completion within '
         f'{self._timeout_s:g} s; is `serve` running? It works on '
-        f'{self._engine.num_slots} requests at once.'
+        f'{self._engine.options.num_slots} requests at once.'
       ) from error
 
   def close(self, session: str | None = None) -> None:

@@ -26,11 +26,7 @@ class SampledTokens:
   """Tokens sampled for a request in one dispatch, told while it goes on.
 
   The arrays are as in `records.Completion`; X = 0 from an engine that reports
-  no alternatives.
-
-  Attributes:
-    session: as in the request.
-    position: of the first of them in the session.
+  no alternatives. `position` is of the first of them in the session.
   """
 
   session: str
@@ -94,12 +90,11 @@ class ServedRequest:
   """A request being served.
 
   Attributes:
-    on_tokens: told of sampled tokens; None if nobody asks.
     remaining: tokens still to sample at most.
-    routes_start, num_cached, context_version: as in `records.Completion`.
+    routes_start, num_cached, context_version, stopped: as in
+      `records.Completion`.
     pieces: (report, row, count) of the last dispatches that sampled for it.
     settled: what those before sampled; the session's arrays hold it.
-    stopped: a stop token was sampled.
     keys: of the pages of its context; None until they are looked up.
     waits_for: key of a page that another session is filling.
     waiting: dispatches its context has been put off for.
@@ -138,8 +133,6 @@ class Session:
     tokens_T: int32; sampled ones are filled in by `settle`.
     routes_TMA: uint16 of consumed tokens, sampled ones by `settle`; NO_ROUTE
       where the engine records none.
-    length: tokens known.
-    consumed: of those in the pages.
     shareable: leading tokens whose keys and values are those that any other
       session with these tokens would get; None once weights changed between.
     pages: hold its consumed tokens, in order, and room for those to come.

@@ -51,7 +51,6 @@ class Slots:
   """Sessions, their pages and slots, and the requests that wait for some.
 
   Attributes:
-    holdings: the pages.
     sessions: those open, by name.
     queue: those whose requests wait.
     running: those whose requests have a slot, by name.
@@ -275,6 +274,5 @@ class Slots:
       self.queue.extendleft(stripped[::-1])
 
   def take_finished(self) -> list[records.Completion | records.Failure]:
-    """Returns outcomes since it was last asked."""
     finished, self.finished = self.finished, []
     return finished

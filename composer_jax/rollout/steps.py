@@ -1,9 +1,9 @@
 """The compiled programs of the engine: extend (prefill) and decode.
 
-Their shapes are static and they donate the cache, so each is compiled once for
-each number of rows. What a session sees of them depends on the session alone:
-a context token's column in its chunk is its absolute position modulo the chunk,
-every token is sampled by `decode`, and no arithmetic mixes rows.
+They donate the cache, and each is compiled once for each number of rows. What a
+session sees of them depends on the session alone: a context token's column in
+its chunk is its absolute position modulo the chunk, every token is sampled by
+`decode`, and no arithmetic mixes rows.
 
 The host sends the rows of a dispatch as one array of int32 words: many small
 arrays would cost more than a small model's step.
@@ -57,8 +57,8 @@ def pack_extend(
 ) -> np.ndarray:
   """Returns a row of pages, three numbers and the tokens of the next chunk.
 
-  The numbers are the position of the first column, which is a multiple of the
-  chunk, and between which columns the tokens lie.
+  The numbers are the first column's position, and where the tokens begin and
+  end.
   """
   start, end = session.chunk(options.prefill_chunk)
   first = start % options.prefill_chunk
@@ -84,31 +84,21 @@ def _split(rows_BW: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
 
 
 class State(NamedTuple):
-  """What decode changes of its rows, kept on the device between dispatches.
+  """What decode changes of its rows, kept on the device between dispatches."""
 
-  Attributes:
-    tokens_B: int32 last sampled token, not yet consumed.
-    positions_B: int32 its absolute position.
-    remaining_B: int32 tokens still to sample; 0 leaves the row alone.
-  """
-
-  tokens_B: Any
-  positions_B: Any
-  remaining_B: Any
+  tokens_B: Any  # int32, sampled last and not yet consumed
+  positions_B: Any  # int32, absolute, of that token
+  remaining_B: Any  # int32, still to sample; 0 leaves the row alone
 
 
 class Programs(NamedTuple):
-  """What is compiled for one (config, options), for each number of rows.
+  """What is compiled for one (config, options), for each number of rows."""
 
-  Attributes:
-    extend: (weights, cache, rows_BW) -> (cache, (finite_B, routes_MBTA | None))
-    decode: (weights, cache, rows_BW, State, truncate) -> (cache, State,
-      sessions.Sampled)
-    traces: times each was traced, by name and rows.
-  """
-
+  # (weights, cache, rows_BW) -> (cache, (finite_B, routes_MBTA | None))
   extend: Callable[..., Any]
+  # (weights, cache, rows_BW, State, truncate) -> (cache, State, Sampled)
   decode: Callable[..., Any]
+  # Times each was traced, by name and rows.
   traces: collections.Counter[str]
 
 
@@ -129,8 +119,18 @@ def _build(config, options, place) -> Programs:
   run = functools.partial(forward.forward, config=config, plan=place.plan)
 
   def extend(weights, cache, rows_BW):
+    """Consumes a chunk of context."""
     traces[f'extend {len(rows_BW)}'] += 1
-    return _extend(run, options, weights, cache, rows_BW)
+    parts = _split(rows_BW, extend_widths(options))
+    table_BP, position_B1, first_B1, end_B1, tokens_BT = parts
+    columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
+    valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
+    hidden_BTD, ids_MBTA, cache = run(
+      weights, cache, tokens_BT, valid_BT, position_B1 + columns_T, table_BP
+    )
+    # One bad token spoils its whole chunk: masked or not, zero times it is NaN.
+    finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
+    return cache, (finite_B, ids_MBTA if options.record_routes else None)
 
   def decode(weights, cache, rows_BW, state, truncate):
     traces[f'decode {len(rows_BW)}' + ' truncating' * truncate] += 1
@@ -144,20 +144,6 @@ def _build(config, options, place) -> Programs:
     decode=jit(decode, out_shardings=(pools, whole, whole), static_argnums=4),
     traces=traces,
   )
-
-
-def _extend(run, options, weights, cache, rows_BW):
-  """Consumes a chunk of context."""
-  parts = _split(rows_BW, extend_widths(options))
-  table_BP, position_B1, first_B1, end_B1, tokens_BT = parts
-  columns_T = jnp.arange(options.prefill_chunk, dtype=jnp.int32)
-  valid_BT = (columns_T >= first_B1) & (columns_T < end_B1)
-  hidden_BTD, ids_MBTA, cache = run(
-    weights, cache, tokens_BT, valid_BT, position_B1 + columns_T, table_BP
-  )
-  # One bad token spoils its whole chunk: masked or not, zero times it is NaN.
-  finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
-  return cache, (finite_B, ids_MBTA if options.record_routes else None)
 
 
 def _empty_report(config, options, num_rows: int) -> sessions.Sampled:

@@ -149,10 +149,10 @@ def compare(
     return [score(values, batch) for batch in batches_of]
 
   nothing = [0.0] * len(trajectories)
-  packed = comparison.pack(trajectories, nothing, shape)
+  packed = batching.pack(trajectories, nothing, shape)
   afresh = scored(map(comparison.fresh, packed.microbatches))
-  lying = comparison.pack([shifted(t) for t in trajectories], nothing, shape)
-  ratios = lying.ratios(scored(lying.microbatches))
+  lying = batching.pack([shifted(t) for t in trajectories], nothing, shape)
+  ratios = comparison.ratios(lying, scored(lying.microbatches))
   agreement = comparison.both_ways(lying, [], afresh).get('route_agreement')
   return {
     'sampled_tokens': int(sum(t.loss_mask_T.sum() for t in trajectories)),

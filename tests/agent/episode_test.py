@@ -267,7 +267,7 @@ def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
   )
   _, paid = _run(tokenizer, HONEST, reward=prices)
   sampled = int(free.trajectories[0].loss_mask_T.sum())
-  price = prices.effort_penalty(sampled, free.num_turns, 0)
+  price = prices.effort_penalty(sampled, free.num_turns)
   assert 0.1 < price < 1
   assert free.reward - paid.reward == pytest.approx(price)
   assert (free.reward_version, paid.reward_version) == (0, 3)

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode, mistakes, replay, rewards
+from composer_jax.agent import episode, replay, rewards
 from composer_jax.core import records
+from composer_jax.tasks import mistakes
 from composer_jax.tasks.list_functions import environment, family, runners
 from composer_jax.text import tokenizer as tokenizer_lib
 from tests.agent import episode_test, summarize_test
@@ -75,7 +76,7 @@ def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
     member=0,
     seed=0,
     reward=episode_test.PRICES,
-    hints=mistakes.HintOptions(),
+    hints=mistakes.HintOptions().write,
   )
   assert rollout.verdict.passed and rollout.num_invalid == 2
   assert len(rollout.hints) == 2
@@ -87,7 +88,7 @@ def test_calls_cut_off_edits_and_tests_come_out_again(tokenizer):
       tokenizer,
       options,
       reward=reward,
-      hints=mistakes.HintOptions(),
+      hints=mistakes.HintOptions().write,
     )
 
   assert_same(play_again(episode_test.PRICES), rollout)

@@ -51,7 +51,7 @@ def played(*outcomes):
 
 
 def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
-  facts = {'num_sampled': 50, 'num_answered': 0, 'open_todos': 0} | facts
+  facts = {'num_sampled': 50, 'open_todos': 0} | facts
   return rewards.score(
     judged or verdict(), played(*outcomes), flags, options, **facts
   )
@@ -111,12 +111,9 @@ def test_effort_is_the_concave_penalty_of_tokens_and_turns():
     effort_scale=40.0,
     effort_q=0.5,
     effort_turn_tokens=7.0,
-    effort_answer_weight=0.25,
   )
-  reward, terms = score(
-    'edit', 'summary', 'finish', options=options, num_answered=80
-  )
-  x = 50 + 3 * 7 + 80 / 4
+  reward, terms = score('edit', 'summary', 'finish', options=options)
+  x = 50 + 3 * 7
   want = 0.3 * rewards.concave(x, 1 / 40, 0.5) / 40
   assert terms['effort'] == pytest.approx(-want)
   assert reward == 1 - want
@@ -139,7 +136,6 @@ def test_no_prices_leave_the_success():
     ({'effort_q': -1.0}, r'effort_q must be .* at least 0, not -1\.0'),
     ({'effort_coefficient': -0.1}, r'effort_coefficient .* not -0\.1'),
     ({'effort_turn_tokens': -1.0}, r'effort_turn_tokens .* not -1\.0'),
-    ({'effort_answer_weight': float('nan')}, 'effort_answer_weight .* not nan'),
     ({'effort_scale': 0.0}, 'effort_scale must be positive, not 0'),
     ({'version': -1}, 'version must be an integer of at least 0, not -1'),
     ({'version': 1.5}, r'version .* not 1\.5'),
@@ -200,11 +196,8 @@ def test_the_coefficient_is_the_price_of_one_scale_of_linear_effort():
     effort_turn_tokens=5.0,
   )
   # 30 sampled tokens and four turns are one scale.
-  assert options.effort_penalty(30, 4, 0) == pytest.approx(0.2)
-  # So are ten sampled tokens, four turns and forty of answers at half price.
-  half = dataclasses.replace(options, effort_answer_weight=0.5)
-  assert half.effort_penalty(10, 4, 40) == pytest.approx(0.2)
-  assert rewards.UNPRICED.effort_penalty(10**6, 10**6, 0) == 0
+  assert options.effort_penalty(30, 4) == pytest.approx(0.2)
+  assert rewards.UNPRICED.effort_penalty(10**6, 10**6) == 0
 
 
 @pytest.fixture

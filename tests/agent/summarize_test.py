@@ -365,7 +365,7 @@ def test_effort_is_of_all_windows(tokenizer):
     summary=SUMMARY,
   )
   sampled = sum(int(t.loss_mask_T.sum()) for t in rollout.trajectories)
-  lost = prices.effort_penalty(sampled, len(rollout.turns), 0)
+  lost = prices.effort_penalty(sampled, len(rollout.turns))
   assert rollout.reward == pytest.approx(1 - lost)
 
 

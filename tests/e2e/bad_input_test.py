@@ -69,7 +69,7 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
     ('--config.episode.max_tokens=900', r'max_tokens \(900\) must not exceed'),
     ('--config.layout=diagonal', "'diagonal'"),
     ('--config.rl.loss.ratio_cap=0.5', 'ratio_cap must be at least 1'),
-    ('--config.rl.reward=random', "'shuffled', not 'random'"),
+    ('--config.rl.reward=random', r"'shuffled'\); got 'random'"),
     ('--config.cpt.steps=0', 'steps must be at least 1, not 0'),
     ('--config.sandbox.level=none', 'none'),
     ('--config.rl.gate.action=halt', "rl.gate.*action must be one of .*'halt'"),

@@ -37,9 +37,10 @@ def make(**changes):
       {'rl__gate__min_agreement': 2.0},
       r'--config\.rl\.gate\.min_agreement \(2\.0\) is a share',
     ),
+    ({'rollout__devices': 0}, r'--config\.rollout: .*devices must .*least 1'),
     (
-      {'rollout__decode_rows': [4, 6]},
-      r'--config\.rollout: .*decode_rows \(4, 6\) must end at num_slots \(8\)',
+      {'hints__templates': []},
+      r'--config\.hints\.loss\.weight \(1\.0\) needs --config\.hints\.templ',
     ),
     ({'rollout__record_routes': False}, r'rl\.replay needs the routes'),
     ({'delta__skip_levels': [1]}, r'--config\.delta: skip_levels .*\(1,\)'),
@@ -61,7 +62,7 @@ def test_what_cannot_be_is_named(changes, message):
 
 def test_routes_need_not_be_recorded_where_none_is_replayed():
   spec = make(rollout__record_routes=False, rl__replay=False)
-  assert not spec.rollout.engine_options(99).record_routes
+  assert not spec.engine_options().record_routes
 
 
 def test_numerics_are_those_of_rollouts_and_rl():

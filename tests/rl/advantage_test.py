@@ -129,20 +129,3 @@ def test_group_survives_its_bytes():
       theirs = getattr(right.trajectories[0], name)
       assert ours.dtype == theirs.dtype
       np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-  'normalizer, want',
-  [
-    ('constant', [[1.0, -1.0], [0.5, -0.5]]),
-    ('sequence', [[1 / 2, -1 / 2], [0.5 / 5, -0.5 / 5]]),
-    ('token', [[1 / 3.5, -1 / 3.5], [0.5 / 3.5, -0.5 / 3.5]]),
-  ],
-)
-def test_normalizers_divide_by_sampled_tokens(normalizer, want):
-  """Of the first group 2 tokens a rollout were sampled, of the second 5."""
-  groups = [make_group([1.0, 0.0], length=n) for n in (3, 6)]
-  advantages = [np.float32([1, -1]), np.float32([0.5, -0.5])]
-  found = advantage.normalized(groups, advantages, normalizer)
-  np.testing.assert_allclose(found, want, rtol=1e-6)
-  assert found[0].dtype == np.float32

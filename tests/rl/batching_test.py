@@ -39,7 +39,7 @@ def packed():
   return (
     trajectories,
     advantages,
-    batching.pack(trajectories, advantages, SHAPE),
+    batching.pack(trajectories, advantages, SHAPE).microbatches,
   )
 
 
@@ -119,7 +119,7 @@ def test_aligned_trajectories_start_at_multiples_where_places_says(align):
   shape = dataclasses.replace(SHAPE, seq_len=20, align=align)
   lengths = [4, 9, 6, 3, 7, 20, 1, 13]
   trajectories = [make_trajectory(n, i) for i, n in enumerate(lengths)]
-  packed = batching.pack(trajectories, [1.0] * len(lengths), shape)
+  packed = batching.pack(trajectories, [1.0] * len(lengths), shape).microbatches
   where = batching.places(lengths, shape)
   taken = [np.zeros((shape.rows, shape.seq_len), bool) for _ in packed]
   for place, trajectory in zip(where, trajectories, strict=True):

@@ -137,7 +137,9 @@ def shape(config, **sizes):
 
 
 def pack(config, **sizes) -> list[batches.RLBatch]:
-  return batching.pack(trajectories(config), ADVANTAGES, shape(config, **sizes))
+  return batching.pack(
+    trajectories(config), ADVANTAGES, shape(config, **sizes)
+  ).microbatches
 
 
 def alone(config, **sizes) -> list[batches.RLBatch]:
@@ -145,7 +147,9 @@ def alone(config, **sizes) -> list[batches.RLBatch]:
   return [
     batch
     for item, advantage in zip(trajectories(config), ADVANTAGES, strict=True)
-    for batch in batching.pack([item], [advantage], shape(config, **sizes))
+    for batch in batching.pack(
+      [item], [advantage], shape(config, **sizes)
+    ).microbatches
   ]
 
 

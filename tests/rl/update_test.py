@@ -194,7 +194,7 @@ def sample(values):
 
 def packed(groups, values=(1.0, -1.0, 0.5)):
   trajectories = [r.trajectories[0] for g in groups for r in g.rollouts]
-  return batching.pack(trajectories, list(values) * P, SHAPE)
+  return batching.pack(trajectories, list(values) * P, SHAPE).microbatches
 
 
 def mean_k3(functions, values, batches):
@@ -373,7 +373,7 @@ def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   rewards_R = np.array([r.reward for r in mixed.rollouts])
   advantages = [*advantage.group_advantages(mixed, rewards_R), *[0.0] * R]
   sums = None
-  for batch in batching.pack(trajectories, advantages, SHAPE):
+  for batch in batching.pack(trajectories, advantages, SHAPE).microbatches:
     sums, _ = functions.add_microbatch(values, sums, batch)
   whole = float(optax.tree.norm(sums.grads)) / (P * R)
   assert metrics['grad_norm'] == pytest.approx(whole, rel=1e-5)

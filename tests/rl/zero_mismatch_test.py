@@ -31,7 +31,6 @@ OPTIONS = engines.EngineOptions(
   prefill_chunk=24,
   prefill_rows=(1, 3),
   decode_steps=3,
-  decode_rows=(1, 4),
   page_size=grouped_query.KEY_BLOCK,
   # Room for two long sessions, where four want to run.
   num_pages=7,
@@ -143,16 +142,14 @@ def test_the_workload_meets_what_it_is_for(config):
   assert blocks == {1, 2, 3}
   assert lost > 0 and engine.stats().prefix_hit_tokens > 0
   # Every bucket was in use, and compiled once.
-  names = ('extend 1', 'extend 3', 'decode 1', 'decode 4')
+  names = ('extend 1', 'extend 3', 'decode 4')
   assert engine.traces == dict.fromkeys(names, 1)
 
 
 def test_buckets_order_and_room_change_no_bit(config):
   """One bucket, other arrivals, and pages for all at once."""
   found, *_ = _sampled(config)
-  options = dataclasses.replace(
-    OPTIONS, prefill_rows=3, decode_rows=(), num_pages=32
-  )
+  options = dataclasses.replace(OPTIONS, prefill_rows=3, num_pages=32)
   engine = engines.Engine(config, _policy(config), 0, options)
   order = np.random.default_rng(1).permutation(NUM_SESSIONS).tolist()
   mine, lost = _play(engine, order, 5)
@@ -169,7 +166,7 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
   lengths = [len(t) for t in found]
   # As the trainer has them: the policy's values, in float32.
   values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))
-  packed = batching.pack(found, [0.0] * len(found), shape)
+  packed = batching.pack(found, [0.0] * len(found), shape).microbatches
   score = _scorer(config)
   scores = [
     jax.device_get(

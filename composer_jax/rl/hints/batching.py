@@ -79,10 +79,8 @@ def pack(
 ) -> tuple[list[batches.HintBatch], dict[str, int]]:
   """Packs the hints of all rollouts; empty ones are left out.
 
-  Args:
-    groups: the step's, sorted by id.
-    shape: what RL packs trajectories into.
-    num_parts: in which devices share the rows of a batch out; divides them.
+  Devices share the rows of a batch out in `num_parts`, which divides them.
+  Groups are sorted by id.
 
   Returns:
     Microbatches, and metrics: how many hints are in them, how many tokens their

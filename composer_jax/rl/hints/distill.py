@@ -64,11 +64,8 @@ class HintLossOptions:
     checks.one_of(self, 'teacher', ('frozen', 'ema'))
     checks.number(self, 0, 'weight')
     checks.number(self, 1, 'ratio_cap')
-    if not 0 < self.ema_rate < 1:
-      raise ValueError(
-        f'HintLossOptions.ema_rate ({self.ema_rate}) must lie between 0 and 1, '
-        'both excluded.'
-      )
+    is_right = 0 < self.ema_rate < 1
+    checks.require(self, 'ema_rate', is_right, 'lie in (0, 1), both excluded')
 
 
 OFF = HintLossOptions(weight=0.0)
@@ -158,14 +155,10 @@ def compare(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch from the student's and the teacher's part.
+  """Returns the sums of a microbatch.
 
-  Args:
-    model: both policies'.
-    weights: what makes logits of hidden states, of each.
-    hidden_BTD: hidden states, of each.
-    batch: what both read.
-    options: how they are compared.
+  Of student and teacher: `weights`, which make logits of hidden states, and
+  these.
   """
   plan = model.plan
   name = _unembedding(model.config)
@@ -221,11 +214,9 @@ def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
 
 
 def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
-  """Of a device's tokens, what is about to predict the next of each.
+  """Of a device's tokens, what predicts the next of each; with a slot first.
 
-  Returns:
-    Hidden states, slots, ids, weights, rollout's log-probabilities and
-    temperatures; of the tokens with a slot first.
+  Hidden states, slots, ids, weights, rollout's log-probabilities, temperatures.
   """
   student = batch.student
   arrays_BT = (

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.agent import episode, mistakes
+from composer_jax.agent import environment as environment_lib
+from composer_jax.agent import episode
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import source
@@ -203,7 +204,7 @@ def transcripts(
   count: int,
   noise: Noise,
   options: episode.EpisodeOptions,
-  hints: mistakes.HintOptions | None = None,
+  hints: environment_lib.HintWriter | None = None,
 ) -> Iterator[records.Rollout]:
   """Rollouts of scripted policies on train tasks 0, 1, ...
 

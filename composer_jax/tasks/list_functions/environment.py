@@ -23,7 +23,7 @@ from typing import Any
 from composer_jax.agent import environment
 from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
-from composer_jax.tasks import source
+from composer_jax.tasks import calls, source
 from composer_jax.tasks.list_functions import family, runners
 from composer_jax.tasks.monitors import watch
 from composer_jax.text import tool_calls
@@ -46,8 +46,8 @@ def _shown(value: Any) -> str:
   return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'
 
 
-def _bad_arguments(message: str) -> environment.InvalidCall:
-  return environment.InvalidCall(turns_lib.BAD_ARGUMENTS, message)
+def _bad_arguments(message: str) -> calls.InvalidCall:
+  return calls.InvalidCall(turns_lib.BAD_ARGUMENTS, message)
 
 
 def equal(value: Any, expected: Any) -> bool:
@@ -163,7 +163,7 @@ class FunctionEnvironment:
       name = call.name
       arguments = dict(zip(('path', 'function'), call.arguments))
       arguments['payload'] = call.payload
-    except environment.InvalidCall as error:
+    except calls.InvalidCall as error:
       name, answer = '', f'error: {_shown(str(error))}'
       outcome = error.outcome
     self._calls.append(
@@ -177,9 +177,9 @@ class FunctionEnvironment:
     try:
       call = tool_calls.parse(text)
     except tool_calls.ToolCallError as error:
-      raise environment.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
+      raise calls.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
     if call.name not in TOOLS:
-      raise environment.InvalidCall(
+      raise calls.InvalidCall(
         turns_lib.UNKNOWN_TOOL, f'no such tool; use {", ".join(TOOLS)}'
       )
     count, takes_payload, _ = TOOLS[call.name]
@@ -255,7 +255,7 @@ class FunctionEnvironment:
     """The verdict on the files as they are; alarms of monitors are flags."""
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
-      return environment.broken_verdict(self, 'the test tool failed twice')
+      return calls.broken_verdict(self, 'the test tool failed twice')
     verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls, verdict.passed)
     alarms = watch.flags(watch.scan(evidence))

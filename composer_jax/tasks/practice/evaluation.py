@@ -21,8 +21,7 @@ from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
 from composer_jax.core import files, records, seams
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl import collect
-from composer_jax.rl import evaluate as rl_evaluate
+from composer_jax.rl import behaviour, collect
 from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.repository import scripts
 from composer_jax.telemetry import append, intervals, progress
@@ -263,7 +262,7 @@ def row_of(task: Any, rollout: records.Rollout) -> dict[str, Any]:
     'sample': rollout.member,
     'package': task.package,
     'tier': getattr(task, 'tier', ''),
-    'passed': rl_evaluate.passed(rollout),
+    'passed': behaviour.passed(rollout),
     'status': rollout.verdict.status,
     'num_passed': rollout.verdict.num_passed,
     'num_tests': rollout.verdict.num_tests,

@@ -144,7 +144,7 @@ def _play(
       count=count,
       noise=job.spec.systems['demonstrations'].noise(),
       options=job.spec.episode,
-      hints=job.spec.hints.options(),
+      hints=job.systems.hints,
     ):
       rollouts.append(rollout)
       bar.update(len(rollouts))

@@ -15,6 +15,7 @@ from composer_jax.agent import environment
 from composer_jax.core import records
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
+from composer_jax.tasks import calls
 from composer_jax.tasks.grading import solution, suites
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import schemas as tool_schemas
@@ -78,7 +79,7 @@ class Plan:
     )
 
   def change(self, arguments: Mapping[str, Any]) -> box_tools.Answer:
-    """Carries out a call of `todo`; `environment.InvalidCall` as of a tool."""
+    """Carries out a call of `todo`; `calls.InvalidCall` as of a tool."""
     action = arguments['action']
     if action == 'add':
       if 'text' not in arguments:
@@ -98,7 +99,7 @@ class Plan:
     return str(self) or 'no items', turns_lib.OK
 
 
-def _bad_todo(fault: str) -> environment.InvalidCall:
+def _bad_todo(fault: str) -> calls.InvalidCall:
   return tool_schemas.bad_arguments(tool_schemas.TOOLS['todo'], fault)
 
 
@@ -170,7 +171,7 @@ class RepositoryEnvironment:
       tried = call.name
       answer, outcome = self._carry_out(call.name, arguments)
       name = call.name
-    except environment.InvalidCall as error:
+    except calls.InvalidCall as error:
       answer, outcome = f'error: {error}', error.outcome
     # What no record could hold, such as a file name of half a character.
     answer = answer.encode('utf-8', 'replace').decode()
@@ -185,7 +186,7 @@ class RepositoryEnvironment:
     try:
       return tool_calls.parse_json(text)
     except tool_calls.ToolCallError as error:
-      raise environment.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
+      raise calls.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
 
   def _carry_out(
     self, name: str, arguments: Mapping[str, Any]
@@ -238,7 +239,7 @@ class RepositoryEnvironment:
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; whatever alarms that raises are flags."""
     if self.is_broken or self._box is None:
-      return environment.broken_verdict(self, 'the sandbox failed twice')
+      return calls.broken_verdict(self, 'the sandbox failed twice')
     try:
       changes, special = solution.changes_of(self._task, self._box)
       grade = solution.grade(
@@ -247,7 +248,7 @@ class RepositoryEnvironment:
       )  # fmt: skip
     except base.SandboxLost as error:
       self.is_broken = True
-      return environment.broken_verdict(self, str(error))
+      return calls.broken_verdict(self, str(error))
     evidence = watch.of_repository(
       self._task, self._calls, changes, grade, files=self._files
     )

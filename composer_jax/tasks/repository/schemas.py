@@ -9,8 +9,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_jax.agent import environment
 from composer_jax.core import turns as turns_lib
+from composer_jax.tasks import calls
 from composer_jax.text import tool_calls
 
 # How kinds are called in errors and in JSON schemas.
@@ -229,10 +229,10 @@ def check(
   """The arguments of a call that one of the tools can carry out.
 
   Raises:
-    environment.InvalidCall: there is no such tool, or an argument is wrong.
+    calls.InvalidCall: there is no such tool, or an argument is wrong.
   """
   if call.name not in tools:
-    raise environment.InvalidCall(
+    raise calls.InvalidCall(
       turns_lib.UNKNOWN_TOOL,
       f'there is no tool "{shown(call.name)}"{_like(call.name, tools)}; the '
       f'tools are {", ".join(tools)}',
@@ -244,9 +244,9 @@ def check(
   return dict(call.arguments)
 
 
-def bad_arguments(tool: Tool, fault: str) -> environment.InvalidCall:
+def bad_arguments(tool: Tool, fault: str) -> calls.InvalidCall:
   """The error of a call whose arguments the tool cannot take."""
-  return environment.InvalidCall(
+  return calls.InvalidCall(
     turns_lib.BAD_ARGUMENTS, f'{tool.name}: {fault}. Example: {tool.usage}'
   )
 

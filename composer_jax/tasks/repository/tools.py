@@ -1,6 +1,6 @@
 """What the tools of a repository do to a box, and what they answer.
 
-Every function returns `(text, outcome)` or raises `environment.InvalidCall`
+Every function returns `(text, outcome)` or raises `calls.InvalidCall`
 for arguments that nothing can be done with. Answers are bounded, and say what
 they leave out. What could take long or go wrong on a policy's word, such as a
 regular expression, runs inside the box.
@@ -12,9 +12,9 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.agent import environment
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
+from composer_jax.tasks import calls
 from composer_jax.tasks.repository import schemas
 
 Answer = tuple[str, str]
@@ -64,7 +64,7 @@ def clip(text: str, most: int) -> str:
   return text[:head] + note + text[len(text) - (kept - head) :]
 
 
-def _refused(tool: str, fault: str) -> environment.InvalidCall:
+def _refused(tool: str, fault: str) -> calls.InvalidCall:
   return schemas.bad_arguments(schemas.TOOLS[tool], fault)
 
 

@@ -6,7 +6,7 @@ python -m experiments.studies.first_loop.analyze
 import pathlib
 from typing import Any
 
-from composer_jax.rl import evaluate
+from composer_jax.rl import behaviour
 from composer_jax.telemetry import intervals
 from experiments.studies import results
 
@@ -17,18 +17,18 @@ def _abouts(rows: list[results.Row]) -> dict[str, results.Row]:
   return {row['arm']: row for row in rows if row['stage'] == 'arm'}
 
 
-def _rate(about: results.Row, stage: str) -> evaluate.PassRate | None:
+def _rate(about: results.Row, stage: str) -> behaviour.PassRate | None:
   found = about.get(f'evaluation_{stage}')
-  return None if found is None else evaluate.PassRate(**found)
+  return None if found is None else behaviour.PassRate(**found)
 
 
-def _shown(rate: evaluate.PassRate | None) -> str:
+def _shown(rate: behaviour.PassRate | None) -> str:
   if rate is None:
     return 'not run'
   return f'{rate.rate:.3f} [{rate.low:.3f}, {rate.high:.3f}]'
 
 
-def _gain(old: evaluate.PassRate, new: evaluate.PassRate) -> str:
+def _gain(old: behaviour.PassRate, new: behaviour.PassRate) -> str:
   low, high = intervals.difference(
     (old.passed, old.episodes), (new.passed, new.episodes)
   )
@@ -36,7 +36,7 @@ def _gain(old: evaluate.PassRate, new: evaluate.PassRate) -> str:
 
 
 def decompose(
-  old: evaluate.PassRate, new: evaluate.PassRate
+  old: behaviour.PassRate, new: behaviour.PassRate
 ) -> tuple[float, float]:
   """Splits the gain in pass rate into (valid calls, correct code).
 

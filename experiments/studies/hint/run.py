@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from composer_jax.agent import episode, mistakes, rewards
+from composer_jax.agent import episode, rewards
 from composer_jax.core import batches, records, turns
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder
@@ -29,6 +29,7 @@ from composer_jax.rl import batching, collect, mismatch, policy_loss, update
 from composer_jax.rl import step as steps
 from composer_jax.rl.hints import distill
 from composer_jax.rollout import engine as engines
+from composer_jax.tasks import mistakes
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from experiments.studies import results
@@ -212,7 +213,7 @@ def collector_of(arm: Arm, seed: int) -> collect.Collector:
     hints = mistakes.HintOptions(
       templates=tuple((kind, arm.hint) for kind in turns.INVALID_OUTCOMES),
       max_hints=world.NUM_TURNS,
-    )
+    ).write
   prices = dataclasses.replace(
     rewards.UNPRICED,
     invalid_penalty=1 / world.NUM_TURNS if arm.is_dense else 0.0,

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from composer_jax.agent import episode, mistakes
+from composer_jax.agent import episode
+from composer_jax.tasks import mistakes
 from composer_jax.tasks.list_functions import (
   demonstrations,
   environment,
@@ -27,7 +28,7 @@ def transcripts(tokenizer, **noise):
       count=12,
       noise=demonstrations.Noise(**noise),
       options=episode.EpisodeOptions(max_tokens=2048, max_call_tokens=256),
-      hints=mistakes.HintOptions(),
+      hints=mistakes.HintOptions().write,
     )
   )
 

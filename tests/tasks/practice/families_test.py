@@ -225,11 +225,9 @@ def test_advice_longer_than_a_row_is_left_out_and_counted(
     spec,
     # Room for every call, of a tokenizer that is not trained on them.
     episode=dataclasses.replace(spec.episode, max_call_tokens=150),
-    hints=dataclasses.replace(
-      spec.hints,
-      templates=(('unknown_tool', 'no ' * 500), ('bad_arguments', 'no')),
-    ),
   )
+  templates = (('unknown_tool', 'no ' * 500), ('bad_arguments', 'no'))
+  long = runs.changed(long, 'hints', templates=templates)
   long = runs.changed(
     long, 'demonstrations', count=24, wrong_tool=0.3, wrong_arguments=0.3
   )

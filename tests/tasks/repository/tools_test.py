@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from composer_jax.agent import environment
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
+from composer_jax.tasks import calls
 from composer_jax.tasks.repository import schemas, scripts, tools
 from composer_jax.text import tool_calls
 from tests.tasks import small_package
@@ -106,7 +106,7 @@ def test_examples_and_descriptions_tell_every_tool_and_argument():
 def test_a_wrong_call_is_told_tool_argument_kind_and_example(
   name, arguments, outcome, message
 ):
-  with pytest.raises(environment.InvalidCall) as caught:
+  with pytest.raises(calls.InvalidCall) as caught:
     _check(name, **arguments)
   assert caught.value.outcome == outcome
   assert message in str(caught.value)
@@ -118,7 +118,7 @@ def test_errors_stay_short_and_quick_whatever_is_named():
   start = time.monotonic()
   for name in ('x' * (1 << 20), 'réad\ud800', ' ' * 300, 'a\n' * 999):
     for call in ({'name': name}, {'name': 'read', name: 1}):
-      with pytest.raises(environment.InvalidCall) as caught:
+      with pytest.raises(calls.InvalidCall) as caught:
         _check(**call)
       assert len(str(caught.value)) < 300
       assert str(caught.value).encode()
@@ -182,7 +182,7 @@ def test_read_gives_lines_as_they_are_and_says_where_it_stops(box):
   ],
 )
 def test_paths_that_cannot_be_read_are_bad_arguments(box, path, message):
-  with pytest.raises(environment.InvalidCall) as caught:
+  with pytest.raises(calls.InvalidCall) as caught:
     tools.read(box, {'path': path}, BOUNDS)
   assert caught.value.outcome == turns_lib.BAD_ARGUMENTS
   assert message in str(caught.value)
@@ -191,11 +191,9 @@ def test_paths_that_cannot_be_read_are_bad_arguments(box, path, message):
 
 def test_a_file_beyond_the_bound_is_refused_and_not_half_read(box):
   bounds = dataclasses.replace(BOUNDS, file_bytes=4999)
-  with pytest.raises(
-    environment.InvalidCall, match='5000 bytes, more than 4999'
-  ):
+  with pytest.raises(calls.InvalidCall, match='5000 bytes, more than 4999'):
     tools.read(box, {'path': 'wide.txt'}, bounds)
-  with pytest.raises(environment.InvalidCall, match='would hold 5000 bytes'):
+  with pytest.raises(calls.InvalidCall, match='would hold 5000 bytes'):
     arguments = {'path': 'new.txt', 'text': 'x' * 5000}
     tools.write(box, arguments, bounds)
   assert 'new.txt' not in box.files()
@@ -212,7 +210,7 @@ def test_list_shows_files_or_folders_where_they_are_many(box):
   rows = tools.list_files(box, {}, wide)[0].split('\n')
   assert 'larder/ (4 files)' in rows and 'README.md' in rows
   for path in ('larder/nothing', 'README.md', 'x/' * 9):
-    with pytest.raises(environment.InvalidCall, match='there is no folder "'):
+    with pytest.raises(calls.InvalidCall, match='there is no folder "'):
       listed(path=path)
 
 
@@ -298,7 +296,7 @@ def test_a_search_that_cannot_be_made_is_told(box):
     ({'pattern': 'x', 'path': 'gone'}, 'no file or folder "gone"'),
     ({'pattern': 'x', 'path': '/etc'}, 'leaves the workspace'),
   ):
-    with pytest.raises(environment.InvalidCall) as caught:
+    with pytest.raises(calls.InvalidCall) as caught:
       _search(box, **arguments)
     assert message in str(caught.value)
 
@@ -343,7 +341,7 @@ def test_a_command_that_does_not_end_is_stopped(box):
 
 @pytest.mark.parametrize('command', ['a\0b', 'x' * 100_001])
 def test_a_command_that_no_kernel_takes_is_a_bad_argument(box, command):
-  with pytest.raises(environment.InvalidCall, match='at most 100000 bytes'):
+  with pytest.raises(calls.InvalidCall, match='at most 100000 bytes'):
     _run(box, command)
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from composer_jax.agent import mistakes
+from composer_jax.agent import environment
 from composer_jax.core import turns
+from composer_jax.tasks import mistakes
 from composer_jax.text import chat
 from composer_jax.text import tokenizer as tokenizer_lib
 
@@ -16,8 +17,11 @@ def tokenizer():
   return tokenizer_lib.Tokenizer.train(['read stats.py'], 270)
 
 
-def usage(tool):
-  return f'{tool} PATH'
+class Desk:
+  tools = TOOLS
+
+  def usage(self, tool):
+    return f'{tool} PATH'
 
 
 def played(tokenizer, calls):
@@ -29,7 +33,7 @@ def played(tokenizer, calls):
     parts.append(np.append(tokenizer.encode(call), tokenizer.END))
     invalid = outcome in turns.INVALID_OUTCOMES
     moments.append(
-      mistakes.Moment(
+      environment.Moment(
         turn=turns.Turn(
           trajectory=0,
           start=start,
@@ -60,14 +64,8 @@ CALLS = [
 
 def hints_of(tokenizer, calls=CALLS, **fields):
   moments, tokens_T = played(tokenizer, calls)
-  found = mistakes.hints_of(
-    moments,
-    [tokens_T],
-    tokenizer,
-    mistakes.HintOptions(**({'max_hints': 10} | fields)),
-    tools=TOOLS,
-    usage=usage,
-  )
+  options = mistakes.HintOptions(**({'max_hints': 10} | fields))
+  found = options.write(Desk(), tokenizer, moments, [tokens_T])
   return found, moments, tokens_T
 
 
@@ -118,13 +116,11 @@ def test_a_turn_without_its_marker_gets_the_hint_right_before_it(tokenizer):
   turn = turns.Turn(
     trajectory=0, start=2, stop=4, tool='', outcome=turns.NOT_A_CALL
   )
-  (hint,) = mistakes.hints_of(
-    [mistakes.Moment(turn=turn, call='', answer='')],
-    [np.full(4, 40, np.int32)],
+  (hint,) = mistakes.HintOptions().write(
+    Desk(),
     tokenizer,
-    mistakes.HintOptions(),
-    tools=TOOLS,
-    usage=usage,
+    [environment.Moment(turn=turn, call='', answer='')],
+    [np.full(4, 40, np.int32)],
   )
   assert hint.at == 2
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_jax.agent import environment
 from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 from composer_jax.text import chat
@@ -22,31 +23,12 @@ from composer_jax.text import chat
 _MAX_QUOTED = 200
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-  """A turn and what came of it, as a detector sees it.
-
-  Attributes:
-    turn: where its tokens lie, and its outcome.
-    call: its text; '' where its tokens are no text.
-    answer: what the environment said; '' for a summary.
-    is_final: whether the episode ended with this call.
-    open_todos: items of the policy's own list not done after it.
-  """
-
-  turn: turns_lib.Turn
-  call: str
-  answer: str
-  is_final: bool = False
-  open_todos: int = 0
-
-
-def _outcome(outcome: str) -> Callable[[Moment], bool]:
+def _outcome(outcome: str) -> Callable[[environment.Moment], bool]:
   return lambda moment: moment.turn.outcome == outcome
 
 
 # kind -> whether a turn is such a mistake.
-DETECTORS: Mapping[str, Callable[[Moment], bool]] = {
+DETECTORS: Mapping[str, Callable[[environment.Moment], bool]] = {
   'unknown_tool': _outcome(turns_lib.UNKNOWN_TOOL),
   'bad_arguments': _outcome(turns_lib.BAD_ARGUMENTS),
   'not_a_call': _outcome(turns_lib.NOT_A_CALL),
@@ -103,49 +85,45 @@ class HintOptions:
           f'The template of {kind!r} is empty: leave the kind out.'
         )
 
+  def write(
+    self,
+    env: environment.Environment,
+    tokenizer: Any,
+    moments: Sequence[environment.Moment],
+    windows: Sequence[np.ndarray],
+  ) -> tuple[turns_lib.Hint, ...]:
+    """Returns hints on the faulty turns of an episode, in order.
 
-def hints_of(
-  moments: Sequence[Moment],
-  windows: Sequence[np.ndarray],
-  tokenizer: Any,
-  options: HintOptions,
-  *,
-  tools: Sequence[str],
-  usage: Callable[[str], str],
-) -> tuple[turns_lib.Hint, ...]:
-  """Returns hints on the faulty turns of an episode, in order.
-
-  However long a hint is, it is kept here: what does not fit beside its turn is
-  dropped and counted where rows have a length (`rl.hints.batching`). `windows`
-  are the tokens_T of the episode's windows; `usage` says how to call a tool.
-  """
-  hints: list[turns_lib.Hint] = []
-  for moment in moments:
-    spoken = (p for p in options.templates if DETECTORS[p[0]](moment))
-    kind, template = next(spoken, ('', ''))
-    if not kind or len(hints) == options.max_hints:
-      continue
-    turn = moment.turn
-    # Before the marker that opens the call, where a message may stand.
-    prefix_T = chat.call_prefix(tokenizer)
-    at = max(turn.start - len(prefix_T), 0)
-    before_T = windows[turn.trajectory][at : turn.start]
-    text = template.format(**_fields(moment, tools, usage))
-    hints.append(
-      turns_lib.Hint(
-        trajectory=turn.trajectory,
-        start=turn.start,
-        stop=turn.stop,
-        at=at if np.array_equal(before_T, prefix_T) else turn.start,
-        kind=kind,
-        tokens_T=chat.tool(tokenizer, text),
+    However long a hint is, it is kept here: what does not fit beside its turn
+    is dropped and counted where rows have a length (`rl.hints.batching`).
+    """
+    hints: list[turns_lib.Hint] = []
+    for moment in moments:
+      spoken = (p for p in self.templates if DETECTORS[p[0]](moment))
+      kind, template = next(spoken, ('', ''))
+      if not kind or len(hints) == self.max_hints:
+        continue
+      turn = moment.turn
+      # Before the marker that opens the call, where a message may stand.
+      prefix_T = chat.call_prefix(tokenizer)
+      at = max(turn.start - len(prefix_T), 0)
+      before_T = windows[turn.trajectory][at : turn.start]
+      text = template.format(**_fields(moment, env.tools, env.usage))
+      hints.append(
+        turns_lib.Hint(
+          trajectory=turn.trajectory,
+          start=turn.start,
+          stop=turn.stop,
+          at=at if np.array_equal(before_T, prefix_T) else turn.start,
+          kind=kind,
+          tokens_T=chat.tool(tokenizer, text),
+        )
       )
-    )
-  return tuple(hints)
+    return tuple(hints)
 
 
 def _fields(
-  moment: Moment, tools: Sequence[str], usage: Callable[[str], str]
+  moment: environment.Moment, tools: Sequence[str], usage: Callable[[str], str]
 ) -> dict[str, Any]:
   named = [word for word in re.findall(r'\w+', moment.call) if word in tools]
   return {
