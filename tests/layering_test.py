@@ -69,7 +69,6 @@ UNREACHED = {'agent.replay', 'sandbox.remote.ray_placement', 'tasks.judges'}
 BY_NAME = {
   'kernels.grouped.matmul': (
     'kernels.grouped.megablox',
-    'kernels.grouped.tokamax',
     'kernels.grouped.triton',
   ),
   'delta.codec': ('delta.codec_numba', 'delta.codec_numpy'),

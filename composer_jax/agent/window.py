@@ -26,7 +26,6 @@ class Window:
   def append(
     self, context_T: np.ndarray, completion: records.Completion
   ) -> None:
-    """Adds what one request consumed and what it sampled."""
     # The engine may swap weights between chunks of context. The oldest version
     # is recorded: what follows reads the keys and values that it made. Context
     # consumed anew after some tokens were sampled is newer than those.
@@ -87,7 +86,6 @@ class Chain:
     name, seed: the first window's session and random numbers; a later one adds
       the window's index to both.
     end: token that ends a turn.
-    turns: what was sampled in each go.
     num_sampled: tokens sampled in all windows.
     is_open: the last thing sampled lacks its end token.
   """
@@ -158,7 +156,6 @@ class Chain:
     self.is_open = False
 
   def close(self) -> None:
-    """Lets the policy forget the session."""
     self.policy.close(self._session)
 
   def trajectories(self) -> tuple[records.Trajectory, ...]:

@@ -51,12 +51,11 @@ def expert_rows(
 
   Args:
     mlp: (an expert's weights, rows [block, D]) -> rows [block, D].
-    experts: weights of each expert, none stacked with another's.
+    experts: weights of each, none stacked with another's.
     x_ZD: tokens.
     ids_ZA: int32 experts of each.
     gates_ZA: float32.
-    valid_Z: false for padding, whose result is zero and for which no expert is
-      read.
+    valid_Z: false for padding, whose result is zero and which reads no expert.
     block: rows per product; None lets `block_of` choose.
   """
   num_tokens, num_active = ids_ZA.shape
@@ -79,11 +78,8 @@ def expert_rows(
 
 
 def _sort(ids_ZA, valid_Z, num_experts):
-  """Returns rows in order of expert, the place of each, and experts' counts.
-
-  One sort of numbers that hold both expert and row: an argsort, whose order
-  follows from comparing pairs, takes five times as long on CPU.
-  """
+  """Returns rows in order of expert, the place of each, and experts' counts."""
+  # An argsort, which compares pairs, takes five times as long on CPU.
   keys_Y = jnp.where(valid_Z[:, None], ids_ZA, num_experts).reshape(-1)
   num_rows = keys_Y.shape[0]
   rows_Y = jnp.arange(num_rows, dtype=jnp.int32)

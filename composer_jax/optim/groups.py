@@ -1,8 +1,5 @@
 """The optimizer of a stage: which parameter gets which, from one record.
 
-Roles of parameters are `optim.roles`'s; nothing is guessed from the number of
-dimensions.
-
 Adam and clipping equal optax's up to rounding and have the same state, but
 divide by numbers once instead of dividing arrays: XLA duplicates no division,
 so that each of optax's makes one more array of the model's size. On one CPU
@@ -166,8 +163,7 @@ def optimizer(
   def is_decayed(name, role):
     if is_muon and role != roles.ADAM:
       return optax.MaskedNode()
-    # Vectors (norms, biases) are spared by weight decay; stacking them over
-    # layers does not make them matrices.
+    # Stacking vectors (norms, biases) over layers makes no matrices of them.
     return sum(a not in roles.BATCH_AXES for a in named.get(name, ())) >= 2
 
   adam_peak = options.adam_learning_rate if is_muon else options.learning_rate

@@ -18,8 +18,7 @@ from composer_jax.core import trees
 
 ADAM = 'adam'
 
-# Axes along which parameters are independent matrices. Heads are among them:
-# attention is orthogonalised head by head.
+# Heads are among them: attention is orthogonalised head by head.
 BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
 # A parameter with one of these is a table, a classifier or a scale, not a map
 # between activations.
@@ -37,8 +36,8 @@ class Matrix:
     rows: dimensions merged, in order, into the input side.
     columns: dimensions merged, in order, into the output side.
     swapped: the output side leads where both sides are equally long. Roles set
-      it by the sides' names, so that square maps and their transposes, such as
-      embed->head_dim and head_dim->embed, are alike on every mesh.
+      it by the sides' names, so that embed->head_dim and head_dim->embed, if
+      square, are alike on every mesh.
   """
 
   rows: tuple[int, ...]

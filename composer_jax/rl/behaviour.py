@@ -17,9 +17,8 @@ class PassRate:
   """Share of judged episodes that passed.
 
   Attributes:
-    passed: episodes.
-    episodes: judged ones; infrastructure failures are counted apart.
-    infrastructure: episodes whose sandbox failed.
+    episodes: judged ones.
+    infrastructure: episodes whose sandbox failed, counted apart.
     low, high: 95 % Wilson interval of the rate.
     invalid_rate: invalid calls over all calls.
     unfinished_rate: episodes that never called finish.
@@ -48,7 +47,6 @@ def passed(rollout: records.Rollout) -> bool:
 
 
 def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
-  """Summarises finished rollouts."""
   judged = [r for r in rollouts if r.verdict.status != records.INFRASTRUCTURE]
   num_passed = sum(passed(r) for r in judged)
   low, high = intervals.wilson(num_passed, len(judged))

@@ -26,7 +26,6 @@ class Collector:
   Attributes:
     task_of_group: group id -> task, as `play` takes it.
     play: (task, policy, group, member, seed) -> Rollout, one whole episode.
-    rollouts_per_group: R.
     seed: decides random numbers, with group, member and position.
   """
 

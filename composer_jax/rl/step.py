@@ -54,8 +54,7 @@ class Scores(flax.struct.PyTreeNode, kw_only=True):
   """What a forward pass says of each token, for the host to compare.
 
   Attributes:
-    logprobs_BT: log-probabilities at the batch's temperatures.
-    expert_ids_MBTA: uint16, the experts that each token passed.
+    logprobs_BT: at the batch's temperatures.
     exchanged: rows that each MoE layer's exchange needed and had, on a mesh.
     attempts: passes that it took; before the last, buffers overflowed.
   """

@@ -152,7 +152,6 @@ def forward(
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
-    cache: holds what the rows consumed before.
     valid_BT: where false, the token is padding: no expert works for it and
       the cache does not change.
     positions_BT: int32 within the session.

@@ -84,7 +84,7 @@ def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
 def put_weights(
   variables: Any, config: config_lib.ModelConfig, place: EnginePlace
 ) -> forward.Weights:
-  """Returns the engine's own copy of a decoder's variables, in its place."""
+  """Returns the engine's own copy of a decoder's variables."""
   shardings: Any = place.whole
   if place.plan is not None:
     shardings = _variables(config, place.plan.mesh)

@@ -51,10 +51,7 @@ def pad(arrays_BT: Any, multiple: int) -> Any:
 def ranges(
   visible: Visible, queries: int, keys: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns first_BX and last_BX, the range of key blocks of each tile.
-
-  A tile has `queries` queries and a block `keys` keys; tiles must be whole.
-  """
+  """Returns first_BX and last_BX, the key blocks that each whole tile sees."""
   batch, length = visible.start_BT.shape
   start_BXT, end_BXT = (
     x.reshape(batch, length // queries, queries) for x in visible
@@ -154,10 +151,7 @@ def meet(
 
 
 def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
-  """Returns the state of queries that met no key, whose sums have this shape.
-
-  With `has_axis` the other two have an axis of one, for keys.
-  """
+  """Returns the state of queries that met no key, with sums of this shape."""
   by_query = (*shape[:-1], 1) if has_axis else shape[:-1]
   return (
     jnp.zeros(shape, jnp.float32),

@@ -3,8 +3,7 @@
 A pool holds pages of a fixed number of tokens; a row's table says which page
 holds its tokens p * page .. (p + 1) * page - 1. The loop goes over the logical
 pages of all rows at once, as many as the longest row needs, and gathers one
-page per row and turn: no copy of a row's whole cache is ever made, and a step
-reads what is there rather than what could be.
+page per row and turn: no copy of a row's whole cache is ever made.
 
 A page past a query's position changes no bit of its result: its weights are
 zeros and the softmax's maximum stays.
@@ -21,9 +20,8 @@ from composer_jax.kernels.attention import blocks
 Pools = tuple[jax.Array, jax.Array]
 
 # Queries per key head up to which, on a CPU, multiplying and summing beats a
-# product: of one or two rows it is bound by reading, and what reads the pool
-# where it lies spares the copy that a product's operand must be. 30 % faster at
-# 64 rows of two queries and pages of 64, 20 % at 8, level at 1.
+# product, whose operand must be a copy from the pool: by 30 % at 64 rows of two
+# queries and pages of 64, 20 % at 8, level at 1.
 _FEW_QUERIES = 2
 
 
@@ -147,10 +145,7 @@ def _few_products(q_BKXH, kept):
 
 
 def _attend(query, pools, tables_BP, positions, num_blocks):
-  """Returns softmax(scores) @ values, float32, by query.
-
-  The query is as of `products`, its positions have an axis of one for keys.
-  """
+  """Returns softmax(scores) @ values, float32, of queries as of `products`."""
   first = jax.tree.leaves(query)[0]
   if isinstance(query, tuple):
     page, width, is_few = pools[0].shape[1], pools[0].shape[2], False

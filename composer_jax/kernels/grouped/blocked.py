@@ -1,9 +1,8 @@
 """Grouped products in plain JAX, by pieces of groups: for CPU, and reference.
 
-Trip counts depend on the data, so work follows the rows that exist and a step
-reads only the matrices of groups that have rows. Arrays that a loop writes are
-never an operand of a conditional (XLA would copy them whole), which is why each
-size of piece has a loop of its own.
+Trip counts depend on the data, so a step reads only the matrices of groups that
+have rows. Arrays that a loop writes are never an operand of a conditional (XLA
+would copy them whole), so each size of piece has a loop of its own.
 
 In `grouped_mlp` a piece of an expert's rows goes through both products of
 SwiGLU, and back through all four of the gradient, while it is in cache: the
@@ -34,8 +33,7 @@ def multiply(
 ) -> jax.Array:
   """Returns rows times the matrix of their group, zero past the groups.
 
-  Transposed, rows are of F and the result of D. The matrix is then contracted
-  where it lies; a transposed copy would be of all groups.
+  Transposed, rows are of F and the result of D, without a transposed copy.
   """
   num_rows = len(lhs_YD)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Inputs of fewer rows are tests and decode steps: fewer sizes compile faster.
+# Inputs of fewer rows, tests and decode steps, have one size: each is one more
+# loop to compile.
 _FEW_ROWS = 512
 
 
@@ -47,7 +48,7 @@ def sizes(
   Tails ascend in multiples of the first and bulks descend to the largest tail;
   there are no bulks where every piece is of the one size in tails. A tail
   wastes less than the smallest size: less than a quarter of a group's rows from
-  64 on average, 6 % from 512 on. Every size is one more loop to compile.
+  64 on average, 6 % from 512 on.
   """
   mean = num_rows / num_groups
   step = 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
@@ -100,10 +101,7 @@ def _one_size(group_sizes_E, num_rows, rows):
 
 
 def _loop(rows, count_E, start_E, limit, stop_E=None):
-  """Returns at most `limit` pieces, of each group those from its start on.
-
-  They are full unless there is an end of each group.
-  """
+  """Returns at most `limit` pieces; full ones, unless their groups end."""
   last_E = jnp.cumsum(count_E)
   index_P = jnp.arange(limit)
   group_P = (index_P[:, None] >= last_E[None, :]).sum(1)

@@ -24,9 +24,9 @@ from composer_jax.optim.muon import newton_schulz
 from composer_jax.optim.muon import plan as muon_plan
 
 # Entries from which a matrix keeps a device busy by itself. A chunk of such
-# matrices is two loops over them: loops need the memory of one matrix, and
-# XLA's scheduler for TPUs, which lets one all-to-all fly at a time and lands it
-# as soon as it can, gives one loop to the next chunk's and one to the last's.
+# matrices is two loops, which need the memory of one matrix; XLA's scheduler
+# for TPUs, which lets one all-to-all fly at a time, gives one loop to the next
+# chunk's and one to the last's.
 _LARGE = 1 << 20
 
 _Arrays = dict[str, jax.Array]
@@ -103,10 +103,7 @@ def _boxes_of(
 
 
 def _as_stored(x: jax.Array) -> jax.Array:
-  """Fixes the order in memory to that of parameters.
-
-  Else XLA, for the sake of slices, copies whole parameters to another order.
-  """
+  # Else XLA, for the sake of slices, copies whole parameters to another order.
   order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
   return layout.with_layout_constraint(x, order)
 
@@ -132,7 +129,6 @@ def _read(
 
 
 def _write(boxes: list[ShardBox], y: jax.Array, results: _Arrays) -> None:
-  """Puts a chunk's local shards into `results`."""
   begin = 0
   for box in boxes:
     part = y[begin : begin + box.count]
@@ -179,8 +175,7 @@ def _interleaved(
 ) -> tuple[list[int], list[int]]:
   """Returns the shape of what arrives and the order that makes it whole.
 
-  Each dimension of a side has its own place among the shard indices and among
-  the local sizes; in the whole matrix they belong side by side.
+  Of each dimension of a side, shard indices and local sizes arrive apart.
   """
   q_dims = group.q_side.dims
   if group.split > 1:
@@ -190,10 +185,7 @@ def _interleaved(
   dims = (*group.p_side.dims, *q_dims)
   rank = len(dims)
   shape = [s for s, _ in dims] + [owned] + [n for _, n in dims]
-  order = [rank]
-  for i in range(rank):
-    order += [i, rank + 1 + i]
-  return shape, order
+  return shape, [rank] + [d for i in range(rank) for d in (i, rank + 1 + i)]
 
 
 def _gather(x: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:

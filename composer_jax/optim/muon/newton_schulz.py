@@ -32,10 +32,9 @@ GRAM_RATIO = 1.5
 # p / 2); two never do.
 _GRAM_STEPS = 2
 
-# Polar Express is fitted to singular values up to 1, and rounding lifts those
-# of a normalised matrix above: its polynomials are stretched to cover 1.02.
+# Polar Express (arXiv 2505.16932) is fitted to singular values up to 1, and
+# rounding lifts those of a normalised matrix above: it is stretched to 1.02.
 _SAFETY = 1.02
-# Amsel et al., arXiv 2505.16932: each step is optimal after those before it.
 _POLAR_EXPRESS = (
   (8.28721201814563, -23.595886519098837, 17.300387312530933),
   (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -284,7 +283,6 @@ def orthogonalize_split(
 ) -> jax.Array:
   """Orthogonalises matrices of which this device holds some columns.
 
-  For the few matrices whose cost would make their owner the last to finish.
   Runs inside `shard_map` (check_vma=False, which collectives over subgroups
   need): k devices hold q/k columns each of the same p x q matrices, p <= q; any
   partition of the columns does, and zero columns may pad. Always the standard

@@ -64,10 +64,7 @@ class _Part:
 
 
 def num_slots(rows: int, seq_len: int) -> int:
-  """Slots of a part of so many rows: any one turn, or a quarter of the tokens.
-
-  What the teacher says of them is at hand at once.
-  """
+  """Slots of a part of so many rows: any turn, or a quarter of the tokens."""
   return max(seq_len, rows * seq_len // 4)
 
 

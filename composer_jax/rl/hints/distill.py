@@ -76,7 +76,6 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
 
   Attributes:
     loss: lambda and all weights included.
-    num_tokens: tokens of the turns.
     divergence: nats, unweighted.
     gap: log-probability of the token as written, the teacher's minus the
       student's; well below 0 where the hint speaks against it.
@@ -155,10 +154,9 @@ def compare(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch.
+  """Returns the sums of a microbatch; pairs are of student and teacher.
 
-  Of student and teacher: `weights`, which make logits of hidden states, and
-  these.
+  `weights` make logits of hidden states.
   """
   plan = model.plan
   name = _unembedding(model.config)
