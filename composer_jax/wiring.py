@@ -4,7 +4,6 @@ The mains call `spec_of` on a config and `systems_of` on what it gives. Each
 table here is the one place where its names are decided.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +15,11 @@ from composer_jax.delta.device import transport
 from composer_jax.hf import imported
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import spec as specs
-from composer_jax.rl.hints import distill
 from composer_jax.sandbox import options as sandbox_options
-from composer_jax.tasks import curriculum, judging, mistakes
+from composer_jax.tasks import curriculum, judging
 from composer_jax.tasks import options as task_options
 from composer_jax.tasks.list_functions import family as generated
-from composer_jax.tasks.practice import list_functions, repository
+from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
 
 # Name of `config.tasks.family` -> its TaskFamily, made of a spec.
@@ -29,25 +27,6 @@ FAMILIES: dict[str, Callable[[specs.Spec], Any]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HintSection(mistakes.HintOptions):
-  """Textual feedback on faulty turns, which a teacher reads.
-
-  Attributes:
-    loss: what hints weigh; with weight 0 there are none.
-  """
-
-  loss: distill.HintLossOptions = distill.HintLossOptions(weight=1.0)
-
-  def __post_init__(self):
-    mistakes.HintOptions.__post_init__(self)
-    if self.loss.weight and not (self.templates and self.max_hints):
-      raise ValueError(
-        f'--config.hints.loss.weight ({self.loss.weight}) needs '
-        '--config.hints.templates, and max_hints of at least 1.'
-      )
 
 
 # The sections of a config that systems bring.
@@ -59,7 +38,7 @@ SECTIONS = {
   'curriculum': curriculum.CurriculumOptions,
   'sandbox': sandbox_options.SandboxOptions,
   'delta': transport.DeltaOptions,
-  'hints': HintSection,
+  'hints': hints.HintSection,
 }
 _PLAIN = ('seed', 'initial', 'layout')
 

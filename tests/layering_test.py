@@ -48,6 +48,7 @@ DOORS = {
   'hf': (
     'imported',
     'importing',
+    'tensors.layout',
     'tensors.stored',
     'text.chat_template',
     'text.tokenizer',

@@ -1,6 +1,7 @@
 """Packs trajectories of finished groups into fixed microbatches.
 
-Guided path, 6 of 10: with the advantages of `rl.advantage`, for `rl.step`.
+Guided path, 6 of 10: with the advantages of `rl.advantage`, for
+`rl.policy_loss`.
 Groups come sorted by id and the packing is a function of their lengths alone,
 so the same groups give the same bits, whoever sampled them and in which order
 they finished. Arrays keep the alignment of `core.records`: about the token.
