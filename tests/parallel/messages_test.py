@@ -33,7 +33,8 @@ def _place(shape=(2, 2, 2), **change):
       dict(embed_dim=74),
       [
         'Parameter params/',
-        'its embed dimension (74) must divide by fsdp=2 x context=2 (4)',
+        'its embed dimension (74) must divide by the mesh axes ',
+        'fsdp=2 x context=2 (4)',
         'the nearest that does is 72 or 76.',
       ],
     ),
