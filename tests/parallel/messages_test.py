@@ -12,8 +12,8 @@ from composer_jax.parallel import (
   shardings,
   topology,
 )
-from composer_jax.train import accumulation
 from composer_jax.train import placement as train_placement
+from composer_jax.train import step as train_step
 from tests.parallel import step_programs as programs
 
 
@@ -114,7 +114,7 @@ def test_zigzag_rows_divide_into_two_chunks_for_each_shard():
 
 def test_microbatches_divide_rows_over_shards():
   with pytest.raises(ValueError) as caught:
-    accumulation.check_rows(20, 4, 4, 'batch_size')
+    train_step.check_rows(20, 4, 4, 'batch_size')
   for part in (
     'batch_size (20)',
     'accumulate (4)',
