@@ -154,6 +154,6 @@ def test_options_of_the_exchange_name_what_is_known(options, message):
 
 
 def test_remat_saves_names_what_can_be_saved():
-  with pytest.raises(ValueError, match="'wieghts'.*'weights', 'keys'"):
+  with pytest.raises(ValueError, match="'weights', 'keys'.*got .'wieghts'"):
     programs.config(remat_saves=('wieghts',))
   assert set(programs.config().remat_saves) <= set(model_config.REMAT_NAMES)
