@@ -28,7 +28,6 @@ def exchange_plan(
   layout: layouts.Layout,
   mesh: Mesh,
   transport: str = 'auto',
-  bucket: float | None = None,
   sequence_order: str = 'contiguous',
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
@@ -51,6 +50,5 @@ def exchange_plan(
     ),
     specs=tuple(trees.flatten_names(specs).items()),
     transport=transport,
-    bucket=bucket,
     sequence_order=sequence_order,
   )

@@ -146,15 +146,10 @@ def _open_groups(select_BTE, num_groups, num_active_groups):
   """
   grouped_BTXE = select_BTE.reshape(*select_BTE.shape[:-1], num_groups, -1)
   group_size = grouped_BTXE.shape[-1]
-  best_BTXE = _contains(top_k(grouped_BTXE, 2), group_size)
+  best_BTXE = _among(jnp.arange(group_size), top_k(grouped_BTXE, 2))
   worth_BTX = jnp.where(best_BTXE, grouped_BTXE, 0.0).sum(-1)
-  open_BTX = _contains(top_k(worth_BTX, num_active_groups), num_groups)
+  open_BTX = _among(jnp.arange(num_groups), top_k(worth_BTX, num_active_groups))
   return jnp.repeat(open_BTX, group_size, axis=-1)
-
-
-def _contains(ids: jax.Array, num_classes: int) -> jax.Array:
-  """Returns, for each class, whether the last axis of `ids` has it."""
-  return (ids[..., None] == jnp.arange(num_classes)).any(-2)
 
 
 def _recorded(replay_BTA: jax.Array) -> jax.Array:

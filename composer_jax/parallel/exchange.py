@@ -40,7 +40,7 @@ class ExchangePlan:
     transport: of `carriers.CARRIERS`, or 'auto' for `transports.choose`.
     bucket: room for copies in means; None for the worst case.
     specs: storage spec of each variable of the model, by '/'-joined name.
-    sequence_order: of `sequence.ORDERS`; the tokens of a row on the devices.
+    sequence_order: of the tokens of a row on the devices: see `sequence`.
   """
 
   mesh: Mesh

@@ -19,8 +19,6 @@ from jax import lax
 
 from composer_jax.parallel import exchange
 
-ORDERS = ('contiguous', 'zigzag')
-
 
 def order(length: int, context: int) -> np.ndarray:
   """Returns the place in the row, int64 [T], of each place on the devices.

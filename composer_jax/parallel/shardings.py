@@ -48,13 +48,8 @@ def spec(
   if 'expert' in axes:
     taken |= _place_experts(name, sizes, table, mesh)
   for axis, mesh_axes in taken.items():
-    shards = product(mesh_axes, mesh)
-    if sizes[axis] % shards:
-      raise ValueError(
-        f'Parameter {name}: its {axis} dimension ({sizes[axis]}) must divide '
-        f'by {describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
-        f'{nearest(sizes[axis], shards)}.'
-      )
+    what = f'Parameter {name}: its {axis} dimension'
+    check_divides(what, sizes[axis], mesh_axes, mesh)
   return P(*(taken.get(axis) or None for axis in axes))
 
 
@@ -104,6 +99,19 @@ def product(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> int:
 def describe(mesh_axes: tuple[str, ...], mesh: AnyMesh) -> str:
   """Returns mesh axes with their sizes, for messages."""
   return ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
+
+
+def check_divides(
+  what: str, size: int, mesh_axes: tuple[str, ...], mesh: AnyMesh
+) -> None:
+  """Raises a ValueError unless a size divides over some mesh axes."""
+  shards = product(mesh_axes, mesh)
+  if size % shards:
+    raise ValueError(
+      f'{what} ({size}) must divide by the mesh axes '
+      f'{describe(mesh_axes, mesh)} ({shards}); the nearest that does is '
+      f'{nearest(size, shards)}.'
+    )
 
 
 def nearest(size: int, divisor: int) -> str:

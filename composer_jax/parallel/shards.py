@@ -97,13 +97,7 @@ def check_tokens(
     )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
-    num_shards = shardings.product(axes, plan.mesh)
-    if size % num_shards:
-      raise ValueError(
-        f'{name} size ({size}) must divide by the mesh axes '
-        f'{shardings.describe(axes, plan.mesh)} ({num_shards}); the nearest '
-        f'that does is {shardings.nearest(size, num_shards)}.'
-      )
+    shardings.check_divides(f'{name} size', size, axes, plan.mesh)
 
 
 def gather(

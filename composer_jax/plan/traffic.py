@@ -148,13 +148,7 @@ class _Counter:
       ('batch', step.batch_size, layout.batch),
       ('sequence', step.seq_len, layout.sequence),
     ):
-      width = self.width(axes)
-      if size % width:
-        raise ValueError(
-          f'{name} size ({size}) must divide by the mesh axes '
-          f'{shardings.describe(axes, self.case.mesh)} ({width}); the nearest '
-          f'that does is {shardings.nearest(size, width)}.'
-        )
+      shardings.check_divides(f'{name} size', size, axes, self.case.mesh)
 
   def lines(self) -> Iterator[Traffic]:
     yield from self.weights()

@@ -20,13 +20,10 @@ SumFunction = Callable[
 
 
 class Totals(NamedTuple):
-  """What means are taken over: a whole batch, of which a piece may be at hand.
+  """What means are taken over: a batch, of which a piece may be at hand."""
 
-  The sum of its loss weights, and the int32 tokens that are not padding.
-  """
-
-  loss_weight: jax.Array
-  num_tokens: jax.Array
+  loss_weight: jax.Array  # sum of the loss weights
+  num_tokens: jax.Array  # int32, padding excluded
 
 
 def totals(batch: batches.LMBatch) -> Totals:

@@ -63,7 +63,7 @@ def test_a_row_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize('context', [2, 8])
-@pytest.mark.parametrize('sequence_order', sequence.ORDERS)
+@pytest.mark.parametrize('sequence_order', ('contiguous', 'zigzag'))
 def test_a_shard_finds_its_row_and_itself(context, sequence_order):
   plan = plan_of(context, sequence_order)
   row = np.arange(B * T).reshape(B, T)
