@@ -57,15 +57,12 @@ class CodeCorpus(Protocol):
   @property
   def fim_rate(self) -> float:
     """Share of documents rearranged for fill-in-the-middle."""
-    ...
 
   def train_tokenizer(self, extra_texts: list[str]) -> Any:
     """Learns a tokenizer from the corpus and from texts of the protocol."""
-    ...
 
   def documents(self, tokenizer: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Token ids of the documents for training, and of those held out."""
-    ...
 
 
 class StartingPoint(Protocol):
@@ -73,25 +70,20 @@ class StartingPoint(Protocol):
 
   def check(self) -> None:
     """Raises a ValueError where the run's model is another one."""
-    ...
 
   def claim(self) -> dict[str, Any]:
     """What a workdir is bound to, of content that the config only names."""
-    ...
 
   def take(self, workdir: pathlib.Path) -> None:
     """Keeps in a workdir what is needed beside the weights, or refuses it."""
-    ...
 
   def tokenizer(self, workdir: pathlib.Path) -> Any: ...
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
     """(tokens, loss mask) of the user's own conversations."""
-    ...
 
   def variables(self, like: Any) -> Any:
     """Float32 masters, placed as the tree of shapes and shardings says."""
-    ...
 
 
 class Curriculum(Protocol):
@@ -109,7 +101,6 @@ class Curriculum(Protocol):
 
   def truncate(self, step: int) -> None:
     """Forgets what steps from `step` on showed: they are trained again."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,23 +144,18 @@ class WeightPublisher(Protocol):
 
   def publish(self, state: Any, version: int) -> None:
     """Begins to publish the policy of a state, which may be donated then."""
-    ...
 
   def check(self) -> None:
     """Writes down what was published by now; raises what went wrong."""
-    ...
 
   def wait(self) -> None:
     """Returns once all is published and written down; raises as `check`."""
-    ...
 
   def check_identities(self, groups: list[records.Group]) -> None:
     """Raises a ValueError for groups that other weights sampled."""
-    ...
 
   def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
     """Frees what no receiver of the newest `keep` versions needs."""
-    ...
 
   def close(self) -> None: ...
 
@@ -182,29 +168,23 @@ class WeightReceiver(Protocol):
 
   def first(self, within_s: float) -> ReceivedPolicy:
     """Waits for a policy; a ValueError says why none came in time."""
-    ...
 
   def follow(self, engine: Any) -> None:
     """Begins to place newer policies for an engine."""
-    ...
 
   def look(self) -> None:
     """Takes what is published now, where no thread does that."""
-    ...
 
   def take(self) -> PlacedPolicy | None:
     """Returns a newer policy once it is placed; waits for nothing."""
-    ...
 
   def drop(self, weights_before: Any) -> None:
     """Frees what is served no more."""
-    ...
 
   def served(
     self, policy: ReceivedPolicy | PlacedPolicy, swap_s: float | None
   ) -> None:
     """Writes down that a policy is served, and the seconds of the swap."""
-    ...
 
   def close(self) -> None: ...
 
@@ -214,7 +194,6 @@ class WeightTransport(Protocol):
 
   def publisher(self, writer: Any, first: int) -> WeightPublisher:
     """Opens the trainer's side at version `first`; later ones are void."""
-    ...
 
   def receiver(self, *, in_background: bool) -> WeightReceiver:
     """Opens the rollouts' side.
@@ -222,7 +201,6 @@ class WeightTransport(Protocol):
     In the background a thread beside the engine's steps fetches and places
     newer policies; otherwise `look` does.
     """
-    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
