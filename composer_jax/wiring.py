@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from composer_jax.core import seams, sections
+from composer_jax import sections
+from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
 from composer_jax.delta.device import transport
 from composer_jax.hf import imported
@@ -52,7 +53,7 @@ def spec_of(config: Mapping[str, Any]) -> specs.Spec:
   """
   known = {**specs.SECTIONS, **SECTIONS}
   for name in config:
-    sections.check_name(name, (*_PLAIN, *known), '--config')
+    checks.known_name(name, (*_PLAIN, *known), '--config')
   made = {
     name: sections.build(cls, config.get(name, {}), name)
     for name, cls in known.items()

@@ -17,7 +17,7 @@ _CONFIG = start.define_config(
 
 
 def _line(entry) -> str:
-  from composer_jax.core import sections
+  from composer_jax import sections
 
   has_none = entry.default is sections.REQUIRED
   mark = ' ' if has_none or entry.value == entry.default else '*'

@@ -142,8 +142,8 @@ def violation(package: str, name: str) -> str:
   other = parts[1] if len(parts) > 1 else ''
   if other == package:
     return ''
-  if other == 'wiring':
-    return f'{package} imports wiring, which stands above'
+  if other in ('wiring', 'sections'):
+    return f'{package} imports {other}, which stands above'
   if other in SYSTEMS:
     if package in LEVEL:
       return f'{package} is of the spine and imports {other}, a system'

@@ -5,6 +5,7 @@
 Who reads a config puts the name of the section (--config.model.moe) before it.
 """
 
+import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -82,3 +83,15 @@ def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:
     raise ValueError(
       f'{_field(owner, name)} has shape {value.shape}; {shape} is required.'
     )
+
+
+def known_name(name: str, known: Any, where: str) -> None:
+  """Raises a ValueError with the likeliest meaning of an unknown name."""
+  if name in known:
+    return
+  close = difflib.get_close_matches(name, list(known), n=1)
+  meant = f' Did you mean {close[0]}?' if close else ''
+  raise ValueError(
+    f'{where} has no field {name}.{meant} Its fields are '
+    f'{", ".join(sorted(known))}.'
+  )

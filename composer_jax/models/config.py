@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.core import checks, sections
+from composer_jax.core import checks
 
 NUMERICS = ('fast', 'batch_invariant')
 
@@ -346,7 +346,7 @@ _SECTIONS = {'rope': RopeConfig, 'yarn': YarnConfig, 'moe': MoEConfig}
 def _from_dict(cls: Any, fields: Mapping[str, Any]) -> Any:
   known = {f.name: f.default for f in dataclasses.fields(cls)}
   for name in fields:
-    sections.check_name(name, known, cls.__name__)
+    checks.known_name(name, known, cls.__name__)
   required = {n for n, v in known.items() if v is dataclasses.MISSING}
   if missing := sorted(required - set(fields)):
     raise ValueError(

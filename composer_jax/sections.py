@@ -1,18 +1,20 @@
 """Sections of a config as dataclasses: built by name, explained by docstrings.
 
-A config file shows the fields that a researcher changes. Every other field has
-its default in the dataclass that uses it, and one entry in the `Attributes` of
-that class; both can be set by `--config.section.field=VALUE`.
+Of the top floor, beside `wiring`: the spine and the systems know their own
+sections alone. A config file shows the fields that a researcher changes. Every
+other field has its default in the dataclass that uses it, and one entry in the
+`Attributes` of that class; both can be set by `--config.section.field=VALUE`.
 """
 
 import dataclasses
-import difflib
 import inspect
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from composer_jax.core import checks
 
 REQUIRED = dataclasses.MISSING
 _KINDS = {
@@ -43,7 +45,7 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
     return _located(path, cls, lambda: cls.from_dict(fields))
   known = {f.name: f for f in dataclasses.fields(cls)}
   for name in fields:
-    check_name(name, known, f'--config.{path}')
+    checks.known_name(name, known, f'--config.{path}')
   hints = typing.get_type_hints(cls)
   defaults = {n: default_of(f) for n, f in known.items()}
   if base is not None:
@@ -58,18 +60,6 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
   if missing := [n for n, value in made.items() if value is REQUIRED]:
     raise ValueError(f'--config.{path} lacks field {", ".join(missing)}.')
   return _located(path, cls, lambda: cls(**made))
-
-
-def check_name(name: str, known: Any, where: str) -> None:
-  """Raises a ValueError with the likeliest meaning of an unknown name."""
-  if name in known:
-    return
-  close = difflib.get_close_matches(name, list(known), n=1)
-  meant = f' Did you mean {close[0]}?' if close else ''
-  raise ValueError(
-    f'{where} has no field {name}.{meant} Its fields are '
-    f'{", ".join(sorted(known))}.'
-  )
 
 
 def default_of(field: dataclasses.Field) -> Any:

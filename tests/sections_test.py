@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from composer_jax.core import sections
+from composer_jax import sections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
