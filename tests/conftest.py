@@ -42,6 +42,15 @@ XLA_FLAGS = {
 }
 
 
+# Most of what tests cost is compiling, which these halve; the programs are the
+# same up to the order of a few roundings. Not of a user's run.
+COMPILING = {'--xla_backend_optimization_level': '0'}
+_JAXLIB = importlib.metadata.version('jaxlib')
+if tuple(map(int, _JAXLIB.split('.')[:2])) < (0, 11):
+  # Later versions of XLA have no other way, and know no such flag.
+  COMPILING['--xla_cpu_use_fusion_emitters'] = 'false'
+
+
 def _cpu_name() -> str:
   """Names the instruction set: compiled code must not move to a lesser CPU."""
   try:
@@ -54,7 +63,7 @@ def _cpu_name() -> str:
 
 
 def _cache_folder() -> pathlib.Path:
-  key = importlib.metadata.version('jaxlib') + _cpu_name()
+  key = _JAXLIB + _cpu_name()
   return ROOT / '.xla_cache' / hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
@@ -62,7 +71,8 @@ def _set_environment() -> None:
   """Runs before anything imports jax; child processes inherit it."""
   flags = os.environ.get('XLA_FLAGS', '').split()
   given = {flag.partition('=')[0] for flag in flags}
-  flags += [f'{k}={v}' for k, v in XLA_FLAGS.items() if k not in given]
+  wanted = XLA_FLAGS | COMPILING
+  flags += [f'{k}={v}' for k, v in wanted.items() if k not in given]
   os.environ['XLA_FLAGS'] = ' '.join(flags)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))

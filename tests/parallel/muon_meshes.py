@@ -3,6 +3,7 @@
 No group divides over 8 owners: there are three layers, and one matrix alone.
 """
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -164,10 +166,23 @@ def program(
   return Program(run, compiled, plan, compiled.as_text(), warnings, places)
 
 
+@contextlib.contextmanager
+def uncached():
+  """Compiles anew what the cache has: a cached program warns of nothing."""
+  folder = jax.config.jax_compilation_cache_dir
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update('jax_compilation_cache_dir', folder)
+    compilation_cache.reset_cache()
+
+
 def watched(compile):
   """Returns what `compile` returns and what C++ writes to descriptor 2."""
   saved = os.dup(2)
-  with tempfile.TemporaryFile() as file:
+  with tempfile.TemporaryFile() as file, uncached():
     os.dup2(file.fileno(), 2)
     try:
       result = compile()

@@ -20,6 +20,6 @@ def test_a_full_rematerialisation_is_noticed():
     return jax.lax.with_sharding_constraint(jnp.cos(x), columns)
 
   shape = jax.ShapeDtypeStruct((12, 8, 24), jnp.float32, sharding=rows)
-  # Too quickly compiled to come from the cache, which has nothing to say.
+  # Not from the cache, which has nothing to say.
   _, warnings = muon_meshes.watched(jax.jit(move).lower(shape).compile)
   assert 'rematerialization' in warnings

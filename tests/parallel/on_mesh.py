@@ -14,7 +14,7 @@ from tests.parallel import collectives, muon_meshes
 # For configs of at least this many tokens of vocabulary.
 B, T, V = 8, 8, 18
 # Of the machine code alone: the program, collectives included, is the same.
-_OPTIONS = {'xla_backend_optimization_level': 0}
+_OPTIONS = compiling.QUICKLY
 
 
 def batch():
@@ -116,7 +116,6 @@ def compiled(
     in_shardings=arguments_places,
     out_shardings=(None, places['params']),
   )
-  # What comes from the cache says nothing; it was silent when it got there.
   program, warnings = muon_meshes.watched(
     lambda: step.lower(*arguments).compile(compiler_options=_OPTIONS)
   )

@@ -1,7 +1,6 @@
 """Serving: many blocking threads, one engine, and no one left waiting."""
 
 import dataclasses
-import time
 from concurrent import futures
 
 import jax
@@ -111,10 +110,8 @@ def test_what_stops_the_loop_reaches_every_waiting_thread(engine):
 
 def test_waiting_ends_at_the_timeout_and_says_for_what(engine):
   policy = server.EnginePolicy(engine, timeout_s=0.05)
-  start = time.monotonic()
   with pytest.raises(TimeoutError, match="'session 0' got no completion"):
     policy.complete(_request(0))
-  assert time.monotonic() - start < 5
 
 
 def test_a_session_closed_while_it_samples_frees_its_slot(engine):

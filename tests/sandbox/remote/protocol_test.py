@@ -5,7 +5,6 @@ import dataclasses
 import socket
 import struct
 import threading
-import time
 
 import pytest
 
@@ -191,7 +190,6 @@ def test_a_forged_value_is_no_value(value):
 
 
 def test_silence_ends_every_wait():
-  start = time.monotonic()
   with connected(answering(OPENED), grace_s=0.3, limits=SHORT) as sandbox:
     box = sandbox.open('')
     results = []
@@ -204,14 +202,13 @@ def test_silence_ends_every_wait():
     for thread in threads:
       thread.start()
     for thread in threads:
-      thread.join(20)
+      thread.join()
     assert [x.status for x in results] == ['infrastructure'] * 3
     assert 'no answer in time' in results[0].error
     with pytest.raises(base.SandboxLost, match='no answer in time'):
       box.read('x', 1)
     assert sandbox.call({}, 'm', 'f', [[1]]).status == 'infrastructure'
     box.close()
-  assert time.monotonic() - start < 10
 
 
 def test_an_end_that_reads_nothing_holds_nobody():
@@ -220,17 +217,17 @@ def test_an_end_that_reads_nothing_holds_nobody():
     header, _ = messages.decode(stream.read)
     about = {'id': header['id'], 'level': 'unshare', 'about': {}}
     stream.write(messages.encode(about))
-    gone.wait(20)
+    waits.append(gone.wait(300))
 
-  gone = threading.Event()
+  gone, waits = threading.Event(), []
   try:
     with connected(serve, grace_s=0.3, limits=SHORT) as sandbox:
-      start = time.monotonic()
       files = {'m.py': 'x' * (4 << 20)}
       result = sandbox.call(files, 'm', 'f', [[1]])
       gone.set()
     assert result.status == 'infrastructure'
-    assert time.monotonic() - start < 10
+    # The call was over before the other end went.
+    assert waits in ([], [True])
   finally:
     gone.set()
 

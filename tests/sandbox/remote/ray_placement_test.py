@@ -6,7 +6,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 
 import pytest
 
@@ -112,10 +111,8 @@ def test_the_death_of_an_actor_is_said_and_it_is_replaced(cluster, fleet):
   boxes = [fleet.open('one') for _ in range(2)]
   killer = threading.Timer(1.0, cluster.kill, [_actor(boxes[0])])
   killer.start()
-  start = time.monotonic()
-  result = boxes[0].run(base.Command(argv=('sleep', '9')))
+  result = boxes[0].run(base.Command(argv=('sleep', '99')))
   assert result.status == 'infrastructure' and 'actor' in result.error
-  assert time.monotonic() - start < 8
   with pytest.raises(base.SandboxLost):
     boxes[0].read('a.txt', 10)
   assert boxes[1].read('a.txt', 10) == b'a'  # the other one lives
