@@ -277,7 +277,7 @@ def test_effort_lowers_the_reward_by_its_penalty(tokenizer):
 @pytest.mark.parametrize(
   'field, value, message',
   [
-    ('max_turns', 0, 'max_turns must be .* at least 1, not 0'),
+    ('max_turns', 0, 'max_turns must be .* at least 1; got 0'),
     ('max_tokens', 0, 'max_tokens must be .* at least 1'),
     ('max_seconds', 0.0, 'max_seconds must be positive'),
   ],

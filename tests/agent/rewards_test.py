@@ -130,18 +130,21 @@ def test_no_prices_leave_the_success():
   [
     (
       {'invalid_penalty': -1.0},
-      r'invalid_penalty must be .* not -1\.0',
+      r'RewardOptions\.invalid_penalty must be .*; got -1\.0',
     ),
-    ({'open_todo_penalty': float('nan')}, 'open_todo_penalty .* not nan'),
-    ({'effort_q': -1.0}, r'effort_q must be .* at least 0, not -1\.0'),
-    ({'effort_coefficient': -0.1}, r'effort_coefficient .* not -0\.1'),
-    ({'effort_turn_tokens': -1.0}, r'effort_turn_tokens .* not -1\.0'),
-    ({'effort_scale': 0.0}, 'effort_scale must be positive, not 0'),
-    ({'version': -1}, 'version must be an integer of at least 0, not -1'),
-    ({'version': 1.5}, r'version .* not 1\.5'),
+    (
+      {'open_todo_penalty': float('nan')},
+      'open_todo_penalty must be .*; got nan',
+    ),
+    ({'effort_q': -1.0}, r'effort_q must be .* at least 0; got -1\.0'),
+    ({'effort_coefficient': -0.1}, r'effort_coefficient .*; got -0\.1'),
+    ({'effort_turn_tokens': -1.0}, r'effort_turn_tokens .*; got -1\.0'),
+    ({'effort_scale': 0.0}, 'effort_scale must be positive; got 0'),
+    ({'version': -1}, 'version must be an integer of at least 0; got -1'),
+    ({'version': 1.5}, r'version .*; got 1\.5'),
     (
       {'invalid_penalty': 'much'},
-      "invalid_penalty .* number .* not 'mu",
+      "invalid_penalty .* number .*; got 'mu",
     ),
   ],
 )
@@ -241,9 +244,9 @@ def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
     ({'version': 2, 'invalid': 0.5}, 'unknown fields invalid; .*invalid_pen'),
     (
       {'version': 2, 'invalid_penalty': -1},
-      'invalid_penalty .* not -1',
+      'invalid_penalty .*; got -1',
     ),
-    ({'version': '2'}, "version must be an integer .* not '2'"),
+    ({'version': '2'}, "version must be an integer .*; got '2'"),
   ],
 )
 def test_a_wrong_file_is_told_once_and_changes_nothing(

@@ -387,5 +387,5 @@ def test_limits_that_leave_no_room_are_named(tokenizer):
   ):
     play(tokenizer, Talker(), [], dataclasses.replace(SUMMARY, trigger=201))
   for field in ('trigger', 'max_tokens', 'max_summaries', 'plan_tokens'):
-    with pytest.raises(ValueError, match=f'{field} .* at least ., not -1'):
+    with pytest.raises(ValueError, match=f'{field} .* at least .; got -1'):
       dataclasses.replace(SUMMARY, **{field: -1})

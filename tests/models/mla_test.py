@@ -57,7 +57,7 @@ def test_absorbed_equals_naive_in_value_and_gradient(inputs):
   def absorbed(query, latent, weights):
     query = jnp.concatenate(mla.for_pages(weights, query, CONFIG), axis=-1)
     keys_BS1X = jnp.concatenate(latent, axis=-1)[:, :, None]
-    out_BTNC = grouped_query.attend(
+    out_BTNC, _ = grouped_query.attend(
       query, keys_BS1X, latent[0][:, :, None], visible, scale=1.0
     )
     return mla.from_pages(weights, out_BTNC)

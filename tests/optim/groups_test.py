@@ -225,9 +225,12 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
       (dict(roles=roles), r"pairs.*\('router', 'embed->route'\)")
       for roles in (('router', 'adam'), [['router']], 'ab', 3, (3,), None)
     ),
-    (dict(coefficients='polar'), "'polar' is not one of .*'polar_express'"),
-    (dict(method='grm'), "'grm' is not one of .*'auto', 'standard'"),
-    (dict(dtype='fp16'), "dtype 'fp16' is not .*'bfloat16', 'float32'"),
+    (
+      dict(coefficients='polar'),
+      "coefficients .*'polar_express'.* got 'polar'",
+    ),
+    (dict(method='grm'), "method .*'auto', 'standard'.* got 'grm'"),
+    (dict(dtype='fp16'), "dtype .*'bfloat16', 'float32'.* got 'fp16'"),
     (dict(deterministic=1), 'MuonChoices.deterministic must be true or false'),
     (dict(qk_clip=-1.0), 'MuonChoices.qk_clip must be .* got -1.0'),
     (dict(beta=1.0), 'MuonChoices.beta must be less than 1'),
