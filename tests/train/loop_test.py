@@ -240,7 +240,7 @@ def test_killed_process_continues_bit_for_bit(straight, tmp_path):
 def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   with pytest.raises(KeyboardInterrupt):
     train(tmp_path, stream=CountingStream(stop_at=4))
-  assert 'over 1 device. Of a device, in a step of ' in capsys.readouterr().out
+  assert 'over 1 device. Of a device, in a step: ' in capsys.readouterr().out
   variables = train(tmp_path, mesh=(1, 2, 2))
   text = capsys.readouterr().out
   assert '[cpt] Muon has 30 matrices of ' in text and 'over 4 devices' in text
