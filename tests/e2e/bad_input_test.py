@@ -15,7 +15,6 @@ from composer_jax.delta.device import publication
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.delta.device import sender as bundles
 from composer_jax.models import decoder
-from composer_jax.pipeline import job as jobs_of_runs
 from composer_jax.pipeline import stages
 from composer_jax.tasks.list_functions import environment, family
 from composer_jax.train.checkpoints import manager
@@ -127,7 +126,7 @@ def test_a_corpus_without_text_is_refused_by_its_path(tmp_path, make, message):
   config.data.sources = (str(tmp_path / 'code'),)
   spec = wiring.spec_of(config.to_dict())
   with pytest.raises(ValueError, match=message):
-    jobs_of_runs.build_corpus(spec, tmp_path / 'run', lambda text: None)
+    wiring.systems_of(spec).corpus(tmp_path / 'run')
 
 
 def _flip(path):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from composer_jax.core import trees
-from composer_jax.pipeline import meshes, reinforce, sections, stages
+from composer_jax.pipeline import reinforce, stages
+from composer_jax.pipeline import spec as specs
 from composer_jax.telemetry import writer as writers
-from tests.pipeline import sync_equality_test
+from tests.pipeline import runs, sync_equality_test
 
 spec = sync_equality_test.spec
 tokenizer = sync_equality_test.tokenizer
 
-MESH = sections.Mesh(replica=1, fsdp=2, context=2)
+MESH = specs.Mesh(replica=1, fsdp=2, context=2)
 
 
 def on_mesh(spec):
@@ -24,13 +25,14 @@ def on_mesh(spec):
   )
 
 
-def test_its_mesh_is_of_the_first_devices(spec):
-  placed = meshes.reinforcement(on_mesh(spec))
+def test_its_mesh_is_of_the_first_devices(spec, tmp_path):
+  job = runs.job(on_mesh(spec), tmp_path, writer=None)
+  placed = job.rl_placement
   assert dict(placed.mesh.shape) == dataclasses.asdict(MESH)
   assert [d.id for d in placed.mesh.devices.flat] == [0, 1, 2, 3]
   assert placed.expert_shards == 4
   assert placed.plan.sequence_order == 'zigzag'
-  assert meshes.single(spec).plan is None
+  assert job.single.plan is None
   assert placed.lines[:2] == (
     'mesh: replica 1, fsdp 2, context 2; layout hsdp',
     'tokens of a row: zigzag over the context shards',

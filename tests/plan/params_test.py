@@ -384,7 +384,7 @@ MODEL = 'configs/models/'
     ),
     (
       ['--config.attention.kv_heads=3'],
-      '--config has no such field: \'kv_heads\' Did you mean "num_kv_heads"',
+      'GQAConfig has no field kv_heads. Did you mean num_kv_heads? Its fields',
     ),
     (
       [f'--config={MODEL}none.py', '--config.attention.num_heads=3'],
@@ -408,7 +408,11 @@ def test_command_fails_with_one_line(arguments, told):
 @pytest.mark.parametrize(
   'main, arguments, told',
   [
-    ('composer', ['--config.rl.stepz=3'], "no such field: 'stepz'"),
+    (
+      'composer',
+      ['--config.rl.stepz=3'],
+      '--config.rl has no field stepz. Did you mean steps?',
+    ),
     ('composer', ['--config=configs/none.py'], 'No such file'),
     ('composer', ['--config=configs/composer/tiny.py:hug'], "not 'hug'"),
     ('export', [], 'Flag --source must have a value'),
@@ -423,7 +427,7 @@ def test_other_commands_fail_with_one_line(main, arguments, told):
 def test_debug_shows_where_an_error_is_from():
   _, _, lines = command('--debug', '--config.attention.kv_heads=3')
   assert lines[0].startswith('Traceback') and len(lines) > 9
-  assert lines[-1].startswith('error: --config has no such field')
+  assert lines[-1].startswith('error: GQAConfig has no field kv_heads.')
 
 
 def test_help_lists_the_flags_of_every_main():

@@ -9,8 +9,8 @@ import pytest
 from composer_jax.corpus import licences
 from composer_jax.tasks.deletion import sdists, workspace
 from composer_jax.tasks.repository import task_set
-from composer_jax.telemetry import writer
 from configs.tasks import packages
+from experiments.studies import results
 from experiments.studies.deletion import analyze
 from tests.tasks import small_package
 
@@ -47,7 +47,7 @@ def test_licences_come_from_metadata_or_the_text():
 
 
 def test_the_study_shows_its_results():
-  rows = writer.read(analyze.ROOT / 'results')
+  rows = results.read(analyze.ROOT / 'results')
   text = analyze.table(rows)
   assert (analyze.ROOT / 'table.md').read_text() == text
   assert text in (analyze.ROOT / 'README.md').read_text()

@@ -46,7 +46,9 @@ def folder(tmp_path_factory):
     )
     for i, task in enumerate(found.tasks[:2])
   ]
-  task_set.save(root, [package], kept_back)
+  for task in kept_back:
+    task_set.save_task(root, task)
+  task_set.save_package(root, package)
   return root
 
 
