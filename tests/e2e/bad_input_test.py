@@ -54,8 +54,8 @@ def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
   done = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
   assert done.returncode == 1
   assert done.stderr.splitlines()[-1] == (
-    "error: --config.rl.placement must be one of ('processes', 'colocated'), "
-    "not 'nowhere'."
+    "error: --config.rl.placement must be one of ('processes', 'colocated'); "
+    "got 'nowhere'."
   )
   assert 'Traceback' not in done.stderr
   assert not (tmp_path / 'run').exists()
