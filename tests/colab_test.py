@@ -16,6 +16,8 @@ import nbformat
 import pytest
 from jupyter_client import kernelspec, manager
 
+from tests import conftest
+
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / 'experiments' / 'colab').glob('*.ipynb'))
 
@@ -51,7 +53,8 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setenv(name, str(tmp_path / name.lower()))
   monkeypatch.setenv('MPLBACKEND', 'agg')
   # One device, as a notebook finds it.
-  monkeypatch.delenv('XLA_FLAGS', raising=False)
+  quickly = ' '.join(f'{k}={v}' for k, v in conftest.COMPILING.items())
+  monkeypatch.setenv('XLA_FLAGS', quickly)
   path = os.environ.get('PYTHONPATH', '')
   monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(ROOT), path]))
   specs = kernelspec.KernelSpecManager(

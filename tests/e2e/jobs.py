@@ -22,7 +22,6 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.telemetry import writer as writers
 from composer_jax.train.checkpoints import export
-from tests import conftest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = 'configs/composer/tiny.py:smoke'
@@ -63,9 +62,7 @@ UNCERTAIN = (
 
 def environment() -> dict[str, str]:
   """This process's, without the eight devices of the tests."""
-  flags = os.environ.get('XLA_FLAGS', '').split()
-  quickly = [f for f in flags if f.partition('=')[0] in conftest.COMPILING]
-  found = os.environ | {'XLA_FLAGS': ' '.join(quickly)}
+  found = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
   # A resumed run compiles what the killed one did: even quick ones pay.
   return found | {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
 

@@ -119,6 +119,7 @@ def zygote():
     yield found
 
 
+@pytest.mark.slow
 def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
   tmp_path, zygote, request
 ):

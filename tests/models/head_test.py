@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from composer_jax.models import head
+from tests import compiling
 from tests.models import decoder_test
 
-_OPTIONS = {'xla_backend_optimization_level': 0}
+_OPTIONS = compiling.ORDERLY
 
 
 def _inputs():

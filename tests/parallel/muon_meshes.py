@@ -20,6 +20,7 @@ from composer_jax.optim import roles
 from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.optim.muon import planner
 from composer_jax.optim.muon import transform as muon
+from tests import compiling
 
 L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
 _EXPERT = roles.Matrix(rows=(2,), columns=(3,))
@@ -149,7 +150,9 @@ def program(
   )
   state = muon.MuonState(jax.ShapeDtypeStruct((), jnp.int32), shapes)
   lowered = jax.jit(lambda g, s: transform.update(g, s)).lower(shapes, state)
-  compiled, warnings = watched(lowered.compile)
+  compiled, warnings = watched(
+    lambda: lowered.compile(compiler_options=compiling.AS_USERS_DO)
+  )
 
   def run(gradients, momentum):
     gradients, momentum = (

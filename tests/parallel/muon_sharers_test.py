@@ -12,6 +12,7 @@ from composer_jax.optim import roles
 from composer_jax.optim.muon import cost, planner
 from composer_jax.optim.muon import transform as muon
 from composer_jax.plan.hlo import overlap
+from tests import compiling
 
 MATRICES = {'w': roles.Matrix(rows=(1,), columns=(2,))}
 # Where products are all that takes time, nothing is repeated to save a wire.
@@ -34,7 +35,9 @@ def _update(gradient, split, sharding=None):
   gradients = {'w': jax.device_put(gradient, sharding)}
   state = transform.init(gradients)
   step = jax.jit(lambda g, s: transform.update(g, s)[0])
-  compiled = step.lower(gradients, state).compile()
+  compiled = step.lower(gradients, state).compile(
+    compiler_options=compiling.AS_USERS_DO
+  )
   return compiled(gradients, state)['w'], compiled.as_text()
 
 
