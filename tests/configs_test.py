@@ -386,7 +386,7 @@ def test_misspelt_section_is_named():
     ('rl.placement', 'remote', 'remote'),
     ('rl.reward', 'judge', 'judge'),
     ('rl.rollouts_per_prompt', 1, 'rollouts_per_prompt'),
-    ('rl.loss.ratio_cap', 0.5, r'rl\.loss\.ratio_cap .* not 0\.5'),
+    ('rl.loss.ratio_cap', 0.5, r'rl\.loss\.ratio_cap .* got 0\.5'),
     ('rl.loss.name', 'ppo', r"rl\.loss\.name must be one of .* got 'ppo'"),
     ('rl.loss.bounds', (1.0, 2.0), "bounds .* mean nothing to 'tis'"),
     ('tasks.family', 'puzzles', r"tasks\.family .*'deletion'.* not 'puzzles'"),
