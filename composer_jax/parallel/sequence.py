@@ -52,6 +52,7 @@ def gather_row(
     return x_BS
   context = lax.axis_size(axes)
   batch, length, *rest = x_BS.shape
+  _check_divides(length, context)
   x_B = x_BS.reshape(batch, context, 2, length // (2 * context), *rest)
   x_B = jnp.concatenate([x_B[:, :, 0], x_B[:, ::-1, 1]], axis=1)
   return x_B.reshape(x_BS.shape)
