@@ -52,6 +52,14 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
 def test_a_row_that_does_not_divide_is_refused():
   with pytest.raises(ValueError, match=r'\(36\) must divide by 8,.*is 32'):
     sequence.order(36, 4)
+  # And by the shards themselves, of a batch that nobody put in order.
+  plan = plan_of(8, 'zigzag')
+  rows = jax.ShapeDtypeStruct((B, 24), 'int32')
+  gather = _sharded(
+    lambda x_BT: sequence.gather_row(x_BT, plan), plan, 1, (P('fsdp'),)
+  )
+  with pytest.raises(ValueError, match=r'\(24\) must divide by 16,.*is 32'):
+    jax.eval_shape(gather, rows)
 
 
 @pytest.mark.parametrize('context', [2, 8])
