@@ -16,6 +16,7 @@ Usage:
   ./run.sh [flags]               the main job: pretraining, SFT and RL of a
                                  coding agent on 2 CPU cores, then a report
   ./run.sh <experiment> [flags]  python -m experiments.<experiment> [flags]
+  ./run.sh config [flags]        every field of a config, its default, meaning
   ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args;
                                  --no-isolation where namespaces are refused
   ./run.sh lint                  ruff and pyrefly only
