@@ -8,6 +8,7 @@ On a machine with a GPU, `JAX_PLATFORMS=cpu,cuda ./run.sh test` also runs the
 tests that need one.
 """
 
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -140,8 +141,27 @@ def pytest_collection_modifyitems(config, items):
   if slow and not config.getoption('--slow'):
     config.hook.pytest_deselected(items=slow)
     items[:] = [i for i in items if not i.get_closest_marker('slow')]
-  # A long file begun last would leave the other core idle.
-  items.sort(key=lambda i: '/e2e/' not in i.nodeid)
+  # A long file begun last would leave the other core idle; so would a file
+  # that waits for the job that another one runs.
+  items.sort(
+    key=lambda i: ('/e2e/' not in i.nodeid, 'composer' not in i.nodeid)
+  )
+  items.sort(key=lambda i: 'e2e/bad_input' in i.nodeid)
+
+
+def pytest_collection_finish():
+  gc.collect()
+  gc.freeze()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def old_objects_are_not_searched():
+  """Traced programs are a million objects, and most live to the end.
+
+  A collection that walks through all of them takes seconds.
+  """
+  yield
+  gc.freeze()
 
 
 def _skips(config) -> list[tuple[str, str]]:

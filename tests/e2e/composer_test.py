@@ -258,12 +258,15 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     'import pathlib, sys; from tests.e2e import composer_test; '
     'composer_test.synchronous(pathlib.Path(sys.argv[1]))'
   )
-  flags = '--xla_force_host_platform_device_count=2 '
-  flags += '--xla_cpu_multi_thread_eigen=false'
+  environment = jobs.environment()
+  environment['XLA_FLAGS'] += (
+    ' --xla_force_host_platform_device_count=2'
+    ' --xla_cpu_multi_thread_eigen=false'
+  )
   done = subprocess.run(
     [sys.executable, '-c', code, str(copy)],
     cwd=jobs.ROOT,
-    env=jobs.environment() | {'XLA_FLAGS': flags},
+    env=environment,
     capture_output=True,
     text=True,
     timeout=jobs.TIMEOUT_S,

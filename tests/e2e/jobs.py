@@ -60,11 +60,25 @@ UNCERTAIN = (
 )
 
 
+# What the tests' own processes are given for eight devices.
+DEVICES = (
+  '--xla_force_host_platform_device_count',
+  '--xla_cpu_multi_thread_eigen',
+)
+
+
 def environment() -> dict[str, str]:
   """This process's, without the eight devices of the tests."""
-  found = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  flags = [
+    flag
+    for flag in os.environ.get('XLA_FLAGS', '').split()
+    if flag.partition('=')[0] not in DEVICES
+  ]
   # A resumed run compiles what the killed one did: even quick ones pay.
-  return found | {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  return os.environ | {
+    'XLA_FLAGS': ' '.join(flags),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+  }
 
 
 def arguments(workdir: pathlib.Path, *more: str) -> list[str]:
