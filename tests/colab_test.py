@@ -69,6 +69,8 @@ def test_there_are_notebooks():
   assert ROOT / 'experiments' / 'colab' / 'first_loop.ipynb' in NOTEBOOKS
 
 
+# It begins the main job, which takes half a minute.
+@pytest.mark.slow
 @each_notebook
 def test_runs_without_an_error(path, kernels, tmp_path):
   notebook = read(path)

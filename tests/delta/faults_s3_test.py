@@ -31,7 +31,7 @@ def test_killed_between_any_two_requests(tmp_path, step, first):
 @pytest.mark.parametrize(
   'victim, step, first',
   [
-    (0, 1000, 10),
+    pytest.param(0, 1000, 10, marks=pytest.mark.slow),
     (1, 1000, 5),
     pytest.param(0, 4, 1, marks=pytest.mark.slow),
     pytest.param(1, 4, 1, marks=pytest.mark.slow),

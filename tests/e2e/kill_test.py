@@ -236,6 +236,7 @@ def small_disk(tmp_path):
     yield SmallDisk(zygote, folder, outside)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   tmp_path, small_disk, request
 ):

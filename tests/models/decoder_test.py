@@ -221,7 +221,9 @@ def test_no_gradient_from_the_future_or_another_document(config, variables):
   np.testing.assert_array_equal(seen_T, [False] * 6 + [True] * 3 + [False] * 3)
 
 
-@pytest.mark.parametrize('remat', [False, True])
+@pytest.mark.parametrize(
+  'remat', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_replay_of_own_routes_keeps_every_bit_of_the_gradients(
   variables, batch, value_and_grad, afresh, remat
 ):

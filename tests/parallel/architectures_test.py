@@ -114,13 +114,18 @@ LAYOUTS = {
   'fsdp4_cp2': ((1, 4, 2), layouts.TRAIN),
   'data_parallel': ((4, 2, 1), layouts.REPLICATED),
 }
-# The others are of the same modules: all layouts with --slow, else this one.
-ONCE = {'moonlight': 'fsdp4_cp2', 'olmoe': None, 'mixtral': None}
+# Without --slow: two of each kind of attention, so that every layout has one.
+QUICK = (
+  ('deepseek_v3', 'cp2_ep8'),
+  ('moonlight', 'fsdp4_cp2'),
+  ('qwen3_moe', 'cp2_ep8'),
+  ('qwen3_moe', 'data_parallel'),
+)
 CASES = [
   pytest.param(
     name,
     layout,
-    marks=[pytest.mark.slow] if ONCE.get(name, layout) != layout else [],
+    marks=[] if (name, layout) in QUICK else [pytest.mark.slow],
   )
   for name in ARCHITECTURES
   for layout in LAYOUTS

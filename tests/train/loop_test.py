@@ -237,6 +237,7 @@ def test_killed_process_continues_bit_for_bit(straight, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again, variables)
 
 
+@pytest.mark.slow
 def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   with pytest.raises(KeyboardInterrupt):
     train(tmp_path, stream=CountingStream(stop_at=4))
