@@ -1,4 +1,4 @@
-"""Surgery takes out what it should, to the line, and nothing else."""
+"""Deletions take out the right lines and nothing else."""
 
 import ast
 import textwrap

@@ -1,5 +1,6 @@
 """The factory makes valid tasks of a package, and goes on after bad ones."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -43,7 +44,7 @@ BAD = {
   },
 }
 SLOW = {
-  # Names of tests go by the order of a set.
+  # The names of the tests depend on the order of a set.
   'hashed': {
     'hashed.py': 'def up(x):\n  if x:\n    return x + 1\n  return 1\n',
     'test_hashed.py': (
@@ -77,21 +78,21 @@ SLOW = {
 
 
 def pins(folder, packages):
-  found = []
+  listed = []
   for name, files in packages.items():
     for path, text in files.items():
       (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
       text = text.replace('@HOST@', str(folder / 'escaped'))
       (folder / name / path).write_text(text)
-    found.append(sdists.Pin(name=name, folder=str(folder / name)))
-  return found
+    listed.append(sdists.Pin(name=name, folder=str(folder / name)))
+  return listed
 
 
-def make(root, found, options=OPTIONS, workers=1):
+def make(root, packages, options=OPTIONS, workers=1):
   lines = []
   made = factory.make(
     root,
-    found,
+    packages,
     options,
     archives=root,
     open_sandbox=lambda images, needs: sandboxes.open_sandbox(
@@ -177,16 +178,17 @@ def test_the_table_counts_what_was_made(made):
   assert table.splitlines()[-1].endswith(f'| {len(tasks.tasks)} |')
 
 
-def test_half_a_line_of_a_ledger_is_none(tmp_path):
+def test_half_a_line_of_the_log_is_dropped(tmp_path):
   path = tmp_path / 'candidates.jsonl'
-  ledger = factory.CandidateLog(path)
-  ledger.add('body/a.py:f', 'valid')
-  ledger.add('body/a.py:g', 'import')
+  with contextlib.closing(factory.CandidateLog(path)) as log:
+    log.add('body/a.py:f', 'valid')
+    log.add('body/a.py:g', 'import')
   path.write_bytes(path.read_bytes()[:-5])
-  ledger = factory.CandidateLog(path)
-  assert len(ledger) == 1 and ledger.get('body/a.py:f') == 'valid'
-  ledger.add('body/a.py:h', 'copy')
-  assert factory.CandidateLog(path).get('body/a.py:h') == 'copy'
+  with contextlib.closing(factory.CandidateLog(path)) as log:
+    assert log.outcomes == {'body/a.py:f': 'valid'}
+    log.add('body/a.py:h', 'copy')
+  with contextlib.closing(factory.CandidateLog(path)) as log:
+    assert log.outcomes['body/a.py:h'] == 'copy'
 
 
 def test_no_package_is_an_error(tmp_path):
@@ -208,19 +210,19 @@ import pathlib, sys
 sys.path.insert(0, {root!r})
 from tests.tasks.deletion import factory_test as t
 folder = pathlib.Path(sys.argv[1])
-found = t.pins(folder, {{'larder': t.small_package.FILES}})
-t.make(folder / 'set', found)
+pins = t.pins(folder, {{'larder': t.small_package.FILES}})
+t.make(folder / 'set', pins)
 """
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_set(tmp_path):
   root = pathlib.Path(__file__).parents[3]
-  found = pins(tmp_path / 'a', {'larder': small_package.FILES})
-  make(tmp_path / 'a' / 'set', found, workers=2)
+  packages = pins(tmp_path / 'a', {'larder': small_package.FILES})
+  make(tmp_path / 'a' / 'set', packages, workers=2)
   whole = manifests(tmp_path / 'a' / 'set')
   program = _PROGRAM.format(root=str(root))
-  ledger = tmp_path / 'b' / 'set' / 'work' / 'larder' / 'candidates.jsonl'
+  log_path = tmp_path / 'b' / 'set' / 'work' / 'larder' / 'candidates.jsonl'
   kills = 0
   for lines in (1, 3, 5):
     process = subprocess.Popen(
@@ -229,7 +231,7 @@ def test_a_killed_run_goes_on_to_the_same_set(tmp_path):
       env={**os.environ, 'PYTHONPATH': str(root)},
     )
     while process.poll() is None:
-      done = ledger.read_bytes().count(b'\n') if ledger.exists() else 0
+      done = log_path.read_bytes().count(b'\n') if log_path.exists() else 0
       if done >= lines:
         process.send_signal(signal.SIGKILL)
         kills += 1

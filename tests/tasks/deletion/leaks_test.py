@@ -74,9 +74,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize('name', CONTAINERS)
 def test_a_copy_is_found(name):
-  (found,) = leaks.scan({'data/thing': CONTAINERS[name]}, MARKS)
-  assert found.path == 'data/thing'
-  assert found.kind in ('lines', 'words')
+  assert leaks.scan({'data/thing': CONTAINERS[name]}, MARKS) == ('data/thing',)
 
 
 OTHER = SECRET.replace('balance_so_far', 'x').replace('running_balance', 'y')
@@ -101,24 +99,6 @@ OTHER = OTHER.replace('123456789', '7').replace('* 3', '/ 5')
 )
 def test_other_files_are_no_alarm(data):
   assert leaks.scan({'a': data}, MARKS) == ()
-
-
-@pytest.mark.parametrize(
-  'path',
-  [
-    'a/__pycache__/b.cpython-311.pyc',
-    '.git/objects/ab/cdef',
-    '.mypy_cache/3.11/cache.0.db',
-    'larder.egg-info/SOURCES.txt',
-    'lib/site-packages/larder/words.py',
-    '.coverage',
-    'larder/words.py~',
-    'larder/words.py.orig',
-  ],
-)
-def test_artefacts_are_named_whatever_they_hold(path):
-  (found,) = leaks.scan({path: b'x'}, MARKS)
-  assert (found.kind, found.detail) == ('artefact', path)
 
 
 def test_what_is_left_elsewhere_is_no_secret():
