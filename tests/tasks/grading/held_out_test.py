@@ -1,4 +1,4 @@
-"""Values cross exactly, variations stay what they are, evidence counts."""
+"""Encoded values are exact, variations keep their type, agreement counts."""
 
 import json
 import math
@@ -96,8 +96,8 @@ def test_methods_have_the_past_of_their_object():
     ['pk.py', 'f', None, call('a'), True],
     ['pk.py', 'f', None, call('a'), True],
   ]
-  found = held_out._recorded(inputs, ('.',))
-  assert [(r.symbol, r.past, r.arguments) for r in found] == [
+  recorded = held_out._recorded(inputs, ('.',))
+  assert [(r.symbol, r.past, r.arguments) for r in recorded] == [
     ('Box.grow', [call(3), []], call(1)),
     ('Box.grow', [call(3), [['grow', call(1)], ['look', call()]]], call(2)),
     ('Box.grow', [call(5), []], call(9)),
