@@ -172,17 +172,14 @@ def baseline(
     wall_s=6 * options.suite_s,
     trace=suites.Trace(folders=tuple(sorted(folders))),
   )
+  by_hash = (i for i in ever if _function(i) in hash_dependent)
   return Baseline(
-    stable=tuple(sorted(stable)),
-    unstable=tuple(sorted(unstable)),
-    hash_dependent=tuple(
-      sorted(i for i in ever if _function(i) in hash_dependent)
-    ),
-    failing=tuple(sorted(set(first.outcomes) - ever)),
-    seconds=first.wall_s,
-    importable=importable,
-    mapped=candidates.test_map(traced.entered, stable),
-  )
+      stable=tuple(sorted(stable)), unstable=tuple(sorted(unstable)),
+      hash_dependent=tuple(sorted(by_hash)),
+      failing=tuple(sorted(set(first.outcomes) - ever)),
+      seconds=first.wall_s, importable=importable,
+      mapped=candidates.test_map(traced.entered, stable),
+  )  # fmt: skip
 
 
 def _function(test: str) -> str:

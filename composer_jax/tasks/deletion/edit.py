@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from composer_jax.tasks import source
 
 # Stands for every name of a module, as in an import.
 EVERYTHING = '*'
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-Scope = ast.Module | ast.ClassDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _STUB = 'raise NotImplementedError'
 
@@ -124,11 +124,10 @@ def _num_lines(node) -> int:
   """Number of lines on which a statement of the body begins or ends."""
   counted: set[int] = set()
   for inner in ast.walk(node):
-    if isinstance(inner, ast.stmt) and inner is not node:
-      is_doc = isinstance(inner, ast.Expr) and isinstance(
-        inner.value, ast.Constant
-      )
-      if not is_doc:
+    match inner:
+      case ast.Expr(value=ast.Constant()):
+        pass  # a docstring
+      case ast.stmt() if inner is not node:
         counted.update((inner.lineno, inner.end_lineno or inner.lineno))
   return len(counted)
 
@@ -145,29 +144,24 @@ def _span(node, lines: list[str]) -> tuple[int, int]:
 def _stop(node, lines: list[str]) -> int:
   """Last line, comments that are indented like the body included."""
   stop = node.end_lineno
-  for number in range(stop, len(lines)):
-    line = lines[number]
-    indent = len(line) - len(line.lstrip())
-    if line.strip() and not (
-      line.lstrip().startswith('#') and indent > node.col_offset
-    ):
+  for number, line in enumerate(lines[stop:], stop + 1):
+    text = line.lstrip()
+    if text.startswith('#') and len(line) - len(text) > node.col_offset:
+      stop = number
+    elif text:
       break
-    if line.strip():
-      stop = number + 1
   return stop
 
 
-def _find(tree: ast.Module, name: str) -> tuple[Scope, Definition]:
+def _find(tree: ast.Module, name: str) -> tuple[Any, Any]:
   """The definition of a dotted name and the scope that holds it."""
-  scope: Scope = tree
-  *outer, last = name.split('.')
-  for part in outer:
-    scope = next(
-      n for n in scope.body if isinstance(n, ast.ClassDef) and n.name == part
+  scope, node = tree, tree
+  for part in name.split('.'):
+    scope = node
+    node = next(
+      n for n in node.body if isinstance(n, Definition) and n.name == part
     )
-  return scope, next(
-    n for n in scope.body if isinstance(n, Definition) and n.name == last
-  )
+  return scope, node
 
 
 def stub(text: str, names: Iterable[str]) -> str:

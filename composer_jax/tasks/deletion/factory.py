@@ -1,28 +1,26 @@
 """Makes a set of tasks from many packages, and resumes after a kill.
 
-The folder of a set (see `tasks.repository.task_set`) also holds
-
-  settings.json                options and pins of the set; these may not change
-  work/NAME/candidates.jsonl   the outcome of each candidate so far
+The folder of a set (see `tasks.repository.task_set`) also holds settings.json,
+the options and pins of the set, which may not change.
 
 All code of a package runs in the sandbox; `proof` says which deletions become
 tasks. A package without a task is refused with a reason and the set goes on.
 Everything but measured seconds is a function of the packages, the options and
 the seed.
 
-A package is finished once packages/NAME.json exists; one that was refused for a
-passing reason (no network) is tried again.
+A package is finished once packages/NAME.json exists. An unfinished one begins
+again, and so does one that was refused for a passing reason (no network).
 """
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
 import pathlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,33 +36,10 @@ from composer_jax.tasks.deletion import (
   workspace,
 )
 from composer_jax.tasks.repository import task_set
-from composer_jax.telemetry import append
 
 # Reasons of refusals that say nothing about the package.
 _PASSING = ('download', 'sandbox')
 VALID = 'valid'
-
-
-class CandidateLog:
-  """Outcomes of candidates by key, one line of a file each.
-
-  Attributes:
-    outcomes: `VALID`, or the reason of a rejection, by the candidate's key.
-  """
-
-  def __init__(self, path: pathlib.Path):
-    self._file = append.AppendFile(path, 'the outcome of a candidate')
-    self._file.cut_torn_line()
-    lines = path.read_bytes().splitlines()
-    self.outcomes: dict[str, str] = dict(map(json.loads, lines))
-
-  def add(self, key: str, outcome: str) -> None:
-    self._file.append(json.dumps([key, outcome]).encode() + b'\n')
-    self._file.sync()
-    self.outcomes[key] = outcome
-
-  def close(self) -> None:
-    self._file.close()
 
 
 def prepare(
@@ -89,20 +64,13 @@ def prepare(
     kept,
     (layout.source_roots[0], everything.get('PKG-INFO', b'')),
   )
+  tests = [p for p in layout.test_paths if p.endswith('.py')]
   return workspace.Workspace(
-    pin=pin,
-    version=version,
-    sha256=sha256,
-    licence=licence_of(everything),
-    image=image,
-    files=kept,
-    dropped=tuple(dropped),
-    layout=layout,
-    texts=workspace.texts(kept, layout.sources),
-    tests=workspace.texts(
-      kept, [p for p in layout.test_paths if p.endswith('.py')]
-    ),
-  )
+      pin=pin, version=version, sha256=sha256, licence=licence_of(everything),
+      image=image, files=kept, dropped=tuple(dropped), layout=layout,
+      texts=workspace.texts(kept, layout.sources),
+      tests=workspace.texts(kept, tests),
+  )  # fmt: skip
 
 
 def make(
@@ -233,16 +201,12 @@ def _make_one(
   """Makes the tasks of a package and marks it as finished."""
   package = _package(work.pin, work)
   start = time.monotonic()
-  path = root / 'work' / package.name / 'candidates.jsonl'
+  shutil.rmtree(root / 'tasks' / package.name, ignore_errors=True)
   try:
-    with contextlib.closing(CandidateLog(path)) as log:
-      if log.outcomes:
-        say(f'{package.name}: goes on after {len(log.outcomes)} candidates')
-      facts = _make_tasks(
-          sandbox, work, options, log,
-          lambda task: task_set.save_task(root, task),
-          lambda line: say(f'{package.name}: {line}'),
-      )  # fmt: skip
+    facts = _make_tasks(
+        sandbox, work, options, lambda task: task_set.save_task(root, task),
+        lambda line: say(f'{package.name}: {line}'),
+    )  # fmt: skip
   except sdists.Refused as refused:
     _refuse(root, package, refused, say)
     return
@@ -260,7 +224,6 @@ def _make_tasks(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
   options: workspace.Options,
-  log: CandidateLog,
   save: Callable[[task_set.RepositoryTask], None],
   say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -270,8 +233,7 @@ def _make_tasks(
     sandbox: sandbox with the images of the set.
     work: the package.
     options: numbers and limits of the tasks.
-    log: outcomes of earlier candidates.
-    save: stores a task; called before the log has its outcome.
+    save: stores a task.
     say: called with a line of progress.
 
   Returns:
@@ -297,15 +259,11 @@ def _make_tasks(
     for deletion in deletions[: round(wanted * options.tries)]:
       if counts[VALID] >= wanted:
         break
-      outcome = log.outcomes.get(deletion.key)
-      if outcome is None:
-        outcome = VALID
-        try:
-          save(proof.attempt(sandbox, work, before, deletion, options))
-        except proof.Rejected as rejected:
-          outcome = rejected.args[0]
-        log.add(deletion.key, outcome)
-      counts[outcome] += 1
+      try:
+        save(proof.attempt(sandbox, work, before, deletion, options))
+        counts[VALID] += 1
+      except proof.Rejected as rejected:
+        counts[rejected.args[0]] += 1
     counts_by_tier[tier] = dict(counts)
     say(f'{tier}: {counts[VALID]} of {counts.total()} tried, {dict(counts)}')
   return {

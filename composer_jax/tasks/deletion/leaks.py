@@ -7,6 +7,7 @@ files, where they come from a compiler or an index: people write about code too.
 """
 
 import bz2
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -126,24 +127,19 @@ def _holds(data: bytes, is_text: bool, marks: LeakMarks) -> bool:
 
 def _parts(data: bytes) -> Iterator[tuple[bool, bytes]]:
   """Yields the content itself and all it unpacks to, each after `is_text`."""
-  yield _is_text(data), data
-  if not _is_text(data):
-    budget = _MAX_BYTES
-    for part in _unpacked(data, 0):
-      budget -= len(part)
-      if budget < 0:
-        break
-      yield False, part
-    for encoding in ('utf-16-le', 'utf-16-be'):
-      yield False, data.decode(encoding, 'replace').encode()
-
-
-def _is_text(data: bytes) -> bool:
-  try:
-    data.decode()
-  except UnicodeDecodeError:
-    return False
-  return b'\0' not in data
+  with contextlib.suppress(UnicodeDecodeError):
+    if '\0' not in data.decode():
+      yield True, data
+      return
+  yield False, data
+  budget = _MAX_BYTES
+  for part in _unpacked(data, 0):
+    budget -= len(part)
+    if budget < 0:
+      break
+    yield False, part
+  for encoding in ('utf-16-le', 'utf-16-be'):
+    yield False, data.decode(encoding, 'replace').encode()
 
 
 def _unpacked(data: bytes, depth: int) -> Iterator[bytes]:
@@ -155,27 +151,23 @@ def _unpacked(data: bytes, depth: int) -> Iterator[bytes]:
 
 def _layers(data: bytes) -> Iterator[bytes]:
   """Yields what each format that the bytes may have unpacks them to."""
+  layers = [_deflated(data)]
   if data.startswith(b'SQLite format 3\0'):
-    yield from _until_damaged(_sqlite(data))
+    layers.append(_sqlite(data))
   if b'PK\x03\x04' in data[: 1 << 16]:
-    yield from _until_damaged(_zip(data))
+    layers.append(_zip(data))
   if data[257:262] == b'ustar':
-    yield from _until_damaged(_tar(data))
+    layers.append(_tar(data))
   for magic, opener in (
     (b'\x1f\x8b', gzip.open),
     (b'BZh', bz2.open),
     (b'\xfd7zXZ', lzma.open),
   ):
     if data.startswith(magic):
-      yield from _until_damaged(_stream(data, opener))
-  yield from _deflated(data)
-
-
-def _until_damaged(parts: Iterator[bytes]) -> Iterator[bytes]:
-  try:
-    yield from parts
-  except _ERRORS:
-    return
+      layers.append(_stream(data, opener))
+  for layer in layers:
+    with contextlib.suppress(*_ERRORS):  # until the format is damaged
+      yield from layer
 
 
 def _sqlite(data: bytes) -> Iterator[bytes]:

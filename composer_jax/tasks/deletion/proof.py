@@ -81,38 +81,27 @@ def attempt(
   if visible.passed(shown) != len(shown):
     raise Rejected('cut')
   num_lines = _num_lines(texts, candidate)
+  tier, package = candidate.tier, work.pin.name
   return task_set.RepositoryTask(
-    task_id=task_id,
-    prompt=prompt.prompt(
-      work.pin.name, work.version, candidate.tier, candidate.deleted, texts
-    ),
-    image=work.image,
-    package=work.pin.normal_name,
-    version=work.version,
-    tier=candidate.tier,
-    deleted=candidate.deleted,
-    changes=view,
-    solution={path: texts[path] for path in changes},
-    test_paths=work.layout.test_paths,
-    fail_to_pass=failing,
-    shown=shown,
-    pass_to_pass=passing,
-    collateral=collateral,
-    source_roots=work.layout.source_roots,
-    timeout_s=options.timeout_s,
-    difficulty=prompt.difficulty(
-      candidate.tier, num_lines, len(candidate.deleted), len(failing)
-    ),
-    held_out=work.pin.held_out,
-    licence=work.licence,
-    provenance={
-      'source': work.pin.folder or f'pypi:{work.pin.name}=={work.version}',
-      'sha256': work.sha256,
-      'seed': options.seed,
-      'sandbox': restored.level,
-      'deleted_lines': num_lines,
-    },
-  )
+      task_id=task_id, image=work.image, package=work.pin.normal_name,
+      version=work.version, tier=tier, deleted=candidate.deleted,
+      prompt=prompt.prompt(
+        package, work.version, tier, candidate.deleted, texts
+      ),
+      changes=view, solution={path: texts[path] for path in changes},
+      test_paths=work.layout.test_paths, fail_to_pass=failing, shown=shown,
+      pass_to_pass=passing, collateral=collateral,
+      source_roots=work.layout.source_roots, timeout_s=options.timeout_s,
+      difficulty=prompt.difficulty(
+        tier, num_lines, len(candidate.deleted), len(failing)
+      ),
+      held_out=work.pin.held_out, licence=work.licence,
+      provenance={
+        'source': work.pin.folder or f'pypi:{package}=={work.version}',
+        'sha256': work.sha256, 'seed': options.seed,
+        'sandbox': restored.level, 'deleted_lines': num_lines,
+      },
+  )  # fmt: skip
 
 
 def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:

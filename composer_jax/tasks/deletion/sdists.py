@@ -21,7 +21,6 @@ from composer_jax.tasks.deletion import package_index
 
 _MAX_MEMBERS = 20_000
 _MAX_BYTES = 256 << 20
-_ENDINGS = ('.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.zip')
 _ARCHIVE_ERRORS = (
     OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
 )  # fmt: skip
@@ -69,11 +68,10 @@ class Pin:
 
   def is_sdist(self, name: str) -> bool:
     """True if a file of this name is the sdist."""
-    for ending in _ENDINGS:
-      project, _, version = name.removesuffix(ending).rpartition('-')
-      if name.endswith(ending) and '/' not in name:
-        return (_normal(project), version) == (self.normal_name, self.version)
-    return False
+    match = re.fullmatch(r'([^/]+)-([^/-]+)\.(tar\.(gz|bz2|xz)|tgz|zip)', name)
+    return match is not None and (
+      (_normal(match[1]), match[2]) == (self.normal_name, self.version)
+    )
 
 
 def _normal(project: str) -> str:
@@ -126,13 +124,13 @@ def read(pin: Pin, folder: str | os.PathLike) -> tuple[dict[str, bytes], str]:
   root = pathlib.Path(pin.folder).expanduser()
   if not root.is_dir():
     raise Refused('folder', f'{pin.folder!r} of {pin.name} is not a folder.')
-  files = {}
-  for parent, folders, names in os.walk(root):
-    folders[:] = [f for f in folders if f != '.git']
-    for name in names:
-      path = pathlib.Path(parent, name)
-      if path.is_file() and not path.is_symlink():
-        files[path.relative_to(root).as_posix()] = path.read_bytes()
+  files = {
+    path.relative_to(root).as_posix(): path.read_bytes()
+    for path in root.rglob('*')
+    if path.is_file()
+    and not path.is_symlink()
+    and '.git' not in path.relative_to(root).parts
+  }
   digest = hashlib.sha256()
   for name in sorted(files):
     digest.update(f'{name}\0{core_files.sha256(files[name])}\n'.encode())
@@ -164,13 +162,12 @@ def unpack(path: pathlib.Path) -> dict[str, bytes]:
 
 def _is_safe(path: str) -> bool:
   """True for a path inside the archive that file systems can hold."""
-  try:
-    encoded = path.encode()
-  except UnicodeEncodeError:
-    return False
-  parts = encoded.split(b'/')
-  is_inside = b'..' not in parts and b'' not in parts
-  return is_inside and b'\0' not in encoded and max(map(len, parts)) <= 255
+  # Lone surrogates, which are no UTF-8, become question marks.
+  encoded = path.encode('utf-8', 'replace')
+  return encoded.decode() == path and all(
+    0 < len(part) <= 255 and part != b'..' and b'\0' not in part
+    for part in encoded.split(b'/')
+  )
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:

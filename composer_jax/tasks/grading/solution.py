@@ -141,16 +141,11 @@ def grade(
 
 
 class _Grader:
-  """The steps of one grading and their findings.
+  """The steps of one grading and their findings so far.
 
   Attributes:
     source: changes that turn the image into the solution.
-    flags: flags raised so far.
-    details: counts and names for `Grade.details`.
-    num_passed: tests of the feature that passed.
-    tests: texts of the test files that hold the tests of the feature.
     reason: why the solution failed; '' if only tests of the feature did.
-    level: isolation of the sandbox.
   """
 
   def __init__(self, task: task_set.RepositoryTask, sandbox: base.Sandbox):
@@ -291,11 +286,9 @@ class _Grader:
     """Step 4; true if the solution agrees with the original."""
     agreement = held_out.compare(self.task, self.source, self.sandbox, draw)
     calls, agreed = agreement.calls, agreement.agreed
-    self.details['held_out_inputs'] = {
-      'status': agreement.status,
-      'calls': list(calls),
-      'agreed': list(agreed),
-    }
+    self.details['held_out_inputs'] = dict(
+      status=agreement.status, calls=list(calls), agreed=list(agreed)
+    )
     if not agreement.disagrees(LEAST_AGREEMENT):
       return True
     self.flags.add('held_out_inputs')
