@@ -8,7 +8,6 @@ of the sdist. The indices that pip is configured with are asked directly instead
 import hashlib
 import http.client
 import json
-import os
 import ssl
 import subprocess
 import sys
@@ -27,20 +26,18 @@ _ERRORS = (
 
 
 def settings() -> dict[str, str]:
-  """Options of pip by name; environment variables override its files."""
+  """Options of pip by name, from its files and environment variables."""
   result = subprocess.run(
       [sys.executable, '-m', 'pip', 'config', 'list'], capture_output=True,
       text=True, stdin=subprocess.DEVNULL,
   )  # fmt: skip
   config: dict[str, str] = {}
-  for line in result.stdout.splitlines():
+  # From what counts least to what counts most: global, download, :env:.
+  for line in sorted(result.stdout.splitlines(), reverse=True):
     key, _, value = line.partition('=')
     section, _, name = key.rpartition('.')
-    if section in ('global', 'download'):
+    if section in ('global', 'download', ':env:'):
       config[name] = value.strip('\'"')
-  for key, value in os.environ.items():
-    if key.startswith('PIP_') and value:
-      config[key.removeprefix('PIP_').lower().replace('_', '-')] = value
   return config
 
 

@@ -112,7 +112,6 @@ def record(
       wall_s=task.timeout_s,
       trace=suites.Trace(
         folders=tuple(_top_levels(task)),
-        packages=tuple(_top_levels(task).values()),
         record=tuple((d.path, d.symbol) for d in task.deleted),
       ),
     )

@@ -249,7 +249,8 @@ def main() -> None:
   if config['trace'] is not None:
     plain = types.ModuleType('plain')
     exec(compile(config['plain'], '<plain>', 'exec'), plain.__dict__)
-    plain.PACKAGES.update(config['trace']['packages'])
+    tops = map(os.path.basename, config['trace']['folders'])
+    plain.PACKAGES.update(top.removesuffix('.py') for top in tops)
     tracer = Tracer(root, config['trace'], plain.encode_call)
     tracer.start()
   files = [f for f in config['files'] if os.path.exists(f)]

@@ -24,9 +24,6 @@ from composer_jax.sandbox import base
 
 # From best to worst: the outcome of a test is the worst of its phases.
 OUTCOMES = ('passed', 'xpassed', 'xfailed', 'skipped', 'failed', 'error')
-STATUSES = (
-  'ok', 'stopped', 'exit', 'timeout', 'killed', 'forged', 'infrastructure',
-)  # fmt: skip
 _EXPECTED = {'skipped': 'xfailed', 'passed': 'xpassed'}
 _MAX_EVENTS, _MAX_FRAME = 256 << 20, 16 << 20
 _HEADER = struct.Struct('!I32s')
@@ -39,14 +36,12 @@ class Trace:
 
   Attributes:
     folders: folders and files of the workspace whose functions are watched.
-    packages: packages whose functions and classes may be encoded by name.
     record: functions and classes (path, qualified name; '' for a whole file).
       If there are any, calls that tests make of the folders are kept with their
       arguments, and marked if one of these ran during them.
   """
 
   folders: tuple[str, ...]
-  packages: tuple[str, ...] = ()
   record: tuple[tuple[str, str], ...] = ()
 
 
