@@ -22,19 +22,16 @@ class Baseline:
 
   Attributes:
     stable: tests that passed in every order and under both hash seeds.
-    unstable: tests that passed in some orders only.
-    hash_dependent: tests of functions whose parameters or outcomes change with
-      the hash seed, which means with the order of a set.
-    failing: tests that never passed, skipped ones included.
+    counts: numbers of 'tests' that are stable, 'unstable' ones that passed in
+      some orders only, 'hashed' ones of functions whose parameters or outcomes
+      change with the hash seed, and 'failing' or skipped ones.
     seconds: wall time of one run.
     importable: modules of the package that can be imported.
     mapped: stable tests by the functions that they enter.
   """
 
   stable: tuple[str, ...]
-  unstable: tuple[str, ...]
-  hash_dependent: tuple[str, ...]
-  failing: tuple[str, ...]
+  counts: Mapping[str, int]
   seconds: float
   importable: tuple[str, ...]
   mapped: candidates.TestMap
@@ -172,14 +169,18 @@ def baseline(
     wall_s=6 * options.suite_s,
     trace=suites.Trace(folders=tuple(sorted(folders))),
   )
-  by_hash = (i for i in ever if _function(i) in hash_dependent)
   return Baseline(
-      stable=tuple(sorted(stable)), unstable=tuple(sorted(unstable)),
-      hash_dependent=tuple(sorted(by_hash)),
-      failing=tuple(sorted(set(first.outcomes) - ever)),
-      seconds=first.wall_s, importable=importable,
-      mapped=candidates.test_map(traced.entered, stable),
-  )  # fmt: skip
+    stable=tuple(sorted(stable)),
+    counts={
+      'tests': len(stable),
+      'unstable': len(unstable),
+      'hashed': sum(_function(test) in hash_dependent for test in ever),
+      'failing': len(set(first.outcomes) - ever),
+    },
+    seconds=first.wall_s,
+    importable=importable,
+    mapped=candidates.test_map(traced.entered, stable),
+  )
 
 
 def _function(test: str) -> str:

@@ -244,9 +244,9 @@ def _make_tasks(
   """
   before = baseline.baseline(sandbox, work, options)
   say(
-    f'{len(before.stable)} tests, {len(before.unstable)} unstable, '
-    f'{len(before.hash_dependent)} that depend on hashes, '
-    f'{len(before.failing)} that never pass, {before.seconds:.1f} s a run'
+    '{tests} tests, {unstable} unstable, {hashed} that depend on hashes, '
+    '{failing} that never pass'.format(**before.counts)
+    + f', {before.seconds:.1f} s a run'
   )
   counts_by_tier: dict[str, dict[str, int]] = {}
   for tier in task_set.TIERS:
@@ -267,10 +267,10 @@ def _make_tasks(
     counts_by_tier[tier] = dict(counts)
     say(f'{tier}: {counts[VALID]} of {counts.total()} tried, {dict(counts)}')
   return {
-      'tests': len(before.stable), 'unstable': len(before.unstable),
-      'hashed': len(before.hash_dependent), 'failing': len(before.failing),
-      'dropped_files': len(work.dropped), 'candidates': counts_by_tier,
-  }  # fmt: skip
+    **before.counts,
+    'dropped_files': len(work.dropped),
+    'candidates': counts_by_tier,
+  }
 
 
 def table(tasks: task_set.TaskSet) -> str:

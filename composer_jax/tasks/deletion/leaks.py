@@ -8,7 +8,6 @@ files, where they come from a compiler or an index: people write about code too.
 
 import bz2
 import contextlib
-import dataclasses
 import functools
 import gzip
 import io
@@ -34,40 +33,6 @@ _ERRORS = (
     zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError,
     sqlite3.Error,
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LeakMarks:
-  """Byte strings that betray deleted code.
-
-  Attributes:
-    windows: a few consecutive lines of it, without spaces.
-    words: names and constants that occur nowhere else in the package.
-  """
-
-  windows: frozenset[bytes]
-  words: frozenset[bytes]
-
-
-def marks_of(deleted: Iterable[str], left: Iterable[str]) -> LeakMarks:
-  """Collects what betrays the deleted code.
-
-  Args:
-    deleted: pieces of deleted code.
-    left: texts of the package and its tests that stay; their contents are no
-      secret.
-  """
-  left = list(left)
-  known = set().union(*map(_words, left))
-  windows: set[bytes] = set()
-  words: set[str] = set()
-  for text in deleted:
-    words |= _words(text) - known
-    windows |= _windows(text)
-  return LeakMarks(
-    windows=frozenset(w for w in windows if not _stands(w, left)),
-    words=frozenset(w.encode() for w in words),
-  )
 
 
 def copied_share(deleted: Iterable[str], left: Iterable[str]) -> float:
@@ -109,20 +74,34 @@ def _words(text: str) -> set[str]:
   }
 
 
-def scan(files: Mapping[str, bytes], marks: LeakMarks) -> tuple[str, ...]:
-  """Paths of the files that hold a mark, unpacked where they are packed."""
+def scan(
+  files: Mapping[str, bytes], deleted: Iterable[str], left: Iterable[str]
+) -> tuple[str, ...]:
+  """Paths of the files that hold a copy, unpacked where they are packed.
+
+  Args:
+    files: contents to search, by path.
+    deleted: pieces of deleted code.
+    left: texts of the package and its tests that stay; their contents are no
+      secret.
+  """
+  deleted, left = list(deleted), list(left)
+  windows = set().union(*map(_windows, deleted))
+  windows = {window for window in windows if not _stands(window, left)}
+  names = set().union(*map(_words, deleted)) - set().union(*map(_words, left))
+  words = [name.encode() for name in names]
+
+  def is_copy(is_text: bool, part: bytes) -> bool:
+    normal = _normal(part)
+    if any(window in normal for window in windows):
+      return True
+    return not is_text and any(word in part for word in words)
+
   return tuple(
     path
     for path, data in sorted(files.items())
-    if any(_holds(part, is_text, marks) for is_text, part in _parts(data))
+    if any(is_copy(*part) for part in _parts(data))
   )
-
-
-def _holds(data: bytes, is_text: bool, marks: LeakMarks) -> bool:
-  normal = _normal(data)
-  if any(window in normal for window in marks.windows):
-    return True
-  return not is_text and any(word in data for word in marks.words)
 
 
 def _parts(data: bytes) -> Iterator[tuple[bool, bytes]]:

@@ -203,7 +203,7 @@ def _check_leaks(
     for path, data in visible.items()
     if path.endswith('.py')
   ]
-  if leaks.scan(visible, leaks.marks_of(deleted, left)):
+  if leaks.scan(visible, deleted, left):
     raise Rejected('leak')
 
 
