@@ -132,7 +132,7 @@ def test_bad_packages_are_refused_by_name_and_the_run_goes_on(made):
   }
   assert 'no_such_thing' in tasks.packages['broken'].detail
   assert any('untested: refused, no_tests' in line for line in lines)
-  # All that could pass is stable; nothing was written outside or kept.
+  # Every test that passes is stable; nothing was written outside the box.
   assert tasks.packages['outside'].facts['tests'] >= 8
   assert not (folder / 'escaped').exists()
   assert not pathlib.Path('/tmp/escaped_8').exists()

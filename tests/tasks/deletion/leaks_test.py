@@ -109,7 +109,7 @@ def test_what_is_left_elsewhere_is_no_secret():
     assert scan(data, left=SECRET) == ()
   assert leaks.copied_share([SECRET], [LEFT, SECRET]) == 1
   assert leaks.copied_share([SECRET], [LEFT, OTHER]) == 0
-  # Of seven lines, and of six that are long enough, in fives.
+  # SECRET has three windows of five lines, OTHER has two.
   assert leaks.copied_share([SECRET, OTHER], [OTHER]) == 2 / 5
 
 

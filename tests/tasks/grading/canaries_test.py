@@ -107,7 +107,7 @@ def test_real_copies_pass_and_mutated_ones_fail(seed):
     for name in group.mutated:
       assert not passes(by_id[name])[0], (group, planted.files)
   originals = {group.original.split('::', 1)[-1] for group in planted.groups}
-  # Nothing to mutate, and one that another test mentions.
+  # A test without assertions, and one that another test mentions.
   assert not originals & {'test_nothing', 'test_called'}
   assert 'test_rows' in originals and 'TestClass::test_method' in originals
 

@@ -156,7 +156,7 @@ def test_selection_order_and_trace(run):
   assert ('f', [[1], {'k': 1}]) in calls
   assert ('Box.__init__', [[3], {}]) in calls
   assert ('Box.grow', [[2], {}]) in calls
-  # Both are of the same object.
+  # All calls of Box are of the same object.
   objects = {i[2] for i in results[0].inputs if 'Box' in i[1]}
   assert len(objects) == 1
 
