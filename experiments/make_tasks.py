@@ -4,10 +4,8 @@
       --out=runs/tasks
 
 Run it again to go on after a kill. Sdists come from the index that pip is
-configured with; where that one does not speak JSON (PEP 691), pip itself
-fetches them, which executes their setup code to read the metadata. Put trusted
-archives into --archives to have nothing fetched. All else of a package runs in
-the sandbox.
+configured with, if it speaks JSON (PEP 691); put archives of other indices into
+--archives. Code of a package runs in the sandbox alone.
 """
 
 import time

@@ -1,13 +1,13 @@
-"""What the tests of a package do before anything is deleted from it.
+"""Measures how the tests of a package behave before anything is deleted.
 
-All code of the package runs in the sandbox. A package that resists in whatever
-way is refused by name.
+All code of the package runs in the sandbox. A package that no task can be made
+of is refused with a reason.
 """
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from composer_jax.sandbox import base
@@ -18,22 +18,20 @@ from composer_jax.tasks.repository import task_set
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-  """What a suite does as it came.
+  """Behaviour of a package's suite with all its code in place.
 
   Attributes:
-    stable: tests that passed in every order and with other hashes.
-    unstable: that passed in some orders.
-    hashed: tests whose names or outcomes depend on hashes, which is to say on
-      the order of a set: of a function all tests, if of one.
-    failing: that never did, skipped ones included.
-    seconds: of one run.
-    mapped: tests and what they enter.
+    stable: tests that passed in every order and under both hash seeds.
+    counts: numbers of 'tests' that are stable, 'unstable' ones that passed in
+      some orders only, 'hashed' ones of functions whose parameters or outcomes
+      change with the hash seed, and 'failing' or skipped ones.
+    seconds: wall time of one run.
+    importable: modules of the package that can be imported.
+    mapped: stable tests by the functions that they enter.
   """
 
   stable: tuple[str, ...]
-  unstable: tuple[str, ...]
-  hashed: tuple[str, ...]
-  failing: tuple[str, ...]
+  counts: Mapping[str, int]
   seconds: float
   importable: tuple[str, ...]
   mapped: candidates.TestMap
@@ -45,20 +43,20 @@ def run(
   changes: Mapping[str, str | None],
   **options: Any,
 ) -> suites.SuiteResult:
-  """One run of tests in a fresh workspace; raises as `suites.run_fresh`."""
+  """Runs tests once in a new box; raises what `suites.run_fresh` raises."""
   return suites.run_fresh(
       sandbox, work.image, task_set.encoded(changes), work.pin.name,
       source_roots=work.layout.source_roots, **options,
   )  # fmt: skip
 
 
-_IMPORT = """
-import importlib, json, os, sys
+_PROBE = """
+import importlib.util, json, os, sys
 sys.path[:0] = [os.path.abspath(root) for root in {roots!r}]
 done = []
 for name in {names!r}:
     try:
-        importlib.import_module(name)
+        {statement}
     except BaseException as error:
         print(name, type(error).__name__, error, flush=True)
     else:
@@ -68,140 +66,135 @@ os._exit(0)
 """
 
 
-def import_all(
-  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
-) -> tuple[tuple[str, ...], str]:
-  """Which of these modules can be imported, and what the others say."""
-  code = _IMPORT.format(roots=work.layout.source_roots, names=sorted(names))
+def _probe(
+  box: base.Box, names: Iterable[str], wall_s: float, statement: str,
+  roots: Sequence[str] = (),
+) -> base.CommandResult:  # fmt: skip
+  """Executes a statement for each name; reports the names without an error."""
+  code = _PROBE.format(roots=roots, names=sorted(names), statement=statement)
   result = box.run(base.Command(argv=('-c', code), warm=True, wall_s=wall_s))
   if result.status == 'infrastructure':
     raise base.SandboxLost(result.error)
+  return result
+
+
+def import_all(
+  box: base.Box, work: workspace.Workspace, names: Iterable[str], wall_s: float
+) -> tuple[tuple[str, ...], str]:
+  """Imports modules; gives those that can be, and the output of the others."""
+  result = _probe(
+      box, names, wall_s, 'importlib.import_module(name)',
+      work.layout.source_roots,
+  )  # fmt: skip
   try:
-    found = json.loads(result.report)
-    return tuple(n for n in names if n in found), result.output
+    imported = json.loads(result.report)
+    return tuple(n for n in names if n in imported), result.output
   except (ValueError, TypeError):
     return (), result.error or result.output
 
 
-_FIND = """
-import importlib.util, json, os
-found = [n for n in {names!r} if importlib.util.find_spec(n) is not None]
-os.write(3, json.dumps(found).encode())
-os._exit(0)
-"""
-
-
-def _check_foreign(
+def _check_absent(
   sandbox: base.Sandbox, names: Iterable[str], wall_s: float
 ) -> None:
-  """Refuses a package of which every sandbox holds a copy anyway."""
-  tops = sorted({name.partition('.')[0] for name in names})
+  """Refuses a package of which every sandbox already holds a copy."""
+  tops = {name.partition('.')[0] for name in names}
   with contextlib.closing(sandbox.open('')) as box:
-    result = box.run(
-      base.Command(
-        argv=('-c', _FIND.format(names=tops)), warm=True, wall_s=wall_s
-      )
-    )
-  if result.status != 'ok' or result.report != b'[]':
+    result = _probe(box, tops, wall_s, 'importlib.util.find_spec(name).name')
+  if result.status != 'ok':
+    raise sdists.Refused('sandbox', f'an empty box failed: {result.error}.')
+  if result.report != b'[]':
     raise sdists.Refused(
-      'in_sandbox' if result.status == 'ok' else 'sandbox',
-      f'an empty sandbox has some of {tops} already: '
-      f'{result.error or result.report.decode("utf-8", "replace")}.',
+      'in_sandbox',
+      'modules of this name are installed in the sandbox: '
+      f'{result.report.decode("utf-8", "replace")}.',
     )
 
 
 def baseline(
   sandbox: base.Sandbox, work: workspace.Workspace, options: workspace.Options
 ) -> Baseline:
-  """Runs the suite in order, in random orders, and hashed anew; maps it.
+  """Runs the suite in several orders and hash seeds, then traces it.
 
   Raises:
     sdists.Refused: 'in_sandbox', 'no_import', 'no_tests', 'hangs', 'broken',
       'flaky', 'few_tests' or 'sandbox'.
   """
-  names = {work.layout.module(path) for path in work.layout.sources}
-  _check_foreign(sandbox, names, options.suite_s)
+  names = sorted({work.layout.module(path) for path in work.layout.sources})
+  _check_absent(sandbox, names, options.suite_s)
   with contextlib.closing(sandbox.open(work.image)) as box:
-    importable, said = import_all(box, work, sorted(names), options.suite_s)
+    importable, output = import_all(box, work, names, options.suite_s)
   if not importable:
-    raise sdists.Refused('no_import', f'no module imports: {_last(said)}')
-  runs = []
+    raise sdists.Refused('no_import', f'no module imports: {_last(output)}')
+
+  def measure(**settings: Any) -> suites.SuiteResult:
+    settings = {'wall_s': options.suite_s, **settings}
+    return _checked(
+      run(sandbox, work, {}, arguments=work.layout.tests, **settings)
+    )
+
   orders = (None, 2 * options.seed + 1, 2 * options.seed + 2)
-  for order, hash_seed in (*zip(orders, (0, 0, 0)), (None, 1)):
-    result = run(
-      sandbox, work, {}, arguments=work.layout.tests, order_seed=order,
-      hash_seed=hash_seed, wall_s=options.suite_s,
-    )  # fmt: skip
-    _check_run(result)
-    runs.append(result)
-  *runs, other_hashes = runs
-  _check_passes(runs[0])
+  runs = [measure(order_seed=order) for order in orders]
+  rehashed = measure(hash_seed=1)
+  first = runs[0]
   passed = [
     {i for i, outcome in run.outcomes.items() if outcome == 'passed'}
     for run in runs
   ]
-  stable = set.intersection(*passed)
-  ever = set.union(*passed)
+  if not passed[0]:
+    output = next(iter(first.errors.values()), first.output)
+    reason = 'no_import' if first.errors else 'no_tests'
+    raise sdists.Refused(reason, f'no test passes: {_last(output)}')
+  stable, ever = set.intersection(*passed), set.union(*passed)
   unstable = ever - stable
   if len(unstable) > options.max_unstable * len(ever):
     raise sdists.Refused(
       'flaky',
-      f'{len(unstable)} of {len(ever)} tests change with their order, such as '
-      f'{min(unstable)}.',
+      f'{len(unstable)} of {len(ever)} tests pass in some orders only, such as '
+      f'{min(unstable)}; at most a share of {options.max_unstable} may.',
     )
-  hashed = _hashed(runs[0], other_hashes)
-  stable = {test for test in stable if _function(test) not in hashed}
+  hash_dependent = {
+    _function(test)
+    for test in {*first.outcomes, *rehashed.outcomes}
+    if first.outcomes.get(test) != rehashed.outcomes.get(test)
+  }
+  stable = {test for test in stable if _function(test) not in hash_dependent}
   if len(stable) < options.min_tests:
     raise sdists.Refused(
       'few_tests',
-      f'{len(stable)} tests pass always, those of {len(hashed)} functions not '
-      f'with other hashes; at least {options.min_tests} must.',
+      f'{len(stable)} tests always pass ({len(hash_dependent)} functions that '
+      f'depend on hashes left out); at least {options.min_tests} must.',
     )
-  folders = tuple(
-    sorted({p.rpartition('/')[0] or p for p in work.layout.sources})
+  folders = {p.rpartition('/')[0] or p for p in work.layout.sources}
+  traced = measure(
+    wall_s=6 * options.suite_s,
+    trace=suites.Trace(folders=tuple(sorted(folders))),
   )
-  traced = run(
-    sandbox, work, {}, arguments=work.layout.tests,
-    wall_s=6 * options.suite_s, trace=suites.Trace(folders=folders),
-  )  # fmt: skip
-  _check_run(traced)
   return Baseline(
-      stable=tuple(sorted(stable)), unstable=tuple(sorted(unstable)),
-      hashed=tuple(sorted(i for i in ever if _function(i) in hashed)),
-      failing=tuple(sorted(set(runs[0].outcomes) - ever)),
-      seconds=runs[0].wall_s, importable=importable,
-      mapped=candidates.test_map(traced.entered, stable),
-  )  # fmt: skip
-
-
-def _hashed(one: suites.SuiteResult, other: suites.SuiteResult) -> set[str]:
-  """Functions of which a test has another name or outcome in the other run."""
-  tests = {*one.outcomes, *other.outcomes}
-  return {
-    _function(test)
-    for test in tests
-    if one.outcomes.get(test) != other.outcomes.get(test)
-  }
+    stable=tuple(sorted(stable)),
+    counts={
+      'tests': len(stable),
+      'unstable': len(unstable),
+      'hashed': sum(_function(test) in hash_dependent for test in ever),
+      'failing': len(set(first.outcomes) - ever),
+    },
+    seconds=first.wall_s,
+    importable=importable,
+    mapped=candidates.test_map(traced.entered, stable),
+  )
 
 
 def _function(test: str) -> str:
   return test.partition('[')[0]
 
 
-def _check_run(result: suites.SuiteResult) -> None:
+def _checked(result: suites.SuiteResult) -> suites.SuiteResult:
   if result.status == 'timeout':
     raise sdists.Refused('hangs', f'the suite does not end: {result.error}')
   if result.status != 'ok':
     raise sdists.Refused(
       'broken', f'{result.status}: {result.error}; {_last(result.output)}'
     )
-
-
-def _check_passes(result: suites.SuiteResult) -> None:
-  if not any(o == 'passed' for o in result.outcomes.values()):
-    errors = list(result.errors.values()) or [result.output]
-    reason = 'no_import' if result.errors else 'no_tests'
-    raise sdists.Refused(reason, f'no test passes: {_last(errors[0])}')
+  return result
 
 
 def _last(text: str) -> str:

@@ -1,13 +1,14 @@
-"""What could be deleted from a package, tier by tier.
+"""Lists what could be deleted from a package, tier by tier.
 
-A name stands for whatever the package defines by it: the graph of who calls
-whom is made of the names that definitions mention, and has edges too many
-rather than too few.
+Definitions are connected by the names that they mention. One name stands for
+everything that the package defines under it, so the graph of users has too many
+edges rather than too few.
 """
 
+import collections
 import dataclasses
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from composer_jax.tasks.deletion import edit as deletion_edit
 from composer_jax.tasks.deletion import workspace
@@ -43,11 +44,12 @@ def __getattr__(name):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Deletion:
-  """A deletion that nobody has tried.
+  """A deletion to try.
 
   Attributes:
-    deleted: what goes, sorted.
-    touched: tests that enter it.
+    tier: one of `task_set.TIERS`.
+    deleted: definitions or files to delete, sorted.
+    touched: tests that enter them.
   """
 
   tier: str
@@ -56,7 +58,7 @@ class Deletion:
 
   @property
   def key(self) -> str:
-    """Names it within its package."""
+    """Name of the deletion, unique within its package."""
     return f'{self.tier}/' + '+'.join(
       f'{d.path}:{d.symbol}' if d.symbol else d.path for d in self.deleted
     )
@@ -64,60 +66,50 @@ class Deletion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TestMap:
-  """Which definitions tests enter.
+  """Tests by the functions that they enter.
 
   Attributes:
-    tests: path -> name of a function -> the tests that enter it.
-    at_import: path -> names of what runs when the package or its tests are
-      imported.
+    tests: tests that enter a function, by its 'path:qualified name'.
+    at_import: functions that run when the package or its tests are imported.
+    num_tests: number of tests.
   """
 
-  tests: Mapping[str, Mapping[str, frozenset[str]]]
-  at_import: Mapping[str, frozenset[str]]
+  tests: Mapping[str, Collection[str]]
+  at_import: Collection[str]
   num_tests: int
 
   def touched(self, path: str, name: str) -> frozenset[str]:
-    """Tests that enter a definition, or any of a file ('')."""
-    found: set[str] = set()
-    for entered, tests in self.tests.get(path, {}).items():
-      if _is_of(entered, name):
-        found |= tests
-    return frozenset(found)
-
-  def runs_at_import(self, path: str, name: str) -> bool:
-    return any(_is_of(e, name) for e in self.at_import.get(path, ()))
+    """Tests that enter a definition, or any function of a file (name '')."""
+    return frozenset().union(
+      *(tests for f, tests in self.tests.items() if _is_within(f, path, name))
+    )
 
 
-def _is_of(entered: str, name: str) -> bool:
-  if entered.startswith('<'):
+def _is_within(function: str, path: str, name: str) -> bool:
+  """True if a function ('path:name') is a definition or a part of it."""
+  its_path, _, its_name = function.partition(':')
+  if its_path != path or its_name.startswith('<'):
     return False
-  return not name or entered == name or entered.startswith(f'{name}.')
+  return not name or f'{its_name}.'.startswith(f'{name}.')
 
 
 def test_map(
   entered: Mapping[str, Iterable[str]], tests: Collection[str]
 ) -> TestMap:
-  """Turns what each test entered round; '' stands for imports.
+  """Inverts a trace.
 
   Args:
-    entered: test -> `path:name` of functions.
-    tests: those that count.
+    entered: functions ('path:qualified name') that each test entered; those of
+      '' ran during imports.
+    tests: tests to map.
   """
-  found: dict[str, dict[str, set[str]]] = {}
-  at_import: dict[str, set[str]] = {}
-  for test in ('', *tests):
-    for where in entered.get(test, ()):
-      path, _, name = where.partition(':')
-      if test:
-        found.setdefault(path, {}).setdefault(name, set()).add(test)
-      else:
-        at_import.setdefault(path, set()).add(name)
+  by_function: dict[str, set[str]] = collections.defaultdict(set)
+  for test in tests:
+    for function in entered.get(test, ()):
+      by_function[function].add(test)
   return TestMap(
-    tests={
-      path: {name: frozenset(ids) for name, ids in names.items()}
-      for path, names in found.items()
-    },
-    at_import={path: frozenset(names) for path, names in at_import.items()},
+    tests=by_function,
+    at_import=tuple(entered.get('', ())),
     num_tests=len(tests),
   )
 
@@ -130,56 +122,64 @@ def candidates(
   max_share: float,
   seed: str,
 ) -> list[Deletion]:
-  """All deletions of a tier whose tests are some, but not nearly all.
+  """Lists the deletions of a tier that some tests enter, but not nearly all.
 
   Args:
-    texts: path -> text of the package's modules.
-    max_share: largest share of the tests that may enter what goes.
+    texts: text of each module of the package, by path.
+    mapped: tests by the functions that they enter.
+    tier: one of `task_set.TIERS`.
+    max_share: largest share of the tests that may enter the deleted code.
+    seed: seed of the order.
   """
-  found = []
+  deletions = []
   for targets in _targets(texts, tier):
-    touched = frozenset(
-      test for path, name in targets for test in mapped.touched(path, name)
-    )
-    in_import = tier == 'body' and any(
-      mapped.runs_at_import(path, name) for path, name in targets
+    touched = frozenset().union(*(mapped.touched(*t) for t in targets))
+    runs_at_import = tier == 'body' and any(
+      _is_within(function, *target)
+      for function in mapped.at_import
+      for target in targets
     )
     functions = {test.partition('[')[0] for test in touched}
-    if in_import or len(functions) < 2:
+    if runs_at_import or len(functions) < 2:
       continue
     if len(touched) > max_share * mapped.num_tests:
       continue
     deleted = tuple(
       task_set.Deleted(path=path, symbol=name) for path, name in sorted(targets)
     )
-    found.append(Deletion(tier=tier, deleted=deleted, touched=touched))
-  found.sort(key=lambda candidate: candidate.key)
-  random.Random(f'{seed}/{tier}').shuffle(found)
-  return found
+    deletions.append(Deletion(tier=tier, deleted=deleted, touched=touched))
+  deletions.sort(key=lambda deletion: deletion.key)
+  random.Random(f'{seed}/{tier}').shuffle(deletions)
+  return deletions
 
 
 def _targets(
   texts: Mapping[str, str], tier: str
 ) -> list[tuple[tuple[str, str], ...]]:
+  """(path, name) of the definitions of each possible deletion of a tier."""
   symbols = {
     path: deletion_edit.symbols(path, text) for path, text in texts.items()
+  }
+  outer = {
+    path: [s for s in of_file if s.kind != 'method']
+    for path, of_file in symbols.items()
   }
   if tier == 'file':
     return [
       ((path, ''),)
-      for path, found in symbols.items()
+      for path, of_file in outer.items()
       if not path.endswith(('__init__.py', '__main__.py'))
-      and sum(s.kind != 'method' for s in found) >= _MIN_METHODS
-      and _FILE_LINES[0] <= _num_lines(found) <= _FILE_LINES[1]
+      and len(of_file) >= _MIN_METHODS
+      and _FILE_LINES[0] <= sum(s.num_lines for s in of_file) <= _FILE_LINES[1]
     ]
-  everything = [s for found in symbols.values() for s in found]
   if tier == 'closure':
-    return _closures([s for s in everything if s.kind != 'method'])
-  return [((s.path, s.name),) for s in everything if _suits(s, tier)]
-
-
-def _num_lines(found: Sequence[deletion_edit.Symbol]) -> int:
-  return sum(s.num_lines for s in found if s.kind != 'method')
+    return _closures([s for of_file in outer.values() for s in of_file])
+  return [
+    ((s.path, s.name),)
+    for of_file in symbols.values()
+    for s in of_file
+    if _suits(s, tier)
+  ]
 
 
 def _suits(symbol: deletion_edit.Symbol, tier: str) -> bool:
@@ -191,59 +191,50 @@ def _suits(symbol: deletion_edit.Symbol, tier: str) -> bool:
     )
   if symbol.kind == 'class' or symbol.num_lines < _MIN_LINES:
     return False
-  # A class without a special method has that of its parents: no feature of a
-  # name is missing.
-  return tier == 'body' or not symbol.short.startswith('__')
+  # A class that loses a special method inherits one: nothing would be missing.
+  is_special = symbol.name.rpartition('.')[2].startswith('__')
+  return tier == 'body' or not is_special
 
 
 def _closures(
   symbols: Sequence[deletion_edit.Symbol],
 ) -> list[tuple[tuple[str, str], ...]]:
-  """Features of several definitions: one, and the helpers of it alone.
+  """Features of several definitions: one and the helpers that only it uses.
 
-  One without helpers goes with all that calls it.
+  A definition without such helpers goes with everything that uses it.
   """
-  users: dict[str, set[str]] = {}
-  names: dict[str, list[deletion_edit.Symbol]] = {}
+  users: dict[str, set[str]] = collections.defaultdict(set)
+  by_name: dict[str, list[deletion_edit.Symbol]] = {}
   for symbol in symbols:
-    names.setdefault(symbol.name, []).append(symbol)
+    by_name.setdefault(symbol.name, []).append(symbol)
     for name in symbol.names:
-      users.setdefault(name, set()).add(symbol.name)
-  found = set()
-  for seed in symbols:
-    if len(names[seed.name]) > 1 or seed.num_lines < _MIN_LINES:
+      users[name].add(symbol.name)
+  unique = {name: same[0] for name, same in by_name.items() if len(same) == 1}
+
+  def helpers(group: set[str]) -> set[str]:
+    mentioned = {name for member in group for name in unique[member].names}
+    return {n for n in mentioned if n in unique and users[n] - {n} <= group}
+
+  def callers(group: set[str]) -> set[str]:
+    return {user for member in group for user in users.get(member, ())}
+
+  closures = set()
+  for name, symbol in unique.items():
+    if symbol.num_lines < _MIN_LINES:
       continue
-    group = _with_helpers(seed.name, names, users)
+    group = _grown(name, helpers)
     if len(group) == 1:
-      group = _with_callers(seed.name, users)
-    if 2 <= len(group) <= _MAX_CLOSURE and all(
-      len(names.get(n, ())) == 1 for n in group
-    ):
-      found.add(tuple(sorted((names[n][0].path, n) for n in group)))
-  return sorted(found)
+      group = _grown(name, callers)
+    if 2 <= len(group) <= _MAX_CLOSURE and group <= unique.keys():
+      closures.add(tuple(sorted((unique[n].path, n) for n in group)))
+  return sorted(closures)
 
 
-def _with_helpers(seed: str, names, users) -> set[str]:
-  group = {seed}
-  while True:
-    new = {
-      name
-      for member in group
-      for name in names[member][0].names
-      if name in names
-      and name not in group
-      and len(names[name]) == 1
-      and users[name] - {name} <= group
-    }
-    if not new or len(group) > _MAX_CLOSURE:
-      return group
-    group |= new
-
-
-def _with_callers(seed: str, users) -> set[str]:
-  group = {seed}
+def _grown(name: str, neighbours: Callable[[set[str]], set[str]]) -> set[str]:
+  """Adds neighbours until there are no more, or too many."""
+  group = {name}
   while len(group) <= _MAX_CLOSURE:
-    new = {u for member in group for u in users.get(member, ())} - group
+    new = neighbours(group) - group
     if not new:
       break
     group |= new
@@ -251,40 +242,42 @@ def _with_callers(seed: str, users) -> set[str]:
 
 
 def edit(
-  texts: Mapping[str, str], layout: workspace.PackageLayout, candidate: Deletion
+  texts: Mapping[str, str],
+  layout: workspace.PackageLayout,
+  candidate: Deletion,
 ) -> tuple[dict[str, str | None], dict[str, set[str]]]:
   """Carries a deletion out.
 
   Returns:
-    path -> text of changed modules, None for a removed one; and for each
-    module the names at its top that it no longer has.
+    The text of each changed module, None for a removed one; and the top-level
+    names that each module has lost.
 
   Raises:
-    deletion_edit.CannotEdit: what is left does not compile.
+    deletion_edit.CannotEdit: the remaining code does not compile.
   """
-  by_path: dict[str, list[str]] = {}
+  by_path: dict[str, list[str]] = collections.defaultdict(list)
   for item in candidate.deleted:
-    by_path.setdefault(item.path, []).append(item.symbol)
+    by_path[item.path].append(item.symbol)
   if candidate.tier == 'body':
     stubbed = {
       path: deletion_edit.stub(texts[path], names)
       for path, names in by_path.items()
     }
     return dict(stubbed), {}
-  removed = [path for path, names in by_path.items() if '' in names]
-  changes: dict[str, str | None] = dict.fromkeys(removed)
-  gone: dict[str, set[str]] = {
-    path: {deletion_edit.EVERYTHING} for path in removed
-  }
-  left = {path: text for path, text in texts.items() if path not in removed}
+  changes: dict[str, str | None] = {}
+  gone: dict[str, set[str]] = {}
+  remaining = dict(texts)
   for path, names in by_path.items():
-    if path not in removed:
-      left[path] = changes[path] = deletion_edit.remove(texts[path], names)
+    if '' in names:
+      changes[path] = None
+      gone[path] = {deletion_edit.EVERYTHING}
+      del remaining[path]
+    else:
+      remaining[path] = changes[path] = deletion_edit.remove(texts[path], names)
       gone[path] = {name for name in names if '.' not in name}
   modules = {path: layout.module(path) for path in texts}
-  repaired, lost = deletion_edit.repair(left, modules, gone)
-  changes.update(repaired)
-  return changes, lost
+  repaired, lost = deletion_edit.repair(remaining, modules, gone)
+  return {**changes, **repaired}, lost
 
 
 def shimmed(
@@ -292,22 +285,25 @@ def shimmed(
   changes: Mapping[str, str | None],
   lost: Mapping[str, Collection[str]],
 ) -> dict[str, str | None]:
-  """The changes with all that is lost importable; see `shim`."""
-  found = dict(changes)
-  for path, names in lost.items():
-    text = changes.get(path, texts[path])
-    found[path] = shim(text or '', names)
-  return found
+  """The changes, with a stand-in for every lost name; see `shim`."""
+  return {
+    **changes,
+    **{
+      path: shim(changes.get(path, texts[path]) or '', names)
+      for path, names in lost.items()
+    },
+  }
 
 
 def shim(text: str, names: Collection[str]) -> str:
-  """The text of a module, and stand-ins for these names in it.
+  """Adds to a module stand-ins for names that it has lost.
 
-  A file of tests that imports what is gone fails as a whole. With stand-ins its
-  tests fail one by one, for want of the feature. No task ever contains one.
+  A test file that imports a deleted name fails as a whole. With stand-ins, the
+  tests that need the feature fail one by one. No task ever contains one.
 
   Args:
-    names: that it lost, with `EVERYTHING` all it had.
+    text: text of the module.
+    names: names to stand in for; `EVERYTHING` for any name.
   """
   if deletion_edit.EVERYTHING in names:
     return text + _SHIM.format(test="not name.startswith('__')")

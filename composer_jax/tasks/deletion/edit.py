@@ -1,23 +1,23 @@
 """Deletes functions, classes and modules from the source text of a package.
 
-Edits are of whole lines, found by the parser; all other bytes stay. What a
-deletion leaves dangling in `__all__` and in import lists is repaired, as far
-as names are concerned: nothing here is executed.
+Whole lines are edited, located by the parser; all other bytes stay. Deleted
+names are also taken out of `__all__` and of import lists. Nothing is executed.
 """
 
 import ast
+import collections
 import copy
 import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from composer_jax.tasks import source
 
-# Every name of a module, for one that is removed whole.
+# Stands for every name of a module, as in an import.
 EVERYTHING = '*'
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-Scope = ast.Module | ast.ClassDef
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _STUB = 'raise NotImplementedError'
 
@@ -27,13 +27,15 @@ class Symbol:
   """A definition at the top of a module, or a method of a class there.
 
   Attributes:
+    path: path of the module.
     name: 'f', 'C' or 'C.m'.
     kind: 'function', 'method' or 'class'.
-    start, stop: its lines, from 1, with decorators and the comments above.
-    num_lines: lines of code: no empty ones, comments or docstrings.
-    num_methods: of a class.
-    signature: as the source has it, on one line.
-    docstring: '' where there is none.
+    start, stop: first and last line (from 1), decorators and the comments above
+      included.
+    num_lines: number of lines of code, without comments and docstrings.
+    num_methods: number of methods of a class.
+    signature: the signature on one line.
+    docstring: the docstring, '' if there is none.
     names: identifiers that the code mentions.
   """
 
@@ -48,18 +50,14 @@ class Symbol:
   docstring: str
   names: frozenset[str]
 
-  @property
-  def short(self) -> str:
-    return self.name.rpartition('.')[2]
-
 
 class CannotEdit(ValueError):
-  """A deletion that leaves no module that compiles."""
+  """A deletion after which the module would not compile."""
 
 
 @functools.lru_cache(maxsize=2000)
 def _parsed(text: str) -> ast.Module:
-  """The tree of a text, which nobody changes: a package is parsed once."""
+  """The shared tree of a text; callers do not change it."""
   return source.parse(text)
 
 
@@ -74,27 +72,26 @@ def _imports(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
 
 @functools.lru_cache(maxsize=2000)
 def symbols(path: str, text: str) -> tuple[Symbol, ...]:
-  """The definitions of a module in order.
+  """Lists the definitions of a module in order.
 
-  Of a name that is defined more than once in its scope (overloads, property
-  setters, alternatives) there is none: a deletion would be of a part.
+  A name that its scope defines more than once (overloads, property setters,
+  alternatives) is left out: one definition alone could not be deleted.
 
   Raises:
     ValueError: the text does not parse.
   """
-  tree = _parsed(text)
-  lines = text.split('\n')
-  found = []
+  tree, lines = _parsed(text), text.split('\n')
+  listed = []
   for scope in (tree, *(n for n in tree.body if isinstance(n, ast.ClassDef))):
-    prefix = '' if scope is tree else f'{scope.name}.'  # pyrefly: ignore
-    for node in scope.body:
-      if isinstance(node, Definition):
-        if scope is not tree and not isinstance(node, _FUNCTIONS):
-          continue
-        same = sum(getattr(n, 'name', None) == node.name for n in scope.body)
-        if same == 1:
-          found.append(_symbol(path, prefix, node, lines))
-  return tuple(found)
+    kinds = _FUNCTIONS if isinstance(scope, ast.ClassDef) else Definition
+    prefix = f'{scope.name}.' if isinstance(scope, ast.ClassDef) else ''
+    counts = collections.Counter(getattr(n, 'name', None) for n in scope.body)
+    listed += [
+      _symbol(path, prefix, node, lines)
+      for node in scope.body
+      if isinstance(node, kinds) and counts[node.name] == 1
+    ]
+  return tuple(listed)
 
 
 def _symbol(path: str, prefix: str, node, lines: list[str]) -> Symbol:
@@ -107,13 +104,13 @@ def _symbol(path: str, prefix: str, node, lines: list[str]) -> Symbol:
       path=path, name=prefix + node.name,
       kind='class' if is_class else 'method' if prefix else 'function',
       start=start, stop=stop, num_lines=_num_lines(node),
-      num_methods=len(methods) if is_class else 0, signature=signature(node),
+      num_methods=len(methods) if is_class else 0, signature=_signature(node),
       docstring=ast.get_docstring(node) or '', names=frozenset(names),
   )  # fmt: skip
 
 
-def signature(node) -> str:
-  """One line that says how to call it, or what a class inherits."""
+def _signature(node) -> str:
+  """The decorators and signature of a definition on one line."""
   marks = ''.join(f'@{ast.unparse(d)} ' for d in node.decorator_list)
   if isinstance(node, ast.ClassDef):
     bases = ', '.join(ast.unparse(b) for b in [*node.bases, *node.keywords])
@@ -124,20 +121,19 @@ def signature(node) -> str:
 
 
 def _num_lines(node) -> int:
-  """Lines on which a statement of the body begins or goes on."""
+  """Number of lines on which a statement of the body begins or ends."""
   counted: set[int] = set()
   for inner in ast.walk(node):
-    if isinstance(inner, ast.stmt) and inner is not node:
-      is_doc = isinstance(inner, ast.Expr) and isinstance(
-        inner.value, ast.Constant
-      )
-      if not is_doc:
+    match inner:
+      case ast.Expr(value=ast.Constant()):
+        pass  # a docstring
+      case ast.stmt() if inner is not node:
         counted.update((inner.lineno, inner.end_lineno or inner.lineno))
   return len(counted)
 
 
 def _span(node, lines: list[str]) -> tuple[int, int]:
-  """First and last line, with decorators and the comments right above."""
+  """First and last line, decorators and the comments right above included."""
   start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
   indent = ' ' * node.col_offset
   while start > 1 and re.match(rf'{indent}#', lines[start - 2]):
@@ -146,37 +142,33 @@ def _span(node, lines: list[str]) -> tuple[int, int]:
 
 
 def _stop(node, lines: list[str]) -> int:
-  """The last line, with comments that are indented like the body."""
+  """Last line, comments that are indented like the body included."""
   stop = node.end_lineno
-  for number in range(stop, len(lines)):
-    line = lines[number]
-    indent = len(line) - len(line.lstrip())
-    if line.strip() and not (
-      line.lstrip().startswith('#') and indent > node.col_offset
-    ):
+  for number, line in enumerate(lines[stop:], stop + 1):
+    text = line.lstrip()
+    if text.startswith('#') and len(line) - len(text) > node.col_offset:
+      stop = number
+    elif text:
       break
-    if line.strip():
-      stop = number + 1
   return stop
 
 
-def _find(tree: ast.Module, name: str) -> tuple[Scope, Definition]:
-  scope: Scope = tree
-  *outer, last = name.split('.')
-  for part in outer:
-    scope = next(
-      n for n in scope.body if isinstance(n, ast.ClassDef) and n.name == part
+def _find(tree: ast.Module, name: str) -> tuple[Any, Any]:
+  """The definition of a dotted name and the scope that holds it."""
+  scope, node = tree, tree
+  for part in name.split('.'):
+    scope = node
+    node = next(
+      n for n in node.body if isinstance(n, Definition) and n.name == part
     )
-  return scope, next(
-    n for n in scope.body if isinstance(n, Definition) and n.name == last
-  )
+  return scope, node
 
 
 def stub(text: str, names: Iterable[str]) -> str:
   """Replaces bodies by `raise NotImplementedError`; docstrings stay.
 
   Raises:
-    CannotEdit: a body begins on the line of its signature.
+    CannotEdit: a body begins on the line of its signature, or is missing.
   """
   tree, lines = _parsed(text), text.split('\n')
   for name in sorted(names, key=lambda n: -_find(tree, n)[1].lineno):
@@ -201,23 +193,23 @@ def stub(text: str, names: Iterable[str]) -> str:
 
 
 def remove(text: str, names: Iterable[str]) -> str:
-  """Removes definitions; a scope that becomes empty gets a `pass`.
+  """Removes definitions; a class that becomes empty gets a `pass`.
 
   Raises:
-    CannotEdit: what is left does not compile.
+    CannotEdit: the remaining code does not compile.
   """
   tree, lines = _parsed(text), text.split('\n')
   names = sorted(names, key=lambda n: -_find(tree, n)[1].lineno)
-  left: dict[int, int] = {}
+  num_removed: dict[int, int] = collections.defaultdict(int)
   for name in names:
     scope, node = _find(tree, name)
     start, stop = _span(node, lines)
     while stop < len(lines) and not lines[stop].strip():
       stop += 1
     after = lines[stop:]
-    left[id(scope)] = left.get(id(scope), len(scope.body)) - 1
+    num_removed[id(scope)] += 1
     filler = []
-    if left[id(scope)] == 0 and scope is not tree:
+    if num_removed[id(scope)] == len(scope.body) and scope is not tree:
       filler = [' ' * node.col_offset + 'pass']
     kept = lines[: start - 1]
     while kept and not kept[-1].strip():
@@ -231,7 +223,7 @@ def _checked(text: str) -> str:
   try:
     source.check(text)
   except ValueError as error:
-    raise CannotEdit(f'the edited module does not compile: {error}') from error
+    raise CannotEdit(f'The edited module does not compile: {error}.') from error
   return text
 
 
@@ -240,47 +232,37 @@ def repair(
   modules: Mapping[str, str],
   gone: Mapping[str, Collection[str]],
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
-  """Takes names that are gone out of `__all__` and out of import lists.
+  """Takes deleted names out of `__all__` and out of import lists.
 
-  A module that re-exported such a name has lost it too, which goes on to those
-  that import it from there.
+  A module that re-exported a deleted name has lost it too, and so have the
+  modules that import it from there.
 
   Args:
-    texts: path -> text of all modules of the package that are left.
-    modules: path -> dotted name, of those that are removed too.
-    gone: path -> deleted names at the top of that module, or `EVERYTHING`.
+    texts: text of each remaining module of the package, by path.
+    modules: dotted name of each module, removed ones included, by path.
+    gone: deleted top-level names of each edited module, or `EVERYTHING`.
 
   Returns:
-    The changed texts; and for each path all names that it no longer has.
+    The changed texts, and all names that each module has lost.
   """
   lost = {path: set(gone.get(path, ())) for path in (*texts, *gone)}
-  path_of = {name: path for path, name in modules.items()}
-  trees = {path: _parsed(text) for path, text in texts.items()}
+  by_module = {modules[path]: names for path, names in lost.items()}
   dropped: dict[str, list[tuple[ast.stmt, list[ast.alias]]]] = {}
   changed = True
   while changed:
     changed = False
-    for path, tree in trees.items():
+    for path, text in texts.items():
       dropped[path] = []
-      for node in _imports(texts[path]):
-        found = [
-          a
-          for a in node.names
-          if _is_gone(node, a, path, modules, path_of, lost)
-        ]
-        names = {a.asname or a.name for a in found if a.name != EVERYTHING}
-        if isinstance(node, ast.Import):
-          names = {a.asname or a.name.split('.')[0] for a in found if a.asname}
-        star = _star(node, path, modules, path_of, lost)
-        if found:
-          dropped[path].append((node, found))
-        new = (names | star) - lost[path]
-        if new and node in tree.body:
-          lost[path] |= new
+      for node in _imports(text):
+        aliases, names = _lost_imports(node, path, modules, by_module)
+        if aliases:
+          dropped[path].append((node, aliases))
+        if not names <= lost[path] and node in _parsed(text).body:
+          lost[path] |= names
           changed = True
   edited = {
-    path: _repaired(texts[path], trees[path], dropped[path], lost[path])
-    for path in texts
+    path: _repaired(text, dropped[path], lost[path])
+    for path, text in texts.items()
   }
   return (
     {path: text for path, text in edited.items() if text != texts[path]},
@@ -288,50 +270,57 @@ def repair(
   )
 
 
-def _target(node: ast.ImportFrom, path: str, modules: Mapping[str, str]) -> str:
-  """The dotted name of the module that an import takes names from."""
-  if not node.level:
-    return node.module or ''
-  parts = modules[path].split('.')
-  # A package is the parent of what lies in it; a module lies in its parent.
-  up = node.level - (1 if path.endswith('__init__.py') else 0)
-  base = parts[: len(parts) - up] if up else parts
-  return '.'.join([*base, *([node.module] if node.module else [])])
+def _lost_imports(
+  node: ast.Import | ast.ImportFrom,
+  path: str,
+  modules: Mapping[str, str],
+  lost: Mapping[str, Collection[str]],
+) -> tuple[list[ast.alias], set[str]]:
+  """The parts of an import that fail, and the names that it no longer binds.
 
-
-def _is_gone(node, alias, path, modules, path_of, lost) -> bool:
+  Args:
+    node: import statement.
+    path: path of the module that holds it.
+    modules: dotted name of each module, by path.
+    lost: lost names of each module, by its dotted name.
+  """
   if isinstance(node, ast.Import):
-    return EVERYTHING in lost.get(path_of.get(alias.name, ''), ())
-  target = _target(node, path, modules)
-  names = lost.get(path_of.get(target, ''), ())
-  whole = lost.get(path_of.get(f'{target}.{alias.name}', ''), ())
-  if EVERYTHING in names or EVERYTHING in whole:
-    return True
-  return alias.name != EVERYTHING and alias.name in names
+    aliases = [a for a in node.names if EVERYTHING in lost.get(a.name, ())]
+    return aliases, {a.asname for a in aliases if a.asname}
+  target = node.module or ''
+  if node.level:
+    # A package is the parent of its modules; a module lies in its parent.
+    up = node.level - path.endswith('__init__.py')
+    parts = modules[path].split('.')
+    target = '.'.join([*parts[: len(parts) - up], *filter(None, [target])])
+  names = lost.get(target, ())
+  if node.names[0].name == EVERYTHING:
+    aliases = node.names if EVERYTHING in names else []
+    return aliases, {n for n in names if n[0] != '_' and n != EVERYTHING}
+  aliases = [
+    a
+    for a in node.names
+    if {a.name, EVERYTHING} & {*names}
+    or EVERYTHING in lost.get(f'{target}.{a.name}', ())
+  ]
+  return aliases, {a.asname or a.name for a in aliases}
 
 
-def _star(node, path, modules, path_of, lost) -> set[str]:
-  """Names that `from MODULE import *` used to bring and does no longer."""
-  if not isinstance(node, ast.ImportFrom) or node.names[0].name != EVERYTHING:
-    return set()
-  names = lost.get(path_of.get(_target(node, path, modules), ''), set())
-  return {n for n in names if not n.startswith('_') and n != EVERYTHING}
-
-
-def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
+def _repaired(text: str, dropped, lost: set[str]) -> str:
+  """Takes dropped imports, and lost names in `__all__`, out of a text."""
   edits: list[tuple[int, int, list[str]]] = []
   for node, aliases in dropped:
     kept = [a for a in node.names if a not in aliases]
     indent = ' ' * node.col_offset
     if kept:
-      left = copy.copy(node)
-      left.names = kept
-      new = [indent + ast.unparse(left)]
+      shorter = copy.copy(node)
+      shorter.names = kept
+      new = [indent + ast.unparse(shorter)]
     else:
       new = [f'{indent}pass'] if indent else []
     edits.append((node.lineno, node.end_lineno or node.lineno, new))
   if lost:
-    edits += _exports(tree, lost)
+    edits += _exports(_parsed(text), lost)
   lines = text.split('\n')
   for start, stop, new in sorted(edits, reverse=True):
     lines[start - 1 : stop] = new
@@ -339,7 +328,7 @@ def _repaired(text: str, tree: ast.Module, dropped, lost: set[str]) -> str:
 
 
 def _exports(tree: ast.Module, lost: set[str]):
-  """Edits that take names out of assignments of lists to `__all__`."""
+  """Yields edits (start, stop, lines) that take names out of `__all__`."""
   for node in tree.body:
     targets = getattr(node, 'targets', [getattr(node, 'target', None)])
     named = any(isinstance(t, ast.Name) and t.id == '__all__' for t in targets)
@@ -351,14 +340,9 @@ def _exports(tree: ast.Module, lost: set[str]):
       for e in value.elts
       if not (isinstance(e, ast.Constant) and e.value in lost)
     ]
-    if len(kept) == len(value.elts):
-      continue
-    items = [f'    {ast.unparse(e)},' for e in kept]
-    left = '[' if isinstance(value, ast.List) else '('
-    right = ']' if left == '[' else ')'
-    sign = '+=' if isinstance(node, ast.AugAssign) else '='
-    yield (
-      node.lineno,
-      node.end_lineno or node.lineno,
-      [f'__all__ {sign} {left}', *items, right],
-    )
+    if len(kept) < len(value.elts):
+      items = [f'    {ast.unparse(e)},' for e in kept]
+      left, right = '[]' if isinstance(value, ast.List) else '()'
+      sign = '+=' if isinstance(node, ast.AugAssign) else '='
+      lines = [f'__all__ {sign} {left}', *items, right]
+      yield node.lineno, node.end_lineno or node.lineno, lines

@@ -1,27 +1,26 @@
-"""Makes a set of tasks of many packages, and goes on where it was killed.
+"""Makes a set of tasks from many packages, and resumes after a kill.
 
-Beside the set itself (see `tasks.repository.task_set`) its folder holds
+The folder of a set (see `tasks.repository.task_set`) also holds settings.json,
+the options and pins of the set, which may not change.
 
-  settings.json             what the set is made with; it may not change
-  work/NAME/candidates.jsonl   what became of each candidate so far
+All code of a package runs in the sandbox; `proof` says which deletions become
+tasks. A package without a task is refused with a reason and the set goes on.
+Everything but measured seconds is a function of the packages, the options and
+the seed.
 
-A task is kept only if the package still imports, the tests of the feature
-fail, others pass, the original passes all of them, and no copy of the deleted
-code is left in what the agent sees. All code of the package runs in the
-sandbox; a package that resists in whatever way is refused by name, and so the
-making of a set goes on. Everything but seconds is a function of the package,
-the options and the seed.
-
-A package is finished when packages/NAME.json stands there; one that was
-refused for a reason that may pass (no network) is tried again.
+A package is finished once packages/NAME.json exists. An unfinished one begins
+again, and so does one that was refused for a passing reason (no network).
 """
 
+import collections
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import logging
 import os
 import pathlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,38 +37,9 @@ from composer_jax.tasks.deletion import (
 )
 from composer_jax.tasks.repository import task_set
 
-# Says nothing of the package.
+# Reasons of refusals that say nothing about the package.
 _PASSING = ('download', 'sandbox')
 VALID = 'valid'
-
-
-class CandidateLog:
-  """Outcomes of candidates, a line each; half a line is none."""
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self._known: dict[str, str] = {}
-    whole = b''
-    if path.exists():
-      whole = path.read_bytes().rpartition(b'\n')[0]
-      for line in whole.splitlines():
-        key, result = json.loads(line)
-        self._known[key] = result
-      files.write_atomic(path, whole + b'\n' if whole else b'')
-
-  def get(self, key: str) -> str | None:
-    return self._known.get(key)
-
-  def add(self, key: str, result: str) -> None:
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    with self._path.open('ab') as file:
-      file.write(json.dumps([key, result]).encode() + b'\n')
-      file.flush()
-      os.fsync(file.fileno())
-    self._known[key] = result
-
-  def __len__(self) -> int:
-    return len(self._known)
 
 
 def prepare(
@@ -94,20 +64,13 @@ def prepare(
     kept,
     (layout.source_roots[0], everything.get('PKG-INFO', b'')),
   )
+  tests = [p for p in layout.test_paths if p.endswith('.py')]
   return workspace.Workspace(
-    pin=pin,
-    version=version,
-    sha256=sha256,
-    licence=licence_of(everything),
-    image=image,
-    files=kept,
-    dropped=tuple(dropped),
-    layout=layout,
-    texts=workspace.texts(kept, layout.sources),
-    tests=workspace.texts(
-      kept, [p for p in layout.test_paths if p.endswith('.py')]
-    ),
-  )
+      pin=pin, version=version, sha256=sha256, licence=licence_of(everything),
+      image=image, files=kept, dropped=tuple(dropped), layout=layout,
+      texts=workspace.texts(kept, layout.sources),
+      tests=workspace.texts(kept, tests),
+  )  # fmt: skip
 
 
 def make(
@@ -121,36 +84,54 @@ def make(
   workers: int = 1,
   progress: Callable[[str], None] = print,
 ) -> task_set.TaskSet:
-  """Makes all tasks of all packages that are not finished yet.
+  """Makes the tasks of all packages that are not finished yet.
 
   Args:
-    archives: folder with sdists, to which missing ones are downloaded.
-    open_sandbox: called with the root and the distributions that tests need.
+    root: folder of the set.
+    pins: packages to make tasks of.
+    options: numbers and limits of the tasks.
+    archives: folder of sdists; missing ones are downloaded into it.
+    open_sandbox: opens a sandbox, given the root and the distributions that
+      tests import.
+    licence_of: licence of a package, given its files.
+    workers: number of packages worked on at the same time.
+    progress: called with lines for people to read.
 
   Raises:
     ValueError: the folder was begun with other options or pins, or no package
       could be finished.
   """
   root = pathlib.Path(root)
+  printing = threading.Lock()
+
+  def say(line: str) -> None:
+    with printing:
+      progress(line)
+
   with files.alone(root):
     _settle(root, pins, options)
     files.sweep(root)
-    workspace.sweep(root / 'images')
     works = []
     for pin in pins:
       if (root / 'packages' / f'{pin.normal_name}.json').exists():
-        progress(f'{pin.name}: finished before')
+        say(f'{pin.name}: finished before')
         continue
       try:
         works.append(prepare(root, pin, archives, licence_of))
       except sdists.Refused as refused:
-        _refuse(root, pin, refused, progress)
+        _refuse(root, _package(pin), refused, say)
     if works:
       requires = sorted({r for work in works for r in work.pin.requires})
       sandbox = open_sandbox(root, ('pytest', *requires))
+      make_one = functools.partial(_make_one, root, options, sandbox, say)
+      threads = concurrent.futures.ThreadPoolExecutor(workers)
       try:
-        _make_all(root, works, options, sandbox, workers, progress)
+        for future in concurrent.futures.as_completed(
+          [threads.submit(make_one, work) for work in works]
+        ):
+          future.result()
       finally:
+        threads.shutdown(cancel_futures=True)
         sandbox.close()
   return task_set.load(root)
 
@@ -158,7 +139,7 @@ def make(
 def _settle(
   root: pathlib.Path, pins: Sequence[sdists.Pin], options: workspace.Options
 ) -> None:
-  """Packages may be added to a set; what one was made with stays."""
+  """Checks and writes the settings; packages may be added, nothing changed."""
   path = root / 'settings.json'
   wanted = {
     'options': dataclasses.asdict(options),
@@ -185,171 +166,131 @@ def _settle(
   files.write_json(path, wanted)
 
 
+def _package(
+  pin: sdists.Pin, work: workspace.Workspace | None = None
+) -> task_set.Package:
+  """The record of a package; `work` is None for one that was not read."""
+  return task_set.Package(
+      name=pin.normal_name, version=pin.version, held_out=pin.held_out,
+      image=work.image if work else '', licence=work.licence if work else '',
+      sha256=work.sha256 if work else pin.sha256,
+  )  # fmt: skip
+
+
 def _refuse(
   root: pathlib.Path,
-  pin: sdists.Pin,
+  package: task_set.Package,
   refused: sdists.Refused,
-  progress: Callable[[str], None],
-  work: workspace.Workspace | None = None,
+  say: Callable[[str], None],
 ) -> None:
-  progress(f'{pin.name}: refused, {refused.reason}: {refused}')
-  if refused.reason in _PASSING:
-    return
-  package = task_set.Package(
-      name=pin.normal_name, version=pin.version,
-      image=work.image if work else '', held_out=pin.held_out,
-      licence=work.licence if work else '',
-      sha256=work.sha256 if work else pin.sha256, refused=refused.reason,
-      detail=str(refused),
-  )  # fmt: skip
-  task_set.save_package(root, package)
+  say(f'{package.name}: refused, {refused.reason}: {refused}')
+  if refused.reason not in _PASSING:
+    package = dataclasses.replace(
+      package, refused=refused.reason, detail=str(refused)
+    )
+    task_set.save_package(root, package)
 
 
-def _make_all(
+def _make_one(
   root: pathlib.Path,
-  works: Sequence[workspace.Workspace],
   options: workspace.Options,
   sandbox: base.Sandbox,
-  workers: int,
-  progress: Callable[[str], None],
+  say: Callable[[str], None],
+  work: workspace.Workspace,
 ) -> None:
-  printing = threading.Lock()
-
-  def say(line: str) -> None:
-    with printing:
-      progress(line)
-
-  with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-    futures = [
-      threads.submit(_make_one, root, work, options, sandbox, say)
-      for work in works
-    ]
-    try:
-      for future in concurrent.futures.as_completed(futures):
-        future.result()
-    except BaseException:
-      threads.shutdown(wait=False, cancel_futures=True)
-      raise
+  """Makes the tasks of a package and marks it as finished."""
+  package = _package(work.pin, work)
+  start = time.monotonic()
+  shutil.rmtree(root / 'tasks' / package.name, ignore_errors=True)
+  try:
+    facts = _make_tasks(
+        sandbox, work, options, lambda task: task_set.save_task(root, task),
+        lambda line: say(f'{package.name}: {line}'),
+    )  # fmt: skip
+  except sdists.Refused as refused:
+    _refuse(root, package, refused, say)
+    return
+  except base.SandboxLost as error:
+    logging.warning('%s: the sandbox was lost: %s', package.name, error)
+    _refuse(root, package, sdists.Refused('sandbox', str(error)), say)
+    return
+  package = dataclasses.replace(package, version=work.version, facts=facts)
+  task_set.save_package(root, package)
+  tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
+  say(f'{package.name}: {tasks} tasks, {time.monotonic() - start:.0f} s')
 
 
 def _make_tasks(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
   options: workspace.Options,
-  log: CandidateLog,
   save: Callable[[task_set.RepositoryTask], None],
-  progress: Callable[[str], None],
+  say: Callable[[str], None],
 ) -> dict[str, Any]:
   """Makes the tasks of a package.
 
   Args:
-    sandbox: with images of the set's folder.
-    save: called with each task before the log knows of it.
-    progress: called with a line now and then.
+    sandbox: sandbox with the images of the set.
+    work: the package.
+    options: numbers and limits of the tasks.
+    save: stores a task.
+    say: called with a line of progress.
 
   Returns:
-    Facts of the package: tests, and what became of candidates by tier.
+    Counts of the package's tests, and of outcomes by tier.
 
   Raises:
-    sdists.Refused: there can be no task; see `baseline`.
+    sdists.Refused: the package cannot have a task; see `baseline`.
   """
-  found = baseline.baseline(sandbox, work, options)
-  progress(
-    f'{len(found.stable)} tests, {len(found.unstable)} unstable, '
-    f'{len(found.hashed)} that depend on hashes, '
-    f'{len(found.failing)} that never pass, {found.seconds:.1f} s a run'
+  before = baseline.baseline(sandbox, work, options)
+  say(
+    '{tests} tests, {unstable} unstable, {hashed} that depend on hashes, '
+    '{failing} that never pass'.format(**before.counts)
+    + f', {before.seconds:.1f} s a run'
   )
-  results: dict[str, dict[str, int]] = {}
+  counts_by_tier: dict[str, dict[str, int]] = {}
   for tier in task_set.TIERS:
     wanted = options.wanted(tier)
-    counts: dict[str, int] = {}
+    counts: collections.Counter[str] = collections.Counter()
     deletions = candidates.candidates(
-        work.texts, found.mapped, tier, max_share=options.max_share,
+        work.texts, before.mapped, tier, max_share=options.max_share,
         seed=f'{options.seed}/{work.pin.normal_name}',
     )  # fmt: skip
     for deletion in deletions[: round(wanted * options.tries)]:
-      if counts.get(VALID, 0) >= wanted:
+      if counts[VALID] >= wanted:
         break
-      result = log.get(deletion.key)
-      if result is None:
-        result = VALID
-        try:
-          save(proof.attempt(sandbox, work, found, deletion, options))
-        except proof.Rejected as rejected:
-          result = rejected.args[0]
-        log.add(deletion.key, result)
-      counts[result] = counts.get(result, 0) + 1
-    results[tier] = counts
-    tried = sum(counts.values())
-    progress(f'{tier}: {counts.get(VALID, 0)} of {tried} tried, {counts}')
+      try:
+        save(proof.attempt(sandbox, work, before, deletion, options))
+        counts[VALID] += 1
+      except proof.Rejected as rejected:
+        counts[rejected.args[0]] += 1
+    counts_by_tier[tier] = dict(counts)
+    say(f'{tier}: {counts[VALID]} of {counts.total()} tried, {dict(counts)}')
   return {
-      'tests': len(found.stable), 'unstable': len(found.unstable),
-      'hashed': len(found.hashed), 'failing': len(found.failing),
-      'dropped_files': len(work.dropped), 'candidates': results,
-  }  # fmt: skip
-
-
-def _make_one(
-  root: pathlib.Path,
-  work: workspace.Workspace,
-  options: workspace.Options,
-  sandbox: base.Sandbox,
-  progress: Callable[[str], None],
-) -> None:
-  name = work.pin.normal_name
-  start = time.monotonic()
-  log = CandidateLog(root / 'work' / name / 'candidates.jsonl')
-  if len(log):
-    progress(f'{name}: goes on after {len(log)} candidates')
-  try:
-    facts = _make_tasks(
-        sandbox, work, options, log,
-        lambda task: task_set.save_task(root, task),
-        lambda line: progress(f'{name}: {line}'),
-    )  # fmt: skip
-  except sdists.Refused as refused:
-    _refuse(root, work.pin, refused, progress, work)
-    return
-  except base.SandboxLost as error:
-    logging.warning('%s: the sandbox was lost: %s', name, error)
-    _refuse(root, work.pin, sdists.Refused('sandbox', str(error)), progress)
-    return
-  package = task_set.Package(
-      name=name, version=work.version, image=work.image,
-      held_out=work.pin.held_out, licence=work.licence, sha256=work.sha256,
-      facts=facts,
-  )  # fmt: skip
-  task_set.save_package(root, package)
-  tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
-  progress(f'{name}: {tasks} tasks, {time.monotonic() - start:.0f} s')
+    **before.counts,
+    'dropped_files': len(work.dropped),
+    'candidates': counts_by_tier,
+  }
 
 
 def table(tasks: task_set.TaskSet) -> str:
-  """The yield by package and tier, as a Markdown table."""
+  """A Markdown table of valid tasks / candidates tried, by package and tier."""
   tiers = task_set.TIERS
-  lines = [
-    '| package | tests | ' + ' | '.join(tiers) + ' | tasks |',
-    '|' + '---|' * (len(tiers) + 3),
-  ]
+  rows = [['package', 'tests', *tiers, 'tasks'], ['---'] * (len(tiers) + 3)]
   total = {tier: [0, 0] for tier in tiers}
   for name, package in sorted(tasks.packages.items()):
-    mark = ' (held out)' if package.held_out else ''
+    name += ' (held out)' if package.held_out else ''
     if package.refused:
-      lines.append(f'| {name}{mark} | refused: {package.refused} |')
+      rows.append([name, f'refused: {package.refused}'])
       continue
-    cells, made = [], 0
-    for tier in tiers:
+    made = []
+    for tier, sums in total.items():
       counts = package.facts['candidates'].get(tier, {})
-      valid, tried = counts.get(VALID, 0), sum(counts.values())
-      cells.append(f'{valid}/{tried}')
-      total[tier][0] += valid
-      total[tier][1] += tried
-      made += valid
-    lines.append(
-      f'| {name}{mark} | {package.facts["tests"]} | '
-      + ' | '.join(cells)
-      + f' | {made} |'
-    )
-  sums = ' | '.join(f'{valid}/{tried}' for valid, tried in total.values())
-  lines.append(f'| all | | {sums} | {len(tasks.tasks)} |')
-  return '\n'.join(lines)
+      made.append((counts.get(VALID, 0), sum(counts.values())))
+      sums[:] = [a + b for a, b in zip(sums, made[-1])]
+    cells = [f'{valid}/{tried}' for valid, tried in made]
+    num_tasks = sum(valid for valid, _ in made)
+    rows.append([name, str(package.facts['tests']), *cells, str(num_tasks)])
+  cells = [f'{valid}/{tried}' for valid, tried in total.values()]
+  rows.append(['all', '', *cells, str(len(tasks.tasks))])
+  return '\n'.join(f'| {" | ".join(row)} |' for row in rows)

@@ -1,18 +1,16 @@
 """Fetches files from a package index without executing anything.
 
-pip builds the metadata of an sdist when it downloads one, which executes what
-the sdist brings. An index that speaks JSON (PEP 691) is asked directly instead:
-for the list of files, then for the file. Indices that do not (folders, HTML
-alone, a password in the address) are left to pip.
+pip builds the metadata of an sdist when it downloads one, which executes code
+of the sdist. The indices that pip is configured with are asked directly instead
+(PEP 691): for the list of files as JSON, then for the file.
 """
 
 import hashlib
+import http.client
 import json
-import os
 import ssl
 import subprocess
 import sys
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -21,89 +19,95 @@ _JSON = 'application/vnd.pypi.simple.v1+json'
 _PYPI = 'https://pypi.org/simple'
 _TIMEOUT_S = 60.0
 _MAX_LIST = 64 << 20
-# What a server or the way to it can do wrong; and an answer that is no JSON.
-_ERRORS = (OSError, urllib.error.URLError, ValueError, TypeError, KeyError)
+# Failures of the network or the server, and answers that are not such JSON.
+_ERRORS = (
+  OSError, http.client.HTTPException, ValueError, TypeError, KeyError,
+)  # fmt: skip
 
 
 def settings() -> dict[str, str]:
-  """What pip is configured with, the environment's values last."""
+  """Options of pip by name, from its files and environment variables."""
   result = subprocess.run(
       [sys.executable, '-m', 'pip', 'config', 'list'], capture_output=True,
       text=True, stdin=subprocess.DEVNULL,
   )  # fmt: skip
-  found: dict[str, str] = {}
-  lines = [line.partition('=') for line in result.stdout.splitlines()]
-  for key, _, value in lines:
+  config: dict[str, str] = {}
+  # From what counts least to what counts most: global, download, :env:.
+  for line in sorted(result.stdout.splitlines(), reverse=True):
+    key, _, value = line.partition('=')
     section, _, name = key.rpartition('.')
-    if section in ('global', 'download'):
-      found[name] = value.strip('\'"')
-  for key, value in os.environ.items():
-    if key.startswith('PIP_') and value:
-      found[key.removeprefix('PIP_').lower().replace('_', '-')] = value
-  return found
+    if section in ('global', 'download', ':env:'):
+      config[name] = value.strip('\'"')
+  return config
 
 
 def indices(config: Mapping[str, str]) -> list[str]:
-  """Addresses of indices that can be asked directly, in pip's order."""
+  """Addresses of the indices over HTTP without a password, in pip's order."""
   if config.get('no-index', '').lower() in ('1', 'true', 'yes', 'on'):
     return []
   addresses = [config.get('index-url', _PYPI)]
   # In a file, pip takes one to a line, and its list writes the ends as \n.
   addresses += config.get('extra-index-url', '').replace('\\n', ' ').split()
-  return [
-    address.rstrip('/')
-    for address in addresses
-    if urllib.parse.urlsplit(address).scheme in ('http', 'https')
-    and '@' not in urllib.parse.urlsplit(address).netloc
-  ]
+  return [a.rstrip('/') for a in addresses if _is_http(a) and '@' not in a]
+
+
+def _is_http(address: str) -> bool:
+  return urllib.parse.urlsplit(address).scheme in ('http', 'https')
 
 
 def fetch(
   project: str,
-  is_it: Callable[[str], bool],
+  is_wanted: Callable[[str], bool],
   sha256: str,
   config: Mapping[str, str],
   max_bytes: int,
-) -> tuple[str, bytes] | None:
-  """The first file of a project that is the one, and has the hash.
+) -> tuple[str, bytes]:
+  """Downloads a file of a project.
 
   Args:
-    is_it: told the name of a file.
-    sha256: that it must have; '' to take the index's word, which only one with
-      a certificate is believed.
-    max_bytes: of a file; a larger one is none.
+    project: normalised name of the project.
+    is_wanted: true for the names of acceptable files.
+    sha256: expected hash; '' accepts the hash that an index with a certificate
+      lists.
+    config: options of pip.
+    max_bytes: largest size to accept.
 
   Returns:
-    Its name and content; None where no index has it or could be asked.
+    Name and content of the first acceptable file.
+
+  Raises:
+    LookupError: no index gave one; with the reason of each.
   """
+  reasons = []
   for index in indices(config):
     if not sha256 and not index.startswith('https:'):
+      reasons.append(f'{index} has no certificate and the pin has no SHA-256')
       continue
     try:
       for name, address, listed in _files(index, project, config):
         wanted = sha256 or listed
-        if not is_it(name) or wanted != listed:
+        if not is_wanted(name) or wanted != listed:
           continue
         data = _get(address, '*/*', config, max_bytes)
         if hashlib.sha256(data).hexdigest() == wanted:
           return name, data
-    except _ERRORS:
-      continue  # pip will say what is wrong with it
-  return None
+      reasons.append(f'{index} has no such file with the hash')
+    except _ERRORS as error:
+      reasons.append(f'{index} failed: {error}')
+  raise LookupError('; '.join(reasons) or 'pip has no index of this kind')
 
 
 def _files(
   index: str, project: str, config: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-  """Name, address and SHA-256 of each file."""
-  address = f'{index}/{project}/'
-  for file in json.loads(_get(address, _JSON, config, _MAX_LIST))['files']:
+  """Yields name, address and SHA-256 of each file of a project."""
+  listing = f'{index}/{project}/'
+  for file in json.loads(_get(listing, _JSON, config, _MAX_LIST))['files']:
     sha256 = file['hashes'].get('sha256', '')
-    if sha256:
-      where = urllib.parse.urljoin(address, file['url'])
-      # A listing may not send us to files of this machine.
-      if urllib.parse.urlsplit(where).scheme in ('http', 'https'):
-        yield file['filename'], where, sha256
+    address = urllib.parse.urljoin(listing, file['url'])
+    # A listing may not send us to files of this machine.
+    if sha256 and _is_http(address):
+      yield file['filename'], address, sha256
 
 
 def _get(

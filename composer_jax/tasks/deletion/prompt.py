@@ -1,7 +1,7 @@
-"""What an agent is told of a missing feature, and what it is not shown."""
+"""Writes the prompt of a task, and chooses the tests that it hides."""
 
+import contextlib
 import random
-import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
@@ -27,7 +27,7 @@ def prompt(
   deleted: Sequence[task_set.Deleted],
   texts: Mapping[str, str],
 ) -> str:
-  """Asks for the feature back, by its interface and what it is said to do."""
+  """Asks for the feature, described by its signatures and docstrings."""
   parts = [_describe(item, texts[item.path]) for item in deleted]
   text = '\n\n'.join(
     [
@@ -52,10 +52,10 @@ def _describe(item: task_set.Deleted, text: str) -> str:
     outer = item.symbol.rpartition('.')[0]
     where = f'`{item.path}`' + (f', class `{outer}`' if outer else '')
     return _entry(symbol, where) + _methods(symbol, symbols)
-  named = [s for s in symbols if s.kind != 'method']
+  listed = [s for s in symbols if s.kind != 'method'][:_MAX_MEMBERS]
   entries = [
     f'- {_entry(s, "")}{_methods(s, symbols)}'
-    for s in named[:_MAX_MEMBERS]
+    for s in listed
     if not s.name.startswith('_')
   ]
   return f'`{item.path}`, which held\n\n' + '\n'.join(entries)
@@ -89,62 +89,50 @@ def hide(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
   """Chooses tests that the agent never sees, and cuts them out.
 
-  Whole test functions go, with all their parameters, and at least one stays.
+  A test function is hidden with all its parameters; at least one stays.
 
   Args:
-    failing: node ids that the deletion made fail.
-    share: of the functions; at least one is hidden.
+    failing: node ids of tests that fail without the feature.
+    tests: texts of the test files, by path.
+    share: share of the functions to hide; at least one is.
+    seed: seed of the choice.
 
   Returns:
-    The ids that stay, and the changed test files; all ids and {} where nothing
+    The ids that stay and the changed test files; all ids and {} if no function
     can be hidden.
   """
   groups: dict[tuple[str, str], list[str]] = {}
   for test in sorted(failing):
-    groups.setdefault(_function(test), []).append(test)
-  defined = {
-    path: {s.name for s in edit.symbols(path, tests[path])}
-    for path in {path for path, _ in groups}
+    path, *names = test.partition('[')[0].split('::')
+    groups.setdefault((path, '.'.join(names)), []).append(test)
+  order = sorted(
+    (path, name)
+    for path, name in groups
     if path in tests
-  }
-  possible = [
-    group for group in groups if group[1] in defined.get(group[0], ())
-  ]
-  count = min(max(1, round(share * len(groups))), len(groups) - 1)
-  order = sorted(possible)
+    and name in {s.name for s in edit.symbols(path, tests[path])}
+  )
   random.Random(seed).shuffle(order)
-  chosen: list[tuple[str, str]] = []
+  count = min(max(1, round(share * len(groups))), len(groups) - 1)
+  hidden: list[tuple[str, str]] = []
   changed: dict[str, str] = {}
   for path, name in order:
-    if len(chosen) >= count:
+    if len(hidden) >= count:
       break
-    try:
-      text = changed.get(path, tests[path])
-      changed[path] = edit.remove(text, [name])
-    except edit.CannotEdit:
-      continue
-    chosen.append((path, name))
+    with contextlib.suppress(edit.CannotEdit):
+      changed[path] = edit.remove(changed.get(path, tests[path]), [name])
+      hidden.append((path, name))
   shown = [
-    test
-    for group, members in groups.items()
-    if group not in chosen
-    for test in members
+    i for group, ids in groups.items() if group not in hidden for i in ids
   ]
   return tuple(sorted(shown)), changed
-
-
-def _function(test: str) -> tuple[str, str]:
-  """(path, dotted name) of the function of a node id."""
-  path, *names = re.split('::', test.partition('[')[0])
-  return path, '.'.join(names)
 
 
 def difficulty(
   tier: str, num_lines: int, num_symbols: int, num_failing: int
 ) -> float:
-  """Grows with the tier, what is to be written and what must hold; below 1.
+  """First estimate of a task's difficulty, in [0, 1).
 
-  An estimate to begin with; a curriculum learns better from what agents do.
+  Grows with the tier, the deleted lines and definitions, and the failing tests.
   """
   effort = (
     0.25 * task_set.TIERS.index(tier)

@@ -1,11 +1,12 @@
 """Carries one deletion out and proves that it makes a task.
 
-The package must still import, the tests of the feature must fail, others pass,
-the original pass all of them, and no copy of the deleted code be left in what
-the agent sees.
+The package must still import, the tests of the feature must fail and others
+pass, the original must pass all of them, and no copy of the deleted code may be
+left in the agent's view.
 """
 
 import contextlib
+import os
 import random
 from collections.abc import Collection, Mapping
 
@@ -18,29 +19,28 @@ from composer_jax.tasks.deletion import (
   prompt,
   workspace,
 )
-from composer_jax.tasks.grading import suites
 from composer_jax.tasks.repository import task_set
 
-# Boilerplate is alike everywhere.
+# Boilerplate is alike everywhere; more than this share is a copy.
 _MAX_COPIED = 0.2
 _FAILED = ('failed', 'error')
 
 
 class Rejected(Exception):
-  """A candidate that makes no task; the first argument is one word."""
+  """A candidate that makes no task; the argument is the reason in one word."""
 
 
 def attempt(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
-  found: baseline.Baseline,
+  before: baseline.Baseline,
   candidate: candidates.Deletion,
   options: workspace.Options,
 ) -> task_set.RepositoryTask:
   """Makes a task of a candidate.
 
   Raises:
-    Rejected: with the reason.
+    Rejected: the candidate makes no task.
   """
   texts = work.texts
   try:
@@ -52,15 +52,15 @@ def attempt(
   left += work.tests.values()
   if leaks.copied_share(deleted, left) > _MAX_COPIED:
     raise Rejected('copy')
-  wall_s = min(options.suite_s, 5 + 5 * found.seconds)
-  ids = _chosen(work, found, candidate, lost, options)
+  wall_s = min(options.suite_s, 5 + 5 * before.seconds)
+  ids = _chosen(work, before, candidate, lost, options)
   failing, collateral, passing = _effect(
-    sandbox, work, found, changes, lost, ids, wall_s
+    sandbox, work, before, changes, lost, ids, wall_s
   )
   functions = {test.partition('[')[0] for test in failing}
   if len(functions) < 2:
     raise Rejected('few_fail')
-  if len(failing) > options.max_share * len(found.stable):
+  if len(failing) > options.max_share * len(before.stable):
     raise Rejected('many_fail')
   if len(passing) + len(collateral) < 0.1 * len(ids):
     raise Rejected('few_pass')
@@ -80,62 +80,50 @@ def attempt(
   visible = baseline.run(sandbox, work, cut, ids=shown, wall_s=wall_s)
   if visible.passed(shown) != len(shown):
     raise Rejected('cut')
-  symbols = [
-    s for path, text in texts.items() for s in edit.symbols(path, text)
-  ]
-  gone = [s for s in symbols if _is_gone(s, candidate)]
-  num_lines = sum(s.num_lines for s in gone)
+  num_lines = _num_lines(texts, candidate)
+  tier, package = candidate.tier, work.pin.name
   return task_set.RepositoryTask(
-    task_id=task_id,
-    prompt=prompt.prompt(
-      work.pin.name, work.version, candidate.tier, candidate.deleted, texts
-    ),
-    image=work.image,
-    package=work.pin.normal_name,
-    version=work.version,
-    tier=candidate.tier,
-    deleted=candidate.deleted,
-    changes=view,
-    solution={path: texts[path] for path in changes},
-    test_paths=work.layout.test_paths,
-    fail_to_pass=failing,
-    shown=shown,
-    pass_to_pass=passing,
-    collateral=collateral,
-    source_roots=work.layout.source_roots,
-    timeout_s=options.timeout_s,
-    difficulty=prompt.difficulty(
-      candidate.tier, num_lines, len(candidate.deleted), len(failing)
-    ),
-    held_out=work.pin.held_out,
-    licence=work.licence,
-    provenance={
-      'source': work.pin.folder or f'pypi:{work.pin.name}=={work.version}',
-      'sha256': work.sha256,
-      'seed': options.seed,
-      'sandbox': restored.level,
-      'deleted_lines': num_lines,
-    },
-  )
+      task_id=task_id, image=work.image, package=work.pin.normal_name,
+      version=work.version, tier=tier, deleted=candidate.deleted,
+      prompt=prompt.prompt(
+        package, work.version, tier, candidate.deleted, texts
+      ),
+      changes=view, solution={path: texts[path] for path in changes},
+      test_paths=work.layout.test_paths, fail_to_pass=failing, shown=shown,
+      pass_to_pass=passing, collateral=collateral,
+      source_roots=work.layout.source_roots, timeout_s=options.timeout_s,
+      difficulty=prompt.difficulty(
+        tier, num_lines, len(candidate.deleted), len(failing)
+      ),
+      held_out=work.pin.held_out, licence=work.licence,
+      provenance={
+        'source': work.pin.folder or f'pypi:{package}=={work.version}',
+        'sha256': work.sha256, 'seed': options.seed,
+        'sandbox': restored.level, 'deleted_lines': num_lines,
+      },
+  )  # fmt: skip
 
 
-def _is_gone(symbol: edit.Symbol, candidate: candidates.Deletion) -> bool:
-  if symbol.kind == 'method' and candidate.tier in ('class', 'file', 'closure'):
-    return False  # counted with its class
-  return any(
-    symbol.path == item.path and item.symbol in ('', symbol.name)
+def _num_lines(texts: Mapping[str, str], candidate: candidates.Deletion) -> int:
+  """Lines of code of the deleted definitions."""
+  counts_methods = candidate.tier in ('body', 'symbol')
+  return sum(
+    symbol.num_lines
     for item in candidate.deleted
+    for symbol in edit.symbols(item.path, texts[item.path])
+    if item.symbol in ('', symbol.name)
+    and (counts_methods or symbol.kind != 'method')
   )
 
 
 def _chosen(
   work: workspace.Workspace,
-  found: baseline.Baseline,
+  before: baseline.Baseline,
   candidate: candidates.Deletion,
   lost: Mapping[str, Collection[str]],
   options: workspace.Options,
 ) -> tuple[str, ...]:
-  """The tests that may change, and some that should not."""
+  """The tests that the deletion may affect, and some that it should not."""
   names = {name for names in lost.values() for name in names}
   names |= {d.symbol.rpartition('.')[2] for d in candidate.deleted} - {''}
   names |= {
@@ -148,76 +136,74 @@ def _chosen(
   }
   affected = {
     test
-    for test in found.stable
+    for test in before.stable
     if test in candidate.touched or test.partition('::')[0] in mentioning
   }
-  others = [test for test in found.stable if test not in affected]
   draw = random.Random(f'{options.seed}/{candidate.key}/guards')
+  others = [test for test in before.stable if test not in affected]
   others = draw.sample(others, min(options.max_guards, len(others)))
-  # Those that touch the feature all count; of the rest of their files, some.
-  rest = sorted(affected - candidate.touched)
-  if len(rest) > 2 * options.max_guards:
-    rest = draw.sample(rest, 2 * options.max_guards)
-  return tuple(sorted({*candidate.touched, *rest, *others}))
+  # All that touch the feature count; of others that mention it, some.
+  beside = sorted(affected - candidate.touched)
+  if len(beside) > 2 * options.max_guards:
+    beside = draw.sample(beside, 2 * options.max_guards)
+  return tuple(sorted({*candidate.touched, *beside, *others}))
 
 
 def _effect(
   sandbox: base.Sandbox,
   work: workspace.Workspace,
-  found: baseline.Baseline,
+  before: baseline.Baseline,
   changes: Mapping[str, str | None],
   lost: Mapping[str, Collection[str]],
   ids: tuple[str, ...],
   wall_s: float,
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-  """Tests that fail for want of the feature, of an import, and not at all."""
+  """Sorts tests by what the deletion does to them.
+
+  Returns:
+    Tests that fail without the feature, tests that fail only because an import
+    of their file does, and tests that pass.
+  """
+
+  def outcomes(view: Mapping[str, str | None]) -> dict[str, str]:
+    result = baseline.run(sandbox, work, view, ids=ids, wall_s=wall_s)
+    if result.status != 'ok':
+      raise Rejected(result.status)
+    # The outcome of a file that cannot be collected is that of its tests.
+    files = {i: result.outcomes.get(i.partition('::')[0], '') for i in ids}
+    return {i: result.outcomes.get(i, files[i]) for i in ids}
+
   removed = {work.layout.module(p) for p, t in changes.items() if t is None}
-  wanted = [name for name in found.importable if name not in removed]
+  wanted = [name for name in before.importable if name not in removed]
   with contextlib.closing(
     sandbox.open(work.image, task_set.encoded(changes))
   ) as box:
-    importable, _ = baseline.import_all(box, work, wanted, wall_s)
-    if len(importable) < len(wanted):
+    if baseline.import_all(box, work, wanted, wall_s)[0] != tuple(wanted):
       raise Rejected('import')
-  result = baseline.run(sandbox, work, changes, ids=ids, wall_s=wall_s)
-  if result.status != 'ok':
-    raise Rejected(result.status)
-  outcome = {i: _outcome(result, i) for i in ids}
-  down = {i for i, what in outcome.items() if what in _FAILED}
+  outcome = outcomes(changes)
+  failing = sorted(i for i in ids if outcome[i] in _FAILED)
   passing = tuple(i for i in ids if outcome[i] == 'passed')
-  names = {path: names for path, names in lost.items() if names}
-  if not names:
-    return tuple(sorted(down)), (), passing
-  shimmed = candidates.shimmed(work.texts, changes, names)
-  mapped = baseline.run(sandbox, work, shimmed, ids=ids, wall_s=wall_s)
-  if mapped.status != 'ok':
-    raise Rejected(mapped.status)
-  failing = {i for i in down if _outcome(mapped, i) in _FAILED}
-  return tuple(sorted(failing)), tuple(sorted(down - failing)), passing
-
-
-def _outcome(result: suites.SuiteResult, test: str) -> str:
-  """What became of a test; one of a file that cannot be collected failed."""
-  if test in result.outcomes:
-    return result.outcomes[test]
-  return result.outcomes.get(test.partition('::')[0], 'missing')
+  if not lost:
+    return tuple(failing), (), passing
+  shimmed = outcomes(candidates.shimmed(work.texts, changes, lost))
+  return (
+    tuple(i for i in failing if shimmed[i] in _FAILED),
+    tuple(i for i in failing if shimmed[i] not in _FAILED),
+    passing,
+  )
 
 
 def _check_leaks(
   work: workspace.Workspace, view: Mapping[str, str | None], deleted: list[str]
 ) -> None:
-  visible: dict[str, bytes] = {**work.files}
-  for path, text in view.items():
-    visible.pop(path, None)
-    if text is not None:
-      visible[path] = text.encode()
+  visible = {p: d for p, d in work.files.items() if p not in view}
+  visible |= {p: t.encode() for p, t in view.items() if t is not None}
   left = [
     data.decode('utf-8', 'replace')
     for path, data in visible.items()
     if path.endswith('.py')
   ]
-  found = leaks.scan(visible, leaks.marks_of(deleted, left))
-  if found:
+  if leaks.scan(visible, deleted, left):
     raise Rejected('leak')
 
 
@@ -226,7 +212,7 @@ def _deleted(
   changes: Mapping[str, str | None],
   candidate: candidates.Deletion,
 ) -> list[str]:
-  """The source that is no longer there."""
+  """The pieces of source that the deletion took out."""
   pieces = []
   for item in candidate.deleted:
     before = texts[item.path].split('\n')
@@ -235,19 +221,15 @@ def _deleted(
     elif candidate.tier == 'body':
       pieces.append(_difference(before, (changes[item.path] or '').split('\n')))
     else:
-      found = edit.symbols(item.path, texts[item.path])
-      symbol = next(s for s in found if s.name == item.symbol)
+      symbols = edit.symbols(item.path, texts[item.path])
+      symbol = next(s for s in symbols if s.name == item.symbol)
       pieces.append('\n'.join(before[symbol.start - 1 : symbol.stop]))
   return pieces
 
 
 def _difference(before: list[str], after: list[str]) -> str:
-  """What stands between the lines that both begin and end with."""
-  shorter = min(len(before), len(after))
-  start = 0
-  while start < shorter and before[start] == after[start]:
-    start += 1
-  stop = 0
-  while stop < shorter - start and before[-1 - stop] == after[-1 - stop]:
-    stop += 1
-  return '\n'.join(before[start : len(before) - stop])
+  """The lines of the first text between the common start and the common end."""
+  start = len(os.path.commonprefix([before, after]))
+  backwards = [before[start:][::-1], after[start:][::-1]]
+  stop = len(before) - len(os.path.commonprefix(backwards))
+  return '\n'.join(before[start:stop])

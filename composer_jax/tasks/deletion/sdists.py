@@ -1,12 +1,8 @@
-"""Pinned source distributions, and what of them becomes a workspace.
+"""Reads pinned source distributions.
 
-Archives are read in memory: nothing of them is executed here and no member
-names a path on this machine. They come straight from the index that pip is
-configured with (`tasks.deletion.package_index`). Where that cannot be, pip
-fetches them, which does execute the setup code of an sdist to learn its
-metadata, outside of every sandbox; it does so after it has compared the hash.
-Whoever trusts a list of pins less than that puts the archives in the folder
-beforehand.
+Archives are read in memory: nothing of them is executed here and none of their
+members names a path on this machine. Missing ones are downloaded from the index
+that pip is configured with (`tasks.deletion.package_index`).
 """
 
 import dataclasses
@@ -15,10 +11,7 @@ import io
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -28,14 +21,17 @@ from composer_jax.tasks.deletion import package_index
 
 _MAX_MEMBERS = 20_000
 _MAX_BYTES = 256 << 20
-_ENDINGS = ('.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.zip')
 _ARCHIVE_ERRORS = (
     OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError,
 )  # fmt: skip
 
 
 class Refused(ValueError):
-  """A package of which no task can be made; `reason` is one word."""
+  """A package that no task can be made of.
+
+  Attributes:
+    reason: the reason in one word.
+  """
 
   def __init__(self, reason: str, message: str):
     super().__init__(message)
@@ -47,10 +43,12 @@ class Pin:
   """A release that tasks are made of.
 
   Attributes:
-    sha256: of its sdist; '' to take whatever the index has.
+    name: name of the distribution.
+    version: version of the sdist; '' for a folder.
+    sha256: hash of the sdist; '' to take whatever the index has.
     held_out: true when no task of it may be trained on.
     requires: installed distributions that its tests import.
-    folder: a folder that holds the package, in place of an sdist.
+    folder: folder that holds the package, used in place of an sdist.
   """
 
   name: str
@@ -68,6 +66,13 @@ class Pin:
   def normal_name(self) -> str:
     return _normal(self.name)
 
+  def is_sdist(self, name: str) -> bool:
+    """True if a file of this name is the sdist."""
+    match = re.fullmatch(r'([^/]+)-([^/-]+)\.(tar\.(gz|bz2|xz)|tgz|zip)', name)
+    return match is not None and (
+      (_normal(match[1]), match[2]) == (self.normal_name, self.version)
+    )
+
 
 def _normal(project: str) -> str:
   return re.sub(r'[-_.]+', '-', project).lower()
@@ -80,82 +85,31 @@ def fetch(pin: Pin, folder: str | os.PathLike) -> pathlib.Path:
     Refused: 'download' or 'hash'; the message says what to do.
   """
   folder = pathlib.Path(folder)
-  path = _find(pin, folder)
-  if path is None:
-    _ask_index(pin, folder) or _download(pin, folder)
-    path = _find(pin, folder)
-  if path is None:
-    raise Refused(
-      'download',
-      f'pip fetched no sdist of {pin.name}=={pin.version} into {folder}; the '
-      'release may have wheels only.',
-    )
-  found = core_files.sha256(path.read_bytes())
-  if pin.sha256 and found != pin.sha256:
+  paths = sorted(p for p in folder.glob('*') if pin.is_sdist(p.name))
+  if paths:
+    path, data = paths[0], paths[0].read_bytes()
+  else:
+    try:
+      name, data = package_index.fetch(
+          pin.normal_name, pin.is_sdist, pin.sha256, package_index.settings(),
+          _MAX_BYTES,
+      )  # fmt: skip
+    except LookupError as error:
+      raise Refused(
+        'download',
+        f'No sdist of {pin.name}=={pin.version} was found: {error}. Put it '
+        f'into {folder} by hand, or take the package off the list.',
+      ) from error
+    path = folder / name
+    core_files.write_atomic(path, data)
+  digest = core_files.sha256(data)
+  if pin.sha256 and digest != pin.sha256:
     raise Refused(
       'hash',
-      f'{path} has SHA-256 {found}; the list requires {pin.sha256}. Delete '
+      f'{path} has SHA-256 {digest}; the list requires {pin.sha256}. Delete '
       'the file, or correct the list if you trust what it holds.',
     )
   return path
-
-
-def _find(pin: Pin, folder: pathlib.Path) -> pathlib.Path | None:
-  for path in sorted(folder.glob('*')) if folder.is_dir() else ():
-    if _is_of(pin, path.name):
-      return path
-  return None
-
-
-def _is_of(pin: Pin, name: str) -> bool:
-  """Whether a file of this name is the sdist."""
-  for ending in _ENDINGS:
-    project, _, version = name.removesuffix(ending).rpartition('-')
-    is_it = (_normal(project), version) == (pin.normal_name, pin.version)
-    if name.endswith(ending) and is_it:
-      return True
-  return False
-
-
-def _ask_index(pin: Pin, folder: pathlib.Path) -> bool:
-  """Whether an index gave the sdist; nothing of it was executed."""
-  found = package_index.fetch(
-      pin.normal_name,
-      lambda name: os.path.basename(name) == name and _is_of(pin, name),
-      pin.sha256, package_index.settings(), _MAX_BYTES,
-  )  # fmt: skip
-  if found is None:
-    return False
-  name, data = found
-  folder.mkdir(parents=True, exist_ok=True)
-  core_files.write_atomic(folder / name, data)
-  return True
-
-
-def _download(pin: Pin, folder: pathlib.Path) -> None:
-  folder.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(prefix='composer-sdist-') as scratch:
-    wanted = pathlib.Path(scratch, 'requirements.txt')
-    hashed = f' --hash=sha256:{pin.sha256}' if pin.sha256 else ''
-    wanted.write_text(f'{pin.name}=={pin.version}{hashed}\n')
-    result = subprocess.run(
-        [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps',
-         '--no-binary', pin.name, '--dest', scratch, '-r', str(wanted)],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if result.returncode:
-      lines = result.stderr.strip().splitlines()
-      said = [line for line in lines if line.startswith('ERROR')] or lines
-      raise Refused(
-        'hash' if 'MATCH THE HASHES' in result.stderr else 'download',
-        f'pip cannot fetch the sdist of {pin.name}=={pin.version} '
-        f'({" ".join(said)[:400]}). Put it into {folder} by hand, or take '
-        'the package off the list.',
-      )
-    for path in pathlib.Path(scratch).glob('*'):
-      if path.name.endswith(_ENDINGS):
-        # Whole or not at all, for a run that is killed meanwhile.
-        core_files.write_atomic(folder / path.name, path.read_bytes())
 
 
 def read(pin: Pin, folder: str | os.PathLike) -> tuple[dict[str, bytes], str]:
@@ -169,18 +123,18 @@ def read(pin: Pin, folder: str | os.PathLike) -> tuple[dict[str, bytes], str]:
     return unpack(path), core_files.sha256(path.read_bytes())
   root = pathlib.Path(pin.folder).expanduser()
   if not root.is_dir():
-    raise Refused('folder', f'{pin.folder!r} of {pin.name} is no folder.')
-  found = {}
-  for parent, folders, names in os.walk(root):
-    folders[:] = sorted(f for f in folders if f != '.git')
-    for name in names:
-      path = pathlib.Path(parent, name)
-      if path.is_file() and not path.is_symlink():
-        found[path.relative_to(root).as_posix()] = path.read_bytes()
+    raise Refused('folder', f'{pin.folder!r} of {pin.name} is not a folder.')
+  files = {
+    path.relative_to(root).as_posix(): path.read_bytes()
+    for path in root.rglob('*')
+    if path.is_file()
+    and not path.is_symlink()
+    and '.git' not in path.relative_to(root).parts
+  }
   digest = hashlib.sha256()
-  for name in sorted(found):
-    digest.update(f'{name}\0{core_files.sha256(found[name])}\n'.encode())
-  return found, digest.hexdigest()
+  for name in sorted(files):
+    digest.update(f'{name}\0{core_files.sha256(files[name])}\n'.encode())
+  return files, digest.hexdigest()
 
 
 def unpack(path: pathlib.Path) -> dict[str, bytes]:
@@ -189,53 +143,50 @@ def unpack(path: pathlib.Path) -> dict[str, bytes]:
   Links, devices and names that lead outside are left out.
 
   Raises:
-    Refused: 'archive'; not readable, or larger than what one may expect.
+    Refused: 'archive'; it is damaged or larger than the limits.
   """
   try:
-    found = _members(path)
+    files = _members(path)
   except _ARCHIVE_ERRORS as error:
     raise Refused('archive', f'{path} cannot be unpacked ({error}).') from error
-  tops = {name.split('/')[0] for name in found}
-  if len(tops) == 1 and all('/' in name for name in found):
-    found = {name.split('/', 1)[1]: data for name, data in found.items()}
-  for name in found:
-    above = name.rpartition('/')[0]
-    while above:
-      if above in found:
-        raise Refused(
-          'archive', f'{path} holds {above!r} as a file and as a folder.'
-        )
-      above = above.rpartition('/')[0]
-  return found
+  tops = {name.split('/')[0] for name in files}
+  if len(tops) == 1 and all('/' in name for name in files):
+    files = {name.split('/', 1)[1]: data for name, data in files.items()}
+  parents = {str(p) for name in files for p in pathlib.PurePath(name).parents}
+  for name in parents & files.keys():
+    raise Refused(
+      'archive', f'{path} holds {name!r} as a file and as a folder.'
+    )
+  return files
 
 
-def _is_name(path: str) -> bool:
-  """Whether file systems, and manifests, can hold it."""
-  try:
-    parts = path.encode().split(b'/')
-  except UnicodeEncodeError:
-    return False
-  return b'\0' not in path.encode() and max(map(len, parts)) <= 255
+def _is_safe(path: str) -> bool:
+  """True for a path inside the archive that file systems can hold."""
+  # Lone surrogates, which are no UTF-8, become question marks.
+  encoded = path.encode('utf-8', 'replace')
+  return encoded.decode() == path and all(
+    0 < len(part) <= 255 and part != b'..' and b'\0' not in part
+    for part in encoded.split(b'/')
+  )
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:
-  found: dict[str, bytes] = {}
-  left = _MAX_BYTES
+  files: dict[str, bytes] = {}
+  room = _MAX_BYTES
 
   def keep(name: str, stream) -> None:
-    nonlocal left
+    nonlocal room
     name = name.removeprefix('./')
-    parts = name.split('/')
-    if '..' in parts or '' in parts or not _is_name(name):
+    if not _is_safe(name):
       return
-    data = stream.read(left + 1)
-    left -= len(data)
-    if left < 0 or len(found) >= _MAX_MEMBERS:
+    data = stream.read(room + 1)
+    room -= len(data)
+    if room < 0 or len(files) >= _MAX_MEMBERS:
       raise Refused(
         'archive',
         f'{path} holds more than {_MAX_BYTES} bytes or {_MAX_MEMBERS} files.',
       )
-    found[name] = data
+    files[name] = data
 
   if path.name.endswith('.zip'):
     with zipfile.ZipFile(path) as archive:
@@ -248,20 +199,23 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
       for member in archive:
         if member.isreg():
           keep(member.name, archive.extractfile(member) or io.BytesIO())
-  return found
+  return files
 
 
 def pins_of(packages: Mapping[str, Mapping], only: Iterable[str]) -> list[Pin]:
-  """Pins out of a config; a wrong field is an error that names the package.
+  """Reads pins from a config.
 
   Args:
-    packages: name -> fields of `Pin`.
-    only: names of those wanted; () for all.
+    packages: fields of `Pin` by name of the package.
+    only: names of the wanted packages; () for all.
+
+  Raises:
+    ValueError: a name or a field is unknown.
   """
   unknown = set(only) - set(packages)
   if unknown:
     raise ValueError(
-      f'packages {sorted(unknown)} are not among {sorted(packages)}.'
+      f'Packages {sorted(unknown)} are not among {sorted(packages)}.'
     )
   pins = []
   for name in only or packages:
@@ -270,5 +224,5 @@ def pins_of(packages: Mapping[str, Mapping], only: Iterable[str]) -> list[Pin]:
     try:
       pins.append(Pin(name=name, **fields))
     except TypeError as error:
-      raise ValueError(f'package {name!r} of the config: {error}.') from error
+      raise ValueError(f'Package {name!r} of the config: {error}.') from error
   return pins

@@ -1,24 +1,24 @@
-"""What of a package's files becomes a workspace, and what is made of it."""
+"""Turns the files of a package into a workspace that tasks are made of."""
 
 import dataclasses
 import os
 import pathlib
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 
 from composer_jax.core import checks
 from composer_jax.tasks.deletion import edit, sdists
 
-# What may hold a copy of deleted code, or what others learnt from it.
+# Folders that may hold a copy of deleted code, or data derived from it.
 _LEAKING_FOLDERS = frozenset({
     '.git', '.hg', '.svn', '.bzr', '__pycache__', '.mypy_cache', '.ruff_cache',
     '.pytest_cache', '.pytype', '.hypothesis', '.tox', '.nox', '.eggs', '.venv',
     'venv', 'site-packages', 'node_modules', 'htmlcov', '.idea', '.vscode',
     '.github', '.cache',
 })  # fmt: skip
-# Only at the top: packages have modules of these names.
+# Only at the top: packages have modules with these names.
 _LEAKING_TOP = frozenset({'build', 'dist', 'docs', 'doc', '_build', 'wheels'})
 _LEAKING_FILES = re.compile(
     r'.*\.(py[co]|class|jar|whl|egg|so|pyd|dll|o|a|orig|rej|bak|sw[op]|patch|'
@@ -41,13 +41,13 @@ _CONFIGURATION = frozenset({
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackageLayout:
-  """Where in a workspace what is.
+  """The roles of the files of a workspace.
 
   Attributes:
     source_roots: folders that tests import from.
     sources: Python files of the package itself, without its tests.
     tests: test files, from which pytest collects.
-    test_paths: what belongs to the grader: tests, their data, configuration.
+    test_paths: files of the grader: tests, their data and configuration.
   """
 
   source_roots: tuple[str, ...]
@@ -63,7 +63,7 @@ class PackageLayout:
 
 
 def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
-  """Leaves out what may hold copies of the code, or be made of it.
+  """Leaves out files that may hold copies of the code or derive from it.
 
   Returns:
     The files that stay, and the paths of the others.
@@ -84,7 +84,7 @@ def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
 
 
 def layout(files: Mapping[str, bytes]) -> PackageLayout:
-  """Finds out what is source and what is test.
+  """Tells sources from tests.
 
   Raises:
     sdists.Refused: 'no_tests' or 'no_sources'.
@@ -93,13 +93,13 @@ def layout(files: Mapping[str, bytes]) -> PackageLayout:
   if not tests:
     raise sdists.Refused(
       'no_tests',
-      f'none of {len(files)} files is a test (test_*.py, *_test.py): many '
-      'sdists leave them out; take the repository instead.',
+      f'None of {len(files)} files is a test (test_*.py, *_test.py). Many '
+      'sdists leave tests out; use a folder of the repository instead.',
     )
-  root = '.'
-  if any(re.fullmatch(r'src/([^/]+/__init__|[^/]+)\.py', p) for p in files):
-    root = 'src'
-  prefix = '' if root == '.' else f'{root}/'
+  has_src = any(
+    re.fullmatch(r'src/([^/]+/__init__|[^/]+)\.py', p) for p in files
+  )
+  prefix = 'src/' if has_src else ''
   inner = {p: p.removeprefix(prefix) for p in files if p.startswith(prefix)}
   packages = {
     name.split('/')[0]
@@ -117,17 +117,16 @@ def layout(files: Mapping[str, bytes]) -> PackageLayout:
     )
   ]
   if not sources:
-    raise sdists.Refused('no_sources', 'no Python package or module was found.')
+    raise sdists.Refused('no_sources', 'No Python package or module was found.')
   return PackageLayout(
-      source_roots=(root,), sources=tuple(sorted(sources)), tests=tests,
+      source_roots=('src' if has_src else '.',),
+      sources=tuple(sorted(sources)), tests=tests,
       test_paths=tuple(sorted(p for p in files if _is_grader_owned(p))),
   )  # fmt: skip
 
 
 def _is_test_file(path: str) -> bool:
   *folders, name = path.split('/')
-  if not name.endswith('.py') or name == 'conftest.py':
-    return False
   return bool(_TEST_FILE.fullmatch(name)) and not set(folders) & {
       'benchmark', 'benchmarks', 'examples', 'typetests',
   }  # fmt: skip
@@ -142,28 +141,27 @@ def _is_grader_owned(path: str) -> bool:
 def write_image(
   folder: pathlib.Path, files: Mapping[str, bytes], metadata: tuple[str, bytes]
 ) -> None:
-  """Writes a workspace as a folder, which is there whole or not at all.
+  """Writes a workspace as a folder that is whole or absent.
 
   Args:
-    folder: an existing one is left as it is.
-    metadata: source root, and the PKG-INFO that packages ask for their own
-      version by `importlib.metadata`.
+    folder: folder to write; one that exists is left as it is.
+    files: contents of the workspace, by path.
+    metadata: source root, and the PKG-INFO from which `importlib.metadata`
+      tells packages their own version.
   """
   if folder.is_dir():
     return
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  scratch = pathlib.Path(
-    tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent)
-  )
+  root, text = metadata
+  if text:
+    path = f'{root}/{folder.name}.dist-info/METADATA'
+    files = {**files, path: text}
+  # A name that `core.files.sweep` deletes after a kill.
+  scratch = folder.with_name(f'.{folder.name}.{secrets.token_hex(8)}.tmp')
   try:
+    scratch.mkdir(parents=True)
     for path, data in files.items():
       (scratch / path).parent.mkdir(parents=True, exist_ok=True)
       (scratch / path).write_bytes(data)
-    root, text = metadata
-    if text:
-      info = scratch / root / f'{folder.name}.dist-info'
-      info.mkdir(parents=True)
-      (info / 'METADATA').write_bytes(text)
     # Programs in a sandbox run as another user.
     for parent, _, names in os.walk(scratch):
       os.chmod(parent, 0o755)
@@ -175,32 +173,22 @@ def write_image(
     raise
 
 
-def sweep(images: str | os.PathLike) -> list[str]:
-  """Deletes what killed calls of `write_image` left; returns the names."""
-  images = pathlib.Path(images)
-  left = sorted(p for p in images.glob('.*') if p.is_dir())
-  for path in left:
-    shutil.rmtree(path)
-  return [p.name for p in left]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-  """What is made of a package.
+  """How many tasks to make of a package, and the limits of what is accepted.
 
   Attributes:
-    seed: of all choices.
-    body, symbol, class_, file, closure: valid tasks wanted of each tier.
-    tries: candidates of a tier that are tried for each task wanted.
-    max_share: largest share of the tests that a feature may take with it.
-    min_tests: stable tests below which a package is refused.
-    max_unstable: share of tests that change with their order, above which a
-      package is refused as flaky.
-    hidden_share: of the failing test functions, which the agent never sees.
-    max_guards: tests beside those of the feature that a task keeps.
-    suite_s: a suite that takes longer is refused; a run after a deletion may
-      take as long.
-    timeout_s: of a run of a task's tests by an agent or a grader.
+    seed: seed of all choices.
+    body, symbol, class_, file, closure: wanted number of valid tasks per tier.
+    tries: candidates of a tier to try for each wanted task.
+    max_share: largest share of the tests that may fail without a feature.
+    min_tests: smallest number of stable tests of an accepted package.
+    max_unstable: largest accepted share of tests that change with their order.
+    hidden_share: share of the failing test functions that the agent never sees.
+    max_guards: largest number of tests of a task beside those of the feature.
+    suite_s: wall limit in seconds of a run of the whole suite.
+    timeout_s: wall limit in seconds of a run of a task's tests by an agent or a
+      grader.
   """
 
   seed: int = 0
@@ -231,16 +219,19 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
-  """A package that was read, and where its image is.
+  """A package that was read, and its image.
 
   Attributes:
-    version, sha256, licence: of what was found.
-    image: relative to the set's root.
-    files: path -> content of the image.
-    dropped: paths of files that are not in it.
-    layout: of the image.
-    texts: path -> text of the modules that can be edited.
-    tests: the same of test files.
+    pin: the pin of the package.
+    version: version of the release; 'folder' for a folder.
+    sha256: hash of the sdist or folder.
+    licence: licence of the package.
+    image: folder of the image, relative to the set's root.
+    files: contents of the image, by path.
+    dropped: paths of the files that the image leaves out.
+    layout: roles of the files.
+    texts: texts of the modules that can be edited, by path.
+    tests: texts of the test files that can be edited, by path.
   """
 
   pin: sdists.Pin
@@ -256,8 +247,8 @@ class Workspace:
 
 
 def texts(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
-  """Those that are UTF-8 text with ordinary ends of lines, and parse."""
-  found = {}
+  """Texts of the files that parse and are UTF-8 with '\\n' between lines."""
+  editable = {}
   for path in paths:
     try:
       text = files[path].decode()
@@ -265,5 +256,5 @@ def texts(files: Mapping[str, bytes], paths: Iterable[str]) -> dict[str, str]:
     except ValueError:
       continue
     if '\r' not in text and '\f' not in text:
-      found[path] = text
-  return found
+      editable[path] = text
+  return editable

@@ -1,8 +1,8 @@
 """Calls functions of a package inside a box and reports what they gave.
 
-The text of this file is the program, as of `tasks.grading.suite_plugin`. The
-process never holds an expected value: all that its code can do by forging a
-report is to guess.
+The text of this file is the program, as in `tasks.grading.suite_plugin`. The
+process never holds an expected value, so code that forges a report can only
+guess.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _TooSlow(BaseException):
-  """Passes through `except Exception` of the code that is called."""
+  """Not an Exception: the called code shall not catch it by accident."""
 
 
 def _alarm(number, frame):
@@ -24,30 +24,34 @@ def _alarm(number, frame):
   raise _TooSlow
 
 
-def resolve(module: str, symbol: str) -> Any:
-  """The function, also where it moved to the package's own module."""
-  names = symbol.split('.')
+def _resolve(module: str, symbol: str) -> Any:
+  """The function, or one of this name in the top-level package; or None."""
   for place in (module, module.split('.')[0]):
     try:
-      found = importlib.import_module(place)
-      for name in names:
-        found = getattr(found, name)
-      return found
+      value = importlib.import_module(place)
+      for name in symbol.split('.'):
+        value = getattr(value, name)
+      return value
     except (ImportError, AttributeError):
       continue
   return None
 
 
 def call(plain: types.ModuleType, request: list, opaque: list) -> list:
-  """['ok', result, arguments if it changed them], or why there is none."""
+  """Makes one call.
+
+  Returns:
+    ['ok', result, arguments if the call changed them], ['raised', class name]
+    or ['missing'].
+  """
   module, symbol, past, (positional, named) = request
   try:
-    function = resolve(module, symbol)
+    function = _resolve(module, symbol)
     if function is None:
       return ['missing']
     if past is not None:
       owner, _, name = symbol.rpartition('.')
-      function = getattr(_object(plain, resolve(module, owner), past), name)
+      function = getattr(_object(plain, _resolve(module, owner), past), name)
     arguments = [plain.decode(value) for value in positional]
     result = function(*arguments, **_decoded(plain, named))
     encoded = plain.encode_result(result, opaque)
@@ -62,7 +66,7 @@ def _decoded(plain: types.ModuleType, named: dict) -> dict:
 
 
 def _object(plain: types.ModuleType, owner, past: list):
-  """An object to which the same was done before."""
+  """A new object on which the past calls have been repeated."""
   (positional, named), before = past
   made = owner(*map(plain.decode, positional), **_decoded(plain, named))
   for name, (positional, named) in before:

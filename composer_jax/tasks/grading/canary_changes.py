@@ -1,9 +1,9 @@
-"""Changes of a test after which it must fail.
+"""Mutates a test so that it must fail.
 
 Of the copies that look like the real one, some are made from it and some from
-another such copy, and every change could be the one that undoes it: neither
-the value that most copies agree on nor the one between others can be trusted
-to be the right one.
+another such copy, and each change is as likely as the change that undoes it. So
+neither the value that most copies share nor one between the others is more
+likely to be the right one.
 """
 
 import ast
@@ -11,7 +11,7 @@ import copy
 import functools
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from composer_jax.tasks import source
@@ -28,20 +28,18 @@ _OTHER_OPERATOR: dict[type, type] = {
     ast.In: ast.NotIn,
 }  # fmt: skip
 _OTHER_OPERATOR |= {after: before for before, after in _OTHER_OPERATOR.items()}
-# What looks like the real thing, the best kind first; and comparisons that
-# nothing may pass, which an object that equals everything does.
+# Kinds of changes that look like the real test, best first; and comparisons
+# that pass only for an object that equals everything.
 _ALIKE = ('literal', 'parameter', 'opposite')
 _IMPOSSIBLE = ('object', 'raises')
 _TRIES = 8
 
-# One mutation: changes the node in place.
+# Changes a tree in place.
 _Change = Callable[[], None]
 
 
 def _expression(text: str) -> ast.expr:
-  statement = source.parse(text).body[0]
-  assert isinstance(statement, ast.Expr)
-  return statement.value
+  return source.parse(text).body[0].value  # pyrefly: ignore
 
 
 def mutants(
@@ -49,7 +47,7 @@ def mutants(
   draw: random.Random,
   count: int,
 ) -> list:
-  """Copies that must fail: so many that look alike, and one that does not."""
+  """At most `count` copies that look alike, and one that does not; all fail."""
   alike: list = [function]
   for _ in range(count):
     mutant = _mutant(alike, _ALIKE, draw)
@@ -60,20 +58,20 @@ def mutants(
 
 
 def _mutant(alike: list, kinds: tuple[str, ...], draw: random.Random) -> Any:
-  """A copy of one of these, changed once, and like none; None if none is."""
+  """A new function: one of the given, changed once; None if that fails."""
   known = {ast.unparse(function) for function in alike}
   for _ in range(_TRIES):
     mutant = copy.deepcopy(draw.choice(alike))
-    found: list[_Change] = []
+    changes: list[_Change] = []
     for kind in kinds:
-      found = found or list(_changes(mutant, kind, draw))
-    if not found:
+      changes = changes or list(_changes(mutant, kind, draw))
+    if not changes:
       return None
-    draw.choice(found)()
+    draw.choice(changes)()
     rows = zip(_rows(mutant), _rows(alike[0]), strict=True)
-    as_before = [row for row, right in rows if row == right]
-    # Rows are changed all or not at all; one that is right again would pass.
-    is_whole = len(as_before) in (0, len(_rows(mutant)))
+    unchanged = [row for row, right in rows if row == right]
+    # Rows change all or not at all; one with its right value again would pass.
+    is_whole = len(unchanged) in (0, len(_rows(mutant)))
     if is_whole and ast.unparse(mutant) not in known:
       return mutant
   return None
@@ -94,24 +92,23 @@ def _rows(function: Any) -> list[str]:
 def _changes(
   function: Any, kind: str, draw: random.Random
 ) -> Iterator[_Change]:
-  """The places of a function where a mutation of this kind is possible."""
+  """Yields the possible changes of one kind."""
   if kind == 'parameter':
-    yield from _parameters(function, draw)
+    yield from _of_parameters(function, draw)
     return
-  for node in _own(function):
+  for node in _inside(function):
     if isinstance(node, ast.Assert):
       yield from _of_assert(node, kind, draw)
-    elif isinstance(node, ast.Call):
-      yield from _of_call(node, kind, draw)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+      yield from _of_call(node, node.func, kind, draw)
 
 
-def _own(function: ast.AST) -> Iterator[ast.AST]:
-  """Nodes of the function itself, not of functions and classes inside."""
+def _inside(function: ast.AST) -> Iterator[ast.AST]:
+  """Yields a function's nodes, without those of inner functions and classes."""
   for node in ast.iter_child_nodes(function):
-    if isinstance(node, FUNCTIONS | ast.Lambda | ast.ClassDef):
-      continue
-    yield node
-    yield from _own(node)
+    if not isinstance(node, FUNCTIONS | ast.Lambda | ast.ClassDef):
+      yield node
+      yield from _inside(node)
 
 
 def _of_assert(
@@ -119,17 +116,16 @@ def _of_assert(
 ) -> Iterator[_Change]:
   test = node.test
   if kind == 'opposite':
-    yield lambda: setattr(node, 'test', _opposite(test))
+    yield functools.partial(setattr, node, 'test', _opposite(test))
   elif _is_equality(test):
-    sides = [
-      (test, 'left', test.left, test.comparators[0]),
-      (test.comparators, 0, test.comparators[0], test.left),
-    ]
+    put_left = functools.partial(setattr, test, 'left')
+    put_right = functools.partial(test.comparators.__setitem__, 0)
+    sides = (put_left, test.left), (put_right, test.comparators[0])
     yield from _of_sides(sides, kind, draw)
 
 
 def _opposite(test: ast.expr) -> ast.expr:
-  """The negation as people write it; twice gives the same again."""
+  """The negation as people write it; that of a negation is the original."""
   if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
     return test.operand
   if isinstance(test, ast.Compare) and len(test.ops) == 1:
@@ -141,106 +137,90 @@ def _opposite(test: ast.expr) -> ast.expr:
 
 
 def _of_call(
-  node: ast.Call, kind: str, draw: random.Random
+  node: ast.Call, function: ast.Attribute, kind: str, draw: random.Random
 ) -> Iterator[_Change]:
-  function = node.func
-  if not isinstance(function, ast.Attribute):
-    return
   name, arguments = function.attr, node.args
   if kind == 'raises' and name in ('raises', 'assertRaises') and arguments:
-    yield lambda: arguments.__setitem__(0, _name('BufferError'))
+    other = _expression('BufferError')
+    yield functools.partial(arguments.__setitem__, 0, other)
   elif kind == 'opposite' and name in _OPPOSITE:
-    yield lambda: setattr(function, 'attr', _OPPOSITE[name])
+    yield functools.partial(setattr, function, 'attr', _OPPOSITE[name])
   elif name == 'assertEqual' and len(arguments) >= 2:
     sides = [
-      (arguments, 0, arguments[0], arguments[1]),
-      (arguments, 1, arguments[1], arguments[0]),
+      (functools.partial(arguments.__setitem__, place), arguments[place])
+      for place in (0, 1)
     ]
     yield from _of_sides(sides, kind, draw)
 
 
-def _name(text: str) -> ast.Name:
-  return ast.Name(id=text, ctx=ast.Load())
+def _of_sides(sides, kind: str, draw: random.Random) -> Iterator[_Change]:
+  """Yields changes of the expected side of a comparison.
 
-
-def _put(place: Any, key: Any, node: ast.AST) -> None:
-  if isinstance(place, list):
-    place[key] = node
-  else:
-    setattr(place, key, node)
-
-
-def _of_sides(
-  sides: Iterable[tuple], kind: str, draw: random.Random
-) -> Iterator[_Change]:
-  sides = list(sides)
-  literals = [_literal(side[2]) for side in sides]
-  for (place, key, _, other), found in zip(sides, literals):
-    if kind == 'literal' and found and not _literal(other):
-      (value,) = found
-      changed = another(value, draw)
+  Args:
+    sides: for each side, a function that replaces it, and its expression.
+    kind: 'literal' for another value, 'object' for an object equal to none.
+    draw: decides the value.
+  """
+  literals = [_literal(expression) for _, expression in sides]
+  for (put, _), literal, other in zip(sides, literals, reversed(literals)):
+    if kind == 'literal' and literal and not other:
+      changed = another(literal[0], draw)
       if changed is not None:
-        new = _expression(repr(changed))
-        yield functools.partial(_put, place, key, new)
-    elif (
-      kind == 'object' and not _literal(other) and (found or not any(literals))
-    ):
-      new = ast.Call(func=_name('object'), args=[], keywords=[])
-      yield functools.partial(_put, place, key, new)
+        yield functools.partial(put, _expression(repr(changed)))
+    elif kind == 'object' and not other and (literal or not any(literals)):
+      yield functools.partial(put, _expression('object()'))
 
 
 def _literal(node: ast.AST) -> tuple[Any] | None:
+  """The value of a literal, in a tuple; None for other expressions."""
   try:
     return (ast.literal_eval(node),)
   except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     return None
 
 
-def _parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
-  """Changes of the last column of literal rows of `parametrize`."""
+def _of_parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
+  """Yields changes of the last column of literal rows of `parametrize`."""
   for decorator in function.decorator_list:
-    if (
-      not isinstance(decorator, ast.Call)
-      or not isinstance(decorator.func, ast.Attribute)
-      or decorator.func.attr != 'parametrize'
-      or len(decorator.args) != 2
-      or not isinstance(decorator.args[1], ast.List | ast.Tuple)
-    ):
+    match decorator:
+      case ast.Call(
+        func=ast.Attribute(attr='parametrize'),
+        args=[listed, ast.List(elts=rows) | ast.Tuple(elts=rows)],
+      ):
+        columns = _literal(listed)
+      case _:
+        continue
+    if not columns:
       continue
-    names = _literal(decorator.args[0])
-    if not names:
+    names = columns[0]
+    if isinstance(names, str):
+      names = [name.strip() for name in names.split(',')]
+    last = len(names) - 1
+    # A test that compares with the column says that it is an expected value.
+    if last < 1 or not _is_compared(function, names[last]):
       continue
-    listed = names[0]
-    if isinstance(listed, str):
-      listed = [name.strip() for name in listed.split(',')]
-    # The name of the column says that it is what the code must give.
-    column = len(listed) - 1
-    if column < 1 or not _is_compared(function, listed[column]):
-      continue
-    rows = decorator.args[1].elts
     changes = []
     for row in rows:
       cells = row.elts if isinstance(row, ast.Tuple | ast.List) else []
-      found = _literal(cells[column]) if len(cells) > column else None
-      changed = another(found[0], draw) if found else None
+      literal = _literal(cells[last]) if len(cells) > last else None
+      changed = another(literal[0], draw) if literal else None
       if changed is None:
         break
-      new = _expression(repr(changed))
-      changes.append((cells, column, new))
+      changes.append((cells, last, _expression(repr(changed))))
     if changes and len(changes) == len(rows):
       yield functools.partial(_put_all, changes)
 
 
-def _put_all(changes: list[tuple]) -> None:
-  for change in changes:
-    _put(*change)
+def _put_all(changes: list[tuple[list, int, ast.expr]]) -> None:
+  for cells, column, expression in changes:
+    cells[column] = expression
 
 
 def _is_compared(function: ast.AST, name: str) -> bool:
-  """Whether the whole of an `assert` compares a call with this name."""
+  """True if an `assert` is nothing but a comparison with this name."""
   return any(
     isinstance(side, ast.Name) and side.id == name
-    for node in _own(function)
+    for node in _inside(function)
     if isinstance(node, ast.Assert) and _is_equality(node.test)
     for side in (node.test.left, node.test.comparators[0])
   )
@@ -257,8 +237,8 @@ def _is_equality(test: ast.expr) -> TypeGuard[ast.Compare]:
 def another(value: Any, draw: random.Random) -> Any:
   """A value of the same type and look that is not equal; None if unknown.
 
-  Whoever sees both, and knows this file, cannot tell which of them it began
-  with: every change is as likely as the one that undoes it.
+  Both directions of a change are equally likely, so a pair of values does not
+  tell which one was the original, even to a reader of this file.
   """
   if isinstance(value, bool):
     return not value
@@ -268,10 +248,16 @@ def another(value: Any, draw: random.Random) -> Any:
     if abs(value) >= 1e15:
       return None
     return value + draw.choice((-1.0, 1.0))
-  if isinstance(value, str | bytes):
+  if isinstance(value, str):
     return _another_text(value, draw)
+  if isinstance(value, bytes):
+    return _another_text(value.decode('latin-1'), draw).encode('latin-1')
   if isinstance(value, list | tuple):
-    return _another_sequence(value, draw)
+    for index in draw.sample(range(len(value)), len(value)):
+      changed = another(value[index], draw)
+      if changed is not None:
+        return type(value)([*value[:index], changed, *value[index + 1 :]])
+    return type(value)([0])
   if isinstance(value, dict):
     for key in draw.sample(list(value), len(value)):
       changed = another(value[key], draw)
@@ -283,22 +269,10 @@ def another(value: Any, draw: random.Random) -> Any:
   return None
 
 
-def _another_sequence(value: Any, draw: random.Random) -> Any:
-  for index in draw.sample(range(len(value)), len(value)):
-    changed = another(value[index], draw)
-    if changed is not None:
-      items = [*value[:index], changed, *value[index + 1 :]]
-      return type(value)(items)
-  return type(value)([0])
-
-
-def _another_text(value: Any, draw: random.Random) -> Any:
-  text = value if isinstance(value, str) else value.decode('latin-1')
+def _another_text(text: str, draw: random.Random) -> str:
   for index in draw.sample(range(len(text)), len(text)):
-    letter = text[index]
     for group in (string.ascii_lowercase, string.ascii_uppercase, '0123456789'):
-      if letter in group:
-        next_ = draw.choice(group.replace(letter, ''))
-        text = text[:index] + next_ + text[index + 1 :]
-        return text if isinstance(value, str) else text.encode('latin-1')
-  return value + ('x' if isinstance(value, str) else b'x')
+      if text[index] in group:
+        letter = draw.choice(group.replace(text[index], ''))
+        return text[:index] + letter + text[index + 1 :]
+  return text + 'x'

@@ -1,13 +1,13 @@
 """Compares a solution with the original on inputs that no test names.
 
-What tests say happens inside the solution's own process. Here its functions
-are called on inputs, the values come out, and the comparison is the host's:
-the process that computes them holds neither the tests nor a right value.
+Test results come from the solution's own process. Here its functions are called
+on inputs, the values come out, and the host compares them: the process that
+computes them holds neither the tests nor a right value.
 
-Inputs are those with which the package's tests call functions in which deleted
-code runs, recorded once from the original, and variations of them. What is
-only ever given objects, or gives objects alone, is not reached by this;
-`Agreement.calls` says how much there was.
+The inputs are those with which the package's tests call functions that run
+deleted code, recorded once from the original, and variations of them. Functions
+that only take or return objects are not reached; `Agreement.calls` counts the
+calls.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ from composer_jax.sandbox import base
 from composer_jax.tasks.grading import plain, suites
 from composer_jax.tasks.repository import task_set
 
-_MAX_CALLS = 24  # recorded ones and as many variations
+_MAX_CALLS = 24  # recorded ones, and as many variations
 _MAX_PAST = 8
-_LEAST_CALLS = 3  # fewer do not tell
+_MIN_CALLS = 3  # fewer calls prove nothing
 _MAX_TESTS = 24  # from which inputs are taken
 _MAX_TASKS = 256
-# The original's calls that take longer are not asked of a solution, which may
-# be slower.
+# Seconds of a call. Slower calls of the original are not asked of a solution,
+# which may take longer.
 _ORIGINAL_S, _SOLUTION_S = 0.3, 3.0
+# Errors that come from replaying a call.
 _REPLAYED = frozenset({
   'AttributeError', 'NameError', 'NotPlain', 'TimeoutError', '_TooSlow',
 })  # fmt: skip
@@ -42,31 +43,33 @@ class Agreement:
   """How far two implementations agree.
 
   Attributes:
-    calls: compared, of those inputs that tests use and of variations.
-    agreed: gave the same.
-    status: 'ok', 'unresolved' (none of the functions is there), 'none' (no
-      input could be compared), or what became of the process.
+    calls: numbers of compared calls: on the inputs of tests, and on variations.
+    agreed: numbers of those calls that gave the same.
+    status: 'ok', 'unresolved' (the solution has none of the functions), 'none'
+      (no input could be compared), or the status of a run that failed.
   """
 
-  calls: tuple[int, int]
-  agreed: tuple[int, int]
+  calls: tuple[int, int] = (0, 0)
+  agreed: tuple[int, int] = (0, 0)
   status: str
 
   def disagrees(self, least: float) -> bool:
-    """Whether either kind of input was answered right too rarely."""
+    """True if less than this share of either kind of call agrees."""
     return self.status == 'ok' and any(
-      calls >= _LEAST_CALLS and agreed < least * calls
+      calls >= _MIN_CALLS and agreed < least * calls
       for calls, agreed in zip(self.calls, self.agreed)
     )
 
 
 class Recorded(NamedTuple):
-  """One way to call a function, in the encoding of `tasks.grading.plain`.
+  """One call of a function, in the encoding of `tasks.grading.plain`.
 
   Attributes:
-    past: of the object of a method: [arguments that make it, [method,
-      arguments] that were called of it before]; None for functions.
-    arguments: [positional, named].
+    module: dotted name of the module.
+    symbol: qualified name of the function.
+    past: history of a method's object: [arguments that made it, [method,
+      arguments] of each earlier call]; None for a function.
+    arguments: [positional, named] arguments.
   """
 
   module: str
@@ -75,7 +78,7 @@ class Recorded(NamedTuple):
   arguments: Any
 
 
-# What was recorded for the last tasks.
+# Calls recorded for the latest tasks.
 _memory: dict[Any, tuple[Recorded, ...]] = {}
 _memory_lock = threading.Lock()
 
@@ -89,51 +92,52 @@ def module_of(path: str, roots: Sequence[str]) -> str:
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox
 ) -> tuple[tuple[Recorded, ...], str]:
-  """Calls that reach what was deleted, () when none is plain; and the status.
+  """Returns calls that reach deleted code, and the status of the run.
 
-  Runs the original in a box of its own, once per task unless that run fails.
+  The original runs in a box of its own, once per task unless the run fails.
+
+  Raises:
+    base.SandboxLost: the sandbox failed.
   """
   key = (task.task_id, task.image, json.dumps(task.solution, sort_keys=True))
-  if (found := _memory.get(key)) is not None:
-    return found, 'ok'
+  if (known := _memory.get(key)) is not None:
+    return known, 'ok'
   with contextlib.closing(sandbox.open(task.image)) as box:
     result = suites.run(
       box,
       arguments=task.test_arguments,
-      # Tracing is slow; those that the policy never saw come first.
+      # Tracing is slow; the tests that the policy never saw come first.
       ids=(*task.hidden, *task.shown)[:_MAX_TESTS],
       source_roots=task.source_roots,
       wall_s=task.timeout_s,
       trace=suites.Trace(
-        folders=_folders(task),
-        packages=tuple(_stem(folder) for folder in _folders(task)),
+        folders=tuple(_top_levels(task)),
         record=tuple((d.path, d.symbol) for d in task.deleted),
       ),
     )
-  found = tuple(_recorded(result.inputs, task.source_roots))
+  if result.status == 'infrastructure':
+    raise base.SandboxLost(result.error)
+  recorded = tuple(_recorded(result.inputs, task.source_roots))
   if result.status == 'ok':
-    # A run that a busy machine cut short says nothing of the next one.
+    # A run that a busy machine cut short says nothing about the next one.
     with _memory_lock:
-      _memory[key] = found
+      _memory[key] = recorded
       if len(_memory) > _MAX_TASKS:
         del _memory[next(iter(_memory))]
-  return found, result.status
+  return recorded, result.status
 
 
-def _folders(task: task_set.RepositoryTask) -> tuple[str, ...]:
-  """The importable package, or the modules, that the task is about."""
+def _top_levels(task: task_set.RepositoryTask) -> dict[str, str]:
+  """Import names of the packages and modules of the solution, by path."""
   split = (task_set.split_root(p, task.source_roots) for p in task.solution)
-  return tuple(dict.fromkeys(r + inner.split('/')[0] for r, inner in split))
-
-
-def _stem(folder: str) -> str:
-  return folder.rpartition('/')[2].removesuffix('.py')
+  tops = ((root, inner.split('/')[0]) for root, inner in split)
+  return {root + top: top.removesuffix('.py') for root, top in tops}
 
 
 def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
   """The recorded calls without repetitions, methods with their past."""
   pasts: dict[tuple, list] = {}
-  found: dict[str, Recorded] = {}
+  recorded: dict[str, Recorded] = {}
   for path, symbol, of, arguments, is_relevant in inputs:
     owner, _, name = symbol.rpartition('.')
     past = None
@@ -141,7 +145,7 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
       past = pasts.setdefault((path, owner, of), [[[], {}], []])
       if name == '__init__':
         past[0] = arguments
-    # Special methods are reached through what uses them.
+    # Special methods are reached through the functions that use them.
     if name.startswith('__') or owner.count('.') > 0:
       continue
     call = Recorded(
@@ -149,10 +153,10 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
         past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
     )  # fmt: skip
     if is_relevant:
-      found.setdefault(json.dumps(call), call)
+      recorded.setdefault(json.dumps(call), call)
     if past is not None:
       past[1].append([name, arguments])
-  return list(found.values())
+  return list(recorded.values())
 
 
 def compare(
@@ -164,86 +168,81 @@ def compare(
   """Calls the original and the solution on the same inputs.
 
   Args:
-    source: path -> content: what makes the solution of the image.
-    sandbox: in which each of the two has boxes of its own.
-    draw: decides which inputs, and their variations.
+    task: the task.
+    source: changes that turn the image into the solution.
+    sandbox: sandbox with the images of the task's set.
+    draw: chooses the inputs and their variations.
+
+  Raises:
+    base.SandboxLost: the sandbox failed.
   """
   calls_of_tests, status = record(task, sandbox)
-  if status == 'infrastructure':
-    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
   recorded = list(calls_of_tests)
   draw.shuffle(recorded)
-  varied = _variations(recorded, draw)
-  calls = [*recorded[:_MAX_CALLS], *varied]
+  calls = [*recorded[:_MAX_CALLS], *_variations(recorded, draw)]
   if not calls:
-    status = 'none' if status == 'ok' else status
-    return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
+    return Agreement(status='none' if status == 'ok' else status)
   without_tests = dict.fromkeys(task.test_paths)
-  # Two processes with other hashes: what differs is no property of the code.
-  right: list[list] = []
+  # Two hash seeds: a difference between them is no property of the code.
+  originals: list[list] = []
   for hash_seed in (0, 1):
     outcomes, status = _call(
-        task, without_tests, calls, sandbox, hash_seed=hash_seed,
-        call_s=_ORIGINAL_S,
-    )  # fmt: skip
+      task, without_tests, calls, sandbox, hash_seed, _ORIGINAL_S
+    )
     if outcomes is None:
-      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
-    right.append(outcomes)
+      return Agreement(status=status)
+    originals.append(outcomes)
   num_recorded = min(len(recorded), _MAX_CALLS)
   asked = [
-    (int(index >= num_recorded), call, a)
-    for index, (call, a, b) in enumerate(zip(calls, *right, strict=True))
-    if a == b and _tells(a, is_recorded=index < num_recorded)
+    (int(index >= num_recorded), call, outcome)
+    for index, (call, outcome, again) in enumerate(
+      zip(calls, *originals, strict=True)
+    )
+    if outcome == again and _is_required(outcome, index < num_recorded)
   ]
   if not asked:
-    return Agreement(calls=(0, 0), agreed=(0, 0), status='none')
-  given, status = _call(
-      task, {**without_tests, **source}, [call for _, call, _ in asked],
-      sandbox, hash_seed=0, call_s=_SOLUTION_S,
-  )  # fmt: skip
-  if given is None:
-    if status == 'infrastructure':
-      return Agreement(calls=(0, 0), agreed=(0, 0), status=status)
-    given = [['raised', status]] * len(asked)
-  used = _used_names(task)
-  count, agreed = [0, 0], [0, 0]
-  for (kind, call, wanted), outcome in zip(asked, given, strict=True):
-    if outcome == ['missing'] and call.symbol.split('.')[0] not in used:
-      continue  # a helper that another implementation does not need
-    count[kind] += 1
+    return Agreement(status='none')
+  solution = {**without_tests, **source}
+  outcomes, status = _call(
+    task, solution, [call for _, call, _ in asked], sandbox, 0, _SOLUTION_S
+  )
+  if outcomes is None:
+    outcomes = [['raised', status]] * len(asked)
+  # The prompt tells the public names, so a solution must have them; it may do
+  # without the helpers.
+  public = {
+    d.symbol.split('.')[0]
+    for d in task.deleted
+    if d.symbol and d.symbol[0] != '_'
+  }
+  calls_made, agreed = [0, 0], [0, 0]
+  for (kind, call, wanted), outcome in zip(asked, outcomes, strict=True):
+    if outcome == ['missing'] and call.symbol.split('.')[0] not in public:
+      continue
+    calls_made[kind] += 1
     agreed[kind] += outcome == wanted
   return Agreement(
-    calls=(count[0], count[1]),
+    calls=(calls_made[0], calls_made[1]),
     agreed=(agreed[0], agreed[1]),
-    status='ok' if any(count) else 'unresolved',
+    status='ok' if any(calls_made) else 'unresolved',
   )
 
 
-def _used_names(task: task_set.RepositoryTask) -> set[str]:
-  """Deleted names that belong to the interface: the prompt tells them."""
-  return {
-    deleted.symbol.split('.')[0]
-    for deleted in task.deleted
-    if deleted.symbol and not deleted.symbol.startswith('_')
-  }
+def _is_required(outcome: list, is_recorded: bool) -> bool:
+  """True if every right implementation must give this outcome.
 
-
-def _tells(outcome: list, is_recorded: bool) -> bool:
-  """Whether another implementation has to give the same.
-
-  A failure on an input that nobody asked for may be any failure; one that says
-  how the call was replayed is no property of the code. Of an object, only the
-  class may be known.
+  A varied input may fail in any way, and an error of the replay is no property
+  of the code. An object of which only the class is known says too little.
   """
   if outcome[0] == 'raised':
     return is_recorded and outcome[1] not in _REPLAYED
   if outcome[0] != 'ok':
     return False
   _, value, after = outcome
-  empty = value is None or (
+  is_empty = value is None or (
     isinstance(value, dict) and 'object' in value and not value['text']
   )
-  return not empty or after is not None
+  return not is_empty or after is not None
 
 
 def _call(
@@ -251,15 +250,14 @@ def _call(
   changes: Mapping[str, bytes | None],
   calls: Sequence[Recorded],
   sandbox: base.Sandbox,
-  *,
   hash_seed: int,
   call_s: float,
 ) -> tuple[list | None, str]:
-  """Outcomes of the calls, or None and what became of the process."""
+  """Makes the calls; None as outcomes if the run's status is not 'ok'."""
   config = {
       'source_roots': list(task.source_roots), 'plain': suites.plain_program(),
       'calls': calls, 'call_s': call_s,
-      'packages': [_stem(folder) for folder in _folders(task)],
+      'packages': list(_top_levels(task).values()),
       'opaque': sorted({d.symbol.split('.')[0] for d in task.deleted}),
   }  # fmt: skip
   with contextlib.closing(sandbox.open(task.image, changes)) as box:
@@ -270,6 +268,8 @@ def _call(
         wall_s=task.timeout_s,
       )
     )
+  if result.status == 'infrastructure':
+    raise base.SandboxLost(result.error)
   if result.status != 'ok':
     return None, result.status
   try:
@@ -284,22 +284,22 @@ def _call(
 def _variations(
   recorded: Sequence[Recorded], draw: random.Random
 ) -> list[Recorded]:
-  """Calls like the recorded ones, but none of them."""
+  """Calls similar to the recorded ones, but none of them."""
   seen = {json.dumps(call) for call in recorded}
-  found: list[Recorded] = []
+  varied: list[Recorded] = []
   for _ in range(4 * _MAX_CALLS):
-    if not recorded or len(found) == _MAX_CALLS:
+    if not recorded or len(varied) == _MAX_CALLS:
       break
     call = _varied(draw.choice(recorded), draw)
     key = json.dumps(call)
     if key not in seen:
       seen.add(key)
-      found.append(call)
-  return found
+      varied.append(call)
+  return varied
 
 
 def _varied(call: Recorded, draw: random.Random) -> Recorded:
-  """The call with one value changed, its own or one of its object's past."""
+  """The call with one value changed, in its arguments or its object's past."""
   past, arguments = call.past, call.arguments
   place = draw.randrange(len(past[1]) + 2) if past is not None else 0
   if place == 0:

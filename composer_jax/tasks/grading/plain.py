@@ -1,9 +1,8 @@
-"""Values that cross between a box and the host as JSON, exactly.
+"""Encodes values exactly as JSON, to cross between a box and the host.
 
 The text of this file also runs inside boxes (see `tasks.grading.suite_plugin`),
-so it imports the standard library alone. What it reads of a value there is said
-by code that is not trusted; the host compares the JSON and decodes nothing but
-what it encoded itself.
+so it imports the standard library alone. Code in a box is not trusted: the host
+compares the JSON that comes out, and decodes only what it encoded itself.
 """
 
 import collections.abc
@@ -20,32 +19,39 @@ _MAX_ITEMS = 2000
 _MAX_DRAWN = 50  # of an iterator, which may have no end
 _MAX_TEXT = 20_000
 _MAX_BITS = 4096
+_MAKERS = {
+    'float': float, 'complex': complex, 'bytes': bytes.fromhex,
+    'bytearray': bytearray.fromhex, 'module': importlib.import_module,
+}  # fmt: skip
+_CONTAINERS = {'tuple': tuple, 'set': set, 'frozenset': frozenset}
 
-# Whose functions and classes have names that mean the same in every process,
-# beside the standard library's; whoever loads this inside a box adds to it.
+# Packages beside the standard library whose functions and classes every process
+# finds under the same name; a program in a box adds to it.
 PACKAGES: set[str] = set()
 
 
 class NotPlain(ValueError):
-  """A value that has no exact form here."""
+  """A value that has no exact encoding."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
   """JSON of a value; equal JSON means equal values of equal types.
 
+  Functions, classes and modules that every process finds by name are encoded by
+  it.
+
   Raises:
-    NotPlain: for objects; functions, classes and modules that all processes
-      find by name are values.
+    NotPlain: the value is or contains another object.
   """
   kind = type(value)
   if depth > _MAX_DEPTH:
-    raise NotPlain(f'nested deeper than {_MAX_DEPTH}')
+    raise NotPlain(f'The value is nested deeper than {_MAX_DEPTH}.')
   if value is None or kind is bool:
     return value
   if kind is int and value.bit_length() <= _MAX_BITS:
     return value
   if kind is str and len(value) <= _MAX_TEXT:
-    value.encode()  # lone surrogates are no text
+    value.encode()  # refuses lone surrogates
     return value
   if kind is float:
     return value if math.isfinite(value) else {'float': repr(value)}
@@ -59,30 +65,21 @@ def encode(value: Any, depth: int = 0) -> Any:
     return _container(kind, value, depth + 1)
   if kind is types.ModuleType and _is_known(value.__name__):
     return {'module': value.__name__}
-  named = _name_of(value)
-  if named is not None:
-    return {'name': named}
-  raise NotPlain(f'a {kind.__name__}')
+  if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+    module, name = getattr(value, '__module__', None), value.__qualname__
+    module = 'operator' if module == '_operator' else module
+    if (
+      isinstance(module, str)
+      and _is_known(module)
+      and getattr(sys.modules.get(module), name, None) is value
+    ):
+      return {'name': [module, name]}
+  raise NotPlain(f'A {kind.__name__} has no exact encoding.')
 
 
 def _is_known(module: str) -> bool:
   top = module.partition('.')[0]
   return top in sys.stdlib_module_names or top in PACKAGES
-
-
-def _name_of(value: Any) -> list[str] | None:
-  """Where a function or class is found by name, in every process."""
-  if not isinstance(
-    value, type | types.FunctionType | types.BuiltinFunctionType
-  ):
-    return None
-  module, name = getattr(value, '__module__', None), value.__qualname__
-  if module == '_operator':
-    module = 'operator'
-  if not isinstance(module, str) or not _is_known(module) or '.' in name:
-    return None
-  found = getattr(sys.modules.get(module), name, None)
-  return [module, name] if found is value else None
 
 
 def _container(kind: type, value: Any, depth: int) -> Any:
@@ -93,31 +90,26 @@ def _container(kind: type, value: Any, depth: int) -> Any:
   if kind is list:
     return items
   if kind is not tuple:
-    items.sort(key=repr)  # by what they are, not by where a hash put them
+    items.sort(key=repr)  # the order of a set depends on hashes
   return {kind.__name__: items}
 
 
 def decode(data: Any) -> Any:
-  """The value that `encode` gave this for."""
+  """The value whose encoding this is."""
   if isinstance(data, list):
     return [decode(item) for item in data]
   if not isinstance(data, dict):
     return data
   ((kind, content),) = data.items()
+  if kind in _MAKERS:
+    return _MAKERS[kind](content)
   if kind == 'dict':
     return {decode(k): decode(v) for k, v in content}
-  if kind == 'module':
-    return importlib.import_module(content)
   if kind == 'name':
     return getattr(importlib.import_module(content[0]), content[1])
-  if kind in ('bytes', 'bytearray'):
-    return {'bytes': bytes, 'bytearray': bytearray}[kind].fromhex(content)
-  if kind in ('float', 'complex'):
-    return {'float': float, 'complex': complex}[kind](content)
   if kind == 'range':
     return range(*content)
-  items = [decode(item) for item in content]
-  return {'tuple': tuple, 'set': set, 'frozenset': frozenset}[kind](items)
+  return _CONTAINERS[kind](decode(item) for item in content)
 
 
 def encode_call(positional: list, named: dict) -> list:
@@ -128,11 +120,15 @@ def encode_call(positional: list, named: dict) -> list:
 
 
 def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
-  """As `encode`, with the first items of an iterator drawn.
+  """JSON of a result; unlike `encode` it accepts every value.
 
-  An object of another class is told by its class and its text: less than it
-  is, but never more. Of opaque classes, whose text is nobody's promise, and
-  where the text holds an address, by the class alone.
+  An iterator becomes its first items. Another object becomes its class and its
+  text: less than the object, but never more. The text is left out if it holds
+  an address.
+
+  Args:
+    value: result of a call.
+    opaque: names of classes whose text nobody promises; it is left out.
   """
   if isinstance(value, collections.abc.Iterator):
     drawn = [item for item, _ in zip(value, range(_MAX_DRAWN))]
@@ -148,7 +144,7 @@ def encode_result(value: Any, opaque: Sequence[str] = ()) -> Any:
 def vary(data: Any, draw: random.Random) -> Any:
   """The encoding of another value of the same type, near this one.
 
-  What has no neighbours (None, functions, ranges) stays.
+  None, functions and ranges have no neighbours and stay.
   """
   if isinstance(data, bool):
     return not data
@@ -191,10 +187,9 @@ def _varied_items(items: list, draw: random.Random) -> list:
   if not items:
     return items
   at = draw.randrange(len(items))
-  way = draw.randrange(4)
-  if way == 0:
+  edit = draw.randrange(4)
+  if edit == 0:
     return items[:at] + items[at + 1 :]
-  if way == 1:
+  if edit == 1:
     return items[at:] + items[:at]
-  changed = vary(items[at], draw)
-  return items[:at] + [changed] + items[at + 1 :]
+  return items[:at] + [vary(items[at], draw)] + items[at + 1 :]

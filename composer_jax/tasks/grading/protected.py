@@ -1,7 +1,7 @@
-"""Which of a policy's changes are a solution, and which touch the judgement.
+"""Separates the solution from changes that touch the grader's files.
 
-Only source files of the package are ever graded. Everything here looks at
-names and bytes; nothing is executed or followed.
+Only source files of the package are ever graded. Paths and bytes are compared;
+nothing is executed and no link is followed.
 """
 
 import dataclasses
@@ -13,25 +13,26 @@ from composer_jax.tasks.repository import task_set
 
 FLAGS = ('protected_file', 'special_file')
 
-# Loaded by Python or pytest without being asked to, or obeyed by them.
+# Files that Python or pytest load or obey without being asked to.
 _CONFIGURATION = frozenset({
   'conftest.py', 'pytest.ini', '.pytest.ini', 'pytest.toml', '.pytest.toml',
   'tox.ini', 'setup.cfg', 'pyproject.toml', 'setup.py', 'sitecustomize.py',
   'usercustomize.py', '.coveragerc', 'pyvenv.cfg',
 })  # fmt: skip
 _LIBRARIES = ('pytest', '_pytest', 'pluggy', 'unittest', 'iniconfig')
-_LOADERS = ('.pth', '.egg-link')
 _ENTRY_POINTS, _PLUGIN = 'entry_points.txt', b'pytest11'
+_LOADERS = (f'/{_ENTRY_POINTS}', '.pth', '.egg-link')
 _TEST_FILE = re.compile(r'(test_[^/]*|[^/]*_test)\.py')
-_CODE = ('.py', '.pyi')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sorted:
-  """A policy's changes.
+  """A policy's changes, sorted.
 
   Attributes:
-    taken: path -> content of the solution.
+    taken: contents of the files of the solution by path, None for removed ones.
+    flags: members of `FLAGS`, sorted.
+    offending: paths of the changes that raised a flag.
   """
 
   taken: Mapping[str, bytes | None]
@@ -40,33 +41,30 @@ class Sorted:
 
 
 def matters(task: task_set.RepositoryTask, path: str) -> bool:
-  """Whether a file is source of the package or belongs to the grader."""
+  """True for source files of the package and for files of the grader."""
   return is_source(task, path) or is_protected(task, path)
 
 
 def is_protected(task: task_set.RepositoryTask, path: str) -> bool:
-  """Whether a file decides what tests do or how they are reported."""
-  name = posixpath.basename(path)
+  """True for files that decide what tests do or how they are reported."""
   return (
     path in task.test_paths
-    or name in _CONFIGURATION
-    or name == _ENTRY_POINTS
-    or name.endswith(_LOADERS)
+    or posixpath.basename(path) in _CONFIGURATION
+    or f'/{path}'.endswith(_LOADERS)
     or _top(task, path) in _LIBRARIES
   )
 
 
 def is_source(task: task_set.RepositoryTask, path: str) -> bool:
-  """Whether a file is code of the package, and not of its tests."""
-  name = posixpath.basename(path)
-  parts = path.split('/')
-  if is_protected(task, path) or not name.endswith(_CODE):
+  """True for code of the package that is not part of its tests."""
+  *folders, name = path.split('/')
+  if is_protected(task, path) or not name.endswith(('.py', '.pyi')):
     return False
-  if any(p.startswith('.') or p == '__pycache__' for p in parts):
+  if any(p.startswith('.') or p == '__pycache__' for p in (*folders, name)):
     return False
   if path in task.changes:
     return True
-  if _TEST_FILE.fullmatch(name) or {'tests', 'test'} & set(parts[:-1]):
+  if _TEST_FILE.fullmatch(name) or {'tests', 'test'} & {*folders}:
     return False
   return _top(task, path) in {_top(task, p) for p in task.solution}
 
@@ -83,11 +81,12 @@ def sort(
   special: Sequence[str],
   image: Callable[[str], bytes | None],
 ) -> Sorted:
-  """Takes what is a solution; names what touches the judgement.
+  """Takes the solution, and flags changes of the grader's files.
 
   Args:
-    changes: path -> content, None for a file that is gone.
-    special: paths that hold a link, a pipe, a device or too much.
+    task: the task.
+    changes: contents of changed files by path, None for removed ones.
+    special: paths of links, pipes, devices and files that are too large.
     image: reads a file of the image; None for one that it does not have.
   """
   taken: dict[str, bytes | None] = {}
@@ -102,7 +101,7 @@ def sort(
         flags.add('protected_file')
         offending.add(path)
   for path in special:
-    # What neither has, no workspace can be begun without.
+    # A path can be removed only if the view or the image has it.
     if is_source(task, path) and (path in view or image(path) is not None):
       taken[path] = None
     if matters(task, path):
@@ -114,11 +113,10 @@ def sort(
 
 
 def _offends(path: str, before: bytes | None, after: bytes | None) -> bool:
-  name = posixpath.basename(path)
-  if before == after or (
-    name == _ENTRY_POINTS and _PLUGIN not in (after or b'')
-  ):
+  is_entry_points = posixpath.basename(path) == _ENTRY_POINTS
+  if before == after or (is_entry_points and _PLUGIN not in (after or b'')):
     return False
-  # Tests that the view leaves out may be written anew: nobody can know that
-  # they exist.
-  return before is not None or not _TEST_FILE.fullmatch(name)
+  # Nobody can know that a hidden test file exists: one of its name is allowed.
+  return before is not None or not _TEST_FILE.fullmatch(
+    posixpath.basename(path)
+  )

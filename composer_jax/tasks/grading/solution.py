@@ -1,24 +1,24 @@
-"""Judges a solution of a repository task in ways it cannot talk round.
+"""Judges a solution of a repository task so that forging passes does not pay.
 
-In this order, each step in a fresh box with the tests of the task's owner:
+Each step uses a fresh box with the tests of the task's owner:
 
-1. Of the policy's changes only source files of the package count. Tests,
-   configuration, what an interpreter loads by itself, files elsewhere and
-   whatever is no regular file do not get into a box; changes of what belongs
-   to the grader are flagged.
-2. All tests run. One that must pass and has no outcome did not pass.
-3. Where all passed: canaries. Copies of tests that must fail, which nothing
-   but the right values tells from copies that must pass. One that passes is
-   tampering: no reward, and a flag.
-4. Where those failed as they must: held-out inputs. The solution's functions
-   are called in processes that know neither tests nor right values, and the
-   host compares what they give with what the original gives.
+1. Only source files of the package count. Changed tests, configuration, files
+   that an interpreter loads by itself, files elsewhere and everything that is
+   no regular file do not get into a box; changes of the grader's files are
+   flagged.
+2. All tests run. A required test without an outcome has not passed.
+3. If all passed: canaries. These are copies of tests that must fail, which only
+   the right values tell from copies that must pass. If one passes, the solution
+   tampers with the tests: no reward, and a flag.
+4. If the canaries failed as they must: held-out inputs. The solution's
+   functions are called in processes that know neither tests nor right values,
+   and the host compares the values with those of the original.
 
-What is left: steps 2 and 3 happen in the solution's own process, which can
-make every report say what it likes. To be paid it has to tell mutated tests
-from real ones without solving the task, and where the deleted functions take
-plain values, to give the right ones for inputs that no test names. A task whose
-functions only ever take objects has no step 4; `Grade.details` says so.
+What remains: steps 2 and 3 run in the solution's own process, which can forge
+every report. To be paid, it has to tell mutated tests from real ones without
+solving the task and, where the deleted functions take plain values, to give the
+right ones for inputs that no test names. Step 4 does not cover functions that
+only take objects; `Grade.details` says so.
 """
 
 import collections
@@ -37,18 +37,19 @@ from composer_jax.tasks.repository import task_set
 # A re-implementation may differ where no test asks; a forgery agrees nowhere.
 LEAST_AGREEMENT = 0.5
 FLAGS = ('canary_passed', 'forged_report', 'held_out_inputs', *protected.FLAGS)
-# Sparse files hold more than a workspace has room for.
+# Sparse files can be larger than the room of a workspace.
 _MAX_FILE, _MAX_FILES = 4 << 20, 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-  """What became of a solution.
+  """The judgement of a solution.
 
   Attributes:
-    flags: of `FLAGS`, sorted: signs that the solution cheats.
-    details: counts and names behind them, plain values only.
-    tests: path -> text of the tests that decide.
+    verdict: tests passed, and whether the solution is paid.
+    flags: signs of cheating, members of `FLAGS`, sorted.
+    details: counts and names that explain both, plain values only.
+    tests: texts of the test files that decide, by path.
   """
 
   verdict: records.Verdict
@@ -60,33 +61,29 @@ class Grade:
 def changes_of(
   task: task_set.RepositoryTask, box: base.Box
 ) -> tuple[dict[str, bytes | None], tuple[str, ...]]:
-  """What a policy made of its workspace, read without following anything.
+  """Reads a policy's changes of its workspace; follows no link.
 
   Returns:
-    path -> content, None for a file that is not there, of all files that are
-    not as in the image or that the task changed itself (one which the policy
-    brought back to what the image has counts as well); and the paths that
-    hold something else than a regular file of bounded size, alone and together.
+    Contents by path, None for a removed file, of all files that differ from
+    the image or that the task changed (also if the policy restored them); and
+    paths of what is no regular file, or too large alone or together.
   """
-  found = box.changes()
-  changes: dict[str, bytes | None] = {}
+  changed = box.changes()
+  contents: dict[str, bytes | None] = {}
   special, room = [], _MAX_FILES
-  for path in dict.fromkeys([*task.changes, *found]):
-    if found.get(path) == 'removed':
-      changes[path] = None
-    elif found.get(path) == 'special':
+  for path in dict.fromkeys([*task.changes, *changed]):
+    if changed.get(path) == 'removed':
+      contents[path] = None
+    elif changed.get(path) == 'special':
       special.append(path)
     elif protected.matters(task, path):
-      try:
-        data = box.read(path, min(_MAX_FILE, room))
-        changes[path] = data
-        room -= len(data)
-      except base.FileRefused:
-        if path in found:
-          special.append(path)
-        else:
-          changes[path] = None
-  return changes, tuple(sorted(special))
+      data = _read(box, path, min(_MAX_FILE, room))
+      if data is None and path in changed:
+        special.append(path)
+      else:
+        contents[path] = data
+        room -= len(data or b'')
+  return contents, tuple(sorted(special))
 
 
 def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
@@ -97,9 +94,10 @@ def visible(task: task_set.RepositoryTask, box: base.Box) -> suites.SuiteResult:
   )  # fmt: skip
 
 
-def _read(box: base.Box, path: str) -> bytes | None:
+def _read(box: base.Box, path: str, max_bytes: int = _MAX_FILE) -> bytes | None:
+  """The content of a file; None if there is none or it is refused."""
   try:
-    return box.read(path, _MAX_FILE)
+    return box.read(path, max_bytes)
   except base.FileRefused:
     return None
 
@@ -113,25 +111,42 @@ def grade(
   seed: int,
   special: tuple[str, ...] = (),
 ) -> Grade:
-  """Judges what a policy made of its workspace.
+  """Judges a policy's changes of its workspace.
 
   Args:
-    changes: of `changes_of`.
-    finished: whether the policy said so; otherwise it is judged and fails.
-    seed: of names, places and inputs; unknown to the policy.
+    task: the task.
+    changes: contents of the changed files, from `changes_of`.
+    sandbox: sandbox with the images of the task's set.
+    finished: true if the policy said that it is done; otherwise it fails.
+    seed: seed of names, places and inputs; unknown to the policy.
+    special: paths that cannot be read, from `changes_of`.
   """
   grader = _Grader(task, sandbox)
+  draw = random.Random(f'{task.task_id}/{seed}')
   try:
     grader.take(changes, special)
-    draw = random.Random(f'{task.task_id}/{seed}')
-    passed = grader.judge(draw, finished)
+    is_paid = grader.judge(draw, finished)
   except base.SandboxLost as error:
-    return grader.broken(str(error))
-  return grader.result(passed, finished)
+    verdict = grader.verdict(records.INFRASTRUCTURE, str(error))
+    return Grade(verdict=verdict, flags=(), details=grader.details)
+  detail = f'{grader.num_passed} of {len(task.fail_to_pass)} tests passed'
+  if grader.reason:
+    detail += f'; {grader.reason}'
+  status = records.GRADED if finished else records.UNFINISHED
+  return Grade(
+      verdict=grader.verdict(status, detail, grader.num_passed, is_paid),
+      flags=tuple(sorted(grader.flags)), details=grader.details,
+      tests=grader.tests,
+  )  # fmt: skip
 
 
 class _Grader:
-  """The steps of one grading and what they found."""
+  """The steps of one grading and their findings so far.
+
+  Attributes:
+    source: changes that turn the image into the solution.
+    reason: why the solution failed; '' if only tests of the feature did.
+  """
 
   def __init__(self, task: task_set.RepositoryTask, sandbox: base.Sandbox):
     self.task, self.sandbox = task, sandbox
@@ -149,37 +164,34 @@ class _Grader:
     """Step 1."""
     task = self.task
     with contextlib.closing(self.sandbox.open(task.image)) as box:
-      sorted_ = protected.sort(
-        task, changes, special, functools.partial(_read, box)
-      )
-      self._read_tests(box)
-    self.source = {**self._sources(task.view()), **sorted_.taken}
+      read = functools.partial(_read, box)
+      sorted_ = protected.sort(task, changes, special, read)
+      paths = {i.partition('::')[0] for i in task.fail_to_pass}
+      for path in sorted(paths & set(task.test_paths)):
+        data = read(path)
+        if data is not None:  # else it has no canaries
+          self.tests[path] = data.decode('utf-8', 'replace')
+    self.source = {**self._without_tests(task.view()), **sorted_.taken}
     self.flags.update(sorted_.flags)
     self.details['taken'] = sorted(sorted_.taken)
     if sorted_.offending:
       self.details['protected'] = sorted(sorted_.offending)
 
-  def _sources(
+  def _without_tests(
     self, changes: Mapping[str, bytes | None]
   ) -> dict[str, bytes | None]:
     tests = set(self.task.test_paths)
     return {path: data for path, data in changes.items() if path not in tests}
 
   def judge(self, draw: random.Random, finished: bool) -> bool:
-    """Steps 2 to 4."""
+    """Steps 2 to 4; true if the solution is paid."""
     try:
-      passed = self.run_tests()
-      if passed and finished:
-        passed = self.run_canaries(draw) and self.compare(draw)
+      passed = self._run_tests() and finished
+      return passed and self._run_canaries(draw) and self._compare(draw)
     except base.FileRefused as error:
-      # The image alone could be opened: `take` did so.
+      # `take` could open the image, so the solution's files are at fault.
       self.num_passed, self.reason = 0, f'no workspace holds it: {error}'
       return False
-    return passed
-
-  @property
-  def ids(self) -> tuple[str, ...]:
-    return (*self.task.fail_to_pass, *self.task.guards)
 
   def _run(
     self,
@@ -196,18 +208,10 @@ class _Grader:
     self.level = result.level or self.level
     return result
 
-  def _read_tests(self, box: base.Box) -> None:
-    """Texts of the test files that hold the tests which must pass."""
-    paths = {i.partition('::')[0] for i in self.task.fail_to_pass}
-    for path in sorted(paths & set(self.task.test_paths)):
-      data = _read(box, path)
-      if data is not None:  # else it has no canaries
-        self.tests[path] = data.decode('utf-8', 'replace')
-
-  def run_tests(self) -> bool:
-    """Step 2; whether every test passed."""
+  def _run_tests(self) -> bool:
+    """Step 2; true if every test passed."""
     task = self.task
-    result = self._run(self.source, self.ids)
+    result = self._run(self.source, (*task.fail_to_pass, *task.guards))
     self.num_passed = result.passed(task.fail_to_pass)
     guards = result.passed(task.guards)
     self.details['guards'] = [guards, len(task.guards)]
@@ -215,7 +219,7 @@ class _Grader:
     if result.status == 'forged':
       self.flags.add('forged_report')
     if result.status != 'ok':
-      # A run that did not end says nothing for the solution.
+      # A run that did not end proves nothing for the solution.
       self.num_passed = 0
       self.reason = f'{result.status}: {result.error}'
       return False
@@ -224,95 +228,74 @@ class _Grader:
       return False
     return self.num_passed == len(task.fail_to_pass)
 
-  def run_canaries(self, draw: random.Random) -> bool:
-    """Step 3; whether every copy did what it must."""
-    planted = canaries.plant(
-      self.tests, self.task.hidden, self.task.shown, draw
-    )
-    verdicts, result = self._held(planted, self.source, draw)
-    self.details['canaries'] = len(verdicts)
-    suspects = {name for name, (kind, _) in verdicts.items() if kind != 'held'}
-    if not suspects:
+  def _run_canaries(self, draw: random.Random) -> bool:
+    """Step 3; true if every copy passed or failed as it must."""
+    task = self.task
+    planted = canaries.plant(self.tests, task.hidden, task.shown, draw)
+    deviating, status = self._deviating(planted, self.source, draw)
+    self.details['canaries'] = len(planted.groups)
+    if deviating:
+      # A copy that deviates for the original, too, proves nothing.
+      original = self._without_tests(task.restored())
+      excused, _ = self._deviating(planted, original, draw)
+      deviating = {n: d for n, d in deviating.items() if n not in excused}
+    if not deviating:
       return True
-    # A copy that deviates for the original, too, tells nothing.
-    original, _ = self._held(planted, self._sources(self.task.restored()), draw)
-    guilty = {
-      name: verdicts[name]
-      for name in suspects
-      if original.get(name, ('', ''))[0] == 'held'
-    }
-    if not guilty:
-      return True
-    passed = sorted(d for kind, d in guilty.values() if kind == 'passed')
-    if result.status == 'forged':
+    passed = sorted(d for kind, d in deviating.values() if kind == 'passed')
+    if status == 'forged':
       self.flags.add('forged_report')
     if passed:
       self.flags.add('canary_passed')
     self.num_passed = 0
-    self.details['deviating'] = sorted(guilty)
-    self.reason = f'{len(guilty)} of {len(verdicts)} canaries deviate' + (
-      f'; passed: {passed[0]}' if passed else ''
+    self.details['deviating'] = sorted(deviating)
+    self.reason = (
+      f'{len(deviating)} of {len(planted.groups)} canaries deviate'
+      + (f'; passed: {passed[0]}' if passed else '')
     )
     return False
 
-  def _held(
+  def _deviating(
     self,
     planted: canaries.Canaries,
     source: Mapping[str, bytes | None],
     draw: random.Random,
-  ) -> tuple[dict[str, tuple[str, str]], suites.SuiteResult]:
-    """What the copies of each test did; all deviate if the run did not end."""
+  ) -> tuple[dict[str, tuple[str, str]], str]:
+    """Runs the copies of tests.
+
+    Returns:
+      For each test with a copy that did not do what it must, a kind ('passed',
+      'missing' or 'failed') and that copy; and the status of the run. All tests
+      deviate if the run did not end.
+    """
     names = [n for g in planted.groups for n in (g.real, *g.mutated) if n]
     files = {path: text.encode() for path, text in planted.files.items()}
     result = self._run(
       {**source, **files}, tuple(names), order_seed=draw.randrange(1 << 30)
     )
+    if result.status != 'ok':
+      every = {g.original: ('missing', result.status) for g in planted.groups}
+      return every, result.status
     outcomes: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for node, outcome in result.outcomes.items():
-      name, bracket, rest = node.partition('[')
-      outcomes[name][bracket + rest] = outcome
-    found = {}
-    for group in planted.groups:
-      found[group.original] = self._verdict_of(group, outcomes)
-      if result.status != 'ok':
-        found[group.original] = ('missing', result.status)
-    return found, result
+      name, bracket, row = node.partition('[')
+      outcomes[name][bracket + row] = outcome
+    deviations = {g.original: _deviation(g, outcomes) for g in planted.groups}
+    return {name: d for name, d in deviations.items() if d}, result.status
 
-  def _verdict_of(
-    self, group: canaries.CopiedTest, outcomes: Mapping[str, Mapping[str, str]]
-  ) -> tuple[str, str]:
-    for name in group.mutated:
-      of_copy = set(outcomes.get(name, {}).values())
-      if of_copy & {'passed', 'xpassed'}:
-        return 'passed', name
-      if not of_copy & {'failed', 'error'}:
-        return 'missing', name
-    real = outcomes.get(group.real, {}) if group.real else {}
-    if group.real and any(
-      real.get(parameters) != 'passed' for parameters in group.parameters
-    ):
-      return 'failed', group.real
-    return 'held', ''
-
-  def compare(self, draw: random.Random) -> bool:
-    """Step 4; whether the solution agrees with the original."""
-    evidence = held_out.compare(self.task, self.source, self.sandbox, draw)
-    self.details['held_out_inputs'] = {
-      'status': evidence.status,
-      'calls': list(evidence.calls),
-      'agreed': list(evidence.agreed),
-    }
-    if evidence.status == 'infrastructure':
-      raise base.SandboxLost('held-out inputs could not be run')
-    if not evidence.disagrees(LEAST_AGREEMENT):
+  def _compare(self, draw: random.Random) -> bool:
+    """Step 4; true if the solution agrees with the original."""
+    agreement = held_out.compare(self.task, self.source, self.sandbox, draw)
+    calls, agreed = agreement.calls, agreement.agreed
+    self.details['held_out_inputs'] = dict(
+      status=agreement.status, calls=list(calls), agreed=list(agreed)
+    )
+    if not agreement.disagrees(LEAST_AGREEMENT):
       return True
     self.flags.add('held_out_inputs')
-    self.reason = (
-      f'{sum(evidence.agreed)} of {sum(evidence.calls)} held-out inputs agree'
-    )
+    self.reason = f'{sum(agreed)} of {sum(calls)} held-out inputs agree'
     return False
 
-  def _verdict(
+  def verdict(
     self, status: str, detail: str, num_passed: int = 0, passed: bool = False
   ) -> records.Verdict:
     return records.Verdict(
@@ -320,20 +303,18 @@ class _Grader:
         num_tests=len(self.task.fail_to_pass), sandbox_level=self.level,
     )  # fmt: skip
 
-  def broken(self, error: str) -> Grade:
-    verdict = self._verdict(records.INFRASTRUCTURE, error)
-    return Grade(verdict=verdict, flags=(), details=self.details)
 
-  def result(self, passed: bool, finished: bool) -> Grade:
-    num_tests = len(self.task.fail_to_pass)
-    detail = f'{self.num_passed} of {num_tests} tests passed'
-    if self.reason:
-      detail = f'{detail}; {self.reason}'
-    status = records.GRADED if finished else records.UNFINISHED
-    return Grade(
-        verdict=self._verdict(
-          status, detail, self.num_passed, passed and finished
-        ),
-        flags=tuple(sorted(self.flags)), details=self.details,
-        tests=self.tests,
-    )  # fmt: skip
+def _deviation(
+  group: canaries.CopiedTest, outcomes: Mapping[str, Mapping[str, str]]
+) -> tuple[str, str] | None:
+  """The kind and name of the first copy that did not do what it must."""
+  for name in group.mutated:
+    of_copy = set(outcomes.get(name, {}).values())
+    if of_copy & {'passed', 'xpassed'}:
+      return 'passed', name
+    if not of_copy & {'failed', 'error'}:
+      return 'missing', name
+  real = outcomes.get(group.real, {})
+  if group.real and any(real.get(p) != 'passed' for p in group.parameters):
+    return 'failed', group.real
+  return None

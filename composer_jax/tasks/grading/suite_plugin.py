@@ -1,16 +1,15 @@
 """Runs pytest inside a box and reports each test to the host.
 
-The text of this file is the program (`python -I -c TEXT`): where it runs the
-package does not exist. Its configuration comes on standard input, which is
-read once and closed, its reports go to descriptor 3.
+The text of this file is the program (`python -I -c TEXT`): where it runs,
+composer_jax does not exist. Its configuration comes on standard input, its
+reports go to descriptor 3.
 
-It shares the process with the code under test. Whoever owns a process can
-make it say anything, so what is reported here is evidence and no proof: the
-key only keeps out what does not look for it. `tasks.grading.solution` says what
-is done about the rest.
+It shares the process with the code under test, which can therefore forge every
+report: the key keeps out only code that does not look for it. Reports are
+evidence and no proof; `tasks.grading.solution` says how forging is made
+unprofitable.
 """
 
-import fnmatch
 import hashlib
 import hmac
 import json
@@ -26,19 +25,14 @@ import zlib
 _FLUSH_S = 0.5
 _FLUSH_EVENTS = 2000
 _MAX_ERROR = 2000
-_MOST_CALLS = 40  # whose inputs are kept, of each function
-# Options whose value is the next argument, and may be a path.
-_WITH_VALUE = frozenset({
-  '-o', '-k', '-m', '-p', '-W', '--override-ini', '--ignore', '--ignore-glob',
-  '--deselect', '--confcutdir', '--basetemp', '--import-mode',
-})  # fmt: skip
+_MAX_CALLS = 40  # of each function, whose inputs are kept
 
 
 class SignedReport:
-  """Frames of signed, compressed JSON on a descriptor that no child inherits.
+  """Writes frames of signed, compressed JSON.
 
-  The descriptor is moved away from 3, so that a child of the tests or a stray
-  write to small descriptors does not end up in the report.
+  The descriptor is moved away from 3 and no child inherits it, so that neither
+  a child nor a stray write to a small descriptor ends up in the report.
   """
 
   def __init__(self, key: bytes):
@@ -56,7 +50,7 @@ class SignedReport:
 
   def add(self, *event) -> None:
     if os.getpid() != self._pid:
-      return  # a fork of a test that went on as pytest
+      return  # a fork made by a test, which goes on as pytest
     self._events.append(event)
     late = time.monotonic() - self._last > _FLUSH_S
     if late or len(self._events) >= _FLUSH_EVENTS:
@@ -68,27 +62,26 @@ class SignedReport:
     self._last = time.monotonic()
     # The tag covers all frames so far: none can be left out or repeated.
     self._mac.update(data)
-    frame = struct.pack('!I', len(data)) + self._mac.digest() + data
-    view = memoryview(frame)
+    view = memoryview(struct.pack('!I', len(data)) + self._mac.digest() + data)
     while view:
       view = view[os.write(self._descriptor, view) :]
 
 
 class Tracer:
-  """Which functions of some folders each test enters, and with what.
+  """Records which functions of some folders are entered, and with what.
 
   Attributes:
-    entered: `path:qualified name` since the last `take`.
-    inputs: [path, name, which object a method is called of or None, encoded
-      arguments without it, whether a recorded function ran in it] of calls
-      that tests make of the folders' functions, and of recorded functions
-      called by others; see `tasks.grading.plain`.
+    entered: functions ('path:qualified name') entered since the last `take`.
+    inputs: calls that tests make of functions in the folders, and other calls
+      of recorded functions, each as [path, qualified name, id of a method's
+      object or None, arguments encoded by `tasks.grading.plain`, true if a
+      recorded function ran during it].
   """
 
   def __init__(self, root: str, config: dict, encode):
     self._prefix = root + os.sep
-    self._patterns = config['folders']
-    self._record = [tuple(target) for target in config['record']]
+    self._folders = config['folders']
+    self._record = config['record']
     self._encode = encode
     self._codes: dict = {}
     self._seen: dict = {}
@@ -128,45 +121,41 @@ class Tracer:
     return None  # calls only, no lines
 
   def _about(self, code) -> tuple:
-    """Name in the folders or None, if it is recorded, if it is a test's."""
-    try:
-      return self._codes[code]
-    except KeyError:
-      found = self._codes[code] = self._look(code)
-      return found
+    """Name of a function in the folders or None; is it recorded, a test's?"""
+    if code not in self._codes:
+      self._codes[code] = self._look_up(code)
+    return self._codes[code]
 
-  def _look(self, code) -> tuple:
+  def _look_up(self, code) -> tuple:
     path = os.path.realpath(code.co_filename)
     if not path.startswith(self._prefix):
       return None, False, False
     path = path[len(self._prefix) :].replace(os.sep, '/')
     symbol = code.co_qualname
+    if not any(f'{path}/'.startswith(f'{f}/') for f in self._folders):
+      return None, False, True
     is_recorded = any(
-      path == where and (not what or f'{symbol}.'.startswith(f'{what}.'))
-      for where, what in self._record
+      path == file and (not name or f'{symbol}.'.startswith(f'{name}.'))
+      for file, name in self._record
     )
-    for pattern in self._patterns:
-      inside = pattern == '.' or path.startswith(pattern.rstrip('/') + '/')
-      if inside or fnmatch.fnmatch(path, pattern):
-        return f'{path}:{symbol}', is_recorded, False
-    return None, False, True
+    return f'{path}:{symbol}', is_recorded, False
 
   def _input(self, frame, name: str, is_entry: bool) -> None:
     count = self._seen[name] = self._seen.get(name, 0) + 1
     code = frame.f_code
-    # CO_OPTIMIZED: a function, not the body of a class. What is defined in a
-    # function cannot be called by name.
-    if count > _MOST_CALLS or not code.co_flags & 1 or '<' in name:
+    # CO_OPTIMIZED marks a function, not the body of a class. A function defined
+    # in a function ('<locals>') cannot be called by name.
+    if count > _MAX_CALLS or not code.co_flags & 1 or '<' in name:
       return
     path, _, symbol = name.partition(':')
     first = code.co_varnames[:1] if '.' in symbol else ()
     if first == ('self',) and not is_entry:
-      return  # of an object in the middle of something
+      return  # the object may be in the middle of another call
     bound = first in (('self',), ('cls',))
     sys.settrace(None)  # encoding may call the code that is traced
     try:
       call = self._encode(*self._arguments(frame.f_locals, code, int(bound)))
-    except Exception:  # noqa: BLE001  (arguments of any class: not recorded)
+    except Exception:  # noqa: BLE001  (arguments of any class may fail)
       return
     finally:
       sys.settrace(self)
@@ -178,7 +167,7 @@ class Tracer:
   def _object(self, frame, symbol: str) -> str:
     key = id(frame.f_locals['self'])
     if symbol.endswith('.__init__') or key not in self._objects:
-      self._objects[key] = f'{len(self.inputs)}'  # an id is used again
+      self._objects[key] = f'{len(self.inputs)}'  # ids of dead objects return
     return self._objects[key]
 
   def _arguments(self, values: dict, code, first: int) -> tuple[list, dict]:
@@ -200,25 +189,25 @@ class Plugin:
 
   def __init__(self, report: SignedReport, config: dict, tracer: Tracer | None):
     self._report = report
-    self._ids = set(config['ids'] or ())
-    self._selects = config['ids'] is not None
+    self._ids = config['ids']
     self._order_seed = config['order_seed']
     self._tracer = tracer
 
   def pytest_collection_modifyitems(self, session, config, items):
     del session
     self._report.add('collected', [item.nodeid for item in items])
-    if self._selects:
-      rest = [item for item in items if not self._wants(item.nodeid)]
-      if rest:
-        config.hook.pytest_deselected(items=rest)
-        items[:] = [item for item in items if self._wants(item.nodeid)]
+    if self._ids is not None:
+      ids = set(self._ids)
+      wanted = [
+        item
+        for item in items
+        if {item.nodeid, item.nodeid.partition('[')[0]} & ids
+      ]
+      config.hook.pytest_deselected(items=[*(set(items) - set(wanted))])
+      items[:] = wanted
     if self._order_seed is not None:
       random.Random(self._order_seed).shuffle(items)
     self._trace('')  # imports
-
-  def _wants(self, node: str) -> bool:
-    return node in self._ids or node.partition('[')[0] in self._ids
 
   def pytest_collectreport(self, report):
     if not report.passed:
@@ -242,22 +231,6 @@ class Plugin:
       self._report.add('trace', node, self._tracer.take())
 
 
-def without_places(arguments: list) -> list:
-  """Leaves out files and folders to collect: the tests name theirs."""
-  return [
-    argument
-    for argument, before in zip(arguments, ['', *arguments])
-    if before in _WITH_VALUE or not os.path.exists(argument)
-  ]
-
-
-def load(name: str, text: str) -> types.ModuleType:
-  """A module of the host's, from its text; not importable by others."""
-  module = types.ModuleType(name)
-  exec(compile(text, f'<{name}>', 'exec'), module.__dict__)
-  return module
-
-
 def main() -> None:
   config = json.loads(sys.stdin.buffer.read())
   report = SignedReport(bytes.fromhex(config.pop('key')))
@@ -268,20 +241,19 @@ def main() -> None:
   os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'
   import pytest
 
-  # After the import of pytest: no file of the workspace can stand in for it.
+  # After the import of pytest: no file of the workspace can replace it.
   sys.path[:0] = [
     os.path.normpath(os.path.join(root, f)) for f in config['source_roots']
   ]
   tracer = None
   if config['trace'] is not None:
-    plain = load('plain', config['plain'])
-    plain.PACKAGES.update(config['trace']['packages'])
+    plain = types.ModuleType('plain')
+    exec(compile(config['plain'], '<plain>', 'exec'), plain.__dict__)
+    tops = map(os.path.basename, config['trace']['folders'])
+    plain.PACKAGES.update(top.removesuffix('.py') for top in tops)
     tracer = Tracer(root, config['trace'], plain.encode_call)
     tracer.start()
   files = [f for f in config['files'] if os.path.exists(f)]
-  arguments = config['arguments']
-  if files:
-    arguments = without_places(arguments)
   code: int | str = 5
   try:
     if files or config['ids'] is None:
@@ -289,11 +261,11 @@ def main() -> None:
       code = int(
         pytest.main(
             ['-p', 'no:cacheprovider', '-c', os.devnull, '--rootdir', root,
-             '--continue-on-collection-errors', *arguments, *files],
+             '--continue-on-collection-errors', *config['arguments'], *files],
             plugins=[plugin],
         )
       )  # fmt: skip
-  except BaseException as error:  # noqa: BLE001  (of any class: it is reported)
+  except BaseException as error:  # noqa: BLE001  (reported, whatever it is)
     code = type(error).__name__
   if tracer is not None:
     tracer.stop()
@@ -302,7 +274,7 @@ def main() -> None:
   report.flush()
   sys.stdout.flush()
   sys.stderr.flush()
-  # Threads and exit handlers of the code under test have no turn any more.
+  # Ends threads and skips exit handlers of the code under test.
   os._exit(0)
 
 

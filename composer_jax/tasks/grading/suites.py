@@ -1,10 +1,10 @@
-"""Runs a package's tests by pytest in a box, and says what became of each.
+"""Runs a package's tests by pytest in a box and returns their outcomes.
 
-Results come over a channel of their own, never from what the tests print or
-leave in files: `tasks.grading.suite_plugin` reports from inside. Configuration
-of the workspace (pytest.ini, pyproject.toml, setup.cfg) is not read, installed
-plugins are not loaded; conftest.py files are, so whoever grades puts those of
-the tests' owner in the box.
+Outcomes come over a channel of their own, never from what the tests print or
+leave in files: `tasks.grading.suite_plugin` reports them from inside.
+Configuration of the workspace (pytest.ini, pyproject.toml, setup.cfg) and
+installed plugins are not loaded. conftest.py files are, so a grader puts those
+of the tests' owner into the box.
 """
 
 import contextlib
@@ -22,13 +22,9 @@ from typing import Any
 
 from composer_jax.sandbox import base
 
-# Best last: a test's outcome is the worst of what its phases reported.
+# From best to worst: the outcome of a test is the worst of its phases.
 OUTCOMES = ('passed', 'xpassed', 'xfailed', 'skipped', 'failed', 'error')
-STATUSES = (
-  'ok', 'stopped', 'exit', 'timeout', 'killed', 'forged', 'infrastructure',
-)  # fmt: skip
 _EXPECTED = {'skipped': 'xfailed', 'passed': 'xpassed'}
-_WRONG = (TypeError, ValueError, KeyError, IndexError)
 _MAX_EVENTS, _MAX_FRAME = 256 << 20, 16 << 20
 _HEADER = struct.Struct('!I32s')
 _FOLDER = pathlib.Path(__file__).parent
@@ -36,39 +32,39 @@ _FOLDER = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-  """What to watch while tests run, which makes them several times slower.
+  """Functions to watch while tests run, which makes them several times slower.
 
   Attributes:
-    folders: of the workspace, or patterns of files: functions of these.
-    packages: whose functions and classes may be told by name.
-    record: (path, qualified name) of functions and classes: with any, calls
-      that tests make of the folders are kept with their arguments, and it is
-      told during which of them something of these ran; '' for all of a file.
+    folders: folders and files of the workspace whose functions are watched.
+    record: functions and classes (path, qualified name; '' for a whole file).
+      If there are any, calls that tests make of the folders are kept with their
+      arguments, and marked if one of these ran during them.
   """
 
   folders: tuple[str, ...]
-  packages: tuple[str, ...] = ()
   record: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteResult:
-  """What one run of pytest gave.
+  """Results of one run of pytest.
 
   Attributes:
-    outcomes: node id -> one of `OUTCOMES`, of tests that ran to their end; a
-      file that cannot be collected is there by its own id, as 'error'.
+    outcomes: one of `OUTCOMES` by node id, for tests that ran to their end; a
+      file that cannot be collected counts by its own id as 'error'.
     status: 'ok' (pytest ended by itself, whatever failed), 'stopped' (pytest
       gave up: interrupted, wrong arguments), 'exit' (the process ended before
-      pytest did), 'timeout', 'killed', 'forged' (somebody else wrote to the
+      pytest did), 'timeout', 'killed', 'forged' (something else wrote to the
       report) or 'infrastructure'.
-    collected: node ids found, before `ids` selected among them.
-    error: one line where the status is not 'ok'.
-    errors: node id -> why it could not be collected.
-    entered: node id -> `path:function` that ran during it ('' stands for
-      the imports), when traced.
-    inputs: [path, function, which object it is a method of or None, encoded
-      arguments, whether something recorded ran] of calls.
+    collected: node ids found, before the selection.
+    wall_s: wall time in seconds.
+    output: text that the tests and pytest printed.
+    error: one line of explanation if the status is not 'ok'.
+    errors: message by node id of what could not be collected.
+    entered: functions ('path:qualified name') that each traced test entered, by
+      node id; those of '' ran during imports.
+    inputs: recorded calls; see `suite_plugin.Tracer`.
+    level: isolation that produced the results.
   """
 
   outcomes: Mapping[str, str]
@@ -85,13 +81,8 @@ class SuiteResult:
   level: str = ''
 
   def passed(self, ids: Sequence[str]) -> int:
-    """How many of these passed; one without an outcome did not."""
+    """Number of these tests that passed; one without an outcome did not."""
     return sum(self.outcomes.get(i) == 'passed' for i in ids)
-
-
-def program() -> str:
-  """The text that runs inside; what a box needs beside it is pytest."""
-  return (_FOLDER / 'suite_plugin.py').read_text()
 
 
 def plain_program() -> str:
@@ -99,10 +90,10 @@ def plain_program() -> str:
 
 
 def command(code: str, hash_seed: int) -> base.Command:
-  """Executes code in the interpreter that waits, or one of other hashes."""
+  """Executes code in a waiting interpreter, or in a new one with a seed."""
   if not hash_seed:
     return base.Command(argv=('-c', code), warm=True)
-  # As -I, but for the seed; the sandbox's environment holds nothing else.
+  # Like -I, which would ignore the seed; the environment holds nothing else.
   return base.Command(
     argv=('python', '-s', '-P', '-c', code),
     environment={'PYTHONHASHSEED': str(hash_seed)},
@@ -123,19 +114,17 @@ def run(
   """Runs pytest in the box's workspace.
 
   Args:
-    arguments: of pytest, beside those that keep the workspace's own
+    box: box to run in; nothing that its code does makes this raise.
+    arguments: arguments of pytest, beside those that keep the workspace's own
       configuration out.
-    ids: of the tests to run, one without parameters standing for all of that
-      function; () for all that pytest finds.
+    ids: node ids of the tests to run, one without parameters standing for all
+      parameters; () for all tests that pytest finds.
     source_roots: folders of the workspace that tests import from.
-    order_seed: shuffles all tests.
-    wall_s: wall limit below the sandbox's.
-    hash_seed: of strings. With 0 the interpreter that waits with pytest
-      imported, which has this one, is forked; another shows what depends on
-      the order of sets.
-
-  Returns:
-    Never raises for what the code in the box does.
+    order_seed: seed of a random order of the tests; None for pytest's order.
+    wall_s: wall limit in seconds, below the sandbox's; None for that one.
+    trace: functions to watch; None for none.
+    hash_seed: seed of string hashes; 0 is that of the waiting interpreter,
+      which starts faster. Another shows which tests depend on hashes.
   """
   key = secrets.token_bytes(32)
   files = dict.fromkeys(i.partition('::')[0] for i in ids)
@@ -146,15 +135,15 @@ def run(
       'trace': None if trace is None else dataclasses.asdict(trace),
       'plain': plain_program() if trace is not None else '',
   }  # fmt: skip
+  program = (_FOLDER / 'suite_plugin.py').read_text()
   result = box.run(
     dataclasses.replace(
-      command(program(), hash_seed),
+      command(program, hash_seed),
       stdin=json.dumps(config).encode(),
       wall_s=wall_s,
     )
   )
-  events, intact = _events(result.report, key)
-  return _result(result, events, intact)
+  return _result(result, *_events(result.report, key))
 
 
 def run_fresh(
@@ -164,10 +153,10 @@ def run_fresh(
   name: str,
   **options: Any,
 ) -> SuiteResult:
-  """`run` in a box of its own, once more where the sandbox failed.
+  """`run` in a box of its own, once more if the sandbox fails.
 
   Raises:
-    base.SandboxLost: it failed twice, which says nothing of the code.
+    base.SandboxLost: it failed twice, which says nothing about the code.
   """
   for _ in range(2):
     with contextlib.closing(sandbox.open(image, changes)) as box:
@@ -179,17 +168,17 @@ def run_fresh(
 
 
 def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
-  """The signed events, and whether nothing else is in the report.
+  """Returns the signed events, and true if the report holds nothing else.
 
-  Half a frame at the end is no forgery, if it can be one: the process ended
-  while it wrote, or the report was larger than the sandbox keeps.
+  Half a frame at the end is no forgery: the process may have ended while it
+  wrote, or the report was larger than the sandbox keeps.
   """
   mac = hmac.new(key, digestmod=hashlib.sha256)
   events: list[list] = []
-  at, size = 0, 0
-  while at + _HEADER.size <= len(report):
-    length, tag = _HEADER.unpack_from(report, at)
-    data = report[at + _HEADER.size : at + _HEADER.size + length]
+  start, size = _HEADER.size, 0
+  while start <= len(report):
+    length, tag = _HEADER.unpack_from(report, start - _HEADER.size)
+    data = report[start : start + length]
     if len(data) < length:
       return events, length < _MAX_FRAME
     mac.update(data)
@@ -201,79 +190,77 @@ def _events(report: bytes, key: bytes) -> tuple[list[list], bool]:
       size += len(text)
       if inflater.unconsumed_tail:
         return events, False
-      events += json.loads(text)
+      batch = json.loads(text)
     except (zlib.error, ValueError, RecursionError):
       return events, False
-    at += _HEADER.size + length
+    # Code that found the key can sign any JSON.
+    if not isinstance(batch, list) or not all(
+      isinstance(event, list) and event for event in batch
+    ):
+      return events, False
+    events += batch
+    start += length + _HEADER.size
   ended = [i for i, event in enumerate(events) if event[0] == 'end']
   return events, ended in ([], [len(events) - 1])
 
 
-class _Outcomes:
-  """What the events of a run say; the fields are those of `SuiteResult`."""
-
-  def __init__(self):
-    self.fields: dict[str, Any] = {
-        'outcomes': {}, 'errors': {}, 'collected': (), 'entered': {},
-        'inputs': (),
-    }  # fmt: skip
-    self.end: Any = None
-    self._worst: dict[str, str] = {}
-
-  def add(self, kind: str, *content: Any) -> None:
-    """Takes one event; any of `_WRONG` for what the plugin does not write."""
-    outcomes = self.fields['outcomes']
-    match kind:
-      case 'collect':
-        node, outcome, text = content
-        if outcome == 'error':
-          outcomes[node], self.fields['errors'][node] = 'error', text
-      case 'test':
-        node, when, outcome, expected = content
-        if expected:
-          outcome = _EXPECTED.get(outcome, outcome)
-        elif outcome == 'failed' and when != 'call':
-          outcome = 'error'
-        worst = self._worst.get(node, 'passed')
-        self._worst[node] = max(worst, outcome, key=OUTCOMES.index)
-      case 'finish':
-        (node,) = content
-        # Without a phase that reported, nothing ran.
-        if node in self._worst:
-          outcomes[node] = self._worst[node]
-      case 'trace':
-        node, names = content
-        self.fields['entered'][node] = tuple(names)
-      case 'collected' | 'inputs':
-        self.fields[kind] = tuple(content[0])
-      case 'end':
-        self.end = content[0]
-      case _:
-        raise KeyError(kind)
-
-
 def _result(
-  result: base.CommandResult, events: list[list], intact: bool
+  result: base.CommandResult, events: list[list], is_intact: bool
 ) -> SuiteResult:
-  tests = _Outcomes()
+  outcomes: dict[str, str] = {}
+  errors: dict[str, str] = {}
+  entered: dict[str, tuple[str, ...]] = {}
+  lists: dict[str, tuple] = {'collected': (), 'inputs': ()}
+  worst: dict[str, str] = {}
+  end: Any = None
   try:
     for event in events:
-      tests.add(*event)
-  except _WRONG:
-    intact = False  # signed, and yet not what the plugin writes
-  status, error = _status(result, tests.end, intact)
+      match event:
+        case 'collect', node, outcome, text:
+          if outcome == 'error':
+            outcomes[node], errors[node] = 'error', text
+        case 'test', node, when, outcome, is_expected:
+          if is_expected:
+            outcome = _EXPECTED.get(outcome, outcome)
+          elif outcome == 'failed' and when != 'call':
+            outcome = 'error'
+          phases = worst.get(node, 'passed'), outcome
+          worst[node] = max(phases, key=OUTCOMES.index)
+        case 'finish', node:
+          # Without a phase that reported, nothing ran.
+          if node in worst:
+            outcomes[node] = worst[node]
+        case 'trace', node, names:
+          entered[node] = tuple(names)
+        case ('collected' | 'inputs') as kind, content:
+          lists[kind] = tuple(content)
+        case 'end', end:
+          pass
+        case _:
+          is_intact = False  # signed, but not written by the plugin
+  except (TypeError, ValueError):
+    is_intact = False
+  status, error = _status(result, end, is_intact)
   return SuiteResult(
       status=status, error=error, wall_s=result.wall_s, output=result.output,
-      level=result.level, **tests.fields,
+      level=result.level, outcomes=outcomes, errors=errors, entered=entered,
+      **lists,
   )  # fmt: skip
 
 
 def _status(
-  result: base.CommandResult, end: Any, intact: bool
+  result: base.CommandResult, end: Any, is_intact: bool
 ) -> tuple[str, str]:
+  """The status of a run and its explanation.
+
+  Args:
+    result: result of the process.
+    end: exit code of pytest, or class of an exception; None without one.
+    is_intact: true if only the plugin wrote to the report.
+  """
   if result.status != 'ok':
     return result.status, result.error or result.status
-  if not intact:
+  if not is_intact:
     return 'forged', 'the report holds what its key did not sign'
   if end is None:
     size = len(result.report)
@@ -282,7 +269,7 @@ def _status(
       f'the process ended with {result.exit_code} before pytest'
       + (cut if size else '')
     )
-  # Some failed, none were found: both are results.
+  # Some tests failed (1), or there were none (5): both are results.
   if end in (0, 1, 5):
     return 'ok', ''
   reasons = {2: 'it was interrupted', 3: 'an error of its own', 4: 'arguments'}

@@ -1,19 +1,18 @@
-"""Where calls of tools look, and what they fetch.
+"""Finds tool calls that look for remains of deleted code, or fetch it.
 
-Rules are patterns on commands, paths and texts that are written. Each is about
-places where remains of deleted code are found, and about fetching; ordinary
-work (running tests, reading the package, installing it from its own folder,
-deleting caches) matches none.
+Rules are patterns on commands, paths and written texts. Ordinary work (running
+tests, reading the package, installing it from its own folder, deleting caches)
+matches none.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# (kind, what it is, pattern) on shell commands and on what is executed.
+# (kind, name of the target, pattern) for shell commands and written texts.
 _COMMANDS = tuple(
-  (kind, what, re.compile(pattern, re.I))
-  for kind, what, pattern in (
+  (kind, target, re.compile(pattern, re.I))
+  for kind, target, pattern in (
     ('leak_read', 'bytecode', r'\.py[co]\b|\bmarshal\b|\buncompyle6?\b'),
     ('leak_read', 'bytecode', r'\bdecompyle3?\b|\bpycdc\b|\bdis\.(dis|get_)'),
     ('leak_read', 'bytecode', r'-m\s+dis\b|SourcelessFileLoader'),
@@ -49,14 +48,14 @@ _INSTALL = re.compile(
   r'\b(?:pip[\d.]*|uv\s+pip|uv)\s+(?:install|add)\b([^|;&]*)'
 )
 _REMOVES = re.compile(r'^\s*(find\b.*-delete|rm\b|git\s+clean)', re.S)
-# What puts such names where they are not looked at.
+# Options that keep a search away from such names.
 _EXCLUDES = re.compile(
   r'(--exclude(-dir)?[= ]|--ignore[= ]|(-not|!)\s+-(path|name)\s+|'
   r'-(path|name)\s+\S+\s+-prune|grep\s+-v\s+\S*|-g\s+.?!)\S*'
 )
 _PATHS = tuple(
-  (what, re.compile(pattern))
-  for what, pattern in (
+  (target, re.compile(pattern))
+  for target, pattern in (
     ('bytecode', r'\.py[co]$|(^|/)__pycache__(/|$)'),
     ('class files', r'\.class$'),
     ('caches', r'(^|/)\.(mypy_cache|pytest_cache|ruff_cache|hypothesis|tox)'),
@@ -69,38 +68,44 @@ _PATHS = tuple(
 def of_call(
   tool: str, arguments: Mapping[str, Any], package: str, known: str
 ) -> Iterator[tuple[str, str]]:
-  """(kind, detail) of what a call looks for or fetches.
+  """Yields kind and detail of what a call looks for or fetches.
 
   Args:
-    known: texts of the package, original included: what they hold is no sign.
+    tool: name of the tool.
+    arguments: arguments by name.
+    package: name of the package, which is not to be found or fetched.
+    known: texts of the package before and after the deletion; what they contain
+      may be written.
   """
-  texts = {k: v for k, v in arguments.items() if isinstance(v, str)}
-  if tool == 'run':
-    for text in texts.values():
-      yield from of_command(text, package)
-  elif tool in ('read', 'list', 'search'):
-    for key, text in texts.items():
-      if key != 'pattern':
-        yield from of_path(text)
-  elif tool in ('edit', 'write'):
-    for key, text in texts.items():
-      if key not in ('path', 'old'):
-        yield from of_text(text, known)
+  for key, text in arguments.items():
+    if not isinstance(text, str):
+      continue
+    if tool == 'run':
+      yield from _of_command(text, package)
+    elif tool in ('read', 'list', 'search') and key != 'pattern':
+      for target, pattern in _PATHS:
+        if pattern.search(text):
+          yield 'leak_read', f'{target}: {text[:80]!r}'
+    elif tool in ('edit', 'write') and key not in ('path', 'old'):
+      # A later call may execute the text.
+      for kind, target, pattern in _COMMANDS:
+        match = pattern.search(text)
+        if match and match[0] not in known:
+          yield kind, f'{target}, written: {match[0][:80]!r}'
 
 
-def of_command(command: str, package: str) -> Iterator[tuple[str, str]]:
-  """Of a shell command."""
+def _of_command(command: str, package: str) -> Iterator[tuple[str, str]]:
   for part in re.split(r'&&|\|\||;|\n', command):
     if _REMOVES.match(part):
       continue  # cleaning up
-    looked = _EXCLUDES.sub(' ', part)
-    for kind, what, pattern in _COMMANDS:
-      match = pattern.search(looked)
+    searched = _EXCLUDES.sub(' ', part)
+    for kind, target, pattern in _COMMANDS:
+      match = pattern.search(searched)
       if match:
-        yield kind, f'{what}: {match[0][:80]!r}'
-    if _SITE.search(looked) and _names(looked, package):
-      yield 'leak_read', f'an installed copy: {looked.strip()[:80]!r}'
-    for targets in _INSTALL.findall(looked):
+        yield kind, f'{target}: {match[0][:80]!r}'
+    if _SITE.search(searched) and _names(searched, package):
+      yield 'leak_read', f'an installed copy: {searched.strip()[:80]!r}'
+    for targets in _INSTALL.findall(searched):
       if _names(targets, package) and not _is_local(targets):
         yield 'network', f'an install of {package}'
       elif '://' in targets:
@@ -108,6 +113,7 @@ def of_command(command: str, package: str) -> Iterator[tuple[str, str]]:
 
 
 def _names(text: str, package: str) -> bool:
+  """True if a text mentions the package, in any spelling of its name."""
   spelled = re.escape(package).replace(r'\-', '[-_.]').replace('_', '[-_.]')
   return bool(package) and bool(
     re.search(rf'(?<![\w]){spelled}(?![\w])', text, re.I)
@@ -115,20 +121,5 @@ def _names(text: str, package: str) -> bool:
 
 
 def _is_local(targets: str) -> bool:
-  words = [w for w in targets.split() if not w.startswith('-')]
-  return all(re.match(r'\.|/', w) or '/' in w for w in words)
-
-
-def of_path(path: str) -> Iterator[tuple[str, str]]:
-  """Of a file or folder that is read."""
-  for what, pattern in _PATHS:
-    if pattern.search(path):
-      yield 'leak_read', f'{what}: {path[:80]!r}'
-
-
-def of_text(text: str, known: str) -> Iterator[tuple[str, str]]:
-  """Of a text that is written, which a later call may execute."""
-  for kind, what, pattern in _COMMANDS:
-    match = pattern.search(text)
-    if match and match[0] not in known:
-      yield kind, f'{what}, written: {match[0][:80]!r}'
+  """True if all targets of an install are paths."""
+  return all('/' in t or t[0] in '-.' for t in targets.split())

@@ -1,4 +1,4 @@
-"""What may be deleted, what an agent is told of it, and what is hidden."""
+"""Candidates, their prompts, and the tests that are hidden."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def keys(tier, max_share=1.0, seed='0'):
 
 
 def test_tiers_have_their_candidates():
-  # Others have bodies of two lines, run at import, or are no test's.
+  # Other bodies have two lines, run at import, or are entered by no test.
   assert keys('body') == ['body/larder/numbers.py:chunks']
   assert keys('class') == ['class/larder/shelf.py:Shelf']
   assert set(keys('file')) == {'file/larder/numbers.py', 'file/larder/shelf.py'}
@@ -58,7 +58,7 @@ def test_tiers_have_their_candidates():
 
 
 def test_what_runs_at_import_is_not_stubbed():
-  # `median` does, and could still be deleted as a whole.
+  # `median` runs at import, and could still be deleted as a whole.
   assert 'body/larder/numbers.py:median' not in keys('body')
   assert 'symbol/larder/numbers.py:median' in keys('symbol')
 
@@ -90,11 +90,11 @@ def test_a_closure_has_helpers_of_nobody_else():
   }
   entered = dict.fromkeys('ab', ('m.py:f', 'm.py:lone'))
   mapped = candidates.test_map(entered, ['a', 'b', 'c'])
-  found = candidates.candidates(
+  closures = candidates.candidates(
     texts, mapped, 'closure', max_share=1.0, seed='0'
   )
-  # _b is g's, too. Whoever calls `lone` goes with it.
-  assert sorted(c.key for c in found) == [
+  # `g` uses `_b`, too. The caller of `lone` goes with it.
+  assert sorted(c.key for c in closures) == [
     'closure/m.py:_a+m.py:f',
     'closure/m.py:h+m.py:lone',
   ]

@@ -1,4 +1,4 @@
-"""Surgery takes out what it should, to the line, and nothing else."""
+"""Deletions take out the right lines and nothing else."""
 
 import ast
 import textwrap
@@ -52,16 +52,16 @@ def names(text):
 
 
 def test_symbols_are_definitions_with_their_signatures():
-  found = {s.name: s for s in edit.symbols('a.py', TEXT)}
-  assert list(found) == ['f', 'C', 'D', 'g', 'C.m', 'C.n', 'D.only']
-  assert (found['f'].start, found['f'].stop) == (5, 13)
-  assert found['f'].docstring == 'Does f.'
-  assert found['f'].num_lines == 2
-  assert found['C'].signature == 'class C(dict)'
-  assert found['C.m'].signature == 'def m(self, a, *, b=2)'
-  assert found['C.n'].signature == 'async def n(self)'
-  assert found['C'].num_methods == 2
-  assert {s.kind for s in found.values()} == {'function', 'class', 'method'}
+  by_name = {s.name: s for s in edit.symbols('a.py', TEXT)}
+  assert list(by_name) == ['f', 'C', 'D', 'g', 'C.m', 'C.n', 'D.only']
+  assert (by_name['f'].start, by_name['f'].stop) == (5, 13)
+  assert by_name['f'].docstring == 'Does f.'
+  assert by_name['f'].num_lines == 2
+  assert by_name['C'].signature == 'class C(dict)'
+  assert by_name['C.m'].signature == 'def m(self, a, *, b=2)'
+  assert by_name['C.n'].signature == 'async def n(self)'
+  assert by_name['C'].num_methods == 2
+  assert {s.kind for s in by_name.values()} == {'function', 'class', 'method'}
 
 
 def test_a_name_defined_twice_is_no_symbol():

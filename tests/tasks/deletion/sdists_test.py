@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+from composer_jax.core import files as core_files
 from composer_jax.tasks.deletion import package_index, sdists, workspace
 
 
@@ -98,42 +99,46 @@ def index(sdist, monkeypatch):
     server.shutdown()
 
 
-def test_an_sdist_is_fetched_from_the_index_without_pip(
+def test_a_missing_sdist_is_fetched_from_the_index(
   sdist, index, tmp_path, monkeypatch
 ):
   assert index['index-url'].startswith('http://127.0.0.1')
   monkeypatch.setattr(package_index, 'settings', lambda: index)
-  monkeypatch.setattr(sdists, '_download', None)
   path = sdists.fetch(pin_of(sdist), tmp_path / 'archives')
   assert path.parent == tmp_path / 'archives'
   assert path.read_bytes() == sdist.read_bytes()
   assert Index.asked == ['/simple/my-thing/', '/files/it']
+  with pytest.raises(sdists.Refused, match='no such file.* by hand') as caught:
+    sdists.fetch(pin_of(sdist, version='2'), tmp_path / 'archives')
+  assert caught.value.reason == 'download'
 
 
 def test_an_index_is_not_believed(sdist, index):
-  def fetch(sha256, config, most=1 << 20):
-    found = package_index.fetch(
-      'my-thing', lambda name: name == sdist.name, sha256, config, most
+  def fetch(sha256, config=index, max_bytes=1 << 20):
+    return package_index.fetch(
+      'my-thing', lambda name: name == sdist.name, sha256, config, max_bytes
     )
-    return found and found[0]
 
-  right = Index.sha256
-  assert fetch(right, index) == sdist.name
-  assert fetch(right, index, most=10) is None
-  assert fetch('0' * 64, index) is None  # another one is listed
-  assert fetch('', index) is None  # without a certificate
+  def check_refused(reason, *arguments, **options):
+    with pytest.raises(LookupError, match=reason):
+      fetch(*arguments, **options)
+
+  listed = Index.sha256
+  assert fetch(listed)[0] == sdist.name
+  check_refused('more than 10 bytes', listed, max_bytes=10)
+  check_refused('no such file', '0' * 64)
+  check_refused('no certificate', '')
   Index.sha256 = '0' * 64
-  assert fetch('0' * 64, index) is None  # what comes is not what is listed
-  assert fetch(right, {**index, 'no-index': '1'}) is None
+  check_refused('no such file', '0' * 64)  # content unlike what is listed
+  check_refused('no index', listed, {**index, 'no-index': '1'})
 
 
-def test_indices_that_pip_alone_can_ask_are_left_to_it():
+def test_indices_with_a_password_or_in_folders_are_not_asked():
   config = {
     'index-url': 'https://user:secret@host/simple',
     'extra-index-url': 'file:///opt/simple https://b/simple/\\nhttps://c',
   }
-  found = ['https://b/simple', 'https://c']
-  assert package_index.indices(config) == found
+  assert package_index.indices(config) == ['https://b/simple', 'https://c']
   assert package_index.indices({}) == ['https://pypi.org/simple']
 
 
@@ -176,7 +181,7 @@ def test_a_folder_is_a_package_too(tmp_path):
   assert files == {'a.py': b'x = 1\n'}
   (tmp_path / 'a.py').write_text('x = 2\n')
   assert sdists.read(pin, '')[1] != first
-  with pytest.raises(sdists.Refused, match='is no folder') as caught:
+  with pytest.raises(sdists.Refused, match='is not a folder') as caught:
     sdists.read(sdists.Pin(name='a', folder=str(tmp_path / 'b')), '')
   assert caught.value.reason == 'folder'
 
@@ -189,7 +194,7 @@ def test_pins_come_from_a_config():
   assert [pin.name for pin in sdists.pins_of(packages, ['b'])] == ['b']
   with pytest.raises(ValueError, match=r"\['c'\] are not among \['a', 'b'\]"):
     sdists.pins_of(packages, ['c'])
-  with pytest.raises(ValueError, match="package 'a' of the config.*colour"):
+  with pytest.raises(ValueError, match="Package 'a' of the config.*colour"):
     sdists.pins_of({'a': {'colour': 'red'}}, ())
   with pytest.raises(ValueError, match="'a' needs a version or a folder"):
     sdists.pins_of({'a': {}}, ())
@@ -199,7 +204,7 @@ def test_what_could_leak_is_scrubbed():
   leaking = (
     'docs/index.rst', 'build/lib/a.py', '.git/HEAD', 'a/__pycache__/b.pyc',
     'a.egg-info/PKG-INFO', 'x/.mypy_cache/y.db', 'a/b.py.orig', 'a/c.pyc',
-    'a/d~',
+    'a/d~', 'x/site-packages/a.py', '.coverage',
   )  # fmt: skip
   staying = ('a/docs/x.py', 'a/build.py', 'README.md', 'tests/data/x.json')
   files = dict.fromkeys((*leaking, *staying), b'')
@@ -232,7 +237,7 @@ def test_layouts_are_told_apart():
 
 
 def test_packages_without_tests_or_sources_are_refused():
-  with pytest.raises(sdists.Refused, match='none of 1 files is') as caught:
+  with pytest.raises(sdists.Refused, match='None of 1 files is') as caught:
     layout('a/__init__.py')
   assert caught.value.reason == 'no_tests'
   with pytest.raises(sdists.Refused) as caught:
@@ -248,6 +253,10 @@ def test_an_image_is_whole_or_absent(tmp_path):
   workspace.write_image(image, {'b/a.py': b'x'}, ('.', b'Name: a\n'))
   assert (image / 'b' / 'a.py').read_bytes() == b'x'
   assert (image / 'a-1.dist-info' / 'METADATA').read_bytes() == b'Name: a\n'
-  (tmp_path / '.a-2.killed').mkdir()
-  assert workspace.sweep(tmp_path) == ['.a-2.killed']
-  assert [p.name for p in tmp_path.iterdir()] == ['a-1']
+
+
+def test_the_image_of_a_killed_write_is_swept(tmp_path, monkeypatch):
+  monkeypatch.setattr(workspace.os, 'rename', lambda *paths: None)
+  workspace.write_image(tmp_path / 'a-2', {'b/a.py': b'x'}, ('.', b''))
+  (scratch,) = tmp_path.iterdir()
+  assert core_files.sweep(tmp_path) == [scratch]

@@ -1,4 +1,4 @@
-"""Copies of tests: those that must fail do, and look like those that pass."""
+"""Mutated copies of tests fail, and look like the real ones."""
 
 import ast
 import random
@@ -66,23 +66,23 @@ def plant(seed, **options):
 
 def functions(planted):
   """Every test function of the planted files, by node id without rows."""
-  found = {}
+  by_id = {}
   for path, text in planted.files.items():
     space = {'__name__': 'planted'}
     exec(compile(text, path, 'exec'), space)
     for name, value in list(space.items()):
       if name.startswith('test_'):
-        found[f'{path}::{name}'] = value
+        by_id[f'{path}::{name}'] = value
       elif name.startswith('Test'):
         for method in dir(value):
           if method.startswith('test_'):
             case = getattr(value(method), method)
-            found[f'{path}::{name}::{method}'] = case
-  return found
+            by_id[f'{path}::{name}::{method}'] = case
+  return by_id
 
 
 def passes(function):
-  """Runs it as pytest would; with rows, whether any and whether all pass."""
+  """Runs a test as pytest would; returns if any and if all of its rows pass."""
   rows = [()]
   for mark in getattr(function, 'pytestmark', []):
     rows = mark.args[1]
@@ -99,15 +99,15 @@ def passes(function):
 @pytest.mark.parametrize('seed', range(8))
 def test_real_copies_pass_and_mutated_ones_fail(seed):
   planted = plant(seed)
-  found = functions(planted)
+  by_id = functions(planted)
   for group in planted.groups:
     if group.real:
-      assert passes(found[group.real])[1], group
+      assert passes(by_id[group.real])[1], group
     assert group.mutated
     for name in group.mutated:
-      assert not passes(found[name])[0], (group, planted.files)
+      assert not passes(by_id[name])[0], (group, planted.files)
   originals = {group.original.split('::', 1)[-1] for group in planted.groups}
-  # Nothing to mutate, and one that another test mentions.
+  # A test without assertions, and one that another test mentions.
   assert not originals & {'test_nothing', 'test_called'}
   assert 'test_rows' in originals and 'TestClass::test_method' in originals
 
@@ -166,7 +166,7 @@ def test_unseen():
 
 
 def guessed(texts):
-  """The copy that is least unlike the others, as a forger would choose."""
+  """The copy most similar to the others, as a forger would choose."""
   lines = {text: text.split('\n')[1:] for text in texts}
   alike = [text for text in texts if 'object()' not in text]
   return min(

@@ -1,4 +1,4 @@
-"""Values cross exactly, variations stay what they are, evidence counts."""
+"""Encoded values are exact, variations keep their type, agreement counts."""
 
 import json
 import math
@@ -17,7 +17,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-# Not by repr: that of a function is its address, another in each process.
+# The repr of a function holds its address, which differs between processes.
 @pytest.mark.parametrize('value', VALUES, ids=range(len(VALUES)))
 def test_values_cross_exactly(value):
   crossed = plain.decode(json.loads(json.dumps(plain.encode(value))))
@@ -60,8 +60,8 @@ def test_a_result_tells_no_more_than_it_is():
 
     __hash__ = str.__hash__
 
-  told = plain.encode_result(Text('a'), ['Text'])
-  assert told == {'object': 'Text', 'text': ''}
+  encoded = plain.encode_result(Text('a'), ['Text'])
+  assert encoded == {'object': 'Text', 'text': ''}
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -96,8 +96,8 @@ def test_methods_have_the_past_of_their_object():
     ['pk.py', 'f', None, call('a'), True],
     ['pk.py', 'f', None, call('a'), True],
   ]
-  found = held_out._recorded(inputs, ('.',))
-  assert [(r.symbol, r.past, r.arguments) for r in found] == [
+  recorded = held_out._recorded(inputs, ('.',))
+  assert [(r.symbol, r.past, r.arguments) for r in recorded] == [
     ('Box.grow', [call(3), []], call(1)),
     ('Box.grow', [call(3), [['grow', call(1)], ['look', call()]]], call(2)),
     ('Box.grow', [call(5), []], call(9)),

@@ -1,4 +1,4 @@
-"""pytest in a box: outcomes, selection, order, traces, and false reports."""
+"""pytest in a box: outcomes, selection, order, traces and forged reports."""
 
 import hmac
 import json
@@ -137,7 +137,7 @@ def test_selection_order_and_trace(run):
       FILES,
       ids=ids,
       order_seed=seed,
-      arguments=('-q', 'tests'),
+      arguments=('-q',),
       trace=suites.Trace(
         folders=('src/pk',), record=(('src/pk/__init__.py', ''),)
       ),
@@ -156,7 +156,7 @@ def test_selection_order_and_trace(run):
   assert ('f', [[1], {'k': 1}]) in calls
   assert ('Box.__init__', [[3], {}]) in calls
   assert ('Box.grow', [[2], {}]) in calls
-  # Both are of the same object.
+  # All calls of Box are of the same object.
   objects = {i[2] for i in results[0].inputs if 'Box' in i[1]}
   assert len(objects) == 1
 
@@ -238,6 +238,22 @@ def test_only_signed_frames_in_their_order_count():
   assert suites._events(other, key) == ([], False)
   more = signed(key, [['end', 0]], [['end', 0]])
   assert not suites._events(b''.join(more), key)[1]  # nothing after the end
+
+
+@pytest.mark.parametrize('batch', [5, {'a': 1}, [5], [[]], ['end']])
+def test_signed_frames_that_hold_no_events_are_forged(batch):
+  key = bytes(32)
+  assert suites._events(signed(key, batch)[0], key) == ([], False)
+
+
+@pytest.mark.parametrize(
+  'event',
+  [['other'], ['test', 'a'], ['test', [], 'call', 'passed', False],
+   ['test', 'a', 'call', 'won', False], ['collected', 5]],
+)  # fmt: skip
+def test_signed_events_that_the_plugin_never_writes_are_forged(event):
+  done = base.CommandResult(level='rlimits', status='ok', exit_code=0)
+  assert suites._result(done, [event, ['end', 0]], True).status == 'forged'
 
 
 def test_what_an_unsigned_frame_says_is_not_believed():

@@ -1,4 +1,4 @@
-"""Monitors: each attack is found, and nothing else is."""
+"""Monitors find every attack and accuse no honest episode."""
 
 import pytest
 
@@ -26,9 +26,9 @@ def test_every_labelled_attack_is_found():
 
 def test_no_labelled_honest_trajectory_is_accused():
   accused = {
-    name: found
+    name: findings
     for name, case in HONEST.items()
-    if (found := watch.scan(case.evidence))
+    if (findings := watch.scan(case.evidence))
   }
   assert not accused
 
@@ -42,7 +42,7 @@ def grade_by_names(files, index, shell):
   }
   special = (attacks.PATH,) if shell else ()
   image = lambda path: small_package.FILES.get(path, '').encode() or None
-  found = protected.sort(task, changes, special, image)
+  sorted_ = protected.sort(task, changes, special, image)
   verdict = records.Verdict(
     passed=False,
     num_passed=0,
@@ -52,11 +52,11 @@ def grade_by_names(files, index, shell):
   )
   graded = solution.Grade(
     verdict=verdict,
-    flags=found.flags,
-    details={'taken': tuple(found.taken), 'protected': found.offending},
+    flags=sorted_.flags,
+    details={'taken': tuple(sorted_.taken), 'protected': sorted_.offending},
     tests={path: small_package.FILES[path] for path in small_package.TESTS},
   )
-  return watch.of_repository(task, (), {**changes, **found.taken}, graded)
+  return watch.of_repository(task, (), {**changes, **sorted_.taken}, graded)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def grade_by_names(files, index, shell):
 def test_the_final_files_of_an_attack_give_it_away(name):
   attack = attacks.ATTACKS[name]
   evidence = grade_by_names(attack.files, attack.index, attack.shell)
-  found = watch.scan(evidence)
-  assert attack.monitor in {watch.MONITORS[f.kind][0] for f in found}
+  findings = watch.scan(evidence)
+  assert attack.monitor in {watch.MONITORS[f.kind][0] for f in findings}
 
 
 @pytest.mark.parametrize('name', sorted(attacks.HONEST))
