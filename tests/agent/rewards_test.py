@@ -238,10 +238,10 @@ def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
   'fields, told',
   [
     ('{"version": 2', 'Expecting'),
-    ({'invalid_penalty': 0.5}, 'at least "version"'),
+    ({'invalid_penalty': 0.5}, 'names a "version"'),
     ([1], 'JSON object'),
     ({'version': 1}, r'version \(1\) must exceed the one in force \(1\)'),
-    ({'version': 2, 'invalid': 0.5}, 'unknown fields invalid; .*invalid_pen'),
+    ({'version': 2, 'invalid': 0.5}, 'has no field invalid.*invalid_pen'),
     (
       {'version': 2, 'invalid_penalty': -1},
       'invalid_penalty .*; got -1',
