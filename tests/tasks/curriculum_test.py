@@ -236,6 +236,6 @@ def test_an_outcome_counts_all_windows_and_no_hack(ledger):
   ],
 )
 def test_impossible_options_are_named(name, value):
-  told = rf'config\.curriculum\.{name} must .* not {value}'
-  with pytest.raises(ValueError, match=told):
+  message = rf'CurriculumOptions\.{name} must .* got {value}'
+  with pytest.raises(ValueError, match=message):
     curriculum.CurriculumOptions(**{name: value})

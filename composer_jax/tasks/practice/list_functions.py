@@ -142,7 +142,7 @@ def _play(
       job.tokenizer,
       seed=job.spec.seed + transcripts.SEED,
       count=count,
-      noise=job.spec.systems['demonstrations'].noise(),
+      noise=job.spec.systems['demonstrations'],
       options=job.spec.episode,
       hints=job.systems.hints,
     ):
