@@ -8,7 +8,6 @@ without isolation.
 import contextlib
 import dataclasses
 import json
-import logging
 import time
 import types
 from typing import Any
@@ -32,23 +31,6 @@ class LocalResult:
   wall_s: float
   status: str = 'ok'
   error: str = ''
-
-
-def call(
-  runner: seams.Runner,
-  files: dict[str, str],
-  module: str,
-  function: str,
-  arguments: list[list],
-) -> seams.RunResult:
-  """Returns `runner.call`, tried again if the infrastructure failed."""
-  result = runner.call(files, module, function, arguments)
-  if result.status == 'infrastructure':
-    logging.warning(
-      '%s sandbox failed, retrying: %s', result.level, result.error
-    )
-    result = runner.call(files, module, function, arguments)
-  return result
 
 
 class _LocalRunner:
