@@ -265,8 +265,8 @@ def _choose_visible(
 ) -> list[int]:
   """Chooses the pair, of a few random ones, that most compositions fail.
 
-  Inputs are short, since the `test` tool prints them. About one in thirteen near
-  compositions passes.
+  Inputs are short, since the `test` tool prints them. About one of thirteen
+  near compositions passes.
   """
   answers = _answers()
   same = answers == answers[_index_of()[composition]]
