@@ -269,7 +269,7 @@ def test_a_broken_sandbox_is_not_the_policys_failure(
   [
     ({'tools': ('read', 'open', 'finish')}, r"there is no \['open'\]"),
     ({'tools': ('read',)}, '"finish" among them'),
-    ({'max_todos': 0}, r'max_todos \(0\) must be at least 1'),
+    ({'max_todos': 0}, 'max_todos must be .* at least 1; got 0'),
   ],
 )
 def test_options_that_make_no_sense_are_refused(fields, message):
