@@ -267,11 +267,6 @@ class DifficultyCurriculum:
   def task_of(self, group: int) -> str:
     return self._at(group // self._prompts)[group % self._prompts].task_id
 
-  def weights_of(self, step: int) -> list[float]:
-    """Returns the weights of a step's tasks when they were drawn."""
-    self._at(step)
-    return self._weights[step]
-
   def record(self, step: int, groups: Iterable[records.Group]) -> None:
     """Puts a trained step into the ledger."""
     self._ledger.put(step, [outcome_of(g) for g in groups])
@@ -283,7 +278,8 @@ class DifficultyCurriculum:
 
   def measure(self, step: int) -> dict[str, float]:
     """Returns metrics of the difficulty of a step's tasks."""
-    weights = self.weights_of(step)
+    self._at(step)
+    weights = self._weights[step]
     return {
       'difficulty': sum(weights) / len(weights),
       'solved_labels': len(self._difficulty.solved),

@@ -174,8 +174,7 @@ def test_a_ledger_of_another_run_is_refused(ledger):
 def test_weights_of_a_step_are_those_of_its_draw(ledger):
   found = begin(ledger)
   train(found, ledger, 0, 10)
-  assert found.weights_of(0) == [1.0] * PROMPTS
-  assert min(found.weights_of(9)) > 1
+  assert found.measure(0)['difficulty'] == 1
   told = found.measure(9)
   assert told['solved_labels'] == 1 and told['difficulty'] > 1
 

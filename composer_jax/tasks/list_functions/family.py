@@ -66,18 +66,6 @@ class FunctionTask:
   reference: str
   held_out: bool
 
-  def __post_init__(self):
-    if f'{self.package}/{self.path}' not in self.files:
-      raise ValueError(
-        f'Task {self.task_id!r}: path {self.path!r} of package '
-        f'{self.package!r} is not among its files {sorted(self.files)}.'
-      )
-    if not self.visible or not self.hidden:
-      raise ValueError(
-        f'Task {self.task_id!r} needs visible and hidden examples; it has '
-        f'{len(self.visible)} and {len(self.hidden)}.'
-      )
-
   @property
   def package(self) -> str:
     return self.module.split('.')[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
-from composer_jax.core import files, records, seams
+from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
 from composer_jax.tasks.list_functions import family as generated
@@ -32,6 +32,7 @@ from composer_jax.train import workdir as workdirs
 EPISODES, SUMMARY = 'episodes.jsonl', 'summary.json'
 SCRIPTED = ('gold', 'null')
 POLICIES = (*SCRIPTED, 'chat', 'tokens')
+_BROKEN = records.INFRASTRUCTURE
 _SCRIPT_BYTES, _SCRIPT_TURNS = 1 << 24, 1000
 # Length of limits in bytes, for episodes whose tokens are bytes.
 _BYTES_PER_TOKEN = 4
@@ -70,19 +71,10 @@ class EvaluationOptions:
   tokenizer: str = ''
 
   def __post_init__(self):
-    if self.policy not in POLICIES:
-      raise ValueError(
-        f'--policy must be one of {POLICIES}, not {self.policy!r}.'
-      )
-    if self.split not in generated.SPLITS:
-      raise ValueError(
-        f'--split must be one of {generated.SPLITS}, not {self.split!r}.'
-      )
-    if self.tasks < 0 or self.samples < 1 or self.threads < 1:
-      raise ValueError(
-        f'--tasks ({self.tasks}) must not be negative, --samples '
-        f'({self.samples}) and --threads ({self.threads}) be at least 1.'
-      )
+    checks.one_of(self, 'policy', POLICIES)
+    checks.one_of(self, 'split', generated.SPLITS)
+    checks.at_least(self, 0, 'tasks')
+    checks.at_least(self, 1, 'samples', 'threads')
     if (self.policy in ('chat', 'tokens')) != bool(self.url):
       raise ValueError(
         f'--url ({self.url!r}) is needed by the policies chat and tokens, and '
@@ -94,22 +86,9 @@ class EvaluationOptions:
         'served run: the endpoint takes and gives its ids.'
       )
 
-  def identity(self) -> dict[str, Any]:
-    """Returns the fields that results depend on: no secret, no speed."""
-    fields = dataclasses.asdict(self)
-    for name in ('threads', 'api_key'):
-      del fields[name]
-    return fields
-
 
 # (tokenizer, functions for a chat endpoint to call) -> policy of an endpoint.
 Remote = Callable[[Any, Sequence[Any]], environments.Policy]
-
-
-def tokenizer_of(systems: seams.Systems, options: EvaluationOptions) -> Any:
-  if options.tokenizer:
-    return systems.load_tokenizer(pathlib.Path(options.tokenizer))
-  return tokenizers.Tokenizer.train(['bytes'], tokenizers.MIN_VOCAB_SIZE)
 
 
 def limits_of(
@@ -179,7 +158,7 @@ def evaluate(
   tasks = family.listed(options.split, options.tasks)
   limits, summary_options = limits_of(spec, options)
   claimed = {
-    'evaluation': options.identity(),
+    'evaluation': dataclasses.asdict(options),
     'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
     'episode': dataclasses.asdict(limits),
     'rewards': dataclasses.asdict(spec.rewards),
@@ -187,10 +166,16 @@ def evaluate(
     'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
   }
+  # Results depend neither on speed nor on a secret.
+  del claimed['evaluation']['threads'], claimed['evaluation']['api_key']
   with files.alone(out):
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
-    tokenizer = tokenizer_of(systems, options)
+    if options.tokenizer:
+      tokenizer = systems.load_tokenizer(pathlib.Path(options.tokenizer))
+    else:
+      size = tokenizers.MIN_VOCAB_SIZE
+      tokenizer = tokenizers.Tokenizer.train(['bytes'], size)
     with systems.open_runner(level) as runner:
       play = collect.episode_player(
         tokenizer,
@@ -218,12 +203,13 @@ def _play_missing(tasks, options, play, choose, seed, out) -> None:
     futures.ThreadPoolExecutor(options.threads, 'episode') as threads,
   ):
     lines.cut_torn_line()
-    rows = read(out)
+    # An episode whose sandbox failed is played again.
+    judged = {k for k, row in read(out).items() if row['status'] != _BROKEN}
     missing = [
       (index, sample)
       for index, task in enumerate(tasks)
       for sample in range(options.samples)
-      if not _was_judged(rows.get((task.task_id, sample)))
+      if (task.task_id, sample) not in judged
     ]
     total = len(tasks) * options.samples
     start = total - len(missing)
@@ -244,11 +230,6 @@ def _play_missing(tasks, options, play, choose, seed, out) -> None:
           future.result()
       finally:
         threads.shutdown(cancel_futures=True)
-
-
-def _was_judged(row: dict[str, Any] | None) -> bool:
-  """False for an episode to play: a new one, or one whose sandbox failed."""
-  return row is not None and row['status'] != records.INFRASTRUCTURE
 
 
 def row_of(task: Any, rollout: records.Rollout) -> dict[str, Any]:
@@ -315,7 +296,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-  judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
+  judged = [r for r in rows if r['status'] != _BROKEN]
   passed = sum(r['passed'] for r in judged)
   low, high = intervals.wilson(passed, len(judged))
   by_task = collections.defaultdict(list)

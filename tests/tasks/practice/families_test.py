@@ -71,7 +71,7 @@ def test_demonstrated_trained_and_held_out_tasks_have_nothing_in_common(
 ):
   changes = {'rl.steps': 3, 'evaluation.episodes': 2}
   spec = deletion_spec(folder, **changes)
-  shown = [t.task_id for t in family_of(spec)._demonstrated()]
+  shown = [t.task_id for t in family_of(spec)._divided()[1]]
   train = ids_of(runs.tasks(spec, tokenizer, split='train', seed=1), 3)
   held_out = ids_of(runs.tasks(spec, tokenizer, split='held_out', seed=1), 2)
   assert len({*shown, *train, *held_out}) == 2 + 3 + 2
