@@ -161,7 +161,7 @@ def test_the_gold_policy_solves_real_tasks_through_the_tools(larder, tokenizer):
 
 
 def _spread(tasks, count):
-  """So many of the tasks, of as many packages and tiers as there are."""
+  """Chooses tasks from as many packages and tiers as possible."""
   draw = np.random.default_rng(0)
   order = [tasks[i] for i in draw.permutation(len(tasks))]
   kinds: dict[tuple[str, str], int] = {}

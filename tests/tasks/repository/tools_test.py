@@ -43,14 +43,14 @@ def _check(name, **arguments):
 
 
 def test_examples_and_descriptions_tell_every_tool_and_argument():
-  told = schemas.prompt(schemas.TOOLS)
+  prompt = schemas.prompt(schemas.TOOLS)
   for tool in schemas.TOOLS.values():
     call = tool_calls.parse_json(tool.usage)
     assert schemas.check(call, schemas.TOOLS) == dict(tool.example)
-    assert tool.description() in told
+    assert tool.description() in prompt
     function = tool.function()['function']
     assert list(function['parameters']['properties']) == list(tool.parameters)
-    assert all(f'  {name}: ' in told for name in tool.parameters)
+    assert all(f'  {name}: ' in prompt for name in tool.parameters)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_errors_stay_short_and_quick_whatever_is_named():
         _check(**call)
       assert len(str(caught.value)) < 300
       assert str(caught.value).encode()
-  assert time.process_time() - start < 5  # of a processor, not of a clock
+  assert time.process_time() - start < 5  # Seconds of CPU time.
 
 
 @pytest.mark.parametrize('size', [399, 400, 401, 5000, 10**5])
