@@ -77,7 +77,7 @@ def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
       {'judged': verdict(False, records.UNFINISHED)},
       {'success': 0.0, 'unfinished': -0.3},
     ),
-    # Three shell calls alone are penalised; two are not, nor those with an edit.
+    # Only three shell calls or more, without an edit, are penalised.
     (
       ['run', 'run', 'run', 'finish'],
       {},

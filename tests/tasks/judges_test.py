@@ -95,7 +95,7 @@ def tokenizer():
 
 @pytest.fixture
 def judge_of(tokenizer):
-  """judge_of(texts) -> a judge whose server answers them in turn, its prompts."""
+  """judge_of(texts) -> a judge whose server answers them in turn, prompts."""
   closes = []
 
   def make(texts, **more):

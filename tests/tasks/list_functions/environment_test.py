@@ -1,4 +1,4 @@
-"""Laws of the workspace: the answers of calls, and the changes they may make."""
+"""Laws of the workspace: answers of calls, and the changes they may make."""
 
 import ast
 import dataclasses
