@@ -398,7 +398,11 @@ def test_misspelt_section_is_named():
     ('tasks.folder', 'set', r"tasks\.folder \('set'\) .*'list_functions'"),
     ('tasks.tiers', ('line',), r"tasks\.tiers .*'body'.* no \['line'\]"),
     ('tasks.repository.tools', ('raed',), r"tasks\.repository: .*'raed'"),
-    ('tasks.repository.bounds.run_s', 0.0, r'run_s \(0\.0\)'),
+    (
+      'tasks.repository.bounds.run_s',
+      0.0,
+      r'bounds\.run_s must be positive; got 0\.0',
+    ),
     ('summary.trigger', 10**6, r'config\.summary: trigger \(1000000\)'),
     ('summary.max_tokens', 0, r'config\.summary\.max_tokens .* got 0'),
     ('rewards.effort_scale', 0.0, r'rewards\.effort_scale .* got 0\.0'),

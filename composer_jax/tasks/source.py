@@ -91,6 +91,16 @@ def replace_body(text: str, function: str, body: str) -> str:
   return '\n'.join([*lines[:start], indented, *lines[node.end_lineno :]])
 
 
+class _Renamer(ast.NodeTransformer):
+  """Replaces names by a table."""
+
+  def __init__(self, names: dict[str, str]):
+    self.names = names
+
+  def visit_Name(self, node: ast.Name) -> ast.Name:
+    return ast.Name(id=self.names.get(node.id, node.id), ctx=node.ctx)
+
+
 def normal_form(function: ast.FunctionDef) -> str:
   """Returns a function's statements with the names it binds numbered.
 
@@ -98,23 +108,25 @@ def normal_form(function: ast.FunctionDef) -> str:
   comprehension assigns, one variable per name in all scopes. That suits bodies
   without inner functions: a lambda's parameter keeps its name, so two different
   bodies with a lambda may share a form. Docstring, decorators and defaults do
-  not count. Renames the nodes of `function` in place.
+  not count.
 
   Raises:
     ValueError: the function is nested too deeply to be compared.
   """
-  used = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
   bound = [argument.arg for argument in function.args.args]
-  bound += [node.id for node in used if isinstance(node.ctx, ast.Store)]
+  bound += [
+    node.id
+    for node in ast.walk(function)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+  ]
   # No identifier, so that no free name can be taken for a bound one.
-  names = {name: f'<{i}>' for i, name in enumerate(dict.fromkeys(bound))}
-  for node in used:
-    node.id = names.get(node.id, node.id)
+  renamer = _Renamer({n: f'<{i}>' for i, n in enumerate(dict.fromkeys(bound))})
   has_doc = ast.get_docstring(function, clean=False) is not None
   try:
-    return '\n'.join(map(ast.dump, function.body[has_doc:]))
+    dumps = [ast.dump(renamer.visit(x)) for x in function.body[has_doc:]]
   except RecursionError as error:
     raise ValueError('too deeply nested') from error
+  return '\n'.join(dumps)
 
 
 def normal_body(body: str, argument: str) -> str:

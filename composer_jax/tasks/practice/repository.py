@@ -29,6 +29,7 @@ class RepositoryTasks:
   def __init__(self, spec: specs.Spec):
     self._spec = spec
     self._options = spec.systems['tasks']
+    self._tools = self._options.repository
 
   def check(self) -> None:
     sandbox, folder = self._spec.systems['sandbox'], self._options.folder
@@ -64,11 +65,11 @@ class RepositoryTasks:
 
   def texts(self) -> list[str]:
     """Returns the demonstrated tasks' prompts and calls."""
-    options = self._options.repository
     texts = []
     for task in self._divided()[1]:
-      calls = scripts.gold_calls(task, options.tools)
-      texts.append('\n'.join([environment.prompt_of(task, options), *calls]))
+      calls = scripts.gold_calls(task, self._tools.tools)
+      prompt = environment.prompt_of(task, self._tools)
+      texts.append('\n'.join([prompt, *calls]))
     return texts
 
   def held_out_packages(self) -> tuple[str, ...]:
@@ -125,33 +126,32 @@ class RepositoryTasks:
         'tasks with `python -m experiments.make_tasks`.'
       )
     random.Random(f'{seed}/{split}').shuffle(fitting)
-    by_id = {t.task_id: t for t in fitting}
-    candidates = [
-      curriculum.Candidate(
-        task_id=t.task_id, labels=(f'tier:{t.tier}', f'package:{t.package}')
-      )
-      for t in fitting
-    ]
+
+    def candidate(task: task_set.RepositoryTask) -> curriculum.Candidate:
+      labels = (f'tier:{task.tier}', f'package:{task.package}')
+      return curriculum.Candidate(task_id=task.task_id, labels=labels)
+
+    candidates = [candidate(t) for t in fitting]
     return environments.TaskSource(
-      of_group=lambda group: fitting[group],
-      of_id=by_id.__getitem__,
+      of_group=fitting.__getitem__,
+      of_id={t.task_id: t for t in fitting}.__getitem__,
       pool=lambda step: candidates,
     )
 
   def _fits(self, tokenizer: Any, task: task_set.RepositoryTask) -> bool:
-    spec = self._spec
+    spec, prompt = self._spec, environment.prompt_of(task, self._tools)
+    most, most_call = spec.episode.max_tokens, spec.episode.max_call_tokens
     try:
       summarizer = summarize.Summarizer(
         tokenizer,
-        environment.prompt_of(task, self._options.repository),
+        prompt,
         spec.summary,
-        max_tokens=spec.episode.max_tokens,
-        max_call_tokens=spec.episode.max_call_tokens,
+        max_tokens=most,
+        max_call_tokens=most_call,
       )
     except ValueError:
       return False
-    room = spec.episode.max_tokens - len(summarizer.opening_T)
-    return room >= spec.episode.max_call_tokens
+    return most - len(summarizer.opening_T) >= most_call
 
   def listed(self, split: str, count: int) -> list[task_set.RepositoryTask]:
     """Returns `count` tasks of a split, 0 for all, for evaluations."""
@@ -171,16 +171,15 @@ class RepositoryTasks:
     self, task: task_set.RepositoryTask, tokenizer: Any
   ) -> environments.Policy:
     """Returns a policy that restores what was deleted, through the tools."""
-    return scripts.gold_policy(task, tokenizer, self._options.repository.tools)
+    return scripts.gold_policy(task, tokenizer, self._tools.tools)
 
   def functions(self) -> list[Any]:
     """Returns the tools in the form of chat endpoints."""
-    tools = self._options.repository.schemas.values()
-    return [tool.function() for tool in tools]
+    return [tool.function() for tool in self._tools.schemas.values()]
 
   def environment(self, task: Any, runner: Any) -> environments.Environment:
     return environment.RepositoryEnvironment(
-      task, runner, self._options.repository, seed=self._spec.seed
+      task, runner, self._tools, seed=self._spec.seed
     )
 
   def demonstrations(self, job: jobs.Job) -> tuple[list, list]:

@@ -89,17 +89,16 @@ def gold_calls(
   """Yields calls that look around, plan, restore each file, test and finish.
 
   Raises:
-    ValueError: no tool of `tools` can make the changes.
+    ValueError: the changes need a tool that is not there.
   """
-  if not {'edit', 'write'} & set(tools):
-    raise ValueError(
-      f'The solution needs "edit" or "write"; the tools are {tuple(tools)}.'
-    )
-  return (
-    tool_calls.render_json(call)
-    for call in _gold(task, 'edit' in tools, 'write' in tools)
-    if call.name in tools
-  )
+  for call in _gold(task, 'edit' in tools):
+    if call.name in tools:
+      yield tool_calls.render_json(call)
+    elif call.name == 'write':
+      raise ValueError(
+        f'The solution of task {task.task_id!r} needs the tool "write" for '
+        f'{call.arguments["path"]!r}; the tools are {tuple(tools)}.'
+      )
 
 
 def _call(name: str, **arguments: Any) -> tool_calls.JsonCall:
@@ -107,7 +106,7 @@ def _call(name: str, **arguments: Any) -> tool_calls.JsonCall:
 
 
 def _gold(
-  task: task_set.RepositoryTask, may_edit: bool, may_write: bool
+  task: task_set.RepositoryTask, may_edit: bool
 ) -> Iterator[tool_calls.JsonCall]:
   yield _call('list')
   yield _call('test')
@@ -124,13 +123,8 @@ def _gold(
     if view and may_edit:
       for old, new in edits(view, text):
         yield _call('edit', path=path, old=old, new=new)
-    elif may_write:
-      yield _call('write', path=path, text=text)
     else:
-      raise ValueError(
-        f'Task {task.task_id!r} needs the tool "write": its solution has the '
-        f'file {path!r}, which is not there.'
-      )
+      yield _call('write', path=path, text=text)
     program = f'import ast; ast.parse(open({path!r}, "rb").read())'
     yield _call('run', command=f'python -c {shlex.quote(program)}')
     yield _call('todo', action='done', item=item)

@@ -122,6 +122,12 @@ class RepositoryTask:
     """Tests beside `fail_to_pass` that must pass in the end."""
     return (*self.pass_to_pass, *self.collateral)
 
+  @property
+  def hidden(self) -> tuple[str, ...]:
+    """Tests of `fail_to_pass` that the agent never sees."""
+    shown = set(self.shown)
+    return tuple(i for i in self.fail_to_pass if i not in shown)
+
   def view(self) -> dict[str, bytes | None]:
     """Returns `changes` for a sandbox's `open`."""
     return encoded(self.changes)

@@ -127,8 +127,8 @@ def test_a_script_that_is_over_says_so(larder_sandbox, tokenizer):
 
 
 def test_a_solution_needs_a_tool_that_changes_files():
-  with pytest.raises(ValueError, match='needs "edit" or "write"'):
-    scripts.gold_calls(small_package.tasks()[0], ('read', 'finish'))
+  with pytest.raises(ValueError, match='needs the tool "write"'):
+    list(scripts.gold_calls(small_package.tasks()[0], ('read', 'finish')))
 
 
 @pytest.mark.slow

@@ -37,7 +37,9 @@ def test_view_and_solution_make_the_image(saved):
 
 def test_hidden_tests_fail_and_are_not_shown(saved):
   for task in saved.tasks:
-    assert set(task.shown) < set(task.fail_to_pass)
+    assert task.hidden
+    assert set(task.hidden) | set(task.shown) == set(task.fail_to_pass)
+    assert not set(task.hidden) & set(task.shown)
     assert not set(task.guards) & set(task.fail_to_pass)
 
 
