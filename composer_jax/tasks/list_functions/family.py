@@ -9,6 +9,7 @@ and the hidden inputs tell the right one from every other.
 
 import dataclasses
 import functools
+import operator
 import random
 import re
 from typing import Any
@@ -118,20 +119,18 @@ def _answers() -> np.ndarray:
   return np.array([[number(c, x) for x in _bank()] for c in everything])
 
 
-@functools.cache
-def _index_of() -> dict[compositions.Composition, int]:
-  return {c: i for i, c in enumerate(compositions.everything())}
-
-
 def _choose_hidden(
-  composition: compositions.Composition, allowed: list[int], draw: random.Random
+  index: int, same: np.ndarray, allowed: list[int], draw: random.Random
 ) -> list[int]:
-  """Returns inputs that rule out all other compositions, then random ones."""
-  answers = _answers()
-  index = _index_of()[composition]
-  same = answers[:, allowed] == answers[index, allowed]
-  rivals = np.ones(len(answers), bool)
-  rivals[index] = False
+  """Chooses inputs that rule out all other compositions, then random ones.
+
+  Args:
+    index: index of the composition.
+    same: bool [compositions, inputs], true for answers like the composition's.
+    allowed: inputs to choose from.
+  """
+  same = same[:, allowed]
+  rivals = np.arange(len(same)) != index
   # Random order, so that equally good inputs take turns.
   order = np.asarray(draw.sample(range(len(allowed)), len(allowed)))
   chosen: list[int] = []
@@ -139,24 +138,9 @@ def _choose_hidden(
     best = int(order[np.argmin(same[rivals].sum(0)[order])])
     chosen.append(best)
     rivals &= same[:, best]
-  for position in order.tolist():
-    if len(chosen) >= _NUM_HIDDEN:
-      break
-    if position not in chosen:
-      chosen.append(position)
+  others = [i for i in order.tolist() if i not in chosen]
+  chosen += others[: max(_NUM_HIDDEN - len(chosen), 0)]
   return [allowed[i] for i in chosen]
-
-
-@functools.cache
-def _near_kinds(
-  split: str, kinds: tuple[str, str, str]
-) -> tuple[tuple[str, str, str], ...]:
-  """Returns the kinds of the split that differ in exactly one of the three."""
-  return tuple(
-    k
-    for k in _kinds_of(split)
-    if sum(a != b for a, b in zip(k, kinds, strict=True)) == 1
-  )
 
 
 def draw_composition(
@@ -171,7 +155,9 @@ def draw_composition(
     kinds = draw.choice(_kinds_of(split))
     like = compositions.Composition(*kinds)
   else:
-    kinds = draw.choice(_near_kinds(split, like.kinds))
+    same = like.kinds
+    near = [k for k in _kinds_of(split) if sum(map(operator.ne, k, same)) == 1]
+    kinds = draw.choice(near)
   return compositions.Composition(
     *kinds,
     _constant(compositions.MAPS[kinds[1]], like.map_constant, draw),
@@ -248,32 +234,23 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   )
 
 
-def _choose_visible(
-  composition: compositions.Composition, draw: random.Random
-) -> list[int]:
-  """Chooses the pair, of a few random ones, that most compositions fail.
-
-  Inputs are short, since the `test` tool prints them. About one of thirteen
-  near compositions passes.
-  """
-  answers = _answers()
-  same = answers == answers[_index_of()[composition]]
-  short = [i for i, values in enumerate(_bank()) if 2 <= len(values) <= 3]
-  pairs = [draw.sample(short, _NUM_VISIBLE) for _ in range(_NUM_PAIRS)]
-  return min(pairs, key=lambda pair: same[:, pair].all(1).sum())
-
-
 def _examples(
   composition: compositions.Composition, draw: random.Random
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
   """Returns visible and hidden examples, which share no input."""
-  bank = _bank()
-  answers = _answers()[_index_of()[composition]]
+  bank, answers = _bank(), _answers()
+  index = compositions.everything().index(composition)
+  same = answers == answers[index]
+  # The `test` tool prints visible inputs, so they are short.
+  short = [i for i, values in enumerate(bank) if 2 <= len(values) <= 3]
   while True:
-    visible = _choose_visible(composition, draw)
+    # The pair that most compositions fail; about one near one in thirteen
+    # passes.
+    pairs = [draw.sample(short, _NUM_VISIBLE) for _ in range(_NUM_PAIRS)]
+    visible = min(pairs, key=lambda pair: same[:, pair].all(1).sum())
     allowed = [i for i in range(len(bank)) if i not in visible]
-    hidden = _choose_hidden(composition, allowed, draw)
-    if len(set(answers[hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
+    hidden = _choose_hidden(index, same, allowed, draw)
+    if len(set(answers[index, hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
       break
 
   def examples(indices: list[int]) -> tuple[Example, ...]:
