@@ -181,7 +181,4 @@ class TaskFamily(Protocol):
   def demonstrations(
     self, job: Any
   ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    """Returns what a `pipeline.job.Job` learns from, and a held-out part.
-
-    Each is a list of (tokens_T, loss_mask_T) of transcripts.
-    """
+    """Returns (tokens_T, loss_mask_T) pairs for SFT, and held-out pairs."""

@@ -28,8 +28,8 @@ class EpisodeOptions:
     max_turns: most tool calls, invalid ones included.
     max_call_tokens: most tokens of one call, its end token included.
     max_sampled_tokens: most sampled tokens of all windows, summaries included.
-    max_seconds: seconds after which no call begins. Set it high, for episodes
-      that hang alone: where it acts depends on the machine's speed.
+    max_seconds: seconds after which no call begins, a guard against episodes
+      that hang; set it high, since its effect depends on the machine's speed.
     temperature: sampling temperature, above 0.
   """
 
@@ -71,9 +71,8 @@ def run(
     hints: writer of hints on mistakes; None for no hints.
 
   Returns:
-    A Rollout with one Trajectory for each window. Status INFRASTRUCTURE means
-    that the sandbox failed twice in a row: the rollout says nothing about the
-    policy.
+    A Rollout with one Trajectory for each window. With status INFRASTRUCTURE,
+    of a sandbox that failed twice, it says nothing about the policy.
   """
   chain = window.Chain(
     policy=policy,

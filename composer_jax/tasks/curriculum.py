@@ -6,10 +6,9 @@ is drawn are its labels, such as the parts of a composition or a tier and a
 package. A label's difficulty is the effort of the groups that bore it, relative
 to all groups; it is solved once nearly all of its rollouts pass.
 
-The tasks of a step are a function of the seed and of the outcomes of those
-steps that, by the staleness bound, were trained before any group of this step
-could start. Timing has no part in it: a resumed run, or a restarted worker,
-draws the same tasks.
+The tasks of a step are a function of the seed and of the outcomes of all steps
+that were trained before any group of this step could start (the staleness
+bound). Timing has no part in it: a resumed run draws the same tasks.
 """
 
 import collections
@@ -36,15 +35,14 @@ class CurriculumOptions:
       of a seed.
     candidates: tasks of an endless family from which each group's is drawn; the
       others are never seen again.
-    turns_power, tokens_power: exponents of a label's weight, (its turns / those
-      of all) ** turns_power * (its sampled tokens / those of all) **
-      tokens_power; 0 and 0 treat all labels alike.
+    turns_power, tokens_power: exponents p and q of a label's weight, (turns /
+      mean turns)^p (sampled tokens / mean tokens)^q; 0 ignores the factor.
     max_weight: largest weight of a label; the smallest is its inverse.
     prior_groups: groups of average difficulty assumed for each label.
     solved_rate: share of passing rollouts from which a label is solved.
     solved_groups: groups of a label before it may count as solved.
-    solved_weight: factor for a task all of whose labels are solved; 0 drops it
-      while there are others.
+    solved_weight: factor for a task whose labels are all solved; 0 draws it
+      only when no other is left.
   """
 
   enabled: bool = False
@@ -63,9 +61,7 @@ class CurriculumOptions:
     checks.number(self, 0, 'solved_weight')
     checks.number(self, 1, 'max_weight')
     is_share = 0 < self.solved_rate <= 1
-    checks.require(
-      self, 'solved_rate', is_share, 'lie above 0 and at most at 1'
-    )
+    checks.require(self, 'solved_rate', is_share, 'lie above 0, at most at 1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +92,8 @@ class Outcome:
 
 
 def outcome_of(group: records.Group) -> Outcome:
-  infrastructure = records.INFRASTRUCTURE
-  judged = [r for r in group.rollouts if r.verdict.status != infrastructure]
+  broken = records.INFRASTRUCTURE
+  judged = [r for r in group.rollouts if r.verdict.status != broken]
   windows = [t for r in judged for t in r.trajectories]
   return Outcome(
     group=group.group,
@@ -148,7 +144,7 @@ class Ledger:
 
 
 _COUNTED = ('judged', 'passed', 'turns', 'tokens')
-# Sums of `_COUNTED` over the groups of a label, and the number of 'groups'.
+# Sums of `_COUNTED` over groups, and the number of 'groups'.
 _Tally = collections.Counter[str]
 
 
@@ -209,10 +205,10 @@ def draw(
   count: int,
   seed: tuple[int, ...],
 ) -> list[Candidate]:
-  """Draws without replacement, in proportion to the weights that remain.
+  """Draws without replacement, each time in proportion to the weights.
 
   Sorts by e / weight with e exponential (Efraimidis and Spirakis 2006);
-  candidates of weight 0 come after all others.
+  candidates of weight 0 come last.
   """
   if len(candidates) < count:
     raise ValueError(
@@ -311,7 +307,6 @@ class DifficultyCurriculum:
         raise ValueError(
           f'{self._ledger.path(step)} has group {outcome.group} on task '
           f'{outcome.task_id!r}, but group {group} was drawn on '
-          f'{expected.task_id!r}: the file is of another run. Begin a new '
-          '--workdir.'
+          f'{expected.task_id!r}: it is of another run. Begin a new --workdir.'
         )
       self._difficulty.add(outcome, expected.labels)

@@ -302,8 +302,8 @@ def definition(path: str, name: str) -> str:
   text = FILES[path]
   for node in ast.parse(text).body:
     if getattr(node, 'name', None) == name:
-      found = ast.get_source_segment(text, node)
-      return f'\n\n{found}\n'
+      source = ast.get_source_segment(text, node)
+      return f'\n\n{source}\n'
   raise LookupError(name)
 
 

@@ -49,20 +49,16 @@ def _bad_arguments(message: str) -> calls.InvalidCall:
 
 def equal(value: Any, expected: Any) -> bool:
   """Compares JSON values, among which 1, 1.0 and true differ."""
-  text, expected_text = (
-    json.dumps(v, sort_keys=True) for v in (value, expected)
-  )
-  return text == expected_text
+  texts = {json.dumps(v, sort_keys=True) for v in (value, expected)}
+  return len(texts) == 1
 
 
 def outcomes(
   result: seams.RunResult, examples: tuple[family.Example, ...]
 ) -> list[bool] | None:
   """Returns true for each example that holds; None if answers are missing."""
-  value = result.value
-  if result.status != 'ok' or not isinstance(value, list):
-    return None
-  if len(value) != len(examples):
+  value = result.value if result.status == 'ok' else None
+  if not isinstance(value, list) or len(value) != len(examples):
     return None
   return [
     kind == 'ok' and equal(answer, expected)
@@ -78,12 +74,11 @@ def _run(
 ) -> seams.RunResult:
   """Runs examples, and runs them again if the infrastructure failed."""
   arguments = [list(args) for args, _ in examples]
-  result = runner.call(files, task.module, task.function, arguments)
-  if result.status == 'infrastructure':
-    logging.warning(
-      '%s sandbox failed, retrying: %s', result.level, result.error
-    )
+  for _ in range(2):
     result = runner.call(files, task.module, task.function, arguments)
+    if result.status != 'infrastructure':
+      break
+    logging.warning('%s sandbox failed: %s', result.level, result.error)
   return result
 
 

@@ -141,11 +141,10 @@ def list_files(
 
 def _children(paths: list[str], prefix: str) -> list[str]:
   parts = [path.removeprefix(prefix).partition('/') for path in paths]
-  files = [prefix + name for name, slash, _ in parts if not slash]
+  rows = [prefix + name for name, slash, _ in parts if not slash]
   counts = collections.Counter(name for name, slash, _ in parts if slash)
-  return sorted(
-    files + [f'{prefix}{c}/ ({n} files)' for c, n in counts.items()]
-  )
+  rows += [f'{prefix}{name}/ ({n} files)' for name, n in counts.items()]
+  return sorted(rows)
 
 
 # Runs in the box, since a pattern may take any time to match.
@@ -284,10 +283,9 @@ def write(
   box: base.Box, arguments: Mapping[str, Any], bounds: Bounds
 ) -> Answer:
   """Writes a whole file."""
-  path = _inside('write', arguments['path'])
-  _put('write', box, path, arguments['text'], bounds)
-  lines = len(arguments['text'].splitlines())
-  return f'wrote {path}: {lines} lines', turns_lib.OK
+  path, text = _inside('write', arguments['path']), arguments['text']
+  _put('write', box, path, text, bounds)
+  return f'wrote {path}: {len(text.splitlines())} lines', turns_lib.OK
 
 
 def _put(
@@ -322,16 +320,13 @@ def run(run_in: Run, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
       wall_s=min(bounds.run_s, arguments.get('seconds', bounds.run_s)),
     )
   )
-  if result.status == 'ok':
-    head = f'[exit code {result.exit_code}]'
-  elif result.status == 'timeout':
-    head = '[stopped: it took too long]'
-  else:
-    head = '[killed: a crash, or too much memory]'
-  if result.truncated:
-    head = f'{head[:-1]}; it printed more than is kept]'
+  end = {
+    'ok': f'exit code {result.exit_code}',
+    'timeout': 'stopped: it took too long',
+  }.get(result.status, 'killed: a crash, or too much memory')
+  more = '; it printed more than is kept' if result.truncated else ''
   output = result.output.removesuffix('\n')
-  text = f'{head}\n{output}' if output else head
+  text = f'[{end}{more}]\n{output}' if output else f'[{end}{more}]'
   failed = result.status != 'ok' or result.exit_code != 0
   outcome = turns_lib.FAILED if failed else turns_lib.OK
   return clip(text, bounds.answer_chars), outcome

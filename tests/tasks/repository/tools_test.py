@@ -134,8 +134,8 @@ def test_clipped_texts_keep_both_ends_and_count_what_is_left_out(size):
   if size <= 400:
     assert cut == text
     return
-  head, _, rest = cut.partition('\n[... ')
-  count, _, tail = rest.partition(' characters are left out ...]\n')
+  head, _, note = cut.partition('\n[... ')
+  count, _, tail = note.partition(' characters are left out ...]\n')
   assert text.startswith(head) and text.endswith(tail)
   assert len(head) + int(count) + len(tail) == size
 
