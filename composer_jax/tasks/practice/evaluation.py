@@ -157,8 +157,11 @@ def evaluate(
   family = systems.family
   tasks = family.listed(options.split, options.tasks)
   limits, summary_options = limits_of(spec, options)
+  fields: dict[str, Any] = dataclasses.asdict(options)
+  # Results depend neither on speed nor on a secret.
+  del fields['threads'], fields['api_key']
   claimed = {
-    'evaluation': dataclasses.asdict(options),
+    'evaluation': fields,
     'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
     'episode': dataclasses.asdict(limits),
     'rewards': dataclasses.asdict(spec.rewards),
@@ -166,8 +169,6 @@ def evaluate(
     'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
   }
-  # Results depend neither on speed nor on a secret.
-  del claimed['evaluation']['threads'], claimed['evaluation']['api_key']
   with files.alone(out):
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
