@@ -102,17 +102,14 @@ class Tokenizer:
   def load(cls, path: str | os.PathLike) -> 'Tokenizer':
     """Reads a file of `save`; a ValueError names any other file."""
     data = files.read_json(path)
-    if not isinstance(data, dict) or data.get('format') != FORMAT:
+    form = (FORMAT, [*SPECIALS])
+    fields = data if isinstance(data, dict) else {}
+    if (fields.get('format'), fields.get('specials')) != form:
       raise ValueError(
-        f'{path} is not a tokenizer of format {FORMAT!r}; delete it to have '
-        'it trained again.'
+        f'{path} is not a tokenizer of format {FORMAT!r} with special tokens '
+        f'{list(SPECIALS)}; delete it to have it trained again.'
       )
-    if tuple(data['specials']) != SPECIALS:
-      raise ValueError(
-        f'{path} has special tokens {data["specials"]}; this version needs '
-        f'{list(SPECIALS)}. Delete it to have it trained again.'
-      )
-    return cls(tokenizers.Tokenizer.from_str(json.dumps(data['bpe'])))
+    return cls(tokenizers.Tokenizer.from_str(json.dumps(fields['bpe'])))
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes a JSON file, whole or not at all."""
