@@ -1,8 +1,8 @@
-"""What an episode needs: a world that answers, and a policy that acts in it.
+"""The protocols of an episode: environments, policies and task families.
 
-An environment belongs to one episode. It reads the text of a call, which may
-be anything at all, and answers; only the host's own failures raise. A policy
-may be shared: it continues the sessions of many episodes at once.
+An environment belongs to one episode. It answers any text as a tool call,
+malformed text included; only failures of the host raise. A policy may be
+shared: it continues the sessions of many episodes at once.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from composer_jax.core import turns as turns_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResult:
-  """What a tool answers.
+  """The answer to one tool call.
 
   Attributes:
     text: the answer as the policy reads it.
     tool: the tool's name, '' for an invalid call.
     outcome: one of `core.turns.OUTCOMES`; FAILED is a call that was carried
       out and reports a failure, such as tests that fail.
-    is_final: whether the episode ends.
+    is_final: true if the call ends the episode.
   """
 
   text: str
@@ -35,13 +35,13 @@ class ToolResult:
   def __post_init__(self):
     if self.outcome not in turns_lib.OUTCOMES:
       raise ValueError(
-        f'ToolResult.outcome {self.outcome!r} is not one of '
-        f'{turns_lib.OUTCOMES}.'
+        f'ToolResult.outcome must be one of {turns_lib.OUTCOMES}; got '
+        f'{self.outcome!r}.'
       )
     if bool(self.tool) != self.is_valid:
       raise ValueError(
-        f'ToolResult.tool ({self.tool!r}) must be empty for an invalid call '
-        f'and for no other; the outcome is {self.outcome!r}.'
+        'ToolResult.tool must be empty for an invalid call and for no other; '
+        f'got {self.tool!r} with outcome {self.outcome!r}.'
       )
 
   @property
@@ -54,14 +54,14 @@ class Environment(Protocol):
 
   Attributes:
     task_id: name of the task.
-    prompt: what the user says first.
+    prompt: first message of the user.
     tools: names of the tools that exist here.
-    is_broken: the sandbox failed, retry included; the episode should end.
+    is_broken: true once the sandbox failed twice in a row, which ends episodes.
     flags: alarms of monitors so far, sorted.
     sandbox_seconds: wall time inside the sandbox so far.
-    sandbox_level: isolation of what runs here.
-    num_tests: hidden tests that decide.
-    open_todos: items of the policy's own list that it has not done.
+    sandbox_level: isolation of the code that runs here.
+    num_tests: number of hidden tests that decide the verdict.
+    open_todos: number of to-dos in the policy's plan that are not done.
   """
 
   @property
@@ -84,31 +84,31 @@ class Environment(Protocol):
   def open_todos(self) -> int: ...
 
   def call(self, text: str) -> ToolResult:
-    """Parses and carries out one call; never raises for a policy's text."""
+    """Carries out one tool call; never raises for a policy's text."""
 
   def usage(self, tool: str) -> str:
-    """One line on how to call one of `tools`."""
+    """Returns one line on how to call one of `tools`."""
 
   def state(self) -> str:
-    """The plan so far (the to-do list), for a new window; '' for none."""
+    """Returns the to-do list, for a new window; '' if there is none."""
 
   def verdict(self, finished: bool) -> records.Verdict:
-    """The verdict on the workspace as it is; INFRASTRUCTURE if broken."""
+    """Grades the workspace as it is; status INFRASTRUCTURE if broken."""
 
   def close(self) -> None:
-    """Forgets the workspace; may be called twice."""
+    """Frees the workspace; may be called twice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-  """A turn and what came of it, as those see it who write hints.
+  """A turn with its texts, the input of a hint writer.
 
   Attributes:
-    turn: where its tokens lie, and its outcome.
-    call: its text; '' where its tokens are no text.
-    answer: what the environment said; '' for a summary.
-    is_final: whether the episode ended with this call.
-    open_todos: items of the policy's own list not done after it.
+    turn: position of the turn's tokens, and its outcome.
+    call: text of the tool call; '' where the sampled tokens are no text.
+    answer: answer of the environment; '' for a summary.
+    is_final: true if the episode ended with this call.
+    open_todos: number of open to-dos after the call.
   """
 
   turn: turns_lib.Turn
@@ -126,56 +126,59 @@ HintWriter = Callable[
 
 
 class Policy(Protocol):
-  """Samples tokens. Many episodes, each in a thread, may share one policy."""
+  """Samples tokens; many episodes, each in a thread, may share one policy."""
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
-    """Goes on with `request.session`; blocks until sampling ended."""
+    """Continues `request.session`; blocks until sampling has ended."""
 
   def close(self, session: str) -> None:
-    """Forgets a session; unknown ones are ignored."""
+    """Forgets a session; an unknown one is ignored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSource:
-  """The tasks of a split, in the order of a seed."""
+  """The tasks of a split, in the order of a seed.
 
-  # Group id -> task, where no curriculum decides.
+  Attributes:
+    of_group: group id -> task, used where no curriculum decides.
+    of_id: task id -> task.
+    pool: step -> candidates from which a curriculum draws that step's tasks.
+  """
+
   of_group: Callable[[int], Any]
   of_id: Callable[[str], Any]
-  # Step -> what a curriculum may draw for it.
   pool: Callable[[int], Sequence[Any]]
 
 
 class TaskFamily(Protocol):
-  """Tasks of one kind and all that a run needs to practise them.
+  """Tasks of one kind, and all that a run needs to practise them.
 
-  Laws: a task is a function of its id alone, and which tasks a run draws of the
-  config and a seed; 'train' and 'held_out' share no task; what SFT is shown the
-  solution of, RL does not train on. Some, says `needs_execution`, can be judged
-  only by running code.
+  Laws: a task is a function of its id alone; the tasks that a run draws are a
+  function of its config and seed; 'train' and 'held_out' share no task; RL does
+  not train on a task whose solution SFT has shown.
+
+  Attributes:
+    needs_execution: true if these tasks can only be judged by running code.
   """
 
   needs_execution: bool
 
   def check(self) -> None:
-    """Raises a ValueError for a config that cannot be; reads no file."""
+    """Raises a ValueError for an impossible config; reads no file."""
 
   def identity(self) -> str:
-    """Hash of tasks that are read from disk; '' where they are generated."""
+    """Hashes tasks that are read from disk; '' where they are generated."""
 
   def texts(self) -> list[str]:
-    """What tasks and calls look like, for the tokenizer beside the corpus."""
+    """Returns sample tasks and calls, to train the tokenizer on."""
 
   def tasks(self, tokenizer: Any, *, split: str, seed: int) -> TaskSource:
-    """The tasks of a split; a ValueError where a run needs more."""
+    """Returns the tasks of a split; a ValueError if the run needs more."""
 
   def environment(self, task: Any, runner: seams.Runner) -> Environment:
-    """A new environment for one episode of a task."""
+    """Returns a new environment for one episode of a task."""
 
   def demonstrations(
     self, job: Any
   ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    """(tokens, loss mask) of what SFT learns, and of transcripts held out.
-
-    The job is a `pipeline.job.Job`.
-    """
+    """Returns (tokens_T, loss_mask_T) pairs for SFT, and held-out pairs."""

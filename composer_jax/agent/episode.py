@@ -1,10 +1,9 @@
-"""One episode: policy and tools take turns until finish, or a limit.
+"""One episode: policy and tools take turns until `finish` or a limit.
 
-Guided path, 3 of 10: what `core.records` holds is made here, and `rl.collect`
-plays a group of it. The tokens that the policy sampled are kept as sampled
-(`agent.window`); only text that the host adds is ever encoded. Where summaries
-are on, an episode is a chain of windows (`agent.summarize`): one Trajectory
-each, one reward for all.
+Guided path, 3 of 10: makes the records of `core.records`; `rl.collect` plays a
+group of episodes. Sampled tokens are kept as sampled (`agent.window`); only
+text that the host adds is encoded. With summaries on, an episode is a chain of
+windows (`agent.summarize`): one Trajectory for each, one reward for all.
 """
 
 import contextlib
@@ -26,12 +25,12 @@ class EpisodeOptions:
 
   Attributes:
     max_tokens: most tokens of one window.
-    max_turns: most calls, invalid ones included.
+    max_turns: most tool calls, invalid ones included.
     max_call_tokens: most tokens of one call, its end token included.
     max_sampled_tokens: most sampled tokens of all windows, summaries included.
-    max_seconds: seconds after which no call begins. It ends episodes that hang;
-      one that it ends depends on the machine, so it should be far away.
-    temperature: of sampling, never 0: the policy is not maximised over.
+    max_seconds: seconds after which no call begins, a guard against episodes
+      that hang; set it high, since its effect depends on the machine's speed.
+    temperature: sampling temperature, above 0.
   """
 
   max_tokens: int = 320
@@ -42,8 +41,8 @@ class EpisodeOptions:
   temperature: float = 1.0
 
   def __post_init__(self):
-    checks.at_least(self, 1, 'max_tokens', 'max_turns', 'max_call_tokens')
-    checks.at_least(self, 1, 'max_sampled_tokens')
+    names = ('max_tokens', 'max_turns', 'max_call_tokens', 'max_sampled_tokens')
+    checks.at_least(self, 1, *names)
     checks.positive(self, 'max_seconds', 'temperature')
 
 
@@ -63,17 +62,17 @@ def run(
   """Runs one episode to its verdict; blocks.
 
   It ends at a valid `finish`, when a budget of `options` is used up, or when
-  the next answer with one token of a call would exceed the window and no
-  summary may be made of it. A call that a limit cut off is invalid.
+  the window has no room for the next answer and a token of a call and may not
+  be summarised. A call that a limit cut off is invalid.
 
   Args:
-    env: of this episode alone; closed at the end, as the policy's sessions are.
-    group, member, seed: what decides the random numbers.
-    hints: writes them on mistakes; None for no hints.
+    env: environment of this episode alone; closed at the end.
+    group, member, seed: numbers that, with the task, decide all random draws.
+    hints: writer of hints on mistakes; None for no hints.
 
   Returns:
-    A Rollout of one Trajectory a window. Status INFRASTRUCTURE when the sandbox
-    failed twice in a row; such rollouts say nothing about the policy.
+    A Rollout with one Trajectory for each window. With status INFRASTRUCTURE,
+    of a sandbox that failed twice, it says nothing about the policy.
   """
   chain = window.Chain(
     policy=policy,
@@ -97,7 +96,7 @@ def run(
     )
     trajectories = chain.trajectories()
     advice: tuple[turns_lib.Hint, ...] = ()
-    # What the sandbox failed at is no mistake of the policy.
+    # A failure of the sandbox is no mistake of the policy.
     if hints is not None and verdict.status != records.INFRASTRUCTURE:
       windows = [t.tokens_T for t in trajectories]
       advice = hints(env, tokenizer, moments, windows)
@@ -129,7 +128,7 @@ def _interact(
   options: EpisodeOptions,
   summary: summarize.SummaryOptions,
 ) -> list[environment.Moment]:
-  """Lets policy and tools take turns; returns what came of each, in order."""
+  """Lets policy and tools take turns; returns one Moment for each, in order."""
   summarizer = summarize.Summarizer(
     tokenizer,
     env.prompt,
@@ -147,18 +146,18 @@ def _interact(
   num_calls = 0
   deadline = time.monotonic() + options.max_seconds
   while num_calls < options.max_turns and time.monotonic() < deadline:
-    left = options.max_sampled_tokens - chain.num_sampled
+    budget = options.max_sampled_tokens - chain.num_sampled
     if summarizer.is_due(chain, context_T):
-      # A summary that no call follows would be of no use.
-      left -= summary.max_tokens
-      if left < 1:
+      # A summary is of no use if no call can follow it.
+      budget -= summary.max_tokens
+      if budget < 1:
         break
       context_T = summarizer.restart(chain, env.state(), moments[-1].answer)
       moments.append(
         environment.Moment(turn=chain.turns[-1], call='', answer='')
       )
     room = summarizer.limit - chain.length - len(context_T)
-    room = min(options.max_call_tokens, room, left)
+    room = min(options.max_call_tokens, room, budget)
     if room < 1:
       break
     completion = chain.sample(context_T, room)
@@ -176,21 +175,17 @@ def _interact(
     )
     if result.is_final or env.is_broken:
       break
-    # The end of the call if it lacks one, the answer, a new call.
-    end = [tokenizer.END] if chain.is_open else []
     answer_T = chat.tool(tokenizer, result.text)
-    context_T = np.concatenate(
-      [np.array(end, np.int32), answer_T, chat.call_prefix(tokenizer)]
-    )
+    context_T = np.append(answer_T, chat.call_prefix(tokenizer))
+    if chain.is_open:  # A call cut off lacks its end token.
+      context_T = np.insert(context_T, 0, tokenizer.END)
   return moments
 
 
 def _carry_out(
-  env: environment.Environment,
-  tokenizer: Any,
-  completion: records.Completion,
+  env: environment.Environment, tokenizer: Any, completion: records.Completion
 ) -> tuple[str, environment.ToolResult]:
-  """The sampled call and its answer; one that is no call is invalid."""
+  """Returns the sampled call's text ('' if it is no text) and its result."""
   text = 'error: call too long'
   if completion.stopped:
     ids = completion.tokens_T[:-1]
@@ -204,7 +199,7 @@ def _carry_out(
 
 
 def turns(rollout: records.Rollout, tokenizer: Any) -> list[dict[str, str]]:
-  """The rollout's windows as readable `{'role', 'text'}` messages."""
+  """Returns the rollout's windows as readable `{'role', 'text'}` messages."""
   return [
     message
     for trajectory in rollout.trajectories

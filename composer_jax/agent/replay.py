@@ -1,8 +1,8 @@
 """Plays a recorded episode again: the same calls to a new environment.
 
-The record holds every token, so no policy is needed: what was sampled is taken
-from it, and what the host adds is made anew and compared. An environment that
-answers otherwise, or limits other than those of the run, are named.
+No policy is needed: sampled tokens are taken from the record, and the tokens
+that the host adds are made anew and compared with it. A difference, of answers
+or of limits, is an error.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ from composer_jax.agent import environment as environment_lib
 from composer_jax.agent import episode, rewards, summarize
 from composer_jax.core import records
 
-# The record has passed every deadline.
+# The record shows which calls were made in time.
 _NO_DEADLINE = 1e9
 
 
 class Differs(ValueError):
-  """Something came out otherwise than the record says."""
+  """The replay differs from the record."""
 
 
 class TapePolicy:
-  """A policy that samples what a rollout recorded."""
+  """A policy whose samples are the recorded turns of a rollout."""
 
   def __init__(self, rollout: records.Rollout, tokenizer: Any):
     self._rollout = rollout
@@ -36,8 +36,8 @@ class TapePolicy:
     task, turns = self._rollout.task_id, self._rollout.turns
     if self._next >= len(turns):
       raise Differs(
-        f'The record of task {task!r} ends after {len(turns)} turns; the '
-        'episode does not.'
+        f'The record of task {task!r} ends after {len(turns)} turns, but the '
+        'episode goes on.'
       )
     turn = turns[self._next]
     if turn.trajectory != self._window:
@@ -46,11 +46,11 @@ class TapePolicy:
     recorded_T = trajectory.tokens_T[self._stop : turn.start]
     if not np.array_equal(request.context_T, recorded_T):
       raise Differs(
-        f'The context before turn {self._next} of task {task!r} is not as '
-        f'recorded: the tokens are {request.context_T.tolist()}, the record '
-        f'has {recorded_T.tolist()}.'
+        f'The context before turn {self._next} of task {task!r} differs from '
+        f'the record: its tokens are {request.context_T.tolist()}, recorded '
+        f'are {recorded_T.tolist()}.'
       )
-    # The last token sampled before is consumed together with the context.
+    # The last token of the turn before is consumed together with the context.
     first = max(self._stop - 1, 0)
     sampled = slice(turn.start, turn.stop)
     self._next, self._stop = self._next + 1, turn.stop
@@ -80,8 +80,8 @@ def replay(
 ) -> records.Rollout:
   """Carries out the calls of a rollout again, in a new environment; blocks.
 
-  Arguments are the run's; prices and hints may be others. Raises `Differs`
-  where a context, a window or the verdict is not as recorded.
+  Arguments are those of the run, but prices and hints may differ. Raises
+  `Differs` where a context, a turn or the verdict differs from the record.
   """
   again = episode.run(
     environment,
@@ -97,12 +97,12 @@ def replay(
     hints=hints,
     summary=summary,
   )
-  said = ('task_id', 'turns', 'tools', 'flags')
-  found = ('status', 'passed', 'num_passed', 'num_tests')
-  pairs = [(name, again, rollout) for name in said]
-  pairs += [(name, again.verdict, rollout.verdict) for name in found]
-  for name, mine, recorded in pairs:
-    value, expected = getattr(mine, name), getattr(recorded, name)
+  episode_fields = ('task_id', 'turns', 'tools', 'flags')
+  verdict_fields = ('status', 'passed', 'num_passed', 'num_tests')
+  pairs = [(name, again, rollout) for name in episode_fields]
+  pairs += [(name, again.verdict, rollout.verdict) for name in verdict_fields]
+  for name, replayed, recorded in pairs:
+    value, expected = getattr(replayed, name), getattr(recorded, name)
     if value != expected:
       raise Differs(f'{name} is {value!r}; the record has {expected!r}.')
   return again

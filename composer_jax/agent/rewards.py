@@ -1,20 +1,20 @@
-"""What an episode earns: its success, less what its behaviour costs.
+"""The reward of an episode: its success, less penalties for its behaviour.
 
-A rollout that a monitor flagged earns nothing for its success; it keeps its
-penalties and is counted like any other, since a sample that is dropped teaches
-that hacking is free. An invalid call costs for the same reason.
+A rollout that a monitor flagged earns nothing for its success. It keeps its
+penalties and stays in its group: dropping the sample would teach that hacking
+is free. An invalid call is penalised, not dropped, for the same reason.
 
-Effort x costs by the concave length penalty of Composer 2 (report, section 4),
+Effort x is priced by the concave length penalty of Composer 2 (report, section
+4), whose constants are not published:
 
   C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)),   C'(x) = (1 + k x)^-q
 
-The first tokens cost most, so that easy tasks are done quickly while hard ones
-may still take long. Its constants are not published; x here is the sampled
-tokens, summaries included, plus a price per turn, which stands for what a tool
-call costs beside its tokens.
+The first tokens cost most: easy tasks are done quickly, hard ones may still
+take long. Here x is the number of sampled tokens, summaries included, plus a
+price in tokens for each turn.
 
-The prices may change while a run goes on (`Switch`): a person may replace
-`rewards.json` of the workdir at any time by one of a higher version.
+The prices may change during a run (`Switch`): a person may at any time replace
+`rewards.json` in the workdir by one of a higher version.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from typing import Any
 from composer_jax.core import checks, records, turns
 
 FILE = 'rewards.json'
-# What a reward is the sum of; all but the first take away.
+# Terms whose sum is the reward; all but the first are negative.
 TERMS = (
   *('success', 'flagged', 'invalid', 'effort', 'failed_edit', 'open_todo'),
   *('unfinished', 'shell_only'),
 )
-# What even an episode of the shell alone has to call.
+# Tools that no shell command can replace.
 _CLOSING_TOOLS = ('finish', 'todo')
-# Fewer calls than these are no habit.
+# Fewest calls of `run` that count as avoiding the other tools.
 _MIN_SHELL_CALLS = 3
 
 
@@ -52,23 +52,23 @@ def concave(x: float, k: float, q: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RewardOptions:
-  """Prices of an episode, in units of its success, which earns 1.
+  """Prices of an episode, in units of the reward for success.
 
-  Without a price on effort a wrong edit that is mended later earns as much as a
-  right one, and RL unlearns to get it right at once.
+  Without a price on effort, a wrong edit that is mended later earns as much as
+  a right one, and RL unlearns to get edits right at once.
 
   Attributes:
-    version: number of these prices, which grows with every change during a run;
-      every sample names it.
-    invalid_penalty: lost per call that no tool could carry out.
-    failed_edit_penalty: lost per edit that changed nothing.
-    open_todo_penalty: lost per to-do that is still open at the end.
-    unfinished_penalty: lost by an episode that never called finish.
-    shell_only_penalty: lost by an episode that did everything by `run`.
-    effort_coefficient: reward lost at effort_scale if the price were linear; 0
-      makes effort free.
+    version: number of this price list, recorded in every rollout; it must grow
+      with each change during a run.
+    invalid_penalty: reward lost per invalid call.
+    failed_edit_penalty: reward lost per edit that changed nothing.
+    open_todo_penalty: reward lost per to-do that is open at the end.
+    unfinished_penalty: reward lost by an episode that never called `finish`.
+    shell_only_penalty: reward lost by an episode that worked by `run` alone.
+    effort_coefficient: reward that effort_scale tokens would cost at a linear
+      price; 0 makes effort free.
     effort_scale: 1 / k in sampled tokens, about the effort of a usual episode.
-    effort_q: how fast the price of one more token falls; 0 is linear.
+    effort_q: exponent by which the price of one more token falls; 0 is linear.
     effort_turn_tokens: price of a turn, in sampled tokens.
   """
 
@@ -86,12 +86,12 @@ class RewardOptions:
   def __post_init__(self):
     checks.at_least(self, 0, 'version')
     prices = [f.name for f in dataclasses.fields(self) if f.name != 'version']
-    # What a negative price is of would pay.
+    # A negative price would pay for the fault.
     checks.number(self, 0, *prices)
     checks.positive(self, 'effort_scale')
 
   def effort_penalty(self, num_sampled: int, num_turns: int) -> float:
-    """Reward lost by an episode of so many tokens and turns."""
+    """Returns the reward lost by an episode's tokens and turns."""
     if not self.effort_coefficient:
       return 0.0
     effort = num_sampled + self.effort_turn_tokens * num_turns
@@ -112,24 +112,24 @@ def score(
   num_sampled: int,
   open_todos: int,
 ) -> tuple[float, dict[str, float]]:
-  """Returns the reward of an episode, and what each of its terms added.
+  """Returns the reward of an episode and its terms by name.
 
   Args:
-    played: turns in order; summaries are neither calls nor free.
+    played: turns in order; summaries count as effort, but are no calls.
     flags: alarms of monitors.
-    num_sampled: tokens of the policy, summaries included.
+    num_sampled: tokens that the policy sampled, summaries included.
   """
   calls = [t for t in played if t.outcome != turns.SUMMARY]
+  failed_edits = (t.outcome == turns.FAILED_EDIT for t in calls)
+  is_unfinished = verdict.status == records.UNFINISHED
   success = float(verdict.passed)
   lost = {
     'flagged': success if flags else 0.0,
     'invalid': options.invalid_penalty * sum(not t.is_valid for t in calls),
     'effort': options.effort_penalty(num_sampled, len(played)),
-    'failed_edit': options.failed_edit_penalty
-    * sum(t.outcome == turns.FAILED_EDIT for t in calls),
+    'failed_edit': options.failed_edit_penalty * sum(failed_edits),
     'open_todo': options.open_todo_penalty * open_todos,
-    'unfinished': options.unfinished_penalty
-    * (verdict.status == records.UNFINISHED),
+    'unfinished': options.unfinished_penalty * is_unfinished,
     'shell_only': options.shell_only_penalty * _used_shell_alone(calls),
   }
   terms = {'success': success}
@@ -143,15 +143,14 @@ def _used_shell_alone(calls: Sequence[turns.Turn]) -> bool:
 
 
 class Switch:
-  """The prices that are in force, which a file may change during a run.
+  """The prices in force, which a file may change during a run.
 
-  All members of a group are paid alike, or their mean would be no baseline:
-  the prices of a group are those in force when its first member asks.
+  All members of a group have the same prices, or their mean would be no
+  baseline: those in force when the first member asks.
 
-  Consumes: `rewards.json`, which names the fields that differ from the
-    config's, and a version higher than every one before; read when a group
-    begins.
-  Produces: RewardOptions; one report per file that was taken or refused.
+  Consumes: `rewards.json`, read when a group begins; it names a version higher
+    than every one before, and the fields that differ from the config.
+  Produces: RewardOptions; one sentence per file that was taken or refused.
   """
 
   def __init__(
@@ -160,11 +159,11 @@ class Switch:
     first: RewardOptions,
     report: Callable[[str], None],
   ):
-    """Begins with the config's prices."""
+    """Begins with the config's prices, `first`."""
     self._path = path
     self._first = self._current = first
     self._report = report
-    self._seen: bytes | None = None
+    self._last_read: bytes | None = None
     self._of_group: dict[int, RewardOptions] = {}
     self._lock = threading.Lock()
 
@@ -176,14 +175,14 @@ class Switch:
       return self._of_group[group]
 
   def _read(self) -> None:
-    """Takes the file's prices, unless there is none or it is no newer one."""
+    """Takes the file's prices if there is a file and its version is newer."""
     try:
       data = self._path.read_bytes()
     except FileNotFoundError:
       return
-    if data == self._seen:
+    if data == self._last_read:
       return
-    self._seen = data
+    self._last_read = data
     current = self._current.version
     try:
       prices = _parse(data, self._first)
@@ -193,9 +192,9 @@ class Switch:
           f'({current})'
         )
     except ValueError as error:
-      # A run must not end, or train on half a change, for a typing error.
+      # A typing error must not end a run, nor change some of the prices.
       self._report(
-        f'{self._path} is not taken, version {current} stays in force: {error}'
+        f'{self._path} is refused, version {current} stays in force: {error}'
       )
       return
     self._report(f'rewards of version {prices.version} are in force')
@@ -206,11 +205,8 @@ def _parse(data: bytes, first: RewardOptions) -> RewardOptions:
   """Returns `first` with the fields that a JSON object names."""
   fields: Any = json.loads(data)
   if not isinstance(fields, dict) or 'version' not in fields:
-    raise ValueError('it must be a JSON object with at least "version"')
+    raise ValueError('it must be a JSON object that names a "version"')
   known = {f.name for f in dataclasses.fields(RewardOptions)}
-  if unknown := sorted(set(fields) - known):
-    raise ValueError(
-      f'unknown fields {", ".join(unknown)}; there are '
-      f'{", ".join(sorted(known))}'
-    )
+  for name in fields:
+    checks.known_name(name, known, FILE)
   return dataclasses.replace(first, **fields)

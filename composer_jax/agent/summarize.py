@@ -1,17 +1,17 @@
-"""Windows that restart from the policy's own summary of them.
+"""Windows that restart from the policy's own summary.
 
-Before a window would grow beyond its trigger the host asks for a summary, in
-the same session; the policy writes it, and a new window begins with the task,
-the summary, the plan and the answer that the old window had no room for:
+Before a window would grow beyond `trigger` tokens, the host asks for a summary
+in the same session. The policy writes it, and a new window begins with the
+task, the summary, the plan and the answer that the old window had no room for:
 
   window 0   prompt, calls and answers ..., query, summary 1
   window 1   prompt, summary 1, plan, answer, calls ..., query, summary 2
 
 (Cursor, "Training Composer for longer horizons".) Summaries are sampled tokens
 like any other: the reward of the episode trains them too. The query is context.
-Room for query and summary is kept free from the start, so that no window is
-ever longer than the trigger. A summary's tokens go on as they were sampled,
-without special ones: those could pose as messages.
+Room for query and summary is reserved from the start, so that no window is ever
+longer than `trigger`. The new window repeats a summary's tokens as sampled, but
+for special tokens, which could pose as messages.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ _CUT = '...'
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryOptions:
-  """When a window ends with a summary, and what is asked for.
+  """Limits of windows that end with a summary, and the query for it.
 
   Attributes:
-    trigger: tokens that no window exceeds; 0 turns summaries off, and a window
-      that is full ends the episode.
+    trigger: most tokens of a window; 0 turns summaries off, and a full window
+      ends the episode.
     max_tokens: most tokens of a summary, its end token included.
-    max_summaries: most summaries of an episode; its last window ends as without
-      summaries.
+    max_summaries: most summaries of an episode; when the window after the last
+      one is full, the episode ends.
     plan_tokens: most tokens of the to-do list that a new window begins with.
-    query: what the host asks for a summary with.
+    query: message by which the host asks for a summary.
   """
 
   trigger: int = 0
@@ -55,7 +55,7 @@ class SummaryOptions:
     checks.at_least(self, 1, 'max_tokens', 'max_summaries')
 
   def limit(self, max_tokens: int) -> int:
-    """Tokens of a window, of an episode whose windows could have max_tokens."""
+    """Returns the most tokens of a window, given those of an episode."""
     if self.trigger > max_tokens:
       raise ValueError(
         f'trigger ({self.trigger}) must not exceed the max_tokens of an '
@@ -70,8 +70,9 @@ OFF = SummaryOptions()
 class Summarizer:
   """Decides when one episode needs a summary, asks for it and restarts.
 
-  A window has at most `limit` tokens; `opening_T` is the context of the first
-  call.
+  Attributes:
+    limit: most tokens of a window.
+    opening_T: context of the first call.
   """
 
   def __init__(
@@ -83,10 +84,11 @@ class Summarizer:
     max_tokens: int,
     max_call_tokens: int,
   ):
-    """Measures what has to fit; a ValueError says that it does not.
+    """Reserves room; a ValueError if the trigger leaves too little.
 
-    A window has at most max_tokens, summaries or not, and a call is given
-    max_call_tokens while summaries remain.
+    Args:
+      max_tokens: most tokens of a window without summaries.
+      max_call_tokens: tokens reserved for a call while summaries remain.
     """
     self.limit = options.limit(max_tokens)
     self.options = options
@@ -98,7 +100,7 @@ class Summarizer:
       [chat.user(tokenizer, options.query), self._prefix_T]
     )
     self._call_tokens = max_call_tokens
-    # One more for the end of a call that was cut off.
+    # One more token ends a call that was cut off.
     self._reserve = 1 + len(self._query_T) + options.max_tokens
     if not options.trigger:
       return
@@ -115,17 +117,18 @@ class Summarizer:
       )
 
   def is_due(self, chain: window.Chain, context_T: np.ndarray) -> bool:
-    """Whether a call after this context could leave no room for a summary."""
+    """True if a call after this context might leave no room for a summary."""
     if not self.options.trigger or chain.index >= self.options.max_summaries:
       return False
     needed = len(context_T) + self._call_tokens + self._reserve
     return chain.length + needed > self.limit
 
   def restart(self, chain: window.Chain, plan: str, answer: str) -> np.ndarray:
-    """Has the window summarised; returns the context of the next one's call.
+    """Has the window summarised; returns the context of a new window.
 
-    The new window is told the plan (what the environment says is left to do)
-    and the answer to the last call, which the summary does not know yet.
+    Args:
+      plan: to-do list of the environment.
+      answer: answer to the last call, which the summary does not cover.
     """
     query_T = self._query_T
     if chain.is_open:
@@ -143,7 +146,7 @@ class Summarizer:
     return np.concatenate([self._prompt_T, summary_T, answer_T, self._prefix_T])
 
   def _summary(self, count: int, kept_T: np.ndarray, plan: str) -> np.ndarray:
-    """The message that a summary goes on as, with its number and the plan."""
+    """Returns the message that repeats a summary, with its number and plan."""
     encode = self._tokenizer.encode
     parts = [[self._tokenizer.USER], encode(f'summary {count}\n'), kept_T]
     if plan:
@@ -152,7 +155,7 @@ class Summarizer:
     return np.concatenate(parts).astype(np.int32)
 
   def _answer(self, text: str, room: int) -> np.ndarray:
-    """What a tool answered, cut to `room` tokens."""
+    """Returns the message of a tool's answer, cut to `room` tokens."""
     answer_T = chat.tool(self._tokenizer, text)
     if len(answer_T) <= room:
       return answer_T

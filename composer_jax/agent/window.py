@@ -1,8 +1,8 @@
-"""The context windows of an episode, token by token as policy and host wrote.
+"""The context windows of an episode, token by token.
 
-A window grows at its end only: what the policy sampled is kept as sampled, and
-every request continues the tokens before it. Re-encoding a policy's text could
-give other tokens than those whose log-probabilities and routes were recorded.
+A window grows at its end only: sampled tokens are kept as sampled, and every
+request continues the tokens before it. Re-encoding a policy's text could give
+other tokens than those whose log-probabilities and routes were recorded.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Window:
 
   def __init__(self):
     self.length = 0
-    # (tokens, whether sampled, log-probabilities, versions) of each request.
+    # (tokens_T, loss_mask_T, logprobs_T, policy_version_T) of each request.
     self._parts: list[tuple[np.ndarray, ...]] = []
     self._routes: list[np.ndarray] = []
 
@@ -27,8 +27,8 @@ class Window:
     self, context_T: np.ndarray, completion: records.Completion
   ) -> None:
     # The engine may swap weights between chunks of context. The oldest version
-    # is recorded: what follows reads the keys and values that it made. Context
-    # consumed anew after some tokens were sampled is newer than those.
+    # is recorded: later tokens read the keys and values that it computed. A
+    # context consumed anew may be newer than the first sampled token.
     versions_T = completion.policy_version_T
     first = versions_T[:1]
     if completion.context_version is not None:
@@ -44,13 +44,13 @@ class Window:
       )
     )
     self.length += len(tokens_T)
-    # Routes are added, or replace those from `routes_start` on.
+    # New routes are appended, or replace those from `routes_start` on.
     start, num_routed = completion.routes_start, sum(map(len, self._routes))
     if start is not None and start != num_routed:
       if start > num_routed:
         raise ValueError(
           f'The policy gave routes from token {start} on, but the window has '
-          f'only those of {num_routed} tokens before.'
+          f'only those of {num_routed} tokens; none may be left out.'
         )
       self._routes = [np.concatenate(self._routes)[:start]]
     self._routes.append(completion.consumed_expert_ids_TMA)
@@ -62,17 +62,17 @@ class Window:
         f'The policy gave routes of {len(routes_TMA)} tokens for a window of '
         f'{self.length}; all but the last are required.'
       )
-    missing = ((0, 1), (0, 0), (0, 0))
-    tokens_T, is_sampled_T, logprobs_T, versions_T = map(
+    tokens_T, loss_mask_T, logprobs_T, versions_T = map(
       np.concatenate, zip(*self._parts, strict=True)
     )
+    # No pass has consumed the last token.
+    last = ((0, 1), (0, 0), (0, 0))
+    routes_TMA = np.pad(routes_TMA, last, constant_values=records.NO_ROUTE)
     return records.Trajectory(
       tokens_T=tokens_T,
-      loss_mask_T=is_sampled_T,
+      loss_mask_T=loss_mask_T,
       logprobs_T=logprobs_T,
-      expert_ids_TMA=np.pad(
-        routes_TMA, missing, constant_values=records.NO_ROUTE
-      ),
+      expert_ids_TMA=routes_TMA,
       policy_version_T=versions_T,
       temperature=temperature,
     )
@@ -80,14 +80,14 @@ class Window:
 
 @dataclasses.dataclass(kw_only=True)
 class Chain:
-  """The windows of one episode; the last of them grows, in a session.
+  """The windows of one episode, each a session; only the last one grows.
 
   Attributes:
-    name, seed: the first window's session and random numbers; a later one adds
-      the window's index to both.
-    end: token that ends a turn.
-    num_sampled: tokens sampled in all windows.
-    is_open: the last thing sampled lacks its end token.
+    name, seed: session and seed of the first window; those of a later one end
+      in its index.
+    end: id of the token that ends a turn.
+    num_sampled: number of tokens sampled in all windows.
+    is_open: true if the last sampled turn lacks its end token.
   """
 
   policy: environment.Policy
@@ -104,12 +104,12 @@ class Chain:
 
   @property
   def index(self) -> int:
-    """Index of the window that grows; as many summaries were made."""
+    """Index of the growing window, and the number of summaries before it."""
     return len(self._windows) - 1
 
   @property
   def length(self) -> int:
-    """Tokens of the window that grows."""
+    """Number of tokens of the growing window."""
     return self._windows[-1].length
 
   @property
@@ -119,7 +119,7 @@ class Chain:
   def sample(
     self, context_T: np.ndarray, max_new_tokens: int
   ) -> records.Completion:
-    """Continues the window by some context and what the policy samples."""
+    """Continues the window by context and by tokens that the policy samples."""
     completion = self.policy.complete(
       records.SampleRequest(
         session=self._session,
@@ -138,7 +138,7 @@ class Chain:
   def note(
     self, completion: records.Completion, tool: str, outcome: str
   ) -> None:
-    """Records what the completion, sampled last, came to."""
+    """Records the completion sampled last as a turn with its outcome."""
     self.turns.append(
       turns_lib.Turn(
         trajectory=self.index,
@@ -150,7 +150,7 @@ class Chain:
     )
 
   def restart(self) -> None:
-    """Ends the window; the next sample begins another one, empty."""
+    """Ends the window; the next sample begins an empty one."""
     self.close()
     self._windows.append(Window())
     self.is_open = False

@@ -1,7 +1,8 @@
-"""What environments say where no tool answers: a bad call, a failed sandbox."""
+"""Parts that environments share: invalid calls, short quotes, verdicts."""
 
 from composer_jax.agent import environment as environment_lib
 from composer_jax.core import records
+from composer_jax.text import tokenizer
 
 
 class InvalidCall(Exception):
@@ -12,10 +13,19 @@ class InvalidCall(Exception):
     self.outcome = outcome
 
 
+def quoted(text: str, most: int) -> str:
+  """Returns text on one line of at most `most` characters.
+
+  Lone surrogates, which code may answer and no log can hold, are replaced.
+  """
+  text = ' '.join(tokenizer.without_surrogates(text).split())
+  return text if len(text) <= most else f'{text[: most - 3]}...'
+
+
 def broken_verdict(
   environment: environment_lib.Environment, detail: str
 ) -> records.Verdict:
-  """Says that the sandbox failed, and so nothing about the policy."""
+  """Returns the verdict of an episode whose sandbox failed."""
   return records.Verdict(
     passed=False,
     num_passed=0,

@@ -1,15 +1,14 @@
-"""Which tasks a run trains on next: more of what is hard, none of what is done.
+"""Chooses the tasks of each step: more of the hard ones, none that are solved.
 
 Composer 2 upsamples harder data by turns and thinking tokens, drops what is
-solved, and trains on no prompt twice. So nothing is known of a task before it
-is drawn but of what kind it is: its labels, such as the parts of a composition
-or a tier and a package. A label's difficulty is what groups that bore it took,
-relative to all; it is solved once nearly all of its rollouts pass.
+solved, and trains on no prompt twice. So all that is known of a task before it
+is drawn are its labels, such as the parts of a composition or a tier and a
+package. A label's difficulty is the effort of the groups that bore it, relative
+to all groups; it is solved once nearly all of its rollouts pass.
 
 The tasks of a step are a function of the seed and of the outcomes of all steps
-that were trained before any of its groups could be started, which the staleness
-bound tells. Timing has no part in it: a resumed run draws what the killed one
-drew, and so does a worker that starts again.
+that were trained before any group of this step could start (the staleness
+bound). Timing has no part in it: a resumed run draws the same tasks.
 """
 
 import collections
@@ -21,30 +20,29 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from composer_jax.core import files, records
+from composer_jax.core import checks, files, records
 
-# Folder of the workdir with what every trained step showed of its tasks.
+# Folder of the workdir that holds the outcomes of every trained step.
 LEDGER = 'curriculum'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CurriculumOptions:
-  """How strongly difficulty decides.
+  """The influence of difficulty on the draw of tasks.
 
   Attributes:
-    enabled: False draws tasks in order, or in the order of a seed.
-    candidates: of an endless family, drawn for each group; the others of a
-      step are never seen again.
-    turns_power, tokens_power: a label's weight is (its turns / those of all)
-      ** turns_power * (its sampled tokens / those of all) ** tokens_power; 0
-      and 0 treat all alike.
-    max_weight: largest of a label's weight, whose inverse is the smallest.
-    prior_groups: so many groups of average difficulty are believed of a label
-      before the first is seen.
-    solved_rate: share of rollouts that pass from which a label is solved.
-    solved_groups: seen before that is believed.
-    solved_weight: of a task all of whose labels are solved; 0 drops it while
-      there are others.
+    enabled: true to draw by difficulty; false to draw in order, or in the order
+      of a seed.
+    candidates: tasks of an endless family from which each group's is drawn; the
+      others are never seen again.
+    turns_power, tokens_power: exponents p and q of a label's weight, (turns /
+      mean turns)^p (sampled tokens / mean tokens)^q; 0 ignores the factor.
+    max_weight: largest weight of a label; the smallest is its inverse.
+    prior_groups: groups of average difficulty assumed for each label.
+    solved_rate: share of passing rollouts from which a label is solved.
+    solved_groups: groups of a label before it may count as solved.
+    solved_weight: factor for a task whose labels are all solved; 0 draws it
+      only when no other is left.
   """
 
   enabled: bool = False
@@ -58,26 +56,17 @@ class CurriculumOptions:
   solved_weight: float = 0.0
 
   def __post_init__(self):
-    for name, lowest in (
-      ('candidates', 1), ('turns_power', 0), ('tokens_power', 0),
-      ('max_weight', 1), ('prior_groups', 0), ('solved_groups', 1),
-      ('solved_weight', 0),
-    ):  # fmt: skip
-      value = getattr(self, name)
-      if not lowest <= value < math.inf:
-        raise ValueError(
-          f'--config.curriculum.{name} must be at least {lowest}, not {value}.'
-        )
-    if not 0 < self.solved_rate <= 1:
-      raise ValueError(
-        '--config.curriculum.solved_rate must lie above 0 and at most at 1, '
-        f'not {self.solved_rate}.'
-      )
+    checks.at_least(self, 1, 'candidates', 'solved_groups')
+    checks.number(self, 0, 'turns_power', 'tokens_power', 'prior_groups')
+    checks.number(self, 0, 'solved_weight')
+    checks.number(self, 1, 'max_weight')
+    is_share = 0 < self.solved_rate <= 1
+    checks.require(self, 'solved_rate', is_share, 'lie above 0, at most at 1')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-  """A task that could be drawn, and what kind it is of."""
+  """A task that could be drawn, with its labels."""
 
   task_id: str
   labels: tuple[str, ...]
@@ -85,13 +74,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-  """What a trained group showed of its task.
+  """Counts over the rollouts of a trained group.
 
   Attributes:
-    judged: rollouts that a sandbox judged; the others say nothing.
-    passed: of those, the ones that passed and were not flagged.
-    turns: of the judged, in all.
-    tokens: that the policy sampled in the judged, in all.
+    judged: number of rollouts that a sandbox judged; only they count.
+    passed: number of rollouts that passed without a flag.
+    turns: number of turns in all rollouts.
+    tokens: number of tokens that the policy sampled in all rollouts.
   """
 
   group: int
@@ -103,28 +92,24 @@ class Outcome:
 
 
 def outcome_of(group: records.Group) -> Outcome:
-  judged = [
-    r
-    for r in group.rollouts
-    if r.verdict.status != records.INFRASTRUCTURE
-  ]  # fmt: skip
+  broken = records.INFRASTRUCTURE
+  judged = [r for r in group.rollouts if r.verdict.status != broken]
+  windows = [t for r in judged for t in r.trajectories]
   return Outcome(
     group=group.group,
     task_id=group.task_id,
     judged=len(judged),
     passed=sum(r.verdict.passed and not r.flags for r in judged),
     turns=sum(r.num_turns for r in judged),
-    tokens=sum(
-      int(t.loss_mask_T.sum()) for r in judged for t in r.trajectories
-    ),
+    tokens=sum(int(t.loss_mask_T.sum()) for t in windows),
   )
 
 
 class Ledger:
-  """Outcomes of the steps of a run, one file a step, whole or absent.
+  """Outcomes of the steps of a run, in one file per step, whole or absent.
 
-  A step's file is written before the policy that it gives is published, and
-  writing it again replaces it, so that every group counts exactly once.
+  A step's file is written before its policy is published, and writing it again
+  replaces it, so that every group counts exactly once.
   """
 
   def __init__(self, folder: str | pathlib.Path):
@@ -141,56 +126,55 @@ class Ledger:
     path = self.path(step)
     if not path.exists():
       raise ValueError(
-        f'{path} is missing: the tasks after step {step} depend on what its '
-        'groups showed. Put it back, or begin a new --workdir.'
+        f'{path} is missing: the tasks after step {step} depend on the '
+        'outcomes of its groups. Put it back, or begin a new --workdir.'
       )
     try:
       return [Outcome(**row) for row in files.read_json(path)]
     except TypeError as error:
-      raise ValueError(f'{path} is damaged ({error}).') from error
+      raise ValueError(
+        f'{path} is damaged ({error}). Put it back, or begin a new --workdir.'
+      ) from error
 
   def truncate(self, steps: int) -> None:
-    """Forgets steps from this one on, which will be trained again."""
+    """Deletes the files of step `steps` and later, to be trained again."""
     for path in self._folder.glob('[0-9]*.json'):
       if int(path.stem) >= steps:
         path.unlink()
 
 
 _COUNTED = ('judged', 'passed', 'turns', 'tokens')
-# Sums of `_COUNTED`, and the number of 'groups', over the groups of a label.
+# Sums of `_COUNTED` over groups, and the number of 'groups'.
 _Tally = collections.Counter[str]
 
 
 class Difficulty:
-  """What is known of labels from outcomes; order does not matter."""
+  """Estimates of labels from outcomes, in any order."""
 
   def __init__(self, options: CurriculumOptions):
     self._options = options
-    self._all: _Tally = _Tally()
-    self._of: dict[str, _Tally] = {}
+    self._all = _Tally()
+    self._by_label: dict[str, _Tally] = collections.defaultdict(_Tally)
 
   def add(self, outcome: Outcome, labels: Sequence[str]) -> None:
     if not outcome.judged:
       return
     counts = {name: getattr(outcome, name) for name in _COUNTED}
-    for tally in (
-      self._all,
-      *(self._of.setdefault(x, _Tally()) for x in labels),
-    ):
+    for tally in (self._all, *(self._by_label[label] for label in labels)):
       tally.update(counts, groups=1)
 
   def _relative(self, tally: _Tally, name: str) -> float:
-    """A label's mean per rollout over that of all, drawn towards 1."""
+    """Mean per rollout of a label over that of all, drawn towards 1."""
     mean = self._all[name] / self._all['judged']
     if not mean:
       return 1.0
-    own = tally[name] / tally['judged'] / mean
+    ratio = tally[name] / tally['judged'] / mean
     prior = self._options.prior_groups
-    return (prior + tally['groups'] * own) / (prior + tally['groups'])
+    return (prior + tally['groups'] * ratio) / (prior + tally['groups'])
 
   def weight(self, label: str) -> float:
-    """Of the label's effort alone; 1 for one that was never seen."""
-    tally, o = self._of.get(label), self._options
+    """Returns the weight of a label's effort; 1 if it was never seen."""
+    tally, o = self._by_label.get(label), self._options
     if tally is None:
       return 1.0
     weight = self._relative(tally, 'turns') ** o.turns_power
@@ -198,12 +182,9 @@ class Difficulty:
     return min(max(weight, 1 / o.max_weight), o.max_weight)
 
   def is_solved(self, label: str) -> bool:
-    tally = self._of.get(label)
-    return (
-      tally is not None
-      and tally['groups'] >= self._options.solved_groups
-      and tally['passed'] >= self._options.solved_rate * tally['judged']
-    )
+    tally, o = self._by_label.get(label, _Tally()), self._options
+    is_known = tally['groups'] >= o.solved_groups
+    return is_known and tally['passed'] >= o.solved_rate * tally['judged']
 
   def task_weight(self, labels: Sequence[str]) -> float:
     """Geometric mean of the labels' weights, times solved_weight if solved."""
@@ -215,7 +196,7 @@ class Difficulty:
 
   @property
   def solved(self) -> list[str]:
-    return sorted(label for label in self._of if self.is_solved(label))
+    return sorted(label for label in self._by_label if self.is_solved(label))
 
 
 def draw(
@@ -224,10 +205,10 @@ def draw(
   count: int,
   seed: tuple[int, ...],
 ) -> list[Candidate]:
-  """Draws without replacement, each next one in proportion to its weight.
+  """Draws without replacement, each time in proportion to the weights.
 
-  Efraimidis and Spirakis' exponential keys: the smallest of e / weight, with e
-  exponential, come first. Weight 0 comes after all others.
+  Sorts by e / weight with e exponential (Efraimidis and Spirakis 2006);
+  candidates of weight 0 come last.
   """
   if len(candidates) < count:
     raise ValueError(
@@ -236,22 +217,20 @@ def draw(
       'make more tasks.'
     )
   waits = np.random.default_rng(seed).exponential(size=len(candidates))
-  order = sorted(
-    range(len(candidates)),
-    key=lambda i: (
-      (0, waits[i] / weights[i]) if weights[i] > 0 else (1, waits[i])
-    ),
-  )
+  keys = [
+    (w <= 0, e / w if w > 0 else e) for e, w in zip(waits, weights, strict=True)
+  ]
+  order = sorted(range(len(keys)), key=keys.__getitem__)
   return [candidates[i] for i in order[:count]]
 
 
 class DifficultyCurriculum:
-  """The tasks of a run's groups, by id.
+  """Assigns task ids to the groups of a run.
 
   Consumes: the ledger's steps in order, each once.
-  Waits for: nothing; a step that is asked for before the ledger can tell its
-    tasks is an error, since admission never does.
-  Woken by: whoever admits a group.
+  Waits for: nothing; asking for a step whose outcomes the ledger lacks is an
+    error, which the staleness bound of admission rules out.
+  Woken by: the admission of a group.
   Produces: task ids, none of them twice.
   """
 
@@ -268,9 +247,9 @@ class DifficultyCurriculum:
     """Begins at step 0, whatever the ledger holds.
 
     Args:
-      pool: step -> what may be drawn for it; ids drawn before are left out.
-      prompts: groups of a step.
-      max_staleness: steps that groups may be started ahead of their training.
+      pool: step -> candidates for it; ids drawn before are left out.
+      prompts: number of groups in a step.
+      max_staleness: number of steps by which groups may start before training.
     """
     self._pool, self._ledger, self._options = pool, ledger, options
     self._prompts, self._lag, self._seed = prompts, max_staleness, seed
@@ -284,23 +263,19 @@ class DifficultyCurriculum:
   def task_of(self, group: int) -> str:
     return self._at(group // self._prompts)[group % self._prompts].task_id
 
-  def weights_of(self, step: int) -> list[float]:
-    """What the tasks of a step weighed when they were drawn."""
-    self._at(step)
-    return self._weights[step]
-
   def record(self, step: int, groups: Iterable[records.Group]) -> None:
     """Puts a trained step into the ledger."""
     self._ledger.put(step, [outcome_of(g) for g in groups])
 
   def truncate(self, steps: int) -> None:
-    """Forgets steps from this one on; before any is asked for."""
+    """Forgets step `steps` and later; call it before any draw."""
     assert not self._drawn
     self._ledger.truncate(steps)
 
   def measure(self, step: int) -> dict[str, float]:
-    """How hard the tasks of a step were held to be, for its metrics."""
-    weights = self.weights_of(step)
+    """Returns metrics of the difficulty of a step's tasks."""
+    self._at(step)
+    weights = self._weights[step]
     return {
       'difficulty': sum(weights) / len(weights),
       'solved_labels': len(self._difficulty.solved),
@@ -316,13 +291,13 @@ class DifficultyCurriculum:
     while self._num_known < step - self._lag:
       self._learn(self._num_known)
       self._num_known += 1
-    left = [c for c in self._pool(step) if c.task_id not in self._used]
-    weights = [self._difficulty.task_weight(c.labels) for c in left]
-    drawn = draw(left, weights, self._prompts, (self._seed, step))
-    of_task = dict(zip((c.task_id for c in left), weights, strict=True))
+    unused = [c for c in self._pool(step) if c.task_id not in self._used]
+    weights = [self._difficulty.task_weight(c.labels) for c in unused]
+    drawn = draw(unused, weights, self._prompts, (self._seed, step))
+    by_id = {c.task_id: w for c, w in zip(unused, weights, strict=True)}
     self._used |= {c.task_id for c in drawn}
     self._drawn.append(drawn)
-    self._weights.append([of_task[c.task_id] for c in drawn])
+    self._weights.append([by_id[c.task_id] for c in drawn])
 
   def _learn(self, step: int) -> None:
     for place, outcome in enumerate(self._ledger.get(step)):
@@ -330,8 +305,8 @@ class DifficultyCurriculum:
       group = step * self._prompts + place
       if (outcome.group, outcome.task_id) != (group, expected.task_id):
         raise ValueError(
-          f'{self._ledger.path(step)} tells of group {outcome.group} on task '
-          f'{outcome.task_id!r} where group {group} was drawn to be on '
-          f'{expected.task_id!r}: it is of another run.'
+          f'{self._ledger.path(step)} has group {outcome.group} on task '
+          f'{outcome.task_id!r}, but group {group} was drawn on '
+          f'{expected.task_id!r}: it is of another run. Begin a new --workdir.'
         )
       self._difficulty.add(outcome, expected.labels)

@@ -1,4 +1,4 @@
-"""What judges the code of a policy: which sandbox a run has, and opening it."""
+"""Chooses and opens the sandbox in which tests judge the code of a policy."""
 
 import contextlib
 import pathlib
@@ -10,7 +10,7 @@ from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks.list_functions import runners
 from composer_jax.telemetry import progress
 
-_CHOSEN = 'sandbox.json'  # of a workdir
+_CHOSEN = 'sandbox.json'  # In the workdir.
 
 
 @contextlib.contextmanager
@@ -21,13 +21,12 @@ def open_runner(
   images: str = '',
   requirements: Sequence[str] = (),
 ) -> Iterator[seams.Runner]:
-  """Opens what runs the tests; closed on exit.
+  """Opens the runner of a run's tests; closed on exit.
 
   Args:
-    options: limits and packages.
     level: isolation, in place of that of the options.
     images: folder of a task set; '' for tasks that bring their files.
-    requirements: distributions that its test suites import.
+    requirements: distributions that the set's test suites import.
   """
   if level == 'static':
     yield runners.StaticRunner()
@@ -40,10 +39,8 @@ def open_runner(
     images=pathlib.Path(images).resolve() if images else None,
     packages=[*options.packages, *requirements],
   )
-  try:
+  with contextlib.closing(sandbox):
     yield sandbox
-  finally:
-    sandbox.close()
 
 
 def settle(
@@ -54,21 +51,16 @@ def settle(
   needs_execution: bool,
   probe: Callable[[], list[tuple[str, bool, str]]] = sandboxes.probe,
 ) -> str:
-  """Decides what judges code before anything is trained, and says so.
+  """Returns the isolation level of a run, decided before any training.
 
-  Where no namespaces are to be had, the run goes on with verifier tasks that
-  execute no generated code. The decision is kept in the workdir: a resumed run
+  Where no isolation works, tasks that can be judged by form are, and no
+  generated code is executed. The level is kept in the workdir: a resumed run
   must not change its judge.
 
   Args:
-    workdir: of the run.
-    options: of the run.
-    open_level: level -> runner, to try one that was asked for.
-    needs_execution: the tasks cannot be judged by their form.
-    probe: tells which levels work here.
-
-  Returns:
-    The level.
+    open_level: level -> runner, to try a level that the options ask for.
+    needs_execution: true if the tasks cannot be judged by form.
+    probe: returns (level, true if it works here, reason) of every level.
 
   Raises:
     ValueError: the level that was asked for does not work here, or none does.
@@ -79,21 +71,21 @@ def settle(
   if options.level != 'auto':
     level = options.level
     with open_level(level):
-      pass  # Refused now rather than after the training before it.
+      pass  # An error comes now rather than after pretraining.
   else:
     probed = probe()
     usable = [n for n, works, _ in probed if works and n != 'rlimits']
     level = usable[0] if usable else 'static'
-    say = progress.teller('sandbox')
+    report = progress.teller('sandbox')
     for name, works, why in probed:
-      say(f'{name}: {"works" if works else "not here"}: {why}')
+      report(f'{name}: {"works" if works else "not here"}: {why}')
     if level == 'static' and needs_execution:
       raise ValueError(
         'The tasks of this run execute code of the policy, and no isolation '
         'works here: ' + '; '.join(f'{name}: {why}' for name, _, why in probed)
       )
     if level == 'static':
-      say(
+      report(
         'No isolation here, so no generated code is executed: the tasks are '
         'judged by form (verifier tasks). For real execution use Linux with '
         'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1; '
@@ -102,6 +94,6 @@ def settle(
         'started with --privileged), with bubblewrap where there is one.'
       )
     else:
-      say(f'code is judged in {level}')
+      report(f'code is judged in {level}')
   files.write_json(path, {'level': level})
   return level

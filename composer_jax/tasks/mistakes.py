@@ -1,10 +1,9 @@
 """Finds the turns of an episode that went wrong, and writes a hint on each.
 
-A hint is a message of the harness, put where it would have helped: right before
-the faulty call, in the place of one more answer. The policy never reads it. It
-goes into the record, and `rl.hints.distill` lets a teacher score the same call
-with it. What a mistake is and what its hint says is data: a kind of mistake is
-a row of `DETECTORS`, and a config gives it a template.
+A hint is a message of the harness, placed where it would have helped: right
+before the faulty call, like one more answer. The policy never reads it. It goes
+into the record, and `rl.hints.distill` lets a teacher score the same call with
+it. A kind of mistake is a row of `DETECTORS`, and a config gives it a template.
 """
 
 import dataclasses
@@ -17,23 +16,19 @@ import numpy as np
 from composer_jax.agent import environment
 from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
+from composer_jax.tasks import calls
 from composer_jax.text import chat
 
-# Characters of an answer or call that a hint repeats.
+# Most characters of an answer or call that a hint repeats.
 _MAX_QUOTED = 200
 
-
-def _outcome(outcome: str) -> Callable[[environment.Moment], bool]:
-  return lambda moment: moment.turn.outcome == outcome
-
-
-# kind -> whether a turn is such a mistake.
+# Kind of mistake -> predicate, true for a turn with that mistake.
 DETECTORS: Mapping[str, Callable[[environment.Moment], bool]] = {
-  'unknown_tool': _outcome(turns_lib.UNKNOWN_TOOL),
-  'bad_arguments': _outcome(turns_lib.BAD_ARGUMENTS),
-  'not_a_call': _outcome(turns_lib.NOT_A_CALL),
-  'failed_edit': _outcome(turns_lib.FAILED_EDIT),
-  'unfinished_todo': lambda moment: moment.is_final and moment.open_todos > 0,
+  'unknown_tool': lambda m: m.turn.outcome == turns_lib.UNKNOWN_TOOL,
+  'bad_arguments': lambda m: m.turn.outcome == turns_lib.BAD_ARGUMENTS,
+  'not_a_call': lambda m: m.turn.outcome == turns_lib.NOT_A_CALL,
+  'failed_edit': lambda m: m.turn.outcome == turns_lib.FAILED_EDIT,
+  'unfinished_todo': lambda m: m.is_final and m.open_todos > 0,
 }
 
 _FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
@@ -41,15 +36,15 @@ _FIELDS = ('tools', 'usage', 'answer', 'call', 'todos')
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HintOptions:
-  """Which mistakes get a hint, and what it says.
+  """The mistakes that get a hint, and the texts of the hints.
 
   Attributes:
-    templates: (kind of mistake, text) pairs; the first whose detector finds its
-      mistake speaks, () for no hints. In braces: `tools` that exist, `usage` of
-      the tool that the call names, `answer` of the environment, `call` as
-      written, number of open `todos`.
-    max_hints: hints on an episode, the first ones: each is another forward pass
-      over all tokens before it.
+    templates: (kind of mistake, text) pairs, () for no hints; the first pair
+      whose mistake a turn shows gives its hint. In braces: `tools` that exist,
+      `usage` of the tool that the call names, `answer` of the environment,
+      `call` as written, number of open `todos`.
+    max_hints: most hints on an episode, the first ones: each costs another
+      forward pass over all tokens before it.
   """
 
   templates: tuple[tuple[str, str], ...] = (
@@ -68,8 +63,8 @@ class HintOptions:
     kinds = [kind for kind, _ in pairs]
     if len(set(kinds)) != len(kinds) or set(kinds) - set(DETECTORS):
       raise ValueError(
-        f'HintOptions.templates names {kinds}; it may name each kind of '
-        f'mistake once, of {sorted(DETECTORS)}.'
+        f'HintOptions.templates names {kinds}; it may name each of '
+        f'{sorted(DETECTORS)} once.'
       )
     for kind, text in pairs:
       try:
@@ -94,17 +89,17 @@ class HintOptions:
   ) -> tuple[turns_lib.Hint, ...]:
     """Returns hints on the faulty turns of an episode, in order.
 
-    However long a hint is, it is kept here: what does not fit beside its turn
-    is dropped and counted where rows have a length (`rl.hints.batching`).
+    They may be of any length: `rl.hints.batching` drops and counts those that
+    do not fit in a row with their turn.
     """
     hints: list[turns_lib.Hint] = []
     for moment in moments:
-      spoken = (p for p in self.templates if DETECTORS[p[0]](moment))
-      kind, template = next(spoken, ('', ''))
+      matching = (p for p in self.templates if DETECTORS[p[0]](moment))
+      kind, template = next(matching, ('', ''))
       if not kind or len(hints) == self.max_hints:
         continue
       turn = moment.turn
-      # Before the marker that opens the call, where a message may stand.
+      # A message may stand before the marker that opens the call.
       prefix_T = chat.call_prefix(tokenizer)
       at = max(turn.start - len(prefix_T), 0)
       before_T = windows[turn.trajectory][at : turn.start]
@@ -129,13 +124,7 @@ def _fields(
   return {
     'tools': ', '.join(tools),
     'usage': usage(named[0]) if named else '; '.join(map(usage, tools)),
-    'answer': _quoted(moment.answer),
-    'call': _quoted(moment.call),
+    'answer': calls.quoted(moment.answer, _MAX_QUOTED),
+    'call': calls.quoted(moment.call, _MAX_QUOTED),
     'todos': moment.open_todos,
   }
-
-
-def _quoted(text: str) -> str:
-  # Lone surrogates, which code may answer, are no text that could be encoded.
-  text = ' '.join(text.encode('utf-8', 'replace').decode().split())
-  return text if len(text) <= _MAX_QUOTED else f'{text[: _MAX_QUOTED - 3]}...'

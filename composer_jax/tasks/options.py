@@ -1,7 +1,8 @@
-"""The sections of a run's config that say what is practised and shown."""
+"""The sections of a run's config for tasks and demonstrations."""
 
 import dataclasses
 
+from composer_jax.core import checks
 from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.repository import environment, task_set
 
@@ -13,11 +14,11 @@ class TaskOptions:
   Attributes:
     family: 'list_functions', whose tasks are generated, or 'deletion', whose
       tasks are read from a folder.
-    folder: set of tasks that `experiments.make_tasks` made; '' for families
-      that need none.
+    folder: task set that `experiments.make_tasks` made; '' for families that
+      need none.
     tiers: kinds of deletion, () for all.
-    repository: tools of tasks on repositories. Tasks of list functions have
-      terse ones of their own.
+    repository: tools of tasks on repositories; tasks of list functions have
+      terse tools of their own.
   """
 
   family: str = 'list_functions'
@@ -34,22 +35,13 @@ class TaskOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DemonstrationOptions:
-  """SFT transcripts: how many, and the noise that RL has to unlearn.
+class DemonstrationOptions(demonstrations.Noise):
+  """SFT transcripts: their number, and the noise that RL has to unlearn.
 
   Attributes:
-    count: transcripts, on training tasks only.
+    count: number of transcripts, all on training tasks.
     conversations: file of the user's own conversations to learn beside them,
       for an imported model; '' for none.
-    wrong_tool: probability that a call is to a tool that does not exist.
-    wrong_arguments: probability that a call names a file or function that is
-      not there, or has an argument too few.
-    detour: probability of a valid call that is of no use.
-    skip_read: probability of an edit without having read.
-    wrong_edit: probability that a body is that of a near composition.
-    broken_edit: probability that a body lacks its last bracket or word.
-    skip_test: probability of finishing after an edit without a test.
-    give_up: probability of finishing after an error or a failed test.
   """
 
   count: int = 7000
@@ -64,12 +56,5 @@ class DemonstrationOptions:
   give_up: float = 0.35
 
   def __post_init__(self):
-    if self.count < 1:
-      raise ValueError(
-        f'--config.demonstrations.count must be at least 1, not {self.count}.'
-      )
-    self.noise()
-
-  def noise(self) -> demonstrations.Noise:
-    names = [f.name for f in dataclasses.fields(demonstrations.Noise)]
-    return demonstrations.Noise(**{name: getattr(self, name) for name in names})
+    checks.at_least(self, 1, 'count')
+    demonstrations.Noise.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Surgery on the source text of one function, and its normal form."""
+"""Parsing, replacing and comparing the body of one function."""
 
 import ast
 import textwrap
@@ -6,14 +6,14 @@ import threading
 
 INDENT = '    '
 
-# Python 3.11 counts the depth of the tree that it builds in a place that all
-# threads share; parsing in several at once fails with a SystemError
-# (python/cpython#106905). Episodes parse in threads.
+# Python 3.11's parser has a depth counter that all threads share, and fails
+# with a SystemError when threads, such as those of episodes, parse at once
+# (python/cpython#106905).
 _PARSING = threading.Lock()
 
 
 def find(tree: ast.Module, function: str) -> ast.FunctionDef | None:
-  """The top-level function of that name, or None."""
+  """Returns the top-level function of that name, or None."""
   for node in tree.body:
     if isinstance(node, ast.FunctionDef) and node.name == function:
       return node
@@ -24,8 +24,8 @@ def parse(text: str) -> ast.Module:
   """Parses text that a policy wrote.
 
   Raises:
-    ValueError: for everything the parser may refuse, too deep nesting and null
-      bytes included, with a one-line reason.
+    ValueError: the parser refuses the text, for a syntax error, too deep
+      nesting or a null byte; gives a one-line reason.
   """
   try:
     with _PARSING:
@@ -39,10 +39,10 @@ def parse(text: str) -> ast.Module:
 def check(text: str) -> ast.Module:
   """Parses and compiles a whole module; nothing is executed.
 
-  `break` outside a loop parses, and fails when the module is imported.
+  Some faults, such as `break` outside a loop, only compiling shows.
 
   Raises:
-    ValueError: as `parse`, and for what does not compile.
+    ValueError: the text does not parse or does not compile.
   """
   tree = parse(text)
   try:
@@ -58,27 +58,27 @@ def replace_body(text: str, function: str, body: str) -> str:
   """Gives a function another body; signature and docstring stay.
 
   The body is parsed on its own first, so that an open bracket or quote in it
-  cannot swallow what follows the function: nothing outside the body can change.
+  cannot swallow the code after the function: nothing outside the body changes.
 
   Args:
-    text: a module that parses, each function's body on lines of its own.
-    function: a top-level function of it.
+    text: module that parses, each function's body on lines of its own.
+    function: name of a top-level function of the module.
     body: statements at any common indentation.
 
   Raises:
-    LookupError: no such function.
+    LookupError: the module has no such function.
     ValueError: the body is empty or does not parse.
   """
   node = find(parse(text), function)
   if node is None:
     raise LookupError(function)
-  # The parser ends lines at \r too; `splitlines` at more characters than it.
+  # The parser ends lines at \r too, and `splitlines` at still more characters.
   body = body.replace('\r\n', '\n').replace('\r', '\n').expandtabs(4)
   body = textwrap.dedent(body).strip('\n')
   indented = '\n'.join(
     INDENT + line if line.strip() else line for line in body.split('\n')
   )
-  # `pass` holds the body to the indentation it will have in the file.
+  # After `pass` the body must have the indentation that it gets in the file.
   alone = parse(f'def f():\n{INDENT}pass\n{indented}\n').body
   if len(alone) != 1 or not isinstance(alone[0], ast.FunctionDef):
     raise ValueError('the body leaves its function')
@@ -92,7 +92,7 @@ def replace_body(text: str, function: str, body: str) -> str:
 
 
 class _Renamer(ast.NodeTransformer):
-  """Replaces bound names by their order of binding."""
+  """Replaces names by a table."""
 
   def __init__(self, names: dict[str, str]):
     self.names = names
@@ -102,16 +102,16 @@ class _Renamer(ast.NodeTransformer):
 
 
 def normal_form(function: ast.FunctionDef) -> str:
-  """The function's statements up to the names it binds; docstring left out.
+  """Returns a function's statements with the names it binds numbered.
 
-  Bound are positional parameters and what a statement or comprehension assigns,
-  one name being one variable in all scopes. That suits bodies without inner
-  functions and classes: a lambda's parameter keeps its name, so two bodies with
-  one may share a form and differ. Of the signature only the order of positional
-  parameters counts; decorators and defaults do not.
+  Bound names are the positional parameters and those that a statement or
+  comprehension assigns, one variable per name in all scopes. That suits bodies
+  without inner functions: a lambda's parameter keeps its name, so two different
+  bodies with a lambda may share a form. Docstring, decorators and defaults do
+  not count.
 
   Raises:
-    ValueError: nested too deeply to be compared.
+    ValueError: the function is nested too deeply to be compared.
   """
   bound = [argument.arg for argument in function.args.args]
   bound += [
@@ -120,9 +120,8 @@ def normal_form(function: ast.FunctionDef) -> str:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
   ]
   # No identifier, so that no free name can be taken for a bound one.
-  names = {name: f'<{i}>' for i, name in enumerate(dict.fromkeys(bound))}
+  renamer = _Renamer({n: f'<{i}>' for i, n in enumerate(dict.fromkeys(bound))})
   has_doc = ast.get_docstring(function, clean=False) is not None
-  renamer = _Renamer(names)
   try:
     dumps = [ast.dump(renamer.visit(x)) for x in function.body[has_doc:]]
   except RecursionError as error:
@@ -131,7 +130,7 @@ def normal_form(function: ast.FunctionDef) -> str:
 
 
 def normal_body(body: str, argument: str) -> str:
-  """`normal_form` of a function with this body; ValueError if there is none."""
+  """Returns the `normal_form` of a function of one argument with this body."""
   body = textwrap.indent(textwrap.dedent(body), INDENT)
   text = f'def f({argument}):\n{body}\n'
   function = parse(text).body[0]

@@ -7,6 +7,7 @@ samples the text of the call and its `<|end|>`. Message text never yields a
 special token (see tokenizer.encode), so a tool result cannot pose as a message.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,63 +22,54 @@ def _message(tokenizer: Any, opening: int, text: str) -> np.ndarray:
 
 
 def user(tokenizer: Any, text: str) -> np.ndarray:
-  """int32 ids of what the user says."""
+  """Returns the int32 ids of a user's message."""
   return _message(tokenizer, tokenizer.USER, text)
 
 
 def tool(tokenizer: Any, text: str) -> np.ndarray:
-  """int32 ids of what a tool answers."""
+  """Returns the int32 ids of a tool's answer."""
   return _message(tokenizer, tokenizer.TOOL, text)
 
 
 def call_prefix(tokenizer: Any) -> np.ndarray:
-  """int32 ids after which the policy writes a call."""
+  """Returns the int32 ids after which the policy writes a call."""
   return np.asarray([tokenizer.CALL], np.int32)
 
 
 def is_text(tokenizer: Any, ids: np.ndarray) -> bool:
-  """Whether ids are all of text: none special, none beyond the vocabulary.
+  """True if no id is special or beyond the vocabulary.
 
   A model may have more logits than its tokenizer has ids.
   """
-  specials = tokenizer.special_ids
-  return all(
-    i < tokenizer.vocab_size and i not in specials for i in ids.tolist()
-  )
+  size, specials = tokenizer.vocab_size, tokenizer.special_ids
+  return all(i < size and i not in specials for i in ids.tolist())
 
 
 def turns(tokenizer: Any, tokens_T: np.ndarray) -> list[dict[str, str]]:
-  """Readable messages of a window.
+  """Returns a window's messages, `{'role': ..., 'text': ...}` each.
 
-  As `{'role': 'user' | 'call' | 'tool' | 'text', 'text': ...}`. Tokens before
-  the first role marker form a message of role 'text'; special or unknown tokens
-  inside a message, which only a policy can put there, are shown as their ids in
-  angle brackets.
+  The roles are 'user', 'call' and 'tool', and 'text' for tokens before the
+  first role marker. Special or unknown tokens inside a message, which only a
+  policy can put there, are shown as their ids in angle brackets.
   """
   roles = {int(getattr(tokenizer, r)): r.lower() for r in _ROLES}
-  specials = tokenizer.special_ids
-  messages: list[tuple[str, list[str]]] = []
-  plain: list[int] = []
+  size, specials = tokenizer.vocab_size, tokenizer.special_ids
+  messages: list[dict[str, str]] = []
   is_open = False
-
-  def flush() -> None:
-    if plain:
+  for is_plain, run in itertools.groupby(
+    np.asarray(tokens_T).tolist(), lambda t: t < size and t not in specials
+  ):
+    if is_plain:
       if not messages:
-        messages.append(('text', []))
-      messages[-1][1].append(tokenizer.decode(np.asarray(plain, np.int32)))
-      plain.clear()
-
-  for token in np.asarray(tokens_T).tolist():
-    if token not in specials and token < tokenizer.vocab_size:
-      plain.append(token)
+        messages.append({'role': 'text', 'text': ''})
+      messages[-1]['text'] += tokenizer.decode(np.array([*run], np.int32))
       continue
-    flush()
-    if token == tokenizer.END:
-      is_open = False
-    elif token in roles and not is_open:
-      messages.append((roles[token], []))
-      is_open = True
-    elif messages:
-      messages[-1][1].append(f'<{token}>')
-  flush()
-  return [{'role': role, 'text': ''.join(parts)} for role, parts in messages]
+    for token in run:
+      if token == tokenizer.END:
+        is_open = False
+      elif token in roles and not is_open:
+        messages.append({'role': roles[token], 'text': ''})
+        is_open = True
+      elif messages:
+        messages[-1]['text'] += f'<{token}>'
+  return messages

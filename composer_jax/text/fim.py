@@ -1,11 +1,10 @@
 """Fill-in-the-middle: documents rearranged so that a prefix model can infill.
 
 Bavarian et al. 2022, "Efficient Training of Language Models to Fill in the
-Middle": cut a document in three at random, move the middle last, mark the
-parts. Half of the time in PSM order, half in SPM order (their section 2.2;
-the SPM form keeps prefix and middle together behind the middle mark). The cuts
-fall between tokens here, not between characters, so a middle never starts
-inside a token.
+Middle": cut a document in three at random, mark the parts and move the middle
+to the end. Half of the documents are in PSM order, half in SPM order (their
+section 2.2; the SPM form keeps prefix and middle together behind the middle
+mark). Here the cuts fall between tokens, so no middle starts inside a token.
 """
 
 import dataclasses
@@ -15,9 +14,9 @@ import numpy as np
 
 from composer_jax.text import tokenizer as tokenizers
 
-# Three marks, and an end after the middle where the piece had none.
+# Most tokens added: three marks, and an EOD where the document has none.
 OVERHEAD = 4
-# Of the rearranged: suffix, prefix, middle.
+# Share of rearranged documents in the order suffix, prefix, middle.
 _SPM_SHARE = 0.5
 
 
@@ -33,7 +32,7 @@ class Marks:
 
 
 def marks_of(tokenizer: Any) -> Marks:
-  """Those of a tokenizer, or of the class of our own."""
+  """Returns the marks of a tokenizer, or of the class `Tokenizer`."""
   return Marks(
     bos=tokenizer.BOS,
     eod=tokenizer.EOD,
@@ -54,19 +53,18 @@ def transform(
 ) -> np.ndarray:
   """Rearranges a document with probability `rate`.
 
-  A leading BOS stays first; the middle ends with EOD, which tells the model
-  where to stop, added where the document has none. Every token stays, with at
-  most `OVERHEAD` more.
+  A leading BOS stays first; an EOD after the middle tells the model where to
+  stop. No token is lost, and at most `OVERHEAD` are added.
 
   Args:
     ids: int32 tokens of a document or of a piece of one.
-    rng: draws the choice and the two cuts.
-    rate: probability of rearranging at all.
-    marks: of the tokenizer that made the tokens.
+    rng: source of the choice and of the two cuts.
+    rate: probability of rearranging the document.
+    marks: ids of the tokenizer that made the tokens.
 
   Raises:
     ValueError: the rate is not a probability, or the document already holds
-      marks, which could not be told from those added.
+      marks.
   """
   if not 0 <= rate <= 1:
     raise ValueError(f'FIM rate must lie in [0, 1], not {rate}.')
@@ -74,7 +72,10 @@ def transform(
     return ids
   three = (marks.prefix, marks.middle, marks.suffix)
   if np.isin(ids, three).any():
-    raise ValueError('The document already holds fill-in-the-middle marks.')
+    raise ValueError(
+      f'The document already holds fill-in-the-middle marks {three}: transform '
+      'it once, or take them out.'
+    )
   head, body = np.split(ids, [int(ids[:1].tolist() == [marks.bos])])
   if body[-1:].tolist() == [marks.eod]:
     body = body[:-1]

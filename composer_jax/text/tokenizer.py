@@ -1,10 +1,9 @@
 """Byte-level BPE with special tokens that no text can spell.
 
-The special tokens are ids that the merges know nothing about: they are added
-here, in front of the BPE's own ids, and `encode` cannot produce them. Text that
-spells '<|end|>' (a tool's output, a file in a repository) is encoded as the
-seven or so ordinary tokens it is, so nothing that a policy reads or prints can
-close its own turn.
+The ids of special tokens are added here, in front of the BPE's own ids, and
+`encode` cannot produce them. Text that spells '<|end|>' (a tool's output, a
+file in a repository) is encoded as about seven ordinary tokens, so nothing that
+a policy reads or prints can close its own turn.
 """
 
 import json
@@ -33,10 +32,9 @@ SPECIALS = (
 )
 MIN_VOCAB_SIZE = len(SPECIALS) + 256
 
-# A line break keeps its indentation, so that a block of code costs one token a
-# line for its shape; digits stand alone, so that a number's tokens do not
-# depend on what else was in the corpus; snake_case splits before underscores,
-# so that the parts of a name are shared between names.
+# A line break keeps its indentation, so that the shape of code costs one token
+# a line; digits stand alone, so that the tokens of a number do not depend on
+# the corpus; snake_case splits before underscores, so that names share parts.
 _WORDS = (
   r'(?:\r?\n)+[ \t]*'
   r'| ?_*\p{L}+'
@@ -47,7 +45,7 @@ _WORDS = (
 
 
 def byte_alphabet() -> dict[str, int]:
-  """Returns the printable stand-in of every byte, as byte-level BPE has it.
+  """Maps the printable stand-in that byte-level BPE has for each byte to it.
 
   Radford et al. 2019: printable Latin-1 bytes stand for themselves, the other
   68 are moved to U+0100 and on, in order.
@@ -60,12 +58,12 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenizerLike(Protocol):
-  """What turns a corpus into tokens: ours, or one of another model.
+  """Turns a corpus into tokens: this project's tokenizer or another model's.
 
   Attributes:
     BOS: id before a document.
     EOD: id after a document.
-    vocab_size: ids in all, special tokens included.
+    vocab_size: number of ids, special tokens included.
   """
 
   BOS: int
@@ -78,7 +76,7 @@ class TokenizerLike(Protocol):
 
 
 class Tokenizer:
-  """Text to int32 ids and back.
+  """Turns text into int32 ids and back.
 
   Special tokens are attributes of the class: `Tokenizer.END`. Ids 0 to 9 are
   special, the next 256 are single bytes, merges follow.
@@ -102,22 +100,19 @@ class Tokenizer:
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'Tokenizer':
-    """Reads what `save` wrote; a ValueError names any other file."""
+    """Reads a file of `save`; a ValueError names any other file."""
     data = files.read_json(path)
-    if not isinstance(data, dict) or data.get('format') != FORMAT:
+    form = (FORMAT, [*SPECIALS])
+    fields = data if isinstance(data, dict) else {}
+    if (fields.get('format'), fields.get('specials')) != form:
       raise ValueError(
-        f'{path} is not a tokenizer of format {FORMAT!r}; delete it to have '
-        'it trained again.'
+        f'{path} is not a tokenizer of format {FORMAT!r} with special tokens '
+        f'{list(SPECIALS)}; delete it to have it trained again.'
       )
-    if tuple(data['specials']) != SPECIALS:
-      raise ValueError(
-        f'{path} has special tokens {data["specials"]}; this version needs '
-        f'{list(SPECIALS)}. Delete it to have it trained again.'
-      )
-    return cls(tokenizers.Tokenizer.from_str(json.dumps(data['bpe'])))
+    return cls(tokenizers.Tokenizer.from_str(json.dumps(fields['bpe'])))
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes JSON, whole or not at all."""
+    """Writes a JSON file, whole or not at all."""
     files.write_atomic(path, self._json())
 
   def _json(self) -> bytes:
@@ -129,17 +124,17 @@ class Tokenizer:
     return (json.dumps(value, sort_keys=True, indent=1) + '\n').encode()
 
   def fingerprint(self) -> str:
-    """Returns the SHA-256 of what `save` writes."""
+    """Returns the SHA-256 of the file that `save` writes."""
     return files.sha256(self._json())
 
   @property
   def special_ids(self) -> frozenset[int]:
-    """Ids that no text yields."""
+    """Ids that no text is encoded to."""
     return frozenset(range(len(SPECIALS)))
 
   @property
   def vocab_size(self) -> int:
-    """Ids in use, special tokens included."""
+    """Number of ids, special tokens included."""
     return len(self._bytes)
 
   def encode(self, text: str) -> np.ndarray:
@@ -151,7 +146,7 @@ class Tokenizer:
     return [np.array(e.ids, np.int32) + len(SPECIALS) for e in encodings]
 
   def decode_bytes(self, ids: Iterable[int]) -> bytes:
-    """Returns the exact bytes, with special tokens spelled."""
+    """Returns the exact bytes, with special tokens spelled out."""
     try:
       return b''.join(self._bytes[i] for i in map(int, ids) if i >= 0)
     except IndexError:
@@ -162,8 +157,7 @@ class Tokenizer:
   def decode(self, ids: Iterable[int]) -> str:
     """Returns text; bytes that are not UTF-8 become U+FFFD.
 
-    Special tokens are spelled, so that one which a policy wrote where none
-    belongs is seen and not silently dropped.
+    Special tokens are spelled out, so that a misplaced one stays visible.
     """
     return self.decode_bytes(ids).decode('utf-8', 'replace')
 
@@ -172,12 +166,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
   """Learns merges from texts, with room left for the special tokens.
 
   Args:
-    texts: of which one at least is not empty.
-    vocab_size: ids in all, special tokens and the 256 bytes included. Fewer
-      come out when the texts hold too few pairs to merge.
+    texts: corpus, at least one text of which is not empty.
+    vocab_size: largest number of ids, special tokens and the 256 bytes
+      included; texts with few pairs to merge give fewer.
 
   Raises:
-    ValueError: vocab_size has no room for the bytes, or there is no text.
+    ValueError: vocab_size has no room for the bytes, or every text is empty.
   """
   if vocab_size < MIN_VOCAB_SIZE:
     raise ValueError(

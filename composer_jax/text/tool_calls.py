@@ -9,7 +9,7 @@ JSON, for tools whose arguments are texts:
 
   {"tool": "edit", "arguments": {"path": "a.py", "old": "1", "new": "2"}}
 
-What a tool is and which arguments it takes is not known here (agent).
+The tools and their arguments belong to environments (`tasks`).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class ToolCallError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-  """A parsed call; its payload is the lines after the first, if any."""
+  """A parsed call of words; the payload holds the lines after the first."""
 
   name: str
   arguments: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def render(call: Call) -> str:
 
 
 def parse(text: str) -> Call:
-  """Reads what `render` wrote; extra spaces in the first line are forgiven."""
+  """Parses the form of `render`; ignores extra spaces in the first line."""
   line, _, payload = text.partition('\n')
   words = line.split()
   if not words:
@@ -66,10 +66,10 @@ def render_json(call: JsonCall) -> str:
 
 
 def parse_json(text: str) -> JsonCall:
-  """Reads what `render_json` wrote; nothing may stand around the object.
+  """Parses the form of `render_json`; no text may surround the object.
 
   Raises:
-    ToolCallError: it is no JSON, or JSON of another form; says where and how.
+    ToolCallError: the text is no JSON, or JSON of another form.
   """
   if not text.strip():
     raise ToolCallError(f'empty call; a call is {_FORM}')
@@ -86,7 +86,7 @@ def parse_json(text: str) -> JsonCall:
     raise ToolCallError('not JSON: too deeply nested') from error
   except ToolCallError:
     raise
-  except ValueError as error:  # A number of more digits than Python reads.
+  except ValueError as error:  # A number has more digits than Python reads.
     raise ToolCallError(f'not JSON: {error}') from error
   if not isinstance(value, dict) or not isinstance(value.get('tool'), str):
     raise ToolCallError(f'no call: it must be {_FORM}, NAME a string')

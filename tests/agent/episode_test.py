@@ -27,10 +27,10 @@ def tokenizer():
 
 
 class TapePolicy:
-  """Writes given calls; keeps the books of an engine.
+  """Samples given calls, with routes, log-probabilities and versions.
 
   The route of a token is its id and its position, its log-probability minus
-  its position, and the version goes up with every sampled token.
+  its position, and the version grows by one with every sampled token.
   """
 
   def __init__(self, tokenizer, calls):
@@ -108,7 +108,7 @@ def test_every_array_is_about_its_own_token(tokenizer):
   (trajectory,) = rollout.trajectories
   length = len(trajectory)
   np.testing.assert_array_equal(trajectory.tokens_T, policy.seen)
-  # Routes, by the policy's own books, name the token that was consumed.
+  # The policy gives each token a route that names it.
   expected = np.stack([policy.seen, np.arange(length)], -1)[:, None]
   expected[-1] = records.NO_ROUTE
   np.testing.assert_array_equal(trajectory.expert_ids_TMA, expected)
@@ -125,7 +125,7 @@ def test_every_array_is_about_its_own_token(tokenizer):
 
 
 def test_sampled_tokens_are_kept_although_encoding_gives_others(tokenizer):
-  # Byte by byte: the same text in other tokens than the merges would give.
+  # Single bytes spell the text in other tokens than the merges would give.
   spelled = np.concatenate([tokenizer.encode(c) for c in HONEST[0]])
   assert len(spelled) > len(tokenizer.encode(HONEST[0]))
   _, rollout = _run(tokenizer, [spelled, *HONEST[1:]])

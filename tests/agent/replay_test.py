@@ -20,25 +20,27 @@ def tokenizer():
 
 def assert_same(again, rollout):
   assert len(again.trajectories) == len(rollout.trajectories)
-  for mine, other in zip(again.trajectories, rollout.trajectories, strict=True):
+  for replayed, recorded in zip(
+    again.trajectories, rollout.trajectories, strict=True
+  ):
     for field in dataclasses.fields(records.Trajectory):
       np.testing.assert_array_equal(
-        getattr(mine, field.name), getattr(other, field.name), field.name
+        getattr(replayed, field.name), getattr(recorded, field.name), field.name
       )
-  for mine, other in zip(again.hints, rollout.hints, strict=True):
-    assert repr(mine) == repr(other)
-  rest = [
+  for replayed, recorded in zip(again.hints, rollout.hints, strict=True):
+    assert repr(replayed) == repr(recorded)
+  others = [
     dataclasses.replace(
       r, trajectories=rollout.trajectories, hints=(), sandbox_seconds=0.0
     )
     for r in (again, rollout)
   ]
-  assert rest[0] == rest[1]
+  assert others[0] == others[1]
 
 
 @pytest.fixture(scope='module')
 def chain(tokenizer):
-  """A rollout of many windows."""
+  """Returns a rollout of many windows."""
   talker = summarize_test.Talker(sizes=(1, 4, 7))
   calls = summarize_test.long_talk(30)
   _, rollout = summarize_test.play(tokenizer, talker, calls)
@@ -112,7 +114,7 @@ def test_what_a_budget_ended_ends_there_again(tokenizer, budget):
   calls = summarize_test.long_talk(30)
   _, cut = summarize_test.play(tokenizer, talker, calls, **budget)
   assert cut.verdict.status == records.UNFINISHED
-  # Whoever plays it again needs no budget: it is over where the record is.
+  # The replay needs no budget: it ends where the record ends.
   assert_same(again(cut, tokenizer, summarize_test.Talker()), cut)
 
 

@@ -1,4 +1,4 @@
-"""What an episode earns, term by term, and prices that change on the way."""
+"""Laws of the reward: its terms, and prices that change during a run."""
 
 import dataclasses
 import json
@@ -32,13 +32,13 @@ def verdict(passed=True, status=records.GRADED):
 
 
 def played(*outcomes):
-  """Turns of these outcomes, or of these tools where no outcome is named."""
-  found = []
+  """Returns turns, each named by its outcome, or by its tool if it is OK."""
+  made = []
   for i, name in enumerate(outcomes):
     outcome = name if name in turns.OUTCOMES else turns.OK
     nameless = outcome in (*turns.INVALID_OUTCOMES, turns.SUMMARY)
     tool = 'edit' if name == outcome else name
-    found.append(
+    made.append(
       turns.Turn(
         trajectory=0,
         start=i,
@@ -47,7 +47,7 @@ def played(*outcomes):
         outcome=outcome,
       )
     )
-  return found
+  return made
 
 
 def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
@@ -77,7 +77,7 @@ def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
       {'judged': verdict(False, records.UNFINISHED)},
       {'success': 0.0, 'unfinished': -0.3},
     ),
-    # Everything by the shell; twice is no habit, and one edit is something.
+    # Only three shell calls or more, without an edit, are penalised.
     (
       ['run', 'run', 'run', 'finish'],
       {},
@@ -90,8 +90,8 @@ def score(*outcomes, options=OPTIONS, flags=(), judged=None, **facts):
   ],
 )
 def test_terms_are_what_they_say_and_add_up(outcomes, fields, terms):
-  reward, found = score(*outcomes, **fields)
-  assert found == pytest.approx(terms)
+  reward, earned = score(*outcomes, **fields)
+  assert earned == pytest.approx(terms)
   assert reward == pytest.approx(sum(terms.values()))
 
 
@@ -99,7 +99,7 @@ def test_a_flagged_rollout_earns_nothing_and_keeps_its_penalties():
   reward, terms = score('not_a_call', 'finish', flags=('reads_cache',))
   assert terms == {'success': 1.0, 'flagged': -1.0, 'invalid': -0.1}
   assert reward == pytest.approx(-0.1)
-  # Failed honestly or hacked: no hack pays.
+  # A hack earns no more than an honest failure.
   failed, _ = score('not_a_call', 'finish', judged=verdict(False))
   assert reward <= failed
 
@@ -126,7 +126,7 @@ def test_no_prices_leave_the_success():
 
 
 @pytest.mark.parametrize(
-  'fields, told',
+  'fields, message',
   [
     (
       {'invalid_penalty': -1.0},
@@ -148,8 +148,8 @@ def test_no_prices_leave_the_success():
     ),
   ],
 )
-def test_impossible_prices_are_named(fields, told):
-  with pytest.raises(ValueError, match=told):
+def test_impossible_prices_are_named(fields, message):
+  with pytest.raises(ValueError, match=message):
     rewards.RewardOptions(**fields)
 
 
@@ -205,9 +205,9 @@ def test_the_coefficient_is_the_price_of_one_scale_of_linear_effort():
 
 @pytest.fixture
 def switch(tmp_path):
-  said = []
+  reports = []
   first = rewards.RewardOptions(invalid_penalty=0.1, effort_coefficient=0.2)
-  return rewards.Switch(tmp_path / rewards.FILE, first, said.append), said
+  return rewards.Switch(tmp_path / rewards.FILE, first, reports.append), reports
 
 
 def write(tmp_path, fields):
@@ -218,30 +218,30 @@ def write(tmp_path, fields):
 def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
   switch, tmp_path
 ):
-  found, said = switch
-  before = found.of_group(0)
+  prices, reports = switch
+  before = prices.of_group(0)
   assert (before.version, before.invalid_penalty) == (0, 0.1)
   write(tmp_path, {'version': 2, 'open_todo_penalty': 0.5})
-  after = found.of_group(1)
+  after = prices.of_group(1)
   assert after == dataclasses.replace(before, version=2, open_todo_penalty=0.5)
   # A member that begins late is paid as the others of its group.
-  assert found.of_group(0) == before and found.of_group(1) == after
-  assert len(said) == 1 and 'version 2' in said[0]
-  # What a file does not name is the config's, not an earlier file's.
+  assert prices.of_group(0) == before and prices.of_group(1) == after
+  assert len(reports) == 1 and 'version 2' in reports[0]
+  # Fields that a file does not name are the config's, not an earlier file's.
   write(tmp_path, {'version': 3})
-  assert found.of_group(2) == dataclasses.replace(before, version=3)
+  assert prices.of_group(2) == dataclasses.replace(before, version=3)
   (tmp_path / rewards.FILE).unlink()
-  assert found.of_group(3).version == 3
+  assert prices.of_group(3).version == 3
 
 
 @pytest.mark.parametrize(
-  'fields, told',
+  'fields, message',
   [
     ('{"version": 2', 'Expecting'),
-    ({'invalid_penalty': 0.5}, 'at least "version"'),
+    ({'invalid_penalty': 0.5}, 'names a "version"'),
     ([1], 'JSON object'),
     ({'version': 1}, r'version \(1\) must exceed the one in force \(1\)'),
-    ({'version': 2, 'invalid': 0.5}, 'unknown fields invalid; .*invalid_pen'),
+    ({'version': 2, 'invalid': 0.5}, 'has no field invalid.*invalid_pen'),
     (
       {'version': 2, 'invalid_penalty': -1},
       'invalid_penalty .*; got -1',
@@ -250,14 +250,14 @@ def test_a_file_changes_the_prices_of_groups_that_begin_after_it(
   ],
 )
 def test_a_wrong_file_is_told_once_and_changes_nothing(
-  switch, tmp_path, fields, told
+  switch, tmp_path, fields, message
 ):
-  found, said = switch
+  prices, reports = switch
   write(tmp_path, {'version': 1, 'invalid_penalty': 0.3})
-  right = found.of_group(0)
+  right = prices.of_group(0)
   write(tmp_path, fields)
   for group in (1, 2, 3):
-    assert found.of_group(group) == right
-  assert len(said) == 2
-  with pytest.raises(ValueError, match=told):
-    raise ValueError(said[1])
+    assert prices.of_group(group) == right
+  assert len(reports) == 2
+  with pytest.raises(ValueError, match=message):
+    raise ValueError(reports[1])

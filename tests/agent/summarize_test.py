@@ -1,4 +1,4 @@
-"""Laws of windows that restart from summaries: limits, masks, what goes on."""
+"""Laws of windows that restart from summaries: limits, masks, contents."""
 
 import dataclasses
 import time
@@ -27,7 +27,7 @@ def tokenizer():
 
 
 class Talker:
-  """Answers the n-th call with as many words as `sizes` says; 'end' ends."""
+  """Answers the n-th call with `sizes[n]` words; the call 'end' ends."""
 
   task_id = 'talk'
   prompt = 'talk'
@@ -73,7 +73,7 @@ class Talker:
 
 
 class ChainPolicy(episode_test.TapePolicy):
-  """Plays calls and summaries, with the books of an engine in each session."""
+  """Samples calls and summaries, in one TapePolicy session per window."""
 
   def __init__(self, tokenizer, calls, summaries=('sum', 'work')):
     super().__init__(tokenizer, [])
@@ -85,8 +85,8 @@ class ChainPolicy(episode_test.TapePolicy):
 
   def complete(self, request):
     self.seen = self.windows.get(request.session, np.zeros(0, np.int32))
-    asked = request.context_T[-len(self.query_T) - 1 : -1]
-    if np.array_equal(asked, self.query_T):
+    tail_T = request.context_T[-len(self.query_T) - 1 : -1]
+    if np.array_equal(tail_T, self.query_T):
       text = self.summaries[self.num_summaries % len(self.summaries)]
       self.num_summaries += 1
     else:
@@ -164,7 +164,7 @@ def test_no_window_exceeds_the_trigger(tokenizer, trigger, sizes):
   assert rollout.verdict.passed
   lengths = [len(t) for t in rollout.trajectories]
   assert max(lengths) <= trigger < sum(lengths)
-  # Nor could one, had the policy sampled all that it was allowed to.
+  # No window could exceed it if the policy sampled all that it may.
   by_session = {}
   for request, turn in zip(policy.requests, rollout.turns, strict=True):
     length = by_session.get(request.session, 0) + len(request.context_T)
@@ -173,17 +173,17 @@ def test_no_window_exceeds_the_trigger(tokenizer, trigger, sizes):
 
 
 def test_no_context_is_ever_tokenised_again(tokenizer):
-  # Spelled in single bytes: encoding their text would give other tokens.
+  # Single bytes spell the text in other tokens than encoding it would give.
   spelled = np.concatenate([tokenizer.encode(c) for c in 'sum up'])
   assert len(spelled) > len(tokenizer.encode('sum up'))
   policy = ChainPolicy(tokenizer, long_talk(20), [spelled])
   _, rollout = play(tokenizer, Talker(), [], policy=policy)
-  # What each session was given and gave is its window, in that order.
-  for found, window in zip(
+  # The tokens of each session, in order, are its window.
+  for tokens_T, window in zip(
     policy.windows.values(), rollout.trajectories, strict=True
   ):
-    np.testing.assert_array_equal(found, window.tokens_T)
-  # And a summary goes on token by token as it was sampled.
+    np.testing.assert_array_equal(tokens_T, window.tokens_T)
+  # The next window repeats a summary token by token as it was sampled.
   head = chat.user(tokenizer, 'talk')
   for number, window in enumerate(rollout.trajectories[1:], 1):
     opening = [tokenizer.USER, *tokenizer.encode(f'summary {number}\n')]
@@ -240,11 +240,11 @@ def test_a_new_window_has_the_task_summary_plan_and_last_answer(tokenizer):
     for w in rollout.trajectories[1:]
   ]
   for number, window in enumerate(rollout.trajectories[1:], 1):
-    said = ('sum', 'work')[(number - 1) % 2]
+    summary = ('sum', 'work')[(number - 1) % 2]
     messages = chat.turns(tokenizer, window.tokens_T)
     assert [m['role'] for m in messages[:4]] == ['user', 'user', 'tool', 'call']
     assert messages[0]['text'] == 'talk'
-    assert messages[1]['text'] == f'summary {number}\n{said}\nplan\nto go'
+    assert messages[1]['text'] == f'summary {number}\n{summary}\nplan\nto go'
   # Every answer is in exactly one window.
   calls_before = [
     sum(
@@ -312,7 +312,7 @@ def test_the_last_window_ends_as_without_summaries(tokenizer):
   assert rollout.verdict.status == records.UNFINISHED
   assert len(rollout.trajectories) == 3
   assert rollout.turns[-1].outcome != turns_lib.SUMMARY
-  # It has the room that no summary needs any more.
+  # It may use the room that other windows reserve for a summary.
   assert len(rollout.trajectories[2]) > max(map(len, rollout.trajectories[:2]))
 
 
@@ -320,7 +320,7 @@ def test_without_a_trigger_nothing_changes(tokenizer):
   _, off = play(tokenizer, Talker(), long_talk(30), summarize.OFF)
   assert len(off.trajectories) == 1 and off.summary_trigger is None
   assert off.verdict.status == records.UNFINISHED
-  # Nor before the first summary.
+  # Windows are alike before the first summary.
   _, on = play(tokenizer, Talker(), long_talk(30))
   stop = on.turns[0].stop
   np.testing.assert_array_equal(

@@ -15,7 +15,7 @@ def larder(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def larder_sandbox(larder):
-  """Of plain processes: what runs in it here is our own."""
+  """A sandbox of plain processes, which run our own code alone."""
   limits = base.Limits(
     wall_s=30.0,
     cpu_s=20.0,

@@ -1,4 +1,4 @@
-"""Which tasks are drawn: the hard more often, the solved not, none twice."""
+"""Laws of the draw: hard tasks more often, solved ones last, none twice."""
 
 import json
 
@@ -27,63 +27,65 @@ def outcome(task_id='t', group=0, **fields):
 
 
 def known(options=OPTIONS, **by_label):
-  """A Difficulty that has seen (groups, outcome) of each label."""
-  found = curriculum.Difficulty(options)
-  for label, (groups, one) in by_label.items():
+  """Returns a Difficulty after (groups, outcome) of each label."""
+  difficulty = curriculum.Difficulty(options)
+  for label, (groups, seen) in by_label.items():
     for _ in range(groups):
-      found.add(one, [label])
-  return found
+      difficulty.add(seen, [label])
+  return difficulty
 
 
 def test_weight_is_relative_turns_times_relative_tokens():
-  found = known(easy=(2, outcome()), hard=(2, outcome(turns=24, tokens=800)))
-  # Of all: 16 turns and 600 tokens a group.
-  assert found.weight('easy') == pytest.approx(8 / 16 * 400 / 600)
-  assert found.weight('hard') == pytest.approx(24 / 16 * 800 / 600)
-  assert found.weight('unseen') == 1
-  both = found.task_weight(['easy', 'hard'])
-  assert both == pytest.approx((1 / 3 * 2) ** 0.5)
+  difficulty = known(
+    easy=(2, outcome()), hard=(2, outcome(turns=24, tokens=800))
+  )
+  # The mean group has 16 turns and 600 tokens.
+  assert difficulty.weight('easy') == pytest.approx(8 / 16 * 400 / 600)
+  assert difficulty.weight('hard') == pytest.approx(24 / 16 * 800 / 600)
+  assert difficulty.weight('unseen') == 1
+  weight = difficulty.task_weight(['easy', 'hard'])
+  assert weight == pytest.approx((1 / 3 * 2) ** 0.5)
 
 
 def test_weight_rises_with_difficulty_and_stays_in_its_bounds():
   options = curriculum.CurriculumOptions(max_weight=2.0, prior_groups=0.0)
   labels = {f'l{i}': (1, outcome(turns=4 * (i + 1))) for i in range(9)}
-  found = known(options, **labels)
-  weights = [found.weight(label) for label in labels]
+  difficulty = known(options, **labels)
+  weights = [difficulty.weight(label) for label in labels]
   assert weights == sorted(weights)
   assert weights[0] == 0.5 and weights[-1] == pytest.approx(1.8)
 
 
 def test_few_groups_are_drawn_towards_the_mean():
   options = curriculum.CurriculumOptions(prior_groups=4.0, tokens_power=0.0)
-  found = known(options, a=(4, outcome()), b=(4, outcome(turns=24)))
+  difficulty = known(options, a=(4, outcome()), b=(4, outcome(turns=24)))
   # (4 + 4 * 24/16) / 8
-  assert found.weight('b') == pytest.approx(1.25)
+  assert difficulty.weight('b') == pytest.approx(1.25)
 
 
 def test_a_label_is_solved_by_its_rate_and_only_once_it_was_seen_enough():
   solved = outcome(passed=4)
   assert not known(easy=(1, solved)).is_solved('easy')
-  found = known(easy=(2, solved), hard=(2, outcome(passed=3)))
-  assert found.solved == ['easy']
-  assert found.task_weight(['easy']) == 0
-  # A part that is not solved keeps the whole.
-  assert found.task_weight(['easy', 'hard']) > 0
+  difficulty = known(easy=(2, solved), hard=(2, outcome(passed=3)))
+  assert difficulty.solved == ['easy']
+  assert difficulty.task_weight(['easy']) == 0
+  # One unsolved label keeps the task.
+  assert difficulty.task_weight(['easy', 'hard']) > 0
 
 
 def test_a_group_that_no_sandbox_judged_says_nothing():
   broken = outcome(judged=0, passed=0, turns=0, tokens=0)
-  found = known(easy=(5, broken), hard=(2, outcome(passed=4)))
-  assert found.solved == ['hard'] and found.weight('easy') == 1
+  difficulty = known(easy=(5, broken), hard=(2, outcome(passed=4)))
+  assert difficulty.solved == ['hard'] and difficulty.weight('easy') == 1
 
 
 def test_tasks_are_drawn_in_proportion_to_their_weights():
   pool, weights = candidates(4), [1.0, 2.0, 5.0, 0.0]
   count = 4000
-  found = [
+  drawn = [
     curriculum.draw(pool, weights, 1, (0, i))[0].task_id for i in range(count)
   ]
-  shares = [found.count(c.task_id) / count for c in pool]
+  shares = [drawn.count(c.task_id) / count for c in pool]
   # Four standard deviations of the largest.
   np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8, 0], atol=0.031)
 
@@ -111,13 +113,13 @@ def begin(ledger, **fields):
   )
 
 
-def train(found, ledger, first, steps):
+def train(plan, ledger, first, steps):
   """Draws and trains steps; returns the task ids of all groups."""
   ids = []
   for step in range(first, steps):
     groups = range(step * PROMPTS, (step + 1) * PROMPTS)
-    ids += [found.task_of(g) for g in groups]
-    ledger.put(step, [play(found.task_of(g), g) for g in groups])
+    ids += [plan.task_of(g) for g in groups]
+    ledger.put(step, [play(plan.task_of(g), g) for g in groups])
   return ids
 
 
@@ -131,13 +133,13 @@ def test_no_task_is_drawn_twice_and_hard_ones_take_over(ledger):
   assert len(set(ids)) == len(ids) == 60
   hard = [int(i.split('/')[1]) % 2 for i in ids]
   assert 0 < sum(hard[:6]) < 6
-  # Solved after two groups: every later one is hard.
+  # After two groups the easy label is solved: later tasks are hard.
   assert all(hard[15:])
 
 
 def test_a_killed_run_draws_what_it_would_have_drawn(ledger):
   untouched = train(begin(ledger), ledger, 0, 12)
-  # Killed with steps trained that no checkpoint holds.
+  # No checkpoint holds the steps from the seventh on.
   ledger.truncate(7)
   assert not ledger.path(7).exists() and ledger.path(6).exists()
   again = train(begin(ledger), ledger, 7, 12)
@@ -153,13 +155,13 @@ def test_writing_a_step_again_counts_it_once(ledger):
 
 
 def test_what_is_drawn_depends_on_no_step_within_the_staleness_bound(ledger):
-  """A step's groups are started when those before it are still untrained."""
-  found = begin(ledger)
-  train(found, ledger, 0, 5)
-  ahead = [found.task_of(g) for g in range(6 * PROMPTS, 7 * PROMPTS - 1)]
-  assert len(ahead) == PROMPTS - 1  # step 5 is not in the ledger
+  """Groups of a step start while the steps before it are untrained."""
+  plan = begin(ledger)
+  train(plan, ledger, 0, 5)
+  ahead = [plan.task_of(g) for g in range(6 * PROMPTS, 7 * PROMPTS - 1)]
+  assert len(ahead) == PROMPTS - 1  # The ledger lacks step 5.
   with pytest.raises(ValueError, match=r'000005\.json is missing.*step 5'):
-    found.task_of(7 * PROMPTS)
+    plan.task_of(7 * PROMPTS)
 
 
 def test_a_ledger_of_another_run_is_refused(ledger):
@@ -172,12 +174,11 @@ def test_a_ledger_of_another_run_is_refused(ledger):
 
 
 def test_weights_of_a_step_are_those_of_its_draw(ledger):
-  found = begin(ledger)
-  train(found, ledger, 0, 10)
-  assert found.weights_of(0) == [1.0] * PROMPTS
-  assert min(found.weights_of(9)) > 1
-  told = found.measure(9)
-  assert told['solved_labels'] == 1 and told['difficulty'] > 1
+  plan = begin(ledger)
+  train(plan, ledger, 0, 10)
+  assert plan.measure(0)['difficulty'] == 1
+  metrics = plan.measure(9)
+  assert metrics['solved_labels'] == 1 and metrics['difficulty'] > 1
 
 
 def rollout(member, passed, flags=(), status=records.GRADED):
@@ -219,10 +220,10 @@ def test_an_outcome_counts_all_windows_and_no_hack(ledger):
       rollout(2, False, status=records.INFRASTRUCTURE),
     ),
   )
-  found = curriculum.outcome_of(group)
-  assert found == outcome(group=7, judged=2, passed=1, turns=8, tokens=12)
+  counted = curriculum.outcome_of(group)
+  assert counted == outcome(group=7, judged=2, passed=1, turns=8, tokens=12)
   begin(ledger).record(2, [group])
-  assert ledger.get(2) == [found]
+  assert ledger.get(2) == [counted]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,6 @@ def test_an_outcome_counts_all_windows_and_no_hack(ledger):
   ],
 )
 def test_impossible_options_are_named(name, value):
-  told = rf'config\.curriculum\.{name} must .* not {value}'
-  with pytest.raises(ValueError, match=told):
+  message = rf'CurriculumOptions\.{name} must .* got {value}'
+  with pytest.raises(ValueError, match=message):
     curriculum.CurriculumOptions(**{name: value})

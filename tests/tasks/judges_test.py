@@ -1,4 +1,4 @@
-"""Judges: rules agree with monitors, models hold to the form or are named."""
+"""Laws of judges: rules agree with monitors, models must keep to the form."""
 
 import json
 
@@ -26,11 +26,11 @@ ANSWER = {**NO, 'seeks_remains': {'answer': 'yes', 'reason': 'git show'}}
 
 def test_the_rules_say_what_the_monitors_find():
   judge = judges.RuleJudge()
-  found = judge.judge(judges.HONESTY, CASE)
-  assert found.faults == ('seeks_remains',)
-  assert found.score == pytest.approx(2 / 3)
-  assert 'git show' in found.reasons['seeks_remains']
-  assert found == judge.judge(judges.HONESTY, CASE)
+  judgement = judge.judge(judges.HONESTY, CASE)
+  assert judgement.faults == ('seeks_remains',)
+  assert judgement.score == pytest.approx(2 / 3)
+  assert 'git show' in judgement.reasons['seeks_remains']
+  assert judgement == judge.judge(judges.HONESTY, CASE)
   assert judge.judge(judges.HONESTY, HONEST).score == 1.0
 
 
@@ -48,11 +48,11 @@ def test_the_score_weighs_answers():
   rubric = judges.Rubric(
     name='r', instructions='', questions=(ask('a', 3, True), ask('b', 1, False))
   )
-  told = judges.Judgement(
+  judgement = judges.Judgement(
     rubric=rubric, answers={'a': True, 'b': True}, reasons={}, judge='j'
   )
-  assert told.score == 0.75
-  assert told.faults == ('b',)
+  assert judgement.score == 0.75
+  assert judgement.faults == ('b',)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,15 @@ def tokenizer():
 
 @pytest.fixture
 def judge_of(tokenizer):
-  """judge_of(texts) -> a judge by a server that says them in turn, requests."""
+  """judge_of(texts) -> a judge whose server answers them in turn, prompts."""
   closes = []
 
   def make(texts, **more):
-    asked = []
+    prompts = []
 
     def script(request):
-      asked.append(tokenizer.decode(request.context_T))
-      text = texts[min(len(asked), len(texts)) - 1]
+      prompts.append(tokenizer.decode(request.context_T))
+      text = texts[min(len(prompts), len(texts)) - 1]
       if text is None:
         return [None]
       ids = [tokenizer._bytes.index(bytes([b])) for b in text.encode()]
@@ -120,7 +120,7 @@ def judge_of(tokenizer):
     )
     judge = judges.OpenAIJudge(options)
     closes.extend([judge.close, lambda: serving.__exit__(None, None, None)])
-    return judge, asked
+    return judge, prompts
 
   yield make
   for close in closes:
@@ -128,21 +128,21 @@ def judge_of(tokenizer):
 
 
 def test_a_model_judges_through_the_projects_own_server(judge_of):
-  judge, asked = judge_of(['I think so.', json.dumps(ANSWER)])
-  found = judge.judge(judges.HONESTY, CASE)
-  assert found.faults == ('seeks_remains',)
-  assert found.judge == 'tiny'
-  # The first answer was no answer: the question was put again.
-  assert len(asked) == 2
-  assert 'git show HEAD~1:a.py' in asked[0]
-  assert 'touches_tests' in asked[0]
+  judge, prompts = judge_of(['I think so.', json.dumps(ANSWER)])
+  judgement = judge.judge(judges.HONESTY, CASE)
+  assert judgement.faults == ('seeks_remains',)
+  assert judgement.judge == 'tiny'
+  # The first answer has not the right form, so the judge asks again.
+  assert len(prompts) == 2
+  assert 'git show HEAD~1:a.py' in prompts[0]
+  assert 'touches_tests' in prompts[0]
 
 
 def test_a_model_that_never_answers_is_named(judge_of):
-  judge, asked = judge_of(['Well.'], attempts=2)
+  judge, prompts = judge_of(['Well.'], attempts=2)
   with pytest.raises(judges.JudgeError, match=r"'tiny'.*2 attempts.*'Well.'"):
     judge.judge(judges.HONESTY, CASE)
-  assert len(asked) == 2
+  assert len(prompts) == 2
 
 
 def test_an_answer_cut_off_is_named(judge_of):
@@ -152,7 +152,7 @@ def test_an_answer_cut_off_is_named(judge_of):
 
 
 def test_what_no_repetition_mends_is_asked_once(judge_of):
-  judge, asked = judge_of([json.dumps(ANSWER)], max_tokens=10**6)
+  judge, prompts = judge_of([json.dumps(ANSWER)], max_tokens=10**6)
   with pytest.raises(judges.JudgeError, match='status 400'):
     judge.judge(judges.HONESTY, CASE)
-  assert not asked
+  assert not prompts

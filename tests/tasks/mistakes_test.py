@@ -1,4 +1,4 @@
-"""Laws of hints: on which turns, where, and what they say."""
+"""Laws of hints: their turns, their places and their texts."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ class Desk:
 
 
 def played(tokenizer, calls):
-  """Moments of (call, answer, outcome, open to-dos) and their window."""
+  """Returns moments of (call, answer, outcome, open to-dos), and a window."""
   parts = [chat.user(tokenizer, 'Restore it.'), chat.call_prefix(tokenizer)]
   moments = []
   for i, (call, answer, outcome, todos) in enumerate(calls):
@@ -65,8 +65,8 @@ CALLS = [
 def hints_of(tokenizer, calls=CALLS, **fields):
   moments, tokens_T = played(tokenizer, calls)
   options = mistakes.HintOptions(**({'max_hints': 10} | fields))
-  found = options.write(Desk(), tokenizer, moments, [tokens_T])
-  return found, moments, tokens_T
+  hints = options.write(Desk(), tokenizer, moments, [tokens_T])
+  return hints, moments, tokens_T
 
 
 def text(tokenizer, hint):
@@ -76,16 +76,16 @@ def text(tokenizer, hint):
 
 
 def test_each_faulty_turn_gets_the_hint_of_its_mistake(tokenizer):
-  found, moments, _ = hints_of(tokenizer)
+  hints, moments, _ = hints_of(tokenizer)
   at_turn = {m.turn.start: i for i, m in enumerate(moments)}
-  assert [(at_turn[h.start], h.kind) for h in found] == [
+  assert [(at_turn[h.start], h.kind) for h in hints] == [
     (0, 'unknown_tool'),
     (2, 'bad_arguments'),
     (3, 'failed_edit'),
     (5, 'not_a_call'),
     (6, 'unfinished_todo'),
   ]
-  assert [text(tokenizer, h) for h in found] == [
+  assert [text(tokenizer, h) for h in hints] == [
     'Reminder: the available tools are read, edit, finish.',
     'Reminder: usage: read PATH. Avoid: error: read takes 1 argument',
     'Reminder: look before you edit. Avoid: error: not found',
@@ -95,9 +95,9 @@ def test_each_faulty_turn_gets_the_hint_of_its_mistake(tokenizer):
 
 
 def test_a_hint_stands_where_a_message_may(tokenizer):
-  """Between the answer before and the marker that opens the call."""
-  found, _, tokens_T = hints_of(tokenizer)
-  for hint in found:
+  """It stands between the last answer and the marker that opens the call."""
+  hints, _, tokens_T = hints_of(tokenizer)
+  for hint in hints:
     read_T = np.concatenate(
       [
         tokens_T[: hint.at],
@@ -105,8 +105,8 @@ def test_a_hint_stands_where_a_message_may(tokenizer):
         tokens_T[hint.at : hint.stop],
       ]
     )
-    *before, said, call = chat.turns(tokenizer, read_T)
-    assert said == {'role': 'tool', 'text': text(tokenizer, hint)}
+    *before, advice, call = chat.turns(tokenizer, read_T)
+    assert advice == {'role': 'tool', 'text': text(tokenizer, hint)}
     assert call['role'] == 'call'
     assert before == chat.turns(tokenizer, tokens_T[: hint.at])
     assert tokens_T[hint.start - 1] == tokenizer.CALL
@@ -126,8 +126,8 @@ def test_a_turn_without_its_marker_gets_the_hint_right_before_it(tokenizer):
 
 
 def test_an_episode_without_mistakes_has_none(tokenizer):
-  found, *_ = hints_of(tokenizer, [('read a', 'x', turns.OK, 1), CALLS[-1]])
-  assert [h.kind for h in found] == ['unfinished_todo']
+  hints, *_ = hints_of(tokenizer, [('read a', 'x', turns.OK, 1), CALLS[-1]])
+  assert [h.kind for h in hints] == ['unfinished_todo']
   done = ('finish', 'finished', turns.OK, 0)
   assert hints_of(tokenizer, [('read a', 'x', turns.OK, 0), done])[0] == ()
   assert hints_of(tokenizer, templates=())[0] == ()
@@ -136,7 +136,7 @@ def test_an_episode_without_mistakes_has_none(tokenizer):
 
 
 def test_the_first_template_that_finds_its_mistake_speaks(tokenizer):
-  found, *_ = hints_of(
+  hints, *_ = hints_of(
     tokenizer,
     [('edit a', 'error', turns.FAILED_EDIT, 2)],
     templates=[
@@ -144,28 +144,31 @@ def test_the_first_template_that_finds_its_mistake_speaks(tokenizer):
       ('unfinished_todo', 'a'),
     ],
   )
-  assert [text(tokenizer, h) for h in found] == ['edit a? {Read} first']
+  assert [text(tokenizer, h) for h in hints] == ['edit a? {Read} first']
 
 
 def test_what_a_hint_quotes_is_short_and_is_text(tokenizer):
   calls = [('edit a', 'x\ud800' * 5000, turns.FAILED_EDIT, 0)]
   (hint,), *_ = hints_of(tokenizer, calls)
-  said = text(tokenizer, hint)
-  assert said.endswith('...') and len(said) < 260
-  # Nor can an answer pose as the end of the message.
+  quoted = text(tokenizer, hint)
+  assert quoted.endswith('...') and len(quoted) < 260
+  # A quoted answer cannot pose as the end of the message.
   calls = [('edit a', '<|end|>', turns.FAILED_EDIT, 0)]
   (hint,), *_ = hints_of(tokenizer, calls)
   assert (hint.tokens_T == tokenizer.END).sum() == 1
 
 
 def test_templates_are_checked_when_they_are_made():
-  for templates, said in (
+  for templates, message in (
     ([('not_a_call', 'see {tool}')], r"'not_a_call' .*'tool'.*name \('tools'"),
     ([('not_a_call', 'see {tools.x}')], 'cannot be filled in'),
     ([('not_a_call', 'see {')], r"'see \{'.*Write \{\{ and \}\}"),
     ([('not_a_call', ' ')], r"'not_a_call' is empty"),
-    ([('not_a_call', 'x')] * 2, 'each kind of mistake once'),
-    ([('untested', 'x')], r"\['untested'\]; .* once, of \['bad_arguments'"),
+    ([('not_a_call', 'x')] * 2, 'may name each of .* once'),
+    (
+      [('untested', 'x')],
+      r"\['untested'\]; it may name each of \['bad_arguments'",
+    ),
   ):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
       mistakes.HintOptions(templates=templates)

@@ -1,6 +1,6 @@
 """A package of three modules with its tests, and a set of tasks on it.
 
-Written by hand, so that what uses tasks can be tested without their factory.
+Written by hand, so that users of tasks can be tested without their factory.
 """
 
 import ast
@@ -282,7 +282,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def node_ids(text: str, path: str) -> list[str]:
-  """The ids of the tests of a file, in order."""
+  """Returns the ids of a file's tests, in order."""
   ids = []
   for node in ast.parse(text).body:
     if isinstance(node, ast.FunctionDef) and node.name == 'test_slug':
@@ -298,12 +298,12 @@ ALL_IDS = tuple(i for path in TESTS for i in node_ids(FILES[path], path))
 
 
 def definition(path: str, name: str) -> str:
-  """The source of a top-level definition and the empty lines before it."""
+  """Returns a top-level definition with the empty lines before it."""
   text = FILES[path]
   for node in ast.parse(text).body:
     if getattr(node, 'name', None) == name:
-      found = ast.get_source_segment(text, node)
-      return f'\n\n{found}\n'
+      source = ast.get_source_segment(text, node)
+      return f'\n\n{source}\n'
   raise LookupError(name)
 
 
@@ -323,7 +323,7 @@ def _task(
   failing: tuple[str, ...],
   hidden: str,
 ) -> repository.RepositoryTask:
-  """A task whose tests of names that begin with `failing` fail.
+  """Makes a task that breaks the tests whose names begin with `failing`.
 
   The tests of the function `hidden` are not shown.
   """
@@ -363,7 +363,7 @@ def _task(
 
 
 def tasks() -> tuple[repository.RepositoryTask, ...]:
-  """One task of each tier, in the order of `repository.TIERS`."""
+  """Returns one task of each tier, in the order of `repository.TIERS`."""
   lines = '    words = re.findall', '\n    return SEPARATOR.join(words)\n'
   start = _WORDS.index(lines[0])
   stop = _WORDS.index(lines[1]) + len(lines[1])

@@ -152,8 +152,8 @@ def test_too_deep_a_body_is_a_value_error():
 
 
 def test_many_threads_may_parse_at_once():
-  # Python 3.11 builds a tree with a count that threads share, and lets others
-  # run while it collects garbage in between, as jax's callback makes it do.
+  # The depth counter of Python 3.11's parser is shared by threads, and garbage
+  # collection in the parser, as with jax's callback, lets other threads run.
   text = 'def f(xs):\n' + '  return [x + (1 * (2 - x)) for x in xs]\n' * 16
   failed = []
 

@@ -1,4 +1,4 @@
-"""Documents back from their fill-in-the-middle form."""
+"""Restores documents from their fill-in-the-middle form."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from composer_jax.text import fim
 def restore(ids: np.ndarray, marks: fim.Marks = fim.OWN) -> np.ndarray:
   """Undoes `fim.transform`; the EOD that it may have added stays.
 
-  In SPM order prefix and middle come back joined, which is all that is needed.
+  In SPM order prefix and middle are restored joined, in one piece.
   """
   where = [
     np.flatnonzero(ids == mark)

@@ -1,7 +1,7 @@
 """Functions of a list, composed of an aggregate, a map and a filter.
 
-Each part has code, words and, apart from both, a meaning, so that the code can
-be tested against the meaning. No two compositions compute the same function.
+Each component has code, words and a Python function as its meaning, against
+which the code is tested. No two compositions compute the same function.
 """
 
 import dataclasses
@@ -17,10 +17,17 @@ CONSTANTS = (2, 3, 4, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-  """One component: its code, its words and, apart from both, its meaning.
+  """An aggregate, a map or a filter.
 
-  `{v}` is the loop variable, `{a}` the argument, `{k}` the constant; `{g}` in
-  an aggregate is the generator of mapped values.
+  In the texts `{v}` stands for the loop variable, `{a}` for the argument, `{k}`
+  for the constant, `{f}` for the filter's words and `{g}` for the generator of
+  mapped values.
+
+  Attributes:
+    code: Python expression.
+    words: part of "Return <aggregate> <map> <filter>."
+    order: part of "Take <filter>, <map>, <aggregate>."
+    meaning: function of the mapped values, or of a value and the constant.
   """
 
   code: str
@@ -33,8 +40,6 @@ class Component:
     return '{k}' in self.code
 
 
-# `words` build "Return <aggregate> <map> <filter>.", `order` builds
-# "Take <filter>, <map>, <aggregate>."
 AGGREGATES = {
   'sum': Component('sum({g})', 'the sum of', 'return their sum', sum),
   'largest': Component('max(({g}), default=0)', 'the largest of',
@@ -82,10 +87,10 @@ KINDS = tuple(itertools.product(AGGREGATES, MAPS, FILTERS))
 
 
 def is_held_out(kinds: tuple[str, str, str]) -> bool:
-  """Whether training must not see compositions of these kinds: one in five.
+  """True for the fifth of all kinds that training must not see.
 
-  Fixing two of the three kinds leaves at least one index outside the residue
-  class, so every pair of parts stays in training.
+  For any two kinds, some third kind gives a sum that is no multiple of five, so
+  every pair of components stays in training.
   """
   tables = (AGGREGATES, MAPS, FILTERS)
   indices = (list(t).index(k) for t, k in zip(tables, kinds, strict=True))
@@ -94,7 +99,7 @@ def is_held_out(kinds: tuple[str, str, str]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Composition:
-  """One function of a list: kinds of its parts and their constants or None."""
+  """A function of a list: kinds of its components, and constants or None."""
 
   aggregate: str
   map: str
@@ -111,7 +116,7 @@ class Composition:
     return is_held_out(self.kinds)
 
   def evaluate(self, values: list[int]) -> Any:
-    """What the function returns, by the parts' meaning and not their code."""
+    """Returns the function's value, by meaning and without running its code."""
     keep, change = FILTERS[self.filter].meaning, MAPS[self.map].meaning
     kept = [v for v in values if keep(v, self.filter_constant)]
     mapped = [change(v, self.map_constant) for v in kept]
@@ -127,7 +132,7 @@ class Composition:
     return 'return ' + AGGREGATES[self.aggregate].code.format(g=generator)
 
   def docstring(self, argument: str, phrasing: int) -> str:
-    """English for it; `phrasing` in range(NUM_PHRASINGS)."""
+    """Returns an English description; `phrasing` in range(NUM_PHRASINGS)."""
     words = FILTERS[self.filter].words
     chosen = words.format(a=argument, k=self.filter_constant)
     if phrasing == len(_OPENINGS):
@@ -145,7 +150,7 @@ NUM_PHRASINGS = len(_OPENINGS) + 1
 
 @functools.cache
 def everything() -> tuple[Composition, ...]:
-  """Every composition with every constant, in a fixed order."""
+  """Returns every composition with every constant, in a fixed order."""
   return tuple(
     Composition(a, m, f, j, k)
     for a, m, f in KINDS
@@ -160,5 +165,5 @@ def _forms() -> dict[str, Composition]:
 
 
 def recognise(normal_form: str) -> Composition | None:
-  """The composition whose body has this `source.normal_form`, if any."""
+  """Returns the composition whose body has this `source.normal_form`."""
   return _forms().get(normal_form)

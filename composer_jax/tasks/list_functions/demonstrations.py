@@ -1,25 +1,24 @@
 """Transcripts of the tool protocol by a scripted policy that errs on purpose.
 
-The policy knows the task's reference and goes read, edit, test, finish; `Noise`
-says how often it does something worse instead. Its transcripts come from the
-same `episode.run` as a model's, so nothing in their form tells them apart.
-Wrong edits are train compositions: no held-out body is ever written.
+The policy knows the task's reference and calls read, edit, test and finish;
+`Noise` has the probabilities of worse calls. Transcripts come from the same
+`episode.run` as a model's, so that their form does not differ. Wrong edits are
+train compositions: no held-out body is ever written.
 """
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from composer_jax.agent import environment as environment_lib
 from composer_jax.agent import episode
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import source
 from composer_jax.tasks.list_functions import (
-  compositions,
   environment,
   family,
   runners,
@@ -32,20 +31,21 @@ _UNKNOWN_TOOLS = ('open', 'run', 'write', 'show', 'check')
 _MISSING_FILES = ('tests.py', 'setup.py', 'util.py')
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Noise:
-  """Probabilities of each imperfection, drawn anew wherever it may occur.
+  """Probabilities of imperfections, drawn anew at each chance.
 
   Attributes:
-    wrong_tool: a call is to a tool that does not exist.
-    wrong_arguments: a call names a missing file, a missing function or has an
-      argument too few.
-    detour: a call is valid but of no use (list, or read of `__init__.py`).
-    skip_read: edits without having read; the body is then a guess.
-    wrong_edit: a body is that of a near composition.
-    broken_edit: a body lacks its last bracket or word.
-    skip_test: finishes after an edit without a test.
-    give_up: finishes after an error or a failed test instead of trying again.
+    wrong_tool: probability that a call names a tool that does not exist.
+    wrong_arguments: probability that a call names a missing file or function,
+      or lacks an argument.
+    detour: probability of a valid but useless call (list, or read of
+      `__init__.py`).
+    skip_read: probability of an edit without a read; its body is a guess.
+    wrong_edit: probability that a body is that of a near composition.
+    broken_edit: probability that a body lacks its last bracket or word.
+    skip_test: probability of finishing after an edit without a test.
+    give_up: probability of finishing after an error or a failed test.
   """
 
   wrong_tool: float = 0.0
@@ -58,22 +58,19 @@ class Noise:
   give_up: float = 0.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not 0 <= value <= 1:
-        raise ValueError(
-          f'Noise.{field.name} ({value}) is a probability: it must lie in 0..1.'
-        )
+    for field in dataclasses.fields(Noise):
+      is_probability = 0 <= getattr(self, field.name) <= 1
+      checks.require(self, field.name, is_probability, 'lie in [0, 1]')
 
 
 FLAWLESS = Noise()
 
 
 class ScriptedPolicy:
-  """Decides by script in one episode; implements `agent.environment.Policy`.
+  """Follows a script in one episode; implements `agent.environment.Policy`.
 
-  It reads only the last answer in the context, and the task it was made for.
-  Log-probabilities are zero and there are no routes: `NO_ROUTE` throughout.
+  Reads nothing but its task and the last answer in the context.
+  Log-probabilities are zero, and every route is `NO_ROUTE`.
   """
 
   def __init__(
@@ -88,17 +85,20 @@ class ScriptedPolicy:
         f'Task {task.task_id!r} is held out; demonstrations show train tasks '
         'only.'
       )
-    self._task = task
-    self._tokenizer = tokenizer
-    self._noise = noise
-    self._draw = draw
+    self._task, self._tokenizer = task, tokenizer
+    self._noise, self._draw = noise, draw
     self._step = self._resume = 'read'
     self._has_read = False
     self._is_first = True
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
-    """Writes the next call, cut off where the request says."""
-    self._advance(self._last_answer(request.context_T))
+    """Writes the next call, cut off at the request's limit."""
+    answer = ''
+    if not self._is_first:
+      # The context ends with the answer and the start of a call.
+      messages = chat.turns(self._tokenizer, request.context_T)
+      answer = messages[-2]['text']
+    self._advance(answer)
     text = tool_calls.render(self._call())
     is_first, self._is_first = self._is_first, False
     return scripts.completion(self._tokenizer, request, text, is_first=is_first)
@@ -107,17 +107,11 @@ class ScriptedPolicy:
     del session
 
   def _happens(self, probability: float) -> bool:
-    # No draw for zero, so that knobs do not move each other's chances.
+    # Noise that is off draws nothing, so that it shifts no other draw.
     return probability > 0 and self._draw.random() < probability
 
-  def _last_answer(self, context_T: np.ndarray) -> str:
-    # The context ends with the answer and an empty call to be filled in.
-    if self._is_first:
-      return ''
-    return chat.turns(self._tokenizer, context_T)[-2]['text']
-
   def _advance(self, answer: str) -> None:
-    """Chooses the step that follows `answer` to the step before."""
+    """Chooses the next step after the answer to the last one."""
     if self._is_first:
       skip = self._happens(self._noise.skip_read)
       self._step = 'edit' if skip else 'read'
@@ -134,36 +128,35 @@ class ScriptedPolicy:
       self._step = 'finish' if skip else 'test'
     elif self._step == 'test':
       failed = ' failed' in answer
-      again = failed and not self._happens(self._noise.give_up)
-      repair = 'edit' if self._has_read else 'read'
-      self._step = repair if again else 'finish'
+      if failed and not self._happens(self._noise.give_up):
+        self._step = 'edit' if self._has_read else 'read'
+      else:
+        self._step = 'finish'
     self._resume = self._step
 
   def _call(self) -> tool_calls.Call:
-    """The call of the current step, or a flawed one in its place."""
+    """Returns the call of the current step, or a flawed one in its place."""
     if self._happens(self._noise.detour):
       self._step = 'detour'
       if self._draw.random() < 0.5:
         return tool_calls.Call(name='list')
       return tool_calls.Call(name='read', arguments=('__init__.py',))
-    call = self._intended()
+    arguments: tuple[str, ...] = ()
+    payload = ''
+    if self._step in ('read', 'edit'):
+      arguments = (self._task.path,)
+    if self._step == 'edit':
+      arguments += (self._task.function,)
+      payload = self._body()
+    call = tool_calls.Call(
+      name=self._step, arguments=arguments, payload=payload
+    )
     if self._happens(self._noise.wrong_tool):
       name = self._draw.choice(_UNKNOWN_TOOLS)
       return dataclasses.replace(call, name=name)
     if self._happens(self._noise.wrong_arguments):
       return self._misdirected(call)
     return call
-
-  def _intended(self) -> tool_calls.Call:
-    task = self._task
-    if self._step == 'read':
-      return tool_calls.Call(name='read', arguments=(task.path,))
-    if self._step == 'edit':
-      arguments = (task.path, task.function)
-      return tool_calls.Call(
-        name='edit', arguments=arguments, payload=self._body()
-      )
-    return tool_calls.Call(name=self._step)
 
   def _misdirected(self, call: tool_calls.Call) -> tool_calls.Call:
     if not call.arguments:
@@ -180,21 +173,16 @@ class ScriptedPolicy:
     return dataclasses.replace(call, arguments=tuple(arguments))
 
   def _body(self) -> str:
-    body = self._task.reference
-    if not self._has_read:
-      guess = family.draw_composition('train', self._draw)
-      body = self._renamed(guess)
-    elif self._happens(self._noise.wrong_edit):
-      right = family.composition_of(self._task)
-      near = family.draw_composition('train', self._draw, like=right)
-      body = self._renamed(near)
+    body, like, names = self._task.reference, None, family.names_of(self._task)
+    if self._has_read and self._happens(self._noise.wrong_edit):
+      like = family.composition_of(self._task)
+    if like or not self._has_read:
+      wrong = family.draw_composition('train', self._draw, like=like)
+      body = wrong.body(*names)
     if self._happens(self._noise.broken_edit):
       broken = body.rstrip(')]')
       body = broken if broken != body else body.rsplit(' ', 1)[0] + ' ('
     return body
-
-  def _renamed(self, composition: compositions.Composition) -> str:
-    return composition.body(*family.names_of(self._task))
 
 
 def transcripts(
@@ -206,15 +194,12 @@ def transcripts(
   options: episode.EpisodeOptions,
   hints: environment_lib.HintWriter | None = None,
 ) -> Iterator[records.Rollout]:
-  """Rollouts of scripted policies on train tasks 0, 1, ...
+  """Yields rollouts of scripted policies on train tasks 0, 1, ...
 
   Args:
-    seed: of the tasks and of the noise; equal arguments give equal tokens.
-    options: limits, as in RL.
-    hints: on the mistakes, for `hindsight`; None for no hints.
-
-  Yields:
-    Rollouts; `trajectories[0]` is what SFT trains on.
+    seed: seed of tasks and noise; equal arguments give equal tokens.
+    options: limits of an episode, as in RL.
+    hints: writer of hints on mistakes, for `hindsight`; None for no hints.
   """
   runner = runners.TrustedRunner()
   for index in range(count):
@@ -230,16 +215,14 @@ def transcripts(
 def hindsight(
   rollout: records.Rollout, tokenizer: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Yields (tokens_T, loss mask) for each hint whose mistake was mended.
+  """Yields (tokens_T, loss_mask_T) for each hint whose mistake was mended.
 
-  A policy that has hardly seen a hint is a poor teacher, however it is held
-  still (`experiments/studies/hint`). In a transcript the call after a mistake
-  is often the one that was meant: put behind the hint, in the place of the
-  mistake, it shows what hints are for. The mistake is not in the example.
+  A policy that has hardly seen a hint is a poor teacher
+  (`experiments/studies/hint`). The call after a mistake is often the one that
+  was meant: the example has it after the hint, in place of the mistake.
 
-  The call right after the mistake is taken, if it was carried out in the same
-  window. One that ends the episode mends nothing, unless the mistake was meant
-  to.
+  Only a call right after the mistake counts, carried out in the same window. A
+  call that ends the episode mends nothing, unless the mistake names its tool.
   """
   turn_after = {
     (before.trajectory, before.start): after
@@ -266,11 +249,11 @@ def hindsight(
 
 
 def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:
-  """Payloads of the rollout's valid edits."""
+  """Yields the payloads of the rollout's valid edits."""
   for turn in rollout.turns:
     if turn.tool == 'edit':
       window = rollout.trajectories[turn.trajectory]
-      # Without the end token, which a valid call has.
+      # A valid call ends in an end token.
       ids = window.tokens_T[turn.start : turn.stop - 1]
       yield tool_calls.parse(tokenizer.decode(ids)).payload
 
@@ -278,53 +261,45 @@ def _edits(rollout: records.Rollout, tokenizer: Any) -> Iterator[str]:
 def describe(
   rollouts: Sequence[records.Rollout], tokenizer: Any
 ) -> dict[str, float]:
-  """Rates of what went well and wrong, of demonstrations or of a policy.
+  """Returns statistics of demonstrations, or of a policy's rollouts.
 
   Returns:
-    episodes, tokens (mean), turns (mean);
+    episodes: number of rollouts; tokens, turns: means per episode;
     invalid_calls: share of all calls;
-    any_invalid: share of episodes with at least one;
     wrong_edits: share of valid edits whose body is not the reference up to
-      bound names (a right body of another form counts as wrong);
-    edited, tested, finished: share of episodes;
-    correct: share whose final code passes every hidden test, finished or not;
-    passed: share that pass.
+      bound names (a right body of another form counts as wrong); and shares of
+      episodes: any_invalid, edited, tested, finished, passed, and correct,
+      whose final code passes every hidden test, finished or not.
   """
   if not rollouts:
     raise ValueError('describe needs at least one rollout.')
   calls = sum(r.num_turns for r in rollouts)
-  wrong = edits = 0
+  wrong_edits = []
   for rollout in rollouts:
     task = family.from_id(rollout.task_id)
     argument = family.names_of(task)[0]
-    right = source.normal_body(task.reference, argument)
-    for payload in _edits(rollout, tokenizer):
-      edits += 1
-      wrong += not _has_form(payload, argument, right)
-  count = len(rollouts)
+    reference = source.normal_body(task.reference, argument)
+    for body in _edits(rollout, tokenizer):
+      try:
+        form = source.normal_body(body, argument)
+      except ValueError:
+        form = ''
+      wrong_edits.append(form != reference)
 
-  def share(values: Iterator[bool]) -> float:
-    return sum(values) / count
+  def mean(values: Iterable[float]) -> float:
+    return sum(values) / len(rollouts)
 
+  verdicts = [r.verdict for r in rollouts]
   return {
-    'episodes': float(count),
-    'tokens': sum(len(t) for r in rollouts for t in r.trajectories) / count,
-    'turns': calls / count,
+    'episodes': float(len(rollouts)),
+    'tokens': mean(len(t) for r in rollouts for t in r.trajectories),
+    'turns': mean(r.num_turns for r in rollouts),
     'invalid_calls': sum(r.num_invalid for r in rollouts) / max(calls, 1),
-    'any_invalid': share(r.num_invalid > 0 for r in rollouts),
-    'wrong_edits': wrong / max(edits, 1),
-    'edited': share('edit' in r.tools for r in rollouts),
-    'tested': share('test' in r.tools for r in rollouts),
-    'finished': share('finish' in r.tools for r in rollouts),
-    'correct': share(
-      r.verdict.num_passed == r.verdict.num_tests for r in rollouts
-    ),
-    'passed': share(r.verdict.passed for r in rollouts),
+    'any_invalid': mean(r.num_invalid > 0 for r in rollouts),
+    'wrong_edits': sum(wrong_edits) / max(len(wrong_edits), 1),
+    'edited': mean('edit' in r.tools for r in rollouts),
+    'tested': mean('test' in r.tools for r in rollouts),
+    'finished': mean('finish' in r.tools for r in rollouts),
+    'correct': mean(v.num_passed == v.num_tests for v in verdicts),
+    'passed': mean(v.passed for v in verdicts),
   }
-
-
-def _has_form(body: str, argument: str, form: str) -> bool:
-  try:
-    return source.normal_body(body, argument) == form
-  except ValueError:
-    return False

@@ -7,13 +7,12 @@
   finish                    ends the episode
 
 A call is invalid, and costs, when it names no tool, has the wrong number of
-arguments or payloads, or names a file or function that is not there. A body
-that does not parse is a wrong edit and not an invalid call: the answer is
-'error: syntax' and the file stays as it is. `edit` can change nothing but the
-body of one function (tasks.source), so tests and other files are out of reach;
-what bodies do beside their task is for the monitors. Bodies run in the runner,
-expected values stay here: whatever the code prints, raises or returns, the
-comparison is not its own.
+arguments or payloads, or names a missing file or function. A body that does not
+parse is a failed edit, not an invalid call: the answer is 'error: syntax' and
+the file stays as it is. `edit` can change nothing but the body of one function
+(tasks.source), so tests and other files are out of reach; monitors look for
+side effects of bodies. Bodies run in the runner, while expected values stay
+here: code cannot forge the comparison.
 """
 
 import json
@@ -24,26 +23,24 @@ from composer_jax.agent import environment
 from composer_jax.core import records, seams
 from composer_jax.core import turns as turns_lib
 from composer_jax.tasks import calls, source
-from composer_jax.tasks.list_functions import family, runners
+from composer_jax.tasks.list_functions import family
 from composer_jax.tasks.monitors import watch
 from composer_jax.text import tool_calls
 
-# name -> number of arguments, whether a payload follows, usage.
+# name -> number of arguments, true if a payload follows, usage.
 TOOLS = {
     'list': (0, False, 'list'), 'read': (1, False, 'read PATH'),
     'edit': (2, True, 'edit PATH FUNCTION, with the body on the lines below'),
     'test': (0, False, 'test'), 'finish': (0, False, 'finish'),
 }  # fmt: skip
 
-# Characters of one value or error message in a tool's answer.
+# Most characters of one value or error message in a tool's answer.
 _MAX_SHOWN = 60
 
 
 def _shown(value: Any) -> str:
   text = value if isinstance(value, str) else json.dumps(value)
-  # Code may return lone surrogates, which no log or report could hold.
-  text = ' '.join(text.encode('utf-8', 'replace').decode().split())
-  return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'
+  return calls.quoted(text, _MAX_SHOWN)
 
 
 def _bad_arguments(message: str) -> calls.InvalidCall:
@@ -51,25 +48,38 @@ def _bad_arguments(message: str) -> calls.InvalidCall:
 
 
 def equal(value: Any, expected: Any) -> bool:
-  """Equality of JSON values in which 1, 1.0 and true differ."""
-  return json.dumps(value, sort_keys=True) == json.dumps(
-    expected, sort_keys=True
-  )
+  """Compares JSON values, among which 1, 1.0 and true differ."""
+  texts = {json.dumps(v, sort_keys=True) for v in (value, expected)}
+  return len(texts) == 1
 
 
 def outcomes(
   result: seams.RunResult, examples: tuple[family.Example, ...]
 ) -> list[bool] | None:
-  """Which examples hold, or None when the run did not give all answers."""
-  value = result.value
-  if result.status != 'ok' or not isinstance(value, list):
-    return None
-  if len(value) != len(examples):
+  """Returns true for each example that holds; None if answers are missing."""
+  value = result.value if result.status == 'ok' else None
+  if not isinstance(value, list) or len(value) != len(examples):
     return None
   return [
     kind == 'ok' and equal(answer, expected)
     for (kind, answer), (_, expected) in zip(value, examples, strict=True)
   ]
+
+
+def _run(
+  task: family.FunctionTask,
+  files: dict[str, str],
+  examples: tuple[family.Example, ...],
+  runner: seams.Runner,
+) -> seams.RunResult:
+  """Runs examples, and runs them again if the infrastructure failed."""
+  arguments = [list(args) for args, _ in examples]
+  for _ in range(2):
+    result = runner.call(files, task.module, task.function, arguments)
+    if result.status != 'infrastructure':
+      break
+    logging.warning('%s sandbox failed: %s', result.level, result.error)
+  return result
 
 
 def verify(
@@ -80,11 +90,10 @@ def verify(
 ) -> records.Verdict:
   """Runs the hidden examples; an unfinished episode is judged too but fails.
 
-  A failure of the sandbox, after one retry, is status INFRASTRUCTURE: it says
-  nothing about the policy.
+  A failure of the sandbox, after one retry, gives status INFRASTRUCTURE, which
+  says nothing about the policy.
   """
-  arguments = [list(args) for args, _ in task.hidden]
-  result = runners.call(runner, files, task.module, task.function, arguments)
+  result = _run(task, files, task.hidden, runner)
   num_tests, held = len(task.hidden), outcomes(result, task.hidden)
   num_passed = sum(held or ())
   status = records.GRADED if finished else records.UNFINISHED
@@ -101,21 +110,13 @@ def verify(
 
 
 class _TimedRunner:
-  """Adds up what the code itself took, waiting for a free sandbox excluded."""
+  """Adds up the time of a runner's calls, without waits for a free sandbox."""
 
   def __init__(self, runner: seams.Runner):
-    self.level = runner.level
-    self.seconds = 0.0
-    self._runner = runner
+    self.level, self.seconds, self._runner = runner.level, 0.0, runner
 
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> seams.RunResult:
-    result = self._runner.call(files, module, function, arguments)
+  def call(self, *args: Any, **kwargs: Any) -> seams.RunResult:
+    result = self._runner.call(*args, **kwargs)
     self.seconds += result.wall_s
     return result
 
@@ -125,7 +126,6 @@ class FunctionEnvironment:
 
   Attributes:
     files: current text of every file, keyed as in the task.
-    is_broken: a run failed for reasons outside the episode, retry included.
   """
 
   tools = tuple(TOOLS)
@@ -155,11 +155,13 @@ class FunctionEnvironment:
     pass
 
   def call(self, text: str) -> environment.ToolResult:
-    """Parses and carries out one call; never raises for a policy's text."""
+    """Carries out one tool call; never raises for a policy's text."""
     arguments: dict[str, str] = {'text': text}
     try:
       call = self._parsed(text)
-      answer, outcome = getattr(self, f'_{call.name}')(call)
+      payload = [call.payload] if call.payload.strip() else []
+      tool = getattr(self, f'_{call.name}')
+      answer, outcome = tool(*call.arguments, *payload)
       name = call.name
       arguments = dict(zip(('path', 'function'), call.arguments))
       arguments['payload'] = call.payload
@@ -198,20 +200,18 @@ class FunctionEnvironment:
       raise _bad_arguments(f'no file {path}')
     return key
 
-  def _list(self, call: tool_calls.Call) -> tuple[str, str]:
-    del call
+  def _list(self) -> tuple[str, str]:
     paths = (key.split('/', 1)[1] for key in sorted(self.files))
     return ' '.join(paths), turns_lib.OK
 
-  def _read(self, call: tool_calls.Call) -> tuple[str, str]:
-    text = self.files[self._key(call.arguments[0])]
+  def _read(self, path: str) -> tuple[str, str]:
+    text = self.files[self._key(path)]
     return text.rstrip('\n') or 'empty', turns_lib.OK
 
-  def _edit(self, call: tool_calls.Call) -> tuple[str, str]:
-    path, function = call.arguments
+  def _edit(self, path: str, function: str, payload: str) -> tuple[str, str]:
     key = self._key(path)
     try:
-      edited = source.replace_body(self.files[key], function, call.payload)
+      edited = source.replace_body(self.files[key], function, payload)
     except LookupError:
       raise _bad_arguments(f'no function {function} in {path}') from None
     except ValueError:
@@ -219,13 +219,9 @@ class FunctionEnvironment:
     self.files[key] = edited
     return 'edited', turns_lib.OK
 
-  def _test(self, call: tool_calls.Call) -> tuple[str, str]:
-    del call
+  def _test(self) -> tuple[str, str]:
     task = self._task
-    arguments = [list(args) for args, _ in task.visible]
-    result = runners.call(
-      self._runner, self.files, task.module, task.function, arguments
-    )
+    result = _run(task, self.files, task.visible, self._runner)
     if result.status == 'infrastructure':
       self.is_broken = True
       return 'error: tests could not run', turns_lib.FAILED
@@ -235,24 +231,20 @@ class FunctionEnvironment:
     if all(held):
       return f'{len(held)} passed', turns_lib.OK
     first = held.index(False)
-    answer = f'{held.count(False)} failed: {self._failure(result, first)}'
-    return answer, turns_lib.FAILED
-
-  def _failure(self, result: Any, index: int) -> str:
-    args, expected = self._task.visible[index]
-    shown = ', '.join(_shown(a) for a in args)
-    kind, answer = result.value[index]
-    call = f'{self._task.function}({shown})'
+    args, expected = task.visible[first]
+    call = f'{task.function}({", ".join(map(_shown, args))})'
+    kind, value = result.value[first]
     if kind != 'ok':
-      return f'{call} raised {_shown(str(answer).rstrip(": "))}'
-    return f'{call} returned {_shown(answer)}, expected {_shown(expected)}'
+      failure = f'{call} raised {_shown(str(value).rstrip(": "))}'
+    else:
+      failure = f'{call} returned {_shown(value)}, expected {_shown(expected)}'
+    return f'{held.count(False)} failed: {failure}', turns_lib.FAILED
 
-  def _finish(self, call: tool_calls.Call) -> tuple[str, str]:
-    del call
+  def _finish(self) -> tuple[str, str]:
     return 'finished', turns_lib.OK
 
   def verdict(self, finished: bool) -> records.Verdict:
-    """The verdict on the files as they are; alarms of monitors are flags."""
+    """Grades the files as they are; sets `flags` to alarms of monitors."""
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
       return calls.broken_verdict(self, 'the test tool failed twice')

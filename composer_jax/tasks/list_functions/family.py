@@ -1,14 +1,15 @@
-"""Tasks whose missing body is one aggregate of one map of one filter of a list.
+"""Tasks whose missing body is an aggregate of a map of a filter of a list.
 
-The docstring says which in compositional English; the body is one line of
+The docstring of the function describes it in English; the body is one line of
 Python. A fifth of the (aggregate, map, filter) kinds is held out such that
-every pair of components still occurs in training: what is tested is putting
-known parts together anew. No two compositions compute the same function, and
-the hidden inputs tell the right one from every other.
+every pair of components still occurs in training: held-out tasks test new
+combinations of known components. No two compositions compute the same function,
+and the hidden inputs tell the right one from every other.
 """
 
 import dataclasses
 import functools
+import operator
 import random
 import re
 from typing import Any
@@ -29,14 +30,14 @@ VARIABLES = ('v', 'x', 'n', 'i')
 
 _NUM_HIDDEN = 8
 _NUM_VISIBLE = 2
-_NUM_PAIRS = 8  # of visible inputs to choose from
+_NUM_PAIRS = 8  # Pairs of visible inputs, of which one is chosen.
 _BANK_SIZE = 96
-# A hidden set whose answers are nearly all alike could be guessed.
+# Hidden answers that are nearly all alike could be guessed.
 _MIN_DISTINCT_ANSWERS = 3
 
 
 # Positional arguments and the value they must give. JSON values only, so that
-# the comparison happens outside whatever ran the code.
+# values are compared outside the sandbox that ran the code.
 Example = tuple[tuple[Any, ...], Any]
 
 
@@ -45,14 +46,14 @@ class FunctionTask:
   """A package in which the body of one function has been deleted.
 
   Attributes:
-    task_id: names the task for good: the family can rebuild it from this.
+    task_id: permanent name, from which `from_id` rebuilds the task.
     files: path from the folder that holds the package -> text.
-    path: the file to restore, relative to the package (what tools call it).
-    module: dotted name of that file.
+    path: file to restore, relative to the package, as tools name it.
+    module: dotted name of the file to restore.
     visible: examples that the `test` tool runs.
-    hidden: examples that decide; no argument of them is visible.
+    hidden: examples that decide the verdict, on inputs that are not visible.
     reference: a right body, unindented.
-    held_out: true when training must never see the reference.
+    held_out: true if training must never see the reference.
   """
 
   task_id: str
@@ -66,18 +67,6 @@ class FunctionTask:
   reference: str
   held_out: bool
 
-  def __post_init__(self):
-    if f'{self.package}/{self.path}' not in self.files:
-      raise ValueError(
-        f'Task {self.task_id!r}: path {self.path!r} of package '
-        f'{self.package!r} is not among its files {sorted(self.files)}.'
-      )
-    if not self.visible or not self.hidden:
-      raise ValueError(
-        f'Task {self.task_id!r} needs visible and hidden examples; it has '
-        f'{len(self.visible)} and {len(self.hidden)}.'
-      )
-
   @property
   def package(self) -> str:
     return self.module.split('.')[0]
@@ -85,13 +74,13 @@ class FunctionTask:
 
 @functools.cache
 def _kinds_of(split: str) -> tuple[tuple[str, str, str], ...]:
-  """Kinds that the split's tasks ask for.
+  """Returns the kinds of the split's tasks.
 
-  A held-out list is no held-out task where training shows it reversed: its
-  body would stand, byte for byte, inside the longer one.
+  A held-out kind whose body is part of a train body, such as a list that train
+  tasks reverse, is in neither split.
   """
   if split not in SPLITS:
-    raise ValueError(f'split {split!r} is not one of {SPLITS}.')
+    raise ValueError(f'split must be one of {SPLITS}; got {split!r}.')
   if split == 'train':
     return tuple(
       k for k in compositions.KINDS if not compositions.is_held_out(k)
@@ -108,7 +97,7 @@ def _kinds_of(split: str) -> tuple[tuple[str, str, str], ...]:
 
 @functools.cache
 def _bank() -> tuple[tuple[int, ...], ...]:
-  """The input lists, short ones first; the same on every machine."""
+  """Returns the input lists, short ones first, alike on every machine."""
   draw = random.Random('inputs of list_functions')
   lists: dict[tuple[int, ...], None] = {(): None}
   while len(lists) < _BANK_SIZE:
@@ -119,34 +108,29 @@ def _bank() -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def _answers() -> np.ndarray:
-  """int32 [compositions, inputs]: equal numbers are equal answers."""
+  """Returns integers [compositions, inputs]; equal ones are equal answers."""
   numbers: dict[str, int] = {}
-  return np.asarray(
-    [
-      [
-        numbers.setdefault(repr(c.evaluate(list(x))), len(numbers))
-        for x in _bank()
-      ]
-      for c in compositions.everything()
-    ],
-    np.int32,
-  )
 
+  def number(composition: compositions.Composition, values: tuple) -> int:
+    answer = repr(composition.evaluate(list(values)))
+    return numbers.setdefault(answer, len(numbers))
 
-@functools.cache
-def _index_of() -> dict[compositions.Composition, int]:
-  return {c: i for i, c in enumerate(compositions.everything())}
+  everything = compositions.everything()
+  return np.array([[number(c, x) for x in _bank()] for c in everything])
 
 
 def _choose_hidden(
-  composition: compositions.Composition, allowed: list[int], draw: random.Random
+  index: int, same: np.ndarray, allowed: list[int], draw: random.Random
 ) -> list[int]:
-  """Inputs that tell this composition from all others, then random ones."""
-  answers = _answers()
-  mine = _index_of()[composition]
-  same = answers[:, allowed] == answers[mine, allowed]
-  rivals = np.ones(len(answers), bool)
-  rivals[mine] = False
+  """Chooses inputs that rule out all other compositions, then random ones.
+
+  Args:
+    index: index of the composition.
+    same: bool [compositions, inputs], true for answers like the composition's.
+    allowed: inputs to choose from.
+  """
+  same = same[:, allowed]
+  rivals = np.arange(len(same)) != index
   # Random order, so that equally good inputs take turns.
   order = np.asarray(draw.sample(range(len(allowed)), len(allowed)))
   chosen: list[int] = []
@@ -154,39 +138,26 @@ def _choose_hidden(
     best = int(order[np.argmin(same[rivals].sum(0)[order])])
     chosen.append(best)
     rivals &= same[:, best]
-  for position in order.tolist():
-    if len(chosen) >= _NUM_HIDDEN:
-      break
-    if position not in chosen:
-      chosen.append(position)
+  others = [i for i in order.tolist() if i not in chosen]
+  chosen += others[: max(_NUM_HIDDEN - len(chosen), 0)]
   return [allowed[i] for i in chosen]
-
-
-@functools.cache
-def _near_kinds(
-  split: str, kinds: tuple[str, str, str]
-) -> tuple[tuple[str, str, str], ...]:
-  """Kinds of the split that differ in exactly one of the three."""
-  return tuple(
-    k
-    for k in _kinds_of(split)
-    if sum(a != b for a, b in zip(k, kinds, strict=True)) == 1
-  )
 
 
 def draw_composition(
   split: str, draw: random.Random, like: compositions.Composition | None = None
 ) -> compositions.Composition:
-  """A random composition of the split.
+  """Returns a random composition of the split.
 
   Args:
-    like: asks for one that differs from this one in exactly one kind.
+    like: composition to differ from in exactly one kind; None for any.
   """
   if like is None:
     kinds = draw.choice(_kinds_of(split))
     like = compositions.Composition(*kinds)
   else:
-    kinds = draw.choice(_near_kinds(split, like.kinds))
+    same = like.kinds
+    near = [k for k in _kinds_of(split) if sum(map(operator.ne, k, same)) == 1]
+    kinds = draw.choice(near)
   return compositions.Composition(
     *kinds,
     _constant(compositions.MAPS[kinds[1]], like.map_constant, draw),
@@ -195,13 +166,13 @@ def draw_composition(
 
 
 def _constant(
-  part: compositions.Component, preferred: int | None, draw: random.Random
+  component: compositions.Component, preferred: int | None, draw: random.Random
 ) -> int | None:
-  if not part.has_constant:
+  if not component.has_constant:
     return None
-  return (
-    preferred if preferred is not None else draw.choice(compositions.CONSTANTS)
-  )
+  if preferred is not None:
+    return preferred
+  return draw.choice(compositions.CONSTANTS)
 
 
 def _definition(function: str, argument: str, docstring: str, body: str) -> str:
@@ -215,7 +186,7 @@ def _definition(function: str, argument: str, docstring: str, body: str) -> str:
 def _begin(
   index: int, split: str, seed: int
 ) -> tuple[str, random.Random, compositions.Composition]:
-  """Id of a task, its source of chance, and what was drawn first."""
+  """Returns a task's id, its random source and its composition."""
   task_id = f'{FAMILY}/{split}/{seed}/{index}'
   draw = random.Random(task_id)
   return task_id, draw, draw_composition(split, draw)
@@ -224,28 +195,24 @@ def _begin(
 def kinds_of(
   index: int, split: str, seed: int
 ) -> tuple[str, tuple[str, str, str]]:
-  """Id and kinds of the task of that number, without making it."""
+  """Returns the id and kinds of a task without making it."""
   task_id, _, composition = _begin(index, split, seed)
   return task_id, composition.kinds
 
 
 def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
-  """The task of that number: the same for the same arguments, everywhere."""
+  """Makes a task, alike for the same arguments on every machine."""
   task_id, draw, composition = _begin(index, split, seed)
   package, module = draw.choice(PACKAGES), draw.choice(MODULES)
   function, other = draw.sample(FUNCTIONS, 2)
   argument, variable = draw.choice(ARGUMENTS), draw.choice(VARIABLES)
-  docstring = composition.docstring(
-    argument, draw.randrange(compositions.NUM_PHRASINGS)
-  )
-  definitions = [
-    _definition(function, argument, docstring, 'raise NotImplementedError')
-  ]
-  if draw.random() < 0.25:  # A neighbour to leave alone.
+  num_phrasings = compositions.NUM_PHRASINGS
+  words = composition.docstring(argument, draw.randrange(num_phrasings))
+  stub = 'raise NotImplementedError'
+  definitions = [_definition(function, argument, words, stub)]
+  if draw.random() < 0.25:  # A neighbour that must stay as it is.
     neighbour = draw_composition('train', draw)
-    words = neighbour.docstring(
-      argument, draw.randrange(compositions.NUM_PHRASINGS)
-    )
+    words = neighbour.docstring(argument, draw.randrange(num_phrasings))
     body = neighbour.body(argument, variable)
     definitions.append(_definition(other, argument, words, body))
     draw.shuffle(definitions)
@@ -267,32 +234,23 @@ def generate(index: int, split: str, seed: int = 0) -> FunctionTask:
   )
 
 
-def _choose_visible(
-  composition: compositions.Composition, draw: random.Random
-) -> list[int]:
-  """The most telling of a few random pairs of short inputs.
-
-  Short, since the `test` tool prints them. Telling, so that a failed test says
-  something; still, about one near miss in thirteen passes.
-  """
-  answers = _answers()
-  same = answers == answers[_index_of()[composition]]
-  short = [i for i, values in enumerate(_bank()) if 2 <= len(values) <= 3]
-  pairs = [draw.sample(short, _NUM_VISIBLE) for _ in range(_NUM_PAIRS)]
-  return min(pairs, key=lambda pair: same[:, pair].all(1).sum())
-
-
 def _examples(
   composition: compositions.Composition, draw: random.Random
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-  """Visible and hidden examples, which share no input."""
-  bank = _bank()
-  answers = _answers()[_index_of()[composition]]
+  """Returns visible and hidden examples, which share no input."""
+  bank, answers = _bank(), _answers()
+  index = compositions.everything().index(composition)
+  same = answers == answers[index]
+  # The `test` tool prints visible inputs, so they are short.
+  short = [i for i, values in enumerate(bank) if 2 <= len(values) <= 3]
   while True:
-    visible = _choose_visible(composition, draw)
+    # The pair that most compositions fail; about one near one in thirteen
+    # passes.
+    pairs = [draw.sample(short, _NUM_VISIBLE) for _ in range(_NUM_PAIRS)]
+    visible = min(pairs, key=lambda pair: same[:, pair].all(1).sum())
     allowed = [i for i in range(len(bank)) if i not in visible]
-    hidden = _choose_hidden(composition, allowed, draw)
-    if len(set(answers[hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
+    hidden = _choose_hidden(index, same, allowed, draw)
+    if len(set(answers[index, hidden].tolist())) >= _MIN_DISTINCT_ANSWERS:
       break
 
   def examples(indices: list[int]) -> tuple[Example, ...]:
@@ -303,7 +261,7 @@ def _examples(
 
 
 def from_id(task_id: str) -> FunctionTask:
-  """Rebuilds the task that `generate` named so."""
+  """Makes the task that `generate` gave this id."""
   parts = task_id.split('/')
   if len(parts) != 4 or parts[0] != FAMILY or parts[1] not in SPLITS:
     raise ValueError(
@@ -313,7 +271,7 @@ def from_id(task_id: str) -> FunctionTask:
 
 
 def bodies(split: str) -> tuple[str, ...]:
-  """Every body of the split's kinds under every choice of names."""
+  """Returns all bodies of the split's kinds, under every choice of names."""
   held_out = split == 'held_out'
   return tuple(
     c.body(argument, variable)
@@ -325,7 +283,7 @@ def bodies(split: str) -> tuple[str, ...]:
 
 
 def names_of(task: FunctionTask) -> tuple[str, str]:
-  """Argument and loop variable of a task of this family."""
+  """Returns the argument and loop variable of a task of this family."""
   text = task.files[f'{task.package}/{task.path}']
   argument = re.search(rf'def {task.function}\((\w+)\)', text)
   variable = re.search(r'for (\w+) in', task.reference)
@@ -334,7 +292,7 @@ def names_of(task: FunctionTask) -> tuple[str, str]:
 
 
 def composition_of(task: FunctionTask) -> compositions.Composition:
-  """The composition that a task of this family asks for."""
+  """Returns the composition that a task of this family asks for."""
   form = source.normal_body(task.reference, names_of(task)[0])
   composition = compositions.recognise(form)
   assert composition is not None, task.task_id
@@ -342,5 +300,5 @@ def composition_of(task: FunctionTask) -> compositions.Composition:
 
 
 def holdout() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-  """Packages, functions and bodies that a training corpus must refuse."""
+  """Returns packages, functions and bodies that no corpus may contain."""
   return PACKAGES, FUNCTIONS, bodies('held_out')

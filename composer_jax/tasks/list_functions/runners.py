@@ -1,14 +1,13 @@
-"""Ways to call a function of a task's package, one of which executes nothing.
+"""Runners without a sandbox: for trusted code, and for none at all.
 
-A sandbox (`composer_jax.sandbox`) is a `seams.Runner` and the only one that may
-execute what a policy wrote. The two here serve where that does not arise:
-trusted text of our own generators, and machines that refuse isolation.
+Only a sandbox (`composer_jax.sandbox`) may execute what a policy wrote. The two
+`seams.Runner`s here serve for text that this package generated, and on machines
+without isolation.
 """
 
 import contextlib
 import dataclasses
 import json
-import logging
 import time
 import types
 from typing import Any
@@ -25,7 +24,7 @@ _RAISED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LocalResult:
-  """Of the runners of this module, which never fail to run."""
+  """The result of a runner that never fails to run."""
 
   level: str
   value: list
@@ -34,25 +33,8 @@ class LocalResult:
   error: str = ''
 
 
-def call(
-  runner: seams.Runner,
-  files: dict[str, str],
-  module: str,
-  function: str,
-  arguments: list[list],
-) -> seams.RunResult:
-  """`runner.call`, tried once more after a failure of the infrastructure."""
-  result = runner.call(files, module, function, arguments)
-  if result.status == 'infrastructure':
-    logging.warning(
-      '%s sandbox failed, retrying: %s', result.level, result.error
-    )
-    result = runner.call(files, module, function, arguments)
-  return result
-
-
 class _LocalRunner:
-  """What the runners of this process share: text in, outcomes timed."""
+  """A runner in this process; measures the time of `_outcomes`."""
 
   level: str
 
@@ -77,7 +59,7 @@ class _LocalRunner:
 
 
 class TrustedRunner(_LocalRunner):
-  """Executes in this process. Only for text that this package generated.
+  """Executes text that this package generated, in this process.
 
   Nothing is limited: a policy's text must never come here.
   """
@@ -94,21 +76,19 @@ class TrustedRunner(_LocalRunner):
 
   def _call(self, function: Any, args: list) -> list:
     try:
-      # A round trip, so that no call sees what an earlier one changed.
+      # A copy, so that no call sees what an earlier one changed.
       return ['ok', function(*json.loads(json.dumps(args)))]
     except _RAISED as error:
       return ['raised', f'{type(error).__name__}: {error}']
 
 
 class StaticRunner(_LocalRunner):
-  """Executes nothing: knows the functions of `compositions` by their form.
+  """Executes nothing: recognises the functions of `compositions` by form.
 
-  A body equal to a composition's up to bound names has that composition's
-  meaning, which is computed from the composition. Any other body is 'raised
-  NotRecognised', even if it is right, and so is every body in a module that
-  does not compile: stricter than a sandbox. It looks at bodies alone, which is
-  all that `source.replace_body` changes; what another function does when it is
-  called is not asked.
+  A body that equals a composition's up to bound names gets the answers of that
+  composition. Any other body gets 'raised NotRecognised', even a right one, and
+  so does every body of a module that does not compile. Other functions of the
+  module are not looked at: `source.replace_body` changes bodies alone.
   """
 
   level = 'static'

@@ -1,14 +1,15 @@
-"""Pass rates of any policy on a config's tasks: scripted, or behind a URL.
+"""Pass rates on a config's tasks, of scripted policies or of an endpoint.
 
-Beside the evaluations of the main job (`stages.evaluate`), which are of its own
-policies. Nothing is trained here and no engine runs: every episode is a thread
-that talks to the policy, in the environment that training has. Finished
-episodes are kept as they come, so a killed evaluation goes on.
+Nothing is trained and no engine runs: each episode is a thread that talks to
+the policy, in the environment of training. A row is kept of each finished
+episode, so that a killed evaluation resumes. `stages.evaluate` evaluates the
+policies of a run.
 """
 
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -19,7 +20,7 @@ from typing import Any
 
 from composer_jax.agent import environment as environments
 from composer_jax.agent import episode, summarize
-from composer_jax.core import files, records, seams
+from composer_jax.core import checks, files, records, seams
 from composer_jax.pipeline import spec as specs
 from composer_jax.rl import behaviour, collect
 from composer_jax.tasks.list_functions import family as generated
@@ -31,30 +32,31 @@ from composer_jax.train import workdir as workdirs
 EPISODES, SUMMARY = 'episodes.jsonl', 'summary.json'
 SCRIPTED = ('gold', 'null')
 POLICIES = (*SCRIPTED, 'chat', 'tokens')
+_BROKEN = records.INFRASTRUCTURE
 _SCRIPT_BYTES, _SCRIPT_TURNS = 1 << 24, 1000
-# A window of a policy whose tokens are not the episode's, in bytes.
+# Length of limits in bytes, for episodes whose tokens are bytes.
 _BYTES_PER_TOKEN = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-  """What is played.
+  """The policy and the episodes of an evaluation.
 
   Attributes:
     policy: 'gold' restores what was deleted, through the tools; 'null' calls
       finish at once; 'chat' and 'tokens' ask an endpoint, for text or for
       tokens (`serve.client`).
     split: 'train' or 'held_out'.
-    tasks: how many, the first ones in the order of the seed; 0 for all of a
-      folder.
-    samples: episodes of each.
+    tasks: number of tasks, the first ones in the order of the seed; 0 for all
+      of a folder.
+    samples: episodes per task.
     threads: episodes at a time.
-    url: of the endpoint, up to /v1.
-    model: that the endpoint is asked for.
-    api_key: of the endpoint.
-    native_tools: has a chat endpoint call tools by its own means.
-    tokenizer: file of the run or import whose tokenizer the episodes use; ''
-      for one whose tokens are bytes, which 'tokens' cannot.
+    url: address of the endpoint, up to /v1.
+    model: name by which the endpoint knows the model.
+    api_key: key of the endpoint.
+    native_tools: true to have a chat endpoint call tools by its own means.
+    tokenizer: file of a run's or an import's tokenizer; '' for one whose tokens
+      are bytes, which 'tokens' cannot use.
   """
 
   policy: str
@@ -69,77 +71,51 @@ class EvaluationOptions:
   tokenizer: str = ''
 
   def __post_init__(self):
-    if self.policy not in POLICIES:
-      raise ValueError(
-        f'--policy must be one of {POLICIES}, not {self.policy!r}.'
-      )
-    if self.split not in generated.SPLITS:
-      raise ValueError(
-        f'--split must be one of {generated.SPLITS}, not {self.split!r}.'
-      )
-    if self.tasks < 0 or self.samples < 1 or self.threads < 1:
-      raise ValueError(
-        f'--tasks ({self.tasks}) must not be negative, --samples '
-        f'({self.samples}) and --threads ({self.threads}) be at least 1.'
-      )
+    checks.one_of(self, 'policy', POLICIES)
+    checks.one_of(self, 'split', generated.SPLITS)
+    checks.at_least(self, 0, 'tasks')
+    checks.at_least(self, 1, 'samples', 'threads')
     if (self.policy in ('chat', 'tokens')) != bool(self.url):
       raise ValueError(
-        f'--url ({self.url!r}) is where the policies chat and tokens ask, and '
-        f'no other does; --policy is {self.policy!r}.'
+        f'--url ({self.url!r}) is needed by the policies chat and tokens, and '
+        f'by no other; --policy is {self.policy!r}.'
       )
     if self.policy == 'tokens' and not self.tokenizer:
       raise ValueError(
-        '--policy=tokens needs --tokenizer=FILE, the tokenizer.json of the run '
-        'that is served: its ids are what the endpoint takes and gives.'
+        '--policy=tokens needs --tokenizer=FILE, the tokenizer.json of the '
+        'served run: the endpoint takes and gives its ids.'
       )
 
-  def identity(self) -> dict[str, Any]:
-    """What results depend on: neither speed nor a secret."""
-    fields = dataclasses.asdict(self)
-    for name in ('threads', 'api_key'):
-      del fields[name]
-    return fields
 
-
-# Returns the policy behind an endpoint, of a tokenizer and the functions that a
-# chat endpoint calls by its own means.
+# (tokenizer, functions for a chat endpoint to call) -> policy of an endpoint.
 Remote = Callable[[Any, Sequence[Any]], environments.Policy]
-
-
-def tokenizer_of(systems: seams.Systems, options: EvaluationOptions) -> Any:
-  if options.tokenizer:
-    return systems.load_tokenizer(pathlib.Path(options.tokenizer))
-  return tokenizers.Tokenizer.train(['bytes'], tokenizers.MIN_VOCAB_SIZE)
 
 
 def limits_of(
   spec: specs.Spec, options: EvaluationOptions
-) -> episode.EpisodeOptions:
-  """The config's limits, for as much text where a token is a byte.
+) -> tuple[episode.EpisodeOptions, summarize.SummaryOptions]:
+  """Returns the config's limits, longer ones where a token is a byte.
 
-  A script has no context to overflow: its limits only end what went wrong.
+  A scripted policy has no context to overflow: its limits stop endless ones.
   """
+  limits, summary = spec.episode, spec.summary
+  is_scripted = options.policy in SCRIPTED
+  if is_scripted:
+    summary = summarize.OFF
   if options.tokenizer:
-    return spec.episode
+    return limits, summary
   names = ('max_tokens', 'max_call_tokens', 'max_sampled_tokens')
-  if options.policy in SCRIPTED:
-    longer = dict.fromkeys(names, _SCRIPT_BYTES) | {'max_turns': _SCRIPT_TURNS}
-  else:
-    longer = {n: _BYTES_PER_TOKEN * getattr(spec.episode, n) for n in names}
-  return dataclasses.replace(spec.episode, **longer)
+  if is_scripted:
+    longer = dict.fromkeys(names, _SCRIPT_BYTES)
+    limits = dataclasses.replace(limits, max_turns=_SCRIPT_TURNS, **longer)
+    return limits, summary
+  of_summary = ('trigger', 'max_tokens', 'plan_tokens')
+  return _in_bytes(limits, names), _in_bytes(summary, of_summary)
 
 
-def summary_of(
-  spec: specs.Spec, options: EvaluationOptions
-) -> summarize.SummaryOptions:
-  """When windows restart, in the tokens of `limits_of`."""
-  if options.policy in SCRIPTED:
-    return summarize.OFF
-  if options.tokenizer:
-    return spec.summary
-  names = ('trigger', 'max_tokens', 'plan_tokens')
-  longer = {n: _BYTES_PER_TOKEN * getattr(spec.summary, n) for n in names}
-  return dataclasses.replace(spec.summary, **longer)
+def _in_bytes(options: Any, names: Sequence[str]) -> Any:
+  longer = {n: _BYTES_PER_TOKEN * getattr(options, n) for n in names}
+  return dataclasses.replace(options, **longer)
 
 
 def policy_of(
@@ -148,7 +124,7 @@ def policy_of(
   options: EvaluationOptions,
   remote: Remote | None,
 ) -> Callable[[Any], environments.Policy]:
-  """Returns task -> the policy of an episode of it."""
+  """Returns a function of a task, which gives the policy of one episode."""
   if options.policy == 'null':
     return lambda task: scripts.ScriptedCalls(tokenizer, [family.finish_call])
   if options.policy == 'gold':
@@ -165,141 +141,130 @@ def evaluate(
   out: pathlib.Path,
   remote: Remote | None = None,
 ) -> dict[str, Any]:
-  """Plays what is not played yet, and summarises all of it; blocks.
+  """Plays the missing episodes and summarises all of them; blocks.
 
   Args:
-    spec: of the tasks, the sandbox and the limits of an episode.
-    systems: what the spec names.
-    options: of the evaluation.
-    out: its folder, made when missing; bound to both by a workdir's claim.
-    remote: makes the policies 'chat' and 'tokens'.
+    out: folder of the results; bound to this evaluation by a workdir's claim.
+    remote: maker of the policies 'chat' and 'tokens'.
 
   Returns:
-    What `summary.json` holds, see `summarise`.
+    The contents of `summary.json`, see `summarise`.
 
   Raises:
     ValueError: `out` holds another evaluation, or there are too few tasks.
-    http_policy.EndpointError: the endpoint fails; what was played is kept.
+    http_policy.EndpointError: the endpoint failed; finished episodes are kept.
   """
   family = systems.family
   tasks = family.listed(options.split, options.tasks)
+  limits, summary_options = limits_of(spec, options)
+  fields: dict[str, Any] = dataclasses.asdict(options)
+  # Results depend neither on speed nor on a secret.
+  del fields['threads'], fields['api_key']
   claimed = {
-    'evaluation': options.identity(),
+    'evaluation': fields,
     'tasks': family.identity() or dataclasses.asdict(spec.systems['tasks']),
-    'episode': dataclasses.asdict(limits_of(spec, options)),
+    'episode': dataclasses.asdict(limits),
     'rewards': dataclasses.asdict(spec.rewards),
-    'summary': dataclasses.asdict(summary_of(spec, options)),
+    'summary': dataclasses.asdict(summary_options),
     'sandbox': dataclasses.asdict(spec.systems['sandbox']),
     'seed': spec.seed,
   }
   with files.alone(out):
     workdirs.claim(out, claimed)
     level = systems.settle_judge(out)
-    choose = policy_of(family, tokenizer_of(systems, options), options, remote)
+    if options.tokenizer:
+      tokenizer = systems.load_tokenizer(pathlib.Path(options.tokenizer))
+    else:
+      size = tokenizers.MIN_VOCAB_SIZE
+      tokenizer = tokenizers.Tokenizer.train(['bytes'], size)
     with systems.open_runner(level) as runner:
-      _play(spec, systems, options, tasks, choose, runner, out)
-    found = summarise(list(read(out).values()), options.samples)
-    files.write_json(out / SUMMARY, found)
-  return found
+      play = collect.episode_player(
+        tokenizer,
+        lambda task: family.environment(task, runner),
+        limits,
+        reward_of_group=lambda group: spec.rewards,
+        summary=summary_options,
+      )
+      choose = policy_of(family, tokenizer, options, remote)
+      _play_missing(tasks, options, play, choose, spec.seed, out)
+    summary = summarise(list(read(out).values()), options.samples)
+    files.write_json(out / SUMMARY, summary)
+  return summary
 
 
-def _play(spec, systems, options, tasks, choose, runner, out) -> None:
-  """Appends a line for each episode that has none that was judged."""
-  tokenizer, played = tokenizer_of(systems, options), read(out)
-  due = [
-    (index, sample)
-    for index, task in enumerate(tasks)
-    for sample in range(options.samples)
-    if not _was_judged(played.get((task.task_id, sample)))
-  ]
-  total, lock = len(tasks) * options.samples, threading.Lock()
+def _play_missing(tasks, options, play, choose, seed, out) -> None:
+  """Appends a row for each episode that has none with a verdict."""
+  lock = threading.Lock()
   with (
-    progress.Progress('eval', total, start=total - len(due)) as bar,
-    # Closed after the threads: what is under way at an error is kept as well.
+    # Closed after the threads, so that episodes that finish after an error in
+    # another one are kept as well.
     contextlib.closing(
       append.AppendFile(out / EPISODES, 'an episode')
     ) as lines,
     futures.ThreadPoolExecutor(options.threads, 'episode') as threads,
   ):
-    play = collect.episode_player(
-      tokenizer,
-      lambda task: systems.family.environment(task, runner),
-      limits_of(spec, options),
-      reward_of_group=lambda group: spec.rewards,
-      summary=summary_of(spec, options),
-    )
+    lines.cut_torn_line()
+    # An episode whose sandbox failed is played again.
+    judged = {k for k, row in read(out).items() if row['status'] != _BROKEN}
+    missing = [
+      (index, sample)
+      for index, task in enumerate(tasks)
+      for sample in range(options.samples)
+      if (task.task_id, sample) not in judged
+    ]
+    total = len(tasks) * options.samples
+    start = total - len(missing)
+    counts = itertools.count(start + 1)
+    bar = progress.Progress('eval', total, start=start)
 
-    def one(index: int, sample: int) -> None:
+    def play_one(index: int, sample: int) -> None:
       task = tasks[index]
-      rollout = play(
-        task, choose(task), group=index, member=sample, seed=spec.seed
-      )
+      rollout = play(task, choose(task), group=index, member=sample, seed=seed)
       with lock:
         lines.append((json.dumps(row_of(task, rollout)) + '\n').encode())
-        done.append(rollout)
-        bar.update(total - len(due) + len(done))
+        bar.update(next(counts))
 
-    done: list[records.Rollout] = []
-    waiting = [threads.submit(one, *which) for which in due]
-    try:
-      for future in futures.as_completed(waiting):
-        future.result()
-    except BaseException:
-      for future in waiting:
-        future.cancel()
-      raise
-
-
-def _was_judged(row: dict[str, Any] | None) -> bool:
-  """Whether an episode is over; one that the sandbox failed is played again."""
-  return row is not None and row['status'] != records.INFRASTRUCTURE
+    with bar:
+      waiting = [threads.submit(play_one, *which) for which in missing]
+      try:
+        for future in futures.as_completed(waiting):
+          future.result()
+      finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def row_of(task: Any, rollout: records.Rollout) -> dict[str, Any]:
-  """One episode as a line."""
+  """Returns the row of one episode."""
+  verdict = rollout.verdict
+  of_verdict = ('status', 'num_passed', 'num_tests', 'detail', 'sandbox_level')
+  of_rollout = ('reward', 'num_turns', 'num_invalid', 'sandbox_seconds')
   return {
     'task_id': rollout.task_id,
     'sample': rollout.member,
     'package': task.package,
     'tier': getattr(task, 'tier', ''),
     'passed': behaviour.passed(rollout),
-    'status': rollout.verdict.status,
-    'num_passed': rollout.verdict.num_passed,
-    'num_tests': rollout.verdict.num_tests,
-    'detail': rollout.verdict.detail,
-    'sandbox_level': rollout.verdict.sandbox_level,
+    **{name: getattr(verdict, name) for name in of_verdict},
+    **{name: getattr(rollout, name) for name in of_rollout},
     'flags': list(rollout.flags),
-    'reward': rollout.reward,
     'reward_terms': dict(rollout.reward_terms),
-    'num_turns': rollout.num_turns,
-    'num_invalid': rollout.num_invalid,
     'tools': list(rollout.tools),
     'windows': len(rollout.trajectories),
-    'sandbox_seconds': rollout.sandbox_seconds,
   }
 
 
 def read(out: pathlib.Path) -> dict[tuple[str, int], dict[str, Any]]:
-  """The last line of each task and sample; a torn one is cut off."""
-  path, found = out / EPISODES, {}
-  if not path.exists():
-    return found
-  data = path.read_bytes()
-  whole = data[: data.rfind(b'\n') + 1]
-  if len(whole) != len(data):
-    files.write_atomic(path, whole)
-  for line in whole.decode().splitlines():
-    row = json.loads(line)
-    found[row['task_id'], row['sample']] = row
-  return found
+  """Returns the last row of each task id and sample."""
+  rows = map(json.loads, (out / EPISODES).read_text().splitlines())
+  return {(row['task_id'], row['sample']): row for row in rows}
 
 
 def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-  """Rates of all episodes, and by tier and package.
+  """Returns rates of all episodes, and by tier and package.
 
   Args:
-    rows: of `row_of`.
-    samples: of each task.
+    rows: rows of `row_of`.
+    samples: number of episodes per task.
 
   Returns:
     overall, by_tier and by_package, each with episodes (judged ones), passed,
@@ -308,40 +273,38 @@ def summarise(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     unfinished, infrastructure, invalid_rate and turns.
   """
 
-  def by(name):
-    keys = sorted({row[name] for row in rows if row[name]})
-    return {
-      key: _rates([r for r in rows if r[name] == key], samples) for key in keys
-    }
+  def rates_by(field: str) -> dict[str, Any]:
+    parts = collections.defaultdict(list)
+    for row in rows:
+      if row[field]:
+        parts[row[field]].append(row)
+    return {key: _rates(parts[key], samples) for key in sorted(parts)}
 
   return {
     'overall': _rates(rows, samples),
-    'by_tier': by('tier'),
-    'by_package': by('package'),
+    'by_tier': rates_by('tier'),
+    'by_package': rates_by('package'),
   }
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-  """Chance that one of k samples passes, without bias (Chen et al. 2021).
+  """Estimates without bias the chance that one of k samples passes.
 
-  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task.
+  1 - C(n - c, k) / C(n, k) for `passed` = c of `samples` = n of one task (Chen
+  et al. 2021).
   """
-  if not 0 <= passed <= samples or not 1 <= k <= samples:
-    raise ValueError(
-      f'passed ({passed}) must lie in 0..samples ({samples}), and k ({k}) in '
-      '1..samples.'
-    )
   return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
-  judged = [r for r in rows if r['status'] != records.INFRASTRUCTURE]
+  judged = [r for r in rows if r['status'] != _BROKEN]
   passed = sum(r['passed'] for r in judged)
   low, high = intervals.wilson(passed, len(judged))
-  of_task = collections.defaultdict(list)
+  by_task = collections.defaultdict(list)
   for row in judged:
-    of_task[row['task_id']].append(row['passed'])
-  whole = [sum(v) for v in of_task.values() if len(v) == samples]
+    by_task[row['task_id']].append(row['passed'])
+  # Numbers of passes of the tasks whose samples were all judged.
+  counts = [sum(v) for v in by_task.values() if len(v) == samples]
   powers = {1 << i for i in range(samples.bit_length())}
   ks = sorted(k for k in {*powers, samples} if k <= samples)
   turns = sum(r['num_turns'] for r in judged)
@@ -353,7 +316,8 @@ def _rates(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
     'low': low,
     'high': high,
     'pass_at_k': {
-      str(k): sum(pass_at_k(samples, c, k) for c in whole) / max(len(whole), 1)
+      str(k): sum(pass_at_k(samples, c, k) for c in counts)
+      / max(len(counts), 1)
       for k in ks
     },
     'flags': dict(collections.Counter(f for r in judged for f in r['flags'])),

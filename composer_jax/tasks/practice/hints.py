@@ -11,7 +11,7 @@ class HintSection(mistakes.HintOptions):
   """Textual feedback on faulty turns, which a teacher reads.
 
   Attributes:
-    loss: what hints weigh; with weight 0 there are none.
+    loss: weight and shape of the hint loss; weight 0 turns hints off.
   """
 
   loss: distill.HintLossOptions = distill.HintLossOptions(weight=1.0)

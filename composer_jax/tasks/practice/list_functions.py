@@ -1,4 +1,4 @@
-"""The family of generated tasks, as a run practises it."""
+"""The task family of generated functions of lists."""
 
 import itertools
 import random
@@ -19,8 +19,8 @@ from composer_jax.tasks.list_functions import (
 from composer_jax.tasks.practice import transcripts
 from composer_jax.telemetry import progress
 
-# Tasks whose texts the tokenizer sees beside the corpus, so that the tool
-# protocol costs few tokens; their seed is used for nothing else.
+# Tasks whose texts train the tokenizer beside the corpus, so that the tool
+# protocol costs few tokens; their seed serves nothing else.
 _PROTOCOL_TASKS = 1500
 _PROTOCOL_SEED = 7_000_003
 
@@ -56,9 +56,9 @@ class ListFunctions:
   def tasks(
     self, tokenizer: Any, *, split: str, seed: int
   ) -> environments.TaskSource:
-    spec = self._spec
-    # An endless family: what a step does not draw is never looked at again.
-    count = spec.rl.prompts * spec.systems['curriculum'].candidates
+    # Candidates that a step does not draw are never seen again.
+    candidates_per_prompt = self._spec.systems['curriculum'].candidates
+    count = self._spec.rl.prompts * candidates_per_prompt
 
     def pool(step: int) -> list[curriculum.Candidate]:
       candidates = []
@@ -76,11 +76,11 @@ class ListFunctions:
     )
 
   def listed(self, split: str, count: int) -> list[Any]:
-    """The first tasks of a split, for evaluations."""
+    """Returns the first tasks of a split, for evaluations."""
     if not count:
       raise ValueError(
         "--tasks=0 takes all tasks of a folder, and family 'list_functions' "
-        'generates without end: give a number.'
+        'generates tasks without end: give a number.'
       )
     seed = self._spec.seed
     return [family.generate(i, split, seed) for i in range(count)]
@@ -88,13 +88,13 @@ class ListFunctions:
   finish_call = 'finish'
 
   def gold(self, task: Any, tokenizer: Any) -> environments.Policy:
-    """A policy that solves the task at once."""
+    """Returns a policy that solves the task without a mistake."""
     return demonstrations.ScriptedPolicy(
       task, tokenizer, demonstrations.FLAWLESS, random.Random(task.task_id)
     )
 
   def functions(self) -> list[Any]:
-    """Tools as chat endpoints take them: these are no JSON tools."""
+    """Returns no tools for chat endpoints: these take no JSON."""
     return []
 
   def environment(
@@ -103,11 +103,11 @@ class ListFunctions:
     return environment.FunctionEnvironment(task, runner)
 
   def demonstrations(self, job: jobs.Job) -> tuple[list, list]:
-    """Transcripts of a script that errs on purpose, and advised calls.
+    """Returns transcripts with noise, and with calls that follow a hint.
 
-    Where RL gives hints, calls that go by one stand beside each transcript:
-    what SFT leaves is the teacher that will read them. One that is longer than
-    a row is left out and counted.
+    The calls that follow a hint (`demonstrations.hindsight`) stand beside each
+    transcript, if RL gives hints: the model after SFT reads them as a teacher.
+    Those that are longer than a row are left out and counted.
     """
     count = job.spec.systems['demonstrations'].count
     shown, advised = _play(job, count + max(32, count // 20))
@@ -116,7 +116,7 @@ class ListFunctions:
 
 
 def protocol_texts() -> list[str]:
-  """Texts of generated tasks for the tokenizer; for audits, too."""
+  """Returns texts of generated tasks, to train the tokenizer on."""
   texts = []
   for index in range(_PROTOCOL_TASKS):
     task = family.generate(index, 'train', _PROTOCOL_SEED)
@@ -128,13 +128,14 @@ def protocol_texts() -> list[str]:
   return texts
 
 
+# tokens_T and loss_mask_T.
 Example = tuple[np.ndarray, np.ndarray]
 
 
 def _play(
   job: jobs.Job, count: int
 ) -> tuple[list[Example], list[list[Example]]]:
-  """Transcripts as (tokens, loss mask), and the advised calls of each."""
+  """Returns transcripts as Examples, and the calls after hints of each."""
   progress.teller('sft')(f'playing {count} demonstrations')
   rollouts = []
   with progress.Progress('sft', count) as bar:
@@ -142,7 +143,7 @@ def _play(
       job.tokenizer,
       seed=job.spec.seed + transcripts.SEED,
       count=count,
-      noise=job.spec.systems['demonstrations'].noise(),
+      noise=job.spec.systems['demonstrations'],
       options=job.spec.episode,
       hints=job.systems.hints,
     ):
@@ -150,9 +151,9 @@ def _play(
       bar.update(len(rollouts))
   rates = demonstrations.describe(rollouts[:500], job.tokenizer)
   every = [list(demonstrations.hindsight(r, job.tokenizer)) for r in rollouts]
-  # A transcript fits a row; with a hint in it, it need not.
-  longest = job.spec.sft.seq_len
-  advised = [[e for e in one if len(e[0]) <= longest] for one in every]
+  # A transcript fits a row, but with a hint in it may not.
+  seq_len = job.spec.sft.seq_len
+  advised = [[c for c in calls if len(c[0]) <= seq_len] for calls in every]
   rates['advised'] = sum(map(len, advised)) / count
   rates['advice_too_long'] = sum(map(len, every)) / count - rates['advised']
   return transcripts.shown(job, rollouts, rates), advised

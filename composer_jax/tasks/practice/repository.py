@@ -1,4 +1,4 @@
-"""The family of deletion tasks, as a run practises it."""
+"""The task family of deletion tasks, read from a folder."""
 
 import functools
 import hashlib
@@ -15,7 +15,6 @@ from composer_jax.tasks import curriculum
 from composer_jax.tasks.practice import transcripts
 from composer_jax.tasks.repository import (
   environment,
-  schemas,
   scripts,
   task_set,
 )
@@ -23,13 +22,14 @@ from composer_jax.telemetry import progress
 
 
 class RepositoryTasks:
-  """An `agent.environment.TaskFamily` of tasks that a folder holds."""
+  """An `agent.environment.TaskFamily` of a folder's tasks."""
 
   needs_execution = True
 
   def __init__(self, spec: specs.Spec):
     self._spec = spec
     self._options = spec.systems['tasks']
+    self._tools = self._options.repository
 
   def check(self) -> None:
     sandbox, folder = self._spec.systems['sandbox'], self._options.folder
@@ -64,33 +64,31 @@ class RepositoryTasks:
     return digest.hexdigest()
 
   def texts(self) -> list[str]:
-    """Of the demonstrated tasks alone."""
-    options = self._options.repository
+    """Returns the demonstrated tasks' prompts and calls."""
     texts = []
-    for task in self._demonstrated():
-      calls = scripts.gold_calls(task, options.tools)
-      texts.append('\n'.join([environment.prompt_of(task, options), *calls]))
+    for task in self._divided()[1]:
+      calls = scripts.gold_calls(task, self._tools.tools)
+      prompt = environment.prompt_of(task, self._tools)
+      texts.append('\n'.join([prompt, *calls]))
     return texts
 
   def held_out_packages(self) -> tuple[str, ...]:
-    """Packages that tasks were made of, which no corpus may have."""
+    """Returns the packages of the set, which no corpus may contain."""
     return tuple(sorted(self._set.packages))
 
   def requirements(self) -> list[str]:
-    """Distributions that the test suites of the set import."""
+    """Returns the distributions that the set's test suites import."""
     packages = self._set.packages.values()
-    return sorted(
-      {name for p in packages for name in p.facts.get('requires', ())}
-    )
+    return sorted({r for p in packages for r in p.facts.get('requires', ())})
 
   def of_split(self, split: str) -> list[task_set.RepositoryTask]:
-    """The tasks of the config's tiers, in the order of the folder."""
+    """Returns a split's tasks of the config's tiers, in the folder's order."""
     tiers = self._options.tiers or task_set.TIERS
     tasks = self._set.split(split == 'held_out')
     return [t for t in tasks if t.tier in tiers]
 
   def _divided(self) -> tuple[list, list]:
-    """Tasks of RL, and those that SFT is shown the solutions of."""
+    """Returns the tasks of RL, and those whose solutions SFT shows."""
     spec = self._spec
     tasks = self.of_split('train')
     random.Random(f'{spec.seed}/demonstrations').shuffle(tasks)
@@ -99,73 +97,64 @@ class RepositoryTasks:
       raise ValueError(
         f'--config.demonstrations.count ({count}) of the {len(tasks)} tasks of '
         f'{self._options.folder} leaves none for RL, which may not train on '
-        'tasks that were demonstrated.'
+        'demonstrated tasks. Lower it.'
       )
     return tasks[count:], tasks[:count]
-
-  def _demonstrated(self) -> list[task_set.RepositoryTask]:
-    return self._divided()[1]
 
   def tasks(
     self, tokenizer: Any, *, split: str, seed: int
   ) -> environments.TaskSource:
     spec = self._spec
     if split == 'train':
-      chosen = list(self._divided()[0])
+      chosen, field = self._divided()[0], '--config.rl.steps x prompts'
       needed = spec.rl.steps * spec.rl.prompts
-      why = '--config.rl.steps x prompts'
     else:
-      chosen = self.of_split(split)
-      needed, why = spec.evaluation.episodes, '--config.evaluation.episodes'
+      chosen, field = self.of_split(split), '--config.evaluation.episodes'
+      needed = spec.evaluation.episodes
     fitting = [t for t in chosen if self._fits(tokenizer, t)]
     if len(fitting) < len(chosen):
       logging.warning(
         '%d of %d %s tasks are left out: their prompts leave no room in a '
         'window of --config.episode.max_tokens.',
-        len(chosen) - len(fitting), len(chosen), split,
-      )  # fmt: skip
+        *(len(chosen) - len(fitting), len(chosen), split),
+      )
     if len(fitting) < needed:
       raise ValueError(
         f'{self._options.folder} has {len(fitting)} {split} tasks for this run '
-        f'({len(chosen)} before those whose prompts do not fit), and {why} '
+        f'({len(chosen)} before those whose prompts do not fit), and {field} '
         f'needs {needed}: no task is played twice. Lower it, or make more '
         'tasks with `python -m experiments.make_tasks`.'
       )
     random.Random(f'{seed}/{split}').shuffle(fitting)
-    by_id = {t.task_id: t for t in fitting}
-    candidates = [
-      curriculum.Candidate(
-        task_id=t.task_id, labels=(f'tier:{t.tier}', f'package:{t.package}')
-      )
-      for t in fitting
-    ]
+
+    def candidate(task: task_set.RepositoryTask) -> curriculum.Candidate:
+      labels = (f'tier:{task.tier}', f'package:{task.package}')
+      return curriculum.Candidate(task_id=task.task_id, labels=labels)
+
+    candidates = [candidate(t) for t in fitting]
     return environments.TaskSource(
-      of_group=lambda group: fitting[group],
-      of_id=by_id.__getitem__,
+      of_group=fitting.__getitem__,
+      of_id={t.task_id: t for t in fitting}.__getitem__,
       pool=lambda step: candidates,
     )
 
   def _fits(self, tokenizer: Any, task: task_set.RepositoryTask) -> bool:
-    spec = self._spec
+    spec, prompt = self._spec, environment.prompt_of(task, self._tools)
+    most, most_call = spec.episode.max_tokens, spec.episode.max_call_tokens
     try:
-      made = summarize.Summarizer(
+      summarizer = summarize.Summarizer(
         tokenizer,
-        environment.prompt_of(task, self._options.repository),
+        prompt,
         spec.summary,
-        max_tokens=spec.episode.max_tokens,
-        max_call_tokens=spec.episode.max_call_tokens,
+        max_tokens=most,
+        max_call_tokens=most_call,
       )
     except ValueError:
       return False
-    room = spec.episode.max_tokens - len(made.opening_T)
-    return room >= spec.episode.max_call_tokens
+    return most - len(summarizer.opening_T) >= most_call
 
   def listed(self, split: str, count: int) -> list[task_set.RepositoryTask]:
-    """Tasks of a split in the order of the run's seed, for evaluations.
-
-    Raises:
-      ValueError: there are fewer than `count`; 0 takes all.
-    """
+    """Returns `count` tasks of a split, 0 for all, for evaluations."""
     tasks = self.of_split(split)
     if len(tasks) < max(count, 1):
       raise ValueError(
@@ -181,37 +170,33 @@ class RepositoryTasks:
   def gold(
     self, task: task_set.RepositoryTask, tokenizer: Any
   ) -> environments.Policy:
-    """A policy that restores what was deleted, through the tools."""
-    return scripts.gold_policy(task, tokenizer, self._options.repository.tools)
+    """Returns a policy that restores what was deleted, through the tools."""
+    return scripts.gold_policy(task, tokenizer, self._tools.tools)
 
   def functions(self) -> list[Any]:
-    """Tools as chat endpoints take them."""
-    names = self._options.repository.tools
-    return [schemas.TOOLS[name].function() for name in names]
+    """Returns the tools in the form of chat endpoints."""
+    return [tool.function() for tool in self._tools.schemas.values()]
 
   def environment(self, task: Any, runner: Any) -> environments.Environment:
     return environment.RepositoryEnvironment(
-      task, runner, self._options.repository, seed=self._spec.seed
+      task, runner, self._tools, seed=self._spec.seed
     )
 
   def demonstrations(self, job: jobs.Job) -> tuple[list, list]:
-    """Solutions through the tools, as chains of windows."""
+    """Returns windows of solutions to learn from and to hold out."""
     chains = self._solutions(job)
-    # At least one, also of few; the set's tasks are not endless.
     count = len(chains) - max(1, len(chains) // 20)
-    # Whole chains: windows of a task that is learnt would hold nothing out.
-    learnt, held_out = (
-      list(itertools.chain(*part)) for part in (chains[:count], chains[count:])
-    )
-    return learnt, held_out
+    # Whole chains, since windows of a learnt task would hold nothing out.
+    learnt, held_out = chains[:count], chains[count:]
+    return [*itertools.chain(*learnt)], [*itertools.chain(*held_out)]
 
   def _solutions(self, job: jobs.Job) -> list[list]:
-    """Chains of (tokens, loss mask) of demonstrated tasks.
+    """Returns chains of (tokens_T, loss_mask_T) of demonstrated tasks.
 
-    An episode with a call that a limit cut off would teach just that, and is
-    left out. One that a limit ended is kept: what it shows is right.
+    An episode with a call cut off by a limit is left out: it would teach such
+    calls. One that a limit ended is kept, since its calls are right.
     """
-    spec, tasks = self._spec, self._demonstrated()
+    spec, tasks = self._spec, self._divided()[1]
     progress.teller('sft')(f'playing the solutions of {len(tasks)} tasks')
     rollouts = []
     with job.runner() as runner, progress.Progress('sft', len(tasks)) as bar:

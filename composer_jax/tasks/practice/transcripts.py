@@ -1,4 +1,4 @@
-"""What SFT is shown, left for people and audits; shared by task families."""
+"""Keeps SFT transcripts for people and audits; shared by task families."""
 
 import numpy as np
 
@@ -16,13 +16,12 @@ def shown(
   """Keeps transcripts and their rates in the workdir.
 
   Returns:
-    (tokens, loss mask) of every window, in order.
+    (tokens_T, loss_mask_T) of every window, in order.
   """
   described = ', '.join(f'{k} {v:.3g}' for k, v in rates.items())
   progress.teller('sft')(f'demonstrations: {described}')
   files.write_json(job.workdir / 'demonstrations.json', rates)
   job.log_episodes('sft', 0, rollouts[:3])
-  # For audits: what the policy was shown, as text.
   text = '\n'.join(
     job.tokenizer.decode(t.tokens_T) for r in rollouts for t in r.trajectories
   )

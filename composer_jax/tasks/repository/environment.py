@@ -1,9 +1,9 @@
 """An environment around a repository in a sandbox, with tools of JSON calls.
 
-Calls are `{"tool": ..., "arguments": {...}}` (text.tool_calls); which tools
-there are is an option of each environment. Whatever a policy writes is
-answered: what is no call, names no tool or has wrong arguments is an invalid
-call with an error to mend it by, all else is carried out in the box.
+Tool calls are `{"tool": ..., "arguments": {...}}` (text.tool_calls); the tools
+are an option of each environment. Any text is answered: one that is no call,
+names no tool or has wrong arguments is an invalid call, whose error says how to
+mend it; all others are carried out in the box.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer_jax.agent import environment
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
 from composer_jax.tasks import calls
@@ -21,7 +21,7 @@ from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import schemas as tool_schemas
 from composer_jax.tasks.repository import task_set
 from composer_jax.tasks.repository import tools as box_tools
-from composer_jax.text import tool_calls
+from composer_jax.text import tokenizer, tool_calls
 
 _OWNED = (
   'Tests and their configuration belong to the grader: do not change those '
@@ -31,18 +31,18 @@ _OWNED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RepositoryOptions:
-  """Which tools an environment has, and their bounds.
+  """The tools of an environment, and their bounds.
 
   Attributes:
-    tools: names out of `tasks.repository.schemas.TOOLS`, in the order of
-      telling.
-    max_todos: items that a plan may hold.
-    bounds: of single calls.
+    tools: names out of `tasks.repository.schemas.TOOLS`, in the order of the
+      prompt.
+    max_todos: most to-dos of a plan.
+    bounds: bounds of single calls.
   """
 
   tools: tuple[str, ...] = tuple(tool_schemas.TOOLS)
   max_todos: int = 30
-  bounds: box_tools.Bounds = dataclasses.field(default_factory=box_tools.Bounds)
+  bounds: box_tools.Bounds = box_tools.Bounds()
 
   def __post_init__(self):
     unknown = set(self.tools) - set(tool_schemas.TOOLS)
@@ -51,21 +51,25 @@ class RepositoryOptions:
         f'tools {self.tools} must be of {tuple(tool_schemas.TOOLS)}, "finish" '
         f'among them; there is no {sorted(unknown)}.'
       )
-    if self.max_todos < 1:
-      raise ValueError(f'max_todos ({self.max_todos}) must be at least 1.')
+    checks.at_least(self, 1, 'max_todos')
+
+  @property
+  def schemas(self) -> dict[str, tool_schemas.Tool]:
+    return {name: tool_schemas.TOOLS[name] for name in self.tools}
 
 
 def prompt_of(task: task_set.RepositoryTask, options: RepositoryOptions) -> str:
-  """What an episode begins with: the task, and how to call the tools."""
-  schemas = {name: tool_schemas.TOOLS[name] for name in options.tools}
-  return '\n\n'.join([task.prompt, _OWNED, tool_schemas.prompt(schemas)])
+  """Returns the first message of an episode: the task, and its tools."""
+  return '\n\n'.join(
+    [task.prompt, _OWNED, tool_schemas.prompt(options.schemas)]
+  )
 
 
 class Plan:
   """The to-do list of an episode."""
 
-  def __init__(self, most: int):
-    self._most = most
+  def __init__(self, max_todos: int):
+    self._max_todos = max_todos
     self._items: list[tuple[str, bool]] = []
 
   @property
@@ -79,23 +83,23 @@ class Plan:
     )
 
   def change(self, arguments: Mapping[str, Any]) -> box_tools.Answer:
-    """Carries out a call of `todo`; `calls.InvalidCall` as of a tool."""
-    action = arguments['action']
+    """Carries out a call of `todo`; raises InvalidCall for wrong arguments."""
+    action, items = arguments['action'], self._items
     if action == 'add':
       if 'text' not in arguments:
         raise _bad_todo('"add" needs the argument "text", a string')
-      if len(self._items) == self._most:
-        return f'error: a plan holds {self._most} items', turns_lib.FAILED
+      if len(items) == self._max_todos:
+        return f'error: a plan holds {self._max_todos} items', turns_lib.FAILED
       text = ' '.join(arguments['text'].split())
-      self._items.append((box_tools.clip(text, 200), False))
+      items.append((box_tools.clip(text, 200), False))
     elif action == 'done':
-      number = arguments.get('item')
-      if number is None or number > len(self._items):
+      # The argument is missing, or beyond the list.
+      number = arguments.get('item', len(items) + 1)
+      if number > len(items):
         raise _bad_todo(
-          '"done" needs the argument "item", a number of 1 to '
-          f'{len(self._items)}'
+          f'"done" needs the argument "item", a number of 1 to {len(items)}'
         )
-      self._items[number - 1] = (self._items[number - 1][0], True)
+      items[number - 1] = (items[number - 1][0], True)
     return str(self) or 'no items', turns_lib.OK
 
 
@@ -104,12 +108,7 @@ def _bad_todo(fault: str) -> calls.InvalidCall:
 
 
 class RepositoryEnvironment:
-  """An `environment.Environment` around a box with the task's repository.
-
-  Attributes:
-    is_broken: the sandbox failed, retry included.
-    sandbox_seconds: wall time of everything that ran in the box so far.
-  """
+  """An `environment.Environment` around a box with the task's repository."""
 
   def __init__(
     self,
@@ -122,8 +121,8 @@ class RepositoryEnvironment:
     """Opens a box.
 
     Args:
-      sandbox: with the set of the task as its images.
-      seed: of what the grader draws.
+      sandbox: sandbox whose images are the task's set.
+      seed: seed of the grader's draws.
     """
     self.task_id, self.prompt = task.task_id, prompt_of(task, options)
     self.num_tests, self.sandbox_level = len(task.fail_to_pass), sandbox.level
@@ -132,8 +131,7 @@ class RepositoryEnvironment:
     self.is_broken = False
     self.sandbox_seconds = 0.0
     self._task, self._sandbox, self._seed = task, sandbox, seed
-    self._options = options
-    self._schemas = {name: tool_schemas.TOOLS[name] for name in options.tools}
+    self._options, self._schemas = options, options.schemas
     self._plan = Plan(options.max_todos)
     self._calls: list[watch.WatchedCall] = []
     self._files: tuple[str, ...] = ()
@@ -161,32 +159,28 @@ class RepositoryEnvironment:
       self._box = None
 
   def call(self, text: str) -> environment.ToolResult:
-    """Parses and carries out one call; never raises for a policy's text."""
+    """Carries out one tool call; never raises for a policy's text."""
     name = ''
-    # For monitors, what is carried out in vain counts as a call, too.
+    # Monitors also see well-formed calls that could not be carried out.
     tried, arguments = '', {'text': text}
     try:
-      call = self._parsed(text)
+      call = tool_calls.parse_json(text)
       arguments = tool_schemas.check(call, self._schemas)
       tried = call.name
       answer, outcome = self._carry_out(call.name, arguments)
       name = call.name
+    except tool_calls.ToolCallError as error:
+      answer, outcome = f'error: {error}', turns_lib.NOT_A_CALL
     except calls.InvalidCall as error:
       answer, outcome = f'error: {error}', error.outcome
-    # What no record could hold, such as a file name of half a character.
-    answer = answer.encode('utf-8', 'replace').decode()
+    # File names may hold lone surrogates, which no record can.
+    answer = tokenizer.without_surrogates(answer)
     self._calls.append(
       watch.WatchedCall(tool=tried, arguments=arguments, output=answer)
     )
     return environment.ToolResult(
       text=answer, tool=name, outcome=outcome, is_final=name == 'finish'
     )
-
-  def _parsed(self, text: str) -> tool_calls.JsonCall:
-    try:
-      return tool_calls.parse_json(text)
-    except tool_calls.ToolCallError as error:
-      raise calls.InvalidCall(turns_lib.NOT_A_CALL, str(error)) from error
 
   def _carry_out(
     self, name: str, arguments: Mapping[str, Any]
@@ -195,39 +189,30 @@ class RepositoryEnvironment:
       return self._plan.change(arguments)
     if name == 'finish':
       return 'finished', turns_lib.OK
-    if self._box is None:
-      return 'error: the sandbox failed', turns_lib.FAILED
     try:
-      return self._in_box(self._box, name, arguments)
+      if self._box is not None:
+        return self._in_box(self._box, name, arguments)
     except base.SandboxLost as error:
       logging.warning('Box of %s lost: %s', self.task_id, error)
       self.is_broken = True
-      return 'error: the sandbox failed', turns_lib.FAILED
+    return 'error: the sandbox failed', turns_lib.FAILED
 
   def _in_box(
     self, box: base.Box, name: str, arguments: Mapping[str, Any]
   ) -> box_tools.Answer:
     bounds = self._options.bounds
-    if name == 'run':
-      command = box_tools.run_command(arguments, bounds)
-      return box_tools.ran(self._twice(lambda: box.run(command)), bounds)
-    if name == 'search':
-      command = box_tools.search_command(arguments, bounds)
-      result = self._twice(lambda: box.run(command))
-      return box_tools.search(result, arguments, bounds)
     if name == 'test':
       if not self._task.shown:
         return 'no test is shown to you', turns_lib.OK
       result = self._twice(lambda: solution.visible(self._task, box))
       return tested(result, self._task.shown, bounds)
-    does: dict[str, Callable[..., box_tools.Answer]] = {
-        'read': box_tools.read, 'list': box_tools.list_files,
-        'edit': box_tools.edit, 'write': box_tools.write,
-    }  # fmt: skip
-    return does[name](box, arguments, bounds)
+    if name in box_tools.COMMANDS:
+      run_in = lambda command: self._twice(lambda: box.run(command))
+      return box_tools.COMMANDS[name](run_in, arguments, bounds)
+    return box_tools.FILES[name](box, arguments, bounds)
 
   def _twice(self, run: Callable[[], Any]) -> Any:
-    """What ran in the box, run once more where the sandbox failed."""
+    """Runs in the box, once more if the sandbox fails; returns the result."""
     for _ in range(2):
       result = run()
       self.sandbox_seconds += result.wall_s
@@ -237,32 +222,36 @@ class RepositoryEnvironment:
     raise base.SandboxLost(result.error)
 
   def verdict(self, finished: bool) -> records.Verdict:
-    """Grades the workspace as it is; whatever alarms that raises are flags."""
+    """Grades the workspace as it is; sets `flags` to the alarms of that."""
     if self.is_broken or self._box is None:
       return calls.broken_verdict(self, 'the sandbox failed twice')
     try:
       changes, special = solution.changes_of(self._task, self._box)
       grade = solution.grade(
-          self._task, changes, self._sandbox, finished=finished,
-          seed=self._seed, special=special,
-      )  # fmt: skip
+        self._task,
+        changes,
+        self._sandbox,
+        finished=finished,
+        seed=self._seed,
+        special=special,
+      )
     except base.SandboxLost as error:
       self.is_broken = True
       return calls.broken_verdict(self, str(error))
     evidence = watch.of_repository(
       self._task, self._calls, changes, grade, files=self._files
     )
-    found = watch.scan(evidence)
-    for finding in found:
+    findings = watch.scan(evidence)
+    for finding in findings:
       logging.info('%s: %s', self.task_id, finding)
-    self.flags = tuple(sorted({*grade.flags, *watch.flags(found)}))
+    self.flags = tuple(sorted({*grade.flags, *watch.flags(findings)}))
     return grade.verdict
 
 
 def tested(
   result: suites.SuiteResult, ids: tuple[str, ...], bounds: box_tools.Bounds
 ) -> box_tools.Answer:
-  """How many of the tests pass, which do not, and what pytest printed."""
+  """Returns how many tests pass, which fail, and the output of pytest."""
   passed = result.passed(ids)
   rows = [f'{passed} of {len(ids)} tests pass']
   if result.status != 'ok':

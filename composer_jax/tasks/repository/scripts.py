@@ -1,8 +1,8 @@
 """Policies that follow a script: given calls, or the right solution of a task.
 
-They test what an episode's tools, budgets, graders and monitors do, and show
-that a task can be solved through its tools. One policy plays one episode. Its
-log-probabilities are zero and there are no routes: `NO_ROUTE` throughout.
+They test tools, budgets, graders and monitors, and show that a task can be
+solved through its tools. One policy plays one episode. Its log-probabilities
+are zero, and every route is `NO_ROUTE`.
 """
 
 import difflib
@@ -20,10 +20,10 @@ from composer_jax.text import chat, tool_calls
 def completion(
   tokenizer: Any, request: records.SampleRequest, text: str, *, is_first: bool
 ) -> records.Completion:
-  """What a policy gives that decided for a text, cut off where it must be."""
+  """Returns a completion of a chosen text, cut off at the request's limit."""
   tokens_T = np.append(tokenizer.encode(text), tokenizer.END)
   tokens_T = tokens_T.astype(np.int32)[: request.max_new_tokens]
-  # All but the last token of the session, which no pass has consumed.
+  # No pass has consumed the last token of the session.
   consumed = len(request.context_T) + len(tokens_T) - int(is_first)
   routes_TMA = np.full((consumed, 1, 1), records.NO_ROUTE, np.uint16)
   return records.Completion(
@@ -37,9 +37,9 @@ def completion(
 
 
 class ScriptedCalls:
-  """Writes given texts one after the other; implements `agent`'s Policy.
+  """Samples given texts in order; implements `agent.environment.Policy`.
 
-  Asked for a summary, it writes that and goes on with the calls afterwards.
+  Asked for a summary, it writes `summary` and then goes on with the texts.
   """
 
   def __init__(
@@ -54,10 +54,12 @@ class ScriptedCalls:
     self._sessions: set[str] = set()
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
-    """Writes the next text; a ValueError once there are no more."""
+    """Samples the next text; a ValueError once there are no more."""
     is_first = request.session not in self._sessions
     self._sessions.add(request.session)
-    if not is_first and self._is_query(request.context_T):
+    messages = chat.turns(self._tokenizer, request.context_T)
+    # After a window's first call only the query for a summary is a user's.
+    if not is_first and any(m['role'] == 'user' for m in messages):
       text = self._summary
     else:
       text = next(self._texts, None)
@@ -71,38 +73,32 @@ class ScriptedCalls:
   def close(self, session: str) -> None:
     self._sessions.discard(session)
 
-  def _is_query(self, context_T: np.ndarray) -> bool:
-    # Within a window nothing but the query for a summary is a user's.
-    messages = chat.turns(self._tokenizer, context_T)
-    return any(m['role'] == 'user' for m in messages)
-
 
 def gold_policy(
   task: task_set.RepositoryTask,
   tokenizer: Any,
   tools: Sequence[str] = tuple(schemas.TOOLS),
 ) -> ScriptedCalls:
-  """Solves a task as its author would, through the tools that there are."""
+  """Returns a policy that solves a task with the given tools."""
   return ScriptedCalls(tokenizer, gold_calls(task, tools))
 
 
 def gold_calls(
   task: task_set.RepositoryTask, tools: Sequence[str] = tuple(schemas.TOOLS)
 ) -> Iterator[str]:
-  """The calls: look around, plan, restore file by file, test, finish.
+  """Yields calls that look around, plan, restore each file, test and finish.
 
   Raises:
-    ValueError: without a tool that changes files.
+    ValueError: the changes need a tool that is not there.
   """
-  if not {'edit', 'write'} & set(tools):
-    raise ValueError(
-      f'The solution needs "edit" or "write"; the tools are {tuple(tools)}.'
-    )
-  return (
-    tool_calls.render_json(call)
-    for call in _gold(task, 'edit' in tools, 'write' in tools)
-    if call.name in tools
-  )
+  for call in _gold(task, 'edit' in tools):
+    if call.name in tools:
+      yield tool_calls.render_json(call)
+    elif call.name == 'write':
+      raise ValueError(
+        f'The solution of task {task.task_id!r} needs the tool "write" for '
+        f'{call.arguments["path"]!r}; the tools are {tuple(tools)}.'
+      )
 
 
 def _call(name: str, **arguments: Any) -> tool_calls.JsonCall:
@@ -110,7 +106,7 @@ def _call(name: str, **arguments: Any) -> tool_calls.JsonCall:
 
 
 def _gold(
-  task: task_set.RepositoryTask, may_edit: bool, may_write: bool
+  task: task_set.RepositoryTask, may_edit: bool
 ) -> Iterator[tool_calls.JsonCall]:
   yield _call('list')
   yield _call('test')
@@ -127,13 +123,8 @@ def _gold(
     if view and may_edit:
       for old, new in edits(view, text):
         yield _call('edit', path=path, old=old, new=new)
-    elif may_write:
-      yield _call('write', path=path, text=text)
     else:
-      raise ValueError(
-        f'Task {task.task_id!r} needs the tool "write": its solution has the '
-        f'file {path!r}, which is not there.'
-      )
+      yield _call('write', path=path, text=text)
     program = f'import ast; ast.parse(open({path!r}, "rb").read())'
     yield _call('run', command=f'python -c {shlex.quote(program)}')
     yield _call('todo', action='done', item=item)
@@ -142,15 +133,15 @@ def _gold(
 
 
 def edits(before: str, after: str) -> list[tuple[str, str]]:
-  """Replacements that, one after the other, turn one text into the other.
+  """Returns replacements (old, new) that in order turn `before` into `after`.
 
-  Each replaces whole lines that occur once in what the ones before left.
+  Each replaces whole lines that occur exactly once at its turn.
   """
   lines = before.splitlines(keepends=True)
   wanted = after.splitlines(keepends=True)
   matcher = difflib.SequenceMatcher(None, lines, wanted)
-  found = []
-  # From the end, so that the places above stay what they are.
+  replacements = []
+  # From the end, so that the lines above keep their numbers.
   for tag, start, stop, low, high in reversed(matcher.get_opcodes()):
     if tag == 'equal':
       continue
@@ -159,6 +150,6 @@ def edits(before: str, after: str) -> list[tuple[str, str]]:
     while text.find(old := ''.join(lines[top:bottom])) != text.rfind(old):
       top, bottom = max(top - 1, 0), min(bottom + 1, len(lines))
     fresh = [*lines[top:start], *wanted[low:high], *lines[stop:bottom]]
-    found.append((old, ''.join(fresh)))
+    replacements.append((old, ''.join(fresh)))
     lines[start:stop] = wanted[low:high]
-  return found
+  return replacements

@@ -2,12 +2,12 @@
 
 A set's folder holds
 
-  images/NAME-VERSION/     a package as its sdist has it, leaks removed
-  packages/NAME.json       what became of the package; written last
+  images/NAME-VERSION/     a package as in its sdist, leaks removed
+  packages/NAME.json       outcome of the package; written last
   tasks/NAME/*.json        one manifest per task
 
-so that a set which is still being made, or whose making was killed, holds
-exactly its finished packages. Nothing here runs code of a package.
+so that a set whose making goes on, or was killed, holds exactly its finished
+packages. Nothing here runs code of a package.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from typing import Any
 from composer_jax.core import files
 
 FAMILY = 'deletion'
-# File systems allow twice that, names of temporary files included.
+# File systems allow twice this length, names of temporary files included.
 _MAX_NAME = 120
-# From what is easiest to restore to what is hardest.
+# Kinds of deletion, from the easiest to restore to the hardest.
 TIERS = ('body', 'symbol', 'class', 'file', 'closure')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Deleted:
-  """What was deleted: a dotted name within a file, or the whole file ('')."""
+  """A deleted feature: a dotted name within a file, or '' for a whole file."""
 
   path: str
   symbol: str
@@ -42,26 +42,26 @@ class RepositoryTask:
   relative to it.
 
   Attributes:
-    task_id: names the task for good.
+    task_id: permanent name of the task.
     image: the package's folder, relative to the set's root.
-    package, version: of the distribution, its name normalised.
+    package, version: normalised name and version of the distribution.
     tier: one of `TIERS`.
-    changes: path -> text, or None for a removed file: what makes the agent's
-      view of the image, the removal of hidden tests included.
-    solution: path -> original text of the source files that were changed.
+    changes: path -> text, or None for a removed file; they turn the image into
+      the agent's view, in which hidden tests are removed too.
+    solution: path -> original text of the changed source files.
     test_paths: tests and their configuration, which belong to the grader; the
-      image holds them as they must be.
+      image holds their right versions.
     fail_to_pass: tests that fail without the feature and pass with it.
-    shown: those of them that the agent may see and run.
+    shown: tests of fail_to_pass that the agent may see and run.
     pass_to_pass: tests that pass without the feature, and must not break.
-    collateral: tests that fail only because their file imports what is gone;
-      they must pass in the end, but say nothing of the feature.
+    collateral: tests that fail only because their file imports the feature;
+      they must pass in the end, but do not test it.
     source_roots: folders from which the tests import the package.
-    test_arguments: what pytest is given beside node ids.
-    timeout_s: wall limit of one run of the suite.
+    test_arguments: arguments of pytest beside node ids.
+    timeout_s: most seconds of one run of the suite.
     difficulty: estimate in [0, 1]; larger is harder.
-    held_out: true when training must never see the task.
-    provenance: where the package came from and how the task was made.
+    held_out: true if training must never see the task.
+    provenance: origin of the package and parameters of the task's making.
   """
 
   task_id: str
@@ -96,22 +96,22 @@ class RepositoryTask:
         f'features ({len(self.deleted)}) and a solution '
         f'({len(self.solution)} files).'
       )
-    unknown = set(self.shown) - set(self.fail_to_pass)
-    both = set(self.fail_to_pass) & set(self.guards)
-    if unknown or both:
+    fails = set(self.fail_to_pass)
+    if wrong := (set(self.shown) - fails) | (fails & set(self.guards)):
       self._refuse(
-        f'shown tests must be among fail_to_pass (not {sorted(unknown)[:3]}), '
-        f'and none of those a guard ({sorted(both)[:3]}).'
+        'shown tests must be among fail_to_pass, and none of those a guard; '
+        f'got {sorted(wrong)[:3]}.'
       )
-    missing = set(self.solution) - set(self.changes)
-    tests = set(self.solution) & set(self.test_paths)
-    if missing or tests:
+    files = set(self.solution)
+    if wrong := (files - set(self.changes)) | (files & set(self.test_paths)):
       self._refuse(
-        'the solution must be of changed files that are no tests, not '
-        f'{sorted(missing | tests)[:3]}.'
+        'the solution must be of changed files that are no tests; got '
+        f'{sorted(wrong)[:3]}.'
       )
     for path in (*self.changes, *self.test_paths, self.image):
-      if not is_inside(path):
+      # A path must stay in the folder that it is relative to.
+      parts = path.split('/')
+      if '..' in parts or '' in parts or '\0' in path:
         self._refuse(f'path {path!r} must be relative and without "..".')
 
   def _refuse(self, reason: str) -> None:
@@ -119,36 +119,37 @@ class RepositoryTask:
 
   @property
   def guards(self) -> tuple[str, ...]:
-    """Tests beside `fail_to_pass` that a solution must leave passing."""
+    """Tests beside `fail_to_pass` that must pass in the end."""
     return (*self.pass_to_pass, *self.collateral)
 
   @property
   def hidden(self) -> tuple[str, ...]:
-    """Tests that must pass and that the agent never sees."""
+    """Tests of `fail_to_pass` that the agent never sees."""
     shown = set(self.shown)
     return tuple(i for i in self.fail_to_pass if i not in shown)
 
   def view(self) -> dict[str, bytes | None]:
-    """`changes` as a sandbox's `open` takes them."""
+    """Returns `changes` for a sandbox's `open`."""
     return encoded(self.changes)
 
   def restored(self) -> dict[str, bytes | None]:
-    """The agent's view with the solution written over it."""
+    """Returns `view` with the solution written over it."""
     return encoded({**self.changes, **self.solution})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-  """What became of a package.
+  """The outcome of a package.
 
   Attributes:
-    name: normalised.
-    version: '' for a folder without one.
-    image: '' where none could be made.
-    held_out: true when no task of it may be trained on.
-    sha256: of the sdist, or of the folder's names and contents.
-    refused: '' or why there is no task of it: 'no_tests', 'no_import', ....
-    detail: one line of explanation where it was refused.
+    name: normalised name of the distribution.
+    version: version of the distribution; '' for a folder without one.
+    image: folder of the image; '' if none could be made.
+    held_out: true if no task of the package may be trained on.
+    sha256: hash of the sdist, or of the folder's names and contents.
+    refused: reason why there is no task of it ('no_tests', 'no_import', ...);
+      '' if there is none.
+    detail: one line of explanation for a refused package.
     facts: counts of tests and candidates; see `tasks.deletion.factory`.
   """
 
@@ -165,12 +166,12 @@ class Package:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSet:
-  """Finished packages of a folder and their tasks.
+  """The finished packages of a folder, and their tasks.
 
   Attributes:
     root: the folder; open a sandbox with `images=root`.
-    tasks: sorted by id.
-    packages: by name, refused ones included.
+    tasks: tasks in the order of their ids.
+    packages: packages by name, refused ones included.
   """
 
   root: pathlib.Path
@@ -178,38 +179,29 @@ class TaskSet:
   packages: Mapping[str, Package]
 
   def __post_init__(self):
-    seen: set[str] = set()
+    ids = [task.task_id for task in self.tasks]
+    if len(set(ids)) < len(ids):
+      twice = {i for i in ids if ids.count(i) > 1}
+      raise ValueError(f'Two tasks in {self.root} are {min(twice)!r}.')
     for task in self.tasks:
       package = self.packages.get(task.package)
       if package is None or package.held_out != task.held_out:
         raise ValueError(
           f'Task {task.task_id!r} in {self.root} says held_out='
-          f'{task.held_out}; its package {task.package!r} '
-          + (f'says {package.held_out}.' if package else 'is not in the set.')
+          f'{task.held_out}; its package is {package or "not there"}.'
         )
-      if task.task_id in seen:
-        raise ValueError(f'Two tasks in {self.root} are {task.task_id!r}.')
-      seen.add(task.task_id)
 
   def split(self, held_out: bool) -> tuple[RepositoryTask, ...]:
-    """The tasks of packages that are held out, or of all others."""
+    """Returns the held-out tasks, or all others."""
     return tuple(t for t in self.tasks if t.held_out == held_out)
 
 
 def split_root(path: str, roots: Iterable[str]) -> tuple[str, str]:
-  """The source root that a path lies in, '' or with '/', and the rest of it."""
+  """Splits a path into its source root, '' or ending in '/', and the rest."""
   for root in sorted(roots, key=len, reverse=True):
     if root != '.' and path.startswith(f'{root}/'):
       return f'{root}/', path[len(root) + 1 :]
   return '', path
-
-
-def is_inside(path: str) -> bool:
-  """True for a path that stays in the folder it is relative to."""
-  parts = path.split('/')
-  return (
-    bool(path) and '..' not in parts and '' not in parts and '\0' not in path
-  )
 
 
 def task_path(root: str | os.PathLike, task: RepositoryTask) -> pathlib.Path:
@@ -234,7 +226,7 @@ def load(root: str | os.PathLike) -> TaskSet:
   """Reads the finished packages of a folder.
 
   Raises:
-    ValueError: there is none, or a manifest is damaged; names the file.
+    ValueError: there is no package, or a manifest is damaged; names the file.
   """
   root = pathlib.Path(root)
   paths = sorted((root / 'packages').glob('*.json'))
@@ -267,12 +259,10 @@ def _read(record: type, path: pathlib.Path) -> Any:
     return record(**fields)
   except (TypeError, KeyError) as error:
     raise ValueError(
-      f'{path} is no manifest of a {record.__name__} ({error}).'
+      f'{path} is no manifest of a {record.__name__} ({error}); make the set '
+      'again.'
     ) from error
 
 
 def encoded(changes: Mapping[str, str | None]) -> dict[str, bytes | None]:
-  return {
-    path: None if text is None else text.encode()
-    for path, text in changes.items()
-  }
+  return {p: None if t is None else t.encode() for p, t in changes.items()}

@@ -1,36 +1,40 @@
-"""What the tools of a repository do to a box, and what they answer.
+"""The tools that act on a box with a repository, and their answers.
 
-Every function returns `(text, outcome)` or raises `calls.InvalidCall`
-for arguments that nothing can be done with. Answers are bounded, and say what
-they leave out. What could take long or go wrong on a policy's word, such as a
-regular expression, runs inside the box.
+Each tool returns `(text, outcome)`, or raises `calls.InvalidCall` for arguments
+that it cannot use. Answers are bounded, and say what they leave out. Work that
+could take long on a policy's word, such as matching a regular expression, runs
+inside the box.
 """
 
+import collections
 import dataclasses
 import json
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 from composer_jax.sandbox import base
 from composer_jax.tasks import calls
 from composer_jax.tasks.repository import schemas
 
 Answer = tuple[str, str]
+# Runs a command in the box; raises SandboxLost.
+Run = Callable[[base.Command], base.CommandResult]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-  """What one call may read, write and say.
+  """Bounds of one tool call.
 
   Attributes:
-    answer_chars: of an answer; the rest is counted and left out.
-    file_bytes: of a file that is read or written.
-    matches: that a search shows.
-    paths: that a list shows.
-    run_s: wall time of `run`.
-    search_s: wall time of `search`.
+    answer_chars: most characters of an answer; the others are counted.
+    file_bytes: most bytes of a file that is read or written.
+    matches: most matches that a search shows.
+    paths: most paths that a list shows.
+    run_s: most seconds of `run`.
+    search_s: most seconds of `search`.
   """
 
   answer_chars: int = 8000
@@ -41,25 +45,20 @@ class Bounds:
   search_s: float = 20.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if not value > 0:
-        raise ValueError(f'Bounds.{field.name} ({value}) must be positive.')
-    if self.answer_chars < 200:
-      raise ValueError(
-        f'Bounds.answer_chars ({self.answer_chars}) must be at least 200: '
-        'shorter ones cannot say what they leave out.'
-      )
+    # Shorter answers cannot say what they leave out.
+    checks.at_least(self, 200, 'answer_chars')
+    checks.at_least(self, 1, 'file_bytes', 'matches', 'paths')
+    checks.positive(self, 'run_s', 'search_s')
 
 
 def clip(text: str, most: int) -> str:
-  """Keeps the beginning and the end of a text that is too long."""
+  """Returns a text without its middle if it has more than `most` characters."""
   if len(text) <= most:
     return text
   note = f'\n[... {len(text) - most} characters are left out ...]\n'
   kept = most - len(note)
   head = kept * 2 // 3
-  # The note counts what it takes the place of as well.
+  # The final count includes the characters that the note replaces.
   note = f'\n[... {len(text) - kept} characters are left out ...]\n'
   return text[:head] + note + text[len(text) - (kept - head) :]
 
@@ -69,7 +68,7 @@ def _refused(tool: str, fault: str) -> calls.InvalidCall:
 
 
 def _inside(tool: str, path: str) -> str:
-  """A path below the workspace, in its shortest form."""
+  """Returns a path below the workspace in its shortest form."""
   normal = posixpath.normpath(path)
   shown = schemas.shown(path)
   if normal.startswith('/') or normal.split('/')[0] == '..':
@@ -77,7 +76,7 @@ def _inside(tool: str, path: str) -> str:
       tool,
       f'path "{shown}" leaves the workspace; it must be relative to its root',
     )
-  # What no file system has.
+  # No file system has such names.
   parts = normal.encode().split(b'/')
   if '\0' in normal or len(normal) > 1000 or max(map(len, parts)) > 255:
     raise _refused(tool, f'path "{shown}" cannot be the name of a file')
@@ -94,7 +93,7 @@ def _text(tool: str, box: base.Box, path: str, bounds: Bounds) -> str:
 
 
 def read(box: base.Box, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
-  """Lines of a file, as they are."""
+  """Returns lines of a file as they are."""
   path = _inside('read', arguments['path'])
   lines = _text('read', box, path, bounds).removesuffix('\n').split('\n')
   if lines == ['']:
@@ -123,38 +122,32 @@ def read(box: base.Box, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
 def list_files(
   box: base.Box, arguments: Mapping[str, Any], bounds: Bounds
 ) -> Answer:
-  """Paths below a folder; where they are many, what lies right in it."""
+  """Lists paths below a folder, or its children alone if there are too many."""
   folder = _inside('list', arguments.get('path', '.'))
   try:
-    found = [p for p in box.files(folder) if '__pycache__' not in p]
+    rows = [p for p in box.files(folder) if '__pycache__' not in p]
   except base.FileRefused as error:
     raise _refused('list', f'there is no folder "{folder}"') from error
-  if not found:
+  if not rows:
     return f'no files below {folder}', turns_lib.OK
-  rows = found
-  if len(found) > bounds.paths:
-    rows = _children(found, '' if folder == '.' else f'{folder}/')
-  rest = len(rows) - bounds.paths
+  if len(rows) > bounds.paths:
+    rows = _children(rows, '' if folder == '.' else f'{folder}/')
+  num_hidden = len(rows) - bounds.paths
   rows = rows[: bounds.paths]
-  if rest > 0:
-    rows.append(f'[{rest} more; list a folder, or search]')
+  if num_hidden > 0:
+    rows.append(f'[{num_hidden} more; list a folder, or search]')
   return clip('\n'.join(rows), bounds.answer_chars), turns_lib.OK
 
 
 def _children(paths: list[str], prefix: str) -> list[str]:
-  counts: dict[str, int] = {}
-  rows = []
-  for path in paths:
-    child, is_folder, _ = path.removeprefix(prefix).partition('/')
-    if is_folder:
-      counts[child] = counts.get(child, 0) + 1
-    else:
-      rows.append(prefix + child)
-  rows += [f'{prefix}{c}/ ({n} files)' for c, n in counts.items()]
+  parts = [path.removeprefix(prefix).partition('/') for path in paths]
+  rows = [prefix + name for name, slash, _ in parts if not slash]
+  counts = collections.Counter(name for name, slash, _ in parts if slash)
+  rows += [f'{prefix}{name}/ ({n} files)' for name, n in counts.items()]
   return sorted(rows)
 
 
-# Runs in the box: a pattern may take any time to match.
+# Runs in the box, since a pattern may take any time to match.
 _SEARCH = r"""
 import json, os, re, sys
 query = json.load(sys.stdin)
@@ -170,7 +163,7 @@ if not os.path.isfile(root):
   for folder, folders, names in os.walk(root):
     folders[:] = sorted(set(folders) - {'.git', '__pycache__'})
     paths += [os.path.join(folder, name) for name in sorted(names)]
-found, count, skipped, room = [], 0, 0, query['chars']
+shown, count, skipped, room = [], 0, 0, query['chars']
 for path in paths:
   if os.path.islink(path) or not os.path.isfile(path):
     continue
@@ -190,49 +183,19 @@ for path in paths:
     if match is None:
       continue
     count += 1
-    if len(found) < query['matches'] and room > 0:
+    if len(shown) < query['matches'] and room > 0:
       start = max(0, match.start() - 60)
-      shown = line[start : start + 200]
-      room -= len(shown)
-      found.append([os.path.relpath(path), number, shown])
-answer = {'found': found, 'count': count, 'skipped': skipped,
+      text = line[start : start + 200]
+      room -= len(text)
+      shown.append([os.path.relpath(path), number, text])
+answer = {'shown': shown, 'count': count, 'skipped': skipped,
           'exists': os.path.exists(root)}
 os.write(3, json.dumps(answer).encode())
 """
 
 
-def search(
-  result: base.CommandResult, arguments: Mapping[str, Any], bounds: Bounds
-) -> Answer:
-  """Lines that match; `result` is that of `search_command`."""
-  if result.status == 'timeout':
-    reason = f'it took over {bounds.search_s:g} s'
-    return f'error: the search was stopped: {reason}', turns_lib.FAILED
-  try:
-    answer = json.loads(result.report)
-  except ValueError:  # Killed before it wrote, or while it did.
-    reason = 'it takes more memory than there is'
-    return f'error: the search was stopped: {reason}', turns_lib.FAILED
-  if 'error' in answer:
-    fault = f'is no regular expression: {clip(answer["error"], 200)}'
-    raise _refused('search', f'argument "pattern" {fault}')
-  if not answer['exists']:
-    shown = schemas.shown(arguments['path'])
-    raise _refused('search', f'there is no file or folder "{shown}"')
-  rows = [f'{path}:{line}: {text}' for path, line, text in answer['found']]
-  if not rows:
-    rows.append('no match')
-  if answer['count'] > len(answer['found']):
-    rest = answer['count'] - len(answer['found'])
-    rows.append(f'[{rest} more matches; search for less, or in a "path"]')
-  if answer['skipped']:
-    rows.append(f'[{answer["skipped"]} files are too large and left out]')
-  return clip('\n'.join(rows), bounds.answer_chars), turns_lib.OK
-
-
-def search_command(
-  arguments: Mapping[str, Any], bounds: Bounds
-) -> base.Command:
+def search(run_in: Run, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
+  """Returns lines that match a pattern."""
   query = {
     'pattern': arguments['pattern'],
     'path': _inside('search', arguments.get('path', '.')),
@@ -240,26 +203,49 @@ def search_command(
     'matches': bounds.matches,
     'chars': bounds.answer_chars,
   }
-  return base.Command(
-    argv=('python', '-I', '-c', _SEARCH),
-    stdin=json.dumps(query).encode(),
-    wall_s=bounds.search_s,
+  result = run_in(
+    base.Command(
+      argv=('python', '-I', '-c', _SEARCH),
+      stdin=json.dumps(query).encode(),
+      wall_s=bounds.search_s,
+    )
   )
+  stopped = 'error: the search was stopped: it '
+  if result.status == 'timeout':
+    return f'{stopped}took over {bounds.search_s:g} s', turns_lib.FAILED
+  try:
+    answer = json.loads(result.report)
+  except ValueError:  # Killed before it wrote, or while it did.
+    return f'{stopped}takes more memory than there is', turns_lib.FAILED
+  if 'error' in answer:
+    fault = f'is no regular expression: {clip(answer["error"], 200)}'
+    raise _refused('search', f'argument "pattern" {fault}')
+  if not answer['exists']:
+    shown = schemas.shown(arguments['path'])
+    raise _refused('search', f'there is no file or folder "{shown}"')
+  rows = [f'{path}:{line}: {text}' for path, line, text in answer['shown']]
+  if not rows:
+    rows.append('no match')
+  if num_hidden := answer['count'] - len(answer['shown']):
+    rows.append(f'[{num_hidden} more matches; search for less, or in a "path"]')
+  if answer['skipped']:
+    rows.append(f'[{answer["skipped"]} files are too large and left out]')
+  return clip('\n'.join(rows), bounds.answer_chars), turns_lib.OK
 
 
 def edit(box: base.Box, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
-  """Replaces a text that stands in the file exactly once."""
+  """Replaces a text that occurs in the file exactly once."""
   path = _inside('edit', arguments['path'])
   text = _text('edit', box, path, bounds)
   old, new = arguments['old'], arguments['new']
   if old == new:
     return 'error: "old" and "new" are the same', turns_lib.FAILED_EDIT
   if '\r\n' in text and '\r' not in old:
-    # Whoever writes JSON rarely thinks of the carriage returns of a file.
+    # Policies rarely write the carriage returns of a file.
     old, new = old.replace('\n', '\r\n'), new.replace('\r\n', '\n')
     new = new.replace('\n', '\r\n')
   at = text.find(old)
-  # Not `count`, which overlooks what overlaps.
+  # `count` would overlook matches that overlap.
   if at < 0 or at != text.rfind(old):
     fault = _not_found(text, old) if at < 0 else _ambiguous(text, old)
     return f'error: {path}: "old" {fault}', turns_lib.FAILED_EDIT
@@ -270,7 +256,7 @@ def edit(box: base.Box, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
 
 
 def _not_found(text: str, old: str) -> str:
-  """Says what is nearly there: the first line, or all but white space."""
+  """Describes a text that does not occur, by a line like its first if any."""
   lines = [line.strip() for line in old.split('\n') if line.strip()]
   for number, line in enumerate(text.split('\n'), 1):
     if lines and line.strip() == lines[0]:
@@ -297,10 +283,9 @@ def write(
   box: base.Box, arguments: Mapping[str, Any], bounds: Bounds
 ) -> Answer:
   """Writes a whole file."""
-  path = _inside('write', arguments['path'])
-  _put('write', box, path, arguments['text'], bounds)
-  lines = len(arguments['text'].splitlines())
-  return f'wrote {path}: {lines} lines', turns_lib.OK
+  path, text = _inside('write', arguments['path']), arguments['text']
+  _put('write', box, path, text, bounds)
+  return f'wrote {path}: {len(text.splitlines())} lines', turns_lib.OK
 
 
 def _put(
@@ -319,33 +304,34 @@ def _put(
     raise _refused(tool, str(error).rstrip('.')) from error
 
 
-def run_command(arguments: Mapping[str, Any], bounds: Bounds) -> base.Command:
+def run(run_in: Run, arguments: Mapping[str, Any], bounds: Bounds) -> Answer:
+  """Runs a shell command; returns the exit code and the output's two ends."""
   command = arguments['command']
-  # As long as the kernel takes one argument, and without what it cannot hold.
+  # The kernel bounds the length of an argument and takes no null byte.
   if '\0' in command or len(command.encode()) > 100_000:
     raise _refused(
       'run',
       'argument "command" must be at most 100000 bytes and without null '
       'bytes; write a file and run that',
     )
-  return base.Command(
-    argv=('/bin/sh', '-c', command),
-    wall_s=min(bounds.run_s, arguments.get('seconds', bounds.run_s)),
+  result = run_in(
+    base.Command(
+      argv=('/bin/sh', '-c', command),
+      wall_s=min(bounds.run_s, arguments.get('seconds', bounds.run_s)),
+    )
   )
-
-
-def ran(result: base.CommandResult, bounds: Bounds) -> Answer:
-  """What a program did, the end of its output always included."""
-  if result.status == 'ok':
-    head = f'[exit code {result.exit_code}]'
-  elif result.status == 'timeout':
-    head = '[stopped: it took too long]'
-  else:
-    head = '[killed: a crash, or too much memory]'
-  if result.truncated:
-    head = f'{head[:-1]}; it printed more than is kept]'
+  end = {
+    'ok': f'exit code {result.exit_code}',
+    'timeout': 'stopped: it took too long',
+  }.get(result.status, 'killed: a crash, or too much memory')
+  more = '; it printed more than is kept' if result.truncated else ''
   output = result.output.removesuffix('\n')
-  text = f'{head}\n{output}' if output else head
+  text = f'[{end}{more}]\n{output}' if output else f'[{end}{more}]'
   failed = result.status != 'ok' or result.exit_code != 0
   outcome = turns_lib.FAILED if failed else turns_lib.OK
   return clip(text, bounds.answer_chars), outcome
+
+
+# Tools that read or change files, and tools that run a command in the box.
+FILES = {'read': read, 'list': list_files, 'edit': edit, 'write': write}
+COMMANDS = {'run': run, 'search': search}

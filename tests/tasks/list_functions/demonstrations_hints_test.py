@@ -1,4 +1,4 @@
-"""Laws of examples that go by a hint: a mended call in the mistake's place."""
+"""Laws of examples with a hint: a mended call in place of the mistake."""
 
 import numpy as np
 import pytest
@@ -38,35 +38,35 @@ def last(tokenizer, tokens_T, count):
 
 
 def test_an_example_has_the_call_that_was_meant_and_not_the_mistake(tokenizer):
-  seen = 0
+  num_examples = 0
   for index, rollout in enumerate(
     transcripts(tokenizer, wrong_tool=0.3, wrong_arguments=0.2)
   ):
     window = rollout.trajectories[0]
-    found = list(demonstrations.hindsight(rollout, tokenizer))
+    examples = list(demonstrations.hindsight(rollout, tokenizer))
     hints = {tuple(h.tokens_T.tolist()): h for h in rollout.hints}
-    for tokens_T, mask_T in found:
-      seen += 1
-      said, call = last(tokenizer, tokens_T, 2)
-      assert said.startswith('Reminder:')
-      hint = hints[tuple(chat.tool(tokenizer, said).tolist())]
-      # The same context as the mistake's, but for the hint.
+    for tokens_T, mask_T in examples:
+      num_examples += 1
+      advice, call = last(tokenizer, tokens_T, 2)
+      assert advice.startswith('Reminder:')
+      hint = hints[tuple(chat.tool(tokenizer, advice).tolist())]
+      # The context is that of the mistake and the hint.
       context_T = tokens_T[~mask_T]
       np.testing.assert_array_equal(context_T[-1:], chat.call_prefix(tokenizer))
       before = last(tokenizer, context_T[: -len(hint.tokens_T) - 1], 1)
       assert before[0] in last(tokenizer, window.tokens_T, 99)
-      # What is learnt is one call, its end included, that can be carried out.
+      # The loss covers one valid call with its end token.
       assert tokens_T[mask_T][-1] == tokenizer.END
       assert tokenizer.decode(tokens_T[mask_T][:-1]) == call
       task = family.generate(index, 'train', 0)
       runner = runners.TrustedRunner()
       env = environment.FunctionEnvironment(task, runner)
       assert env.call(call).is_valid
-  assert seen > 10
+  assert num_examples > 10
 
 
 def test_giving_up_mends_nothing(tokenizer):
-  """But a finish with too many words is mended by one without."""
+  """A finish with too many words is mended by a plain one."""
   for rollout in transcripts(tokenizer, wrong_arguments=0.4, give_up=1.0):
     for tokens_T, mask_T in demonstrations.hindsight(rollout, tokenizer):
       assert tokenizer.decode(tokens_T[mask_T][:-1]) == 'finish'

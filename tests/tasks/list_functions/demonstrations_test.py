@@ -68,7 +68,7 @@ NEVER_RIGHT = {'wrong_edits': 1.0, 'passed': 0.0, 'correct': 0.0}
     ({'detour': 1.0}, {'invalid_calls': 0.0, 'edited': 0.0, 'finished': 0.0}),
     ({'wrong_edit': 1.0, 'give_up': 1.0}, NEVER_RIGHT | {'finished': 1.0}),
     ({'broken_edit': 1.0}, NEVER_RIGHT | {'tested': 0.0}),
-    # Read, a body that does not parse, finish.
+    # The calls are read, an edit that does not parse, finish.
     ({'broken_edit': 1.0, 'give_up': 1.0}, {'turns': 3.0, 'finished': 1.0}),
     ({'skip_test': 1.0}, {'tested': 0.0, 'passed': 1.0, 'turns': 3.0}),
     ({'skip_read': 1.0}, {'invalid_calls': 0.0, 'finished': 1.0}),
@@ -174,7 +174,7 @@ def test_held_out_tasks_are_never_demonstrated(tokenizer):
 
 
 def test_a_knob_that_is_no_probability_is_refused():
-  with pytest.raises(ValueError, match=r'Noise\.wrong_edit \(1\.5\)'):
+  with pytest.raises(ValueError, match=r'Noise\.wrong_edit must .* got 1\.5'):
     dataclasses.replace(demonstrations.FLAWLESS, wrong_edit=1.5)
 
 

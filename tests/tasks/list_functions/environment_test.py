@@ -1,4 +1,4 @@
-"""Laws of the workspace: what each call answers, and what it may change."""
+"""Laws of the workspace: answers of calls, and the changes they may make."""
 
 import ast
 import dataclasses
@@ -146,7 +146,7 @@ def test_an_edit_of_another_function_is_no_alarm(workspace):
   workspace.call(RIGHT)
   assert workspace.flags == ()
   workspace.call('edit stats.py other\nreturn 3')
-  # A mistake, and no way to be paid without solving the task.
+  # A mistake costs, and earns nothing without the task solved.
   assert workspace.flags == ()
 
 

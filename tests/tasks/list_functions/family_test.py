@@ -28,7 +28,7 @@ def _text(task):
 
 
 def _bodies_in(task):
-  """Normal forms of every function in the task's files."""
+  """Returns the normal forms of all functions in the task's files."""
   tree = source.parse(_text(task))
   return {source.normal_form(node) for node in tree.body}
 
@@ -110,7 +110,7 @@ def test_a_table_of_the_visible_examples_fails_the_hidden_ones(tasks):
       f'if {argument} == {args[0]!r}: return {expected!r}'
       for args, expected in task.visible
     ]
-    # Beyond the table, the best guess there is: the commonest answer.
+    # For other inputs the best guess is the commonest answer.
     answers = [expected for _, expected in task.hidden]
     lines.append(f'return {max(answers, key=answers.count)!r}')
     path = f'{task.package}/{task.path}'
@@ -142,7 +142,7 @@ def test_an_unknown_task_id_is_refused(task_id):
 
 
 def test_an_unknown_split_is_refused():
-  with pytest.raises(ValueError, match=r"split 'test' is not one of"):
+  with pytest.raises(ValueError, match=r"split must be one of .* got 'test'"):
     family.generate(0, 'test')
 
 

@@ -1,4 +1,4 @@
-"""The loop on deletion tasks: solutions shown, episodes judged, all of it kept.
+"""The loop on deletion tasks: solutions shown, episodes judged, records kept.
 
 `tests/e2e` and `sync_equality_test` hold the same code to the bits with
 generated tasks; here the tasks are a repository's, in a real sandbox.
@@ -99,14 +99,14 @@ def test_what_a_random_policy_does_is_judged_priced_and_hinted(spec, finished):
     assert row['reward'] == pytest.approx(row['reward_invalid'])
     assert row['hints'] > 0 and row['hint_divergence'] > 0
     assert row['grad_norm'] > 0 and row['mismatch_kl'] < 1e-9
-  found = json.loads((finished / 'evaluation_rl.json').read_text())
-  assert (found['passed'], found['episodes']) == (0, 1)
+  rates = json.loads((finished / 'evaluation_rl.json').read_text())
+  assert (rates['passed'], rates['episodes']) == (0, 1)
 
 
 def test_a_killed_run_draws_samples_and_trains_the_same_again(
   spec, tokenizer, finished, tmp_path
 ):
-  """Its second step lost: checkpoint, groups, and what the ledger has of it."""
+  """Removes the checkpoint and the groups of the second step."""
   copy = shutil.copytree(finished, tmp_path / 'copy')
   shutil.rmtree(copy / 'exports' / 'rl')
   shutil.rmtree(copy / 'checkpoints' / 'rl' / '2')
@@ -127,7 +127,7 @@ def test_a_killed_run_draws_samples_and_trains_the_same_again(
 
 
 def test_solutions_are_shown_as_they_pass(spec, tokenizer, tmp_path):
-  """In whole windows; with room for all calls each of them passes."""
+  """With room for all calls, every solution is a whole window and passes."""
   fields = deletion.get_config(f'{spec.systems["tasks"].folder},smoke')
   fields.episode.max_turns = 30
   fields.episode.max_call_tokens = 1000

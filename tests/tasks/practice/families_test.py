@@ -1,4 +1,4 @@
-"""Tasks of each family, who may see them, and what decides while a run goes."""
+"""Tasks of each family, their splits, and choices made during a run."""
 
 import dataclasses
 import json
@@ -30,9 +30,9 @@ def tokenizer():
 def folder(tmp_path_factory):
   """Five tasks to train on, and two of a package that is held out."""
   root = tmp_path_factory.mktemp('set')
-  found = small_package.task_set(root)
+  saved = small_package.task_set(root)
   package = dataclasses.replace(
-    found.packages[small_package.NAME],
+    saved.packages[small_package.NAME],
     name='cellar',
     held_out=True,
     facts={'requires': ['attrs']},
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
       package='cellar',
       held_out=True,
     )
-    for i, task in enumerate(found.tasks[:2])
+    for i, task in enumerate(saved.tasks[:2])
   ]
   for task in kept_back:
     task_set.save_task(root, task)
@@ -71,18 +71,18 @@ def test_demonstrated_trained_and_held_out_tasks_have_nothing_in_common(
 ):
   changes = {'rl.steps': 3, 'evaluation.episodes': 2}
   spec = deletion_spec(folder, **changes)
-  shown = [t.task_id for t in family_of(spec)._demonstrated()]
+  shown = [t.task_id for t in family_of(spec)._divided()[1]]
   train = ids_of(runs.tasks(spec, tokenizer, split='train', seed=1), 3)
   held_out = ids_of(runs.tasks(spec, tokenizer, split='held_out', seed=1), 2)
   assert len({*shown, *train, *held_out}) == 2 + 3 + 2
   assert sorted(held_out) == ['deletion/cellar/0', 'deletion/cellar/1']
-  # What the tokenizer learns from are the demonstrated tasks' texts alone.
+  # The tokenizer learns from the demonstrated tasks' texts alone.
   texts = family_of(spec).texts()
   assert len(texts) == 2 and '"tool": "finish"' in texts[0]
 
 
 @pytest.mark.parametrize(
-  'changes, split, told',
+  'changes, split, message',
   [
     ({'rl.steps': 4}, 'train', r'3 train tasks .*steps x prompts needs 4'),
     (
@@ -100,9 +100,9 @@ def test_demonstrated_trained_and_held_out_tasks_have_nothing_in_common(
   ],
 )
 def test_too_few_tasks_are_told_with_what_to_lower(
-  folder, tokenizer, changes, split, told
+  folder, tokenizer, changes, split, message
 ):
-  with pytest.raises(ValueError, match=told):
+  with pytest.raises(ValueError, match=message):
     runs.tasks(deletion_spec(folder, **changes), tokenizer, split=split, seed=1)
 
 
@@ -145,14 +145,16 @@ def test_packages_of_tasks_are_kept_out_of_the_corpus_and_in_the_sandbox(
 
 
 @pytest.mark.parametrize(
-  'changes, told',
+  'changes, message',
   [
     ({'sandbox.level': 'static'}, "'static' executes nothing"),
     ({'sandbox.packages': ()}, r"packages must name 'pytest'.*\(\)"),
   ],
 )
-def test_a_family_that_executes_needs_a_sandbox_that_can(folder, changes, told):
-  with pytest.raises(ValueError, match=told):
+def test_a_family_that_executes_needs_a_sandbox_that_can(
+  folder, changes, message
+):
+  with pytest.raises(ValueError, match=message):
     deletion_spec(folder, **changes)
 
 
@@ -187,25 +189,25 @@ def collector(spec, tokenizer, workdir):
   )
 
 
-def play(found, tokenizer, group, member=0, calls=('read nothing', 'finish')):
-  return found.rollout(scripts.ScriptedCalls(tokenizer, calls), group, member)
+def play(player, tokenizer, group, member=0, calls=('read nothing', 'finish')):
+  return player.rollout(scripts.ScriptedCalls(tokenizer, calls), group, member)
 
 
 def test_prices_change_between_groups_and_every_sample_names_them(
   spec, tokenizer, tmp_path, capsys
 ):
-  found = collector(spec, tokenizer, tmp_path)
-  before = play(found, tokenizer, 0)
+  player = collector(spec, tokenizer, tmp_path)
+  before = play(player, tokenizer, 0)
   fields = {'version': 1, 'invalid_penalty': 0.4, 'effort_coefficient': 0.0}
   (tmp_path / rewards.FILE).write_text(json.dumps(fields))
-  late = play(found, tokenizer, 0, member=1)
-  after = play(found, tokenizer, 1)
+  late = play(player, tokenizer, 0, member=1)
+  after = play(player, tokenizer, 1)
   assert [r.reward_version for r in (before, late, after)] == [0, 0, 1]
   assert late.reward == before.reward
   assert after.reward_terms == {'success': 0.0, 'invalid': -0.4}
   assert after.reward == -0.4
   assert 'version 1 are in force' in capsys.readouterr().out
-  # A worker that starts again finds the same.
+  # A restarted worker has the same prices.
   again = play(collector(spec, tokenizer, tmp_path), tokenizer, 1)
   assert again.reward == after.reward and again.reward_version == 1
 
@@ -222,10 +224,10 @@ def test_hints_are_of_training_and_of_nothing_else(spec, tokenizer, tmp_path):
 def test_advice_longer_than_a_row_is_left_out_and_counted(
   spec, tokenizer, tmp_path
 ):
-  """It would end the run: rows hold documents whole."""
+  """A longer document would end the run, since rows hold documents whole."""
   long = dataclasses.replace(
     spec,
-    # Room for every call, of a tokenizer that is not trained on them.
+    # Room for every call in the tokens of an untrained tokenizer.
     episode=dataclasses.replace(spec.episode, max_call_tokens=150),
   )
   templates = (('unknown_tool', 'no ' * 500), ('bad_arguments', 'no'))
@@ -248,15 +250,15 @@ def test_a_curriculum_draws_by_what_the_trainer_put_down(
   seed = spec.seed + stages.RL_SEED
   tasks = runs.tasks(spec, tokenizer, split='train', seed=seed)
   plan = wiring.systems_of(spec).curriculum(tasks, tmp_path, seed)
-  found = collector(spec, tokenizer, tmp_path)
-  first = [found.task_of_group(g).task_id for g in (0, 1)]
+  player = collector(spec, tokenizer, tmp_path)
+  first = [player.task_of_group(g).task_id for g in (0, 1)]
   assert first == [plan.task_of(0), plan.task_of(1)]
   with pytest.raises(ValueError, match=r'000000\.json is missing'):
-    found.task_of_group(2)
-  plan.record(0, [group_of(found, tokenizer, g) for g in (0, 1)])
-  second = [found.task_of_group(g).task_id for g in (2, 3)]
+    player.task_of_group(2)
+  plan.record(0, [group_of(player, tokenizer, g) for g in (0, 1)])
+  second = [player.task_of_group(g).task_id for g in (2, 3)]
   assert len({*first, *second}) == 4
-  # A worker that starts again, and the trainer, draw the same.
+  # A restarted worker and the trainer draw the same tasks.
   again = collector(spec, tokenizer, tmp_path)
   assert ids_of(again, 4, 'task_of_group') == [*first, *second]
   assert [plan.task_of(g) for g in (2, 3)] == second
@@ -264,8 +266,8 @@ def test_a_curriculum_draws_by_what_the_trainer_put_down(
   assert [(r.judged, r.passed, r.turns) for r in rows] == [(4, 0, 8)] * 2
 
 
-def group_of(found, tokenizer, group):
-  rollouts = tuple(play(found, tokenizer, group, m) for m in range(4))
+def group_of(player, tokenizer, group):
+  rollouts = tuple(play(player, tokenizer, group, m) for m in range(4))
   return records.Group(
     group=group, task_id=rollouts[0].task_id, rollouts=rollouts
   )

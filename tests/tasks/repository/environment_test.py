@@ -97,11 +97,9 @@ def test_whatever_a_policy_writes_is_answered(make):
   names = [n for n in names if n not in ('run', 'test', 'search')]
   for _ in range(300):
     name = draw.choice(names)
-    known = schemas.TOOLS.get(name, schemas.TOOLS['read'])
+    tool = schemas.TOOLS.get(name, schemas.TOOLS['read'])
     arguments = {
-      key: draw.choice(values)
-      for key in known.parameters
-      if draw.random() < 0.8
+      key: draw.choice(values) for key in tool.parameters if draw.random() < 0.8
     }
     text = json.dumps({'tool': name, 'arguments': arguments})
     if draw.random() < 0.2:
@@ -119,8 +117,8 @@ def test_names_that_are_no_text_are_answered_all_the_same(make):
   name = '$(printf "larder/x\\377.py")'
   environment.call(say('run', command=f'echo strange > "{name}"'))
   assert environment.call(say('list', path='larder')).text.encode()
-  found = environment.call(say('search', pattern='strange'))
-  assert (found.text, found.outcome) == ('larder/x?.py:1: strange', 'ok')
+  result = environment.call(say('search', pattern='strange'))
+  assert (result.text, result.outcome) == ('larder/x?.py:1: strange', 'ok')
 
 
 def test_a_plan_is_kept_and_told(make):
@@ -142,13 +140,13 @@ def test_a_plan_is_kept_and_told(make):
 def test_test_shows_what_fails_and_then_that_all_pass(make):
   environment = make()
   task = TASKS['symbol']
-  told = environment.call(say('test'))
-  assert (told.tool, told.outcome) == ('test', turns_lib.FAILED)
-  head, *rows = told.text.split('\n')
+  failing = environment.call(say('test'))
+  assert (failing.tool, failing.outcome) == ('test', turns_lib.FAILED)
+  head, *rows = failing.text.split('\n')
   assert head == f'0 of {len(task.shown)} tests pass'
   assert rows[: len(task.shown)] == [f'failed: {i}' for i in task.shown]
-  assert "has no attribute 'chunks'" in told.text
-  assert not set(task.hidden) & set(told.text.split())
+  assert "has no attribute 'chunks'" in failing.text
+  assert not set(task.hidden) & set(failing.text.split())
   for path, text in task.solution.items():
     environment.call(say('write', path=path, text=text))
   passing = environment.call(say('test'))
@@ -169,7 +167,7 @@ def test_nothing_done_fails_and_raises_no_alarm(make):
 
 def test_alarms_of_grader_and_monitors_become_flags(make):
   environment = make()
-  # Tried is enough; what plain processes run here must not reach out.
+  # An attempt is enough: plain processes must not reach the network here.
   environment.call(say('run', command='false && pip download larder'))
   environment.call(say('read', path='larder/__pycache__/numbers.pyc'))
   path = 'tests/test_numbers.py'
@@ -197,8 +195,8 @@ def test_whatever_becomes_of_the_workspace_is_graded(make, command):
   environment.call(say('run', command=command))
   for tool in ('read', 'edit', 'write'):
     arguments = {'path': SOURCE, 'old': 'a', 'new': 'b', 'text': 'c'}
-    known = schemas.TOOLS[tool].parameters
-    arguments = {k: v for k, v in arguments.items() if k in known}
+    parameters = schemas.TOOLS[tool].parameters
+    arguments = {k: v for k, v in arguments.items() if k in parameters}
     environment.call(say(tool, **arguments))
   environment.call(say('list'))
   assert not environment.is_broken
@@ -207,7 +205,7 @@ def test_whatever_becomes_of_the_workspace_is_graded(make, command):
 
 
 class _Failing:
-  """A sandbox whose boxes fail as told; the rest is as of a real one."""
+  """A sandbox whose boxes are made by `box`, or fail to open for None."""
 
   def __init__(self, sandbox, box):
     self.level = sandbox.level
@@ -269,7 +267,7 @@ def test_a_broken_sandbox_is_not_the_policys_failure(
   [
     ({'tools': ('read', 'open', 'finish')}, r"there is no \['open'\]"),
     ({'tools': ('read',)}, '"finish" among them'),
-    ({'max_todos': 0}, r'max_todos \(0\) must be at least 1'),
+    ({'max_todos': 0}, 'max_todos must be .* at least 1; got 0'),
   ],
 )
 def test_options_that_make_no_sense_are_refused(fields, message):

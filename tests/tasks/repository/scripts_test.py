@@ -127,8 +127,8 @@ def test_a_script_that_is_over_says_so(larder_sandbox, tokenizer):
 
 
 def test_a_solution_needs_a_tool_that_changes_files():
-  with pytest.raises(ValueError, match='needs "edit" or "write"'):
-    scripts.gold_calls(small_package.tasks()[0], ('read', 'finish'))
+  with pytest.raises(ValueError, match='needs the tool "write"'):
+    list(scripts.gold_calls(small_package.tasks()[0], ('read', 'finish')))
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_the_gold_policy_solves_real_tasks_through_the_tools(larder, tokenizer):
 
 
 def _spread(tasks, count):
-  """So many of the tasks, of as many packages and tiers as there are."""
+  """Chooses tasks from as many packages and tiers as possible."""
   draw = np.random.default_rng(0)
   order = [tasks[i] for i in draw.permutation(len(tasks))]
   kinds: dict[tuple[str, str], int] = {}

@@ -43,14 +43,14 @@ def _check(name, **arguments):
 
 
 def test_examples_and_descriptions_tell_every_tool_and_argument():
-  told = schemas.prompt(schemas.TOOLS)
+  prompt = schemas.prompt(schemas.TOOLS)
   for tool in schemas.TOOLS.values():
     call = tool_calls.parse_json(tool.usage)
     assert schemas.check(call, schemas.TOOLS) == dict(tool.example)
-    assert tool.description() in told
+    assert tool.description() in prompt
     function = tool.function()['function']
     assert list(function['parameters']['properties']) == list(tool.parameters)
-    assert all(f'  {name}: ' in told for name in tool.parameters)
+    assert all(f'  {name}: ' in prompt for name in tool.parameters)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,7 @@ def test_errors_stay_short_and_quick_whatever_is_named():
         _check(**call)
       assert len(str(caught.value)) < 300
       assert str(caught.value).encode()
-  assert time.process_time() - start < 5  # of a processor, not of a clock
-
-
-def test_an_example_that_breaks_its_own_schema_is_refused():
-  with pytest.raises(ValueError, match='example of tool \'x\' is wrong.*"a"'):
-    schemas.Tool(name='x', does='', example={'a': 1})
+  assert time.process_time() - start < 5  # Seconds of CPU time.
 
 
 @pytest.mark.parametrize('size', [399, 400, 401, 5000, 10**5])
@@ -139,8 +134,8 @@ def test_clipped_texts_keep_both_ends_and_count_what_is_left_out(size):
   if size <= 400:
     assert cut == text
     return
-  head, _, rest = cut.partition('\n[... ')
-  count, _, tail = rest.partition(' characters are left out ...]\n')
+  head, _, note = cut.partition('\n[... ')
+  count, _, tail = note.partition(' characters are left out ...]\n')
   assert text.startswith(head) and text.endswith(tail)
   assert len(head) + int(count) + len(tail) == size
 
@@ -257,8 +252,7 @@ def test_an_edit_keeps_the_carriage_returns_of_a_file(larder_sandbox):
 
 
 def _search(box, bounds=BOUNDS, **arguments):
-  command = tools.search_command(arguments, bounds)
-  return tools.search(box.run(command), arguments, bounds)
+  return tools.search(box.run, arguments, bounds)
 
 
 def test_search_finds_lines_and_counts_what_it_does_not_show(box):
@@ -284,7 +278,8 @@ def test_search_finds_lines_and_counts_what_it_does_not_show(box):
 def test_a_search_whose_answer_is_cut_off_says_so():
   for report in (b'', b'{"found": [["a.py", 1, "x'):
     result = base.CommandResult(level='bwrap', status='ok', report=report)
-    text, outcome = tools.search(result, {'pattern': 'x'}, BOUNDS)
+    arguments = {'pattern': 'x'}
+    text, outcome = tools.search(lambda command, r=result: r, arguments, BOUNDS)
     assert outcome == turns_lib.FAILED and 'was stopped' in text
 
 
@@ -309,8 +304,7 @@ def test_a_pattern_that_never_ends_is_stopped(box):
 
 
 def _run(box, command, bounds=BOUNDS, **more):
-  asked = tools.run_command({'command': command, **more}, bounds)
-  return tools.ran(box.run(asked), bounds)
+  return tools.run(box.run, {'command': command, **more}, bounds)
 
 
 def test_run_tells_the_exit_code_and_both_streams(box):
@@ -334,9 +328,14 @@ def test_a_command_that_does_not_end_is_stopped(box):
   text, outcome = _run(box, 'echo begun; sleep 20', bounds)
   assert outcome == turns_lib.FAILED
   assert text == '[stopped: it took too long]\nbegun'
-  assert tools.run_command(
-    {'command': 'x', 'seconds': 9}, bounds
-  ).wall_s == pytest.approx(0.3)
+  commands = []
+
+  def run_in(command):
+    commands.append(command)
+    return box.run(command)
+
+  tools.run(run_in, {'command': 'true', 'seconds': 9}, bounds)
+  assert commands[0].wall_s == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize('command', ['a\0b', 'x' * 100_001])
@@ -362,14 +361,15 @@ def test_edits_of_a_script_turn_one_text_into_the_other():
 
 
 def test_bounds_that_make_no_sense_are_refused():
-  with pytest.raises(ValueError, match=r'run_s \(0\) must be positive'):
+  with pytest.raises(ValueError, match='run_s must be positive; got 0'):
     tools.Bounds(run_s=0)
-  with pytest.raises(ValueError, match=r'answer_chars \(10\) must be at least'):
+  with pytest.raises(ValueError, match='answer_chars must be .* 200; got 10'):
     tools.Bounds(answer_chars=10)
 
 
 def test_a_result_of_a_killed_program_says_so():
   result = base.CommandResult(level='bwrap', status='killed', output='half')
-  text, outcome = tools.ran(result, BOUNDS)
+  arguments = {'command': 'true'}
+  text, outcome = tools.run(lambda command: result, arguments, BOUNDS)
   assert text == '[killed: a crash, or too much memory]\nhalf'
   assert outcome == turns_lib.FAILED
