@@ -1,4 +1,4 @@
-"""Laws of the corpus: what gets in, what does not, and why, is on record."""
+"""Laws of the corpus: which files it takes, which it drops, and why."""
 
 import collections
 import json
@@ -28,7 +28,7 @@ OPTIONS = {'heldout_share': 0.2, 'max_bytes': 10**6}
 
 
 def code(seed, functions=8):
-  """Returns a file that shares next to nothing with other seeds."""
+  """Returns a file with next to no 5-grams of other seeds."""
   rng = random.Random(seed)
   lines = []
   for _ in range(functions):
@@ -146,7 +146,7 @@ def test_copies_are_dropped_within_and_across_splits(tmp_path):
           if d.split == 'heldout'}  # fmt: skip
   train = sorted({f'pack{i}' for i in range(6)} - held)
   held_file, train_file = f'{min(held)}/mod0.py', f'{train[0]}/mod0.py'
-  # Renaming one thing and reformatting all of it does not hide a copy.
+  # Renaming one name and reformatting the file does not hide a copy.
   edited = files[held_file].replace('  ', '        ')
   edited = '# A new comment.\n' + edited.replace(
     'return', 'return\treversed or'
@@ -409,7 +409,7 @@ def test_max_bytes_is_a_limit_and_weights_divide_it(tmp_path):
   assert 0 < sizes[1] <= 3_000
 
 
-def test_what_the_config_says_of_data_reaches_the_corpus(tmp_path):
+def test_the_config_section_data_reaches_the_corpus(tmp_path):
   """Weights, and the folder in which a pinned release is looked for."""
   write(tmp_path / 'demo', packages(1, files=40))
   with tarfile.open(tmp_path / 'demo-1.2.tar.gz', 'w:gz') as archive:
@@ -547,7 +547,7 @@ def test_pins_refuse_a_source_that_differs(tmp_path):
   write(root, {'pack3/mod1.py': code(12345)})
   with pytest.raises(ValueError, match=f'{root}.*the list requires'):
     run('b')
-  assert len(run('a').documents) == 24  # what a run has, it keeps
+  assert len(run('a').documents) == 24  # a run keeps its corpus
   path.write_text(f'{root} sha1=00\n')
   with pytest.raises(ValueError, match='must read'):
     run('c')

@@ -1,8 +1,8 @@
-"""Attempts to leave a box, each in a process of its own; a report of them all.
+"""Attempts to leave a box, each in a process of its own, and their report.
 
 Run inside a box: `python escape_probes.py ARGUMENTS`. Nothing outside is
-contacted: a probe asks whether the call itself is refused, or aims at what the
-test opened on its own machine. Standard library only.
+contacted: a probe checks that the call itself is refused, or aims at sockets
+and files that the test opened on its own machine. Standard library only.
 """
 
 import ctypes
@@ -87,10 +87,10 @@ def attempt(action, *arguments):
 
 def system_call(number, *arguments):
   ctypes.set_errno(0)
-  found = LIBC.syscall(
+  result = LIBC.syscall(
     ctypes.c_long(number), *(ctypes.c_long(x) for x in arguments)
   )
-  if found == 0 and number == CLONE:
+  if result == 0 and number == CLONE:
     os._exit(0)
   return errno.errorcode.get(ctypes.get_errno(), 'done')
 
@@ -108,7 +108,7 @@ def probe_clone3(_):
 
 
 def probe_other_architectures(_):
-  """The 32-bit calls have other numbers, which a careless filter lets in."""
+  """32-bit calls have other numbers, which a careless filter lets pass."""
   if platform.machine() != 'x86_64':
     return 'none'
   page = ctypes.create_string_buffer(4096)  # only its machine code matters
@@ -390,7 +390,7 @@ def probe_environment(_):
 
 
 def probe_descriptors(arguments):
-  """A folder or socket left open would be a way around every mount."""
+  """A folder or socket left open would bypass every mount."""
   return arguments['descriptors']
 
 
@@ -441,7 +441,7 @@ def probe_threads_and_processes_work(_):
 
 
 def isolated(probe, arguments):
-  """Runs one probe in a child: some end the process that tries."""
+  """Runs one probe in a child, because some end their process."""
   read, write = os.pipe()
   pid = os.fork()
   if pid == 0:
@@ -450,7 +450,7 @@ def isolated(probe, arguments):
       value = probe(arguments)
     except OSError as error:
       value = f'raised {name_of(error)}'
-    # Reported, as the test would otherwise see an empty pipe.
+    # Otherwise the test would see an empty pipe.
     except Exception as error:  # noqa: BLE001
       value = f'failed: {type(error).__name__}: {error}'
     os.write(write, json.dumps(value).encode())
