@@ -161,11 +161,11 @@ def test_copies_are_dropped_within_and_across_splits(tmp_path):
     .rpartition('def ')[0],
   }  # fmt: skip
   corpus = build(tmp_path, files, name='second')
-  found = reasons(corpus)
+  dropped = reasons(corpus)
   assert {d.package for d in corpus.documents if d.split == 'heldout'} == held
-  assert len(found) == 4
-  assert found.pop(f'{train[1]}/leak.py') == 'near-duplicate across splits'
-  assert sorted(found.values()) == [
+  assert len(dropped) == 4
+  assert dropped.pop(f'{train[1]}/leak.py') == 'near-duplicate across splits'
+  assert sorted(dropped.values()) == [
     'exact duplicate',
     'near-duplicate',
     'near-duplicate',
@@ -204,13 +204,13 @@ def test_a_file_with_many_copies_is_kept_once(tmp_path):
   kept = [
     split
     for split in corpus_lib.SPLITS
-    for found in corpus.texts(split)
-    if first_line in found
+    for kept_text in corpus.texts(split)
+    if first_line in kept_text
   ]
   assert kept == ['heldout']
-  found = collections.Counter(reasons(corpus).values())
+  counts = collections.Counter(reasons(corpus).values())
   # One package is held out, the other is not.
-  assert found == {'near-duplicate across splits': 65, 'near-duplicate': 64}
+  assert counts == {'near-duplicate across splits': 65, 'near-duplicate': 64}
 
 
 def test_no_copies_of_many_remain_by_brute_force():
@@ -442,13 +442,13 @@ def test_licences_are_recorded(tmp_path):
     'pack1/LICENSE.txt': '  Apache License\n  Version 2.0, January 2004',
     'pack2/own.py': '# SPDX-License-Identifier: BSD-3-Clause\n' + code(9),
   }
-  found = {
+  recorded = {
     (d.package, d.path.endswith('own.py')): d.licence
     for d in build(tmp_path, files).documents
   }
-  assert found['pack0', False] == 'MIT'
-  assert found['pack1', False] == 'Apache-2.0'
-  assert found['pack2', True] == 'BSD-3-Clause'
+  assert recorded['pack0', False] == 'MIT'
+  assert recorded['pack1', False] == 'Apache-2.0'
+  assert recorded['pack2', True] == 'BSD-3-Clause'
 
 
 def test_licences_can_be_excluded(tmp_path):

@@ -154,21 +154,21 @@ def test_loss_weights(kind):
 
 def test_pieces_are_rearranged_with_the_marks_of_their_tokenizer():
   own = fim.OWN
-  theirs = fim.Marks(bos=9001, eod=9002, prefix=9003, middle=9004, suffix=9005)
-  swaps = {getattr(own, f): getattr(theirs, f) for f in theirs.__slots__}
-  ends = {own.bos: theirs.bos, own.eod: theirs.eod}
+  marks = fim.Marks(bos=9001, eod=9002, prefix=9003, middle=9004, suffix=9005)
+  swaps = {getattr(own, f): getattr(marks, f) for f in marks.__slots__}
+  ends = {own.bos: marks.bos, own.eod: marks.eod}
   documents = [
     np.array([ends.get(t, t) for t in d.tolist()], np.int32)
     for d in make_documents()
   ]
-  pairs = zip(make(), make(documents, fim_marks=theirs))
+  pairs = zip(make(), make(documents, fim_marks=marks))
   for _, (b, foreign) in zip(range(6), pairs):
     expected = b.tokens_BT.copy()
     for mark, other in swaps.items():
       # Padding has an id that is no mark's.
       expected[b.tokens_BT == mark] = other
     np.testing.assert_array_equal(foreign.tokens_BT, expected)
-  assert (expected == theirs.middle).any()
+  assert (expected == marks.middle).any()
 
 
 @pytest.mark.parametrize('batch_size', [1, 3])

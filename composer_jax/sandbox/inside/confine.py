@@ -183,7 +183,7 @@ def _drop_capabilities() -> None:
 def set_limits(limits: dict, processes: int) -> None:
   """Lowers soft and hard limits; lower hard limits are kept."""
   cpu_s = math.ceil(limits['cpu_s'])
-  wanted = {
+  pairs = {
     'RLIMIT_CPU': (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
     'RLIMIT_AS': (limits['memory_bytes'],) * 2,
     'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
@@ -195,7 +195,7 @@ def set_limits(limits: dict, processes: int) -> None:
     'RLIMIT_MSGQUEUE': (0, 0),
     'RLIMIT_MEMLOCK': (0, 0),
   }
-  for name, (soft, hard) in wanted.items():
+  for name, (soft, hard) in pairs.items():
     kind = getattr(resource, name, None)
     if kind is None or soft == resource.RLIM_INFINITY:
       continue

@@ -188,16 +188,16 @@ def _go_on(program: BoxProgram) -> None:
   main = types.ModuleType('__main__')
   vars(main)['__builtins__'] = __builtins__
   sys.modules['__main__'] = main
-  kind, *rest = program.argv
+  kind, *arguments = program.argv
   sys.orig_argv[:] = [program.python, '-I', *program.argv]
   code = 1
   try:
     if kind == '-m':
-      sys.argv[:] = ['-m', *rest[1:]]
-      runpy.run_module(rest[0], run_name='__main__', alter_sys=True)
+      sys.argv[:] = ['-m', *arguments[1:]]
+      runpy.run_module(arguments[0], run_name='__main__', alter_sys=True)
     elif kind == '-c':
-      sys.argv[:] = ['-c', *rest[1:]]
-      exec(compile(rest[0], '<string>', 'exec'), main.__dict__)
+      sys.argv[:] = ['-c', *arguments[1:]]
+      exec(compile(arguments[0], '<string>', 'exec'), main.__dict__)
     else:
       sys.argv[:] = program.argv
       runpy.run_path(kind, run_name='__main__')

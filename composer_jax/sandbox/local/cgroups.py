@@ -55,19 +55,19 @@ def make(name: str, memory_bytes: int, processes: int) -> ControlGroup:
     memory_bytes: limit of all processes and their files in memory.
     processes: limit of processes and threads.
   """
-  own = _own_groups()
+  groups = _own_groups()
   full_name = f'{_NAME}-{os.getpid()}-{name}'
   v1 = [
-      (own.get('memory'), {
+      (groups.get('memory'), {
           'memory.limit_in_bytes': memory_bytes,
           'memory.memsw.limit_in_bytes': memory_bytes,
       }),
-      (own.get('pids'), {'pids.max': processes + 1}),
+      (groups.get('pids'), {'pids.max': processes + 1}),
   ]  # fmt: skip
   if any(parent for parent, _ in v1):
     version, plan = 'v1', [(p, s) for p, s in v1 if p]
-  elif own.get(''):
-    version, plan = 'v2', [(own[''], {
+  elif groups.get(''):
+    version, plan = 'v2', [(groups[''], {
         'memory.max': memory_bytes, 'memory.swap.max': 0,
         'pids.max': processes + 1,
     })]  # fmt: skip

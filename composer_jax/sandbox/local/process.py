@@ -147,10 +147,10 @@ class Process:
     )
     self._scratch = None
     self._process: subprocess.Popen | None = None
-    self.control, self._theirs = socket.socketpair()
-    self.keeper, self._its_keeper = None, None
+    self.control, self._inner_control = socket.socketpair()
+    self.keeper, self._inner_keeper = None, None
     if boxes:
-      self.keeper, self._its_keeper = socket.socketpair()
+      self.keeper, self._inner_keeper = socket.socketpair()
     with contextlib.ExitStack() as unless_started:
       unless_started.callback(self.close)
       if level == 'rlimits':  # the others mount a workspace of their own
@@ -163,7 +163,7 @@ class Process:
   def _start(self, boxes: dict[str, Any] | None) -> None:
     with tempfile.TemporaryFile() as errors:
       config = {
-          'level': self.level, 'control': self._theirs.fileno(),
+          'level': self.level, 'control': self._inner_control.fileno(),
           'host_pid': os.getpid(),
           'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
           'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
@@ -172,9 +172,9 @@ class Process:
           'setup_s': _SETUP_S, **self._scheduling,
           'limits': dataclasses.asdict(self.limits),
       }  # fmt: skip
-      passed = [self._theirs.fileno()]
-      if boxes and self._its_keeper:
-        passed.append(self._its_keeper.fileno())
+      passed = [self._inner_control.fileno()]
+      if boxes and self._inner_keeper:
+        passed.append(self._inner_keeper.fileno())
         config |= {
             **boxes, 'keeper': passed[-1],
             'counts_memory': self.counts_memory,
@@ -186,7 +186,7 @@ class Process:
           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
           pass_fds=passed, env={}, start_new_session=True,
       )  # fmt: skip
-      self._close_theirs()
+      self._close_inner()
       self._inbox = b''
       self.control.settimeout(_START_S)
       try:
@@ -312,7 +312,7 @@ class Process:
     self.control.close()
     if self.keeper:
       self.keeper.close()
-    self._close_theirs()
+    self._close_inner()
     if self._process is None:
       return
     try:
@@ -321,7 +321,7 @@ class Process:
       self._process.kill()
       self._process.wait()
 
-  def _close_theirs(self) -> None:
-    self._theirs.close()
-    if self._its_keeper:
-      self._its_keeper.close()
+  def _close_inner(self) -> None:
+    self._inner_control.close()
+    if self._inner_keeper:
+      self._inner_keeper.close()

@@ -25,8 +25,8 @@ def near():
 @contextlib.contextmanager
 def connected(serve, *, grace_s=10.0, limits=LIMITS):
   """A remote sandbox whose other end is served by a thread."""
-  ours, theirs = socket.socketpair()
-  thread = threading.Thread(target=serve, args=(theirs,))
+  ours, served = socket.socketpair()
+  thread = threading.Thread(target=serve, args=(served,))
   thread.start()
   transport = messages.StreamTransport(ours)
   try:
@@ -34,7 +34,7 @@ def connected(serve, *, grace_s=10.0, limits=LIMITS):
   finally:
     transport.close()
     thread.join(10)
-    theirs.close()
+    served.close()
     assert not thread.is_alive()
 
 

@@ -24,7 +24,6 @@ from composer_jax.sandbox.remote import messages, protocol, renewed
 from composer_jax.sandbox.remote.microvm import image as microvm_image
 from composer_jax.sandbox.remote.microvm import qemu as microvm_qemu
 
-ACCELERATORS = ('auto', 'kvm', 'tcg')
 _PROBE_S = 4.0  # a machine with a working KVM answers within one
 _START_S = 150.0  # emulated, on a host that does much else
 _GRACE_S = 180.0  # more than what the sandbox inside allows itself
@@ -91,7 +90,6 @@ class MicroVM(renewed.RenewedSandbox):
     size: int = 1,
     images: pathlib.Path | None = None,
     packages: Sequence[str] | pathlib.Path = (),
-    accelerator: str = 'auto',
     saved: pathlib.Path | None = None,
   ):
     """Boots a guest and waits for its sandbox.
@@ -101,7 +99,6 @@ class MicroVM(renewed.RenewedSandbox):
       size: number of calls at a time, and of cores of the guest.
       images: folder of images, which is copied onto a disk.
       packages: distributions, or their folder, as for `open.open_sandbox`.
-      accelerator: one of `ACCELERATORS`.
       saved: folder that `save` wrote, from which guests begin; size, images and
         packages are then those of the saved guest, and limits must be the same.
         None to boot.
@@ -110,16 +107,10 @@ class MicroVM(renewed.RenewedSandbox):
       ValueError: the host lacks a program or a kernel.
       base.SandboxLost: the guest does not start.
     """
-    if accelerator not in ACCELERATORS:
-      raise ValueError(
-        f'accelerator {accelerator!r} must be one of {ACCELERATORS}.'
-      )
+    accelerator, reason = choose_accelerator()
     self._limits = limits
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='composer-vm-'))
     try:
-      reason = 'as requested'
-      if accelerator == 'auto':
-        accelerator, reason = choose_accelerator()
       self._state = saved / 'state' if saved else None
       if saved:
         self._machine = _saved_machine(saved, accelerator)
