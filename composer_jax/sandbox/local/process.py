@@ -147,24 +147,26 @@ class Process:
     )
     self._scratch = None
     self._process: subprocess.Popen | None = None
-    self.control, self._inner_control = socket.socketpair()
-    self.keeper, self._inner_keeper = None, None
+    self.control, control = socket.socketpair()
+    inner_ends, self.keeper = {'control': control}, None
     if boxes:
-      self.keeper, self._inner_keeper = socket.socketpair()
+      self.keeper, inner_ends['keeper'] = socket.socketpair()
     with contextlib.ExitStack() as unless_started:
       unless_started.callback(self.close)
       if level == 'rlimits':  # the others mount a workspace of their own
         self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
         # The user that the code becomes can enter it but not list it.
         os.chmod(self._scratch, 0o711)
-      self._start(boxes)
+      self._start(boxes, inner_ends)
       unless_started.pop_all()
 
-  def _start(self, boxes: dict[str, Any] | None) -> None:
+  def _start(
+    self, boxes: dict[str, Any] | None, inner_ends: dict[str, socket.socket]
+  ) -> None:
     with tempfile.TemporaryFile() as errors:
+      passed = {name: end.fileno() for name, end in inner_ends.items()}
       config = {
-          'level': self.level, 'control': self._inner_control.fileno(),
-          'host_pid': os.getpid(),
+          'level': self.level, 'host_pid': os.getpid(), **passed,
           'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
           'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
           'cgroup': self._group.version,
@@ -172,21 +174,18 @@ class Process:
           'setup_s': _SETUP_S, **self._scheduling,
           'limits': dataclasses.asdict(self.limits),
       }  # fmt: skip
-      passed = [self._inner_control.fileno()]
-      if boxes and self._inner_keeper:
-        passed.append(self._inner_keeper.fileno())
-        config |= {
-            **boxes, 'keeper': passed[-1],
-            'counts_memory': self.counts_memory,
-        }  # fmt: skip
+      if boxes:
+        config |= {**boxes, 'counts_memory': self.counts_memory}
       script = pathlib.Path(__file__).with_name('launcher.py')
       python = getattr(sys, '_base_executable', None) or sys.executable
-      self._process = subprocess.Popen(
-          [python, '-I', '-S', str(script), json.dumps(config)],
-          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-          pass_fds=passed, env={}, start_new_session=True,
-      )  # fmt: skip
-      self._close_inner()
+      with contextlib.ExitStack() as closing:
+        for end in inner_ends.values():
+          closing.enter_context(end)
+        self._process = subprocess.Popen(
+            [python, '-I', '-S', str(script), json.dumps(config)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            pass_fds=passed.values(), env={}, start_new_session=True,
+        )  # fmt: skip
       self._inbox = b''
       self.control.settimeout(_START_S)
       try:
@@ -312,7 +311,6 @@ class Process:
     self.control.close()
     if self.keeper:
       self.keeper.close()
-    self._close_inner()
     if self._process is None:
       return
     try:
@@ -320,8 +318,3 @@ class Process:
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
-
-  def _close_inner(self) -> None:
-    self._inner_control.close()
-    if self._inner_keeper:
-      self._inner_keeper.close()
