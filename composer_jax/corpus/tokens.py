@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Documents(Sequence[np.ndarray]):
   def __len__(self) -> int:
     return len(self.starts) - 1
 
-  def __getitem__(self, index):
+  def __getitem__(self, index: Any) -> Any:
     if not 0 <= index < len(self):
       raise IndexError(index)
     return self.ids_Z[self.starts[index] : self.starts[index + 1]].astype(

@@ -128,8 +128,8 @@ def working_overlay(folder: str) -> str | None:
   """Returns options by which overlayfs works, or None."""
 
   def attempt(layers: list[str], options: str) -> None:
-    mount_overlay(*layers, options)
-    merged = layers[-1]
+    lower, upper, work, merged = layers
+    mount_overlay(lower, upper, work, merged, options)
     os.rmdir(f'{merged}/a/b')  # leaves a whiteout
     os.rmdir(f'{merged}/a')
     os.mkdir(f'{merged}/a')  # an opaque folder
