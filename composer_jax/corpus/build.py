@@ -360,7 +360,7 @@ def _read(source, file, packages, scan, lexicon, options) -> _Candidate | str:
 
 
 def _split_and_deduplicate(kept, dropped, options, report):
-  """Holds packages out, then drops copies, of training files first."""
+  """Holds packages out, then drops copies: training files of held-out ones."""
   _hold_out(kept, options, report)
   kept = sorted(kept, key=lambda c: c.split == TRAIN)
   report(f'corpus: {len(kept)} files read; looking for near-duplicates')
