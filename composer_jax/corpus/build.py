@@ -1,13 +1,13 @@
-"""Builds a corpus of Python code out of what a machine has.
+"""Builds a corpus of Python code from sources on this machine.
 
 `build` reads sources in an order that depends on names and the seed alone,
-drops what is not worth learning from (each file with its reason), refuses what
-the tasks hold out, removes exact and near duplicates, and splits by package (a
-lone package by file).
-The result lies in a folder: `texts.bin`, the documents' UTF-8 end to end, and
-`manifest.json`, which lists every document and every dropped file and whose
-hash identifies the corpus. A folder that holds the corpus asked for is opened,
-not rebuilt: a run keeps its data even when the machine's packages change.
+drops files that are not worth learning from, refuses what the tasks hold out,
+removes exact and near duplicates, and splits by package (a lone package by
+file). It writes `texts.bin`, the documents' UTF-8 end to end, and
+`manifest.json`, which lists every document and every dropped file with its
+reason and whose hash identifies the corpus. A folder that already holds the
+requested corpus is opened, not rebuilt: a run keeps its data even when the
+machine's packages change.
 """
 
 import collections
@@ -31,17 +31,21 @@ Report = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusOptions:
-  """How much to take and what to drop.
+  """Size, mixture, split and filters of a corpus.
 
   Attributes:
-    max_bytes: of text to accept, before duplicates are removed.
+    max_bytes: most bytes of text, before duplicates are removed.
     weights: share of `max_bytes` per source; () for equal shares.
-    heldout_share: of the bytes, in whole packages.
-    min_file_bytes: shorter files are dropped.
-    max_file_bytes: longer files are dropped.
-    near_duplicate: share of the smaller file's 5-grams that makes a copy.
-    seed: of the choice of files and of the split.
+    heldout_share: share of the bytes held out, in whole packages.
+    min_file_bytes: size below which files are dropped.
+    max_file_bytes: size above which files are dropped.
+    near_duplicate: shared part of the smaller file's 5-grams from which on two
+      files count as copies.
+    seed: seed of the choice of files and of the split.
     archives: folder with sdists and wheels for `pypi:` sources; '' for none.
+    exclude_licences: texts that no licence of a file may contain, in any case:
+      'gpl' excludes LGPL and 'MIT OR GPL-2.0' too; 'unknown' what declares
+      none.
   """
 
   max_bytes: int = 12_000_000
@@ -52,18 +56,33 @@ class CorpusOptions:
   near_duplicate: float = 0.6
   seed: int = 0
   archives: str = ''
+  exclude_licences: tuple[str, ...] = ()
 
   def __post_init__(self):
+    if isinstance(self.exclude_licences, str) or '' in self.exclude_licences:
+      raise ValueError(
+        'data.exclude_licences must be a tuple of texts that are not empty, '
+        f'not {self.exclude_licences!r}.'
+      )
     if self.max_bytes < 1:
-      raise ValueError(f'max_bytes must be positive, not {self.max_bytes}.')
+      raise ValueError(
+        f'data.max_bytes must be positive, not {self.max_bytes}.'
+      )
     if not 0 < self.heldout_share < 1:
       raise ValueError(
-        f'heldout_share must lie in (0, 1), not {self.heldout_share}.'
+        f'data.heldout_share must lie in (0, 1), not {self.heldout_share}.'
       )
     if not 0 < self.near_duplicate <= 1:
       raise ValueError(
-        f'near_duplicate must lie in (0, 1], not {self.near_duplicate}.'
+        f'data.near_duplicate must lie in (0, 1], not {self.near_duplicate}.'
       )
+
+  def stated(self) -> dict[str, Any]:
+    """Fields as manifests have them: no exclude_licences where it is empty."""
+    fields = dataclasses.asdict(self)
+    if not self.exclude_licences:
+      del fields['exclude_licences']
+    return fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +92,11 @@ class Document:
   Attributes:
     split: TRAIN or HELDOUT.
     source: index into the manifest's sources.
-    package: normalised name.
-    licence: of the file, else of its package.
-    num_bytes: of the text in UTF-8.
+    package: normalised name of the package.
+    path: path in the source.
+    licence: licence that the file states, else that of its package.
+    sha256: digest of the text.
+    num_bytes: size of the text in UTF-8.
   """
 
   split: str
@@ -92,9 +113,9 @@ class Corpus:
   """A corpus in a folder.
 
   Attributes:
-    folder: with `manifest.json` and `texts.bin`.
-    documents: in the order of `texts.bin`.
-    counts: files per fate: kept per split, dropped per reason, not needed.
+    folder: folder with `manifest.json` and `texts.bin`.
+    documents: documents in the order of `texts.bin`.
+    counts: number of files kept per split, dropped per reason, not needed.
     fingerprint: SHA-256 of the manifest.
   """
 
@@ -106,9 +127,9 @@ class Corpus:
   def texts(self, split: str) -> list[str]:
     """Reads a split's documents; a damaged file is named in a ValueError."""
     if split not in SPLITS:
-      raise ValueError(f'split {split!r} is not one of {SPLITS}.')
+      raise ValueError(f'split must be one of {SPLITS}, not {split!r}.')
     data = (self.folder / 'texts.bin').read_bytes()
-    found, start = [], 0
+    texts, start = [], 0
     for document in self.documents:
       part = data[start : start + document.num_bytes]
       start += document.num_bytes
@@ -118,8 +139,8 @@ class Corpus:
             f'{self.folder / "texts.bin"} is damaged at {document.package}: '
             f'{document.path}; delete {self.folder} to have it rebuilt.'
           )
-        found.append(part.decode())
-    return found
+        texts.append(part.decode())
+    return texts
 
   def num_bytes(self, split: str) -> int:
     return sum(d.num_bytes for d in self.documents if d.split == split)
@@ -136,15 +157,16 @@ def build(
   """Builds the corpus in `workdir`, or opens it where it already stands.
 
   Args:
-    sources: as `corpus.sources` names them; or paths of lists, whose hashes
-      are then checked.
-    workdir: of this corpus alone.
-    holdout: what must not get in.
-    report: told what goes on, a line at a time.
+    sources: names of sources (see `corpus.sources`), or paths of lists of
+      them, which may pin hashes.
+    workdir: folder of this corpus alone.
+    holdout: packages, functions and bodies that must stay out.
+    options: size, mixture, split and filters; None for the defaults.
+    report: receives progress, a line at a time.
 
   Raises:
     ValueError: a source is missing, unreadable, empty or differs from its pin;
-      nothing is left after filtering; the split cannot be made.
+      nothing is left after filtering; or the split cannot be made.
   """
   holdout = holdout or HoldOut()
   options = options or CorpusOptions()
@@ -156,15 +178,15 @@ def build(
     if files.read_json(manifest).get('key') == key:
       return open_corpus(folder)
     report('corpus: other sources, hold-outs or options; building again')
-  found = [sources_lib.find(name, options.archives) for name in pinned]
-  for source in found:
+  code_sources = [sources_lib.find(name, options.archives) for name in pinned]
+  for source in code_sources:
     sources_lib.check_pin(source, pinned[source.name])
-  kept, dropped, counts = _select(found, holdout, options, report)
+  kept, dropped, counts = _select(code_sources, holdout, options, report)
   documents = _split_and_deduplicate(kept, dropped, options, report)
   kept_bytes = dict.fromkeys(SPLITS, 0)
-  for c in documents:
-    kept_bytes[c.split] += len(c.text.encode())
-  counts.update(collections.Counter(f'kept: {c.split}' for c in documents))
+  for candidate in documents:
+    kept_bytes[candidate.split] += len(candidate.text.encode())
+    counts[f'kept: {candidate.split}'] += 1
   counts.update(collections.Counter(d['reason'] for d in dropped))
   for name, count in sorted(counts.items()):
     report(f'corpus: {count:6d} files {name}')
@@ -172,7 +194,7 @@ def build(
     f'corpus: {kept_bytes[TRAIN] / 1e6:.2f} MB to train, '
     f'{kept_bytes[HELDOUT] / 1e6:.2f} MB held out'
   )
-  _write(folder, key, found, documents, dropped, dict(counts), options)
+  _write(folder, key, code_sources, documents, dropped, dict(counts), options)
   return open_corpus(folder)
 
 
@@ -195,8 +217,8 @@ def open_corpus(workdir: str | os.PathLike) -> Corpus:
 def _key(
   pinned: dict[str, str | None], holdout: HoldOut, options: CorpusOptions
 ) -> str:
-  """Identifies what was asked for, as opposed to what was found."""
-  value: list[Any] = [FORMAT, list(pinned.items()), dataclasses.asdict(options)]
+  """Identifies the request, as opposed to the files that it selected."""
+  value: list[Any] = [FORMAT, list(pinned.items()), options.stated()]
   value.append({k: sorted(v) for k, v in dataclasses.asdict(holdout).items()})
   return files.sha256(json.dumps(value, sort_keys=True).encode())
 
@@ -205,20 +227,21 @@ def _key(
 class _Candidate:
   source: int
   file: sources_lib.File
+  licence: str
   text: str
   grams: Any
   split: str = TRAIN
 
 
-def _select(found, holdout, options, report):
+def _select(code_sources, holdout, options, report):
   """Reads files until each source has given its share.
 
   Returns:
-    the candidates, the dropped files as dictionaries, and a counter with the
+    The candidates, the dropped files as dictionaries, and a counter of the
     files that were not needed.
   """
-  weights = options.weights or (1.0,) * len(found)
-  sizes = [sum(f.num_bytes for f in source.files) for source in found]
+  weights = options.weights or (1.0,) * len(code_sources)
+  sizes = [sum(f.num_bytes for f in source.files) for source in code_sources]
   shares = allocate(sizes, weights, options.max_bytes)
   lexicon = filters.Lexicon()
   scan = filters.HoldOutScan(holdout, lexicon)
@@ -230,34 +253,33 @@ def _select(found, holdout, options, report):
   def rank(file: sources_lib.File) -> str:
     return files.sha256(f'{options.seed}/{file.package}/{file.path}'.encode())
 
-  for index, source in enumerate(found):
+  for index, source in enumerate(code_sources):
     report(
       f'corpus: {source.name} {source.version}: up to '
       f'{shares[index] / 1e6:.1f} of {sizes[index] / 1e6:.1f} MB'
     )
-    left = shares[index]
+    remaining = shares[index]
     for file in sorted(source.files, key=rank):
-      if left < file.num_bytes <= options.max_file_bytes:
+      if remaining < file.num_bytes <= options.max_file_bytes:
         counts['beyond max_bytes'] += 1
         continue
-      reason, candidate = _read(file, packages, scan, lexicon, options)
-      if candidate is None:
-        dropped.append(_dropped(index, file, reason))
+      candidate = _read(index, file, packages, scan, lexicon, options)
+      if isinstance(candidate, str):
+        dropped.append(_dropped(index, file, candidate))
         continue
-      candidate.source = index
       digest = files.sha256(candidate.text.encode())
       if digest in seen:
         dropped.append(_dropped(index, file, 'exact duplicate', seen[digest]))
         continue
       seen[digest] = f'{file.package}: {file.path}'
       kept.append(candidate)
-      left -= file.num_bytes
+      remaining -= file.num_bytes
   if not kept:
     reasons = dict(collections.Counter(d['reason'] for d in dropped))
     raise ValueError(
-      f'The corpus is empty: of {sum(len(s.files) for s in found)} files in '
-      f'{[s.name for s in found]} none was kept ({reasons}). Add sources or '
-      f'raise data.max_bytes ({options.max_bytes}).'
+      f'The corpus is empty: of {sum(len(s.files) for s in code_sources)} '
+      f'files in {[s.name for s in code_sources]} none was kept ({reasons}). '
+      f'Add sources or raise data.max_bytes ({options.max_bytes}).'
     )
   return kept, dropped, counts
 
@@ -265,18 +287,20 @@ def _select(found, holdout, options, report):
 def allocate(
   sizes: Sequence[int], weights: Sequence[float], budget: int
 ) -> list[int]:
-  """Divides a budget by weight; what one source cannot use goes to the rest.
+  """Divides a budget by weight; what one source cannot use goes to the others.
+
+  The others' shares keep the ratio of their weights (water filling).
 
   Args:
+    sizes: bytes that each source has.
     weights: relative shares, not negative; zero leaves a source out.
+    budget: bytes to divide.
 
   Returns:
-    One integer per source, at most its size, in all at most the budget. Where
-    a source runs out, the shares of the others keep the ratio of their weights
-    (water filling).
+    Bytes for each source, at most its size.
 
   Raises:
-    ValueError: as many weights as sources are needed, one of them positive.
+    ValueError: the weights are not as many as the sources, or none is positive.
   """
   if len(weights) != len(sizes):
     raise ValueError(
@@ -290,17 +314,16 @@ def allocate(
     )
   spent = [0] * len(sizes)
   open_ = {i for i, w in enumerate(weights) if w > 0}
-  left = budget
   while open_:
     total = sum(weights[i] for i in open_)
-    full = [i for i in sorted(open_) if sizes[i] <= left * weights[i] / total]
+    full = [i for i in sorted(open_) if sizes[i] <= budget * weights[i] / total]
     if not full:
       for i in sorted(open_):
-        spent[i] = int(left * weights[i] / total)
+        spent[i] = int(budget * weights[i] / total)
       return spent
     for i in full:
       spent[i] = sizes[i]
-    left -= sum(sizes[i] for i in full)
+    budget -= sum(sizes[i] for i in full)
     open_ -= set(full)
   return spent
 
@@ -312,31 +335,32 @@ def _dropped(
   return {**entry, 'reason': reason, **({'of': of} if of else {})}
 
 
-def _read(file, packages, scan, lexicon, options):
-  """Returns (reason to drop, None) or ('', candidate)."""
+def _read(source, file, packages, scan, lexicon, options) -> _Candidate | str:
+  """Returns a candidate, or the reason to drop the file."""
   if sources_lib.names(file) & packages:
-    return 'held-out package', None
+    return 'held-out package'
   if file.num_bytes > options.max_file_bytes:
-    return 'too large', None
+    return 'too large'
   try:
     data = file.read()
   except OSError as error:
-    return f'unreadable ({error.strerror})', None
-  reason = filters.form(
+    return f'unreadable ({error.strerror})'
+  reason, text = filters.read(
     file.path, data, options.min_file_bytes, options.max_file_bytes
   )
   if reason:
-    return reason, None
-  text = filters.clean(data)
+    return reason
+  licence = licences.of_file(text) or file.licence
+  if any(x.lower() in licence.lower() for x in options.exclude_licences):
+    return 'excluded licence'
   grams = lexicon.grams(text)
-  reason = scan.find(text, grams)
-  if reason:
-    return reason, None
-  return '', _Candidate(source=0, file=file, text=text, grams=grams)
+  return scan.find(text, grams) or _Candidate(
+    source=source, file=file, licence=licence, text=text, grams=grams
+  )
 
 
 def _split_and_deduplicate(kept, dropped, options, report):
-  """Holds packages out, then drops copies, held-out files winning."""
+  """Holds packages out, then drops copies: training files of held-out ones."""
   _hold_out(kept, options, report)
   kept = sorted(kept, key=lambda c: c.split == TRAIN)
   report(f'corpus: {len(kept)} files read; looking for near-duplicates')
@@ -344,11 +368,11 @@ def _split_and_deduplicate(kept, dropped, options, report):
     [c.grams for c in kept], options.near_duplicate
   )
   for index, first in sorted(copies.items()):
-    c, other = kept[index], kept[first]
-    across = ' across splits' if c.split != other.split else ''
-    where = f'{other.file.package}: {other.file.path}'
+    copy, original = kept[index], kept[first]
+    across = ' across splits' if copy.split != original.split else ''
+    where = f'{original.file.package}: {original.file.path}'
     reason = f'near-duplicate{across}'
-    dropped.append(_dropped(c.source, c.file, reason, where))
+    dropped.append(_dropped(copy.source, copy.file, reason, where))
   kept = [c for i, c in enumerate(kept) if i not in copies]
   if not any(c.split == TRAIN for c in kept):
     raise ValueError(
@@ -359,13 +383,13 @@ def _split_and_deduplicate(kept, dropped, options, report):
 
 
 def _hold_out(kept, options, report) -> None:
-  """Sets the split of every file: by package, or by file where there is one."""
+  """Sets the split of every file: by package, or by file of a lone package."""
   units = [c.file.package for c in kept]
   is_lone = len(set(units)) == 1
   if is_lone:
     report(
-      f'corpus: {units[0]} is the only package: the held-out loss is that of '
-      'other files of the same package, which flatters it'
+      f'corpus: {units[0]} is the only package: held-out files are of the same '
+      'package as training files, so the held-out loss is too low'
     )
     units = [c.file.path for c in kept]
   sizes: collections.Counter = collections.Counter()
@@ -373,7 +397,7 @@ def _hold_out(kept, options, report) -> None:
     sizes[unit] += len(c.text)
   if len(sizes) < 2:
     raise ValueError(
-      'A part of the corpus must be held out, and all that is left of it is '
+      'A part of the corpus must be held out, but it consists of '
       f'one file, {kept[0].file.package}: {kept[0].file.path}. Add a source.'
     )
   quota = options.heldout_share * sizes.total()
@@ -387,11 +411,17 @@ def _hold_out(kept, options, report) -> None:
 def choose_heldout(
   sizes: Mapping[str, int], quota: float, *, least: float, seed: int
 ) -> set[str]:
-  """Picks packages, or files, by hash until their bytes reach the quota.
+  """Picks packages, or files, in the order of their hash up to a quota.
 
-  None is larger than a quarter of it, so that the held-out loss is that of
-  several; where these have no more than `least` bytes, none is larger than all
-  of it; where neither do, it is the one of nearest size.
+  Only units of at most a quarter of the quota are picked, so that several are
+  held out; if these have no more than `least` bytes together, units of at most
+  the quota; if these have no more either, the one unit of nearest size.
+
+  Args:
+    sizes: bytes of each unit (package or file).
+    quota: bytes at which picking ends.
+    least: bytes that the picked units must exceed together.
+    seed: seed of the hash.
   """
   order = sorted(sizes, key=lambda u: files.sha256(f'{seed}/{u}'.encode()))
   for most in (quota / 4, quota):
@@ -405,16 +435,16 @@ def choose_heldout(
   return {min(order, key=lambda unit: (abs(sizes[unit] - quota), unit))}
 
 
-def _write(folder, key, found, kept, dropped, counts, options) -> None:
-  """Writes texts, then the manifest that makes them count."""
+def _write(folder, key, code_sources, kept, dropped, counts, options) -> None:
+  """Writes the texts, then the manifest, without which they do not count."""
   documents, texts = [], []
   for c in kept:
     data = c.text.encode()
     texts.append(data)
     document = Document(
         split=c.split, source=c.source, package=c.file.package,
-        path=c.file.path, licence=licences.of_file(c.text) or c.file.licence,
-        sha256=files.sha256(data), num_bytes=len(data),
+        path=c.file.path, licence=c.licence, sha256=files.sha256(data),
+        num_bytes=len(data),
     )  # fmt: skip
     documents.append(dataclasses.asdict(document))
   # Without the old manifest, new texts never pass for the old corpus.
@@ -427,9 +457,9 @@ def _write(folder, key, found, kept, dropped, counts, options) -> None:
       'key': key,
       'sources': [
         {'name': s.name, 'version': s.version, 'files': len(s.files)}
-        for s in found
+        for s in code_sources
       ],
-      'options': dataclasses.asdict(options),
+      'options': options.stated(),
       'counts': counts,
       'licences': dict(collections.Counter(d['licence'] for d in documents)),
       'documents': documents,

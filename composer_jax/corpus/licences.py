@@ -1,4 +1,4 @@
-"""Names the licence of a package from what it declares."""
+"""Names licences from metadata, licence texts and SPDX lines."""
 
 import email
 import os
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN = 'unknown'
+_FILE_NAME = re.compile('LICEN[CS]E|COPYING', re.I)
 _TEXTS = (
   ('Apache-2.0', r'Apache License\s+Version 2\.0'),
   ('MPL-2.0', r'Mozilla Public License,? (Version|v\.) 2\.0'),
@@ -27,7 +28,7 @@ def of_metadata(metadata: Any) -> str:
   """Reads core metadata: the expression, else a classifier, else the field.
 
   Args:
-    metadata: what `importlib.metadata` or `email` parsed.
+    metadata: mapping that `importlib.metadata` or `email` parsed.
   """
   expression = metadata.get('License-Expression')
   if expression:
@@ -55,7 +56,7 @@ def of_text(text: str) -> str:
 
 
 def of_file(text: str) -> str | None:
-  """Returns what a file's own SPDX line declares, which overrides the rest."""
+  """Returns the licence on a file's SPDX line; None without such a line."""
   match = re.search(
     r'SPDX-License-Identifier:[ \t]*([\w.+-]+(?: (?:AND|OR|WITH) [\w.+-]+)*)',
     text[:2000],
@@ -64,19 +65,17 @@ def of_file(text: str) -> str | None:
 
 
 def of_folder(folder: str | os.PathLike) -> str:
-  """Reads the first licence file that lies in a folder."""
+  """Reads the first licence file of a folder."""
   for path in sorted(pathlib.Path(folder).iterdir()):
-    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path.name, re.I)
-    if is_licence and path.is_file():
+    if _FILE_NAME.match(path.name) and path.is_file():
       return of_text(path.read_bytes().decode('utf-8', 'replace'))
   return UNKNOWN
 
 
 def of_sdist(files: Mapping[str, bytes]) -> str:
-  """Reads what an sdist's metadata declares, else the text of its licence."""
-  found = of_metadata(email.message_from_bytes(files.get('PKG-INFO', b'')))
+  """Reads the metadata of an sdist, else the text of its licence files."""
+  licence = of_metadata(email.message_from_bytes(files.get('PKG-INFO', b'')))
   for path in sorted(files):
-    is_licence = re.match(r'(LICEN[CS]E|COPYING)', path, re.I)
-    if found == UNKNOWN and is_licence:
-      found = of_text(files[path].decode('utf-8', 'replace'))
-  return found
+    if licence == UNKNOWN and _FILE_NAME.match(path):
+      licence = of_text(files[path].decode('utf-8', 'replace'))
+  return licence

@@ -1,4 +1,4 @@
-"""The corpus of a run: its sections of the config, its text and tokenizer."""
+"""The corpus of a run, by its config sections `data` and `tokenizer`."""
 
 import dataclasses
 import pathlib
@@ -14,11 +14,13 @@ class DataOptions:
 
   Attributes:
     sources: 'stdlib', 'site-packages', folders, sdists, or lists of them.
-    weights: shares of max_bytes, one a source; () for equal ones.
+    weights: shares of max_bytes, one per source; () for equal shares.
     archives: folder of sdists and wheels, for sources pypi:NAME==VERSION.
-    max_bytes: of text.
-    heldout_share: of packages, for the held-out loss.
-    fim_rate: share of documents rearranged for fill-in-the-middle.
+    max_bytes: most bytes of text, before duplicates are removed.
+    heldout_share: share of the bytes held out, in whole packages.
+    fim_rate: share of pieces rearranged for fill-in-the-middle.
+    exclude_licences: texts that no licence of a file may contain, in any case,
+      such as 'gpl'; () excludes nothing.
   """
 
   sources: tuple[str, ...] = ('stdlib', 'site-packages')
@@ -27,19 +29,28 @@ class DataOptions:
   max_bytes: int = 12_000_000
   heldout_share: float = 0.05
   fim_rate: float = 0.3
+  exclude_licences: tuple[str, ...] = ()
 
   def __post_init__(self):
     if not self.sources:
       raise ValueError('--config.data.sources must name at least one source.')
-    if not 0 < self.heldout_share < 1 or not 0 <= self.fim_rate <= 1:
+    if not 0 <= self.fim_rate <= 1:
       raise ValueError(
-        '--config.data.heldout_share must lie in (0, 1) and fim_rate in '
-        f'[0, 1]; got {self.heldout_share} and {self.fim_rate}.'
+        f'--config.data.fim_rate must lie in [0, 1], not {self.fim_rate}.'
       )
     if self.max_bytes < 10_000:
       raise ValueError(
         f'--config.data.max_bytes must be at least 10000, not {self.max_bytes}.'
       )
+    self.options(seed=0)
+
+  def options(self, seed: int) -> build.CorpusOptions:
+    """Options of a corpus; ValueError for a field that it refuses."""
+    return build.CorpusOptions(
+        max_bytes=self.max_bytes, weights=self.weights, seed=seed,
+        heldout_share=self.heldout_share, archives=self.archives,
+        exclude_licences=self.exclude_licences,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +58,7 @@ class TokenizerOptions:
   """The tokenizer that a run trains for itself.
 
   Attributes:
-    train_bytes: of the corpus that the merges are learnt from.
+    train_bytes: bytes of the corpus that the merges are learnt from.
   """
 
   train_bytes: int = 2_000_000
@@ -65,11 +76,11 @@ class RunCorpus:
   """A `core.seams.CodeCorpus` in the workdir of a run.
 
   Attributes:
-    built: the text, which `build_corpus` found or made.
-    fim_rate: share of documents rearranged for fill-in-the-middle.
-    tokenizer_bytes: of the text that merges are learnt from.
-    vocab_size: rows of the embedding.
-    report: takes lines.
+    built: text of the corpus, from `build_corpus`.
+    fim_rate: share of pieces rearranged for fill-in-the-middle.
+    tokenizer_bytes: bytes of the text that merges are learnt from.
+    vocab_size: size of the vocabulary, special tokens included.
+    report: receives progress, a line at a time.
   """
 
   built: build.Corpus
@@ -80,18 +91,15 @@ class RunCorpus:
 
   def train_tokenizer(self, extra_texts: list[str]) -> tokenizers.Tokenizer:
     return tokens.train_tokenizer(
-      self.built,
-      self.vocab_size,
-      max_bytes=self.tokenizer_bytes,
-      extra_texts=extra_texts,
-      report=self.report,
-    )
+        self.built, self.vocab_size, max_bytes=self.tokenizer_bytes,
+        extra_texts=extra_texts, report=self.report,
+    )  # fmt: skip
 
   def documents(
     self, tokenizer: tokenizers.TokenizerLike
   ) -> tuple[tokens.Documents, tokens.Documents]:
-    made = tokens.tokenise(self.built, tokenizer, report=self.report)
-    return made[build.TRAIN], made[build.HELDOUT]
+    documents = tokens.tokenise(self.built, tokenizer, report=self.report)
+    return documents[build.TRAIN], documents[build.HELDOUT]
 
 
 def build_corpus(
@@ -102,26 +110,12 @@ def build_corpus(
   seed: int,
   report: Callable[[str], None],
 ) -> build.Corpus:
-  """The corpus of a run, without anything that tasks hold out.
-
-  Args:
-    data: the section.
-    workdir: of the run, whose folder `corpus` keeps it.
-    holdout: what tasks hold out.
-    seed: of the run.
-    report: takes lines.
-  """
+  """Builds or opens the corpus in the folder `corpus` of a run's workdir."""
   return build.build(
     # The flag `--config.data.sources=a,b` arrives as one string.
     [name for names in data.sources for name in names.split(',')],
     workdir=workdir / 'corpus',
     holdout=holdout,
-    options=build.CorpusOptions(
-      max_bytes=data.max_bytes,
-      weights=data.weights,
-      heldout_share=data.heldout_share,
-      seed=seed,
-      archives=data.archives,
-    ),
+    options=data.options(seed),
     report=report,
   )

@@ -9,7 +9,7 @@ A source is a string:
 
 Nothing is downloaded and no archive is unpacked to disk. A list of sources may
 pin each by its hash, so that figures can be repeated: a source whose content
-differs is refused by name.
+differs is refused.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ _STDLIB_SKIPPED = frozenset({
     'site-packages', 'dist-packages', 'lib2to3', 'pydoc_data', 'idlelib',
     'turtledemo', 'ensurepip', '__phello__',
 })  # fmt: skip
-# Written by the interpreter's build or its packager: not the same everywhere,
-# which would defeat pinning a version.
+# Written by the interpreter's build or its packager: they differ between
+# machines, which would defeat pinning a version.
 _MACHINE = ('_sysconfigdata', 'sitecustomize')
 # A run must never learn from the code that makes its own tasks.
 OWN = 'composer-jax'
@@ -58,10 +58,11 @@ class File:
   """A Python file that has not been read.
 
   Attributes:
-    package: normalised name; the unit of the held-out split.
-    path: relative to the source, with '/'.
-    licence: as declared, 'unknown' where nothing is.
-    read: returns the content; OSError where it cannot be read.
+    package: normalised name of the package, the unit of the held-out split.
+    path: path relative to the source, with '/'.
+    licence: declared licence; 'unknown' where none is.
+    num_bytes: size of the content.
+    read: function that returns the content, or raises OSError.
   """
 
   package: str
@@ -76,10 +77,10 @@ class CodeSource:
   """All Python files of one source.
 
   Attributes:
-    name: the string that names the source.
-    version: of the interpreter or the distribution; '' where there is none.
-    files: sorted by package and path.
-    archive: the file itself, where the source names one.
+    name: string that names the source.
+    version: version of the interpreter or the distribution; '' for others.
+    files: files sorted by package and path.
+    archive: path of the archive that the source names; None for other sources.
   """
 
   name: str
@@ -88,7 +89,7 @@ class CodeSource:
   archive: pathlib.Path | None = None
 
   def sha256(self) -> str:
-    """Identifies the content: an archive's bytes, or all names and contents."""
+    """Hashes an archive's bytes, or all names and contents."""
     if self.archive is not None:
       return core_files.sha256(self.archive.read_bytes())
     digest = hashlib.sha256()
@@ -102,11 +103,11 @@ def find(name: str, archives: str | os.PathLike | None = None) -> CodeSource:
   """Lists the files of a source.
 
   Args:
+    name: string that names the source.
     archives: folder with sdists and wheels for `pypi:` sources.
 
   Raises:
-    ValueError: the source does not exist, cannot be read or has no Python
-      file; the message names it.
+    ValueError: the source does not exist, cannot be read or has no Python file.
   """
   if name == 'stdlib':
     source = _stdlib()
@@ -127,13 +128,13 @@ def find(name: str, archives: str | os.PathLike | None = None) -> CodeSource:
 def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
   """Returns {source: required SHA-256 or None}, in order.
 
-  An entry that ends in `.sources` is the path of a list: a source a line,
-  optionally followed by `sha256=...`, comments after '#'.
+  An entry that ends in `.sources` is the path of a list with one source per
+  line, optionally followed by `sha256=...`; '#' begins a comment.
   """
   if isinstance(sources, str):
     raise ValueError(f'sources must be a list of strings, not {sources!r}.')
   if not sources:
-    raise ValueError("No sources; name at least one, such as 'stdlib'.")
+    raise ValueError("No sources are given; name one, such as 'stdlib'.")
   pins: dict[str, str | None] = {}
   for name in sources:
     if not name.endswith('.sources'):
@@ -157,7 +158,7 @@ def read_pins(sources: Sequence[str]) -> dict[str, str | None]:
 
 
 def check_pin(source: CodeSource, pinned: str | None) -> None:
-  """Refuses a source whose content is not what its pin says."""
+  """Refuses a source whose hash is not the pinned one."""
   if pinned is not None and source.sha256() != pinned:
     raise ValueError(
       f'Source {source.name!r} (here: version {source.version or "unknown"}) '
@@ -172,14 +173,13 @@ def normalise(package: str) -> str:
 
 
 def names(file: File) -> set[str]:
-  """Returns every name that may be that of the package a file belongs to.
+  """Returns all names that the package of a file may have.
 
-  That is each folder and module on its path, version cut off: an sdist keeps
-  `foo-1.2/src/bank/x.py`.
+  These are the folders and the module on its path, versions cut off: an sdist
+  has `foo-1.2/src/bank/x.py`.
   """
   parts = file.path.removesuffix('.py').split('/')
-  found = {normalise(re.split(r'-\d', part)[0]) for part in parts}
-  return found | {file.package}
+  return {normalise(re.split(r'-\d', x)[0]) for x in parts} | {file.package}
 
 
 def _wanted(parts: Iterable[str], skipped: frozenset = frozenset()) -> bool:
@@ -192,19 +192,19 @@ def _wanted(parts: Iterable[str], skipped: frozenset = frozenset()) -> bool:
 
 
 def _walk(root: pathlib.Path, skipped: frozenset) -> list[pathlib.Path]:
-  """Returns wanted files below a folder; a folder that refuses is an error."""
+  """Returns wanted files below a folder; ValueError if one cannot be listed."""
 
   def refuse(error: OSError) -> None:
     raise ValueError(
       f'Cannot list {error.filename} ({error.strerror}) of source {root}.'
     )
 
-  found = []
+  paths = []
   for folder, folders, names in os.walk(root, onerror=refuse):
     drop = _SKIPPED | (skipped if pathlib.Path(folder) == root else frozenset())
     folders[:] = sorted(f for f in folders if f not in drop)
-    found += [pathlib.Path(folder, n) for n in sorted(names) if _wanted([n])]
-  return [p for p in found if p.is_file()]
+    paths += [pathlib.Path(folder, n) for n in sorted(names) if _wanted([n])]
+  return [p for p in paths if p.is_file()]
 
 
 def _file(path: pathlib.Path, root: pathlib.Path, package: str, licence: str):
@@ -214,8 +214,8 @@ def _file(path: pathlib.Path, root: pathlib.Path, package: str, licence: str):
   )  # fmt: skip
 
 
-def _sorted(found: Iterable[File]) -> tuple[File, ...]:
-  return tuple(sorted(found, key=lambda file: (file.package, file.path)))
+def _sorted(files: Iterable[File]) -> tuple[File, ...]:
+  return tuple(sorted(files, key=lambda file: (file.package, file.path)))
 
 
 def _stdlib() -> CodeSource:
@@ -223,13 +223,13 @@ def _stdlib() -> CodeSource:
   skipped = _STDLIB_SKIPPED | {
     p.name for p in root.glob('config-*') if p.is_dir()
   }
-  found = [
+  files = [
     _file(p, root, p.relative_to(root).parts[0].removesuffix('.py'), 'PSF-2.0')
     for p in _walk(root, skipped)
     if not p.name.startswith(_MACHINE)
   ]
   return CodeSource(
-    name='stdlib', version=platform.python_version(), files=_sorted(found)
+    name='stdlib', version=platform.python_version(), files=_sorted(files)
   )
 
 
@@ -237,22 +237,19 @@ def _site_packages() -> CodeSource:
   folders = sorted(
     {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}
   )
-  found: dict[str, list[File]] = {}
+  by_name: dict[str, list[File]] = {}
   for dist in importlib.metadata.distributions(path=folders):
     name = normalise(dist.metadata['Name'] or '')
-    if name and name != OWN and name not in found:
-      found[name] = _distribution(dist)
-  return CodeSource(
-    name='site-packages',
-    version='',
-    files=_sorted(file for group in found.values() for file in group),
-  )
+    if name and name != OWN and name not in by_name:
+      by_name[name] = _distribution(dist)
+  files = _sorted(file for group in by_name.values() for file in group)
+  return CodeSource(name='site-packages', version='', files=files)
 
 
 def _distribution(dist: importlib.metadata.Distribution) -> list[File]:
-  """Returns the files a distribution installed, by its RECORD."""
+  """Returns the files that a distribution installed, by its RECORD."""
   name, licence = dist.metadata['Name'], licences.of_metadata(dist.metadata)
-  found = []
+  files = []
   for entry in dist.files or ():
     # '..' leads to scripts, which are generated.
     if '..' in entry.parts or not _wanted(entry.parts):
@@ -260,8 +257,8 @@ def _distribution(dist: importlib.metadata.Distribution) -> list[File]:
     path = pathlib.Path(str(dist.locate_file(entry)))
     if path.is_file():
       root = pathlib.Path(str(dist.locate_file('')))
-      found.append(_file(path, root, name, licence))
-  return found
+      files.append(_file(path, root, name, licence))
+  return files
 
 
 def _pinned(name: str, archives: str | os.PathLike | None) -> CodeSource:
@@ -291,7 +288,7 @@ def _pinned(name: str, archives: str | os.PathLike | None) -> CodeSource:
 
 
 def _release(file_name: str) -> tuple[str, str] | None:
-  """Returns (package, version) that the name of an sdist or wheel states."""
+  """Returns the package and version in the name of an sdist or wheel."""
   for ending in ARCHIVES:
     if file_name.endswith(ending):
       stem = file_name.removesuffix(ending)
@@ -319,32 +316,35 @@ def _path(name: str) -> CodeSource:
     return _archive(name, path, re.split(r'-\d', path.name)[0], '')
   if path.suffix != '.py':
     raise ValueError(
-      f'Source {name!r} is neither Python nor an archive ({ARCHIVES}).'
+      f'Source {name!r} is neither Python nor an archive: its name must end in '
+      f'.py or one of {ARCHIVES}.'
     )
   file = _file(path, path.parent, path.stem, licences.of_folder(path.parent))
   return CodeSource(name=name, version='', files=(file,))
 
 
 def _folder(name: str, root: pathlib.Path) -> CodeSource:
-  """One package if it is one, else a package per child, as on a search path."""
+  """A package if it has an `__init__.py`, else a folder of packages."""
   whole = (root / '__init__.py').exists()
   root_licence = licences.of_folder(root)
   by_child: dict[str, str] = {}
-  found = []
+  files = []
   for path in _walk(root, frozenset()):
     child = path.relative_to(root).parts[0]
     if child not in by_child:
-      own = licences.of_folder(root / child) if (root / child).is_dir() else ''
-      by_child[child] = root_licence if own in ('', licences.UNKNOWN) else own
+      below = root / child
+      licence = licences.of_folder(below) if below.is_dir() else ''
+      is_known = licence not in ('', licences.UNKNOWN)
+      by_child[child] = licence if is_known else root_licence
     package = root.resolve().name if whole else child.removesuffix('.py')
-    found.append(_file(path, root, package, by_child[child]))
-  return CodeSource(name=name, version='', files=_sorted(found))
+    files.append(_file(path, root, package, by_child[child]))
+  return CodeSource(name=name, version='', files=_sorted(files))
 
 
 def _archive(
   name: str, path: pathlib.Path, package: str, version: str
 ) -> CodeSource:
-  """Reads the members of an sdist or wheel; nothing is unpacked to disk."""
+  """Reads the members of an sdist or wheel into memory."""
   try:
     members = _members(path)
   except _ARCHIVE_ERRORS as error:
@@ -360,20 +360,17 @@ def _archive(
       break
     if re.search(r'(^|/)(LICEN[CS]E|COPYING)[^/]*$', member, re.I):
       licence = licences.of_text(data.decode('utf-8', 'replace'))
-  found = [
+  files = [
     File(
-      package=normalise(package),
-      path=member,
-      licence=licence,
-      num_bytes=len(data),
-      read=functools.partial(bytes, data),
+        package=normalise(package), path=member, licence=licence,
+        num_bytes=len(data), read=functools.partial(bytes, data),
     )
     for member, data in members.items()
     if _wanted(member.split('/'))
-  ]
+  ]  # fmt: skip
   # A release pinned by version has one hash, whether installed or a wheel.
   return CodeSource(
-      name=name, version=version, files=_sorted(found),
+      name=name, version=version, files=_sorted(files),
       archive=None if name.startswith('pypi:') else path,
   )  # fmt: skip
 
@@ -389,10 +386,10 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
       return {n: archive.read(n) for n in archive.namelist() if wanted(n)}
   with tarfile.open(path) as archive:
-    found = {}
+    members = {}
     for member in archive:
       if member.isfile() and wanted(member.name):
         stream = archive.extractfile(member)
         assert stream is not None
-        found[member.name] = stream.read()
-    return found
+        members[member.name] = stream.read()
+    return members

@@ -1,7 +1,7 @@
 """A corpus as token ids: trains the tokenizer, tokenises, keeps both on disk.
 
-Both results lie beside the corpus under names that carry the hash of what they
-were made from, so a rerun finds them and another corpus never does.
+Both results lie beside the corpus under names with a hash of their inputs, so
+only a rerun on the same corpus finds them.
 """
 
 import io
@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -32,13 +32,7 @@ class Documents(Sequence[np.ndarray]):
   def __len__(self) -> int:
     return len(self.starts) - 1
 
-  @overload
-  def __getitem__(self, index: int) -> np.ndarray: ...
-  @overload
-  def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-  def __getitem__(self, index):
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
+  def __getitem__(self, index: Any) -> Any:
     if not 0 <= index < len(self):
       raise IndexError(index)
     return self.ids_Z[self.starts[index] : self.starts[index + 1]].astype(
@@ -61,14 +55,15 @@ def train_tokenizer(
   """Trains on a sample of the train split, or loads what was trained.
 
   Args:
-    corpus: its folder keeps the tokenizer.
-    vocab_size: special tokens included.
-    max_bytes: of the sample; whole documents, chosen by hash.
-    extra_texts: used in full, for example transcripts of the tool protocol.
+    corpus: corpus whose folder keeps the tokenizer.
+    vocab_size: number of ids, special tokens included.
+    max_bytes: most characters of the sample: whole documents, chosen by hash.
+    extra_texts: further texts, such as transcripts of tool calls, used in full.
+    report: receives progress, a line at a time.
   """
   extra = list(extra_texts)
-  asked = [corpus.fingerprint, vocab_size, max_bytes, *extra]
-  key = files.sha256(json.dumps(asked).encode())
+  inputs = [corpus.fingerprint, vocab_size, max_bytes, *extra]
+  key = files.sha256(json.dumps(inputs).encode())
   path = corpus.folder / f'tokenizer-{key[:16]}.json'
   if path.exists():
     return tokenizer_lib.Tokenizer.load(path)
@@ -90,15 +85,15 @@ def tokenise(
   *,
   report: Callable[[str], None] = print,
 ) -> dict[str, Documents]:
-  """Returns the token ids of each split, from disk where they are there.
+  """Returns the token ids of each split, read from disk if they are there.
 
   Every document is framed by BOS and EOD.
 
   Raises:
-    ValueError: what lies on disk is damaged; names the file.
+    ValueError: a file on disk is damaged.
   """
-  made_from = f'{corpus.fingerprint} {tokenizer.fingerprint()}'
-  key = files.sha256(made_from.encode())[:16]
+  inputs = f'{corpus.fingerprint} {tokenizer.fingerprint()}'
+  key = files.sha256(inputs.encode())[:16]
   result = {}
   for split in corpus_lib.SPLITS:
     path = corpus.folder / f'tokens-{key}-{split}.npy'
@@ -107,7 +102,7 @@ def tokenise(
       report(
         f'tokens: {split}: encoding {corpus.num_bytes(split) / 1e6:.1f} MB'
       )
-      # The index is written last: without it the array does not count.
+      # It writes the index last: without that the array does not count.
       _tokenise(corpus.texts(split), tokenizer, path, index)
     result[split] = _load(path, index)
     report(

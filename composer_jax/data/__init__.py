@@ -1,1 +1,1 @@
-"""Code corpora, packing and the resumable input stream."""
+"""Packing and the resumable input stream."""

@@ -1,10 +1,9 @@
 """Plans how documents fill rows, and fills them. No jax.
 
-A plan is made per epoch from lengths alone, so that row `r` of epoch `e` can
-be filled at any time without having filled those before it: that is what makes
-resuming exact and cheap. Two ways: `concatenate` cuts documents at the ends of
-rows (pretraining; no padding but at the end of the epoch), `first_fit` keeps
-every document whole (transcripts).
+A plan of an epoch depends on lengths alone, so that any row can be filled
+without those before it, which makes resuming exact and cheap. `concatenate`
+cuts documents at the ends of rows (pretraining; padding only at the end of the
+epoch), `first_fit` keeps every document whole (transcripts).
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import numpy as np
 
 # A rearranged piece shorter than this teaches nothing about the middle.
 _MIN_FIM_PIECE = 32
-# Rows that may still take a document: more fill better, and take longer.
+# Rows that are open for further documents: more rows fill better but slower.
 _NUM_OPEN = 64
 
 
@@ -23,7 +22,11 @@ class DocumentPart:
   """Tokens `documents[document][start:stop]` in a row.
 
   Attributes:
-    is_fim: rearranged, which takes `fim_overhead` more tokens in the row.
+    document: index of the document.
+    start: index of the first token.
+    stop: index after the last token.
+    is_fim: true if rearranged for fill-in-the-middle, which takes
+      `fim_overhead` more tokens in the row.
   """
 
   document: int
@@ -33,7 +36,7 @@ class DocumentPart:
 
 
 Row = tuple[DocumentPart, ...]
-# int32 tokens, and a mask of those to learn; None to learn all.
+# int32 tokens, and a bool mask of those that carry loss; None for all.
 Learned = tuple[np.ndarray, np.ndarray | None]
 
 
@@ -65,7 +68,7 @@ def concatenate(
     seq_len: tokens of a row.
     rng: draws the order and which pieces are rearranged.
     fim_rate: share of pieces of at least 32 tokens that are rearranged.
-    fim_overhead: tokens that rearranging adds.
+    fim_overhead: tokens that rearranging adds to a piece.
   """
   rows: list[Row] = []
   row: list[DocumentPart] = []
@@ -95,6 +98,11 @@ def first_fit(
   lengths: Sequence[int], seq_len: int, *, rng: np.random.Generator
 ) -> list[Row]:
   """Puts each whole document into the first open row that has room.
+
+  Args:
+    lengths: tokens of each document.
+    seq_len: tokens of a row.
+    rng: draws the order of the documents.
 
   Raises:
     ValueError: a document is longer than a row.
@@ -131,8 +139,13 @@ def fill(
 ) -> FilledRow:
   """Writes the parts of a row one after another, each its own segment.
 
-  Without any all is padding. The first token of a part is never learnt: nothing
-  before it predicts it.
+  The first token of a part has no loss, since nothing before it predicts it. A
+  row without parts is all padding.
+
+  Args:
+    row: parts of documents.
+    seq_len: tokens of the row.
+    get: function from a part to its tokens and loss mask.
   """
   filled = FilledRow(
     tokens_T=np.zeros(seq_len, np.int32),

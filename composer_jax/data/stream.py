@@ -1,11 +1,10 @@
 """An endless, resumable stream of packed batches, as a grain pipeline.
 
 Documents are shuffled afresh in every epoch, cut or packed into rows, partly
-rearranged for fill-in-the-middle, and batched. Rows are computed by their
-number (`packing` plans an epoch from the lengths alone), so grain's iterator
-state is that number and resuming is exact wherever the last run stopped. That
-is why the shuffle lies in the source, before packing, and not in
-`MapDataset.shuffle`, which could only reorder finished rows.
+rearranged for fill-in-the-middle, and batched. Rows are computed from their
+number (`packing` plans an epoch from the lengths alone). Grain's iterator state
+is that number, so resuming is exact wherever the last run stopped. Documents
+are shuffled before packing; `MapDataset.shuffle` could only reorder rows.
 
 No threads: filling costs about 0.2 % of a core at 25 thousand tokens a second,
 less than handing rows between threads.
@@ -24,10 +23,10 @@ from composer_jax.core import batches
 from composer_jax.data import packing
 from composer_jax.text import fim
 
-# A document, or (document, mask of the tokens to learn).
+# int32 tokens, or (tokens, bool mask of those that carry loss).
 Document = np.ndarray | tuple[np.ndarray, np.ndarray]
 _ORDER, _FIM = 0, 1
-# Rows of a stream without end: grain computes with their number as a float.
+# Rows of an endless stream: grain converts their number to a float.
 _ENDLESS = 2**52
 
 
@@ -42,13 +41,13 @@ class _Rows:
   fim_marks: fim.Marks
   whole: bool
   num_epochs: int | None
-  multiple: int  # Of which the number of rows is one.
+  multiple: int  # divides the number of rows
 
   def __post_init__(self):
     self._lengths = [
       len(_split(self.documents[i])[0]) for i in range(len(self.documents))
     ]
-    # First row of each epoch planned so far, and the plan of one of them.
+    # First row of each epoch planned so far, and the plan of one epoch.
     self._firsts = [0]
     self._epoch, self._plan = -1, []
     self._len = _ENDLESS - _ENDLESS % self.multiple
@@ -104,7 +103,7 @@ def _split(document: Document) -> packing.Learned:
 
 
 def _stack(rows: Sequence[packing.FilledRow]) -> batches.LMBatch:
-  # Numpy leaves: placing them on devices is the trainer's affair.
+  # Numpy leaves: the trainer places them on devices.
   arrays: dict[str, Any] = {
     f'{name}BT': np.stack([getattr(row, f'{name}T') for row in rows])
     for name in ('tokens_', 'segment_ids_', 'positions_', 'loss_weights_')
@@ -126,15 +125,15 @@ class LMStream:
     return next(self._iterator)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns what `set_state` needs to go on after the last batch."""
+    """Returns the state from which `set_state` continues after this batch."""
     state = self._iterator.get_state()
     return {'grain': state, 'fingerprint': self._fingerprint}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Goes on where `state` was taken, forwards or backwards.
+    """Continues where `state` was taken, forwards or backwards.
 
     Raises:
-      ValueError: the state is of other documents or other options.
+      ValueError: the state belongs to other documents or options.
     """
     if state.get('fingerprint') != self._fingerprint:
       raise ValueError(
@@ -158,24 +157,26 @@ def lm_stream(
 ) -> LMStream:
   """Streams packed batches of documents.
 
-  Every token of every document is in exactly one row of each epoch; there is
-  no remainder, since the last row of an epoch is padded. Rows of one epoch
-  follow those of the one before, also within a batch.
+  Every token of every document is in exactly one row of each epoch, since the
+  last row of an epoch is padded. A batch may have rows of two epochs.
 
   Args:
     documents: int32 tokens, or pairs of tokens and a bool mask of those that
-      carry loss (SFT). Random access; may read a memory map.
-    fim_rate: share of pieces rearranged for fill-in-the-middle; only for
-      documents without mask.
-    fim_marks: of the tokenizer that made the documents.
-    whole: keeps documents whole (transcripts) instead of cutting them at the
-      ends of rows.
-    num_epochs: None streams for ever; otherwise the last batch is filled up
-      with rows of padding.
+      carry loss (SFT), with random access; a memory map will do.
+    batch_size: rows of a batch.
+    seq_len: tokens of a row.
+    seed: seed of the orders and of the rearranged pieces.
+    fim_rate: share of pieces rearranged for fill-in-the-middle; 0 for
+      documents with masks.
+    fim_marks: marks of the tokenizer that made the documents.
+    whole: true to keep documents whole (transcripts) instead of cutting them
+      at the ends of rows.
+    num_epochs: number of epochs, after which rows of padding complete the last
+      batch; None for an endless stream.
 
   Raises:
-    ValueError: nothing to stream, a document that does not fit, or options
-      that exclude each other.
+    ValueError: there is nothing to stream, a document does not fit, or options
+      exclude each other.
   """
   if batch_size < 1 or seq_len < 2:
     raise ValueError(
@@ -211,7 +212,7 @@ def lm_stream(
 
 
 def _fingerprint(documents: Sequence[Document], options: dict) -> str:
-  """Hashes all tokens, masks and options, and refuses what cannot be used."""
+  """Hashes all tokens, masks and options; refuses documents of no use."""
   digest = hashlib.sha256(repr(sorted(options.items())).encode())
   total = 0
   for i in range(len(documents)):

@@ -1,6 +1,6 @@
-"""What a sandbox promises: limits, results and the levels of isolation.
+"""Interfaces of a sandbox: limits, results, boxes and levels of isolation.
 
-No level executes anything here; `open.open_sandbox` picks one.
+Nothing is executed here; `open.open_sandbox` picks an implementation.
 """
 
 import dataclasses
@@ -9,27 +9,27 @@ from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
 LEVELS = ('bwrap', 'unshare', 'rlimits')
-# A machine of its own, in which one of the others runs.
+# Machines of their own, in which one of the other levels runs.
 OUTER_LEVELS = ('microvm',)
 STATUSES = ('ok', 'timeout', 'killed', 'exit', 'infrastructure')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-  """Bounds of one call.
+  """Limits of one call or program.
 
   Attributes:
     wall_s: seconds until everything that the call started is killed.
-    cpu_s: seconds of processor time of one process, rounded up to whole ones.
+    cpu_s: seconds of processor time of one process, rounded up.
     memory_bytes: address space of one process and, where a memory cgroup can
-      be made, everything that the call holds together, its files included. Of
-      a box: what its programs and its files hold together; address space alone
-      where there is no cgroup.
+      be made, all memory of the call, its files included. In a box with a
+      cgroup: memory of its programs and files together, without the limit of
+      address space.
     processes: processes and threads that may exist at once.
-    file_bytes: size of one file, and what the workspace holds beyond the files
-      that the call was given.
-    output_bytes: kept of what the code prints (the rest is read and dropped),
-      and the largest result.
+    file_bytes: size of one file, and growth of the workspace beyond the files
+      that it began with.
+    output_bytes: printed bytes that are kept (further ones are read and
+      dropped), and size of the largest result.
   """
 
   wall_s: float
@@ -55,17 +55,17 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-  """What one call gave.
+  """Result of one call.
 
   Attributes:
-    level: isolation that produced it, one of `LEVELS`.
+    level: isolation under which the call ran.
     status: 'ok' (a well-formed result), 'timeout' (wall or CPU limit), 'killed'
       (a signal: out of memory, a crash), 'exit' (ended without a well-formed
-      result), 'infrastructure' (the sandbox failed: says nothing on the code).
+      result), 'infrastructure' (the sandbox failed; the code is not judged).
     value: with 'ok', for each argument list `['ok', value]` or `['raised',
       'TypeError: ...']`; values hold only None, bool, int, float, str, list and
       dict with str keys.
-    stdout: what the code printed on both streams, capped.
+    stdout: text that the code printed on both streams, capped.
     error: one line of explanation when the status is not 'ok'.
     wall_s: seconds from the request to the death of the last process.
   """
@@ -88,7 +88,7 @@ class Result:
 
 
 class Closing:
-  """What is closed at the end of a `with`."""
+  """A context manager that calls `close` at its end."""
 
   def close(self) -> None:
     raise NotImplementedError
@@ -101,7 +101,7 @@ class Closing:
 
 
 class SandboxLost(RuntimeError):
-  """The sandbox that kept a box is gone, the box's files with it."""
+  """The sandbox that kept a box is gone, and the box's files with it."""
 
 
 class FileRefused(ValueError):
@@ -113,17 +113,17 @@ class Command:
   """One program to run in a box.
 
   Attributes:
-    argv: the program and its arguments; with `warm` what follows `python -I`.
-    warm: run it in a copy of an interpreter that waits with pytest imported
-      (where the sandbox holds it) instead of starting one.
-    stdin: given to the program, which otherwise reads an empty file.
-    environment: added to the sandbox's own few variables.
-    given: name -> bytes, laid read-only under /given for this run alone; the
-      program cannot change them, and later runs do not see them. At level
-      'rlimits' there is no /given: the text stands for the folder in `argv` and
-      `environment`, and a program with the rights of its user can write there.
-    folder: to run in, relative to the workspace.
-    wall_s: a wall limit below that of the sandbox; None for that one.
+    argv: program and arguments; with `warm` the arguments after `python -I`.
+    warm: run in a copy of an interpreter that waits with pytest imported (if
+      the sandbox has one) instead of starting an interpreter.
+    stdin: standard input of the program.
+    environment: variables added to the sandbox's own few.
+    given: name -> content of files that are read-only under /given during this
+      run alone. At level 'rlimits' there is no /given: the text '/given' in
+      `argv` and `environment` is replaced by a folder, and a program with the
+      rights of its user can write there.
+    folder: working directory, relative to the workspace.
+    wall_s: wall limit if below that of the sandbox; None for the sandbox's.
   """
 
   argv: tuple[str, ...]
@@ -137,16 +137,16 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CommandResult:
-  """What one program did.
+  """Result of one program.
 
   Attributes:
-    level: isolation that produced it.
-    status: 'ok' (it ended by itself, whatever its exit code), 'timeout',
-      'killed' or 'infrastructure', as of `Result`.
-    exit_code: with 'ok'.
+    level: isolation under which the program ran.
+    status: 'ok' (it ended by itself, with any exit code), or 'timeout',
+      'killed' or 'infrastructure' with the meaning they have in `Result`.
+    exit_code: exit code with 'ok', else None.
     output: both streams in the order of writing, capped, as text that is safe
-      to show: what is not UTF-8 and all terminal escapes replaced.
-    truncated: more output was read and dropped.
+      to show: terminal escapes and bytes that are not UTF-8 are replaced.
+    truncated: true if further output was read and dropped.
     report: bytes written to descriptor 3, capped like the output; nothing that
       the program prints can be mistaken for them.
     error: one line of explanation when the status is not 'ok'.
@@ -167,35 +167,35 @@ class Box(Protocol):
   """A workspace with a file system of its own that outlives single programs.
 
   Paths are relative to the workspace. A path that leaves it, follows a link or
-  names no regular file is a `FileRefused`; nothing the programs left there can
-  make the host read or write elsewhere, hang, or hold more than asked for.
+  names no regular file is a `FileRefused`. No file that programs leave there
+  makes the host read or write elsewhere, hang, or hold more than it asked for.
   """
 
   level: str
 
   def run(self, command: Command) -> CommandResult:
-    """Runs a program; whatever it started is dead when this returns."""
+    """Runs a program; every process that it started is dead at the return."""
 
   def read(self, path: str, max_bytes: int) -> bytes:
-    """The content of a regular file; `FileRefused` beyond `max_bytes`."""
+    """Reads a regular file; `FileRefused` beyond `max_bytes`."""
 
   def write(self, path: str, data: bytes) -> None:
-    """Writes a file and the folders above it."""
+    """Writes a file and makes the folders above it."""
 
   def remove(self, path: str) -> None:
-    """Removes a regular file; an unknown one is a `FileRefused`."""
+    """Removes a regular file; `FileRefused` if there is none."""
 
   def files(self, folder: str = '.') -> tuple[str, ...]:
-    """Regular files below a folder, sorted, links not followed."""
+    """Lists regular files below a folder, sorted, links not followed."""
 
   def changes(self) -> dict[str, str]:
-    """path -> 'added', 'changed', 'removed' or 'special', against the image.
+    """Compares with the image: 'added', 'changed', 'removed' or 'special'.
 
-    'special' is a link, pipe or device, which no artefact may be.
+    'special' paths are links, pipes and devices, which no artefact may be.
     """
 
   def snapshot(self) -> bytes:
-    """The workspace's difference to its image; survives the box."""
+    """Returns the workspace's difference to its image; it survives the box."""
 
   def restore(self, snapshot: bytes) -> None:
     """Makes the workspace what it was at the snapshot.
@@ -204,18 +204,18 @@ class Box(Protocol):
     """
 
   def fork(self) -> 'Box':
-    """Another box that begins as this one is."""
+    """Opens another box with the same content."""
 
   def close(self) -> None:
     """Forgets the box; may be called twice."""
 
 
 class Sandbox(Protocol):
-  """What every backend and placement offers; safe to call from threads.
+  """Interface of every level and placement; safe to call from threads.
 
   Attributes:
-    level: of isolation.
-    about: what it gives here: seccomp, cgroup version, uid, accelerator.
+    level: level of isolation.
+    about: facts about it here: seccomp, cgroup version, uid, accelerator.
   """
 
   level: str
@@ -228,21 +228,29 @@ class Sandbox(Protocol):
     function: str,
     arguments: list[list],
   ) -> Result:
-    """Calls `module.function(*arguments[i])` for each i in a fresh process."""
+    """Calls `module.function(*arguments[i])` for each i in a fresh process.
+
+    Args:
+      files: relative path -> text: the whole workspace of the call.
+      module: dotted name of a module of the workspace.
+      function: name of the function in it.
+      arguments: argument lists of JSON values. Expected results have no place
+        here: the caller compares them.
+    """
 
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
   ) -> Box:
-    """A box that begins as a folder below the sandbox's folder of images.
+    """Opens a box that begins as a folder of the sandbox's images.
 
     Args:
-      image: the folder, relative; '' for an empty workspace. Copied when it is
-        first used: it may not change while the sandbox is open.
+      image: folder relative to the images; '' for an empty workspace. It is
+        copied at its first use and may not change while the sandbox is open.
       changes: path -> content, or None for a file that is removed.
 
     Raises:
-      FileRefused: for an image or a change that cannot be.
-      SandboxLost: when no place for a box can be had.
+      FileRefused: the image or a change is not allowed.
+      SandboxLost: no place for a box can be had.
     """
 
   def close(self) -> None: ...

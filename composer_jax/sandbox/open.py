@@ -1,4 +1,4 @@
-"""Picks the strongest sandbox that works here, and says why others do not."""
+"""Opens the strongest sandbox that works here, or says why none does."""
 
 import concurrent.futures
 import logging
@@ -19,29 +19,27 @@ _PROBE_LIMITS = base.Limits(
 
 
 def probe() -> list[tuple[str, bool, str]]:
-  """Tries each level for real.
+  """Opens each level and makes a call in it.
 
   Returns:
-    (level, available, one line: what it gives, or why it does not work),
-    strongest first.
+    For each level, strongest first: its name, true if it works, and one line
+    with its features or the reason why it does not work.
   """
   with concurrent.futures.ThreadPoolExecutor(len(base.LEVELS)) as threads:
-    found = threads.map(_try, base.LEVELS)
-    return [(level, *one) for level, one in zip(base.LEVELS, found)]
+    return list(threads.map(_try, base.LEVELS))
 
 
-def _try(level: str) -> tuple[bool, str]:
+def _try(level: str) -> tuple[str, bool, str]:
   try:
     sandbox = _open(level, _PROBE_LIMITS, 1)
   except ValueError as error:
-    return False, str(error)
+    return level, False, str(error)
   sandbox.close()
   about = sandbox.about
   uid = 'uid unchanged' if about['uid'] is None else f'uid {about["uid"]}'
   warning = ', NO namespaces: trusted code only' if level == 'rlimits' else ''
-  return True, (
-    f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}{warning}'
-  )
+  features = f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}'
+  return level, True, features + warning
 
 
 def _open(
@@ -51,11 +49,7 @@ def _open(
   images: pathlib.Path | None = None,
   site_packages: pathlib.Path | None = None,
 ) -> zygotes.ZygotePool:
-  """Opens one level and makes a first call.
-
-  Raises:
-    ValueError: why it does not work here.
-  """
+  """Opens one level and makes a first call; ValueError if it does not work."""
   if level != 'rlimits' and sys.platform != 'linux':
     raise ValueError(f'namespaces do not exist on {sys.platform}')
   if level == 'bwrap' and not shutil.which('bwrap'):
@@ -86,24 +80,26 @@ def open_sandbox(
   """Opens a sandbox.
 
   Args:
-    preference: 'auto' for the strongest level that works, one of
-      `base.LEVELS`, or 'microvm', which nobody gets who does not ask for it:
-      where KVM does not work it is slow.
-    allow_unsafe: accept 'rlimits', which keeps the code away from neither
-      files nor processes of this user; for code that is trusted.
-    size: zygotes, that is calls at a time.
-    images: the folder whose folders boxes begin as; they may not change while
-      the sandbox is open.
+    preference: 'auto' for the strongest of `base.LEVELS` that works, one of
+      them, or 'microvm', which is slow where KVM does not work.
+    limits: limits of each call and program.
+    allow_unsafe: true to accept 'rlimits', which keeps code away from neither
+      files nor processes of this user: for trusted code only.
+    size: number of calls at a time.
+    images: folder of the folders that boxes begin as; they may not change
+      while the sandbox is open.
     packages: installed distributions that programs in boxes can import, with
-      all that they depend on; or a folder that `packages.gather` returned.
+      all their dependencies; or a folder that `packages.gather` returned.
 
   Raises:
-    ValueError: for an unknown preference, an unsafe level that was not
-      allowed, or none that works, with the reasons.
+    ValueError: the preference is unknown, the level is unsafe and not allowed,
+      or no level works.
   """
   known = base.LEVELS + base.OUTER_LEVELS
   if preference not in ('auto', *known):
-    raise ValueError(f"sandbox {preference!r} is not 'auto' or one of {known}.")
+    raise ValueError(
+      f"sandbox {preference!r} is not known; use 'auto' or one of {known}."
+    )
   if size < 1:
     raise ValueError(f'sandbox size ({size}) must be at least 1.')
   if images is not None and not images.is_dir():
@@ -124,7 +120,7 @@ def open_sandbox(
   reasons = []
   for level in base.LEVELS if preference == 'auto' else (preference,):
     if level == 'rlimits' and not allow_unsafe:
-      reasons.append('rlimits: no isolation, refused for untrusted code')
+      reasons.append('rlimits: it isolates nothing, refused for untrusted code')
       continue
     try:
       sandbox = _open(level, limits, size, images, site_packages)

@@ -9,21 +9,22 @@ LEVELS = ('auto', *base.LEVELS, *base.OUTER_LEVELS, 'static')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SandboxOptions:
-  """What judges code that the policy wrote, and the limits of each call.
+  """Isolation of code that the policy wrote, and the limits of each call.
 
   Attributes:
-    level: isolation; 'auto' takes the strongest that works here, one of
-      bwrap, unshare, microvm and rlimits takes that, 'static' executes nothing.
-    allow_unsafe: accepts 'rlimits', which isolates nothing: for trusted code.
-    workers: calls at a time.
+    level: isolation: 'bwrap', 'unshare', 'microvm' or 'rlimits', 'auto' for
+      the strongest that works here, or 'static', which executes nothing.
+    allow_unsafe: true to accept 'rlimits', which isolates nothing: for trusted
+      code only.
+    workers: number of calls at a time.
     packages: distributions that programs in a workspace can import; 'pytest'
       for tasks that have test suites.
     wall_s: seconds until everything that a call started is killed.
     cpu_s: seconds of processor time of one process.
-    memory_bytes: of everything that a call holds together.
+    memory_bytes: memory of all processes and files of a call together.
     processes: processes and threads that may exist at once.
-    file_bytes: of one file, and of what a workspace grows by.
-    output_bytes: kept of what the code prints, and the largest result.
+    file_bytes: size of one file, and growth of a workspace.
+    output_bytes: printed bytes that are kept, and size of the largest result.
   """
 
   level: str = 'auto'

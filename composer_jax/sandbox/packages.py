@@ -1,7 +1,7 @@
 """Gathers installed distributions into a folder that sandboxes can import from.
 
-Copies, because the environment of the project holds more than a program may
-see; kept in a cache, because compiling them takes seconds.
+They are copied, because the project's environment holds more than a program may
+see, and the copies are cached, because compiling them takes seconds.
 """
 
 import compileall
@@ -21,16 +21,17 @@ _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 
 
 def gather(names: Sequence[str]) -> pathlib.Path:
-  """Returns a folder with these distributions and all that they depend on.
+  """Returns a folder with these distributions and all their dependencies.
 
   Raises:
-    ValueError: for one that is missing, with the one that needs it.
+    ValueError: a distribution is missing or cannot be copied.
   """
-  found = _closure(names)
-  versions = sorted(f'{name}=={x.version}' for name, x in found.items())
+  distributions = _closure(names)
+  versions = sorted(f'{name}=={x.version}' for name, x in distributions.items())
   tag = f'{sys.implementation.cache_tag}\n' + '\n'.join(versions)
   digest = hashlib.sha256(tag.encode()).hexdigest()[:20]
-  target = _cache() / digest
+  home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  target = pathlib.Path(home, 'composer_jax', 'sandbox-packages', digest)
   if target.is_dir():
     return target
   logging.info('Gathering %s for sandboxes.', ', '.join(versions))
@@ -38,10 +39,10 @@ def gather(names: Sequence[str]) -> pathlib.Path:
   aside = pathlib.Path(tempfile.mkdtemp(prefix='.new-', dir=target.parent))
   aside.chmod(0o755)
   try:
-    for name, distribution in found.items():
+    for name, distribution in distributions.items():
       _copy(name, distribution, aside)
-    # Checked by nobody: the folder is read-only where it is used, and times
-    # of files are not worth keeping.
+    # Unchecked: the folder is read-only where it is used, and does not keep
+    # the times of files.
     compileall.compile_dir(
         aside, quiet=2,
         invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
@@ -56,20 +57,15 @@ def gather(names: Sequence[str]) -> pathlib.Path:
   return target
 
 
-def _cache() -> pathlib.Path:
-  home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
-  return pathlib.Path(home) / 'composer_jax' / 'sandbox-packages'
-
-
 def _closure(
   names: Sequence[str],
 ) -> dict[str, importlib.metadata.Distribution]:
-  found: dict[str, importlib.metadata.Distribution] = {}
-  todo = [(name, '') for name in names]
-  while todo:
-    name, needed_by = todo.pop()
+  distributions: dict[str, importlib.metadata.Distribution] = {}
+  pending = [(name, '') for name in names]
+  while pending:
+    name, needed_by = pending.pop()
     key = re.sub(r'[-_.]+', '-', name).lower()
-    if key in found:
+    if key in distributions:
       continue
     distribution = _installed(name)
     if distribution is None:
@@ -78,7 +74,7 @@ def _closure(
         f'no distribution {name!r}{reason} is installed; install it with pip '
         'into the environment that opens the sandbox.'
       )
-    found[key] = distribution
+    distributions[key] = distribution
     for requirement in distribution.requires or ():
       text, _, marker = requirement.partition(';')
       match = _NAME.match(text.strip())
@@ -87,8 +83,8 @@ def _closure(
       # Markers choose by platform and version: pip installed what applies.
       if marker and not _installed(match[0]):
         continue
-      todo.append((match[0], name))
-  return found
+      pending.append((match[0], name))
+  return distributions
 
 
 def _installed(name: str) -> importlib.metadata.Distribution | None:
@@ -112,7 +108,7 @@ def _copy(
       continue
     source = pathlib.Path(str(file.locate()))
     if source.is_file():
-      there = target / file
-      there.parent.mkdir(parents=True, exist_ok=True)
-      shutil.copyfile(source, there)
-      there.chmod(0o644)
+      copy = target / file
+      copy.parent.mkdir(parents=True, exist_ok=True)
+      shutil.copyfile(source, copy)
+      copy.chmod(0o644)

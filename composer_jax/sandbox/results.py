@@ -1,4 +1,4 @@
-"""Reading what untrusted code wrote: results by rules, output made safe."""
+"""Reads bytes that untrusted code wrote: checks results, makes output safe."""
 
 import json
 import math
@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 MAX_DEPTH = 64  # the writer stops at 32, below two lists of its own
-# Possessive, and content with a string that does not end: from a quote on it
-# never fails nor goes back, so hostile text costs one pass.
+# Possessive quantifiers, and the closing quote is optional: a match never
+# backtracks, so hostile text costs one pass.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 # Sequences before single characters: CSI; OSC, DCS, SOS, PM and APC with their
 # strings, ended or not; two-character escapes. As 7-bit and as C1 characters.
@@ -16,8 +16,9 @@ _ESCAPES = re.compile(
   r'|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?'
   r'|\x1b[ -/]*[0-~]?'
 )
-# What moves the cursor back or rings; directions that make text look otherwise
-# than it reads; characters that JSON readers and editors take for line ends.
+# Characters that move the cursor back or ring; marks of direction, which make
+# text look otherwise than it reads; characters that some readers take for line
+# ends.
 _CONTROLS = re.compile(
   '[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f'
   '\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]'
@@ -32,9 +33,9 @@ def parse(data: bytes, num_calls: int) -> list:
     For each call `['ok', value]` or `['raised', text]`.
 
   Raises:
-    ValueError: with the rule that the data breaks.
+    ValueError: the data breaks a rule, which the message states.
   """
-  # The parser recurses: depth is counted first, outside of strings.
+  # The parser recurses, so depth is counted first, outside of strings.
   depth = 0
   for byte in re.findall(rb'[\[\]{}]', _STRING.sub(b'', data)):
     depth += 1 if byte in b'[{' else -1
@@ -44,7 +45,7 @@ def parse(data: bytes, num_calls: int) -> list:
     outcomes = json.loads(
       data.decode('utf-8'), parse_constant=_refuse, parse_float=_finite
     )
-    # Escapes can spell lone surrogates, upon which any writer would stumble.
+    # Escapes can spell lone surrogates, which cannot be encoded again.
     json.dumps(outcomes, ensure_ascii=False).encode('utf-8')
   except UnicodeError as error:
     raise ValueError('the result is not UTF-8') from error
@@ -73,10 +74,10 @@ def _refuse(constant: str) -> Any:
 
 
 def clean(data: bytes) -> str:
-  """Text without escapes and control characters, but for tab and newline.
+  """Decodes text, without escapes and control characters but tab and newline.
 
-  A terminal that shows it does nothing but print. What is not UTF-8, and each
-  sequence that was taken out, shows as U+FFFD; a lone carriage return becomes a
+  A terminal that shows the text does nothing but print. Removed sequences and
+  bytes that are not UTF-8 become U+FFFD; a lone carriage return becomes a
   newline, so that progress bars stay readable and nothing is overwritten.
   """
   text = data.decode('utf-8', 'replace')

@@ -1,4 +1,4 @@
-"""Laws of the sources: what is found, under which package and licence."""
+"""Laws of the sources: the files they have, by package and licence."""
 
 import email
 import importlib.metadata

@@ -56,7 +56,7 @@ def test_fim_rate_is_the_share_of_long_pieces():
   pieces = [p for row in rows for p in row]
   long = [p for p in pieces if p.stop - p.start >= 32]
   share = sum(p.is_fim for p in long) / len(long)
-  # Five standard deviations; pieces that their row left no room for stay.
+  # Five standard deviations; pieces without room in their row stay plain.
   assert 0.4 < share < 0.56
   assert not any(p.is_fim for p in pieces if p.stop - p.start < 32)
 
@@ -71,13 +71,13 @@ def test_first_fit_keeps_documents_whole(num_open, monkeypatch):
     assert all(p.start == 0 and p.stop == LENGTHS[p.document] for p in row)
 
 
-def test_first_fit_fills_rows_to_the_brim():
+def test_first_fit_fills_rows_completely():
   rows = packing.first_fit([32, 32, 64], 64, rng=np.random.default_rng(0))
   assert len(rows) == 2
 
 
 def test_first_fit_wastes_less_than_half(monkeypatch):
-  """Two rows that are both at most half full would have been one."""
+  """Two rows at most half full would have been one row."""
   monkeypatch.setattr(packing, '_NUM_OPEN', 500)
   lengths = np.random.default_rng(3).integers(1, 65, 500).tolist()
   rows = packing.first_fit(lengths, 64, rng=np.random.default_rng(0))
@@ -96,16 +96,16 @@ def test_fill_by_hand():
     packing.DocumentPart(document=0, start=0, stop=3),
     packing.DocumentPart(document=1, start=0, stop=2),
   )
-  got = packing.fill(
+  filled = packing.fill(
     row, 7, lambda p: (documents[p.document], masks[p.document])
   )
-  np.testing.assert_array_equal(got.tokens_T, [5, 6, 7, 8, 9, 0, 0])
-  np.testing.assert_array_equal(got.segment_ids_T, [1, 1, 1, 2, 2, 0, 0])
-  np.testing.assert_array_equal(got.positions_T, [0, 1, 2, 0, 1, 0, 0])
-  np.testing.assert_array_equal(got.loss_weights_T, [0, 1, 1, 0, 1, 0, 0])
+  np.testing.assert_array_equal(filled.tokens_T, [5, 6, 7, 8, 9, 0, 0])
+  np.testing.assert_array_equal(filled.segment_ids_T, [1, 1, 1, 2, 2, 0, 0])
+  np.testing.assert_array_equal(filled.positions_T, [0, 1, 2, 0, 1, 0, 0])
+  np.testing.assert_array_equal(filled.loss_weights_T, [0, 1, 1, 0, 1, 0, 0])
 
 
 def test_an_empty_row_is_all_padding():
-  got = packing.fill((), 3, lambda p: (np.zeros(0, np.int32), None))
-  assert not got.segment_ids_T.any()
-  assert not got.loss_weights_T.any()
+  filled = packing.fill((), 3, lambda p: (np.zeros(0, np.int32), None))
+  assert not filled.segment_ids_T.any()
+  assert not filled.loss_weights_T.any()

@@ -17,7 +17,7 @@ SEQ_LEN = 48
 
 
 def make_documents(masked=False, longest=200):
-  """Documents in which no token occurs twice, so that each can be traced."""
+  """Documents in which no token occurs twice, so that tokens can be traced."""
   rng = np.random.default_rng(0)
   documents, first = [], 10
   for length in [1, 0, longest, *rng.integers(1, longest, 12)]:
@@ -55,7 +55,7 @@ def segments(batches):
         )
 
 
-WAYS = {
+KINDS = {
   'fim': {'fim_rate': 0.5},
   'plain': {'fim_rate': 0.0},
   'whole': {
@@ -66,15 +66,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('stop', [0, 1, 5, 23])
-def test_resume_is_exact(way, stop):
+def test_resume_is_exact(kind, stop):
   """Also across the end of an epoch, and through JSON."""
-  whole = take(make(**WAYS[way]), stop + 12)
-  first = make(**WAYS[way])
+  whole = take(make(**KINDS[kind]), stop + 12)
+  first = make(**KINDS[kind])
   take(first, stop)
   state = json.loads(json.dumps(first.get_state()))
-  second = make(**WAYS[way])
+  second = make(**KINDS[kind])
   take(second, 2)
   second.set_state(state)
   assert_equal(take(second, 12), whole[stop:])
@@ -102,10 +102,10 @@ def test_epochs_differ_in_order():
   assert len(set(starts)) > 1
 
 
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('num_epochs', [1, 3])
-def test_every_token_once_per_epoch(way, num_epochs):
-  options = {**WAYS[way], 'num_epochs': num_epochs}
+def test_every_token_once_per_epoch(kind, num_epochs):
+  options = {**KINDS[kind], 'num_epochs': num_epochs}
   batches = list(make(**options))
   documents = options.get('documents', make_documents())
   expected = collections.Counter()
@@ -120,11 +120,11 @@ def test_every_token_once_per_epoch(way, num_epochs):
   )
 
 
-@pytest.mark.parametrize('way', WAYS)
-def test_a_segment_is_a_run_of_one_document(way):
-  documents = WAYS[way].get('documents', make_documents())
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_segment_is_a_run_of_one_document(kind):
+  documents = KINDS[kind].get('documents', make_documents())
   is_fim = 0
-  for tokens, positions, _ in segments(take(make(**WAYS[way]), 60)):
+  for tokens, positions, _ in segments(take(make(**KINDS[kind]), 60)):
     np.testing.assert_array_equal(positions, np.arange(len(tokens)))
     is_fim += T.FIM_PREFIX in tokens
     body = infilled.restore(tokens)
@@ -135,16 +135,16 @@ def test_a_segment_is_a_run_of_one_document(way):
       for d in documents
     ]
     assert any(homes)
-  assert (is_fim > 0) == (way == 'fim')
+  assert (is_fim > 0) == (kind == 'fim')
 
 
-@pytest.mark.parametrize('way', WAYS)
-def test_loss_weights(way):
+@pytest.mark.parametrize('kind', KINDS)
+def test_loss_weights(kind):
   """Zero on padding and on first tokens; else the mask, or one."""
-  batches = take(make(**WAYS[way]), 30)
+  batches = take(make(**KINDS[kind]), 30)
   for tokens, _, weights in segments(batches):
     assert weights[0] == 0
-    expected = tokens % 3 == 0 if way == 'whole' else np.ones(len(tokens))
+    expected = tokens % 3 == 0 if kind == 'whole' else np.ones(len(tokens))
     np.testing.assert_array_equal(weights[1:], expected[1:])
   for b in batches:
     padding = b.segment_ids_BT == 0
@@ -154,21 +154,21 @@ def test_loss_weights(way):
 
 def test_pieces_are_rearranged_with_the_marks_of_their_tokenizer():
   own = fim.OWN
-  theirs = fim.Marks(bos=9001, eod=9002, prefix=9003, middle=9004, suffix=9005)
-  swaps = {getattr(own, f): getattr(theirs, f) for f in theirs.__slots__}
-  ends = {own.bos: theirs.bos, own.eod: theirs.eod}
+  marks = fim.Marks(bos=9001, eod=9002, prefix=9003, middle=9004, suffix=9005)
+  swaps = {getattr(own, f): getattr(marks, f) for f in marks.__slots__}
+  ends = {own.bos: marks.bos, own.eod: marks.eod}
   documents = [
     np.array([ends.get(t, t) for t in d.tolist()], np.int32)
     for d in make_documents()
   ]
-  pairs = zip(make(), make(documents, fim_marks=theirs))
+  pairs = zip(make(), make(documents, fim_marks=marks))
   for _, (b, foreign) in zip(range(6), pairs):
     expected = b.tokens_BT.copy()
     for mark, other in swaps.items():
       # Padding has an id that is no mark's.
       expected[b.tokens_BT == mark] = other
     np.testing.assert_array_equal(foreign.tokens_BT, expected)
-  assert (expected == theirs.middle).any()
+  assert (expected == marks.middle).any()
 
 
 @pytest.mark.parametrize('batch_size', [1, 3])

@@ -1,4 +1,4 @@
-"""Laws of boxes: programs, files, what differs, and what is left behind."""
+"""Laws of boxes: programs, files, changes, and what a box leaves behind."""
 
 import contextlib
 import dataclasses
@@ -32,32 +32,32 @@ def python(box, code, warm=True, **more):
 
 
 def content(box, times=True):
-  """Everything in a box as one value: paths, kinds, modes, links, bytes."""
+  """Paths, kinds, modes, links and bytes of a box as one text."""
   script = 'find . -printf "%p %y %m %l\\n" | sort; find . -type f | sort |'
   script += ' xargs -r tail -n +1'
   if times:
     script += '; find . -type f -printf "%p %T@\\n" | sort'
-  told = sh(box, script)
-  assert told.exit_code == 0, told
-  return told.output
+  result = sh(box, script)
+  assert result.exit_code == 0, result
+  return result.output
 
 
 def test_a_program_gets_its_input_and_gives_output_code_and_report(box):
-  told = sh(
+  result = sh(
     box,
     'cat; echo out; echo err >&2; echo $NAME; pwd; echo hidden >&3; exit 7',
     stdin=b'in\n',
     environment={'NAME': 'value'},
     folder='deep',
   )
-  assert (told.status, told.exit_code, told.truncated) == ('ok', 7, False)
-  *lines, folder = told.output.splitlines()
+  assert (result.status, result.exit_code, result.truncated) == ('ok', 7, False)
+  *lines, folder = result.output.splitlines()
   assert lines == ['in', 'out', 'err', 'value'] and folder.endswith('/deep')
-  assert told.report == b'hidden\n' and told.level == box.level
+  assert result.report == b'hidden\n' and result.level == box.level
   assert sh(box, 'cat; cat').output == ''
   assert sh(box, './run.sh').output == 'ran\n'
-  told = sh(box, 'echo 1 > /dev/stderr; echo 2 | tee /dev/fd/3 > /dev/stdout')
-  assert (told.output, told.report) == ('1\n2\n', b'2\n')
+  result = sh(box, 'echo 1 > /dev/stderr; echo 2 | tee /dev/fd/3 > /dev/stdout')
+  assert (result.output, result.report) == ('1\n2\n', b'2\n')
 
 
 @pytest.mark.parametrize('code, exit_code, output', [
@@ -75,11 +75,11 @@ def test_a_warm_interpreter_ends_as_a_new_one_does(
 ):
   with box_sandbox.open('') as box:
     for warm in (True, False):
-      told = python(box, code, warm)
-      assert told.exit_code == exit_code, told
-      assert told.output.strip().splitlines()[-1:] == [output][: bool(output)]
-      assert 'sandbox' not in told.output
-      assert told.status == ('killed' if exit_code is None else 'ok')
+      result = python(box, code, warm)
+      assert result.exit_code == exit_code, result
+      assert result.output.strip().splitlines()[-1:] == [output][: bool(output)]
+      assert 'sandbox' not in result.output
+      assert result.status == ('killed' if exit_code is None else 'ok')
 
 
 def test_pytest_runs_in_the_warm_interpreter_and_in_a_new_one(box):
@@ -87,40 +87,40 @@ def test_pytest_runs_in_the_warm_interpreter_and_in_a_new_one(box):
   assert box.run(base.Command(argv=arguments, warm=True)).exit_code == 0
   box.write('module.py', b'def f(x):\n  return x\n')
   for argv, warm in ((arguments, True), (('python', *arguments), False)):
-    told = box.run(base.Command(argv=argv, warm=warm))
-    assert told.exit_code == 1 and '1 failed' in told.output
+    result = box.run(base.Command(argv=argv, warm=warm))
+    assert result.exit_code == 1 and '1 failed' in result.output
   assert box.changes() == {'module.py': 'changed'}
 
 
 def test_a_program_that_is_not_there_fails_as_in_a_shell(box):
   assert box.run(base.Command(argv=('nowhere',))).exit_code == 127
   assert box.run(base.Command(argv=('./module.py',))).exit_code == 126
-  told = box.run(base.Command(argv=('true',), folder='../..'))
-  assert told.exit_code == 127 and 'stay in the workspace' in told.output
+  result = box.run(base.Command(argv=('true',), folder='../..'))
+  assert result.exit_code == 127 and 'stay in the workspace' in result.output
 
 
-def test_what_is_given_is_there_for_one_run_and_cannot_be_written(box_sandbox):
+def test_given_files_exist_for_one_run_and_cannot_be_written(box_sandbox):
   script = (
     'cat /given/deep/x; (echo 1 > /given/deep/x) 2>&- || echo refused;'
     '(rm -rf /given/deep) 2>&-; cat /given/deep/x'
   )
   with box_sandbox.open('') as box:
-    told = sh(box, script, given={'deep/x': b'secret\n'})
-    # Root stays root without namespaces: only what ends is left to test.
+    result = sh(box, script, given={'deep/x': b'secret\n'})
+    # Without namespaces root stays root and can write them.
     if box_sandbox.about['uid'] is not None:
-      assert told.output == 'secret\nrefused\nsecret\n'
-    assert told.output.startswith('secret\n')
+      assert result.output == 'secret\nrefused\nsecret\n'
+    assert result.output.startswith('secret\n')
     assert 'secret' not in sh(box, 'cat /given/deep/x').output
     assert box.changes() == {}
 
 
 def test_files_stay_in_the_workspace_alone(box):
   sh(box, 'echo 1 > kept; echo 2 > $TMPDIR/gone; echo 3 > $HOME/gone')
-  told = sh(box, 'cat kept; ls $TMPDIR $HOME | grep -c gone')
-  assert told.output == '1\n0\n' and box.read('kept', 9) == b'1\n'
+  result = sh(box, 'cat kept; ls $TMPDIR $HOME | grep -c gone')
+  assert result.output == '1\n0\n' and box.read('kept', 9) == b'1\n'
 
 
-def test_changes_name_what_differs_from_the_image(box):
+def test_changes_name_every_difference_to_the_image(box):
   assert box.changes() == {}
   sh(box, 'touch module.py; chmod 644 test_module.py; mv deep x; mv x deep')
   assert box.changes() == {}
@@ -185,13 +185,13 @@ def test_a_restored_box_and_a_fork_go_on_alike(box):
   assert content(box) == before and box.changes() == changes
   assert box.snapshot() == snapshot
   with box.fork() as other:
-    told = [sh(each, CONTINUE) for each in (box, other)]
-    assert told[0].output == told[1].output and told[0].exit_code == 0
+    results = [sh(each, CONTINUE) for each in (box, other)]
+    assert results[0].output == results[1].output and results[0].exit_code == 0
     assert content(box, False) == content(other, False)
     sh(other, 'echo only > here')
     assert 'here' not in box.files()
   box.restore(snapshot)
-  assert sh(box, CONTINUE).output == told[0].output
+  assert sh(box, CONTINUE).output == results[0].output
 
 
 def test_a_snapshot_means_the_same_at_every_level(box, boxes_of):
@@ -202,8 +202,8 @@ def test_a_snapshot_means_the_same_at_every_level(box, boxes_of):
     assert content(other) == content(box)
 
 
-def test_what_differs_is_told_whatever_programs_do_to_times_and_marks(box):
-  """Attributes and times belong to whoever owns the file."""
+def test_changes_are_found_whatever_programs_do_to_times_and_marks(box):
+  """Programs can set attributes and times of files that they own."""
   sh(box, 'touch module.py')
   code = (
     'import os\n'
@@ -221,7 +221,7 @@ def test_what_differs_is_told_whatever_programs_do_to_times_and_marks(box):
     assert b'x + 2' in other.read('module.py', 99)
 
 
-def test_a_refused_image_stands_in_nobodys_way(box_sandbox, images):
+def test_a_refused_image_does_not_hinder_another(box_sandbox, images):
   (images / 'piped').mkdir(exist_ok=True)
   if not (images / 'piped' / 'pipe').exists():
     os.mkfifo(images / 'piped' / 'pipe')
@@ -262,7 +262,7 @@ def test_a_damaged_snapshot_is_refused_and_changes_nothing(box, snapshot):
     [['a', 'link', 0o777, 0, '\ud800']],
 ])  # fmt: skip
 def test_a_hostile_snapshot_reaches_nothing_else(box, tmp_path, entries):
-  """One that was made elsewhere: programs cannot have such ones written."""
+  """Such a snapshot is made elsewhere: programs cannot cause it."""
   mode = tmp_path.stat().st_mode
   text = json.dumps(entries).replace('TARGET', str(tmp_path))
   with pytest.raises(base.FileRefused):
@@ -271,22 +271,22 @@ def test_a_hostile_snapshot_reaches_nothing_else(box, tmp_path, entries):
   assert sh(box, 'true').exit_code == 0
 
 
-def test_a_path_that_is_no_text_is_refused_and_the_box_lives(box):
+def test_a_path_that_is_no_unicode_is_refused_and_the_box_lives(box):
   for path in ('\ud800', 'a/\udcff\ud800'):
-    with pytest.raises(base.FileRefused, match='no file'):
+    with pytest.raises(base.FileRefused, match='cannot name a file'):
       box.read(path, 9)
-    with pytest.raises(base.FileRefused, match='no file'):
+    with pytest.raises(base.FileRefused, match='cannot name a file'):
       box.write(path, b'')
   assert box.read('deep/a.txt', 9) == b'a'
 
 
 def mounts_inside():
-  """Of all zygotes, those of boxes among them."""
-  found = []
+  """Number of mounts in all zygotes, those of boxes included."""
+  mounts = []
   for pid in zygotes_test.zygote_processes():
     with contextlib.suppress(OSError):
-      found += pathlib.Path(f'/proc/{pid}/mountinfo').read_text().splitlines()
-  return len(found)
+      mounts += pathlib.Path(f'/proc/{pid}/mountinfo').read_text().splitlines()
+  return len(mounts)
 
 
 def test_a_fork_that_does_not_fit_leaves_nothing(box):
@@ -294,7 +294,7 @@ def test_a_fork_that_does_not_fit_leaves_nothing(box):
   code = 'for i in range(400): open(f"{i}", "w").truncate(1)'
   assert python(box, code).exit_code == 0
   before = traces(), mounts_inside()
-  if box.level == 'rlimits':  # where nothing bounds the workspace
+  if box.level == 'rlimits':  # nothing bounds the workspace
     box.fork().close()
   else:
     with pytest.raises(base.FileRefused, match='No space left'):
@@ -303,7 +303,7 @@ def test_a_fork_that_does_not_fit_leaves_nothing(box):
   assert box.read('deep/a.txt', 9) == b'a'
 
 
-def test_folders_of_any_depth_can_be_taken_along(box):
+def test_folders_of_any_depth_can_be_forked(box):
   for depth in (63, 64, 65, 66):
     sh(box, f'p=$(printf "{depth}/%.0s" $(seq {depth})); mkdir -p $p; >$p/x')
   assert box.changes()
@@ -325,7 +325,7 @@ def test_folders_of_any_depth_can_be_taken_along(box):
     ('true', 'a/' * 70 + 'x', 'at most 64 names'),
     ('true', 'a\0b', 'stay in the workspace'),
 ])  # fmt: skip
-def test_reading_refuses_what_is_no_file_of_the_workspace(
+def test_reading_refuses_all_but_files_of_the_workspace(
   box, script, path, reason
 ):
   sh(box, script)
@@ -348,7 +348,7 @@ def test_writing_never_leaves_the_workspace(box, script, path):
 
 
 def test_a_hard_link_leads_to_no_file_of_the_host(box, tmp_path):
-  """The file systems differ; where they may not, such files are refused."""
+  """Their file systems differ; where they do not, hard links are refused."""
   secret = tmp_path / 'secret'
   secret.write_text('x')
   assert sh(box, f'ln {secret} stolen').exit_code or box.level == 'rlimits'
@@ -387,21 +387,21 @@ def test_output_and_report_are_kept_to_the_cap_and_read_to_the_end(box):
     'import os\nfor _ in range(40):\n'
     '  print("x" * 50_000)\n  os.write(3, b"y" * 50_000)'
   )
-  told = python(box, code)
+  result = python(box, code)
   cap = conftest.LIMITS.output_bytes
-  assert told.exit_code == 0 and told.truncated
-  assert told.output == ('x' * 50_000 + '\n' + 'x' * cap)[:cap]
-  assert told.report == b'y' * cap
+  assert result.exit_code == 0 and result.truncated
+  assert result.output == ('x' * 50_000 + '\n' + 'x' * cap)[:cap]
+  assert result.report == b'y' * cap
 
 
 def test_programs_end_at_their_own_limit_and_so_do_their_daemons(box):
-  told = sh(box, 'sleep 60', wall_s=0.2)
-  assert (told.status, told.exit_code) == ('timeout', None)
-  assert 0.2 <= told.wall_s < 5 and '0.2 s' in told.error
+  result = sh(box, 'sleep 60', wall_s=0.2)
+  assert (result.status, result.exit_code) == ('timeout', None)
+  assert 0.2 <= result.wall_s < 5 and '0.2 s' in result.error
   before = zygotes_test.zygote_processes()
   beat = '(trap "" TERM HUP; while true; do sleep 0.05; date > beat; done) &'
-  told = sh(box, f"setsid sh -c '{beat}'; sleep 0.2; test -e beat")
-  assert told.exit_code == 0
+  result = sh(box, f"setsid sh -c '{beat}'; sleep 0.2; test -e beat")
+  assert result.exit_code == 0
   beat = box.read('beat', 99)
   time.sleep(0.15)
   assert box.read('beat', 99) == beat
@@ -432,18 +432,18 @@ def test_files_in_memory_count_with_the_programs(images):
 
 def test_the_workspace_is_bounded_in_bytes_and_files(box):
   if box.level == 'rlimits':
-    return  # of the host's own file system: the size of one file is all
-  told = sh(box, 'for i in 1 2 3; do head -c 1000000 /dev/zero > $i; done')
-  assert told.exit_code and 'No space left' in told.output
+    return  # on the host's own file system only the size of a file is bounded
+  result = sh(box, 'for i in 1 2 3; do head -c 1000000 /dev/zero > $i; done')
+  assert result.exit_code and 'No space left' in result.output
   code = 'import os\nfor i in range(9999): open(f"f{i}", "w")'
   assert 'No space left' in python(box, code).output
   box.restore(box.snapshot())
 
 
-def test_boxes_neither_see_each_other_nor_what_passed_by(box_sandbox):
+def test_boxes_see_neither_each_other_nor_each_others_memory(box_sandbox):
   """Hidden tests of another box are in no memory that a program inherits."""
   marker = hashlib.sha256(b'hidden').hexdigest().encode()
-  # Looked for backwards: what the search itself leaves in memory is no find.
+  # Searched for reversed, so that the search does not find its own argument.
   code = (
     'import ctypes, hashlib, re\n'
     'mark = hashlib.sha256(b"hidden").hexdigest()[::-1].encode()\nfound = 0\n'
@@ -489,31 +489,31 @@ def run_and_leave_nothing(level, images, number, **more):
       with pytest.raises(base.FileRefused):
         sandbox.open('repository', {'unknown': None})
       with sandbox.open('repository') as box:
-        told = sh(box, 'setsid sleep 60 & echo x > new; mkfifo pipe')
-        assert told.exit_code == 0
+        result = sh(box, 'setsid sleep 60 & echo x > new; mkfifo pipe')
+        assert result.exit_code == 0
         assert box.changes() == {'new': 'added', 'pipe': 'special'}
     assert traces() == between
-    sh(sandbox.open('repository'), 'sleep 60 &')  # and nobody closes it
+    sh(sandbox.open('repository'), 'sleep 60 &')  # a box that is not closed
     running = len(zygotes_test.zygote_processes() - processes)
     assert running <= 12, running
   assert traces() == before
   assert zygotes_test.zygote_processes() <= processes
 
 
-# At 'rlimits' a program that root starts has its addresses drawn anew.
+# At 'rlimits' a program that root starts gets random addresses again.
 @pytest.mark.parametrize('level', base.LEVELS[:2])
 def test_sets_have_one_order_in_all_interpreters(level, boxes_of, images):
   # Names of parametrised tests depend on it, and with them verdicts.
   code = 'print(hash(None), hash("text"), hash((None, "text")))'
-  told = []
+  outputs = []
   more = {'images': images, 'allow_unsafe': True}
   shared, limits = boxes_of(level), conftest.LIMITS
   with sandbox_open.open_sandbox(level, limits, **more) as another:
     for sandbox in (shared, another):
       with sandbox.open('') as box:
-        told.append(python(box, code).output)
-        told.append(sh(box, f"python -c '{code}'").output)
-  assert len(told[0].split()) == 3 and len(set(told)) == 1, told
+        outputs.append(python(box, code).output)
+        outputs.append(sh(box, f"python -c '{code}'").output)
+  assert len(outputs[0].split()) == 3 and len(set(outputs)) == 1, outputs
 
 
 @pytest.mark.parametrize('level', base.LEVELS)
@@ -552,20 +552,18 @@ def test_a_keeper_that_dies_is_noticed_at_once(images):
   with conftest.open_boxes('auto', images) as sandbox:
     calls = zygotes_test.zygote_processes()
     with sandbox.open('repository') as box:
-      found = zygotes_test.zygote_processes() - calls - before
+      pids = zygotes_test.zygote_processes() - calls - before
       parents = set()
-      for pid in found:
+      for pid in pids:
         text = pathlib.Path(f'/proc/{pid}/stat').read_text()
         parents.add(int(text.rpartition(')')[2].split()[1]))
-      (keeper,) = found - parents
+      (keeper,) = pids - parents
       os.kill(keeper, signal.SIGKILL)
       with pytest.raises(base.SandboxLost, match='ended'):
         box.read('module.py', 99)
 
 
-def test_no_box_is_a_loss_of_the_sandbox_and_no_error_of_its_own(
-  images, monkeypatch
-):
+def test_a_box_that_cannot_be_had_is_a_loss_of_the_sandbox(images, monkeypatch):
   with conftest.open_boxes('auto', images) as sandbox:
 
     def refuse(*unused):
@@ -584,14 +582,14 @@ def test_no_box_is_a_loss_of_the_sandbox_and_no_error_of_its_own(
         monkeypatch.setattr(
           cgroups, 'make', lambda *_: cgroups.ControlGroup('none', [])
         )
-        told = sh(box, 'true')  # which would run without a limit of memory
-        assert told.status == 'infrastructure' and 'no cgroup' in told.error
+        result = sh(box, 'true')  # it would run without a limit of memory
+        assert result.status == 'infrastructure' and 'no cgroup' in result.error
 
 
 def test_a_crash_calls_no_program_of_the_host(box):
-  """At a limit of 0 a core_pattern's program gets the core; at 1 it does not.
+  """At a limit of 0 a program in core_pattern gets the core; at 1 it does not.
 
-  A host that allows no core at all is left as it is.
+  Where the host's own limit is 0 it stays 0.
   """
   code = 'import resource as r; print(r.getrlimit(r.RLIMIT_CORE))'
   allowed = resource.getrlimit(resource.RLIMIT_CORE)[1]

@@ -1,4 +1,4 @@
-"""One sandbox per level for all tests, and what they ask of it."""
+"""Sandboxes that tests share, one per level, and functions that call them."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ SHORT = dataclasses.replace(LIMITS, wall_s=0.4)
 
 
 def open_or_skip(level, size=1, limits=LIMITS):
-  """Opens the level; the reason of a skip says what it lacks here."""
+  """Opens the level, or skips with the reason why it does not work here."""
   try:
     return sandbox_open.open_sandbox(
       level, limits, allow_unsafe=True, size=size
@@ -49,7 +49,7 @@ def run_short(request):
 
 @pytest.fixture(params=base.LEVELS[:2])
 def isolated(request, opened):
-  """The levels that promise more than limits."""
+  """A sandbox of each level that isolates."""
   if request.param not in opened:
     opened[request.param] = open_or_skip(request.param)
   return opened[request.param]

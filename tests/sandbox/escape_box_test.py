@@ -1,9 +1,9 @@
-"""Ways out of a box, each tried through `Box.run` on every backend.
+"""Attempts to leave a box, each through `Box.run` on every backend.
 
-The rows of the escape matrix: each level of processes with the cgroups that
-the host has and with none, and the micro VM with version 2. Nothing outside is
-contacted: probes ask for the refusal of the call itself, or aim at listeners
-that the test opens on its own loopback.
+Backends are each level of processes with the host's cgroups and with none, and
+the micro VM with version 2. Nothing outside is contacted: probes check that the
+call itself is refused, or aim at listeners that the test opens on its own
+loopback.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ MACHINE = [Backend('microvm', 'v2')]
 
 
 def backends(*groups, slow=()):
-  found = [(x, ()) for group in groups for x in group]
-  found += [(x, pytest.mark.slow) for group in slow for x in group]
+  marked = [(x, ()) for group in groups for x in group]
+  marked += [(x, pytest.mark.slow) for group in slow for x in group]
   return pytest.mark.parametrize(
     'backend',
-    [pytest.param(x, marks=marks, id=str(x)) for x, marks in found],
+    [pytest.param(x, marks=marks, id=str(x)) for x, marks in marked],
     indirect=True,
   )
 
@@ -66,12 +66,12 @@ with_memory_groups = backends(slow=(HARDENED, MACHINE))
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   """Images for all sandboxes of this file."""
-  found = tmp_path_factory.mktemp('images-of-the-host')
-  (found / 'one').mkdir()
-  (found / 'one' / 'kept.txt').write_text('kept')
-  (found / 'two').mkdir()
-  (found / 'two' / 'secret.txt').write_text('secret')
-  return found
+  top = tmp_path_factory.mktemp('images-of-the-host')
+  (top / 'one').mkdir()
+  (top / 'one' / 'kept.txt').write_text('kept')
+  (top / 'two').mkdir()
+  (top / 'two' / 'secret.txt').write_text('secret')
+  return top
 
 
 @pytest.fixture(scope='module')
@@ -106,25 +106,26 @@ def _open(backend, images):
 
 @pytest.fixture
 def backend(request, monkeypatch):
-  """A machine that allows no cgroup looks like this to all that make one."""
+  """The backend; with 'none' it simulates a machine that allows no cgroup."""
   if request.param.cgroup == 'none':
-    monkeypatch.setattr(cgroups, 'make', lambda *_: cgroups.Group('none', []))
+    monkeypatch.setattr(
+      cgroups, 'make', lambda *_: cgroups.ControlGroup('none', [])
+    )
   return request.param
 
 
 @pytest.fixture
 def sandbox(backend, opened):
-  found = opened(backend)
+  sandbox = opened(backend)
   if backend.cgroup != 'host':
-    assert found.about['cgroup'] == backend.cgroup
-  return found
+    assert sandbox.about['cgroup'] == backend.cgroup
+  return sandbox
 
 
 @pytest.fixture
 def box(sandbox):
-  found = sandbox.open('one')
-  yield found
-  found.close()
+  with sandbox.open('one') as box:
+    yield box
 
 
 def python(box, text, *arguments, wall_s=None, given=None):
@@ -137,16 +138,16 @@ def python(box, text, *arguments, wall_s=None, given=None):
 
 
 @pytest.fixture(scope='module')
-def found():
-  """What the probes gave, by backend: one program tries them all."""
+def reports():
+  """Results of all probes, which one program tries, by backend."""
   return {}
 
 
 @pytest.fixture
-def reported(sandbox, backend, found, folder, tmp_path):
-  if backend not in found:
-    found[backend] = _probe(sandbox, backend, folder, tmp_path)
-  return found[backend]
+def reported(sandbox, backend, reports, folder, tmp_path):
+  if backend not in reports:
+    reports[backend] = _probe(sandbox, backend, folder, tmp_path)
+  return reports[backend]
 
 
 def _probe(sandbox, backend, folder, tmp_path):
@@ -154,7 +155,7 @@ def _probe(sandbox, backend, folder, tmp_path):
   secret.write_text('x')
   secret.chmod(0o644)
   names = re.findall(r'^def probe_(\w+)', PROBES.decode(), re.MULTILINE)
-  if backend.level == 'rlimits':  # it promises no more, and would do the rest
+  if backend.level == 'rlimits':  # the other attempts would succeed
     names = [name for name in names if name in ROWS_WITHOUT_NAMESPACES]
   with contextlib.ExitStack() as closing:
     listeners = [
@@ -204,7 +205,7 @@ def _probe(sandbox, backend, folder, tmp_path):
   return {**json.loads(result.report), 'reached': reached}
 
 
-# name of the probe: what it must give where there are namespaces
+# Name of the probe: its result where there are namespaces.
 ROWS = {
   'clone3': 'ENOSYS',
   'x32_calls': 'ENOSYS',
@@ -252,7 +253,7 @@ ROWS_WITHOUT_NAMESPACES = {
 
 @isolated
 @pytest.mark.parametrize('row', ROWS)
-def test_a_probe_finds_no_way(reported, row):
+def test_a_probe_does_not_get_out(reported, row):
   if row == 'x32_calls' and os.uname().machine != 'x86_64':
     return  # there are no such calls
   assert reported[row] == ROWS[row]
@@ -262,16 +263,15 @@ def test_a_probe_finds_no_way(reported, row):
 @pytest.mark.parametrize(
   'row', [x for x, value in ROWS_WITHOUT_NAMESPACES.items() if value]
 )
-def test_a_filter_alone_keeps_the_kernel_shut(reported, row):
+def test_the_filter_alone_refuses_dangerous_calls(reported, row):
   assert reported[row] == ROWS_WITHOUT_NAMESPACES[row]
 
 
 @everywhere
-def test_no_door_of_the_kernel_opens(reported):
+def test_dangerous_system_calls_are_refused(reported):
   outcomes = reported['system_calls']
-  # Calls that a list of allowed ones leaves out do not exist for the program.
-  shut = ('EPERM', 'ENOSYS')
-  assert {k: v for k, v in outcomes.items() if v not in shut} == {}
+  refused = ('EPERM', 'ENOSYS')
+  assert {k: v for k, v in outcomes.items() if v not in refused} == {}
   assert len(outcomes) > 30
 
 
@@ -308,7 +308,7 @@ def test_no_identity_and_no_privilege_is_left(reported):
 
 
 @everywhere
-def test_nothing_comes_along(reported, monkeypatch):
+def test_no_environment_and_no_descriptors_are_inherited(reported, monkeypatch):
   assert set(reported['environment']) <= {
       'HOME', 'LANG', 'LC_CTYPE', 'LD_LIBRARY_PATH', 'PATH', 'PWD', 'TMPDIR',
       'PYTHONDONTWRITEBYTECODE', 'PYTHONHASHSEED', 'PYTHONUTF8',
@@ -337,7 +337,7 @@ sys.stderr.write('\x1b[31mred')
 
 
 @isolated
-def test_what_is_given_cannot_be_changed_and_does_not_stay(box):
+def test_given_files_cannot_be_changed_and_do_not_stay(box):
   text = """
 import os
 for action in (lambda: open('/given/a', 'w'), lambda: os.unlink('/given/a'),
@@ -356,7 +356,7 @@ print(open('/given/a').read())
 
 
 @isolated
-def test_a_run_meets_nothing_of_the_run_before(box):
+def test_a_run_finds_nothing_of_the_run_before(box):
   text = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)
@@ -448,7 +448,7 @@ def test_the_host_reads_regular_files_of_bounded_size_only(sandbox):
         '/etc/passwd', 'missing', 'kept.txt/x', '', '.', 'a\0b',
         'folder/../kept.txt',
     )  # fmt: skip
-    # Nothing waits at a pipe, or this would not end.
+    # If opening a pipe waited, this would not end.
     for path in refused:
       with pytest.raises(base.FileRefused):
         box.read(path, 1000)
@@ -493,14 +493,14 @@ os.chmod('/work', 0o000)
       names = box.files()
       assert {'kept.txt', 'shut/file', '-rf'} <= set(names)
     except base.FileRefused:
-      pass  # an answer, too; a crash or a wait would be none
+      pass  # allowed, unlike a crash or a hang
     assert box.read('kept.txt', 10) == b'kept'
   with contextlib.closing(sandbox.open('one')) as box:
     assert python(box, 'print(1)').output == '1\n'
 
 
 @isolated
-def test_a_whiteout_made_by_hand_is_no_door(sandbox):
+def test_a_whiteout_made_by_hand_reveals_nothing(sandbox):
   text = """
 import os, stat
 try:
@@ -589,7 +589,7 @@ def test_memory_is_bounded_for_all_that_a_run_holds(box, kind):
   result = python(box, MEMORY[kind], wall_s=10)
   assert result.status != 'infrastructure'
   assert (result.status, result.exit_code) != ('ok', 0)
-  if kind == 'many processes':  # 480 MB: some of them died, or the whole run
+  if kind == 'many processes':  # of 480 MB: some die, or the whole run
     assert result.status in ('killed', 'timeout', 'ok')
   assert python(box, 'print(1)').output == '1\n'
 
@@ -617,7 +617,7 @@ DISK = {
 
 @heavy
 @pytest.mark.parametrize('kind', DISK)
-def test_disks_fill_up_and_nothing_else_does(sandbox, kind):
+def test_a_full_workspace_fills_nothing_else(sandbox, kind):
   free = os.statvfs('/tmp').f_bavail
   with contextlib.closing(sandbox.open('one')) as box:
     result = python(box, DISK[kind])
@@ -629,7 +629,7 @@ def test_disks_fill_up_and_nothing_else_does(sandbox, kind):
     assert python(other, 'open("y", "w").write("y")').exit_code == 0
     other.close()
   used = (free - os.statvfs('/tmp').f_bavail) * os.statvfs('/tmp').f_frsize
-  assert used < 256 << 20  # others write here, too
+  assert used < 256 << 20  # other processes write here too
 
 
 @heavy
@@ -686,7 +686,7 @@ except OSError:
 
 
 @heavy
-def test_a_stopped_program_is_no_way_to_wait_for_ever(box):
+def test_a_stopped_program_ends_at_the_wall(box):
   text = 'import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)'
   assert python(box, text, wall_s=1.0).status == 'timeout'
 

@@ -1,8 +1,8 @@
-"""Attempts to leave a box, each in a process of its own; a report of them all.
+"""Attempts to leave a box, each in a process of its own, and their report.
 
 Run inside a box: `python escape_probes.py ARGUMENTS`. Nothing outside is
-contacted: a probe asks whether the call itself is refused, or aims at what the
-test opened on its own machine. Standard library only.
+contacted: a probe checks that the call itself is refused, or aims at sockets
+and files that the test opened on its own machine. Standard library only.
 """
 
 import ctypes
@@ -87,10 +87,10 @@ def attempt(action, *arguments):
 
 def system_call(number, *arguments):
   ctypes.set_errno(0)
-  found = LIBC.syscall(
+  result = LIBC.syscall(
     ctypes.c_long(number), *(ctypes.c_long(x) for x in arguments)
   )
-  if found == 0 and number == CLONE:
+  if result == 0 and number == CLONE:
     os._exit(0)
   return errno.errorcode.get(ctypes.get_errno(), 'done')
 
@@ -108,7 +108,7 @@ def probe_clone3(_):
 
 
 def probe_other_architectures(_):
-  """The 32-bit calls have other numbers, which a careless filter lets in."""
+  """32-bit calls have other numbers, which a careless filter lets pass."""
   if platform.machine() != 'x86_64':
     return 'none'
   page = ctypes.create_string_buffer(4096)  # only its machine code matters
@@ -147,17 +147,17 @@ def probe_raw_sockets(_):
 
 
 def probe_host_listeners(arguments):
-  found = []
+  outcomes = []
   for port in arguments['ports']:
     try:
       with socket.socket(socket.AF_INET) as client:
         client.settimeout(0.5)
         client.connect(('127.0.0.1', port))
         client.send(b'x')
-      found.append('done')
+      outcomes.append('done')
     except OSError as error:
-      found.append(type(error).__name__)
-  return found
+      outcomes.append(type(error).__name__)
+  return outcomes
 
 
 def probe_host_datagram(arguments):
@@ -270,11 +270,11 @@ def probe_host_files(arguments):
 
 
 def probe_other_boxes(_):
-  found = []
+  paths = []
   for top in ('/boxes', '/images', '/given'):
     for folder, names, files in os.walk(top):
-      found += [os.path.join(folder, name) for name in (*names, *files)]
-  return [path for path in found if not path.endswith('escape_probes.py')]
+      paths += [os.path.join(folder, name) for name in (*names, *files)]
+  return [path for path in paths if not path.endswith('escape_probes.py')]
 
 
 def probe_writable_folders(_):
@@ -294,22 +294,22 @@ def probe_writable_folders(_):
 def probe_programs_can_be_changed(_):
   """Through the descriptor of a program that runs, or by its name."""
   names = [sys.executable, '/bin/sh', '/usr/bin/env', os.__file__, __file__]
-  found = [attempt(os.open, name, os.O_WRONLY) for name in names]
-  found.append(attempt(os.open, '/proc/self/exe', os.O_WRONLY))
-  return [error for error in found if error == 'done']
+  outcomes = [attempt(os.open, name, os.O_WRONLY) for name in names]
+  outcomes.append(attempt(os.open, '/proc/self/exe', os.O_WRONLY))
+  return [error for error in outcomes if error == 'done']
 
 
 def probe_set_user_programs(_):
   """Programs that would give rights, on file systems that let them."""
-  found = []
+  folders = []
   for top in ('/usr/bin', '/bin', '/work', '/tmp', '/packages', '/venv'):
     if os.path.isdir(top) and not os.statvfs(top).f_flag & os.ST_NOSUID:
-      found.append(top)
+      folders.append(top)
   path = os.path.join(os.environ.get('TMPDIR', '.'), 'mine')
   os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
   attempt(os.chmod, path, 0o6755)
   attempt(os.chown, path, 0, 0)
-  return [*found, *(['chown'] if os.stat(path).st_uid == 0 else [])]
+  return [*folders, *(['chown'] if os.stat(path).st_uid == 0 else [])]
 
 
 def probe_devices(_):
@@ -381,8 +381,8 @@ def probe_priority(_):
 
 
 def probe_signals(arguments):
-  found = [attempt(os.kill, pid, 0) for pid in arguments['host_pids']]
-  return [x for x in found if x == 'done']
+  outcomes = [attempt(os.kill, pid, 0) for pid in arguments['host_pids']]
+  return [x for x in outcomes if x == 'done']
 
 
 def probe_environment(_):
@@ -390,20 +390,20 @@ def probe_environment(_):
 
 
 def probe_descriptors(arguments):
-  """A folder or socket left open would be a way around every mount."""
+  """A folder or socket left open would bypass every mount."""
   return arguments['descriptors']
 
 
 def inherited():
-  found = {}
+  kinds_of = {}
   for descriptor in range(1024):
     try:
       mode = os.fstat(descriptor).st_mode
     except OSError:
       continue
     kinds = {'file': stat.S_ISREG, 'pipe': stat.S_ISFIFO, 'null': stat.S_ISCHR}
-    found[descriptor] = [k for k, test in kinds.items() if test(mode)]
-  return found
+    kinds_of[descriptor] = [k for k, test in kinds.items() if test(mode)]
+  return kinds_of
 
 
 def probe_shared_memory(_):
@@ -441,7 +441,7 @@ def probe_threads_and_processes_work(_):
 
 
 def isolated(probe, arguments):
-  """Runs one probe in a child: some end the process that tries."""
+  """Runs one probe in a child, because some end their process."""
   read, write = os.pipe()
   pid = os.fork()
   if pid == 0:
@@ -450,7 +450,7 @@ def isolated(probe, arguments):
       value = probe(arguments)
     except OSError as error:
       value = f'raised {name_of(error)}'
-    # Reported, as the test would otherwise see an empty pipe.
+    # Otherwise the test would see an empty pipe.
     except Exception as error:  # noqa: BLE001
       value = f'failed: {type(error).__name__}: {error}'
     os.write(write, json.dumps(value).encode())
@@ -473,11 +473,11 @@ def isolated(probe, arguments):
 def main():
   arguments = json.loads(sys.argv[1])
   arguments['descriptors'] = inherited()
-  found = {
+  report = {
     name: isolated(globals()[f'probe_{name}'], arguments)
     for name in arguments['probes']
   }
-  os.write(3, json.dumps(found).encode())
+  os.write(3, json.dumps(report).encode())
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
-"""Ways out of the sandbox, each refused; nothing outside is contacted.
+"""Attempts to leave the sandbox of a call; nothing outside is contacted.
 
-Network tests ask for the refusal of the call itself, or aim at a listener that
+Network tests check that the call itself is refused, or aim at a listener that
 the test opens on its own loopback.
 """
 
@@ -17,9 +17,9 @@ import ctypes, errno, os
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
   ctypes.set_errno(0)
-  found = libc.syscall(ctypes.c_long(number),
-                       *(ctypes.c_long(x) for x in arguments))
-  if found == 0 and number == CLONE:
+  result = libc.syscall(ctypes.c_long(number),
+                        *(ctypes.c_long(x) for x in arguments))
+  if result == 0 and number == CLONE:
     os._exit(0)
   return errno.errorcode.get(ctypes.get_errno(), 'ALLOWED')
 """
@@ -115,7 +115,7 @@ def test_loopback_inside_works(run_isolated):
   assert run_isolated(textwrap.dedent(text)) == 'connected'
 
 
-def test_namespaces_mounts_and_kernel_doors_are_shut(filtered, run):
+def test_namespaces_mounts_and_dangerous_calls_are_refused(filtered, run):
   new_user, new_net, new_mounts = 0x10000000, 0x40000000, 0x00020000
   outcomes = run(
       _syscalls(
@@ -202,15 +202,15 @@ def test_installed_packages_are_masked(run_isolated):
   text = """
     import os
     def f():
-      found = []
+      seen = []
       for folder, names, files in os.walk('/python', followlinks=False):
         if os.path.basename(folder) in ('site-packages', 'dist-packages'):
-          found += names + files
+          seen += names + files
           del names[:]
-      return found
+      return seen
   """
-  found = run_isolated(textwrap.dedent(text))
-  assert not {name for name in found if not name.endswith('.txt')}
+  names = run_isolated(textwrap.dedent(text))
+  assert not {name for name in names if not name.endswith('.txt')}
 
 
 def test_only_the_workspace_can_be_written(run_isolated):
@@ -259,13 +259,13 @@ def test_the_zygote_cannot_be_signalled(run_isolated, isolated):
       return sorted(set(seen)), os.getppid()
   """.replace('sorted(set(seen)), os.getppid()', '[os.getppid()]')
   about = isolated.about
-  # The init of the namespace is all that it can name, and that shrugs.
+  # It can name only the init of its namespace, which ignores the signals.
   assert run_isolated(textwrap.dedent(text)) == [1]
   assert run_isolated('import os\ndef f(): return os.getppid()') == 1
   assert isolated.about is about
 
 
-def test_no_environment_and_no_descriptors_come_along(run, monkeypatch):
+def test_no_environment_and_no_descriptors_are_inherited(run, monkeypatch):
   monkeypatch.setenv('SANDBOX_SECRET', 'x')
   text = """
     import os
@@ -304,7 +304,7 @@ def test_shared_memory_does_not_pass_from_call_to_call(run_isolated):
   assert run_isolated(text, 0) == -1
 
 
-def test_the_terminal_of_the_host_is_not_ours(run_isolated):
+def test_the_terminal_of_the_host_is_out_of_reach(run_isolated):
   text = """
     import os
     def f():

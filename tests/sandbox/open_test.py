@@ -1,4 +1,4 @@
-"""Which sandbox is opened where, and for whom."""
+"""Laws of opening: the level that is picked, as root and as other users."""
 
 import json
 import os
@@ -39,9 +39,9 @@ def test_a_bwrap_that_is_refused_is_passed_over(tmp_path, monkeypatch):
 
 
 def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):
-  found = sandbox_open.probe()
-  assert [level for level, _, _ in found] == list(base.LEVELS)
-  assert all(reason and '\n' not in reason for _, _, reason in found)
+  levels = sandbox_open.probe()
+  assert [level for level, _, _ in levels] == list(base.LEVELS)
+  assert all(reason and '\n' not in reason for _, _, reason in levels)
   monkeypatch.setenv('PATH', '')
   level, available, reason = sandbox_open.probe()[0]
   assert (level, available) == ('bwrap', False) and 'bubblewrap' in reason
@@ -49,10 +49,10 @@ def test_probe_says_in_one_line_what_works_or_why_not(monkeypatch):
   assert 'do not exist' in sandbox_open.probe()[1][2]
 
 
-# Becomes the user 65001, who may pass neither through the home of root nor, it
-# may be, to this checkout: the checkout is bound to a place that everyone may
-# reach, and what bars the way to the interpreter is covered, for this process
-# alone. The interpreter keeps its path, by which it finds its shared library.
+# Becomes the user 65001, who may enter neither the home of root nor, perhaps,
+# this checkout. In a mount namespace of its own the checkout is bound to a
+# folder that everyone may enter, and the closed folder above the interpreter is
+# covered. The interpreter keeps its path, by which it finds its library.
 _BECOME = """
 mount --bind "$1" "$3/python" && mount --bind "$2" "$3/code" || exit 77
 if [ -n "$6" ]; then
@@ -132,7 +132,7 @@ def _check_report(command, **more):
   if isinstance(report, str):
     assert 'refused here' in report or 'no program' in report, report
     pytest.skip(f'no namespaces: {report}')
-  about, ((outcome, (made, *rest)),), output, error, *told = report
+  about, ((outcome, (made, *rest)),), output, error, *changes = report
   assert not error and output.splitlines() == [
     '5',
     '/boxes:',
@@ -140,8 +140,8 @@ def _check_report(command, **more):
     'given',
     'sh -c',
   ]
-  changes = {'d/a': 'changed', 'd/b': 'removed', 'new': 'added'}
-  assert told == [changes, changes]
+  expected = {'d/a': 'changed', 'd/b': 'removed', 'new': 'added'}
+  assert changes == [expected, expected]
   assert about['boxes']['overlay'] and about['boxes']['proc']
   assert outcome == 'ok' and about['uid'] is None
   # The kernel sets root no limit of processes; only a cgroup does.
@@ -171,7 +171,7 @@ def test_an_unprivileged_user_has_the_same_sandbox(level):
 
 @pytest.mark.parametrize('level', ['bwrap', 'unshare'])
 def test_root_of_a_namespace_with_one_user_has_the_same_sandbox(level):
-  """All capabilities, and no other user to become: rootless containers."""
+  """As in rootless containers: every capability, but no other user."""
   become = ['unshare', '-rm']
   if subprocess.run([*become, 'true'], check=False).returncode:
     pytest.skip('no namespaces: unshare -rm is refused')

@@ -19,13 +19,13 @@ def test_a_distribution_comes_with_what_it_needs(tmp_path, monkeypatch):
     'import importlib.metadata\nprint(importlib.metadata.version("jinja2"))'
   )
   command = [sys.executable, '-I', '-S', '-c', code, str(folder)]
-  told = subprocess.run(command, capture_output=True, text=True, check=True)
+  run = subprocess.run(command, capture_output=True, text=True, check=True)
   version = importlib.metadata.version('jinja2')
-  first, second = told.stdout.splitlines()
+  first, second = run.stdout.splitlines()
   assert first.startswith(version) and str(folder) in first
   assert second == version
   assert not (folder / 'jax').exists()
-  # Kept by name and version, under which nothing changes.
+  # Found again by names and versions.
   before = folder.stat().st_mtime_ns
   assert packages.gather(['jinja2', 'MarkupSafe']) == folder
   assert folder.stat().st_mtime_ns == before

@@ -1,4 +1,4 @@
-"""What untrusted code may write, what reading it costs, and what is shown."""
+"""Reading what untrusted code wrote: rules, cost, and text safe to show."""
 
 import json
 import time

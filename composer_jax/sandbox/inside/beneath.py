@@ -1,7 +1,7 @@
-"""Files below a folder whose content untrusted code arranged.
+"""Reads and writes files below a folder that untrusted code filled.
 
-No link is ever followed, no pipe or device opened in a way that waits, and no
-more read than asked for. Standard library only: runs inside the sandbox.
+No link is followed, no pipe or device can make an open wait, and no more is
+read than requested. Standard library only: runs inside the sandbox.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ _NEVER_WAITS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class RefusedError(Exception):
-  """The path or what lies there is not what may be used."""
+  """The path, or the file at it, may not be used."""
 
 
 def parts(path: str) -> list[str]:
-  """Splits a relative path; '.' is the folder itself, an empty list.
+  """Splits a relative path; '.', the folder itself, gives an empty list.
 
   Raises:
-    RefusedError: for one that leaves the folder or is no text.
+    RefusedError: the path leaves the folder, is no text, or is too long.
   """
   names = [name for name in path.split('/') if name not in ('', '.')]
   if path.startswith('/') or '..' in names or '\0' in path:
@@ -30,7 +30,9 @@ def parts(path: str) -> list[str]:
   try:
     size = len(os.fsencode(path))
   except UnicodeEncodeError as error:  # half a surrogate pair
-    raise RefusedError(f'{path[:80]!r} can be the name of no file') from error
+    raise RefusedError(
+      f'{path[:80]!r} cannot name a file: it is not valid Unicode'
+    ) from error
   if len(names) > MAX_DEPTH or size > MAX_PATH:
     raise RefusedError(
       f'{path[:80]!r}... must be at most {MAX_DEPTH} names and {MAX_PATH} bytes'
@@ -42,18 +44,19 @@ def parts(path: str) -> list[str]:
 def parent_of(
   top: str, path: str, owner: int | None = None, make: bool = False
 ) -> Iterator[tuple[int, str]]:
-  """Opens the folder that holds the path, name by name.
+  """Opens the folder above a path, name by name.
 
   Args:
-    top: the folder that nothing leaves.
-    owner: of folders that are made.
-    make: whether missing folders are.
+    top: folder that the path is relative to.
+    path: path of a file.
+    owner: uid and gid of folders that are made; None for those of the process.
+    make: true to make missing folders.
 
   Yields:
-    The descriptor and the last name.
+    The folder's descriptor and the last name of the path.
 
   Raises:
-    RefusedError: for links on the way, missing names, any other failure.
+    RefusedError: a link is on the way, a name is missing, or any other failure.
   """
   names = parts(path)
   if not names:
@@ -83,7 +86,7 @@ def give(owner: int | None, name: str, folder: int) -> None:
 
 
 def _regular(descriptor: int, path: str, one_name: bool) -> os.stat_result:
-  """Status of an open file, if it is one that may be used."""
+  """Returns the status of an open file; RefusedError if it is not regular."""
   status = os.fstat(descriptor)
   if not stat.S_ISREG(status.st_mode):
     raise RefusedError(f'{path!r} is no regular file')
@@ -96,9 +99,11 @@ def read(top: str, path: str, max_bytes: int, one_name: bool) -> bytes:
   """Reads a regular file.
 
   Args:
-    max_bytes: what it may hold; counted while reading.
-    one_name: refuse files with hard links, which may lead out of a folder that
-      shares its file system with others.
+    top: folder that the path is relative to.
+    path: path of the file.
+    max_bytes: most bytes that it may hold, counted while reading.
+    one_name: true to refuse files with hard links, which lead out of a folder
+      that shares its file system with others.
   """
   with parent_of(top, path) as (folder, name):
     descriptor = os.open(name, os.O_RDONLY | _NEVER_WAITS, dir_fd=folder)
@@ -108,11 +113,11 @@ def read(top: str, path: str, max_bytes: int, one_name: bool) -> bytes:
         raise RefusedError(
           f'{path!r} holds {status.st_size} bytes, more than {max_bytes}'
         )
-      pieces, left = [], max_bytes + 1
-      while left > 0 and (piece := file.read(min(left, 1 << 20))):
+      pieces, remaining = [], max_bytes + 1
+      while remaining > 0 and (piece := file.read(min(remaining, 1 << 20))):
         pieces.append(piece)
-        left -= len(piece)
-  if left <= 0:
+        remaining -= len(piece)
+  if remaining <= 0:
     raise RefusedError(f'{path!r} holds more than {max_bytes} bytes')
   return b''.join(pieces)
 
@@ -125,7 +130,7 @@ def write(
   mode: int | None = None,
   one_name: bool = False,
 ) -> None:
-  """Writes a regular file, the folders above it included; args as `read`."""
+  """Writes a regular file and makes the folders above it."""
   with parent_of(top, path, owner, make=True) as (folder, name):
     flags = os.O_WRONLY | os.O_CREAT | _NEVER_WAITS
     descriptor = os.open(name, flags, 0o644, dir_fd=folder)
@@ -162,17 +167,17 @@ def kind_of(mode: int) -> str:
 
 
 def walk(top: str, start: str = '') -> Iterator[tuple[str, os.stat_result]]:
-  """Everything below a folder, parents first, names sorted.
+  """Yields every path below a folder and its status, parents first, sorted.
 
-  Nothing may change meanwhile. What lies too deep to be named is left out, and
-  so is what a folder without rights holds.
+  Nothing may change meanwhile. Left out are paths too deep to be named and the
+  content of folders that may not be listed.
   """
   stack = [start]
   while stack:
     folder = stack.pop()
     try:
-      with os.scandir(os.path.join(top, folder)) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+      with os.scandir(os.path.join(top, folder)) as unsorted:
+        entries = sorted(unsorted, key=lambda entry: entry.name)
     except PermissionError:
       continue
     below = []
@@ -186,13 +191,13 @@ def walk(top: str, start: str = '') -> Iterator[tuple[str, os.stat_result]]:
 
 
 def is_short(path: str) -> bool:
-  """Whether what lies in this folder can be named."""
+  """Returns true if files in this folder can be named."""
   size = len(os.fsencode(path))
   return path.count('/') < MAX_DEPTH - 1 and size < MAX_PATH - 300
 
 
 def is_text(path: str) -> bool:
-  """Whether the name is UTF-8, as all that leaves the sandbox must be."""
+  """Returns true if a name is UTF-8, as names must be outside the sandbox."""
   try:
     path.encode()
   except UnicodeEncodeError:

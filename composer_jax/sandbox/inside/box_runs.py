@@ -1,6 +1,7 @@
-"""What a zygote of boxes does beyond one of calls: its keeper, its programs.
+"""The part of a zygote that only boxes need: their keeper and their programs.
 
-Standard library only: runs inside the sandbox, where calls do not import it.
+Standard library only: runs inside the sandbox. Zygotes of calls do not import
+it.
 """
 
 import functools
@@ -24,7 +25,7 @@ sweep = programs.sweep
 
 
 def prepare(zygote) -> int:
-  """Furnishes the sandbox and starts the keeper of its files: its pid."""
+  """Prepares the file system, starts the keeper and returns its pid."""
   config = zygote.config
   config['counts_memory'] &= zygote.cgroup != 'none'
   _furnish(config)
@@ -48,14 +49,14 @@ def prepare(zygote) -> int:
 
 
 def _furnish(config: dict) -> None:
-  """Makes the few files that programs expect, and the interpreter's folder."""
+  """Writes the few files that programs expect, and a virtual environment."""
   if config['level'] != 'rlimits':
     for folder in ('/etc', config['venv'], config['boxes']):
       confine.mount_workspace(folder, 1 << 40, 1 << 24)
       os.chmod(folder, 0o755)
     _write_etc(config['uid'])
     if config['images']:
-      # Among what a run gets rid of in one step.
+      # Below the folder of boxes, which each run unmounts in one step.
       images = f'{config["boxes"]}/images'
       os.mkdir(images, 0o755)
       confine.bind(config['images'], images)
@@ -85,7 +86,7 @@ def _write_etc(uid: int | None) -> None:
 
 
 def _write_environment(config: dict) -> None:
-  """A virtual environment around the interpreter and the given packages."""
+  """Writes a virtual environment of the interpreter and the given packages."""
   venv = config['venv']
   name = f'python{sys.version_info.major}.{sys.version_info.minor}'
   library = f'{venv}/lib/{name}'
@@ -103,14 +104,14 @@ def _write_environment(config: dict) -> None:
 
 
 def _adopt(config: dict) -> bool:
-  """Becomes the environment's interpreter; whether pytest could be imported."""
+  """Becomes the environment's interpreter; true if pytest was imported."""
   sys.executable = config['python']
   site.main()
   try:
     pytest_config = importlib.import_module('_pytest.config')
   except ModuleNotFoundError:
     return False
-  # What every run imports before its first test.
+  # Modules that every run imports before its first test.
   names = [f'_pytest.{name}' for name in pytest_config.default_plugins]
   for name in ('pytest', 'pdb', *names):
     importlib.import_module(name)
@@ -121,9 +122,9 @@ def init(zygote, report: int) -> Callable[[], None]:
   """Prepares a program, runs it in a child and outlives it.
 
   Returns:
-    In the program's process, what makes it the program: to be called when all
-    frames below are left, so that none of ours with its variables lies under
-    the program's own. Nowhere else does it return.
+    In the child only: the function that becomes the program. It must be called
+    after the frames of the zygote have been left, so that the program cannot
+    reach their variables.
   """
   code = 1
   try:
@@ -149,7 +150,7 @@ def init(zygote, report: int) -> Callable[[], None]:
 
 
 def _start(zygote, request: dict, stdin: bytes, descriptors) -> None:
-  """Gives up what the program may not have."""
+  """Gives up the descriptors and rights that the program may not have."""
   started = confine.REPORT_FD
   try:
     # Its number may become that of a file of the program.

@@ -1,6 +1,6 @@
-"""What the process that runs untrusted code gives up before it runs it.
+"""System calls by which a process mounts, limits and confines itself.
 
-Standard library only: imported by the zygote inside the sandbox.
+Standard library only: imported inside the sandbox.
 """
 
 import ctypes
@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 from composer_jax.sandbox.inside import seccomp
 
-# Of the untrusted process; the report is closed before it begins.
+# Descriptors of the untrusted process; the report is closed before it begins.
 OUTPUT_FD, RESULT_FD, REPORT_FD = 1, 3, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND = 32, 4096
 _MNT_DETACH = 2
-# Strongest first: own processes alone, and of /proc nothing but processes.
+# Strongest first: only own processes are visible, and nothing else of /proc.
 _PROC_OPTIONS = ('hidepid=2,subset=pid', 'hidepid=2', '')
-# Renames stay inside one layer and copies are whole, so that the upper layer
-# can be read by itself. Without privilege its marks are user attributes.
+# Renames stay in one layer and copies are whole, so that the upper layer can be
+# read by itself. Without privileges its marks are user attributes.
 _OVERLAY_OPTIONS = (
   'redirect_dir=off,metacopy=off,index=off',
   'metacopy=off,index=off,userxattr',  # which implies no redirection
@@ -33,26 +33,23 @@ _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 24, 36
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_NUMBER = {'x86_64': 56, 'aarch64': 220}
 
-# PyDLL: the calls keep the interpreter lock, so that the copy of the process
-# that clone() makes wakes up holding it.
+# PyDLL, because calls then keep the interpreter lock, which the process that
+# clone() makes must hold.
 libc = ctypes.PyDLL(None, use_errno=True)
 
 
-def check(outcome: int, what: str) -> int:
+def check(outcome: int, call: str) -> int:
   if outcome < 0:
     code = ctypes.get_errno()
-    raise OSError(code, f'{what}: {os.strerror(code)}')
+    raise OSError(code, f'{call}: {os.strerror(code)}')
   return outcome
 
 
 def clone_into_namespaces() -> int:
-  """Forks into new pid, mount and IPC namespaces in one call.
+  """Forks into new pid, mount and IPC namespaces; returns as `os.fork` does.
 
-  Python is not told of this fork. Only a process that has one thread and soon
-  forks again (properly) may call it.
-
-  Returns:
-    The child's pid; 0 in the child, which is the init of its namespace.
+  The child is the init of its namespace. Python does not notice this fork: only
+  a process that has one thread and soon calls `os.fork` may use it.
   """
   flags = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | 17  # SIGCHLD
   zero = ctypes.c_long(0)
@@ -86,31 +83,31 @@ def make_read_only(path: str) -> None:
 
 
 def unmount(path: str) -> None:
-  """Takes away a mount and all that is mounted below it."""
+  """Removes a mount and all mounts below it."""
   check(libc.umount2(path.encode(), _MNT_DETACH), f'umount of {path}')
 
 
 def mount_overlay(
   lower: str, upper: str, work: str, target: str, options: str
 ) -> None:
-  """Mounts layers whose paths hold none of the characters , : and \\."""
+  """Mounts layers; their paths must not contain the characters , : and \\."""
   layers = f'lowerdir={lower},upperdir={upper},workdir={work},{options}'
   _mount('overlay', target, 'overlay', MS_NOSUID | MS_NODEV, layers)
 
 
 def opaque_mark(options: str) -> str:
-  """The attribute of folders that hide what the layers below have there."""
+  """Returns the attribute of folders that hide those of the layers below."""
   prefix = 'user' if 'userxattr' in options else 'trusted'
   return f'{prefix}.overlay.opaque'
 
 
 def hide_cgroups() -> None:
-  """Makes the cgroup of this process look like the root of all."""
+  """Makes the cgroup of this process look like the root cgroup."""
   check(libc.unshare(_NEW_CGROUP), 'unshare of the cgroup namespace')
 
 
 def mount_proc(options: str | None) -> None:
-  """Mounts the processes of this namespace on /proc; None covers what is."""
+  """Mounts /proc for this namespace; options of None cover the one there."""
   if options is None:
     _mount('tmpfs', '/proc', 'tmpfs', MS_RDONLY | MS_NOSUID, 'size=4k')
   else:
@@ -119,7 +116,7 @@ def mount_proc(options: str | None) -> None:
 
 
 def working_proc() -> str | None:
-  """The options that /proc can be mounted with in a new pid namespace."""
+  """Returns options by which /proc mounts in a new namespace, or None."""
   for options in _PROC_OPTIONS:
     mount = functools.partial(mount_proc, options)
     if _succeeds(mount, clone_into_namespaces):
@@ -128,22 +125,21 @@ def working_proc() -> str | None:
 
 
 def working_overlay(folder: str) -> str | None:
-  """The options that overlayfs works with, whiteouts and opacity included."""
+  """Returns options by which overlayfs works, or None."""
+
+  def attempt(layers: list[str], options: str) -> None:
+    lower, upper, work, merged = layers
+    mount_overlay(lower, upper, work, merged, options)
+    os.rmdir(f'{merged}/a/b')  # leaves a whiteout
+    os.rmdir(f'{merged}/a')
+    os.mkdir(f'{merged}/a')  # an opaque folder
+
   for index, options in enumerate(_OVERLAY_OPTIONS):
     layers = [f'{folder}/{name}{index}' for name in ('l', 'u', 'w', 'm')]
-    lower, upper, work, merged = layers
-    for path in (*layers, f'{lower}/a', f'{lower}/a/b'):
+    for path in (*layers, f'{layers[0]}/a', f'{layers[0]}/a/b'):
       os.mkdir(path)
-
-    def attempt(
-      lower=lower, upper=upper, work=work, merged=merged, options=options
-    ):
-      mount_overlay(lower, upper, work, merged, options)
-      os.rmdir(f'{merged}/a/b')
-      os.rmdir(f'{merged}/a')
-      os.mkdir(f'{merged}/a')
-
-    if _succeeds(attempt, clone_into_namespaces):
+    mount = functools.partial(attempt, layers, options)
+    if _succeeds(mount, clone_into_namespaces):
       return options
   return None
 
@@ -151,7 +147,7 @@ def working_overlay(folder: str) -> str | None:
 def _succeeds(
   attempt: Callable[[], object], fork: Callable[[], int] = os.fork
 ) -> bool:
-  """Whether it raises no OSError, tried in a child."""
+  """Tries in a child; false if the attempt raises OSError."""
   pid = fork()
   if pid == 0:
     code = 1
@@ -166,7 +162,7 @@ def _succeeds(
 
 
 def become_subreaper() -> bool:
-  """Makes orphans of the calls our children, so that they can be found."""
+  """Makes orphans of the calls children of this process, to be killed."""
   return hasattr(libc, 'prctl') and not libc.prctl(
     _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
   )
@@ -175,7 +171,7 @@ def become_subreaper() -> bool:
 def drop_bounding_set() -> None:
   for capability in range(64):
     if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
-      return  # past the last one, or no right to: no_new_privs holds anyway
+      return  # past the last one, or not permitted: no_new_privs must do
 
 
 def _drop_capabilities() -> None:
@@ -185,21 +181,21 @@ def _drop_capabilities() -> None:
 
 
 def set_limits(limits: dict, processes: int) -> None:
-  """Lowers soft and hard limits; a hard limit below is kept."""
+  """Lowers soft and hard limits; lower hard limits are kept."""
   cpu_s = math.ceil(limits['cpu_s'])
-  wanted = {
+  pairs = {
     'RLIMIT_CPU': (cpu_s, cpu_s + 1),  # SIGXCPU, then SIGKILL
     'RLIMIT_AS': (limits['memory_bytes'],) * 2,
     'RLIMIT_FSIZE': (limits['file_bytes'],) * 2,
     'RLIMIT_NPROC': (processes, processes),
     'RLIMIT_NOFILE': (256, 256),
-    # No core is that small; at 0 a core_pattern that is a program, which the
-    # kernel starts outside of all namespaces, would be given cores.
+    # No core is that small. At 0 a program in core_pattern, which the kernel
+    # starts outside of all namespaces, would still receive cores.
     'RLIMIT_CORE': (1, 1),
     'RLIMIT_MSGQUEUE': (0, 0),
     'RLIMIT_MEMLOCK': (0, 0),
   }
-  for name, (soft, hard) in wanted.items():
+  for name, (soft, hard) in pairs.items():
     kind = getattr(resource, name, None)
     if kind is None or soft == resource.RLIM_INFINITY:
       continue
@@ -214,12 +210,12 @@ def set_limits(limits: dict, processes: int) -> None:
 
 
 def become_nobody(uid: int | None, filter_: bytes | None) -> None:
-  """Drops identity and privileges; nothing undoes it.
+  """Drops identity and privileges for good.
 
   Args:
-    uid: real, effective and saved uid and gid; None keeps them (not root, or
-      the only uid that the user namespace maps).
-    filter_: system-call filter; None where the kernel or the machine has none.
+    uid: uid and gid to become; None keeps them (not root, or the only uid that
+      the user namespace maps).
+    filter_: system-call filter; None where there is none.
   """
   if uid is not None:
     os.setgroups([])
@@ -237,11 +233,7 @@ def become_nobody(uid: int | None, filter_: bytes | None) -> None:
 
 
 def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
-  """Assembles the filter and tries it in a child.
-
-  Returns:
-    The filter and 'on', or None and the reason why there is none.
-  """
+  """Returns the filter, tried in a child, and 'on'; or None and the reason."""
   try:
     filter_ = seccomp.assemble(families, os.uname().machine)
   except ValueError as error:
@@ -254,7 +246,7 @@ def working_filter(families: tuple[int, ...]) -> tuple[bytes | None, str]:
 
 
 def can_join(groups: list[int]) -> bool:
-  """Tries in a child whether the entrances of the cgroups let it in."""
+  """Tries in a child to join the cgroups with these open `cgroup.procs`."""
   return _succeeds(lambda: join(groups))
 
 
@@ -264,10 +256,15 @@ def join(groups: list[int]) -> None:
 
 
 def process_limit(processes: int, others: int, uid: int | None) -> int:
-  """The RLIMIT_NPROC that leaves room for `processes`.
+  """Returns the RLIMIT_NPROC that leaves room for `processes`.
 
-  Kernels before 5.14 count all processes of the user, also outside a user
-  namespace, so an unprivileged uid that is shared starts above the limit.
+  Kernels before 5.14 count the user's processes outside the user namespace too,
+  so that a uid shared with the host can exceed the limit from the start.
+
+  Args:
+    processes: processes that the call may have.
+    others: processes of this user on the host.
+    uid: uid that only the call has; None if it keeps that of the host.
   """
   if uid is not None:
     return processes + 1  # init keeps another uid
@@ -297,15 +294,15 @@ def reap_until(pid: int) -> int:
       return status
 
 
-def outlive(pid: int, report: int, is_alone: bool) -> None:
-  """Waits for a child as its init, and reports how it ended.
+def outlive(pid: int, report: int, is_init: bool) -> None:
+  """Reaps orphans until a child ends, and reports its status.
 
-  Unless the kernel kills the rest when this process ends, the whole session is
-  killed, this process included.
+  Kills the whole session, this process included, unless this process
+  is the init of a pid namespace, which the kernel ends with it.
   """
   status = reap_until(pid)
   os.write(report, f'status {status}\n'.encode())
-  if not is_alone:
+  if not is_init:
     os.killpg(0, signal.SIGKILL)
 
 
@@ -314,8 +311,8 @@ def report_error(report: int, error: Exception) -> None:
 
 
 def take_descriptors(result: int, output: int, report: int) -> None:
-  """Makes the pipes the numbers that they must be, and closes all others."""
-  # Above the final numbers first: they may be among the descriptors.
+  """Gives the pipes their final numbers and closes all other descriptors."""
+  # First to numbers above the final ones, which may be in use.
   result, output, report = (
     os.dup2(descriptor, 100 + index)
     for index, descriptor in enumerate((result, output, report))

@@ -1,9 +1,8 @@
 """The process inside the sandbox that keeps the files of the boxes.
 
-It answers for files while the zygote runs programs, and is a process of its own
-because programs begin as copies of the zygote: what passes through here (other
-boxes' files, tests that are hidden from the program) is in no memory that one
-of them inherits. Standard library only.
+It is a process of its own because programs begin as copies of the zygote: they
+must not inherit memory with other boxes' files or tests that are hidden from
+them. Standard library only.
 
 Consumes: requests of the host on its socket, one at a time. The host asks
   nothing of a box while a program runs in it.
@@ -29,10 +28,11 @@ class Keeper:
   """All boxes of one zygote, by number."""
 
   def __init__(self, config: dict, overlay: str | None):
-    """Starts with none.
+    """Starts without boxes.
 
     Args:
-      overlay: options that overlayfs works with here; None where it does not.
+      config: configuration of the zygote.
+      overlay: options by which overlayfs works here; None where it does not.
     """
     self.top, self.images = config['boxes'], config['images']
     self.limits, self.owner = config['limits'], config['uid']
@@ -85,10 +85,10 @@ class Keeper:
       os.chown(path, self.owner, self.owner)
 
   def _copy_of(self, image: str) -> tuple[str, int]:
-    """The copy of the image that boxes lie upon, made at its first use.
+    """Returns the copy of an image, made at its first use, and its size.
 
-    A copy, because its files belong to the uid of the programs, and because
-    overlayfs must not see the layers below it change.
+    The image is copied because its files must belong to the uid of the programs
+    and because layers below an overlay must not change.
     """
     if image not in self._copies:
       if self.images is None:
@@ -98,7 +98,9 @@ class Keeper:
       names = beneath.parts(image)
       source = os.path.join(self.images, *names)
       if not names or not os.path.isdir(source):
-        raise beneath.RefusedError(f'image {image!r} is no folder of images')
+        raise beneath.RefusedError(
+          f'image {image!r} is no folder below the folder of images'
+        )
       target = os.path.join(self.top, f'image-{len(self._copies)}')
       try:
         num_bytes = trees.copy_image(source, target, self.owner)
@@ -115,13 +117,13 @@ class Keeper:
   def _forget(self, folder: str) -> None:
     if self.namespaces:
       if os.path.ismount(folder):
-        confine.unmount(folder)  # what is mounted in it included
+        confine.unmount(folder)
       os.rmdir(folder)
     else:
       shutil.rmtree(folder, ignore_errors=True)
 
   def answer(self, request: dict, blobs: list[bytes]) -> tuple[dict, bytes]:
-    """Does what is asked; returns the answer's header and its bytes."""
+    """Carries out a request; returns the answer's header and bytes."""
     box, operation = request['box'], request['do']
     if operation == 'open':
       self._open_changed(box, request, blobs)
@@ -158,7 +160,7 @@ class Keeper:
         try:
           trees.unpack(other, snapshot)
         except (OSError, beneath.RefusedError):
-          self.close(request['to'])  # nobody else knows of it
+          self.close(request['to'])  # the host does not know of it yet
           raise
       case unknown:
         raise AssertionError(unknown)
@@ -182,7 +184,7 @@ def _files(top: str, folder: str) -> list[str]:
   start = '/'.join(beneath.parts(folder))
   if start:
     with beneath.parent_of(top, f'{start}/x'):
-      pass  # a folder, with no link on the way
+      pass  # it is a folder, with no link on the way
   return sorted(
     path
     for path, status in beneath.walk(top, start)
@@ -191,7 +193,7 @@ def _files(top: str, folder: str) -> list[str]:
 
 
 def serve(keeper: Keeper, channel: socket.socket) -> None:
-  """Answers until the host closes its end."""
+  """Answers requests until the host closes its end."""
   ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
   while True:
     try:

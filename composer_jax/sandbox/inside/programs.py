@@ -1,4 +1,4 @@
-"""Becoming the program of a box: its mounts, its descriptors, its interpreter.
+"""Turns a fork of the zygote into the program of a box.
 
 Standard library only: runs inside the sandbox, in the processes that the zygote
 forks for one program.
@@ -23,11 +23,12 @@ _GIVEN = '/given'
 
 @dataclasses.dataclass(frozen=True)
 class RunFolders:
-  """Where one program runs.
+  """Folders of one run.
 
   Attributes:
-    scratch: a writable folder that ends with the run.
-    given: the folder of what the host gave; None for nothing.
+    work: folder of the workspace.
+    scratch: writable folder that ends with the run.
+    given: folder of the given files; None without any.
   """
 
   work: str
@@ -36,10 +37,10 @@ class RunFolders:
 
 
 def mount_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
-  """Arranges the mounts of this run's own namespace.
+  """Mounts the run's folders in its own namespace.
 
-  The folders of all boxes and images leave it: the program finds its workspace
-  and nothing else.
+  The folders of all boxes and images are unmounted, so that the program sees
+  its own workspace only.
   """
   limits = config['limits']
   uid = 0 if config['uid'] is None else config['uid']
@@ -66,7 +67,7 @@ def mount_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
 
 
 def make_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
-  """The same without namespaces: folders that the sweep removes."""
+  """Makes the run's folders without namespaces; `sweep` removes them."""
   scratch = os.path.join(config['scratch'], f'run-{os.getpid()}')
   os.makedirs(f'{scratch}/home')
   owner = config['uid']
@@ -91,7 +92,7 @@ def _lay(top: str, names: list[str], blobs: list[bytes]) -> None:
 
 
 def sweep(scratch: str) -> None:
-  """Removes the folders of a run without namespaces."""
+  """Removes the folders of runs without namespaces."""
   for name in os.listdir(scratch):
     if name.startswith(('run-', 'given-')):
       shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
@@ -99,12 +100,13 @@ def sweep(scratch: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BoxProgram:
-  """What a forked process becomes.
+  """The program that a forked process becomes.
 
   Attributes:
-    argv: the program, or what follows `python -I` with `warm`.
-    warm: whether this very interpreter goes on as the program.
-    python: the interpreter of the sandbox.
+    argv: program and arguments; with `warm` the arguments after `python -I`.
+    warm: true if the running interpreter itself becomes the program.
+    environment: all variables of the program.
+    python: path of the sandbox's interpreter.
   """
 
   argv: list[str]
@@ -114,10 +116,10 @@ class BoxProgram:
 
 
 def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
-  """Puts the places into what was asked for."""
+  """Makes a program of a request, with the paths of its folders."""
 
   def here(text: str) -> str:
-    # Without namespaces there is no /given: the name stands for the folder.
+    # Without namespaces there is no /given.
     if place.given and place.given != _GIVEN:
       return text.replace(_GIVEN, place.given)
     return text
@@ -130,13 +132,13 @@ def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
   argv = [here(text) for text in request['argv']]
   warm = request['warm'] and config['warm'] and _is_plain(argv)
   if request['warm'] and not warm:
-    # As -I, with the hash seed of the environment kept.
+    # Like -I, but with the hash seed of the environment.
     argv = [config['python'], '-s', '-P', *argv]
   return BoxProgram(argv, warm, environment, config['python'])
 
 
 def _is_plain(argv: list[str]) -> bool:
-  """Whether a running interpreter can go on so: a module, code or a script."""
+  """Returns true for a module, code or a script, which `_go_on` can run."""
   if not argv:
     return False
   return not argv[0].startswith('-') or (
@@ -145,7 +147,7 @@ def _is_plain(argv: list[str]) -> bool:
 
 
 def take_stdin(data: bytes) -> None:
-  """Makes descriptor 0 a nameless file with these bytes."""
+  """Makes descriptor 0 an anonymous file with these bytes."""
   descriptor = os.memfd_create('stdin')
   with open(descriptor, 'wb', closefd=False) as file:
     file.write(data)
@@ -155,7 +157,7 @@ def take_stdin(data: bytes) -> None:
 
 
 def enter(program: BoxProgram, place: RunFolders, folder: str) -> None:
-  """The last steps before the program, done as the user it runs as."""
+  """Sets environment, signals and folder, as the user of the program."""
   os.environ.clear()
   os.environ.update(program.environment)
   signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -168,10 +170,10 @@ def enter(program: BoxProgram, place: RunFolders, folder: str) -> None:
 
 
 def become(program: BoxProgram) -> None:
-  """Never returns; what fails now is the program's failure."""
+  """Becomes the program; never returns. Errors are now the program's."""
   if program.warm:
     _go_on(program)
-  # The interpreter ignores SIGPIPE, and programs would inherit that.
+  # The interpreter ignores SIGPIPE, which programs would inherit.
   signal.signal(signal.SIGPIPE, signal.SIG_DFL)
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   try:
@@ -182,29 +184,29 @@ def become(program: BoxProgram) -> None:
 
 
 def _go_on(program: BoxProgram) -> None:
-  """Goes on as `python -I ARGV` would, in this interpreter."""
+  """Runs as `python -I ARGV` would, in this interpreter."""
   main = types.ModuleType('__main__')
   vars(main)['__builtins__'] = __builtins__
   sys.modules['__main__'] = main
-  kind, *rest = program.argv
+  kind, *arguments = program.argv
   sys.orig_argv[:] = [program.python, '-I', *program.argv]
   code = 1
   try:
     if kind == '-m':
-      sys.argv[:] = ['-m', *rest[1:]]
-      runpy.run_module(rest[0], run_name='__main__', alter_sys=True)
+      sys.argv[:] = ['-m', *arguments[1:]]
+      runpy.run_module(arguments[0], run_name='__main__', alter_sys=True)
     elif kind == '-c':
-      sys.argv[:] = ['-c', *rest[1:]]
-      exec(compile(rest[0], '<string>', 'exec'), main.__dict__)
+      sys.argv[:] = ['-c', *arguments[1:]]
+      exec(compile(arguments[0], '<string>', 'exec'), main.__dict__)
     else:
       sys.argv[:] = program.argv
       runpy.run_path(kind, run_name='__main__')
     code = 0
   except SystemExit as error:
     code = _exit_code(error)
-  # As the interpreter does with what nobody caught.
+  # As the interpreter does with an uncaught exception.
   except BaseException as error:  # noqa: BLE001
-    # Without this frame, which is none of the program's.
+    # Without this frame, which is not the program's.
     trace = error.__traceback__ and error.__traceback__.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
   finally:
@@ -221,9 +223,9 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _finish(code: int) -> None:
-  """Ends as an interpreter does, but for freeing every object one by one."""
+  """Ends as an interpreter does, but without freeing every object."""
   try:
-    # Joins threads, once pools of them were told to end: no public name.
+    # Ends thread pools and joins threads; it has no public name.
     vars(threading)['_shutdown']()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -234,7 +236,7 @@ def _finish(code: int) -> None:
 
 
 def set_limits(config: dict, processes: int) -> None:
-  """Limits of the box; address space only where no cgroup counts memory."""
+  """Sets limits; that of address space only where no cgroup counts memory."""
   limits = dict(config['limits'])
   if config['counts_memory']:
     limits['memory_bytes'] = resource.RLIM_INFINITY

@@ -1,7 +1,7 @@
-"""Calls the untrusted function and writes down what it returned.
+"""Calls the untrusted function and writes its results as JSON.
 
-Runs in the untrusted process, which may forge every byte of the result. It
-gains nothing: it never sees an expected value. Standard library only.
+Runs in the untrusted process, which may forge every byte of the result, but
+never sees an expected value. Standard library only.
 """
 
 import importlib
@@ -17,7 +17,7 @@ _MAX_INTEGER_BITS = 4096
 
 
 def run(request: dict, workspace: str, result_fd: int) -> None:
-  """Imports, calls, reports; never returns."""
+  """Imports the function, calls it and writes the results; never returns."""
   code = 1
   try:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -41,7 +41,7 @@ def run(request: dict, workspace: str, result_fd: int) -> None:
 
 def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
   for name in request['files']:
-    # A file of the workspace wins over a library module loaded already.
+    # A file of the workspace takes precedence over a module already loaded.
     top = name.split('/')[0].removesuffix('.py')
     sys.modules.pop(top, None)
   sys.path.insert(0, workspace)
@@ -51,8 +51,8 @@ def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
     return getattr(module, request['function']), None
   except SystemExit:
     raise
-  # Whatever untrusted code raises is its result, KeyboardInterrupt and classes
-  # of its own included; no error of ours can arise here.
+  # Every exception here is raised by untrusted code and is its result, even a
+  # KeyboardInterrupt or a class of its own.
   except BaseException as error:  # noqa: BLE001
     return None, ['raised', describe(error)]
 
@@ -60,7 +60,7 @@ def _load(request: dict, workspace: str) -> tuple[Any, list | None]:
 def _outcome(function, arguments: list) -> list:
   try:
     return ['ok', plain(function(*arguments))]
-  # A SystemExit of the function too: the next arguments have their turn.
+  # A SystemExit of the function too: the next arguments are called as well.
   except BaseException as error:  # noqa: BLE001
     return ['raised', describe(error)]
 
@@ -75,7 +75,7 @@ def describe(error: BaseException) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-  """Returns the value if it is JSON exactly: subclasses and tuples are not."""
+  """Returns the value if JSON represents it exactly; subclasses are refused."""
   kind = type(value)
   if depth > _MAX_DEPTH:
     raise ValueError(f'result is nested deeper than {_MAX_DEPTH}')

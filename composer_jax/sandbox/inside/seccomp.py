@@ -1,13 +1,13 @@
-"""A system-call filter, assembled by hand for want of a library.
+"""A system-call filter, assembled as BPF instructions.
 
-Standard library only: the zygote imports this file inside the sandbox, where
-the package does not exist. Namespaces do not cover everything: AF_VSOCK and
-AF_NETLINK sockets, new user namespaces, keyrings and userfaultfd stay open in
-them, and io_uring opens sockets without the socket call.
+Needed because namespaces leave some interfaces open: AF_VSOCK and AF_NETLINK
+sockets, new user namespaces, keyrings, userfaultfd, and io_uring, which opens
+sockets without the socket call. The filter is an allow-list: calls that it does
+not name fail as on a kernel without them (ENOSYS), well-known dangerous ones
+with EPERM. Five allowed calls are judged by an argument.
 
-The filter is a list of what is allowed: calls that it does not name fail as on
-a kernel without them (ENOSYS), known doors with EPERM. Of five allowed calls it
-looks at an argument.
+Standard library only: imported inside the sandbox. Why no library builds the
+filter is in docs/decisions/system_calls.md.
 """
 
 import ctypes
@@ -21,16 +21,15 @@ AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 
 _ARCHITECTURES = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}
 
-# Numbers of the calls of which an argument is looked at, as in `syscalls`.
+# Numbers of the calls that are judged by an argument, as in `syscalls`.
 EXAMINED = {
     'clone': (56, 220), 'clone3': (435, 435), 'socket': (41, 198),
     'socketpair': (53, 199), 'ioctl': (16, 29), 'personality': (135, 92),
 }  # fmt: skip
-# Typing into a terminal, pasting on a console: no terminal is in there, and
-# neither would one that leaks in obey.
+# Typing into a terminal and pasting on a console, should a terminal leak in.
 _TERMINAL_REQUESTS = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-# Asking, Linux, and without random addresses as debuggers of memory want it;
-# others bring back what programs of forty years ago could do.
+# The question for the personality, plain Linux, and Linux without random
+# addresses, which memory debuggers use; others bring back obsolete behaviour.
 _PERSONALITIES = (0xFFFFFFFF, 0, 0x0040000)
 # All CLONE_NEW* but CLONE_NEWTIME, whose bit belongs to the exit signal in
 # clone() and exists only in unshare() and clone3().
@@ -52,12 +51,12 @@ def assemble(families: tuple[int, ...], machine: str) -> bytes:
   """Builds the filter as an array of BPF instructions.
 
   Args:
-    families: socket families that may be created; every other one gives
-      EAFNOSUPPORT, as on a kernel that lacks it. Pairs are AF_UNIX only.
-    machine: `os.uname().machine`.
+    families: socket families that are allowed; others give EAFNOSUPPORT, as
+      on a kernel without them. Socket pairs are AF_UNIX only.
+    machine: name of the processor architecture, as in `os.uname()`.
 
   Raises:
-    ValueError: for a machine whose system calls are not in the table.
+    ValueError: the table has no system calls of the machine.
   """
   if machine not in _ARCHITECTURES:
     raise ValueError(
@@ -70,7 +69,7 @@ def assemble(families: tuple[int, ...], machine: str) -> bytes:
       (_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
       (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER),
   ]  # fmt: skip
-  if machine == 'x86_64':  # the same calls once more, under other numbers
+  if machine == 'x86_64':  # x32: the same calls under other numbers
     code += [(_AT_LEAST, 0, 1, _X32_BIT), _fail(errno.ENOSYS)]
   # clone3 hides its flags behind a pointer; libc falls back to clone.
   code += [(_EQUAL, 0, 1, examined['clone3']), _fail(errno.ENOSYS)]
@@ -102,7 +101,7 @@ def assemble(families: tuple[int, ...], machine: str) -> bytes:
 
 
 def _ranges(column: int) -> list[tuple[int, int]]:
-  """First and last of the runs of allowed numbers."""
+  """Returns the first and last number of each run of allowed calls."""
   columns = [pair[column] for pair in syscalls.ALLOWED.values()]
   numbers = sorted(value for value in columns if value is not None)
   ranges: list[tuple[int, int]] = []
@@ -119,7 +118,7 @@ def _fail(error: int) -> tuple[int, int, int, int]:
 
 
 def _only(call: int, values: tuple[int, ...], error: int) -> list[tuple]:
-  """Allows a call with these first arguments alone."""
+  """Allows a call with these first arguments only."""
   body = [(_LOAD, 0, 0, _ARGUMENT_0)]
   for value in values:
     body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
@@ -128,11 +127,7 @@ def _only(call: int, values: tuple[int, ...], error: int) -> list[tuple]:
 
 
 def install(filter_: bytes, libc: ctypes.CDLL) -> None:
-  """Binds the calling process and all it starts, for good.
-
-  Raises:
-    OSError: where the kernel refuses filters.
-  """
+  """Binds the calling process and its children for good; OSError if refused."""
   buffer = ctypes.create_string_buffer(filter_, len(filter_))
   program = _Program(len(filter_) // 8, ctypes.addressof(buffer))
   if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(

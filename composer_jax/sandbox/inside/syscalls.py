@@ -1,13 +1,13 @@
-"""Numbers of system calls: those that programs need, those that are refused.
+"""Numbers of system calls that the filter allows, and that it denies.
 
 Standard library only: imported inside the sandbox. From the kernel's headers
 (asm/unistd_64.h and asm-generic/unistd.h), Linux 6.1.
 """
 
-# Read by `_table`: name, number of x86-64 / number of aarch64. What Python,
-# pytest, shells, coreutils and git call, and what their libraries may. Left out
-# with a purpose: sync, which makes the host write all it holds; memory policy
-# and asynchronous I/O, for which libraries have other ways.
+# Each entry: name, number on x86-64 / number on aarch64. Calls of Python,
+# pytest, shells, coreutils, git and their libraries. Left out on purpose: sync,
+# which makes the host write all its caches; memory policy and asynchronous I/O,
+# for which libraries have substitutes.
 _ALLOWED = """
 read 0/63, write 1/64, open 2/-, close 3/57, stat 4/-, fstat 5/80, lstat 6/-,
 poll 7/-, lseek 8/62, mmap 9/222, mprotect 10/226, munmap 11/215, brk 12/214,
@@ -79,8 +79,8 @@ close_range 436/436, openat2 437/437, faccessat2 439/439,
 epoll_pwait2 441/441, futex_waitv 449/449, fchmodat2 452/452
 """
 
-# Doors of the kernel that programs ask about: refused by EPERM, where calls
-# that are in no list look like those of a kernel that lacks them.
+# Dangerous calls that programs probe for: refused with EPERM, whereas calls in
+# neither list fail as on a kernel without them.
 _DENIED = """
 acct 163/89, add_key 248/217, adjtimex 159/171, bpf 321/280, chroot 161/51,
 clock_adjtime 305/266, clock_settime 227/112, delete_module 176/106,

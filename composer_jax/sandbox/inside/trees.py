@@ -1,7 +1,7 @@
-"""What a workspace differs from its image by, taken, told and put back.
+"""Differences between a workspace and its image: found, packed and applied.
 
 Standard library only: runs inside the sandbox, on trees that untrusted code
-arranged and that nothing changes meanwhile.
+filled and that nothing changes meanwhile.
 """
 
 import contextlib
@@ -24,13 +24,14 @@ class Tree:
   """A workspace.
 
   Attributes:
-    top: the folder that programs see.
-    lower: the image below it; None for an empty one.
-    upper: what overlayfs keeps of the difference; None where `top` is a copy.
-    opaque: the attribute by which overlayfs marks a folder that hides the one
-      of the image; programs can set all others.
+    top: folder that programs see.
+    lower: folder of the image; None for an empty image.
+    upper: folder where overlayfs keeps the difference; None where `top` is a
+      copy of the image.
     owner: uid and gid of its files; None for those of this process.
-    most_bytes: what it can hold.
+    most_bytes: bytes that it can hold.
+    opaque: attribute by which overlayfs marks a folder that hides the one of
+      the image; programs cannot set it.
   """
 
   top: str
@@ -43,20 +44,22 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """Removed paths of the image, topmost ones, and what is there anew."""
+  """Difference of a workspace to its image.
+
+  Attributes:
+    removed: topmost paths of the image that are gone.
+    present: path -> status of what is new or may have changed.
+  """
 
   removed: list[str]
   present: dict[str, os.stat_result]
 
 
 def copy_image(source: str, target: str, owner: int | None) -> int:
-  """Copies a folder of regular files, folders and links.
-
-  Returns:
-    The bytes that it takes, in whole pages.
+  """Copies a folder; returns its size in bytes, in whole pages.
 
   Raises:
-    RefusedError: for anything else in it.
+    RefusedError: it has something else than regular files, folders and links.
   """
   os.mkdir(target, 0o755)
   if owner is not None:
@@ -92,7 +95,7 @@ def difference(tree: Tree) -> Difference:
 
 def _of_overlay(upper: str, lower: str, opaque: str) -> Difference:
   removed, present = [], {}
-  hidden: list[str] = []  # folders whose part of the image is out of sight
+  hidden: list[str] = []  # folders that hide the image's part below them
   for path, status in beneath.walk(upper):
     below = None
     if not any(path.startswith(f'{folder}/') for folder in hidden):
@@ -135,8 +138,8 @@ def _of_copy(tree: Tree) -> Difference:
   removed, present = [], {}
   gone: set[str] = set()
   for path, status in before.items():
-    now = after.get(path)
-    if now and stat.S_IFMT(now.st_mode) == stat.S_IFMT(status.st_mode):
+    current = after.get(path)
+    if current and stat.S_IFMT(current.st_mode) == stat.S_IFMT(status.st_mode):
       continue
     gone.add(path)
     if os.path.dirname(path) not in gone:
@@ -148,7 +151,7 @@ def _of_copy(tree: Tree) -> Difference:
 
 
 def _differs(tree: Tree, path: str, status: os.stat_result) -> bool:
-  """Whether what is there has another content or mode than in the image."""
+  """Returns true if the content or mode differs from the image's."""
   below = _status(tree.lower, path)
   if not below or stat.S_IFMT(below.st_mode) != stat.S_IFMT(status.st_mode):
     return True
@@ -163,74 +166,74 @@ def _differs(tree: Tree, path: str, status: os.stat_result) -> bool:
     return kind != 'folder'
   if below.st_size != status.st_size:
     return True
-  # By content, each time: filecmp remembers by times, which programs can set.
-  with open(here, 'rb') as one, open(there, 'rb') as other:
-    while piece := one.read(1 << 16):
-      if piece != other.read(1 << 16):
+  # Not filecmp, which trusts times, and programs can set those.
+  with open(here, 'rb') as file, open(there, 'rb') as original:
+    while piece := file.read(1 << 16):
+      if piece != original.read(1 << 16):
         return True
   return False
 
 
 def changes(tree: Tree) -> dict[str, str]:
-  """path -> 'added', 'changed', 'removed' or 'special'."""
-  found = difference(tree)
-  told = {}
-  for path in found.removed:
+  """Returns path -> 'added', 'changed', 'removed' or 'special'."""
+  diff = difference(tree)
+  kinds = {}
+  for path in diff.removed:
     assert tree.lower
-    whole = os.lstat(os.path.join(tree.lower, path))
-    gone = [(path, whole)]
-    if stat.S_ISDIR(whole.st_mode):
+    top = os.lstat(os.path.join(tree.lower, path))
+    gone = [(path, top)]
+    if stat.S_ISDIR(top.st_mode):
       gone += beneath.walk(tree.lower, path)
     for inner, status in gone:
       if not stat.S_ISDIR(status.st_mode):
-        told[inner] = 'removed'
-  for path, status in found.present.items():
+        kinds[inner] = 'removed'
+  for path, status in diff.present.items():
     kind = beneath.kind_of(status.st_mode)
     if not beneath.is_text(path):
-      told[os.fsencode(path).decode('utf-8', 'backslashreplace')] = 'special'
+      kinds[os.fsencode(path).decode('utf-8', 'backslashreplace')] = 'special'
     elif kind == 'folder':
       if not beneath.is_short(path):
-        told[path] = 'special'
+        kinds[path] = 'special'
     elif not _differs(tree, path, status):
-      told.pop(path, None)
+      kinds.pop(path, None)
     elif kind != 'file':
-      told[path] = 'special'
+      kinds[path] = 'special'
     else:
       below = _status(tree.lower, path)
-      known = below and stat.S_ISREG(below.st_mode)
-      told[path] = 'changed' if known else 'added'
-  return dict(sorted(told.items()))
+      is_known = below and stat.S_ISREG(below.st_mode)
+      kinds[path] = 'changed' if is_known else 'added'
+  return dict(sorted(kinds.items()))
 
 
 def pack(tree: Tree) -> bytes:
-  """The difference as bytes.
+  """Returns the difference as bytes.
 
   Raises:
-    RefusedError: when sparse files would make it larger than the workspace.
+    RefusedError: sparse files would make it larger than the workspace.
   """
-  found = difference(tree)
+  diff = difference(tree)
   entries, blobs, total = [], [], 0
-  for path, status in found.present.items():
+  for path, status in diff.present.items():
     kind = beneath.kind_of(status.st_mode)
     extra: str | int = ''
     if kind == 'device':
-      continue  # sockets: nobody listens any more
+      continue  # a socket, whose listener is dead
     if kind == 'link':
       extra = os.readlink(os.path.join(tree.top, path))
     elif kind == 'file':
-      left = tree.most_bytes - total
-      blobs.append(beneath.read(tree.top, path, left, one_name=False))
+      most_bytes = tree.most_bytes - total
+      blobs.append(beneath.read(tree.top, path, most_bytes, one_name=False))
       extra = len(blobs[-1])
       total += extra
     mode = stat.S_IMODE(status.st_mode)
     entries.append([path, kind, mode, status.st_mtime_ns, extra])
-  text = json.dumps({'removed': found.removed, 'entries': entries}).encode()
+  text = json.dumps({'removed': diff.removed, 'entries': entries}).encode()
   return b''.join([_MAGIC, struct.pack('!Q', len(text)), text, *blobs])
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """What `pack` wrote, with every type and size checked."""
+  """A difference that `pack` wrote, with every type and size checked."""
 
   removed: list[str]
   entries: list[list]
@@ -238,11 +241,7 @@ class Snapshot:
 
 
 def parse(data: bytes) -> Snapshot:
-  """Reads what `pack` wrote; it may have been anywhere since.
-
-  Raises:
-    RefusedError: for anything else.
-  """
+  """Reads bytes that may come from `pack`; RefusedError for all others."""
   start = len(_MAGIC) + 8
   if data[: len(_MAGIC)] != _MAGIC or len(data) < start:
     raise beneath.RefusedError('these bytes are no snapshot of a box')
@@ -261,7 +260,7 @@ def parse(data: bytes) -> Snapshot:
 
 
 def _length(path, kind, mode, time_ns, extra) -> int:
-  """Bytes that an entry has in the content; a ValueError for a wrong one."""
+  """Returns an entry's size in the content; ValueError for a malformed one."""
   length = extra if kind == 'file' else 0
   if not (
     type(path) is str
@@ -274,15 +273,15 @@ def _length(path, kind, mode, time_ns, extra) -> int:
     and length >= 0
     and (kind == 'file' or type(extra) is str)
   ):
-    raise ValueError(f'entry {str(path)[:80]!r} is not as they are written')
+    raise ValueError(f'entry {str(path)[:80]!r} is malformed')
   return length
 
 
 def unpack(tree: Tree, snapshot: Snapshot) -> None:
-  """Applies a difference to a workspace that is its image.
+  """Applies a difference to a workspace that equals its image.
 
   Raises:
-    RefusedError: for what does not fit the image or the workspace.
+    RefusedError: the difference does not fit the image or the workspace.
   """
   for path in snapshot.removed:
     _remove(tree, path)
@@ -293,7 +292,7 @@ def unpack(tree: Tree, snapshot: Snapshot) -> None:
       blob = snapshot.content[position : position + extra]
       position += extra
     _make(tree, path, kind, mode, extra, blob)
-  # Last, and inner ones first: each making changes the time of its folder.
+  # Last, and inner entries first: making an entry changes its folder's time.
   for path, kind, mode, time_ns, _ in reversed(snapshot.entries):
     with beneath.parent_of(tree.top, path) as (folder, name):
       if kind == 'folder':
@@ -303,7 +302,7 @@ def unpack(tree: Tree, snapshot: Snapshot) -> None:
 
 
 def _set_mode(parent: int, name: str, mode: int) -> None:
-  """Of a folder; a link of that name leads nowhere."""
+  """Sets the mode of a folder; a link of that name is not followed."""
   descriptor = os.open(name, beneath.FOLDER, dir_fd=parent)
   try:
     os.fchmod(descriptor, mode & 0o1777)
@@ -334,5 +333,5 @@ def _make(tree, path, kind, mode, extra, blob) -> None:
       os.symlink(extra, name, dir_fd=folder)
     elif kind == 'pipe':
       os.mkfifo(name, dir_fd=folder)
-      os.chmod(name, mode & 0o777, dir_fd=folder)  # whatever the umask
+      os.chmod(name, mode & 0o777, dir_fd=folder)  # mkfifo obeys the umask
     beneath.give(tree.owner, name, folder)

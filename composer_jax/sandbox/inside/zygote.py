@@ -1,14 +1,14 @@
 """The process inside the sandbox that forks once per call.
 
-Standard library only, run by path with the site machinery off: the package
-does not exist where this runs. It never reads a request: the child of the call
-does, so nothing of one call is in the memory that the next one inherits.
+Standard library only, run by path with the site machinery off: the package is
+not installed where this runs. It never reads a request: the child of the call
+does, so that the next call inherits no memory of this one.
 
 Consumes: requests on the control socket, one at a time; the frame carries the
   write ends of the pipes for the result and the output.
 Waits for: the control socket, the death of the host process.
 Woken by: a request; end of file or the host's death, upon which it exits and
-  takes its namespaces along; during a call by the wall limit.
+  its namespaces end; during a call also by the wall limit.
 Produces: one JSON line per call on the control socket.
 """
 
@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable
 
 if __name__ == '__main__':
-  # In the sandbox the package is these few files, bound to a place of its own.
+  # In the sandbox these few files are all of the package.
   sys.path.insert(0, os.path.abspath(f'{__file__}/../../../..'))
 
 from composer_jax.sandbox.inside import confine, runner, seccomp, wire
 
-# What boxes need is not imported for calls: every call copies the memory.
+# Calls do not import the part of boxes: every call copies the memory.
 _boxes = None
 _config = json.loads(sys.argv[1]) if __name__ == '__main__' else {}
 if _config.get('boxes'):
@@ -38,15 +38,15 @@ if _config.get('boxes'):
 if __name__ == '__main__':
   del sys.path[0]
   for _name in [x for x in sys.modules if x.split('.')[0] == 'composer_jax']:
-    del sys.modules[_name]  # not for the code that will run here
+    del sys.modules[_name]  # untrusted code must not import them
 
 
 class HostGoneError(Exception):
-  """Nobody is left to answer to."""
+  """The host process has ended."""
 
 
 class Zygote:
-  """State that all calls share: limits, filter and descriptors."""
+  """State shared by all calls: limits, filter and descriptors."""
 
   def __init__(self, config: dict):
     self.config = config
@@ -82,7 +82,7 @@ class Zygote:
     """Answers requests until the host closes its end or dies.
 
     Returns:
-      In the process that a program of a box begins in, how to become it.
+      In the process of a box's program, the function that becomes it.
     """
     self._say(self.about)
     poller = select.poll()
@@ -118,7 +118,7 @@ class Zygote:
       report, timed_out = self._watch(pid, read_end)
     finally:
       os.close(read_end)
-      _kill(pid)
+      os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is its own
       os.waitpid(pid, 0)
       if not self.namespaces:
         _sweep(self.config['scratch'], self.keeper)
@@ -140,12 +140,12 @@ class Zygote:
     report, started = b'', False
     deadline = time.monotonic() + self.config['setup_s']
     while True:
-      left = deadline - time.monotonic()
-      events = dict(poller.poll(max(0, left) * 1000)) if left > 0 else {}
+      wait_s = deadline - time.monotonic()
+      events = dict(poller.poll(wait_s * 1000)) if wait_s > 0 else {}
       if not events:
         return report, True
       if self.host in events or self.control.fileno() in events:
-        raise HostGoneError  # it sends nothing during a call
+        raise HostGoneError  # a living host sends nothing during a call
       if read_end in events:
         piece = os.read(read_end, 4096)
         if not piece:
@@ -153,26 +153,21 @@ class Zygote:
         report += piece
         if not started and b'\n' in report and report.startswith(b'started'):
           started = True
-          # A program of a box may come with a limit of its own.
-          own = report.split(b'\n')[0].removeprefix(b'started')
-          wall_s = float(own or self.limits['wall_s'])
+          # A program of a box states its own limit.
+          stated = report.split(b'\n')[0].removeprefix(b'started')
+          wall_s = float(stated or self.limits['wall_s'])
           deadline = time.monotonic() + wall_s
-          # Only now: before, the init reads the request from this socket.
+          # Not earlier, because init reads the request from this socket.
           poller.register(self.control, select.POLLIN)
 
 
-def _kill(pid: int) -> None:
-  # Not reaped yet, so the number is still its own.
-  os.kill(pid, signal.SIGKILL)
-
-
 def _sweep(scratch: str, keeper_pid: int | None) -> None:
-  """Kills what a call without a pid namespace left behind, and its files."""
-  import shutil  # not before: only this level has files to remove
+  """Removes processes and files of a call without a pid namespace."""
+  import shutil  # only this level has files to remove
 
   while survivors := [x for x in _children() if x != keeper_pid]:
     for pid in survivors:
-      _kill(pid)
+      os.kill(pid, signal.SIGKILL)
       os.waitpid(pid, 0)
   if keeper_pid:
     _boxes.sweep(scratch)  # pyrefly: ignore
@@ -182,27 +177,16 @@ def _sweep(scratch: str, keeper_pid: int | None) -> None:
 
 
 def _children() -> list[int]:
-  """Own children, orphans of calls included; none known without /proc."""
-  own = os.getpid()
+  """Returns own children and adopted orphans; none where /proc lacks them."""
   try:
-    with open(f'/proc/self/task/{own}/children') as file:
+    with open(f'/proc/self/task/{os.getpid()}/children') as file:
       return [int(pid) for pid in file.read().split()]
   except FileNotFoundError:
-    pass  # a kernel without that file, or no /proc at all
-  names = os.listdir('/proc') if os.path.isdir('/proc') else []
-  return [int(x) for x in names if x.isdigit() and _parent(x) == own]
-
-
-def _parent(pid: str) -> int | None:
-  try:
-    with open(f'/proc/{pid}/stat') as file:
-      return int(file.read().rpartition(')')[2].split()[1])
-  except (FileNotFoundError, ProcessLookupError):
-    return None
+    return []
 
 
 def _init(zygote: Zygote, report: int) -> None:
-  """Prepares the call, runs it in a child and outlives it; never returns."""
+  """Prepares a call, runs it in a child and outlives it; never returns."""
   code = 1
   try:
     confine.join(zygote.groups)
@@ -246,7 +230,7 @@ def _make_workspace(zygote: Zygote, files: dict[str, str]) -> str:
 
 
 def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
-  """Becomes the untrusted process; never returns."""
+  """Confines this process and runs the call in it; never returns."""
   try:
     confine.take_descriptors(*descriptors)
     confine.set_limits(zygote.limits, zygote.processes)
@@ -260,7 +244,7 @@ def _run(zygote: Zygote, request: dict, workspace: str, descriptors) -> None:
 
 
 def main() -> Callable[[], None] | None:
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's matter
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C
   zygote = Zygote(_config)
   gc.collect()
   gc.freeze()  # children would copy every page that a collection touches

@@ -1,4 +1,4 @@
-"""The host's side of boxes: which zygote keeps one, and one program in it."""
+"""The host's side of boxes: zygotes that keep them, and programs in them."""
 
 import contextlib
 import itertools
@@ -13,15 +13,14 @@ from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import wire
 from composer_jax.sandbox.local import cgroups, process
 
-# Of the keeper, which copies files and waits for nobody.
+# Wait for an answer of the keeper, which only copies files.
 _ANSWER_S = 60.0 * process.PATIENCE
 
 
 class BoxZygote:
-  """A zygote of boxes, the process that keeps their files, and their locks.
+  """A zygote of boxes and the process that keeps their files.
 
-  A zygote that died took its boxes along: they say so, and the pool starts
-  another one for the next box.
+  When it dies its boxes are lost; the pool starts another for the next box.
   """
 
   def __init__(self, level, limits, scheduling, options: dict[str, Any]):
@@ -29,7 +28,7 @@ class BoxZygote:
     try:
       self.process = process.Process(level, limits, scheduling, options)
     except process.ZygoteError:
-      # Containers hide parts of /proc and then allow no other one.
+      # Containers that hide parts of /proc allow no other one to be mounted.
       options = {**options, 'proc': False}
       self.process = process.Process(level, limits, scheduling, options)
     self.about = self.process.about
@@ -41,11 +40,11 @@ class BoxZygote:
   def ask(
     self, request: dict, blobs: tuple[bytes, ...] = ()
   ) -> tuple[dict, bytes]:
-    """One question to the keeper.
+    """Sends one request to the keeper and returns its answer.
 
     Raises:
-      FileRefused: what was asked for may not be done.
-      SandboxLost: there is no keeper any more.
+      FileRefused: the request is not allowed.
+      SandboxLost: the keeper is gone.
     """
     if (size := sum(map(len, blobs))) > wire.MAX_FRAME:
       raise base.FileRefused(
@@ -75,7 +74,7 @@ class BoxZygote:
       self.close()
 
   def _group_of(self, box: int) -> cgroups.ControlGroup | None:
-    """A cgroup for each box, for its files in memory count there as well."""
+    """Returns the box's cgroup, which counts its files in memory as well."""
     if self.about['cgroup'] == 'none':
       return None
     if box not in self._groups:
@@ -86,7 +85,7 @@ class BoxZygote:
       )
       if group.counts_memory < self.process.counts_memory:
         group.remove()
-        # Its programs would run without any limit of memory.
+        # Otherwise its programs would run without a limit of memory.
         raise OSError('no cgroup could be made for the box')
       self._groups[box] = group
     return self._groups[box]
@@ -99,8 +98,9 @@ class BoxZygote:
     """Runs one program.
 
     Raises:
-      ZygoteError, OSError: when it says nothing about the program.
-      ValueError: for a command that cannot be sent.
+      ZygoteError: the sandbox failed, which says nothing about the program.
+      OSError: the same.
+      ValueError: the command cannot be sent.
     """
     wall_s = min(command.wall_s or self.limits.wall_s, self.limits.wall_s)
     request = {
@@ -133,7 +133,7 @@ class BoxZygote:
 
 
 class LocalBox(base.Closing):
-  """A workspace in the keeping of one zygote; satisfies `base.Box`."""
+  """A box of one zygote; see `base.Box`."""
 
   def __init__(self, pool: 'BoxPool', seat: BoxZygote, number: int):
     self.level = seat.level
@@ -189,7 +189,6 @@ class LocalBox(base.Closing):
     self._ask('restore', snapshot)
 
   def fork(self) -> 'LocalBox':
-    """Another box that begins as this one is, in the same zygote."""
     number = self._pool.next_number()
     self._ask('fork', to=number)
     return self._pool.enter(self._seat, number)
@@ -210,7 +209,8 @@ class BoxPool:
   """Up to `size` zygotes of boxes, started when they are needed.
 
   Attributes:
-    about: of the sandbox; 'boxes' is added to it once one was opened.
+    level: level of isolation.
+    about: facts about the sandbox; 'boxes' is added when the first is opened.
   """
 
   def __init__(
@@ -226,8 +226,7 @@ class BoxPool:
     self.about = about
     self.level, self._limits = level, limits
     self._scheduling = scheduling
-    # What a zygote of boxes is told beyond that of calls: two folders, and
-    # whether to mount /proc.
+    # Configuration that zygotes of calls do not have.
     self._options = {
         'images': str(images.resolve()) if images else None,
         'packages': str(packages) if packages else None, 'proc': True,
@@ -258,14 +257,14 @@ class BoxPool:
       except base.SandboxLost:
         self.leave(seat)
         if is_last or not seat.is_lost:
-          raise  # else it died unseen: once more, with another
+          raise  # otherwise the zygote died unseen: try another one
       except ValueError:
         self.leave(seat)
         raise
     raise AssertionError
 
   def _least_taken(self) -> BoxZygote:
-    """A seat with one more box; SandboxLost where none can be started."""
+    """Returns the zygote with the fewest boxes and counts one more there."""
     with self._lock:
       if self._closed:
         raise ValueError('the sandbox is closed; open another one.')

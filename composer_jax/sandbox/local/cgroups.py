@@ -1,8 +1,8 @@
 """Memory and process limits of whole calls, where a cgroup can be made.
 
-Version 1 (one tree per controller), version 2 (one tree) and hybrids of both;
-on a machine that lets us make none, resource limits have to do. Only the calls
-join the group, not the zygote: the out-of-memory killer must not choose it.
+Knows version 1 (one tree per controller), version 2 (one tree) and hybrids;
+where none can be made, resource limits must do. Only calls join the group, not
+the zygote, so that the out-of-memory killer does not choose the zygote.
 """
 
 import logging
@@ -18,8 +18,8 @@ class ControlGroup:
 
   Attributes:
     version: 'v1', 'v2' or 'none'.
-    directories: one per controller tree.
-    counts_memory: whether one of them limits memory.
+    directories: directory of the group in each controller tree.
+    counts_memory: true if one of them limits memory.
   """
 
   def __init__(self, version: str, directories: list[pathlib.Path]):
@@ -28,11 +28,11 @@ class ControlGroup:
     self.counts_memory = False
 
   def entrances(self) -> list[str]:
-    """Files to which a process writes 0 to join."""
+    """Returns the files to which a process writes 0 to join."""
     return [str(path / 'cgroup.procs') for path in self.directories]
 
   def remove(self) -> None:
-    """Removes the group; its last process may need a moment to leave."""
+    """Removes the group, once its last process has left."""
     for path in self.directories:
       for attempt in range(50):
         try:
@@ -51,23 +51,23 @@ def make(name: str, memory_bytes: int, processes: int) -> ControlGroup:
   """Makes a group below the group of this process.
 
   Args:
-    name: distinguishes the groups of this process.
-    memory_bytes: of all processes and their files in memory.
-    processes: and threads.
+    name: name of the group, unique in this process.
+    memory_bytes: limit of all processes and their files in memory.
+    processes: limit of processes and threads.
   """
-  own = _own_groups()
+  groups = _own_groups()
   full_name = f'{_NAME}-{os.getpid()}-{name}'
   v1 = [
-      (own.get('memory'), {
+      (groups.get('memory'), {
           'memory.limit_in_bytes': memory_bytes,
           'memory.memsw.limit_in_bytes': memory_bytes,
       }),
-      (own.get('pids'), {'pids.max': processes + 1}),
+      (groups.get('pids'), {'pids.max': processes + 1}),
   ]  # fmt: skip
   if any(parent for parent, _ in v1):
     version, plan = 'v1', [(p, s) for p, s in v1 if p]
-  elif own.get(''):
-    version, plan = 'v2', [(own[''], {
+  elif groups.get(''):
+    version, plan = 'v2', [(groups[''], {
         'memory.max': memory_bytes, 'memory.swap.max': 0,
         'pids.max': processes + 1,
     })]  # fmt: skip
@@ -101,7 +101,7 @@ def _make_one(group, path: pathlib.Path, settings: dict[str, int]) -> None:
 
 
 def _own_groups() -> dict[str, pathlib.Path]:
-  """Controller -> directory of this process's group; '' is version 2."""
+  """Returns controller -> own group's directory; '' stands for version 2."""
   try:
     lines = pathlib.Path('/proc/self/cgroup').read_text().splitlines()
     mounts = pathlib.Path('/proc/self/mounts').read_text().splitlines()
@@ -126,11 +126,11 @@ def _own_groups() -> dict[str, pathlib.Path]:
 
 
 def _sweep(parent: pathlib.Path) -> None:
-  """Removes groups of host processes that were killed."""
+  """Removes the groups of host processes that were killed."""
   for path in parent.glob(f'{_NAME}-*'):
     pid = path.name.split('-')[2]
     if not pathlib.Path(f'/proc/{pid}').exists():
       try:
         path.rmdir()
       except OSError:
-        continue  # somebody else's sweep was faster, or its zygote still dies
+        continue  # another process removed it, or its zygote is still dying

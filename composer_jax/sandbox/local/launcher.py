@@ -1,15 +1,15 @@
 """Starts one zygote inside the namespaces of its level and waits for it.
 
-Run by path by the base interpreter, standard library only. It stays as the
-parent of what it starts: the kernel then kills the zygote when this process is
-killed, which a thread of the host that ends could not be trusted with.
+Run by path by the base interpreter, standard library only. It stays the parent
+of the zygote, which the kernel kills when this process dies. The host cannot be
+that parent, because the kernel goes by the end of the *thread* that forked.
 
-The file system that the code sees is built from nothing: the system's shared
-libraries, the interpreter with its packages masked, four devices, one empty
-directory for the workspace. No /proc, no /etc, no /tmp, no home; all of it
-read-only. Names inside are neutral, since a process can list its mounts. For
-boxes, where whole programs run, also /bin, /usr/bin, a small /etc, a virtual
-environment, and a /proc and a /tmp that are made for each run.
+The file system that the code sees is read-only and built from nothing: the
+system's shared libraries, the interpreter with its packages masked, four
+devices, an empty folder for the workspace; no /proc, /etc, /tmp or home. Names
+are neutral, since a process can list its mounts. For boxes, where whole
+programs run, also /bin, /usr/bin, a small /etc, a virtual environment, and a
+/proc and a /tmp of each run.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import struct
 import sys
 
 _PYTHON, _WORK = '/python', '/work'
-_BOOT = '/boot/composer_jax/sandbox/inside'  # these files and no others of it
+_BOOT = '/boot/composer_jax/sandbox/inside'  # has `_BOOT_FILES` only
 _LIBRARY_TREES = ('/usr/lib', '/usr/lib32', '/usr/lib64', '/lib', '/lib32',
                   '/lib64', '/nix/store')  # fmt: skip
 _DEVICE_LINKS = [
@@ -40,12 +40,12 @@ _BOOT_FILES = (
     'box_runs.py', 'keeper.py', 'programs.py', 'syscalls.py',
     'trees.py', 'wire.py',
 )  # fmt: skip
-# Beyond what calls see, for boxes alone: whole programs run there.
+# For boxes only, where whole programs run.
 _PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
                   '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
 _EMPTY = ('/etc', '/tmp', '/given', '/boxes', '/proc', '/venv')
-# -I with the hash seed kept: -I is -E -P -s, and an environment built here
-# from nothing needs no -E. Random hashes would make verdicts irreproducible.
+# -I without its -E, which would ignore the hash seed: random hashes would make
+# verdicts irreproducible. The environment is built here from nothing.
 _FLAGS = ('-s', '-P', '-S')
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
@@ -59,10 +59,10 @@ _CAP_SETGID, _CAP_SETUID, _CAP_SYS_ADMIN = 6, 7, 21
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(outcome: int, what: str) -> None:
+def _check(outcome: int, call: str) -> None:
   if outcome:
     code = ctypes.get_errno()
-    raise OSError(code, f'{what}: {os.strerror(code)}')
+    raise OSError(code, f'{call}: {os.strerror(code)}')
 
 
 def _mount(source, target, kind, flags, options=None):
@@ -71,7 +71,7 @@ def _mount(source, target, kind, flags, options=None):
 
 
 class RootPlan:
-  """What the code sees: directories, binds (source, target) and links."""
+  """The file system inside: folders, binds (source, target), links, devices."""
 
   def __init__(self, config: dict):
     here = os.path.abspath(f'{__file__}/../../inside')
@@ -83,14 +83,12 @@ class RootPlan:
     self.python = f'{_PYTHON}/bin/{name}'
     self.libraries = inner_lib
     self.binds = [(lib, inner_lib), (self.executable, self.python)]
-    # Copied, not bound: a list of mounts would name where they lie.
+    # Copied, not bound: the list of mounts would show the sources' paths.
     self.boot = [(f'{here}/{file}', f'{_BOOT}/{file}') for file in _BOOT_FILES]
     self.links = []
-    self.is_for_boxes = config['boxes']
     self.proc = config['boxes'] and config['proc']
     self.empty = [_WORK, *(_EMPTY if config['boxes'] else ())]
-    seen = _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ())
-    for path in seen:
+    for path in _LIBRARY_TREES + (_PROGRAM_TREES if config['boxes'] else ()):
       if os.path.islink(path):
         self.links.append((os.readlink(path), path))
       elif os.path.isdir(path):
@@ -106,14 +104,14 @@ class RootPlan:
       self.links += _DEVICE_LINKS
     devices = (*_DEVICES, '/dev/full') if config['boxes'] else _DEVICES
     self.devices = [path for path in devices if os.path.exists(path)]
-    # Installed packages could hold this very project, with its generators.
+    # Installed packages could include this project with its task generators.
     self.masks = sorted(
-      inner + found.removeprefix(outer)
+      inner + folder.removeprefix(outer)
       for outer, inner in self.binds
       if os.path.isdir(outer)
       for pattern in ('site-packages', 'dist-packages')
-      for found in glob.glob(f'{outer}/python*/{pattern}')
-      if not os.path.islink(found)
+      for folder in glob.glob(f'{outer}/python*/{pattern}')
+      if not os.path.islink(folder)
     )
 
   def environment(self) -> dict[str, str]:
@@ -124,14 +122,10 @@ class RootPlan:
     }  # fmt: skip
 
   def command(self, config: dict) -> list[str]:
-    script = f'{_BOOT}/zygote.py'
-    return [self.python, *_FLAGS, script, json.dumps(_inner(config))]
-
-
-def _inner(config: dict) -> dict:
-  """What the zygote is told; programs may read it as the command of pid 1."""
-  unsaid = ('bwrap', 'cores', 'priority')
-  return {name: x for name, x in config.items() if name not in unsaid}
+    # Programs can read this as the command of pid 1: no more than is needed.
+    omitted = ('bwrap', 'cores', 'priority')
+    inner = {name: x for name, x in config.items() if name not in omitted}
+    return [self.python, *_FLAGS, f'{_BOOT}/zygote.py', json.dumps(inner)]
 
 
 def _has(*capabilities: int) -> bool:
@@ -144,10 +138,10 @@ def _has(*capabilities: int) -> bool:
 
 
 def _maps(uid: int) -> bool:
-  """Whether this user namespace lets a process become this user and group.
+  """Returns true if this user namespace has such a user and group.
 
-  Root of a namespace that maps one user only, as `unshare -r` and some
-  containers without a daemon make, holds every capability and is nobody else.
+  Root of a namespace that maps one user only (`unshare -r`, some rootless
+  containers) has every capability but can become nobody else.
   """
   try:
     for name in ('uid_map', 'gid_map'):
@@ -162,13 +156,13 @@ def _maps(uid: int) -> bool:
 
 
 def _user_processes() -> int:
-  """Processes and threads of this user, which RLIMIT_NPROC may count."""
+  """Counts processes and threads of this user, as RLIMIT_NPROC may do."""
   count = 0
   for path in glob.glob('/proc/[0-9]*/task'):
     try:
       if os.stat(path).st_uid == os.getuid():
         count += len(os.listdir(path))
-    except OSError:  # it ended, or is not ours to look at
+    except OSError:  # it ended, or may not be inspected
       continue
   return count
 
@@ -189,7 +183,7 @@ def _enter(config: dict, privileged: bool) -> None:
 
 
 def _raise_loopback() -> None:
-  """Sets the flag UP of lo: some programs talk to themselves."""
+  """Brings the loopback interface up, over which some programs' parts talk."""
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
     request = struct.pack('16sH14x', b'lo', 0x1 | 0x40)  # IFF_UP, IFF_RUNNING
     fcntl.ioctl(probe, 0x8914, request)  # SIOCSIFFLAGS
@@ -197,7 +191,7 @@ def _raise_loopback() -> None:
 
 def _build_root(plan: RootPlan) -> None:
   _mount(None, '/', None, _MS_REC | _MS_PRIVATE)
-  # Hidden for this namespace only; nothing that is bound below lies in it.
+  # Covers /sys in this namespace only; no source of a bind is below it.
   root = '/sys'
   _mount('tmpfs', root, 'tmpfs', _MS_NOSUID | _MS_NODEV, 'mode=0755,size=1m')
   for directory in (*plan.empty, _BOOT, '/dev'):
@@ -236,7 +230,7 @@ def _make_read_only(path: str, recursive: bool = True) -> None:
     _MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes)
   ):
     return
-  # Before Linux 5.12. Flags that a user namespace inherits may not be dropped.
+  # Before Linux 5.12. A user namespace may not drop flags that it inherited.
   kept = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | 0x1C00
   kept &= os.statvfs(path).f_flag
   flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept
@@ -253,7 +247,7 @@ def _bwrap_command(plan: RootPlan, config: dict, privileged: bool) -> list[str]:
     command += ['--cap-add', 'ALL']
   for name, value in plan.environment().items():
     command += ['--setenv', name, value]
-  # Parents that bwrap makes by itself are closed to other uids.
+  # Parents that bwrap makes by itself cannot be entered by other uids.
   parents = {*plan.empty, '/dev', _BOOT}
   for _, path in [*plan.binds, *plan.boot, *plan.links]:
     while (path := os.path.dirname(path)) != '/':
@@ -279,10 +273,10 @@ def _bwrap_command(plan: RootPlan, config: dict, privileged: bool) -> list[str]:
 
 
 def _start(config: dict, plan: RootPlan, privileged: bool) -> None:
-  """Turns into the zygote, or into the program that starts it."""
+  """Becomes the zygote, or bwrap, which starts it."""
   if hasattr(libc, 'prctl'):
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Before Python 3.12 None hashes to its address: sets order themselves so.
+    # Before Python 3.12 None hashes to its address, which orders sets.
     libc.personality(_FIXED_ADDRESSES)
   if config['level'] == 'bwrap':
     command = _bwrap_command(plan, config, privileged)
@@ -300,7 +294,7 @@ def _start(config: dict, plan: RootPlan, privileged: bool) -> None:
 
 
 def _arrange_boxes(config: dict, plan: RootPlan) -> None:
-  """Replaces the host's paths by what the zygote finds them under."""
+  """Replaces the host's paths by those that the zygote sees."""
   inside = config['level'] != 'rlimits'
   top = '' if inside else config['scratch']
   config['boxes'], config['venv'] = f'{top}/boxes', f'{top}/venv'
@@ -317,7 +311,7 @@ def _arrange_boxes(config: dict, plan: RootPlan) -> None:
 
 
 def _reachable(path: str) -> bool:
-  """Whether every user may pass through all directories above `path`."""
+  """Returns true if every user may enter all folders above `path`."""
   while path != '/':
     path = os.path.dirname(path)
     if not os.stat(path).st_mode & 1:
@@ -329,7 +323,7 @@ def _place(cores: list[int] | None, priority: int) -> None:
   """Takes the pool's cores and priority instead of the starting thread's."""
   if cores is not None:
     os.sched_setaffinity(0, cores)
-  # Only root may raise a priority again: without, a lower one has to do.
+  # Only root may raise a priority again; others keep the thread's lower one.
   with contextlib.suppress(PermissionError):
     os.setpriority(os.PRIO_PROCESS, 0, priority)
 
@@ -346,7 +340,7 @@ def main() -> None:
   if config['level'] == 'rlimits':
     may_change_uid = (
       _has(_CAP_SETGID, _CAP_SETUID)
-      # Else imports would fail for any other user.
+      # Otherwise imports would fail as another user.
       and _reachable(os.__file__)
       and _reachable(config['packages'] or '/')
     )
@@ -364,7 +358,7 @@ def main() -> None:
       config['host_pidfd'] = os.pidfd_open(config['host_pid'])
       descriptors = [*descriptors, config['host_pidfd']]
     except OSError:
-      pass  # the end of the control socket will have to do
+      pass  # the end of the control socket must do
   if os.getppid() != config['host_pid']:
     return
   for descriptor in [*descriptors, config['control']]:
@@ -379,7 +373,7 @@ def main() -> None:
       print(error, file=sys.stderr)
     finally:
       os._exit(1)
-  # Else the host would not see the end of those who answer there.
+  # Otherwise the host would not see the sockets close when the zygote ends.
   for name in config.keys() & {'control', 'keeper'}:
     os.close(config[name])
   sys.exit(os.waitpid(pid, 0)[1] != 0)

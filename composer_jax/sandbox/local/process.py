@@ -1,4 +1,4 @@
-"""A zygote process as the host sees it: its start, its requests, its end."""
+"""A zygote process on the host's side: its start, its requests, its end."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from composer_jax.sandbox import base
 from composer_jax.sandbox.inside import wire
 from composer_jax.sandbox.local import cgroups
 
-# How many times slower than others a machine is, an emulated one for example.
+# Factor by which a machine, such as an emulated one, is slower than others.
 PATIENCE = float(os.environ.get('COMPOSER_SANDBOX_PATIENCE', '1'))
 _START_S = 10.0 * PATIENCE
 _SETUP_S = 10.0 * PATIENCE
@@ -35,7 +35,7 @@ class ZygoteError(Exception):
 
 
 def scheduling() -> dict[str, Any]:
-  """Cores (None where a process cannot choose) and niceness of this thread."""
+  """Returns cores (None where unknown) and priority of this thread."""
   cores = None
   if hasattr(os, 'sched_getaffinity'):
     cores = sorted(os.sched_getaffinity(0))
@@ -43,15 +43,15 @@ def scheduling() -> dict[str, Any]:
 
 
 class PipeReader:
-  """Keeps a bounded part of two pipes; owns their read ends.
+  """Reads two pipes and keeps at most `cap` bytes of each.
 
-  Output beyond the cap is read and dropped, so that a talkative program ends by
-  itself. A result beyond it closes the pipe, if it may: its writer fails at
-  once.
+  Further output is read and dropped, so that a program with much output still
+  ends by itself. A result beyond the cap closes its pipe if `ends_result`, so
+  that its writer fails at once.
   """
 
   def __init__(
-    self, result_fd: int, output_fd: int, cap: int, ends_result: bool = True
+    self, result_fd: int, output_fd: int, cap: int, ends_result: bool
   ):
     self.result, self.output = bytearray(), bytearray()
     self.result_too_large, self.truncated = False, False
@@ -69,7 +69,7 @@ class PipeReader:
       os.close(descriptor)
 
   def read(self, descriptor: int) -> bool:
-    """Reads once; false when nothing more will come or lies there now."""
+    """Reads once; false when nothing more will come or is there now."""
     try:
       piece = os.read(descriptor, 65536)
     except BlockingIOError:
@@ -97,14 +97,15 @@ class PipeReader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-  """How a request ended, and what came through its pipes.
+  """Status of a finished request and the bytes from its pipes.
 
   Attributes:
-    status: as of `base.Result`.
-    error: one line where the status is not 'ok'.
-    exit_code: with 'ok'.
-    result, output: kept of the two pipes.
-    truncated: more output was read and dropped.
+    status: status with the meaning it has in `base.Result`.
+    error: one line of explanation when the status is not 'ok'.
+    exit_code: exit code with 'ok', else None.
+    result: bytes kept of the result pipe.
+    output: bytes kept of the output pipe.
+    truncated: true if further output was read and dropped.
     wall_s: seconds from the request to the death of the last process.
   """
 
@@ -118,11 +119,14 @@ class Ending:
 
 
 class Process:
-  """One zygote process; one request at a time.
+  """One zygote process, which takes one request at a time.
 
   Attributes:
-    about: what it said of itself at its start.
-    keeper: the socket to the process that keeps the boxes' files, or None.
+    about: facts that the zygote stated at its start.
+    control: socket to the zygote.
+    keeper: socket to the process that keeps the boxes' files; None without
+      boxes.
+    serial: number of this zygote, unique in the host process.
   """
 
   def __init__(
@@ -135,32 +139,34 @@ class Process:
     self.level, self.limits = level, limits
     self._scheduling = scheduling
     self.about: dict = {}
-    # Unique in this process: names the group, and makes the uid, by which
-    # processes are counted, one that no other zygote of ours uses.
+    # Names the cgroup, and gives the zygote a uid that no other of this process
+    # has, because processes are counted by uid.
     self.serial = next(serials)
     self._group = cgroups.make(
       f'{self.serial}', limits.memory_bytes, limits.processes
     )
     self._scratch = None
     self._process: subprocess.Popen | None = None
-    self.control, self._theirs = socket.socketpair()
-    self.keeper, self._its_keeper = None, None
+    self.control, control = socket.socketpair()
+    inner_ends, self.keeper = {'control': control}, None
     if boxes:
-      self.keeper, self._its_keeper = socket.socketpair()
+      self.keeper, inner_ends['keeper'] = socket.socketpair()
     with contextlib.ExitStack() as unless_started:
       unless_started.callback(self.close)
       if level == 'rlimits':  # the others mount a workspace of their own
         self._scratch = tempfile.mkdtemp(prefix=f'composer-{os.getpid()}-')
-        # The user that the code becomes passes through, and sees no names.
+        # The user that the code becomes can enter it but not list it.
         os.chmod(self._scratch, 0o711)
-      self._start(boxes)
+      self._start(boxes, inner_ends)
       unless_started.pop_all()
 
-  def _start(self, boxes: dict[str, Any] | None) -> None:
+  def _start(
+    self, boxes: dict[str, Any] | None, inner_ends: dict[str, socket.socket]
+  ) -> None:
     with tempfile.TemporaryFile() as errors:
+      passed = {name: end.fileno() for name, end in inner_ends.items()}
       config = {
-          'level': self.level, 'control': self._theirs.fileno(),
-          'host_pid': os.getpid(),
+          'level': self.level, 'host_pid': os.getpid(), **passed,
           'uid': 60000 + (os.getpid() * 16 + self.serial) % 5000,
           'scratch': self._scratch, 'bwrap': shutil.which('bwrap'),
           'cgroup': self._group.version,
@@ -168,21 +174,18 @@ class Process:
           'setup_s': _SETUP_S, **self._scheduling,
           'limits': dataclasses.asdict(self.limits),
       }  # fmt: skip
-      passed = [self._theirs.fileno()]
-      if boxes and self._its_keeper:
-        passed.append(self._its_keeper.fileno())
-        config |= {
-            **boxes, 'keeper': passed[-1],
-            'counts_memory': self.counts_memory,
-        }  # fmt: skip
+      if boxes:
+        config |= {**boxes, 'counts_memory': self.counts_memory}
       script = pathlib.Path(__file__).with_name('launcher.py')
       python = getattr(sys, '_base_executable', None) or sys.executable
-      self._process = subprocess.Popen(
-          [python, '-I', '-S', str(script), json.dumps(config)],
-          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-          pass_fds=passed, env={}, start_new_session=True,
-      )  # fmt: skip
-      self._close_theirs()
+      with contextlib.ExitStack() as closing:
+        for end in inner_ends.values():
+          closing.enter_context(end)
+        self._process = subprocess.Popen(
+            [python, '-I', '-S', str(script), json.dumps(config)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            pass_fds=passed.values(), env={}, start_new_session=True,
+        )  # fmt: skip
       self._inbox = b''
       self.control.settimeout(_START_S)
       try:
@@ -196,7 +199,7 @@ class Process:
 
   @property
   def counts_memory(self) -> bool:
-    """Whether groups that are made here limit memory."""
+    """True if cgroups that are made here limit memory."""
     return self._group.counts_memory
 
   def run(
@@ -211,13 +214,14 @@ class Process:
     """Sends a request and reads its pipes until all that it started is dead.
 
     Args:
-      request, blobs: as the zygote takes them.
-      entrances: files of the cgroup that the request's processes join.
-      wall_s: that the zygote allows.
-      ends_result: whether a result that is too large ends its writer.
+      request: header of the request.
+      blobs: bytes of the request.
+      entrances: `cgroup.procs` files of cgroups that its processes join.
+      wall_s: wall limit that the zygote enforces.
+      ends_result: true if a result that is too large ends its writer.
 
     Raises:
-      ZygoteError: when what happened says nothing about the code.
+      ZygoteError: the sandbox failed, which says nothing about the code.
     """
     start = time.monotonic()
     result_read, result_write = os.pipe()
@@ -246,7 +250,7 @@ class Process:
       status, error = 'timeout', f'wall limit of {wall_s} s'
     elif reader.result_too_large:
       status, error = 'exit', f'result larger than {cap} bytes'
-    elif code is None:  # its init went too
+    elif code is None:  # its init was killed too
       status, error = 'killed', 'killed, out of memory most likely'
     elif os.WIFSIGNALED(code):
       status, error = self._signalled(os.WTERMSIG(code))
@@ -292,7 +296,7 @@ class Process:
             message = self._next_message()
           except OSError as error:
             raise ZygoteError(f'the zygote broke off: {error}') from error
-          # All writers are dead: what is left lies in the pipes.
+          # All writers are dead; the pipes may still hold data.
           reader.drain()
           return message
 
@@ -303,11 +307,10 @@ class Process:
       shutil.rmtree(self._scratch, ignore_errors=True)
 
   def _stop(self) -> None:
-    """Asks by closing the socket, then kills; the namespaces follow."""
+    """Closes the sockets, upon which the zygote ends, or else kills it."""
     self.control.close()
     if self.keeper:
       self.keeper.close()
-    self._close_theirs()
     if self._process is None:
       return
     try:
@@ -315,8 +318,3 @@ class Process:
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
-
-  def _close_theirs(self) -> None:
-    self._theirs.close()
-    if self._its_keeper:
-      self._its_keeper.close()

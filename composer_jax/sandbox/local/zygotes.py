@@ -1,4 +1,4 @@
-"""The host's side: a pool of zygotes, and one call through one of them."""
+"""A sandbox on this machine: a pool of zygotes, and boxes."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ _MAX_REQUEST = 16 << 20
 class ZygotePool(base.Closing):
   """A sandbox of `size` zygotes; further threads wait their turn.
 
-  All zygotes run where the thread that opened the pool ran, also those that
-  replace a dead one: the thread that finds it dead may be pinned to a core.
+  All zygotes run on the cores of the thread that opened the pool, later
+  replacements too: the thread that starts one may be pinned to one core.
   """
 
   def __init__(
@@ -56,13 +56,7 @@ class ZygotePool(base.Closing):
     function: str,
     arguments: list[list],
   ) -> base.Result:
-    """Calls `module.function(*arguments[i])` for each i in a fresh process.
-
-    Args:
-      files: relative path -> text; the whole workspace of the call.
-      arguments: JSON values only. Expected results have no place here: they
-        are compared by the caller.
-    """
+    """See `base.Sandbox`."""
     request = _checked(files, module, function, arguments)
     zygote = self._idle.get()
     try:
@@ -108,7 +102,7 @@ class ZygotePool(base.Closing):
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
   ) -> base.Box:
-    """A box that begins as a folder below the sandbox's folder of images."""
+    """See `base.Sandbox`."""
     return self._boxes.open(image, changes)
 
   def close(self) -> None:
@@ -122,7 +116,7 @@ class ZygotePool(base.Closing):
       zygote = self._idle.get()
       if zygote:
         zygote.close()
-    for _ in range(self._size):  # callers that wait get their error
+    for _ in range(self._size):  # wakes waiting callers to their error
       self._idle.put(None)
 
 
@@ -134,13 +128,16 @@ def _checked(files, module, function, arguments) -> dict:
         f'file name {name!r} must be relative and stay in the workspace.'
       )
     if not isinstance(text, str):
-      raise ValueError(f'file {name!r} must be text, not {type(text)}.')
+      raise ValueError(
+        f'file {name!r} must be a str, not {type(text).__name__}.'
+      )
   request = {
       'files': files, 'module': module, 'function': function,
       'arguments': [list(each) for each in arguments],
   }  # fmt: skip
   if (size := len(json.dumps(request))) > _MAX_REQUEST:
     raise ValueError(
-      f'the request ({size} bytes) must not exceed {_MAX_REQUEST}.'
+      f'the request has {size} bytes; {_MAX_REQUEST} are allowed: send less '
+      'in files or arguments.'
     )
   return request

@@ -1,8 +1,8 @@
-"""The sandbox's protocol through messages, both ends of it.
+"""A sandbox behind messages: the server, and the client that asks it.
 
-What `RemoteSandbox` is answered is checked by type and bound, since the other
-end may be a machine that the code it ran has taken over. Standard library only:
-the guest has nothing else.
+`RemoteSandbox` checks types and bounds of all answers, because untrusted code
+may have taken over the machine of the server. Standard library only: the guest
+has nothing else.
 """
 
 import concurrent.futures
@@ -138,8 +138,10 @@ def serve(
   Produces: an answer with the same id, in the order in which they are ready.
 
   Args:
-    size: messages that are worked on at a time.
-    extra: requests of the place itself, by name.
+    stream: stream of messages.
+    sandbox: sandbox that carries out the requests.
+    size: number of messages that are worked on at a time.
+    extra: name -> function for further requests.
   """
   server = SandboxServer(sandbox)
 
@@ -150,7 +152,7 @@ def serve(
         reply, out = extra[header['do']](header), ()
       else:
         reply, out = server.answer(header, parts)
-    # Nobody looks at this thread: the one that asks must be told.
+    # Nobody would see an exception in this thread: the asking side must.
     except Exception as error:  # noqa: BLE001
       reply, out = {'error': 'lost', 'reason': repr(error)[:2000]}, ()
     try:
@@ -170,7 +172,7 @@ def serve(
 class RemoteSandbox(base.Closing):
   """A sandbox at the other end of a transport.
 
-  When it is lost, `call` and `run` say 'infrastructure', and everything else
+  When it is lost, `call` and `run` return 'infrastructure', and everything else
   raises `base.SandboxLost`.
   """
 
@@ -184,14 +186,15 @@ class RemoteSandbox(base.Closing):
     grace_s: float = 30.0,
     on_close: Callable[[], None] | None = None,
   ):
-    """Asks the other side what it is.
+    """Asks the other side for its level and features.
 
     Args:
-      limits: the same as it has.
-      level: to report; None for what it says of itself.
-      size: calls at a time; more of them wait here, where time does not count.
-      grace_s: for the answer to the first question, and beyond wall limits.
-      on_close: ends what the transport leads to.
+      transport: carrier of messages.
+      limits: limits of the other side.
+      level: level to report; None for the one that the other side states.
+      size: calls at a time; further ones wait here before their time counts.
+      grace_s: seconds to wait for the first answer, and beyond wall limits.
+      on_close: called at the end, to end the other side.
     """
     self._transport, self._limits = transport, limits
     self._grace_s, self._on_close = grace_s, on_close
@@ -206,14 +209,14 @@ class RemoteSandbox(base.Closing):
   def ask(
     self, header: dict, parts: Sequence[bytes] = (), timeout_s: float = _QUICK_S
   ) -> Message:
-    """Raises what the other side raised, or `base.SandboxLost`."""
+    """Returns the answer; raises the other side's error, or `SandboxLost`."""
     reply, out = self._transport.ask(header, parts, timeout_s)
     if (kind := reply.get('error')) in _ERRORS and 'status' not in reply:
       raise _ERRORS[kind](_clean(str(reply.get('reason'))))
     return reply, out
 
   def timed(self, header: dict, parts: Sequence[bytes], wall_s: float):
-    """Asks for a run; whoever waits for a slot has not begun yet."""
+    """Asks for a run, whose time begins when it has a slot."""
     with self._slots:
       return self.ask(header, parts, wall_s + self._grace_s)
 
@@ -279,7 +282,7 @@ class RemoteBox(base.Closing):
     self._closed = False
 
   def _ask(self, do: str, parts: Sequence[bytes] = (), **fields) -> Message:
-    # Copies of large workspaces take the time of a slow machine.
+    # Not `ask`: copying a large workspace takes long on a slow machine.
     header = {'do': do, 'box': self._serial, **fields}
     return self._sandbox.timed(header, parts, _QUICK_S)
 
@@ -332,10 +335,10 @@ class RemoteBox(base.Closing):
 
   def changes(self) -> dict[str, str]:
     reply, _ = self._ask('changes')
-    found = _typed(reply, 'changes', dict)
-    if not set(_texts(list(found.values()))) <= set(_CHANGES):
-      raise base.SandboxLost(f'changes must be of {_CHANGES}')
-    return found
+    changes = _typed(reply, 'changes', dict)
+    if not set(_texts(list(changes.values()))) <= set(_CHANGES):
+      raise base.SandboxLost(f'the answer has changes not in {_CHANGES}')
+    return changes
 
   def snapshot(self) -> bytes:
     return _only(self._ask('snapshot')[1])
@@ -371,7 +374,7 @@ def _texts(values: list) -> list[str]:
 
 
 def _clean(text: str, max_chars: int = 2000) -> str:
-  # JSON can spell lone surrogates, and nobody says that the guest cleaned it.
+  # JSON can spell lone surrogates, and the guest need not have cleaned it.
   return results.clean(text[:max_chars].encode('utf-8', 'replace'))
 
 

@@ -1,7 +1,7 @@
 """A sandbox spread over the actors of a Ray cluster.
 
-Any level runs inside; an actor is asked what a guest of a micro VM is asked,
-and believed as little. Ray itself is the extra `fleet`.
+Any level runs in an actor, which gets the same messages as the guest of a micro
+VM and is trusted as little. Ray is in the extra `fleet`.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ def _import_ray():
 
 
 class SandboxActor:
-  """What an actor is made of: a sandbox that answers messages."""
+  """The class of the actors: a sandbox that answers messages."""
 
   def __init__(self, level: str, limits: base.Limits, options: dict[str, Any]):
     self._sandbox = sandbox_open.open_sandbox(level, limits, **options)
@@ -49,9 +49,8 @@ class SandboxActor:
 class ActorTransport:
   """Asks one actor; an actor that does not answer in time is killed."""
 
-  def __init__(self, actor: Any):
-    self._ray = _import_ray()
-    self._actor = actor
+  def __init__(self, ray: Any, actor: Any):
+    self._ray, self._actor = ray, actor
 
   def ask(
     self, header: dict, parts: Sequence[bytes], timeout_s: float
@@ -67,7 +66,7 @@ class ActorTransport:
       raise base.SandboxLost(f'the actor was lost: {reason}') from error
 
   def close(self) -> None:
-    """Ends the actor; what its sandbox started dies with it."""
+    """Ends the actor and every process that its sandbox started."""
     try:
       self._ray.get(self._actor.close.remote(), timeout=_CLOSE_S)
     except self._ray.exceptions.RayError:
@@ -77,10 +76,10 @@ class ActorTransport:
 
 
 class RaySandbox(base.Closing):
-  """Calls and boxes go to actors in turn; a box stays where it was opened.
+  """Sends calls and new boxes to actors in turn.
 
-  The death of an actor gives 'infrastructure' in what ran there, never a wait
-  without end; the next call or box in its turn begins another actor.
+  When an actor dies, what ran there returns 'infrastructure'; its next call or
+  box starts another actor.
   """
 
   def __init__(
@@ -98,33 +97,38 @@ class RaySandbox(base.Closing):
     """Opens a sandbox in each actor; starts Ray here if none was joined.
 
     Args:
-      level: as of `open.open_sandbox`, in each actor.
-      size: calls at a time in each.
-      num_cpus: that Ray reserves for each.
-      images: a folder that all machines of the cluster see by this name.
-      packages: installed there, for programs in boxes.
+      level: preference of `open.open_sandbox` in each actor.
+      limits: limits of each call and program.
+      actors: number of actors.
+      size: number of calls at a time in each actor.
+      num_cpus: processors that Ray reserves for each actor.
+      images: folder of images, at the same path on all machines.
+      packages: distributions installed there that boxes can import.
+      allow_unsafe: true to accept 'rlimits', for trusted code only.
 
     Raises:
-      ValueError: without the extra, or for no actors.
-      base.SandboxLost: when an actor cannot open its sandbox, with the reason.
+      ValueError: Ray is not installed, or `actors` is less than 1.
+      base.SandboxLost: an actor cannot open its sandbox.
     """
     if actors < 1:
       raise ValueError(f'actors ({actors}) must be at least 1.')
     ray = _import_ray()
     if not ray.is_initialized():
-      # It reports its use to its makers unless told not to.
+      # Ray reports its use to its makers by default.
       os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
       ray.init(include_dashboard=False, log_to_driver=False)
     options = {
         'size': size, 'images': images and images.absolute(),
         'packages': packages, 'allow_unsafe': allow_unsafe,
     }  # fmt: skip
-    # One more thread than runs: boxes are read while programs run.
-    wanted: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
-    remote_class = ray.remote(**wanted)(SandboxActor)
+    # One more thread than calls: boxes are read while programs run.
+    resources: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
+    remote_class = ray.remote(**resources)(SandboxActor)
 
     def begin() -> protocol.RemoteSandbox:
-      transport = ActorTransport(remote_class.remote(level, limits, options))
+      transport = ActorTransport(
+        ray, remote_class.remote(level, limits, options)
+      )
       try:
         # Its first answer comes when the sandbox is open.
         return protocol.RemoteSandbox(

@@ -1,4 +1,4 @@
-"""A sandbox that is begun anew elsewhere when the place it was in is lost."""
+"""A sandbox that starts another place (a guest, an actor) when one is lost."""
 
 import logging
 import threading
@@ -11,17 +11,17 @@ from composer_jax.sandbox.remote import protocol
 class RenewedSandbox(base.Closing):
   """Calls and boxes of one place at a time.
 
-  A place that is lost takes its boxes along: their runs say 'infrastructure',
-  and their owners open others. The next call or box begins another place, once.
+  The boxes of a lost place are lost: their runs return 'infrastructure'. The
+  next call or box starts another place, and is tried there once.
   """
 
   def __init__(self, begin: Callable[[], protocol.RemoteSandbox], what: str):
-    """Begins the first place.
+    """Starts the first place.
 
     Args:
-      begin: starts a place, which ends when its sandbox is closed; raises
-        `base.SandboxLost` when it cannot.
-      what: names it in the log.
+      begin: function that starts a place, which ends when its sandbox is
+        closed; raises `base.SandboxLost` if it cannot.
+      what: name of a place in the log.
     """
     self._begin, self._what = begin, what
     self._lock = threading.Lock()

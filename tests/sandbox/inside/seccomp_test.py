@@ -1,4 +1,4 @@
-"""The system-call filter of each machine, whichever this one is."""
+"""The system-call filters of all machines, interpreted."""
 
 import struct
 
@@ -18,7 +18,7 @@ def number_of(name, machine):
 
 
 def _interpret(program, number, architecture, first=0, second=0):
-  """Runs the filter as the kernel would: the little of BPF that it uses."""
+  """Runs the filter as the kernel would, with the BPF operations it uses."""
   data = {0: number, 4: architecture, 16: first, 24: second}
   code, position, value = list(struct.iter_unpack('HBBI', program)), 0, 0
   while True:
@@ -43,7 +43,7 @@ def machine(request):
 
 @pytest.fixture
 def ask(machine):
-  """What the filter says of a call, by name or number."""
+  """A function from a call's name or number to the filter's action."""
   program = seccomp.assemble((1, 2, 10), machine)
 
   def ask(call, first=0, second=0):

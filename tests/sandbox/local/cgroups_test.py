@@ -1,4 +1,4 @@
-"""Limits of whole calls: what is made of them, and doing without."""
+"""Limits of whole calls, with cgroups and without."""
 
 from composer_jax.sandbox import open as sandbox_open
 from composer_jax.sandbox.local import cgroups
@@ -17,7 +17,7 @@ def test_limits_hold_and_are_recorded_without_cgroups(monkeypatch):
 
 
 def test_version_two_is_one_group_with_all_limits(tmp_path, monkeypatch):
-  # Plain files stand for the kernel's: only their names and values are tested.
+  # With plain files instead of the kernel's: tests names and values only.
   monkeypatch.setattr(cgroups, '_own_groups', lambda: {'': tmp_path})
   group = cgroups.make('0', 1 << 27, 8)
   (directory,) = group.directories

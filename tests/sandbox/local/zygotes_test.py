@@ -26,15 +26,15 @@ DOUBLE = {'m.py': 'def f(x): return [x, x]'}
 
 def zygote_processes(host=None):
   """pids of the zygotes of a host process (this one) and of their calls."""
-  found = set()
+  pids = set()
   mark = f'"host_pid": {host or os.getpid()},'.encode()
   for path in glob.glob('/proc/[0-9]*/cmdline'):
     try:
       if mark in pathlib.Path(path).read_bytes():
-        found.add(int(path.split('/')[2]))
+        pids.add(int(path.split('/')[2]))
     except (FileNotFoundError, ProcessLookupError):
       continue
-  return found
+  return pids
 
 
 def test_returns_values_and_errors_in_order(sandbox):
@@ -141,7 +141,7 @@ def test_memory_of_all_processes_is_bounded(level):
   limits = dataclasses.replace(conftest.LIMITS, memory_bytes=96 << 20)
   with conftest.open_or_skip(level, limits=limits) as sandbox:
     if sandbox.about['cgroup'] == 'none':
-      return  # recorded as such; the limit of each process is all there is
+      return  # only each process has a limit
     files = {'m.py': textwrap.dedent(text)}
     result = sandbox.call(files, 'm', 'f', [[]])
     # One of the four is killed before all hold their share, or the call is.
@@ -182,7 +182,7 @@ def test_a_fork_bomb_stops_at_the_process_limit(run, sandbox):
       return made
   """
   if sandbox.about['uid'] is None and sandbox.about['cgroup'] == 'none':
-    return  # root without a uid to change to: recorded, and no limit holds
+    return  # root without another uid to become: no limit holds
   before = zygote_processes()
   made = run(textwrap.dedent(text))
   assert 1 <= made <= conftest.LIMITS.processes + 4
@@ -278,7 +278,7 @@ def test_a_hundred_calls_leave_nothing(level):
 
 def _kill_all(pids):
   for pid in pids:
-    with contextlib.suppress(ProcessLookupError):  # the first take the others
+    with contextlib.suppress(ProcessLookupError):  # the others die with it
       os.kill(pid, signal.SIGKILL)
 
 

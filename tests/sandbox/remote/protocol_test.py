@@ -1,4 +1,4 @@
-"""The protocol through messages gives what the sandbox itself gives."""
+"""A sandbox behind messages gives the same results as the sandbox itself."""
 
 import contextlib
 import dataclasses
@@ -25,8 +25,8 @@ def near():
 @contextlib.contextmanager
 def connected(serve, *, grace_s=10.0, limits=LIMITS):
   """A remote sandbox whose other end is served by a thread."""
-  ours, theirs = socket.socketpair()
-  thread = threading.Thread(target=serve, args=(theirs,))
+  ours, served = socket.socketpair()
+  thread = threading.Thread(target=serve, args=(served,))
   thread.start()
   transport = messages.StreamTransport(ours)
   try:
@@ -34,7 +34,7 @@ def connected(serve, *, grace_s=10.0, limits=LIMITS):
   finally:
     transport.close()
     thread.join(10)
-    theirs.close()
+    served.close()
     assert not thread.is_alive()
 
 
@@ -109,7 +109,7 @@ def test_threads_share_one_stream(far):
 
 
 def answering(*replies):
-  """A side that answers each message with prepared ones, then says nothing."""
+  """A server that gives prepared answers, and then none."""
 
   def serve(end):
     about = {'level': 'unshare', 'about': {}}
@@ -159,7 +159,7 @@ RAN = {
     ({'error': 'lost', 'reason': 'went away'}, ()),
   ],
 )
-def test_an_answer_that_is_none_is_a_failure_of_the_sandbox(reply):
+def test_a_malformed_answer_is_a_failure_of_the_sandbox(reply):
   with connected(answering(OPENED, reply)) as sandbox:
     result = sandbox.open('').run(base.Command(argv=('true',)))
   assert (result.status, bool(result.error)) == ('infrastructure', True)
@@ -211,7 +211,7 @@ def test_silence_ends_every_wait():
     box.close()
 
 
-def test_an_end_that_reads_nothing_holds_nobody():
+def test_an_end_that_reads_nothing_blocks_nobody():
   def serve(end):
     stream = messages.MessageStream.of_socket(end)
     header, _ = messages.decode(stream.read)
@@ -226,7 +226,7 @@ def test_an_end_that_reads_nothing_holds_nobody():
       result = sandbox.call(files, 'm', 'f', [[1]])
       gone.set()
     assert result.status == 'infrastructure'
-    # The call was over before the other end went.
+    # The call ended before the other end closed.
     assert waits in ([], [True])
   finally:
     gone.set()
@@ -247,7 +247,7 @@ def test_messages_survive_the_wire():
   assert position == len(data)
 
 
-def test_a_message_that_nobody_would_take_is_not_sent(monkeypatch):
+def test_a_message_that_would_be_refused_is_not_sent(monkeypatch):
   monkeypatch.setattr(messages, 'MAX_PARTS', 10)
   with pytest.raises(ValueError, match='11 bytes in 1 parts must not exceed'):
     messages.encode({}, (bytes(11),))

@@ -48,8 +48,8 @@ def test_a_seat_answers_like_the_sandbox_in_it():
 @pytest.fixture(scope='module')
 def cluster():
   with pytest.MonkeyPatch.context() as patch:
-    # It reports its use to its makers and writes to the home unless told, some
-    # of it before it is imported.
+    # Ray reports its use to its makers by default, and reads these variables
+    # when it is imported.
     patch.setenv('RAY_USAGE_STATS_ENABLED', '0')
     patch.setenv('RAY_AUTH_MODE', 'token')
     patch.setenv('RAY_AUTH_TOKEN', secrets.token_hex(32))
@@ -107,7 +107,7 @@ def test_calls_and_boxes_run_in_actors(fleet):
 
 
 @pytest.mark.slow
-def test_the_death_of_an_actor_is_said_and_it_is_replaced(cluster, fleet):
+def test_the_death_of_an_actor_is_reported_and_it_is_replaced(cluster, fleet):
   boxes = [fleet.open('one') for _ in range(2)]
   killer = threading.Timer(1.0, cluster.kill, [_actor(boxes[0])])
   killer.start()

@@ -1,13 +1,12 @@
 """The first process of a micro VM, and the agent that answers its host.
 
 Run by path inside the guest, standard library only. The agent opens the
-sandbox of namespaces as on any machine; the guest's kernel has version 2 of
-cgroups and nothing else in it.
+sandbox of namespaces as on any machine, with cgroups of version 2.
 
-Consumes: messages on the virtio port (see `remote`).
+Consumes: messages on the virtio port (see `remote.messages`).
 Waits for: the port.
 Woken by: a message; the host closing its end, upon which the guest powers off.
-Produces: answers; a line on the console where it cannot begin.
+Produces: answers; a traceback on the console if it cannot start.
 """
 
 import ctypes
@@ -33,9 +32,9 @@ _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 
 
 def _awake(header: dict) -> dict:
-  """Sets the clock and stirs the host's randomness in.
+  """Sets the clock and adds the host's randomness.
 
-  Guests that begin from one snapshot are alike in both.
+  Guests that begin from one saved state have the same clock and randomness.
   """
   time.clock_settime(time.CLOCK_REALTIME, header['time'])
   seed = bytes.fromhex(header['seed'])
@@ -66,7 +65,7 @@ def main() -> None:
   if agent == 0:
     try:
       _agent()
-    # Nobody else would say it: this goes to the console, which the host keeps.
+    # The console, which the host keeps, is the only place to report it.
     except BaseException:  # noqa: BLE001
       traceback.print_exc()
     os._exit(0)

@@ -1,10 +1,7 @@
-"""What a micro VM boots: a kernel, an initial file system, read-only disks.
+"""Makes what a micro VM boots: initial file system and disks; finds a kernel.
 
-  python -m composer_jax.sandbox.remote.microvm.image
-
-downloads Debian's cloud kernel into the cache, where the machine has apt. Files
-of the cache are written aside and renamed; their names hold a digest of what
-went in, so nothing there ever has to be brought up to date.
+Files of the cache are written aside and renamed. Their names have a digest of
+their content's sources, so that none ever has to be updated.
 """
 
 import dataclasses
@@ -21,8 +18,8 @@ import sys
 import tempfile
 
 _PACKAGE = 'linux-image-cloud-amd64'
-# In the order in which they depend on each other; some kernels have them built
-# in, and their list of modules then says so.
+# In the order in which they depend on each other. Some kernels have them built
+# in, according to their list of modules.
 _MODULES = (
   'virtio_ring', 'virtio', 'virtio_mmio', 'virtio_console', 'virtio_blk',
   'overlay',
@@ -31,7 +28,7 @@ _LEFT_OUT = (
   'site-packages', 'dist-packages', 'test', 'tests', 'idlelib', 'tkinter',
   'turtledemo', 'ensurepip', 'lib2to3', 'config-*', '*.opt-[12].pyc', '*.a',
 )  # fmt: skip
-# For shells in boxes; busybox has the rest.
+# For shells in boxes; busybox provides all others.
 _PROGRAMS = (
   'sh', 'bash', 'env', 'cat', 'ls', 'cp', 'mv', 'rm', 'mkdir', 'rmdir', 'ln',
   'chmod', 'touch', 'head', 'tail', 'sort', 'uniq', 'wc', 'cut', 'tr', 'tee',
@@ -61,11 +58,11 @@ $b mount -t proc proc /root/proc
 $b mount --move /dev /root/dev
 $b mount --move /sys /root/sys
 $b mount -t cgroup2 cgroup /root/sys/fs/cgroup
-# Its seconds are no worse than others, but less gets done in one.
+# An emulated guest gets less done in a second.
 export COMPOSER_SANDBOX_PATIENCE=12
 exec $b switch_root /root {python} -I -S /run/code/{agent}
 """
-# A guest that only says that it has come up.
+# A guest that only reports that it has started.
 PROBE = """#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
 for m in {modules}; do /bin/busybox insmod /modules/$m.ko; done
@@ -77,7 +74,7 @@ _AGENT = 'composer_jax/sandbox/remote/microvm/guest.py'
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """A bootable kernel, and where its modules lie."""
+  """A bootable kernel and the folder of its modules."""
 
   image: pathlib.Path
   modules: pathlib.Path
@@ -93,17 +90,18 @@ def cache() -> pathlib.Path:
 def find_kernel() -> Kernel:
   """Finds the newest kernel with modules.
 
-  COMPOSER_VM_KERNEL names an image, or a folder like an unpacked package.
+  COMPOSER_VM_KERNEL names an image, or a folder with an unpacked package.
 
   Raises:
-    ValueError: where there is none, with the cure.
+    ValueError: there is none.
   """
   given = os.environ.get('COMPOSER_VM_KERNEL')
   roots = [given] if given else [str(cache() / 'kernel'), '/']
   tried = []
   for root in roots:
     pattern = f'{root}/boot/vmlinuz-*'
-    for image in [root] if os.path.isfile(root) else _newest(pattern):
+    newest = sorted(glob.glob(pattern), key=os.path.getmtime, reverse=True)
+    for image in [root] if os.path.isfile(root) else newest:
       version = os.path.basename(image).partition('-')[2]
       above = os.path.dirname(os.path.dirname(os.path.abspath(image)))
       for folder in (f'{above}/lib/modules', f'{above}/usr/lib/modules'):
@@ -113,14 +111,11 @@ def find_kernel() -> Kernel:
       tried.append(f'{image} (no modules)')
     tried.append(pattern)
   raise ValueError(
-    f'no kernel for a micro VM in {", ".join(tried)}; download one with '
-    '`python -m composer_jax.sandbox.remote.microvm.image`, or set '
-    'COMPOSER_VM_KERNEL to a folder with boot/vmlinuz-* and lib/modules.'
+    f'no kernel for a micro VM in {", ".join(tried)}; install the package '
+    f'{_PACKAGE}, or unpack the one that it depends on into '
+    f'{cache() / "kernel"}, or set COMPOSER_VM_KERNEL to such a folder with '
+    'boot/vmlinuz-* and lib/modules.'
   )
-
-
-def _newest(pattern: str) -> list[str]:
-  return sorted(glob.glob(pattern), key=os.path.getmtime, reverse=True)
 
 
 def program(name: str, package: str) -> str:
@@ -131,17 +126,15 @@ def program(name: str, package: str) -> str:
 
 
 def _run(
-  *command: str, cwd: str | None = None, check: bool = False
+  *command: str, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    command, cwd=cwd, check=check, capture_output=True, text=True
-  )
+  return subprocess.run(command, check=check, capture_output=True, text=True)
 
 
 def initrd(kernel: Kernel, init: str, config: dict) -> bytes:
-  """An archive of busybox, the modules, this package's host-only part."""
-  found = {name: _module(kernel, name) for name in _MODULES}
-  modules = {name: path for name, path in found.items() if path}
+  """Archives busybox, the modules and the sandbox's own files."""
+  paths = {name: _module(kernel, name) for name in _MODULES}
+  modules = {name: path for name, path in paths.items() if path}
   _, python = _interpreter()
   text = init.format(modules=' '.join(modules), python=python, agent=_AGENT)
   busybox = pathlib.Path(program('busybox', 'busybox-static'))
@@ -160,11 +153,9 @@ def initrd(kernel: Kernel, init: str, config: dict) -> bytes:
 
 
 def _module(kernel: Kernel, name: str) -> pathlib.Path | None:
-  found = list(kernel.modules.glob(f'kernel/**/{name}.ko'))
-  if found:
-    return found[0]
-  listed = (kernel.modules / 'modules.builtin').read_text()
-  if f'/{name}.ko' in listed:
+  for path in kernel.modules.glob(f'kernel/**/{name}.ko'):
+    return path
+  if f'/{name}.ko' in (kernel.modules / 'modules.builtin').read_text():
     return None
   raise ValueError(
     f'the kernel {kernel.image} has no module {name}, or a compressed one; '
@@ -173,7 +164,7 @@ def _module(kernel: Kernel, name: str) -> pathlib.Path | None:
 
 
 def _archive(files: dict[str, bytes], folders: tuple[str, ...]) -> bytes:
-  """The `newc` format of cpio, with parents first."""
+  """Writes the `newc` format of cpio, parents first."""
   entries = dict.fromkeys(folders, None)
   for name, data in files.items():
     parts = name.split('/')
@@ -195,14 +186,14 @@ def _archive(files: dict[str, bytes], folders: tuple[str, ...]) -> bytes:
 
 
 def _interpreter() -> tuple[pathlib.Path, pathlib.Path]:
-  """The standard library's folder and the base interpreter."""
+  """Returns the standard library's folder and the base interpreter."""
   python = getattr(sys, '_base_executable', None) or sys.executable
   library = os.path.dirname(os.path.realpath(os.__file__))
   return pathlib.Path(library), pathlib.Path(os.path.realpath(python))
 
 
 def system_disk() -> pathlib.Path:
-  """The guest's root: this interpreter where it lies here, and a shell."""
+  """Makes the guest's root: this interpreter at the same path, and a shell."""
   library, python = _interpreter()
   about = [str(library), str(python), python.stat().st_mtime_ns, _PROGRAMS]
   about += [_LEFT_OUT, platform.libc_ver(), sys.version]
@@ -245,17 +236,13 @@ def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
 
 
 def _libraries(programs: list[pathlib.Path]) -> set[str]:
-  """Shared libraries, by the names under which the loader finds them."""
-  listed = _run('ldd', *map(str, programs)).stdout
-  found = set()
-  for line in listed.splitlines():
-    words = line.replace('=>', ' ').split()
-    found |= {x for x in words if x.startswith('/') and not x.endswith(':')}
-  return {x for x in found if os.path.isfile(x)}
+  """Returns shared libraries, by the paths at which the loader finds them."""
+  words = _run('ldd', *map(str, programs)).stdout.replace('=>', ' ').split()
+  return {x for x in words if x.startswith('/') and os.path.isfile(x)}
 
 
 def folder_disk(folder: pathlib.Path) -> pathlib.Path:
-  """A disk with a folder's content, told apart by sizes and times."""
+  """Makes a disk of a folder, or finds it by the files' sizes and times."""
   entries = []
   for parent, names, files in os.walk(folder):
     names.sort()
@@ -265,12 +252,12 @@ def folder_disk(folder: pathlib.Path) -> pathlib.Path:
       inner = os.path.relpath(path, folder)
       entries.append([inner, status.st_size, status.st_mtime_ns])
   name = f'folder-{_digest([str(folder), entries])}.ext4'
-  found = cache() / name
-  return found if found.exists() else pack(folder, found)
+  disk = cache() / name
+  return disk if disk.exists() else pack(folder, disk)
 
 
 def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-  """Makes a disk with a folder's content; whoever sees it sees all of it."""
+  """Makes a disk with a folder's content, under its name when it is whole."""
   blocks = inodes = 0
   for parent, names, files in os.walk(folder):
     inodes += 1 + len(files)
@@ -298,35 +285,3 @@ def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 def _digest(value: object) -> str:
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def download_kernel(folder: pathlib.Path) -> None:
-  """Unpacks Debian's cloud kernel into a folder.
-
-  Raises:
-    ValueError: where there is no apt, or it knows no such package.
-  """
-  if platform.machine() != 'x86_64':
-    raise ValueError(f'micro VMs need x86_64, not {platform.machine()}.')
-  apt, unpack = program('apt-get', 'apt'), program('dpkg-deb', 'dpkg')
-  depends = _run(program('apt-cache', 'apt'), 'depends', _PACKAGE).stdout
-  names = [x for x in depends.split() if x.startswith('linux-image-')]
-  with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-    os.chmod(work, 0o755)
-    wanted = names[-1] if names else _PACKAGE
-    got = _run(apt, 'download', wanted, cwd=work)
-    packages = glob.glob(f'{work}/*.deb')
-    if got.returncode or not packages:
-      raise ValueError(
-        f'apt cannot download {_PACKAGE}: {got.stderr.strip()[-500:]} (run '
-        '`apt-get update` first).'
-      )
-    unpacked = pathlib.Path(work, 'kernel')
-    subprocess.run([unpack, '-x', packages[0], unpacked], check=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unpacked, folder)
-
-
-if __name__ == '__main__':
-  download_kernel(cache() / 'kernel')
-  print(find_kernel().image)

@@ -1,7 +1,7 @@
-"""Starts a program and ends it when its host goes, however that goes.
+"""Starts a program and kills it when the host process ends for any reason.
 
-Run by path, standard library only. The kernel's own signal at a parent's death
-is no way: it comes when a *thread* ends, and a program that changes its user
+Run by path, standard library only. The kernel's signal at a parent's death does
+not serve: it comes when a *thread* ends, and a program that changes its user
 never gets it.
 
 Waits for: the program; the end of standard input, which the host holds open.
@@ -14,12 +14,12 @@ import sys
 
 
 def main() -> None:
-  # Descriptors are meant to pass: only those the host chose come here.
+  # The program inherits the descriptors, all of which the host chose to pass.
   child = subprocess.Popen(
     sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False
   )
   pidfd = os.pidfd_open(child.pid)
-  for descriptor in range(3, 64):  # it holds them; their ends must show
+  for descriptor in range(3, 64):  # or the host would not see them close
     try:
       if descriptor != pidfd:
         os.close(descriptor)

@@ -1,12 +1,13 @@
 """A sandbox in a machine of its own: QEMU's micro VM, with KVM or without.
 
-Inside runs the sandbox of namespaces, so that code that breaks out of it is
-still in a machine without network, disk or neighbours, which a restart forgets.
-Where KVM does not work the guest is emulated: isolation is the same, code runs
-some ten times slower, and wall limits count the guest's own slow seconds.
+The guest runs the sandbox of namespaces. Code that breaks out of that is still
+in a machine without network, writable disk or other users, which a restart
+resets. Without KVM the guest is emulated: isolation is the same, and code runs
+some ten times slower against the same wall limits.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,6 @@ from composer_jax.sandbox.remote import messages, protocol, renewed
 from composer_jax.sandbox.remote.microvm import image as microvm_image
 from composer_jax.sandbox.remote.microvm import qemu as microvm_qemu
 
-ACCELERATORS = ('auto', 'kvm', 'tcg')
 _PROBE_S = 4.0  # a machine with a working KVM answers within one
 _START_S = 150.0  # emulated, on a host that does much else
 _GRACE_S = 180.0  # more than what the sandbox inside allows itself
@@ -31,31 +31,22 @@ _MACHINE = 'machine.json'
 _OVERHEAD_MB = 256  # the guest's kernel, its zygotes and the files of boxes
 
 
+@functools.cache
 def choose_accelerator() -> tuple[str, str]:
-  """Finds out once per boot of this host whether guests run under KVM.
+  """Starts a guest under KVM to see if it works; once per process.
 
-  That /dev/kvm opens, or that it makes a virtual processor, says nothing: the
-  guest may still hang at an instruction. So one is started, and has to answer.
+  That /dev/kvm opens, or that it makes a virtual processor, proves nothing: the
+  guest may still hang at an instruction.
 
   Returns:
     'kvm' or 'tcg', and the reason.
+
+  Raises:
+    ValueError: there is no QEMU.
   """
-  qemu = microvm_image.program('qemu-system-x86_64', 'qemu-system-x86')
-  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
-  key = f'{boot_id} {qemu} {os.access("/dev/kvm", os.R_OK | os.W_OK)}'
-  book = microvm_image.cache() / 'accelerator.json'
-  try:
-    known = json.loads(book.read_text())
-    if known['key'] == key:
-      return known['accelerator'], known['reason']
-  except (OSError, ValueError, KeyError):
-    pass  # none yet, or half of one
+  microvm_image.program('qemu-system-x86_64', 'qemu-system-x86')
   accelerator, reason = _probe_kvm()
   logging.info('Micro VMs run under %s: %s.', accelerator, reason)
-  found = {'key': key, 'accelerator': accelerator, 'reason': reason}
-  aside = book.with_suffix(f'.{os.getpid()}')
-  aside.write_text(json.dumps(found))
-  os.replace(aside, book)
   return accelerator, reason
 
 
@@ -85,10 +76,9 @@ def _probe_kvm(deadline_s: float = _PROBE_S) -> tuple[str, str]:
 
 
 class MicroVM(renewed.RenewedSandbox):
-  """A sandbox whose calls and boxes live in one guest.
+  """A sandbox whose calls and boxes run in one guest.
 
-  A guest that is lost takes its boxes along; the next call or box starts
-  another one.
+  The boxes of a lost guest are lost; the next call or box starts another guest.
   """
 
   level = 'microvm'
@@ -100,34 +90,27 @@ class MicroVM(renewed.RenewedSandbox):
     size: int = 1,
     images: pathlib.Path | None = None,
     packages: Sequence[str] | pathlib.Path = (),
-    accelerator: str = 'auto',
     saved: pathlib.Path | None = None,
   ):
     """Boots a guest and waits for its sandbox.
 
     Args:
-      limits: of each call; time is the guest's own.
-      size: calls at a time, and cores of the guest.
-      images: the folder of what boxes begin as; copied onto a disk.
-      packages: as of `open.open_sandbox`.
-      accelerator: one of `ACCELERATORS`.
-      saved: a folder that `save` wrote, from which guests begin instead; size,
-        images and packages are those of then, and limits must be.
+      limits: limits of each call, with time by the guest's clock.
+      size: number of calls at a time, and of cores of the guest.
+      images: folder of images, which is copied onto a disk.
+      packages: distributions, or their folder, as for `open.open_sandbox`.
+      saved: folder that `save` wrote, from which guests begin; size, images and
+        packages are then those of the saved guest, and limits must be the same.
+        None to boot.
 
     Raises:
-      ValueError: for what the host lacks, with the cure.
-      base.SandboxLost: when the guest does not come up, with its last words.
+      ValueError: the host lacks a program or a kernel.
+      base.SandboxLost: the guest does not start.
     """
-    if accelerator not in ACCELERATORS:
-      raise ValueError(
-        f'accelerator {accelerator!r} must be one of {ACCELERATORS}.'
-      )
+    accelerator, reason = choose_accelerator()
     self._limits = limits
     self._folder = pathlib.Path(tempfile.mkdtemp(prefix='composer-vm-'))
     try:
-      reason = 'as was asked for'
-      if accelerator == 'auto':
-        accelerator, reason = choose_accelerator()
       self._state = saved / 'state' if saved else None
       if saved:
         self._machine = _saved_machine(saved, accelerator)
@@ -169,7 +152,7 @@ class MicroVM(renewed.RenewedSandbox):
     guest = microvm_qemu.Guest(self._machine, self._state)
     transport = messages.StreamTransport(guest.agent)
     try:
-      # Guests of one saved state have its clock and its randomness.
+      # Guests of one saved state have the same clock and randomness.
       seed = secrets.token_hex(32)
       awake = {'do': 'awake', 'time': time.time(), 'seed': seed}
       transport.ask(awake, (), _START_S)
@@ -182,21 +165,21 @@ class MicroVM(renewed.RenewedSandbox):
       guest.close()
       words = ' '.join(guest.console.split())[-600:]
       raise base.SandboxLost(
-        f'the guest does not come up: {error}; its last words: {words!r}'
+        f'the guest does not start: {error}; its last output: {words!r}'
       ) from error
     self._guest = guest
     return sandbox
 
   def save(self, folder: pathlib.Path) -> None:
-    """Writes the guest as it is, memory included, and closes this sandbox.
+    """Writes the guest's state, memory included, and closes this sandbox.
 
-    Nothing may run in it, and its boxes are lost: nobody knows their names.
+    Nothing may run in the guest; its boxes are lost.
     """
     folder.mkdir(parents=True)
     self._guest.save(folder / 'state')
     disks = dict(self._machine.disks)
     for name, path in disks.items():
-      if pathlib.Path(path).parent == self._folder:  # what ends with us
+      if pathlib.Path(path).parent == self._folder:  # deleted by `close`
         disks[name] = str(shutil.copy(path, folder.absolute()))
     initrd = str(shutil.copy(self._machine.initrd, folder.absolute()))
     machine = dataclasses.replace(self._machine, initrd=initrd, disks=disks)

@@ -1,8 +1,8 @@
 """One QEMU process: its command, its end, and its saved states.
 
-The machine is QEMU's `microvm`: no PCI, no network card, read-only disks, one
-serial port of the virtio kind to the agent. The emulator runs under its own
-system-call filter and, started by root, as nobody.
+The machine is QEMU's `microvm`: no PCI, no network card, read-only disks, a
+virtio serial port to the agent. The emulator runs under its own system-call
+filter and, if root starts it, as nobody.
 """
 
 import array
@@ -36,10 +36,14 @@ _STATE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VirtualMachine:
-  """What a guest consists of; a saved state fits the same machine only.
+  """Parts of a guest; a saved state fits the same machine only.
 
   Attributes:
-    disks: name -> image; 'root', and where others are mounted.
+    kernel: path of the kernel.
+    initrd: path of the initial file system.
+    disks: name -> image: 'root', and others named by their mount points.
+    memory_mb: memory in MiB.
+    cores: number of virtual processors.
     accelerator: 'kvm' or 'tcg'.
   """
 
@@ -51,7 +55,7 @@ class VirtualMachine:
   accelerator: str
 
   def command(self, agent: int, monitor: int, incoming: int | None):
-    """Program and arguments, given the descriptors that it inherits."""
+    """Returns program and arguments for the descriptors that it inherits."""
     command = [
         image.program('qemu-system-x86_64', 'qemu-system-x86'),
         '-M', f'microvm,accel={self.accelerator},memory-backend=memory',
@@ -76,7 +80,7 @@ class VirtualMachine:
       ]  # fmt: skip
     filter_ = 'on,obsolete=deny,spawn=deny,resourcecontrol=deny'
     if os.geteuid() == 0:
-      # The filter that denies changes of identity would deny this one.
+      # A filter that denies changes of identity would deny -runas.
       command += ['-runas', '65534:65534', '-sandbox', filter_]
     else:
       command += ['-sandbox', f'{filter_},elevateprivileges=deny']
@@ -88,12 +92,12 @@ class VirtualMachine:
 def _clock() -> str:
   """Tells an emulated guest the rate of its clock.
 
-  Left to itself it counts ticks against emulated interrupts, and on a busy host
-  some kernels never get out of that.
+  By default it counts ticks between emulated interrupts, which some kernels
+  never finish on a busy host.
   """
   text = pathlib.Path('/proc/cpuinfo').read_text()
-  found = re.search(r'^cpu MHz\s*: ([0-9.]+)$', text, re.MULTILINE)
-  megahertz = float(found[1]) if found else 2000.0
+  match = re.search(r'^cpu MHz\s*: ([0-9.]+)$', text, re.MULTILINE)
+  megahertz = float(match[1]) if match else 2000.0
   return f' tsc=reliable tsc_early_khz={megahertz * 1000:.0f}'
 
 
@@ -101,13 +105,14 @@ class Guest:
   """A running machine.
 
   Attributes:
-    agent: the host's end of the agent's port.
+    machine: parts that it consists of.
+    agent: host's end of the agent's port.
   """
 
   def __init__(
     self, machine: VirtualMachine, state: pathlib.Path | None = None
   ):
-    """Starts it, from a saved state if there is one."""
+    """Starts the machine, from a saved state if there is one."""
     self.machine = machine
     self.agent, agent = socket.socketpair()
     self._monitor, monitor = socket.socketpair()
@@ -127,7 +132,10 @@ class Guest:
           [python, '-I', '-S', str(keeper), *command], pass_fds=descriptors,
           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
           stderr=subprocess.STDOUT, start_new_session=True,
-          env={'PATH': os.environ.get('PATH', ''), 'TMPDIR': _scratch()},
+          env={
+              'PATH': os.environ.get('PATH', ''),
+              'TMPDIR': tempfile.gettempdir(),
+          },
       )  # fmt: skip
     assert self._process.stdin and self._process.stdout
     self._lifeline, self._output = self._process.stdin, self._process.stdout
@@ -138,21 +146,21 @@ class Guest:
       self._resume()
 
   def _drain(self) -> None:
-    """Reads the console, of which a hostile guest could write without end."""
+    """Reads the console, on which a hostile guest could write without end."""
     while piece := os.read(self._output.fileno(), 4096):
       self._console = (self._console + piece)[-_CONSOLE_BYTES:]
     self._output.close()
 
   @property
   def console(self) -> str:
-    """The last that the guest or QEMU wrote."""
+    """The last output of the guest or QEMU."""
     return self._console.decode('ascii', 'replace')
 
   def wait_for_line(self, deadline_s: float) -> str:
-    """The first line on the agent's port; '' if none comes in time."""
+    """Returns the first line on the agent's port; '' if none comes in time."""
     data, end = b'', time.monotonic() + deadline_s
-    while b'\n' not in data and (left := end - time.monotonic()) > 0:
-      if not select.select([self.agent], [], [], left)[0]:
+    while b'\n' not in data and (wait_s := end - time.monotonic()) > 0:
+      if not select.select([self.agent], [], [], wait_s)[0]:
         break
       if not (piece := self.agent.recv(64)):
         break
@@ -163,10 +171,10 @@ class Guest:
     """Stops the guest for good and writes its state, memory included.
 
     Raises:
-      base.SandboxLost: when QEMU cannot.
+      base.SandboxLost: QEMU cannot do it.
     """
     self._execute('stop')
-    # One pass over memory that stands still; the default is 128 MB/s.
+    # The memory does not change meanwhile; the default is 128 MB/s.
     self._execute('migrate-set-parameters', {'max-bandwidth': 1 << 40})
     with open(path, 'wb') as file:
       self._execute('getfd', {'fdname': 'state'}, file.fileno())
@@ -174,7 +182,7 @@ class Guest:
     self._wait_until('query-migrate', ('completed',))
 
   def _resume(self) -> None:
-    # It was stopped when it was saved, and is again when all is read.
+    # It was saved while stopped, and is stopped when all is read.
     try:
       self._wait_until('query-status', ('paused', 'postmigrate'))
       self._execute('cont')
@@ -231,8 +239,4 @@ class Guest:
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
-    self._drainer.join(1.0)  # its last words
-
-
-def _scratch() -> str:
-  return tempfile.gettempdir()
+    self._drainer.join(1.0)  # for the last output
