@@ -1,7 +1,7 @@
 """The weights that a service serves: newer ones as they come, older on request.
 
-Consumes: what `poll` finds, in a thread of its own, and what is rolled back.
-Waits for: nothing; fetching, verifying and placing happen beside the steps.
+Consumes: newer policies that `poll` finds, and rollbacks of an operator.
+Waits for: nothing; weights are fetched, verified and placed beside the steps.
 Woken by: the follower's thread, an operator.
 Produces: a reference swap in the engine's thread.
 """
@@ -25,11 +25,11 @@ class Source:
   """Where newer weights come from.
 
   Attributes:
-    poll: () -> (version, variables) once there is a newer policy, else None;
-      what cannot be used is a ValueError or an OSError.
-    roll_back: version -> (version, variables) of the one before; a ValueError
-      where that is not at hand. `poll` then finds only what is newer than the
-      version that was left.
+    poll: () -> (version, variables) of a newer policy, None while there is
+      none; raises ValueError or OSError for one that cannot be used.
+    roll_back: version -> (version, variables) of the policy before it; raises
+      ValueError where that is not at hand. `poll` then finds only policies
+      newer than `version`.
   """
 
   poll: Callable[[], tuple[int, Any] | None]
@@ -40,8 +40,8 @@ class Policies:
   """Keeps an engine on the newest weights of a source, if it has one.
 
   Attributes:
-    threads: to be started, at most one.
-    version: of the weights that the next step uses.
+    threads: threads to start, at most one.
+    version: policy version of the next step.
   """
 
   def __init__(
@@ -54,15 +54,15 @@ class Policies:
     """Wraps an engine.
 
     Args:
-      engine: stepped by the caller, who calls what changes its weights.
-      source: polled every `interval_s`; None serves the same for ever.
-      interval_s: seconds.
-      notify: called once there is something to `serve_newest`.
+      engine: engine that the caller steps, in the thread that calls `serve`.
+      source: source of newer policies; None serves the same weights for ever.
+      interval_s: seconds between two polls of the source.
+      notify: called when `serve_newest` has something to serve.
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []
     self._engine, self._source, self._refused = engine, source, ''
-    # Freed by the follower: no step waits for it.
+    # Old weights, which the follower frees: no step waits for that.
     self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
       queue.SimpleQueue()
     )
@@ -96,10 +96,10 @@ class Policies:
       return None
 
   def previous(self, version: int) -> placing.PlacedWeights:
-    """Brings the weights from before `version`, from any thread; fetches none.
+    """Places the weights from before `version`; called from any thread.
 
     Raises:
-      ValueError: nothing is followed, or they are not at hand.
+      ValueError: nothing is followed, or those weights are not at hand.
     """
     if self._source is None:
       raise ValueError(
@@ -112,7 +112,7 @@ class Policies:
     """Called by the engine's thread."""
     update = self._follower.take() if self._follower else None
     if update is None:
-      return  # A newer one came before its turn, and went in its place.
+      return  # An earlier call took the newest already.
     try:
       self.serve(update[1])
     except ValueError as error:

@@ -78,7 +78,9 @@ def test_a_stage_that_is_not_finished_is_named(workdir):
 
 
 def test_options_are_checked_by_name():
-  with pytest.raises(ValueError, match='tokens must be at least 1, not 0'):
+  with pytest.raises(
+    ValueError, match='tokens must be an integer of at least 1; got 0'
+  ):
     dataclasses.replace(OPTIONS, tokens=0)
 
 

@@ -12,6 +12,7 @@ from composer_jax.core import records
 from composer_jax.rollout import sessions
 from composer_jax.serve import app, http_server, service
 from composer_jax.serve import options as options_lib
+from composer_jax.serve.api import openai
 
 LIMITS = options_lib.ServeOptions(
   max_queue=4,
@@ -185,7 +186,7 @@ def wait_for(condition, seconds=10.0):
 @contextlib.contextmanager
 def serving(engine, tokenizer, form, limits=LIMITS, source=None, token=''):
   served = service.Service(engine, limits, source)
-  model = app.Model(
+  model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,
     stop_tokens=(tokenizer.END, tokenizer.EOD),
