@@ -314,11 +314,7 @@ def _like(
   placed = placements.build(model, mesh=mesh, layout=layouts.DECODE)
   shapes, _ = decoder.abstract(model)
   return jax.tree.map(
-    lambda shape, sharding: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=sharding
-    ),
-    shapes,
-    placed.variables,
+    lambda shape, place: shape.update(sharding=place), shapes, placed.variables
   )
 
 

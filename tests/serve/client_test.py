@@ -366,6 +366,8 @@ def test_an_answer_of_another_form_is_named(tokenizer, answer):
 def test_endpoints_that_cannot_be_are_refused_and_keys_are_not_shown():
   with pytest.raises(ValueError, match='must begin with http'):
     client.Endpoint(url='localhost:8000')
-  with pytest.raises(ValueError, match=r'attempts \(0\) at least 1'):
+  with pytest.raises(
+    ValueError, match='attempts must be an integer of at least 1; got 0'
+  ):
     client.Endpoint(url='http://a', attempts=0)
   assert 'secret' not in repr(client.Endpoint(url='http://a', api_key='secret'))
