@@ -39,7 +39,7 @@ def build(
     is_open: bool = False,
   ) -> routing.Route:
     endpoint = exchange.HttpRoute(
-      respond,
+      respond=respond,
       route=path,
       options=served.options,
       token='' if is_open else token,
@@ -49,18 +49,15 @@ def build(
     )
     return routing.Route(path, endpoint, methods=[method])
 
-  async def scrape(to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def scrape(to: exchange.Exchange, _: Any) -> None:
     await to.answer_bytes(figures.text(), metrics.CONTENT_TYPE)
 
-  async def health(to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def health(to: exchange.Exchange, _: Any) -> None:
     problem = served.unhealthy()
     fields = {'status': 'unhealthy', 'reason': problem} if problem else {}
     await to.answer({'status': 'ok', **fields}, 503 if problem else 200)
 
-  async def ready(to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def ready(to: exchange.Exchange, _: Any) -> None:
     is_ready = served.state == service.SERVING and not served.unhealthy()
     fields = {
       'status': 'ready' if is_ready else served.state,

@@ -278,22 +278,15 @@ class ChatPolicy:
         f'{self._endpoint.url}/chat/completions gave an answer that is no chat '
         f'completion: {json.dumps(answer)[:200]}'
       ) from error
+    if not stopped:
+      # The endpoint cut the text, so it has no end token, unless it is empty.
+      length = max(1, len(self._tokenizer.encode(text)))
+      length = min(length, request.max_new_tokens)
+      request = dataclasses.replace(request, max_new_tokens=length)
     completion = scripts.completion(
       self._tokenizer, request, text, is_first=is_first
     )
-    tokens_T = completion.tokens_T
-    if not stopped and completion.stopped and len(tokens_T) > 1:
-      # The endpoint cut the text: its end must not look like the policy's.
-      tokens_T = tokens_T[:-1]
-      completion = dataclasses.replace(
-        completion,
-        tokens_T=tokens_T,
-        logprobs_T=completion.logprobs_T[:-1],
-        policy_version_T=completion.policy_version_T[:-1],
-        consumed_expert_ids_TMA=completion.consumed_expert_ids_TMA[:-1],
-        stopped=False,
-      )
-    parts_T += [request.context_T, tokens_T]
+    parts_T += [request.context_T, completion.tokens_T]
     return completion
 
   def close(self, session: str) -> None:
@@ -310,13 +303,12 @@ class ChatPolicy:
         call = _native(text, call_id) if self._functions else None
         call_id = call_id if call else ''
         messages.append(call or {'role': 'assistant', 'content': text})
-      elif role == 'tool' and call_id:
-        messages.append(
-          {'role': 'tool', 'tool_call_id': call_id, 'content': text}
-        )
+      elif role == 'tool':
+        link = {'role': 'tool', 'tool_call_id': call_id}
+        head = link if call_id else {'role': self._answer_role}
+        messages.append({**head, 'content': text})
       else:
-        role = self._answer_role if role == 'tool' else 'user'
-        messages.append({'role': role, 'content': text})
+        messages.append({'role': 'user', 'content': text})
     return messages
 
   def _text(self, message: Mapping[str, Any]) -> str:

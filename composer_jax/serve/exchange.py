@@ -7,6 +7,7 @@ OpenAI's form: as the answer, or as the last event of a stream that has begun.
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -175,40 +176,33 @@ def _refuse_constant(name: str) -> None:
   raise ValueError(f'{name} is no value of JSON')
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpRoute:
-  """An ASGI application of one route."""
+  """An ASGI application of one route.
 
-  def __init__(
-    self,
-    respond: Callable[[Exchange, Any], Awaitable[None]],
-    *,
-    route: str,
-    options: options_lib.ServeOptions,
-    token: str,
-    hosts: Collection[str] | None,
-    reads: bool,
-    count: Callable[[str, int], None],
-  ):
-    """Wraps a coroutine function.
+  Attributes:
+    respond: (exchange, body) -> None, answers the request.
+    route: name of the route in metrics.
+    options: limits of time and body size.
+    token: bearer token that a request must carry; '' asks for none.
+    hosts: Host names that a request may use; None allows any.
+    reads: true if the request has a body.
+    count: (route, status) -> None, called once at the end.
+  """
 
-    Args:
-      respond: (exchange, body) -> None, answers the request.
-      route: name of the route in metrics.
-      options: limits of time and body size.
-      token: bearer token that a request must carry; '' asks for none.
-      hosts: Host names that a request may use; None allows any.
-      reads: true if the request has a body.
-      count: (route, status) -> None, called once at the end.
-    """
-    self._respond, self._route, self._options = respond, route, options
-    self._token, self._hosts = token, hosts
-    self._reads, self._count = reads, count
+  respond: Callable[[Exchange, Any], Awaitable[None]]
+  route: str
+  options: options_lib.ServeOptions
+  token: str
+  hosts: Collection[str] | None
+  reads: bool
+  count: Callable[[str, int], None]
 
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
     request = requests.Request(scope, receive)
-    exchange = Exchange(request, send, self._options.max_body_bytes)
+    exchange = Exchange(request, send, self.options.max_body_bytes)
     status, failure = LEFT, None
     try:
       await self._answer(exchange)
@@ -220,25 +214,25 @@ class HttpRoute:
     except Exception:
       # A bug: the log has the traceback, the client a number to find it by.
       number = secrets.token_hex(6)
-      logging.exception('Request %s to %s failed:', number, self._route)
+      logging.exception('Request %s to %s failed:', number, self.route)
       text = f'The server failed; its log tells why under {number}.'
       failure = errors.ApiError(500, text, code='internal_error')
     finally:
-      self._count(self._route, failure.status if failure else status)
+      self.count(self.route, failure.status if failure else status)
     if failure:
       with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(_ERROR_S):
           await exchange.fail(failure)
 
   async def _answer(self, exchange: Exchange) -> None:
-    if self._hosts is not None:
-      exchange.check_host(self._hosts)
-    exchange.authorize(self._token)
-    limit_s = self._options.request_timeout_s
+    if self.hosts is not None:
+      exchange.check_host(self.hosts)
+    exchange.authorize(self.token)
+    limit_s = self.options.request_timeout_s
     try:
       async with asyncio.timeout(limit_s):
-        body = await exchange.json() if self._reads else None
-        answering = asyncio.ensure_future(self._respond(exchange, body))
+        body = await exchange.json() if self.reads else None
+        answering = asyncio.ensure_future(self.respond(exchange, body))
         leaving = asyncio.ensure_future(exchange.until_left())
         tasks = (answering, leaving)
         try:

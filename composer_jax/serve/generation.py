@@ -19,12 +19,27 @@ _MIN_TEMPERATURE = 1e-4
 MIN_LOGPROB = -9999.0
 
 
-def admit(body: requests.Sampling, served: service.Service) -> None:
+def admit(
+  body: requests.Sampling, served: service.Service, top: int | None, param: str
+) -> None:
   """Refuses a request that has no room, before its text becomes tokens.
+
+  Args:
+    body: request.
+    served: service whose limits hold.
+    top: likeliest tokens that are asked for at each place; None for none.
+    param: name of the parameter of `top`.
 
   Raises:
     errors.ApiError: 400, 429, 500 or 503.
   """
+  most = served.engine_options.num_top
+  if top and top > most:
+    raise errors.invalid(
+      f'{param} ({top}) exceeds the {most} alternatives that this server '
+      'keeps; see --config.engine.num_top.',
+      param,
+    )
   num, most = body.n or 1, min(served.options.max_choices, served.capacity)
   if num > most:
     raise errors.invalid(
@@ -141,16 +156,6 @@ def check_model(asked: str | None, name: str) -> None:
       f'The model {asked!r} does not exist here; this server serves {name!r}.',
       code='model_not_found',
       param='model',
-    )
-
-
-def check_top(asked: int | None, param: str, served: service.Service) -> None:
-  most = served.engine_options.num_top
-  if asked and asked > most:
-    raise errors.invalid(
-      f'{param} ({asked}) exceeds the {most} alternatives that this server '
-      'keeps; see --config.engine.num_top.',
-      param,
     )
 
 

@@ -93,12 +93,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def bind(host: str, port: int, token: str) -> socket.socket:
-  """Takes an address, which answers once the socket listens.
-
-  Args:
-    host: name or address of this machine.
-    port: port to take; 0 takes a free one.
-    token: bearer token of the server; '' asks for none.
+  """Takes an address, without listening on it yet; port 0 takes a free port.
 
   Raises:
     ValueError: the address cannot be taken.

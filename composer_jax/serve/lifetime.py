@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from composer_jax.core import files
+from composer_jax.core import checks, files
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.hf import imported, importing
 from composer_jax.hf.text import chat_template
@@ -151,13 +151,9 @@ def run(command: ServeCommand, config: dict[str, Any]) -> None:
 
 
 def _fields(name: str, cls: Any, fields: dict[str, Any]) -> Any:
-  known = {f.name for f in dataclasses.fields(cls)}
-  unknown = sorted(set(fields) - known)
-  if unknown:
-    raise ValueError(
-      f'--config.{name} has no field {", ".join(unknown)}; its fields are '
-      f'{", ".join(sorted(known))}.'
-    )
+  known = [f.name for f in dataclasses.fields(cls)]
+  for field in fields:
+    checks.known_name(field, known, f'--config.{name}')
   try:
     # The command line makes lists of tuples.
     tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}

@@ -20,33 +20,30 @@ class Metrics(registry.Collector):
     self._service = service
     self._registry = prometheus.CollectorRegistry()
     self._registry.register(self)
+    only_here = {'namespace': 'composer', 'registry': self._registry}
     self.requests = prometheus.Counter(
-      'composer_requests',
+      'requests',
       'Requests by route and status; 499 is a client that left.',
       ['route', 'status'],
-      registry=self._registry,
+      **only_here,
     )
     self.prompt_tokens = prometheus.Counter(
-      'composer_prompt_tokens',
-      'Context tokens of accepted requests.',
-      registry=self._registry,
+      'prompt_tokens', 'Context tokens of accepted requests.', **only_here
     )
     self.sampled_tokens = prometheus.Counter(
-      'composer_sampled_tokens',
-      'Tokens given to clients.',
-      registry=self._registry,
+      'sampled_tokens', 'Tokens given to clients.', **only_here
     )
     self.first_token_s = prometheus.Histogram(
-      'composer_time_to_first_token_seconds',
+      'time_to_first_token_seconds',
       'Time from the request to the first token of its first choice.',
       buckets=_FIRST_S,
-      registry=self._registry,
+      **only_here,
     )
     self.token_s = prometheus.Histogram(
-      'composer_time_per_token_seconds',
+      'time_per_token_seconds',
       'Time between tokens of a choice, after its first ones.',
       buckets=_TOKEN_S,
-      registry=self._registry,
+      **only_here,
     )
 
   def collect(self) -> Iterator[families.Metric]:

@@ -63,9 +63,7 @@ class Policies:
     self.threads: list[threading.Thread] = []
     self._engine, self._source, self._refused = engine, source, ''
     # Old weights, which the follower frees: no step waits for that.
-    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
-      queue.SimpleQueue()
-    )
+    self._dropped = queue.SimpleQueue[placing.PlacedWeights]()
     self._follower = None
     if source is not None:
       self._follower = follow.Follower(self._look, interval_s, notify)
@@ -111,12 +109,12 @@ class Policies:
   def serve_newest(self) -> None:
     """Called by the engine's thread."""
     update = self._follower.take() if self._follower else None
-    if update is None:
-      return  # An earlier call took the newest already.
-    try:
-      self.serve(update[1])
-    except ValueError as error:
-      self._refuse(error)
+    # An earlier call may have taken the newest already.
+    if update is not None:
+      try:
+        self.serve(update[1])
+      except ValueError as error:
+        self._refuse(error)
 
   def serve(self, placed: placing.PlacedWeights) -> None:
     """Called by the engine's thread; raises what `Engine.switch` does."""

@@ -19,7 +19,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
@@ -139,31 +138,23 @@ class Service:
   ) -> jobs.SampleJob:
     """Queues requests; entering the SampleJob waits until they are accepted.
 
-    Args:
-      requests: requests, each of a session of its own unless that is kept.
-      keep: true leaves the session open for a later request.
-      session_length: tokens that the client expects in its session; None
-        without one.
+    The arguments are those of a SampleJob.
 
     Raises:
       errors.ApiError: 429, 503 or 500; nothing was queued.
     """
-    return self._queue(
-      self._submit,
-      jobs.SampleJob(
-        requests, self._leave, keep=keep, session_length=session_length
-      ),
+    job = jobs.SampleJob(
+      requests, self._leave, keep=keep, session_length=session_length
     )
+    self._queue(job, lambda: self._submit(job))
+    return job
 
-  def _queue(
-    self, command: Callable[..., None], job: jobs.SampleJob, *args: Any
-  ) -> jobs.SampleJob:
+  def _queue(self, job: jobs.SampleJob, command: Callable[[], None]) -> None:
     with self._lock:
       self.check_room(len(job.requests))
       self.num_open += len(job.requests)
       self._jobs.add(job)
-      self._inbox.put(functools.partial(command, job, *args))
-    return job
+      self._inbox.put(command)
 
   def check_room(self, num: int) -> None:
     """Raises what `open` of `num` requests would, before they are made."""
@@ -182,7 +173,7 @@ class Service:
         )
 
   def _leave(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
-    self._inbox.put(functools.partial(self._cancel, job, indices))
+    self._inbox.put(lambda: self._cancel(job, indices))
 
   async def close_session(self, name: str, missing: errors.ApiError) -> None:
     """Closes a kept session.
@@ -194,12 +185,20 @@ class Service:
     Raises:
       errors.ApiError: `missing`, 503 or 500.
     """
-    await self._ask(self._close, name, missing)
+    await self._ask(lambda: self._close(name, missing))
 
-  async def _ask(self, command: Callable[..., None], *args: Any) -> None:
-    """Waits until the engine's thread has run a command."""
+  async def _ask(self, command: Callable[[], errors.ApiError | None]) -> None:
+    """Waits until the engine's thread has run a command; raises its error."""
     # A job without requests, so that the engine's end reaches this wait, too.
-    job = self._queue(command, jobs.SampleJob((), self._leave), *args)
+    job = jobs.SampleJob((), self._leave)
+
+    def run() -> None:
+      error = command()
+      with self._lock:
+        self._jobs.discard(job)
+      job.put(0, error)
+
+    self._queue(job, run)
     await job.next()
 
   async def roll_back(self, version: int) -> int:
@@ -219,7 +218,7 @@ class Service:
       raise errors.ApiError(
         409, str(error), code='no_rollback', param='version'
       ) from error
-    await self._ask(self._roll_back, version, placed)
+    await self._ask(lambda: self._roll_back(version, placed))
     return placed.version
 
   def begin_drain(self) -> None:
@@ -290,20 +289,19 @@ class Service:
       wait = False
 
   def _close(
-    self, job: jobs.SampleJob, name: str, missing: errors.ApiError
-  ) -> None:
-    is_idle = name in self._kept and name not in self._places
-    if is_idle:
-      self._drop(name)
-    self._reply(job, None if is_idle else missing)
+    self, name: str, missing: errors.ApiError
+  ) -> errors.ApiError | None:
+    if name not in self._kept or name in self._places:
+      return missing
+    self._drop(name)
+    return None
 
   def _roll_back(
-    self, job: jobs.SampleJob, version: int, placed: placing.PlacedWeights
-  ) -> None:
+    self, version: int, placed: placing.PlacedWeights
+  ) -> errors.ApiError | None:
     if self.version != version:
       # A newer version came while the older was being placed.
-      self._reply(job, errors.not_served(version, self.version))
-      return
+      return errors.not_served(version, self.version)
     self._cancel_all(
       errors.ApiError(
         503,
@@ -316,12 +314,7 @@ class Service:
     )
     self._drop(*self._kept)
     self._policies.serve(placed)
-    self._reply(job, None)
-
-  def _reply(self, job: jobs.SampleJob, event: errors.ApiError | None) -> None:
-    with self._lock:
-      self._jobs.discard(job)
-    job.put(0, event)
+    return None
 
   def _cancel_all(self, reason: errors.ApiError) -> None:
     # Jobs without requests are commands, which are answered in their turn.

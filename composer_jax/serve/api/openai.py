@@ -50,12 +50,10 @@ class OpenAI:
     # tokenizers of imports cache what they compiled without a lock.
     self._encoder = futures.ThreadPoolExecutor(1, 'tokenizer')
 
-  async def models(self, to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def models(self, to: exchange.Exchange, _: Any) -> None:
     await to.answer({'object': 'list', 'data': [self._about()]})
 
-  async def model(self, to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def model(self, to: exchange.Exchange, _: Any) -> None:
     generation.check_model(to.path_params['name'], self._model.name)
     await to.answer(self._about())
 
@@ -87,12 +85,11 @@ class OpenAI:
       raise errors.invalid(
         'top_logprobs needs logprobs to be true.', 'top_logprobs'
       )
-    generation.check_top(asked.top_logprobs, 'top_logprobs', self._service)
     if asked.max_tokens and asked.max_completion_tokens:
       raise errors.invalid(
         'Give max_tokens or max_completion_tokens, not both.', 'max_tokens'
       )
-    generation.admit(asked, self._service)
+    generation.admit(asked, self._service, asked.top_logprobs, 'top_logprobs')
     tools = [] if asked.tool_choice == 'none' else asked.tools
     await self._respond(
       to,
@@ -108,8 +105,7 @@ class OpenAI:
   async def complete(self, to: exchange.Exchange, body: Any) -> None:
     asked = requests.parse(requests.CompletionRequest, body)
     generation.check_model(asked.model, self._model.name)
-    generation.check_top(asked.logprobs, 'logprobs', self._service)
-    generation.admit(asked, self._service)
+    generation.admit(asked, self._service, asked.logprobs, 'logprobs')
     if isinstance(asked.prompt, str):
       encode = self._model.tokenizer.encode
       prompt_T = await self._encoded(encode, asked.prompt)

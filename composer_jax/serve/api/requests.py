@@ -35,6 +35,11 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
   'functions': ((), 'tools'),
   'function_call': ((), 'tools'),
 }
+# Codes of errors by pydantic's types of them.
+_CODES = {
+  'extra_forbidden': 'unknown_parameter',
+  'missing': 'missing_required_parameter',
+}
 # Parameters that change no answer.
 _IGNORED = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
 
@@ -182,17 +187,9 @@ def _refused(
   name = places[0] if places else None
   path = '.'.join(p for p in places if p not in ('str', 'list[int]'))
   path = path.replace('list[str]', '').strip('.')
+  message = f'{path}: {first["msg"]}.'
   if first['type'] == 'extra_forbidden':
     known = ', '.join(sorted(kind.model_fields))
-    return errors.invalid(
-      f'Unknown parameter: {path}. Known are {known}.',
-      path,
-      'unknown_parameter',
-    )
-  if first['type'] == 'missing':
-    return errors.invalid(
-      f'Missing required parameter: {path}.',
-      path,
-      'missing_required_parameter',
-    )
-  return errors.invalid(f'{path}: {first["msg"]}.', path or name)
+    message = f'Unknown parameter: {path}. Known are {known}.'
+  code = _CODES.get(first['type'], 'invalid_value')
+  return errors.invalid(message, path or name, code)

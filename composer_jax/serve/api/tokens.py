@@ -45,6 +45,8 @@ import base64
 import secrets
 from typing import Any
 
+import numpy as np
+
 from composer_jax.core import records
 from composer_jax.core.routes import codec
 from composer_jax.models import config as model_config
@@ -76,9 +78,8 @@ class TokensApi:
   async def sample(self, to: exchange.Exchange, body: Any) -> None:
     asked = requests.parse(requests.TokensRequest, body)
     generation.check_model(asked.model, self._name)
-    generation.check_top(asked.top_logprobs, 'top_logprobs', self._service)
     self._check(asked)
-    generation.admit(asked, self._service)
+    generation.admit(asked, self._service, asked.top_logprobs, 'top_logprobs')
     session = f'{_KEPT}{asked.session}' if asked.session else ''
     prompt_T = openai.token_ids(asked.prompt)
     sampled = generation.sample_requests(
@@ -126,8 +127,7 @@ class TokensApi:
       }
     )
 
-  async def close(self, to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def close(self, to: exchange.Exchange, _: Any) -> None:
     name = to.path_params['name']
     missing = errors.ApiError(
       404,
@@ -162,7 +162,15 @@ class TokensApi:
     assert end.raw_logprobs_T is not None
     top = routes = None
     if asked.top_logprobs:
-      top = _top(end, asked.top_logprobs)
+      assert end.top_ids_TX is not None
+      assert end.top_logprobs_TX is not None
+      ids_TX = end.top_ids_TX[:, : asked.top_logprobs].tolist()
+      least = generation.MIN_LOGPROB
+      scores_TX = np.maximum(end.top_logprobs_TX, least).tolist()
+      top = [
+        list(zip(ids, scores, strict=True))
+        for ids, scores in zip(ids_TX, scores_TX, strict=True)
+      ]
     if asked.routes != 'none':
       data = codec.encode(
         end.consumed_expert_ids_TMA,
@@ -183,16 +191,3 @@ class TokensApi:
       'top_logprobs': top,
       'routes': routes,
     }
-
-
-def _top(end: records.Completion, count: int) -> list[list[list[Any]]]:
-  assert end.top_ids_TX is not None
-  assert end.top_logprobs_TX is not None
-  return [
-    [[i, max(p, generation.MIN_LOGPROB)] for i, p in zip(ids, ps, strict=True)]
-    for ids, ps in zip(
-      end.top_ids_TX[:, :count].tolist(),
-      end.top_logprobs_TX[:, :count].tolist(),
-      strict=True,
-    )
-  ]
