@@ -76,19 +76,14 @@ def build(run: run_data.RunData) -> str:
     lstrip_blocks=True,
   )
   environment.filters['shown'] = _shown
-  environment.filters['base64'] = lambda s: base64.b64encode(
-    s.encode()
-  ).decode()
-  evaluations = run.evaluations()
+  environment.filters['base64'] = _base64
+  evaluations, machine = run.evaluations(), run.run.get('machine')
   num_equal, differing = policies.identities(run)
   return environment.get_template('page.html').render(
     run=run,
     written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
     stages=_stages(run),
-    levels=sorted(
-      episodes.levels(run)
-      | {str(v) for k, v in run.run.items() if k == 'sandbox_level'}
-    ),
+    levels=episodes.levels(run),
     results=[
       _result(title, evaluations.pop(name, {}))
       for name, title in _EVALUATIONS.items()
@@ -110,10 +105,14 @@ def build(run: run_data.RunData) -> str:
     episodes=episodes.shown(run),
     corpus=_corpus(run.manifest) if run.manifest else None,
     times=_times(run) if run.seconds else [],
-    machine=dict(_object(run.run.get('machine'))),
+    machine=machine if isinstance(machine, dict) else {},
     config=files.flatten(run.config) if run.config else {},
     meanings=_meanings(run),
   )
+
+
+def _base64(text: str) -> str:
+  return base64.b64encode(text.encode()).decode()
 
 
 def _shown(value: Any) -> Any:
@@ -121,10 +120,6 @@ def _shown(value: Any) -> Any:
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return value
   return f'{value:,}' if isinstance(value, int) else f'{value:.4g}'
-
-
-def _object(value: Any) -> dict[str, Any]:
-  return value if isinstance(value, dict) else {}
 
 
 def _meanings(run: run_data.RunData) -> dict[str, dict[str, str]]:

@@ -46,10 +46,10 @@ def _outcome(row: dict[str, Any]) -> str:
   return 'failed' if status == 'graded' else status
 
 
-def levels(run: run_data.RunData) -> set[str]:
+def levels(run: run_data.RunData) -> list[str]:
   """Returns the isolation levels of the sandboxes that gave the verdicts."""
-  found = {_verdict(row).get('sandbox_level') for row in _played(run)}
-  return {str(level) for level in found if level}
+  names = {_verdict(row).get('sandbox_level') for row in _played(run)}
+  return sorted(map(str, (names | {run.run.get('sandbox_level')}) - {None}))
 
 
 def verdicts(run: run_data.RunData) -> list[list[Any]]:

@@ -200,7 +200,7 @@ class GrowingAnswer:
     self._form, self._tools = form, tools
     # From the first mark of a call on, text is held back: it may be calls.
     marks = form.mark(tools) if form else ()
-    self._marks = texts.Scanner(marks or ())
+    self._scanner = texts.Scanner(marks or ())
     self._in_call, self._held = marks is None, ''
 
   def add(self, event: sessions.SampledTokens) -> AnswerDelta:
@@ -232,7 +232,7 @@ class GrowingAnswer:
   def _ended(self, *pieces: texts.TextPiece) -> AnswerDelta:
     pieces = (*pieces, self._text.finish())
     text = ''.join(self._content(piece.text) for piece in pieces)
-    text += self._marks.finish()
+    text += self._scanner.finish()
     if self._in_call and self.finish == 'stop' and self._form:
       self.calls = self._form.calls(self._held, self._tools) or []
     if self.calls:
@@ -246,10 +246,10 @@ class GrowingAnswer:
     if self._in_call:
       self._held += text
       return ''
-    content = self._marks.add(text)
-    if self._marks.found:
+    content = self._scanner.add(text)
+    if self._scanner.mark:
       self._in_call = True
-      self._held = self._marks.found + self._marks.rest
+      self._held = self._scanner.mark + self._scanner.after
     return content
 
   def _token(

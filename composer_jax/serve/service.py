@@ -373,8 +373,9 @@ class Service:
       self._drop(name)
     if job is None:
       return
-    event: jobs.Event = outcome
-    if isinstance(outcome, records.Failure):
+    if isinstance(outcome, records.Completion):
+      event: jobs.Event = outcome
+    else:
       event = errors.ApiError(
         500,
         f'Sampling failed at position {outcome.position} with policy version '

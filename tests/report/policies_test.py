@@ -87,7 +87,7 @@ def test_what_was_not_measured_or_is_damaged_hides_nothing(tmp_path, route):
 
 
 def test_what_was_received_of_void_versions_counts_no_more(tmp_path):
-  """A run that goes on publishes others, which nobody need receive."""
+  """A resumed run publishes them anew, and no engine need receive each one."""
   received.truncate(tmp_path, 1)  # There is nothing yet.
   got = [taken(v, ['delta 0-1'], target_id='b' * 64) for v in (2, 3)]
   section(tmp_path, [published(1)], [taken(1, ['key 1']), *got])

@@ -263,16 +263,16 @@ def test_calls_by_an_endpoints_own_means_become_calls_of_ours(tokenizer):
   headers, body = seen[2]
   assert headers['authorization'] == 'Bearer k'
   assert (body['model'], body['tools']) == ('m', functions)
-  user, called, told, said, error = body['messages']
+  user, called, answered, refused, error = body['messages']
   assert user == {'role': 'user', 'content': 'Do.'}
   (native,) = called['tool_calls']
   assert native['function'] == {'name': 'read', 'arguments': '{"path": "a"}'}
-  assert told == {
+  assert answered == {
     'role': 'tool',
     'tool_call_id': native['id'],
     'content': 'the text',
   }
-  assert said == {'role': 'assistant', 'content': 'I stop.'}
+  assert refused == {'role': 'assistant', 'content': 'I stop.'}
   assert error == {'role': 'user', 'content': 'error: no call'}
 
 

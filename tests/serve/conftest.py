@@ -39,19 +39,19 @@ def shared_client(shared):
 
 @pytest.fixture
 def say(shared, shared_client, tokenizer):
-  """say(text or bytes or script, per_step) -> a client of who says that."""
+  """say(text or bytes or script, per_step) -> a client of that engine."""
 
-  def tell(said, per_step=1):
-    if isinstance(said, str):
-      said = said.encode()
-    if isinstance(said, bytes):
+  def use(script, per_step=1):
+    if isinstance(script, str):
+      script = script.encode()
+    if isinstance(script, bytes):
       # Byte by byte: characters and stop strings lie across tokens.
-      ids = [tokenizer._bytes.index(bytes([b])) for b in said]
-      said = lambda _: [*ids, tokenizer.END] + [tokenizer.PAD] * 100
-    shared.engine.script, shared.engine.per_step = said, per_step
+      ids = [tokenizer._bytes.index(bytes([b])) for b in script]
+      script = lambda _: [*ids, tokenizer.END] + [tokenizer.PAD] * 100
+    shared.engine.script, shared.engine.per_step = script, per_step
     return shared_client
 
-  yield tell
+  yield use
   shared.settle()
 
 

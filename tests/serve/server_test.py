@@ -172,11 +172,11 @@ def _direct(engine_options, config, variables, version, requests):
   made = engines.Engine(config, variables, version, engine_options)
   for request in requests:
     made.submit(request)
-  found = {}
+  ends = {}
   while made.num_unfinished:
     for end in made.step():
-      found[end.session] = end
-  return [found[request.session] for request in requests]
+      ends[end.session] = end
+  return [ends[request.session] for request in requests]
 
 
 def _request(tokenizer, index, **more):
@@ -262,8 +262,8 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
   body = {'prompt': more, 'session_length': held, **fields}
   second = post(server, '/v1/tokens', body).json()
   parts = [first['choices'][0], second['choices'][0]]
-  said = [np.array(p['tokens'], np.int32) for p in parts]
-  whole = np.concatenate([prompt, said[0], more]).astype(np.int32)
+  sampled = [np.array(p['tokens'], np.int32) for p in parts]
+  whole = np.concatenate([prompt, sampled[0], more]).astype(np.int32)
   (end,) = _direct(
     OPTIONS,
     config,
@@ -280,7 +280,7 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
       )
     ],
   )
-  assert said[1].tolist() == end.tokens_T.tolist()
+  assert sampled[1].tolist() == end.tokens_T.tolist()
   # The tapes of both turns, put together, are the tape of the window.
   tapes = [codec.decode(base64.b64decode(p['routes']['data'])) for p in parts]
   assert tapes[0].scheme == tapes[1].scheme == tokens_api.scheme_of(config)
@@ -363,8 +363,8 @@ def test_streams_survive_ten_times_as_many(
 
 def _num_left(server, post):
   text = post(server, '/metrics', method='GET').text
-  found = re.search(r'completions",status="499"} ([\d.]+)', text)
-  return float(found[1]) if found else 0.0
+  match = re.search(r'completions",status="499"} ([\d.]+)', text)
+  return float(match[1]) if match else 0.0
 
 
 def _load(server, config, variables, tokenizer, post, count):
@@ -403,9 +403,9 @@ def _load(server, config, variables, tokenizer, post, count):
       return await asyncio.gather(*(one(made, i) for i in range(count)))
 
   server.engine.pace_s = 0.003
-  found = asyncio.run(all_of_them())
+  answers = asyncio.run(all_of_them())
   server.engine.pace_s = 0.0
-  for index, (text, end) in enumerate(zip(found, wanted, strict=True)):
+  for index, (text, end) in enumerate(zip(answers, wanted, strict=True)):
     if index % 3:
       assert text == _said(tokenizer, end), index
   scripted.wait_for(lambda: server.served.stats['sessions'] == 0)
@@ -427,15 +427,15 @@ def test_weights_change_while_a_stream_runs(
   body |= {'min_policy_version': 3}
   alone = {'prompt': [30, 31], 'max_tokens': 8, 'seed': 6}
   (first,) = post(server, '/v1/tokens', alone).json()['choices']
-  found = []
+  responses = []
   running = threading.Thread(
-    target=lambda: found.append(post(server, '/v1/tokens', body))
+    target=lambda: responses.append(post(server, '/v1/tokens', body))
   )
   running.start()
-  scripted.wait_for(lambda: server.served.stats['running'] or found)
+  scripted.wait_for(lambda: server.served.stats['running'] or responses)
   updates.append((9, policies[1]))
   running.join(60)
-  versions = found[0].json()['choices'][0]['policy_versions']
+  versions = responses[0].json()['choices'][0]['policy_versions']
   assert versions == sorted(versions) and set(versions) <= {3, 9}
   scripted.wait_for(lambda: server.served.version == 9)
   assert client.models.list().data[0].policy_version == 9

@@ -118,16 +118,16 @@ class TextAnswer(ChatAnswer):
       'text_offset': [o for piece in pieces for o in piece.offsets],
     }
 
-  def choice(self, index, text, _, logprobs, finish) -> dict[str, Any]:
+  def choice(self, index, text, calls, logprobs, finish) -> dict[str, Any]:
     return _part(index, logprobs, finish, text=text)
 
-  def opening(self, _: int) -> None:
-    return None
+  def opening(self, index: int) -> None:
+    """Returns None: a stream of text begins with its first part."""
 
   def delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
     return _part(index, logprobs, None, text=text)
 
-  def closing(self, index, _, finish) -> Iterator[dict[str, Any]]:
+  def closing(self, index, calls, finish) -> Iterator[dict[str, Any]]:
     yield _part(index, None, finish, text='')
 
 

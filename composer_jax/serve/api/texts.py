@@ -58,18 +58,18 @@ class Scanner:
   """Finds the first of several marks in a text that arrives in pieces.
 
   Attributes:
-    found: mark that was found; '' before.
-    rest: text after the mark, in the piece that completed it.
+    mark: mark that was found; '' before.
+    after: text after the mark, in the piece that completed it.
   """
 
   def __init__(self, marks: Sequence[str]):
-    self.found = self.rest = ''
+    self.mark = self.after = ''
     self._marks = tuple(marks)
     self._held = ''
 
   def add(self, text: str) -> str:
     """Returns the text before the mark, as far as no mark can begin in it."""
-    if self.found:
+    if self.mark:
       return ''
     text = self._held + text
     # The mark that is complete first counts, so it does not matter how many
@@ -80,8 +80,8 @@ class Scanner:
       if (at := text.find(mark)) >= 0
     ]
     if ends:
-      end, at, self.found = min(ends)
-      self._held, self.rest = '', text[end:]
+      end, at, self.mark = min(ends)
+      self._held, self.after = '', text[end:]
       return text[:at]
     # The longest end of the text with which a mark may begin waits.
     longest = max((len(mark) for mark in self._marks), default=1) - 1
@@ -140,7 +140,7 @@ class Text:
     decoded = self._decoder.decode(data, final)
     self._decoded += len(decoded)
     text = self._scanner.add(decoded)
-    self.stopped = bool(self._scanner.found)
+    self.stopped = bool(self._scanner.mark)
     return text
 
   def _give(self, text: str, last: bool = False) -> TextPiece:

@@ -172,6 +172,7 @@ class TokensApi:
         for ids, scores in zip(ids_TX, scores_TX, strict=True)
       ]
     if asked.routes != 'none':
+      assert end.routes_start is not None
       data = codec.encode(
         end.consumed_expert_ids_TMA,
         self._scheme,
