@@ -49,7 +49,7 @@ def _outcome(row: dict[str, Any]) -> str:
 def levels(run: run_data.RunData) -> list[str]:
   """Returns the isolation levels of the sandboxes that gave the verdicts."""
   names = {_verdict(row).get('sandbox_level') for row in _played(run)}
-  return sorted(map(str, (names | {run.run.get('sandbox_level')}) - {None}))
+  return sorted(map(str, (names | {run.run.get('sandbox_level')}) - {None, ''}))
 
 
 def verdicts(run: run_data.RunData) -> list[list[Any]]:

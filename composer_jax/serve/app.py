@@ -50,7 +50,7 @@ def build(
     return routing.Route(path, endpoint, methods=[method])
 
   async def scrape(to: exchange.Exchange, _: Any) -> None:
-    await to.answer_bytes(figures.text(), metrics.CONTENT_TYPE)
+    await to.answer(figures.text(), content_type=metrics.CONTENT_TYPE)
 
   async def health(to: exchange.Exchange, _: Any) -> None:
     problem = served.unhealthy()

@@ -120,20 +120,14 @@ class Exchange:
     body: Any,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
+    content_type: str = 'application/json',
   ) -> None:
-    # ASCII: text of clients may hold lone surrogates, which UTF-8 has not.
-    data = json.dumps(body, allow_nan=False).encode()
-    await self.answer_bytes(data, 'application/json', status, headers)
-
-  async def answer_bytes(
-    self,
-    data: bytes,
-    content_type: str,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-  ) -> None:
+    """Sends the whole answer: bytes as they are, anything else as JSON."""
     self.status = status
-    response = responses.Response(data, status, headers, content_type)
+    if not isinstance(body, bytes):
+      # ASCII: text of clients may hold lone surrogates, which UTF-8 has not.
+      body = json.dumps(body, allow_nan=False)
+    response = responses.Response(body, status, headers, content_type)
     await response(self._request.scope, self._request.receive, self._send)
 
   async def begin_events(self) -> None:

@@ -229,7 +229,8 @@ def load(
       raise ValueError(
         f'Stage {stage!r} of {folder} is not finished; finished are {finished}.'
       )
-    variables = _policy(export.load(folder, stage, _like(model, mesh)))
+    masters = export.load(folder, stage, _like(model, mesh))
+    variables = jax.jit(decoder.policy, donate_argnums=0)(masters)
   tokenizer = hf_tokenizer.load_any(folder / 'tokenizer.json')
   return ServedPolicy(
     name=f'{folder.name}-{stage}',
@@ -258,6 +259,7 @@ def _imported(
     # A checkpoint of pretraining alone completes texts.
     print(f'No chat: {error}', flush=True)
     template = None
+  masters = importing.load_variables(folder, _like(model, mesh))
   path = folder / _GENERATION
   ends = files.read_json(path).get('eos_token_id') if path.exists() else []
   return ServedPolicy(
@@ -267,7 +269,7 @@ def _imported(
     stop_tokens=_ends(tokenizer, *(ends if isinstance(ends, list) else [ends])),
     template=template,
     is_own=False,
-    variables=_policy(importing.load_variables(folder, _like(model, mesh))),
+    variables=jax.jit(decoder.policy, donate_argnums=0)(masters),
   )
 
 
@@ -312,7 +314,3 @@ def _like(
   return jax.tree.map(
     lambda shape, place: shape.update(sharding=place), shapes, placed.variables
   )
-
-
-def _policy(variables: Any) -> Any:
-  return jax.jit(decoder.policy, donate_argnums=0)(variables)

@@ -20,7 +20,7 @@ INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
 class Tags(html.parser.HTMLParser):
-  """Collects what a browser would take for tags, and the text between."""
+  """Collects the tags that a browser would see, and the text between them."""
 
   VOID = ('meta', 'img', 'br')
 
@@ -259,7 +259,7 @@ def test_damaged_files_are_named_in_the_report(tmp_path):
 
 
 def rows_of(text, heading):
-  """The cells of the first table after a heading, row by row."""
+  """Returns the cells of the first table after a heading, row by row."""
   table = text[text.index(f'>{heading}<') :]
   table = table[: table.index('</table>')]
   rows = re.findall(r'<tr>(.*?)</tr>', table)

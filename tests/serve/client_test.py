@@ -1,4 +1,4 @@
-"""Policies over HTTP give what the server sampled, and survive its moods."""
+"""Policies over HTTP give what the server sampled, and survive its failures."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ def _routes(start, stop):
 
 @pytest.fixture
 def served(tokenizer):
-  """A server that says `engine.calls`, one a turn."""
+  """A server whose engine writes one of `engine.calls` each turn."""
   engine = _Engine(None, per_step=64)
   engine.options.max_len = 8000
   engine.calls = []
@@ -189,7 +189,7 @@ def _noting(submit, seen):
 
 @contextlib.contextmanager
 def _answering(answers):
-  """A server that gives (status, body) after another, and keeps requests."""
+  """Serves each (status, body) in turn; yields its URL and the requests."""
   seen = []
 
   class Handler(http.server.BaseHTTPRequestHandler):

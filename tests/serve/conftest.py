@@ -16,13 +16,13 @@ from tests.serve import scripted
 
 @pytest.fixture(scope='session')
 def tokenizer():
-  """Of bytes and few merges: 'he', 'hello' and the like."""
+  """A tokenizer of bytes and few merges: 'he', 'hello' and the like."""
   return tokenizers.Tokenizer.train(['hello world hello world'], 270)
 
 
 @pytest.fixture(scope='module')
 def shared(tokenizer):
-  """A server with the usual limits, whose engine says what `say` tells it."""
+  """A server with the usual limits, whose engine plays the script of `say`."""
   engine = scripted.ScriptedEngine(lambda request: [tokenizer.END])
   form = chat_format.OwnFormat(tokenizer)
   with scripted.serving(engine, tokenizer, form) as running:
@@ -31,7 +31,7 @@ def shared(tokenizer):
 
 @pytest.fixture(scope='module')
 def shared_client(shared):
-  """Of OpenAI's own, that never tries twice."""
+  """OpenAI's own client, without retries."""
   url = f'{shared.url}/v1'
   with openai.OpenAI(base_url=url, api_key='none', max_retries=0) as made:
     yield made
@@ -94,7 +94,7 @@ def serve(tokenizer):
 
 @pytest.fixture
 def client():
-  """client(server, token) -> OpenAI's own client, that never tries twice."""
+  """client(server, token) -> OpenAI's own client, without retries."""
   with contextlib.ExitStack() as stack:
 
     def make(server, token='none'):

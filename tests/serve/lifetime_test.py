@@ -1,4 +1,4 @@
-"""A server's source: an export, an import, or what RL publishes."""
+"""A server loads an export, an import, or the policy that RL publishes."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ def model():
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory, model):
-  """Of a run whose SFT is finished and whose RL is going on."""
+  """A run with finished SFT and running RL."""
   folder = tmp_path_factory.mktemp('runs') / 'mine'
   files.write_json(folder / 'config.json', {'model': model.to_dict()})
   tokenizers.Tokenizer.train(['hello world'], 300).save(

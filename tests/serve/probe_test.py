@@ -25,7 +25,7 @@ OPTIONS = probe.ProbeOptions(
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory):
-  """A run whose SFT is over, of random weights."""
+  """A run with finished SFT and random weights."""
   folder = tmp_path_factory.mktemp('run')
   texts = family.generate(0, 'train').files.values()
   tokenizer = tokenizers.Tokenizer.train(list(texts), 280)

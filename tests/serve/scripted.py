@@ -1,4 +1,4 @@
-"""An engine that samples what a test says, and a server in a thread."""
+"""An engine that samples the tokens of a test, and a server in a thread."""
 
 import contextlib
 import dataclasses
@@ -172,14 +172,14 @@ class Running:
     return self.served._engine
 
   def settle(self):
-    """Waits until nothing is open; a test that leaks does not get past it."""
+    """Waits until nothing is open, which fails for a test that leaks."""
     wait_for(lambda: not self.served.num_open and not self.engine.works)
 
 
 def wait_for(condition, seconds=10.0):
   deadline = time.monotonic() + seconds
   while not condition():
-    assert time.monotonic() < deadline, 'it does not happen'
+    assert time.monotonic() < deadline, f'not so after {seconds:g} s'
     time.sleep(0.005)
 
 

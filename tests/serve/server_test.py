@@ -1,4 +1,4 @@
-"""The server of a real engine: what clients read is what the engine sampled."""
+"""Clients of a server read exactly what its real engine sampled."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ STREAMS = 64
 
 
 class PacedEngine(engines.Engine):
-  """Leaves the clients of the same process time between its steps."""
+  """Pauses between steps, so that clients of the same process can run."""
 
   pace_s = 0.0
 
@@ -113,7 +113,7 @@ def engine(config, policies):
 
 @pytest.fixture(scope='module')
 def updates():
-  """(version, variables) that the server is to follow."""
+  """Pairs of (version, variables) for the server to follow."""
   return []
 
 
@@ -168,7 +168,7 @@ def _fields(index=0, **more):
 
 
 def _direct(engine_options, config, variables, version, requests):
-  """What an engine of its own samples, in the same compiled programs."""
+  """Returns what a second engine samples with the same compiled programs."""
   made = engines.Engine(config, variables, version, engine_options)
   for request in requests:
     made.submit(request)

@@ -26,12 +26,12 @@ CHAT = {
 
 
 def _still(server):
-  """Lets the engine of a server stand still, its requests open."""
+  """Stops the engine of a server, with its requests open."""
   server.engine.go.clear()
 
 
 def _begin(server, body=None):
-  """Sends a request whose answer is a stream; returns the socket."""
+  """Sends a request for a stream; returns the socket."""
   data = json.dumps({**CHAT, 'stream': True, **(body or {})}).encode()
   host, port = server.url.removeprefix('http://').split(':')
   sock = socket.create_connection((host, int(port)), timeout=10)
@@ -224,7 +224,7 @@ def test_a_second_signal_ends_it_at_once(serve):
 
 
 def _one_by_one(updates):
-  """A poll that finds one update after the other, errors among them."""
+  """Returns a poll that gives one update after another, or raises it."""
 
   def poll():
     if not updates:

@@ -124,7 +124,7 @@ def test_words_of_numbers():
 
 
 class Clock:
-  """Time that passes only when told."""
+  """A clock that only the test moves."""
 
   def __init__(self):
     self.now = 100.0

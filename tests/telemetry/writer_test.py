@@ -166,7 +166,7 @@ def test_tensorboard_gets_the_scalars(tmp_path):
 
 
 def events(path):
-  """The events of a file, with both sums of every record checked."""
+  """Returns the events of a file; checks both checksums of every record."""
   data, parsed = path.read_bytes(), []
   while data:
     (size,) = struct.unpack('<Q', data[:8])

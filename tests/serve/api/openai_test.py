@@ -1,4 +1,4 @@
-"""OpenAI's own client against a server whose engine says what a test wants."""
+"""OpenAI's own client against a server with a scripted engine."""
 
 import json
 

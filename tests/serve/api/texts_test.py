@@ -10,7 +10,7 @@ STOPS = ('ab', 'abca', 'bc', 'éa', 'ca', 'a😀b')
 
 
 def _tokens(data, rng):
-  """The bytes in random tokens, empty ones among them."""
+  """Splits bytes into random tokens, some of them empty."""
   tokens = []
   while data:
     size = rng.randrange(4)
