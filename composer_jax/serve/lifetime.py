@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,33 +53,24 @@ class ServedPolicy:
   receiver: receivers.Receiver | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeCommand:
-  """A command line.
+def run(
+  load_policy: Callable[..., ServedPolicy],
+  config: dict[str, Any],
+  *,
+  host: str,
+  port: int,
+  name: str = '',
+  token: str = '',
+) -> None:
+  """Serves until a signal ends it.
 
-  Attributes:
-    folder: workdir of a run, or folder of an import.
-    stage: stage whose export is served; '' for the last finished one.
-    follow: true serves what RL publishes.
-    store: URL of the bundles to follow; '' for the store of the run.
+  Args:
+    load_policy: `load`, with the folder and what of it to serve.
+    config: values of configs/serve.
     host: address to listen on.
     port: port to listen on; 0 takes a free one.
     name: name of the model; '' for that of the folder.
     token: bearer token that clients must send; '' asks for none.
-  """
-
-  folder: pathlib.Path
-  stage: str
-  follow: bool
-  store: str
-  host: str
-  port: int
-  name: str
-  token: str
-
-
-def run(command: ServeCommand, config: dict[str, Any]) -> None:
-  """Serves until a signal ends it; the config is that of configs/serve.
 
   Raises:
     ValueError: there is nothing to serve, or a package is missing.
@@ -97,16 +89,10 @@ def run(command: ServeCommand, config: dict[str, Any]) -> None:
   engine_options = _fields('engine', engines.EngineOptions, config['engine'])
   limits = _fields('limits', serve_options.ServeOptions, config['limits'])
   # First of all: a taken port is an error before the minutes that follow.
-  with http_server.bind(command.host, command.port, command.token) as sock:
+  with http_server.bind(host, port, token) as sock:
     mesh = placing.mesh_of(config['devices'])
-    policy = load(
-      command.folder,
-      stage=command.stage,
-      follow=command.follow,
-      store=command.store,
-      overrides={'numerics': config['numerics']},
-      mesh=mesh,
-    )
+    overrides = {'numerics': config['numerics']}
+    policy = load_policy(overrides=overrides, mesh=mesh)
     engine = engines.Engine(
       policy.model,
       policy.variables,
@@ -121,7 +107,7 @@ def run(command: ServeCommand, config: dict[str, Any]) -> None:
     else:
       form = None
     model = openai.Model(
-      name=command.name or policy.name,
+      name=name or policy.name,
       tokenizer=policy.tokenizer,
       stop_tokens=policy.stop_tokens,
       form=form,
@@ -131,9 +117,9 @@ def run(command: ServeCommand, config: dict[str, Any]) -> None:
     engine.warm()
     followed = newer(policy.receiver) if policy.receiver else None
     served = service.Service(engine, limits, followed)
-    hosts = http_server.hosts_of(command.host, command.token)
+    hosts = http_server.hosts_of(host, token)
     server = http_server.HttpServer(
-      app.build(served, model, command.token, hosts), served
+      app.build(served, model, token, hosts), served
     )
     sock.listen()
     served.start()

@@ -1,7 +1,7 @@
 """A server loads an export, an import, or the policy that RL publishes."""
 
 import contextlib
-import dataclasses
+import functools
 import pathlib
 import shutil
 import sys
@@ -142,16 +142,9 @@ def test_what_cannot_be_served_is_told(workdir, tmp_path):
     lifetime.load(tmp_path)
 
 
-COMMAND = lifetime.ServeCommand(
-  folder=pathlib.Path('nowhere'),
-  stage='',
-  follow=False,
-  store='',
-  host='127.0.0.1',
-  port=0,
-  name='',
-  token='',
-)
+def _run(fields, port=0):
+  load = functools.partial(lifetime.load, pathlib.Path('nowhere'))
+  lifetime.run(load, fields, host='127.0.0.1', port=port)
 
 
 @pytest.mark.parametrize('section', ['engine', 'limits'])
@@ -159,20 +152,20 @@ def test_a_misspelt_field_is_named(section):
   fields = serve_tiny.get_config().to_dict()
   fields[section]['misspelt'] = 1
   with pytest.raises(ValueError, match=rf'config\.{section} has no .*misspelt'):
-    lifetime.run(COMMAND, fields)
+    _run(fields)
 
 
 def test_a_missing_limit_is_named():
   fields = serve_tiny.get_config().to_dict()
   del fields['limits']['max_queue']
   with pytest.raises(ValueError, match=r'config\.limits: .*missing.*max_queue'):
-    lifetime.run(COMMAND, fields)
+    _run(fields)
 
 
 @pytest.mark.parametrize('config', [serve_tiny, serve_gpu])
 def test_configs_are_those_of_a_server(config):
   with pytest.raises(ValueError, match='neither the workdir'):
-    lifetime.run(COMMAND, config.get_config().to_dict())
+    _run(config.get_config().to_dict())
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
@@ -181,7 +174,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
     sock.listen()
     port = sock.getsockname()[1]
     with pytest.raises(ValueError, match=f'Cannot listen on 127.0.0.1:{port}'):
-      lifetime.run(dataclasses.replace(COMMAND, port=port), fields)
+      _run(fields, port)
 
 
 def test_a_missing_package_is_named_with_its_cure(monkeypatch):
@@ -191,4 +184,4 @@ def test_a_missing_package_is_named_with_its_cure(monkeypatch):
   with pytest.raises(
     ValueError, match=r'uvicorn is not .*pip install composer_jax\[serve\]'
   ):
-    lifetime.run(dataclasses.replace(COMMAND), {})
+    _run({})
