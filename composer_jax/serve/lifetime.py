@@ -17,7 +17,6 @@ from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.serve import policies
 from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 from composer_jax.train.checkpoints import export
@@ -115,8 +114,7 @@ def run(
     # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
     engine.warm()
-    followed = newer(policy.receiver) if policy.receiver else None
-    served = service.Service(engine, limits, followed)
+    served = service.Service(engine, limits, policy.receiver)
     hosts = http_server.hosts_of(host, token)
     server = http_server.HttpServer(
       app.build(served, model, token, hosts), served
@@ -271,24 +269,6 @@ def _model(
   # Older imports and runs lack the field.
   fields = {'numerics': 'fast', **fields, **overrides}
   return model_config.ModelConfig.from_dict(fields)
-
-
-def newer(receiver: receivers.Receiver) -> policies.Source:
-  """Returns the source of the policies that a receiver follows."""
-
-  def poll() -> tuple[int, Any] | None:
-    policy = receiver.poll()
-    if policy is not None:
-      return policy.version, policy.variables
-    if receiver.problem is not None:
-      raise ValueError(receiver.problem)
-    return None
-
-  def roll_back(version: int) -> tuple[int, Any]:
-    policy = receiver.roll_back(version)
-    return policy.version, policy.variables
-
-  return policies.Source(poll=poll, roll_back=roll_back)
 
 
 def _like(

@@ -1,43 +1,26 @@
 """The weights that a service serves: newer ones as they come, older on request.
 
-Consumes: newer policies that `poll` finds, and rollbacks of an operator.
+Consumes: newer policies that a receiver finds, and rollbacks of an operator.
 Waits for: nothing; weights are fetched, verified and placed beside the steps.
 Woken by: the follower's thread, an operator.
 Produces: a reference swap in the engine's thread.
 """
 
-import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from composer_jax.delta import follow
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-  """Where newer weights come from.
-
-  Attributes:
-    poll: () -> (version, variables) of a newer policy, None while there is
-      none; raises ValueError or OSError for one that cannot be used.
-    roll_back: version -> (version, variables) of the policy before it; raises
-      ValueError where that is not at hand. `poll` then finds only policies
-      newer than `version`.
-  """
-
-  poll: Callable[[], tuple[int, Any] | None]
-  roll_back: Callable[[int], tuple[int, Any]]
-
-
 class Policies:
-  """Keeps an engine on the newest weights of a source, if it has one.
+  """Keeps an engine on the newest weights of a receiver, if it has one.
 
   Attributes:
     threads: threads to start, at most one.
@@ -47,7 +30,7 @@ class Policies:
   def __init__(
     self,
     engine: engines.Engine,
-    source: Source | None,
+    receiver: receivers.Receiver | None,
     interval_s: float,
     notify: Callable[[], None],
   ):
@@ -55,17 +38,18 @@ class Policies:
 
     Args:
       engine: engine that the caller steps, in the thread that calls `serve`.
-      source: source of newer policies; None serves the same weights for ever.
-      interval_s: seconds between two polls of the source.
+      receiver: receiver of newer policies; None serves the same weights for
+        ever.
+      interval_s: seconds between two looks for a newer policy.
       notify: called when `serve_newest` has something to serve.
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []
-    self._engine, self._source, self._refused = engine, source, ''
+    self._engine, self._receiver, self._refused = engine, receiver, ''
     # Old weights, which the follower frees: no step waits for that.
     self._dropped = queue.SimpleQueue[placing.PlacedWeights]()
     self._follower = None
-    if source is not None:
+    if receiver is not None:
       self._follower = follow.Follower(self._look, interval_s, notify)
       self.threads.append(self._follower.thread)
 
@@ -80,15 +64,17 @@ class Policies:
 
   def _look(self) -> tuple[int, placing.PlacedWeights] | None:
     """Called by the follower."""
-    assert self._source is not None
+    assert self._receiver is not None
     while not self._dropped.empty():
       self._dropped.get()
-    update = self._source.poll()
-    if update is None:
+    policy = self._receiver.poll()
+    if policy is None:
+      if self._receiver.problem is not None:
+        raise ValueError(self._receiver.problem)
       return None
-    version, variables = update
     try:
-      return version, self._engine.place(variables, version)
+      placed = self._engine.place(policy.variables, policy.version)
+      return policy.version, placed
     except ValueError as error:
       self._refuse(error)
       return None
@@ -99,12 +85,12 @@ class Policies:
     Raises:
       ValueError: nothing is followed, or those weights are not at hand.
     """
-    if self._source is None:
+    if self._receiver is None:
       raise ValueError(
         'Nothing is followed, so that there is no version to go back to.'
       )
-    older, variables = self._source.roll_back(version)
-    return self._engine.place(variables, older)
+    older = self._receiver.roll_back(version)
+    return self._engine.place(older.variables, older.version)
 
   def serve_newest(self) -> None:
     """Called by the engine's thread."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from composer_jax.core import records
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 from composer_jax.serve import jobs, policies
@@ -58,14 +59,14 @@ class Service:
     self,
     engine: engines.Engine,
     options: options_lib.ServeOptions,
-    source: policies.Source | None = None,
+    receiver: receivers.Receiver | None = None,
   ):
     """Wraps an engine that nothing else touches.
 
     Args:
       engine: engine that the service steps.
       options: limits of the server.
-      source: source of newer weights; None serves the engine's for ever.
+      receiver: receiver of newer weights; None serves the engine's for ever.
     """
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
@@ -86,7 +87,7 @@ class Service:
     thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._policies = policies.Policies(
       engine,
-      source,
+      receiver,
       options.poll_s,
       lambda: self._inbox.put(self._policies.serve_newest),
     )

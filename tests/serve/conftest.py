@@ -8,7 +8,6 @@ import httpx2
 import openai
 import pytest
 
-from composer_jax.serve import policies
 from composer_jax.serve.api import chat_format
 from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
@@ -74,9 +73,9 @@ def serve(tokenizer):
       form=None,
       **more,
     ):
-      source = None
+      receiver = None
       if poll is not None:
-        source = policies.Source(poll=poll, roll_back=roll_back)
+        receiver = scripted.ScriptedReceiver(poll, roll_back)
       engine = scripted.ScriptedEngine(script, **more)
       return stack.enter_context(
         scripted.serving(
@@ -84,7 +83,7 @@ def serve(tokenizer):
           tokenizer,
           form or chat_format.OwnFormat(tokenizer),
           dataclasses.replace(scripted.LIMITS, **(limits or {})),
-          source,
+          receiver,
           token,
         )
       )

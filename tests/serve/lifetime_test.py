@@ -5,6 +5,7 @@ import functools
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from composer_jax.hf import importing
 from composer_jax.hf import tiny as hf_tiny
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.serve import http_server, lifetime
+from composer_jax.serve import http_server, lifetime, policies
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export
 from configs.composer import tiny
@@ -97,23 +98,24 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     source = lifetime.load(folder, follow=True)
     _equal(source.variables, _variables(model, 4))
     assert (source.name, source.version) == ('mine-rl', 4)
-    newer = lifetime.newer(source.receiver)
-    assert newer.poll() is None
+    engine = types.SimpleNamespace(version=4, place=lambda *weights: weights)
+    followed = policies.Policies(engine, source.receiver, 1.0, print)
+    assert followed._look() is None
     send(5)
-    version, variables = newer.poll()
+    version, (variables, _) = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
-    version, variables = newer.roll_back(5)
+    variables, version = followed.previous(5)
     _equal(variables, _variables(model, 4))
     assert version == 4
     with pytest.raises(ValueError, match='rolled back from'):
-      newer.poll()
+      followed._look()
   # A mirror of the store, as a relay is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
   (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')
   with pytest.raises(ValueError, match='refs/policy/latest'):
-    newer.poll()
+    followed._look()
 
 
 def test_an_import_is_served_by_its_template(tmp_path):

@@ -145,6 +145,26 @@ class ScriptedEngine:
     ]
 
 
+class ScriptedReceiver:
+  """Receives what `poll()` and `roll_back(version)` say: version, variables."""
+
+  problem = None
+
+  def __init__(self, poll, roll_back):
+    self._poll, self._roll_back = poll, roll_back
+
+  def poll(self):
+    update = self._poll()
+    return update and _policy(*update)
+
+  def roll_back(self, version):
+    return _policy(*self._roll_back(version))
+
+
+def _policy(version, variables):
+  return types.SimpleNamespace(version=version, variables=variables)
+
+
 def _arrays(tokens, version):
   tokens_T = np.array(tokens, np.int32)
   top_ids_TX = np.stack([tokens_T, tokens_T + 1], axis=1)
@@ -184,8 +204,8 @@ def wait_for(condition, seconds=10.0):
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, form, limits=LIMITS, source=None, token=''):
-  served = service.Service(engine, limits, source)
+def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
+  served = service.Service(engine, limits, receiver)
   model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,

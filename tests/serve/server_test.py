@@ -18,7 +18,6 @@ from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import client as http_policy
-from composer_jax.serve import policies as sources
 from composer_jax.serve.api import chat_format, texts
 from composer_jax.serve.api import tokens as tokens_api
 from tests.serve import scripted
@@ -127,7 +126,7 @@ def server(engine, tokenizer, updates, policies):
     tokenizer,
     chat_format.OwnFormat(tokenizer),
     limits,
-    sources.Source(
+    scripted.ScriptedReceiver(
       poll=lambda: updates.pop() if updates else None,
       roll_back=lambda version: (version - 1, policies[0]),
     ),
