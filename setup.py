@@ -111,8 +111,11 @@ setuptools.setup(
   ),
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['composer_jax', 'composer_jax.*']),
-  # What the compiler has to know of a GPU that is not there.
-  package_data={'composer_jax.plan': ['*.txtpb']},
+  package_data={
+    # What the compiler has to know of a GPU that is not there.
+    'composer_jax.plan': ['*.txtpb'],
+    'composer_jax.report': ['page.html'],
+  },
   python_requires='>=3.11',
   install_requires=REQUIRED,
   extras_require=EXTRAS,

@@ -7,26 +7,23 @@ run that was killed, and for a look at one that is still going: it only reads
 what is there and replaces the page.
 """
 
-import sys
-
-from absl import app, flags
+from absl import flags
 
 from composer_jax.report import document
+from experiments import start
 
 _WORKDIR = flags.DEFINE_string(
-  'workdir', 'runs/tiny', 'Of the run. The page is written into it.'
+  'workdir', 'runs/tiny', 'Folder of the run, into which the page is written.'
 )
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def _main() -> None:
   try:
     path = document.write_report(_WORKDIR.value)
   except (ValueError, OSError) as error:
-    sys.exit(f'error: {error}')
+    start.fail(error)
   print(f'Report: {path}')
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(_main)

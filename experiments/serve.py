@@ -6,6 +6,7 @@
 It listens on 127.0.0.1 alone unless --host says otherwise; see README.md.
 """
 
+import functools
 import os
 import pathlib
 
@@ -64,17 +65,18 @@ def _main():
     from composer_jax.serve import lifetime
 
     lifetime.run(
-      lifetime.ServeCommand(
-        folder=pathlib.Path(_SOURCE.value).absolute(),
+      functools.partial(
+        lifetime.load,
+        pathlib.Path(_SOURCE.value).absolute(),
         stage=_STAGE.value,
         follow=_FOLLOW.value,
         store=_STORE.value,
-        host=_HOST.value,
-        port=_PORT.value,
-        name=_NAME.value,
-        token=_token(),
       ),
       fields,
+      host=_HOST.value,
+      port=_PORT.value,
+      name=_NAME.value,
+      token=_token(),
     )
   except (ValueError, OSError) as error:
     start.fail(error)

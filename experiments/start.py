@@ -67,6 +67,8 @@ def fail(error: BaseException) -> NoReturn:
 def _parse(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
+  except SystemExit:
+    sys.exit(0)  # --help and its like, which absl ends with 1.
   except _ERRORS as error:
     _refuse(error)
   if len(rest) > 1:

@@ -1,6 +1,6 @@
 """Draws the report's curves and heat maps as SVG, and picks what is in them.
 
-Matplotlib takes half a second to import, so that only drawing imports it.
+Matplotlib takes half a second to import, so only drawing imports it.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.report import html, run_data
+from composer_jax.report import run_data
 
 _WIDTH, _HEIGHT = 4.4, 2.55  # inches
 _INK, _SOFT, _LINE = '#1c2733', '#5d6b7a', '#e3e8ee'
 COLORS = ('#2563b0', '#d97706', '#1d7a4f', '#8a3fa0')
 _MAX_POINTS = 800
-# Drawn as they are: an evaluation is few points, and the mean of steps that
-# differ in kind (a keyframe among deltas) is none of them.
+# Drawn without a running mean: evaluations are few, and the mean over a
+# keyframe and its deltas is the size of neither.
 _EXACT = (
   *('heldout_loss', 'staleness'),
   *('bytes', 'full_bytes', 'keyframe_bytes', 'skip_bytes'),
@@ -30,11 +30,12 @@ class Curve:
   """One curve.
 
   Attributes:
-    label: '' where a figure has only one.
-    steps: of the values.
-    values: NaN leaves a gap.
-    is_noisy: drawn faintly, with its running mean on top.
-    has_marks: a dot at every value, for the few that evaluations give.
+    label: name in the legend; '' where a figure has only one curve.
+    steps: steps of the values.
+    values: value at each step; NaN leaves a gap.
+    is_noisy: true draws the values faintly, with their running mean on top.
+    has_marks: true puts a dot at every value, for the few that evaluations
+      give.
   """
 
   label: str
@@ -42,6 +43,19 @@ class Curve:
   values: Sequence[float] | np.ndarray
   is_noisy: bool = False
   has_marks: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+  """A drawing.
+
+  Attributes:
+    title: heading of the figure.
+    svg: drawing as SVG text; '' where nothing was measured yet.
+  """
+
+  title: str
+  svg: str
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -92,20 +106,18 @@ def _svg(figure: Any) -> str:
   return buffer.getvalue()
 
 
-def _draw(axes: Any, line: Curve, color: str) -> None:
+def _draw(axes: Any, line: Curve, values: np.ndarray, color: str) -> None:
   steps = np.asarray(line.steps)
-  values = np.asarray(line.values, float)
-  label = line.label or None
+  style: dict[str, Any] = {'color': color, 'label': line.label or None}
   if line.is_noisy and len(values) >= 8:
-    mean = running_mean(values, max(3, len(values) // 30))
     axes.plot(thin(steps), thin(values), color=color, alpha=0.25, lw=1)
-    axes.plot(thin(steps), thin(mean), color=color, lw=1.8, label=label)
-    return
-  few = line.has_marks or len(values) < 3
-  marker = {'marker': 'o', 'ms': 3.5} if few else {}
-  axes.plot(
-    thin(steps), thin(values), color=color, lw=1.6, label=label, **marker
-  )
+    values = running_mean(values, max(3, len(values) // 30))
+    style['lw'] = 1.8
+  else:
+    style['lw'] = 1.6
+    if line.has_marks or len(values) < 3:
+      style |= {'marker': 'o', 'ms': 3.5}
+  axes.plot(thin(steps), thin(values), **style)
 
 
 def curves(
@@ -115,16 +127,16 @@ def curves(
   is_log: bool = False,
   bounds: tuple[float | None, float | None] = (None, None),
   unit: str = '',
-) -> str:
-  """Draws curves over steps and returns SVG text.
+) -> Figure:
+  """Draws curves over steps.
 
   Args:
-    title: above the axes.
-    lines: at least one value among them.
-    is_log: a logarithmic value axis; values that are not positive are left
-      out, since they have no place on it.
-    bounds: of the value axis, None for what fits.
-    unit: written beside the value axis.
+    title: heading above the axes.
+    lines: curves with at least one finite value among them.
+    is_log: true for a logarithmic value axis, which leaves out values that are
+      not positive.
+    bounds: lower and upper end of the value axis; None fits the values.
+    unit: text beside the value axis.
   """
   import matplotlib.ticker
 
@@ -134,13 +146,13 @@ def curves(
     if is_log:
       values = np.where(values > 0, values, np.nan)
     if np.isfinite(values).any():
-      _draw(axes, dataclasses.replace(line, values=values), color)
+      _draw(axes, line, values, color)
   if is_log:
     axes.set_yscale('log')
+  else:
+    axes.set_ylim(*bounds)
   axes.grid(axis='y', color=_LINE, lw=0.8)
   axes.set_axisbelow(True)
-  if not is_log:
-    axes.set_ylim(*bounds)
   axes.xaxis.set_major_locator(
     matplotlib.ticker.MaxNLocator(6, integer=True, min_n_ticks=1)
   )
@@ -148,14 +160,14 @@ def curves(
   axes.set_ylabel(unit, fontsize=8, color=_SOFT)
   if len(axes.get_legend_handles_labels()[0]) > 1:
     axes.legend(fontsize=7.5, frameon=False, labelcolor=_INK)
-  return _svg(figure)
+  return Figure(title, _svg(figure))
 
 
-def heat_map(title: str, load_ME: np.ndarray) -> str:
+def heat_map(title: str, load_ME: np.ndarray) -> Figure:
   """Draws each layer's load of its experts over the even load.
 
   Args:
-    title: above the axes.
+    title: heading above the axes.
     load_ME: tokens sent to each expert; a layer without any shows as 0.
   """
   mean_M1 = load_ME.mean(-1, keepdims=True)
@@ -177,25 +189,23 @@ def heat_map(title: str, load_ME: np.ndarray) -> str:
   bar = figure.colorbar(picture, ax=axes, ticks=[0, 1, 2], pad=0.02)
   bar.ax.tick_params(labelsize=7.5, colors=_SOFT, length=2)
   bar.outline.set_visible(False)
-  return _svg(figure)
+  return Figure(title, _svg(figure))
 
 
-def curve(
-  run: run_data.RunData,
-  title: str,
-  wanted: Sequence[tuple[str, str, str]],
-  **options: Any,
-) -> html.Markup:
-  """Returns one figure, or a note that nothing of it was measured yet.
+def chart(
+  run: run_data.RunData, title: str, labels: dict[str, str], **options: Any
+) -> Figure:
+  """Draws metrics of a run, as far as they were measured.
 
   Args:
-    run: to take it from.
-    title: of the figure.
-    wanted: (stage, metric, label) of each curve.
-    **options: of `curves`.
+    run: contents of the workdir.
+    title: heading of the figure.
+    labels: label of each curve by its stage and metric, such as 'rl/reward'.
+    **options: keyword arguments of `curves`.
   """
   lines = []
-  for stage, name, label in wanted:
+  for tag, label in labels.items():
+    stage, name = tag.split('/')
     steps, values = run.series(stage, name)
     if np.isfinite(values).any():
       lines.append(
@@ -207,44 +217,37 @@ def curve(
           has_marks=name == 'heldout_loss',
         )
       )
-  if not lines:
-    return html.element('div', html.not_yet(title))
-  return drawn(title, curves(title, lines, **options))
-
-
-def drawn(title: str, svg: str) -> html.Markup:
-  return html.element('div', html.image(svg, title))
+  return curves(title, lines, **options) if lines else Figure(title, '')
 
 
 def layers(
   run: run_data.RunData, title: str, stage: str, name: str, **options: Any
-) -> html.Markup:
-  """Returns a figure of a metric that is a list, one value for each layer.
+) -> Figure:
+  """Draws a metric that is a list with one value for each layer.
 
   More layers than a figure has colors are drawn as their range and mean.
   """
   steps, rows = [], []
-  for row in run.metrics:
+  for row in run.rows(stage):
     values = row.get(name)
-    if row['stage'] != stage or not isinstance(values, list) or not values:
-      continue
-    numbers = [run_data.number(v) for v in values]
-    rows.append([math.nan if n is None else n for n in numbers])
-    steps.append(row['step'])
-  # Another number of layers: of another model, which no run has.
+    if isinstance(values, list) and values:
+      numbers = [run_data.number(value) for value in values]
+      rows.append([math.nan if n is None else n for n in numbers])
+      steps.append(row['step'])
+  # A run has one model: another number of layers is damage.
   if not rows or len({len(row) for row in rows}) > 1:
-    return html.element('div', html.not_yet(title))
+    return Figure(title, '')
   values_SM = np.asarray(rows)
   if values_SM.shape[1] <= len(COLORS):
-    wanted = {f'layer {m}': v for m, v in enumerate(values_SM.T)}
+    labelled = {f'layer {m}': v for m, v in enumerate(values_SM.T)}
   else:
-    wanted = {
+    labelled = {
       'highest layer': values_SM.max(1),
       'mean of layers': values_SM.mean(1),
       'lowest layer': values_SM.min(1),
     }
   lines = [
     Curve(label=label, steps=steps, values=values)
-    for label, values in wanted.items()
+    for label, values in labelled.items()
   ]
-  return drawn(title, curves(title, lines, **options))
+  return curves(title, lines, **options)

@@ -1,169 +1,171 @@
 """What each metric of `metrics.jsonl` means; checked against a run.
 
-By stage, as `telemetry.writer` writes them. A line tells of the one step that
-it names. In RL metrics are of all the step's rollouts, but for those marked *:
-these cover only what the step trains on, the trajectories with an advantage, or
-all where none has one.
+By stage, as `telemetry.writer` writes them. A line of the file tells of the one
+step that it names. Metrics of RL cover all rollouts of the step, but for those
+marked *: these cover only what the step trains on, which is the trajectories
+with an advantage, or all of them where none has one.
 
 cpt, sft
-  loss: mean over weighted tokens, nats
-  heldout_loss: same, on documents that training skips
-  aux_loss: load balancing, before its weight, summed over MoE layers
+  loss: mean loss over weighted tokens, nats
+  heldout_loss: mean loss on documents that training skips, nats
+  aux_loss: load-balancing loss, before its weight, summed over MoE layers
   z_loss: mean squared log-sum-exp of the router's logits, before its weight,
       summed over MoE layers
-  grad_norm: global, before clipping
-  update_norm: global, of what was added to the masters
+  grad_norm: global norm of the gradient, before clipping
+  update_norm: global norm of the change of the master weights
   lr: learning rate of the step
-  tokens_per_s: real tokens, padding excluded, since the line before; no
-      compilation
-  mfu: share of peak FLOP/s, attention unmasked (every query meets the whole
-      row); absent where no peak is known. On a CPU the peak is an estimate of
-      idle cores (`telemetry.mfu`), so that other work on them lowers it
+  tokens_per_s: real tokens per second, padding excluded, since the line before;
+      compilation is left out
+  mfu: share of peak FLOP/s, attention counted unmasked (every query meets the
+      whole row); absent where no peak is known. On a CPU the peak is an
+      estimate for idle cores (`telemetry.mfu`), which other work lowers
   max_logit: largest attention logit of the batch; QK-clip scales a head above
       muon.qk_clip down to it; absent if that is 0
-  max_logit_layers: same, of each layer
-  muon_matrices: that Muon orthogonalises; this and the next four, of its plan,
-      at step 0 only
-  muon_groups: of matrices of one shape and placement
-  muon_flops: of Newton-Schulz, of a device and step
-  muon_flops_ideal: an even share of it by the standard method
-  muon_bytes: received by a device in a step
-  expert_load: tokens per expert, a list for each MoE layer
-  expert_load_max: busiest expert over the mean, worst layer
-  mesh: text: its axes, at step 0 only
-  transport: text: of tokens to experts, likewise; absent if no devices share
-      the experts
-  shard_load_max: rows of the busiest expert shard over the mean, worst layer:
-      what the others wait for
-  needed_rows: that an expert shard needed room for, of the fullest layer
-  received_rows: that it had room for
+  max_logit_layers: largest attention logit of each layer
+  muon_matrices: number of matrices that Muon orthogonalises; like all muon_
+      metrics from the plan of a step, and only at step 0
+  muon_groups: number of groups of matrices of one shape and placement
+  muon_flops: FLOPs of Newton-Schulz on one device in one step
+  muon_flops_ideal: FLOPs of an even share by the standard method
+  muon_bytes: bytes that one device receives in one step
+  expert_load: tokens sent to each expert, one list for each MoE layer
+  expert_load_max: tokens of the busiest expert over the mean, worst layer
+  mesh: text: axes of the mesh, only at step 0
+  transport: text: exchange that brings tokens to experts, only at step 0;
+      absent if no devices share the experts
+  shard_load_max: rows of the busiest expert shard over the mean, worst layer,
+      which is how long the other shards wait
+  needed_rows: rows that an expert shard needed room for, fullest layer
+  received_rows: rows that an expert shard has room for
   retry: text, on a line of its own: a step that overflowed and was repeated
-  retry_needed_rows: that it needed
-  retry_capacity: that it had
-  executed_share: rows that the experts' kernel computed over routed ones;
-      absent with accumulate or where it does not know
+  retry_needed_rows: rows that the repeated step needed
+  retry_capacity: rows that the repeated step had room for
+  executed_share: rows that the experts' kernel computed over routed rows;
+      absent with accumulate or where the kernel does not know
 
 rl
-  groups: their ids
-  reward: mean, penalties of invalid calls included
+  groups: ids of the step's groups
+  reward: mean reward, penalties of invalid calls included
   pass_rate: share of judged rollouts that passed
-  passed: rollouts whose hidden tests all passed
-  failed: rollouts graded of which a test failed
-  unfinished: rollouts that never called finish
-  infrastructure: rollouts not judged: the sandbox failed
+  passed: number of rollouts whose hidden tests all passed
+  failed: number of graded rollouts of which a test failed
+  unfinished: number of rollouts that never called finish
+  infrastructure: number of rollouts not judged because the sandbox failed
   informative_groups: share of groups with an advantage
   turns: tool calls per rollout
   invalid_rate: invalid tool calls over all calls
-  tokens: per rollout, the harness's included
-  flags: rollouts in which monitors found anything
-  flag_kinds: list of [alarm, rollouts with it]
-  reward_success: what rollouts earned by passing, mean; this and the next seven
-      are the terms of reward
-  reward_flagged: taken from those that a monitor flagged, mean
-  reward_invalid: lost by invalid calls, mean
-  reward_effort: lost by tokens and turns, mean
-  reward_failed_edit: lost by edits that changed nothing
-  reward_open_todo: lost by to-dos left open
-  reward_unfinished: lost by not calling finish
-  reward_shell_only: lost by doing all by the shell
-  reward_version: newest version of the prices that the rollouts were paid by
-  reward_versions: how many versions there are
-  windows: per rollout
-  summaries: per rollout
-  failed_edits: of all calls
-  difficulty: mean weight that the tasks were drawn with; this and the next
-      absent without a curriculum
-  solved_labels: kinds of tasks held to be solved
-  sandbox_ms: wall time in the sandbox per rollout
-  staleness: trainer version minus the oldest that sampled in a trajectory,
-      largest
-  staleness_mean: same, mean over trajectories
-  sampled_tokens: * of the policy, which the loss is of
-  microbatches: * packed
-  loss: * policy gradient's, per rollout of the step; its value says little, its
-      gradient is what counts
-  grad_norm: global, before clipping
-  entropy: * of the sampled distribution, nats a token
-  mismatch_kl: * mean k3 of rollout against training log-probs in float64, nats,
-      as trained on: replayed if rl.replay
-  mismatch_p99: * same, its 99th percentile over tokens
-  mismatch_max: * largest difference of a log-prob
+  tokens: tokens per rollout, the harness's included
+  flags: number of rollouts in which monitors found anything
+  flag_kinds: list of [alarm, number of rollouts with it]
+  reward_success: mean reward for passing; like the next seven a term of reward
+  reward_flagged: mean reward taken from rollouts that a monitor flagged
+  reward_invalid: mean reward lost by invalid calls
+  reward_effort: mean reward lost by tokens and turns
+  reward_failed_edit: mean reward lost by edits that changed nothing
+  reward_open_todo: mean reward lost by to-dos left open
+  reward_unfinished: mean reward lost by not calling finish
+  reward_shell_only: mean reward lost by doing everything in the shell
+  reward_version: newest version of the prices that rollouts were paid by
+  reward_versions: number of different versions of the prices
+  windows: context windows per rollout
+  summaries: summaries that the policy wrote, per rollout
+  failed_edits: edits that changed nothing, over all calls
+  difficulty: mean weight that the tasks were drawn with; absent without a
+      curriculum
+  solved_labels: kinds of tasks taken as solved; absent without a curriculum
+  sandbox_ms: wall milliseconds in the sandbox per rollout
+  staleness: largest staleness of a trajectory: trainer version minus the oldest
+      policy version that sampled in it
+  staleness_mean: mean staleness of the trajectories
+  sampled_tokens: * tokens that the policy sampled, which the loss covers
+  microbatches: * number of packed microbatches
+  loss: * loss of the policy gradient, per rollout of the step; its value says
+      little, only its gradient matters
+  grad_norm: global norm of the gradient, before clipping
+  entropy: * entropy of the sampled distribution, nats a token
+  mismatch_kl: * mean k3 of rollout against training log-probabilities in
+      float64, nats, as trained on: with routes replayed if rl.replay
+  mismatch_p99: * 99th percentile of k3 over tokens, nats
+  mismatch_max: * largest difference of a log-probability
   mismatch_large: * share of tokens that one side finds twice as likely or more
-  fresh_tokens: * sampled by the very version that is trained
-      (`rl.mismatch.ages`); the next four are of these, absent where there are
-      none
-  mismatch_kl_fresh: * as mismatch_kl
-  mismatch_p99_fresh: * as mismatch_p99
-  mismatch_max_fresh: * as mismatch_max
-  mismatch_large_fresh: * as mismatch_large
+  fresh_tokens: * tokens sampled by the very version that is trained
+      (`rl.mismatch.ages`); the _fresh metrics cover these and are absent where
+      there are none
+  mismatch_kl_fresh: * mismatch_kl of fresh tokens
+  mismatch_p99_fresh: * mismatch_p99 of fresh tokens
+  mismatch_max_fresh: * mismatch_max of fresh tokens
+  mismatch_large_fresh: * mismatch_large of fresh tokens
   truncated: * share of tokens whose ratio met a bound of rl.loss
   dropped: * share of tokens whose gradient rl.loss took away
-  mismatch_kl_replay: * every rl.mismatch_every steps: as mismatch_kl, routes
-      replayed
-  mismatch_p99_replay: * same, as mismatch_p99
-  mismatch_max_replay: * same, as mismatch_max
-  mismatch_large_replay: * same, as mismatch_large
-  mismatch_kl_no_replay: * the same batch, every token routed afresh
-  mismatch_p99_no_replay: * same, as mismatch_p99
-  mismatch_max_no_replay: * same, as mismatch_max
-  mismatch_large_no_replay: * same, as mismatch_large
-  route_agreement: * every rl.mismatch_every steps: share of tokens whose
-      recorded experts are those of the trainer, all routed afresh; lowest layer
-  route_agreement_layers: * same, of each MoE layer
+  mismatch_kl_replay: * mismatch_kl with routes replayed; this and the metrics
+      down to replay_no_route come every rl.mismatch_every steps
+  mismatch_p99_replay: * mismatch_p99 with routes replayed
+  mismatch_max_replay: * mismatch_max with routes replayed
+  mismatch_large_replay: * mismatch_large with routes replayed
+  mismatch_kl_no_replay: * mismatch_kl of the same batch, every token routed
+      afresh
+  mismatch_p99_no_replay: * mismatch_p99 with every token routed afresh
+  mismatch_max_no_replay: * mismatch_max with every token routed afresh
+  mismatch_large_no_replay: * mismatch_large with every token routed afresh
+  route_agreement: * share of tokens whose recorded experts are those that the
+      trainer chooses with all tokens routed afresh, lowest layer
+  route_agreement_layers: * route_agreement of each MoE layer
   routed_differently: * share of tokens that differ in at least one layer
   replay_agreement: * share of recorded routes that the trainer would choose
-      after replayed ones, lowest layer; this and the next three of a replay
-  replay_agreement_layers: * same, of each MoE layer
+      after replayed ones, lowest layer; absent without a replay, like all
+      replay_ metrics
+  replay_agreement_layers: * replay_agreement of each MoE layer
   replay_replaced: * share of recorded experts that model.moe.replay_alpha
       replaced, highest layer
-  replay_no_route: * share of tokens without a record, highest layer; the last
-      of a trajectory never has
-  hints: faulty turns that a hinted teacher scored; this and the next seven
-      absent where hints.loss.weight is 0
-  hint_tokens: of those turns
-  hints_dropped: that fit no row
-  hint_loss: per rollout of the step; this and the next four absent without
-      hints
-  hint_divergence: of policy and teacher, nats a token
-  hint_gap: log-probability of what was written, the teacher's minus the
-      policy's
+  replay_no_route: * share of tokens without a recorded route, highest layer;
+      the last token of a trajectory never has one
+  hints: number of faulty turns that a hinted teacher scored; absent, like all
+      hint metrics, where hints.loss.weight is 0
+  hint_tokens: number of tokens of those turns
+  hints_dropped: number of hints that fit no row
+  hint_loss: loss of the hints per rollout of the step; this and the next three
+      are absent without hints
+  hint_divergence: divergence of policy and teacher, nats a token
+  hint_gap: log-probability of the written text under the teacher minus that
+      under the policy
   hint_truncated: share of tokens at the cap of the importance ratio
-  gate_breaches: measures out of their bands; absent if rl.gate is off
-  gate: list of texts: which they are, and what to look at
-  expert_load: * as above
-  expert_load_max: * as above
-  repeated_microbatches: * whose buffers overflowed; absent if none
-  wait_s: for the step's groups
-  train_s: in the update
-  publish_s: handing over the policy, the one before awaited if still under way
+  gate_breaches: number of measures out of their bands; absent if rl.gate is off
+  gate: list of texts: the measures out of their bands, and where to look
+  expert_load: * tokens sent to each expert, one list for each MoE layer
+  expert_load_max: * tokens of the busiest expert over the mean, worst layer
+  repeated_microbatches: * number of microbatches whose buffers overflowed;
+      absent if none did
+  wait_s: seconds of waiting for the step's groups
+  train_s: seconds of the update
+  publish_s: seconds of handing over the policy, which waits for the one before
+      if that is still under way
 
 delta
-  target_id: text: Merkle root of the policy that is published under the step as
-      version
+  target_id: text: Merkle root of the published policy, whose version is `step`
   kind: text: 'delta' to the version before, or 'key', which stands alone
-  bytes: of the bundle, its manifest included
-  full_bytes: of the whole policy
+  bytes: bytes of the bundle, its manifest included
+  full_bytes: bytes of the whole policy
   changed: share of elements that differ from the version before
-  cut_bytes: exchanged to complete chunks that lie across shards
-  keyframe_bytes: of a keyframe made beside the delta, for receivers that join
-      late
-  skip_bytes: of deltas to versions further back
-  encode_s: in the background: encoding, decoding again and comparing
-  upload_s: same, writing to the store
+  cut_bytes: bytes exchanged to complete chunks that lie across shards
+  keyframe_bytes: bytes of a keyframe made beside the delta, for receivers that
+      join late
+  skip_bytes: bytes of deltas to versions further back
+  encode_s: background seconds of encoding, decoding again and comparing
+  upload_s: background seconds of writing to the store
 
 eval
-  name: text: which policy, 'sft' or 'rl'
-  episodes: held-out ones that were judged
-  passed: of these
-  pass_rate: their share
-  pass_low: end of its 95 % interval (`telemetry.intervals`)
-  pass_high: the other end
-  infrastructure: episodes not judged: the sandbox failed
-  unfinished_rate: share that never called finish
+  name: text: evaluated policy, 'sft' or 'rl'
+  episodes: number of held-out episodes that were judged
+  passed: number of these that passed
+  pass_rate: share of these that passed
+  pass_low: lower end of the 95 % interval (`telemetry.intervals`)
+  pass_high: upper end of the interval
+  infrastructure: number of episodes not judged because the sandbox failed
+  unfinished_rate: share of episodes that never called finish
   invalid_rate: invalid tool calls over all calls
-  valid_episodes: finished, without an invalid call
-  passed_valid: of these, passed
-  temperature: that the policy sampled at
+  valid_episodes: number of finished episodes without an invalid call
+  passed_valid: number of these that passed
+  temperature: temperature that the policy sampled at
 """
 
 import functools
@@ -172,8 +174,8 @@ import re
 
 @functools.cache
 def meanings() -> dict[tuple[str, str], str]:
-  """Returns {(stage, name of a metric): what it means}."""
-  told: dict[tuple[str, str], str] = {}
+  """Returns {(stage, name of a metric): its meaning}."""
+  by_key: dict[tuple[str, str], str] = {}
   stages: list[str] = []
   keys: list[tuple[str, str]] = []
   for line in (__doc__ or '').splitlines():
@@ -181,7 +183,7 @@ def meanings() -> dict[tuple[str, str], str]:
       stages = line.split(', ')
     elif entry := re.match(r'  (\w+): (.*)', line):
       keys = [(stage, entry[1]) for stage in stages]
-      told |= dict.fromkeys(keys, entry[2])
+      by_key |= dict.fromkeys(keys, entry[2])
     elif line.startswith('      '):
-      told |= {key: f'{told[key]} {line.strip()}' for key in keys}
-  return told
+      by_key |= {key: f'{by_key[key]} {line.strip()}' for key in keys}
+  return by_key

@@ -4,15 +4,15 @@
 |------------------|---------------------------------------------------------|
 | config.json      | the run's configuration                                 |
 | run.json         | optional: 'machine', 'command', 'sandbox_level'         |
-| stages.json      | `telemetry.stage_times`                                 |
-| metrics.jsonl    | `telemetry.writer`                                      |
-| received.jsonl   | `delta.device.received`                                 |
-| episodes.jsonl   | {step, task_id, reward, verdict, turns}, turns being    |
-|                  | [{role, text}]; 'stage' if not of RL's training         |
-| */manifest.json  | of the corpus                                           |
+| stages.json      | wall seconds of stages (`telemetry.stage_times`)        |
+| metrics.jsonl    | metrics (`telemetry.writer`)                            |
+| received.jsonl   | policies received (`delta.device.received`)             |
+| episodes.jsonl   | {step, task_id, reward, verdict, turns}, each turn a    |
+|                  | {role, text}; 'stage' if not of RL's training           |
+| */manifest.json  | the corpus: documents kept and dropped                  |
 
-Nothing here trusts a file to be there. A damaged one becomes a problem that the
-report shows, never an exception: the report is most wanted when a run failed.
+Any of them may be missing. A damaged one becomes a problem that the report
+shows, never an exception: the report matters most when a run failed.
 """
 
 import dataclasses
@@ -23,24 +23,24 @@ from typing import Any
 from composer_jax.core import files
 from composer_jax.telemetry import stage_times, writer
 
-# Of `delta.device.received`, which a report need not import.
+# The name in `delta.device.received`, which would import jax.
 _RECEIVED = 'received.jsonl'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunData:
-  """What was found; empty where a file is not there yet.
+  """Contents of a workdir; a field is empty where its file is missing.
 
   Attributes:
-    workdir: it was read from.
-    config: nested.
-    run: of run.json.
-    seconds: of wall time, by stage.
-    metrics: lines, in order; those of policies received come last, the latest
-      of each version.
-    episodes: lines, in order.
-    manifest: of the corpus.
-    problems: one sentence for each file that is damaged.
+    workdir: folder of the run.
+    config: nested configuration of the run.
+    run: contents of run.json.
+    seconds: wall seconds by stage.
+    metrics: lines of metrics.jsonl in order, then the latest line of each
+      received policy version.
+    episodes: lines of episodes.jsonl, in order.
+    manifest: manifest of the corpus.
+    problems: one sentence for each damaged file.
   """
 
   workdir: pathlib.Path
@@ -52,40 +52,40 @@ class RunData:
   manifest: dict[str, Any]
   problems: tuple[str, ...]
 
+  def rows(self, stage: str) -> list[dict[str, Any]]:
+    """Returns the lines of metrics of one stage."""
+    return [row for row in self.metrics if row['stage'] == stage]
+
   def series(self, stage: str, name: str) -> tuple[list[int], list[float]]:
     """Returns steps and values of a metric; lines without it are left out.
 
     Values that are not finite are kept as NaN, which leaves a gap in a plot.
     """
     steps, values = [], []
-    for row in self.metrics:
-      if row['stage'] != stage or name not in row:
-        continue
-      value = number(row[name])
+    for row in self.rows(stage):
+      value = number(row.get(name))
       if value is not None:
         steps.append(row['step'])
         values.append(value if math.isfinite(value) else math.nan)
     return steps, values
 
   def last(self, stage: str, name: str) -> Any:
-    """Returns the latest value of a metric, None before the first."""
-    for row in reversed(self.metrics):
-      if row['stage'] == stage and name in row:
-        return row[name]
-    return None
+    """Returns the latest value of a metric; None if there is none yet."""
+    rows = [row for row in self.rows(stage) if name in row]
+    return rows[-1][name] if rows else None
 
-  def evaluations(self) -> list[dict[str, Any]]:
+  def evaluations(self) -> dict[str, dict[str, Any]]:
     """Returns the latest evaluation of each name, in order of appearance."""
-    found = {}
-    for row in self.metrics:
-      if row['stage'] == 'eval' and 'pass_rate' in row:
-        found[str(row.get('name', ''))] = row
-    return list(found.values())
+    return {
+      str(row.get('name', '')): row
+      for row in self.rows('eval')
+      if 'pass_rate' in row
+    }
 
 
 def number(value: Any) -> float | None:
-  """Returns a metric as a float ('nan' and 'inf' are names of floats)."""
-  if isinstance(value, bool) or value is None:
+  """Returns a metric as a float, or None; 'nan' and 'inf' name floats."""
+  if isinstance(value, bool):
     return None
   if isinstance(value, (int, float)) or value in ('nan', 'inf', '-inf'):
     return float(value)
@@ -96,24 +96,31 @@ def load(workdir: str | pathlib.Path) -> RunData:
   """Reads a workdir.
 
   Raises:
-    ValueError: it is not a directory.
+    ValueError: `workdir` is not a directory.
   """
   workdir = pathlib.Path(workdir)
   if not workdir.is_dir():
     raise ValueError(f'{workdir} is not a directory, so there is no run in it.')
   problems: list[str] = []
-  metrics = _metrics(workdir / writer.METRICS, problems)
-  lines = _metrics(workdir / _RECEIVED, problems)
-  # Some versions come twice: to a process that was started again, or after the
-  # trainer went back.
-  latest = {row['step']: row for row in lines}
-  metrics += [latest[version] for version in sorted(latest)]
+  # A version comes twice to a restarted process, or after the trainer went back
+  # to a checkpoint.
+  received = {
+    row['step']: row for row in _metrics(workdir / _RECEIVED, problems)
+  }
+  seconds = _object(workdir / stage_times.STAGES, problems)
   return RunData(
     workdir=workdir,
     config=_object(workdir / 'config.json', problems),
     run=_object(workdir / 'run.json', problems),
-    seconds=_seconds(workdir / stage_times.STAGES, problems),
-    metrics=metrics,
+    seconds={
+      stage: value
+      for stage, value in seconds.items()
+      if number(value) is not None and math.isfinite(value)
+    },
+    metrics=[
+      *_metrics(workdir / writer.METRICS, problems),
+      *(received[version] for version in sorted(received)),
+    ],
     episodes=_lines(workdir / 'episodes.jsonl', problems),
     manifest=_manifest(workdir, problems),
     problems=tuple(problems),
@@ -142,11 +149,6 @@ def _object(path: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   return value
 
 
-def _seconds(path: pathlib.Path, problems: list[str]) -> dict[str, float]:
-  found = {n: number(s) for n, s in _object(path, problems).items()}
-  return {n: s for n, s in found.items() if s is not None and math.isfinite(s)}
-
-
 def _lines(path: pathlib.Path, problems: list[str]) -> list[dict[str, Any]]:
   try:
     rows = writer.read(path)
@@ -160,7 +162,7 @@ def _manifest(workdir: pathlib.Path, problems: list[str]) -> dict[str, Any]:
   for pattern in ('manifest.json', '*/manifest.json', '*/*/manifest.json'):
     for path in sorted(workdir.glob(pattern)):
       value = _object(path, problems)
-      # Bundles and checkpoints have manifests, too.
+      # Bundles and checkpoints have manifests of another form.
       if {'documents', 'dropped'} <= value.keys():
         return value
   return {}

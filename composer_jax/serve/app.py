@@ -4,66 +4,33 @@ Starlette, not FastAPI: bodies are checked against OpenAI's rules and refused in
 its words, which FastAPI's own validation would get in the way of.
 """
 
-import dataclasses
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from starlette import applications, exceptions, requests, responses, routing
 
 from composer_jax.serve import exchange, metrics, service
-from composer_jax.serve.api import (
-  chat_format,
-  errors,
-)
-from composer_jax.serve.api import (
-  openai as openai_api,
-)
-from composer_jax.serve.api import (
-  tokens as tokens_api,
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-  """What is served, beside the weights.
-
-  Attributes:
-    name: under which clients ask for it.
-    tokenizer: of either kind.
-    stop_tokens: that end every answer which is text.
-    form: of conversations; None where the checkpoint has no chat template.
-  """
-
-  name: str
-  tokenizer: Any
-  stop_tokens: tuple[int, ...]
-  form: chat_format.AnyFormat | None
+from composer_jax.serve.api import errors, openai, tokens
 
 
 def build(
   served: service.Service,
-  model: Model,
+  model: openai.Model,
   token: str = '',
   hosts: Collection[str] | None = None,
 ) -> applications.Starlette:
   """Returns the application.
 
   Args:
-    served: samples; started and stopped by the caller.
-    model: names and spells.
-    token: that requests must carry; '' for none. /health and /ready never do.
-    hosts: names that requests may mean the server by; None for any.
+    served: service that samples; the caller starts and stops it.
+    model: the model's name, tokenizer and format.
+    token: bearer token that requests must carry, but for /health and /ready; ''
+      asks for none.
+    hosts: Host names that requests may use; None allows any.
   """
   figures = metrics.Metrics(served)
-  openai = openai_api.OpenAI(
-    served,
-    figures,
-    name=model.name,
-    tokenizer=model.tokenizer,
-    stop_tokens=model.stop_tokens,
-    form=model.form,
-  )
-  tokens = tokens_api.TokensApi(served, figures, model.name)
+  text_api = openai.OpenAI(served, figures, model)
+  tokens_api = tokens.TokensApi(served, figures, model.name)
 
   def route(
     method: str,
@@ -72,10 +39,9 @@ def build(
     is_open: bool = False,
   ) -> routing.Route:
     endpoint = exchange.HttpRoute(
-      respond,
+      respond=respond,
       route=path,
-      timeout_s=served.options.request_timeout_s,
-      max_body_bytes=served.options.max_body_bytes,
+      options=served.options,
       token='' if is_open else token,
       hosts=hosts,
       reads=method == 'POST',
@@ -83,18 +49,15 @@ def build(
     )
     return routing.Route(path, endpoint, methods=[method])
 
-  async def scrape(to: exchange.Exchange, body: Any) -> None:
-    del body
-    await to.answer_bytes(figures.text(), metrics.CONTENT_TYPE)
+  async def scrape(to: exchange.Exchange, _: Any) -> None:
+    await to.answer(figures.text(), content_type=metrics.CONTENT_TYPE)
 
-  async def health(to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def health(to: exchange.Exchange, _: Any) -> None:
     problem = served.unhealthy()
     fields = {'status': 'unhealthy', 'reason': problem} if problem else {}
     await to.answer({'status': 'ok', **fields}, 503 if problem else 200)
 
-  async def ready(to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def ready(to: exchange.Exchange, _: Any) -> None:
     is_ready = served.state == service.SERVING and not served.unhealthy()
     fields = {
       'status': 'ready' if is_ready else served.state,
@@ -116,31 +79,31 @@ def build(
 
   return applications.Starlette(
     routes=[
-      route('POST', '/v1/chat/completions', openai.chat),
-      route('POST', '/v1/completions', openai.complete),
-      route('GET', '/v1/models', openai.models),
-      route('GET', '/v1/models/{name:path}', openai.model),
-      route('POST', '/v1/tokens', tokens.sample),
-      route('DELETE', '/v1/tokens/sessions/{name:path}', tokens.close),
+      route('POST', '/v1/chat/completions', text_api.chat),
+      route('POST', '/v1/completions', text_api.complete),
+      route('GET', '/v1/models', text_api.models),
+      route('GET', '/v1/models/{name:path}', text_api.model),
+      route('POST', '/v1/tokens', tokens_api.sample),
+      route('DELETE', '/v1/tokens/sessions/{name:path}', tokens_api.close),
       route('POST', '/v1/policy/rollback', roll_back),
       route('GET', '/metrics', scrape),
       route('GET', '/health', health, is_open=True),
       route('GET', '/ready', ready, is_open=True),
     ],
-    exception_handlers={exceptions.HTTPException: _not_here},
+    exception_handlers={exceptions.HTTPException: _no_route},
   )
 
 
-async def _not_here(
+async def _no_route(
   request: requests.Request, error: Exception
 ) -> responses.Response:
-  """What no route answers: 404 and 405, in OpenAI's shape."""
+  """Answers 404 and 405 in OpenAI's form."""
   assert isinstance(error, exceptions.HTTPException)
-  told = errors.ApiError(
+  refusal = errors.ApiError(
     error.status_code,
     f'{request.method} {request.url.path} is not served here: {error.detail}.',
     code='unknown_url' if error.status_code == 404 else 'method_not_allowed',
   )
   return responses.JSONResponse(
-    told.body(), error.status_code, dict(error.headers or {})
+    refusal.body(), error.status_code, dict(error.headers or {})
   )

@@ -1,16 +1,16 @@
 """Policies behind HTTP: this project's own server, or any chat endpoint.
 
-`TokenPolicy` speaks to `/v1/tokens` (serve.tokens_api): tokens are never
-spelled out, log-probabilities and routes come along, and the server keeps the
-cache of a window between its turns. `ChatPolicy` speaks to an endpoint of
-OpenAI's form: only text goes over, so its rollouts can be judged and not
-trained on.
+`TokenPolicy` speaks to `/v1/tokens` (`serve.api.tokens`): tokens stay tokens,
+log-probabilities and routes come along, and the server keeps the cache of a
+window between its turns. `ChatPolicy` speaks to an endpoint of OpenAI's form,
+which passes only text: its rollouts can be judged and not trained on.
 
-A request that finds no one, or a server that is busy, is tried again; so is a
-window that the server has forgotten, from its first token.
+A request is sent again if the server is busy or cannot be reached, and with the
+whole window if the server has dropped its session.
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import http.client
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_jax.core import records
+from composer_jax.core import checks, records
 from composer_jax.core.routes import codec
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import chat, tool_calls
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class EndpointError(RuntimeError):
-  """An endpoint that cannot be used; the message names it and says why."""
+  """An endpoint cannot be used; names it, the reason and the error's code."""
 
   def __init__(self, message: str, code: str = ''):
     super().__init__(message)
@@ -45,15 +45,15 @@ class EndpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-  """Where a policy is.
+  """The address of a policy.
 
   Attributes:
-    url: of the API, up to and including its version: http://host:8000/v1.
-    model: its name there; '' for the only one.
-    api_key: sent as a bearer token; '' for none.
-    timeout_s: of one request.
-    attempts: of a request that finds the server busy or not at all.
-    wait_s: before the second attempt; doubled before each that follows.
+    url: URL of the API with its version, such as http://host:8000/v1.
+    model: name of the model there; '' for the only one.
+    api_key: bearer token to send; '' for none.
+    timeout_s: time of one attempt.
+    attempts: attempts while the server is busy or cannot be reached.
+    wait_s: time before the second attempt, doubled before each later one.
   """
 
   url: str
@@ -70,24 +70,32 @@ class Endpoint:
         f'url {self.url!r} must begin with http:// or https://, such as '
         'http://localhost:8000/v1.'
       )
-    if not self.timeout_s > 0 or self.attempts < 1 or self.wait_s < 0:
-      raise ValueError(
-        f'timeout_s ({self.timeout_s}) must be positive, attempts '
-        f'({self.attempts}) at least 1 and wait_s ({self.wait_s}) not negative.'
-      )
+    checks.positive(self, 'timeout_s')
+    checks.at_least(self, 1, 'attempts')
+    checks.number(self, 0, 'wait_s')
 
   def send(
     self, path: str, body: Mapping[str, Any] | None, method: str = 'POST'
   ) -> Any:
-    """The JSON that the endpoint answers.
+    """Returns the JSON that the endpoint answers.
 
     Raises:
       EndpointError: it refused (with its own `code`), or every attempt failed.
     """
+    request = urllib.request.Request(
+      self.url + path,
+      data=None if body is None else json.dumps(body).encode(),
+      headers={'content-type': 'application/json'},
+      method=method,
+    )
+    if self.api_key:
+      # Unredirected: the key must not go to another host.
+      request.add_unredirected_header('authorization', f'Bearer {self.api_key}')
     wait, error = self.wait_s, None
     for attempt in range(1, self.attempts + 1):
       try:
-        return self._send(path, body, method)
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+          return json.loads(answer.read())
       except urllib.error.HTTPError as refusal:
         error = _refusal(self.url + path, refusal)
         if refusal.code not in _BUSY:
@@ -100,21 +108,6 @@ class Endpoint:
         time.sleep(wait)
         wait *= 2
     raise EndpointError(f'{error} (after {self.attempts} attempts)') from error
-
-  def _send(
-    self, path: str, body: Mapping[str, Any] | None, method: str
-  ) -> Any:
-    request = urllib.request.Request(
-      self.url + path,
-      data=None if body is None else json.dumps(body).encode(),
-      headers={'content-type': 'application/json'},
-      method=method,
-    )
-    if self.api_key:
-      # For this host alone, wherever it may redirect to.
-      request.add_unredirected_header('authorization', f'Bearer {self.api_key}')
-    with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-      return json.loads(answer.read())
 
 
 def _refusal(place: str, refusal: urllib.error.HTTPError) -> EndpointError:
@@ -130,23 +123,23 @@ def _refusal(place: str, refusal: urllib.error.HTTPError) -> EndpointError:
 
 
 def seed_of(request: records.SampleRequest) -> int:
-  """One number for the request's several, which endpoints want as one."""
+  """Returns one number for the request's several, as endpoints take them."""
   digest = hashlib.sha256(repr(tuple(map(int, request.seed))).encode())
   return int.from_bytes(digest.digest()[:7], 'big')
 
 
-@dataclasses.dataclass
-class _Session:
-  """A window here: its tokens, and what the server holds of them."""
-
-  name: str
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  held: int = 0
-
-
-def _name() -> str:
+def _session_name() -> str:
   # Not the episode's: two evaluations may share a server.
   return f'http-{secrets.token_hex(16)}'
+
+
+@dataclasses.dataclass
+class _Session:
+  """A window: its tokens, and how many of them the server holds as `name`."""
+
+  name: str = dataclasses.field(default_factory=_session_name)
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  held: int = 0
 
 
 class TokenPolicy:
@@ -159,17 +152,18 @@ class TokenPolicy:
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Goes on with `request.session`; blocks until sampling ended."""
-    session = self._session(request.session)
+    with self._lock:
+      session = self._sessions.setdefault(request.session, _Session())
     context = request.context_T.tolist()
     try:
       answer = self._ask(session, context, request)
     except EndpointError as error:
       if error.code not in ('session_mismatch', 'session_busy'):
         raise
-      # It was idle for too long, or an attempt before was cut off midway.
+      # It was idle for too long, or an earlier attempt was cut off midway.
       _log.warning('The server lost a window of %d.', len(session.tokens))
       self._forget(session)
-      session.name, session.held = _name(), 0
+      session.name, session.held = _session_name(), 0
       answer = self._ask(session, session.tokens + context, request)
     (choice,) = answer['choices']
     session.tokens += context + choice['tokens']
@@ -192,12 +186,6 @@ class TokenPolicy:
       known = self._sessions.pop(session, None)
     if known is not None and known.held:
       self._forget(known)
-
-  def _session(self, name: str) -> _Session:
-    with self._lock:
-      if name not in self._sessions:
-        self._sessions[name] = _Session(name=_name())
-      return self._sessions[name]
 
   def _ask(
     self,
@@ -231,9 +219,8 @@ class TokenPolicy:
 class ChatPolicy:
   """Implements `agent.environment.Policy` over `/chat/completions`.
 
-  Log-probabilities are zero and there are no routes. `max_new_tokens` counts
-  tokens of the endpoint there and of `tokenizer` here, where a longer text is
-  cut off.
+  Log-probabilities are zero and there are no routes. `max_new_tokens` limits
+  the endpoint's tokens, and then those of `tokenizer`: a longer text is cut.
   """
 
   def __init__(
@@ -247,14 +234,14 @@ class ChatPolicy:
     """Talks to one endpoint.
 
     Args:
-      endpoint: any of OpenAI's form.
-      tokenizer: of the episode.
-      functions: `tasks.repository.schemas.Tool.function()` of the environment's
-        JSON tools, for models that were trained to call tools by the endpoint's
-        own means; the first call of an answer counts. () has calls written as
-        text.
-      answer_role: of the messages that tell what a tool answered, where the
-        call was text. This project's server takes 'tool', most others 'user'.
+      endpoint: address of any endpoint of OpenAI's form.
+      tokenizer: tokenizer of the episodes.
+      functions: descriptions of JSON tools
+        (`tasks.repository.schemas.Tool.function()`) for a model that was
+        trained on the endpoint's own tool calls, of which the first of an
+        answer counts; () has calls written as text.
+      answer_role: role of messages with a tool's answer to a call in text: this
+        project's server takes 'tool', most others 'user'.
     """
     self._endpoint, self._tokenizer = endpoint, tokenizer
     self._functions = [dict(f) for f in functions]
@@ -272,7 +259,7 @@ class ChatPolicy:
       'seed': seed_of(request),
       'temperature': request.temperature,
     }
-    # Many endpoints refuse what they do not know, whatever it says.
+    # Many endpoints refuse parameters that they do not know.
     if self._endpoint.model:
       body['model'] = self._endpoint.model
     if request.top_p < 1:
@@ -288,28 +275,25 @@ class ChatPolicy:
       AttributeError, IndexError, KeyError, TypeError, ValueError
     ) as error:  # fmt: skip
       raise EndpointError(
-        f'{self._endpoint.url}/chat/completions answered what is no chat '
+        f'{self._endpoint.url}/chat/completions gave an answer that is no chat '
         f'completion: {json.dumps(answer)[:200]}'
       ) from error
-    made = scripts.completion(self._tokenizer, request, text, is_first=is_first)
-    if not stopped and made.stopped and len(made.tokens_T) > 1:
-      # The endpoint cut the text: its end must not look like the policy's.
-      made = dataclasses.replace(
-        made,
-        tokens_T=made.tokens_T[:-1],
-        logprobs_T=made.logprobs_T[:-1],
-        policy_version_T=made.policy_version_T[:-1],
-        consumed_expert_ids_TMA=made.consumed_expert_ids_TMA[:-1],
-        stopped=False,
-      )
-    parts_T += [request.context_T, made.tokens_T]
-    return made
+    if not stopped:
+      # The endpoint cut the text, so it has no end token, unless it is empty.
+      length = max(1, len(self._tokenizer.encode(text)))
+      length = min(length, request.max_new_tokens)
+      request = dataclasses.replace(request, max_new_tokens=length)
+    completion = scripts.completion(
+      self._tokenizer, request, text, is_first=is_first
+    )
+    parts_T += [request.context_T, completion.tokens_T]
+    return completion
 
   def close(self, session: str) -> None:
     self._sessions.pop(session, None)
 
   def _messages(self, tokens_T: np.ndarray) -> list[dict[str, Any]]:
-    """The window as messages, without the call that is to be written."""
+    """Returns the window as messages, without the call to be written."""
     messages: list[dict[str, Any]] = []
     call_id = ''
     for turn in chat.turns(self._tokenizer, tokens_T)[:-1]:
@@ -319,41 +303,32 @@ class ChatPolicy:
         call = _native(text, call_id) if self._functions else None
         call_id = call_id if call else ''
         messages.append(call or {'role': 'assistant', 'content': text})
-      elif role == 'tool' and call_id:
-        messages.append(
-          {'role': 'tool', 'tool_call_id': call_id, 'content': text}
-        )
+      elif role == 'tool':
+        link = {'role': 'tool', 'tool_call_id': call_id}
+        head = link if call_id else {'role': self._answer_role}
+        messages.append({**head, 'content': text})
       else:
-        role = self._answer_role if role == 'tool' else 'user'
-        messages.append({'role': role, 'content': text})
+        messages.append({'role': 'user', 'content': text})
     return messages
 
   def _text(self, message: Mapping[str, Any]) -> str:
-    calls = message.get('tool_calls')
-    if not calls:
-      return _whole(message.get('content') or '')
-    function = calls[0]['function']
-    try:
-      arguments = json.loads(function['arguments'] or '{}')
-    except (ValueError, RecursionError):
-      arguments = None
-    if not isinstance(arguments, dict):
-      # No call, which the environment answers with an error.
-      return _whole(f'{function["name"]} {function["arguments"]}')
-    return _whole(
-      tool_calls.render_json(
-        tool_calls.JsonCall(name=function['name'], arguments=arguments)
-      )
-    )
-
-
-def _whole(text: str) -> str:
-  """Without halves of surrogate pairs, which JSON has and no token spells."""
-  return text.encode('utf-8', 'replace').decode()
+    """Returns an answer as the text of a call."""
+    text = message.get('content') or ''
+    if calls := message.get('tool_calls'):
+      name, arguments = (calls[0]['function'][k] for k in ('name', 'arguments'))
+      # Arguments that are no object make no call; the environment says so.
+      text = f'{name} {arguments}'
+      with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments or '{}')
+        if isinstance(parsed, dict):
+          call = tool_calls.JsonCall(name=name, arguments=parsed)
+          text = tool_calls.render_json(call)
+    # JSON has halves of surrogate pairs, which no token spells.
+    return text.encode('utf-8', 'replace').decode()
 
 
 def _native(text: str, call_id: str) -> dict[str, Any] | None:
-  """A call as endpoints write theirs; None for a text that is none."""
+  """Returns a call in the endpoint's own form; None for another text."""
   try:
     call = tool_calls.parse_json(text)
   except tool_calls.ToolCallError:
@@ -372,13 +347,13 @@ def _native(text: str, call_id: str) -> dict[str, Any] | None:
 def policy_for(
   options: Any, tokenizer: Any, functions: Sequence[Mapping[str, Any]]
 ) -> TokenPolicy | ChatPolicy:
-  """The policy behind an endpoint; episodes in many threads may share it.
+  """Returns the policy behind an endpoint; threads may share it.
 
   Args:
-    options: with url, model, api_key, and policy 'tokens' or 'chat'.
-    tokenizer: of the episodes.
-    functions: that a chat endpoint calls by its own means; () has calls
-      written as text.
+    options: record with url, model, api_key, and policy 'tokens' or 'chat'.
+    tokenizer: tokenizer of the episodes.
+    functions: tools for the chat endpoint's own calls; () has calls written as
+      text.
   """
   endpoint = Endpoint(
     url=options.url, model=options.model, api_key=options.api_key

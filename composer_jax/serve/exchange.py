@@ -1,12 +1,13 @@
 """One request and its answer, ended by whatever comes first.
 
 An endpoint is a coroutine that gets an `Exchange`. It is cancelled when the
-client leaves or the time is up, and an error of its own becomes an object of
-OpenAI's shape: as the answer, or as the last event of a stream that has begun.
+client leaves or the time is up, and an error of its own becomes an object in
+OpenAI's form: as the answer, or as the last event of a stream that has begun.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -15,13 +16,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 from urllib import parse
 
-from starlette import types
+from starlette import requests, responses, types
 
+from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
 
-# For the last words to a client that may not be reading.
-_LAST_WORDS_S = 1.0
-# Where a client left before an answer; nginx' number, only for the metrics.
+# Time to send an error to a client that may not be reading.
+_ERROR_S = 1.0
+# Status of a client that left before an answer, as nginx counts it.
 LEFT = 499
 
 
@@ -29,30 +31,23 @@ class Exchange:
   """A request that is being answered.
 
   Attributes:
-    status: of the answer; 0 until it has begun.
-    path_params: of the route.
+    status: status of the answer; 0 until it has begun.
+    path_params: values of the route's parameters.
   """
 
   def __init__(
-    self,
-    scope: types.Scope,
-    receive: types.Receive,
-    send: types.Send,
-    max_body_bytes: int,
+    self, request: requests.Request, send: types.Send, max_body_bytes: int
   ):
-    self.status = 0
-    self.path_params: Mapping[str, Any] = scope.get('path_params', {})
-    self._headers = {k.lower(): v for k, v in scope['headers']}
-    self._receive, self._send = receive, send
+    self.status, self.path_params = 0, request.path_params
+    self._request, self._send = request, send
     self._max_body_bytes = max_body_bytes
     self._is_stream = False
 
   def authorize(self, token: str) -> None:
     """Raises errors.ApiError unless the request carries the token."""
-    given = self._headers.get(b'authorization', b'')
-    wanted = f'Bearer {token}'.encode()
+    given = self._request.headers.get('authorization', '').encode('latin-1')
     # In constant time: how far a guess is right must not be measurable.
-    if token and not hmac.compare_digest(given, wanted):
+    if token and not hmac.compare_digest(given, f'Bearer {token}'.encode()):
       raise errors.ApiError(
         401,
         'This server wants its token: send "Authorization: Bearer TOKEN" (the '
@@ -61,15 +56,14 @@ class Exchange:
       )
 
   def check_host(self, hosts: Collection[str]) -> None:
-    """Raises errors.ApiError unless the server was meant by its name.
+    """Raises errors.ApiError unless the Host header is one of `hosts`.
 
-    A page of the web may have its own name resolved to this machine, and is
-    then of one origin with this server; the name is all that tells.
+    A web page may have its own name resolved to this machine, and then has the
+    same origin as this server; only the name in Host tells them apart.
     """
-    given = self._headers.get(b'host')
-    if given is None:
+    text = self._request.headers.get('host')
+    if text is None:
       return  # No browser leaves it out.
-    text = given.decode('latin-1')
     try:
       name = parse.urlsplit(f'//{text}').hostname
     except ValueError:
@@ -85,28 +79,21 @@ class Exchange:
 
   async def json(self) -> Any:
     """Returns the body; it may be called once."""
-    kind = self._headers.get(b'content-type', b'').decode('latin-1')
+    kind = self._request.headers.get('content-type', '')
     if kind.partition(';')[0].strip().lower() != 'application/json':
-      # Of other types, any page in a browser on this machine could send one.
+      # A page in a browser on this machine can send other types unasked.
       raise errors.ApiError(
         415,
         f'The Content-Type is {kind!r} and must be application/json (curl: -H '
         '"content-type: application/json").',
         code='unsupported_media_type',
       )
-    declared = self._headers.get(b'content-length', b'0')
+    declared = self._request.headers.get('content-length', '0')
+    self._check_size(int(declared) if declared.isdecimal() else 0)
     data = bytearray()
-    if declared.isdigit() and int(declared) > self._max_body_bytes:
-      raise self._too_large(int(declared))
-    while True:
-      message = await self._receive()
-      if message['type'] == 'http.disconnect':
-        raise ConnectionResetError('the client left while it sent its request')
-      data += message.get('body', b'')
-      if len(data) > self._max_body_bytes:
-        raise self._too_large(len(data))
-      if not message.get('more_body'):
-        break
+    async for part in self._request.stream():
+      data += part
+      self._check_size(len(data))
     try:
       return json.loads(bytes(data), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -114,17 +101,18 @@ class Exchange:
         f'The body is not JSON ({error}).', None, 'invalid_json'
       ) from error
 
-  def _too_large(self, size: int) -> errors.ApiError:
-    return errors.ApiError(
-      413,
-      f'A body of {size} bytes or more exceeds the {self._max_body_bytes} that '
-      'this server takes.',
-      code='request_too_large',
-    )
+  def _check_size(self, size: int) -> None:
+    if size > self._max_body_bytes:
+      raise errors.ApiError(
+        413,
+        f'A body of {size} bytes or more exceeds the {self._max_body_bytes} '
+        'that this server takes.',
+        code='request_too_large',
+      )
 
   async def until_left(self) -> None:
     """Returns when the client is gone; the body must have been read."""
-    while (await self._receive())['type'] != 'http.disconnect':
+    while (await self._request.receive())['type'] != 'http.disconnect':
       pass
 
   async def answer(
@@ -132,37 +120,40 @@ class Exchange:
     body: Any,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
+    content_type: str = 'application/json',
   ) -> None:
-    # ASCII: what clients sent may hold lone surrogates, and comes back.
-    data = json.dumps(body, allow_nan=False).encode()
-    await self.answer_bytes(data, 'application/json', status, headers)
-
-  async def answer_bytes(
-    self,
-    data: bytes,
-    content_type: str,
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-  ) -> None:
-    fields = {'content-length': str(len(data)), **(headers or {})}
-    await self._start(status, content_type, fields)
-    await self._send({'type': 'http.response.body', 'body': data})
+    """Sends the whole answer: bytes as they are, anything else as JSON."""
+    self.status = status
+    if not isinstance(body, bytes):
+      # ASCII: text of clients may hold lone surrogates, which UTF-8 has not.
+      body = json.dumps(body, allow_nan=False)
+    response = responses.Response(body, status, headers, content_type)
+    await response(self._request.scope, self._request.receive, self._send)
 
   async def begin_events(self) -> None:
     """Begins a stream of server-sent events."""
-    self._is_stream = True
-    fields = {'cache-control': 'no-store', 'x-accel-buffering': 'no'}
-    await self._start(200, 'text/event-stream; charset=utf-8', fields)
+    self.status, self._is_stream = 200, True
+    fields = {
+      'content-type': 'text/event-stream; charset=utf-8',
+      'cache-control': 'no-store',
+      'x-accel-buffering': 'no',
+    }
+    await self._send(
+      {
+        'type': 'http.response.start',
+        'status': 200,
+        'headers': [(k.encode(), v.encode()) for k, v in fields.items()],
+      }
+    )
 
   async def event(self, body: Any) -> None:
-    data = json.dumps(body, allow_nan=False)
-    await self._event(data, more=True)
+    await self._event(json.dumps(body, allow_nan=False), more=True)
 
   async def end_events(self) -> None:
     await self._event('[DONE]', more=False)
 
   async def fail(self, error: errors.ApiError) -> None:
-    """Tells of an error, wherever the answer stands."""
+    """Sends an error as the answer, or as the last event of a stream."""
     if not self.status:
       await self.answer(error.body(), error.status, error.headers())
     elif self._is_stream:
@@ -174,106 +165,84 @@ class Exchange:
       {'type': 'http.response.body', 'body': body, 'more_body': more}
     )
 
-  async def _start(
-    self, status: int, content_type: str, headers: Mapping[str, str]
-  ) -> None:
-    self.status = status
-    fields = {'content-type': content_type, **headers}
-    await self._send(
-      {
-        'type': 'http.response.start',
-        'status': status,
-        'headers': [(k.encode(), v.encode()) for k, v in fields.items()],
-      }
-    )
-
 
 def _refuse_constant(name: str) -> None:
   raise ValueError(f'{name} is no value of JSON')
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpRoute:
-  """An ASGI application of one route."""
+  """An ASGI application of one route.
 
-  def __init__(
-    self,
-    respond: Callable[[Exchange, Any], Awaitable[None]],
-    *,
-    route: str,
-    timeout_s: float,
-    max_body_bytes: int,
-    token: str,
-    hosts: Collection[str] | None,
-    reads: bool,
-    count: Callable[[str, int], None],
-  ):
-    """Wraps a coroutine function.
+  Attributes:
+    respond: (exchange, body) -> None, answers the request.
+    route: name of the route in metrics.
+    options: limits of time and body size.
+    token: bearer token that a request must carry; '' asks for none.
+    hosts: Host names that a request may use; None allows any.
+    reads: true if the request has a body.
+    count: (route, status) -> None, called once at the end.
+  """
 
-    Args:
-      respond: (exchange, body) -> None, answers the request.
-      route: for the metrics.
-      timeout_s: for all of it.
-      max_body_bytes: of the request.
-      token: that a request must carry; '' for none.
-      hosts: names that a request may mean the server by; None for any.
-      reads: whether there is a body.
-      count: (route, status) -> None, called once at the end.
-    """
-    self._respond, self._route = respond, route
-    self._timeout_s, self._max_body_bytes = timeout_s, max_body_bytes
-    self._token, self._hosts = token, hosts
-    self._reads, self._count = reads, count
+  respond: Callable[[Exchange, Any], Awaitable[None]]
+  route: str
+  options: options_lib.ServeOptions
+  token: str
+  hosts: Collection[str] | None
+  reads: bool
+  count: Callable[[str, int], None]
 
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
-    exchange = Exchange(scope, receive, send, self._max_body_bytes)
-    status = LEFT
+    request = requests.Request(scope, receive)
+    exchange = Exchange(request, send, self.options.max_body_bytes)
+    status, failure = LEFT, None
     try:
       await self._answer(exchange)
       status = exchange.status or LEFT
     except errors.ApiError as error:
-      status = error.status
-      await self._last_words(exchange, error)
-    except ConnectionResetError:
+      failure = error
+    except (ConnectionResetError, requests.ClientDisconnect):
       pass  # The client left; it is counted as such.
     except Exception:
-      # A bug: told to the log whole, and to the client by a number only.
+      # A bug: the log has the traceback, the client a number to find it by.
       number = secrets.token_hex(6)
-      logging.exception('Request %s to %s failed:', number, self._route)
+      logging.exception('Request %s to %s failed:', number, self.route)
       text = f'The server failed; its log tells why under {number}.'
-      error = errors.ApiError(500, text, code='internal_error')
-      status = error.status
-      await self._last_words(exchange, error)
+      failure = errors.ApiError(500, text, code='internal_error')
     finally:
-      self._count(self._route, status)
+      self.count(self.route, failure.status if failure else status)
+    if failure:
+      with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_ERROR_S):
+          await exchange.fail(failure)
 
   async def _answer(self, exchange: Exchange) -> None:
-    if self._hosts is not None:
-      exchange.check_host(self._hosts)
-    exchange.authorize(self._token)
+    if self.hosts is not None:
+      exchange.check_host(self.hosts)
+    exchange.authorize(self.token)
+    limit_s = self.options.request_timeout_s
     try:
-      async with asyncio.timeout(self._timeout_s):
-        body = await exchange.json() if self._reads else None
-        answering = asyncio.ensure_future(self._respond(exchange, body))
+      async with asyncio.timeout(limit_s):
+        body = await exchange.json() if self.reads else None
+        answering = asyncio.ensure_future(self.respond(exchange, body))
         leaving = asyncio.ensure_future(exchange.until_left())
         tasks = (answering, leaving)
         try:
           await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
           for task in tasks:
-            if not task.done():
-              task.cancel()
+            task.cancel()
           await asyncio.gather(*tasks, return_exceptions=True)
         if answering.cancelled():
           raise ConnectionResetError('the client left before its answer')
         answering.result()
     except TimeoutError as error:
-      raise errors.timed_out(self._timeout_s) from error
-
-  async def _last_words(
-    self, exchange: Exchange, error: errors.ApiError
-  ) -> None:
-    with contextlib.suppress(OSError, TimeoutError):
-      async with asyncio.timeout(_LAST_WORDS_S):
-        await exchange.fail(error)
+      raise errors.ApiError(
+        504,
+        f'The request took longer than the {limit_s:g} s that this server '
+        'allows, queueing included; ask for fewer tokens or try again when it '
+        'is less busy.',
+        code='timeout',
+      ) from error

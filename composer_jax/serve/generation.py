@@ -1,4 +1,4 @@
-"""From a checked request to text: what the engine is asked, what it says."""
+"""From checked requests to requests of the engine, and from tokens to text."""
 
 import dataclasses
 import secrets
@@ -13,19 +13,33 @@ from composer_jax.rollout import sessions
 from composer_jax.serve import jobs, metrics, service
 from composer_jax.serve.api import chat_format, errors, requests, texts
 
-_MAX_STOPS = 16
-# Below it logits over temperature leave float32.
+# Below it, logits over temperature leave the range of float32.
 _MIN_TEMPERATURE = 1e-4
-# What OpenAI writes where a probability is zero: JSON has no infinity.
+# OpenAI's value where a probability is zero: JSON has no infinity.
 MIN_LOGPROB = -9999.0
 
 
-def admit(body: requests.Sampling, served: service.Service) -> None:
-  """Refuses what cannot be taken, before its text becomes tokens.
+def admit(
+  body: requests.Sampling, served: service.Service, top: int | None, param: str
+) -> None:
+  """Refuses a request that has no room, before its text becomes tokens.
+
+  Args:
+    body: request.
+    served: service whose limits hold.
+    top: likeliest tokens that are asked for at each place; None for none.
+    param: name of the parameter of `top`.
 
   Raises:
     errors.ApiError: 400, 429, 500 or 503.
   """
+  most = served.engine_options.num_top
+  if top and top > most:
+    raise errors.invalid(
+      f'{param} ({top}) exceeds the {most} alternatives that this server '
+      'keeps; see --config.engine.num_top.',
+      param,
+    )
   num, most = body.n or 1, min(served.options.max_choices, served.capacity)
   if num > most:
     raise errors.invalid(
@@ -49,19 +63,18 @@ def sample_requests(
   """Returns one request of the engine for each choice.
 
   Args:
-    body: says how to sample.
-    prompt_T: int32 context.
-    served: whose limits hold.
-    stop_tokens: that end an answer beside those of the body.
-    max_tokens: of each choice; None for the server's default.
-    session: one to go on with; '' for a new one for each choice.
-    held: tokens that it holds.
-    param: that the prompt comes from.
+    body: request with the parameters of sampling.
+    prompt_T: int32 ids of the context.
+    served: service whose limits hold.
+    stop_tokens: ids that end an answer beside those of the body.
+    max_tokens: tokens to sample for each choice; None for the server's default.
+    session: session to go on with; '' makes one for each choice.
+    held: tokens that the session holds.
+    param: name of the parameter that the prompt comes from.
 
   Raises:
     errors.ApiError: 400, naming the parameter.
   """
-  options, num = served.engine_options, body.n or 1
   if body.temperature and body.temperature < _MIN_TEMPERATURE:
     raise errors.invalid(
       f'temperature ({body.temperature}) must be 0, which takes the likeliest '
@@ -75,10 +88,11 @@ def sample_requests(
       'stop_token_ids',
     )
   stop_tokens = tuple(dict.fromkeys([*body.stop_token_ids, *stop_tokens]))
-  if len(stop_tokens) > options.max_stop_tokens:
+  most = served.engine_options.max_stop_tokens
+  if len(stop_tokens) > most:
     raise errors.invalid(
       f'{len(stop_tokens)} stop tokens, those that end every answer included, '
-      f'exceed {options.max_stop_tokens}; name fewer.',
+      f'exceed {most}; name fewer.',
       'stop_token_ids',
     )
   room = _room(prompt_T, held, served, max_tokens, param)
@@ -96,16 +110,20 @@ def sample_requests(
         top_k=body.top_k or 0,
         min_p=body.min_p or 0.0,
       )
-      for index in range(num)
+      for index in range(body.n or 1)
     ]
   except ValueError as error:
     raise errors.invalid(str(error), None) from error
 
 
 def _room(
-  prompt_T, held: int, served: service.Service, max_tokens, param: str
+  prompt_T: np.ndarray,
+  held: int,
+  served: service.Service,
+  max_tokens: int | None,
+  param: str,
 ) -> int:
-  """Tokens to sample at most; checks that there is a prompt that fits."""
+  """Returns the most tokens to sample; checks that the prompt fits."""
   max_len, length = served.engine_options.max_len, held + len(prompt_T)
   if not length:
     raise errors.invalid(
@@ -120,17 +138,15 @@ def _room(
       param if length >= max_len else 'max_tokens',
       'context_length_exceeded',
     )
-  if len(prompt_T) and (
-    prompt_T.min() < 0 or prompt_T.max() >= served.config.vocab_size
-  ):
+  last = served.config.vocab_size - 1
+  if len(prompt_T) and (prompt_T.min() < 0 or prompt_T.max() > last):
     raise errors.invalid(
       f'The prompt holds tokens from {prompt_T.min()} to {prompt_T.max()}; the '
-      f'vocabulary is 0..{served.config.vocab_size - 1}.',
+      f'vocabulary is 0..{last}.',
       param,
     )
-  if max_tokens is not None:
-    return max_tokens
-  return min(served.options.default_max_tokens, max_len - length)
+  default = min(served.options.default_max_tokens, max_len - length)
+  return default if max_tokens is None else max_tokens
 
 
 def check_model(asked: str | None, name: str) -> None:
@@ -143,26 +159,14 @@ def check_model(asked: str | None, name: str) -> None:
     )
 
 
-def check_stops(stops: Sequence[str]) -> None:
-  if len(stops) > _MAX_STOPS or not all(stops):
-    raise errors.invalid(
-      f'stop must be at most {_MAX_STOPS} texts that are not empty.', 'stop'
-    )
-
-
-def check_top(asked: int | None, param: str, served: service.Service) -> None:
-  most = served.engine_options.num_top
-  if asked and asked > most:
-    raise errors.invalid(
-      f'{param} ({asked}) exceeds the {most} alternatives that this server '
-      'keeps; see --config.engine.num_top.',
-      param,
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerDelta:
-  """What a choice adds: text, and the pieces with its log-probabilities."""
+  """The next part of a choice.
+
+  Attributes:
+    text: content for the client.
+    pieces: pieces with the log-probabilities of their tokens.
+  """
 
   text: str
   pieces: tuple[texts.TextPiece, ...]
@@ -172,11 +176,11 @@ class GrowingAnswer:
   """One answer as it grows.
 
   Attributes:
-    index: of the choice.
-    num_tokens: sampled and used.
-    num_cached: context tokens that were there already, None while unknown.
-    calls: of tools, once it is finished.
-    finish: why it ended; '' before.
+    index: index of the choice.
+    num_tokens: number of sampled tokens that were used.
+    num_cached: context tokens that were in the cache; None while unknown.
+    calls: tool calls, once the answer is finished.
+    finish: finish reason; '' before the end.
   """
 
   def __init__(
@@ -194,18 +198,18 @@ class GrowingAnswer:
     self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
     self._text = texts.Text(stops)
     self._form, self._tools = form, tools
-    # What may be calls is held back, from the first mark of one on.
+    # From the first mark of a call on, text is held back: it may be calls.
     marks = form.mark(tools) if form else ()
-    self._marks = texts.Scanner(marks or ())
+    self._scanner = texts.Scanner(marks or ())
     self._in_call, self._held = marks is None, ''
 
   def add(self, event: sessions.SampledTokens) -> AnswerDelta:
     """Takes tokens; sets `finish` at a stop string."""
     tokens = event.tokens_T.tolist()
     ends = [i for i, t in enumerate(tokens) if t in self._stop_tokens]
-    said = tokens[: ends[0]] if ends else tokens
+    before = tokens[: ends[0]] if ends else tokens
     piece, used = self._text.add(
-      self._token(event, i, token) for i, token in enumerate(said)
+      self._token(event, i, token) for i, token in enumerate(before)
     )
     self.num_tokens += used
     if self._text.stopped:
@@ -213,7 +217,7 @@ class GrowingAnswer:
       return self._ended(piece)
     # The stop token was sampled, too.
     self.num_tokens += bool(ends)
-    return self._delta(piece)
+    return AnswerDelta(text=self._content(piece.text), pieces=(piece,))
 
   def end(self, completion: records.Completion) -> AnswerDelta:
     """Takes the end that the engine made."""
@@ -227,27 +231,26 @@ class GrowingAnswer:
 
   def _ended(self, *pieces: texts.TextPiece) -> AnswerDelta:
     pieces = (*pieces, self._text.finish())
-    text = ''.join(self._said(piece.text) for piece in pieces)
-    text += self._marks.finish()
-    rest = self._held
+    text = ''.join(self._content(piece.text) for piece in pieces)
+    text += self._scanner.finish()
     if self._in_call and self.finish == 'stop' and self._form:
-      self.calls = self._form.calls(rest, self._tools) or []
+      self.calls = self._form.calls(self._held, self._tools) or []
     if self.calls:
-      self.finish, rest = 'tool_calls', ''
-    return AnswerDelta(text=text + rest, pieces=pieces)
+      self.finish = 'tool_calls'
+    else:
+      text += self._held
+    return AnswerDelta(text=text, pieces=pieces)
 
-  def _delta(self, piece: texts.TextPiece) -> AnswerDelta:
-    return AnswerDelta(text=self._said(piece.text), pieces=(piece,))
-
-  def _said(self, text: str) -> str:
+  def _content(self, text: str) -> str:
+    """Returns the part of a text that is certainly no call; holds the rest."""
     if self._in_call:
       self._held += text
       return ''
-    said = self._marks.add(text)
-    if self._marks.found:
+    content = self._scanner.add(text)
+    if self._scanner.mark:
       self._in_call = True
-      self._held = self._marks.found + self._marks.rest
-    return said
+      self._held = self._scanner.mark + self._scanner.after
+    return content
 
   def _token(
     self, event: sessions.SampledTokens, place: int, token: int
@@ -267,26 +270,32 @@ class GrowingAnswer:
     )
 
 
-class Timing:
-  """Measures when tokens come, and counts them."""
+async def timed(
+  job: jobs.SampleJob, figures: metrics.Metrics, unfinished: set[int]
+) -> AsyncIterator[tuple[int, sessions.SampledTokens | records.Completion]]:
+  """Yields events with their indices; counts tokens and measures their times.
 
-  def __init__(self, job: jobs.SampleJob, figures: metrics.Metrics):
-    self._opened, self._figures = job.opened, figures
-    self._last: dict[int, float] = {}
-
-  def __call__(
-    self, index: int, event: sessions.SampledTokens | records.Completion
-  ) -> None:
-    if isinstance(event, records.Completion) or not len(event.tokens_T):
-      return
-    now, count = time.monotonic(), len(event.tokens_T)
-    if not self._last:
-      self._figures.first_token_s.observe(now - self._opened)
-    elif index in self._last:
-      # They come several at a time.
-      self._figures.token_s.observe((now - self._last[index]) / count)
-    self._last[index] = now
-    self._figures.sampled_tokens.inc(count)
+  Args:
+    job: requests of one client.
+    figures: metrics to count in.
+    unfinished: indices of the requests whose events are wanted; the caller
+      removes those that have ended.
+  """
+  last: dict[int, float] = {}
+  while unfinished:
+    index, event = await job.next()
+    if index not in unfinished:
+      continue  # Sampled after its stop string and before it was cancelled.
+    if isinstance(event, sessions.SampledTokens) and len(event.tokens_T):
+      now, count = time.monotonic(), len(event.tokens_T)
+      if not last:
+        figures.first_token_s.observe(now - job.opened)
+      elif index in last:
+        # Several tokens may come at a time.
+        figures.token_s.observe((now - last[index]) / count)
+      last[index] = now
+      figures.sampled_tokens.inc(count)
+    yield index, event
 
 
 async def play(
@@ -294,19 +303,15 @@ async def play(
   choices: Sequence[GrowingAnswer],
   figures: metrics.Metrics,
 ) -> AsyncIterator[tuple[GrowingAnswer, AnswerDelta]]:
-  """Yields what each choice adds, until all of them are finished."""
-  left, seen = set(range(len(choices))), Timing(job, figures)
-  while left:
-    index, event = await job.next()
-    if index not in left:
-      continue  # Sampled after its stop string and before it was cancelled.
-    seen(index, event)
+  """Yields each choice and its next part, until all choices are finished."""
+  unfinished = set(range(len(choices)))
+  async for index, event in timed(job, figures, unfinished):
     choice = choices[index]
     if isinstance(event, records.Completion):
       delta = choice.end(event)
     else:
       delta = choice.add(event)
     if choice.finish:
-      left.discard(index)
+      unfinished.discard(index)
       job.leave(index)
     yield choice, delta

@@ -1,8 +1,8 @@
 """uvicorn around the application, with a drain that answers.
 
-uvicorn closes its port at SIGTERM. This server goes on answering while requests
-are running: 503 to new ones, so that a balancer sends them elsewhere, and the
-rest of their streams to the others. At `drain_s` those are cancelled and told.
+uvicorn closes its port at SIGTERM. This server goes on while requests are
+running: new ones get 503, so that a balancer sends them elsewhere, and the
+others the rest of their streams, until `drain_s` cancels them with an error.
 """
 
 import logging
@@ -16,7 +16,7 @@ from starlette import types
 
 from composer_jax.serve import service
 
-# After the drain, for connections to close.
+# Time for connections to close after the drain.
 _CLOSE_S = 5.0
 _LOOPBACK = ('localhost', '127.0.0.1', '::1')
 _log = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ class HttpServer(uvicorn.Server):
         app,
         log_level='warning',
         lifespan='off',
-        # The one that bounds headers; uvicorn prefers others if installed.
+        # It bounds headers; uvicorn prefers other parsers if installed.
         http='h11',
         ws='none',
         server_header=False,
         timeout_graceful_shutdown=int(_CLOSE_S),
-        # Of half-sent headers; bodies have limits of their own.
+        # Bounds half-sent headers; bodies have limits of their own.
         h11_max_incomplete_event_size=64 * 1024,
       )
     )
@@ -52,8 +52,8 @@ class HttpServer(uvicorn.Server):
   def handle_exit(self, sig: int, frame: FrameType | None) -> None:
     del sig, frame
     # Not uvicorn's own, which raises the signal again once all is over.
-    self.force_exit = self.should_exit  # Asked a third time.
-    self.should_exit = self._asked.is_set()  # Asked twice: at once.
+    self.force_exit = self.should_exit  # The third signal.
+    self.should_exit = self._asked.is_set()  # The second: ends at once.
     self.drain()
 
   async def on_tick(self, counter: int) -> bool:
@@ -79,10 +79,10 @@ class HttpServer(uvicorn.Server):
 
 
 def hosts_of(host: str, token: str) -> tuple[str, ...] | None:
-  """Names that requests may mean a server by; None for any.
+  """Returns the Host names that requests may use; None allows any.
 
-  A server for this machine alone, without a token, is there for programs and
-  not for what a browser on this machine is told to do.
+  A server for this machine alone that wants no token must not answer the web
+  pages that a browser on this machine shows.
   """
   return _LOOPBACK if host in _LOOPBACK and not token else None
 
@@ -93,15 +93,15 @@ def url_of(sock: socket.socket) -> str:
 
 
 def bind(host: str, port: int, token: str) -> socket.socket:
-  """Takes the address, on which nothing is answered yet; port 0: a free one.
+  """Takes an address, without listening on it yet; port 0 takes a free port.
 
   Raises:
-    ValueError: the address cannot be had.
+    ValueError: the address cannot be taken.
   """
   if host not in _LOOPBACK and not token:
     _log.warning(
-      'Listening on %s without a token: whoever reaches this port can use the '
-      'model. Give --token_file, or leave --host at 127.0.0.1.',
+      'Listening on %s without a token: anyone who reaches this port can use '
+      'the model. Give --token_file, or leave --host at 127.0.0.1.',
       host,
     )
   family = socket.AF_INET6 if ':' in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Requests that one client waits for, and how their tokens reach it."""
+"""Requests that one client waits for, and the way of their tokens to it."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,14 @@ from composer_jax.core import records
 from composer_jax.rollout import sessions
 from composer_jax.serve.api import errors
 
-# None: the engine took all requests.
+# None says that the engine took all requests.
 Event = sessions.SampledTokens | records.Completion | errors.ApiError | None
 
 
 class SampleJob:
   """Requests that one client waits for together; an async context manager.
 
-  Leaving it cancels what is unfinished, for whatever reason it is left.
+  Leaving the context cancels what is unfinished, for whatever reason.
   """
 
   def __init__(
@@ -25,18 +25,18 @@ class SampleJob:
     requests: Sequence[records.SampleRequest],
     leave: Callable[['SampleJob', Sequence[int]], None],
     *,
-    keep: bool,
-    session_length: int | None,
+    keep: bool = False,
+    session_length: int | None = None,
   ):
     """Makes a SampleJob in the event loop that will read it.
 
     Args:
-      requests: of sessions of their own, but for a kept one.
-      leave: (job, indices) -> None, frees what these requests still hold;
-        harmless if that is nothing.
-      keep: leaves the session open for a later request.
-      session_length: tokens that the client takes its session to hold; None
-        where there is none.
+      requests: requests, each of a session of its own unless that is kept.
+      leave: (job, indices) -> None, frees what these requests still hold; it
+        may be called again.
+      keep: true leaves the session open for a later request.
+      session_length: tokens that the client expects in its session; None
+        without one.
     """
     self.requests = tuple(requests)
     self.keep, self.session_length = keep, session_length
@@ -47,8 +47,8 @@ class SampleJob:
     self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
   def put(self, index: int, event: Event) -> None:
-    """Called in the engine's thread: hands an event to the event loop."""
-    # RuntimeError: the loop has ended, and with it whoever would read.
+    """Hands an event to the event loop; called in the engine's thread."""
+    # RuntimeError: the loop has ended, so nothing reads any more.
     with contextlib.suppress(RuntimeError):
       self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
@@ -57,21 +57,21 @@ class SampleJob:
     try:
       await self.next()
     except BaseException:
-      self._leave(self, range(len(self.requests)))
+      self.leave(*range(len(self.requests)))
       raise
     return self
 
   async def __aexit__(self, *_: Any) -> None:
-    self._leave(self, range(len(self.requests)))
+    self.leave(*range(len(self.requests)))
 
-  def leave(self, index: int) -> None:
-    """Frees what one of the requests holds."""
-    self._leave(self, (index,))
+  def leave(self, *indices: int) -> None:
+    """Frees what these requests hold."""
+    self._leave(self, indices)
 
   async def next(
     self,
   ) -> tuple[int, sessions.SampledTokens | records.Completion]:
-    """Returns (index of the request, tokens or the end of it).
+    """Returns the index of a request, and its next tokens or its end.
 
     Raises:
       errors.ApiError: the request was refused or failed.

@@ -1,12 +1,13 @@
-"""A server's life: a policy and its tokenizer, an engine, a port, the drain."""
+"""Loads a policy, warms an engine and serves it until a signal."""
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from composer_jax.core import files
+from composer_jax.core import checks, files
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.hf import imported, importing
 from composer_jax.hf.text import chat_template
@@ -16,15 +17,10 @@ from composer_jax.models import decoder
 from composer_jax.parallel import layouts, topology
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
-from composer_jax.serve import policies
 from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 from composer_jax.train.checkpoints import export
 
-_MISSING = (
-  '{name} is not installed, which the server needs: '
-  'pip install composer_jax[serve].'
-)
 _GENERATION = 'generation_config.json'
 STAGES = ('rl', 'sft', 'cpt')
 
@@ -34,112 +30,99 @@ class ServedPolicy:
   """A policy to serve.
 
   Attributes:
-    name: of the folder, and of the stage.
-    model: its config.
-    tokenizer: of either kind.
-    stop_tokens: that end every answer which is text.
-    template: of an imported checkpoint that has one, else None.
-    is_own: the model speaks our protocol (`text.chat`).
-    version: of the variables; optimizer steps of RL.
-    variables: as the engine takes them.
-    receiver: of newer policies; None where nothing follows.
+    name: name of the folder, and of the stage.
+    model: config of the model.
+    tokenizer: our own tokenizer or an imported one.
+    stop_tokens: ids that end every answer of text.
+    template: chat template of an imported checkpoint; None without one.
+    is_own: true if the model speaks our protocol (`text.chat`).
+    version: policy version of the variables, in optimizer steps of RL.
+    variables: weights as the engine takes them.
+    receiver: receiver of newer policies; None where nothing is followed.
   """
 
   name: str
   model: model_config.ModelConfig
   tokenizer: hf_tokenizer.AnyTokenizer
   stop_tokens: tuple[int, ...]
-  template: chat_template.ChatTemplate | None
+  template: chat_template.ChatTemplate | None = None
   is_own: bool
-  version: int
+  version: int = 0
   variables: Any
-  receiver: receivers.Receiver | None
+  receiver: receivers.Receiver | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeCommand:
-  """What a command line says.
+def run(
+  load_policy: Callable[..., ServedPolicy],
+  config: dict[str, Any],
+  *,
+  host: str,
+  port: int,
+  name: str = '',
+  token: str = '',
+) -> None:
+  """Serves until a signal ends it.
 
-  Attributes:
-    folder: workdir of a run, or an import.
-    stage: whose export; '' for the last finished one.
-    follow: serve what RL publishes.
-    store: where to read that; '' for where the run keeps it.
+  Args:
+    load_policy: `load`, with the folder and what of it to serve.
+    config: values of configs/serve.
     host: address to listen on.
-    port: 0 takes a free one.
-    name: of the model; '' for that of the folder.
-    token: that clients must send; '' for none.
-  """
-
-  folder: pathlib.Path
-  stage: str
-  follow: bool
-  store: str
-  host: str
-  port: int
-  name: str
-  token: str
-
-
-def run(command: ServeCommand, config: dict[str, Any]) -> None:
-  """Serves until a signal ends it; the config is that of configs/serve.
+    port: port to listen on; 0 takes a free one.
+    name: name of the model; '' for that of the folder.
+    token: bearer token that clients must send; '' asks for none.
 
   Raises:
-    ValueError: something cannot be served, says what; or a package is missing.
+    ValueError: there is nothing to serve, or a package is missing.
   """
   try:
     from composer_jax.serve import app, http_server, service
     from composer_jax.serve import options as serve_options
-    from composer_jax.serve.api import chat_format
+    from composer_jax.serve.api import chat_format, openai
   except ModuleNotFoundError as error:
     if (error.name or '').startswith('composer_jax'):
       raise
-    raise ValueError(_MISSING.format(name=error.name)) from error
+    raise ValueError(
+      f'{error.name} is not installed, which the server needs: '
+      'pip install composer_jax[serve].'
+    ) from error
   engine_options = _fields('engine', engines.EngineOptions, config['engine'])
   limits = _fields('limits', serve_options.ServeOptions, config['limits'])
-  # First of all: a port that is taken is told before all that takes minutes.
-  with http_server.bind(command.host, command.port, command.token) as sock:
+  # First of all: a taken port is an error before the minutes that follow.
+  with http_server.bind(host, port, token) as sock:
     mesh = placing.mesh_of(config['devices'])
-    source = load(
-      command.folder,
-      stage=command.stage,
-      follow=command.follow,
-      store=command.store,
-      overrides={'numerics': config['numerics']},
-      mesh=mesh,
-    )
+    overrides = {'numerics': config['numerics']}
+    policy = load_policy(overrides=overrides, mesh=mesh)
     engine = engines.Engine(
-      source.model,
-      source.variables,
-      source.version,
+      policy.model,
+      policy.variables,
+      policy.version,
       engine_options,
       mesh=mesh,
     )
-    if source.is_own:
-      form: Any = chat_format.OwnFormat(source.tokenizer)
-    elif source.template is not None:
-      form = chat_format.TemplateFormat(source.tokenizer, source.template)
+    if policy.is_own:
+      form: Any = chat_format.OwnFormat(policy.tokenizer)
+    elif policy.template is not None:
+      form = chat_format.TemplateFormat(policy.tokenizer, policy.template)
     else:
       form = None
-    model = app.Model(
-      name=command.name or source.name,
-      tokenizer=source.tokenizer,
-      stop_tokens=source.stop_tokens,
+    model = openai.Model(
+      name=name or policy.name,
+      tokenizer=policy.tokenizer,
+      stop_tokens=policy.stop_tokens,
       form=form,
     )
-    # Before anyone can connect: whoever is answered is answered at once.
+    # Before anything can connect: requests are answered at once.
     print('Compiling.', flush=True)
     engine.warm()
-    followed = newer(source.receiver) if source.receiver else None
-    served = service.Service(engine, limits, followed)
-    hosts = http_server.hosts_of(command.host, command.token)
+    served = service.Service(engine, limits, policy.receiver)
+    hosts = http_server.hosts_of(host, token)
     server = http_server.HttpServer(
-      app.build(served, model, command.token, hosts), served
+      app.build(served, model, token, hosts), served
     )
     sock.listen()
     served.start()
     print(
-      f'Serving {model.name}, policy version {source.version}, at '
+      f'Serving {model.name}, policy version {policy.version}, at '
       f'{http_server.url_of(sock)}/v1',
       flush=True,
     )
@@ -152,13 +135,9 @@ def run(command: ServeCommand, config: dict[str, Any]) -> None:
 
 
 def _fields(name: str, cls: Any, fields: dict[str, Any]) -> Any:
-  known = {f.name for f in dataclasses.fields(cls)}
-  unknown = sorted(set(fields) - known)
-  if unknown:
-    raise ValueError(
-      f'--config.{name} has no field {", ".join(unknown)}; its fields are '
-      f'{", ".join(sorted(known))}.'
-    )
+  known = [f.name for f in dataclasses.fields(cls)]
+  for field in fields:
+    checks.known_name(field, known, f'--config.{name}')
   try:
     # The command line makes lists of tuples.
     tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
@@ -180,16 +159,16 @@ def load(
   """Loads a policy.
 
   Args:
-    folder: workdir of a run, or an import.
-    stage: whose export; '' for the last finished one.
-    follow: serve what RL publishes, as it does; for a run that is going on.
-    store: where to read that; '' for where the run keeps it.
-    wait_s: for the first policy that is followed.
+    folder: workdir of a run, or folder of an import.
+    stage: stage whose export is loaded; '' for the last finished one.
+    follow: true loads what a running RL published last, and follows it.
+    store: URL of the bundles to follow; '' for the store of the run.
+    wait_s: seconds to wait for the first policy that is followed.
     overrides: fields of the model's config that a server may choose.
-    mesh: whose devices share the weights; None loads them on the first one.
+    mesh: devices that share the weights; None loads them on the first one.
 
   Raises:
-    ValueError: there is nothing to serve; says what is missing.
+    ValueError: there is nothing to serve; names what is missing.
   """
   if (folder / importing.RECORD).exists():
     if stage or follow:
@@ -208,26 +187,40 @@ def load(
   model = _model(config['model'], overrides or {})
   receiver = None
   if follow:
-    receiver = _receiver(folder, model, config, store)
+    if 'delta' not in config:
+      raise ValueError(
+        f'{path} has no section delta: the run is older than signed bundles, '
+        'and cannot be followed.'
+      )
+    stage = 'rl'
+    receiver = receivers.Receiver(
+      folder, model, store or config['delta']['store']
+    )
     first = receiver.first(wait_s)
     version, variables = first.version, first.variables
-    stage = 'rl'
   else:
-    stage = stage or _last_stage(folder)
+    finished = [
+      s for s in STAGES if export.finished_step(folder, s) is not None
+    ]
+    if not (stage or finished):
+      raise ValueError(
+        f'No stage of {folder} is finished. While RL is running, serve what it '
+        'publishes: --follow.'
+      )
+    stage = stage or finished[0]
     version = export.finished_step(folder, stage) if stage == 'rl' else 0
     if version is None:
       raise ValueError(
-        f'Stage {stage!r} of {folder} is not finished; finished are '
-        f'{_finished(folder)}.'
+        f'Stage {stage!r} of {folder} is not finished; finished are {finished}.'
       )
-    variables = _policy(export.load(folder, stage, _like(model, mesh)))
+    masters = export.load(folder, stage, _like(model, mesh))
+    variables = jax.jit(decoder.policy, donate_argnums=0)(masters)
   tokenizer = hf_tokenizer.load_any(folder / 'tokenizer.json')
   return ServedPolicy(
     name=f'{folder.name}-{stage}',
     model=model,
     tokenizer=tokenizer,
     stop_tokens=_ends(tokenizer),
-    template=None,
     is_own=True,
     version=version,
     variables=variables,
@@ -247,87 +240,35 @@ def _imported(
   try:
     template = chat_template.load(folder)
   except ValueError as error:
-    # Of pretraining alone: it completes texts.
+    # A checkpoint of pretraining alone completes texts.
     print(f'No chat: {error}', flush=True)
     template = None
+  masters = importing.load_variables(folder, _like(model, mesh))
+  path = folder / _GENERATION
+  ends = files.read_json(path).get('eos_token_id') if path.exists() else []
   return ServedPolicy(
     name=folder.name,
     model=model,
     tokenizer=tokenizer,
-    stop_tokens=_ends(tokenizer, folder / _GENERATION),
+    stop_tokens=_ends(tokenizer, *(ends if isinstance(ends, list) else [ends])),
     template=template,
     is_own=False,
-    version=0,
-    variables=_policy(importing.load_variables(folder, _like(model, mesh))),
-    receiver=None,
+    variables=jax.jit(decoder.policy, donate_argnums=0)(masters),
   )
 
 
-def _ends(
-  tokenizer: hf_tokenizer.AnyTokenizer, defaults: pathlib.Path | None = None
-) -> tuple[int, ...]:
-  """Tokens after which a model has said all, its own defaults included."""
+def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: Any) -> tuple[int, ...]:
+  """Returns ids that end an answer, with those of the generation config."""
   ends = [int(tokenizer.END), int(tokenizer.EOD)]
-  if defaults is not None and defaults.exists():
-    said = files.read_json(defaults).get('eos_token_id')
-    said = said if isinstance(said, list) else [said]
-    ends += [token for token in said if type(token) is int]
-  return tuple(dict.fromkeys(ends))
+  return tuple(dict.fromkeys([*ends, *(t for t in more if type(t) is int)]))
 
 
 def _model(
   fields: dict[str, Any], overrides: dict[str, Any]
 ) -> model_config.ModelConfig:
-  # Absent from imports and runs that are older than these.
+  # Older imports and runs lack the field.
   fields = {'numerics': 'fast', **fields, **overrides}
   return model_config.ModelConfig.from_dict(fields)
-
-
-def _receiver(
-  folder: pathlib.Path,
-  model: model_config.ModelConfig,
-  config: dict[str, Any],
-  store: str,
-) -> receivers.Receiver:
-  if 'delta' not in config:
-    raise ValueError(
-      f'{folder / workdirs.CONFIG} has no section delta: the run is older than '
-      'signed bundles, and cannot be followed.'
-    )
-  store = store or config['delta']['store']
-  return receivers.Receiver(folder, model, store)
-
-
-def newer(receiver: receivers.Receiver) -> policies.Source:
-  """Returns what a service follows, and may be rolled back to."""
-
-  def poll() -> tuple[int, Any] | None:
-    policy = receiver.poll()
-    if policy is not None:
-      return policy.version, policy.variables
-    if receiver.problem is not None:
-      raise ValueError(receiver.problem)
-    return None
-
-  def roll_back(version: int) -> tuple[int, Any]:
-    policy = receiver.roll_back(version)
-    return policy.version, policy.variables
-
-  return policies.Source(poll=poll, roll_back=roll_back)
-
-
-def _finished(folder: pathlib.Path) -> list[str]:
-  return [s for s in STAGES if export.finished_step(folder, s) is not None]
-
-
-def _last_stage(folder: pathlib.Path) -> str:
-  finished = _finished(folder)
-  if not finished:
-    raise ValueError(
-      f'No stage of {folder} is finished. While RL is running, serve what it '
-      'publishes: --follow.'
-    )
-  return finished[0]
 
 
 def _like(
@@ -337,13 +278,5 @@ def _like(
   placed = placements.build(model, mesh=mesh, layout=layouts.DECODE)
   shapes, _ = decoder.abstract(model)
   return jax.tree.map(
-    lambda shape, sharding: jax.ShapeDtypeStruct(
-      shape.shape, shape.dtype, sharding=sharding
-    ),
-    shapes,
-    placed.variables,
+    lambda shape, place: shape.update(sharding=place), shapes, placed.variables
   )
-
-
-def _policy(variables: Any) -> Any:
-  return jax.jit(decoder.policy, donate_argnums=0)(variables)

@@ -1,73 +1,55 @@
 """The weights that a service serves: newer ones as they come, older on request.
 
-Consumes: what `poll` finds, in a thread of its own, and what is rolled back.
-Waits for: nothing; fetching, verifying and placing happen beside the steps.
+Consumes: newer policies that a receiver finds, and rollbacks of an operator.
+Waits for: nothing; weights are fetched, verified and placed beside the steps.
 Woken by: the follower's thread, an operator.
 Produces: a reference swap in the engine's thread.
 """
 
-import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from composer_jax.delta import follow
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-  """Where newer weights come from.
-
-  Attributes:
-    poll: () -> (version, variables) once there is a newer policy, else None;
-      what cannot be used is a ValueError or an OSError.
-    roll_back: version -> (version, variables) of the one before; a ValueError
-      where that is not at hand. `poll` then finds only what is newer than the
-      version that was left.
-  """
-
-  poll: Callable[[], tuple[int, Any] | None]
-  roll_back: Callable[[int], tuple[int, Any]]
-
-
 class Policies:
-  """Keeps an engine on the newest weights of a source, if it has one.
+  """Keeps an engine on the newest weights of a receiver, if it has one.
 
   Attributes:
-    threads: to be started, at most one.
-    version: of the weights that the next step uses.
+    threads: threads to start, at most one.
+    version: policy version of the next step.
   """
 
   def __init__(
     self,
     engine: engines.Engine,
-    source: Source | None,
+    receiver: receivers.Receiver | None,
     interval_s: float,
     notify: Callable[[], None],
   ):
     """Wraps an engine.
 
     Args:
-      engine: stepped by the caller, who calls what changes its weights.
-      source: polled every `interval_s`; None serves the same for ever.
-      interval_s: seconds.
-      notify: called once there is something to `serve_newest`.
+      engine: engine that the caller steps, in the thread that calls `serve`.
+      receiver: receiver of newer policies; None serves the same weights for
+        ever.
+      interval_s: seconds between two looks for a newer policy.
+      notify: called when `serve_newest` has something to serve.
     """
     self.version = engine.version
     self.threads: list[threading.Thread] = []
-    self._engine, self._source, self._refused = engine, source, ''
-    # Freed by the follower: no step waits for it.
-    self._dropped: queue.SimpleQueue[placing.PlacedWeights] = (
-      queue.SimpleQueue()
-    )
+    self._engine, self._receiver, self._refused = engine, receiver, ''
+    # Old weights, which the follower frees: no step waits for that.
+    self._dropped = queue.SimpleQueue[placing.PlacedWeights]()
     self._follower = None
-    if source is not None:
+    if receiver is not None:
       self._follower = follow.Follower(self._look, interval_s, notify)
       self.threads.append(self._follower.thread)
 
@@ -82,41 +64,43 @@ class Policies:
 
   def _look(self) -> tuple[int, placing.PlacedWeights] | None:
     """Called by the follower."""
-    assert self._source is not None
+    assert self._receiver is not None
     while not self._dropped.empty():
       self._dropped.get()
-    update = self._source.poll()
-    if update is None:
+    policy = self._receiver.poll()
+    if policy is None:
+      if self._receiver.problem is not None:
+        raise ValueError(self._receiver.problem)
       return None
-    version, variables = update
     try:
-      return version, self._engine.place(variables, version)
+      placed = self._engine.place(policy.variables, policy.version)
+      return policy.version, placed
     except ValueError as error:
       self._refuse(error)
       return None
 
   def previous(self, version: int) -> placing.PlacedWeights:
-    """Brings the weights from before `version`, from any thread; fetches none.
+    """Places the weights from before `version`; called from any thread.
 
     Raises:
-      ValueError: nothing is followed, or they are not at hand.
+      ValueError: nothing is followed, or those weights are not at hand.
     """
-    if self._source is None:
+    if self._receiver is None:
       raise ValueError(
         'Nothing is followed, so that there is no version to go back to.'
       )
-    older, variables = self._source.roll_back(version)
-    return self._engine.place(variables, older)
+    older = self._receiver.roll_back(version)
+    return self._engine.place(older.variables, older.version)
 
   def serve_newest(self) -> None:
     """Called by the engine's thread."""
     update = self._follower.take() if self._follower else None
-    if update is None:
-      return  # A newer one came before its turn, and went in its place.
-    try:
-      self.serve(update[1])
-    except ValueError as error:
-      self._refuse(error)
+    # An earlier call may have taken the newest already.
+    if update is not None:
+      try:
+        self.serve(update[1])
+      except ValueError as error:
+        self._refuse(error)
 
   def serve(self, placed: placing.PlacedWeights) -> None:
     """Called by the engine's thread; raises what `Engine.switch` does."""

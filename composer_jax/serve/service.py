@@ -4,10 +4,10 @@ The engine is touched by one thread alone. The event loop sends it commands
 through a queue and gets tokens back as they are sampled. Every wait ends:
 commands by the thread's death, requests by their deadline.
 
-  Consumes: Jobs, cancellations and new weights.
+  Consumes: SampleJobs, cancellations and new weights.
   Waits for: a command, while the engine has nothing to do.
   Woken by: `open`, leaving a SampleJob, newer weights (`policies`), `stop`.
-  Produces: Tokens, then one Completion for each request of a SampleJob, or an
+  Produces: tokens, then one Completion for each request of a SampleJob, or an
     error.
 """
 
@@ -19,16 +19,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from composer_jax.core import records
+from composer_jax.delta.device import receiver as receivers
 from composer_jax.rollout import engine as engines
 from composer_jax.rollout import placing
 from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
 
-# How long the idle thread sleeps at most; sessions expire at this grain.
+# Longest wait of the idle thread; sessions expire at this grain.
 _IDLE_S = 0.2
 # Between two copies of the engine's figures, which cost a few microseconds.
 _STATS_S = 0.1
@@ -38,49 +38,56 @@ SERVING, DRAINING, FAILED, STOPPED = 'serving', 'draining', 'failed', 'stopped'
 
 @dataclasses.dataclass
 class _Kept:
-  """A session between two requests."""
+  """A session between two requests: its length and when it was last used."""
 
   length: int
   used: float
 
 
 class Service:
-  """Owns an engine and the thread that steps it."""
+  """Owns an engine and the thread that steps it.
+
+  Attributes:
+    options: limits of the server.
+    engine_options: options of the engine.
+    config: the model's config.
+    state: SERVING, DRAINING, FAILED or STOPPED.
+    num_open: number of choices running or waiting.
+  """
 
   def __init__(
     self,
     engine: engines.Engine,
     options: options_lib.ServeOptions,
-    source: policies.Source | None = None,
+    receiver: receivers.Receiver | None = None,
   ):
     """Wraps an engine that nothing else touches.
 
     Args:
-      engine: started and stopped with the service.
-      options: limits.
-      source: of newer weights; None serves what the engine has.
+      engine: engine that the service steps.
+      options: limits of the server.
+      receiver: receiver of newer weights; None serves the engine's for ever.
     """
     self.options = options
     self.engine_options, self.config = engine.options, engine.config
+    self.state, self.num_open = SERVING, 0
     self._engine = engine
     self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self._lock = threading.RLock()
-    self._state = SERVING
     self._failure: BaseException | None = None
     self._jobs: set[jobs.SampleJob] = set()
-    self._num_open = 0
     self._stopping = threading.Event()
     self._alive = time.monotonic()
     self._stats: dict[str, float] = dataclasses.asdict(engine.stats())
     self._stats_at = 0.0
-    # Of the engine's thread alone.
+    # Only the engine's thread touches these two.
     self._places: dict[str, tuple[jobs.SampleJob, int]] = {}
     self._kept: dict[str, _Kept] = {}
     # A device that hangs must not keep the process from ending.
     thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._policies = policies.Policies(
       engine,
-      source,
+      receiver,
       options.poll_s,
       lambda: self._inbox.put(self._policies.serve_newest),
     )
@@ -95,21 +102,13 @@ class Service:
 
   @property
   def version(self) -> int:
-    """Of the weights that the next step uses."""
+    """Policy version of the next step."""
     return self._policies.version
 
   @property
   def problem(self) -> str:
-    """Why newer weights are not served; '' where none are known."""
+    """Reason why newer weights are not served; '' where none are known."""
     return self._policies.problem
-
-  @property
-  def state(self) -> str:
-    return self._state
-
-  @property
-  def num_open(self) -> int:
-    return self._num_open
 
   @property
   def stats(self) -> dict[str, float]:
@@ -117,13 +116,13 @@ class Service:
     return {**self._stats, 'kept_sessions': len(self._kept)}
 
   def unhealthy(self) -> str:
-    """Why the engine does not serve; '' if it does."""
+    """Returns why the engine does not serve; '' if it does."""
     if self._failure is not None:
       return f'the engine failed: {self._failure}'
-    if self._state == STOPPED or not self._threads[0].is_alive():
+    if self.state == STOPPED or not self._threads[0].is_alive():
       return 'the engine is not running'
     idle = time.monotonic() - self._alive
-    if self._num_open and idle > self.options.stall_s:
+    if self.num_open and idle > self.options.stall_s:
       return f'the engine has made no step for {idle:.0f} s'
     return ''
 
@@ -138,12 +137,9 @@ class Service:
     keep: bool = False,
     session_length: int | None = None,
   ) -> jobs.SampleJob:
-    """Queues requests; await the SampleJob's context to know them accepted.
+    """Queues requests; entering the SampleJob waits until they are accepted.
 
-    Args:
-      requests: of sessions of their own, but for a kept one.
-      keep: leaves the session open for a later request.
-      session_length: tokens that the client takes its session to hold.
+    The arguments are those of a SampleJob.
 
     Raises:
       errors.ApiError: 429, 503 or 500; nothing was queued.
@@ -151,55 +147,66 @@ class Service:
     job = jobs.SampleJob(
       requests, self._leave, keep=keep, session_length=session_length
     )
-    with self._lock:
-      self.check_room(len(requests))
-      self._num_open += len(requests)
-      self._jobs.add(job)
-      self._inbox.put(functools.partial(self._submit, job))
+    self._queue(job, lambda: self._submit(job))
     return job
+
+  def _queue(self, job: jobs.SampleJob, command: Callable[[], None]) -> None:
+    with self._lock:
+      self.check_room(len(job.requests))
+      self.num_open += len(job.requests)
+      self._jobs.add(job)
+      self._inbox.put(command)
 
   def check_room(self, num: int) -> None:
     """Raises what `open` of `num` requests would, before they are made."""
     with self._lock:
       if self._failure is not None:
         raise errors.engine_failed(self._failure)
-      if self._state != SERVING:
+      if self.state != SERVING:
         raise errors.draining()
-      if self._num_open + num > self.capacity:
-        raise errors.queue_full(
-          self._num_open, num, self.capacity, self.options.max_queue
+      if self.num_open + num > self.capacity:
+        raise errors.ApiError(
+          429,
+          f'{self.num_open} choices are open and this request asks for {num}; '
+          f'the server takes {self.capacity} ({self.options.max_queue} of them '
+          'waiting). Try again later.',
+          code='queue_full',
         )
 
   def _leave(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
-    self._inbox.put(functools.partial(self._cancel, job, indices))
+    self._inbox.put(lambda: self._cancel(job, indices))
 
   async def close_session(self, name: str, missing: errors.ApiError) -> None:
     """Closes a kept session.
 
     Args:
-      name: of it.
-      missing: raised if it is not kept, or has a request under way.
+      name: name of the session.
+      missing: error to raise if the session is not kept, or is in use.
 
     Raises:
       errors.ApiError: `missing`, 503 or 500.
     """
-    await self._ask(self._close, name, missing)
+    await self._ask(lambda: self._close(name, missing))
 
-  async def _ask(self, command: Callable[..., None], *args: Any) -> None:
-    """Waits until the engine's thread has done something."""
-    # Of no requests; so that the engine's end reaches this, too.
-    job = jobs.SampleJob((), self._leave, keep=False, session_length=None)
-    with self._lock:
-      self.check_room(0)
-      self._jobs.add(job)
-      self._inbox.put(functools.partial(command, job, *args))
+  async def _ask(self, command: Callable[[], errors.ApiError | None]) -> None:
+    """Waits until the engine's thread has run a command; raises its error."""
+    # A job without requests, so that the engine's end reaches this wait, too.
+    job = jobs.SampleJob((), self._leave)
+
+    def run() -> None:
+      error = command()
+      with self._lock:
+        self._jobs.discard(job)
+      job.put(0, error)
+
+    self._queue(job, run)
     await job.next()
 
   async def roll_back(self, version: int) -> int:
     """Serves the version before `version`, which it returns; sessions end.
 
-    They hold tokens of the version that is left, after which none of an older
-    one may come. Their requests get 503, and may be sent again.
+    They hold tokens of the version that is left, after which no token of an
+    older one may come. Their requests get 503, and may be sent again.
 
     Raises:
       errors.ApiError: 409, 503 or 500; the same weights are served on.
@@ -209,18 +216,20 @@ class Service:
     try:
       placed = await asyncio.to_thread(self._policies.previous, version)
     except ValueError as error:
-      raise errors.no_rollback(str(error)) from error
-    await self._ask(self._roll_back, version, placed)
+      raise errors.ApiError(
+        409, str(error), code='no_rollback', param='version'
+      ) from error
+    await self._ask(lambda: self._roll_back(version, placed))
     return placed.version
 
   def begin_drain(self) -> None:
     """Takes no new requests from now on; running ones go on."""
     with self._lock:
-      if self._state == SERVING:
-        self._state = DRAINING
+      if self.state == SERVING:
+        self.state = DRAINING
 
   def abort(self) -> None:
-    """Cancels every open request; each is told that the server ends."""
+    """Cancels every open request with an error that the server ends."""
     self.begin_drain()
     self._inbox.put(lambda: self._cancel_all(errors.draining()))
 
@@ -228,7 +237,7 @@ class Service:
     """Ends the threads, and with them every open request.
 
     Returns:
-      Whether they ended in time; a step that hangs cannot be interrupted.
+      True if they ended in time; a step that hangs cannot be interrupted.
     """
     self.abort()
     self._stopping.set()
@@ -250,14 +259,15 @@ class Service:
           self._finish(outcome)
         self._alive = time.monotonic()
         self._expire()
-        self._copy_stats()
+        if self._alive - self._stats_at > _STATS_S or not self._places:
+          self._stats = dataclasses.asdict(self._engine.stats())
+          self._stats_at = self._alive
       self._take_commands(wait=False)
-      for name in list(self._kept):
-        self._drop(name)
+      self._drop(*self._kept)
       self._stats = dataclasses.asdict(self._engine.stats())
       self._end(STOPPED, errors.draining())
     except BaseException as error:
-      # Not handled, only passed on: everyone who waits would wait for ever.
+      # Passed on, not handled: without it every client would wait for ever.
       logging.exception('The engine failed:')
       self._failure = error
       self._policies.stop()
@@ -265,8 +275,8 @@ class Service:
 
   def _end(self, state: str, error: errors.ApiError) -> None:
     with self._lock:
-      self._state = state
-      ended, self._jobs, self._num_open = list(self._jobs), set(), 0
+      self.state = state
+      ended, self._jobs, self.num_open = self._jobs, set(), 0
     for job in ended:
       job.put(0, error)
 
@@ -280,36 +290,41 @@ class Service:
       wait = False
 
   def _close(
-    self, job: jobs.SampleJob, name: str, missing: errors.ApiError
-  ) -> None:
-    there = name in self._kept and name not in self._places
-    if there:
-      self._drop(name)
-    with self._lock:
-      self._jobs.discard(job)
-    job.put(0, None if there else missing)
+    self, name: str, missing: errors.ApiError
+  ) -> errors.ApiError | None:
+    if name not in self._kept or name in self._places:
+      return missing
+    self._drop(name)
+    return None
 
   def _roll_back(
-    self, job: jobs.SampleJob, version: int, placed: placing.PlacedWeights
-  ) -> None:
-    refusal = None
+    self, version: int, placed: placing.PlacedWeights
+  ) -> errors.ApiError | None:
     if self.version != version:
-      # A newer one came while the older was being placed.
-      refusal = errors.not_served(version, self.version)
-    else:
-      self._cancel_all(errors.rolled_back(version, placed.version))
-      for name in list(self._kept):
-        self._drop(name)
-      self._policies.serve(placed)
-    with self._lock:
-      self._jobs.discard(job)
-    job.put(0, refusal)
+      # A newer version came while the older was being placed.
+      return errors.not_served(version, self.version)
+    self._cancel_all(
+      errors.ApiError(
+        503,
+        f'An operator rolled the policy back from version {version} to '
+        f'{placed.version}, which ends every session; send the whole context '
+        'again.',
+        code='rolled_back',
+        details={'policy_version': placed.version},
+      )
+    )
+    self._drop(*self._kept)
+    self._policies.serve(placed)
+    return None
 
   def _cancel_all(self, reason: errors.ApiError) -> None:
-    # Others ask for something that is done or refused in its turn.
+    # Jobs without requests are commands, which are answered in their turn.
     for job in [j for j in self._jobs if j.requests]:
-      job.put(0, reason)
-      self._cancel(job, range(len(job.requests)))
+      self._refuse(job, reason)
+
+  def _refuse(self, job: jobs.SampleJob, reason: errors.ApiError) -> None:
+    job.put(0, reason)
+    self._cancel(job, range(len(job.requests)))
 
   def _submit(self, job: jobs.SampleJob) -> None:
     if job not in self._jobs:
@@ -320,11 +335,9 @@ class Service:
         self._engine.submit(request, functools.partial(job.put, index))
         self._places[request.session] = (job, index)
     except ValueError as error:
-      job.put(0, errors.invalid(str(error), None))
-      self._cancel(job, range(len(job.requests)))
+      self._refuse(job, errors.invalid(str(error), None))
     except errors.ApiError as error:
-      job.put(0, error)
-      self._cancel(job, range(len(job.requests)))
+      self._refuse(job, error)
     else:
       job.put(0, None)
 
@@ -332,35 +345,45 @@ class Service:
     if job.session_length is None:
       return
     if name in self._places:
-      raise errors.session_busy()
+      raise errors.ApiError(
+        409,
+        'The session has a request under way; wait for its answer.',
+        code='session_busy',
+        param='session',
+      )
     held = self._kept[name].length if name in self._kept else 0
     if held != job.session_length:
-      raise errors.session_mismatch(job.session_length, held)
+      raise errors.ApiError(
+        409,
+        f'The session holds {held} tokens here and session_length says '
+        f'{job.session_length}; it may have been closed (idle sessions are). '
+        'Send the whole context with session_length 0 under another name.',
+        code='session_mismatch',
+        param='session_length',
+        details={'session_length': held},
+      )
 
   def _finish(self, outcome: records.Completion | records.Failure) -> None:
     name = outcome.session
-    place = self._places.pop(name, None)
-    if isinstance(outcome, records.Failure):
+    job, index = self._places.pop(name, (None, 0))
+    if job and job.keep and isinstance(outcome, records.Completion):
+      kept = self._kept.setdefault(name, _Kept(0, 0.0))
+      kept.length += len(job.requests[index].context_T) + len(outcome.tokens_T)
+      kept.used = time.monotonic()
+    else:
       self._drop(name)
-      event: jobs.Event = errors.ApiError(
+    if job is None:
+      return
+    if isinstance(outcome, records.Completion):
+      event: jobs.Event = outcome
+    else:
+      event = errors.ApiError(
         500,
         f'Sampling failed at position {outcome.position} with policy version '
         f'{outcome.version}: {outcome.reason}',
         code='sampling_failed',
         details={'position': outcome.position, 'version': outcome.version},
       )
-    else:
-      event = outcome
-    if place is None:
-      self._drop(name)
-      return
-    job, index = place
-    if job.keep and isinstance(outcome, records.Completion):
-      held = self._kept.setdefault(name, _Kept(0, 0.0))
-      added = len(job.requests[index].context_T) + len(outcome.tokens_T)
-      held.length, held.used = held.length + added, time.monotonic()
-    else:
-      self._drop(name)
     self._release(job, index)
     job.put(index, event)
 
@@ -377,28 +400,23 @@ class Service:
       if job not in self._jobs:
         return
       job.unfinished.discard(index)
-      self._num_open -= 1
+      self.num_open -= 1
       if not job.unfinished:
         self._jobs.discard(job)
 
-  def _drop(self, name: str) -> None:
-    self._kept.pop(name, None)
-    self._engine.close(name)
+  def _drop(self, *names: str) -> None:
+    for name in names:
+      self._kept.pop(name, None)
+      self._engine.close(name)
 
   def _expire(self) -> None:
     now, limit = time.monotonic(), self.options.session_idle_s
     idle = sorted(
-      (held.used, name)
-      for name, held in list(self._kept.items())
+      (kept.used, name)
+      for name, kept in self._kept.items()
       if name not in self._places
     )
     excess = len(self._kept) - self.options.max_sessions
     for i, (used, name) in enumerate(idle):
       if i < excess or now - used > limit:
         self._drop(name)
-
-  def _copy_stats(self) -> None:
-    now = time.monotonic()
-    if now - self._stats_at > _STATS_S or not self._places:
-      self._stats = dataclasses.asdict(self._engine.stats())
-      self._stats_at = now

@@ -1,1 +1,1 @@
-"""What runs measure, write and show; host only."""
+"""Metrics, progress and wall times of runs; host only."""

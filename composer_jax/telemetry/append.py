@@ -1,4 +1,4 @@
-"""Files that grow by whole records, or say that they cannot."""
+"""Files that grow by whole records; one that does not fit is an error."""
 
 import contextlib
 import errno
@@ -9,19 +9,20 @@ import pathlib
 class AppendFile:
   """Appends records to a file, each whole or not at all.
 
-  Unbuffered, so that a record is one write: a kill tears at most that, and
-  nothing is left to be written, hence to fail, when the file is closed.
+  Unbuffered, so that a record is one write: a kill tears at most that record,
+  and closing the file has nothing left to write, so it cannot fail.
   """
 
   def __init__(self, path: pathlib.Path, what: str, *, cure: str = ''):
     """Opens the file, which may exist; makes its parents.
 
-    Errors call a record `what`, and name a `cure` beside free space and another
-    workdir.
+    Args:
+      path: file to append to.
+      what: name of a record in errors, such as 'a line of metrics'.
+      cure: further cure to name in errors, beginning with a comma.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._path = path
-    self._what = what
+    self._path, self._what = path, what
     self._cure = f'Free space{cure} or choose another --workdir'
     self._file = open(path, 'ab', buffering=0)  # noqa: SIM115
 
@@ -29,7 +30,7 @@ class AppendFile:
     """Appends one record.
 
     Raises:
-      OSError: it did not fit, with the path; the file is as it was.
+      OSError: the record did not fit; names the path. The file is as it was.
     """
     start = self._file.seek(0, os.SEEK_END)
     try:
@@ -38,18 +39,18 @@ class AppendFile:
         return
       # A disk that fills up takes a part.
       number = errno.ENOSPC
-      what = f'Only {written} of {len(data)} bytes of {self._what} fitted'
+      problem = f'Only {written} of {len(data)} bytes of {self._what} fitted'
     except OSError as error:
       number = error.errno
-      what = f'Cannot append {self._what} ({error.strerror})'
-    # The error to tell is the one that brought us here.
+      problem = f'Cannot append {self._what} ({error.strerror})'
+    # The error to raise is the first one.
     with contextlib.suppress(OSError):
       self._file.truncate(start)
-    what += f'; what is there already is untouched. {self._cure}'
-    raise OSError(number, what, str(self._path))
+    message = f'{problem}; what is there already is untouched. {self._cure}'
+    raise OSError(number, message, str(self._path))
 
   def cut_torn_line(self) -> None:
-    """Drops what follows the last line break: a kill tore that line."""
+    """Drops a last line without a line break, which a kill tore."""
     self._file.truncate(self._path.read_bytes().rfind(b'\n') + 1)
 
   def sync(self) -> None:

@@ -1,7 +1,7 @@
 """Event files that TensorBoard shows.
 
 tensorboardX gives the format. Its own writer is not used: it writes from a
-thread, which a full disk ends, and then whoever adds a scalar waits for ever.
+thread, which a full disk ends, and the next call to add a scalar hangs.
 """
 
 import pathlib
@@ -13,15 +13,15 @@ from composer_jax.telemetry import append
 
 
 class Board(append.AppendFile):
-  """Scalars of one folder, written before `write` returns."""
+  """Writes scalars to one folder, before `write` returns."""
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None = None):
-    """Begins a file; TensorBoard forgets older ones from `purge_step` on."""
-    # Slow to import, and not wanted by every writer.
+    """Begins a file; TensorBoard drops older events from `purge_step` on."""
+    # Slow to import, and not every writer needs it.
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
-    # Its classes are made while it is imported: type checkers see none.
+    # Its classes are made at import: type checkers see none.
     events: Any = event_pb2
     self._event = events.Event
     self._scalar = summary.scalar
@@ -42,7 +42,7 @@ class Board(append.AppendFile):
   def write(
     self, step: int, scalars: dict[str, float], *, walltime: float
   ) -> None:
-    """Appends the scalars of a step; raises an OSError if they do not fit."""
+    """Appends the scalars of a step; an OSError says that they do not fit."""
     values = [
       value
       for name, scalar in scalars.items()
@@ -53,7 +53,7 @@ class Board(append.AppendFile):
     )
 
   def _record(self, **fields: Any) -> bytes:
-    """Returns an event as a TFRecord: length, data, and a sum of each."""
+    """Returns an event as a TFRecord: length, data, a checksum of each."""
     fields = {'wall_time': time.time()} | fields
     data = self._event(**fields).SerializeToString()
     length = struct.pack('<Q', len(data))

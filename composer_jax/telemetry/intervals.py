@@ -36,13 +36,12 @@ def difference(
   Newcombe (1998), method 10: the Wilson bounds of both, added in quadrature.
 
   Args:
-    before: passed and episodes, the episodes at least one.
-    after: the same of an independent sample.
+    before: number of episodes passed, and of all, at least one.
+    after: the same numbers of an independent sample.
   """
   if not (before[1] and after[1]):
     raise ValueError(
-      f'A difference needs episodes on both sides, not {before[1]} and '
-      f'{after[1]}.'
+      f'Each sample must have an episode; got {before[1]} and {after[1]}.'
     )
   (low_0, high_0), (low_1, high_1) = wilson(*before), wilson(*after)
   share_0, share_1 = before[0] / before[1], after[0] / after[1]

@@ -4,7 +4,7 @@ The numerator counts the model's own multiplications (`models.flops`), never
 what XLA executes, so recomputation and padding lower it. Attention counts
 unmasked, as in PaLM's appendix B: every query meets all keys of its row, though
 the mask hides half of them and other documents (MaxText halves it). Peaks are
-dense, per device, without sparsity; the CPU's is an estimate (`measure_peak`).
+those of dense products on one device; a CPU's is estimated (`measure_peak`).
 """
 
 import functools
@@ -72,19 +72,17 @@ def peak_flops(device_kind: str) -> float | None:
 def measure_peak() -> float:
   """Estimates the float32 FLOP/s of the cores that this process may use.
 
-  A stand-in for the peak that no data sheet gives: what numpy's matrix product
-  reaches on one core, in CPU time, times the cores. So it is the same on a busy
-  machine as on an idle one. Cores that share their arithmetic units
-  (hyper-threads) make it too large.
-
-  In a process of its own: BLAS reads its number of threads when it is loaded,
-  and with several, threads that wait for one another burn CPU time.
+  This is the rate of numpy's matrix product on one core, in CPU time, times the
+  cores, so a busy machine gives the same as an idle one. Hyper-threads, which
+  share arithmetic units, make it too large. The product runs in a process of
+  its own: BLAS reads its number of threads when it is loaded, and several
+  threads burn CPU time waiting for one another.
   """
-  done = subprocess.run(
+  printed = subprocess.run(
     [sys.executable, '-c', _CORE_RATE],
     env=os.environ | _ONE_THREAD,
     capture_output=True,
     text=True,
     check=True,
   )
-  return float(done.stdout) * machine.usable_cores()
+  return float(printed.stdout) * machine.usable_cores()

@@ -4,6 +4,8 @@ Log files, notebooks and continuous integration get one plain line every few
 seconds instead of control characters.
 """
 
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +37,7 @@ def number(value: Any) -> str:
   return f'{value:.4g}'
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
   """Shows how far a stage is.
 
     with progress.Progress('cpt', total=400) as bar:
@@ -43,8 +45,8 @@ class Progress:
         ...
         bar.update(step + 1, loss=loss, tokens_per_s=rate)
 
-  The rate and the time left count only steps of this process, so a resumed
-  stage does not look faster than it is.
+  The rate and the time left come from the steps after the first one of this
+  process, whose time is mostly compilation.
   """
 
   def __init__(
@@ -61,24 +63,23 @@ class Progress:
 
     Args:
       stage: name shown in front.
-      total: steps of the whole stage.
-      start: steps done before, by a run that this one resumes.
+      total: number of steps of the whole stage.
+      start: number of steps done by earlier processes.
       every_s: seconds between plain lines; the first and last always show.
-      stream: standard output if None.
-      clock: in seconds.
+      stream: place to write to; None is standard output.
+      clock: function that returns the time in seconds.
     """
     self._stage, self._total = stage, total
-    self._start = self._step = start
     self._every_s = every_s
     self._stream = stream or sys.stdout
     self._clock = clock
-    self._began = clock()
+    # Time and number of the first step that was reported.
+    self._first: tuple[float, int] | None = None
     self._shown_at: float | None = None
-    self._shown_step: int | None = None
-    self._text = ''
-    self._bar = self._open_bar() if self._stream.isatty() else None
+    self._line = ''  # Not printed yet.
+    self._bar = self._open_bar(start) if self._stream.isatty() else None
 
-  def _open_bar(self) -> Any:
+  def _open_bar(self, start: int) -> Any:
     import rich.console
     import rich.progress
 
@@ -91,7 +92,7 @@ class Progress:
       refresh_per_second=4,
     )
     self._task = bar.add_task(
-      self._stage, total=self._total, completed=self._start, text=''
+      self._stage, total=self._total, completed=start, text=''
     )
     bar.start()
     return bar
@@ -101,27 +102,26 @@ class Progress:
 
     Call it every step: plain lines are thinned out here.
     """
-    self._step = step
-    shown = [f'{name} {number(value)}' for name, value in metrics.items()]
-    elapsed = self._clock() - self._began
-    done = step - self._start
+    now = self._clock()
+    parts = [f'{name} {number(value)}' for name, value in metrics.items()]
+    self._first = self._first or (now, step)
+    elapsed, done = now - self._first[0], step - self._first[1]
     if done > 0 and elapsed > 0:
       rate = done / elapsed
-      shown.append(f'{number(rate)} steps/s')
-      shown.append(f'{duration((self._total - step) / rate)} left')
-    self._text = '  '.join(shown)
+      parts.append(f'{number(rate)} steps/s')
+      parts.append(f'{duration((self._total - step) / rate)} left')
+    text = '  '.join(parts)
     if self._bar is not None:
-      self._bar.update(self._task, completed=step, text=self._text)
+      self._bar.update(self._task, completed=step, text=text)
       return
-    now = self._clock()
+    self._line = f'[{self._stage}] {step}/{self._total}  {text}'.rstrip()
     if self._shown_at is None or now - self._shown_at >= self._every_s:
+      self._shown_at = now
       self._print()
 
   def _print(self) -> None:
-    self._shown_at = self._clock()
-    self._shown_step = self._step
-    line = f'[{self._stage}] {self._step}/{self._total}  {self._text}'
-    print(line.rstrip(), file=self._stream, flush=True)
+    print(self._line, file=self._stream, flush=True)
+    self._line = ''
 
   def message(self, text: str) -> None:
     """Prints a line of its own above the bar."""
@@ -135,20 +135,13 @@ class Progress:
     if self._bar is not None:
       self._bar.stop()
       self._bar = None
-    elif self._text and self._shown_step != self._step:
+    elif self._line:
       self._print()
-
-  def __enter__(self) -> 'Progress':
-    return self
 
   def __exit__(self, *unused) -> None:
     self.close()
 
 
 def teller(stage: str) -> Callable[[str], None]:
-  """A reporter of plain lines for what has no step count."""
-
-  def tell(text: str) -> None:
-    print(f'[{stage}] {text}', flush=True)
-
-  return tell
+  """Returns a function that prints plain lines, for work without steps."""
+  return functools.partial(print, f'[{stage}]', flush=True)

@@ -19,8 +19,8 @@ STAGES = 'stages.json'
 class StageTimes:
   """Measures the stages of one process on top of those before it.
 
-  Stages nest, since one may be the first to need what another makes; a second
-  counts for the innermost only, so that all of them add up.
+  Stages nest, since one may be the first to need the result of another. A
+  second counts for the innermost stage only, so that all of them add up.
   """
 
   def __init__(
@@ -30,7 +30,7 @@ class StageTimes:
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Reads what earlier processes measured; writes every `every_s` seconds."""
+    """Reads the times of earlier processes; writes every `every_s` seconds."""
     self._path = pathlib.Path(workdir) / STAGES
     self._seconds: dict[str, float] = {}
     if self._path.exists():
@@ -62,7 +62,7 @@ class StageTimes:
       self._change(self._open.pop)
 
   def _change(self, change: Callable[[], object]) -> None:
-    """Charges the innermost stage, then changes which it is, and writes."""
+    """Charges the innermost stage, then calls `change` on the stack; writes."""
     with self._lock:
       now = self._clock()
       if self._open:
@@ -80,7 +80,7 @@ class StageTimes:
 
     def run():
       while not ended.wait(self._every_s):
-        # The stage itself meets the full disk, and says so.
+        # The stage itself meets the full disk, and raises.
         with contextlib.suppress(OSError):
           self._change(lambda: None)
 

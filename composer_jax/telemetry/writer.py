@@ -1,11 +1,11 @@
-"""What a run measured, one JSON line at a time.
+"""Writes what a run measures, one JSON line at a time.
 
 `metrics.jsonl` is the record that everything else (the report, the studies,
 TensorBoard) is derived from. Appending is one write of whole lines, so `kill
 -9` loses at most the line being written, which `read` skips and the next
 `Writer` cuts off. TensorBoard and Weights & Biases receive the same numbers.
 
-What the metrics mean is told in `report/__init__.py`.
+`report.metrics` says what each metric means.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Reads a JSONL file, or that of a workdir, but for a line that a crash tore.
+  """Reads a JSONL file, or metrics.jsonl of a workdir.
 
-  An absent file reads as empty.
+  A last line that a crash tore is left out. An absent file reads as empty.
 
   Raises:
-    ValueError: a line other than the last is damaged, with its number.
+    ValueError: another line is damaged; names its number.
   """
   path = pathlib.Path(path)
   if path.is_dir():
@@ -62,7 +62,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def keep(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
-  """Drops the other lines of a JSONL file; returns whether there were any."""
+  """Drops other lines of a JSONL file; returns true if there were any."""
   rows = read(path)
   kept = [row for row in rows if is_kept(row)]
   if len(kept) < len(rows):
@@ -71,10 +71,10 @@ def keep(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
   return len(kept) < len(rows)
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager):
   """Appends metrics of a run to its workdir.
 
-  One process writes to a workdir; several stages of it may share a Writer.
+  Only one process may write to a workdir; its stages share the Writer.
   """
 
   def __init__(
@@ -87,15 +87,14 @@ class Writer:
     """Opens the workdir's metrics, cutting off a line that a crash tore.
 
     Raises:
-      ValueError: wandb is wanted but not installed.
+      ValueError: `wandb` is true and its package is not installed.
     """
     self._workdir = pathlib.Path(workdir)
-    self._workdir.mkdir(parents=True, exist_ok=True)
     self._path = self._workdir / METRICS
-    self._wandb_run = _open_wandb(self._workdir) if wandb else None
     self._tensorboard = tensorboard
     self._boards: dict[str, board.Board] = {}
-    self._file = self._open()
+    self._file = self._open()  # Makes the workdir.
+    self._wandb_run = _open_wandb(self._workdir) if wandb else None
 
   def _open(self) -> append.AppendFile:
     file = append.AppendFile(self._path, 'a line of metrics')
@@ -106,8 +105,8 @@ class Writer:
     """Appends one line; values are scalars, text or (nested) lists.
 
     Raises:
-      OSError: the disk is full, with the path; earlier lines are untouched,
-        and TensorBoard has at most what the lines have.
+      OSError: the disk is full; names the path. Earlier lines are untouched,
+        and TensorBoard has no step that the lines lack.
     """
     now = time.time()
     row: dict[str, Any] = {'stage': stage, 'step': int(step), 'time': now}
@@ -126,10 +125,10 @@ class Writer:
       self._wandb_run.log(scalars | {f'{stage}/step': int(step)})
 
   def truncate(self, stage: str, step: int, name: str | None = None) -> None:
-    """Drops the stage's lines after `step`, those a resumed run writes again.
+    """Drops the stage's lines after `step`, which a resumed run writes again.
 
-    With a name only those whose metric `name` it is. TensorBoard is told to
-    purge the same steps, but not then: it would purge other names too.
+    With a name, only lines whose metric 'name' equals it. TensorBoard is told
+    to purge the same steps, unless a name is given: it would purge all names.
     """
     is_dropped = keep(
       self._path,
@@ -161,7 +160,7 @@ class Writer:
       each.sync()
 
   def close(self) -> None:
-    # All of them, also where one fails.
+    # Closes all of them, even if one fails.
     with contextlib.ExitStack() as stack:
       stack.callback(self._file.close)
       for each in self._boards.values():
@@ -171,11 +170,8 @@ class Writer:
         stack.callback(self._wandb_run.finish)
         self._wandb_run = None
 
-  def __enter__(self) -> 'Writer':
-    return self
-
   def __exit__(self, kind: type[BaseException] | None, *unused) -> None:
-    # What ended the run is the error to show, not what follows from it.
+    # The error that ended the run matters, not those that follow from it.
     with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
       self.close()
 

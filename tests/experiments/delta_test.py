@@ -396,6 +396,7 @@ def test_a_relay_has_room(place, tmp_path):
 
 def test_help_names_the_commands():
   run = run_main('--help')
+  assert run.returncode == 0
   assert '--store' in run.stdout and 'experiments.delta relay' in run.stdout
   run = run_main('fetch')
   assert run.stderr.startswith("error: 'fetch' is no command of ['publish',")

@@ -432,5 +432,6 @@ def test_debug_shows_where_an_error_is_from():
 
 def test_help_lists_the_flags_of_every_main():
   for main in ('plan', 'composer'):
-    _, text, _ = command('--help', main=main)
+    code, text, _ = command('--help', main=main)
+    assert code == 0
     assert '--config:' in text and '--[no]debug:' in text

@@ -12,25 +12,15 @@ import numpy as np
 import pytest
 
 from composer_jax.core import files
-from composer_jax.report import (
-  document,
-  figures,
-  run_data,
-)
-from composer_jax.report import (
-  episodes as report_episodes,
-)
-from composer_jax.report import (
-  html as page,
-)
+from composer_jax.report import document, figures, run_data
 from composer_jax.telemetry import intervals, machine, writer
 
-EPISODES_READ = 'Of the episodes that were recorded to be read'
+EPISODES_READ = 'Episodes recorded to be read'
 INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
 class Tags(html.parser.HTMLParser):
-  """Collects what a browser would take for tags, and the text between."""
+  """Collects the tags that a browser would see, and the text between them."""
 
   VOID = ('meta', 'img', 'br')
 
@@ -55,7 +45,7 @@ class Tags(html.parser.HTMLParser):
 
   @property
   def text(self) -> str:
-    return ' '.join(self.words)
+    return ' '.join(' '.join(self.words).split())
 
 
 def write_evaluation(out, step, name, passed, episodes):
@@ -243,11 +233,11 @@ def test_an_empty_workdir_has_a_report(tmp_path):
 def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):
   row = episode(1, passed=True, stage='rl', flags=['reads_cache'])
   (tmp_path / 'episodes.jsonl').write_text(json.dumps(row) + '\n')
-  run = run_data.load(tmp_path)
-  (cells,) = rows_of(str(report_episodes.verdicts(run)), EPISODES_READ)
+  page = document.write_report(tmp_path).read_text()
+  (cells,) = rows_of(page, EPISODES_READ)
   assert 'failed' in cells[1] and 'passed' not in cells[1]
-  text = Tags(str(report_episodes.episodes(run))).text
-  assert 'reads_cache' in text and 'PassedNone' in text.replace(' ', '')
+  text = Tags(page).text
+  assert 'reads_cache' in text and 'Passed None recorded.' in text
 
 
 def test_no_workdir_is_an_error_that_names_it(tmp_path):
@@ -269,7 +259,7 @@ def test_damaged_files_are_named_in_the_report(tmp_path):
 
 
 def rows_of(text, heading):
-  """The cells of the first table after a heading, row by row."""
+  """Returns the cells of the first table after a heading, row by row."""
   table = text[text.index(f'>{heading}<') :]
   table = table[: table.index('</table>')]
   rows = re.findall(r'<tr>(.*?)</tr>', table)
@@ -322,7 +312,7 @@ def test_every_verdict_counts_and_no_demonstration(whole):
     ['Evaluation of sft', '80', '300', '20', '2'],
     ['Evaluation of rl', '240', '140', '20', '2'],
   ]
-  recorded = rows_of(whole, 'Of the episodes that were recorded to be read')
+  recorded = rows_of(whole, EPISODES_READ)
   assert [(row[0], row[2]) for row in recorded] == [('unshare', '1')] * 4
   assert 'trusted' not in whole
   assert 'Sandbox: unshare<' in whole
@@ -375,17 +365,10 @@ def test_series_keep_gaps_and_evaluations_the_latest(workdir):
   assert steps == list(range(1, 12))
   assert np.isnan(values[4])
   assert np.isfinite(values).sum() == 10
-  assert [row['name'] for row in run.evaluations()] == ['sft', 'rl', INJECTION]
+  assert list(run.evaluations()) == ['sft', 'rl', INJECTION]
 
 
 def test_equal_figures_are_equal_text():
   line = figures.Curve(label='', steps=[1, 2, 3], values=[0.0, -1.0, 5.0])
   texts = {figures.curves('title', [line], is_log=True) for _ in range(2)}
   assert len(texts) == 1
-
-
-def test_markup_escapes_all_but_markup():
-  inner = page.element('b', '<i>', class_='a"b')
-  assert inner == '<b class="a&quot;b">&lt;i&gt;</b>'
-  assert page.element('p', inner) == f'<p>{inner}</p>'
-  assert page.join(['<', inner]) == '&lt;' + inner

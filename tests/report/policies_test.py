@@ -1,11 +1,11 @@
-"""What the report says of policies on their way to who samples."""
+"""The report tells how policies reached the engine that samples."""
 
 import contextlib
 
 import pytest
 
 from composer_jax.delta.device import received
-from composer_jax.report import policies, run_data
+from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
 
 ID = 'a' * 64
@@ -29,7 +29,8 @@ def section(workdir, sent, got):
   with contextlib.closing(received.Received(workdir)) as lines:
     for version, row in got:
       lines.write(version, **row)
-  return str(policies.bundles(run_data.load(workdir)))
+  page = document.build(run_data.load(workdir))
+  return page[page.index('>Delta bundles<') : page.index('>Expert load<')]
 
 
 def test_both_ends_are_told_in_numbers(tmp_path):
@@ -50,7 +51,7 @@ def test_both_ends_are_told_in_numbers(tmp_path):
     'key + delta.'
   ) in text
   assert 'A swap took 3 ms in the median, 4 ms at most.' in text
-  assert 'All 4 that both ends name have one identity at both.' in text
+  assert 'All 4 received versions equal those published.' in text
 
 
 def test_other_weights_at_the_other_end_are_a_problem(tmp_path):
@@ -60,7 +61,7 @@ def test_other_weights_at_the_other_end_are_a_problem(tmp_path):
     '1 versions were received with other weights than were published, the '
     'last of them 2.'
   ) in text
-  assert 'class="problem"' in text and 'one identity' not in text
+  assert 'class="problem"' in text and 'equal those' not in text
 
 
 def test_a_version_that_came_again_counts_once(tmp_path):
@@ -86,12 +87,12 @@ def test_what_was_not_measured_or_is_damaged_hides_nothing(tmp_path, route):
 
 
 def test_what_was_received_of_void_versions_counts_no_more(tmp_path):
-  """A run that goes on publishes others, which nobody need receive."""
+  """A resumed run publishes them anew, and no engine need receive each one."""
   received.truncate(tmp_path, 1)  # There is nothing yet.
   got = [taken(v, ['delta 0-1'], target_id='b' * 64) for v in (2, 3)]
   section(tmp_path, [published(1)], [taken(1, ['key 1']), *got])
   received.truncate(tmp_path, 1)
   sent = [published(v) for v in (2, 3)]
   text = section(tmp_path, sent, [taken(3, ['delta 2-3'])])
-  assert 'All 2 that both ends name have one identity' in text
+  assert 'All 2 received versions equal those published.' in text
   assert 'class="problem"' not in text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from composer_jax.report import reinforcement, run_data
+from composer_jax.report import document, run_data
 from composer_jax.telemetry import writer
 
 
@@ -10,7 +10,9 @@ def section(workdir, *rows):
   with writer.Writer(workdir, tensorboard=False) as out:
     for step, row in enumerate(rows, 1):
       out.write('rl', step, **row)
-  return str(reinforcement.reinforcement(run_data.load(workdir), 'RL'))
+  page = document.build(run_data.load(workdir))
+  start = page.index('<section><h2>Reinforcement learning')
+  return page[start : page.index('>Delta bundles<')]
 
 
 @pytest.mark.parametrize('num_layers', [2, 7])
@@ -25,6 +27,8 @@ def test_routes_are_drawn_by_layer_or_as_their_range(tmp_path, num_layers):
 def test_what_was_not_measured_is_not_yet(tmp_path):
   text = section(tmp_path, {'reward': 1.0})
   assert text.count('not yet') > 5
+  # No curriculum: it will not come.
+  assert 'Weight of the tasks drawn' not in text
   damaged = [{'route_agreement_layers': v} for v in ([1, 2], [1], [], 'x')]
   text = section(tmp_path, *damaged)
   assert 'Recorded routes that the trainer would take: not yet' in text

@@ -1,4 +1,4 @@
-"""Policies over HTTP give what the server sampled, and survive its moods."""
+"""Policies over HTTP give what the server sampled, and survive its failures."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ def _routes(start, stop):
 
 @pytest.fixture
 def served(tokenizer):
-  """A server that says `engine.calls`, one a turn."""
+  """A server whose engine writes one of `engine.calls` each turn."""
   engine = _Engine(None, per_step=64)
   engine.options.max_len = 8000
   engine.calls = []
@@ -189,7 +189,7 @@ def _noting(submit, seen):
 
 @contextlib.contextmanager
 def _answering(answers):
-  """A server that gives (status, body) after another, and keeps requests."""
+  """Serves each (status, body) in turn; yields its URL and the requests."""
   seen = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
@@ -263,16 +263,16 @@ def test_calls_by_an_endpoints_own_means_become_calls_of_ours(tokenizer):
   headers, body = seen[2]
   assert headers['authorization'] == 'Bearer k'
   assert (body['model'], body['tools']) == ('m', functions)
-  user, called, told, said, error = body['messages']
+  user, called, answered, refused, error = body['messages']
   assert user == {'role': 'user', 'content': 'Do.'}
   (native,) = called['tool_calls']
   assert native['function'] == {'name': 'read', 'arguments': '{"path": "a"}'}
-  assert told == {
+  assert answered == {
     'role': 'tool',
     'tool_call_id': native['id'],
     'content': 'the text',
   }
-  assert said == {'role': 'assistant', 'content': 'I stop.'}
+  assert refused == {'role': 'assistant', 'content': 'I stop.'}
   assert error == {'role': 'user', 'content': 'error: no call'}
 
 
@@ -366,6 +366,8 @@ def test_an_answer_of_another_form_is_named(tokenizer, answer):
 def test_endpoints_that_cannot_be_are_refused_and_keys_are_not_shown():
   with pytest.raises(ValueError, match='must begin with http'):
     client.Endpoint(url='localhost:8000')
-  with pytest.raises(ValueError, match=r'attempts \(0\) at least 1'):
+  with pytest.raises(
+    ValueError, match='attempts must be an integer of at least 1; got 0'
+  ):
     client.Endpoint(url='http://a', attempts=0)
   assert 'secret' not in repr(client.Endpoint(url='http://a', api_key='secret'))

@@ -8,7 +8,6 @@ import httpx2
 import openai
 import pytest
 
-from composer_jax.serve import policies
 from composer_jax.serve.api import chat_format
 from composer_jax.text import tokenizer as tokenizers
 from tests.serve import scripted
@@ -16,13 +15,13 @@ from tests.serve import scripted
 
 @pytest.fixture(scope='session')
 def tokenizer():
-  """Of bytes and few merges: 'he', 'hello' and the like."""
+  """A tokenizer of bytes and few merges: 'he', 'hello' and the like."""
   return tokenizers.Tokenizer.train(['hello world hello world'], 270)
 
 
 @pytest.fixture(scope='module')
 def shared(tokenizer):
-  """A server with the usual limits, whose engine says what `say` tells it."""
+  """A server with the usual limits, whose engine plays the script of `say`."""
   engine = scripted.ScriptedEngine(lambda request: [tokenizer.END])
   form = chat_format.OwnFormat(tokenizer)
   with scripted.serving(engine, tokenizer, form) as running:
@@ -31,7 +30,7 @@ def shared(tokenizer):
 
 @pytest.fixture(scope='module')
 def shared_client(shared):
-  """Of OpenAI's own, that never tries twice."""
+  """OpenAI's own client, without retries."""
   url = f'{shared.url}/v1'
   with openai.OpenAI(base_url=url, api_key='none', max_retries=0) as made:
     yield made
@@ -39,19 +38,19 @@ def shared_client(shared):
 
 @pytest.fixture
 def say(shared, shared_client, tokenizer):
-  """say(text or bytes or script, per_step) -> a client of who says that."""
+  """say(text or bytes or script, per_step) -> a client of that engine."""
 
-  def tell(said, per_step=1):
-    if isinstance(said, str):
-      said = said.encode()
-    if isinstance(said, bytes):
+  def use(script, per_step=1):
+    if isinstance(script, str):
+      script = script.encode()
+    if isinstance(script, bytes):
       # Byte by byte: characters and stop strings lie across tokens.
-      ids = [tokenizer._bytes.index(bytes([b])) for b in said]
-      said = lambda _: [*ids, tokenizer.END] + [tokenizer.PAD] * 100
-    shared.engine.script, shared.engine.per_step = said, per_step
+      ids = [tokenizer._bytes.index(bytes([b])) for b in script]
+      script = lambda _: [*ids, tokenizer.END] + [tokenizer.PAD] * 100
+    shared.engine.script, shared.engine.per_step = script, per_step
     return shared_client
 
-  yield tell
+  yield use
   shared.settle()
 
 
@@ -74,9 +73,9 @@ def serve(tokenizer):
       form=None,
       **more,
     ):
-      source = None
+      receiver = None
       if poll is not None:
-        source = policies.Source(poll=poll, roll_back=roll_back)
+        receiver = scripted.ScriptedReceiver(poll, roll_back)
       engine = scripted.ScriptedEngine(script, **more)
       return stack.enter_context(
         scripted.serving(
@@ -84,7 +83,7 @@ def serve(tokenizer):
           tokenizer,
           form or chat_format.OwnFormat(tokenizer),
           dataclasses.replace(scripted.LIMITS, **(limits or {})),
-          source,
+          receiver,
           token,
         )
       )
@@ -94,7 +93,7 @@ def serve(tokenizer):
 
 @pytest.fixture
 def client():
-  """client(server, token) -> OpenAI's own client, that never tries twice."""
+  """client(server, token) -> OpenAI's own client, without retries."""
   with contextlib.ExitStack() as stack:
 
     def make(server, token='none'):

@@ -1,10 +1,11 @@
-"""A server's source: an export, an import, or what RL publishes."""
+"""A server loads an export, an import, or the policy that RL publishes."""
 
 import contextlib
-import dataclasses
+import functools
 import pathlib
 import shutil
 import sys
+import types
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from composer_jax.hf import importing
 from composer_jax.hf import tiny as hf_tiny
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
-from composer_jax.serve import http_server, lifetime
+from composer_jax.serve import http_server, lifetime, policies
 from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train.checkpoints import export
 from configs.composer import tiny
@@ -44,7 +45,7 @@ def model():
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory, model):
-  """Of a run whose SFT is finished and whose RL is going on."""
+  """A run with finished SFT and running RL."""
   folder = tmp_path_factory.mktemp('runs') / 'mine'
   files.write_json(folder / 'config.json', {'model': model.to_dict()})
   tokenizers.Tokenizer.train(['hello world'], 300).save(
@@ -97,23 +98,24 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     source = lifetime.load(folder, follow=True)
     _equal(source.variables, _variables(model, 4))
     assert (source.name, source.version) == ('mine-rl', 4)
-    newer = lifetime.newer(source.receiver)
-    assert newer.poll() is None
+    engine = types.SimpleNamespace(version=4, place=lambda *weights: weights)
+    followed = policies.Policies(engine, source.receiver, 1.0, print)
+    assert followed._look() is None
     send(5)
-    version, variables = newer.poll()
+    version, (variables, _) = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
-    version, variables = newer.roll_back(5)
+    variables, version = followed.previous(5)
     _equal(variables, _variables(model, 4))
     assert version == 4
     with pytest.raises(ValueError, match='rolled back from'):
-      newer.poll()
+      followed._look()
   # A mirror of the store, as a relay is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5
   (tmp_path / 'elsewhere/refs/policy/latest').write_text('torn')
   with pytest.raises(ValueError, match='refs/policy/latest'):
-    newer.poll()
+    followed._look()
 
 
 def test_an_import_is_served_by_its_template(tmp_path):
@@ -142,16 +144,9 @@ def test_what_cannot_be_served_is_told(workdir, tmp_path):
     lifetime.load(tmp_path)
 
 
-COMMAND = lifetime.ServeCommand(
-  folder=pathlib.Path('nowhere'),
-  stage='',
-  follow=False,
-  store='',
-  host='127.0.0.1',
-  port=0,
-  name='',
-  token='',
-)
+def _run(fields, port=0):
+  load = functools.partial(lifetime.load, pathlib.Path('nowhere'))
+  lifetime.run(load, fields, host='127.0.0.1', port=port)
 
 
 @pytest.mark.parametrize('section', ['engine', 'limits'])
@@ -159,20 +154,20 @@ def test_a_misspelt_field_is_named(section):
   fields = serve_tiny.get_config().to_dict()
   fields[section]['misspelt'] = 1
   with pytest.raises(ValueError, match=rf'config\.{section} has no .*misspelt'):
-    lifetime.run(COMMAND, fields)
+    _run(fields)
 
 
 def test_a_missing_limit_is_named():
   fields = serve_tiny.get_config().to_dict()
   del fields['limits']['max_queue']
   with pytest.raises(ValueError, match=r'config\.limits: .*missing.*max_queue'):
-    lifetime.run(COMMAND, fields)
+    _run(fields)
 
 
 @pytest.mark.parametrize('config', [serve_tiny, serve_gpu])
 def test_configs_are_those_of_a_server(config):
   with pytest.raises(ValueError, match='neither the workdir'):
-    lifetime.run(COMMAND, config.get_config().to_dict())
+    _run(config.get_config().to_dict())
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
@@ -181,7 +176,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
     sock.listen()
     port = sock.getsockname()[1]
     with pytest.raises(ValueError, match=f'Cannot listen on 127.0.0.1:{port}'):
-      lifetime.run(dataclasses.replace(COMMAND, port=port), fields)
+      _run(fields, port)
 
 
 def test_a_missing_package_is_named_with_its_cure(monkeypatch):
@@ -191,4 +186,4 @@ def test_a_missing_package_is_named_with_its_cure(monkeypatch):
   with pytest.raises(
     ValueError, match=r'uvicorn is not .*pip install composer_jax\[serve\]'
   ):
-    lifetime.run(dataclasses.replace(COMMAND), {})
+    _run({})

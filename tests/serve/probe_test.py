@@ -25,7 +25,7 @@ OPTIONS = probe.ProbeOptions(
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory):
-  """A run whose SFT is over, of random weights."""
+  """A run with finished SFT and random weights."""
   folder = tmp_path_factory.mktemp('run')
   texts = family.generate(0, 'train').files.values()
   tokenizer = tokenizers.Tokenizer.train(list(texts), 280)
@@ -46,26 +46,26 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def found(workdir):
+def measured(workdir):
   return probe.of_run(
     workdir, OPTIONS, stage='sft', overrides={'compute_dtype': 'float32'}
   )
 
 
-def test_equal_weights_differ_by_rounding_alone(found):
-  assert found['sampled_tokens'] >= OPTIONS.tokens
-  assert found['trajectories'] % 4 == 0
-  assert 0 <= found['mismatch_kl_replay'] < 1e-11
-  assert found['mismatch_large_replay'] == 0
-  assert min(found['route_agreement_layers']) > 0.99
+def test_equal_weights_differ_by_rounding_alone(measured):
+  assert measured['sampled_tokens'] >= OPTIONS.tokens
+  assert measured['trajectories'] % 4 == 0
+  assert 0 <= measured['mismatch_kl_replay'] < 1e-11
+  assert measured['mismatch_large_replay'] == 0
+  assert min(measured['route_agreement_layers']) > 0.99
 
 
-def test_a_tape_that_is_a_token_off_does_not(found):
-  assert found['mismatch_kl_shifted'] > 1e4 * found['mismatch_kl_replay']
+def test_a_tape_that_is_a_token_off_does_not(measured):
+  assert measured['mismatch_kl_shifted'] > 1e4 * measured['mismatch_kl_replay']
 
 
-def test_the_table_has_three_lines_an_arm(found):
-  rows = [json.loads(json.dumps(found))]
+def test_the_table_has_three_lines_an_arm(measured):
+  rows = [json.loads(json.dumps(measured))]
   lines = analyze.table(rows).splitlines()
   assert len(lines) == 2 + 3
   assert len({line.count('|') for line in lines}) == 1
@@ -78,7 +78,9 @@ def test_a_stage_that_is_not_finished_is_named(workdir):
 
 
 def test_options_are_checked_by_name():
-  with pytest.raises(ValueError, match='tokens must be at least 1, not 0'):
+  with pytest.raises(
+    ValueError, match='tokens must be an integer of at least 1; got 0'
+  ):
     dataclasses.replace(OPTIONS, tokens=0)
 
 
@@ -86,8 +88,8 @@ def test_options_are_checked_by_name():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_batch_invariant_numerics_leave_no_mismatch_at_all(workdir, dtype):
   overrides = {'numerics': 'batch_invariant', 'compute_dtype': dtype}
-  found = probe.of_run(workdir, OPTIONS, stage='sft', overrides=overrides)
+  measured = probe.of_run(workdir, OPTIONS, stage='sft', overrides=overrides)
   for way in ('replay', 'no_replay'):
-    assert found[f'mismatch_max_{way}'] == 0
-  assert found['routed_differently'] == 0
-  assert found['mismatch_kl_shifted'] > 0
+    assert measured[f'mismatch_max_{way}'] == 0
+  assert measured['routed_differently'] == 0
+  assert measured['mismatch_kl_shifted'] > 0

@@ -1,4 +1,4 @@
-"""An engine that samples what a test says, and a server in a thread."""
+"""An engine that samples the tokens of a test, and a server in a thread."""
 
 import contextlib
 import dataclasses
@@ -12,6 +12,7 @@ from composer_jax.core import records
 from composer_jax.rollout import sessions
 from composer_jax.serve import app, http_server, service
 from composer_jax.serve import options as options_lib
+from composer_jax.serve.api import openai
 
 LIMITS = options_lib.ServeOptions(
   max_queue=4,
@@ -144,6 +145,26 @@ class ScriptedEngine:
     ]
 
 
+class ScriptedReceiver:
+  """Receives what `poll()` and `roll_back(version)` say: version, variables."""
+
+  problem = None
+
+  def __init__(self, poll, roll_back):
+    self._poll, self._roll_back = poll, roll_back
+
+  def poll(self):
+    update = self._poll()
+    return update and _policy(*update)
+
+  def roll_back(self, version):
+    return _policy(*self._roll_back(version))
+
+
+def _policy(version, variables):
+  return types.SimpleNamespace(version=version, variables=variables)
+
+
 def _arrays(tokens, version):
   tokens_T = np.array(tokens, np.int32)
   top_ids_TX = np.stack([tokens_T, tokens_T + 1], axis=1)
@@ -171,21 +192,21 @@ class Running:
     return self.served._engine
 
   def settle(self):
-    """Waits until nothing is open; a test that leaks does not get past it."""
+    """Waits until nothing is open, which fails for a test that leaks."""
     wait_for(lambda: not self.served.num_open and not self.engine.works)
 
 
 def wait_for(condition, seconds=10.0):
   deadline = time.monotonic() + seconds
   while not condition():
-    assert time.monotonic() < deadline, 'it does not happen'
+    assert time.monotonic() < deadline, f'not so after {seconds:g} s'
     time.sleep(0.005)
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, form, limits=LIMITS, source=None, token=''):
-  served = service.Service(engine, limits, source)
-  model = app.Model(
+def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
+  served = service.Service(engine, limits, receiver)
+  model = openai.Model(
     name='tiny',
     tokenizer=tokenizer,
     stop_tokens=(tokenizer.END, tokenizer.EOD),

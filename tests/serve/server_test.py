@@ -1,4 +1,4 @@
-"""The server of a real engine: what clients read is what the engine sampled."""
+"""Clients of a server read exactly what its real engine sampled."""
 
 import asyncio
 import base64
@@ -18,7 +18,6 @@ from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import client as http_policy
-from composer_jax.serve import policies as sources
 from composer_jax.serve.api import chat_format, texts
 from composer_jax.serve.api import tokens as tokens_api
 from tests.serve import scripted
@@ -37,7 +36,7 @@ STREAMS = 64
 
 
 class PacedEngine(engines.Engine):
-  """Leaves the clients of the same process time between its steps."""
+  """Pauses between steps, so that clients of the same process can run."""
 
   pace_s = 0.0
 
@@ -113,7 +112,7 @@ def engine(config, policies):
 
 @pytest.fixture(scope='module')
 def updates():
-  """(version, variables) that the server is to follow."""
+  """Pairs of (version, variables) for the server to follow."""
   return []
 
 
@@ -127,7 +126,7 @@ def server(engine, tokenizer, updates, policies):
     tokenizer,
     chat_format.OwnFormat(tokenizer),
     limits,
-    sources.Source(
+    scripted.ScriptedReceiver(
       poll=lambda: updates.pop() if updates else None,
       roll_back=lambda version: (version - 1, policies[0]),
     ),
@@ -168,15 +167,15 @@ def _fields(index=0, **more):
 
 
 def _direct(engine_options, config, variables, version, requests):
-  """What an engine of its own samples, in the same compiled programs."""
+  """Returns what a second engine samples with the same compiled programs."""
   made = engines.Engine(config, variables, version, engine_options)
   for request in requests:
     made.submit(request)
-  found = {}
+  ends = {}
   while made.num_unfinished:
     for end in made.step():
-      found[end.session] = end
-  return [found[request.session] for request in requests]
+      ends[end.session] = end
+  return [ends[request.session] for request in requests]
 
 
 def _request(tokenizer, index, **more):
@@ -262,8 +261,8 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
   body = {'prompt': more, 'session_length': held, **fields}
   second = post(server, '/v1/tokens', body).json()
   parts = [first['choices'][0], second['choices'][0]]
-  said = [np.array(p['tokens'], np.int32) for p in parts]
-  whole = np.concatenate([prompt, said[0], more]).astype(np.int32)
+  sampled = [np.array(p['tokens'], np.int32) for p in parts]
+  whole = np.concatenate([prompt, sampled[0], more]).astype(np.int32)
   (end,) = _direct(
     OPTIONS,
     config,
@@ -280,7 +279,7 @@ def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
       )
     ],
   )
-  assert said[1].tolist() == end.tokens_T.tolist()
+  assert sampled[1].tolist() == end.tokens_T.tolist()
   # The tapes of both turns, put together, are the tape of the window.
   tapes = [codec.decode(base64.b64decode(p['routes']['data'])) for p in parts]
   assert tapes[0].scheme == tapes[1].scheme == tokens_api.scheme_of(config)
@@ -363,8 +362,8 @@ def test_streams_survive_ten_times_as_many(
 
 def _num_left(server, post):
   text = post(server, '/metrics', method='GET').text
-  found = re.search(r'completions",status="499"} ([\d.]+)', text)
-  return float(found[1]) if found else 0.0
+  match = re.search(r'completions",status="499"} ([\d.]+)', text)
+  return float(match[1]) if match else 0.0
 
 
 def _load(server, config, variables, tokenizer, post, count):
@@ -403,9 +402,9 @@ def _load(server, config, variables, tokenizer, post, count):
       return await asyncio.gather(*(one(made, i) for i in range(count)))
 
   server.engine.pace_s = 0.003
-  found = asyncio.run(all_of_them())
+  answers = asyncio.run(all_of_them())
   server.engine.pace_s = 0.0
-  for index, (text, end) in enumerate(zip(found, wanted, strict=True)):
+  for index, (text, end) in enumerate(zip(answers, wanted, strict=True)):
     if index % 3:
       assert text == _said(tokenizer, end), index
   scripted.wait_for(lambda: server.served.stats['sessions'] == 0)
@@ -427,15 +426,15 @@ def test_weights_change_while_a_stream_runs(
   body |= {'min_policy_version': 3}
   alone = {'prompt': [30, 31], 'max_tokens': 8, 'seed': 6}
   (first,) = post(server, '/v1/tokens', alone).json()['choices']
-  found = []
+  responses = []
   running = threading.Thread(
-    target=lambda: found.append(post(server, '/v1/tokens', body))
+    target=lambda: responses.append(post(server, '/v1/tokens', body))
   )
   running.start()
-  scripted.wait_for(lambda: server.served.stats['running'] or found)
+  scripted.wait_for(lambda: server.served.stats['running'] or responses)
   updates.append((9, policies[1]))
   running.join(60)
-  versions = found[0].json()['choices'][0]['policy_versions']
+  versions = responses[0].json()['choices'][0]['policy_versions']
   assert versions == sorted(versions) and set(versions) <= {3, 9}
   scripted.wait_for(lambda: server.served.version == 9)
   assert client.models.list().data[0].policy_version == 9

@@ -1,4 +1,4 @@
-"""Whatever happens to clients and to the engine, nobody waits for ever."""
+"""Whatever happens to clients and to the engine, no request waits for ever."""
 
 import asyncio
 import dataclasses
@@ -26,12 +26,12 @@ CHAT = {
 
 
 def _still(server):
-  """Lets the engine of a server stand still, its requests open."""
+  """Stops the engine of a server, with its requests open."""
   server.engine.go.clear()
 
 
 def _begin(server, body=None):
-  """Sends a request whose answer is a stream; returns the socket."""
+  """Sends a request for a stream; returns the socket."""
   data = json.dumps({**CHAT, 'stream': True, **(body or {})}).encode()
   host, port = server.url.removeprefix('http://').split(':')
   sock = socket.create_connection((host, int(port)), timeout=10)
@@ -106,8 +106,8 @@ def test_a_stop_string_frees_the_engine_at_once(serve, client, tokenizer):
 
 
 def test_a_choice_that_is_finished_waits_for_no_other(serve, client, tokenizer):
-  said = [[*tokenizer.encode('ab!!')], [20]]
-  server = serve(lambda request: said[request.seed[1]])
+  scripts = [[*tokenizer.encode('ab!!')], [20]]
+  server = serve(lambda request: scripts[request.seed[1]])
   stream = client(server).chat.completions.create(
     **CHAT, stop='!!', n=2, stream=True
   )
@@ -146,9 +146,9 @@ def test_a_dead_engine_fails_everyone(serve, post, client, caplog):
   scripted.wait_for(lambda: server.served.num_open == 1)
   assert post(server, '/health', method='GET').status_code == 200
   server.engine.dies = RuntimeError('out of memory')
-  told = _read(sock)
-  assert 'engine_failed' in told and 'out of memory' in told
-  assert '[DONE]' not in told
+  received = _read(sock)
+  assert 'engine_failed' in received and 'out of memory' in received
+  assert '[DONE]' not in received
   answer = post(server, '/health', method='GET')
   assert answer.status_code == 503 and 'out of memory' in answer.text
   assert post(server, '/ready', method='GET').status_code == 503
@@ -224,7 +224,7 @@ def test_a_second_signal_ends_it_at_once(serve):
 
 
 def _one_by_one(updates):
-  """A poll that finds one update after the other, errors among them."""
+  """Returns a poll that gives one update after another, or raises it."""
 
   def poll():
     if not updates:
@@ -263,8 +263,8 @@ def test_an_operator_rolls_back_and_no_session_sees_an_older_version(
   assert answer.status_code == 200 and answer.json()['policy_version'] == 7
   # The engine refuses while a session is open.
   assert server.engine.swaps == [8, 7] and not server.engine.held
-  told = _read(sock)
-  assert 'rolled_back' in told and 'from version 8 to 7' in told
+  received = _read(sock)
+  assert 'rolled_back' in received and 'from version 8 to 7' in received
   server.engine.go.set()
   answer = post(server, '/v1/tokens', {**body, 'session_length': 3})
   assert answer.status_code == 409
@@ -422,9 +422,9 @@ def test_a_text_becomes_tokens_beside_the_streams(serve, post, tokenizer):
       return ()
 
   server = serve(lambda _: ENDLESS, form=Slow(), limits={'max_queue': 0})
-  found = []
+  responses = []
   waits = threading.Thread(
-    target=lambda: found.append(post(server, '/v1/chat/completions', CHAT))
+    target=lambda: responses.append(post(server, '/v1/chat/completions', CHAT))
   )
   waits.start()
   assert begun.wait(10)
@@ -445,7 +445,7 @@ def test_a_text_becomes_tokens_beside_the_streams(serve, post, tokenizer):
   full.join(10)
   go.set()
   waits.join(10)
-  assert found[0].status_code == 200
+  assert responses[0].status_code == 200
 
 
 def test_more_choices_than_places_are_never_promised(serve, post):
@@ -615,7 +615,7 @@ def test_jobs_outlive_their_event_loop():
     await job.next()
 
   asyncio.run(leave_it_open())
-  # The engine sampled on for nobody, and then ended.
+  # The engine sampled on without a reader, and then ended.
   scripted.wait_for(lambda: not served.num_open)
   assert served.unhealthy() == ''
   assert served.stop(5)

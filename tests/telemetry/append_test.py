@@ -11,7 +11,7 @@ from composer_jax.telemetry import append
 
 @contextlib.contextmanager
 def no_file_larger_than(num_bytes):
-  """Stands in for a full disk; Python itself ignores SIGXFSZ."""
+  """Imitates a full disk; Python itself ignores SIGXFSZ."""
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
   try:

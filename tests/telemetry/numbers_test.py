@@ -21,8 +21,8 @@ def test_wilson_matches_published_values():
     (1, 29): (0.0061, 0.1718),
   }
   for (passed, episodes), expected in cases.items():
-    found = intervals.wilson(passed, episodes)
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    interval = intervals.wilson(passed, episodes)
+    np.testing.assert_allclose(interval, expected, atol=5e-5)
 
 
 def test_wilson_solves_its_equation():
@@ -49,9 +49,9 @@ def test_wilson_refuses_impossible_counts():
 
 def test_difference_matches_published_values():
   # Newcombe (1998), Statistics in Medicine 17:873, table II, method 10.
-  found = intervals.difference((48, 80), (56, 70))
-  np.testing.assert_allclose(found, (0.0524, 0.3339), atol=5e-5)
-  with pytest.raises(ValueError, match='not 0 and 4'):
+  interval = intervals.difference((48, 80), (56, 70))
+  np.testing.assert_allclose(interval, (0.0524, 0.3339), atol=5e-5)
+  with pytest.raises(ValueError, match='got 0 and 4'):
     intervals.difference((0, 0), (1, 4))
 
 
@@ -124,7 +124,7 @@ def test_words_of_numbers():
 
 
 class Clock:
-  """Time that passes only when told."""
+  """A clock that only the test moves."""
 
   def __init__(self):
     self.now = 100.0
@@ -159,7 +159,21 @@ def test_lines_are_thinned_and_the_last_step_is_always_shown():
 
 def test_rate_leaves_out_the_steps_of_an_earlier_run():
   lines = play(total=100, start=90, seconds_per_step=2.0, every_s=1.0)
-  assert lines[0] == '[cpt] 91/100  loss 2.5  0.5 steps/s  18s left'
+  assert lines[0] == '[cpt] 91/100  loss 2.5'
+  assert lines[1] == '[cpt] 92/100  loss 2.5  0.5 steps/s  16s left'
+
+
+def test_rate_leaves_out_the_first_step_which_compiles():
+  stream, clock = io.StringIO(), Clock()
+  with progress.Progress('rl', 50, stream=stream, clock=clock) as bar:
+    for step, seconds in ((1, 600.0), (2, 5.0), (3, 5.0)):
+      clock.now += seconds
+      bar.update(step)
+  assert stream.getvalue().splitlines() == [
+    '[rl] 1/50',
+    '[rl] 2/50  0.2 steps/s  4m00s left',
+    '[rl] 3/50  0.2 steps/s  3m55s left',
+  ]
 
 
 def test_plain_output_is_text_without_styles():

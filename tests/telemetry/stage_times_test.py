@@ -10,7 +10,7 @@ from composer_jax.telemetry import stage_times
 
 
 class Clock:
-  """Time that passes only when told."""
+  """A clock that only the test moves."""
 
   def __init__(self):
     self.now = 100.0

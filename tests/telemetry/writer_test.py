@@ -166,8 +166,8 @@ def test_tensorboard_gets_the_scalars(tmp_path):
 
 
 def events(path):
-  """The events of a file, with both sums of every record checked."""
-  data, found = path.read_bytes(), []
+  """Returns the events of a file; checks both checksums of every record."""
+  data, parsed = path.read_bytes(), []
   while data:
     (size,) = struct.unpack('<Q', data[:8])
     parts = data[:8], data[12 : 12 + size]
@@ -175,9 +175,9 @@ def events(path):
     for part, expected in zip(parts, sums, strict=True):
       crc = record_writer.masked_crc32c(part)
       assert struct.pack('<I', crc) == expected
-    found.append(event_pb2.Event.FromString(parts[1]))
+    parsed.append(event_pb2.Event.FromString(parts[1]))
     data = data[16 + size :]
-  return found
+  return parsed
 
 
 def test_tensorboard_forgets_the_steps_that_are_written_again(tmp_path):

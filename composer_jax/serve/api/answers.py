@@ -1,21 +1,15 @@
-"""What OpenAI's clients read: choices, chunks, log-probabilities, usage."""
+"""Objects that OpenAI's clients read: choices, chunks, log-probabilities."""
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from composer_jax.serve.api import chat_format, texts
 
-STOP, LENGTH, TOOL_CALLS = 'stop', 'length', 'tool_calls'
-
-
-def _shown(data: bytes) -> str:
-  return data.decode('utf-8', 'replace')
-
 
 def _key(data: bytes) -> str:
-  """As OpenAI names tokens that are no text, of which there are many."""
+  """Names a token as OpenAI does, also one that is no text by itself."""
   try:
     return data.decode()
   except UnicodeDecodeError:
@@ -23,21 +17,23 @@ def _key(data: bytes) -> str:
 
 
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:
-  return {'token': _shown(data), 'logprob': logprob, 'bytes': list(data)}
+  text = data.decode('utf-8', 'replace')
+  return {'token': text, 'logprob': logprob, 'bytes': list(data)}
 
 
 class ChatAnswer:
-  """Envelopes of /v1/chat/completions."""
+  """Makes the objects of /v1/chat/completions."""
 
   kind = 'chat.completion'
   chunk_kind = 'chat.completion.chunk'
+  id_prefix = 'chatcmpl'
 
   def __init__(self, model: str, policy_version: int):
-    self.fields = {
-      'id': f'chatcmpl-{secrets.token_hex(12)}',
+    self._fields = {
+      'id': f'{self.id_prefix}-{secrets.token_hex(12)}',
       'created': int(time.time()),
       'model': model,
-      # Which weights began it; those of each token are told by /v1/tokens.
+      # Version of the first token; /v1/tokens tells that of each token.
       'system_fingerprint': f'policy-{policy_version}',
     }
 
@@ -66,73 +62,46 @@ class ChatAnswer:
   ) -> dict[str, Any]:
     message: dict[str, Any] = {
       'role': 'assistant',
-      # Beside calls, nothing said is nothing.
+      # OpenAI has null and not '' beside calls.
       'content': text if text or not calls else None,
       'refusal': None,
     }
     if calls:
       message['tool_calls'] = [_call(call) for call in calls]
-    return {
-      'index': index,
-      'message': message,
-      'logprobs': logprobs,
-      'finish_reason': finish,
-    }
+    return _part(index, logprobs, finish, message=message)
 
   def whole(
     self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]
   ) -> dict[str, Any]:
-    return {
-      **self.fields,
-      'object': self.kind,
-      'choices': list(choices),
-      'usage': usage,
-    }
+    more = {'object': self.kind, 'choices': choices, 'usage': usage}
+    return {**self._fields, **more}
 
   def chunk(
-    self, choices: Sequence[dict[str, Any]], more: Mapping[str, Any]
+    self, choices: Sequence[dict[str, Any]], **more: Any
   ) -> dict[str, Any]:
-    return {
-      **self.fields,
-      'object': self.chunk_kind,
-      'choices': list(choices),
-      **more,
-    }
+    more = {'object': self.chunk_kind, 'choices': choices, **more}
+    return {**self._fields, **more}
 
   def opening(self, index: int) -> dict[str, Any] | None:
-    return self._delta(index, {'role': 'assistant', 'content': ''}, None, None)
+    return _part(index, None, None, delta={'role': 'assistant', 'content': ''})
 
   def delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-    return self._delta(index, {'content': text}, logprobs, None)
+    return _part(index, logprobs, None, delta={'content': text})
 
   def closing(
-    self,
-    index: int,
-    calls: Sequence[chat_format.ParsedCall],
-    finish: str,
+    self, index: int, calls: Sequence[chat_format.ParsedCall], finish: str
   ) -> Iterator[dict[str, Any]]:
     for place, call in enumerate(calls):
       delta = {'tool_calls': [{'index': place, **_call(call)}]}
-      yield self._delta(index, delta, None, None)
-    yield self._delta(index, {}, None, finish)
-
-  def _delta(self, index, delta, logprobs, finish) -> dict[str, Any]:
-    return {
-      'index': index,
-      'delta': delta,
-      'logprobs': logprobs,
-      'finish_reason': finish,
-    }
+      yield _part(index, None, None, delta=delta)
+    yield _part(index, None, finish, delta={})
 
 
 class TextAnswer(ChatAnswer):
-  """Envelopes of /v1/completions, whose chunks are small answers."""
+  """Makes the objects of /v1/completions, whose chunks are small answers."""
 
   kind = chunk_kind = 'text_completion'
-
-  def __init__(self, model: str, policy_version: int):
-    super().__init__(model, policy_version)
-    self.fields['id'] = f'cmpl-{secrets.token_hex(12)}'
+  id_prefix = 'cmpl'
 
   def logprobs(
     self, pieces: Sequence[texts.TextPiece], top: int
@@ -150,23 +119,23 @@ class TextAnswer(ChatAnswer):
     }
 
   def choice(self, index, text, calls, logprobs, finish) -> dict[str, Any]:
-    del calls
-    return {
-      'index': index,
-      'text': text,
-      'logprobs': logprobs,
-      'finish_reason': finish,
-    }
+    return _part(index, logprobs, finish, text=text)
 
   def opening(self, index: int) -> None:
-    del index
+    """Returns None: a stream of text begins with its first part."""
 
   def delta(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
-    return self.choice(index, text, (), logprobs, None)
+    return _part(index, logprobs, None, text=text)
 
   def closing(self, index, calls, finish) -> Iterator[dict[str, Any]]:
-    del calls
-    yield self.choice(index, '', (), None, finish)
+    yield _part(index, None, finish, text='')
+
+
+def _part(
+  index: int, logprobs: Any, finish: str | None, **content: Any
+) -> dict[str, Any]:
+  more = {'logprobs': logprobs, 'finish_reason': finish}
+  return {'index': index, **content, **more}
 
 
 def _call(call: chat_format.ParsedCall) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""Conversations as tokens, and tool calls found in what a model wrote.
+"""Conversations as tokens, and tool calls in the text of a model.
 
-A checkpoint that brings a chat template is spoken to through it; its calls are
-found by the marks of its family. A model of our own knows one protocol, see
-`text.chat`: after the user and every tool it writes a call, and nothing else.
+A checkpoint with a chat template gets its conversations by that template, and
+its calls are found by the marks of its family. A model of our own knows one
+protocol (`text.chat`): after the user and every tool it writes a call, and
+nothing else.
 
   edit stats.py total        the words are the first properties of the tool's
   return sum(values)         parameters, in order; lines below are the last one
 
-What tools there are is not told to a model of our own: it knows those that it
-was trained with. A text that is no call of a tool that the request lists comes
-back as content.
+A model of our own is not told of the request's tools: it knows those that it
+was trained with. A text that is no call of a listed tool becomes content.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ from composer_jax.hf.text import chat_template
 from composer_jax.serve.api import errors, requests
 from composer_jax.text import chat, tool_calls
 
-# (begin of a call's text, name and arguments in it): Qwen and others that
-# follow Hermes, DeepSeek, Kimi.
+# Begin of calls: Qwen and others that follow Hermes, DeepSeek, Kimi.
 _MARKS = (
   '<tool_call>',
   '<｜tool▁calls▁begin｜>',
@@ -37,13 +36,13 @@ _HERMES = re.compile(r'<tool_call>\s*(\{.*?\})\s*</tool_call>', re.S)
 _NAMED = (
   re.compile(
     r'<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+?)'
-    r'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?(?P<arguments>\{.*?\})'
+    r'(?:<｜tool▁sep｜>|\n)\s*(?:```json\s*)?(?P<json>\{.*?\})'
     r'\s*(?:```)?\s*<｜tool▁call▁end｜>',
     re.S,
   ),
   re.compile(
     r'<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<:]+)(?::\d+)?\s*'
-    r'<\|tool_call_argument_begin\|>\s*(?P<arguments>\{.*?\})\s*'
+    r'<\|tool_call_argument_begin\|>\s*(?P<json>\{.*?\})\s*'
     r'<\|tool_call_end\|>',
     re.S,
   ),
@@ -52,14 +51,14 @@ _NAMED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedCall:
-  """arguments: JSON text of an object."""
+  """A tool call, with its arguments as the JSON text of an object."""
 
   name: str
   arguments: str
 
 
 class OwnFormat:
-  """The protocol of the policies that this library trains."""
+  """Speaks the protocol of the policies that this library trains."""
 
   def __init__(self, tokenizer: Any):
     self._tokenizer = tokenizer
@@ -76,24 +75,21 @@ class OwnFormat:
       elif role == 'tool':
         parts.append(chat.tool(self._tokenizer, text))
       elif role == 'assistant':
-        parts += self._written(message, text, tools, param)
+        parts += self._calls(message, text, tools, param)
       else:
         raise errors.invalid(
-          f'{param}.role is {role!r}; a model of our own knows user, '
-          'assistant and tool.',
+          f'{param}.role is {role!r}; this model knows user, assistant and '
+          'tool.',
           f'{param}.role',
         )
     return np.concatenate([*parts, chat.call_prefix(self._tokenizer)])
 
-  def _written(self, message, text, tools, param) -> list[np.ndarray]:
-    texts = [text] if text else []
+  def _calls(self, message, text, tools, param) -> list[np.ndarray]:
+    param, texts = f'{param}.tool_calls', [text] if text else []
     calls = message.get('tool_calls') or []
     if not isinstance(calls, list):
-      raise errors.invalid(
-        f'{param}.tool_calls must be a list.', f'{param}.tool_calls'
-      )
-    for call in calls:
-      texts.append(_as_text(call, tools, f'{param}.tool_calls'))
+      raise errors.invalid(f'{param} must be a list.', param)
+    texts += [_as_text(call, tools, param) for call in calls]
     end = np.asarray([self._tokenizer.END], np.int32)
     prefix = chat.call_prefix(self._tokenizer)
     return [
@@ -101,27 +97,26 @@ class OwnFormat:
     ]
 
   def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
-    """What begins a call; None: the whole text may be one."""
+    """Returns the marks that begin calls; None if the whole text may be one."""
     return None if tools else ()
 
   def calls(
     self, text: str, tools: Sequence[requests.ToolSpec]
   ) -> list[ParsedCall] | None:
-    """Returns the calls of a text; None where it is none."""
+    """Returns the calls of a text; None if it is no call."""
     try:
       call = tool_calls.parse(text)
     except tool_calls.ToolCallError:
       return None
     for tool in tools:
-      if tool.function.name == call.name:
-        arguments = _arguments(call, tool.function.parameters)
-        if arguments is not None:
-          return [_call(call.name, arguments)]
+      arguments = _arguments(call, tool.function.parameters)
+      if tool.function.name == call.name and arguments is not None:
+        return [_call(call.name, arguments)]
     return None
 
 
 class TemplateFormat:
-  """The chat template of an imported checkpoint."""
+  """Speaks through the chat template of an imported checkpoint."""
 
   def __init__(self, tokenizer: Any, template: chat_template.ChatTemplate):
     self._tokenizer, self._template = tokenizer, template
@@ -140,11 +135,11 @@ class TemplateFormat:
       )
     rendered = []
     for place, message in enumerate(messages):
-      # What came before developers were told apart from the system.
+      # OpenAI's newer name of the system, which templates do not know.
       role = message.get('role')
       role = 'system' if role == 'developer' else role
       if role not in _ROLES:
-        # Most templates write nothing for a role that they do not know.
+        # Most templates leave out a role that they do not know.
         raise errors.invalid(
           f'messages.{place}.role is {role!r} and must be developer or one of '
           f'{", ".join(_ROLES)}.',
@@ -153,8 +148,8 @@ class TemplateFormat:
       content = message.get('content')
       if isinstance(content, list):
         content = _text(content, f'messages.{place}')
+      message = _with_parsed_arguments(message)
       rendered.append({**message, 'role': role, 'content': content})
-    rendered = [_with_parsed_arguments(m) for m in rendered]
     try:
       return self._ids(rendered, listed)
     except ValueError as error:
@@ -168,7 +163,7 @@ class TemplateFormat:
 
   @functools.cached_property
   def _knows_tools(self) -> bool:
-    """Whether a conversation reads otherwise if there are tools."""
+    """True if tools change the text of a conversation."""
     messages = [{'role': 'user', 'content': 'x'}]
     function = {'name': 'f', 'description': 'f', 'parameters': {}}
     tools = [{'type': 'function', 'function': function}]
@@ -177,26 +172,27 @@ class TemplateFormat:
         self._ids(messages, None), self._ids(messages, tools)
       )
     except ValueError:
-      return True  # It looked at them.
+      return True  # An error of the template: it looked at them.
 
   def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
-    """What begins a call; () where no calls are looked for."""
+    """Returns the marks that begin calls; () if no call is looked for."""
     return _MARKS if tools else ()
 
   def calls(
     self, text: str, tools: Sequence[requests.ToolSpec]
   ) -> list[ParsedCall] | None:
-    """Returns the calls of a text; None where one of them is damaged."""
+    """Returns the calls of a text; None if one of them is damaged."""
     names = {t.function.name for t in tools}
-    found = [m.groupdict() for p in _NAMED for m in p.finditer(text)]
-    found += [{'name': None, 'arguments': m[1]} for m in _HERMES.finditer(text)]
+    matches = [
+      m.group('name', 'json') for p in _NAMED for m in p.finditer(text)
+    ]
+    matches += [(None, m[1]) for m in _HERMES.finditer(text)]
     calls = []
-    for fields in found:
+    for name, data in matches:
       try:
-        arguments = json.loads(fields['arguments'])
+        arguments = json.loads(data)
       except ValueError:
         return None
-      name = fields['name']
       if name is None and isinstance(arguments, dict):
         name, arguments = arguments.get('name'), arguments.get('arguments', {})
       if name not in names or not isinstance(arguments, dict):
@@ -215,7 +211,7 @@ def _call(name: str, arguments: Mapping[str, Any]) -> ParsedCall:
 
 
 def _text(content: Any, param: str) -> str:
-  """Content is a text, or a list of parts that are."""
+  """Returns content that is a text or a list of texts."""
   if content is None or isinstance(content, str):
     return content or ''
   if isinstance(content, list) and all(
@@ -232,10 +228,11 @@ def _text(content: Any, param: str) -> str:
 
 
 def _parsed(call: Any, param: str) -> tuple[str, dict[str, Any]]:
-  function = call.get('function') if isinstance(call, dict) else None
+  """Returns name and arguments of a call that a client sent."""
   try:
-    arguments = json.loads((function or {}).get('arguments') or '{}')
-    name = (function or {})['name']
+    function = call['function']
+    name, arguments = function['name'], function.get('arguments') or '{}'
+    arguments = json.loads(arguments)
   except (TypeError, ValueError, KeyError, AttributeError) as error:
     raise errors.invalid(
       f'{param} must hold functions with a name and arguments that are the '
@@ -248,7 +245,7 @@ def _parsed(call: Any, param: str) -> tuple[str, dict[str, Any]]:
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-  """Templates expect the arguments as an object, OpenAI sends their text."""
+  """Turns the text of arguments into the object that templates expect."""
   calls = message.get('tool_calls')
   if not calls or not isinstance(calls, list):
     return dict(message)
@@ -261,19 +258,19 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
-  found = parameters.get('properties')
-  return found if isinstance(found, dict) else {}
+  properties = parameters.get('properties')
+  return properties if isinstance(properties, dict) else {}
 
 
 def _arguments(
   call: tool_calls.Call, parameters: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-  """Returns the values of the properties, None where they do not fit."""
+  """Returns values by property; None if the call does not fit them."""
   properties = _properties(parameters)
   names = list(properties)
   values = list(call.arguments)
   if call.payload:
-    # What is between the last word and the lines below was left out.
+    # Properties between the last word and the lines below were left out.
     values += [None] * (len(names) - 1 - len(values)) + [call.payload]
   if len(values) > len(names):
     return None
@@ -299,7 +296,7 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 def _as_text(call: Any, tools: Sequence[requests.ToolSpec], param: str) -> str:
-  """The inverse of `calls`, for calls of earlier turns."""
+  """Returns a call of an earlier turn as the policy wrote it."""
   name, arguments = _parsed(call, param)
   known = {t.function.name: t.function.parameters for t in tools}
   order = [*_properties(known.get(name, {})), *arguments]

@@ -1,8 +1,8 @@
-"""Bodies of requests, and which of OpenAI's parameters they may hold.
+"""Bodies of requests, and the parameters of OpenAI that they may hold.
 
-Every parameter that is not known is an error that names it; one that OpenAI
-has and this server has not says what there is instead. Nothing is ignored but
-what names the user or the request.
+An unknown parameter is an error that names it; for one of OpenAI's the error
+says what this server has instead. Only names of the user or of the request are
+ignored.
 """
 
 from typing import Any, Literal
@@ -12,49 +12,36 @@ import pydantic_core
 
 from composer_jax.serve.api import errors
 
-# Accepted where they ask for nothing: {parameter: values}.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-  'frequency_penalty': (None, 0),
-  'presence_penalty': (None, 0),
-  'logit_bias': (None, {}),
-  'best_of': (None, 1),
-  'suffix': (None, ''),
-  'echo': (None, False),
-  'store': (None, False),
-  'modalities': (None, ['text']),
-  'response_format': (None, {'type': 'text'}),
-  'service_tier': (None, 'auto', 'default'),
-  'parallel_tool_calls': (None, True),
-  'tool_choice': (None, 'auto', 'none'),
-}
-_INSTEAD = {
-  'frequency_penalty': 'only 0; sample with temperature, top_p, top_k, min_p',
-  'presence_penalty': 'only 0; sample with temperature, top_p, top_k, min_p',
-  'logit_bias': 'no token can be favoured; sample with top_p, top_k, min_p',
-  'best_of': 'only 1; ask for n choices and compare their logprobs',
-  'suffix': 'write the marks of fill-in-the-middle as tokens: /v1/tokens',
-  'echo': 'only false; a prompt is not scored',
-  'store': 'only false; nothing is kept',
-  'modalities': "only ['text']",
-  'response_format': "only {'type': 'text'}; nothing constrains the sampling",
-  'service_tier': "only 'auto'",
-  'parallel_tool_calls': 'only true; a model calls what it calls',
-  'tool_choice': "'auto' or 'none'; nothing constrains the sampling",
-  'functions': 'tools',
-  'function_call': 'tools',
-  'audio': 'text alone',
-  'prediction': 'text alone, without a prediction',
-  'reasoning_effort': 'nothing of the kind',
-  'verbosity': 'nothing of the kind',
-  'web_search_options': 'tools of your own',
-  'moderation': 'nothing of the kind',
-  'prompt_cache_options': 'nothing to set: prompts that begin alike are shared',
-  'prompt_cache_retention': (
-    'nothing to set: prompts that begin alike are shared'
+_SAMPLE = 'only 0; sample with temperature, top_p, top_k, min_p'
+_UNCONSTRAINED = 'nothing constrains the sampling'
+# Parameters of OpenAI without an effect here: the values that ask for nothing,
+# which are accepted beside null, and the text of the error for others.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+  'frequency_penalty': ((0,), _SAMPLE),
+  'presence_penalty': ((0,), _SAMPLE),
+  'logit_bias': (({},), 'only {}; sample with top_p, top_k, min_p'),
+  'best_of': ((1,), 'only 1; ask for n choices and compare their logprobs'),
+  'suffix': (('',), 'write fill-in-the-middle as tokens, to /v1/tokens'),
+  'echo': ((False,), 'only false; a prompt is not scored'),
+  'store': ((False,), 'only false; nothing is kept'),
+  'modalities': ((['text'],), "only ['text']"),
+  'response_format': (
+    ({'type': 'text'},),
+    f"only {{'type': 'text'}}; {_UNCONSTRAINED}",
   ),
+  'service_tier': (('auto', 'default'), "only 'auto'"),
+  'parallel_tool_calls': ((True,), 'only true; a model calls what it calls'),
+  'tool_choice': (('auto', 'none'), f"'auto' or 'none'; {_UNCONSTRAINED}"),
+  'functions': ((), 'tools'),
+  'function_call': ((), 'tools'),
 }
-# They change no answer.
-_NAMES = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
+# Codes of errors by pydantic's types of them.
+_CODES = {
+  'extra_forbidden': 'unknown_parameter',
+  'missing': 'missing_required_parameter',
+}
+# Parameters that change no answer.
+_IGNORED = ('user', 'metadata', 'safety_identifier', 'prompt_cache_key')
 
 _FORBID = pydantic.ConfigDict(extra='forbid', strict=True)
 
@@ -65,7 +52,7 @@ class StreamOptions(pydantic.BaseModel):
 
 
 class Sampling(pydantic.BaseModel):
-  """What all three endpoints share."""
+  """Parameters of all three endpoints."""
 
   model_config = _FORBID
   model: str | None = None
@@ -80,7 +67,7 @@ class Sampling(pydantic.BaseModel):
 
 
 class GenerationRequest(Sampling):
-  """What the two endpoints of OpenAI share."""
+  """Parameters of the two endpoints of OpenAI."""
 
   stop: str | list[str] | None = None
   stream: bool | None = None
@@ -125,7 +112,7 @@ class CompletionRequest(GenerationRequest):
   @pydantic.field_validator('prompt', mode='before')
   @classmethod
   def _only_prompt(cls, prompt: Any) -> Any:
-    """Takes a list of one prompt, as which many clients send it."""
+    """Takes a list of one prompt, which many clients send."""
     if (
       isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
     ):
@@ -154,7 +141,7 @@ class TokensRequest(Sampling):
 
 
 def parse(kind: type[Any], body: Any) -> Any:
-  """Returns the request that a body is.
+  """Returns a body as a checked request.
 
   Raises:
     errors.ApiError: 400, naming the parameter.
@@ -163,11 +150,12 @@ def parse(kind: type[Any], body: Any) -> Any:
     raise errors.invalid('The body must be a JSON object.', None)
   fields = dict(body)
   if issubclass(kind, GenerationRequest):
-    for name in (*_NEUTRAL, *_INSTEAD, *_NAMES):
-      if name in fields and name not in kind.model_fields:
-        _check_neutral(name, fields.pop(name))
-    if fields.get('tool_choice', 'auto') not in ('auto', 'none', None):
-      _check_neutral('tool_choice', fields['tool_choice'])
+    for name in _IGNORED:
+      fields.pop(name, None)
+    for name in [name for name in _NEUTRAL if name in fields]:
+      _check_neutral(name, fields[name])
+      if name not in kind.model_fields:
+        del fields[name]
   # Absent and null mean the same.
   fields = {k: v for k, v in fields.items() if v is not None}
   try:
@@ -177,36 +165,31 @@ def parse(kind: type[Any], body: Any) -> Any:
 
 
 def _check_neutral(name: str, value: Any) -> None:
-  if name in _NAMES or any(
+  neutral, instead = _NEUTRAL[name]
+  # In Python False equals 0.
+  if value is not None and not any(
     value == v and isinstance(value, bool) == isinstance(v, bool)
-    for v in _NEUTRAL.get(name, (None,))
+    for v in neutral
   ):
-    return
-  raise errors.invalid(
-    f'{name} is not supported here; supported is: {_INSTEAD[name]}.',
-    name,
-    'unsupported_parameter',
-  )
+    raise errors.invalid(
+      f'{name} is not supported here; supported is: {instead}.',
+      name,
+      'unsupported_parameter',
+    )
 
 
-def _refused(error: pydantic.ValidationError, kind: type[Any]) -> Any:
+def _refused(
+  error: pydantic.ValidationError, kind: type[Any]
+) -> errors.ApiError:
   first = error.errors(include_url=False, include_context=False)[0]
-  # Of a union, pydantic names the branch after the field.
+  # For a union, pydantic appends the name of the branch.
   places = [str(p) for p in first['loc']]
   name = places[0] if places else None
   path = '.'.join(p for p in places if p not in ('str', 'list[int]'))
   path = path.replace('list[str]', '').strip('.')
+  message = f'{path}: {first["msg"]}.'
   if first['type'] == 'extra_forbidden':
     known = ', '.join(sorted(kind.model_fields))
-    return errors.invalid(
-      f'Unknown parameter: {path}. Known are {known}.',
-      path,
-      'unknown_parameter',
-    )
-  if first['type'] == 'missing':
-    return errors.invalid(
-      f'Missing required parameter: {path}.',
-      path,
-      'missing_required_parameter',
-    )
-  return errors.invalid(f'{path}: {first["msg"]}.', path or name)
+    message = f'Unknown parameter: {path}. Known are {known}.'
+  code = _CODES.get(first['type'], 'invalid_value')
+  return errors.invalid(message, path or name, code)

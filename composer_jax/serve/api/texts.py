@@ -1,9 +1,9 @@
-"""What tokens say, as they arrive: text, stop strings and log-probabilities.
+"""Turns tokens into text as they arrive, up to a stop string.
 
-A piece of text is given out only when no later token can take it back: half a
-character waits for its other half, and what may be the beginning of a stop
-string waits until it is not. So the pieces, put together, are the text of the
-whole answer, however the tokens arrived.
+A piece of text goes out only when no later token can take it back: half a
+character waits for its other half, and a possible beginning of a stop string
+waits until it is none. So the pieces, put together, are the text of the whole
+answer, however the tokens arrived.
 """
 
 import codecs
@@ -14,12 +14,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-  """A sampled token and what it was chosen among.
+  """A sampled token and the likeliest tokens at its place.
 
   Attributes:
-    data: the bytes it spells.
-    logprob: of the model's own distribution, untruncated, at temperature 1.
-    top: (bytes, log-probability) of the likeliest tokens, best first.
+    data: bytes of the token.
+    logprob: log-probability under the model's own distribution, untruncated, at
+      temperature 1.
+    top: bytes and log-probability of the likeliest tokens, best first.
   """
 
   data: bytes
@@ -29,10 +30,12 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextPiece:
-  """What can be given out: text, and the tokens that begin in it.
+  """Text that can go out, and the tokens that begin in it.
 
   Attributes:
-    offsets: the character of the whole text at which each token begins.
+    text: next characters of the answer.
+    tokens: tokens that begin in them.
+    offsets: character of the whole text at which each token begins.
   """
 
   text: str
@@ -52,57 +55,55 @@ def spelling(tokenizer: Any, token: int) -> bytes:
 
 
 class Scanner:
-  """Finds the first of some texts in one that arrives in pieces.
+  """Finds the first of several marks in a text that arrives in pieces.
 
   Attributes:
-    found: which, '' before.
-    rest: what stood after it in the piece that completed it.
+    mark: mark that was found; '' before.
+    after: text after the mark, in the piece that completed it.
   """
 
-  def __init__(self, wanted: Sequence[str]):
-    self.found = self.rest = ''
-    self._wanted = tuple(wanted)
+  def __init__(self, marks: Sequence[str]):
+    self.mark = self.after = ''
+    self._marks = tuple(marks)
     self._held = ''
 
   def add(self, text: str) -> str:
-    """Returns what stands before the text that is found, as far as is known."""
-    if self.found:
+    """Returns the text before the mark, as far as no mark can begin in it."""
+    if self.mark:
       return ''
     text = self._held + text
-    # The one that is complete first: so it does not matter how many characters
-    # come at once.
+    # The mark that is complete first counts, so it does not matter how many
+    # characters come at once.
     ends = [
-      (at + len(wanted), at, wanted)
-      for wanted in self._wanted
-      if (at := text.find(wanted)) >= 0
+      (at + len(mark), at, mark)
+      for mark in self._marks
+      if (at := text.find(mark)) >= 0
     ]
     if ends:
-      end, at, self.found = min(ends)
-      self._held, self.rest = '', text[end:]
+      end, at, self.mark = min(ends)
+      self._held, self.after = '', text[end:]
       return text[:at]
-    keep = self._may_begin(text)
-    self._held = text[len(text) - keep :]
-    return text[: len(text) - keep]
+    # The longest end of the text with which a mark may begin waits.
+    longest = max((len(mark) for mark in self._marks), default=1) - 1
+    start = max(0, len(text) - longest)
+    while start < len(text) and not any(
+      mark.startswith(text[start:]) for mark in self._marks
+    ):
+      start += 1
+    self._held = text[start:]
+    return text[:start]
 
   def finish(self) -> str:
-    """Returns what was held back; nothing follows."""
+    """Returns the text that was held back; nothing follows."""
     held, self._held = self._held, ''
     return held
-
-  def _may_begin(self, text: str) -> int:
-    """Characters at the end with which one that is wanted may begin."""
-    longest = max((len(w) for w in self._wanted), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-      if any(w.startswith(text[-size:]) for w in self._wanted):
-        return size
-    return 0
 
 
 class Text:
   """The growing text of one choice.
 
   Attributes:
-    stopped: a stop string has appeared; it and what follows are not text.
+    stopped: true once a stop string has appeared, at which the text ends.
   """
 
   def __init__(self, stop: Sequence[str] = ()):
@@ -110,11 +111,11 @@ class Text:
     self._scanner = Scanner(stop)
     self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
     self._decoded = self._given = 0  # characters
-    # Where each token begins that is not given out.
+    # Offsets of tokens that have not gone out.
     self._tokens: list[tuple[int, Token]] = []
 
   def add(self, tokens: Iterable[Token]) -> tuple[TextPiece, int]:
-    """Takes tokens in order; returns what is settled, and the tokens used.
+    """Takes tokens in order; returns a piece and the number of tokens used.
 
     Tokens after the one that completes a stop string are not used.
     """
@@ -128,7 +129,7 @@ class Text:
     return self._give(text), used
 
   def finish(self) -> TextPiece:
-    """Returns what was held back; no token follows."""
+    """Returns the last piece; no token follows."""
     if self.stopped:
       return self._give('')
     text = self._decode(b'', final=True) + self._scanner.finish()
@@ -139,7 +140,7 @@ class Text:
     decoded = self._decoder.decode(data, final)
     self._decoded += len(decoded)
     text = self._scanner.add(decoded)
-    self.stopped = bool(self._scanner.found)
+    self.stopped = bool(self._scanner.mark)
     return text
 
   def _give(self, text: str, last: bool = False) -> TextPiece:

@@ -2,42 +2,42 @@
 
 Request, a JSON object; everything but `prompt` may be left out:
 
-  prompt              list of token ids; of a session only what it has not seen
+  prompt              list of token ids; in a session only those it has not seen
   max_tokens, temperature, top_p, top_k, min_p, seed, n, model
                       as in /v1/completions
-  stop_token_ids      end an answer and are part of it; no others do
+  stop_token_ids      ids that end an answer and are part of it; no others do
   min_policy_version  409 (code `policy_too_old`, with `policy_version`) while
                       older weights are served
-  session             a name: the context window and its KV cache are kept
-                      afterwards, and a later request of that name goes on
+  session             name under which the context window and its KV cache are
+                      kept afterwards; a later request of that name goes on
   session_length      tokens the session holds so far, 0 to open it; 409 (code
                       `session_mismatch`, with `session_length`) if it does not
   routes              'packed' (default), 'plain' or 'none'
-  top_logprobs        likeliest tokens to tell at each place
+  top_logprobs        number of likeliest tokens to report at each place
 
 Answer:
 
   {"id", "object": "tokens", "model", "policy_version",
-   "session_length": what to send next time; null without a session,
+   "session_length": length to send next time; null without a session,
    "choices": [{
      "index",
      "tokens":          sampled ids, the stop token included,
-     "logprobs":        under the distribution that was sampled from,
-     "raw_logprobs":    of the model at temperature 1, untruncated,
-     "policy_versions": of the weights that sampled each token,
+     "logprobs":        log-probs of the distribution that was sampled from,
+     "raw_logprobs":    log-probs of the model at temperature 1, untruncated,
+     "policy_versions": version of the weights that sampled each token,
      "finish_reason":   "stop" or "length",
-     "cached_tokens":   of the context, that were in the cache already,
+     "cached_tokens":   number of context tokens that were in the cache already,
      "top_logprobs":    null, or for each token [[id, raw log-prob], ...],
      "routes":          null, or {"start", "data"}
    }], "usage"}
 
 `routes.data` is base64 of a tape of `core.routes.codec`: the experts of every
-token from position `start` of the window on, up to the last but one. A `start`
-before the end of what a client has replaces that: the tokens were consumed
-anew, with other weights.
+token from position `start` of the window on, up to the last but one. If `start`
+lies before the end of the tape that a client has, the new part replaces the old
+one: the tokens were consumed anew, with other weights.
 
-DELETE /v1/tokens/sessions/NAME closes a session; 404 if there is none. One that
-stays idle is closed by the server, one whose request is cut off as well.
+DELETE /v1/tokens/sessions/NAME closes a session; 404 if there is none. The
+server closes one that stays idle, and one whose request is cut off.
 """
 
 import asyncio
@@ -45,18 +45,20 @@ import base64
 import secrets
 from typing import Any
 
+import numpy as np
+
 from composer_jax.core import records
 from composer_jax.core.routes import codec
 from composer_jax.models import config as model_config
-from composer_jax.serve import exchange, generation, jobs, metrics, service
+from composer_jax.serve import exchange, generation, metrics, service
 from composer_jax.serve.api import answers, errors, openai, requests
 
-# Sessions of clients never meet those that the server makes.
+# Keeps names of clients apart from those that the server makes.
 _KEPT = 'kept/'
 
 
 def scheme_of(config: model_config.ModelConfig) -> codec.RouteScheme:
-  """What the ids of the model's routes mean."""
+  """Returns the meaning of the ids in the model's routes."""
   return codec.RouteScheme(
     num_experts=config.moe.num_experts,
     num_active=config.moe.num_active,
@@ -65,7 +67,7 @@ def scheme_of(config: model_config.ModelConfig) -> codec.RouteScheme:
 
 
 class TokensApi:
-  """The endpoints for those who have a tokenizer of their own."""
+  """The endpoints for clients with a tokenizer of their own."""
 
   def __init__(
     self, served: service.Service, figures: metrics.Metrics, name: str
@@ -76,9 +78,8 @@ class TokensApi:
   async def sample(self, to: exchange.Exchange, body: Any) -> None:
     asked = requests.parse(requests.TokensRequest, body)
     generation.check_model(asked.model, self._name)
-    generation.check_top(asked.top_logprobs, 'top_logprobs', self._service)
     self._check(asked)
-    generation.admit(asked, self._service)
+    generation.admit(asked, self._service, asked.top_logprobs, 'top_logprobs')
     session = f'{_KEPT}{asked.session}' if asked.session else ''
     prompt_T = openai.token_ids(asked.prompt)
     sampled = generation.sample_requests(
@@ -94,14 +95,22 @@ class TokensApi:
       keep=bool(session),
       session_length=asked.session_length if session else None,
     )
+    ends: dict[int, records.Completion] = {}
     async with opened as job:
       self._figures.prompt_tokens.inc(len(prompt_T))
-      ends = await self._ends(job)
+      unfinished = set(range(len(sampled)))
+      events = generation.timed(job, self._figures, unfinished)
+      async for index, event in events:
+        if isinstance(event, records.Completion):
+          ends[index] = event
+          unfinished.discard(index)
     length = None
     if session:
       length = asked.session_length + len(prompt_T) + len(ends[0].tokens_T)
-    # Tapes of long windows take their time, which streams would wait for.
-    choices = await asyncio.to_thread(self._choices, ends, asked)
+    # In a thread: encoding the tapes of long windows would stall streams.
+    choices = await asyncio.to_thread(
+      lambda: [self._choice(i, ends[i], asked) for i in sorted(ends)]
+    )
     await to.answer(
       {
         'id': f'tok-{secrets.token_hex(12)}',
@@ -112,14 +121,13 @@ class TokensApi:
         'choices': choices,
         'usage': answers.usage(
           len(prompt_T),
-          sum(len(end.tokens_T) for end in ends),
-          min(end.num_cached for end in ends),
+          sum(len(end.tokens_T) for end in ends.values()),
+          min(end.num_cached for end in ends.values()),
         ),
       }
     )
 
-  async def close(self, to: exchange.Exchange, body: Any) -> None:
-    del body
+  async def close(self, to: exchange.Exchange, _: Any) -> None:
     name = to.path_params['name']
     missing = errors.ApiError(
       404,
@@ -135,7 +143,7 @@ class TokensApi:
       raise errors.invalid('A session has one choice: n must be 1.', 'n')
     if asked.session_length and not asked.session:
       raise errors.invalid(
-        'session_length is of a session; name it.', 'session_length'
+        'session_length needs a session; name it.', 'session_length'
       )
     oldest, version = asked.min_policy_version, self._service.version
     if oldest is not None and version < oldest:
@@ -148,25 +156,31 @@ class TokensApi:
         details={'policy_version': version},
       )
 
-  async def _ends(self, job: jobs.SampleJob) -> list[records.Completion]:
-    ends: dict[int, records.Completion] = {}
-    seen = generation.Timing(job, self._figures)
-    while len(ends) < len(job.requests):
-      index, event = await job.next()
-      seen(index, event)
-      if isinstance(event, records.Completion):
-        ends[index] = event
-    return [ends[index] for index in range(len(ends))]
-
-  def _choices(
-    self, ends: list[records.Completion], asked: requests.TokensRequest
-  ) -> list[dict[str, Any]]:
-    return [self._choice(i, end, asked) for i, end in enumerate(ends)]
-
   def _choice(
     self, index: int, end: records.Completion, asked: requests.TokensRequest
   ) -> dict[str, Any]:
     assert end.raw_logprobs_T is not None
+    top = routes = None
+    if asked.top_logprobs:
+      assert end.top_ids_TX is not None
+      assert end.top_logprobs_TX is not None
+      ids_TX = end.top_ids_TX[:, : asked.top_logprobs].tolist()
+      least = generation.MIN_LOGPROB
+      scores_TX = np.maximum(end.top_logprobs_TX, least).tolist()
+      top = [
+        list(zip(ids, scores, strict=True))
+        for ids, scores in zip(ids_TX, scores_TX, strict=True)
+      ]
+    if asked.routes != 'none':
+      assert end.routes_start is not None
+      data = codec.encode(
+        end.consumed_expert_ids_TMA,
+        self._scheme,
+        start=end.routes_start,
+        form=asked.routes,
+      )
+      text = base64.b64encode(data).decode()
+      routes = {'start': end.routes_start, 'data': text}
     return {
       'index': index,
       'tokens': end.tokens_T.tolist(),
@@ -175,36 +189,6 @@ class TokensApi:
       'policy_versions': end.policy_version_T.tolist(),
       'finish_reason': 'stop' if end.stopped else 'length',
       'cached_tokens': end.num_cached,
-      'top_logprobs': _top(end, asked.top_logprobs),
-      'routes': self._routes(end, asked.routes),
+      'top_logprobs': top,
+      'routes': routes,
     }
-
-  def _routes(
-    self, end: records.Completion, form: str
-  ) -> dict[str, Any] | None:
-    if form == 'none':
-      return None
-    assert end.routes_start is not None
-    data = codec.encode(
-      end.consumed_expert_ids_TMA,
-      self._scheme,
-      start=end.routes_start,
-      form=form,
-    )
-    text = base64.b64encode(data).decode()
-    return {'start': end.routes_start, 'data': text}
-
-
-def _top(end: records.Completion, count: int) -> list | None:
-  if not count:
-    return None
-  assert end.top_ids_TX is not None
-  assert end.top_logprobs_TX is not None
-  return [
-    [[i, max(p, generation.MIN_LOGPROB)] for i, p in zip(ids, ps, strict=True)]
-    for ids, ps in zip(
-      end.top_ids_TX[:, :count].tolist(),
-      end.top_logprobs_TX[:, :count].tolist(),
-      strict=True,
-    )
-  ]

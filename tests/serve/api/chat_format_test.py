@@ -64,8 +64,8 @@ def _written(family):
 )
 def test_calls_of_each_family_are_found(qwen, family):
   form = chat_format.TemplateFormat(*qwen)
-  found = form.calls(_written(family), TOOLS)
-  assert [(c.name, json.loads(c.arguments)) for c in found] == CALLS
+  calls = form.calls(_written(family), TOOLS)
+  assert [(c.name, json.loads(c.arguments)) for c in calls] == CALLS
   assert any(mark in _written(family) for mark in form.mark(TOOLS))
   # One that is not listed, or damaged, and none of them is a call.
   assert form.calls(_written(family), TOOLS[:1]) is None
@@ -77,8 +77,8 @@ def test_calls_of_each_family_are_found(qwen, family):
 @pytest.mark.parametrize('family', ['hermes', 'deepseek', 'kimi'])
 def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
   form = chat_format.TemplateFormat(*qwen)
-  said = 'a < b <tool' + _written(family)
-  ids = [tokenizer._bytes.index(bytes([b])) for b in said.encode()] + [
+  text = 'a < b <tool' + _written(family)
+  ids = [tokenizer._bytes.index(bytes([b])) for b in text.encode()] + [
     tokenizer.END
   ]
   choice = generation.GrowingAnswer(

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a server whose engine says what a test wants."""
+"""OpenAI's own client against a server with a scripted engine."""
 
 import json
 
@@ -36,23 +36,23 @@ def _chat(client, **more):
 
 def _joined(stream):
   """Returns {index: (text, finish reason, tool calls, logprobs)}."""
-  found = {}
+  joined = {}
   for chunk in stream:
     for choice in chunk.choices:
-      text, finish, calls, logprobs = found.get(
+      text, finish, calls, logprobs = joined.get(
         choice.index, ('', None, [], [])
       )
       delta = choice.delta
       calls = calls + list(delta.tool_calls or [])
       if choice.logprobs:
         logprobs = logprobs + choice.logprobs.content
-      found[choice.index] = (
+      joined[choice.index] = (
         text + (delta.content or ''),
         choice.finish_reason or finish,
         calls,
         logprobs,
       )
-  return found
+  return joined
 
 
 def test_the_prompt_is_that_of_the_protocol(say, tokenizer):
@@ -80,7 +80,7 @@ def test_the_prompt_is_that_of_the_protocol(say, tokenizer):
 
 @pytest.mark.parametrize('per_step', [1, 3, 50])
 @pytest.mark.parametrize(
-  'said, stop, text, used',
+  'written, stop, text, used',
   [
     ('aé€😀z', None, 'aé€😀z', 12),
     (b'a\xff\xe2\x82b', None, 'a\ufffd\ufffdb', 6),
@@ -95,8 +95,8 @@ def test_the_prompt_is_that_of_the_protocol(say, tokenizer):
     ('', ['x'], '', 1),
   ],
 )
-def test_text_and_stop_strings(say, said, stop, text, used, per_step):
-  made = say(said, per_step)
+def test_text_and_stop_strings(say, written, stop, text, used, per_step):
+  made = say(written, per_step)
   whole = _chat(made, stop=stop)
   assert whole.choices[0].message.content == text
   assert whole.choices[0].finish_reason == 'stop'
@@ -126,14 +126,14 @@ def test_logprobs_are_those_of_the_text(say, stream):
   answer = _chat(
     made, logprobs=True, top_logprobs=2, stop='STOP', stream=stream
   )
-  found = (
+  joined = (
     _joined(answer)[0][3] if stream else answer.choices[0].logprobs.content
   )
-  assert bytes(b for t in found for b in t.bytes) == 'aé! '.encode()
-  assert {t.logprob for t in found} == {-0.5}
-  assert [t.logprob for t in found[0].top_logprobs] == [-0.5, -0.5]
-  assert found[0].top_logprobs[1].token == 'b'
-  assert found[1].token == '\ufffd'
+  assert bytes(b for t in joined for b in t.bytes) == 'aé! '.encode()
+  assert {t.logprob for t in joined} == {-0.5}
+  assert [t.logprob for t in joined[0].top_logprobs] == [-0.5, -0.5]
+  assert joined[0].top_logprobs[1].token == 'b'
+  assert joined[1].token == '\ufffd'
 
 
 def test_completions_and_their_logprobs(say, tokenizer):
@@ -178,13 +178,13 @@ def test_choices_are_told_apart(say, tokenizer):
   assert [c.index for c in answer.choices] == [0, 1, 2]
   # The prompt counts once.
   assert answer.usage.prompt_tokens == 5
-  found = _joined(_chat(made, n=3, stream=True))
-  assert [found[i][0] for i in range(3)] == texts
+  joined = _joined(_chat(made, n=3, stream=True))
+  assert [joined[i][0] for i in range(3)] == texts
 
 
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize(
-  'said, arguments',
+  'written, arguments',
   [
     (
       'edit a.py 3\nreturn 1\n',
@@ -199,8 +199,8 @@ def test_choices_are_told_apart(say, tokenizer):
     ('', None),
   ],
 )
-def test_calls_of_our_protocol(say, said, arguments, stream):
-  made = say(said)
+def test_calls_of_our_protocol(say, written, arguments, stream):
+  made = say(written)
   answer = _chat(made, tools=TOOLS, stream=stream)
   if stream:
     text, finish, calls, _ = _joined(answer)[0]
@@ -209,7 +209,7 @@ def test_calls_of_our_protocol(say, said, arguments, stream):
     text, finish = choice.message.content, choice.finish_reason
     calls = choice.message.tool_calls or []
   if arguments is None:
-    assert (text, finish, calls) == (said, 'stop', [])
+    assert (text, finish, calls) == (written, 'stop', [])
     return
   assert (text, finish) == ('' if stream else None, 'tool_calls')
   assert calls[0].function.name == 'edit' and calls[0].id
@@ -237,8 +237,8 @@ def test_earlier_calls_are_written_as_the_policy_wrote_them(say, tokenizer):
     asked.append(request.context_T)
     return [*tokenizer.encode('ok'), tokenizer.END]
 
-  said = 'edit a.py 3\nreturn 1'
-  made = say(said)
+  written = 'edit a.py 3\nreturn 1'
+  made = say(written)
   call = _chat(made, tools=TOOLS).choices[0].message
   _chat(
     say(script),
@@ -255,7 +255,7 @@ def test_earlier_calls_are_written_as_the_policy_wrote_them(say, tokenizer):
     ],
   )
   t = tokenizer
-  wanted = [t.USER, *t.encode('Hi'), t.END, t.CALL, *t.encode(said), t.END]
+  wanted = [t.USER, *t.encode('Hi'), t.END, t.CALL, *t.encode(written), t.END]
   wanted += [t.TOOL, *t.encode('edited'), t.END, t.CALL]
   assert asked[0].tolist() == wanted
 

@@ -10,7 +10,7 @@ STOPS = ('ab', 'abca', 'bc', 'éa', 'ca', 'a😀b')
 
 
 def _tokens(data, rng):
-  """The bytes in random tokens, empty ones among them."""
+  """Splits bytes into random tokens, some of them empty."""
   tokens = []
   while data:
     size = rng.randrange(4)
@@ -37,16 +37,16 @@ def _played(tokens, stops, sizes):
 @pytest.mark.parametrize('seed', range(60))
 def test_groups_of_tokens_change_nothing(seed):
   rng = random.Random(seed)
-  said = ''.join(rng.choice('aabbccé😀') for _ in range(20)).encode()
+  spelled = ''.join(rng.choice('aabbccé😀') for _ in range(20)).encode()
   if seed % 3 == 0:
-    said = said[:11] + b'\xff' + said[11:-1]
-  tokens = _tokens(said, rng)
+    spelled = spelled[:11] + b'\xff' + spelled[11:-1]
+  tokens = _tokens(spelled, rng)
   stops = rng.sample(STOPS, rng.randrange(4))
   one = _played(tokens, stops, iter([1] * 99))
   assert one == _played(tokens, stops, iter([99]))
   assert one == _played(tokens, stops, iter(lambda: rng.randint(1, 5), 0))
   text, begun, used, stopped = one
-  whole = said.decode('utf-8', 'replace')
+  whole = spelled.decode('utf-8', 'replace')
   # The first stop string that is complete, found the plain way.
   ends = [(whole.find(s) + len(s), whole.find(s)) for s in stops if s in whole]
   assert stopped == bool(ends)
@@ -64,18 +64,18 @@ def test_groups_of_tokens_change_nothing(seed):
 def test_of_two_the_one_that_is_complete_first_counts():
   scanner = texts.Scanner(['abcd', 'bc'])
   assert scanner.add('xabcd!') == 'xa'
-  assert (scanner.found, scanner.rest) == ('bc', 'd!')
+  assert (scanner.mark, scanner.after) == ('bc', 'd!')
   scanner = texts.Scanner(['bc', 'abc'])
-  assert scanner.add('xabcd') == 'x' and scanner.found == 'abc'
+  assert scanner.add('xabcd') == 'x' and scanner.mark == 'abc'
 
 
 def test_nothing_is_held_that_no_stop_begins_with():
   text = texts.Text(['STOP'])
-  said = [
+  spelled = [
     text.add([texts.Token(data=c.encode(), logprob=0.0)])[0].text
     for c in 'STxS'
   ]
-  assert said == ['', '', 'STx', '']
+  assert spelled == ['', '', 'STx', '']
   assert text.finish().text == 'S'
 
 

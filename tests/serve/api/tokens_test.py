@@ -105,9 +105,9 @@ def test_a_session_has_one_request_at_a_time(serve, post):
   server.engine.go.clear()
 
   body = {'prompt': [40], 'session': 'a', 'max_tokens': 3}
-  found = []
+  responses = []
   first = threading.Thread(
-    target=lambda: found.append(post(server, '/v1/tokens', body))
+    target=lambda: responses.append(post(server, '/v1/tokens', body))
   )
   first.start()
   scripted.wait_for(lambda: server.engine.works)
@@ -116,7 +116,7 @@ def test_a_session_has_one_request_at_a_time(serve, post):
   assert answer.json()['error']['code'] == 'session_busy'
   server.engine.go.set()
   first.join(10)
-  assert found[0].json()['session_length'] == 4
+  assert responses[0].json()['session_length'] == 4
 
 
 def test_sessions_are_bounded_in_number_and_age(serve, post):
