@@ -182,25 +182,20 @@ def test_one_device_sends_nothing():
 
 
 def test_tables_add_up_layers_and_microbatches(kimi_k2):
-  layers, steps, each = (
-    table.to_json()['rows'] for table in comms.tables(kimi_k2, **K2)
-  )
+  tables = comms.tables(kimi_k2, **K2)
+  layers, steps = (table.to_json()['rows'] for table in tables)
   total = steps[-1]
   of = {'dense layer': 1, 'mixture layer': 60, 'step': 1}
   want = sum(of[row['where']] * row['bytes'] for row in layers)
   assert (total['what'], total['bytes']) == ('total', want)
   rates = cost.BY_NAME['v5p']
   assert total['ms'] == pytest.approx(1e3 * want / rates.within)
-  # 128 devices of experts and 8 active: the rows that chose them.
+  # 128 devices of experts and 8 active: only rows that chose them travel.
   assert {row['kind'] for row in layers if row['what'] == 'dispatch'} == {
     'ragged-all-to-all'
   }
-  assert [row['ratio'] for row in each] == [
-    pytest.approx(128 / 7.85, rel=0.01),
-    pytest.approx(128 / 7.85, rel=0.01),
-    pytest.approx(1, rel=0.01),
-  ]
-  _, four, _ = comms.tables(kimi_k2, **K2, microbatches=4)
+  assert 'transport ragged_a2a: 128 expert shards' in tables[0].title
+  _, four = comms.tables(kimi_k2, **K2, microbatches=4)
   four = {row['what']: row for row in four.to_json()['rows']}
   one = {row['what']: row for row in steps}
   for what in ('dense weights', 'dispatch', 'copies'):

@@ -140,7 +140,7 @@ def test_what_does_not_fit_says_how_much_it_wanted(subject, made):
   assert not found['fits']
   step = compiled.tables(subject, too_large, OPTIONS.seq_len)[0].to_text()
   assert 'does NOT fit' in step
-  with pytest.raises(ValueError, match='No sizes in what the compiler says'):
+  with pytest.raises(ValueError, match='states no sizes .* no luck'):
     aot._wanted('RESOURCE_EXHAUSTED: no luck', 0)
 
 
@@ -184,7 +184,7 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
   [
     (dict(seq_len=0), 'seq_len must be at least 1, not 0'),
     (dict(accumulate=0), 'accumulate must be at least 1'),
-    (dict(batch_size=-8), 'batch_size must not be below 0: -8'),
+    (dict(batch_size=-8), 'batch_size must be at least 0, not -8'),
     (dict(bucket=0.5), 'bucket must be at least 1 .* not 0.5'),
   ],
 )
@@ -201,6 +201,22 @@ def test_only_a_tpu_has_a_schedule_before_its_code(subject):
     aot_process.compile_step(task, 'schedule')
   with pytest.raises(ValueError, match="'hlo' is not one of"):
     aot_process.compile_step(task, 'hlo')
+
+
+@pytest.mark.parametrize('inside', ['', 'libtpu'])
+def test_a_wrong_folder_of_libtpu_is_named(tmp_path, inside, monkeypatch):
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  # Python takes an empty folder of the package's name for the package.
+  (tmp_path / inside).mkdir(exist_ok=True)
+  task = aot_process.CompileTask(
+    case=case_of('v5p:2x2x2', '2,2,2'),
+    options=OPTIONS,
+    topology_name='v5p:2x2x2',
+    libtpu=str(tmp_path),
+  )
+  message = f'--libtpu={tmp_path} .*libtpu.so is not .*--target={tmp_path} '
+  with pytest.raises(ValueError, match=message):
+    aot_process.compile_step(task, 'schedule')
 
 
 def test_a_compiler_that_is_not_there_says_how_to_get_it(monkeypatch):
