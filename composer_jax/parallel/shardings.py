@@ -59,14 +59,15 @@ def _place_experts(
   """Gives E the largest product that divides it, and D or F the other axes."""
   wanted = table['expert'] or ()
   expert_axes = _largest_divisor(sizes['expert'], wanted, mesh)
-  rest = tuple(axis for axis in wanted if axis not in expert_axes)
-  if product(rest, mesh) == 1:
+  other_axes = tuple(axis for axis in wanted if axis not in expert_axes)
+  others = product(other_axes, mesh)
+  if others == 1:
     return {'expert': expert_axes}
   candidates = [a for a in table if table[a] == layouts.REST and a in sizes]
   for axis in candidates:
-    if sizes[axis] % product(rest, mesh) == 0:
-      return {'expert': expert_axes, axis: rest}
-  count, others = product(wanted, mesh), product(rest, mesh)
+    if sizes[axis] % others == 0:
+      return {'expert': expert_axes, axis: other_axes}
+  count = product(wanted, mesh)
   cures = [f'{nearest(sizes["expert"], count)} experts'] + [
     f'{axis} of {nearest(sizes[axis], others)}' for axis in candidates
   ]
@@ -74,7 +75,7 @@ def _place_experts(
     f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
     f'{describe(wanted, mesh)} ({count}), and none of '
     f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
-    f'{describe(rest, mesh)} ({others}). The nearest that do: '
+    f'{describe(other_axes, mesh)} ({others}). The nearest that do: '
     f'{", ".join(cures)}; or change the mesh.'
   )
 

@@ -95,9 +95,9 @@ def check_tokens(
     return
   if set(plan.token_axes) != set(plan.mesh.shape):
     raise ValueError(
-      f'Tokens are sharded over {plan.batch_axes + plan.sequence_axes}, and the '
-      f'mesh has the axes {tuple(plan.mesh.shape)}. Train in a layout whose '
-      'tokens use all axes, such as layouts.TRAIN or layouts.REPLICATED.'
+      f'Tokens are sharded over {plan.token_axes} and the mesh has the axes '
+      f'{tuple(plan.mesh.shape)}. Train in a layout whose tokens use all axes, '
+      'such as layouts.TRAIN or layouts.REPLICATED.'
     )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):

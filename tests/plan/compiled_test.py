@@ -1,4 +1,4 @@
-"""Laws of train steps compiled for machines, these being emulated CPUs."""
+"""Train steps compiled for machines, here for emulated CPUs."""
 
 import dataclasses
 import importlib.util
@@ -46,19 +46,19 @@ OPTIONS = aot.StepOptions(
 def made(subject, tmp_path_factory):
   folder = tmp_path_factory.mktemp('dump')
   traced, lowered = aot.lower(subject, OPTIONS, jax.devices()[:8])
-  # Whose code runs nowhere need not be fast.
+  # The code never runs, so it need not be fast.
   options = {'xla_backend_optimization_level': 0}
   return aot.compile_lowered(traced, lowered, folder, options)
 
 
 def test_arguments_are_the_state_and_the_batch(subject, made):
-  found = params.parameters(subject)
-  trained = [p for p in found if p.part != 'selection_bias']
-  rest = [p for p in found if p.part == 'selection_bias']
+  placed = params.parameters(subject)
+  trained = [p for p in placed if p.part != 'selection_bias']
+  biases = [p for p in placed if p.part == 'selection_bias']
   state = 3 * sum(p.bytes_per_device for p in trained)
-  state += sum(p.bytes_per_device for p in rest)
-  # Two rows over four devices of rows and half of each; the step counters of
-  # the state and of Adam and its schedule; whether the step is due.
+  state += sum(p.bytes_per_device for p in biases)
+  # The batch is spread over 8 devices. The rest are step counters of the state,
+  # of Adam and of its schedule, and a flag.
   batch = 4 * 4 * OPTIONS.batch_size * OPTIONS.seq_len // 8
   counters = made.traced.arguments - state - batch
   assert 0 < counters <= 4 * 4
@@ -73,14 +73,14 @@ def test_a_donated_state_takes_its_place_once(made):
 
 
 def test_the_summary_is_that_of_the_program(subject, made):
-  found = compiled.summary(subject, made)
+  summary = compiled.summary(subject, made)
   program = overlap.read(made.text, dynamic_trips=1)
-  assert found['flops'] == program.flops
-  assert found['wire_bytes'] == program.wire_bytes > 0
-  assert found['fits']  # the memory of a host has no name here
-  assert 0 <= found['hidden_share'] <= 1
-  assert found['modelled_seconds'] >= program.flops / 20e9
-  json.dumps(found)
+  assert summary['flops'] == program.flops
+  assert summary['wire_bytes'] == program.wire_bytes > 0
+  assert summary['fits']  # The memory of the host has no limit here.
+  assert 0 <= summary['hidden_share'] <= 1
+  assert summary['modelled_seconds'] >= program.flops / 20e9
+  json.dumps(summary)
 
 
 def test_tables_add_up(subject, made):
@@ -136,8 +136,8 @@ def test_what_does_not_fit_says_how_much_it_wanted(subject, made):
   too_large = dataclasses.replace(
     made, temporaries=wanted, limit=limit, error=error, has_code=False
   )
-  found = compiled.summary(subject, too_large)
-  assert not found['fits']
+  summary = compiled.summary(subject, too_large)
+  assert not summary['fits']
   step = compiled.tables(subject, too_large, OPTIONS.seq_len)[0].to_text()
   assert 'does NOT fit' in step
   with pytest.raises(ValueError, match='states no sizes .* no luck'):
@@ -145,8 +145,8 @@ def test_what_does_not_fit_says_how_much_it_wanted(subject, made):
 
 
 def test_involuntary_rematerialisation_fails_the_case(subject, made):
-  told = compiled.tables(subject, made, OPTIONS.seq_len)
-  assert not any(t.title == compiled.FAILED for t in told)
+  tables = compiled.tables(subject, made, OPTIONS.seq_len)
+  assert not any(t.title == compiled.FAILED for t in tables)
   warned = dataclasses.replace(made, warnings=('Involuntary full ...',))
   assert compiled.summary(subject, warned)['rematerialisation_warnings'] == 1
   last = compiled.tables(subject, warned, OPTIONS.seq_len)[-1]
@@ -180,7 +180,7 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('change', 'told'),
+  ('change', 'message'),
   [
     (dict(seq_len=0), 'seq_len must be at least 1, not 0'),
     (dict(accumulate=0), 'accumulate must be at least 1'),
@@ -188,8 +188,8 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
     (dict(bucket=0.5), 'bucket must be at least 1 .* not 0.5'),
   ],
 )
-def test_impossible_steps_are_refused(change, told):
-  with pytest.raises(ValueError, match=told):
+def test_impossible_steps_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
     aot.StepOptions(**change)
 
 
@@ -278,14 +278,14 @@ def test_the_tpu_compiler_scatters_gradients_in_flight():
     libtpu='',
   )
   made = aot_process.compile_step(task, 'schedule')
-  found = compiled.summary(subject, made)
+  summary = compiled.summary(subject, made)
   assert not made.has_code
-  assert found['fits']
-  assert found['rematerialisation_warnings'] == 0
+  assert summary['fits']
+  assert summary['rematerialisation_warnings'] == 0
   program = overlap.read(made.text, dynamic_trips=1)
   moved = [c for c in program.collectives if 'scatter_grad' in c.scope]
   assert moved
-  # Never as an all-reduce of the whole.
+  # None became an all-reduce of the whole array.
   assert {c.kind for c in moved} == {'reduce-scatter'}
   assert all(c.is_async for c in moved)
   assert made.live
