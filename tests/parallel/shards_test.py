@@ -1,4 +1,4 @@
-"""Weights made whole inside of shards, and their gradients on the way back."""
+"""Weights gathered inside shards, and the reduction of their gradients."""
 
 import functools
 import re

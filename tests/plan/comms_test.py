@@ -1,6 +1,6 @@
-"""What a step is said to send, against closed forms.
+"""The stated traffic of a step against closed forms.
 
-That programs send it is the business of tests/parallel/golden_test.py.
+tests/parallel/golden_test.py checks it against compiled programs.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def test_recomputation_repeats_what_the_policy_did_not_save(kimi_k2):
   ):
     lines = _lines(_with(kimi_k2, **change))
     assert {line.what for line in lines if line.phase == 'recompute'} == want
-    # What is made again is what was made before.
+    # Recomputation repeats lines of the forward pass.
     for line in lines:
       if line.phase == 'recompute':
         assert line._replace(phase='forward') in lines
@@ -150,7 +150,7 @@ def test_exchanges_are_those_that_a_run_chooses_by(transport, bucket):
   lines = traffic.lines(case, step)
   parts = ('dispatch', 'combine', 'routes')
   # Counts of rows travel too, and decide nothing.
-  have = sum(
+  sent = sum(
     _bytes(lines, what=what)
     - _bytes(lines, what=what, kind='all-gather')
     * (what == 'routes' and transport != 'ring')
@@ -158,7 +158,7 @@ def test_exchanges_are_those_that_a_run_chooses_by(transport, bucket):
   )
   load = traffic.load(case, step)
   want = transports.bytes_received(load, transport, bucket=bucket)
-  assert have == pytest.approx(want)
+  assert sent == pytest.approx(want)
 
 
 def test_copies_everywhere_are_summed_everywhere():

@@ -1,4 +1,4 @@
-"""The tables of Muon's plan against the plan, which has tests of its own."""
+"""The tables of Muon's plan against the plan itself."""
 
 import json
 
