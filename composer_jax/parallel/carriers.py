@@ -50,7 +50,6 @@ class ExpertShards:
 
   @property
   def no_expert(self) -> int:
-    """An id that is no expert's."""
     return self.num_shards * self.num_local
 
 
@@ -90,12 +89,8 @@ def carry(
 ) -> tuple[jax.Array, Needs]:
   """Returns y_ZD of this shard's tokens, and the needs of the exchange.
 
-  Args:
-    name: key of CARRIERS.
-    compute: function from tokens to their sums over this shard's experts and
-      the number of copies.
-    tokens: tokens of this shard.
-    shards: shards of the experts.
+  `compute` maps tokens to their sums over this shard's experts and the number
+  of copies; `name` is a key of CARRIERS.
   """
   with jax.named_scope('dispatch'):
     carrier = CARRIERS[name](tokens.ids_ZA, shards)
@@ -204,9 +199,7 @@ def _sort_by_shard(
 ) -> tuple[dispatch.Order, jax.Array]:
   """Sorts tokens by the shards that they visit, once per shard.
 
-  Returns:
-    order: order of the rows.
-    counts_2P: tokens that visit each shard, and their copies there.
+  The second result counts the tokens that visit each shard, and their copies.
   """
   num_tokens, num_active = ids_ZA.shape
   num_shards = shards.num_shards

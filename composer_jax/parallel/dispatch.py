@@ -47,16 +47,10 @@ class RoutedTokens(NamedTuple):
 def sort_copies(
   key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
 ) -> tuple[Order, jax.Array]:
-  """Sorts copies stably by key into a buffer of rows.
+  """Sorts copies stably by group into a buffer of `num_rows` (None: all).
 
-  Args:
-    key_ZA: int32 group of each copy; num_groups if it has none.
-    num_groups: number of groups.
-    num_rows: rows of the buffer; None for all copies.
-
-  Returns:
-    order: order of the buffer; copies beyond it have no place.
-    sizes_E: int32 sizes of the groups, with the copies beyond the buffer.
+  A key is the int32 group of a copy, num_groups if it has none. Copies beyond
+  the buffer have no place, but count in the int32 sizes of the groups.
   """
   key_Y = key_ZA.reshape(-1)
   size = key_Y.size

@@ -116,9 +116,8 @@ def exchange(
     plan: sharding of experts and tokens; None for one device.
 
   Returns:
-    y_BTD: gated sums.
-    stats: capacity of the exchange; None for a plan that does not shard tokens,
-      which always has room.
+    y_BTD, and the capacity of the exchange; None for a plan that does not shard
+    tokens, which always has room.
   """
   if plan is not None and not plan.token_axes:
     summed = jax.shard_map(

@@ -154,7 +154,6 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 
 
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of expert_ids_MBTA."""
   return NamedSharding(mesh, P(None, *tokens(layout, mesh).spec))
 
 

@@ -61,15 +61,9 @@ def stacked(tree: Any) -> Any:
 
 
 def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
-  """Returns the storage specs of the variables of a subtree, or of a leaf.
+  """Returns the storage specs of the variables of a subtree or leaf.
 
-  Args:
-    plan: plan with the specs; None gives replicated specs.
-    name: '/'-joined name of the subtree, such as 'params/moe_layers'.
-    tree: the subtree.
-
-  Raises:
-    ValueError: the plan has no spec for a variable.
+  `name` is the '/'-joined name of the subtree, such as 'params/moe_layers'.
   """
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
@@ -146,15 +140,12 @@ def lend(
   scan serves all layers. `shard_map` would sum those of the arrays themselves
   layer by layer, with a round trip for few bytes.
 
-  Args:
-    stacked: variables with a leading layer axis, over which a scan runs.
-    specs: specs of one layer's variables.
-    plan: sharding; None returns the arguments.
+  `stacked` has a leading layer axis, over which a scan runs; `specs` are those
+  of one layer.
 
   Returns:
-    variables: variables to scan over.
-    specs: specs of one layer of them.
-    unwrap: function that returns a layer's variables inside a shard.
+    The variables to scan over, the specs of one layer of them, and a function
+    that returns a layer's variables inside a shard.
   """
   if plan is None:
     return stacked, specs, lambda variables: variables

@@ -23,14 +23,8 @@ def make_mesh(
 ) -> Mesh:
   """Returns a mesh with axes `AXES`, all of type Auto.
 
-  Args:
-    replica: number of replicas of the dense weights.
-    fsdp: shards of the batch within a replica.
-    context: shards of the sequence.
-    devices: devices of the mesh; None takes all.
-
-  Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+  Replicas hold copies of the dense weights; fsdp shards the batch within a
+  replica, and context the sequence. By default the mesh has all devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   shape = (replica, fsdp, context)

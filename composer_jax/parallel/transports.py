@@ -87,11 +87,6 @@ def choose(
   The choice is the transport whose busiest shard receives the fewest bytes.
   Sent once to each shard, a token never costs more than in the ring, but only
   the ring is as fast for a busy shard as for others.
-
-  Args:
-    load: size of the exchange.
-    platform: 'cpu', 'gpu' or 'tpu'.
-    bucket: capacity as a multiple of the mean; None for the worst case.
   """
   table = {n: bytes_received(load, n, bucket=bucket) for n in carriers.CARRIERS}
   busiest = table | {'ragged_a2a': _IMBALANCE * table['ragged_a2a']}

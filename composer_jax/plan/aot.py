@@ -179,7 +179,6 @@ def _lower(
   mesh: Mesh,
   options: StepOptions,
 ) -> tuple[train_placement.Placement, Any, Any]:
-  """Returns the placement, the step's arguments and the lowered step."""
   rows = shardings.product(case.layout.batch, mesh)
   batch_size = options.batch_size or rows * options.accumulate
   placement = train_placement.build(
@@ -296,7 +295,6 @@ def compile_lowered(
 
 
 def warnings(folder: pathlib.Path) -> tuple[str, ...]:
-  """Returns the compiler's lines on involuntary rematerialisation."""
   lines = (folder / PRINTED).read_text(errors='replace').splitlines()
   return tuple(line for line in lines if _WARNING in line)
 

@@ -35,7 +35,6 @@ class Case:
 
   @property
   def where(self) -> str:
-    """Returns the devices and their layout in words, for titles."""
     sizes = ', '.join(f'{a} {n}' for a, n in self.mesh.shape.items())
     machines = f'{self.mesh.size} {self.machine} ({sizes})'
     return f'{machines}, layout {self.layout.name}'

@@ -118,7 +118,6 @@ def _against(
 def _added(
   case: cases.Case, lines: list[traffic.Traffic], microbatches: int
 ) -> _Total:
-  """Adds up the lines over all layers and forward passes."""
   layers = {
     'dense layer': case.model.num_dense_layers,
     'mixture layer': case.model.num_moe_layers,

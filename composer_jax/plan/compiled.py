@@ -33,7 +33,6 @@ def summary(case: cases.Case, compiled: aot.Compiled) -> dict[str, Any]:
 def tables(
   case: cases.Case, compiled: aot.Compiled, seq_len: int
 ) -> list[report.Table]:
-  """Answers `--what=compile`."""
   reading = _Reading(case, compiled)
   candidates = [
     reading.step(),
@@ -168,7 +167,6 @@ class _Reading:
     )
 
   def kinds(self) -> report.Table:
-    """Returns the sums over collectives of each kind."""
     rows = []
     line, rates = self.line, self.rates
     groups = _grouped(line.transfers, lambda t: (t.collective.kind,))
@@ -200,7 +198,6 @@ class _Reading:
     )
 
   def exposed(self) -> report.Table:
-    """Returns the collectives that products wait for, and the reasons."""
     groups = _grouped(
       self.line.transfers,
       lambda t: (
@@ -254,7 +251,6 @@ class _Reading:
     return report.Table(title='Remarks', columns=('what', 'text'), rows=rows)
 
   def failures(self) -> report.Table:
-    """Returns the compiler's lines on arrays that it gathers whole."""
     rows = [(line,) for line in self.compiled.warnings]
     return report.Table(title=FAILED, columns=('compiler',), rows=rows)
 

@@ -50,7 +50,6 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
 
 
 def tables(case: cases.Case) -> list[report.Table]:
-  """Answers `--what=muon`."""
   made, rates = plan(case), cost.BY_NAME[case.machine]
   return [
     _groups(made, case.where),
@@ -62,7 +61,6 @@ def tables(case: cases.Case) -> list[report.Table]:
 
 
 def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
-  """Returns the matrices, operations and bytes of one device by group."""
   rows = [
     (
       number,
@@ -126,7 +124,6 @@ def _side(
 
 
 def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
-  """Returns the chunks in the order of execution."""
   rows = []
   for g, c in made.sequence:
     chunk = made.groups[g].chunks[c]

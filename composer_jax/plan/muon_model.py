@@ -80,7 +80,6 @@ def roofline_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
 def chunk_times(
   plan: muon_plan.MuonPlan, rates: cost.Rates
 ) -> list[cost.ChunkTimes]:
-  """Returns the times of each chunk in the order of execution."""
   return [
     cost.chunk_times(plan.groups[g], plan.groups[g].chunks[c], rates)
     for g, c in plan.sequence

@@ -75,7 +75,6 @@ def parameters(case: cases.Case) -> list[PlacedParameter]:
 
 
 def part_of(name: str) -> str:
-  """Returns the part of the model that a parameter belongs to."""
   for part, pattern in _PARTS:
     if re.search(pattern, name):
       return part
@@ -86,7 +85,6 @@ def part_of(name: str) -> str:
 
 
 def tables(case: cases.Case) -> list[report.Table]:
-  """Answers `--what=params`."""
   placed = parameters(case)
   by_name = report.Table(
     title=f'Parameters on one device of {case.where}, {case.dtype}',

@@ -59,7 +59,6 @@ class Timeline:
 
   @property
   def wire(self) -> float:
-    """Time of all transfers."""
     return sum(t.seconds for t in self.transfers)
 
   @property
@@ -80,7 +79,6 @@ def transfer_seconds(
 
 
 def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
-  """Models the times of one device's events."""
   clock = busy = wire = 0.0
   transfers: list[Transfer] = []
   # By key: index in `transfers`, time of arrival, and `busy` at the begin.

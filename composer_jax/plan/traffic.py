@@ -122,14 +122,11 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
 
 
 def load(case: cases.Case, step: Step) -> transports.Load:
-  """Returns the size of one exchange of tokens and experts."""
   return _Counter(case, step).load()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Counter:
-  """Yields the lines of a case, with repetitions."""
-
   case: cases.Case
   step: Step
 
@@ -164,7 +161,6 @@ class _Counter:
     return ('forward',) if is_kept else ('forward', 'recompute')
 
   def weight(self, name: str, array: '_Array') -> Iterator[Traffic]:
-    """Yields the traffic of one parameter."""
     where = _WHERE.get(name.split('/')[0], 'step')
     size, dims = array.size, array.dims
     held = sum(dims.values(), ())
@@ -212,7 +208,6 @@ class _Counter:
       yield _line('step', 'embedding', phase, 'all-to-all', axes, sent, least)
 
   def keys(self, where: str) -> Iterator[Traffic]:
-    """Yields the keys that context shards exchange."""
     a, axes = self.case.model.attention, self.case.layout.sequence
     if isinstance(a, model_config.MLAConfig):
       kept = (a.kv_lora_dim, a.rope_dim)
@@ -272,7 +267,6 @@ class _Counter:
     )
 
   def sums(self) -> Iterator[Traffic]:
-    """Yields the traffic about tokens outside of layers."""
     model, along = self.case.model, self.case.layout.sequence
     line = functools.partial(_line, 'step')
     sent = self.tokens * _INT32 * (self.width(along) - 1)

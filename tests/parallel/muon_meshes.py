@@ -115,10 +115,10 @@ class Program(NamedTuple):
   Attributes:
     run: (gradients, momentum) -> (updates, momentum), of host arrays.
     update: the compiled function.
-    plan: what it carries out.
-    text: its HLO.
-    warnings: what XLA wrote while compiling it.
-    shardings: of the parameters; None on one device.
+    plan: plan of the update.
+    text: HLO of the program.
+    warnings: text that XLA printed while compiling it.
+    shardings: shardings of the parameters; None on one device.
   """
 
   run: Any

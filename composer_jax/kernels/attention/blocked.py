@@ -42,11 +42,9 @@ class _Call:
   def each_tile(self, body, by_query, by_key=()):
     """Returns (by_query, by_key) after all tiles of all rows.
 
-    Args:
-      body: (place, (k_SH, v_SH), (by_query, sums)) -> (by_query, sums), where
-        place is (b, head, tile) and sums are float32 [S, H] of one row.
-      by_query: arrays [B, T, N, ...] that the tiles write.
-      by_key: arrays [B, S, K, ...] that receive the sums of each row.
+    `body` is (place, (k_SH, v_SH), (by_query, sums)) -> (by_query, sums), where
+    place is (b, head, tile) and sums are float32 [S, H] of one row for each
+    array by key.
     """
 
     def row(index, results):
@@ -74,7 +72,6 @@ class _Call:
     return part.reshape(-1, *x_BTN.shape[3:])
 
   def put(self, x_BTN, part_X, place):
-    """Returns x_BTN with one tile replaced."""
     start, sizes = self._box(x_BTN, place)
     part = rounding.rounded(part_X, x_BTN.dtype).reshape(sizes)
     return lax.dynamic_update_slice(x_BTN, part, start)
@@ -167,11 +164,8 @@ def backward(
 ) -> blocks.Arrays:
   """Returns the gradients of q, k and v, which may have zeros appended.
 
-  Args:
-    arrays: q, k and v.
-    visible: keys that each query sees.
-    by_query: d_out_BTNH, logs_BTN of `forward`, and means_BTN, the sum of
-      d_out times out.
+  `by_query` are d_out_BTNH, logs_BTN of `forward`, and means_BTN, the sum of
+  d_out times out.
   """
   call = _Call(arrays, visible)
   q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(

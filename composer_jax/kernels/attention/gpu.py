@@ -165,15 +165,8 @@ def _keys_kernel(
 def _call(kernel, known, inputs, outputs, widths, by_query=(), by_block=False):
   """Runs a kernel of (first, last, start, end, q, k, v, *by_query, *outputs).
 
-  Args:
-    kernel: function of references; first and last bound a program's loop.
-    known: static sizes.
-    inputs: (q, k, v, visible) of `_prepare`.
-    outputs: shapes of the results.
-    widths: sum of the widths for `blocks.cost`.
-    by_query: further arrays by query.
-    by_block: true for a grid (block, row, key head), false for a grid (tile,
-      row, head).
+  References first and last bound a program's loop. The grid is (tile, row,
+  head), or (block, row, key head) with `by_block`.
   """
   q, k, v, seen = inputs
   (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
@@ -218,11 +211,8 @@ def _call(kernel, known, inputs, outputs, widths, by_query=(), by_block=False):
 def _spec(array, length, heads, place):
   """Returns the spec of a block of an array [row, place(, head(, width))].
 
-  Args:
-    array: array or its shape and dtype.
-    length: places of a block.
-    heads: heads of a block; None for one, without its axis.
-    place: function from a program's (tile or block, head) to the array's.
+  A block has `length` places and `heads` heads (None: one, without its axis);
+  `place` maps a program's (tile or block, head) to the array's.
   """
   wide = pl.next_power_of_2(array.shape[3]) if array.ndim == 4 else None
   shape = (None, length, heads, wide)[: array.ndim]

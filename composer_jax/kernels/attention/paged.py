@@ -93,7 +93,6 @@ def by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def from_kv_heads(out_BKXH: jax.Array, length: int) -> jax.Array:
-  """Returns out_BTNH, undoing `by_kv_head`."""
   batch, num_kv_heads, _, width = out_BKXH.shape
   out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, width)
   out_BTKGH = out_BKTGH.transpose(0, 2, 1, 3, 4)

@@ -191,7 +191,6 @@ def _entries(array_BT, fill):
 
 
 def _from_entries(out_XKRH, query):
-  """Returns out_BTNH from the entries of `_attend`."""
   batch, length, num_heads, _ = jax.tree.leaves(query)[0].shape
   num_entries = batch * -(-length // QUERIES)
   out_XTNH = paged.from_kv_heads(out_XKRH[:num_entries], QUERIES)
@@ -199,7 +198,6 @@ def _from_entries(out_XKRH, query):
 
 
 def _gather(pool, axis, page_X, offset_X):
-  """Returns a key block of each entry's page."""
   sizes = list(pool.shape)
   sizes[0], sizes[axis] = 1, KEY_BLOCK
 

@@ -205,12 +205,8 @@ class _Grid(NamedTuple):
   def call(self, kernel, inputs, outputs, scratch, widths):
     """Runs a kernel of references (pairs, *inputs, *outputs, *scratch).
 
-    Args:
-      kernel: function of references.
-      inputs: (array, spec) of each input: two visible ranges, q, k, others.
-      outputs: (shape, spec) of each result.
-      scratch: shapes of float32 scratch memory.
-      widths: sum of the widths for `blocks.cost`.
+    Inputs and outputs are (array, spec); inputs begin with both ends of the
+    visible ranges, q and k. Scratch is shapes of float32 memory.
     """
     (q, _), (k, _) = inputs[2:4]
     if self.by_block:

@@ -159,7 +159,6 @@ def _dot(rows_bD, weight_DF, transposed=False):
 
 
 def run(body: Callable[..., Any], loops: Any, carry: Any) -> Any:
-  """Runs body(pieces, i, carry) for each piece of each loop."""
   for pieces in loops:
     step = lambda i, carry, pieces=pieces: body(pieces, i, carry)
     carry = lax.fori_loop(pieces.first, pieces.last, step, carry)

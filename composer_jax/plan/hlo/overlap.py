@@ -81,7 +81,6 @@ def read(
 
 
 def count(events: hlo_events.Events) -> Program:
-  """Counts the events of a program."""
   flops = overlapped = 0.0
   collectives: list[Collective] = []
   kernels: dict[str, float] = {}
