@@ -2,8 +2,8 @@
 
 Each stage of the forward pass (embedding, a layer, the head) is one
 `jax.shard_map` over the whole mesh. Weights enter as stored; `gather` returns a
-whole weight and reduces its gradient to shards. Replica axes are in no spec of
-a weight, so `shard_map` sums the gradients of shards over them.
+whole weight and reduces its gradient to shards. Mesh axes with copies of a
+weight are not in its spec, so `shard_map` sums gradients of shards over them.
 
 The map does not check which values vary over which axis (`check_vma=False`).
 Instead, no differentiable path through a shard may sum over the mesh, and sums

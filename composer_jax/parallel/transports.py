@@ -117,7 +117,7 @@ def sized(
 
 
 def capacity_rows(load: Load, bucket: float | None) -> int:
-  """Returns a shard's capacity in copies, a multiple of 8 below the worst."""
+  """Returns a shard's capacity in copies, at most that of the worst case."""
   if bucket is None:
     return load.worst_rows
   mean = load.num_tokens * load.num_active

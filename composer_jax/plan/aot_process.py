@@ -64,9 +64,9 @@ def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
       process.join()
       raise RuntimeError(
         f'The process that compiles for {task.topology_name} ended with exit '
-        f'code {process.exitcode} and without an error. Code -9 usually means '
-        'that this machine ran out of memory; for any other, check that the '
-        f"compiler's package is whole (--libtpu={task.libtpu!r})."
+        f'code {process.exitcode} and no result. Code -9 usually means that '
+        'this machine ran out of memory; otherwise see what it printed, and '
+        f'check that the compiler is whole (--libtpu={task.libtpu!r}).'
       ) from None
     finally:
       process.kill()

@@ -116,8 +116,8 @@ def prepare(topology: str = '', libtpu: str = '') -> None:
 
 
 def _check_libtpu(folder: str) -> None:
-  # Python would take a bare folder of this name for the package, and jax would
-  # then end the process without an error.
+  # Python imports any folder of this name as a package, with which jax would
+  # fail later by an attribute error.
   library = pathlib.Path(folder, 'libtpu', 'libtpu.so')
   if not library.is_file():
     raise ValueError(

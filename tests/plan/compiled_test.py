@@ -208,15 +208,24 @@ def test_a_wrong_folder_of_libtpu_is_named(tmp_path, inside, monkeypatch):
   monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
   # Python takes an empty folder of the package's name for the package.
   (tmp_path / inside).mkdir(exist_ok=True)
-  task = aot_process.CompileTask(
-    case=case_of('v5p:2x2x2', '2,2,2'),
-    options=OPTIONS,
-    topology_name='v5p:2x2x2',
-    libtpu=str(tmp_path),
-  )
   message = f'--libtpu={tmp_path} .*libtpu.so is not .*--target={tmp_path} '
   with pytest.raises(ValueError, match=message):
-    aot_process.compile_step(task, 'schedule')
+    topologies.prepare('v5p:2x2x1', str(tmp_path))
+
+
+def _end(pipe, task, folder):
+  del task, folder
+  pipe.close()
+  raise SystemExit(3)
+
+
+def test_a_process_that_ends_early_states_its_exit_code(subject, monkeypatch):
+  monkeypatch.setattr(aot_process, '_work', _end)
+  task = aot_process.CompileTask(
+    case=subject, options=OPTIONS, topology_name='cpu:8', libtpu=''
+  )
+  with pytest.raises(RuntimeError, match='for cpu:8 ended with exit code 3'):
+    aot_process.compile_step(task)
 
 
 def test_a_compiler_that_is_not_there_says_how_to_get_it(monkeypatch):
