@@ -1,7 +1,18 @@
 """`--what=muon`: the device that orthogonalises each matrix, and the cost.
 
 The plan is the one that training runs, made for machines that need not exist.
-Times are bounds from published speeds.
+Times are bounds from published speeds. Columns of a group of matrices:
+
+- matrix: short and long side; matrices: those of which a device holds a shard.
+- shards: devices that hold one matrix together; replicas: devices that hold the
+  same shard.
+- owners: devices that matrices are dealt to, or sets of `split` devices that
+  own a matrix together; sharers: replicas that divide the work, which the
+  others repeat; owned: slots of an owner; padding: empty slots of all owners.
+- mode: 'local' if a device holds whole matrices, 'owner' if they travel to an
+  owner and back, 'redundant' if each replica has an owner, 'gram_sharded' if a
+  few devices share a matrix that is too large for one.
+- wire: dtype of exchanges and products.
 """
 
 import jax
@@ -84,7 +95,7 @@ def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
   return report.Table(
     title=(
       f'Groups of a Muon step on {where}; MFLOP and bytes of one device; '
-      'optim/muon/plan.py explains the columns'
+      'plan/muon.py explains the columns'
     ),
     columns=(
       *('group', 'matrix', 'mode', 'shards', 'replicas', 'matrices', 'owners'),
