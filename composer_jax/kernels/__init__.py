@@ -1,1 +1,1 @@
-"""Numerical kernels, one function each with an implementation per backend."""
+"""Numerical kernels: one function each, with one implementation per backend."""

@@ -1,15 +1,14 @@
-"""A token's experts where rows are few, each read from its own buffer.
+"""Experts of few tokens, each expert's weights in an array of its own.
 
-A decode step's time is that of reading its active experts' matrices once. Two
-things are in the way on XLA:CPU: `dynamic_slice` of stacked weights copies each
-matrix before the product reads it, and sixteen rows of padding make a product
-of arithmetic out of one of reading. Here every expert is its own array and a
-branch of `lax.switch`, whose product reads that array in place: three to four
-times the speed of stacked weights at 1 to 8 tokens, and ahead of them at a
-thousand.
+A decode step takes the time to read its active experts' matrices. On XLA:CPU,
+`dynamic_slice` of stacked weights copies each matrix before the product reads
+it, and padding to sixteen rows makes the product limited by arithmetic. Here
+every expert is an array and a branch of `lax.switch`, whose product reads the
+array in place: three to four times the speed of stacked weights at 1 to 8
+tokens, and still faster at a thousand.
 
-For CPU and for the engine: no gradient (`kernels.grouped.matmul` has one), and
-a branch taken on the device stalls accelerators.
+For engines on CPU: there is no gradient (`kernels.grouped.matmul` has one), and
+branches stall accelerators.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +19,18 @@ import jax.numpy as jnp
 
 from composer_jax.kernels.grouped import blocked
 
-_CACHE_BYTES = 1 << 20  # of a usual second level
+_CACHE_BYTES = 1 << 20  # A usual second-level cache.
 
 
 def block_of(num_rows: int, num_experts: int, num_bytes: int) -> int:
-  """Returns the rows per product that suit so many rows of so many experts.
+  """Returns the fastest number of rows per product, for experts of `num_bytes`.
 
-  While an expert has two rows or fewer on average, a product of one row is
-  best: it runs at the speed of memory, and of a second one in cache. Where the
-  cache does not hold an expert of so many bytes, reading it once is worth more
-  from one row on (8 to 15 % of a decode step at two).
+  Up to two rows per expert on average, products of one row are fastest: the
+  second row finds the weights in cache. For experts larger than the cache this
+  holds up to one row (8 to 15 % of a decode step at two).
   """
-  reach = 2 if num_bytes <= _CACHE_BYTES else 1
-  if num_rows <= reach * num_experts:
+  most_rows = 2 if num_bytes <= _CACHE_BYTES else 1
+  if num_rows <= most_rows * num_experts:
     return 1
   return next((b for b in (4, 8) if num_rows <= 2 * b * num_experts), 16)
 
@@ -47,15 +45,15 @@ def expert_rows(
   *,
   block: int | None = None,
 ) -> jax.Array:
-  """Returns y_ZD: of each token, its experts' outputs times their gates, added.
+  """Returns y_ZD, each token's gated sum over its experts.
 
   Args:
     mlp: (an expert's weights, rows [block, D]) -> rows [block, D].
-    experts: weights of each, none stacked with another's.
+    experts: weights of each expert, not stacked.
     x_ZD: tokens.
-    ids_ZA: int32 experts of each.
-    gates_ZA: float32.
-    valid_Z: false for padding, whose result is zero and which reads no expert.
+    ids_ZA: int32 experts of each token.
+    gates_ZA: float32 gates of these experts.
+    valid_Z: false for padding, which reads no expert and gets zeros.
     block: rows per product; None lets `block_of` choose.
   """
   num_tokens, num_active = ids_ZA.shape
@@ -71,15 +69,15 @@ def expert_rows(
     block,
   )
   out_ZAD = out_YD[place_Y].reshape(num_tokens, num_active, -1)
-  # Rows of padding hold what the last block left there, not zeros.
+  # Rows of padding hold leftovers of the last block, not zeros.
   out_ZAD = jnp.where(valid_Z[:, None, None], out_ZAD, 0)
   y_ZD = (out_ZAD.astype(jnp.float32) * gates_ZA[..., None]).sum(1)
   return y_ZD.astype(x_ZD.dtype)
 
 
 def _sort(ids_ZA, valid_Z, num_experts):
-  """Returns rows in order of expert, the place of each, and experts' counts."""
-  # An argsort, which compares pairs, takes five times as long on CPU.
+  """Returns each sorted row's source, each row's place, and rows per expert."""
+  # On CPU an argsort, which compares pairs, takes five times as long.
   keys_Y = jnp.where(valid_Z[:, None], ids_ZA, num_experts).reshape(-1)
   num_rows = keys_Y.shape[0]
   rows_Y = jnp.arange(num_rows, dtype=jnp.int32)

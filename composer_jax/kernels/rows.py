@@ -1,25 +1,22 @@
-"""Computing that sees one token at a time, in tiles where bits must not depend.
+"""Row-wise functions, in fixed tiles where bits must not depend on the batch.
 
-A product of 40 rows and the same product of 1,000 rows are different programs:
-other kernels, other orders of summation, other last bits. In 'batch_invariant'
-numerics every stretch of row-wise computing is therefore one loop over tiles of
-TILE rows, whose body is the same program whoever calls it, prefill, decode or
-training. What a row gets then depends on the row alone, as long as no row's
-place within a tile matters. `tests/rollout/invariant_test.py` holds the whole
-model to that on CPU.
+Products of 40 rows and of 1,000 rows are different programs with other orders
+of summation and other last bits. In 'batch_invariant' numerics, row-wise
+functions therefore run as a loop over tiles of TILE rows, whose body is the
+same program in prefill, decode and training: a row's result depends on the row
+alone. `tests/rollout/invariant_test.py` checks whole models on CPU.
 
-How the body stays the same:
-- barriers at both its ends keep the compiler from fusing it with its
-  surroundings, moving work out of the loop, or choosing layouts inside;
-- the trip count is opaque and at least two, since a loop of one turn would be
-  dissolved into its surroundings;
-- callers bring parameters in one dtype, converted outside.
+The body stays the same program because
+- barriers at both ends keep the compiler from fusing it with other operations,
+  moving work out of the loop or choosing layouts inside;
+- the trip count is opaque and at least two, since a loop of one trip would be
+  inlined;
+- callers convert parameters to one dtype outside.
 
-What another backend must promise to join: products of TILE rows whose order of
-summation depends on shapes and dtypes only, not on the row's place and not on
-other work of the device (no split over K that follows the occupancy, no
-atomics), and the same code for one loop body in every program (autotuning off
-or its results pinned). Two backends agree with themselves only.
+Another backend qualifies if its order of summation in products of TILE rows
+depends on shapes and dtypes only (no atomics, no split over K that follows the
+occupancy), and if one loop body compiles to the same code in every program
+(autotuning off or pinned). Bits are equal within a backend, not between two.
 """
 
 import functools
@@ -35,16 +32,17 @@ TILE = 16
 def map_rows(
   fn: Callable[[Any, Any], Any], params: Any, rows: Any, *, numerics: str
 ) -> Any:
-  """Returns fn(params, rows) for a function that treats each row by itself.
+  """Returns fn(params, rows) for a row-wise function.
+
+  The gradient is that of one whole call, since it need not be invariant.
 
   Args:
-    fn: (params, tree of [B, T, ...]) -> tree of [B, T, ...]. It must close
-      over no arrays.
-    params: what all rows share.
+    fn: row-wise function (params, tree of [B, T, ...]) -> tree of [B, T, ...],
+      which closes over no arrays.
+    params: arrays that all rows share.
     rows: tree of arrays [B, T, ...], not empty.
-    numerics: 'fast' calls fn once; 'batch_invariant' calls it on tiles
-      [1, TILE, ...] one after the other. The gradient is the whole function's
-      either way: it need not be invariant, and so costs the same.
+    numerics: 'fast' calls fn once; 'batch_invariant' calls it on one tile
+      [1, TILE, ...] after another.
   """
   if numerics == 'fast':
     return fn(params, rows)
@@ -52,7 +50,7 @@ def map_rows(
 
 
 def opaque(value: int) -> jax.Array:
-  """Returns a constant that the compiler does not see."""
+  """Returns a constant whose value the compiler does not know."""
   return jax.lax.optimization_barrier(jnp.int32(value))
 
 
@@ -64,7 +62,7 @@ def _tiled(fn, params, rows):
 
   def to_tiles(array_BT):
     array_Z = array_BT.reshape(num_rows, *array_BT.shape[2:])
-    # Repeated rather than zeros, for which a row may be undefined.
+    # Padded with the last row, since fn may be undefined for zeros.
     pad = [(0, num_tiles * TILE - num_rows)] + [(0, 0)] * (array_Z.ndim - 1)
     array_Z = jnp.pad(array_Z, pad, mode='edge')
     return array_Z.reshape(num_tiles, 1, TILE, *array_Z.shape[1:])

@@ -9,15 +9,15 @@ from composer_jax.core import rounding
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
   """Returns silu(gate) * up of the two halves of the last axis."""
-  # In float32 and rounded once, whatever is fused with it.
+  # In float32 and rounded once, whatever XLA fuses it with.
   gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
   return rounding.rounded(jax.nn.silu(gate) * up, gate_up.dtype)
 
 
 def gradient(gate_up: jax.Array, d_out: jax.Array) -> jax.Array:
-  """Returns d_gate_up, in one pass that reads nothing but its input.
+  """Returns d_gate_up in one pass.
 
-  The derived gradient pads both halves to full width and adds them.
+  JAX's own gradient would pad both halves to full width and add them.
   """
   gate, up = jnp.split(gate_up, 2, axis=-1)
   sigmoid = jax.nn.sigmoid(gate)

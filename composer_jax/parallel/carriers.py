@@ -1,20 +1,19 @@
-"""Three ways for tokens to get to the shards of their experts, and back.
+"""Three transports of tokens to the shards of their experts and back.
 
-'ring': every shard sees every token and adds what its experts make of it. An
-all_gather there and a psum_scatter back, whatever the routes are: nothing to
-count and nothing to balance.
+'ring': every shard sees all tokens and adds its experts' outputs, by an
+all_gather and a psum_scatter. Nothing depends on the routes.
 
-'a2a': each token goes once to each shard that has an expert of it, however many
-of its experts are there, and its gated sum comes back. One all_to_all there and
-one back, with as many slots for each pair of shards: one for each token is
-enough for any routes. With fewer (`ExpertShards.slots`) the counts say whether
-they were enough; a step for which they were not must be repeated with more.
+'a2a': each token goes once to each shard that has one of its experts, and the
+gated sum of that shard comes back, by two all_to_alls with equally many slots
+for each pair of shards. One slot per token fits any routes. With fewer
+(`ExpertShards.slots`), counts tell whether they sufficed; otherwise the step
+must be repeated with more.
 
-'ragged_a2a': likewise, densely packed: counts travel first, then only rows that
-exist, into a buffer that all senders share (again `ExpertShards.slots`). The
-transpose of an exchange is the exchange with its counts transposed. XLA:CPU has
-no ragged-all-to-all; there, every shard's rows are gathered and each picks its
-own: the same result, so that all else here runs anywhere.
+'ragged_a2a': as 'a2a', but counts travel first and then only existing rows,
+into one buffer for all senders (also `ExpertShards.slots`). The transpose of an
+exchange is the exchange with transposed counts. XLA:CPU has no
+ragged-all-to-all; there all rows are gathered and each shard picks its own,
+with the same result.
 """
 
 import dataclasses
@@ -32,13 +31,15 @@ from composer_jax.parallel import dispatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertShards:
-  """Devices that hold all experts between them, each as many as another.
+  """Devices that hold all experts together, the same number on each.
 
   Attributes:
-    num_local: experts of each.
-    rows: copies that one of them has room for; None for the worst case.
-    slots: tokens that one of them has room for, or one has for each of the
-      others; None for the worst case.
+    axes: mesh axes of the devices.
+    num_shards: number of devices.
+    num_local: experts of each device.
+    rows: capacity of a device in copies of tokens; None for the worst case.
+    slots: capacity in received tokens, of a device for 'ragged_a2a', of each
+      pair of devices for 'a2a'; None for the worst case.
   """
 
   axes: tuple[str, ...]
@@ -53,30 +54,30 @@ class ExpertShards:
 
 
 class Needs(NamedTuple):
-  """What the shard with the most had to have room for.
+  """Capacity that the busiest shard needed, as int32.
 
   Attributes:
-    copies: int32, rows of experts.
-    tokens: int32, rows to receive of all shards, or of one, as the transport
-      has it; None where it always has room.
+    copies: copies of tokens for the shard's experts.
+    tokens: received tokens in the unit of `ExpertShards.slots`; None if the
+      transport has room for any number.
   """
 
   copies: jax.Array
   tokens: jax.Array | None = None
 
 
-class Way(NamedTuple):
-  """How one exchange moves rows.
+class Carrier(NamedTuple):
+  """The functions of one exchange.
 
   Attributes:
-    there: (rows_ZX of this shard's tokens, a number) -> rows_YX that arrive
-      here; rows without a token hold the number, or anything if it is None.
-    back: sums of what arrived -> those of this shard's tokens.
-    needs: (copies computed here, ids_YA that arrived) -> Needs.
+    send: (rows_ZX of this shard's tokens, fill) -> received rows_YX; rows
+      without a token hold `fill`, or any value if it is None.
+    send_back: sums by received row -> sums by token of this shard.
+    needs: (copies computed here, received ids_YA) -> Needs.
   """
 
-  there: Callable[[jax.Array, float | None], jax.Array]
-  back: Callable[[jax.Array], jax.Array]
+  send: Callable[[jax.Array, float | None], jax.Array]
+  send_back: Callable[[jax.Array], jax.Array]
   needs: Callable[[jax.Array, jax.Array], Needs]
 
 
@@ -86,47 +87,47 @@ def carry(
   tokens: dispatch.RoutedTokens,
   shards: ExpertShards,
 ) -> tuple[jax.Array, Needs]:
-  """Returns y_ZD of this shard's tokens, and what this shard needed for it.
+  """Returns y_ZD of this shard's tokens, and the needs of the exchange.
 
-  `compute` maps tokens to their sum over the experts of this shard, and the
-  copies that there were.
+  `compute` maps tokens to their sums over this shard's experts and the number
+  of copies; `name` is a key of CARRIERS.
   """
   with jax.named_scope('dispatch'):
-    way = CARRIERS[name](tokens.ids_ZA, shards)
+    carrier = CARRIERS[name](tokens.ids_ZA, shards)
     x_YD = ad_checkpoint.checkpoint_name(
-      way.there(tokens.x_ZD, None), 'dispatched'
+      carrier.send(tokens.x_ZD, None), 'dispatched'
     )
     # Ids and gates travel as one array; ids are exact as float32 up to 2 ** 24.
     packed_ZA = jnp.concatenate(
       [tokens.ids_ZA.astype(jnp.float32), tokens.gates_ZA], axis=-1
     )
-    packed_YA = way.there(packed_ZA, float(shards.no_expert))
+    packed_YA = carrier.send(packed_ZA, float(shards.no_expert))
     packed_YA = dispatch.named_routes(packed_YA)
   ids_YA, gates_YA = jnp.split(packed_YA, 2, axis=-1)
   ids_YA = jax.lax.stop_gradient(ids_YA).astype(jnp.int32)
   y_YD, copies = compute(dispatch.RoutedTokens(x_YD, ids_YA, gates_YA))
   with jax.named_scope('combine'):
-    y_ZD = ad_checkpoint.checkpoint_name(way.back(y_YD), 'combined')
-  return y_ZD, way.needs(copies, ids_YA)
+    y_ZD = ad_checkpoint.checkpoint_name(carrier.send_back(y_YD), 'combined')
+  return y_ZD, carrier.needs(copies, ids_YA)
 
 
-def _ring(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
-  # Both ways shards are a dimension of their own: XLA:TPU fills up what it
-  # scatters to whole tiles, and tiles of rows are larger.
-  def there(rows_ZX, empty):
-    del empty  # Every row holds a token.
+def _ring(ids_ZA: jax.Array, shards: ExpertShards) -> Carrier:
+  # Shards are a dimension of their own, since XLA:TPU pads the scattered
+  # dimension to whole tiles, which are larger for rows.
+  def send(rows_ZX, fill):
+    del fill  # Every row holds a token.
     rows_PZX = jax.lax.all_gather(rows_ZX, shards.axes, tiled=False)
     return rows_PZX.reshape(-1, rows_ZX.shape[1])
 
-  def back(y_YD):
+  def send_back(y_YD):
     y_PZD = y_YD.reshape(shards.num_shards, -1, y_YD.shape[1])
     return jax.lax.psum_scatter(y_PZD, shards.axes, tiled=False)
 
   del ids_ZA
-  return Way(there, back, lambda copies, _: Needs(copies))
+  return Carrier(send, send_back, lambda copies, _: Needs(copies))
 
 
-def _slotted(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
+def _slotted(ids_ZA: jax.Array, shards: ExpertShards) -> Carrier:
   num_tokens = ids_ZA.shape[0]
   slots = min(shards.slots or num_tokens, num_tokens)
   order, counts_2P = _sort_by_shard(ids_ZA, shards)
@@ -136,60 +137,58 @@ def _slotted(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
   def swap(rows_YX):
     return jax.lax.all_to_all(rows_YX, shards.axes, 0, 0, tiled=True)
 
-  def there(rows_ZX, empty):
+  def send(rows_ZX, fill):
     rows_YX = dispatch.take(rows_ZX, order)
-    if empty is not None:
+    if fill is not None:
       is_used_PC = jnp.arange(slots) < counts_2P[0, :, None]
-      rows_YX = jnp.where(is_used_PC.reshape(-1, 1), rows_YX, empty)
+      rows_YX = jnp.where(is_used_PC.reshape(-1, 1), rows_YX, fill)
     return swap(rows_YX)
 
   def needs(copies, ids_YA):
     if slots == num_tokens:
-      # All of it arrived, to be counted here; the need of fewer slots must not
-      # be told as less than what made them too few.
+      # Everything arrived and is counted here. The count must not be below the
+      # one that made fewer slots too few.
       is_used_Y = (ids_YA < shards.no_expert).any(-1)
       tokens_P = is_used_Y.reshape(shards.num_shards, slots).sum(1)
       return Needs(copies, tokens_P.max().astype(jnp.int32))
-    # What arrived may lack what had no slot.
+    # Rows without a slot did not arrive, so the senders' counts are used.
     counts_P2P = jax.lax.all_gather(counts_2P, shards.axes)
     return Needs(counts_P2P[:, 1].sum(0).max(), counts_P2P[:, 0].max())
 
-  def back(y_YD):
+  def send_back(y_YD):
     return dispatch.combine(swap(y_YD), None, order)
 
-  return Way(there, back, needs)
+  return Carrier(send, send_back, needs)
 
 
-def _ragged(ids_ZA: jax.Array, shards: ExpertShards) -> Way:
+def _ragged(ids_ZA: jax.Array, shards: ExpertShards) -> Carrier:
   worst = shards.num_shards * ids_ZA.shape[0]
   num_rows = min(shards.slots or worst, worst)
   order, counts_2P = _sort_by_shard(ids_ZA, shards)
   order = _narrow(order, shards.num_shards)
   counts_P2P = jax.lax.all_gather(counts_2P, shards.axes)
   order, counts_P2P = dispatch.named_routes((order, counts_P2P))
-  # Cut so that no receiver's exceed its rows. A step in which this does
-  # anything has a wrong result and is repeated; until then it must not write
-  # where it has no memory.
+  # Counts are cut to the receivers' rows. A step with cut counts is wrong and
+  # will be repeated, but must not write past its buffers.
   ends_PP = jnp.minimum(jnp.cumsum(counts_P2P[:, 0], axis=0), num_rows)
   counts_PP = jnp.diff(ends_PP, axis=0, prepend=0)
 
-  def there(rows_ZX, empty):
+  def send(rows_ZX, fill):
     rows_YX = dispatch.take(rows_ZX, order)
     rows_YX = _exchange_rows(rows_YX, counts_PP, num_rows, shards.axes)
-    if empty is None:
+    if fill is None:
       return rows_YX
     received = counts_PP[:, jax.lax.axis_index(shards.axes)].sum()
-    return jnp.where(jnp.arange(num_rows)[:, None] < received, rows_YX, empty)
+    return jnp.where(jnp.arange(num_rows)[:, None] < received, rows_YX, fill)
 
-  def back(y_YD):
+  def send_back(y_YD):
     num_sent = order.source_Y.shape[0]
     y_YD = _exchange_rows(y_YD, counts_PP.T, num_sent, shards.axes)
     return dispatch.combine(y_YD, None, order)
 
-  needed_2P = counts_P2P.sum(0)
-  return Way(
-    there, back, lambda *_: Needs(needed_2P[1].max(), needed_2P[0].max())
-  )
+  tokens_P, copies_P = counts_P2P.sum(0)
+  needs = Needs(copies_P.max(), tokens_P.max())
+  return Carrier(send, send_back, lambda *_: needs)
 
 
 CARRIERS = {'ring': _ring, 'a2a': _slotted, 'ragged_a2a': _ragged}
@@ -198,11 +197,9 @@ CARRIERS = {'ring': _ring, 'a2a': _slotted, 'ragged_a2a': _ragged}
 def _sort_by_shard(
   ids_ZA: jax.Array, shards: ExpertShards
 ) -> tuple[dispatch.Order, jax.Array]:
-  """Sorts tokens by the shards that they visit, each shard once.
+  """Sorts tokens by the shards that they visit, once per shard.
 
-  Returns:
-    the order, and counts_2P: the tokens that visit each shard and the copies
-    that they make there.
+  The second result counts the tokens that visit each shard, and their copies.
   """
   num_tokens, num_active = ids_ZA.shape
   num_shards = shards.num_shards
@@ -220,20 +217,20 @@ def _sort_by_shard(
 
 
 def _narrow(order: dispatch.Order, num_shards: int) -> dispatch.Order:
-  """Keeps as many columns of places as a token can visit shards."""
-  # No place is the largest number, so it sorts last.
+  """Keeps one column of places per shard that a token can visit."""
+  # A missing place is the largest number and sorts last.
   place_ZA = jnp.sort(order.place_ZA, axis=1)[:, :num_shards]
   return order._replace(place_ZA=place_ZA)
 
 
 def _in_slots(order, tokens_P, slots):
-  """Gives each shard's rows a place of their own among P * slots."""
+  """Gives the rows of each shard places in its own `slots` of P * slots."""
   num_shards = tokens_P.shape[0]
   num_rows = order.source_Y.shape[0]
   start_P = jnp.cumsum(tokens_P) - tokens_P
   row_PC = start_P[:, None] + jnp.arange(slots)
   row_Y = jnp.minimum(row_PC.reshape(-1), num_rows - 1)
-  # Which shard a place is of follows from the place.
+  # Places are sorted by shard.
   shard_ZA = (order.place_ZA[..., None] >= jnp.cumsum(tokens_P)).sum(-1)
   shard_ZA = jnp.minimum(shard_ZA, num_shards - 1)
   slot_ZA = order.place_ZA - start_P[shard_ZA]
@@ -251,19 +248,19 @@ def _exchange_rows(
   num_rows: int,
   axes: tuple[str, ...],
 ) -> jax.Array:
-  """Sends counts_PP[me, p] rows to each p, in order; rows beyond are zero.
+  """Sends counts_PP[me, p] rows to each shard p in order, and pads with zeros.
 
-  Counts are the same on every shard, and `num_rows`, of the result, are enough
-  for what each receives.
+  Counts are the same on every shard; the `num_rows` of the result suffice for
+  each receiver.
   """
   me = jax.lax.axis_index(axes)
-  # Where shard s has the rows for p in its own memory.
+  # Start of the rows for receiver p in the memory of sender s.
   from_PP = jnp.cumsum(counts_PP, axis=1) - counts_PP
   if platforms.current() == 'cpu':
     return _gathered_rows(
       rows_YD, counts_PP[:, me], from_PP[:, me], num_rows, axes
     )
-  # And where it puts them in that of p.
+  # Start of the rows from sender s in the memory of receiver p.
   to_PP = jnp.cumsum(counts_PP, axis=0) - counts_PP
   return jax.lax.ragged_all_to_all(
     rows_YD,
@@ -278,7 +275,7 @@ def _exchange_rows(
 
 def _exchange_rows_forward(rows_YD, counts_PP, num_rows, axes):
   out_YD = _exchange_rows(rows_YD, counts_PP, num_rows, axes)
-  # Of the input, only the number of rows is needed again.
+  # The backward pass needs only the number of the input's rows.
   return out_YD, (counts_PP, rows_YD[:, :0])
 
 
@@ -293,7 +290,7 @@ _exchange_rows.defvjp(_exchange_rows_forward, _exchange_rows_backward)
 
 
 def _gathered_rows(rows_YD, counts_P, from_P, num_rows, axes):
-  """Picks counts_P[s] rows of each shard s, from from_P[s] on."""
+  """Gathers counts_P[s] rows of each shard s, beginning at row from_P[s]."""
   ends_P = jnp.cumsum(counts_P)
   row_Y = jnp.arange(num_rows)
   sender_Y = (row_Y[:, None] >= ends_P).sum(1)

@@ -1,14 +1,13 @@
-"""Puts tokens where their experts are and sums what comes back, by gathers.
+"""Sorts tokens into rows by expert, and sums the results, by gathers only.
 
-A buffer of rows is described by an `Order`: which copy of which token each row
-holds, and where each copy lies. `take` fills a buffer and `combine` sums it up,
-and each is the transpose of the other, so that neither direction ever scatters:
-the result does not depend on the order in which a device gets to its work. Rows
-that hold nothing of use count nowhere and need not be cleared, because no place
-points at them.
+An `Order` describes a buffer of rows: the copy of a token in each row, and the
+row of each copy. `take` fills a buffer, `combine` sums it up, and each is the
+transpose of the other, so neither direction scatters and results do not depend
+on a device's order of work. No place points at unused rows, so they need not be
+cleared.
 
-Ids outside of 0 .. E - 1, `NO_ROUTE` among them, and those of padding, are no
-expert's: they sort behind all groups and index nothing.
+Ids outside of 0 .. E - 1, such as `NO_ROUTE`, and those of padding have no
+expert: they sort behind all groups.
 """
 
 from collections.abc import Callable
@@ -24,15 +23,21 @@ ExpertFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
 class Order(NamedTuple):
-  """What lies where in a buffer of rows, int32; any token for nothing."""
+  """Contents of a buffer of rows, as int32 arrays.
 
-  source_Y: jax.Array  # the token z in each row
-  copy_Y: jax.Array  # the copy z * A + a in each row
-  place_ZA: jax.Array  # each copy's row; the number of rows where it has none
+  Attributes:
+    source_Y: token z in each row; any token in unused rows.
+    copy_Y: copy z * A + a in each row; any copy in unused rows.
+    place_ZA: row of each copy; the number of rows if it has none.
+  """
+
+  source_Y: jax.Array
+  copy_Y: jax.Array
+  place_ZA: jax.Array
 
 
 class RoutedTokens(NamedTuple):
-  """Tokens with their routes; ids may be of experts elsewhere, or of none."""
+  """Tokens with the ids and gates of their experts on any device."""
 
   x_ZD: jax.Array
   ids_ZA: jax.Array
@@ -42,16 +47,16 @@ class RoutedTokens(NamedTuple):
 def sort_copies(
   key_ZA: jax.Array, num_groups: int, num_rows: int | None = None
 ) -> tuple[Order, jax.Array]:
-  """Sorts copies by key, stably, into a buffer of `num_rows`.
+  """Sorts copies stably by group into a buffer of `num_rows` (None: all).
 
-  A key is the int32 group of a copy; num_groups for none. Copies beyond the
-  buffer get no place, and count in the int32 sizes of the groups.
+  A key is the int32 group of a copy, num_groups if it has none. Copies beyond
+  the buffer have no place, but count in the int32 sizes of the groups.
   """
   key_Y = key_ZA.reshape(-1)
   size = key_Y.size
   num_rows = size if num_rows is None else min(num_rows, size)
-  # One sort of numbers that hold both key and copy: an argsort, whose order
-  # follows from comparing pairs, takes five times as long on CPU.
+  # Sorts numbers that hold both key and copy: on CPU an argsort, which compares
+  # pairs, takes five times as long.
   sorted_Y, copy_Y = _sort_numbered(key_Y, num_groups + 1)
   _, place_Y = _sort_numbered(copy_Y, size)
   place_Y = jnp.where(key_Y < num_groups, place_Y, num_rows)
@@ -66,7 +71,7 @@ def sort_copies(
 
 
 def _sort_numbered(key_Y, num_keys):
-  """Returns the sorted keys, and where each was."""
+  """Returns the sorted keys, and the index that each had."""
   size = key_Y.size
   index_Y = jnp.arange(size, dtype=jnp.uint32)
   key_Y = key_Y.astype(jnp.uint32)
@@ -99,20 +104,20 @@ take.defvjp(_take_forward, _take_backward)
 def combine(
   rows_YD: jax.Array, gates_ZA: jax.Array | None, order: Order
 ) -> jax.Array:
-  """Returns y_ZD, each token's sum over its rows times their gates, if any.
+  """Returns y_ZD, each token's sum over its rows, times gates unless None.
 
-  In float32 and in the order of A, so replay repeats it bit for bit.
+  Sums are float32 in the order of A, so that replay repeats them bit for bit.
   """
   return _sum(rows_YD, gates_ZA, order.place_ZA)
 
 
 def _sum(rows_YD, gates_ZA, place_ZA):
   y_ZD = jnp.zeros((place_ZA.shape[0], rows_YD.shape[1]), jnp.float32)
-  # One by one: copies side by side would be written to memory first.
+  # One copy at a time: an array of all copies would be written to memory.
   for a in range(place_ZA.shape[1]):
     place_Z = place_ZA[:, a]
     if platforms.current() != 'cpu':
-      # Accelerators gather to memory: not before the last one is added up.
+      # Accelerators gather to memory; the barrier keeps one copy at a time.
       place_Z, y_ZD = jax.lax.optimization_barrier((place_Z, y_ZD))
     copy_ZD = rows_YD.at[place_Z].get(mode='fill', fill_value=0)
     copy_ZD = copy_ZD.astype(jnp.float32)
@@ -121,7 +126,7 @@ def _sum(rows_YD, gates_ZA, place_ZA):
 
 
 def _combine_forward(rows_YD, gates_ZA, order):
-  # Without gates the rows are not needed again.
+  # Without gates, the backward pass does not need the rows.
   residuals = (None if gates_ZA is None else rows_YD, gates_ZA, order)
   return combine(rows_YD, gates_ZA, order), residuals
 
@@ -132,7 +137,7 @@ def _combine_backward(residuals, d_y_ZD):
   if gates_ZA is None:
     return d_rows_YD, None, None
   d_wide_YD = d_rows_YD.astype(jnp.float32)
-  # Row by row, where the rows lie: a gate's gradient needs no other copy.
+  # A gate's gradient needs only its own row.
   d_gate_Y = (rows_YD.astype(jnp.float32) * d_wide_YD).sum(-1)
   d_gates_ZA = d_gate_Y.at[order.place_ZA].get(mode='fill', fill_value=0)
   gate_Y = gates_ZA.reshape(-1)[order.copy_Y]
@@ -151,9 +156,9 @@ def prepare(
 ) -> RoutedTokens:
   """Returns flat tokens, with `NO_ROUTE` for padding.
 
-  No token names an expert twice: the gate of the second time goes to the first.
-  So a shard never needs more rows for a token than it has experts, whoever made
-  the routes.
+  A second copy of a token for the same expert is merged into the first, gates
+  included. A shard therefore never needs more rows for a token than it has
+  experts, whatever the routes.
   """
   dim, num_active = x_BTD.shape[-1], ids_BTA.shape[-1]
   ids_ZA = ids_BTA.reshape(-1, num_active).astype(jnp.int32)
@@ -173,17 +178,18 @@ def expert_sum(
   *,
   rows: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Sums what experts first .. first + E_local - 1 make of tokens.
+  """Sums the outputs of experts first .. first + E_local - 1 by token.
 
   Args:
-    expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
-    weights: of these experts.
-    tokens: of `prepare`, of any shards.
-    first: number of the first expert here.
-    rows: copies that there is room for, others count as zero; None for all.
+    expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
+    weights: weights of these experts.
+    tokens: tokens of `prepare`, from any shards.
+    first: id of the first expert here.
+    rows: capacity in copies, beyond which copies count as zero; None for all.
 
   Returns:
-    y_ZD, zero for tokens of no expert here, and the copies that there were.
+    y_ZD: sum by token, zero for tokens without an expert here.
+    copies: int32 number of copies for these experts.
   """
   x_ZD, ids_ZA, gates_ZA = tokens
   num_local = jax.tree.leaves(weights)[0].shape[0]
@@ -196,7 +202,7 @@ def expert_sum(
   with jax.named_scope('dispatch'):
     order, sizes_E = named_routes(sort_copies(key_ZA, num_local, rows))
     rows_YD = take(x_ZD, order)
-  # Groups end where the buffer does.
+  # Groups end at the end of the buffer.
   ends_E = jnp.minimum(jnp.cumsum(sizes_E), rows)
   rows_YD = expert_fn(weights, rows_YD, jnp.diff(ends_E, prepend=0))
   with jax.named_scope('combine'):
@@ -204,10 +210,10 @@ def expert_sum(
 
 
 def _narrowed(key_ZA, gates_ZA, num_groups):
-  """Keeps as many columns as a token can have groups, in the order of A."""
+  """Keeps one column per group that a token can have, in the order of A."""
   is_some_ZA = key_ZA < num_groups
   column_ZA = jnp.cumsum(is_some_ZA, axis=1) - 1
-  # By comparison, whose gradient is no scatter either.
+  # Comparisons, since the gradient of a gather would be a scatter.
   picks_ZAA = column_ZA[:, None, :] == jnp.arange(num_groups)[:, None]
   picks_ZAA &= is_some_ZA[:, None, :]
   key_ZA = jnp.where(picks_ZAA, key_ZA[:, None, :], num_groups).min(-1)
@@ -221,11 +227,11 @@ def copies(
   ids_BTA: jax.Array,
   valid_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes each copy by itself, on the device at hand.
+  """Returns each copy's output without summing, on one device.
 
   Returns:
-    copies_BTAD and the bool mine_BTA, false where a copy is of no expert or of
-    padding and is zero.
+    copies_BTAD: output of each copy.
+    mine_BTA: false for copies without an expert or of padding, which are zero.
   """
   num_active = ids_BTA.shape[-1]
   num_local = jax.tree.leaves(weights)[0].shape[0]
@@ -234,7 +240,7 @@ def copies(
   order, group_sizes_E = sort_copies(key_BTA.reshape(-1, num_active), num_local)
   rows_YD = take(x_BTD.reshape(-1, x_BTD.shape[-1]), order)
   rows_YD = expert_fn(weights, rows_YD, group_sizes_E)
-  # Each copy as a token of its own: a sum of one is exact.
+  # Each copy is a token of its own, whose sum of one row is exact.
   each = Order(order.copy_Y, order.copy_Y, order.place_ZA.reshape(-1, 1))
   copies_YD = combine(rows_YD, None, each)
   return copies_YD.reshape(*ids_BTA.shape, -1), mine_BTA
@@ -243,8 +249,8 @@ def copies(
 def gated_sum(
   copies_BTAD: jax.Array, gates_BTA: jax.Array, mine_BTA: jax.Array
 ) -> jax.Array:
-  """Returns each token's gated sum over the copies that count."""
-  # Summed in float32 in the order of A, so replay repeats it bit for bit.
+  """Returns each token's gated sum over its copies with mine_BTA."""
+  # Float32 sums in the order of A, which replay repeats bit for bit.
   gates_BTA = jnp.where(mine_BTA, gates_BTA.astype(jnp.float32), 0)
   y_BTD = jnp.einsum(
     'BTAD,BTA->BTD',
@@ -256,7 +262,7 @@ def gated_sum(
 
 
 def named_routes(tree: Any) -> Any:
-  """Names small things that a backward pass should keep: see `exchange`."""
+  """Gives small arrays the name 'routes' for policies of recomputation."""
   return jax.tree.map(
     lambda x: ad_checkpoint.checkpoint_name(x, 'routes'), tree
   )

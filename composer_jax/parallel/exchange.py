@@ -1,14 +1,14 @@
-"""Carries tokens to the devices that hold their experts, and back.
+"""Sends tokens to the devices of their experts, and the outputs back.
 
-Tokens that are sharded travel by one of `carriers`, and every shard computes
-the copies that chose its own experts. Tokens that every device has, those of a
-decode step, need only a sum. All is exact for any routing and drops nothing;
-what a bucket has no room for is counted, and the step repeated. Routing itself
-happens outside.
+Sharded tokens travel by one of `carriers`, and each shard computes the copies
+for its own experts. Tokens that every device has, as in a decode step, need
+only a sum. Results are exact for any routes: a step whose tokens exceed a
+bucket is detected and repeated. Routing itself happens elsewhere.
 
-Tensors are named for remat: 'dispatched' is what arrived at the experts,
-'routes' says what lies where (small), 'combined' is what came back. Where they
-are kept, the backward pass repeats neither a collective nor a sort.
+Checkpoint names for policies of recomputation: 'dispatched' for the tokens that
+arrive at experts, 'routes' for the small arrays of their order, 'combined' for
+the sums that come back. If they are kept, the backward pass repeats neither a
+collective nor a sort.
 """
 
 import dataclasses
@@ -29,18 +29,20 @@ from composer_jax.parallel import carriers, dispatch, transports
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangePlan:
-  """How variables, tokens and experts lie on the mesh.
+  """The sharding of variables, tokens and experts.
 
   Attributes:
+    mesh: mesh of all devices.
     batch_axes: mesh axes that shard B.
     sequence_axes: mesh axes that shard T.
-    weight_specs: storage spec of each expert array, by name; axis 0 is the
-      expert axis and its mesh axes, the same of all, form the expert shards.
-      Other sharded dimensions are gathered before use, layer by layer.
-    transport: of `carriers.CARRIERS`, or 'auto' for `transports.choose`.
-    bucket: room for copies in means; None for the worst case.
-    specs: storage spec of each variable of the model, by '/'-joined name.
-    sequence_order: of the tokens of a row on the devices: see `sequence`.
+    weight_specs: storage spec of each expert array by name. Dimension 0 is the
+      expert axis, whose mesh axes, equal for all arrays, form the expert
+      shards; other sharded dimensions are gathered before use in each layer.
+    transport: key of `carriers.CARRIERS`; 'auto' uses `transports.choose`.
+    bucket: capacity for copies as a multiple of the mean; None for the worst
+      case.
+    specs: storage spec of each variable of the model by '/'-joined name.
+    sequence_order: order of a row's tokens on the devices; see `sequence`.
   """
 
   mesh: Mesh
@@ -66,15 +68,15 @@ class ExchangePlan:
 
 
 class ExchangeStats(flax.struct.PyTreeNode, kw_only=True):
-  """Whether one exchange had room, in int32 copies of tokens.
+  """Needed and available capacity of one exchange, in int32 copies of tokens.
 
-  Where some shard needed more than the capacity, the step has a wrong result
-  and must be repeated with more.
+  If a shard needed more than the capacity, the step has a wrong result and must
+  be repeated with more.
 
   Attributes:
-    needed_rows: of the busiest shard that this one knows of; or the tokens to
-      receive, if those are more for their room (`transports.rows_for_tokens`).
-    capacity: that there was room for.
+    needed_rows: copies of the busiest shard known here, or its received tokens
+      converted by `transports.rows_for_tokens` if those are more.
+    capacity: copies that had room.
   """
 
   needed_rows: jax.Array
@@ -98,23 +100,25 @@ def exchange(
   *,
   plan: ExchangePlan | None,
 ) -> tuple[jax.Array, ExchangeStats | None]:
-  """Returns y_BTD, each token's gated sum over its experts; zero on padding.
+  """Computes each token's gated sum over its experts, zero for padding.
 
-  Without a plan it computes on the device at hand. With one that shards tokens
-  it runs inside of a shard_map over the whole mesh, on this shard's tokens and
-  experts. With one that does not, outside of any, on whole arrays, which always
-  have room: the second result is None.
+  With a plan that shards tokens, call it inside a shard_map over the whole mesh
+  with this shard's tokens and experts. With a plan that does not, call it
+  outside of any with whole arrays. Without a plan it computes on one device.
 
   Args:
-    expert_fn: (weights, rows_YD, group_sizes_E) -> rows_YD of sorted rows.
-    weights: arrays with a leading expert axis, sharded over nothing else.
+    expert_fn: function (weights, rows_YD, group_sizes_E) -> rows_YD.
+    weights: arrays with a leading expert axis, the only sharded one.
     x_BTD: tokens.
     ids_BTA: int32 experts of each token, counted over all shards.
-    gates_BTA: float32 weight of each.
-    valid_BT: false on padding, which reaches no expert.
-    plan: where experts and tokens lie.
+    gates_BTA: float32 gate of each expert.
+    valid_BT: false for padding, which reaches no expert.
+    plan: sharding of experts and tokens; None for one device.
+
+  Returns:
+    y_BTD, and the capacity of the exchange; None for a plan that does not shard
+    tokens, which always has room.
   """
-  arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
   if plan is not None and not plan.token_axes:
     summed = jax.shard_map(
       functools.partial(_whole, expert_fn, plan),
@@ -123,7 +127,7 @@ def exchange(
       out_specs=P(),
       check_vma=False,
     )
-    return summed(*arrays), None
+    return summed(weights, x_BTD, ids_BTA, gates_BTA, valid_BT), None
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)
   shards = plan.expert_shards if plan else 1
   load = transports.Load(
@@ -146,13 +150,13 @@ def exchange(
 
 
 def _carried(expert_fn, weights, tokens, load, plan):
-  """Returns y_ZD and the rows needed."""
+  """Returns y_ZD and the needed rows."""
   missing = [axis for axis in plan.expert_axes if axis not in plan.token_axes]
   if missing:
     raise ValueError(
       f'The experts are sharded over {plan.expert_axes}, but tokens over '
-      f'{plan.token_axes}: {missing} would compute every token again. Let them '
-      'shard the batch or the sequence.'
+      f'{plan.token_axes}: {missing} would compute every token again. Let '
+      f'{missing} shard the batch or the sequence.'
     )
   name, axes = transport_of(plan, load), plan.expert_axes
   shards = transports.sized(load, name, bucket=plan.bucket, axes=axes)
@@ -171,7 +175,7 @@ def _carried(expert_fn, weights, tokens, load, plan):
 
 
 def transport_of(plan: ExchangePlan, load: transports.Load) -> str:
-  """Returns the transport of a plan on the platform that is traced for."""
+  """Returns the name of a plan's transport on the current platform."""
   if plan.transport != 'auto':
     return plan.transport
   platform = platforms.current()
@@ -188,7 +192,7 @@ def load_of(
   embed_dim: int,
   item_bytes: int = 2,
 ) -> transports.Load:
-  """Returns the size of the exchange of one batch, for `transports`."""
+  """Returns the size of the exchange for one batch."""
   tokens = math.prod(plan.mesh.shape[axis] for axis in plan.token_axes)
   shards = plan.expert_shards
   if num_experts % shards:
@@ -214,17 +218,19 @@ def needed_rows(
   *,
   num_experts: int,
 ) -> np.ndarray:
-  """Counts on the host what the device will report for recorded routes.
+  """Counts on the host the `needed_rows` of a device for recorded routes.
 
   Args:
-    plan: whose transport is no longer 'auto'.
-    ids_MBTA: experts of each token as the device will have them; tokens of
-      `NO_ROUTE` are routed afresh and are not counted here.
+    plan: plan with a transport other than 'auto'.
+    ids_MBTA: experts of each token in the order of the devices; tokens with
+      `NO_ROUTE` will be routed afresh and are not counted.
+    valid_BT: false for padding.
+    num_experts: number of experts on all devices.
 
   Returns:
-    int64 rows_M, of the shard that needs most in each layer.
+    int64 rows_M, the rows of the shard that needs most in each layer.
   """
-  # As `dispatch.prepare`.
+  # Merges repeated experts of a token, as `dispatch.prepare` does.
   ids_MBTA = ids_MBTA.astype(np.int64)
   same = ids_MBTA[..., :, None] == ids_MBTA[..., None, :]
   is_used = ~np.tril(same, -1).any(-1) & valid_BT[..., None]
@@ -238,7 +244,7 @@ def needed_rows(
     num_active=num_active,
     embed_dim=0,
   )
-  # A dimension for each mesh axis; B and T become those of a shard.
+  # One dimension for each mesh axis; B and T become the sizes of a shard.
   rows, columns = (
     [plan.mesh.shape[axis] for axis in axes]
     for axes in (plan.batch_axes, plan.sequence_axes)
@@ -246,7 +252,7 @@ def needed_rows(
   b, t = batch // math.prod(rows), length // math.prod(columns)
   split = ids_MBTA.reshape(num_layers, *rows, b, *columns, t, num_active)
   dims = ['M', *plan.batch_axes, 'B', *plan.sequence_axes, 'T', 'A']
-  # Groups of shards that exchange with each other, in the order of the mesh.
+  # Groups of shards that exchange tokens, in the order of the mesh.
   outer = [axis for axis in plan.token_axes if axis not in plan.expert_axes]
   order = ['M', *outer, *plan.expert_axes, 'B', 'T', 'A']
   split = split.transpose([dims.index(name) for name in order])
@@ -268,16 +274,16 @@ def needed_rows(
 
 
 def _whole(expert_fn, plan, weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
-  """Sums what each device's share of the experts makes of all tokens.
+  """Sums the outputs of each device's experts for all tokens.
 
-  A share is whole experts, or the same slice of hidden units of each: SwiGLU
-  works on units alone, so their sums add up too and no weight is gathered.
+  A device has whole experts, or the same slice of hidden units of every expert,
+  whose outputs add up too, since SwiGLU is element-wise in hidden units.
   """
   axes = plan.expert_axes
   first = 0
   if axes:
     first = jax.lax.axis_index(axes) * jax.tree.leaves(weights)[0].shape[0]
-  # Of the first array; `models.placement` slices hidden units of all alike.
+  # `models.placement` slices the hidden units of all arrays alike.
   spec = plan.weight_specs[0][1]
   axes += tuple(axis for dim in spec[1:] for axis in axis_names(dim))
   tokens = dispatch.prepare(x_BTD, ids_BTA, gates_BTA, valid_BT)

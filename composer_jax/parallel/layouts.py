@@ -1,32 +1,31 @@
-"""Logical axis -> mesh axes, one table per layout.
+"""Tables from logical axes to mesh axes, one pair per layout.
 
-A parameter with the logical axis 'expert' reads the `expert` table, any other
-the `dense` one. An axis that a table does not name is an error, not a
-replicated array.
+Parameters with the logical axis 'expert' use the `expert` table, all others the
+`dense` table. An axis that is missing from its table is an error.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# In an expert table: this dimension takes the mesh axes that the experts could
-# not, because their number does not divide by them. The first such dimension
-# in the table that divides takes them all.
+# Entry of an expert table for a dimension that takes the mesh axes by which the
+# number of experts does not divide. The first such dimension that divides by
+# all of them takes them.
 REST = 'rest'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """Where parameters and tokens lie.
+  """The sharding of parameters and tokens.
 
   Attributes:
-    name: as configs call it.
-    dense: logical axis -> mesh axes (a tuple) or None. A mesh axis goes to
-      the first dimension of a parameter that wants it.
-    partial: axes of `dense` that take the largest product of their mesh axes
-      that divides the dimension, where all of them would not.
-    expert: likewise; 'expert' takes the largest product of its mesh axes that
-      divides the number of experts, and REST marks who takes the others.
+    name: name in configs.
+    dense: tuple of mesh axes, or None, for each logical axis. A parameter's
+      first dimension with a mesh axis takes it.
+    partial: logical axes of `dense` that take the largest product of their
+      mesh axes that divides the dimension.
+    expert: table of expert parameters. 'expert' takes the largest product of
+      its mesh axes that divides the number of experts; see REST for the others.
     batch: mesh axes of B.
     sequence: mesh axes of T.
   """
@@ -39,7 +38,7 @@ class Layout:
   sequence: tuple[str, ...]
 
 
-# Dense weights narrow, inside a replica; experts wide, over every device.
+# Dense weights are sharded inside a replica, experts over all devices.
 TRAIN = Layout(
   name='hsdp',
   dense={
@@ -50,14 +49,14 @@ TRAIN = Layout(
     'heads': None,
     'kv_heads': None,
     'head_dim': None,
-    # Where 'embed' is another dimension, that one has these axes already.
+    # Without effect beside the dimension 'embed', which takes these axes.
     'q_lora': ('fsdp', 'context'),
     'kv_lora': ('fsdp', 'context'),
     'gate_up': None,
     'ffw': None,
     'vocab': None,
   },
-  # A few hundred wide: they do not divide over thousands of devices.
+  # A few hundred wide, too few to divide over thousands of devices.
   partial=('q_lora', 'kv_lora'),
   expert={
     'layer': None,
@@ -70,8 +69,8 @@ TRAIN = Layout(
   sequence=('context',),
 )
 
-# Every device holds everything: small policies, and rollout engines of one
-# device each.
+# Every device holds all parameters: for small policies and for rollout engines
+# of one device.
 REPLICATED = Layout(
   name='data_parallel',
   dense=dict.fromkeys(TRAIN.dense),
@@ -83,10 +82,10 @@ REPLICATED = Layout(
 
 _ALL = ('replica', 'fsdp', 'context')
 
-# For rollouts: a token is one row, so every device sees all tokens and holds a
-# share of the heads, of hidden units, of the vocabulary and of the experts. No
-# weight is ever gathered; what travels is one row of sums a layer. Replicas of
-# a policy are engines of their own, each on its own mesh.
+# For rollouts: every device sees all tokens and holds a share of the heads,
+# hidden units, vocabulary and experts. No weight is gathered; devices exchange
+# sums, one row per token and layer. Replicas of a policy are separate engines
+# on meshes of their own.
 DECODE = Layout(
   name='decode',
   dense={
@@ -96,13 +95,13 @@ DECODE = Layout(
     'ffw': _ALL,
     'vocab': _ALL,
   },
-  # Fewer key heads than devices: each is kept by several. A vocabulary is what
-  # its tokenizer made it.
+  # Several devices keep the same key head if heads are fewer than devices. The
+  # size of a vocabulary need not divide.
   partial=('heads', 'kv_heads', 'ffw', 'vocab'),
   expert={**TRAIN.expert, 'expert': _ALL, 'embed': None, 'ffw': REST},
   batch=(),
   sequence=(),
 )
 
-# What pretraining and fine-tuning may choose from.
+# Layouts that pretraining and fine-tuning may choose.
 BY_NAME = {layout.name: layout for layout in (TRAIN, REPLICATED)}

@@ -1,15 +1,14 @@
-"""Which tokens of a row lie on which device, where several share the row.
+"""Order of a row's tokens on the devices that share the row.
 
-'contiguous' gives every device one piece of the row. Under causal attention the
-last then sees many times the keys that the first does. 'zigzag' cuts the row
-into 2 C chunks for C devices and gives device r the chunks r and 2 C - 1 - r,
-an early and a late one, which together see as many keys on every device.
+'contiguous' gives each device one piece of the row; under causal attention the
+last device then sees many times the keys of the first. 'zigzag' cuts the row
+into 2 C pieces for C devices and gives device r the pieces r and 2 C - 1 - r,
+which together see equally many keys on every device.
 
-A batch is brought into the order of the devices once, on the host, by
-`to_device`. Every array of tokens goes with it, positions and segments
-included, so nothing that treats tokens one by one knows of it. What needs the
-row itself, inside of a shard, gathers it (`gather_row`) and finds its own part
-of it (`own_part`).
+`to_device` reorders a batch once, on the host, with all its arrays by token
+(positions and segments included), so functions of single tokens need not know
+the order. Inside a shard, `gather_row` returns the row in its own order and
+`own_part` the shard's part of a row.
 """
 
 import jax
@@ -21,10 +20,10 @@ from composer_jax.parallel import exchange
 
 
 def order(length: int, context: int) -> np.ndarray:
-  """Returns the place in the row, int64 [T], of each place on the devices.
+  """Returns the int64 [T] positions in the row in the order of the devices.
 
   Raises:
-    ValueError: the row does not divide into 2 chunks for each device.
+    ValueError: the row does not divide into two pieces for each device.
   """
   _check_divides(length, context)
   chunks = np.arange(length).reshape(2 * context, -1)
@@ -33,16 +32,16 @@ def order(length: int, context: int) -> np.ndarray:
 
 
 def to_device(array: np.ndarray, context: int, axis: int = 1) -> np.ndarray:
-  """Brings the tokens of a row into the zigzag order."""
+  """Returns an array with its tokens in the zigzag order."""
   return np.take(array, order(array.shape[axis], context), axis=axis)
 
 
 def gather_row(
   x_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> jax.Array:
-  """Returns whole rows of an array of this shard, in the order of the row.
+  """Returns the whole rows of a shard's array in the order of the row.
 
-  Its gradient is reduced to shards.
+  The gradient is reduced to shards.
   """
   if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BT
@@ -59,7 +58,7 @@ def gather_row(
 
 
 def own_part(x_BS: jax.Array, plan: exchange.ExchangePlan | None) -> jax.Array:
-  """Returns this shard's tokens of whole rows: the inverse of `gather_row`."""
+  """Returns this shard's tokens of whole rows, the inverse of `gather_row`."""
   if plan is None or lax.axis_size(plan.sequence_axes) == 1:
     return x_BS
   axes = plan.sequence_axes
@@ -81,7 +80,7 @@ def _check_divides(length: int, context: int) -> None:
   if length % chunks:
     nearest = max(round(length / chunks), 1) * chunks
     raise ValueError(
-      f'sequence length ({length}) must divide by {chunks}, two chunks for '
+      f'sequence length ({length}) must divide by {chunks}, two pieces for '
       f'each of {context} context shards; the nearest that does is {nearest}. '
       "Or take sequence_order 'contiguous'."
     )

@@ -1,4 +1,4 @@
-"""Abstract tree + logical axes + layout + mesh -> NamedShardings."""
+"""NamedShardings from shapes, logical axes, a layout and a mesh."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import trees
 from composer_jax.parallel import layouts
 
-# Specs need the sizes of axes only, so a mesh may be one that nobody has.
+# Specs need only the sizes of mesh axes, not devices.
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -26,8 +26,8 @@ def spec(
   """Returns the mesh axes of each dimension of a parameter.
 
   Raises:
-    ValueError: names the parameter when one of its logical axes is missing from
-      the table or nothing divides.
+    ValueError: one of the parameter's logical axes is not in the table, or a
+      dimension does not divide.
   """
   table = layout.expert if 'expert' in axes else layout.dense
   missing = [axis for axis in axes if axis not in table]
@@ -56,17 +56,18 @@ def spec(
 def _place_experts(
   name: str, sizes: dict[str, int], table: Any, mesh: AnyMesh
 ) -> dict[str, tuple[str, ...]]:
-  """Gives E the largest product that divides it, and the rest to D or F."""
+  """Gives E the largest product that divides it, and D or F the other axes."""
   wanted = table['expert'] or ()
   expert_axes = _largest_divisor(sizes['expert'], wanted, mesh)
-  rest = tuple(axis for axis in wanted if axis not in expert_axes)
-  if product(rest, mesh) == 1:
+  other_axes = tuple(axis for axis in wanted if axis not in expert_axes)
+  others = product(other_axes, mesh)
+  if others == 1:
     return {'expert': expert_axes}
   candidates = [a for a in table if table[a] == layouts.REST and a in sizes]
   for axis in candidates:
-    if sizes[axis] % product(rest, mesh) == 0:
-      return {'expert': expert_axes, axis: rest}
-  count, others = product(wanted, mesh), product(rest, mesh)
+    if sizes[axis] % others == 0:
+      return {'expert': expert_axes, axis: other_axes}
+  count = product(wanted, mesh)
   cures = [f'{nearest(sizes["expert"], count)} experts'] + [
     f'{axis} of {nearest(sizes[axis], others)}' for axis in candidates
   ]
@@ -74,7 +75,7 @@ def _place_experts(
     f'Parameter {name}: its {sizes["expert"]} experts do not divide over '
     f'{describe(wanted, mesh)} ({count}), and none of '
     f'{ {a: sizes[a] for a in candidates} } divides over the rest, '
-    f'{describe(rest, mesh)} ({others}). The nearest that do: '
+    f'{describe(other_axes, mesh)} ({others}). The nearest that do: '
     f'{", ".join(cures)}; or change the mesh.'
   )
 
@@ -115,7 +116,7 @@ def check_divides(
 
 
 def nearest(size: int, divisor: int) -> str:
-  """Returns the positive multiples on both sides of a size, for messages."""
+  """Returns the positive multiples next to a size, for messages."""
   below = size - size % divisor
   return f'{below} or {below + divisor}' if below else f'{divisor}'
 
@@ -125,7 +126,7 @@ def specs(
 ) -> Any:
   """Returns a tree of PartitionSpecs for a tree of shapes.
 
-  `logical` is a like tree, of PartitionSpecs of logical axis names.
+  `logical` is a tree of the same structure with the logical axes of each leaf.
   """
   named = trees.flatten_names(logical)
   return trees.map_names(
@@ -153,7 +154,6 @@ def tokens(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
 
 
 def routes(layout: layouts.Layout, mesh: Mesh) -> NamedSharding:
-  """Returns the sharding of expert_ids_MBTA."""
   return NamedSharding(mesh, P(None, *tokens(layout, mesh).spec))
 
 

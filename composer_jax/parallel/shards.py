@@ -1,15 +1,14 @@
-"""What training computes inside of `jax.shard_map`, with its own collectives.
+"""Collectives of training inside `jax.shard_map`.
 
 Each stage of the forward pass (embedding, a layer, the head) is one
-`jax.shard_map` over the whole mesh. Weights enter as they are stored; `gather`
-makes one whole and its gradient goes back by the same way, reduced to shards.
-An input that lies on several replicas is in the specs of neither, so that
-`shard_map` sums its gradient over them: shards, not whole weights.
+`jax.shard_map` over the whole mesh. Weights enter as stored; `gather` returns a
+whole weight and reduces its gradient to shards. Mesh axes with copies of a
+weight are not in its spec, so `shard_map` sums gradients of shards over them.
 
-The map does not check what varies over which axis (`check_vma=False`). Two
-rules take its place: no differentiable path through a shard may sum over the
-mesh by itself, and what is a sum over all tokens leaves the shard unsummed, on
-an axis of its own (`stacked`), and is added outside.
+The map does not check which values vary over which axis (`check_vma=False`).
+Instead, no differentiable path through a shard may sum over the mesh, and sums
+over all tokens leave the shard unsummed, on an axis of their own (`stacked`),
+and are added outside.
 """
 
 import functools
@@ -26,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from composer_jax.core import trees
 from composer_jax.parallel import exchange, shardings
 
-# Elements of an array of one layer that `lend` copies.
+# Most elements of one layer's array that `lend` copies.
 MOST_LENT = 1 << 16
 
 
@@ -37,11 +36,11 @@ def per_shard(
   in_specs: Any,
   out_specs: Any,
 ) -> Callable[..., Any]:
-  """Returns fn, called by each device with its shards; fn itself on one."""
+  """Returns fn mapped over each device's shards; fn itself without a plan."""
   if plan is None:
     return fn
-  where = dict(mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs)
-  return jax.shard_map(fn, **where, check_vma=False)
+  specs = dict(in_specs=in_specs, out_specs=out_specs)
+  return jax.shard_map(fn, mesh=plan.mesh, **specs, check_vma=False)
 
 
 def tokens_spec(plan: exchange.ExchangePlan | None) -> P:
@@ -52,7 +51,7 @@ def tokens_spec(plan: exchange.ExchangePlan | None) -> P:
 
 
 def stacked_spec(plan: exchange.ExchangePlan | None) -> P:
-  """Returns the spec of what `stacked` makes: one entry per device."""
+  """Returns the spec of the results of `stacked`, one entry per device."""
   return P() if plan is None else P(tuple(plan.mesh.shape))
 
 
@@ -62,9 +61,9 @@ def stacked(tree: Any) -> Any:
 
 
 def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
-  """Returns where the variables of a subtree lie, or a leaf.
+  """Returns the storage specs of the variables of a subtree or leaf.
 
-  `name` is that of the subtree, such as 'params/moe_layers'.
+  `name` is the '/'-joined name of the subtree, such as 'params/moe_layers'.
   """
   if plan is None:
     return jax.tree.map(lambda _: P(), tree)
@@ -74,8 +73,8 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
     full = f'{name}/{inner}' if inner else name
     if full not in known:
       raise ValueError(
-        f'The plan does not say where {full} lies; it knows {sorted(known)}. '
-        "Build it with models.placement.exchange_plan, of the model's config."
+        f'The plan has no spec for {full}; it knows {sorted(known)}. Build it '
+        "with models.placement.exchange_plan from the model's config."
       )
     return known[full]
 
@@ -85,15 +84,14 @@ def specs_of(plan: exchange.ExchangePlan | None, name: str, tree: Any) -> Any:
 def check_tokens(
   plan: exchange.ExchangePlan | None, shape_BT: tuple[int, ...]
 ) -> None:
-  """Refuses a batch that the mesh cannot divide."""
+  """Raises a ValueError for a batch that does not divide over the mesh."""
   if plan is None:
     return
   if set(plan.token_axes) != set(plan.mesh.shape):
     raise ValueError(
-      f'Tokens lie over the mesh axes {plan.batch_axes} and '
-      f'{plan.sequence_axes} and the mesh has {tuple(plan.mesh.shape)}: a '
-      'decoder trains in a layout whose tokens use them all, such as '
-      'layouts.TRAIN or layouts.REPLICATED.'
+      f'Tokens are sharded over {plan.token_axes} and the mesh has the axes '
+      f'{tuple(plan.mesh.shape)}. Train in a layout whose tokens use all axes, '
+      'such as layouts.TRAIN or layouts.REPLICATED.'
     )
   named = (('batch', plan.batch_axes), ('sequence', plan.sequence_axes))
   for size, (name, axes) in zip(shape_BT, named, strict=True):
@@ -103,11 +101,10 @@ def check_tokens(
 def gather(
   shard: jax.Array, spec: P, *, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Returns a weight whole, in the dtype that it is computed with.
+  """Returns the whole weight of a shard in the compute dtype.
 
-  It travels in that dtype, its gradient in float32, and both among the devices
-  of the spec alone. What was gathered is named 'weights', so that a policy of
-  recomputation can keep it.
+  The weight travels in that dtype, its gradient in float32, both among the
+  devices of the spec. The result has the checkpoint name 'weights'.
   """
   if not any(_axes(entry) for entry in spec):
     return shard.astype(dtype)
@@ -137,23 +134,22 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def lend(
   stacked: Any, specs: Any, plan: exchange.ExchangePlan | None
 ) -> tuple[Any, Any, Callable[[Any], Any]]:
-  """Gives each device copies of its own of small arrays that all hold alike.
+  """Gives each device its own copy of small replicated arrays.
 
-  The gradient of such a copy leaves the shard unsummed, and one sum after the
-  scan serves all layers. Of the arrays themselves, `shard_map` would sum it
-  layer by layer over the whole mesh: few bytes at the price of a round trip.
+  The gradients of the copies leave the shards unsummed, and one sum after the
+  scan serves all layers. `shard_map` would sum those of the arrays themselves
+  layer by layer, with a round trip for few bytes.
 
-  `stacked` has a leading layer axis, that a scan consumes; `specs` are of one
-  layer.
+  `stacked` has a leading layer axis, over which a scan runs; `specs` are those
+  of one layer.
 
   Returns:
-    The variables and specs to scan with, and what gives a layer's variables
-    back, inside of the shard.
+    The variables to scan over, the specs of one layer of them, and a function
+    that returns a layer's variables inside a shard.
   """
   if plan is None:
     return stacked, specs, lambda variables: variables
-  size, apart = plan.mesh.size, stacked_spec(plan)
-
+  size, by_device = plan.mesh.size, stacked_spec(plan)
   lent = jax.tree.map(
     lambda x_M, spec: not any(spec) and math.prod(x_M.shape[1:]) <= MOST_LENT,
     stacked,
@@ -164,14 +160,16 @@ def lend(
     if not is_lent:
       return x_M
     copies_M = jnp.broadcast_to(x_M[:, None], (len(x_M), size, *x_M.shape[1:]))
-    where = NamedSharding(plan.mesh, P(None, *apart))
-    return jax.lax.with_sharding_constraint(copies_M, where)
+    sharding = NamedSharding(plan.mesh, P(None, *by_device))
+    return jax.lax.with_sharding_constraint(copies_M, sharding)
 
   return (
     jax.tree.map(lend_one, stacked, lent),
-    jax.tree.map(lambda one, spec: apart if one else spec, lent, specs),
+    jax.tree.map(
+      lambda is_lent, spec: by_device if is_lent else spec, lent, specs
+    ),
     lambda variables: jax.tree.map(
-      lambda one, x: x[0] if one else x, lent, variables
+      lambda is_lent, x: x[0] if is_lent else x, lent, variables
     ),
   )
 
@@ -183,7 +181,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def gathered(shard: jax.Array, spec: P) -> jax.Array:
-  """Returns the whole of an array from every device of its spec."""
+  """Returns the whole array, gathered from the devices of its spec."""
   with jax.named_scope('gather_weights'):
     for dim, entry in enumerate(spec):
       if axes := _axes(entry):
@@ -196,8 +194,8 @@ def gathered(shard: jax.Array, spec: P) -> jax.Array:
 def scattered(whole: jax.Array, spec: P) -> jax.Array:
   """Returns this device's shard of the sum over the devices of the spec.
 
-  Shards travel on a leading axis of their own, both ways. Of a reduce-scatter
-  along an axis of the array the TPU compiler may make an all-reduce of it all.
+  Shards are a leading axis of their own, since the TPU compiler may turn a
+  reduce-scatter along an axis of the array into an all-reduce of all of it.
   """
   with jax.named_scope('scatter_gradients'):
     for dim, entry in reversed(list(enumerate(spec))):
@@ -218,12 +216,11 @@ def look_up(
 ) -> jax.Array:
   """Returns x_BTD, the rows of a table whose D may be sharded.
 
-  The table stays where it is: each device looks up its columns for the tokens
-  of all devices that share the table, and an all_to_all brings every token its
-  columns. That moves tokens x D numbers there and as many back, where a
-  gathered table moves V x D and then its gradient; a device has fewer tokens
-  than a vocabulary has words. The gradient is added to the columns in float32,
-  by a scatter.
+  The table is not gathered: each device looks up its columns for the tokens of
+  all devices that share the table, and an all_to_all brings every token its
+  columns. That moves tokens x D numbers forward and backward; gathering would
+  move V x D, and a device usually has fewer tokens than V. The gradient is
+  scattered into the columns in float32.
   """
   rows_axes, axes = (_axes(entry) for entry in (*spec, None, None)[:2])
   assert not rows_axes, 'V is whole in every layout that trains.'

@@ -1,7 +1,7 @@
 """The one mesh of a process group.
 
-Its axes are products: layouts (`parallel.layouts`) name tuples of them, so
-experts need no axis of their own and may spread wider than the batch.
+Layouts (`parallel.layouts`) shard dimensions over tuples of its axes, so
+experts need no axis of their own and may use more devices than the batch.
 """
 
 import math
@@ -23,8 +23,8 @@ def make_mesh(
 ) -> Mesh:
   """Returns a mesh with axes `AXES`, all of type Auto.
 
-  Replicas are of the dense weights; fsdp shards the batch within a replica, and
-  context the sequence. By default the mesh has all devices.
+  Replicas hold copies of the dense weights; fsdp shards the batch within a
+  replica, and context the sequence. By default the mesh has all devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   shape = (replica, fsdp, context)
@@ -41,8 +41,8 @@ def make_mesh(
       f'{needed} devices and there are {count}; the product of the axes must '
       'equal the number of devices' + (f': {cure} would fit.' if cure else '.')
     )
-  # A slice of TPUs is a torus, whose sides may have to be shared by two axes:
-  # 2 x 128 x 2 on 8 x 8 x 8. `jax.make_mesh` refuses that.
+  # Two axes may have to share a side of a TPU slice, as 2 x 128 x 2 does on
+  # 8 x 8 x 8; `jax.make_mesh` refuses that.
   placed = mesh_utils.create_device_mesh(
     shape, devices, allow_split_physical_axes=True
   )

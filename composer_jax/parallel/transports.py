@@ -1,10 +1,10 @@
-"""What a transport of tokens to experts costs, and how much room it needs.
+"""Bytes and capacity of the transports of tokens to experts.
 
-All of `carriers` are exact for any routes as long as buffers are of the worst
-case. A `bucket` makes them that many times the mean instead: `Needs` of the
-device, or `exchange.needed_rows` of recorded routes on the host, then say
-whether a step fits. One number says it, counted in copies of tokens; tokens to
-receive are converted to it.
+All `carriers` are exact for any routes with buffers for the worst case. A
+`bucket` makes buffers that multiple of the mean load instead; `carriers.Needs`
+on the device and `exchange.needed_rows` on the host then tell if a step fits.
+Capacity is one number in copies of tokens, into which received tokens are
+converted.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from typing import Any
 
 from composer_jax.parallel import carriers
 
-# XLA:CPU has no ragged-all-to-all; tests run its emulation by name.
+# XLA:CPU has no ragged-all-to-all; its emulation is for tests.
 _AVAILABLE = {
   'cpu': ('ring', 'a2a'),
   'gpu': tuple(carriers.CARRIERS),
   'tpu': tuple(carriers.CARRIERS),
 }
-# What the busiest shard of ragged_a2a is taken to receive, in means.
+# Assumed load of the busiest shard of ragged_a2a relative to the mean.
 _IMBALANCE = 1.25
-# Conversions are exact in units of 1 / 16.
+# Conversions between tokens and copies are integers in units of 1 / 16.
 _UNIT = 16
 
 
@@ -30,10 +30,12 @@ class Load:
   """The size of one exchange.
 
   Attributes:
-    num_tokens: of each shard, padding included.
+    num_tokens: tokens of each shard, padding included.
     num_active: experts of each token.
-    num_shards: devices that hold all experts between them.
-    item_bytes: size of each of the `embed_dim` elements of a token.
+    num_experts: experts on all shards.
+    num_shards: devices that hold all experts together.
+    embed_dim: elements of a token.
+    item_bytes: bytes of an element.
   """
 
   num_tokens: int
@@ -49,7 +51,7 @@ class Load:
 
   @property
   def visits(self) -> float:
-    """Share of the shards that a token visits if all experts are alike."""
+    """Mean share of the shards that a token visits under even load."""
     others = self.num_experts - self.num_local
     missed = math.comb(others, self.num_active)
     return 1 - missed / math.comb(self.num_experts, self.num_active)
@@ -61,8 +63,10 @@ class Load:
 
 
 def bytes_received(load: Load, name: str, *, bucket: float | None) -> int:
-  """Returns what a shard receives for a layer, forward and backward, if all
-  experts are alike."""
+  """Returns the bytes that a shard receives for a layer under even load.
+
+  They include the forward and the backward pass.
+  """
   width = load.embed_dim * load.item_bytes
   # Ids and gates there; their gradient back.
   routes = 2 * 4 * load.num_active
@@ -78,16 +82,15 @@ def bytes_received(load: Load, name: str, *, bucket: float | None) -> int:
 def choose(
   load: Load, *, platform: str, bucket: float | None = None
 ) -> tuple[str, str]:
-  """Returns the name of a transport, and one line that says why.
+  """Returns the name of a transport, and the reason for it in one line.
 
-  It is the one whose busiest shard receives the fewest bytes on a platform:
-  'cpu', 'gpu' or 'tpu'. A token sent once for each of its A experts would cost
-  as much as the ring at A shards; sent once to each shard, it never costs more,
-  but only the ring is as fast for a busy shard as for any other.
+  The choice is the transport whose busiest shard receives the fewest bytes.
+  Sent once to each shard, a token never costs more than in the ring, but only
+  the ring is as fast for a busy shard as for others.
   """
   table = {n: bytes_received(load, n, bucket=bucket) for n in carriers.CARRIERS}
   busiest = table | {'ragged_a2a': _IMBALANCE * table['ragged_a2a']}
-  # The first of equals: the simplest.
+  # The first of equals is the simplest.
   name = min(_AVAILABLE[platform], key=lambda n: busiest[n])
   megabytes = ', '.join(f'{n} {b / 1e6:.3g}' for n, b in table.items())
   return name, (
@@ -102,7 +105,7 @@ def choose(
 def sized(
   load: Load, name: str, *, bucket: float | None, axes: tuple[str, ...] = ()
 ) -> carriers.ExpertShards:
-  """Returns the shards with the room that a bucket gives a transport."""
+  """Returns the shards with the capacity that a bucket gives a transport."""
   rows = slots = None
   capacity = capacity_rows(load, bucket)
   if capacity < load.worst_rows:
@@ -114,7 +117,7 @@ def sized(
 
 
 def capacity_rows(load: Load, bucket: float | None) -> int:
-  """Returns the copies that a shard has room for, in whole tiles of 8."""
+  """Returns a shard's capacity in copies, at most that of the worst case."""
   if bucket is None:
     return load.worst_rows
   mean = load.num_tokens * load.num_active
@@ -122,17 +125,17 @@ def capacity_rows(load: Load, bucket: float | None) -> int:
 
 
 def _rows_per_token(load, name):
-  """Returns copies of the mean load per token of it, in units, rounded down.
+  """Returns the mean copies per received token in units, rounded down.
 
-  Tokens are those that a shard receives of all others, or of one.
+  Tokens are those from all shards for 'ragged_a2a', and from one for 'a2a'.
   """
   tokens = load.visits * (load.num_shards if name == 'ragged_a2a' else 1)
   return max(1, math.floor(_UNIT * load.num_active / tokens))
 
 
 def rows_for_tokens(load: Load, name: str, tokens: Any) -> Any:
-  """Converts tokens to receive to copies, of which `capacity_rows` counts.
+  """Converts received tokens to copies.
 
-  They exceed it exactly if the tokens exceed the slots of `sized`.
+  These exceed `capacity_rows` exactly if tokens exceed the slots of `sized`.
   """
   return -(tokens * _rows_per_token(load, name) // -_UNIT)

@@ -1,1 +1,1 @@
-"""What a model needs of machines that are not there: sizes before arrays."""
+"""Memory, traffic and compiled steps of a model on machines not at hand."""

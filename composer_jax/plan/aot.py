@@ -1,9 +1,9 @@
-"""Compiles a training step for machines that are not there.
+"""Compiles a train step for machines that need not exist.
 
 The program is the one that `train.loop` runs: forward, backward, update of a
 donated state. The compilers are the real ones (libtpu, XLA:GPU, XLA:CPU), so
-memory, collectives and schedule are those of a run; nothing is allocated and
-nothing runs.
+memory, collectives and schedule are those of a run. No array is allocated and
+no code runs.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from composer_jax.plan import topologies
 from composer_jax.train import loop
 from composer_jax.train import placement as train_placement
 
-PRINTED = 'printed.txt'  # What a compiler prints, among what it leaves.
-# XLA's words where it found no way to reshard but to gather everything.
+PRINTED = 'printed.txt'  # The compiler's stderr, beside the files it dumps.
+# XLA prints this where it can reshard an array only by gathering all of it.
 _WARNING = 'Involuntary full rematerialization'
-# And where a program does not fit: of temporaries, or of all.
+# Messages of programs that do not fit: the size of temporaries, or of all.
 _TEMPORARIES = (
   r'temporaries \(([\d.]+)([GM])\) exceeds available HBM \(([\d.]+)'
 )
@@ -42,15 +42,19 @@ _UNITS = {'G': 1 << 30, 'M': 1 << 20}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-  """What is trained on, and how.
+  """Batch, optimizer and parallelism of a step.
 
   Attributes:
-    batch_size: rows of a step on all devices; 0: in every microbatch one row
-      for each device that has rows of its own.
+    batch_size: rows of a step on all devices; 0 gives each device that shards
+      the batch one row a microbatch.
+    seq_len: tokens of a row.
     accumulate: microbatches of a step.
     optimizer: 'muon' or 'adam'.
-    bucket: room of the experts' receive buffers in means; 0 for the worst case.
-    remat_saves: what recomputation keeps; None as the model's config has it.
+    bucket: size of the experts' receive buffers as a multiple of the mean load;
+      0 for the worst case.
+    parallel: transport of tokens and order of the sequence.
+    remat_saves: names of the arrays that recomputation keeps; None takes those
+      of the model's config.
   """
 
   batch_size: int = 0
@@ -63,12 +67,10 @@ class StepOptions:
 
   def __post_init__(self):
     for name in ('seq_len', 'accumulate'):
-      if getattr(self, name) < 1:
-        raise ValueError(
-          f'{name} must be at least 1, not {getattr(self, name)}.'
-        )
+      if (value := getattr(self, name)) < 1:
+        raise ValueError(f'{name} must be at least 1, not {value}.')
     if self.batch_size < 0:
-      raise ValueError(f'batch_size must not be below 0: {self.batch_size}.')
+      raise ValueError(f'batch_size must be at least 0, not {self.batch_size}.')
     if self.bucket and self.bucket < 1:
       raise ValueError(
         f'bucket must be at least 1 (the mean), or 0 for the worst case, not '
@@ -77,13 +79,13 @@ class StepOptions:
 
 
 class Traced(NamedTuple):
-  """What is known of a step before it is compiled.
+  """Facts about a step that need no compiler.
 
   Attributes:
-    num_tokens: on all devices.
+    num_tokens: tokens of a step on all devices.
     arguments: bytes of the state and the batch on one device.
-    seconds: to trace and lower.
-    lines: what was chosen of what devices exchange.
+    seconds: time to trace and lower.
+    lines: choices of the placement, such as the transport, in words.
   """
 
   num_tokens: int
@@ -93,7 +95,7 @@ class Traced(NamedTuple):
 
 
 class Live(NamedTuple):
-  """An array that is there when memory is fullest."""
+  """An array that is allocated when memory is fullest."""
 
   name: str
   scope: str
@@ -102,18 +104,20 @@ class Live(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-  """What a compiler made of a step; bytes are of one device.
+  """A compiled step; bytes are those of one device.
 
   Attributes:
-    text: of the program, a schedule.
-    seconds: to compile, on the clock of this machine.
-    has_code: false where the schedule and the memory are final, and machine
-      code was not waited for.
-    temporaries: bytes beside `traced.arguments`.
-    limit: bytes that the compiler has for both; None where it names none.
-    error: of the compiler, where it gave up for want of memory; '' else.
-    warnings: lines that it wrote of involuntary rematerialisation.
-    live: the largest arrays when memory is fullest, if the compiler told.
+    text: scheduled HLO of the program.
+    traced: facts from before the compilation.
+    seconds: time to compile on this machine.
+    has_code: true if the compiler made machine code; false if it was stopped
+      at its schedule, or ran out of device memory.
+    temporaries: bytes in addition to `traced.arguments`.
+    limit: bytes that the compiler allows in all; None if it states no limit.
+    error: message of a compiler that ran out of device memory; '' otherwise.
+    warnings: the compiler's lines on involuntary rematerialisation.
+    live: arrays when memory is fullest, largest first; empty if the compiler
+      does not list them.
   """
 
   text: str
@@ -128,7 +132,7 @@ class Compiled:
 
   @property
   def peak(self) -> int:
-    """Returns all bytes; what is donated comes back in its own place."""
+    """Bytes in all; results reuse the memory of the donated state."""
     return self.traced.arguments + self.temporaries
 
 
@@ -138,27 +142,31 @@ def lower(
   """Traces the step of a case for devices that need not exist.
 
   Returns:
-    What is known of it, and what `compile_lowered` takes.
+    traced: facts about the step.
+    lowered: the step, for `compile_lowered`.
 
   Raises:
-    ValueError: something does not divide; names it.
+    ValueError: a dimension does not divide over the mesh.
   """
   mesh = topology.make_mesh(*case.mesh.shape.values(), devices=devices)
   platform = topologies.MACHINES[case.machine].platform
   model = case.model
   if options.remat_saves is not None:
     model = dataclasses.replace(model, remat_saves=options.remat_saves)
-  elsewhere = (
+  start = time.perf_counter()
+  with (
     contextlib.nullcontext()
     if platform == jax.default_backend()
     else platforms.targeting(platform)
+  ):
+    placement, arguments, lowered = _lower(case, model, mesh, options)
+  shard_bytes = (
+    leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    for leaf in jax.tree.leaves(arguments)
   )
-  start = time.perf_counter()
-  with elsewhere:
-    placement, takes, lowered = _lower(case, model, mesh, options)
   traced = Traced(
-    num_tokens=takes[1].tokens_BT.size,
-    arguments=_argument_bytes(takes),
+    num_tokens=arguments[1].tokens_BT.size,
+    arguments=sum(shard_bytes),
     seconds=time.perf_counter() - start,
     lines=placement.lines,
   )
@@ -171,7 +179,6 @@ def _lower(
   mesh: Mesh,
   options: StepOptions,
 ) -> tuple[train_placement.Placement, Any, Any]:
-  """Returns the placement, what the step takes, and the step of it."""
   rows = shardings.product(case.layout.batch, mesh)
   batch_size = options.batch_size or rows * options.accumulate
   placement = train_placement.build(
@@ -181,7 +188,6 @@ def _lower(
     options=options.parallel,
     num_tokens=batch_size * options.seq_len // options.accumulate,
   )
-  muon = case.muon or groups.MuonChoices()
   programs = loop.make_programs(
     loop.LoopOptions(
       stage='plan',
@@ -189,7 +195,7 @@ def _lower(
       batch_size=batch_size,
       seq_len=options.seq_len,
       accumulate=options.accumulate,
-      # Rates and their schedule are numbers in the program, not its shape.
+      # Learning rates and their schedule do not change the program's shape.
       optimizer=groups.OptimizerOptions(
         name=options.optimizer,
         learning_rate=1e-3,
@@ -197,7 +203,7 @@ def _lower(
         warmup_steps=100,
         decay_steps=100,
         final_ratio=0.1,
-        muon=muon,
+        muon=case.muon or groups.MuonChoices(),
       ),
       bias_rate=0.001,
       checkpoint_every=1000,
@@ -209,26 +215,26 @@ def _lower(
     placement,
   )
 
-  def tokens(dtype):
-    shape = (batch_size, options.seq_len)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch)
-
-  # Described, not there: a batch holds shapes where arrays are declared.
-  batch_of: Any = batches.LMBatch
-  integers = tokens(jnp.int32)
-  batch = batch_of(
+  shape = batch_size, options.seq_len
+  integers, floats = (
+    jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch)
+    for dtype in (jnp.int32, jnp.float32)
+  )
+  # The batch holds shapes where its type declares arrays.
+  batch_type: Any = batches.LMBatch
+  batch = batch_type(
     tokens_BT=integers,
     segment_ids_BT=integers,
     positions_BT=integers,
-    loss_weights_BT=tokens(jnp.float32),
+    loss_weights_BT=floats,
   )
-  takes: list[Any] = [programs.like, batch]
+  arguments: list[Any] = [programs.like, batch]
   if placement.buckets:
-    takes.append(
+    arguments.append(
       jax.ShapeDtypeStruct((), jnp.bool_, sharding=placement.replicated)
     )
   step = programs.step(options.bucket or None)
-  return placement, takes, step.lower(*takes)
+  return placement, arguments, step.lower(*arguments)
 
 
 def compile_lowered(
@@ -237,16 +243,16 @@ def compile_lowered(
   folder: pathlib.Path,
   compiler_options: dict[str, Any] | None = None,
 ) -> Compiled:
-  """Compiles what `lower` returns, to the end.
+  """Compiles a lowered step to machine code.
 
   Args:
-    traced: of `lower`, as `lowered` is.
-    lowered: the step.
-    folder: empty; the compiler writes its intermediate results into it.
-    compiler_options: beside those that training sets.
+    traced: first result of `lower`.
+    lowered: second result of `lower`.
+    folder: empty folder for the compiler's intermediate results.
+    compiler_options: options in addition to those that training sets.
 
   Raises:
-    jax.errors.JaxRuntimeError: the compiler failed for another reason than
+    jax.errors.JaxRuntimeError: the compiler failed, but not for want of device
       memory.
   """
   options = {
@@ -271,7 +277,7 @@ def compile_lowered(
   else:
     text, limit = compiled.as_text(), None
     memory = compiled.memory_analysis()
-    # What is not donated needs room of its own.
+    # Results that reuse no donated argument need memory in addition.
     temporaries = memory.temp_size_in_bytes + max(
       0, memory.output_size_in_bytes - memory.alias_size_in_bytes
     )
@@ -289,58 +295,51 @@ def compile_lowered(
 
 
 def warnings(folder: pathlib.Path) -> tuple[str, ...]:
-  """Returns the lines of involuntary rematerialisation that were printed."""
   lines = (folder / PRINTED).read_text(errors='replace').splitlines()
   return tuple(line for line in lines if _WARNING in line)
 
 
-def _argument_bytes(takes: Any) -> int:
-  return sum(
-    jnp.dtype(leaf.dtype).itemsize
-    * math.prod(leaf.sharding.shard_shape(leaf.shape))
-    for leaf in jax.tree.leaves(takes)
+def _wanted(error: str, arguments: int) -> tuple[int, int]:
+  """Returns the bytes of temporaries and of the limit that an error states.
+
+  The TPU compiler counts arguments among the temporaries.
+  """
+  for pattern in (_TEMPORARIES, _USED):
+    if match := re.search(pattern, error):
+      size, unit, limit = match.groups()
+      wanted = round(float(size) * _UNITS[unit])
+      return max(wanted - arguments, 0), round(float(limit) * _UNITS['G'])
+  raise ValueError(
+    f"The compiler's error states no sizes that this reader knows: "
+    f'{error[:400]}'
   )
 
 
-def _wanted(error: str, arguments: int) -> tuple[int, int]:
-  """Reads what a program that does not fit wanted, and what there is.
-
-  What the TPU compiler calls temporaries are the arguments too.
-  """
-  for pattern in (_TEMPORARIES, _USED):
-    found = re.search(pattern, error)
-    if found:
-      size, unit, limit = found.groups()
-      wanted = round(float(size) * _UNITS[unit])
-      return max(wanted - arguments, 0), round(float(limit) * _UNITS['G'])
-  raise ValueError(f'No sizes in what the compiler says: {error[:400]}')
-
-
 def dumped(folder: pathlib.Path, suffix: str) -> str:
-  """Returns the largest file that the compiler left under a name, or ''."""
-  found = sorted(folder.glob(f'*{suffix}'), key=lambda p: p.stat().st_size)
-  return found[-1].read_text() if found else ''
+  """Returns the text of the largest dump with a suffix; '' if none exists."""
+  paths = sorted(folder.glob(f'*{suffix}'), key=lambda p: p.stat().st_size)
+  return paths[-1].read_text() if paths else ''
 
 
 def live(folder: pathlib.Path, text: str) -> tuple[Live, ...]:
-  """Reads the arrays of the fullest moment out of what the compiler left."""
+  """Returns the arrays when memory is fullest, from the compiler's dumps."""
   _, _, peak = dumped(folder, 'live-range.txt').partition('(peak):\n')
   scopes = dict(
     re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.M)
   )
-  found = []
+  arrays = []
   for line in peak.splitlines():
     match = re.match(r'\s*([\w.-]+)\{[\d,]*\}: (\d+) bytes', line)
     if match is None:
       break
     name, size = match.groups()
-    found.append(Live(name, scopes.get(name, ''), int(size)))
-  return tuple(sorted(found, key=lambda live: -live.bytes))
+    arrays.append(Live(name, scopes.get(name, ''), int(size)))
+  return tuple(sorted(arrays, key=lambda array: -array.bytes))
 
 
 @contextlib.contextmanager
 def _stderr(path: pathlib.Path) -> Iterator[None]:
-  """Writes what C++ prints to a file; Python's stream sees none of it."""
+  """Redirects stderr to a file, including what C++ code prints."""
   kept = os.dup(2)
   with path.open('wb') as file:
     os.dup2(file.fileno(), 2)

@@ -1,8 +1,8 @@
-"""Compiles a step in a process of its own, to the end or to the schedule.
+"""Compiles a train step in a separate process, to its code or its schedule.
 
-A TPU's compiler has decided on memory and on the order of everything long
-before it ends: making the machine code takes most of its time. Who wants to
-know how a step lies in memory and in time need not wait for that.
+The TPU compiler decides on memory and on the order of operations long before it
+ends; most of its time goes into machine code. The process is therefore stopped
+at the schedule where code is not wanted.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from composer_jax.plan import aot, topologies
 from composer_jax.plan import case as cases
 
 UNTIL = ('code', 'schedule')
-# What the TPU compiler writes last before it makes code.
+# The last file that the TPU compiler writes before it makes code.
 _LAST = '*after_optimizations_after_buffer_assignment.txt'
 _TEMPORARIES = r'^allocation \d+: size (\d+), preallocated-temp:'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTask:
-  """What a process compiles, after it has prepared for it."""
+  """The step that a process compiles, and the machines it compiles for."""
 
   case: cases.Case
   options: aot.StepOptions
@@ -33,13 +33,16 @@ class CompileTask:
 
 
 def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
-  """Compiles a step in a process of its own.
+  """Compiles a step in a separate process.
 
-  Only a TPU's compiler can be left at the schedule.
+  Args:
+    task: step and machines.
+    until: 'code', or 'schedule', which only the TPU compiler can stop at.
 
   Raises:
-    ValueError: as `aot.lower`.
-    RuntimeError: the compiler failed for another reason than memory.
+    ValueError: the step cannot be lowered, or the compiler is missing.
+    RuntimeError: the compiler failed, but not because the step needs too much
+      memory on its devices.
   """
   if until not in UNTIL:
     raise ValueError(f'until {until!r} is not one of {UNTIL}.')
@@ -47,23 +50,31 @@ def compile_step(task: CompileTask, until: str = 'code') -> aot.Compiled:
   if until == 'schedule' and platform != 'tpu':
     raise ValueError(
       f'{task.topology_name} is compiled by XLA:{platform.upper()}, which '
-      "tells its schedule only at the end; until must be 'code'."
+      "shows its schedule only at the end; until must be 'code'."
     )
   context = multiprocessing.get_context('spawn')
-  mine, its = context.Pipe()
+  receiver, sender = context.Pipe()
   with tempfile.TemporaryDirectory() as folder:
-    process = context.Process(target=_work, args=(its, task, folder))
+    process = context.Process(target=_work, args=(sender, task, folder))
     process.start()
-    its.close()
+    sender.close()
     try:
-      return _received(mine, pathlib.Path(folder), until)
+      return _receive(receiver, pathlib.Path(folder), until)
+    except EOFError:
+      process.join()
+      raise RuntimeError(
+        f'The process that compiles for {task.topology_name} ended with exit '
+        f'code {process.exitcode} and no result. Code -9 usually means that '
+        'this machine ran out of memory; otherwise see what it printed, and '
+        f'check that the compiler is whole (--libtpu={task.libtpu!r}).'
+      ) from None
     finally:
       process.kill()
       process.join()
 
 
 def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
-  """Runs in the other process; sends Traced, then Compiled, or an error."""
+  """Compiles; sends a Traced and a Compiled, or the error instead."""
   try:
     topologies.prepare(task.topology_name, task.libtpu)
     devices = topologies.devices(task.topology_name)
@@ -74,26 +85,20 @@ def _work(pipe: connection.Connection, task: CompileTask, folder: str) -> None:
     pipe.send(error)
 
 
-def _received(
+def _receive(
   pipe: connection.Connection, folder: pathlib.Path, until: str
 ) -> aot.Compiled:
   traced, start = None, 0.0
   while True:
     if pipe.poll(0.5):
-      try:
-        found = pipe.recv()
-      except EOFError:
-        raise RuntimeError(
-          'The process that compiles ended without a word; it may have run out '
-          'of memory.'
-        ) from None
-      if isinstance(found, Exception):
-        raise found
-      if isinstance(found, aot.Compiled):
-        return found
-      traced, start = found, time.perf_counter()
+      message = pipe.recv()
+      if isinstance(message, Exception):
+        raise message
+      if isinstance(message, aot.Compiled):
+        return message
+      traced, start = message, time.perf_counter()
     if traced and until == 'schedule' and any(folder.glob(_LAST)):
-      # It is written piece by piece, and nothing says when it is whole.
+      # The file is written piece by piece and has no end mark.
       size = -1
       while size != (size := sum(p.stat().st_size for p in folder.glob(_LAST))):
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What a plan is made of: a model on a mesh in a layout; no array of it."""
+"""The subject of a plan: a model on a mesh in a layout, without arrays."""
 
 import dataclasses
 import math
@@ -17,14 +17,13 @@ DTYPES = ('float32', 'bfloat16')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """One question's subject.
+  """The model, machines and layout that a plan is about.
 
   Attributes:
-    machine: what the devices are, see `topologies`.
-    mesh: of the topology, without devices.
-    dtype: of the parameters; the selection bias is float32 always.
-    muon: of the run's pretraining, or what it is without a run; None where
-      pretraining does not use it.
+    machine: kind of the devices, a key of `topologies.MACHINES`.
+    mesh: mesh axes and their sizes, without devices.
+    dtype: dtype of the parameters; the selection bias is always float32.
+    muon: Muon's options in pretraining; None if pretraining does not use it.
   """
 
   model: model_config.ModelConfig
@@ -36,7 +35,6 @@ class Case:
 
   @property
   def where(self) -> str:
-    """Returns the devices and their layout, for titles."""
     sizes = ', '.join(f'{a} {n}' for a, n in self.mesh.shape.items())
     machines = f'{self.mesh.size} {self.machine} ({sizes})'
     return f'{machines}, layout {self.layout.name}'
@@ -50,15 +48,15 @@ def make(
   layout: str,
   dtype: str,
 ) -> Case:
-  """Builds a Case from what a command line says.
+  """Builds a Case from the values of a command line.
 
   Args:
-    fields: of a ModelConfig, or of a whole run, whose model is taken, and what
-      its pretraining chooses of Muon.
-    topology_name: one of `topologies.FORMS`.
-    mesh: 'replica,fsdp,context', or '' for the default.
-    layout: of `layouts.BY_NAME`.
-    dtype: of DTYPES.
+    fields: fields of a ModelConfig, or the config of a run, which has a model
+      and may have Muon's options.
+    topology_name: machines, in one of `topologies.FORMS`.
+    mesh: sizes 'replica,fsdp,context'; '' takes the default mesh.
+    layout: key of `layouts.BY_NAME`.
+    dtype: dtype of the parameters, one of DTYPES.
   """
   for name, value, known in (
     ('layout', layout, tuple(layouts.BY_NAME)),

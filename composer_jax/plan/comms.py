@@ -1,7 +1,7 @@
 """`--what=comms`: bytes that a train step moves, by layer and kind.
 
-What a line means, and what its least is, says `plan.traffic`. Nothing is
-allocated; times are bounds from published speeds.
+`plan.traffic` explains each line and its least. Times are those of the bytes
+alone, at published speeds.
 """
 
 import functools
@@ -30,12 +30,13 @@ def tables(
   """Answers `--what=comms`.
 
   Args:
-    case: of the plan.
-    batch_size: rows of one forward pass, over all devices; 0: one on each
-      device that has rows of its own.
+    case: model, mesh and layout.
+    batch_size: rows of one forward pass on all devices; 0 gives each device
+      that shards the batch one row.
     seq_len: tokens of a row.
-    transport: of traffic.TRANSPORTS, or 'auto', which chooses as a run would.
-    bucket: room for rows in means; None for the worst case.
+    transport: one of traffic.TRANSPORTS; 'auto' chooses as training does.
+    bucket: size of the experts' receive buffers as a multiple of the mean
+      load; None for the worst case.
     microbatches: forward passes of one step.
   """
   rows = math.prod(case.mesh.shape[axis] for axis in case.layout.batch)
@@ -48,25 +49,22 @@ def tables(
   known = (*traffic.TRANSPORTS, 'auto')
   if transport not in known:
     raise ValueError(f'transport {transport!r} is not one of {known}.')
-  each = {t: traffic.lines(case, step(transport=t)) for t in traffic.TRANSPORTS}
-  name, chosen_for = transports.choose(
-    traffic.load(case, step(transport='ring')),
-    platform=topologies.MACHINES[case.machine].platform,
-    bucket=bucket,
-  )
-  reason = 'as asked'
+  reason = f'transport {transport}, as asked'
   if transport == 'auto':
-    transport, reason = name, chosen_for
-  tokens = f'{batch_size or rows} x {seq_len} tokens'
-  where = f'{case.where}, {tokens}, {transport}'
+    transport, reason = transports.choose(
+      traffic.load(case, step(transport='ring')),
+      platform=topologies.MACHINES[case.machine].platform,
+      bucket=bucket,
+    )
+  lines = traffic.lines(case, step(transport=transport))
+  where = f'{case.where}, {batch_size or rows} x {seq_len} tokens; {reason}'
   return [
-    _of_a_layer(case, each[transport], where),
-    _of_a_step(case, each[transport], microbatches),
-    _of_transports(case, each, reason),
+    _layer_table(case, lines, where),
+    _step_table(case, lines, microbatches),
   ]
 
 
-def _of_a_layer(case, found, where) -> report.Table:
+def _layer_table(case, lines, where) -> report.Table:
   return report.Table(
     title=f'Bytes into a device, of one layer or the step, on {where}',
     columns=(
@@ -81,41 +79,25 @@ def _of_a_layer(case, found, where) -> report.Table:
         line.count,
         *_against(line),
       )
-      for line in sorted(found, key=lambda line: _ORDER.index(line.where))
+      for line in sorted(lines, key=lambda line: _ORDER.index(line.where))
     ],
   )
 
 
-def _of_a_step(case, found, microbatches) -> report.Table:
-  """Adds up layers and microbatches."""
+def _step_table(case, lines, microbatches) -> report.Table:
   rates = cost.BY_NAME[case.machine]
   rows = []
-  for what in (*dict.fromkeys(line.what for line in found), 'total'):
-    mine = [line for line in found if what in (line.what, 'total')]
-    total = _added(case, mine, microbatches)
+  for what in (*dict.fromkeys(line.what for line in lines), 'total'):
+    summands = [line for line in lines if what in (line.what, 'total')]
+    total = _added(case, summands, microbatches)
     size = total.bytes / (1 << 30)
     rows.append((what, *_against(total), size, 1e3 * total.seconds))
   return report.Table(
     title=(
-      f'Of a step of {microbatches} forward passes; ms as if nothing '
-      f'else were on the published wire of {rates.name}'
+      f'One step of {microbatches} forward passes; ms of the bytes alone at '
+      f'the published network speed of {rates.name}'
     ),
     columns=('what', 'bytes', 'least', 'ratio', 'gib', 'ms'),
-    rows=rows,
-  )
-
-
-def _of_transports(case, each, reason) -> report.Table:
-  rows = []
-  for transport, found in each.items():
-    # Of one layer, so nothing is to be multiplied.
-    parts = ('dispatch', 'combine', 'routes')
-    mine = [t._replace(where='step') for t in found if t.what in parts]
-    total = _added(case, mine)
-    rows.append((transport, *_against(total), 1e3 * total.seconds))
-  return report.Table(
-    title=f'Dispatch, combine and routes of a mixture layer ({reason})',
-    columns=('transport', 'bytes', 'least', 'ratio', 'ms'),
     rows=rows,
   )
 
@@ -134,9 +116,8 @@ def _against(
 
 
 def _added(
-  case: cases.Case, found: list[traffic.Traffic], microbatches: int = 1
+  case: cases.Case, lines: list[traffic.Traffic], microbatches: int
 ) -> _Total:
-  """Adds up lines of all layers and passes."""
   layers = {
     'dense layer': case.model.num_dense_layers,
     'mixture layer': case.model.num_moe_layers,
@@ -144,21 +125,21 @@ def _added(
   }
   rates = cost.BY_NAME[case.machine]
   total = _Total(0, 0, 0.0)
-  for line in found:
-    times = layers[line.where] * microbatches
-    # Sums over copies could wait for the last microbatch.
-    waits = line.what in ('copies', 'vectors')
-    sent = times * line.bytes
+  for line in lines:
+    sent = layers[line.where] * microbatches * line.bytes
+    # One sum over copies after the last microbatch would do.
+    is_once = line.what in ('copies', 'vectors')
+    passes = 1 if is_once else microbatches
     total = _Total(
       total.bytes + sent,
-      total.least + times // (microbatches if waits else 1) * line.least,
+      total.least + layers[line.where] * passes * line.least,
       total.seconds + rates.wire_seconds(sent, _span(case.mesh, line.axes)),
     )
   return total
 
 
 def _span(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:
-  """Returns the devices from the first to the last of a group."""
+  """Returns the number of devices from a group's first to its last."""
   strides, stride = {}, 1
   for axis in reversed(mesh.axis_names):
     strides[axis] = stride

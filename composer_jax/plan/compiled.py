@@ -1,7 +1,7 @@
-"""`--what=compile`: a train step as the machines' own compiler makes it.
+"""`--what=compile`: a train step as compiled for the machines.
 
-Memory, collectives and their order are the compiler's; seconds are modelled
-(`plan.timeline`) and nobody has measured them.
+Memory, collectives and their order are the compiler's. Seconds are modelled by
+`plan.timeline`, not measured.
 """
 
 import re
@@ -14,18 +14,18 @@ from composer_jax.plan import aot, report, timeline, topologies
 from composer_jax.plan import case as cases
 from composer_jax.plan.hlo import overlap
 
-# Title of a table that must not be there.
+# Title of the table whose presence means failure.
 FAILED = 'FAILED: involuntary full rematerialisation'
 _MOST_ROWS = 16
 _GIB = 1 << 30
 
 
 def summary(case: cases.Case, compiled: aot.Compiled) -> dict[str, Any]:
-  """Returns what the tables say in numbers, of one device.
+  """Returns the numbers of the tables by name, for one device.
 
-  `hidden_share` is the share of the modelled time of collectives in which a
-  product runs; `flops` leaves `unknown_kernels` out, and counts loops whose
-  end the data decide (`dynamic_loops`) once.
+  `hidden_share` is the share of the collectives' modelled time in which matrix
+  products run. `flops` excludes `unknown_kernels`, and counts loops with a
+  data-dependent end (`dynamic_loops`) once.
   """
   return _Reading(case, compiled).summary()
 
@@ -33,22 +33,21 @@ def summary(case: cases.Case, compiled: aot.Compiled) -> dict[str, Any]:
 def tables(
   case: cases.Case, compiled: aot.Compiled, seq_len: int
 ) -> list[report.Table]:
-  """Answers `--what=compile`."""
-  read = _Reading(case, compiled)
-  found = [
-    read.step(),
-    read.work(seq_len),
-    read.kinds(),
-    read.exposed(),
-    read.live(),
-    read.remarks(),
-    read.failures(),
+  reading = _Reading(case, compiled)
+  candidates = [
+    reading.step(),
+    reading.work(seq_len),
+    reading.kinds(),
+    reading.exposed(),
+    reading.live(),
+    reading.remarks(),
+    reading.failures(),
   ]
-  return [table for table in found if table.rows]
+  return [table for table in candidates if table.rows]
 
 
 def phase(scope: str) -> str:
-  """Returns which part of a step a scope belongs to."""
+  """Returns the part of a step that a scope belongs to."""
   if 'rematted_computation' in scope:
     return 'again'
   if 'transpose(' in scope:
@@ -56,7 +55,7 @@ def phase(scope: str) -> str:
   return 'forward' if 'jvp(' in scope else 'update'
 
 
-# What JAX puts between the scopes that the code names.
+# Parts of a scope that JAX adds to the names in the code.
 _NOISE = re.compile(
   r'^(jit\(.*\)|while|body|cond|closed_call|shard_map|checkpoint|'
   r'rematted_computation|branch_\d+_fun|pallas_call|jvp\(\)|'
@@ -65,7 +64,7 @@ _NOISE = re.compile(
 
 
 def place(scope: str) -> str:
-  """Returns the scopes that the code names, without what JAX puts between."""
+  """Returns a scope without the parts that JAX adds."""
   words = (w for w in scope.split('/') if w and not _NOISE.match(w))
   return '/'.join(
     dict.fromkeys(re.sub(r'^.*\((\w+)\)+$', r'\1', w) for w in words)
@@ -73,7 +72,7 @@ def place(scope: str) -> str:
 
 
 class _Reading:
-  """A compiled step, counted and put on the clock once."""
+  """A compiled step with its counts and its modelled timeline."""
 
   def __init__(self, case: cases.Case, compiled: aot.Compiled):
     self.case, self.compiled = case, compiled
@@ -94,15 +93,15 @@ class _Reading:
     return self.hbm is None or self.compiled.peak <= self.hbm
 
   def summary(self) -> dict[str, Any]:
-    made, line = self.compiled, self.line
+    compiled, line = self.compiled, self.line
     return {
       'devices': self.case.mesh.size,
-      'tokens': made.traced.num_tokens,
-      'compile_seconds': made.seconds,
-      'has_code': made.has_code,
-      'arguments': made.traced.arguments,
-      'temporaries': made.temporaries,
-      'peak': made.peak,
+      'tokens': compiled.traced.num_tokens,
+      'compile_seconds': compiled.seconds,
+      'has_code': compiled.has_code,
+      'arguments': compiled.traced.arguments,
+      'temporaries': compiled.temporaries,
+      'peak': compiled.peak,
       'hbm': self.hbm,
       'fits': self.fits,
       'flops': self.program.flops,
@@ -112,59 +111,52 @@ class _Reading:
       'wire_seconds': line.wire,
       'hidden_share': line.hidden_share,
       'modelled_seconds': line.seconds,
-      'rematerialisation_warnings': len(made.warnings),
+      'rematerialisation_warnings': len(compiled.warnings),
     }
 
   def step(self) -> report.Table:
-    made = self.compiled
-    peak, hbm = made.peak, self.hbm
+    compiled, traced = self.compiled, self.compiled.traced
+    until = '' if compiled.has_code else 'until the schedule, without code'
     rows: list[tuple[Any, ...]] = [
-      ('tokens of a step', made.traced.num_tokens, ''),
-      ('seconds to trace', made.traced.seconds, ''),
-      (
-        'seconds to compile',
-        made.seconds,
-        '' if made.has_code else 'to the schedule; code was not waited for',
-      ),
-      ('GiB of state and batch', made.traced.arguments / _GIB, 'donated'),
-      ('GiB of temporaries', made.temporaries / _GIB, ''),
-      ('GiB in all', peak / _GIB, ''),
+      ('tokens of a step', traced.num_tokens, ''),
+      ('seconds to trace', traced.seconds, ''),
+      ('seconds to compile', compiled.seconds, until),
+      ('GiB of state and batch', traced.arguments / _GIB, 'donated'),
+      ('GiB of temporaries', compiled.temporaries / _GIB, ''),
+      ('GiB in all', compiled.peak / _GIB, ''),
     ]
-    if hbm is not None:
-      left = (hbm - peak) / _GIB
+    if self.hbm is not None:
+      free = (self.hbm - compiled.peak) / _GIB
       verdict = 'fits' if self.fits else 'does NOT fit'
-      rows.append(('GiB there are', hbm / _GIB, f'{verdict}; {left:.1f} left'))
+      remark = f'{verdict}; {free:.1f} free'
+      rows.append(('GiB of a device', self.hbm / _GIB, remark))
     return report.Table(
-      title=f'One step on {self.case.where}; bytes of a device',
+      title=f'One step on {self.case.where}; bytes of one device',
       columns=('what', 'value', 'remark'),
       rows=rows,
     )
 
   def work(self, seq_len: int) -> report.Table:
-    made, program, rates = self.compiled, self.program, self.rates
-    tokens = made.traced.num_tokens / self.case.mesh.size
-
-    def model(causal: bool) -> float:
-      each = flops.train_per_token(self.case.model, seq_len, causal=causal)
-      return each * tokens
-
-    whole, causal = model(False), model(True)
-    kernels = sum(program.kernels.values())
+    program, rates = self.program, self.rates
+    tokens = self.compiled.traced.num_tokens / self.case.mesh.size
+    whole, causal = (
+      tokens * flops.train_per_token(self.case.model, seq_len, causal=causal)
+      for causal in (False, True)
+    )
     rows = [
       ('products of the program', program.flops),
-      ('of them in kernels, by the cost they state', kernels),
-      ('of them beside a collective', program.overlapped),
-      ('the model, every query meets every key', whole),
-      ('the model, a query meets those up to itself', causal),
+      ('products inside kernels', sum(program.kernels.values())),
+      ('products while a collective is in flight', program.overlapped),
+      ('the model, if queries meet all keys', whole),
+      ('the model, if queries meet the keys up to themselves', causal),
     ]
-    unknown = ', '.join(
-      f'{name} ({number:g})' for name, number in program.unknown.items()
-    )
-    title = f'TFLOP of a device; {rates.name} makes {rates.flops / 1e12:g} a s'
-    if unknown:
-      title += f'; not counted: kernels {unknown}'
+    title = f'TFLOP of one device; {rates.name} peaks at '
+    title += f'{rates.flops / 1e12:g} TFLOP/s'
+    if program.unknown:
+      unknown = (f'{name} ({n:g})' for name, n in program.unknown.items())
+      title += f'; kernels not counted: {", ".join(unknown)}'
     if self.dynamic:
-      title += f'; counted once: loops the data end, {", ".join(self.dynamic)}'
+      title += f'; data-dependent loops counted once: {", ".join(self.dynamic)}'
     return report.Table(
       title=title,
       columns=('what', 'tflop', 'seconds_at_peak', 'of_the_model'),
@@ -175,30 +167,29 @@ class _Reading:
     )
 
   def kinds(self) -> report.Table:
-    """Adds collectives up by kind."""
     rows = []
-    groups = _grouped(self.line.transfers, lambda t: (t.collective.kind,))
-    for (kind,), found in [*groups.items(), (('total',), self.line.transfers)]:
-      seconds = sum(t.seconds for t in found)
+    line, rates = self.line, self.rates
+    groups = _grouped(line.transfers, lambda t: (t.collective.kind,))
+    groups['total',] = [*line.transfers]
+    for (kind,), group in groups.items():
+      seconds = sum(t.seconds for t in group)
       rows.append(
         (
           kind,
-          round(_count(found)),
-          round(_count([t for t in found if t.collective.is_async])),
-          _bytes(found) / 1e9,
+          round(_count(group)),
+          round(_count(t for t in group if t.collective.is_async)),
+          _bytes(group) / 1e9,
           1e3 * seconds,
-          1e3 * sum(t.waited for t in found),
-          sum(t.hidden for t in found) / seconds if seconds else None,
+          1e3 * sum(t.waited for t in group),
+          sum(t.hidden for t in group) / seconds if seconds else None,
         )
       )
-    line, rates = self.line, self.rates
     return report.Table(
       title=(
-        'Collectives; modelled: bytes into a device over '
+        'Collectives; modelled one after another, from bytes into a device at '
         f'{rates.within / 1e9:g} GB/s within {rates.node} devices, '
-        f'{rates.across / 1e9:g} beyond, and {1e6 * rates.latency:g} us each, '
-        f'one after another; products at peak: {line.busy:.3g} s of '
-        f'{line.seconds:.3g}'
+        f'{rates.across / 1e9:g} beyond, and {1e6 * rates.latency:g} us each; '
+        f'products at peak take {line.busy:.3g} s of {line.seconds:.3g}'
       ),
       columns=(
         *('kind', 'number', 'asynchronous', 'GB', 'ms', 'waited_ms', 'hidden'),
@@ -207,7 +198,6 @@ class _Reading:
     )
 
   def exposed(self) -> report.Table:
-    """Says which collectives products wait for, and why."""
     groups = _grouped(
       self.line.transfers,
       lambda t: (
@@ -220,13 +210,13 @@ class _Reading:
     rows = [
       (
         *key,
-        round(_count(found)),
-        max(map(len, found[0].collective.groups)),
-        _bytes(found) / 1e6,
-        1e3 * sum(t.seconds for t in found),
-        1e3 * sum(t.waited for t in found),
+        round(_count(group)),
+        max(map(len, group[0].collective.groups)),
+        _bytes(group) / 1e6,
+        1e3 * sum(t.seconds for t in group),
+        1e3 * sum(t.waited for t in group),
       )
-      for key, found in groups.items()
+      for key, group in groups.items()
       if key[-1]
     ]
     rows.sort(key=lambda row: -row[-1])
@@ -240,7 +230,6 @@ class _Reading:
     )
 
   def live(self) -> report.Table:
-    found = self.compiled.live
     return report.Table(
       title='Largest arrays when memory is fullest',
       columns=('MiB', 'name', 'phase', 'where'),
@@ -251,24 +240,19 @@ class _Reading:
           'state' if array.scope.startswith('state') else phase(array.scope),
           place(array.scope),
         )
-        for array in found[:_MOST_ROWS]
+        for array in self.compiled.live[:_MOST_ROWS]
       ],
     )
 
   def remarks(self) -> report.Table:
-    made = self.compiled
-    rows = [('chosen', line) for line in made.traced.lines]
-    if made.error:
-      rows.append(('compiler', made.error.splitlines()[0]))
+    rows = [('chosen', line) for line in self.compiled.traced.lines]
+    if self.compiled.error:
+      rows.append(('compiler', self.compiled.error.splitlines()[0]))
     return report.Table(title='Remarks', columns=('what', 'text'), rows=rows)
 
   def failures(self) -> report.Table:
-    """Says where the compiler found no way but to gather a whole array."""
-    return report.Table(
-      title=FAILED,
-      columns=('what the compiler prints',),
-      rows=[(line,) for line in self.compiled.warnings],
-    )
+    rows = [(line,) for line in self.compiled.warnings]
+    return report.Table(title=FAILED, columns=('compiler',), rows=rows)
 
 
 def _count(transfers: Iterable[timeline.Transfer]) -> float:

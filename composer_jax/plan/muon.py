@@ -1,7 +1,18 @@
-"""`--what=muon`: who orthogonalises what, and what a step of Muon costs.
+"""`--what=muon`: the device that orthogonalises each matrix, and the cost.
 
-The plan is the one that training runs, made for machines that are not there.
-Times are bounds from published speeds; nothing is run.
+The plan is the one that training runs, made for machines that need not exist.
+Times are bounds from published speeds. Columns of a group of matrices:
+
+- matrix: short and long side; matrices: those of which a device holds a shard.
+- shards: devices that hold one matrix together; replicas: devices that hold the
+  same shard.
+- owners: devices that matrices are dealt to, or sets of `split` devices that
+  own a matrix together; sharers: replicas that divide the work, which the
+  others repeat; owned: slots of an owner; padding: empty slots of all owners.
+- mode: 'local' if a device holds whole matrices, 'owner' if they travel to an
+  owner and back, 'redundant' if each replica has an owner, 'gram_sharded' if a
+  few devices share a matrix that is too large for one.
+- wire: dtype of exchanges and products.
 """
 
 import jax
@@ -22,12 +33,12 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
   """Returns the plan of one step.
 
   Raises:
-    ValueError: an axis or a role that does not fit, by the parameter's name,
-      or nothing to orthogonalise.
+    ValueError: an axis or a role does not fit a parameter, or Muon has no
+      matrix to orthogonalise.
   """
   if case.muon is None:
     raise ValueError(
-      "The run's pretraining does not use Muon; see what that would do with "
+      "The run's pretraining does not use Muon; plan it as if it did with "
       '--config.cpt.optimizer=muon.'
     )
   shapes, axes = (tree['params'] for tree in decoder.abstract(case.model))
@@ -36,7 +47,7 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
   if not trees.flatten_names(matrices):
     raise ValueError(
       f'The roles {case.muon.roles} of cpt.muon.roles leave every parameter to '
-      'Adam, and nothing to orthogonalise.'
+      'Adam; Muon needs at least one matrix.'
     )
   specs = shardings.specs(shapes, axes, layout=case.layout, mesh=case.mesh)
   platform = 'cpu' if case.machine == 'cpu' else 'tpu'
@@ -50,7 +61,6 @@ def plan(case: cases.Case) -> muon_plan.MuonPlan:
 
 
 def tables(case: cases.Case) -> list[report.Table]:
-  """Answers `--what=muon`."""
   made, rates = plan(case), cost.BY_NAME[case.machine]
   return [
     _groups(made, case.where),
@@ -58,44 +68,10 @@ def tables(case: cases.Case) -> list[report.Table]:
     _chunks(made, rates),
     _totals(made),
     _times(made, rates),
-    _words(made),
   ]
 
 
-_WORDS = {
-  'matrix': 'short and long side, whatever the orientation in the parameter',
-  'shards': 'devices that hold one matrix together',
-  'replicas': 'devices that hold the same shard',
-  'matrices': 'of which one device holds a shard',
-  'owners': 'devices, or sets of `split` devices, that matrices are dealt to',
-  'split': 'devices that own a matrix together',
-  'sharers': 'replicas that divide the work; the others repeat it',
-  'owned': 'slots of an owner; every device works on as many',
-  'padding': 'slots of all owners that stay empty',
-  'wire': 'dtype of what is exchanged and multiplied',
-}
-_MODES = {
-  muon_plan.LOCAL: 'a device holds whole matrices and sends nothing',
-  muon_plan.OWNER: 'matrices travel whole to an owner, and back',
-  muon_plan.REDUNDANT: 'an owner in each replica, so none gathers',
-  muon_plan.GRAM_SHARDED: 'too large for one owner, so a few share it',
-}
-
-
-def _words(made: muon_plan.MuonPlan) -> report.Table:
-  present = {group.mode for group in made.groups}
-  return report.Table(
-    title='What the words of the first table mean',
-    columns=('word', 'meaning'),
-    rows=[
-      *_WORDS.items(),
-      *((mode, text) for mode, text in _MODES.items() if mode in present),
-    ],
-  )
-
-
 def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
-  """What a device holds, owns, computes and receives."""
   rows = [
     (
       number,
@@ -117,7 +93,10 @@ def _groups(made: muon_plan.MuonPlan, where: str) -> report.Table:
     for number, group in enumerate(made.groups)
   ]
   return report.Table(
-    title=f'Groups of a Muon step on {where}; MFLOP and bytes of a device',
+    title=(
+      f'Groups of a Muon step on {where}; MFLOP and bytes of one device; '
+      'plan/muon.py explains the columns'
+    ),
     columns=(
       *('group', 'matrix', 'mode', 'shards', 'replicas', 'matrices', 'owners'),
       *('split', 'sharers', 'owned', 'padding', 'chunks'),
@@ -141,7 +120,7 @@ def _members(made: muon_plan.MuonPlan) -> report.Table:
     for member in group.members
   ]
   return report.Table(
-    title='Parameters; each side of a matrix with the mesh axes that cut it',
+    title='Parameters; each side of a matrix with the mesh axes that shard it',
     columns=('group', 'name', 'shape', 'input', 'output', 'matrices'),
     rows=rows,
   )
@@ -156,7 +135,6 @@ def _side(
 
 
 def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
-  """Rows are in the order of execution."""
   rows = []
   for g, c in made.sequence:
     chunk = made.groups[g].chunks[c]
@@ -164,7 +142,7 @@ def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
     milliseconds = (1e3 * seconds for seconds in times)
     rows.append((g, c, chunk.start, chunk.count, chunk.owned, *milliseconds))
   return report.Table(
-    title='Chunks in order; modelled ms to bring, work on and give back',
+    title='Chunks in order; modelled ms to gather, compute and return',
     columns=(
       *('group', 'chunk', 'start', 'matrices', 'owned'),
       *('bring_ms', 'work_ms', 'give_ms'),
@@ -177,23 +155,29 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
   even = sum(group.even_flops for group in made.groups)
   update = sum(group.count * group.shard_bytes for group in made.groups)
   split = sum(group.split_bytes for group in made.groups)
-
   dtype = jnp.dtype(made.groups[0].newton_schulz.dtype).name
   padded = muon_model.padding(made) * made.flops
-  bound, room = muon_model.bound_bytes(made), muon_model.temporary_bytes(made)
+  bound = muon_model.bound_bytes(made)
+  temporaries = muon_model.temporary_bytes(made)
   rows = [
-    (name, round(value), of, round(least), value / least if least else None)
-    for name, value, of, least in (
+    (
+      name,
+      round(value),
+      against,
+      round(least),
+      value / least if least else None,
+    )
+    for name, value, against, least in (
       ('flops', made.flops, 'standard method, even', made.ideal_flops),
       ('critical_path', made.flops, 'same methods, even', even),
       ('wire_bytes', made.wire_bytes, 'whole matrices', bound),
       ('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
       ('padded_flops', padded, 'all flops', made.flops),
-      ('temporary_bytes', room, f'update in {dtype}', update),
+      ('temporary_bytes', temporaries, f'update in {dtype}', update),
     )
   ]
   return report.Table(
-    title='Totals of a device; temporary bytes are an estimate',
+    title='Totals of one device; temporary bytes are an estimate',
     columns=('total', 'value', 'against', 'least', 'ratio'),
     rows=rows,
   )

@@ -1,8 +1,8 @@
-"""What a plan of Muon takes of a device: models, not measurements.
+"""Models of the time and memory that a plan of Muon takes on a device.
 
-A roofline is a bound. The pipelined time lies above it: it adds the transfers
-that nothing hides, and the traffic of main memory. Temporary bytes are an
-estimate of what `optim.muon.exchange` keeps; the compiler decides.
+The roofline is a lower bound. The pipelined time adds the transfers that no
+product hides and the traffic of main memory. Temporary bytes estimate the
+arrays that `optim.muon.exchange` keeps; the compiler decides.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from composer_jax.optim.muon import plan as muon_plan
 def collectives(
   group: muon_plan.MuonGroup,
 ) -> tuple[tuple[str, int, int], ...]:
-  """(kind, number, bytes into a device), by kind, as the program has them."""
+  """Returns (kind, number, bytes into a device) of a group's collectives."""
   totals: dict[str, tuple[int, int]] = {}
   for chunk in group.chunks:
     exchange = ('all-to-all', group.exchange_bytes(chunk.owned))
@@ -30,12 +30,12 @@ def collectives(
 
 
 def bound_bytes(plan: muon_plan.MuonPlan) -> float:
-  """Returns the least that owners of whole matrices can exchange.
+  """Returns the fewest bytes into a device if owners hold whole matrices.
 
-  Each matrix has one owner among the shards * replicas devices. It lacks
-  (shards - 1) / shards of its matrices, which are 1 / replicas of as many bytes
-  as it holds shards; afterwards a device has the results of its own matrices
-  and lacks the rest of its shards.
+  Each matrix has one owner among the shards * replicas devices. An owner lacks
+  (shards - 1) / shards of the matrices it owns, and it owns 1 / replicas as
+  many bytes as it stores. Afterwards a device lacks the results of its shards
+  that it does not own.
   """
   total = 0.0
   for group in plan.groups:
@@ -46,12 +46,12 @@ def bound_bytes(plan: muon_plan.MuonPlan) -> float:
 
 
 def critical_path(plan: muon_plan.MuonPlan) -> float:
-  """Returns a device's operations over an even share of the same methods'."""
+  """Returns a device's operations relative to an even share of all."""
   return plan.flops / max(sum(group.even_flops for group in plan.groups), 1)
 
 
 def padding(plan: muon_plan.MuonPlan) -> float:
-  """Returns the share of the slots' work that is on zeros."""
+  """Returns the share of the operations that empty slots cause."""
   real = sum(
     group.count * group.matrix_flops / group.owners for group in plan.groups
   )
@@ -59,7 +59,7 @@ def padding(plan: muon_plan.MuonPlan) -> float:
 
 
 def wire_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
-  """Returns the time of all transfers one after the other, without latency."""
+  """Returns the time of all transfers in sequence, without latency."""
   total = 0.0
   for group in plan.groups:
     shards, replicas = group.shard_strides, group.replica_strides
@@ -73,14 +73,13 @@ def wire_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
 
 
 def roofline_seconds(plan: muon_plan.MuonPlan, rates: cost.Rates) -> float:
-  """Returns the time of all products at peak, or of all transfers beside."""
+  """Returns the larger of the products' time at peak and the transfers'."""
   return max(plan.flops / rates.flops, wire_seconds(plan, rates))
 
 
 def chunk_times(
   plan: muon_plan.MuonPlan, rates: cost.Rates
 ) -> list[cost.ChunkTimes]:
-  """Returns the seconds of each chunk in the order of execution."""
   return [
     cost.chunk_times(plan.groups[g], plan.groups[g].chunks[c], rates)
     for g, c in plan.sequence
@@ -88,11 +87,11 @@ def chunk_times(
 
 
 def pipelined_seconds(chunks: Sequence[cost.ChunkTimes]) -> float:
-  """Returns the time of chunks whose transfers run beside others' work.
+  """Returns the time of chunks whose transfers run beside other chunks' work.
 
-  One network and one processor, each doing one thing at a time. While a chunk
-  is worked on, the one before is returned and the next one brought, not
-  earlier: what is in flight takes memory.
+  The network and the processor each do one thing at a time. During the work on
+  a chunk, the previous chunk is returned and the next one gathered, not
+  earlier, since chunks in flight take memory.
   """
   processor = 0.0
   wire = arrived = chunks[0].bring if chunks else 0.0
@@ -108,10 +107,10 @@ def pipelined_seconds(chunks: Sequence[cost.ChunkTimes]) -> float:
 
 
 def temporary_bytes(plan: muon_plan.MuonPlan) -> int:
-  """Returns an estimate: results, three chunks in flight, one at work.
+  """Returns the bytes of all results, three chunks in flight and one at work.
 
-  The TPU compiler reuses some of it, and takes more where it copies a whole
-  parameter to another memory order; it has needed 0.7 to 2 times as much.
+  The TPU compiler has needed 0.7 to 2 times as much: it reuses some memory, and
+  copies whole parameters to other memory orders.
   """
   chunks = [
     (plan.groups[g], plan.groups[g].chunks[c]) for g, c in plan.sequence
@@ -127,10 +126,10 @@ def temporary_bytes(plan: muon_plan.MuonPlan) -> int:
 
 
 def _in_flight(group: muon_plan.MuonGroup, chunk: muon_plan.Chunk) -> int:
-  """Returns the bytes of a chunk that comes or goes.
+  """Returns the bytes of a chunk in flight.
 
-  It is there before and after the all-to-all, and where replicas share it, as
-  all of them see it.
+  The chunk exists before and after the all-to-all; where replicas share it, the
+  gathered chunk exists too.
   """
   one = chunk.owned * group.num_shards * group.piece_bytes
   return 2 * one + (group.sharers * one if group.sharers > 1 else 0)

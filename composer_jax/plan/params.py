@@ -1,8 +1,7 @@
-"""`--what=params`: every parameter, where it lies and what a device holds.
+"""`--what=params`: the sharding of every parameter and its bytes on a device.
 
-Nothing is allocated: shapes come from tracing the initialiser, places from the
-layout's tables. Fails by name for an axis that no table maps or a dimension
-that does not divide.
+Shapes come from tracing the initialiser, shardings from the layout's tables;
+nothing is allocated.
 """
 
 import dataclasses
@@ -19,8 +18,8 @@ from composer_jax.parallel import shardings
 from composer_jax.plan import case as cases
 from composer_jax.plan import report
 
-# The first pattern found in a name says its part; parts and what they hold are
-# those of `models.flops.params_by_part`, and the selection bias.
+# The first pattern that matches a name gives its part. The parts are those of
+# `models.flops.params_by_part`, and the selection bias.
 _PARTS = (
   ('selection_bias', r'^selection_bias/'),
   ('norms', r'_norm(/|$)'),
@@ -30,16 +29,6 @@ _PARTS = (
   ('router', r'/moe/router$'),
   ('shared_experts', r'/moe/shared/'),
   ('routed_experts', r'/moe/'),
-)
-
-# As a token meets them; trees are sorted by letters.
-_ORDER = (
-  *('params', 'selection_bias', 'embedding', 'dense_layers', 'moe_layers'),
-  *('final_norm', 'unembedding', 'attention_norm', 'attention', 'ffw_norm'),
-  *('query_down', 'query', 'query_bias', 'query_norm', 'query_up'),
-  *('kv_down', 'key_rope', 'kv_norm', 'key', 'key_bias', 'key_norm', 'key_up'),
-  *('value', 'value_bias', 'value_up', 'out', 'out_bias'),
-  *('ffw', 'moe', 'router', 'bias', 'gate_up', 'down', 'shared', 'scale'),
 )
 
 
@@ -56,18 +45,23 @@ class PlacedParameter:
 
 
 def parameters(case: cases.Case) -> list[PlacedParameter]:
-  """Returns all arrays of the model, as a token meets them."""
+  """Returns all arrays of the model in the order of the tree.
+
+  Raises:
+    ValueError: no table maps one of a parameter's axes, or one of its
+      dimensions does not divide.
+  """
   shapes, logical = (
     trees.flatten_names(tree) for tree in decoder.abstract(case.model)
   )
-  found = []
-  for name in sorted(shapes, key=_position):
-    shape, axes = shapes[name].shape, tuple(logical[name])
+  placed = []
+  for name, leaf in shapes.items():
+    shape, axes = leaf.shape, tuple(logical[name])
     spec = shardings.spec(name, shape, axes, layout=case.layout, mesh=case.mesh)
     part = part_of(name)
     dtype = 'float32' if part == 'selection_bias' else case.dtype
     shard = NamedSharding(case.mesh, spec).shard_shape(shape)
-    found.append(
+    placed.append(
       PlacedParameter(
         name=name,
         part=part,
@@ -77,40 +71,31 @@ def parameters(case: cases.Case) -> list[PlacedParameter]:
         bytes_per_device=math.prod(shard) * jnp.dtype(dtype).itemsize,
       )
     )
-  return found
+  return placed
 
 
 def part_of(name: str) -> str:
-  """Returns the part of the model that a parameter belongs to."""
   for part, pattern in _PARTS:
     if re.search(pattern, name):
       return part
   raise ValueError(
-    f'Parameter {name} belongs to no part; add it to _PARTS of '
+    f'Parameter {name} belongs to no part; add a pattern for it to _PARTS in '
     'composer_jax/plan/params.py.'
   )
 
 
-def _position(name: str) -> list[int]:
-  return [
-    _ORDER.index(word) if word in _ORDER else len(_ORDER)
-    for word in name.split('/')
-  ]
-
-
 def tables(case: cases.Case) -> list[report.Table]:
-  """Answers `--what=params`."""
-  found = parameters(case)
-  each = report.Table(
-    title=f'Parameters on a device of {case.where}, {case.dtype}',
+  placed = parameters(case)
+  by_name = report.Table(
+    title=f'Parameters on one device of {case.where}, {case.dtype}',
     columns=('name', 'shape', 'axes', 'spec', 'bytes_per_device'),
     rows=[
       (p.name, p.shape, p.axes, _spec_cells(p.spec), p.bytes_per_device)
-      for p in found
+      for p in placed
     ],
   )
-  parts = {p.part: [q for q in found if q.part == p.part] for p in found}
-  trained = [p for p in found if p.part != 'selection_bias']
+  parts = {p.part: [q for q in placed if q.part == p.part] for p in placed}
+  trained = [p for p in placed if p.part != 'selection_bias']
   rows = [
     (
       part,
@@ -119,16 +104,16 @@ def tables(case: cases.Case) -> list[report.Table]:
     )
     for part, members in [*sorted(parts.items()), ('total', trained)]
   ]
-  totals = report.Table(
-    title='By part; the selection bias is not trained and not in the total',
+  by_part = report.Table(
+    title='By part; the total excludes the untrained selection bias',
     columns=('part', 'parameters', 'bytes_per_device'),
     rows=rows,
   )
-  return [each, totals]
+  return [by_name, by_part]
 
 
 def _spec_cells(spec: P) -> tuple[str | None, ...]:
-  # A PartitionSpec unwraps tuples of one.
+  # A PartitionSpec unwraps tuples of one name.
   return tuple(
     '+'.join(axes) if isinstance(axes, tuple) else axes for axes in spec
   )

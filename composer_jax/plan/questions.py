@@ -1,6 +1,7 @@
-"""The questions that a plan answers; jax is imported with the answer.
+"""The questions that a plan answers.
 
-So whoever asks can first keep it from taking an accelerator.
+jax is imported only with the answer, after `topologies.prepare` has kept it off
+accelerators.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ QUESTIONS = ('params', 'muon', 'comms', 'compile')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-  """What is asked of which machines; the flags of the main say each field."""
+  """The flags of `experiments.plan`, which explains each."""
 
   what: str
   topology: str
@@ -33,11 +34,15 @@ class PlanQuestion:
 
 
 def answer(fields: dict[str, Any], q: PlanQuestion) -> list[Any]:
-  """Returns tables (`plan.report.Table`) about a model or a run's model.
+  """Returns the tables (`plan.report.Table`) that answer a question.
+
+  Args:
+    fields: fields of a model's config, or of a run's.
+    q: question and machines.
 
   Raises:
-    ValueError: names what does not fit or is not known.
-    RuntimeError: a compiler failed for another reason than memory.
+    ValueError: a value is unknown, or does not fit the model or the machines.
+    RuntimeError: a compiler failed, but not for want of device memory.
   """
   topologies.prepare()
   from composer_jax.plan import case as cases

@@ -1,4 +1,4 @@
-"""Tables that answer a question, for people and for programs."""
+"""Tables as text for people and as JSON for programs."""
 
 import dataclasses
 from typing import Any
@@ -9,9 +9,9 @@ class Table:
   """Rows under a title.
 
   Attributes:
-    title: one line.
-    columns: names, which are also the keys of a row in JSON.
-    rows: a value per column: str, int, float, None, or a tuple of those.
+    title: one line of text.
+    columns: names of the columns, which are the keys of a row in JSON.
+    rows: one value per column: str, int, float, None, or a tuple of those.
   """
 
   title: str
@@ -23,7 +23,7 @@ class Table:
     return {'title': self.title, 'rows': rows}
 
   def to_text(self) -> str:
-    """Aligns the columns: words to the left, numbers to the right."""
+    """Returns the table with words aligned left and numbers right."""
     cells = [self.columns, *([_text(v) for v in row] for row in self.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [
@@ -43,7 +43,7 @@ class Table:
 
 def _text(value: Any) -> str:
   if isinstance(value, tuple):
-    # No thousands in it: a comma divides the dimensions.
+    # Without separators of thousands: commas separate the items.
     return ', '.join('-' if v is None else str(v) for v in value)
   if value is None:
     return '-'

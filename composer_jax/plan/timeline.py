@@ -1,11 +1,11 @@
-"""Models how long a schedule takes, and which transfers nothing hides.
+"""Models the duration of a schedule and which transfers products hide.
 
-A model, not a measurement: products run at the peak, one after the other;
-transfers take the bytes that come in over the speed of the network, and a
-latency, likewise one after the other, beside the products that were issued
-between their beginning and their end. All else is free, so that a transfer
-under a norm, a softmax or a copy counts as not hidden. What flies while a loop
-runs is taken to fly undisturbed by the loop's own transfers.
+A model, not a measurement. Products run at peak speed, one after another.
+Transfers take their incoming bytes over the network's speed plus a latency,
+also one after another, and run beside the products issued between their begin
+and end. All other work takes no time, so a transfer beside a norm, a softmax or
+a copy counts as not hidden. A loop's own transfers do not delay a transfer that
+is in flight around the loop.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from composer_jax.plan.hlo import events as hlo_events
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-  """One collective on the line, all its executions together.
+  """All executions of one collective.
 
   Attributes:
-    collective: what is moved; its `count` is of the whole program.
-    seconds: that it takes by itself.
-    waited: seconds in which no product ran because of it.
-    beside: seconds of products between its beginning and its end.
+    collective: the operation; its `count` covers the whole program.
+    seconds: time that its transfers take.
+    waited: time in which products wait for it.
+    beside: time of the products between its begin and its end.
   """
 
   collective: hlo_events.Collective
@@ -37,7 +37,7 @@ class Transfer:
 
   @property
   def why(self) -> str:
-    """Says why not all of it is hidden; '' where it is."""
+    """Reason why products do not hide all of it; '' if they do."""
     if self.waited <= 0.01 * self.seconds:
       return ''
     if not self.collective.is_async:
@@ -51,7 +51,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-  """A schedule on the clock, and the seconds of its products (`busy`)."""
+  """Modelled times of a schedule; `busy` is the time of its products."""
 
   seconds: float
   busy: float
@@ -59,12 +59,11 @@ class Timeline:
 
   @property
   def wire(self) -> float:
-    """Seconds of all transfers."""
     return sum(t.seconds for t in self.transfers)
 
   @property
   def hidden_share(self) -> float:
-    """Share of the transfers' time that products run beside."""
+    """Share of the transfers' time in which products run."""
     hidden = sum(t.hidden for t in self.transfers)
     return hidden / self.wire if self.wire else 1.0
 
@@ -72,7 +71,7 @@ class Timeline:
 def transfer_seconds(
   collective: hlo_events.Collective, rates: cost.Rates
 ) -> float:
-  """Returns the seconds of one execution, latency included."""
+  """Returns the time of one execution, latency included."""
   if not collective.bytes:
     return 0.0
   span = max(max(group) - min(group) + 1 for group in collective.groups)
@@ -80,10 +79,9 @@ def transfer_seconds(
 
 
 def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
-  """Puts what a device does on the clock."""
   clock = busy = wire = 0.0
   transfers: list[Transfer] = []
-  # Of a key: its place, when it arrives, and `busy` when it began.
+  # By key: index in `transfers`, time of arrival, and `busy` at the begin.
   in_flight: dict[str, tuple[int, float, float]] = {}
   for event in events:
     if isinstance(event, hlo_events.Begin):
@@ -92,10 +90,10 @@ def run(events: hlo_events.Events, rates: cost.Rates) -> Timeline:
       in_flight[event.key] = (len(transfers), wire, busy)
       transfers.append(Transfer(event.collective, seconds, 0.0, 0.0))
     elif isinstance(event, hlo_events.End):
-      place, arrival, before = in_flight.pop(event.key)
+      index, arrival, busy_before = in_flight.pop(event.key)
       waited = max(0.0, arrival - clock)
-      transfers[place] = dataclasses.replace(
-        transfers[place], waited=waited, beside=busy - before
+      transfers[index] = dataclasses.replace(
+        transfers[index], waited=waited, beside=busy - busy_before
       )
       clock += waited
     elif isinstance(event, hlo_events.Repeat):

@@ -1,7 +1,7 @@
-"""Machines that a plan is made for, by name: 'v5p:8x8x8' is 512 TPU v5p.
+"""Names of machines to plan for, such as 'v5p:8x8x8' for 512 TPU v5p.
 
-None of them need exist: a plan takes the shape of a mesh, not its devices.
-Never imports jax, which has to come after `prepare`.
+The machines need not exist. This module imports jax only inside functions,
+since `prepare` has to run before jax is imported.
 """
 
 import importlib.util
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 
 class Machine(NamedTuple):
-  """Devices of one kind; their speeds are `optim.muon.cost`'s.
+  """Devices of one kind; `optim.muon.cost` holds their speeds.
 
   Attributes:
-    dimensions: numbers that say how many: a TPU slice is a torus.
-    platform: as jax calls it.
-    hbm: bytes of memory of a device; None where it is the host's.
-    devices: as jax counts them, on one chip.
+    dimensions: number of sizes in a topology's name; a TPU slice is a torus.
+    platform: jax's name of the platform.
+    hbm: bytes of memory of one device; None if it uses the host's memory.
+    devices: number of jax devices on one chip.
   """
 
   dimensions: int
@@ -31,9 +31,8 @@ class Machine(NamedTuple):
 
 _GIB = 1 << 30
 
-# Memory: the tables of Google Cloud's documentation of each TPU (GiB of a chip:
-# v5e 16, v5p 95, v6e 32, TPU7x 192, which two devices share) and NVIDIA's data
-# sheets (GB).
+# Memory from Google Cloud's documentation (GiB a chip: v5e 16, v5p 95, v6e 32,
+# TPU7x 192, shared by two devices) and from NVIDIA's data sheets (GB).
 MACHINES = {
   'cpu': Machine(1, 'cpu', None),
   'v5e': Machine(2, 'tpu', 16 * _GIB),
@@ -49,48 +48,48 @@ FORMS = tuple(
   for name, m in MACHINES.items()
 )
 
-# Neither is a requirement of this package: both are large.
+# The compilers are large, so this package does not require them.
 LIBTPU = 'pip install --target=FOLDER --no-deps libtpu==0.0.42.1'
 _CUDA = 'pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt'
 
 
 def num_devices(topology: str) -> int:
-  """Reads the number of devices from the name; raises as `machine`."""
+  """Returns the number of devices that a topology's name states."""
   name = machine(topology)
   sizes = topology.removeprefix(f'{name}:')
   return MACHINES[name].devices * math.prod(map(int, sizes.split('x')))
 
 
 def machine(topology: str) -> str:
-  """Returns what the devices are; `optim.muon.cost` knows the same names.
+  """Returns the key of a topology's devices in MACHINES.
 
   Raises:
-    ValueError: lists the names that exist.
+    ValueError: the name has none of the FORMS.
   """
   name, _, sizes = topology.partition(':')
   number = MACHINES[name].dimensions if name in MACHINES else 0
   if not number or not re.fullmatch('x'.join(['[1-9][0-9]*'] * number), sizes):
     raise ValueError(
-      f'topology {topology!r} is not known; there are {", ".join(FORMS)}, '
+      f'topology {topology!r} is not known; write one of {", ".join(FORMS)}, '
       'with numbers of at least 1.'
     )
   return name
 
 
 def prepare(topology: str = '', libtpu: str = '') -> None:
-  """Keeps jax, which is not imported yet, from taking an accelerator.
+  """Keeps jax off accelerators; call it before jax is imported.
 
   Args:
-    topology: whose compiler is wanted; '' for none.
-    libtpu: folder that has libtpu, if it is not installed.
+    topology: machines whose compiler will be used; '' for no compiler.
+    libtpu: folder with the package libtpu; '' uses the installed one.
 
   Raises:
-    ValueError: the compiler is not there; says how to install it.
+    ValueError: the compiler is missing; the message says how to install it.
   """
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if not topology:
     return
-  # Warnings are to be seen.
+  # Shows the compiler's warnings, which `plan.aot` reads.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
   name = machine(topology)
   platform = MACHINES[name].platform
@@ -99,9 +98,10 @@ def prepare(topology: str = '', libtpu: str = '') -> None:
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'
   elif platform == 'tpu':
     if libtpu:
+      _check_libtpu(libtpu)
       sys.path.append(libtpu)
     _require('libtpu', f'{LIBTPU}, then --libtpu=FOLDER')
-    # No TPU is asked for what it is; the lock is for those that have one.
+    # There is no TPU to ask for its kind, and none to lock.
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
@@ -115,22 +115,35 @@ def prepare(topology: str = '', libtpu: str = '') -> None:
     os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'] = '1'
 
 
+def _check_libtpu(folder: str) -> None:
+  # Python imports any folder of this name as a package, with which jax would
+  # fail later by an attribute error.
+  library = pathlib.Path(folder, 'libtpu', 'libtpu.so')
+  if not library.is_file():
+    raise ValueError(
+      f'--libtpu={folder} must name the folder that pip installed libtpu into, '
+      f'and {library} is not there. Install it with: '
+      f'{LIBTPU.replace("FOLDER", folder)}.'
+    )
+
+
 def _require(module: str, cure: str) -> None:
   try:
-    found = importlib.util.find_spec(module)
+    is_installed = importlib.util.find_spec(module) is not None
   except ModuleNotFoundError:
-    found = None
-  if found is None:
+    is_installed = False
+  if not is_installed:
     raise ValueError(
-      f'The compiler of these machines, {module}, is not installed: {cure}.'
+      f'The compiler of these machines, {module}, is not installed. Install it '
+      f'with: {cure}.'
     )
 
 
 def devices(topology: str) -> list[Any]:
-  """Returns devices to compile for, which nobody has; after `prepare`.
+  """Returns devices to compile for; call `prepare` first.
 
   Raises:
-    ValueError: of a GPU of which no description is at hand.
+    ValueError: this folder has no description of that GPU.
   """
   import jax
   from jax.experimental import topologies
@@ -148,25 +161,23 @@ def devices(topology: str) -> list[Any]:
     platform='cuda',
     topology_name='',
     target_config=_target_config(name),
-    # Slices, nodes of one, devices of a node.
+    # Slices x nodes of a slice x devices of a node.
     topology=f'1x{max(count // 8, 1)}x{min(count, 8)}',
   ).devices
 
 
 def _target_config(name: str) -> str:
-  """Returns what the CUDA compiler wants to know of a device, as text."""
+  """Returns the text protobuf that describes a GPU to the CUDA compiler."""
   path = pathlib.Path(__file__).parent / f'{name}_target_config.txtpb'
   if not path.exists():
     known = sorted(p.name for p in path.parent.glob('*_target_config.txtpb'))
     raise ValueError(
-      f'There is no {path.name} to compile for {name}; there are {known}.'
+      f'There is no {path.name}, which compiling for {name} needs; there are '
+      f'{known}.'
     )
   return path.read_text()
 
 
 def default_mesh(count: int) -> tuple[int, int, int]:
-  """Returns (replica, fsdp, context) for a number of devices.
-
-  8 devices are (2, 2, 2), the smallest mesh with experts wider than a replica.
-  """
+  """Returns the sizes (replica, fsdp, context); (2, 2, 2) for 8 devices."""
   return (2, count // 4, 2) if count % 4 == 0 else (1, count, 1)

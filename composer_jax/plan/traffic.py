@@ -1,40 +1,33 @@
-"""What devices send each other in one train step, and the least they could.
+"""Bytes that devices exchange in one train step, and the least they could.
 
 Bytes are those that one execution brings into one device from others of its
 group, as `plan.hlo.overlap` counts them in compiled programs; an all-reduce
-counts as a reduce-scatter and an all-gather. n devices of a group that hold one
-shard each of W bytes lack W (n - 1) / n of them. Lines of a layer:
+counts as a reduce-scatter and an all-gather. A device in a group of n that hold
+one shard each of W bytes lacks W (n - 1) / n. Lines of a layer:
 
-- 'dense weights', 'expert weights': a layer gathers its weights in the compute
-  dtype, the router's in float32, once forward and once more in the recomputing
-  backward pass unless 'weights' are saved; their gradients are reduce-scattered
-  in float32 within the same group. Of experts only the dimensions are
-  gathered that stand in for experts that do not divide; where the experts cover
-  all devices, nothing is.
-- 'copies': mesh axes that do not cut an array hold copies of its shards, so
-  the gradient of a shard is all-reduced over them: over 'replica' alone for a
-  matrix (that is HSDP), over none for experts, whose shards have no copies.
-- 'vectors': small arrays that lie everywhere (the scales of norms, biases) are
-  summed over all devices for all layers at once.
-- 'keys': context shards gather what attention keeps of a token (keys and values
-  of the key heads; the latent and one rotated key), for a shard's queries may
-  see every key of their row; backward the gradients are reduce-scattered.
-- 'dispatch' and 'combine': tokens go to the devices of their experts and sums
-  come back; gradients go the same ways. 'ring' sends each device all tokens of
-  the group, and scatters the sums; 'a2a' has each send each as many rows as it
-  has tokens, or as a `bucket` holds; 'ragged_a2a' sends the rows that there
-  are. That is the least: a token once to each device that has an expert of it,
-  in the mean where all experts are alike.
-- 'routes': ids, gates and counts that go along; none of it is in the least.
+- 'dense weights', 'expert weights': weights are gathered in the compute dtype
+  (the router's in float32), forward and again in recomputation unless 'weights'
+  are saved; float32 gradients are reduce-scattered. Experts are gathered only
+  along dimensions that are sharded because the number of experts does not
+  divide by all devices.
+- 'copies': gradients are all-reduced over the mesh axes that do not shard an
+  array: over 'replica' for a matrix (HSDP), over none for experts.
+- 'vectors': small replicated arrays (scales of norms, biases) are summed over
+  all devices, for all layers at once.
+- 'keys': context shards gather what attention keeps of a token (keys and
+  values, or the latent and the rotated key), and reduce-scatter its gradient.
+- 'dispatch', 'combine': tokens go to the devices of their experts and sums come
+  back; gradients go the other way. 'ring' sends every token to all devices of
+  the group, 'a2a' as many rows to each as there are tokens or as a `bucket`
+  holds, 'ragged_a2a' only the rows that a device has experts for. The last, at
+  even load, is the least.
+- 'routes': ids, gates and counts beside dispatch and combine; their least is 0.
 
-Of the step: 'embedding' is where a device's tokens come as 'ids' and go as rows
-of its columns, and their gradients alike, which is less than the table as long
-as a device has fewer tokens than the vocabulary; the 'head' is gathered and its
-gradient reduce-scattered. 'rows' are ids and segments of neighbours in context,
-'statistics' those of routers, for all layers at once. Left out are counts and
-norms of a few numbers each, and Muon, which is in `--what=muon`.
-
-Nothing is allocated, and nothing here is measured.
+Lines of the step: 'ids' and 'embedding' (token ids go to the devices of the
+table's columns, rows come back; the least is the smaller of rows and table),
+'head' (gathered, its gradient reduce-scattered), 'rows' (ids and segments of
+neighbours in context) and 'statistics' of routers. Scalars are left out, and so
+is Muon, which has `--what=muon`.
 """
 
 import dataclasses
@@ -45,36 +38,35 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from composer_jax.core import trees
 from composer_jax.models import config as model_config
-from composer_jax.models import decoder
 from composer_jax.parallel import exchange, shardings, shards, transports
 from composer_jax.plan import case as cases
+from composer_jax.plan import params
 
-# Of dispatch and of combine; gradients go by the other.
+# Kinds of dispatch and of combine; the gradient of each is the other.
 _KINDS = {
   'ring': ('all-gather', 'reduce-scatter'),
   'a2a': ('all-to-all', 'all-to-all'),
   'ragged_a2a': ('ragged-all-to-all', 'ragged-all-to-all'),
 }
 TRANSPORTS = tuple(_KINDS)
-# Bytes of a number that is what it is, whatever the model computes in.
+# Bytes of numbers whose dtype does not follow the model's compute dtype.
 _FLOAT32 = _INT32 = 4
 _WHERE = {'dense_layers': 'dense layer', 'moe_layers': 'mixture layer'}
 
 
 class Traffic(NamedTuple):
-  """One kind of traffic.
+  """Collectives of one kind for one purpose.
 
   Attributes:
-    where: 'dense layer' or 'mixture layer', of one such layer; or 'step'.
-    what: see the module.
+    where: 'dense layer' or 'mixture layer' for one such layer, or 'step'.
+    what: name of the line; see the module's docstring.
     phase: 'forward', 'recompute' (in the backward pass) or 'backward'.
-    kind: of `hlo.KINDS`.
-    axes: of the mesh, whose devices join.
-    count: operations as they are written; a compiler may merge some.
-    bytes: of all of them, into one device.
-    least: of any program with this layout.
+    kind: kind of the collectives, one of `plan.hlo.events.KINDS`.
+    axes: mesh axes whose devices form a group.
+    count: collectives before a compiler merges any.
+    bytes: bytes of all collectives into one device.
+    least: fewest bytes of any program with this layout.
   """
 
   where: str
@@ -89,12 +81,14 @@ class Traffic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-  """What decides about traffic beside a Case.
+  """Sizes and transport of one forward and backward pass.
 
   Attributes:
-    batch_size: rows of one forward pass, over all devices.
-    transport: of TRANSPORTS.
-    bucket: room for rows in means; None for the worst case.
+    batch_size: rows on all devices.
+    seq_len: tokens of a row.
+    transport: one of TRANSPORTS.
+    bucket: size of the experts' receive buffers as a multiple of the mean
+      load; None for the worst case.
   """
 
   batch_size: int
@@ -102,24 +96,21 @@ class Step:
   transport: str
   bucket: float | None = None
 
-  def __post_init__(self):
-    if self.transport not in TRANSPORTS:
-      raise ValueError(
-        f'transport {self.transport!r} is not one of {TRANSPORTS}.'
-      )
-
 
 def lines(case: cases.Case, step: Step) -> list[Traffic]:
-  """Returns the traffic of one layer of each kind, and of a step beside them.
+  """Returns the traffic of one layer of each kind, and of the step.
 
   Raises:
-    ValueError: a batch or a sequence that does not divide over its devices.
+    ValueError: the batch or the sequence does not divide over its devices.
   """
-  traffic = _Counter(case, step)
-  traffic.check()
+  for name, size, mesh_axes in (
+    ('batch', step.batch_size, case.layout.batch),
+    ('sequence', step.seq_len, case.layout.sequence),
+  ):
+    shardings.check_divides(f'{name} size', size, mesh_axes, case.mesh)
   merged: dict[tuple, Traffic] = {}
-  for line in traffic.lines():
-    # Nobody sends to itself.
+  for line in _Counter(case, step).lines():
+    # A device sends nothing to itself.
     axes = tuple(axis for axis in line.axes if case.mesh.shape[axis] > 1)
     if axes:
       line = line._replace(axes=axes)
@@ -131,27 +122,17 @@ def lines(case: cases.Case, step: Step) -> list[Traffic]:
 
 
 def load(case: cases.Case, step: Step) -> transports.Load:
-  """Returns the size of one exchange."""
   return _Counter(case, step).load()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Counter:
-  """Makes the lines of a case, one for each array."""
-
   case: cases.Case
   step: Step
 
-  def check(self):
-    layout, step = self.case.layout, self.step
-    for name, size, axes in (
-      ('batch', step.batch_size, layout.batch),
-      ('sequence', step.seq_len, layout.sequence),
-    ):
-      shardings.check_divides(f'{name} size', size, axes, self.case.mesh)
-
   def lines(self) -> Iterator[Traffic]:
-    yield from self.weights()
+    for name, array in _arrays(self.case).items():
+      yield from self.weight(name, array)
     if self.case.model.num_dense_layers:
       yield from self.keys('dense layer')
     yield from self.keys('mixture layer')
@@ -159,36 +140,31 @@ class _Counter:
     yield from self.sums()
 
   def width(self, axes: tuple[str, ...]) -> int:
-    return math.prod(self.case.mesh.shape[axis] for axis in axes)
+    return shardings.product(axes, self.case.mesh)
 
   @property
   def tokens(self) -> int:
-    """Of a device."""
+    """Tokens of one device."""
     layout = self.case.layout
     devices = self.width(layout.batch + layout.sequence)
     return self.step.batch_size * self.step.seq_len // devices
 
   @property
   def size(self) -> int:
-    """Bytes of a number that the model computes with."""
+    """Bytes of one number in the compute dtype."""
     return jnp.dtype(self.case.model.compute_dtype).itemsize
 
   def phases(self, name: str) -> tuple[str, ...]:
-    """Returns when a remat policy has what it calls by this name made."""
+    """Returns the phases that compute an array that remat has a name for."""
     model = self.case.model
     is_kept = not model.remat or name in model.remat_saves
     return ('forward',) if is_kept else ('forward', 'recompute')
 
-  def weights(self) -> Iterator[Traffic]:
-    for name, array in _arrays(self.case).items():
-      yield from self.weight(name, array)
-
   def weight(self, name: str, array: '_Array') -> Iterator[Traffic]:
-    """Yields what a parameter makes devices send."""
     where = _WHERE.get(name.split('/')[0], 'step')
     size, dims = array.size, array.dims
     held = sum(dims.values(), ())
-    # Experts stay where they are.
+    # Experts are not gathered along the expert axis.
     gathered = tuple(
       axis for axis in held if axis not in dims.get('expert', ())
     )
@@ -201,7 +177,7 @@ class _Counter:
     if name != 'embedding' or self.case.model.tie_embeddings:
       number = _FLOAT32 if name.endswith('/router') else self.size
       line = functools.partial(_line, where, 'head' if is_table else what)
-      # Backward the head comes right after forward, and keeps its weight.
+      # The head's backward pass follows at once and reuses its weight.
       phases = ('forward',) if is_table else self.phases('weights')
       for phase in phases:
         yield line(phase, 'all-gather', gathered, shard * others * number)
@@ -217,11 +193,11 @@ class _Counter:
     else:
       yield line(where, 'copies', axes=copies, sent=sent)
     if name == 'embedding' and self.case.model.tie_embeddings:
-      # Once for each of its two uses.
+      # The tied table is summed once for each of its two uses.
       yield line(where, 'copies', axes=copies, sent=sent, least=0)
 
   def look_up(self, axes: tuple[str, ...]) -> Iterator[Traffic]:
-    """Yields the way of a token's embedding: its id out, its row back."""
+    """Yields ids on their way to the table, and rows on their way back."""
     model, width = self.case.model, self.width(axes)
     sent = self.tokens * _INT32 * (width - 1)
     yield _line('step', 'ids', 'forward', 'all-gather', axes, sent, 0)
@@ -232,7 +208,6 @@ class _Counter:
       yield _line('step', 'embedding', phase, 'all-to-all', axes, sent, least)
 
   def keys(self, where: str) -> Iterator[Traffic]:
-    """Yields what context shards tell each other of their tokens."""
     a, axes = self.case.model.attention, self.case.layout.sequence
     if isinstance(a, model_config.MLAConfig):
       kept = (a.kv_lora_dim, a.rope_dim)
@@ -245,37 +220,34 @@ class _Counter:
       yield _line(where, 'keys', 'backward', 'reduce-scatter', axes, sent)
 
   def exchange(self) -> Iterator[Traffic]:
-    """Yields the way of tokens to their experts and back."""
+    """Yields tokens on their way to experts, and sums on their way back."""
     axes, load = self.expert_axes, self.load()
     transport, others = self.step.transport, load.num_shards - 1
     group = transports.sized(load, transport, bucket=self.step.bucket)
-    # Rows from each of the others: all, as many as fit, or an even load's.
     visits = load.num_tokens * load.visits
-    rows = (
-      others
-      * {
-        'ring': load.num_tokens,
-        'a2a': group.slots or load.num_tokens,
-        'ragged_a2a': visits,
-      }[transport]
-    )
+    rows_from_each = {
+      'ring': load.num_tokens,
+      'a2a': group.slots or load.num_tokens,
+      'ragged_a2a': visits,
+    }
+    rows = others * rows_from_each[transport]
     there, back = _KINDS[transport]
     line = functools.partial(_line, 'mixture layer')
     width = load.embed_dim * load.item_bytes
     sent, least = round(rows * width), round(others * visits * width)
     for phase in self.phases('dispatched'):
       yield line('dispatch', phase, there, axes, sent, least)
-    # Sums of experts enter sums; no gradient needs them again.
+    # No gradient needs the sums of experts, so they are not recomputed.
     yield line('combine', 'forward', back, axes, sent, least)
     yield line('dispatch', 'backward', back, axes, sent, least)
     yield line('combine', 'backward', there, axes, sent, least)
     # Ids and gates of a row travel as one array, and so does its gradient.
     sent = round(rows * 2 * load.num_active * _FLOAT32)
-    # Kept always: small, and recomputed they might choose other experts.
+    # Never recomputed: routes are small, and could choose other experts.
     yield line('routes', 'forward', there, axes, sent, 0)
     yield line('routes', 'backward', back, axes, sent, 0)
     if transport == 'ragged_a2a' or group.slots:
-      # Tokens and copies of each shard for each.
+      # Counts of tokens and copies for every pair of shards.
       sent = others * 2 * load.num_shards * _INT32
       yield line('routes', 'forward', 'all-gather', axes, sent, 0)
 
@@ -295,15 +267,14 @@ class _Counter:
     )
 
   def sums(self) -> Iterator[Traffic]:
-    """Yields what is said of tokens outside of layers."""
     model, along = self.case.model, self.case.layout.sequence
     line = functools.partial(_line, 'step')
     sent = self.tokens * _INT32 * (self.width(along) - 1)
-    # Segments for attention; ids and segments of next tokens, and what the head
-    # says of them to their own devices, whose gradient comes back.
+    # Segments for attention, ids and segments of next tokens, and two results
+    # of the head by token, whose gradients come back.
     yield line('rows', 'forward', 'all-gather', along, 5 * sent, 0)
     yield line('rows', 'backward', 'reduce-scatter', along, 2 * sent, 0)
-    # Counts and scores of experts, and six sums.
+    # Counts and scores of the experts, and six sums, for each layer.
     numbers = model.num_moe_layers * (2 * model.moe.num_experts + 6)
     everyone = tuple(self.case.mesh.shape)
     sent = _all_reduce(numbers * _FLOAT32, self.case.mesh.size)
@@ -321,7 +292,7 @@ def _line(where, what, phase, kind, axes, sent, least=None) -> Traffic:
 
 
 class _Array(NamedTuple):
-  """A parameter: numbers of one layer, mesh axes by logical axis."""
+  """A parameter: size of one layer, mesh axes (`dims`) by logical axis."""
 
   size: int
   layers: int
@@ -329,16 +300,11 @@ class _Array(NamedTuple):
 
 
 def _arrays(case: cases.Case) -> dict[str, _Array]:
-  shapes, logical = (
-    trees.flatten_names(tree['params']) for tree in decoder.abstract(case.model)
-  )
-  found = {}
-  for name, leaf in shapes.items():
-    axes = tuple(logical[name])
-    spec = shardings.spec(
-      name, leaf.shape, axes, layout=case.layout, mesh=case.mesh
-    )
-    layers = leaf.shape[0] if 'layer' in axes else 1
-    dims = dict(zip(axes, map(exchange.axis_names, spec), strict=True))
-    found[name] = _Array(leaf.size // layers, layers, dims)
-  return found
+  arrays = {}
+  for p in params.parameters(case):
+    if p.part != 'selection_bias':
+      layers = p.shape[0] if 'layer' in p.axes else 1
+      dims = dict(zip(p.axes, map(exchange.axis_names, p.spec), strict=True))
+      size = math.prod(p.shape) // layers
+      arrays[p.name.removeprefix('params/')] = _Array(size, layers, dims)
+  return arrays

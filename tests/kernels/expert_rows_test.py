@@ -1,4 +1,4 @@
-"""Experts of few rows: the same sum, read from active experts only."""
+"""Experts of few rows: the gated sum, and only active experts are read."""
 
 import functools
 import re
@@ -46,7 +46,7 @@ def tokens(num_tokens, seed=1):
 
 
 def dense(experts, x_ZD, ids_ZA, gates_ZA, valid_Z):
-  """Every expert for every token, weighted by its gate or by zero."""
+  """Returns the sum over all experts, weighted by gate or zero."""
   y_ZD = np.zeros_like(x_ZD)
   for e, weights in enumerate(experts):
     gate_Z = np.where(ids_ZA == e, gates_ZA, 0).sum(1) * valid_Z

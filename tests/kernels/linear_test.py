@@ -34,12 +34,12 @@ def test_gradient_is_that_of_the_einsum(arrays):
   def plain(x, w):
     return jnp.sin(jnp.einsum('BTD,DNH->BTNH', x, w)).sum()
 
-  for mine, theirs in zip(
+  for gradient, expected in zip(
     jax.grad(ours, (0, 1))(*arrays),
     jax.grad(plain, (0, 1))(*arrays),
     strict=True,
   ):
-    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_of_two_contracted_axes_is_that_of_the_einsum(arrays):
@@ -54,12 +54,12 @@ def test_gradient_of_two_contracted_axes_is_that_of_the_einsum(arrays):
   def plain(x, w):
     return jnp.sin(jnp.einsum('BTNH,NHD->BTD', x, w)).sum()
 
-  for mine, theirs in zip(
+  for gradient, expected in zip(
     jax.grad(ours, (0, 1))(x_BTNH, weight_NHD),
     jax.grad(plain, (0, 1))(x_BTNH, weight_NHD),
     strict=True,
   ):
-    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_no_product_of_a_step_contracts_the_rows_of_its_left_operand():

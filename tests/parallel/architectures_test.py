@@ -238,7 +238,7 @@ def test_a_layout_whose_devices_all_see_every_token_does_not_train():
   plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
   zeros_BT = jax.ShapeDtypeStruct((8, 8), 'int32')
   shapes, _ = decoder.abstract(config)
-  with pytest.raises(ValueError, match='a layout whose tokens use them all'):
+  with pytest.raises(ValueError, match='a layout whose tokens use all axes'):
     jax.eval_shape(decoder.Decoder(config, plan).apply, shapes, *[zeros_BT] * 3)
 
 

@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program: sizes and who takes part."""
+"""Reads the collectives of a compiled program, with sizes and groups."""
 
 import math
 import re
@@ -13,10 +13,10 @@ class Collective(NamedTuple):
   """One operation.
 
   Attributes:
-    kind: of KINDS.
-    sizes: elements of each result.
-    groups: device ids that join.
-    scope: the named scopes it was traced under.
+    kind: one of KINDS.
+    sizes: numbers of elements of each result.
+    groups: sets of the device ids that join.
+    scope: named scopes that it was traced under.
   """
 
   kind: str
@@ -26,15 +26,15 @@ class Collective(NamedTuple):
 
 
 def read(text: str) -> list[Collective]:
-  """Returns the collectives of compiled HLO; permutes are left out."""
+  """Returns the collectives of compiled HLO, without permutes."""
   kinds = '|'.join(KINDS)
-  found = []
+  operations = []
   for line in text.splitlines():
     match = re.search(rf' = (.*?) ({kinds})(-start)?\(', line)
     if match:
       shapes = re.findall(r'\w\[([\d,]*)\]', match.group(1))
       scope = re.search(r'op_name="([^"]*)"', line)
-      found.append(
+      operations.append(
         Collective(
           kind=match.group(2),
           sizes=tuple(
@@ -44,10 +44,10 @@ def read(text: str) -> list[Collective]:
           scope=scope.group(1) if scope else '',
         )
       )
-  return found
+  return operations
 
 
 def blocks(num_devices: int, width: int) -> frozenset[frozenset[int]]:
-  """Returns groups of `width` neighbours."""
+  """Returns groups of `width` successive device ids."""
   starts = range(0, num_devices, width)
   return frozenset(frozenset(range(s, s + width)) for s in starts)

@@ -1,4 +1,4 @@
-"""A row shared by devices attends like one on a device, with equal work."""
+"""Attention in a row shared by devices equals one device, with equal work."""
 
 import functools
 
@@ -21,7 +21,7 @@ KINDS = {'gqa': attention, 'mla': mla}
 
 
 def plan_of(context, sequence_order):
-  """Returns a plan whose rows lie on `context` devices of 8."""
+  """Returns a plan with rows on `context` devices of 8."""
   fsdp = min(8 // context, B)
   return exchange.ExchangePlan(
     mesh=topology.make_mesh(8 // context // fsdp, fsdp, context),
@@ -52,7 +52,7 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
 def test_a_row_that_does_not_divide_is_refused():
   with pytest.raises(ValueError, match=r'\(36\) must divide by 8,.*is 32'):
     sequence.order(36, 4)
-  # And by the shards themselves, of a batch that nobody put in order.
+  # Shards check it too, since a batch may not have been reordered.
   plan = plan_of(8, 'zigzag')
   rows = jax.ShapeDtypeStruct((B, 24), 'int32')
   gather = _sharded(
@@ -75,9 +75,10 @@ def test_a_shard_finds_its_row_and_itself(context, sequence_order):
     x_BS = sequence.gather_row(x_BT, plan)
     return x_BS, sequence.own_part(x_BS, plan)
 
-  whole, own = jax.jit(_sharded(shard, plan, 1, (P('fsdp'), None)))(on_devices)
-  np.testing.assert_array_equal(whole, row)
-  np.testing.assert_array_equal(own, on_devices)
+  run = jax.jit(_sharded(shard, plan, 1, (P('fsdp'), None)))
+  gathered, part = run(on_devices)
+  np.testing.assert_array_equal(gathered, row)
+  np.testing.assert_array_equal(part, on_devices)
 
 
 def _sharded(fn, plan, num_arrays, out_specs=None):
@@ -107,7 +108,7 @@ def _inputs(kind):
   def normal(*shape):
     return random.normal(size=shape).astype(np.float32)
 
-  # Documents over chunk borders, one over all of them, and padding.
+  # Documents that cross pieces, one over all pieces, and padding.
   lengths = [[5, 30, 20, 9], [64, 0, 0, 0], [33, 3, 4, 24], [1, 62, 1, 0]]
   ids = np.stack([np.repeat([1, 2, 3, 0], row) for row in lengths])
   ids[3] = np.repeat([1, 2, 3], [1, 62, 1])
@@ -126,7 +127,7 @@ def _inputs(kind):
 
 
 def _attend(kind, plan):
-  """Returns (query, kept, weights, ids) -> (out, tops), on devices or one."""
+  """Returns attention (query, kept, weights, ids) -> (out, tops)."""
 
   def attend(query, kept, weights, ids_BT):
     if plan is None:
@@ -162,7 +163,7 @@ def _value_and_gradients(kind, plan):
 
 @functools.cache
 def _on_one_device(kind):
-  """Returns the same of the whole softmax, with everything on one device."""
+  """Returns the results of the whole softmax on one device."""
   with attention_kernel.using(reference.whole):
     results = _value_and_gradients(kind, None)(*_inputs(kind))
   return jax.tree.map(np.asarray, results)
@@ -208,7 +209,7 @@ def test_equals_one_device_in_value_and_gradient(kind, context, sequence_order):
   )
 
 
-# Of 2 devices to a row: what each receives of the other.
+# Two devices share a row; numbers are those that each receives.
 @pytest.mark.parametrize(
   'kind,per_token', [('gqa', 2 * 2 * 4), ('mla', 6 + 2)], ids=KINDS
 )
@@ -216,11 +217,11 @@ def test_only_what_is_kept_travels_and_only_once_each_way(kind, per_token):
   plan = plan_of(2, 'zigzag')
   compiled = _value_and_gradients(kind, plan).lower(*_inputs(kind)).compile()
   numbers = {'all-gather': 0, 'reduce-scatter': 0}
-  for found in collectives.read(compiled.as_text()):
-    if found.groups == collectives.blocks(8, 2):
-      numbers[found.kind] += sum(found.sizes)
+  for operation in collectives.read(compiled.as_text()):
+    if operation.groups == collectives.blocks(8, 2):
+      numbers[operation.kind] += sum(operation.sizes)
   tokens = B * T // 4
-  # And the segment that each token is in.
+  # One more number is the segment of a token.
   assert numbers == {
     'all-gather': tokens * (per_token + 1),
     'reduce-scatter': tokens * per_token // 2,
@@ -252,10 +253,10 @@ def test_zigzag_visits_as_many_key_blocks_on_every_device(kind, context):
   work = _work(kind, context, 'zigzag', length)
   assert work.shape == (min(8 // context, B), context)
   assert work.min() == work.max()
-  # And all devices together what one does.
+  # All devices together visit as many as one does.
   whole = _work(kind, context, 'contiguous', length)
   assert work.sum() == whole.sum()
-  # Block j of a causal row is met by the tiles of j and those after it.
+  # In a causal row, tiles j and later visit block j.
   num_blocks = length // context // blocked.KEYS
   ratio = (2 * context * num_blocks - num_blocks + 1) / (num_blocks + 1)
   np.testing.assert_allclose(whole.max() / whole.min(), ratio)

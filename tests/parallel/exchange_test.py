@@ -1,4 +1,4 @@
-"""What transports cost, which one is chosen, and what is refused."""
+"""Bytes of transports, the choice of one, and refused plans."""
 
 import itertools
 

@@ -1,8 +1,8 @@
-"""What compiled train steps send, counted, against what they have to send.
+"""Collectives of compiled train steps against the lines of `plan.traffic`.
 
-`plan.traffic` states it in closed forms for any model and mesh; here programs
-of 8 emulated devices do exactly that, layer by layer, forward and backward. If
-one of these counts changes, every run pays or gains: say why with the change.
+Programs of 8 emulated devices send exactly the stated bytes, layer by layer,
+forward and backward. A change of these counts makes every run slower or faster,
+so explain it with the change.
 """
 
 import collections
@@ -24,29 +24,29 @@ from tests.parallel import step_programs as programs
 DENSE, MIXTURE, STEP = 'dense layer', 'mixture layer', 'step'
 NARROW, ALL = 'fsdp+context', 'replica+fsdp+context'
 
-# Recomputes with what a policy keeps by default: weights are gathered again.
+# The default policy of recomputation gathers weights again.
 RING = hsdp_test.WIDE
 # Keeps weights too. On this mesh there is one replica.
 A2A = hsdp_test.UNEVEN
-# Operations of one layer. XLA:CPU makes one of all all-reduces of a group.
+# Operations of one layer. XLA:CPU merges all all-reduces of a group.
 RING_COUNTS = {
   # Query, key, value, out, gate_up, down.
   (DENSE, 'forward', 'all-gather', NARROW): 6,
   (DENSE, 'recompute', 'all-gather', NARROW): 6,
   (DENSE, 'backward', 'reduce-scatter', NARROW): 6,
-  # Of their shards; norms are summed once, after all layers.
+  # Gradients of shards; norms are summed once, after all layers.
   (DENSE, 'backward', 'all-reduce', 'replica'): 1,
   # Keys and values.
   (DENSE, 'forward', 'all-gather', 'context'): 2,
   (DENSE, 'backward', 'reduce-scatter', 'context'): 2,
-  # And the router.
+  # The same and the router.
   (MIXTURE, 'forward', 'all-gather', NARROW): 7,
   (MIXTURE, 'recompute', 'all-gather', NARROW): 7,
   (MIXTURE, 'backward', 'reduce-scatter', NARROW): 7,
   (MIXTURE, 'backward', 'all-reduce', 'replica'): 1,
   (MIXTURE, 'forward', 'all-gather', 'context'): 2,
   (MIXTURE, 'backward', 'reduce-scatter', 'context'): 2,
-  # Tokens and their routes there, sums back, and gradients the other way.
+  # Tokens and routes to experts, sums back, gradients the other way.
   (MIXTURE, 'forward', 'all-gather', ALL): 2,
   (MIXTURE, 'forward', 'reduce-scatter', ALL): 1,
   (MIXTURE, 'backward', 'all-gather', ALL): 1,
@@ -63,7 +63,7 @@ A2A_COUNTS = {
   (MIXTURE, 'backward', 'reduce-scatter', NARROW): 10,
   (MIXTURE, 'forward', 'all-gather', 'context'): 2,
   (MIXTURE, 'backward', 'reduce-scatter', 'context'): 2,
-  # Of six experts on two shards the others hold a quarter of D.
+  # Six experts are on two shards; four devices share D.
   (MIXTURE, 'forward', 'all-gather', 'fsdp'): 2,
   (MIXTURE, 'backward', 'reduce-scatter', 'fsdp'): 2,
   # Tokens, routes, sums.
@@ -140,7 +140,7 @@ def test_a_bucket_sends_its_slots_and_their_counts():
 def test_operations_are_the_stated_ones_or_fewer(model, shape, transport):
   measured, stated = _sent(model, shape, transport)
   for key, sent in _of(measured, layers=True).items():
-    # XLA:CPU makes one of several sums.
+    # XLA:CPU merges sums.
     is_merged = key.kind == 'all-reduce'
     want = 1 if is_merged else stated[key].count
     assert sent.count == want, key
@@ -216,13 +216,12 @@ def test_ragged_rows_travel_three_times_each_way():
       numbers(*rows, dtype='bool'),
     )
     lowered = traced.lower(lowering_platforms=('tpu',))
-  found = overlap.read(
-    lowered.as_text(dialect='hlo'), dynamic_trips=1
-  ).collectives
+  text = lowered.as_text(dialect='hlo')
+  exchanged = overlap.read(text, dynamic_trips=1).collectives
   everyone = programs.groups_of(shape, topology.AXES)
-  assert {c.groups for c in found} == {everyone}
-  # Rows, routes and sums there and back, and the counts of rows before them.
-  counts = collections.Counter(c.kind for c in found)
+  assert {c.groups for c in exchanged} == {everyone}
+  # Rows, routes and sums, each with its gradient, and the counts of rows.
+  counts = collections.Counter(c.kind for c in exchanged)
   assert counts == {'ragged-all-to-all': 6, 'all-gather': 1}
   lines = traffic.lines(
     programs.case(model, shape), programs.asked('ragged_a2a')

@@ -1,4 +1,4 @@
-"""The head of rows that devices share is that of one device."""
+"""The head on rows shared by devices equals that on one device."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ B, T, D, V = 8, 16, 16, 31
 
 
 def _batch():
-  """Documents over chunk borders, whole rows, padding; a temperature each."""
+  """Returns documents that cross shards, whole rows and padding."""
   random = np.random.default_rng(0)
   lengths = [[5, 7, 4], [16, 0, 0], [1, 14, 1], [3, 3, 0], [15, 1, 0]]
   ids = np.zeros((B, T), np.int32)
@@ -36,7 +36,7 @@ def _run(name, plan, chunk, weight, move):
     decoder_test.CONFIG, tie_embeddings=name == 'embedding'
   )
   hidden, *batch = map(move, _batch())
-  # By what each place is of, for logprobs and entropy apart.
+  # Weights differ by token, and for logprobs and entropy.
   weights = move(np.sin(np.arange(B * T, dtype=np.float32)).reshape(B, T))
 
   def loss(weight, hidden):

@@ -55,7 +55,7 @@ by_case = pytest.mark.parametrize('model, shape, transport', CASES)
 
 
 class _Weights:
-  """Sizes of one layer's arrays, and the axes that cut them."""
+  """Sizes of one layer's arrays, and the mesh axes that shard them."""
 
   def __init__(self, model, shape):
     self.shape = shape
@@ -70,14 +70,14 @@ class _Weights:
         name, leaf.shape, axes, layout=layouts.TRAIN, mesh=mesh
       )
       size = leaf.size // (leaf.shape[0] if 'layer' in axes else 1)
-      cut = dict(zip(axes, map(exchange.axis_names, spec), strict=True))
+      mesh_axes = dict(zip(axes, map(exchange.axis_names, spec), strict=True))
       if 'expert' in axes:
-        self.experts[size] = cut
-      elif any(cut.values()):
-        assert [axes for axes in cut.values() if axes] == [NARROW], name
-        self.dense[size] = cut
+        self.experts[size] = mesh_axes
+      elif any(mesh_axes.values()):
+        assert [axes for axes in mesh_axes.values() if axes] == [NARROW], name
+        self.dense[size] = mesh_axes
       else:
-        # Summed for all layers at once.
+        # Gradients are summed for all layers at once.
         self.vectors.add(leaf.size)
 
   def width(self, axes):
@@ -90,23 +90,23 @@ class _Weights:
     return {size // self.width(NARROW) for size in self.dense} - self.vectors
 
 
-def _found(model, shape, transport):
+def _collectives(model, shape, transport):
   made = programs.program(model, shape, transport)
-  # An axis of one device sums nothing.
-  several = [
+  # Groups of one device send nothing.
+  operations = [
     c
     for c in collectives.read(made.text)
     if max(len(group) for group in c.groups) > 1
   ]
-  return several, _Weights(model, shape)
+  return operations, _Weights(model, shape)
 
 
 @by_case
 def test_dense_weights_travel_inside_a_replica(model, shape, transport):
-  found, weights = _found(model, shape, transport)
+  sent, weights = _collectives(model, shape, transport)
   narrow, shards = weights.groups(*NARROW), weights.dense_shards()
   gathered, scattered, summed = set(), set(), set()
-  for c in found:
+  for c in sent:
     sizes = set(c.sizes)
     if c.kind == 'all-gather' and sizes & set(weights.dense):
       assert c.groups == narrow, c
@@ -117,7 +117,7 @@ def test_dense_weights_travel_inside_a_replica(model, shape, transport):
     if c.kind == 'all-reduce':
       assert not sizes & (set(weights.dense) - shards), c
       if sizes & shards:
-        # Copies of a shard, one in each replica.
+        # Each replica has a copy of the shard.
         assert c.groups == weights.groups('replica'), c
         summed |= sizes
   embedding = model.vocab_size * model.embed_dim
@@ -130,18 +130,18 @@ def test_dense_weights_travel_inside_a_replica(model, shape, transport):
 def test_experts_are_never_summed_and_gathered_only_where_cut(
   model, shape, transport
 ):
-  found, weights = _found(model, shape, transport)
-  for size, cut in weights.experts.items():
-    held = size // weights.width(cut['expert'])
-    rest = [axes for axis, axes in cut.items() if axis != 'expert' and axes]
-    (others,) = rest or ((),)
+  sent, weights = _collectives(model, shape, transport)
+  for size, dims in weights.experts.items():
+    held = size // weights.width(dims['expert'])
+    inner = [axes for axis, axes in dims.items() if axis != 'expert' and axes]
+    (others,) = inner or ((),)
     shard = held // weights.width(others)
-    moved = [c for c in found if {size, held, shard} & set(c.sizes)]
+    moved = [c for c in sent if {size, held, shard} & set(c.sizes)]
     assert all(c.kind != 'all-reduce' for c in moved)
     assert {c.kind for c in moved} == (
-      {'all-gather', 'reduce-scatter'} if rest else set()
+      {'all-gather', 'reduce-scatter'} if inner else set()
     )
-    if rest:
+    if inner:
       assert {c.groups for c in moved} == {weights.groups(*others)}
 
 
@@ -150,14 +150,14 @@ def test_experts_are_never_summed_and_gathered_only_where_cut(
 )
 def test_experts_spread_wider_than_a_replica_beside_context_shards(case, width):
   """CP = 2 with EP = 8 on 8 devices."""
-  found, weights = _found(*case)
+  sent, weights = _collectives(*case)
   exchanged = [
-    c for c in found if {'dispatch', 'combine'} & set(c.scope.split('/'))
+    c for c in sent if {'dispatch', 'combine'} & set(c.scope.split('/'))
   ]
   assert exchanged
   assert {len(group) for c in exchanged for group in c.groups} == {width}
   along = weights.groups('context')
-  layers = [c for c in found if c.groups == along and '/while/' in c.scope]
+  layers = [c for c in sent if c.groups == along and '/while/' in c.scope]
   keys = [c for c in layers if c not in exchanged]
   assert {c.kind for c in keys} == {'all-gather', 'reduce-scatter'}
   a = case[0].attention
@@ -171,7 +171,7 @@ def test_experts_spread_wider_than_a_replica_beside_context_shards(case, width):
 
 @by_case
 def test_no_array_is_resharded_by_force(model, shape, transport):
-  # From the compilation cache XLA has nothing to say; then what it did is
-  # seen in the bytes of golden_test.
+  # A program from the compilation cache prints nothing; golden_test checks its
+  # bytes.
   made = programs.program(model, shape, transport)
   assert 'rematerialization' not in made.warnings

@@ -72,18 +72,18 @@ def test_loss_and_gradients_equal_one_device(wide):
 
 def test_uneven_experts_in_zigzag_order_equal_one_device():
   single = on_mesh.single(UNEVEN)
-  # Replay on the mesh what one device routed.
+  # The mesh replays the routes of one device.
   plan, result, _ = on_mesh.sharded(
     UNEVEN, (1, 2, 4), single[0][1][1], sequence_order='zigzag'
   )
   on_mesh.assert_equal(result, single)
-  # Six experts over 2 devices; D takes the other axis.
+  # Two devices share six experts; D takes the other axis.
   expert = P(('replica', 'fsdp'), 'context', None, None)
   assert dict(plan.weight_specs)['gate_up'] == expert
 
 
 def _weight_sizes(config):
-  """Returns the sizes of a layer's matrices: dense ones, and all experts'."""
+  """Returns the sizes of a layer's dense matrices and stacked experts."""
   shapes, axes = decoder.abstract(config)
   axes = trees.flatten_names(axes['params'])
   dense, experts = set(), set()
@@ -97,33 +97,33 @@ def _weight_sizes(config):
 
 
 def test_dense_weights_gather_inside_a_replica_and_experts_never_move(wide):
-  *_, found = wide
+  *_, sent = wide
   dense, experts = _weight_sizes(WIDE)
   gathered = set()
-  for collective in found:
+  for collective in sent:
     if collective.kind == 'all-gather' and set(collective.sizes) & dense:
-      # Narrow: four devices hold a replica of the dense weights.
+      # Four devices hold a replica of the dense weights.
       assert collective.groups == collectives.blocks(8, 4), collective
       gathered |= set(collective.sizes)
-    # Wide: a device holds its expert alone, so neither that weight nor its
-    # gradient is gathered or reduced, whole or in shards.
+    # Each device holds its own expert, so neither the weight nor its gradient
+    # is gathered or reduced.
     moved = {size // 8 for size in experts} | experts
     assert not moved & set(collective.sizes), collective
   assert gathered == dense
 
 
 def test_tokens_meet_experts_across_all_devices(wide):
-  *_, found = wide
+  *_, sent = wide
   everyone = collectives.blocks(8, 8)
   inside = []
   for scope, kind, backward in (
     ('dispatch', 'all-gather', 'reduce-scatter'),
     ('combine', 'reduce-scatter', 'all-gather'),
   ):
-    of_scope = [c for c in found if scope in c.scope.split('/')]
+    of_scope = [c for c in sent if scope in c.scope.split('/')]
     assert {c.kind for c in of_scope} == {kind, backward}
     inside += of_scope
   assert {c.groups for c in inside} == {everyone}
   # Only the gradients of dense weights cross replicas otherwise, as sums.
-  crossing = [c for c in found if c.groups == everyone and c not in inside]
+  crossing = [c for c in sent if c.groups == everyone and c not in inside]
   assert {c.kind for c in crossing} <= {'all-reduce'}

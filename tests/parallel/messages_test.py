@@ -1,4 +1,4 @@
-"""Shapes that no mesh of 8 can divide: who is at fault, and what would fit."""
+"""Errors of shapes that do not divide name the dimension and what fits."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from tests.parallel import step_programs as programs
 
 
 def _place(shape=(2, 2, 2), **change):
-  """Asks for the places of a model's variables."""
+  """Asks for the shardings of a model's variables."""
   config = programs.config(**change)
   placement.variable_shardings(
     config, layout=layouts.TRAIN, mesh=topology.make_mesh(*shape)
@@ -38,7 +38,7 @@ def _place(shape=(2, 2, 2), **change):
         'the nearest that does is 72 or 76.',
       ],
     ),
-    # Fewer than the devices: there is none below.
+    # Fewer than the devices, so no smaller number fits.
     (
       (1, 8, 1),
       dict(embed_dim=4),
@@ -105,7 +105,7 @@ def test_a_batch_names_its_dimension_and_what_would_fit(rows, length, parts):
     assert part in str(caught.value)
 
 
-def test_zigzag_rows_divide_into_two_chunks_for_each_shard():
+def test_zigzag_rows_divide_into_two_pieces_for_each_shard():
   with pytest.raises(ValueError) as caught:
     sequence.to_device(np.zeros((2, 36)), 8)
   for part in ('length (36)', 'divide by 16', '8 context shards', 'is 32.'):

@@ -1,4 +1,4 @@
-"""Muon on decoders as the layouts place them equals Muon on one device."""
+"""Muon on decoders in each layout equals Muon on one device."""
 
 import functools
 
@@ -19,14 +19,14 @@ OPTIONS = groups.OptimizerOptions(
   adam_learning_rate=0.1,
   warmup_steps=0,
   decay_steps=0,
-  # Rounding is amplified least by these.
+  # These coefficients amplify rounding least.
   muon=groups.MuonChoices(coefficients='keller'),
 )
 
 
 @functools.cache
 def _first_update(layout):
-  """Returns the first update by name; None: on one device."""
+  """Returns the first update by name; a layout of None is one device."""
   shapes, axes = (tree['params'] for tree in decoder.abstract(CONFIG))
   places = None
   if layout:

@@ -1,6 +1,6 @@
-"""A tree of small matrices, and the meshes that Muon's laws are checked on.
+"""A tree of small matrices, and the meshes for the tests of Muon.
 
-No group divides over 8 owners: there are three layers, and one matrix alone.
+No group divides over 8 owners, since there are three layers and one matrix.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ L, E, D, F, S, N, H = 3, 8, 16, 24, 32, 4, 8
 _EXPERT = roles.Matrix(rows=(2,), columns=(3,))
 _DENSE = roles.Matrix(rows=(1,), columns=(2,))
 
-# name -> shape, matrix; S is the width of the shared expert.
+# Shape and matrix by name; S is the width of the shared expert.
 PARAMETERS = {
   'gate': ((L, E, D, F), _EXPERT),
   'up': ((L, E, D, F), _EXPERT),
@@ -42,15 +42,15 @@ MATRICES = {name: matrix for name, (_, matrix) in PARAMETERS.items()}
 
 
 class Case(NamedTuple):
-  """A mesh and what lies on its axes.
+  """A mesh and the mesh axes that shard parameters.
 
   Attributes:
-    mesh: axis -> size.
-    expert: axes of the experts.
-    embed: axes of D in expert parameters.
-    ffw: axes of F in expert parameters.
-    dense: axes of D in all others.
-    tensor: axes of S and N in all others.
+    mesh: size of each mesh axis.
+    expert: mesh axes of the experts.
+    embed: mesh axes of D in expert parameters.
+    ffw: mesh axes of F in expert parameters.
+    dense: mesh axes of D in other parameters.
+    tensor: mesh axes of S and N in other parameters.
   """
 
   mesh: dict[str, int]
@@ -115,10 +115,10 @@ class Program(NamedTuple):
   Attributes:
     run: (gradients, momentum) -> (updates, momentum), of host arrays.
     update: the compiled function.
-    plan: what it carries out.
-    text: its HLO.
-    warnings: what XLA wrote while compiling it.
-    shardings: of the parameters; None on one device.
+    plan: plan of the update.
+    text: HLO of the program.
+    warnings: text that XLA printed while compiling it.
+    shardings: shardings of the parameters; None on one device.
   """
 
   run: Any
@@ -137,7 +137,7 @@ def program(
   told: planner.PlanOptions = TOLD,
   names: tuple[str, ...] = tuple(PARAMETERS),
 ) -> Program:
-  """Compiles Muon's update on the mesh of a case; None: on one device."""
+  """Compiles Muon's update on the mesh of a case; None for one device."""
   places = shardings(CASES[name], axis_type) if name else None
   shapes = {
     n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places and places[n])
@@ -171,7 +171,7 @@ def program(
 
 @contextlib.contextmanager
 def uncached():
-  """Compiles anew what the cache has: a cached program warns of nothing."""
+  """Disables the compilation cache, whose programs print no warnings."""
   folder = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', None)
   compilation_cache.reset_cache()
@@ -183,7 +183,7 @@ def uncached():
 
 
 def watched(compile):
-  """Returns what `compile` returns and what C++ writes to descriptor 2."""
+  """Returns the result of `compile`, and the text that C++ prints to stderr."""
   saved = os.dup(2)
   with tempfile.TemporaryFile() as file, uncached():
     os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Matrices dealt to some replicas, the others repeating what those do."""
+"""Matrices shared among some replicas, whose work the others repeat."""
 
 import dataclasses
 
@@ -44,10 +44,10 @@ def _update(gradient, split, sharding=None):
 @pytest.mark.parametrize(
   'layers, split, bitwise',
   [
-    # Two replicas of two shards have owners enough for three matrices; four
-    # would only have more empty slots.
+    # Two replicas of two shards are owners enough for three matrices; four
+    # replicas would only add empty slots.
     (3, 1, True),
-    # Where both shards own a matrix together, two replicas have two owners.
+    # Both shards own a matrix together, so two replicas have two owners.
     (2, 2, False),
   ],
 )
@@ -65,10 +65,10 @@ def test_sharing_among_some_replicas_changes_no_update(layers, split, bitwise):
   ).groups
   assert (group.num_replicas, group.sharers, group.owned) == (4, 2, 1)
   alone, _ = _update(gradient, None)
-  found, text = _update(gradient, split, sharding)
+  update, text = _update(gradient, split, sharding)
   # Devices that share a matrix add in another order.
   tolerance = 0 if bitwise else 2e-6
-  for shard in found.addressable_shards:  # Of every replica.
+  for shard in update.addressable_shards:  # All replicas.
     np.testing.assert_allclose(
       shard.data, alone[shard.index], rtol=0, atol=tolerance
     )

@@ -1,4 +1,4 @@
-"""Muon on a mesh: the bits of one device, by the collectives of its plan."""
+"""Muon on a mesh: bits of one device, and only the plan's collectives."""
 
 import collections
 
@@ -21,26 +21,26 @@ def _update(program, gradient_seed=0):
   return program.run(muon_meshes.values(gradient_seed), muon_meshes.values(1))
 
 
-def _assert_bitwise(found, expected):
+def _assert_bitwise(update, expected):
   for name, x in expected.items():
-    np.testing.assert_array_equal(found[name], x, err_msg=name)
+    np.testing.assert_array_equal(update[name], x, err_msg=name)
 
 
 def _check_collectives(program):
-  """The plan's, by kind, number and bytes, and no other, none in a loop."""
-  planned, found = collections.Counter(), collections.Counter()
+  """Checks that the collectives are those of the plan, none in a loop."""
+  planned, sent = collections.Counter(), collections.Counter()
   for group in program.plan.groups:
     for kind, number, num_bytes in muon_model.collectives(group):
       planned[kind, 'number'] += number
       planned[kind, 'bytes'] += num_bytes
   for collective in overlap.read(program.text).collectives:
     assert not collective.loops
-    found[collective.kind, 'number'] += 1
-    found[collective.kind, 'bytes'] += collective.bytes
-  # XLA joins the norms of several groups.
+    sent[collective.kind, 'number'] += 1
+    sent[collective.kind, 'bytes'] += collective.bytes
+  # XLA merges the norms of several groups.
   joined = planned.pop(('all-reduce', 'number'), 0)
-  assert found.pop(('all-reduce', 'number'), 0) <= joined
-  assert found == planned
+  assert sent.pop(('all-reduce', 'number'), 0) <= joined
+  assert sent == planned
   assert 'rematerialization' not in program.warnings
 
 

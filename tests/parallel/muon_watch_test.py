@@ -1,4 +1,4 @@
-"""What XLA says of a rematerialisation is seen: its silence means something."""
+"""XLA's warning of a rematerialisation is seen, so that none means none."""
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,6 @@ def test_a_full_rematerialisation_is_noticed():
     return jax.lax.with_sharding_constraint(jnp.cos(x), columns)
 
   shape = jax.ShapeDtypeStruct((12, 8, 24), jnp.float32, sharding=rows)
-  # Not from the cache, which has nothing to say.
+  # Compiled anew, since a cached program prints nothing.
   _, warnings = muon_meshes.watched(jax.jit(move).lower(shape).compile)
   assert 'rematerialization' in warnings

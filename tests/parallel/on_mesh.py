@@ -13,12 +13,12 @@ from tests.parallel import collectives, muon_meshes
 
 # For configs of at least this many tokens of vocabulary.
 B, T, V = 8, 8, 18
-# Of the machine code alone: the program, collectives included, is the same.
+# Affects only machine code; the program and its collectives are the same.
 _OPTIONS = compiling.QUICKLY
 
 
 def batch():
-  """Two documents per row and mostly padding: whole shards have no token."""
+  """Returns two documents per row and so much padding that shards are empty."""
   tokens_BT = jax.random.randint(jax.random.key(1), (B, T), 0, V)
   segments = jnp.ones((B, T), jnp.int32).at[:, 3:].set(2)
   segments = segments.at[3:, 4:].set(0).at[6:].set(0)
@@ -28,7 +28,7 @@ def batch():
 
 @functools.cache
 def initial(config):
-  """Draws variables in which biases and norms do something."""
+  """Returns variables with biases and norms that have an effect."""
   init = jax.jit(
     functools.partial(decoder.init, config),
     compiler_options=compiling.INIT,
@@ -41,14 +41,14 @@ def initial(config):
 
 
 def to_row(array, context, axis=1):
-  """Brings tokens in the zigzag order back into that of the row."""
+  """Returns tokens in zigzag order in the order of the row."""
   places = np.argsort(sequence.order(array.shape[axis], context))
   return np.take(array, places, axis=axis)
 
 
 def _step(config, plan):
   """Returns (variables, batch, ids) -> ((loss, (load, ids)), gradients)."""
-  # Both forms of the head: here four chunks of the words, the last with fewer.
+  # Uses both forms of the head; here four chunks of words, the last shorter.
   chunk = 5 if plan is not None and config.remat else None
 
   def loss(params, variables, batch, expert_ids_MBTA):
@@ -67,7 +67,7 @@ def _step(config, plan):
       chunk=chunk,
     )
     routers = out.stats.aux_loss_M.sum() + out.stats.z_loss_M.sum()
-    # By what the token is, so that each must be at its place.
+    # Weights differ by token, so that a token at a wrong place is noticed.
     weights_BT = 1 + jnp.sin(batch[0] + 3.0 * batch[2]) / 4
     value = 0.01 * routers - (weights_BT * logprobs_BT).sum() / 30
     return value, (out.stats.load_ME, out.expert_ids_MBTA)
@@ -95,10 +95,10 @@ def compiled(
   is_replayed=False,
   sequence_order='contiguous',
 ):
-  """Returns the plan, the program on a mesh, and where its arguments lie.
+  """Returns the plan, the program on a mesh, and its arguments' shardings.
 
   Raises:
-    AssertionError: the compiler moves a whole array for want of a better way.
+    AssertionError: the compiler gathers a whole array to reshard it.
   """
   mesh = topology.make_mesh(*shape)
   where = dict(layout=layout, mesh=mesh)
@@ -124,7 +124,7 @@ def compiled(
 
 
 def sharded(config, shape, expert_ids_MBTA=None, **how):
-  """Returns the plan, the same as `single`, and the program's collectives."""
+  """Returns the plan, the results of `single`, and the collectives."""
   is_replayed = expert_ids_MBTA is not None
   plan, program, places = compiled(
     config, shape, **how, is_replayed=is_replayed
@@ -152,12 +152,12 @@ def sharded(config, shape, expert_ids_MBTA=None, **how):
 
 
 def assert_equal(have, want):
-  """Losses and gradients up to rounding, loads and routes exactly."""
+  """Compares losses and gradients up to rounding, loads and routes exactly."""
   (loss, aux), grads = have
   (want_loss, want_aux), want_grads = want
   np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
   jax.tree.map(np.testing.assert_array_equal, aux, want_aux)
-  # Sums in another order: a few units of the last place of the largest term.
+  # Another order of summation: a few units in the largest term's last place.
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       a, b, atol=5e-6 * np.abs(b).max() + 1e-9

@@ -1,4 +1,4 @@
-"""What the backward pass of a recomputed layer receives a second time."""
+"""Collectives that the backward pass of a recomputed layer repeats."""
 
 import dataclasses
 import functools
@@ -13,20 +13,16 @@ DEFAULT = mesh_test.UNEVEN.remat_saves
 
 @functools.cache
 def _repeated(saves):
-  """Returns kind and scope of collectives of recomputation.
-
-  Keys travel between halves of a row, tokens between groups of experts, and
-  matrices of experts between the devices that share a group.
-  """
+  """Returns the kind and scope of the collectives of recomputation."""
   config = dataclasses.replace(mesh_test.UNEVEN, remat_saves=saves)
-  # For the default, the program of mesh_test.
+  # By default this is the program of mesh_test, compiled once.
   _, program, _ = on_mesh.compiled(
     config, (1, 2, 4), is_replayed=True, sequence_order='zigzag'
   )
   return [
-    (found.kind, found.scope)
-    for found in collectives.read(program.as_text())
-    if 'rematted_computation' in found.scope
+    (operation.kind, operation.scope)
+    for operation in collectives.read(program.as_text())
+    if 'rematted_computation' in operation.scope
   ]
 
 
@@ -47,9 +43,9 @@ def test_with_nothing_kept_activations_travel_again():
   assert 'dispatch' in scopes and 'attention' in scopes
 
 
-def test_a_tensor_that_nobody_names_is_refused():
+def test_an_unknown_name_to_save_is_refused():
   with pytest.raises(ValueError, match="remat_saves must be of .* got .'key'"):
     dataclasses.replace(mesh_test.UNEVEN, remat_saves=('key',))
-  # As a file has it.
+  # Files hold lists.
   fields = mesh_test.UNEVEN.to_dict() | {'remat_saves': ['keys']}
   assert model_config.ModelConfig.from_dict(fields).remat_saves == ('keys',)

@@ -1,8 +1,8 @@
-"""Recorded routes on 8 emulated devices train what they train on one.
+"""Training with recorded routes on 8 emulated devices equals one device.
 
-Three rows of eight hold trajectories, so whole shards are padding, and halves
-of a trajectory lie on two devices where the sequence is sharded. Six experts do
-not divide over eight devices.
+Three of eight rows hold trajectories, so some shards are padding. Where the
+sequence is sharded, two devices share a trajectory. Six experts do not divide
+over eight devices.
 """
 
 import dataclasses
@@ -35,18 +35,18 @@ def _batch(config):
 
 
 def _on_one_device(config):
-  """The same rows without those of padding."""
+  """Returns the results of the rows without padding on one device."""
   (batch,) = replayed.pack(config, rows=3, seq_len=16)
   return replayed.one(config, batch)
 
 
 @functools.cache
 def _on_mesh(case):
-  """Returns batch -> (sums, scores) of the mesh; compiled once."""
+  """Returns the compiled function from a batch to sums and scores."""
   name, shape, layout = CASES[case]
   config = replayed.CONFIGS[name]
   where = dict(layout=layout, mesh=topology.make_mesh(*shape))
-  # Recomputing too: what runs on one device does not.
+  # With recomputation, in contrast to the single device.
   config = dataclasses.replace(config, remat=True)
   model = decoder.Decoder(config, placement.exchange_plan(config, **where))
   variables = jax.device_put(

@@ -1,4 +1,4 @@
-"""Layout tables: what they give, and what they refuse by name."""
+"""Specs from the layouts' tables, and the errors of impossible ones."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Weights made whole inside of shards, and their gradients on the way back."""
+"""Weights gathered inside shards, and the reduction of their gradients."""
 
 import functools
 import re
@@ -121,5 +121,5 @@ def test_a_row_that_many_tokens_look_up_has_a_float32_gradient(spec):
 
 
 def test_a_plan_without_a_variable_is_refused_by_name():
-  with pytest.raises(ValueError, match='not say where params/x/a lies'):
+  with pytest.raises(ValueError, match='has no spec for params/x/a'):
     shards.specs_of(_plan(), 'params/x', {'a': 0})

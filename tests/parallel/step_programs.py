@@ -1,7 +1,7 @@
 """Compiles whole train steps of tiny decoders for 8 emulated devices.
 
-And tells what they send, in the words of `plan.traffic`: where in the program,
-when, by which kind of collective, along which mesh axes.
+Sums up their collectives by place in the program, phase, kind and mesh axes, in
+the terms of `plan.traffic`.
 """
 
 import collections
@@ -26,10 +26,10 @@ from composer_jax.train import placement, state, step
 from tests import compiling
 from tests.parallel import muon_meshes
 
-# More layers of one kind than of the other: a loop of either is told by its
-# trips, and a loop of one XLA would unroll.
+# Different numbers, so that trips identify the loop of a kind of layer; more
+# than one, since XLA unrolls loops of one trip.
 NUM_DENSE, NUM_MOE = 3, 5
-# Rows over replica x fsdp, tokens over context; enough of both for (1, 8, 1).
+# Enough rows and tokens for a mesh of (1, 8, 1).
 B, T = 8, 16
 
 GQA = dict(
@@ -89,11 +89,11 @@ class Program(NamedTuple):
   """A compiled train step.
 
   Attributes:
-    text: its HLO.
-    warnings: what XLA wrote while compiling it.
+    text: HLO of the program.
+    warnings: text that XLA printed while compiling it.
     state: shapes of the state.
-    hlo: what one device runs.
-    stated: what `plan.traffic` says it sends.
+    hlo: counts of the program of one device.
+    stated: traffic that `plan.traffic` states for it.
   """
 
   text: str
@@ -161,14 +161,14 @@ def program(
     text=text,
     warnings=warnings,
     state=shapes,
-    # Loops over the blocks of grouped matmuls end as the data decide.
+    # Loops over blocks of grouped matmuls have data-dependent ends.
     hlo=hlo.read(text, dynamic_trips=1),
     stated=traffic.lines(case(model, shape), asked(transport, bucket)),
   )
 
 
 def case(model: model_config.ModelConfig, shape: tuple[int, ...]) -> cases.Case:
-  """Returns what `plan.traffic` is asked about."""
+  """Returns the case for `plan.traffic`."""
   return cases.Case(
     model=model,
     machine='cpu',
@@ -186,7 +186,7 @@ def asked(transport: str, bucket: float | None = None) -> traffic.Step:
 
 
 class Key(NamedTuple):
-  """Where, when, how and along which axes devices send."""
+  """Place, phase, kind and mesh axes of collectives."""
 
   where: str
   phase: str
@@ -195,35 +195,35 @@ class Key(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """Operations and bytes into a device of one layer, or of the step."""
+  """Operations, and bytes into a device, of one layer or of the step."""
 
   count: int
   bytes: int
 
 
 def measured(made: Program, shape: tuple[int, ...]) -> dict[Key, Sent]:
-  """Sums up the collectives of a compiled step by where, when and how."""
+  """Sums up the collectives of a compiled step by key."""
   names = _names(shape)
-  found = collections.defaultdict(lambda: Sent(0, 0))
+  sums = collections.defaultdict(lambda: Sent(0, 0))
   for c in made.hlo.collectives:
     if c.bytes:
       key = Key(_where(c), _phase(c), c.kind, names.get(c.groups, str(c)))
-      found[key] = Sent(found[key].count + 1, found[key].bytes + c.bytes)
-  return dict(found)
+      sums[key] = Sent(sums[key].count + 1, sums[key].bytes + c.bytes)
+  return dict(sums)
 
 
 def stated(made: Program) -> dict[Key, Sent]:
-  """Sums up what `plan.traffic` says alike."""
-  found = collections.defaultdict(lambda: Sent(0, 0))
+  """Sums up the lines of `plan.traffic` by key."""
+  sums = collections.defaultdict(lambda: Sent(0, 0))
   for line in made.stated:
     key = Key(line.where, line.phase, line.kind, '+'.join(line.axes))
-    before = found[key]
-    found[key] = Sent(before.count + line.count, before.bytes + line.bytes)
-  return dict(found)
+    before = sums[key]
+    sums[key] = Sent(before.count + line.count, before.bytes + line.bytes)
+  return dict(sums)
 
 
 def _where(c: hlo.Collective) -> str:
-  """Tells the loop over layers by its trips."""
+  """Returns the place of a collective from the trips of its loop."""
   trips = {NUM_DENSE: 'dense layer', NUM_MOE: 'mixture layer', 1: 'step'}
   return trips[c.count]
 
@@ -254,8 +254,8 @@ def _names(shape):
 
 
 def aliased_outputs(text: str) -> set[int]:
-  """Returns the places of results that lie where an argument did."""
+  """Returns the indices of results that reuse the memory of an argument."""
   header = text.split('\n', 1)[0]
-  found = re.search(r'input_output_alias=\{(.*?)\}, entry', header)
-  pairs = found.group(1) if found else ''
+  match = re.search(r'input_output_alias=\{(.*?)\}, entry', header)
+  pairs = match.group(1) if match else ''
   return {int(n) for n in re.findall(r'\{(\d+)\}: \(', pairs)}

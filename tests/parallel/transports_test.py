@@ -1,7 +1,7 @@
-"""Every transport is exact for every load, or says that it had no room.
+"""Every transport is exact for every load, or reports that it had no room.
 
-One program for each number of expert shards runs all transports; routes are its
-arguments, so that all loads share it.
+One program for each number of expert shards runs all transports. Routes are
+arguments, so all loads share the program.
 """
 
 import functools
@@ -25,7 +25,7 @@ EXPERT_AXES = {
   4: ('fsdp', 'context'),
   8: ('replica', 'fsdp', 'context'),
 }
-# Of the machine code alone: the program is the same.
+# Affects only machine code; the program is the same.
 _OPTIONS = {'xla_backend_optimization_level': 0}
 
 
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
 
 CARRIERS, BACKENDS = tuple(carriers.CARRIERS), matmul.BACKENDS
 EXACT = [Variant(name) for name in CARRIERS]
-# On a CPU, 'ragged' is the quickest to compile.
+# On CPU 'ragged' compiles fastest.
 BUCKETED = [Variant(n, bucket=1.25, backend='ragged') for n in CARRIERS]
 
 
@@ -78,11 +78,12 @@ def inputs():
 
 
 def dense(weights, x_BTD, ids_BTA, gates_BTA, valid_BT):
-  """Every expert on every token, SwiGLU written as its definition."""
-  both = jnp.einsum('btd,edsf->btesf', x_BTD, weights['gate_up'])
-  hidden = both[..., 0, :] / (1 + jnp.exp(-both[..., 0, :])) * both[..., 1, :]
+  """Returns gated sums over all experts, with SwiGLU by its definition."""
+  gate_up = jnp.einsum('btd,edsf->btesf', x_BTD, weights['gate_up'])
+  gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+  hidden = gate / (1 + jnp.exp(-gate)) * up
   y = jnp.einsum('btef,efd->bted', hidden, weights['down'])
-  # Ids that are no expert's are no column's.
+  # Ids without an expert match no column.
   chosen = (ids_BTA[..., None] == jnp.arange(E)) & valid_BT[..., None, None]
   gates = (chosen * gates_BTA[..., None]).sum(2)
   return jnp.einsum('bted,bte->btd', y, gates)
@@ -123,7 +124,7 @@ def carried(plan, backend):
 
 @functools.cache
 def program(shards):
-  """Returns (ids, valid) -> results and stats of each variant, and its text."""
+  """Returns (ids, valid) -> results of all variants, and the program's text."""
 
   def run(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
     arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
@@ -132,7 +133,7 @@ def program(shards):
       for v in variants_of(shards)
     ]
 
-  arrays = (*inputs()[:3], *loads()['own'])
+  arrays = (*inputs()[:3], *loads()['random'])
   lowered = jax.jit(run).lower(*arrays)
   compiled = lowered.compile(compiler_options=_OPTIONS)
   return (lambda *load: compiled(*inputs()[:3], *load)), lowered.as_text()
@@ -148,40 +149,40 @@ def reference(weights, x_BTD, gates_BTA, ids_BTA, valid_BT):
 def loads():
   """Returns (ids_BTA, valid_BT) by name."""
   random = np.random.default_rng(0)
-  own = np.argsort(random.random((B, T, E)), -1)[..., :A]
+  ids = np.argsort(random.random((B, T, E)), -1)[..., :A]
   valid = np.ones((B, T), bool)
   half = valid.copy()
   half[3:, 1:] = False
-  one = np.zeros((B, T), bool)
-  one[5, 2] = True
-  unrouted = own.copy()
+  single = np.zeros((B, T), bool)
+  single[5, 2] = True
+  unrouted = ids.copy()
   unrouted[::2, 1] = records.NO_ROUTE
   unrouted[1, 2, 0] = records.NO_ROUTE
-  found = {
-    'own': (own, valid),
-    # What a recorder wrote and a trainer reads.
-    'replayed': (own.astype(np.uint16), valid),
+  by_name = {
+    'random': (ids, valid),
+    # Routes as recorders write them.
+    'replayed': (ids.astype(np.uint16), valid),
     'to one expert and two others': (
-      np.broadcast_to([E - 1, 0, 1], own.shape),
+      np.broadcast_to([E - 1, 0, 1], ids.shape),
       valid,
     ),
-    'to one expert thrice': (np.full_like(own, E - 1), valid),
-    'to one shard': (np.broadcast_to([E - 1, E - 2, E - 2], own.shape), valid),
-    'to half of the experts': (own // 2, valid),
+    'to one expert thrice': (np.full_like(ids, E - 1), valid),
+    'to one shard': (np.broadcast_to([E - 1, E - 2, E - 2], ids.shape), valid),
+    'to half of the experts': (ids // 2, valid),
     'no route': (unrouted, valid),
-    'no route at all': (np.full_like(own, records.NO_ROUTE), valid),
-    'padding': (own, half),
-    'one token': (own, one),
-    'all padding': (own, ~valid),
+    'no route at all': (np.full_like(ids, records.NO_ROUTE), valid),
+    'padding': (ids, half),
+    'one token': (ids, single),
+    'all padding': (ids, ~valid),
   }
-  # One shard's tokens go to one shard; other pairs of shards have nothing.
-  skewed = own.copy()
+  # The tokens of one shard all go to one shard.
+  skewed = ids.copy()
   skewed[:2] = [0, 1, 2]
-  found['one pair of shards'] = (skewed, valid)
+  by_name['one pair of shards'] = (skewed, valid)
   for seed in range(5):
-    few = np.random.default_rng(seed).integers(0, 2 + 3 * seed, own.shape)
-    found[f'{2 + 3 * seed} experts at random'] = (few, valid)
-  return {k: (i.astype(np.int32), v) for k, (i, v) in found.items()}
+    few = np.random.default_rng(seed).integers(0, 2 + 3 * seed, ids.shape)
+    by_name[f'{2 + 3 * seed} experts at random'] = (few, valid)
+  return {k: (i.astype(np.int32), v) for k, (i, v) in by_name.items()}
 
 
 def difference(have, want):
@@ -198,7 +199,7 @@ def difference(have, want):
 )
 def test_every_transport_is_exact_or_says_that_it_had_no_room(shards):
   run, _ = program(shards)
-  told = set()
+  overflowed = set()
   for name, load in loads().items():
     want = reference(*inputs()[:3], *load)
     results = run(*load)
@@ -209,10 +210,10 @@ def test_every_transport_is_exact_or_says_that_it_had_no_room(shards):
       needed, capacity = stats.needed_rows.max(), stats.capacity[0]
       if variant.bucket is None:
         assert needed <= capacity, where
-      # Of slots too where there is one for each: what a repeated step tells
-      # must not call for the bucket that it overflowed.
+      # Also with a slot for each token: a repeated step must not ask for the
+      # bucket that it overflowed.
       if variant.bucket or variant.transport == 'a2a':
-        # What the host says of recorded routes, before any step.
+        # The host counts the same before any step.
         plan = make_plan(shards, variant)
         counted = exchange.needed_rows(
           plan,
@@ -222,12 +223,12 @@ def test_every_transport_is_exact_or_says_that_it_had_no_room(shards):
         )
         assert needed == counted[0], where
       if needed > capacity:
-        told.add(variant)
+        overflowed.add(variant)
         continue
       for error in jax.tree.leaves(difference(have, want)):
         assert error <= 1e-6, (where, error)
       np.testing.assert_array_equal(have[0][~load[1]], 0)
-  assert told == {v for v in variants_of(shards) if v.bucket}
+  assert overflowed == {v for v in variants_of(shards) if v.bucket}
 
 
 def test_nothing_is_scattered_forward_or_backward():
@@ -237,7 +238,7 @@ def test_nothing_is_scattered_forward_or_backward():
 
 
 def counted(jaxpr, kinds):
-  """Counts equations by primitive, those of inner programs included."""
+  """Counts equations by primitive, including those of inner programs."""
   counts = dict.fromkeys(kinds, 0)
   for equation in jaxpr.eqns:
     name = equation.primitive.name
@@ -256,12 +257,12 @@ def counted(jaxpr, kinds):
 @pytest.mark.parametrize(
   'transport, collectives, sorts',
   [
-    # Tokens and routes there, sums back; their gradients the other way round.
-    # The order of copies and its inverse are a sort each.
+    # Tokens and routes to experts, sums back, gradients the other way. The
+    # order of copies and its inverse take one sort each.
     ('ring', {'all_gather': 3, 'reduce_scatter': 3}, 2),
-    # For the shards, and for the experts of one; places once more.
+    # Orders by shard and by expert, and one sort of places.
     ('a2a', {'all_to_all': 6}, 5),
-    # The emulation of each of six exchanges, and the counts.
+    # Six emulated exchanges and one of counts.
     ('ragged_a2a', {'all_gather': 7}, 5),
   ],
 )
@@ -279,7 +280,7 @@ def test_backward_repeats_no_collective_and_no_sort(
     arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
     return value_and_pull(function, *arrays)
 
-  traced = jax.jit(run).trace(*inputs()[:3], *loads()['own'])
+  traced = jax.jit(run).trace(*inputs()[:3], *loads()['random'])
   kinds = ('all_gather', 'reduce_scatter', 'all_to_all', 'psum', 'sort')
   want = dict.fromkeys(kinds, 0) | collectives | {'sort': sorts}
   assert counted(traced.jaxpr.jaxpr, kinds) == want
@@ -296,8 +297,8 @@ def test_accelerators_get_the_collective_itself(platform):
       arrays = (weights, x_BTD, ids_BTA, gates_BTA, valid_BT)
       return value_and_pull(carried(plan, 'blocked'), *arrays)
 
-    traced = jax.jit(run).trace(*inputs()[:3], *loads()['own'])
+    traced = jax.jit(run).trace(*inputs()[:3], *loads()['random'])
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-  # Tokens and routes there, sums back, and the same of gradients.
+  # Tokens, routes and sums, each with its gradient.
   assert text.count('@ragged_all_to_all') == 6
   assert text.count('stablehlo.all_gather"(') == 1

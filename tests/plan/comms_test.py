@@ -1,6 +1,6 @@
-"""What a step is said to send, against closed forms.
+"""The stated traffic of a step against closed forms.
 
-That programs send it is the business of tests/parallel/golden_test.py.
+tests/parallel/golden_test.py checks it against compiled programs.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def test_recomputation_repeats_what_the_policy_did_not_save(kimi_k2):
   ):
     lines = _lines(_with(kimi_k2, **change))
     assert {line.what for line in lines if line.phase == 'recompute'} == want
-    # What is made again is what was made before.
+    # Recomputation repeats lines of the forward pass.
     for line in lines:
       if line.phase == 'recompute':
         assert line._replace(phase='forward') in lines
@@ -150,7 +150,7 @@ def test_exchanges_are_those_that_a_run_chooses_by(transport, bucket):
   lines = traffic.lines(case, step)
   parts = ('dispatch', 'combine', 'routes')
   # Counts of rows travel too, and decide nothing.
-  have = sum(
+  sent = sum(
     _bytes(lines, what=what)
     - _bytes(lines, what=what, kind='all-gather')
     * (what == 'routes' and transport != 'ring')
@@ -158,7 +158,7 @@ def test_exchanges_are_those_that_a_run_chooses_by(transport, bucket):
   )
   load = traffic.load(case, step)
   want = transports.bytes_received(load, transport, bucket=bucket)
-  assert have == pytest.approx(want)
+  assert sent == pytest.approx(want)
 
 
 def test_copies_everywhere_are_summed_everywhere():
@@ -182,25 +182,20 @@ def test_one_device_sends_nothing():
 
 
 def test_tables_add_up_layers_and_microbatches(kimi_k2):
-  layers, steps, each = (
-    table.to_json()['rows'] for table in comms.tables(kimi_k2, **K2)
-  )
+  tables = comms.tables(kimi_k2, **K2)
+  layers, steps = (table.to_json()['rows'] for table in tables)
   total = steps[-1]
   of = {'dense layer': 1, 'mixture layer': 60, 'step': 1}
   want = sum(of[row['where']] * row['bytes'] for row in layers)
   assert (total['what'], total['bytes']) == ('total', want)
   rates = cost.BY_NAME['v5p']
   assert total['ms'] == pytest.approx(1e3 * want / rates.within)
-  # 128 devices of experts and 8 active: the rows that chose them.
+  # 128 devices of experts and 8 active: only rows that chose them travel.
   assert {row['kind'] for row in layers if row['what'] == 'dispatch'} == {
     'ragged-all-to-all'
   }
-  assert [row['ratio'] for row in each] == [
-    pytest.approx(128 / 7.85, rel=0.01),
-    pytest.approx(128 / 7.85, rel=0.01),
-    pytest.approx(1, rel=0.01),
-  ]
-  _, four, _ = comms.tables(kimi_k2, **K2, microbatches=4)
+  assert 'transport ragged_a2a: 128 expert shards' in tables[0].title
+  _, four = comms.tables(kimi_k2, **K2, microbatches=4)
   four = {row['what']: row for row in four.to_json()['rows']}
   one = {row['what']: row for row in steps}
   for what in ('dense weights', 'dispatch', 'copies'):

@@ -1,4 +1,4 @@
-"""Laws of train steps compiled for machines, these being emulated CPUs."""
+"""Train steps compiled for machines, here for emulated CPUs."""
 
 import dataclasses
 import importlib.util
@@ -46,19 +46,19 @@ OPTIONS = aot.StepOptions(
 def made(subject, tmp_path_factory):
   folder = tmp_path_factory.mktemp('dump')
   traced, lowered = aot.lower(subject, OPTIONS, jax.devices()[:8])
-  # Whose code runs nowhere need not be fast.
+  # The code never runs, so it need not be fast.
   options = {'xla_backend_optimization_level': 0}
   return aot.compile_lowered(traced, lowered, folder, options)
 
 
 def test_arguments_are_the_state_and_the_batch(subject, made):
-  found = params.parameters(subject)
-  trained = [p for p in found if p.part != 'selection_bias']
-  rest = [p for p in found if p.part == 'selection_bias']
+  placed = params.parameters(subject)
+  trained = [p for p in placed if p.part != 'selection_bias']
+  biases = [p for p in placed if p.part == 'selection_bias']
   state = 3 * sum(p.bytes_per_device for p in trained)
-  state += sum(p.bytes_per_device for p in rest)
-  # Two rows over four devices of rows and half of each; the step counters of
-  # the state and of Adam and its schedule; whether the step is due.
+  state += sum(p.bytes_per_device for p in biases)
+  # The batch is spread over 8 devices. The rest are step counters of the state,
+  # of Adam and of its schedule, and a flag.
   batch = 4 * 4 * OPTIONS.batch_size * OPTIONS.seq_len // 8
   counters = made.traced.arguments - state - batch
   assert 0 < counters <= 4 * 4
@@ -73,14 +73,14 @@ def test_a_donated_state_takes_its_place_once(made):
 
 
 def test_the_summary_is_that_of_the_program(subject, made):
-  found = compiled.summary(subject, made)
+  summary = compiled.summary(subject, made)
   program = overlap.read(made.text, dynamic_trips=1)
-  assert found['flops'] == program.flops
-  assert found['wire_bytes'] == program.wire_bytes > 0
-  assert found['fits']  # the memory of a host has no name here
-  assert 0 <= found['hidden_share'] <= 1
-  assert found['modelled_seconds'] >= program.flops / 20e9
-  json.dumps(found)
+  assert summary['flops'] == program.flops
+  assert summary['wire_bytes'] == program.wire_bytes > 0
+  assert summary['fits']  # The memory of the host has no limit here.
+  assert 0 <= summary['hidden_share'] <= 1
+  assert summary['modelled_seconds'] >= program.flops / 20e9
+  json.dumps(summary)
 
 
 def test_tables_add_up(subject, made):
@@ -136,17 +136,17 @@ def test_what_does_not_fit_says_how_much_it_wanted(subject, made):
   too_large = dataclasses.replace(
     made, temporaries=wanted, limit=limit, error=error, has_code=False
   )
-  found = compiled.summary(subject, too_large)
-  assert not found['fits']
+  summary = compiled.summary(subject, too_large)
+  assert not summary['fits']
   step = compiled.tables(subject, too_large, OPTIONS.seq_len)[0].to_text()
   assert 'does NOT fit' in step
-  with pytest.raises(ValueError, match='No sizes in what the compiler says'):
+  with pytest.raises(ValueError, match='states no sizes .* no luck'):
     aot._wanted('RESOURCE_EXHAUSTED: no luck', 0)
 
 
 def test_involuntary_rematerialisation_fails_the_case(subject, made):
-  told = compiled.tables(subject, made, OPTIONS.seq_len)
-  assert not any(t.title == compiled.FAILED for t in told)
+  tables = compiled.tables(subject, made, OPTIONS.seq_len)
+  assert not any(t.title == compiled.FAILED for t in tables)
   warned = dataclasses.replace(made, warnings=('Involuntary full ...',))
   assert compiled.summary(subject, warned)['rematerialisation_warnings'] == 1
   last = compiled.tables(subject, warned, OPTIONS.seq_len)[-1]
@@ -180,16 +180,16 @@ def test_rematerialisation_is_read_from_what_the_compiler_prints(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('change', 'told'),
+  ('change', 'message'),
   [
     (dict(seq_len=0), 'seq_len must be at least 1, not 0'),
     (dict(accumulate=0), 'accumulate must be at least 1'),
-    (dict(batch_size=-8), 'batch_size must not be below 0: -8'),
+    (dict(batch_size=-8), 'batch_size must be at least 0, not -8'),
     (dict(bucket=0.5), 'bucket must be at least 1 .* not 0.5'),
   ],
 )
-def test_impossible_steps_are_refused(change, told):
-  with pytest.raises(ValueError, match=told):
+def test_impossible_steps_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
     aot.StepOptions(**change)
 
 
@@ -201,6 +201,31 @@ def test_only_a_tpu_has_a_schedule_before_its_code(subject):
     aot_process.compile_step(task, 'schedule')
   with pytest.raises(ValueError, match="'hlo' is not one of"):
     aot_process.compile_step(task, 'hlo')
+
+
+@pytest.mark.parametrize('inside', ['', 'libtpu'])
+def test_a_wrong_folder_of_libtpu_is_named(tmp_path, inside, monkeypatch):
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  # Python takes an empty folder of the package's name for the package.
+  (tmp_path / inside).mkdir(exist_ok=True)
+  message = f'--libtpu={tmp_path} .*libtpu.so is not .*--target={tmp_path} '
+  with pytest.raises(ValueError, match=message):
+    topologies.prepare('v5p:2x2x1', str(tmp_path))
+
+
+def _end(pipe, task, folder):
+  del task, folder
+  pipe.close()
+  raise SystemExit(3)
+
+
+def test_a_process_that_ends_early_states_its_exit_code(subject, monkeypatch):
+  monkeypatch.setattr(aot_process, '_work', _end)
+  task = aot_process.CompileTask(
+    case=subject, options=OPTIONS, topology_name='cpu:8', libtpu=''
+  )
+  with pytest.raises(RuntimeError, match='for cpu:8 ended with exit code 3'):
+    aot_process.compile_step(task)
 
 
 def test_a_compiler_that_is_not_there_says_how_to_get_it(monkeypatch):
@@ -262,14 +287,14 @@ def test_the_tpu_compiler_scatters_gradients_in_flight():
     libtpu='',
   )
   made = aot_process.compile_step(task, 'schedule')
-  found = compiled.summary(subject, made)
+  summary = compiled.summary(subject, made)
   assert not made.has_code
-  assert found['fits']
-  assert found['rematerialisation_warnings'] == 0
+  assert summary['fits']
+  assert summary['rematerialisation_warnings'] == 0
   program = overlap.read(made.text, dynamic_trips=1)
   moved = [c for c in program.collectives if 'scatter_grad' in c.scope]
   assert moved
-  # Never as an all-reduce of the whole.
+  # None became an all-reduce of the whole array.
   assert {c.kind for c in moved} == {'reduce-scatter'}
   assert all(c.is_async for c in moved)
   assert made.live

@@ -1,4 +1,4 @@
-"""What a plan takes in time and memory, against closed forms."""
+"""Modelled time and memory of a plan against closed forms."""
 
 import dataclasses
 
@@ -103,27 +103,26 @@ def _shared(replicas, layers, **options):
 
 def test_temporary_bytes_in_closed_form():
   shard = 4 * 16 * 128
-  one = 4 * (2 * 64 * 128 + 3 * 64 * 64)
+  work = 4 * (2 * 64 * 128 + 3 * 64 * 64)
   # All results; what is at work; and before and after the all-to-all, lists.
   alone = _shared(1, 8, chunks=1)
-  assert muon_model.temporary_bytes(alone) == (8 + 2 * 8) * shard + 2 * one
+  assert muon_model.temporary_bytes(alone) == (8 + 2 * 8) * shard + 2 * work
   # Two replicas own half as many each, but see the lists of all eight.
-  both = _shared(2, 8, chunks=1)
-  assert muon_model.temporary_bytes(both) == (8 + 2 * 4 + 8) * shard + one
+  shared = _shared(2, 8, chunks=1)
+  assert muon_model.temporary_bytes(shared) == (8 + 2 * 4 + 8) * shard + work
   # Of five chunks three are in flight.
   cut = _shared(1, 20, chunks=5)
   assert len(cut.sequence) == 5
-  assert muon_model.temporary_bytes(cut) == (20 + 3 * 2 * 4) * shard + one
+  assert muon_model.temporary_bytes(cut) == (20 + 3 * 2 * 4) * shard + work
 
 
 def test_a_stage_in_closed_form():
   rates = cost.Rates('slow', 1e15, 1e6, 1e3, 1.0, 8, latency=0.5)
   p, q, steps = 64, 96, 5
-  told = dict(rates=rates)
   cut = ((1, p, q), P(None, None, 'x'), dict(x=4))
 
   def stage(**options):
-    group = plans.one_matrix(*cut, **told, **options)
+    group = plans.one_matrix(*cut, rates=rates, **options)
     return cost.chunk_times(group, group.chunks[0], rates)
 
   # Gradient and momentum in, momentum and update out, and four times the wire.

@@ -1,4 +1,4 @@
-"""Laws of the clock that schedules are put on."""
+"""Laws of the modelled time of schedules."""
 
 import pytest
 

@@ -1,9 +1,8 @@
-"""Attention in blocks of keys, in plain JAX: the choice on CPU.
+"""Attention in blocks of keys in plain JAX, for CPU and as reference.
 
-The other kernels are compared with it. A tile is some queries of one row with
-the heads that share a key. Every product is one of two plain matrices with the
-left one contracted on its last axis, by a small transpose where need be:
-XLA:CPU multiplies that form at up to twice the speed.
+A tile holds some queries of one row and the heads that share a key. Every
+product contracts the last axis of a plain left matrix, after a small transpose
+where necessary: XLA:CPU multiplies that form up to twice as fast.
 """
 
 import functools
@@ -14,18 +13,18 @@ from jax import lax
 from composer_jax.core import rounding
 from composer_jax.kernels.attention import blocks
 
-# Queries of a tile, and keys that they meet at once.
+# Queries of a tile and keys of a block.
 QUERIES = 64
 KEYS = 64
 
 
 def sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
-  """Returns the queries of a tile and the keys of a block, of a row's."""
+  """Returns the queries of a tile and the keys of a block for a row."""
   return min(QUERIES, num_queries), min(KEYS, num_keys)
 
 
 class _Call:
-  """How the loops see a call: rows of (b, head), tiles of T, blocks of S."""
+  """Loops over rows (b, key head), tiles of queries and blocks of keys."""
 
   def __init__(self, arrays, visible):
     q_BTNH, *kept = arrays
@@ -37,15 +36,15 @@ class _Call:
     self.dtype = rounding.wide_dtype(q_BTNH.dtype)
     self.visible = blocks.pad(visible, self.queries)
     self.ranges = blocks.ranges(self.visible, self.queries, self.keys)
-    # Nobody sees the keys that fill the last block.
+    # No query sees the padding of the last block.
     self.kept = [blocks.pad(x, self.keys).astype(self.dtype) for x in kept]
 
   def each_tile(self, body, by_query, by_key=()):
     """Returns (by_query, by_key) after all tiles of all rows.
 
-    Calls (place, row, (by_query, sums)) -> (by_query, sums) with (b, head,
-    tile), keys and values of a row, arrays [B, T, N, ...] by query, and for
-    each array by key the row's float32 sums [S, H].
+    `body` is (place, (k_SH, v_SH), (by_query, sums)) -> (by_query, sums), where
+    place is (b, head, tile) and sums are float32 [S, H] of one row for each
+    array by key.
     """
 
     def row(index, results):
@@ -68,12 +67,11 @@ class _Call:
     return lax.fori_loop(0, num_rows, row, (by_query, by_key))
 
   def tile(self, x_BTN, place):
-    """Returns the array [X, ...] of a tile, X = T G."""
+    """Returns the part [X, ...] of a tile, X = T G."""
     part = lax.dynamic_slice(x_BTN, *self._box(x_BTN, place))
     return part.reshape(-1, *x_BTN.shape[3:])
 
   def put(self, x_BTN, part_X, place):
-    """Returns x_BTN with one tile of it replaced."""
     start, sizes = self._box(x_BTN, place)
     part = rounding.rounded(part_X, x_BTN.dtype).reshape(sizes)
     return lax.dynamic_update_slice(x_BTN, part, start)
@@ -85,7 +83,7 @@ class _Call:
     return start, (1, self.queries, self.groups, *beyond)
 
   def each_block(self, body, state, place):
-    """Calls (state, block, sees_XS) -> state for each that the tile sees."""
+    """Folds body(state, block, sees_XS) over the blocks that a tile sees."""
     b, _, tile = place
     start_X1, end_X1 = (
       jnp.repeat(
@@ -127,12 +125,12 @@ def _times_transposed(left_XH, right_SH):
 
 
 def _transposed_times(left_XS, right_XH):
-  # The barrier keeps XLA from multiplying by the transpose instead.
+  # The barrier keeps XLA from folding the transpose into the product.
   return _times(lax.optimization_barrier(left_XS.T), right_XH)
 
 
 def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
-  """Returns out_BTNH, zero where nothing is seen, tops_BTN and logs_BTN."""
+  """Returns out_BTNH, tops_BTN and logs_BTN; see `blocks.finish`."""
   q_BTNH, _, v_BSKH = arrays
   call = _Call(arrays, visible)
   length, width, dtype = q_BTNH.shape[1], v_BSKH.shape[-1], v_BSKH.dtype
@@ -164,10 +162,10 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
 def backward(
   arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
 ) -> blocks.Arrays:
-  """Returns the gradients of q, k and v, perhaps with zeros behind them.
+  """Returns the gradients of q, k and v, which may have zeros appended.
 
-  Of each query it takes d_out_BTNH, logs_BTN, and means_BTN: the sum of d_out
-  times out.
+  `by_query` are d_out_BTNH, logs_BTN of `forward`, and means_BTN, the sum of
+  d_out times out.
   """
   call = _Call(arrays, visible)
   q_BTNH, d_out_BTNH, logs_BTN, means_BTN = blocks.pad(

@@ -1,14 +1,13 @@
-"""Attention in blocks of keys: what its kernels have in common.
+"""Attention in blocks of keys: functions that all its kernels share.
 
-A packed row needs no mask of size T S: what a query sees is one range of keys,
+A packed row needs no mask of size T S, since a query sees one range of keys,
 from the beginning of its document to itself. A tile of queries visits the key
-blocks from the first to the last that any of them sees, so documents and
-causality save work. The kernels take their loops' bounds from here, and what is
-counted is what runs.
+blocks from the first to the last that any of its queries sees. Kernels and
+counts take these bounds from the same functions.
 
-The softmax is the running one (Milakov & Gimelshein 2018), in float32. The
-backward pass makes the scores anew and the weights of them, with the logarithm
-of the sum (flash attention, Dao 2022).
+The softmax is the running one (Milakov & Gimelshein 2018) in float32. The
+backward pass recomputes the scores and, with the logarithm of the sum, the
+weights (flash attention, Dao 2022).
 """
 
 import math
@@ -21,17 +20,16 @@ from jax.experimental import pallas as pl
 
 from composer_jax.core import rounding
 
-# A score that is not seen; finite, so that a query that sees none has no NaN.
+# Score of an invisible key; finite, so that queries without keys get no NaN.
 MASKED = -1e30
-# q_BTNH, k_BSKH, v_BSKH; their gradients; or numbers of three kinds by query.
+# q_BTNH, k_BSKH and v_BSKH, their gradients, or three arrays by query.
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Visible(NamedTuple):
-  """The keys that each query sees, in the order of the row.
+  """The range of keys that each query sees, as int32 positions in the row.
 
-  int32; a query whose end is not behind its start sees nothing, and its result
-  is zero.
+  A query with an empty range gets zeros.
   """
 
   start_BT: jax.Array
@@ -39,7 +37,7 @@ class Visible(NamedTuple):
 
 
 def pad(arrays_BT: Any, multiple: int) -> Any:
-  """Appends zeros up to whole tiles; such queries of `Visible` see nothing."""
+  """Appends zeros up to a multiple; padded queries of `Visible` see no key."""
 
   def one(x_BT):
     missing = -x_BT.shape[1] % multiple
@@ -51,14 +49,14 @@ def pad(arrays_BT: Any, multiple: int) -> Any:
 def ranges(
   visible: Visible, queries: int, keys: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns first_BX and last_BX, the key blocks that each whole tile sees."""
+  """Returns first_BX and the end last_BX of the key blocks each tile sees."""
   batch, length = visible.start_BT.shape
   start_BXT, end_BXT = (
     x.reshape(batch, length // queries, queries) for x in visible
   )
   sees_BXT = end_BXT > start_BXT
   end_BX = jnp.where(sees_BXT, end_BXT, 0).max(-1)
-  # A tile that sees nothing visits nothing.
+  # A tile whose queries see no key visits no block.
   start_BX = jnp.where(sees_BXT, start_BXT, end_BX[..., None]).min(-1)
   return start_BX // keys, (end_BX + keys - 1) // keys
 
@@ -66,27 +64,27 @@ def ranges(
 def visited(
   visible: Visible, queries: int, keys: int, num_blocks: int
 ) -> jax.Array:
-  """Returns the same as a table, bool [row, tile, block]."""
+  """Returns `ranges` as a bool table [row, tile, block]."""
   first_BX1, last_BX1 = (x[..., None] for x in ranges(visible, queries, keys))
   block_S = jnp.arange(num_blocks)
   return (block_S >= first_BX1) & (block_S < last_BX1)
 
 
 def executed(visible: Visible, queries: int, keys: int) -> jax.Array:
-  """Returns how many pairs of tile and key block each row visits, int32 [B]."""
+  """Returns the number of (tile, key block) pairs of each row, int32 [B]."""
   first_BX, last_BX = ranges(pad(visible, queries), queries, keys)
   return (last_BX - first_BX).sum(1)
 
 
 class Pairs(NamedTuple):
-  """The steps of a grid, each of a tile and a block.
+  """Steps of a grid, each with a tile and a block; all arrays are int32.
 
   Attributes:
-    row: int32, as are the others: each step's batch row.
-    outer: what results are summed for: a tile, or a block.
-    inner: the other.
-    is_first: 1 in the first step of an outer one.
-    is_last: 1 in the last.
+    row: batch row of each step.
+    outer: index of the tile or block that results are summed for.
+    inner: index of the block or tile that is summed over.
+    is_first: 1 in the first step of an outer index.
+    is_last: 1 in the last step of an outer index.
   """
 
   row: jax.Array
@@ -99,7 +97,7 @@ class Pairs(NamedTuple):
 def pairs(visited_BXX: jax.Array) -> tuple[Pairs, jax.Array]:
   """Returns the pairs of a table [row, outer, inner], and their number.
 
-  Each outer one has a step at least, which writes its zeros.
+  An outer index without pairs gets one step, which writes its zeros.
   """
   batch, num_outer, num_inner = visited_BXX.shape
   is_empty = ~visited_BXX.any(-1, keepdims=True)
@@ -125,33 +123,33 @@ def meet(
   axis: int = -1,
   forgets: bool = True,
 ) -> Arrays:
-  """Returns the state of queries after they have met a block of keys.
+  """Returns the state of queries after one more block of keys.
 
   Args:
-    state: weighted sums of values; largest score so far and sum of weights by
-      query, with or without an axis of one for keys.
-    scores: [..., query, key], or the last two the other way round.
-    sees: likewise.
-    weigh: from weights to weighted sums of the block's values.
-    axis: of the keys.
-    forgets: whether a block of which a query sees nothing may leave something
-      that its first key makes it forget (and `finish`, where there is none).
+    state: weighted sums of values, largest scores and sums of weights by query;
+      the last two with or without an axis of one for keys.
+    scores: scores [..., query, key] or [..., key, query].
+    sees: true for visible keys, in the shape of scores.
+    weigh: function from weights to weighted sums of the block's values.
+    axis: axis of the keys.
+    forgets: true if blocks without visible keys may change the sums, which the
+      first visible key or `finish` resets; false keeps them exact.
   """
   sums, top, total = state
   has_axis = top.ndim == scores.ndim
-  beside = (lambda x: x) if has_axis else (lambda x: jnp.expand_dims(x, axis))
+  expand = (lambda x: x) if has_axis else (lambda x: jnp.expand_dims(x, axis))
   scores = jnp.where(sees, scores, MASKED)
-  now = jnp.maximum(top, scores.max(axis, keepdims=has_axis))
-  weights = jnp.exp(scores - beside(now))
+  new_top = jnp.maximum(top, scores.max(axis, keepdims=has_axis))
+  weights = jnp.exp(scores - expand(new_top))
   if not forgets:
     weights = jnp.where(sees, weights, 0)
-  shrink = jnp.exp(top - now)
-  sums = sums * beside(shrink) + weigh(weights)
-  return sums, now, total * shrink + weights.sum(axis, keepdims=has_axis)
+  shrink = jnp.exp(top - new_top)
+  sums = sums * expand(shrink) + weigh(weights)
+  return sums, new_top, total * shrink + weights.sum(axis, keepdims=has_axis)
 
 
 def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
-  """Returns the state of queries that met no key, with sums of this shape."""
+  """Returns the state of queries before any key; `shape` is that of sums."""
   by_query = (*shape[:-1], 1) if has_axis else shape[:-1]
   return (
     jnp.zeros(shape, jnp.float32),
@@ -161,9 +159,9 @@ def met_none(shape: tuple[int, ...], *, has_axis: bool = False) -> Arrays:
 
 
 def finish(state: Arrays) -> Arrays:
-  """Returns outputs, largest scores and logarithms of the sums.
+  """Returns outputs, largest scores and logarithms of the sums of weights.
 
-  A query that meets no key forgets here what was added.
+  The output and the logarithm of a query without visible keys are zero.
   """
   sums, top, total = state
   sees = top > MASKED
@@ -175,9 +173,9 @@ def finish(state: Arrays) -> Arrays:
 def weighted_sum(spec: str, weights: jax.Array, values: jax.Array) -> jax.Array:
   """Returns the float32 product of softmax weights and values.
 
-  Weights stay float32 on CPU, where a bfloat16 product of this form is one of
-  float32 anyway: a rounding less, and the same for whole and running softmax,
-  whose weights differ by a factor.
+  On CPU weights stay float32, since a bfloat16 product of this form computes in
+  float32 anyway. That saves a rounding in which whole and running softmax would
+  differ.
   """
   dtype = rounding.wide_dtype(values.dtype)
   weights, values = weights.astype(dtype), values.astype(dtype)
@@ -193,20 +191,20 @@ def weights_and_gradient(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the softmax's weights and the gradient of the scores.
 
-  Of each query it takes `finish`'s log, and the mean of d_weights under the
-  weights.
+  `log` is the logarithm from `finish`, `mean` the mean of d_weights under the
+  weights, both by query.
   """
   weights = jnp.exp(jnp.where(sees, scores, MASKED) - log)
   return weights, weights * (d_weights - mean)
 
 
 def cost(scores: tuple[int, ...], widths: int, arrays: Any) -> pl.CostEstimate:
-  """Returns what a kernel does, for whoever adds up a program's operations.
+  """Returns the cost of a kernel, for counts of a program's operations.
 
   Args:
-    scores: [row, query head, query, key], of which causality lets half through.
-    widths: of the rows that its products multiply, all together.
-    arrays: that it reads and writes.
+    scores: sizes [row, query head, query, key]; causality halves the pairs.
+    widths: sum of the contracted or produced widths of the kernel's products.
+    arrays: arrays that it reads and writes.
   """
   pairs = math.prod(scores) // 2
   return pl.CostEstimate(

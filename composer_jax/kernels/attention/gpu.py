@@ -1,12 +1,12 @@
-"""Attention in blocks of keys on GPU: `blocked` as Pallas kernels.
+"""Attention in blocks of keys on GPU: `blocked` as Pallas kernels for Triton.
 
-Loops of Triton may end where the data say: a program of the grid is a tile of
-queries with one head, and visits the key blocks that somebody in the tile sees;
-in the backward pass another is a block of keys with one key head, and visits
-the tiles from the first to the last that see it.
+A program of the grid has one tile of queries and one head, and loops over the
+key blocks that the tile sees. The gradient of keys and values has a second
+grid, whose programs have one block of keys and one key head, and loop over the
+tiles from the first to the last that see the block.
 
-Heads whose width is no power of two are computed as if they were wider, since
-Triton has no other blocks; nothing of that reaches memory.
+Triton's blocks are powers of two, so heads of other widths are padded in
+registers, but not in memory.
 """
 
 import functools
@@ -23,11 +23,11 @@ from composer_jax.kernels.attention import blocks
 
 QUERIES = 64
 KEYS = 64
-_LEAST = 16  # rows or columns of a product
+_LEAST = 16  # Rows or columns of a product.
 
 
 class _TritonSizes(NamedTuple):
-  """What a call's kernels know of it."""
+  """Static sizes of one call."""
 
   queries: int
   keys: int
@@ -37,7 +37,7 @@ class _TritonSizes(NamedTuple):
 
 
 def _prepare(arrays, visible):
-  """Returns sizes, and arrays of whole blocks with what their queries see."""
+  """Returns the sizes, and (q, k, v, visible) padded to whole blocks."""
   q_BTNH, k_BSKH, v_BSKH = arrays
   least = lambda most, size: min(most, max(_LEAST, pl.next_power_of_2(size)))
   known = _TritonSizes(
@@ -53,7 +53,7 @@ def _prepare(arrays, visible):
 
 
 def _tiles_of(visible, known, num_blocks):
-  """Returns the tiles from the first to behind the last that see a block."""
+  """Returns the first and the end of the tiles that see each block."""
   visited_BXS = blocks.visited(visible, known.queries, known.keys, num_blocks)
   tile_X1 = jnp.arange(visited_BXS.shape[1])[:, None]
   last_BS = jnp.where(visited_BXS, tile_X1 + 1, 0).max(1)
@@ -62,7 +62,7 @@ def _tiles_of(visible, known, num_blocks):
 
 
 def _load(ref, width):
-  """Returns [rows, width up to a power of two], zero beyond."""
+  """Returns [rows, width] padded with zeros to a power of two."""
   mask = _inside(width)
   return pltriton.load(ref, mask=mask, other=None if mask is None else 0)
 
@@ -72,13 +72,13 @@ def _store(ref, value, width):
 
 
 def _inside(width):
-  """Returns which columns up to a power of two exist; None if all do."""
+  """Returns a mask of the columns that exist; None if none are padded."""
   padded = pl.next_power_of_2(width)
   return None if padded == width else (jnp.arange(padded) < width)[None, :]
 
 
 def _scores(q_XH, k_SH, seen, block):
-  """Returns scores [queries, keys], and which of them are seen."""
+  """Returns scores [queries, keys] and a mask of the visible ones."""
   start_X, end_X = seen
   scores_XS = pltriton.dot(q_XH, k_SH.T)
   key_S = block * k_SH.shape[0] + jnp.arange(k_SH.shape[0])
@@ -107,12 +107,12 @@ def _forward_kernel(first, last, start, end, q, k, v, out, top, log, *, known):
 
 def _gradients(q_XH, k_SH, v_SH, d_out_XH, seen, rows, block):
   """Returns the weights and the scores' gradient [queries, keys]."""
-  both = blocks.weights_and_gradient(
+  weights_XS, d_scores_XS = blocks.weights_and_gradient(
     *_scores(q_XH, k_SH, seen, block),
     pltriton.dot(d_out_XH, v_SH.T),
     *(row_X[:, None] for row_X in rows),
   )
-  return tuple(x.astype(q_XH.dtype) for x in both)
+  return weights_XS.astype(q_XH.dtype), d_scores_XS.astype(q_XH.dtype)
 
 
 def _queries_kernel(
@@ -162,27 +162,26 @@ def _keys_kernel(
   _store(d_v, d_v_SH, known.width)
 
 
-def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
-  """Runs a kernel by (tile, row, head), or by (block, row, key head).
+def _call(kernel, known, inputs, outputs, widths, by_query=(), by_block=False):
+  """Runs a kernel of (first, last, start, end, q, k, v, *by_query, *outputs).
 
-  It takes references of the ranges that a program visits, of what is given by
-  `_prepare` and by query, and of outputs; its products are of rows of `widths`
-  together.
+  References first and last bound a program's loop. The grid is (tile, row,
+  head), or (block, row, key head) with `by_block`.
   """
-  q, k, v, seen = given
+  q, k, v, seen = inputs
   (batch, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
   part = lambda size: lambda x: _spec(x, size, None, lambda i, n: (i, n))
   if by_block:
     num_blocks = num_keys // known.keys
     grid = num_blocks, batch, kv_heads
     ranges = _tiles_of(seen, known, num_blocks)
-    own = of_key = part(known.keys)
-    # All heads of the key head.
+    of_output = of_key = part(known.keys)
+    # All query heads of the key head.
     of_query = lambda x: _spec(x, length, known.groups, lambda _, n: (0, n))
   else:
     grid = length // known.queries, batch, heads
     ranges = blocks.ranges(seen, known.queries, known.keys)
-    own = of_query = part(known.queries)
+    of_output = of_query = part(known.queries)
     of_key = lambda x: _spec(
       x, num_keys, None, lambda _, n: (0, n // known.groups)
     )
@@ -196,7 +195,7 @@ def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
       *map(of_key, (k, v)),
       *map(of_query, by_query),
     ],
-    out_specs=[*map(own, outputs)],
+    out_specs=[*map(of_output, outputs)],
     out_shape=outputs,
     compiler_params=pltriton.CompilerParams(
       num_warps=4 if known.head_dim <= 64 else 8, num_stages=2
@@ -210,10 +209,10 @@ def _call(kernel, known, given, outputs, widths, by_query=(), by_block=False):
 
 
 def _spec(array, length, heads, place):
-  """Returns the spec of `length` places and `heads` heads (None: one) of a row.
+  """Returns the spec of a block of an array [row, place(, head(, width))].
 
-  The array is [row, place], with heads or without, with a width or without;
-  `place` goes from a program's (tile or block, head) to the array's.
+  A block has `length` places and `heads` heads (None: one, without its axis);
+  `place` maps a program's (tile or block, head) to the array's.
   """
   wide = pl.next_power_of_2(array.shape[3]) if array.ndim == 4 else None
   shape = (None, length, heads, wide)[: array.ndim]
@@ -226,13 +225,13 @@ def _spec(array, length, heads, place):
 
 
 def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
-  """Does what `kernels.attention.blocked.forward` does."""
-  known, given = _prepare(arrays, visible)
-  q, _, v, _ = given
+  """Returns the results of `kernels.attention.blocked.forward`."""
+  known, inputs = _prepare(arrays, visible)
+  q, _, v, _ = inputs
   out = jax.ShapeDtypeStruct((*q.shape[:3], known.width), v.dtype)
   number = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
   outputs, widths = [out, number, number], known.head_dim + known.width
-  results = _call(_forward_kernel, known, given, outputs, widths)
+  results = _call(_forward_kernel, known, inputs, outputs, widths)
   length = arrays[0].shape[1]
   out_BTNH, tops_BTN, logs_BTN = (x[:, :length] for x in results)
   return out_BTNH, tops_BTN, logs_BTN
@@ -241,14 +240,14 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
 def backward(
   arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
 ) -> blocks.Arrays:
-  """Does what `kernels.attention.blocked.backward` does."""
-  known, given = _prepare(arrays, visible)
+  """Returns the results of `kernels.attention.blocked.backward`."""
+  known, inputs = _prepare(arrays, visible)
   by_query = blocks.pad(by_query, known.queries)
-  q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3])
+  q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3])
   widths = 2 * known.head_dim + known.width
-  (d_q,) = _call(_queries_kernel, known, given, [q], widths, by_query)
+  (d_q,) = _call(_queries_kernel, known, inputs, [q], widths, by_query)
   widths += known.width
   d_k, d_v = _call(
-    _keys_kernel, known, given, [k, v], widths, by_query, by_block=True
+    _keys_kernel, known, inputs, [k, v], widths, by_query, by_block=True
   )
   return d_q, d_k, d_v

@@ -1,13 +1,13 @@
 """Grouped-query attention: one function, one implementation per backend.
 
-Each visits the key blocks that a query sees and no more, in memory that grows
-with the length of a row and not with its square: 'blocked' in plain JAX,
-'pallas_gpu' and 'pallas_tpu' as kernels, which are interpreted elsewhere. The
-real compilers take both (H200, v5p) and the interpreter agrees with 'blocked';
-neither has run on its hardware yet.
+'blocked' is plain JAX; 'pallas_gpu' and 'pallas_tpu' are kernels, interpreted
+on other platforms. All visit only the key blocks that a tile of queries sees,
+in memory linear in the length of a row. The real compilers accept both kernels
+(H200, v5p) and the interpreter agrees with 'blocked'; neither kernel has run on
+its hardware yet.
 
-What these may keep for the backward pass, the outputs and the logarithms of the
-softmax's sums, is named 'attention_out' (`jax.ad_checkpoint.checkpoint_name`).
+The outputs and the logarithms of the softmax's sums, which the backward pass
+needs, have the checkpoint name 'attention_out'.
 """
 
 import functools
@@ -21,16 +21,15 @@ from jax import ad_checkpoint
 from composer_jax.core import platforms, rounding
 from composer_jax.kernels.attention import blocked, blocks, gpu, tpu
 
-# Keys that batch-invariant attention visits at once
-# (`kernels.attention.tiled`).
+# Keys of a block in `kernels.attention.tiled`, the batch-invariant attention.
 KEY_BLOCK = 32
 
 Visible = blocks.Visible
 
-# Modules of a forward and a backward pass.
+# Modules with the functions `forward` and `backward`.
 _KERNELS = {'blocked': blocked, 'pallas_gpu': gpu, 'pallas_tpu': tpu}
-# Returns a context in which 'auto' means the backend that it is given. Part of
-# what jit's caches tell programs apart by.
+# using(backend) is a context in which 'auto' means that backend; it is part of
+# the keys of jit's caches.
 using = jax.make_user_context(None)
 
 
@@ -45,23 +44,22 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns out_BTNH, softmax(scale q k) v over visible keys, and tops_BTN.
 
-  The outputs are zero where no key is visible. The tops are each query's
-  largest scaled score over the keys that it sees, which the softmax subtracts
-  and QK-clip needs: in float32 and without a gradient; -1e30 where it sees
-  none.
+  The tops are each query's largest scaled score over visible keys, in float32
+  and without a gradient; QK-clip needs them. A query without visible keys has
+  an output of zeros and a top of -1e30.
 
   Args:
     q_BTNH: queries; query head n reads key/value head n // (N / K).
     k_BSKH: keys.
-    v_BSKH: values, whose width may be another; the result has it.
-    visible: the range of keys that each query sees.
-    scale: on the scores; None means 1 / sqrt(H).
-    backend: by name, 'auto' by platform and dtype, or what takes (arrays,
-      visible) in their place.
+    v_BSKH: values; their width, which is the result's, may differ from H.
+    visible: range of keys that each query sees.
+    scale: factor on the scores; None means 1 / sqrt(H).
+    backend: name of a backend, a function of (arrays, visible), or 'auto' to
+      choose by platform and dtype.
   """
   if backend == 'auto':
     platform = platforms.current()
-    # Kernels are for what accelerators multiply fast.
+    # The kernels' products are fast in bfloat16 only.
     is_plain = platform == 'cpu' or q_BTNH.dtype == jnp.float32
     backend = using.value or ('blocked' if is_plain else f'pallas_{platform}')
   if not callable(backend) and backend not in _KERNELS:
@@ -87,7 +85,7 @@ def _forward(backend, arrays, visible):
 
 def _backward(backend, residuals, cotangents):
   arrays, visible, out_BTNH, logs = residuals
-  d_out_BTNH, _ = cotangents  # none comes through the tops
+  d_out_BTNH, _ = cotangents  # The tops have no gradient.
   # d_scores = weights (d_weights - sum of weights d_weights over keys).
   means_BTN = (d_out_BTNH.astype(jnp.float32) * out_BTNH).sum(-1)
   by_query = d_out_BTNH, logs, means_BTN

@@ -1,12 +1,10 @@
-"""Attention of a chunk of queries over keys and values kept in pages.
+"""Attention of a chunk of queries over keys and values in pages.
 
-A pool holds pages of a fixed number of tokens; a row's table says which page
-holds its tokens p * page .. (p + 1) * page - 1. The loop goes over the logical
-pages of all rows at once, as many as the longest row needs, and gathers one
-page per row and turn: no copy of a row's whole cache is ever made.
-
-A page past a query's position changes no bit of its result: its weights are
-zeros and the softmax's maximum stays.
+A pool holds pages of a fixed number of tokens; entry p of a row's table is the
+page of its tokens p * page to (p + 1) * page - 1. One loop over the logical
+pages of all rows, up to the longest row, gathers one page per row and trip, so
+a row's cache is never copied whole. A page past a query's position changes no
+bit of its result.
 """
 
 from typing import Any
@@ -20,13 +18,13 @@ from composer_jax.kernels.attention import blocks
 Pools = tuple[jax.Array, jax.Array]
 
 # Queries per key head up to which, on a CPU, multiplying and summing beats a
-# product, whose operand must be a copy from the pool: by 30 % at 64 rows of two
-# queries and pages of 64, 20 % at 8, level at 1.
+# product, which needs a copy from the pool: by 30 % at 64 rows of two queries
+# and pages of 64, by 20 % at 8 rows, not at 1.
 _FEW_QUERIES = 2
 
 
 def token_axes(pools: Pools) -> tuple[int, int]:
-  """Returns the axis of a page's tokens in each of the two pools."""
+  """Returns the axis of a page's tokens in each pool."""
   return (3, 2) if pools[0].ndim == 4 else (1, 1)
 
 
@@ -38,10 +36,10 @@ def write(
   *,
   token_axis: int,
 ) -> jax.Array:
-  """Puts what is kept of each token at its offset within its page.
+  """Returns the pool with each token's entry at its page and offset.
 
-  A page out of range drops it. The tokens of a page lie along `token_axis` of
-  the pool.
+  Tokens lie along `token_axis` of the pool; those with a page out of range are
+  dropped.
   """
   between = (slice(None),) * (token_axis - 1)
   index = (pages_BT, *between, offsets_BT)
@@ -56,21 +54,20 @@ def attend(
   *,
   num_blocks: Any,
 ) -> jax.Array:
-  """Returns out_BTNH, or of latent attention, absorbed, out_BTNC in float32.
+  """Returns out_BTNH, or out_BTNC in float32 for latent attention.
 
   Args:
-    query: scaled q_BTNH, of which head n reads key/value head n // (N / K); or
-      q_BTNC in the latents' space and the rotated q_BTNJ, both scaled.
-    pools: keys [pages, K, H, page] and values [pages, K, page, H], in the order
-      that the products read; or latents [pages, page, C] and rotated keys
-      [pages, page, J].
+    query: scaled q_BTNH, whose head n reads key/value head n // (N / K); for
+      latent attention scaled q_BTNC in the latents' space and rotated q_BTNJ.
+    pools: keys [pages, K, H, page] and values [pages, K, page, H]; for latent
+      attention latents [pages, page, C] and rotated keys [pages, page, J].
     tables_BP: int32 page of each logical page of a row.
-    positions_BT: int32; a query sees the positions up to its own.
-    num_blocks: logical pages to visit, a number or a traced scalar.
+    positions_BT: int32 positions; a query sees the positions up to its own.
+    num_blocks: number of logical pages to visit, an integer or traced scalar.
   """
   if isinstance(query, tuple):
     batch, length, num_heads, _ = query[0].shape
-    # Queries of all heads meet the same latents: rows of one product.
+    # Queries of all heads are rows of one product with the latents.
     query_BX = tuple(q.reshape(batch, length * num_heads, -1) for q in query)
     positions_BX1 = jnp.repeat(positions_BT, num_heads, axis=1)[..., None]
     out_BXC = _attend(query_BX, pools, tables_BP, positions_BX1, num_blocks)
@@ -88,7 +85,7 @@ def attend(
 
 
 def by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
-  """Returns q_BKXH: queries of a key head are rows of one product, X = T G."""
+  """Returns q_BKXH with X = T G, one matrix per key head."""
   batch, length, _, head_dim = q_BTNH.shape
   q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
   q_BKTGH = q_BTKGH.transpose(0, 2, 1, 3, 4)
@@ -96,7 +93,6 @@ def by_kv_head(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def from_kv_heads(out_BKXH: jax.Array, length: int) -> jax.Array:
-  """Returns out_BTNH, undoing `by_kv_head`."""
   batch, num_kv_heads, _, width = out_BKXH.shape
   out_BKTGH = out_BKXH.reshape(batch, num_kv_heads, length, -1, width)
   out_BTKGH = out_BKTGH.transpose(0, 2, 1, 3, 4)
@@ -107,7 +103,7 @@ def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
   """Returns the scores of queries over a block of keys, and `meet`'s `weigh`.
 
   Args:
-    query: q_BKXH, or of latent attention the two [B, ..., C] and [B, ..., J].
+    query: q_BKXH, or [B, ..., C] and [B, ..., J] for latent attention.
     kept: k_BKHS and v_BKSH, or latents_BSC and keys_BSJ.
   """
   if not isinstance(query, tuple):
@@ -117,7 +113,7 @@ def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
     return scores_BKXS, lambda weights_BKXS: blocks.weighted_sum(
       'BKXS,BKSH->BKXH', weights_BKXS, kept[1]
     )
-  # Two products and a sum, since joining C and J would copy the cache.
+  # Two products, since joining C and J would copy the cache.
   scores = sum(
     jnp.einsum('B...C,BSC->B...S', q, k, preferred_element_type=jnp.float32)
     for q, k in zip(query, kept, strict=True)
@@ -128,14 +124,14 @@ def products(query: Any, kept: tuple[jax.Array, ...]) -> tuple[Any, Any]:
 
 
 def _take(pool, pages_B, dtype, is_few):
-  # Flat is the form that XLA:CPU fuses with what reads it.
+  # XLA:CPU fuses a flat gather with the operations that read it.
   source = pool.reshape(pool.shape[0], -1) if is_few else pool
   pages = jnp.take(source, pages_B, axis=0, mode='clip').astype(dtype)
   return pages.reshape(-1, *pool.shape[1:])
 
 
 def _few_products(q_BKXH, kept):
-  """Returns what `products` does, by multiplying and summing."""
+  """Returns the results of `products` by multiplying and summing."""
   k_BKHS, v_BKSH = kept
   wide_BKXH1 = q_BKXH.astype(jnp.float32)[..., None]
   scores_BKXS = (wide_BKXH1 * k_BKHS[:, :, None]).sum(-2)
@@ -145,7 +141,7 @@ def _few_products(q_BKXH, kept):
 
 
 def _attend(query, pools, tables_BP, positions, num_blocks):
-  """Returns softmax(scores) @ values, float32, of queries as of `products`."""
+  """Returns softmax(scores) @ values in float32 for a query of `products`."""
   first = jax.tree.leaves(query)[0]
   if isinstance(query, tuple):
     page, width, is_few = pools[0].shape[1], pools[0].shape[2], False
@@ -162,5 +158,5 @@ def _attend(query, pools, tables_BP, positions, num_blocks):
 
   state = blocks.met_none((*first.shape[:-1], width), has_axis=True)
   out, _, total = jax.lax.fori_loop(0, num_blocks, body, state)
-  # A row of padding sees nothing; its result is never used, but is finite.
+  # A row of padding sees no key; its unused result must be finite.
   return out / jnp.where(total > 0, total, 1)

@@ -1,16 +1,15 @@
-"""Attention whose bits depend on a query and what it sees, and on nothing else.
+"""Attention whose bits depend only on a query and the keys that it sees.
 
-The batch-invariant counterpart of `grouped_query` (a packed batch) and of
-`paged` (a cache): both become one loop over tiles of queries, with an inner
-loop over blocks of KEY_BLOCK keys from the document's first one on and a body
-of fixed shapes (`kernels.rows` says why). A tile is ENTRIES entries of QUERIES
-successive queries of one row; each entry gathers its own keys, so a decode step
-fills a tile with four sessions and a packed row with sixteen tokens. A block
-that a query sees nothing of changes no bit.
+The batch-invariant counterpart of `grouped_query` (packed batches) and `paged`
+(caches). Both become one loop over tiles of queries with an inner loop over
+blocks of KEY_BLOCK keys, whose body has fixed shapes (`kernels.rows` explains
+why). A tile has ENTRIES entries of QUERIES successive queries of one row. Each
+entry gathers its own keys, so a tile holds four sessions of a decode step or
+sixteen tokens of a packed row. A block without visible keys changes no bit.
 
-That holds where documents begin at multiples of KEY_BLOCK in a packed row, and
-where pages hold multiples of it. A document that begins elsewhere is computed
-correctly, with bits that depend on where.
+Bits are equal where documents begin at multiples of KEY_BLOCK in a packed row
+and pages hold multiples of KEY_BLOCK tokens. Elsewhere results are correct, but
+their bits depend on where a document begins.
 """
 
 import functools
@@ -35,14 +34,13 @@ def attend_packed(
   visible: grouped_query.Visible,
   is_measured: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Returns the outputs [B, T, N, .] of a packed batch, and tops_BTN.
+  """Returns the outputs [B, T, N, .] of a packed batch, and tops_BTN or None.
 
   Args:
-    query: as `kernels.attention.paged` takes it: scaled q_BTNH, or q_BTNC and
-      q_BTNJ.
+    query: scaled q_BTNH, or q_BTNC and q_BTNJ, as in `paged.attend`.
     kept: k_BSKH and v_BSKH, or latents_BSC and keys_BSJ.
-    visible: what each query sees.
-    is_measured: else None stands for the tops of `grouped_query.attend`.
+    visible: range of keys that each query sees.
+    is_measured: true to return the tops of `grouped_query.attend`.
   """
   batch, length = visible.start_BT.shape
   num_blocks = -(-length // KEY_BLOCK)
@@ -54,7 +52,7 @@ def attend_packed(
   if pools[0].ndim == 4:
     pools = pools[0].transpose(0, 2, 3, 1), pools[1].transpose(0, 2, 1, 3)
   tables_BP = jnp.arange(batch * num_blocks).reshape(batch, num_blocks)
-  # One that sees nothing has its last key before any.
+  # The last key of a query that sees none is -1.
   last_BT = jnp.where(visible.end_BT > visible.start_BT, visible.end_BT - 1, -1)
   seen = visible.start_BT, last_BT
   return _attend(query, pools, tables_BP, seen, is_measured)
@@ -62,12 +60,12 @@ def attend_packed(
 
 def _packed_backward(_, arrays, d_results):
   query, kept, visible = arrays
-  d_out, _ = d_results  # none comes through the tops
+  d_out, _ = d_results  # The tops have no gradient.
 
   def whole(query, kept):
     first, second = kept
     if isinstance(query, tuple):
-      # One key head: the latent and the rotated key, and the latent its value.
+      # One key head, whose key is latent and rotated key, its value the latent.
       query = jnp.concatenate(query, axis=-1)
       second = first[:, :, None]
       first = jnp.concatenate(kept, axis=-1)[:, :, None]
@@ -92,11 +90,11 @@ def attend_paged(
 ) -> jax.Array:
   """Returns the outputs [B, T, N, .] of a chunk over pages.
 
-  The arguments are those of `kernels.attention.paged.attend`; a query that is
-  not valid sees nothing.
+  The arguments are those of `paged.attend`; a query that is not valid sees no
+  key.
 
   Raises:
-    ValueError: pages that no number of key blocks fills.
+    ValueError: a page does not hold a multiple of KEY_BLOCK tokens.
   """
   page_size = pools[1].shape[-2]
   if page_size % KEY_BLOCK:
@@ -112,17 +110,17 @@ def attend_paged(
 def _attend(query, pools, tables_BP, seen, is_measured):
   """Returns the outputs [B, T, N, .], and tops_BTN or None.
 
-  Query, pools and tables are those of `kernels.attention.paged.attend`; `seen`
-  are the int32 first and last key that each query sees, by logical position,
-  the last -1 of one that sees none.
+  Query, pools and tables are those of `paged.attend`. `seen` are the int32
+  positions of the first and last key that each query sees; the last is -1 if
+  there is none.
   """
   kv_heads = pools[0].shape[1] if pools[0].ndim == 4 else 1
-  # Queries [X, K, T G, H] by entry (X), QUERIES of a row in each (T).
+  # Queries [X, K, T G, H] by entry (X), with QUERIES tokens (T) each.
   query_X = jax.tree.map(
     lambda q_BTNH: paged.by_kv_head(_entries(q_BTNH, 0), kv_heads), query
   )
   first_XT, last_XT = _entries(seen[0], 0), _entries(seen[1], -1)
-  # An entry's blocks are counted from the first that any of its queries sees.
+  # An entry counts its blocks from the first that its queries see.
   none = tables_BP.shape[1] * pools[1].shape[-2]
   block_X = jnp.where(last_XT < 0, none, first_XT).min(1) // KEY_BLOCK
   shift_X1 = block_X[:, None] * KEY_BLOCK
@@ -150,7 +148,7 @@ def _attend(query, pools, tables_BP, seen, is_measured):
       )
       key_S = block * KEY_BLOCK + jnp.arange(KEY_BLOCK)
       seen_XTS = (key_S >= first_XT[..., None]) & (key_S <= last_XT[..., None])
-      # Barriers: one program, whatever surrounds it.
+      # Barriers make the body one program, whatever surrounds it.
       return lax.optimization_barrier(
         _turn(*lax.optimization_barrier((part, kept, seen_XTS, state)))
       )
@@ -179,10 +177,10 @@ def _attend(query, pools, tables_BP, seen, is_measured):
 
 
 def _entries(array_BT, fill):
-  """Returns [entry, QUERIES, ...], of which there are whole tiles."""
+  """Returns [entry, QUERIES, ...], padded to whole tiles of entries."""
   batch, length = array_BT.shape[:2]
   per_row = -(-length // QUERIES)
-  # At least two tiles, as of rows.
+  # At least two tiles, as in `kernels.rows`.
   tiles = max(2, -(-batch * per_row // ENTRIES))
   pad = [(0, 0)] * array_BT.ndim
   pad[1] = (0, per_row * QUERIES - length)
@@ -193,7 +191,6 @@ def _entries(array_BT, fill):
 
 
 def _from_entries(out_XKRH, query):
-  """Returns out_BTNH of what `_attend` made of `query`."""
   batch, length, num_heads, _ = jax.tree.leaves(query)[0].shape
   num_entries = batch * -(-length // QUERIES)
   out_XTNH = paged.from_kv_heads(out_XKRH[:num_entries], QUERIES)
@@ -201,7 +198,6 @@ def _from_entries(out_XKRH, query):
 
 
 def _gather(pool, axis, page_X, offset_X):
-  """Returns a key block of each entry's page."""
   sizes = list(pool.shape)
   sizes[0], sizes[axis] = 1, KEY_BLOCK
 
@@ -214,7 +210,7 @@ def _gather(pool, axis, page_X, offset_X):
 
 
 def _turn(query, kept, seen_XTS, state):
-  """Meets one block of keys: the body of every attention of this mode."""
+  """Adds one block of keys: the body of every attention in this mode."""
   scores_XKRS, weigh = paged.products(query, kept)
   per_query = scores_XKRS.shape[2] // QUERIES
   seen_X1RS = jnp.repeat(seen_XTS, per_query, axis=1)[:, None]

@@ -1,13 +1,12 @@
 """Attention in blocks of keys on TPU: `blocked` as Pallas kernels.
 
-The grid is the list of pairs of a tile of queries and a block of keys that
-somebody in the tile sees: what nobody sees costs not even a step. Scores lie
-with keys along sublanes and queries along lanes: what belongs to a query, its
-range of keys, the largest score and the logarithm of the sum, is then one row,
-and every reduction is over sublanes. Products that would need a transpose get
-an operand that XLA has transposed outside.
+The grid is the list of pairs of a tile of queries and a key block that it sees,
+so invisible blocks cost no step. Scores have keys along sublanes and queries
+along lanes: an array by query (range of keys, largest score, logarithm of the
+sum) is one row, and every reduction is over sublanes. XLA transposes operands
+outside the kernels where a product needs it.
 
-The backward pass visits the pairs twice: tile by tile for the queries, block by
+The backward pass visits the pairs twice: tile by tile for queries, block by
 block for keys and values.
 """
 
@@ -22,16 +21,16 @@ from jax.experimental.pallas import tpu as pltpu
 from composer_jax.core import platforms
 from composer_jax.kernels.attention import blocks
 
-# Queries of a tile, and keys of a block, at most.
+# Largest number of queries of a tile and of keys of a block.
 BLOCK = 512
 _LANES = 128
-# Plain and with the right side transposed.
+# Dimension numbers of a product, plain and with the right side transposed.
 _NN = (((1,), (0,)), ((), ()))
 _NT = (((1,), (1,)), ((), ()))
 
 
 def _prepare(arrays, visible):
-  """Returns a grid, arrays by head of whole blocks, and what is seen."""
+  """Returns the grid, padded arrays by head, and the visible ranges."""
   q_BTNH, k_BSKH, v_BSKH = arrays
   size = lambda x: min(BLOCK, -(-x.shape[1] // _LANES) * _LANES)
   groups = q_BTNH.shape[2] // k_BSKH.shape[2]
@@ -57,7 +56,7 @@ def _like(x):
 
 
 def _dot(left, right, dims):
-  # Six passes of bfloat16 for float32, whose products are otherwise of one.
+  # By default a float32 product would be one pass of bfloat16; this is six.
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
   return lax.dot_general(
     left, right, dims, precision=precision, preferred_element_type=jnp.float32
@@ -65,7 +64,7 @@ def _dot(left, right, dims):
 
 
 def _scores(q_ref, k_ref, start_ref, end_ref, block):
-  """Returns scores [keys, queries], and which of them are seen."""
+  """Returns scores [keys, queries] and a mask of the visible ones."""
   scores_SX = _dot(k_ref[0, 0], q_ref[0, 0], _NT)
   key_SX = block * scores_SX.shape[0] + lax.broadcasted_iota(
     jnp.int32, scores_SX.shape, 0
@@ -76,7 +75,7 @@ def _scores(q_ref, k_ref, start_ref, end_ref, block):
 def _forward_kernel(
   pairs, start, end, q, k, v_turned, out, top, log, sums, top_now, total
 ):
-  """Meets one block of keys; sums [W, queries], the rest [1, queries]."""
+  """Adds one block of keys; sums are [W, queries], the rest [1, queries]."""
   step = pl.program_id(1)
 
   @pl.when(pairs.is_first[step] == 1)
@@ -102,19 +101,19 @@ def _forward_kernel(
 
 
 def _weights(refs, block):
-  """Returns weights and the scores' gradient, [keys, queries] each."""
+  """Returns the weights and the scores' gradient, both [keys, queries]."""
   start, end, q, k, v, d_out, log, mean = refs
-  both = blocks.weights_and_gradient(
+  weights_SX, d_scores_SX = blocks.weights_and_gradient(
     *_scores(q, k, start, end, block),
     _dot(v[0, 0], d_out[0, 0], _NT),
     log[0, 0],
     mean[0, 0],
   )
-  return tuple(x.astype(q.dtype) for x in both)
+  return weights_SX.astype(q.dtype), d_scores_SX.astype(q.dtype)
 
 
 def _queries_kernel(pairs, *refs):
-  """Adds one block's part to a tile's gradient [H, queries]."""
+  """Adds one block's part to a tile's d_q [H, queries]."""
   *refs, k_turned, d_q, sums = refs
   step = pl.program_id(1)
 
@@ -131,7 +130,7 @@ def _queries_kernel(pairs, *refs):
 
 
 def _keys_kernel(pairs, *refs):
-  """Adds the part of one tile and one of its heads to a block's gradients."""
+  """Adds the part of one tile and one query head to a block's d_k and d_v."""
   *refs, d_k, d_v, k_sums, v_sums = refs
   step, head = pl.program_id(1), pl.program_id(2)
 
@@ -151,13 +150,15 @@ def _keys_kernel(pairs, *refs):
 
 
 class _Grid(NamedTuple):
-  """Which blocks of arrays a step has, by `queries` and `keys`.
+  """The grid of a kernel and the specs of its arrays.
 
   Attributes:
-    visited_BXX: pairs of a tile and a block, by row.
+    visited_BXX: true for pairs (row, tile, block) to visit.
+    queries: queries of a tile.
+    keys: keys of a block.
     groups: query heads of a key head.
-    by_block: steps are (key head, pair, head of its group), and the outer one
-      of a pair is a block; else they are (query head, pair), and it is a tile.
+    by_block: true for steps (key head, pair, head of its group) with a block as
+      the outer index of a pair; false for steps (query head, pair) with a tile.
   """
 
   visited_BXX: jax.Array
@@ -167,7 +168,7 @@ class _Grid(NamedTuple):
   by_block: bool = False
 
   def _at(self, *step):
-    """Returns a step's batch row, query head and tile, key head and block."""
+    """Returns a step's row, (query head, tile) and (key head, block)."""
     pairs = blocks.Pairs(*step[-len(blocks.Pairs._fields) :])
     row, outer, inner = (x[step[1]] for x in pairs[:3])
     if self.by_block:
@@ -176,7 +177,7 @@ class _Grid(NamedTuple):
     return row, (step[0], outer), (lax.div(step[0], self.groups), inner)
 
   def seen(self, array):
-    """Returns (array, spec) of what does not depend on heads."""
+    """Returns (array, spec) of a tile of an array [row, 1, query]."""
 
     def place(*step):
       row, (_, tile), _ = self._at(*step)
@@ -187,8 +188,8 @@ class _Grid(NamedTuple):
   def part(self, array, *, is_key=False, is_turned=False):
     """Returns (array, spec) of a head's tile of queries or block of keys.
 
-    The array is [row, head, query or key, width]; turned, [row, head, width,
-    query or key].
+    The array is [row, head, query or key, width], or [row, head, width, query
+    or key] if `is_turned`.
     """
     width = array.shape[2 if is_turned else 3]
     length = self.keys if is_key else self.queries
@@ -202,12 +203,11 @@ class _Grid(NamedTuple):
     return array, pl.BlockSpec(shape, place)
 
   def call(self, kernel, inputs, outputs, scratch, widths):
-    """Runs a kernel of (pairs, *inputs, *outputs, *scratch), all references.
+    """Runs a kernel of references (pairs, *inputs, *outputs, *scratch).
 
-    Inputs and outputs are (array, spec) each, scratch is shapes of float32;
-    the kernel's products are of rows of `widths` together.
+    Inputs and outputs are (array, spec); inputs begin with both ends of the
+    visible ranges, q and k. Scratch is shapes of float32 memory.
     """
-    # After what is seen come queries and keys.
     (q, _), (k, _) = inputs[2:4]
     if self.by_block:
       pairs, count = blocks.pairs(self.visited_BXX.swapaxes(1, 2))
@@ -221,7 +221,7 @@ class _Grid(NamedTuple):
     def body(*refs):
       kernel(blocks.Pairs(*refs[: len(pairs)]), *refs[len(pairs) :])
 
-    # A head is independent of others, and of one the steps are in order.
+    # Heads are independent; the steps of one head run in order.
     order = ('parallel',) + ('arbitrary',) * (len(grid) - 1)
     return pl.pallas_call(
       body,
@@ -243,9 +243,9 @@ class _Grid(NamedTuple):
 
 
 def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
-  """Does what `kernels.attention.blocked.forward` does.
+  """Returns the results of `kernels.attention.blocked.forward`.
 
-  The logarithms are [row, head, 1, query], padded, as `backward` reads them.
+  The logarithms are padded and [row, head, 1, query], for `backward`.
   """
   grid, (q, k, v), seen = _prepare(arrays, visible)
   batch, heads, padded, head_dim = q.shape
@@ -271,10 +271,10 @@ def forward(arrays: blocks.Arrays, visible: blocks.Visible) -> blocks.Arrays:
 def backward(
   arrays: blocks.Arrays, visible: blocks.Visible, by_query: blocks.Arrays
 ) -> blocks.Arrays:
-  """Does what `kernels.attention.blocked.backward` does."""
+  """Returns the results of `kernels.attention.blocked.backward`."""
   grid, (q, k, v), seen = _prepare(arrays, visible)
   d_out_BTNH, logs, means_BTN = by_query
-  # Padded queries see nothing: their rows of scores are masked.
+  # Padding needs no care: padded queries see no key.
   d_out = _by_head(d_out_BTNH, grid.queries)
   means = _turned(_by_head(means_BTN[..., None], grid.queries))
   head_dim, width = q.shape[-1], v.shape[-1]

@@ -1,13 +1,12 @@
-"""Grouped products in plain JAX, by pieces of groups: for CPU, and reference.
+"""Grouped products in plain JAX, by pieces of groups: for CPU and as reference.
 
-Trip counts depend on the data, so a step reads only the matrices of groups that
-have rows. Arrays that a loop writes are never an operand of a conditional (XLA
-would copy them whole), so each size of piece has a loop of its own.
+Trip counts depend on the data, so only matrices of groups with rows are read.
+Each size of piece has a loop of its own: a conditional inside one loop would
+make XLA copy whole the arrays that the loop writes.
 
-In `grouped_mlp` a piece of an expert's rows goes through both products of
-SwiGLU, and back through all four of the gradient, while it is in cache: the
-only array of hidden width is what the gradient needs of the forward pass, the
-gates and ups.
+In `grouped_mlp` a piece of an expert's rows passes through both products of
+SwiGLU, and through all four of the gradient, while it is in cache. The only
+array of hidden width holds the gates and ups, which the gradient needs.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from jax import ad_checkpoint, lax
 from composer_jax.kernels import linear, swiglu
 from composer_jax.kernels.grouped import schedule
 
-# Gates and ups, for a policy of remat.
+# Name of the gates and ups in a policy of remat.
 HIDDEN = 'expert_hidden'
 
 
@@ -33,7 +32,7 @@ def multiply(
 ) -> jax.Array:
   """Returns rows times the matrix of their group, zero past the groups.
 
-  Transposed, rows are of F and the result of D, without a transposed copy.
+  With `transposed`, rows have width F and the result has width D.
   """
   num_rows = len(lhs_YD)
 
@@ -55,7 +54,7 @@ def multiply_groups(
   *,
   dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero of groups of no rows."""
+  """Returns lhs^T d_out of each group, zero for groups without rows."""
   num_rows = len(lhs_YD)
 
   def body(pieces, i, d_rhs_EDF):
@@ -66,7 +65,7 @@ def multiply_groups(
     return _add_group(d_rhs_EDF, product_DF, group, pieces.is_first)
 
   shape = (len(group_sizes_E), lhs_YD.shape[1], d_out_YF.shape[1])
-  # Pieces of a group are added in float32.
+  # Float32, since the products of a group's pieces are added.
   d_rhs_EDF = jnp.zeros(shape, jnp.float32)
   loops = schedule.schedule(group_sizes_E, num_rows)
   return run(body, loops, d_rhs_EDF).astype(dtype)
@@ -160,7 +159,6 @@ def _dot(rows_bD, weight_DF, transposed=False):
 
 
 def run(body: Callable[..., Any], loops: Any, carry: Any) -> Any:
-  """Runs body(pieces, i, carry) for each piece of each loop."""
   for pieces in loops:
     step = lambda i, carry, pieces=pieces: body(pieces, i, carry)
     carry = lax.fori_loop(pieces.first, pieces.last, step, carry)
@@ -168,9 +166,10 @@ def run(body: Callable[..., Any], loops: Any, carry: Any) -> Any:
 
 
 def _locate(pieces: schedule.Pieces, i: jax.Array, num_rows: int):
-  """Returns a piece's group, where to slice, and which sliced rows are its own.
+  """Returns a piece's group, the start of its slice and its rows in the slice.
 
-  A slice that would reach past the last row begins earlier.
+  A slice that would reach past the last row begins earlier. The mask of its
+  rows is None if the whole slice is the piece's.
   """
   group, start = pieces.group_P[i], pieces.start_P[i]
   if pieces.is_full:
@@ -193,7 +192,7 @@ def _put_rows(out_YF, product_bF, start, inside_b):
 
 
 def _only(inside_b, rows_bD, d_bF):
-  """Returns both with the rows of others zero, lest NaN times zero be NaN."""
+  """Returns both with zeros in rows of other groups, which may hold NaN."""
   if inside_b is None:
     return rows_bD, d_bF
   inside_b1 = inside_b[:, None]
@@ -214,21 +213,21 @@ def map_blocks(
   *,
   block: int,
 ) -> jax.Array:
-  """Returns fn(weights of its group, row) of each row, in blocks of one shape.
+  """Returns fn(weights of the row's group, row) for each row.
 
-  The bits of a row depend on the row and its group alone.
+  The bits of a result depend on its row and group alone.
 
   Args:
-    fn: (weights, rows_bD) -> rows_bD, row by row.
+    fn: row-wise function (weights, rows_bD) -> rows_bD.
     weights_E: tree of arrays with a leading group axis.
-    rows_YD: sorted by group; those past the groups become zero.
-    group_sizes_E: int32.
-    block: rows per call.
+    rows_YD: rows sorted by group; results of rows past the groups are zero.
+    group_sizes_E: int32 rows of each group.
+    block: rows per call of fn.
   """
 
   def one(group, rows_bD):
     weights = jax.tree.map(lambda w: _matrix(w, group), weights_E)
-    # Barriers: the body must be the same program whatever surrounds it.
+    # Barriers make the body the same program, whatever surrounds it.
     return lax.optimization_barrier(
       fn(*lax.optimization_barrier((weights, rows_bD)))
     )
@@ -244,9 +243,10 @@ def each_block(
   group_sizes_E: jax.Array,
   block: int,
 ) -> jax.Array:
-  """Returns fn(group, rows_bD) of each block of one size, and a block of more.
+  """Returns fn(group, rows_bD) for blocks of one size.
 
-  What stands past the groups is what the last block left there.
+  The result is one block longer than the rows. Rows past the groups hold
+  leftovers of the last block.
   """
   group_P, start_P, _, total = schedule.blocks(
     group_sizes_E, len(rows_YD), block

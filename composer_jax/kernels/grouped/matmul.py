@@ -1,13 +1,13 @@
-"""Rows times the matrix of their group: one function, one VJP, per backend.
+"""Rows times the matrix of their group: one function with a backend a platform.
 
 - 'blocked' (CPU), 'megablox' (TPU) and 'triton' (GPU): modules of these names.
-- 'tokamax' (GPU, with the extra 'kernels'): its Hopper kernel where that takes
-  the arrays, else its Triton kernel; never its fallback to XLA. It asks its
-  device what to do, so plans for GPUs that are not here take 'triton'.
-- 'ragged': `jax.lax.ragged_dot`, for comparisons. On CPU and on NVIDIA that is
-  a dense product over all groups, E times the work. It is refused on a GPU.
+- 'tokamax' (GPU, with the extra 'kernels'): its Hopper kernel if that takes the
+  arrays, else its Triton kernel, never XLA. It asks the default device for its
+  kind, so plans for GPUs that are not there take 'triton'.
+- 'ragged': `jax.lax.ragged_dot`, for comparisons. On CPU and on NVIDIA it is a
+  dense product over all groups, E times the work. It is refused on a GPU.
 
-Each has its own forward and both gradients.
+docs/decisions/tokamax.md says why tokamax does not replace the others.
 """
 
 import functools
@@ -20,19 +20,19 @@ import jax.numpy as jnp
 
 from composer_jax.core import platforms
 
-# Those that run on every platform, and those made for one.
+# Backends for every platform, and backends for one.
 BACKENDS = ('blocked', 'ragged')
 KERNELS = ('megablox', 'triton', 'tokamax')
-# Returns a context in which 'auto' means the backend that it is given.
+# using(backend) is a context in which 'auto' means that backend.
 using = jax.make_user_context(None)
 
 
 def chosen() -> str:
-  """Returns the backend that 'auto' means where this is traced."""
-  has_device = _has_tokamax() and not platforms.is_elsewhere()
-  on_gpu = 'tokamax' if has_device else 'triton'
-  on = {'cpu': 'blocked', 'tpu': 'megablox', 'gpu': on_gpu}
-  return using.value or on[platforms.current()]
+  """Returns the backend that 'auto' means here, at trace time."""
+  can_tokamax = _has_tokamax() and not platforms.is_elsewhere()
+  on_gpu = 'tokamax' if can_tokamax else 'triton'
+  by_platform = {'cpu': 'blocked', 'tpu': 'megablox', 'gpu': on_gpu}
+  return using.value or by_platform[platforms.current()]
 
 
 def grouped_matmul(
@@ -45,14 +45,14 @@ def grouped_matmul(
   """Multiplies the rows of group e, which are contiguous, by rhs[e].
 
   Args:
-    lhs_YD: rows sorted by group; rows past sum(group_sizes) belong to none.
+    lhs_YD: rows sorted by group; rows past sum(group_sizes) have no group.
     rhs_EDF: one matrix per group.
-    group_sizes_E: rows of each group, in order.
-    backend: one of BACKENDS or KERNELS, or 'auto' for the platform's.
+    group_sizes_E: rows of each group.
+    backend: one of BACKENDS or KERNELS; 'auto' takes the platform's.
 
   Returns:
-    out_YF of lhs's dtype; rows past the groups are exactly zero, in the output
-    and in the gradient.
+    out_YF in the dtype of lhs; rows without a group are exactly zero in the
+    output and in the gradient.
   """
   if backend == 'auto':
     backend = chosen()
@@ -63,14 +63,14 @@ def grouped_matmul(
     raise ValueError(
       "grouped_matmul backend 'ragged' is refused on a GPU: there "
       f'jax.lax.ragged_dot multiplies every row by the matrices of all {num} '
-      f'groups, {num} times the work, and keeps what that makes (a train step '
-      "on an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' from "
+      f'groups, {num} times the work, and keeps all products (a train step on '
+      "an H100 went from 15 to 54 GiB). Take 'triton', or 'tokamax' from "
       'pip install "composer_jax[kernels]".'
     )
   if backend == 'tokamax' and not _has_tokamax():
     raise ValueError(
-      "grouped_matmul backend 'tokamax' needs the package of that name: "
-      'pip install "composer_jax[kernels]". \'triton\' needs nothing.'
+      "grouped_matmul backend 'tokamax' needs the package tokamax: "
+      'pip install "composer_jax[kernels]". \'triton\' needs no package.'
     )
   return _multiply(backend, lhs_YD, rhs_EDF, group_sizes_E.astype(jnp.int32))
 
@@ -81,8 +81,8 @@ def _has_tokamax() -> bool:
 
 
 def _functions(backend: str) -> tuple[Any, Any]:
-  """Returns what multiplies rows, and what makes the gradient of the groups."""
-  # Modules only where they are asked for: what they import takes seconds.
+  """Returns a backend's functions `multiply` and `multiply_groups`."""
+  # Modules are imported on demand, since their own imports take seconds.
   if backend in ('ragged', 'tokamax'):
     ragged_dot = jax.lax.ragged_dot_general
     if backend == 'tokamax':
@@ -90,8 +90,10 @@ def _functions(backend: str) -> tuple[Any, Any]:
       ragged_dot = functools.partial(
         tokamax.ragged_dot_general, implementation=('mosaic', 'triton')
       )
-    bound = functools.partial
-    return bound(_ragged, ragged_dot), bound(_ragged_groups, ragged_dot)
+    return (
+      functools.partial(_ragged, ragged_dot),
+      functools.partial(_ragged_groups, ragged_dot),
+    )
   module = importlib.import_module(f'composer_jax.kernels.grouped.{backend}')
   return module.multiply, module.multiply_groups
 
@@ -106,7 +108,7 @@ def _by_group(backend, lhs_YD, rhs_EDF, group_sizes_E, transposed=False):
   out_YF = multiply(lhs_YD, rhs_EDF, group_sizes_E, transposed=transposed)
   if backend == 'blocked':
     return out_YF
-  # Kernels leave the rows past the groups unwritten.
+  # Kernels do not write the rows past the groups.
   num_rows = len(lhs_YD)
   inside_Y = jnp.arange(num_rows) < group_sizes_E.sum()
   return jnp.where(inside_Y[:, None], out_YF[:num_rows], 0)
@@ -139,7 +141,7 @@ def _ragged(ragged_dot, lhs_YD, rhs_EDF, group_sizes_E, *, transposed):
 
 
 def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):
-  # Rows, which are ragged, are contracted.
+  # The contracted dimension, rows, is the ragged one.
   dims = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -148,5 +150,5 @@ def _ragged_groups(ragged_dot, lhs_YD, d_out_YF, group_sizes_E, *, dtype):
   d_rhs_EDF = ragged_dot(
     lhs_YD, d_out_YF, group_sizes_E, dims, preferred_element_type=dtype
   )
-  # Of a group of no rows tokamax's last, masked step has no bounds.
+  # For a group without rows, tokamax's last, masked step reads any rows.
   return jnp.where(group_sizes_E[:, None, None] > 0, d_rhs_EDF, 0)

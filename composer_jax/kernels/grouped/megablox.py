@@ -1,17 +1,17 @@
-"""Grouped matmul on TPUs: the megablox kernels that come with JAX."""
+"""Grouped matmul on TPU by the megablox kernels that come with JAX."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-# By name: the package has a function of the name of the module.
+# Imported by name, since the package's function hides its module `gmm`.
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from composer_jax.core import platforms
 
-# Rows, then the two widths of a tile in bfloat16: two buffers of each array and
-# the sum take 10 of the 16 MiB that a kernel may have.
+# Rows and the two widths of a tile in bfloat16. Two buffers of each array and
+# the sum take 10 of a kernel's 16 MiB.
 _TILE = (512, 1024, 1024)
 _GROUPS_TILE = (512, 512, 1024)
 _LANES = 128
@@ -24,7 +24,7 @@ def multiply(
   *,
   transposed: bool = False,
 ) -> jax.Array:
-  """Returns rows times the matrix of their group; past the groups anything."""
+  """Returns rows times their group's matrix; rows past the groups are unset."""
   width = rhs_EDF.shape[1 if transposed else 2]
   tile = _fitted(_TILE, lhs_YD, width)
   return gmm(
@@ -45,10 +45,10 @@ def multiply_groups(
   *,
   dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero of groups of no rows."""
+  """Returns lhs^T d_out of each group, zero for groups without rows."""
   tile = _fitted(_GROUPS_TILE, lhs_YD, d_out_YF.shape[1])
   return tgmm(
-    # The kernel transposes it back.
+    # The kernel transposes its operand back.
     _padded(lhs_YD, tile[0]).T,
     _padded(d_out_YF, tile[0]),
     group_sizes_E,
@@ -59,7 +59,7 @@ def multiply_groups(
 
 
 def _fitted(tile: Any, lhs_YD: jax.Array, width: int) -> tuple[int, int, int]:
-  """Returns the tile made smaller where the arrays are, or their items wide."""
+  """Returns the tile, smaller for small arrays and for wide items."""
   rows, dim = lhs_YD.shape
   most = (tile[0], tile[1] * 2 // lhs_YD.dtype.itemsize, tile[2])
   fit = lambda size, tile: min(-(-size // _LANES) * _LANES, tile)
@@ -67,6 +67,6 @@ def _fitted(tile: Any, lhs_YD: jax.Array, width: int) -> tuple[int, int, int]:
 
 
 def _padded(array_YD: jax.Array, rows: int) -> jax.Array:
-  """Returns the array with rows added up to a whole number of tiles."""
+  """Returns the array padded to a whole number of tiles."""
   missing = -len(array_YD) % rows
   return jnp.pad(array_YD, ((0, missing), (0, 0))) if missing else array_YD

@@ -1,11 +1,10 @@
-"""Which rows of which group are multiplied together, and how many that makes.
+"""Cuts groups of rows into pieces of static sizes for grouped products.
 
-A product of fixed shape multiplies every row it is given, so a group of other
-than so many rows wastes some. Here a group is cut into pieces of a few static
-sizes: large ones (bulks) that are always full, and one last piece, whose size
-is the smallest of the tails that holds what is left. Kernels loop over the
-pieces of each size as `schedule` returns them, and `executed_rows` adds up the
-same loops.
+A product of fixed shape wastes the rows that a group does not fill. A group is
+therefore cut into large pieces (bulks), which are always full, and one last
+piece, of the smallest size (tail) that holds the remaining rows. Kernels loop
+over the pieces of each size from `schedule`; `executed_rows` counts the rows of
+the same loops.
 """
 
 from typing import NamedTuple
@@ -13,21 +12,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Inputs of fewer rows, tests and decode steps, have one size: each is one more
-# loop to compile.
+# Fewer rows (tests, decode steps) get pieces of one size, since each size is
+# one more loop to compile.
 _FEW_ROWS = 512
 
 
 class Pieces(NamedTuple):
-  """A loop over pieces of one size: those with first <= i < last.
+  """A loop over pieces of one size, with first <= i < last.
 
   Attributes:
-    rows: static, of the product.
-    is_full: whether every row of a piece belongs to its group.
-    is_first: whether each piece is the first of its group to be computed.
-    group_P: of each piece.
-    start_P: its first row.
-    stop_P: the end of its rows; those further on are not its own.
+    rows: rows of one product, a Python integer.
+    is_full: true if every row of a piece belongs to its group.
+    is_first: true if a piece is the first of its group to be computed.
+    group_P: group of each piece.
+    start_P: first row of each piece.
+    stop_P: end of the rows that belong to the piece's group.
+    first: index of the loop's first piece.
+    last: end of the loop's pieces.
   """
 
   rows: int
@@ -43,25 +44,24 @@ class Pieces(NamedTuple):
 def sizes(
   num_rows: int, num_groups: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns the sizes of tails and bulks for so many rows of so many groups.
+  """Returns the sizes of tails, ascending, and of bulks, descending.
 
-  Tails ascend in multiples of the first and bulks descend to the largest tail;
-  there are no bulks where every piece is of the one size in tails. A tail
-  wastes less than the smallest size: less than a quarter of a group's rows from
-  64 on average, 6 % from 512 on.
+  A single tail and no bulks mean that every piece has that size. A group wastes
+  fewer rows than the smallest tail: less than a quarter of its rows from 64 on
+  average, 6 % from 512 on.
   """
   mean = num_rows / num_groups
   step = 4 * 2 ** sum(mean >= x for x in (8, 32, 128))
   if num_rows < _FEW_ROWS:
     return (min(step, num_rows),), ()
   top = min(8 * step, 128)
-  # The larger a piece, the less often its matrix is read.
+  # Larger pieces read their matrix less often.
   bulks = tuple(rows for rows in (512, 256) if top < rows <= mean)
   return tuple(range(step, top + 1, step)), (*bulks, top)
 
 
 def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
-  """Returns one loop per size, to be run in any order if none `is_first`."""
+  """Returns one loop per size, in the order to run them."""
   if not num_rows:
     return ()
   tail_sizes, bulk_sizes = sizes(num_rows, len(group_sizes_E))
@@ -71,13 +71,13 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
   start_E = stop_E - group_sizes_E
   bulks = []
   for rows in bulk_sizes:
-    # A tail is left for last, so that every group with rows has exactly one.
+    # At least one row stays, so that every group with rows has one tail.
     count_E = jnp.maximum(stop_E - start_E - 1, 0) // rows
     bulks.append(_loop(rows, count_E, start_E, max(num_rows // rows, 1)))
     start_E = start_E + count_E * rows
   left_E = stop_E - start_E
   tail_E = (left_E[:, None] > jnp.array(tail_sizes)).sum(1)
-  # Groups of no rows come last, in no loop.
+  # Groups without rows come last and are in no loop.
   tail_E = jnp.where(left_E > 0, tail_E, len(tail_sizes))
   group_P = jnp.argsort(tail_E)
   count = (tail_E[:, None] == jnp.arange(len(tail_sizes))).sum(0)
@@ -95,13 +95,13 @@ def schedule(group_sizes_E: jax.Array, num_rows: int) -> tuple[Pieces, ...]:
 def _one_size(group_sizes_E, num_rows, rows):
   stop_E = jnp.cumsum(group_sizes_E)
   count_E = (group_sizes_E + rows - 1) // rows
-  # Suffices for any sizes: each group wastes less than one piece.
+  # Enough for any sizes, since each group wastes less than one piece.
   limit = num_rows // rows + len(count_E)
   return _loop(rows, count_E, stop_E - group_sizes_E, limit, stop_E)
 
 
 def _loop(rows, count_E, start_E, limit, stop_E=None):
-  """Returns at most `limit` pieces; full ones, unless their groups end."""
+  """Returns at most `limit` pieces; they are full if `stop_E` is None."""
   last_E = jnp.cumsum(count_E)
   index_P = jnp.arange(limit)
   group_P = (index_P[:, None] >= last_E[None, :]).sum(1)
@@ -115,7 +115,7 @@ def _loop(rows, count_E, start_E, limit, stop_E=None):
 
 
 def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
-  """Returns how many rows the loops of `schedule` multiply."""
+  """Returns the number of rows that the loops of `schedule` multiply."""
   loops = schedule(group_sizes_E, num_rows)
   return jnp.stack([p.rows * (p.last - p.first) for p in loops]).sum()
 
@@ -123,13 +123,13 @@ def executed_rows(group_sizes_E: jax.Array, num_rows: int) -> jax.Array:
 def blocks(
   group_sizes_E: jax.Array, num_rows: int, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Returns per block of one size its group, first row and rows, and the total.
+  """Returns each block's group, first row and rows, and the number of blocks.
 
-  For loops whose body computes rows past a group's end: in order, since the
-  next block overwrites what the last one computed there.
+  A loop that computes rows past the end of a group runs the blocks in order,
+  so that the next block overwrites them.
   """
   pieces = _one_size(group_sizes_E, num_rows, block)
   rows_P = jnp.clip(pieces.stop_P - pieces.start_P, 0, block)
-  # Blocks past the last keep their start inside the padded array.
+  # Blocks past the last start inside the padded array too.
   start_P = jnp.clip(pieces.start_P, 0, num_rows)
   return pieces.group_P, start_P, rows_P, pieces.last

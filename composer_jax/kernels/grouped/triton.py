@@ -1,8 +1,8 @@
-"""Grouped matmul on NVIDIA GPUs: our own Pallas kernels, compiled by Triton.
+"""Grouped matmul on NVIDIA GPUs by Pallas kernels, compiled by Triton.
 
-They need no device to be compiled. One program multiplies one block of rows of
-one group, from `kernels.grouped.schedule.blocks`, with one tile of its matrix;
-programs past the last block end at once.
+They compile without a device. One program of the grid multiplies a block of
+`kernels.grouped.schedule.blocks` by one tile of its group's matrix; programs
+past the last block return at once.
 """
 
 import functools
@@ -29,7 +29,7 @@ def multiply(
   *,
   transposed: bool = False,
 ) -> jax.Array:
-  """Returns rows times the matrix of their group; past the groups anything."""
+  """Returns rows times their group's matrix; rows past the groups are unset."""
   num_rows, dim = lhs_YD.shape
   width = rhs_EDF.shape[1 if transposed else 2]
   rows = _rows(num_rows)
@@ -42,7 +42,7 @@ def multiply(
   return pl.pallas_call(
     kernel,
     out_shape=jax.ShapeDtypeStruct((num_rows, width), lhs_YD.dtype),
-    # Tiles of one block run side by side and share its rows in cache.
+    # Programs of one block share its rows in cache.
     grid=(width // tile, len(pieces[0])),
     compiler_params=_PARAMETERS,
     interpret=platforms.current() != 'gpu',
@@ -82,7 +82,7 @@ def multiply_groups(
   *,
   dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-  """Returns lhs^T d_out of each group, zero of groups of no rows."""
+  """Returns lhs^T d_out of each group, zero for groups without rows."""
   dim, width = lhs_YD.shape[1], d_out_YF.shape[1]
   tiles = _tile(dim, _ROWS), _tile(width, _WIDTH)
   stop_E = jnp.cumsum(group_sizes_E).astype(jnp.int32)
@@ -125,12 +125,12 @@ def _groups_kernel(
 
 
 def _rows(num_rows: int) -> int:
-  """Returns rows per block; a tensor core takes no fewer than 16."""
+  """Returns the rows of a block; tensor cores need at least 16."""
   return min(_ROWS, max(_SMALLEST, pl.next_power_of_2(num_rows)))
 
 
 def _tile(size: int, most: int) -> int:
-  """Returns the largest power of two that divides `size`, up to `most`."""
+  """Returns the largest power of two up to `most` that divides `size`."""
   tile = min(size & -size, most)
   if tile < _SMALLEST:
     raise ValueError(

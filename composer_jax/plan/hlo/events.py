@@ -1,15 +1,14 @@
-"""Turns a program into what one device does, in order: `hlo` counts it.
+"""Turns a program into the ordered events of one device.
 
-Loops stay loops, and all that is called is put where it is called from. An
-asynchronous collective begins and ends at two places of the order. Where the
-text is a schedule, what lies between them runs while it is in flight; each
-compiler spells that in its own way:
-- `all-gather-start` and `-done`, of any kind;
-- `async-start`, or `call-start` of the TPU's sparse cores, around a computation
+Loops stay loops, and called computations are inlined. An asynchronous
+collective begins and ends at two places; in a schedule, the events between them
+run while it is in flight. Compilers write it in three ways:
+- `all-gather-start` and `-done`, likewise for the other kinds;
+- `async-start`, or `call-start` on the TPU's sparse cores, around a computation
   that holds the collective;
-- on a TPU a fusion that ends in 'AsyncCollectiveStart', fusions that hold the
-  same collective again beside the products that it flies under, and one that
-  ends in 'AsyncCollectiveDone'.
+- on a TPU, a fusion that ends in 'AsyncCollectiveStart', fusions that repeat
+  the collective beside products that run under it, and a fusion that ends in
+  'AsyncCollectiveDone'.
 """
 
 import dataclasses
@@ -35,18 +34,18 @@ class Collective(NamedTuple):
   """One collective operation of the program.
 
   Attributes:
-    kind: of KINDS.
-    dtype: of the first result, as HLO spells it; XLA:CPU widens bf16 to f32.
-    bytes: that one execution brings into one device from others. Of a
-      ragged-all-to-all, whose sizes the data decide, if every device sends and
-      receives as much as the smaller of its two buffers holds.
-    result_bytes: of one execution.
-    count: how often it runs: the trips of the loops around it.
+    kind: one of KINDS.
+    dtype: HLO's dtype of the first result; XLA:CPU widens bf16 to f32.
+    bytes: bytes that one execution brings into one device from others; for a
+      ragged-all-to-all, with data-dependent sizes, those of full buffers (the
+      smaller of the two).
+    result_bytes: bytes of the result of one execution.
+    count: number of executions, the trips of the loops around it.
     loops: names of these loops, outermost first.
-    groups: device ids that join.
-    is_async: printed as a start and a done.
-    hidden: operations of products between start and done, one execution.
-    scope: the named scopes it was traced under.
+    groups: sets of the device ids that join.
+    is_async: true if printed as a start and a done.
+    hidden: operations of products between start and done of one execution.
+    scope: named scopes that it was traced under.
   """
 
   kind: str
@@ -65,8 +64,8 @@ class Multiply(NamedTuple):
   """A product.
 
   Attributes:
-    flops: None in a kernel that nobody can look into.
-    kernel: its name; '' if it is none.
+    flops: operations; None for a kernel with unknown ones.
+    kernel: name of the kernel; '' for a product of XLA's own.
   """
 
   flops: float | None
@@ -74,20 +73,20 @@ class Multiply(NamedTuple):
 
 
 class Begin(NamedTuple):
-  """A collective begins; its `count`, `loops` and `hidden` are not filled."""
+  """Begin of a collective, without its `loops` and `hidden`."""
 
   key: str
   collective: Collective
 
 
 class End(NamedTuple):
-  """The collective of this key has to have arrived."""
+  """End of the collective with this key."""
 
   key: str
 
 
 class Repeat(NamedTuple):
-  """A loop."""
+  """A loop over events."""
 
   name: str
   trips: float
@@ -101,14 +100,14 @@ Trips = float | Callable[[str], float | None] | None
 
 @dataclasses.dataclass
 class ProgramReader:
-  """Reads a module; see `hlo.read` for the meaning of its arguments."""
+  """Reads the events of a module; `overlap.events` explains the fields."""
 
   module: text.Module
   dynamic_trips: Trips
   of: Of
 
   def __post_init__(self):
-    # A computation may be called from many places.
+    # A computation may be called many times.
     self.walk = functools.cache(self._walk)
     self.find = functools.cache(self._find)
 
@@ -116,36 +115,32 @@ class ProgramReader:
     return self.walk(self.module.entry)
 
   def _walk(self, name: str) -> Events:
-    """Goes through a computation in its order, which may be a schedule."""
+    """Returns the events of a computation in the order of its text."""
     computation = self.module.computations[name]
-    found: list[Multiply | Begin | End | Repeat] = []
+    events: list[Multiply | Begin | End | Repeat] = []
     in_flight: set[str] = set()
     for instruction in computation.values():
-      if instruction.operation.endswith('-done'):
-        key = _start_of(instruction, computation)
-        if key in in_flight:
-          found.append(End(f'{name}/{key}'))
-        continue
       role = self._role(instruction)
-      if role == 'done':
-        found.append(
-          End(f'{name}/{self._fused_start(instruction, computation)}')
-        )
-        continue
-      collective = self._collective(instruction, computation)
-      if collective is not None:
+      if instruction.operation.endswith('-done'):
+        start = _start_of(instruction, computation)
+        if start in in_flight:
+          events.append(End(f'{name}/{start}'))
+      elif role == 'done':
+        start = self._fused_start(instruction, computation)
+        events.append(End(f'{name}/{start}'))
+      elif collective := self._collective(instruction, computation):
         key = f'{name}/{instruction.name}'
-        found.append(Begin(key, collective))
+        events.append(Begin(key, collective))
         if not collective.is_async:
-          found.append(End(key))
+          events.append(End(key))
         elif role != 'start':
           in_flight.add(instruction.name)
-        continue
-      found.extend(self._inside(instruction, computation))
-    return tuple(found)
+      else:
+        events.extend(self._inside(instruction, computation))
+    return tuple(events)
 
   def _role(self, instruction: text.Instruction) -> str:
-    """Returns 'start' or 'done' of a TPU's fused collective, or ''."""
+    """Returns 'start' or 'done' for a TPU's fused collective, else ''."""
     if instruction.operation != 'fusion':
       return ''
     called = self.module.computations[instruction.attribute('calls')]
@@ -156,14 +151,14 @@ class ProgramReader:
   def _fused_start(
     self, done: text.Instruction, computation: text.Computation
   ) -> str:
-    """Follows what flies from fusion to fusion back to the start."""
+    """Returns the name of the start, through the fusions before `done`."""
     instruction = done
     while self._role(instruction) != 'start':
       instruction = computation[instruction.operands[0]]
     return instruction.name
 
   def _products_under(self, name: str) -> Events:
-    """Returns what a fusion multiplies under a collective in it, if it does."""
+    """Returns the products of a fusion that repeats a collective, else ()."""
     called = self.module.computations[name]
     others = [i for i in called.values() if i.operation not in KINDS]
     if len(others) == len(called):
@@ -174,7 +169,7 @@ class ProgramReader:
   def _inside(
     self, instruction: text.Instruction, computation: text.Computation
   ) -> Events:
-    """Returns what one instruction runs."""
+    """Returns the events of one instruction that is no collective."""
     operation = instruction.operation
     if operation == 'while':
       return self._loop(instruction, computation)
@@ -189,11 +184,8 @@ class ProgramReader:
     called = instruction.called()
     if not called:
       return ()
-    if instruction.operation == 'fusion':
-      events = self._products_under(called)
-      if events:
-        return events
-    return self.walk(called)
+    is_fusion = operation == 'fusion'
+    return (is_fusion and self._products_under(called)) or self.walk(called)
 
   def _loop(
     self, instruction: text.Instruction, computation: text.Computation
@@ -208,15 +200,15 @@ class ProgramReader:
         trips = trips(instruction.scope())
     if trips is None:
       raise ValueError(
-        f'The loop {instruction.name} ({instruction.scope()}) runs as long as '
-        'the data decide; give dynamic_trips, the trips to count for it.'
+        f'The trips of the loop {instruction.name} ({instruction.scope()}) '
+        'depend on the data; give dynamic_trips, the number to count.'
       )
     return (Repeat(instruction.name, trips, events),)
 
   def _collective(
     self, instruction: text.Instruction, computation: text.Computation
   ) -> Collective | None:
-    """Reads a collective, plain, as a start, or wrapped in one."""
+    """Returns the collective that an instruction is or starts; None if none."""
     is_fused = self._role(instruction) == 'start'
     is_async = is_fused or instruction.operation.endswith('-start')
     described, kind = _described(instruction, self.module) or (None, '')
@@ -250,19 +242,19 @@ class ProgramReader:
     )
 
   def _find(self, name: str) -> tuple[text.Instruction, str] | None:
-    """Returns the collective that an asynchronous computation holds."""
+    """Returns the collective in an asynchronous computation, and its kind."""
     for instruction in self.module.computations[name].values():
-      found = _described(instruction, self.module)
+      described = _described(instruction, self.module)
       called = instruction.called()
-      if found is None and called:
-        found = self.find(called)
-      if found is not None:
-        return found
+      if described is None and called:
+        described = self.find(called)
+      if described is not None:
+        return described
     return None
 
 
 def _size(events: Events) -> tuple[float, float]:
-  """Returns the operations and the bytes of a branch."""
+  """Returns the operations and the bytes of a conditional's branch."""
   flops = moved = 0.0
   for event in events:
     if isinstance(event, Multiply):
@@ -278,7 +270,7 @@ def _size(events: Events) -> tuple[float, float]:
 def _described(
   instruction: text.Instruction, module: text.Module
 ) -> tuple[text.Instruction, str] | None:
-  """Returns the instruction that has a collective's groups, and the kind."""
+  """Returns the instruction that states a collective's groups, and its kind."""
   if instruction.operation == 'fusion':
     called = module.computations[instruction.attribute('calls')]
     reduction = text.scattered(called)
@@ -288,7 +280,7 @@ def _described(
 
 
 def _start_of(done: text.Instruction, computation: text.Computation) -> str:
-  """Follows a done through its updates to the start."""
+  """Returns the name of the start, through the updates before `done`."""
   instruction = computation[done.operands[0]]
   while instruction.operation.endswith('-update'):
     instruction = computation[instruction.operands[0]]
@@ -298,18 +290,15 @@ def _start_of(done: text.Instruction, computation: text.Computation) -> str:
 def _result_of_start(
   start: text.Instruction, computation: text.Computation
 ) -> str:
-  """Returns the shape that the done hands on.
+  """Returns the shape of the done.
 
-  The start's own shape lists operands too, in a form that differs between
-  kinds and backends.
+  The start's shape lists operands too, differently for each kind and backend.
   """
   for instruction in computation.values():
     is_done = instruction.operation.endswith('-done')
     if is_done and _start_of(instruction, computation) == start.name:
       return instruction.shape
-  raise ValueError(
-    f'{start.name} starts but no done follows in its computation.'
-  )
+  raise ValueError(f'{start.name} has no -done in its computation.')
 
 
 def _operand_bytes(
@@ -322,7 +311,7 @@ def _operand_bytes(
 
 
 def _bytes_in(kind: str, result: int, width: int) -> int:
-  """Returns the bytes into one device of a group of `width`."""
+  """Returns the bytes that come into one device of a group of `width`."""
   if kind == 'all-reduce':  # a reduce-scatter, then an all-gather
     return 2 * result * (width - 1) // width
   if kind == 'reduce-scatter':

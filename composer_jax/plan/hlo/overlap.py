@@ -1,13 +1,9 @@
-"""Reads a compiled program's text: products, collectives and their overlap.
+"""Counts the products and collectives of a program's text, and their overlap.
 
 `compiled.cost_analysis()` counts the body of a loop once; here loops count
-their trips. What a collective moves is counted in bytes that come into one
-device. Where the text is a schedule, the products issued between the start
-and the end of an asynchronous collective are those that hide it.
-
-It reads what XLA prints for CPU, TPU and GPU, optimised or not. Kernels
-(Pallas, Triton as custom calls) count as the cost they were traced with; those
-without one are named in `Program.unknown`, and missing from the products.
+their trips. Bytes of a collective are those that come into one device. In a
+schedule, the products issued between the start and the end of an asynchronous
+collective hide it. The text may be XLA's for CPU, TPU or GPU, optimised or not.
 """
 
 import dataclasses
@@ -21,13 +17,14 @@ Collective = hlo_events.Collective
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What one device runs.
+  """Counts of the program of one device.
 
   Attributes:
     flops: operations of matrix products, two per multiply and add.
-    overlapped: those of them issued while a collective is in flight.
-    kernels: operations in kernels, by name; part of `flops`.
-    unknown: kernels whose operations nobody says, by name, how often they run.
+    overlapped: operations issued while a collective is in flight.
+    collectives: collectives in the order of their beginning.
+    kernels: operations of kernels by name; part of `flops`.
+    unknown: runs of kernels with unknown operations by name; not in `flops`.
   """
 
   flops: float
@@ -60,13 +57,13 @@ def events(
   """Reads a program as `compiled.as_text()` prints it.
 
   Args:
-    text: HLO. Loops count the trips that the text states: as a known trip
-      count, or by a condition that compares a counter with a constant. Of a
-      conditional the branch with the most products counts.
-    dynamic_trips: of loops whose end the data decide, for all or as a function
-      of the scopes a loop was traced under; None makes such a loop an error.
-    of: which products count, by the dimensions of both sides and the result;
-      the sides of a kernel are empty.
+    text: HLO. A loop counts the trips that it states as a known trip count or
+      by comparing a counter with a constant; a conditional counts its branch
+      with the most products.
+    dynamic_trips: trips of loops with a data-dependent end, for all loops or as
+      a function of a loop's scope; None makes such a loop an error.
+    of: true for the dimensions (lhs, rhs, out) of products to count; a kernel
+      has no lhs and rhs.
   """
   return hlo_events.ProgramReader(
     hlo_text.parse(text), dynamic_trips, of
@@ -84,16 +81,15 @@ def read(
 
 
 def count(events: hlo_events.Events) -> Program:
-  """Counts what the events of a program are."""
   flops = overlapped = 0.0
-  found: list[Collective] = []
+  collectives: list[Collective] = []
   kernels: dict[str, float] = {}
   unknown: dict[str, float] = {}
-  in_flight: dict[str, int] = {}  # of a key, to its place in `found`
+  in_flight: dict[str, int] = {}  # Index in `collectives` by key.
   for event in events:
     if isinstance(event, hlo_events.Begin):
-      in_flight[event.key] = len(found)
-      found.append(event.collective)
+      in_flight[event.key] = len(collectives)
+      collectives.append(event.collective)
       continue
     if isinstance(event, hlo_events.End):
       in_flight.pop(event.key, None)
@@ -101,14 +97,14 @@ def count(events: hlo_events.Events) -> Program:
     inner = _counted(event)
     flops += inner.flops
     overlapped += inner.flops if in_flight else inner.overlapped
-    for place in in_flight.values():
-      hidden = found[place].hidden + inner.flops
-      found[place] = found[place]._replace(hidden=hidden)
-    found.extend(inner.collectives)
-    for mine, its in ((kernels, inner.kernels), (unknown, inner.unknown)):
-      for name, number in its.items():
-        mine[name] = mine.get(name, 0.0) + number
-  return Program(flops, overlapped, tuple(found), kernels, unknown)
+    for i in in_flight.values():
+      hidden = collectives[i].hidden + inner.flops
+      collectives[i] = collectives[i]._replace(hidden=hidden)
+    collectives.extend(inner.collectives)
+    for total, part in ((kernels, inner.kernels), (unknown, inner.unknown)):
+      for name, number in part.items():
+        total[name] = total.get(name, 0.0) + number
+  return Program(flops, overlapped, tuple(collectives), kernels, unknown)
 
 
 def _counted(event: hlo_events.Multiply | hlo_events.Repeat) -> Program:

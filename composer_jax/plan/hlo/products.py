@@ -1,9 +1,9 @@
-"""Counts the operations of one product: a dot, a convolution, a kernel.
+"""Counts the operations of one product: a dot, a convolution or a kernel.
 
-What is inside of a kernel (Pallas, Mosaic, Triton) is not in a program's text;
-its operations are those of the cost that it was traced with, or those that its
-shapes say, of kernels of `composer_jax.kernels`: as if every row of a buffer
-were in use, and a query met the keys up to itself.
+The text of a program does not show the inside of a kernel (Pallas, Mosaic,
+Triton). Its operations are those of the cost estimate it was traced with. For
+the kernels of `composer_jax.kernels` they otherwise follow from the shapes, as
+if every row of a buffer were in use and queries met the keys up to themselves.
 """
 
 import math
@@ -15,17 +15,19 @@ import numpy as np
 
 from composer_jax.plan.hlo import text
 
-# Custom calls that hold a kernel; others move data or annotate.
+# Targets of custom calls that are kernels; others move data or annotate.
 _KERNEL = r'tpu_custom_call|mosaic|triton|pallas'
 
 
 class Product(NamedTuple):
-  """What one instruction multiplies.
+  """A product that one instruction computes.
 
   Attributes:
-    flops: operations, two per multiply and add; None where nobody says.
-    lhs: dimensions of a side; empty in a kernel, as `rhs` is.
-    kernel: its name, '' for what XLA multiplies by itself.
+    flops: operations, two per multiply and add; None if they are unknown.
+    lhs: dimensions of the left side; empty for a kernel.
+    rhs: dimensions of the right side; empty for a kernel.
+    out: dimensions of the result.
+    kernel: name of the kernel; '' for a product of XLA's own.
   """
 
   flops: float | None
@@ -38,7 +40,7 @@ class Product(NamedTuple):
 def product(
   instruction: text.Instruction, computation: text.Computation
 ) -> Product | None:
-  """Returns what an instruction multiplies; None if it is no product."""
+  """Returns the product that an instruction computes; None if it is none."""
   if instruction.operation not in ('dot', 'convolution', 'custom-call'):
     return None
   out = list(text.arrays(instruction.shape)[0].dims)
@@ -58,7 +60,10 @@ def product(
     instruction.rest,
   )
   if contracted is None:
-    raise ValueError(f'{instruction.name} states no contracted dimensions.')
+    raise ValueError(
+      f'The product {instruction.name} states no contracted dimensions in a '
+      'form that this reader knows.'
+    )
   sizes = [lhs[int(n)] for n in re.findall(r'\d+', contracted.group(1))]
   flops = 2.0 * math.prod(out) * math.prod(sizes)
   return Product(flops, lhs, rhs, out)
@@ -100,8 +105,8 @@ def _attended(keys: int, values: int) -> Callable[[list[_Dims], _Dims], float]:
   """Counts products of all queries with half of the keys.
 
   Args:
-    keys: products as wide as a key, of [B, T, N, H] with [B, S, K, H].
-    values: as wide as a value, of [B, S, K, W].
+    keys: number of products that are as wide as a key [B, S, K, H].
+    values: number of products that are as wide as a value [B, S, K, W].
   """
 
   def count(operands: list[_Dims], out: _Dims) -> float:
@@ -115,21 +120,19 @@ def _attended(keys: int, values: int) -> Callable[[list[_Dims], _Dims], float]:
 _BY_SHAPES: dict[str, Callable[[list[_Dims], _Dims], float]] = {
   'grouped_multiply': _grouped,
   'grouped_multiply_groups': _grouped,
-  # Scores and outputs; scores, their gradient and the queries'; those and the
-  # gradients of keys and values.
-  'forward_kernel': _attended(1, 1),
-  'queries_kernel': _attended(2, 1),
-  'keys_kernel': _attended(2, 2),
+  'forward_kernel': _attended(1, 1),  # Scores; outputs.
+  'queries_kernel': _attended(2, 1),  # Scores, d_q; d_weights.
+  'keys_kernel': _attended(2, 2),  # Scores, d_k; d_weights, d_v.
 }
 
 
 def _taps(
   instruction: text.Instruction, lhs: list[int], rhs: list[int], out: list[int]
 ) -> float:
-  """Counts the multiplications of a convolution, none of them with padding.
+  """Counts the multiplications of a convolution, without those of padding.
 
-  The TPU compiler spells every product as a convolution: a batch as a spatial
-  dimension so dilated that each result sees one element.
+  The TPU compiler writes every product as a convolution, with the batch as a
+  spatial dimension so dilated that each result sees one element.
   """
   labels = text.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.rest)
   sides = zip(labels.groups(), (lhs, rhs, out), strict=True)
@@ -140,13 +143,13 @@ def _taps(
   printed = re.search(r'window=\{([^}]*)\}', instruction.rest)
   words = re.findall(r'(\w+)=(\S+)', printed.group(1) if printed else '')
   for place, label in enumerate(sorted(filter(str.isdigit, inputs))):
-    # Of padding, 'low_high', the low side.
+    # Padding is printed as 'low_high'; only its low side shifts elements.
     given = {k: int(v.split('x')[place].split('_')[0]) for k, v in words}
     first = np.arange(results[label]) * given.get('stride', 1)
     offset = np.arange(window[label]) * given.get('rhs_dilate', 1)
     at = np.add.outer(first - given.get('pad', 0), offset)
     dilation = given.get('lhs_dilate', 1)
-    # Pairs of a result and a window place that see an element.
+    # Pairs of a result and a place of the window that see an element.
     sees = (at % dilation == 0) & (at >= 0) & (at < inputs[label] * dilation)
     total *= int(np.count_nonzero(sees))
   return total

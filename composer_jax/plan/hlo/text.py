@@ -1,7 +1,7 @@
 """Parses the text of an HLO module into computations and instructions.
 
-Only what `hlo` needs to count: names, shapes, operations, operands and the
-rest of the line as text, trip counts and the spellings of replica groups.
+Parses only what `plan.hlo` needs: names, shapes, operations, operands, trip
+counts and replica groups. Other attributes stay text.
 """
 
 import dataclasses
@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Bits: the narrow ones are packed.
+# Bits of dtypes whose names do not state them.
 _BITS = {'pred': 8, 'bf16': 16, 'token': 0, 'opaque': 0}
 
 
 def search(pattern: str, text: str) -> re.Match:
-  """Returns the first match of what the text of a program must have."""
-  found = re.search(pattern, text)
-  if found is None:
+  """Returns the first match of a pattern that HLO must contain."""
+  match = re.search(pattern, text)
+  if match is None:
     raise ValueError(
-      f'HLO without {pattern!r}: {text[:120]!r}; this reader knows the text of '
-      'XLA as of jaxlib 0.10.'
+      f'HLO text lacks {pattern!r}: {text[:120]!r}. This reader knows the text '
+      'of jaxlib 0.10.'
     )
-  return found
+  return match
 
 
 class Array(NamedTuple):
-  """Type and dimensions of an array."""
+  """Dtype and dimensions of an array."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -45,7 +45,7 @@ def _bits(dtype: str) -> int:
 
 
 def arrays(shape: str) -> list[Array]:
-  """Returns the arrays of a shape, those of a tuple one after another."""
+  """Returns the arrays of a shape; a tuple has several."""
   return [
     Array(dtype, tuple(int(n) for n in dims.split(',') if n))
     for dtype, dims in re.findall(r'\b([a-z]\w*)\[([\d,<=]*)\]', shape)
@@ -54,17 +54,16 @@ def arrays(shape: str) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-  """One line.
+  """One line of a computation.
 
   Attributes:
-    name: without its percent sign.
-    shape: of the result, as text.
-    operation: as 'dot'.
-    operands: names.
-    rest: the attributes.
-    literal: between the parentheses: of a constant its value, of a parameter
-      its number.
-    is_root: its result is the computation's.
+    name: name without the percent sign.
+    shape: shape of the result as text.
+    operation: name of the operation, such as 'dot'.
+    operands: names of the operands.
+    rest: text of the attributes.
+    literal: value of a constant or number of a parameter; '' otherwise.
+    is_root: true if the result is that of the computation.
   """
 
   name: str
@@ -76,15 +75,15 @@ class Instruction:
   is_root: bool
 
   def attribute(self, name: str) -> str:
-    """Returns the computation that an attribute names."""
+    """Returns the name of the computation in an attribute."""
     return search(rf'\b{name}=%?([\w.-]+)', self.rest).group(1)
 
   def called(self) -> str | None:
-    """Returns the computation of a call or a fusion."""
+    """Returns the name of the computation that this calls or fuses."""
     return self._stated(r'\b(?:calls|to_apply)=%?([\w.-]+)') or None
 
   def target(self) -> str:
-    """Returns what a custom call calls."""
+    """Returns the target of a custom call; '' for other instructions."""
     return self._stated(r'custom_call_target="([^"]*)"')
 
   def branches(self) -> list[str]:
@@ -98,8 +97,8 @@ class Instruction:
     return self._stated(r'op_name="([^"]*)"')
 
   def _stated(self, pattern: str) -> str:
-    found = re.search(pattern, self.rest)
-    return found.group(1) if found else ''
+    match = re.search(pattern, self.rest)
+    return match.group(1) if match else ''
 
 
 Computation = dict[str, Instruction]
@@ -110,9 +109,9 @@ class Module:
   """A program.
 
   Attributes:
-    computations: by name; instructions in their order.
-    entry: name of the first computation to run.
-    num_devices: that run it.
+    computations: computations by name, each with its instructions in order.
+    entry: name of the computation that runs first.
+    num_devices: number of devices that run the program.
   """
 
   computations: dict[str, Computation]
@@ -125,11 +124,7 @@ _LINE = re.compile(r'^\s*(ROOT )?%?([\w.-]+) = ')
 
 
 def parse(text: str) -> Module:
-  """Parses a module, optimised or not.
-
-  Raises:
-    ValueError: if it has no entry.
-  """
+  """Parses a module, optimised or not."""
   computations: dict[str, Computation] = {}
   entry, body = '', {}
   for line in text.splitlines():
@@ -141,7 +136,7 @@ def parse(text: str) -> Module:
       body = computations[head.group(2)] = {}
       entry = head.group(2) if head.group(1) else entry
   if not entry:
-    raise ValueError(f'No HLO module: no ENTRY in {text[:80]!r}.')
+    raise ValueError(f'The text is no HLO module: no ENTRY in {text[:80]!r}.')
   header = text.split('\n', 1)[0]
   sizes = re.findall(r'(?:num_partitions|replica_count)=(\d+)', header)
   return Module(
@@ -183,7 +178,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def _names(operands: str) -> tuple[str, ...]:
-  """Returns the operands' names; some printers put their types before them."""
+  """Returns the names of operands, which may follow their types."""
   if '%' in operands:
     return tuple(re.findall(r'%([\w.-]+)', operands))
   return tuple(re.findall(r'([\w.-]+)(?:, |$)', operands))
@@ -192,9 +187,8 @@ def _names(operands: str) -> tuple[str, ...]:
 def trips(
   loop: Instruction, computation: Computation, module: Module
 ) -> int | None:
-  """Returns how often a loop runs; None if the data decide."""
-  known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
-  if known:
+  """Returns the trips of a loop; None if they depend on the data."""
+  if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
     return int(known.group(1))
   compare = _compare(module.computations[loop.attribute('condition')])
   carry = computation[loop.operands[0]]
@@ -214,7 +208,7 @@ def root(computation: Computation) -> Instruction:
 
 
 def _compare(condition: Computation) -> tuple[int, int] | None:
-  """Reads `carry[index] < end`; None for any other condition."""
+  """Returns (index, end) of `carry[index] < end`; None for other conditions."""
   compare = root(condition)
   direction = re.search(r'direction=(LT|LE)', compare.rest)
   if compare.operation != 'compare' or not direction:
@@ -231,7 +225,7 @@ def _index(element: Instruction) -> int:
 
 
 def _constant(name: str, computation: Computation) -> int | None:
-  """Returns what an instruction always is, seen through copies."""
+  """Returns the value of a constant, also through copies; None for others."""
   instruction = _unwrapped(computation[name], computation)
   if instruction.operation != 'constant':
     return None
@@ -239,7 +233,7 @@ def _constant(name: str, computation: Computation) -> int | None:
 
 
 def _step(index: int, body: Computation) -> int | None:
-  """Returns what a loop adds to its counter each time."""
+  """Returns the constant that a loop adds to its counter on each trip."""
   carry = root(body)
   if carry.operation != 'tuple':
     return None
@@ -251,31 +245,31 @@ def _step(index: int, body: Computation) -> int | None:
 
 
 def scattered(computation: Computation) -> Instruction | None:
-  """Returns the all-reduce of which a computation keeps a slice, if it does.
+  """Returns the all-reduce of which a computation keeps only a slice.
 
-  So the TPU compiler spells its own reduce-scatter, and sends no more than one.
+  The TPU compiler writes its reduce-scatter in this way, and sends no more.
   """
-  kept = _unwrapped(root(computation), computation)
-  if kept.operation != 'dynamic-slice':
+  result = _unwrapped(root(computation), computation)
+  if result.operation != 'dynamic-slice':
     return None
-  reduced = _unwrapped(computation[kept.operands[0]], computation)
-  return reduced if reduced.operation == 'all-reduce' else None
+  source = _unwrapped(computation[result.operands[0]], computation)
+  return source if source.operation == 'all-reduce' else None
 
 
 def _unwrapped(
   instruction: Instruction, computation: Computation
 ) -> Instruction:
-  """Sees through what changes no value."""
+  """Returns the operand behind copies, bitcasts and conversions."""
   while instruction.operation in ('copy', 'bitcast', 'convert'):
     instruction = computation[instruction.operands[0]]
   return instruction
 
 
 def groups(text: str) -> frozenset[frozenset[int]]:
-  """Parses replica groups: device ids that join; empty means all of them.
+  """Returns the replica groups as sets of device ids; empty means one of all.
 
-  Three spellings: lists `{{0,1},{2,3}}`; an iota
-  `[groups,width]<=[dims]T(order)`; axes of a mesh
+  HLO writes them as lists `{{0,1},{2,3}}`, as an iota
+  `[groups,width]<=[dims]T(order)` or as axes of a mesh
   `mesh['a'=4,'b'=2], device_ids=([dims]T(order)) {'a'}`.
   """
   if text.startswith('{}'):
@@ -306,7 +300,7 @@ def _mesh(text: str) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-  """Parses `[dims]T(order)`: counted, reshaped, transposed."""
+  """Returns the numbers of `[dims]T(order)`: a reshaped, transposed iota."""
   dims = _numbers(text.split(']')[0])
   devices = np.arange(math.prod(dims)).reshape(dims)
   order = re.search(r'T\(([\d,]*)\)', text)

@@ -1,4 +1,4 @@
-"""The implementations of attention agree, and visit what is seen."""
+"""Implementations of attention agree and visit only visible blocks."""
 
 import functools
 import math
@@ -29,14 +29,14 @@ def _attend(*arrays, **options):
 
 
 def visible(lengths, total):
-  """Causal documents of these lengths, then padding."""
+  """Returns the visible keys of packed causal documents and padding."""
   lengths = [*lengths, total - sum(lengths)]
   ids = np.repeat([*range(1, len(lengths)), 0], lengths)
   return _visible_of(jnp.asarray(ids, jnp.int32)[None])
 
 
 def causal(length, num_keys=None):
-  """Queries that are the last of their row."""
+  """Returns the visible keys of the last queries of a causal row."""
   first = (num_keys or length) - length
   end_BT = first + 1 + jnp.arange(length, dtype=jnp.int32)[None]
   return grouped_query.Visible(jnp.zeros_like(end_BT), end_BT)
@@ -177,7 +177,7 @@ def test_pairs_are_the_visited_and_one_for_each_that_visits_none():
 
 
 def _loops(seen, num_keys, poisoned):
-  """Attends with NaN in a key block, which shows who visits it."""
+  """Returns true for queries that visit a key block, by putting NaN in it."""
   length = seen.start_BT.shape[1]
   q, k = jnp.ones((1, length, 1, 4)), jnp.ones((1, num_keys, 1, 4))
   keys = blocked.KEYS

@@ -1,4 +1,4 @@
-"""Attention over pages: what lies past a row's end changes nothing."""
+"""Attention over pages: pages past a row's end change no bit."""
 
 import functools
 
@@ -35,8 +35,10 @@ def test_fewer_blocks_see_less_and_more_change_no_bit(name):
   tables_BP = jnp.asarray(pages.reshape(BATCH, 3), jnp.int32)
   positions_BT = jnp.broadcast_to(jnp.arange(PAGE), (BATCH, PAGE))
   run = jax.jit(functools.partial(paged.attend, query, pools, tables_BP))
-  found = [
+  outputs = [
     np.asarray(run(positions_BT, num_blocks=blocks)) for blocks in (0, 1, 3)
   ]
-  np.testing.assert_array_equal(found[1], found[2])
-  assert np.isfinite(found[0]).all() and not np.allclose(found[0], found[1])
+  np.testing.assert_array_equal(outputs[1], outputs[2])
+  assert np.isfinite(outputs[0]).all() and not np.allclose(
+    outputs[0], outputs[1]
+  )

@@ -1,4 +1,4 @@
-"""Attention by the whole softmax: what the kernels are held to."""
+"""Attention by the whole softmax, the reference for the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,14 @@ from composer_jax.kernels.attention import blocks
 
 
 def as_mask(visible, num_keys):
-  """Returns mask_BTS, true where a query may look."""
+  """Returns mask_BTS, true for visible keys."""
   key_S = jnp.arange(num_keys)
   start_BT1, end_BT1 = (x[..., None] for x in visible)
   return (key_S >= start_BT1) & (key_S < end_BT1)
 
 
 def whole(arrays, visible):
-  """A backend of `grouped_query.attend` that makes all scores, in float32."""
+  """Computes all scores in float32, as a backend of `grouped_query.attend`."""
   q_BTNH, k_BSKH, v_BSKH = arrays
   batch, length, num_heads, head_dim = q_BTNH.shape
   num_keys, num_kv_heads = k_BSKH.shape[1:3]

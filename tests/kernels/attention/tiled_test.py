@@ -62,7 +62,8 @@ def test_values_and_gradients_equal_the_whole_softmax(kind, segments_BT):
     out, pull = jax.vjp(run, query, kept)
     return out, pull(jnp.cos(out))
 
-  both = jax.jit(lambda: (outputs(tiled), outputs(whole)))()
+  results = jax.jit(lambda: (outputs(tiled), outputs(whole)))()
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *both
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+    *results,
   )

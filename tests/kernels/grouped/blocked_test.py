@@ -1,4 +1,4 @@
-"""What `blocked` has beside the matmul: the experts' MLP, and equal blocks."""
+"""The experts' MLP and the blocks of equal size in `blocked`."""
 
 import functools
 
@@ -33,7 +33,7 @@ def _arrays(num_rows, num_groups, dtype=jnp.float32):
 
 
 def _value_and_gradients(function):
-  # Of the machine code alone: the program is the same.
+  # Affects only machine code; the program is the same.
   @functools.partial(
     jax.jit, compiler_options={'xla_backend_optimization_level': 0}
   )

@@ -1,4 +1,4 @@
-"""Laws of the grouped matmul: it is a loop over dense products, per backend."""
+"""The grouped matmul of each backend equals a loop over dense products."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from composer_jax.core import platforms
 from composer_jax.kernels.grouped import blocked, schedule
 from composer_jax.kernels.grouped import matmul as gm
 
-# Of the machine code alone: the program is the same.
+# Affects only machine code; the program is the same.
 jit = functools.partial(
   jax.jit, compiler_options={'xla_backend_optimization_level': 0}
 )
@@ -52,7 +52,7 @@ def _dense(lhs_YD, rhs_EDF, d_out_YF, sizes):
 
 
 def _loads(num_rows, num_groups, count):
-  """Returns sizes from even to one group having nearly all rows."""
+  """Yields sizes, from even ones to one group with nearly all rows."""
   rng = np.random.default_rng(num_groups)
   for i in range(count):
     spread = rng.dirichlet(np.full(num_groups, 10.0 ** (1 - i % 4)))

@@ -1,4 +1,4 @@
-"""Counts of compiled programs against what they were written to do."""
+"""Counts of compiled programs against the programs as written."""
 
 import pathlib
 
@@ -120,9 +120,9 @@ def test_collectives_by_kind_bytes_and_loop(mesh):
     body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
   )
   program = overlap.read(_text(mapped, x))
-  found = {c.kind: c for c in program.collectives}
-  assert len(found) == len(program.collectives) == 5
-  bytes_in = {kind: c.bytes for kind, c in found.items()}
+  by_kind = {c.kind: c for c in program.collectives}
+  assert len(by_kind) == len(program.collectives) == 5
+  bytes_in = {kind: c.bytes for kind, c in by_kind.items()}
   assert bytes_in == {
     'all-reduce': 2 * 128 * 3 // 4,
     'all-to-all': 128 * 3 // 4,
@@ -130,11 +130,11 @@ def test_collectives_by_kind_bytes_and_loop(mesh):
     'reduce-scatter': 32 * 3,
     'collective-permute': 128,
   }
-  assert found['all-reduce'].count == 3
-  assert len(found['all-reduce'].loops) == 1
-  assert found['all-gather'].loops == ()
+  assert by_kind['all-reduce'].count == 3
+  assert len(by_kind['all-reduce'].loops) == 1
+  assert by_kind['all-gather'].loops == ()
   rows = frozenset({frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})})
-  assert found['all-to-all'].groups == rows
+  assert by_kind['all-to-all'].groups == rows
   assert program.wire_bytes == sum(bytes_in.values()) + 2 * 192
 
 
