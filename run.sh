@@ -20,6 +20,7 @@ Usage:
   ./run.sh test [--slow] [args]  ruff, pyrefly, then pytest with these args;
                                  --no-isolation where namespaces are refused
   ./run.sh lint                  ruff and pyrefly only
+  ./run.sh docs                  the pages of docs/, in runs/docs
   ./run.sh install               only make .venv
   ./run.sh help                  this text
 
@@ -97,8 +98,11 @@ install() {
   local marker="$VENV/composer_jax.$1" what=$2 sum key
   sum=$(cat setup.py constraints.txt | cksum)
   key="$what $sum"
+  if is_installed "$marker" "$key"; then
+    return
+  fi
   # What the tests need includes all that the jobs need.
-  if is_installed "$marker" "$key" ||
+  if [[ "$what" != *docs* ]] &&
     is_installed "$VENV/composer_jax.test" ".[test] $sum"; then
     return
   fi
@@ -227,6 +231,13 @@ case "$command" in
     install test '.[test]'
     lint
     ;;
+  docs)
+    install docs '.[docs]'
+    # mkdocs 1 is kept by its pins; its plugins warn of a version 2.
+    NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true JAX_PLATFORMS=cpu \
+      "$VENV/bin/python" -m mkdocs build --strict --quiet
+    say "Pages: $PWD/runs/docs/index.html"
+    ;;
   install)
     install base '.[codec,tasks]'
     ;;
@@ -241,7 +252,7 @@ case "$command" in
         sed -E 's|^\./||; s|\.py$||; /^(__|launch$|files_main$|start$)/d' |
         tr '\n' ' ' || true)
       fail "Unknown experiment '$command'; there are: ${known}
-and the commands test, lint, install and help."
+and the commands test, lint, docs, install and help."
     fi
     shift
     if [[ "$command" == serve ]]; then

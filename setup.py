@@ -61,6 +61,14 @@ FLEET = ["ray>=2.50; python_version < '3.15'"]
 # Grouped products and attention on Hopper and TPU.
 KERNELS = ['tokamax>=0.0.12']
 
+# The pages of docs/.
+DOCS = [
+  'mkdocs>=1.6,<2',
+  'mkdocs-gen-files>=0.6',
+  'mkdocs-material>=9.6',
+  'mkdocstrings[python]>=1.0',
+]
+
 EXTRAS = {
   'test': [
     *HF,
@@ -86,6 +94,7 @@ EXTRAS = {
     'pytest-xdist>=3.6',
     'ruff>=0.14',
   ],
+  'docs': DOCS,
   'hf': HF,
   'serve': SERVE,
   'codec': CODEC,
@@ -112,6 +121,7 @@ setuptools.setup(
   license='Apache-2.0',
   packages=setuptools.find_packages(include=['composer_jax', 'composer_jax.*']),
   package_data={
+    'composer_jax': ['py.typed'],
     # What the compiler has to know of a GPU that is not there.
     'composer_jax.plan': ['*.txtpb'],
     'composer_jax.report': ['page.html'],
