@@ -192,19 +192,11 @@ def _quantised(**new):
     (_set(layer_types=[{}]), "'layer_types' is .* a list of str"),
     (_set(rope_scaling={'rope_type': ['x']}), "'rope_type' is .* must be str"),
     (_set(rope_theta=10**400), "config.json: 'rope_theta' is .* finite"),
-    (
-      _set(
-        quantization_config=quantized_test.FP8 | {'modules_to_not_convert': 5}
-      ),
-      "config.json: 'modules_to_not_convert' is 5; .* list of str",
-    ),
     (_quantised(config_groups={'g': 5}), "'g' is 5; it must be dict"),
     (
       _quantised(config_groups={'g': {'weights': [4]}}),
       "'weights' is .4.; it must be dict",
     ),
-    (_quantised(ignore=[1]), "'ignore' is .1.; it must be a list of str"),
-    (_quantised(ignore=['re:[']), 'config.json: quantization_config.ignore'),
   ],
 )
 def test_malformed_configs_are_named(tmp_path, change, message):

@@ -1,24 +1,22 @@
-"""`config.json` of Hugging Face to `ModelConfig` and back.
+"""Converts a Hugging Face `config.json` to `ModelConfig` and back.
 
-What would change results and is not modelled is refused by name: a key that
-the family's code reads with another value than the one modelled. Keys it does
-not read are passed over, as transformers passes over them; where DeepSeek's
-own code and transformers disagree, the value is refused too.
+A key that the family's code reads is refused by name if its value would change
+results and is not implemented. Keys that the code does not read are ignored, as
+transformers does. Values on which DeepSeek's own code and transformers disagree
+are refused too.
 
-Carried over: sizes; norm eps, except that of MLA's latents, which is 1e-6 in
-DeepSeek's code whatever `rms_norm_eps` says; rotations (see
-`hf.architecture.rope`).
-
-Not carried over, since they are choices of a training run: compute dtype,
-remat, and the weights of the router's losses (`router_aux_loss_coef`, which
-transformers adds only where `output_router_logits` is set, and DeepSeek's
-`aux_loss_alpha`, a loss per sequence). Nor are token ids and dtypes.
+Carried over are sizes, norm eps and rotations (`hf.architecture.rope`). Not
+carried over are token ids, dtypes and the choices of a training run: compute
+dtype, remat, and the weights of the router's losses (`router_aux_loss_coef`,
+which transformers adds only where `output_router_logits` is set, and DeepSeek's
+`aux_loss_alpha`, a loss per sequence).
 """
 
 import functools
 import re
 from typing import Any
 
+from composer_jax.core import files
 from composer_jax.hf.architecture import keys as hf_keys
 from composer_jax.hf.architecture import rope
 from composer_jax.hf.tensors import names
@@ -26,10 +24,10 @@ from composer_jax.models import config as model_config
 
 _MLA = ('deepseek_v3', 'kimi_k2')
 _QK_NORMS = {'qwen3_moe': 'head', 'olmoe': 'projection', 'mixtral': 'none'}
-# Of DeepSeek's code, whatever `rms_norm_eps` says.
+# DeepSeek's code has this eps for the latents, whatever `rms_norm_eps` is.
 _LATENT_NORM_EPS = 1e-6
 
-# The only value modelled of each key that a family's code reads.
+# The only implemented value of keys that a family's code reads.
 _MODELLED: dict[str, dict[str, Any]] = {
   'qwen3_moe': {'use_sliding_window': False},
   'mixtral': {'sliding_window': None, 'router_jitter_noise': 0},
@@ -43,9 +41,9 @@ _MODELLED: dict[str, dict[str, Any]] = {
 }
 _MODELLED['kimi_k2'] = _MODELLED['deepseek_v3']
 _MODELLED_EVERYWHERE = {'hidden_act': 'silu', 'attention_dropout': 0}
-# What is said to be the context of a model without YaRN.
+# Written as `max_position_embeddings` of a model without YaRN.
 _CONTEXT = 4096
-# Fields that errors of ModelConfig name, and the keys they come from.
+# Keys of the fields that errors of ModelConfig name.
 _KEYS = {
   'num_heads': ('num_attention_heads',),
   'num_kv_heads': ('num_key_value_heads',),
@@ -64,7 +62,8 @@ def from_hf(
   """Reads a parsed `config.json`.
 
   Returns:
-    The config, the family of `hf.tensors.names`, and the prefix of its tensors.
+    The config, its family (one of `hf.tensors.names.FAMILIES`), and the prefix
+    of the language model's tensor names.
   """
   if not isinstance(config_json, dict):
     raise ValueError(
@@ -101,16 +100,15 @@ def from_hf(
       ),
       moe=model_config.MoEConfig(**moe, aux_loss_weight=0.0, z_loss_weight=0.0),
     )
-    check_family(config, family)
   except ValueError as error:
     raise ValueError(
-      f'config.json: {error}{_keys_meant(str(error), fields)}'
+      f'config.json: {error}{_keys_of(str(error), fields)}'
     ) from error
   return config, family, prefix
 
 
 def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
-  """Returns the config of the language model and the prefix of its tensors."""
+  """Returns the fields of the language model and the prefix of its tensors."""
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''
   fields = config_json.get('text_config')
@@ -147,7 +145,7 @@ def _mla(fields: dict[str, Any]) -> model_config.MLAConfig:
       f"'num_key_value_heads' ({num_kv_heads}) must be 'num_attention_heads' "
       f'({num_heads}): a latent serves all heads.'
     )
-  # Null says something of these, and silence something else.
+  # transformers has a default for these that differs from null.
   for key in ('q_lora_rank', 'n_shared_experts'):
     if key not in fields:
       raise ValueError(f'{key!r} is missing; it must be int or null.')
@@ -169,11 +167,18 @@ def _gqa(fields: dict[str, Any], family: str) -> model_config.GQAConfig:
   width = take('hidden_size', int)
   has_bias = family != 'mixtral' and take('attention_bias', bool, False)
   kv_heads_default = num_heads if family == 'olmoe' else hf_keys.NO_DEFAULT
+  default_head_dim = width // max(num_heads, 1)
+  head_dim = take('head_dim', int, default_head_dim)
+  if family == 'olmoe' and head_dim != default_head_dim:
+    raise ValueError(
+      f"'head_dim' is {head_dim}; models of family 'olmoe' can only have "
+      f"'hidden_size' / 'num_attention_heads' ({default_head_dim})."
+    )
   return model_config.GQAConfig(
     kind='gqa',
     num_heads=num_heads,
     num_kv_heads=take('num_key_value_heads', int, kv_heads_default),
-    head_dim=take('head_dim', int, width // max(num_heads, 1)),
+    head_dim=head_dim,
     qk_norm=_QK_NORMS[family],
     qkv_bias=has_bias,
     out_bias=has_bias,
@@ -182,13 +187,20 @@ def _gqa(fields: dict[str, Any], family: str) -> model_config.GQAConfig:
 
 def _sigmoid_moe(fields: dict[str, Any]) -> dict[str, Any]:
   take = functools.partial(hf_keys.take, fields)
+  num_experts, num_groups = _num_experts(fields), take('n_group', int)
+  if num_groups < 1 or num_experts % num_groups or num_experts < 2 * num_groups:
+    raise ValueError(
+      f"'n_group' ({num_groups}) must divide the {num_experts} experts into "
+      'groups of at least two: transformers ranks a group by the sum of its '
+      'two best scores.'
+    )
   return dict(
-    num_experts=_num_experts(fields),
+    num_experts=num_experts,
     num_active=take('num_experts_per_tok', int),
     ffw_dim=take('moe_intermediate_size', int),
     num_shared=take('n_shared_experts', int, 0),
     router='sigmoid',
-    num_groups=take('n_group', int),
+    num_groups=num_groups,
     num_active_groups=take('topk_group', int),
     renormalize=take('norm_topk_prob', bool),
     routed_scale=take('routed_scaling_factor', float),
@@ -217,7 +229,7 @@ def _num_experts(fields: dict[str, Any]) -> int:
 
 
 def _num_dense_layers(fields: dict[str, Any], family: str) -> int:
-  """Returns how many layers lead before the first mixture."""
+  """Returns the number of dense layers before the first mixture layer."""
   if family in _MLA:
     return hf_keys.take(fields, 'first_k_dense_replace', int)
   if family != 'qwen3_moe':
@@ -237,26 +249,58 @@ def _num_dense_layers(fields: dict[str, Any], family: str) -> int:
   return num_dense
 
 
-def _keys_meant(message: str, fields: dict[str, Any]) -> str:
-  """Says which keys of the file the fields in a message come from."""
-  meant = [
+def _keys_of(message: str, fields: dict[str, Any]) -> str:
+  """Returns a sentence on the keys from which the fields in a message come."""
+  pairs = [
     f'{field} is {key!r}'
     for field, keys in _KEYS.items()
     for key in keys
     if key in fields and re.search(rf'\b{field}\b', message)
   ]
-  return f' Here {", ".join(meant)}.' if meant else ''
+  return f' Here {", ".join(pairs)}.' if pairs else ''
 
 
 def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
   """Returns a `config.json` that transformers loads.
 
-  `from_hf` of it gives `config` again, but for the choices of a training run
-  and for family 'kimi_k2', which is written as the 'deepseek_v3' it is:
-  transformers knows no other name for it. What the family cannot express is
-  refused by name.
+  Family 'kimi_k2' is written as 'deepseek_v3', the only name that transformers
+  has for it.
+
+  Raises:
+    ValueError: models of the family cannot have a field's value; names both.
   """
-  check_family(config, family)
+  if family not in names.FAMILIES:
+    raise ValueError(f'family {family!r} is not one of {names.FAMILIES}.')
+  kind = 'mla' if family in _MLA else 'gqa'
+  if config.attention.kind != kind:
+    raise ValueError(
+      _impossible(family, {'attention.kind': (config.attention.kind, kind)})
+    )
+  fields = _fields(config, family)
+  # A value that the file cannot hold comes back as another one.
+  ours, theirs = (
+    files.flatten(c.to_dict()) for c in (config, from_hf(fields)[0])
+  )
+  differing = {
+    name: (value, theirs.get(name))
+    for name, value in ours.items()
+    if name not in model_config.FREE and theirs.get(name) != value
+  }
+  if differing:
+    raise ValueError(_impossible(family, differing))
+  return fields
+
+
+def _impossible(family: str, differing: dict[str, tuple[Any, Any]]) -> str:
+  pairs = [
+    f'{name} is {value!r}, but a model of family {family!r} can only have '
+    f'{other!r}'
+    for name, (value, other) in differing.items()
+  ]
+  return f'{"; ".join(pairs)}. Change the config or the family.'
+
+
+def _fields(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
   c, a, yarn = config, config.attention, config.rope.yarn
   context = _CONTEXT
   if yarn is not None:
@@ -273,7 +317,7 @@ def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
     'max_position_embeddings': context,
     **rope.to_fields(c.rope),
     'num_experts_per_tok': c.moe.num_active,
-    # Of the tokenizer, unknown here; the defaults are those of other models.
+    # The tokenizer is unknown here, and the defaults belong to other models.
     'bos_token_id': None,
     'eos_token_id': None,
     'pad_token_id': None,
@@ -287,6 +331,8 @@ def _gqa_fields(
   c: model_config.ModelConfig, a: model_config.GQAConfig, family: str
 ) -> dict[str, Any]:
   fields = {'model_type': family, 'num_key_value_heads': a.num_kv_heads}
+  if family != 'qwen3_moe':  # All layers are mixtures, of this width.
+    fields['intermediate_size'] = c.moe.ffw_dim
   if family == 'mixtral':
     return fields | {
       'architectures': ['MixtralForCausalLM'],
@@ -334,63 +380,3 @@ def _mla_fields(
     'topk_method': 'noaux_tc',
     'num_nextn_predict_layers': 0,
   }
-
-
-def check_family(config: model_config.ModelConfig, family: str) -> None:
-  """Raises a ValueError that names what models of a family cannot have."""
-  if family not in names.FAMILIES:
-    raise ValueError(f'family {family!r} is not one of {names.FAMILIES}.')
-  for name, (value, allowed) in _demands(config, family).items():
-    if value not in allowed:
-      raise ValueError(
-        f'{name} is {value!r}, but a model of family {family!r} can only have '
-        f'{" or ".join(map(repr, allowed))}; change it or the family.'
-      )
-  if config.rope.yarn is not None:
-    rope.check_yarn(config.rope.yarn, is_mla=family in _MLA)
-
-
-def _demands(
-  config: model_config.ModelConfig, family: str
-) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-  """Returns {field: (its value, the values that the family has)}."""
-  c, a, moe = config, config.attention, config.moe
-  demands: dict[str, tuple[Any, tuple[Any, ...]]]
-  if family in _MLA:
-    demands = {
-      'attention.kind': (a.kind, ('mla',)),
-      'moe.router': (moe.router, ('sigmoid',)),
-    }
-    if isinstance(a, model_config.MLAConfig):
-      demands['attention.latent_norm_eps'] = (
-        a.latent_norm_eps,
-        (_LATENT_NORM_EPS,),
-      )
-    # transformers sums the two best of each group, even where all may choose.
-    E = moe.num_experts
-    divisors = tuple(n for n in range(1, E // 2 + 1) if E % n == 0)
-    demands['moe.num_groups'] = (moe.num_groups, divisors)
-    return demands
-  demands = {
-    'attention.kind': (a.kind, ('gqa',)),
-    'moe.router': (moe.router, ('softmax',)),
-    'moe.num_shared': (moe.num_shared, (0,)),
-    'moe.num_groups': (moe.num_groups, (1,)),
-    'moe.routed_scale': (moe.routed_scale, (1.0,)),
-    'rope.interleaved': (c.rope.interleaved, (False,)),
-  }
-  if isinstance(a, model_config.GQAConfig):
-    biases = (False,) if family == 'mixtral' else (False, True)
-    demands['attention.qk_norm'] = (a.qk_norm, (_QK_NORMS[family],))
-    demands['attention.qkv_bias'] = (a.qkv_bias, biases)
-    demands['attention.out_bias'] = (a.out_bias, (a.qkv_bias,))
-    if family == 'olmoe':
-      head_dim = c.embed_dim // a.num_heads
-      demands['attention.head_dim'] = (a.head_dim, (head_dim,))
-  if family != 'qwen3_moe':
-    demands['num_dense_layers'] = (c.num_dense_layers, (0,))
-    # One key says both, and no layer uses this one.
-    demands['dense_ffw_dim'] = (c.dense_ffw_dim, (moe.ffw_dim,))
-  if family == 'mixtral':
-    demands['moe.renormalize'] = (moe.renormalize, (True,))
-  return demands
