@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import files
-from composer_jax.hf import identity, imported
+from composer_jax.hf import imported
 from composer_jax.hf.text import conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import stages
@@ -255,9 +255,9 @@ def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
 
 def test_an_import_is_what_it_holds_and_not_where_it_lies(folder, tmp_path):
   again = write(tmp_path / 'again')
-  assert identity.of(again) == identity.of(folder)
+  assert imported.identity(again) == imported.identity(folder)
   other = write(tmp_path / 'other', weight=0.25)
-  assert identity.of(other) != identity.of(folder)
+  assert imported.identity(other) != imported.identity(folder)
 
 
 def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):

@@ -1,8 +1,8 @@
-"""Conversions among float32, bfloat16 and float16 that undo each other.
+"""Casts among float32, bfloat16 and float16; a round trip keeps all bits.
 
-Values are rounded to nearest even, as everywhere. A NaN keeps its sign and
-the upper bits of its payload, which numpy and ml_dtypes throw away: what went
-up to float32 must come back down as it was.
+Values are rounded to nearest even. A NaN keeps its sign and the upper bits of
+its payload, which numpy and ml_dtypes drop: a half that was cast to float32
+must come back as it was.
 """
 
 import ml_dtypes
@@ -14,7 +14,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """Returns the values in another dtype, or themselves if it is the same."""
+  """Returns the values in another dtype; the same array if it is the same."""
   if values.dtype == dtype:
     return values
   with np.errstate(over='ignore', invalid='ignore'):
@@ -27,7 +27,7 @@ def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def overflows(values: np.ndarray, result: np.ndarray) -> bool:
-  """Returns whether a number among the values was cast to an infinity."""
+  """Returns true if the cast made an infinity of a finite value."""
   if values.dtype == result.dtype:
     return False
   with np.errstate(invalid='ignore'):  # ml_dtypes warns of some NaNs.
@@ -46,7 +46,7 @@ def _to_float32(nans: np.ndarray) -> np.ndarray:
 
 
 def _from_float32(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-  """The inverse; a payload that is lost whole becomes that of a quiet NaN."""
+  """Returns NaNs of a dtype; a payload without any bit left becomes quiet."""
   if dtype == _FLOAT32:
     return bits
   if dtype == _BFLOAT16:

@@ -1,4 +1,4 @@
-"""Which tensors an export has, in which file and dtype, and what tells it."""
+"""Lays out an export: the tensors of each file, headers, index, config.json."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import numpy as np
 
 from composer_jax.hf.tensors import files, names
 
-# What `--dtype` may be, beside 'source'.
+# Values of `--dtype` beside 'source'.
 DTYPES = {
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
   'float16': np.dtype(np.float16),
@@ -18,14 +18,22 @@ DTYPES = {
 }
 SOURCE = 'source'
 
-# DeepSeek's own checkpoints keep it so, and rounding it would move choices.
+# DeepSeek's checkpoints store it in float32; rounding would change choices.
 _FLOAT32_ALWAYS = 'selection_bias/'
 FILE_BYTES = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileEntry:
-  """A tensor of a file to be written."""
+  """A tensor of a file to be written.
+
+  Attributes:
+    name: name of the tensor.
+    dtype: dtype as headers spell it.
+    shape: shape of the tensor.
+    num_bytes: size in the file.
+    is_carried: true if it is copied unchanged from the import.
+  """
 
   name: str
   dtype: str
@@ -37,6 +45,13 @@ class FileEntry:
 def dtypes(
   table: names.Table, dtype: str, record: dict[str, Any] | None
 ) -> dict[str, np.dtype]:
+  """Returns the dtype of each tensor of the model.
+
+  Args:
+    table: tensors of the model.
+    dtype: key of DTYPES, or SOURCE.
+    record: `hf.json` of the import; None for a model that was not imported.
+  """
   if dtype == SOURCE:
     assert record is not None
     return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
@@ -53,9 +68,17 @@ def plan(
   record: dict[str, Any] | None,
   file_bytes: int,
 ) -> dict[str, list[FileEntry]]:
-  """Returns {file: tensors in the order of its header}."""
+  """Returns {file: tensors in the order of its header}.
 
-  def ours(name: str) -> FileEntry:
+  Args:
+    table: tensors of the model.
+    dtype_of: dtype of each of them.
+    record: `hf.json` of the import, whose split into files is kept; None for a
+      model that was not imported.
+    file_bytes: most bytes of a file, where no split is kept.
+  """
+
+  def of_model(name: str) -> FileEntry:
     dtype, shape = dtype_of[name], table[name].shape
     return FileEntry(
       name=name,
@@ -65,33 +88,32 @@ def plan(
       is_carried=False,
     )
 
-  def carried(name: str, entry: dict[str, Any]) -> FileEntry:
-    first, last = entry['data_offsets']
-    return FileEntry(
-      name=name,
-      dtype=entry['dtype'],
-      shape=tuple(entry['shape']),
-      num_bytes=last - first,
-      is_carried=True,
-    )
-
   if record is None:
-    return _split([*map(ours, table)], file_bytes)
-  found: dict[str, list[FileEntry]] = {}
-  unmodelled = set(record['carried'])
+    return _split([*map(of_model, table)], file_bytes)
+  groups: dict[str, list[FileEntry]] = {}
+  carried = set(record['carried'])
   for file, header in record['files'].items():
     group = []
     for name, entry in header.items():
-      # A packed weight stands for the whole; its scales are in it.
+      # A packed weight is exported whole, its scales folded in.
       whole = name if name in table else name.removesuffix('_packed')
-      if name in unmodelled:
-        group.append(carried(name, entry))
+      if name in carried:
+        first, last = entry['data_offsets']
+        group.append(
+          FileEntry(
+            name=name,
+            dtype=entry['dtype'],
+            shape=tuple(entry['shape']),
+            num_bytes=last - first,
+            is_carried=True,
+          )
+        )
       elif whole in table:
-        group.append(ours(whole))
-    # Of a file of nothing but scales, nothing is left.
+        group.append(of_model(whole))
+    # A file that held nothing but scales has no tensor left to write.
     if group or not header.keys() - {files.METADATA}:
-      found[file] = group
-  return found
+      groups[file] = group
+  return groups
 
 
 def _split(
@@ -105,9 +127,9 @@ def _split(
       size = 0
     groups[-1].append(entry)
     size += entry.num_bytes
-  if len(groups) == 1:
-    return {files.SINGLE: groups[0]}
   n = len(groups)
+  if n == 1:
+    return {files.SINGLE: groups[0]}
   return {
     f'model-{i + 1:05}-of-{n:05}.safetensors': group
     for i, group in enumerate(groups)
@@ -117,28 +139,29 @@ def _split(
 def header(
   entries: list[FileEntry], file: str, record: dict[str, Any] | None
 ) -> dict[str, Any]:
-  """Returns the header of a file: the source's own where nothing differs."""
-  theirs = (record or {'files': {}})['files'].get(file, {})
-  metadata = theirs.get(files.METADATA, {'format': 'pt'})
-  mine = files.new_header(
-    [(e.name, e.dtype, e.shape, e.num_bytes) for e in entries],
-    metadata if files.METADATA in theirs or not theirs else None,
+  """Returns the header of a file: that of the import where nothing differs."""
+  imported = (record or {'files': {}})['files'].get(file, {})
+  metadata = imported.get(
+    files.METADATA, None if imported else {'format': 'pt'}
   )
-
-  def described(fields):
-    return [
-      (name, entry['dtype'], entry['shape'])
-      for name, entry in fields.items()
+  header = files.new_header(
+    [(e.name, e.dtype, e.shape, e.num_bytes) for e in entries], metadata
+  )
+  described = [
+    [
+      (name, e['dtype'], e['shape'])
+      for name, e in fields.items()
       if name != files.METADATA
     ]
-
-  return theirs if described(theirs) == described(mine) else mine
+    for fields in (imported, header)
+  ]
+  return imported if described[0] == described[1] else header
 
 
 def header_text(
   file: str, fields: dict[str, Any], record: dict[str, Any] | None
 ) -> str | None:
-  """Returns the source's own text of a header, None for the library's."""
+  """Returns the import's text of a header; None for that of the library."""
   if record is None or fields != record['files'].get(file):
     return None
   return record['header_texts'].get(file)
@@ -161,7 +184,7 @@ def index(
 
 
 def config_text(fields: dict[str, Any], dtype: str) -> bytes:
-  """Returns a config.json of plain weights of a dtype."""
+  """Returns a config.json without quantisation, for weights of a dtype."""
   places = [fields]
   if isinstance(fields.get('text_config'), dict):
     places.append(fields['text_config'])

@@ -76,12 +76,6 @@ def _garble(folder):
   (folder / FILES[0]).write_bytes(data)
 
 
-def _double(folder):
-  text = (folder / files.INDEX).read_text()
-  again = f'"weight_map": {{"a.weight": "{FILES[0]}",'
-  (folder / files.INDEX).write_text(text.replace('"weight_map": {', again))
-
-
 def _empty(folder):
   (folder / FILES[0]).write_bytes(b'')
 
@@ -95,7 +89,6 @@ def _repeat(folder):
   [
     (_cut, f'{FILES[1]} is not a whole safetensors file'),
     (_garble, f'{FILES[0]} is not a whole safetensors file'),
-    (_double, f"{files.INDEX} is not valid JSON .'a.weight' is there twice"),
     (_empty, f'{FILES[0]} is not a whole safetensors file'),
     (_repeat, f'is in both {FILES[0]} and {FILES[1]}'),
     (
