@@ -19,7 +19,6 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +27,7 @@ from composer_jax.core import files
 from composer_jax.hf import imported as hf_imported
 from composer_jax.hf import importing, making
 from composer_jax.hf.architecture import config as hf_config
-from composer_jax.hf.tensors import blocks, cast, names, quantized, source
+from composer_jax.hf.tensors import blocks, names, quantized, source
 from composer_jax.hf.tensors import carried as hf_carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import layout as hf_layout
@@ -173,13 +172,10 @@ def write(
       f'--dtype={dtype} needs an imported model; choose one of '
       f'{[*hf_layout.DTYPES]}.'
     )
-  table = names.tensors(
-    origin.config,
-    origin.family,
-    prefix=record['prefix'] if record else '',
-  )
+  prefix = record['prefix'] if record else ''
+  table = names.tensors(origin.config, origin.family, prefix=prefix)
   dtypes = hf_layout.dtypes(table, dtype, record)
-  plan = hf_layout.plan(table, dtypes, record, file_bytes)
+  headers = hf_layout.headers(table, dtypes, record, file_bytes)
   # Another suffix than that of imports, whose partial folders look alike.
   partial = out.with_name(out.name + '.exporting')
   making.check_absent(out)
@@ -195,10 +191,18 @@ def write(
     content = partial / _CONTENT
     if content.exists():
       shutil.rmtree(content)
-    entries = [entry for group in plan.values() for entry in group]
-    making.check_space(partial, sum(entry.num_bytes for entry in entries))
+    needed = sum(map(hf_layout.num_bytes, headers.values()))
+    making.check_space(partial, needed)
     content.mkdir()
-    _write_files(stored, table, dtypes, plan, record, carried, content)
+    index = hf_layout.index(headers, record)
+    if index is not None:
+      files.write_atomic(content / hf_io.INDEX, index.encode())
+    writers = {}
+    for file, header in headers.items():
+      text = hf_layout.header_text(file, header, record)
+      path = content / file
+      writers[file] = hf_io.SafetensorsWriter(path, header, text)
+    _write_tensors(stored, table, dtypes, carried, writers)
     _write_beside(origin, dtype, content)
     hf_io.sync_tree(content)
     making.place(content, out)
@@ -227,41 +231,28 @@ def _check_arrays(
     )
 
 
-def _write_files(
+def _write_tensors(
   stored: hf_stored.Stored,
   table: names.Table,
   dtypes: dict[str, np.dtype],
-  plan: dict[str, list[hf_layout.FileEntry]],
-  record: dict[str, Any] | None,
   carried: hf_io.Folder | None,
-  partial: pathlib.Path,
+  writers: dict[str, hf_io.SafetensorsWriter],
 ) -> None:
-  headers = {f: hf_layout.header(e, f, record) for f, e in plan.items()}
-  index = hf_layout.index(plan, headers, record)
-  if index is not None:
-    files.write_atomic(partial / hf_io.INDEX, index.encode())
-  entries = [(file, entry) for file in plan for entry in plan[file]]
-  total = len(stored.shapes) + len(entries)
-  with progress.Progress('export', total) as bar:
-    for done, name in enumerate(stored.shapes):
+  num_tensors = sum(len(writer.tensors) for writer in writers.values())
+  done = 0
+  with progress.Progress('export', len(stored.shapes) + num_tensors) as bar:
+    for name in stored.shapes:
       # Before any tensor is written, since a single piece has no hash.
       stored.verify(name)
-      bar.update(done + 1, verified=name)
-    writers = {
-      file: hf_io.SafetensorsWriter(
-        partial / file, header, hf_layout.header_text(file, header, record)
-      )
-      for file, header in headers.items()
-    }
-    for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
-      name, writer = entry.name, writers[file]
-      if entry.is_carried:
-        assert carried is not None
-        hf_carried.copy(carried, name, writer)
-      else:
-        _write_tensor(stored, table[name], dtypes[name], writer)
-      bar.update(done + 1, written=entry.name)
+      bar.update(done := done + 1, verified=name)
     for writer in writers.values():
+      for name in writer.tensors:
+        if name in table:
+          _write_tensor(stored, table[name], dtypes[name], writer)
+        else:
+          assert carried is not None
+          hf_carried.copy(carried, name, writer)
+        bar.update(done := done + 1, written=name)
       writer.close()
 
 
@@ -281,8 +272,10 @@ def _write_tensor(
   whole = np.empty(0 if is_split else math.prod(tensor.shape), dtype)
   for piece in pieces:
     values = stored.read(piece.array, piece.box)
-    block = cast.cast(values, dtype)
-    if cast.overflows(values, block):
+    with np.errstate(over='ignore', invalid='ignore'):  # NaNs warn, too.
+      block = values.astype(dtype, copy=False)
+      overflows = (np.isinf(block) & ~np.isinf(values)).any()
+    if overflows:
       raise ValueError(
         f'{tensor.name} holds values beyond the largest {dtype}, '
         f'{ml_dtypes.finfo(dtype).max}; choose another --dtype.'

@@ -27,7 +27,6 @@ from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
 from composer_jax.hf.tensors import blocks, carried, quantized
-from composer_jax.hf.tensors import cast as hf_cast
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import source as hf_source
 from composer_jax.hf.tensors import stored as hf_stored
@@ -175,7 +174,7 @@ def _blocks(
     for piece in blocks.pieces(part, array.chunk):
       values = piece.of(tensor.read(piece.start, piece.stop))
       block = blocks.contiguous(values)
-      yield piece, hf_cast.cast(block, array.dtype)
+      yield piece, block.astype(array.dtype, copy=False)
 
 
 def copied(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -36,19 +36,19 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  'model, dtype, layout',
+  'model, dtype',
   [
-    ('qwen3_moe', hf_checkpoints.FLOAT16, 'per_expert'),
-    ('qwen3_moe_dense', hf_checkpoints.FLOAT32, 'stacked'),
-    ('mixtral', hf_checkpoints.BFLOAT16, 'per_expert'),
+    ('qwen3_moe', hf_checkpoints.FLOAT16),
+    ('qwen3_moe_dense', hf_checkpoints.FLOAT32),
+    ('mixtral', hf_checkpoints.BFLOAT16),
   ],
 )
-def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype, layout):
+def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype):
   fields = tiny.MODELS[model]
-  arrays = hf_checkpoints.tensors(fields, dtype, layout=layout)
+  arrays = hf_checkpoints.tensors(fields, dtype)
   source = hf_checkpoints.write(tmp_path / 'hf', fields, arrays)
   importing.convert(source, tmp_path / 'ours')
-  table = hf_checkpoints.table_of(fields, layout)
+  table = hf_checkpoints.table_of(fields)
   like = hf_checkpoints.like(blocks.shapes(table), dtype)
   found = importing.load_variables(tmp_path / 'ours', like)
   hf_checkpoints.check_blocks(found, table, arrays)
@@ -224,6 +224,10 @@ def test_files_named_as_ours_are_refused(tmp_path, name):
     (
       _without(GATE),
       f'lacks 1 tensors .* the first is {GATE}',
+    ),
+    (
+      _with('model.layers.1.mlp.experts.gate_up_proj', np.zeros(2)),
+      'holds model.layers.1.mlp.experts.gate_up_proj',
     ),
     (_set(num_hidden_layers=4), 'lacks .* the first is model.layers.3'),
     (_set(num_hidden_layers=2), r'model.safetensors holds model.layers.2'),

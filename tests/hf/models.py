@@ -93,12 +93,37 @@ def batch(seed: int, lengths: list[list[int]], vocab_size: int) -> Batch:
   )
 
 
+def as_stored(tensors: dict[str, Any], family: str) -> dict[str, Any]:
+  """Names tensors as checkpoints do; transformers stacks experts in memory."""
+  stored = {}
+  for name, tensor in tensors.items():
+    start, _, last = name.partition('.mlp.experts.')
+    kinds = ('gate', 'up') if last == 'gate_up_proj' else ('down',)
+    for expert, matrix in enumerate(tensor) if last else ():
+      size = len(matrix) // len(kinds)
+      for i, kind in enumerate(kinds):
+        half = matrix[i * size : (i + 1) * size]
+        stored[f'{start}.mlp.experts.{expert}.{kind}_proj.weight'] = half
+    if not last:
+      stored[name] = tensor
+  if family == 'mixtral':
+    pairs = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3'}
+    pairs['down_proj'] = 'w2'
+    stored = {
+      '.'.join(pairs.get(part, part) for part in name.split('.')): tensor
+      for name, tensor in stored.items()
+    }
+  return stored
+
+
 def to_ours(
   model: Any, config: model_config.ModelConfig, family: str
 ) -> tuple[decoder.Variables, names.Table]:
   """Returns our variables of their weights, and the table that made them."""
-  table = names.tensors(config, family, expert_layout='stacked')
-  state = {name: t.numpy() for name, t in model.state_dict().items()}
+  table = names.tensors(config, family)
+  state = {
+    name: t.numpy() for name, t in as_stored(model.state_dict(), family).items()
+  }
   if config.tie_embeddings:
     del state['lm_head.weight']
   assert {n: t.shape for n, t in table.items()} == {

@@ -43,8 +43,7 @@ def test_saved_checkpoints_have_our_names_and_values(name, tmp_path):
   config, family, _ = hf_config.from_hf(
     json.loads((tmp_path / 'config.json').read_text())
   )
-  layout = names.expert_layout_of(saved, config, family)
-  table = names.tensors(config, family, expert_layout=layout)
+  table = names.tensors(config, family)
   assert {n: t.shape for n, t in table.items()} == {
     n: t.shape for n, t in saved.items()
   }
@@ -88,9 +87,7 @@ def test_a_language_model_inside_kimi_k25(tmp_path):
   ours, family, prefix = hf_config.from_hf(
     json.loads((tmp_path / 'config.json').read_text())
   )
-  layout = names.expert_layout_of(saved, ours, family, prefix=prefix)
-  assert layout == 'per_expert'
-  table = names.tensors(ours, family, expert_layout=layout, prefix=prefix)
+  table = names.tensors(ours, family, prefix=prefix)
   assert not table.keys() - saved.keys()
   assert names.contradicting(saved, table, ours, prefix=prefix) == []
   carried = [n for n in saved if n not in table]
@@ -105,8 +102,9 @@ def test_published_sizes_have_our_names_and_shapes(name):
   theirs = transformers.AutoConfig.for_model(**hf_config.to_hf(config, family))
   with torch.device('meta'):
     model = transformers.AutoModelForCausalLM.from_config(theirs)
-  table = names.tensors(config, family, expert_layout='stacked')
-  held = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+  table = names.tensors(config, family)
+  state = models.as_stored(model.state_dict(), family)
+  held = {n: tuple(t.shape) for n, t in state.items()}
   assert {n: t.shape for n, t in table.items()} == held
   # And the sizes of both sides agree in sum.
   ours = jax.tree.leaves(decoder.abstract(config)[0])

@@ -278,6 +278,9 @@ class SafetensorsWriter:
 
   The file has its own name from the start; the caller has to show by a rename,
   of the file or of its folder, that it is whole.
+
+  Attributes:
+    tensors: {name: first and last offset}, in the order of the header.
   """
 
   def __init__(
@@ -293,22 +296,19 @@ class SafetensorsWriter:
       header: header of the file.
       text: text of that header; None is the text that the library writes.
     """
+    places = {n: e['data_offsets'] for n, e in header.items() if n != METADATA}
+    self.tensors: dict[str, list[int]] = places
     self._path = pathlib.Path(path)
-    self._header = header
-    first = head(render_header(header) if text is None else text)
-    self._start = len(first)
-    self._left = sum(
-      entry['data_offsets'][1] - entry['data_offsets'][0]
-      for name, entry in header.items()
-      if name != METADATA
-    )
+    start = head(render_header(header) if text is None else text)
+    self._start = len(start)
+    self._left = sum(last - first for first, last in places.values())
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     self._descriptor = os.open(path, flags, 0o666)
-    write_fully(self._descriptor, memoryview(first), 0)
+    write_fully(self._descriptor, memoryview(start), 0)
 
   def write(self, name: str, data: memoryview, start: int = 0) -> None:
     """Writes bytes of a tensor, from its byte `start` on; each byte once."""
-    first, last = self._header[name]['data_offsets']
+    first, last = self.tensors[name]
     assert start + len(data) <= last - first, name
     write_fully(self._descriptor, data, self._start + first + start)
     self._left -= len(data)

@@ -1,6 +1,5 @@
-"""Lays out an export: the tensors of each file, headers, index, config.json."""
+"""Lays out an export: the files with their headers, the index, config.json."""
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -22,24 +21,7 @@ SOURCE = 'source'
 _FLOAT32_ALWAYS = 'selection_bias/'
 FILE_BYTES = 5 * 10**9
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileEntry:
-  """A tensor of a file to be written.
-
-  Attributes:
-    name: name of the tensor.
-    dtype: dtype as headers spell it.
-    shape: shape of the tensor.
-    num_bytes: size in the file.
-    is_carried: true if it is copied unchanged from the import.
-  """
-
-  name: str
-  dtype: str
-  shape: tuple[int, ...]
-  num_bytes: int
-  is_carried: bool
+_Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
 
 def dtypes(
@@ -62,13 +44,13 @@ def dtypes(
   }
 
 
-def plan(
+def headers(
   table: names.Table,
   dtype_of: dict[str, np.dtype],
   record: dict[str, Any] | None,
   file_bytes: int,
-) -> dict[str, list[FileEntry]]:
-  """Returns {file: tensors in the order of its header}.
+) -> dict[str, dict[str, Any]]:
+  """Returns {file: header}; an unchanged file has the import's own header.
 
   Args:
     table: tensors of the model.
@@ -77,56 +59,53 @@ def plan(
       model that was not imported.
     file_bytes: most bytes of a file, where no split is kept.
   """
-
-  def of_model(name: str) -> FileEntry:
-    dtype, shape = dtype_of[name], table[name].shape
-    return FileEntry(
-      name=name,
-      dtype=files.NAMES[dtype],
-      shape=shape,
-      num_bytes=math.prod(shape) * dtype.itemsize,
-      is_carried=False,
-    )
-
+  entries: dict[str, _Entry] = {}
+  for name, tensor in table.items():
+    num_bytes = math.prod(tensor.shape) * dtype_of[name].itemsize
+    dtype = files.NAMES[dtype_of[name]]
+    entries[name] = (name, dtype, tensor.shape, num_bytes)
   if record is None:
-    return _split([*map(of_model, table)], file_bytes)
-  groups: dict[str, list[FileEntry]] = {}
+    groups = _split([*entries.values()], file_bytes)
+    return {
+      file: files.new_header(group, {'format': 'pt'})
+      for file, group in groups.items()
+    }
   carried = set(record['carried'])
+  for header in record['files'].values():
+    for name in header.keys() & carried:
+      entry = header[name]
+      first, last = entry['data_offsets']
+      entries[name] = (name, entry['dtype'], entry['shape'], last - first)
+  exported = {}
   for file, header in record['files'].items():
-    group = []
-    for name, entry in header.items():
-      # A packed weight is exported whole, its scales folded in.
-      whole = name if name in table else name.removesuffix('_packed')
-      if name in carried:
-        first, last = entry['data_offsets']
-        group.append(
-          FileEntry(
-            name=name,
-            dtype=entry['dtype'],
-            shape=tuple(entry['shape']),
-            num_bytes=last - first,
-            is_carried=True,
-          )
-        )
-      elif whole in table:
-        group.append(of_model(whole))
+    # A packed weight is exported whole, its scales folded in.
+    whole = [n if n in entries else n.removesuffix('_packed') for n in header]
+    group = [entries[name] for name in whole if name in entries]
+    new = files.new_header(group, header.get(files.METADATA))
     # A file that held nothing but scales has no tensor left to write.
     if group or not header.keys() - {files.METADATA}:
-      groups[file] = group
-  return groups
+      exported[file] = header if _content(header) == _content(new) else new
+  return exported
 
 
-def _split(
-  entries: list[FileEntry], file_bytes: int
-) -> dict[str, list[FileEntry]]:
-  groups: list[list[FileEntry]] = []
+def _content(header: dict[str, Any]) -> list[Any]:
+  """Returns a header without the offsets of tensors."""
+  return [
+    (name, entry['dtype'], list(entry['shape']))
+    for name, entry in header.items()
+    if name != files.METADATA
+  ]
+
+
+def _split(entries: list[_Entry], file_bytes: int) -> dict[str, list[_Entry]]:
+  groups: list[list[_Entry]] = []
   size = file_bytes
   for entry in entries:
-    if size + entry.num_bytes > file_bytes:
+    if size + entry[-1] > file_bytes:
       groups.append([])
       size = 0
     groups[-1].append(entry)
-    size += entry.num_bytes
+    size += entry[-1]
   n = len(groups)
   if n == 1:
     return {files.SINGLE: groups[0]}
@@ -136,51 +115,36 @@ def _split(
   }
 
 
-def header(
-  entries: list[FileEntry], file: str, record: dict[str, Any] | None
-) -> dict[str, Any]:
-  """Returns the header of a file: that of the import where nothing differs."""
-  imported = (record or {'files': {}})['files'].get(file, {})
-  metadata = imported.get(
-    files.METADATA, None if imported else {'format': 'pt'}
-  )
-  header = files.new_header(
-    [(e.name, e.dtype, e.shape, e.num_bytes) for e in entries], metadata
-  )
-  described = [
-    [
-      (name, e['dtype'], e['shape'])
-      for name, e in fields.items()
-      if name != files.METADATA
-    ]
-    for fields in (imported, header)
-  ]
-  return imported if described[0] == described[1] else header
-
-
 def header_text(
-  file: str, fields: dict[str, Any], record: dict[str, Any] | None
+  file: str, header: dict[str, Any], record: dict[str, Any] | None
 ) -> str | None:
   """Returns the import's text of a header; None for that of the library."""
-  if record is None or fields != record['files'].get(file):
+  if record is None or header != record['files'].get(file):
     return None
   return record['header_texts'].get(file)
 
 
 def index(
-  plan_of: dict[str, list[FileEntry]],
-  headers: dict[str, dict[str, Any]],
-  record: dict[str, Any] | None,
+  headers: dict[str, dict[str, Any]], record: dict[str, Any] | None
 ) -> str | None:
   """Returns the text of the index; None for a single file without one."""
   if record and headers == record['files']:
     return record['index']
-  if list(plan_of) == [files.SINGLE]:
+  if list(headers) == [files.SINGLE]:
     return None
-  places = {e.name: file for file, group in plan_of.items() for e in group}
-  total = sum(e.num_bytes for group in plan_of.values() for e in group)
+  places = {name: f for f, header in headers.items() for name in header}
+  places.pop(files.METADATA, None)
+  total = sum(num_bytes(header) for header in headers.values())
   fields = {'metadata': {'total_size': total}, 'weight_map': places}
   return json.dumps(fields, indent=2, sort_keys=True) + '\n'
+
+
+def num_bytes(header: dict[str, Any]) -> int:
+  """Returns the size of all tensors of a file."""
+  return max(
+    (e['data_offsets'][1] for n, e in header.items() if n != files.METADATA),
+    default=0,
+  )
 
 
 def config_text(fields: dict[str, Any], dtype: str) -> bytes:

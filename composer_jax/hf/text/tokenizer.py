@@ -110,7 +110,7 @@ class ImportedTokenizer:
     if not path.exists():
       raise ValueError(_missing(path))
     config = tokenizer_json.read_config(path.with_name(CONFIG))
-    source = tokenizer_json.checked(files.read_json(path), config, str(path))
+    source = tokenizer_json.checked(files.read_json(path), str(path))
     roles = hf_roles.assign(source, config, vocab_size, path)
     return cls(source, roles, str(path))
 
@@ -124,16 +124,12 @@ class ImportedTokenizer:
         'it made again.'
       )
     roles = data.get('roles')
-    if (
-      not isinstance(roles, dict)
-      or roles.keys() != set(hf_roles.NAMES)
-      or not all(type(i) is int and i >= 0 for i in roles.values())
-    ):
+    if not isinstance(roles, dict) or roles.keys() != set(hf_roles.NAMES):
       raise ValueError(
         f'{path} is damaged: it has no id for each of '
         f'{", ".join(hf_roles.NAMES)}; delete it to have it made again.'
       )
-    source = tokenizer_json.checked(data.get('source'), {}, str(path))
+    source = tokenizer_json.checked(data.get('source'), str(path))
     return cls(source, roles, str(path))
 
   def save(self, path: str | os.PathLike) -> None:

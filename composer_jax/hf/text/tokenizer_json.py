@@ -6,6 +6,7 @@ Only the normalizers and pre-tokenizers listed here are known to lose nothing,
 so others are refused as well.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -34,12 +35,11 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def checked(source: Any, config: Mapping[str, Any], name: str) -> dict:
+def checked(source: Any, name: str) -> dict[str, Any]:
   """Returns the content of a `tokenizer.json` that can be trusted.
 
   Args:
     source: parsed file.
-    config: parsed `tokenizer_config.json`, which may list more tokens.
     name: path of the file, for errors.
   """
   model = source.get('model') if isinstance(source, dict) else None
@@ -80,7 +80,7 @@ def checked(source: Any, config: Mapping[str, Any], name: str) -> dict:
         f'{name}: {key} ({model[key]!r}) of the model must be absent: the same '
         'text must always give the same ids and come back whole.'
       )
-  added = _added(source, config, name)
+  added = _added(source, name)
   _check_ids(model.get('vocab'), added, name)
   return {**source, 'added_tokens': added}
 
@@ -97,32 +97,23 @@ def _components(part: Any, name: str) -> list[dict[str, Any]]:
   return [part]
 
 
-def _added(
-  source: dict[str, Any], config: Mapping[str, Any], name: str
-) -> list[dict[str, Any]]:
-  """Returns the added tokens, those of `tokenizer_config.json` included."""
-  listed = source.get('added_tokens') or []
-  more = config.get('added_tokens_decoder') or {}
+def _added(source: dict[str, Any], name: str) -> list[dict[str, Any]]:
+  """Returns the added tokens with all their flags."""
+  tokens = source.get('added_tokens') or []
   try:
-    extra = {int(key): token for key, token in more.items()}
-    # The library numbers them in this order.
-    tokens = [*listed, *({**extra[i], 'id': i} for i in sorted(extra))]
-    by_id: dict[int, dict[str, Any]] = {}
-    for token in tokens:
-      flags = {flag: token.get(flag) is True for flag in _FLAGS}
-      i, content = token['id'], token['content']
-      if type(i) is not int or i < 0 or type(content) is not str or not content:
-        raise TypeError(f'{token}')
-      by_id.setdefault(i, {'id': i, 'content': content, **flags})
-      if by_id[i]['content'] != content:
-        raise TypeError(f'{i} is {by_id[i]["content"]!r} and {content!r}')
+    return [
+      {
+        'id': int(token['id']),
+        'content': str(token['content']),
+        **{flag: token.get(flag) is True for flag in _FLAGS},
+      }
+      for token in tokens
+    ]
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f'{name}: added_tokens, or added_tokens_decoder of tokenizer_config.json '
-      f'beside it, is damaged ({type(error).__name__}: {error}): each token '
-      'needs an id of its own and a content.'
+      f'{name}: added_tokens is damaged ({type(error).__name__}: {error}); '
+      'each token needs an id and a content.'
     ) from error
-  return list(by_id.values())
 
 
 def _check_ids(vocab: Any, added: list[dict[str, Any]], name: str) -> None:
@@ -130,17 +121,14 @@ def _check_ids(vocab: Any, added: list[dict[str, Any]], name: str) -> None:
     type(i) is int and i >= 0 for i in vocab.values()
   ):
     raise ValueError(f"{name}: 'vocab' of the model is no {{piece: id}}.")
-  ids = {token['content']: token['id'] for token in added}
-  pieces: dict[int, str] = {}
-  for piece, i in [*vocab.items(), *ids.items()]:
-    other = pieces.setdefault(i, piece)
-    if other != piece:
-      raise ValueError(f'{name}: both {other!r} and {piece!r} have the id {i}.')
-  for token in added:
-    content = token['content']
-    different = {token['id'], ids[content], vocab.get(content, token['id'])}
-    if len(different) > 1:
-      raise ValueError(f'{name}: {content!r} has the ids {sorted(different)}.')
+  pieces = {(content, i) for content, i in vocab.items()}
+  pieces |= {(token['content'], token['id']) for token in added}
+  for part, what in ((0, 'the piece'), (1, 'the id')):
+    counts = collections.Counter(piece[part] for piece in pieces)
+    value, count = counts.most_common(1)[0] if counts else ('', 0)
+    if count > 1:
+      same = sorted(str(p[1 - part]) for p in pieces if p[part] == value)
+      raise ValueError(f'{name}: {what} {value!r} stands beside {same}.')
 
 
 def parse(source: dict[str, Any], name: str) -> tokenizers.Tokenizer:

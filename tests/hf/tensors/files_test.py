@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from composer_jax.hf.tensors import cast, files
+from composer_jax.hf.tensors import files
 from tests.hf import checkpoints
 
 ARRAYS = {
@@ -137,26 +137,3 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(folder):
     _cut(folder)
     with pytest.raises(ValueError, match=f'{FILES[1]} ended within d.weight'):
       found.read(raw, 0, 5)
-
-
-@pytest.mark.parametrize('dtype', [ml_dtypes.bfloat16, np.float16])
-def test_every_half_comes_back_from_float32(dtype):
-  values = np.arange(2**16, dtype=np.uint16).view(dtype)
-  wide = cast.cast(values, np.dtype(np.float32))
-  with np.errstate(invalid='ignore'):
-    is_number = ~np.isnan(values)
-  np.testing.assert_array_equal(
-    wide[is_number], values[is_number].astype(np.float32)
-  )
-  back = cast.cast(wide, np.dtype(dtype))
-  np.testing.assert_array_equal(back.view(np.uint16), values.view(np.uint16))
-
-
-def test_numbers_are_rounded_and_lost_payloads_stay_nan():
-  bits = np.array([0x7F800001, 0xFF800001, 0x3F808000, 0x3F818000], np.uint32)
-  half = cast.cast(bits.view(np.float32), checkpoints.BFLOAT16)
-  expected = [0x7FC0, 0xFFC0, 0x3F80, 0x3F82]
-  np.testing.assert_array_equal(half.view(np.uint16), expected)
-  half = cast.cast(bits.view(np.float32), checkpoints.FLOAT16)
-  expected = [0x7E00, 0xFE00, 0x3C04, 0x3C0C]
-  np.testing.assert_array_equal(half.view(np.uint16), expected)
