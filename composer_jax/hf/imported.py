@@ -101,8 +101,9 @@ def check_model(
   if differing:
     more = len(differing) - _NUM_SHOWN
     raise ValueError(
-      f'The model in {folder} is not that of this run: '
-      f'--config=configs/composer/imported.py:{folder} takes it from there. '
+      f'The model in {folder} is not that of this run. Only '
+      f'--config=configs/composer/imported.py:{folder} takes it from there; '
+      'other configs, such as deletion.py, have a model of their own. '
       f'Only {", ".join(model_config.FREE)} may differ; '
       f'{"; ".join(differing[:_NUM_SHOWN])}'
       f'{f"; and {more} more" if more > 0 else ""}.'

@@ -136,8 +136,9 @@ def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
     rope=dataclasses.replace(spec.model.rope, theta=5.0),
   )
   told = (
-    r'model .* is not that .*imported\.py:\S+ takes it from there\. '
-    r'Only compute_dtype, remat.*norm_eps is 1e-06 there and 0\.5 in '
+    r'model .* is not that .*imported\.py:\S+ takes it from there; other '
+    r'configs, such as deletion\.py, have .* own\. Only compute_dtype, remat'
+    r'.*norm_eps is 1e-06 there and 0\.5 in '
     r'--config\.model; rope\.theta is 10000\.0 there and 5\.0 in '
     r'--config\.model\.$'
   )

@@ -128,7 +128,10 @@ def _check_ids(vocab: Any, added: list[dict[str, Any]], name: str) -> None:
     value, count = counts.most_common(1)[0] if counts else ('', 0)
     if count > 1:
       same = sorted(str(p[1 - part]) for p in pieces if p[part] == value)
-      raise ValueError(f'{name}: {what} {value!r} stands beside {same}.')
+      raise ValueError(
+        f'{name}: {what} {value!r} belongs to {", ".join(same)}; a piece has '
+        'one id, and an id one piece.'
+      )
 
 
 def parse(source: dict[str, Any], name: str) -> tokenizers.Tokenizer:

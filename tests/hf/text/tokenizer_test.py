@@ -225,16 +225,16 @@ def respelled(source):
     (swap, r"im_start\|>' the id 302, the library .* gives it 301.* in order"),
     (
       lambda s: s['added_tokens'][2].update(id=5),
-      "the id 5 stands beside .*'&'",
+      'the id 5 belongs to &, <.*im_end',
     ),
-    (respelled, r'the id 305 stands beside .*fim_suffix.*other'),
+    (respelled, r'the id 305 belongs to .*fim_suffix.*other'),
     (
       lambda s: s['model']['vocab'].update(b=66),
-      r"the id 66 stands beside \['b', 'c'\]",
+      'the id 66 belongs to b, c; a piece',
     ),
     (
       lambda s: s['added_tokens'].append(token(311, '<think>')),
-      r"the piece '<think>' stands beside \['310', '311'\]",
+      "the piece '<think>' belongs to 310, 311; a piece",
     ),
   ],
 )
@@ -492,7 +492,7 @@ def test_what_loses_text_is_refused(tmp_path, kind, told):
     ('added_tokens', [{'content': 'x'}], "damaged .KeyError: 'id'"),
     ('added_tokens', [{'id': 'x', 'content': 'x'}], 'damaged .ValueError'),
     ('added_tokens', [token(311, '')], "gives '' the id 311, the library"),
-    ('added_tokens', [token(400, 'x'), token(400, 'y')], "400 .*'x', 'y'"),
+    ('added_tokens', [token(400, 'xx'), token(400, 'y-')], '400 .*xx, y-'),
   ],
 )
 def test_damage_is_named(tmp_path, key, value, told):
