@@ -88,22 +88,21 @@ def check_model(
 ) -> None:
   """Raises a ValueError with the fields in which the run's model differs."""
   # Through JSON, where a tuple is a list on both sides.
-  wanted = files.flatten(json.loads(json.dumps(model.to_dict())))
-  there = files.flatten(model_of(folder))
-  missing = object()
+  ours = files.flatten(json.loads(json.dumps(model.to_dict())))
+  imported = files.flatten(model_of(folder))
   differing = [
-    f'{key} is {there.get(key, "absent")!r} there and '
-    f'{wanted.get(key, "absent")!r} in --config.model'
-    for key in sorted(there | wanted)
+    f'{key} is {imported.get(key, "absent")!r} there and '
+    f'{ours.get(key, "absent")!r} in --config.model'
+    for key in sorted(imported | ours)
     if key not in model_config.FREE
-    and there.get(key, missing) != wanted.get(key, missing)
+    and (key in imported, imported.get(key)) != (key in ours, ours.get(key))
   ]
   if differing:
     more = len(differing) - _NUM_SHOWN
     raise ValueError(
-      f'The model in {folder} is not that of this run. Only '
-      f'--config=configs/composer/imported.py:{folder} takes it from there; '
-      'other configs, such as deletion.py, have a model of their own. '
+      f'The model in {folder} is not that of this run. Take it from there by '
+      f'--config=configs/composer/imported.py:{folder}; other configs, such as '
+      'deletion.py, have a model of their own. '
       f'Only {", ".join(model_config.FREE)} may differ; '
       f'{"; ".join(differing[:_NUM_SHOWN])}'
       f'{f"; and {more} more" if more > 0 else ""}.'

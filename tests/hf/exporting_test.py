@@ -46,10 +46,10 @@ def _same_folders(one, other):
 
 
 def _load(folder):
-  found = {}
+  tensors = {}
   for path in folder.glob('*.safetensors'):
-    found.update(safetensors.numpy.load_file(path))
-  return found
+    tensors.update(safetensors.numpy.load_file(path))
+  return tensors
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,17 @@ def test_quantised_weights_go_out_as_bfloat16_and_say_so(tmp_path):
   _, back = _round_trip(tmp_path, fields, arrays, num_files=num_files)
   assert len(list(back.glob('*.safetensors'))) == num_files - 1
   product = arrays[GATE].astype(np.float32) * scale
-  found = _load(back)
-  assert f'{GATE}_scale_inv' not in found
-  assert found.keys() == checkpoints.table_of(DEEPSEEK).keys()
-  np.testing.assert_array_equal(found[GATE], product.astype(ml_dtypes.bfloat16))
+  tensors = _load(back)
+  assert f'{GATE}_scale_inv' not in tensors
+  assert tensors.keys() == checkpoints.table_of(DEEPSEEK).keys()
+  np.testing.assert_array_equal(
+    tensors[GATE], product.astype(ml_dtypes.bfloat16)
+  )
   config = files.read_json(back / 'config.json')
   assert config == DEEPSEEK | {'torch_dtype': 'bfloat16'}
   index = files.read_json(back / hf_io.INDEX)
-  assert index['weight_map'].keys() == found.keys()
-  total = sum(array.nbytes for array in found.values())
+  assert index['weight_map'].keys() == tensors.keys()
+  total = sum(array.nbytes for array in tensors.values())
   assert index['metadata']['total_size'] == total
 
 
@@ -169,12 +171,12 @@ def test_kimi_k25_goes_through_whole(tmp_path):
     assert name.startswith('language_model.model.layers.')
     expected[name] = _packed(rng, arrays, name)
   _, back = _round_trip(tmp_path, fields, dict(arrays), num_files=3)
-  found = _load(back)
+  tensors = _load(back)
   wanted = {n: a for n, a in arrays.items() if '.experts.' not in n} | expected
-  assert found.keys() == wanted.keys()
+  assert tensors.keys() == wanted.keys()
   for name, array in wanted.items():
     np.testing.assert_array_equal(
-      checkpoints.bits(found[name]), checkpoints.bits(array), name
+      checkpoints.bits(tensors[name]), checkpoints.bits(array), name
     )
   plain = {k: v for k, v in text.items() if k != 'quantization_config'}
   config = files.read_json(back / 'config.json')
@@ -239,11 +241,13 @@ def test_a_model_born_here_goes_out_as_its_policy(tmp_path, trained):
     name: jax.ShapeDtypeStruct(array.shape, np.float32, sharding=single)
     for name, array in variables.items()
   }
-  found = importing.load_variables(tmp_path / 'ours', like)
+  tensors = importing.load_variables(tmp_path / 'ours', like)
   for name, array in variables.items():
     is_bias = name.startswith('selection_bias/')
     dtype = np.float32 if is_bias else ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found[name], np.asarray(array).astype(dtype))
+    np.testing.assert_array_equal(
+      tensors[name], np.asarray(array).astype(dtype)
+    )
 
 
 def test_a_model_trained_from_an_import_keeps_what_that_carried(

@@ -135,14 +135,14 @@ def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
     norm_eps=0.5,
     rope=dataclasses.replace(spec.model.rope, theta=5.0),
   )
-  told = (
-    r'model .* is not that .*imported\.py:\S+ takes it from there; other '
+  message = (
+    r'model .* is not that .*imported\.py:\S+; other '
     r'configs, such as deletion\.py, have .* own\. Only compute_dtype, remat'
     r'.*norm_eps is 1e-06 there and 0\.5 in '
     r'--config\.model; rope\.theta is 10000\.0 there and 5\.0 in '
     r'--config\.model\.$'
   )
-  with pytest.raises(ValueError, match=told):
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(
       dataclasses.replace(spec, model=other),
       tmp_path / 'run',
@@ -212,15 +212,15 @@ def test_conversations_stay_what_they_were_at_the_start(
 ):
   dated = "{% generation %}{{ strftime_now('%f') }}{% endgeneration %}"
   spec = spec_of(templated(folder, tmp_path / 'import', dated))
-  spec, workdir, found = learning(spec, talks), tmp_path / 'run', []
+  spec, workdir, loaded = learning(spec, talks), tmp_path / 'run', []
   for _ in range(2):
     with runs.open_run(spec, workdir, write_report=silent):
-      found += conversations.load(workdir / conversations.FILE)
-  (first_T, _), (again_T, _) = found
+      loaded += conversations.load(workdir / conversations.FILE)
+  (first_T, _), (again_T, _) = loaded
   assert first_T.tobytes() == again_T.tobytes()
   talks.write_text(talks.read_text() * 2)
-  told = 'another configuration: conversations is'
-  with pytest.raises(ValueError, match=told):
+  message = 'another configuration: conversations is'
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(spec, workdir, write_report=silent):
       pass
 
@@ -241,10 +241,10 @@ def test_what_is_wrong_with_the_import_does_not_bind_a_workdir(
 
 
 def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
-  told = (
+  message = (
     r"--config\.demonstrations\.conversations names '/no/talks', which .*No"
   )
-  with pytest.raises(ValueError, match=told):
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(
       learning(spec_of(folder), '/no/talks'),
       tmp_path / 'run',
@@ -296,8 +296,8 @@ def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
     stages.pretrain(run)
   assert not (tmp_path / 'exports').exists()
   assert not (tmp_path / 'corpus').exists()
-  told = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
-  with pytest.raises(ValueError, match=told):
+  message = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
+  with pytest.raises(ValueError, match=message):
     dataclasses.replace(spec, initial='')
   with pytest.raises(ValueError, match=r'sft\.steps must be at least 1'):
     dataclasses.replace(spec, sft=dataclasses.replace(spec.sft, steps=0))

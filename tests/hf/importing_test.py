@@ -50,8 +50,8 @@ def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype):
   importing.convert(source, tmp_path / 'ours')
   table = hf_checkpoints.table_of(fields)
   like = hf_checkpoints.like(blocks.shapes(table), dtype)
-  found = importing.load_variables(tmp_path / 'ours', like)
-  hf_checkpoints.check_blocks(found, table, arrays)
+  restored = importing.load_variables(tmp_path / 'ours', like)
+  hf_checkpoints.check_blocks(restored, table, arrays)
   importing.verify(source, tmp_path / 'ours')
 
 
@@ -61,8 +61,8 @@ def test_an_import_is_a_checkpoint_of_step_0(imported):
   checkpoints = manager.Checkpoints(ours / 'weights', keep=1)
   assert checkpoints.steps() == [0]
   like = hf_checkpoints.like(blocks.shapes(table), ml_dtypes.bfloat16)
-  found, _ = checkpoints.restore(0, like)
-  hf_checkpoints.check_blocks(found, table, arrays)
+  restored, _ = checkpoints.restore(0, like)
+  hf_checkpoints.check_blocks(restored, table, arrays)
   checkpoints.close()
 
 

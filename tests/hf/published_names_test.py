@@ -29,9 +29,9 @@ def test_transformers_reads_the_configs_we_write(name, tmp_path):
   (tmp_path / 'config.json').write_text(
     json.dumps(hf_config.to_hf(config, family))
   )
-  theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+  reference = transformers.AutoConfig.from_pretrained(tmp_path)
   # What they made of it, in their spelling, is the same model.
-  assert hf_config.from_hf(theirs.to_dict()) == (config, family, '')
+  assert hf_config.from_hf(reference.to_dict()) == (config, family, '')
 
 
 @pytest.mark.parametrize('name', tiny.MODELS)
@@ -99,9 +99,11 @@ def test_a_language_model_inside_kimi_k25(tmp_path):
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_published_sizes_have_our_names_and_shapes(name):
   config, family, _ = hf_config.from_hf(PUBLISHED[name])
-  theirs = transformers.AutoConfig.for_model(**hf_config.to_hf(config, family))
+  reference = transformers.AutoConfig.for_model(
+    **hf_config.to_hf(config, family)
+  )
   with torch.device('meta'):
-    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    model = transformers.AutoModelForCausalLM.from_config(reference)
   table = names.tensors(config, family)
   state = models.as_stored(model.state_dict(), family)
   held = {n: tuple(t.shape) for n, t in state.items()}

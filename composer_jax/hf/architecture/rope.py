@@ -75,14 +75,13 @@ def from_fields(
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
-  places = ('rope_parameters', 'rope_scaling')
-  both = [fields[key] for key in places if fields.get(key)]
-  if len(both) == 2 and both[0] != both[1]:
+  given = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  other = fields.get('rope_scaling') or given
+  if given != other:
     raise ValueError(
-      f"'rope_parameters' ({both[0]}) and 'rope_scaling' ({both[1]}) differ; "
+      f"'rope_parameters' ({given}) and 'rope_scaling' ({other}) differ; "
       'remove one.'
     )
-  given = both[0] if both else {}
   if not isinstance(given, dict) or any(
     isinstance(value, dict) for value in given.values()
   ):

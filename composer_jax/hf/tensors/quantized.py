@@ -5,7 +5,6 @@ one interface: a name, a shape, a dtype, and any range of elements. Any other
 scheme is refused by name before anything is read.
 """
 
-import dataclasses
 import functools
 from collections.abc import Container
 from typing import Any, Protocol
@@ -166,19 +165,6 @@ def _int4_values() -> np.ndarray:
   return pairs.astype(np.float32) - 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Scheme:
-  """A supported way to store quantised weights.
-
-  Attributes:
-    kind: 'fp8' or 'int4'.
-    block: rows and columns that share a scale.
-  """
-
-  kind: str
-  block: tuple[int, int]
-
-
 def _refuse(rule: str, value: Any) -> ValueError:
   return ValueError(
     f'config.json: quantization_config.{rule} is {value!r}, which is not read; '
@@ -197,8 +183,11 @@ def _require(
       raise _refuse(f'{at}{key}', fields[key])
 
 
-def scheme(config: dict[str, Any]) -> Scheme | None:
-  """Returns the scheme that a config.json names; None for plain weights."""
+def scheme(config: dict[str, Any]) -> tuple[str, Any] | None:
+  """Returns ('fp8', block), ('int4', group) or, for plain weights, None.
+
+  The block is the rows and columns that share a scale, the group the columns.
+  """
   nested = config.get('text_config')
   text = nested if isinstance(nested, dict) else {}
   fields = config.get('quantization_config', text.get('quantization_config'))
@@ -213,49 +202,51 @@ def scheme(config: dict[str, Any]) -> Scheme | None:
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):
       raise _refuse('weight_block_size', block)
-    return Scheme(kind='fp8', block=(block[0], block[1]))
+    return 'fp8', (block[0], block[1])
   if method == 'compressed-tensors':
     _check_int4(fields)
-    return Scheme(kind='int4', block=(1, _INT4_GROUP))
+    return 'int4', _INT4_GROUP
   raise _refuse('quant_method', method)
 
 
 def _check_int4(fields: dict[str, Any]) -> None:
-  top = {
+  allowed = {
     'format': ('pack-quantized',),
     'kv_cache_scheme': (None,),
     'quantization_status': ('compressed',),
     'sparsity_config': (None, {}),
     'transform_config': (None, {}),
   }
-  _require(fields, top, '')
+  _require(fields, allowed, '')
   groups = fields.get('config_groups')
   if not isinstance(groups, dict) or len(groups) != 1:
     raise _refuse('config_groups', groups)
   name = next(iter(groups))
   group = keys.take(groups, name, dict)
   at = f'config_groups.{name}.'
-  of_group = {
+  allowed = {
     'input_activations': (None,),
     'output_activations': (None,),
     'format': (None, 'pack-quantized'),
     'targets': (['Linear'],),
   }
-  _require(group, of_group, at)
+  _require(group, allowed, at)
   weights = keys.take(group, 'weights', dict, {})
-  for key, value in {
-    'num_bits': 4,
-    'type': 'int',
-    'symmetric': True,
-    'strategy': 'group',
-    'group_size': _INT4_GROUP,
-  }.items():
-    if weights.get(key) != value:
-      raise _refuse(f'{at}weights.{key}', weights.get(key))
-  # Ordering by activation permutes the columns unless it is 'weight'; that is
-  # refused too, since it has not been compared with the reference.
-  unordered = {'actorder': (None, False), 'dynamic': (False,)}
-  _require(weights, unordered, f'{at}weights.')
+  allowed = {
+    'num_bits': (4,),
+    'type': ('int',),
+    'symmetric': (True,),
+    'strategy': ('group',),
+    'group_size': (_INT4_GROUP,),
+    # Ordering by activation permutes the columns unless it is 'weight'; that is
+    # refused too, since it has not been compared with the reference.
+    'actorder': (None, False),
+    'dynamic': (False,),
+  }
+  # compressed-tensors has other defaults for some of these.
+  _require(
+    {'num_bits': None, 'group_size': None} | weights, allowed, f'{at}weights.'
+  )
 
 
 def tensors(
@@ -274,17 +265,16 @@ def tensors(
   Raises:
     ValueError: the scheme or a stored tensor cannot be read; names it.
   """
-  stored_as = scheme(config)
-  kind = stored_as.kind if stored_as else None
+  kind, block = scheme(config) or (None, None)
   raws, result, scales = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
     tensor: ReadableTensor = Plain(folder, raw)
-    if stored_as is None or whole not in wanted:
+    if whole not in wanted:
       pass
     elif kind == 'fp8' and raw.dtype == 'F8_E4M3':
       scale = _beside(raws, raw, f'{name}_scale_inv')
-      tensor = Fp8(folder, raw, scale, stored_as.block)
+      tensor = Fp8(folder, raw, scale, block)
     elif kind == 'int4' and whole != name:
       scale = _beside(raws, raw, f'{whole}_scale')
       shape = _beside(raws, raw, f'{whole}_shape')

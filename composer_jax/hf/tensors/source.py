@@ -90,9 +90,9 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
     raise ValueError(f'{path / CONFIG}: {text}') from error
   folder = hf_io.Folder(path)
   table = names.tensors(config, family, prefix=prefix)
-  found = quantized.tensors(folder, fields, table)
-  _check(path, found, table, config, prefix)
-  tensors = {name: t for name, t in found.items() if name in table}
+  stored = quantized.tensors(folder, fields, table)
+  _check(path, stored, table, config, prefix)
+  tensors = {name: t for name, t in stored.items() if name in table}
   used = {raw.name for t in tensors.values() for raw in t.raws}
   return SourceCheckpoint(
     folder=folder,

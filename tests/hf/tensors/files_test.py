@@ -24,21 +24,21 @@ def folder(tmp_path):
 
 
 def test_ranges_are_those_of_the_library(folder):
-  with files.Folder(folder) as found:
-    assert found.tensors.keys() == ARRAYS.keys()
+  with files.Folder(folder) as opened:
+    assert opened.tensors.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-      raw = found.tensors[name]
+      raw = opened.tensors[name]
       assert raw.shape == array.shape
       for start, stop in ((0, array.size), (array.size // 3, array.size)):
         np.testing.assert_array_equal(
-          found.read(raw, start, stop), array.reshape(-1)[start:stop]
+          opened.read(raw, start, stop), array.reshape(-1)[start:stop]
         )
 
 
 def test_files_written_in_pieces_are_the_librarys(tmp_path):
   safetensors.numpy.save_file(ARRAYS, tmp_path / 'theirs', {'format': 'pt'})
-  with files.Folder(tmp_path, ['theirs']) as theirs:
-    order = list(theirs.tensors.values())
+  with files.Folder(tmp_path, ['theirs']) as reference:
+    order = list(reference.tensors.values())
   header = files.new_header(
     [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in order],
     {'format': 'pt'},
@@ -132,8 +132,8 @@ def test_damage_is_named(folder, damage, message):
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder):
-  with files.Folder(folder) as found:
-    raw = found.tensors['d.weight']
+  with files.Folder(folder) as opened:
+    raw = opened.tensors['d.weight']
     _cut(folder)
     with pytest.raises(ValueError, match=f'{FILES[1]} ended within d.weight'):
-      found.read(raw, 0, 5)
+      opened.read(raw, 0, 5)

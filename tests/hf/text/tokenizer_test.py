@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def made(folders):
+def by_kind(folders):
   return {
     kind: hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
     for kind, folder in folders.items()
@@ -39,8 +39,8 @@ def made(folders):
 
 
 @pytest.fixture(params=WRITE)
-def tokenizer(request, made):
-  return made[request.param]
+def tokenizer(request, by_kind):
+  return by_kind[request.param]
 
 
 @pytest.mark.parametrize(
@@ -76,32 +76,32 @@ def test_no_text_spells_a_special_token(tokenizer):
   assert chat.turns(tokenizer, message) == [{'role': 'tool', 'text': text}]
 
 
-def test_text_is_encoded_as_transformers_does(made, folders):
+def test_text_is_encoded_as_transformers_does(by_kind, folders):
   for kind in ('qwen', 'deepseek'):
-    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    reference = transformers.AutoTokenizer.from_pretrained(folders[kind])
     for text in (
       tokenizer_files.TEXT,
       unicodedata.normalize('NFC', 'naïve 😀\n\n x'),
     ):
-      expected = theirs.encode(text, add_special_tokens=False)
-      assert made[kind].encode(text).tolist() == expected
+      expected = reference.encode(text, add_special_tokens=False)
+      assert by_kind[kind].encode(text).tolist() == expected
     marked = f'<|im_start|>a<｜User｜>{tokenizer_files.TEXT}<think>'
-    ids, offsets = made[kind].encode_markup(made[kind].mark(marked))
-    expected = theirs.encode(marked, add_special_tokens=False)
+    ids, offsets = by_kind[kind].encode_markup(by_kind[kind].mark(marked))
+    expected = reference.encode(marked, add_special_tokens=False)
     assert ids.tolist() == expected
-    assert set(ids.tolist()) & made[kind].special_ids
+    assert set(ids.tolist()) & by_kind[kind].special_ids
     # Every character belongs to a token, and a mark to the one it marks.
     where = {i for first, end in offsets for i in range(first, end)}
-    size = len(made[kind].mark(marked))
+    size = len(by_kind[kind].mark(marked))
     assert where == set(range(size)) and size == len(marked) + 1
     for i, (first, end) in zip(ids, offsets):
-      if i in made[kind].special_ids:
-        spelled = hf_tokenizer.MARK + made[kind].decode([i])
-        assert made[kind].mark(marked)[first:end] == spelled
+      if i in by_kind[kind].special_ids:
+        spelled = hf_tokenizer.MARK + by_kind[kind].decode([i])
+        assert by_kind[kind].mark(marked)[first:end] == spelled
     # Without the marks all of it is text.
-    ids, _ = made[kind].encode_markup(marked + '\udc00')
-    assert not set(ids.tolist()) & made[kind].special_ids
-    assert made[kind].decode(ids) == marked + '?'
+    ids, _ = by_kind[kind].encode_markup(marked + '\udc00')
+    assert not set(ids.tolist()) & by_kind[kind].special_ids
+    assert by_kind[kind].decode(ids) == marked + '?'
 
 
 def test_white_space_that_a_special_token_takes_in_is_as_in_transformers(
@@ -112,10 +112,10 @@ def test_white_space_that_a_special_token_takes_in_is_as_in_transformers(
     source['added_tokens'].append(token(311, '<wide>', **wide))
 
   tokenizer = changed(tokenizer_files.qwen(tmp_path), change)
-  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
   for text in ('a \n<wide> \n b', '<wide>  <wide>', '<|im_end|> <wide>\n'):
     ids, spans = tokenizer.encode_markup(tokenizer.mark(text))
-    assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+    assert ids.tolist() == reference.encode(text, add_special_tokens=False)
     assert spans[0, 0] == 0 and (spans[1:, 0] == spans[:-1, 1]).all()
 
 
@@ -130,10 +130,10 @@ def test_the_space_before_the_first_word_is_as_in_transformers(
   )
   folder = tokenizer_files.write(tmp_path, bpe, tokenizer_files.MIXTRAL)
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, VOCAB_SIZE)
-  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  reference = transformers.AutoTokenizer.from_pretrained(folder)
   for text in ('v v<s>v  v</s> v', '<s>v'):
     ids, _ = tokenizer.encode_markup(tokenizer.mark(text))
-    assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+    assert ids.tolist() == reference.encode(text, add_special_tokens=False)
   # In text there is none, as in every part of a document.
   assert tokenizer.decode(tokenizer.encode('v v')) == 'v v'
 
@@ -197,10 +197,10 @@ def test_the_longest_special_token_is_meant_as_in_transformers(tmp_path):
     source['added_tokens'].append(token(311, '<|im_end|>>', special=True))
 
   tokenizer = changed(tokenizer_files.qwen(tmp_path), change)
-  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
   text = 'a<|im_end|>>b<|im_end|>'
   ids, _ = tokenizer.encode_markup(tokenizer.mark(text))
-  assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
+  assert ids.tolist() == reference.encode(text, add_special_tokens=False)
   assert 311 in ids
 
 
@@ -215,7 +215,7 @@ def respelled(source):
 
 
 @pytest.mark.parametrize(
-  'change, told',
+  'change, message',
   [
     # As the library numbers them, 311 would follow 310.
     (
@@ -238,8 +238,10 @@ def respelled(source):
     ),
   ],
 )
-def test_an_id_is_of_one_token_and_that_of_the_library(tmp_path, change, told):
-  with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*({told})'):
+def test_an_id_is_of_one_token_and_that_of_the_library(
+  tmp_path, change, message
+):
+  with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*({message})'):
     changed(tokenizer_files.qwen(tmp_path), change)
 
 
@@ -262,20 +264,20 @@ def test_a_special_token_that_text_reaches_is_refused(tmp_path, write, content):
     changed(write(tmp_path), change)
 
 
-def test_words_of_sentencepiece_are_those_after_a_space(made, folders):
+def test_words_of_sentencepiece_are_those_after_a_space(by_kind, folders):
   """Only the space before the first word differs from transformers."""
-  theirs = transformers.AutoTokenizer.from_pretrained(folders['mixtral'])
-  expected = theirs.encode(tokenizer_files.TEXT, add_special_tokens=False)
-  got = made['mixtral'].encode(' ' + tokenizer_files.TEXT)
+  reference = transformers.AutoTokenizer.from_pretrained(folders['mixtral'])
+  expected = reference.encode(tokenizer_files.TEXT, add_special_tokens=False)
+  got = by_kind['mixtral'].encode(' ' + tokenizer_files.TEXT)
   assert got.tolist() == expected
 
 
-def test_roles_are_the_tokens_of_that_meaning(made):
+def test_roles_are_the_tokens_of_that_meaning(by_kind):
   def ids(tokenizer, **roles):
     token = {t['content']: t['id'] for t in tokenizer._source['added_tokens']}
     return {role: token[content] for role, content in roles.items()}
 
-  qwen, deepseek = made['qwen'], made['deepseek']
+  qwen, deepseek = by_kind['qwen'], by_kind['deepseek']
   expected = ids(
     qwen,
     PAD='<|endoftext|>',
@@ -340,7 +342,7 @@ def test_a_middle_is_asked_for_with_the_marks_of_the_vocabulary(tokenizer):
 
 
 def test_it_survives_disk_and_its_fingerprint_tells_it_apart(
-  tokenizer, made, folders, tmp_path
+  tokenizer, by_kind, folders, tmp_path
 ):
   tokenizer.save(tmp_path / 't.json')
   loaded = hf_tokenizer.load_any(tmp_path / 't.json')
@@ -348,7 +350,7 @@ def test_it_survives_disk_and_its_fingerprint_tells_it_apart(
   assert loaded.fingerprint() == tokenizer.fingerprint()
   assert loaded._roles == tokenizer._roles
   np.testing.assert_array_equal(loaded.encode('ab c'), tokenizer.encode('ab c'))
-  assert len({t.fingerprint() for t in made.values()}) == len(made)
+  assert len({t.fingerprint() for t in by_kind.values()}) == len(by_kind)
   # Other roles are another tokenizer.
   reserved = tokenizer._roles | {'USER': VOCAB_SIZE - 1}
   other = hf_tokenizer.ImportedTokenizer(tokenizer._source, reserved, 'x')
@@ -380,10 +382,10 @@ def test_too_few_free_rows_are_counted_and_cured(folders):
     hf_tokenizer.ImportedTokenizer.from_folder(folders['mixtral'], 30)
 
 
-def test_reserved_tokens_are_taken_where_no_row_is_free(folders, made):
+def test_reserved_tokens_are_taken_where_no_row_is_free(folders, by_kind):
   """DeepSeek's lacks END alone, and has a place holder."""
   # All ids but the free one that END has.
-  used = made['deepseek'].vocab_size - 1
+  used = by_kind['deepseek'].vocab_size - 1
   full = hf_tokenizer.ImportedTokenizer.from_folder(folders['deepseek'], used)
   assert full.decode([full.END]) == '<｜place▁holder▁no▁0｜>'
 
@@ -413,10 +415,10 @@ def test_padding_is_no_role_of_messages(tmp_path):
     folder = tokenizer_files.deepseek(
       tmp_path / name, pad_token=pad, bos_token=pad
     )
-    made = hf_tokenizer.ImportedTokenizer.from_folder(folder, 311)
-    ids = [getattr(made, role) for role in ROLES[3:]]
-    assert made.PAD not in ids and made.BOS not in ids
-    assert (made.PAD == made.EOD) == (pad != reserved)
+    tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(folder, 311)
+    ids = [getattr(tokenizer, role) for role in ROLES[3:]]
+    assert tokenizer.PAD not in ids and tokenizer.BOS not in ids
+    assert (tokenizer.PAD == tokenizer.EOD) == (pad != reserved)
   # Not even where no other row is left.
   with pytest.raises(ValueError, match='1 too few'):
     hf_tokenizer.ImportedTokenizer.from_folder(folder, 310)
@@ -462,7 +464,7 @@ def lossy(kind):
 
 
 @pytest.mark.parametrize(
-  'kind, told',
+  'kind, message',
   [
     ('lower', "normalizer {'type': 'Lowercase'} may lose text"),
     ('replace', "normalizer {'type': 'Replace'.* may lose text.*NFC"),
@@ -475,14 +477,14 @@ def lossy(kind):
     ('no bytes', 'lacks 254 of the 256 single bytes, the first is 0x00'),
   ],
 )
-def test_what_loses_text_is_refused(tmp_path, kind, told):
+def test_what_loses_text_is_refused(tmp_path, kind, message):
   tokenizer_files.write(tmp_path, lossy(kind), tokenizer_files.QWEN)
-  with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*{told}'):
+  with pytest.raises(ValueError, match=f'(?s)tokenizer.json.*{message}'):
     hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
 
 
 @pytest.mark.parametrize(
-  'key, value, told',
+  'key, value, message',
   [
     ('model', [], "has no 'model'; is it"),
     ('model', {'type': 'BPE', 'byte_fallback': True}, "'vocab' of the model"),
@@ -495,9 +497,9 @@ def test_what_loses_text_is_refused(tmp_path, kind, told):
     ('added_tokens', [token(400, 'xx'), token(400, 'y-')], '400 .*xx, y-'),
   ],
 )
-def test_damage_is_named(tmp_path, key, value, told):
+def test_damage_is_named(tmp_path, key, value, message):
   folder = tokenizer_files.qwen(tmp_path)
-  with pytest.raises(ValueError, match=f'tokenizer.json.*{told}'):
+  with pytest.raises(ValueError, match=f'tokenizer.json.*{message}'):
     changed(folder, lambda source: source.update({key: value}))
 
 
@@ -526,8 +528,8 @@ def test_a_damaged_config_is_named(tmp_path):
 
 
 @pytest.mark.parametrize('roles', [None, {'PAD': 3}])
-def test_what_was_saved_and_damaged_is_named(made, tmp_path, roles):
-  made['qwen'].save(tmp_path / 't.json')
+def test_what_was_saved_and_damaged_is_named(by_kind, tmp_path, roles):
+  by_kind['qwen'].save(tmp_path / 't.json')
   data = json.loads((tmp_path / 't.json').read_text())
   (tmp_path / 't.json').write_text(json.dumps({**data, 'roles': roles}))
   with pytest.raises(ValueError, match=r't.json is damaged: .*delete it'):
@@ -536,12 +538,12 @@ def test_what_was_saved_and_damaged_is_named(made, tmp_path, roles):
 
 def test_a_damaged_file_is_named(tmp_path):
   path = tmp_path / 'tokenizer.json'
-  for content, told in (
+  for content, message in (
     ('{', 'tokenizer.json is not valid JSON'),
     ('[]', "tokenizer.json has no 'model'"),
   ):
     path.write_text(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
       hf_tokenizer.ImportedTokenizer.from_folder(tmp_path, 400)
   with pytest.raises(ValueError, match='is not a tokenizer of format'):
     hf_tokenizer.ImportedTokenizer.load(
