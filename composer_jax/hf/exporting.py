@@ -182,7 +182,6 @@ def write(
   making.check_ours(partial, lambda name: name == _CONTENT)
   with contextlib.ExitStack() as stack:
     stored = stack.enter_context(_open(origin.weights))
-    _check_arrays(stored, table, origin.weights)
     carried = None
     if origin.imported is not None and record and record['carried']:
       carried = hf_carried.open_carried(origin.imported, record['carried'])
@@ -199,7 +198,9 @@ def write(
       files.write_atomic(content / hf_io.INDEX, index.encode())
     writers = {}
     for file, header in headers.items():
-      text = hf_layout.header_text(file, header, record)
+      text = None
+      if record and header == record['files'].get(file):
+        text = record['header_texts'].get(file)
       path = content / file
       writers[file] = hf_io.SafetensorsWriter(path, header, text)
     _write_tensors(stored, table, dtypes, carried, writers)
@@ -215,20 +216,6 @@ def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
     if step is None:
       raise ValueError(f'{weights} holds no checkpoint.')
     yield hf_stored.Stored(checkpoints, step)
-
-
-def _check_arrays(
-  stored: hf_stored.Stored, table: names.Table, weights: pathlib.Path
-) -> None:
-  """Raises unless the checkpoint holds the arrays of the table."""
-  have, want = stored.shapes, blocks.shapes(table)
-  differing = sorted(n for n in have | want if have.get(n) != want.get(n))
-  if differing:
-    name = differing[0]
-    raise ValueError(
-      f'{weights} and the model differ in {len(differing)} arrays, the first '
-      f'is {name} ({have.get(name)} there, {want.get(name)} in the model).'
-    )
 
 
 def _write_tensors(

@@ -28,19 +28,8 @@ def model_of(folder: str | os.PathLike) -> dict[str, Any]:
   Raises:
     ValueError: the folder is not a finished import.
   """
+  importing.check_finished(folder)
   path = pathlib.Path(folder) / importing.MODEL
-  lacking = [
-    name
-    for name in (importing.MODEL, importing.RECORD, importing.WEIGHTS)
-    if not path.with_name(name).exists()
-  ]
-  if lacking:
-    raise ValueError(
-      f'{os.fspath(folder)!r} is not a finished import: it lacks '
-      f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
-      '--source=CHECKPOINT --out=DIR` and name it: '
-      '--config=configs/composer/imported.py:DIR.'
-    )
   fields = files.read_json(path)
   if not isinstance(fields, dict):
     raise ValueError(f'{path} holds no config of a model.')

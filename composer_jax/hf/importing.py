@@ -216,15 +216,20 @@ def _write_records(
 
 def read_record(out: str | os.PathLike) -> dict[str, Any]:
   """Reads the hf.json of an import directory."""
-  _check_whole(out)
+  check_finished(out)
   return files.read_json(pathlib.Path(out) / RECORD)
 
 
-def _check_whole(out: str | os.PathLike) -> None:
-  if not (pathlib.Path(out) / RECORD).is_file():
+def check_finished(out: str | os.PathLike) -> None:
+  """Raises a ValueError unless a folder is a whole import directory."""
+  names = (MODEL, RECORD, WEIGHTS)
+  lacking = [name for name in names if not (pathlib.Path(out) / name).exists()]
+  if lacking:
     raise ValueError(
-      f'{out} is not an import directory (it has no {RECORD}); make one with '
-      '`python -m experiments.hf_import`.'
+      f'{os.fspath(out)!r} is not a finished import: it lacks '
+      f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
+      '--source=CHECKPOINT --out=DIR` and name it: '
+      '--config=configs/composer/imported.py:DIR.'
     )
 
 
@@ -283,7 +288,7 @@ def load_variables(out: str | os.PathLike, like: Any) -> Any:
 
 def open_weights(out: str | os.PathLike) -> manager.Checkpoints:
   """Opens the weights of an import directory, which must be whole."""
-  _check_whole(out)
+  check_finished(out)
   return manager.Checkpoints(
     pathlib.Path(out) / WEIGHTS,
     keep=None,

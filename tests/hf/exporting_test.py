@@ -121,7 +121,7 @@ def test_quantised_weights_go_out_as_bfloat16_and_say_so(tmp_path):
   scale = np.full((1, 1), 0.37, np.float32)
   arrays[GATE] = codes.view(ml_dtypes.float8_e4m3fn)
   arrays[f'{GATE}_scale_inv'] = scale
-  # A tensor a file: of that of the scale, nothing is left.
+  # With a file for each tensor, that of the scale disappears.
   num_files = len(arrays)
   _, back = _round_trip(tmp_path, fields, arrays, num_files=num_files)
   assert len(list(back.glob('*.safetensors'))) == num_files - 1
@@ -234,7 +234,7 @@ def test_a_model_born_here_goes_out_as_its_policy(tmp_path, trained):
   paths = sorted((tmp_path / 'out').glob('*.safetensors'))
   assert len(paths) > 2
   assert all(path.stat().st_size < 20_000 + 20_000 for path in paths)
-  # What comes back is the bfloat16 policy, and the bias whole.
+  # The bfloat16 policy comes back, and the bias in float32.
   importing.convert(tmp_path / 'out', tmp_path / 'ours')
   single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = {
@@ -315,7 +315,7 @@ def test_changed_weights_are_not_exported(tmp_path):
     exporting.write(origin, back)
   (ours / 'away').rename(ours / 'carried')
   _flip(ours / 'weights' / '0' / 'state' / 'params' / 'embedding' / '0.0')
-  # What the failed ones left behind is no obstacle, and goes.
+  # The remains of failed exports are deleted.
   stray = tmp_path / 'back.exporting' / 'composer_jax_export' / 'stray.model'
   assert stray.parent.exists()
   stray.touch()
@@ -355,7 +355,7 @@ def test_exports_leave_a_run_that_is_writing_alone(trained):
 
 
 def test_what_is_no_import_is_named(tmp_path):
-  with pytest.raises(ValueError, match='not an import directory .*hf.json'):
+  with pytest.raises(ValueError, match='not a finished import.*hf.json'):
     exporting.of_import(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps({}))
   with pytest.raises(ValueError, match=r'needs --stage; finished are \[\]'):

@@ -64,7 +64,7 @@ def test_the_config_takes_the_model_of_the_import(folder):
   spec = spec_of(folder)
   assert spec.initial == str(folder)
   there = json.loads((folder / 'model.json').read_text())
-  # Flags take tuples, of which JSON makes lists.
+  # Flags take tuples, and JSON turns them into lists.
   there['remat_saves'] = tuple(there['remat_saves'])
   whole = imported_config.get_config(str(folder))
   assert whole.model.to_dict() == there
@@ -110,11 +110,11 @@ def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
   marks = (expected.FIM_PREFIX, expected.FIM_MIDDLE, expected.FIM_SUFFIX)
   counts = {int((tokens_BT == mark).sum()) for mark in marks}
   assert len(counts) == 1 and counts.pop() > 0
-  # What a rollout worker loads.
+  # A rollout worker loads this file.
   saved = hf_tokenizer.load_any(tmp_path / 'tokenizer.json')
   assert saved.fingerprint() == expected.fingerprint()
   assert not any((t == expected.PAD).any() for t, _ in played)
-  # Beside them what goes by a hint, of the same harness.
+  # Advised episodes come from the same harness.
   assert len(played) == len(advised) == 8
   for tokens_T, mask_T in [*played, *itertools.chain(*advised)]:
     assert tokens_T[0] == expected.USER and tokens_T.max() < VOCAB_SIZE
@@ -268,7 +268,7 @@ def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
   moved = shutil.copytree(folder, tmp_path / 'moved')
   with runs.open_run(spec_of(moved), workdir, write_report=silent):
     pass
-  # Where exports look for it.
+  # Exports read the place from here.
   assert files.read_json(workdir / 'config.json')['initial'] == str(moved)
   for name in (
     *('tokenizer.json', 'tokenizer_config.json', 'model.json'),
@@ -315,6 +315,6 @@ def test_a_tokenizer_without_room_is_told_first(folder, tmp_path):
   with pytest.raises(ValueError, match='no token for USER .* 1 too few'):
     with runs.open_run(spec_of(full), tmp_path / 'run', write_report=silent):
       pass
-  # Rows of its own for the roles make another import.
+  # An import with rows for the roles is accepted by the same workdir.
   with runs.open_run(spec_of(folder), tmp_path / 'run', write_report=silent):
     pass

@@ -109,7 +109,7 @@ def test_a_changed_weight_is_noticed(tmp_path, imported):
   chunk.write_bytes(data)
   table = hf_checkpoints.table_of(DEEPSEEK)
   shapes = blocks.shapes(table)
-  # Placed whole, a shard an expert, and with blocks across shards.
+  # Shards: the whole array, one for each expert, several for each chunk.
   for spec in (P(), P(None, 'x'), P(None, None, None, 'x')):
     mesh = jax.make_mesh((8,), ('x',))
     like = hf_checkpoints.like(shapes, np.float32)

@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights, run beside ours.
+"""Runs tiny transformers models with random weights beside our decoder.
 
 Both sides compute in float32 on one thread.
 """
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-  """Tokens of documents; a row of ours may hold several of theirs.
+  """Tokens of documents; our decoder takes several documents in a row.
 
   Attributes:
     tokens_BT: int32.
@@ -40,12 +40,12 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """What both sides are compared by.
+  """Outputs in which both models are compared.
 
   Attributes:
     logits_BTV: zero on padding.
     expert_ids_MBTA: sorted along A; zero on padding.
-    gradients: of the mean cross-entropy, by name of theirs.
+    gradients: gradients of the mean cross-entropy, by transformers' names.
   """
 
   logits_BTV: np.ndarray
@@ -54,8 +54,8 @@ class Result:
 
 
 def make(fields: dict[str, Any], seed: int) -> Any:
-  """Returns a model of theirs with weights that keep activations near one."""
-  # It writes into what is nested.
+  """Returns a transformers model whose weights keep activations near one."""
+  # `for_model` writes into nested dictionaries.
   config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
   model = transformers.AutoModelForCausalLM.from_config(
     config, attn_implementation='eager', experts_implementation='eager'
@@ -67,7 +67,7 @@ def make(fields: dict[str, Any], seed: int) -> Any:
       if 'norm' in name:
         tensor.copy_(1 + 0.2 * noise)
       elif tensor.ndim == 1:
-        # Biases; with that of the selection some scores are below zero.
+        # Biases; that of the selection makes some scores negative.
         tensor.copy_(0.5 * noise)
       else:
         tensor.copy_(noise * tensor.shape[-1] ** -0.5)
@@ -119,7 +119,7 @@ def as_stored(tensors: dict[str, Any], family: str) -> dict[str, Any]:
 def to_ours(
   model: Any, config: model_config.ModelConfig, family: str
 ) -> tuple[decoder.Variables, names.Table]:
-  """Returns our variables of their weights, and the table that made them."""
+  """Returns our variables for a transformers model, and the table used."""
   table = names.tensors(config, family)
   state = {
     name: t.numpy() for name, t in as_stored(model.state_dict(), family).items()
@@ -143,7 +143,7 @@ def to_ours(
 def to_theirs(
   variables: decoder.Variables, table: names.Table
 ) -> dict[str, np.ndarray]:
-  """Returns tensors of theirs; those that the variables lack are left out."""
+  """Returns the tensors of a checkpoint that the variables have."""
   flat = trees.flatten_names(variables)
   tensors = {}
   for tensor in table.values():
@@ -178,7 +178,7 @@ class Ours:
     logprobs_BT = jnp.take_along_axis(logprobs_BTV, targets_BT1, -1)[..., 0]
     same_BT = segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
     counts_BT = same_BT & (segment_ids_BT[:, 1:] != 0)
-    # One document of one token has no loss; zero, not 0 / 0.
+    # A single token has no loss, which must be zero and not 0 / 0.
     loss = -(logprobs_BT * counts_BT).sum() / jnp.maximum(counts_BT.sum(), 1)
     return loss, (logits_BTV, out.expert_ids_MBTA)
 

@@ -1,4 +1,4 @@
-"""Our decoder against transformers: logits, routes and gradients.
+"""Logits, routes and gradients of the decoder are those of transformers.
 
 Every model of `tiny.MODELS` gets the same random weights on both sides. A
 batch has whole rows, padded rows and rows packed of several documents, which
@@ -43,7 +43,7 @@ def _compare(name, seed, lengths):
 @pytest.mark.parametrize('name', tiny.MODELS)
 def test_logits_routes_and_gradients_are_those_of_transformers(name, seed):
   want = _compare(name, seed, LENGTHS)
-  # Every part of the model takes part: no gradient is zero.
+  # Every parameter has an effect: no gradient is zero.
   for parameter, gradient in want.gradients.items():
     assert np.abs(gradient).max() > 1e-6, parameter
 

@@ -144,8 +144,13 @@ class Folder:
     self.tensors: dict[str, Raw] = {}
     for name in self.headers:
       self._add(name)
-    if places:
-      self._compare(places)
+    for tensor, file in places.items():
+      raw = self.tensors.get(tensor)
+      if raw is None or raw.file != file:
+        where = f'{raw.file} holds it' if raw else 'no file holds it'
+        raise ValueError(
+          f'{self.path / INDEX} says that {tensor} is in {file}, but {where}.'
+        )
 
   def _read_header(self, name: str) -> dict[str, Any]:
     path = self.path / name
@@ -185,21 +190,6 @@ class Folder:
         start=self._starts[name] + first,
         num_bytes=last - first,
       )
-
-  def _compare(self, places: dict[str, str]) -> None:
-    """Raises unless index and headers agree."""
-    for tensor, file in places.items():
-      raw = self.tensors.get(tensor)
-      if raw is None or raw.file != file:
-        where = f'{raw.file} holds it' if raw else 'no file holds it'
-        raise ValueError(
-          f'{self.path / INDEX} says that {tensor} is in {file}, but {where}.'
-        )
-    for tensor, raw in self.tensors.items():
-      if tensor not in places:
-        raise ValueError(
-          f'{self.path / raw.file} holds {tensor}, which {INDEX} does not name.'
-        )
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns path, size, time and hash of the header of each file.

@@ -115,15 +115,6 @@ def _split(entries: list[_Entry], file_bytes: int) -> dict[str, list[_Entry]]:
   }
 
 
-def header_text(
-  file: str, header: dict[str, Any], record: dict[str, Any] | None
-) -> str | None:
-  """Returns the import's text of a header; None for that of the library."""
-  if record is None or header != record['files'].get(file):
-    return None
-  return record['header_texts'].get(file)
-
-
 def index(
   headers: dict[str, dict[str, Any]], record: dict[str, Any] | None
 ) -> str | None:

@@ -159,16 +159,10 @@ def _row(
   axis: int = 0,
   index: tuple[int | slice, ...] | None = None,
 ) -> _Row:
-  """Describes a tensor that fills one block, or one of each of several arrays.
+  """Describes a tensor that fills a block of an array, or of several.
 
-  Args:
-    name: name within the layer.
-    arrays: array that it fills, or {array: size along `axis`}.
-    view: shape in which heads are an axis.
-    order: axes of the view in the order that the block has them.
-    shape: shape of the tensor; None is that of the view.
-    axis: axis of the view along which several arrays are joined.
-    index: place of the block in the layer's array; None is all of it.
+  `arrays` is then {array: size along `axis` of the view}. The shape defaults to
+  that of the view, the index to the layer's whole array.
   """
   sizes = {arrays: view[axis]} if isinstance(arrays, str) else arrays
   index = index or (_ALL,) * len(view)

@@ -235,17 +235,13 @@ def _listed(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
   listed = config.get('chat_template') or []
   if isinstance(listed, str):
     return {'default': listed}
-  if not isinstance(listed, list) or not all(
-    isinstance(item, dict)
-    and isinstance(item.get('name'), str)
-    and isinstance(item.get('template'), str)
-    for item in listed
-  ):
+  try:
+    return {str(item['name']): str(item['template']) for item in listed}
+  except (KeyError, TypeError) as error:
     raise ValueError(
       f'{path}: chat_template is neither a text nor a list of objects with a '
       'name and a template.'
-    )
-  return {item['name']: item['template'] for item in listed}
+    ) from error
 
 
 def _read(path: pathlib.Path) -> str:

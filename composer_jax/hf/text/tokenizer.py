@@ -298,9 +298,11 @@ def _missing(path: pathlib.Path) -> str:
     for name in ('tiktoken.model', 'tokenizer.model', 'vocab.json')
     if path.with_name(name).exists()
   ]
-  there = f'{others[0]} is of another kind' if others else 'nothing like it'
+  problem = 'there is no tokenizer'
+  if others:
+    problem = f'{others[0]} is of another kind'
   return (
-    f'{path} does not exist ({there}). Write it with transformers and import '
+    f'{path} does not exist ({problem}). Write it with transformers and import '
     f'again: AutoTokenizer.from_pretrained({str(path.parent)!r}, use_fast=True'
     f').save_pretrained({str(path.parent)!r}). Where the checkpoint brings its '
     'own code for it, as Kimi K2 does (trust_remote_code), read that code '

@@ -161,12 +161,10 @@ def parse(source: dict[str, Any], name: str) -> tokenizers.Tokenizer:
 def for_markup(
   source: dict[str, Any], roles: Mapping[str, int], *, is_start: bool
 ) -> dict[str, Any]:
-  """Returns the tokenizer for a chat template's text between special tokens.
+  """Returns the tokenizer for the text of a chat template.
 
-  Args:
-    source: content that `checked` returned.
-    roles: id of each role, whose tokens become special.
-    is_start: true for text at the start, before which some files put a space.
+  The tokens of roles become special, and special tokens are not recognised.
+  Some files put a space before the text at the start (`is_start`) alone.
   """
   parts = _components(source.get('pre_tokenizer'), '')
   if not is_start:
@@ -193,7 +191,7 @@ def for_text(
   source: dict[str, Any], roles: Mapping[str, int]
 ) -> dict[str, Any]:
   """Returns the same tokenizer without the steps that lose bytes."""
-  kept = [
+  normalizers = [
     part
     for part in _components(source.get('normalizer'), '')
     if part['type'] not in _NORMAL_FORMS
@@ -210,7 +208,7 @@ def for_text(
   bare = {'lstrip': False, 'rstrip': False}
   return {
     **markup,
-    'normalizer': {'type': 'Sequence', 'normalizers': kept},
+    'normalizer': {'type': 'Sequence', 'normalizers': normalizers},
     'pre_tokenizer': _sequence(parts),
     'added_tokens': [{**token, **bare} for token in markup['added_tokens']],
   }

@@ -126,7 +126,7 @@ def test_old_and_new_spellings_say_the_same():
   default = {'rope_type': 'default', 'rope_theta': 7e4}
   fields = _without(_fields('mixtral', rope_parameters=default), 'rope_theta')
   assert hf_config.from_hf(fields)[0].rope.theta == 7e4
-  # Silence means the default of the family.
+  # An absent key means the default of the family.
   fields = _without(fields, 'rope_parameters')
   assert hf_config.from_hf(fields)[0].rope.theta == 1e6
 
@@ -144,7 +144,7 @@ def test_yarn_takes_the_defaults_of_transformers():
     mscale_all_dim=None,
     truncate=True,
   )
-  # 0.1 log 8 + 1
+  # 0.1 log(8) + 1 is the value that transformers computes.
   scaling |= {'attention_factor': 1.2079441541679836}
   assert hf_config.from_hf(fields)[0].rope.yarn == yarn
 

@@ -36,8 +36,8 @@ def test_ranges_are_those_of_the_library(folder):
 
 
 def test_files_written_in_pieces_are_the_librarys(tmp_path):
-  safetensors.numpy.save_file(ARRAYS, tmp_path / 'theirs', {'format': 'pt'})
-  with files.Folder(tmp_path, ['theirs']) as reference:
+  safetensors.numpy.save_file(ARRAYS, tmp_path / 'reference', {'format': 'pt'})
+  with files.Folder(tmp_path, ['reference']) as reference:
     order = list(reference.tensors.values())
   header = files.new_header(
     [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in order],
@@ -50,7 +50,9 @@ def test_files_written_in_pieces_are_the_librarys(tmp_path):
     writer.write(name, data[middle:], middle)
     writer.write(name, data[:middle])
   writer.close()
-  assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+  assert (tmp_path / 'ours').read_bytes() == (
+    tmp_path / 'reference'
+  ).read_bytes()
 
 
 FILES = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
@@ -106,10 +108,6 @@ def _repeat(folder):
     (
       lambda folder: (folder / files.INDEX).write_text('{'),
       f'{files.INDEX} is not valid JSON',
-    ),
-    (
-      _edit_index(lambda places: places.pop('a.weight')),
-      f'{FILES[0]} holds a.weight, which {files.INDEX} does not name',
     ),
     (
       _edit_index(lambda places: places.update(z=FILES[0])),

@@ -36,7 +36,7 @@ def shapes():
 
 
 def _numbered(table):
-  """Tensors of distinct numbers."""
+  """Returns tensors in which every number is another."""
   first, tensors = 0, {}
   for tensor in table.values():
     size = int(np.prod(tensor.shape))
@@ -169,7 +169,7 @@ def test_the_table_of_a_trillion_parameters_is_quick_and_small():
   table = hf_names.tensors(config, family, prefix=prefix)
   memory, _ = tracemalloc.get_traced_memory()
   tracemalloc.stop()
-  # A third of a second of a slow core that does nothing else.
+  # It takes a third of a second on a slow idle core.
   assert time.process_time() - start < 10
   # A mixture layer has 14 tensors beside the experts, the dense layer 12.
   assert len(table) == 60 * (384 * 3 + 14) + 12 + 3
@@ -179,5 +179,5 @@ def test_the_table_of_a_trillion_parameters_is_quick_and_small():
     if not name.endswith('e_score_correction_bias')
   )
   assert parameters == 1_026_408_209_408
-  # About a kilobyte a tensor.
+  # Two kilobytes a tensor and no more.
   assert memory < 200e6

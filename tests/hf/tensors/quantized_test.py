@@ -57,7 +57,7 @@ def _fp8(rng, rows, columns):
 
 
 def _check_ranges(tensor, expected):
-  """Any range is that of the whole, whose bits are given.
+  """Checks that any range is that part of the whole, whose bits are given.
 
   Which NaN a NaN becomes depends on torch's vector width; no weight is one.
   """
@@ -151,7 +151,7 @@ def test_int4_is_compressed_tensors_decompression(tmp_path, shape):
   _check_ranges(tensors['m.weight'], _torch_bits(reference))
 
 
-def test_what_nobody_wants_stays_as_it_is(tmp_path):
+def test_tensors_that_are_not_wanted_stay_as_stored(tmp_path):
   arrays = _int4(np.random.default_rng(2), 4, 32)
   tensors = _open(tmp_path, INT4, arrays, ())
   assert tensors.keys() == arrays.keys()
