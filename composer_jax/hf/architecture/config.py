@@ -268,13 +268,15 @@ def _complete_gqa(fields: dict[str, Any], values: dict[str, Any]) -> None:
   if values['attention.num_kv_heads'] is None:
     values['attention.num_kv_heads'] = heads
   values['attention.out_bias'] = values['attention.qkv_bias']
-  values.setdefault('dense_ffw_dim', values['moe.ffw_dim'])
-  dense = set(hf_keys.take_list(fields, 'mlp_only_layers', int))
+  dense = set()
+  if 'dense_ffw_dim' in values:
+    dense = set(hf_keys.take_list(fields, 'mlp_only_layers', int))
   if dense != set(range(len(dense))):
     raise ValueError(
       f"'mlp_only_layers' ({sorted(dense)}) must be the first layers."
     )
   values['num_dense_layers'] = len(dense)
+  values.setdefault('dense_ffw_dim', values['moe.ffw_dim'])
 
 
 def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
