@@ -32,6 +32,10 @@ _YARN_FIELDS = {
   'truncate': 'truncate',
 }
 _YARN_KEYS = {'attention_factor', *_YARN_FIELDS}
+# Keys that may also stand outside of the rope parameters.
+_OUTSIDE = {
+  *('rope_theta', 'partial_rotary_factor', 'original_max_position_embeddings')
+}
 
 
 def from_fields(
@@ -63,14 +67,18 @@ def from_fields(
     raise ValueError(
       f'{sorted(unknown)} are unknown for rope type {kind!r}: {given}.'
     )
-  for place in (fields, given):
-    keys.check_only(place, {'partial_rotary_factor': 1})
-  theta = _in_either_place(fields, given, 'rope_theta', float)
-  if theta is None:
-    theta = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
-  yarn = _yarn(fields, given, is_mla) if kind == 'yarn' else None
+  for key in _OUTSIDE & {k for k in fields if fields[k] is not None}:
+    if given.setdefault(key, fields[key]) != fields[key]:
+      raise ValueError(
+        f'{key!r} is {fields[key]}, but {given[key]} in the rope parameters; '
+        'remove one.'
+      )
+  keys.check_only(given, {'partial_rotary_factor': 1})
+  default = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
   return model_config.RopeConfig(
-    theta=theta, interleaved=interleaved, yarn=yarn
+    theta=keys.take(given, 'rope_theta', float, default),
+    interleaved=interleaved,
+    yarn=_yarn(fields, given, is_mla) if kind == 'yarn' else None,
   )
 
 
@@ -91,24 +99,10 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
   return {key: value for key, value in given.items() if value is not None}
 
 
-def _in_either_place(
-  fields: dict[str, Any], given: dict[str, Any], key: str, kind: type
-) -> Any:
-  """Returns a value of the file or of its rope parameters; None if absent."""
-  outside, inside = (keys.take(f, key, kind, None) for f in (fields, given))
-  if None not in (outside, inside) and outside != inside:
-    raise ValueError(
-      f'{key!r} is {outside}, but {inside} in the rope parameters; remove one.'
-    )
-  return inside if outside is None else outside
-
-
 def _yarn(
   fields: dict[str, Any], given: dict[str, Any], is_mla: bool
 ) -> model_config.YarnConfig:
-  original = _in_either_place(
-    fields, given, 'original_max_position_embeddings', int
-  )
+  original = keys.take(given, 'original_max_position_embeddings', int, None)
   if original is None:  # The default of transformers is the whole context.
     original = keys.take(fields, 'max_position_embeddings', int)
   yarn = model_config.YarnConfig(

@@ -5,9 +5,10 @@ one interface: a name, a shape, a dtype, and any range of elements. Any other
 scheme is refused by name before anything is read.
 """
 
+import dataclasses
 import functools
-from collections.abc import Container
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,89 +24,75 @@ _INT4_GROUP = 32
 UNKNOWN = np.dtype(np.void)
 
 
-class ReadableTensor(Protocol):
-  """A tensor with the values that the model computes with."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadableTensor:
+  """A tensor with the values that the model computes with.
 
-  @property
-  def shape(self) -> tuple[int, ...]: ...
-
-  @property
-  def dtype(self) -> np.dtype: ...
-
-  @property
-  def raws(self) -> tuple[files.Raw, ...]:
-    """Stored tensors that it is made from, the weight first."""
-    ...
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns elements `start:stop`, flat."""
-    ...
-
-
-class Plain:
-  """A tensor stored as it is, in a dtype that may be UNKNOWN."""
-
-  def __init__(self, folder: files.Folder, raw: files.Raw):
-    self._folder = folder
-    self.raws = (raw,)
-    self.shape = raw.shape
-    self.dtype: np.dtype = files.DTYPES.get(raw.dtype, UNKNOWN)
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    return self._folder.read(self.raws[0], start, stop)
-
-
-class _Matrix:
-  """A quantised matrix, which is read in whole rows."""
+  Attributes:
+    shape: shape of the tensor.
+    dtype: dtype of the values; UNKNOWN if they cannot be read.
+    raws: stored tensors that it is made from, the weight first.
+    read: function of (start, stop) that returns those elements, flat.
+  """
 
   shape: tuple[int, ...]
-  dtype = _BFLOAT16
+  dtype: np.dtype
+  raws: tuple[files.Raw, ...]
+  read: Callable[[int, int], np.ndarray]
 
-  def read(self, start: int, stop: int) -> np.ndarray:
-    columns = self.shape[1]
+
+def _matrix(
+  shape: tuple[int, ...],
+  raws: tuple[files.Raw, ...],
+  rows: Callable[[int, int], np.ndarray],
+) -> ReadableTensor:
+  """Makes a bfloat16 matrix from a function that returns float32 rows."""
+
+  def read(start: int, stop: int) -> np.ndarray:
+    columns = shape[1]
     first, last = start // columns, -(-stop // columns)
-    rows = self._rows(first, last).astype(_BFLOAT16).reshape(-1)
-    return rows[start - first * columns : stop - first * columns]
+    values = rows(first, last).astype(_BFLOAT16).reshape(-1)
+    return values[start - first * columns : stop - first * columns]
 
-  def _rows(self, first: int, last: int) -> np.ndarray:
-    """Returns float32 rows `first:last`."""
-    raise NotImplementedError
+  return ReadableTensor(shape=shape, dtype=_BFLOAT16, raws=raws, read=read)
 
 
-class Fp8(_Matrix):
-  """float8_e4m3fn codes times a float32 scale per block of a matrix.
+def _fp8(
+  folder: files.Folder,
+  codes: files.Raw,
+  scales: files.Raw,
+  block: tuple[int, int],
+) -> ReadableTensor:
+  """Reads float8_e4m3fn codes times a float32 scale per block of a matrix.
 
   The arithmetic is that of DeepSeek-V3's `weight_dequant`: the float32 product,
   rounded to bfloat16; blocks at the right and lower edge may be cut.
   """
+  if len(codes.shape) != 2:
+    raise ValueError(
+      f'{codes.name} in {codes.file} has shape {codes.shape}; fp8 with block '
+      'scales is read for matrices only.'
+    )
+  want = tuple(-(-n // b) for n, b in zip(codes.shape, block, strict=True))
+  if scales.shape != want or scales.dtype != 'F32':
+    raise ValueError(
+      f'{scales.name} in {scales.file} is {scales.dtype} of shape '
+      f'{scales.shape}; {codes.name} of shape {codes.shape} in blocks of '
+      f'{block} needs F32 of shape {want}.'
+    )
+  columns, across, (height, width) = codes.shape[1], want[1], block
 
-  def __init__(self, folder, codes: files.Raw, scales: files.Raw, block):
-    self._folder, self._block = folder, block
-    self.raws, self.shape = (codes, scales), codes.shape
-    if len(codes.shape) != 2:
-      raise ValueError(
-        f'{codes.name} in {codes.file} has shape {codes.shape}; fp8 with block '
-        'scales is read for matrices only.'
-      )
-    want = tuple(-(-n // b) for n, b in zip(codes.shape, block, strict=True))
-    if scales.shape != want or scales.dtype != 'F32':
-      raise ValueError(
-        f'{scales.name} in {scales.file} is {scales.dtype} of shape '
-        f'{scales.shape}; {codes.name} of shape {codes.shape} in blocks of '
-        f'{block} needs F32 of shape {want}.'
-      )
-
-  def _rows(self, first: int, last: int) -> np.ndarray:
-    columns, (height, width) = self.shape[1], self._block
-    codes = self._folder.read(self.raws[0], first * columns, last * columns)
-    values = _fp8_values()[codes.view(np.uint8)].reshape(-1, columns)
-    across = self.raws[1].shape[1]
+  def rows(first: int, last: int) -> np.ndarray:
+    stored = folder.read(codes, first * columns, last * columns)
+    values = _fp8_values()[stored.view(np.uint8)].reshape(-1, columns)
     top, bottom = first // height, -(-last // height)
-    scales = self._folder.read(self.raws[1], top * across, bottom * across)
-    for row, scale in enumerate(scales.reshape(-1, across), start=top):
-      rows = slice(max(row * height - first, 0), (row + 1) * height - first)
-      values[rows] *= np.repeat(scale, width)[:columns]
+    factors = folder.read(scales, top * across, bottom * across)
+    for row, scale in enumerate(factors.reshape(-1, across), start=top):
+      band = slice(max(row * height - first, 0), (row + 1) * height - first)
+      values[band] *= np.repeat(scale, width)[:columns]
     return values
+
+  return _matrix(codes.shape, (codes, scales), rows)
 
 
 @functools.cache
@@ -114,47 +101,43 @@ def _fp8_values() -> np.ndarray:
   return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-class Int4(_Matrix):
-  """Eight 4-bit integers a word, times a bfloat16 scale per group of a row.
+def _int4(
+  folder: files.Folder, packed: files.Raw, scales: files.Raw, sizes: files.Raw
+) -> ReadableTensor:
+  """Reads 4-bit integers, eight a word, times a bfloat16 scale per group.
 
   The arithmetic is that of compressed-tensors' symmetric 'pack-quantized':
   (code - 8) times scale, rounded to bfloat16.
   """
-
-  def __init__(self, folder, packed: files.Raw, scales: files.Raw, shape):
-    self._folder = folder
-    self.raws = (packed, scales, shape)
-    if shape.dtype not in ('I32', 'I64') or shape.shape != (2,):
+  if sizes.dtype not in ('I32', 'I64') or sizes.shape != (2,):
+    raise ValueError(
+      f'{sizes.name} in {sizes.file} is {sizes.dtype} of shape {sizes.shape}; '
+      'it must be two integers, rows and columns.'
+    )
+  height, columns = (int(n) for n in folder.read(sizes, 0, 2))
+  if columns % _INT4_GROUP:
+    raise ValueError(
+      f'{packed.name} in {packed.file} has {columns} columns, which groups of '
+      f'{_INT4_GROUP} do not divide.'
+    )
+  words, groups = columns // _INT4_PER_WORD, columns // _INT4_GROUP
+  for raw, dtype, width in ((packed, 'I32', words), (scales, 'BF16', groups)):
+    if (raw.dtype, raw.shape) != (dtype, (height, width)):
       raise ValueError(
-        f'{shape.name} in {shape.file} is {shape.dtype} of shape '
-        f'{shape.shape}; it must be two integers, rows and columns.'
+        f'{raw.name} in {raw.file} is {raw.dtype} of shape {raw.shape}; a '
+        f'matrix of shape {(height, columns)} in groups of {_INT4_GROUP} needs '
+        f'{dtype} of shape {(height, width)}.'
       )
-    rows, columns = (int(n) for n in folder.read(shape, 0, 2))
-    self.shape = (rows, columns)
-    if columns % _INT4_GROUP:
-      raise ValueError(
-        f'{packed.name} in {packed.file} has {columns} columns, which groups '
-        f'of {_INT4_GROUP} do not divide.'
-      )
-    for raw, dtype, width in (
-      (packed, 'I32', columns // _INT4_PER_WORD),
-      (scales, 'BF16', columns // _INT4_GROUP),
-    ):
-      if (raw.dtype, raw.shape) != (dtype, (rows, width)):
-        raise ValueError(
-          f'{raw.name} in {raw.file} is {raw.dtype} of shape {raw.shape}; a '
-          f'matrix of shape {self.shape} in groups of {_INT4_GROUP} needs '
-          f'{dtype} of shape {(rows, width)}.'
-        )
 
-  def _rows(self, first: int, last: int) -> np.ndarray:
-    columns = self.shape[1]
-    words, groups = columns // _INT4_PER_WORD, columns // _INT4_GROUP
-    packed = self._folder.read(self.raws[0], first * words, last * words)
+  def rows(first: int, last: int) -> np.ndarray:
+    stored = folder.read(packed, first * words, last * words)
     # Files are little-endian, and so are these bytes on any host.
-    codes = _int4_values()[packed.view(np.uint8)].reshape(-1, _INT4_GROUP)
-    scales = self._folder.read(self.raws[1], first * groups, last * groups)
-    return (codes * scales.astype(np.float32)[:, None]).reshape(-1, columns)
+    codes = _int4_values()[stored.view(np.uint8)].reshape(-1, _INT4_GROUP)
+    factors = folder.read(scales, first * groups, last * groups)
+    values = codes * factors.astype(np.float32)[:, None]
+    return values.reshape(-1, columns)
+
+  return _matrix((height, columns), (packed, scales, sizes), rows)
 
 
 @functools.cache
@@ -269,16 +252,21 @@ def tensors(
   raws, result, scales = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
-    tensor: ReadableTensor = Plain(folder, raw)
+    tensor = ReadableTensor(
+      shape=raw.shape,
+      dtype=files.DTYPES.get(raw.dtype, UNKNOWN),
+      raws=(raw,),
+      read=functools.partial(folder.read, raw),
+    )
     if whole not in wanted:
       pass
     elif kind == 'fp8' and raw.dtype == 'F8_E4M3':
       scale = _beside(raws, raw, f'{name}_scale_inv')
-      tensor = Fp8(folder, raw, scale, block)
+      tensor = _fp8(folder, raw, scale, block)
     elif kind == 'int4' and whole != name:
       scale = _beside(raws, raw, f'{whole}_scale')
       shape = _beside(raws, raw, f'{whole}_shape')
-      tensor, name = Int4(folder, raw, scale, shape), whole
+      tensor, name = _int4(folder, raw, scale, shape), whole
     result[name] = tensor
     scales.update(other.name for other in tensor.raws[1:])
   return {name: tensor for name, tensor in result.items() if name not in scales}
