@@ -166,10 +166,10 @@ def _require(
       raise _refuse(f'{at}{key}', fields[key])
 
 
-def scheme(config: dict[str, Any]) -> tuple[str, Any] | None:
-  """Returns ('fp8', block), ('int4', group) or, for plain weights, None.
+def scheme(config: dict[str, Any]) -> tuple[str, tuple[int, int]] | None:
+  """Returns 'fp8' or 'int4', and the rows and columns that share a scale.
 
-  The block is the rows and columns that share a scale, the group the columns.
+  None stands for plain weights.
   """
   nested = config.get('text_config')
   text = nested if isinstance(nested, dict) else {}
@@ -188,7 +188,7 @@ def scheme(config: dict[str, Any]) -> tuple[str, Any] | None:
     return 'fp8', (block[0], block[1])
   if method == 'compressed-tensors':
     _check_int4(fields)
-    return 'int4', _INT4_GROUP
+    return 'int4', (1, _INT4_GROUP)
   raise _refuse('quant_method', method)
 
 
@@ -248,7 +248,7 @@ def tensors(
   Raises:
     ValueError: the scheme or a stored tensor cannot be read; names it.
   """
-  kind, block = scheme(config) or (None, None)
+  kind, block = scheme(config) or ('', (1, 1))
   raws, result, scales = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
