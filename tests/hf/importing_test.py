@@ -226,8 +226,12 @@ def test_files_named_as_ours_are_refused(tmp_path, name):
       f'lacks 1 tensors .* the first is {GATE}',
     ),
     (
-      _with('model.layers.1.mlp.experts.gate_up_proj', np.zeros(2)),
-      'holds model.layers.1.mlp.experts.gate_up_proj',
+      lambda fields, arrays: (
+        fields,
+        {n: a for n, a in arrays.items() if '.experts.' not in n}
+        | {'model.layers.1.mlp.experts.gate_up_proj': np.zeros((8, 24, 32))},
+      ),
+      'first is .*experts.0.* stacked .* save_original_format=True',
     ),
     (_set(num_hidden_layers=4), 'lacks .* the first is model.layers.3'),
     (_set(num_hidden_layers=2), r'model.safetensors holds model.layers.2'),
