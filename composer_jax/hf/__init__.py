@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints, tokenizers and chat templates, in and out."""
+"""Imports and exports Hugging Face checkpoints with their tokenizers."""

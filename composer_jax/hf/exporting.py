@@ -1,15 +1,15 @@
-"""Checkpoints of ours as Hugging Face checkpoints, tensor by tensor.
+"""Writes models as Hugging Face checkpoints, tensor by tensor.
 
-An import that nobody trained goes back as it came, byte for byte: names,
-order, dtypes, split into files, headers. What was quantised goes out as plain
-bfloat16, and what was trained in the dtype asked for, under a config.json
-without `quantization_config`; what the import carried along unmodelled goes out
-as it was stored, so fp8 layers for multi-token prediction lie there with their
-scales and nothing in config.json that says so.
+An import that was not trained goes back byte for byte: names, order, dtypes,
+split into files, headers. Weights that were quantised go out as plain bfloat16,
+and trained ones in the dtype asked for, under a config.json without
+`quantization_config`. Tensors that the import carried along go out as they were
+stored, so those of an fp8 source are fp8 with their scales, which config.json
+does not say.
 
-The folder appears whole, within one beside it until then; a killed export
-begins anew. Beside a tensor it holds a chunk of the checkpoint, which is a
-whole shard unless it was saved with smaller ones.
+The folder appears whole: it is made within one beside it, and a killed export
+begins anew. Memory holds one tensor and one chunk of the checkpoint, which is a
+whole shard unless it was saved with smaller chunks.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from composer_jax.core import files
-from composer_jax.hf import identity, importing, making
+from composer_jax.hf import imported as hf_imported
+from composer_jax.hf import importing, making
 from composer_jax.hf.architecture import config as hf_config
-from composer_jax.hf.tensors import blocks, cast, names, quantized, source
+from composer_jax.hf.tensors import blocks, names, quantized, source
 from composer_jax.hf.tensors import carried as hf_carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import layout as hf_layout
@@ -43,16 +43,17 @@ _CONTENT = 'composer_jax_export'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-  """What is exported.
+  """A model to export.
 
   Attributes:
     weights: directory of a `manager.Checkpoints`.
-    family: of `hf.tensors.names.FAMILIES`.
-    imported: import directory that the model came from; None if it was born
-      here.
-    is_trained: whether the weights are others than those imported.
-    roles: ids that the agent's protocol took, some of them of no token of the
-      tokenizer; None if nothing was trained on them.
+    config: config of the model.
+    family: one of `hf.tensors.names.FAMILIES`.
+    imported: import directory that the model came from; None if it was
+      pretrained here.
+    is_trained: true if the weights differ from those imported.
+    roles: ids of the agent's protocol, some of which no token of the tokenizer
+      has; None if nothing was trained on them.
   """
 
   weights: pathlib.Path
@@ -64,71 +65,33 @@ class Origin:
 
 
 def of_import(directory: str | os.PathLike) -> Origin:
-  """Returns the origin that an import directory is."""
+  """Returns an import directory as an origin."""
   directory = pathlib.Path(directory)
-  importing.open_weights(directory).close()
+  family = importing.read_record(directory)['family']
+  fields = files.read_json(directory / importing.MODEL)
   return Origin(
     weights=directory / importing.WEIGHTS,
-    config=_config(directory),
-    family=_record(directory)['family'],
+    config=model_config.ModelConfig.from_dict(fields),
+    family=family,
     imported=directory,
     is_trained=False,
-  )
-
-
-def of_training(
-  weights: str | os.PathLike,
-  config: model_config.ModelConfig,
-  *,
-  imported: str | os.PathLike | None,
-  family: str | None,
-) -> Origin:
-  """Returns the origin that a trained model is.
-
-  Args:
-    weights: directory of a `manager.Checkpoints` of variables.
-    config: of the model.
-    imported: import directory it began from, if any.
-    family: whose config.json and names to write; needed without an import.
-
-  Raises:
-    ValueError: there is no family to be had, or the model is another.
-  """
-  if imported is not None:
-    imported = pathlib.Path(imported)
-    theirs: str = _record(imported)['family']
-    if family not in (None, theirs):
-      raise ValueError(
-        f'The model was imported as {theirs!r} from {imported}; leave out '
-        f'--family={family}.'
-      )
-    if _weightless(config) != _weightless(_config(imported)):
-      raise ValueError(
-        f'The model of {weights} is not that of {imported / importing.MODEL}, '
-        'from which it is said to have begun.'
-      )
-    family = theirs
-  elif family is None:
-    raise ValueError(
-      'A model that was not imported needs --family, one of '
-      f'{names.FAMILIES}: whose config.json and names to write.'
-    )
-  return Origin(
-    weights=pathlib.Path(weights),
-    config=config,
-    family=family,
-    imported=imported,
-    is_trained=True,
   )
 
 
 def of_run(
   workdir: str | os.PathLike, stage: str | None, *, family: str | None
 ) -> Origin:
-  """Returns the origin that a finished stage of a run is.
+  """Returns a finished stage of a run as an origin.
+
+  Args:
+    workdir: workdir of the run.
+    stage: name of the stage.
+    family: family whose config.json and names are written; None is that of the
+      import, without which it is needed.
 
   Raises:
-    ValueError: it is not finished, its import is elsewhere, or `of_training`.
+    ValueError: the stage is not finished, the import is not where the run left
+      it, or the family is missing or not that of the import.
   """
   workdir = pathlib.Path(workdir)
   exports = workdir / 'exports'
@@ -141,19 +104,30 @@ def of_run(
       f'{finished}. Name one with --stage, or run it to its end.'
     )
   config = files.read_json(workdir / workdirs.CONFIG)
-  imported = config['initial'] or None
+  imported, roles = config['initial'] or None, None
   if imported:
-    identity.check(imported, config['imported'], workdir)
-  origin = of_training(
-    exports / stage,
-    model_config.ModelConfig.from_dict(config['model']),
-    imported=imported,
+    hf_imported.check_identity(imported, config['imported'], workdir)
+    roles = files.read_json(workdir / 'tokenizer.json')['roles']
+    imported_as: str = importing.read_record(imported)['family']
+    if family not in (None, imported_as):
+      raise ValueError(
+        f'The model was imported as {imported_as!r} from {imported}; leave out '
+        f'--family={family}.'
+      )
+    family = imported_as
+  elif family is None:
+    raise ValueError(
+      'A model that was not imported needs --family, one of '
+      f'{names.FAMILIES}: whose config.json and names to write.'
+    )
+  return Origin(
+    weights=exports / stage,
+    config=model_config.ModelConfig.from_dict(config['model']),
     family=family,
+    imported=pathlib.Path(imported) if imported else None,
+    is_trained=True,
+    roles=roles,
   )
-  if not imported:
-    return origin
-  roles = files.read_json(workdir / 'tokenizer.json')['roles']
-  return dataclasses.replace(origin, roles=roles)
 
 
 def _latest_step(weights: pathlib.Path) -> int | None:
@@ -162,25 +136,8 @@ def _latest_step(weights: pathlib.Path) -> int | None:
 
 
 def _reader(weights: pathlib.Path) -> manager.Checkpoints:
-  # Not one that sweeps: a run may be writing there.
+  # Not one that sweeps the directory, where a run may be writing.
   return manager.Checkpoints(weights, keep=None)
-
-
-def _config(imported: pathlib.Path) -> model_config.ModelConfig:
-  fields = files.read_json(imported / importing.MODEL)
-  return model_config.ModelConfig.from_dict(fields)
-
-
-def _record(imported: pathlib.Path) -> dict[str, Any]:
-  if not (imported / importing.RECORD).is_file():
-    raise ValueError(f'{imported} has no {importing.RECORD}: it is no import.')
-  return files.read_json(imported / importing.RECORD)
-
-
-def _weightless(c: model_config.ModelConfig) -> dict[str, Any]:
-  """Returns the config without the choices of a training run."""
-  fields = files.flatten(c.to_dict())
-  return {k: v for k, v in fields.items() if k not in model_config.FREE}
 
 
 def write(
@@ -193,41 +150,38 @@ def write(
   """Writes a Hugging Face checkpoint into a folder that must not exist.
 
   Args:
-    origin: from `of_import`, `of_run` or `of_training`.
-    out: the folder.
-    dtype: of `hf.tensors.layout.DTYPES`, or 'source' for that of each imported
-      tensor; None is 'source' for imports and 'bfloat16' for what was trained.
-      The selection bias is float32 in any but 'source'.
-    file_bytes: most of a file, where the split of the import is not kept.
+    origin: model to export.
+    out: folder to make.
+    dtype: key of `hf.tensors.layout.DTYPES`, or 'source' for the dtype of each
+      imported tensor; None is 'source' for an import and 'bfloat16' for a
+      trained model. The selection bias is float32 unless it is 'source'.
+    file_bytes: most bytes of a file, where the import's split is not kept.
 
   Raises:
     ValueError: `out` exists, or the weights are not the model's.
     manager.DamagedCheckpoint: the weights have changed since they were written.
-    OSError: too little space, or the disk refuses.
+    OSError: the disk is full or fails.
   """
   out = pathlib.Path(out).absolute()
-  record = None if origin.imported is None else _record(origin.imported)
+  record = None
+  if origin.imported is not None:
+    record = importing.read_record(origin.imported)
   dtype = dtype or ('bfloat16' if origin.is_trained else hf_layout.SOURCE)
   if dtype == hf_layout.SOURCE and record is None:
     raise ValueError(
       f'--dtype={dtype} needs an imported model; choose one of '
       f'{[*hf_layout.DTYPES]}.'
     )
-  table = names.tensors(
-    origin.config,
-    origin.family,
-    expert_layout=record['expert_layout'] if record else 'per_expert',
-    prefix=record['prefix'] if record else '',
-  )
+  prefix = record['prefix'] if record else ''
+  table = names.tensors(origin.config, origin.family, prefix=prefix)
   dtypes = hf_layout.dtypes(table, dtype, record)
-  plan = hf_layout.plan(table, dtypes, record, file_bytes)
-  # Not the suffix of imports, which must not be taken for an export's.
+  headers = hf_layout.headers(table, dtypes, record, file_bytes)
+  # Another suffix than that of imports, whose partial folders look alike.
   partial = out.with_name(out.name + '.exporting')
   making.check_absent(out)
   making.check_ours(partial, lambda name: name == _CONTENT)
   with contextlib.ExitStack() as stack:
     stored = stack.enter_context(_open(origin.weights))
-    _check_arrays(stored, table, origin.weights)
     carried = None
     if origin.imported is not None and record and record['carried']:
       carried = hf_carried.open_carried(origin.imported, record['carried'])
@@ -236,15 +190,23 @@ def write(
     content = partial / _CONTENT
     if content.exists():
       shutil.rmtree(content)
-    entries = [entry for group in plan.values() for entry in group]
-    needed = sum(entry.num_bytes for entry in entries)
-    making.check_space(partial, needed, 'export')
+    needed = sum(map(hf_layout.num_bytes, headers.values()))
+    making.check_space(partial, needed)
     content.mkdir()
-    with making.explained('export', partial):
-      _write_files(stored, table, dtypes, plan, record, carried, content)
-      _write_beside(origin, dtype, content)
-      hf_io.sync_tree(content)
-      making.place(content, out)
+    index = hf_layout.index(headers, record)
+    if index is not None:
+      files.write_atomic(content / hf_io.INDEX, index.encode())
+    writers = {}
+    for file, header in headers.items():
+      text = None
+      if record and header == record['files'].get(file):
+        text = record['header_texts'].get(file)
+      path = content / file
+      writers[file] = hf_io.SafetensorsWriter(path, header, text)
+    _write_tensors(stored, table, dtypes, carried, writers)
+    _write_beside(origin, dtype, content)
+    hf_io.sync_tree(content)
+    making.place(content, out)
 
 
 @contextlib.contextmanager
@@ -256,55 +218,28 @@ def _open(weights: pathlib.Path) -> Iterator[hf_stored.Stored]:
     yield hf_stored.Stored(checkpoints, step)
 
 
-def _check_arrays(
-  stored: hf_stored.Stored, table: names.Table, weights: pathlib.Path
-) -> None:
-  """Raises unless the checkpoint holds the arrays of the table."""
-  have, want = stored.shapes, blocks.shapes(table)
-  differing = sorted(n for n in have | want if have.get(n) != want.get(n))
-  if differing:
-    name = differing[0]
-    raise ValueError(
-      f'{weights} and the model differ in {len(differing)} arrays, the first '
-      f'is {name} ({have.get(name)} there, {want.get(name)} in the model).'
-    )
-
-
-def _write_files(
+def _write_tensors(
   stored: hf_stored.Stored,
   table: names.Table,
   dtypes: dict[str, np.dtype],
-  plan: dict[str, list[hf_layout.FileEntry]],
-  record: dict[str, Any] | None,
   carried: hf_io.Folder | None,
-  partial: pathlib.Path,
+  writers: dict[str, hf_io.SafetensorsWriter],
 ) -> None:
-  headers = {f: hf_layout.header(e, f, record) for f, e in plan.items()}
-  index = hf_layout.index(plan, headers, record)
-  if index is not None:
-    files.write_atomic(partial / hf_io.INDEX, index.encode())
-  entries = [(file, entry) for file in plan for entry in plan[file]]
-  total = len(stored.shapes) + len(entries)
-  with progress.Progress('export', total) as bar:
-    for done, name in enumerate(stored.shapes):
-      # Before the first tensor is written: a piece alone has no hash.
+  num_tensors = sum(len(writer.tensors) for writer in writers.values())
+  done = 0
+  with progress.Progress('export', len(stored.shapes) + num_tensors) as bar:
+    for name in stored.shapes:
+      # Before any tensor is written, since a single piece has no hash.
       stored.verify(name)
-      bar.update(done + 1, verified=name)
-    writers = {
-      file: hf_io.SafetensorsWriter(
-        partial / file, header, hf_layout.header_text(file, header, record)
-      )
-      for file, header in headers.items()
-    }
-    for done, (file, entry) in enumerate(entries, start=len(stored.shapes)):
-      name, writer = entry.name, writers[file]
-      if entry.is_carried:
-        assert carried is not None
-        hf_carried.copy(carried, name, writer)
-      else:
-        _write_tensor(stored, table[name], dtypes[name], writer)
-      bar.update(done + 1, written=entry.name)
+      bar.update(done := done + 1, verified=name)
     for writer in writers.values():
+      for name in writer.tensors:
+        if name in table:
+          _write_tensor(stored, table[name], dtypes[name], writer)
+        else:
+          assert carried is not None
+          hf_carried.copy(carried, name, writer)
+        bar.update(done := done + 1, written=name)
       writer.close()
 
 
@@ -314,7 +249,7 @@ def _write_tensor(
   dtype: np.dtype,
   writer: hf_io.SafetensorsWriter,
 ) -> None:
-  """Writes a tensor piece by piece, or whole where pieces interleave."""
+  """Writes a tensor piece by piece, or whole where its pieces interleave."""
   pieces: list[blocks.ArrayPiece] = []
   for part in tensor.parts:
     item_bytes = stored.dtypes[part.array].itemsize
@@ -324,8 +259,10 @@ def _write_tensor(
   whole = np.empty(0 if is_split else math.prod(tensor.shape), dtype)
   for piece in pieces:
     values = stored.read(piece.array, piece.box)
-    block = cast.cast(values, dtype)
-    if cast.overflows(values, block):
+    with np.errstate(over='ignore', invalid='ignore'):  # NaNs warn, too.
+      block = values.astype(dtype, copy=False)
+      overflows = (np.isinf(block) & ~np.isinf(values)).any()
+    if overflows:
       raise ValueError(
         f'{tensor.name} holds values beyond the largest {dtype}, '
         f'{ml_dtypes.finfo(dtype).max}; choose another --dtype.'

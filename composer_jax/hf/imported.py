@@ -1,10 +1,11 @@
-"""What a run takes from the folder that `experiments.hf_import` made.
+"""Starts a run from an import directory that `experiments.hf_import` made.
 
-The folder holds a model's config, its weights as an orbax checkpoint, and the
-files of its tokenizer. A run copies the tokenizer and remembers which import it
-came from; nothing is ever written there.
+The directory holds a model's config, its weights as an orbax checkpoint, and
+the files of its tokenizer. A run copies the tokenizer and remembers the
+identity of the import; nothing is ever written to the directory.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,75 +13,100 @@ import pathlib
 from typing import Any
 
 from composer_jax.core import files
-from composer_jax.hf import identity, importing
+from composer_jax.hf import importing
 from composer_jax.hf.text import chat_template, conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.models import config as model_config
 
-_TOKENIZER = 'tokenizer.json'  # of a workdir
-_NUM_TOLD = 4  # differences, of which a model of another kind has dozens
+_TOKENIZER = 'tokenizer.json'  # in a workdir
+_NUM_SHOWN = 4  # differences in an error; a model of another kind has dozens
 
 
 def model_of(folder: str | os.PathLike) -> dict[str, Any]:
-  """The fields of the imported model's config.
+  """Returns the fields of the imported model's config.
 
   Raises:
-    ValueError: the folder is not an import, or one that is not finished.
+    ValueError: the folder is not a finished import.
   """
+  importing.check_finished(folder)
   path = pathlib.Path(folder) / importing.MODEL
-  lacking = [
-    name
-    for name in (importing.MODEL, importing.RECORD, importing.WEIGHTS)
-    if not path.with_name(name).exists()
-  ]
-  if lacking:
-    raise ValueError(
-      f'{os.fspath(folder)!r} is not a finished import: it lacks '
-      f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
-      '--source=CHECKPOINT --out=DIR` and name it: '
-      '--config=configs/composer/imported.py:DIR.'
-    )
   fields = files.read_json(path)
   if not isinstance(fields, dict):
     raise ValueError(f'{path} holds no config of a model.')
   return fields
 
 
+def identity(folder: str | os.PathLike) -> str:
+  """Returns a SHA-256 of everything that a run takes from an import.
+
+  Weights enter by the hashes recorded beside them. Two imports of the same
+  checkpoint have the same identity, wherever they lie.
+  """
+  folder = pathlib.Path(folder)
+  names = (importing.MODEL, hf_tokenizer.SOURCE, hf_tokenizer.CONFIG)
+  paths = [folder / name for name in names]
+  paths += [p for p in importing.copied(folder) if p.suffix == '.jinja']
+  with contextlib.closing(importing.open_weights(folder)) as weights:
+    arrays = weights.record(0)['arrays']
+  texts = {
+    str(path.relative_to(folder)): files.sha256(path.read_bytes())
+    for path in paths
+    if path.exists()
+  }
+  return files.sha256(json.dumps([arrays, texts], sort_keys=True).encode())
+
+
+def check_identity(
+  folder: str | os.PathLike, expected: str, workdir: str | os.PathLike
+) -> None:
+  """Raises a ValueError unless a folder holds the import a run began from."""
+  is_there = (pathlib.Path(folder) / importing.RECORD).is_file()
+  if is_there and identity(folder) == expected:
+    return
+  problem = 'another one or has changed' if is_there else 'not there'
+  raise ValueError(
+    f'The run in {workdir} began from the import {folder}, which is {problem}. '
+    'Put it back, or, where it has been moved to DIR, start the run once more '
+    'with --config=configs/composer/imported.py:DIR: that notes the place and '
+    'repeats no finished stage.'
+  )
+
+
 def check_model(
   folder: str | os.PathLike, model: model_config.ModelConfig
 ) -> None:
-  """Raises a ValueError that names where the run's model is another one."""
-  # Through JSON, so that both are what was read back.
-  wanted = files.flatten(json.loads(json.dumps(model.to_dict())))
-  there = files.flatten(model_of(folder))
-  missing = object()
+  """Raises a ValueError with the fields in which the run's model differs."""
+  # Through JSON, where a tuple is a list on both sides.
+  ours = files.flatten(json.loads(json.dumps(model.to_dict())))
+  imported = files.flatten(model_of(folder))
   differing = [
-    f'{key} is {there.get(key, "absent")!r} there and '
-    f'{wanted.get(key, "absent")!r} in --config.model'
-    for key in sorted(there | wanted)
+    f'{key} is {imported.get(key, "absent")!r} there and '
+    f'{ours.get(key, "absent")!r} in --config.model'
+    for key in sorted(imported | ours)
     if key not in model_config.FREE
-    and there.get(key, missing) != wanted.get(key, missing)
+    and (key in imported, imported.get(key)) != (key in ours, ours.get(key))
   ]
   if differing:
-    more = len(differing) - _NUM_TOLD
+    more = len(differing) - _NUM_SHOWN
     raise ValueError(
-      f'The model in {folder} is not that of this run: '
-      f'--config=configs/composer/imported.py:{folder} takes it from there. '
+      f'The model in {folder} is not that of this run. Take it from there by '
+      f'--config=configs/composer/imported.py:{folder}; other configs, such as '
+      'deletion.py, have a model of their own. '
       f'Only {", ".join(model_config.FREE)} may differ; '
-      f'{"; ".join(differing[:_NUM_TOLD])}'
+      f'{"; ".join(differing[:_NUM_SHOWN])}'
       f'{f"; and {more} more" if more > 0 else ""}.'
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportedModel:
-  """A `core.seams.StartingPoint`: the folder of an import.
+  """An import directory as a `core.seams.StartingPoint` of a run.
 
   Attributes:
-    folder: made by `experiments.hf_import`.
-    model: of the run.
-    conversations_file: of the user's own, to learn; '' for none.
-    seq_len: of SFT's rows, which a conversation has to fit.
+    folder: the import directory.
+    model: config of the run's model.
+    conversations_file: the user's own conversations for SFT; '' for none.
+    seq_len: tokens in a row of SFT, which a conversation must not exceed.
   """
 
   folder: str
@@ -89,46 +115,45 @@ class ImportedModel:
   seq_len: int
 
   def check(self) -> None:
-    """Raises a ValueError that names where the run's model is another one."""
+    """Raises a ValueError if the run's model is not that of the import."""
     check_model(self.folder, self.model)
 
   def claim(self) -> dict[str, Any]:
-    """Identities of the weights, and of the conversations."""
+    """Returns the identities of the import and of the conversations."""
     file = self.conversations_file
     return {
-      'imported': identity.of(self.folder),
+      'imported': identity(self.folder),
       'conversations': conversations.identity(file) if file else '',
     }
 
   def take(self, workdir: pathlib.Path) -> None:
-    """Keeps in a workdir what a run needs of the import beside the weights.
-
-    All that a user may have to mend in the import is found out here.
+    """Copies the tokenizer and the encoded conversations to a workdir.
 
     Raises:
       ValueError: the tokenizer or the conversations cannot be used; nothing has
         been written.
     """
-    made = hf_tokenizer.ImportedTokenizer.from_folder(
-      self.folder, self.model.vocab_size
-    )
+    tokenizer = self._read_tokenizer()
     if self.conversations_file:
       documents = conversations.documents(
         self.conversations_file,
         chat_template.load(self.folder),
-        made,
+        tokenizer,
         self.seq_len,
       )
       conversations.save(workdir / conversations.FILE, documents)
-    made.save(workdir / _TOKENIZER)
+    tokenizer.save(workdir / _TOKENIZER)
+
+  def _read_tokenizer(self) -> hf_tokenizer.ImportedTokenizer:
+    return hf_tokenizer.ImportedTokenizer.from_folder(
+      self.folder, self.model.vocab_size
+    )
 
   def tokenizer(self, workdir: pathlib.Path) -> hf_tokenizer.ImportedTokenizer:
-    """The import's tokenizer, saved where a rollout worker finds it."""
+    """Returns the import's tokenizer, saved where a rollout worker reads it."""
     path = workdir / _TOKENIZER
     if not path.exists():
-      hf_tokenizer.ImportedTokenizer.from_folder(
-        self.folder, self.model.vocab_size
-      ).save(path)
+      self._read_tokenizer().save(path)
     return hf_tokenizer.ImportedTokenizer.load(path)
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
@@ -137,5 +162,5 @@ class ImportedModel:
     return conversations.load(workdir / conversations.FILE)
 
   def variables(self, like: Any) -> Any:
-    """The imported weights as float32 masters, placed as `like` says."""
+    """Returns the imported weights in the dtypes and shardings of `like`."""
     return importing.load_variables(self.folder, like)

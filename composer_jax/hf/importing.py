@@ -1,12 +1,12 @@
-"""Hugging Face checkpoints as checkpoints or variables of ours.
+"""Converts Hugging Face checkpoints to import directories, and loads those.
 
-An import directory holds model.json (the ModelConfig), hf.json (what the
-source was, for the way back), config.json and the tokenizer's files as they
+An import directory holds model.json (the ModelConfig), hf.json (files and names
+of the source, for the way back), config.json and the tokenizer's files as they
 came, weights/ (a `manager.Checkpoints` of step 0, in the dtypes of the source)
-and carried/ (tensors that the model does not have). It appears whole: until
-then everything is in the folder beside it with '.partial' in its name, where
-the same command goes on after a kill. What it is of is in it from first to
-last, in source.fingerprint: nothing of two sources may ever meet there.
+and carried/ (tensors that the model does not have). It appears whole. Until
+then its content is in a folder beside it, with '.partial' in its name, where
+the same command continues after a kill; source.fingerprint in that folder
+prevents a mixture of two sources.
 
 No array is ever held: a piece of a tensor is read, transposed and written.
 """
@@ -27,7 +27,6 @@ from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
 from composer_jax.hf.tensors import blocks, carried, quantized
-from composer_jax.hf.tensors import cast as hf_cast
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import source as hf_source
 from composer_jax.hf.tensors import stored as hf_stored
@@ -38,15 +37,15 @@ MODEL = 'model.json'
 RECORD = 'hf.json'
 WEIGHTS = 'weights'
 
-# Beside a checkpoint's tensors: the tokenizer and its chat template, defaults
-# of generation, and the code that some configs name.
+# Copied beside the tensors: the tokenizer and its chat template, defaults of
+# generation, and the code that some configs name.
 _COPIED = (
   *('*.json', '*.jinja', '*.txt', '*.model', '*.tiktoken', '*.py'),
   'additional_chat_templates/*.jinja',
 )
 
 _STAGING = 'staging'
-# No name that is copied from a source.
+# Matches no pattern of _COPIED.
 _FINGERPRINT = 'source.fingerprint'
 _DISK_MARGIN = 64 * 2**20
 
@@ -54,80 +53,73 @@ _Arrays = dict[str, blocks.ChunkedArray]
 
 
 def convert(source: str | os.PathLike, out: str | os.PathLike) -> None:
-  """Writes an import directory, or goes on where a killed call stopped.
+  """Writes an import directory, or continues where a killed call stopped.
 
   Raises:
     ValueError: the source is not sound or not supported, `out` exists, or its
       partial conversion is of another source. Nothing has been written.
-    OSError: too little space, or the disk refuses.
+    OSError: the disk is full or fails.
   """
   out = pathlib.Path(out).absolute()
-  with contextlib.closing(hf_source.open_source(source)) as found:
-    arrays = found.arrays()
-    _check_names(found)
+  with contextlib.closing(hf_source.open_source(source)) as checkpoint:
+    arrays = checkpoint.arrays()
+    for name in (MODEL, RECORD):
+      if (checkpoint.folder.path / name).exists():
+        raise ValueError(
+          f'{checkpoint.folder.path / name} has a name that import directories '
+          'need; rename or remove that file.'
+        )
     partial = out.with_name(out.name + '.partial')
     making.check_absent(out)
-    _check_ours(partial)
-    _check_space(found, arrays, partial)
-    carried.show(found)
-    with making.alone(partial, out), making.explained('import', partial):
+    if not (partial / _FINGERPRINT).exists():
+      # A killed run may have left its first file under a temporary name.
+      making.check_ours(partial, lambda n: n.startswith(f'.{_FINGERPRINT}.'))
+    making.check_space(partial, _missing_bytes(checkpoint, arrays, partial))
+    carried.show(checkpoint)
+    with making.alone(partial, out):
       files.sweep(partial)
-      _claim(found, arrays, partial)
-      # Orbax gives a checkpoint its number by a rename, when it is whole.
+      _claim(checkpoint, arrays, partial)
+      # Orbax renames a checkpoint to its number when it is whole.
       if not (partial / WEIGHTS / '0').exists():
-        _write_weights(found, arrays, partial)
-      for name in found.folder.headers:
-        carried.carry(found, name, partial / carried.FOLDER)
-      _write_records(found, partial)
+        _write_weights(checkpoint, arrays, partial)
+      for name in checkpoint.folder.headers:
+        carried.carry(checkpoint, name, partial / carried.FOLDER)
+      _write_records(checkpoint, partial)
       shutil.rmtree(partial / _STAGING, ignore_errors=True)
       hf_io.sync_tree(partial)
       making.place(partial, out)
 
 
 def is_finished(source: str | os.PathLike, out: str | os.PathLike) -> bool:
-  """Returns whether `out` is a whole import of this very source."""
+  """Returns true if `out` is a whole import of this very source."""
   out = pathlib.Path(out)
   if not (out / RECORD).is_file() or not (out / _FINGERPRINT).is_file():
     return False
-  with contextlib.closing(hf_source.open_source(source)) as found:
-    fingerprint = _fingerprint(found, found.arrays())
+  with contextlib.closing(hf_source.open_source(source)) as checkpoint:
+    fingerprint = _fingerprint(checkpoint, checkpoint.arrays())
     return (out / _FINGERPRINT).read_text() == fingerprint
 
 
-def _check_names(source: hf_source.SourceCheckpoint) -> None:
-  """Raises if a file to be copied has the name of one of ours."""
-  for name in (MODEL, RECORD):
-    if (source.folder.path / name).exists():
-      raise ValueError(
-        f'{source.folder.path / name} has a name that import directories need; '
-        'rename or remove that file.'
-      )
-
-
-def _check_ours(partial: pathlib.Path) -> None:
-  if not (partial / _FINGERPRINT).exists():
-    # A killed run may have left its first file under a temporary name.
-    making.check_ours(partial, lambda n: n.startswith(f'.{_FINGERPRINT}.'))
-
-
-def _check_space(
+def _missing_bytes(
   source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
-) -> None:
-  there = (p for p in partial.rglob('*') if p.is_file())
-  done = {p.stat().st_ino: p.stat().st_size for p in there}
+) -> int:
+  """Returns the space that the rest of an import needs."""
+  paths = (p for p in partial.rglob('*') if p.is_file())
+  done = {p.stat().st_ino: p.stat().st_size for p in paths}
   needed = _DISK_MARGIN - sum(done.values())
   for array in arrays.values():
     grid = zip(array.shape, array.chunk, strict=True)
     padded = math.prod(-(-n // c) * c for n, c in grid)
     needed += padded * array.dtype.itemsize
-  needed += sum(source.folder.tensors[n].num_bytes for n in source.carried)
-  making.check_space(partial, needed, 'import')
+  return needed + sum(
+    source.folder.tensors[name].num_bytes for name in source.carried
+  )
 
 
 def _claim(
   source: hf_source.SourceCheckpoint, arrays: _Arrays, partial: pathlib.Path
 ) -> None:
-  """Binds a partial import to what it is of, or checks that it is bound."""
+  """Binds a partial import to its source; raises if it has another one."""
   text, path = _fingerprint(source, arrays), partial / _FINGERPRINT
   if not path.exists():
     files.write_atomic(path, text.encode())
@@ -139,7 +131,7 @@ def _claim(
 
 
 def _fingerprint(source: hf_source.SourceCheckpoint, arrays: _Arrays) -> str:
-  """Returns the text that tells a source, and how it is cut, from others."""
+  """Returns a text that identifies a source and the chunks of its import."""
   fields = {
     'files': source.folder.fingerprint(),
     'config': source.fields,
@@ -182,14 +174,14 @@ def _blocks(
     for piece in blocks.pieces(part, array.chunk):
       values = piece.of(tensor.read(piece.start, piece.stop))
       block = blocks.contiguous(values)
-      yield piece, hf_cast.cast(block, array.dtype)
+      yield piece, block.astype(array.dtype, copy=False)
 
 
 def copied(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files beside the tensors that imports and exports keep."""
-  found = {path for pattern in _COPIED for path in folder.glob(pattern)}
+  """Returns the files beside the tensors that imports and exports copy."""
+  paths = {path for pattern in _COPIED for path in folder.glob(pattern)}
   ours = {hf_io.INDEX, MODEL, RECORD}
-  return sorted(p for p in found if p.is_file() and p.name not in ours)
+  return sorted(p for p in paths if p.is_file() and p.name not in ours)
 
 
 def copy_beside(folder: pathlib.Path, out: pathlib.Path) -> None:
@@ -206,37 +198,56 @@ def _write_records(
   record = {
     'family': source.family,
     'prefix': source.prefix,
-    'expert_layout': source.expert_layout,
+    'expert_layout': 'per_expert',
     'index': folder.index,
     'files': folder.headers,
     'header_texts': folder.header_texts,
-    # Where each tensor of the model came from, and as what it was read.
+    # File and dtype of each tensor of the model.
     'tensors': {
       name: [t.raws[0].file, hf_io.NAMES[t.dtype]]
       for name, t in source.tensors.items()
     },
     'carried': list(source.carried),
   }
-  # Unsorted: the order of a header is part of what it says.
+  # Unsorted, since a header lists its tensors in their order.
   text = json.dumps(record, indent=1, ensure_ascii=False)
   files.write_atomic(partial / RECORD, text.encode())
 
 
+def read_record(out: str | os.PathLike) -> dict[str, Any]:
+  """Reads the hf.json of an import directory."""
+  check_finished(out)
+  return files.read_json(pathlib.Path(out) / RECORD)
+
+
+def check_finished(out: str | os.PathLike) -> None:
+  """Raises a ValueError unless a folder is a whole import directory."""
+  names = (MODEL, RECORD, WEIGHTS)
+  lacking = [name for name in names if not (pathlib.Path(out) / name).exists()]
+  if lacking:
+    raise ValueError(
+      f'{os.fspath(out)!r} is not a finished import: it lacks '
+      f'{", ".join(lacking)}. Make it with `python -m experiments.hf_import '
+      '--source=CHECKPOINT --out=DIR` and name it: '
+      '--config=configs/composer/imported.py:DIR.'
+    )
+
+
 def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
-  """Compares every value of an import directory, carried ones too.
+  """Compares every value of an import directory with its source.
 
   Raises:
-    ValueError: names the tensor that differs.
+    ValueError: a tensor differs; names it.
   """
   with (
-    contextlib.closing(hf_source.open_source(source)) as found,
+    contextlib.closing(hf_source.open_source(source)) as checkpoint,
     contextlib.closing(open_weights(out)) as weights,
-    progress.Progress('verify', len(found.tensors)) as bar,
+    progress.Progress('verify', len(checkpoint.tensors)) as bar,
   ):
     stored = hf_stored.Stored(weights, 0)
-    arrays = found.arrays()
-    for done, (name, tensor) in enumerate(found.tensors.items()):
-      for piece, block in _blocks(found, name, tensor, arrays):
+    arrays = checkpoint.arrays()
+    for done, (name, tensor) in enumerate(checkpoint.tensors.items()):
+      for piece, block in _blocks(checkpoint, name, tensor, arrays):
         values = np.ascontiguousarray(stored.read(piece.array, piece.box))
         if hf_io.as_bytes(values) != hf_io.as_bytes(block):
           raise ValueError(
@@ -244,7 +255,7 @@ def verify(source: str | os.PathLike, out: str | os.PathLike) -> None:
             'it again.'
           )
       bar.update(done + 1)
-    carried.verify(found, pathlib.Path(out))
+    carried.verify(checkpoint, pathlib.Path(out))
 
 
 def load_variables(out: str | os.PathLike, like: Any) -> Any:
@@ -252,11 +263,11 @@ def load_variables(out: str | os.PathLike, like: Any) -> Any:
 
   Args:
     out: the directory.
-    like: tree of `jax.ShapeDtypeStruct` with shardings; float32 masters come
-      from weights of any dtype.
+    like: tree of `jax.ShapeDtypeStruct` with shardings; weights of any dtype
+      are cast to its dtypes.
 
   Raises:
-    ValueError: it holds other arrays, or is damaged.
+    ValueError: the directory holds other arrays, or is damaged.
   """
   flat = trees.flatten_names(like)
   with contextlib.closing(open_weights(out)) as weights:
@@ -277,12 +288,9 @@ def load_variables(out: str | os.PathLike, like: Any) -> Any:
 
 def open_weights(out: str | os.PathLike) -> manager.Checkpoints:
   """Opens the weights of an import directory, which must be whole."""
-  out = pathlib.Path(out)
-  if not (out / RECORD).is_file():
-    raise ValueError(
-      f'{out} is not an import directory (it has no {RECORD}); make one with '
-      '`python -m experiments.hf_import`.'
-    )
+  check_finished(out)
   return manager.Checkpoints(
-    out / WEIGHTS, keep=None, fallback='the Hugging Face checkpoint'
+    pathlib.Path(out) / WEIGHTS,
+    keep=None,
+    fallback='the Hugging Face checkpoint',
   )

@@ -1,12 +1,12 @@
-"""Chunks of a checkpoint that is written over days, by runs that may die.
+"""Writes a checkpoint larger than memory, chunk by chunk, across restarts.
 
-Orbax saves arrays that exist. Arrays larger than memory are written here as
-the files of their chunks, beside a journal of what is finished; at the end
-orbax takes the files over by hard links, so that structure, metadata and the
-atomic commit are its own and no byte is written twice.
+Orbax saves arrays that are in memory. Larger ones are written here as the files
+of their chunks, beside a journal of finished tensors. At the end orbax takes
+the files over by hard links: structure, metadata and the atomic commit are
+orbax's own, and no byte is written twice.
 
-A killed run loses what it wrote since the last sync. A chunk is in the journal
-only once it would survive a power cut.
+A tensor enters the journal once its chunks are synced to the disk, so a killed
+run repeats only the work since the last sync.
 """
 
 import errno
@@ -32,17 +32,20 @@ _CHUNKS = 'chunks'
 _JOURNAL = 'journal.jsonl'
 _ZARR_DTYPES = {'float32': '<f4', 'float16': '<f2', 'bfloat16': 'bfloat16'}
 
-# Between two syncs; what a killed run does again.
-_SYNC_BYTES = 2**30
+_SYNC_BYTES = 2**30  # written between two syncs
 
 
 class Staging:
-  """The chunks in one folder, and the journal of those that are whole."""
+  """The chunks of some arrays in one folder, and their journal.
+
+  Attributes:
+    done: {tensor: {array: {bounds: hash}}} of the chunks of finished tensors.
+  """
 
   def __init__(
     self, folder: str | os.PathLike, arrays: Mapping[str, blocks.ChunkedArray]
   ):
-    """Opens a folder of these arrays alone, and reads its journal."""
+    """Creates the folder, or opens it and reads its journal."""
     self._folder = pathlib.Path(folder)
     self._arrays = arrays
     self.done: dict[str, dict[str, dict[str, str]]] = {}
@@ -59,11 +62,11 @@ class Staging:
   def _open_journal(self) -> BinaryIO:
     path = self._folder / _JOURNAL
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    # A killed run may leave half a line, with nothing after it.
+    # A killed run may leave half a line at the end.
     whole = [line for line in lines if line.endswith(b'\n')]
     for line in whole:
       self.done.update(json.loads(line))
-    # Where files cannot be linked, a killed run has moved some away.
+    # Where files cannot be linked, a killed run may have moved some away.
     self.done = {
       tensor: arrays
       for tensor, arrays in self.done.items()
@@ -87,16 +90,16 @@ class Staging:
     )
 
   def begin(self, tensor: str) -> None:
-    """Says which tensor the next chunks come from."""
+    """Starts a tensor, whose chunks the next calls of `write` bring."""
     self._pending[tensor] = {}
 
   def write(self, tensor: str, name: str, start: Sequence[int], block) -> None:
     """Writes a chunk of an array.
 
     Args:
-      tensor: the one that was begun.
-      name: of the array.
-      start: of the chunk in the array, a multiple of the shape of chunks.
+      tensor: tensor that was begun last.
+      name: name of the array.
+      start: place of the chunk in the array, a multiple of the chunks' shape.
       block: contiguous values of the array's dtype; smaller than a chunk at
         the array's end.
     """
@@ -107,7 +110,7 @@ class Staging:
     digest = blake3.blake3(data).hexdigest()
     self._pending[tensor].setdefault(name, {})[bounds] = digest
     if block.shape != array.chunk:
-      # Zarr's chunks are all of one size; what sticks out is never read.
+      # Zarr's chunks have one size; values beyond the array are never read.
       padding = [(0, c - n) for c, n in zip(array.chunk, block.shape)]
       data = hf_io.as_bytes(np.pad(block, padding))
     path = self._path(name, start)
@@ -117,7 +120,11 @@ class Staging:
     self._unsynced_bytes += len(data)
 
   def finish(self, *, force: bool = False) -> None:
-    """Enters begun tensors in the journal, every now and then."""
+    """Enters begun tensors in the journal, once enough bytes were written.
+
+    Args:
+      force: true to do so at once.
+    """
     if not force and self._unsynced_bytes < _SYNC_BYTES:
       return
     for path in self._unsynced:
@@ -133,12 +140,12 @@ class Staging:
     self._pending, self._unsynced, self._unsynced_bytes = {}, [], 0
 
   def save(self, directory: str | os.PathLike) -> None:
-    """Makes the step 0 of a `manager.Checkpoints` of the chunks."""
+    """Makes step 0 of a `manager.Checkpoints` from the chunks."""
     self.finish(force=True)
     shards: dict[str, dict[str, str]] = {name: {} for name in self._arrays}
     for chunks in self.done.values():
-      for name, found in chunks.items():
-        shards[name].update(found)
+      for name, hashes_of in chunks.items():
+        shards[name].update(hashes_of)
     record, tree = {}, {}
     for name, array in self._arrays.items():
       kind = {'shape': list(array.shape), 'dtype': str(array.dtype)}
@@ -169,7 +176,7 @@ class Staging:
 
 
 def _zarr_metadata(array: blocks.ChunkedArray) -> bytes:
-  """Returns the .zarray of plain chunks, one file each, in C order."""
+  """Returns the .zarray of uncompressed chunks, a file each, in C order."""
   fields = {
     'zarr_format': 2,
     'shape': array.shape,
@@ -185,7 +192,7 @@ def _zarr_metadata(array: blocks.ChunkedArray) -> bytes:
 
 
 class _Finished:
-  """A leaf for orbax: an array whose files exist."""
+  """A leaf of orbax's tree: an array whose files exist."""
 
   def __init__(self, folder: pathlib.Path, array: blocks.ChunkedArray):
     self.folder = folder
@@ -194,7 +201,7 @@ class _Finished:
 
 
 class _Links(ocp.type_handlers.NumpyHandler):
-  """Saves finished arrays under the name of numpy's, by hard links.
+  """Saves finished arrays as numpy's handler would, by hard links.
 
   Consumes: folders of chunks, which stay where they are.
   Waits for: the temporary folder that orbax makes for the checkpoint.
@@ -219,7 +226,7 @@ def _link(source: str, target: pathlib.Path) -> None:
   try:
     os.link(source, target)
   except OSError as error:
-    # File systems without links, or across a border, say so in many ways.
+    # A file system without hard links may report that by any other error.
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
       raise
     os.replace(source, target)

@@ -1,7 +1,7 @@
-"""A tiny random checkpoint as Hugging Face has them, to try things on.
+"""Writes a tiny Hugging Face checkpoint with random weights, to try things on.
 
-transformers loads it; it knows nothing. Its tokenizer is byte-level BPE, learnt
-from this Python's standard library.
+transformers loads it. Its tokenizer is byte-level BPE, trained on this Python's
+standard library.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.text import tokenizer
 
-# Rows of the embedding; the tokenizer leaves some of them free, as those of
+# Rows of the embedding, of which the tokenizer leaves some free, as those of
 # real checkpoints do.
 _VOCAB_SIZE, _NUM_FREE = 1024, 24
 _SPECIALS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -36,65 +36,47 @@ _TEMPLATE = (
   "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-_QWEN3 = model_config.ModelConfig(
-  vocab_size=_VOCAB_SIZE,
-  embed_dim=64,
-  num_layers=2,
-  num_dense_layers=0,
-  dense_ffw_dim=192,
-  norm_eps=1e-6,
-  tie_embeddings=False,
-  remat=False,
-  compute_dtype='float32',
-  attention=model_config.GQAConfig(
-    kind='gqa',
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    qk_norm='head',
-    qkv_bias=False,
-    out_bias=False,
-  ),
-  rope=model_config.RopeConfig(theta=10000.0, interleaved=False, yarn=None),
-  moe=model_config.MoEConfig(
-    num_experts=8,
-    num_active=2,
-    ffw_dim=64,
-    num_shared=0,
-    router='softmax',
-    num_groups=1,
-    num_active_groups=1,
-    renormalize=True,
-    routed_scale=1.0,
-    aux_loss_weight=0.001,
-    z_loss_weight=0.0,
-  ),
-)
-_DEEPSEEK = dataclasses.replace(
-  _QWEN3,
-  num_dense_layers=1,
-  attention=model_config.MLAConfig(
-    kind='mla',
-    num_heads=4,
-    q_lora_dim=48,
-    kv_lora_dim=32,
-    nope_dim=32,
-    rope_dim=16,
-    value_dim=32,
-    latent_norm_eps=1e-6,
-  ),
-  rope=dataclasses.replace(_QWEN3.rope, interleaved=True),
-  moe=dataclasses.replace(
-    _QWEN3.moe,
-    num_shared=1,
-    router='sigmoid',
-    num_groups=4,
-    num_active_groups=2,
-    routed_scale=2.5,
-    aux_loss_weight=0.0,
-  ),
-)
-MODELS = {'qwen3_moe': _QWEN3, 'deepseek_v3': _DEEPSEEK}
+# The config.json of each family.
+_COMMON = {
+  'vocab_size': _VOCAB_SIZE,
+  'hidden_size': 64,
+  'intermediate_size': 192,
+  'moe_intermediate_size': 64,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_experts_per_tok': 2,
+  'norm_topk_prob': True,
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 10000.0,
+  'dtype': 'bfloat16',
+}
+MODELS = {
+  'qwen3_moe': {
+    **_COMMON,
+    'model_type': 'qwen3_moe',
+    'architectures': ['Qwen3MoeForCausalLM'],
+    'num_key_value_heads': 2,
+    'head_dim': 32,
+    'num_experts': 8,
+  },
+  'deepseek_v3': {
+    **_COMMON,
+    'model_type': 'deepseek_v3',
+    'architectures': ['DeepseekV3ForCausalLM'],
+    'num_key_value_heads': 4,
+    'q_lora_rank': 48,
+    'kv_lora_rank': 32,
+    'qk_nope_head_dim': 32,
+    'qk_rope_head_dim': 16,
+    'v_head_dim': 32,
+    'first_k_dense_replace': 1,
+    'n_routed_experts': 8,
+    'n_shared_experts': 1,
+    'n_group': 4,
+    'topk_group': 2,
+    'routed_scaling_factor': 2.5,
+  },
+}
 
 
 def write(folder: str | os.PathLike, family: str, seed: int) -> None:
@@ -102,15 +84,17 @@ def write(folder: str | os.PathLike, family: str, seed: int) -> None:
 
   The folder must not exist and appears whole.
   """
-  folder, model = pathlib.Path(folder), MODELS[family]
+  folder, fields = pathlib.Path(folder), MODELS[family]
   if folder.exists():
     raise ValueError(f'{folder} exists; choose another, or delete it.')
   partial = folder.with_name(f'.{folder.name}.partial')
   partial.mkdir(parents=True, exist_ok=True)
   _write_tokenizer(partial)
+  model = dataclasses.replace(
+    hf_config.from_hf(fields)[0], remat=False, compute_dtype='float32'
+  )
   weights = _tensors(model, family, seed)
   safetensors.numpy.save_file(weights, partial / 'model.safetensors')
-  fields = {**hf_config.to_hf(model, family), 'dtype': 'bfloat16'}
   text = json.dumps(fields, indent=2)
   files.write_atomic(partial / 'config.json', text.encode())
   os.replace(partial, folder)
@@ -136,7 +120,7 @@ def _tensors(
 ) -> dict[str, np.ndarray]:
   init = jax.jit(
     functools.partial(decoder.init, model),
-    # Four times as fast to compile, and other last bits.
+    # Compiles four times as fast; the last bits of weights do not matter.
     compiler_options={'xla_backend_optimization_level': 0},
   )
   arrays = {
@@ -144,7 +128,7 @@ def _tensors(
     for name, array in trees.flatten_names(init(jax.random.key(seed))).items()
   }
   weights = {}
-  table = names.tensors(model, family, expert_layout='per_expert')
+  table = names.tensors(model, family)
   for name, tensor in table.items():
     weights[name] = np.empty(tensor.shape, ml_dtypes.bfloat16)
     for part in tensor.parts:

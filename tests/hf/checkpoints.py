@@ -20,7 +20,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 
-# Of the DeepSeek of `tests.hf.tiny`: a matrix, and what no model of it has.
+# A matrix of the DeepSeek of `tests.hf.tiny`, and tensors it does not model.
 GATE = 'model.layers.2.mlp.experts.7.gate_proj.weight'
 EXTRA = {
   'model.layers.3.eh_proj.weight': np.ones((2, 3), np.float32),
@@ -29,17 +29,17 @@ EXTRA = {
 }
 
 
-def table_of(fields, layout='per_expert'):
+def table_of(fields):
   config, family, prefix = hf_config.from_hf(fields)
-  return hf_names.tensors(config, family, expert_layout=layout, prefix=prefix)
+  return hf_names.tensors(config, family, prefix=prefix)
 
 
-def tensors(fields, dtype=BFLOAT16, *, layout='per_expert', seed=0):
-  """Returns {name: array} of a model, of random bits."""
+def tensors(fields, dtype=BFLOAT16, *, seed=0):
+  """Returns {name: array} of a model, with random bits."""
   rng = np.random.default_rng(seed)
   return {
     name: random_bits(rng, tensor.shape, dtype)
-    for name, tensor in table_of(fields, layout).items()
+    for name, tensor in table_of(fields).items()
   }
 
 
@@ -77,13 +77,13 @@ def bits(array):
 
 
 def expected(table, arrays):
-  """Returns {array of ours: values} by the table, one block at a time."""
-  found = {}
+  """Returns {array: [(index, block)]} that the table calls for."""
+  blocks = {}
   for name, tensor in table.items():
     for part in tensor.parts:
       block = hf_names.block(part, arrays[name])
-      found.setdefault(part.array, []).append((part.index, block))
-  return found
+      blocks.setdefault(part.array, []).append((part.index, block))
+  return blocks
 
 
 def like(shapes, dtype, sharding=None):
@@ -105,7 +105,7 @@ def check_blocks(variables, table, arrays):
 
 
 def content(folder):
-  """Bytes of everything but orbax's own records, which have times."""
+  """Returns all bytes but those of orbax's own records, which have times."""
   return {
     str(path.relative_to(folder)): path.read_bytes()
     for path in folder.rglob('*')

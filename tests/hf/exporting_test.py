@@ -1,6 +1,5 @@
 """What goes out is what came in, byte for byte, or what was asked for."""
 
-import contextlib
 import filecmp
 import json
 import os
@@ -13,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from composer_jax.core import files
-from composer_jax.hf import exporting, importing
+from composer_jax.hf import exporting, imported, importing
 from composer_jax.hf.architecture import config as hf_config
 from composer_jax.hf.tensors import blocks
 from composer_jax.hf.tensors import files as hf_io
@@ -47,38 +46,44 @@ def _same_folders(one, other):
 
 
 def _load(folder):
-  found = {}
+  tensors = {}
   for path in folder.glob('*.safetensors'):
-    found.update(safetensors.numpy.load_file(path))
-  return found
+    tensors.update(safetensors.numpy.load_file(path))
+  return tensors
 
 
 @pytest.mark.parametrize(
-  'model, dtype, layout, num_files',
+  'model, dtype, num_files',
   [
-    ('deepseek_v3', checkpoints.BFLOAT16, 'per_expert', 3),
-    ('qwen3_moe', checkpoints.FLOAT16, 'stacked', 1),
-    ('qwen3_moe_dense', checkpoints.FLOAT32, 'per_expert', 2),
-    ('olmoe', checkpoints.BFLOAT16, 'per_expert', 1),
+    ('deepseek_v3', checkpoints.BFLOAT16, 3),
+    ('qwen3_moe', checkpoints.FLOAT16, 1),
+    ('qwen3_moe_dense', checkpoints.FLOAT32, 2),
+    ('olmoe', checkpoints.BFLOAT16, 1),
   ],
 )
 def test_there_and_back_every_file_is_the_same(
-  tmp_path, model, dtype, layout, num_files
+  tmp_path, model, dtype, num_files
 ):
   """Any bits: NaNs with payloads, -0, subnormal numbers."""
   fields = tiny.MODELS[model]
-  arrays = checkpoints.tensors(fields, dtype, layout=layout)
+  arrays = checkpoints.tensors(fields, dtype)
   _same_folders(*_round_trip(tmp_path, fields, arrays, num_files=num_files))
 
 
 def test_mixed_dtypes_and_carried_tensors_come_back_as_they_were(tmp_path):
-  """Of one array, some tensors are bfloat16, one float16 and one float32."""
+  """One array has tensors of bfloat16, one of float16 and one of float32.
+
+  Casts keep all numbers, but of a NaN only that it is one.
+  """
   arrays = checkpoints.tensors(DEEPSEEK) | EXTRA
   rng = np.random.default_rng(1)
+  for name, array in arrays.items():
+    if name.endswith(('.gate_proj.weight', '.up_proj.weight')):
+      with np.errstate(invalid='ignore'):
+        arrays[name] = np.where(np.isnan(array), array.dtype.type(1), array)
   for expert, dtype in ((3, np.float16), (5, np.float32)):
     name = f'model.layers.1.mlp.experts.{expert}.up_proj.weight'
-    shape = arrays[name].shape
-    arrays[name] = checkpoints.random_bits(rng, shape, np.dtype(dtype))
+    arrays[name] = rng.normal(size=arrays[name].shape).astype(dtype)
   _same_folders(*_round_trip(tmp_path, DEEPSEEK, arrays, num_files=2))
 
 
@@ -109,29 +114,6 @@ def test_pieces_of_any_size_come_back(tmp_path, monkeypatch):
   _same_folders(*_round_trip(tmp_path, DEEPSEEK, arrays))
 
 
-def test_the_other_layout_of_experts_is_the_same_model(tmp_path):
-  arrays = checkpoints.tensors(QWEN, layout='stacked')
-  assert 'model.layers.1.mlp.experts.gate_up_proj' in arrays
-  _same_folders(*_round_trip(tmp_path / 'one', QWEN, arrays))
-  hub = {}
-  for name, array in arrays.items():
-    start, _, last = name.rpartition('experts.')
-    for expert, values in enumerate(array) if start else ():
-      halves = np.split(values, 2) if last == 'gate_up_proj' else [values]
-      kinds = ('gate', 'up') if last == 'gate_up_proj' else ('down',)
-      for kind, half in zip(kinds, halves, strict=True):
-        hub[f'{start}experts.{expert}.{kind}_proj.weight'] = half
-    if not start:
-      hub[name] = array
-  _same_folders(*_round_trip(tmp_path / 'two', QWEN, hub))
-  stacked, apart = (
-    importing.open_weights(tmp_path / folder / 'ours')
-    for folder in ('one', 'two')
-  )
-  with contextlib.closing(stacked), contextlib.closing(apart):
-    assert stacked.record(0)['arrays'] == apart.record(0)['arrays']
-
-
 def test_quantised_weights_go_out_as_bfloat16_and_say_so(tmp_path):
   fields = DEEPSEEK | {'quantization_config': FP8, 'torch_dtype': 'bfloat16'}
   arrays = checkpoints.tensors(DEEPSEEK)
@@ -139,20 +121,22 @@ def test_quantised_weights_go_out_as_bfloat16_and_say_so(tmp_path):
   scale = np.full((1, 1), 0.37, np.float32)
   arrays[GATE] = codes.view(ml_dtypes.float8_e4m3fn)
   arrays[f'{GATE}_scale_inv'] = scale
-  # A tensor a file: of that of the scale, nothing is left.
+  # With a file for each tensor, that of the scale disappears.
   num_files = len(arrays)
   _, back = _round_trip(tmp_path, fields, arrays, num_files=num_files)
   assert len(list(back.glob('*.safetensors'))) == num_files - 1
   product = arrays[GATE].astype(np.float32) * scale
-  found = _load(back)
-  assert f'{GATE}_scale_inv' not in found
-  assert found.keys() == checkpoints.table_of(DEEPSEEK).keys()
-  np.testing.assert_array_equal(found[GATE], product.astype(ml_dtypes.bfloat16))
+  tensors = _load(back)
+  assert f'{GATE}_scale_inv' not in tensors
+  assert tensors.keys() == checkpoints.table_of(DEEPSEEK).keys()
+  np.testing.assert_array_equal(
+    tensors[GATE], product.astype(ml_dtypes.bfloat16)
+  )
   config = files.read_json(back / 'config.json')
   assert config == DEEPSEEK | {'torch_dtype': 'bfloat16'}
   index = files.read_json(back / hf_io.INDEX)
-  assert index['weight_map'].keys() == found.keys()
-  total = sum(array.nbytes for array in found.values())
+  assert index['weight_map'].keys() == tensors.keys()
+  total = sum(array.nbytes for array in tensors.values())
   assert index['metadata']['total_size'] == total
 
 
@@ -187,12 +171,12 @@ def test_kimi_k25_goes_through_whole(tmp_path):
     assert name.startswith('language_model.model.layers.')
     expected[name] = _packed(rng, arrays, name)
   _, back = _round_trip(tmp_path, fields, dict(arrays), num_files=3)
-  found = _load(back)
+  tensors = _load(back)
   wanted = {n: a for n, a in arrays.items() if '.experts.' not in n} | expected
-  assert found.keys() == wanted.keys()
+  assert tensors.keys() == wanted.keys()
   for name, array in wanted.items():
     np.testing.assert_array_equal(
-      checkpoints.bits(found[name]), checkpoints.bits(array), name
+      checkpoints.bits(tensors[name]), checkpoints.bits(array), name
     )
   plain = {k: v for k, v in text.items() if k != 'quantization_config'}
   config = files.read_json(back / 'config.json')
@@ -250,18 +234,20 @@ def test_a_model_born_here_goes_out_as_its_policy(tmp_path, trained):
   paths = sorted((tmp_path / 'out').glob('*.safetensors'))
   assert len(paths) > 2
   assert all(path.stat().st_size < 20_000 + 20_000 for path in paths)
-  # What comes back is the bfloat16 policy, and the bias whole.
+  # The bfloat16 policy comes back, and the bias in float32.
   importing.convert(tmp_path / 'out', tmp_path / 'ours')
   single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = {
     name: jax.ShapeDtypeStruct(array.shape, np.float32, sharding=single)
     for name, array in variables.items()
   }
-  found = importing.load_variables(tmp_path / 'ours', like)
+  tensors = importing.load_variables(tmp_path / 'ours', like)
   for name, array in variables.items():
     is_bias = name.startswith('selection_bias/')
     dtype = np.float32 if is_bias else ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found[name], np.asarray(array).astype(dtype))
+    np.testing.assert_array_equal(
+      tensors[name], np.asarray(array).astype(dtype)
+    )
 
 
 def test_a_model_trained_from_an_import_keeps_what_that_carried(
@@ -270,13 +256,20 @@ def test_a_model_trained_from_an_import_keeps_what_that_carried(
   workdir, config, variables = trained
   arrays = checkpoints.tensors(DEEPSEEK) | EXTRA
   source, _ = _round_trip(tmp_path, DEEPSEEK, arrays, num_files=2)
-  origin = exporting.of_training(
-    workdir / 'exports' / 'rl',
-    config,
-    imported=tmp_path / 'ours',
-    family=None,
-  )
-  exporting.write(origin, tmp_path / 'out')
+  run = shutil.copytree(workdir, tmp_path / 'run')
+  fields = {
+    'model': config.to_dict(),
+    'initial': str(tmp_path / 'ours'),
+    'imported': imported.identity(tmp_path / 'ours'),
+  }
+  files.write_json(run / 'config.json', fields)
+  files.write_json(run / 'tokenizer.json', {'roles': {'EOD': 3}})
+  with pytest.raises(ValueError, match="imported as 'deepseek_v3' .*leave out"):
+    exporting.of_run(run, 'rl', family='olmoe')
+  exporting.write(exporting.of_run(run, 'rl', family=None), tmp_path / 'out')
+  roles = files.read_json(tmp_path / 'out' / exporting.ROLES)
+  assert roles == {'EOD': 3}
+  (tmp_path / 'out' / exporting.ROLES).unlink()
   assert sorted(os.listdir(tmp_path / 'out')) == sorted(os.listdir(source))
   before, after = hf_io.Folder(source), hf_io.Folder(tmp_path / 'out')
   assert list(before.headers) == list(after.headers)
@@ -292,14 +285,6 @@ def test_a_model_trained_from_an_import_keeps_what_that_carried(
     after.read(norm, 0, 32),
     np.asarray(variables['params/final_norm/scale']).astype(ml_dtypes.bfloat16),
   )
-  other = hf_config.from_hf(DEEPSEEK | {'rope_theta': 5.0})[0]
-  with pytest.raises(ValueError, match='is not that of .*model.json'):
-    exporting.of_training(
-      workdir / 'exports' / 'rl',
-      other,
-      imported=tmp_path / 'ours',
-      family=None,
-    )
 
 
 def _flip(path):
@@ -330,7 +315,7 @@ def test_changed_weights_are_not_exported(tmp_path):
     exporting.write(origin, back)
   (ours / 'away').rename(ours / 'carried')
   _flip(ours / 'weights' / '0' / 'state' / 'params' / 'embedding' / '0.0')
-  # What the failed ones left behind is no obstacle, and goes.
+  # The remains of failed exports are deleted.
   stray = tmp_path / 'back.exporting' / 'composer_jax_export' / 'stray.model'
   assert stray.parent.exists()
   stray.touch()
@@ -370,8 +355,29 @@ def test_exports_leave_a_run_that_is_writing_alone(trained):
 
 
 def test_what_is_no_import_is_named(tmp_path):
-  with pytest.raises(ValueError, match='not an import directory .*hf.json'):
+  with pytest.raises(ValueError, match='not a finished import.*hf.json'):
     exporting.of_import(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps({}))
   with pytest.raises(ValueError, match=r'needs --stage; finished are \[\]'):
     exporting.of_run(tmp_path, None, family=None)
+
+
+def test_a_path_with_dots_is_not_a_damaged_checkpoint(
+  tmp_path, monkeypatch, trained
+):
+  workdir, _, _ = trained
+  source = checkpoints.write(tmp_path / 'hf', QWEN, checkpoints.tensors(QWEN))
+  (tmp_path / 'here').mkdir()
+  monkeypatch.chdir(tmp_path / 'here')
+  importing.convert('../here/../hf', '../ours')
+  importing.verify('../hf', '../ours')
+  like = checkpoints.like(
+    blocks.shapes(checkpoints.table_of(QWEN)), ml_dtypes.bfloat16
+  )
+  importing.load_variables('../ours', like)
+  exporting.write(exporting.of_import('../ours'), '../here/../back')
+  _same_folders(source, tmp_path / 'back')
+  run = os.path.relpath(workdir)
+  assert '..' in run
+  origin = exporting.of_run(run, 'rl', family='deepseek_v3')
+  exporting.write(origin, 'trained')

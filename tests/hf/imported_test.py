@@ -12,7 +12,7 @@ import pytest
 
 from composer_jax import wiring
 from composer_jax.core import files
-from composer_jax.hf import identity, imported
+from composer_jax.hf import imported
 from composer_jax.hf.text import conversations
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 from composer_jax.pipeline import stages
@@ -64,7 +64,7 @@ def test_the_config_takes_the_model_of_the_import(folder):
   spec = spec_of(folder)
   assert spec.initial == str(folder)
   there = json.loads((folder / 'model.json').read_text())
-  # Flags take tuples, of which JSON makes lists.
+  # Flags take tuples, and JSON turns them into lists.
   there['remat_saves'] = tuple(there['remat_saves'])
   whole = imported_config.get_config(str(folder))
   assert whole.model.to_dict() == there
@@ -110,11 +110,11 @@ def test_a_run_uses_the_tokenizer_of_the_import(folder, tmp_path):
   marks = (expected.FIM_PREFIX, expected.FIM_MIDDLE, expected.FIM_SUFFIX)
   counts = {int((tokens_BT == mark).sum()) for mark in marks}
   assert len(counts) == 1 and counts.pop() > 0
-  # What a rollout worker loads.
+  # A rollout worker loads this file.
   saved = hf_tokenizer.load_any(tmp_path / 'tokenizer.json')
   assert saved.fingerprint() == expected.fingerprint()
   assert not any((t == expected.PAD).any() for t, _ in played)
-  # Beside them what goes by a hint, of the same harness.
+  # Advised episodes come from the same harness.
   assert len(played) == len(advised) == 8
   for tokens_T, mask_T in [*played, *itertools.chain(*advised)]:
     assert tokens_T[0] == expected.USER and tokens_T.max() < VOCAB_SIZE
@@ -135,13 +135,14 @@ def test_only_what_is_not_in_the_weights_may_differ(folder, tmp_path):
     norm_eps=0.5,
     rope=dataclasses.replace(spec.model.rope, theta=5.0),
   )
-  told = (
-    r'model .* is not that .*imported\.py:\S+ takes it from there\. '
-    r'Only compute_dtype, remat.*norm_eps is 1e-06 there and 0\.5 in '
+  message = (
+    r'model .* is not that .*imported\.py:\S+; other '
+    r'configs, such as deletion\.py, have .* own\. Only compute_dtype, remat'
+    r'.*norm_eps is 1e-06 there and 0\.5 in '
     r'--config\.model; rope\.theta is 10000\.0 there and 5\.0 in '
     r'--config\.model\.$'
   )
-  with pytest.raises(ValueError, match=told):
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(
       dataclasses.replace(spec, model=other),
       tmp_path / 'run',
@@ -211,15 +212,15 @@ def test_conversations_stay_what_they_were_at_the_start(
 ):
   dated = "{% generation %}{{ strftime_now('%f') }}{% endgeneration %}"
   spec = spec_of(templated(folder, tmp_path / 'import', dated))
-  spec, workdir, found = learning(spec, talks), tmp_path / 'run', []
+  spec, workdir, loaded = learning(spec, talks), tmp_path / 'run', []
   for _ in range(2):
     with runs.open_run(spec, workdir, write_report=silent):
-      found += conversations.load(workdir / conversations.FILE)
-  (first_T, _), (again_T, _) = found
+      loaded += conversations.load(workdir / conversations.FILE)
+  (first_T, _), (again_T, _) = loaded
   assert first_T.tobytes() == again_T.tobytes()
   talks.write_text(talks.read_text() * 2)
-  told = 'another configuration: conversations is'
-  with pytest.raises(ValueError, match=told):
+  message = 'another configuration: conversations is'
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(spec, workdir, write_report=silent):
       pass
 
@@ -240,10 +241,10 @@ def test_what_is_wrong_with_the_import_does_not_bind_a_workdir(
 
 
 def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
-  told = (
+  message = (
     r"--config\.demonstrations\.conversations names '/no/talks', which .*No"
   )
-  with pytest.raises(ValueError, match=told):
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(
       learning(spec_of(folder), '/no/talks'),
       tmp_path / 'run',
@@ -255,9 +256,9 @@ def test_conversations_that_are_not_there_are_told_first(folder, tmp_path):
 
 def test_an_import_is_what_it_holds_and_not_where_it_lies(folder, tmp_path):
   again = write(tmp_path / 'again')
-  assert identity.of(again) == identity.of(folder)
+  assert imported.identity(again) == imported.identity(folder)
   other = write(tmp_path / 'other', weight=0.25)
-  assert identity.of(other) != identity.of(folder)
+  assert imported.identity(other) != imported.identity(folder)
 
 
 def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
@@ -267,7 +268,7 @@ def test_a_workdir_remembers_which_import_it_is_of(folder, tmp_path):
   moved = shutil.copytree(folder, tmp_path / 'moved')
   with runs.open_run(spec_of(moved), workdir, write_report=silent):
     pass
-  # Where exports look for it.
+  # Exports read the place from here.
   assert files.read_json(workdir / 'config.json')['initial'] == str(moved)
   for name in (
     *('tokenizer.json', 'tokenizer_config.json', 'model.json'),
@@ -295,8 +296,8 @@ def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
     stages.pretrain(run)
   assert not (tmp_path / 'exports').exists()
   assert not (tmp_path / 'corpus').exists()
-  told = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
-  with pytest.raises(ValueError, match=told):
+  message = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
+  with pytest.raises(ValueError, match=message):
     dataclasses.replace(spec, initial='')
   with pytest.raises(ValueError, match=r'sft\.steps must be at least 1'):
     dataclasses.replace(spec, sft=dataclasses.replace(spec.sft, steps=0))
@@ -314,6 +315,6 @@ def test_a_tokenizer_without_room_is_told_first(folder, tmp_path):
   with pytest.raises(ValueError, match='no token for USER .* 1 too few'):
     with runs.open_run(spec_of(full), tmp_path / 'run', write_report=silent):
       pass
-  # Rows of its own for the roles make another import.
+  # An import with rows for the roles is accepted by the same workdir.
   with runs.open_run(spec_of(folder), tmp_path / 'run', write_report=silent):
     pass

@@ -28,7 +28,7 @@ def _run(program, *args):
   )
 
 
-# Prints how much memory an import took beyond what a tiny one had taken.
+# Prints the peak memory in MiB of a tiny import and of a larger one after it.
 _MEASURED = """
   import resource, sys
   from composer_jax.hf import importing as hf_import
@@ -36,7 +36,7 @@ _MEASURED = """
   def peak():
     if sys.platform != 'linux':
       return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    # Here getrusage begins with the memory of whoever started this process.
+    # On Linux getrusage starts from the memory of the parent process.
     with open('/proc/self/status') as status:
       return int(status.read().split('VmHWM:')[1].split()[0])
 

@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights, run beside ours.
+"""Runs tiny transformers models with random weights beside our decoder.
 
 Both sides compute in float32 on one thread.
 """
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-  """Tokens of documents; a row of ours may hold several of theirs.
+  """Tokens of documents; our decoder takes several documents in a row.
 
   Attributes:
     tokens_BT: int32.
@@ -40,12 +40,12 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """What both sides are compared by.
+  """Outputs in which both models are compared.
 
   Attributes:
     logits_BTV: zero on padding.
     expert_ids_MBTA: sorted along A; zero on padding.
-    gradients: of the mean cross-entropy, by name of theirs.
+    gradients: gradients of the mean cross-entropy, by transformers' names.
   """
 
   logits_BTV: np.ndarray
@@ -54,8 +54,8 @@ class Result:
 
 
 def make(fields: dict[str, Any], seed: int) -> Any:
-  """Returns a model of theirs with weights that keep activations near one."""
-  # It writes into what is nested.
+  """Returns a transformers model whose weights keep activations near one."""
+  # `for_model` writes into nested dictionaries.
   config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
   model = transformers.AutoModelForCausalLM.from_config(
     config, attn_implementation='eager', experts_implementation='eager'
@@ -67,7 +67,7 @@ def make(fields: dict[str, Any], seed: int) -> Any:
       if 'norm' in name:
         tensor.copy_(1 + 0.2 * noise)
       elif tensor.ndim == 1:
-        # Biases; with that of the selection some scores are below zero.
+        # Biases; that of the selection makes some scores negative.
         tensor.copy_(0.5 * noise)
       else:
         tensor.copy_(noise * tensor.shape[-1] ** -0.5)
@@ -93,12 +93,37 @@ def batch(seed: int, lengths: list[list[int]], vocab_size: int) -> Batch:
   )
 
 
+def as_stored(tensors: dict[str, Any], family: str) -> dict[str, Any]:
+  """Names tensors as checkpoints do; transformers stacks experts in memory."""
+  stored = {}
+  for name, tensor in tensors.items():
+    start, _, last = name.partition('.mlp.experts.')
+    kinds = ('gate', 'up') if last == 'gate_up_proj' else ('down',)
+    for expert, matrix in enumerate(tensor) if last else ():
+      size = len(matrix) // len(kinds)
+      for i, kind in enumerate(kinds):
+        half = matrix[i * size : (i + 1) * size]
+        stored[f'{start}.mlp.experts.{expert}.{kind}_proj.weight'] = half
+    if not last:
+      stored[name] = tensor
+  if family == 'mixtral':
+    pairs = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3'}
+    pairs['down_proj'] = 'w2'
+    stored = {
+      '.'.join(pairs.get(part, part) for part in name.split('.')): tensor
+      for name, tensor in stored.items()
+    }
+  return stored
+
+
 def to_ours(
   model: Any, config: model_config.ModelConfig, family: str
 ) -> tuple[decoder.Variables, names.Table]:
-  """Returns our variables of their weights, and the table that made them."""
-  table = names.tensors(config, family, expert_layout='stacked')
-  state = {name: t.numpy() for name, t in model.state_dict().items()}
+  """Returns our variables for a transformers model, and the table used."""
+  table = names.tensors(config, family)
+  state = {
+    name: t.numpy() for name, t in as_stored(model.state_dict(), family).items()
+  }
   if config.tie_embeddings:
     del state['lm_head.weight']
   assert {n: t.shape for n, t in table.items()} == {
@@ -118,7 +143,7 @@ def to_ours(
 def to_theirs(
   variables: decoder.Variables, table: names.Table
 ) -> dict[str, np.ndarray]:
-  """Returns tensors of theirs; those that the variables lack are left out."""
+  """Returns the tensors of a checkpoint that the variables have."""
   flat = trees.flatten_names(variables)
   tensors = {}
   for tensor in table.values():
@@ -153,7 +178,7 @@ class Ours:
     logprobs_BT = jnp.take_along_axis(logprobs_BTV, targets_BT1, -1)[..., 0]
     same_BT = segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
     counts_BT = same_BT & (segment_ids_BT[:, 1:] != 0)
-    # One document of one token has no loss; zero, not 0 / 0.
+    # A single token has no loss, which must be zero and not 0 / 0.
     loss = -(logprobs_BT * counts_BT).sum() / jnp.maximum(counts_BT.sum(), 1)
     return loss, (logits_BTV, out.expert_ids_MBTA)
 

@@ -1,4 +1,4 @@
-"""`config.json` of published models, without what says nothing of the model.
+"""`config.json` of published models, reduced to keys that describe the model.
 
 Left out are token ids, dtypes, `auto_map`, `quantization_config` and the like.
 """

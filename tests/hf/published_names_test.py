@@ -29,9 +29,9 @@ def test_transformers_reads_the_configs_we_write(name, tmp_path):
   (tmp_path / 'config.json').write_text(
     json.dumps(hf_config.to_hf(config, family))
   )
-  theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-  # What they made of it, in their spelling, is the same model.
-  assert hf_config.from_hf(theirs.to_dict()) == (config, family, '')
+  reference = transformers.AutoConfig.from_pretrained(tmp_path)
+  # Read back from transformers' own spelling it is the same model.
+  assert hf_config.from_hf(reference.to_dict()) == (config, family, '')
 
 
 @pytest.mark.parametrize('name', tiny.MODELS)
@@ -43,12 +43,11 @@ def test_saved_checkpoints_have_our_names_and_values(name, tmp_path):
   config, family, _ = hf_config.from_hf(
     json.loads((tmp_path / 'config.json').read_text())
   )
-  layout = names.expert_layout_of(saved, config, family)
-  table = names.tensors(config, family, expert_layout=layout)
+  table = names.tensors(config, family)
   assert {n: t.shape for n, t in table.items()} == {
     n: t.shape for n, t in saved.items()
   }
-  # Their own conversion to stacked experts agrees with ours.
+  # The experts that transformers stacked in memory are those of the file.
   variables, _ = models.to_ours(model, config, family)
   for tensor_name, values in models.to_theirs(variables, table).items():
     np.testing.assert_array_equal(values, saved[tensor_name], tensor_name)
@@ -74,8 +73,8 @@ def test_a_language_model_inside_kimi_k25(tmp_path):
   )
   model.save_pretrained(tmp_path)
   path = tmp_path / 'model.safetensors'
-  # transformers 5.23 writes `blocks` for `layers` also where that is no name of
-  # the hub; the hub's, which these are then, are what it reads.
+  # transformers 5.23 writes `blocks` for `layers`, although it reads the names
+  # of the hub, which have `layers`.
   saved = {
     n.replace('language_model.model.blocks', 'language_model.model.layers'): t
     for n, t in safetensors.numpy.load_file(path).items()
@@ -88,9 +87,7 @@ def test_a_language_model_inside_kimi_k25(tmp_path):
   ours, family, prefix = hf_config.from_hf(
     json.loads((tmp_path / 'config.json').read_text())
   )
-  layout = names.expert_layout_of(saved, ours, family, prefix=prefix)
-  assert layout == 'per_expert'
-  table = names.tensors(ours, family, expert_layout=layout, prefix=prefix)
+  table = names.tensors(ours, family, prefix=prefix)
   assert not table.keys() - saved.keys()
   assert names.contradicting(saved, table, ours, prefix=prefix) == []
   carried = [n for n in saved if n not in table]
@@ -102,13 +99,16 @@ def test_a_language_model_inside_kimi_k25(tmp_path):
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_published_sizes_have_our_names_and_shapes(name):
   config, family, _ = hf_config.from_hf(PUBLISHED[name])
-  theirs = transformers.AutoConfig.for_model(**hf_config.to_hf(config, family))
+  reference = transformers.AutoConfig.for_model(
+    **hf_config.to_hf(config, family)
+  )
   with torch.device('meta'):
-    model = transformers.AutoModelForCausalLM.from_config(theirs)
-  table = names.tensors(config, family, expert_layout='stacked')
-  held = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    model = transformers.AutoModelForCausalLM.from_config(reference)
+  table = names.tensors(config, family)
+  state = models.as_stored(model.state_dict(), family)
+  held = {n: tuple(t.shape) for n, t in state.items()}
   assert {n: t.shape for n, t in table.items()} == held
-  # And the sizes of both sides agree in sum.
+  # The numbers of parameters agree.
   ours = jax.tree.leaves(decoder.abstract(config)[0])
   assert sum(leaf.size for leaf in ours) == sum(map(np.prod, held.values()))
   arrays = {part.array for t in table.values() for part in t.parts}

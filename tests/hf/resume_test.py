@@ -20,8 +20,8 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DEEPSEEK = tiny.MODELS['deepseek_v3']
 QWEN = tiny.MODELS['qwen3_moe']
 
-# Children kill themselves at the n-th call of a function, half of its work
-# done. They are forks made before jax has threads: it is imported once.
+# Each child kills itself at the n-th call of a function, in the middle of its
+# work. Children are forked before jax has threads, so it is imported once.
 _KILLED = """
   import json, os, pathlib, signal, sys
   from composer_jax.hf import exporting as hf_export, importing as hf_import
@@ -65,10 +65,10 @@ def killed(tmp_path_factory):
   source = checkpoints.write(root / 'hf', DEEPSEEK, arrays, num_files=2)
   importing.convert(source, root / 'whole')
   runs = [
-    # The 70th chunk; the 20th file that orbax takes over; the last steps.
+    # Import: the 70th chunk, the 20th file that orbax links, the last steps.
     *((source, 'write_fully', 70), (source, 'link', 20)),
     *((source, 'sync_tree', 1), (source, 'replace', 1)),
-    # Of an export, the 30th piece of a tensor.
+    # Export: the 30th piece of a tensor, the last step.
     *((root / 'whole', 'write_fully', 30), (root / 'whole', 'sync_tree', 1)),
   ]
   listed = [
@@ -93,7 +93,7 @@ def test_a_killed_import_goes_on_where_it_was(killed, monkeypatch, function):
   source, whole, root = killed
   out = root / f'hf_{function}'
   assert not out.exists()
-  with pytest.raises(ValueError, match='not an import directory'):
+  with pytest.raises(ValueError, match='not a finished import'):
     importing.open_weights(out)
   begun = []
   begin = staging.Staging.begin
@@ -103,7 +103,7 @@ def test_a_killed_import_goes_on_where_it_was(killed, monkeypatch, function):
     begin(self, tensor)
 
   monkeypatch.setattr(staging.Staging, 'begin', spy)
-  # Of another source, whose files have the same sizes and headers.
+  # Another source, whose files have the same sizes and headers, is refused.
   other = root / f'other_{function}'
   arrays = checkpoints.tensors(DEEPSEEK, seed=1) | checkpoints.EXTRA
   checkpoints.write(other, DEEPSEEK, arrays, num_files=2)
@@ -115,7 +115,7 @@ def test_a_killed_import_goes_on_where_it_was(killed, monkeypatch, function):
   assert importing.is_finished(source, out)
   assert not importing.is_finished(other, out)
   assert not out.with_name(f'{out.name}.partial').exists()
-  # Between two syncs lies a part of the tensors; all are synced before links.
+  # Tensors written before the last sync are not repeated.
   num_tensors = len(checkpoints.tensors(DEEPSEEK))
   wanted = range(1, num_tensors - 20) if function == 'write_fully' else (0,)
   assert len(begun) in wanted
@@ -123,7 +123,7 @@ def test_a_killed_import_goes_on_where_it_was(killed, monkeypatch, function):
 
 @pytest.mark.parametrize('function', ['write_fully', 'sync_tree'])
 def test_a_killed_export_begins_anew(killed, monkeypatch, function):
-  """Also where there is room for it only once what it left is gone."""
+  """Also if there is room only after the old content was deleted."""
   source, whole, root = killed
   out = root / f'whole_{function}'
   left = root / f'{out.name}.exporting' / 'composer_jax_export'
@@ -153,17 +153,17 @@ def _make(kind, killed, out):
 
 @pytest.mark.parametrize('kind', ['partial', 'exporting'])
 def test_a_folder_of_others_is_not_worked_in(tmp_path, killed, kind):
-  """Nor is anything deleted there."""
-  theirs = tmp_path / f'out.{kind}' / 'thesis.txt'
-  files.write_atomic(theirs, b'mine')
+  """Nothing is deleted there either."""
+  foreign = tmp_path / f'out.{kind}' / 'thesis.txt'
+  files.write_atomic(foreign, b'mine')
   with pytest.raises(ValueError, match=f"out.{kind} .*holds 'thesis.txt'"):
     _make(kind, killed, tmp_path / 'out')
-  assert [p for p in tmp_path.rglob('*') if p.is_file()] == [theirs]
+  assert [p for p in tmp_path.rglob('*') if p.is_file()] == [foreign]
 
 
 @pytest.mark.parametrize('kind', ['partial', 'exporting'])
 def test_of_two_processes_the_second_is_refused(tmp_path, killed, kind):
-  """Whether the first is at work, or was done between two looks."""
+  """Also if the first finished between the check and the lock."""
   out = tmp_path / 'out'
   with (
     files.alone(tmp_path / f'out.{kind}'),
@@ -237,7 +237,7 @@ def test_a_source_that_changed_meanwhile_is_refused(tmp_path, monkeypatch):
 def test_where_files_cannot_be_linked_they_are_moved(
   tmp_path, killed, monkeypatch, count, number
 ):
-  """A run killed between two moves makes anew what has gone.
+  """A run killed between two moves writes the moved chunks again.
 
   The 30th rename is of a small file under a temporary name, the 80th a chunk.
   """

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# With `rope_theta` such that some wavelengths keep their frequency, some lose
+# With `rope_theta` this makes some wavelengths keep their frequency, some lose
 # all of it and some a part.
 YARN = {
   'rope_type': 'yarn',
@@ -58,7 +58,7 @@ _QWEN = {
 
 MODELS: dict[str, dict[str, Any]] = {
   'qwen3_moe': _QWEN,
-  # Everything that Qwen3 can have beside it.
+  # Qwen3 with all its options.
   'qwen3_moe_dense': {
     **_QWEN,
     'attention_bias': True,
@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     'rope_scaling': {**YARN, 'truncate': False},
   },
   'deepseek_v3': _DEEPSEEK,
-  # As Moonlight: queries not compressed, no groups, no YaRN.
+  # Like Moonlight: queries not compressed, no groups, no YaRN.
   'moonlight': {
     **_DEEPSEEK,
     'q_lora_rank': None,

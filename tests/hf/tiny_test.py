@@ -22,8 +22,8 @@ def test_both_sides_read_it(tmp_path, family):
   source = hf_source.open_source(folder)
   assert not source.carried and source.tensors
   source.close()
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-  assert sum(p.numel() for p in theirs.parameters()) > 100_000
+  reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  assert sum(p.numel() for p in reference.parameters()) > 100_000
   tokenizer = hf_tokenizer.ImportedTokenizer.from_folder(
     folder, fields['vocab_size']
   )

@@ -1,1 +1,1 @@
-"""`config.json` of Hugging Face to the model config and back."""
+"""Maps `config.json` of Hugging Face to the model config and back."""

@@ -1,61 +1,153 @@
-"""`config.json` of Hugging Face to `ModelConfig` and back.
+"""Converts a Hugging Face `config.json` to `ModelConfig` and back.
 
-What would change results and is not modelled is refused by name: a key that
-the family's code reads with another value than the one modelled. Keys it does
-not read are passed over, as transformers passes over them; where DeepSeek's
-own code and transformers disagree, the value is refused too.
+One table per family serves both directions. A key that the family's code reads
+is refused by name if its value would change results and is not implemented.
+Keys that the code does not read are ignored, as transformers does. Values on
+which DeepSeek's own code and transformers disagree are refused too.
 
-Carried over: sizes; norm eps, except that of MLA's latents, which is 1e-6 in
-DeepSeek's code whatever `rms_norm_eps` says; rotations (see
-`hf.architecture.rope`).
-
-Not carried over, since they are choices of a training run: compute dtype,
-remat, and the weights of the router's losses (`router_aux_loss_coef`, which
-transformers adds only where `output_router_logits` is set, and DeepSeek's
-`aux_loss_alpha`, a loss per sequence). Nor are token ids and dtypes.
+Not carried over are token ids, dtypes and the choices of a training run:
+compute dtype, remat, and the weights of the router's losses
+(`router_aux_loss_coef`, which transformers adds only where
+`output_router_logits` is set, and DeepSeek's `aux_loss_alpha`, a loss per
+sequence).
 """
 
-import functools
+import dataclasses
 import re
 from typing import Any
 
+from composer_jax.core import files
 from composer_jax.hf.architecture import keys as hf_keys
 from composer_jax.hf.architecture import rope
 from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
 
-_MLA = ('deepseek_v3', 'kimi_k2')
-_QK_NORMS = {'qwen3_moe': 'head', 'olmoe': 'projection', 'mixtral': 'none'}
-# Of DeepSeek's code, whatever `rms_norm_eps` says.
-_LATENT_NORM_EPS = 1e-6
+# Key of a config.json: field of ModelConfig, type, and the default of
+# transformers where the key may be absent.
+_Keys = dict[str, tuple]
 
-# The only value modelled of each key that a family's code reads.
-_MODELLED: dict[str, dict[str, Any]] = {
-  'qwen3_moe': {'use_sliding_window': False},
-  'mixtral': {'sliding_window': None, 'router_jitter_noise': 0},
-  'olmoe': {'sliding_window': None, 'clip_qkv': None},
-  'deepseek_v3': {
-    'attention_bias': False,
-    'scoring_func': 'sigmoid',
-    'topk_method': 'noaux_tc',
-    'moe_layer_freq': 1,
-  },
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Family:
+  """How a config.json describes the models of a family.
+
+  Attributes:
+    model_type: name that transformers has for the family.
+    architecture: class of transformers.
+    keys: keys beside those of all families.
+    fixed: {field: value} of all models of the family.
+    implemented: {key: value}, the only value implemented.
+  """
+
+  model_type: str
+  architecture: str
+  keys: _Keys
+  fixed: dict[str, Any]
+  implemented: dict[str, Any]
+
+
+_KEYS: _Keys = {
+  'vocab_size': ('vocab_size', int),
+  'hidden_size': ('embed_dim', int),
+  'num_hidden_layers': ('num_layers', int),
+  'rms_norm_eps': ('norm_eps', float),
+  'tie_word_embeddings': ('tie_embeddings', bool, False),
+  'num_attention_heads': ('attention.num_heads', int),
+  'num_experts_per_tok': ('moe.num_active', int),
 }
-_MODELLED['kimi_k2'] = _MODELLED['deepseek_v3']
-_MODELLED_EVERYWHERE = {'hidden_act': 'silu', 'attention_dropout': 0}
-# What is said to be the context of a model without YaRN.
-_CONTEXT = 4096
-# Fields that errors of ModelConfig name, and the keys they come from.
-_KEYS = {
-  'num_heads': ('num_attention_heads',),
-  'num_kv_heads': ('num_key_value_heads',),
-  'num_layers': ('num_hidden_layers',),
-  'num_dense_layers': ('first_k_dense_replace', 'mlp_only_layers'),
-  'num_experts': ('n_routed_experts', 'num_experts', 'num_local_experts'),
-  'num_active': ('num_experts_per_tok',),
-  'num_groups': ('n_group',),
-  'num_active_groups': ('topk_group',),
+_IMPLEMENTED = {'hidden_act': 'silu', 'attention_dropout': 0.0}
+_EXPERT_KEYS = ('n_routed_experts', 'num_experts', 'num_local_experts')
+_GQA = {
+  'attention.kind': 'gqa',
+  'rope.interleaved': False,
+  'moe.router': 'softmax',
+  'moe.num_shared': 0,
+  'moe.num_groups': 1,
+  'moe.num_active_groups': 1,
+  'moe.routed_scale': 1.0,
 }
+_FAMILIES = {
+  'qwen3_moe': _Family(
+    model_type='qwen3_moe',
+    architecture='Qwen3MoeForCausalLM',
+    keys={
+      'num_key_value_heads': ('attention.num_kv_heads', int),
+      'head_dim': ('attention.head_dim', int, None),
+      'attention_bias': ('attention.qkv_bias', bool, False),
+      'intermediate_size': ('dense_ffw_dim', int),
+      'moe_intermediate_size': ('moe.ffw_dim', int),
+      'num_experts': ('moe.num_experts', int),
+      'norm_topk_prob': ('moe.renormalize', bool, False),
+    },
+    fixed={**_GQA, 'attention.qk_norm': 'head'},
+    implemented={'use_sliding_window': False, 'decoder_sparse_step': 1},
+  ),
+  'mixtral': _Family(
+    model_type='mixtral',
+    architecture='MixtralForCausalLM',
+    keys={
+      'num_key_value_heads': ('attention.num_kv_heads', int),
+      'head_dim': ('attention.head_dim', int, None),
+      'intermediate_size': ('moe.ffw_dim', int),
+      'num_local_experts': ('moe.num_experts', int),
+    },
+    fixed={
+      **_GQA,
+      'attention.qk_norm': 'none',
+      'attention.qkv_bias': False,
+      'moe.renormalize': True,
+    },
+    implemented={'sliding_window': None, 'router_jitter_noise': 0.0},
+  ),
+  'olmoe': _Family(
+    model_type='olmoe',
+    architecture='OlmoeForCausalLM',
+    keys={
+      'num_key_value_heads': ('attention.num_kv_heads', int, None),
+      'attention_bias': ('attention.qkv_bias', bool, False),
+      'intermediate_size': ('moe.ffw_dim', int),
+      'num_experts': ('moe.num_experts', int),
+      'norm_topk_prob': ('moe.renormalize', bool, False),
+    },
+    fixed={**_GQA, 'attention.qk_norm': 'projection'},
+    implemented={'sliding_window': None, 'clip_qkv': None},
+  ),
+  'deepseek_v3': _Family(
+    model_type='deepseek_v3',
+    architecture='DeepseekV3ForCausalLM',
+    keys={
+      'q_lora_rank': ('attention.q_lora_dim', int, None),
+      'kv_lora_rank': ('attention.kv_lora_dim', int),
+      'qk_nope_head_dim': ('attention.nope_dim', int),
+      'qk_rope_head_dim': ('attention.rope_dim', int),
+      'v_head_dim': ('attention.value_dim', int),
+      'rope_interleave': ('rope.interleaved', bool, True),
+      'first_k_dense_replace': ('num_dense_layers', int),
+      'intermediate_size': ('dense_ffw_dim', int),
+      'moe_intermediate_size': ('moe.ffw_dim', int),
+      'n_routed_experts': ('moe.num_experts', int),
+      'n_shared_experts': ('moe.num_shared', int, 0),
+      'n_group': ('moe.num_groups', int),
+      'topk_group': ('moe.num_active_groups', int),
+      'norm_topk_prob': ('moe.renormalize', bool),
+      'routed_scaling_factor': ('moe.routed_scale', float),
+    },
+    fixed={
+      'attention.kind': 'mla',
+      # The default in DeepSeek's code, which `rms_norm_eps` does not change.
+      'attention.latent_norm_eps': 1e-6,
+      'moe.router': 'sigmoid',
+    },
+    implemented={
+      'attention_bias': False,
+      'scoring_func': 'sigmoid',
+      'topk_method': 'noaux_tc',
+      'moe_layer_freq': 1,
+    },
+  ),
+}
+# transformers has no other name for it.
+_FAMILIES['kimi_k2'] = _FAMILIES['deepseek_v3']
 
 
 def from_hf(
@@ -64,7 +156,8 @@ def from_hf(
   """Reads a parsed `config.json`.
 
   Returns:
-    The config, the family of `hf.tensors.names`, and the prefix of its tensors.
+    The config, its family (one of `hf.tensors.names.FAMILIES`), and the prefix
+    of the language model's tensor names.
   """
   if not isinstance(config_json, dict):
     raise ValueError(
@@ -72,45 +165,30 @@ def from_hf(
       'object.'
     )
   fields, prefix = _language_model(config_json)
-  family = fields.get('model_type')
-  if family not in names.FAMILIES:
+  name = fields.get('model_type')
+  if name not in names.FAMILIES:
     raise ValueError(
-      f'model_type {family!r} is not supported; '
+      f'model_type {name!r} is not supported; '
       f'{sorted((*names.FAMILIES, "kimi_k25"))} are.'
     )
-  is_mla = family in _MLA
-  take = functools.partial(hf_keys.take, fields)
+  family = _FAMILIES[name]
   try:
-    _check_modelled(fields, family)
-    attention = _mla(fields) if is_mla else _gqa(fields, family)
-    moe = _sigmoid_moe(fields) if is_mla else _softmax_moe(fields, family)
-    interleaved = is_mla and take('rope_interleave', bool, True)
-    config = model_config.ModelConfig(
-      vocab_size=take('vocab_size', int),
-      embed_dim=take('hidden_size', int),
-      num_layers=take('num_hidden_layers', int),
-      num_dense_layers=_num_dense_layers(fields, family),
-      dense_ffw_dim=take('intermediate_size', int),
-      norm_eps=take('rms_norm_eps', float),
-      tie_embeddings=take('tie_word_embeddings', bool, False),
-      remat=True,
-      compute_dtype='bfloat16',
-      attention=attention,
-      rope=rope.from_fields(
-        fields, family, interleaved=interleaved, is_mla=is_mla
-      ),
-      moe=model_config.MoEConfig(**moe, aux_loss_weight=0.0, z_loss_weight=0.0),
-    )
-    check_family(config, family)
+    config = model_config.ModelConfig.from_dict(_values(fields, name, family))
   except ValueError as error:
-    raise ValueError(
-      f'config.json: {error}{_keys_meant(str(error), fields)}'
-    ) from error
-  return config, family, prefix
+    # Errors of ModelConfig name its fields; the keys are added.
+    pairs = [
+      f'{field} is {key!r}'
+      for key, (path, *_) in (_KEYS | family.keys).items()
+      if (field := path.rpartition('.')[2]) != key
+      and re.search(rf'\b{field}\b', str(error))
+    ]
+    keys = f' Here {", ".join(pairs)}.' if pairs else ''
+    raise ValueError(f'config.json: {error}{keys}') from error
+  return config, name, prefix
 
 
 def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
-  """Returns the config of the language model and the prefix of its tensors."""
+  """Returns the fields of the language model and the prefix of its tensors."""
   if config_json.get('model_type') != 'kimi_k25':
     return config_json, ''
   fields = config_json.get('text_config')
@@ -128,269 +206,128 @@ def _language_model(config_json: dict[str, Any]) -> tuple[dict[str, Any], str]:
   return fields, 'language_model.'
 
 
-def _check_modelled(fields: dict[str, Any], family: str) -> None:
-  hf_keys.check_only(fields, _MODELLED_EVERYWHERE | _MODELLED[family])
+def _values(
+  fields: dict[str, Any], name: str, family: _Family
+) -> dict[str, Any]:
+  """Returns the nested fields of a ModelConfig."""
+  hf_keys.check_only(fields, _IMPLEMENTED | family.implemented)
   layers = hf_keys.take_list(fields, 'layer_types', str)
   if set(layers) - {'full_attention'}:
     raise ValueError(
       f"'layer_types' has {sorted(set(layers))}; only 'full_attention' is "
       'implemented.'
     )
+  experts = [fields[k] for k in _EXPERT_KEYS if fields.get(k) is not None]
+  if any(value != experts[0] for value in experts):
+    raise ValueError(f'{_EXPERT_KEYS} have different values: {experts}.')
+  fields = fields | dict.fromkeys(_EXPERT_KEYS, experts[0] if experts else None)
+  values = dict(family.fixed)
+  for key, (field, *kind) in (_KEYS | family.keys).items():
+    values[field] = hf_keys.take(fields, key, *kind)
+  is_mla = values['attention.kind'] == 'mla'
+  (_check_mla if is_mla else _complete_gqa)(fields, values)
+  is_interleaved = values.pop('rope.interleaved')
+  nested: dict[str, Any] = {'remat': True, 'compute_dtype': 'bfloat16'}
+  nested['rope'] = dataclasses.asdict(
+    rope.from_fields(fields, name, interleaved=is_interleaved, is_mla=is_mla)
+  )
+  values |= {'moe.aux_loss_weight': 0.0, 'moe.z_loss_weight': 0.0}
+  for path, value in values.items():
+    section, _, field = path.rpartition('.')
+    (nested.setdefault(section, {}) if section else nested)[field] = value
+  return nested
 
 
-def _mla(fields: dict[str, Any]) -> model_config.MLAConfig:
-  take = functools.partial(hf_keys.take, fields)
-  num_heads = take('num_attention_heads', int)
-  num_kv_heads = take('num_key_value_heads', int, num_heads)
-  if num_kv_heads != num_heads:
-    raise ValueError(
-      f"'num_key_value_heads' ({num_kv_heads}) must be 'num_attention_heads' "
-      f'({num_heads}): a latent serves all heads.'
-    )
-  # Null says something of these, and silence something else.
+def _check_mla(fields: dict[str, Any], values: dict[str, Any]) -> None:
+  # transformers has a default for these that differs from null.
   for key in ('q_lora_rank', 'n_shared_experts'):
     if key not in fields:
       raise ValueError(f'{key!r} is missing; it must be int or null.')
-  return model_config.MLAConfig(
-    kind='mla',
-    num_heads=num_heads,
-    q_lora_dim=take('q_lora_rank', int, None),
-    kv_lora_dim=take('kv_lora_rank', int),
-    nope_dim=take('qk_nope_head_dim', int),
-    rope_dim=take('qk_rope_head_dim', int),
-    value_dim=take('v_head_dim', int),
-    latent_norm_eps=_LATENT_NORM_EPS,
-  )
-
-
-def _gqa(fields: dict[str, Any], family: str) -> model_config.GQAConfig:
-  take = functools.partial(hf_keys.take, fields)
-  num_heads = take('num_attention_heads', int)
-  width = take('hidden_size', int)
-  has_bias = family != 'mixtral' and take('attention_bias', bool, False)
-  kv_heads_default = num_heads if family == 'olmoe' else hf_keys.NO_DEFAULT
-  return model_config.GQAConfig(
-    kind='gqa',
-    num_heads=num_heads,
-    num_kv_heads=take('num_key_value_heads', int, kv_heads_default),
-    head_dim=take('head_dim', int, width // max(num_heads, 1)),
-    qk_norm=_QK_NORMS[family],
-    qkv_bias=has_bias,
-    out_bias=has_bias,
-  )
-
-
-def _sigmoid_moe(fields: dict[str, Any]) -> dict[str, Any]:
-  take = functools.partial(hf_keys.take, fields)
-  return dict(
-    num_experts=_num_experts(fields),
-    num_active=take('num_experts_per_tok', int),
-    ffw_dim=take('moe_intermediate_size', int),
-    num_shared=take('n_shared_experts', int, 0),
-    router='sigmoid',
-    num_groups=take('n_group', int),
-    num_active_groups=take('topk_group', int),
-    renormalize=take('norm_topk_prob', bool),
-    routed_scale=take('routed_scaling_factor', float),
-  )
-
-
-def _softmax_moe(fields: dict[str, Any], family: str) -> dict[str, Any]:
-  take = functools.partial(hf_keys.take, fields)
-  has_own_width = family == 'qwen3_moe'
-  width = 'moe_intermediate_size' if has_own_width else 'intermediate_size'
-  return dict(
-    num_experts=_num_experts(fields),
-    num_active=take('num_experts_per_tok', int),
-    ffw_dim=take(width, int),
-    num_shared=0,
-    router='softmax',
-    num_groups=1,
-    num_active_groups=1,
-    renormalize=family == 'mixtral' or take('norm_topk_prob', bool, False),
-    routed_scale=1.0,
-  )
-
-
-def _num_experts(fields: dict[str, Any]) -> int:
-  return hf_keys.take_any(fields, _KEYS['num_experts'], int)
-
-
-def _num_dense_layers(fields: dict[str, Any], family: str) -> int:
-  """Returns how many layers lead before the first mixture."""
-  if family in _MLA:
-    return hf_keys.take(fields, 'first_k_dense_replace', int)
-  if family != 'qwen3_moe':
-    return 0
-  num_layers = hf_keys.take(fields, 'num_hidden_layers', int)
-  step = hf_keys.take(fields, 'decoder_sparse_step', int, 1)
-  if step < 1:
-    raise ValueError(f"'decoder_sparse_step' ({step}) must be at least 1.")
-  named = set(hf_keys.take_list(fields, 'mlp_only_layers', int))
-  is_dense = [i in named or (i + 1) % step != 0 for i in range(num_layers)]
-  num_dense = sum(is_dense)
-  if not all(is_dense[:num_dense]):
+  heads = values['attention.num_heads']
+  kv_heads = hf_keys.take(fields, 'num_key_value_heads', int, heads)
+  if kv_heads != heads:
     raise ValueError(
-      f"'mlp_only_layers' ({sorted(named)}) and 'decoder_sparse_step' ({step}) "
-      'must make the first layers dense and no other.'
+      f"'num_key_value_heads' ({kv_heads}) must be 'num_attention_heads' "
+      f'({heads}): a latent serves all heads.'
     )
-  return num_dense
+  experts, groups = values['moe.num_experts'], values['moe.num_groups']
+  if groups < 1 or experts % groups or experts < 2 * groups:
+    raise ValueError(
+      f"'n_group' ({groups}) must divide the {experts} experts into groups of "
+      'at least two: transformers ranks a group by its two best scores.'
+    )
 
 
-def _keys_meant(message: str, fields: dict[str, Any]) -> str:
-  """Says which keys of the file the fields in a message come from."""
-  meant = [
-    f'{field} is {key!r}'
-    for field, keys in _KEYS.items()
-    for key in keys
-    if key in fields and re.search(rf'\b{field}\b', message)
-  ]
-  return f' Here {", ".join(meant)}.' if meant else ''
+def _complete_gqa(fields: dict[str, Any], values: dict[str, Any]) -> None:
+  """Adds the fields whose keys are absent, or say more than one thing."""
+  heads = values['attention.num_heads']
+  head_dim = values['embed_dim'] // max(heads, 1)
+  if 'attention.head_dim' not in values:  # OLMoE has no such key.
+    hf_keys.check_only(fields, {'head_dim': head_dim})
+  values['attention.head_dim'] = values.get('attention.head_dim') or head_dim
+  if values['attention.num_kv_heads'] is None:
+    values['attention.num_kv_heads'] = heads
+  values['attention.out_bias'] = values['attention.qkv_bias']
+  dense = set()
+  if 'dense_ffw_dim' in values:
+    dense = set(hf_keys.take_list(fields, 'mlp_only_layers', int))
+  if dense != set(range(len(dense))):
+    raise ValueError(
+      f"'mlp_only_layers' ({sorted(dense)}) must be the first layers."
+    )
+  values['num_dense_layers'] = len(dense)
+  values.setdefault('dense_ffw_dim', values['moe.ffw_dim'])
 
 
 def to_hf(config: model_config.ModelConfig, family: str) -> dict[str, Any]:
   """Returns a `config.json` that transformers loads.
 
-  `from_hf` of it gives `config` again, but for the choices of a training run
-  and for family 'kimi_k2', which is written as the 'deepseek_v3' it is:
-  transformers knows no other name for it. What the family cannot express is
-  refused by name.
+  Raises:
+    ValueError: models of the family cannot have a field's value; names both.
   """
-  check_family(config, family)
-  c, a, yarn = config, config.attention, config.rope.yarn
-  context = _CONTEXT
-  if yarn is not None:
-    context = round(yarn.factor * yarn.original_max_len)
-  fields = {
-    'vocab_size': c.vocab_size,
-    'hidden_size': c.embed_dim,
-    'num_hidden_layers': c.num_layers,
-    'num_attention_heads': a.num_heads,
-    'intermediate_size': c.dense_ffw_dim,
-    'rms_norm_eps': c.norm_eps,
-    'tie_word_embeddings': c.tie_embeddings,
-    'hidden_act': 'silu',
-    'max_position_embeddings': context,
-    **rope.to_fields(c.rope),
-    'num_experts_per_tok': c.moe.num_active,
-    # Of the tokenizer, unknown here; the defaults are those of other models.
-    'bos_token_id': None,
-    'eos_token_id': None,
-    'pad_token_id': None,
-  }
-  if isinstance(a, model_config.MLAConfig):
-    return fields | _mla_fields(c, a)
-  return fields | _gqa_fields(c, a, family)
-
-
-def _gqa_fields(
-  c: model_config.ModelConfig, a: model_config.GQAConfig, family: str
-) -> dict[str, Any]:
-  fields = {'model_type': family, 'num_key_value_heads': a.num_kv_heads}
-  if family == 'mixtral':
-    return fields | {
-      'architectures': ['MixtralForCausalLM'],
-      'head_dim': a.head_dim,
-      'num_local_experts': c.moe.num_experts,
-    }
-  fields |= {
-    'attention_bias': a.qkv_bias,
-    'num_experts': c.moe.num_experts,
-    'norm_topk_prob': c.moe.renormalize,
-  }
-  if family == 'olmoe':
-    return fields | {'architectures': ['OlmoeForCausalLM']}
-  return fields | {
-    'architectures': ['Qwen3MoeForCausalLM'],
-    'head_dim': a.head_dim,
-    'moe_intermediate_size': c.moe.ffw_dim,
-    'decoder_sparse_step': 1,
-    'mlp_only_layers': list(range(c.num_dense_layers)),
-  }
-
-
-def _mla_fields(
-  c: model_config.ModelConfig, a: model_config.MLAConfig
-) -> dict[str, Any]:
-  return {
-    'model_type': 'deepseek_v3',
-    'architectures': ['DeepseekV3ForCausalLM'],
-    'num_key_value_heads': a.num_heads,
-    'q_lora_rank': a.q_lora_dim,
-    'kv_lora_rank': a.kv_lora_dim,
-    'qk_nope_head_dim': a.nope_dim,
-    'qk_rope_head_dim': a.rope_dim,
-    'v_head_dim': a.value_dim,
-    'rope_interleave': c.rope.interleaved,
-    'first_k_dense_replace': c.num_dense_layers,
-    'moe_intermediate_size': c.moe.ffw_dim,
-    'n_routed_experts': c.moe.num_experts,
-    'n_shared_experts': c.moe.num_shared,
-    'n_group': c.moe.num_groups,
-    'topk_group': c.moe.num_active_groups,
-    'norm_topk_prob': c.moe.renormalize,
-    'routed_scaling_factor': c.moe.routed_scale,
-    'scoring_func': 'sigmoid',
-    'topk_method': 'noaux_tc',
-    'num_nextn_predict_layers': 0,
-  }
-
-
-def check_family(config: model_config.ModelConfig, family: str) -> None:
-  """Raises a ValueError that names what models of a family cannot have."""
   if family not in names.FAMILIES:
     raise ValueError(f'family {family!r} is not one of {names.FAMILIES}.')
-  for name, (value, allowed) in _demands(config, family).items():
-    if value not in allowed:
-      raise ValueError(
-        f'{name} is {value!r}, but a model of family {family!r} can only have '
-        f'{" or ".join(map(repr, allowed))}; change it or the family.'
-      )
-  if config.rope.yarn is not None:
-    rope.check_yarn(config.rope.yarn, is_mla=family in _MLA)
-
-
-def _demands(
-  config: model_config.ModelConfig, family: str
-) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-  """Returns {field: (its value, the values that the family has)}."""
-  c, a, moe = config, config.attention, config.moe
-  demands: dict[str, tuple[Any, tuple[Any, ...]]]
-  if family in _MLA:
-    demands = {
-      'attention.kind': (a.kind, ('mla',)),
-      'moe.router': (moe.router, ('sigmoid',)),
+  known, flat = _FAMILIES[family], files.flatten(config.to_dict())
+  differing = {'attention.kind': known.fixed['attention.kind']}
+  if config.attention.kind == differing['attention.kind']:
+    fields = _fields(config, known)
+    # A value that the file cannot hold is read back as another one.
+    as_read = files.flatten(from_hf(fields)[0].to_dict())
+    differing = {
+      name: as_read.get(name)
+      for name, value in flat.items()
+      if name not in model_config.FREE and as_read.get(name) != value
     }
-    if isinstance(a, model_config.MLAConfig):
-      demands['attention.latent_norm_eps'] = (
-        a.latent_norm_eps,
-        (_LATENT_NORM_EPS,),
-      )
-    # transformers sums the two best of each group, even where all may choose.
-    E = moe.num_experts
-    divisors = tuple(n for n in range(1, E // 2 + 1) if E % n == 0)
-    demands['moe.num_groups'] = (moe.num_groups, divisors)
-    return demands
-  demands = {
-    'attention.kind': (a.kind, ('gqa',)),
-    'moe.router': (moe.router, ('softmax',)),
-    'moe.num_shared': (moe.num_shared, (0,)),
-    'moe.num_groups': (moe.num_groups, (1,)),
-    'moe.routed_scale': (moe.routed_scale, (1.0,)),
-    'rope.interleaved': (c.rope.interleaved, (False,)),
+    if not differing:
+      return fields
+  pairs = [
+    f'{name} is {flat[name]!r}, but a model of family {family!r} can only '
+    f'have {other!r}'
+    for name, other in differing.items()
+  ]
+  raise ValueError(f'{"; ".join(pairs)}. Change the config or the family.')
+
+
+def _fields(
+  config: model_config.ModelConfig, family: _Family
+) -> dict[str, Any]:
+  flat, yarn = files.flatten(config.to_dict()), config.rope.yarn
+  fields = {
+    'model_type': family.model_type,
+    'architectures': [family.architecture],
+    **{key: flat[field] for key, (field, *_) in (_KEYS | family.keys).items()},
+    **_IMPLEMENTED,
+    **family.implemented,
+    **rope.to_fields(config.rope),
+    'max_position_embeddings': (
+      round(yarn.factor * yarn.original_max_len) if yarn else 4096
+    ),
+    # The tokenizer is unknown here, and the defaults belong to other models.
+    **dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id')),
   }
-  if isinstance(a, model_config.GQAConfig):
-    biases = (False,) if family == 'mixtral' else (False, True)
-    demands['attention.qk_norm'] = (a.qk_norm, (_QK_NORMS[family],))
-    demands['attention.qkv_bias'] = (a.qkv_bias, biases)
-    demands['attention.out_bias'] = (a.out_bias, (a.qkv_bias,))
-    if family == 'olmoe':
-      head_dim = c.embed_dim // a.num_heads
-      demands['attention.head_dim'] = (a.head_dim, (head_dim,))
-  if family != 'qwen3_moe':
-    demands['num_dense_layers'] = (c.num_dense_layers, (0,))
-    # One key says both, and no layer uses this one.
-    demands['dense_ffw_dim'] = (c.dense_ffw_dim, (moe.ffw_dim,))
-  if family == 'mixtral':
-    demands['moe.renormalize'] = (moe.renormalize, (True,))
-  return demands
+  if config.attention.kind == 'mla':
+    fields['num_key_value_heads'] = config.attention.num_heads
+    fields['num_nextn_predict_layers'] = 0
+  elif family.model_type == 'qwen3_moe':
+    fields['mlp_only_layers'] = list(range(config.num_dense_layers))
+  return fields

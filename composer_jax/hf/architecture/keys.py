@@ -1,4 +1,4 @@
-"""Reads keys of a Hugging Face `config.json`, and refuses them by name."""
+"""Reads keys of a Hugging Face `config.json` and names those it refuses."""
 
 import sys
 from typing import Any
@@ -12,9 +12,10 @@ def take(
   """Returns the value of a key; null counts as absent.
 
   Args:
-    fields: the parsed file, or an object in it.
-    key: of the value; without a default it must be there.
-    kind: int, float (an integer will do), bool, str or dict.
+    fields: parsed file, or an object in it.
+    key: name of the value.
+    kind: int, float (an integer is accepted), bool, str or dict.
+    default: value of an absent key; without one an absent key is refused.
   """
   value = fields.get(key)
   if value is None:
@@ -45,20 +46,9 @@ def take_list(fields: dict[str, Any], key: str, kind: type) -> list[Any]:
   return values
 
 
-def take_any(fields: dict[str, Any], keys: tuple[str, ...], kind: type) -> Any:
-  """Returns the value that stands under any of several names for it."""
-  given = {key: take(fields, key, kind, None) for key in keys}
-  given = {key: value for key, value in given.items() if value is not None}
-  if len(set(given.values())) != 1:
-    raise ValueError(
-      f'exactly one {kind.__name__} must stand under {keys}, not {given}.'
-    )
-  return next(iter(given.values()))
-
-
-def check_only(fields: dict[str, Any], modelled: dict[str, Any]) -> None:
-  """Refuses keys with another value than the one modelled, null or none."""
-  for key, only in modelled.items():
+def check_only(fields: dict[str, Any], implemented: dict[str, Any]) -> None:
+  """Refuses keys that have a value other than null and the implemented one."""
+  for key, only in implemented.items():
     value = fields.get(key)
     if value is not None and value != only:
       raise ValueError(

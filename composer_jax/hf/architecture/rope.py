@@ -1,16 +1,14 @@
-"""Rotary positions in a Hugging Face `config.json`, read and written.
+"""Reads and writes the rotary positions of a Hugging Face `config.json`.
 
-Files of transformers v4 have `rope_theta` beside `rope_scaling`, those of v5
-have both in `rope_parameters`; the type is `rope_type` or `type`. All are read,
+Files of transformers v4 have `rope_theta` beside `rope_scaling`; files of v5
+have both in `rope_parameters`. The type is `rope_type` or `type`. All are read,
 and two that disagree are refused.
 
-YaRN follows `_compute_yarn_parameters` of transformers. Carried over are
-`factor`, `original_max_position_embeddings`, `beta_fast`, `beta_slow`,
-`truncate`, and `mscale` and `mscale_all_dim`: their ratio scales cos and sin,
-and the square of the second the softmax (MLA only). `attention_factor` is
-accepted where it says what these imply. `mscale` without
-`mscale_all_dim`, or the reverse, is refused where transformers and DeepSeek's
-own code compute different things from it.
+YaRN follows `_compute_yarn_parameters` of transformers. The ratio of `mscale`
+and `mscale_all_dim` scales cos and sin, and the square of the second scales the
+softmax (MLA only). `attention_factor` is accepted if it equals the value that
+these imply. One of the two without the other is refused, since transformers and
+DeepSeek's own code then disagree.
 """
 
 import math
@@ -19,11 +17,11 @@ from typing import Any
 from composer_jax.hf.architecture import keys
 from composer_jax.models import config as model_config
 
-# transformers' value where config.json is silent; by family, else the last.
+# transformers' value for an absent key: of some families, and of all others.
 _DEFAULT_THETA = {'mixtral': 1e6}
 _OTHER_DEFAULT_THETA = 1e4
 _KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
-# Of YaRN, in the file and in YarnConfig.
+# Keys of YaRN in the file, and their fields in YarnConfig.
 _YARN_FIELDS = {
   'factor': 'factor',
   'original_max_position_embeddings': 'original_max_len',
@@ -34,6 +32,10 @@ _YARN_FIELDS = {
   'truncate': 'truncate',
 }
 _YARN_KEYS = {'attention_factor', *_YARN_FIELDS}
+# Keys that may also stand outside of the rope parameters.
+_OUTSIDE = {
+  *('rope_theta', 'partial_rotary_factor', 'original_max_position_embeddings')
+}
 
 
 def from_fields(
@@ -42,11 +44,10 @@ def from_fields(
   """Reads the rotary positions of a parsed `config.json`.
 
   Args:
-    fields: the parsed file.
-    family: of `hf.tensors.names`.
-    interleaved: no key says it for all families.
-    is_mla: whether transformers scales this family's softmax by
-      `mscale_all_dim`.
+    fields: parsed file.
+    family: one of `hf.tensors.names.FAMILIES`.
+    interleaved: true if neighbouring dimensions rotate as a pair.
+    is_mla: true if transformers scales the softmax by `mscale_all_dim`.
   """
   given = _parameters(fields)
   types = {
@@ -66,26 +67,29 @@ def from_fields(
     raise ValueError(
       f'{sorted(unknown)} are unknown for rope type {kind!r}: {given}.'
     )
-  for place in (fields, given):
-    keys.check_only(place, {'partial_rotary_factor': 1})
-  theta = _in_either_place(fields, given, 'rope_theta', float)
-  if theta is None:
-    theta = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
-  yarn = _yarn(fields, given, is_mla) if kind == 'yarn' else None
+  for key in _OUTSIDE & {k for k in fields if fields[k] is not None}:
+    if given.setdefault(key, fields[key]) != fields[key]:
+      raise ValueError(
+        f'{key!r} is {fields[key]}, but {given[key]} in the rope parameters; '
+        'remove one.'
+      )
+  keys.check_only(given, {'partial_rotary_factor': 1})
+  default = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
   return model_config.RopeConfig(
-    theta=theta, interleaved=interleaved, yarn=yarn
+    theta=keys.take(given, 'rope_theta', float, default),
+    interleaved=interleaved,
+    yarn=_yarn(fields, given, is_mla) if kind == 'yarn' else None,
   )
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
-  places = ('rope_parameters', 'rope_scaling')
-  both = [fields[key] for key in places if fields.get(key)]
-  if len(both) == 2 and both[0] != both[1]:
+  given = fields.get('rope_parameters') or fields.get('rope_scaling') or {}
+  other = fields.get('rope_scaling') or given
+  if given != other:
     raise ValueError(
-      f"'rope_parameters' ({both[0]}) and 'rope_scaling' ({both[1]}) differ; "
+      f"'rope_parameters' ({given}) and 'rope_scaling' ({other}) differ; "
       'remove one.'
     )
-  given = both[0] if both else {}
   if not isinstance(given, dict) or any(
     isinstance(value, dict) for value in given.values()
   ):
@@ -95,38 +99,28 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
   return {key: value for key, value in given.items() if value is not None}
 
 
-def _in_either_place(
-  fields: dict[str, Any], given: dict[str, Any], key: str, kind: type
-) -> Any:
-  """Returns a value of the file or of its rope parameters, or None."""
-  outside, inside = (keys.take(f, key, kind, None) for f in (fields, given))
-  if None not in (outside, inside) and outside != inside:
-    raise ValueError(
-      f'{key!r} is {outside}, but {inside} in the rope parameters; remove one.'
-    )
-  return inside if outside is None else outside
-
-
 def _yarn(
   fields: dict[str, Any], given: dict[str, Any], is_mla: bool
 ) -> model_config.YarnConfig:
-  original = _in_either_place(
-    fields, given, 'original_max_position_embeddings', int
-  )
-  if original is None:  # transformers takes the whole context then
+  original = keys.take(given, 'original_max_position_embeddings', int, None)
+  if original is None:  # The default of transformers is the whole context.
     original = keys.take(fields, 'max_position_embeddings', int)
   yarn = model_config.YarnConfig(
     factor=keys.take(given, 'factor', float),
     original_max_len=original,
-    # Zero counts as absent there.
+    # transformers takes zero for absent.
     beta_fast=keys.take(given, 'beta_fast', float, 32.0) or 32.0,
     beta_slow=keys.take(given, 'beta_slow', float, 1.0) or 1.0,
     mscale=keys.take(given, 'mscale', float, None),
     mscale_all_dim=keys.take(given, 'mscale_all_dim', float, None),
     truncate=keys.take(given, 'truncate', bool, True),
   )
-  check_yarn(yarn, is_mla=is_mla)
-  implied = rotation_scale(yarn)
+  if yarn.mscale_all_dim and not is_mla:
+    raise ValueError(
+      f'mscale_all_dim ({yarn.mscale_all_dim}) of YaRN needs multi-head latent '
+      'attention: transformers scales the softmax by it there alone.'
+    )
+  implied = _rotation_scale(yarn)
   stated = keys.take(given, 'attention_factor', float, implied)
   if not math.isclose(stated, implied, rel_tol=1e-6):
     raise ValueError(
@@ -136,7 +130,7 @@ def _yarn(
   return yarn
 
 
-def rotation_scale(yarn: model_config.YarnConfig) -> float:
+def _rotation_scale(yarn: model_config.YarnConfig) -> float:
   """Returns transformers' `attention_factor`, which scales cos and sin."""
 
   def scale(m: float) -> float:
@@ -147,17 +141,8 @@ def rotation_scale(yarn: model_config.YarnConfig) -> float:
   return scale(1.0)
 
 
-def check_yarn(yarn: model_config.YarnConfig, *, is_mla: bool) -> None:
-  """Refuses what two implementations read differently."""
-  if yarn.mscale_all_dim and not is_mla:
-    raise ValueError(
-      f'mscale_all_dim ({yarn.mscale_all_dim}) of YaRN needs multi-head latent '
-      'attention: transformers scales the softmax by it there alone.'
-    )
-
-
 def to_fields(rope: model_config.RopeConfig) -> dict[str, Any]:
-  """Returns `rope_theta` and `rope_scaling`, which v4 and v5 read."""
+  """Returns `rope_theta` and `rope_scaling`, which both v4 and v5 read."""
   scaling = None
   if rope.yarn is not None:
     values = {k: getattr(rope.yarn, name) for k, name in _YARN_FIELDS.items()}

@@ -1,1 +1,1 @@
-"""Tensors of Hugging Face checkpoints as blocks of our arrays."""
+"""Maps tensors of Hugging Face checkpoints to blocks of arrays and back."""

@@ -1,7 +1,7 @@
-"""Pieces of our arrays, each cut from one range of a Hugging Face tensor.
+"""Cuts arrays into pieces, each read from one range of a stored tensor.
 
-A part of a tensor is a block of an array (`hf.tensors.names.Part`). Blocks are
-cut along the axis that leads in the tensor, so that a piece is read as one
+A part of a tensor fills a block of an array (`hf.tensors.names.TensorPart`).
+Blocks are cut along the axis that leads in the tensor, so that a piece is one
 range of elements and nothing larger than a piece is ever held. The pieces of an
 array are a regular grid: the chunks of its checkpoint.
 """
@@ -16,27 +16,25 @@ import numpy as np
 
 from composer_jax.hf.tensors import names
 
-# Of a piece. Below the size from which malloc asks the kernel for fresh pages
-# every time (32 MiB), which would cost more than the transposition.
+# Most bytes of a piece. From 32 MiB on malloc asks the kernel for fresh pages
+# every time, which would cost more than the transposition.
 PIECE_BYTES = 31 * 2**20
-
-# Of the buffers that XLA can use as they are.
-_ALIGNMENT = 64
 
 Box = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayPiece:
-  """A box of an array and the elements of a tensor that it holds.
+  """A box of an array and the elements of a tensor that fill it.
 
   Attributes:
+    array: name of the array.
     box: (start, stop) of each axis of the array.
-    start: first element that is read.
-    stop: one past the last.
+    start: first element of the tensor that is read.
+    stop: one past the last element that is read.
     view: shape of those elements, as axes of the part's view.
-    select: of them, what belongs to the box.
-    order: of the axes of the view in the block.
+    select: slices of the view that belong to the box.
+    order: axes of the view in the order that the block has them.
   """
 
   array: str
@@ -53,25 +51,25 @@ class ArrayPiece:
 
   @property
   def is_whole(self) -> bool:
-    """Whether all the elements of the range belong to the box."""
+    """True if all elements of the range belong to the box."""
     return math.prod(self.shape) == self.stop - self.start
 
   def of(self, values: np.ndarray) -> np.ndarray:
-    """Returns the box, a view of `values`, elements `start:stop`."""
+    """Returns the values of the box, a view of elements `start:stop`."""
     block = values.reshape(self.view)[self.select].transpose(self.order)
     return block.reshape(self.shape)
 
   def put(self, block: np.ndarray, values: np.ndarray) -> None:
-    """The inverse of `of`."""
+    """Writes the values of the box into elements `start:stop`."""
     view = values.reshape(self.view)[self.select]
     sizes = [view.shape[axis] for axis in self.order]
-    theirs = block.reshape(sizes).transpose(np.argsort(self.order))
-    view[...] = contiguous(theirs)
+    as_stored = block.reshape(sizes).transpose(np.argsort(self.order))
+    view[...] = contiguous(as_stored)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedArray:
-  """An array and the shape of its chunks."""
+  """Shape and dtype of an array, and the shape of its chunks."""
 
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -79,15 +77,17 @@ class ChunkedArray:
 
 
 def shapes(table: names.Table) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of every array that the tensors of a table make up."""
-  found: dict[str, list[int]] = {}
+  """Returns the shape of every array that the tensors of a table fill."""
+  ends_of: dict[str, list[int]] = {}
   for tensor in table.values():
     for part in tensor.parts:
       sizes = iter(part.block_shape)
       ends = [i + 1 if isinstance(i, int) else next(sizes) for i in part.index]
-      known = found.setdefault(part.array, ends)
-      found[part.array] = [max(a, b) for a, b in zip(known, ends, strict=True)]
-  return {name: tuple(shape) for name, shape in found.items()}
+      known = ends_of.setdefault(part.array, ends)
+      ends_of[part.array] = [
+        max(a, b) for a, b in zip(known, ends, strict=True)
+      ]
+  return {name: tuple(ends) for name, ends in ends_of.items()}
 
 
 def _leading_axis(part: names.TensorPart) -> int:
@@ -98,9 +98,9 @@ def _leading_axis(part: names.TensorPart) -> int:
 
 
 def chunk_shape(part: names.TensorPart, item_bytes: int) -> tuple[int, ...]:
-  """Returns the shape of the chunks of the part's array.
+  """Returns the shape of the chunks of a part's array.
 
-  A divisor of the block is preferred: chunks that stick out are padded.
+  A divisor of the block is preferred, since chunks that stick out are padded.
   """
   axis = part.order.index(_leading_axis(part))
   block = list(part.block_shape)
@@ -116,12 +116,11 @@ def chunk_shape(part: names.TensorPart, item_bytes: int) -> tuple[int, ...]:
 
 
 def pieces(
-  part: names.TensorPart, chunk: tuple[int, ...], within: Box | None = None
+  part: names.TensorPart, chunk: tuple[int, ...]
 ) -> Iterator[ArrayPiece]:
-  """Yields the chunks of a part, each cut to the box `within`."""
-  lead = _leading_axis(part)
+  """Yields the pieces of a part, given the shape of the array's chunks."""
   axes = [i for i, index in enumerate(part.index) if not isinstance(index, int)]
-  split = axes[part.order.index(lead)]
+  split = axes[part.order.index(_leading_axis(part))]
   sizes = iter(part.block_shape)
   whole = [
     (i, i + 1) if isinstance(i, int) else (0, next(sizes)) for i in part.index
@@ -129,11 +128,7 @@ def pieces(
   for start in range(0, whole[split][1], chunk[split]):
     box = list(whole)
     box[split] = (start, min(start + chunk[split], whole[split][1]))
-    if within is not None:
-      pairs = zip(box, within, strict=True)
-      box = [(max(a, c), min(b, d)) for (a, b), (c, d) in pairs]
-    if all(a < b for a, b in box):
-      yield _piece(part, tuple(box), axes)
+    yield _piece(part, tuple(box), axes)
 
 
 def _piece(part: names.TensorPart, box: Box, axes: list[int]) -> ArrayPiece:
@@ -141,8 +136,8 @@ def _piece(part: names.TensorPart, box: Box, axes: list[int]) -> ArrayPiece:
   for axis, ours in zip(part.order, axes, strict=True):
     first = part.select[axis].start
     bounds[axis] = (first + box[ours][0], first + box[ours][1])
-  # Up to the first axis of several entries the range is exact; further axes
-  # are read whole and cut in memory.
+  # The range is exact up to the first axis with several entries; the axes after
+  # it are read whole and cut in memory.
   long = [axis for axis, (a, b) in enumerate(bounds) if b - a > 1]
   lead = long[0] if long else len(bounds) - 1
   strides = [math.prod(part.view[i + 1 :]) for i in range(len(bounds))]
@@ -160,27 +155,19 @@ def _piece(part: names.TensorPart, box: Box, axes: list[int]) -> ArrayPiece:
   )
 
 
-def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-  """Returns an array that XLA's CPU backend takes over without a copy."""
-  num_bytes = math.prod(shape) * dtype.itemsize
-  buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-  start = -buffer.ctypes.data % _ALIGNMENT
-  return buffer[start : start + num_bytes].view(dtype).reshape(shape)
-
-
 @functools.cache
 def _cpu() -> jax.Device | None:
   try:
     return jax.local_devices(backend='cpu')[0]
-  except RuntimeError:  # JAX_PLATFORMS leaves it out.
+  except RuntimeError:  # JAX_PLATFORMS excludes the CPU.
     return None
 
 
 def contiguous(values: np.ndarray) -> np.ndarray:
   """Returns the values in C order, transposed by XLA's blocked kernels.
 
-  They are several times faster than numpy's strided copy; integers of the same
-  width keep every bit.
+  These are several times faster than numpy's strided copy. The values go there
+  as integers of the same width, which keep every bit.
   """
   if values.flags.c_contiguous:
     return values

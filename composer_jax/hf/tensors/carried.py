@@ -1,7 +1,7 @@
-"""Tensors that the model does not have, kept as they are for exports.
+"""Keeps the tensors that the model does not have, unchanged, for exports.
 
-Layers for multi-token prediction and vision towers lie in an import directory
-as in the source, of any dtype, quantised or not.
+Layers for multi-token prediction and vision towers are stored in an import
+directory as in the source, in any dtype, quantised or not.
 """
 
 import collections
@@ -20,7 +20,7 @@ FOLDER = 'carried'
 
 
 def show(source: hf_source.SourceCheckpoint) -> None:
-  """Prints what is carried along, a line for each layer or tower."""
+  """Prints the names of carried tensors, a line for each layer or tower."""
   groups: collections.Counter[str] = collections.Counter()
   for name in source.carried:
     layer = re.match(r'model\.layers\.\d+', name.removeprefix(source.prefix))
@@ -33,9 +33,9 @@ def show(source: hf_source.SourceCheckpoint) -> None:
 def carry(
   source: hf_source.SourceCheckpoint, file: str, folder: pathlib.Path
 ) -> None:
-  """Copies what is not modelled of one file, unless that is done.
+  """Copies the unmodelled tensors of one file, unless the copy exists.
 
-  The hash of each tensor is in the head of the copy.
+  The metadata of the copy has the hash of each tensor.
   """
   tensors = source.folder.tensors
   raws = [tensors[n] for n in source.carried if tensors[n].file == file]
@@ -60,25 +60,29 @@ def carry(
 
 
 def open_carried(out: pathlib.Path, names: Iterable[str]) -> hf_io.Folder:
-  """Opens what an import directory carries along.
+  """Opens the carried tensors of an import directory.
+
+  Args:
+    out: the import directory.
+    names: tensors that have to be there.
 
   Raises:
     ValueError: one of the names is missing, or a file is damaged.
   """
   folder = out / FOLDER
-  there = os.listdir(folder) if folder.is_dir() else []
-  found = hf_io.Folder(folder, sorted(n for n in there if n[0] != '.'))
+  listed = os.listdir(folder) if folder.is_dir() else []
+  carried = hf_io.Folder(folder, sorted(n for n in listed if n[0] != '.'))
   for name in names:
-    if name not in found.tensors:
+    if name not in carried.tensors:
       raise ValueError(
         f'{folder} lacks {name}, which the import carried along; import the '
         'Hugging Face checkpoint again.'
       )
-  return found
+  return carried
 
 
 def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
-  """Raises a ValueError that names a tensor unlike that of the source."""
+  """Raises a ValueError naming a carried tensor unlike its source."""
   with open_carried(out, source.carried) as carried:
     for name in source.carried:
       raws = source.folder.tensors[name], carried.tensors[name]
@@ -96,7 +100,7 @@ def verify(source: hf_source.SourceCheckpoint, out: pathlib.Path) -> None:
 def copy(
   carried: hf_io.Folder, name: str, writer: hf_io.SafetensorsWriter
 ) -> None:
-  """Copies a tensor to an export; a ValueError where it has changed."""
+  """Copies a carried tensor to an export; a ValueError if it has changed."""
   raw, digest = carried.tensors[name], blake3.blake3()
   for start, block in hf_io.blocks(carried, raw):
     digest.update(block)

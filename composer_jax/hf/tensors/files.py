@@ -1,9 +1,9 @@
-"""Safetensors files: read by byte range, written tensor by tensor.
+"""Reads safetensors files by byte range and writes them tensor by tensor.
 
-The `safetensors` library judges every header (sizes, overlaps, dtypes); data
-go through `pread` into our own buffers instead of its memory map, whose pages
-would count as this process's memory, and out through `pwrite`, since the
-library writes whole files from memory.
+The `safetensors` library checks every header (sizes, overlaps, dtypes). Values
+are read with `pread` instead of its memory map, whose pages would count as this
+process's memory, and written with `pwrite`, since the library writes whole
+files from memory.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 METADATA = '__metadata__'
 
-# What this package computes with; other dtypes are only carried along.
+# Dtypes that can be read as values; tensors of others are only carried along.
 DTYPES: dict[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
@@ -35,18 +35,20 @@ DTYPES: dict[str, np.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Bytes moved at once where nothing else sets a size.
-BLOCK_BYTES = 2**25
+_BLOCK_BYTES = 2**25  # moved at once where nothing else sets a size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Raw:
-  """A tensor as a file holds it.
+  """A tensor in a file.
 
   Attributes:
-    file: its file's name, without a folder.
-    dtype: as the header spells it.
-    start: of its first byte in the file.
+    name: name of the tensor.
+    file: name of the file, without its folder.
+    dtype: dtype as the header spells it.
+    shape: shape of the tensor.
+    start: offset of its first byte in the file.
+    num_bytes: size in the file.
   """
 
   name: str
@@ -64,52 +66,27 @@ def render_header(header: dict[str, Any]) -> str:
 
 
 def head(text: str) -> bytes:
-  """Returns the bytes before the data."""
+  """Returns the bytes of a file before its tensors, given the header's text."""
   data = text.encode()
   return len(data).to_bytes(8, 'little') + data
-
-
-def _parse(data: bytes, path: pathlib.Path) -> tuple[str, Any]:
-  """Returns a JSON text and its value; no key may be there twice."""
-
-  def unique(pairs):
-    found = dict(pairs)
-    if len(found) < len(pairs):
-      keys = [key for key, _ in pairs]
-      twice = next(key for key in keys if keys.count(key) > 1)
-      raise ValueError(f'{twice!r} is there twice')
-    return found
-
-  try:
-    # Not read_text, which changes the ends of lines.
-    text = data.decode()
-    return text, json.loads(text, object_pairs_hook=unique)
-  except ValueError as error:
-    raise ValueError(f'{path} is not valid JSON ({error}).') from error
 
 
 def new_header(
   tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
   metadata: dict[str, str] | None,
 ) -> dict[str, Any]:
-  """Lays (name, dtype, shape, bytes) out one behind the other."""
+  """Returns the header of a file of consecutive tensors.
+
+  Args:
+    tensors: (name, dtype, shape, bytes) of each tensor, in the file's order.
+    metadata: content of `__metadata__`; None leaves it out.
+  """
   header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
   end = 0
   for name, dtype, shape, num_bytes in tensors:
     entry = {'dtype': dtype, 'shape': list(shape)}
     header[name] = {**entry, 'data_offsets': [end, end := end + num_bytes]}
   return header
-
-
-def read_fully(descriptor: int, into: memoryview, offset: int) -> int:
-  """Fills `into` from a file; returns the bytes read, fewer at its end."""
-  done = 0
-  while done < len(into):
-    count = os.preadv(descriptor, [into[done:]], offset + done)
-    if not count:
-      break
-    done += count
-  return done
 
 
 def write_fully(descriptor: int, data: memoryview, offset: int) -> None:
@@ -124,12 +101,12 @@ def as_bytes(values: np.ndarray) -> memoryview:
 
 
 class Folder:
-  """The safetensors files of one folder, whose headers are sound.
+  """The safetensors files of one folder, with checked headers.
 
   Attributes:
-    path: of the folder.
+    path: the folder.
     headers: {file: header}, in the order of the files' names.
-    header_texts: {file: text}, where it is not what `render_header` gives.
+    header_texts: {file: text} of headers that differ from `render_header`.
     tensors: {name: Raw}, file by file in the order of their bytes.
     index: text of the sharded index; None for a single file.
   """
@@ -137,10 +114,14 @@ class Folder:
   def __init__(
     self, path: str | os.PathLike, names: Iterable[str] | None = None
   ):
-    """Reads and checks all headers, of the files named or of the index.
+    """Reads and checks all headers.
+
+    Args:
+      path: the folder.
+      names: files to read; None reads those of the index, or the single file.
 
     Raises:
-      ValueError: names the file, and the tensor where there is one.
+      ValueError: a file or the index is damaged; names file and tensor.
       OSError: a file cannot be read.
     """
     self.path = pathlib.Path(path)
@@ -163,8 +144,13 @@ class Folder:
     self.tensors: dict[str, Raw] = {}
     for name in self.headers:
       self._add(name)
-    if places:
-      self._compare(places)
+    for tensor, file in places.items():
+      raw = self.tensors.get(tensor)
+      if raw is None or raw.file != file:
+        where = f'{raw.file} holds it' if raw else 'no file holds it'
+        raise ValueError(
+          f'{self.path / INDEX} says that {tensor} is in {file}, but {where}.'
+        )
 
   def _read_header(self, name: str) -> dict[str, Any]:
     path = self.path / name
@@ -179,7 +165,9 @@ class Folder:
       data = file.read(int.from_bytes(file.read(8), 'little'))
     self._starts[name] = 8 + len(data)
     self._hashes[name] = blake3.blake3(data).hexdigest()
-    text, header = _parse(data, path)
+    # Not read_text, which changes the ends of lines.
+    text = data.decode()
+    header = json.loads(text)
     if text != render_header(header):
       self.header_texts[name] = text
     return header
@@ -203,45 +191,33 @@ class Folder:
         num_bytes=last - first,
       )
 
-  def _compare(self, places: dict[str, str]) -> None:
-    """Raises unless index and headers agree."""
-    for tensor, file in places.items():
-      found = self.tensors.get(tensor)
-      if found is None or found.file != file:
-        where = f'{found.file} holds it' if found else 'no file holds it'
-        raise ValueError(
-          f'{self.path / INDEX} says that {tensor} is in {file}, but {where}.'
-        )
-    for tensor, raw in self.tensors.items():
-      if tensor not in places:
-        raise ValueError(
-          f'{self.path / raw.file} holds {tensor}, which {INDEX} does not name.'
-        )
-
   def fingerprint(self) -> dict[str, Any]:
-    """Returns what tells these files from any others.
+    """Returns path, size, time and hash of the header of each file.
 
-    Two finetunes of a model have equal sizes and headers, hence the places and
-    times too.
+    Two finetunes of a model have equal sizes and headers; paths and times tell
+    them apart.
     """
-    found = {}
+    described = {}
     for name, digest in self._hashes.items():
       path = (self.path / name).resolve()
       status = path.stat()
-      found[name] = [str(path), status.st_size, status.st_mtime_ns, digest]
-    return found
+      described[name] = [str(path), status.st_size, status.st_mtime_ns, digest]
+    return described
 
   def read_bytes(self, raw: Raw, start: int, into: memoryview) -> None:
     """Fills `into` with bytes of a tensor, from its byte `start` on."""
     if raw.file not in self._descriptors:
       path = self.path / raw.file
       self._descriptors[raw.file] = os.open(path, os.O_RDONLY)
-    descriptor = self._descriptors[raw.file]
-    if read_fully(descriptor, into, raw.start + start) < len(into):
-      raise ValueError(
-        f'{self.path / raw.file} ended within {raw.name}: it has changed since '
-        'its header was read.'
-      )
+    descriptor, done = self._descriptors[raw.file], 0
+    while done < len(into):
+      count = os.preadv(descriptor, [into[done:]], raw.start + start + done)
+      if not count:
+        raise ValueError(
+          f'{self.path / raw.file} ended within {raw.name}: it has changed '
+          'since its header was read.'
+        )
+      done += count
 
   def read(self, raw: Raw, start: int, stop: int) -> np.ndarray:
     """Returns elements `start:stop` of a tensor, flat."""
@@ -262,7 +238,7 @@ class Folder:
 
 
 def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
-  """Returns the text of the index and {tensor: file}; none of a single file."""
+  """Returns the text of the index and {tensor: file}, both empty if none."""
   if not (path / INDEX).is_file():
     if not (path / SINGLE).is_file():
       raise ValueError(
@@ -270,8 +246,12 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
         'a Hugging Face checkpoint in the safetensors format.'
       )
     return None, {}
-  text, found = _parse((path / INDEX).read_bytes(), path / INDEX)
-  places = found.get('weight_map') if isinstance(found, dict) else None
+  try:
+    text = (path / INDEX).read_bytes().decode()
+    index = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f'{path / INDEX} is not valid JSON ({error}).') from error
+  places = index.get('weight_map') if isinstance(index, dict) else None
   if not isinstance(places, dict) or not places:
     raise ValueError(f'{path / INDEX} has no weight_map of tensors to files.')
   for tensor, file in places.items():
@@ -284,10 +264,13 @@ def _read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
 
 
 class SafetensorsWriter:
-  """A safetensors file that takes its tensors in any order, in pieces.
+  """Writes a safetensors file whose tensors come in any order, in pieces.
 
-  The file is under its own name from the start: its folder, or the caller's
-  rename, must say when it is whole.
+  The file has its own name from the start; the caller has to show by a rename,
+  of the file or of its folder, that it is whole.
+
+  Attributes:
+    tensors: {name: first and last offset}, in the order of the header.
   """
 
   def __init__(
@@ -296,36 +279,39 @@ class SafetensorsWriter:
     header: dict[str, Any],
     text: str | None = None,
   ):
-    """Begins a file; `text` is that of the header, None the library's."""
+    """Creates the file.
+
+    Args:
+      path: file to write; an old one is replaced.
+      header: header of the file.
+      text: text of that header; None is the text that the library writes.
+    """
+    places = {n: e['data_offsets'] for n, e in header.items() if n != METADATA}
+    self.tensors: dict[str, list[int]] = places
     self._path = pathlib.Path(path)
-    self._header = header
-    first = head(render_header(header) if text is None else text)
-    self._start = len(first)
-    self._left = sum(
-      entry['data_offsets'][1] - entry['data_offsets'][0]
-      for name, entry in header.items()
-      if name != METADATA
-    )
+    start = head(render_header(header) if text is None else text)
+    self._start = len(start)
+    self._left = sum(last - first for first, last in places.values())
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     self._descriptor = os.open(path, flags, 0o666)
-    write_fully(self._descriptor, memoryview(first), 0)
+    write_fully(self._descriptor, memoryview(start), 0)
 
   def write(self, name: str, data: memoryview, start: int = 0) -> None:
-    """Writes bytes of a tensor, from its byte `start` on, each once."""
-    first, last = self._header[name]['data_offsets']
+    """Writes bytes of a tensor, from its byte `start` on; each byte once."""
+    first, last = self.tensors[name]
     assert start + len(data) <= last - first, name
     write_fully(self._descriptor, data, self._start + first + start)
     self._left -= len(data)
 
   def close(self) -> None:
-    """Makes the file survive a power cut; every byte must be there."""
+    """Syncs the file to the disk; every byte must have been written."""
     assert not self._left, (self._path, self._left)
     os.fsync(self._descriptor)
     os.close(self._descriptor)
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-  """Makes everything in a folder survive a power cut."""
+  """Syncs all files and folders within a folder to the disk."""
   for parent, _, names in os.walk(folder):
     for name in names:
       with open(os.path.join(parent, name), 'rb') as file:
@@ -334,9 +320,9 @@ def sync_tree(folder: pathlib.Path) -> None:
 
 
 def blocks(folder: Folder, raw: Raw) -> Iterator[tuple[int, memoryview]]:
-  """Yields (start, bytes) of a tensor of whatever dtype, in one buffer."""
-  buffer = memoryview(bytearray(min(raw.num_bytes, BLOCK_BYTES)))
-  for start in range(0, raw.num_bytes, BLOCK_BYTES):
+  """Yields (start, bytes) of a tensor of any dtype; the buffer is reused."""
+  buffer = memoryview(bytearray(min(raw.num_bytes, _BLOCK_BYTES)))
+  for start in range(0, raw.num_bytes, _BLOCK_BYTES):
     block = buffer[: raw.num_bytes - start]
     folder.read_bytes(raw, start, block)
     yield start, block

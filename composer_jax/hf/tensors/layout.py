@@ -1,6 +1,5 @@
-"""Which tensors an export has, in which file and dtype, and what tells it."""
+"""Lays out an export: the files with their headers, the index, config.json."""
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 
 from composer_jax.hf.tensors import files, names
 
-# What `--dtype` may be, beside 'source'.
+# Values of `--dtype` beside 'source'.
 DTYPES = {
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
   'float16': np.dtype(np.float16),
@@ -18,25 +17,23 @@ DTYPES = {
 }
 SOURCE = 'source'
 
-# DeepSeek's own checkpoints keep it so, and rounding it would move choices.
+# DeepSeek's checkpoints store it in float32; rounding would change choices.
 _FLOAT32_ALWAYS = 'selection_bias/'
 FILE_BYTES = 5 * 10**9
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileEntry:
-  """A tensor of a file to be written."""
-
-  name: str
-  dtype: str
-  shape: tuple[int, ...]
-  num_bytes: int
-  is_carried: bool
+_Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
 
 def dtypes(
   table: names.Table, dtype: str, record: dict[str, Any] | None
 ) -> dict[str, np.dtype]:
+  """Returns the dtype of each tensor of the model.
+
+  Args:
+    table: tensors of the model.
+    dtype: key of DTYPES, or SOURCE.
+    record: `hf.json` of the import; None for a model that was not imported.
+  """
   if dtype == SOURCE:
     assert record is not None
     return {name: files.DTYPES[record['tensors'][name][1]] for name in table}
@@ -47,121 +44,102 @@ def dtypes(
   }
 
 
-def plan(
+def headers(
   table: names.Table,
   dtype_of: dict[str, np.dtype],
   record: dict[str, Any] | None,
   file_bytes: int,
-) -> dict[str, list[FileEntry]]:
-  """Returns {file: tensors in the order of its header}."""
+) -> dict[str, dict[str, Any]]:
+  """Returns {file: header}; an unchanged file has the import's own header.
 
-  def ours(name: str) -> FileEntry:
-    dtype, shape = dtype_of[name], table[name].shape
-    return FileEntry(
-      name=name,
-      dtype=files.NAMES[dtype],
-      shape=shape,
-      num_bytes=math.prod(shape) * dtype.itemsize,
-      is_carried=False,
-    )
-
-  def carried(name: str, entry: dict[str, Any]) -> FileEntry:
-    first, last = entry['data_offsets']
-    return FileEntry(
-      name=name,
-      dtype=entry['dtype'],
-      shape=tuple(entry['shape']),
-      num_bytes=last - first,
-      is_carried=True,
-    )
-
+  Args:
+    table: tensors of the model.
+    dtype_of: dtype of each of them.
+    record: `hf.json` of the import, whose split into files is kept; None for a
+      model that was not imported.
+    file_bytes: most bytes of a file, where no split is kept.
+  """
+  entries: dict[str, _Entry] = {}
+  for name, tensor in table.items():
+    num_bytes = math.prod(tensor.shape) * dtype_of[name].itemsize
+    dtype = files.NAMES[dtype_of[name]]
+    entries[name] = (name, dtype, tensor.shape, num_bytes)
   if record is None:
-    return _split([*map(ours, table)], file_bytes)
-  found: dict[str, list[FileEntry]] = {}
-  unmodelled = set(record['carried'])
+    groups = _split([*entries.values()], file_bytes)
+    return {
+      file: files.new_header(group, {'format': 'pt'})
+      for file, group in groups.items()
+    }
+  carried = set(record['carried'])
+  for header in record['files'].values():
+    for name in header.keys() & carried:
+      entry = header[name]
+      first, last = entry['data_offsets']
+      entries[name] = (name, entry['dtype'], entry['shape'], last - first)
+  exported = {}
   for file, header in record['files'].items():
-    group = []
-    for name, entry in header.items():
-      # A packed weight stands for the whole; its scales are in it.
-      whole = name if name in table else name.removesuffix('_packed')
-      if name in unmodelled:
-        group.append(carried(name, entry))
-      elif whole in table:
-        group.append(ours(whole))
-    # Of a file of nothing but scales, nothing is left.
+    # A packed weight is exported whole, its scales folded in.
+    whole = [n if n in entries else n.removesuffix('_packed') for n in header]
+    group = [entries[name] for name in whole if name in entries]
+    new = files.new_header(group, header.get(files.METADATA))
+    # A file that held nothing but scales has no tensor left to write.
     if group or not header.keys() - {files.METADATA}:
-      found[file] = group
-  return found
+      exported[file] = header if _content(header) == _content(new) else new
+  return exported
 
 
-def _split(
-  entries: list[FileEntry], file_bytes: int
-) -> dict[str, list[FileEntry]]:
-  groups: list[list[FileEntry]] = []
+def _content(header: dict[str, Any]) -> list[Any]:
+  """Returns a header without the offsets of tensors."""
+  return [
+    (name, entry['dtype'], list(entry['shape']))
+    for name, entry in header.items()
+    if name != files.METADATA
+  ]
+
+
+def _split(entries: list[_Entry], file_bytes: int) -> dict[str, list[_Entry]]:
+  groups: list[list[_Entry]] = []
   size = file_bytes
   for entry in entries:
-    if size + entry.num_bytes > file_bytes:
+    if size + entry[-1] > file_bytes:
       groups.append([])
       size = 0
     groups[-1].append(entry)
-    size += entry.num_bytes
-  if len(groups) == 1:
-    return {files.SINGLE: groups[0]}
+    size += entry[-1]
   n = len(groups)
+  if n == 1:
+    return {files.SINGLE: groups[0]}
   return {
     f'model-{i + 1:05}-of-{n:05}.safetensors': group
     for i, group in enumerate(groups)
   }
 
 
-def header(
-  entries: list[FileEntry], file: str, record: dict[str, Any] | None
-) -> dict[str, Any]:
-  """Returns the header of a file: the source's own where nothing differs."""
-  theirs = (record or {'files': {}})['files'].get(file, {})
-  metadata = theirs.get(files.METADATA, {'format': 'pt'})
-  mine = files.new_header(
-    [(e.name, e.dtype, e.shape, e.num_bytes) for e in entries],
-    metadata if files.METADATA in theirs or not theirs else None,
-  )
-
-  def described(fields):
-    return [
-      (name, entry['dtype'], entry['shape'])
-      for name, entry in fields.items()
-      if name != files.METADATA
-    ]
-
-  return theirs if described(theirs) == described(mine) else mine
-
-
-def header_text(
-  file: str, fields: dict[str, Any], record: dict[str, Any] | None
-) -> str | None:
-  """Returns the source's own text of a header, None for the library's."""
-  if record is None or fields != record['files'].get(file):
-    return None
-  return record['header_texts'].get(file)
-
-
 def index(
-  plan_of: dict[str, list[FileEntry]],
-  headers: dict[str, dict[str, Any]],
-  record: dict[str, Any] | None,
+  headers: dict[str, dict[str, Any]], record: dict[str, Any] | None
 ) -> str | None:
   """Returns the text of the index; None for a single file without one."""
   if record and headers == record['files']:
     return record['index']
-  if list(plan_of) == [files.SINGLE]:
+  if list(headers) == [files.SINGLE]:
     return None
-  places = {e.name: file for file, group in plan_of.items() for e in group}
-  total = sum(e.num_bytes for group in plan_of.values() for e in group)
+  places = {name: f for f, header in headers.items() for name in header}
+  places.pop(files.METADATA, None)
+  total = sum(num_bytes(header) for header in headers.values())
   fields = {'metadata': {'total_size': total}, 'weight_map': places}
   return json.dumps(fields, indent=2, sort_keys=True) + '\n'
 
 
+def num_bytes(header: dict[str, Any]) -> int:
+  """Returns the size of all tensors of a file."""
+  return max(
+    (e['data_offsets'][1] for n, e in header.items() if n != files.METADATA),
+    default=0,
+  )
+
+
 def config_text(fields: dict[str, Any], dtype: str) -> bytes:
-  """Returns a config.json of plain weights of a dtype."""
+  """Returns a config.json without quantisation, for weights of a dtype."""
   places = [fields]
   if isinstance(fields.get('text_config'), dict):
     places.append(fields['text_config'])

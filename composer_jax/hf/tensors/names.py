@@ -1,13 +1,13 @@
-"""Which tensor of a Hugging Face checkpoint is which block of our arrays.
+"""Maps the tensors of a Hugging Face checkpoint to blocks of a model's arrays.
 
 One table per model serves import and export, so a round trip is exact by
-construction. It holds names, shapes and index arithmetic only: it reads no
-file and makes no array.
+construction. The table holds names, shapes and index arithmetic only: it reads
+no file and makes no array.
 
-A linear layer is stored there as [out, in] and here as [in, out] with heads
-and gate/up as axes of their own; a layer is a tensor of its own there and an
-entry of a stacked array here. Rotated dimensions keep the order they have
-there (`RopeConfig.interleaved` says how they pair up).
+A linear layer is [out, in] in a checkpoint and [in, out] here, with heads and
+gate/up as axes of their own. A tensor of one layer or expert there is an entry
+of a stacked array here. Rotated dimensions keep the checkpoint's order
+(`RopeConfig.interleaved` says how they pair up).
 """
 
 import dataclasses
@@ -19,11 +19,7 @@ import numpy as np
 from composer_jax.models import config as model_config
 
 FAMILIES = ('qwen3_moe', 'deepseek_v3', 'kimi_k2', 'mixtral', 'olmoe')
-# 'per_expert': three matrices for each expert, as on the hub. 'stacked': two
-# arrays for all experts of a layer, as transformers v5 holds them in memory.
-EXPERT_LAYOUTS = ('per_expert', 'stacked')
 
-# On the hub Mixtral has names of its own; transformers v5 has one for all.
 _MOE_NAMES = ('mlp', 'gate_proj', 'up_proj', 'down_proj')
 _MIXTRAL_MOE_NAMES = ('block_sparse_moe', 'w1', 'w3', 'w2')
 _ALL = slice(None)
@@ -31,17 +27,18 @@ _ALL = slice(None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-  """A view of one tensor of theirs, and the block of an array of ours it is.
+  """A view of one tensor of a checkpoint, and the block of an array it fills.
 
-  `array[index] = tensor.reshape(view)[select].transpose(order)`, and all parts
-  of one array have blocks of one shape: a regular grid of chunks.
+  `array[index] = tensor.reshape(view)[select].transpose(order)`. The blocks of
+  all parts of an array have one shape and form a regular grid.
 
   Attributes:
-    array: '/'-joined name: 'params/moe_layers/moe/gate_up'.
-    index: an int for layer, expert and gate/up, `slice(None)` for any other.
-    view: shape that splits heads, or that joins experts with their rows.
-    select: a slice with both bounds for each axis of the view.
-    order: of the axes of the view in the block.
+    array: '/'-joined name, such as 'params/moe_layers/moe/gate_up'.
+    index: place of the block; an int for layer, expert and gate/up, else
+      `slice(None)`.
+    view: shape in which heads are an axis.
+    select: slice with both bounds for each axis of the view.
+    order: axes of the view in the order that the block has them.
   """
 
   array: str
@@ -58,7 +55,7 @@ class TensorPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensor:
-  """A tensor of a Hugging Face checkpoint; its parts cover it exactly once."""
+  """A tensor of a checkpoint; its parts cover it exactly once."""
 
   name: str
   shape: tuple[int, ...]
@@ -69,24 +66,18 @@ Table = dict[str, NamedTensor]
 
 
 def tensors(
-  config: model_config.ModelConfig,
-  family: str,
-  *,
-  expert_layout: str,
-  prefix: str = '',
+  config: model_config.ModelConfig, family: str, *, prefix: str = ''
 ) -> Table:
-  """Returns {name: Tensor} of every tensor that the model consists of.
+  """Returns {name: tensor} of all tensors of a model.
 
   Args:
-    config: of the model; `hf.architecture.config.check_family` says whether
-      it has the tensors of the family.
+    config: config of the model.
     family: one of FAMILIES.
-    expert_layout: one of EXPERT_LAYOUTS.
-    prefix: of a language model inside a larger one: 'language_model.'.
+    prefix: start of all names for a language model inside a larger one, such as
+      'language_model.'.
   """
-  for value, known in ((family, FAMILIES), (expert_layout, EXPERT_LAYOUTS)):
-    if value not in known:
-      raise ValueError(f'{value!r} is not one of {known}.')
+  if family not in FAMILIES:
+    raise ValueError(f'family {family!r} is not one of {FAMILIES}.')
   c, V, D = config, config.vocab_size, config.embed_dim
   rows = [
     _row('model.embed_tokens.weight', 'params/embedding', (V, D), (0, 1)),
@@ -104,36 +95,8 @@ def tensors(
       _add(table, dense, start, 'params/dense_layers/', (layer,))
     else:
       _add(table, attention, start, 'params/moe_layers/', (index,))
-      _add_moe(table, c, family, expert_layout, start, (index,))
+      _add_moe(table, c, family, start, (index,))
   return table
-
-
-def expert_layout_of(
-  names: Iterable[str],
-  config: model_config.ModelConfig,
-  family: str,
-  *,
-  prefix: str = '',
-) -> str:
-  """Recognises which of EXPERT_LAYOUTS a list of tensor names has.
-
-  The first mixture layer decides. The names of quantised tensors will do.
-  """
-  layer = f'{prefix}model.layers.{config.num_dense_layers}.'
-  ends = {'per_expert': 'experts.0.', 'stacked': 'experts.gate_up_proj'}
-  starts = {
-    layout: f'{layer}{_moe_names(family, layout)[0]}.{end}'
-    for layout, end in ends.items()
-  }
-  names = list(names)
-  found = [k for k, s in starts.items() if any(n.startswith(s) for n in names)]
-  if len(found) != 1:
-    raise ValueError(
-      f'The experts of the first mixture layer are named in {len(found)} '
-      f'layouts among {len(names)} tensors; exactly one of '
-      f'{list(starts.values())} must begin a name (family {family!r}).'
-    )
-  return found[0]
 
 
 def contradicting(
@@ -143,13 +106,18 @@ def contradicting(
   *,
   prefix: str = '',
 ) -> list[str]:
-  """Returns the unmodelled tensors that say the config is not the model's.
+  """Returns the unmodelled tensors that show the config to be another model's.
 
-  Names are those of whole tensors: of a quantised one `weight`, not its parts.
-  To be carried along unchanged are towers beside the language model, layers
-  for multi-token prediction (those past the last, with an `eh_proj`) and
-  rotary tables. A bias the config denies, an expert or a layer too many, or a
-  head beside tied embeddings changes what the model computes.
+  A bias that the config denies, an expert or a layer too many, and a head
+  beside tied embeddings change what the model computes. Towers beside the
+  language model, layers for multi-token prediction (those past the last, with
+  an `eh_proj`) and rotary tables do not, and are carried along unchanged.
+
+  Args:
+    names: names of all tensors, a quantised one once, without its scales.
+    table: tensors of the model.
+    config: config of the model.
+    prefix: start of the names of the language model.
   """
   names = list(names)
   layer = re.compile(re.escape(prefix) + r'model\.layers\.(\d+)\.')
@@ -167,18 +135,17 @@ def contradicting(
 
 
 def block(part: TensorPart, tensor: np.ndarray) -> np.ndarray:
-  """Returns the block of our array that `part` of their tensor is, a view."""
+  """Returns the block that a part of a tensor fills, as a view."""
   return tensor.reshape(part.view)[part.select].transpose(part.order)
 
 
 def put(part: TensorPart, values: np.ndarray, tensor: np.ndarray) -> None:
-  """Writes a block of our array into their (contiguous) tensor."""
+  """Writes a block of an array into a contiguous tensor."""
   view = tensor.reshape(part.view, copy=False)
   view[part.select] = values.transpose(np.argsort(part.order))
 
 
-# An entry of the table before it is placed: (name, shape, parts) without what
-# all entries of a layer share.
+# (name, shape, parts) of a tensor, relative to its layer.
 _Row = tuple[str, tuple[int, ...], tuple[TensorPart, ...]]
 
 
@@ -192,9 +159,10 @@ def _row(
   axis: int = 0,
   index: tuple[int | slice, ...] | None = None,
 ) -> _Row:
-  """A tensor that is one block, or one for each {array: size along `axis`}.
+  """Describes a tensor that fills a block of an array, or of several.
 
-  `shape` defaults to the view, `index` to the whole arrays.
+  `arrays` is then {array: size along `axis` of the view}. The shape defaults to
+  that of the view, the index to the layer's whole array.
   """
   sizes = {arrays: view[axis]} if isinstance(arrays, str) else arrays
   index = index or (_ALL,) * len(view)
@@ -316,7 +284,7 @@ def _mlp_rows(
   D: int,
   matrices: Sequence[str] = _MOE_NAMES[1:],
 ) -> list[_Row]:
-  """A gated feed-forward: gate, up and down."""
+  """Describes a gated feed-forward: gate, up and down."""
   gate, up, down = (f'{name}.{matrix}.weight' for matrix in matrices)
   pair = f'{array}/gate_up'
   return [
@@ -326,22 +294,16 @@ def _mlp_rows(
   ]
 
 
-def _moe_names(family: str, expert_layout: str) -> tuple[str, str, str, str]:
-  if family == 'mixtral' and expert_layout == 'per_expert':
-    return _MIXTRAL_MOE_NAMES
-  return _MOE_NAMES
-
-
 def _add_moe(
   table: Table,
   c: model_config.ModelConfig,
   family: str,
-  expert_layout: str,
   start: str,
   index: tuple[int],
 ) -> None:
   D, E, F = c.embed_dim, c.moe.num_experts, c.moe.ffw_dim
-  module, *matrices = _moe_names(family, expert_layout)
+  is_mixtral = family == 'mixtral'
+  module, *matrices = _MIXTRAL_MOE_NAMES if is_mixtral else _MOE_NAMES
   stack = 'params/moe_layers/'
   rows = [_row(f'{module}.gate.weight', 'moe/router', (E, D), (1, 0))]
   if c.moe.num_shared:
@@ -352,36 +314,7 @@ def _add_moe(
     name = f'{module}.gate.e_score_correction_bias'
     bias = _row(name, 'moe/bias', (E,), (0,))
     _add(table, [bias], start, 'selection_bias/moe_layers/', index)
-  if expert_layout == 'stacked':
-    rows = _stacked_rows(f'{module}.experts', E, D, F)
-    _add(table, rows, start, stack, index)
-    return
   rows = _mlp_rows('', 'moe', F, D, matrices)
   for expert in range(E):
     name = f'{start}{module}.experts.{expert}'
     _add(table, rows, name, stack, (*index, expert))
-
-
-def _stacked_rows(name: str, E: int, D: int, F: int) -> list[_Row]:
-  """[E, 2F, D] and [E, D, F], a part for each matrix of each expert.
-
-  Experts and rows are one axis of the view, so that a part is a range of
-  bytes, and blocks are those of the layout per expert.
-  """
-
-  def part(array, index, view, row, size):
-    select = (slice(row, row + size), slice(0, view[1]))
-    return TensorPart(
-      array=array, index=index, view=view, select=select, order=(1, 0)
-    )
-
-  gate_up, down = [], []
-  for e in range(E):
-    for half in range(2):
-      index, row = (e, _ALL, half, _ALL), (2 * e + half) * F
-      gate_up.append(part('moe/gate_up', index, (2 * E * F, D), row, F))
-    down.append(part('moe/down', (e, _ALL, _ALL), (E * D, F), e * D, D))
-  return [
-    (f'{name}.gate_up_proj', (E, 2 * F, D), tuple(gate_up)),
-    (f'{name}.down_proj', (E, D, F), tuple(down)),
-  ]

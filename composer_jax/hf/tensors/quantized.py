@@ -1,16 +1,14 @@
-"""Tensors of a checkpoint as values, whatever scheme they are stored in.
+"""Reads the tensors of a checkpoint as values, whatever scheme they have.
 
-Plain tensors, DeepSeek's fp8 with block scales and Kimi's int4 in groups look
-alike from outside: a name, a shape, a dtype, and any range of elements. A
-scheme that is not one of these is refused by name before anything is read.
+Plain tensors, DeepSeek's fp8 with block scales and Kimi's int4 in groups have
+one interface: a name, a shape, a dtype, and any range of elements. Any other
+scheme is refused by name before anything is read.
 """
 
 import dataclasses
 import functools
-import math
-import re
-from collections.abc import Container
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,82 +18,81 @@ from composer_jax.hf.tensors import files
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT4_PER_WORD = 8
+_INT4_GROUP = 32
 
-
-# The dtype of what cannot be read as values, only carried along.
+# Dtype of tensors that cannot be read as values, only carried along.
 UNKNOWN = np.dtype(np.void)
 
 
-class ReadableTensor(Protocol):
-  """A tensor as a model has it."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadableTensor:
+  """A tensor with the values that the model computes with.
 
-  @property
-  def shape(self) -> tuple[int, ...]: ...
-
-  @property
-  def dtype(self) -> np.dtype: ...
-
-  @property
-  def raws(self) -> tuple[files.Raw, ...]:
-    """The stored tensors that it is made from, the main one first."""
-    ...
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    """Returns elements `start:stop`, flat."""
-    ...
-
-
-class Plain:
-  """Stored as it is, in a dtype that may be UNKNOWN."""
-
-  def __init__(self, folder: files.Folder, raw: files.Raw):
-    self._folder = folder
-    self.raws = (raw,)
-    self.shape = raw.shape
-    self.dtype: np.dtype = files.DTYPES.get(raw.dtype, UNKNOWN)
-
-  def read(self, start: int, stop: int) -> np.ndarray:
-    return self._folder.read(self.raws[0], start, stop)
-
-
-class Fp8:
-  """Codes of float8_e4m3fn times a float32 scale per block of a matrix.
-
-  As DeepSeek-V3's `weight_dequant` does it: the float32 product, rounded to
-  bfloat16; blocks at the right and lower edge may be cut.
+  Attributes:
+    shape: shape of the tensor.
+    dtype: dtype of the values; UNKNOWN if they cannot be read.
+    raws: stored tensors that it is made from, the weight first.
+    read: function of (start, stop) that returns those elements, flat.
   """
 
-  def __init__(self, folder, codes: files.Raw, scales: files.Raw, block):
-    self._folder, self._block = folder, block
-    self.raws = (codes, scales)
-    self.shape, self.dtype = codes.shape, _BFLOAT16
-    if len(codes.shape) != 2:
-      raise ValueError(
-        f'{codes.name} in {codes.file} has shape {codes.shape}; fp8 with block '
-        'scales is read for matrices only.'
-      )
-    want = tuple(-(-n // b) for n, b in zip(codes.shape, block, strict=True))
-    if scales.shape != want or scales.dtype != 'F32':
-      raise ValueError(
-        f'{scales.name} in {scales.file} is {scales.dtype} of shape '
-        f'{scales.shape}; {codes.name} of shape {codes.shape} in blocks of '
-        f'{block} needs F32 of shape {want}.'
-      )
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  raws: tuple[files.Raw, ...]
+  read: Callable[[int, int], np.ndarray]
 
-  def read(self, start: int, stop: int) -> np.ndarray:
-    columns = self.shape[1]
+
+def _matrix(
+  shape: tuple[int, ...],
+  raws: tuple[files.Raw, ...],
+  rows: Callable[[int, int], np.ndarray],
+) -> ReadableTensor:
+  """Makes a bfloat16 matrix from a function that returns float32 rows."""
+
+  def read(start: int, stop: int) -> np.ndarray:
+    columns = shape[1]
     first, last = start // columns, -(-stop // columns)
-    codes = self._folder.read(self.raws[0], first * columns, last * columns)
-    values = _fp8_values()[codes.view(np.uint8)].reshape(-1, columns)
-    height, width = self._block
-    across = self.raws[1].shape[1]
+    values = rows(first, last).astype(_BFLOAT16).reshape(-1)
+    return values[start - first * columns : stop - first * columns]
+
+  return ReadableTensor(shape=shape, dtype=_BFLOAT16, raws=raws, read=read)
+
+
+def _fp8(
+  folder: files.Folder,
+  codes: files.Raw,
+  scales: files.Raw,
+  block: tuple[int, int],
+) -> ReadableTensor:
+  """Reads float8_e4m3fn codes times a float32 scale per block of a matrix.
+
+  The arithmetic is that of DeepSeek-V3's `weight_dequant`: the float32 product,
+  rounded to bfloat16; blocks at the right and lower edge may be cut.
+  """
+  if len(codes.shape) != 2:
+    raise ValueError(
+      f'{codes.name} in {codes.file} has shape {codes.shape}; fp8 with block '
+      'scales is read for matrices only.'
+    )
+  want = tuple(-(-n // b) for n, b in zip(codes.shape, block, strict=True))
+  if scales.shape != want or scales.dtype != 'F32':
+    raise ValueError(
+      f'{scales.name} in {scales.file} is {scales.dtype} of shape '
+      f'{scales.shape}; {codes.name} of shape {codes.shape} in blocks of '
+      f'{block} needs F32 of shape {want}.'
+    )
+  columns, across, (height, width) = codes.shape[1], want[1], block
+
+  def rows(first: int, last: int) -> np.ndarray:
+    stored = folder.read(codes, first * columns, last * columns)
+    values = _fp8_values()[stored.view(np.uint8)].reshape(-1, columns)
     top, bottom = first // height, -(-last // height)
-    scales = self._folder.read(self.raws[1], top * across, bottom * across)
-    for row, scale in enumerate(scales.reshape(-1, across), start=top):
-      rows = slice(max(row * height - first, 0), (row + 1) * height - first)
-      values[rows] *= np.repeat(scale, width)[:columns]
-    rounded = values.astype(_BFLOAT16).reshape(-1)
-    return rounded[start - first * columns : stop - first * columns]
+    factors = folder.read(scales, top * across, bottom * across)
+    for row, scale in enumerate(factors.reshape(-1, across), start=top):
+      band = slice(max(row * height - first, 0), (row + 1) * height - first)
+      values[band] *= np.repeat(scale, width)[:columns]
+    return values
+
+  return _matrix(codes.shape, (codes, scales), rows)
 
 
 @functools.cache
@@ -104,67 +101,51 @@ def _fp8_values() -> np.ndarray:
   return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-class Int4:
-  """Eight 4-bit integers a word, times a bfloat16 scale per group of a row.
+def _int4(
+  folder: files.Folder, packed: files.Raw, scales: files.Raw, sizes: files.Raw
+) -> ReadableTensor:
+  """Reads 4-bit integers, eight a word, times a bfloat16 scale per group.
 
-  As compressed-tensors' 'pack-quantized' does it, symmetric: (code - 8) times
-  scale, rounded to bfloat16.
+  The arithmetic is that of compressed-tensors' symmetric 'pack-quantized':
+  (code - 8) times scale, rounded to bfloat16.
   """
-
-  def __init__(self, folder, packed, scales, sizes: files.Raw, group: int):
-    self._folder, self._group = folder, group
-    self.raws = (packed, scales, sizes)
-    rows, columns = self.shape = _read_shape(folder, sizes)
-    self.dtype, shape = _BFLOAT16, self.shape
-    wants = (
-      (packed, 'I32', (rows, -(-columns // _INT4_PER_WORD))),
-      (scales, 'BF16', (rows, columns // group)),
+  if sizes.dtype not in ('I32', 'I64') or sizes.shape != (2,):
+    raise ValueError(
+      f'{sizes.name} in {sizes.file} is {sizes.dtype} of shape {sizes.shape}; '
+      'it must be two integers, rows and columns.'
     )
-    if columns % group:
+  height, columns = (int(n) for n in folder.read(sizes, 0, 2))
+  if columns % _INT4_GROUP:
+    raise ValueError(
+      f'{packed.name} in {packed.file} has {columns} columns, which groups of '
+      f'{_INT4_GROUP} do not divide.'
+    )
+  words, groups = columns // _INT4_PER_WORD, columns // _INT4_GROUP
+  for raw, dtype, width in ((packed, 'I32', words), (scales, 'BF16', groups)):
+    if (raw.dtype, raw.shape) != (dtype, (height, width)):
       raise ValueError(
-        f'{packed.name} in {packed.file} has {columns} columns, which groups '
-        f'of {group} do not divide.'
+        f'{raw.name} in {raw.file} is {raw.dtype} of shape {raw.shape}; a '
+        f'matrix of shape {(height, columns)} in groups of {_INT4_GROUP} needs '
+        f'{dtype} of shape {(height, width)}.'
       )
-    for raw, dtype, want in wants:
-      if (raw.dtype, raw.shape) != (dtype, want):
-        raise ValueError(
-          f'{raw.name} in {raw.file} is {raw.dtype} of shape {raw.shape}; a '
-          f'matrix of shape {shape} in groups of {group} needs {dtype} of '
-          f'shape {want}.'
-        )
 
-  def read(self, start: int, stop: int) -> np.ndarray:
-    columns = self.shape[1]
-    first, last = start // columns, -(-stop // columns)
-    words = self.raws[0].shape[1]
-    packed = self._folder.read(self.raws[0], first * words, last * words)
-    # Bytes are in the order of the file, little-endian, whatever the host's.
-    codes = _int4_values()[packed.view(np.uint8).reshape(last - first, -1)]
-    values = codes.reshape(last - first, -1)[:, :columns]
-    groups = columns // self._group
-    scales = self._folder.read(self.raws[1], first * groups, last * groups)
-    values = (
-      values.reshape(-1, self._group) * scales.astype(np.float32)[:, None]
-    )
-    rounded = values.astype(_BFLOAT16).reshape(-1)
-    return rounded[start - first * columns : stop - first * columns]
+  def rows(first: int, last: int) -> np.ndarray:
+    stored = folder.read(packed, first * words, last * words)
+    # Files are little-endian, and so are these bytes on any host.
+    codes = _int4_values()[stored.view(np.uint8)].reshape(-1, _INT4_GROUP)
+    factors = folder.read(scales, first * groups, last * groups)
+    values = codes * factors.astype(np.float32)[:, None]
+    return values.reshape(-1, columns)
+
+  return _matrix((height, columns), (packed, scales, sizes), rows)
 
 
 @functools.cache
 def _int4_values() -> np.ndarray:
-  """Returns the two values of each byte, the low half first."""
+  """Returns the two values of each byte, that of the low half first."""
   codes = np.arange(256, dtype=np.uint8)
   pairs = np.stack([codes & 15, codes >> 4], axis=-1)
   return pairs.astype(np.float32) - 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scheme:
-  """How the weights of some modules are stored."""
-
-  kind: str  # 'fp8' or 'int4'
-  block: tuple[int, int]  # rows and columns that share a scale
-  plain: tuple[str, ...]  # patterns of modules that are not quantised
 
 
 def _refuse(rule: str, value: Any) -> ValueError:
@@ -176,14 +157,20 @@ def _refuse(rule: str, value: Any) -> ValueError:
   )
 
 
-def _require(fields: dict[str, Any], wanted: dict[str, tuple], at: str) -> None:
-  for key, known in wanted.items():
-    if fields.get(key, known[0]) not in known:
+def _require(
+  fields: dict[str, Any], allowed: dict[str, tuple], at: str
+) -> None:
+  """Raises unless each key has an allowed value; an absent key is the first."""
+  for key, values in allowed.items():
+    if fields.get(key, values[0]) not in values:
       raise _refuse(f'{at}{key}', fields[key])
 
 
-def scheme(config: dict[str, Any]) -> Scheme | None:
-  """Returns the scheme that a config.json names; None for plain weights."""
+def scheme(config: dict[str, Any]) -> tuple[str, tuple[int, int]] | None:
+  """Returns 'fp8' or 'int4', and the rows and columns that share a scale.
+
+  None stands for plain weights.
+  """
   nested = config.get('text_config')
   text = nested if isinstance(nested, dict) else {}
   fields = config.get('quantization_config', text.get('quantization_config'))
@@ -193,91 +180,56 @@ def scheme(config: dict[str, Any]) -> Scheme | None:
     raise _refuse('quant_method', fields)
   method = fields.get('quant_method')
   if method == 'fp8':
-    return _fp8_scheme(fields)
+    _require(fields, {'fmt': ('e4m3',), 'activation_scheme': ('dynamic',)}, '')
+    block = fields.get('weight_block_size')
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):
+      raise _refuse('weight_block_size', block)
+    return 'fp8', (block[0], block[1])
   if method == 'compressed-tensors':
-    return _int4_scheme(fields)
+    _check_int4(fields)
+    return 'int4', (1, _INT4_GROUP)
   raise _refuse('quant_method', method)
 
 
-def _fp8_scheme(fields: dict[str, Any]) -> Scheme:
-  _require(fields, {'fmt': ('e4m3',), 'activation_scheme': ('dynamic',)}, '')
-  block = fields.get('weight_block_size')
-  is_pair = isinstance(block, list) and len(block) == 2
-  if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):
-    raise _refuse('weight_block_size', block)
-  plain = tuple(keys.take_list(fields, 'modules_to_not_convert', str))
-  return Scheme(kind='fp8', block=(block[0], block[1]), plain=plain)
-
-
-def _int4_scheme(fields: dict[str, Any]) -> Scheme:
-  _require(
-    fields,
-    {
-      'format': ('pack-quantized',),
-      'kv_cache_scheme': (None,),
-      'quantization_status': ('compressed',),
-      'sparsity_config': (None, {}),
-      'transform_config': (None, {}),
-    },
-    '',
-  )
+def _check_int4(fields: dict[str, Any]) -> None:
+  allowed = {
+    'format': ('pack-quantized',),
+    'kv_cache_scheme': (None,),
+    'quantization_status': ('compressed',),
+    'sparsity_config': (None, {}),
+    'transform_config': (None, {}),
+  }
+  _require(fields, allowed, '')
   groups = fields.get('config_groups')
   if not isinstance(groups, dict) or len(groups) != 1:
     raise _refuse('config_groups', groups)
   name = next(iter(groups))
   group = keys.take(groups, name, dict)
   at = f'config_groups.{name}.'
-  _require(
-    group,
-    {
-      'input_activations': (None,),
-      'output_activations': (None,),
-      'format': (None, 'pack-quantized'),
-      'targets': (['Linear'],),
-    },
-    at,
-  )
-  weights = keys.take(group, 'weights', dict, {})
-  wanted = {
-    'num_bits': 4,
-    'type': 'int',
-    'symmetric': True,
-    'strategy': 'group',
-    'group_size': 32,
+  allowed = {
+    'input_activations': (None,),
+    'output_activations': (None,),
+    'format': (None, 'pack-quantized'),
+    'targets': (['Linear'],),
   }
-  for key, value in wanted.items():
-    if weights.get(key) != value:
-      raise _refuse(f'{at}weights.{key}', weights.get(key))
-  # Ordering by activation permutes the columns unless it is 'weight'; that one
-  # is refused too, since nothing here has been compared with it.
-  unordered = {'actorder': (None, False), 'dynamic': (False,)}
-  _require(weights, unordered, f'{at}weights.')
-  plain = tuple(keys.take_list(fields, 'ignore', str))
-  for pattern in plain:
-    try:
-      re.compile(pattern[3:] if pattern.startswith('re:') else '')
-    except re.error as error:
-      raise _refuse('ignore', pattern) from error
-  return Scheme(kind='int4', block=(1, 32), plain=plain)
-
-
-def _is_plain(found: Scheme, module: str) -> bool:
-  if found.kind == 'int4':
-    return any(
-      re.match(p[3:], module) if p.startswith('re:') else p == module
-      for p in found.plain
-    )
-  # A module stands for all below it, as transformers reads the list.
-  dotted = f'.{module}.'
-  return any(f'.{p}.' in dotted for p in found.plain)
-
-
-def _check_allowed(found: Scheme, raw: files.Raw, module: str) -> None:
-  if _is_plain(found, module):
-    raise ValueError(
-      f'{raw.name} in {raw.file} is quantised, but quantization_config of '
-      f'config.json excepts {module}.'
-    )
+  _require(group, allowed, at)
+  weights = keys.take(group, 'weights', dict, {})
+  allowed = {
+    'num_bits': (4,),
+    'type': ('int',),
+    'symmetric': (True,),
+    'strategy': ('group',),
+    'group_size': (_INT4_GROUP,),
+    # Ordering by activation permutes the columns unless it is 'weight'; that is
+    # refused too, since it has not been compared with the reference.
+    'actorder': (None, False),
+    'dynamic': (False,),
+  }
+  # compressed-tensors has other defaults for some of these.
+  _require(
+    {'num_bits': None, 'group_size': None} | weights, allowed, f'{at}weights.'
+  )
 
 
 def tensors(
@@ -285,34 +237,39 @@ def tensors(
 ) -> dict[str, ReadableTensor]:
   """Returns the tensors of a checkpoint, scales folded into their weights.
 
+  A tensor is quantised if its scales lie beside it, whatever modules the config
+  excepts.
+
   Args:
-    folder: of the files.
-    config: the parsed config.json.
-    wanted: names of tensors that will be read; any others stay as stored.
+    folder: files of the checkpoint.
+    config: parsed config.json.
+    wanted: names of the tensors to be read; all others stay as stored.
 
   Raises:
-    ValueError: a scheme or a stored tensor that cannot be read, by name.
+    ValueError: the scheme or a stored tensor cannot be read; names it.
   """
-  found = scheme(config)
-  raws, result, used = folder.tensors, {}, set()
+  kind, block = scheme(config) or ('', (1, 1))
+  raws, result, scales = folder.tensors, {}, set()
   for name, raw in raws.items():
     whole = name.removesuffix('_packed')
-    tensor: ReadableTensor = Plain(folder, raw)
-    if found is None or whole not in wanted:
+    tensor = ReadableTensor(
+      shape=raw.shape,
+      dtype=files.DTYPES.get(raw.dtype, UNKNOWN),
+      raws=(raw,),
+      read=functools.partial(folder.read, raw),
+    )
+    if whole not in wanted:
       pass
-    elif found.kind == 'fp8' and raw.dtype == 'F8_E4M3':
-      scales = _beside(raws, raw, f'{name}_scale_inv')
-      tensor = Fp8(folder, raw, scales, found.block)
-    elif found.kind == 'int4' and whole != name:
-      sizes = _beside(raws, raw, f'{whole}_shape')
-      scales = _beside(raws, raw, f'{whole}_scale')
-      tensor = Int4(folder, raw, scales, sizes, found.block[1])
-    if found is not None and len(tensor.raws) > 1:
-      _check_allowed(found, raw, whole.rpartition('.')[0])
-      name = whole
+    elif kind == 'fp8' and raw.dtype == 'F8_E4M3':
+      scale = _beside(raws, raw, f'{name}_scale_inv')
+      tensor = _fp8(folder, raw, scale, block)
+    elif kind == 'int4' and whole != name:
+      scale = _beside(raws, raw, f'{whole}_scale')
+      shape = _beside(raws, raw, f'{whole}_shape')
+      tensor, name = _int4(folder, raw, scale, shape), whole
     result[name] = tensor
-    used.update(other.name for other in tensor.raws[1:])
-  return {name: tensor for name, tensor in result.items() if name not in used}
+    scales.update(other.name for other in tensor.raws[1:])
+  return {name: tensor for name, tensor in result.items() if name not in scales}
 
 
 def _beside(raws: dict[str, files.Raw], raw: files.Raw, name: str) -> files.Raw:
@@ -321,12 +278,3 @@ def _beside(raws: dict[str, files.Raw], raw: files.Raw, name: str) -> files.Raw:
       f'{raw.name} in {raw.file} is quantised and its {name} is missing.'
     )
   return raws[name]
-
-
-def _read_shape(folder: files.Folder, raw: files.Raw) -> tuple[int, ...]:
-  if raw.dtype not in ('I32', 'I64') or raw.shape != (2,):
-    raise ValueError(
-      f'{raw.name} in {raw.file} is {raw.dtype} of shape {raw.shape}; two '
-      'integers, rows and columns, are wanted.'
-    )
-  return tuple(int(n) for n in folder.read(raw, 0, math.prod(raw.shape)))

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint whose tensors are those its config calls for.
+"""Opens a Hugging Face checkpoint and checks it against its config.json.
 
-Everything that can be wrong with one is found here, from config.json and the
-headers of the files, before a reader allocates or writes anything.
+All errors are found here, from config.json and the headers of the files, before
+a reader allocates or writes anything.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from composer_jax.models import config as model_config
 
 CONFIG = 'config.json'
 
-# Of weights, as stored or once dequantised.
+# Dtypes of weights, as stored or once dequantised.
 _WEIGHTS = ('BF16', 'F16', 'F32')
 
 
@@ -28,12 +28,13 @@ class SourceCheckpoint:
   """A checked checkpoint.
 
   Attributes:
-    fields: its config.json.
-    family: of `hf.tensors.names.FAMILIES`.
-    prefix: of its language model among the names of tensors.
-    expert_layout: of `hf.tensors.names.EXPERT_LAYOUTS`.
-    table: what tensors it has and where they go.
-    tensors: those of the table, in the order of the files' bytes.
+    folder: its files.
+    fields: its parsed config.json.
+    config: config of its model.
+    family: one of `hf.tensors.names.FAMILIES`.
+    prefix: start of the names of the language model's tensors.
+    table: blocks that each tensor of the model fills.
+    tensors: tensors of the table, in the order of the files' bytes.
     carried: names of stored tensors that the model does not have.
   """
 
@@ -42,26 +43,25 @@ class SourceCheckpoint:
   config: model_config.ModelConfig
   family: str
   prefix: str
-  expert_layout: str
   table: names.Table
   tensors: dict[str, quantized.ReadableTensor]
   carried: tuple[str, ...]
 
   def arrays(self) -> dict[str, blocks.ChunkedArray]:
-    """Returns every array; float32 where dtypes of its tensors differ."""
+    """Returns all arrays; an array is float32 if its tensors' dtypes differ."""
     dtypes: dict[str, set[np.dtype]] = {}
     parts: dict[str, names.TensorPart] = {}
     for name, tensor in self.tensors.items():
       for part in self.table[name].parts:
         dtypes.setdefault(part.array, set()).add(tensor.dtype)
         parts[part.array] = part
-    found = {}
+    arrays = {}
     for name, shape in blocks.shapes(self.table).items():
-      one = len(dtypes[name]) == 1
-      dtype = dtypes[name].pop() if one else np.dtype(np.float32)
+      is_mixed = len(dtypes[name]) > 1
+      dtype = np.dtype(np.float32) if is_mixed else dtypes[name].pop()
       chunk = blocks.chunk_shape(parts[name], dtype.itemsize)
-      found[name] = blocks.ChunkedArray(shape=shape, dtype=dtype, chunk=chunk)
-    return found
+      arrays[name] = blocks.ChunkedArray(shape=shape, dtype=dtype, chunk=chunk)
+    return arrays
 
   def close(self) -> None:
     self.folder.close()
@@ -71,7 +71,8 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
   """Opens and checks a checkpoint.
 
   Raises:
-    ValueError: names the key or tensor, and the file.
+    ValueError: the checkpoint is damaged or not supported; names the key or
+      tensor, and the file.
     OSError: a file cannot be read.
   """
   path = pathlib.Path(path)
@@ -88,11 +89,10 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
     text = str(error).removeprefix(f'{CONFIG}: ')
     raise ValueError(f'{path / CONFIG}: {text}') from error
   folder = hf_io.Folder(path)
-  layout = names.expert_layout_of(folder.tensors, config, family, prefix=prefix)
-  table = names.tensors(config, family, expert_layout=layout, prefix=prefix)
-  found = quantized.tensors(folder, fields, table)
-  _check(path, found, table, config, prefix)
-  tensors = {name: t for name, t in found.items() if name in table}
+  table = names.tensors(config, family, prefix=prefix)
+  stored = quantized.tensors(folder, fields, table)
+  _check(path, stored, table, config, prefix)
+  tensors = {name: t for name, t in stored.items() if name in table}
   used = {raw.name for t in tensors.values() for raw in t.raws}
   return SourceCheckpoint(
     folder=folder,
@@ -100,7 +100,6 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
     config=config,
     family=family,
     prefix=prefix,
-    expert_layout=layout,
     table=table,
     tensors=tensors,
     carried=tuple(name for name in folder.tensors if name not in used),
@@ -109,31 +108,37 @@ def open_source(path: str | os.PathLike) -> SourceCheckpoint:
 
 def _check(
   path: pathlib.Path,
-  found: dict[str, quantized.ReadableTensor],
+  stored: dict[str, quantized.ReadableTensor],
   table: names.Table,
   config: model_config.ModelConfig,
   prefix: str,
 ) -> None:
-  """Raises unless the tensors of the table are there, and no others of it."""
-  if missing := [name for name in table if name not in found]:
+  """Raises unless the stored tensors are those of the table, or harmless."""
+  if missing := [name for name in table if name not in stored]:
+    cure = f'Fetch the missing files, or correct {CONFIG}.'
+    if any(name.endswith('.experts.gate_up_proj') for name in stored):
+      cure = (
+        'Its experts are stacked as transformers holds them in memory; save it '
+        'with a matrix for each expert: save_original_format=True.'
+      )
     raise ValueError(
       f'{path} lacks {len(missing)} tensors that its {CONFIG} calls for, the '
-      f'first is {missing[0]}. Fetch the missing files, or correct {CONFIG}.'
+      f'first is {missing[0]}. {cure}'
     )
-  if extra := names.contradicting(found, table, config, prefix=prefix):
+  if extra := names.contradicting(stored, table, config, prefix=prefix):
     raise ValueError(
-      f'{path / found[extra[0]].raws[0].file} holds {extra[0]}, which a model '
+      f'{path / stored[extra[0]].raws[0].file} holds {extra[0]}, which a model '
       f'of this {CONFIG} does not have ({len(extra)} such tensors): the two do '
       'not belong together.'
     )
   for name, tensor in table.items():
-    raw = found[name].raws[0]
-    if found[name].shape != tensor.shape:
+    raw = stored[name].raws[0]
+    if stored[name].shape != tensor.shape:
       raise ValueError(
-        f'{name} in {path / raw.file} has shape {found[name].shape}; '
+        f'{name} in {path / raw.file} has shape {stored[name].shape}; '
         f'{CONFIG} calls for {tensor.shape}.'
       )
-    if hf_io.NAMES.get(found[name].dtype) not in _WEIGHTS:
+    if hf_io.NAMES.get(stored[name].dtype) not in _WEIGHTS:
       raise ValueError(
         f'{name} in {path / raw.file} is {raw.dtype}; weights are read as '
         f'{", ".join(_WEIGHTS)}, or as a quantization_config of {CONFIG} says.'

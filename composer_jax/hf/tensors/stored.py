@@ -1,4 +1,4 @@
-"""Boxes of the arrays of a checkpoint, read and verified without the arrays."""
+"""Reads and verifies boxes of a checkpoint's arrays, never a whole array."""
 
 import json
 import math
@@ -15,14 +15,19 @@ from composer_jax.train.checkpoints import hashes, manager
 
 
 class Stored:
-  """The arrays of one step of `manager.Checkpoints`: shapes, dtypes, values.
+  """The arrays of one step of `manager.Checkpoints`.
 
-  Everything raises manager.DamagedCheckpoint where its content has changed or
-  cannot be read.
+  `read` and `verify` raise `manager.DamagedCheckpoint` if the content has
+  changed or cannot be read.
+
+  Attributes:
+    shapes: shape of each array.
+    dtypes: dtype of each array.
   """
 
   def __init__(self, checkpoints: manager.Checkpoints, step: int):
-    self._folder = checkpoints.directory / str(step)
+    # tensorstore refuses a path that contains '..'.
+    self._folder = checkpoints.directory.resolve() / str(step)
     self._record = checkpoints.record(step)['arrays']
     self.shapes = {n: tuple(r['shape']) for n, r in self._record.items()}
     self.dtypes = {n: np.dtype(r['dtype']) for n, r in self._record.items()}
@@ -40,8 +45,8 @@ class Stored:
       driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
       spec = {'driver': driver, 'kvstore': store}
       array = ts.open(spec, open=True, read=True).result()
-      # A chunk larger than what is asked for must not be decoded for every
-      # piece of it; one that is a piece must not be held twice.
+      # A chunk of several pieces is kept, or every piece would decode it again;
+      # a chunk of one piece is not, or it would be held twice.
       chunk = array.chunk_layout.read_chunk.shape
       sizes = [n or 1 for n in chunk or ()]
       num_bytes = math.prod(sizes) * self.dtypes[name].itemsize
@@ -62,7 +67,7 @@ class Stored:
     return np.asarray(values).view(self.dtypes[name])
 
   def verify(self, name: str) -> None:
-    """Compares an array with the hashes of when it was written."""
+    """Compares an array with the hashes that were recorded at its writing."""
     item_bytes = self.dtypes[name].itemsize
     for bounds, expected in self._record[name]['shards'].items():
       block = hashes.index_of(bounds)
@@ -80,7 +85,7 @@ class Stored:
 
 
 def _in_order(box: blocks.Box, most: int) -> Iterator[blocks.Box]:
-  """Cuts a box into boxes of `most` elements, in the order of its bytes."""
+  """Yields parts of a box of at most `most` elements, in the bytes' order."""
   sizes = [stop - start for start, stop in box]
   if math.prod(sizes) <= most or max(sizes) == 1:
     yield box

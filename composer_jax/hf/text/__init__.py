@@ -1,1 +1,1 @@
-"""Tokenizers and chat templates that a checkpoint brings."""
+"""Encodes text with the tokenizers and chat templates of checkpoints."""

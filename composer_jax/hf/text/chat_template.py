@@ -1,10 +1,10 @@
-"""The chat template that a checkpoint brings, as text and as tokens.
+"""Renders conversations with a checkpoint's chat template, and encodes them.
 
-A template is a program from whoever made the checkpoint. It runs in jinja2's
-immutable sandbox and sees plain JSON values and nothing else; the time and the
-memory that it takes are not bounded. What it renders equals transformers'
-`apply_chat_template`; as tokens it differs in one point: what a message says
-never becomes a special token, only what the template says.
+A template is a program written by the checkpoint's authors. It runs in jinja2's
+immutable sandbox and sees nothing but plain JSON values; its time and memory
+are not bounded. The text equals that of transformers' `apply_chat_template`.
+The tokens differ in one point: words of a message never become a special token,
+only words of the template do.
 """
 
 import datetime
@@ -29,15 +29,15 @@ CONFIG, FILE = 'tokenizer_config.json', 'chat_template.jinja'
 MORE = 'additional_chat_templates'
 Messages = Sequence[Mapping[str, Any]]
 
-# Around what the template says the assistant wrote. Like `MARK`, no characters
-# of Unicode, so no message can hold them.
+# Around the text inside `{% generation %}`. Like `MARK` they are lone
+# surrogates, which no message can contain.
 _BEGIN, _END = '\ud801', '\ud802'
-# What a template can raise, by itself or by what it does with messages.
+# Errors that a template can raise, by itself or while it handles messages.
 _FAILURES = (
   *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError),
   *(ArithmeticError, RecursionError, MemoryError),
 )
-# Methods of strings whose arguments are looked for, and not written.
+# String methods that search for their arguments, and do not write them.
 _SEARCHES = frozenset(
   (
     *('count', 'endswith', 'find', 'index', 'lstrip', 'partition', 'rfind'),
@@ -48,11 +48,11 @@ _SEARCHES = frozenset(
 
 
 class ChatTemplate:
-  """Renders conversations.
+  """Renders conversations as text and as tokens.
 
-  To become tokens they are rendered a second time, by a template whose own
-  special tokens carry `hf.text.tokenizer.MARK`. So a special token is one
-  because the template holds it, whole, and not because of how the text reads.
+  For tokens a conversation is rendered a second time, with a template whose own
+  special tokens carry `hf.text.tokenizer.MARK`. A special token is therefore
+  one that stands whole in the template, whatever the rendered text spells.
   """
 
   def __init__(
@@ -65,14 +65,14 @@ class ChatTemplate:
     """Compiles templates.
 
     Args:
-      sources: {name: template}; 'default', and 'tool_use' if tools have one
-        of their own.
+      sources: {name: template}; 'default', and 'tool_use' if conversations with
+        tools have a template of their own.
       special_tokens: variables of the template, such as `bos_token`.
-      name: of the file, for errors.
-      now: what `strftime_now` tells every time; None is the present time.
+      name: path of the file, for errors.
+      now: time that `strftime_now` formats at every call; None is the present.
 
     Raises:
-      ValueError: a template is not one; names the file and the line.
+      ValueError: a template has a syntax error; names the file and the line.
     """
     clean = own.without_surrogates
     self._name, self._sources = name, dict(sources)
@@ -85,13 +85,13 @@ class ChatTemplate:
     """Returns a conversation as text, in which lone surrogates become '?'.
 
     Args:
-      messages: JSON objects with a role and mostly a content.
-      **options: variables of the template: `tools` (JSON schemas),
-        `documents`, `add_generation_prompt`, and any of its own.
+      messages: JSON objects with a role and usually a content.
+      **options: further variables of the template, such as `tools` (JSON
+        schemas), `documents` and `add_generation_prompt`.
 
     Raises:
-      ValueError: the template refuses the messages, fails, or does what the
-        sandbox forbids; names the file.
+      ValueError: the template refuses the messages, fails, or breaks the rules
+        of the sandbox; names the file.
     """
     variables = self._variables(messages, options)
     return self._run(self._templates, {**self._special_tokens, **variables})
@@ -102,14 +102,14 @@ class ChatTemplate:
     messages: Messages,
     **options: Any,
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int32 ids and which of them the assistant wrote.
+    """Returns int32 ids and a mask that is true where the assistant wrote.
 
-    The mask is what the template encloses in `{% generation %}`; without such
-    blocks it is all false.
+    The mask covers the text that the template encloses in `{% generation %}`;
+    without such blocks it is all false.
 
     Raises:
-      ValueError: as `render`, or it cannot be told which special tokens the
-        template wrote and which a message.
+      ValueError: `render` raises it, or the special tokens of the template
+        cannot be told from those that a message spells.
     """
     variables = self._variables(messages, options)
     plain = self._run(self._templates, {**self._special_tokens, **variables})
@@ -127,20 +127,20 @@ class ChatTemplate:
         'a message spells. Take the special token out of the message, or '
         'write that part of the template otherwise.'
       )
-    said = list(_strings(variables))
+    inputs = list(_strings(variables))
     for spelling in sorted(tokenizer.unmarked(text)):
-      if not any(spelling in s for s in said):
+      if not any(spelling in string for string in inputs):
         raise ValueError(
           f'{self._name}: {spelling!r} comes together from pieces of the chat '
           'template or of messages, so it cannot be told whether it is meant '
           'as a special token. If the template means it, write it there as '
           'one string; if not, take the pieces out of the messages.'
         )
-    is_written = np.zeros(len(text), bool)
+    # Number of characters before each place that the assistant wrote.
+    written = np.zeros(len(text) + 1, int)
     for start, stop in spans:
-      is_written[start:stop] = True
-    # Characters of the assistant before each place.
-    written = np.concatenate([[0], np.cumsum(is_written)])
+      written[start + 1 : stop + 1] = 1
+    written = np.cumsum(written)
     ids, offsets = tokenizer.encode_markup(text)
     return ids, written[offsets[:, 1]] > written[offsets[:, 0]]
 
@@ -159,7 +159,7 @@ class ChatTemplate:
       except jinja2.TemplateSyntaxError as error:
         raise ValueError(f'{where}, line {error.lineno}: {error}.') from error
       except _FAILURES as error:
-        # What is constant is computed here.
+        # Constant expressions are computed while a template is compiled.
         raise ValueError(f'{where}: {type(error).__name__} {error}.') from error
     return compiled
 
@@ -176,7 +176,7 @@ class ChatTemplate:
       ],
     }
     try:
-      # Plain values have no methods through which a template could get out.
+      # Plain values have no methods through which a template could escape.
       text = json.dumps(variables, ensure_ascii=False)
       return json.loads(own.without_surrogates(text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -208,44 +208,40 @@ def load(
 ) -> ChatTemplate:
   """Reads the templates of a checkpoint.
 
-  `chat_template.jinja` and `additional_chat_templates/*.jinja` count more than
-  what `tokenizer_config.json` holds, as they do in transformers.
+  `chat_template.jinja` and `additional_chat_templates/*.jinja` take precedence
+  over the templates in `tokenizer_config.json`, as they do in transformers.
 
   Args:
-    folder: of the checkpoint.
-    now: see `ChatTemplate`; fix it where the tokens must be made again.
+    folder: folder of the checkpoint.
+    now: time that templates see; None is the present.
   """
   folder = pathlib.Path(folder)
   config = tokenizer_json.read_config(folder / CONFIG)
   if not (folder / FILE).exists():
-    name, found = folder / CONFIG, _listed(folder / CONFIG, config)
+    name, sources = folder / CONFIG, _listed(folder / CONFIG, config)
   else:
-    name, found = folder / FILE, {'default': _read(folder / FILE)}
-    found |= {p.stem: _read(p) for p in (folder / MORE).glob('*.jinja')}
-  if not found:
+    name, sources = folder / FILE, {'default': _read(folder / FILE)}
+    sources |= {p.stem: _read(p) for p in (folder / MORE).glob('*.jinja')}
+  if not sources:
     raise ValueError(
       f'{folder} has no chat template: neither {FILE} nor chat_template in '
       f'{CONFIG}. Checkpoints that were only pretrained often have none; put '
       f'{FILE} there.'
     )
-  return ChatTemplate(found, roles.special_tokens(config), str(name), now)
+  return ChatTemplate(sources, roles.special_tokens(config), str(name), now)
 
 
 def _listed(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-  found = config.get('chat_template') or []
-  if isinstance(found, str):
-    return {'default': found}
-  if not isinstance(found, list) or not all(
-    isinstance(item, dict)
-    and isinstance(item.get('name'), str)
-    and isinstance(item.get('template'), str)
-    for item in found
-  ):
+  listed = config.get('chat_template') or []
+  if isinstance(listed, str):
+    return {'default': listed}
+  try:
+    return {str(item['name']): str(item['template']) for item in listed}
+  except (KeyError, TypeError) as error:
     raise ValueError(
       f'{path}: chat_template is neither a text nor a list of objects with a '
       'name and a template.'
-    )
-  return {item['name']: item['template'] for item in found}
+    ) from error
 
 
 def _read(path: pathlib.Path) -> str:
@@ -256,10 +252,10 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _mark_written(node: nodes.Node, mark: Callable[[str], str]) -> None:
-  """Marks the strings of a template, but for those that it only looks for.
+  """Marks the strings that a template writes, in its syntax tree.
 
-  Those must stay equal to what a message says. What is compared or tested is
-  not written.
+  Strings that it only compares, tests or searches for stay unmarked, since they
+  have to equal the words of a message.
   """
   if isinstance(node, nodes.Compare | nodes.Test):
     return
@@ -281,7 +277,7 @@ def _mark_written(node: nodes.Node, mark: Callable[[str], str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-  """All strings of a JSON value, keys too."""
+  """Yields all strings of a JSON value, keys included."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, dict | list):
@@ -292,7 +288,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _environment(begin: str, end: str) -> jinja2.Environment:
-  """What templates written for transformers expect to find."""
+  """Returns the environment that templates written for transformers expect."""
 
   class GenerationBlocks(jinja2.ext.Extension):
     """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
@@ -314,7 +310,7 @@ def _environment(begin: str, end: str) -> jinja2.Environment:
     extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
   )
   environment.filters['tojson'] = _to_json
-  # A template must render the same twice.
+  # A template must render the same text twice.
   del environment.filters['random'], environment.globals['lipsum']
   return environment
 
@@ -326,7 +322,7 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Without jinja2's own escapes of HTML."""
+  """Renders JSON without the escapes of HTML that jinja2's own filter adds."""
   return json.dumps(
     value,
     ensure_ascii=ensure_ascii,
@@ -337,7 +333,7 @@ def _to_json(
 
 
 class _Namespace(jinja2.utils.Namespace):
-  """Without names through which Python's internals can be reached."""
+  """Refuses names through which a template could reach Python's internals."""
 
   def __init__(*args: Any, **attributes: Any):
     self, *others = args
@@ -364,7 +360,7 @@ _GLOBALS = {'raise_exception': _raise, 'namespace': _Namespace}
 
 
 def _parts(text: str) -> tuple[str, list[tuple[int, int]]]:
-  """Takes the marks out; returns the text and the spans between them."""
+  """Removes the marks; returns the text and the spans between them."""
   plain, spans, open_at, length = [], [], [], 0
   for piece in re.split(f'([{_BEGIN}{_END}])', text):
     if piece == _BEGIN:

@@ -1,10 +1,11 @@
-"""Conversations of the user's own, for SFT of an imported model.
+"""Reads the user's own conversations, for SFT of an imported model.
 
-A file of JSON lines, each with `messages` and maybe `tools`, as transformers'
-`apply_chat_template` takes them. The import's chat template writes them, so the
-model goes on in the form of speech that it knows; loss is on what the template
-marks as the assistant's. A run keeps them as tokens: a template may write the
-date, and what is learnt must not change from one start to the next.
+Each line is a JSON object with `messages` and optionally `tools`, in the form
+that transformers' `apply_chat_template` takes. The import's chat template
+renders them, so the format is the one that the model already knows; the loss
+covers the text that the template marks as the assistant's. A run keeps the
+tokens: a template may write the date, and the documents must not change when
+the run is restarted.
 """
 
 import io
@@ -19,7 +20,7 @@ from composer_jax.core import files
 from composer_jax.hf.text import chat_template
 from composer_jax.hf.text import tokenizer as hf_tokenizer
 
-FILE = 'conversations.npz'  # of a workdir
+FILE = 'conversations.npz'  # in a workdir
 _KEYS = {'messages', 'tools'}
 
 
@@ -31,11 +32,17 @@ def documents(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Returns (tokens, loss mask) of every conversation of a file.
 
+  Args:
+    path: file of JSON lines.
+    template: chat template of the import.
+    tokenizer: tokenizer of the import.
+    seq_len: most tokens that a conversation may have.
+
   Raises:
-    ValueError: names the line that is no conversation, that the template
-      refuses, is too long, or of which nothing is marked as the assistant's.
+    ValueError: a line is no conversation, is refused by the template, is too
+      long, or has no text marked as the assistant's; names the line.
   """
-  found = []
+  encoded = []
   # Not splitlines, which also splits at characters that JSON may hold.
   lines = _read(path).removesuffix(b'\n').split(b'\n')
   for number, line in enumerate(lines if lines != [b''] else [], 1):
@@ -56,21 +63,21 @@ def documents(
         'Enclose that in {% generation %} ... {% endgeneration %} in '
         f'{chat_template.FILE} of the import.'
       )
-    found.append((tokens_T, mask_T))
-  if not found:
+    encoded.append((tokens_T, mask_T))
+  if not encoded:
     raise ValueError(f'{os.fspath(path)} holds no conversation.')
-  return found
+  return encoded
 
 
 def identity(path: str | os.PathLike) -> str:
-  """SHA-256 of the file; a ValueError where it cannot be read."""
+  """Returns the SHA-256 of a file; a ValueError where it cannot be read."""
   return files.sha256(_read(path))
 
 
 def save(
   path: pathlib.Path, documents: list[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-  """Keeps what `documents` returned."""
+  """Writes (tokens, loss mask) pairs that `documents` returned."""
   stored = io.BytesIO()
   np.savez(
     stored,
@@ -82,7 +89,7 @@ def save(
 
 
 def load(path: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Returns what `save` was given."""
+  """Reads the pairs that `save` wrote."""
   with np.load(path) as stored:
     ends = np.cumsum(stored['lengths'])[:-1]
     tokens = np.split(stored['tokens'], ends)
@@ -106,15 +113,14 @@ def _parts(line: bytes, where: str) -> tuple[list[dict[str, Any]], Any]:
     raise ValueError(f'{where} is not UTF-8 ({error}).') from error
   except ValueError as error:
     raise ValueError(f'{where} is not valid JSON ({error}).') from error
-  is_one = (
+  if not (
     isinstance(value, dict)
     and value.keys() <= _KEYS
     and isinstance(value.get('messages'), list)
     and all(isinstance(m, dict) and 'role' in m for m in value['messages'])
-  )
-  if not is_one:
+  ):
     raise ValueError(
-      f'{where} is no conversation: an object with `messages`, a list of '
-      'objects with a role, and maybe `tools`.'
+      f'{where} is no conversation: it must be an object with `messages`, a '
+      'list of objects with a role, and optionally `tools`.'
     )
   return value['messages'], value.get('tools') or None

@@ -1,8 +1,8 @@
-"""Which ids of a model's vocabulary play our ten roles.
+"""Chooses the ids of an imported vocabulary that play the ten roles.
 
-A role is a token of the vocabulary where it has one of that meaning, and an id
-that it leaves free where it has none: embeddings are padded (151,669 tokens in
-the 151,936 rows of Qwen3).
+A role is the token with that meaning where the vocabulary has one, and else an
+id that the vocabulary leaves free: embeddings are padded (Qwen3 has 151,669
+tokens in 151,936 rows).
 """
 
 import os
@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Tokens of the meaning of a role, the first that the vocabulary has. Of Qwen,
-# DeepSeek (whose 'hole' stands before the suffix and 'end' before the middle),
-# Kimi, Llama, Mixtral, OLMo and StarCoder.
+# Spellings of each role in Qwen, DeepSeek (whose 'hole' is before the suffix
+# and 'end' before the middle), Kimi, Llama, Mixtral, OLMo and StarCoder; the
+# first that a vocabulary has is taken.
 _NAMES = {
   'EOD': (
     *('<|endoftext|>', '<｜end▁of▁sentence｜>', '<|end_of_text|>', '[EOS]'),
@@ -32,7 +32,7 @@ _NAMES = {
   'FIM_SUFFIX': ('<|fim_suffix|>', '<｜fim▁hole｜>', '<fim_suffix>'),
 }
 NAMES = ('PAD', 'BOS', *_NAMES)
-# Special tokens that a vocabulary keeps for uses like ours.
+# Special tokens that a vocabulary reserves for later use.
 _RESERVED = re.compile('reserved|place.?holder|unused', re.IGNORECASE)
 
 
@@ -42,20 +42,20 @@ def assign(
   vocab_size: int,
   path: str | os.PathLike,
 ) -> dict[str, int]:
-  """Chooses the ids of the ten roles, the same for the same files.
+  """Returns the id of each role; equal files give equal ids.
 
   Args:
     source: content of `tokenizer.json`.
     config: content of `tokenizer_config.json`.
     vocab_size: rows of the model's embedding.
-    path: for errors.
+    path: path of `tokenizer.json`, for errors.
   """
   added = {t['content']: t['id'] for t in source['added_tokens']}
   taken = {*source['model'].get('vocab', {}).values(), *added.values()}
   if max(taken) >= vocab_size:
     raise ValueError(
-      f'{path} has ids up to {max(taken)}, the embedding of the model '
-      f'{vocab_size} rows: they are not of one checkpoint.'
+      f'{path} has ids up to {max(taken)}, and the embedding of the model '
+      f'{vocab_size} rows: the two do not belong to one checkpoint.'
     )
   roles: dict[str, int | None] = {
     role: next((added[n] for n in names if n in added), None)
@@ -66,7 +66,8 @@ def assign(
     for key, text in special_tokens(config).items()
     if text in added
   }
-  # A token of another role ends turns, and is not also the end of documents.
+  # A token that already plays another role, such as the end of a turn, cannot
+  # be the end of documents as well.
   if roles['EOD'] is None and named.get('eos_token') not in roles.values():
     roles['EOD'] = named.get('eos_token')
   reserved = [
@@ -90,17 +91,17 @@ def assign(
   others = {i for role, i in roles.items() if role != 'EOD'}
   for role, key in (('BOS', 'bos_token'), ('PAD', 'pad_token')):
     i = named.get(key, roles['EOD'])
-    # Such vocabularies begin documents after the end of the one before.
+    # Vocabularies without such a token separate documents by EOD alone.
     roles[role] = roles['EOD'] if i in others else i
   return {role: int(i) for role, i in roles.items() if i is not None}
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-  """The spellings that a `tokenizer_config.json` names: bos_token and such."""
-  found = {}
+  """Returns {'bos_token': spelling, ...} of a `tokenizer_config.json`."""
+  spellings = {}
   for key, value in config.items():
     if isinstance(value, dict):
       value = value.get('content')
     if key.endswith('_token') and isinstance(value, str):
-      found[key] = value
-  return found
+      spellings[key] = value
+  return spellings

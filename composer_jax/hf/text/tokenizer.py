@@ -1,14 +1,14 @@
-"""A tokenizer read from Hugging Face's `tokenizer.json`, with our laws.
+"""Encodes text with a model's `tokenizer.json` and keeps this project's laws.
 
-It offers what `text.tokenizer.Tokenizer` does: any bytes survive, and text
-never yields the id of a role or of another special token. So it differs from
-what transformers does with the same file in three ways: spellings of special
-tokens are encoded as the ordinary tokens they are; Unicode is not normalised
-(text that is in the file's normal form already gives the same ids); and no
-space is put before the first word. `encode_markup` is transformers' encoding,
-with special tokens only where they are meant.
+The interface is that of `text.tokenizer.Tokenizer`: any bytes survive, and text
+never yields the id of a role or of another special token. This differs from
+transformers on the same file in three ways: the spelling of a special token in
+a text is encoded as ordinary tokens; Unicode is not normalised (text that is
+already in the file's normal form gives the same ids); no space is put before
+the first word. `encode_markup` encodes as transformers does, with special
+tokens only where they are marked.
 
-Which ids our ten roles are is decided in `hf.text.roles`.
+`hf.text.roles` decides which ids play the ten roles.
 """
 
 import functools
@@ -29,8 +29,8 @@ from composer_jax.text import tokenizer as own
 
 FORMAT = 'composer_jax.hf_tokenizer/1'
 SOURCE, CONFIG = 'tokenizer.json', 'tokenizer_config.json'
-# Stands before a special token that is meant. Not a character of Unicode, so
-# what messages and files say cannot hold it.
+# Stands before a special token that is meant as one. It is a lone surrogate,
+# which messages and files cannot contain.
 MARK = '\ud800'
 
 _SURROGATE = re.compile('[\ud800-\udfff]')
@@ -44,25 +44,28 @@ _PROBES = (
   '<0x41>',
   '  ',
 )
-# Planes 15 and 16, which no vocabulary and hardly a text uses.
-_PRIVATE_USE = range(0xF0000, 0x10FFFE)
 
 
 class ImportedTokenizer:
-  """Text to int32 ids of a model's vocabulary and back.
+  """Turns text into int32 ids of a model's vocabulary and back.
 
   Attributes:
-    PAD, BOS, ...: ids of the roles, as in `text.tokenizer.Tokenizer`. BOS and
-      PAD are those of EOD where the vocabulary has none.
+    PAD, BOS, ...: ids of the roles, named as in `text.tokenizer.Tokenizer`. BOS
+      and PAD equal EOD where the vocabulary has no token for them.
     special_ids: ids below `vocab_size` that no text yields.
   """
 
   def __init__(self, source: dict[str, Any], roles: dict[str, int], name: str):
-    """Wraps the content of a `tokenizer.json`; `name` is for errors.
+    """Wraps the content of a `tokenizer.json`.
+
+    Args:
+      source: content that `tokenizer_json.checked` returned.
+      roles: id of each role.
+      name: path of the file, for errors.
 
     Raises:
-      ValueError: the file is of a kind that loses bytes, or whose special
-        tokens text can spell.
+      ValueError: the tokenizer loses bytes, or text can yield one of its
+        special tokens.
     """
     self._source, self._roles = source, roles
     self.PAD, self.BOS, self.EOD = roles['PAD'], roles['BOS'], roles['EOD']
@@ -71,19 +74,22 @@ class ImportedTokenizer:
     self.FIM_PREFIX = roles['FIM_PREFIX']
     self.FIM_MIDDLE = roles['FIM_MIDDLE']
     self.FIM_SUFFIX = roles['FIM_SUFFIX']
+    self._name = name
     self._bpe = tokenizer_json.parse(
       tokenizer_json.for_text(source, roles), name
     )
-    # Its files cannot say so; without it spellings become special tokens.
-    self._bpe.encode_special_tokens = True
     self._has_spaces = not tokenizer_json.is_byte_level(source)
     self._bytes = tokenizer_json.spellings(source, roles)
     self._byte_ids = tokenizer_json.byte_ids(source, name)
     added = {t['id'] for t in source['added_tokens'] if t['special']}
-    free = {i for i, s in enumerate(self._bytes) if s is None}
+    free = {i for i, spelling in enumerate(self._bytes) if spelling is None}
     self.special_ids = frozenset(added | free | set(roles.values()))
-    self._name, self._stand_ins = name, ''
-    self._library: tokenizers.Tokenizer | None = None
+    self._specials = {
+      t['content']: t
+      for t in source['added_tokens']
+      if t['id'] in self.special_ids
+    }
+    self._marked_pattern = re.compile(f'{MARK}({_longest(self._specials)})')
     self._check(name)
 
   @classmethod
@@ -92,22 +98,25 @@ class ImportedTokenizer:
   ) -> 'ImportedTokenizer':
     """Reads the tokenizer of a checkpoint.
 
+    Args:
+      folder: folder of the checkpoint.
+      vocab_size: rows of the model's embedding.
+
     Raises:
-      ValueError: there is no such file, it is not one that can be used (see
-        the constructor), or the embedding of so many rows has no room for our
-        roles.
+      ValueError: the file is absent or cannot be used (see the constructor), or
+        the embedding has no room for the roles.
     """
     path = pathlib.Path(folder) / SOURCE
     if not path.exists():
       raise ValueError(_missing(path))
     config = tokenizer_json.read_config(path.with_name(CONFIG))
-    source = tokenizer_json.checked(files.read_json(path), config, str(path))
+    source = tokenizer_json.checked(files.read_json(path), str(path))
     roles = hf_roles.assign(source, config, vocab_size, path)
     return cls(source, roles, str(path))
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> 'ImportedTokenizer':
-    """Reads what `save` wrote; a ValueError names any other file."""
+    """Reads a file that `save` wrote; any other is a ValueError."""
     data = files.read_json(path)
     if not isinstance(data, dict) or data.get('format') != FORMAT:
       raise ValueError(
@@ -115,20 +124,16 @@ class ImportedTokenizer:
         'it made again.'
       )
     roles = data.get('roles')
-    if (
-      not isinstance(roles, dict)
-      or roles.keys() != set(hf_roles.NAMES)
-      or not all(type(i) is int and i >= 0 for i in roles.values())
-    ):
+    if not isinstance(roles, dict) or roles.keys() != set(hf_roles.NAMES):
       raise ValueError(
         f'{path} is damaged: it has no id for each of '
         f'{", ".join(hf_roles.NAMES)}; delete it to have it made again.'
       )
-    source = tokenizer_json.checked(data.get('source'), {}, str(path))
+    source = tokenizer_json.checked(data.get('source'), str(path))
     return cls(source, roles, str(path))
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes JSON, whole or not at all."""
+    """Writes a JSON file, whole or not at all."""
     files.write_atomic(path, self._json)
 
   @functools.cached_property
@@ -137,7 +142,7 @@ class ImportedTokenizer:
     return (json.dumps(value, sort_keys=True) + '\n').encode()
 
   def fingerprint(self) -> str:
-    """Returns the SHA-256 of what `save` writes."""
+    """Returns the SHA-256 of the bytes that `save` writes."""
     return files.sha256(self._json)
 
   @property
@@ -154,15 +159,15 @@ class ImportedTokenizer:
     texts = [own.without_surrogates(text) for text in texts]
     if not self._has_spaces:
       return self._encode_batch(texts)
-    # The stand-in of a space cannot stand for itself: its bytes do.
-    mark = np.array(
+    # The stand-in of a space cannot be encoded as itself, only as its bytes.
+    stand_in = np.array(
       [self._byte_ids[b] for b in tokenizer_json.SPACE.encode()], np.int32
     )
     pieces = [text.split(tokenizer_json.SPACE) for text in texts]
     flat = iter(self._encode_batch([p for parts in pieces for p in parts]))
-    # A mark before every part, but for the first.
+    # A stand-in goes before every part but the first.
     return [
-      np.concatenate([a for _ in parts for a in (mark, next(flat))][1:])
+      np.concatenate([a for _ in parts for a in (stand_in, next(flat))][1:])
       for parts in pieces
     ]
 
@@ -180,83 +185,63 @@ class ImportedTokenizer:
   def encode_markup(self, text: str) -> tuple[np.ndarray, np.ndarray]:
     """Encodes as transformers does, but special tokens only where marked.
 
-    A special token of the text is `MARK` and its spelling; the spelling alone
-    is the ordinary tokens it is. Transformers' encoding of a text is that of
-    `mark(text)`, which is for what a chat template wrote and never for what a
-    message, a tool or a file says.
+    `MARK` and a spelling are a special token; the spelling alone is encoded as
+    ordinary tokens. Transformers' encoding of a text is that of `mark(text)`,
+    which is for the words of a chat template and never for those of a message,
+    a tool or a file.
 
     Returns:
-      int32 ids and, of each, the first and last + 1 character.
+      int32 ids, and for each id its first character and one past its last.
     """
-    markup = self._markup(text)
-    stand_ins = dict(zip(self._specials, self._stand_ins, strict=False))
-    # Each character that is encoded, and the place of each in the text.
-    parts, starts, stops, last = [], [], [], 0
+    ids, spans, start = [], [], 0
     for match in [*self._marked_pattern.finditer(text), None]:
-      plain = text[last : match.start() if match else None]
-      parts.append(_SURROGATE.sub('?', plain))
-      starts += range(last, last + len(plain))
-      stops += range(last + 1, last + 1 + len(plain))
-      if match:
-        parts.append(stand_ins[match[1]])
-        starts.append(match.start())
-        stops.append(match.end())
-        last = match.end()
-    encoding = markup.encode(''.join(parts), add_special_tokens=False)
-    offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-    places = np.array([[*starts, len(text)], [0, *stops]], np.int32)
-    spans = [places[0][offsets[:, 0]], places[1][offsets[:, 1]]]
-    return np.array(encoding.ids, np.int32), np.stack(spans, axis=1)
+      token = self._specials[match[1]] if match else None
+      plain = text[start : match.start() if match else None]
+      if token and token['lstrip']:
+        plain = plain.rstrip()
+      # The library, too, splits a text at special tokens before anything else.
+      library = self._markup[1 if start else 0]
+      encoding = library.encode(
+        _SURROGATE.sub('?', plain), add_special_tokens=False
+      )
+      ids += encoding.ids
+      spans += [(start + a, start + b) for a, b in encoding.offsets]
+      if match and token:
+        begin, start = start + len(plain), match.end()
+        if token['rstrip']:
+          start = len(text) - len(text[start:].lstrip())
+        ids.append(token['id'])
+        spans.append((begin, start))
+    return np.array(ids, np.int32), np.array(spans, np.int32).reshape(-1, 2)
 
   def unmarked(self, text: str) -> set[str]:
-    """Special tokens that a text spells where they are not marked."""
-    # Nothing may arise from what stands on both sides of a marked one.
-    rest = self._marked_pattern.sub(MARK, text)
-    return {s for s in self._specials if s in rest}
+    """Returns the special tokens that a text spells without a mark."""
+    # A mark is left, so that the texts on both sides of it stay apart.
+    plain = self._marked_pattern.sub(MARK, text)
+    return {spelling for spelling in self._specials if spelling in plain}
 
   def without_marks(self, text: str) -> str:
-    """Takes away the marks that stand before a special token."""
+    """Removes the marks that stand before a special token."""
     return self._marked_pattern.sub(r'\1', text)
 
-  def _markup(self, text: str) -> tokenizers.Tokenizer:
-    """Special tokens renamed to characters that the text does not hold.
-
-    So the library finds them as transformers finds them, and nothing that the
-    text says is one of them.
-    """
-    if self._library is None or not set(self._stand_ins).isdisjoint(text):
-      size = max(1, len(self._specials))
-      vocab, said = self._source['model']['vocab'], set(text)
-      for i in range(_PRIVATE_USE.start, _PRIVATE_USE.stop - size, size):
-        block = [chr(j) for j in range(i, i + size)]
-        if not any(c in vocab or c in said for c in block):
-          break
-      else:
-        raise ValueError(
-          f'A text of {len(text)} characters leaves no {size} characters of '
-          'private use free for the special tokens; shorten it.'
-        )
-      names = dict(zip(self._specials, block, strict=False))
-      source = tokenizer_json.renamed(tokenizer_json.whole(self._source), names)
-      self._library = tokenizer_json.parse(source, self._name)
-      self._stand_ins = ''.join(block)
-    return self._library
-
   @functools.cached_property
-  def _specials(self) -> dict[str, int]:
-    return {
-      t['content']: t['id']
-      for t in self._source['added_tokens']
-      if t['id'] in self.special_ids
-    }
+  def _markup(self) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """Encoders of the text at the start of a markup, and of any later text."""
+    first, later = (
+      tokenizer_json.for_markup(self._source, self._roles, is_start=is_start)
+      for is_start in (True, False)
+    )
+    library = tokenizer_json.parse(first, self._name)
+    # Reading a large vocabulary takes a second, so mostly one serves as both.
+    if later == first:
+      return library, library
+    return library, tokenizer_json.parse(later, self._name)
 
   @functools.cached_property
   def _added_pattern(self) -> re.Pattern:
-    return _longest(t['content'] for t in self._source['added_tokens'])
-
-  @functools.cached_property
-  def _marked_pattern(self) -> re.Pattern:
-    return re.compile(f'{MARK}({_longest(self._specials).pattern})')
+    return re.compile(
+      _longest(t['content'] for t in self._source['added_tokens'])
+    )
 
   def decode_bytes(self, ids: Iterable[int]) -> bytes:
     """Returns the exact bytes, with special tokens spelled."""
@@ -276,18 +261,18 @@ class ImportedTokenizer:
     return self.decode_bytes(ids).decode('utf-8', 'replace')
 
   def _check(self, name: str) -> None:
-    """Raises for a file that breaks our laws, before any text is encoded."""
+    """Raises for a file that breaks the laws, before any text is encoded."""
     for text in _PROBES:
-      found = self.decode_bytes(self.encode(text))
-      if found != text.encode():
+      decoded = self.decode_bytes(self.encode(text))
+      if decoded != text.encode():
         raise ValueError(
-          f'{name}: the text {text!r} comes back as {found!r}. Only '
+          f'{name}: the text {text!r} comes back as {decoded!r}. Only '
           'tokenizers that lose nothing can be used: byte-level BPE, or BPE '
           'with byte fallback.'
         )
     for token in self.special_ids:
       spelling = (self._bytes[token] or b'').decode()
-      # Where vocabularies of sentencepiece mean a space, text has one.
+      # In vocabularies of sentencepiece a stand-in is the space of a text.
       for text in (spelling, spelling.replace(tokenizer_json.SPACE, ' ')):
         if token in self.encode(text).tolist():
           raise ValueError(
@@ -300,7 +285,7 @@ AnyTokenizer = own.Tokenizer | ImportedTokenizer
 
 
 def load_any(path: str | os.PathLike) -> AnyTokenizer:
-  """Reads what either kind of tokenizer saved."""
+  """Reads a saved tokenizer of either class."""
   data = files.read_json(path)
   if isinstance(data, dict) and data.get('format') == FORMAT:
     return ImportedTokenizer.load(path)
@@ -313,9 +298,11 @@ def _missing(path: pathlib.Path) -> str:
     for name in ('tiktoken.model', 'tokenizer.model', 'vocab.json')
     if path.with_name(name).exists()
   ]
-  there = f'{others[0]} is of another kind' if others else 'nothing like it'
+  problem = 'there is no tokenizer'
+  if others:
+    problem = f'{others[0]} is of another kind'
   return (
-    f'{path} does not exist ({there}). Write it with transformers and import '
+    f'{path} does not exist ({problem}). Write it with transformers and import '
     f'again: AutoTokenizer.from_pretrained({str(path.parent)!r}, use_fast=True'
     f').save_pretrained({str(path.parent)!r}). Where the checkpoint brings its '
     'own code for it, as Kimi K2 does (trust_remote_code), read that code '
@@ -323,8 +310,8 @@ def _missing(path: pathlib.Path) -> str:
   )
 
 
-def _longest(spellings: Iterable[str]) -> re.Pattern:
-  """Matches the longest of those that begin at a place, as the library does."""
+def _longest(spellings: Iterable[str]) -> str:
+  """Returns a pattern that takes the longest spelling, as the library does."""
   ordered = sorted(map(re.escape, spellings), key=len, reverse=True)
-  # Without any, the last alternative matches nothing.
-  return re.compile('|'.join([*ordered, '(?!)']))
+  # The last alternative matches nothing, for a list that is empty.
+  return '|'.join([*ordered, '(?!)'])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from composer_jax.hf.tensors import cast, files
+from composer_jax.hf.tensors import files
 from tests.hf import checkpoints
 
 ARRAYS = {
@@ -24,21 +24,21 @@ def folder(tmp_path):
 
 
 def test_ranges_are_those_of_the_library(folder):
-  with files.Folder(folder) as found:
-    assert found.tensors.keys() == ARRAYS.keys()
+  with files.Folder(folder) as opened:
+    assert opened.tensors.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-      raw = found.tensors[name]
+      raw = opened.tensors[name]
       assert raw.shape == array.shape
       for start, stop in ((0, array.size), (array.size // 3, array.size)):
         np.testing.assert_array_equal(
-          found.read(raw, start, stop), array.reshape(-1)[start:stop]
+          opened.read(raw, start, stop), array.reshape(-1)[start:stop]
         )
 
 
 def test_files_written_in_pieces_are_the_librarys(tmp_path):
-  safetensors.numpy.save_file(ARRAYS, tmp_path / 'theirs', {'format': 'pt'})
-  with files.Folder(tmp_path, ['theirs']) as theirs:
-    order = list(theirs.tensors.values())
+  safetensors.numpy.save_file(ARRAYS, tmp_path / 'reference', {'format': 'pt'})
+  with files.Folder(tmp_path, ['reference']) as reference:
+    order = list(reference.tensors.values())
   header = files.new_header(
     [(raw.name, raw.dtype, raw.shape, raw.num_bytes) for raw in order],
     {'format': 'pt'},
@@ -50,7 +50,9 @@ def test_files_written_in_pieces_are_the_librarys(tmp_path):
     writer.write(name, data[middle:], middle)
     writer.write(name, data[:middle])
   writer.close()
-  assert (tmp_path / 'ours').read_bytes() == (tmp_path / 'theirs').read_bytes()
+  assert (tmp_path / 'ours').read_bytes() == (
+    tmp_path / 'reference'
+  ).read_bytes()
 
 
 FILES = ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
@@ -76,12 +78,6 @@ def _garble(folder):
   (folder / FILES[0]).write_bytes(data)
 
 
-def _double(folder):
-  text = (folder / files.INDEX).read_text()
-  again = f'"weight_map": {{"a.weight": "{FILES[0]}",'
-  (folder / files.INDEX).write_text(text.replace('"weight_map": {', again))
-
-
 def _empty(folder):
   (folder / FILES[0]).write_bytes(b'')
 
@@ -95,7 +91,6 @@ def _repeat(folder):
   [
     (_cut, f'{FILES[1]} is not a whole safetensors file'),
     (_garble, f'{FILES[0]} is not a whole safetensors file'),
-    (_double, f"{files.INDEX} is not valid JSON .'a.weight' is there twice"),
     (_empty, f'{FILES[0]} is not a whole safetensors file'),
     (_repeat, f'is in both {FILES[0]} and {FILES[1]}'),
     (
@@ -113,10 +108,6 @@ def _repeat(folder):
     (
       lambda folder: (folder / files.INDEX).write_text('{'),
       f'{files.INDEX} is not valid JSON',
-    ),
-    (
-      _edit_index(lambda places: places.pop('a.weight')),
-      f'{FILES[0]} holds a.weight, which {files.INDEX} does not name',
     ),
     (
       _edit_index(lambda places: places.update(z=FILES[0])),
@@ -139,31 +130,8 @@ def test_damage_is_named(folder, damage, message):
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder):
-  with files.Folder(folder) as found:
-    raw = found.tensors['d.weight']
+  with files.Folder(folder) as opened:
+    raw = opened.tensors['d.weight']
     _cut(folder)
     with pytest.raises(ValueError, match=f'{FILES[1]} ended within d.weight'):
-      found.read(raw, 0, 5)
-
-
-@pytest.mark.parametrize('dtype', [ml_dtypes.bfloat16, np.float16])
-def test_every_half_comes_back_from_float32(dtype):
-  values = np.arange(2**16, dtype=np.uint16).view(dtype)
-  wide = cast.cast(values, np.dtype(np.float32))
-  with np.errstate(invalid='ignore'):
-    is_number = ~np.isnan(values)
-  np.testing.assert_array_equal(
-    wide[is_number], values[is_number].astype(np.float32)
-  )
-  back = cast.cast(wide, np.dtype(dtype))
-  np.testing.assert_array_equal(back.view(np.uint16), values.view(np.uint16))
-
-
-def test_numbers_are_rounded_and_lost_payloads_stay_nan():
-  bits = np.array([0x7F800001, 0xFF800001, 0x3F808000, 0x3F818000], np.uint32)
-  half = cast.cast(bits.view(np.float32), checkpoints.BFLOAT16)
-  expected = [0x7FC0, 0xFFC0, 0x3F80, 0x3F82]
-  np.testing.assert_array_equal(half.view(np.uint16), expected)
-  half = cast.cast(bits.view(np.float32), checkpoints.FLOAT16)
-  expected = [0x7E00, 0xFE00, 0x3C04, 0x3C0C]
-  np.testing.assert_array_equal(half.view(np.uint16), expected)
+      opened.read(raw, 0, 5)

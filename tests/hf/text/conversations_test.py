@@ -38,12 +38,12 @@ def test_each_line_is_what_the_template_makes_of_it(
     {'messages': TALK},
     {'messages': CALLS, 'tools': chat_template_test.TOOLS},
   ]
-  found = read(
+  documents = read(
     tmp_path / 'x', folder, tokenizer, *[json.dumps(v) for v in values]
   )
   template = chat_template.load(folder)
-  assert len(found) == 2
-  for (tokens_T, mask_T), value in zip(found, values):
+  assert len(documents) == 2
+  for (tokens_T, mask_T), value in zip(documents, values):
     messages = value.pop('messages')
     assert tokenizer.decode(tokens_T) == template.render(messages, **value)
     assert mask_T.any() and not mask_T.all()
@@ -53,12 +53,12 @@ def test_each_line_is_what_the_template_makes_of_it(
     len(read(tmp_path / 'x', folder, tokenizer, odd.replace('.', '\u2028')))
     == 1
   )
-  said = tokenizer.decode(found[0][0][found[0][1]])
-  assert said == '  sum(values) héllo\n<|im_end|>Done.<|im_end|>'
+  words = tokenizer.decode(documents[0][0][documents[0][1]])
+  assert words == '  sum(values) héllo\n<|im_end|>Done.<|im_end|>'
 
 
 @pytest.mark.parametrize(
-  'line, told',
+  'line, message',
   [
     ('{', 'line 2 is not valid JSON'),
     ('[]', 'line 2 is no conversation'),
@@ -76,10 +76,10 @@ def test_each_line_is_what_the_template_makes_of_it(
   ],
 )
 def test_a_line_that_cannot_be_learnt_is_named(
-  folder, tokenizer, tmp_path, line, told
+  folder, tokenizer, tmp_path, line, message
 ):
   good = json.dumps({'messages': TALK})
-  with pytest.raises(ValueError, match=f'talks.jsonl, {told}'):
+  with pytest.raises(ValueError, match=f'talks.jsonl, {message}'):
     read(tmp_path / 'talks.jsonl', folder, tokenizer, good, line)
 
 
@@ -100,15 +100,15 @@ def test_what_does_not_fit_is_told_with_its_length(folder, tokenizer, tmp_path):
 
 
 def test_what_is_kept_is_what_was_made(tmp_path):
-  found = [
+  documents = [
     (np.array([3, 1, 4], np.int32), np.array([True, False, True])),
     (np.array([1], np.int32), np.array([False])),
   ]
-  for kept in (found, found[:1]):
-    conversations.save(tmp_path / 'kept.npz', kept)
+  for pairs in (documents, documents[:1]):
+    conversations.save(tmp_path / 'kept.npz', pairs)
     read = conversations.load(tmp_path / 'kept.npz')
-    assert len(read) == len(kept)
-    for pair, other in zip(kept, read, strict=True):
+    assert len(read) == len(pairs)
+    for pair, other in zip(pairs, read, strict=True):
       for array, same in zip(pair, other, strict=True):
         assert array.dtype == same.dtype
         np.testing.assert_array_equal(array, same)

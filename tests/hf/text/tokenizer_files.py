@@ -15,7 +15,7 @@ QWEN = (
   *('<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|fim_prefix|>'),
   *('<|fim_middle|>', '<|fim_suffix|>', '<|fim_pad|>'),
 )
-# Of Qwen3, which its files call not special: text spells them.
+# Tokens that Qwen3's files add without calling them special.
 QWEN_MORE = ('<tool_call>', '</tool_call>', '<tool_response>', '<think>')
 QWEN_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -30,7 +30,7 @@ MIXTRAL = ('<unk>', '<s>', '</s>')
 
 
 def byte_level(vocab_size: int = 300) -> tokenizers.Tokenizer:
-  """Of the form of Qwen's: NFC, words by a pattern, bytes, BPE."""
+  """Returns BPE as Qwen has it: NFC, words by a pattern, bytes."""
   bpe = tokenizers.Tokenizer(models.BPE())
   bpe.normalizer = normalizers.NFC()
   bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -50,7 +50,7 @@ def byte_level(vocab_size: int = 300) -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-  """Of the form of Mixtral's: sentencepiece's BPE, bytes for the unknown."""
+  """Returns BPE as Mixtral has it: sentencepiece with byte fallback."""
   alphabet = sorted(set(TEXT.replace(' ', '\u2581')) - set('\né'))
   pieces = [*MIXTRAL, *(f'<0x{b:02X}>' for b in range(256)), *alphabet]
   merges = [('\u2581', 'v'), ('\u2581', '\u2581'), ('r', 'e'), ('i', 'n')]
