@@ -77,10 +77,12 @@ def make(
   named = trees.flatten_names(matrices)
   mesh = placed[next(iter(named))].mesh if placed and named else None
   sizes = dict(mesh.shape) if mesh else {}
-  # An abstract mesh has no platform: it is taken for one of TPUs.
-  platform = jax.default_backend() if mesh is None else 'tpu'
-  if isinstance(mesh, Mesh):
-    platform = mesh.devices.flat[0].platform
+  platform = jax.default_backend()
+  if mesh is not None:
+    # That of an abstract mesh may be unknown: it is taken for one of TPUs.
+    is_real = isinstance(mesh, Mesh)
+    device = mesh.devices.flat[0] if is_real else mesh.abstract_device
+    platform = device.platform if device else 'tpu'
   assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
   rates = told.rates or cost.BY_NAME[assumed]
   members: dict[tuple, list[plan.Member]] = {}
@@ -110,13 +112,16 @@ def _cuts(
   name: str, shape: _Dims, sharding: NamedSharding | None
 ) -> list[tuple[tuple[str, ...], int]]:
   """Returns the mesh axes and the local size of each dimension."""
+  if 0 in shape:
+    raise ValueError(
+      f'Parameter {name} of shape {shape} has a dimension of size 0, hence no '
+      'matrices. Take it out of the tree, or leave it to Adam.'
+    )
   if sharding is None:
     return [((), size) for size in shape]
   cuts = []
-  spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-  for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    axes = tuple(a for a in axes if sharding.mesh.shape[a] > 1)
+  axes_of_dims = mesh_axes(sharding, len(shape))
+  for dim, (size, axes) in enumerate(zip(shape, axes_of_dims, strict=True)):
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
     if size % shards:
       raise ValueError(
@@ -125,6 +130,14 @@ def _cuts(
       )
     cuts.append((axes, size // shards))
   return cuts
+
+
+def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+  """Returns the mesh axes, of more than one device, of each dimension."""
+  entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+  axes = ((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+  sizes = sharding.mesh.shape
+  return [tuple(a for a in dim if sizes[a] > 1) for dim in axes]
 
 
 def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:

@@ -7,6 +7,7 @@ expert, per head), K. Jordan 2024, with the update scale of Moonlight
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,20 +73,24 @@ def scale_by_muon(
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
   told: planner.PlanOptions = planner.NOTHING_TOLD,
+  scale: Callable[[int, int], float] | None = None,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
-  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)), so its factor
-  is rms * sqrt(max(rows, columns)).
+  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)).
 
   Args:
     matrices: of the parameters, from `roles.matrices`.
     shardings: tree of the parameters' NamedShardings, which gradients and
       momentum share; None: all on one device.
-    options: roles and clipping of logits are other transforms'.
-    told: of the plan.
+    options: choices of Muon, of which roles and qk_clip are not used here.
+    told: choices of the plan that are not left to modelled times.
+    scale: factor of an orthogonal matrix of so many rows and columns; None is
+      options.rms * sqrt(max(rows, columns)).
   """
   beta = options.beta
+  if scale is None:
+    scale = lambda rows, columns: options.rms * math.sqrt(max(rows, columns))
 
   def init(params):
     momentum = jax.tree.map(jnp.zeros_like, params)
@@ -121,11 +126,15 @@ def scale_by_muon(
         shardings=trees.flatten_names(shardings),
       )
 
-    longer = {m.name: group.q for group in plan.groups for m in group.members}
+    factors = {
+      m.name: scale(*((group.q, group.p)[:: 1 if m.is_transposed else -1]))
+      for group in plan.groups
+      for m in group.members
+    }
 
     def scaled(name, g):
-      factor = options.rms * math.sqrt(longer[name])
-      return (factor * directions[name].astype(jnp.float32)).astype(g.dtype)
+      direction = directions[name].astype(jnp.float32)
+      return (factors[name] * direction).astype(g.dtype)
 
     momentum = trees.map_names(lambda name, _: momentum[name], updates)
     updates = trees.map_names(scaled, updates)
