@@ -35,19 +35,15 @@ def place():
   return specs
 
 
-def test_a_dimension_of_one_is_not_divided(place):
+def test_moments_are_sharded_as_their_parameters_and_scalars_replicated(place):
   whole = P(('replica', 'context'), 'fsdp')
-  assert place(
-    momentum=(4, 8, 6), second=(4, 1, 6), of_units=(1, 8, 1), count=()
-  ) == {
+  assert place(momentum=(4, 8, 6), count=()) == {
     'momentum': whole,
-    'second': P(('replica', 'context'), None, None),
-    'of_units': P(None, 'fsdp', None),
     'count': P(),
   }
 
 
-@pytest.mark.parametrize('shape', [(4, 8), (4, 2, 6), (4, 8, 6, 1)])
+@pytest.mark.parametrize('shape', [(4, 8), (4, 1, 6), (4, 8, 6, 1)])
 def test_another_shape_is_named(place, shape):
   with pytest.raises(ValueError, match=r'0/second/moe/up .*\(4, 8, 6\)'):
     place(second=shape)
