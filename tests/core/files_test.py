@@ -109,8 +109,10 @@ def test_the_kernel_frees_the_lock_of_a_killed_run(tmp_path):
 
 def test_a_lock_is_held_by_one_and_names_it(tmp_path):
   with files.alone(tmp_path):
-    found = rf'process \({os.getpid()} on .*runs in workdir {tmp_path}.*another'
-    with pytest.raises(ValueError, match=found):
+    actual = (
+      rf'process \({os.getpid()} on .*runs in workdir {tmp_path}.*another'
+    )
+    with pytest.raises(ValueError, match=actual):
       with files.alone(tmp_path):
         pass
   # Nothing is left that would differ from run to run.

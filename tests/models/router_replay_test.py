@@ -260,8 +260,8 @@ def test_a_bias_raises_the_bar_of_those_it_holds_back(alpha, ids):
   config = _config('sigmoid', num_experts=4, num_active=2, replay_alpha=alpha)
   scores = np.array([0.4, 0.6, 0.5, 0.2])
   bias = jnp.array([0, -0.5, 0, 0.35])
-  found, _ = _one(config, np.log(scores / (1 - scores)), [1, 0], bias)
-  assert found == ids
+  actual, _ = _one(config, np.log(scores / (1 - scores)), [1, 0], bias)
+  assert actual == ids
 
 
 @pytest.mark.parametrize('alpha', [0.3, 0.9])
@@ -273,8 +273,8 @@ def test_a_closed_expert_that_its_bias_would_have_chosen_is_kept(alpha):
   )
   scores = np.array([0.1, 0.1, 0.5, 0.6, 0.55, 0.45, 0.2, 0.14])
   bias = jnp.array([0.8, -2, 0, 0, 0, 0, 0, 0])
-  found, _ = _one(config, np.log(scores / (1 - scores)), [0, 3, 7], bias)
-  assert found == [0, 3, 4]
+  actual, _ = _one(config, np.log(scores / (1 - scores)), [0, 3, 7], bias)
+  assert actual == [0, 3, 4]
 
 
 def test_own_experts_are_kept_in_any_order_whatever_rounding_does():

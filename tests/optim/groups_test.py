@@ -83,8 +83,8 @@ def _options(**changes):
 
 def test_biases_and_norms_of_queries_are_adams():
   shapes, axes = decoder.abstract(decoder_test.CONFIGS['gqa'])
-  found = roles.tree(shapes['params'], axes['params'])['moe_layers']
-  by_role = trees.flatten_names(found['attention'])
+  actual = roles.tree(shapes['params'], axes['params'])['moe_layers']
+  by_role = trees.flatten_names(actual['attention'])
   matrices = {'query', 'key', 'value', 'out'}
   assert {n for n, role in by_role.items() if role != 'adam'} == matrices
   others = {'query_bias', 'key_bias', 'value_bias', 'out_bias', 'query_norm'}
@@ -205,16 +205,16 @@ def test_a_role_moves_a_parameter_from_one_optimizer_to_the_other(params):
 
   matrices = {'query', 'out', 'gate_up', 'down'}
   assert momenta() == matrices
-  found = momenta(('router', 'embed->route'), ('down', 'adam'))
-  assert found == matrices - {'down'} | {'router'}
+  actual = momenta(('router', 'embed->route'), ('down', 'adam'))
+  assert actual == matrices - {'down'} | {'router'}
 
 
 def test_a_plan_is_of_the_same_matrices(params, shardings):
   describe = dict(params=params, axes=AXES, shardings=shardings)
   plan = groups.plan(_options(), **describe)
   assert plan is not None and plan.devices == 8
-  found = {member.name for group in plan.groups for member in group.members}
-  assert found == {'query', 'out', 'gate_up', 'down'}
+  actual = {member.name for group in plan.groups for member in group.members}
+  assert actual == {'query', 'out', 'gate_up', 'down'}
   assert groups.plan(_options(name='adam'), **describe) is None
 
 
@@ -237,8 +237,8 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
     (dict(rms=0.0), 'MuonChoices.rms must be positive'),
   ],
 )
-def test_a_wrong_choice_is_told_in_a_line(wrong, told):
-  with pytest.raises(ValueError, match=told) as error:
+def test_a_wrong_choice_is_told_in_a_line(wrong, message):
+  with pytest.raises(ValueError, match=message) as error:
     groups.MuonChoices(**wrong)
   assert '\n' not in str(error.value)
 

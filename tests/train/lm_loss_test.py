@@ -126,7 +126,7 @@ def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
 def test_microbatches_add_up_but_for_maxima():
   """One that overflowed, the first or the last, is an overflow of the batch."""
   each = jnp.array([1.0, 2.0, 4.0])
-  found = lm_loss.summed(
+  actual = lm_loss.summed(
     lm_loss.LossStats(
       loss=each,
       aux_loss=2 * each,
@@ -141,13 +141,13 @@ def test_microbatches_add_up_but_for_maxima():
       ),
     )
   )
-  assert [float(x) for x in (found.loss, found.aux_loss)] == [7.0, 14.0]
-  assert [float(x) for x in (found.z_loss, found.loss_weight)] == [21.0, 28.0]
-  assert found.num_tokens == 6
-  assert found.load_ME.tolist() == [[3, 6]]
-  assert found.max_logits_LN.tolist() == [[7.0, 8.0]]
-  assert found.exchanged.needed_rows.tolist() == [9, 8]
-  assert found.exchanged.capacity.tolist() == [8, 8]
+  assert [float(x) for x in (actual.loss, actual.aux_loss)] == [7.0, 14.0]
+  assert [float(x) for x in (actual.z_loss, actual.loss_weight)] == [21.0, 28.0]
+  assert actual.num_tokens == 6
+  assert actual.load_ME.tolist() == [[3, 6]]
+  assert actual.max_logits_LN.tolist() == [[7.0, 8.0]]
+  assert actual.exchanged.needed_rows.tolist() == [9, 8]
+  assert actual.exchanged.capacity.tolist() == [8, 8]
 
 
 def test_a_model_of_zeros_has_uniform_routers():

@@ -83,8 +83,8 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   )
   metrics = []
   for row in rows:
-    state, found = step(state, row)
-    metrics.append(jax.device_get(found))
+    state, actual = step(state, row)
+    metrics.append(jax.device_get(actual))
   return Run(metrics, programs.muon, step.as_text())
 
 
@@ -94,29 +94,29 @@ alone = functools.cache(train)
 
 def collectives_of_muon(text):
   """Returns {kind: (number, bytes into a device)} of a compiled step."""
-  found = {}
+  actual = {}
   for each in overlap.read(text, dynamic_trips=1).collectives:
     if '/muon/' in each.scope:
-      number, size = found.get(each.kind, (0, 0))
-      found[each.kind] = number + each.count, size + each.count * each.bytes
-  return found
+      number, size = actual.get(each.kind, (0, 0))
+      actual[each.kind] = number + each.count, size + each.count * each.bytes
+  return actual
 
 
 def planned(plan):
-  found = {}
+  actual = {}
   for group in plan.groups:
     for kind, number, size in muon_model.collectives(group):
-      before = found.get(kind, (0, 0))
-      found[kind] = before[0] + number, before[1] + size
-  return found
+      before = actual.get(kind, (0, 0))
+      actual[kind] = before[0] + number, before[1] + size
+  return actual
 
 
 @pytest.mark.parametrize('choices, mesh, layout', CASES)
 def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
-  found, expected = train(choices, mesh, layout), alone(choices)
+  actual, expected = train(choices, mesh, layout), alone(choices)
   # The forward pass sums in another order.
-  np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4)
-  for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+  np.testing.assert_allclose(actual.losses, expected.losses, atol=1e-4)
+  for ours, theirs in zip(actual.metrics, expected.metrics, strict=True):
     np.testing.assert_allclose(
       ours.update.update_norm, theirs.update.update_norm, rtol=1e-3
     )
@@ -126,9 +126,9 @@ def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
       )
     else:
       assert ours.loss.max_logits_LN is None
-  assert found.losses[-1] < found.losses[0]
-  assert collectives_of_muon(found.text) == planned(found.plan)
-  assert found.plan.devices == 8 and not collectives_of_muon(expected.text)
+  assert actual.losses[-1] < actual.losses[0]
+  assert collectives_of_muon(actual.text) == planned(actual.plan)
+  assert actual.plan.devices == 8 and not collectives_of_muon(expected.text)
 
 
 def test_logits_are_held_where_they_are_clipped():

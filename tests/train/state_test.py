@@ -26,11 +26,11 @@ def place():
       selection_bias={},
       opt_state=[{n: {'moe': {'up': leaf(s)}} for n, s in shapes.items()}],
     )
-    found = train_state.shardings(
+    actual = train_state.shardings(
       abstract, {'params': {'moe': {'up': up}}}, mesh
     )
-    assert found.step.spec == P()
-    return {n: s['moe']['up'].spec for n, s in found.opt_state[0].items()}
+    assert actual.step.spec == P()
+    return {n: s['moe']['up'].spec for n, s in actual.opt_state[0].items()}
 
   return specs
 

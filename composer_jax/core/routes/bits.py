@@ -58,15 +58,15 @@ class _Layout(NamedTuple):
     return periods, words
 
   def num_bits(self, num_routes: int) -> int:
-    periods, rest = self.split(num_routes)
-    return periods * sum(map(_width, self.words)) + sum(map(_width, rest))
+    periods, words = self.split(num_routes)
+    return periods * sum(map(_width, self.words)) + sum(map(_width, words))
 
   def place(self, num_routes: int) -> _Words:
-    periods, rest = self.split(num_routes)
+    periods, words = self.split(num_routes)
 
     def of_all(function):
       period = np.array([function(word) for word in self.words], np.uint64)
-      last = np.array([function(word) for word in rest], np.uint64)
+      last = np.array([function(word) for word in words], np.uint64)
       return np.concatenate([np.tile(period, periods), last])
 
     width_X = of_all(_width)

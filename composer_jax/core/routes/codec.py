@@ -219,10 +219,8 @@ def _read(data: bytes) -> _Message:
       'truncated.'
     )
   view = memoryview(data)
-  magic, version, form, num_experts, num_active, num_layers, *rest = (
-    _HEADER.unpack(view[: _HEADER.size])
-  )
-  start, num_tokens, num_runs = rest
+  magic, version, form, *numbers = _HEADER.unpack(view[: _HEADER.size])
+  num_experts, num_active, num_layers, start, num_tokens, num_runs = numbers
   if (magic, version) != (_MAGIC, _VERSION) or form >= len(FORMS):
     raise ValueError(
       f'The routes begin with {magic!r}, version {version}, form {form}; this '

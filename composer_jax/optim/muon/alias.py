@@ -24,7 +24,7 @@ from composer_jax.optim.muon import inference, planner, transform
 from composer_jax.optim.muon import newton_schulz as iteration
 from composer_jax.optim.muon import plan as muon_plan
 
-DEFAULT = iteration.NewtonSchulz()
+_DEFAULT = iteration.NewtonSchulz()
 
 
 class PlacedState(struct.PyTreeNode):
@@ -32,8 +32,8 @@ class PlacedState(struct.PyTreeNode):
 
   Attributes:
     inner: states of Muon and Adam.
-    placed: (name, sharding) of Muon's parameters, kept by `init` because arrays
-      on Auto axes do not tell theirs under `jit`; no array, but structure.
+    placed: (name, sharding) of Muon's parameters, static, from `init`: under
+      `jit` the shardings of arrays on Auto axes are unknown.
   """
 
   inner: Any
@@ -45,7 +45,7 @@ class PlacedState(struct.PyTreeNode):
 def muon(
   learning_rate: optax.ScalarOrSchedule,
   *,
-  newton_schulz: iteration.NewtonSchulz = DEFAULT,
+  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
   beta: float = 0.95,
   weight_decay: float = 0.0,
   consistent_rms: float | None = None,
@@ -53,10 +53,10 @@ def muon(
   muon_weight_dimension_numbers: Any = None,
   shardings: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Orthogonalises the momentum of matrices; all else is left to Adam.
+  """Orthogonalises the momentum of matrices; other parameters go to Adam.
 
-  Call `init` outside of `jit`, or give `shardings`, if parameters lie on a mesh
-  with Auto axes; otherwise `update` raises an error.
+  If parameters are on a mesh with Auto axes, call `init` outside of `jit`, or
+  give `shardings`. Otherwise `update` raises an error.
 
   Args:
     learning_rate: step size or schedule of all parameters.
@@ -99,14 +99,13 @@ def muon(
       optax.scale_by_learning_rate(learning_rate),
     )
     labels = {n: 'muon' if n in matrices else 'adam' for n in _named(params)}
-    both = optax.partition(
-      {'muon': matrix_transform, 'adam': adam}, _like(params, labels)
-    )
-    return both, tuple(placed.items())
+    by_label = {'muon': matrix_transform, 'adam': adam}
+    built = optax.partition(by_label, _like(params, labels))
+    return built, tuple(placed.items())
 
   def init(params):
-    both, placed = build(params)
-    return PlacedState(both.init(params), placed)
+    built, placed = build(params)
+    return PlacedState(inner=built.init(params), placed=placed)
 
   def update(updates, state, params=None, **extra_args):
     if params is None:
@@ -114,8 +113,8 @@ def muon(
         'Muon reads shapes and shardings off the parameters: call '
         'update(gradients, state, params).'
       )
-    both, _ = build(params, state.placed)
-    updates, inner = both.update(updates, state.inner, params, **extra_args)
+    built, _ = build(params, state.placed)
+    updates, inner = built.update(updates, state.inner, params, **extra_args)
     return updates, state.replace(inner=inner)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -124,7 +123,7 @@ def muon(
 def plan(
   params: Any,
   *,
-  newton_schulz: iteration.NewtonSchulz = DEFAULT,
+  newton_schulz: iteration.NewtonSchulz = _DEFAULT,
   muon_weight_dimension_numbers: Any = None,
   shardings: Any = None,
 ) -> muon_plan.MuonPlan:
@@ -191,19 +190,14 @@ def _placed(
 ) -> dict[str, NamedSharding]:
   """Returns shardings of Muon's parameters by name; {} on one device.
 
-  Those given come first, then those kept since `init`; where arrays tell
-  theirs, these must match.
+  They are the given ones, those kept since `init`, or the arrays' own; arrays
+  that have another sharding are an error.
   """
   arrays, given = _named(params), _named(shardings)
   placed: dict[str, Any] = {}
   for name in matrices:
-    wanted = given.get(name) if given else kept.get(name)
+    wanted = (given or kept).get(name)
     seen = _sharding(arrays[name])
-    if given and wanted is None:
-      raise ValueError(
-        f'shardings has none of parameter {name}; it must have one of each '
-        f'parameter that Muon updates, and has those of {sorted(given)}.'
-      )
     if wanted is None and isinstance(seen, AbstractMesh):
       raise ValueError(
         f'Parameter {name} is on {_words(seen)}, and arrays on Auto axes do '
@@ -251,10 +245,10 @@ def _matches(
     return dict(seen.shape) == dict(wanted.mesh.shape)
   if not isinstance(seen, NamedSharding):
     return wanted.mesh.size == 1
-  one, other = (
+  places = [
     (dict(s.mesh.shape), planner.mesh_axes(s, ndim)) for s in (seen, wanted)
-  )
-  return one == other
+  ]
+  return places[0] == places[1]
 
 
 def _words(place: Any) -> str:

@@ -194,8 +194,8 @@ def _gather(x: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
   padding = group.split * columns - group.q_side.local
   x = jnp.pad(x, ((0, extra), (0, 0), (0, padding)))
   if group.sharers > 1:
-    mine = lax.axis_index(group.replica_axes) % group.sharers
-    x = lax.dynamic_slice_in_dim(x, mine * slots, slots)
+    sharer = lax.axis_index(group.replica_axes) % group.sharers
+    x = lax.dynamic_slice_in_dim(x, sharer * slots, slots)
   if group.split > 1:
     x = x.reshape(-1, owned, rows, group.split, columns)
     x = x.transpose(0, 3, 1, 2, 4).reshape(-1, rows, columns)
@@ -259,9 +259,9 @@ def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
   if len(x) == 1 or math.prod(x.shape[1:]) < _LARGE:
     return newton_schulz.orthogonalize(x, options)
 
-  one = functools.partial(newton_schulz.orthogonalize, options=options)
+  function = functools.partial(newton_schulz.orthogonalize, options=options)
   halves = jnp.split(x, [len(x) // 2])
-  return jnp.concatenate([lax.map(one, half) for half in halves])
+  return jnp.concatenate([lax.map(function, half) for half in halves])
 
 
 def _run(

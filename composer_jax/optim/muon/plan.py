@@ -203,8 +203,8 @@ class MuonGroup:
   @property
   def even_flops(self) -> float:
     """Operations of a device if matrices could be divided evenly."""
-    one = iteration.flops(self.p, self.q, self.newton_schulz)
-    return self.count * one / (self.num_shards * self.num_replicas)
+    flops = iteration.flops(self.p, self.q, self.newton_schulz)
+    return self.count * flops / (self.num_shards * self.num_replicas)
 
   @property
   def ideal_flops(self) -> float:

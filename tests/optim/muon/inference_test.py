@@ -101,9 +101,9 @@ def test_modules_of_nnx():
       self.up = nnx.Linear(8, 16, rngs=rngs)
 
   state = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
-  found = inference.dimension_numbers(state)
-  assert found['up']['kernel'] == MuonDimensionNumbers(0, 1)
-  assert found['up']['bias'] is found['table']['embedding'] is None
+  actual = inference.dimension_numbers(state)
+  assert actual['up']['kernel'] == MuonDimensionNumbers(0, 1)
+  assert actual['up']['bias'] is actual['table']['embedding'] is None
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_modules_of_nnx():
 def test_logical_axes_of_flax_decide(axes, expected):
   x = np.zeros((2, 3, 4, 5)[: len(axes)])
   boxed = {'w': nn.LogicallyPartitioned(x, names=axes)}
-  found = numbers(boxed).get('w')
-  assert found == expected == numbers({'w': x}, {'w': P(*axes)}).get('w')
+  actual = numbers(boxed).get('w')
+  assert actual == expected == numbers({'w': x}, {'w': P(*axes)}).get('w')
   assert numbers({'w': nn.Partitioned(x, names=axes)}).get('w') == expected
 
 
@@ -140,8 +140,8 @@ def test_mesh_axes_in_a_box_tell_nothing():
 
 def test_the_tree_keeps_its_structure():
   tree = {'a': [shape(4, 3), shape(4)], 'b': (shape(2, 2),)}
-  found = inference.dimension_numbers(tree)
-  assert found == {
+  actual = inference.dimension_numbers(tree)
+  assert actual == {
     'a': [MuonDimensionNumbers(0, 1), None],
     'b': (None,),
   }

@@ -210,19 +210,19 @@ def test_matrices_are_dealt_to_no_more_replicas_than_own_some():
   # four five, on as many slots as all of them.
   rates = dataclasses.replace(plans.CPU, latency=1e-9, within=1e15, memory=1e15)
   shape, spec, sizes = (64, 128), P(None, 'f', None), dict(r=8, f=2)
-  told = dict(rates=rates, split=1)
+  message = dict(rates=rates, split=1)
   for layers, sharers in ((2, 1), (3, 2), (5, 4), (9, 8), (17, 8), (20, 8)):
-    group = plans.one_matrix((layers, *shape), spec, sizes, **told)
+    group = plans.one_matrix((layers, *shape), spec, sizes, **message)
     assert group.sharers == sharers
     assert group.owned == -(-layers // 16)
-  group = plans.one_matrix((5, *shape), spec, sizes, **told)
+  group = plans.one_matrix((5, *shape), spec, sizes, **message)
   assert (group.mode, group.owners, group.owned) == ('owner', 8, 1)
   gathered = {kind: n for kind, _, n in muon_model.collectives(group)}[
     'all-gather'
   ]
   assert gathered == 3 * 2 * group.shard_bytes
   # Unless every matrix is to have one owner.
-  one = plans.one_matrix((5, *shape), spec, sizes, **told, repeats=False)
+  one = plans.one_matrix((5, *shape), spec, sizes, **message, repeats=False)
   assert (one.sharers, one.owners) == (8, 16)
 
 

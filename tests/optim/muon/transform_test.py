@@ -198,9 +198,9 @@ def test_a_count_at_its_end_is_a_large_count(gradients):
     return transform.update({'w': gradients[0]}, state)
 
   last = np.iinfo(np.int32).max
-  (found, state), (expected, _) = update(last), update(10_000)
+  (actual, state), (expected, _) = update(last), update(10_000)
   assert state.count == last
-  np.testing.assert_array_equal(found['w'], expected['w'])
+  np.testing.assert_array_equal(actual['w'], expected['w'])
 
 
 def test_a_mesh_of_one_device_may_have_explicit_axes(gradients):
@@ -220,8 +220,8 @@ def test_a_mesh_of_one_device_may_have_explicit_axes(gradients):
     return jax.jit(transform.update)(gradient, state)[0]
 
   with jax.set_mesh(mesh):
-    found = update(jax.device_put(values, places), places)
+    actual = update(jax.device_put(values, places), places)
   expected = update(values)
   for name, sharding in places.items():
-    assert found[name].sharding == sharding
-    np.testing.assert_array_equal(found[name], expected[name])
+    assert actual[name].sharding == sharding
+    np.testing.assert_array_equal(actual[name], expected[name])
