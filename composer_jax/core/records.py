@@ -81,8 +81,7 @@ class Verdict:
 
   Attributes:
     passed: true if every hidden test passed and the episode finished.
-    num_passed: number of hidden tests that passed.
-    num_tests: number of hidden tests.
+    num_passed: number of hidden tests that passed, of num_tests.
     status: GRADED, UNFINISHED (the policy never called finish) or
       INFRASTRUCTURE (the sandbox failed, not the policy).
     sandbox_level: isolation in which the tests ran ('bwrap', 'unshare', ...).
@@ -116,9 +115,7 @@ class Rollout:
   Attributes:
     task_id: name of the task.
     group: index of the group, which determines prompt and random numbers.
-    member: index of the rollout in its group.
     trajectories: context windows in order.
-    verdict: result of grading.
     reward: reward of the whole episode, shared by all its tokens.
     num_turns: number of tool calls, invalid ones included.
     num_invalid: number of calls without a known tool or with wrong arguments.
@@ -257,11 +254,9 @@ class Completion:
   """Tokens that the engine sampled for one request.
 
   Attributes:
-    session: name of the context window.
     tokens_T: int32 sampled tokens, the stop token included.
     logprobs_T: float32 log-probability under the sampled distribution, after
       temperature and truncation; 0 at temperature 0.
-    policy_version_T: int32 policy version that sampled each token.
     consumed_expert_ids_TMA: uint16 routes of the session's tokens from
       routes_start to the last but one; `NO_ROUTE` without a record.
     stopped: true if a stop token ended sampling, false at `max_new_tokens`.
@@ -273,10 +268,9 @@ class Completion:
     context_version: oldest policy version that consumed context; None is that
       of the first sampled token.
     num_cached: number of context tokens whose cache another session filled.
-    top_ids_TX: int32 likeliest tokens at each position, the likeliest first (X
-      is their number); None if not reported.
-    top_logprobs_TX: float32 log-probabilities of top_ids_TX at temperature 1
-      without truncation; None if not reported.
+    top_ids_TX: int32 likeliest tokens (X of them), the likeliest first; None if
+      not reported.
+    top_logprobs_TX: float32 raw log-probabilities of top_ids_TX, or None.
   """
 
   session: str
@@ -309,10 +303,8 @@ class Failure:
   """A request that ended with values that are not finite; closes its session.
 
   Attributes:
-    session: name of the context window.
     position: position in the session of the first token of the failed pass.
     version: policy version of the failed pass.
-    reason: text for people.
   """
 
   session: str

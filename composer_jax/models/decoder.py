@@ -33,7 +33,6 @@ class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
   Attributes:
     hidden_BTD: hidden states after the final norm, for `models.head`.
     expert_ids_MBTA: uint16 experts used.
-    stats: statistics of the routers.
     max_logits_LN: float32 largest scaled attention logit of each layer and
       head; None if not measured.
     exchanged: int32 [M] rows needed and available in each layer's exchange, for
@@ -67,8 +66,6 @@ class Decoder:
     """Runs the layers over a packed batch.
 
     Args:
-      variables: tree that `init` makes.
-      tokens_BT: int32 token ids.
       segment_ids_BT: int32 documents; 0 is padding, which reaches no expert.
       positions_BT: int32 positions within the documents.
       expert_ids_MBTA: routes to replay; None routes every token afresh.

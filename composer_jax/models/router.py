@@ -53,8 +53,6 @@ def choose(
   Tokens are independent, so that `kernels.rows` may compute it in tiles.
 
   Args:
-    logits_BTE: logits of the router.
-    config: config of the mixture.
     bias_E: bias added to the scores for selection only (sigmoid router).
     replay_BTA: recorded ids, used regardless of groups and bias if plausible
       (`_plausible`); a token with any `NO_ROUTE` is routed afresh, whole.

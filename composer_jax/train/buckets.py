@@ -84,7 +84,6 @@ class Sent:
 
   Attributes:
     batch: input, kept until the step is known to have fitted.
-    bucket: bucket of the last attempt.
     metrics: metrics of the last attempt; final once the next step, or
       `BucketedStep.settle`, has returned.
     is_done: device scalar, true if the step and the one before fitted; None

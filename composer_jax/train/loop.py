@@ -47,7 +47,6 @@ class LoopOptions:
 
   Attributes:
     stage: name in metrics and folders ('cpt', 'sft').
-    batch_size: rows of a batch over all devices.
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
     eval_every: steps between held-out losses, which the first and the last
@@ -126,7 +125,12 @@ def run(
     keep=2,  # The last may be damaged.
   )
   with contextlib.closing(checkpoints):
-    size = _bucket_size(options, placement)
+    size = None
+    if placement.buckets:
+      shape = options.batch_size // options.accumulate, options.seq_len
+      size = buckets.BucketSize(
+        placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
+      )
     start, state = _restore(checkpoints, programs, stream, size)
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
@@ -242,18 +246,6 @@ def make_programs(
       places,
     ),
     muon=groups.plan(options.optimizer, **described),
-  )
-
-
-def _bucket_size(
-  options: LoopOptions, placement: train_placement.Placement
-) -> buckets.BucketSize | None:
-  """Returns the choice of receive buffers; None if none can overflow."""
-  if not placement.buckets:
-    return None
-  shape = options.batch_size // options.accumulate, options.seq_len
-  return buckets.BucketSize(
-    placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
   )
 
 

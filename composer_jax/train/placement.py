@@ -53,9 +53,6 @@ class Placement:
   """Placement of a model on a mesh; compared by identity.
 
   Attributes:
-    model: config of the model.
-    mesh: mesh of all arrays.
-    layout: table of mesh axes.
     variables: tree of NamedShardings of the model's variables.
     plan: exchange of tokens with experts; None on one device.
     buckets: sizes of receive buffers; () if none can overflow.

@@ -67,10 +67,6 @@ class Reporter:
   Reading metrics waits for the device, which by then has its next step.
 
   Attributes:
-    stage: name of the stage.
-    writer: writer of metrics.
-    bar: progress line.
-    speed: measurement of tokens per second.
     learning_rates: learning rate of each step.
     log_every: number of steps between lines.
     expert_shards: number of devices among which experts are divided.
@@ -236,11 +232,11 @@ def muon_lines(plan: muon_plan.MuonPlan | None) -> list[str]:
 
 
 def _group_line(group: muon_plan.MuonGroup) -> str:
-  names = [member.name for member in group.members]
-  more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+  first, *others = (member.name for member in group.members)
+  more = f' and {len(others)} more' if others else ''
   return (
     f'  {group.p} x {group.q}: {group.mode}, {group.owned} on a device, in '
-    f'{_counted(len(group.chunks), "chunk")}: {names[0]}{more}'
+    f'{_counted(len(group.chunks), "chunk")}: {first}{more}'
   )
 
 

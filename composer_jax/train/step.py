@@ -93,8 +93,7 @@ def make(
   Args:
     clips_logits: true if the optimizer needs the largest attention logits.
     accumulate: number of microbatches of a batch.
-    places: shardings of the parameters, in which gradients add up; None leaves
-      them to the compiler.
+    places: shardings in which gradients add up; None leaves them to XLA.
   """
 
   def gradient(params, state, batch, whole=None):

@@ -112,9 +112,8 @@ def _shards(leaf: Any) -> dict[Index, list[jax.Device]] | None:
 def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
   """Returns a function that tells a receiver the blocks of this process.
 
-  For (name, dtype, shape) it returns the indices of the blocks of this
-  process's devices, or of the whole array without a sharding. It returns [] for
-  a tensor that `like` lacks or has with another shape; `to_tree` refuses these.
+  For (name, dtype, shape) it returns indices of blocks, or of the whole array
+  without a sharding; [] for a tensor that `to_tree` would refuse.
   """
   leaves = trees.flatten_names(like)
 

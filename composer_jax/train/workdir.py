@@ -18,10 +18,8 @@ def claim(
 ) -> None:
   """Binds a workdir to a configuration, or checks that it is bound to it.
 
-  Args:
-    workdir: folder of a run.
-    config: nested JSON values.
-    ignored: dotted keys, or their prefixes, that may differ between runs.
+  `config` has JSON values. `ignored` are dotted keys, or their prefixes, that
+  may differ between runs.
 
   Raises:
     ValueError: the workdir belongs to another configuration; names every

@@ -147,11 +147,7 @@ def encode(
 ) -> bytes:
   """Returns the message of a tape (see `RouteTape`).
 
-  Args:
-    ids_TMA: uint16 expert ids.
-    scheme: meaning of the ids.
-    start: position of the first token in its context window.
-    form: 'packed', or 'plain' for readers without this module.
+  The form is 'packed', or 'plain' for readers without this module.
 
   Raises:
     ValueError: an argument is out of range, or ids are no route.

@@ -15,7 +15,13 @@ from typing import Any
 import jax
 import optax
 from flax import struct
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+)
 from optax.contrib import MuonDimensionNumbers
 
 from composer_jax.core import trees
@@ -85,9 +91,9 @@ def muon(
   if adam is None:
     adam = optax.adamw(learning_rate, weight_decay=0.0, nesterov=True)
 
-  def build(params, kept=()):
+  def build(params, kept):
     matrices = _matrices(params, muon_weight_dimension_numbers)
-    placed = _placed(params, matrices, shardings, dict(kept))
+    placed = _placed(params, matrices, shardings, kept)
     matrix_transform = optax.chain(
       transform.scale_by_muon(
         _like(params, matrices),
@@ -104,16 +110,12 @@ def muon(
     return built, tuple(placed.items())
 
   def init(params):
-    built, placed = build(params)
+    built, placed = build(params, {})
     return PlacedState(inner=built.init(params), placed=placed)
 
   def update(updates, state, params=None, **extra_args):
-    if params is None:
-      raise ValueError(
-        'Muon reads shapes and shardings off the parameters: call '
-        'update(gradients, state, params).'
-      )
-    built, _ = build(params, state.placed)
+    tree = updates if params is None else params
+    built, _ = build(tree, dict(state.placed))
     updates, inner = built.update(updates, state.inner, params, **extra_args)
     return updates, state.replace(inner=inner)
 
@@ -183,53 +185,52 @@ def _matrix(
 
 
 def _placed(
-  params: Any,
-  matrices: dict[str, roles.Matrix],
-  shardings: Any,
-  kept: dict[str, NamedSharding],
+  params: Any, matrices: dict[str, roles.Matrix], shardings: Any, kept: Any
 ) -> dict[str, NamedSharding]:
   """Returns shardings of Muon's parameters by name; {} on one device.
 
   They are the given ones, those kept since `init`, or the arrays' own; arrays
   that have another sharding are an error.
   """
-  arrays, given = _named(params), _named(shardings)
+  arrays, known = _named(params), _named(shardings) or kept
   placed: dict[str, Any] = {}
   for name in matrices:
-    wanted = (given or kept).get(name)
-    seen = _sharding(arrays[name])
-    if wanted is None and isinstance(seen, AbstractMesh):
+    ndim, seen = arrays[name].ndim, _sharding(arrays[name])
+    place = placed[name] = known.get(name, seen)
+    if isinstance(place, AbstractMesh):
       raise ValueError(
-        f'Parameter {name} is on {_words(seen)}, and arrays on Auto axes do '
-        'not tell under jit how they lie. Call init outside of jit, with the '
-        'parameters on the mesh, or give muon(shardings=...) the tree of '
+        f'Parameter {name} is on {_words(seen, ndim)}, and arrays on Auto axes '
+        'do not tell under jit how they lie. Call init outside of jit, with '
+        'the parameters on the mesh, or give muon(shardings=...) the tree of '
         'their NamedShardings (jax.tree.map(lambda x: x.sharding, params)).'
       )
-    if wanted is None:
-      placed[name] = seen
-    elif seen is None or _matches(seen, wanted, arrays[name].ndim):
-      placed[name] = wanted
-    else:
+    # Of an array on Auto axes only the mesh is known, which ends the words.
+    if seen is not None and not _words(place, ndim).endswith(
+      _words(seen, ndim)
+    ):
       raise ValueError(
-        f'Parameter {name} is on {_words(seen)}, but by '
-        f'{"shardings" if given else "the state"} it is on {_words(wanted)}. '
-        'Move it there with jax.device_put, or leave shardings out and call '
-        'init with the parameters as they lie.'
+        f'Parameter {name} is on {_words(seen, ndim)}, but by '
+        f'{"the state" if shardings is None else "shardings"} it is on '
+        f'{_words(place, ndim)}. Move it there with jax.device_put, or leave '
+        'shardings out and call init with the parameters as they lie.'
       )
-  meshes = {name: getattr(s, 'mesh', None) for name, s in placed.items()}
+  meshes = {
+    name: getattr(place, 'mesh', None) for name, place in placed.items()
+  }
   first = next(iter(meshes), None)
   for name, mesh in meshes.items():
     if mesh != meshes[first]:
       raise ValueError(
-        f'Parameter {name} is on {_words(placed[name])}, but {first} is on '
-        f'{_words(placed[first])}. All parameters that Muon updates must be on '
-        'one mesh: bring them there with jax.device_put(params, shardings).'
+        f'Parameter {name} is on {_words(placed[name], arrays[name].ndim)}, '
+        f'but {first} on {_words(placed[first], arrays[first].ndim)}. All '
+        'parameters that Muon updates must be on one mesh: bring them there '
+        'with jax.device_put(params, shardings).'
       )
   return placed if meshes.get(first) is not None else {}
 
 
 def _sharding(x: Any) -> Sharding | AbstractMesh | None:
-  """Returns how an array lies, or no more than its mesh; None if unknown."""
+  """Returns an array's sharding, or only its mesh; None if unknown."""
   if not isinstance(x, jax.core.Tracer):
     return getattr(x, 'sharding', None)
   sharding = jax.typeof(x).sharding
@@ -238,22 +239,10 @@ def _sharding(x: Any) -> Sharding | AbstractMesh | None:
   return sharding.mesh if sharding.mesh.size > 1 else None
 
 
-def _matches(
-  seen: Sharding | AbstractMesh, wanted: NamedSharding, ndim: int
-) -> bool:
-  if isinstance(seen, AbstractMesh):
-    return dict(seen.shape) == dict(wanted.mesh.shape)
-  if not isinstance(seen, NamedSharding):
-    return wanted.mesh.size == 1
-  places = [
-    (dict(s.mesh.shape), planner.mesh_axes(s, ndim)) for s in (seen, wanted)
-  ]
-  return places[0] == places[1]
-
-
-def _words(place: Any) -> str:
+def _words(place: Any, ndim: int) -> str:
   if isinstance(place, AbstractMesh):
     return f'mesh {dict(place.shape)}'
-  if isinstance(place, NamedSharding):
-    return f'{place.spec} of mesh {dict(place.mesh.shape)}'
-  return 'one device'
+  if not isinstance(place, NamedSharding) or place.mesh.size == 1:
+    return 'one device'
+  spec = PartitionSpec(*planner.mesh_axes(place, ndim))
+  return f'{spec} of mesh {dict(place.mesh.shape)}'

@@ -18,7 +18,6 @@ class Rates:
   """Speeds of one device.
 
   Attributes:
-    name: name of the machine.
     flops: operations per second of dense products, in Newton-Schulz's dtype.
     memory: bytes per second of main memory.
     within: bytes per second into a device from its node, without the traffic

@@ -43,15 +43,11 @@ def is_box(x: Any) -> bool:
   return isinstance(x, meta.AxisMetadata) or hasattr(x, 'get_metadata')
 
 
-def dimension_numbers(params: Any, axes: Any = None) -> Any:
+def dimension_numbers(params: Any) -> Any:
   """Returns optax's dimension numbers of each parameter; None for Adam's.
 
-  The result can be printed, changed, and given to `muon` or to optax's Muon.
-
-  Args:
-    params: tree of arrays or shapes, in Flax's boxes or without.
-    axes: tree of PartitionSpecs of logical axis names, which
-      `nn.get_partition_spec` returns; None reads the names off the boxes.
+  `params` may be arrays or shapes, in Flax's boxes or without. The result has
+  no boxes, and can be printed, changed, and given to `muon` or to optax's Muon.
 
   Raises:
     ValueError: a parameter has an unknown logical axis or too many sides.
@@ -61,20 +57,16 @@ def dimension_numbers(params: Any, axes: Any = None) -> Any:
   )
   boxes = {trees.path_name(path): box for path, box in leaves}
   shapes = {name: jax.tree.leaves(box)[0].shape for name, box in boxes.items()}
-  if axes is None:
-    named = {name: _axis_names(box) for name, box in boxes.items()}
-  else:
-    named = {n: tuple(spec) for n, spec in trees.flatten_names(axes).items()}
 
-  def numbers(name, shape):
-    if not named.get(name):
+  def numbers(name, box):
+    axes = tuple(FLAX_AXES.get(axis, axis) for axis in _axis_names(box))
+    if not axes:
       return _from_shape(name, shapes)
-    translated = tuple(FLAX_AXES.get(axis, axis) for axis in named[name])
-    role = roles.of_axes(name, translated, len(shape))
-    matrix = roles.parse(name, role, translated, shape)
+    role = roles.of_axes(name, axes, len(shapes[name]))
+    matrix = roles.parse(name, role, axes, shapes[name])
     return matrix and MuonDimensionNumbers(matrix.rows, matrix.columns)
 
-  return structure.unflatten([numbers(*item) for item in shapes.items()])
+  return structure.unflatten([numbers(*item) for item in boxes.items()])
 
 
 def _axis_names(box: Any) -> tuple[str | None, ...]:

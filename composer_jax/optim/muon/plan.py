@@ -52,7 +52,6 @@ class Member:
   """A parameter in a group.
 
   Attributes:
-    name: '/'-joined name of the parameter.
     shape: global shape.
     batch: dimensions of independent matrices.
     rows: dimensions of the p side.
@@ -105,17 +104,11 @@ class MuonGroup:
   """Matrices of one shape and one placement.
 
   Attributes:
-    p: size of the short side.
-    q: size of the long side.
-    p_side: sharding of the short side.
-    q_side: sharding of the long side.
     replica_axes: mesh axes that shard no dimension of the members.
     num_replicas: number of devices with the same shard.
     split: number of neighbouring shards that own a matrix together.
     sharers: number of neighbouring replicas among which matrices are divided, a
       divisor of num_replicas; each set of sharers does the same work.
-    members: parameters in the order of the tree.
-    chunks: chunks in the order of the local list.
     newton_schulz: options with a resolved dtype.
     shard_strides: (size, devices from one index to the next) of each of `axes`.
     replica_strides: the same of each of `replica_axes`.
@@ -247,7 +240,6 @@ class MuonPlan:
   Attributes:
     groups: groups in the order of their first members.
     sequence: indices (group, chunk) in the order of execution.
-    devices: number of devices of the mesh.
   """
 
   groups: tuple[MuonGroup, ...]

@@ -129,11 +129,9 @@ class Checkpoints:
     """Opens a directory and deletes partial checkpoints of killed processes.
 
     Args:
-      directory: folder of the checkpoints.
       keep: number of newest checkpoints that are kept; None opens the directory
         for reading only and changes nothing.
-      fallback: name, for error messages, of the state from which a run resumes
-        if the directory has no checkpoint.
+      fallback: words for the state from which a run resumes without one.
     """
     self.directory = pathlib.Path(directory).absolute()
     self._fallback = fallback

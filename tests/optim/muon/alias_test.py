@@ -240,7 +240,7 @@ def test_auto_axes_under_jit_ask_for_shardings(name):
       lambda: jax.tree.map(
         lambda s: NamedSharding(s.mesh, P()), shardings('fsdp4_tp2')
       ),
-      r"layers/down is on P\(None, 't', 'd'\) .*by shardings it is on P\(\) of",
+      r"layers/down is on P\(None, 't', 'd'\) .*by shardings it is on P\(None, None, None\)",
     ),
   ],
 )
@@ -274,7 +274,7 @@ def test_another_mesh_than_that_of_the_state_is_an_error_under_jit():
 def test_parameters_on_two_meshes_are_an_error():
   params = jax.device_put(values(0), shardings('fsdp8'))
   params['layers']['up'] = values(0)['layers']['up']
-  message = r'layers/up is on one device, but layers/down is on P\(.*one mesh'
+  message = r'layers/up is on one device, but layers/down on P\(.*one mesh'
   with pytest.raises(ValueError, match=message):
     ours().init(params)
 
@@ -315,7 +315,7 @@ def test_dimension_numbers_that_do_not_fit_are_an_error(numbers):
 
 def test_parameters_are_required():
   transform = ours()
-  with pytest.raises(ValueError, match='update.gradients, state, params'):
+  with pytest.raises(ValueError, match='passing `params`'):
     transform.update(values(0), transform.init(values(0)))
 
 
