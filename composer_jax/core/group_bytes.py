@@ -98,11 +98,17 @@ def from_bytes(data: bytes) -> records.Group:
     header = json.loads(arrays['header'].tobytes())
     rollouts = []
     for fields in header['rollouts']:
-      temperatures = fields.pop('temperatures')
-      trajectories = tuple(
-        _trajectory(arrays, f'{fields["member"]}/{i}', temperature)
-        for i, temperature in enumerate(temperatures)
-      )
+      trajectories = []
+      for i, temperature in enumerate(fields.pop('temperatures')):
+        name = f'{fields["member"]}/{i}'
+        tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
+        trajectories.append(
+          records.Trajectory(
+            temperature=temperature,
+            expert_ids_TMA=tape.ids_TMA,
+            **{field: arrays[f'{name}/{field}'] for field in _ARRAYS},
+          )
+        )
       fields['verdict'] = records.Verdict(**fields['verdict'])
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
@@ -110,21 +116,12 @@ def from_bytes(data: bytes) -> records.Group:
       for hint in fields['hints']:
         hint['tokens_T'] = np.asarray(hint['tokens_T'], np.int32)
       fields['hints'] = tuple(turns.Hint(**h) for h in fields['hints'])
-      rollouts.append(records.Rollout(trajectories=trajectories, **fields))
+      fields['trajectories'] = tuple(trajectories)
+      rollouts.append(records.Rollout(**fields))
   pairs = header['policies']
   return records.Group(
     group=header['group'],
     task_id=header['task_id'],
     rollouts=tuple(rollouts),
     policies=None if pairs is None else dict(pairs),
-  )
-
-
-def _trajectory(
-  arrays: Any, name: str, temperature: float
-) -> records.Trajectory:
-  fields = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
-  tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
-  return records.Trajectory(
-    temperature=temperature, expert_ids_TMA=tape.ids_TMA, **fields
   )

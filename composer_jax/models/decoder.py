@@ -76,7 +76,13 @@ class Decoder:
         divide over it.
     """
     c, plan = self.config, self.plan
-    _check_numerics(c, plan)
+    if c.numerics == 'batch_invariant' and plan is not None:
+      raise ValueError(
+        "numerics 'batch_invariant' needs one device, not a mesh of "
+        f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
+        'devices depends on their number. Use a mesh of one, or numerics '
+        "'fast'."
+      )
     shards.check_tokens(plan, tokens_BT.shape)
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)
@@ -138,16 +144,6 @@ def _final_norm(variables, x_BTD, config, plan):
     out_specs=where,
   )
   return stage(variables['params']['final_norm']['scale'], x_BTD)
-
-
-def _check_numerics(config, plan):
-  if config.numerics == 'batch_invariant' and plan is not None:
-    raise ValueError(
-      "numerics 'batch_invariant' needs one device, not a mesh of "
-      f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
-      'devices depends on their number. Use a mesh of one, or numerics '
-      "'fast'."
-    )
 
 
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:

@@ -155,8 +155,11 @@ def target_logprobs(
   spec = shards.specs_of(plan, f'params/{name}', weight)
 
   def stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT):
+    rows_BT, segments_BT = _rows((tokens_BT, segment_ids_BT), plan)
+    is_last_T = jnp.arange(rows_BT.shape[1]) == rows_BT.shape[1] - 1
+    follows_BT = (_next(segments_BT) == segments_BT) & (segments_BT != 0)
     targets_BT, follows_BT = _own(
-      _coming(*_rows((tokens_BT, segment_ids_BT), plan)), plan
+      (_next(rows_BT), follows_BT & ~is_last_T), plan
     )
     if temperatures_BT is not None:
       temperatures_BT = of_next(temperatures_BT, plan)
@@ -175,14 +178,6 @@ def target_logprobs(
   )
   with jax.named_scope('head'):
     return stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT)
-
-
-def _coming(tokens_BT, segment_ids_BT):
-  """Returns each token's next in whole rows, and if its segment has one."""
-  after_BT = _next(segment_ids_BT)
-  is_last_T = jnp.arange(tokens_BT.shape[1]) == tokens_BT.shape[1] - 1
-  follows_BT = (after_BT == segment_ids_BT) & (segment_ids_BT != 0) & ~is_last_T
-  return _next(tokens_BT), follows_BT
 
 
 def of_next(

@@ -105,11 +105,12 @@ def muon(
       optax.scale_by_learning_rate(learning_rate),
     )
     labels = {n: 'muon' if n in matrices else 'adam' for n in _named(params)}
-    by_label = {'muon': matrix_transform, 'adam': adam}
-    built = optax.partition(by_label, _like(params, labels))
+    built = optax.partition(
+      {'muon': matrix_transform, 'adam': adam}, _like(params, labels)
+    )
     return built, tuple(placed.items())
 
-  def init(params):
+  def init(params: Any) -> Any:
     built, placed = build(params, {})
     return PlacedState(inner=built.init(params), placed=placed)
 
@@ -217,7 +218,7 @@ def _placed(
   meshes = {
     name: getattr(place, 'mesh', None) for name, place in placed.items()
   }
-  first = next(iter(meshes), None)
+  first = next(iter(meshes), '')
   for name, mesh in meshes.items():
     if mesh != meshes[first]:
       raise ValueError(

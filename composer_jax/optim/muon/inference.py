@@ -59,7 +59,7 @@ def dimension_numbers(params: Any) -> Any:
   shapes = {name: jax.tree.leaves(box)[0].shape for name, box in boxes.items()}
 
   def numbers(name, box):
-    axes = tuple(FLAX_AXES.get(axis, axis) for axis in _axis_names(box))
+    axes = tuple(FLAX_AXES.get(axis or '', axis) for axis in _axis_names(box))
     if not axes:
       return _from_shape(name, shapes)
     role = roles.of_axes(name, axes, len(shapes[name]))

@@ -13,10 +13,6 @@ import numpy as np
 from composer_jax.train import weights
 
 
-def _name(index: weights.Index) -> str:
-  return ','.join(f'{start}:{stop}' for start, stop in index)
-
-
 def index_of(name: str) -> weights.Index:
   """Returns the (start, stop) along each axis of a named block."""
   pairs = [bounds.split(':') for bounds in name.split(',') if bounds]
@@ -35,7 +31,7 @@ def record(array: jax.Array) -> dict[str, Any]:
     'shape': list(array.shape),
     'dtype': str(array.dtype),
     'shards': {
-      _name(index): _hash(values)
+      ','.join(f'{start}:{stop}' for start, stop in index): _hash(values)
       for index, values in weights.array_blocks(array)
     },
   }

@@ -89,12 +89,6 @@ def _errno(error: BaseException) -> int | None:
   return int(number[1]) if number else None
 
 
-def _raised_by(error: BaseException) -> str:
-  """Returns the name of the module whose code raised."""
-  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-  return frame.f_globals.get('__name__', '')
-
-
 def _check_readable(folder: pathlib.Path) -> None:
   """Raises an OSError for a file that may not be read.
 
@@ -241,8 +235,10 @@ class Checkpoints:
       is_wrapped = type(error) is Exception
       if not is_wrapped and not isinstance(error, _READ_ERRORS):
         raise
-      # Errors of JAX are about arguments, not files.
-      if _raised_by(error).startswith(('jax', 'composer_jax')):
+      # Errors that JAX raises are about arguments, not files.
+      *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+      module = frame.f_globals.get('__name__', '')
+      if module.startswith(('jax', 'composer_jax')):
         raise
       reason = error.__cause__ if is_wrapped and error.__cause__ else error
       number = _errno(reason)
