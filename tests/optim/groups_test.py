@@ -117,7 +117,7 @@ def test_adam_for_all_equals_optax_adamw(params):
   gradients = jax.tree.map(np.cos, params)
   a = _first_update(ours, gradients, params)
   b = _first_update(theirs, gradients, params)
-  # We multiply by what optax divides by.
+  # Ours multiplies by reciprocals where optax divides.
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), a, b)
 
 
@@ -139,7 +139,7 @@ def _program(params, shardings, **choices):
     first,
     in_shardings=(shardings,),
     out_shardings=shardings,
-    # It runs once: what compiles fast is fast.
+    # It runs once, so that compiling takes most of the time.
     compiler_options={'xla_backend_optimization_level': 0},
   )
 
@@ -164,7 +164,7 @@ def default_program(params, shardings):
 def test_every_choice_changes_the_program(
   params, shardings, default_program, name
 ):
-  """A field that reached nothing would be a lie of the config."""
+  """Every field of the options has an effect."""
   program = _program(params, shardings, **{name: CHOICES[name]})
   assert str(program.trace(params).jaxpr) != default_program
 
@@ -176,7 +176,7 @@ def test_no_choice_is_left_out_of_that_test():
 
 
 def test_a_mesh_changes_no_update(params, shardings):
-  """With the router on Muon, and the heads of `out` as one matrix."""
+  """The router is on Muon, and the heads of `out` are one matrix."""
   choices = dict(
     roles=(('router', 'embed->route'), ('^out$', 'heads,head_dim->embed')),
   )

@@ -1,4 +1,4 @@
-"""Roles are read off logical axes or given by name; nothing is guessed."""
+"""Roles follow logical axes or are given by name; none is guessed."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the losses of the routers add to the training loss."""
+"""Losses of the routers in the training loss, and of microbatches."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ BATCH = batches.LMBatch(
 
 
 def forward(variables, batch, *, model, plan, with_max_logits):
-  """Of a model whose loss is 3 at weight 2, and of known router losses."""
+  """Statistics of a model with loss 3 at weight 2, and router losses."""
   x = variables['params']['x'] - 1.0
   stats = batches.RouteStats(
     load_ME=jnp.ones((2, 4), jnp.int32),
@@ -104,7 +104,7 @@ def test_routers_count_by_their_weights(
 
 
 def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
-  """Here a quarter of the weight and a half of the tokens of its batch."""
+  """The microbatch has a quarter of the weight and half of the tokens."""
   monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
   moe = dataclasses.replace(MODEL.moe, aux_loss_weight=0.5, z_loss_weight=0.25)
   (value, stats), gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)(
@@ -124,7 +124,7 @@ def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
 
 
 def test_microbatches_add_up_but_for_maxima():
-  """One that overflowed, the first or the last, is an overflow of the batch."""
+  """A batch overflows if its first or last microbatch does."""
   each = jnp.array([1.0, 2.0, 4.0])
   actual = lm_loss.summed(
     lm_loss.LossStats(

@@ -21,9 +21,9 @@ from composer_jax.train import loop, placement
 from tests.train import loop_test
 
 MODEL = dataclasses.replace(loop_test.MODEL, num_dense_layers=0)
-# Below the largest logits of the first weights: QK-clip works from the start.
+# Below the largest logits of initial weights, so that QK-clip acts at once.
 TAU = 0.01
-# What a run may change about Muon and be the same on every mesh.
+# Options of Muon, with each of which all meshes give the same results.
 VARIANTS = groups.MuonChoices(
   qk_clip=TAU,
   roles=(('router', 'embed->route'), ('query', 'embed->heads,head_dim')),
@@ -49,7 +49,7 @@ def batch(seed):
 
 
 class Run(NamedTuple):
-  """What a stage measured, planned and compiled."""
+  """Metrics, plan and compiled step of a stage."""
 
   metrics: list[Any]
   plan: muon_plan.MuonPlan
@@ -75,7 +75,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   programs = loop.make_programs(options, MODEL, placed)
   state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
-  # A few steps: less time to compile is worth more than fast steps.
+  # For a few steps compiling is the larger part of the time.
   step = (
     programs.step(None)
     .lower(state, rows[0])
@@ -88,7 +88,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   return Run(metrics, programs.muon, step.as_text())
 
 
-# Compiled once, for all that is compared with it.
+# Compiled once for all comparisons.
 alone = functools.cache(train)
 
 
@@ -137,5 +137,5 @@ def test_logits_are_held_where_they_are_clipped():
   attention = MODEL.attention
   assert first.shape == (MODEL.num_layers, attention.num_heads)
   assert first.min() > 2 * TAU
-  # Of other batches, and of weights that moved since they were scaled.
+  # The logits are of another batch, and of weights updated after the clip.
   assert last.max() < 2 * TAU

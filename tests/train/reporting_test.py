@@ -1,4 +1,4 @@
-"""What a line says of speed and of the routers' losses."""
+"""Lines of metrics: speed, routers, repeated steps and Muon's plan."""
 
 import types
 
@@ -94,7 +94,7 @@ def test_shards_of_experts_and_what_was_repeated_are_told():
     expert_shards=2,
     expert_rows=1000,
   )
-  # Two layers; of the second all rows are of the second shard.
+  # Two layers; in the second all rows go to the second shard.
   load_ME = np.array([[100, 60, 140, 100], [0, 0, 150, 250]], np.int32)
   nothing = np.float32(0)
   loss = lm_loss.LossStats(
@@ -163,7 +163,7 @@ def test_work_is_told_of_one_device():
     assert actual['muon_matrices'] == 12 and actual['muon_groups'] == 1
     assert actual['muon_flops'] == actual['muon_flops_ideal'] == flops / devices
   assert reporting.muon_metrics(whole)['muon_bytes'] == 0
-  # Half of 12 matrices there, and half of them back, of which half is here.
+  # Half of 12 matrices go to the owner and back; half of each is on the device.
   assert reporting.muon_metrics(shared)['muon_bytes'] == 2 * 12 * 4 * 8 * 4 / 4
   first, group = reporting.muon_lines(shared)
   assert first == (

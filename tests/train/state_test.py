@@ -1,4 +1,4 @@
-"""Arrays of the optimizer lie as the parameters they are named after."""
+"""Arrays of the optimizer are sharded as their parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from composer_jax.train import state as train_state
 
 @pytest.fixture(scope='module')
 def place():
-  """Returns the specs that states of shapes get beside up[E, D, F]."""
+  """Returns a function from states' shapes to specs, for up[E, D, F]."""
   mesh = topology.make_mesh(2, 4, 1)
   up = NamedSharding(mesh, P(('replica', 'context'), 'fsdp'))
 

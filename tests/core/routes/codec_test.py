@@ -1,4 +1,4 @@
-"""The tape of routes: nothing lost, near the bound, nothing damaged read."""
+"""Tapes of routes: lossless, near the bound, and refused if damaged."""
 
 import dataclasses
 import itertools
@@ -51,7 +51,7 @@ def bound_bits(scheme):
 
 def payload_bits(message, scheme):
   empty = make_ids(0, scheme)
-  # The one run of a tape without gaps is of the header.
+  # A tape without gaps has one run, which belongs to the header.
   return 8 * (len(message) - len(codec.encode(empty, scheme)) - 4)
 
 
@@ -76,7 +76,7 @@ def test_a_tape_takes_its_bound_and_five_percent(sizes, num_tokens):
   ids_TMA = make_ids(num_tokens, scheme)
   message = codec.encode(ids_TMA, scheme)
   bound = num_tokens * len(scheme.layers) * bound_bits(scheme)
-  # A message ends with a byte, whatever of it is used.
+  # The last byte of a message may be used in part.
   assert bound <= payload_bits(message, scheme) < 1.05 * bound + 8
   if num_tokens == 1000:
     assert 8 * len(message) < 1.05 * bound
@@ -179,7 +179,7 @@ def test_an_intact_message_that_makes_no_sense_is_refused(at, data, message):
   ids_TMA = make_ids(6, scheme)
   ids_TMA[2] = records.NO_ROUTE
   forged = sealed(codec.encode(ids_TMA, scheme), at, data)
-  if message is None:  # Runs are data like others: only a hash protects them.
+  if message is None:  # Only the hash protects runs.
     ids_TMA[[2, 3]] = ids_TMA[[3, 2]]
     np.testing.assert_array_equal(codec.decode(forged).ids_TMA, ids_TMA)
     return
@@ -199,7 +199,7 @@ def test_an_intact_message_of_another_length_is_refused(form):
       codec.decode(forged)
 
 
-# Each is of 46 or 50 bytes.
+# Each message has 46 or 50 bytes.
 @pytest.mark.parametrize(
   'sizes,runs', [((8, 2), [0, (1 << 32) - 1]), ((1, 1), [(1 << 32) - 1])]
 )
