@@ -280,8 +280,8 @@ def test_every_list_is_safe():
 
 
 def test_the_law_refuses_the_lists_that_are_left_out():
-  # Emerging-Optimizers' 'aol' flips the sign of a rank-1 momentum; Polar Express
-  # as published diverges above 1.
+  # Emerging-Optimizers' 'aol' flips the sign of a rank-1 momentum; Polar
+  # Express as published diverges above 1.
   aol = (
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),
