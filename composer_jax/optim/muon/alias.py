@@ -160,12 +160,22 @@ def _matrices(params: Any, numbers: Any) -> dict[str, roles.Matrix]:
     numbers = inference.dimension_numbers
   if callable(numbers):
     numbers = numbers(params)
-  is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-  of_leaves = jax.tree.leaves(
-    jax.tree.broadcast(numbers, params, is_leaf=is_leaf), is_leaf=is_leaf
+  # None would be an empty subtree.
+  is_numbers = lambda x: isinstance(x, MuonDimensionNumbers)
+  numbers = jax.tree.map(
+    lambda x: roles.ADAM if x is None else x,
+    numbers,
+    is_leaf=lambda x: x is None or is_numbers(x),
   )
-  leaves = zip(_named(params).items(), of_leaves, strict=True)
-  return {n: _matrix(n, x.shape, of) for (n, x), of in leaves if of is not None}
+  numbers = jax.tree.broadcast(numbers, params, is_leaf=is_numbers)
+  pairs = zip(
+    _named(params).items(),
+    jax.tree.leaves(numbers, is_leaf=is_numbers),
+    strict=True,
+  )
+  return {
+    n: _matrix(n, x.shape, of) for (n, x), of in pairs if of != roles.ADAM
+  }
 
 
 def _matrix(

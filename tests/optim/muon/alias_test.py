@@ -240,7 +240,7 @@ def test_auto_axes_under_jit_ask_for_shardings(name):
       lambda: jax.tree.map(
         lambda s: NamedSharding(s.mesh, P()), shardings('fsdp4_tp2')
       ),
-      r"layers/down is on P\(None, 't', 'd'\) .*by shardings .* P\(None, None, N",
+      r"layers/down is on P\(None, 't', 'd'\) .*by shardings .*P\(None, None, ",
     ),
   ],
 )
@@ -311,6 +311,16 @@ def test_dimension_numbers_that_do_not_fit_are_an_error(numbers):
     alias.plan(
       {'a': {'w': jnp.ones((4, 3))}}, muon_weight_dimension_numbers=numbers
     )
+
+
+def test_dimension_numbers_may_be_a_prefix_and_parameters_may_be_none():
+  params = {'a': {'w': jnp.ones((4, 3)), 'x': None}, 'b': jnp.ones((3, 2))}
+  numbers = {'a': contrib.MuonDimensionNumbers(), 'b': None}
+  for given in (numbers, lambda params: numbers):
+    (group,) = alias.plan(params, muon_weight_dimension_numbers=given).groups
+    assert [member.name for member in group.members] == ['a/w']
+  inferred = alias.plan(params).groups[0].members
+  assert [member.name for member in inferred] == ['a/w']
 
 
 def test_parameters_are_required():
