@@ -219,7 +219,7 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
 
 
 @pytest.mark.parametrize(
-  ('wrong', 'told'),
+  ('wrong', 'message'),
   [
     *(
       (dict(roles=roles), r"pairs.*\('router', 'embed->route'\)")
