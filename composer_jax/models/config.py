@@ -33,6 +33,7 @@ class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
 
   Attributes:
+    kind: 'gqa', the name of this attention in configs.
     num_heads: query heads.
     num_kv_heads: key/value heads; must divide num_heads.
     head_dim: width of a head; even, for the rotation.
@@ -72,6 +73,7 @@ class MLAConfig:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
   Attributes:
+    kind: 'mla', the name of this attention in configs.
     num_heads: query heads.
     q_lora_dim: width of the compressed query (Q); None projects directly.
     kv_lora_dim: width of the compressed key and value (C), which is cached.
