@@ -1,9 +1,8 @@
-"""Device batches: what crosses `jit`.
+"""Batches on devices, as arguments and results of jitted functions.
 
-These are `PyTreeNode`s, so they may hold arrays, tracers, shapes or shardings,
-and are therefore never checked in their constructors. Every per-token array is
-indexed by the token it is about, exactly as in `core.records`; the one shift by
-a token happens in `models.head`.
+They may hold arrays, tracers, shapes or shardings, and are therefore not
+checked when made. Per-token arrays are indexed by the token they are about, as
+in `core.records`; the only shift by a token happens in `models.head`.
 """
 
 import flax.struct
@@ -14,9 +13,10 @@ class LMBatch(flax.struct.PyTreeNode, kw_only=True):
   """A packed batch of documents.
 
   Attributes:
-    tokens_BT: int32.
-    segment_ids_BT: int32; 0 marks padding, documents count from 1 per row.
-    positions_BT: int32, position within the document, from 0.
+    tokens_BT: int32 token ids.
+    segment_ids_BT: int32 number of the document in its row, from 1; 0 marks
+      padding.
+    positions_BT: int32 position within the document, from 0.
     loss_weights_BT: float32 weight of predicting that token from those before
       it; 0 on padding and on the first token of each document.
   """
@@ -28,16 +28,16 @@ class LMBatch(flax.struct.PyTreeNode, kw_only=True):
 
 
 class RLBatch(LMBatch, kw_only=True):
-  """A packed batch of trajectories, and what the policy gradient needs.
+  """A packed batch of trajectories for the policy gradient.
 
   A token's loss weight is 1 where the policy sampled it, else 0.
 
   Attributes:
-    rollout_logprobs_BT: float32 under the policy that sampled the token.
-    advantages_BT: float32, the trajectory's advantage at each of its tokens.
-    temperatures_BT: float32, 1 on padding.
+    rollout_logprobs_BT: float32 log-probability under the sampling policy.
+    advantages_BT: float32 advantage of the token's trajectory.
+    temperatures_BT: float32 sampling temperature; 1 on padding.
     expert_ids_MBTA: uint16 recorded routes, NO_ROUTE where there is none; None
-      to route every token afresh.
+      routes every token afresh.
   """
 
   rollout_logprobs_BT: jax.Array
@@ -47,21 +47,21 @@ class RLBatch(LMBatch, kw_only=True):
 
 
 class HintBatch(flax.struct.PyTreeNode, kw_only=True):
-  """Hinted turns: as the student wrote them, and as a teacher reads them.
+  """Hinted turns as the student wrote them and as a teacher reads them.
 
-  The same tokens stand at other places of other rows. Which belong together is
-  said by slots: the token with slot n of the student is that with slot n of the
-  teacher. Slots count from 1 in each group of rows that devices share; 0 marks
-  the tokens that take no part, the hints among them.
+  A turn's tokens have other places in the teacher's rows. Slots match them: the
+  token of slot n of the student is that of slot n of the teacher. Slots count
+  from 1 within the rows that one group of devices shares; tokens without a
+  match, such as those of hints, have 0.
 
   Attributes:
     student: windows up to their last hinted turn, with recorded routes. A
-      token's loss weight is 1 over its turn's length, 0 without a slot; nothing
-      has an advantage.
-    teacher: for each hint, the window up to its turn with the hint inside. No
-      routes: its context is another, so its routes are its own.
-    student_slots_BT: int32.
-    teacher_slots_BT: int32.
+      token's loss weight is 1 over its turn's length, 0 without a slot, and its
+      advantage is 0.
+    teacher: for each hint, the window up to its turn with the hint inserted.
+      It has no recorded routes, since its context differs.
+    student_slots_BT: int32 slots of the student's tokens.
+    teacher_slots_BT: int32 slots of the teacher's tokens.
   """
 
   student: RLBatch
@@ -71,18 +71,18 @@ class HintBatch(flax.struct.PyTreeNode, kw_only=True):
 
 
 class RouteStats(flax.struct.PyTreeNode, kw_only=True):
-  """What the routers of all MoE layers did; returned, never sown.
+  """Statistics of the routers of all MoE layers.
 
   Attributes:
-    load_ME: int32 tokens sent to each expert, padding excluded.
+    load_ME: int32 number of tokens sent to each expert, padding excluded.
     aux_loss_M: float32 load-balancing loss of each layer, before its weight.
     z_loss_M: float32 mean squared log-sum-exp of the logits, before its weight.
     replay_agreement_M: float32 share of replayed tokens whose own top-k equals
       the recorded set; 1 where nothing was replayed.
-    replay_replaced_M: float32 share of recorded expert ids that the filter of
-      plausibility (`MoEConfig.replay_alpha`) put others in place of.
-    no_route_M: float32 share of tokens, padding excluded, that a replay had no
-      record of and were routed afresh; 0 without a replay.
+    replay_replaced_M: float32 share of recorded expert ids that were replaced
+      as implausible (`MoEConfig.replay_alpha`).
+    no_route_M: float32 share of tokens, padding excluded, that were routed
+      afresh for want of a record; 0 without a replay.
   """
 
   load_ME: jax.Array

@@ -1,8 +1,6 @@
-"""What values of configs and records must be; errors name field and value.
+"""Checks of the fields of configs and records.
 
-  MoEConfig.num_active must be an integer of at least 1; got 0.
-
-Who reads a config puts the name of the section (--config.model.moe) before it.
+MoEConfig.num_active must be an integer of at least 1; got 0.
 """
 
 import difflib
@@ -86,7 +84,7 @@ def array(owner: Any, name: str, dtype: Any, *shape: int | None) -> None:
 
 
 def known_name(name: str, known: Any, where: str) -> None:
-  """Raises a ValueError with the likeliest meaning of an unknown name."""
+  """Raises a ValueError for an unknown name, with the most similar one."""
   if name in known:
     return
   close = difflib.get_close_matches(name, list(known), n=1)

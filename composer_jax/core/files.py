@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON, and folders of one owner."""
+"""Atomic writes of files, JSON, and the lock of a workdir."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-# Of the files that `write_atomic` leaves behind when it is killed.
+# Names of the files that `write_atomic` leaves behind when it is killed.
 _TEMPORARY = re.compile(r'\..+\.[0-9a-f]{16}\.tmp')
 
 
@@ -31,8 +31,7 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
   """Writes a file that a reader sees whole or not at all; makes its parents.
 
   Raises:
-    OSError: with the path and the number of bytes when the disk is full or
-      refuses; what stood at `path` before is untouched.
+    OSError: the disk is full or refuses; a previous file is untouched.
   """
   path = pathlib.Path(path)
   try:
@@ -51,7 +50,7 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
-  """Opens a file that takes its name when the block ends, and only then.
+  """Opens a file that gets its name only when the block ends without an error.
 
   The rename survives a power cut after `fsync_directory` of the parent.
   """
@@ -59,7 +58,7 @@ def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
   temporary = path.with_name(f'.{path.name}.{secrets.token_hex(8)}.tmp')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not mkstemp, whose files nobody but their owner may read.
+    # Not mkstemp, whose files only their owner may read.
     with open(temporary, 'xb') as file:
       yield file
       file.flush()
@@ -73,13 +72,13 @@ def writing(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def alone(workdir: str | os.PathLike) -> Iterator[None]:
-  """Holds the lock of a workdir; the kernel frees it however a run dies.
+  """Holds the lock of a workdir; the kernel frees it however a run ends.
 
-  Programs that the run starts do not inherit it, so its rollout worker, which
-  shares the workdir and does not take it, cannot keep it either.
+  Child processes, such as a rollout worker in the same workdir, do not inherit
+  the lock.
 
   Raises:
-    ValueError: another process holds it; names which.
+    ValueError: another process, which is named, holds the lock.
     OSError: the workdir cannot be made or locked.
   """
   workdir = pathlib.Path(workdir)
@@ -112,21 +111,20 @@ def alone(workdir: str | os.PathLike) -> Iterator[None]:
 def sweep(
   folder: str | os.PathLike, older_than_s: float | None = None
 ) -> list[pathlib.Path]:
-  """Deletes what killed calls of `write_atomic` left in and below a folder.
-
-  Folders of such names, which others make and rename, go with all they hold.
+  """Deletes temporary files and folders that killed processes left behind.
 
   Args:
-    folder: that nothing may be writing to, unless there is an age.
-    older_than_s: leaves younger files alone, which a live writer may hold; and
-      folders in which nothing was made or renamed since.
+    folder: root of the search. Nothing else may write there unless an age is
+      given.
+    older_than_s: least age of what is deleted, since a live writer may use
+      younger files and folders; None deletes all.
 
   Returns:
-    What was deleted.
+    Deleted paths.
   """
   deleted: list[pathlib.Path] = []
-  may_vanish = older_than_s is not None  # Its writer renames it meanwhile.
-  # Not rglob, which fails when a folder goes meanwhile.
+  may_vanish = older_than_s is not None  # A live writer renames its files.
+  # Not rglob, which fails when a folder is deleted during the search.
   for parent, folders, names in os.walk(folder):
     for name in filter(_TEMPORARY.fullmatch, [*folders, *names]):
       path = pathlib.Path(parent, name)
@@ -153,7 +151,7 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike) -> Any:
-  """Reads JSON; a damaged file is a ValueError that names it."""
+  """Reads JSON; raises a ValueError with the path of a damaged file."""
   text = pathlib.Path(path).read_bytes()
   try:
     return json.loads(text)

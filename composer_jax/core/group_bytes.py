@@ -1,8 +1,7 @@
-"""A finished group of rollouts as bytes: what workers write and trainers read.
+"""Serialises finished groups of rollouts, from rollout workers to the trainer.
 
-An `.npz` without pickles, whose routes are packed tapes (`core.routes.codec`)
-and the rest compressed arrays, with one JSON header. Equal groups are equal
-bytes.
+The format is an `.npz` without pickles: a JSON header, routes as packed tapes
+(`core.routes.codec`) and compressed arrays. Equal groups give equal bytes.
 """
 
 import dataclasses
@@ -19,16 +18,15 @@ from composer_jax.core.routes import codec
 
 _ARRAYS = ('tokens_T', 'loss_mask_T', 'logprobs_T', 'policy_version_T')
 _ROUTES = 'routes'
-# Fields of a rollout that follow the others in its header; trajectories are
-# arrays and, each, a temperature.
+# Fields of a rollout that follow the others in its header.
 _LAST = ('turns', 'hints', 'verdict')
 
 
 def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
   """Packs the routes of a trajectory.
 
-  A record does not say how many experts the model has, so as few are assumed as
-  the ids allow. Layers are numbered from 0: the trainer knows which they are.
+  A record does not have the model's number of experts, so the smallest that
+  fits the ids is taken. MoE layers are numbered from 0.
   """
   _, num_layers, num_active = expert_ids_TMA.shape
   ids = expert_ids_TMA[expert_ids_TMA != records.NO_ROUTE]
@@ -41,7 +39,7 @@ def _routes_to_bytes(expert_ids_TMA: np.ndarray) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-  """Returns what JSON is to hold of a value that it does not know."""
+  """Converts a value that JSON does not know."""
   if isinstance(value, np.ndarray):
     return value.tolist()
   if isinstance(value, Mapping):
@@ -50,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_bytes(group: records.Group) -> bytes:
-  """Serialises a group; deflating routes, too, would take long for nothing.
+  """Serialises a group.
 
   Raises:
     ValueError: routes that no router makes, by trajectory, token and layer.
@@ -73,7 +71,7 @@ def to_bytes(group: records.Group) -> bytes:
     header = {name: getattr(r, name) for name in (*names, *_LAST)}
     header['temperatures'] = [t.temperature for t in r.trajectories]
     rollouts.append(header)
-  # As pairs: the keys of a JSON object are texts.
+  # As pairs, since keys of a JSON object are strings.
   pairs = None if group.policies is None else sorted(group.policies.items())
   header = {'group': group.group, 'task_id': group.task_id, 'policies': pairs}
   text = json.dumps(header | {'rollouts': rollouts}, default=_plain)
@@ -83,8 +81,9 @@ def to_bytes(group: records.Group) -> bytes:
     for name, array in arrays.items():
       part = io.BytesIO()
       np.save(part, array, allow_pickle=False)
+      # Packed routes would not get smaller.
       packed = name.endswith(f'/{_ROUTES}')
-      # With no date, so that equal groups are equal bytes.
+      # ZipInfo has a constant date, so that equal groups are equal bytes.
       archive.writestr(
         zipfile.ZipInfo(f'{name}.npy'),
         part.getvalue(),
@@ -99,11 +98,17 @@ def from_bytes(data: bytes) -> records.Group:
     header = json.loads(arrays['header'].tobytes())
     rollouts = []
     for fields in header['rollouts']:
-      temperatures = fields.pop('temperatures')
-      trajectories = tuple(
-        _trajectory(arrays, f'{fields["member"]}/{i}', temperature)
-        for i, temperature in enumerate(temperatures)
-      )
+      trajectories = []
+      for i, temperature in enumerate(fields.pop('temperatures')):
+        name = f'{fields["member"]}/{i}'
+        tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
+        trajectories.append(
+          records.Trajectory(
+            temperature=temperature,
+            expert_ids_TMA=tape.ids_TMA,
+            **{field: arrays[f'{name}/{field}'] for field in _ARRAYS},
+          )
+        )
       fields['verdict'] = records.Verdict(**fields['verdict'])
       fields['tools'] = tuple(fields['tools'])
       fields['flags'] = tuple(fields['flags'])
@@ -111,21 +116,12 @@ def from_bytes(data: bytes) -> records.Group:
       for hint in fields['hints']:
         hint['tokens_T'] = np.asarray(hint['tokens_T'], np.int32)
       fields['hints'] = tuple(turns.Hint(**h) for h in fields['hints'])
-      rollouts.append(records.Rollout(trajectories=trajectories, **fields))
+      fields['trajectories'] = tuple(trajectories)
+      rollouts.append(records.Rollout(**fields))
   pairs = header['policies']
   return records.Group(
     group=header['group'],
     task_id=header['task_id'],
     rollouts=tuple(rollouts),
     policies=None if pairs is None else dict(pairs),
-  )
-
-
-def _trajectory(
-  arrays: Any, name: str, temperature: float
-) -> records.Trajectory:
-  fields = {field: arrays[f'{name}/{field}'] for field in _ARRAYS}
-  tape = codec.decode(arrays[f'{name}/{_ROUTES}'].tobytes())
-  return records.Trajectory(
-    temperature=temperature, expert_ids_TMA=tape.ids_TMA, **fields
   )

@@ -1,8 +1,8 @@
-"""The platform that a program is traced for, which need not be this machine's.
+"""The platform that a program is traced for, which may not be this machine's.
 
-What is chosen by platform (a kernel, a dtype between two products) asks here
-instead of `jax.default_backend()`, so that the planner can trace on a CPU what
-the compiler of another platform will compile.
+Choices by platform (a kernel, a dtype) use it instead of
+`jax.default_backend()`, so that the planner can trace on a CPU what another
+platform's compiler will compile.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import jax
 
 PLATFORMS = ('cpu', 'gpu', 'tpu')
 
-# Of JAX's own making: its caches tell traces for one target from another's.
+# A JAX user context, since JAX's caches of traces depend on it.
 _target = jax.make_user_context(None)
 
 
@@ -21,7 +21,7 @@ def current() -> str:
 
 
 def is_elsewhere() -> bool:
-  """Whether the program is for a device that this process may not have."""
+  """Returns true if the program is traced for another machine."""
   return _target.value is not None
 
 

@@ -1,15 +1,14 @@
-"""Numpy records that cross processes: what was sampled, judged and grouped.
+"""Numpy records that cross processes: samples, verdicts and groups.
 
-A policy answers a `SampleRequest` with a `Completion`. An episode makes
-`Trajectory`s of those, one for each context window, and a `Rollout` of all with
-the `Verdict` of its task; the rollouts of one prompt are a `Group`, which
-training learns from. Guided path, 2 of 10; next: `agent.episode`.
+A policy answers a `SampleRequest` with a `Completion`. An episode makes one
+`Trajectory` of each context window, and a `Rollout` of them and the `Verdict`
+of its task; the rollouts of one prompt are a `Group`, which training learns
+from. Guided path, 2 of 10; next: `agent.episode`.
 
-Every record is frozen, keyword-only and checked when it is made, so that code
-behind a boundary may trust it. Per-token arrays are indexed by the token they
-are *about* and are token-major; device batches (`core.batches`) are
-layer-major. Groups travel between processes as bytes (`core.group_bytes`),
-never as pickles: a reader runs no code of the writer's.
+Every record is frozen and checked when it is made, so that other code may trust
+it. Per-token arrays are indexed by the token they are *about* and are
+token-major; device batches (`core.batches`) are layer-major. Groups travel as
+bytes (`core.group_bytes`), not pickles, which could run code of the writer.
 """
 
 import dataclasses
@@ -20,10 +19,10 @@ import numpy as np
 from composer_jax.core import checks
 from composer_jax.core import turns as turns_lib
 
-# Not recorded: the trainer routes that token afresh. A gather with it is NaN.
+# Expert id of a token without a record, which the trainer routes afresh.
 NO_ROUTE = int(np.iinfo(np.uint16).max)
 
-# Outcomes of grading. Infrastructure failures are not failures of the policy.
+# Outcomes of grading.
 GRADED = 'graded'
 UNFINISHED = 'unfinished'
 INFRASTRUCTURE = 'infrastructure'
@@ -35,18 +34,18 @@ class Trajectory:
   """One context window of an agent episode.
 
   `logprobs_T[t]` is the log-probability of `tokens_T[t]` given those before it,
-  and `expert_ids_TMA[t]` are the experts used by the pass that consumed it. The
-  last token of a window is consumed by no pass and has `NO_ROUTE`.
+  and `expert_ids_TMA[t]` are the experts used by the pass that consumed it. No
+  pass consumes the last token of a window, which has `NO_ROUTE`.
 
   Attributes:
-    tokens_T: int32, context followed by what the policy and tools wrote.
+    tokens_T: int32 token ids of the context, the policy and tools.
     loss_mask_T: true where the policy sampled the token.
     logprobs_T: float32 under the rollout policy, zero where not sampled.
-    expert_ids_TMA: uint16; `NO_ROUTE` where the engine kept no record.
-    policy_version_T: int32, weights that sampled each token; of context, those
-      that sampled the token after it. Context is consumed in chunks and weights
-      may be swapped between them: routes of earlier chunks may be older.
-    temperature: what the policy sampled at; the trainer divides by it too.
+    expert_ids_TMA: uint16 route; `NO_ROUTE` where the engine kept no record.
+    policy_version_T: int32 policy version that sampled the token; for context,
+      the version that sampled the next sampled token. Routes of context may be
+      older, as weights may be swapped between its chunks.
+    temperature: sampling temperature, by which the trainer divides too.
   """
 
   tokens_T: np.ndarray
@@ -78,14 +77,14 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-  """What the verifier found in the final state of an episode.
+  """Result of grading the final state of an episode.
 
   Attributes:
-    passed: every hidden test passed and the episode finished.
-    num_passed, num_tests: hidden tests.
+    passed: true if every hidden test passed and the episode finished.
+    num_passed: number of hidden tests that passed, of num_tests.
     status: GRADED, UNFINISHED (the policy never called finish) or
-      INFRASTRUCTURE (the sandbox failed; says nothing about the policy).
-    sandbox_level: isolation that produced it ('bwrap', 'unshare', ...).
+      INFRASTRUCTURE (the sandbox failed, not the policy).
+    sandbox_level: isolation in which the tests ran ('bwrap', 'unshare', ...).
     detail: one line for people.
   """
 
@@ -114,20 +113,21 @@ class Rollout:
   """One episode of one task.
 
   Attributes:
-    task_id: names the task; the task itself does not travel.
-    group: index of the group, which fixes prompt and random numbers.
-    trajectories: one per context window, in order.
-    reward: of the whole episode; shared by all its tokens.
-    num_turns: tool calls made, invalid ones included.
-    num_invalid: calls that named no tool or had wrong arguments.
+    task_id: name of the task.
+    group: index of the group, which determines prompt and random numbers.
+    trajectories: context windows in order.
+    reward: reward of the whole episode, shared by all its tokens.
+    num_turns: number of tool calls, invalid ones included.
+    num_invalid: number of calls without a known tool or with wrong arguments.
     tools: names of the tools called, in order; '' for an invalid call.
-    flags: alarms of monitors, sorted; its success then earns nothing.
+    flags: alarms of monitors, sorted; with any, success earns nothing.
     sandbox_seconds: wall time spent inside the sandbox.
-    turns: every turn in order, summaries included; () where none are known.
-    hints: on faulty turns.
-    reward_version: of the reward's terms, which may change during a run.
-    reward_terms: name -> what it added to the reward.
-    summary_trigger: tokens at which a summary ends a window; None without.
+    turns: all turns in order, summaries included; () if unknown.
+    hints: hints on faulty turns.
+    reward_version: version of the reward's terms, which may change in a run.
+    reward_terms: contribution of each term to the reward, by name.
+    summary_trigger: number of tokens at which a summary ends a window; None
+      without summaries.
   """
 
   task_id: str
@@ -160,9 +160,8 @@ class Group:
   """All rollouts of one prompt, ordered by member.
 
   Attributes:
-    policies: {version: identity of its weights}, of every version that a token
-      names; the `target_id` that the sampler computed of what it received.
-      None where weights come through no store.
+    policies: identity (`target_id`) of the weights of each policy version among
+      the tokens, as the receiver computed it; None without a store.
   """
 
   group: int
@@ -191,7 +190,7 @@ class Group:
 
   @property
   def versions(self) -> set[int]:
-    """Of all tokens, context included."""
+    """Policy versions of all tokens, context included."""
     return {
       int(version)
       for r in self.rollouts
@@ -202,24 +201,24 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-  """Asks the engine to go on with a session: one context window.
+  """Request to continue a session, which is one context window.
 
-  The engine keeps its KV cache between requests, so `context_T` holds only what
-  it has not seen yet. Truncations apply in the order top_k, top_p, min_p, each
-  to what the one before left, after the temperature. They are for serving: a
-  trainer divides by the temperature and knows nothing of them.
+  The engine keeps its KV cache between requests, so `context_T` has only tokens
+  that it has not seen. Truncations follow the temperature, in the order top_k,
+  top_p, min_p. They are for serving: a trainer does not apply them.
 
   Attributes:
-    session: names the context window; the first request opens it.
+    session: name of the context window, which the first request opens.
     context_T: int32 tokens to consume before sampling, at least one unless a
       previous completion left its last token unconsumed.
-    stop_tokens: sampling ends after one of these, which is part of the result.
-    seed: integers such as (seed, group, member); with the token's position
-      they alone decide the random numbers.
-    temperature: of the softmax; 0 takes the likeliest token.
-    top_p: keeps the likeliest tokens until they hold this much probability.
-    top_k: keeps this many of the likeliest tokens; 0 keeps all.
-    min_p: keeps tokens at least this likely, relative to the likeliest.
+    max_new_tokens: largest number of tokens to sample.
+    stop_tokens: tokens that end sampling and are part of the result.
+    seed: integers such as (seed, group, member), which with a token's position
+      determine its random numbers.
+    temperature: temperature of the softmax; 0 takes the likeliest token.
+    top_p: probability that the likeliest tokens which are kept add up to.
+    top_k: number of likeliest tokens which are kept; 0 keeps all.
+    min_p: least probability of kept tokens, relative to the likeliest.
   """
 
   session: str
@@ -246,37 +245,32 @@ class SampleRequest:
 
   @property
   def truncates(self) -> bool:
-    """Whether some tokens have no chance; temperature 0 is not meant."""
+    """True if top_p, top_k or min_p exclude tokens."""
     return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-  """What the engine sampled for one request.
+  """Tokens that the engine sampled for one request.
 
   Attributes:
     tokens_T: int32 sampled tokens, the stop token included.
-    logprobs_T: float32 of each sampled token under the sampled distribution:
-      at its temperature, truncated and renormalised where the request asks for
-      that, 0 where it takes the likeliest token.
-    consumed_expert_ids_TMA: uint16 routes of the tokens from routes_start on
-      up to the last but one of the session: usually every token consumed since
-      the previous completion, which are its last sampled token (if any), the
-      context, and all sampled tokens but the last. `NO_ROUTE` where the engine
-      keeps none.
-    stopped: true when a stop token ended it, false at `max_new_tokens`.
-    raw_logprobs_T: float32 of each sampled token at temperature 1 and without
-      truncation; None from a policy that has only the one above.
-    routes_start: position in the session of the first of the routes; None
-      means right after those of the previous completion. Smaller than that
-      after the engine consumed the session anew (other weights, or its cache
-      was given to others): the routes replace those recorded before.
-    context_version: the oldest that consumed any of the context; None means
-      that of the first sampled token.
-    num_cached: context tokens whose cache another session had filled.
-    top_ids_TX: int32 likeliest tokens at each place, X of them (no axis of the
-      legend), the likeliest first; None from an engine that reports none.
-    top_logprobs_TX: float32 of those, as raw_logprobs_T.
+    logprobs_T: float32 log-probability under the sampled distribution, after
+      temperature and truncation; 0 at temperature 0.
+    consumed_expert_ids_TMA: uint16 routes of the session's tokens from
+      routes_start to the last but one; `NO_ROUTE` without a record.
+    stopped: true if a stop token ended sampling, false at `max_new_tokens`.
+    raw_logprobs_T: float32 log-probability at temperature 1 without truncation;
+      None from a policy that reports only logprobs_T.
+    routes_start: position in the session of the first route; None continues
+      the previous completion. A smaller position, after the engine consumed the
+      session again, replaces routes recorded before.
+    context_version: oldest policy version that consumed context; None is that
+      of the first sampled token.
+    num_cached: number of context tokens whose cache another session filled.
+    top_ids_TX: int32 likeliest tokens (X of them), the likeliest first; None if
+      not reported.
+    top_logprobs_TX: float32 raw log-probabilities of top_ids_TX, or None.
   """
 
   session: str
@@ -306,12 +300,11 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-  """A request that the engine could not finish; its session is closed.
+  """A request that ended with values that are not finite; closes its session.
 
   Attributes:
-    position: in the session, of the first token of the pass that gave values
-      that are not finite: a chunk of context, or one token.
-    version: of the policy that computed them.
+    position: position in the session of the first token of the failed pass.
+    version: policy version of the failed pass.
   """
 
   session: str

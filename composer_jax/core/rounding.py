@@ -1,10 +1,8 @@
-"""Rounding that happens where it is written, in every program.
+"""Rounding that XLA cannot skip.
 
 XLA may skip a rounding to bfloat16 between two operations that it computes in
-float32 anyway ('excess precision'), in one program and not in another, as its
-fusions have it. A sampler and a trainer then disagree in the last bit of
-bfloat16 almost everywhere, though each is as exact as it can be. What crosses
-from one operation to the next goes through here instead.
+float32 ('excess precision'), depending on how a program is fused. Sampler and
+trainer would then differ in the last bit of bfloat16 almost everywhere.
 """
 
 import jax
@@ -14,7 +12,7 @@ from composer_jax.core import platforms
 
 
 def rounded(x: jax.Array, dtype: jax.typing.DTypeLike | None = None):
-  """Returns x as `dtype`, its own by default, rounded whatever follows."""
+  """Returns x rounded to `dtype`; None is the dtype of x."""
   dtype = jnp.dtype(dtype or x.dtype)
   if dtype == jnp.bfloat16:
     # Exponent and mantissa bits of bfloat16.
@@ -23,10 +21,10 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike | None = None):
 
 
 def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-  """Returns the dtype of what need not be rounded between two products.
+  """Returns the widest dtype between two products that costs nothing.
 
-  float32 on CPU, whose bfloat16 products widen their operands anyway; `dtype`
-  on accelerators, which multiply nothing faster.
+  It is float32 on CPU, whose bfloat16 products widen their operands anyway, and
+  `dtype` on accelerators.
   """
   if platforms.current() == 'cpu':
     return jnp.promote_types(dtype, jnp.float32)

@@ -1,9 +1,8 @@
-"""What the spine asks of the systems around it, as few protocols.
+"""Protocols of the systems that a run uses, such as corpus and transport.
 
-The spine imports no system. `composer_jax.wiring` makes the objects that a
-config names and hands them to a run as one `Systems`. The protocol of an
-environment, and of the family that its tasks are of, is in
-`agent.environment`.
+The training packages import no system. `composer_jax.wiring` makes the objects
+that a config names and gives them to a run as one `Systems`. Protocols of
+environments and task families are in `agent.environment`.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from composer_jax.core import records, turns
 
 
 class RunResult(Protocol):
-  """What one call of a `Runner` gave; see `sandbox.base.Result`."""
+  """Result of one call of a `Runner`; see `sandbox.base.Result`."""
 
   @property
   def level(self) -> str: ...
@@ -31,13 +30,13 @@ class RunResult(Protocol):
 
 
 class Runner(Protocol):
-  """Calls `module.function(*args)` for each args: a sandbox, or less.
+  """Calls `module.function(*args)` for each of several args, isolated.
 
-  Law: an answer depends on files and arguments alone, and nothing that is
-  called reaches what the caller holds.
+  Law: an answer depends on files and arguments alone, and the code that is
+  called cannot reach the caller's objects.
 
   Attributes:
-    level: how the code is kept apart from this machine.
+    level: name of the isolation from this machine.
   """
 
   level: str
@@ -52,42 +51,42 @@ class Runner(Protocol):
 
 
 class CodeCorpus(Protocol):
-  """The text of continued pretraining, without what the tasks hold out."""
+  """Text of continued pretraining, without code that tasks hold out."""
 
   @property
   def fim_rate(self) -> float:
     """Share of documents rearranged for fill-in-the-middle."""
 
   def train_tokenizer(self, extra_texts: list[str]) -> Any:
-    """Learns a tokenizer from the corpus and from texts of the protocol."""
+    """Learns a tokenizer from the corpus and other texts."""
 
   def documents(self, tokenizer: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Token ids of the documents for training, and of those held out."""
+    """Returns token ids of documents for training and of held-out ones."""
 
 
 class StartingPoint(Protocol):
-  """A model that a run goes on from: weights, tokenizer, its chat template."""
+  """A model that a run starts from: weights, tokenizer and chat template."""
 
   def check(self) -> None:
-    """Raises a ValueError where the run's model is another one."""
+    """Raises a ValueError if the config describes another model."""
 
   def claim(self) -> dict[str, Any]:
-    """What a workdir is bound to, of content that the config only names."""
+    """Returns identities of the weights and other files, for the workdir."""
 
   def take(self, workdir: pathlib.Path) -> None:
-    """Keeps in a workdir what is needed beside the weights, or refuses it."""
+    """Checks tokenizer and conversations, and saves them in a workdir."""
 
   def tokenizer(self, workdir: pathlib.Path) -> Any: ...
 
   def conversations(self, workdir: pathlib.Path) -> list[tuple[Any, Any]]:
-    """(tokens, loss mask) of the user's own conversations."""
+    """Returns (tokens, loss mask) of the user's conversations."""
 
   def variables(self, like: Any) -> Any:
-    """Float32 masters, placed as the tree of shapes and shardings says."""
+    """Returns float32 masters, placed like a tree of shapes and shardings."""
 
 
 class Curriculum(Protocol):
-  """Draws the task of each group from what earlier groups showed.
+  """Draws the task of each group by the outcomes of earlier groups.
 
   Law: the tasks of a step are a function of the seed and of the outcomes of all
   steps that were trained before any of its groups could be started.
@@ -100,7 +99,7 @@ class Curriculum(Protocol):
   def measure(self, step: int) -> dict[str, Any]: ...
 
   def truncate(self, step: int) -> None:
-    """Forgets what steps from `step` on showed: they are trained again."""
+    """Forgets outcomes from `step` on, which are trained again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +107,10 @@ class ReceivedPolicy:
   """A version of the policy as a rollout process received it.
 
   Attributes:
-    version: optimizer steps behind these weights.
-    target_id: Merkle root that the receiver computed of the weights it has.
-    variables: the decoder's, on the device.
-    received: what it took: the way it came, bytes and seconds.
+    version: policy version, the number of optimizer steps.
+    target_id: Merkle root that the receiver computed of these weights.
+    variables: variables of the decoder, on the device.
+    received: metrics of the transfer: route, bytes and seconds.
   """
 
   version: int
@@ -122,10 +121,10 @@ class ReceivedPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedPolicy:
-  """A `ReceivedPolicy` that lies where an engine serves it, and nowhere else.
+  """A `ReceivedPolicy` converted for an engine, without another copy.
 
   Attributes:
-    weights: the engine's own form of them, for `Engine.switch`.
+    weights: argument of `Engine.switch`.
   """
 
   version: int
@@ -135,92 +134,87 @@ class PlacedPolicy:
 
 
 class WeightPublisher(Protocol):
-  """The trainer's side of the way of the weights.
+  """Publishes the trainer's policies to a store.
 
-  Laws: each version is published once and in order; groups that other weights
-  sampled than were published under their versions are refused; only the next
+  Laws: each version is published once and in order; groups are refused if other
+  weights sampled them than were published as their versions; only the next
   `publish` waits for the store.
   """
 
   def publish(self, state: Any, version: int) -> None:
-    """Begins to publish the policy of a state, which may be donated then."""
+    """Starts publishing the policy of a state, which may then be donated."""
 
   def check(self) -> None:
-    """Writes down what was published by now; raises what went wrong."""
+    """Writes metrics of finished publications; raises an error of any."""
 
   def wait(self) -> None:
-    """Returns once all is published and written down; raises as `check`."""
+    """Waits for all publications, then does `check`."""
 
   def check_identities(self, groups: list[records.Group]) -> None:
     """Raises a ValueError for groups that other weights sampled."""
 
   def collect_garbage(self, keep: int, say: Callable[[str], None]) -> None:
-    """Frees what no receiver of the newest `keep` versions needs."""
+    """Deletes bundles that no receiver of the newest `keep` versions needs."""
 
   def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
-  """The rollouts' side: verified policies, newest first.
+  """Receives verified policies for rollouts, newest first.
 
-  Law: what is served is exactly what was published under its version.
+  Law: the weights of a version are exactly those that were published.
   """
 
   def first(self, within_s: float) -> ReceivedPolicy:
-    """Waits for a policy; a ValueError says why none came in time."""
+    """Waits for a policy; raises a ValueError if none comes in time."""
 
   def follow(self, engine: Any) -> None:
-    """Begins to place newer policies for an engine."""
+    """Starts placing newer policies for an engine."""
 
   def look(self) -> None:
-    """Takes what is published now, where no thread does that."""
+    """Receives the newest policy now, for receivers without a thread."""
 
   def take(self) -> PlacedPolicy | None:
-    """Returns a newer policy once it is placed; waits for nothing."""
+    """Returns a newer policy if one is placed, without waiting."""
 
   def drop(self, weights_before: Any) -> None:
-    """Frees what is served no more."""
+    """Frees weights that are no longer served."""
 
   def served(
     self, policy: ReceivedPolicy | PlacedPolicy, swap_s: float | None
   ) -> None:
-    """Writes down that a policy is served, and the seconds of the swap."""
+    """Writes metrics of a policy's first use, with the swap's seconds."""
 
   def close(self) -> None: ...
 
 
 class WeightTransport(Protocol):
-  """How policies get from the trainer to whoever samples, by one store."""
+  """Carries policies from the trainer to rollouts through one store."""
 
   def publisher(self, writer: Any, first: int) -> WeightPublisher:
-    """Opens the trainer's side at version `first`; later ones are void."""
+    """Opens a publisher at version `first`; discards later versions."""
 
   def receiver(self, *, in_background: bool) -> WeightReceiver:
-    """Opens the rollouts' side.
-
-    In the background a thread beside the engine's steps fetches and places
-    newer policies; otherwise `look` does.
-    """
+    """Opens a receiver, which works in a thread or when `look` is called."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Systems:
-  """What a run has of the systems; `wiring.systems_of` makes it.
+  """The systems of a run; `wiring.systems_of` makes it.
 
   Attributes:
-    family: tasks of the run, an `agent.environment.TaskFamily`.
-    corpus: workdir -> text of pretraining.
-    initial: what the run starts from; None for random weights.
-    load_tokenizer: file -> tokenizer of either kind.
-    settle_judge: (workdir) -> level of isolation that judges code here, decided
-      once in a workdir.
-    open_runner: level -> a context manager of the runner that judges code.
-    curriculum: (tasks, workdir, seed) -> who draws tasks; None has them drawn
-      in order.
-    hints: writes those on mistakes, an `agent.environment.HintWriter`; None for
-      no hints.
-    transport: workdir -> the way of the weights.
-    write_report: workdir -> path of the page that shows the run.
+    family: task family of the run, an `agent.environment.TaskFamily`.
+    corpus: function from a workdir to the text of pretraining.
+    initial: model that the run starts from; None for random weights.
+    load_tokenizer: function from a file to its tokenizer.
+    settle_judge: function from a workdir to the isolation level that judges its
+      code, which is chosen once.
+    open_runner: function from a level to a context manager of the runner.
+    curriculum: function from (tasks, workdir, seed) to the curriculum; None
+      draws tasks in order.
+    hints: writer of hints, an `agent.environment.HintWriter`; None for none.
+    transport: function from a workdir to the transport of weights.
+    write_report: function from a workdir to the path of the page that it makes.
   """
 
   family: Any

@@ -7,7 +7,7 @@ import numpy as np
 
 from composer_jax.core import checks
 
-# What became of a call.
+# Outcomes of a call.
 OK = 'ok'
 FAILED = 'failed'
 FAILED_EDIT = 'failed_edit'
@@ -21,12 +21,14 @@ OUTCOMES = (OK, FAILED, FAILED_EDIT, SUMMARY, *INVALID_OUTCOMES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-  """What the policy sampled in one go: a call, or a summary of its own.
+  """Tokens that the policy sampled for one tool call or one summary.
 
   Attributes:
     trajectory: index of the window.
-    start, stop: its tokens are `tokens_T[start:stop]` of that window.
-    tool: '' for an invalid call and for a summary.
+    start: index of the turn's first token in the window.
+    stop: index after its last token.
+    tool: name of the tool; '' for an invalid call and for a summary.
+    outcome: one of OUTCOMES.
   """
 
   trajectory: int
@@ -47,16 +49,18 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-  """Advice on one faulty turn, which only a teacher will read.
+  """Advice on one faulty turn, which only the teacher reads.
 
-  The teacher scores the turn's own tokens in the context
+  The teacher scores the turn's tokens in the context
   `tokens_T[:at] + hint + tokens_T[at:stop]`; see `rl.hints.distill`.
 
   Attributes:
-    trajectory, start, stop: as of the turn.
-    at: where the hint goes, at most `start`.
-    kind: of the mistake.
-    tokens_T: int32, the hint.
+    trajectory: index of the turn's window.
+    start: index of the turn's first token in the window.
+    stop: index after its last token.
+    at: index at which the hint is inserted, at most `start`.
+    kind: name of the kind of mistake.
+    tokens_T: int32 token ids of the hint.
   """
 
   trajectory: int

@@ -1,8 +1,7 @@
 """Grouped-query self-attention with rotary positions.
 
-Functions of the parameters of a layer (`models.parameters`), as `models.layer`
-prepares them. The same functions by the same names exist of latent attention
-(`models.mla`).
+Functions of a layer's parameters (`models.parameters`) after
+`models.layer.prepare`. Latent attention (`models.mla`) has the same functions.
 """
 
 from typing import Any
@@ -20,10 +19,10 @@ from composer_jax.parallel import exchange, sequence
 
 
 def visible_of(segment_ids_BT: jax.Array) -> attention_kernel.Visible:
-  """Lets a token see those before it in the row and in its own segment.
+  """Returns each token's visible keys: those before it in its segment.
 
-  Rows are whole, equal ids follow each other, and 0 is padding, which sees
-  nothing and costs nothing.
+  Rows are whole, and a segment's tokens are neighbours. Padding (0) sees no
+  keys and costs nothing.
   """
   order_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
   begins_BT = segment_ids_BT != jnp.roll(segment_ids_BT, 1, axis=1)
@@ -35,7 +34,7 @@ def visible_of(segment_ids_BT: jax.Array) -> attention_kernel.Visible:
 def visible_in_shard(
   segment_ids_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> attention_kernel.Visible:
-  """Returns what the tokens of a shard see of their whole rows."""
+  """Returns the visible keys of a shard's tokens, in their whole rows."""
   visible = visible_of(sequence.gather_row(segment_ids_BT, plan))
   return attention_kernel.Visible(
     *(sequence.own_part(x_BS, plan) for x_BS in visible)
@@ -45,9 +44,9 @@ def visible_in_shard(
 def gather_kept(
   kept: tuple[jax.Array, jax.Array], plan: exchange.ExchangePlan | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns what a shard's queries meet: what is kept of their whole rows.
+  """Gathers the cache entries of the whole rows of a shard.
 
-  It is named 'keys', so that the backward pass can do without another gather.
+  They are named 'keys', so that recomputation can keep them.
   """
   if plan is None or not plan.sequence_axes:
     return kept
@@ -65,7 +64,7 @@ def project(
   cos_sin: tuple[jax.Array, jax.Array],
   config: model_config.ModelConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  """Returns the rotated q_BTNH, and what is kept: rotated k_BTKH, v_BTKH."""
+  """Returns rotated q_BTNH, and cache entries: rotated k_BTKH, v_BTKH."""
   q_BTNH, k_BTKH, v_BTKH = (
     _project(params, name, x_BTD) for name in ('query', 'key', 'value')
   )
@@ -93,14 +92,14 @@ def _normalise(params, x_BTNH, config):
 def for_pages(
   params: Any, q_BTNH: jax.Array, config: model_config.ModelConfig
 ) -> jax.Array:
-  """Returns the query as attention over pages takes it: scaled."""
+  """Returns the query for attention over pages: scaled."""
   del params
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
   return rounding.rounded(q_BTNH * scale)
 
 
 def from_pages(params: Any, out_BTNH: jax.Array) -> jax.Array:
-  """Returns the heads' outputs of what attention over pages gives: itself."""
+  """Returns the heads' outputs from the result of attention over pages."""
   del params
   return out_BTNH
 
@@ -116,8 +115,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns out_BTNH and tops_BTN of `grouped_query.attend`.
 
-  With a plan it runs inside of a shard: queries, and the keys and values that
-  are kept, are of the shard's tokens, and those of its rows are gathered.
+  With a plan it runs inside of a shard and gathers the keys and values of the
+  shard's rows.
   """
   del params
   kept = gather_kept(kept, plan)

@@ -1,4 +1,4 @@
-"""What a decoder is made of; nothing about how it is trained or placed."""
+"""Architecture of a decoder, without its training and placement."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from composer_jax.core import checks
 
 NUMERICS = ('fast', 'batch_invariant')
 
-# Tensors of a layer that recomputation may keep: weights made whole, keys and
-# values of a whole row, what experts received and gave back, the outputs of
+# Tensors of a layer that recomputation may keep: gathered weights, keys and
+# values of a row, experts' inputs and outputs, chosen experts, the outputs of
 # attention and the hidden units of experts.
 REMAT_NAMES = (
   *('weights', 'keys', 'dispatched', 'routes', 'combined'),
   *('attention_out', 'expert_hidden'),
 )
 
-# Fields of a ModelConfig that a run may choose: no weight depends on them.
+# Fields that a run may choose for given weights.
 FREE = (
   *('compute_dtype', 'remat', 'remat_saves', 'numerics'),
   *('moe.aux_loss_weight', 'moe.z_loss_weight', 'moe.replay_alpha'),
@@ -33,15 +33,15 @@ class GQAConfig:
   """Grouped-query attention (Ainslie et al. 2023).
 
   Attributes:
-    kind: 'gqa', keys and values of fewer heads than queries.
+    kind: 'gqa', the name of this attention in configs.
     num_heads: query heads.
     num_kv_heads: key/value heads; must divide num_heads.
     head_dim: width of a head; even, for the rotation.
     qk_norm: RMSNorm of queries and keys before the rotation: 'none', 'head'
       (over H, one scale for all heads: Qwen3), or 'projection' (over all heads
       at once: OLMoE).
-    qkv_bias: whether query, key and value have biases.
-    out_bias: whether the output projection has one.
+    qkv_bias: true if query, key and value have biases.
+    out_bias: true if the output projection has a bias.
   """
 
   kind: str
@@ -64,7 +64,7 @@ class GQAConfig:
 
   @property
   def rotary_dim(self) -> int:
-    """Dimensions of a head that rotate."""
+    """Number of dimensions of a head that rotate."""
     return self.head_dim
 
 
@@ -73,14 +73,14 @@ class MLAConfig:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
   Attributes:
-    kind: 'mla', attention to a compressed key and value.
+    kind: 'mla', the name of this attention in configs.
     num_heads: query heads.
     q_lora_dim: width of the compressed query (Q); None projects directly.
     kv_lora_dim: width of the compressed key and value (C), which is cached.
     nope_dim: width of a head's part without positions (H).
     rope_dim: width of its rotated part (J); one rotated key serves all heads.
     value_dim: width of a head's value.
-    latent_norm_eps: of the RMSNorms on the compressed vectors.
+    latent_norm_eps: epsilon of the RMSNorms on the compressed vectors.
   """
 
   kind: str
@@ -115,17 +115,19 @@ class MLAConfig:
 class YarnConfig:
   """Longer context by stretched wavelengths (YaRN, Peng et al. 2023).
 
+  With s(m) = 0.1 m log(factor) + 1, cos and sin are multiplied by
+  s(mscale) / s(mscale_all_dim), and queries and keys each by s(mscale_all_dim)
+  (DeepSeek); if both are None, cos and sin by s(1).
+
   Attributes:
-    factor: of the context length.
-    original_max_len: context of the pretraining before.
-    beta_fast: wavelengths that turn more often than this within that context
-      keep their frequency.
-    beta_slow: those that turn less often have it divided by `factor`.
-    mscale: with s(m) = 0.1 m log(factor) + 1, cos and sin are multiplied by
-      s(mscale) / s(mscale_all_dim); by s(1) where both are None.
-    mscale_all_dim: queries and keys are each multiplied whole by
-      s(mscale_all_dim) (DeepSeek); by nothing where both are None.
-    truncate: whether the bounds of the ramp are rounded outward.
+    factor: longer context length over the original.
+    original_max_len: original context length.
+    beta_fast: turns within the original context above which dimensions keep
+      their frequency.
+    beta_slow: turns below which frequencies are divided by `factor`.
+    mscale: factor m of the scale of cos and sin.
+    mscale_all_dim: factor m of the scale of queries and keys.
+    truncate: true if the bounds of the ramp are rounded outward.
   """
 
   factor: float
@@ -151,8 +153,8 @@ class YarnConfig:
     if alone or (self.mscale_all_dim and not self.mscale):
       raise ValueError(
         f'mscale ({self.mscale}) and mscale_all_dim ({self.mscale_all_dim}) of '
-        "YaRN must both be given: from one alone transformers and DeepSeek's "
-        'code compute different things.'
+        "YaRN must both be given: transformers and DeepSeek's code differ in "
+        'what they make of one alone.'
       )
 
 
@@ -162,9 +164,9 @@ class RopeConfig:
 
   Attributes:
     theta: base of the wavelengths.
-    interleaved: whether neighbours (2h, 2h + 1) form a pair, as in DeepSeek's
-      weights, instead of the halves (h, h + H / 2).
-    yarn: how the context was stretched; None when it was not.
+    interleaved: true if pairs are neighbours (2h, 2h + 1), as in DeepSeek's
+      weights, false if they are (h, h + H / 2).
+    yarn: stretching of the context; None for the original context.
   """
 
   theta: float
@@ -189,18 +191,18 @@ class MoEConfig:
     num_shared: experts every token passes, computed as one wide expert.
     router: 'softmax' (scores compete) or 'sigmoid' (scores are independent and
       a selection bias outside the optimizer balances the load, DeepSeek-V3).
-    num_groups: equal groups of neighbouring experts.
-    num_active_groups: groups a token may choose from, those with the largest
-      sum of their two best biased scores (DeepSeek-V3, section 2.1.2); equal
-      to num_groups it limits nothing. Needs the sigmoid router.
-    renormalize: whether the weights of the chosen experts sum to one.
+    num_groups: number of equal groups of neighbouring experts.
+    num_active_groups: number of groups that a token may choose from, those with
+      the largest sum of their two best biased scores (DeepSeek-V3, section
+      2.1.2). Less than num_groups needs the sigmoid router.
+    renormalize: true if the weights of the chosen experts sum to one.
     routed_scale: factor on those weights (DeepSeek-V3: 2.5, Kimi K2: 2.827).
-    aux_loss_weight: of the load-balancing loss in the loss of pretraining and
-      fine-tuning; RL has neither this nor the next.
-    z_loss_weight: of the mean squared log-sum-exp of the router's logits
-      (ST-MoE, eq. 5), likewise.
-    replay_alpha: plausibility of replayed experts (`router.choose`): 0 replays
-      every recorded one, 1 none that the router would not have chosen.
+    aux_loss_weight: weight of the load-balancing loss in pretraining and
+      fine-tuning; RL does not use it.
+    z_loss_weight: weight of the mean squared log-sum-exp of the router's logits
+      (ST-MoE, eq. 5) in pretraining and fine-tuning; RL does not use it.
+    replay_alpha: plausibility required of replayed experts (`router.choose`): 0
+      replays every recorded expert, 1 only those that the router chooses too.
   """
 
   num_experts: int
@@ -257,20 +259,20 @@ class ModelConfig:
   """A decoder: dense layers first, mixture-of-experts layers after them.
 
   Attributes:
-    vocab_size: rows of the embedding.
+    vocab_size: number of tokens.
     embed_dim: width of the residual stream.
-    num_layers: decoder layers, dense ones included.
-    num_dense_layers: leading layers whose feed-forward is dense.
-    dense_ffw_dim: hidden width of that feed-forward.
-    norm_eps: added to the mean square in RMSNorm.
-    tie_embeddings: whether the head is the transposed embedding.
-    remat: whether the backward pass recomputes each layer.
-    remat_saves: what it keeps of it, of REMAT_NAMES. By default what other
-      devices sent of tokens; with 'weights' too it repeats no collective.
-    compute_dtype: of activations and matmuls; norms, router, softmax and
-      logits are float32 always.
-    numerics: 'fast', or 'batch_invariant': prefill, decode and training give
-      bitwise equal results whatever else is in the batch, at a price.
+    num_layers: number of decoder layers, dense ones included.
+    num_dense_layers: number of leading layers with a dense feed-forward.
+    dense_ffw_dim: hidden width of a dense feed-forward.
+    norm_eps: epsilon added to the mean square in RMSNorm.
+    tie_embeddings: true if the head is the transposed embedding.
+    remat: true if the backward pass recomputes each layer.
+    compute_dtype: dtype of activations and matrix products; norms, router,
+      softmax and logits are float32 always.
+    numerics: 'fast', or 'batch_invariant', in which prefill, decode and
+      training give bitwise equal results for any batch, at a price.
+    remat_saves: tensors of REMAT_NAMES that are not recomputed. The default
+      repeats no exchange of tokens; with 'weights' no collective is repeated.
   """
 
   vocab_size: int
@@ -289,7 +291,7 @@ class ModelConfig:
   remat_saves: tuple[str, ...] = ('keys', 'dispatched', 'routes', 'combined')
 
   def __post_init__(self):
-    # A list, as files have it, would compare as another config.
+    # Files have lists, which would not equal tuples.
     object.__setattr__(self, 'remat_saves', tuple(self.remat_saves))
     is_known = set(self.remat_saves) <= set(REMAT_NAMES)
     checks.require(self, 'remat_saves', is_known, f'be of {REMAT_NAMES}')
@@ -318,24 +320,24 @@ class ModelConfig:
 
   @property
   def stacks(self) -> dict[str, int]:
-    """The layers of each stack that there is, dense ones first."""
+    """Number of layers of each stack that exists, dense ones first."""
     lengths = (self.num_dense_layers, self.num_moe_layers)
     stacks = zip(('dense_layers', 'moe_layers'), lengths, strict=True)
     return {name: length for name, length in stacks if length}
 
   @property
   def mla(self) -> MLAConfig:
-    """The attention of a model that has this kind."""
+    """Config of the attention, which must be latent attention."""
     assert isinstance(self.attention, MLAConfig)
     return self.attention
 
   @classmethod
   def from_dict(cls, fields: Mapping[str, Any]) -> 'ModelConfig':
-    """Builds a config from nested dictionaries; names an unknown key."""
+    """Builds a config from nested dictionaries."""
     return _from_dict(cls, fields)
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns what `from_dict` takes."""
+    """Returns the nested dictionaries that `from_dict` takes."""
     return dataclasses.asdict(self)
 
 

@@ -2,11 +2,10 @@
 
 Guided path, 9 of 10; next: `models.router`.
 
-Routing is an argument and a result of the forward pass, layer-major, so it
-rides through the layer scan and through recomputation unchanged. Variables are
-made from a table (`models.parameters`); computing is functions of their tree,
-which on a mesh run inside of shards (`parallel.shards`), a stage at a time:
-embedding, stacks of like layers (`models.stacks`), final norm.
+Routes are an argument and a result of the forward pass, layer-major, so that
+the layer scan and recomputation keep them unchanged. The stages (embedding,
+stacks of equal layers in `models.stacks`, final norm) are functions of a tree
+of variables (`models.parameters`), on a mesh inside of `parallel.shards`.
 """
 
 import dataclasses
@@ -29,15 +28,15 @@ Variables = dict[str, Any]
 
 
 class DecoderOutput(flax.struct.PyTreeNode, kw_only=True):
-  """What a forward pass returns.
+  """Result of a forward pass.
 
   Attributes:
-    hidden_BTD: after the final norm; `models.head` turns it into logits.
+    hidden_BTD: hidden states after the final norm, for `models.head`.
     expert_ids_MBTA: uint16 experts used.
-    max_logits_LN: float32, each layer's and head's largest scaled attention
-      logit over the tokens of the batch; None unless asked for.
-    exchanged: what each layer's exchange needed and had, of the shard that
-      needed most, int32 [M]; None in batch-invariant numerics.
+    max_logits_LN: float32 largest scaled attention logit of each layer and
+      head; None if not measured.
+    exchanged: int32 [M] rows needed and available in each layer's exchange, for
+      the shard that needed most; None in batch-invariant numerics.
   """
 
   hidden_BTD: jax.Array
@@ -67,19 +66,23 @@ class Decoder:
     """Runs the layers over a packed batch.
 
     Args:
-      variables: of `init`.
-      tokens_BT: int32.
-      segment_ids_BT: int32; 0 marks padding, which reaches no expert.
-      positions_BT: int32 within the document.
-      expert_ids_MBTA: routes to replay; None routes afresh.
-      with_max_logits: whether to measure the attention's logits.
+      segment_ids_BT: int32 documents; 0 is padding, which reaches no expert.
+      positions_BT: int32 positions within the documents.
+      expert_ids_MBTA: routes to replay; None routes every token afresh.
+      with_max_logits: true to measure the attention's logits.
 
     Raises:
       ValueError: batch-invariant numerics on a mesh, or a batch that does not
         divide over it.
     """
     c, plan = self.config, self.plan
-    _check_numerics(c, plan)
+    if c.numerics == 'batch_invariant' and plan is not None:
+      raise ValueError(
+        "numerics 'batch_invariant' needs one device, not a mesh of "
+        f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
+        'devices depends on their number. Use a mesh of one, or numerics '
+        "'fast'."
+      )
     shards.check_tokens(plan, tokens_BT.shape)
     tokens = (tokens_BT, segment_ids_BT, positions_BT)
     x_BTD, context = _embed(variables, tokens, c, plan)
@@ -93,8 +96,7 @@ class Decoder:
       )
       outputs.append(output)
     hidden_BTD = _final_norm(variables, x_BTD, c, plan)
-    # A decoder ends in experts, whose fields are all there: [M, shards, ...],
-    # added up or compared once for all layers.
+    # The last stack has experts; its statistics are [M, shards, ...].
     ids_MBTA, stats = outputs[-1].expert_ids, outputs[-1].stats
     sums_M = jax.tree.map(lambda x: x.sum(1), stats.router)
     max_logits_LN = None
@@ -111,7 +113,7 @@ class Decoder:
 
 
 def _embed(variables, tokens, config, plan):
-  """Returns x_BTD and what all layers read."""
+  """Returns x_BTD and the context of all layers."""
   table_VD = variables['params']['embedding']
   spec = shards.specs_of(plan, 'params/embedding', table_VD)
 
@@ -144,16 +146,6 @@ def _final_norm(variables, x_BTD, config, plan):
   return stage(variables['params']['final_norm']['scale'], x_BTD)
 
 
-def _check_numerics(config, plan):
-  if config.numerics == 'batch_invariant' and plan is not None:
-    raise ValueError(
-      "numerics 'batch_invariant' needs one device, not a mesh of "
-      f'{plan.mesh.size} ({dict(plan.mesh.shape)}): the order of a sum over '
-      'devices depends on how many they are. Use a mesh of one, or numerics '
-      "'fast'."
-    )
-
-
 def _boxed_init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
   table = parameters.decoder_table(config)
   return dict(parameters.module_of(table).init(key))
@@ -169,10 +161,7 @@ def init(config: model_config.ModelConfig, key: jax.Array) -> Variables:
 
 @functools.lru_cache(maxsize=16)
 def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
-  """Returns the variables as shapes, and their logical axes as specs.
-
-  Cached, since tracing takes a third of a second; do not change the result.
-  """
+  """Returns the variables' shapes and logical axes, which are cached."""
   boxed = jax.eval_shape(
     functools.partial(_boxed_init, config), jax.random.key(0)
   )
@@ -180,10 +169,9 @@ def abstract(config: model_config.ModelConfig) -> tuple[Variables, Variables]:
 
 
 def policy(variables: Variables) -> Variables:
-  """Returns the policy that the float32 masters stand for: their bf16 cast.
+  """Returns the policy's variables: the bfloat16 cast of the masters.
 
-  Rollout serves it and bundles carry it; the selection bias stays float32. On
-  CPU compute with `.astype(float32)` of it, which changes no value.
+  Rollout serves it and bundles carry it. The selection bias stays float32.
   """
   cast = jax.tree.map(lambda p: p.astype(jnp.bfloat16), variables['params'])
   return {**variables, 'params': cast}

@@ -25,10 +25,10 @@ def expert_mlp(
 def expert_mlp_in_tiles(
   weights: dict[str, jax.Array], rows_YD: jax.Array, group_sizes_E: jax.Array
 ) -> jax.Array:
-  """`expert_mlp`, with bits of a row that depend on it and its expert alone.
+  """`expert_mlp` whose bits of a row depend on that row and its expert only.
 
-  One product of fixed shape per block of rows, as in `kernels.rows`. The
-  gradient is `expert_mlp`'s.
+  Each block of rows is one product of fixed shape, as in `kernels.rows`. The
+  gradient is that of `expert_mlp`.
   """
 
   def block(weights, rows_bD):

@@ -1,23 +1,21 @@
 """Closed forms for parameters, floating-point operations and cache bytes.
 
-Operations are those of matrix products, two per multiply and add; norms,
-rotations, softmax and the lookup of embeddings are left out. They are the
-model's own: recomputation and padding do not count.
+Operations are those of the model's matrix products, two per multiply-add,
+without recomputation and padding.
 
-A query meets either all `seq_len` keys (`causal=False`, as in PaLM's appendix B
-and in every MFU of this project: it is what a kernel that skips no masked block
-computes; some systems, MaxText among them, halve it) or those up to itself,
-(seq_len + 1) / 2 on average (`causal=True`, what no program can do without).
+With `causal=False` a query counts all `seq_len` keys (PaLM, appendix B), as in
+every MFU of this project; MaxText and others halve it. With `causal=True` it
+counts the keys up to its own, (seq_len + 1) / 2 on average.
 """
 
 from composer_jax.models import config as model_config
 
 
 def params_by_part(config: model_config.ModelConfig) -> dict[str, int]:
-  """Counts trained parameters; the selection bias is not among them.
+  """Counts trained parameters, without the selection bias.
 
-  'embedding' holds both tables where they are not tied, 'attention' its
-  matrices and biases, 'norms' every RMSNorm's scale, also those in attention.
+  'embedding' includes an untied head, 'attention' its biases, and 'norms' the
+  scales of norms in attention.
   """
   c = config
   tables = 1 if c.tie_embeddings else 2
@@ -63,14 +61,14 @@ def forward_per_token(
 def train_per_token(
   config: model_config.ModelConfig, seq_len: int, *, causal: bool = False
 ) -> float:
-  """Counts those of a training step: each product has two gradients."""
+  """Counts a training step's operations: each product has two gradients."""
   return 3 * forward_per_token(config, seq_len, causal=causal)
 
 
 def cache_bytes_per_token(
   config: model_config.ModelConfig, bytes_per_value: int = 2
 ) -> int:
-  """Counts what a token adds to the cache: keys and values, or the latent."""
+  """Counts a token's bytes in the cache: keys and values, or the latent."""
   a = config.attention
   if isinstance(a, model_config.MLAConfig):
     width = a.kv_lora_dim + a.rope_dim

@@ -1,7 +1,7 @@
 """Logits and log-probabilities of tokens.
 
-The only place of the shift by one: the hidden state at t - 1 predicts token t,
-and everything this module returns is indexed by the token it is about.
+The only module with the shift by one: the hidden state at t - 1 predicts token
+t, and log-probabilities are indexed by the token they are about.
 """
 
 import functools
@@ -16,8 +16,8 @@ from composer_jax.models import config as model_config
 from composer_jax.models import decoder
 from composer_jax.parallel import exchange, sequence, shards
 
-# Logits of a device that are at hand at once, unless their chunks became more
-# than a program should have, or too narrow to multiply well.
+# Bytes of a device's logits that exist at once, unless that takes more chunks
+# than a program should have.
 _CHUNK_BYTES = 1 << 25
 _MOST_CHUNKS = 16
 
@@ -27,7 +27,7 @@ def logits(
   hidden_BTD: jax.Array,
   config: model_config.ModelConfig,
 ) -> jax.Array:
-  """Returns float32 logits_BTV of the token after each."""
+  """Returns float32 logits_BTV of the next token."""
   name = 'embedding' if config.tie_embeddings else 'unembedding'
   weight = variables['params'][name].astype(hidden_BTD.dtype)
   return _logits(weight, hidden_BTD, config)
@@ -54,18 +54,13 @@ def token_logprobs(
   *,
   numerics: str,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns a token's log-probability and its distribution's entropy.
+  """Returns float32 logprobs_BT of tokens and their distributions' entropy_BT.
 
-  The engine calls it for the token it sampled, the trainer for the token that
-  came next: one function, so that in batch-invariant numerics they agree.
-
-  Logits are divided by temperatures_BT, None means 1.
-
-  Returns:
-    logprobs_BT and entropy_BT, float32, in nats.
+  Logits are divided by temperatures_BT; None means 1. Engine and trainer both
+  call it, so that in batch-invariant numerics they agree bitwise.
   """
   if temperatures_BT is None and numerics == 'batch_invariant':
-    # One program, whoever asks: division by 1 is exact.
+    # One program in both cases; division by 1 is exact.
     temperatures_BT = jnp.ones(tokens_BT.shape, jnp.float32)
 
   def stage(_, rows_BT):
@@ -83,10 +78,10 @@ def token_logprobs(
 def _logprobs_of(
   logits_BTV: jax.Array, tokens_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns logprobs_BT of tokens and entropy_BT, with a gradient of one pass.
+  """Returns logprobs_BT of tokens and entropy_BT, with a gradient in one pass.
 
-  The derived gradient keeps the exponentials too and goes through all of them
-  four times, which on CPU costs a fifth of the head's products.
+  JAX's derived gradient reads all logits four times, which on CPU takes a fifth
+  of the time of the head's products.
   """
   logprobs_BT, entropy_BT, _ = _logprobs_and_sum(logits_BTV, tokens_BT)
   return logprobs_BT, entropy_BT
@@ -97,7 +92,7 @@ def _logprobs_and_sum(logits_BTV, tokens_BT):
   exponentials_BTV = jnp.exp(logits_BTV - largest_BT1)
   sum_BT = exponentials_BTV.sum(-1)
   log_z_BT = largest_BT1[..., 0] + jnp.log(sum_BT)
-  # A masked sum instead of a gather, which a sharded V would have to collect.
+  # A masked sum, since a gather would need all shards of V.
   picked_BT = jnp.where(_picked(logits_BTV, tokens_BT), logits_BTV, 0).sum(-1)
   mean_BT = (exponentials_BTV * logits_BTV).sum(-1) / sum_BT
   return picked_BT - log_z_BT, log_z_BT - mean_BT, log_z_BT
@@ -122,7 +117,7 @@ def _logprobs_backward(residuals, d_out):
 def _d_logits(logits_BTV, is_picked_BTV, entropy_BT, log_z_BT, d_out):
   d_logprobs_BT1, d_entropy_BT1 = (d[..., None] for d in d_out)
   logprobs_BTV = logits_BTV - log_z_BT[..., None]
-  # Of the entropy H by a logit: -p (log p + H).
+  # The derivative of the entropy H by a logit is -p (log p + H).
   slope_BTV = d_logprobs_BT1 + d_entropy_BT1 * (
     logprobs_BTV + entropy_BT[..., None]
   )
@@ -147,9 +142,9 @@ def target_logprobs(
   """Returns the log-probability and entropy of each token's distribution.
 
   Args:
-    temperatures_BT: what each token was sampled at; None means 1. It has no
-      gradient.
-    chunk: words whose logits are at hand at once; None lets their size say.
+    temperatures_BT: sampling temperatures, without a gradient; None means 1.
+    chunk: number of tokens of the vocabulary whose logits exist at once; None
+      chooses it by their bytes.
 
   Returns:
     logprobs_BT, entropy_BT in float32 nats, indexed by the token they are
@@ -160,8 +155,11 @@ def target_logprobs(
   spec = shards.specs_of(plan, f'params/{name}', weight)
 
   def stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT):
+    rows_BT, segments_BT = _rows((tokens_BT, segment_ids_BT), plan)
+    is_last_T = jnp.arange(rows_BT.shape[1]) == rows_BT.shape[1] - 1
+    follows_BT = (_next(segments_BT) == segments_BT) & (segments_BT != 0)
     targets_BT, follows_BT = _own(
-      _coming(*_rows((tokens_BT, segment_ids_BT), plan)), plan
+      (_next(rows_BT), follows_BT & ~is_last_T), plan
     )
     if temperatures_BT is not None:
       temperatures_BT = of_next(temperatures_BT, plan)
@@ -182,18 +180,10 @@ def target_logprobs(
     return stage(weight, hidden_BTD, tokens_BT, segment_ids_BT, temperatures_BT)
 
 
-def _coming(tokens_BT, segment_ids_BT):
-  """Returns what each token of whole rows predicts, and whether it does."""
-  after_BT = _next(segment_ids_BT)
-  is_last_T = jnp.arange(tokens_BT.shape[1]) == tokens_BT.shape[1] - 1
-  follows_BT = (after_BT == segment_ids_BT) & (segment_ids_BT != 0) & ~is_last_T
-  return _next(tokens_BT), follows_BT
-
-
 def of_next(
   array_BT: jax.Array, plan: exchange.ExchangePlan | None
 ) -> jax.Array:
-  """Returns, of a shard's array, what the token after each has."""
+  """Returns a shard's array with the value of the next token at each token."""
   (whole_BT,) = _rows((array_BT,), plan)
   return sequence.own_part(_next(whole_BT), plan)
 
@@ -203,9 +193,9 @@ def _next(array_BT: jax.Array) -> jax.Array:
 
 
 def _rows(arrays, plan):
-  """Returns whole rows of a shard's arrays [B, T] of one dtype, in one go."""
+  """Gathers whole rows of a shard's arrays [B, T] of one dtype together."""
   if plan is None:
-    # A stack behind the loops of batch-invariant numerics changes their bits.
+    # A stack after the loops of batch-invariant numerics changes their bits.
     return arrays
   whole = sequence.gather_row(jnp.stack(arrays, axis=-1), plan)
   return tuple(jnp.moveaxis(whole, -1, 0))
@@ -216,14 +206,14 @@ def _own(arrays, plan):
 
 
 def _logprobs(weight, arrays, spec, config, plan, chunk):
-  """Returns `token_logprobs` of a shard's tokens, of many words in chunks."""
+  """Returns `token_logprobs` of a shard's tokens, in chunks if V is large."""
   hidden_BTD, targets_BT, temperatures_BT = arrays
   num_words = weight.shape[0 if config.tie_embeddings else 1]
   if chunk is None:
     fitting = _CHUNK_BYTES // (4 * targets_BT.size)
     chunk = max(fitting, -(-num_words // _MOST_CHUNKS))
   if config.numerics != 'fast' or num_words <= chunk:
-    # Kept for the backward pass: making them anew is a fourth product.
+    # Logits are kept for the backward pass, to save a fourth product.
     weight = shards.gather(weight, spec, dtype=hidden_BTD.dtype)
     return token_logprobs(
       _logits(weight, hidden_BTD, config),
@@ -242,7 +232,7 @@ def _logprobs(weight, arrays, spec, config, plan, chunk):
 
 
 class _Chunked(NamedTuple):
-  """How `_in_chunks` computes; hashable."""
+  """Static arguments of `_in_chunks`."""
 
   chunk: int
   spec: P
@@ -251,7 +241,7 @@ class _Chunked(NamedTuple):
 
   @property
   def words(self) -> int:
-    """The dimension of the weight that has the words."""
+    """Dimension of the weight along the vocabulary."""
     return 0 if self.config.tie_embeddings else 1
 
   def starts(self, weight: jax.Array) -> range:
@@ -260,11 +250,11 @@ class _Chunked(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_chunks(how, weight, hidden_ZD, targets_Z, temperatures_Z):
-  """Returns `token_logprobs` from the logits of a few words at a time.
+  """Returns `token_logprobs` from one chunk of the vocabulary at a time.
 
-  The backward pass makes them again; a chunk's part of the weight's gradient is
-  then complete, and leaves for its shards. Chunks are no loop, so that what
-  travels for one can do so under the products of others.
+  The backward pass computes logits again and scatters each chunk of the
+  weight's gradient at once. Chunks are unrolled, so that collectives of one
+  overlap with products of others.
   """
   arrays = (weight, hidden_ZD, targets_Z, temperatures_Z)
   return _in_chunks_forward(how, *arrays)[0]
@@ -277,9 +267,9 @@ def _in_chunks_forward(how, weight, hidden_ZD, targets_Z, temperatures_Z):
   for start in how.starts(weight):
     stop = min(start + how.chunk, weight.shape[how.words])
     part = jax.lax.slice_in_dim(weight, start, stop, axis=how.words)
-    # One chunk after the other: their products wait for nothing else.
+    # One chunk after the other, although their products are independent.
     hidden_ZD, total_Z = jax.lax.optimization_barrier((hidden_ZD, total_Z))
-    # Kept whole until the backward pass, which comes next.
+    # Kept gathered for the backward pass, which comes next.
     parts.append(shards.gathered(part.astype(hidden_ZD.dtype), how.spec))
     logits_ZV = _scaled(parts[-1], hidden_ZD, temperatures_Z, how)
     before_Z, top_Z = top_Z, jnp.maximum(top_Z, logits_ZV.max(-1))
@@ -300,8 +290,8 @@ def _in_chunks_backward(how, residuals, d_out):
   d_hidden_ZD = jnp.zeros(hidden_ZD.shape, jnp.float32)
   d_parts = []
   for i, part in enumerate(parts):
-    # Else the compiler would keep the logits of the forward pass, and make
-    # those of all chunks at once.
+    # Keeps the compiler from reusing logits of the forward pass, and from
+    # computing those of all chunks at once.
     hidden_ZD, d_hidden_ZD, d_out = jax.lax.optimization_barrier(
       (hidden_ZD, d_hidden_ZD, d_out)
     )

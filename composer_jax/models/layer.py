@@ -1,9 +1,8 @@
-"""What a decoder layer does to activations, for training and serving alike.
+"""Stages of a decoder layer, for training and serving alike.
 
-`models.decoder` creates parameters and scans layers over a packed batch;
-`rollout.forward` unrolls them over a cache. Both call the stages below, which
-see each token by itself and go through `kernels.rows`, and put between them
-what does not: attention, and the experts' grouped products.
+`models.decoder` scans layers over a packed batch, `rollout.forward` unrolls
+them over a cache. Most stages work on each token by itself, through
+`kernels.rows`; attention and the experts' grouped products do not.
 """
 
 import types
@@ -21,25 +20,25 @@ from composer_jax.models import attention, experts, mla, norm, rope, router
 from composer_jax.models import config as model_config
 from composer_jax.parallel import dispatch, exchange, shards
 
-# Of a mixture, by expert.
+# Parameters of a mixture with an expert axis.
 EXPERT_ARRAYS = ('gate_up', 'down')
 
-# The functions of each kind of attention.
+# Functions of each kind of attention.
 ATTENTIONS: dict[str, types.ModuleType] = {'gqa': attention, 'mla': mla}
 
 
 class MixtureStats(NamedTuple):
-  """What a layer of experts did with the tokens at hand."""
+  """Statistics of a layer of experts."""
 
   router: router.LayerSums
-  exchange: exchange.ExchangeStats | None  # None where there was none
+  exchange: exchange.ExchangeStats | None  # None without an exchange
 
 
 def prepare(params: Any, config: model_config.ModelConfig) -> Any:
-  """Gives a layer's parameters the dtype that they are computed with.
+  """Casts a layer's parameters to the dtypes of its computation.
 
-  What norms and the router multiply with is float32. Done outside of the
-  stages, so that their programs do not depend on how weights are stored.
+  Those of norms and the router are float32. The stages' programs then do not
+  depend on the dtype of stored weights.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x.astype(_dtype(path, config)), params
@@ -63,11 +62,10 @@ def whole(
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
 ) -> Any:
-  """Does `prepare` inside of a shard, and gathers what other devices hold.
+  """Gathers and prepares a layer's parameters inside of a shard.
 
-  Experts stay where they are: of their arrays only other dimensions are
-  gathered. All of it comes first, and waits for nothing that the layer
-  computes: a scheduler may let it travel under the layer's products.
+  Arrays of experts are not gathered along the expert axis. The gathers depend
+  on no activations, so that they can overlap with matrix products.
   """
   if plan is None:
     return prepare(params, config)
@@ -100,7 +98,7 @@ def attention_inputs(
   *,
   is_paged: bool = False,
 ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-  """Returns the query, for a kernel over pages if so, and what is kept."""
+  """Returns the query, for attention over pages if so, and the cache entry."""
   is_paged = is_paged or config.numerics == 'batch_invariant'
   kind = ATTENTIONS[config.attention.kind]
 
@@ -131,9 +129,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns the attention's outputs over a packed batch, and max_logits_N.
 
-  Those are each head's largest scaled logit over all tokens of the batch but
-  padding, in float32 and without a gradient; None unless `is_measured`.
-  `documents` are what each token sees, and segment_ids_BT.
+  The latter are each head's largest scaled logits over all tokens but padding,
+  in float32 and without a gradient; None unless `is_measured`. `documents` are
+  the visible keys of each token, and segment_ids_BT.
   """
   visible, segment_ids_BT = documents
   with jax.named_scope('attention'):
@@ -192,8 +190,8 @@ def mixture(
 ) -> tuple[jax.Array, jax.Array, MixtureStats]:
   """Returns x_BTD after a layer of experts, the ids_BTA used, and statistics.
 
-  `tokens_BT` are x_BTD, the attention's out_BTN (`is_paged` if a kernel over
-  pages made it), valid_BT, and replay_BTA or None.
+  `tokens_BT` are x_BTD, the attention's out_BTN (from attention over pages if
+  `is_paged`), valid_BT, and replay_BTA or None.
   """
   x_BTD, out_BTN, valid_BT, replay_BTA = tokens_BT
   small = dict(params['moe'])
@@ -243,7 +241,7 @@ def _add_experts(shared, x_BTD, h_BTD, y_BTD):
 
 
 def _one_by_one(weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
-  """As `exchange.exchange` where experts lie apart, for serving on a CPU."""
+  """Applies experts that are separate arrays, for serving on a CPU."""
   num_active = ids_BTA.shape[-1]
   each = zip(weights['gate_up'], weights['down'], strict=True)
   y_ZD = expert_rows.expert_rows(
@@ -258,7 +256,7 @@ def _one_by_one(weights, h_BTD, ids_BTA, gates_BTA, valid_BT):
 
 
 def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
-  """Adds the experts' outputs, whose gated sum is made row by row."""
+  """Adds the experts' outputs, with the gated sum of each row by itself."""
   with jax.named_scope('experts'):
     copies_BTAD, mine_BTA = dispatch.copies(
       experts.expert_mlp_in_tiles, weights, h_BTD, choice.ids_BTA, valid_BT
@@ -266,8 +264,8 @@ def _in_tiles(weights, shared, x_BTD, h_BTD, choice, valid_BT, config):
 
   def after(shared, rows_BT):
     x_BTD, h_BTD, copies_BTAD, mine_BTA, scores_BTE, ids_BTA = rows_BT
-    # Made anew of the scores, with the ids as data: the gradient is then of
-    # the experts that were used, whatever rounding does to a recomputed choice.
+    # Computed from scores and ids, so that the gradient belongs to the experts
+    # that were used even if rounding changes a recomputed choice.
     gates_BTA = router.gates(scores_BTE, ids_BTA, config=config.moe)
     y_BTD = dispatch.gated_sum(copies_BTAD, gates_BTA, mine_BTA)
     return _add_experts(shared, x_BTD, h_BTD, y_BTD)

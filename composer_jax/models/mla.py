@@ -1,11 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-Keys and values of all heads are products of one short vector per token, the
-latent (C), which is all that a cache keeps beside one rotated key part (J)
-that the heads share. Two ways to attend, equal up to rounding: 'naive' makes
-the keys and values of each head, for few latents and many queries (training);
-'absorbed' multiplies the queries by what makes the keys instead, and meets the
-latents directly, for few queries and many latents (decoding).
+Keys and values of all heads are projections of one short vector per token, the
+latent (C). A cache keeps it and one rotated key part (J) that the heads share.
+Two forms of attention are equal up to rounding: 'naive', for training, projects
+latents to the keys and values of each head; 'absorbed', for decoding, projects
+queries into the space of the latents.
 """
 
 from typing import Any
@@ -27,10 +26,10 @@ def project(
   cos_sin: tuple[jax.Array, jax.Array],
   config: model_config.ModelConfig,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  """Returns the query and what is kept of each token.
+  """Returns the query and the cache entry of each token.
 
-  The query is q_BTNH, the part without positions, and the rotated q_BTNJ. Kept
-  are the normalised latents_BTC and the rotated keys_BTJ.
+  The query is q_BTNH, the part without positions, and the rotated q_BTNJ; the
+  entry is the normalised latents_BTC and the rotated keys_BTJ.
   """
   query = _queries(params, x_BTD, cos_sin, config)
   return query, _latents(params, x_BTD, cos_sin, config)
@@ -63,10 +62,9 @@ def for_pages(
   query: tuple[jax.Array, jax.Array],
   config: model_config.ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the query as attention over pages takes it: absorbed and scaled.
+  """Returns the query for attention over pages: absorbed and scaled.
 
-  q (W c) = (W' q) c, so queries move to the latents' space and all heads read
-  the same C + J numbers of a token.
+  Since q (W c) = (W' q) c, all heads read the same C + J numbers of a token.
   """
   scale = rope.softmax_scale(config.attention.head_dim, config.rope)
   q_BTNH, q_BTNJ = (rounding.rounded(q * scale) for q in query)
@@ -74,15 +72,15 @@ def for_pages(
 
 
 def from_pages(params: Any, out_BTNC: jax.Array) -> jax.Array:
-  """Returns the heads' outputs of the latents that they attended to."""
+  """Returns the heads' outputs from the latents that they attended to."""
   value_up_CNW = params['value_up']
   out_BTNW = _up('BTNC,CNW->BTNW', out_BTNC, value_up_CNW)
   return rounding.rounded(out_BTNW, value_up_CNW.dtype)
 
 
 def _up(spec, array, weight):
-  # Unrounded where that is free: the two forms round in other places, and so
-  # differ by a rounding to bfloat16 in everything that follows.
+  # Not rounded where that is free, as the two forms would round at different
+  # places and their results differ in bfloat16.
   dtype = rounding.wide_dtype(weight.dtype)
   return jnp.einsum(spec, array.astype(dtype), weight.astype(dtype))
 
@@ -98,9 +96,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns out_BTNW and tops_BTN of `grouped_query.attend`.
 
-  Naive: keys and values are made for each head. With a plan it runs inside of a
-  shard, which gathers the latents of its rows, not keys and values, and makes
-  those of all heads itself: C + J numbers a token travel instead of N (H + W).
+  In the naive form. With a plan it runs inside of a shard, which gathers the
+  latents of its rows: C + J numbers of a token instead of N (H + W).
   """
   latents_BSC, keys_BSJ = attention.gather_kept(kept, plan)
   k_BSNH = _up('BSC,CNH->BSNH', latents_BSC, params['key_up'])

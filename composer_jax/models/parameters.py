@@ -1,8 +1,8 @@
-"""The variables of a decoder as a table: axes, shapes and how they begin.
+"""Table of a decoder's variables: logical axes, shapes and initializers.
 
-Linen draws them (`init` of `models.decoder`); computing is functions of their
-tree. `parallel.layouts` says what becomes of the axes. A variable's random
-numbers follow from its name and from those before it in its table.
+Linen initialises them (`models.decoder.init`); layers are functions of their
+tree. `parallel.layouts` maps the axes to a mesh. A variable's random numbers
+depend on its name and on those before it in its table.
 """
 
 import types
@@ -13,12 +13,12 @@ import flax.linen as nn
 
 from composer_jax.models import config as model_config
 
-# Names -> VariableSpecs, Stacks and further tables.
+# VariableSpecs, Stacks and further tables by name.
 Table = dict[str, Any]
 
 
 class VariableSpec(NamedTuple):
-  """One array; `axes` are logical."""
+  """One array with logical axes."""
 
   axes: tuple[str, ...]
   shape: tuple[int, ...]
@@ -27,15 +27,15 @@ class VariableSpec(NamedTuple):
 
 
 class Stack(NamedTuple):
-  """Like layers, whose arrays get a leading axis 'layer'."""
+  """Layers of one table, whose arrays get a leading axis 'layer'."""
 
   num_layers: int
   layer: Table
 
 
 def module_of(table: Table, **options: Any) -> nn.Module:
-  """Returns what creates the variables of a table; tables in it are scopes."""
-  # Not as a dict: Linen would sort it, and random numbers follow the order.
+  """Returns the module that creates a table's variables."""
+  # Linen would sort a dict, and random numbers depend on the order.
   return TableModule(types.MappingProxyType(table), **options)
 
 
@@ -160,8 +160,7 @@ def _latent(c: model_config.ModelConfig, a: model_config.MLAConfig) -> Table:
 
 
 def _dense(c: model_config.ModelConfig, width: int) -> Table:
-  # Gate and up are one product; their axis is a batch axis to the optimizer,
-  # which sees two matrices.
+  # Gate and up are one product, but two matrices to the optimizer.
   return {
     'gate_up': VariableSpec(
       ('embed', 'gate_up', 'ffw'),
@@ -178,7 +177,7 @@ def _dense(c: model_config.ModelConfig, width: int) -> Table:
 
 def _mixture(c: model_config.ModelConfig) -> Table:
   moe, num_experts = c.moe, c.moe.num_experts
-  # 'route', not 'expert': the router must not pick up the experts' sharding.
+  # 'route', not 'expert': the router is not sharded as the experts are.
   table: Table = {
     'router': VariableSpec(
       ('embed', 'route'), (c.embed_dim, num_experts), _truncated(0)

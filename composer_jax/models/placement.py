@@ -1,6 +1,6 @@
-"""Binds a decoder to a mesh: shardings of its variables, plan of its experts.
+"""Shardings of a decoder's variables on a mesh, and its exchange plan.
 
-The only module of `models` that sees a mesh; layers see the plan.
+No other module of `models` uses a mesh; layers use the plan.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def exchange_plan(
 ) -> exchange.ExchangePlan | None:
   """Returns the plan for `decoder.Decoder`; None on a mesh of one device.
 
-  Batches must have been put in its `sequence_order` (`parallel.sequence`).
+  Tokens of batches must be in its `sequence_order` (`parallel.sequence`).
   """
   if mesh.size == 1:
     return None

@@ -15,14 +15,13 @@ def angles(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns float32 cos and sin of shape [B, T, 1, dim / 2].
 
-  Positions are within the document, so packing leaves them as they were alone.
-  YaRN's factor on queries and keys (its section 3.4) is part of both.
+  Positions are within the document. YaRN's factor on queries and keys (its
+  section 3.4) is part of both.
   """
   if platforms.current() != 'cpu':
     return _angles(positions_BT, dim, config)
-  # Of a conditional, whose result is an array. Otherwise XLA makes sines and
-  # cosines anew wherever it rotates: in every layer, for every head, in both
-  # passes, a twentieth of a train step. No position is negative.
+  # The conditional keeps XLA from recomputing sines and cosines at every
+  # rotation, a twentieth of a train step. No position is negative.
   shape = (*positions_BT.shape, 1, dim // 2)
   return jax.lax.cond(
     (positions_BT >= 0).any(),
@@ -49,8 +48,8 @@ def rotate(
 ) -> jax.Array:
   """Turns pairs of dimensions by the angle of their position, in float32.
 
-  The result holds first members before second ones, interleaved or not: the
-  same permutation of queries and keys, which no score sees.
+  The result has first members of pairs before second ones, interleaved or not;
+  the permutation is the same for queries and keys, and changes no score.
   """
   cos, sin = cos_sin
   with jax.named_scope('rope'):
@@ -66,8 +65,8 @@ def rotate(
 def softmax_scale(head_dim: int, config: model_config.RopeConfig) -> float:
   """Returns the factor on q k: 1 / sqrt(H), times YaRN's mscale squared.
 
-  The square is DeepSeek's: queries and keys are each scaled whole by the
-  factor of `mscale_all_dim`, the rotated part and the other.
+  The square is DeepSeek's: queries and keys are each scaled by the factor of
+  `mscale_all_dim`.
   """
   scale, yarn = head_dim**-0.5, config.yarn
   if yarn is None or not yarn.mscale_all_dim:
@@ -81,7 +80,7 @@ def _mscale(factor: float, m: float) -> float:
 
 def _rotation_scale(yarn: model_config.YarnConfig) -> float:
   if yarn.mscale and yarn.mscale_all_dim:
-    # Pairs of equal ones, DeepSeek-V3's and Kimi K2's, cancel here.
+    # Equal values (DeepSeek-V3, Kimi K2) cancel here.
     whole = _mscale(yarn.factor, yarn.mscale_all_dim)
     return _mscale(yarn.factor, yarn.mscale) / whole
   return _mscale(yarn.factor, 1.0)

@@ -1,10 +1,9 @@
-"""Which experts a token passes, and with what weight.
+"""Chooses the experts of each token, and their weights.
 
 Guided path, 10 of 10.
 
-The discrete choice may be replayed from a record; the weights always come from
-the live scores, so the router keeps its gradient. Routing is a pure function:
-ids are an argument and a result, never hidden state.
+The discrete choice may be replayed from a record; weights are always computed
+from the current scores, so that the router keeps its gradient.
 """
 
 from typing import NamedTuple
@@ -17,28 +16,24 @@ from composer_jax.core import batches, records
 from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 
-# No sum of scores is divided by less. Sigmoids of very negative logits are
-# zero, and 0 / 0 would be NaN; transformers adds 1e-20 for the same end. The
-# gradient of a quotient squares this, which must not underflow.
+# Least divisor of scores: sigmoids of very negative logits are zero, and 0 / 0
+# would be NaN. The gradient squares it, which must not underflow.
 _LOWEST_SUM = 1e-18
 
 
 class ExpertChoice(NamedTuple):
-  """What was decided of each token, and what it was decided from.
-
-  Ids are int32, all else is float32.
-  """
+  """Experts of each token; ids are int32, all else is float32."""
 
   weights_BTA: jax.Array
   ids_BTA: jax.Array  # experts used
-  own_BTA: jax.Array  # those that the router would use without a record
-  scores_BTE: jax.Array  # before bias and groups
+  own_BTA: jax.Array  # experts that the router would choose without a record
+  scores_BTE: jax.Array  # scores before bias and groups
   logits_BTE: jax.Array
 
 
 def logits(router_DE: jax.Array, x_BTD: jax.Array) -> jax.Array:
-  # float32: a rounding in a logit may flip a discrete choice. Accelerators
-  # take bfloat16 or TF32 for float32 products unless told otherwise.
+  # In float32, as rounding may change a discrete choice. Accelerators compute
+  # float32 products in bfloat16 or TF32 by default.
   return linear.linear(
     x_BTD.astype(jnp.float32),
     router_DE.astype(jnp.float32),
@@ -53,16 +48,14 @@ def choose(
   bias_E: jax.Array | None = None,
   replay_BTA: jax.Array | None = None,
 ) -> ExpertChoice:
-  """Picks the active experts of each token, replaying recorded picks.
+  """Chooses the active experts of each token, replaying recorded ids.
 
-  Row by row: no token sees another, so `kernels.rows` may compute it in tiles.
-  Any leading axes will do.
+  Tokens are independent, so that `kernels.rows` may compute it in tiles.
 
   Args:
-    bias_E: added to the scores for selection only (sigmoid router).
-    replay_BTA: recorded ids, honoured whatever the groups and the bias say, as
-      far as they are plausible (`_plausible`); a token with any `NO_ROUTE` is
-      routed afresh, whole.
+    bias_E: bias added to the scores for selection only (sigmoid router).
+    replay_BTA: recorded ids, used regardless of groups and bias if plausible
+      (`_plausible`); a token with any `NO_ROUTE` is routed afresh, whole.
   """
   logits_BTE = logits_BTE.astype(jnp.float32)
   if config.router == 'sigmoid':
@@ -73,7 +66,7 @@ def choose(
   if bias_E is not None:
     select_BTE += jax.lax.stop_gradient(bias_E.astype(jnp.float32))
   if config.num_active_groups < config.num_groups:
-    # Closed ones get -inf: 0 would beat the scores that a bias made negative.
+    # Not 0, which could exceed scores that a bias made negative.
     is_open_BTE = _open_groups(
       select_BTE, config.num_groups, config.num_active_groups
     )
@@ -87,7 +80,7 @@ def choose(
         ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, config.replay_alpha
       )
       ids_BTA = _refill(ids_BTA, keep_BTA, own_BTA)
-  # Kept by recomputation, whose rounding may choose others.
+  # Named to be kept, as recomputation may choose others by rounding.
   ids_BTA = ad_checkpoint.checkpoint_name(ids_BTA, 'routes')
   return ExpertChoice(
     weights_BTA=gates(scores_BTE, ids_BTA, config=config),
@@ -101,9 +94,8 @@ def choose(
 def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
   """Returns int32 ids_BTA of the largest scores, largest first.
 
-  Ties go to the smaller index, on every backend: the engine and the trainer
-  must break them the same way. A short chain of argmax partitions over tokens
-  and is cheaper than the sort behind `jax.lax.top_k` on CPU.
+  Ties go to the smaller index on every backend, as engine and trainer must
+  agree. On CPU a few argmaxes are cheaper than the sort of `jax.lax.top_k`.
   """
   ids = []
   experts_E = jnp.arange(scores_BTE.shape[-1])
@@ -118,10 +110,9 @@ def top_k(scores_BTE: jax.Array, num_active: int) -> jax.Array:
 def gates(
   scores_BTE: jax.Array, ids_BTA: jax.Array, *, config: model_config.MoEConfig
 ) -> jax.Array:
-  """Returns the float32 weights_BTA of experts that were chosen."""
-  # A product with one-hot instead of a gather: its gradient is a product too,
-  # where the gradient of a gather is a scatter. Sums of one non-zero are exact
-  # in float32, which accelerators take for such a product only if told to.
+  """Returns the float32 weights_BTA of chosen experts."""
+  # A product with one-hot, as the gradient of a gather would be a scatter. It
+  # is exact in float32, which accelerators use only if told to.
   weights_BTA = jnp.einsum(
     '...E,...AE->...A',
     scores_BTE,
@@ -141,8 +132,7 @@ def _normalize(scores: jax.Array) -> jax.Array:
 def _open_groups(select_BTE, num_groups, num_active_groups):
   """Returns which experts lie in the best groups (DeepSeek-V3, 2.1.2).
 
-  X is the group, worth the sum of its two best scores. Ties go to the smaller
-  index, as between experts.
+  X is the group, ranked by the sum of its two best scores.
   """
   grouped_BTXE = select_BTE.reshape(*select_BTE.shape[:-1], num_groups, -1)
   group_size = grouped_BTXE.shape[-1]
@@ -153,19 +143,16 @@ def _open_groups(select_BTE, num_groups, num_active_groups):
 
 
 def _recorded(replay_BTA: jax.Array) -> jax.Array:
-  # Token by token: mixing slots could pick one expert twice.
+  # Whole tokens, since mixed slots could choose one expert twice.
   return (replay_BTA != records.NO_ROUTE).all(-1)
 
 
 def _plausible(ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, alpha):
-  """Returns which replayed experts the router still finds likely enough.
+  """Returns which replayed experts are likely enough by the current router.
 
-  The last of the router's own experts was selected with score s and bias b;
-  another one, of bias b_j, would have needed the score s + b - b_j in its
-  place. It is kept with a score of at least `alpha` times that, which it always
-  has of a negative one. Without a bias this is `alpha` times the score of the
-  router's k-th expert. What the router itself chooses is kept whatever rounding
-  does to the difference.
+  If the router's last choice has score s and bias b, another expert of bias b_j
+  needs the score s + b - b_j to be chosen instead; it is kept with at least
+  `alpha` times that. The router's own choices are always kept.
   """
   chosen_BT1 = jnp.take_along_axis(select_BTE, own_BTA[..., -1:], axis=-1)
   needed_BTA = jnp.broadcast_to(chosen_BT1, ids_BTA.shape)
@@ -179,15 +166,15 @@ def _plausible(ids_BTA, own_BTA, scores_BTE, select_BTE, bias_E, alpha):
 
 
 def _among(ids_BTA: jax.Array, others_BTA: jax.Array) -> jax.Array:
-  """Returns which ids of a token are among its others."""
+  """Returns which ids of a token are among others of that token."""
   return (ids_BTA[..., None] == others_BTA[..., None, :]).any(-1)
 
 
 def _refill(ids_BTA, keep_BTA, own_BTA):
-  """Puts the router's best experts that are not there in place of the dropped.
+  """Replaces experts that are not kept by the router's best unused ones.
 
-  Experts that are kept stay in their slots: the order decides the bits of the
-  sum over experts. X is a slot of `own_BTA`.
+  Kept experts stay in their slots, as the order decides the bits of the sum
+  over experts. X is a slot of `own_BTA`.
   """
   kept_BTA = jnp.where(keep_BTA, ids_BTA, -1)
   is_free_BTX = ~_among(own_BTA, kept_BTA)
@@ -201,16 +188,16 @@ def _refill(ids_BTA, keep_BTA, own_BTA):
 
 
 class LayerSums(NamedTuple):
-  """What `statistics` is made of; those of shards add up. Counts are int32."""
+  """Sums for `statistics`, additive over shards; counts are int32."""
 
   load_E: jax.Array  # tokens sent to each expert
   scores_E: jax.Array  # float32 sum of the normalised scores
   z_squares: jax.Array  # float32 sum of the squared log-sum-exp of the logits
   num_tokens: jax.Array
   num_replayed: jax.Array  # tokens with a record
-  num_agreeing: jax.Array  # of those, whose record is the router's own choice
-  num_replaced: jax.Array  # recorded ids that did not take part
-  num_unrecorded: jax.Array  # tokens that a replay has no record of
+  num_agreeing: jax.Array  # tokens whose record is the router's own choice
+  num_replaced: jax.Array  # recorded ids that were not used
+  num_unrecorded: jax.Array  # tokens without a record in a replay
 
 
 def layer_sums(
@@ -219,7 +206,7 @@ def layer_sums(
   valid_BT: jax.Array,
   replay_BTA: jax.Array | None = None,
 ) -> LayerSums:
-  """Returns the sums over the tokens at hand, but padding."""
+  """Returns sums over tokens, padding excluded."""
   num_experts = choice.scores_BTE.shape[-1]
   valid_BT1 = valid_BT[..., None].astype(jnp.float32)
   tokens = tuple(range(valid_BT.ndim))
@@ -236,7 +223,7 @@ def layer_sums(
 
 
 def _replay_counts(choice, replay_BTA, valid_BT):
-  """Returns the fields of LayerSums that a replay has."""
+  """Returns the fields of LayerSums about a replay."""
   if replay_BTA is None:
     zero = jnp.zeros((), jnp.int32)
     names = ('replayed', 'agreeing', 'replaced', 'unrecorded')
@@ -257,11 +244,11 @@ def _replay_counts(choice, replay_BTA, valid_BT):
 def statistics(
   sums_M: LayerSums, config: model_config.MoEConfig
 ) -> batches.RouteStats:
-  """Returns what the sums over all tokens of a batch say, layer by layer.
+  """Returns statistics of each layer from sums over all tokens of a batch.
 
-  The balancing loss is E sum_e f_e P_e (Switch, eq. 4): f_e is the share of
-  routed copies and P_e the mean normalised score; it is 1 when both are
-  uniform. The other is the mean of logsumexp(logits)^2 (ST-MoE, eq. 5).
+  The balancing loss is E sum_e f_e P_e (Switch, eq. 4), where f_e is the share
+  of routed copies and P_e the mean normalised score; it is 1 if both are
+  uniform. The z-loss is the mean of logsumexp(logits)^2 (ST-MoE, eq. 5).
   """
   num_tokens_M = jnp.maximum(sums_M.num_tokens, 1).astype(jnp.float32)
   fraction_ME = sums_M.load_E / (num_tokens_M * config.num_active)[:, None]

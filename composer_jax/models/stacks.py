@@ -1,9 +1,8 @@
-"""Runs a stack of like layers over a packed batch: one scan, one shard a layer.
+"""Scans a stack of equal layers over a packed batch.
 
-A layer is a function of its variables, the activations and what all layers read
-(`Context`). On a mesh it is one `jax.shard_map` (`parallel.shards`), which
-gathers the layer's weights first; its backward pass recomputes what the config
-says and hands the weights' gradients back to their shards.
+On a mesh a layer is one `jax.shard_map` (`parallel.shards`), which gathers the
+layer's weights first; its backward pass recomputes what the config says and
+scatters the weights' gradients to their shards.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ _MOST_UNROLLED = 8
 
 
 class Context(flax.struct.PyTreeNode, kw_only=True):
-  """What every layer reads and none changes."""
+  """Inputs that all layers share."""
 
   cos_sin: tuple[jax.Array, jax.Array]
   visible: attention_kernel.Visible
@@ -32,11 +31,11 @@ class Context(flax.struct.PyTreeNode, kw_only=True):
 
 
 class LayerOutput(flax.struct.PyTreeNode, kw_only=True):
-  """What a layer says beside its activations; a dense one has no experts."""
+  """Results of a layer beside activations; only mixtures have all fields."""
 
   expert_ids: Any = None  # uint16 [B, T, A]
-  stats: Any = None  # of the shard's tokens, stacked
-  max_logits: Any  # [N] likewise; None unless asked for
+  stats: Any = None  # MixtureStats, stacked over shards
+  max_logits: Any  # [N], stacked over shards; None if not measured
 
 
 def run(
@@ -49,9 +48,9 @@ def run(
   config: model_config.ModelConfig,
   plan: exchange.ExchangePlan | None,
 ) -> tuple[jax.Array, LayerOutput]:
-  """Returns x_BTD after all layers of a stack, and what each says.
+  """Returns x_BTD after a stack, and the results of each layer.
 
-  `stacked` are its variables, layers leading, by collection.
+  `stacked` are the stack's variables by collection, layers leading.
   """
   specs = {
     k: shards.specs_of(plan, f'{k}/{name}', tree) for k, tree in stacked.items()
@@ -71,7 +70,7 @@ def run(
     return _layer(variables, x_BTD, context, replay_BTA, config, plan)
 
   if config.remat:
-    # A choice of experts that rounding made anew might be another.
+    # A recomputed choice of experts could differ by rounding.
     saves = {'routes', *config.remat_saves}
     policy = jax.checkpoint_policies.save_only_these_names(*saves)
     layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
@@ -93,12 +92,11 @@ def run(
 
 
 def _unroll(name, config, plan):
-  """Returns how many layers are compiled as one body.
+  """Returns the number of layers in the body of the scan.
 
-  On a CPU a loop copies every layer's weights and residuals in and out of their
-  stacks, a tenth of a train step. Recomputation needs the loop: without it the
-  compiler would merge both passes. Two layers in the body of a TPU's loop gave
-  its scheduler no more to hide transfers under (Kimi K2 on 512 v5p).
+  On a CPU a loop copies every layer's weights and residuals, a tenth of a train
+  step. Recomputation needs the loop, or the compiler would merge both passes.
+  On TPUs two layers in a body hid no more transfers (Kimi K2 on 512 v5p).
   """
   length = config.stacks[name]
   is_small = length <= _MOST_UNROLLED and plan is None

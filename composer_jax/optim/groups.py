@@ -1,9 +1,8 @@
-"""The optimizer of a stage: which parameter gets which, from one record.
+"""The optimizer of a stage: clipping, then Muon and AdamW.
 
 Adam and clipping equal optax's up to rounding and have the same state, but
-divide by numbers once instead of dividing arrays: XLA duplicates no division,
-so that each of optax's makes one more array of the model's size. On one CPU
-core that is a fifth of their time.
+multiply by reciprocals: XLA writes one more array of the model's size for each
+of optax's divisions, on a CPU core a fifth of their time.
 """
 
 import dataclasses
@@ -25,21 +24,22 @@ MuonChoices = muon.MuonChoices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-  """Both optimizers, their schedule and the clipping before them.
+  """Options of Muon and AdamW, their schedule and clipping.
 
   Attributes:
     name: 'muon' (matrices on Muon, the rest on AdamW) or 'adam' (all AdamW).
     learning_rate: peak for Muon's matrices, and for all when name is 'adam'.
-    adam_learning_rate: peak for what Muon leaves to AdamW; unused by 'adam'.
-    warmup_steps: linear warm-up, in optimizer steps.
-    decay_steps: linear decay at the end, in optimizer steps.
-    final_ratio: share of the peak left at the end.
-    weight_decay: decoupled, times the learning rate; spares vectors.
-    grad_clip: gradients are scaled down to this global norm.
+    adam_learning_rate: peak for AdamW's parameters; unused by 'adam'.
+    warmup_steps: number of optimizer steps of linear warm-up.
+    decay_steps: number of optimizer steps of linear decay at the end.
+    final_ratio: share of the peak that remains at the end.
+    weight_decay: decoupled weight decay of all but vectors, times the learning
+      rate.
+    grad_clip: largest global norm of gradients.
     muon: choices of Muon; unused by 'adam'.
-    b1: Adam's first moment decay.
-    b2: Adam's second moment decay.
-    eps: Adam's, added to the root.
+    b1: decay of Adam's first moment.
+    b2: decay of Adam's second moment.
+    eps: number added to the root of Adam's second moment.
   """
 
   name: str = 'muon'
@@ -62,7 +62,7 @@ class OptimizerOptions:
 
   @property
   def clips_logits(self) -> bool:
-    """Whether `update` wants `max_logits`."""
+    """True if `update` needs `max_logits`."""
     return self.name == 'muon' and self.muon.qk_clip > 0
 
 
@@ -92,8 +92,8 @@ def schedule(
   def value(step):
     step = jnp.asarray(step, jnp.float32)
     warmup = (step + 1) / max(warmup_steps, 1)
-    left = (total_steps - step) / max(decay_steps, 1)
-    decay = final_ratio + (1 - final_ratio) * jnp.clip(left, 0, 1)
+    remaining = (total_steps - step) / max(decay_steps, 1)
+    decay = final_ratio + (1 - final_ratio) * jnp.clip(remaining, 0, 1)
     return peak * jnp.minimum(jnp.minimum(warmup, 1.0), decay)
 
   return value
@@ -105,7 +105,7 @@ def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
   def update(updates: Any, state: Any, params: Any = None):
     del params
     norm = optax.tree.norm(updates)
-    # A norm that is not finite stops the run, whose report looks at it.
+    # A norm that is not finite is reported and stops the run.
     scale = jnp.where(norm < limit, 1.0, limit / norm)
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
@@ -117,13 +117,13 @@ def scale_by_adam(
 ) -> optax.GradientTransformation:
   """Divides the mean gradient by its root mean square (Kingma & Ba 2015).
 
-  Like optax's of this name, in whose state it keeps the moments.
+  The state is that of optax's function of this name.
   """
 
   def update(updates: Any, state: Any, params: Any = None):
     del params
     count = optax.safe_increment(state.count)
-    # Undoes that the moments began at zero.
+    # Bias corrections: the moments begin at zero.
     first, second = (1 / (1 - decay**count) for decay in (b1, b2))
     mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
     nu = jax.tree.map(
@@ -146,15 +146,15 @@ def optimizer(
   total_steps: int,
   shardings: Any = None,
 ) -> optax.GradientTransformation:
-  """Builds the transform of a stage: clipping, then Muon and AdamW.
+  """Builds the transform of a stage.
 
-  Where the options clip logits, `update` wants `max_logits` beside the rest.
+  If the options clip logits, `update` takes `max_logits` too.
 
   Args:
-    params: tree of arrays or shapes, as of `roles.tree`.
-    axes: tree of PartitionSpecs of logical names, likewise.
-    shardings: tree of NamedShardings of the parameters, whose mesh shares out
-      Newton-Schulz; None: all on one device.
+    params: tree of arrays or shapes, without boxes.
+    axes: tree of PartitionSpecs of logical axis names.
+    shardings: tree of the parameters' NamedShardings, over whose mesh
+      Newton-Schulz is distributed; None on one device.
   """
   is_muon = options.name == 'muon'
   role_tree = _roles(options, params, axes)
@@ -163,7 +163,7 @@ def optimizer(
   def is_decayed(name, role):
     if is_muon and role != roles.ADAM:
       return optax.MaskedNode()
-    # Stacking vectors (norms, biases) over layers makes no matrices of them.
+    # Vectors (norms, biases) stacked over layers are not decayed.
     return sum(a not in roles.BATCH_AXES for a in named.get(name, ())) >= 2
 
   adam_peak = options.adam_learning_rate if is_muon else options.learning_rate
@@ -188,19 +188,19 @@ def optimizer(
     optax.add_decayed_weights(options.weight_decay),
     optax.scale_by_learning_rate(rate),
   )
-  both = optax.partition(
+  update = optax.partition(
     {'muon': matrix, roles.ADAM: adamw},
     jax.tree.map(lambda r: r if r == roles.ADAM else 'muon', role_tree),
   )
   if not options.clips_logits:
-    return optax.chain(clip, both)
-  return optax.chain(clip, both, qk_clip.qk_clip(options.muon.qk_clip))
+    return optax.chain(clip, update)
+  return optax.chain(clip, update, qk_clip.qk_clip(options.muon.qk_clip))
 
 
 def plan(
   options: OptimizerOptions, *, params: Any, axes: Any, shardings: Any = None
 ) -> muon_plan.MuonPlan | None:
-  """Returns which device orthogonalises what; None where none does."""
+  """Returns Muon's plan; None for 'adam'."""
   if options.name != 'muon':
     return None
   return planner.make(

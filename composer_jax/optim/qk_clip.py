@@ -1,25 +1,20 @@
-"""QK-clip: shrinks what makes queries and keys of heads with too large logits.
+"""QK-clip: scales down queries and keys of heads with too large logits.
 
-Kimi K2 (arXiv 2507.20534, section 2.5). A head whose largest logit S of the
-step exceeds tau gets gamma = tau / S, and its weights after the step are scaled
-so that its logits on the same inputs are gamma times what they were:
+Kimi K2 (arXiv 2507.20534, section 2.5). If a head's largest logit S of the step
+exceeds tau, weights after the step are scaled so that the head's logits on the
+same inputs are multiplied by gamma = tau / S:
 
-- a key head of its own per query head: query and key by sqrt(gamma) each;
-- a key head shared by several query heads: the query alone, by gamma, since
-  scaling the key would move its other heads;
-- latent attention: query and key without positions by sqrt(gamma) each, the
-  rotated query by gamma; the rotated key serves all heads and stays;
-- normalised queries and keys forget the size of their weights: the scales
-  behind the norm are what counts. Scales of each head (OLMoE) are clipped as
-  above. A scale shared by all heads of a layer (Qwen3) follows the head with
-  the largest logit, so the layer's other heads shrink with it.
+- with as many key heads as query heads: query and key by sqrt(gamma) each;
+- with a key head shared by several query heads: the query only, by gamma;
+- in latent attention: query and key without positions by sqrt(gamma) each, the
+  rotated query by gamma, and not the rotated key, which all heads share;
+- with normalised queries and keys: the scales after the norm instead of the
+  weights. Scales of each head (OLMoE) are clipped as above. A scale shared by
+  all heads of a layer (Qwen3) is clipped for the head with the largest logit.
 
-Biases go with their weights. All other heads, and under a shared scale all
-other layers, keep their updates bit for bit.
-
-Updates of what may be clipped are float32, which `optax.apply_updates` rounds
-to the parameters: a strong clip takes off nearly all of a weight, and bfloat16
-would round that as coarsely as the weight, not as what is left of it.
+Biases are scaled with their weights. Other heads (with a shared scale, other
+layers) keep their updates bit for bit. Updates that may be clipped are float32:
+a strong clip removes nearly all of a weight, and bfloat16 would lose the rest.
 """
 
 from collections.abc import Mapping
@@ -29,16 +24,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Of the decoder's parameters, in the order of its layers.
+# Stacks of the decoder's parameters, in the order of layers.
 STACKS = ('dense_layers', 'moe_layers')
 
 
 def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
-  """Bounds the attention logits; the last transform of a chain.
+  """Returns the transform, which must be the last of a chain.
 
   Its `update` takes the parameters of `models.decoder` and, as `max_logits`,
-  the max_logits_LN of the forward pass that made the gradients. Logits up to
-  tau are left alone.
+  the max_logits_LN of the forward pass of the gradients.
   """
   if not tau > 0:
     raise ValueError(f'qk_clip needs a tau above 0, not {tau}.')
@@ -74,9 +68,9 @@ def qk_clip(tau: float = 100.0) -> optax.GradientTransformationExtraArgs:
 def _check(gamma_LN, params):
   present = [name for name in STACKS if name in params]
   layers = {n: params[n]['attention']['out'].shape[:2] for n in present}
-  wants = sum(length for length, _ in layers.values())
+  num_layers = sum(length for length, _ in layers.values())
   heads = {heads for _, heads in layers.values()}
-  if not layers or gamma_LN.shape != (wants, *heads):
+  if not layers or gamma_LN.shape != (num_layers, *heads):
     raise ValueError(
       f'max_logits has shape {gamma_LN.shape}; the parameters have attention '
       f'in the stacks {layers} (layers, heads), of {STACKS}.'
@@ -84,7 +78,7 @@ def _check(gamma_LN, params):
 
 
 def _factors(attention: Mapping[str, Any], gamma_LN: jax.Array) -> Any:
-  """Returns what to multiply with, a subtree of a stack's attention."""
+  """Returns factors, a subtree of a stack's attention."""
   root_LN = jnp.sqrt(gamma_LN)
   if 'key_up' in attention:
     query = 'query_up' if 'query_up' in attention else 'query'
@@ -115,7 +109,7 @@ def _factors(attention: Mapping[str, Any], gamma_LN: jax.Array) -> Any:
 def _scaled(updates, params, factors):
   """Returns updates that lead to the scaled parameters."""
   if not isinstance(factors, Mapping):
-    # Not an update times a factor: what has been learned so far shrinks too.
+    # Not an update times a factor: the parameters shrink too.
     wide, update = (x.astype(jnp.float32) for x in (params, updates))
     return jnp.where(factors == 1, update, (wide + update) * factors - wide)
   return updates | {

@@ -1,10 +1,9 @@
-"""What a parameter is to the optimizer, in terms of its logical axes.
+"""Roles of parameters in the optimizer, from their logical axes.
 
 A role is 'adam', or names the two sides of a matrix: 'embed->ffw' maps embed
 to ffw, 'embed->heads,head_dim' merges two axes into the output side. Every axis
-that a role does not name is a batch axis, along which matrices are independent.
-A parameter of two or more dimensions without labels, or with labels nobody
-knows, is an error.
+that a role does not name is a batch axis of independent matrices. A parameter
+of two or more dimensions with missing or unknown axis names is an error.
 """
 
 import dataclasses
@@ -18,10 +17,9 @@ from composer_jax.core import trees
 
 ADAM = 'adam'
 
-# Heads are among them: attention is orthogonalised head by head.
+# With heads: attention is orthogonalised head by head.
 BATCH_AXES = ('layer', 'expert', 'gate_up', 'heads', 'kv_heads')
-# A parameter with one of these is a table, a classifier or a scale, not a map
-# between activations.
+# Axes of tables, classifiers and scales, which are no maps of activations.
 ADAM_AXES = ('vocab', 'route', 'norm')
 MATRIX_AXES = ('embed', 'ffw', 'head_dim', 'q_lora', 'kv_lora')
 
@@ -30,14 +28,13 @@ Axes = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrix:
-  """Which dimensions of a parameter form the matrix; the others are batch.
+  """Dimensions of a parameter that form a matrix; others are batch dimensions.
 
   Attributes:
     rows: dimensions merged, in order, into the input side.
     columns: dimensions merged, in order, into the output side.
-    swapped: the output side leads where both sides are equally long. Roles set
-      it by the sides' names, so that embed->head_dim and head_dim->embed, if
-      square, are alike on every mesh.
+    swapped: true if the output side is the first one of a square matrix, so
+      that embed->head_dim and head_dim->embed form one group on every mesh.
   """
 
   rows: tuple[int, ...]
@@ -46,10 +43,10 @@ class Matrix:
 
 
 def of_axes(name: str, axes: Axes, ndim: int) -> str:
-  """Returns the role that a parameter's logical axes give it.
+  """Returns the role of a parameter with these logical axes.
 
   Raises:
-    ValueError: labels are missing, unknown or not a matrix.
+    ValueError: axes are missing, unknown or do not form a matrix.
   """
   unlabelled = len(axes) != ndim or None in axes
   if unlabelled and ndim < 2:
@@ -62,8 +59,9 @@ def of_axes(name: str, axes: Axes, ndim: int) -> str:
     raise ValueError(
       f'Parameter {name} has {ndim} dimensions with logical axes {axes}; '
       f'each must be one of {known}, and at most two outside {BATCH_AXES}. '
-      'Label it with nn.with_logical_partitioning, teach optim/roles.py its '
-      "axes, or give it a role: 'adam' or one such as 'embed->ffw'."
+      'Label it with nn.with_logical_partitioning, add its axes to '
+      "optim/roles.py, or give it a role ('adam' or one such as 'embed->ffw') "
+      "or, for `muon`, optax's MuonDimensionNumbers."
     )
   return ADAM if is_table or len(sides) < 2 else '->'.join(map(str, sides))
 
@@ -71,7 +69,7 @@ def of_axes(name: str, axes: Axes, ndim: int) -> str:
 def parse(
   name: str, role: str, axes: Axes, shape: tuple[int, ...]
 ) -> Matrix | None:
-  """Returns the matrix that a role makes of a parameter; None for Adam's.
+  """Returns the matrix of a parameter with this role; None for Adam.
 
   Raises:
     ValueError: the role is malformed or does not fit the axes.
@@ -92,15 +90,15 @@ def parse(
   rows, columns = (
     tuple(axis.strip() for axis in side.split(',')) for side in match.groups()
   )
-  left: list[str | None] = list(axes)
+  unused: list[str | None] = list(axes)
   dims = []
   for axis in rows + columns:
-    if axis not in left:
+    if axis not in unused:
       raise ValueError(f'{about} names {axis!r} once too often.')
-    # In order: of 'embed->embed' the first dimension is the input.
-    dims.append(left.index(axis))
-    left[dims[-1]] = None
-  unclear = sorted({axis for axis in left if axis in rows + columns})
+    # In order: in 'embed->embed' the first dimension is the input.
+    dims.append(unused.index(axis))
+    unused[dims[-1]] = None
+  unclear = sorted({axis for axis in unused if axis in rows + columns})
   if unclear:
     raise ValueError(
       f'{about} leaves open which of the axes called {unclear[0]!r} is meant; '
@@ -122,8 +120,8 @@ def tree(
     params: tree of arrays or shapes, without boxes.
     axes: tree of PartitionSpecs of logical axis names (`nn.get_partition_spec`
       of the boxed tree).
-    overrides: pairs of a regular expression and the role of every parameter in
-      whose '/'-joined name it is found; the first that is found decides.
+    overrides: pairs of a regular expression and the role of all parameters
+      whose '/'-joined names contain a match; the first match decides.
 
   Raises:
     ValueError: an override is no regular expression, or matches no parameter;
@@ -134,12 +132,12 @@ def tree(
   names = sorted(trees.flatten_names(params))
   for pattern, _ in overrides:
     try:
-      is_found = any(re.search(pattern, name) for name in names)
+      is_used = any(re.search(pattern, name) for name in names)
     except re.error as error:
       raise ValueError(
         f'The role override {pattern!r} is no regular expression: {error}.'
       ) from error
-    if not is_found:
+    if not is_used:
       raise ValueError(
         f'The role override {pattern!r} matches no parameter; there are '
         f'{names}.'
@@ -156,9 +154,9 @@ def tree(
 
 
 def matrices(params: Any, axes: Any, roles: Any) -> Any:
-  """Returns a tree of `Matrix`, with `optax.MaskedNode()` for Adam's.
+  """Returns the tree of `Matrix` for roles that `tree` returned.
 
-  Of roles that `tree` returned for the same parameters and axes.
+  Adam's parameters have `optax.MaskedNode()`.
   """
   logical = _named(axes)
   named = trees.flatten_names(roles)

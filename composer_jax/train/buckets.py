@@ -1,14 +1,13 @@
-"""Steps whose receive buffers hold a bucket of rows, repeated where too few.
+"""Repeats a step in larger receive buffers when its tokens did not fit.
 
-A ragged exchange receives as many rows as routers send, and a buffer has a
-size. The worst case is `EP` times the mean, mostly empty; so a step is compiled
-for some smaller buckets, reports the rows that it needed, and where they did
-not fit leaves the state as it was. The host then repeats it with a bucket that
-fits. Nothing is ever dropped: what overflowed did not happen.
+A ragged exchange receives as many rows as routers send, at worst `EP` times the
+mean. A step is compiled for smaller buffers (buckets) and reports the rows that
+it needed; where they did not fit it leaves the state unchanged, and the host
+repeats it with a bucket that fits. No token is ever dropped.
 
-The host reads of a step one step late, when the next is on its way already.
-That one is told on the device whether the step before it fitted, and changes
-nothing either if not.
+The host reads a step's metrics when the next step is already dispatched. That
+one reads on the device whether the step before fitted, and if not changes
+nothing either.
 """
 
 import collections
@@ -28,12 +27,12 @@ from composer_jax.train import step as train_step
 # Rows of a receive buffer over the mean; None holds the worst case.
 Bucket = float | None
 
-# Steps that a smaller bucket must have sufficed for before it is taken.
+# Steps that a smaller bucket would have held before it is taken.
 _PATIENCE = 20
 
 
 def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
-  """Returns whether every exchange had the rows that it needed."""
+  """Returns true if every exchange had the rows that it needed."""
   if stats is None:
     return jnp.bool_(True)
   return (stats.needed_rows <= stats.capacity).all()
@@ -42,10 +41,9 @@ def fits(stats: exchange.ExchangeStats | None) -> jax.Array:
 def guard(step: train_step.StepFunction) -> Callable[..., Any]:
   """Makes a step that changes nothing unless it and the one before it fitted.
 
-  Its last argument and its last result say so of the step before and of this
-  one. What an overflow leaves behind may be anything, NaN included: it is
-  selected away, element by element, so that a donated state is still written in
-  place.
+  The last argument tells whether the step before fitted, the last result
+  whether this one did too. Values after an overflow may be NaN; they are
+  replaced element by element, so that a donated state is written in place.
   """
 
   def guarded(state, batch, is_due):
@@ -82,13 +80,14 @@ class Retry(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Sent:
-  """A step on its way to the devices, sent again where it did not fit.
+  """A dispatched step, which is repeated if it did not fit.
 
   Attributes:
-    batch: kept until the step is known to have fitted.
-    metrics: of the last time it was sent; final once the next step, or
+    batch: input, kept until the step is known to have fitted.
+    metrics: metrics of the last attempt; final once the next step, or
       `BucketedStep.settle`, has returned.
-    is_done: on the device; None where nothing can overflow.
+    is_done: device scalar, true if the step and the one before fitted; None
+      where nothing can overflow.
   """
 
   step: int
@@ -103,10 +102,10 @@ class Sent:
 
 
 class BucketSize:
-  """Which bucket the next step takes, by what recent steps needed.
+  """Chooses the next step's bucket by the rows that recent steps needed.
 
-  Up at once, down only after `_PATIENCE` steps that the smaller one would have
-  held: each change may compile, and a step that overflows costs two.
+  Goes up at once, but down only after `_PATIENCE` steps that the smaller bucket
+  would have held: a change may compile, and an overflow costs a second step.
   """
 
   def __init__(
@@ -126,16 +125,16 @@ class BucketSize:
       if rows >= needed:
         return bucket
     raise RuntimeError(
-      f'An exchange needs {needed} rows and the worst case was computed to be '
-      f'{self.rows[None]}: a bug of the transport, of which no step was '
-      "applied. --config.parallel.buckets='()' does without buckets."
+      f'An exchange needs {needed} rows, more than the computed worst case of '
+      f'{self.rows[None]}. This is a bug of the transport; the step was not '
+      "applied. --config.parallel.buckets='()' runs without buckets."
     )
 
   def get_state(self) -> dict[str, Any]:
-    """Returns what `set_state` needs, as JSON.
+    """Returns the JSON value that `set_state` takes.
 
-    The order of a sum follows the room there is: only in the same buckets does
-    a run that goes on from a checkpoint repeat its losses bit for bit.
+    The order of sums depends on the bucket: a resumed run repeats its losses
+    bit for bit only in the same buckets.
     """
     return {
       'rows': list(self.rows.values()),
@@ -144,13 +143,13 @@ class BucketSize:
     }
 
   def set_state(self, state: dict[str, Any] | None) -> None:
-    """Goes on from there; begins anew where buckets are of other sizes."""
+    """Restores a state; ignores one of other bucket sizes."""
     if state is not None and state['rows'] == list(self.rows.values()):
       self.now = self.that_holds(state['now'])
       self._recent.extend(state['recent'])
 
   def saw(self, needed: int) -> None:
-    """Takes in what a step needed."""
+    """Records the rows that a step needed."""
     self._recent.append(needed)
     wanted = self.that_holds(max(self._recent))
     grows = self.rows[wanted] > self.rows[self.now]
@@ -160,13 +159,13 @@ class BucketSize:
 
 @dataclasses.dataclass(eq=False)
 class BucketedStep:
-  """Calls steps of any bucket as if there were one that always fits.
+  """Takes steps that always fit, whatever buckets they need.
 
   Attributes:
-    program: bucket -> jitted step of `guard`, state donated. Without a `size`
-      it is called with None and gives a `StepFunction`.
-    size: chooses; None where the transport cannot overflow.
-    report: of every step that is repeated.
+    program: function from a bucket to a jitted, guarded step that donates the
+      state. Without a `size`: from None to a jitted `StepFunction`.
+    size: choice of the bucket; None where the transport cannot overflow.
+    report: function called with every step that is repeated.
   """
 
   program: Callable[[Bucket], Any]
@@ -177,7 +176,7 @@ class BucketedStep:
   def __call__(
     self, state: train_state.TrainState, batch: batches.LMBatch, step: int
   ) -> tuple[train_state.TrainState, Sent]:
-    """Dispatches a step, donating the state, and makes sure of the one before.
+    """Dispatches a step, donating the state, and completes the one before.
 
     Raises:
       RuntimeError: a step needed more than the worst case.
@@ -190,16 +189,16 @@ class BucketedStep:
     is_due = jnp.bool_(True) if before is None else before.is_done
     state = self._send(state, sent, self.size.now, is_due)
     if before is not None:
-      state, fitted = self._made_sure(state, before)
+      state, fitted = self._complete(state, before)
       if not fitted:
-        # Sent while it was not due, it has changed nothing.
+        # The step before had not fitted, so this one changed nothing.
         state = self._send(state, sent, sent.bucket, before.is_done)
     return state, sent
 
   def settle(self, state: train_state.TrainState) -> train_state.TrainState:
     """Waits for the last step; afterwards it is part of the state."""
     if self._pending is not None:
-      state, _ = self._made_sure(state, self._pending)
+      state, _ = self._complete(state, self._pending)
       self._pending = None
     return state
 
@@ -210,16 +209,15 @@ class BucketedStep:
     )
     return state
 
-  def _made_sure(self, state, sent: Sent):
-    """Repeats a step until it fits; returns whether it did at once."""
+  def _complete(self, state, sent: Sent):
+    """Repeats a step until it fits; also returns if it did at once."""
     assert self.size is not None
     fitted = True
     while not bool(sent.is_done):
       fitted = False
       needed, capacity = sent.rows_needed(), self.size.rows[sent.bucket]
-      # Behind the first exchange that overflowed the numbers are those of a
-      # forward pass gone wrong: too small a need is told again, each time of a
-      # later exchange or with a larger bucket.
+      # Layers after the first overflow see wrong activations, so this need may
+      # be too small; the repeated step reports it again.
       bucket = self.size.that_holds(max(needed, capacity + 1))
       self.report(Retry(sent.step, needed, capacity, sent.bucket, bucket))
       state = self._send(state, sent, bucket, jnp.bool_(True))

@@ -20,7 +20,7 @@ SumFunction = Callable[
 
 
 class Totals(NamedTuple):
-  """What means are taken over: a batch, of which a piece may be at hand."""
+  """Denominators of the means over a batch."""
 
   loss_weight: jax.Array  # sum of the loss weights
   num_tokens: jax.Array  # int32, padding excluded
@@ -35,19 +35,20 @@ def totals(batch: batches.LMBatch) -> Totals:
 
 
 class LossStats(flax.struct.PyTreeNode, kw_only=True):
-  """What the loss saw; of a microbatch its share, for `summed` to add up.
+  """Statistics of a batch, or a microbatch's share, which `summed` adds up.
 
   Attributes:
     loss: weighted mean of -log p, nats per token, without the routers' losses.
-    aux_loss: load balancing, summed over MoE layers, before its weight. Over
-      microbatches the mean of theirs, by tokens: balance within each.
-    z_loss: mean squared log-sum-exp of the routers' logits, likewise.
+    aux_loss: load balancing loss, summed over MoE layers, before its weight;
+      over microbatches their mean weighted by tokens.
+    z_loss: mean squared log-sum-exp of the routers' logits, summed over MoE
+      layers, before its weight.
     loss_weight: sum of the loss weights.
-    num_tokens: int32 tokens that are not padding.
-    load_ME: int32 tokens sent to each expert, over the whole batch.
-    max_logits_LN: largest attention logit of each layer and head; None unless
-      asked for.
-    exchanged: rows that the exchange of each MoE layer needed and had, of the
+    num_tokens: int32 number of tokens that are not padding.
+    load_ME: int32 number of tokens sent to each expert.
+    max_logits_LN: largest attention logit of each layer and head; None if not
+      measured.
+    exchanged: rows needed and available in each MoE layer's exchange, for the
       shard that needed most; None without a mesh.
   """
 
@@ -63,10 +64,10 @@ class LossStats(flax.struct.PyTreeNode, kw_only=True):
 
 def summed(stats: LossStats) -> LossStats:
   """Returns a batch's statistics from those of its microbatches, stacked."""
-  nothing = {'max_logits_LN': None, 'exchanged': None}
-  tops = {name: getattr(stats, name) for name in nothing}
-  sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**nothing))
-  return sums.replace(**jax.tree.map(lambda a: a.max(0), tops))
+  absent = {'max_logits_LN': None, 'exchanged': None}
+  maxima = {name: getattr(stats, name) for name in absent}
+  sums = jax.tree.map(lambda a: a.sum(0), stats.replace(**absent))
+  return sums.replace(**jax.tree.map(lambda a: a.max(0), maxima))
 
 
 def negative_logprob_sum(
@@ -102,18 +103,18 @@ def loss(
   with_max_logits: bool = False,
   whole: Totals | None = None,
 ) -> tuple[jax.Array, LossStats]:
-  """Returns the training loss (the routers' included) and statistics.
+  """Returns the training loss, with the routers' losses, and statistics.
 
-  Of a microbatch both are its share of the batch's. The routers' losses are
-  means over the tokens of a microbatch and weigh as its tokens do: the z-loss
-  adds up to that of the batch, while balance is asked of each microbatch.
+  For a microbatch both are its share of the batch's. The routers' losses are
+  means over a microbatch, weighted by its tokens: the z-loss adds up to that of
+  the batch, while each microbatch is balanced by itself.
 
-  The forward pass uses the policy's values. A batch without a weighted token
-  has a loss of NaN, which stops the run: it is a bug of the stream.
+  The forward pass uses the policy's values. A batch without a weighted token, a
+  bug of the stream, has a loss of NaN, which stops the run.
 
   Args:
-    with_max_logits: whether to measure what QK-clip needs.
-    whole: totals of the batch that this is a microbatch of; None for all of it.
+    with_max_logits: true to measure the attention logits that QK-clip needs.
+    whole: totals of the batch; None if `batch` is no microbatch.
   """
   values = train_state.policy_values(params)
   total, output = negative_logprob_sum(
@@ -123,12 +124,12 @@ def loss(
     plan=plan,
     with_max_logits=with_max_logits,
   )
-  stats, mine = output.stats, totals(batch)
+  stats, part = output.stats, totals(batch)
   aux_loss, z_loss = stats.aux_loss_M.sum(), stats.z_loss_M.sum()
   if whole is None:
-    whole = mine
+    whole = part
   else:
-    share = mine.num_tokens / whole.num_tokens
+    share = part.num_tokens / whole.num_tokens
     aux_loss, z_loss = aux_loss * share, z_loss * share
   mean = total / whole.loss_weight
   total_loss = mean
@@ -143,8 +144,8 @@ def loss(
     loss=mean,
     aux_loss=aux_loss,
     z_loss=z_loss,
-    loss_weight=mine.loss_weight,
-    num_tokens=mine.num_tokens,
+    loss_weight=part.loss_weight,
+    num_tokens=part.num_tokens,
     load_ME=stats.load_ME,
     max_logits_LN=output.max_logits_LN,
     exchanged=output.exchanged,
@@ -154,7 +155,7 @@ def loss(
 def heldout_sums(
   model: model_config.ModelConfig, *, plan: exchange.ExchangePlan | None
 ) -> SumFunction:
-  """Returns what measures a batch, under the values of the policy."""
+  """Returns a function of held-out batches, which uses the policy's values."""
 
   def sums(variables, batch):
     values = train_state.policy_values(variables['params'])
@@ -182,6 +183,7 @@ def mean_loss(
   weight = sum(float(w) for _, w in parts)
   if not weight:
     raise ValueError(
-      f'The {len(parts)} held-out batches hold no token with a loss weight.'
+      f'None of the {len(parts)} held-out batches has a token with a loss '
+      'weight; check the held-out data and its loss mask.'
     )
   return total / weight

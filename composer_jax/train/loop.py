@@ -1,7 +1,7 @@
 """Drives one stage (pretraining or fine-tuning) from start or resume to export.
 
-Killed at any moment and started again with the same arguments it continues
-from its last checkpoint, and on CPU writes the same losses bit for bit.
+A stage that was killed and is started again with the same arguments continues
+from its last checkpoint; on CPU it writes the same losses bit for bit.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from composer_jax.train.checkpoints import export, manager
 
 
 class BatchStream(Protocol):
-  """A resumable iterator of numpy `LMBatch`es (grain's protocol)."""
+  """Resumable iterator over numpy batches (grain's protocol)."""
 
   def __next__(self) -> batches.LMBatch: ...
 
@@ -43,16 +43,16 @@ class BatchStream(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-  """One stage.
+  """Options of one stage.
 
   Attributes:
-    stage: its name in metrics and folders ('cpt', 'sft').
-    accumulate: microbatches that a batch is worked through in.
+    stage: name in metrics and folders ('cpt', 'sft').
     bias_rate: step of the sigmoid router's selection bias; 0 freezes it.
     checkpoint_every: steps between checkpoints; the last step always has one.
-    eval_every: steps between held-out losses; also before the first step and
-      after the last.
-    seed: of the initial weights, where none are given.
+    eval_every: steps between held-out losses, which the first and the last
+      step have in any case.
+    seed: seed of initial weights that are not given.
+    accumulate: microbatches into which a batch is split.
   """
 
   stage: str
@@ -75,7 +75,7 @@ class LoopOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Programs:
-  """What a stage runs on the devices; `like` are the shapes of its state."""
+  """Compiled functions of a stage; `like` has the shapes of its state."""
 
   first_state: Callable[[decoder.Variables | None], train_state.TrainState]
   step: Callable[[buckets.Bucket], Any]
@@ -97,9 +97,9 @@ def run(
 ) -> decoder.Variables:
   """Trains a stage to its end and returns its variables.
 
-  Checkpoints go to `checkpoints/<stage>` of the workdir, the result to
-  `exports/<stage>`; a stage that has its export is not run again. The state of
-  the stream is part of every checkpoint.
+  Checkpoints, which include the stream's state, are in `checkpoints/<stage>` of
+  the workdir and the result in `exports/<stage>`; a stage that has an export is
+  not run again.
 
   Args:
     initial: variables to start from; None draws them from the seed.
@@ -125,7 +125,12 @@ def run(
     keep=2,  # The last may be damaged.
   )
   with contextlib.closing(checkpoints):
-    size = _bucket_size(options, placement)
+    size = None
+    if placement.buckets:
+      shape = options.batch_size // options.accumulate, options.seq_len
+      size = buckets.BucketSize(
+        placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
+      )
     start, state = _restore(checkpoints, programs, stream, size)
     # The line of step 0 is written again by a run that has no checkpoint.
     writer.truncate(stage, -1 if state is None else start)
@@ -172,10 +177,7 @@ def make_programs(
   model: model_config.ModelConfig,
   placement: train_placement.Placement,
 ) -> _Programs:
-  """Describes the state before it exists and jits what works on it.
-
-  Cached: a process that runs a stage again compiles it once.
-  """
+  """Jits the functions of a stage from shapes; cached, so compiled once."""
   abstract, axes = decoder.abstract(model)
   described = dict(
     params=abstract['params'],
@@ -233,7 +235,7 @@ def make_programs(
     first_state=first_state,
     step=step_of,
     evaluate=jax.jit(
-      # Of no bucket: what is only measured is never repeated.
+      # In the worst-case bucket: evaluations are never repeated.
       lm_loss.heldout_sums(model, plan=placement.plan_of(None)),
       in_shardings=(variable_places, placement.batch),
       out_shardings=placement.replicated,
@@ -247,25 +249,13 @@ def make_programs(
   )
 
 
-def _bucket_size(
-  options: LoopOptions, placement: train_placement.Placement
-) -> buckets.BucketSize | None:
-  """Returns what chooses receive buffers; None where none can overflow."""
-  if not placement.buckets:
-    return None
-  shape = options.batch_size // options.accumulate, options.seq_len
-  return buckets.BucketSize(
-    placement.buckets, lambda bucket: placement.rows_of(bucket, *shape)
-  )
-
-
 def _restore(
   checkpoints: manager.Checkpoints,
   programs: _Programs,
   stream: BatchStream,
   size: buckets.BucketSize | None,
 ) -> tuple[int, train_state.TrainState | None]:
-  """Returns the last checkpoint and rewinds all else; step 0 without one."""
+  """Returns the last checkpoint, or step 0; rewinds the stream and buckets."""
   step = checkpoints.latest_step()
   if step is None:
     return 0, None
@@ -286,8 +276,8 @@ def _reporter(
   schedule = groups.schedule(
     options.optimizer, options.steps, options.optimizer.learning_rate
   )
-  # Loads are of a whole batch and of all devices: a kernel's own are told apart
-  # where no expert is on two, and no batch is cut.
+  # Loads are measured over the batch and all devices; they are those of each
+  # kernel call only if no expert is on two devices and no batch is split.
   is_counted = (
     matmul.chosen() == 'blocked'
     and placement.mesh.size == placement.expert_shards

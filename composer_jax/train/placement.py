@@ -1,4 +1,4 @@
-"""Where the arrays of a training stage lie on the mesh."""
+"""Placement of a training stage's arrays on the mesh."""
 
 import dataclasses
 from typing import Any
@@ -22,17 +22,16 @@ from composer_jax.parallel import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-  """What devices exchange, and how; no result depends on it but by rounding.
+  """Options of the exchange between devices; results differ by rounding only.
 
   Attributes:
-    transport: of tokens to experts, of `carriers.CARRIERS`; 'auto' chooses by
-      the bytes that each would move.
-    buckets: rows that an expert shard has room for over the mean, rising; a
-      step is compiled for those it needs, and for the worst case where none of
-      them holds it (`train.buckets`). () for the worst case always.
-    sequence_order: 'zigzag' gives each context shard an early and a late piece
-      of a row, so that all attend to as many keys; 'auto' does where there is
-      more than one.
+    transport: name in `carriers.CARRIERS` of the exchange of tokens; 'auto'
+      chooses by the bytes that each would move.
+    buckets: rising sizes of receive buffers over the mean; a step takes the
+      worst case if none is enough (`train.buckets`). () always takes it.
+    sequence_order: 'contiguous', or 'zigzag', which gives each context shard an
+      early and a late piece of a row, for an even number of keys; 'auto' is
+      zigzag with several context shards.
   """
 
   transport: str = 'auto'
@@ -45,19 +44,19 @@ class ParallelOptions:
     checks.one_of(self, 'sequence_order', ('auto', 'contiguous', 'zigzag'))
     is_sorted = list(self.buckets) == sorted({*self.buckets})
     rises = is_sorted and min(self.buckets, default=1) >= 1
-    rule = 'rise from 1 (the mean); the worst case is there without being named'
+    rule = 'rise from 1 (the mean); the worst case is always included'
     checks.require(self, 'buckets', rises, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-  """One mesh, and what lies where on it; compared by identity.
+  """Placement of a model on a mesh; compared by identity.
 
   Attributes:
-    variables: tree of NamedShardings for the model's variables.
+    variables: tree of NamedShardings of the model's variables.
     plan: exchange of tokens with experts; None on one device.
-    buckets: of receive buffers; () where none can overflow.
-    lines: what was chosen, and why.
+    buckets: sizes of receive buffers; () if none can overflow.
+    lines: text that explains the choices.
   """
 
   model: model_config.ModelConfig
@@ -74,28 +73,25 @@ class Placement:
 
   @property
   def batch(self) -> NamedSharding:
-    """Of every [B, T] array."""
+    """Sharding of every [B, T] array."""
     return shardings.tokens(self.layout, self.mesh)
 
   @property
   def expert_shards(self) -> int:
-    """The number of devices that share the experts out among them."""
+    """Number of devices among which experts are divided."""
     return self.plan.expert_shards if self.plan else 1
 
   def rows_of(self, bucket: float | None, rows: int, seq_len: int) -> int:
-    """Returns the copies of tokens that an expert shard has room for.
+    """Returns the rows of an expert shard's receive buffer.
 
-    `rows` are those of a microbatch, on all devices.
+    `rows` and `seq_len` are those of a microbatch, over all devices.
     """
     assert self.plan is not None
     load = _load(self.model, self.plan, rows, seq_len)
     return transports.capacity_rows(load, bucket)
 
   def needed_rows(self, ids_MBTA: np.ndarray, valid_BT: np.ndarray) -> int:
-    """Returns what `rows_of` has to be for recorded routes.
-
-    Tokens without a record are not counted.
-    """
+    """Returns the rows that recorded routes need, without unrecorded tokens."""
     assert self.plan is not None
     rows_P = exchange.needed_rows(
       self.plan,
@@ -106,13 +102,11 @@ class Placement:
     return int(rows_P.max())
 
   def plan_of(self, bucket: float | None) -> exchange.ExchangePlan | None:
-    """Returns the plan with receive buffers of a size."""
+    """Returns the plan with receive buffers of a bucket."""
     return self.plan and dataclasses.replace(self.plan, bucket=bucket)
 
   def put(self, batch: Any) -> Any:
-    """Places a numpy LMBatch or RLBatch, its rows in the order of devices.
-
-    Each process gives its own rows.
+    """Places a numpy LMBatch or RLBatch, of which each process has its rows.
 
     Raises:
       ValueError: rows or tokens do not divide over the mesh.
@@ -130,7 +124,7 @@ class Placement:
     return jax.tree_util.tree_map_with_path(place, batch)
 
   def _ordered(self, array: np.ndarray, axis: int) -> np.ndarray:
-    """Returns an array with the tokens of a row where devices expect them."""
+    """Returns an array with the tokens of rows in the order of devices."""
     if self.plan is None or self.plan.sequence_order == 'contiguous':
       return array
     context = shardings.product(self.plan.sequence_axes, self.mesh)
@@ -147,8 +141,7 @@ def build(
 ) -> Placement:
   """Places a model by a layout table.
 
-  The choice of a transport hardly depends on `num_tokens`, of a microbatch; the
-  bytes that it is said to move do.
+  `num_tokens` of a microbatch determine the printed bytes of the transport.
 
   Raises:
     ValueError: a parameter's axis is missing from the table, or its size does
@@ -201,11 +194,11 @@ def _load(model, plan, rows, seq_len):
 
 
 def _carried(plan, model, num_tokens, buckets):
-  """Returns the plan with a transport, and a line that says why this one."""
+  """Returns the plan with a transport, and a line that explains the choice."""
   name, reason = transports.choose(
     _load(model, plan, 1, num_tokens),
     platform=plan.mesh.devices.flat[0].platform,
-    # Somewhere between what is enough at best and at worst.
+    # The middle, as the bucket of a step is not known yet.
     bucket=buckets[len(buckets) // 2] if buckets else None,
   )
   if plan.transport == 'auto':

@@ -1,4 +1,4 @@
-"""Turns the metrics of steps into lines, one step late, and stops on NaN."""
+"""Writes metrics of steps, one step late, and stops on values not finite."""
 
 import dataclasses
 import functools
@@ -27,7 +27,6 @@ class Speed:
   """
 
   def __init__(self, train_flops_per_token: float):
-    """Looks up the peak of the devices, or measures that of a CPU."""
     self._flops = train_flops_per_token
     device = jax.devices()[0]
     is_cpu = device.platform == 'cpu'
@@ -46,9 +45,9 @@ class Speed:
       self._tokens += num_tokens
 
   def read(self) -> dict[str, float]:
-    """Returns tokens_per_s and, of devices whose peak is known, mfu.
+    """Returns tokens_per_s, and mfu if the devices' peak is known.
 
-    Neither before the second step.
+    Returns {} before the second step.
     """
     if self._since is None or not self._tokens:
       return {}
@@ -63,15 +62,16 @@ class Speed:
 
 @dataclasses.dataclass(eq=False)
 class Reporter:
-  """Holds the metrics of the last dispatched step until the next is on its way.
+  """Reports each step after the next one is dispatched.
 
-  Reading them waits for the device; by then the device has its next step.
+  Reading metrics waits for the device, which by then has its next step.
 
   Attributes:
-    log_every: steps between lines.
-    expert_shards: devices that share the experts out among them.
-    expert_rows: that the experts' kernel has room for on one device; None
-      where it is not known how many it computes of them.
+    learning_rates: learning rate of each step.
+    log_every: number of steps between lines.
+    expert_shards: number of devices among which experts are divided.
+    expert_rows: rows of the experts' kernel on one device; None if the number
+      of computed rows is unknown.
   """
 
   stage: str
@@ -99,7 +99,7 @@ class Reporter:
       self._report(pending)
 
   def retry(self, retry: buckets.Retry) -> None:
-    """Tells of a step that is repeated, on a line of its own."""
+    """Writes a line about a repeated step."""
     self.writer.write(
       self.stage,
       retry.step,
@@ -150,7 +150,7 @@ class Reporter:
   def _experts(
     self, load_ME: np.ndarray, stats: exchange.ExchangeStats | None
   ) -> dict[str, Any]:
-    """Returns what shards of experts had to do, and what their kernel did."""
+    """Returns metrics of the experts' shards and of their kernel."""
     metrics: dict[str, Any] = {}
     num_rows, shards = self.expert_rows, self.expert_shards
     if shards > 1:
@@ -186,7 +186,7 @@ class Reporter:
 
 
 def placed(placement: train_placement.Placement) -> dict[str, str]:
-  """Returns what a stage says once of its devices."""
+  """Returns the metrics of a stage's devices."""
   axes = ' x '.join(f'{k}={n}' for k, n in placement.mesh.shape.items())
   if placement.plan is None or placement.expert_shards == 1:
     return {'mesh': axes}
@@ -201,7 +201,7 @@ def _executed_rows(load_PE, num_rows):
 
 
 def muon_metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
-  """Returns the plan's totals, of one device and one step; {} without one."""
+  """Returns totals of a plan for one device and step; {} without a plan."""
   if plan is None:
     return {}
   return {
@@ -214,7 +214,7 @@ def muon_metrics(plan: muon_plan.MuonPlan | None) -> dict[str, float | int]:
 
 
 def muon_lines(plan: muon_plan.MuonPlan | None) -> list[str]:
-  """Returns a line of totals, and one for each group of equal matrices."""
+  """Returns a line of totals and a line for each group of equal matrices."""
   if plan is None:
     return []
   if not plan.groups:
@@ -232,16 +232,16 @@ def muon_lines(plan: muon_plan.MuonPlan | None) -> list[str]:
 
 
 def _group_line(group: muon_plan.MuonGroup) -> str:
-  names = [member.name for member in group.members]
-  more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+  first, *others = (member.name for member in group.members)
+  more = f' and {len(others)} more' if others else ''
   return (
     f'  {group.p} x {group.q}: {group.mode}, {group.owned} on a device, in '
-    f'{_counted(len(group.chunks), "chunk")}: {names[0]}{more}'
+    f'{_counted(len(group.chunks), "chunk")}: {first}{more}'
   )
 
 
 def _num_matrices(plan: muon_plan.MuonPlan) -> int:
-  """Returns how many there are, wherever they lie."""
+  """Returns the number of matrices on all devices."""
   return sum(
     group.count * plan.devices // (group.num_shards * group.num_replicas)
     for group in plan.groups

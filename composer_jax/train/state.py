@@ -1,4 +1,4 @@
-"""What a training stage owns between steps, and where it lies."""
+"""State of a training stage between steps, and its shardings."""
 
 import dataclasses
 from typing import Any
@@ -14,15 +14,15 @@ from composer_jax.core import trees
 
 
 class TrainState(flax.struct.PyTreeNode, kw_only=True):
-  """The float32 masters and all that moves with them.
+  """State of training.
 
   Attributes:
-    step: int32 optimizer steps done.
+    step: int32 number of optimizer steps done.
     params: float32 masters.
-    selection_bias: of sigmoid routers, {} for softmax; moved by a sign rule,
-      outside the optimizer.
-    opt_state: of the optax transform.
-    teacher: parameters of an average that follows the masters, {} without one.
+    selection_bias: biases of sigmoid routers, updated outside the optimizer; {}
+      for softmax routers.
+    opt_state: state of the optax transform.
+    teacher: moving average of the masters; {} without one.
   """
 
   step: jax.Array
@@ -36,16 +36,15 @@ class TrainState(flax.struct.PyTreeNode, kw_only=True):
 
 
 def variables(params: Any, selection_bias: Any) -> dict[str, Any]:
-  """Returns what `models.decoder` calls its variables."""
+  """Returns the variables of `models.decoder`."""
   bias = {'selection_bias': selection_bias} if selection_bias else {}
   return {'params': params, **bias}
 
 
 @jax.custom_jvp
 def _rounded(x: jax.Array) -> jax.Array:
-  # Not astype(bfloat16).astype(float32): XLA may drop such a pair of
-  # conversions (xla_allow_excess_precision), and its transpose would round the
-  # gradient. 8 and 7 bits are those of bfloat16.
+  # Not astype(bfloat16).astype(float32), which XLA may drop
+  # (xla_allow_excess_precision) and whose transpose rounds the gradient.
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -57,9 +56,8 @@ def _rounded_jvp(primals, tangents):
 def policy_values(params: Any) -> Any:
   """Rounds each master to the bfloat16 grid, keeping dtype and gradient.
 
-  Rollout serves the bfloat16 cast of the masters and bundles carry it, so the
-  trainer's forward pass must use the same values, while its gradient and its
-  updates act on the masters (straight-through).
+  The trainer's forward pass must use the values that rollout serves; gradient
+  and updates act on the masters (straight-through).
   """
   with jax.named_scope('policy_values'):
     return jax.tree.map(_rounded, params)
@@ -71,20 +69,20 @@ def create(
   *,
   with_teacher: bool = False,
 ) -> TrainState:
-  """Builds the state of step 0; pure, so that it can be traced or jitted."""
+  """Builds the state of step 0."""
   params = model_variables['params']
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     params=params,
     selection_bias=model_variables.get('selection_bias', {}),
     opt_state=optimizer.init(params),
-    # Copies: a step is given its state's buffers, and each only once.
+    # Copies, since a step donates each buffer of its state once.
     teacher=jax.tree.map(jnp.copy, params) if with_teacher else {},
   )
 
 
 def follow(state: TrainState, rate: float) -> TrainState:
-  """Moves the teacher by this share of its distance to the masters."""
+  """Moves the teacher by the share `rate` of its distance to the masters."""
   return state.replace(
     teacher=jax.tree.map(
       lambda slow, fast: slow + rate * (fast - slow),
@@ -97,14 +95,10 @@ def follow(state: TrainState, rate: float) -> TrainState:
 def shardings(
   abstract: TrainState, variable_shardings: dict[str, Any], mesh: Mesh
 ) -> Any:
-  """Places the state: moments lie as their parameters, scalars everywhere.
-
-  A moment may hold one number for a whole dimension of its parameter (the
-  second moment of a unit): such a dimension of size 1 is not divided.
+  """Returns shardings of the state: moments are sharded as their parameters.
 
   Raises:
-    ValueError: an array of the optimizer belongs to no parameter, by name or
-      by shape.
+    ValueError: an array of the optimizer has no parameter's name and shape.
   """
   by_name = trees.flatten_names(variable_shardings['params'])
   shapes = {n: p.shape for n, p in trees.flatten_names(abstract.params).items()}
@@ -122,7 +116,12 @@ def shardings(
         f'Optimizer state {name} of shape {leaf.shape} is named after no '
         f'parameter; the parameters are {sorted(by_name)}.'
       )
-    return _fitted(name, leaf.shape, shapes[parameter], by_name[parameter])
+    if leaf.shape != shapes[parameter]:
+      raise ValueError(
+        f'Optimizer state {name} has shape {leaf.shape}, which must be that '
+        f'of its parameter, {shapes[parameter]}.'
+      )
+    return by_name[parameter]
 
   place_of: Any = TrainState  # Holds shardings here, where arrays are declared.
   return place_of(
@@ -132,24 +131,3 @@ def shardings(
     opt_state=trees.map_names(place, abstract.opt_state),
     teacher=variable_shardings['params'] if abstract.teacher else {},
   )
-
-
-def _fitted(
-  name: str,
-  shape: tuple[int, ...],
-  parameter: tuple[int, ...],
-  sharding: NamedSharding,
-) -> NamedSharding:
-  """Returns a parameter's sharding without the dimensions that have shrunk."""
-  if shape == parameter:
-    return sharding
-  axes = (*sharding.spec, *(None,) * (len(parameter) - len(sharding.spec)))
-  if len(shape) != len(parameter) or any(
-    mine not in (1, its) for mine, its in zip(shape, parameter, strict=True)
-  ):
-    raise ValueError(
-      f'Optimizer state {name} has shape {shape} and its parameter '
-      f'{parameter}; each dimension must be that of the parameter, or 1.'
-    )
-  kept = (a if mine > 1 else None for mine, a in zip(shape, axes, strict=True))
-  return NamedSharding(sharding.mesh, P(*kept))

@@ -1,9 +1,8 @@
-"""One optimizer step: pure functions, jitted by whoever drives them.
+"""One optimizer step, as pure functions.
 
-A batch may be worked through in microbatches, of every n-th row each, so that a
-device's own rows become its rows of each microbatch and nothing is exchanged.
-What is a mean over the batch is each microbatch's share of it
-(`lm_loss.Totals`), so that sums are all there is.
+A batch may be split into n microbatches of every n-th row, so that rows stay on
+their devices. A mean over the batch is the sum of the microbatches' shares
+(`lm_loss.Totals`).
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class UpdateStats(flax.struct.PyTreeNode, kw_only=True):
 
 
 class StepMetrics(flax.struct.PyTreeNode, kw_only=True):
-  """What one step reports; read on the host one step late."""
+  """Metrics of one step; read on the host one step late."""
 
   loss: lm_loss.LossStats
   update: UpdateStats
@@ -55,9 +54,9 @@ def apply_gradients(
 ) -> tuple[train_state.TrainState, UpdateStats]:
   """Moves masters and selection bias once.
 
-  `load_ME` are the tokens sent to each expert over the whole global batch, and
-  `bias_rate` is the step of the selection bias (DeepSeek-V3: 0.001), which 0
-  freezes. An optimizer that clips by attention logits needs `max_logits_LN`.
+  `load_ME` is the number of tokens sent to each expert over the global batch,
+  `bias_rate` the step of the selection bias (DeepSeek-V3: 0.001; 0 freezes it).
+  An optimizer that clips by attention logits needs `max_logits_LN`.
   """
   extra = {} if max_logits_LN is None else {'max_logits': max_logits_LN}
   updates, opt_state = optax.with_extra_args_support(optimizer).update(
@@ -92,10 +91,9 @@ def make(
   """Returns the language-model step; it traces under any mesh.
 
   Args:
-    clips_logits: whether the optimizer wants the largest attention logits.
-    accumulate: microbatches that a batch is worked through in, one after
-      another; loss and gradient are those of the batch whole.
-    places: shardings of the parameters, in which gradients add up.
+    clips_logits: true if the optimizer needs the largest attention logits.
+    accumulate: number of microbatches of a batch.
+    places: shardings in which gradients add up; None leaves them to XLA.
   """
 
   def gradient(params, state, batch, whole=None):
@@ -140,7 +138,7 @@ def make(
 def check_rows(rows: int, accumulate: int, shards: int, name: str) -> None:
   """Raises a ValueError unless rows divide into microbatches and shards.
 
-  `name` is that of the batch size, as the user knows it.
+  `name` is the batch size's name in the config.
   """
   unit = accumulate * shards
   if rows % unit:
@@ -194,6 +192,6 @@ def _sum_gradients(function, params, microbatches, places):
 
 
 def expert_load_max(load_ME: jax.Array) -> float:
-  """Returns the busiest expert's load over the mean, of the worst layer."""
+  """Returns the largest ratio of an expert's load to its layer's mean."""
   load_ME = jnp.asarray(load_ME, jnp.float32)
   return float((load_ME.max(-1) / load_ME.mean(-1)).max())

@@ -1,9 +1,8 @@
-"""Trees of arrays as blocks of named tensors, and back.
+"""Converts trees of arrays to blocks of named tensors, and back.
 
-Whoever carries weights (`WeightTransport`) knows no jax: it sees TensorBlocks.
-Each block of a sharded array is yielded once, whatever the mesh, by the process
-that holds it; a receiver asks for the blocks of its own devices. Nothing larger
-than a shard ever comes to the host.
+A `WeightTransport` handles TensorBlocks only, not jax arrays. Each block of a
+sharded array is yielded once, by a process that has it; a receiver asks for the
+blocks of its devices. No more than a shard is copied to the host at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ Index = tuple[tuple[int, int], ...]
 
 
 class TensorBlock(NamedTuple):
-  """A block of a global array with a '/'-joined name, on the host."""
+  """Block of a global array on the host."""
 
   name: str
   dtype: str  # its name, such as 'bfloat16'
@@ -30,23 +29,23 @@ class TensorBlock(NamedTuple):
 
 
 class HostWeights(Protocol):
-  """Named arrays on the host, whole or the blocks that were asked for."""
+  """Named arrays on the host, whole or in blocks."""
 
   def signature(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
     """Returns {name: (dtype, shape)} of the whole arrays."""
     ...
 
   def block(self, name: str, index: Index) -> np.ndarray:
-    """Returns a block that is here; raises a ValueError for any other."""
+    """Returns a block; raises a ValueError for one that is not held."""
     ...
 
 
 def blocks(tree: Any) -> Iterator[TensorBlock]:
   """Yields every addressable block of every array of a tree, once.
 
-  A shard comes to the host when its block is asked for, and the array keeps no
-  copy of it. Numpy arrays are taken to be the same in every process; the first
-  one yields them.
+  A shard is copied to the host when its block is requested, and the array does
+  not keep the copy. The first process yields numpy arrays, which must be equal
+  in all processes.
 
   Raises:
     ValueError: two leaves have the same '/'-joined name.
@@ -64,14 +63,14 @@ def blocks(tree: Any) -> Iterator[TensorBlock]:
 
 
 def array_blocks(array: Any) -> Iterator[tuple[Index, np.ndarray]]:
-  """Yields the blocks of one array that this process tells, see `blocks`."""
+  """Yields the blocks of one array for which this process is responsible."""
   if not isinstance(array, jax.Array):
     if jax.process_index() == 0:
       values = np.asarray(array)
       yield _whole(values.shape), values
     return
   for shard in array.addressable_shards:
-    # One process of several that share a replicated array yields it.
+    # Only one of several processes yields a replicated block.
     if shard.replica_id == 0:
       index = shard_index(shard.index, array.shape)
       yield index, np.asarray(same_buffer(shard.data))
@@ -80,8 +79,8 @@ def array_blocks(array: Any) -> Iterator[tuple[Index, np.ndarray]]:
 def same_buffer(shard: jax.Array) -> jax.Array:
   """Returns another array of the same buffer, to be copied to the host.
 
-  An array keeps the host copy that is made of it. This one dies with the call
-  that asked for it. On a CPU the copy is a view, which outlives donation.
+  An array keeps its host copy; that of a temporary array is freed with it. On a
+  CPU the copy is a view, which outlives donation.
   """
   return jax.make_array_from_single_device_arrays(
     shard.shape, shard.sharding, [shard]
@@ -89,7 +88,7 @@ def same_buffer(shard: jax.Array) -> jax.Array:
 
 
 def shard_index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-  """Returns where a shard lies, of what jax calls its index."""
+  """Converts jax's index of a shard."""
   pairs = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
   return tuple((start, stop) for start, stop in pairs)
 
@@ -99,7 +98,7 @@ def _whole(shape: tuple[int, ...]) -> Index:
 
 
 def _shards(leaf: Any) -> dict[Index, list[jax.Device]] | None:
-  """Returns the blocks of this process and their devices; None: no sharding."""
+  """Returns this process's blocks and devices; None without a sharding."""
   sharding = getattr(leaf, 'sharding', None)
   if sharding is None:
     return None
@@ -111,11 +110,10 @@ def _shards(leaf: Any) -> dict[Index, list[jax.Device]] | None:
 
 
 def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
-  """Returns what tells a receiver which blocks this process needs.
+  """Returns a function that tells a receiver the blocks of this process.
 
-  It gives, for (name, dtype, shape), the indices of the blocks of this
-  process's devices; the whole of an array without sharding; nothing of a tensor
-  that `like` lacks or whose shape differs, which `to_tree` refuses by name.
+  For (name, dtype, shape) it returns indices of blocks, or of the whole array
+  without a sharding; [] for a tensor that `to_tree` would refuse.
   """
   leaves = trees.flatten_names(like)
 
@@ -132,15 +130,11 @@ def wanted(like: Any) -> Callable[[str, str, tuple[int, ...]], list[Index]]:
 def to_tree(held: HostWeights, like: Any) -> Any:
   """Rebuilds a tree of device arrays from named arrays.
 
-  Leaves with a sharding are put on their devices block by block: where `held`
-  has only the blocks that this process needs, no more than those exist.
-
-  `like` is a tree of arrays or `jax.ShapeDtypeStruct`s; where a leaf has a
-  sharding, the result has it too.
+  Leaves of `like`, arrays or `jax.ShapeDtypeStruct`s, with a sharding are put
+  on their devices block by block.
 
   Raises:
-    ValueError: names the tensors that are missing or left over, or the one
-      whose dtype or shape differs.
+    ValueError: tensors are missing or left over, or a dtype or shape differs.
   """
   leaves, signature = trees.flatten_names(like), held.signature()
   if leaves.keys() != signature.keys():
@@ -160,19 +154,14 @@ def to_tree(held: HostWeights, like: Any) -> Any:
     shards = _shards(leaf)
     if shards is None:
       return jax.device_put(held.block(name, _whole(leaf.shape)))
-    # Not make_array_from_callback, which asks once for each device: replicas
-    # share a block, and it goes before the next one is made.
-    arrays = [
-      array
-      for index, devices in shards.items()
-      for array in _put(held.block(name, index), devices)
-    ]
+    # Not make_array_from_callback, which asks for each replica's block anew and
+    # keeps all of them.
+    arrays = []
+    for index, devices in shards.items():
+      values = held.block(name, index)
+      arrays += [jax.device_put(values, device) for device in devices]
     return jax.make_array_from_single_device_arrays(
       leaf.shape, leaf.sharding, arrays, dtype=leaf.dtype
     )
 
   return trees.map_names(place, like)
-
-
-def _put(values: np.ndarray, devices: list[jax.Device]) -> list[jax.Array]:
-  return [jax.device_put(values, device) for device in devices]

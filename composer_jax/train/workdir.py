@@ -1,4 +1,4 @@
-"""One configuration per workdir: the second is refused, naming what differs."""
+"""Binds each workdir to one configuration."""
 
 import json
 import os
@@ -18,8 +18,8 @@ def claim(
 ) -> None:
   """Binds a workdir to a configuration, or checks that it is bound to it.
 
-  `config` is of JSON values. `ignored` are dotted keys, or their prefixes, that
-  may differ between runs because no result depends on them ('telemetry').
+  `config` has JSON values. `ignored` are dotted keys, or their prefixes, that
+  may differ between runs.
 
   Raises:
     ValueError: the workdir belongs to another configuration; names every

@@ -96,7 +96,7 @@ def test_the_kernel_frees_the_lock_of_a_killed_run(tmp_path):
     timeout=60,
   )
   assert done.returncode == -signal.SIGKILL
-  # What the run started outlives it and does not hold the lock.
+  # A child process outlives the run and does not hold the lock.
   child = int(done.stdout)
   try:
     os.kill(child, 0)
@@ -109,9 +109,11 @@ def test_the_kernel_frees_the_lock_of_a_killed_run(tmp_path):
 
 def test_a_lock_is_held_by_one_and_names_it(tmp_path):
   with files.alone(tmp_path):
-    found = rf'process \({os.getpid()} on .*runs in workdir {tmp_path}.*another'
-    with pytest.raises(ValueError, match=found):
+    actual = (
+      rf'process \({os.getpid()} on .*runs in workdir {tmp_path}.*another'
+    )
+    with pytest.raises(ValueError, match=actual):
       with files.alone(tmp_path):
         pass
-  # Nothing is left that would differ from run to run.
+  # The file has nothing that differs between runs.
   assert (tmp_path / 'lock').read_bytes() == b''

@@ -1,4 +1,4 @@
-"""Bytes of a group hold every field, and no route that is none."""
+"""A group survives its bytes, and impossible routes are refused."""
 
 import dataclasses
 import io
@@ -94,7 +94,7 @@ def test_routes_take_their_bound_and_not_the_width_of_a_number():
     for n in (2001, 1001)
   )
   bound = 1000 * 2 * math.log2(256 * 255) / 8
-  # Log-probabilities, which deflate cannot shrink much, and the counted rest.
+  # Log-probabilities, which deflate cannot shrink much, and all other fields.
   others = 1000 * (4 + 2)
   assert (
     bound < long - short < 1.05 * bound + others < 1000 * 2 * 2 * 2 + others

@@ -1,4 +1,4 @@
-"""What is chosen by platform follows the target of the trace."""
+"""Choices by platform follow the target of the trace."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What the records refuse, by the field's name and the value found."""
+"""Records refuse wrong values, by name of the field and value."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Roundings that a compiler would like to skip."""
+"""Roundings to bfloat16 take place in compiled programs."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ from composer_jax.models import decoder, head
 from tests import compiling
 
 B, T, V = 2, 12, 32
-# Compiles in half the time; what is held equal is compiled alike.
+# Compiles in half the time; programs that are compared use the same options.
 _OPTIONS = {'xla_backend_optimization_level': 0}
 FIELDS = dict(
   vocab_size=V,
@@ -72,7 +72,7 @@ YARN = dict(
 )
 GROUPED = dict(num_groups=3, num_active_groups=2)
 CONFIGS = {
-  # Everything that grouped-query attention can have.
+  # All options of grouped-query attention.
   'gqa': model_config.ModelConfig.from_dict(
     FIELDS
     | dict(
@@ -102,7 +102,7 @@ def variables(config):
     functools.partial(decoder.init, config),
     compiler_options=compiling.INIT,
   )
-  # Biases and norms that do nothing would hide their absence.
+  # With initial biases and norms a test would not notice their absence.
   leaves, tree = jax.tree.flatten(init(jax.random.key(0)))
   random = np.random.default_rng(0)
   return tree.unflatten(
@@ -175,7 +175,7 @@ def test_tokens_without_route_are_routed_afresh_whole(
   np.testing.assert_array_equal(
     run(variables, batch, afresh).hidden_BTD, output.hidden_BTD
   )
-  # Half a record is none: the slot that is there must not be used.
+  # An incomplete record is not used.
   half = afresh.at[..., 0].set(5)
   np.testing.assert_array_equal(
     run(variables, batch, half).expert_ids_MBTA, output.expert_ids_MBTA
@@ -215,7 +215,7 @@ def test_no_gradient_from_the_future_or_another_document(config, variables):
     )
     return jnp.sin(out.hidden_BTD[0, 8]).sum()
 
-  # Every token of the row is another, so a row of this is a position.
+  # All tokens of the row differ, so that a row of the table is a position.
   seen_T = np.abs(jax.jit(jax.grad(value))(variables['params']['embedding']))
   seen_T = seen_T.max(-1)[:T] > 0
   np.testing.assert_array_equal(seen_T, [False] * 6 + [True] * 3 + [False] * 3)
@@ -236,7 +236,7 @@ def test_replay_of_own_routes_keeps_every_bit_of_the_gradients(
 def test_recomputation_changes_nothing(
   variables, batch, value_and_grad, afresh
 ):
-  # Recomputed layers fuse otherwise: roundings of sums may differ.
+  # Recomputed layers are fused differently, and sums round differently.
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5),
     value_and_grad[True](variables, batch, afresh),
@@ -262,7 +262,7 @@ def test_recomputation_repeats_no_choice_of_experts():
     )
     return text.count('argmax['), text.count(' sort[')
 
-  # Though nothing is to be kept: rounded otherwise it might be another.
+  # Kept although remat_saves is empty: a recomputed choice could differ.
   assert choices(remat=True, remat_saves=()) == choices(remat=False)
 
 

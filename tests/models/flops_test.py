@@ -301,7 +301,7 @@ def _routed(config):
 
 
 def _gates(config):
-  """Picking gates: products that belong to no matrix."""
+  """Operations of the one-hot products that pick gates."""
   moe = config.moe
   return 2 * config.num_moe_layers * moe.num_active * moe.num_experts
 

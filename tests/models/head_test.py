@@ -1,4 +1,4 @@
-"""The shift by one token, and logits that are never whole."""
+"""The shift by one token, and logits in chunks of the vocabulary."""
 
 import dataclasses
 
@@ -56,7 +56,7 @@ def test_the_end_of_a_full_row_predicts_nothing():
     decoder_test.CONFIG,
   )
   for about in out:
-    # Least of all the beginning of the row, though of the same segment id.
+    # The first token of the row has the same segment id, but does not follow.
     assert about[0, 0] == 0 and (about[0, 1:] != 0).all()
 
 
@@ -85,7 +85,7 @@ def test_chunks_equal_logits_at_once(name):
   # A logit is off by a unit in the last place of the largest for each of its
   # roundings, which are independent, and a probability by as much of itself.
   off = np.finfo(np.float32).eps * largest * len(weight) ** 0.5
-  # Of 32 words: the last chunk has two.
+  # The last chunk has two of 32 words.
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=off * np.abs(y).max()),
     _gradients(name, 10),

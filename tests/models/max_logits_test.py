@@ -81,7 +81,7 @@ def test_tiles_return_what_softmax_subtracts(kind):
   out, tops = run(*arrays, True)
   # Sums of a dozen float32 products of order one.
   np.testing.assert_allclose(tops, by_hand, rtol=1e-6, atol=1e-6)
-  # The mode's promise: no bit depends on what else is computed.
+  # In this mode no bit depends on whether logits are measured.
   np.testing.assert_array_equal(out, run(*arrays, False)[0])
 
 
@@ -257,7 +257,7 @@ MESHES = {'cp2_ep8': (2, 2, 2), 'fsdp4_cp2': (1, 4, 2)}
   ],
 )
 def test_meshes_measure_what_one_device_does(name, shape):
-  # Two documents a row, and shards that hold nothing but padding.
+  # Two documents a row, and shards of padding only.
   config = architectures_test.ARCHITECTURES[name]
   variables, tokens = on_mesh.initial(config), on_mesh.batch()
   forward = jax.jit(_forward, static_argnums=(0, 3), compiler_options=_OPTIONS)

@@ -1,4 +1,4 @@
-"""Latent attention: two forms, one function."""
+"""The two forms of latent attention are equal."""
 
 import functools
 

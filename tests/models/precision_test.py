@@ -1,4 +1,4 @@
-"""What stays float32 while a model computes in bfloat16."""
+"""Operations that stay float32 in a model that computes in bfloat16."""
 
 import dataclasses
 import functools
@@ -129,7 +129,7 @@ def test_router_logits_are_float32_products_of_bfloat16_values(config):
   params = jax.tree.map(
     lambda a: np.zeros(a.shape, a.dtype), mixture_shapes(config)
   )
-  # No attention, and a norm that keeps what it is given as it is.
+  # Without attention, and with a norm of scale one.
   norm_of = np.asarray(x_BTD, np.float32)
   x_BTD = (norm_of / np.sqrt((norm_of**2).mean(-1, keepdims=True))).astype(BF16)
   params['ffw_norm']['scale'] = np.ones(config.embed_dim, np.float32)

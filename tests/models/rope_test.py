@@ -106,7 +106,7 @@ def test_yarn_without_rounding_of_the_ramp():
   'mscale,all_dim,rotation,softmax',
   [
     (None, None, 0.1 * math.log(4) + 1, 1),
-    # Equal ones cancel on the rotated part: DeepSeek-V3 and Kimi K2.
+    # Equal values cancel on the rotated part (DeepSeek-V3, Kimi K2).
     (1.0, 1.0, 1, (0.1 * math.log(4) + 1) ** 2),
     (
       0.5,

@@ -201,7 +201,7 @@ def test_weights_come_from_live_scores_and_teach_the_router_alone(name, alpha):
   expected_ZA = 2.5 * scores_ZA / scores_ZA.sum(-1, keepdims=True)
   np.testing.assert_allclose(weights_ZA, expected_ZA, rtol=1e-5)
   np.testing.assert_array_equal(d_bias_E, np.zeros(E))
-  # Every token teaches, those whose experts were forced too.
+  # Every token has a gradient, also with replayed experts.
   assert (np.abs(d_logits_ZE).max(-1) > 1e-3).all()
 
 
@@ -260,8 +260,8 @@ def test_a_bias_raises_the_bar_of_those_it_holds_back(alpha, ids):
   config = _config('sigmoid', num_experts=4, num_active=2, replay_alpha=alpha)
   scores = np.array([0.4, 0.6, 0.5, 0.2])
   bias = jnp.array([0, -0.5, 0, 0.35])
-  found, _ = _one(config, np.log(scores / (1 - scores)), [1, 0], bias)
-  assert found == ids
+  actual, _ = _one(config, np.log(scores / (1 - scores)), [1, 0], bias)
+  assert actual == ids
 
 
 @pytest.mark.parametrize('alpha', [0.3, 0.9])
@@ -273,12 +273,12 @@ def test_a_closed_expert_that_its_bias_would_have_chosen_is_kept(alpha):
   )
   scores = np.array([0.1, 0.1, 0.5, 0.6, 0.55, 0.45, 0.2, 0.14])
   bias = jnp.array([0.8, -2, 0, 0, 0, 0, 0, 0])
-  found, _ = _one(config, np.log(scores / (1 - scores)), [0, 3, 7], bias)
-  assert found == [0, 3, 4]
+  actual, _ = _one(config, np.log(scores / (1 - scores)), [0, 3, 7], bias)
+  assert actual == [0, 3, 4]
 
 
 def test_own_experts_are_kept_in_any_order_whatever_rounding_does():
-  # Beside such a bias nothing is left of a score but steps of a half.
+  # With such a bias scores are rounded to multiples of 1/2.
   config = _config('sigmoid', replay_alpha=0.9999999)
   logits_ZE, _, valid_Z = _inputs()
   bias_E = jnp.full(E, 2.0**22)

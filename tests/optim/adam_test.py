@@ -63,7 +63,7 @@ def test_one_nan_makes_every_gradient_nan():
 
 
 def test_the_moments_need_no_array_beside_them():
-  # Donated moments and parameters: what is left are numbers.
+  # Moments and parameters are donated; other buffers are scalars.
   params = {'up': jnp.zeros((256, 256))}
   transform = optax.chain(
     groups.clip_by_global_norm(1.0),

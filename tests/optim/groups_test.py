@@ -83,8 +83,8 @@ def _options(**changes):
 
 def test_biases_and_norms_of_queries_are_adams():
   shapes, axes = decoder.abstract(decoder_test.CONFIGS['gqa'])
-  found = roles.tree(shapes['params'], axes['params'])['moe_layers']
-  by_role = trees.flatten_names(found['attention'])
+  actual = roles.tree(shapes['params'], axes['params'])['moe_layers']
+  by_role = trees.flatten_names(actual['attention'])
   matrices = {'query', 'key', 'value', 'out'}
   assert {n for n, role in by_role.items() if role != 'adam'} == matrices
   others = {'query_bias', 'key_bias', 'value_bias', 'out_bias', 'query_norm'}
@@ -117,7 +117,7 @@ def test_adam_for_all_equals_optax_adamw(params):
   gradients = jax.tree.map(np.cos, params)
   a = _first_update(ours, gradients, params)
   b = _first_update(theirs, gradients, params)
-  # We multiply by what optax divides by.
+  # Ours multiplies by reciprocals where optax divides.
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), a, b)
 
 
@@ -139,7 +139,7 @@ def _program(params, shardings, **choices):
     first,
     in_shardings=(shardings,),
     out_shardings=shardings,
-    # It runs once: what compiles fast is fast.
+    # It runs once, so that compiling takes most of the time.
     compiler_options={'xla_backend_optimization_level': 0},
   )
 
@@ -164,7 +164,7 @@ def default_program(params, shardings):
 def test_every_choice_changes_the_program(
   params, shardings, default_program, name
 ):
-  """A field that reached nothing would be a lie of the config."""
+  """Every field of the options has an effect."""
   program = _program(params, shardings, **{name: CHOICES[name]})
   assert str(program.trace(params).jaxpr) != default_program
 
@@ -176,7 +176,7 @@ def test_no_choice_is_left_out_of_that_test():
 
 
 def test_a_mesh_changes_no_update(params, shardings):
-  """With the router on Muon, and the heads of `out` as one matrix."""
+  """The router is on Muon, and the heads of `out` are one matrix."""
   choices = dict(
     roles=(('router', 'embed->route'), ('^out$', 'heads,head_dim->embed')),
   )
@@ -205,21 +205,21 @@ def test_a_role_moves_a_parameter_from_one_optimizer_to_the_other(params):
 
   matrices = {'query', 'out', 'gate_up', 'down'}
   assert momenta() == matrices
-  found = momenta(('router', 'embed->route'), ('down', 'adam'))
-  assert found == matrices - {'down'} | {'router'}
+  actual = momenta(('router', 'embed->route'), ('down', 'adam'))
+  assert actual == matrices - {'down'} | {'router'}
 
 
 def test_a_plan_is_of_the_same_matrices(params, shardings):
   describe = dict(params=params, axes=AXES, shardings=shardings)
   plan = groups.plan(_options(), **describe)
   assert plan is not None and plan.devices == 8
-  found = {member.name for group in plan.groups for member in group.members}
-  assert found == {'query', 'out', 'gate_up', 'down'}
+  actual = {member.name for group in plan.groups for member in group.members}
+  assert actual == {'query', 'out', 'gate_up', 'down'}
   assert groups.plan(_options(name='adam'), **describe) is None
 
 
 @pytest.mark.parametrize(
-  ('wrong', 'told'),
+  ('wrong', 'message'),
   [
     *(
       (dict(roles=roles), r"pairs.*\('router', 'embed->route'\)")
@@ -237,8 +237,8 @@ def test_a_plan_is_of_the_same_matrices(params, shardings):
     (dict(rms=0.0), 'MuonChoices.rms must be positive'),
   ],
 )
-def test_a_wrong_choice_is_told_in_a_line(wrong, told):
-  with pytest.raises(ValueError, match=told) as error:
+def test_a_wrong_choice_is_told_in_a_line(wrong, message):
+  with pytest.raises(ValueError, match=message) as error:
     groups.MuonChoices(**wrong)
   assert '\n' not in str(error.value)
 

@@ -44,7 +44,7 @@ CONFIGS = {
 
 @functools.cache
 def _shapes(config):
-  """Of what matters here, and bystanders, by the decoder's names."""
+  """Shapes of clipped and other parameters, by the decoder's names."""
   stacks = decoder.abstract(config)[0]['params']
   layer = {
     'attention': jax.tree.map(
@@ -137,7 +137,7 @@ def test_bounds_the_logits_of_the_same_input(case):
   gamma_LN = np.minimum(1, tau / logits_LN)
   if name == 'shared_scales':
     gamma_LN = gamma_LN.min(1, keepdims=True)
-  # All logits of a head shrink alike, so the largest is tau, or as it was.
+  # All logits of a head shrink alike: the largest is tau, or unchanged.
   np.testing.assert_allclose(have_LN, gamma_LN * logits_LN, rtol=1e-5)
   np.testing.assert_array_equal(
     have_LN[(gamma_LN == 1) & (logits_LN > 0)],
@@ -145,7 +145,7 @@ def test_bounds_the_logits_of_the_same_input(case):
   )
 
 
-# By parameter: the power of gamma that its heads are scaled by.
+# Exponents of gamma in the factor of each parameter.
 _POWERS = {
   'own_keys_with_biases': dict(
     query=0.5, key=0.5, query_bias=0.5, key_bias=0.5
@@ -198,7 +198,7 @@ def test_scales_parameters_after_the_step_head_by_head(case):
 
 
 def test_parameters_in_bfloat16_are_rounded_once():
-  """After a strong clip, what is left is much less than what is taken off."""
+  """After a strong clip most of a weight is removed."""
   shapes = _shapes(CONFIGS['shared_keys'])['dense_layers']['attention']
   shapes = {name: shapes[name] for name in ('query', 'key', 'out')}
   params, updates = (
@@ -223,7 +223,7 @@ def test_parameters_in_bfloat16_are_rounded_once():
 
 
 def test_extra_arguments_pass_through_a_chain_on_a_mesh():
-  # All that a decoder has.
+  # All parameters of a decoder.
   shapes = decoder.abstract(CONFIGS['latent'])[0]['params']
   params, gradients = _draw(0, shapes), _draw(1, shapes)
   logits_LN = np.random.default_rng(2).uniform(0, 9, (3, 3)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Roles are read off logical axes or given by name; nothing is guessed."""
+"""Roles follow logical axes or are given by name; none is guessed."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_a_map_and_its_transpose_agree_on_the_leading_side():
 
 
 @pytest.mark.parametrize(
-  'role, told',
+  'role, message',
   [
     ('embed', 'must be .*two sides'),
     ('embed->', 'two sides'),
@@ -75,9 +75,9 @@ def test_a_map_and_its_transpose_agree_on_the_leading_side():
     ('embed->heads', "which of the axes called 'heads'"),
   ],
 )
-def test_a_role_that_does_not_fit_is_named(role, told):
+def test_a_role_that_does_not_fit_is_named(role, message):
   axes = ('layer', 'embed', 'ffw', 'heads', 'heads')
-  with pytest.raises(ValueError, match=rf'moe/up of shape .*{told}'):
+  with pytest.raises(ValueError, match=rf'moe/up of shape .*{message}'):
     roles.parse('moe/up', role, axes, (2, 3, 4, 5, 5))
 
 
@@ -131,8 +131,8 @@ def test_an_unlabelled_parameter_is_an_error_unless_it_is_given_to_adam(axes):
   shape = (2, 3, 4)[: max(len(axes), 2)]
   params = {'block': {'up': jax.ShapeDtypeStruct(shape, jnp.float32)}}
   tree = {'block': {'up': axes}}
-  told = rf"block/up has {len(shape)} dimensions .*'embed'.*'adam'"
-  with pytest.raises(ValueError, match=told):
+  message = rf"block/up has {len(shape)} dimensions .*'embed'.*'adam'"
+  with pytest.raises(ValueError, match=message):
     roles.tree(params, tree)
   given = roles.tree(params, tree, (('up', 'adam'),))
   assert given == {'block': {'up': 'adam'}}
@@ -146,10 +146,10 @@ def test_an_unlabelled_vector_is_adams():
 def test_kimi_k2_is_orthogonalised_by_expert_and_by_head():
   config = model_config.ModelConfig.from_dict(kimi_k2.get_config().to_dict())
   shapes, axes = decoder.abstract(config)
-  found = trees.flatten_names(roles.tree(shapes['params'], axes['params']))
+  actual = trees.flatten_names(roles.tree(shapes['params'], axes['params']))
   layers = {
     name.removeprefix('moe_layers/'): role
-    for name, role in found.items()
+    for name, role in actual.items()
     if name.startswith('moe_layers/') and role != roles.ADAM
   }
   assert layers == {

@@ -1,4 +1,4 @@
-"""A step that overflows its buffers does not happen, and is repeated."""
+"""A step that overflows its buffers changes nothing and is repeated."""
 
 import dataclasses
 import functools
@@ -142,7 +142,7 @@ def test_the_repeated_step_takes_the_smallest_bucket_that_fits():
   assert not retries  # It begins with the largest below the worst case.
   assert programs.calls == [(3.5, 0), (3.5, 1), (3.5, 2)]
   _, _, programs, (retry,) = run([[90], [101], [90]], given=(1.0,))
-  # The third was on its way when the second was found not to fit.
+  # The third was dispatched before the overflow of the second was read.
   assert programs.calls == [(1.0, 0), (1.0, 1), (1.0, 2), (None, 1), (1.0, 2)]
   assert retry == buckets.Retry(
     step=2, needed=101, capacity=100, bucket=1.0, next_bucket=None
@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_takes_the_buckets_of_one_that_never_stopped(stop):
   again.set_state(kept)
   assert calls(again, needs[stop:]) == calls(size, needs[stop:])
   assert size.get_state() == again.get_state()
-  # Other buckets, or another mesh: what fitted there says nothing.
+  # A state of other buckets, or of another mesh, is not used.
   other = buckets.BucketSize((1.0, 3.0), rows_of)
   before = other.get_state()
   other.set_state(kept)
@@ -189,7 +189,7 @@ def test_programs_are_made_when_they_are_needed():
 
 
 def test_more_than_the_worst_case_is_a_bug_that_stops():
-  with pytest.raises(RuntimeError, match='needs 401 rows .* be 400'):
+  with pytest.raises(RuntimeError, match='needs 401 rows, more .* case of 400'):
     run([[401]])
 
 
@@ -254,7 +254,7 @@ def tokens(seed):
 
 
 def train_on_mesh(given, bias_E):
-  """Two steps of routers that favour some experts, and what was repeated."""
+  """Returns two steps of unbalanced routers, and the repeated ones."""
   where, program = on_mesh()
   variables = jax.tree.map(np.copy, replayed.variables(CONFIG))
   variables['selection_bias']['moe_layers']['moe']['bias'][:] = bias_E
@@ -286,7 +286,7 @@ def test_adversarial_load_trains_as_with_the_worst_case(bias_E, next_bucket):
   jax.tree.map(np.testing.assert_array_equal, state, want)
   assert metrics.loss.loss == want_metrics.loss.loss
   if next_bucket is None:
-    # Every token visits both.
+    # Every token goes to both experts.
     stats = metrics.loss.exchanged
     np.testing.assert_array_equal(stats.needed_rows, stats.capacity)
   else:

@@ -1,4 +1,4 @@
-"""What the losses of the routers add to the training loss."""
+"""Losses of the routers in the training loss, and of microbatches."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ BATCH = batches.LMBatch(
 
 
 def forward(variables, batch, *, model, plan, with_max_logits):
-  """Of a model whose loss is 3 at weight 2, and of known router losses."""
+  """Statistics of a model with loss 3 at weight 2, and router losses."""
   x = variables['params']['x'] - 1.0
   stats = batches.RouteStats(
     load_ME=jnp.ones((2, 4), jnp.int32),
@@ -104,7 +104,7 @@ def test_routers_count_by_their_weights(
 
 
 def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
-  """Here a quarter of the weight and a half of the tokens of its batch."""
+  """The microbatch has a quarter of the weight and half of the tokens."""
   monkeypatch.setattr(lm_loss, 'negative_logprob_sum', forward)
   moe = dataclasses.replace(MODEL.moe, aux_loss_weight=0.5, z_loss_weight=0.25)
   (value, stats), gradient = jax.value_and_grad(lm_loss.loss, has_aux=True)(
@@ -124,9 +124,9 @@ def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
 
 
 def test_microbatches_add_up_but_for_maxima():
-  """One that overflowed, the first or the last, is an overflow of the batch."""
+  """A batch overflows if its first or last microbatch does."""
   each = jnp.array([1.0, 2.0, 4.0])
-  found = lm_loss.summed(
+  actual = lm_loss.summed(
     lm_loss.LossStats(
       loss=each,
       aux_loss=2 * each,
@@ -141,13 +141,13 @@ def test_microbatches_add_up_but_for_maxima():
       ),
     )
   )
-  assert [float(x) for x in (found.loss, found.aux_loss)] == [7.0, 14.0]
-  assert [float(x) for x in (found.z_loss, found.loss_weight)] == [21.0, 28.0]
-  assert found.num_tokens == 6
-  assert found.load_ME.tolist() == [[3, 6]]
-  assert found.max_logits_LN.tolist() == [[7.0, 8.0]]
-  assert found.exchanged.needed_rows.tolist() == [9, 8]
-  assert found.exchanged.capacity.tolist() == [8, 8]
+  assert [float(x) for x in (actual.loss, actual.aux_loss)] == [7.0, 14.0]
+  assert [float(x) for x in (actual.z_loss, actual.loss_weight)] == [21.0, 28.0]
+  assert actual.num_tokens == 6
+  assert actual.load_ME.tolist() == [[3, 6]]
+  assert actual.max_logits_LN.tolist() == [[7.0, 8.0]]
+  assert actual.exchanged.needed_rows.tolist() == [9, 8]
+  assert actual.exchanged.capacity.tolist() == [8, 8]
 
 
 def test_a_model_of_zeros_has_uniform_routers():

@@ -164,7 +164,7 @@ def initial_variables(model=MODEL):
 
 
 def curves(workdir):
-  """Returns what must be equal bit for bit: all but the clock."""
+  """Returns the metrics that must be equal bit for bit: all but times."""
   clock = ('time', 'tokens_per_s', 'mfu')
   return [
     {k: v for k, v in row.items() if k not in clock}
@@ -271,7 +271,7 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
     for r in rows
     if 'retry' in r
   ]
-  # The second was on its way already when the first was read.
+  # The second was dispatched before the first was read.
   assert retries == [(1, 50, 32), (2, 50, 32)]
   steps = [r for r in rows if 'loss' in r]
   assert [r['step'] for r in steps] == [1, 2, 3, 4, 5, 6]
@@ -283,7 +283,7 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
     again = run(workdir)
     assert curves(workdir) == rows
     jax.tree.map(np.testing.assert_array_equal, again, variables)
-  # What is only measured never overflows.
+  # Evaluations never overflow.
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path / 'worst', buckets=(), stream=CountingStream(stop_at=0))
   (first,) = curves(tmp_path / 'worst')

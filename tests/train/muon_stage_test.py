@@ -21,9 +21,9 @@ from composer_jax.train import loop, placement
 from tests.train import loop_test
 
 MODEL = dataclasses.replace(loop_test.MODEL, num_dense_layers=0)
-# Below the largest logits of the first weights: QK-clip works from the start.
+# Below the largest logits of initial weights, so that QK-clip acts at once.
 TAU = 0.01
-# What a run may change about Muon and be the same on every mesh.
+# Options of Muon, with each of which all meshes give the same results.
 VARIANTS = groups.MuonChoices(
   qk_clip=TAU,
   roles=(('router', 'embed->route'), ('query', 'embed->heads,head_dim')),
@@ -49,7 +49,7 @@ def batch(seed):
 
 
 class Run(NamedTuple):
-  """What a stage measured, planned and compiled."""
+  """Metrics, plan and compiled step of a stage."""
 
   metrics: list[Any]
   plan: muon_plan.MuonPlan
@@ -75,7 +75,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   programs = loop.make_programs(options, MODEL, placed)
   state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
-  # A few steps: less time to compile is worth more than fast steps.
+  # For a few steps compiling is the larger part of the time.
   step = (
     programs.step(None)
     .lower(state, rows[0])
@@ -83,40 +83,40 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   )
   metrics = []
   for row in rows:
-    state, found = step(state, row)
-    metrics.append(jax.device_get(found))
+    state, actual = step(state, row)
+    metrics.append(jax.device_get(actual))
   return Run(metrics, programs.muon, step.as_text())
 
 
-# Compiled once, for all that is compared with it.
+# Compiled once for all comparisons.
 alone = functools.cache(train)
 
 
 def collectives_of_muon(text):
   """Returns {kind: (number, bytes into a device)} of a compiled step."""
-  found = {}
+  actual = {}
   for each in overlap.read(text, dynamic_trips=1).collectives:
     if '/muon/' in each.scope:
-      number, size = found.get(each.kind, (0, 0))
-      found[each.kind] = number + each.count, size + each.count * each.bytes
-  return found
+      number, size = actual.get(each.kind, (0, 0))
+      actual[each.kind] = number + each.count, size + each.count * each.bytes
+  return actual
 
 
 def planned(plan):
-  found = {}
+  actual = {}
   for group in plan.groups:
     for kind, number, size in muon_model.collectives(group):
-      before = found.get(kind, (0, 0))
-      found[kind] = before[0] + number, before[1] + size
-  return found
+      before = actual.get(kind, (0, 0))
+      actual[kind] = before[0] + number, before[1] + size
+  return actual
 
 
 @pytest.mark.parametrize('choices, mesh, layout', CASES)
 def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
-  found, expected = train(choices, mesh, layout), alone(choices)
+  actual, expected = train(choices, mesh, layout), alone(choices)
   # The forward pass sums in another order.
-  np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4)
-  for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+  np.testing.assert_allclose(actual.losses, expected.losses, atol=1e-4)
+  for ours, theirs in zip(actual.metrics, expected.metrics, strict=True):
     np.testing.assert_allclose(
       ours.update.update_norm, theirs.update.update_norm, rtol=1e-3
     )
@@ -126,9 +126,9 @@ def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
       )
     else:
       assert ours.loss.max_logits_LN is None
-  assert found.losses[-1] < found.losses[0]
-  assert collectives_of_muon(found.text) == planned(found.plan)
-  assert found.plan.devices == 8 and not collectives_of_muon(expected.text)
+  assert actual.losses[-1] < actual.losses[0]
+  assert collectives_of_muon(actual.text) == planned(actual.plan)
+  assert actual.plan.devices == 8 and not collectives_of_muon(expected.text)
 
 
 def test_logits_are_held_where_they_are_clipped():
@@ -137,5 +137,5 @@ def test_logits_are_held_where_they_are_clipped():
   attention = MODEL.attention
   assert first.shape == (MODEL.num_layers, attention.num_heads)
   assert first.min() > 2 * TAU
-  # Of other batches, and of weights that moved since they were scaled.
+  # The logits are of another batch, and of weights updated after the clip.
   assert last.max() < 2 * TAU

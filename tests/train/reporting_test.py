@@ -1,4 +1,4 @@
-"""What a line says of speed and of the routers' losses."""
+"""Lines of metrics: speed, routers, repeated steps and Muon's plan."""
 
 import types
 
@@ -27,9 +27,9 @@ def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
 
   assert read('gpu', 'NVIDIA L40S').keys() == {'tokens_per_s'}
   assert read('cpu', 'cpu')['mfu'] > 0
-  found = read('gpu', 'NVIDIA L4')
+  actual = read('gpu', 'NVIDIA L4')
   peak = 121e12 * jax.device_count()
-  assert found['mfu'] == pytest.approx(1e6 * found['tokens_per_s'] / peak)
+  assert actual['mfu'] == pytest.approx(1e6 * actual['tokens_per_s'] / peak)
 
 
 def test_routers_and_attention_are_told_and_losses_must_be_finite():
@@ -94,7 +94,7 @@ def test_shards_of_experts_and_what_was_repeated_are_told():
     expert_shards=2,
     expert_rows=1000,
   )
-  # Two layers; of the second all rows are of the second shard.
+  # Two layers; in the second all rows go to the second shard.
   load_ME = np.array([[100, 60, 140, 100], [0, 0, 150, 250]], np.int32)
   nothing = np.float32(0)
   loss = lm_loss.LossStats(
@@ -118,10 +118,10 @@ def test_shards_of_experts_and_what_was_repeated_are_told():
     buckets.Sent(step=1, batch=None, bucket=2.0, metrics=metrics, is_done=None)
   )
   reporter.flush()
-  (_, told), (step, line) = written
+  (_, fields), (step, line) = written
   assert step == 1
-  assert told['retry'] == str(retry) == shown[0]
-  assert (told['retry_needed_rows'], told['retry_capacity']) == (400, 240)
+  assert fields['retry'] == str(retry) == shown[0]
+  assert (fields['retry_needed_rows'], fields['retry_capacity']) == (400, 240)
   assert line['shard_load_max'] == 2.0
   assert (line['needed_rows'], line['received_rows']) == (400, 480)
   executed = sum(
@@ -159,11 +159,11 @@ def test_work_is_told_of_one_device():
   # 20 p^2 q + 10 p^3 operations for each of 12 matrices of 4 x 8.
   flops = 12 * (20 * 4 * 4 * 8 + 10 * 4 * 4 * 4)
   for plan, devices in ((whole, 1), (shared, 2)):
-    found = reporting.muon_metrics(plan)
-    assert found['muon_matrices'] == 12 and found['muon_groups'] == 1
-    assert found['muon_flops'] == found['muon_flops_ideal'] == flops / devices
+    actual = reporting.muon_metrics(plan)
+    assert actual['muon_matrices'] == 12 and actual['muon_groups'] == 1
+    assert actual['muon_flops'] == actual['muon_flops_ideal'] == flops / devices
   assert reporting.muon_metrics(whole)['muon_bytes'] == 0
-  # Half of 12 matrices there, and half of them back, of which half is here.
+  # Half of 12 matrices go to the owner and back; half of each is on the device.
   assert reporting.muon_metrics(shared)['muon_bytes'] == 2 * 12 * 4 * 8 * 4 / 4
   first, group = reporting.muon_lines(shared)
   assert first == (

@@ -1,4 +1,4 @@
-"""A batch worked through in microbatches is that batch."""
+"""Microbatches give the loss and gradient of their batch."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from tests.parallel import collectives
 from tests.rl import replayed
 
 B, T = 16, 8
-# The balancing loss is of each microbatch by itself; the z-loss adds up.
+# Each microbatch has its own balancing loss; the z-loss adds up.
 MODEL = dataclasses.replace(
   replayed.CONFIGS['gqa_softmax'],
   moe=dataclasses.replace(
     replayed.CONFIGS['gqa_softmax'].moe, router='sigmoid', z_loss_weight=0.1
   ),
 )
-# One of plain gradients: what a step adds to the masters is their negative.
+# Plain gradient descent, which adds the negative gradient to the masters.
 OPTIMIZER = optax.sgd(1.0)
 BIAS_RATE = 0.125
 
@@ -90,7 +90,7 @@ def assert_equal_steps(have, want):
     )
   np.testing.assert_array_equal(stats.load_ME, want_stats.load_ME)
   assert stats.num_tokens == want_stats.num_tokens
-  # Moved once, by the load of the whole batch.
+  # Updated once, by the load of the whole batch.
   jax.tree.map(
     np.testing.assert_array_equal,
     after.selection_bias,

@@ -1,4 +1,4 @@
-"""A tree of device arrays survives blocks and the way back."""
+"""A tree of device arrays survives its blocks, on any mesh."""
 
 import dataclasses
 import math
@@ -58,7 +58,7 @@ def sharded(tree, mesh, **specs):
 
 
 def assembled(blocks):
-  """Puts blocks together, and sees that each element comes once."""
+  """Assembles blocks, and checks that each element comes once."""
   arrays, left = {}, {}
   for name, dtype, shape, index, values in blocks:
     if name not in arrays:
@@ -122,7 +122,7 @@ def test_blocks_outlive_donated_buffers():
 
 
 class Recorder(weights_held.Held):
-  """Held weights that write down which blocks are asked for."""
+  """Host weights that record the requested blocks."""
 
   def block(self, name, index):
     ASKED.append((name, index))
@@ -168,11 +168,11 @@ def test_wanted_are_the_blocks_of_the_devices(policy):
     for row in (0, 2)
     for column in (0, 2, 4, 6)
   ]
-  # Replicas want it once; what has no sharding is wanted whole.
+  # Replicas need a block once; an array without sharding is needed whole.
   assert wanted('params/norm', 'bfloat16', (8,)) == [((0, 8),)]
   assert wanted('params/scalar', 'bfloat16', ()) == [()]
   assert wanted('selection_bias', 'float32', (2, 3)) == [((0, 2), (0, 3))]
-  # What does not belong to the model is not fetched for `to_tree` to refuse it.
+  # Tensors that `to_tree` will refuse are not fetched.
   assert wanted('params/other', 'bfloat16', (8,)) == []
   assert wanted('params/norm', 'bfloat16', (9,)) == []
 

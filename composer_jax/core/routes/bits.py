@@ -1,14 +1,13 @@
 """Packs routes into bits: Lehmer's code in words of a mixed radix.
 
-The ordered tuple of A distinct experts out of E is A digits: the rank of each
-expert among those not taken before it, of radix E, E - 1 and so on. As many
-digits as fit are one number of at most 63 bits, a word, which takes the fewest
-bits that hold any such number; words follow each other bit by bit. A word
-wastes less than one bit and has more than 47, so all take within 2.2 % of
-log2(E! / (E - A)!).
+A route of A distinct experts out of E is A digits: the rank of each expert
+among those not taken before, of radix E, E - 1 and so on. As many digits as fit
+into 63 bits form a word, of the fewest bits that hold it; words follow each
+other bit by bit. Each wastes less than one of more than 47 bits, so that the
+total is within 2.2 % of log2(E! / (E - A)!).
 
-Everything is done to many routes at once. Axes: Z is the route, X the word, S
-the period after which words meet digits as before. Ids are trusted here.
+Axes: Z is the route, X the word, S the period after which words begin at the
+same digits again. Ids are not checked here.
 """
 
 import functools
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# One bit is left, so that a word never spans three numbers of 64 bits.
+# Less than 64 bits, so that a word never spans three 64-bit numbers.
 _LARGEST_WORD = 1 << 63
 
 
@@ -33,20 +32,20 @@ def aligned_routes(num_experts: int, num_active: int) -> int:
 
 
 class _Words(NamedTuple):
-  """Where the words of some routes lie in the stream of bits."""
+  """Places of words in the stream of bits."""
 
-  index_X: np.ndarray  # The 64-bit number of the stream in which it begins,
-  shift_X: np.ndarray  # and the bit of that number.
-  width_X: np.ndarray  # In bits.
-  limit_X: np.ndarray  # What the word is below.
+  index_X: np.ndarray  # 64-bit number of the stream in which the word begins
+  shift_X: np.ndarray  # first bit in that number
+  width_X: np.ndarray  # number of bits
+  limit_X: np.ndarray  # bound of the word's value, exclusive
 
 
 class _Layout(NamedTuple):
-  """How digits fall into words; it repeats after some routes."""
+  """Assignment of digits to words, periodic in routes."""
 
-  num_active: int  # A, digits of a route.
-  routes: int  # After which a word begins with the first digit of one again.
-  words: tuple[tuple[int, ...], ...]  # Radices, first digit first.
+  num_active: int  # digits of a route (A)
+  routes: int  # routes of a period, which ends where a word does
+  words: tuple[tuple[int, ...], ...]  # radices of each word, first digit first
 
   def split(self, num_routes: int) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the whole periods of some routes, and the words after them."""
@@ -59,15 +58,15 @@ class _Layout(NamedTuple):
     return periods, words
 
   def num_bits(self, num_routes: int) -> int:
-    periods, rest = self.split(num_routes)
-    return periods * sum(map(_width, self.words)) + sum(map(_width, rest))
+    periods, words = self.split(num_routes)
+    return periods * sum(map(_width, self.words)) + sum(map(_width, words))
 
   def place(self, num_routes: int) -> _Words:
-    periods, rest = self.split(num_routes)
+    periods, words = self.split(num_routes)
 
     def of_all(function):
       period = np.array([function(word) for word in self.words], np.uint64)
-      last = np.array([function(word) for word in rest], np.uint64)
+      last = np.array([function(word) for word in words], np.uint64)
       return np.concatenate([np.tile(period, periods), last])
 
     width_X = of_all(_width)
@@ -95,7 +94,7 @@ def _width(radices: tuple[int, ...]) -> int:
 
 
 def _full_word(first: int, num_experts: int, num_active: int) -> tuple:
-  """Returns radices of as many digits as fit, from a digit of a route on."""
+  """Returns the radices of a word that begins at digit `first` of a route."""
   radices, product = (), 1
   while True:
     radix = num_experts - (first + len(radices)) % num_active
@@ -107,11 +106,11 @@ def _full_word(first: int, num_experts: int, num_active: int) -> tuple:
 
 @functools.lru_cache(maxsize=64)
 def _layout(num_experts: int, num_active: int) -> _Layout:
-  """Finds the period that wastes least.
+  """Finds the period that wastes the fewest bits.
 
-  Full words that follow each other need never end where a route does: the last
-  of a period is cut there. The digits at which words begin repeat after A words
-  at most, so that no longer period can be much better.
+  Full words may never end where a route does, so the last word of a period is
+  shortened. The digits at which words begin repeat after at most A words, so
+  that longer periods gain little.
   """
   if num_experts == 1:
     return _Layout(1, 1, ((1,),))
@@ -136,7 +135,7 @@ def _layout(num_experts: int, num_active: int) -> _Layout:
 
 
 def pack(ids_ZA: np.ndarray, num_experts: int) -> bytes:
-  """Returns the bits of routes that were checked, as whole bytes."""
+  """Packs checked routes into whole bytes."""
   num_routes, num_active = ids_ZA.shape
   layout = _layout(num_experts, num_active)
   num_bits = layout.num_bits(num_routes)
@@ -192,8 +191,8 @@ def unpack(
   unused = 8 * len(blob) - layout.num_bits(num_routes)
   if (value_X >= words.limit_X).any() or (unused and blob[-1] >> 8 - unused):
     raise ValueError(
-      'The packed routes hold a word that no route has: whoever wrote them '
-      'packs in another way.'
+      'The packed routes hold a word that no route has; they were written by '
+      'another encoder or are damaged.'
     )
   ids_AZ = np.zeros((num_active, periods * layout.routes), np.uint16)
   for w, digits in enumerate(layout.digits()):

@@ -1,21 +1,18 @@
-"""The tape of routes: which experts every token passed, as bytes.
+"""Encodes tapes: the recorded routes of consecutive tokens, as bytes.
 
-A route is the ordered tuple of a token's experts in one layer. Order is kept:
-it decides the bits of the sum over experts. There are E (E - 1) .. (E - A + 1)
-of them, and the log2 of that is what a code can reach that knows nothing of
-their frequencies; Kimi K2 needs 68.6 bits, 53.3 for the set and 15.3 for the
-order, where uint16 takes 128. A message, little-endian:
+A route is the ordered tuple of a token's experts in one layer; the order
+decides the bits of the sum over experts. Without frequencies, the best size of
+a route is log2(E (E - 1) .. (E - A + 1)): 68.6 bits for Kimi K2, where uint16
+takes 128. A message is, little-endian:
 
   magic 'MoEr' | version u8 | form u8 | E u16 | A u16 | M u16 | start u32 |
   tokens u32 | runs u32 | M layers u16 | runs u32 each | payload | BLAKE3 of
   all before, 16 bytes
 
-The payload has one of two forms: 'packed' (`core.routes.bits`), or 'plain', the
-ids as they are. Runs are lengths in tokens, of recorded and unrecorded ones in
-turn: tokens without a record take no place in a packed payload, so that a
-reader bounds what a message may unfold to. The plain form has no runs.
-
-A tape begins at any token, so that each turn of an episode sends what it adds.
+The payload is 'packed' (`core.routes.bits`), or 'plain': the uint16 ids. A
+packed payload has only recorded tokens; runs are the lengths, in tokens, of
+recorded and unrecorded parts in turn. The plain form has no runs. A tape may
+begin at any token, so that each turn of an episode sends its own part.
 
 Axes: Z is a route, of a token in a layer; X a run.
 """
@@ -39,25 +36,23 @@ _VERSION = 1
 _HEADER = struct.Struct('<4sBBHHHIII')
 _HASH_BYTES = 16
 
-# More experts of a token than any router takes. Lehmer's code takes time with
-# the square of this, and words may meet digits as before only after as many
-# routes.
+# Far above any router's. The time of Lehmer's code grows with the square.
 _MOST_ACTIVE = 1024
-# Of the ids of a message as uint16: tokens without a record take no place in
-# it, so that a short one may ask for all memory.
+# Limit of decoded ids. Unrecorded tokens take no bytes in a message, so that a
+# short one could otherwise ask for all memory.
 _MAX_BYTES = 1 << 30
-# Routes worked on at once: arrays of them stay in the cache.
+# Routes encoded at once, whose arrays fit in a CPU's cache.
 _CHUNK_ROUTES = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouteScheme:
-  """What ids mean; tapes of two schemes do not mix.
+  """Meaning of the ids of a tape.
 
   Attributes:
-    num_experts: E, routed experts of a layer.
-    num_active: A, experts of a token.
-    layers: index in the decoder of each MoE layer, ascending.
+    num_experts: number of routed experts of a layer (E).
+    num_active: number of experts of a token (A).
+    layers: ascending indices in the decoder of the MoE layers.
   """
 
   num_experts: int
@@ -95,8 +90,8 @@ class RouteTape:
 
   Attributes:
     start: position of the first token in its context window.
-    ids_TMA: uint16; NO_ROUTE in all of a token where there is no record.
-    scheme: of the ids.
+    ids_TMA: uint16 expert ids, all NO_ROUTE for a token without a record.
+    scheme: meaning of the ids.
   """
 
   start: int
@@ -107,11 +102,10 @@ class RouteTape:
 def check(
   ids_TMA: np.ndarray, scheme: RouteScheme, *, start: int = 0
 ) -> np.ndarray:
-  """Refuses what is no route, and returns which tokens have a record.
+  """Checks routes; returns which tokens have a record.
 
   Raises:
-    ValueError: names the token (the first is at `start`), the layer and its
-      ids.
+    ValueError: ids are no route; names token (counted from `start`) and layer.
   """
   if ids_TMA.dtype != np.uint16:
     raise ValueError(f'ids_TMA must be of uint16, not {ids_TMA.dtype}.')
@@ -135,22 +129,13 @@ def check(
       fault_tM[missing_t] = (ids_tMA[missing_t] != records.NO_ROUTE).any(-1)
     if fault_tM.any():
       t, m = (int(i) for i in np.argwhere(fault_tM)[0])
-      reason = _fault(ids_tMA[t, m], bool(missing_t[t]), scheme)
       raise ValueError(
         f'Token {start + first + t}, layer {scheme.layers[m]} has the experts '
-        f'{ids_tMA[t, m].tolist()}: {reason}.'
+        f'{ids_tMA[t, m].tolist()}; ids of a route must differ and be below '
+        f'num_experts ({scheme.num_experts}), or NO_ROUTE ({records.NO_ROUTE}) '
+        'must fill all layers of the token.'
       )
   return recorded_T
-
-
-def _fault(ids_A: np.ndarray, missing: bool, scheme: RouteScheme) -> str:
-  if missing or (ids_A == records.NO_ROUTE).any():
-    return (
-      f'NO_ROUTE ({records.NO_ROUTE}) must fill all layers of a token, or none'
-    )
-  if (ids_A >= scheme.num_experts).any():
-    return f'an id must be below num_experts ({scheme.num_experts})'
-  return 'an expert may stand in a route once'
 
 
 def encode(
@@ -160,14 +145,12 @@ def encode(
   start: int = 0,
   form: str = PACKED,
 ) -> bytes:
-  """Returns the message of a tape.
+  """Returns the message of a tape (see `RouteTape`).
 
-  Args:
-    ids_TMA: as in `RouteTape`, like `start`.
-    form: 'packed', or 'plain' for readers without this module.
+  The form is 'packed', or 'plain' for readers without this module.
 
   Raises:
-    ValueError: as `check`.
+    ValueError: an argument is out of range, or ids are no route.
   """
   if form not in FORMS:
     raise ValueError(f'form must be one of {FORMS}, not {form!r}.')
@@ -201,7 +184,7 @@ def decode(data: bytes) -> RouteTape:
   """Reads a message.
 
   Raises:
-    ValueError: names what is wrong; nothing is guessed or filled in.
+    ValueError: the message is damaged, of another format or too large.
   """
   message = _read(data)
   _check_size(message)
@@ -224,7 +207,7 @@ def decode(data: bytes) -> RouteTape:
 
 
 def _read(data: bytes) -> _Message:
-  """Takes a message apart; allocates nothing but the runs that it holds."""
+  """Parses a message; allocates only its runs."""
   shortest = _HEADER.size + _HASH_BYTES
   if len(data) < shortest:
     raise ValueError(
@@ -232,10 +215,8 @@ def _read(data: bytes) -> _Message:
       'truncated.'
     )
   view = memoryview(data)
-  magic, version, form, num_experts, num_active, num_layers, *rest = (
-    _HEADER.unpack(view[: _HEADER.size])
-  )
-  start, num_tokens, num_runs = rest
+  magic, version, form, *numbers = _HEADER.unpack(view[: _HEADER.size])
+  num_experts, num_active, num_layers, start, num_tokens, num_runs = numbers
   if (magic, version) != (_MAGIC, _VERSION) or form >= len(FORMS):
     raise ValueError(
       f'The routes begin with {magic!r}, version {version}, form {form}; this '
@@ -280,7 +261,7 @@ def _read(data: bytes) -> _Message:
 
 
 def _check_size(message: _Message) -> None:
-  """Refuses a payload that is not what its header says, or unfolds too far."""
+  """Raises a ValueError if the payload's size is wrong or too large."""
   scheme, num_tokens = message.scheme, message.num_tokens
   num_layers = len(scheme.layers)
   needed = 2 * num_tokens * num_layers * scheme.num_active
@@ -316,15 +297,13 @@ def _digest(data: bytes | memoryview) -> bytes:
 def _chunks(
   recorded_T: np.ndarray, scheme: RouteScheme
 ) -> Iterator[slice | np.ndarray]:
-  """Yields the recorded tokens in parts that are whole bytes, but the last.
+  """Yields the recorded tokens in parts that fill whole bytes, but the last."""
 
-  Where parts end shows in no byte of the message.
-  """
   routes = bits.aligned_routes(*scheme.sizes)
   tokens = routes // math.gcd(routes, len(scheme.layers))
   tokens *= max(1, _CHUNK_ROUTES // (tokens * len(scheme.layers)))
   if recorded_T.all():
-    # Slices are views: nothing is copied where every token has a record.
+    # Slices are views, which copy nothing.
     for first in range(0, len(recorded_T), tokens):
       yield slice(first, first + tokens)
     return

@@ -1,7 +1,7 @@
-"""What a chunk of Muon's step takes: speeds of machines, and closed forms.
+"""Modelled times of a chunk of Muon's step, from published speeds.
 
-The speeds are those that vendors publish, so times made of them are bounds and
-not predictions; the planner only compares them with each other.
+Such times are lower bounds, not predictions; the planner compares them with
+each other.
 """
 
 import dataclasses
@@ -18,14 +18,13 @@ class Rates:
   """Speeds of one device.
 
   Attributes:
-    flops: per second, of dense products in the dtype that Newton-Schulz has
-      there.
-    memory: bytes per second of its main memory.
-    within: bytes per second into a device from others of its node, if no other
-      traffic passes through it; in a torus of TPUs, all-to-alls do.
-    across: the same from devices of other nodes.
-    node: devices that the fast network joins.
-    latency: seconds that a collective takes however little it carries.
+    flops: operations per second of dense products, in Newton-Schulz's dtype.
+    memory: bytes per second of main memory.
+    within: bytes per second into a device from its node, without the traffic
+      of others that passes through devices of a torus.
+    across: bytes per second into a device from other nodes.
+    node: number of devices that the fast network joins.
+    latency: seconds of a collective of no bytes.
   """
 
   name: str
@@ -37,22 +36,21 @@ class Rates:
   latency: float
 
   def wire_seconds(self, num_bytes: float, span: int) -> float:
-    """Returns the time of bytes into a device, latency left out.
+    """Returns the time of bytes into a device, without latency.
 
-    From the first to the last device that take part there are `span`.
+    `span` is the number of devices from the first to the last participant.
     """
     return num_bytes / (self.within if span <= self.node else self.across)
 
 
-# TPUs: the tables of Google Cloud's documentation of each version: bfloat16
-# peak, HBM bandwidth, half of a chip's bidirectional interconnect bandwidth
-# (v5p 1,200 GB/s, v5e 400, v6e 800), and across slices a chip's share of the
-# data-centre network (50, 25 and 100 Gbit/s). A node is the largest pod. A chip
-# of TPU7x is two devices, which share its 2,307 TFLOP/s, 7,380 GB/s of HBM,
-# 1,200 GB/s and 100 Gbit/s.
-# GPUs: NVIDIA's data sheets, dense bfloat16; NVLink brings in half of its 900
-# GB/s, between nodes of 8 each GPU has a port of 400 Gbit/s. The CPU is one of
-# several emulated devices that share a small machine, and rough.
+# TPUs: Google Cloud's tables: bfloat16 peak, HBM bandwidth, half of a chip's
+# bidirectional interconnect bandwidth (v5p 1,200 GB/s, v5e 400, v6e 800), and
+# between slices a chip's share of the data-centre network (50, 25 and 100
+# Gbit/s). A node is the largest pod. A chip of TPU7x (2,307 TFLOP/s, HBM 7,380
+# GB/s, interconnect 1,200 GB/s, network 100 Gbit/s) is two devices.
+# GPUs: NVIDIA's data sheets, dense bfloat16, half of NVLink's 900 GB/s, and 400
+# Gbit/s for each GPU between nodes of 8. The CPU is a rough estimate of one of
+# several emulated devices.
 BY_NAME = {
   rates.name: rates
   for rates in (
@@ -92,7 +90,7 @@ def chunk_times(
     chunk.owned * group.matrix_flops / rates.flops,
     memory_bytes(group, chunk) / rates.memory,
   )
-  # Devices that share a matrix wait for each other at every step.
+  # Devices that share a matrix wait for each other in every iteration.
   shared = [num_bytes for _, num_bytes in group.split_collectives(chunk)]
   work += transfer(sum(shared), shards, group.split, len(shared))
   return ChunkTimes(bring=exchange, work=work, give=exchange + gather)
@@ -109,13 +107,13 @@ def span(strides: muon_plan.Strides, count: int) -> int:
 
 
 def memory_bytes(group: muon_plan.MuonGroup, chunk: muon_plan.Chunk) -> int:
-  """Returns the traffic of main memory that a chunk makes.
+  """Returns a chunk's bytes to and from main memory.
 
-  Beside Newton-Schulz: float32 gradient and momentum in, momentum and update
-  out, and the chunk written and read on its way to and from its owners.
+  Beside Newton-Schulz these are float32 gradient and momentum in, momentum and
+  update out, and both exchanges written and read.
   """
   p, q, options = group.p, group.q, group.newton_schulz
-  # Each product's operands and result.
+  # Operands and results of products.
   if group.split > 1 or not options.is_gram(p, q):
     elements = len(options.triples) * (3 * p * q + 4 * p * p) / group.split
   else:

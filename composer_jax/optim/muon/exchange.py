@@ -1,10 +1,9 @@
-"""Runs a Muon plan: slices out, whole matrices through Newton-Schulz, back.
+"""Runs a Muon plan, in one `shard_map` over all groups.
 
-One `shard_map` over every group of the plan. A chunk is cut out of the
-parameters as they lie, in slices that nobody has to transpose or gather first,
-brought to whole matrices on their owners by one all-to-all, orthogonalised
-there without communication, and returned by a second one (and an all-gather
-where replicas shared the work).
+Slices of the local shards of a chunk are exchanged by one all-to-all, after
+which owners have whole matrices; these are orthogonalised without
+communication and returned by a second all-to-all (and an all-gather if replicas
+shared the work).
 
 Letters of local arrays: n matrices, p and q the short and the long side.
 """
@@ -23,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from composer_jax.optim.muon import newton_schulz
 from composer_jax.optim.muon import plan as muon_plan
 
-# Entries from which a matrix keeps a device busy by itself. A chunk of such
-# matrices is two loops, which need the memory of one matrix; XLA's scheduler
-# for TPUs, which lets one all-to-all fly at a time, gives one loop to the next
-# chunk's and one to the last's.
+# Entries of a matrix that keeps a device busy by itself. A chunk of such
+# matrices is two loops, which need the memory of one matrix. XLA's scheduler
+# for TPUs runs one all-to-all at a time: it hides the next chunk's beside one
+# loop and the last chunk's beside the other.
 _LARGE = 1 << 20
 
 _Arrays = dict[str, jax.Array]
@@ -34,9 +33,9 @@ _Box = tuple[tuple[int, int], ...]  # first and end of each dimension
 
 
 class ShardBox(NamedTuple):
-  """A box of a member's local shard, with `count` matrices in it.
+  """Box of a member's local shard with `count` matrices.
 
-  `order` transposes the member to batch, p side, q side.
+  `order` transposes the member to batch, p side and q side.
   """
 
   name: str
@@ -54,30 +53,29 @@ def _cover(start: int, stop: int, sizes: tuple[int, ...]) -> list[_Box]:
     return [()]
   inner = math.prod(sizes[1:])
   first, skipped = divmod(start, inner)
-  last, left = divmod(stop, inner)
+  last, end = divmod(stop, inner)
 
   def within(index: int, start: int, stop: int) -> list[_Box]:
     inside = _cover(start, stop, sizes[1:])
     return [((index, index + 1), *box) for box in inside]
 
   if first == last:
-    return within(first, skipped, left)
+    return within(first, skipped, end)
   boxes: list[_Box] = []
   if skipped:
     boxes += within(first, skipped, inner)
     first += 1
   if last > first:
     boxes.append(((first, last), *((0, size) for size in sizes[1:])))
-  return boxes + within(last, 0, left)
+  return boxes + within(last, 0, end)
 
 
 def _boxes_of(
   group: muon_plan.MuonGroup, chunk: muon_plan.Chunk, arrays: _Arrays
 ) -> list[ShardBox]:
-  """Returns the boxes a chunk covers, in the order of the local list.
+  """Returns the boxes of a chunk in the order of the group's local list.
 
-  That is the members' batches, flattened, one after another. Of `arrays`, local
-  shards by name, only shapes are used.
+  Only the shapes of `arrays`, local shards by name, are used.
   """
   boxes = []
   begin = 0
@@ -103,7 +101,7 @@ def _boxes_of(
 
 
 def _as_stored(x: jax.Array) -> jax.Array:
-  # Else XLA, for the sake of slices, copies whole parameters to another order.
+  # Keeps XLA from copying whole parameters to another layout before slicing.
   order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
   return layout.with_layout_constraint(x, order)
 
@@ -114,9 +112,9 @@ def _read(
   trees: tuple[_Arrays, ...],
   group: muon_plan.MuonGroup,
 ) -> jax.Array:
-  """Returns a chunk's local shards [n, p / m_p, q / m_q] as they travel.
+  """Returns a chunk's local shards [n, p / m_p, q / m_q] in the wire dtype.
 
-  They are `combine`, elementwise, of a slice of each of `trees`.
+  Values are `combine`, elementwise, of slices of `trees`.
   """
   parts = []
   for box in boxes:
@@ -142,8 +140,8 @@ def _write(boxes: list[ShardBox], y: jax.Array, results: _Arrays) -> None:
 
 def _accumulate(m: jax.Array, g: jax.Array, beta: float) -> jax.Array:
   """Returns the momentum after a gradient, in float32 rounded once."""
-  # One product in each sum: compilers that fuse it into the sum then have no
-  # choice, and every mesh gets the same bits.
+  # With one product in each sum, fused multiply-adds give the same bits on
+  # every mesh.
   wide = m.astype(jnp.float32)
   wide += (1 - beta) * (g.astype(jnp.float32) - wide)
   return wide.astype(m.dtype)
@@ -152,7 +150,7 @@ def _accumulate(m: jax.Array, g: jax.Array, beta: float) -> jax.Array:
 def _direction(
   m: jax.Array, g: jax.Array, beta: float, weight: jax.Array
 ) -> jax.Array:
-  """Returns what is orthogonalised, of the momentum before the gradient."""
+  """Returns the look-ahead to orthogonalise, from the previous momentum."""
   wide = _accumulate(m, g, beta).astype(jnp.float32)
   return wide + weight * g.astype(jnp.float32)
 
@@ -165,22 +163,21 @@ def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
   exchange = functools.partial(
     lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
   )
-  # XLA on the CPU looks through what blocks were made of, and refuses blocks
-  # that it has laid out differently.
+  # Without the barrier XLA on the CPU gives blocks different layouts, and then
+  # refuses them.
   return newton_schulz.as_bits(exchange, lax.optimization_barrier(x))
 
 
 def _interleaved(
   group: muon_plan.MuonGroup, owned: int
 ) -> tuple[list[int], list[int]]:
-  """Returns the shape of what arrives and the order that makes it whole.
+  """Returns the shape of exchanged blocks, and the order of whole matrices.
 
-  Of each dimension of a side, shard indices and local sizes arrive apart.
+  In blocks the shard index and the local index of a dimension are apart.
   """
   q_dims = group.q_side.dims
   if group.split > 1:
-    # Columns may stay in the order of arrival: Newton-Schulz commutes with
-    # any permutation of them.
+    # Newton-Schulz commutes with any permutation of columns.
     q_dims = ((group.q_side.shards, group.piece_columns),)
   dims = (*group.p_side.dims, *q_dims)
   rank = len(dims)
@@ -191,14 +188,14 @@ def _interleaved(
 def _gather(x: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
   """Takes local shards [count, p / m_p, q / m_q] to owners' matrices."""
   rows, columns = group.p_side.local, group.piece_columns
-  # Of the owners within one replica, together.
+  # Slots of all owners of one replica.
   slots = group.num_shards // group.split * owned
   extra = slots * group.sharers - len(x)
   padding = group.split * columns - group.q_side.local
   x = jnp.pad(x, ((0, extra), (0, 0), (0, padding)))
   if group.sharers > 1:
-    mine = lax.axis_index(group.replica_axes) % group.sharers
-    x = lax.dynamic_slice_in_dim(x, mine * slots, slots)
+    sharer = lax.axis_index(group.replica_axes) % group.sharers
+    x = lax.dynamic_slice_in_dim(x, sharer * slots, slots)
   if group.split > 1:
     x = x.reshape(-1, owned, rows, group.split, columns)
     x = x.transpose(0, 3, 1, 2, 4).reshape(-1, rows, columns)
@@ -208,7 +205,7 @@ def _gather(x: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
 
 
 def _scatter(y: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
-  """Takes owners' matrices to local shards, as within one replica."""
+  """Takes owners' matrices to local shards, within one replica."""
   rows, columns = group.p_side.local, group.piece_columns
   shape, order = _interleaved(group, owned)
   inverse = [order.index(d) for d in range(len(order))]
@@ -221,7 +218,7 @@ def _scatter(y: jax.Array, group: muon_plan.MuonGroup, owned: int) -> jax.Array:
 
 
 def _share(y: jax.Array, group: muon_plan.MuonGroup, count: int) -> jax.Array:
-  """Collects what the replicas did, and drops what filled up."""
+  """Gathers the replicas' results, and drops padding."""
   if group.sharers > 1:
     sets = newton_schulz.index_groups(group.num_replicas, group.sharers)
     y = newton_schulz.as_bits(
@@ -239,8 +236,8 @@ def _share(y: jax.Array, group: muon_plan.MuonGroup, count: int) -> jax.Array:
 def _after(earlier: list[jax.Array], x: jax.Array) -> jax.Array:
   """Returns x, but not before `earlier` exist.
 
-  A barrier would say as much, but XLA drops barriers before it schedules. So x
-  is selected by a condition that always holds, which no compiler knows.
+  XLA drops barriers before it schedules, so x is selected by a condition on
+  `earlier` that always holds, which the compiler cannot know.
   """
   for before in earlier:
     first = before[(0,) * before.ndim].astype(jnp.float32)
@@ -262,9 +259,9 @@ def _products(x: jax.Array, group: muon_plan.MuonGroup) -> jax.Array:
   if len(x) == 1 or math.prod(x.shape[1:]) < _LARGE:
     return newton_schulz.orthogonalize(x, options)
 
-  one = functools.partial(newton_schulz.orthogonalize, options=options)
+  function = functools.partial(newton_schulz.orthogonalize, options=options)
   halves = jnp.split(x, [len(x) // 2])
-  return jnp.concatenate([lax.map(one, half) for half in halves])
+  return jnp.concatenate([lax.map(function, half) for half in halves])
 
 
 def _run(
@@ -289,8 +286,8 @@ def _run(
     chunk = group.chunks[chunk_index]
     is_local = group.mode == muon_plan.LOCAL
     boxes = _boxes_of(group, chunk, momentum)
-    # While a chunk is multiplied, the next one arrives and the last one
-    # returns; no more, for the sake of memory.
+    # To save memory, at most the next chunk arrives and the last one returns
+    # while a chunk is multiplied.
     earlier = received[-1:] + done[-2:-1] + sum(returned[-3:-2], [])
     x = _read(
       boxes,
@@ -307,14 +304,14 @@ def _run(
       back = _share(_scatter(y, group, chunk.owned), group, chunk.count)
     _write(boxes, back, results)
     along.append(back)
-    # What takes no time hides nothing: it comes along with its neighbours.
+    # Chunks of little work hide no transfer; they join their neighbours.
     if 2 * chunk.owned * group.matrix_flops >= mean_flops:
       received.append(x)
       done.append(y)
       returned.append(along)
       along = []
-  # The rest of the step comes last: XLA's scheduler would spend it, instead of
-  # products, on hiding transfers. So may the momentum lie where the last did.
+  # Last, so that XLA's scheduler hides transfers beside products instead, and
+  # the momentum can reuse the buffer of the previous one.
   momentum = {
     name: _after(done[-1:], _accumulate(m, gradients[name], beta))
     for name, m in momentum.items()
@@ -331,17 +328,15 @@ def orthogonalize(
   beta: float,
   shardings: dict[str, NamedSharding],
 ) -> tuple[_Arrays, _Arrays]:
-  """Takes a step of the momentum and orthogonalises where it points.
-
-  Returns directions, in the dtype in which they travelled, and the momentum.
+  """Returns orthogonalised directions, in the wire dtype, and the new momentum.
 
   Args:
-    plan: made from the same shapes and shardings.
-    momentum: arrays by name, in the parameters' layout.
-    gradients: likewise.
-    weight: of the gradient beside the momentum, in the direction.
+    plan: plan for the same shapes and shardings.
+    momentum: momentum by name, sharded as the parameters.
+    gradients: gradients by name, sharded as the parameters.
+    weight: weight of the gradient beside the momentum, in the look-ahead.
     beta: decay of the momentum.
-    shardings: of the parameters by name; {} on one device.
+    shardings: shardings of the parameters by name; {} on one device.
   """
   if not momentum:
     return {}, {}
@@ -356,11 +351,10 @@ def orthogonalize(
   return jax.shard_map(
     run,
     mesh=mesh,
-    # The weight is an argument: of a closure, shard_map takes no array along
-    # that lies on Explicit axes.
+    # The weight is an argument, as shard_map's closure may have no arrays on
+    # Explicit axes.
     in_specs=(specs, specs, PartitionSpec()),
     out_specs=(specs, specs),
-    # That replicas hold the same, and collectives among parts of an axis, have
-    # no type that says so.
+    # Equal replicas, and collectives among parts of an axis, cannot be typed.
     check_vma=is_typed and min(mesh.shape.values()) > 1,
   )(momentum, gradients, weight)

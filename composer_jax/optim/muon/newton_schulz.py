@@ -1,8 +1,7 @@
 """Orthogonalises matrices by a fixed number of Newton-Schulz steps.
 
-Maps X = U S V^T to about U V^T with matrix products only, the step that makes
-Muon out of momentum. Knows nothing of parameters or roles, and only
-`orthogonalize_split`, which shares a matrix among devices, of meshes.
+Maps X = U S V^T to about U V^T with matrix products only. Only
+`orthogonalize_split`, which shares a matrix among devices, uses a mesh.
 
 A matrix is p x q with p <= q (a tall one is transposed first). A step is
 X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to
@@ -25,15 +24,14 @@ from composer_jax.core import checks
 
 Triple = tuple[float, float, float]  # a, b, c of a step
 
-# From here on gram needs fewer operations.
+# Least q / p for which the Gram iteration needs fewer operations.
 GRAM_RATIO = 1.5
-# Steps from one application of the Gram iteration to the next. In bfloat16
-# three overshoot on deficient matrices (singular values of 2 where rank is
-# p / 2); two never do.
+# Steps between restarts of the Gram iteration. In bfloat16 three overshoot on
+# matrices of rank p / 2 (singular values of 2); two do not.
 _GRAM_STEPS = 2
 
-# Polar Express (arXiv 2505.16932) is fitted to singular values up to 1, and
-# rounding lifts those of a normalised matrix above: it is stretched to 1.02.
+# Polar Express (arXiv 2505.16932) is fitted to singular values up to 1; it is
+# stretched to 1.02, as rounding lifts those of a normalised matrix above 1.
 _SAFETY = 1.02
 _POLAR_EXPRESS = (
   (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -52,26 +50,24 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
   'polar_express': tuple(
     (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _POLAR_EXPRESS
   ),
-  # KellerJordan/Muon's, what optax and torch have by default.
+  # KellerJordan/Muon, the default of optax and torch.
   'keller': ((3.4445, -4.7750, 2.0315),) * 5,
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewtonSchulz:
-  """How to orthogonalise.
+  """Options of the orthogonalisation.
 
   Attributes:
     coefficients: 'polar_express', which brings singular values into 0.86-1.12,
-      or 'keller', Muon's first, into 0.68-1.20.
+      or 'keller', the first list of Muon, into 0.68-1.20.
     method: 'auto', the Gram iteration where it is cheaper (by a fifth where a
       matrix is 3.5 times as long as wide), or 'standard'.
-    dtype: of the operands of matrix products, which accumulate in float32, and
-      of what devices exchange: 'bfloat16', 'float32' or 'auto', bfloat16 but on
-      CPUs.
-    deterministic: one matrix after the other, none shared by devices, so that
-      equal momenta give the same bits on every mesh; slower on accelerators.
-      CPUs always take one after the other.
+    dtype: dtype of products' operands, which accumulate in float32, and of
+      exchanged data: 'bfloat16', 'float32' or 'auto' (float32 on CPUs only).
+    deterministic: true for one matrix after the other and none shared by
+      devices, which gives the same bits on every mesh; slower on accelerators.
   """
 
   coefficients: str = 'polar_express'
@@ -91,16 +87,16 @@ class NewtonSchulz:
 
   @property
   def segments(self) -> tuple[tuple[Triple, ...], ...]:
-    """The triples between the restarts of gram."""
+    """Triples between the restarts of the Gram iteration."""
     triples, step = self.triples, _GRAM_STEPS
     return tuple(triples[i : i + step] for i in range(0, len(triples), step))
 
   def is_gram(self, p: int, q: int) -> bool:
-    """Whether a p x q matrix, either side longer, takes the Gram iteration."""
+    """True if a p x q matrix, either side longer, uses the Gram iteration."""
     return self.method == 'auto' and max(p, q) >= GRAM_RATIO * min(p, q)
 
   def resolved(self, platform: str | None = None) -> Self:
-    """Replaces an 'auto' dtype by a platform's, None for this process's."""
+    """Replaces an 'auto' dtype by that of a platform (None: the default)."""
     if self.dtype != 'auto':
       return self
     is_cpu = (platform or jax.default_backend()) == 'cpu'
@@ -131,9 +127,9 @@ def gram_products(steps: int) -> int:
 def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
   """Orthogonalises each matrix of [..., rows, columns], in the options' dtype.
 
-  Zero stays zero; NaN and infinity turn the whole of their matrix, and no
-  other, into NaN. Dividing by the largest entry before the norm makes the
-  result independent of the gradient's scale: squares alone vanish below 1e-19.
+  Zero stays zero; NaN and infinity turn all of their matrix, and no other, into
+  NaN. Entries are divided by the largest before the norm, since squares vanish
+  below 1e-19.
   """
   options = options.resolved()
   is_tall = x.shape[-2] > x.shape[-1]
@@ -143,9 +139,8 @@ def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
   together = functools.partial(orthogonalize_together, options=options)
 
   def one_by_one(stack):
-    # A loop of one matrix is no loop to XLA. The barriers keep what surrounds
-    # it (a transpose, the slices of a loop) from changing its products, and so
-    # its bits.
+    # XLA inlines a loop of one matrix. The barriers keep surrounding operations
+    # from changing the bits of its products.
     barrier = lax.optimization_barrier
     alone = lambda matrix: barrier(together(barrier(matrix)))
     stack = layout.with_layout_constraint(
@@ -156,8 +151,7 @@ def orthogonalize(x: jax.Array, options: NewtonSchulz) -> jax.Array:
   if options.deterministic:
     result = one_by_one(stack)
   else:
-    # By the platform compiled for. A CPU gains nothing from a batched product,
-    # and one matrix at a time stays in its cache.
+    # A CPU gains nothing from batched products, and one matrix fits its cache.
     result = lax.platform_dependent(stack, cpu=one_by_one, default=together)
   result = result.reshape(x.shape)
   return result.swapaxes(-1, -2) if is_tall else result
@@ -182,7 +176,8 @@ def normalized(
 ) -> jax.Array:
   """Scales each matrix to a Frobenius norm of 1, in float32.
 
-  Of parts of matrices `maximum` joins the largest entries, `total` the squares.
+  For parts of matrices, `maximum` and `total` combine the largest entries and
+  the sums of squares of the parts.
   """
   x = x.astype(jnp.float32)
   largest = maximum(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
@@ -193,7 +188,7 @@ def normalized(
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
   """Multiplies matrices of one dtype, accumulating in float32."""
-  # The highest precision is what float32 means: TPUs and GPUs would round.
+  # By default TPUs and GPUs would round float32 operands.
   precision = 'highest' if x.dtype == jnp.float32 else None
   return jnp.matmul(
     x, y, precision=precision, preferred_element_type=jnp.float32
@@ -207,7 +202,7 @@ def rounded_sum(a: float, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
 
 def gram_polynomial(gram: jax.Array, b: float, c: float) -> jax.Array:
   """Returns b A + c A^2, rounded once to A's dtype."""
-  # Both terms from the rounded A: mixing in the unrounded one is less exact.
+  # Both terms use the rounded A; mixing in the unrounded one is less exact.
   return rounded_sum(b, gram, c * product(gram, gram), gram.dtype)
 
 
@@ -217,8 +212,8 @@ def _gram(x: jax.Array, options: NewtonSchulz) -> jax.Array:
   for (a, b, c), *others in options.segments:
     r = product(x, x.mT).astype(dtype)
     z = gram_polynomial(r, b, c)
-    # X is to be multiplied by scale I + q. With the identity in q, its rounding
-    # would put the response to a rank-1 momentum 15 % off in bfloat16.
+    # X is multiplied by scale I + q. With the identity inside of q, rounding to
+    # bfloat16 changes the response to a rank-1 momentum by 15 %.
     scale, q = a, z
     for next_a, b, c in others:
       y = rounded_sum(a, r, product(r, z), dtype)
@@ -241,7 +236,7 @@ def index_groups(size: int, k: int) -> list[list[int]]:
 def as_bits(
   collective: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-  """Applies a collective that only moves: XLA:CPU widens those of bfloat16."""
+  """Applies a collective to bits, as XLA:CPU would widen bfloat16."""
   if x.dtype != jnp.bfloat16:
     return collective(x)
 
@@ -269,7 +264,7 @@ def split_collectives(
   entries = num * (k - 1) * -(-p // k) * p
   gather = ('all-gather', entries * jnp.dtype(options.dtype).itemsize)
   step = (('reduce-scatter', entries * 4), gather, gather)
-  # Of the largest entry and of the norm: a reduce-scatter and an all-gather.
+  # An all-reduce is a reduce-scatter and an all-gather.
   norm = ('all-reduce', 2 * num * 4 * (k - 1) // k)
   return (norm, norm) + step * len(options.triples)
 
@@ -281,24 +276,26 @@ def orthogonalize_split(
   axes: tuple[str, ...],
   index_groups: Sequence[Sequence[int]],
 ) -> jax.Array:
-  """Orthogonalises matrices of which this device holds some columns.
+  """Orthogonalises matrices of which this device has some of the columns.
 
-  Runs inside `shard_map` (check_vma=False, which collectives over subgroups
-  need): k devices hold q/k columns each of the same p x q matrices, p <= q; any
-  partition of the columns does, and zero columns may pad. Always the standard
-  iteration. Each step shares all of its products evenly:
+  Runs inside `shard_map` with check_vma=False. Each of k devices has q/k
+  columns of the same p x q matrices, p <= q, in any partition, padded by zeros.
+  In each step of the standard iteration all products are shared evenly:
 
-    1. each device multiplies its columns with themselves; a reduce-scatter adds
-       these p x p matrices and leaves each device p/k rows of A = X X^T;
-    2. an all-gather of the rounded rows, and each device computes its rows of
+    1. a device multiplies its columns with themselves; a reduce-scatter adds
+       these p x p matrices and leaves it p/k rows of A = X X^T;
+    2. after an all-gather of the rounded rows, it computes its rows of
        b A + c A^2;
-    3. an all-gather of those, and each device updates its columns.
+    3. after an all-gather of these, it updates its columns.
 
   Args:
-    x_npq: columns of this device; the result is theirs, in the operands' dtype.
-    options: with the dtype resolved.
-    axes: mesh axes that the subgroups are drawn from.
-    index_groups: which indices along `axes`, major to minor, share matrices.
+    x_npq: columns of this device.
+    options: options with a resolved dtype.
+    axes: mesh axes of the devices.
+    index_groups: indices along `axes`, major to minor, that share matrices.
+
+  Returns:
+    Orthogonalised columns of this device, in the dtype of the options.
   """
   k, p = len(index_groups[0]), x_npq.shape[-2]
   assert p <= k * x_npq.shape[-1], 'the longer side is to be in columns'
@@ -318,8 +315,8 @@ def orthogonalize_split(
   for a, b, c in options.triples:
     with jax.named_scope('split_step'):
       partial = product(x, x.mT)
-      # Blocks of rows lead: XLA's TPU compiler makes a reduce-scatter along an
-      # inner dimension an all-reduce, and rounds before it adds.
+      # Blocks of rows are the leading dimension: XLA's TPU compiler turns other
+      # reduce-scatters into all-reduces, and rounds before it adds.
       blocks = jnp.pad(partial, ((0, 0), (0, -p % k), (0, 0)))
       blocks = blocks.reshape(len(x), k, -1, p).swapaxes(0, 1)
       rows = lax.psum_scatter(blocks, **among).astype(x.dtype)

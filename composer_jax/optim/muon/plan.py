@@ -1,13 +1,11 @@
-"""Who orthogonalises which matrix: a static plan of one Muon step.
+"""Static plan of one Muon step: which device orthogonalises which matrix.
 
-Matrices of equal shape that lie alike on the mesh form a group, over layers,
-names and transposes. Each matrix of a group gets one owner among the devices
-that hold it (or a few that share it, for the rare matrix too large for one);
-the owner receives the whole matrix in one all-to-all and returns it in another.
-A plan is made before anything exists, by `optim.muon.planner`, and says what
-every device computes, sends and holds; `optim.muon.exchange` runs it.
+Matrices of equal shape and sharding form a group, over layers, names and
+transposes. Each matrix has one owner among its devices (or a few that share it,
+if it is too large for one), which receives it in one all-to-all and returns it
+in another. `optim.muon.planner` makes the plan, `optim.muon.exchange` runs it.
 
-p <= q are the sides of a matrix; a member whose input side is the longer one is
+p <= q are the sides of a matrix; a member with a longer input side is
 transposed.
 """
 
@@ -28,13 +26,13 @@ Strides = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
-  """How one side of a matrix is cut into shards.
+  """Sharding of one side of a matrix.
 
   Attributes:
-    axes: mesh axes of all its dimensions in order, major to minor.
-    dims: (shards, local size) of each dimension in order. An index into the
-      side is, major to minor, shard and local of the first dimension, then of
-      the second. Dimensions that cannot be told from one are merged.
+    axes: mesh axes of its dimensions in order, major to minor.
+    dims: (shards, local size) of each dimension in order; dimensions are merged
+      where possible. An index into the side is, major to minor, the shard and
+      local index of the first dimension, then of the second.
   """
 
   axes: tuple[str, ...]
@@ -54,12 +52,12 @@ class Member:
   """A parameter in a group.
 
   Attributes:
-    name: '/'-joined.
-    shape: of all shards together.
-    batch: dimensions of independent matrices, locally of sizes `local_batch`.
+    shape: global shape.
+    batch: dimensions of independent matrices.
     rows: dimensions of the p side.
     columns: dimensions of the q side.
-    is_transposed: the parameter's input side is the q side.
+    is_transposed: true if the parameter's input side is the q side.
+    local_batch: sizes of the batch dimensions on one device.
   """
 
   name: str
@@ -72,27 +70,28 @@ class Member:
 
   @property
   def count(self) -> int:
-    """Matrices of which a device holds a shard."""
+    """Number of matrices of which a device has a shard."""
     return math.prod(self.local_batch)
 
   @property
   def inner(self) -> int:
-    """Those of them at one index of the leading batch dimension."""
+    """Number of these at one index of the leading batch dimension."""
     return math.prod(self.local_batch[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-  """What is exchanged and orthogonalised at once.
+  """Matrices that are exchanged and orthogonalised at once.
 
-  The group's local list is the members' local batches, flattened, one after
-  another. Owner o of the chunk has the slots [o * owned, (o + 1) * owned) of
-  the range, which zeros fill up; owners count replicas first, then shards
-  (subgroups of `split` neighbouring shards where matrices are shared).
+  A group's local list is its members' local batches, flattened and one after
+  another. Owner o has the slots [o * owned, (o + 1) * owned) of the chunk's
+  range, which is padded by zeros; owners count replicas first, then shards (or
+  subgroups of `split` neighbouring shards that share matrices).
 
   Attributes:
-    start: of its range of the local list, of `count` matrices.
-    owned: slots of each owner.
+    start: first matrix in the local list.
+    count: number of matrices of the local list.
+    owned: number of slots of each owner.
   """
 
   start: int
@@ -105,18 +104,14 @@ class MuonGroup:
   """Matrices of one shape and one placement.
 
   Attributes:
-    p: short side, cut as `p_side` says.
-    q: long side, cut as `q_side` says.
-    replica_axes: mesh axes that touch no dimension of the members.
-    num_replicas: devices that hold the same shard.
-    split: neighbouring shards that own a matrix together.
-    sharers: neighbouring replicas that matrices are dealt out to; a divisor of
-      all, as each set of so many does the same work.
-    members: in the order of the tree.
-    chunks: cover the local list, in order.
-    newton_schulz: without an 'auto' dtype.
-    shard_strides: (size, devices from one index to the next) of each of `axes`;
-      replica_strides likewise of `replica_axes`.
+    replica_axes: mesh axes that shard no dimension of the members.
+    num_replicas: number of devices with the same shard.
+    split: number of neighbouring shards that own a matrix together.
+    sharers: number of neighbouring replicas among which matrices are divided, a
+      divisor of num_replicas; each set of sharers does the same work.
+    newton_schulz: options with a resolved dtype.
+    shard_strides: (size, devices from one index to the next) of each of `axes`.
+    replica_strides: the same of each of `replica_axes`.
   """
 
   p: int
@@ -135,7 +130,7 @@ class MuonGroup:
 
   @property
   def mode(self) -> str:
-    """Who owns a matrix; each replica has an owner where they are redundant."""
+    """Kind of ownership; REDUNDANT has an owner in each replica."""
     if self.num_shards * self.num_replicas == 1:
       return LOCAL
     if self.split > 1:
@@ -148,7 +143,7 @@ class MuonGroup:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """Mesh axes of the shards: of the p side, then of the q side."""
+    """Mesh axes of the p side, then of the q side."""
     return self.p_side.axes + self.q_side.axes
 
   @property
@@ -161,33 +156,33 @@ class MuonGroup:
 
   @property
   def owners(self) -> int:
-    """Owners among the devices that hold shards of the same matrices."""
+    """Number of owners among the devices with shards of the same matrices."""
     return self.num_shards * self.sharers // self.split
 
   @property
   def shard_bytes(self) -> int:
-    """Bytes of one matrix's shard where it is exchanged."""
+    """Bytes of one matrix's shard in an exchange."""
     size = jnp.dtype(self.newton_schulz.dtype).itemsize
     return self.p_side.local * self.q_side.local * size
 
   @property
   def piece_columns(self) -> int:
-    """Columns of a shard's part for one device, padded."""
+    """Columns of a shard's part for one of the sharing devices, padded."""
     return -(-self.q_side.local // self.split)
 
   @property
   def piece_bytes(self) -> int:
-    """Bytes of a shard's part for one device, padded columns included."""
+    """Bytes of a shard's part for one of the sharing devices, padded."""
     return self.shard_bytes // self.q_side.local * self.piece_columns
 
   @property
   def split_columns(self) -> int:
-    """Columns of a matrix on each device that shares it, with padding."""
+    """Columns of a matrix on each of the sharing devices, padded."""
     return self.q_side.shards * self.piece_columns
 
   @property
   def matrix_flops(self) -> int:
-    """Of one matrix, on each device that shares it."""
+    """Operations of one matrix on each of the sharing devices."""
     if self.split == 1:
       return iteration.flops(self.p, self.q, self.newton_schulz)
     q = self.split * self.split_columns
@@ -195,32 +190,32 @@ class MuonGroup:
 
   @property
   def flops(self) -> int:
-    """Of a device, padded slots included."""
+    """Operations of a device, padded slots included."""
     return self.owned * self.matrix_flops
 
   @property
   def even_flops(self) -> float:
-    """The same if matrices could be dealt out evenly."""
-    one = iteration.flops(self.p, self.q, self.newton_schulz)
-    return self.count * one / (self.num_shards * self.num_replicas)
+    """Operations of a device if matrices could be divided evenly."""
+    flops = iteration.flops(self.p, self.q, self.newton_schulz)
+    return self.count * flops / (self.num_shards * self.num_replicas)
 
   @property
   def ideal_flops(self) -> float:
-    """The same by the standard method."""
+    """`even_flops` of the standard method."""
     standard = dataclasses.replace(self.newton_schulz, method='standard')
     return dataclasses.replace(self, newton_schulz=standard).even_flops
 
   def exchange_bytes(self, owned: int) -> int:
-    """Into a device, of one all-to-all of a chunk."""
+    """Returns bytes into a device of one all-to-all of a chunk."""
     return (self.num_shards - 1) * owned * self.piece_bytes
 
   def gather_bytes(self, owned: int) -> int:
-    """Into a device, of the all-gather over replicas of a chunk."""
+    """Returns bytes into a device of a chunk's all-gather over replicas."""
     slots = owned * self.num_shards
     return (self.sharers - 1) * slots * self.piece_bytes
 
   def split_collectives(self, chunk: Chunk) -> tuple[tuple[str, int], ...]:
-    """(kind, bytes into a device) of those while matrices are shared."""
+    """Returns (kind, bytes into a device) of collectives of a shared matrix."""
     if self.split == 1:
       return ()
     return iteration.split_collectives(
@@ -233,7 +228,7 @@ class MuonGroup:
 
   @property
   def wire_bytes(self) -> int:
-    """Into a device, of all collectives."""
+    """Bytes into a device of all collectives."""
     exchanged = 2 * self.exchange_bytes(self.owned)
     return exchanged + self.gather_bytes(self.owned) + self.split_bytes
 
@@ -243,8 +238,8 @@ class MuonPlan:
   """One step of Muon on a mesh.
 
   Attributes:
-    groups: in the order of their first member.
-    sequence: (group, chunk) in the order of execution.
+    groups: groups in the order of their first members.
+    sequence: indices (group, chunk) in the order of execution.
   """
 
   groups: tuple[MuonGroup, ...]
@@ -257,7 +252,7 @@ class MuonPlan:
 
   @property
   def ideal_flops(self) -> float:
-    """By the standard method, dealt out evenly."""
+    """Operations of a device by the standard method, divided evenly."""
     return sum(group.ideal_flops for group in self.groups)
 
   @property

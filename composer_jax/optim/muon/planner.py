@@ -1,8 +1,7 @@
-"""Makes plans of Muon's step from shapes, roles and shardings.
+"""Makes plans of Muon's step from shapes, matrices and shardings.
 
-Who owns matrices, and in how many pieces they travel, is chosen by times that
-are modelled from published rates (`optim.muon.cost`), coarse enough not to hang
-on a few per cent.
+Owners and chunks are chosen by times that are modelled from published rates
+(`optim.muon.cost`).
 """
 
 import dataclasses
@@ -20,27 +19,26 @@ from composer_jax.optim.muon import newton_schulz as iteration
 _Dims = tuple[int, ...]
 _Groups = list[plan.MuonGroup]
 
-# Of the step. Of splits that differ by less the smaller is taken: short
-# messages and narrow products cost what no rate tells.
+# Share of the step below which differences do not count: the smaller split is
+# taken, as short messages and narrow products cost more than rates tell.
 _INDIFFERENT = 0.01
-# Chunks are cut until one takes as long as this many collectives without load.
+# Least time of a chunk, in latencies of a collective.
 _LATENCIES = 50
-# More leave little to gain: the first and the last are then 4 % of the step,
-# and what is in flight, at Kimi K2's size, a quarter of the update.
+# With so many chunks the first and the last are 4 % of the step each.
 _MOST_CHUNKS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-  """What a plan may be told instead of choosing by modelled times.
+  """Choices of a plan; None leaves them to modelled times.
 
   Attributes:
-    rates: of the machine; None: by platform, v5p for abstract meshes.
-    chunks: pieces that the step is cut into, as far as its groups allow.
-    split: devices that share a matrix where there are too few matrices for all
-      owners; 1 for none.
-    repeats: each replica does all work and gathers nothing, or each matrix has
-      one owner among all replicas.
+    rates: speeds of the machine; None takes the platform's, or v5p's.
+    chunks: number of chunks of the step, as far as its groups allow.
+    split: number of devices that share a matrix if there are fewer matrices
+      than owners; 1 shares none.
+    repeats: true if each replica does all work and gathers nothing, false if
+      each matrix has one owner among all replicas.
   """
 
   rates: cost.Rates | None = None
@@ -64,23 +62,25 @@ def make(
 
   Args:
     params: tree of arrays or shapes.
-    matrices: tree of `roles.Matrix`, of those parameters that are Muon's.
-    shardings: tree of NamedShardings, all on one mesh, which may be abstract;
-      None on one device.
-    newton_schulz: whose method and dtype decide what a matrix costs.
-    told: of the plan.
+    matrices: tree of `roles.Matrix` of Muon's parameters.
+    shardings: tree of NamedShardings on one mesh, which may be abstract; None
+      on one device.
+    newton_schulz: options of the orthogonalisation.
+    told: choices that are not left to modelled times.
 
   Raises:
-    ValueError: a dimension does not divide over its mesh axes.
+    ValueError: a dimension is 0 or does not divide over its mesh axes.
   """
   shapes, placed = trees.flatten_names(params), trees.flatten_names(shardings)
   named = trees.flatten_names(matrices)
   mesh = placed[next(iter(named))].mesh if placed and named else None
   sizes = dict(mesh.shape) if mesh else {}
-  # An abstract mesh has no platform: it is taken for one of TPUs.
-  platform = jax.default_backend() if mesh is None else 'tpu'
-  if isinstance(mesh, Mesh):
-    platform = mesh.devices.flat[0].platform
+  platform = jax.default_backend()
+  if mesh is not None:
+    # An abstract mesh without a device is taken for one of TPUs.
+    is_real = isinstance(mesh, Mesh)
+    device = mesh.devices.flat[0] if is_real else mesh.abstract_device
+    platform = device.platform if device else 'tpu'
   assumed = {'cpu': 'cpu', 'gpu': 'h200', 'cuda': 'h200'}.get(platform, 'v5p')
   rates = told.rates or cost.BY_NAME[assumed]
   members: dict[tuple, list[plan.Member]] = {}
@@ -109,14 +109,17 @@ def make(
 def _cuts(
   name: str, shape: _Dims, sharding: NamedSharding | None
 ) -> list[tuple[tuple[str, ...], int]]:
-  """Returns the mesh axes and the local size of each dimension."""
+  """Returns the mesh axes and local size of each dimension."""
+  if 0 in shape:
+    raise ValueError(
+      f'Parameter {name} of shape {shape} has a dimension of size 0, hence no '
+      'matrices. Take it out of the tree, or leave it to Adam.'
+    )
   if sharding is None:
     return [((), size) for size in shape]
   cuts = []
-  spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
-  for dim, (size, entry) in enumerate(zip(shape, spec, strict=True)):
-    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    axes = tuple(a for a in axes if sharding.mesh.shape[a] > 1)
+  axes_of_dims = mesh_axes(sharding, len(shape))
+  for dim, (size, axes) in enumerate(zip(shape, axes_of_dims, strict=True)):
     shards = math.prod(sharding.mesh.shape[a] for a in axes)
     if size % shards:
       raise ValueError(
@@ -125,6 +128,14 @@ def _cuts(
       )
     cuts.append((axes, size // shards))
   return cuts
+
+
+def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+  """Returns the mesh axes, of more than one device, of each dimension."""
+  entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+  axes = ((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+  sizes = sharding.mesh.shape
+  return [tuple(a for a in dim if sizes[a] > 1) for dim in axes]
 
 
 def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:
@@ -147,7 +158,7 @@ def _side(dims: _Dims, shape: _Dims, cuts: list) -> plan.Side:
 def _member(
   name: str, shape: _Dims, matrix: roles.Matrix, cuts: list
 ) -> tuple[tuple[Any, ...], plan.Member]:
-  """Returns p, q and their sides, which its group shares, and the member."""
+  """Returns (p, q, p side, q side), which a group shares, and the member."""
   size = lambda dims: math.prod(shape[d] for d in dims)
   rows, columns = matrix.rows, matrix.columns
   is_transposed = size(rows) > size(columns) or (
@@ -175,7 +186,7 @@ def _group(
   mesh: dict[str, int],
   options: iteration.NewtonSchulz,
 ) -> plan.MuonGroup:
-  """Returns a group whose matrices have one owner each, in one chunk."""
+  """Returns a group of one chunk, each of whose matrices has one owner."""
   p, q, p_side, q_side, replica_axes = key
   replicas = math.prod(mesh[axis] for axis in replica_axes)
   group = plan.MuonGroup(
@@ -207,7 +218,7 @@ def _in_chunks(group: plan.MuonGroup, wanted: int) -> plan.MuonGroup:
   count, owners = group.count, group.owners
   owned = -(-count // owners)
   each = -(-owned // min(wanted, owned))
-  # Ends of whole layers where they are near: slices of those are cheap.
+  # Chunks of whole layers if possible, whose slices are cheap.
   inner = math.lcm(*(member.inner for member in group.members))
   unit = inner // math.gcd(inner, owners)
   if each < owned and unit <= each:
@@ -228,8 +239,8 @@ def _share_giants(
 ) -> _Groups:
   """Lets devices share matrices that are few and expensive.
 
-  A group with fewer matrices than half its owners makes every device, running
-  the same program, wait for the few that own one.
+  If a group has fewer matrices than half its owners, every device waits for the
+  few that own one.
   """
   even_flops = sum(group.even_flops for group in groups)
 
@@ -251,11 +262,11 @@ def _share_giants(
 def _place_replicas(
   groups: _Groups, told: PlanOptions, rates: cost.Rates
 ) -> _Groups:
-  """Chooses where replicas repeat work instead of gathering results.
+  """Chooses the groups whose replicas repeat work instead of gathering results.
 
-  Where matrices are fewer than owners, repeating costs nothing: they are dealt
-  to as few replicas as take no longer. Elsewhere it pays if transfers would be
-  the longer part of the step.
+  With fewer matrices than owners repeating costs nothing: they are divided
+  among as few replicas as take no longer. With more, groups repeat if transfers
+  would be the longer part of the step.
   """
   repeated = [_dealt(group, sharers=1) for group in groups]
   if told.repeats is not None:
@@ -264,7 +275,7 @@ def _place_replicas(
   for group in groups:
     dealt = (_dealt(group, sharers=n) for n in _divisors(group.num_replicas))
     chosen.append(next(g for g in dealt if g.flops <= group.flops))
-  # Where most is saved on the wire for each operation that is added.
+  # First the groups that save most transfers for each operation added.
   order = sorted(
     (i for i, group in enumerate(chosen) if repeated[i] != group),
     key=lambda i: _roofs([chosen[i]], rates)[1] / repeated[i].flops,
@@ -287,16 +298,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def _roofs(groups: _Groups, rates: cost.Rates) -> tuple[float, float]:
-  """Returns the seconds of all work and of all transfers."""
+  """Returns the modelled seconds of all work and of all transfers."""
   times = [cost.chunk_times(g, c, rates) for g in groups for c in g.chunks]
   return sum(t.work for t in times), sum(t.bring + t.give for t in times)
 
 
 def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
-  """Cuts groups into chunks of about equal work, or of equal bytes.
+  """Divides groups into chunks of about equal work, or of equal bytes.
 
-  A group that holds more of the step's bytes than of its work, as heads do, is
-  cut by bytes: what is in flight takes memory.
+  A group with a larger share of the step's bytes than of its work is divided by
+  bytes, since chunks in flight take memory.
   """
   work = [_roofs([group], rates)[0] for group in groups]
   held = [group.count * group.shard_bytes for group in groups]
@@ -312,18 +323,18 @@ def _cut(groups: _Groups, told: PlanOptions, rates: cost.Rates) -> _Groups:
 def _sequence(
   groups: _Groups, rates: cost.Rates
 ) -> tuple[tuple[int, int], ...]:
-  """Orders chunks so that transfers have work to run beside.
+  """Orders chunks so that transfers overlap with work.
 
-  Groups are spread over the step, as those of small matrices bring more bytes
-  for their work. Nothing hides a transfer of the first and of the last chunk:
-  those exchange least.
+  Chunks of a group are spread over the step, as groups of small matrices have
+  more bytes for their work. The first and the last chunk, whose transfers
+  cannot overlap, are those that exchange least.
   """
   singles = [g for g, group in enumerate(groups) if len(group.chunks) == 1]
   places = []
   for g, group in enumerate(groups):
     for c, chunk in enumerate(group.chunks):
       place = (c + 0.5) / len(group.chunks)
-      if g in singles:  # They would meet in the middle.
+      if g in singles:  # All would be in the middle.
         place = (singles.index(g) + 0.5) / len(singles)
       times = cost.chunk_times(group, chunk, rates)
       places.append((place, (g, c), times.bring + times.give))

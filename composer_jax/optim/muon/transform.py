@@ -1,12 +1,13 @@
-"""Muon as an optax transform whose Newton-Schulz is distributed by a plan.
+"""Muon as an optax transform with distributed Newton-Schulz.
 
-Momentum orthogonalised at each parameter's natural granularity (per layer, per
-expert, per head), K. Jordan 2024, with the update scale of Moonlight
-(arXiv 2502.16982). Equal to `optax.contrib.muon` where both apply, on any mesh.
+The momentum is orthogonalised (K. Jordan 2024) per layer, expert and head, and
+scaled as in Moonlight (arXiv 2502.16982). On any mesh the result equals that of
+`optax.contrib.muon`.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +20,17 @@ from composer_jax.optim.muon import exchange, newton_schulz, planner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonChoices(newton_schulz.NewtonSchulz):
-  """What a run can choose about Muon, beside how to orthogonalise.
+  """Options of Muon, those of the orthogonalisation included.
 
   Attributes:
     beta: decay of the momentum.
     rms: root mean square of an update at learning rate 1; AdamW's is 0.2 to
       0.4.
-    qk_clip: largest attention logit of a head, above which its query and key
-      are scaled down (Kimi K2 has 100); 0 neither clips nor measures.
+    qk_clip: attention logit above which a head's query and key are scaled down
+      (Kimi K2 has 100); 0 neither clips nor measures.
     roles: (regex of a parameter's name, role) pairs that replace roles by axes:
       ('router', 'embed->route') puts routers on Muon, ('attention/out$',
-      'heads,head_dim->embed') takes all heads as one matrix.
+      'heads,head_dim->embed') makes all heads one matrix.
   """
 
   beta: float = 0.95
@@ -43,8 +44,8 @@ class MuonChoices(newton_schulz.NewtonSchulz):
     checks.number(self, 0, 'beta', 'qk_clip')
     if self.beta >= 1:
       raise ValueError(
-        f'MuonChoices.beta must be less than 1, not {self.beta}: a momentum '
-        'that forgets nothing never sees another gradient.'
+        f'MuonChoices.beta must be less than 1, not {self.beta}; with 1 '
+        'gradients would not change the momentum.'
       )
     are_pairs = isinstance(self.roles, list | tuple)
     for pair in self.roles if are_pairs else [self.roles]:
@@ -55,12 +56,12 @@ class MuonChoices(newton_schulz.NewtonSchulz):
         f'MuonChoices.roles must hold pairs (regex, role), not {pair!r}; '
         "for one of them write (('router', 'embed->route'),)."
       )
-    # JSON and the command line have lists; programs are cached by this record.
+    # JSON and the command line give lists, which cannot be hashed.
     object.__setattr__(self, 'roles', tuple(map(tuple, self.roles)))
 
 
 class MuonState(NamedTuple):
-  """Steps taken and the momentum; neither coefficients nor plan are state."""
+  """Number of steps and the momentum; coefficients and plan are no state."""
 
   count: jax.Array
   momentum: Any
@@ -72,20 +73,24 @@ def scale_by_muon(
   shardings: Any = None,
   options: MuonChoices = MuonChoices(),
   told: planner.PlanOptions = planner.NOTHING_TOLD,
+  scale: Callable[[int, int], float] | None = None,
 ) -> optax.GradientTransformation:
   """Replaces gradients by scaled, orthogonalised Nesterov momentum.
 
-  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)), so its factor
-  is rms * sqrt(max(rows, columns)).
+  An orthogonal matrix has an RMS of 1 / sqrt(max(rows, columns)).
 
   Args:
-    matrices: of the parameters, from `roles.matrices`.
-    shardings: tree of the parameters' NamedShardings, which gradients and
-      momentum share; None: all on one device.
-    options: roles and clipping of logits are other transforms'.
-    told: of the plan.
+    matrices: tree of `roles.Matrix`, from `roles.matrices`.
+    shardings: tree of NamedShardings of parameters, gradients and momentum;
+      None on one device.
+    options: choices of Muon, of which roles and qk_clip are not used here.
+    told: choices of the plan that are not left to modelled times.
+    scale: factor of an orthogonal matrix of so many rows and columns; None is
+      options.rms * sqrt(max(rows, columns)).
   """
   beta = options.beta
+  if scale is None:
+    scale = lambda rows, columns: options.rms * math.sqrt(max(rows, columns))
 
   def init(params):
     momentum = jax.tree.map(jnp.zeros_like, params)
@@ -95,13 +100,13 @@ def scale_by_muon(
     del params
     count = jnp.asarray(optax.safe_increment(state.count))
 
-    # Bias corrections only change the ratio of momentum to gradient in the
-    # look-ahead; Newton-Schulz drops any common factor. In float32, as nothing
-    # can be added to the largest count.
+    # Bias corrections change only the ratio of momentum to gradient in the
+    # look-ahead, since Newton-Schulz drops any common factor. The steps are
+    # float32, as the largest integer count has no successor.
     steps = count.astype(jnp.float32)
     ahead = beta / (1 - beta ** (steps + 1))
     here = (1 - beta) / (1 - beta**steps)
-    # Without memory the momentum is the gradient.
+    # With beta 0 the momentum is the gradient.
     weight = here / ahead if beta else jnp.zeros([])
 
     with jax.named_scope('muon'):
@@ -121,11 +126,15 @@ def scale_by_muon(
         shardings=trees.flatten_names(shardings),
       )
 
-    longer = {m.name: group.q for group in plan.groups for m in group.members}
+    factors = {
+      m.name: scale(*((group.q, group.p)[:: 1 if m.is_transposed else -1]))
+      for group in plan.groups
+      for m in group.members
+    }
 
     def scaled(name, g):
-      factor = options.rms * math.sqrt(longer[name])
-      return (factor * directions[name].astype(jnp.float32)).astype(g.dtype)
+      direction = directions[name].astype(jnp.float32)
+      return (factors[name] * direction).astype(g.dtype)
 
     momentum = trees.map_names(lambda name, _: momentum[name], updates)
     updates = trees.map_names(scaled, updates)

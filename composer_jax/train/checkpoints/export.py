@@ -1,7 +1,7 @@
-"""The variables a finished stage hands to the next one.
+"""Exports: the variables of finished stages, for the next one.
 
-An export holds the float32 masters and the selection bias, without optimizer
-or data state, and exists if and only if its stage is finished.
+An export has the float32 masters and the selection bias, and exists if and only
+if its stage is finished.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ from typing import Any
 
 from composer_jax.train.checkpoints import manager
 
-# What converting an export to other formats holds of one array.
+# Size of the parts of an array that a conversion to other formats reads.
 _CHUNK_BYTES = 2**28
 
 
 def _open(
   workdir: str | os.PathLike, stage: str, *, keep: int | None = None
 ) -> contextlib.closing[manager.Checkpoints]:
-  """Opens an export, for reading only unless it says how many to keep."""
+  """Opens an export, for reading only if `keep` is None."""
   exports = manager.Checkpoints(
     pathlib.Path(workdir) / 'exports' / stage,
     keep=keep,

@@ -1,4 +1,4 @@
-"""Hashes of the blocks of sharded arrays, for whatever mesh reads them.
+"""Hashes of blocks of sharded arrays, verified on any mesh.
 
 A block is named by its bounds in the whole array, '0:4,8:16'; '' for a scalar.
 """
@@ -13,12 +13,8 @@ import numpy as np
 from composer_jax.train import weights
 
 
-def _name(index: weights.Index) -> str:
-  return ','.join(f'{start}:{stop}' for start, stop in index)
-
-
 def index_of(name: str) -> weights.Index:
-  """Returns the (start, stop) along each axis of the block of a name."""
+  """Returns the (start, stop) along each axis of a named block."""
   pairs = [bounds.split(':') for bounds in name.split(',') if bounds]
   return tuple((int(start), int(stop)) for start, stop in pairs)
 
@@ -30,12 +26,12 @@ def _hash(block: np.ndarray) -> str:
 
 
 def record(array: jax.Array) -> dict[str, Any]:
-  """Describes an array: shape, dtype, and a hash of each shard held here."""
+  """Returns an array's shape, dtype, and hashes of this process's shards."""
   return {
     'shape': list(array.shape),
     'dtype': str(array.dtype),
     'shards': {
-      _name(index): _hash(values)
+      ','.join(f'{start}:{stop}' for start, stop in index): _hash(values)
       for index, values in weights.array_blocks(array)
     },
   }
@@ -44,11 +40,10 @@ def record(array: jax.Array) -> dict[str, Any]:
 def matches(array: jax.Array, shards: dict[str, str]) -> bool:
   """Verifies every recorded block that the shards of this process cover.
 
-  The mesh may differ from the one that wrote: a block is cut out of a shard, or
-  put together from several. The host holds one at a time. A block that only
-  shards of several processes cover is verified by none of them.
+  On another mesh a block is cut out of a shard or assembled from several. No
+  process verifies a block that only shards of several processes cover.
   """
-  # Replicas hold the same; one will do.
+  # One of several equal replicas.
   held = {
     weights.shard_index(s.index, array.shape): s.data
     for s in array.addressable_shards
@@ -96,6 +91,6 @@ def _within(part: weights.Index, of: weights.Index) -> tuple[slice, ...]:
 def _cut(shard: jax.Array, part: tuple[slice, ...]) -> np.ndarray:
   """Brings a part of a shard to the host."""
   if next(iter(shard.devices())).platform == 'cpu':
-    return np.asarray(shard)[part]  # It lies there: no copy.
-  # A slice that is the whole would be the array itself, which keeps the copy.
+    return np.asarray(shard)[part]  # A view.
+  # A slice of everything would be the array itself, which keeps the copy.
   return np.asarray(weights.same_buffer(shard)[part])

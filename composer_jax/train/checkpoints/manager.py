@@ -1,11 +1,10 @@
-"""Numbered checkpoints of one stage: orbax underneath, our own hashes on top.
+"""Numbered checkpoints of one stage, by orbax and with hashes.
 
-A checkpoint is a tree of arrays plus a JSON value (the data iterator's state).
-Orbax writes in the background, under a temporary name, so that a process
-killed at any moment leaves whole checkpoints only; it does not notice a flipped
-bit in tensor data, hence a BLAKE3 hash of every array, verified at restore.
-Trees are stored as flat {name: array}: a change of optimizer class does not
-make a checkpoint unreadable, a change of shape is named.
+A checkpoint is a tree of arrays and a JSON value (the data iterator's state).
+Orbax writes in the background, under a temporary name, so that a killed process
+leaves whole checkpoints only. It does not notice damaged tensor data, hence a
+BLAKE3 hash of every block, verified at restore. Trees are stored as flat
+{name: array}, independent of the classes of an optimizer.
 """
 
 import contextlib
@@ -27,28 +26,25 @@ import orbax.checkpoint as ocp
 from composer_jax.core import trees
 from composer_jax.train.checkpoints import hashes
 
-# Held where a process begins a save. Orbax numbers saves by one counter of the
-# process, and what makes folders tells what writes into them by that number.
-# Two threads that begin at the same time read each other's: both then wait,
-# five minutes, for folders that were made under another number, and fail. What
-# a save goes on doing in orbax's own threads has its number by then.
+# Held while a process begins a save. Orbax numbers saves by one counter of the
+# process; two threads that begin at the same time read each other's number,
+# wait five minutes for folders made under another number, and fail.
 #
-# Of several processes all must begin their saves in one order, which no lock of
-# one of them gives: they let one save finish (`wait`) before they begin others.
+# Several processes must begin their saves in one order: they let each save
+# finish (`wait`) before they begin the next.
 one_at_a_time = threading.Lock()
 
 STATE = 'state'
 _DATA = 'data'
 HASHES = 'hashes'
 
-# Free bytes asked for beyond the arrays themselves: metadata, and the file
-# system's own rounding.
+# Free bytes required beyond the arrays, for metadata and rounding.
 _DISK_MARGIN = 4 * 2**20
 
-# What orbax's parsing of damaged metadata has been seen to raise.
+# Errors that orbax raises for damaged metadata.
 _READ_ERRORS = (OSError, ValueError, LookupError, AttributeError, TypeError)
-# Errors of files that say that something of a checkpoint is gone; any other,
-# like too many open files, says nothing on the checkpoint.
+# System errors for missing files; others, such as too many open files, do not
+# mean that a checkpoint is damaged.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -57,7 +53,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def _texts(stored: Any) -> dict[str, str]:
-  """Returns the texts of a JSON item; damage may have left any JSON value."""
+  """Returns the strings of a JSON item, which may be damaged."""
   items = stored.items() if isinstance(stored, dict) else ()
   return {name: value for name, value in items if isinstance(value, str)}
 
@@ -67,7 +63,7 @@ def _digest(text: str) -> str:
 
 
 def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
-  """Returns what orbax shall save beside the arrays, as its arguments.
+  """Returns orbax's arguments that save everything but the arrays.
 
   `arrays` is {name: {'shape', 'dtype', 'shards': {bounds: BLAKE3}}}.
   """
@@ -80,29 +76,23 @@ def side_items(arrays: dict[str, Any], data: Any) -> dict[str, Any]:
 
 
 def full_disk(error: BaseException) -> int | None:
-  """Returns the system's number of an error if it was want of space."""
+  """Returns the errno of an error for lack of disk space, else None."""
   number = _errno(error)
   return number if number in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 def _errno(error: BaseException) -> int | None:
-  """Returns the system's number; tensorstore's ValueErrors spell it out."""
+  """Returns the errno, which tensorstore's ValueErrors have in their text."""
   if isinstance(error, OSError):
     return error.errno
   number = re.search(r"os_error_code='(\d+)'", str(error))
   return int(number[1]) if number else None
 
 
-def _raised_by(error: BaseException) -> str:
-  """Returns the name of the module whose code raised."""
-  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-  return frame.f_globals.get('__name__', '')
-
-
 def _check_readable(folder: pathlib.Path) -> None:
-  """Raises the system's error for a file that may not be read.
+  """Raises an OSError for a file that may not be read.
 
-  Orbax takes for absent what lies in a folder that refuses.
+  Orbax treats files in a folder without permission as absent.
   """
 
   def refuse(error: OSError) -> None:
@@ -130,12 +120,12 @@ class Checkpoints:
     keep: int | None,
     fallback: str = 'the start of the stage',
   ):
-    """Opens a directory, sweeping what a killed process left half-written.
+    """Opens a directory and deletes partial checkpoints of killed processes.
 
     Args:
-      keep: newest checkpoints kept; None opens it for reading only: nothing is
-        made, and what another process is writing there is left alone.
-      fallback: what a run goes on from when the directory holds none.
+      keep: number of newest checkpoints that are kept; None opens the directory
+        for reading only and changes nothing.
+      fallback: words for the state from which a run resumes without one.
     """
     self.directory = pathlib.Path(directory).absolute()
     self._fallback = fallback
@@ -169,13 +159,13 @@ class Checkpoints:
 
     Args:
       step: number of finished steps; must be above the latest.
-      tree: arrays.
+      tree: tree of arrays.
       data: any JSON value.
-      chunk_bytes: what a reader of a part must hold; None is a whole shard.
+      chunk_bytes: size of the parts that can be read alone; None is a shard.
 
     Raises:
-      OSError: too little space for this one, or the previous one failed to be
-        written. Earlier checkpoints are untouched, whatever is raised.
+      OSError: too little disk space, or the previous checkpoint could not be
+        written. Earlier checkpoints are untouched.
     """
     assert not self._is_reader, self.directory
     self.wait()
@@ -199,12 +189,12 @@ class Checkpoints:
     """Reads and verifies a checkpoint.
 
     Returns:
-      The tree, placed as `like` says, and the JSON value.
+      The tree, placed like `like`, and the JSON value.
 
     Raises:
-      DamagedCheckpoint: something of it is gone or has changed.
-      ValueError: it holds other arrays than `like`.
-      OSError: the system refuses to read it; it may be whole.
+      DamagedCheckpoint: a part is missing or has changed.
+      ValueError: the checkpoint has other arrays than `like`.
+      OSError: files cannot be read, although they may be whole.
     """
     flat = trees.flatten_names(like)
     record = self.record(step)
@@ -225,7 +215,7 @@ class Checkpoints:
     return tree, json.loads(text)
 
   def record(self, step: int) -> dict[str, Any]:
-    """Reads what `side_items` says of a checkpoint, without its arrays."""
+    """Reads the hashes of a checkpoint (see `side_items`), not its arrays."""
     read = self._read(step, {HASHES: ocp.args.JsonRestore()})
     stored = _texts(read[HASHES])
     if _digest(stored.get('text', '')) != stored.get('blake3'):
@@ -233,7 +223,7 @@ class Checkpoints:
     return json.loads(stored['text'])
 
   def close(self) -> None:
-    """Waits for the write under way and releases the threads."""
+    """Waits for the current save and releases the threads."""
     self.wait()
     self._manager.close()
 
@@ -245,8 +235,10 @@ class Checkpoints:
       is_wrapped = type(error) is Exception
       if not is_wrapped and not isinstance(error, _READ_ERRORS):
         raise
-      # Files are read and parsed by others; what JAX refuses came from us.
-      if _raised_by(error).startswith(('jax', 'composer_jax')):
+      # Errors that JAX raises are about arguments, not files.
+      *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+      module = frame.f_globals.get('__name__', '')
+      if module.startswith(('jax', 'composer_jax')):
         raise
       reason = error.__cause__ if is_wrapped and error.__cause__ else error
       number = _errno(reason)
@@ -272,7 +264,7 @@ class Checkpoints:
   def _check_same(
     self, step: int, record: dict[str, Any], flat: dict[str, Any]
   ) -> None:
-    """Raises unless names, shapes and dtypes are those of `flat`."""
+    """Raises a ValueError unless names, shapes and dtypes equal `flat`'s."""
     have = {n: (tuple(r['shape']), r['dtype']) for n, r in record.items()}
     want = {n: (tuple(a.shape), str(a.dtype)) for n, a in flat.items()}
     differing = sorted(n for n in have | want if have.get(n) != want.get(n))
@@ -286,7 +278,7 @@ class Checkpoints:
       )
 
   def _check_space(self, step: int, num_bytes: int) -> None:
-    """Raises before anything is written if it cannot fit."""
+    """Raises an OSError if a checkpoint would not fit on the disk."""
     free = shutil.disk_usage(self.directory).free
     if free < num_bytes + _DISK_MARGIN:
       raise OSError(
@@ -298,7 +290,7 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _full_disks_explained(self) -> Iterator[None]:
-    """Raises an OSError with the cure for what was want of space."""
+    """Raises an OSError with the cure for errors of a full disk."""
     try:
       yield
     # Tensorstore reports a full disk as a ValueError that ends in the reason.

@@ -1,4 +1,4 @@
-"""The tape of routes: nothing lost, near the bound, nothing damaged read."""
+"""Tapes of routes: lossless, near the bound, and refused if damaged."""
 
 import dataclasses
 import itertools
@@ -51,7 +51,7 @@ def bound_bits(scheme):
 
 def payload_bits(message, scheme):
   empty = make_ids(0, scheme)
-  # The one run of a tape without gaps is of the header.
+  # A tape without gaps has one run, which belongs to the header.
   return 8 * (len(message) - len(codec.encode(empty, scheme)) - 4)
 
 
@@ -76,7 +76,7 @@ def test_a_tape_takes_its_bound_and_five_percent(sizes, num_tokens):
   ids_TMA = make_ids(num_tokens, scheme)
   message = codec.encode(ids_TMA, scheme)
   bound = num_tokens * len(scheme.layers) * bound_bits(scheme)
-  # A message ends with a byte, whatever of it is used.
+  # The last byte of a message may be used in part.
   assert bound <= payload_bits(message, scheme) < 1.05 * bound + 8
   if num_tokens == 1000:
     assert 8 * len(message) < 1.05 * bound
@@ -179,7 +179,7 @@ def test_an_intact_message_that_makes_no_sense_is_refused(at, data, message):
   ids_TMA = make_ids(6, scheme)
   ids_TMA[2] = records.NO_ROUTE
   forged = sealed(codec.encode(ids_TMA, scheme), at, data)
-  if message is None:  # Runs are data like others: only a hash protects them.
+  if message is None:  # Only the hash protects runs.
     ids_TMA[[2, 3]] = ids_TMA[[3, 2]]
     np.testing.assert_array_equal(codec.decode(forged).ids_TMA, ids_TMA)
     return
@@ -199,7 +199,7 @@ def test_an_intact_message_of_another_length_is_refused(form):
       codec.decode(forged)
 
 
-# Each is of 46 or 50 bytes.
+# Each message has 46 or 50 bytes.
 @pytest.mark.parametrize(
   'sizes,runs', [((8, 2), [0, (1 << 32) - 1]), ((1, 1), [(1 << 32) - 1])]
 )
@@ -245,20 +245,12 @@ def test_bits_after_the_last_route_are_zero_or_refused():
 @pytest.mark.parametrize(
   'place,ids,message',
   [
-    (
-      (3, 1),
-      [5, 5],
-      r'Token 13, layer 2 .*\[5, 5\]: an expert may stand .*once',
-    ),
-    ((0, 2), [8, 1], r'Token 10, layer 3 .*\[8, 1\]: .*num_experts \(8\)'),
-    ((1, 0), [65535, 1], r'Token 11, layer 1 .*65535, 1\]: NO_ROUTE .*or none'),
-    (
-      (1, 0),
-      [65535] * 2,
-      r'Token 11, layer 2 .*: NO_ROUTE \(65535\) must fill',
-    ),
-    ((1, 2), [65535] * 2, 'Token 11, layer 3 .*: NO_ROUTE'),
-    ((1, 2), [0, 0], r'Token 11, layer 3 .*\[0, 0\]: an expert may stand'),
+    ((3, 1), [5, 5], r'Token 13, layer 2 .*\[5, 5\]; ids .* must differ'),
+    ((0, 2), [8, 1], r'Token 10, layer 3 .*\[8, 1\]; .*num_experts \(8\)'),
+    ((1, 0), [65535, 1], r'Token 11, layer 1 .*65535, 1\]; .*NO_ROUTE'),
+    ((1, 0), [65535] * 2, r'Token 11, layer 2 .*NO_ROUTE \(65535\) must fill'),
+    ((1, 2), [65535] * 2, 'Token 11, layer 3 .*NO_ROUTE'),
+    ((1, 2), [0, 0], r'Token 11, layer 3 .*\[0, 0\]; ids .* must differ'),
   ],
 )
 def test_what_is_no_route_is_refused_by_token_and_layer(place, ids, message):
@@ -279,7 +271,7 @@ def test_an_expert_twice_is_refused_in_whatever_slots(slots):
   ids_TMA = make_ids(3, scheme)
   first, second = slots
   ids_TMA[1, 1, second] = ids_TMA[1, 1, first]
-  with pytest.raises(ValueError, match='Token 1, layer 2 .*once'):
+  with pytest.raises(ValueError, match='Token 1, layer 2 .*must differ'):
     codec.check(ids_TMA, scheme)
 
 

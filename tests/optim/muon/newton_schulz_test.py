@@ -21,7 +21,7 @@ KELLER = dataclasses.replace(STANDARD, coefficients='keller')
 @functools.partial(
   jax.jit,
   static_argnums=1,
-  # Else XLA drops roundings to bfloat16 between float32 operations.
+  # Otherwise XLA drops roundings to bfloat16 between float32 operations.
   compiler_options={'xla_allow_excess_precision': False},
 )
 def orthogonalize(x, options):
@@ -175,7 +175,7 @@ def test_bits_do_not_depend_on_the_batch():
   y = orthogonalize(x, options)
   backwards = orthogonalize(x[::-1][:5], options)
   np.testing.assert_array_equal(backwards[::-1], y[2:])
-  # Alone is another program: XLA makes no loop of one matrix.
+  # One matrix is another program, since XLA removes the loop.
   np.testing.assert_array_equal(orthogonalize(x[3:4], options)[0], y[3])
 
 
@@ -280,8 +280,8 @@ def test_every_list_is_safe():
 
 
 def test_the_law_refuses_the_lists_that_are_left_out():
-  # Emerging-Optimizers' 'aol' turns a rank-1 momentum round; Polar Express
-  # as published diverges above 1.
+  # Emerging-Optimizers' 'aol' flips the sign of a rank-1 momentum; Polar
+  # Express as published diverges above 1.
   aol = (
     (4.0098, -7.0585, 2.4635),
     (3.4585, -5.5479, 2.5959),

@@ -77,7 +77,7 @@ def test_maps_and_transposes_share_a_group_square_ones_too():
     (group,) = made.groups
     assert {m.name for m in group.members if m.is_transposed} == transposed
     assert (group.p, group.q) == (ffw, 64)
-  # The orientation of a square matrix is the same on every mesh: its bits are.
+  # A square matrix has the same orientation, and so bits, on every mesh.
   for spec in (P('x', None), P(None, 'x'), P()):
     made = plans.plan_of(
       {'w': ('ffw', 'embed')}, {'w': spec}, mesh, dict(embed=64, ffw=64)
@@ -189,7 +189,7 @@ def test_one_device_exchanges_nothing():
 
 
 def test_an_abstract_mesh_is_taken_for_a_tpu():
-  # Made without a device of it: of eval_shape's shapes and an AbstractMesh.
+  # Made from shapes and an AbstractMesh, without devices.
   kimi = plans.kimi_plan((2, 128, 2))
   assert kimi.devices == 512
   for group in kimi.groups:

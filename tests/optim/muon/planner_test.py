@@ -1,4 +1,4 @@
-"""Who owns, shares and repeats what, in which pieces and which order."""
+"""Owners, shared matrices, repeated work, chunks and their order."""
 
 import dataclasses
 
@@ -136,7 +136,7 @@ def test_giants_stay_whole_where_that_is_as_fast_or_bits_matter():
   assert plans.one_matrix(shape, spec, sizes, ns=ns, rates=rates).split == 1
   slow = dataclasses.replace(cost.BY_NAME['v5p'], within=1e9)
   assert plans.one_matrix(shape, spec, sizes, rates=slow).split == 1
-  # 12 for 8 owners are not few, though shared they would take a quarter less.
+  # 12 matrices for 8 owners are not shared, though it would save a quarter.
   many = plans.one_matrix(
     (12, *shape[1:]), spec, dict(x=8), rates=cost.BY_NAME['v5p']
   )
@@ -176,11 +176,11 @@ def test_replicas_repeat_work_that_costs_nothing_or_less_than_the_wire():
   shape, sizes = (64, 64, 128), dict(r=2, f=4)
   dealt = plans.one_matrix(shape, P(None, 'f', None), sizes, rates=plans.CPU)
   assert (dealt.mode, dealt.sharers, dealt.owners) == ('owner', 2, 8)
-  # Unless replicas are other nodes, on a network that is not worth it.
+  # Not if replicas are on other nodes, with a slow network.
   far = dataclasses.replace(plans.CPU, across=1e5, node=4)
   repeated = plans.one_matrix(shape, P(None, 'f', None), sizes, rates=far)
   assert (repeated.mode, repeated.owned) == ('redundant', 16)
-  # What every device holds whole needs no exchange at all.
+  # Matrices that every device has whole need no exchange.
   whole = plans.one_matrix((1, 64, 128), P(), dict(r=8), rates=plans.CPU)
   assert whole.mode == 'redundant' and not muon_model.collectives(whole)
 
@@ -210,19 +210,19 @@ def test_matrices_are_dealt_to_no_more_replicas_than_own_some():
   # four five, on as many slots as all of them.
   rates = dataclasses.replace(plans.CPU, latency=1e-9, within=1e15, memory=1e15)
   shape, spec, sizes = (64, 128), P(None, 'f', None), dict(r=8, f=2)
-  told = dict(rates=rates, split=1)
+  message = dict(rates=rates, split=1)
   for layers, sharers in ((2, 1), (3, 2), (5, 4), (9, 8), (17, 8), (20, 8)):
-    group = plans.one_matrix((layers, *shape), spec, sizes, **told)
+    group = plans.one_matrix((layers, *shape), spec, sizes, **message)
     assert group.sharers == sharers
     assert group.owned == -(-layers // 16)
-  group = plans.one_matrix((5, *shape), spec, sizes, **told)
+  group = plans.one_matrix((5, *shape), spec, sizes, **message)
   assert (group.mode, group.owners, group.owned) == ('owner', 8, 1)
   gathered = {kind: n for kind, _, n in muon_model.collectives(group)}[
     'all-gather'
   ]
   assert gathered == 3 * 2 * group.shard_bytes
-  # Unless every matrix is to have one owner.
-  one = plans.one_matrix((5, *shape), spec, sizes, **told, repeats=False)
+  # Not if every matrix must have one owner.
+  one = plans.one_matrix((5, *shape), spec, sizes, **message, repeats=False)
   assert (one.sharers, one.owners) == (8, 16)
 
 

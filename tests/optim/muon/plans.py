@@ -62,7 +62,7 @@ def mesh_of(sizes):
 
 
 def plan_of(leaves, specs, mesh, sizes=SIZES, ns=STANDARD, **options):
-  """Plans parameters of which only the axes of a matrix are not batch axes."""
+  """Plans parameters whose axes are sides of a matrix or batch axes."""
   options = options or dict(rates=CPU)
   shapes, matrices = {}, {}
   for name, axes in leaves.items():

@@ -23,7 +23,7 @@ def _normal(seed, *shape):
   return values.astype(np.float32)
 
 
-# An orthogonal matrix of 12 x 8, as it is.
+# RMS of an orthogonal 12 x 8 matrix.
 ONE = 12**-0.5
 
 
@@ -91,7 +91,7 @@ def _keller(x):
 
 @pytest.mark.parametrize('style', ['keller_jordan', 'moonlight'])
 def test_equals_the_published_step_once_the_momentum_is_warm(gradients, style):
-  # Theirs have no bias correction; after 2,000 steps ours has none either.
+  # The published steps have no bias correction; after 2,000 steps it is 1.
   beta, rate, decay = 0.95, 0.02, 0.1
   matrix, m = np.ones((12, 8)), _normal(9, 12, 8).astype(np.float64)
   state = muon.MuonState(jnp.int32(2000), {'w': m.astype(np.float32)})
@@ -103,7 +103,7 @@ def test_equals_the_published_step_once_the_momentum_is_warm(gradients, style):
     params = optax.apply_updates(params, updates)
     if style == 'keller_jordan':
       m = beta * m + (1 - beta) * gradient
-      # Theirs is stored [output, input]: max(1, rows / columns) there.
+      # Published for [output, input]: max(1, rows / columns).
       scale = max(1, 8 / 12) ** 0.5
       ahead = beta * m + (1 - beta) * gradient
     else:
@@ -198,14 +198,14 @@ def test_a_count_at_its_end_is_a_large_count(gradients):
     return transform.update({'w': gradients[0]}, state)
 
   last = np.iinfo(np.int32).max
-  (found, state), (expected, _) = update(last), update(10_000)
+  (actual, state), (expected, _) = update(last), update(10_000)
   assert state.count == last
-  np.testing.assert_array_equal(found['w'], expected['w'])
+  np.testing.assert_array_equal(actual['w'], expected['w'])
 
 
 def test_a_mesh_of_one_device_may_have_explicit_axes(gradients):
   mesh = jax.make_mesh((1,), ('d',), axis_types=(AxisType.Explicit,))
-  # Of one group, with other dimensions on the axis.
+  # Members of one group, sharded along different dimensions.
   places = {
     'w': NamedSharding(mesh, P('d', None)),
     'v': NamedSharding(mesh, P(None, 'd')),
@@ -220,8 +220,8 @@ def test_a_mesh_of_one_device_may_have_explicit_axes(gradients):
     return jax.jit(transform.update)(gradient, state)[0]
 
   with jax.set_mesh(mesh):
-    found = update(jax.device_put(values, places), places)
+    actual = update(jax.device_put(values, places), places)
   expected = update(values)
   for name, sharding in places.items():
-    assert found[name].sharding == sharding
-    np.testing.assert_array_equal(found[name], expected[name])
+    assert actual[name].sharding == sharding
+    np.testing.assert_array_equal(actual[name], expected[name])

@@ -31,10 +31,10 @@ def _seen(*places):
 
 
 def test_of_several_processes_each_verifies_the_blocks_within_its_shards():
-  """As one of two sees an array whose blocks are smaller than its shards."""
+  """One of two processes verifies blocks that are smaller than its shards."""
   array = _seen((slice(0, 2), slice(None)))
   right, wrong = _digest(VALUES[:1]), _digest(VALUES[3:])
-  # The second block is elsewhere.
+  # Another process has the second block.
   assert hashes.matches(array, {'0:1,0:4': right, '2:3,0:4': wrong})
   assert not hashes.matches(array, {'1:2,0:4': wrong})
   assert not hashes.matches(array, {'0:2,0:4': right})
@@ -42,14 +42,14 @@ def test_of_several_processes_each_verifies_the_blocks_within_its_shards():
 
 @pytest.mark.parametrize('columns', [(0, 4), (1, 3)])
 def test_a_block_across_shards_of_one_process_is_put_together(columns):
-  """Of quarters it holds the upper two, and of one of them a replica."""
+  """A process has the upper two of four quarters, one of them twice."""
   upper, left, right = slice(0, 2), slice(0, 2), slice(2, 4)
   array = _seen((upper, left), (upper, right), (upper, left))
   name = f'1:2,{columns[0]}:{columns[1]}'
   block = VALUES[1:2, slice(*columns)]
   assert hashes.matches(array, {name: _digest(block)})
   assert not hashes.matches(array, {name: _digest(block + 1)})
-  # The lower ones are elsewhere: no process can tell.
+  # Another process has the lower quarters, so that none can verify the block.
   assert hashes.matches(array, {'1:3,0:4': _digest(VALUES[:2])})
 
 

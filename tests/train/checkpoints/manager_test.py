@@ -25,7 +25,7 @@ from composer_jax.delta.device import keyframes
 from composer_jax.hf.tensors import stored as hf_stored
 from composer_jax.train.checkpoints import manager
 
-# A refused restore leaves coroutines that complain when they are collected.
+# A refused restore leaves coroutines that warn when they are collected.
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning',
   'ignore:coroutine .* was never awaited:RuntimeWarning',
@@ -128,7 +128,7 @@ def test_parts_of_an_array_can_be_read_without_the_whole(tmp_path):
 
 
 def test_a_reader_changes_nothing(tmp_path):
-  """What is being written beside whole checkpoints is another process's."""
+  """A reader leaves a partial checkpoint of another process alone."""
   reader = manager.Checkpoints(tmp_path / 'none', keep=None)
   assert reader.latest_step() is None
   reader.close()
@@ -359,7 +359,7 @@ def test_full_disk_while_writing_keeps_earlier_checkpoints(tmp_path):
 def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
   tmp_path, monkeypatch
 ):
-  """Else orbax confuses their numbers, and both wait for five minutes."""
+  """Otherwise orbax confuses their numbers, and both wait five minutes."""
   inside, most = [], []
 
   def save(*unused, **fields):

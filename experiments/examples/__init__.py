@@ -1,0 +1,1 @@
+"""Short programs that show one use of the library each."""
