@@ -248,8 +248,7 @@ def _processes(
   trainer_cores, worker_cores = controller.divide_cores()
   say = progress.teller('rl')
   say(f'judging in {job.judge_level}')
-  # The worker starts on all cores, which its sandboxes keep, then takes its
-  # share (`_yield_to_sandboxes`).
+  # Sandboxes keep all cores; the worker itself calls `_yield_to_sandboxes`.
   worker = controller.RolloutProcess(
     [*job.command, '--role=rollout'],
     log=job.workdir / _WORKER_LOG,
