@@ -63,9 +63,6 @@ def run(
   Args:
     state: training state to go on from, donated.
     functions: compiled functions from `rl.step.build`.
-    ports: everything outside of the trainer.
-    options: options of `rl.update.update`.
-    shape: shape of a packed microbatch.
     num_steps: optimizer steps of the whole run.
     max_staleness: largest trainer version minus sampled version.
     reference: policy values for the KL penalty; None without one.

@@ -59,8 +59,7 @@ def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
   Where all judged rewards are equal, every advantage is exactly 0.
   """
   judged_R = _judged(group)
-  # Exact, since in floats the mean of seven times 0.8 is not 0.8. Also covers
-  # a group in which none was judged.
+  # Also if none was judged. The float mean of seven times 0.8 is not 0.8.
   if len(set(rewards_R[judged_R])) < 2:
     return np.zeros(len(rewards_R), np.float32)
   advantages_R = rewards_R - rewards_R[judged_R].mean()

@@ -95,11 +95,8 @@ def measure(
 
   Most are means over rollouts. 'reward_versions' counts versions of the reward
   options: more than one while groups that began before a change are trained on.
-
-  Args:
-    groups: groups of the step.
-    advantages: advantages_R of each group; all 0 in an uninformative group.
-    version: version of the trained policy.
+  `advantages` are advantages_R of each group, all 0 if it is not informative;
+  `version` is that of the trained policy.
   """
   rollouts = [r for g in groups for r in g.rollouts]
   counts = verdict_counts(rollouts)

@@ -55,9 +55,7 @@ def episode_player(
   """Binds the arguments of `agent.episode.run` that all episodes share.
 
   Args:
-    tokenizer: tokenizer of the policy.
     make_environment: task -> a new environment for one episode.
-    options: options of an episode.
     reward_of_group: group id -> reward options, called when an episode begins;
       the same for a whole group, whose mean reward is the baseline.
     **fixed: `hints` and `summary` of `episode.run`.
@@ -155,11 +153,7 @@ def groups(
   ids: Iterable[int],
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[records.Group]:
-  """Rolls out groups; `on_progress` gets the number of finished ones.
-
-  Returns:
-    The groups, sorted by id.
-  """
+  """Rolls out groups, sorted by id; `on_progress` gets the number finished."""
   finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
   num_threads = engine.options.num_slots

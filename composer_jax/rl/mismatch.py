@@ -75,9 +75,8 @@ def ages(
 
   If the engine keeps its KV cache over a swap of weights, a token sampled
   afterwards was computed from keys and values of older weights too, so it
-  counts as old as the oldest token before it: the first, since versions never
-  decrease. Only if the engine refreshes its caches does a token have the age of
-  its own version.
+  counts as old as the first token, since versions never decrease. Only if the
+  engine refreshes its caches does a token have the age of its own version.
   """
   if refreshed:
     return version - trajectory.policy_version_T

@@ -78,10 +78,8 @@ class LossOptions:
 class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
   """Sums over sampled tokens, so that microbatches add up; entropy in nats.
 
-  Attributes:
-    truncated: tokens whose ratio was replaced by a bound; only the clipped
-      losses then drop their gradient.
-    dropped: tokens without a gradient.
+  `truncated` counts tokens whose ratio was replaced by a bound (only clipped
+  losses then drop their gradient), `dropped` those without a gradient.
   """
 
   num_tokens: jax.Array

@@ -75,8 +75,7 @@ class Functions:
       bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
-    score: (values, batch) -> scores, replaying the batch's routes if it has
-      any.
+    score: (values, batch) -> scores, replaying the batch's routes if any.
     add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats).
     parts: number of device groups over which the rows of a batch are sharded.
   """
@@ -226,7 +225,7 @@ def build(
   def add_microbatch(values, sums, batch):
     on_device, attempts = put(batch), 0
     for bucket in _buckets_for(batch, placement):
-      batch_sums, scores = first(bucket)(values, on_device)
+      added, scores = first(bucket)(values, on_device)
       attempts += 1
       # Only tokens without a record can overflow it; None, the worst case,
       # holds all tokens.
@@ -234,9 +233,7 @@ def build(
         break
     scores = scores.replace(attempts=attempts)
     # Two programs, so that the large one compiles once, sums or not.
-    if sums is not None:
-      batch_sums = add_donated(sums, batch_sums)
-    return batch_sums, scores
+    return (added if sums is None else add_donated(sums, added)), scores
 
   @jit
   def hint_gradients(values, teacher, batch):

@@ -33,9 +33,7 @@ def run(
   Args:
     state: training state to go on from, donated.
     functions: compiled functions from `rl.step.build`.
-    collector: player of episodes.
     make_engine: (policy values, version) -> engine, called once.
-    options: options of the update.
     shape: shape of a packed microbatch.
     num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.

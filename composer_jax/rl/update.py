@@ -187,9 +187,6 @@ def update(
   Args:
     state: training state, donated.
     groups: exactly `options.prompts` groups, in any order.
-    functions: compiled functions from `rl.step.build`.
-    options: options of the update.
-    shape: shape of a packed microbatch.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values of a frozen teacher that reads hints; None without
       one. A teacher that is an average is in `state`.

@@ -150,14 +150,10 @@ def forward(
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
-    weights: weights of `unstack`.
-    cache: pools of every layer, donated by the caller's program.
-    tokens_BT: int32 tokens to consume.
     valid_BT: mask of tokens; padding uses no expert and no place in the cache.
     positions_BT: int32 positions within the session.
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
-    config: config of the model.
     plan: exchange between expert shards (`layouts.DECODE`); None on one device.
 
   Returns:

@@ -26,11 +26,7 @@ class SampledTokens:
   """Tokens sampled for a request in one dispatch, for streaming.
 
   The arrays are as in `records.Completion`; X = 0 from an engine that reports
-  no alternatives.
-
-  Attributes:
-    session: name of the session.
-    position: position of the first token in the session.
+  no alternatives. `position` is that of the first token in the session.
   """
 
   session: str
@@ -137,7 +133,6 @@ class Session:
   """A context window.
 
   Attributes:
-    name: name that requests give.
     tokens_T: int32 tokens; `settle` fills in the sampled ones.
     routes_TMA: uint16 routes of consumed tokens; `settle` fills in those of
       sampled ones; NO_ROUTE where the engine records none.

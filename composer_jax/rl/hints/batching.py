@@ -152,9 +152,8 @@ def _microbatch(
       for side in part.places()
     )
     unused_places = iter(teacher_places)
-    for place, (window, hints) in zip(
-      student_places, part.windows, strict=True
-    ):
+    placed_windows = zip(student_places, part.windows, strict=True)
+    for place, (window, hints) in placed_windows:
       batching.write(student, place, _until(window, hints[-1].stop), 0.0)
       for hint in hints:
         _, row, segment, span = next(unused_places)

@@ -48,7 +48,7 @@ class HintLossOptions:
     divergence: 'reverse' for KL(policy || teacher), 'forward', or 'jsd'.
     teacher: 'frozen' for the policy that RL began with, 'ema' for an average
       that follows the policy.
-    ema_rate: share of the distance to the policy that the average moves a step.
+    ema_rate: share of its distance to the policy that the average moves a step.
     ratio_cap: c, the largest weight p_train / p_rollout of a token.
   """
 
@@ -101,10 +101,7 @@ def loss(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch.
-
-  Only `loss` has a gradient, by the student's variables `values`.
-  """
+  """Returns a microbatch's sums; `loss` has a gradient by `values` alone."""
   written, read = batch.student, batch.teacher
   student_BTD = model.apply(
     values,
