@@ -165,11 +165,12 @@ def compare(
     student_BTD, teacher_BTD = hidden
     teacher_XD = _by_slot(teacher_BTD, batch.teacher_slots_BT, num_slots, plan)
     # In float32, in which the gradient adds up over chunks.
-    weights = tuple(
+    student, teacher = (
       shards.gather(w, spec, dtype=student_BTD.dtype).astype(jnp.float32)
       for w in weights
     )
     tokens = _by_token(student_BTD, batch, plan)
+    weights = (student, teacher)
     sums = _summed(weights, tokens, teacher_XD, options, model.config)
     # A gradient inside a shard must not pass through a sum over the mesh.
     return shards.stacked(sums)
