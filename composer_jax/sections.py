@@ -1,9 +1,9 @@
 """Sections of a config as dataclasses: built by name, explained by docstrings.
 
-Of the top floor, beside `wiring`: the spine and the systems know their own
-sections alone. A config file shows the fields that a researcher changes. Every
-other field has its default in the dataclass that uses it, and one entry in the
-`Attributes` of that class; both can be set by `--config.section.field=VALUE`.
+On the top floor, beside `wiring`. A config file shows the fields that a
+researcher changes; every other field has its default in the dataclass that uses
+it. Each field is explained in the `Attributes` of its class and can be set by
+`--config.section.field=VALUE`.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ _KINDS = {
 
 
 def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
-  """Makes a section of nested dictionaries; absent fields take their default.
+  """Builds a section from nested dictionaries; absent fields take defaults.
 
   Args:
-    cls: the dataclass; fields that are dataclasses are sections within it. One
-      with `from_dict` makes itself.
-    fields: by name, as a config or JSON has them.
-    path: of the section within the config, for messages.
-    base: whose values stand where `fields` has none; None for the defaults.
+    cls: dataclass of the section; its fields that are dataclasses are sections
+      too. `cls.from_dict`, if there is one, is called instead.
+    fields: values by field name, from a config or JSON.
+    path: dotted name of the section in the config, for messages.
+    base: section whose values replace the defaults; None for those of `cls`.
 
   Raises:
-    ValueError: names the field that is unknown (and what it may have meant),
-      missing, or has a value that the section refuses.
+    ValueError: a field is unknown, missing or refused; the message names it,
+      and for an unknown one the nearest known name.
   """
   if not isinstance(fields, Mapping):
     raise ValueError(f'--config.{path} must be a section, not {fields!r}.')
@@ -63,7 +63,7 @@ def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
 
 
 def default_of(field: dataclasses.Field) -> Any:
-  """The default of a field; REQUIRED where a config has to name a value."""
+  """The default of a field; REQUIRED if a config has to name a value."""
   if field.default_factory is not dataclasses.MISSING:
     return field.default_factory()
   return field.default
@@ -73,7 +73,7 @@ def _located(path: str, cls: Any, make: Any) -> Any:
   try:
     return make()
   except ValueError as error:
-    # Some say where they are; others know their class and no config.
+    # Some messages name the config's field already, others only the class.
     if '--config.' in str(error):
       raise
     text = f': {error}'
@@ -84,7 +84,7 @@ def _located(path: str, cls: Any, make: Any) -> Any:
 
 
 def _value(hint: Any, value: Any, path: str) -> Any:
-  """Converts what the command line and JSON cannot say; checks plain types."""
+  """Converts lists and texts to tuples, ints to floats; checks plain types."""
   kinds = _members(hint)
   if tuple in kinds:
     if isinstance(value, list | tuple):
@@ -117,8 +117,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def meanings(cls: Any) -> dict[str, str]:
-  """What the `Attributes` of a class say of each field, those of bases too."""
-  told: dict[str, str] = {}
+  """The `Attributes` entries of a class and its bases, by field name."""
+  texts: dict[str, str] = {}
   for base in reversed(cls.__mro__):
     lines = inspect.cleandoc(base.__dict__.get('__doc__') or '').splitlines()
     if 'Attributes:' not in lines:
@@ -128,12 +128,12 @@ def meanings(cls: Any) -> dict[str, str]:
       entry = re.match(r'  ((?:\w+, )*\w+): (.*)', line)
       if entry:
         names = entry[1].split(', ')
-        told |= dict.fromkeys(names, entry[2])
+        texts |= dict.fromkeys(names, entry[2])
       elif line.startswith('    ') and names:
-        told |= {n: f'{told[n]} {line.strip()}' for n in names}
+        texts |= {n: f'{texts[n]} {line.strip()}' for n in names}
       elif line.strip():
         break
-  return told
+  return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +152,11 @@ def entries(
   """Yields every field of a section, and of the sections within it.
 
   Args:
-    section: a dataclass.
-    default: a section that stands where a config says nothing; None for that
-      of the class.
-    path: of the section, with a dot at its end.
+    section: section of a resolved config.
+    default: section with the default values; None for those of the class.
+    path: dotted name of the section, with a dot at its end.
   """
-  told = meanings(type(section))
+  texts = meanings(type(section))
   for field in dataclasses.fields(section):
     value, name = getattr(section, field.name), f'{path}{field.name}'
     usual = default_of(field)
@@ -166,4 +165,4 @@ def entries(
     if dataclasses.is_dataclass(value):
       yield from entries(value, usual, f'{name}.')
     else:
-      yield Entry(name, value, usual, told.get(field.name, ''))
+      yield Entry(name, value, usual, texts.get(field.name, ''))

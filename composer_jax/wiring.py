@@ -1,7 +1,7 @@
 """Joins the spine and the systems: the only module that names both.
 
-The mains call `spec_of` on a config and `systems_of` on what it gives. Each
-table here is the one place where its names are decided.
+The mains call `spec_of` on a config, then `systems_of` on the spec. Tables of
+names stand here and nowhere else.
 """
 
 import functools
@@ -23,14 +23,14 @@ from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
 
-# Name of `config.tasks.family` -> its TaskFamily, made of a spec.
+# Value of `config.tasks.family` -> function from a spec to that TaskFamily.
 FAMILIES: dict[str, Callable[[specs.Spec], Any]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
 }
 
 
-# The sections of a config that systems bring.
+# Sections of a config that belong to systems.
 SECTIONS = {
   'tokenizer': of_run.TokenizerOptions,
   'data': of_run.DataOptions,
@@ -48,8 +48,8 @@ def spec_of(config: Mapping[str, Any]) -> specs.Spec:
   """Builds the spec of a run from nested dictionaries.
 
   Raises:
-    ValueError: names a field that is unknown (and what it may have meant) or
-      missing, or a value that cannot be.
+    ValueError: a field is unknown, missing or has an impossible value; the
+      message names it.
   """
   known = {**specs.SECTIONS, **SECTIONS}
   for name in config:
@@ -66,7 +66,7 @@ def spec_of(config: Mapping[str, Any]) -> specs.Spec:
 
 
 def _check(spec: specs.Spec) -> None:
-  """Raises for what spans systems, or a system and the spine."""
+  """Checks rules that span systems, or a system and the spine."""
   family = spec.systems['tasks'].family
   if family not in FAMILIES:
     raise ValueError(
@@ -77,27 +77,28 @@ def _check(spec: specs.Spec) -> None:
   if conversations and not spec.initial:
     raise ValueError(
       f'--config.demonstrations.conversations ({conversations!r}) needs the '
-      'chat template of an imported model: --config.initial.'
+      'chat template of an imported model: set --config.initial.'
     )
   store = spec.systems['delta'].store
   if store.startswith('memory:') and spec.rl.placement == 'processes':
     raise ValueError(
-      f'--config.delta.store {store!r} is of one process: set '
-      "--config.rl.placement='colocated', or leave it '' for the workdir."
+      f'--config.delta.store {store!r} lives in a single process: set '
+      "--config.rl.placement='colocated', or --config.delta.store='' for a "
+      'store in the workdir.'
     )
 
 
 def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
   """Yields every field of a run's config with its default and meaning."""
   spec = spec_of(config)
-  told = sections.meanings(specs.Spec)
+  texts = sections.meanings(specs.Spec)
   for field in specs.Spec.__dataclass_fields__.values():
     if field.name in _PLAIN:
       yield sections.Entry(
         field.name,
         getattr(spec, field.name),
         field.default,
-        told[field.name],
+        texts[field.name],
       )
   for name in specs.SECTIONS:
     yield from sections.entries(getattr(spec, name), path=f'{name}.')
@@ -106,7 +107,7 @@ def resolved(config: Mapping[str, Any]) -> Iterator[sections.Entry]:
 
 
 def systems_of(spec: specs.Spec) -> seams.Systems:
-  """What a run has of the systems; opens and reads nothing yet."""
+  """Binds a run's systems to its spec; opens and reads nothing yet."""
   family = FAMILIES[spec.systems['tasks'].family](spec)
   open_runner = functools.partial(_open_runner, spec, family)
   return seams.Systems(
@@ -145,8 +146,8 @@ def corpus_of(
   workdir: pathlib.Path,
   report: Callable[[str], None] = progress.teller('data'),  # noqa: B008
 ) -> of_run.RunCorpus:
-  """The corpus of a run, made in its workdir where it is not there."""
-  # Generated tasks are held out of every corpus: evaluations compare runs.
+  """The corpus of a run, built in its workdir if it is not there yet."""
+  # Generated tasks are held out of every corpus, so that runs compare.
   packages, functions, bodies = generated.holdout()
   packages += family.held_out_packages()
   data = spec.systems['data']

@@ -439,5 +439,5 @@ def test_rl_in_numerics_of_one_device_on_a_mesh_is_refused():
   fields['model']['numerics'] = 'batch_invariant'
   wiring.spec_of(fields)
   fields['rl']['mesh'] = {'replica': 2}
-  with pytest.raises(ValueError, match=r"rl\.mesh of 2 .*'batch_invariant'"):
+  with pytest.raises(ValueError, match=r"rl\.mesh has 2 .*'batch_invariant'"):
     wiring.spec_of(fields)

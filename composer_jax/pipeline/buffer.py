@@ -1,13 +1,13 @@
 """Finished groups on disk, between rollout workers and the trainer.
 
-One file per group, written whole or not at all, so that a reader never sees
-half a group and a crash of either side loses nothing that was finished. Groups
-are consumed in the order of their ids: step `v` trains on groups `v * P` to
-`v * P + P - 1` and on nothing else. Together with `admitted` this bounds
-staleness and makes "trained exactly once" a property of the step counter alone.
+One file per group, written whole or not at all: readers never see half a group,
+and a crash of either side loses no finished group. Groups are consumed in the
+order of their ids: step `v` trains on groups `v * P` to `v * P + P - 1` only.
+Together with `admitted` this bounds staleness, and the step counter alone
+ensures that each group is trained exactly once.
 
-A file is an `.npz` with the SHA-256 of its bytes behind it, which readers of
-zip archives ignore.
+A file is an `.npz` followed by the SHA-256 of its bytes, which readers of zip
+archives ignore.
 """
 
 import hashlib
@@ -25,18 +25,17 @@ _log = logging.getLogger(__name__)
 def admitted(
   version: int, *, prompts: int, max_staleness: int, steps: int
 ) -> int:
-  """How many groups may have been started when `version` is the newest policy.
+  """Number of groups that may be started in all once `version` is published.
 
   Group g is trained at version g // prompts, so starting it no earlier than
-  version g // prompts - max_staleness bounds its staleness; this is the
-  capacity rule of Fireworks (recipe of asynchronous RL) for in-order
-  consumption.
+  version g // prompts - max_staleness bounds its staleness: the capacity rule
+  of Fireworks' recipe for asynchronous RL, for consumption in order.
   """
   return min(version + max_staleness + 1, steps) * prompts
 
 
 class GroupBuffer:
-  """Groups by id in a directory that workers and the trainer share."""
+  """Groups by id, in a directory that workers and the trainer share."""
 
   def __init__(self, directory: pathlib.Path):
     self._directory = pathlib.Path(directory)
@@ -54,32 +53,32 @@ class GroupBuffer:
     files.write_atomic(self.path(group.group), data + seal)
 
   def _read(self, group: int) -> records.Group:
-    """Raises ValueError after setting a damaged file aside."""
+    """Reads a group; moves a damaged file aside and raises a ValueError."""
     path = self.path(group)
     content = path.read_bytes()
     data, seal = content[:-_HASH_BYTES], content[-_HASH_BYTES:]
     try:
-      # Before parsing: what zip and npy make of a flipped bit is anything.
+      # Before parsing: zip and npy may fail in any way on a flipped bit.
       if hashlib.sha256(data).digest() != seal:
         raise ValueError('its hash is wrong')
-      found = group_bytes.from_bytes(data)
-      if found.group != group:
-        raise ValueError(f'it holds group {found.group}')
+      stored = group_bytes.from_bytes(data)
+      if stored.group != group:
+        raise ValueError(f'it holds group {stored.group}')
     except (ValueError, KeyError, TypeError) as error:
-      # The last two: intact, but of a version of this code with other fields.
+      # KeyError, TypeError: intact, but written by code with other fields.
       aside = path.with_suffix('.damaged')
       path.replace(aside)
       raise ValueError(
         f'The finished group {path} is damaged ({error}). It was set aside as '
         f'{aside.name}'
       ) from error
-    return found
+    return stored
 
   def get(self, group: int) -> records.Group:
     """Reads one group.
 
     Raises:
-      ValueError: the file is damaged. It is set aside as `.damaged`, so that
+      ValueError: the file is damaged. It is renamed to `.damaged`, so that
         running the same command again samples the group anew.
     """
     try:
@@ -96,15 +95,15 @@ class GroupBuffer:
     timeout_s: float,
     while_waiting: Callable[[], None],
   ) -> list[records.Group]:
-    """Blocks until all of `ids` are there, and returns them in that order.
+    """Blocks until all groups of `ids` are finished; returns them in order.
 
     Args:
-      ids: groups to wait for.
-      timeout_s: without any new group for so long, the wait is given up.
-      while_waiting: called between looks; raises when no worker can come back.
+      ids: ids of the groups.
+      timeout_s: seconds without any new group after which to give up.
+      while_waiting: callback between two polls; raises to end the wait.
 
     Raises:
-      TimeoutError: names the groups that are missing.
+      TimeoutError: groups are missing, which the message names.
     """
     missing = list(ids)
     last_arrival = time.monotonic()
@@ -125,27 +124,27 @@ class GroupBuffer:
       time.sleep(0.005)
 
   def discard_newer(self, version: int) -> list[int]:
-    """Drops groups that a policy newer than `version` had a part in.
+    """Drops groups with tokens of a policy newer than `version`.
 
-    A trainer that resumes from `version` will publish other policies under the
-    numbers after it; what the lost ones sampled must not be trained on. Damaged
-    groups are set aside and count as dropped: both are sampled anew.
+    A trainer that resumes from `version` publishes other policies under later
+    numbers; it must not train on what the lost policies sampled. Damaged groups
+    are moved aside and count as dropped. All dropped groups are sampled anew.
     """
     dropped = []
     for group in self.ids():
       try:
-        found = self._read(group)
+        stored = self._read(group)
       except ValueError as error:
         _log.warning('%s and is sampled anew.', error)
         dropped.append(group)
         continue
-      if max(found.versions) > version:
+      if max(stored.versions) > version:
         self.path(group).unlink()
         dropped.append(group)
     return dropped
 
   def remove_below(self, group: int) -> None:
-    """Deletes groups with smaller ids: a durable checkpoint holds them."""
-    for found in self.ids():
-      if found < group:
-        self.path(found).unlink(missing_ok=True)
+    """Deletes smaller ids, once a durable checkpoint has trained on them."""
+    for stored in self.ids():
+      if stored < group:
+        self.path(stored).unlink(missing_ok=True)

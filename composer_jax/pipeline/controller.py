@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
-# Tells a worker the id of the process that started it.
+# Environment variable with the process id of a worker's parent.
 _PARENT = 'COMPOSER_JAX_PARENT'
 
 
@@ -21,7 +21,7 @@ class RolloutProcess:
   """A rollout worker in a process of its own, restarted when it dies.
 
   The worker's whole state is on disk (the bundle store and the finished
-  groups), so a restart loses the episodes in flight and nothing else.
+  groups), so a restart loses only the episodes in flight.
 
   Consumes: nothing; the worker reads the store itself.
   Woken by: `check`, which the trainer calls while it waits.
@@ -61,8 +61,8 @@ class RolloutProcess:
     """Restarts a dead worker.
 
     Raises:
-      RuntimeError: it died more often than `max_restarts`; the message ends
-        with the tail of its log.
+      RuntimeError: the worker died more often than `max_restarts`; the message
+        ends with the tail of its log.
     """
     code = self._process.poll()
     if code is None:
@@ -70,8 +70,8 @@ class RolloutProcess:
     tail = tail_of(self._log)
     if self._restarts_left == 0:
       raise RuntimeError(
-        f'The rollout worker died again (exit code {code}) and was restarted '
-        f'as often as allowed. The end of {self._log}:\n{tail}'
+        f'The rollout worker died again (exit code {code}), and no restarts '
+        f'are left (rl.max_restarts). The end of {self._log}:\n{tail}'
       )
     self._restarts_left -= 1
     self._report(
@@ -83,7 +83,7 @@ class RolloutProcess:
     self._process = self._start()
 
   def close(self) -> None:
-    """Ends the worker; waits, then kills."""
+    """Terminates the worker; kills it after ten seconds."""
     if self._process.poll() is None:
       self._process.terminate()
       try:
@@ -94,7 +94,7 @@ class RolloutProcess:
 
 
 def tail_of(path: pathlib.Path, lines: int = 15) -> str:
-  """The last lines of a text file, or '' where there is none."""
+  """The last lines of a text file; '' if there is no file."""
   if not path.exists():
     return ''
   with path.open('rb') as file:
@@ -105,10 +105,10 @@ def tail_of(path: pathlib.Path, lines: int = 15) -> str:
 
 
 def die_with_parent() -> None:
-  """Ends this process when the run that started it dies, however it died.
+  """Makes this process end when the run that started it dies for any reason.
 
-  Linux sends a signal; elsewhere a thread watches the parent's id. A worker
-  that no `RolloutProcess` started lives on its own.
+  Linux sends a signal; elsewhere a thread watches the parent's id. Does nothing
+  in a worker that was not started by a `RolloutProcess`.
   """
   parent = int(os.environ.get(_PARENT, '0'))
   if not parent:
@@ -117,8 +117,8 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
   def watch():
-    # Compared with the id that was handed down: the parent may have died while
-    # this process was still importing.
+    # Not os.getppid() at the start: the parent may have died while this process
+    # was still importing.
     while os.getppid() == parent:
       time.sleep(0.5)
     os._exit(1)
@@ -130,8 +130,8 @@ def divide_cores() -> tuple[list[int], list[int]]:
   """Splits this process's cores between trainer and rollout worker.
 
   Returns:
-    (trainer cores, rollout cores); both empty where there is one core or the
-    system cannot pin, which means: share.
+    (trainer cores, rollout cores); both empty, which means shared, if there is
+    one core or the system cannot pin.
   """
   if not hasattr(os, 'sched_getaffinity'):
     return [], []
@@ -143,7 +143,7 @@ def divide_cores() -> tuple[list[int], list[int]]:
 
 
 def pin(cores: Sequence[int]) -> None:
-  """Moves every thread of this process to `cores`; none given does nothing."""
+  """Moves all threads of this process to `cores`; without any, does nothing."""
   if not cores or not pathlib.Path('/proc/self/task').exists():
     return
   for task in pathlib.Path('/proc/self/task').iterdir():

@@ -1,4 +1,4 @@
-"""One run in one workdir: what every stage needs, opened once."""
+"""One run in one workdir: the objects that all stages share."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from composer_jax.text import tokenizer as tokenizers
 from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 
-TOKENIZER = 'tokenizer.json'  # of a workdir; a rollout worker reads it
+TOKENIZER = 'tokenizer.json'  # in the workdir, where rollout workers read it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Job:
   """A run; cached properties are made when a stage first needs them.
 
   Attributes:
-    spec: what the config says.
-    systems: what the config names outside of the spine.
-    workdir: holds everything that outlives the process.
-    command: starts this program again, for a rollout worker.
-    writer: takes metrics.
-    judge_level: isolation of the code that tasks execute.
+    spec: resolved config of the run.
+    systems: task family, corpus, sandbox and the other systems of the run.
+    workdir: folder of everything that outlives the process.
+    command: command line of this program, which also starts rollout workers.
+    writer: writer of metrics.
+    judge_level: level of isolation of the code that tasks execute.
   """
 
   spec: specs.Spec
@@ -66,13 +66,13 @@ class Job:
   def documents(self) -> tuple[Sequence[Any], Sequence[Any]]:
     """Token ids of the corpus: for training, and held out."""
     with self.times.stage('tokenizer'):
-      # The tokenizer first: one that cannot be used is told at once.
+      # The tokenizer first, so that an unusable one is reported at once.
       tokenizer = self.tokenizer
       return self.corpus.documents(tokenizer)
 
   @functools.cached_property
   def placement(self) -> placements.Placement:
-    """Of pretraining and SFT: all devices."""
+    """Placement of pretraining and SFT, on the run's whole mesh."""
     stage = self.spec.cpt
     return placements.build(
       self.spec.lm_model,
@@ -84,7 +84,7 @@ class Job:
 
   @functools.cached_property
   def single(self) -> placements.Placement:
-    """Of held-out episodes: the first device, which holds everything."""
+    """Placement of held-out episodes, on the first device only."""
     mesh = topology.make_mesh(devices=jax.devices()[:1])
     return placements.build(
       self.spec.model, mesh=mesh, layout=layouts.REPLICATED
@@ -92,7 +92,7 @@ class Job:
 
   @functools.cached_property
   def rl_placement(self) -> placements.Placement:
-    """Of RL's trainer: the first devices; an engine may have the others."""
+    """Placement of RL's trainer: the first devices; engines get the others."""
     rl = self.spec.rl
     if rl.mesh.size == 1:
       return self.single
@@ -106,7 +106,7 @@ class Job:
 
   @contextlib.contextmanager
   def runner(self) -> Iterator[seams.Runner]:
-    """What judges code; says which level of isolation that is."""
+    """Opens the sandbox that judges code, and reports its isolation level."""
     progress.teller('sandbox')(f'judging in {self.judge_level}')
     with self.systems.open_runner(self.judge_level) as runner:
       yield runner
@@ -114,14 +114,14 @@ class Job:
   def log_episodes(
     self, stage: str, step: int, rollouts: list[records.Rollout]
   ) -> None:
-    """Keeps readable episodes; writing a step again replaces it."""
+    """Writes readable episodes; a step written again replaces later ones."""
     path = self.workdir / 'episodes.jsonl'
-    kept = []
+    lines = []
     if path.exists():
       for line in path.read_text().splitlines():
         row = json.loads(line)
         if row['stage'] != stage or row['step'] < step:
-          kept.append(line)
+          lines.append(line)
     for rollout in rollouts:
       versions = {
         int(v)
@@ -140,8 +140,8 @@ class Job:
         'versions': sorted(versions),
         'turns': episode.turns(rollout, self.tokenizer),
       }
-      kept.append(json.dumps(row))
-    files.write_atomic(path, ('\n'.join(kept) + '\n').encode())
+      lines.append(json.dumps(row))
+    files.write_atomic(path, ('\n'.join(lines) + '\n').encode())
 
 
 def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
@@ -149,7 +149,7 @@ def _mesh(axes: specs.Mesh, *, may_leave: bool) -> jax.sharding.Mesh:
 
   Args:
     axes: sizes of the mesh.
-    may_leave: whether devices may be left over. Emulated ones always may: there
+    may_leave: true if devices may be left over. Emulated ones always may: there
       are as many as the largest mesh of a run needs.
   """
   devices = jax.devices()
@@ -167,7 +167,7 @@ def _train_tokenizer(job: Job) -> tokenizers.Tokenizer:
   if tokenizer.vocab_size > vocab_size:
     raise ValueError(
       f'{path} has {tokenizer.vocab_size} tokens, the model {vocab_size}; '
-      'delete it to have it trained again.'
+      'delete the file, and the next run trains a tokenizer that fits.'
     )
   return tokenizer
 
@@ -179,21 +179,21 @@ def open_run(
   workdir: pathlib.Path,
   command: list[str],
 ) -> Iterator[Job]:
-  """Opens a workdir for this spec, and leaves a report behind, always.
+  """Opens a workdir for this spec; also writes the report of a failed run.
 
   Raises:
-    ValueError: the workdir belongs to another config; names what differs. Or
-      another process runs in it. Or something of an import cannot be used,
-      which does not bind the workdir to it.
+    ValueError: the workdir belongs to another config (the message names the
+      differences), another process runs in it, or an imported file is unusable
+      (the workdir then stays unbound).
     OSError: the workdir cannot be made.
   """
   if systems.initial is not None:
     systems.initial.check()
-  claimed = _claimed(spec, systems)
+  identity = _identity(spec, systems)
   with _ended_by_sigterm(), files.alone(workdir):
     if systems.initial and not (workdir / workdirs.CONFIG).exists():
       systems.initial.take(workdir)
-    _claim(claimed, workdir)
+    _claim(identity, workdir)
     files.sweep(workdir)
     level = systems.settle_judge(workdir)
     files.write_json(
@@ -223,18 +223,18 @@ def open_run(
 
 
 def _report_anyway(report: Callable[[], None]) -> None:
-  """Writes the report of a run that was interrupted, where that is possible."""
+  """Writes the report of an interrupted run, if that is possible."""
   try:
     report()
   except (OSError, ValueError) as error:
     progress.teller('report')(f'not written: {error}')
   except Exception:
-    # Not even a bug of the report may hide what interrupted the run.
+    # Even a bug in the report must not hide the error that ended the run.
     logging.exception('The report of the interrupted run failed:')
 
 
-def _claimed(spec: specs.Spec, systems: seams.Systems) -> dict[str, Any]:
-  """Returns what a workdir is bound to: spec, and content of what it names."""
+def _identity(spec: specs.Spec, systems: seams.Systems) -> dict[str, Any]:
+  """The config that binds a workdir, with digests of the files it names."""
   content = {'imported': '', 'conversations': ''}
   if systems.initial is not None:
     content = systems.initial.claim()
@@ -242,17 +242,18 @@ def _claimed(spec: specs.Spec, systems: seams.Systems) -> dict[str, Any]:
 
 
 def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
-  # A folder may be moved; what it holds may not change. No result depends on
-  # the gate, which looks, and ends a run at most; nor on how policies travel.
+  # Folders may move, but their content may not change. No result depends on
+  # the gate, which at most ends a run, nor on the transport of policies.
   ignored = ('telemetry', 'rl.placement', 'rl.gate', 'delta', 'initial')
   ignored += ('tasks.folder',)
   workdirs.claim(workdir, config, ignored=ignored)
   path = workdir / workdirs.CONFIG
-  there = files.read_json(path)
-  # Exports read the import, too, and who follows the run its store.
+  stored = files.read_json(path)
+  # Other programs read these from the workdir: exports the folder of the
+  # import, followers of the run the place of the store.
   current = {name: config[name] for name in ('initial', 'delta', 'tasks')}
-  # Through JSON, so that tuples compare equal to what was read.
-  if there != (updated := there | json.loads(json.dumps(current))):
+  # Through JSON, so that tuples compare equal to the lists of the file.
+  if stored != (updated := stored | json.loads(json.dumps(current))):
     files.write_json(path, updated)
 
 
@@ -260,14 +261,14 @@ def _claim(config: dict[str, Any], workdir: pathlib.Path) -> None:
 def _ended_by_sigterm() -> Iterator[None]:
   """Makes SIGTERM (docker stop, Slurm) end the run as an exception does.
 
-  Only a main thread can; elsewhere the signal does what it did.
+  Only a main thread can set a handler; other threads leave it unchanged.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
 
   def end(number: int, _: Any) -> None:
-    # A second one must not interrupt the report; SIGKILL still ends anything.
+    # A second SIGTERM must not interrupt the report; SIGKILL still can.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
@@ -275,5 +276,5 @@ def _ended_by_sigterm() -> Iterator[None]:
   try:
     yield
   finally:
-    # None: a handler that was not set from Python.
+    # None stands for a handler that was not set from Python.
     signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

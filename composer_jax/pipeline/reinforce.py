@@ -1,4 +1,4 @@
-"""The RL stage: trainer and rollouts together, from a state to a state."""
+"""The RL stage: connects trainer and rollouts, from SFT to trained policy."""
 
 import contextlib
 import dataclasses
@@ -29,17 +29,17 @@ from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export, manager
 
 _WORKER_LOG = 'rollout_worker.log'
-# Seconds a worker waits for the first policy before it says that none comes.
+# Seconds that a worker waits for the first policy before it gives up.
 _FIRST_POLICY_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
 class StartOfRL:
-  """Where the stage begins, or goes on.
+  """Everything with which the stage begins or resumes.
 
   Attributes:
-    state: restored, or made from SFT.
-    functions: of the run.
+    state: training state, restored or made from SFT.
+    functions: compiled functions of a training step.
     reference: policy values for the KL penalty; None without one.
     teacher: policy values that read hints; None without a frozen teacher.
   """
@@ -86,7 +86,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   )
   state = jax.jit(create, out_shardings=places)(variables)
   teaches = bool(hints.weight) and hints.teacher == 'frozen'
-  # What SFT left, whatever step the state goes on from.
+  # The policy of SFT, even if the state is restored from a later step.
   first = None
   if spec.rl.kl_coefficient or teaches:
     first = functions.policy(state)
@@ -104,8 +104,8 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
 def reinforce(job: jobs.Job) -> None:
   """Trains the SFT policy by RL; does nothing when it is finished.
 
-  A run that was killed goes on from its last checkpoint: bundles after it are
-  void, groups that later policies had a part in are dropped and counted, the
+  A run that was killed resumes from its last checkpoint: later bundles are
+  void, groups with tokens of later policies are dropped and counted, and the
   others are trained on exactly once.
   """
   if export.finished_step(job.workdir, 'rl') is not None:
@@ -170,22 +170,23 @@ def _ports(
   def accept(groups):
     published.check_identities(groups)
     if plan is not None:
-      # Before the policy that they give is published: what it may start
-      # depends on them.
+      # Before publishing the policy trained on them: the curriculum of the
+      # groups that it admits depends on this record.
       plan.record(groups[0].group // rl.prompts, groups)
 
   def save(step, state, is_last):
     if step % rl.checkpoint_every == 0 or is_last:
       checkpoints.save(step, state)
-      # Receivers and a resumed trainer need no more than the checkpoints span.
+      # Receivers and a resumed trainer need only versions since the oldest
+      # checkpoint that is kept.
       published.collect_garbage(2 * rl.checkpoint_every + 1, bar.message)
 
   def log(step, metrics, groups):
     if plan is not None:
       metrics |= plan.measure(step - 1)
     job.writer.write('rl', step, **metrics)
-    for said in metrics.get('gate', []):
-      bar.message(f'step {step}: out of its band: {said}')
+    for breach in metrics.get('gate', []):
+      bar.message(f'step {step}: out of its band: {breach}')
     if 'repeated_microbatches' in metrics:
       bar.message(
         f'step {step}: {metrics["repeated_microbatches"]} microbatches '
@@ -199,8 +200,7 @@ def _ports(
       entropy=metrics['entropy'],
       staleness=metrics['staleness'],
     )
-    # For audits: what the policy wrote in all groups of the step, those without
-    # an advantage included.
+    # For audits: the edits of all groups, those without an advantage included.
     edits = [
       edit
       for g in groups
@@ -231,7 +231,7 @@ def _placed(
   buffer: buffers.GroupBuffer,
   published: seams.WeightPublisher,
 ) -> Iterator[Callable[[list[int]], list[records.Group]]]:
-  """Yields what the trainer calls to get groups, per placement."""
+  """Yields the placement's function from group ids to finished groups."""
   if job.spec.rl.placement == 'colocated':
     with _colocated(job, transport, buffer, published.wait) as wait:
       yield wait
@@ -245,18 +245,18 @@ def _processes(
   job: jobs.Job, buffer: buffers.GroupBuffer, check: Callable[[], None]
 ):
   rl = job.spec.rl
-  own, others = controller.divide_cores()
+  trainer_cores, worker_cores = controller.divide_cores()
   say = progress.teller('rl')
   say(f'judging in {job.judge_level}')
-  # The worker takes its share by itself, once its sandboxes may use all.
+  # Sandboxes keep all cores; the worker itself calls `_yield_to_sandboxes`.
   worker = controller.RolloutProcess(
     [*job.command, '--role=rollout'],
     log=job.workdir / _WORKER_LOG,
-    cores=[*own, *others],
+    cores=[*trainer_cores, *worker_cores],
     max_restarts=rl.max_restarts,
     report=say,
   )
-  controller.pin(own)
+  controller.pin(trainer_cores)
 
   def while_waiting() -> None:
     worker.check()
@@ -268,7 +268,7 @@ def _processes(
     )
   finally:
     worker.close()
-    controller.pin([*own, *others])
+    controller.pin([*trainer_cores, *worker_cores])
 
 
 @contextlib.contextmanager
@@ -278,7 +278,7 @@ def _colocated(
   buffer: buffers.GroupBuffer,
   settle: Callable[[], None],
 ):
-  """Trainer and engine take turns; policies still pass through the store."""
+  """Trainer and engine take turns; policies still travel through the store."""
   spec = job.spec
   served = None
   with (
@@ -313,7 +313,7 @@ def _colocated(
 def _served(
   spec: specs.Spec, receiver: seams.WeightReceiver, *, within_s: float
 ) -> rollout_worker.Served:
-  """An engine on the first policy that comes, which follows later ones."""
+  """Makes an engine of the first policy received, which follows later ones."""
   first = receiver.first(within_s)
   engine = stages.make_engine(spec, first.variables, first.version)
   receiver.follow(engine)
@@ -323,7 +323,7 @@ def _served(
 def serve_rollouts(
   spec: specs.Spec, systems: seams.Systems, workdir: pathlib.Path
 ) -> None:
-  """The whole life of a rollout worker process."""
+  """Runs a rollout worker process from its start to the end of the run."""
   say = progress.teller('rollout')
   level = systems.settle_judge(workdir)
   tokenizer = systems.load_tokenizer(workdir / jobs.TOKENIZER)
@@ -349,12 +349,12 @@ def serve_rollouts(
 
 
 def _yield_to_sandboxes() -> None:
-  """Lets the short answers go before the long computation.
+  """Gives sandboxes priority over the engine on the cores they share.
 
-  A tool call is a chain of short turns of an episode's thread and a sandbox;
-  behind a decode step that holds the core, each turn would wait for a whole
-  time slice. The sandboxes are already running: they keep their priority and
-  may use every core, the rest of this process its share at a lower one.
+  A tool call alternates many times between an episode's thread and a sandbox;
+  behind a decode step that holds the core, each exchange would wait for a whole
+  time slice. Sandboxes already run: they keep their priority and all cores,
+  while this process takes its share of cores at a lower priority.
   """
   sys.setswitchinterval(5e-4)
   controller.pin(controller.divide_cores()[1])

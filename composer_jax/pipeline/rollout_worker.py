@@ -1,7 +1,7 @@
 """The rollout side: follows the bundle store and samples admitted groups.
 
-It talks to nobody. What it may start follows from the version it serves
-(`buffer.admitted`), what it must still do from the groups that are on disk.
+It exchanges no messages with the trainer. Which groups it may start follows
+from the version it serves (`buffer.admitted`); which are missing, from disk.
 """
 
 import dataclasses
@@ -15,15 +15,16 @@ from composer_jax.rollout import server
 
 
 class Served:
-  """Keeps an engine on the newest policy and knows which ones it served.
+  """Keeps an engine on the newest policy and records the policies it served.
 
-  Consumes: policies that lie in their place, newest first.
-  Waits for: nothing; called between decode steps, a look costs nothing.
+  Consumes: received policies, newest first.
+  Waits for: nothing; it polls between decode steps.
   Woken by: the loop of the engine.
-  Produces: a reference swap, and the identities that groups are stamped with.
+  Produces: swaps of the engine's weights, and the policy identities stamped on
+    groups.
 
   Attributes:
-    engine: swapped by this object alone.
+    engine: sampling engine, whose weights only this object swaps.
   """
 
   def __init__(
@@ -32,7 +33,7 @@ class Served:
     first: seams.ReceivedPolicy,
     receiver: seams.WeightReceiver,
   ):
-    """Serves `first`, which the engine was made of, and then newer policies."""
+    """Starts with `first`, the policy that the engine was made with."""
     self.engine = engine
     self._receiver = receiver
     self._identities = {first.version: first.target_id}
@@ -46,10 +47,10 @@ class Served:
     newer = self._receiver.take()
     if newer is None:
       return
-    known = self._identities.setdefault(newer.version, newer.target_id)
-    if known != newer.target_id:
+    known_id = self._identities.setdefault(newer.version, newer.target_id)
+    if known_id != newer.target_id:
       raise ValueError(
-        f'Version {newer.version} was served with weights {known} and now '
+        f'Version {newer.version} was served with weights {known_id} and now '
         f'comes with {newer.target_id}: the run was rewound. Start this worker '
         'again.'
       )
@@ -57,7 +58,7 @@ class Served:
     self._receiver.served(newer, self.engine.stats().swap_s)
 
   def stamp(self, group: records.Group) -> records.Group:
-    """Names the weights that sampled a group, from any thread."""
+    """Adds to a group the ids of the weights that sampled it; thread-safe."""
     return dataclasses.replace(
       group, policies={v: self._identities[v] for v in sorted(group.versions)}
     )
@@ -77,15 +78,15 @@ def run(
   Waits for: a version that admits the next group.
   Woken by: the publisher advancing the version.
   Produces: finished Groups into `buffer`, each written whole and stamped.
-    Groups that are there already are not sampled again.
+    Groups already on disk are not sampled again.
 
   Args:
-    collector: plays episodes.
-    buffer: shared with the trainer.
-    served: of the engine, at the version to begin with.
+    collector: player of episodes.
+    buffer: finished groups on disk, shared with the trainer.
+    served: the engine and its receiver, at the version to begin with.
     rl: groups of a step, steps of the run, and the bound on staleness.
-    until_version: returns once this version is served and all it admits is
-      there.
+    until_version: version at which to return, once it is served and all groups
+      it admits are finished.
 
   Returns:
     The version served at the end.

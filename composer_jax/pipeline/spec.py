@@ -1,9 +1,9 @@
-"""A whole run as frozen dataclasses: what the mains make of a config.
+"""A whole run as frozen dataclasses, which the mains build from a config.
 
-Every section of a config is one dataclass. Those that systems bring (`tasks`,
-`data`, `sandbox`, ...) are made by `composer_jax.wiring`; the others are here
-or in the module that they are for. An impossible value is told before anything
-is claimed or trained.
+Every section of a config is one dataclass. `composer_jax.wiring` makes those of
+the systems (`tasks`, `data`, `sandbox`, ...); the others are here or in the
+module that reads them. An impossible value is refused before the workdir is
+claimed or anything is trained.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Mesh:
 
   Attributes:
     replica: copies of everything but the experts.
-    fsdp: devices that share the weights of a replica out.
-    context: devices that share the tokens of a row out.
+    fsdp: devices over which the weights of one replica are sharded.
+    context: devices over which the tokens of a row are sharded.
   """
 
   replica: int = 1
@@ -61,22 +61,23 @@ class StageOptions:
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    steps: optimizer steps; 0 leaves out cpt, of an imported model alone.
-    batch_size: rows of a step, on all devices.
-    accumulate: microbatches of a step, one after another, for less memory.
+    steps: optimizer steps; 0 skips cpt, allowed for an imported model only.
+    batch_size: rows of a step, summed over all devices.
+    accumulate: microbatches of a step, run in sequence to save memory.
     seq_len: tokens of a row.
-    learning_rate: peak, of Muon at Moonlight's scale, or of all with 'adam'.
-    adam_learning_rate: peak, of what Muon leaves to AdamW.
-    warmup_steps: linear, from zero.
-    decay_steps: linear, to a tenth of the peak at the end.
-    weight_decay: decoupled, times the learning rate; spares vectors.
-    grad_clip: global norm that gradients are scaled down to.
-    optimizer: 'muon' on matrices and AdamW on the rest, or 'adam' on all.
+    learning_rate: peak rate of `optimizer`; that of Muon is at Moonlight's
+      scale.
+    adam_learning_rate: peak rate of the AdamW beside Muon.
+    warmup_steps: steps of linear increase from zero to the peak rate.
+    decay_steps: last steps, of linear decrease to a tenth of the peak rate.
+    weight_decay: decoupled decay, times the learning rate; vectors have none.
+    grad_clip: largest global norm of gradients; larger ones are scaled down.
+    optimizer: 'muon' on matrices with AdamW on the rest, or 'adam' on all.
     muon: choices of Muon; unused by 'adam'.
-    bias_update_rate: of the routers' selection bias, a step.
+    bias_update_rate: change of the routers' selection bias per step.
     checkpoint_every: steps from one checkpoint to the next.
     eval_every: steps from one held-out loss to the next.
-    eval_batches: batches of a held-out loss.
+    eval_batches: batches averaged in a held-out loss.
     log_every: steps from one line of metrics to the next.
   """
 
@@ -127,22 +128,22 @@ class RLSection(update.LearningOptions):
   Attributes:
     mesh: devices of the trainer, in the run's layout. One by default: on a CPU
       the rollout process needs the other core.
-    steps: optimizer steps; 0 evaluates SFT alone.
-    placement: 'processes', or 'colocated': one process takes turns.
-    max_staleness: optimizer steps that a policy may be behind the trainer when
-      it samples; 0 equals the synchronous loop.
-    learning_rate: peak, of Adam.
-    warmup_steps: linear, from zero.
-    decay_steps: linear, to a tenth of the peak at the end.
+    steps: optimizer steps; 0 skips RL and evaluates SFT only.
+    placement: 'processes', or 'colocated': trainer and engine take turns.
+    max_staleness: largest number of optimizer steps that a sampling policy may
+      lag behind the trainer; 0 equals the synchronous loop.
+    learning_rate: peak rate of Adam.
+    warmup_steps: steps of linear increase from zero to the peak rate.
+    decay_steps: last steps, of linear decrease to a tenth of the peak rate.
     adam_b1: decay of Adam's first moment.
     adam_b2: decay of Adam's second moment.
-    grad_clip: global norm that gradients are scaled down to.
-    rows: of a microbatch.
+    grad_clip: largest global norm of gradients; larger ones are scaled down.
+    rows: rows of a microbatch.
     seq_len: tokens of a row.
     checkpoint_every: steps from one checkpoint to the next.
     episodes_every: steps from one readable episode of the report to the next.
     wait_timeout_s: seconds without a finished group after which a run ends.
-    max_restarts: of the rollout process, in a run.
+    max_restarts: restarts of the rollout process before a run ends.
   """
 
   mesh: Mesh = Mesh()
@@ -191,7 +192,7 @@ class EvaluationSection:
   """The evaluations before and after RL.
 
   Attributes:
-    episodes: held-out ones, of each evaluation.
+    episodes: held-out episodes of each evaluation.
   """
 
   episodes: int = 200
@@ -205,8 +206,8 @@ class TelemetrySection:
   """Where metrics go beside metrics.jsonl.
 
   Attributes:
-    tensorboard: event files in `tensorboard` of the workdir.
-    wandb: a run of Weights & Biases, where wandb is installed.
+    tensorboard: true to write event files to `tensorboard` in the workdir.
+    wandb: true to log to Weights & Biases; needs wandb installed.
   """
 
   tensorboard: bool = True
@@ -234,12 +235,11 @@ class Spec:
   """Everything a run is; equal specs give equal runs (at staleness 0).
 
   Attributes:
-    seed: of everything that is drawn.
-    initial: folder that `experiments.hf_import` made, whose model, weights and
-      tokenizer the run starts from; '' for random weights and a tokenizer of
-      its own.
+    seed: seed of all random numbers.
+    initial: folder made by `experiments.hf_import`, whose model, weights and
+      tokenizer the run starts from; '' for random weights and a new tokenizer.
     layout: 'data_parallel', or 'hsdp', the dual-mesh layout.
-    systems: the sections that systems bring, by name.
+    systems: sections of the systems, by name.
   """
 
   seed: int = 0
@@ -261,16 +261,16 @@ class Spec:
 
   @property
   def hints(self) -> distill.HintLossOptions:
-    """What hints weigh; a system says what they are on, and writes them."""
+    """Loss of the hints; the system `hints` decides where to write them."""
     return self.systems['hints'].loss
 
   @property
   def lm_model(self) -> model_config.ModelConfig:
-    """The model as pretraining and SFT compute it: in fast numerics.
+    """The model with fast numerics, for pretraining and SFT.
 
-    They have no sampler to agree with, and they run on the whole mesh, while
-    batch-invariant numerics are those of one device. What `model.numerics` says
-    is for rollouts, evaluations and RL, which trains on one device.
+    These need not agree with a sampler and use the whole mesh, while
+    batch-invariant numerics need a single device. `model.numerics` applies to
+    rollouts, evaluations and RL.
     """
     return dataclasses.replace(self.model, numerics='fast')
 
@@ -280,7 +280,7 @@ class Spec:
     return fields | fields.pop('systems')
 
   def batch_shape(self) -> batching.BatchShape:
-    """Of the microbatches of RL."""
+    """Returns the shape of a microbatch of RL."""
     return batching.shape_of(
       self.model, rows=self.rl.rows, seq_len=self.rl.seq_len
     )
@@ -300,8 +300,8 @@ class Spec:
     )
 
   def __post_init__(self):
-    # Each makes what a stage will need, so that an impossible value is told
-    # before anything is trained.
+    # Build what each stage will need, to find an impossible value before
+    # anything is trained.
     for name, make in (
       ('cpt', self.cpt.optimizer_options),
       ('sft', self.sft.optimizer_options),
@@ -320,8 +320,8 @@ class Spec:
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.steps < 1 and not (name == 'cpt' and self.initial):
         raise ValueError(
-          f'--config.{name}.steps must be at least 1, not {stage.steps}; 0 '
-          'leaves out cpt alone, and of an imported model (--config.initial).'
+          f'--config.{name}.steps must be at least 1, not {stage.steps}. Only '
+          'cpt of an imported model (--config.initial) may be skipped with 0.'
         )
     self._check_roles()
     if self.rl.replay and not self.rollout.record_routes:
@@ -342,8 +342,8 @@ class Spec:
       if self.episode.max_tokens > seq_len:
         raise ValueError(
           f'--config.episode.max_tokens ({self.episode.max_tokens}) must not '
-          f'exceed --config.{name}.seq_len ({seq_len}): a trajectory has to '
-          'fit a row.'
+          f'exceed --config.{name}.seq_len ({seq_len}): a trajectory must fit '
+          'in a row.'
         )
     mesh = self.rl.mesh
     for rows, seq_len, parts, accumulate, name, rows_name in (
@@ -362,26 +362,26 @@ class Spec:
       self._check_row(f'--config.{name}.seq_len', seq_len, parts)
     if mesh.size > 1 and self.model.numerics == 'batch_invariant':
       raise ValueError(
-        f'--config.rl.mesh of {mesh.size} devices cannot compute in '
-        "--config.model.numerics 'batch_invariant', which is of one device: "
-        "the order of a sum depends on how many there are. Choose 'fast', or "
-        'a mesh of 1 x 1 x 1.'
+        f'--config.rl.mesh has {mesh.size} devices, but '
+        "--config.model.numerics 'batch_invariant' needs a single one: the "
+        "order of a sum depends on the number of devices. Choose 'fast', or a "
+        'mesh of 1 x 1 x 1.'
       )
 
   def _check_row(self, name: str, seq_len: int, mesh: Mesh) -> None:
-    """Raises unless a row divides into what context shards hold of it."""
-    pieces, why = mesh.context, 'the context axis of its mesh'
+    """Raises unless a row divides evenly over the context shards."""
+    pieces, divisor = mesh.context, 'the context axis of its mesh'
     if pieces > 1 and self.parallel.sequence_order != 'contiguous':
       # Each shard has an early and a late piece.
-      pieces, why = 2 * pieces, f'{why}, twice for zigzag order,'
+      pieces, divisor = 2 * pieces, f'{divisor}, twice for zigzag order,'
     if seq_len % pieces:
       raise ValueError(
-        f'{name} ({seq_len}) must divide by {why} ({pieces}); the nearest '
+        f'{name} ({seq_len}) must divide by {divisor} ({pieces}); the nearest '
         f'that does is {max(round(seq_len / pieces), 1) * pieces}.'
       )
 
   def _check_roles(self) -> None:
-    """Raises for roles that name no parameter, or do not fit it."""
+    """Raises for Muon roles that match no parameter, or not its shape."""
     for name, stage in (('cpt', self.cpt), ('sft', self.sft)):
       if stage.optimizer != 'muon' or not stage.muon.roles:
         continue

@@ -24,13 +24,13 @@ from composer_jax.train import placement as placements
 from composer_jax.train import state as train_state
 from composer_jax.train.checkpoints import export
 
-# Added to the run's seed, so that no stage shares tasks or random numbers; that
-# of SFT is in `tasks.practice.transcripts`.
+# Added to the run's seed, so that stages share neither tasks nor random
+# numbers; the offset of SFT is in `tasks.practice.transcripts`.
 RL_SEED, EVAL_SEED = 2_000_003, 3_000_017
 
 
 def pretrain(job: jobs.Job) -> None:
-  """Continued pretraining on code; does nothing when it is finished."""
+  """Continues pretraining on code; does nothing when it is finished."""
   if not job.spec.cpt.steps:
     return
   if export.finished_step(job.workdir, 'cpt') is not None:
@@ -51,7 +51,7 @@ def pretrain(job: jobs.Job) -> None:
 
 
 def pretraining_stream(job: jobs.Job) -> streams.LMStream:
-  """The corpus, partly rearranged with the marks of the run's tokenizer."""
+  """The corpus, partly rearranged for fill-in-the-middle."""
   return streams.lm_stream(
     job.documents[0],
     batch_size=job.spec.cpt.batch_size,
@@ -63,13 +63,13 @@ def pretraining_stream(job: jobs.Job) -> streams.LMStream:
 
 
 def finetune(job: jobs.Job) -> None:
-  """SFT on imperfect transcripts of the tool protocol."""
+  """Runs SFT on imperfect transcripts of the tool protocol."""
   if export.finished_step(job.workdir, 'sft') is not None:
     return
   with job.times.stage('sft'):
     stage = job.spec.sft
     with job.times.stage('demonstrations'):
-      learnt, held_out = sft_documents(job)
+      training, held_out = sft_documents(job)
     heldout = streams.lm_stream(
       held_out,
       batch_size=stage.batch_size,
@@ -79,7 +79,7 @@ def finetune(job: jobs.Job) -> None:
       num_epochs=1,
     )
     stream = streams.lm_stream(
-      learnt,
+      training,
       batch_size=stage.batch_size,
       seq_len=stage.seq_len,
       seed=job.spec.seed,
@@ -129,23 +129,23 @@ def _train(
 def load_variables(
   job: jobs.Job, stage: str, placement: placements.Placement | None = None
 ) -> Any:
-  """The variables a finished stage exported, placed for what comes next."""
+  """Loads the exported variables of a finished stage onto a placement."""
   return export.load(job.workdir, stage, _like(job, placement or job.placement))
 
 
 def sft_documents(job: jobs.Job) -> tuple[list[Any], list[Any]]:
-  """(tokens, loss mask) of what SFT learns, and of transcripts held out."""
-  learnt, held_out = job.systems.family.demonstrations(job)
+  """Pairs (tokens, loss mask): those that SFT trains on, and held-out ones."""
+  training, held_out = job.systems.family.demonstrations(job)
   if job.systems.initial is not None:
     talks = job.systems.initial.conversations(job.workdir)
     if talks:
       progress.teller('sft')(f"{len(talks)} of the user's own conversations")
-    learnt = [*learnt, *talks]
-  return learnt, held_out
+    training = [*training, *talks]
+  return training, held_out
 
 
 def _like(job: jobs.Job, placement: placements.Placement) -> Any:
-  """Shapes, dtypes and places of the variables."""
+  """Shapes, dtypes and shardings of the variables."""
   shapes, _ = decoder.abstract(job.spec.model)
   return jax.tree.map(
     lambda shape, sharding: jax.ShapeDtypeStruct(
@@ -165,16 +165,16 @@ def collector_of(
   split: str,
   workdir: pathlib.Path | None = None,
 ) -> collect.Collector:
-  """Who plays the episodes: groups on training tasks, singles on held-out.
+  """Makes a collector: groups on training tasks, or single held-out episodes.
 
   Args:
-    spec: what the config says.
-    systems: what the config names.
-    tokenizer: of the policy.
-    runner: judges the code of the episodes.
+    spec: resolved config of the run.
+    systems: task family and the other systems of the run.
+    tokenizer: tokenizer of the policy.
+    runner: sandbox that judges the code of the episodes.
     split: 'train' or 'held_out'.
-    workdir: of the run, whose prices and tasks may change while it goes on;
-      None for those of the config, and tasks in their order.
+    workdir: folder of a run whose rewards and curriculum may change while it
+      trains; None for the rewards of the config and tasks in their order.
   """
   seed = spec.seed + (RL_SEED if split == 'train' else EVAL_SEED)
   family = systems.family
@@ -206,7 +206,7 @@ def collector_of(
 
 
 def training_curriculum(job: jobs.Job) -> seams.Curriculum | None:
-  """The curriculum of RL as the trainer sees it, who keeps its ledger."""
+  """The curriculum of RL for the trainer, which keeps its ledger."""
   if job.systems.curriculum is None:
     return None
   seed = job.spec.seed + RL_SEED
@@ -219,7 +219,7 @@ def make_engine(spec: specs.Spec, values: Any, version: int) -> engines.Engine:
 
 
 def evaluate(job: jobs.Job, stage: str) -> behaviour.PassRate:
-  """Pass rate of a finished stage on held-out tasks, measured once."""
+  """Measures the pass rate of a finished stage on held-out tasks, once."""
   path = job.workdir / f'evaluation_{stage}.json'
   if path.exists():
     return behaviour.PassRate(**files.read_json(path))
@@ -246,20 +246,20 @@ def _evaluate(
       on_progress=bar.update,
     )
   rollouts = [r for g in groups for r in g.rollouts]
-  found = behaviour.pass_rate(rollouts)
-  fields = dataclasses.asdict(found)
-  # Also where RL has no steps, its point must not stand on that of SFT.
+  result = behaviour.pass_rate(rollouts)
+  fields = dataclasses.asdict(result)
+  # At least 1: the point of RL must not hide that of SFT, even with no steps.
   step = max(job.spec.rl.steps, 1) if stage == 'rl' else 0
-  # Of an evaluation that was killed before its file was there. The other
-  # stage's line stays: it is not written again.
+  # Removes the line of an evaluation that was killed before it wrote `path`,
+  # but not the line of the other stage, which is not written again.
   job.writer.truncate('eval', step - 1, name=stage)
   job.writer.write(
     'eval',
     step,
     name=stage,
-    pass_rate=found.rate,
-    pass_low=found.low,
-    pass_high=found.high,
+    pass_rate=result.rate,
+    pass_low=result.low,
+    pass_high=result.high,
     temperature=job.spec.episode.temperature,
     **{k: v for k, v in fields.items() if k not in ('low', 'high')},
   )
@@ -271,11 +271,11 @@ def _evaluate(
   # Last: its existence says that the evaluation is done.
   files.write_json(path, fields)
   say(
-    f'{stage}: {found.passed} of {found.episodes} passed = {found.rate:.3f} '
-    f'(95 % interval {found.low:.3f} to {found.high:.3f}); '
-    f'{found.invalid_rate:.3f} of calls invalid'
+    f'{stage}: {result.passed} of {result.episodes} passed = '
+    f'{result.rate:.3f} (95 % interval {result.low:.3f} to {result.high:.3f});'
+    f' {result.invalid_rate:.3f} of calls invalid'
   )
-  return found
+  return result
 
 
 def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
@@ -289,7 +289,7 @@ def edits_of(job: jobs.Job, rollout: records.Rollout) -> list[str]:
 
 
 def _episode_lines(job: jobs.Job, rollouts: list[records.Rollout]) -> str:
-  """One line an episode: what studies and audits need, without arrays."""
+  """One JSON line per episode for studies and audits, without arrays."""
   lines = [
     json.dumps(
       {

@@ -20,16 +20,15 @@ class Ports:
 
   Attributes:
     buffer: finished groups.
-    wait: (group ids) -> groups; blocks. In the `processes` placement it
-      watches the rollout process, in `colocated` it samples them itself.
-    accept: (groups) -> None; raises for those that other weights sampled than
-      were published.
-    publish: (state, version) -> None; begins to publish its policy, and waits
-      for one that is still under way. The state may be donated at once.
-    save: (step, state, is_last) -> None; an asynchronous checkpoint, where one
-      is due.
+    wait: (group ids) -> groups; blocks. Placement `processes` watches the
+      rollout process meanwhile, `colocated` samples the groups here.
+    accept: (groups) -> None; raises for groups that were sampled by weights
+      other than the published ones.
+    publish: (state, version) -> None; waits for the publication under way, then
+      begins to publish the state's policy. The state may be donated at once.
+    save: (step, state, is_last) -> None; starts a checkpoint if one is due.
     saved_step: () -> the newest step whose checkpoint is durable.
-    log: (step, metrics, groups) -> None.
+    log: (step, metrics, groups) -> None; writes metrics and readable episodes.
   """
 
   buffer: buffers.GroupBuffer
@@ -58,27 +57,27 @@ def run(
   Consumes: finished Groups from the buffer, in the order of their ids.
   Waits for: all groups of the step; one staler than max_staleness is refused.
   Woken by: rollout workers finishing.
-  Produces: a published policy and (as often as the config says) a checkpoint
-    after each step.
+  Produces: a published policy after each step, and checkpoints as often as the
+    config says.
 
   Args:
-    state: donated; its step says where to go on.
-    functions: of `rl.step.build`.
-    ports: everything outside of the trainer.
-    options: of `rl.update.update`, as are shape, reference and teacher.
+    state: training state to go on from, donated.
+    functions: compiled functions from `rl.step.build`.
     num_steps: optimizer steps of the whole run.
-    max_staleness: bound on trainer version minus sampled version.
+    max_staleness: largest trainer version minus sampled version.
+    reference: policy values for the KL penalty; None without one.
+    teacher: policy values that read hints; None without a frozen teacher.
 
   Raises:
-    ValueError: a group breaks the bound, was sampled by other weights than were
-      published, or `ports.wait` raises it.
-    mismatch.OutOfBand: the gate stopped a step, whose line of metrics is
-      written; neither weights nor checkpoints have anything of it.
+    ValueError: a group is too stale or was sampled by weights other than the
+      published ones, or `ports.wait` raised it.
+    mismatch.OutOfBand: the gate stopped a step; its metrics are written, its
+      gradient is in neither weights nor checkpoints.
     FloatingPointError: a loss or gradient is not finite.
   """
   P = options.prompts
   start = int(state.step)
-  # The last version too: a kill may have come between checkpoint and pointer.
+  # Publish `start` again: a kill may have come between checkpoint and pointer.
   ports.publish(state, start)
   for step in range(start, num_steps):
     began = time.monotonic()
@@ -97,7 +96,7 @@ def run(
         teacher=teacher,
       )
     except mismatch.OutOfBand as error:
-      # What stopped the run is what its report is read for.
+      # The report of a stopped run needs the metrics that stopped it.
       ports.log(step + 1, error.metrics, groups)
       raise
     trained = time.monotonic()
@@ -107,7 +106,7 @@ def run(
       'train_s': trained - waited,
       'publish_s': time.monotonic() - trained,
     }
-    # Before the checkpoint, which promises that the line of its step is there.
+    # Before the checkpoint: a resumed run relies on the metrics of its step.
     ports.log(step + 1, metrics, groups)
     ports.save(step + 1, state, step + 1 == num_steps)
     ports.buffer.remove_below(ports.saved_step() * P)
@@ -117,11 +116,11 @@ def run(
 def check_staleness(
   groups: list[records.Group], version: int, max_staleness: int
 ) -> None:
-  """Refuses groups that the rule of admission cannot have let in.
+  """Refuses groups that `buffer.admitted` does not allow.
 
   Raises:
     ValueError: a token was sampled by a policy older than the bound allows, or
-      newer than the one that is trained; the message names group and versions.
+      newer than the trained one; the message names the group and its versions.
   """
   for group in groups:
     versions = np.concatenate(

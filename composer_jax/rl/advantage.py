@@ -1,6 +1,6 @@
 """From the rewards of a group to one advantage per rollout.
 
-Guided path, 5 of 10: between what `rl.collect` played and `rl.batching`.
+Guided path, 5 of 10: between `rl.collect` and `rl.batching`.
 Dr. GRPO (arXiv 2503.20783): reward minus the group's mean, divided by neither
 the group's deviation (degenerate when all are equally right) nor the length.
 The KL to a reference sits in the reward as the detached k1 estimator: its
@@ -20,8 +20,8 @@ def kl_penalized_rewards(
 ) -> np.ndarray:
   """Subtracts `coefficient * sum_t (log p - log q)` from each reward.
 
-  The rollouts' `logprobs_T` are log p; `reference_logprobs` are, for each of
-  them, log q about every token of its trajectories, concatenated.
+  log p is the rollouts' `logprobs_T`; log q is `reference_logprobs`: for each
+  rollout those of all tokens of its trajectories, concatenated.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
   for i, rollout in enumerate(group.rollouts):
@@ -41,8 +41,8 @@ def _judged(group: records.Group) -> np.ndarray:
 def shuffled_rewards(group: records.Group, seed: int) -> np.ndarray:
   """Permutes judged rewards within the group: the control that must not learn.
 
-  It keeps every statistic of the rewards but their link to what was done. A
-  rollout that no sandbox judged keeps its own: it has no part in the mean.
+  This keeps every statistic of the rewards but their link to the actions. A
+  rollout that no sandbox judged keeps its reward, which no mean includes.
   """
   rewards_R = np.array([r.reward for r in group.rollouts])
   judged_R = _judged(group)
@@ -59,7 +59,7 @@ def group_advantages(group: records.Group, rewards_R: np.ndarray) -> np.ndarray:
   Where all judged rewards are equal, every advantage is exactly 0.
   """
   judged_R = _judged(group)
-  # Also where none was judged. The mean of seven times 0.8 is not 0.8.
+  # Also if none was judged. The float mean of seven times 0.8 is not 0.8.
   if len(set(rewards_R[judged_R])) < 2:
     return np.zeros(len(rewards_R), np.float32)
   advantages_R = rewards_R - rewards_R[judged_R].mean()

@@ -2,11 +2,10 @@
 
 Guided path, 6 of 10: with the advantages of `rl.advantage`, for
 `rl.policy_loss`.
-Groups come sorted by id and the packing is a function of their lengths alone,
-so the same groups give the same bits, whoever sampled them and in which order
-they finished. Arrays keep the alignment of `core.records`: about the token.
-Routes turn from token-major to layer-major here, and are checked for the last
-time: on the device an id is a number like any other.
+Groups come sorted by id and the packing depends on their lengths only, so the
+same groups give the same bits, in whatever order they finished. Arrays keep the
+alignment of `core.records`: entry t is about token t. Routes turn from
+token-major to layer-major here, and are checked here for the last time.
 """
 
 import dataclasses
@@ -25,11 +24,11 @@ class BatchShape:
   """Static shape of one microbatch.
 
   Attributes:
-    rows, seq_len: B and T; no longer trajectory fits.
+    rows, seq_len: B and T, the latter also the longest trajectory that fits.
     num_moe_layers, num_active: M and A of the recorded routes.
-    num_experts: E, which recorded ids are below.
-    align: every trajectory starts at a multiple of it in its row, so that its
-      tokens fall into the same tiles of a kernel whatever lies before them.
+    num_experts: E, the bound on recorded ids.
+    align: number of tokens that divides every trajectory's start in its row, so
+      that its tokens fall into the same tiles of a kernel in any row.
   """
 
   rows: int
@@ -50,7 +49,7 @@ class BatchShape:
 def shape_of(
   model: model_config.ModelConfig, *, rows: int, seq_len: int
 ) -> BatchShape:
-  """The microbatches that a model trains on."""
+  """The shape of the microbatches that a model trains on."""
   is_invariant = model.numerics == 'batch_invariant'
   return BatchShape(
     rows=rows,
@@ -58,13 +57,13 @@ def shape_of(
     num_moe_layers=model.num_moe_layers,
     num_active=model.moe.num_active,
     num_experts=model.moe.num_experts,
-    # Keys are summed block by block: a trajectory has blocks of its own.
+    # Keys are summed by blocks, which trajectories must not share.
     align=grouped_query.KEY_BLOCK if is_invariant else 1,
   )
 
 
 class RowSpan(NamedTuple):
-  """Where a trajectory lies: microbatch, row, segment number and tokens."""
+  """Place of a trajectory: microbatch, row, segment number and columns."""
 
   batch: int
   row: int
@@ -73,9 +72,9 @@ class RowSpan(NamedTuple):
 
 
 def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
-  """Where trajectories of these lengths go, first-fit decreasing.
+  """Places trajectories of these lengths, first-fit decreasing.
 
-  Ties keep the given order, as do the trajectories of one row.
+  Ties and the trajectories of a row keep the given order.
   """
   aligned = [-(-n // shape.align) * shape.align for n in lengths]
   rows: list[list[int]] = []
@@ -105,7 +104,7 @@ def places(lengths: list[int], shape: BatchShape) -> list[RowSpan]:
 
 
 def padding(shape: BatchShape) -> dict[str, Any]:
-  """Numpy arrays of a microbatch of padding alone; what packing fills."""
+  """Numpy arrays of a microbatch that is all padding, for `write` to fill."""
   B, T = shape.rows, shape.seq_len
   routes = (shape.num_moe_layers, B, T, shape.num_active)
   ints = ('tokens_BT', 'segment_ids_BT', 'positions_BT')
@@ -138,7 +137,7 @@ def write(
 
 
 def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
-  """Refuses what would train other experts than those that sampled."""
+  """Refuses routes that cannot be those of this model's experts."""
   scheme = codec.RouteScheme(
     num_experts=shape.num_experts,
     num_active=shape.num_active,
@@ -154,7 +153,7 @@ def check_routes(i: int, ids_TMA: np.ndarray, shape: BatchShape) -> None:
 
 
 class PackedTrajectories(NamedTuple):
-  """Trajectories, the microbatches that hold them, and where each lies."""
+  """Trajectories, the microbatches that hold them, and each one's place."""
 
   trajectories: list[records.Trajectory]
   microbatches: list[batches.RLBatch]
@@ -168,17 +167,17 @@ def pack(
 ) -> PackedTrajectories:
   """Packs trajectories into as many microbatches of `shape` as they need.
 
-  They come in order of (group, member, window) and lie where `places` says.
-  A ValueError names one that is too long, or whose routes cannot be replayed.
+  Trajectories come in order of (group, member, window). A ValueError names one
+  that is too long, or whose routes cannot be replayed.
   """
   for i, trajectory in enumerate(trajectories):
     check_routes(i, trajectory.expert_ids_TMA, shape)
-  where = places([len(t) for t in trajectories], shape)
-  num_batches = max((p.batch for p in where), default=-1) + 1
+  spans = places([len(t) for t in trajectories], shape)
+  num_batches = max((p.batch for p in spans), default=-1) + 1
   packed = [padding(shape) for _ in range(num_batches)]
-  for place, trajectory, weight in zip(
-    where, trajectories, advantages, strict=True
+  for place, trajectory, advantage in zip(
+    spans, trajectories, advantages, strict=True
   ):
-    write(packed[place.batch], place, trajectory, weight)
+    write(packed[place.batch], place, trajectory, advantage)
   microbatches = [batches.RLBatch(**arrays) for arrays in packed]
-  return PackedTrajectories(trajectories, microbatches, where)
+  return PackedTrajectories(trajectories, microbatches, spans)

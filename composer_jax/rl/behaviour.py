@@ -1,4 +1,4 @@
-"""What rollouts did: pass rates, and the metrics of a step without a device."""
+"""Pass rates of rollouts, and those metrics of a step that need no device."""
 
 import collections
 import dataclasses
@@ -17,13 +17,14 @@ class PassRate:
   """Share of judged episodes that passed.
 
   Attributes:
-    episodes: judged ones.
-    infrastructure: episodes whose sandbox failed, counted apart.
+    passed: judged episodes that passed and that no monitor flagged.
+    episodes: judged episodes.
+    infrastructure: episodes whose sandbox failed, not among `episodes`.
     low, high: 95 % Wilson interval of the rate.
-    invalid_rate: invalid calls over all calls.
-    unfinished_rate: episodes that never called finish.
-    valid_episodes: episodes without any invalid call that finished.
-    passed_valid: of those, the ones that passed.
+    invalid_rate: share of tool calls that are invalid.
+    unfinished_rate: share of episodes that never called finish.
+    valid_episodes: episodes that finished without any invalid call.
+    passed_valid: passed episodes among `valid_episodes`.
   """
 
   passed: int
@@ -42,7 +43,7 @@ class PassRate:
 
 
 def passed(rollout: records.Rollout) -> bool:
-  """Whether it counts as solved: what a monitor flagged solved only tests."""
+  """True if tests passed and no monitor flagged the rollout as cheating."""
   return rollout.verdict.passed and not rollout.flags
 
 
@@ -71,9 +72,9 @@ def pass_rate(rollouts: list[records.Rollout]) -> PassRate:
 
 
 def verdict_counts(rollouts: Sequence[records.Rollout]) -> dict[str, int]:
-  """Counts rollouts by what was found; each is one of the four.
+  """Counts passed, failed, unfinished and infrastructure, one per rollout.
 
-  One that a monitor flagged did not pass, whatever its tests say.
+  A rollout that a monitor flagged did not pass, whatever its tests say.
   """
   statuses = [r.verdict.status for r in rollouts]
   num_passed = sum(map(passed, rollouts))
@@ -90,12 +91,12 @@ def measure(
   advantages: Sequence[np.ndarray],
   version: int,
 ) -> dict[str, Any]:
-  """Rewards and their terms, verdicts, alarms, calls and staleness of a step.
+  """Rewards and their terms, verdicts, flags, calls and staleness of a step.
 
-  Most are means over rollouts. 'reward_versions' says how many versions of the
-  prices there are: more than one while groups that began before a change are
-  trained on. `advantages` are advantages_R of each group; one without any that
-  is not 0 does not inform. `version` is that of the policy that is trained.
+  Most are means over rollouts. 'reward_versions' counts versions of the reward
+  options: more than one while groups that began before a change are trained on.
+  `advantages` are advantages_R of each group, all 0 if it is not informative;
+  `version` is that of the trained policy.
   """
   rollouts = [r for g in groups for r in g.rollouts]
   counts = verdict_counts(rollouts)

@@ -1,9 +1,9 @@
 """Rolls out groups of episodes on an engine.
 
 Guided path, 4 of 10: it plays `agent.episode` many times, for `rl.advantage`.
-Episodes are plain blocking functions in threads; the engine batches whatever
-they ask for. Which task, which random numbers and which group an episode
-belongs to depend on its (group, member) alone, never on timing.
+Episodes are plain blocking functions in threads; the engine batches their
+requests. An episode's task and random numbers depend on its (group, member)
+alone, never on timing.
 """
 
 import collections
@@ -21,12 +21,13 @@ from composer_jax.rollout import server
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collector:
-  """What every episode of a run shares.
+  """Plays the episodes of a run.
 
   Attributes:
     task_of_group: group id -> task, as `play` takes it.
-    play: (task, policy, group, member, seed) -> Rollout, one whole episode.
-    seed: decides random numbers, with group, member and position.
+    play: (task, policy, group, member, seed) -> Rollout of one whole episode.
+    rollouts_per_group: episodes of a group.
+    seed: seed of random numbers, together with group, member and position.
   """
 
   task_of_group: Callable[[int], Any]
@@ -51,12 +52,12 @@ def episode_player(
   ),
   **fixed: Any,
 ) -> Callable[..., records.Rollout]:
-  """Binds `agent.episode.run` to what does not change between episodes.
+  """Binds the arguments of `agent.episode.run` that all episodes share.
 
   Args:
-    make_environment: task -> a new environment for one episode of it.
-    reward_of_group: group id -> prices, asked when an episode begins; a group
-      has one answer, or its mean would be no baseline.
+    make_environment: task -> a new environment for one episode.
+    reward_of_group: group id -> reward options, called when an episode begins;
+      the same for a whole group, whose mean reward is the baseline.
     **fixed: `hints` and `summary` of `episode.run`.
   """
 
@@ -79,12 +80,12 @@ def episode_player(
 class GroupStream:
   """Feeds admitted groups to episode threads and hands back finished ones.
 
-  Consumes: group ids, as `admit` names them, in increasing order.
-  Waits for: a free episode thread; there are as many as engine slots, so the
-    engine never has to queue a session.
+  Consumes: group ids passed to `admit`, in increasing order.
+  Waits for: a free episode thread; there are as many as engine slots, so that
+    the engine never queues a session.
   Woken by: an episode that ends.
-  Produces: a Group as soon as its last member ends, through `on_group`, called
-    from the episode's thread.
+  Produces: a Group as soon as its last member ends, passed to `on_group` in
+    that episode's thread.
   """
 
   def __init__(
@@ -107,7 +108,7 @@ class GroupStream:
     with self._lock:
       self._open += self._collector.rollouts_per_group
     for member in range(self._collector.rollouts_per_group):
-      # Hands over as well, so that the future carries whatever went wrong.
+      # `_play` also calls `on_group`, whose errors the future then carries.
       future = self._pool.submit(self._play, group, member)
       future.add_done_callback(self._finished)
 
@@ -131,12 +132,12 @@ class GroupStream:
     failure = None if future.cancelled() else future.exception()
     with self._lock:
       self._failure = self._failure or failure
-      # Last: who sees no open episode must find every group handed over.
+      # Last: once no episode is open, every group must be handed over.
       self._open -= 1
 
   @property
   def open_episodes(self) -> int:
-    """Episodes admitted and not yet ended; raises what made one fail."""
+    """Number of episodes not yet ended; raises the error of a failed one."""
     with self._lock:
       if self._failure is not None:
         raise self._failure
@@ -152,7 +153,7 @@ def groups(
   ids: Iterable[int],
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[records.Group]:
-  """Rolls out groups, sorted by id; tells `on_progress` how many are done."""
+  """Rolls out groups, sorted by id; `on_progress` gets the number finished."""
   finished: list[records.Group] = []
   policy = server.EnginePolicy(engine)
   num_threads = engine.options.num_slots
@@ -163,7 +164,7 @@ def groups(
     policy.serve(
       lambda: stream.open_episodes == 0, lambda: on_progress(len(finished))
     )
-    _ = stream.open_episodes  # Raises what made the last episode fail.
+    _ = stream.open_episodes  # Raises the error of the last episode.
   finally:
     stream.close()
     policy.close()

@@ -1,4 +1,4 @@
-"""Rollout against trainer: from microbatches to what `rl.mismatch` compares."""
+"""Gathers a trainer's scores per trajectory, for `rl.mismatch` to compare."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ def both_ways(
 ) -> dict[str, Any]:
   """Metrics of the same tokens with routes replayed, and routed afresh.
 
-  How far the trainer's own routes are those recorded is said wherever there
-  are scores `afresh`, the mismatch either way where there are both.
+  Scores `afresh` give the agreement of the trainer's routes with the recorded
+  ones; together with `replayed`, also the mismatch with and without replay.
   """
   metrics: dict[str, Any] = {}
   if replayed and afresh:

@@ -1,10 +1,10 @@
 """How far rollout and trainer differ about the same tokens, and a gate on it.
 
-Numpy on the host: differences of float32 log-probabilities near 1e-7 square to
-1e-14, which float32 sums lose. What is measured is health, never part of a
-gradient; `rl.update` says when. The statistics are those of R3
+Float64 numpy on the host: differences of float32 log-probabilities near 1e-7
+square to 1e-14, which float32 sums lose. The measures are never part of a
+gradient; `rl.update` calls them. The statistics are those of R3
 (arXiv 2510.11370): mean KL, its tail, the share of ratios beyond a factor, and
-routes that differ. Metrics have the names that `telemetry` explains.
+routes that differ. `telemetry` explains the names of the metrics.
 """
 
 import collections
@@ -17,11 +17,11 @@ import numpy as np
 
 from composer_jax.core import checks, records
 
-# Tau of the share of tokens that one side finds so many times likelier. R3
-# takes more than a tenth of them beyond 2 as the sign of a collapse.
+# Ratio of probabilities, either way, above which a token counts as 'large'. R3
+# takes a share of more than a tenth beyond 2 as the sign of a collapse.
 LARGE_RATIO = 2.0
 
-# Below it expm1(x) - x cancels: four terms of its series are exact there.
+# Below this expm1(x) - x cancels, and four terms of its series are exact.
 _SERIES_BELOW = 1e-3
 
 
@@ -31,7 +31,7 @@ def k3(log_ratios: np.ndarray) -> np.ndarray:
   small = np.abs(x) < _SERIES_BELOW
   s = np.where(small, x, 0.0)
   series = s**2 * (1 / 2 + s * (1 / 6 + s * (1 / 24 + s / 120)))
-  # A ratio beyond the range of float64 is infinite, which every band refuses.
+  # A ratio beyond float64 becomes infinite, which every band refuses.
   with np.errstate(over='ignore'):
     return np.where(small, series, np.expm1(x) - x)
 
@@ -61,7 +61,7 @@ def gap(log_ratios_Z: np.ndarray, suffix: str = '') -> dict[str, float]:
   k3_Z, size_Z = k3(log_ratios_Z), np.abs(log_ratios_Z)
   return {
     f'mismatch_kl{suffix}': float(k3_Z.mean()),
-    # A value that occurs: between a finite and an infinite one is none.
+    # 'higher' takes a value that occurs: interpolating with inf would give NaN.
     f'mismatch_p99{suffix}': float(np.quantile(k3_Z, 0.99, method='higher')),
     f'mismatch_max{suffix}': float(size_Z.max()),
     f'mismatch_large{suffix}': float((size_Z > math.log(LARGE_RATIO)).mean()),
@@ -71,13 +71,12 @@ def gap(log_ratios_Z: np.ndarray, suffix: str = '') -> dict[str, float]:
 def ages(
   trajectory: records.Trajectory, version: int, *, refreshed: bool
 ) -> np.ndarray:
-  """By how many versions the trainer is ahead of what gave each token.
+  """Versions by which the trainer is ahead of the weights behind each token.
 
-  Where the engine keeps its KV cache over a swap of weights, a token sampled
-  afterwards was computed from keys and values of older weights as well: its
-  log-probability is that of no one version. So every token is as old as the
-  oldest up to it; versions never decrease, which makes that the first. Only an
-  engine that refreshes its caches gives tokens the age of their own version.
+  If the engine keeps its KV cache over a swap of weights, a token sampled
+  afterwards was computed from keys and values of older weights too, so it
+  counts as old as the first token, since versions never decrease. Only if the
+  engine refreshes its caches does a token have the age of its own version.
   """
   if refreshed:
     return version - trajectory.policy_version_T
@@ -91,10 +90,10 @@ def measure(
   *,
   refreshed: bool,
 ) -> dict[str, float]:
-  """Mismatch of a step: of all sampled tokens, and of those of age 0.
+  """Mismatch of a step: over all sampled tokens, and over those of age 0.
 
-  What is of age 0 isolates the mismatch: the weights are the same on both
-  sides, and what is left is arithmetic, or a record that lies.
+  At age 0 ('_fresh') the weights are the same on both sides, so any difference
+  comes from arithmetic or from a wrong record.
   """
   ratios_Z = np.concatenate(log_ratios(trajectories, train_logprobs))
   is_fresh = [
@@ -110,23 +109,23 @@ def measure(
 
 
 def route_agreement(
-  recorded: Sequence[np.ndarray], own: Sequence[np.ndarray]
+  recorded: Sequence[np.ndarray], routed: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-  """Compares routes_TMA of trajectories as sets; {} where none is recorded.
+  """Compares recorded routes_TMA with the trainer's, as sets of experts.
 
-  The trainer's `own` are of a pass that routed every token afresh. Says which
-  share of recorded tokens has the same experts, in the lowest and in each MoE
-  layer, and which share differs in at least one.
+  `routed` are from a pass that routed every token afresh. Returns the share of
+  recorded tokens with the same experts, for the worst and for each MoE layer,
+  and the share that differs in at least one layer; {} without records.
   """
   recorded_ZMA = np.concatenate(recorded)
   known_Z = (recorded_ZMA != records.NO_ROUTE).all((-2, -1))
   if not known_Z.any():
     return {}
-  sets_ZMA, own_ZMA = (
+  recorded_ZMA, routed_ZMA = (
     np.sort(ids_ZMA[known_Z], -1)
-    for ids_ZMA in (recorded_ZMA, np.concatenate(own))
+    for ids_ZMA in (recorded_ZMA, np.concatenate(routed))
   )
-  same_ZM = (sets_ZMA == own_ZMA).all(-1)
+  same_ZM = (recorded_ZMA == routed_ZMA).all(-1)
   return {
     'route_agreement': float(same_ZM.mean(0).min()),
     'route_agreement_layers': same_ZM.mean(0).tolist(),
@@ -136,25 +135,26 @@ def route_agreement(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateOptions:
-  """The bands of a healthy step, and what happens to another; in float32.
+  """The bands of a healthy step, and the action on any other; for float32.
 
   Three runs of first_loop.py had, with replay, a mean k3 of 6e-14 on fresh
-  tokens; at staleness 1, with the policy one step on, a mean k3 of at most
-  0.010, at most 0.0016 of tokens at a ratio of 2, and at least 0.956 of routes
-  unchanged. A tape that is shifted or of other layers agrees by chance alone,
-  which `min_agreement` sees in steps without a fresh token, too.
+  tokens; at staleness 1 a mean k3 of at most 0.010, a ratio above 2 for at most
+  0.0016 of tokens, and at least 0.956 of routes unchanged. A tape that is
+  shifted or of other layers agrees only by chance, which `min_agreement` sees
+  even in steps without a fresh token.
 
   Attributes:
-    action: 'stop' ends the run before the gradient of such a step reaches the
-      weights, at the price of a wait before the optimizer is dispatched; 'flag'
-      says so and goes on; 'off' does not look.
-    max_kl_fresh: nats a token where both have the same weights: rounding is
-      1e-13, a step of RL 1e-8 to 1e-2. Without replay near ties need 1e-4.
-    max_kl: nats a token, stale or not: ten times the largest seen.
-    max_p99: nats, of a token's k3: a ratio of 4, or of an eighteenth.
-    max_large_ratio_share: tokens beyond a ratio of 2; R3's sign of a collapse.
-    min_agreement: routes in the lowest layer. A tape that is a token off has
-      0.1, so that a fifth of the trajectories may not be.
+    action: 'stop' ends the run before the step's gradient reaches the weights,
+      at the price of a wait before the optimizer is dispatched; 'flag' reports
+      the step and goes on; 'off' does not check.
+    max_kl_fresh: largest mean k3, in nats per token, with equal weights on both
+      sides: rounding is 1e-13, a step of RL 1e-8 to 1e-2. Without replay near
+      ties need 1e-4.
+    max_kl: largest mean k3 of all tokens, ten times the largest seen.
+    max_p99: largest 99th percentile of k3; 2 nats are a ratio of 4 or of 1/18.
+    max_large_ratio_share: largest share of tokens beyond a ratio of 2.
+    min_agreement: smallest share of equal routes in the worst layer. A tape
+      that is one token off has 0.1; 0.8 refuses a fifth of such trajectories.
   """
 
   action: str = 'stop'
@@ -177,7 +177,7 @@ class GateOptions:
 class OutOfBand(ValueError):
   """A step whose mismatch left its band under action 'stop'.
 
-  `metrics` are the step's, up to its gradient, which was not applied.
+  `metrics` are those of the step, whose gradient was not applied.
   """
 
   def __init__(self, message: str, metrics: dict[str, Any]):
@@ -186,20 +186,20 @@ class OutOfBand(ValueError):
 
 
 _RECORD = (
-  'the records are not of the weights or tokens they name: look at the routes '
-  '(alignment, order of layers), at the versions, and at whether rollout and '
-  'trainer compute alike (--config.model.compute_dtype, numerics; without '
+  'the records do not match the weights or tokens they name: check the routes '
+  '(alignment, order of layers), the versions, and that rollout and trainer '
+  'compute alike (--config.model.compute_dtype, numerics; without '
   '--config.rl.replay near ties are routed differently now and then)'
 )
 _POLICY = (
-  'the policy moved too far from the rollouts, or the records are not theirs: '
-  'look at mismatch_kl_fresh, staleness and --config.rl.learning_rate'
+  'the policy moved too far from the rollouts, or the records are wrong: check '
+  'mismatch_kl_fresh, staleness and --config.rl.learning_rate'
 )
 _ROUTES = (
-  'the recorded routes are not those of these tokens and layers: look at the '
-  'layers of this measure for one that stands out'
+  'the recorded routes do not match these tokens and layers: check whether one '
+  'layer of this measure stands out'
 )
-# metric -> (option, what to look at)
+# metric -> (option, likely causes)
 _BANDS = {
   'mismatch_kl_fresh': ('max_kl_fresh', _RECORD),
   'mismatch_kl': ('max_kl', _POLICY),
@@ -211,13 +211,13 @@ _BANDS = {
 
 
 def breaches(metrics: dict[str, Any], options: GateOptions) -> list[str]:
-  """Says for each measure outside of its band what, by how much, and why.
+  """Describes each measure outside of its band, with likely causes.
 
   A measure that the step does not have (no token is fresh, no route recorded)
-  is in its band; one that is NaN is not.
+  is in its band; NaN is not.
   """
-  said = []
-  for name, (option, look) in _BANDS.items():
+  messages = []
+  for name, (option, causes) in _BANDS.items():
     if options.action == 'off' or name not in metrics:
       continue
     value, bound = metrics[name], getattr(options, option)
@@ -225,11 +225,11 @@ def breaches(metrics: dict[str, Any], options: GateOptions) -> list[str]:
     if value >= bound if is_low else value <= bound:
       continue
     side = 'at least' if is_low else 'at most'
-    said.append(
+    messages.append(
       f'{name} is {value:.3g}, its band is {side} {bound:.3g} '
-      f'(--config.rl.gate.{option}): {look}'
+      f'(--config.rl.gate.{option}): {causes}'
     )
-  return said
+  return messages
 
 
 def worst(

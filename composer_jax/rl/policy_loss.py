@@ -1,8 +1,8 @@
-"""The policy-gradient losses and the statistics that are summed beside them.
+"""The policy-gradient losses, and statistics of the same tokens.
 
-Guided path, 7 of 10: what `rl.step` differentiates on batches of `rl.batching`.
-With ratio = p_train / p_rollout, A the advantage and sg what has no gradient,
-a loss is minus the sum over sampled tokens of
+Guided path, 7 of 10: `rl.step` differentiates this on batches of `rl.batching`.
+With ratio = p_train / p_rollout, A the advantage and sg the stop-gradient, a
+loss is minus the sum over sampled tokens of
 
   tis             sg(min(ratio, C)) A log p, as in IMPALA (arXiv 1802.01561)
   sequence_mask   the same, where low <= the sequence's geometric mean ratio
@@ -15,9 +15,8 @@ a loss is minus the sum over sampled tokens of
                   ratio, sg(mean) p / sg(p) for each token (arXiv 2507.18071)
 
 At ratio 1 every gradient is that of REINFORCE with the group's baseline. A
-sequence is one context window, of which an episode may have several. The sum is
-divided by nothing; the caller divides by constants only, never by a length (Dr.
-GRPO).
+sequence is one context window, of which an episode may have several. The caller
+divides the sum by constants only, never by a length (Dr. GRPO).
 """
 
 import dataclasses
@@ -28,8 +27,8 @@ import jax.numpy as jnp
 
 from composer_jax.core import batches, checks
 
-# The usual (low, high) of each; of the ratio, or of its geometric mean over a
-# sequence, which is far nearer to 1. A low of 0 is none.
+# Default (low, high) of each loss: bounds on the ratio, or on its geometric
+# mean over a sequence, which is far nearer to 1. A low of 0 bounds nothing.
 BOUNDS = {
   'tis': (),
   'sequence_mask': (0.99, 1.01),
@@ -43,12 +42,12 @@ BOUNDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-  """Which loss, and what of the ratio it believes.
+  """The policy loss and its bounds on the ratio.
 
   Attributes:
-    name: one of `BOUNDS`; 'tis' is truncated importance sampling.
-    ratio_cap: C of a token's ratio, in 'tis' and 'sequence_mask'.
-    bounds: (low, high) of the others and of the mask; () for the usual ones.
+    name: name of a loss in `BOUNDS`; 'tis' is truncated importance sampling.
+    ratio_cap: C, the largest ratio of a token in 'tis' and 'sequence_mask'.
+    bounds: (low, high) of all losses but 'tis'; () for those of `BOUNDS`.
   """
 
   name: str = 'tis'
@@ -63,7 +62,7 @@ class LossOptions:
     if not BOUNDS[self.name]:
       raise ValueError(
         f'--config.rl.loss.bounds ({self.bounds}) mean nothing to '
-        f'{self.name!r}, which has ratio_cap.'
+        f'{self.name!r}: leave them (), and set ratio_cap instead.'
       )
     is_range = len(self.bounds) == 2 and (
       0 <= self.bounds[0] <= 1 <= self.bounds[1]
@@ -79,8 +78,8 @@ class LossOptions:
 class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
   """Sums over sampled tokens, so that microbatches add up; entropy in nats.
 
-  Tokens are `truncated` whose ratio was replaced by a bound (they have a
-  gradient but in the clipped losses), `dropped` whose gradient was taken away.
+  `truncated` counts tokens whose ratio was replaced by a bound (only clipped
+  losses then drop their gradient), `dropped` those without a gradient.
   """
 
   num_tokens: jax.Array
@@ -128,7 +127,7 @@ def loss(
 def _detached(
   options: LossOptions, ratio_BT: jax.Array, mean_BT: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Weights of A log p, which tokens met a bound, and which were dropped."""
+  """Weights of A log p, and masks of truncated and of dropped tokens."""
   nothing_BT = jnp.zeros_like(ratio_BT, bool)
   truncated_BT = ratio_BT >= options.ratio_cap
   weights_BT = jnp.minimum(ratio_BT, options.ratio_cap)
@@ -150,14 +149,14 @@ def _clipped(
   train_logprobs_BT: jax.Array,
   advantages_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """min(ratio A, clip(ratio) A) with the gradient of p, and who was clipped.
+  """min(ratio A, clip(ratio) A) with the gradient of p; also a mask of clipped.
 
   Only the side that the advantage pushes to is clipped: a ratio that is too
-  high is not raised further, one that is too low not lowered.
+  high is not raised further, and a ratio that is too low is not lowered.
   """
   low, high = options.range
   kept_BT = jnp.where(advantages_BT > 0, ratio_BT < high, ratio_BT > low)
-  # 1 in value, the gradient of log p in slope.
+  # Its value is 1, its gradient that of log p.
   one_BT = jnp.exp(train_logprobs_BT - jax.lax.stop_gradient(train_logprobs_BT))
   bound_BT = jnp.clip(ratio_BT, low, high)
   moving_BT = jnp.where(kept_BT, ratio_BT * one_BT, bound_BT)
@@ -167,11 +166,11 @@ def _clipped(
 def _sequence_ratios(
   log_ratio_BT: jax.Array, batch: batches.RLBatch
 ) -> jax.Array:
-  """The geometric mean ratio of each sequence, at every token of it.
+  """The geometric mean ratio of each sequence, at each of its tokens.
 
-  Rows may be sharded and their tokens in any order; 1 where nothing weighs.
+  Rows may be sharded and their tokens in any order; 1 without sampled tokens.
   """
-  num_segments = log_ratio_BT.shape[1] + 1  # no row holds more, and padding's
+  num_segments = log_ratio_BT.shape[1] + 1  # one a token at most, and padding
   weights_BT = batch.loss_weights_BT
 
   def sums(values_T, ids_T):

@@ -1,9 +1,9 @@
 """One optimizer step of reinforcement learning under router replay.
 
-Guided path, 8 of 10: `rl.policy_loss` on `models.decoder`. A step is a few
-microbatches of one static shape, whose gradients add up, and one update. It
-differentiates at the policy's own values (the bf16 cast of the float32 masters)
-and moves the masters: what it scores is exactly what the rollout engine served.
+Guided path, 8 of 10: `rl.policy_loss` on `models.decoder`. A step sums the
+gradients of a few microbatches of one static shape and updates once. It
+differentiates at the policy's values (the bf16 cast of the float32 masters) and
+moves the masters, so it scores exactly the weights that the engine served.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from composer_jax.train import step as train_step
 
 
 class StepSums(flax.struct.PyTreeNode, kw_only=True):
-  """What microbatches add up to before the update.
+  """Sums over microbatches before the update.
 
   Attributes:
-    grads: pytree like the parameters.
+    grads: gradients, a pytree like the parameters.
     stats: sums over sampled tokens.
     load_ME: tokens per MoE layer and expert.
-    num_routed: tokens, padding excluded.
+    num_routed: number of tokens, padding excluded.
     replay_agreement_M, replay_replaced_M, no_route_M: shares of
       `batches.RouteStats` times num_routed, so that they add up.
   """
@@ -51,12 +51,13 @@ class StepSums(flax.struct.PyTreeNode, kw_only=True):
 
 
 class Scores(flax.struct.PyTreeNode, kw_only=True):
-  """What a forward pass says of each token, for the host to compare.
+  """Results of a forward pass for each token, for the host to compare.
 
   Attributes:
-    logprobs_BT: at the batch's temperatures.
-    exchanged: rows that each MoE layer's exchange needed and had, on a mesh.
-    attempts: passes that it took; before the last, buffers overflowed.
+    logprobs_BT: log-probabilities at the batch's temperatures.
+    exchanged: rows that each MoE layer's exchange needed and had; None without
+      a mesh.
+    attempts: number of passes; in all but the last, buffers overflowed.
   """
 
   logprobs_BT: jax.Array
@@ -74,9 +75,9 @@ class Functions:
       bfloat16, which is what the engine serves.
     add_microbatch: (values, sums | None, batch) -> (sums, scores of the batch).
     apply: (state, sums, scale) -> (state, grad_norm), state donated.
-    score: (values, batch) -> scores, with the batch's routes where it has them.
+    score: (values, batch) -> scores, replaying the batch's routes if any.
     add_hints: (values, teacher, sums, HintBatch) -> (sums, HintStats).
-    parts: groups of devices that share the rows of a batch out.
+    parts: number of device groups over which the rows of a batch are sharded.
   """
 
   policy: Callable[..., Any]
@@ -90,7 +91,7 @@ class Functions:
 def forward(
   model: decoder.Decoder, values: Any, batch: batches.RLBatch
 ) -> tuple[Scores, jax.Array, batches.RouteStats]:
-  """Returns scores, entropy_BT and what the routers did, in batch order."""
+  """Returns scores, entropy_BT and router statistics, in batch order."""
   output = model.apply(
     values,
     batch.tokens_BT,
@@ -115,7 +116,7 @@ def forward(
 
 
 def _for_host(scores: Scores, plan: exchange.ExchangePlan | None) -> Scores:
-  """Brings tokens into the order of rows: the host knows no other."""
+  """Undoes the sequence order of context shards, unknown to the host."""
   if plan is None or plan.sequence_order == 'contiguous':
     return scores
   context = shardings.product(plan.sequence_axes, plan.mesh)
@@ -187,14 +188,14 @@ def build(
 ) -> Functions:
   """Jits the functions of a run.
 
-  The model has the plan of the placement, which says where state and batches
-  lie (None is the first device); the optimizer clips.
+  `placement` shards state and batches (None: the first device) and must be the
+  one of the model's plan. The optimizer clips gradients.
   """
   jit = functools.partial(jax.jit, compiler_options=compiler_options)
   put = placement.put if placement is not None else lambda batch: batch
 
   def placed(grads):
-    """Gradients lie as their parameters do, and what adds up of them too."""
+    """Shards gradients, and thus their sums, like their parameters."""
     if placement is None:
       return grads
     places = placement.variables['params']
@@ -224,15 +225,15 @@ def build(
   def add_microbatch(values, sums, batch):
     on_device, attempts = put(batch), 0
     for bucket in _buckets_for(batch, placement):
-      new, scores = first(bucket)(values, on_device)
+      added, scores = first(bucket)(values, on_device)
       attempts += 1
-      # Only tokens without a record can make it untrue, and the worst case
-      # holds them all.
+      # Only tokens without a record can overflow it; None, the worst case,
+      # holds all tokens.
       if bucket is None or bool(buckets.fits(scores.exchanged)):
         break
     scores = scores.replace(attempts=attempts)
     # Two programs, so that the large one compiles once, sums or not.
-    return (new if sums is None else add_donated(sums, new)), scores
+    return (added if sums is None else add_donated(sums, added)), scores
 
   @jit
   def hint_gradients(values, teacher, batch):
@@ -273,8 +274,8 @@ def _buckets_for(
 ) -> list[buckets.Bucket]:
   """Returns the smallest bucket for a batch's records, and the worst case.
 
-  Replayed routes are known before the step; tokens without a record are allowed
-  for as the others are spread.
+  Replayed routes are known before the step; tokens without a record are assumed
+  to spread over experts as the others do.
   """
   if placement is None or not placement.buckets:
     return [None]

@@ -1,10 +1,10 @@
 """The algorithm on one page: sample, judge, compare, update, repeat.
 
-Guided path, 1 of 10: it begins here. What an episode leaves behind is in
+Guided path, 1 of 10: it begins here. The record of an episode is in
 `core.records`; how an update works, in `rl.advantage` to `rl.step`.
-The asynchronous pipeline computes exactly this when `max_staleness` is 0, with
-the rollouts in another process and the weights sent as delta bundles;
-`tests/pipeline/sync_equality_test.py` holds it to that, bit for bit.
+With `max_staleness` 0 the asynchronous pipeline computes exactly this, with the
+rollouts in another process and the weights sent as delta bundles
+(`tests/pipeline/sync_equality_test.py`, bit for bit).
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ def run(
   """Trains up to step `num_steps` on fresh groups of the current policy.
 
   Args:
-    state: donated; its step says where to go on.
-    functions: what `rl.step.build` made.
+    state: training state to go on from, donated.
+    functions: compiled functions from `rl.step.build`.
     make_engine: (policy values, version) -> engine, called once.
-    shape: what trajectories are packed into.
+    shape: shape of a packed microbatch.
     num_steps: optimizer steps of the whole run.
     reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read hints; None without a frozen one.
+    teacher: policy values that read hints; None without a frozen teacher.
 
   Returns:
     The final state and the metrics of every step.

@@ -1,4 +1,4 @@
-"""One update of the policy from finished groups, and what it measured."""
+"""One update of the policy from finished groups, and its metrics."""
 
 import dataclasses
 import math
@@ -26,20 +26,19 @@ from composer_jax.train import step as train_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-  """What a step learns of its groups.
+  """Options of a policy update that the config shows.
 
   Attributes:
     prompts: groups of an optimizer step.
     rollouts_per_prompt: episodes of a group.
-    replay: replays the routes that the engine recorded; else tokens are routed
-      afresh.
+    replay: true to replay the routes that the engine recorded; false to route
+      every token afresh.
     reward: 'verdict', or 'shuffled', the control that must not learn.
     kl_coefficient: reward lost per nat of k1 to the policy that RL began with.
-    loss: which policy gradient, and how much of p_train / p_rollout it
-      believes.
-    mismatch_every: steps from one measurement of the mismatch with and without
-      replay, which costs one more forward pass, to the next; 0 for none.
-    gate: what the mismatch of rollout and trainer may be.
+    loss: policy gradient and its bounds on p_train / p_rollout.
+    mismatch_every: steps between two comparisons of the mismatch with and
+      without replay, each one more forward pass; 0 for none.
+    gate: bounds on the mismatch of rollout and trainer.
   """
 
   prompts: int = 8
@@ -54,13 +53,13 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateOptions(LearningOptions):
-  """How groups become a gradient.
+  """All options of a policy update.
 
   Attributes:
-    refreshed: whether the engine refreshes its caches when weights change; see
+    refreshed: true if the engine refreshes its caches when weights change; see
       `mismatch.ages`.
-    seed: the run's, which the shuffled control draws with.
-    hints: what those on faulty turns weigh beside the reward.
+    seed: seed of the run, used by the shuffled control.
+    hints: loss of hints on faulty turns.
   """
 
   refreshed: bool = False
@@ -78,8 +77,8 @@ class UpdateOptions(LearningOptions):
       )
     if self.reward == 'shuffled' and (self.kl_coefficient or self.hints.weight):
       raise ValueError(
-        "rl.reward='shuffled' must not learn, and a KL penalty or hints would "
-        'teach: rl.kl_coefficient and hints.loss.weight must be 0 with it, not '
+        "rl.reward='shuffled' is a control that must not learn, so "
+        'rl.kl_coefficient and hints.loss.weight must be 0 with it, not '
         f'{self.kl_coefficient} and {self.hints.weight}.'
       )
 
@@ -96,9 +95,9 @@ def rewards_of(
     return [advantage.shuffled_rewards(g, options.seed) for g in groups]
   if options.kl_coefficient == 0:
     return [np.array([r.reward for r in g.rollouts]) for g in groups]
-  every = [t for g in groups for r in g.rollouts for t in r.trajectories]
-  packed = batching.pack(every, [0.0] * len(every), shape)
-  # The reference has its own routes: another policy's may not be replayed.
+  windows = [t for g in groups for r in g.rollouts for t in r.trajectories]
+  packed = batching.pack(windows, [0.0] * len(windows), shape)
+  # The reference routes its tokens itself: replay is for the same policy.
   afresh = map(comparison.fresh, packed.microbatches)
   scores = [functions.score(reference, batch) for batch in afresh]
   scored = iter(comparison.logprobs(packed, scores))
@@ -119,19 +118,19 @@ def _trained(
   by_group: list[np.ndarray],
   shape: batching.BatchShape,
 ) -> tuple[batching.PackedTrajectories, list[int]]:
-  """What a step trains on, and the group of each of its trajectories.
+  """Packs the trajectories that a step trains on; also returns their groups.
 
-  Leaves out what has no advantage: its gradient is exactly zero. Once the
-  policy solves most groups whole, that is most of the work. All are kept where
-  none has an advantage, so that a step always has a batch.
+  Leaves out trajectories without an advantage, whose gradient is exactly zero:
+  once the policy solves most groups, that is most of the work. If none has an
+  advantage, keeps all, so that a step always has a batch.
   """
-  every = [
+  items = [
     (t, float(a), g.group)
     for g, advantages_R in zip(groups, by_group, strict=True)
     for r, a in zip(g.rollouts, advantages_R, strict=True)
     for t in r.trajectories
   ]
-  kept = [item for item in every if item[1]] or every
+  kept = [item for item in items if item[1]] or items
   trajectories, advantages, ids = (list(x) for x in zip(*kept, strict=True))
   return batching.pack(trajectories, advantages, shape), ids
 
@@ -148,9 +147,9 @@ def add_hints(
 ) -> tuple[steps.StepSums, dict[str, int], distill.HintStats | None]:
   """Adds the gradient of all hints of a step to its sums, which it donates.
 
-  Hints count whatever the advantage of their rollout. `replay` lets the student
-  take its recorded routes. Also returns counts of hints, and their statistics
-  on the device, if there are any hints.
+  Hints count whatever the advantage of their rollout. With `replay` the student
+  takes its recorded routes. Also returns counts of hints, and their statistics
+  on the device (None without hints).
   """
   microbatches, counts = hint_batching.pack(
     groups, shape, num_parts=functions.parts
@@ -176,27 +175,26 @@ def update(
 ) -> tuple[train_state.TrainState, dict[str, Any]]:
   """Trains once on `groups`; returns the next state and the step's metrics.
 
-  Rollouts without an advantage take no part in the batch. Statistics of its
-  tokens (entropy, mismatch, truncated, routes, expert_load and sampled_tokens)
-  are therefore of those with one, unless none has one; those of rewards,
-  verdicts and staleness are of all.
+  The batch leaves out rollouts without an advantage, unless none has one. So do
+  the statistics of tokens (entropy, mismatch, truncated, routes, expert_load
+  and sampled_tokens); rewards, verdicts and staleness cover all rollouts.
 
-  Under a gate that stops, the host looks at the log-probabilities before it
-  dispatches the optimizer: the gradient of misaligned records must not reach
-  the weights, let alone be published. That costs one wait a step. Under any
-  other gate everything is dispatched first.
+  With gate action 'stop' the host checks the log-probabilities before it
+  dispatches the optimizer, which costs one wait per step: the gradient of
+  misaligned records must not reach the weights. With any other action
+  everything is dispatched first.
 
   Args:
-    state: donated.
-    groups: exactly `options.prompts` of them; their order does not matter.
+    state: training state, donated.
+    groups: exactly `options.prompts` groups, in any order.
     reference: policy values for the KL penalty; None without one.
-    teacher: policy values that read the hints, where `options.hints` names a
-      frozen teacher; None without hints. The state has the average itself.
+    teacher: policy values of a frozen teacher that reads hints; None without
+      one. A teacher that is an average is in `state`.
 
   Raises:
     mismatch.OutOfBand: the gate stopped the step; nothing was applied.
-    FloatingPointError: a loss or gradient is not finite; `state` is lost, the
-      last checkpoint is not.
+    FloatingPointError: a loss or gradient is not finite; `state` is lost, but
+      the last checkpoint is intact.
   """
   groups = sorted(groups, key=lambda g: g.group)
   rewards = rewards_of(groups, options, functions, reference, shape)
@@ -207,10 +205,10 @@ def update(
   sums, scores, others = None, [], []
   is_due = options.mismatch_every and version % options.mismatch_every == 0
   for batch in trained.microbatches:
-    way, other = batch, comparison.fresh(batch)
+    chosen, other = batch, comparison.fresh(batch)
     if not options.replay:
-      way, other = other, way
-    sums, scored = functions.add_microbatch(values, sums, way)
+      chosen, other = other, chosen
+    sums, scored = functions.add_microbatch(values, sums, chosen)
     scores.append(scored)
     if is_due:
       # Before `apply`, which may take the buffers of `values`.
@@ -225,18 +223,19 @@ def update(
     )
   scale = 1.0 / (options.prompts * options.rollouts_per_prompt)
   # The host counts while the device computes.
-  measured = behaviour.measure(groups, by_group, version)
+  metrics = behaviour.measure(groups, by_group, version)
   without_grads = sums.replace(grads=None)
 
-  def look() -> list[str]:
+  def wait_and_check() -> list[str]:
+    """Completes the metrics; returns how they leave the gate's bounds."""
     on_host = jax.device_get(without_grads)
-    measured.update(_of_sums(on_host, scale, options.replay))
-    measured['microbatches'] = len(scores)
-    _check_finite('loss', measured, version)
-    measured.update(hint_counts)
+    metrics.update(_of_sums(on_host, scale, options.replay))
+    metrics['microbatches'] = len(scores)
+    _check_finite('loss', metrics, version)
+    metrics.update(hint_counts)
     if hint_stats is not None:
-      measured.update(distill.metrics(jax.device_get(hint_stats), scale))
-    measured.update(
+      metrics.update(distill.metrics(jax.device_get(hint_stats), scale))
+    metrics.update(
       mismatch.measure(
         trained.trajectories,
         comparison.logprobs(trained, scores),
@@ -244,37 +243,37 @@ def update(
         refreshed=options.refreshed,
       )
     )
-    ways = (scores, others) if options.replay else (others, scores)
-    measured.update(comparison.both_ways(trained, *ways))
+    pair = (scores, others) if options.replay else (others, scores)
+    metrics.update(comparison.both_ways(trained, *pair))
     if repeated := sum(s.attempts - 1 for s in scores):
-      measured['repeated_microbatches'] = repeated
-    said = mismatch.breaches(measured, options.gate)
+      metrics['repeated_microbatches'] = repeated
+    breaches = mismatch.breaches(metrics, options.gate)
     if options.gate.action != 'off':
-      measured.update(gate_breaches=len(said), gate=said)
-    return said
+      metrics.update(gate_breaches=len(breaches), gate=breaches)
+    return breaches
 
-  if options.gate.action == 'stop' and (said := look()):
+  if options.gate.action == 'stop' and (breaches := wait_and_check()):
     group, kl = mismatch.worst(ids, comparison.ratios(trained, scores))
     raise mismatch.OutOfBand(
-      f'rl step {version + 1}: {"; ".join(said)}. Of its groups, {group} is '
-      f'the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '
+      f'rl step {version + 1}: {"; ".join(breaches)}. Of its groups, {group} '
+      f'is the worst (mean k3 {kl:.3g}). Its gradient was not applied, and the '
       'last checkpoint is intact. To sample its groups anew delete their files '
       'in groups/ and run the same command again; to go on with them as they '
       'are add --config.rl.gate.action=flag.',
-      measured,
+      metrics,
     )
   state, grad_norm = functions.apply(state, sums, jnp.float32(scale))
   if options.gate.action != 'stop':
-    look()
-  measured['grad_norm'] = float(grad_norm)
-  _check_finite('grad_norm', measured, version)
-  return state, measured
+    wait_and_check()
+  metrics['grad_norm'] = float(grad_norm)
+  _check_finite('grad_norm', metrics, version)
+  return state, metrics
 
 
 def _of_sums(
   sums: steps.StepSums, scale: float, replay: bool
 ) -> dict[str, Any]:
-  """Metrics of a step's sums on the host, and of the replay if there is one."""
+  """Metrics of a step's sums on the host; with `replay`, also of the routes."""
   stats, tokens = sums.stats, max(float(sums.stats.num_tokens), 1.0)
   metrics = {
     'loss': float(sums.loss) * scale,
@@ -300,8 +299,8 @@ def _of_sums(
 def _check_finite(name: str, metrics: dict[str, Any], version: int) -> None:
   """Raises a FloatingPointError with the step and its statistics."""
   if not math.isfinite(metrics[name]):
-    told = {k: v for k, v in metrics.items() if k != 'expert_load'}
+    shown = {k: v for k, v in metrics.items() if k != 'expert_load'}
     raise FloatingPointError(
-      f'rl step {version}: {name} is {metrics[name]}; statistics: {told}. '
+      f'rl step {version}: {name} is {metrics[name]}; statistics: {shown}. '
       'The last checkpoint is intact; lower --config.rl.learning_rate.'
     )

@@ -1,25 +1,23 @@
-"""The rollout engine: sessions in, sampled tokens with their routes out.
+"""The rollout engine: samples tokens for sessions, and records their routes.
 
-  Consumes: SampleRequests, as many as there are; those beyond the slots wait.
+  Consumes: SampleRequests; those beyond the slots wait.
   Moved by: `step()`, which dispatches one chunk of context or a few decode
-    steps and reads what the dispatch before it found.
+    steps and reads the report of the dispatch before.
   Between steps: `swap()` may change the weights; every token carries the
-    version that sampled it. What costs time, `place()`, may be called by
-    another thread while this one steps; `switch()` then changes a reference.
+    version that sampled it. `place()`, its slow part, may run in another thread
+    meanwhile; `switch()` then changes a reference.
   Produces: Completions and Failures, in no particular order.
 
-A dispatch returns at once; its report is on its way to the host while the next
-one runs, and is read after that. Whatever the host must know to go on (who is
-done, what was sampled) is read before it decides. Everything runs in the order
-of its dispatch, since each takes over the cache of the one before: pages given
-to another session are written only behind what their last owner had under way.
+A dispatch returns at once; its report travels to the host while the next one
+runs, and is read then. A decision that depends on a report (who is done, what
+was sampled) waits for it. Dispatches run in order, since each takes over the
+cache of the one before: a page's next owner writes after its last owner.
 
-A session's tokens, log-probabilities and routes depend on its own requests and
-on the weights alone, bit for bit: not on its slot, on its neighbours, on how
-steps were scheduled or on whether its prompt was found cached. That holds with
-one number of `prefill_rows`, where the model's rows are independent of each
-other, and for a session whose pages were never taken back; with
-`numerics='batch_invariant'` it holds always.
+A session's tokens, log-probabilities and routes depend only on its requests and
+the weights, bit for bit: not on its slot, its neighbours, the schedule, or
+whether its prompt was cached. This requires a single number of `prefill_rows`,
+a model whose rows are independent, and pages that were never taken back; with
+`numerics='batch_invariant'` it always holds.
 """
 
 import dataclasses
@@ -39,20 +37,20 @@ from composer_jax.rollout import slots as slots_lib
 
 EngineOptions = options_lib.EngineOptions
 
-# An extend costs the same however few of its rows carry context, so a step
-# decodes instead while fewer wait. Context that was put off for so many
-# dispatches goes before any decode, and before context that was put off less.
+# An extend costs the same with few rows, so a step decodes instead while few
+# sessions have context to consume. This is the number of dispatches after which
+# the context of a session goes before any decode.
 _MAX_PUT_OFF = 2
 
-# Pages that one call copies or clears.
+# Number of pages that one call copies or clears.
 _PAGES_A_CALL = 16
 
 
 class Unread(NamedTuple):
-  """A dispatch whose report, still on the device, the host has not seen."""
+  """A dispatch whose report the host has not read yet."""
 
   rows: list[slots_lib.Row]
-  chunks: list[tuple[int, int]] | None  # (start, end) in an extend
+  chunks: list[tuple[int, int]] | None  # (start, end) of rows; None for decode
   report: Any
   version: int
 
@@ -60,7 +58,7 @@ class Unread(NamedTuple):
 class Engine:
   """Continuous batching of one model over a fixed number of slots.
 
-  One thread calls it (`rollout.server` is for many), but any may `place`.
+  Only one thread may call it (`rollout.server` serves many), except `place`.
   """
 
   def __init__(
@@ -72,11 +70,11 @@ class Engine:
     *,
     mesh: jax.sharding.Mesh | None = None,
   ):
-    """Compiles nothing yet; copies the weights.
+    """Copies the weights; compiles nothing yet.
 
-    The model is shared out over the mesh. None makes one of `options.devices`,
-    or of one device serves on the first that holds the variables. A ValueError
-    says that these are not that model's, or that the mesh does not suit.
+    The model is sharded over the mesh; None uses the first `options.devices`
+    devices, or if that is 1 the device of the variables. A ValueError tells
+    that the variables do not fit the model, or the model the mesh.
     """
     self.config, self.options = config, options
     self._shapes = _shapes(variables)
@@ -100,7 +98,7 @@ class Engine:
       out_shardings=self._place.pools,
     )()
     self._unread: Unread | None = None
-    # Whose rows decode works on, and what the device knows of them.
+    # Rows of the decode program, and their inputs and state on the device.
     self._composition: list[slots_lib.Row] = []
     self._rows_BW: Any = None
     self._state: Any = None
@@ -111,7 +109,7 @@ class Engine:
 
   @property
   def traces(self) -> dict[str, int]:
-    """Times each program was traced, over all engines that share it."""
+    """Number of traces of each program, over all engines that share it."""
     return dict(self._programs.traces)
 
   @property
@@ -148,10 +146,10 @@ class Engine:
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
   ) -> None:
-    """Queues a request of a session that is new, or has no other under way.
+    """Queues a request of a new session, or of one without another request.
 
-    `on_tokens` is called with the tokens of each dispatch, from within whatever
-    reads its report; it must neither raise nor call the engine.
+    `on_tokens` is called with the tokens of each dispatch when its report is
+    read; it must neither raise nor call the engine.
 
     Raises:
       ValueError: the session's tokens would not fit max_len, a token is
@@ -166,7 +164,7 @@ class Engine:
     limit = self.config.vocab_size
     for name, tokens_T in (
       ('context_T', request.context_T),
-      # Of any size, so not numpy's.
+      # Python integers: a request's may overflow those of numpy.
       ('stop_tokens', np.array(request.stop_tokens, object)),
     ):
       if len(tokens_T) and not (tokens_T.min() >= 0 and tokens_T.max() < limit):
@@ -177,11 +175,11 @@ class Engine:
     self._slots.submit(request, on_tokens)
 
   def close(self, session: str) -> None:
-    """Ends a session if it is open, and forgets the outcome of its request."""
+    """Ends a session if it is open, and drops the outcome of its request."""
     table = self._slots
-    held = table.sessions.get(session)
-    if held and held.work:
-      # Its pages may still be written, and it may be found to have failed.
+    open_session = table.sessions.get(session)
+    if open_session and open_session.work:
+      # A dispatch may still write its pages, or its report tell of a failure.
       self._read()
     if self.is_open(session):
       table.close(session)
@@ -191,10 +189,10 @@ class Engine:
     return session in self._slots.sessions
 
   def place(self, variables: Any, version: int) -> placing.PlacedWeights:
-    """Copies weights to where they are served from; from any thread.
+    """Copies weights to the engine's devices; thread-safe.
 
     Raises:
-      ValueError: an array is missing, unknown or unlike that served.
+      ValueError: an array is missing, unknown, or has another shape or dtype.
     """
     _compare(_shapes(variables), self._shapes, version, dtypes=True)
     weights = placing.put_weights(variables, self.config, self._place)
@@ -202,13 +200,13 @@ class Engine:
     return placing.PlacedWeights(weights=weights, version=version)
 
   def swap(self, variables: Any, version: int) -> None:
-    """`place` and `switch`; where one raises, what was served is served on."""
+    """Places and switches to weights; after an error the old ones stay."""
     self.switch(self.place(variables, version))
 
   def switch(self, placed: placing.PlacedWeights) -> placing.PlacedWeights:
-    """Serves weights that this engine placed from the next step on.
+    """Serves weights of `place` from the next step on; returns the old ones.
 
-    Returns what was served; freeing it takes longer than the switch.
+    Freeing these takes longer than the switch, so the caller chooses when.
 
     Raises:
       ValueError: the version goes back while sessions are open.
@@ -225,7 +223,7 @@ class Engine:
     self._served = placed
     refresh = self.options.on_swap == options_lib.REFRESH
     table.swap(placed.version, refresh=refresh)
-    # Those that are refreshed lost the pages that the device knows of.
+    # Refreshed sessions lost the pages of which the device has tables.
     self._composition = []
     table.stats.swap_s = time.perf_counter() - began
     return before
@@ -255,7 +253,7 @@ class Engine:
     return table.take_finished()
 
   def _put(self, inputs: Any) -> Any:
-    # Committed like everything else: else the first call compiles once more.
+    # Committed like all arrays; otherwise the first call compiles once more.
     return jax.device_put(inputs, self._place.whole)
 
   def _clear(self, pages: Sequence[int]) -> None:
@@ -268,7 +266,7 @@ class Engine:
       self._cache = forward.copy_pages(self._cache, *self._put(inputs))
 
   def _batches(self, pages: Sequence[int]) -> np.ndarray:
-    """Splits a list into arrays of fixed length, past the end no page."""
+    """Splits a list into rows of fixed length, padded with no page."""
     no_page = [self.options.pages] * (-len(pages) % _PAGES_A_CALL)
     return np.array([*pages, *no_page], np.int32).reshape(-1, _PAGES_A_CALL)
 
@@ -291,24 +289,24 @@ class Engine:
     return report
 
   def _decode(self, decoding: list[sessions.Session]) -> None:
-    """Decodes on where the device left off, or begins anew with other rows."""
+    """Goes on with the state on the device, or uploads it for other rows."""
     rows = [(session, session.at_work) for session in decoding]
     if rows and rows == self._composition:
       is_sampling = self._unread and self._unread.chunks is None
-      coming = self.options.decode_steps if is_sampling else 0
-      if any(work.remaining > coming for _, work in rows):
+      num_coming = self.options.decode_steps if is_sampling else 0
+      if any(work.remaining > num_coming for _, work in rows):
         self._sample()
-      else:  # What is under way samples all that its rows may sample.
+      else:  # The dispatch under way reaches the limit of every row.
         self._read()
       return
     self._read()
-    # Some may have ended by what was read.
+    # The report may have ended some sessions.
     if decoding := self._slots.decoding():
       self._compose(decoding)
       self._sample()
 
   def _compose(self, decoding: list[sessions.Session]) -> None:
-    """Gives the rows of decode to these sessions; nothing may be unread."""
+    """Assigns the rows of decode to sessions; no report may be unread."""
     assert not self._unread
     width = sum(steps.decode_widths(self.options))
     num_rows = self.options.num_slots
@@ -343,7 +341,7 @@ class Engine:
     self._read(Unread(rows, chunks, report, self.version))
 
   def _read(self, following: Unread | None = None) -> None:
-    """Takes the report before `following`; waits for what it says."""
+    """Waits for the unread report and takes it; `following` is then unread."""
     unread, self._unread = self._unread, following
     if unread is None:
       return
@@ -377,18 +375,19 @@ def _shapes(variables: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
   }
 
 
-def _compare(have, want, version: int, *, dtypes: bool) -> None:
-  """Raises a ValueError that names what differs from what is served."""
-  for names, says in (
-    (sorted(want.keys() - have.keys()), 'lacks'),
-    (sorted(have.keys() - want.keys()), 'has the unknown'),
+def _compare(shapes, expected, version: int, *, dtypes: bool) -> None:
+  """Raises a ValueError that names a difference from the served arrays."""
+  for names, verb in (
+    (sorted(expected.keys() - shapes.keys()), 'lacks'),
+    (sorted(shapes.keys() - expected.keys()), 'has the unknown'),
   ):
     if names:
       more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-      raise ValueError(f'Version {version} {says} {names[0]}{more}.')
-  for name, (shape, dtype) in have.items():
-    if shape != want[name][0] or (dtypes and dtype != want[name][1]):
+      raise ValueError(f'Version {version} {verb} {names[0]}{more}.')
+  for name, (shape, dtype) in shapes.items():
+    due_shape, due_dtype = expected[name]
+    if shape != due_shape or (dtypes and dtype != due_dtype):
       raise ValueError(
         f'{name} of version {version} is {dtype}{list(shape)}; the engine '
-        f'serves {want[name][1]}{list(want[name][0])}.'
+        f'serves {due_dtype}{list(due_shape)}.'
       )

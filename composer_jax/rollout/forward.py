@@ -1,10 +1,9 @@
-"""The decoder laid out for serving: same layers, unrolled, cache in pages.
+"""The decoder for serving: the same layers, unrolled, with a paged KV cache.
 
 `models.decoder` scans stacked layers over a packed batch. This module calls
-the same functions layer by layer, with two pools of pages per layer that every
-session of an engine shares: which page belongs to whom is the caller's tables
-(`kernels.attention.paged`). `tests/rollout/forward_test.py` holds it to the
-decoder.
+the same functions layer by layer, with two pools of pages per layer that all
+sessions of an engine share; the caller's tables assign pages to rows
+(`kernels.attention.paged`). `tests/rollout/forward_test.py` compares the two.
 """
 
 import dataclasses
@@ -24,21 +23,21 @@ from composer_jax.parallel import exchange
 class Weights(flax.struct.PyTreeNode, kw_only=True):
   """Decoder variables, one tree per layer, dense layers first.
 
-  What lies outside the layers is `outer`, as `models.head` expects it.
+  `outer` holds the other variables, as `models.head` expects them.
   """
 
   outer: decoder.Variables
   layers: tuple[decoder.Variables, ...]
 
 
-# What is kept of consumed tokens, for each layer two pools of pages: keys
-# [pages, K, H, page] and values [pages, K, page, H] of grouped-query attention,
-# or latents [pages, page, C] and rotated keys [pages, page, J] of latent one.
+# For each layer two pools of pages: keys [pages, K, H, page] and values
+# [pages, K, page, H] of grouped-query attention, or latents [pages, page, C]
+# and rotated keys [pages, page, J] of latent attention.
 #
 # A token at position s of a row lies at place s % page of the page that the
 # row's table names at s // page. A query at position p sees the positions
-# s <= p, so pages can be handed to another row without being cleared. Only what
-# is not finite must be cleared (`zero_pages`): zero times it is NaN.
+# s <= p, so pages can be handed to another row without being cleared, unless
+# they hold values that are not finite (`zero_pages`): zero times NaN is NaN.
 Cache = tuple[paged.Pools, ...]
 
 
@@ -50,19 +49,18 @@ def unstack(
 ) -> Weights:
   """Splits stacked layers; `compute_dtype` float32 widens bfloat16 weights.
 
-  Widening is exact, and done once it spares every step the conversion. The
+  Widening is exact, and doing it here spares every step the conversion. The
   arrays are copies, so the caller may donate its own to the next train step.
 
-  Fast numerics on a CPU get what a decode step reads fastest: every expert as
-  its own array (`kernels.expert_rows`), and of a tied table a copy with the
-  embedding axis first (`kernels.linear`). Those that lie over a mesh stay as
-  their layout has them.
+  For fast numerics on one CPU device, which read these faster, each expert
+  becomes an array (`kernels.expert_rows`), and a tied embedding gets a copy
+  with the embedding axis first (`kernels.linear`).
   """
   widen = config.compute_dtype == 'float32'
 
   def copy(x):
-    narrow = widen and x.dtype == jnp.bfloat16
-    return jnp.array(x, jnp.float32 if narrow else x.dtype, copy=True)
+    is_widened = widen and x.dtype == jnp.bfloat16
+    return jnp.array(x, jnp.float32 if is_widened else x.dtype, copy=True)
 
   variables = jax.tree.map(copy, variables)
   outer, layers = dict(variables['params']), []
@@ -117,8 +115,8 @@ def copy_pages(
 ) -> Cache:
   """Copies the first `counts_N` tokens of pages, in every layer.
 
-  What lies behind them is set to zero, since it may be anything. A destination
-  out of range is dropped; the cache is donated.
+  Later tokens of a page become zero. A destination out of range is dropped; the
+  cache is donated.
   """
 
   def copy(pool, token_axis):
@@ -134,7 +132,7 @@ def copy_pages(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def zero_pages(cache: Cache, pages_N: jax.Array) -> Cache:
-  """Clears pages in every layer; one out of range is dropped."""
+  """Clears pages in every layer; pages out of range are ignored."""
   return jax.tree.map(lambda pool: pool.at[pages_N].set(0, mode='drop'), cache)
 
 
@@ -152,12 +150,11 @@ def forward(
   """Consumes a chunk [B, T] or a decode step [B, 1].
 
   Args:
-    valid_BT: where false, the token is padding: no expert works for it and
-      the cache does not change.
-    positions_BT: int32 within the session.
+    valid_BT: mask of tokens; padding uses no expert and no place in the cache.
+    positions_BT: int32 positions within the session.
     tables_BP: int32 page of each logical page of a row. A page that two rows
       share must not be written by either.
-    plan: where experts lie (`layouts.DECODE`); None on one device.
+    plan: exchange between expert shards (`layouts.DECODE`); None on one device.
 
   Returns:
     hidden_BTD after the final norm, uint16 expert_ids_MBTA, and the cache.
@@ -176,9 +173,9 @@ def forward(
   if c.numerics == 'batch_invariant':
     attend = functools.partial(tiled.attend_paged, valid_BT=valid_BT)
   else:
-    # As many as the longest row has after this chunk. Latent attention over a
-    # chunk of context is in the absorbed form too; above some hundred tokens
-    # (171 for Kimi K2) making keys and values anew would cost it less.
+    # Pages of the longest row after this chunk. Latent attention uses its
+    # absorbed form for context too, although for chunks of some hundred tokens
+    # (171 for Kimi K2) and more, expanding keys and values would cost less.
     num_blocks = jnp.where(valid_BT, blocks_BT + 1, 0).max()
     attend = functools.partial(paged.attend, num_blocks=num_blocks)
   all_pools, routes = [], []
@@ -188,7 +185,7 @@ def forward(
       params, x_BTD, cos_sin, c, is_paged=True
     )
     with jax.named_scope('attention'):
-      # The chunk's own keys lie in the pages that it attends to.
+      # Written first: the chunk also attends to its own keys in the pages.
       pools: Any = tuple(
         paged.write(pool, new_BT, *places, token_axis=axis)
         for pool, new_BT, axis in zip(cache[i], kept, axes, strict=True)

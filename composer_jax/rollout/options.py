@@ -1,4 +1,4 @@
-"""Static shapes of the engine, and how it goes about weights and prefixes."""
+"""Static shapes of the engine, and its policy on prefixes and new weights."""
 
 import dataclasses
 from typing import Any
@@ -11,24 +11,25 @@ ON_SWAP = (KEEP, REFRESH)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-  """How the engine serves requests, whatever they are.
+  """Options of the engine that the config shows.
 
   Attributes:
-    devices: the first ones, which share the model out; on a CPU one is fastest.
+    devices: number of devices, the first ones, over which the model is sharded;
+      on a CPU one is fastest.
     num_slots: requests worked on at once.
     prefill_chunk: context tokens that a session consumes in one extend.
-    prefill_rows: sessions in one extend; of several numbers, each a program of
-      its own, the smallest that suffices.
+    prefill_rows: sessions in one extend; several numbers compile one program
+      each, of which the smallest sufficient one runs.
     decode_steps: tokens of a session in one dispatch; weights change between.
     page_size: tokens of a page of the KV cache.
-    num_pages: of the KV cache; 0 for num_slots sessions at their longest.
-    record_routes: whether it is recorded which experts each token passed, which
-      replay needs.
-    share_prefixes: whether sessions with equal prefixes share their pages: the
-      prompt of a group is computed once.
-    on_swap: what running sessions do with keys and values of older weights:
-      'keep' them, or 'refresh' them by consuming all their tokens anew, once
-      between two sampled tokens, so that they get on however fast swaps come.
+    num_pages: pages of the KV cache; 0 for num_slots sessions of max_len.
+    record_routes: true to record the expert ids of each token, which replay
+      needs.
+    share_prefixes: true to let sessions with equal prefixes share pages, so
+      that the prompt of a group is computed once.
+    on_swap: 'keep' leaves keys and values of older weights in use; 'refresh'
+      makes sessions consume all their tokens anew, at most once between two
+      sampled tokens, so that frequent swaps cannot stall them.
   """
 
   devices: int = 1
@@ -45,12 +46,12 @@ class ServingOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions(ServingOptions):
-  """What the compiled programs and the page tables are made for.
+  """All options of the engine, which shape its programs and page tables.
 
   Attributes:
-    max_len: tokens in a session at most, context and sampled together.
-    max_stop_tokens: stop tokens a request may name.
-    num_top: likeliest tokens reported at each place.
+    max_len: largest number of tokens in a session, context and sampled.
+    max_stop_tokens: largest number of stop tokens of a request.
+    num_top: number of likeliest tokens reported at each position.
   """
 
   max_len: int = 320
@@ -64,8 +65,8 @@ class EngineOptions(ServingOptions):
     checks.at_least(self, 2, 'max_len')
     checks.at_least(self, 0, 'num_pages', 'num_top')
     rows = _several(self.prefill_rows)
-    is_right = rows and all(type(n) is int and n >= 1 for n in rows)
-    checks.require(self, 'prefill_rows', is_right, 'name numbers of at least 1')
+    is_valid = rows and all(type(n) is int and n >= 1 for n in rows)
+    checks.require(self, 'prefill_rows', is_valid, 'name numbers of at least 1')
     checks.one_of(self, 'on_swap', ON_SWAP)
     if self.pages < self.table_len:
       raise ValueError(

@@ -1,11 +1,11 @@
-"""Who holds which page of the KV cache, and which prefix a page holds.
+"""Owners of the pages of the KV cache, and the prefixes that pages hold.
 
-`Pages` counts owners, `Prefixes` lets equal prompts be consumed once,
-`Holdings` gives pages to sessions by both.
+`Pages` counts owners, `Prefixes` finds pages of equal prompts, and `Holdings`
+uses both to give pages to sessions.
 
-A page is free, or held by any number of owners. It is stained if it holds
-values that are not finite: masking hides stale numbers from a later owner, but
-zero times NaN is NaN, so it must be cleared once it is released.
+A page is free, or has any number of owners. A page with values that are not
+finite is stained: masking hides stale numbers from a later owner, but zero
+times NaN is NaN, so the page must be cleared once it is released.
 """
 
 import collections
@@ -22,8 +22,8 @@ class Pages:
   """Reference counts of a fixed number of pages.
 
   Attributes:
-    references: owners of each page.
-    to_clear: released and stained, to be cleared before the next dispatch.
+    references: number of owners of each page.
+    to_clear: released stained pages, to be cleared before the next dispatch.
   """
 
   def __init__(self, num_pages: int):
@@ -37,7 +37,7 @@ class Pages:
     return len(self._free)
 
   def take(self, count: int) -> list[int]:
-    """Returns free pages, held once; the caller knows that there are enough."""
+    """Gives free pages a first owner; there must be enough."""
     assert 0 <= count <= len(self._free), (count, len(self._free))
     pages = [self._free.pop() for _ in range(count)]
     for page in pages:
@@ -63,12 +63,12 @@ class Pages:
         self.to_clear.append(page)
 
   def stain(self, pages: Iterable[int]) -> None:
-    """Marks held pages: they are to be cleared once they are released."""
+    """Marks held pages to be cleared once they are released."""
     self._stained.update(pages)
 
 
 class PrefixPage(NamedTuple):
-  """A page after that of key `parent`, which holds `count` tokens."""
+  """A page of a prefix: `count` tokens that follow the page of key `parent`."""
 
   page: int
   parent: bytes
@@ -77,15 +77,15 @@ class PrefixPage(NamedTuple):
 
 
 class Match(NamedTuple):
-  """A prefix's full pages, a partial one behind them, the first missing key."""
+  """Pages found of a prefix: full ones, then maybe a partial one."""
 
   full: Sequence[PrefixPage] = ()
   partial: PrefixPage | None = None
-  missing: bytes | None = None
+  missing: bytes | None = None  # key of the first page not found, if any
 
   @property
-  def found(self) -> list[PrefixPage]:
-    """All of its pages, in order."""
+  def pages(self) -> list[PrefixPage]:
+    """All pages, in order."""
     return [*self.full, *([self.partial] if self.partial else [])]
 
 
@@ -96,15 +96,14 @@ def _key(parent: bytes, tokens_T: np.ndarray) -> bytes:
 class Prefixes:
   """Pages of one version's prefixes, least recently used first.
 
-  Keys and values at a position depend on every token up to it and on the
-  weights, so a page is known by a hash of the version and all tokens from the
-  start of the session to its own last one. The store owns the pages that it
-  names, as a session does; it gives back those that nobody else holds, least
-  recently used first, when pages run short.
+  Keys and values at a position depend on the weights and on every token up to
+  it, so a page's key is a hash of the version and all tokens from the start of
+  the session to the page's last. The store owns its pages, as a session does;
+  when pages run short it releases those without another owner, least recently
+  used first.
 
-  The last page of a prompt is full by chance only. It is kept as well, under
-  the tokens that it holds; its owner goes on writing behind them, so who finds
-  it takes a copy.
+  The last page of a prompt, usually partial, is stored too. Its owner goes on
+  writing behind the stored tokens, so a session that finds it takes a copy.
   """
 
   def __init__(self, pages: Pages, page_size: int, version: int):
@@ -112,7 +111,7 @@ class Prefixes:
     self._page_size = page_size
     self._stored = collections.OrderedDict[bytes, PrefixPage]()
     self._key_of_page: dict[int, bytes] = {}
-    # parent -> {count: number of its partial pages that hold so many tokens}.
+    # parent -> {token count: number of its partial pages with that count}.
     self._partial: dict[bytes, collections.Counter[int]] = {}
     self.reset(version)
 
@@ -121,9 +120,9 @@ class Prefixes:
     return [stored.page for stored in self._stored.values()]
 
   def keys(self, tokens_T: np.ndarray) -> list[bytes]:
-    """Returns the root's key, and that of each page these tokens fill or begin.
+    """Returns the root's key, and that of each page of these tokens.
 
-    The parent of page `index` is thus `keys[index]`, its own `keys[index + 1]`.
+    The key of page `index` is `keys[index + 1]`, its parent's `keys[index]`.
     """
     keys = [self._root]
     for start in range(0, len(tokens_T), self._page_size):
@@ -146,7 +145,7 @@ class Prefixes:
     return Match(full, partial, None if missing == tail else missing)
 
   def _tail(self, parent: bytes, tokens_T: np.ndarray) -> bytes | None:
-    """Finds the longest partial page that holds the first of these tokens."""
+    """Finds the longest partial page that begins with these tokens."""
     for count in sorted(self._partial.get(parent, ()), reverse=True):
       if count <= len(tokens_T):
         key = _key(parent, tokens_T[:count])
@@ -162,11 +161,11 @@ class Prefixes:
     count: int,
     routes_TMA: np.ndarray,
   ) -> None:
-    """Adds page `index` of a prefix, unless it has one with these tokens."""
+    """Adds page `index` of a prefix, unless the same tokens are stored."""
     parent, key = keys[index : index + 2]
     if key not in self._stored:
       self._pages.retain([page])
-      # The tokens grew since.
+      # The page may be stored with fewer tokens.
       self.forget([page])
       self._stored[key] = PrefixPage(page, parent, count, routes_TMA)
       self._key_of_page[page] = key
@@ -180,7 +179,7 @@ class Prefixes:
       self._stored.move_to_end(key)
 
   def evict(self) -> bool:
-    """Gives back the page used longest ago of those nobody else holds."""
+    """Releases the least recently used page without another owner, if any."""
     for stored in self._stored.values():
       if self._pages.references[stored.page] == 1:
         self.forget([stored.page])
@@ -188,7 +187,7 @@ class Prefixes:
     return False
 
   def forget(self, pages: Iterable[int]) -> None:
-    """Drops what it knows of these pages."""
+    """Removes those of these pages that are stored."""
     for page in pages:
       key = self._key_of_page.pop(page, None)
       if key is None:
@@ -196,12 +195,12 @@ class Prefixes:
       stored = self._stored.pop(key)
       if stored.count < self._page_size:
         counts = self._partial.pop(stored.parent)
-        if left := counts - collections.Counter([stored.count]):
-          self._partial[stored.parent] = left
+        if others := counts - collections.Counter([stored.count]):
+          self._partial[stored.parent] = others
       self._pages.release([page])
 
   def reset(self, version: int) -> None:
-    """Drops everything; what comes belongs to `version`."""
+    """Removes all pages; later ones belong to `version`."""
     self.forget(self.held)
     self._root = f'version {version}'.encode()
 
@@ -211,8 +210,7 @@ class Holdings:
 
   Attributes:
     to_copy: (source, target, count) of pages whose first tokens are to be
-      copied before the next dispatch, in this order, once those of
-      `pages.to_clear` are cleared.
+      copied in this order, after `pages.to_clear`, before the next dispatch.
   """
 
   def __init__(self, limits: options.EngineOptions, version: int):
@@ -221,11 +219,11 @@ class Holdings:
     self.to_copy: list[tuple[int, int, int]] = []
     self._page_size = limits.page_size
     self._share = limits.share_prefixes
-    # Pages that a session is consuming tokens for, by key.
+    # Key of a page -> session that is consuming its tokens.
     self._filling: dict[bytes, sessions.Session] = {}
 
   def waits(self, session: sessions.Session) -> bool:
-    """Whether another session is filling the next page of this one's prefix."""
+    """True if another session is filling the next page of this prefix."""
     work = session.at_work
     if work.waits_for not in self._filling:
       missing = self._match(session).missing
@@ -238,13 +236,13 @@ class Holdings:
     kept: Iterable[sessions.Session],
     victims: Iterable[sessions.Session],
   ) -> bool:
-    """Gives a session pages for the most tokens that its request can come to.
+    """Gives a session pages for as many tokens as its request may need.
 
-    Sessions that are `kept` keep theirs, `victims` may lose them, in this
-    order. Returns whether there were enough.
+    Sessions in `kept` keep theirs; `victims` may lose theirs, in this order.
+    Returns true if there were enough pages.
     """
     match = self._match(session)
-    # A page to copy from takes room as well: there may be enough without.
+    # The source of a copy takes room too: there may be enough without it.
     return any(
       self._find(session, match._replace(partial=partial), kept, victims)
       for partial in (match.partial, None)
@@ -252,23 +250,23 @@ class Holdings:
 
   def _find(self, session, match, kept, victims) -> bool:
     shared = [stored.page for stored in match.full]
-    held = [stored.page for stored in match.found]
+    held = [stored.page for stored in match.pages]
     last = session.length + session.at_work.remaining - 1
     count = -(-last // self._page_size) - len(session.pages) - len(shared)
-    # Held, so that they are not evicted to make room for the rest.
+    # So that they are not evicted to make room for the others.
     self.pages.retain(held)
     if not self._make_room(count, [session, *kept], held, victims):
       self.pages.release(held)
       return False
     taken = self.pages.take(count)
     if match.partial:
-      # Its owner goes on writing behind the tokens that are wanted of it.
+      # A copy, since the owner goes on writing behind the matched tokens.
       source = match.partial.page
       self.to_copy.append((source, taken[0], match.partial.count))
       self.pages.release([source])
     session.pages += shared + taken
     if not session.consumed:
-      for stored in match.found:
+      for stored in match.pages:
         end = session.consumed + stored.count
         session.routes_TMA[session.consumed : end] = stored.routes_TMA
         session.consumed = end
@@ -287,7 +285,7 @@ class Holdings:
     return self.prefixes.match(context_T, session.at_work.keys)
 
   def _make_room(self, count, kept, held, victims) -> bool:
-    """Frees `count` pages, if those that are kept leave so many."""
+    """Frees pages until `count` are free; false if kept ones prevent that."""
     if count <= self.pages.num_free:
       return True
     lasting = {page for session in kept for page in session.pages}
@@ -308,9 +306,9 @@ class Holdings:
     *,
     whole: bool,
   ) -> None:
-    """Lets others have the pages that tokens start..end of a session filled.
+    """Stores the pages that tokens start..end of a session filled, as prefixes.
 
-    With `whole` the last one is shared although it is not full.
+    With `whole` the last page is stored even if it is not full.
     """
     if not self._share or (session.shareable or 0) < end:
       return
@@ -324,7 +322,7 @@ class Holdings:
       self._filling.pop(keys[index + 1], None)
 
   def finish(self, session: sessions.Session, *, share: bool) -> None:
-    """Takes the pages that a request did not come to use; shares the others."""
+    """Releases the unused pages of a request; with `share` stores others."""
     self.stop_filling(session)
     used = -(-session.consumed // self._page_size)
     self.pages.release(session.pages[used:])
@@ -334,7 +332,7 @@ class Holdings:
       self.share(session, keys, 0, session.consumed, whole=True)
 
   def strip(self, session: sessions.Session) -> None:
-    """Takes all its pages; the session consumes its tokens anew."""
+    """Takes all pages of a session, which then consumes its tokens anew."""
     self.stop_filling(session)
     self.pages.release(session.pages)
     session.pages = []
@@ -343,12 +341,12 @@ class Holdings:
       session.work.start_over()
 
   def stop_filling(self, session: sessions.Session) -> None:
-    """Others wait no longer for what this session would have consumed."""
+    """Stops other sessions from waiting for pages of this one."""
     for key in [k for k, s in self._filling.items() if s is session]:
       del self._filling[key]
 
   def condemn(self, session: sessions.Session) -> None:
-    """Keeps everyone from pages with values that are not finite."""
+    """Removes a session's pages, with values not finite, from prefixes."""
     self.pages.stain(session.pages)
     self.prefixes.forget(session.pages)
 

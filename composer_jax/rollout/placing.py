@@ -1,8 +1,8 @@
-"""Where the arrays of an engine lie: on one device, or over a mesh.
+"""Placement of an engine's arrays: on one device, or over a mesh.
 
-Over a mesh the weights lie as `layouts.DECODE` says, pools of grouped-query
-attention by key head, and everything else, latents included, on every device:
-a step moves rows of sums and never a weight or a page.
+On a mesh weights are sharded by `layouts.DECODE` and pools of grouped-query
+attention by key head; everything else, latents included, is replicated. A step
+thus exchanges partial sums, and never weights or pages.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from composer_jax.rollout import forward
 
 @dataclasses.dataclass(frozen=True)
 class EnginePlace:
-  """Shardings of what an engine holds."""
+  """Shardings of an engine's arrays."""
 
-  whole: Sharding  # of inputs, reports and state: every device has them
-  pools: Sharding  # of each pool of the cache
-  plan: exchange.ExchangePlan | None = None  # of experts; None on one device
+  whole: Sharding  # inputs, reports and state, replicated
+  pools: Sharding  # each pool of the KV cache
+  plan: exchange.ExchangePlan | None = None  # experts; None on one device
 
 
 class PlacedWeights(NamedTuple):
-  """An engine's own copy of weights, where it serves them."""
+  """A copy of weights, placed for one engine."""
 
   weights: forward.Weights
   version: int
@@ -41,14 +41,14 @@ def mesh_of(num_devices: int) -> Mesh | None:
   devices = jax.devices()
   if not 1 <= num_devices <= len(devices):
     raise ValueError(
-      f'An engine over {num_devices} devices needs as many; there are '
-      f'{len(devices)} ({devices[0].platform}).'
+      f'rollout.devices must be from 1 to {len(devices)}, the number of '
+      f'{devices[0].platform} devices, not {num_devices}.'
     )
   return topology.make_mesh(fsdp=num_devices, devices=devices[:num_devices])
 
 
 def on_device_of(variables: Any) -> EnginePlace:
-  """The first device that holds the variables, or the first of all."""
+  """Places on the first device that holds the variables, or the very first."""
   leaf = jax.tree.leaves(variables)[0]
   devices = leaf.devices() if isinstance(leaf, jax.Array) else jax.devices()[:1]
   return _on_device(min(devices, key=lambda device: device.id))
@@ -60,18 +60,18 @@ def _on_device(device: jax.Device) -> EnginePlace:
 
 
 def on_mesh(config: config_lib.ModelConfig, mesh: Mesh) -> EnginePlace:
-  """Shares a model out over all devices of the mesh.
+  """Shards a model over all devices of the mesh.
 
   A ValueError names numerics that need one device, or experts that do not
-  divide.
+  divide over the mesh.
   """
   if mesh.size == 1:
     return _on_device(mesh.devices.item())
   if config.numerics == 'batch_invariant':
     raise ValueError(
       f"numerics 'batch_invariant' needs one device, not a mesh of {mesh.size} "
-      f'({dict(mesh.shape)}): the order of a sum over devices depends on how '
-      "many they are. Use a mesh of one, or numerics 'fast'."
+      f'({dict(mesh.shape)}): the order of a sum depends on the number of '
+      "devices. Use a mesh of one, or numerics 'fast'."
     )
   plan = placement.exchange_plan(config, layout=layouts.DECODE, mesh=mesh)
   pools = P()

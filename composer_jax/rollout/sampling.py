@@ -1,13 +1,13 @@
-"""Draws tokens so that nothing but their own place decides the outcome.
+"""Draws tokens with random numbers that do not depend on the batch.
 
 A token's random numbers are a function of its session's seed tuple and its
 absolute position, never of the slot, the batch or the number of steps taken.
-They are two for a token, where Gumbel noise needs one for each entry of the
+Two numbers per token suffice; Gumbel noise needs one for each entry of the
 vocabulary and costs as much as a small model's experts.
 
-Where a request truncates its distribution (`records.SampleRequest`), the token
-and its log-probability are of what is left, renormalised. The raw one beside it
-is the model's own, at temperature 1.
+If a request truncates its distribution (`records.SampleRequest`), token and
+log-probability are those of the renormalised remainder. Raw log-probabilities
+are those of the model, at temperature 1.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ _GENERATOR = 'threefry2x32'
 
 
 class Settings(flax.struct.PyTreeNode, kw_only=True):
-  """How each row samples, as in `records.SampleRequest`."""
+  """Sampling options of each row, as in `records.SampleRequest`."""
 
-  keys_B2: Any  # uint32, of `key_of`
+  keys_B2: Any  # uint32 key data from `key_of`
   temperatures_B: Any
   top_ps_B: Any
   top_ks_B: Any  # int32; the others are float32
@@ -48,9 +48,9 @@ class Drawn(flax.struct.PyTreeNode, kw_only=True):
 def key_of(seed: tuple[int, ...]) -> np.ndarray:
   """Folds a seed tuple into key data, on the host.
 
-  A hash rather than a chain of `fold_in`s: it costs no device call, and takes
-  tuples of any length, with large or negative members. Different tuples are
-  different texts; that two of n share a key has a chance of about n^2 / 2^65.
+  A hash rather than a chain of `fold_in`s: it needs no device call, and takes
+  tuples of any length with members of any size. Two of n different tuples share
+  a key with a probability of about n^2 / 2^65.
   """
   text = ','.join(str(int(part)) for part in seed)
   digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -67,17 +67,17 @@ def draw(
 ) -> Drawn:
   """Draws one token per row by the inverse of its distribution function.
 
-  The vocabulary is dealt out to about sqrt(V) classes: one uniform number
-  chooses a class by its share, another one a token of the class.
+  The vocabulary is split into about sqrt(V) classes: one uniform number chooses
+  a class by its share, another one a token of the class.
 
-  Both are multiples of 2^-24, and a running sum of n terms in float32 is off by
-  n 2^-24 of the whole at most. A token's chance is off by about as much of the
-  whole, and of its own class. Gumbel noise made of float32 uniforms is no
-  finer: it never exceeds 17, and so never draws what is further behind. A token
-  of weight zero is never drawn.
+  Both numbers are multiples of 2^-24, and a running sum of n float32 terms is
+  off by at most n 2^-24 of the whole, so a token's probability is off by about
+  as much of the whole and of its class. Gumbel noise from float32 uniforms is
+  no finer: it never exceeds 17, so it never draws tokens further behind. A
+  token of weight zero is never drawn.
 
-  Positions are those that the drawn tokens will have. Some rows truncate if
-  `truncate` says so; those that do not get the same bits either way.
+  `positions_B` are those of the drawn tokens. `truncate` says that some rows
+  truncate; the others get the same bits either way.
   """
   greedy_B = settings.temperatures_B == 0
   temperatures_B = jnp.where(greedy_B, 1, settings.temperatures_B)
@@ -94,7 +94,7 @@ def draw(
   ).astype(jnp.int32)
 
   def logprobs_at(temperatures_B):
-    """As the trainer computes them."""
+    """Computes log-probabilities with the trainer's function."""
     arrays = [x[:, None] for x in (logits_BV, tokens_B, temperatures_B)]
     return head.token_logprobs(*arrays, numerics=numerics)[0][:, 0]
 
@@ -105,18 +105,18 @@ def draw(
     lambda: logprobs_at(jnp.ones_like(temperatures_B)),
   )
   if truncate:
-    left_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
-    logprobs_B = jnp.where(_truncates(settings), left_B, logprobs_B)
+    truncated_B = _each_row(_logprob, (scaled_BV, tokens_B), numerics)
+    logprobs_B = jnp.where(_truncates(settings), truncated_B, logprobs_B)
   return Drawn(
     tokens_B=tokens_B,
-    # A point has probability 1.
+    # A greedy choice has probability 1.
     logprobs_B=jnp.where(greedy_B, 0, logprobs_B),
     raw_logprobs_B=raw_logprobs_B,
   )
 
 
 def _each_row(fn: Callable[..., Any], rows_B: Any, numerics: str) -> Any:
-  """Returns fn(*rows_B), whose rows see nothing of each other."""
+  """Returns fn(*rows_B), with bits of each row that ignore the others."""
 
   def stage(_, rows_BT):
     lead = jax.tree.leaves(rows_BT)[0].shape[:2]
@@ -129,21 +129,21 @@ def _each_row(fn: Callable[..., Any], rows_B: Any, numerics: str) -> Any:
 
 
 def _uniforms(key_2: jax.Array, position: jax.Array) -> jax.Array:
-  """Returns two float32 of [0, 1)."""
+  """Returns two float32 numbers in [0, 1)."""
   key = jax.random.wrap_key_data(key_2, impl=_GENERATOR)
   bits_2 = jax.random.bits(jax.random.fold_in(key, position), (2,), jnp.uint32)
   return (bits_2 >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
-  """Returns a token of each row's softmax."""
+  """Returns a token drawn from each row's softmax."""
   batch, vocab_size = scaled_BV.shape
   num_classes = 2 ** math.ceil(math.log2(vocab_size) / 2)
   size = -(-vocab_size // num_classes)
   missing = size * num_classes - vocab_size
   padding = ((0, 0), (0, missing))
   padded_BV = jnp.pad(scaled_BV, padding, constant_values=-jnp.inf)
-  # A class is a column, so that the sums of all of them are sums of vectors.
+  # Classes are columns, so that their sums vectorise.
   scaled_BXC = padded_BV.reshape(batch, size, num_classes)
   top_B11 = scaled_BXC.max(axis=(1, 2), keepdims=True)
   sums_BC = jnp.exp(scaled_BXC - top_B11).sum(1)
@@ -154,15 +154,15 @@ def _choose(uniforms_B2: jax.Array, scaled_BV: jax.Array) -> jax.Array:
 
 
 def _invert(weights_BX: jax.Array, uniforms_B: jax.Array) -> jax.Array:
-  """Returns the place at which the running sum first exceeds its share."""
+  """Returns the index at which the running sum exceeds u times the total."""
   sums_BX = jnp.cumsum(weights_BX, axis=-1)
   wanted_B1 = (uniforms_B * sums_BX[:, -1])[:, None]
   is_likely_BX = weights_BX > 0
   exceeds_BX = is_likely_BX & (sums_BX > wanted_B1)
-  # Rounding may leave none: the sums need not ascend. Then the last likely one.
+  # Rounding may leave none, as sums need not ascend: then the last likely one.
   last_B = weights_BX.shape[-1] - 1 - jnp.argmax(is_likely_BX[:, ::-1], axis=-1)
-  found_B = jnp.argmax(exceeds_BX, axis=-1)
-  return jnp.where(exceeds_BX.any(-1), found_B, last_B)
+  first_B = jnp.argmax(exceeds_BX, axis=-1)
+  return jnp.where(exceeds_BX.any(-1), first_B, last_B)
 
 
 def _logprob(scaled_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
@@ -177,10 +177,10 @@ def _truncates(settings: Settings) -> jax.Array:
 
 
 def _kept(settings: Settings, scaled_BV: jax.Array) -> jax.Array:
-  """Returns which tokens a row may draw, where `scaled_BV` is finite.
+  """Returns a mask of the tokens that each row may draw.
 
   Each rule keeps the likeliest tokens, of equal ones those with the smaller
-  index. What all keep is thus known by its last member.
+  index, so the last token that all rules keep defines the mask.
   """
   order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
   sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
@@ -189,14 +189,14 @@ def _kept(settings: Settings, scaled_BV: jax.Array) -> jax.Array:
   kept_BV = jnp.arange(vocab_size) < top_k_B1[:, None]
   left_BV = jnp.where(kept_BV, sorted_BV, -jnp.inf)
   probabilities_BV = jax.nn.softmax(left_BV, axis=-1)
-  # The smallest set that holds top_p: a token stays if those before it do not.
+  # The smallest set that reaches top_p: a token stays if those before do not.
   before_BV = jnp.cumsum(probabilities_BV[:, :-1], axis=-1)
   before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
   top_p_B1 = settings.top_ps_B[:, None]
   kept_BV &= (before_BV < top_p_B1) | (top_p_B1 >= 1)
   least_B1 = settings.min_ps_B[:, None] * probabilities_BV[:, :1]
   kept_BV &= probabilities_BV >= least_B1
-  # The likeliest stays although rounding may say otherwise.
+  # The likeliest token always stays, whatever rounding does.
   last_B1 = jnp.maximum(kept_BV.sum(-1, keepdims=True) - 1, 0)
   value_B1 = jnp.take_along_axis(sorted_BV, last_B1, axis=-1)
   index_B1 = jnp.take_along_axis(order_BV, last_B1, axis=-1)

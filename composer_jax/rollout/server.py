@@ -1,4 +1,4 @@
-"""One engine for many threads: a blocking Policy over one serving loop."""
+"""A blocking Policy for many threads, over one engine's serving loop."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 from composer_jax.core import records
 from composer_jax.rollout import engine as engines
 
-# How long an idle loop sleeps before it looks at `done` and `before_step`.
+# Seconds that an idle loop sleeps before it calls `done` and `before_step`.
 _IDLE_S = 0.02
 
 
@@ -17,8 +17,8 @@ class EnginePolicy:
   """Implements the agent's Policy protocol over one engine.
 
   Episodes call `complete` from their threads and block; `serve` runs in one
-  thread, batches whatever they ask for and wakes them. Every wait has a
-  timeout, and what stops the loop reaches everyone who waits on it.
+  thread, batches their requests and wakes them. Every wait has a timeout, and
+  an error that stops the loop is raised in every waiting thread.
 
   Consumes: requests and closings, from any thread.
   Waits for: a request, or unfinished work in the engine.
@@ -27,9 +27,9 @@ class EnginePolicy:
   """
 
   def __init__(self, engine: engines.Engine, timeout_s: float = 600.0):
-    """Nothing else steps the engine; the thread in `serve` owns it.
+    """Takes over the engine, which nothing but `serve` may step from now on.
 
-    `complete` waits for `timeout_s` at most, queueing for a slot included.
+    `complete` waits for at most `timeout_s`, queueing for a slot included.
     """
     self._engine = engine
     self._timeout_s = timeout_s
@@ -41,11 +41,11 @@ class EnginePolicy:
     self._failure: BaseException | None = None
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
-    """Goes on with `request.session`; blocks until sampling ended.
+    """Extends `request.session`; blocks until sampling ended.
 
     Raises:
-      ValueError: the engine refuses the request; only this caller is told. Or
-        it asks for sampling whose log-probabilities no trainer can recompute.
+      ValueError: the engine refuses the request, or a trainer could not
+        recompute the log-probabilities of such sampling.
       FloatingPointError: the model gave values that are not finite.
       TimeoutError: no completion came in time.
       RuntimeError: serving failed or ended; its cause is attached.
@@ -54,7 +54,7 @@ class EnginePolicy:
     future: futures.Future = futures.Future()
     with self._lock:
       if self._failure is not None:
-        error = RuntimeError('The rollout engine serves no more.')
+        error = RuntimeError('The rollout engine has stopped serving.')
         raise error from self._failure
       self._inbox.put((request, future))
     try:
@@ -67,9 +67,9 @@ class EnginePolicy:
       ) from error
 
   def close(self, session: str | None = None) -> None:
-    """Forgets a session, unknown ones are ignored; None ends the policy.
+    """Closes a session if it is open; with None, ends the policy.
 
-    Ending it, once `serve` has returned, makes every waiting and later
+    Ending it, allowed once `serve` has returned, makes every waiting or later
     `complete` raise RuntimeError and frees the pages of all its sessions.
     """
     if session is not None:
@@ -86,9 +86,9 @@ class EnginePolicy:
   ) -> None:
     """Runs the engine until `done()`; only one thread at a time may.
 
-    Both are called before every step and, while there is no work, every few
-    hundredths of a second; `before_step` may swap the engine's weights. What
-    the engine or they raise goes to every caller that waits and ends the loop.
+    Both functions are called before every step and, without work, every few
+    hundredths of a second; `before_step` may swap the engine's weights. An
+    error of theirs or the engine's ends the loop and reaches all who wait.
     """
     try:
       while not done():
@@ -99,12 +99,12 @@ class EnginePolicy:
       # Sessions closed by the episodes that ended last.
       self._take_requests(wait=False)
     except BaseException as error:
-      # Not handled here, only passed on: the waiting threads would hang.
+      # Only passed on: without it the waiting threads would hang.
       self._fail(error)
       raise
 
   def _hand_over(self, outcome: records.Completion | records.Failure) -> None:
-    # Whoever closed the session while it sampled waits no longer.
+    # None if the session was closed while it sampled.
     future = self._waiting.pop(outcome.session, None)
     if future is None:
       return
@@ -144,8 +144,8 @@ class EnginePolicy:
   def _fail(self, error: BaseException) -> None:
     with self._lock:
       self._failure = self._failure or error
-      left = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
-    waiting = [future for _, future in left if future is not None]
+      items = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+    waiting = [future for _, future in items if future is not None]
     waiting += self._waiting.values()
     self._waiting.clear()
     for future in waiting:
@@ -155,18 +155,18 @@ class EnginePolicy:
 
 
 def _check_trainable(request: records.SampleRequest) -> None:
-  """Refuses what changes the sampled distribution behind the trainer's back."""
+  """Refuses sampling whose log-probabilities the trainer does not compute."""
   for name, harmless in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
     value = getattr(request, name)
     if value != harmless:
       raise ValueError(
         f'{name} ({value}) of session {request.session!r} must be {harmless}: '
-        'the trainer divides logits by the temperature and knows nothing of '
-        'truncation; sample through the engine itself to serve.'
+        'the trainer divides logits by the temperature and does not truncate. '
+        'To serve without training, call the engine itself.'
       )
   if request.temperature == 0:
     raise ValueError(
-      f'temperature (0) of session {request.session!r} must be positive: the '
-      'likeliest token is no draw from a distribution with a gradient; sample '
-      'through the engine itself to serve.'
+      f'temperature (0) of session {request.session!r} must be positive: a '
+      'greedy choice has no gradient. To serve without training, call the '
+      'engine itself.'
     )

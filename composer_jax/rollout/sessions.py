@@ -1,8 +1,8 @@
-"""What the engine knows of a session and of the request that it serves.
+"""State on the host of sessions and of the requests that they serve.
 
-No device. Arrays of a session grow ahead of their use: `length` tokens are
-known, of which `consumed` are in its pages; between dispatches the last known
-token is never consumed, since the step that consumes it samples the next.
+Arrays of a session have room for tokens to come: `length` tokens are known, of
+which `consumed` are in its pages. Between dispatches the last known token is
+never consumed, since the step that consumes it samples the next.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ import numpy as np
 
 from composer_jax.core import records
 
-# Dispatches whose reports a session may hold, see `Session.settle`.
+# Largest number of reports that a session holds before `Session.settle`.
 MAX_PIECES = 32
 
-# In place of a token: the row was idle; its values were not finite.
+# Stand for a token where the row was idle, or where values were not finite.
 NOT_SAMPLED, NOT_FINITE = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-  """Tokens sampled for a request in one dispatch, told while it goes on.
+  """Tokens sampled for a request in one dispatch, for streaming.
 
   The arrays are as in `records.Completion`; X = 0 from an engine that reports
-  no alternatives. `position` is of the first of them in the session.
+  no alternatives. `position` is that of the first token in the session.
   """
 
   session: str
@@ -43,7 +43,7 @@ OnTokens = Callable[[SampledTokens], None]
 
 
 def join_tokens(parts: Sequence[SampledTokens]) -> SampledTokens:
-  """Returns, as a copy, what parts that follow each other say together."""
+  """Concatenates consecutive parts, as a copy."""
   joined: dict[str, Any] = {
     name: np.concatenate([getattr(part, name) for part in parts])
     for name in SampledTokens.__slots__
@@ -53,12 +53,12 @@ def join_tokens(parts: Sequence[SampledTokens]) -> SampledTokens:
 
 
 class Sampled(flax.struct.PyTreeNode, kw_only=True):
-  """What one decode dispatch reports of its rows, as in `records.Completion`.
+  """Report of one decode dispatch; names are those of `records.Completion`.
 
   Attributes:
-    tokens_TB: int32; NOT_SAMPLED behind a row's last one, or NOT_FINITE.
-    expert_ids_TMBA: uint16 of the tokens consumed; None if not recorded.
-    version: of the policy that sampled them; None on the device.
+    tokens_TB: int32 tokens; NOT_SAMPLED behind a row's last, or NOT_FINITE.
+    expert_ids_TMBA: uint16 routes of the consumed tokens; None if not recorded.
+    version: policy version that sampled the tokens; None on the device.
   """
 
   tokens_TB: Any
@@ -90,16 +90,19 @@ class ServedRequest:
   """A request being served.
 
   Attributes:
-    remaining: tokens still to sample at most.
-    routes_start, num_cached, context_version, stopped: as in
-      `records.Completion`.
-    pieces: (report, row, count) of the last dispatches that sampled for it.
-    settled: what those before sampled; the session's arrays hold it.
-    keys: of the pages of its context; None until they are looked up.
-    waits_for: key of a page that another session is filling.
-    waiting: dispatches its context has been put off for.
-    refreshed: a swap made it consume its tokens anew since it last sampled.
-    row_W: what the compiled decode reads of it; None until it decodes.
+    on_tokens: callback for tokens as they are sampled; None without streaming.
+    remaining: largest number of tokens still to sample.
+    routes_start, num_cached, context_version, stopped: fields of the
+      `records.Completion` to come.
+    pieces: (report, row, count) of each dispatch since `Session.settle`.
+    settled: tokens of earlier dispatches, also in the session's arrays.
+    keys: keys of the pages of its context; None until they are looked up.
+    waits_for: key of a page that another session is filling; None if it does
+      not wait.
+    waiting: number of dispatches for which its context was put off.
+    refreshed: true if a swap made it consume its tokens anew since it last
+      sampled.
+    row_W: int32 words of its row in decode; None until it decodes.
   """
 
   request: records.SampleRequest
@@ -120,7 +123,7 @@ class ServedRequest:
   row_W: np.ndarray | None = None
 
   def start_over(self) -> None:
-    """Forgets what was consumed; the tokens sampled so far stay."""
+    """Resets what was consumed; the tokens sampled so far stay."""
     self.keys = self.waits_for = self.context_version = self.row_W = None
     self.routes_start = self.num_cached = self.waiting = 0
 
@@ -130,13 +133,15 @@ class Session:
   """A context window.
 
   Attributes:
-    tokens_T: int32; sampled ones are filled in by `settle`.
-    routes_TMA: uint16 of consumed tokens, sampled ones by `settle`; NO_ROUTE
-      where the engine records none.
-    shareable: leading tokens whose keys and values are those that any other
-      session with these tokens would get; None once weights changed between.
-    pages: hold its consumed tokens, in order, and room for those to come.
-    work: the request at hand, None between requests.
+    tokens_T: int32 tokens; `settle` fills in the sampled ones.
+    routes_TMA: uint16 routes of consumed tokens; `settle` fills in those of
+      sampled ones; NO_ROUTE where the engine records none.
+    length: number of known tokens.
+    consumed: number of tokens in the KV cache.
+    shareable: number of leading tokens whose keys and values would be the same
+      in any session; None once weights changed after the first.
+    pages: pages of the consumed tokens, in order, and room for those to come.
+    work: request under way; None between requests.
   """
 
   name: str
@@ -150,7 +155,7 @@ class Session:
 
   @property
   def at_work(self) -> ServedRequest:
-    """The request at hand of a session that is known to have one."""
+    """The request under way, in a session that is known to have one."""
     assert self.work is not None
     return self.work
 
@@ -160,7 +165,7 @@ class Session:
 
   @property
   def last_token(self) -> int:
-    """The last known token, be it settled or not."""
+    """The last known token, settled or not."""
     if pieces := self.at_work.pieces:
       report, row, count = pieces[-1]
       return int(report.tokens_TB[count - 1, row])
@@ -198,17 +203,17 @@ class Session:
   def chunk(self, size: int) -> tuple[int, int]:
     """Returns where the next chunk of context starts and ends.
 
-    Chunks end at multiples of `size`, wherever the session began: a token's
-    column is its position modulo `size`, whatever it found cached.
+    Chunks end at multiples of `size`: a token's column is its position modulo
+    `size`, however many tokens before it were cached.
     """
     start = self.consumed
     return start, min(start - start % size + size, self.length - 1)
 
   def settle(self) -> None:
-    """Fills in what the pieces of the request at hand sampled, and drops them.
+    """Copies sampled tokens and routes out of the reports, and drops those.
 
-    A report is of every row of its dispatch. A long request that kept its
-    reports would keep what all its neighbours sampled too.
+    A report holds every row of its dispatch: a long request that kept its
+    reports would keep the tokens of all its neighbours in memory.
     """
     work = self.at_work
     if not work.pieces:
@@ -226,7 +231,7 @@ class Session:
     self.tokens_T[start:end] = work.settled[-1].tokens_T
 
   def completion(self) -> records.Completion:
-    """Returns what the request at hand came to, once settled."""
+    """Returns the completion of the request under way, once settled."""
     work = self.at_work
     sampled = join_tokens(work.settled)
     has_top = sampled.top_ids_TX.shape[1] > 0

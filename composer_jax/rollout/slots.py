@@ -1,17 +1,17 @@
-"""Continuous batching as bookkeeping: who works, who waits, who holds what.
+"""Scheduler of continuous batching: slots, pages and the queue of requests.
 
 Pure Python and numpy, no device. A request waits until there is a slot for it
-and pages for the most tokens that it can come to; then it has both until it is
-done, so nothing that has begun ever waits for pages. Between requests a session
+and pages for the most tokens that it can sample; it then keeps both until it
+ends, so a running request never waits for pages. Between requests a session
 holds its pages and no slot.
 
-Requests are served first come first served, save that one whose prompt another
-session is just consuming lets others pass: it will find the prompt cached. When
-pages run short, prefixes that nobody uses go first, then the pages of sessions
-that do nothing, longest idle first, then those of sessions that wait, last come
-first (`pages`). A session that lost its pages consumes its tokens anew. The
-first in the queue thus gets its pages as soon as enough requests are done,
-which need nothing more: there is no deadlock.
+The queue is first come, first served, except that a request lets others pass
+while another session is consuming the same prompt, which it will find cached.
+When pages run short, unused prefixes go first, then the pages of idle sessions,
+longest idle first, then those of waiting sessions, latest first (`pages`). A
+session that lost its pages consumes its tokens anew. There is no deadlock:
+running requests end without further pages, and once enough have ended, the
+first in the queue gets its pages.
 """
 
 import collections
@@ -29,33 +29,34 @@ Row = tuple[sessions.Session, sessions.ServedRequest]
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Stats:
-  """What an engine has at hand and has done."""
+  """Current state and counters of an engine."""
 
-  sessions: int = 0  # open
+  sessions: int = 0  # open sessions
   running: int = 0  # requests with a slot
-  waiting: int = 0  # requests without
-  pages: int = 0  # of the cache
-  pages_free: int = 0  # held by nobody
-  pages_cached: int = 0  # held for whoever has the same prefix
+  waiting: int = 0  # requests without a slot
+  pages: int = 0  # pages of the KV cache
+  pages_free: int = 0  # pages without an owner
+  pages_cached: int = 0  # pages kept as prefixes
   prefix_hit_tokens: int = 0  # context tokens found cached
-  context_tokens: int = 0  # consumed by extend
+  context_tokens: int = 0  # tokens consumed by extend
   sampled_tokens: int = 0
   dispatches: int = 0  # extends and decodes
-  swaps: int = 0  # of weights
-  swap_s: float = 0.0  # of the last one, weights in place and reports read
+  swaps: int = 0  # swaps of weights
+  swap_s: float = 0.0  # seconds of the last swap, placing of weights excluded
   failures: int = 0  # requests that failed
-  version: int  # served
+  version: int  # policy version served
 
 
 class Slots:
   """Sessions, their pages and slots, and the requests that wait for some.
 
   Attributes:
-    sessions: those open, by name.
-    queue: those whose requests wait.
-    running: those whose requests have a slot, by name.
-    finished: completions and failures that nobody has taken yet.
-    stats: its counters; `Engine.stats` fills in the rest.
+    holdings: pages, and the sessions and prefixes that hold them.
+    sessions: open sessions by name.
+    queue: sessions whose requests wait for a slot.
+    running: sessions whose requests have a slot, by name.
+    finished: completions and failures not yet taken.
+    stats: counters; `Engine.stats` adds the current state.
   """
 
   def __init__(
@@ -68,8 +69,8 @@ class Slots:
   ):
     """Starts with nothing open; `route_shape` is (MoE layers, active experts).
 
-    Prefixes that decode consumed are shared too if `share_sampled` says so,
-    which asks that it gives the same bits as extend.
+    `share_sampled` also shares prefixes that decode consumed, which requires
+    that decode gives the same bits as extend.
     """
     self._limits = limits
     self._route_shape = route_shape
@@ -78,9 +79,9 @@ class Slots:
     self.sessions: dict[str, sessions.Session] = {}
     self.queue: collections.deque[sessions.Session] = collections.deque()
     self.running: dict[str, sessions.Session] = {}
-    # Those that do nothing, longest idle first.
+    # Sessions without a request, longest idle first.
     self._idle: dict[str, sessions.Session] = {}
-    # Found too few pages; it need not look again before something changed.
+    # The session that found too few pages, until some may have been released.
     self._refused: sessions.Session | None = None
     self.finished: list[records.Completion | records.Failure] = []
     self.stats = Stats(version=version)
@@ -95,7 +96,7 @@ class Slots:
     request: records.SampleRequest,
     on_tokens: sessions.OnTokens | None = None,
   ) -> None:
-    """Takes a request, or raises a ValueError that says why not."""
+    """Queues a request, or raises a ValueError that names the broken rule."""
     name, max_len = request.session, self._limits.max_len
     session = self.sessions.get(name)
     if session and session.work:
@@ -127,7 +128,7 @@ class Slots:
     self.queue.append(session)
 
   def close(self, name: str) -> None:
-    """Ends an open session and drops what it was still being served."""
+    """Ends an open session and drops its request."""
     session = self.sessions.pop(name)
     self._idle.pop(name, None)
     self.running.pop(name, None)
@@ -137,7 +138,7 @@ class Slots:
     session.work = self._refused = None
 
   def admit(self) -> None:
-    """Gives slots and pages to the requests that can have them."""
+    """Gives slots and pages to as many requests as there is room for."""
     running = self.running.values()
     for session in list(self.queue):
       is_full = len(running) == self._limits.num_slots
@@ -228,7 +229,7 @@ class Slots:
   def fail(
     self, session: sessions.Session, position: int, count: int, version: int
   ) -> None:
-    """Ends a session whose values are not finite; its pages are cleared."""
+    """Ends a session whose values are not finite, and has its pages cleared."""
     name = session.name
     reason = (
       f'The pass over {count} tokens from {position} on of session {name!r} '
@@ -244,12 +245,11 @@ class Slots:
     self.close(session.name)
 
   def swap(self, version: int, *, refresh: bool) -> None:
-    """Goes on with other weights; every report has been taken.
+    """Goes on with other weights, once every report has been taken.
 
-    No prefix computed with another version is found again. With `refresh`
-    sessions consume their tokens anew. One that runs does so once between two
-    tokens that it samples, however many swaps come meanwhile: else a swap a
-    step would let nobody sample.
+    Prefixes of other versions are dropped. With `refresh` sessions consume
+    their tokens anew, a running one at most once between two sampled tokens:
+    with a swap at every step it would otherwise never sample.
     """
     self.stats.version = version
     self.stats.swaps += 1
@@ -261,12 +261,12 @@ class Slots:
         work.keys = work.waits_for = None
       if refresh and not (work and work.refreshed):
         if work is not None:
-          session.settle()  # All its tokens are about to be consumed.
+          session.settle()  # Its tokens must be in `tokens_T` to be consumed.
         self.holdings.strip(session)
       elif session.consumed:
         session.shareable = None
     if refresh:
-      # Those that lost their pages go before all others that wait.
+      # Sessions that lost their pages go to the front of the queue.
       stripped = [s for s in self.running.values() if not s.pages]
       for session in stripped:
         del self.running[session.name]

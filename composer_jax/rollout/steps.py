@@ -1,12 +1,12 @@
 """The compiled programs of the engine: extend (prefill) and decode.
 
-They donate the cache, and each is compiled once for each number of rows. What a
-session sees of them depends on the session alone: a context token's column in
-its chunk is its absolute position modulo the chunk, every token is sampled by
-`decode`, and no arithmetic mixes rows.
+They donate the cache, and compile once per number of rows. A session's results
+depend on the session alone: a context token's column in its chunk is its
+absolute position modulo the chunk, every token is sampled by `decode`, and no
+arithmetic mixes rows.
 
-The host sends the rows of a dispatch as one array of int32 words: many small
-arrays would cost more than a small model's step.
+The host sends the rows of a dispatch as a single array of int32 words: many
+small arrays would cost more than a small model's step.
 """
 
 import collections
@@ -25,14 +25,14 @@ from composer_jax.rollout import options as options_lib
 
 
 def decode_widths(options: options_lib.EngineOptions) -> tuple[int, ...]:
-  """Words of `pack_decode`'s parts; a row of zeros is not used."""
+  """Words of each part of `pack_decode`; a row of zeros is unused."""
   return (options.table_len, options.max_stop_tokens, 2, 3, 1, 1)
 
 
 def pack_decode(
   options: options_lib.EngineOptions, session: sessions.Session
 ) -> np.ndarray:
-  """Returns a row of pages, stop tokens, key, three floats, top_k and a one."""
+  """Returns a row: pages, stop tokens, key, three floats, top_k, and a one."""
   request = session.at_work.request
   floats = (request.temperature, request.top_p, request.min_p)
   unused = [-1] * (options.max_stop_tokens - len(request.stop_tokens))
@@ -48,17 +48,16 @@ def pack_decode(
 
 
 def extend_widths(options: options_lib.EngineOptions) -> tuple[int, ...]:
-  """Words of `pack_extend`'s parts; a row of zeros is not used."""
+  """Words of each part of `pack_extend`; a row of zeros is unused."""
   return (options.table_len, 1, 1, 1, options.prefill_chunk)
 
 
 def pack_extend(
   options: options_lib.EngineOptions, session: sessions.Session
 ) -> np.ndarray:
-  """Returns a row of pages, three numbers and the tokens of the next chunk.
+  """Returns a row: pages, three numbers, and the tokens of the next chunk.
 
-  The numbers are the first column's position, and where the tokens begin and
-  end.
+  The numbers are the first column's position, and the token columns' range.
   """
   start, end = session.chunk(options.prefill_chunk)
   first = start % options.prefill_chunk
@@ -69,11 +68,11 @@ def pack_extend(
 
 
 def _table(options: options_lib.EngineOptions, pages: list[int]) -> np.ndarray:
-  """Returns a session's pages, and its last one wherever it has none.
+  """Returns a session's pages, its last one repeated to the table's length.
 
-  Attention goes as far as the longest row and masks what a shorter one must not
-  see. It may see no page of another session all the same: what is not finite
-  there would be so here, masked or not.
+  Attention reads as many pages as the longest row has, and masks the excess of
+  shorter rows. Pages of another session would not do: values there that are not
+  finite would spread despite the mask.
   """
   missing = options.table_len - len(pages)
   return np.array(pages + pages[-1:] * missing, np.int32)
@@ -84,21 +83,21 @@ def _split(rows_BW: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
 
 
 class State(NamedTuple):
-  """What decode changes of its rows, kept on the device between dispatches."""
+  """Per-row state of decode, kept on the device between dispatches."""
 
-  tokens_B: Any  # int32, sampled last and not yet consumed
-  positions_B: Any  # int32, absolute, of that token
-  remaining_B: Any  # int32, still to sample; 0 leaves the row alone
+  tokens_B: Any  # int32 tokens sampled last, not yet consumed
+  positions_B: Any  # int32 absolute positions of these tokens
+  remaining_B: Any  # int32 number of tokens to sample; 0 leaves a row alone
 
 
 class Programs(NamedTuple):
-  """What is compiled for one (config, options), for each number of rows."""
+  """Compiled programs of one (config, options), for each number of rows."""
 
   # (weights, cache, rows_BW) -> (cache, (finite_B, routes_MBTA | None))
   extend: Callable[..., Any]
   # (weights, cache, rows_BW, State, truncate) -> (cache, State, Sampled)
   decode: Callable[..., Any]
-  # Times each was traced, by name and rows.
+  # Number of traces of each program, by name and rows.
   traces: collections.Counter[str]
 
 
@@ -108,7 +107,7 @@ def build(
   place: placing.EnginePlace,
 ) -> Programs:
   """Returns the programs, shared by every engine of the same shapes."""
-  # What the host decides changes no program.
+  # Options that only the host reads change no program.
   on_host = {'devices': 1, 'share_prefixes': True, 'on_swap': options_lib.KEEP}
   return _build(config, dataclasses.replace(options, **on_host), place)
 
@@ -128,7 +127,7 @@ def _build(config, options, place) -> Programs:
     hidden_BTD, ids_MBTA, cache = run(
       weights, cache, tokens_BT, valid_BT, position_B1 + columns_T, table_BP
     )
-    # One bad token spoils its whole chunk: masked or not, zero times it is NaN.
+    # One NaN spoils its whole chunk, masked or not: zero times NaN is NaN.
     finite_B = (jnp.isfinite(hidden_BTD).all(-1) | ~valid_BT).all(-1)
     return cache, (finite_B, ids_MBTA if options.record_routes else None)
 
@@ -174,13 +173,13 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
     top_ks_B=top_ks_B1[:, 0],
     min_ps_B=floats_B3[:, 2],
   )
-  # Rows that are done idle until the host looks: a quarter may.
-  least = jnp.maximum(used_B1.sum() * 3 // 4, 1)
+  # Finished rows idle until the host reads the report: at most a quarter may.
+  min_active = jnp.maximum(used_B1.sum() * 3 // 4, 1)
 
-  def going_on(carry):
+  def goes_on(carry):
     step, _, state, _ = carry
-    enough = (state.remaining_B > 0).sum() >= least
-    return (step < options.decode_steps) & enough
+    is_busy = (state.remaining_B > 0).sum() >= min_active
+    return (step < options.decode_steps) & is_busy
 
   def one_token(carry):
     step, cache, state, report = carry
@@ -202,10 +201,10 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
       numerics=config.numerics,
     )
     finite_B = jnp.isfinite(drawn.raw_logprobs_B)
-    told_B = jnp.where(finite_B, drawn.tokens_B, sessions.NOT_FINITE)
+    tokens_B = jnp.where(finite_B, drawn.tokens_B, sessions.NOT_FINITE)
     top_logprobs_BX, top_ids_BX = _top(logits_BV, options.num_top)
     sampled = sessions.Sampled(
-      tokens_TB=jnp.where(active_B, told_B, sessions.NOT_SAMPLED),
+      tokens_TB=jnp.where(active_B, tokens_B, sessions.NOT_SAMPLED),
       logprobs_TB=drawn.logprobs_B,
       raw_logprobs_TB=drawn.raw_logprobs_B,
       top_ids_TBX=top_ids_BX,
@@ -231,7 +230,7 @@ def _decode(run, config, options, weights, cache, rows_BW, state, truncate):
 
   report = _empty_report(config, options, len(rows_BW))
   carry = (jnp.int32(0), cache, state, report)
-  return jax.lax.while_loop(going_on, one_token, carry)[1:]
+  return jax.lax.while_loop(goes_on, one_token, carry)[1:]
 
 
 def _top(logits_BV, count):

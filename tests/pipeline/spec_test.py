@@ -47,7 +47,8 @@ def make(**changes):
     ({'delta__poll_s': 0.0}, r'--config\.delta\.poll_s must be positive'),
     (
       {'delta__store': 'memory://x'},
-      r"'memory://x' is of one process: set --config\.rl\.placement='colo",
+      r"'memory://x' lives in a single process: set "
+      r"--config\.rl\.placement='colo",
     ),
     (
       {'model__numerics': 'batch_invariant', 'rl__seq_len': 200},

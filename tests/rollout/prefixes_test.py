@@ -38,7 +38,7 @@ def _find(store, tokens):
 
 def _count(store, tokens):
   """How many of these tokens are found."""
-  return sum(stored.count for stored in _find(store, tokens).found)
+  return sum(stored.count for stored in _find(store, tokens).pages)
 
 
 def _prompt(*tokens):

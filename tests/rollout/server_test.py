@@ -104,7 +104,7 @@ def test_what_stops_the_loop_reaches_every_waiting_thread(engine):
     for job in jobs:
       with pytest.raises(RuntimeError, match='store is gone'):
         job.result(timeout=60)
-  with pytest.raises(RuntimeError, match='serves no more'):
+  with pytest.raises(RuntimeError, match='has stopped serving'):
     policy.complete(_request(7))
 
 

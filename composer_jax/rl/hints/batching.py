@@ -1,9 +1,9 @@
 """Packs hinted turns for student and teacher, with maps between their tokens.
 
-The teacher reads what the student read, the hint, and then the student's own
-turn: nothing is sampled. Its tokens are shifted by the hint, and by whatever
-shares its row; a shape would fit just as well one token off. So each token of a
-turn gets a number, its slot, on both sides, from the record alone.
+The teacher reads the student's context, the hint, and then the student's turn;
+nothing is sampled. The hint and other windows in the row shift its tokens, and
+no shape would show a shift that is wrong by one. So each token of a turn gets
+the same number on both sides, its slot, from the record.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from composer_jax.rl import batching
 class _Part:
   """The rows of a microbatch that one group of devices holds.
 
-  Only these devices exchange what the teacher says, so a turn's two sides are
-  in one part.
+  Only these devices exchange the teacher's states, so a turn's two sides must
+  be in one part.
   """
 
   def __init__(self, shape: batching.BatchShape):
@@ -33,10 +33,10 @@ class _Part:
     return [hint for _, hints in self.windows for hint in hints]
 
   def add(self, window: records.Trajectory, hint: turns_lib.Hint) -> bool:
-    """Takes a hint in, unless there is no room for it."""
+    """Adds a hint if there is room for it; returns whether there was."""
     before = [(t, list(hints)) for t, hints in self.windows]
-    # A token of a student has one slot: of two hints on a turn, the second
-    # gets a copy of the window.
+    # A student's token has a single slot, so a second hint on the same turn
+    # needs another copy of the window.
     last = self.windows[-1] if self.windows else None
     if last and last[0] is window and last[1][-1].stop <= hint.start:
       last[1].append(hint)
@@ -44,27 +44,27 @@ class _Part:
       self.windows.append((window, [hint]))
     rows = [p.batch for side in self.places() for p in side]
     num_tokens = sum(h.stop - h.start for h in self.hints)
-    num_most = num_slots(self._shape.rows, self._shape.seq_len)
-    fits = not any(rows) and num_tokens <= num_most
+    max_tokens = num_slots(self._shape.rows, self._shape.seq_len)
+    fits = not any(rows) and num_tokens <= max_tokens
     if not fits:
       self.windows = before
     return fits
 
   def places(self) -> tuple[list[batching.RowSpan], list[batching.RowSpan]]:
-    """Where the student's windows lie, and what the teacher reads of each hint.
+    """Places of the student's windows, and of the teacher's text of each hint.
 
     Windows end with their last hinted turn.
     """
-    written = [hints[-1].stop for _, hints in self.windows]
-    read = [hint.stop + len(hint.tokens_T) for hint in self.hints]
+    student_lengths = [hints[-1].stop for _, hints in self.windows]
+    teacher_lengths = [hint.stop + len(hint.tokens_T) for hint in self.hints]
     return (
-      batching.places(written, self._shape),
-      batching.places(read, self._shape),
+      batching.places(student_lengths, self._shape),
+      batching.places(teacher_lengths, self._shape),
     )
 
 
 def num_slots(rows: int, seq_len: int) -> int:
-  """Slots of a part of so many rows: any turn, or a quarter of the tokens."""
+  """Slots of a part: a quarter of its tokens, but at least a whole row."""
   return max(seq_len, rows * seq_len // 4)
 
 
@@ -76,12 +76,12 @@ def pack(
 ) -> tuple[list[batches.HintBatch], dict[str, int]]:
   """Packs the hints of all rollouts; empty ones are left out.
 
-  Devices share the rows of a batch out in `num_parts`, which divides them.
-  Groups are sorted by id.
+  Groups are sorted by id. `num_parts` groups of devices each hold an equal
+  number of the rows.
 
   Returns:
-    Microbatches, and metrics: how many hints are in them, how many tokens their
-    turns have, and how many hints are too long to share a row with their turn.
+    Microbatches, and metrics: the number of hints in them, of tokens in their
+    turns, and of hints too long to share a row with their turn.
 
   Raises:
     ValueError: a hint is on tokens that the policy did not sample, or routes
@@ -89,8 +89,8 @@ def pack(
   """
   if shape.rows % num_parts:
     raise ValueError(
-      f'rows ({shape.rows}) must divide by the devices that share the rows of '
-      f'a batch ({num_parts}).'
+      f'rows ({shape.rows}) must divide by the number of device groups that '
+      f'share the rows of a batch ({num_parts}).'
     )
   part_shape = dataclasses.replace(shape, rows=shape.rows // num_parts)
   parts: list[_Part] = []
@@ -98,7 +98,6 @@ def pack(
   for i, window, hint in _hints(groups):
     is_turn = window.loss_mask_T[hint.start : hint.stop].all()
     if hint.start < 1 or not is_turn:
-      # It would train other tokens.
       raise ValueError(
         f'A hint ({hint.kind}) is on tokens {hint.start} to {hint.stop} of a '
         f'window of {len(window)}; all must have been sampled, after at least '
@@ -108,7 +107,7 @@ def pack(
       batching.check_routes(i, window.expert_ids_TMA, shape)
       checked = window
     if not len(hint.tokens_T):
-      # It says nothing: all its teacher could do is to hold the student back.
+      # A teacher without a hint could only hold the student back.
       continue
     if hint.stop + len(hint.tokens_T) > shape.seq_len:
       dropped += 1
@@ -120,10 +119,10 @@ def pack(
     _microbatch(parts[i : i + num_parts], shape, part_shape.rows)
     for i in range(0, len(parts), num_parts)
   ]
-  taken = [hint for part in parts for hint in part.hints]
+  packed_hints = [hint for part in parts for hint in part.hints]
   return packed, {
-    'hints': len(taken),
-    'hint_tokens': sum(h.stop - h.start for h in taken),
+    'hints': len(packed_hints),
+    'hint_tokens': sum(h.stop - h.start for h in packed_hints),
     'hints_dropped': dropped,
   }
 
@@ -148,15 +147,16 @@ def _microbatch(
   student_slots_BT, teacher_slots_BT = slots
   for i, part in enumerate(parts):
     slot = 1
-    written, read = (
+    student_places, teacher_places = (
       [p._replace(row=i * part_rows + p.row) for p in side]
       for side in part.places()
     )
-    unread = iter(read)
-    for place, (window, hints) in zip(written, part.windows, strict=True):
+    unused_places = iter(teacher_places)
+    placed_windows = zip(student_places, part.windows, strict=True)
+    for place, (window, hints) in placed_windows:
       batching.write(student, place, _until(window, hints[-1].stop), 0.0)
       for hint in hints:
-        _, row, segment, span = next(unread)
+        _, row, segment, span = next(unused_places)
         tokens_T = np.insert(
           window.tokens_T[: hint.stop], hint.at, hint.tokens_T
         )
@@ -165,13 +165,13 @@ def _microbatch(
         teacher['positions_BT'][row, span] = np.arange(len(tokens_T))
         length = hint.stop - hint.start
         start = place.span.start + hint.start
-        own = place.row, slice(start, start + length)
-        numbers = np.arange(slot, slot + length)
+        turn = place.row, slice(start, start + length)
+        slots_T = np.arange(slot, slot + length)
         slot += length
-        student_slots_BT[own] = numbers
-        student['loss_weights_BT'][own] = 1.0 / length
-        # The turn comes last of what the teacher reads.
-        teacher_slots_BT[row, span.stop - length : span.stop] = numbers
+        student_slots_BT[turn] = slots_T
+        student['loss_weights_BT'][turn] = 1.0 / length
+        # The teacher's text ends with the turn.
+        teacher_slots_BT[row, span.stop - length : span.stop] = slots_T
   fields = [field.name for field in dataclasses.fields(batches.LMBatch)]
   return batches.HintBatch(
     student=batches.RLBatch(**student),
@@ -182,7 +182,7 @@ def _microbatch(
 
 
 def _until(window: records.Trajectory, stop: int) -> records.Trajectory:
-  """The window's first tokens as context; no pass consumes the last of them."""
+  """The window's first tokens, as context; the last one has no route."""
   ids_TMA = window.expert_ids_TMA[:stop].copy()
   ids_TMA[-1] = records.NO_ROUTE
   names = ('tokens_T', 'logprobs_T', 'policy_version_T')

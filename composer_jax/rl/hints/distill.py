@@ -1,19 +1,19 @@
 """Targeted textual feedback: a hinted teacher on the tokens of a faulty turn.
 
 A reward says that an episode failed; a hint says which turn failed, and why.
-The teacher, an earlier version of the policy itself, reads the hint before that
-turn and scores the tokens that the student wrote without it. On this turn, and
-nowhere else, the student is drawn to the teacher's distribution:
+The teacher, an earlier version of the policy, reads the hint before that turn
+and scores the tokens that the student wrote without it. On this turn only, the
+student is trained towards the teacher's distribution:
 
   lambda / |Y| * sum over t in Y of
     clip(p_train / p_rollout, max c) * D(student_t, sg teacher_t)
 
 added to the loss of RL (Composer 2.5; SDPO, arXiv 2601.20802; OPSD, arXiv
-2601.18734), before the rollouts of the step divide both: a turn as a whole
-weighs lambda, however long, where each token of a rollout weighs its advantage.
-The student replays its recorded routes; the teacher's context is another, so
-its routes are its own. A teacher that is the live policy drags itself along
-until calls fall apart (`experiments/studies/hint`): it is the policy that RL
+2601.18734) before both are divided by the number of rollouts: a whole turn
+weighs lambda, however long, while each token of a rollout weighs its advantage.
+The student replays its recorded routes; the teacher, whose context differs,
+routes afresh. With the live policy as teacher, the policy degrades until calls
+are invalid (`experiments/studies/hint`), so the teacher is the policy that RL
 began with, or a slow average.
 """
 
@@ -34,23 +34,22 @@ from composer_jax.rl.hints import batching
 # divergence between them.
 DIVERGENCES = ('reverse', 'forward', 'jsd')
 
-# Tokens of a device whose logits, the student's and the teacher's, are at hand
-# at once.
+# Tokens of a device whose logits, student's and teacher's, are held at once.
 _CHUNK = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HintLossOptions:
-  """What hints weigh, and how student and teacher are compared.
+  """Weight of hints, and comparison of student and teacher.
 
   Attributes:
-    weight: lambda, of a hinted turn beside a rollout of advantage 1; 0 ignores
-      hints.
-    divergence: KL(policy || teacher) for 'reverse', or 'forward', or 'jsd'.
-    teacher: 'frozen', the policy that RL began with, or 'ema', an average that
-      follows the policy.
-    ema_rate: share of the distance that the average goes in each step.
-    ratio_cap: c, of p_train / p_rollout.
+    weight: lambda, the weight of a hinted turn, where a token of advantage 1
+      has 1; 0 ignores hints.
+    divergence: 'reverse' for KL(policy || teacher), 'forward', or 'jsd'.
+    teacher: 'frozen' for the policy that RL began with, 'ema' for an average
+      that follows the policy.
+    ema_rate: share of its distance to the policy that the average moves a step.
+    ratio_cap: c, the largest weight p_train / p_rollout of a token.
   """
 
   weight: float = 1.0
@@ -64,8 +63,8 @@ class HintLossOptions:
     checks.one_of(self, 'teacher', ('frozen', 'ema'))
     checks.number(self, 0, 'weight')
     checks.number(self, 1, 'ratio_cap')
-    is_right = 0 < self.ema_rate < 1
-    checks.require(self, 'ema_rate', is_right, 'lie in (0, 1), both excluded')
+    is_share = 0 < self.ema_rate < 1
+    checks.require(self, 'ema_rate', is_share, 'lie in (0, 1), both excluded')
 
 
 OFF = HintLossOptions(weight=0.0)
@@ -75,11 +74,12 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
   """Sums over the tokens of hinted turns, so that microbatches add up.
 
   Attributes:
-    loss: lambda and all weights included.
-    divergence: nats, unweighted.
-    gap: log-probability of the token as written, the teacher's minus the
-      student's; well below 0 where the hint speaks against it.
-    truncated: tokens whose importance ratio met its cap.
+    loss: loss with lambda and all weights.
+    num_tokens: number of hinted tokens.
+    divergence: divergence in nats, unweighted.
+    gap: teacher's minus student's log-probability of the written token; well
+      below 0 where the hint speaks against it.
+    truncated: number of tokens whose importance ratio met its cap.
   """
 
   loss: jax.Array
@@ -90,7 +90,7 @@ class HintStats(flax.struct.PyTreeNode, kw_only=True):
 
 
 def parts_of(plan: exchange.ExchangePlan | None) -> int:
-  """Groups of devices that share the rows of a batch out."""
+  """Number of device groups over which the rows of a batch are sharded."""
   return shardings.product(plan.batch_axes, plan.mesh) if plan else 1
 
 
@@ -101,12 +101,9 @@ def loss(
   batch: batches.HintBatch,
   options: HintLossOptions,
 ) -> HintStats:
-  """Returns the sums of a microbatch; only `loss` has a gradient.
-
-  It is that of the student's variables, `values`; `teacher` has none.
-  """
+  """Returns a microbatch's sums; `loss` has a gradient by `values` alone."""
   written, read = batch.student, batch.teacher
-  written_BTD = model.apply(
+  student_BTD = model.apply(
     values,
     written.tokens_BT,
     written.segment_ids_BT,
@@ -115,7 +112,7 @@ def loss(
   ).hidden_BTD
   teacher = jax.lax.stop_gradient(teacher)
   with jax.named_scope('teacher'):
-    read_BTD = model.apply(
+    teacher_BTD = model.apply(
       teacher, read.tokens_BT, read.segment_ids_BT, read.positions_BT
     ).hidden_BTD
   name = _unembedding(model.config)
@@ -123,7 +120,7 @@ def loss(
     return compare(
       model,
       (values['params'][name], teacher['params'][name]),
-      (written_BTD, read_BTD),
+      (student_BTD, teacher_BTD),
       batch,
       options,
     )
@@ -165,20 +162,21 @@ def compare(
   num_slots = batching.num_slots(rows // parts_of(plan), seq_len)
 
   def stage(weights, hidden, batch):
-    written_BTD, read_BTD = hidden
-    theirs_XD = _by_slot(read_BTD, batch.teacher_slots_BT, num_slots, plan)
-    # The gradient adds up over chunks in float32.
-    ours, theirs = (
-      shards.gather(w, spec, dtype=written_BTD.dtype).astype(jnp.float32)
+    student_BTD, teacher_BTD = hidden
+    teacher_XD = _by_slot(teacher_BTD, batch.teacher_slots_BT, num_slots, plan)
+    # In float32, in which the gradient adds up over chunks.
+    student, teacher = (
+      shards.gather(w, spec, dtype=student_BTD.dtype).astype(jnp.float32)
       for w in weights
     )
-    tokens = _of_tokens(written_BTD, batch, plan)
-    sums = _summed((ours, theirs), tokens, theirs_XD, options, model.config)
-    # No sum over the mesh may lie on the way of a gradient inside of a shard.
+    tokens = _by_token(student_BTD, batch, plan)
+    weights = (student, teacher)
+    sums = _summed(weights, tokens, teacher_XD, options, model.config)
+    # A gradient inside a shard must not pass through a sum over the mesh.
     return shards.stacked(sums)
 
   where = shards.tokens_spec(plan)
-  # Routes have their axes in another order, and no use here.
+  # Routes are not needed, and `where` does not fit the order of their axes.
   bare = batch.replace(student=batch.student.replace(expert_ids_MBTA=None))
   fixed = jax.lax.stop_gradient
   stage = shards.per_shard(
@@ -200,8 +198,8 @@ def _unembedding(config: model_config.ModelConfig) -> str:
 def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
   """Returns the teacher's hidden states, [num_slots, D], in order of slots.
 
-  A row's two sides may lie on any of the devices that share rows, each of which
-  gets all of the part. What predicts a token is the state before it.
+  A turn's two sides may lie on different devices of a part, so each gets all
+  states of the part. A token is predicted by the state before it.
   """
   slots_BT = head.of_next(slots_BT, plan)
   places_BT = jnp.where(slots_BT > 0, slots_BT - 1, num_slots)
@@ -211,10 +209,11 @@ def _by_slot(hidden_BTD, slots_BT, num_slots, plan):
   return jax.lax.psum(states_XD, axes) if axes else states_XD
 
 
-def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
-  """Of a device's tokens, what predicts the next of each; with a slot first.
+def _by_token(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
+  """Hidden states of a device's tokens, and arrays about the token after each.
 
-  Hidden states, slots, ids, weights, rollout's log-probabilities, temperatures.
+  These are slots, ids, weights, the rollout's log-probabilities, temperatures.
+  Tokens with a slot come first.
   """
   student = batch.student
   arrays_BT = (
@@ -224,22 +223,22 @@ def _of_tokens(hidden_BTD, batch, plan) -> tuple[jax.Array, ...]:
     student.rollout_logprobs_BT,
     student.temperatures_BT,
   )
-  slots_Z, *rest = (head.of_next(x_BT, plan).reshape(-1) for x_BT in arrays_BT)
-  order_Z = jnp.argsort(slots_Z == 0, stable=True)
-  tokens = (hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), slots_Z, *rest)
+  arrays_Z = [head.of_next(x_BT, plan).reshape(-1) for x_BT in arrays_BT]
+  order_Z = jnp.argsort(arrays_Z[0] == 0, stable=True)
+  tokens = (hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), *arrays_Z)
   return tuple(x_Z[order_Z] for x_Z in tokens)
 
 
 def _summed(
   weights: tuple[jax.Array, jax.Array],
   tokens: tuple[jax.Array, ...],
-  theirs_XD: jax.Array,
+  teacher_XD: jax.Array,
   options: HintLossOptions,
   config: model_config.ModelConfig,
 ) -> HintStats:
-  """Sums over a device's tokens, in chunks; those without a slot cost nothing.
+  """Sums over a device's tokens in chunks, skipping chunks without a slot.
 
-  The backward pass makes the logits of a chunk again.
+  The backward pass recomputes the logits of a chunk.
   """
   num_tokens = len(tokens[0])
   size = min(_CHUNK, num_tokens)
@@ -251,44 +250,44 @@ def _summed(
 
   @jax.checkpoint
   def compared(weights, chunk):
-    return _sums_of(weights, chunk, theirs_XD, options, config)
+    return _sums_of(weights, chunk, teacher_XD, options, config)
 
   def step(sums, chunk):
     nothing = jax.tree.map(jnp.zeros_like, sums)
     _, slots_Z, *_ = chunk
-    # Chunks without a slot are all behind those with one.
-    more = jax.lax.cond(
+    # Tokens with a slot come first.
+    chunk_sums = jax.lax.cond(
       slots_Z[0] > 0, compared, lambda *_: nothing, weights, chunk
     )
-    return jax.tree.map(jnp.add, sums, more), None
+    return jax.tree.map(jnp.add, sums, chunk_sums), None
 
   names = [field.name for field in dataclasses.fields(HintStats)]
   nothing = HintStats(**dict.fromkeys(names, jnp.float32(0)))
   return jax.lax.scan(step, nothing, jax.tree.map(chunked, tokens))[0]
 
 
-def _sums_of(weights, tokens, theirs_XD, options, config) -> HintStats:
+def _sums_of(weights, tokens, teacher_XD, options, config) -> HintStats:
   hidden_ZD, slots_Z, ids_Z, weights_Z, logprobs_Z, temperatures_Z = tokens
   name = _unembedding(config)
-  # A slot of 0 reads some other state, and weighs nothing.
-  states_ZD = theirs_XD[jnp.maximum(slots_Z - 1, 0)]
-  ours_ZV, theirs_ZV = (
+  # Slot 0 reads an arbitrary state, which `total` masks.
+  states_ZD = teacher_XD[jnp.maximum(slots_Z - 1, 0)]
+  student_ZV, teacher_ZV = (
     head.logits({'params': {name: weight}}, x_ZD[None], config)[0]
     / jnp.where(slots_Z > 0, temperatures_Z, 1)[:, None]
     for weight, x_ZD in zip(weights, (hidden_ZD, states_ZD), strict=True)
   )
-  apart_Z = divergence(ours_ZV, theirs_ZV, options.divergence)
+  divergence_Z = divergence(student_ZV, teacher_ZV, options.divergence)
   fixed = jax.lax.stop_gradient
 
   def written(logits_ZV):
     logprobs_ZV = jax.nn.log_softmax(fixed(logits_ZV))
     return jnp.take_along_axis(logprobs_ZV, ids_Z[:, None], axis=-1)[:, 0]
 
-  ours_Z, theirs_Z = written(ours_ZV), written(theirs_ZV)
-  ratio_Z = jnp.exp(ours_Z - logprobs_Z)
+  student_Z, teacher_Z = written(student_ZV), written(teacher_ZV)
+  ratio_Z = jnp.exp(student_Z - logprobs_Z)
   scale_Z = jnp.minimum(ratio_Z, options.ratio_cap)
   has_slot_Z = slots_Z > 0
-  terms_Z = weights_Z * scale_Z * apart_Z
+  terms_Z = weights_Z * scale_Z * divergence_Z
 
   def total(values_Z):
     return jnp.where(has_slot_Z, values_Z, 0).sum(dtype=jnp.float32)
@@ -296,8 +295,8 @@ def _sums_of(weights, tokens, theirs_XD, options, config) -> HintStats:
   return HintStats(
     loss=options.weight * total(terms_Z),
     num_tokens=total(has_slot_Z),
-    divergence=fixed(total(apart_Z)),
-    gap=total(theirs_Z - ours_Z),
+    divergence=fixed(total(divergence_Z)),
+    gap=total(teacher_Z - student_Z),
     truncated=total(ratio_Z >= options.ratio_cap),
   )
 
@@ -305,7 +304,7 @@ def _sums_of(weights, tokens, theirs_XD, options, config) -> HintStats:
 def divergence(
   student_logits_ZV: jax.Array, teacher_logits_ZV: jax.Array, kind: str
 ) -> jax.Array:
-  """Returns the divergence D_Z in nats, with a gradient of the student's.
+  """Returns the divergence D_Z in nats; only the student has a gradient.
 
   With M the mean of both, 'jsd' is (KL(student || M) + KL(teacher || M)) / 2.
   Logits are float32.
@@ -324,8 +323,8 @@ def divergence(
     mixture_ZV = jnp.logaddexp(fixed_ZV + half, teacher_ZV + half)
     value_Z = (_kl(fixed_ZV, mixture_ZV) + _kl(teacher_ZV, mixture_ZV)) / 2
     slope_ZV = jnp.exp(fixed_ZV) * (fixed_ZV - mixture_ZV) / 2
-  # By the log-probabilities, without what adds up to nothing because those sum
-  # to 1: so it is exactly 0 where student and teacher are the same.
+  # The gradient by log-probabilities, without its constant terms, which cancel
+  # as probabilities sum to 1: exactly 0 if student and teacher are equal.
   moving_Z = (slope_ZV * student_ZV).sum(-1)
   return value_Z + moving_Z - jax.lax.stop_gradient(moving_Z)
 
@@ -335,7 +334,7 @@ def _kl(left_ZV: jax.Array, right_ZV: jax.Array) -> jax.Array:
 
 
 def metrics(stats: HintStats, scale: float) -> dict[str, float]:
-  """By the names that `telemetry` explains; of sums on the host."""
+  """Metrics of sums on the host, by the names that `telemetry` explains."""
   tokens = max(float(stats.num_tokens), 1.0)
   return {
     'hint_loss': float(stats.loss) * scale,
