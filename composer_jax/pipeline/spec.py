@@ -61,7 +61,7 @@ class StageOptions:
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    steps: optimizer steps; 0 leaves out cpt, of an imported model alone.
+    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
     batch_size: rows of a step, on all devices.
     accumulate: microbatches of a step, one after another, for less memory.
     seq_len: tokens of a row.
