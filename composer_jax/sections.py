@@ -23,6 +23,7 @@ _KINDS = {
   float: 'a number',
   str: 'a text',
 }
+_BOOLEANS = {'true': True, 'false': False, '1': True, '0': False}
 
 
 def build(cls: Any, fields: Any, path: str, base: Any = None) -> Any:
@@ -85,16 +86,14 @@ def _located(path: str, cls: Any, make: Any) -> Any:
 
 def _value(hint: Any, value: Any, path: str) -> Any:
   """Converts lists and texts to tuples, ints to floats; checks plain types."""
-  kinds = _members(hint)
-  if tuple in kinds:
-    if isinstance(value, list | tuple):
-      return _as_tuple(value)
-    if len(kinds) > 1:
-      return value
-    # On the command line texts come without quotes, and one item without comma.
-    return tuple(value.split(',')) if isinstance(value, str) else (value,)
+  for member in _members(hint):
+    if typing.get_origin(member) is tuple:
+      return _tuple(hint, typing.get_args(member), value, path)
+  kinds = [typing.get_origin(m) or m for m in _members(hint)]
   if float in kinds and type(value) is int:
     return float(value)
+  if bool in kinds and str(value).lower() in _BOOLEANS:
+    return _BOOLEANS[str(value).lower()]
   plain = [k for k in kinds if k in _KINDS]
   if plain and len(plain) == len(kinds) and type(value) not in plain:
     allowed = ' or '.join(_KINDS[k] for k in plain)
@@ -102,18 +101,42 @@ def _value(hint: Any, value: Any, path: str) -> Any:
   return value
 
 
+def _tuple(hint: Any, args: tuple[Any, ...], value: Any, path: str) -> Any:
+  """Checks the elements of a tuple; other alternatives pass as they are."""
+  if type(value) in _members(hint):
+    return value
+  if isinstance(value, str):
+    # On the command line texts come without quotes, and one item without comma.
+    value = value.split(',') if value else ()
+  elif isinstance(value, int | float):
+    value = (value,)
+  if not isinstance(value, list | tuple):
+    raise ValueError(
+      f'--config.{path} must be values with commas between them, not {value!r}.'
+    )
+  if args[-1] is Ellipsis:
+    return tuple(_element(args[0], v, path) for v in value)
+  if len(value) != len(args):
+    raise ValueError(
+      f'--config.{path} must hold {len(args)} values, not {value!r}.'
+    )
+  pairs = zip(args, value, strict=True)
+  return tuple(_element(hint, v, path) for hint, v in pairs)
+
+
+def _element(hint: Any, value: Any, path: str) -> Any:
+  if typing.get_origin(hint) is tuple and not isinstance(value, list | tuple):
+    raise ValueError(f'--config.{path} must hold tuples, not {value!r}.')
+  return _value(hint, value, path)
+
+
 def _members(hint: Any) -> list[Any]:
-  """The plain classes that an annotation allows."""
+  """The alternatives of an annotation."""
   if (
     isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
   ):
     return [m for arg in typing.get_args(hint) for m in _members(arg)]
-  return [typing.get_origin(hint) or hint]
-
-
-def _as_tuple(value: Any) -> Any:
-  is_plain = not isinstance(value, list | tuple)
-  return value if is_plain else tuple(map(_as_tuple, value))
+  return [hint]
 
 
 def meanings(cls: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from composer_jax import sections
+from composer_jax.agent import environment
 from composer_jax.core import checks, seams
 from composer_jax.corpus import build, of_run
 from composer_jax.delta.device import transport
@@ -24,7 +25,7 @@ from composer_jax.tasks.practice import hints, list_functions, repository
 from composer_jax.telemetry import progress
 
 # Value of `config.tasks.family` -> function from a spec to that TaskFamily.
-FAMILIES: dict[str, Callable[[specs.Spec], Any]] = {
+FAMILIES: dict[str, Callable[[specs.Spec], environment.TaskFamily]] = {
   'list_functions': list_functions.ListFunctions,
   'deletion': repository.RepositoryTasks,
 }

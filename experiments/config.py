@@ -1,7 +1,7 @@
 """Prints a run's whole config: every field, its default and what it means.
 
   ./run.sh config
-  ./run.sh config --config=configs/composer/gpu.py --config.rl.steps=20
+  ./run.sh config --config=configs/composer/gpu.py --config.rl.steps=200
 
 A star marks what differs from the default. Fields in [brackets] have none: a
 config file has to name them.

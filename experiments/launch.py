@@ -5,6 +5,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags, logging
 
@@ -17,7 +18,7 @@ _TRACEBACK = 'error.txt'
 _CONFIG = start.define_config(
   'configs/composer/tiny.py',
   'A config file, with `:argument` where it takes one. Override any field: '
-  '--config.rl.steps=20.',
+  '--config.rl.steps=200.',
 )
 _WORKDIR = flags.DEFINE_string(
   'workdir',
@@ -46,6 +47,15 @@ def _keep_traceback(workdir: pathlib.Path) -> str:
   return f' (traceback: {path})'
 
 
+def _num_devices(
+  section: Any, axes: tuple[str, ...] = ('replica', 'fsdp', 'context')
+) -> int:
+  """Devices of a section's mesh; what is no mesh is refused with the spec."""
+  mesh = section.get('mesh') if isinstance(section, dict) else None
+  sizes = [mesh.get(axis) for axis in axes] if isinstance(mesh, dict) else []
+  return math.prod(size for size in sizes if type(size) is int)
+
+
 def main(run: Callable[..., None]) -> None:
   """Runs `run(spec, systems, workdir, role, command)` under absl.
 
@@ -63,11 +73,8 @@ def main(run: Callable[..., None]) -> None:
       # Libraries report every file they touch at INFO.
       logging.set_verbosity(logging.WARNING)
     config = start.config_fields(_CONFIG)
-    devices = max(
-      math.prod(int(size) for size in section.get('mesh', {}).values())
-      for section in (config, config.get('rl', {}))
-    )
-    serving = int(config.get('rollout', {}).get('devices', 1))
+    devices = max(map(_num_devices, (config, config.get('rl'))))
+    serving = _num_devices({'mesh': config.get('rollout')}, ('devices',))
     is_worker = _ROLE.value == 'rollout'
     start.emulate_devices(serving if is_worker else max(devices, serving))
     if is_worker:

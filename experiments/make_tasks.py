@@ -14,7 +14,9 @@ from absl import flags
 
 from experiments import files_main, start
 
-_CONFIG = start.define_config('configs/tasks/packages.py', 'Packages, options.')
+_CONFIG = start.define_config(
+  'configs/tasks/packages.py', 'Packages, options.', shows_all=True
+)
 _OUT = flags.DEFINE_string('out', 'runs/tasks', 'Folder of the set.')
 _ARCHIVES = flags.DEFINE_string(
   'archives', 'runs/sdists', 'Folder of sdists; missing ones are downloaded.'

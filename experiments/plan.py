@@ -61,6 +61,10 @@ def _main():
   fields = start.config_fields(_CONFIG)
   asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
   try:
+    if 'model' in fields:
+      from composer_jax import wiring
+
+      wiring.spec_of(fields)  # Refuses names that a run's config has not.
     tables = questions.answer(fields, questions.PlanQuestion(**asked))
   except (ValueError, RuntimeError) as error:
     start.fail(error)

@@ -14,7 +14,9 @@ from absl import flags, logging
 
 from experiments import start
 
-_CONFIG = start.define_config('configs/serve/tiny.py', 'Shapes and limits.')
+_CONFIG = start.define_config(
+  'configs/serve/tiny.py', 'Shapes and limits.', shows_all=True
+)
 _SOURCE = flags.DEFINE_string(
   'source', 'runs/tiny', 'The workdir of a run, or a folder of hf_import.'
 )

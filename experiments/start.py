@@ -27,13 +27,25 @@ _ERRORS = (
 )
 
 
-def define_config(default: str, text: str) -> flags.FlagHolder:
-  """Defines --config, a config file that --config.FIELD=VALUE overrides."""
+def define_config(
+  default: str, text: str, *, shows_all: bool = False
+) -> flags.FlagHolder:
+  """Defines --config, a config file that --config.FIELD=VALUE overrides.
+
+  Args:
+    default: path of the config file that is loaded without the flag.
+    text: help of the flag.
+    shows_all: true if the file shows every field there is. Otherwise a field
+      that it does not show has its default elsewhere, and the main has to
+      refuse unknown names.
+  """
   try:
-    # A field that the file does not show has its default elsewhere: whoever
-    # makes dataclasses of the config says which names there are.
     return config_flags.DEFINE_config_file(
-      'config', default, text, lock_config=False, accept_new_attributes=True
+      'config',
+      default,
+      text,
+      lock_config=shows_all,
+      accept_new_attributes=not shows_all,
     )
   except _ERRORS as error:
     _refuse(error)

@@ -33,6 +33,8 @@ class Outer:
     count: how many.
     rows: one number, or several.
     names, words: texts.
+    is_on: whether it is.
+    pairs: texts in twos.
     inner: within.
   """
 
@@ -40,6 +42,8 @@ class Outer:
   rows: int | tuple[int, ...] = 8
   names: tuple[str, ...] = ()
   words: tuple[str, ...] = ('x',)
+  is_on: bool = False
+  pairs: tuple[tuple[str, str], ...] = ()
   inner: Inner = Inner(rate=0.25)
 
 
@@ -59,6 +63,10 @@ def test_absent_fields_keep_the_default_of_where_they_stand():
     ({'rows': 4}, 'rows', 4),
     ({'names': 'a,b'}, 'names', ('a', 'b')),
     ({'names': ['a', 'b']}, 'names', ('a', 'b')),
+    ({'names': ''}, 'names', ()),
+    ({'pairs': [['a', 'b']]}, 'pairs', (('a', 'b'),)),
+    ({'is_on': 1}, 'is_on', True),
+    ({'is_on': 'false'}, 'is_on', False),
     ({'inner': {'rate': 1}}, 'inner', Inner(rate=1.0)),
   ],
 )
@@ -81,6 +89,14 @@ def test_what_the_command_line_and_json_cannot_say_is_converted(
       {'count': 1, 'inner': {'rate': 2.0}},
       r'--config\.outer\.inner: rate must',
     ),
+    ({'count': 1, 'names': None}, r'outer\.names must be values .* not None'),
+    ({'count': 1, 'names': {}}, r'outer\.names must be values .* not \{\}'),
+    ({'count': 1, 'names': (1,)}, r'outer\.names must be a text, not 1'),
+    ({'count': 1, 'rows': 'a'}, r"outer\.rows must be a whole number, not 'a'"),
+    ({'count': 1, 'pairs': 'a'}, r"outer\.pairs must hold tuples, not 'a'"),
+    ({'count': 1, 'pairs': ('a',)}, r"outer\.pairs must hold tuples, not 'a'"),
+    ({'count': 1, 'pairs': (('a',),)}, r'outer\.pairs must hold 2 values'),
+    ({'count': 1, 'is_on': 2}, r'outer\.is_on must be true or false, not 2'),
     ({'count': 1, 'inner': 3}, r'outer\.inner must be a section, not 3'),
   ],
 )

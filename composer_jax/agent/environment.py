@@ -159,9 +159,26 @@ class TaskFamily(Protocol):
 
   Attributes:
     needs_execution: true if these tasks can only be judged by running code.
+    finish_call: text of the tool call that ends an episode.
   """
 
   needs_execution: bool
+  finish_call: str
+
+  def requirements(self) -> list[str]:
+    """Returns the packages that the sandbox needs, as pip names them."""
+
+  def held_out_packages(self) -> tuple[str, ...]:
+    """Returns the packages that no corpus may contain."""
+
+  def listed(self, split: str, count: int) -> list[Any]:
+    """Returns the first `count` tasks of a split for evaluation; 0 for all."""
+
+  def gold(self, task: Any, tokenizer: Any) -> Policy:
+    """Returns a policy that solves the task; a ValueError if none is known."""
+
+  def functions(self) -> list[Any]:
+    """Returns the schemas of the tools, for models that call functions."""
 
   def check(self) -> None:
     """Raises a ValueError for an impossible config; reads no file."""

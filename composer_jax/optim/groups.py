@@ -59,6 +59,10 @@ class OptimizerOptions:
     checks.one_of(self, 'name', ('muon', 'adam'))
     checks.positive(self, 'learning_rate', 'adam_learning_rate', 'grad_clip')
     checks.number(self, 0, 'weight_decay')
+    checks.at_least(self, 0, 'warmup_steps', 'decay_steps')
+    for name in ('b1', 'b2'):
+      value = getattr(self, name)
+      checks.require(self, name, 0 <= value < 1, 'be at least 0 and below 1')
 
   @property
   def clips_logits(self) -> bool:

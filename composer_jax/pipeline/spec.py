@@ -61,7 +61,7 @@ class StageOptions:
   """A language-model training stage: cpt or sft.
 
   Attributes:
-    steps: optimizer steps; 0 skips cpt, allowed for an imported model only.
+    steps: optimizer steps; cpt of an imported model may have 0, sft may not.
     batch_size: rows of a step, summed over all devices.
     accumulate: microbatches of a step, run in sequence to save memory.
     seq_len: tokens of a row.

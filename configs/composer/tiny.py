@@ -51,7 +51,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     weight_decay=0.1,
     optimizer='muon',  # on matrices, AdamW on the rest; or 'adam' on all
   )
-  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # the rest as cpt's
+  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # fields of cpt, too
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
     # Each is a probability per decision; RL has to unlearn them.

@@ -379,6 +379,9 @@ def test_command_fails_with_one_line(arguments, message):
   assert 'Traceback' not in lines[0]
 
 
+RUN = 'configs/composer/tiny.py'
+
+
 @pytest.mark.parametrize(
   'main, arguments, message',
   [
@@ -389,6 +392,13 @@ def test_command_fails_with_one_line(arguments, message):
     ),
     ('composer', ['--config=configs/none.py'], 'No such file'),
     ('composer', ['--config=configs/composer/tiny.py:hug'], "not 'hug'"),
+    ('composer', ['--config.rl.mesh.fsdp=two'], 'rl.mesh.fsdp must be'),
+    ('composer', ['--config.mesh.replika=x'], 'Did you mean replica'),
+    ('composer', ['--config.rollout.devices=None'], 'rollout.devices must be'),
+    ('plan', [f'--config={RUN}', '--config.rl.stepz=3'], 'Did you mean steps'),
+    ('serve', ['--source=here', '--config.device=2'], 'mean "devices"'),
+    ('make_tasks', ['--out=here', '--config.sandbx=3'], 'mean "sandbox"'),
+    ('make_tasks', ['--out=here', '--config.options.foo=3'], 'foo'),
     ('export', [], 'Flag --source must have a value'),
   ],
 )

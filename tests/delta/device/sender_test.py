@@ -524,8 +524,8 @@ def test_a_sender_goes_on_where_another_ended(tmp_path):
   [
     (dict(tier='best'), "tier is 'best'; it must be one of fast, small"),
     (dict(keyframes='zip'), "keyframes is 'zip'.*orbax, packed"),
-    (dict(keyframe_every=0), 'keyframe_every is 0'),
-    (dict(threads=0), 'threads is 0'),
+    (dict(keyframe_every=0), r'keyframe_every must be at least 1; got 0'),
+    (dict(threads=0), r'threads must be at least 1; got 0'),
     (dict(skip_levels=(1, 8)), r'skip_levels are \(1, 8\)'),
     (dict(skip_levels=(8, 12)), r'skip_levels are \(8, 12\)'),
     (dict(expires_s=-1), 'expires_s is -1'),
