@@ -69,7 +69,7 @@ def test_there_are_notebooks():
   assert ROOT / 'experiments' / 'colab' / 'first_loop.ipynb' in NOTEBOOKS
 
 
-# It begins the main job, which takes half a minute.
+# Half a minute of compiling, for a loop that the e2e tests go round too.
 @pytest.mark.slow
 @each_notebook
 def test_runs_without_an_error(path, kernels, tmp_path):

@@ -412,6 +412,8 @@ def test_misspelt_section_is_named():
     ('hints.loss.teacher', 'live', r"config\.hints\.loss\.teacher .*'live'"),
     ('curriculum.max_weight', 0.5, r'curriculum\.max_weight .* got 0\.5'),
     ('rl.max_staleness', -1, 'max_staleness'),
+    ('rl.adam_b1', 1.5, r'config\.rl: .*b1 must .* below 1; got 1\.5'),
+    ('cpt.warmup_steps', -1, r'cpt.*warmup_steps must .* got -1'),
     ('rl.mismatch_every', -1, r'rl\.mismatch_every .* least 0; got -1'),
     ('rl.episodes_every', 0, r'rl\.episodes_every .* least 1; got 0'),
     ('rl.max_restarts', -1, r'rl\.max_restarts .* least 0; got -1'),

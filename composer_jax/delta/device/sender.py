@@ -75,7 +75,7 @@ class BundleOptions:
     for name in ('keyframe_every', 'threads'):
       if getattr(self, name) < 1:
         raise ValueError(
-          f'SenderOptions.{name} must be at least 1; got {getattr(self, name)}.'
+          f'BundleOptions.{name} must be at least 1; got {getattr(self, name)}.'
         )
     least = min(self.skip_levels, default=2)
     if least < 2 or any(level % least for level in self.skip_levels):
