@@ -40,6 +40,8 @@ XLA_FLAGS = {
   '--xla_cpu_collective_call_warn_stuck_timeout_seconds': '120',
   # Eight devices are threads enough for the cores.
   '--xla_cpu_multi_thread_eigen': 'false',
+  # So are two test processes; the pieces of a program cost more than they save.
+  '--xla_cpu_parallel_codegen_split_count': '1',
 }
 
 
@@ -77,6 +79,8 @@ def _set_environment() -> None:
   os.environ['XLA_FLAGS'] = ' '.join(flags)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))
+  # No source lines in programs: finding them takes an eighth of a warm run.
+  os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
   os.environ.setdefault('MPLBACKEND', 'agg')
   # Warnings too: a test waits for XLA's of rematerialisation.
