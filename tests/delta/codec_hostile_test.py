@@ -253,6 +253,7 @@ def replay_with_bounds_checked(dtypes, count):
   return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_bounds_checks_change_nothing():
   ends = replay_with_bounds_checked([BF16], 12)
   assert ends == replay([BF16], 12)

@@ -140,6 +140,8 @@ def _largest(folder):
   return max(files, key=lambda p: p.stat().st_size)
 
 
+# Without --slow: train/checkpoints/manager_test.py.
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_with_its_place_and_the_cure(
   straight, tmp_path
 ):

@@ -87,6 +87,7 @@ def test_other_plans_give_the_bits_of_one_device_too(name, how):
   _check(name, **how)
 
 
+@pytest.mark.slow
 def test_bfloat16_takes_half_the_bytes():
   # Of the planned collectives `_check_collectives` compares the very bytes.
   narrow = muon_meshes.program('dual', options=BFLOAT16)

@@ -33,6 +33,7 @@ def test_by_default_only_weights_travel_again():
     assert kind == 'all-gather' and 'gather_weights' in scope
 
 
+@pytest.mark.slow
 def test_with_weights_kept_nothing_travels_again():
   assert not _repeated((*DEFAULT, 'weights'))
 

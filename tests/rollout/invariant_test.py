@@ -51,16 +51,16 @@ CONFIGS = {
   ),
 }
 SLOW = pytest.mark.slow
+OTHER_MODELS = [
+  pytest.param('latent-bfloat16', marks=SLOW),
+  pytest.param('grouped-bfloat16', marks=SLOW),
+  pytest.param('latent-float32', marks=SLOW),
+]
 
 
 @pytest.fixture(
   scope='module',
-  params=[
-    'grouped-float32',
-    'latent-bfloat16',
-    pytest.param('grouped-bfloat16', marks=SLOW),
-    pytest.param('latent-float32', marks=SLOW),
-  ],
+  params=['grouped-float32', 'latent-bfloat16', *OTHER_MODELS[1:]],
 )
 def model(request, make_config, make_variables):
   config = _config(request.param, make_config)
@@ -163,6 +163,12 @@ def check(have, want):
     )
 
 
+@pytest.mark.parametrize(
+  # Without --slow: of latents, rl/replay_test.py.
+  'model',
+  ['grouped-float32', *OTHER_MODELS],
+  indirect=True,
+)
 @pytest.mark.parametrize('remat', [True, pytest.param(False, marks=SLOW)])
 def test_packing_gradient_and_recomputation_keep_every_bit(
   model, tokens, reference, remat
