@@ -26,23 +26,25 @@ def config_page() -> str:
     'and its meaning. `--config.FIELD=VALUE` sets it. A config file has to '
     'name the fields without default.',
   ]
-  section = None
+  rows = {}
   for entry in wiring.resolved(config.to_dict()):
-    head, _, _ = entry.name.rpartition('.')
-    if head != section:
-      section = head
-      lines += [
-        '',
-        f'## `{head}`' if head else '## Top level',
-        '',
-        '| Field | Value | Default | Meaning |',
-        '|---|---|---|---|',
-      ]
     default = (
       '' if entry.default is sections.REQUIRED else f'`{entry.default!r}`'
     )
     cells = (f'`{entry.name}`', f'`{entry.value!r}`', default, entry.meaning)
-    lines.append('| ' + ' | '.join(map(_cell, cells)) + ' |')
+    section, _, _ = entry.name.rpartition('.')
+    rows.setdefault(section, []).append(
+      '| ' + ' | '.join(map(_cell, cells)) + ' |'
+    )
+  for section, table in rows.items():
+    lines += [
+      '',
+      f'## `{section}`' if section else '## Top level',
+      '',
+      '| Field | Value | Default | Meaning |',
+      '|---|---|---|---|',
+      *table,
+    ]
   return '\n'.join(lines) + '\n'
 
 
