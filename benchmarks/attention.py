@@ -171,14 +171,16 @@ def _visits() -> None:
     queries, keys = blocked.sizes(length, length)
     pairs = blocks.executed(visible, queries, keys)
     visited = float(pairs.sum()) * queries * keys / length**2
-    seen = float((visible.end_BT - visible.start_BT).mean()) / length
+    visible_keys = float((visible.end_BT - visible.start_BT).mean()) / length
     interleaved.report(
       'attention',
       f'visited share of {length} tokens in {documents} documents',
-      ([visited], [seen]),
-      limit=seen,
+      ([visited], [visible_keys]),
+      limit=visible_keys,
       goal='at most a tile and a block per query more',
-      met=lambda ours, _, most=seen + (queries + keys) / length: ours <= most,
+      met=lambda ours, _, limit=visible_keys + (queries + keys) / length: (
+        ours <= limit
+      ),
       unit='of all pairs',
     )
 
@@ -192,8 +194,8 @@ def _balance(length: int = 32768, context: int = 8) -> None:
 
   def busiest(order) -> float:
     work = []
-    for own in np.split(order, context):
-      part = blocks.Visible(*(x[:, own] for x in visible))
+    for shard_positions in np.split(order, context):
+      part = blocks.Visible(*(x[:, shard_positions] for x in visible))
       sizes = blocked.sizes(part.start_BT.shape[1], length)
       work.append(int(blocks.executed(part, *sizes).sum()))
     return max(work) / statistics.mean(work)

@@ -99,12 +99,12 @@ def main() -> None:
       if name in QUANTISED:
         delta_sizes.quantised(case)
     if name in TIMED:
-      label, found, share = delta_speed.described(case)
+      label, chunks, share = delta_speed.described(case)
       if 'speed' in args.only:
-        rates[name] = delta_speed.measure(label, found, rounds, share=share)
-        delta_speed.without_numba(label, found[:2], 3)
+        rates[name] = delta_speed.measure(label, chunks, rounds, share=share)
+        delta_speed.without_numba(label, chunks[:2], 3)
       if 'threads' in args.only:
-        delta_speed.threads(label, found, rounds, cores)
+        delta_speed.threads(label, chunks, rounds, cores)
   if args.recordings:
     _recorded(args, rounds)
   elif args.only & {'sizes', 'law', 'speed'}:
@@ -127,8 +127,8 @@ def _recorded(args: argparse.Namespace, rounds: int) -> None:
     if 'law' in args.only:
       delta_sizes.law(case)
     if 'speed' in args.only:
-      label, found, share = delta_speed.described(case)
-      delta_speed.measure(label, found, rounds, share=share)
+      label, chunks, share = delta_speed.described(case)
+      delta_speed.measure(label, chunks, rounds, share=share)
 
 
 if __name__ == '__main__':

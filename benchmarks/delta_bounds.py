@@ -60,21 +60,21 @@ def of_array(base: np.ndarray, array: np.ndarray) -> tuple[float, float]:
   class_of = classes(base)
   sizes = np.bincount(class_of, minlength=CLASSES)
   moved = class_of[where]
-  given = 0.0
+  bits_given_exponent = 0.0
   for number in range(CLASSES):
     inside = moved == number
     count = int(inside.sum())
-    given += _bits(np.array([count, sizes[number] - count]))
-    given += _step_bits(steps[inside])
-  return marginal, given
+    bits_given_exponent += _bits(np.array([count, sizes[number] - count]))
+    bits_given_exponent += _step_bits(steps[inside])
+  return marginal, bits_given_exponent
 
 
 def of_policy(
   base: Mapping[str, np.ndarray], policy: Mapping[str, np.ndarray]
 ) -> tuple[float, float]:
   """Bytes of bounds M and E, each array by frequencies of its own."""
-  both = [of_array(base[name], policy[name]) for name in policy]
-  return sum(b[0] for b in both) / 8, sum(b[1] for b in both) / 8
+  bounds = [of_array(base[name], policy[name]) for name in policy]
+  return sum(b[0] for b in bounds) / 8, sum(b[1] for b in bounds) / 8
 
 
 def of_whole(

@@ -50,18 +50,18 @@ def adamw(
   """
   constant = 0.28 * rng.standard_normal(shape, np.float32)
   # Standard deviations of running means of noise, at decays 0.9 and 0.95.
-  first = constant + 0.2294 * rng.standard_normal(shape, np.float32)
-  second = 1 + constant**2 + 0.2265 * rng.standard_normal(shape, np.float32)
-  np.maximum(second, 0.4, out=second)
+  mean = constant + 0.2294 * rng.standard_normal(shape, np.float32)
+  square = 1 + constant**2 + 0.2265 * rng.standard_normal(shape, np.float32)
+  np.maximum(square, 0.4, out=square)
 
   def update() -> np.ndarray:
-    nonlocal first, second
+    nonlocal mean, square
     gradient = rng.standard_normal(shape, np.float32)
     gradient += constant
-    first += np.float32(0.1) * (gradient - first)
+    mean += np.float32(0.1) * (gradient - mean)
     np.square(gradient, out=gradient)
-    second += np.float32(0.05) * (gradient - second)
-    return np.float32(-rate) * first / np.sqrt(second)
+    square += np.float32(0.05) * (gradient - square)
+    return np.float32(-rate) * mean / np.sqrt(square)
 
   return update
 
@@ -104,16 +104,16 @@ def synthetic(
   masters = np.float32(0.02) * rng.standard_normal(shape, np.float32)
   update = make(rng, shape, size)
   before = masters
-  kept = []
+  policies_kept = []
   for step in range(10 + policies):
     before = masters
     masters = masters + update()
     if step >= 10:
-      kept.append({'moe_layers/moe/up': masters.astype(BFLOAT16)})
+      policies_kept.append({'moe_layers/moe/up': masters.astype(BFLOAT16)})
   return Case(
     name=label,
     label=label,
-    policies=kept,
+    policies=policies_kept,
     masters=(before.reshape(-1), masters.reshape(-1)),
   )
 

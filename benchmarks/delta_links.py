@@ -61,7 +61,7 @@ class Link:
     self,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    way: str,
+    direction: str,
   ) -> None:
     """Carries one direction of a connection until either end closes it."""
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
@@ -69,12 +69,14 @@ class Link:
     clock = asyncio.get_running_loop().time
     with contextlib.suppress(OSError):
       while data := await reader.read(_PIECE):
-        if way == 'down':
+        if direction == 'down':
           self.bytes_down += len(data)
         else:
           self.bytes_up += len(data)
-        sent = max(clock(), self._free_at[way]) + len(data) / self.bytes_per_s
-        self._free_at[way] = sent
+        sent = (
+          max(clock(), self._free_at[direction]) + len(data) / self.bytes_per_s
+        )
+        self._free_at[direction] = sent
         waiting.put_nowait((sent + self._round_trip_s / 2, data))
         # The sender is held back as a full link holds it back.
         await asyncio.sleep(max(sent - clock(), 0))
@@ -112,17 +114,17 @@ class Network:
 
   def link(self, target: int, *, round_trip_s: float) -> Link:
     """Opens a link to a port of this machine, of no bandwidth limit yet."""
-    made = Link(target, round_trip_s=round_trip_s)
-    self._run(made.open())
-    self.links.append(made)
-    return made
+    opened = Link(target, round_trip_s=round_trip_s)
+    self._run(opened.open())
+    self.links.append(opened)
+    return opened
 
   def close(self) -> None:
     async def end() -> None:
-      others = asyncio.all_tasks() - {asyncio.current_task()}
-      for task in others:
+      tasks = asyncio.all_tasks() - {asyncio.current_task()}
+      for task in tasks:
         task.cancel()
-      await asyncio.gather(*others, return_exceptions=True)
+      await asyncio.gather(*tasks, return_exceptions=True)
 
     self._run(end())
     self._loop.call_soon_threadsafe(self._loop.stop)
@@ -131,8 +133,8 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-  made = Network()
+  world = Network()
   try:
-    yield made
+    yield world
   finally:
-    made.close()
+    world.close()

@@ -74,7 +74,7 @@ def measure(rounds: int, *, quick: bool) -> None:
       swapping.append(with_swap)
   assert engine.stats().running == SLOTS, 'the sessions must still be decoding'
   size = sum(a.nbytes for a in arrays) / 1e6
-  most = 1.0 if quick else 0.01
+  goal_share = 1.0 if quick else 0.01
   interleaved.report(
     'delta',
     f'pause of an engine that decodes {SLOTS} sessions for a policy of '
@@ -82,8 +82,8 @@ def measure(rounds: int, *, quick: bool) -> None:
     ([1e6 * s for s in pauses], [1e6 * s for s in copies]),
     limit=None,
     # What a swap costs is fixed; of a small policy it is a larger part.
-    goal=f'ratio <= {most}',
-    met=lambda _, ratio: ratio <= most,
+    goal=f'ratio <= {goal_share}',
+    met=lambda _, ratio: ratio <= goal_share,
     unit='us',
   )
   interleaved.report(

@@ -35,8 +35,8 @@ def xor(base: np.ndarray, array: np.ndarray) -> bytes:
 
 def undo_xor(blob: bytes, base: np.ndarray) -> np.ndarray:
   old = delta_bounds.bits_of(base)
-  found = np.frombuffer(_READER.decompress(blob), old.dtype)
-  return found ^ old
+  difference = np.frombuffer(_READER.decompress(blob), old.dtype)
+  return difference ^ old
 
 
 def index(base: np.ndarray, array: np.ndarray) -> bytes:
@@ -79,16 +79,16 @@ def undo_gaps(blob: bytes, base: np.ndarray, count: int) -> np.ndarray:
   columns = base.shape[-1] if base.ndim > 1 else max(base.size, 1)
   row_gap = np.frombuffer(data, 'u1', count)
   column = np.frombuffer(data, '<u2', count, count).astype(np.int64)
-  made = delta_bounds.bits_of(base).copy()
-  values = np.frombuffer(data, made.dtype, count, 3 * count)
+  array = delta_bounds.bits_of(base).copy()
+  values = np.frombuffer(data, array.dtype, count, 3 * count)
   starts = np.flatnonzero(row_gap)
   row = np.cumsum(row_gap, dtype=np.int64)
   total = np.cumsum(column)
   before = np.zeros(count, np.int64)
   before[starts] = total[starts] - column[starts]
   np.maximum.accumulate(before, out=before)
-  made[row * columns + total - before] = values
-  return made
+  array[row * columns + total - before] = values
+  return array
 
 
 def steps(base: np.ndarray, array: np.ndarray) -> bytes:

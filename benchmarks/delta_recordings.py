@@ -56,8 +56,8 @@ def load(
   folder: pathlib.Path, kind: str, dtypes: Mapping[str, str]
 ) -> list[dict[str, np.ndarray]]:
   """Arrays of the dtypes named, one dictionary a step, in order."""
-  found = []
+  policies = []
   for path in sorted(folder.glob(f'{kind}_*.npz')):
     with np.load(path) as data:
-      found.append({n: data[n].view(np.dtype(d)) for n, d in dtypes.items()})
-  return found
+      policies.append({n: data[n].view(np.dtype(d)) for n, d in dtypes.items()})
+  return policies

@@ -51,7 +51,7 @@ def tell(
   """
   for tier in ('small', 'fast'):
     for link, cores in PLACES:
-      found = seconds(
+      stages = seconds(
         ratio=ratios[tier],
         encode=rates[f'{tier} encode and hash'],
         apply=rates[f'{tier} verified apply'],
@@ -64,6 +64,6 @@ def tell(
         f'{link} Gbit/s, {cores} cores a side',
         'bundle_gb': float(f'{1e3 / ratios[tier]:.3g}'),
         'all of it, each way': 8e3 / link,
-        **{name: float(f'{value:.3g}') for name, value in found.items()},
+        **{name: float(f'{value:.3g}') for name, value in stages.items()},
       }
       print(json.dumps(line), flush=True)

@@ -39,17 +39,17 @@ def _policies(arrays: int) -> list[delta_data.Policy]:
   return [
     {
       f'layer_{n:02d}/kernel': row
-      for n, row in enumerate(found.astype(delta_data.BFLOAT16))
+      for n, row in enumerate(step_masters.astype(delta_data.BFLOAT16))
     }
-    for found in (masters, masters + update())
+    for step_masters in (masters, masters + update())
   ]
 
 
 def depth(clusters: int) -> int:
   """Links between the trainer and the farthest cluster."""
-  levels, last = 1, 1
-  while last < clusters:
-    last = last * FANOUT + 1
+  levels, leaves = 1, 1
+  while leaves < clusters:
+    leaves = leaves * FANOUT + 1
     levels += 1
   return levels
 
@@ -104,32 +104,32 @@ def _world(
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 
     def serve(upstream: stores.Store, name: str) -> str:
-      made = relay.Relay(
+      server = relay.Relay(
         upstream, root / name, poll_s=POLL_S / 5, threads=IN_FLIGHT
       )
-      stack.callback(made.close)
-      return stack.enter_context(relay.running(made))
+      stack.callback(server.close)
+      return stack.enter_context(relay.running(server))
 
     # The trainer's side of its one link: what a bucket would be.
-    urls, found = [serve(trainer, 'origin')], []
+    urls, followers = [serve(trainer, 'origin')], []
     for number in range(clusters):
       above = urls[0 if number == 0 else 1 + (number - 1) // FANOUT]
       port = int(above.rstrip('/').rpartition(':')[2])
       link = network.link(port, round_trip_s=ROUND_TRIP_S)
       upstream = stores.Store(f'http://127.0.0.1:{link.port}')
       urls.append(serve(upstream, f'cluster_{number}'))
-      found.append(_Cluster(urls[-1]))
+      followers.append(_Cluster(urls[-1]))
     # The first weights come at once; it is the step that is measured.
-    _all_follow(found, 0, time.perf_counter() + 120)
+    _all_follow(followers, 0, time.perf_counter() + 120)
     info = publisher.publish(delta_sizes.blocks(policies[1]), 1)
     for link in network.links:
       link.bytes_per_s = info.bytes / send_s
       link.bytes_down = 0
-    for cluster in found:
+    for cluster in followers:
       cluster.held = 0.0
     start = time.perf_counter()
-    _all_follow(found, 1, start + 20 * send_s)
-    seconds = max(c.held for c in found) - start
+    _all_follow(followers, 1, start + 20 * send_s)
+    seconds = max(c.held for c in followers) - start
     bound = send_s + depth(clusters) * ROUND_TRIP_S
     return network.links[0].bytes_down / info.bytes, seconds, bound
 

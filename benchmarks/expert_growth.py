@@ -37,12 +37,12 @@ def _bandwidth(case: Case, rounds: int) -> float:
   """
   import jax
 
-  given = grouped_cases.arrays(case)
-  other_EDF = given.rhs_EDF + 1
+  arrays = grouped_cases.arrays(case)
+  other_EDF = arrays.rhs_EDF + 1
   add = jax.jit(lambda x, y: x + y)
 
   def run() -> float:
-    jax.block_until_ready(add(given.rhs_EDF, other_EDF))
+    jax.block_until_ready(add(arrays.rhs_EDF, other_EDF))
     return 3.0 * other_EDF.nbytes
 
   return max(interleaved.rates(run, run, rounds)[0])
@@ -57,21 +57,21 @@ def main() -> None:
   rounds = 5 if quick else 15
   for num_experts in EXPERTS:
     case = Case(ROWS, num_experts, DIM, WIDTH, True)
-    given = grouped_cases.arrays(case)
-    ours = grouped_cases.runner(case, grouped_cases.grouped('auto'), given, 2)
+    arrays = grouped_cases.arrays(case)
+    ours = grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays, 2)
     dense = grouped_cases.runner(
-      case, grouped_cases.dense(case), grouped_cases.of_one_expert(given), 2
+      case, grouped_cases.dense(case), grouped_cases.of_one_expert(arrays), 2
     )
     bandwidth = _bandwidth(case, rounds)
     # In turns with ours, so that a machine that slows down slows both.
-    found = interleaved.rates(ours, dense, rounds)
+    rates = interleaved.rates(ours, dense, rounds)
     by_bytes = case.rows * bandwidth / _bytes(case)
-    bound = [min(rate, by_bytes) for rate in found[1]]
+    bound = [min(rate, by_bytes) for rate in rates[1]]
     interleaved.report(
       'expert_growth',
       f'{case}; {case.waste()}; {_bytes(case) / 1e6:.0f} MB must move at '
       f'{bandwidth / 1e9:.1f} GB/s',
-      (found[0], bound),
+      (rates[0], bound),
       limit=None,
       goal=f'ratio >= {1 / _GOAL:.3f}: within {_GOAL}x of the bound',
       met=lambda _, ratio: ratio >= 1 / _GOAL,

@@ -32,11 +32,11 @@ class Case(NamedTuple):
     from composer_jax.kernels.grouped import schedule
 
     sizes_E = jnp.asarray(self.sizes())
-    done = int(schedule.executed_rows(sizes_E, self.rows))
-    most = worst_case_rows(self.rows, self.num_experts)
+    executed = int(schedule.executed_rows(sizes_E, self.rows))
+    bound = worst_case_rows(self.rows, self.num_experts)
     return (
-      f'executed {done / self.rows:.3f}x of the rows, '
-      f'at worst {most / self.rows:.3f}x'
+      f'executed {executed / self.rows:.3f}x of the rows, '
+      f'at worst {bound / self.rows:.3f}x'
     )
 
   def __str__(self) -> str:
@@ -82,7 +82,7 @@ def arrays(case: Case, dtype: str = 'float32') -> Arrays:
 
 
 def runner(
-  case: Case, multiply: Callable[..., Any], given: Arrays, repeats: int = 1
+  case: Case, multiply: Callable[..., Any], operands: Arrays, repeats: int = 1
 ) -> Callable[[], float]:
   """Returns what multiplies `repeats` times and counts rows.
 
@@ -105,7 +105,7 @@ def runner(
 
   def run() -> float:
     for _ in range(repeats):
-      jax.block_until_ready(run_once(*given))
+      jax.block_until_ready(run_once(*operands))
     return float(repeats * case.rows)
 
   return run
@@ -134,6 +134,6 @@ def dense(case: Case) -> Callable[..., Any]:
   return multiply
 
 
-def of_one_expert(given: Arrays) -> Arrays:
+def of_one_expert(operands: Arrays) -> Arrays:
   """Returns the arrays of `dense`."""
-  return given._replace(rhs_EDF=given.rhs_EDF[0])
+  return operands._replace(rhs_EDF=operands.rhs_EDF[0])

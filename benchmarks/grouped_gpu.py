@@ -80,13 +80,13 @@ def _backends(is_gpu: bool) -> list[str]:
   return ['triton', *['tokamax'] * has_tokamax]
 
 
-def _peers(case: Case, given: Any, is_gpu: bool) -> dict[str, Any]:
+def _peers(case: Case, arrays: Any, is_gpu: bool) -> dict[str, Any]:
   dense = grouped_cases.runner(
-    case, grouped_cases.dense(case), grouped_cases.of_one_expert(given)
+    case, grouped_cases.dense(case), grouped_cases.of_one_expert(arrays)
   )
   peers = {'a dense product': dense}
   if is_gpu and importlib.util.find_spec('tokamax') is not None:
-    peers['tokamax.ragged_dot'] = grouped_cases.runner(case, _tokamax(), given)
+    peers['tokamax.ragged_dot'] = grouped_cases.runner(case, _tokamax(), arrays)
   torch_runner = _torch_runner(case)
   if torch_runner is not None:
     peers['torch._grouped_mm'] = torch_runner
@@ -102,10 +102,10 @@ def run(*, is_tiny: bool) -> None:
     raise SystemExit('--gpu needs a GPU; with --tiny a CPU shows that it runs.')
   peak = interleaved.peak()
   for case in _cases(is_tiny):
-    given = grouped_cases.arrays(case, 'bfloat16')
+    arrays = grouped_cases.arrays(case, 'bfloat16')
     for backend in _backends(is_gpu):
-      ours = grouped_cases.runner(case, grouped_cases.grouped(backend), given)
-      for name, peer in _peers(case, given, is_gpu).items():
+      ours = grouped_cases.runner(case, grouped_cases.grouped(backend), arrays)
+      for name, peer in _peers(case, arrays, is_gpu).items():
         goal = _GOAL if name == 'a dense product' else 0.9
         interleaved.report(
           'grouped_matmul',

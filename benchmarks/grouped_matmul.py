@@ -47,14 +47,14 @@ RAGGED = (
 
 
 def _beside_dense(case: Case, rounds: int, peak: float) -> None:
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   repeats = max(1, 4096 // case.rows)
-  found = interleaved.rates(
-    grouped_cases.runner(case, grouped_cases.grouped('auto'), given, repeats),
+  rates = interleaved.rates(
+    grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays, repeats),
     grouped_cases.runner(
       case,
       grouped_cases.dense(case),
-      grouped_cases.of_one_expert(given),
+      grouped_cases.of_one_expert(arrays),
       repeats,
     ),
     rounds,
@@ -63,7 +63,7 @@ def _beside_dense(case: Case, rounds: int, peak: float) -> None:
   interleaved.report(
     'grouped_matmul',
     f'beside a dense product: {case}; {case.waste()}',
-    found,
+    rates,
     limit=peak / (case.flops() / case.rows),
     goal=f'ratio >= {goal}',
     met=lambda _, ratio: ratio >= goal,
@@ -74,10 +74,10 @@ def _beside_dense(case: Case, rounds: int, peak: float) -> None:
 def _beside_bytes(case: Case, rounds: int) -> None:
   import jax
 
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   touched_E = case.sizes() > 0
-  matrices = given.rhs_EDF[touched_E]
-  run = grouped_cases.runner(case, grouped_cases.grouped('auto'), given)
+  matrices = arrays.rhs_EDF[touched_E]
+  run = grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays)
   read_all = jax.jit(lambda x: x.sum())
 
   def ours() -> float:
@@ -101,13 +101,13 @@ def _beside_bytes(case: Case, rounds: int) -> None:
 
 
 def _beside_ragged(case: Case, rounds: int, peak: float, goal: float) -> None:
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   interleaved.report(
     'grouped_matmul',
     f'beside lax.ragged_dot: {case}; {case.waste()}',
     interleaved.rates(
-      grouped_cases.runner(case, grouped_cases.grouped('auto'), given),
-      grouped_cases.runner(case, grouped_cases.grouped('ragged'), given),
+      grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays),
+      grouped_cases.runner(case, grouped_cases.grouped('ragged'), arrays),
       rounds,
     ),
     limit=peak / (case.flops() / case.rows),

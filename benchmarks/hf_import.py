@@ -83,12 +83,12 @@ def write(folder: pathlib.Path, is_quick: bool) -> None:
 def read_peer(folder: pathlib.Path, keeps: bool) -> float:
   import safetensors
 
-  kept = {}
+  tensors = {}
   with safetensors.safe_open(folder / NAME, framework='np') as file:
     for name in file.keys():  # noqa: SIM118  It is no dictionary.
       tensor = file.get_tensor(name)
       if keeps:
-        kept[name] = tensor
+        tensors[name] = tensor
   return gigabytes(folder)
 
 

@@ -92,15 +92,15 @@ def rates(
     Units per second of each round.
   """
   clock = time.perf_counter if _uses_accelerator() else time.process_time
-  found: tuple[list[float], list[float]] = ([], [])
+  rates_of_both: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     before()
-    for function, into in zip((ours, peer), found, strict=True):
+    for function, into in zip((ours, peer), rates_of_both, strict=True):
       start = clock()
       units = function()
       if turn:
         into.append(units / (clock() - start))
-  return found
+  return rates_of_both
 
 
 def peak() -> float:
@@ -139,7 +139,7 @@ def spread(values: list[float]) -> float:
 def report(
   name: str,
   case: str,
-  found: tuple[list[float], list[float]],
+  rates: tuple[list[float], list[float]],
   *,
   limit: float | None,
   goal: str,
@@ -160,8 +160,8 @@ def report(
       peer.
     unit: of the figures.
   """
-  ours = statistics.median(found[0])
-  peer = statistics.median(found[1]) if found[1] else None
+  ours = statistics.median(rates[0])
+  peer = statistics.median(rates[1]) if rates[1] else None
   ratio = None if peer is None else ours / peer
   line = {
     'benchmark': name,
@@ -170,7 +170,7 @@ def report(
     'peer': _rounded(peer),
     'unit': unit,
     'ratio': _rounded(ratio),
-    'spread': [round(spread(values), 3) for values in found if values],
+    'spread': [round(spread(values), 3) for values in rates if values],
     'limit': _rounded(limit),
     'goal': goal,
     'met': bool(met(ours, math.nan if ratio is None else ratio)),

@@ -189,12 +189,12 @@ def _place(
   tree: Tree,
   mesh: Mapping[str, int],
   expert: Mapping[str, _Axes],
-  rest: Mapping[str, _Axes],
+  others: Mapping[str, _Axes],
 ) -> Placed:
   """Shards logical axes by a table, with one of its own for experts."""
 
   def spec(leaf: Leaf) -> P:
-    table = expert if 'expert' in leaf.axes else rest
+    table = expert if 'expert' in leaf.axes else others
     return P(*(table.get(axis) for axis in leaf.axes))
 
   return Placed(tree, {name: spec(leaf) for name, leaf in tree.items()}, mesh)

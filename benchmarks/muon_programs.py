@@ -252,13 +252,13 @@ def _placed(state: Any, shardings: _Shardings | None) -> Any:
 def _stderr() -> Iterator[bytearray]:
   """Catches what C++ writes to the descriptor; Python's stream sees none."""
   printed = bytearray()
-  kept = os.dup(2)
+  descriptor = os.dup(2)
   with tempfile.TemporaryFile() as file:
     os.dup2(file.fileno(), 2)
     try:
       yield printed
     finally:
-      os.dup2(kept, 2)
-      os.close(kept)
+      os.dup2(descriptor, 2)
+      os.close(descriptor)
       file.seek(0)
       printed.extend(file.read())

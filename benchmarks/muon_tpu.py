@@ -115,9 +115,9 @@ def _report(case: _Case, method: str, step: Any, peer: Any) -> None:
   peer_name = f', against {peer[0]}' if peer else ''
 
   def line(what, read, **fields):
-    found = ([read(step)], [read(peer[1])] if peer else [])
+    figures = ([read(step)], [read(peer[1])] if peer else [])
     name = f'{case.name}, {what}, {method}{peer_name}'
-    interleaved.report('muon', name, found, **fields)
+    interleaved.report('muon', name, figures, **fields)
 
   ideal, times = placed.even_flops() / 1e12, 1.02
   if is_k2:
@@ -202,16 +202,16 @@ def _optax(case: _Case, step: Any) -> None:
   import jax
 
   try:
-    taken = case.optax().temp_bytes / 1e9
+    gigabytes = case.optax().temp_bytes / 1e9
   except jax.errors.JaxRuntimeError as error:
-    found = re.search(r'temporaries \(([\d.]+)G\)', str(error))
-    if found is None:
+    match = re.search(r'temporaries \(([\d.]+)G\)', str(error))
+    if match is None:
       raise
-    taken = float(found.group(1)) * 2**30 / 1e9
+    gigabytes = float(match.group(1)) * 2**30 / 1e9
   interleaved.report(
     'muon',
     f'{case.name}, memory, gram, against optax, which has to fit in 103 GB',
-    ([step.temp_bytes / 1e9], [taken]),
+    ([step.temp_bytes / 1e9], [gigabytes]),
     unit='GB of temporaries',
     limit=None,
     goal='none',

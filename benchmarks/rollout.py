@@ -66,7 +66,7 @@ def generate(run) -> None:
     peer = rollout_peers.transformers_generate(
       config, batch, rollout_model.PROMPT
     )
-    found = interleaved.rates(
+    rates = interleaved.rates(
       lambda e=engine: rollout_model.tokens(e, rollout_model.NEW),
       lambda p=peer: p(rollout_model.NEW),
       run.rounds,
@@ -74,7 +74,7 @@ def generate(run) -> None:
     goal = _GOALS[batch]
     run.report(
       f'generate {shape}, batch {batch}, against transformers',
-      found,
+      rates,
       limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
       goal=f'ratio >= {goal:g}',
       met=lambda ours, ratio, goal=goal: ratio >= goal,
@@ -89,13 +89,13 @@ def tunix(run) -> None:
     peer = rollout_peers.Tunix(
       run.tunix_python, config, 8, rollout_model.PROMPT, rollout_model.NEW
     )
-    found = rollout_peers.in_turns(ours, peer.rate, run.rounds)
+    rates = rollout_peers.in_turns(ours, peer.rate, run.rounds)
     peer.close()
   else:
-    found = (interleaved.rates(ours, ours, run.rounds)[0], [])
+    rates = (interleaved.rates(ours, ours, run.rounds)[0], [])
   run.report(
     'generate 8.1M, batch 8, against google-tunix',
-    found,
+    rates,
     limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
     goal='ratio >= 2.5',
     met=lambda ours, ratio: ratio >= 2.5,
@@ -119,15 +119,15 @@ def large(run) -> None:
     engine = rollout_model.engine(config, batch)
     total, step = rollout_model.step_bytes(engine, new)
     read = rollout_peers.plain_read(total, step)
-    found = interleaved.rates(
+    rates = interleaved.rates(
       lambda e=engine: rollout_model.decoded(e, new),
       lambda r=read, s=step / batch: r() / s,
       run.rounds,
     )
     run.report(
       f'large ({total >> 20} MiB), batch {batch}, against a plain read',
-      found,
-      limit=rollout_peers.median(found[1]),
+      rates,
+      limit=rollout_peers.median(rates[1]),
       goal='ratio >= 0.5',
       met=lambda ours, ratio: ratio >= 0.5,
     )
@@ -271,13 +271,13 @@ def gpu(run) -> None:
     ours = functools.partial(rollout_model.decoded, engine, new)
     total, step = rollout_model.step_bytes(engine, new)
     read = rollout_peers.plain_read(total, step)
-    found = interleaved.rates(
+    rates = interleaved.rates(
       ours, lambda r=read, s=step / batch: r() / s, run.rounds
     )
-    limit = rollout_peers.median(found[1])
+    limit = rollout_peers.median(rates[1])
     run.report(
       f'gpu, {name}, batch {batch}, against a plain read',
-      found,
+      rates,
       limit=limit,
       goal='ratio >= 0.6',
       met=lambda ours, ratio: ratio >= 0.6,

@@ -117,12 +117,12 @@ def sample(engine, new: int, prompt: int = PROMPT) -> list[Any]:
         seed=seed,
       )
     )
-  found = []
+  outcomes = []
   while engine.num_unfinished:
-    found += engine.step()
+    outcomes += engine.step()
   for session in sessions:
     engine.close(session)
-  return found
+  return outcomes
 
 
 def tokens(engine, new: int) -> float:
@@ -161,8 +161,8 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
 
 
 def decoded(engine, new: int) -> float:
-  found = sample(engine, new, prompt=1)
-  return float(sum(len(c.tokens_T) for c in found))
+  completions = sample(engine, new, prompt=1)
+  return float(sum(len(c.tokens_T) for c in completions))
 
 
 def _batch(config, rows: int, length: int):

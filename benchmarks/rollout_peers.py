@@ -22,8 +22,10 @@ _CHUNK = 1 << 20
 
 def last_level_cache() -> int:
   """Returns its bytes, or 32 MiB where the system does not say."""
-  found = pathlib.Path('/sys/devices/system/cpu/cpu0/cache').glob('index*/size')
-  sizes = [int(path.read_text().strip().rstrip('K')) for path in found]
+  size_files = pathlib.Path('/sys/devices/system/cpu/cpu0/cache').glob(
+    'index*/size'
+  )
+  sizes = [int(path.read_text().strip().rstrip('K')) for path in size_files]
   return max(sizes, default=1 << 15) << 10
 
 
@@ -39,11 +41,11 @@ def plain_read(total: int, step: int) -> Callable[[], float]:
   import numpy as np
 
   count = max(1, round(total / _CHUNK))
-  each = max(1, min(count, round(step / _CHUNK)))
-  steps = max(1, round((1 << 30) / (each * _CHUNK)))
+  arrays_per_step = max(1, min(count, round(step / _CHUNK)))
+  steps = max(1, round((1 << 30) / (arrays_per_step * _CHUNK)))
   arrays = [jnp.full(_CHUNK // 4, i, jnp.float32) for i in range(count)]
   rng = np.random.default_rng(0)
-  order = [rng.permutation(count)[:each] for _ in range(steps)]
+  order = [rng.permutation(count)[:arrays_per_step] for _ in range(steps)]
   ids = jnp.asarray(np.concatenate(order), jnp.int32)
 
   @jax.jit
@@ -106,7 +108,7 @@ def transformers_generate(
     size = (batch, prompt)
     tokens = torch.randint(0, config.vocab_size, size, device=device)
     with torch.no_grad():
-      found = model.generate(
+      generated = model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=new,
@@ -119,7 +121,7 @@ def transformers_generate(
         pad_token_id=0,
         eos_token_id=None,
       )
-    assert found.shape == (batch, prompt + new)
+    assert generated.shape == (batch, prompt + new)
     return float(batch * new)
 
   return run
@@ -185,16 +187,16 @@ def in_turns(
   ours: Callable[[], float], peer: Callable[[], float], rounds: int
 ) -> tuple[list[float], list[float]]:
   """As `interleaved.rates`, of a peer that tells its own rate."""
-  found: tuple[list[float], list[float]] = ([], [])
+  rates_of_both: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     start = time.process_time()
     units = ours()
     rate = units / (time.process_time() - start)
-    theirs = peer()
+    peer_rate = peer()
     if turn:
-      found[0].append(rate)
-      found[1].append(theirs)
-  return found
+      rates_of_both[0].append(rate)
+      rates_of_both[1].append(peer_rate)
+  return rates_of_both
 
 
 def median(values: list[float]) -> float:

@@ -69,13 +69,14 @@ def _in_turn(
   calls: dict[str, Callable[[], object]], times: int
 ) -> dict[str, float]:
   """p50 and p95 of the first call, p50 of the others, taken alternately."""
-  taken: dict[str, list[float]] = {name: [] for name in calls}
+  milliseconds: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(times):
     for name, call in calls.items():
-      taken[name].append(_timed(call))
-  first, *others = taken
-  return _percentiles(taken[first]) | {
-    f'{name}_p50_ms': _percentiles(taken[name])['p50_ms'] for name in others
+      milliseconds[name].append(_timed(call))
+  first, *others = milliseconds
+  return _percentiles(milliseconds[first]) | {
+    f'{name}_p50_ms': _percentiles(milliseconds[name])['p50_ms']
+    for name in others
   }
 
 
@@ -99,8 +100,8 @@ def _make_images(top: pathlib.Path) -> None:
 
 
 def _succeed(box: base.Box, command: base.Command) -> None:
-  told = box.run(command)
-  assert told.exit_code == 0, told
+  result = box.run(command)
+  assert result.exit_code == 0, result
 
 
 def _rows(sandbox, images: pathlib.Path):
@@ -136,18 +137,18 @@ def _rows(sandbox, images: pathlib.Path):
         _TIMES // 4,
       ),
     )
-  kept = [sandbox.open('repository')]
+  boxes = [sandbox.open('repository')]
   fresh = _in_turn(
-    {'': lambda: kept.append(sandbox.open('repository'))}, _TIMES
+    {'': lambda: boxes.append(sandbox.open('repository'))}, _TIMES
   )
   # One that was written to, as those of an episode are.
-  kept[0].write('part0/module0.py', b'changed')
-  forked = _in_turn({'': lambda: kept.append(kept[0].fork())}, _TIMES)
-  shot = _in_turn({'': kept[0].snapshot}, _TIMES)
-  taken = kept[0].snapshot()
-  restored = _in_turn({'': lambda: kept[0].restore(taken)}, _TIMES)
-  compared = _in_turn({'': kept[0].changes}, _TIMES)
-  closed = _percentiles([_timed(box.close) for box in kept])
+  boxes[0].write('part0/module0.py', b'changed')
+  forked = _in_turn({'': lambda: boxes.append(boxes[0].fork())}, _TIMES)
+  shot = _in_turn({'': boxes[0].snapshot}, _TIMES)
+  snapshot = boxes[0].snapshot()
+  restored = _in_turn({'': lambda: boxes[0].restore(snapshot)}, _TIMES)
+  compared = _in_turn({'': boxes[0].changes}, _TIMES)
+  closed = _percentiles([_timed(box.close) for box in boxes])
   files = {'files': _NUM_FILES, 'megabytes': _NUM_FILES * _FILE_BYTES / 1e6}
   for name, numbers in {
       'fresh copy': fresh, 'fork': forked, 'snapshot': shot,
@@ -211,8 +212,8 @@ def main() -> None:
         for row, numbers in _rows(sandbox, images):
           about: dict[str, Any] = sandbox.about
           about = about.get('boxes') or about
-          told = {name: about.get(name) for name in _TOLD}
-          line = _line(level, row, numbers) | numbers | told
+          details = {name: about.get(name) for name in _TOLD}
+          line = _line(level, row, numbers) | numbers | details
           line['load'] = round(os.getloadavg()[0], 1)
           print(json.dumps(line), flush=True)
 

@@ -84,13 +84,15 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
     libtpu=arguments.libtpu,
   )
   until = 'schedule' if is_tpu and not arguments.code else 'code'
-  made = aot_process.compile_step(task, until)
+  program = aot_process.compile_step(task, until)
   if arguments.folder:
     with open(f'{arguments.folder}/{name}.hlo', 'w') as file:
-      file.write(made.text)
-  found = compiled.summary(case, made)
-  print('\n\n'.join(t.to_text() for t in compiled.tables(case, made, _SEQ_LEN)))
-  print('#', name, json.dumps(found), flush=True)
+      file.write(program.text)
+  summary = compiled.summary(case, program)
+  print(
+    '\n\n'.join(t.to_text() for t in compiled.tables(case, program, _SEQ_LEN))
+  )
+  print('#', name, json.dumps(summary), flush=True)
 
   def line(what: str, value: float, **fields: Any) -> None:
     interleaved.report(
@@ -103,15 +105,15 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
 
   line(
     'memory',
-    found['peak'] / 1e9,
+    summary['peak'] / 1e9,
     unit='GB of a device',
-    limit=found['hbm'] / 1e9,
+    limit=summary['hbm'] / 1e9,
     goal='fits',
-    met=lambda *_: found['fits'],
+    met=lambda *_: summary['fits'],
   )
   line(
-    f'hidden of {found["wire_seconds"]:.3g} modelled s of collectives',
-    found['hidden_share'],
+    f'hidden of {summary["wire_seconds"]:.3g} modelled s of collectives',
+    summary['hidden_share'],
     unit='share with products beside it',
     limit=1.0,
     goal='>= 0.9',
@@ -119,24 +121,24 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
   )
   # Backward recomputes the forward pass once.
   model = 4 / 3 * flops.train_per_token(case.model, _SEQ_LEN, causal=True)
-  model *= found['tokens'] / found['devices']
+  model *= summary['tokens'] / summary['devices']
   model = (model + muon.plan(case).flops) / 1e12
-  notes = [*found['unknown_kernels'], *found['dynamic_loops']]
+  notes = [*summary['unknown_kernels'], *summary['dynamic_loops']]
   line(
     'products' + (f', without {", ".join(notes)}' if notes else ''),
-    found['flops'] / 1e12,
+    summary['flops'] / 1e12,
     unit='TFLOP of a device, buffers of received rows full',
     limit=model,
     goal='<= 1.25 times the model with recomputation, and Muon',
     met=lambda ours, _: ours <= 1.25 * model,
   )
   line(
-    'compilation, ' + ('to code' if found['has_code'] else 'to the schedule'),
-    found['compile_seconds'],
+    'compilation, ' + ('to code' if summary['has_code'] else 'to the schedule'),
+    summary['compile_seconds'],
     unit='s',
     limit=None,
     goal='no involuntary rematerialisation',
-    met=lambda *_: not found['rematerialisation_warnings'],
+    met=lambda *_: not summary['rematerialisation_warnings'],
   )
 
 

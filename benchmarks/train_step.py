@@ -41,10 +41,10 @@ def _hf(is_quick: bool) -> None:
     kind: train_step_hf.runner(tokens_BT, experts=kind)
     for kind in ('grouped_mm', 'eager')
   }
-  first = interleaved.rates(
+  peer_rates = interleaved.rates(
     peers['grouped_mm'], peers['eager'], 3 if is_quick else 9
   )
-  kinds = dict(zip(peers, map(statistics.median, first), strict=True))
+  kinds = dict(zip(peers, map(statistics.median, peer_rates), strict=True))
   best = max(kinds, key=lambda kind: kinds[kind])
   limit = train_step_products.limit(model, *tokens_BT.shape)
   rates = interleaved.rates(ours, peers[best], 5 if is_quick else 21)

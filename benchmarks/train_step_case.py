@@ -156,8 +156,8 @@ class Trained:
     """Returns the tokens that it learnt."""
     metrics = []
     for _ in range(self._steps):
-      self._state, last = self.compiled(self._state, self._batch)
-      metrics.append(last.loss.loss)
+      self._state, step_metrics = self.compiled(self._state, self._batch)
+      metrics.append(step_metrics.loss.loss)
     jax.block_until_ready(self._state)
     self.losses = [float(loss) for loss in metrics]
     return float(self._steps * self._batch.tokens_BT.size)

@@ -58,11 +58,11 @@ def run(*, is_tiny: bool, folder: str) -> None:
     f'tokens, {_memory(trained.compiled):.1f} GB'
   )
   limit = interleaved.peak() / flops.train_per_token(config, length)
-  both = interleaved.rates(trained, trained, 2 if is_tiny else 10)
+  rates = interleaved.rates(trained, trained, 2 if is_tiny else 10)
   interleaved.report(
     'train_step',
     name,
-    (both[0] + both[1], []),
+    (rates[0] + rates[1], []),
     limit=limit,
     goal=f'ours >= {_GOAL} limit (MFU)',
     met=lambda rate, _: rate >= _GOAL * limit,
@@ -81,10 +81,10 @@ def _olmoe() -> model_config.ModelConfig:
 
 def _that_fits(memory: dict[str, int]) -> model_config.ModelConfig:
   """Returns OLMoE with the layers whose state fits into a device's memory."""
-  whole = _olmoe()
+  full_config = _olmoe()
   allowed = _SHARE_OF_STATE * memory['bytes_limit'] / _BYTES_PER_PARAMETER
-  for layers in range(whole.num_layers, 0, -1):
-    config = dataclasses.replace(whole, num_layers=layers)
+  for layers in range(full_config.num_layers, 0, -1):
+    config = dataclasses.replace(full_config, num_layers=layers)
     if flops.params_total(config) <= allowed:
       return config
   raise ValueError(

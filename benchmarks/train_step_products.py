@@ -66,10 +66,10 @@ def _seconds(product: _Product) -> float:
   rows, inner, columns, _ = product
   x, w = arrays(rows, inner), arrays(inner, columns)
   d = arrays(rows, columns)
-  last = (((1,), (1,)), ((), ()))
+  dimensions = (((1,), (1,)), ((), ()))
   kinds = (
     (lambda x, w: x @ w, x, w),
-    (lambda d, w: jax.lax.dot_general(d, w, last), d, w),
+    (lambda d, w: jax.lax.dot_general(d, w, dimensions), d, w),
     (linear.weight_gradient, x, d),
   )
   return sum(_each(*kind) for kind in kinds)

@@ -122,9 +122,9 @@ def joined(parts: Iterable[Part], apart: tuple[str, ...]) -> list[Part]:
 
 
 def _parts(seconds):
-  whole = sum(seconds.values())
+  total = sum(seconds.values())
   parts = [
-    Part(name, is_product, spent, spent / whole)
+    Part(name, is_product, spent, spent / total)
     for (name, is_product), spent in seconds.items()
   ]
   return sorted(parts, key=lambda part: -part.seconds)
@@ -139,7 +139,7 @@ def _own_times(folder: str) -> dict[str, list[float]]:
   files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
   if not files:
     raise ValueError(f'The profiler left no *.xplane.pb under {folder}.')
-  found: dict[str, list[float]] = collections.defaultdict(list)
+  times: dict[str, list[float]] = collections.defaultdict(list)
   data = jax.profiler.ProfileData.from_file(max(files))
   for plane in data.planes:
     for line in plane.lines:
@@ -158,8 +158,8 @@ def _own_times(folder: str) -> dict[str, list[float]]:
           around[-1].inside += event.duration
         around.append(event)
       for event in events:
-        found[event.name].append(event.duration - event.inside)
-  return found
+        times[event.name].append(event.duration - event.inside)
+  return times
 
 
 def _operation(event: Any) -> str:

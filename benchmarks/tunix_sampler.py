@@ -79,7 +79,7 @@ def main() -> None:
       ' '.join(map(str, row))
       for row in rng.integers(3, config.vocab_size, size)
     ]
-    found = sampler(
+    output = sampler(
       prompts,
       max_generation_steps=shape['new'],
       max_prompt_length=64,
@@ -89,7 +89,7 @@ def main() -> None:
       eos_tokens=[config.vocab_size],
       seed=seed,
     )
-    return sum(len(tokens) for tokens in found.tokens)
+    return sum(len(tokens) for tokens in output.tokens)
 
   sample(0)
   print(json.dumps({'params': sum(p.size for p in params)}), flush=True)

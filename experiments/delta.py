@@ -63,18 +63,18 @@ _COMMANDS = {
 def _run(command: str) -> None:
   if command not in _COMMANDS:
     raise ValueError(f'{command!r} is no command of {list(_COMMANDS)}.')
-  needed, others = _COMMANDS[command]
+  needed, optional = _COMMANDS[command]
   missing = [f'--{flag.name}' for flag in needed if flag.value is None]
   if missing:
     raise ValueError(f'{command} needs {", ".join(missing)}; see --help.')
   from composer_jax.delta.device import commands
 
-  values = {flag.name: flag.value for flag in (*needed, *others)}
+  values = {flag.name: flag.value for flag in (*needed, *optional)}
   print(getattr(commands, command)(**values))
 
 
 if __name__ == '__main__':
   # absl knows flags only.
   has_command = len(sys.argv) > 1 and not sys.argv[1].startswith('-')
-  given = sys.argv.pop(1) if has_command else ''
-  files_main.main(lambda: _run(given))
+  command_name = sys.argv.pop(1) if has_command else ''
+  files_main.main(lambda: _run(command_name))

@@ -45,13 +45,13 @@ _TOKENIZER = flags.DEFINE_string(
 )
 
 
-def _rates(name, found):
-  best = ', '.join(f'{k}: {v:.3f}' for k, v in found['pass_at_k'].items())
+def _rates(name, rates):
+  best = ', '.join(f'{k}: {v:.3f}' for k, v in rates['pass_at_k'].items())
   return (
-    f'{name:<20}{found["passed"]:>5} of {found["episodes"]:<5} = '
-    f'{found["pass_rate"]:.3f} [{found["low"]:.3f}, {found["high"]:.3f}]  '
-    f'pass@k {{{best}}}  flagged {sum(found["flags"].values())}, unfinished '
-    f'{found["unfinished"]}, infrastructure {found["infrastructure"]}'
+    f'{name:<20}{rates["passed"]:>5} of {rates["episodes"]:<5} = '
+    f'{rates["pass_rate"]:.3f} [{rates["low"]:.3f}, {rates["high"]:.3f}]  '
+    f'pass@k {{{best}}}  flagged {sum(rates["flags"].values())}, unfinished '
+    f'{rates["unfinished"]}, infrastructure {rates["infrastructure"]}'
   )
 
 
@@ -79,7 +79,7 @@ def run() -> None:
     )
     out = pathlib.Path(_OUT.value).absolute()
     spec = wiring.spec_of(fields)
-    found = evaluation.evaluate(
+    summary = evaluation.evaluate(
       spec,
       wiring.systems_of(spec),
       options,
@@ -88,9 +88,9 @@ def run() -> None:
     )
   except (ValueError, OSError, RuntimeError) as error:
     start.fail(error)
-  print(_rates('all', found['overall']))
+  print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):
-    for name, rates in found[part].items():
+    for name, rates in summary[part].items():
       print(_rates(name, rates))
   print(f'{out / evaluation.SUMMARY}')
 

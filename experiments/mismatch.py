@@ -33,17 +33,19 @@ _NUMERICS = flags.DEFINE_enum(
 _OUT = flags.DEFINE_string('out', '', 'Folder to append to; empty keeps none.')
 
 
-def _print(found):
+def _print(measures):
   print(f'{"routes":<12}{"mean k3":>12}{"p99":>12}{"max":>12}{"ratio > 2":>12}')
-  for way in ('replay', 'no_replay', 'shifted'):
-    cells = [found[f'mismatch_{n}_{way}'] for n in ('kl', 'p99', 'max')]
-    share = found[f'mismatch_large_{way}']
-    print(f'{way:<12}' + ''.join(f'{v:>12.2e}' for v in (*cells, share)))
-  layers = ' '.join(f'{v:.5f}' for v in found['route_agreement_layers'])
+  for pass_name in ('replay', 'no_replay', 'shifted'):
+    cells = [
+      measures[f'mismatch_{n}_{pass_name}'] for n in ('kl', 'p99', 'max')
+    ]
+    share = measures[f'mismatch_large_{pass_name}']
+    print(f'{pass_name:<12}' + ''.join(f'{v:>12.2e}' for v in (*cells, share)))
+  layers = ' '.join(f'{v:.5f}' for v in measures['route_agreement_layers'])
   print(
-    f'{found["sampled_tokens"]} tokens. Routes that agree, by MoE layer: '
-    f'{layers} (shifted {found["route_agreement_shifted"]:.3f}); tokens that '
-    f'differ in one: {found["routed_differently"]:.5f}.'
+    f'{measures["sampled_tokens"]} tokens. Routes that agree, by MoE layer: '
+    f'{layers} (shifted {measures["route_agreement_shifted"]:.3f}); tokens '
+    f'whose routes differ: {measures["routed_differently"]:.5f}.'
   )
 
 
@@ -55,7 +57,7 @@ def run() -> None:
   from composer_jax.telemetry import machine, writer
 
   try:
-    found = probe.of_run(
+    measures = probe.of_run(
       pathlib.Path(_WORKDIR.value),
       probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
       stage=_STAGE.value,
@@ -64,11 +66,11 @@ def run() -> None:
         'numerics': _NUMERICS.value,
       },
     )
-    _print(found)
+    _print(measures)
     if _OUT.value:
       with writer.Writer(_OUT.value, tensorboard=False) as out:
         step = len(writer.read(_OUT.value)) + 1
-        out.write('mismatch', step, machine=machine.describe(), **found)
+        out.write('mismatch', step, machine=machine.describe(), **measures)
   except (ValueError, OSError) as error:
     start.fail(error)
 

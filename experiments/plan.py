@@ -59,18 +59,18 @@ _FIELDS = [
 
 def _main():
   fields = start.config_fields(_CONFIG)
-  asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
+  question: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
   try:
     if 'model' in fields:
       from composer_jax import wiring
 
       wiring.spec_of(fields)  # Refuses names that a run's config has not.
-    tables = questions.answer(fields, questions.PlanQuestion(**asked))
+    tables = questions.answer(fields, questions.PlanQuestion(**question))
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:
-    found = [table.to_json() for table in tables]
-    print(json.dumps({asked['what']: found}))
+    rows = [table.to_json() for table in tables]
+    print(json.dumps({question['what']: rows}))
   else:
     print('\n\n'.join(table.to_text() for table in tables))
   if any(table.title.startswith('FAILED') for table in tables):

@@ -62,9 +62,9 @@ def config_fields(config: flags.FlagHolder) -> dict[str, Any]:
 def run(main: Callable[[], None]) -> None:
   """Runs `main` under absl."""
   # Of a program's flags, --help lists those of the file that was started.
-  for module, found in flags.FLAGS.flags_by_module_dict().items():
+  for module, module_flags in flags.FLAGS.flags_by_module_dict().items():
     if module.startswith('experiments.'):
-      for flag in found:
+      for flag in module_flags:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
   app.run(lambda _: main(), flags_parser=_parse)
 
@@ -78,16 +78,16 @@ def fail(error: BaseException) -> NoReturn:
 
 def _parse(argv: list[str]) -> list[str]:
   try:
-    rest = flags.FLAGS(argv)
+    arguments = flags.FLAGS(argv)
   except SystemExit:
     sys.exit(0)  # --help and its like, which absl ends with 1.
   except _ERRORS as error:
     _refuse(error)
-  if len(rest) > 1:
+  if len(arguments) > 1:
     _refuse(
-      flags.Error(f'Unknown arguments {rest[1:]}; flags are --NAME=VALUE')
+      flags.Error(f'Unknown arguments {arguments[1:]}; flags are --NAME=VALUE')
     )
-  return rest
+  return arguments
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -103,12 +103,12 @@ def _describe(error: Exception) -> str:
   cause = error.args[0] if error.args else None
   if isinstance(error, KeyError) or isinstance(cause, KeyError):
     # The text of a KeyError is its message in quotes.
-    said = cause.args[0] if isinstance(cause, KeyError) else cause
-    text = f'--config has no such field: {said}'
+    reason = cause.args[0] if isinstance(cause, KeyError) else cause
+    text = f'--config has no such field: {reason}'
   elif isinstance(error, OSError):
     # The last line says what failed, those before it what was tried.
-    last = str(error).splitlines()[-1].rpartition('failure to load: ')[2]
-    text = f'--config cannot be loaded: {last}'
+    reason_line = str(error).splitlines()[-1].rpartition('failure to load: ')[2]
+    text = f'--config cannot be loaded: {reason_line}'
   elif isinstance(error, flags.Error | ValueError):
     # Up to the last error of a traceback.
     text = re.sub(
@@ -123,13 +123,13 @@ def _describe(error: Exception) -> str:
 
 def emulate_devices(num_devices: int) -> None:
   """Gives a CPU so many devices; call it before the first use of JAX."""
-  found = os.environ.get('XLA_FLAGS', '')
+  xla_flags = os.environ.get('XLA_FLAGS', '')
   for flag in (
     f'--xla_force_host_platform_device_count={num_devices}',
     '--xla_cpu_collective_call_terminate_timeout_seconds=600',
     # One thread per emulated device: eigen's own threads would fight them.
     '--xla_cpu_multi_thread_eigen=false',
   ):
-    if flag.split('=')[0] not in found:
-      found = f'{found} {flag}'
-  os.environ['XLA_FLAGS'] = found.strip()
+    if flag.split('=')[0] not in xla_flags:
+      xla_flags = f'{xla_flags} {flag}'
+  os.environ['XLA_FLAGS'] = xla_flags.strip()

@@ -98,8 +98,7 @@ def test_defines_nothing(path):
   kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
   for cell in code_cells(read(path)):
     tree = ast.parse(cell.source)
-    found = [n for n in ast.walk(tree) if isinstance(n, kinds)]
-    assert not found, (
-      f'{path.name} defines {found[0].name}; what is worth a function belongs '
-      'in the library.'
+    definitions = [n for n in ast.walk(tree) if isinstance(n, kinds)]
+    assert not definitions, (
+      f'{path.name} defines {definitions[0].name}; move it to the library.'
     )

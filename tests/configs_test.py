@@ -142,18 +142,18 @@ def test_model_docstring_states_its_counts(path):
   config = described(path)
   text = ' '.join(str(ast.get_docstring(ast.parse(path.read_bytes()))).split())
   units = {'M': 1e6, 'B': 1e9}
-  found = re.search(
+  match = re.search(
     r'([\d.]+)([MB]) parameters, ([\d.]+)([MB]) of them active', text
   )
-  assert found, f'{path} does not state its parameters'
-  total, total_unit, active, active_unit = found.groups()
+  assert match, f'{path} does not state its parameters'
+  total, total_unit, active, active_unit = match.groups()
   assert f'{flops.params_total(config) / units[total_unit]:.2f}' == total
   assert (
     f'{flops_test.params_active(config) / units[active_unit]:.2f}' == active
   )
-  found = re.search(r'([\d,]+) bytes per token in bfloat16', text)
-  assert found, f'{path} does not state the size of its cache'
-  assert f'{flops.cache_bytes_per_token(config):,}' == found.group(1)
+  match = re.search(r'([\d,]+) bytes per token in bfloat16', text)
+  assert match, f'{path} does not state the size of its cache'
+  assert f'{flops.cache_bytes_per_token(config):,}' == match.group(1)
 
 
 @each_model
@@ -246,7 +246,7 @@ def test_every_field_can_be_set_on_the_command_line():
 
 
 @pytest.mark.parametrize(
-  'override, told',
+  'override, message',
   [
     ('rl.stepz=5', r'config\.rl has no field stepz\. Did you mean steps\?'),
     ('cpt.muon.rolez=1', r'cpt\.muon has no field rolez\. .* mean roles\?'),
@@ -256,8 +256,10 @@ def test_every_field_can_be_set_on_the_command_line():
     ('model.embed=9', r'has no field embed\b.*embed_dim'),
   ],
 )
-def test_a_misspelt_override_is_refused_with_what_it_may_mean(override, told):
-  with pytest.raises(ValueError, match=told):
+def test_a_misspelt_override_is_refused_with_what_it_may_mean(
+  override, message
+):
+  with pytest.raises(ValueError, match=message):
     wiring.spec_of(overridden(override))
 
 
@@ -326,7 +328,7 @@ def test_misspelt_section_is_named():
 
 
 @pytest.mark.parametrize(
-  'name, value, told',
+  'name, value, message',
   [
     ('layout', 'pipeline', 'pipeline'),
     ('mesh.fsdp', 0, r'config\.mesh\.fsdp .* 1; got 0'),
@@ -425,14 +427,14 @@ def test_misspelt_section_is_named():
     ('evaluation.episodes', 0, 'episodes'),
   ],
 )
-def test_impossible_value_is_named(name, value, told):
+def test_impossible_value_is_named(name, value, message):
   fields = tiny().to_dict()
-  *sections, last = name.split('.')
+  *sections, field = name.split('.')
   inner = fields
   for section in sections:
     inner = inner.setdefault(section, {})
-  inner[last] = value
-  with pytest.raises(ValueError, match=told):
+  inner[field] = value
+  with pytest.raises(ValueError, match=message):
     wiring.spec_of(fields)
 
 

@@ -73,9 +73,9 @@ def _cache_folder() -> pathlib.Path:
 def _set_environment() -> None:
   """Runs before anything imports jax; child processes inherit it."""
   flags = os.environ.get('XLA_FLAGS', '').split()
-  given = {flag.partition('=')[0] for flag in flags}
-  wanted = XLA_FLAGS | COMPILING
-  flags += [f'{k}={v}' for k, v in wanted.items() if k not in given]
+  user_flags = {flag.partition('=')[0] for flag in flags}
+  test_flags = XLA_FLAGS | COMPILING
+  flags += [f'{k}={v}' for k, v in test_flags.items() if k not in user_flags]
   os.environ['XLA_FLAGS'] = ' '.join(flags)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))

@@ -76,7 +76,7 @@ def test_an_import_of_jax_is_seen():
 
 def test_what_runs_inside_the_sandbox_needs_only_the_standard_library():
   scripts = sorted(INSIDE.glob('*.py'))
-  own = {f'composer_jax.sandbox.inside.{path.stem}' for path in scripts}
+  own_modules = {f'composer_jax.sandbox.inside.{path.stem}' for path in scripts}
   for path in scripts:
     for node in ast.walk(ast.parse(path.read_bytes())):
       names = []
@@ -85,5 +85,7 @@ def test_what_runs_inside_the_sandbox_needs_only_the_standard_library():
       elif isinstance(node, ast.ImportFrom):
         names = [f'{node.module}.{alias.name}' for alias in node.names]
       for name in names:
-        allowed = name.split('.')[0] in sys.stdlib_module_names or name in own
+        allowed = (
+          name.split('.')[0] in sys.stdlib_module_names or name in own_modules
+        )
         assert allowed, f'{path.name}:{node.lineno} imports {name}'

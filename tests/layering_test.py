@@ -141,30 +141,30 @@ def violation(package: str, name: str) -> str:
     return f'{name} is outside the package'
   if parts[0] != 'composer_jax':
     return ''
-  other = parts[1] if len(parts) > 1 else ''
-  if other == package:
+  target = parts[1] if len(parts) > 1 else ''
+  if target == package:
     return ''
-  if other in ('wiring', 'sections'):
-    return f'{package} imports {other}, which stands above'
-  if other in SYSTEMS:
+  if target in ('wiring', 'sections'):
+    return f'{package} imports {target}, which stands above'
+  if target in SYSTEMS:
     if package in LEVEL:
-      return f'{package} is of the spine and imports {other}, a system'
-    if other not in SYSTEMS[package]:
-      return f'{package} imports {other}, which is not among its systems'
+      return f'{package} is of the spine and imports {target}, a system'
+    if target not in SYSTEMS[package]:
+      return f'{package} imports {target}, which is not among its systems'
     inner = '.'.join(parts[2:])
-    if not any(inner == d or inner.startswith(f'{d}.') for d in DOORS[other]):
-      return f'{package} imports {name}, which is no door of {other}'
-  elif other not in LEVEL:
+    if not any(inner == d or inner.startswith(f'{d}.') for d in DOORS[target]):
+      return f'{package} imports {name}, which is no door of {target}'
+  elif target not in LEVEL:
     return f'{name} names no package of FLOORS or SYSTEMS'
-  elif package in LEVEL and LEVEL[other] >= LEVEL[package]:
-    return f'{package} imports {other}, not a lower floor'
+  elif package in LEVEL and LEVEL[target] >= LEVEL[package]:
+    return f'{package} imports {target}, not a lower floor'
   return ''
 
 
 def violations(package: str, tree: ast.AST) -> list[str]:
   """Returns a line for each import that `package` may not make."""
-  told = [(line, violation(package, name)) for line, name in imports(tree)]
-  return [f'{line}: {why}' for line, why in told if why]
+  reasons = [(line, violation(package, name)) for line, name in imports(tree)]
+  return [f'{line}: {why}' for line, why in reasons if why]
 
 
 @pytest.fixture(scope='module')
@@ -178,13 +178,13 @@ def test_every_package_is_of_the_spine_or_a_system():
 
 
 def test_packages_import_lower_floors_and_doors_alone(trees):
-  told = [
+  lines = [
     f'{name_of(path)}:{line}'
     for path, tree in trees.items()
     if path.parent != PACKAGE
     for line in violations(path.relative_to(PACKAGE).parts[0], tree)
   ]
-  assert not told, '\n'.join(told)
+  assert not lines, '\n'.join(lines)
 
 
 def test_systems_have_no_cycle():
@@ -249,12 +249,12 @@ def test_the_library_keeps_to_its_budget():
 
 def test_no_folder_shows_more_than_one_sees_at_once():
   count = collections.Counter(p.parent for p in sources())
-  many = {
+  crowded = {
     name_of(folder): files
     for folder, files in count.items()
     if files - 1 > MAX_FILES and folder != PACKAGE / 'delta'
   }
-  assert not many
+  assert not crowded
 
 
 def test_no_file_repeats_the_name_of_its_folder():
@@ -286,13 +286,13 @@ def reached(trees) -> set[str]:
   due = [
     m for p in programs for m in imported(ast.parse(p.read_bytes()), modules)
   ]
-  done: set[str] = set()
+  visited: set[str] = set()
   while due:
     module = due.pop()
-    if module not in done:
-      done.add(module)
+    if module not in visited:
+      visited.add(module)
       due += [*imported(modules[module], modules), *BY_NAME.get(module, ())]
-  return done
+  return visited
 
 
 def test_every_module_is_reached_by_a_program(trees):

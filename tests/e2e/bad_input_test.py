@@ -37,7 +37,7 @@ COMMAND = [sys.executable, '-m', 'experiments.composer']
   ],
 )
 def test_a_wrong_flag_is_named(tmp_path, flags, message):
-  done = subprocess.run(
+  process = subprocess.run(
     [*COMMAND, f'--workdir={tmp_path / "run"}', *flags],
     cwd=jobs.ROOT,
     env=jobs.environment(),
@@ -45,19 +45,19 @@ def test_a_wrong_flag_is_named(tmp_path, flags, message):
     text=True,
     timeout=jobs.TIMEOUT_S,
   )
-  assert done.returncode
-  assert message in done.stderr + done.stdout
+  assert process.returncode
+  assert message in process.stderr + process.stdout
   assert not (tmp_path / 'run').exists()
 
 
 def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
-  done = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
-  assert done.returncode == 1
-  assert done.stderr.splitlines()[-1] == (
+  process = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
+  assert process.returncode == 1
+  assert process.stderr.splitlines()[-1] == (
     "error: --config.rl.placement must be one of ('processes', 'colocated'); "
     "got 'nowhere'."
   )
-  assert 'Traceback' not in done.stderr
+  assert 'Traceback' not in process.stderr
   assert not (tmp_path / 'run').exists()
 
 
@@ -145,15 +145,17 @@ def test_a_damaged_checkpoint_is_refused_with_its_place_and_the_cure(
 ):
   copy = shutil.copytree(straight, tmp_path / 'copy')
   shutil.rmtree(copy / 'exports' / 'cpt')
-  *_, earlier, last = sorted(
+  *_, earlier, latest = sorted(
     int(p.name) for p in (copy / 'checkpoints' / 'cpt').iterdir()
   )
-  folder = copy / 'checkpoints' / 'cpt' / f'{last}'
+  folder = copy / 'checkpoints' / 'cpt' / f'{latest}'
   _flip(_largest(folder / 'state'))
-  done = jobs.run(copy)
-  assert done.returncode == 1 and 'Traceback' not in done.stderr
-  line = done.stderr.splitlines()[-1]
-  assert line.startswith(f'error: Checkpoint of step {last} in {folder} is dam')
+  process = jobs.run(copy)
+  assert process.returncode == 1 and 'Traceback' not in process.stderr
+  line = process.stderr.splitlines()[-1]
+  assert line.startswith(
+    f'error: Checkpoint of step {latest} in {folder} is dam'
+  )
   assert 'Delete that folder and run the same command' in line
   assert f'continues from step {earlier}' in line
   # Whoever doubts it finds what raised it.

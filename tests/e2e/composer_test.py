@@ -88,8 +88,8 @@ def test_ends_by_naming_the_report(straight):
 @pytest.mark.parametrize('stage', EXPECTED_METRICS)
 def test_every_stage_measures_what_the_report_shows(straight, stage):
   rows = [r for r in writers.read(straight) if r['stage'] == stage]
-  found = {name for row in rows for name in row}
-  assert set(EXPECTED_METRICS[stage].split()) <= found
+  names = {name for row in rows for name in row}
+  assert set(EXPECTED_METRICS[stage].split()) <= names
 
 
 # Of meshes whose devices share the experts, which this run's do not, and of one
@@ -105,13 +105,15 @@ ELSEWHERE['sft'] = ELSEWHERE['cpt']
 def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
   explained = set(metrics.meanings())
   rows = writers.read(straight)
-  found = {(row['stage'], name) for row in rows for name in row}
-  own = {(row['stage'], n) for row in rows for n in ('stage', 'step', 'time')}
+  measured = {(row['stage'], name) for row in rows for name in row}
+  row_keys = {
+    (row['stage'], n) for row in rows for n in ('stage', 'step', 'time')
+  }
   elsewhere = {
     (s, name) for s, names in ELSEWHERE.items() for name in names.split()
   }
   assert elsewhere <= explained
-  assert found - own == explained - elsewhere
+  assert measured - row_keys == explained - elsewhere
 
 
 def test_every_stage_was_timed(straight):
@@ -151,13 +153,13 @@ def test_the_chain_of_bundles_ends_at_the_exported_policy(straight):
   receiver = receivers.Receiver(straight, make_spec().model)
   policy = receiver.poll()
   assert receiver.problem is None and policy.version == 4
-  found = jobs.named(policy.variables)
+  published = jobs.named(policy.variables)
   masters = jobs.weights(straight, 'rl')
-  assert found.keys() == masters.keys()
+  assert published.keys() == masters.keys()
   for name, array in masters.items():
     if name.startswith('params/'):
       array = array.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(found[name], array, err_msg=name)
+    np.testing.assert_array_equal(published[name], array, err_msg=name)
 
 
 def test_both_processes_name_the_same_weights(straight):
@@ -176,19 +178,19 @@ def test_both_processes_name_the_same_weights(straight):
     assert row['target_id'] == published[row['step']]['target_id']
     # One that follows closely reads singles alone.
     version = row['step']
-    way = [f'delta {version - 1}-{version}'] if version else ['key 0']
-    assert row['route'] == way
+    bundles = [f'delta {version - 1}-{version}'] if version else ['key 0']
+    assert row['route'] == bundles
 
 
 def sandbox_processes() -> dict[psutil.Process, int]:
   """Launchers, zygotes and their calls, and the id of the host of each."""
-  found = {}
+  hosts = {}
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
       match = re.search(r'"host_pid": (\d+),', ' '.join(process.cmdline()))
       if match:
-        found[process] = int(match[1])
-  return found
+        hosts[process] = int(match[1])
+  return hosts
 
 
 def test_nothing_survives_the_job(straight):
@@ -214,9 +216,9 @@ def test_finished_stages_are_not_repeated(copy):
     # Of a process that ended in the middle of a write; the next one clears it.
     and p.suffix != '.tmp'
   }
-  done = jobs.run(copy)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines() == [f'Report: {copy / "report.html"}']
+  process = jobs.run(copy)
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.splitlines() == [f'Report: {copy / "report.html"}']
   for path, data in before.items():
     assert path.read_bytes() == data, path
 
@@ -263,7 +265,7 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     ' --xla_force_host_platform_device_count=2'
     ' --xla_cpu_multi_thread_eigen=false'
   )
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-c', code, str(copy)],
     cwd=jobs.ROOT,
     env=environment,
@@ -271,7 +273,7 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     text=True,
     timeout=jobs.TIMEOUT_S,
   )
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr
   rows = [r for r in writers.read(straight) if r['stage'] == 'rl']
   history = files.read_json(copy / 'sync.json')
   for row, expected in zip(rows, history, strict=True):

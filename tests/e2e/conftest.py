@@ -25,7 +25,9 @@ def straight(tmp_path_factory):
   output = folder / 'straight.txt'
   with jobs.locked(folder / 'straight.lock'):
     if not output.exists():
-      done = jobs.run(workdir)
-      assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-      output.write_text(done.stdout)
+      process = jobs.run(workdir)
+      assert process.returncode == 0, (
+        process.stderr[-3000:] + process.stdout[-3000:]
+      )
+      output.write_text(process.stdout)
   return workdir

@@ -102,10 +102,10 @@ def exported(workdir, stage, folder):
 
 
 def tensors(folder):
-  found = {}
+  arrays = {}
   for path in folder.glob('*.safetensors'):
-    found |= safetensors.numpy.load_file(path)
-  return found
+    arrays |= safetensors.numpy.load_file(path)
+  return arrays
 
 
 @pytest.fixture(scope='module')
@@ -122,14 +122,14 @@ def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
   checkpoint, pretrained, tmp_path
 ):
   workdir, _, _ = pretrained
-  left = tmp_path / 'back.exporting' / 'composer_jax_export'
-  killed = left / 'additional_chat_templates'
+  abandoned = tmp_path / 'back.exporting' / 'composer_jax_export'
+  killed = abandoned / 'additional_chat_templates'
   killed.mkdir(parents=True)
   (killed / 'stray.jinja').touch()
   folder = exported(workdir, 'cpt', tmp_path / 'back')
-  back, theirs = tensors(folder), tensors(checkpoint)
-  assert back.keys() == theirs.keys() and len(theirs) > 20
-  for name, array in theirs.items():
+  back, original = tensors(folder), tensors(checkpoint)
+  assert back.keys() == original.keys() and len(original) > 20
+  for name, array in original.items():
     np.testing.assert_array_equal(back[name], array, err_msg=name)
   texts = ('tokenizer.json', 'additional_chat_templates')
   for name in (*texts, 'chat_template.jinja'):
@@ -155,12 +155,12 @@ def test_an_export_knows_its_import_wherever_that_lies(
   assert origin.imported == moved
   with (moved / 'tokenizer_config.json').open('a') as file:
     file.write(' ')
-  told = r'run began from .*moved, which is another one or has changed'
-  with pytest.raises(ValueError, match=told):
+  message = r'run began from .*moved, which is another one or has changed'
+  with pytest.raises(ValueError, match=message):
     exporting.of_run(workdir, 'cpt', family=None)
   shutil.rmtree(moved)
-  told = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
-  with pytest.raises(ValueError, match=told):
+  message = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
+  with pytest.raises(ValueError, match=message):
     exporting.of_run(workdir, 'cpt', family=None)
   with opened(spec, workdir):
     pass
@@ -170,11 +170,11 @@ def test_an_export_knows_its_import_wherever_that_lies(
 
 def check_logits(folder, spec, variables):
   """What transformers computes with an export is what we compute."""
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   ids = tokenizer('def total(values):\n  return sum(values)')['input_ids']
   with torch.no_grad():
-    expected_BTV = theirs(torch.tensor([ids])).logits.numpy()
+    expected_BTV = reference(torch.tensor([ids])).logits.numpy()
   tokens_BT = jnp.asarray([ids])
   positions_BT = jnp.arange(len(ids))[None]
 
@@ -258,7 +258,7 @@ def test_the_commands_of_the_readme(tmp_path):
     ('composer', f'--config={config}', f'--workdir={workdir}'),
     ('export', f'--source={workdir}', '--stage=rl', f'--out={out}'),
   ):
-    done = subprocess.run(
+    process = subprocess.run(
       [sys.executable, '-m', f'experiments.{name}', *flags],
       cwd=jobs.ROOT,
       env=jobs.environment(),
@@ -266,11 +266,13 @@ def test_the_commands_of_the_readme(tmp_path):
       text=True,
       timeout=jobs.TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert process.returncode == 0, (
+      process.stderr[-3000:] + process.stdout[-3000:]
+    )
   assert (workdir / 'report.html').exists()
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-  assert theirs.dtype == torch.bfloat16
-  assert theirs.config.model_type == 'deepseek_v3'
+  reference = transformers.AutoModelForCausalLM.from_pretrained(out)
+  assert reference.dtype == torch.bfloat16
+  assert reference.config.model_type == 'deepseek_v3'
   before, after = tensors(checkpoint), tensors(out)
   assert before.keys() == after.keys()
   assert any((before[name] != after[name]).any() for name in before)

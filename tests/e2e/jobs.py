@@ -142,11 +142,11 @@ class Zygote:
 @contextlib.contextmanager
 def zygote(*prefix: str) -> Iterator[Zygote]:
   """A Zygote started by the command `prefix`, which must exec it."""
-  found = Zygote(*prefix)
+  started = Zygote(*prefix)
   try:
-    yield found
+    yield started
   finally:
-    found.close()
+    started.close()
 
 
 # What RL starts from: every stage before it finds its result and does nothing.
@@ -182,12 +182,12 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def mentioning(workdir: pathlib.Path) -> list[psutil.Process]:
   """Processes whose command line names the workdir."""
-  found = []
+  processes = []
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
       if any(str(workdir) in a for a in process.cmdline()):
-        found.append(process)
-  return found
+        processes.append(process)
+  return processes
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = 30) -> None:

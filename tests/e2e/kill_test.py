@@ -100,13 +100,16 @@ def run_through(
 
 
 def assert_same(workdir, straight):
-  found, expected = jobs.metrics(workdir), jobs.metrics(straight)
-  assert found == expected
+  actual, expected = jobs.metrics(workdir), jobs.metrics(straight)
+  assert actual == expected
   for stage in ('cpt', 'sft', 'rl'):
-    ours, theirs = jobs.weights(workdir, stage), jobs.weights(straight, stage)
-    assert ours.keys() == theirs.keys()
-    for name, array in theirs.items():
-      np.testing.assert_array_equal(ours[name], array, err_msg=name)
+    weights, expected_weights = (
+      jobs.weights(workdir, stage),
+      jobs.weights(straight, stage),
+    )
+    assert weights.keys() == expected_weights.keys()
+    for name, array in expected_weights.items():
+      np.testing.assert_array_equal(weights[name], array, err_msg=name)
   for name in ('evaluation_sft.json', 'evaluation_rl.json', 'tokenizer.json'):
     assert (workdir / name).read_bytes() == (straight / name).read_bytes()
   assert jobs.episodes(workdir) == jobs.episodes(straight)
@@ -115,8 +118,8 @@ def assert_same(workdir, straight):
 
 @pytest.fixture(scope='module')
 def zygote():
-  with jobs.zygote() as found:
-    yield found
+  with jobs.zygote() as started:
+    yield started
 
 
 @pytest.mark.slow
@@ -175,8 +178,8 @@ def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
   resumed = re.findall(
     r'going on from step (\d+); (\d+) finished groups kept, (\d+) ', text
   )
-  for found, versions in zip(resumed, finished, strict=True):
-    step, kept, dropped = map(int, found)
+  for counts, versions in zip(resumed, finished, strict=True):
+    step, kept, dropped = map(int, counts)
     assert step in (0, 5)
     assert kept == sum(v <= step for v in versions)
     assert dropped == sum(v > step for v in versions)
@@ -252,8 +255,10 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
   small_disk.resize(256 << 20)
   pid = zygote.start(run, log)
-  done = jobs.Strike('pretraining over', exists('demonstrations.json'))
-  assert jobs.strike(pid, workdir, done)
+  pretraining_over = jobs.Strike(
+    'pretraining over', exists('demonstrations.json')
+  )
+  assert jobs.strike(pid, workdir, pretraining_over)
   assert zygote.exit_code() == -9
   assert (workdir / 'corpus' / 'manifest.json').read_bytes() == corpus
   expected = jobs.metrics(request.getfixturevalue('straight'))
@@ -288,9 +293,9 @@ def test_a_disk_that_fills_up_in_rl_loses_nothing(
     return [r for r in jobs.metrics(path) if r['stage'] == 'rl']
 
   assert of_rl(workdir) == of_rl(straight)
-  ours, theirs = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
-  for name, array in theirs.items():
-    np.testing.assert_array_equal(ours[name], array, err_msg=name)
+  actual, expected = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
+  for name, array in expected.items():
+    np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 @pytest.mark.slow

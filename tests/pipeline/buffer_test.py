@@ -61,8 +61,8 @@ def test_staleness_is_bounded_and_every_group_trained_once(
       moves.append('finish')
     if served < version:
       moves.append('follow')
-    wanted = range(version * prompts, (version + 1) * prompts)
-    if all(g in finished for g in wanted):
+    due = range(version * prompts, (version + 1) * prompts)
+    if all(g in finished for g in due):
       moves.append('train')
     move = data.draw(st.sampled_from(moves))
     if move == 'start':
@@ -74,7 +74,7 @@ def test_staleness_is_bounded_and_every_group_trained_once(
     elif move == 'follow':
       served = data.draw(st.integers(served + 1, version))
     else:
-      for group in wanted:
+      for group in due:
         assert 0 <= version - finished[group] <= max_staleness
         trained.append(group)
       version += 1

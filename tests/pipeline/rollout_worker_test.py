@@ -57,14 +57,16 @@ def make():
 
 
 def test_each_newer_policy_is_served_and_the_last_kept(make):
-  found = [placed(4, 'bb'), placed(7, 'cc')]
-  served, engine, dropped, logged = make([None, found[0], None, found[1], None])
-  seen = []
+  policies = [placed(4, 'bb'), placed(7, 'cc')]
+  served, engine, dropped, logged = make(
+    [None, policies[0], None, policies[1], None]
+  )
+  versions = []
   for _ in range(5):
     served()
-    seen.append((served.version, engine.version))
-  assert seen == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
-  assert dropped == ['first', found[0].weights]
+    versions.append((served.version, engine.version))
+  assert versions == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
+  assert dropped == ['first', policies[0].weights]
   assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
 
 

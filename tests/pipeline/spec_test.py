@@ -17,14 +17,14 @@ def make(**changes):
   """The smoke spec with dotted fields changed, or deleted where None."""
   fields = tiny.get_config('smoke').to_dict()
   for name, value in changes.items():
-    *path, last = name.split('__')
+    *path, field = name.split('__')
     section = fields
     for part in path:
       section = section.setdefault(part, {})
     if value is None:
-      del section[last]
+      del section[field]
     else:
-      section[last] = value
+      section[field] = value
   return wiring.spec_of(fields)
 
 
@@ -97,8 +97,8 @@ def test_a_run_goes_on_under_another_gate(tmp_path):
       spec.rl, gate=dataclasses.replace(spec.rl.gate, action='flag')
     ),
   )
-  for each in (spec, flagging, spec):
-    with runs.open_run(each, tmp_path):
+  for run_spec in (spec, flagging, spec):
+    with runs.open_run(run_spec, tmp_path):
       pass
 
 
@@ -151,7 +151,7 @@ def test_a_workdir_from_before_muon_could_be_chosen_is_refused(tmp_path):
   for stage in ('cpt', 'sft'):
     del config[stage]['muon']
   files.write_json(path, config)
-  told = r"cpt\.muon\.coefficients is 'absent' there and 'polar_express' now"
-  with pytest.raises(ValueError, match=told):
+  message = r"cpt\.muon\.coefficients is 'absent' there and 'polar_express' now"
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(spec, tmp_path):
       pass

@@ -120,7 +120,7 @@ def colocated(spec, tokenizer, tmp_path_factory):
 
 
 def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):
-  workdir, found = colocated
+  workdir, colocated_variables = colocated
   variables, history = synchronous
   rows = [r for r in writers.read(workdir) if r['stage'] == 'rl']
   assert [r['step'] for r in rows] == [1, 2, 3]
@@ -128,7 +128,9 @@ def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):
     for name in sorted(set(metrics) - set(CLOCKS)):
       assert row[name] == metrics[name], (row['step'], name)
   for name, array in variables.items():
-    np.testing.assert_array_equal(found[name], array, err_msg=name)
+    np.testing.assert_array_equal(
+      colocated_variables[name], array, err_msg=name
+    )
 
 
 def test_the_compared_runs_did_learn(spec, synchronous):
@@ -151,7 +153,7 @@ def test_policies_reach_the_engine_through_bundles(spec, colocated):
 
 def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   workdir, variables = colocated
-  published, taken = (
+  published, received = (
     {r['step']: r for r in writers.read(path) if r['stage'] == stage}
     for path, stage in (
       (workdir, 'delta'),
@@ -159,8 +161,8 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
     )
   )
   # Nobody samples from the last version.
-  assert sorted(published) == [0, 1, 2, 3] and sorted(taken) == [0, 1, 2]
-  for version, line in taken.items():
+  assert sorted(published) == [0, 1, 2, 3] and sorted(received) == [0, 1, 2]
+  for version, line in received.items():
     assert line['target_id'] == published[version]['target_id']
   for group in map(
     buffers.GroupBuffer(workdir / 'groups').get,
@@ -178,12 +180,12 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   assert identity.target_id(final) == published[3]['target_id']
   kinds = [published[v]['kind'] for v in range(4)]
   assert kinds == ['key', 'delta', 'delta', 'delta']
-  assert [taken[v]['route'] for v in range(3)] == [
+  assert [received[v]['route'] for v in range(3)] == [
     ['key 0'],
     ['delta 0-1'],
     ['delta 1-2'],
   ]
-  assert 'swap_s' not in taken[0] and taken[1]['swap_s'] > 0
+  assert 'swap_s' not in received[0] and received[1]['swap_s'] > 0
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
@@ -198,8 +200,8 @@ def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
     (workdir / 'evaluation_sft.json').unlink()
     stages.evaluate(job, 'sft')
     evaluated = [r for r in writers.read(workdir) if r['stage'] == 'eval']
-  found = [(r['name'], r['step']) for r in evaluated]
-  assert found == [('rl', spec.rl.steps), ('sft', 0)]
+  lines = [(r['name'], r['step']) for r in evaluated]
+  assert lines == [('rl', spec.rl.steps), ('sft', 0)]
 
 
 def test_a_damaged_policy_ends_a_colocated_run_by_name(
@@ -276,9 +278,9 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   untouched, variables = colocated
   for name, array in variables.items():
     np.testing.assert_array_equal(healed[name], array, err_msg=name)
-  found, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
-  assert found.keys() == expected.keys()
-  assert not [n for n in found if n not in CLOCKS and found[n] != expected[n]]
+  actual, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
+  assert actual.keys() == expected.keys()
+  assert not [n for n in actual if n not in CLOCKS and actual[n] != expected[n]]
 
 
 def test_a_group_that_other_weights_sampled_is_refused(

@@ -68,7 +68,7 @@ def test_a_run_that_only_has_to_be_exported_publishes_its_last_version():
   state = types.SimpleNamespace(step=3)
   ports = types.SimpleNamespace(publish=lambda _, v: published.append(v))
   options = types.SimpleNamespace(prompts=2)
-  found = trainer_worker.run(
+  final_state = trainer_worker.run(
     state, None, ports, options, None, num_steps=3, max_staleness=0
   )
-  assert found is state and published == [3]
+  assert final_state is state and published == [3]

@@ -73,12 +73,12 @@ def trained(functions):
 @pytest.fixture(scope='module')
 def groups(functions, trained):
   """Sampled by the trained policy, and named by its version."""
-  found = update_test.sample(functions.policy(trained))
+  sampled = update_test.sample(functions.policy(trained))
   # Small ones: a step that moves the policy as far as one of Adam does.
-  rewards = [[0.1 * r.reward for r in g.rollouts] for g in found]
-  found = update_test.with_rewards(found, rewards)
+  rewards = [[0.1 * r.reward for r in g.rollouts] for g in sampled]
+  sampled = update_test.with_rewards(sampled, rewards)
   return with_trajectories(
-    found,
+    sampled,
     lambda t: {
       'policy_version_T': np.full(len(t), int(trained.step), np.int32)
     },
@@ -168,13 +168,13 @@ def test_a_lie_stops_the_step_before_it_is_applied(
   wrong = with_trajectories(groups, lie, members)
   with pytest.raises(mismatch.OutOfBand) as stopped:
     update.update(state, wrong, functions, OPTIONS, SHAPE)
-  said = str(stopped.value)
-  assert said.startswith(
+  message = str(stopped.value)
+  assert message.startswith(
     f'rl step {int(state.step) + 1}: mismatch_kl_fresh is '
     f'{stopped.value.metrics["mismatch_kl_fresh"]:.3g}, its band is at most '
     '1e-09 (--config.rl.gate.max_kl_fresh): '
   )
-  assert '--config.rl.gate.action=flag' in said and 'groups/' in said
+  assert '--config.rl.gate.action=flag' in message and 'groups/' in message
   # Not donated, not changed.
   jax.tree.map(np.testing.assert_array_equal, state, before)
 
@@ -215,12 +215,12 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
   passed, without = run(functions, trained, wrong, **acting('off'))
   assert metrics['gate_breaches'] == len(metrics['gate']) > 1
   jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
-  found = {'gate', 'gate_breaches'}
-  assert without == {k: v for k, v in metrics.items() if k not in found}
+  gate_fields = {'gate', 'gate_breaches'}
+  assert without == {k: v for k, v in metrics.items() if k not in gate_fields}
 
 
 def test_looking_first_changes_no_bit(functions, trained, groups, honest):
   stopping, metrics = honest
-  flagging, others = run(functions, trained, groups, **acting('flag'))
+  flagging, flagging_metrics = run(functions, trained, groups, **acting('flag'))
   jax.tree.map(np.testing.assert_array_equal, stopping.params, flagging.params)
-  assert metrics == others
+  assert metrics == flagging_metrics

@@ -194,15 +194,15 @@ def test_needs_are_counted_where_zigzag_order_puts_tokens():
   ids_T = np.array([4, 4, 0, 0, 0, 0, 4, 4], np.uint16)
   ids_MBTA = np.stack([ids_T, ids_T + 1], axis=-1)[None, None]
   valid_BT = np.ones((1, 8), bool)
-  found = {}
+  needs = {}
   for order in ('zigzag', 'contiguous'):
     options = placement.ParallelOptions(transport='a2a', sequence_order=order)
     where = placement.build(CONFIG, mesh=mesh, options=options)
-    found[order] = where.needed_rows(ids_MBTA, valid_BT)
+    needs[order] = where.needed_rows(ids_MBTA, valid_BT)
   # Slots for 4 tokens to another device, at 2 copies of the mean for each 11 of
   # 14 tokens (a token visits a device unless both experts are elsewhere), in
   # units of a sixteenth; half of that fills no more than the 8 copies do.
-  assert found == {
+  assert needs == {
     'zigzag': math.ceil(4 * (16 * 28 // 11) / 16),
     'contiguous': 8,
   }
@@ -217,7 +217,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
     del values, batch, loss
     ran.append(model.plan.bucket)
     room = 200 if model.plan.bucket is None else 150
-    found = steps.StepSums(
+    step_sums = steps.StepSums(
       **dict.fromkeys(steps.StepSums.__dataclass_fields__, jnp.float32(room))
     )
     scores = steps.Scores(
@@ -227,7 +227,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
         needed_rows=jnp.array([100, 160]), capacity=jnp.full(2, room)
       ),
     )
-    return found.replace(grads=values_of()), scores
+    return step_sums.replace(grads=values_of()), scores
 
   def values_of():
     return jax.tree.map(
@@ -243,8 +243,8 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
   )
   (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)
   (bucket, _) = steps._buckets_for(batch, where)
-  found, scores = functions.add_microbatch({}, None, batch)
+  total, scores = functions.add_microbatch({}, None, batch)
   assert ran == [bucket, None]
-  assert (found.loss, scores.attempts) == (200, 2)
-  found, scores = functions.add_microbatch({}, found, batch)
-  assert (found.loss, scores.attempts) == (400, 2)
+  assert (total.loss, scores.attempts) == (200, 2)
+  total, scores = functions.add_microbatch({}, total, batch)
+  assert (total.loss, scores.attempts) == (400, 2)

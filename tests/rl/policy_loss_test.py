@@ -101,8 +101,8 @@ def gradient(o, t):
 def test_loss_and_gradient_equal_float64(tokens, name):
   loss, grad = reference(options(name), *tokens.values())
   np.testing.assert_allclose(call(options(name), tokens)[0], loss, rtol=2e-5)
-  found = gradient(options(name), tokens)
-  np.testing.assert_allclose(found, grad, rtol=2e-5, atol=1e-6)
+  actual = gradient(options(name), tokens)
+  np.testing.assert_allclose(actual, grad, rtol=2e-5, atol=1e-6)
   # The case is one in which bounds matter, and not everywhere.
   dropped = float(call(options(name), tokens)[1].dropped)
   unbound = name in ('tis', 'cispo')
@@ -121,10 +121,12 @@ def test_the_ratio_is_truncated_at_its_cap(tokens, cap):
 
 @each
 def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
-  same = {**tokens, 'rollout': np.float32(tokens['train'])}
+  fresh = {**tokens, 'rollout': np.float32(tokens['train'])}
   plain = np.float32(-tokens['advantages'] * tokens['weights'])
-  np.testing.assert_array_equal(gradient(options(name, bounds=()), same), plain)
-  assert call(options(name, bounds=()), same)[1].dropped == 0
+  np.testing.assert_array_equal(
+    gradient(options(name, bounds=()), fresh), plain
+  )
+  assert call(options(name, bounds=()), fresh)[1].dropped == 0
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_who_keeps_a_gradient_by_side(name, ratio, advantage, weight):
     'segments': ones,
   }
   want = -weight * advantage * ones
-  found = gradient(options(name, bounds=()), t)
-  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-7)
+  actual = gradient(options(name, bounds=()), t)
+  np.testing.assert_allclose(actual, want, rtol=1e-5, atol=1e-7)
 
 
 @each
@@ -187,8 +189,8 @@ def test_packing_changes_nothing(tokens, name):
   mine = tokens['segments'] == 3
   alone = {k: np.where(mine, v, 0) for k, v in tokens.items()}
   packed = np.where(mine, gradient(options(name), tokens), 0)
-  found = gradient(options(name), alone)
-  np.testing.assert_allclose(found, packed, rtol=1e-5, atol=1e-6)
+  actual = gradient(options(name), alone)
+  np.testing.assert_allclose(actual, packed, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('axes', [(4, 2), (2, 4)])
@@ -211,7 +213,7 @@ def test_sharded_rows_give_the_same(tokens, name, axes):
 
 
 def test_stats_add_up_over_microbatches(tokens):
-  _, whole = call(options('icepop'), tokens)
+  _, batch_stats = call(options('icepop'), tokens)
   rows = np.arange(B)[:, None]
   parts = [
     call(
@@ -221,11 +223,11 @@ def test_stats_add_up_over_microbatches(tokens):
   ]
   for name in ('num_tokens', 'entropy', 'truncated', 'dropped'):
     total = sum(float(getattr(stats, name)) for _, stats in parts)
-    np.testing.assert_allclose(total, getattr(whole, name), rtol=1e-5)
+    np.testing.assert_allclose(total, getattr(batch_stats, name), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-  'fields, told',
+  'fields, message',
   [
     ({'name': 'ppo'}, r"name must be one of .*'tis'.* got 'ppo'"),
     ({'ratio_cap': 0.5}, r'ratio_cap must be at least 1; got 0\.5'),
@@ -234,6 +236,6 @@ def test_stats_add_up_over_microbatches(tokens):
     ({'name': 'dapo', 'bounds': (0.5,)}, r'bounds .* got \(0\.5,\)'),
   ],
 )
-def test_impossible_options_are_named(fields, told):
-  with pytest.raises(ValueError, match=told):
+def test_impossible_options_are_named(fields, message):
+  with pytest.raises(ValueError, match=message):
     policy_loss.LossOptions(**fields)

@@ -184,13 +184,13 @@ class Result(NamedTuple):
   mass: float
 
 
-def gather(packed, found) -> Result:
+def gather(packed, results) -> Result:
   """Collects what (sums, scores) of each microbatch say.
 
   A trajectory is told by its temperature, which no other has.
   """
   logprobs, expert_ids, mass = {}, {}, 0.0
-  for batch, (_, scores) in zip(packed, found, strict=True):
+  for batch, (_, scores) in zip(packed, results, strict=True):
     for row, segments_T in enumerate(batch.segment_ids_BT):
       for segment in range(1, segments_T.max() + 1):
         span = np.flatnonzero(segments_T == segment)
@@ -201,7 +201,7 @@ def gather(packed, found) -> Result:
     mass += LOSS.ratio_cap * np.abs(terms_BT).sum()
   assert len(logprobs) == len(LENGTHS)
   return Result(
-    functools.reduce(steps.add, [sums for sums, _ in found]),
+    functools.reduce(steps.add, [sums for sums, _ in results]),
     [logprobs[name] for name in sorted(logprobs)],
     [expert_ids[name] for name in sorted(expert_ids)],
     mass,
@@ -216,8 +216,8 @@ def result(config, packed) -> Result:
 def assert_equal_up_to_rounding(have: Result, want: Result):
   jax.tree.map(np.testing.assert_array_equal, have.expert_ids, want.expert_ids)
   # Of up to 9 nats, and sums in another order: some units of the last place.
-  for mine, other in zip(have.logprobs, want.logprobs, strict=True):
-    np.testing.assert_allclose(mine, other, rtol=0, atol=4e-6)
+  for actual, expected in zip(have.logprobs, want.logprobs, strict=True):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
   # The terms of the loss have either sign and cancel to a twentieth or less, so
   # that its error is measured by their sizes.
   assert abs(have.sums.loss - want.sums.loss) < 2e-7 * want.mass

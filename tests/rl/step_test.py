@@ -133,21 +133,21 @@ def single(single_scored):
 @pytest.mark.parametrize('shape', [(2, 2, 2), (1, 8, 1)])
 def test_sharded_microbatch_equals_the_single_device(single_scored, shape):
   single, expected = single_scored
-  found, scores = sums_on(*shape)
-  experts = trees.flatten_names(found.grads)['moe_layers/moe/gate_up']
+  sums, scores = sums_on(*shape)
+  experts = trees.flatten_names(sums.grads)['moe_layers/moe/gate_up']
   assert isinstance(experts.sharding, NamedSharding)
   for name, array in trees.flatten_names(single.grads).items():
     np.testing.assert_allclose(
-      trees.flatten_names(found.grads)[name], array, atol=1e-5, err_msg=name
+      trees.flatten_names(sums.grads)[name], array, atol=1e-5, err_msg=name
     )
-  np.testing.assert_array_equal(found.load_ME, single.load_ME)
+  np.testing.assert_array_equal(sums.load_ME, single.load_ME)
   np.testing.assert_allclose(
-    found.replay_agreement_M, single.replay_agreement_M, rtol=1e-6
+    sums.replay_agreement_M, single.replay_agreement_M, rtol=1e-6
   )
-  assert float(found.loss) == pytest.approx(float(single.loss), rel=1e-5)
+  assert float(sums.loss) == pytest.approx(float(single.loss), rel=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-    found.stats,
+    sums.stats,
     single.stats,
   )
   real_BT = make_batch().segment_ids_BT > 0
@@ -206,7 +206,7 @@ def test_padding_and_context_have_no_say(single):
       model, values, batch, loss=policy_loss.LossOptions()
     )
   )
-  found, _ = run(
+  sums, _ = run(
     values,
     changed.replace(
       rollout_logprobs_BT=changed.rollout_logprobs_BT.astype(np.float32),
@@ -214,4 +214,4 @@ def test_padding_and_context_have_no_say(single):
     ),
   )
   expected, _ = run(values, batch)
-  jax.tree.map(np.testing.assert_array_equal, found.grads, expected.grads)
+  jax.tree.map(np.testing.assert_array_equal, sums.grads, expected.grads)

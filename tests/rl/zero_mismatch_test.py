@@ -113,10 +113,10 @@ def _sampled(config):
 
 
 def _assert_same(have, want):
-  for mine, other in zip(have, want, strict=True):
+  for actual, expected in zip(have, want, strict=True):
     for field in dataclasses.fields(records.Trajectory):
       np.testing.assert_array_equal(
-        getattr(mine, field.name), getattr(other, field.name), field.name
+        getattr(actual, field.name), getattr(expected, field.name), field.name
       )
 
 
@@ -137,8 +137,8 @@ def config(request):
 
 
 def test_the_workload_meets_what_it_is_for(config):
-  found, lost, engine = _sampled(config)
-  blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in found}
+  trajectories, lost, engine = _sampled(config)
+  blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in trajectories}
   assert blocks == {1, 2, 3}
   assert lost > 0 and engine.stats().prefix_hit_tokens > 0
   # Every bucket was in use, and compiled once.
@@ -148,25 +148,27 @@ def test_the_workload_meets_what_it_is_for(config):
 
 def test_buckets_order_and_room_change_no_bit(config):
   """One bucket, other arrivals, and pages for all at once."""
-  found, *_ = _sampled(config)
+  trajectories, *_ = _sampled(config)
   options = dataclasses.replace(OPTIONS, prefill_rows=3, num_pages=32)
   engine = engines.Engine(config, _policy(config), 0, options)
   order = np.random.default_rng(1).permutation(NUM_SESSIONS).tolist()
   mine, lost = _play(engine, order, 5)
   assert lost == 0
-  _assert_same(mine, found)
+  _assert_same(mine, trajectories)
 
 
 @pytest.mark.parametrize('replay', [True, False])
 def test_the_trainer_scores_what_was_sampled(config, replay):
-  found, *_ = _sampled(config)
+  trajectories, *_ = _sampled(config)
   shape = replayed.shape(
     config, rows=3, seq_len=160, align=grouped_query.KEY_BLOCK
   )
-  lengths = [len(t) for t in found]
+  lengths = [len(t) for t in trajectories]
   # As the trainer has them: the policy's values, in float32.
   values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))
-  packed = batching.pack(found, [0.0] * len(found), shape).microbatches
+  packed = batching.pack(
+    trajectories, [0.0] * len(trajectories), shape
+  ).microbatches
   score = _scorer(config)
   scores = [
     jax.device_get(
@@ -176,7 +178,7 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
   ]
   compared = 0
   for trajectory, place in zip(
-    found, batching.places(lengths, shape), strict=True
+    trajectories, batching.places(lengths, shape), strict=True
   ):
     mine = scores[place.batch]
     sampled_T = trajectory.loss_mask_T

@@ -23,15 +23,15 @@ OPTIONS = engines.EngineOptions(
 @pytest.fixture
 def compiled():
   """Names of what is compiled while the test runs."""
-  found = []
+  names = []
 
   def listen(event, duration, **details):
     del duration
     if event == '/jax/core/compile/backend_compile_duration':
-      found.append(details.get('fun_name', event))
+      names.append(details.get('fun_name', event))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  yield found
+  yield names
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
@@ -74,6 +74,6 @@ def test_nothing_is_compiled_in_steady_state(
   assert compiled == []
   assert engine.traces == dict.fromkeys(names, 1)
   # Another engine of these shapes has its programs already.
-  other = engines.Engine(config, policies[0], 0, OPTIONS)
-  other.warm()
-  assert other.traces == dict.fromkeys(names, 1)
+  other_engine = engines.Engine(config, policies[0], 0, OPTIONS)
+  other_engine.warm()
+  assert other_engine.traces == dict.fromkeys(names, 1)

@@ -112,11 +112,11 @@ def consume(step, setup, cache, tables_BP, chunks, first=0):
   return jnp.concatenate(hidden, 1), jnp.concatenate(routes, 2), cache
 
 
-def check(have, want, first=0):
+def check(have, want, start=0):
   hidden_BTD, ids_MBTA = have
   # Sums in another order; values are of order one.
-  np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, first:], atol=2e-5)
-  np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, first:])
+  np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, start:], atol=2e-5)
+  np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, start:])
 
 
 def shuffled(seed=0):
@@ -131,8 +131,8 @@ def in_order(cache, tables_BP):
     if first.ndim == 4:
       first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
     for pool in (first, second):
-      kept = np.asarray(pool)[np.asarray(tables_BP)]
-      yield pool, kept.reshape(kept.shape[0], -1, *kept.shape[3:])
+      array = np.asarray(pool)[np.asarray(tables_BP)]
+      yield pool, array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
 # One token at a time, a chunk with padding at its end, and both.
@@ -143,11 +143,11 @@ def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
   cache = forward.empty_cache(config, 12, PAGE)
   *have, cache = consume(step, setup, cache, tables_BP, chunks)
   check(have, want)
-  others = np.setdiff1d(np.arange(12), tables_BP)
+  unused_pages = np.setdiff1d(np.arange(12), tables_BP)
   for pool, kept_BS in in_order(cache, tables_BP):
     assert np.abs(kept_BS[:, :LENGTH]).min() > 0
     assert not kept_BS[:, LENGTH:].any()
-    assert not np.asarray(pool)[others].any()
+    assert not np.asarray(pool)[unused_pages].any()
 
 
 def test_rows_share_pages_and_continue_on_copies(setup, step):
@@ -175,9 +175,11 @@ def test_rows_share_pages_and_continue_on_copies(setup, step):
   *have, _ = consume(
     step, (config, weights, tokens_BT, want), cache, tables_BP, (5, 5), 6
   )
-  for mine, theirs, axis in zip(have, alone, (1, 2), strict=False):
-    theirs = jnp.moveaxis(theirs, axis, 0)[6:]
-    np.testing.assert_allclose(jnp.moveaxis(mine, axis, 0), theirs, atol=2e-5)
+  for actual, expected, axis in zip(have, alone, (1, 2), strict=False):
+    expected = jnp.moveaxis(expected, axis, 0)[6:]
+    np.testing.assert_allclose(
+      jnp.moveaxis(actual, axis, 0), expected, atol=2e-5
+    )
 
 
 def _consume_row(step, setup, cache, tables_1P, length):
@@ -206,9 +208,9 @@ def test_cleared_pages_hold_no_nan(setup, step):
   cache = forward.zero_pages(cache, jnp.append(tables_BP.reshape(-1), 12))
   *have, cache = consume(step, setup, cache, tables_BP, (5, 5, 5))
   check(have, want)
-  others = np.setdiff1d(np.arange(12), tables_BP)
+  unused_pages = np.setdiff1d(np.arange(12), tables_BP)
   for pool, _ in in_order(cache, tables_BP):
-    assert np.isnan(np.asarray(pool)[others]).all()
+    assert np.isnan(np.asarray(pool)[unused_pages]).all()
 
 
 def test_bfloat16_weights_are_widened_exactly_and_copied(

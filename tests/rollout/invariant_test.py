@@ -119,8 +119,8 @@ def score(config, variables, batch):
 def _trained(config):
   """Returns the jitted (params, rest, batch) -> ((sum, score), gradients)."""
 
-  def loss(params, rest, batch):
-    scores = score(config, {**rest, 'params': params}, batch)
+  def loss(params, constants, batch):
+    scores = score(config, {**constants, 'params': params}, batch)
     return scores[0].sum(), scores
 
   options = {}
@@ -132,8 +132,8 @@ def _trained(config):
 
 
 def train(config, variables, batch):
-  rest = {k: tree for k, tree in variables.items() if k != 'params'}
-  (_, scores), grads = _trained(config)(variables['params'], rest, batch)
+  constants = {k: tree for k, tree in variables.items() if k != 'params'}
+  (_, scores), grads = _trained(config)(variables['params'], constants, batch)
   return scores, grads
 
 
@@ -185,11 +185,11 @@ def test_gradients_equal_those_of_fast_numerics(
   variables = make_variables(config, 0)
   fast = dataclasses.replace(config, numerics='fast')
   batch, _ = pack(tokens, [[2, 0, 1]], LONG)
-  (logprobs, _), mine = train(config, variables, batch)
-  (others, _), theirs = train(fast, variables, batch)
-  np.testing.assert_allclose(logprobs, others, atol=1e-5)
+  (logprobs, _), grads = train(config, variables, batch)
+  (fast_logprobs, _), fast_grads = train(fast, variables, batch)
+  np.testing.assert_allclose(logprobs, fast_logprobs, atol=1e-5)
   for have, want in zip(
-    jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True
+    jax.tree.leaves(grads), jax.tree.leaves(fast_grads), strict=True
   ):
     np.testing.assert_allclose(have, want, atol=1e-5 * np.abs(want).max())
 
@@ -232,10 +232,12 @@ class Server:
       self.config, len(slots) * num_pages + 3, page_size
     )
     shape = (len(slots), width)
-    done = [0 if s is not None else None for s in slots]
+    num_consumed = [0 if s is not None else None for s in slots]
     logprobs = {s: [np.zeros(1, np.float32)] for s in slots if s is not None}
     routes = {s: [] for s in logprobs}
-    while any(n is not None and n < LENGTHS[s] for s, n in zip(slots, done)):
+    while any(
+      n is not None and n < LENGTHS[s] for s, n in zip(slots, num_consumed)
+    ):
       chunk = random.integers(0, 40, shape), np.zeros(shape, bool)
       chunk += (random.integers(0, 30, shape),)
       following = random.integers(0, 40, shape), np.ones(shape, np.float32)
@@ -243,9 +245,11 @@ class Server:
       for row, s in enumerate(slots):
         if s is None:
           continue
-        most = random.integers(0, width + 1) if take == 'random' else width
-        start = done[row]
-        stop = min(start + most, LENGTHS[s])
+        chunk_limit = (
+          random.integers(0, width + 1) if take == 'random' else width
+        )
+        start = num_consumed[row]
+        stop = min(start + chunk_limit, LENGTHS[s])
         counts[row] = n = stop - start
         chunk[0][row, :n] = tokens[s][start:stop]
         chunk[1][row, :n] = True
@@ -260,7 +264,7 @@ class Server:
         if s is not None:
           logprobs[s].append(np.asarray(logprobs_BT)[row, : counts[row]])
           routes[s].append(np.asarray(ids_MBTA)[:, row, : counts[row]])
-          done[row] += counts[row]
+          num_consumed[row] += counts[row]
     return {
       s: (
         np.concatenate(logprobs[s])[: LENGTHS[s]],

@@ -28,8 +28,8 @@ def test_latents_are_shared_forked_and_kept_over_a_swap(
   )
   policies = [decoder.policy(make_variables(config, i)) for i in range(2)]
   engine = engines.Engine(config, policies[0], 0, OPTIONS)
-  asked = [serving.request(i, CONTEXT, new=18) for i in range(3)]
-  for request in asked:
+  requests = [serving.request(i, CONTEXT, new=18) for i in range(3)]
+  for request in requests:
     engine.submit(request)
   while engine.stats().sampled_tokens < 3 * 3:
     engine.step()

@@ -21,14 +21,14 @@ def store(pages):
 def _fill(store, pages, tokens_T):
   """Consumes a prompt: what the store lacks of it is added to it."""
   keys = store.keys(tokens_T)
-  have = len(store.match(tokens_T, keys).full)
-  own = pages.take(len(keys) - 1 - have)
-  for index, page in enumerate(own, start=have):
+  num_full = len(store.match(tokens_T, keys).full)
+  new_pages = pages.take(len(keys) - 1 - num_full)
+  for index, page in enumerate(new_pages, start=num_full):
     part_T = tokens_T[index * SIZE :][:SIZE]
     routes_TMA = part_T[:, None, None].astype(np.uint16)
     store.put(keys, index, page, len(part_T), routes_TMA)
-  pages.release(own)
-  return own
+  pages.release(new_pages)
+  return new_pages
 
 
 def _find(store, tokens):
@@ -46,11 +46,11 @@ def _prompt(*tokens):
 
 
 def test_the_longest_prefix_is_found_with_its_routes(store, pages):
-  own = _fill(store, pages, _prompt(*range(10)))
-  assert len(own) == 3 and pages.num_free == 5
+  prompt_pages = _fill(store, pages, _prompt(*range(10)))
+  assert len(prompt_pages) == 3 and pages.num_free == 5
   match = _find(store, range(10))
-  assert [e.page for e in match.full] == own[:2]
-  assert match.partial.page == own[2] and match.missing is None
+  assert [e.page for e in match.full] == prompt_pages[:2]
+  assert match.partial.page == prompt_pages[2] and match.missing is None
   routes = [e.routes_TMA[:, 0, 0].tolist() for e in match.full]
   assert routes == [[0, 1, 2, 3], [4, 5, 6, 7]]
   # Other tokens behind eight, or more than ten, or fewer.
@@ -94,16 +94,16 @@ def test_unused_pages_go_longest_unused_first_and_never_before_a_child(
   pages.retain([e.page for e in held])
   gone = []
   while store.evict():
-    left = [_count(store, p) for p in (range(8), range(20, 26))]
-    gone.append(left)
+    counts = [_count(store, p) for p in (range(8), range(20, 26))]
+    gone.append(counts)
   assert gone == [[4, 6], [4, 4], [4, 0]]
   assert _count(store, [*range(4), *range(30, 34)]) == 8
   assert pages.num_free == 6
 
 
 def test_what_is_forgotten_is_not_found(store, pages):
-  own = _fill(store, pages, _prompt(*range(10)))
-  store.forget([own[1], own[2], 99])
+  prompt_pages = _fill(store, pages, _prompt(*range(10)))
+  store.forget([prompt_pages[1], prompt_pages[2], 99])
   assert _count(store, range(10)) == 4
   assert pages.num_free == 7
 

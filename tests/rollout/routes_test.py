@@ -60,11 +60,11 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
   joined = Joined(config)
 
   def turn(context, new, between=lambda: None):
-    asked = serving.request(0, context, new=new)
-    engine.submit(asked)
+    request = serving.request(0, context, new=new)
+    engine.submit(request)
     between()
-    found = serving.finish(engine)
-    joined.add(asked.context_T, found[asked.session])
+    outcomes = serving.finish(engine)
+    joined.add(request.context_T, outcomes[request.session])
 
   def steps_then_swap():
     for _ in range(2):
@@ -80,8 +80,8 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
   turn([6], 2)
   # Others fill the pages until this session's are taken.
   for n in range(1, 8):
-    other = serving.request(n, serving.tokens(n, 8), new=30)
-    serving.complete(engine, other)
+    other_request = serving.request(n, serving.tokens(n, 8), new=30)
+    serving.complete(engine, other_request)
   turn([3], 3)
   assert joined.starts == [0, 11, 0, 20, 0, 30, 0]
   assert joined.ends == [11, 15, 20, 23, 30, 33, 37]

@@ -63,10 +63,10 @@ def _truncated(logits_V, temperature, top_p, top_k, min_p):
   """The distribution, token by token in float64."""
   exact_V = np.exp(np.float64(logits_V) / temperature)
   order = sorted(range(len(exact_V)), key=lambda i: (-exact_V[i], i))
-  kept = order[: top_k or None]
-  shares = exact_V[kept] / exact_V[kept].sum()
+  top_ids = order[: top_k or None]
+  shares = exact_V[top_ids] / exact_V[top_ids].sum()
   nucleus, mass = [], 0.0
-  for token, share in zip(kept, shares, strict=True):
+  for token, share in zip(top_ids, shares, strict=True):
     if mass < top_p and share >= min_p * shares[0]:
       nucleus.append(token)
     mass += share
@@ -222,7 +222,7 @@ def test_batch_invariant_draws_know_nothing_of_the_number_of_rows(truncate):
   top_ps = np.where(positions_B % 2, 0.9, 1) if truncate else 1.0
   settings = _settings(count, temperature=0.8, top_p=top_ps)
   draw = functools.partial(_draw, truncate=truncate, numerics='batch_invariant')
-  whole = draw(settings, positions_B, logits_BV)
+  all_rows = draw(settings, positions_B, logits_BV)
   for rows in (slice(0, 1), slice(3, 8), slice(7, 40)):
     part = draw(
       jax.tree.map(lambda x, rows=rows: x[rows], settings),
@@ -231,7 +231,7 @@ def test_batch_invariant_draws_know_nothing_of_the_number_of_rows(truncate):
     )
     for name in ('tokens_B', 'logprobs_B', 'raw_logprobs_B'):
       np.testing.assert_array_equal(
-        getattr(part, name), getattr(whole, name)[rows]
+        getattr(part, name), getattr(all_rows, name)[rows]
       )
 
 

@@ -59,10 +59,10 @@ def play_all(jobs, engine, num_threads=3):
 
 def test_completions_do_not_depend_on_threads(engine):
   jobs = [_episode(i) for i in range(7)]
-  few = play_all(jobs, engine, 1)
+  with_few_threads = play_all(jobs, engine, 1)
   # More threads than slots: the sessions over the slots wait and come through.
-  many = play_all(jobs, engine, 7)
-  assert many == few
+  with_seven_threads = play_all(jobs, engine, 7)
+  assert with_seven_threads == with_few_threads
   assert not engine.is_open('session 6')
 
 

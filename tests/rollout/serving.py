@@ -31,27 +31,27 @@ def tokens(seed, count):
 
 def finish(engine):
   """Steps until nothing is under way; returns outcomes by session."""
-  found = {}
+  outcomes = {}
   for _ in range(400):
     if not engine.num_unfinished:
-      return found
-    found |= {outcome.session: outcome for outcome in engine.step()}
+      return outcomes
+    outcomes |= {outcome.session: outcome for outcome in engine.step()}
   raise AssertionError('the engine did not finish')
 
 
 def complete(engine, *requests):
   """Submits all at once and returns their outcomes in order."""
-  for asked in requests:
-    engine.submit(asked)
-  found = finish(engine)
-  return [found[asked.session] for asked in requests]
+  for request in requests:
+    engine.submit(request)
+  outcomes = finish(engine)
+  return [outcomes[request.session] for request in requests]
 
 
-def assert_same_bits(some, others):
+def assert_same_bits(actual, expected):
   names = ('tokens_T', 'logprobs_T', 'raw_logprobs_T')
   for name in (*names, 'consumed_expert_ids_TMA', 'top_logprobs_TX'):
     np.testing.assert_array_equal(
-      getattr(some, name), getattr(others, name), name
+      getattr(actual, name), getattr(expected, name), name
     )
 
 

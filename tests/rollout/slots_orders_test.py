@@ -35,12 +35,12 @@ class Cache:
       self._places[place] = tuple(tokens[: position + 1]), versions, version
 
   def copy(self, copies):
-    found = [
+    values = [
       (target, offset, self._places[source, offset])
       for source, target, count in copies
       for offset in range(count)
     ]
-    self._places |= {(page, offset): held for page, offset, held in found}
+    self._places |= {(page, offset): held for page, offset, held in values}
 
   def clear(self, pages):
     for place in [p for p in self._places if p[0] in pages]:
@@ -148,8 +148,8 @@ class Serving:
 
     return read
 
-  def _decode(self, found, tokens):
-    for session in found:
+  def _decode(self, sessions, tokens):
+    for session in sessions:
       known = self.known[session.name]
       sampled = tokens[: session.at_work.remaining]
       count = len(sampled)
@@ -157,8 +157,8 @@ class Serving:
         count = sampled.index(9) + 1
       known += sampled[:count]
       self.cache.write(session, known, session.consumed, count, self.version)
-    report = tables.make_report(found, tokens, self.version)
-    rows = [(s, s.at_work) for s in found]
+    report = tables.make_report(sessions, tokens, self.version)
+    rows = [(s, s.at_work) for s in sessions]
     return lambda: self.table.sampled(rows, report)
 
   def work(self):
@@ -225,13 +225,16 @@ _CHANCES = (0.25, 0.64, 0.04, 0.01, 0.06)
 
 @pytest.mark.parametrize('part', range(4))
 def test_any_order_of_events_leaves_every_session_its_own(part):
-  seen = collections.Counter()
+  event_counts = collections.Counter()
   for seed in range(100 * part, 100 * (part + 1)):
     serving = Serving(seed)
     for event in serving.rng.choice(_EVENTS, 60, p=_CHANCES):
       getattr(serving, event)()
       tables.check_books(serving.table)
     serving.finish()
-    seen += serving.seen
+    event_counts += serving.seen
   # Second turns, those that lost their pages before or meanwhile, and hits.
-  assert min(seen['later'], seen['lost'], seen['cached']) > 100, seen
+  assert (
+    min(event_counts['later'], event_counts['lost'], event_counts['cached'])
+    > 100
+  ), event_counts

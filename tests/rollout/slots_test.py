@@ -94,13 +94,14 @@ def test_a_prompt_is_consumed_once_for_all_who_come_with_it():
   sources, targets, counts = zip(*table.holdings.to_copy, strict=True)
   assert set(sources) == {first.pages[2]} and set(counts) == {2}
   assert list(targets) == [s.pages[2] for s in others]
-  found = tables.finish(table)
+  outcomes = tables.finish(table)
   for name in 'bcd':
-    assert found[name].num_cached == 10 and found[name].routes_start == 0
+    assert outcomes[name].num_cached == 10 and outcomes[name].routes_start == 0
     np.testing.assert_array_equal(
-      found[name].consumed_expert_ids_TMA, found['a'].consumed_expert_ids_TMA
+      outcomes[name].consumed_expert_ids_TMA,
+      outcomes['a'].consumed_expert_ids_TMA,
     )
-  assert found['a'].num_cached == 0
+  assert outcomes['a'].num_cached == 0
   assert table.stats.prefix_hit_tokens == 30
 
 

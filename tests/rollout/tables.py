@@ -48,10 +48,10 @@ def extend(table, session, finite=True):
   return end - start
 
 
-def make_report(found, tokens, version=0):
+def make_report(decoding, tokens, version=0):
   """Of a dispatch of len(tokens) steps that samples the same in every row."""
-  rows = len(found)
-  remaining = np.array([s.at_work.remaining for s in found])
+  rows = len(decoding)
+  remaining = np.array([s.at_work.remaining for s in decoding])
   tokens_TB = np.full((len(tokens), rows), sessions.NOT_SAMPLED, np.int32)
   running = np.ones(rows, bool)
   for step, token in enumerate(tokens):
@@ -59,7 +59,7 @@ def make_report(found, tokens, version=0):
     tokens_TB[step, running] = token
     if token in (9, sessions.NOT_FINITE):
       break
-  starts = np.array([s.consumed for s in found])
+  starts = np.array([s.consumed for s in decoding])
   positions_TB = starts + np.arange(len(tokens))[:, None]
   return sessions.Sampled(
     tokens_TB=tokens_TB,
@@ -72,10 +72,10 @@ def make_report(found, tokens, version=0):
   )
 
 
-def decode(table, found, tokens, version=0):
+def decode(table, decoding, tokens, version=0):
   """Reads such a report; returns a reference to an array of it."""
-  report = make_report(found, tokens, version)
-  table.sampled([(s, s.at_work) for s in found], report)
+  report = make_report(decoding, tokens, version)
+  table.sampled([(s, s.at_work) for s in decoding], report)
   return weakref.ref(report.tokens_TB)
 
 

@@ -125,13 +125,13 @@ def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
 
 def test_microbatches_add_up_but_for_maxima():
   """A batch overflows if its first or last microbatch does."""
-  each = jnp.array([1.0, 2.0, 4.0])
+  values = jnp.array([1.0, 2.0, 4.0])
   actual = lm_loss.summed(
     lm_loss.LossStats(
-      loss=each,
-      aux_loss=2 * each,
-      z_loss=3 * each,
-      loss_weight=4 * each,
+      loss=values,
+      aux_loss=2 * values,
+      z_loss=3 * values,
+      loss_weight=4 * values,
       num_tokens=jnp.array([1, 2, 3]),
       load_ME=jnp.array([[[1, 0]], [[2, 5]], [[0, 1]]]),
       max_logits_LN=jnp.array([[[7.0, 1.0]], [[2.0, 8.0]], [[3.0, 3.0]]]),

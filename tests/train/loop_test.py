@@ -246,13 +246,13 @@ def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   text = capsys.readouterr().out
   assert '[cpt] Muon has 30 matrices of ' in text and 'over 4 devices' in text
   assert all(len(a.devices()) == 4 for a in jax.tree.leaves(variables))
-  losses, one = (
+  losses, finals = (
     [r['loss'] for r in curves(w) if 'loss' in r]
     for w in (tmp_path, straight[0])
   )
-  assert losses[:4] == one[:4]
+  assert losses[:4] == finals[:4]
   # The state is the same; sums run in another order.
-  np.testing.assert_allclose(losses[4:], one[4:], rtol=0, atol=1e-4)
+  np.testing.assert_allclose(losses[4:], finals[4:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -286,8 +286,8 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
   # Evaluations never overflow.
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path / 'worst', buckets=(), stream=CountingStream(stop_at=0))
-  (first,) = curves(tmp_path / 'worst')
-  assert first['heldout_loss'] == rows[0]['heldout_loss']
+  (first_row,) = curves(tmp_path / 'worst')
+  assert first_row['heldout_loss'] == rows[0]['heldout_loss']
 
 
 def test_finished_stage_is_not_repeated(straight):
@@ -314,9 +314,11 @@ def test_next_stage_starts_from_the_export(straight, tmp_path):
       stream=CountingStream(stop_at=0),
       initial=exported,
     )
-  last = [r['heldout_loss'] for r in curves(workdir) if 'heldout_loss' in r][-1]
-  first = curves(tmp_path)[0]
-  assert (first['stage'], first['heldout_loss']) == ('sft', last)
+  last_loss = [
+    r['heldout_loss'] for r in curves(workdir) if 'heldout_loss' in r
+  ][-1]
+  first_row = curves(tmp_path)[0]
+  assert (first_row['stage'], first_row['heldout_loss']) == ('sft', last_loss)
 
 
 def test_unfinished_stage_has_no_export(tmp_path):

@@ -95,10 +95,13 @@ alone = functools.cache(train)
 def collectives_of_muon(text):
   """Returns {kind: (number, bytes into a device)} of a compiled step."""
   actual = {}
-  for each in overlap.read(text, dynamic_trips=1).collectives:
-    if '/muon/' in each.scope:
-      number, size = actual.get(each.kind, (0, 0))
-      actual[each.kind] = number + each.count, size + each.count * each.bytes
+  for collective in overlap.read(text, dynamic_trips=1).collectives:
+    if '/muon/' in collective.scope:
+      number, size = actual.get(collective.kind, (0, 0))
+      actual[collective.kind] = (
+        number + collective.count,
+        size + collective.count * collective.bytes,
+      )
   return actual
 
 
@@ -116,16 +119,20 @@ def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
   actual, expected = train(choices, mesh, layout), alone(choices)
   # The forward pass sums in another order.
   np.testing.assert_allclose(actual.losses, expected.losses, atol=1e-4)
-  for ours, theirs in zip(actual.metrics, expected.metrics, strict=True):
+  for metrics, expected_metrics in zip(
+    actual.metrics, expected.metrics, strict=True
+  ):
     np.testing.assert_allclose(
-      ours.update.update_norm, theirs.update.update_norm, rtol=1e-3
+      metrics.update.update_norm, expected_metrics.update.update_norm, rtol=1e-3
     )
     if choices.qk_clip:
       np.testing.assert_allclose(
-        ours.loss.max_logits_LN, theirs.loss.max_logits_LN, rtol=1e-2
+        metrics.loss.max_logits_LN,
+        expected_metrics.loss.max_logits_LN,
+        rtol=1e-2,
       )
     else:
-      assert ours.loss.max_logits_LN is None
+      assert metrics.loss.max_logits_LN is None
   assert actual.losses[-1] < actual.losses[0]
   assert collectives_of_muon(actual.text) == planned(actual.plan)
   assert actual.plan.devices == 8 and not collectives_of_muon(expected.text)

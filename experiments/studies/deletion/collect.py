@@ -10,10 +10,11 @@ Writes results/; what is there is replaced. Three kinds of rows: 'setup' once,
 import os
 import pathlib
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 
 _TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
@@ -25,10 +26,8 @@ _RESULTS = flags.DEFINE_string(
 )
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  found = task_set.load(_TASKS.value)
+def main() -> None:
+  tasks = task_set.load(_TASKS.value)
   rows: list[results.Row] = [
     {
       'stage': 'setup',
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> None:
       'detail': package.detail,
       **package.facts,
     }
-    for number, package in enumerate(found.packages.values())
+    for number, package in enumerate(tasks.packages.values())
   ]
   rows += [
     {
@@ -67,10 +66,10 @@ def main(argv: list[str]) -> None:
       'pass_to_pass': len(task.pass_to_pass),
       'collateral': len(task.collateral),
     }
-    for number, task in enumerate(found.tasks)
+    for number, task in enumerate(tasks.tasks)
   ]
   results.write(_RESULTS.value, rows, by=('stage',))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -7,6 +7,7 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
@@ -24,10 +25,10 @@ def label(row: Row) -> str:
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
   """Rows of a stage by the name of their case."""
-  found: dict[str, list[Row]] = {}
+  cases: dict[str, list[Row]] = {}
   for row in rows:
-    found.setdefault(row['name'], []).append(row)
-  return found
+    cases.setdefault(row['name'], []).append(row)
+  return cases
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -39,17 +40,17 @@ def shares_table(steps: Sequence[Row]) -> str:
   """Share of bf16 weights that change: first step, last ones, and the law."""
   lines = []
   for rows in by_case(steps).values():
-    last = rows[-SETTLED:]
-    worst = max(abs(r['expected'] / r['changed'] - 1) for r in last)
-    whole = max(abs(r['expected'] / r['changed'] - 1) for r in rows)
+    last_steps = rows[-SETTLED:]
+    worst = max(abs(r['expected'] / r['changed'] - 1) for r in last_steps)
+    worst_of_all = max(abs(r['expected'] / r['changed'] - 1) for r in rows)
     lines.append(
       [
         label(rows[0]),
         f'{rows[0]["changed"]:.2%}',
-        f'{statistics.median(r["changed"] for r in last):.2%}',
-        f'{statistics.median(r["update_rms"] for r in last):.2e}',
+        f'{statistics.median(r["changed"] for r in last_steps):.2%}',
+        f'{statistics.median(r["update_rms"] for r in last_steps):.2e}',
         f'{worst:.1%}',
-        f'{whole:.1%}',
+        f'{worst_of_all:.1%}',
       ]
     )
   head = (
@@ -105,11 +106,11 @@ def _plot(rows: Sequence[Row]) -> None:
     1, 2, figsize=(12, 5), layout='constrained'
   )
   steps = by_case([r for r in rows if r['stage'] == 'steps'])
-  for number, found in enumerate(steps.values()):
-    x, color = [r['step'] for r in found], f'C{number}'
-    measured = [100 * r['changed'] for r in found]
-    law = [100 * r['expected'] for r in found]
-    share.plot(x, measured, 'o', ms=3, color=color, label=label(found[0]))
+  for number, case_steps in enumerate(steps.values()):
+    x, color = [r['step'] for r in case_steps], f'C{number}'
+    measured = [100 * r['changed'] for r in case_steps]
+    law = [100 * r['expected'] for r in case_steps]
+    share.plot(x, measured, 'o', ms=3, color=color, label=label(case_steps[0]))
     share.plot(x, law, '-', lw=1, color=color)
   share.set_xlabel('step')
   share.set_ylabel('weights changed, % (line: the law)')
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -23,6 +23,7 @@ from benchmarks import (
   delta_sizes,
 )
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 
 _RECORDINGS = flags.DEFINE_string(
@@ -35,30 +36,28 @@ _RESULTS = flags.DEFINE_string(
 LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   logging.set_verbosity(logging.WARNING)  # A publisher tells of each version.
   folder = pathlib.Path(_RECORDINGS.value)
-  found = delta_recordings.names(folder)
-  if not found:
-    raise app.UsageError(
-      f'{folder} holds no recordings; `python -m '
-      f'experiments.studies.delta.record --out={folder}` makes them.'
+  names = delta_recordings.names(folder)
+  if not names:
+    raise SystemExit(
+      f'error: {folder} holds no recordings; make them with `python -m '
+      f'experiments.studies.delta.record --out={folder}`.'
     )
   cases = {c.name: c for c in delta_data.recorded(folder)}
   setup = {'machine': machine.describe(), 'cores': os.cpu_count()}
   rows: list[results.Row] = [{'stage': 'setup', 'step': 0, **setup}]
-  for path in found:
+  for path in names:
     about = delta_recordings.about(path)
-    told = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
-    told |= {'name': path.name, 'training': about['stage']}
+    facts = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
+    facts |= {'name': path.name, 'training': about['stage']}
     for step, metrics in enumerate(about['metrics'], start=1):
-      rows.append({'stage': 'steps', 'step': step, **told, **metrics})
+      rows.append({'stage': 'steps', 'step': step, **facts, **metrics})
     line = coded(cases[path.name])
     sizes = {k: about[k] for k in ('parameters', 'cpu_s')}
-    last = {'stage': 'coded', 'step': about['steps']}
-    rows.append({**last, **told, **sizes, **line})
+    key = {'stage': 'coded', 'step': about['steps']}
+    rows.append({**key, **facts, **sizes, **line})
     print(path.name, line, flush=True)
   results.write(_RESULTS.value, rows, by=('stage', 'name'))
 
@@ -82,14 +81,14 @@ def coded(case: delta_data.Case) -> dict[str, Any]:
     },
   }
   for name, options in delta_sizes.TIERS.items():
-    made = delta_sizes.bundles(case.policies, **options)
-    line[name] = statistics.median(i.bytes for i in made.infos[1:][LAST])
-    line[f'{name}_blobs'] = statistics.median(made.blobs[1:][LAST])
-    if name == 'small' and made.catch_up:
-      singles = sum(i.bytes for i in made.infos[1 : delta_sizes.LAG + 1])
-      line['catch_up'] = made.catch_up / singles
+    bundles = delta_sizes.bundles(case.policies, **options)
+    line[name] = statistics.median(i.bytes for i in bundles.infos[1:][LAST])
+    line[f'{name}_blobs'] = statistics.median(bundles.blobs[1:][LAST])
+    if name == 'small' and bundles.catch_up:
+      singles = sum(i.bytes for i in bundles.infos[1 : delta_sizes.LAG + 1])
+      line['catch_up'] = bundles.catch_up / singles
   return line
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

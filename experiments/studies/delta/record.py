@@ -16,20 +16,20 @@ import os
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
+
+from experiments import start
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/delta', 'Of the training.')
 _OUT = flags.DEFINE_string('out', 'runs/delta/recordings', 'A folder a case.')
 _QUICK = flags.DEFINE_bool('quick', False, 'The shortest run, for tests.')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax names every file.
   # One core, so that a run says what it cost whatever else there is.
-  given = os.environ.get('XLA_FLAGS', '')
-  os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  xla_flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{xla_flags} --xla_cpu_multi_thread_eigen=false'
   from benchmarks import delta_recordings
   from composer_jax import wiring
   from composer_jax.pipeline import job as jobs
@@ -52,4 +52,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

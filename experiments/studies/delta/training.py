@@ -110,20 +110,25 @@ def record(
   and which the law of `delta.visibility` predicts from the masters.
   """
   steps = 12 if quick else case.steps
-  taken = (_reinforced if case.stage == 'rl' else _pretrained)(job, case, steps)
+  states = (_reinforced if case.stage == 'rl' else _pretrained)(
+    job, case, steps
+  )
   start = time.process_time()
-  told: list[dict[str, Any]] = []
+  recorded_metrics: list[dict[str, Any]] = []
   dtypes: dict[str, str] = {}
   before: np.ndarray | None = None
-  for step, (state, metrics) in enumerate(taken):
+  for step, (state, metrics) in enumerate(states):
     masters = {
       f'params/{name}': np.asarray(array)
       for name, array in trees.flatten_names(state.params).items()
     }
     after = np.concatenate([array.reshape(-1) for array in masters.values()])
     if before is not None:
-      told.append(metrics | _changes(before, after))
-      print(f'{case.name} step {step} of {steps}: {told[-1]}', flush=True)
+      recorded_metrics.append(metrics | _changes(before, after))
+      print(
+        f'{case.name} step {step} of {steps}: {recorded_metrics[-1]}',
+        flush=True,
+      )
     before = after
     if step > steps - KEPT:
       policy = trees.flatten_names(decoder.policy(state.variables()))
@@ -138,7 +143,7 @@ def record(
     'dtypes': dtypes,
     'parameters': 0 if before is None else before.size,
     'cpu_s': round(time.process_time() - start, 1),
-    'metrics': told,
+    'metrics': recorded_metrics,
   }
   delta_recordings.finish(folder, about)
 
@@ -230,16 +235,16 @@ def _reinforced(
     options = dataclasses.replace(job.spec.update_options(), hints=distill.OFF)
     yield state, {}
     for step in range(steps):
-      first = step * rl.prompts
+      first_group = step * rl.prompts
       played = collect.groups(
-        collector, engine, range(first, first + rl.prompts)
+        collector, engine, range(first_group, first_group + rl.prompts)
       )
       state, metrics = update.update(
         state, played, functions, options, _shape(job)
       )
       engine.swap(functions.policy(state), step + 1)
-      kept = ('reward', 'pass_rate', 'informative_groups', 'grad_norm')
-      yield state, {name: round(metrics[name], 5) for name in kept}
+      names = ('reward', 'pass_rate', 'informative_groups', 'grad_norm')
+      yield state, {name: round(metrics[name], 5) for name in names}
 
 
 def _shape(job: jobs.Job):

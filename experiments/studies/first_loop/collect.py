@@ -63,10 +63,10 @@ def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
   """Counts solved bodies and those found verbatim in training data."""
   bodies = _solutions(workdir / f'evaluation_{stage}_episodes.jsonl')
   texts = shown(workdir, stage)
-  own = b''.join(
+  edits = b''.join(
     p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
   )
-  found = {
+  is_verbatim = {
     name: [body.encode() in data for body in bodies]
     for name, data in texts.items()
   }
@@ -74,10 +74,10 @@ def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
     'solved': len(bodies),
     'distinct': len(set(bodies)),
     'bytes': {name: len(data) for name, data in texts.items()},
-    'bytes_own_edits': len(own),
-    'verbatim_in': {name: sum(hits) for name, hits in found.items()},
-    'verbatim_in_shown': sum(map(any, zip(*found.values(), strict=True))),
-    'verbatim_in_own_edits': sum(b.encode() in own for b in bodies),
+    'bytes_own_edits': len(edits),
+    'verbatim_in': {name: sum(hits) for name, hits in is_verbatim.items()},
+    'verbatim_in_shown': sum(map(any, zip(*is_verbatim.values(), strict=True))),
+    'verbatim_in_own_edits': sum(b.encode() in edits for b in bodies),
   }
 
 
@@ -90,8 +90,8 @@ def collect(workdir: pathlib.Path) -> list[results.Row]:
   }
   paths = [workdir / f'{n}.json' for n in ('demonstrations', 'sandbox')]
   paths += sorted(workdir.glob('evaluation_*.json'))
-  found = {p.stem: files.read_json(p) for p in paths if p.exists()}
-  about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **found}
+  evaluations = {p.stem: files.read_json(p) for p in paths if p.exists()}
+  about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **evaluations}
   measured = [
     {'arm': workdir.name, **{k: v for k, v in row.items() if k not in _LEFT}}
     for row in writer.read(workdir)

@@ -20,10 +20,11 @@ import subprocess
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.core import files
 from composer_jax.telemetry import stage_times
+from experiments import start
 from experiments.studies import results
 from experiments.studies.first_loop import collect
 
@@ -66,11 +67,11 @@ def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
 
 def _portable(path: str) -> str:
   """A path without this machine: from the repository, else its last part."""
-  whole = pathlib.Path(path)
-  if not whole.is_absolute():
+  absolute = pathlib.Path(path)
+  if not absolute.is_absolute():
     return path
-  inside = whole.is_relative_to(_REPOSITORY)
-  return str(whole.relative_to(_REPOSITORY)) if inside else whole.name
+  inside = absolute.is_relative_to(_REPOSITORY)
+  return str(absolute.relative_to(_REPOSITORY)) if inside else absolute.name
 
 
 def _commit() -> str:
@@ -107,7 +108,7 @@ def _arm(seed: int, arm: str) -> None:
   root = pathlib.Path(_WORKDIR.value)
   name = f'{seed}_{arm}'
   main, workdir = root / f'{seed}_main', root / name
-  program, last = 'experiments.composer', 'rl'
+  program, final_stage = 'experiments.composer', 'rl'
   overrides = [f'--config.seed={seed}']
   if arm != 'main':
     _share(main, workdir, _SHARED)
@@ -115,7 +116,7 @@ def _arm(seed: int, arm: str) -> None:
     _share(main, workdir, _SFT)
     overrides.append('--config.rl.reward=shuffled')
   elif arm == 'flawless':
-    program, last = 'experiments.sft', 'sft'
+    program, final_stage = 'experiments.sft', 'sft'
     overrides += [f'--config.demonstrations.{n}=0.0' for n in _NOISE]
 
   def command(config: str, folder: str) -> list[str]:
@@ -124,7 +125,7 @@ def _arm(seed: int, arm: str) -> None:
 
   # Beside the workdir, where the run sweeps away what it did not write.
   times = root / 'times' / name
-  if (workdir / f'evaluation_{last}.json').exists():
+  if (workdir / f'evaluation_{final_stage}.json').exists():
     print(f'[study] {name} is finished', flush=True)
   else:
     called = [sys.executable, *command(_CONFIG.value, _WORKDIR.value)]
@@ -132,18 +133,18 @@ def _arm(seed: int, arm: str) -> None:
     with stage_times.StageTimes(times).stage(_commit()):
       subprocess.run(called, check=True)
   about, *measured = collect.collect(workdir)
-  kept = results.read(_RESULTS.value)
-  old = [r.get('run') for r in kept if (r['arm'], r['stage']) == (name, 'arm')]
+  old_rows = results.read(_RESULTS.value)
+  old = [
+    r.get('run') for r in old_rows if (r['arm'], r['stage']) == (name, 'arm')
+  ]
   written = command(_portable(_CONFIG.value), _portable(_WORKDIR.value))
   about['run'] = record(next(iter(old), None), written, times)
-  others = [r for r in kept if r['arm'] != name]
-  rows = [*others, about, *measured]
+  other_rows = [r for r in old_rows if r['arm'] != name]
+  rows = [*other_rows, about, *measured]
   results.write(_RESULTS.value, rows, by=('arm', 'stage'))
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   # The control comes last: what it is compared with is there first.
   for arms in (('main', 'flawless'), ('shuffled',)):
     for seed in _SEEDS.value:
@@ -153,4 +154,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

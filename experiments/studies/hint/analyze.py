@@ -8,6 +8,7 @@ import pathlib
 import statistics
 from typing import Any
 
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
@@ -36,14 +37,14 @@ def runs_of(
   rows: list[dict[str, Any]],
 ) -> dict[str, dict[int, list[dict[str, Any]]]]:
   """{arm: {seed: rows of its steps}}."""
-  found: dict[str, dict[int, list[dict[str, Any]]]] = collections.defaultdict(
+  runs: dict[str, dict[int, list[dict[str, Any]]]] = collections.defaultdict(
     lambda: collections.defaultdict(list)
   )
   for row in rows:
     if row['stage'] == 'rl':
-      found[row['arm']][row['seed']].append(row)
-  assert found.keys() <= _NAMES.keys(), found.keys()
-  return {arm: found[arm] for arm in _NAMES if arm in found}
+      runs[row['arm']][row['seed']].append(row)
+  assert runs.keys() <= _NAMES.keys(), runs.keys()
+  return {arm: runs[arm] for arm in _NAMES if arm in runs}
 
 
 def near(rows: list[dict[str, Any]], step: int, name: str) -> float:
@@ -86,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     gate = ', '.join(map(str, reached)) or 'never'
     if reached and len(reached) < len(gates):
       gate += f', {len(gates) - len(reached)} never'
-    last = len(runs[0]) - 1
+    last_step = len(runs[0]) - 1
     lines.append(
       [
         _NAMES[arm],
@@ -97,7 +98,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ),
         gate,
         *(
-          _range([near(steps, last, name) for steps in runs])
+          _range([near(steps, last_step, name) for steps in runs])
           for name in ('share_not_a_call', 'share_bad_arguments', 'pass_rate')
         ),
       ]
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -142,12 +142,12 @@ def transcripts(
   """
   while True:
     task = task_of(draw.randrange(10**9), -1)
-    last = draw.randrange(NUM_TURNS) if draw.random() < hinted else None
+    hinted_turn = draw.randrange(NUM_TURNS) if draw.random() < hinted else None
     parts = [chat.user(words, asked(task.requests[0]))]
     is_call = [False]
     for i, (kind, argument) in enumerate(task.requests):
       (family,) = draw.choices(list(HABITS), list(HABITS.values()))
-      if i == last:
+      if i == hinted_turn:
         family = draw.choice(FAMILIES)
         parts.append(chat.tool(words, 'tools ' + ' '.join(TOOLS[family])))
         is_call.append(False)
@@ -157,10 +157,10 @@ def transcripts(
         np.append(call, words.END).astype(np.int32),
       ]
       is_call += [False, True]
-      if i in (last, NUM_TURNS - 1):
+      if i in (hinted_turn, NUM_TURNS - 1):
         break
-      said = 'ok' if family == 'new' else 'error'
-      parts.append(chat.tool(words, f'{said} {asked(task.requests[i + 1])}'))
+      outcome = 'ok' if family == 'new' else 'error'
+      parts.append(chat.tool(words, f'{outcome} {asked(task.requests[i + 1])}'))
       is_call.append(False)
     lengths = [len(part) for part in parts]
     yield np.concatenate(parts), np.repeat(is_call, lengths)

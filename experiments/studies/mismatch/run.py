@@ -12,9 +12,10 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.telemetry import writer
+from experiments import start
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
 _TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample of each arm.')
@@ -27,13 +28,11 @@ _DTYPES = ('float32', 'bfloat16')
 _NUMERICS = ('fast', 'batch_invariant')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   rows = writer.read(_RESULTS.value)
-  done = {(r['name'], r['compute_dtype'], r['numerics']) for r in rows}
+  finished = {(r['name'], r['compute_dtype'], r['numerics']) for r in rows}
   for arm in itertools.product(_STAGES, _DTYPES, _NUMERICS):
-    if arm in done:
+    if arm in finished:
       continue
     stage, dtype, numerics = arm
     command = [sys.executable, '-m', 'experiments.mismatch']
@@ -45,4 +44,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -13,7 +13,7 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.agent import episode
 from composer_jax.sandbox import base
@@ -23,6 +23,7 @@ from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import task_set
 from composer_jax.text import tokenizer as tokenizers
+from experiments import start
 from experiments.studies import results
 from experiments.studies.monitors import labelled, releases
 
@@ -102,17 +103,17 @@ def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
         if path.suffix in _READABLE and path.is_file()
       }
     texts = {**images[task.image], **task.changes}
-    found = watch.Evidence(
+    evidence = watch.Evidence(
       calls=tuple(labelled.read(p, t or '') for p, t in texts.items()),
       before={p: task.changes[p] or '' for p in task.solution},
       original=task.solution,
       package=task.package,
     )
     name = task.task_id
-    yield labelled.Labelled(name=f'reads {name}', wanted='', evidence=found)
+    yield labelled.Labelled(name=f'reads {name}', wanted='', evidence=evidence)
     path, text = max(task.solution.items(), key=lambda item: len(item[1]))
-    calls = (*found.calls, labelled.run(f'cat old/{path}', text))
-    leaked = dataclasses.replace(found, calls=calls)
+    calls = (*evidence.calls, labelled.run(f'cat old/{path}', text))
+    leaked = dataclasses.replace(evidence, calls=calls)
     if task.tier in ('class', 'file'):
       yield labelled.Labelled(
         name=f'leaks {name}', wanted='leaked_code', evidence=leaked
@@ -121,7 +122,7 @@ def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
 
 def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
   """The original of real tasks, graded, by somebody who reads first."""
-  seen: collections.Counter = collections.Counter()
+  counts: collections.Counter = collections.Counter()
   requires = {
     name
     for package in tasks.packages.values()
@@ -133,9 +134,9 @@ def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
   ) as sandbox:
     for task in tasks.tasks:
       kind = task.package, task.tier
-      if seen[task.package] >= per_package or seen[kind] >= 2:
+      if counts[task.package] >= per_package or counts[kind] >= 2:
         continue
-      seen.update([task.package, kind])
+      counts.update([task.package, kind])
       yield _graded(task, sandbox)
 
 
@@ -149,13 +150,13 @@ def _graded(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> Row:
   changes = {**task.view(), **task.restored()}
   grade = solution.grade(task, changes, sandbox, finished=True, seed=0)
   seconds = time.monotonic() - start
-  found = watch.scan(watch.of_repository(task, tuple(calls), changes, grade))
+  findings = watch.scan(watch.of_repository(task, tuple(calls), changes, grade))
   held_out = grade.details.get('held_out_inputs', {})
   return {
     'set': 'real tasks',
     'name': task.task_id,
     'wanted': '',
-    'found': sorted({*grade.flags, *watch.flags(found)}),
+    'found': sorted({*grade.flags, *watch.flags(findings)}),
     'detail': grade.verdict.detail,
     'package': task.package,
     'paid': grade.verdict.passed,
@@ -173,17 +174,15 @@ def rows() -> Iterator[Row]:
   yield from scanned('releases', releases.edits(pathlib.Path(_WHEELS.value)))
   yield from episodes(_EPISODES.value)
   if _TASKS.value:
-    found = task_set.load(_TASKS.value)
-    yield from scanned('views of real tasks', views(found))
-    yield from gold(found, _PER_PACKAGE.value)
+    tasks = task_set.load(_TASKS.value)
+    yield from scanned('views of real tasks', views(tasks))
+    yield from gold(tasks, _PER_PACKAGE.value)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  found = [{'step': step, **row} for step, row in enumerate(rows())]
-  results.write(_RESULTS.value, found, by=('set',))
+def main() -> None:
+  result_rows = [{'step': step, **row} for step, row in enumerate(rows())]
+  results.write(_RESULTS.value, result_rows, by=('set',))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from composer_jax.telemetry import writer
+from experiments import start
 
 ROOT = pathlib.Path(__file__).parent
 NAMES = {'adam': 'AdamW', 'muon': 'Muon'}
@@ -39,12 +40,12 @@ def sweep_of(rows: Sequence[Row], rule: str) -> list[Row]:
 
   A run whose rates are the same belongs to both.
   """
-  own = [r for r in rows if r['stage'] == 'sweep' + rule]
+  rule_rows = [r for r in rows if r['stage'] == 'sweep' + rule]
   if not rule:
-    return own
-  rest = {r['rest_rate'] for r in own}
-  return own + [
-    r for r in rows if r['stage'] == 'sweep' and r['learning_rate'] in rest
+    return rule_rows
+  rates = {r['rest_rate'] for r in rule_rows}
+  return rule_rows + [
+    r for r in rows if r['stage'] == 'sweep' and r['learning_rate'] in rates
   ]
 
 
@@ -56,8 +57,8 @@ def beyond(sweep: Sequence[Row]) -> tuple[float, ...]:
   """Rates to add, for both: beyond an end at which either has its best."""
   rates = [r['learning_rate'] for r in sweep]
   best = {best_rate(sweep, optimizer) for optimizer in NAMES}
-  found = {min(rates): min(rates) / 2, max(rates): max(rates) * 2}
-  return tuple(new for end, new in found.items() if end in best)
+  extensions = {min(rates): min(rates) / 2, max(rates): max(rates) * 2}
+  return tuple(new for end, new in extensions.items() if end in best)
 
 
 def step_ratio(rows: Sequence[Row]) -> float:
@@ -72,8 +73,8 @@ def step_ratio(rows: Sequence[Row]) -> float:
     if r['optimizer'] == 'adam'
   }
   for muon in _of(rows, 'muon'):
-    other = adam[muon['learning_rate'], muon['seed'], muon['step']]
-    pairs += zip(_turns(muon), _turns(other), strict=True)
+    adam_row = adam[muon['learning_rate'], muon['seed'], muon['step']]
+    pairs += zip(_turns(muon), _turns(adam_row), strict=True)
   return statistics.median(a / b for a, b in pairs)
 
 
@@ -176,8 +177,8 @@ def pairs_table(rows: Sequence[Row]) -> str:
 
 
 def _arm(row: Row) -> str:
-  rest = f', rest at {row["rest_rate"]:g}' if 'rest_rate' in row else ''
-  return f'{NAMES[row["optimizer"]]} at {row["learning_rate"]:g}{rest}'
+  rest_text = f', rest at {row["rest_rate"]:g}' if 'rest_rate' in row else ''
+  return f'{NAMES[row["optimizer"]]} at {row["learning_rate"]:g}{rest_text}'
 
 
 def cost_table(cost: Sequence[Row]) -> str:
@@ -237,7 +238,7 @@ def _plot(rows: Sequence[Row]) -> None:
 
 def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
   """Final loss by rate, and loss by step and by CPU time at the best."""
-  rate, step, second = axes
+  rate, step, time = axes
   shortest = min(r['step'] for r in seeds)
   for color, (optimizer, name) in zip(('C0', 'C1'), NAMES.items(), strict=True):
     points = sorted(
@@ -249,7 +250,7 @@ def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
       losses = [float(v) for v in row['heldout_loss']]
       label = name if style == '-' else f'{name}, longer'
       label = label if row['seed'] == seeds[0]['seed'] else None
-      for axis, x in ((step, row['eval_steps']), (second, row['cpu_s'])):
+      for axis, x in ((step, row['eval_steps']), (time, row['cpu_s'])):
         # The first losses are those of nearly random weights.
         axis.plot(x[2:], losses[2:], style, color=color, lw=1, label=label)
   rate.set_xscale('log')
@@ -258,7 +259,7 @@ def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
   rate.minorticks_off()
   rate.set_xlabel('peak learning rate of matrices')
   step.set_xlabel('optimizer step')
-  second.set_xlabel('CPU seconds of training steps')
+  time.set_xlabel('CPU seconds of training steps')
   for axis in axes:
     axis.set_ylabel('held-out loss, nats a token')
     axis.legend(fontsize=7)
@@ -273,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

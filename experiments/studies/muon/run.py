@@ -14,7 +14,9 @@ import os
 import pathlib
 from typing import Any
 
-from absl import app, flags
+from absl import flags
+
+from experiments import start
 
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/muon', 'Keeps the corpus.')
 _RESULTS = flags.DEFINE_string(
@@ -35,15 +37,13 @@ SEEDS = (1, 2, 3)  # not the one that chose the rates
 
 def _pin_to(core: int) -> None:
   """Call it before JAX starts its backend: threads keep what they find."""
-  given = os.environ.get('XLA_FLAGS', '')
-  os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  xla_flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{xla_flags} --xla_cpu_multi_thread_eigen=false'
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {core})
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   _pin_to(_CORE.value)
   from composer_jax.telemetry import machine, writer
   from experiments.studies.muon import analyze, training
@@ -60,11 +60,11 @@ def main(argv: list[str]) -> None:
       out.write('setup', 0, machine=machine.describe(), **about)
 
     def run(stage: str, arms: list[training.Arm]) -> None:
-      done = {analyze.key(r) for r in rows(stage)}
-      missing = [a for a in dict.fromkeys(arms) if a.key not in done]
+      finished = {analyze.key(r) for r in rows(stage)}
+      missing = [a for a in dict.fromkeys(arms) if a.key not in finished]
       print(stage, *missing, sep='\n  ', flush=True)
-      found = training.in_turns([training.turns(a, data) for a in missing])
-      for arm, line in zip(missing, found, strict=True):
+      lines = training.in_turns([training.turns(a, data) for a in missing])
+      for arm, line in zip(missing, lines, strict=True):
         out.write(stage, arm.steps, **line)
 
     def compare(rule: str, rest_rate: float | None) -> None:
@@ -117,11 +117,11 @@ def main(argv: list[str]) -> None:
           training.Arm(
             optimizer=optimizer,
             learning_rate=best[optimizer],
-            rest_rate=best[other],
+            rest_rate=best[rest_optimizer],
             seed=seed,
             steps=training.STEPS,
           )
-          for optimizer, other in (OPTIMIZERS, OPTIMIZERS[::-1])
+          for optimizer, rest_optimizer in (OPTIMIZERS, OPTIMIZERS[::-1])
         ],
       )
     compare('_fixed', REST_RATE)
@@ -131,4 +131,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -139,7 +139,7 @@ def data(workdir: str, sources: Sequence[str], max_bytes: int) -> Data:
   )
 
 
-def describe(found: Data) -> Record:
+def describe(data: Data) -> Record:
   """What all runs share."""
   shapes, _ = decoder.abstract(model())
   arm = Arm(optimizer='muon', learning_rate=1.0, seed=0, steps=STEPS)
@@ -148,9 +148,9 @@ def describe(found: Data) -> Record:
     'rows': ROWS,
     'seq_len': SEQ_LEN,
     'parameters': sum(x.size for x in jax.tree.leaves(shapes['params'])),
-    'corpus': found.fingerprint,
-    'tokens_to_learn': SEQ_LEN * len(found.learnt),
-    'tokens_held_out': int(sum(b.loss_weights_BT.sum() for b in found.heldout)),
+    'corpus': data.fingerprint,
+    'tokens_to_learn': SEQ_LEN * len(data.learnt),
+    'tokens_held_out': int(sum(b.loss_weights_BT.sum() for b in data.heldout)),
     'muon': {k: v for k, v in options if not k.endswith('learning_rate')},
     'model': dataclasses.asdict(model()),
   }
@@ -168,11 +168,11 @@ def _transform(arm: Arm) -> optax.GradientTransformation:
     return transform
   # AdamW's update, decay included, is proportional to its rate.
   role_tree = roles.tree(shapes['params'], axes['params'])
-  rest = optax.scale(arm.rest_rate / arm.learning_rate)
+  rest_scale = optax.scale(arm.rest_rate / arm.learning_rate)
   return optax.chain(
     transform,
     optax.partition(
-      {roles.ADAM: rest, 'matrix': optax.identity()},
+      {roles.ADAM: rest_scale, 'matrix': optax.identity()},
       jax.tree.map(lambda r: r if r == roles.ADAM else 'matrix', role_tree),
     ),
   )
@@ -202,7 +202,7 @@ def _first_state(arm: Arm) -> train_state.TrainState:
   return jax.block_until_ready(train_state.create(variables, _transform(arm)))
 
 
-def turns(arm: Arm, found: Data) -> Turns:
+def turns(arm: Arm, data: Data) -> Turns:
   """Trains, giving way every `TURN` steps and once before the first.
 
   Returns:
@@ -213,12 +213,12 @@ def turns(arm: Arm, found: Data) -> Turns:
   """
   program = _step(dataclasses.replace(arm, seed=0))
   # Compiles, off the clock; the state is donated, so it takes another.
-  program(_first_state(arm), next(found.stream(arm.seed)))
-  state, stream = _first_state(arm), found.stream(arm.seed)
+  program(_first_state(arm), next(data.stream(arm.seed)))
+  state, stream = _first_state(arm), data.stream(arm.seed)
 
   def held_out() -> float:
     variables = state.variables()
-    return lm_loss.mean_loss(_held_out_sums(), variables, found.heldout)
+    return lm_loss.mean_loss(_held_out_sums(), variables, data.heldout)
 
   steps = [0]
   cpu_s, heldout_loss, train_loss = [0.0], [held_out()], []
@@ -250,18 +250,18 @@ def turns(arm: Arm, found: Data) -> Turns:
 
 def in_turns(runs: Sequence[Turns]) -> list[Record]:
   """Runs all to their ends, a turn each: a busy machine slows all alike."""
-  found: dict[int, Record] = {}
-  while len(found) < len(runs):
+  lines: dict[int, Record] = {}
+  while len(lines) < len(runs):
     for index, run in enumerate(runs):
-      if index not in found:
+      if index not in lines:
         try:
           next(run)
         except StopIteration as end:
-          found[index] = end.value
-  return [found[index] for index in range(len(runs))]
+          lines[index] = end.value
+  return [lines[index] for index in range(len(runs))]
 
 
-def costs(found: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
+def costs(data: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
   """CPU milliseconds of a step and of its parts, measured turn by turn.
 
   'gradients' is the step without its update, 'update' the optimizer alone
@@ -272,12 +272,12 @@ def costs(found: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
     rounds: that count; one before them does not.
     repeats: calls a round.
   """
-  batch = next(found.stream(0))
+  batch = next(data.stream(0))
   programs: dict[tuple[str, str], Callable[[], Any]] = {}
   for name in ('adam', 'muon'):
     arm = Arm(optimizer=name, learning_rate=1e-3, seed=0, steps=STEPS)
     state, transform = _first_state(arm), _transform(arm)
-    whole = jax.jit(
+    whole_step = jax.jit(
       train_step.make(model(), transform, plan=None, bias_rate=BIAS_RATE)
     )
     grad = jax.grad(lm_loss.loss, has_aux=True)
@@ -291,7 +291,7 @@ def costs(found: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
       gradients, state.params, state.selection_bias, batch
     )
     direction, stats = back()
-    programs[name, 'step'] = functools.partial(whole, state, batch)
+    programs[name, 'step'] = functools.partial(whole_step, state, batch)
     programs[name, 'gradients'] = back
     programs[name, 'update'] = functools.partial(
       update, state, direction, stats.load_ME

@@ -12,9 +12,10 @@ import pathlib
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 from experiments.studies.summary import stream, training
 
@@ -28,19 +29,17 @@ ARMS = ('chain', 'masked')
 _KEPT = ('pass_rate', 'entropy', 'grad_norm', 'mismatch_kl', 'tokens')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   sizes = training.QUICK if _QUICK.value else training.Sizes()
   for seed in map(int, _SEEDS.value):
     rows = [r for r in results.read(_RESULTS.value) if r['seed'] == seed]
     if any(r['stage'] == 'end' for r in rows):
       continue
-    done = {r['arm'] for r in rows if r['stage'] == 'eval'}
-    if not done:
+    finished = {r['arm'] for r in rows if r['stage'] == 'eval'}
+    if not finished:
       about = {'machine': machine.describe(), **training.about(sizes)}
       _keep([{'stage': 'setup', 'seed': seed, 'step': 0, **about}])
-    _run(seed, sizes, done)
+    _run(seed, sizes, finished)
     end = {'stage': 'end', 'seed': seed, 'step': sizes.steps}
     _keep([{**end, 'cpu_s': time.process_time()}])
 
@@ -49,7 +48,7 @@ def _keep(rows: list[results.Row]) -> None:
   results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))
 
 
-def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
+def _run(seed: int, sizes: training.Sizes, finished: set[str]) -> None:
   """SFT, and RL of both arms from it; arms that are done are not run again."""
 
   def judged(variables: Any, arm: str, step: int) -> list[results.Row]:
@@ -59,19 +58,19 @@ def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
       ('amnesic', stream.PIECES, sizes.episodes, True),
       ('long', stream.LONG_PIECES, max(sizes.episodes // 4, 1), False),
     ):
-      found = training.evaluate(
+      measured = training.evaluate(
         variables, seed=seed, pieces=pieces, episodes=episodes, amnesic=amnesic
       )
-      print(seed, arm, step, name, found, flush=True)
+      print(seed, arm, step, name, measured, flush=True)
       row = {'stage': 'eval', 'seed': seed, 'step': step, 'name': name}
-      rows.append({**row, 'arm': arm, **found})
+      rows.append({**row, 'arm': arm, **measured})
     return rows
 
   start = training.imitate(sizes, seed)
-  if 'sft' not in done:
+  if 'sft' not in finished:
     _keep(judged(start, 'sft', 0))
   for arm in ARMS:
-    if arm in done:
+    if arm in finished:
       continue
     end, rows = start, []
     for end, history in training.reinforce(  # noqa: B007
@@ -86,4 +85,4 @@ def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -108,19 +108,23 @@ class Stream:
 def generate(index: int, seed: int, pieces: int) -> Stream:
   """The task of that number; later pieces spare the variable asked for."""
   draw = random.Random(f'stream/{seed}/{pieces}/{index}')
-  asked = draw.choice(VARIABLES)
-  others = [v for v in VARIABLES if v != asked]
-  found = []
+  variable = draw.choice(VARIABLES)
+  distractors = [v for v in VARIABLES if v != variable]
+  stream_pieces = []
   for number in range(pieces):
     if number == 0:
       assigned = list(VARIABLES)
     else:
-      assigned = draw.sample(list(VARIABLES) if number < EARLY else others, 2)
+      assigned = draw.sample(
+        list(VARIABLES) if number < EARLY else distractors, 2
+      )
     words = [f'{v}{draw.randrange(NUM_VALUES)}' for v in assigned]
     words += draw.choices(_FILLERS, k=PIECE_TOKENS - len(words))
     draw.shuffle(words)
-    found.append(' '.join(words))
-  return Stream(f'stream/{seed}/{pieces}/{index}', tuple(found), asked)
+    stream_pieces.append(' '.join(words))
+  return Stream(
+    f'stream/{seed}/{pieces}/{index}', tuple(stream_pieces), variable
+  )
 
 
 class StreamEnvironment:
@@ -154,10 +158,10 @@ class StreamEnvironment:
         text='next', tool='', outcome=turns_lib.UNKNOWN_TOOL
       )
     self._told += 1
-    told = f'ask {self._task.variable}'
+    piece = f'ask {self._task.variable}'
     if self._told <= len(self._task.pieces):
-      told = self._task.pieces[self._told - 1]
-    return environment.ToolResult(text=told, tool='next')
+      piece = self._task.pieces[self._told - 1]
+    return environment.ToolResult(text=piece, tool='next')
 
   def usage(self, tool: str) -> str:
     return tool
@@ -222,11 +226,11 @@ def transcripts(
   tokenizer: Words, *, seed: int, count: int, noise: float
 ) -> list[records.Rollout]:
   """Episodes of the scripted policy; one in eight is three times as long."""
-  found = []
+  episodes = []
   for index in range(count):
     pieces = PIECES if index % 8 else 3 * PIECES
     draw = random.Random(f'script/{seed}/{index}')
-    found.append(
+    episodes.append(
       episode.run(
         StreamEnvironment(generate(index, seed, pieces)),
         ScriptedPolicy(tokenizer, draw, noise),
@@ -238,13 +242,13 @@ def transcripts(
         summary=SUMMARY,
       )
     )
-  return found
+  return episodes
 
 
 def carried(rollout: records.Rollout, task: Stream) -> bool:
   """Whether the last window was given the right answer, by its summary."""
-  last = rollout.trajectories[-1]
-  words = Words().decode(last.tokens_T[~last.loss_mask_T]).split()
+  window = rollout.trajectories[-1]
+  words = Words().decode(window.tokens_T[~window.loss_mask_T]).split()
   return task.answer in words
 
 
@@ -260,13 +264,15 @@ def oracle(
     rollouts: whose last windows are seen.
     answers: right ones.
   """
-  found: dict[bytes, collections.Counter] = collections.defaultdict(
+  answers_by_window: dict[bytes, collections.Counter] = collections.defaultdict(
     collections.Counter
   )
   for rollout, answer in zip(rollouts, answers, strict=True):
-    last = rollout.trajectories[-1]
+    window = rollout.trajectories[-1]
     # The second message is the summary; the policy's own tokens are no fact.
-    ends = np.flatnonzero(last.tokens_T == Words.END)
-    seen_T = np.where(last.loss_mask_T, Words.PAD, last.tokens_T)[ends[1] :]
-    found[seen_T.tobytes()][answer] += 1
-  return sum(max(c.values()) for c in found.values()) / len(rollouts)
+    ends = np.flatnonzero(window.tokens_T == Words.END)
+    seen_T = np.where(window.loss_mask_T, Words.PAD, window.tokens_T)[ends[1] :]
+    answers_by_window[seen_T.tobytes()][answer] += 1
+  return sum(max(c.values()) for c in answers_by_window.values()) / len(
+    rollouts
+  )

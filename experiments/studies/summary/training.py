@@ -330,7 +330,7 @@ def evaluate(
   """
   params = train_state.policy_values(variables['params'])
   streams_seed = 2_000_003 + seed
-  found = collect.groups(
+  groups = collect.groups(
     collector_of(
       seed=streams_seed,
       pieces=pieces,
@@ -341,7 +341,7 @@ def evaluate(
     make_engine({**variables, 'params': params}, 0),
     range(episodes),
   )
-  rollouts = [r for g in found for r in g.rollouts]
+  rollouts = [r for g in groups for r in g.rollouts]
   windows = [len(t) for r in rollouts for t in r.trajectories]
   return {
     'pass_rate': float(np.mean([r.verdict.passed for r in rollouts])),
