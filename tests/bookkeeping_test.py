@@ -1,4 +1,4 @@
-"""The test suite's own book: skips are named, its XLA cache heals."""
+"""The test suite itself: which skips are allowed, and how its XLA cache heals."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, says what it is, and describes a whole run."""
+"""Every file in configs/ loads, is documented, and describes a whole run."""
 
 import ast
 import importlib.util
@@ -27,7 +27,7 @@ COMPOSERS = [p for p in CONFIGS if p.parent.name == 'composer']
 SERVERS = [p for p in CONFIGS if p.parent.name == 'serve']  # tests/serve
 TASK_SETS = [p for p in CONFIGS if p.parent.name == 'tasks']  # tests/tasks
 
-# Besides '': what a module's docstring or its function's names after a colon.
+# Arguments other than '', as the docstrings name them after a colon.
 ARGUMENTS = {
   'composer/tiny.py': ('smoke',),
   'composer/gpu.py': ('smoke',),
@@ -74,7 +74,7 @@ def leaves(config, prefix=''):
 def test_there_are_configs():
   assert ROOT / 'configs' / 'composer' / 'tiny.py' in COMPOSERS
   assert MODELS
-  # One that is in neither would be loaded and never built.
+  # A config that is in neither list would be loaded and never built.
   assert sorted(MODELS + COMPOSERS + SERVERS + TASK_SETS) == CONFIGS
 
 
@@ -85,7 +85,7 @@ def test_config_loads(path):
   assert isinstance(config, ml_collections.ConfigDict)
   values = dict(leaves(config))
   assert values, f'{path} sets nothing'
-  # YAML and the command line know these types only.
+  # The only types that YAML and the command line have.
   for name, value in values.items():
     kinds = (bool, int, float, str, tuple, list, type(None))
     assert isinstance(value, kinds), f'{path}: {name} is a {type(value)}'
@@ -106,7 +106,7 @@ def test_documented_arguments_are_those_that_work(path):
   known = ARGUMENTS.get(name_of(path), ())
   text = path.read_text()
   for argument in known:
-    assert f'.py:{argument}`' in text, f'{path} does not tell of {argument!r}'
+    assert f'.py:{argument}`' in text, f'{path} does not document {argument!r}'
     assert dict(leaves(load(path).get_config(argument)))
   with pytest.raises(ValueError, match="'nonsense'"):
     load(path).get_config('nonsense')
@@ -182,7 +182,7 @@ def test_composer_is_a_whole_run(path, argument):
   for name, entry in resolved.items():
     assert name in shown or entry.value == entry.default, name
   assert counted(spec.model) == flops.params_total(spec.model)
-  # What is made of the sections later is made of them here.
+  # A run builds these from its sections later.
   spec.cpt.optimizer_options(), spec.sft.optimizer_options()
   spec.rl.optimizer_options(), spec.update_options(), spec.engine_options()
   spec.systems['sandbox'].limits()
@@ -234,7 +234,7 @@ def test_every_field_can_be_set_on_the_command_line():
   entries = {
     e.name: e
     for e in wiring.resolved(tiny().to_dict())
-    # None has no form on the command line, and texts of templates are quoted.
+    # The command line cannot write None; texts of templates are quoted.
     if e.value is not None and e.name != 'hints.templates'
   }
   again = overridden(*(f'{n}={said(e.value)}' for n, e in entries.items()))
@@ -353,7 +353,7 @@ def test_misspelt_section_is_named():
     ('sft.batch_size', 1, r'sft\.batch_size \(1\) .* fsdp \(2\).* is 2'),
     ('cpt.accumulate', 0, r'accumulate must be .* at least 1; got 0'),
     ('cpt.accumulate', 3, r'batch_size \(16\) .*accumulate \(3\).* is 18'),
-    # Zigzag order halves what a context shard holds of a row.
+    # Zigzag order gives each context shard two pieces of a row.
     ('mesh.context', 3, r'cpt\.seq_len \(256\) .* context .*\(6\).* is 258'),
     ('mesh.context', 80, r'cpt\.seq_len \(256\) .*zigzag.*\(160\).* is 320'),
     ('parallel.transport', 'nccl', r"transport .*'ring'.*'nccl'"),

@@ -1,4 +1,4 @@
-"""What README and docs say: commands, flags, fields, links and words."""
+"""Commands, flags, fields, links and words of README and docs."""
 
 import ast
 import functools
@@ -26,7 +26,7 @@ each_page = pytest.mark.parametrize(
 
 
 def commands(text: str) -> list[list[str]]:
-  """The words of each command of the project, without comments."""
+  """Returns the words of each command of this project in a text."""
   blocks = re.findall(r'^```\w*\n(.*?)^```', text, re.M | re.S)
   blocks += re.findall(r'`(\./run\.sh[^`\n]*)`', text)
   lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
@@ -40,7 +40,7 @@ def commands(text: str) -> list[list[str]]:
 
 @functools.cache
 def flags_of(module: str) -> frozenset[str]:
-  """Names of the flags that a main defines."""
+  """Returns the names of the flags that a main defines."""
   code = (
     'import importlib, sys; from absl import flags; '
     'importlib.import_module(sys.argv[1]); '
@@ -63,7 +63,7 @@ def fields_of(config: str) -> frozenset[str]:
 
 
 def main_of(words: list[str]) -> tuple[str, list[str]]:
-  """The module that a command starts ('' for one of run.sh) and its flags."""
+  """Returns the module that a command starts ('' for run.sh's own), and flags."""
   if words[0] != './run.sh':
     return words[2], words[3:]
   command, *arguments = words[1:] or ['']

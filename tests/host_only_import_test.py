@@ -23,11 +23,11 @@ HOST_ONLY = (
   'data/packing.py',
 )
 
-# Their sides that train, place and sample.
+# Parts of these packages that train, place or sample, and need jax.
 WITH_JAX = ('composer_jax.tasks.practice', 'composer_jax.delta.device')
 
-# What runs inside the sandbox, where no installed package is: it imports the
-# standard library and itself.
+# Runs inside the sandbox, where no package is installed: it may import the
+# standard library and its own modules only.
 INSIDE = ROOT / 'composer_jax' / 'sandbox' / 'inside'
 
 _PROGRAM = """

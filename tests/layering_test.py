@@ -1,7 +1,7 @@
-"""The laws of the house, read from the source: see docs in DESIGN and STYLE.
+"""Laws of the code's structure, checked on its source.
 
-The spine imports no system; floors have no cycles; the spine stays small enough
-to hold in one head; every module is reached by a program; no name stands twice.
+The spine imports no system; floors have no cycles; spine and library keep to
+their budgets of lines; a program reaches every module; class names are unique.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'composer_jax'
 
-# The spine, from the ground up; a package imports lower floors alone.
+# The spine, lowest floor first; a package imports only lower floors.
 FLOORS = (
   ('core',),
   ('parallel', 'kernels', 'telemetry', 'text'),
@@ -26,7 +26,7 @@ FLOORS = (
 )
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
 
-# Each system with the systems that it may import, by their doors alone.
+# Each system, with the systems whose doors it may import.
 SYSTEMS = {
   'sandbox': (),
   'corpus': (),
@@ -38,7 +38,7 @@ SYSTEMS = {
   'serve': ('delta', 'hf', 'tasks'),
 }
 
-# What of a system others may import. `wiring` and the mains import any module.
+# Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options'),
   'tasks': (
@@ -65,10 +65,10 @@ SPINE_LINES = 22_000
 LIBRARY_LINES = 66_000
 MAX_FILES = 15  # of a folder; that of delta waits for its own rewriting
 
-# Modules without a program, which later work wires.
+# Modules that no program imports yet.
 UNREACHED = {'agent.replay', 'sandbox.remote.ray_placement', 'tasks.judges'}
 
-# Files that are run or loaded by path or by a made-up name, by who does it.
+# Files that are run or loaded by path or by a composed name, and by what.
 BY_NAME = {
   'kernels.grouped.matmul': (
     'kernels.grouped.megablox',
@@ -83,8 +83,8 @@ BY_NAME = {
   'tasks.grading.suites': ('tasks.grading.suite_plugin',),
 }
 
-# Class names that stand more than once, with the reason. Those inside delta
-# wait for its own rewriting.
+# Class names that several modules have, with the reason. Those inside delta
+# wait for its rewriting.
 TWICE: dict[str, str] = {}
 
 # Ten files that show the whole idea, in the order to read them.
@@ -112,7 +112,7 @@ def name_of(path: pathlib.Path) -> str:
 
 
 def module_of(path: pathlib.Path) -> str:
-  """'rl.step' of composer_jax/rl/step.py."""
+  """Returns a module's dotted name: 'rl.step' for composer_jax/rl/step.py."""
   parts = path.relative_to(PACKAGE).with_suffix('').parts
   return '.'.join(parts).removesuffix('.__init__')
 
@@ -195,7 +195,7 @@ def test_modules_have_no_cycle(trees):
   modules = {
     module_of(path): tree
     for path, tree in trees.items()
-    # The inside of delta waits for its own rewriting.
+    # delta waits for its rewriting.
     if not module_of(path).startswith('delta.')
   }
   graphlib.TopologicalSorter(
@@ -258,7 +258,7 @@ def test_no_folder_shows_more_than_one_sees_at_once():
 
 
 def test_no_file_repeats_the_name_of_its_folder():
-  """deletion/deletion_edit.py says twice what deletion/edit.py says once."""
+  """Holds for deletion/edit.py and not for deletion/deletion_edit.py."""
   repeated = [
     name_of(path)
     for path in sources()
@@ -269,7 +269,7 @@ def test_no_file_repeats_the_name_of_its_folder():
 
 
 def imported(tree: ast.AST, modules) -> Iterator[str]:
-  """Yields those of the library's modules that a file imports."""
+  """Yields the modules of the library that a file imports."""
   for _, name in imports(tree):
     inner = name.removeprefix('composer_jax.')
     # `from a.b import c` names module a.b.c, or c of module a.b.
@@ -280,7 +280,7 @@ def imported(tree: ast.AST, modules) -> Iterator[str]:
 
 
 def reached(trees) -> set[str]:
-  """Modules that a main, example, study or benchmark imports, however far."""
+  """Returns modules that a program imports, directly or through others."""
   modules = {module_of(path): tree for path, tree in trees.items()}
   programs = [*ROOT.glob('experiments/**/*.py'), *ROOT.glob('benchmarks/*.py')]
   due = [
@@ -299,7 +299,7 @@ def test_every_module_is_reached_by_a_program(trees):
   modules = {module_of(p) for p in trees if p.name != '__init__.py'}
   unreached = modules - reached(trees) - UNREACHED
   assert not unreached
-  # What a program reaches by now has no place in the list.
+  # A module that a program reaches must leave the list.
   assert modules >= UNREACHED and not UNREACHED & reached(trees)
 
 
@@ -388,7 +388,7 @@ def test_shifts_are_seen():
 
 
 def test_tasks_and_agent_parse_in_one_place():
-  """Python 3.11 fails with a SystemError where threads parse at once."""
+  """Python 3.11 fails with a SystemError when two threads call ast.parse."""
   places = [
     name_of(path)
     for package in ('tasks', 'agent')

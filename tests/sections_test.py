@@ -1,4 +1,4 @@
-"""Dictionaries become dataclasses by name, with defaults where they stand."""
+"""Dictionaries become dataclasses by name; absent fields keep their defaults."""
 
 import dataclasses
 

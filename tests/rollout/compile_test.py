@@ -1,4 +1,4 @@
-"""After `warm()` nothing is compiled again, whatever comes."""
+"""After `warm()` the engine compiles nothing more."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ OPTIONS = engines.EngineOptions(
 
 @pytest.fixture
 def compiled():
-  """Names of what is compiled while the test runs."""
+  """Names of the functions compiled while the test runs."""
   names = []
 
   def listen(event, duration, **details):
@@ -39,7 +39,7 @@ def test_nothing_is_compiled_in_steady_state(
   make_config, make_variables, compiled
 ):
   config = make_config(num_layers=1, num_dense_layers=0)
-  # As training makes them, on a device, and as a store has them.
+  # Weights as training leaves them, on a device, and as a store returns them.
   policies = [
     jax.device_put(decoder.policy(make_variables(config, 0))),
     jax.tree.map(np.asarray, decoder.policy(make_variables(config, 1))),
@@ -73,7 +73,7 @@ def test_nothing_is_compiled_in_steady_state(
   assert finished > 15
   assert compiled == []
   assert engine.traces == dict.fromkeys(names, 1)
-  # Another engine of these shapes has its programs already.
+  # A second engine of the same shapes reuses the programs.
   other_engine = engines.Engine(config, policies[0], 0, OPTIONS)
   other_engine.warm()
   assert other_engine.traces == dict.fromkeys(names, 1)

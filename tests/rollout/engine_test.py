@@ -1,4 +1,4 @@
-"""Engine: what a session gets depends on the session and the weights alone."""
+"""The engine's answers depend on the session and the weights alone."""
 
 import dataclasses
 
@@ -46,9 +46,9 @@ def make_engine(config, policy):
 
 
 def _turns(index):
-  """Contexts of a session's two turns, longer and shorter than a chunk.
+  """Returns contexts of two turns, longer and shorter than a chunk.
 
-  Sessions 4 and 5 begin like session 3, and then like each other.
+  Sessions 4 and 5 share more tokens with each other than with session 3.
   """
   first_T = serving.tokens(index, 3 + 2 * index)
   if index > 3:
@@ -95,11 +95,11 @@ def _whole(index, completions):
 
 
 def test_bits_depend_on_the_session_alone(engine, make_engine):
-  """Not on neighbours, slots, order, cached prefixes or pipelining."""
-  indices = range(6)  # More than slots: two wait.
+  """Neighbours, slots, order, cached prefixes and pipelining change no bit."""
+  indices = range(6)  # Two more sessions than slots, so two wait.
   together = _play(engine, indices)
   assert engine.stats().prefix_hit_tokens
-  # Every prompt is in the store by now.
+  # By now the prefix store holds every prompt.
   again = _play(engine, [4, 2, 5, 0, 3, 1])
   cached = [again[i][0].num_cached for i in indices]
   assert cached == [len(_turns(i)[0]) - 1 for i in indices]
@@ -111,7 +111,7 @@ def test_bits_depend_on_the_session_alone(engine, make_engine):
 
 
 def test_reading_late_changes_nothing(engine, make_engine, policy):
-  # A swap reads whatever is under way.
+  # A swap reads all reports that are still unread.
   late = make_engine(share_prefixes=False)
   at_once = make_engine(share_prefixes=False)
   _assert_same(
@@ -138,7 +138,7 @@ def test_records_equal_the_decoder_on_the_finished_sequence(
       ('raw_logprobs_T', raw_TV),
     ):
       rows_T = np.arange(len(tokens_T))
-      # The same float32 sums in another order.
+      # float32 sums run in another order.
       np.testing.assert_allclose(
         joined(name),
         logprobs_TV[rows_T, tokens_T][sampled_T],
@@ -170,7 +170,7 @@ def test_records_equal_the_decoder_on_the_finished_sequence(
 )
 def test_truncated_logprobs_are_of_what_is_left(engine, config, policy, how):
   context_T = serving.tokens(0, 7)
-  # Beside one that does not truncate.
+  # A neighbour in the same batch does not truncate.
   request = serving.request(0, context_T, new=9, **how)
   plain = serving.request(1, context_T, new=9)
   truncated, beside = serving.complete(engine, request, plain)
@@ -204,7 +204,7 @@ def test_a_group_consumes_its_prompt_once(engine, make_engine):
   stats = engine.stats()
   assert stats.context_tokens == 14 and stats.prefix_hit_tokens == 3 * 14
   assert [c.num_cached for c in shared] == [0, 14, 14, 14]
-  # Three full pages for all, one with two tokens and one more for each.
+  # Three full pages are shared; each of four sessions has two pages of its own.
   assert stats.pages - stats.pages_free == 3 + 4 * 2
   apart = make_engine(share_prefixes=False)
   for ours, separate in zip(
@@ -212,7 +212,7 @@ def test_a_group_consumes_its_prompt_once(engine, make_engine):
   ):
     serving.assert_same_bits(ours, separate)
   assert apart.stats().context_tokens == 4 * 14
-  # A turn more goes on from what each of them holds.
+  # The next turn continues from the pages that each session holds.
   more = [serving.request(i, [1, 2], new=3) for i in range(4)]
   for ours, separate in zip(
     serving.complete(engine, *more), serving.complete(apart, *more), strict=True
@@ -238,7 +238,7 @@ def test_tokens_are_told_as_they_come_and_are_those_of_the_end(engine):
 
 
 def test_context_is_put_off_for_two_dispatches_at_most(engine):
-  """Whether other context or decodes go before it."""
+  """Holds whether other contexts or decode steps are dispatched before it."""
   for index in range(3):
     engine.submit(serving.request(index, serving.tokens(index, 4), new=30))
   # Two rows: the third session waits for an extend, then for one decode.
@@ -270,7 +270,7 @@ def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
 
 
 def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
-  """So hot that the model has no say; over two requests."""
+  """At a temperature that makes all tokens equally likely, over two requests."""
   first, second = (
     serving.request(0, serving.tokens(seed, 5), new=4, temperature=1e6)
     for seed in (1, 2)

@@ -1,4 +1,4 @@
-"""Full caches, bad values, leaving clients: nobody else notices."""
+"""Full caches, bad values and closed sessions affect no other session."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ OPTIONS = engines.EngineOptions(
 
 @pytest.fixture(scope='module')
 def config(make_config):
-  # Tied, a bad row of the embedding would be a bad logit for everyone.
+  # With tied embeddings a bad row would be a bad logit of every session.
   return make_config(tie_embeddings=False)
 
 
@@ -44,7 +44,7 @@ def make_engine(config, policy):
 
 
 def _poisoned(policy, requests, completions):
-  """Makes a token bad that none of these has, and returns it."""
+  """Makes the embedding of an unused token NaN; returns weights and token."""
   parts = [a.context_T for a in requests] + [c.tokens_T for c in completions]
   bad = max(set(range(40)) - set(np.concatenate(parts).tolist()))
   policy = jax.tree.map(np.array, policy)
@@ -62,7 +62,7 @@ def test_a_full_cache_makes_requests_wait_and_corrupts_nothing(
   config, policy, make_engine
 ):
   engine = make_engine()
-  # Each comes to 36 tokens, nine pages of twelve; then they go on.
+  # Each session takes 36 tokens, nine of twelve pages, and then a second turn.
   requests = [
     serving.request(i, serving.tokens(i, 12), new=24) for i in range(6)
   ]
@@ -92,7 +92,7 @@ def test_a_full_cache_makes_requests_wait_and_corrupts_nothing(
           : len(completion.consumed_expert_ids_TMA)
         ],
       )
-  # Most had lost their pages when they went on.
+  # Most sessions had lost their pages before the second turn.
   starts = [next_turn.routes_start for next_turn in second_turns]
   assert starts.count(0) >= 5
   for request in requests:
@@ -103,7 +103,7 @@ def test_a_full_cache_makes_requests_wait_and_corrupts_nothing(
 def test_batch_invariant_bits_outlast_the_loss_of_pages(
   make_config, make_variables
 ):
-  """And a swap that refreshes, to the same weights."""
+  """Also across a swap with refresh to the same weights."""
   config = make_config(
     num_layers=2, tie_embeddings=False, numerics='batch_invariant'
   )
@@ -154,7 +154,7 @@ def test_values_that_are_not_finite_fail_their_own_request_alone(
   poisoned, bad = _poisoned(policy, requests, want)
   engine = make_engine(num_pages=64)
   engine.swap(poisoned, 6)
-  # Begins as the first does, whose pages it shares.
+  # Shares the pages of the first session's beginning.
   bad_T = np.concatenate([requests[0].context_T[:6], [bad], [1, 2, 3]])
   outcomes = serving.complete(engine, *requests, serving.request(66, bad_T))
   for actual, expected in zip(outcomes[:3], want, strict=True):
@@ -164,7 +164,7 @@ def test_values_that_are_not_finite_fail_their_own_request_alone(
       )
   failure = outcomes[3]
   assert isinstance(failure, records.Failure)
-  # The chunk in which it lies begins at 5, or where the copied page ended.
+  # The bad token's chunk begins at 5, or where the copied page ended.
   assert (failure.session, failure.version) == ('session 66', 6)
   assert failure.position in (4, 5)
   message = f'tokens from {failure.position} on of session .* version 6'
@@ -177,7 +177,7 @@ def test_values_that_are_not_finite_fail_their_own_request_alone(
 
 
 def test_bad_pages_harm_nobody_who_has_them_next(policy, make_engine):
-  # One session takes all pages, so the next is given the bad ones.
+  # One session takes all pages, so the next session gets the bad ones.
   request = serving.request(0, serving.tokens(3, 20), new=20)
   (want,) = serving.complete(make_engine(num_pages=10), request)
   poisoned, bad = _poisoned(policy, [request], [want])
@@ -188,7 +188,7 @@ def test_bad_pages_harm_nobody_who_has_them_next(policy, make_engine):
     (got,) = serving.complete(engine, request)
     np.testing.assert_array_equal(got.logprobs_T, want.logprobs_T)
     engine.close('session 0')
-  # Its prompt is consumed anew, and fails again.
+  # The bad prompt is consumed anew and fails again.
   for _ in range(2):
     (failure,) = serving.complete(
       engine, serving.request(66, [1, 2, 3, bad, 4, 5], new=2)
@@ -200,18 +200,18 @@ def test_bad_pages_harm_nobody_who_has_them_next(policy, make_engine):
 def test_bad_values_reach_nobody_through_pages_that_are_not_theirs(
   policy, make_engine
 ):
-  """Rows shorter than their neighbours look at pages they do not have."""
+  """A short row's page table points at pages that it does not own."""
   short = serving.request(1, [7], new=3)
   (want,) = serving.complete(make_engine(), short)
   long = serving.request(2, serving.tokens(2, 9), new=24)
   poisoned, bad = _poisoned(policy, [short], [want])
   engine = make_engine(poisoned)
-  # The first of all pages, which it keeps.
+  # This session takes page 0 and keeps it.
   serving.complete(engine, serving.request(0, [5], new=1))
   engine.submit(long)
   for _ in range(3):
     engine.step()
-  # One dispatch writes bad values, and before they are known another one reads.
+  # A dispatch writes bad values; another one reads before they are reported.
   engine.submit(serving.request(0, [bad, 5], new=1))
   consumed = engine.stats().context_tokens
   while engine.stats().context_tokens == consumed:
@@ -225,11 +225,11 @@ def test_bad_values_reach_nobody_through_pages_that_are_not_theirs(
 
 
 def test_bad_values_are_not_copied_with_a_page(policy, make_engine):
-  """Of a page that is shared, only the tokens in question are."""
+  """Copying a shared page takes only the tokens that both sessions have."""
   context_T = serving.tokens(0, 6)
   requests = [serving.request(i, context_T, new=3) for i in range(4)]
   clean = serving.complete(make_engine(), *requests)
-  # The first that one samples, and that nobody has who comes behind it.
+  # First token sampled by one session that the session behind it does not have.
   first, bad, second = next(
     (i, completion.tokens_T[0], j)
     for i, completion in enumerate(clean)
@@ -242,7 +242,7 @@ def test_bad_values_are_not_copied_with_a_page(policy, make_engine):
   engine.submit(requests[first])
   engine.step()
   engine.step()
-  # The bad token lies behind the prompt, in its last page; nobody knows yet.
+  # The bad token follows the prompt in its last page and is not yet reported.
   engine.submit(requests[second])
   outcomes = serving.finish(engine)
   failure, copied = (outcomes[requests[i].session] for i in (first, second))
@@ -274,4 +274,4 @@ def test_who_leaves_at_any_moment_leaves_nothing(make_engine):
     np.testing.assert_array_equal(completion.tokens_T, want[0].tokens_T)
     engine.close('session 9')
     _assert_nothing_held(engine)
-  engine.close('session 9')  # Nobody minds.
+  engine.close('session 9')  # Closing twice is allowed.

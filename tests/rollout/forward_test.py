@@ -1,4 +1,4 @@
-"""Serving forward: the decoder by other means."""
+"""The engine's forward pass over pages equals the decoder's."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ MOE = {
   'aux_loss_weight': 0.0,
   'z_loss_weight': 0.0,
 }
-# Compiles in a third of the time.
+# Compiling takes a third of the time.
 OPTIONS = {'xla_backend_optimization_level': 0}
 NO_SCALES = {'mscale': None, 'mscale_all_dim': None}
 
@@ -90,12 +90,12 @@ def step():
 
 
 def consume(step, setup, cache, tables_BP, chunks, first=0):
-  """Runs tokens `first` on in chunks of these lengths, the last one padded."""
+  """Consumes tokens from `first` on in chunks of these lengths, padded."""
   config, weights, tokens_BT, _ = setup
   batch = tokens_BT.shape[0]
   hidden, routes, start = [], [], first
   for chunk in chunks:
-    # What lies past the end is padding, which must leave no trace.
+    # Positions past the end are padding, which must change nothing.
     index = jnp.arange(start, start + chunk)
     hidden_BTD, ids_MBTA, cache = step(
       weights,
@@ -114,19 +114,19 @@ def consume(step, setup, cache, tables_BP, chunks, first=0):
 
 def check(have, want, start=0):
   hidden_BTD, ids_MBTA = have
-  # Sums in another order; values are of order one.
+  # float32 sums run in another order; values are of order one.
   np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, start:], atol=2e-5)
   np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, start:])
 
 
 def shuffled(seed=0):
-  """Tables of three pages a row, in no order, of a pool of twelve."""
+  """Returns tables of three pages a row, shuffled, from a pool of twelve."""
   pages = np.random.default_rng(seed).permutation(12)[: 3 * BATCH]
   return jnp.asarray(pages.reshape(BATCH, 3), jnp.int32)
 
 
 def in_order(cache, tables_BP):
-  """Returns the arrays of each layer as [B, S, ...], by the tables."""
+  """Yields each pool, and its pages laid out by the tables as [B, S, ...]."""
   for first, second in cache:
     if first.ndim == 4:
       first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
@@ -135,7 +135,7 @@ def in_order(cache, tables_BP):
       yield pool, array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
-# One token at a time, a chunk with padding at its end, and both.
+# One token at a time, a chunk with padding at its end, and a mixture.
 @pytest.mark.parametrize('chunks', [(5, 5, 5), (5, 1, 1, 5, 1)])
 def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
   config, *_, want = setup
@@ -152,7 +152,7 @@ def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
 
 def test_rows_share_pages_and_continue_on_copies(setup, step):
   config, weights, tokens_BT, want = setup
-  # Everybody's context is row 0's for six tokens: a page and a half.
+  # All rows have row 0's first six tokens: a page and a half.
   tokens_BT = tokens_BT.at[:, :6].set(tokens_BT[0, :6])
   alone = consume(
     step,
@@ -165,7 +165,7 @@ def test_rows_share_pages_and_continue_on_copies(setup, step):
   own_B3 = shuffled(1)
   tables_BP = own_B3.at[:, 0].set(own_B3[0, 0])
   cache = _consume_row(step, setup, cache, own_B3[:1], 6)
-  # The half page is forked, by each row for itself; page 12 does not exist.
+  # Each row copies the half page; page 12 does not exist.
   cache = forward.copy_pages(
     cache,
     jnp.full(BATCH + 1, own_B3[0, 1]),

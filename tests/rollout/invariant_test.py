@@ -1,10 +1,9 @@
 """Batch-invariant numerics: the same bits, whatever else is in the batch.
 
-Three sessions are scored by every way there is to consume a token: packed
-training in more than one packing, with and without gradient and recomputation;
-prefill whole and in random chunks; decode token by token. Slots, neighbours,
-padding, page tables and batch sizes differ. No compiler option is set where
-bits are compared: what runs is what is held equal.
+Three sessions are scored in every way that consumes tokens: packed training in
+several packings, with and without gradient and recomputation; prefill whole and
+in random chunks; decode token by token. Slots, neighbours, padding, page tables
+and batch sizes differ. Where bits are compared no compiler option is set.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from tests.rollout import forward_test
 
 LENGTHS = (37, 70, 33)
 TEMPERATURES = (1.0, 0.7, 1.3)
-# More rows than fast numerics take for a decode step, some of them padding.
+# A row long enough that fast numerics do not take it for a decode step.
 LONG = 523
 GROUPED, LATENT = forward_test.GROUPED, forward_test.LATENT
 MOE = forward_test.MOE | {'ffw_dim': 75}
@@ -125,7 +124,7 @@ def _trained(config):
 
   options = {}
   if config.numerics == 'fast':
-    # Compiles in a third of the time; its bits are held equal to nothing.
+    # Compiling takes a third of the time; these bits are compared with nothing.
     options = forward_test.OPTIONS
   gradient = jax.value_and_grad(loss, has_aux=True)
   return jax.jit(gradient, compiler_options=options)
@@ -195,7 +194,7 @@ def test_gradients_equal_those_of_fast_numerics(
 
 
 class Server:
-  """Consumes sessions the way an engine does, each chunk as it likes."""
+  """Consumes sessions as the engine does, in chunks of any size."""
 
   def __init__(self, config, variables):
     self.config = config
@@ -217,12 +216,12 @@ class Server:
     """Scores the sessions in `slots` (None is an empty one).
 
     Args:
-      tokens: of every session.
+      tokens: token ids of every session.
       slots: session of each row.
       width: tokens of a row in one step.
-      page_size: of the cache.
-      seed: of tables, of what padding holds, and of the chunks.
-      take: of a row's tokens in a step; None is as many as fit.
+      page_size: tokens in a page of the cache.
+      seed: seed of page tables, padding and chunks.
+      take: 'random' for random chunks; None for the longest that fit.
     """
     random = np.random.default_rng(seed)
     num_pages = -(-max(LENGTHS) // page_size)
@@ -301,7 +300,7 @@ def test_other_batch_sizes_equal_training(server, tokens, reference):
 
 @SLOW
 def test_fast_numerics_promise_less(model, tokens, reference):
-  """What is promised above is not there anyway."""
+  """Otherwise the laws above would hold for any numerics and prove nothing."""
   fast = dataclasses.replace(model[0], numerics='fast')
   batch, places = pack(tokens, [[2, 0, 1]], LONG)
   scores = jax.jit(functools.partial(score, fast))(model[1], batch)

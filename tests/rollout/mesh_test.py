@@ -29,9 +29,9 @@ OPTIONS = engines.EngineOptions(
 )
 GQA = architectures_test.ARCHITECTURES['qwen3_moe']
 MLA = architectures_test.ARCHITECTURES['deepseek_v3']
-# Four query and two key heads and 18 words over eight devices: what does not
-# divide is kept by several. Six experts go to two groups of devices, and their
-# hidden units to the four of each.
+# Four query heads, two key heads and 18 words over eight devices: axes that do
+# not divide are replicated. Six experts lie on two groups of four devices, which
+# divide their hidden units.
 _MOE = {**GQA.to_dict()['moe'], 'num_experts': 6, 'ffw_dim': 8}
 UNEVEN = model_config.ModelConfig.from_dict({**GQA.to_dict(), 'moe': _MOE})
 CASES = {
@@ -110,7 +110,7 @@ def test_no_weight_and_no_page_moves():
   )
   program_collectives = collectives.read(compiled.as_text())
   assert any(c.kind == 'all-reduce' for c in program_collectives)
-  # Rows of the residual stream, of heads, of the vocabulary: nothing larger.
+  # The largest rows are those of the residual stream, heads and vocabulary.
   widest = rows * config.embed_dim
   assert max(size for c in program_collectives for size in c.sizes) <= widest
 

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, from the right random numbers."""
+"""Samples follow their distribution and depend on seed and position alone."""
 
 import functools
 
@@ -82,10 +82,10 @@ def _truncated(logits_V, temperature, top_p, top_k, min_p):
     (1.0, 1.0, 3, 0.0, 3),
     (2.0, 1.0, 0, 0.6, 2),
     (0.5, 0.99, 4, 0.2, 2),
-    # top_p is of what top_k left: 0.4 / 0.7 < 0.6 of two, not of all.
+    # top_p counts the mass that top_k left: 0.4 / 0.7 of two, not 0.4 of all.
     (1.0, 0.56, 2, 0.0, 1),
     (1.0, 1e-6, 0, 0.0, 1),
-    # Two of the three equal ones, those with the smaller index.
+    # Of three equal tokens, the two with the smaller index.
     (1.0, 1.0, 4, 0.0, 4),
   ],
 )

@@ -1,4 +1,4 @@
-"""Serving: many blocking threads, one engine, and no one left waiting."""
+"""Many threads block on one engine, and every one of them is answered."""
 
 import dataclasses
 from concurrent import futures
@@ -48,7 +48,7 @@ def _episode(index):
 
 
 def play_all(jobs, engine, num_threads=3):
-  """Plays jobs in threads against an engine; results in order."""
+  """Plays jobs in threads against an engine; returns results in order."""
   policy = server.EnginePolicy(engine, timeout_s=60)
   with futures.ThreadPoolExecutor(num_threads) as pool:
     running = [pool.submit(job, policy) for job in jobs]
@@ -60,7 +60,7 @@ def play_all(jobs, engine, num_threads=3):
 def test_completions_do_not_depend_on_threads(engine):
   jobs = [_episode(i) for i in range(7)]
   with_few_threads = play_all(jobs, engine, 1)
-  # More threads than slots: the sessions over the slots wait and come through.
+  # With more threads than slots the other sessions wait and are served later.
   with_seven_threads = play_all(jobs, engine, 7)
   assert with_seven_threads == with_few_threads
   assert not engine.is_open('session 6')
@@ -92,7 +92,7 @@ def test_a_refused_request_is_told_to_its_caller_alone(engine):
 def test_what_stops_the_loop_reaches_every_waiting_thread(engine):
   policy = server.EnginePolicy(engine, timeout_s=60)
   with futures.ThreadPoolExecutor() as pool:
-    # Five callers, three slots: some wait in the engine's queue.
+    # Of five callers two wait for one of three slots.
     jobs = [pool.submit(policy.complete, _request(i)) for i in range(5)]
 
     def before_step():

@@ -1,4 +1,4 @@
-"""What tests of the engine share: requests, and the decoder's own answers."""
+"""Shared by tests of the engine: requests, and answers of the decoder."""
 
 import functools
 
@@ -30,7 +30,7 @@ def tokens(seed, count):
 
 
 def finish(engine):
-  """Steps until nothing is under way; returns outcomes by session."""
+  """Steps until every request has ended; returns outcomes by session."""
   outcomes = {}
   for _ in range(400):
     if not engine.num_unfinished:
@@ -40,7 +40,7 @@ def finish(engine):
 
 
 def complete(engine, *requests):
-  """Submits all at once and returns their outcomes in order."""
+  """Submits all requests at once and returns their outcomes in order."""
   for request in requests:
     engine.submit(request)
   outcomes = finish(engine)
@@ -79,17 +79,17 @@ def _consume(weights, cache, tokens_BT, valid_BT, positions_BT, config):
 
 
 def recompute(config, parts, tokens_T):
-  """The model's own logits and routes, without the engine.
+  """Computes a session's logits and routes without the engine.
 
   Args:
-    config: of the decoder.
-    parts: (variables, end): these weights consume the tokens up to `end` that
-      the part before did not. Of a single part it is the decoder that is asked;
-      several consume one cache of one page after the other.
-    tokens_T: of a session.
+    config: decoder's config.
+    parts: pairs (variables, end); the weights of each consume tokens from the
+      end of the pair before up to `end`. The decoder computes a single pair;
+      several consume one cache, in turn.
+    tokens_T: token ids of the session.
 
   Returns:
-    logits_TV that predict each token (the first row is of no use), and the
+    logits_TV that predict each token (the first row is unused), and the
     expert_ids_TMA of the pass that consumed it.
   """
   tokens_BT = np.zeros((1, LENGTH), np.int32)
@@ -121,6 +121,6 @@ def log_softmax(logits_TV):
 
 
 def logprobs_of(logits_TV, completion, start):
-  """float64 log-probabilities of a completion whose first token is `start`."""
+  """Returns float64 log-probabilities of a completion that begins at `start`."""
   rows_T = np.arange(start, start + len(completion.tokens_T))
   return log_softmax(logits_TV)[rows_T, completion.tokens_T]

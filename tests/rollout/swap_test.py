@@ -1,4 +1,4 @@
-"""Other weights between steps: whose token is whose, and what is refused."""
+"""Weights change between steps: which version made a token; what is refused."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ either = pytest.mark.parametrize('how', ['keep', 'refresh'])
 def _swapped(engine, policies, new=20):
   """Serves a request whose weights change while it samples."""
   engine.submit(serving.request(0, CONTEXT, new=new))
-  for _ in range(4):  # Two chunks of context, two dispatches.
+  for _ in range(4):  # Two chunks of context and two decode dispatches.
     engine.step()
   engine.swap(policies[1], 5)
   completion = serving.finish(engine)['session 0']
@@ -62,7 +62,7 @@ def _swapped(engine, policies, new=20):
 
 
 def _assert_logprobs(config, parts, completion, start=0):
-  """Of the sampled tokens from `first` on."""
+  """Compares the sampled tokens from `start` on with the decoder."""
   tokens_T = np.concatenate([CONTEXT, completion.tokens_T])
   logits_TV, routes_TMA = serving.recompute(config, parts, tokens_T)
   for name, temperature in (('logprobs_T', 1.3), ('raw_logprobs_T', 1.0)):
@@ -86,7 +86,7 @@ def test_keep_goes_on_with_the_keys_of_older_weights(engine, config, policies):
     completion.consumed_expert_ids_TMA, routes_TMA[:-1]
   )
   assert completion.routes_start == completion.context_version == 0
-  # Neither weights alone would give these.
+  # Neither policy alone would give these.
   with pytest.raises(AssertionError, match='Not equal to tolerance'):
     _assert_logprobs(config, [(policies[1], 28)], completion, start=6)
 
@@ -128,7 +128,7 @@ def test_no_prompt_of_before_a_swap_is_found_after_it(engine, policies):
   engine.swap(policies[1], 1)
   completions = [serving.complete(engine, a)[0] for a in requests[1:3]]
   assert [c.num_cached for c in completions] == [0, 7]
-  # Nor is one found whose first half is of before.
+  # Nor is a prompt found whose first half was consumed before the swap.
   engine.submit(serving.request(7, serving.tokens(9, 8)))
   engine.step()
   engine.swap(policies[0], 2)
@@ -187,7 +187,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_serve_on(
 
 @either
 def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
-  """Rolled back, so that no session's versions decrease."""
+  """Then rolling back makes no session's versions decrease."""
   request = serving.request(0, CONTEXT)
   (first,) = serving.complete(engine, request)
   engine.close('session 0')
@@ -216,7 +216,7 @@ def test_an_engine_is_not_made_of_weights_of_another_model(
 
 @either
 def test_versions_never_decrease_over_many_swaps(engine, policies, how):
-  """And all come to an end, with a swap after every step."""
+  """All requests end, though weights are swapped after every step."""
   for index in range(3):
     engine.submit(serving.request(index, serving.tokens(index, 6), new=20))
   outcomes = {}
@@ -229,7 +229,7 @@ def test_versions_never_decrease_over_many_swaps(engine, policies, how):
     versions_T = completion.policy_version_T
     assert (np.diff(versions_T) >= 0).all()
     assert len(set(versions_T.tolist())) > 3
-    # Of the oldest cache, which a refresh makes anew.
+    # context_version is that of the oldest cache entry; a refresh renews all.
     assert (
       completion.context_version <= versions_T[-1 if how == 'refresh' else 0]
     )

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from benchmarks import (
   delta_bounds,
