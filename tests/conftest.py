@@ -29,8 +29,8 @@ ALLOWED_SKIPS = (
   'no libtpu',
   'no java',
 )
-# Allowed on a system that cannot isolate processes. Linux normally can, so there
-# these need --no-isolation.
+# Allowed on a system that cannot isolate processes. Linux normally can, so
+# these need --no-isolation there.
 ALLOWED_WITHOUT_ISOLATION = ('no bwrap', 'no namespaces')
 
 XLA_FLAGS = {
@@ -45,8 +45,8 @@ XLA_FLAGS = {
 }
 
 
-# Compiling is most of the cost of tests, and these options halve it. They change
-# the order of a few roundings, so runs outside of tests do not use them.
+# Compiling is most of the cost of tests, and these options halve it. They
+# change the order of a few roundings, so users' runs do without them.
 COMPILING = {'--xla_backend_optimization_level': '0'}
 _JAXLIB = importlib.metadata.version('jaxlib')
 if tuple(map(int, _JAXLIB.split('.')[:2])) < (0, 11):

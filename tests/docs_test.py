@@ -63,7 +63,7 @@ def fields_of(config: str) -> frozenset[str]:
 
 
 def main_of(words: list[str]) -> tuple[str, list[str]]:
-  """Returns the module that a command starts ('' for run.sh's own), and flags."""
+  """Returns the module that a command starts ('' for run.sh) and its flags."""
   if words[0] != './run.sh':
     return words[2], words[3:]
   command, *arguments = words[1:] or ['']

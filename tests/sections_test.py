@@ -1,4 +1,4 @@
-"""Dictionaries become dataclasses by name; absent fields keep their defaults."""
+"""Dictionaries become dataclasses by name; absent fields keep defaults."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint through every stage, and back to one."""
+"""A Hugging Face checkpoint goes through every stage and is exported again."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ VOCAB_SIZE = 384
 
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
-  """Made by transformers, random, with 37 rows more than tokens."""
+  """A random checkpoint by transformers, with 37 more rows than tokens."""
   torch.set_num_threads(1)
   torch.manual_seed(0)
   folder = tmp_path_factory.mktemp('hf') / 'tiny'
@@ -80,7 +80,7 @@ def spec_of(imported, **changes):
 
 
 class OneDevice(jobs_of_runs.Job):
-  """A run on one of the eight devices that tests have."""
+  """A run on one of the tests' eight devices."""
 
   @functools.cached_property
   def placement(self):
@@ -95,7 +95,7 @@ def opened(spec, workdir):
 
 
 def exported(workdir, stage, folder):
-  """The weights of a stage as Hugging Face has them."""
+  """Exports a stage to a Hugging Face checkpoint."""
   origin = exporting.of_run(workdir, stage, family=None)
   exporting.write(origin, folder, dtype='float32')
   return folder
@@ -136,7 +136,7 @@ def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
     assert (folder / name).exists()
   (extra,) = (folder / 'additional_chat_templates').iterdir()
   assert extra.read_text() == chat_template_test.QWEN
-  # Some are rows that no token of the tokenizer has.
+  # Some of the rows belong to no token of the tokenizer.
   roles = files.read_json(folder / 'composer_jax_roles.json')
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   assert tokenizer.convert_ids_to_tokens(roles['END']) == '<|im_end|>'
@@ -169,7 +169,7 @@ def test_an_export_knows_its_import_wherever_that_lies(
 
 
 def check_logits(folder, spec, variables):
-  """What transformers computes with an export is what we compute."""
+  """Checks that transformers computes the same logits with an export."""
   reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   ids = tokenizer('def total(values):\n  return sum(values)')['input_ids']
@@ -248,7 +248,7 @@ def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path):
-  """As typed, with a rollout process of its own."""
+  """Runs them as typed, including a rollout process."""
   checkpoint, folder = tmp_path / 'hf_tiny', tmp_path / 'import'
   workdir, out = tmp_path / 'run', tmp_path / 'out'
   config = f'configs/composer/imported.py:{folder},smoke'

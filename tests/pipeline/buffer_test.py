@@ -117,7 +117,7 @@ def test_an_intact_file_that_is_no_such_group_is_set_aside(buffer):
   buffer.path(3).replace(buffer.path(4))
   with pytest.raises(ValueError, match='4.npz is damaged .it holds group 3'):
     buffer.get(4)
-  # As another version of the code may have written it.
+  # Another version of the code may have written such a file.
   np.savez(buffer.path(5), header=np.frombuffer(b'{}', np.uint8))
   data = buffer.path(5).read_bytes()
   buffer.path(5).write_bytes(data + hashlib.sha256(data).digest())

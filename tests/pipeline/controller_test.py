@@ -1,4 +1,4 @@
-"""The trainer's hold on its rollout worker, with real processes."""
+"""The trainer's control of its rollout worker, with real processes."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def test_close_ends_a_worker_that_ignores_being_asked(tmp_path, monkeypatch):
   assert process.poll() == -signal.SIGKILL
 
 
-# A worker that takes its time to import, as the real one does.
+# A worker that imports slowly, as the real one does.
 _SLOW_WORKER = """
 import time
 time.sleep({sleep_s})
@@ -83,7 +83,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize('sleep_s', [0, 1])
 def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
-  """Killed while the worker serves, and while it still imports."""
+  """The run is killed while the worker serves, or while it still imports."""
   log = tmp_path / 'worker.log'
   code = _SLOW_WORKER.format(sleep_s=sleep_s)
   parent = subprocess.Popen(

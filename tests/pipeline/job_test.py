@@ -1,4 +1,4 @@
-"""What judges code is decided before training, said aloud, and kept."""
+"""The sandbox level is chosen before training, printed, and kept."""
 
 import dataclasses
 import fcntl
@@ -123,7 +123,7 @@ def test_opening_a_run_sweeps_what_a_killed_write_left(static, tmp_path):
   torn.parent.mkdir()
   for path in (torn, foreign):
     path.write_text('torn')
-  # Not while another process, which may be writing, runs there.
+  # Nothing is swept while another process runs there, as it may be writing.
   with (tmp_path / 'lock').open('w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match='just started'):

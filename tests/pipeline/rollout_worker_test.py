@@ -1,4 +1,4 @@
-"""What the worker serves, and what it says sampled a group."""
+"""Which weights the worker serves, and which ones a group names."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from tests.pipeline import buffer_test
 
 
 class Engine(types.SimpleNamespace):
-  """The three members that a Served uses."""
+  """The three members of an engine that `Served` uses."""
 
   def switch(self, weights):
     before, self.weights, self.version = self.weights, weights, weights.version
@@ -38,7 +38,7 @@ def placed(version, target_id):
 
 @pytest.fixture
 def make():
-  """make(news) -> (Served, its engine, what it dropped, what it logged)."""
+  """make(news) returns (Served, engine, dropped policies, logged lines)."""
 
   def make(news):
     dropped, logged = [], []

@@ -1,4 +1,4 @@
-"""Which policy reads the hints of a run that goes on from a checkpoint."""
+"""Which policy is the teacher of a run that resumes from a checkpoint."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ def moved(tree, by):
 
 @pytest.mark.parametrize('teacher', ['frozen', 'ema'])
 def test_a_resumed_run_has_the_teacher_that_it_had(teacher, tmp_path):
-  """The frozen one is what SFT left, not what the checkpoint holds."""
+  """A frozen teacher is the SFT policy, not that of the checkpoint."""
   spec = spec_of(teacher)
   shapes, _ = decoder.abstract(spec.model)
   rng = np.random.default_rng(0)

@@ -50,11 +50,11 @@ def test_advantage_is_reward_minus_mean():
 
 @pytest.mark.parametrize('count,reward', [(5, 0.7), (7, 0.8)])
 def test_equal_rewards_give_advantages_of_exactly_zero(count, reward):
-  """Also where rounding moves the mean away from them."""
+  """Also where rounding makes the mean differ from the rewards."""
   group = make_group([reward] * count)
   advantages = advantage.group_advantages(group, np.full(count, reward))
   np.testing.assert_array_equal(advantages, np.zeros(count))
-  # One that was not judged is no reason for the others to differ.
+  # A rollout that was not judged does not change the others.
   group = with_unjudged(group, member=1)
   rewards_R = np.where(np.arange(count) == 1, 0.0, reward)
   advantages = advantage.group_advantages(group, rewards_R)
@@ -105,7 +105,7 @@ def test_shuffling_leaves_what_was_not_judged_in_its_place():
   assert shuffled[5] == 0
   judged = sorted(rewards[:5] + rewards[6:])
   assert sorted(np.delete(shuffled, 5)) == judged
-  # So that mean and spread of the advantages are those of the real rewards.
+  # So mean and spread of the advantages stay those of the real rewards.
   real = np.array([r.reward for r in group.rollouts])
   np.testing.assert_array_equal(
     *(np.sort(advantage.group_advantages(group, r)) for r in (shuffled, real))

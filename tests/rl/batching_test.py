@@ -44,7 +44,7 @@ def packed():
 
 
 def spans(batches):
-  """Every packed segment as (batch, row, slice)."""
+  """Yields every packed segment as (batch, row, slice)."""
   for batch in batches:
     for row, segments_T in enumerate(batch.segment_ids_BT):
       for segment in range(1, segments_T.max() + 1):
@@ -87,7 +87,7 @@ def test_padding_is_inert(packed):
 
 
 def rows_of(lengths, seq_len, align=1):
-  """Which trajectories share a row."""
+  """Returns the trajectories of each row."""
   shape = dataclasses.replace(SHAPE, seq_len=seq_len, align=align)
   rows = {}
   for i, place in enumerate(batching.places(lengths, shape)):
@@ -156,7 +156,7 @@ def test_an_alignment_that_does_not_divide_a_row_is_refused(align):
   'place,ids,message',
   [
     ((2, 1), [3, 3], r'Token 2, layer 1 .*\[3, 3\].*once'),
-    # What an engine that records nothing leaves behind.
+    # Trajectories of an engine that records no routes.
     ((0, 0), [0, 0], r'Token 0, layer 0 .*\[0, 0\].*once'),
     ((3, 2), [1, 8], r'Token 3, layer 2 .*\[1, 8\].*num_experts \(8\)'),
     ((4, 0), [65535, 1], r'Token 4, layer 0 .*NO_ROUTE \(65535\) must fill'),

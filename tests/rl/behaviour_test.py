@@ -1,4 +1,4 @@
-"""What metrics say of rollouts, hacks among them, and a pass rate by hand."""
+"""Metrics of rollouts, flagged ones among them, and a pass rate by hand."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_terms_versions_alarms_and_windows_are_of_all_rollouts():
 
 
 def test_a_flagged_rollout_is_counted_and_never_passes():
-  """It stays in every total, as one that failed."""
+  """It counts in every total, as a failed episode."""
   rollouts = [
     rollout(0, reward=1.0),
     rollout(1, reward=1.0, flags=('reads_cache',)),
@@ -100,7 +100,7 @@ def test_every_figure_of_ten_episodes():
     *[episode(records.GRADED)] * 2,
     episode(records.GRADED, turns=5, invalid=1),
     episode(records.UNFINISHED, turns=10, invalid=10),
-    # Says nothing about the policy, neither its calls nor its failure.
+    # An infrastructure failure counts neither its calls nor its result.
     *[episode(records.INFRASTRUCTURE, turns=100, invalid=100)] * 2,
   ]
   rate = behaviour.pass_rate(episodes)

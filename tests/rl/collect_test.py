@@ -1,4 +1,4 @@
-"""Groups leave the stream whole, and whatever goes wrong reaches its reader."""
+"""Groups leave the stream whole, and every error reaches its reader."""
 
 import dataclasses
 import time
@@ -133,7 +133,7 @@ SHAPE = batching.BatchShape(
 
 
 def windows_of(rollout, parts):
-  """The rollout as a chain: its tokens cut into so many windows."""
+  """Returns the rollout with its trajectory cut into so many windows."""
   (trajectory,) = rollout.trajectories
   cuts = [len(trajectory) * i // parts for i in range(parts + 1)]
   names = [f.name for f in dataclasses.fields(records.Trajectory)]
@@ -152,10 +152,10 @@ def windows_of(rollout, parts):
 
 
 def test_a_chain_counts_once_whatever_its_windows():
-  """Its reward is one of its group's, and all its tokens have its advantage.
+  """Its reward counts once in the group, and all its tokens have its advantage.
 
-  Were it counted by windows, long chains would pull the baseline to their
-  reward; were it normalised by windows, their tokens would weigh more.
+  Counting it once a window would pull the baseline to the rewards of long
+  chains; normalising by windows would give their tokens more weight.
   """
   rewards_R = [1.0, 0.0, 0.0, 0.25]
   group = advantage_test.make_group(rewards_R, length=12)
@@ -172,7 +172,7 @@ def test_a_chain_counts_once_whatever_its_windows():
     np.testing.assert_allclose(advantages_R, np.array(rewards_R) - 0.3125)
     packed, ids = update._trained([form], [advantages_R], SHAPE)
     assert len(ids) == sum(len(r.trajectories) for r in form.rollouts)
-    # What each token weighs in the loss, in order of the rollouts.
+    # Weight of each token in the loss, in order of the rollouts.
     places = iter(packed.places)
     weights.append(
       [

@@ -1,4 +1,4 @@
-"""Mismatch in closed forms, at sizes that float32 loses; bands and ages."""
+"""Mismatch against closed forms, below float32's resolution; bands and ages."""
 
 import dataclasses
 import math
@@ -117,7 +117,7 @@ def test_fresh_tokens_are_measured_apart():
   assert measures['mismatch_large'] == pytest.approx(1 / 3)
   measures = mismatch.measure([stale, fresh], train, 5, refreshed=True)
   assert measures['fresh_tokens'] == 2 and measures['mismatch_max_fresh'] == 1.0
-  # Where nothing is fresh there is nothing to say of it, nor to judge.
+  # Without fresh tokens the measures of fresh tokens are absent and not judged.
   measures = mismatch.measure([stale], train[:1], 5, refreshed=False)
   assert measures['fresh_tokens'] == 0 and 'mismatch_kl_fresh' not in measures
   # Of kl, p99 and large the second is in its band.

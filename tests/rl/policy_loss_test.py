@@ -1,4 +1,4 @@
-"""Every loss against float64 and closed forms, also in packed, sharded rows."""
+"""Every loss against float64 and closed forms, in packed and sharded rows."""
 
 import functools
 
@@ -13,7 +13,7 @@ from composer_jax.core import batches
 from composer_jax.rl import policy_loss
 
 NAMES = tuple(policy_loss.BOUNDS)
-# Wide enough that no loss of means leaves out everything below.
+# Wide enough that no sequence-level loss drops all sequences below.
 BOUNDS = {'sequence_mask': (0.8, 1.25), 'gspo': (0.95, 1.05)}
 B, T = 4, 16
 each = pytest.mark.parametrize('name', NAMES)
@@ -25,7 +25,7 @@ def options(name, **fields):
 
 
 def reference(o, train, rollout, advantages, weights, segments):
-  """The formulas in float64, token by token: (loss, its gradient)."""
+  """Returns (loss, gradient) by the formulas in float64, token by token."""
   loss, grad = 0.0, np.zeros(train.shape)
   for b, t in np.ndindex(train.shape):
     if not weights[b, t]:
@@ -103,7 +103,7 @@ def test_loss_and_gradient_equal_float64(tokens, name):
   np.testing.assert_allclose(call(options(name), tokens)[0], loss, rtol=2e-5)
   actual = gradient(options(name), tokens)
   np.testing.assert_allclose(actual, grad, rtol=2e-5, atol=1e-6)
-  # The case is one in which bounds matter, and not everywhere.
+  # The bounds act on some of the tokens, not on all.
   dropped = float(call(options(name), tokens)[1].dropped)
   unbound = name in ('tis', 'cispo')
   assert unbound == (dropped == 0) and dropped < tokens['weights'].sum()
@@ -132,18 +132,18 @@ def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
 @pytest.mark.parametrize(
   'name, ratio, advantage, weight',
   [
-    # The side that the advantage pushes to is clipped, the other never.
+    # Clipped only on the side that the advantage pushes to.
     ('dapo', 1.3, 1.0, 0.0),
     ('dapo', 1.3, -1.0, 1.3),
     ('dapo', 0.7, 1.0, 0.7),
     ('dapo', 0.7, -1.0, 0.0),
-    # Clip-higher: what DAPO still raises, GRPO does not.
+    # Clip-higher: DAPO still raises a token where GRPO does not.
     ('dapo', 1.25, 1.0, 1.25),
     ('grpo', 1.25, 1.0, 0.0),
     ('gspo', 1.0003, 1.0, 1.0003),
     ('gspo', 1.0005, 1.0, 0.0),
     ('gspo', 0.9996, -1.0, 0.0),
-    # These look at the ratio alone.
+    # Losses that clip by the ratio alone.
     ('icepop', 5.1, 1.0, 0.0),
     ('icepop', 5.1, -1.0, 0.0),
     ('icepop', 0.4, 1.0, 0.0),
@@ -185,7 +185,7 @@ def test_gradient_of_a_token_does_not_depend_on_the_length(name):
 
 @each
 def test_packing_changes_nothing(tokens, name):
-  """A sequence among others has the gradient that it has alone."""
+  """A sequence has the same gradient among others as alone."""
   mine = tokens['segments'] == 3
   alone = {k: np.where(mine, v, 0) for k, v in tokens.items()}
   packed = np.where(mine, gradient(options(name), tokens), 0)

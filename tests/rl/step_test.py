@@ -1,4 +1,4 @@
-"""A microbatch on 8 devices gives the gradient it gives on one."""
+"""A microbatch gives the same gradient on 8 devices as on one."""
 
 import functools
 
@@ -56,9 +56,9 @@ MODEL = model_config.ModelConfig.from_dict(
 
 @functools.cache
 def make_batch():
-  """Two trajectories a row, padded; routes recorded but for a few tokens.
+  """Returns two padded trajectories a row; a few tokens have no routes.
 
-  The records of two rows are the router's own choices, the others random.
+  The records of two rows are the router's own choices; others are random.
   """
   rng = np.random.default_rng(0)
   segments_T = np.array([1, 1, 1, 1, 2, 2, 2, 0], np.int32)
@@ -93,7 +93,7 @@ def make_variables():
 
 
 def own_routes(*packed):
-  """What the router chooses by itself, in any order."""
+  """Returns the router's own choices, in any order."""
   run = jax.jit(decoder.Decoder(MODEL).apply)
   return np.asarray(run(make_variables(), *packed).expert_ids_MBTA)[..., ::-1]
 
@@ -168,8 +168,8 @@ def test_replayed_routes_decide_which_experts_work(single):
   fresh_E = np.asarray(single.load_ME)[0] - replayed_E
   assert fresh_E.min() >= 0
   assert fresh_E.sum() == A * (~recorded_Z).sum() > 0
-  # Share of the records that hold what the router chooses by itself; nothing
-  # that was replayed stands before the only MoE layer.
+  # Share of records that equal the router's own choices; no replayed layer
+  # comes before the only MoE layer.
   own_MBTA = own_routes(
     batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
   )
@@ -192,7 +192,7 @@ def test_adding_microbatches_adds_sums(single):
 
 
 def test_padding_and_context_have_no_say(single):
-  """Gradient and statistics stay when what is masked changes."""
+  """Gradient and statistics do not depend on masked tokens."""
   batch = make_batch()
   masked_BT = batch.loss_weights_BT == 0
   changed = batch.replace(

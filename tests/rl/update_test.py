@@ -1,4 +1,4 @@
-"""One update from groups that the engine sampled, routes and all."""
+"""One update from groups that the engine sampled, with their routes."""
 
 import dataclasses
 
@@ -79,18 +79,18 @@ def draw(seed):
 
 
 def make_state(variables):
-  # A copy: the update donates its state.
+  # Copied, because the update donates its state.
   return train_state.create(jax.tree.map(jnp.copy, variables), optax.sgd(0.1))
 
 
 def rounded(variables):
-  """What the engine serves: the values of the policy."""
+  """Returns the policy's values, which the engine serves."""
   params = train_state.policy_values(variables['params'])
   return {**variables, 'params': params}
 
 
 def reroute(variables, size):
-  """Moves the routers and nothing else, as optimizer steps would."""
+  """Moves only the routers, as optimizer steps would."""
   rng = np.random.default_rng(3)
   return trees.map_names(
     lambda name, a: (
@@ -151,7 +151,7 @@ def groups(variables):
 
 
 def sample(values):
-  """Two groups of three rollouts of different lengths, from the engine."""
+  """Samples two groups of three rollouts of different lengths."""
   engine = engines.Engine(
     MODEL,
     values,
@@ -198,7 +198,7 @@ def packed(groups, values=(1.0, -1.0, 0.5)):
 
 
 def mean_k3(functions, values, batches):
-  """Token by token, straight from the packed arrays."""
+  """Returns the mean k3, token by token from the packed arrays."""
   terms = []
   for batch in batches:
     logprobs_BT = np.asarray(functions.score(values, batch).logprobs_BT)
@@ -226,7 +226,7 @@ def test_replayed_trainer_gives_the_engines_logprobs(
   for batch in packed(groups):
     logprobs_BT = functions.score(rounded(variables), batch).logprobs_BT
     gap_BT = (logprobs_BT - batch.rollout_logprobs_BT) * batch.loss_weights_BT
-    # Other tile shapes and one packed row: float32 sums in another order.
+    # Tile shapes and packing differ, so float32 sums run in another order.
     assert np.abs(gap_BT).max() < 1e-4
 
 
@@ -256,7 +256,7 @@ def test_a_replayed_choice_keeps_the_routers_gradient(
   for name in routers:
     moved_ME = np.abs(grads[name]).max(axis=1) > 0
     assert moved_ME.any(axis=1).all(), name
-    # An expert that no token was sent to has no say.
+    # An expert without tokens has no gradient.
     assert not moved_ME[np.asarray(sums.load_ME) == 0].any(), name
   assert np.all(np.asarray(sums.replay_agreement_M) == sums.num_routed)
 
@@ -289,7 +289,7 @@ def test_gradient_is_that_of_the_loss_written_out(functions, variables, groups):
 
 
 def padded(t, *, replay=True):
-  """One trajectory as arrays [LENGTH], so that all compile once."""
+  """Returns a trajectory as arrays [LENGTH], so that all compile once."""
   pad = (0, LENGTH - len(t))
   ids_TMA = np.pad(
     t.expert_ids_TMA, (pad, (0, 0), (0, 0)), constant_values=records.NO_ROUTE
@@ -306,7 +306,7 @@ def padded(t, *, replay=True):
 
 @jax.jit
 def score_alone(variables, trajectory):
-  """Sum of the log-probabilities of what was sampled."""
+  """Returns the sum of the sampled tokens' log-probabilities."""
   tokens_T, mask_T, segments_T, ids_MTA = trajectory
   output = decoder.Decoder(MODEL).apply(
     variables,
@@ -356,7 +356,7 @@ def test_equal_rewards_move_nothing(functions, variables, groups):
 def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   functions, variables, groups
 ):
-  """Not by 1e-16 either, though the mean of three times 0.8 is not 0.8."""
+  """Exactly none, although the float64 mean of three times 0.8 is not 0.8."""
   assert np.full(R, 0.8).mean() != 0.8
   mixed, flat = groups[0], with_rewards(groups[1:], np.full((1, R), 0.8))[0]
   state_of_both, metrics = update.update(
@@ -399,7 +399,7 @@ def test_every_rollout_has_one_of_four_verdicts(groups):
     )
 
   verdicts = [judged(records.GRADED, n) for n in (3, 3, 2)]
-  # What is not finished does not count as passed, whatever its tests say.
+  # An unfinished episode does not count as passed, whatever its tests say.
   verdicts += [judged(records.UNFINISHED, 3), judged(records.UNFINISHED, 0)]
   verdicts.append(judged(records.INFRASTRUCTURE, 0))
   counts = behaviour.verdict_counts(
@@ -442,7 +442,7 @@ def test_the_shuffled_control_trains_on_permuted_rewards(
     SHAPE,
   )
   jax.tree.map(np.testing.assert_array_equal, shuffled.params, direct.params)
-  # What is reported stays the reward that was earned.
+  # The reported reward stays the one that was earned.
   earned = [r.reward for g in groups for r in g.rollouts]
   assert metrics['reward'] == pytest.approx(np.mean(earned))
 
@@ -456,7 +456,7 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
   for group, rewards_R in zip(groups, rewards_PR, strict=True):
     for rollout, reward in zip(group.rollouts, rewards_R, strict=True):
       t = rollout.trajectories[0]
-      # The reference routes by itself.
+      # The reference policy routes for itself.
       reference_logprob = score_alone(reference, padded(t, replay=False))
       kl = t.logprobs_T[t.loss_mask_T].sum() - float(reference_logprob)
       assert reward == pytest.approx(rollout.reward - 0.3 * kl, abs=1e-3)
@@ -469,7 +469,7 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
   _, metrics = update.update(state, groups, functions, options, SHAPE)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
   assert metrics['replay_agreement'] < 1
-  # Each as a pass of its own measures it, whichever of them was trained on.
+  # A separate pass measures the same, whichever routes were trained on.
   values = rounded(reroute(variables, 0.1))
   fresh = [comparison.fresh(b) for b in packed(groups)]
   expected = {
@@ -484,11 +484,11 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
     assert metrics[f'mismatch_{name}'] == metrics[pair[0]]
     assert afresh[f'mismatch_{name}'] == afresh[pair[1]]
     for key in pair:
-      # Two programs, with and without a gradient: sums in another order.
+      # The programs with and without gradient sum in different orders.
       assert metrics[key] == pytest.approx(afresh[key], rel=1e-3)
   for name, value in expected.items():
     assert metrics[name] == pytest.approx(value, rel=1e-3)
-  # The routes of the pass that routed afresh, whichever was trained on.
+  # Route metrics come from the pass that routes afresh, in both cases.
   names = [n for n in metrics if n.startswith('route')]
   assert len(names) == 3
   for name in names:

@@ -270,7 +270,7 @@ def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
 
 
 def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
-  """At a temperature that makes all tokens equally likely, over two requests."""
+  """Over two requests, at a temperature that makes all tokens as likely."""
   first, second = (
     serving.request(0, serving.tokens(seed, 5), new=4, temperature=1e6)
     for seed in (1, 2)

@@ -173,7 +173,7 @@ def test_packing_gradient_and_recomputation_keep_every_bit(
     check(of_sessions(scores, places), reference)
 
 
-# In bfloat16 the two are as far apart as either is from the truth.
+# In bfloat16 the two differ as much as each differs from exact arithmetic.
 @pytest.mark.parametrize(
   'name', ['grouped-float32', pytest.param('latent-float32', marks=SLOW)]
 )

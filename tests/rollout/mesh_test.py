@@ -30,7 +30,7 @@ OPTIONS = engines.EngineOptions(
 GQA = architectures_test.ARCHITECTURES['qwen3_moe']
 MLA = architectures_test.ARCHITECTURES['deepseek_v3']
 # Four query heads, two key heads and 18 words over eight devices: axes that do
-# not divide are replicated. Six experts lie on two groups of four devices, which
+# not divide are replicated. Six experts lie on two groups of four devices that
 # divide their hidden units.
 _MOE = {**GQA.to_dict()['moe'], 'num_experts': 6, 'ffw_dim': 8}
 UNEVEN = model_config.ModelConfig.from_dict({**GQA.to_dict(), 'moe': _MOE})

@@ -121,6 +121,6 @@ def log_softmax(logits_TV):
 
 
 def logprobs_of(logits_TV, completion, start):
-  """Returns float64 log-probabilities of a completion that begins at `start`."""
+  """Returns float64 log-probabilities of a completion from `start` on."""
   rows_T = np.arange(start, start + len(completion.tokens_T))
   return log_softmax(logits_TV)[rows_T, completion.tokens_T]

@@ -27,7 +27,7 @@ def rows_of(bucket):
 
 
 def batch_of(*needs, index=0):
-  """A batch whose exchanges, one a layer, need so many rows."""
+  """Returns a batch whose layers' exchanges need these numbers of rows."""
   needs_BT = np.array([needs], np.int32)
   zeros = np.zeros_like(needs_BT)
   return batches.LMBatch(
@@ -48,10 +48,10 @@ def fresh():
 
 
 class Programs:
-  """Compiled steps of a model in which every batch has its own effect.
+  """Compiled steps of a model in which every batch has an effect of its own.
 
-  An exchange that overflows poisons the state, and the layers behind it need
-  what nobody knows: here nothing.
+  An exchange that overflows poisons the state. What later layers need is then
+  unknown: here zero rows.
   """
 
   def __init__(self):
@@ -100,14 +100,18 @@ class Programs:
 
 
 def run(needs, bucket_sizes=BUCKETS, size=None):
-  """Trains on batches of these needs; returns everything of interest."""
+  """Trains on batches with these needs.
+
+  Returns:
+    State, losses, programs and retries.
+  """
   programs, retries, losses = Programs(), [], []
   size = size or buckets.BucketSize(bucket_sizes, rows_of)
   step = buckets.BucketedStep(programs, size, retries.append)
   state, sent = fresh(), []
   for index, layers in enumerate(needs):
-    state, metrics = step(state, batch_of(*layers, index=index), index + 1)
-    sent.append(metrics)
+    state, sent_step = step(state, batch_of(*layers, index=index), index + 1)
+    sent.append(sent_step)
   state = step.settle(state)
   losses = [float(s.metrics.loss.loss) for s in sent]
   return jax.device_get(state), losses, programs, retries
@@ -172,13 +176,15 @@ def test_a_run_that_goes_on_takes_the_buckets_of_one_that_never_stopped(stop):
     return [bucket for bucket, _ in run(needs, size=size)[2].calls]
 
   size = buckets.BucketSize(BUCKETS, rows_of)
-  calls(size, needs[:stop])  # A checkpoint settles what is under way.
+  calls(
+    size, needs[:stop]
+  )  # A checkpoint settles the steps that are still running.
   state = json.loads(json.dumps(size.get_state()))
   again = buckets.BucketSize(BUCKETS, rows_of)
   again.set_state(state)
   assert calls(again, needs[stop:]) == calls(size, needs[stop:])
   assert size.get_state() == again.get_state()
-  # A state of other buckets, or of another mesh, is not used.
+  # A saved state of other buckets or another mesh is ignored.
   other_size = buckets.BucketSize((1.0, 3.0), rows_of)
   before = other_size.get_state()
   other_size.set_state(state)
@@ -216,7 +222,7 @@ OPTIMIZER = optax.sgd(0.1)
 
 @functools.cache
 def on_mesh():
-  """A mesh of context 2 and 8 expert shards, and (accumulate) -> programs."""
+  """Returns a placement of context 2 and 8 expert shards, and its programs."""
   where = placement.build(
     CONFIG,
     mesh=topology.make_mesh(2, 2, 2),
@@ -256,11 +262,15 @@ def tokens(seed):
 
 
 def train_on_mesh(bucket_sizes, bias_E):
-  """Returns two steps of unbalanced routers, and the repeated ones."""
+  """Trains two steps with unbalanced routers.
+
+  Returns:
+    State, retries, and metrics of the last step.
+  """
   where, program = on_mesh()
   variables = jax.tree.map(np.copy, replayed.variables(CONFIG))
   variables['selection_bias']['moe_layers']['moe']['bias'][:] = bias_E
-  # Rows of a microbatch.
+  # Capacities are those of a microbatch: 4 rows of 8 tokens.
   size = buckets.BucketSize(
     bucket_sizes, lambda bucket: where.rows_of(bucket, 4, 8)
   )
@@ -278,12 +288,12 @@ def train_on_mesh(bucket_sizes, bias_E):
 @pytest.mark.parametrize(
   'bias_E, next_bucket',
   [
-    ([9, 0, 0, 9, 0, 0, 0, 0], None),  # All to experts of two shards.
+    ([9, 0, 0, 9, 0, 0, 0, 0], None),  # All tokens go to two shards' experts.
     ([0] * 8, 3.75),
   ],
 )
 def test_adversarial_load_trains_as_with_the_worst_case(bias_E, next_bucket):
-  # Half of the mean holds no load at all.
+  # A bucket of half the mean is too small for any load.
   state, retries, metrics = train_on_mesh((0.5,), bias_E)
   want, no_retries, want_metrics = train_on_mesh((), bias_E)
   assert no_retries == [] and [r.step for r in retries] == [1, 2]

@@ -1,6 +1,6 @@
-"""A stage with Muon learns the same on every mesh, with every variant of it.
+"""A stage with Muon learns the same on every mesh, with all of its options.
 
-These run the programs that `loop.run` runs, without checkpoints.
+The tests run the programs of `loop.run`, without checkpoints.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.train import loop_test
 MODEL = dataclasses.replace(loop_test.MODEL, num_dense_layers=0)
 # Below the largest logits of initial weights, so that QK-clip acts at once.
 TAU = 0.01
-# Options of Muon, with each of which all meshes give the same results.
+# Options of Muon with which all meshes give the same results.
 VARIANTS = groups.MuonChoices(
   qk_clip=TAU,
   roles=(('router', 'embed->route'), ('query', 'embed->heads,head_dim')),
@@ -43,7 +43,7 @@ CASES = [
 
 
 def batch(seed):
-  """Four rows, one for each place of the batch on the meshes."""
+  """Returns four rows, one for each batch shard of the meshes."""
   halves = [loop_test.random_batch(2 * seed + i) for i in (0, 1)]
   return jax.tree.map(lambda *rows: np.concatenate(rows), *halves)
 
@@ -117,7 +117,7 @@ def planned(plan):
 @pytest.mark.parametrize('choices, mesh, layout', CASES)
 def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
   actual, expected = train(choices, mesh, layout), alone(choices)
-  # The forward pass sums in another order.
+  # Sums of the forward pass run in another order.
   np.testing.assert_allclose(actual.losses, expected.losses, atol=1e-4)
   for metrics, expected_metrics in zip(
     actual.metrics, expected.metrics, strict=True
@@ -144,5 +144,5 @@ def test_logits_are_held_where_they_are_clipped():
   attention = MODEL.attention
   assert first.shape == (MODEL.num_layers, attention.num_heads)
   assert first.min() > 2 * TAU
-  # The logits are of another batch, and of weights updated after the clip.
+  # The logits belong to another batch and to weights updated after the clip.
   assert last.max() < 2 * TAU

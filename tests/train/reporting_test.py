@@ -163,7 +163,7 @@ def test_work_is_told_of_one_device():
     assert actual['muon_matrices'] == 12 and actual['muon_groups'] == 1
     assert actual['muon_flops'] == actual['muon_flops_ideal'] == flops / devices
   assert reporting.muon_metrics(unsharded)['muon_bytes'] == 0
-  # Half of 12 matrices go to the owner and back; half of each is on the device.
+  # Half of 12 matrices go to their owner and back, and half of each is there.
   assert reporting.muon_metrics(shared)['muon_bytes'] == 2 * 12 * 4 * 8 * 4 / 4
   header, group = reporting.muon_lines(shared)
   assert header == (

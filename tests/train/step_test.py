@@ -32,7 +32,7 @@ BIAS_RATE = 0.125
 
 
 def make_batch():
-  """Rows of two documents; uneven weights, and every fourth row is padding."""
+  """Returns rows of two documents, unevenly weighted; every fourth is padding."""
   rng = np.random.default_rng(0)
   segments_BT = np.tile(np.array([1, 1, 1, 2, 2, 2, 2, 0], np.int32), (B, 1))
   segments_BT[3::4] = 0
@@ -74,7 +74,7 @@ def step_of(accumulate, shape=(1, 1, 1)):
 def assert_equal_steps(have, want):
   (after, metrics), (want_after, want_metrics) = have, want
   before = replayed.variables(MODEL)
-  # Sums in another order: some units of the last place of the largest term.
+  # Sums run in another order: some units of the last place of the largest term.
   jax.tree.map(
     lambda a, b, old: np.testing.assert_allclose(
       a - old, b - old, rtol=0, atol=5e-6 * np.abs(b - old).max() + 1e-6

@@ -46,7 +46,7 @@ def mesh_of(*sizes):
 
 
 def sharded(tree, mesh, **specs):
-  """Places the arrays of jax by their last names, replicated by default."""
+  """Places jax arrays by the last part of their names; replicates others."""
 
   def place(name, leaf):
     if not isinstance(leaf, jax.Array):
@@ -58,7 +58,7 @@ def sharded(tree, mesh, **specs):
 
 
 def assembled(blocks):
-  """Assembles blocks, and checks that each element comes once."""
+  """Assembles blocks and checks that each element comes once."""
   arrays, missing = {}, {}
   for name, dtype, shape, index, values in blocks:
     if name not in arrays:
@@ -95,7 +95,7 @@ LAYOUTS = [
 def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
   expected = identity.target_id(assembled(weights.blocks(policy)))
   tree = sharded(policy, mesh_of(*sizes), **specs)
-  # Arrays move from a device to the host, and not between devices.
+  # Arrays move from devices to the host, and never between devices.
   with jax.transfer_guard_device_to_device('disallow_explicit'):
     pieces = list(weights.blocks(tree))
   assert identity.target_id(assembled(pieces)) == expected
@@ -152,8 +152,9 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
   assert_same_bits(tree, policy)
   for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
     assert y.sharding is None or x.sharding == y.sharding
-  # Every block once, whatever the number of replicas, and no more of an array
-  # at a time than a shard.
+  # Every block is read once, whatever the number of replicas, one shard of an
+  # array at a time.
+
   assert len(set(ASKED)) == len(ASKED)
   leaves = trees.flatten_names(like)
   for name, index in ASKED:
