@@ -75,7 +75,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   programs = loop.make_programs(options, MODEL, placed)
   state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
-  # For a few steps compiling is the larger part of the time.
+  # For a few steps compiling takes most of the time.
   step = (
     programs.step(None)
     .lower(state, rows[0])

@@ -32,7 +32,7 @@ BIAS_RATE = 0.125
 
 
 def make_batch():
-  """Returns rows of two documents, unevenly weighted; every fourth is padding."""
+  """Returns rows of two documents with uneven weights; every 4th is padding."""
   rng = np.random.default_rng(0)
   segments_BT = np.tile(np.array([1, 1, 1, 2, 2, 2, 2, 0], np.int32), (B, 1))
   segments_BT[3::4] = 0
