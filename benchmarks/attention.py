@@ -6,13 +6,12 @@ The heads of the 17.6M-parameter model of `train_step` (4 query heads, 2 key
 heads, 64 wide), rows of 256, 1,024 and 4,096 tokens. Two peers: torch's
 `scaled_dot_product_attention`, and the whole softmax of one row and key head at
 a time, recomputed in the backward pass. The limit counts the seven products of
-the pairs that causality lets through at the speed of the machine's own matrix
-product.
+causally visible pairs at the measured speed of a dense product.
 
-Then what is visited, which no clock disturbs: the share of a row's squares
-that the kernel visits, beside the share of pairs that anybody sees, for one
-document and for many; and the key blocks of the busiest of 8 context shards
-over their mean, zigzag beside contiguous.
+Two counts follow, which need no clock: the share of a row's query-key pairs
+that the kernel visits, beside the share that is visible, for one document and
+for many; and the key blocks of the busiest of 8 context shards over their mean,
+zigzag beside contiguous.
 
 On a GPU the arrays are bfloat16 and the peer is cuDNN's attention of
 `jax.nn.dot_product_attention`.
@@ -28,7 +27,7 @@ from benchmarks import interleaved
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 # Rows, their length, repetitions in a round.
 CASES = ((4, 256, 20), (2, 1024, 5), (1, 4096, 1))
-# (forward: scores and sum; backward: scores, weights, query, key, value.)
+# Forward: scores and sum. Backward: scores, weights, query, key, value.
 _PRODUCTS = 7
 
 

@@ -1,10 +1,10 @@
 """Links of a simulated world: TCP through a bandwidth and a round trip.
 
-A link listens on a port of its own and carries bytes to another. Both ends are
-real sockets, so that whatever speaks HTTP over it is as it is in use. Bytes of
-all connections of a link share its bandwidth, one after another, each way on
-its own; what was sent arrives half a round trip after it left, and a new
-connection waits a whole one for its handshake.
+A link listens on a port of its own and forwards bytes to another one. Both ends
+are real sockets, so clients and servers run unchanged. All connections of a
+link share its bandwidth, separately in each direction; bytes arrive half a
+round trip after they left, and a new connection waits a whole one for its
+handshake.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ _PIECE = 16 * 2**10
 
 
 class Link:
-  """One link; `down` carries what the far end answers.
+  """One link; direction `down` carries the answers of the target.
 
   Attributes:
-    port: to connect to instead of the target's.
-    bytes_down: carried so far from the target, HTTP's headers included.
-    bytes_up: likewise towards it.
+    port: port to connect to instead of the target's.
+    bytes_down: bytes carried so far from the target, HTTP's headers included.
+    bytes_up: bytes carried so far towards the target.
   """
 
   def __init__(self, target: int, *, round_trip_s: float):
@@ -50,7 +50,7 @@ class Link:
     except OSError:
       writer.close()
       return
-    # Cancelled where the network closes; asyncio would log it.
+    # The network cancels it when it closes; asyncio would log that.
     with contextlib.suppress(asyncio.CancelledError):
       await asyncio.gather(
         self._pump(reader, far_writer, 'up'),
@@ -78,7 +78,7 @@ class Link:
         )
         self._free_at[direction] = sent
         waiting.put_nowait((sent + self._round_trip_s / 2, data))
-        # The sender is held back as a full link holds it back.
+        # The sender waits, as for a full link.
         await asyncio.sleep(max(sent - clock(), 0))
     waiting.put_nowait((clock() + self._round_trip_s / 2, b''))
     await arriving
@@ -99,7 +99,7 @@ class Link:
 
 
 class Network:
-  """Links on an event loop in a thread of its own."""
+  """Links, on an event loop in a thread of its own."""
 
   def __init__(self):
     self.links: list[Link] = []
@@ -113,7 +113,7 @@ class Network:
     return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
   def link(self, target: int, *, round_trip_s: float) -> Link:
-    """Opens a link to a port of this machine, of no bandwidth limit yet."""
+
     opened = Link(target, round_trip_s=round_trip_s)
     self._run(opened.open())
     self.links.append(opened)

@@ -22,7 +22,7 @@ from composer_jax.delta import store as stores
 
 RUN_ID = 'run'
 LAG = 8
-# Tiers of a publisher, by the name of what it makes.
+# Options of a publisher, by the name of the bundles that it makes.
 TIERS = {
   'small': dict(tier='small'),
   'fast': dict(tier='fast'),
@@ -32,15 +32,15 @@ TIERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundles:
-  """What one publisher made of a case.
+  """The bundles of a case by one publisher, one entry a version.
 
   Attributes:
-    infos: of every version, the first a keyframe.
-    blobs: bytes of the packs of each, without its manifest.
-    publish_s: CPU seconds of each, its skip and keyframe included.
-    poll_s: of a receiver that follows.
-    catch_up: bytes that a receiver eight versions behind fetched; 0 where the
-      case is too short.
+    infos: the publisher's record of each version, the first a keyframe.
+    blobs: bytes of each version's packs, without its manifest.
+    publish_s: CPU seconds to publish each, its skip and keyframe included.
+    poll_s: CPU seconds of each poll by a receiver that follows.
+    catch_up: bytes that a receiver eight versions behind fetched; 0 if the case
+      is too short.
   """
 
   infos: list[publish.BundleInfo]
@@ -111,7 +111,7 @@ def _check(
 
 
 def _xor_goal(share: float) -> tuple[str, float | None]:
-  """What a bundle may be of XOR+zstd-1, by the share that changed."""
+  """Returns the goal in words, and bundle over XOR+zstd-1 bytes at most."""
   if 0.01 <= share <= 0.055:
     return '<= 0.33 of the peer', 0.33
   if 0.055 < share <= 0.25:
@@ -138,9 +138,9 @@ def measure(
   """Prints the lines of a case; returns full over bundle bytes by tier.
 
   Args:
-    case: its policies, the first of which is the base of all.
-    peers_on: so many deltas are looked at.
-    full_goal: what full bytes over bundle bytes must be; 0 for no such goal.
+    case: consecutive policies, each the base of the next.
+    peers_on: number of deltas that are compared with the peers.
+    full_goal: least full bytes over bundle bytes; 0 for no such goal.
   """
   pairs = list(zip(case.policies, case.policies[1:], strict=False))
   bounds = [delta_bounds.of_policy(*pair) for pair in pairs]
@@ -152,7 +152,7 @@ def measure(
   by_tier = {
     name: bundles(case.policies, **options) for name, options in TIERS.items()
   }
-  # Up to where the history is longest: it starts anew with a skip.
+  # Stop where the history is longest: it starts anew with a skip.
   stop = min(LAG, len(pairs))
   last_steps = slice(stop - peers_on, stop)
   ratios = {
@@ -165,7 +165,7 @@ def measure(
     ]
     for name, peer in delta_peers.SIZED.items()
   }
-  words, goal_words = _xor_goal(share)
+  words, goal_ratio = _xor_goal(share)
   for name, peer in peer_ratios.items():
     is_xor = name == 'XOR+zstd-1'
     _line(
@@ -174,7 +174,7 @@ def measure(
       peer,
       limit,
       words if is_xor else 'none',
-      (lambda _, ratio: goal_words is None or 1 / ratio <= goal_words)
+      (lambda _, ratio: goal_ratio is None or 1 / ratio <= goal_ratio)
       if is_xor
       else (lambda _, ratio: True),
     )
@@ -248,7 +248,7 @@ def measure(
 
 
 def law(case: delta_data.Case) -> None:
-  """Share of bf16 weights that change, predicted from masters and update."""
+  """Reports the share of bf16 weights that change, beside its prediction."""
   if case.masters is None:
     return
   before, after = case.masters
@@ -262,7 +262,7 @@ def law(case: delta_data.Case) -> None:
     predicted = visibility.expected_share(
       before, update_model, delta_data.BFLOAT16
     )
-    # Of masters that have left the grid, and their updates.
+    # Only masters that have left the grid of bfloat16.
     is_law = words == 'each update' and not case.is_cold
     interleaved.report(
       'delta',
@@ -277,7 +277,7 @@ def law(case: delta_data.Case) -> None:
 
 
 def quantised(case: delta_data.Case) -> None:
-  """Changed codes of receivers that hold fewer bits, from the same masters."""
+  """Reports the share of changed codes in receivers that hold fewer bits."""
   assert case.masters is not None
   before, after = case.masters
   bf16 = delta_data.cast_share(case.masters)

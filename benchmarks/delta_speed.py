@@ -1,7 +1,7 @@
-"""Rates of encoding and verified applying, of one core's memcpy.
+"""Rates of encoding and verified applying, beside one core's memcpy.
 
-Everything takes turns on one pinned core and counts CPU seconds; what two
-threads gain is of the wall clock. Gigabytes are those of the weights.
+All jobs take turns on one pinned core and count CPU seconds; the gain of two
+threads is measured by the wall clock. Gigabytes are those of the weights.
 """
 
 import functools
@@ -18,13 +18,13 @@ from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
 from composer_jax.delta import codec, grid, identity
 
 _COPIED = 2**27
-_PASSES = 8  # of two threads
+_PASSES = 8  # rate of two threads over that of one
 Boxes = list[tuple[np.ndarray, np.ndarray]]
 Job = Callable[[], object]
 
 
 def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
-  """Flat chunks as a bundle has them: (base, values)."""
+  """Returns the flat chunks of a bundle: pairs (base, values)."""
   chunks = []
   for name, array in policy.items():
     cut = grid.of(array.shape, array.dtype)
@@ -38,7 +38,7 @@ def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
 def turns(
   jobs: dict[str, Job], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-  """Seconds of each job, turn by turn; a turn before them does not count."""
+  """Returns seconds of each job, turn by turn; the first turn is a warm-up."""
   seconds: dict[str, list[float]] = {name: [] for name in jobs}
   for turn in range(rounds + 1):
     for name, job in jobs.items():
@@ -61,7 +61,7 @@ def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
 def _decode(
   old: np.ndarray, coded: tuple[int, bytes], into: np.ndarray
 ) -> np.ndarray:
-  """Into memory that is there, as the memcpy beside it copies."""
+  """Decodes into existing memory, as the memcpy beside it copies."""
   return codec.decode(*coded, old.size, old.dtype, old, out=into)
 
 
@@ -77,7 +77,7 @@ def _buffers(chunks: Boxes) -> list[np.ndarray]:
 
 
 def _each(function: Callable[..., object], *columns: Sequence) -> Job:
-  """Does it to every row of the columns, and keeps no result."""
+  """Returns a job that calls a function on every row and drops the results."""
 
   def job() -> None:
     for row in zip(*columns, strict=True):
@@ -87,14 +87,14 @@ def _each(function: Callable[..., object], *columns: Sequence) -> Job:
 
 
 def _copy() -> Job:
-  """Copies more bytes than caches hold."""
+  """Returns a job that copies more bytes than caches hold."""
   data = np.ones(_COPIED, np.uint8)
   into = np.zeros_like(data)
   return lambda: np.copyto(into, data)
 
 
 def described(case: delta_data.Case) -> tuple[str, Boxes, float]:
-  """Returns the last step of a case: words, its chunks, the share changed."""
+  """Returns the last step of a case: label, chunks, share that changed."""
   pair = case.policies[-2], case.policies[-1]
   differ, total = delta_bounds.changed(*pair)
   label = f'{case.label}, {differ / total:.2%} changed'
@@ -107,10 +107,10 @@ def measure(
   """Prints the rates of both tiers; returns the medians in GB/s by name.
 
   Args:
-    label: of the lines.
-    found: chunks.
-    rounds: of turns.
-    share: changed; goals are of about 1 %, and of less.
+    label: label of the printed lines.
+    chunks: pairs (base, values).
+    rounds: number of turns.
+    share: share of changed weights; goals hold at about 1 % and below.
   """
   olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
   jobs: dict[str, Job] = {
@@ -175,7 +175,7 @@ def _report(
   middle = {name: statistics.median(values) for name, values in rates.items()}
 
   def ceiling(name: str) -> float | None:
-    """Of the two one after another, each at the rate it has alone."""
+    """Returns the rate of two jobs one after another, each at its own rate."""
     if name not in _GOALS:
       return None
     alone = name.replace(' and hash', '').replace('verified apply', 'decode')
@@ -197,7 +197,7 @@ def _report(
 
 
 def without_numba(label: str, chunks: Boxes, rounds: int) -> None:
-  """Rates of the same codecs where numba is not installed."""
+  """Reports the rates of the same codecs without numba."""
   codec.use('numpy')
   try:
     jobs = _jobs('small', chunks)
@@ -224,7 +224,7 @@ def without_numba(label: str, chunks: Boxes, rounds: int) -> None:
 
 
 def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
-  """What a second thread gains, by the wall clock, on two cores."""
+  """Reports the gain of a second thread on two cores, by the wall clock."""
   before = os.sched_getaffinity(0)
   os.sched_setaffinity(0, cores)
   gigabytes = sum(new.nbytes for _, new in chunks) / 1e9
@@ -254,7 +254,7 @@ def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
 
 
 def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
-  """What is done to one chunk, by its number."""
+  """Returns functions that encode or apply the chunk of a number."""
   codes = [_encode(old, new, tier) for old, new in chunks]
   posts, into = [identity.hash_box(new) for _, new in chunks], _buffers(chunks)
 
@@ -271,10 +271,10 @@ def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
 def _all_of(
   threads: int, function: Callable[[int], object], count: int
 ) -> None:
-  """Does all of them, so often that starting threads is nothing beside.
+  """Calls `function` on all numbers, often enough to hide the start of threads.
 
-  Each thread has a core of its own from the start: the kernel would need longer
-  to part them than all of this takes.
+  Each thread is pinned to a core from the start: the kernel would take longer
+  to separate them than the whole measurement takes.
   """
   cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
   for core in sorted(os.sched_getaffinity(0))[:threads]:

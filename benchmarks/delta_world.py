@@ -1,11 +1,11 @@
 """Egress of the trainer and time until 4, 16 and 64 clusters hold a bundle.
 
 The code is real, in one process: publisher, stores, relays that speak HTTP, and
-a subscriber in each cluster that decodes, verifies and holds the weights. The
-links between are simulated (`delta_links`): each relay reaches the one above it
-in a 4-ary tree over a link of its own, all of one bandwidth and round trip. The
-bundle is small and the links are slow, so that the machine's two cores, which
-stand for all clusters, matter little; packs are small in proportion.
+in each cluster a receiver that decodes, verifies and holds the weights. The
+links are simulated (`delta_links`): each relay reaches its parent in a 4-ary
+tree over a link of its own, all of the same bandwidth and round trip. The
+bundle is small and the links are slow, so that the two cores that stand for all
+clusters matter little; packs are small in proportion.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from composer_jax.delta import publish, publish_encode, relay, subscribe
 from composer_jax.delta import store as stores
 
 FANOUT = 4
-ROUND_TRIP_S = 0.1  # across an ocean
-SEND_S = 15.0  # what the bundle takes over one link
-POLL_S = 0.5  # of the clusters; relays ask five times as often at most
-# About as many as make up the bundle, and so many on their way at once: a relay
-# hands on a pack when it is whole, so that a level costs these few.
+ROUND_TRIP_S = 0.1  # round trip across an ocean
+SEND_S = 15.0  # time of the bundle over one link
+POLL_S = 0.5  # of the clusters; relays poll up to five times as often
+# Packs of a bundle, about, and packs in flight at once: a relay forwards only
+# whole packs, so a level of the tree costs the time of these few.
 PACKS, IN_FLIGHT = 40, 2
 
 
 def _policies(arrays: int) -> list[delta_data.Policy]:
-  """Two policies whose step changes nearly all weights."""
+  """Returns two policies between which nearly all weights change."""
   rng = np.random.default_rng(0)
   shape = (arrays, 64, 1024)
   masters = np.float32(0.02) * rng.standard_normal(shape, np.float32)
@@ -46,7 +46,7 @@ def _policies(arrays: int) -> list[delta_data.Policy]:
 
 
 def depth(clusters: int) -> int:
-  """Links between the trainer and the farthest cluster."""
+  """Returns the links between the trainer and the farthest cluster."""
   levels, leaves = 1, 1
   while leaves < clusters:
     leaves = leaves * FANOUT + 1
@@ -91,7 +91,7 @@ def _world(
 ) -> tuple[float, float, float]:
   """Returns egress in bundles, seconds, and the bound of the links."""
   with contextlib.ExitStack() as stack:
-    # In memory where there is one: 64 clusters do not share a disk.
+    # In memory if possible: real clusters would not share one disk.
     memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
     root = pathlib.Path(
       stack.enter_context(tempfile.TemporaryDirectory(dir=memory))
@@ -110,7 +110,7 @@ def _world(
       stack.callback(server.close)
       return stack.enter_context(relay.running(server))
 
-    # The trainer's side of its one link: what a bucket would be.
+    # The trainer's end of its only link, in place of a bucket.
     urls, followers = [serve(trainer, 'origin')], []
     for number in range(clusters):
       above = urls[0 if number == 0 else 1 + (number - 1) // FANOUT]
@@ -119,7 +119,7 @@ def _world(
       upstream = stores.Store(f'http://127.0.0.1:{link.port}')
       urls.append(serve(upstream, f'cluster_{number}'))
       followers.append(_Cluster(urls[-1]))
-    # The first weights come at once; it is the step that is measured.
+    # The first weights arrive at once; only the step is measured.
     _all_follow(followers, 0, time.perf_counter() + 120)
     info = publisher.publish(delta_sizes.blocks(policies[1]), 1)
     for link in network.links:
@@ -140,11 +140,12 @@ def measure(cores: set[int], *, quick: bool) -> None:
   policies = _policies(4 if quick else 32)
   size = sum(a.nbytes for a in policies[0].values())
   before = publish_encode.PACK_BYTES
-  # Of 8 MiB, a bundle of 1 TB has hundreds.
+  # With packs of 8 MiB a bundle of 1 TB has hundreds.
   publish_encode.PACK_BYTES = size // 3 // PACKS
   try:
     for clusters in (4,) if quick else (4, 16, 64):
-      # All clusters are one process, which 64 at this pace would fill.
+      # One process holds all clusters, and 64 at this rate would fill its
+      # cores.
       send_s = 5.0 if quick else SEND_S * max(1, clusters // 16)
       egress, seconds, bound = _world(clusters, policies, send_s)
       what = (

@@ -4,11 +4,11 @@
 
 Forward and backward of the grouped matmul of 2,048 rows (1,024 tokens of two
 experts), 256 by 512, for 8 to 256 experts, on one core. Beside each time stands
-its bound: the greater of useful operations over the measured speed of a dense
-product, and of the bytes that must move over the measured speed of reading and
-writing memory. Those are: the matrices of experts that have rows, read forward
-and backward; the gradient of all matrices, written; rows in and out of all
-three products. `ratio` is bound over time.
+its bound, the greater of two times: useful operations at the measured speed of
+a dense product, and the bytes that must move at the measured speed of memory.
+These bytes are: the matrices of experts with rows, read forward and backward;
+the gradient of all matrices, written; rows into and out of all three products.
+`ratio` is bound over time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _bytes(case: Case) -> float:
 def _bandwidth(case: Case, rounds: int) -> float:
   """Returns bytes/s of adding two arrays of the size of all matrices.
 
-  Two are read and one is written, as by the case itself.
+  The addition reads two arrays and writes one, as the case does.
   """
   import jax
 
@@ -63,7 +63,7 @@ def main() -> None:
       case, grouped_cases.dense(case), grouped_cases.of_one_expert(arrays), 2
     )
     bandwidth = _bandwidth(case, rounds)
-    # In turns with ours, so that a machine that slows down slows both.
+    # Takes turns with ours, so that a machine that slows down slows both.
     rates = interleaved.rates(ours, dense, rounds)
     by_bytes = case.rows * bandwidth / _bytes(case)
     bound = [min(rate, by_bytes) for rate in rates[1]]

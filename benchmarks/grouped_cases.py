@@ -1,4 +1,4 @@
-"""What the benchmarks of the grouped matmul multiply, and in which turns."""
+"""Cases of the grouped matmul's benchmarks, and functions that run them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ class Case(NamedTuple):
     return 2.0 * self.rows * self.dim * self.width * (1 + 2 * self.gradients)
 
   def sizes(self) -> np.ndarray:
-    """Uneven: the busiest of 64 experts has some four times the mean."""
+    """Returns uneven sizes; the busiest of 64 experts has 4 times the mean."""
     rng = np.random.default_rng(0)
     load_E = rng.dirichlet(np.full(self.num_experts, 2.0))
     return rng.multinomial(self.rows, load_E).astype(np.int32)
 
   def waste(self) -> str:
-    """Says what the loops on a CPU execute, and what no load can exceed."""
+    """Says what rows the loops on a CPU execute, and the most that they can."""
     import jax.numpy as jnp
 
     from composer_jax.kernels.grouped import schedule
@@ -57,7 +57,7 @@ def worst_case_rows(num_rows: int, num_groups: int) -> int:
 
 
 class Arrays(NamedTuple):
-  """Of one case, on the device."""
+  """The arrays of one case, on the device."""
 
   lhs_YD: Any
   rhs_EDF: Any
@@ -84,13 +84,13 @@ def arrays(case: Case, dtype: str = 'float32') -> Arrays:
 def runner(
   case: Case, multiply: Callable[..., Any], operands: Arrays, repeats: int = 1
 ) -> Callable[[], float]:
-  """Returns what multiplies `repeats` times and counts rows.
+  """Returns a function that multiplies `repeats` times and counts rows.
 
   Args:
-    case: what is multiplied.
-    multiply: (lhs_YD, rhs_EDF, sizes_E) -> out_YF.
-    given: of the case.
-    repeats: of a round, so that the clock's own resolution does not show.
+    case: grouped matmul to run.
+    multiply: function (lhs_YD, rhs_EDF, sizes_E) -> out_YF.
+    operands: arrays of the case.
+    repeats: products of a round, so that the clock's resolution does not show.
   """
   import jax
 
@@ -121,7 +121,7 @@ def grouped(backend: str) -> Callable[..., Any]:
 
 
 def dense(case: Case) -> Callable[..., Any]:
-  """Returns one product of the same useful operations: one expert's matrix."""
+  """Returns a dense product with as many useful operations, by one matrix."""
   shape = (case.dim, case.width)
 
   def multiply(lhs_YD, rhs_DF, sizes_E):

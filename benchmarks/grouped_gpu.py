@@ -2,11 +2,11 @@
 
 `python -m benchmarks.grouped_matmul --gpu`: bfloat16, 128 experts, 8 of each of
 8,192 tokens, uneven; gate and up as one product, and down; forward, and forward
-with both gradients. Each of our backends ('triton', and 'tokamax' where that is
-installed) in turns with a dense product of the same operations, the measured
-peak, and with torch's grouped_mm where torch has CUDA. tokamax's public
-function, with its own choice and gradients, is a peer too. A CPU runs it with
-`--tiny`, as `blocked` and `ragged`; those figures mean nothing.
+with both gradients. Each of our backends ('triton', and 'tokamax' if installed)
+takes turns with its peers: a dense product of the same operations, torch's
+grouped_mm if torch has CUDA, and tokamax's public function with its own choice
+of kernels and gradients. `--tiny` runs 'blocked' and 'ragged' on a CPU; those
+figures mean nothing.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import grouped_cases, interleaved
 from benchmarks.grouped_cases import Case
 
-_GOAL = 0.6  # of the dense product
+_GOAL = 0.6  # share of the dense product's rate
 
 
 def _cases(is_tiny: bool) -> list[Case]:
@@ -43,7 +43,7 @@ def _tokamax() -> Callable[..., Any]:
 
 
 def _torch_runner(case: Case) -> Callable[[], float] | None:
-  """Returns what runs torch's grouped_mm, if torch is here and has CUDA."""
+  """Returns a function that runs torch's grouped_mm; None without CUDA."""
   if importlib.util.find_spec('torch') is None:
     return None
   import torch

@@ -3,14 +3,14 @@
   python -m benchmarks.grouped_matmul [--quick]
   python -m benchmarks.grouped_matmul --gpu [--tiny]
 
-Uneven loads, one core. In turns with
-- a dense product of the same useful operations, which reads one expert's matrix
-  (from 64 rows per expert on): what a grouped matmul without cost would reach;
-- a pass that reads the touched experts' matrices (below 16 rows per expert),
-  where reading them is the work;
+Uneven loads, one core. The peers, in turns with ours:
+- from 64 rows per expert on, a dense product of as many useful operations,
+  which is what a grouped matmul without overhead would reach;
+- below 16 rows per expert, where reading is the work, a pass that reads the
+  matrices of experts with rows;
 - `jax.lax.ragged_dot`, which multiplies every row by every expert on a CPU.
-Each line says how many rows the loops execute, counted from the schedule that
-they run, and the static bound. --gpu is `benchmarks.grouped_gpu`.
+Each line says how many rows the loops execute, counted from their schedule, and
+the most that they can. --gpu is `benchmarks.grouped_gpu`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import argparse
 from benchmarks import grouped_cases, grouped_gpu, interleaved
 from benchmarks.grouped_cases import Case
 
-# Beside a dense product: the ratio to reach is by rows per expert.
+# Beside a dense product, with the goal for the ratio by rows per expert.
 DENSE = (
   Case(8 * 64, 8, 256, 512, True),
   Case(8 * 256, 8, 256, 512, True),
@@ -32,13 +32,14 @@ DENSE_LONG = (
   Case(64 * 64, 64, 768, 1024, True),
   Case(64 * 256, 64, 768, 1024, True),
 )
-# Beside the bytes of the touched experts.
+# Beside reading the matrices of experts with rows.
 BYTES = (
   Case(64 * 2, 64, 256, 512, False),
   Case(64 * 8, 64, 256, 512, False),
   Case(384 * 8, 384, 256, 512, False),
 )
-# Beside ragged_dot, and the ratio to reach.
+# Beside ragged_dot, with the goal for the ratio.
+
 RAGGED = (
   (Case(2048, 8, 256, 512, False), 3.0),
   (Case(2048, 8, 256, 512, True), 4.0),

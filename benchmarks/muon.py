@@ -5,18 +5,19 @@
   python -m benchmarks.muon --gpu [--tiny]
 
 Six meshes of eight emulated devices and one device alone; 332 matrices with
-sides in the ratio of Kimi K2's (`muon_cases.SMALL`). What compiled programs do
-on one device, loops with their trips (`composer_jax.plan.hlo.overlap`):
+sides in the ratio of Kimi K2's (`muon_cases.SMALL`). Counts of compiled
+programs on one device, loops times their trips
+(`composer_jax.plan.hlo.overlap`):
   'flops': operations of products, against Newton-Schulz without repetition and
     padding; with the peer's method ('standard') and by default ('gram').
-  'bytes': what comes into a device, ours in bfloat16 (the default of
-    accelerators) and in float32, against each matrix visiting one owner and
-    coming back.
+  'bytes': bytes received by a device, ours in bfloat16 (the default of
+    accelerators) and in float32; the limit lets each matrix visit one owner and
+    come back.
   'memory': temporaries.
   'collectives': their number against the plan's.
-And what they take:
-  'time': steps per CPU second, ours and the peer's in turns; 'standard' is the
-    peer's own method and coefficients, and its result is compared.
+And measured:
+  'time': steps per CPU second, ours and the peer's in turns; 'standard' has the
+    peer's method and coefficients, and the results are compared.
 The peer is `optax.contrib.muon` with the right dimensions for each parameter,
 in float32, which is all it offers for float32 parameters. With --maxtext, also
 MaxText's Muon that knows shardings (`muon_peers.add_maxtext`).
@@ -32,7 +33,7 @@ from typing import Any
 
 from benchmarks import interleaved
 
-# Least ratio to optax, ours by default; a goal, which nothing bounds.
+# Least ratio to optax with our defaults; a goal without a known limit.
 _TIME_GOALS = {'fsdp8': 2.2, 'ep2_fsdp4': 3.0, 'ep8': 6.0, 'one': 1.1}
 _MAXTEXT_GOAL = 1.25
 _QUICK_MESHES = ('ep8', 'fsdp8')
@@ -269,7 +270,7 @@ def _on_cpu(arguments: argparse.Namespace) -> None:
   chosen = set(arguments.cases)
   if unknown := chosen - {*_CASES, *names}:
     raise SystemExit(
-      f'{sorted(unknown)} are no cases; there are {[*_CASES]} and {names}.'
+      f'{sorted(unknown)} are unknown cases; known are {[*_CASES]} and {names}.'
     )
   default = _QUICK_MESHES if arguments.quick else names
   for name in [name for name in names if name in chosen] or default:

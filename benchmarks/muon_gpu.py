@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import interleaved
 
-_GOAL = 0.6  # of the device's peak
+_GOAL = 0.6  # share of the device's peak
 _METHODS = ('standard', 'gram')
 
 
@@ -67,7 +67,7 @@ def _torch_rates(tree: Any, dtype: str, steps: int) -> list[float]:
 
 @dataclasses.dataclass
 class _Arrays:
-  """What ours and the peer work on in turns; two of each take 80 GB."""
+  """Arrays that ours and the peer share in turns; two of each take 80 GB."""
 
   gradients: Any
   momentum: Any
@@ -174,7 +174,7 @@ def _against_optax(
     ours, peer = (_running(steps[n], arrays) for n in (method, 'optax'))
     try:
       return interleaved.rates(ours, peer, rounds)
-    except jax.errors.JaxRuntimeError as error:  # it does not fit
+    except jax.errors.JaxRuntimeError as error:  # optax does not fit
       print(f'optax: {str(error)[:200]}', file=sys.stderr)
       del steps['optax'], arrays, ours, peer
   ours = _running(steps[method], _arrays(steps[method]))

@@ -2,12 +2,11 @@
 
   python -m benchmarks.sandbox [--quick]
 
-One JSON line per case and level that works here: `ours` and `peer` are medians
-of milliseconds taken in turn, on the machine as busy as it then was, `spread`
-how far the slowest twentieth of ours begins above its median. The peer of a
-program is fork and exec of the interpreter alone, with nothing isolated
-(`limit` too); of a suite, the same suite started by itself. The rest of a line
-is what a reader of one level wants to know.
+One JSON line per case and level that works here. `ours` and `peer` are medians
+of milliseconds, taken in turn; `spread` is how far the 95th percentile of ours
+lies above its median. The peer and limit of a program are fork and exec of the
+interpreter without isolation; those of a suite are the same suite run directly.
+Other fields of a line concern one level.
 """
 
 import concurrent.futures
@@ -40,14 +39,14 @@ _TEST = 'def test_one():\n  assert 1 + 1 == 2\n'
 _PYTEST = ('-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_one.py')
 _NO_PLUGINS = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
 _PEERS = ('bare_pytest_p50_ms', 'fork_exec_p50_ms')
-# Milliseconds at the median, of a level that isolates.
+# Goals: median milliseconds of a level that isolates.
 _GOALS = {
   'call': 15.0,
   'python -c pass': 25.0,
   'pytest, one test, warm': 60.0,
   'fresh copy of a repository': 1.0,
 }
-# What of a sandbox the numbers depend on.
+# Properties of a sandbox on which the numbers depend.
 _TOLD = ('seccomp', 'cgroup', 'uid', 'overlay', 'proc')
 
 
@@ -68,7 +67,7 @@ def _timed(call: Callable[[], object]) -> float:
 def _in_turn(
   calls: dict[str, Callable[[], object]], times: int
 ) -> dict[str, float]:
-  """p50 and p95 of the first call, p50 of the others, taken alternately."""
+  """Returns p50 and p95 of the first call and p50 of others, run in turns."""
   milliseconds: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(times):
     for name, call in calls.items():
@@ -141,7 +140,7 @@ def _rows(sandbox, images: pathlib.Path):
   fresh = _in_turn(
     {'': lambda: boxes.append(sandbox.open('repository'))}, _TIMES
   )
-  # One that was written to, as those of an episode are.
+  # A box that was written to, as in an episode.
   boxes[0].write('part0/module0.py', b'changed')
   forked = _in_turn({'': lambda: boxes.append(boxes[0].fork())}, _TIMES)
   shot = _in_turn({'': boxes[0].snapshot}, _TIMES)
@@ -159,7 +158,7 @@ def _rows(sandbox, images: pathlib.Path):
 
 
 def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
-  """Runs of each command in fresh boxes by two threads."""
+  """Returns runs a second of each command, in fresh boxes by two threads."""
 
   def one(command):
     with sandbox.open('tiny') as box:
@@ -175,7 +174,7 @@ def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
 
 
 def _line(level: str, row: str, numbers: dict[str, Any]) -> dict[str, Any]:
-  """The fields that every benchmark has."""
+  """Returns the fields that every benchmark prints."""
   ours = numbers.get('p50_ms')
   peer = next((numbers[name] for name in _PEERS if name in numbers), None)
   goal = _GOALS.get(row) if level != 'rlimits' else None

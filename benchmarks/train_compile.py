@@ -14,10 +14,10 @@ not installed.
 
 Each case is 2,048 tokens of rows of 4,096 on a device. Lines: GB of a device
 against its memory; the share of the modelled time of collectives (bytes over
-the published speed of the network, and a latency, one after another) in which
-products run, from the schedule; products against the model's own; seconds to
-compile. A line that is no JSON says what products wait for longest. Without
---code a TPU's compiler is left when memory and schedule are final.
+the published speed of the network plus a latency, one after another) during
+which products run, from the schedule; products against the model's; seconds to
+compile. A line that is not JSON says what products wait for longest. Without
+--code a TPU's compiler stops when memory and schedule are final.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 from benchmarks import interleaved
 
-# Half a row a device: context is 2 everywhere.
+# Half a row a device, since context is 2 everywhere.
 _SEQ_LEN = 4096
 
 
 class _Case(NamedTuple):
-  """What is compiled.
+  """A step to compile.
 
   Attributes:
-    model: of configs/models.
-    topology: as `plan.topologies` has it.
+    model: name of a file in configs/models.
+    topology: name in `plan.topologies`.
     mesh: replica, fsdp, context. The narrow group (the last two) divides the
       embedding into multiples of a tile of TPUs; on GPUs it is a node.
   """
@@ -156,7 +156,7 @@ def _is_there(topology: str, libtpu: str) -> bool:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('cases', nargs='*', default=[], metavar='CASE')
-  parser.add_argument('--libtpu', default='', help='Folder that has libtpu.')
+  parser.add_argument('--libtpu', default='', help='Folder with libtpu.')
   parser.add_argument(
     '--code', action='store_true', help='Compiles to the end.'
   )
@@ -165,7 +165,9 @@ def main() -> None:
   parser.add_argument('--folder', default='', help='For the programs.')
   arguments = parser.parse_args()
   if unknown := {*arguments.cases} - {*CASES}:
-    raise SystemExit(f'{sorted(unknown)} are no cases; there are {[*CASES]}.')
+    raise SystemExit(
+      f'{sorted(unknown)} are unknown cases; known are {[*CASES]}.'
+    )
   for name in arguments.cases or CASES:
     if _is_there(CASES[name].topology, arguments.libtpu):
       _run(name, arguments)

@@ -16,7 +16,7 @@ from composer_jax.train import step as train_step
 
 
 def qwen3_17m() -> model_config.ModelConfig:
-  """Returns the shape that others' trainers were timed with."""
+  """Returns the 17.6M-parameter shape that the Hugging Face peer has too."""
   return model_config.ModelConfig.from_dict(
     dict(
       vocab_size=8192,
@@ -131,8 +131,8 @@ class Trained:
   """A model, its batch and its compiled step; calling it trains.
 
   Attributes:
-    compiled: the step, donated.
-    losses: of the last call, one a step.
+    compiled: compiled step, which donates its state.
+    losses: losses of the last call, one a step.
   """
 
   def __init__(
@@ -153,7 +153,7 @@ class Trained:
     self.losses: list[float] = []
 
   def __call__(self) -> float:
-    """Returns the tokens that it learnt."""
+    """Trains and returns the number of tokens trained on."""
     metrics = []
     for _ in range(self._steps):
       self._state, step_metrics = self.compiled(self._state, self._batch)

@@ -20,11 +20,11 @@ from benchmarks import train_step_profile as profile
 from composer_jax.models import config as model_config
 from composer_jax.models import flops
 
-_GOAL = 0.5  # of the peak
-# A parameter's master, two moments and gradient in float32, and its copy that
-# is multiplied with.
+_GOAL = 0.5  # share of the peak
+# A parameter's master, two moments and gradient in float32, and its bfloat16
+# copy.
 _BYTES_PER_PARAMETER = 18
-# Left to activations, logits and the compiler's temporaries.
+# The remaining memory is for activations, logits and temporaries.
 _SHARE_OF_STATE = 0.8
 _ROWS, _LENGTH = 4, 4096
 
@@ -33,18 +33,18 @@ def run(*, is_tiny: bool, folder: str) -> None:
   """Prints the step's line and the parts of its time.
 
   Args:
-    is_tiny: whether to take a small model.
-    folder: where the profiler's trace goes.
+    is_tiny: true for a small model.
+    folder: folder for the profiler's trace.
 
   Raises:
-    ValueError: no accelerator, and the model is not tiny.
+    ValueError: if there is no accelerator and the model is not tiny.
   """
   # The default leaves a quarter of the card to others.
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
   device = jax.devices()[0]
   if device.platform == 'cpu' and not is_tiny:
     raise ValueError(
-      'benchmarks.train_step --gpu needs an accelerator, and JAX finds '
+      'benchmarks.train_step --gpu needs an accelerator, but JAX has '
       f'{device.device_kind!r} only; --tiny runs the code on it.'
     )
   rows, length = (2, 64) if is_tiny else (_ROWS, _LENGTH)
