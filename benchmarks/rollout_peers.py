@@ -168,7 +168,7 @@ class Tunix:
     if not answer:
       raise ValueError(
         f'{self._python} does not run google-tunix; make an '
-        'environment of its own: pip install google-tunix==0.1.7 (Python 3.12).'
+        'environment for it: pip install google-tunix==0.1.7 (Python 3.12).'
       )
     return json.loads(answer)
 

@@ -7,10 +7,10 @@
       --url=http://localhost:8000/v1 --tokenizer=runs/tiny/tokenizer.json \\
       --config=configs/composer/tiny.py --out=runs/eval_tiny
 
-Of the config count the tasks, the sandbox, the limits of an episode, rewards
-and summaries. The same command on the same folder goes on where it was killed.
---out gets episodes.jsonl, a line an episode, and summary.json: pass rates with
-95 % intervals by tier and package, pass@k, and what monitors found.
+The config gives the tasks, the sandbox, the limits of an episode, rewards and
+summaries. The same command on the same folder resumes after a kill. --out gets
+episodes.jsonl, a line an episode, and summary.json: pass rates with 95 %
+intervals by tier and package, pass@k, and what monitors found.
 """
 
 import functools
@@ -31,12 +31,12 @@ _POLICY = flags.DEFINE_string(
   'gold: restores what was deleted, through the tools. null: calls finish at '
   "once. chat: an OpenAI-compatible endpoint. tokens: this project's server.",
 )
-_SPLIT = flags.DEFINE_string('split', 'held_out', 'train or held_out.')
-_TASKS = flags.DEFINE_integer('tasks', 0, '0 for all tasks of the folder.')
+_SPLIT = flags.DEFINE_string('split', 'held_out', 'Tasks: train or held_out.')
+_TASKS = flags.DEFINE_integer('tasks', 0, 'Number of tasks; 0 takes all.')
 _SAMPLES = flags.DEFINE_integer('samples', 1, 'Episodes of each task.')
 _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
-_URL = flags.DEFINE_string('url', '', 'Of the endpoint, up to /v1.')
-_MODEL = flags.DEFINE_string('model', '', 'That the endpoint is asked for.')
+_URL = flags.DEFINE_string('url', '', 'URL of the endpoint, up to /v1.')
+_MODEL = flags.DEFINE_string('model', '', 'Name of the model at the endpoint.')
 _NATIVE = flags.DEFINE_bool(
   'native_tools', False, "Chat: tools are called by the endpoint's own means."
 )

@@ -6,9 +6,8 @@
 
 Episodes on held-out tasks are sampled by the rollout engine and scored by the
 trainer's forward pass, with the same weights: once with the recorded routes
-replayed, once routed afresh, and once with the routes moved by a token, which
-is what a fault looks like. --out keeps the numbers, a line of metrics.jsonl
-for each call.
+replayed, once routed afresh, and once with the routes shifted by a token, as a
+fault would. --out keeps the numbers, a line of metrics.jsonl for each call.
 """
 
 import os
@@ -18,12 +17,16 @@ from absl import flags, logging
 
 from experiments import start
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/tiny', 'Workdir of a finished run.'
+)
 _STAGE = flags.DEFINE_enum(
   'stage', 'rl', ['cpt', 'sft', 'rl'], 'Whose policy; it must be finished.'
 )
-_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample, at least.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of tasks and sampling.')
+_TOKENS = flags.DEFINE_integer(
+  'tokens', 10_000, 'Least number of tokens to sample.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of tasks and sampling.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of activations and matmuls.'
 )
@@ -50,7 +53,7 @@ def _print(measures):
 
 
 def run() -> None:
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   # One thread sums as the rollout worker of a run does.
   os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
   from composer_jax.serve import probe

@@ -6,14 +6,13 @@
 
 About ten minutes on two cores: pretraining 2 to 3.5, SFT 1.8, RL 4.9. One run
 with hints passed 0.54 of 200 held-out episodes before RL and 0.91 after it, and
-its invalid calls went from 14.8 to 2.1 %. One of before there were hints, with
-muon.coefficients='keller', passed 0.68 and 0.94.
+its share of invalid calls fell from 14.8 to 2.1 %. An earlier run without hints
+and with muon.coefficients='keller' passed 0.68 and 0.94.
 
-Shown is what one changes first. `./run.sh config` prints every field with its
-default and meaning; each can be set by --config.SECTION.FIELD=VALUE.
+The file shows the fields that one changes first. `./run.sh config` prints every
+field with its default and meaning; --config.SECTION.FIELD=VALUE sets any.
 
-Arguments after a colon: `tiny.py:smoke` runs every stage with numbers so small
-that the whole job takes seconds (the tests do).
+Argument after a colon: `tiny.py:smoke` runs every stage at a size for tests.
 """
 
 import ml_collections
@@ -26,7 +25,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f"tiny.py takes no argument or 'smoke', not {arg!r}.")
   c = ml_collections.ConfigDict()
   c.seed = 0
-  c.initial = ''  # random weights; or a folder made by experiments.hf_import
+  c.initial = (
+    ''  # '' for random weights, or a folder made by experiments.hf_import
+  )
   # Devices of pretraining and SFT; their product is emulated on a CPU. That of
   # RL is rl.mesh.
   c.mesh = dict(replica=2, fsdp=1, context=1)
@@ -34,7 +35,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Its `numerics` and `moe.replay_alpha` are for rollouts, evaluations and RL;
   # pretraining and SFT, on the whole mesh, are always 'fast'.
   c.model = model_tiny.get_config()
-  c.tokenizer = dict(train_bytes=2_000_000)  # that merges are learnt from
+  c.tokenizer = dict(train_bytes=2_000_000)  # from which merges are learnt
   c.data = dict(
     sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
     max_bytes=12_000_000,
@@ -51,10 +52,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     weight_decay=0.1,
     optimizer='muon',  # on matrices, AdamW on the rest; or 'adam' on all
   )
-  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # fields of cpt, too
+  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # the fields of cpt
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
-    # Each is a probability per decision; RL has to unlearn them.
+    # Flaws, each with its probability per decision; RL has to unlearn them.
     wrong_edit=0.08,
     broken_edit=0.1,
     skip_test=0.5,
@@ -129,7 +130,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.evaluation = dict(episodes=200)  # held-out, before and after RL
   c.telemetry = dict(tensorboard=True, wandb=False)
-  # Nothing of these is shown, and all can be set on the command line.
+  # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())

@@ -16,8 +16,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       f"configs/tasks/packages.py takes no argument or 'small', not {arg!r}."
     )
   c = ml_collections.ConfigDict()
-  # Releases and the SHA-256 of their sdists. Of those held out no task may
-  # be trained on.
+  # Releases and the SHA-256 of their sdists. No task of a held-out package is
+  # ever trained on.
   c.packages = _packages()
   c.options = dict(
     seed=0,

@@ -27,7 +27,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def packages_table(rows: Sequence[Row]) -> str:
-  """Valid tasks of candidates tried, by package and tier."""
+  """Valid tasks and tried candidates, by package and tier."""
   lines = []
   for row in of(rows, 'package'):
     name = f'{row["name"]} {row["version"]}'
@@ -46,7 +46,7 @@ def packages_table(rows: Sequence[Row]) -> str:
 
 
 def tiers_table(rows: Sequence[Row]) -> str:
-  """What became of candidates, and what their tasks are like, by tier."""
+  """Results of candidates and properties of their tasks, by tier."""
   lines = []
   for tier in task_set.TIERS:
     counts: collections.Counter = collections.Counter()

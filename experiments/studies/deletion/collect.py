@@ -1,10 +1,11 @@
-"""Writes down what a set of tasks holds, and what became of its candidates.
+"""Records what a set of tasks holds, and the results of its candidates.
 
   python -m experiments.studies.deletion.collect --tasks=runs/tasks \
       --cpu_s=SECONDS
 
-Writes results/; what is there is replaced. Three kinds of rows: 'setup' once,
-'package' for each package, 'task' for each task.
+Replaces results/. Three kinds of rows: 'setup' once, 'package' for each
+package,
+'task' for each task.
 """
 
 import os
@@ -17,12 +18,14 @@ from composer_jax.telemetry import machine
 from experiments import start
 from experiments.studies import results
 
-_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
+_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'Folder of make_tasks.')
 _CPU_S = flags.DEFINE_float(
   'cpu_s', 0.0, 'Processor seconds of the making, as a cgroup counted them.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
 
 

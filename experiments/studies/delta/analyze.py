@@ -11,20 +11,20 @@ from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
-SETTLED = 8  # last steps of a case, which its share is the median of
+SETTLED = 8  # last steps of a case, over which its share is the median
 
 Row = results.Row
 
 
 def label(row: Row) -> str:
-  """What a case is called in tables and plots."""
+  """Returns the name of a case in tables and plots."""
   words = f'{row["training"].upper()}, {row["optimizer"].title()} at '
   cold = ', masters from bf16' if row['is_cold'] else ''
   return f'{words}{row["learning_rate"]:g}{cold}'
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-  """Rows of a stage by the name of their case."""
+  """Returns rows by the name of their case."""
   cases: dict[str, list[Row]] = {}
   for row in rows:
     cases.setdefault(row['name'], []).append(row)
@@ -37,7 +37,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def shares_table(steps: Sequence[Row]) -> str:
-  """Share of bf16 weights that change: first step, last ones, and the law."""
+  """Share of bf16 weights that change: first step, last steps, and the law."""
   lines = []
   for rows in by_case(steps).values():
     last_steps = rows[-SETTLED:]
@@ -61,7 +61,7 @@ def shares_table(steps: Sequence[Row]) -> str:
 
 
 def bytes_table(coded: Sequence[Row]) -> str:
-  """Full bytes over bytes of a step, by every way."""
+  """Full bytes over bytes of a step, for every encoding."""
   peers = list(coded[0]['peers'])
   lines = []
   for row in coded:

@@ -2,10 +2,10 @@
 
   python -m experiments.studies.delta.measure --recordings=runs/delta/recordings
 
-Writes results/; what is there is replaced. Two kinds of rows. 'steps' has a
-case's training, step by step from its start, as `record` noted it. 'coded' has
-the last deltas of a case: bytes of our bundles in all tiers, of the peers, and
-the bounds, as in benchmarks/delta.py, in numbers of bytes.
+Replaces results/. Two kinds of rows: 'steps' has a case's training, step by
+step from its start, as `record` noted it; 'coded' has the last deltas of a
+case, in bytes: our bundles in all tiers, the peers, and the bounds of
+benchmarks/delta.py.
 """
 
 import os
@@ -27,17 +27,19 @@ from experiments import start
 from experiments.studies import results
 
 _RECORDINGS = flags.DEFINE_string(
-  'recordings', 'runs/delta/recordings', 'What `record` left.'
+  'recordings', 'runs/delta/recordings', 'Folder of `record`.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
-# Deltas of a case that are looked at: the last before a history starts anew.
+# Deltas that count for a case: the last ones before a history starts anew.
 LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
 
 
 def main() -> None:
-  logging.set_verbosity(logging.WARNING)  # A publisher tells of each version.
+  logging.set_verbosity(logging.WARNING)  # A publisher logs each version.
   folder = pathlib.Path(_RECORDINGS.value)
   names = delta_recordings.names(folder)
   if not names:
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def coded(case: delta_data.Case) -> dict[str, Any]:
-  """Bytes of a step by every way, medians over the last deltas."""
+  """Returns bytes of a step in every encoding, medians over the last deltas."""
   pairs = list(zip(case.policies, case.policies[1:], strict=False))[LAST]
   counts = [delta_bounds.changed(*pair) for pair in pairs]
   bounds = [delta_bounds.of_policy(*pair) for pair in pairs]

@@ -6,9 +6,9 @@
 A MoE of 11 million parameters learns the corpus with Muon, then the tool
 protocol (SFT), in --workdir and by the same stages as configs/composer/tiny.py.
 From there each case of `training.CASES` starts anew: pretraining goes on with
-Muon, or RL (GRPO, its episodes played by the engine) starts with Adam, at one
-small learning rate. The last policies of each are kept. A case that is there
-is not recorded again.
+Muon, or RL (GRPO, episodes played by the engine) starts with Adam, at one small
+learning rate. The last policies of each are kept. A finished case is not
+recorded again.
 """
 
 import dataclasses
@@ -20,14 +20,18 @@ from absl import flags, logging
 
 from experiments import start
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/delta', 'Of the training.')
-_OUT = flags.DEFINE_string('out', 'runs/delta/recordings', 'A folder a case.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/delta', 'Workdir of the training.'
+)
+_OUT = flags.DEFINE_string(
+  'out', 'runs/delta/recordings', 'Folder to make, with one folder a case.'
+)
 _QUICK = flags.DEFINE_bool('quick', False, 'The shortest run, for tests.')
 
 
 def main() -> None:
-  logging.set_verbosity(logging.WARNING)  # Orbax names every file.
-  # One core, so that a run says what it cost whatever else there is.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
+  # One core, so that CPU seconds are comparable between machines.
   xla_flags = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = f'{xla_flags} --xla_cpu_multi_thread_eigen=false'
   from benchmarks import delta_recordings
@@ -38,7 +42,7 @@ def main() -> None:
 
   spec = training.spec(quick=_QUICK.value)
   workdir = pathlib.Path(_WORKDIR.value).absolute()
-  # The recordings are the result; there is no report.
+  # The recordings are the result, so write no report.
   systems = dataclasses.replace(
     wiring.systems_of(spec), write_report=lambda workdir: workdir
   )

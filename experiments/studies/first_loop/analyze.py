@@ -60,7 +60,7 @@ def decompose(
 
 
 def _audited(audit: dict[str, Any]) -> str:
-  """Counts of an audit; one without parts saw two of the four."""
+  """Returns counts of an audit; an old one had two of the four parts."""
   counts = [audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown')]
   partial = '' if 'verbatim_in' in audit else ' (corpus and transcripts only)'
   return ', '.join(map(str, counts)) + partial

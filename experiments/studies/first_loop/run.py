@@ -9,9 +9,9 @@ Arms of a seed share their pretraining; `shuffled` shares the SFT too.
   flawless   SFT on flawless demonstrations of as many tokens, no RL
   shuffled   as main, with rewards permuted within each group
 
-An arm that is finished is not run again. `run` of an arm's row holds its
-command, with paths as seen from the repository, and the seconds of all the
-processes it took, per commit.
+A finished arm is not run again. Field `run` of an arm's row holds its command,
+with paths relative to the repository, and the seconds of all its processes by
+commit.
 """
 
 import pathlib
@@ -28,18 +28,22 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.first_loop import collect
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/first_loop', 'For all arms.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/first_loop', 'Folder for all arms.'
+)
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One main job each.')
 _ARMS = flags.DEFINE_list('arms', ['main', 'flawless', 'shuffled'], 'Which.')
 _CONFIG = flags.DEFINE_string(
-  'config', 'configs/composer/first_loop.py', 'Of all.'
+  'config', 'configs/composer/first_loop.py', 'Config of all arms.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Rows of each arm.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder for the rows of each arm.',
 )
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
-# Results change while the study runs; these decide them.
+# Files that decide the results. The results themselves change meanwhile.
 _CODE = ('composer_jax', 'configs', 'experiments/*.py', 'constraints.txt')
 
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
@@ -51,7 +55,7 @@ _NOISE += ('wrong_edit', 'broken_edit', 'skip_test', 'give_up')
 
 
 def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
-  """Hands finished stages of one arm to another, whole or not at all."""
+  """Copies finished stages of one arm to another, all or none."""
   for name in names:
     if (target / name).exists():
       continue
@@ -66,7 +70,7 @@ def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
 
 
 def _portable(path: str) -> str:
-  """A path without this machine: from the repository, else its last part."""
+  """Returns a path relative to the repository, else its last part."""
   absolute = pathlib.Path(path)
   if not absolute.is_absolute():
     return path
@@ -75,7 +79,7 @@ def _portable(path: str) -> str:
 
 
 def _commit() -> str:
-  """The commit of the code, '-dirty' where it differs; else 'unknown'."""
+  """Returns the code's commit, with '-dirty' if it differs, or 'unknown'."""
 
   def git(*arguments: str) -> str:
     command = ['git', '-C', str(_REPOSITORY), *arguments]
@@ -87,15 +91,15 @@ def _commit() -> str:
     dirty = '-dirty' if git('status', '--porcelain', '--', *_CODE) else ''
     return git('rev-parse', 'HEAD') + dirty
   except (OSError, subprocess.CalledProcessError):
-    return 'unknown'  # No git, or no repository.
+    return 'unknown'  # There is no git or no repository.
 
 
 def record(
   old: dict[str, Any] | None, command: list[str], times: pathlib.Path
 ) -> dict[str, Any]:
-  """Returns `run`: the command, and the seconds measured in `times`.
+  """Returns field `run`: the command, and the seconds measured in `times`.
 
-  An arm whose seconds were measured elsewhere keeps the old record.
+  An arm whose seconds were measured elsewhere keeps its old record.
   """
   if not (times / stage_times.STAGES).exists():
     return old or {'command': command}
@@ -123,7 +127,7 @@ def _arm(seed: int, arm: str) -> None:
     paths = [f'--config={config}', f'--workdir={folder}/{name}']
     return ['-m', program, *paths, *overrides]
 
-  # Beside the workdir, where the run sweeps away what it did not write.
+  # Beside the workdir, because the run deletes foreign files in it.
   times = root / 'times' / name
   if (workdir / f'evaluation_{final_stage}.json').exists():
     print(f'[study] {name} is finished', flush=True)
@@ -145,7 +149,7 @@ def _arm(seed: int, arm: str) -> None:
 
 
 def main() -> None:
-  # The control comes last: what it is compared with is there first.
+  # The control comes last, after the arms it is compared with.
   for arms in (('main', 'flawless'), ('shuffled',)):
     for seed in _SEEDS.value:
       for arm in arms:

@@ -13,7 +13,7 @@ from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 
-# Steps that a figure is the mean of, so that it is not one step's luck.
+# Steps over which a figure is the mean, to reduce noise.
 _WINDOW = 5
 _SHOWN = (0, 20, 40, 80)
 _GATE = 0.05
@@ -48,14 +48,14 @@ def runs_of(
 
 
 def near(rows: list[dict[str, Any]], step: int, name: str) -> float:
-  """The mean of some steps that end with this one, or begin with the first."""
+  """Returns the mean over the window that ends with this step."""
   first = max(step - _WINDOW + 1, 0)
-  # Exact, whatever the order: Python 3.12 sums otherwise than 3.11.
+  # fsum is exact; plain sums differ between Python 3.11 and 3.12.
   return statistics.fmean(r[name] for r in rows[first : step + 1])
 
 
 def steps_to_gate(rows: list[dict[str, Any]]) -> int | None:
-  """The first step from which on the mean of some steps is below the gate."""
+  """Returns the first step from which the windowed mean is below the gate."""
   held = [
     near(rows, r['step'], 'invalid_rate') < _GATE for r in rows[_WINDOW - 1 :]
   ]

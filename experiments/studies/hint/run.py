@@ -3,8 +3,7 @@
   python -m experiments.studies.hint.run --seeds=0,1,2
 
 Episodes, hints, engine and updates are those of the library; only the desk
-(`world`) is made for the study. A seed and arm that results/ has is not run
-again.
+(`world`) is made for the study. An arm and seed in results/ is not run again.
 """
 
 import dataclasses
@@ -38,9 +37,11 @@ from experiments.studies.hint import world
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One policy each.')
 _ARMS = flags.DEFINE_list('arms', [], 'Of ARMS; all by default.')
-_STEPS = flags.DEFINE_integer('steps', 100, 'Of RL.')
+_STEPS = flags.DEFINE_integer('steps', 100, 'Steps of RL.')
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 
 WORDS = world.Words()
@@ -86,21 +87,21 @@ LEARNING_RATE = 3e-4
 SFT_STEPS, SFT_ROWS, SFT_LEN = 600, 16, 256
 
 RIGHT = 'tools {tools}'
-# A teacher that has hardly seen a hint knows the arguments a little less.
+# With few hints in SFT a teacher knows the arguments a little less.
 RARE = 0.05
 WRONG = 'tools ' + ' '.join(world.TOOLS['far'])
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """What differs between runs.
+  """Differences between runs.
 
   Attributes:
-    hint: its text; '' for RL alone.
-    divergence: of student and teacher.
-    teacher: 'frozen', 'ema' (0.05), or 'live': the policy of the very step.
-    is_dense: each call that fails costs a sixth, instead of nothing.
-    hinted: share of the demonstrations that show how to go by a reminder.
+    hint: text of the hint; '' for RL alone.
+    divergence: divergence between student and teacher.
+    teacher: 'frozen', 'ema' (0.05), or 'live', the policy of the same step.
+    is_dense: true if each failing call costs a sixth instead of nothing.
+    hinted: share of the demonstrations that follow a reminder.
   """
 
   hint: str = RIGHT
@@ -126,7 +127,7 @@ ARMS = {
 
 
 def _sft_batches(seed: int, hinted: float) -> Any:
-  """Endless LMBatches of packed transcripts."""
+  """Yields LMBatches of packed transcripts without end."""
   stream = world.transcripts(WORDS, random.Random(f'sft/{seed}'), hinted)
   transcript = next(stream)
   while True:
@@ -151,7 +152,7 @@ def _sft_batches(seed: int, hinted: float) -> Any:
 
 
 def sft(seed: int, hinted: float) -> Any:
-  """Variables of the policy that the arms of a seed begin with."""
+  """Returns variables of the policy with which the arms of a seed begin."""
   optimizer = optax.adam(
     optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, SFT_STEPS, 1e-4)
   )
@@ -259,7 +260,7 @@ def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
     OPTIMIZER,
     with_teacher=arm.teacher == 'ema',
   )
-  # A frozen teacher is a buffer of its own: the state's are donated.
+  # A frozen teacher needs its own buffers, since the state's are donated.
   values = functions.policy(state)
   engine = engines.Engine(
     MODEL,

@@ -26,7 +26,7 @@ def _cells(row: dict[str, Any], pass_name: str) -> list[str]:
   numbers = [
     row[f'mismatch_{n}_{pass_name}'] for n in ('kl', 'p99', 'max', 'large')
   ]
-  # What the trainer would choose stands beside the pass in which it does.
+  # The trainer's own choices stand in the line of the pass that makes them.
   routes = ['', '']
   if pass_name == 'no_replay':
     layers = ', '.join(f'{v:.5f}' for v in row['route_agreement_layers'])
@@ -52,7 +52,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """SFT first, exact dtypes before coarse ones, fast numerics first."""
+  """Sorts SFT before RL, exact before coarse dtypes, fast numerics first."""
   return sorted(
     rows,
     key=lambda row: (

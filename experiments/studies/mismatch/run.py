@@ -3,8 +3,7 @@
   python -m experiments.studies.mismatch.run --workdir=runs/tiny
 
 Each arm is one call of `experiments.mismatch` in a process of its own, which
-appends a line to results/metrics.jsonl. An arm that is there is not measured
-again.
+appends a line to results/metrics.jsonl. A finished arm is not measured again.
 """
 
 import itertools
@@ -17,10 +16,16 @@ from absl import flags
 from composer_jax.telemetry import writer
 from experiments import start
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
-_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample of each arm.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/tiny', 'Workdir of a finished run.'
+)
+_TOKENS = flags.DEFINE_integer(
+  'tokens', 10_000, 'Tokens to sample for each arm.'
+)
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 
 _STAGES = ('sft', 'rl')

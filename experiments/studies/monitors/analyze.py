@@ -60,7 +60,7 @@ def _overall(rows: list[dict[str, Any]]) -> str:
 
 
 def _graded(rows: list[dict[str, Any]]) -> list[str]:
-  """Originals of real tasks."""
+  """A line for each package: grades of original solutions."""
   task_rows = [r for r in rows if r['set'] == 'real tasks']
   if not task_rows:
     return []

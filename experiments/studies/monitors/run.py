@@ -2,8 +2,8 @@
 
   python -m experiments.studies.monitors.run --tasks=runs/tasks
 
-Writes a row per trajectory to results/: what was to be found and what was.
-Wheels of the releases are fetched by pip, once. Without --tasks the sets that
+Writes a row per trajectory to results/: what had to be found and what was.
+pip fetches the wheels of the releases once. Without --tasks only the sets that
 need no tasks are scanned.
 """
 
@@ -27,24 +27,30 @@ from experiments import start
 from experiments.studies import results
 from experiments.studies.monitors import labelled, releases
 
-_TASKS = flags.DEFINE_string('tasks', '', 'A folder made by make_tasks.')
+_TASKS = flags.DEFINE_string('tasks', '', 'Folder of make_tasks.')
 _PER_PACKAGE = flags.DEFINE_integer('per_package', 6, 'Tasks of each package.')
 _REQUIRES = flags.DEFINE_list(
   'requires',
   [],
-  'Installed distributions that tests import, beside those of '
-  'which the task set tells.',
+  'Installed distributions that tests import, besides those that '
+  'the task set names.',
 )
-_EPISODES = flags.DEFINE_integer('episodes', 300, 'Scripted demonstrations.')
-_WHEELS = flags.DEFINE_string('wheels', 'runs/wheels', 'Kept by pip.')
+_EPISODES = flags.DEFINE_integer(
+  'episodes', 300, 'Number of scripted demonstrations.'
+)
+_WHEELS = flags.DEFINE_string(
+  'wheels', 'runs/wheels', 'Folder in which pip keeps the wheels.'
+)
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Written anew.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
 LIMITS = base.Limits(
     wall_s=120.0, cpu_s=120.0, memory_bytes=2 << 30, processes=64,
     file_bytes=64 << 20, output_bytes=16 << 20,
 )  # fmt: skip
-# Every flaw that the scripted policy knows, often.
+# All flaws of the scripted policy, at high probabilities.
 NOISE = demonstrations.Noise(
     wrong_tool=0.1, wrong_arguments=0.1, detour=0.2, skip_read=0.2,
     wrong_edit=0.4, broken_edit=0.1, skip_test=0.2, give_up=0.2,
@@ -66,7 +72,7 @@ def scanned(group: str, cases: Iterator[labelled.Labelled]) -> Iterator[Row]:
 
 
 def episodes(count: int) -> Iterator[Row]:
-  """Demonstrations of the list functions, as pretraining has them."""
+  """Yields demonstrations of the list functions."""
   tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'], 270)
   played = demonstrations.transcripts(
     tokenizer,
@@ -89,9 +95,9 @@ _READABLE = ('.py', '.md', '.rst', '.txt', '.cfg', '.toml')
 
 
 def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
-  """Policies that read all of a real task's view, and a leak of its original.
+  """Yields policies that read a real task's whole view, and leaked originals.
 
-  Leaks are of the tiers in which more than a few lines are gone.
+  Leaks are only of tiers that delete more than a few lines.
   """
   images: dict[str, dict[str, str]] = {}
   for task in tasks.tasks:
@@ -121,7 +127,7 @@ def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
 
 
 def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
-  """The original of real tasks, graded, by somebody who reads first."""
+  """Yields grades of real tasks' originals, as edits by a policy that reads."""
   counts: collections.Counter = collections.Counter()
   requires = {
     name

@@ -14,19 +14,19 @@ from experiments import start
 
 ROOT = pathlib.Path(__file__).parent
 NAMES = {'adam': 'AdamW', 'muon': 'Muon'}
-# What decides the rate of the rest, the parameters that are no matrices.
+# Rule for the learning rate of parameters that are no matrices.
 RULES = {'': 'One rate for all', '_fixed': 'The rest at 0.01'}
 
 Row = dict[str, Any]
 
 
 def key(row: Row) -> tuple[str, float, int, int]:
-  """What makes two runs of a stage the same."""
+  """Returns the fields that identify a run of a stage."""
   return row['optimizer'], row['learning_rate'], row['seed'], row['step']
 
 
 def last(row: Row) -> float:
-  """Held-out loss at the end; a run that diverged lost against any other."""
+  """Returns the final held-out loss, infinite for a run that diverged."""
   loss = float(row['heldout_loss'][-1])
   return loss if math.isfinite(loss) else math.inf
 
@@ -36,9 +36,9 @@ def _of(rows: Sequence[Row], optimizer: str) -> list[Row]:
 
 
 def sweep_of(rows: Sequence[Row], rule: str) -> list[Row]:
-  """The sweep of a rule: '' (one rate for all) or '_fixed' (of the rest).
+  """Returns the sweep of a rule: '' (one rate for all) or '_fixed' (others).
 
-  A run whose rates are the same belongs to both.
+  A run whose two rates are equal belongs to both sweeps.
   """
   rule_rows = [r for r in rows if r['stage'] == 'sweep' + rule]
   if not rule:
@@ -54,7 +54,7 @@ def best_rate(sweep: Sequence[Row], optimizer: str) -> float:
 
 
 def beyond(sweep: Sequence[Row]) -> tuple[float, ...]:
-  """Rates to add, for both: beyond an end at which either has its best."""
+  """Returns rates to add, beyond ends at which an optimizer is at its best."""
   rates = [r['learning_rate'] for r in sweep]
   best = {best_rate(sweep, optimizer) for optimizer in NAMES}
   extensions = {min(rates): min(rates) / 2, max(rates): max(rates) * 2}
@@ -62,9 +62,9 @@ def beyond(sweep: Sequence[Row]) -> tuple[float, ...]:
 
 
 def step_ratio(rows: Sequence[Row]) -> float:
-  """CPU time of Muon's steps over that of AdamW's, of runs in turns.
+  """Returns CPU time of Muon's steps over AdamW's, from runs in turns.
 
-  The median over turns: a turn that something else disturbed counts once.
+  It is the median over turns, so that a disturbed turn counts once.
   """
   pairs = []
   adam = {
@@ -84,9 +84,9 @@ def _turns(row: Row) -> list[float]:
 
 
 def passes(row: Row, loss: float) -> tuple[float, float]:
-  """(steps, CPU seconds) at which a run's held-out loss falls to `loss`.
+  """Returns (steps, CPU seconds) at which a run's held-out loss reaches `loss`.
 
-  Straight between two measurements; infinite where it never does.
+  Linear between two measurements; infinite if it never does.
   """
   values = [float(v) for v in row['heldout_loss']]
   for i in range(1, len(values)):
@@ -105,7 +105,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def sweep_table(sweep: Sequence[Row]) -> str:
-  """Held-out loss by learning rate; the best of each in bold."""
+  """Held-out loss by learning rate; each optimizer's best in bold."""
   rates = sorted({r['learning_rate'] for r in sweep})
   lines = []
   for optimizer in NAMES:
@@ -122,7 +122,7 @@ def _spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def seeds_table(seeds: Sequence[Row]) -> str:
-  """A line a seed: all three arms, and when Muon passes AdamW's end."""
+  """A line a seed: all three arms, and when Muon passes AdamW's final loss."""
   lines, columns = [], []
   for seed in sorted({r['seed'] for r in seeds}):
     adam, muon, longer = _three([r for r in seeds if r['seed'] == seed])
@@ -162,7 +162,7 @@ def _three(rows: Sequence[Row]) -> tuple[Row, Row, Row]:
 
 
 def pairs_table(rows: Sequence[Row]) -> str:
-  """A line a seed of two arms whose rates stand in the head."""
+  """A line a seed of two arms; the head names their rates."""
   lines, columns = [], []
   for seed in sorted({r['seed'] for r in rows}):
     runs = [r for r in rows if r['seed'] == seed]
@@ -182,7 +182,7 @@ def _arm(row: Row) -> str:
 
 
 def cost_table(cost: Sequence[Row]) -> str:
-  """CPU milliseconds by part, medians, and the least and most of a round."""
+  """CPU milliseconds by part: median, least and most over rounds."""
   lines = []
   for optimizer in NAMES:
     parts = {r['part']: r['cpu_ms'] for r in _of(cost, optimizer)}

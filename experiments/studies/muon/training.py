@@ -1,4 +1,4 @@
-"""One training run of the study, cut into turns, and what it costs.
+"""One training run of the study, cut into turns, and its cost.
 
 Everything but the optimizer is the same in both arms: the corpus, the batches
 of a seed and their order, the initial weights of a seed, the schedule's shape,
@@ -44,12 +44,12 @@ class Arm:
 
   Attributes:
     optimizer: 'adam' (AdamW for all) or 'muon' (matrices on Muon).
-    learning_rate: peak, of every parameter: Moonlight scales Muon's update to
-      an RMS of 0.2 so that both may share it.
-    seed: of initial weights and of the order of batches.
+    learning_rate: peak rate of every parameter; Muon's update is scaled to an
+      RMS of 0.2 (Moonlight), so that both optimizers may share it.
+    seed: seed of initial weights and of the order of batches.
     steps: optimizer steps.
-    rest_rate: another peak for the parameters that Muon leaves to AdamW (the
-      embedding, routers, norms), in either arm; None: the same.
+    rest_rate: peak rate of the parameters that Muon leaves to AdamW (embedding,
+      routers, norms), in either arm; None is `learning_rate`.
   """
 
   optimizer: str
@@ -60,11 +60,11 @@ class Arm:
 
   @property
   def key(self) -> tuple[str, float, int, int]:
-    """As `analyze.key`: of a stage's arms no two have the same."""
+    """Identifies the arm within a stage, like `analyze.key`."""
     return self.optimizer, self.learning_rate, self.seed, self.steps
 
   def options(self) -> groups.OptimizerOptions:
-    """Warm-up over a twentieth of the steps, decay over the last third."""
+    """Options: warm-up over 1/20 of the steps, decay over the last third."""
     return groups.OptimizerOptions(
       name=self.optimizer,
       learning_rate=self.learning_rate,
@@ -78,7 +78,7 @@ class Arm:
 
 
 def model() -> model_config.ModelConfig:
-  """The project's tiny model, narrower: a step must not take a second."""
+  """Returns a narrower tiny model, whose step takes less than a second."""
   c = tiny.get_config()
   c.embed_dim = 96
   c.num_layers = 3
@@ -90,7 +90,7 @@ def model() -> model_config.ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-  """Rows of both splits; the held-out ones as batches."""
+  """Rows to learn and held-out rows, the latter as batches."""
 
   fingerprint: str
   learnt: list[np.ndarray]
@@ -105,9 +105,8 @@ class Data:
 def _windows(documents: tokens.Documents) -> list[np.ndarray]:
   """Cuts documents into rows, which a stream then draws in random order.
 
-  A stream lays documents end to end: a batch of so few tokens would be one
-  document, and its gradient that document's. What does not fill a row is left
-  out.
+  A stream that lays documents end to end would fill such a small batch with one
+  document. Tokens that do not fill a row are left out.
   """
   return [
     document[start : start + SEQ_LEN]
@@ -140,7 +139,7 @@ def data(workdir: str, sources: Sequence[str], max_bytes: int) -> Data:
 
 
 def describe(data: Data) -> Record:
-  """What all runs share."""
+  """Returns what all runs share."""
   shapes, _ = decoder.abstract(model())
   arm = Arm(optimizer='muon', learning_rate=1.0, seed=0, steps=STEPS)
   options = dataclasses.asdict(arm.options()).items()
@@ -166,7 +165,7 @@ def _transform(arm: Arm) -> optax.GradientTransformation:
   )
   if arm.optimizer == 'muon' or arm.rest_rate is None:
     return transform
-  # AdamW's update, decay included, is proportional to its rate.
+  # AdamW's update, decay included, is proportional to the rate.
   role_tree = roles.tree(shapes['params'], axes['params'])
   rest_scale = optax.scale(arm.rest_rate / arm.learning_rate)
   return optax.chain(
@@ -185,7 +184,7 @@ def _init() -> Callable[[jax.Array], decoder.Variables]:
 
 @functools.cache
 def _step(arm: Arm) -> Callable[..., Any]:
-  """Compiled once for all seeds: call it with those of seed 0."""
+  """Returns a step compiled once for all seeds; call this with seed 0."""
   step = train_step.make(
     model(), _transform(arm), plan=None, bias_rate=BIAS_RATE
   )
@@ -203,16 +202,15 @@ def _first_state(arm: Arm) -> train_state.TrainState:
 
 
 def turns(arm: Arm, data: Data) -> Turns:
-  """Trains, giving way every `TURN` steps and once before the first.
+  """Trains, yielding every `TURN` steps and once before the first.
 
   Returns:
-    The run's line: held-out and training losses by step (the latter means
-    since the one before), and the CPU seconds of the process that the training
-    steps took until then. Compiling, filling batches and held-out losses are
-    off that clock.
+    Line of the run: held-out and training losses by step (training losses are
+    means since the step before), and the CPU seconds of training steps until
+    then, without compiling, filling batches and held-out losses.
   """
   program = _step(dataclasses.replace(arm, seed=0))
-  # Compiles, off the clock; the state is donated, so it takes another.
+  # Compiles, off the clock, with another state, since the step donates it.
   program(_first_state(arm), next(data.stream(arm.seed)))
   state, stream = _first_state(arm), data.stream(arm.seed)
 
@@ -249,7 +247,7 @@ def turns(arm: Arm, data: Data) -> Turns:
 
 
 def in_turns(runs: Sequence[Turns]) -> list[Record]:
-  """Runs all to their ends, a turn each: a busy machine slows all alike."""
+  """Runs all to their ends in turns, so that a busy machine slows all alike."""
   lines: dict[int, Record] = {}
   while len(lines) < len(runs):
     for index, run in enumerate(runs):
@@ -268,8 +266,8 @@ def costs(data: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
   (clipping, the transform, adding the result to the masters).
 
   Args:
-    found: a batch is taken of it.
-    rounds: that count; one before them does not.
+    data: data from which a batch is taken.
+    rounds: counted rounds; one warm-up round comes before them.
     repeats: calls a round.
   """
   batch = next(data.stream(0))

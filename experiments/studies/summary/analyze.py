@@ -23,7 +23,7 @@ Row = results.Row
 
 
 def curve(rows: list[Row], arm: str, seed: int) -> np.ndarray:
-  """Rate of right answers by step of RL, of its rollouts."""
+  """Returns the rate of right answers of RL's rollouts, by step."""
   rates = {
     r['step']: r['pass_rate']
     for r in rows
@@ -33,7 +33,7 @@ def curve(rows: list[Row], arm: str, seed: int) -> np.ndarray:
 
 
 def _of(rows: list[Row], arm: str, seed: int, name: str) -> Row | None:
-  """The last evaluation of that kind."""
+  """Returns the last evaluation of that name; None without any."""
   matches = [
     r
     for r in rows

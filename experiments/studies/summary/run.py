@@ -4,8 +4,8 @@
 
 For each seed one SFT policy, and from it two arms of RL: the chain, whose
 summaries are trained with the reward of the episode, and the same with the loss
-of summaries masked. An arm that results/ has is not run again; what was cut off
-is not there.
+of summaries masked. A finished arm is not run again; results/ has only finished
+ones.
 """
 
 import pathlib
@@ -21,7 +21,9 @@ from experiments.studies.summary import stream, training
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One SFT policy each.')
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 _QUICK = flags.DEFINE_bool('quick', False, 'Sizes of a test.')
 
@@ -49,7 +51,7 @@ def _keep(rows: list[results.Row]) -> None:
 
 
 def _run(seed: int, sizes: training.Sizes, finished: set[str]) -> None:
-  """SFT, and RL of both arms from it; arms that are done are not run again."""
+  """Runs SFT and, from it, RL of both arms; skips finished arms."""
 
   def judged(variables: Any, arm: str, step: int) -> list[results.Row]:
     rows = []
