@@ -26,7 +26,12 @@ from tests.pipeline import runs
 VOCAB_SIZE = 400
 
 
-README = pathlib.Path(__file__).resolve().parents[2] / 'README.md'
+HOW_TO = (
+  pathlib.Path(__file__).resolve().parents[2]
+  / 'docs'
+  / 'how_to'
+  / 'own_model.md'
+)
 
 
 def write(folder, *, weight=0.5, **changes):
@@ -80,8 +85,8 @@ def test_the_config_takes_the_model_of_the_import(folder):
     imported_config.get_config(f'{folder},small')
 
 
-def test_the_readme_pretrains_on_all_devices_of_its_mesh(folder):
-  text = README.read_text().replace('\\\n', ' ')
+def test_the_documented_command_pretrains_on_all_devices_of_its_mesh(folder):
+  text = HOW_TO.read_text().replace('\\\n', ' ')
   command = re.search(r'\./run\.sh pretrain .*imported\.py.*', text)
   assert command is not None
   changes = {
@@ -296,7 +301,7 @@ def test_pretraining_can_be_left_out_of_an_import_alone(folder, tmp_path):
     stages.pretrain(run)
   assert not (tmp_path / 'exports').exists()
   assert not (tmp_path / 'corpus').exists()
-  message = r'cpt\.steps must be at least 1, not 0; .*--config\.initial'
+  message = r'cpt\.steps must be at least 1, not 0\. .*--config\.initial'
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(spec, initial='')
   with pytest.raises(ValueError, match=r'sft\.steps must be at least 1'):

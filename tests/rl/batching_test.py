@@ -155,9 +155,9 @@ def test_an_alignment_that_does_not_divide_a_row_is_refused(align):
 @pytest.mark.parametrize(
   'place,ids,message',
   [
-    ((2, 1), [3, 3], r'Token 2, layer 1 .*\[3, 3\].*once'),
+    ((2, 1), [3, 3], r'Token 2, layer 1 .*\[3, 3\].*must differ'),
     # Trajectories of an engine that records no routes.
-    ((0, 0), [0, 0], r'Token 0, layer 0 .*\[0, 0\].*once'),
+    ((0, 0), [0, 0], r'Token 0, layer 0 .*\[0, 0\].*must differ'),
     ((3, 2), [1, 8], r'Token 3, layer 2 .*\[1, 8\].*num_experts \(8\)'),
     ((4, 0), [65535, 1], r'Token 4, layer 0 .*NO_ROUTE \(65535\) must fill'),
     ((4, 1), [65535, 65535], 'Token 4, layer 1 .*NO_ROUTE'),

@@ -163,7 +163,7 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
   for value in (beyond, math.nan):
     (message,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
     assert message.startswith(f'{name} is {value:.3g}, its band is at ')
-    assert '(--config.rl.gate.m' in message and 'look at' in message
+    assert '(--config.rl.gate.m' in message and ': check ' in message
   off = dataclasses.replace(GATE, action='off')
   assert mismatch.breaches(HEALTHY | {name: math.nan}, off) == []
 
