@@ -100,7 +100,7 @@ def test_what_the_command_line_and_json_cannot_say_is_converted(
     ({'count': 1, 'inner': 3}, r'outer\.inner must be a section, not 3'),
   ],
 )
-def test_what_cannot_be_is_told_with_its_place(fields, message):
+def test_an_impossible_value_is_named_with_its_place(fields, message):
   with pytest.raises(ValueError, match=message):
     build(**fields)
 

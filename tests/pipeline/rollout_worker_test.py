@@ -46,8 +46,8 @@ def make():
     receiver = types.SimpleNamespace(
       take=iter(news).__next__,
       drop=dropped.append,
-      served=lambda found, swap_s: logged.append(
-        (found.version, found.target_id, swap_s)
+      served=lambda policy, swap_s: logged.append(
+        (policy.version, policy.target_id, swap_s)
       ),
     )
     served = rollout_worker.Served(engine, policy(3, 'aa'), receiver)

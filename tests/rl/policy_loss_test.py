@@ -156,7 +156,7 @@ def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
     ('tis', 3.0, -1.0, 2.0),
   ],
 )
-def test_who_keeps_a_gradient_by_side(name, ratio, advantage, weight):
+def test_which_tokens_keep_a_gradient_by_side(name, ratio, advantage, weight):
   ones = np.ones((B, T))
   t = {
     'train': -ones,

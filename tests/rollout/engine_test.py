@@ -220,7 +220,7 @@ def test_a_group_consumes_its_prompt_once(engine, make_engine):
     serving.assert_same_bits(ours, separate)
 
 
-def test_tokens_are_told_as_they_come_and_are_those_of_the_end(engine):
+def test_streamed_tokens_are_those_of_the_completion(engine):
   streamed = []
   engine.submit(
     serving.request(0, serving.tokens(0, 8), new=8), streamed.append

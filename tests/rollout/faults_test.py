@@ -176,7 +176,7 @@ def test_values_that_are_not_finite_fail_their_own_request_alone(
   assert (late.position, late.version) == (3, 6)
 
 
-def test_bad_pages_harm_nobody_who_has_them_next(policy, make_engine):
+def test_bad_pages_do_not_harm_their_next_owner(policy, make_engine):
   # One session takes all pages, so the next session gets the bad ones.
   request = serving.request(0, serving.tokens(3, 20), new=20)
   (want,) = serving.complete(make_engine(num_pages=10), request)
@@ -197,7 +197,7 @@ def test_bad_pages_harm_nobody_who_has_them_next(policy, make_engine):
   _assert_nothing_held(engine)
 
 
-def test_bad_values_reach_nobody_through_pages_that_are_not_theirs(
+def test_bad_values_reach_no_session_through_pages_it_does_not_own(
   policy, make_engine
 ):
   """A short row's page table points at pages that it does not own."""
@@ -250,7 +250,7 @@ def test_bad_values_are_not_copied_with_a_page(policy, make_engine):
   np.testing.assert_array_equal(copied.logprobs_T, clean[second].logprobs_T)
 
 
-def test_who_leaves_at_any_moment_leaves_nothing(make_engine):
+def test_a_session_closed_at_any_moment_leaves_nothing(make_engine):
   want = serving.complete(
     make_engine(), serving.request(9, serving.tokens(9, 6), new=12)
   )

@@ -62,7 +62,7 @@ def test_the_longest_prefix_is_found_with_its_routes(store, pages):
   assert _count(store, [9, 9, 9, 9, *range(4, 8)]) == 0
 
 
-def test_what_is_missing_is_named_alike_by_all_who_lack_it(store, pages):
+def test_all_prompts_that_lack_a_page_name_it_alike(store, pages):
   _fill(store, pages, _prompt(*range(4)))
   tokens_T = _prompt(*range(8), 1)
   missing = store.match(tokens_T, store.keys(tokens_T)).missing

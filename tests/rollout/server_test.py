@@ -79,7 +79,7 @@ def test_weights_can_be_swapped_while_episodes_run(engine, policy_arrays):
   assert job.result().policy_version_T.tolist() == [0, 0, 1, 1]
 
 
-def test_a_refused_request_is_told_to_its_caller_alone(engine):
+def test_a_refusal_reaches_its_caller_alone(engine):
   def bad(policy):
     with pytest.raises(ValueError, match=r'hold 30 tokens.*max_len \(24\)'):
       policy.complete(_request(9, length=30))
@@ -168,7 +168,9 @@ def test_what_a_trainer_could_not_recompute_is_refused(engine, change, message):
     policy.complete(dataclasses.replace(_request(0), **change))
 
 
-def test_values_that_are_not_finite_are_told_to_their_caller(policy_arrays):
+def test_values_that_are_not_finite_reach_their_caller_as_an_error(
+  policy_arrays,
+):
   config, variables = policy_arrays
   jobs = [_episode(0), _episode(1)]
   clean = play_all(jobs, engines.Engine(config, variables[0], 0, OPTIONS))

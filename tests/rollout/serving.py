@@ -100,14 +100,14 @@ def recompute(config, parts, tokens_T):
   for variables, end in parts:
     if len(parts) == 1:
       variables = jax.tree.map(lambda x: x.astype(jnp.float32), variables)
-      found = _decode_whole(variables, tokens_BT, positions_BT, config)
+      results = _decode_whole(variables, tokens_BT, positions_BT, config)
     else:
       weights = forward.unstack(variables, config)
       valid_BT = (start <= positions_BT) & (positions_BT < end)
-      *found, cache = _consume(
+      *results, cache = _consume(
         weights, cache, tokens_BT, valid_BT, positions_BT, config
       )
-    logits_BTV, ids_MBTA = (np.asarray(x) for x in found)
+    logits_BTV, ids_MBTA = (np.asarray(x) for x in results)
     logits.append(logits_BTV[0, start:end])
     routes.append(np.moveaxis(ids_MBTA, 0, 2)[0, start:end])
     start = end

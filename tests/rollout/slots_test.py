@@ -72,7 +72,7 @@ def test_sampling_is_cut_where_max_len_ends():
   assert len(tables.finish(table, (5,) * 4)['a'].tokens_T) == 2
 
 
-def test_a_prompt_is_consumed_once_for_all_who_come_with_it():
+def test_a_prompt_is_consumed_once_for_all_sessions_that_share_it():
   table = tables.make_table(num_slots=4, max_len=24, num_pages=20)
   for name in 'abcd':
     table.submit(tables.request(name, context=11))
@@ -105,7 +105,7 @@ def test_a_prompt_is_consumed_once_for_all_who_come_with_it():
   assert table.stats.prefix_hit_tokens == 30
 
 
-def test_who_waits_for_a_prompt_consumes_it_if_its_reader_goes():
+def test_a_session_waiting_for_a_prompt_consumes_it_if_its_reader_closes():
   table = tables.make_table(max_len=24)
   for name in 'ab':
     table.submit(tables.request(name, context=11))

@@ -192,7 +192,7 @@ def test_metrics_of_a_stage(straight):
   )
 
 
-def test_the_plan_of_muon_is_told_once(straight):
+def test_the_plan_of_muon_is_reported_once(straight):
   rows = [r for r in curves(straight[0]) if 'muon_flops' in r]
   assert [r['step'] for r in rows] == [0]
   (row,) = rows

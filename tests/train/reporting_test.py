@@ -32,7 +32,7 @@ def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
   assert actual['mfu'] == pytest.approx(1e6 * actual['tokens_per_s'] / peak)
 
 
-def test_routers_and_attention_are_told_and_losses_must_be_finite():
+def test_routers_and_attention_are_reported_and_losses_must_be_finite():
   written = []
   writer = types.SimpleNamespace(
     write=lambda stage, step, **metrics: written.append(metrics)
@@ -78,7 +78,7 @@ def test_routers_and_attention_are_told_and_losses_must_be_finite():
     reporter.flush()
 
 
-def test_shards_of_experts_and_what_was_repeated_are_told():
+def test_shards_of_experts_and_repeated_steps_are_reported():
   written, shown = [], []
   reporter = reporting.Reporter(
     'cpt',
@@ -149,7 +149,7 @@ def plan_of(*roles, shardings=None):
   return groups.plan(options, params=params, axes=AXES, shardings=shardings)
 
 
-def test_work_is_told_of_one_device():
+def test_work_is_reported_by_device():
   mesh = topology.make_mesh(1, 2, 1, devices=jax.devices()[:2])
   shardings = {
     'up': NamedSharding(mesh, P(None, 'fsdp')),

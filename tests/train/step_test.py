@@ -140,7 +140,7 @@ def test_rows_are_divided_where_they_lie():
   'rows, accumulate, shards, nearest',
   [(12, 8, 1, 16), (9, 2, 2, 8), (1, 4, 2, 8)],
 )
-def test_rows_that_do_not_divide_are_told(rows, accumulate, shards, nearest):
+def test_rows_that_do_not_divide_are_refused(rows, accumulate, shards, nearest):
   with pytest.raises(
     ValueError,
     match=rf'cpt.batch_size \({rows}\) .*accumulate \({accumulate}\).*'
@@ -149,7 +149,7 @@ def test_rows_that_do_not_divide_are_told(rows, accumulate, shards, nearest):
     train_step.check_rows(rows, accumulate, shards, 'cpt.batch_size')
 
 
-def test_a_batch_that_does_not_divide_is_told():
+def test_a_batch_that_does_not_divide_is_refused():
   batch = jax.tree.map(jnp.asarray, make_batch())
   with pytest.raises(ValueError, match=r'batch_size \(16\) .* is 15'):
     train_step.split(batch, 5, None)
