@@ -24,7 +24,7 @@ from composer_jax.delta import store as stores
 FANOUT = 4
 ROUND_TRIP_S = 0.1  # round trip across an ocean
 SEND_S = 15.0  # time of the bundle over one link
-POLL_S = 0.5  # of the clusters; relays poll up to five times as often
+POLL_S = 0.5  # poll of clusters; relays poll up to five times as often
 # Packs of a bundle, about, and packs in flight at once: a relay forwards only
 # whole packs, so a level of the tree costs the time of these few.
 PACKS, IN_FLIGHT = 40, 2

@@ -63,7 +63,7 @@ DOORS = {
 # prediction and speculation 900.
 SPINE_LINES = 22_000
 LIBRARY_LINES = 66_000
-MAX_FILES = 15  # of a folder; that of delta waits for its own rewriting
+MAX_FILES = 15  # in a folder; that of delta waits for its rewriting
 
 # Modules that no program imports yet.
 UNREACHED = {'agent.replay', 'sandbox.remote.ray_placement', 'tasks.judges'}

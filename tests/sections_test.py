@@ -30,12 +30,12 @@ class Outer:
   """A section.
 
   Attributes:
-    count: how many.
+    count: number of something.
     rows: one number, or several.
     names, words: texts.
-    is_on: whether it is.
-    pairs: texts in twos.
-    inner: within.
+    is_on: true if it is on.
+    pairs: pairs of texts.
+    inner: section within.
   """
 
   count: int

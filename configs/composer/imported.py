@@ -34,7 +34,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if folder:
     c.model = _model(folder)
     if c.model.compute_dtype == 'bfloat16':
-      c.rl.gate.max_kl_fresh = 1e-4  # as in gpu.py; set it with the dtype
+      c.rl.gate.max_kl_fresh = 1e-4  # depends on the dtype, see gpu.py
   if variant == 'smoke':
     # For a CPU; an import sets bfloat16 and recomputation, for accelerators.
     c.model.compute_dtype, c.model.remat = 'float32', False
@@ -44,8 +44,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # tiny.py has 12 rows, which do not divide by the 8 devices of a node.
   c.sft.batch_size = c.cpt.batch_size
   for stage in (c.cpt, c.sft):
-    # What published weights were mostly trained with; a model of Muon's, such
-    # as Kimi K2 and Moonlight, goes on with it: optimizer='muon'.
+    # Most published weights were trained with AdamW; those trained with Muon,
+    # such as Kimi K2 and Moonlight, go on with it: optimizer='muon'.
     stage.optimizer = 'adam'
     stage.learning_rate = 2e-5
     stage.adam_learning_rate = 2e-5

@@ -66,21 +66,21 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     max_tokens=320,
     max_turns=10,
     max_call_tokens=64,
-    max_sampled_tokens=10_000,  # of all windows of an episode
+    max_sampled_tokens=10_000,  # over all windows of an episode
     temperature=1.0,
   )
   c.summary = dict(trigger=0)  # tokens that no window exceeds; 0: no summaries
   c.rewards = dict(
-    invalid_penalty=0.1,  # of reward, per invalid call
+    invalid_penalty=0.1,  # taken from the reward, per invalid call
     # Without a price on effort a wrong edit that is mended later earns as much
-    # as a right one, and RL unlearns to get it right at once.
+    # as a right one, and RL would unlearn to be right at once.
     effort_coefficient=0.1,
     effort_scale=80.0,  # sampled tokens, about an episode's
     effort_turn_tokens=8.0,
   )
   c.hints = dict(
     loss=dict(
-      weight=1.0,  # of a hinted turn beside a rollout of advantage 1; 0: off
+      weight=1.0,  # relative to a rollout of advantage 1; 0: no hints
       teacher='frozen',  # the SFT policy; or 'ema', a slow average
     ),
   )
@@ -109,10 +109,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     warmup_steps=3,
     decay_steps=95,  # linear, to a tenth
     loss=dict(name='tis'),  # truncated importance sampling; see policy_loss.py
-    kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
+    kl_coefficient=0.0,  # weight of the k1 penalty against the SFT policy
     reward='verdict',  # 'shuffled' is the control that must not learn
-    replay=True,  # of the routes that the engine recorded
-    # What the mismatch of rollout and trainer may be, in float32. Measured on
+    replay=True,  # replay the routes that the engine recorded
+    # Bands for the mismatch of rollout and trainer, in float32. Measured on
     # three runs of first_loop.py: of fresh tokens a mean k3 of 6e-14, with
     # replay; at staleness 1, with the policy one step on, a mean k3 of at most
     # 0.010, at most 0.0016 of tokens at a ratio of 2, and at least 0.956 of
@@ -126,7 +126,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.delta = dict(
     # Folder or URL (s3://bucket/run) of this run alone; '' for workdir/store.
     store='',
-    threads=1,  # that encode, and that decode; each side has a core of two
+    threads=1,  # encoders and decoders; each side has one of two cores
   )
   c.evaluation = dict(episodes=200)  # held-out, before and after RL
   c.telemetry = dict(tensorboard=True, wandb=False)
