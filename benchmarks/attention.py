@@ -6,13 +6,12 @@ The heads of the 17.6M-parameter model of `train_step` (4 query heads, 2 key
 heads, 64 wide), rows of 256, 1,024 and 4,096 tokens. Two peers: torch's
 `scaled_dot_product_attention`, and the whole softmax of one row and key head at
 a time, recomputed in the backward pass. The limit counts the seven products of
-the pairs that causality lets through at the speed of the machine's own matrix
-product.
+causally visible pairs at the measured speed of a dense product.
 
-Then what is visited, which no clock disturbs: the share of a row's squares
-that the kernel visits, beside the share of pairs that anybody sees, for one
-document and for many; and the key blocks of the busiest of 8 context shards
-over their mean, zigzag beside contiguous.
+Two counts follow, which need no clock: the share of a row's query-key pairs
+that the kernel visits, beside the share that is visible, for one document and
+for many; and the key blocks of the busiest of 8 context shards over their mean,
+zigzag beside contiguous.
 
 On a GPU the arrays are bfloat16 and the peer is cuDNN's attention of
 `jax.nn.dot_product_attention`.
@@ -28,7 +27,7 @@ from benchmarks import interleaved
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 # Rows, their length, repetitions in a round.
 CASES = ((4, 256, 20), (2, 1024, 5), (1, 4096, 1))
-# (forward: scores and sum; backward: scores, weights, query, key, value.)
+# Forward: scores and sum. Backward: scores, weights, query, key, value.
 _PRODUCTS = 7
 
 
@@ -171,14 +170,16 @@ def _visits() -> None:
     queries, keys = blocked.sizes(length, length)
     pairs = blocks.executed(visible, queries, keys)
     visited = float(pairs.sum()) * queries * keys / length**2
-    seen = float((visible.end_BT - visible.start_BT).mean()) / length
+    visible_keys = float((visible.end_BT - visible.start_BT).mean()) / length
     interleaved.report(
       'attention',
       f'visited share of {length} tokens in {documents} documents',
-      ([visited], [seen]),
-      limit=seen,
+      ([visited], [visible_keys]),
+      limit=visible_keys,
       goal='at most a tile and a block per query more',
-      met=lambda ours, _, most=seen + (queries + keys) / length: ours <= most,
+      met=lambda ours, _, limit=visible_keys + (queries + keys) / length: (
+        ours <= limit
+      ),
       unit='of all pairs',
     )
 
@@ -192,8 +193,8 @@ def _balance(length: int = 32768, context: int = 8) -> None:
 
   def busiest(order) -> float:
     work = []
-    for own in np.split(order, context):
-      part = blocks.Visible(*(x[:, own] for x in visible))
+    for shard_positions in np.split(order, context):
+      part = blocks.Visible(*(x[:, shard_positions] for x in visible))
       sizes = blocked.sizes(part.start_BT.shape[1], length)
       work.append(int(blocks.executed(part, *sizes).sum()))
     return max(work) / statistics.mean(work)

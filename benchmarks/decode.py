@@ -7,11 +7,10 @@ Two cases of the tiny model with 64 sessions open:
     forward pass over everything so far for each token, timed at the mean
     length of the run.
   'turns': sessions of four turns, a tool's output before each. The peer is the
-    same engine, without shared prefixes, with each turn sent as a new session,
-    whole context included.
-    Tokens counted are those an episode is made of, sampled or not.
-The limit counts the useful operations of a forward pass (`models.flops`) at
-the speed of the machine's own matrix product.
+    same engine without shared prefixes, where each turn is a new session that
+    consumes the whole context. All tokens of an episode count, sampled or not.
+The limit counts the useful operations of a forward pass (`models.flops`) at the
+measured speed of a dense product.
 """
 
 import argparse
@@ -148,7 +147,7 @@ def main() -> None:
       lambda: _decode_tokens(engine),
       _uncached(config, widened, length),
       2 if quick else 7,
-      # This case is decoding: contexts are consumed off the clock.
+      # This case measures decoding, so contexts are consumed off the clock.
       before=lambda: _open_sessions(engine),
     ),
     limit=peak / flops.forward_per_token(config, length),
@@ -157,7 +156,7 @@ def main() -> None:
   )
   for i in range(_SLOTS):
     engine.close(f'{i}')
-  # Shared prefixes would give the peer what the case is about.
+  # Shared prefixes would save the peer the work that this case measures.
   without = dataclasses.replace(options, share_prefixes=False)
   forgetful = engines.Engine(config, variables, 0, without)
   total = _PROMPT + _TURNS * (_CALL + _OUTPUT)

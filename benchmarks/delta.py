@@ -2,19 +2,21 @@
 
   python -m benchmarks.delta [--quick] [--recordings=DIR] [--only=PARTS]
 
-Everything in one run: bytes of our bundles (`small`, `fast`, and `small` with
-history), of XOR with zstd, of lists of indices and gaps, and the entropy that a
-coder could reach that knows the base's exponents (bound E; bound M knows
-nothing); rates of one core, hashes included, by its memcpy; what a second
-thread gains; the pause of a real engine; a world of 4, 16 and 64 clusters
-behind simulated links; the law of how many weights change; quantised receivers;
-and what 1 TB would take by these figures.
+One run measures:
+- bytes of our bundles (`small`, `fast`, and `small` with history), of XOR with
+  zstd and of lists of indices and gaps, beside the entropy bounds of a coder
+  that knows the base's exponents (E) or nothing of it (M);
+- rates of one core, hashes included, beside its memcpy; the gain of a second
+  thread; the pause of a real engine;
+- a world of 4, 16 and 64 clusters behind simulated links;
+- how many weights change, beside the law that predicts it; quantised receivers;
+- the time that 1 TB would take by these figures.
 
-The policies are synthetic ones (`delta_data`), and with --recordings those of
+The policies are synthetic (`delta_data`), and with --recordings also those of
 real training, which `python -m experiments.studies.delta.record` makes in
 twenty minutes of a core. A line's case says dtype, learning rate and the share
-changed; bundle bytes include the manifest and its hashes, those of the peers
-are of their payload alone. Figures are medians. Six minutes on a quiet machine.
+changed. Bundle bytes include the manifest and its hashes; the peers' are of
+their payload alone. Figures are medians. Six minutes on a quiet machine.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from benchmarks import (
   interleaved,
 )
 
-# Label, generator, rate, what full over bundle bytes must be.
+# Label, generator, rate, least full bytes over bundle bytes (0 for no goal).
 SYNTHETIC = (
   ('AdamW at 1e-6', delta_data.adamw, 1e-6, 165.0),
   ('AdamW at 3e-6', delta_data.adamw, 3e-6, 0.0),
@@ -43,7 +45,7 @@ SYNTHETIC = (
   ('AdamW at 1e-3', delta_data.adamw, 1e-3, 0.0),
   ('Muon of rms 1e-6', delta_data.muon, 1e-6, 0.0),
 )
-TIMED = ('AdamW at 1e-6', 'AdamW at 3e-6')  # of the synthetic ones
+TIMED = ('AdamW at 1e-6', 'AdamW at 3e-6')  # synthetic cases
 QUANTISED = ('AdamW at 1e-6', 'AdamW at 1e-5')
 PARTS = ('sizes', 'law', 'speed', 'threads', 'world', 'pause')
 
@@ -56,7 +58,7 @@ def _parse() -> argparse.Namespace:
   args = parser.parse_args()
   args.only = set(args.only.split(','))
   if unknown := args.only - set(PARTS):
-    parser.error(f'--only takes of {PARTS}, not {sorted(unknown)}.')
+    parser.error(f'--only takes parts of {PARTS}; got {sorted(unknown)}.')
   if args.recordings and not delta_recordings.names(args.recordings):
     parser.error(
       f'{args.recordings} holds no recordings; make them with `python -m '
@@ -99,12 +101,12 @@ def main() -> None:
       if name in QUANTISED:
         delta_sizes.quantised(case)
     if name in TIMED:
-      label, found, share = delta_speed.described(case)
+      label, chunks, share = delta_speed.described(case)
       if 'speed' in args.only:
-        rates[name] = delta_speed.measure(label, found, rounds, share=share)
-        delta_speed.without_numba(label, found[:2], 3)
+        rates[name] = delta_speed.measure(label, chunks, rounds, share=share)
+        delta_speed.without_numba(label, chunks[:2], 3)
       if 'threads' in args.only:
-        delta_speed.threads(label, found, rounds, cores)
+        delta_speed.threads(label, chunks, rounds, cores)
   if args.recordings:
     _recorded(args, rounds)
   elif args.only & {'sizes', 'law', 'speed'}:
@@ -117,7 +119,7 @@ def main() -> None:
   if TIMED[0] in rates and TIMED[0] in sizes:
     delta_terabyte.tell(TIMED[0], sizes[TIMED[0]], rates[TIMED[0]])
   if 'pause' in args.only:
-    delta_pause.measure(rounds, quick=args.quick)  # Last: it loads jax.
+    delta_pause.measure(rounds, quick=args.quick)  # Last, as it loads jax.
 
 
 def _recorded(args: argparse.Namespace, rounds: int) -> None:
@@ -127,8 +129,8 @@ def _recorded(args: argparse.Namespace, rounds: int) -> None:
     if 'law' in args.only:
       delta_sizes.law(case)
     if 'speed' in args.only:
-      label, found, share = delta_speed.described(case)
-      delta_speed.measure(label, found, rounds, share=share)
+      label, chunks, share = delta_speed.described(case)
+      delta_speed.measure(label, chunks, rounds, share=share)
 
 
 if __name__ == '__main__':

@@ -1,11 +1,12 @@
-"""How few bytes a step of a policy holds, by its own frequencies.
+"""Entropy bounds of the bytes that a step of a policy needs.
 
-Nothing here is the codec's: the order of the codes and the entropies are
-counted anew, so that a codec is measured against something else than itself.
+The code shares nothing with the codec that it bounds: order of codes and
+entropies are computed anew.
 
-The bounds are of coders that know the frequencies for nothing. Bound M knows
-nothing of an element; bound E knows the exponent of its base, which both ends
-hold. Both are the entropy of 'changed?' plus that of the step of what changed.
+The bounds assume coders that know all frequencies at no cost. Bound M knows
+nothing about an element; bound E knows the exponent of its base, which both
+ends hold. Each bound is the entropy of 'changed or not' plus the entropy of the
+steps of changed elements.
 """
 
 import math
@@ -13,25 +14,25 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-# Exponents told apart, from the largest down; what lies below is one class.
+# Exponents told apart, from the largest down; all smaller ones are one class.
 CLASSES = 20
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-  """Flat unsigned integers of an array's bits; copies only what it must."""
+  """Returns an array's bits as flat unsigned integers, a view if possible."""
   flat = np.ascontiguousarray(array).reshape(-1)
   return flat.view(f'u{flat.dtype.itemsize}')
 
 
 def ordered(bits: np.ndarray) -> np.ndarray:
-  """Numbers floats in their order, one by one, as int64; -0 below +0."""
+  """Numbers floats consecutively in their order, as int64; -0 is below +0."""
   sign = np.int64(1) << (8 * bits.dtype.itemsize - 1)
   codes = bits.astype(np.int64)
   return np.where(codes & sign, sign - 1 - (codes ^ sign), codes + sign)
 
 
 def classes(base: np.ndarray) -> np.ndarray:
-  """Exponents of the base's elements, the largest 0, as int64."""
+  """Returns the exponents of the base's elements as int64, the largest as 0."""
   values = base.astype(np.float32).reshape(-1)
   exponents = ((values.view(np.uint32) >> 23) & 255).astype(np.int64)
   finite = exponents[exponents < 255]
@@ -40,7 +41,7 @@ def classes(base: np.ndarray) -> np.ndarray:
 
 
 def _bits(counts: np.ndarray) -> float:
-  """Entropy of a table times its total."""
+  """Returns the entropy of a table of counts times their total, in bits."""
   counts = counts[counts > 0].astype(np.float64)
   total = counts.sum()
   return float((counts * np.log2(total / counts)).sum()) if total else 0.0
@@ -60,27 +61,27 @@ def of_array(base: np.ndarray, array: np.ndarray) -> tuple[float, float]:
   class_of = classes(base)
   sizes = np.bincount(class_of, minlength=CLASSES)
   moved = class_of[where]
-  given = 0.0
+  bits_given_exponent = 0.0
   for number in range(CLASSES):
     inside = moved == number
     count = int(inside.sum())
-    given += _bits(np.array([count, sizes[number] - count]))
-    given += _step_bits(steps[inside])
-  return marginal, given
+    bits_given_exponent += _bits(np.array([count, sizes[number] - count]))
+    bits_given_exponent += _step_bits(steps[inside])
+  return marginal, bits_given_exponent
 
 
 def of_policy(
   base: Mapping[str, np.ndarray], policy: Mapping[str, np.ndarray]
 ) -> tuple[float, float]:
-  """Bytes of bounds M and E, each array by frequencies of its own."""
-  both = [of_array(base[name], policy[name]) for name in policy]
-  return sum(b[0] for b in both) / 8, sum(b[1] for b in both) / 8
+  """Returns bytes of bounds M and E, with frequencies counted by array."""
+  bounds = [of_array(base[name], policy[name]) for name in policy]
+  return sum(b[0] for b in bounds) / 8, sum(b[1] for b in bounds) / 8
 
 
 def of_whole(
   base: Mapping[str, np.ndarray], policy: Mapping[str, np.ndarray]
 ) -> float:
-  """Bytes of bound E by one table of frequencies for all bfloat16 arrays."""
+  """Returns bytes of bound E with one table for all bfloat16 arrays."""
   names = [n for n in policy if policy[n].dtype.itemsize == 2]
 
   def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -93,7 +94,7 @@ def of_whole(
 def changed(
   base: Mapping[str, np.ndarray], policy: Mapping[str, np.ndarray]
 ) -> tuple[int, int]:
-  """Returns how many elements differ in their bits, and of how many."""
+  """Returns the number of elements whose bits differ, and of all elements."""
   differ = sum(
     int((bits_of(base[n]) != bits_of(policy[n])).sum()) for n in policy
   )

@@ -1,10 +1,10 @@
 """Links of a simulated world: TCP through a bandwidth and a round trip.
 
-A link listens on a port of its own and carries bytes to another. Both ends are
-real sockets, so that whatever speaks HTTP over it is as it is in use. Bytes of
-all connections of a link share its bandwidth, one after another, each way on
-its own; what was sent arrives half a round trip after it left, and a new
-connection waits a whole one for its handshake.
+A link listens on a port of its own and forwards bytes to another one. Both ends
+are real sockets, so clients and servers run unchanged. All connections of a
+link share its bandwidth, separately in each direction; bytes arrive half a
+round trip after they left, and a new connection waits a whole one for its
+handshake.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ _PIECE = 16 * 2**10
 
 
 class Link:
-  """One link; `down` carries what the far end answers.
+  """One link; direction `down` carries the answers of the target.
 
   Attributes:
-    port: to connect to instead of the target's.
-    bytes_down: carried so far from the target, HTTP's headers included.
-    bytes_up: likewise towards it.
+    port: port to connect to instead of the target's.
+    bytes_down: bytes carried so far from the target, HTTP's headers included.
+    bytes_up: bytes carried so far towards the target.
   """
 
   def __init__(self, target: int, *, round_trip_s: float):
@@ -50,7 +50,7 @@ class Link:
     except OSError:
       writer.close()
       return
-    # Cancelled where the network closes; asyncio would log it.
+    # The network cancels it when it closes; asyncio would log that.
     with contextlib.suppress(asyncio.CancelledError):
       await asyncio.gather(
         self._pump(reader, far_writer, 'up'),
@@ -61,7 +61,7 @@ class Link:
     self,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    way: str,
+    direction: str,
   ) -> None:
     """Carries one direction of a connection until either end closes it."""
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
@@ -69,14 +69,16 @@ class Link:
     clock = asyncio.get_running_loop().time
     with contextlib.suppress(OSError):
       while data := await reader.read(_PIECE):
-        if way == 'down':
+        if direction == 'down':
           self.bytes_down += len(data)
         else:
           self.bytes_up += len(data)
-        sent = max(clock(), self._free_at[way]) + len(data) / self.bytes_per_s
-        self._free_at[way] = sent
+        sent = (
+          max(clock(), self._free_at[direction]) + len(data) / self.bytes_per_s
+        )
+        self._free_at[direction] = sent
         waiting.put_nowait((sent + self._round_trip_s / 2, data))
-        # The sender is held back as a full link holds it back.
+        # The sender waits, as for a full link.
         await asyncio.sleep(max(sent - clock(), 0))
     waiting.put_nowait((clock() + self._round_trip_s / 2, b''))
     await arriving
@@ -97,7 +99,7 @@ class Link:
 
 
 class Network:
-  """Links on an event loop in a thread of its own."""
+  """Links, on an event loop in a thread of its own."""
 
   def __init__(self):
     self.links: list[Link] = []
@@ -111,18 +113,18 @@ class Network:
     return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
   def link(self, target: int, *, round_trip_s: float) -> Link:
-    """Opens a link to a port of this machine, of no bandwidth limit yet."""
-    made = Link(target, round_trip_s=round_trip_s)
-    self._run(made.open())
-    self.links.append(made)
-    return made
+
+    opened = Link(target, round_trip_s=round_trip_s)
+    self._run(opened.open())
+    self.links.append(opened)
+    return opened
 
   def close(self) -> None:
     async def end() -> None:
-      others = asyncio.all_tasks() - {asyncio.current_task()}
-      for task in others:
+      tasks = asyncio.all_tasks() - {asyncio.current_task()}
+      for task in tasks:
         task.cancel()
-      await asyncio.gather(*others, return_exceptions=True)
+      await asyncio.gather(*tasks, return_exceptions=True)
 
     self._run(end())
     self._loop.call_soon_threadsafe(self._loop.stop)
@@ -131,8 +133,8 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-  made = Network()
+  world = Network()
   try:
-    yield made
+    yield world
   finally:
-    made.close()
+    world.close()

@@ -1,11 +1,10 @@
 """How long serving stops for new weights, beside a memcpy of the policy.
 
-A real engine with open sessions in the middle of their answers. The next
-weights are in their place already (`Engine.place`, which serving does not wait
-for), and those before stay held, as a receiver that can roll back holds them:
-dropping the last reference would return the memory within the pause. The pause
-is what the engine itself measures of `Engine.switch`, from when nothing is
-dispatched any more.
+A real engine has open sessions in the middle of their answers. The next weights
+are placed already (`Engine.place`, during which serving goes on). The weights
+before stay held, as in a receiver that can roll back: dropping the last
+reference would free the memory within the pause. The pause is what the engine
+itself measures of `Engine.switch`, from when it stops dispatching.
 """
 
 import time
@@ -15,7 +14,7 @@ import numpy as np
 
 from benchmarks import interleaved, rollout_model
 
-SLOTS, STEPS = 8, 4  # of sessions; of decoding, in a turn
+SLOTS, STEPS = 8, 4  # number of sessions; tokens decoded in a turn
 # 53 million parameters: more than caches hold.
 SHAPE: dict[str, Any] = dict(
   ffw_dim=1024, vocab_size=8192, tie=True, embed_dim=512
@@ -67,23 +66,23 @@ def measure(rounds: int, *, quick: bool) -> None:
     for to, array in zip(into, arrays, strict=True):
       np.copyto(to, array)
     copied = time.perf_counter() - start
-    if turn > 1:  # Programs are compiled, and pages of memory touched.
+    if turn > 1:  # Warm up: compile the programs and touch the pages of memory.
       pauses.append(engine.stats().swap_s)
       copies.append(copied)
       plain.append(without)
       swapping.append(with_swap)
   assert engine.stats().running == SLOTS, 'the sessions must still be decoding'
   size = sum(a.nbytes for a in arrays) / 1e6
-  most = 1.0 if quick else 0.01
+  goal_share = 1.0 if quick else 0.01
   interleaved.report(
     'delta',
     f'pause of an engine that decodes {SLOTS} sessions for a policy of '
     f'{size:.0f} MB in bf16; peer one memcpy of it',
     ([1e6 * s for s in pauses], [1e6 * s for s in copies]),
     limit=None,
-    # What a swap costs is fixed; of a small policy it is a larger part.
-    goal=f'ratio <= {most}',
-    met=lambda _, ratio: ratio <= most,
+    # A swap has a fixed cost, which is a larger share of a small policy.
+    goal=f'ratio <= {goal_share}',
+    met=lambda _, ratio: ratio <= goal_share,
     unit='us',
   )
   interleaved.report(

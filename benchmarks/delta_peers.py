@@ -1,7 +1,7 @@
 """Other ways to send a step of a policy, written from their descriptions.
 
-Each encodes one array given its base and says the bytes; the two that are timed
-decode as well. Their hashes and file headers are not counted, ours are.
+Each encodes one array given its base and counts the bytes; the two that are
+timed decode as well. Hashes and file headers count for ours, not for these.
 
   xor      XOR with the base under zstd-1, an array at a time (slime, miles,
            SkyRL, Stitch)
@@ -35,8 +35,8 @@ def xor(base: np.ndarray, array: np.ndarray) -> bytes:
 
 def undo_xor(blob: bytes, base: np.ndarray) -> np.ndarray:
   old = delta_bounds.bits_of(base)
-  found = np.frombuffer(_READER.decompress(blob), old.dtype)
-  return found ^ old
+  difference = np.frombuffer(_READER.decompress(blob), old.dtype)
+  return difference ^ old
 
 
 def index(base: np.ndarray, array: np.ndarray) -> bytes:
@@ -56,7 +56,7 @@ def gaps(base: np.ndarray, array: np.ndarray) -> bytes:
   columns = array.shape[-1] if array.ndim > 1 else max(array.size, 1)
   row, column = np.divmod(where, columns)
   row_gap = np.diff(row, prepend=0)
-  # Within a row the gap to the one before, at its start the column itself.
+  # Within a row the gap to the element before; at its start, the column.
   column_gap = np.where(row_gap > 0, column, np.diff(column, prepend=0))
   row_type = 'u1' if row_gap.max(initial=0) < 2**8 else '<i4'
   column_type = '<u2' if column_gap.max(initial=0) < 2**16 else '<i4'
@@ -68,27 +68,27 @@ def gaps(base: np.ndarray, array: np.ndarray) -> bytes:
 
 
 def undo_gaps(blob: bytes, base: np.ndarray, count: int) -> np.ndarray:
-  """Undoes `gaps` where rows fit a byte and columns two.
+  """Undoes `gaps` where gaps of rows fit a byte and those of columns two.
 
   Args:
-    blob: of `gaps`.
-    base: of two dimensions or one.
-    count: of what changed, which a file's header would say.
+    blob: result of `gaps`.
+    base: array of one or two dimensions to which the changes apply.
+    count: number of changed elements, which a file's header would hold.
   """
   data = _READER.decompress(blob)
   columns = base.shape[-1] if base.ndim > 1 else max(base.size, 1)
   row_gap = np.frombuffer(data, 'u1', count)
   column = np.frombuffer(data, '<u2', count, count).astype(np.int64)
-  made = delta_bounds.bits_of(base).copy()
-  values = np.frombuffer(data, made.dtype, count, 3 * count)
+  array = delta_bounds.bits_of(base).copy()
+  values = np.frombuffer(data, array.dtype, count, 3 * count)
   starts = np.flatnonzero(row_gap)
   row = np.cumsum(row_gap, dtype=np.int64)
   total = np.cumsum(column)
   before = np.zeros(count, np.int64)
   before[starts] = total[starts] - column[starts]
   np.maximum.accumulate(before, out=before)
-  made[row * columns + total - before] = values
-  return made
+  array[row * columns + total - before] = values
+  return array
 
 
 def steps(base: np.ndarray, array: np.ndarray) -> bytes:

@@ -1,10 +1,9 @@
-"""Policies on disk, step by step: recordings of training to be published.
+"""Recordings of training: policies on disk, step by step.
 
 `experiments.studies.delta.record` writes them; benchmarks and its study read.
 
-A folder a case: policy_<step>.npz of its last steps, masters_<step>.npz of the
-last two, and about.json, whose existence says that the case is whole. Knows no
-jax.
+Each case is a folder: policy_<step>.npz of its last steps, masters_<step>.npz
+of the last two, and about.json, which is written last. Imports no jax.
 """
 
 import json
@@ -24,7 +23,7 @@ def finished(folder: pathlib.Path) -> bool:
 
 
 def names(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the folders of the cases in a folder."""
+  """Returns the folders of the finished cases in a folder."""
   return sorted(path.parent for path in folder.glob(f'*/{_ABOUT}'))
 
 
@@ -40,7 +39,7 @@ def about(folder: pathlib.Path) -> dict[str, Any]:
 def save(
   folder: pathlib.Path, kind: str, step: int, arrays: dict[str, np.ndarray]
 ) -> None:
-  """Keeps bits: numpy's own format knows no bfloat16."""
+  """Saves the bits as integers, since numpy's format has no bfloat16."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f'{kind}_{step:04d}.npz'
   part = path.with_suffix('.part')
@@ -55,9 +54,9 @@ def save(
 def load(
   folder: pathlib.Path, kind: str, dtypes: Mapping[str, str]
 ) -> list[dict[str, np.ndarray]]:
-  """Arrays of the dtypes named, one dictionary a step, in order."""
-  found = []
+  """Returns a dictionary of arrays a step, in order, with the named dtypes."""
+  policies = []
   for path in sorted(folder.glob(f'{kind}_*.npz')):
     with np.load(path) as data:
-      found.append({n: data[n].view(np.dtype(d)) for n, d in dtypes.items()})
-  return found
+      policies.append({n: data[n].view(np.dtype(d)) for n, d in dtypes.items()})
+  return policies

@@ -22,7 +22,7 @@ from composer_jax.delta import store as stores
 
 RUN_ID = 'run'
 LAG = 8
-# Tiers of a publisher, by the name of what it makes.
+# Options of a publisher, by the name of the bundles that it makes.
 TIERS = {
   'small': dict(tier='small'),
   'fast': dict(tier='fast'),
@@ -32,15 +32,15 @@ TIERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundles:
-  """What one publisher made of a case.
+  """The bundles of a case by one publisher, one entry a version.
 
   Attributes:
-    infos: of every version, the first a keyframe.
-    blobs: bytes of the packs of each, without its manifest.
-    publish_s: CPU seconds of each, its skip and keyframe included.
-    poll_s: of a receiver that follows.
-    catch_up: bytes that a receiver eight versions behind fetched; 0 where the
-      case is too short.
+    infos: the publisher's record of each version, the first a keyframe.
+    blobs: bytes of each version's packs, without its manifest.
+    publish_s: CPU seconds to publish each, its skip and keyframe included.
+    poll_s: CPU seconds of each poll by a receiver that follows.
+    catch_up: bytes that a receiver eight versions behind fetched; 0 if the case
+      is too short.
   """
 
   infos: list[publish.BundleInfo]
@@ -61,14 +61,14 @@ def blocks(policy: delta_data.Policy) -> Iterator[identity.Block]:
 
 
 def head(store: stores.Store) -> manifest.Pointer:
-  found = store.read_pointer(RUN_ID)
-  assert found is not None
-  return manifest.unseal(found[0], key(), RUN_ID)
+  pointer = store.read_pointer(RUN_ID)
+  assert pointer is not None
+  return manifest.unseal(pointer[0], key(), RUN_ID)
 
 
 def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
   """Publishes and follows a case; every version is compared bit for bit."""
-  made = Bundles(infos=[], blobs=[], publish_s=[], poll_s=[], catch_up=0)
+  published = Bundles(infos=[], blobs=[], publish_s=[], poll_s=[], catch_up=0)
   with tempfile.TemporaryDirectory() as root:
     store = stores.Store(pathlib.Path(root))
     publisher = publish.Publisher(
@@ -80,19 +80,19 @@ def bundles(policies: Sequence[delta_data.Policy], **options) -> Bundles:
     for version, policy in enumerate(policies):
       start = time.process_time()
       info = publisher.publish(blocks(policy), version)
-      made.publish_s.append(time.process_time() - start)
-      made.infos.append(info)
-      made.blobs.append(info.bytes - len(store.get(head(store).manifest)))
-      made.poll_s.append(_check(follower, policy))
+      published.publish_s.append(time.process_time() - start)
+      published.infos.append(info)
+      published.blobs.append(info.bytes - len(store.get(head(store).manifest)))
+      published.poll_s.append(_check(follower, policy))
       if version == 0:
         _check(late, policy)
       if version == LAG:
         before = store.traffic.bytes_read
         _check(late, policy)
-        made = dataclasses.replace(
-          made, catch_up=store.traffic.bytes_read - before
+        published = dataclasses.replace(
+          published, catch_up=store.traffic.bytes_read - before
         )
-  return made
+  return published
 
 
 def _check(
@@ -103,15 +103,15 @@ def _check(
   update = subscriber.poll()
   seconds = time.process_time() - start
   assert update is not None, subscriber.problem
-  found = update.weights.arrays()
+  arrays = update.weights.arrays()
   for name, array in policy.items():
-    same = delta_bounds.bits_of(found[name]) == delta_bounds.bits_of(array)
-    assert same.all(), name
+    equal = delta_bounds.bits_of(arrays[name]) == delta_bounds.bits_of(array)
+    assert equal.all(), name
   return seconds
 
 
 def _xor_goal(share: float) -> tuple[str, float | None]:
-  """What a bundle may be of XOR+zstd-1, by the share that changed."""
+  """Returns the goal in words, and bundle over XOR+zstd-1 bytes at most."""
   if 0.01 <= share <= 0.055:
     return '<= 0.33 of the peer', 0.33
   if 0.055 < share <= 0.25:
@@ -138,9 +138,9 @@ def measure(
   """Prints the lines of a case; returns full over bundle bytes by tier.
 
   Args:
-    case: its policies, the first of which is the base of all.
-    peers_on: so many deltas are looked at.
-    full_goal: what full bytes over bundle bytes must be; 0 for no such goal.
+    case: consecutive policies, each the base of the next.
+    peers_on: number of deltas that are compared with the peers.
+    full_goal: least full bytes over bundle bytes; 0 for no such goal.
   """
   pairs = list(zip(case.policies, case.policies[1:], strict=False))
   bounds = [delta_bounds.of_policy(*pair) for pair in pairs]
@@ -149,22 +149,24 @@ def measure(
   full = sum(a.nbytes for a in case.policies[0].values())
   what = f'{case.label}, {share:.2%} changed'
   limit = statistics.median(full / e for _, e in bounds)
-  made = {
+  by_tier = {
     name: bundles(case.policies, **options) for name, options in TIERS.items()
   }
-  # Up to where the history is longest: it starts anew with a skip.
+  # Stop where the history is longest: it starts anew with a skip.
   stop = min(LAG, len(pairs))
-  last = slice(stop - peers_on, stop)
+  last_steps = slice(stop - peers_on, stop)
   ratios = {
-    name: [full / info.bytes for info in found.infos[1:]][last]
-    for name, found in made.items()
+    name: [full / info.bytes for info in tier_bundles.infos[1:]][last_steps]
+    for name, tier_bundles in by_tier.items()
   }
-  others = {
-    name: [full / delta_peers.policy_bytes(peer, *pair) for pair in pairs[last]]
+  peer_ratios = {
+    name: [
+      full / delta_peers.policy_bytes(peer, *pair) for pair in pairs[last_steps]
+    ]
     for name, peer in delta_peers.SIZED.items()
   }
-  words, most = _xor_goal(share)
-  for name, peer in others.items():
+  words, goal_ratio = _xor_goal(share)
+  for name, peer in peer_ratios.items():
     is_xor = name == 'XOR+zstd-1'
     _line(
       f'{what}: full bytes / bundle bytes, small; peer {name}',
@@ -172,7 +174,7 @@ def measure(
       peer,
       limit,
       words if is_xor else 'none',
-      (lambda _, ratio: most is None or 1 / ratio <= most)
+      (lambda _, ratio: goal_ratio is None or 1 / ratio <= goal_ratio)
       if is_xor
       else (lambda _, ratio: True),
     )
@@ -180,7 +182,7 @@ def measure(
     _line(
       f'{what}: full bytes / bundle bytes, {name}; peer XOR+zstd-1',
       ratios[name],
-      others['XOR+zstd-1'],
+      peer_ratios['XOR+zstd-1'],
       limit,
       'none',
     )
@@ -193,47 +195,50 @@ def measure(
       f'>= {full_goal:g}',
       lambda ours, _: ours >= full_goal,
     )
-  for name, found in made.items():
+  for name, tier_bundles in by_tier.items():
     for part, sizes in (
-      ('bundle', [info.bytes for info in found.infos[1:]]),
-      ('blobs', found.blobs[1:]),
+      ('bundle', [info.bytes for info in tier_bundles.infos[1:]]),
+      ('blobs', tier_bundles.blobs[1:]),
     ):
       over = [s / e for s, (_, e) in zip(sizes, bounds, strict=True)]
       has_goal = name == 'small' and part == 'bundle'
       _line(
         f'{what}: {part} bytes / bound E, {name}',
-        over[last],
+        over[last_steps],
         [],
         1.0,
         '<= 1.06' if has_goal else 'none',
         lambda ours, _: not has_goal or ours <= 1.06,  # noqa: B023
       )
     for what_s, seconds in (
-      ('publish: encoded, decoded again, compared, written', found.publish_s),
-      ('poll: read, decoded, verified', found.poll_s),
+      (
+        'publish: encoded, decoded again, compared, written',
+        tier_bundles.publish_s,
+      ),
+      ('poll: read, decoded, verified', tier_bundles.poll_s),
     ):
       interleaved.report(
         'delta',
         f'{what}: {what_s}; {name}, the whole of it on one core',
-        ([full / 1e9 / s for s in seconds[1:][last]], []),
+        ([full / 1e9 / s for s in seconds[1:][last_steps]], []),
         limit=None,
         goal='none',
         met=lambda *_: True,
         unit='GB/s',
       )
   over_m = [m / e for m, e in bounds]
-  whole = [
+  whole_ratios = [
     delta_bounds.of_whole(*pair) / e
-    for pair, (_, e) in zip(pairs[last], bounds[last], strict=True)
+    for pair, (_, e) in zip(pairs[last_steps], bounds[last_steps], strict=True)
   ]
-  _line(f'{what}: bound M / bound E', over_m[last], [], 1.0, 'none')
-  _line(f'{what}: E of all arrays together / E', whole, [], 1.0, 'none')
-  found = made['small']
-  if found.catch_up:
-    singles = sum(info.bytes for info in found.infos[1 : LAG + 1])
+  _line(f'{what}: bound M / bound E', over_m[last_steps], [], 1.0, 'none')
+  _line(f'{what}: E of all arrays together / E', whole_ratios, [], 1.0, 'none')
+  tier_bundles = by_tier['small']
+  if tier_bundles.catch_up:
+    singles = sum(info.bytes for info in tier_bundles.infos[1 : LAG + 1])
     _line(
       f'{what}: bytes to catch up at lag {LAG} / sum of the singles',
-      [found.catch_up / singles],
+      [tier_bundles.catch_up / singles],
       [],
       0.5,
       '<= 0.55',
@@ -243,22 +248,27 @@ def measure(
 
 
 def law(case: delta_data.Case) -> None:
-  """Share of bf16 weights that change, predicted from masters and update."""
+  """Reports the share of bf16 weights that change, beside its prediction."""
   if case.masters is None:
     return
   before, after = case.masters
-  found = delta_data.cast_share(case.masters)
+  share = delta_data.cast_share(case.masters)
   update = after - before
   rms = float(np.sqrt(np.mean(np.square(update, dtype=np.float64))))
-  for words, given in (('each update', update), ('their rms alone', rms)):
-    predicted = visibility.expected_share(before, given, delta_data.BFLOAT16)
-    # Of masters that have left the grid, and their updates.
+  for words, update_model in (
+    ('each update', update),
+    ('their rms alone', rms),
+  ):
+    predicted = visibility.expected_share(
+      before, update_model, delta_data.BFLOAT16
+    )
+    # Only masters that have left the grid of bfloat16.
     is_law = words == 'each update' and not case.is_cold
     interleaved.report(
       'delta',
       f'{case.label}, updates of rms {rms:.3g}: share changed in per cent, '
       f'predicted from {words}; peer counted',
-      ([100 * predicted], [100 * found]),
+      ([100 * predicted], [100 * share]),
       limit=None,
       goal='within 5 % of the count' if is_law else 'none',
       met=lambda _, ratio: not is_law or abs(ratio - 1) <= 0.05,  # noqa: B023
@@ -267,7 +277,7 @@ def law(case: delta_data.Case) -> None:
 
 
 def quantised(case: delta_data.Case) -> None:
-  """Changed codes of receivers that hold fewer bits, from the same masters."""
+  """Reports the share of changed codes in receivers that hold fewer bits."""
   assert case.masters is not None
   before, after = case.masters
   bf16 = delta_data.cast_share(case.masters)
@@ -282,7 +292,7 @@ def quantised(case: delta_data.Case) -> None:
     ),
     'int4 in groups of 32, bf16 scales': (delta_data.int4, 0.01),
   }
-  for name, (quantise, most) in ways.items():
+  for name, (quantise, goal) in ways.items():
     codes, scales = delta_data.differing(quantise(before), quantise(after))
     interleaved.report(
       'delta',
@@ -290,7 +300,7 @@ def quantised(case: delta_data.Case) -> None:
       f'{scales:.3%}); peer bf16',
       ([100 * codes], [100 * bf16]),
       limit=None,
-      goal='none' if most is None else f'<= {most} of the peer',
-      met=lambda _, ratio: most is None or ratio <= most,  # noqa: B023
+      goal='none' if goal is None else f'<= {goal} of the peer',
+      met=lambda _, ratio: goal is None or ratio <= goal,  # noqa: B023
       unit='%',
     )

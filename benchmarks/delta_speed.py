@@ -1,7 +1,7 @@
-"""Rates of encoding and verified applying, of one core's memcpy.
+"""Rates of encoding and verified applying, beside one core's memcpy.
 
-Everything takes turns on one pinned core and counts CPU seconds; what two
-threads gain is of the wall clock. Gigabytes are those of the weights.
+All jobs take turns on one pinned core and count CPU seconds; the gain of two
+threads is measured by the wall clock. Gigabytes are those of the weights.
 """
 
 import functools
@@ -18,27 +18,27 @@ from benchmarks import delta_bounds, delta_data, delta_peers, interleaved
 from composer_jax.delta import codec, grid, identity
 
 _COPIED = 2**27
-_PASSES = 8  # of two threads
+_PASSES = 8  # rate of two threads over that of one
 Boxes = list[tuple[np.ndarray, np.ndarray]]
 Job = Callable[[], object]
 
 
 def boxes(base: delta_data.Policy, policy: delta_data.Policy) -> Boxes:
-  """Flat chunks as a bundle has them: (base, values)."""
-  found = []
+  """Returns the flat chunks of a bundle: pairs (base, values)."""
+  chunks = []
   for name, array in policy.items():
     cut = grid.of(array.shape, array.dtype)
     for number in range(cut.num_boxes):
       box = tuple(slice(*ends) for ends in cut.box(number))
       old, new = base[name][box], array[box]
-      found.append((old.reshape(-1).copy(), new.reshape(-1).copy()))
-  return found
+      chunks.append((old.reshape(-1).copy(), new.reshape(-1).copy()))
+  return chunks
 
 
 def turns(
   jobs: dict[str, Job], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
-  """Seconds of each job, turn by turn; a turn before them does not count."""
+  """Returns seconds of each job, turn by turn; the first turn is a warm-up."""
   seconds: dict[str, list[float]] = {name: [] for name in jobs}
   for turn in range(rounds + 1):
     for name, job in jobs.items():
@@ -61,7 +61,7 @@ def _encode_and_hash(old: np.ndarray, new: np.ndarray, tier: str) -> bytes:
 def _decode(
   old: np.ndarray, coded: tuple[int, bytes], into: np.ndarray
 ) -> np.ndarray:
-  """Into memory that is there, as the memcpy beside it copies."""
+  """Decodes into existing memory, as the memcpy beside it copies."""
   return codec.decode(*coded, old.size, old.dtype, old, out=into)
 
 
@@ -72,29 +72,29 @@ def _apply(
   assert identity.hash_box(_decode(old, coded, into)) == post
 
 
-def _buffers(found: Boxes) -> list[np.ndarray]:
-  return [np.zeros_like(new) for _, new in found]
+def _buffers(chunks: Boxes) -> list[np.ndarray]:
+  return [np.zeros_like(new) for _, new in chunks]
 
 
-def _each(one: Callable[..., object], *columns: Sequence) -> Job:
-  """Does it to every row of the columns, and keeps no result."""
+def _each(function: Callable[..., object], *columns: Sequence) -> Job:
+  """Returns a job that calls a function on every row and drops the results."""
 
   def job() -> None:
     for row in zip(*columns, strict=True):
-      one(*row)
+      function(*row)
 
   return job
 
 
 def _copy() -> Job:
-  """Copies more bytes than caches hold."""
+  """Returns a job that copies more bytes than caches hold."""
   data = np.ones(_COPIED, np.uint8)
   into = np.zeros_like(data)
   return lambda: np.copyto(into, data)
 
 
 def described(case: delta_data.Case) -> tuple[str, Boxes, float]:
-  """Returns the last step of a case: words, its chunks, the share changed."""
+  """Returns the last step of a case: label, chunks, share that changed."""
   pair = case.policies[-2], case.policies[-1]
   differ, total = delta_bounds.changed(*pair)
   label = f'{case.label}, {differ / total:.2%} changed'
@@ -102,32 +102,32 @@ def described(case: delta_data.Case) -> tuple[str, Boxes, float]:
 
 
 def measure(
-  label: str, found: Boxes, rounds: int, *, share: float
+  label: str, chunks: Boxes, rounds: int, *, share: float
 ) -> dict[str, float]:
   """Prints the rates of both tiers; returns the medians in GB/s by name.
 
   Args:
-    label: of the lines.
-    found: chunks.
-    rounds: of turns.
-    share: changed; goals are of about 1 %, and of less.
+    label: label of the printed lines.
+    chunks: pairs (base, values).
+    rounds: number of turns.
+    share: share of changed weights; goals hold at about 1 % and below.
   """
-  olds, news = ([pair[n] for pair in found] for n in (0, 1))
+  olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
   jobs: dict[str, Job] = {
     'memcpy': _copy(),
     'hash': _each(identity.hash_box, news),
   }
   for tier in codec.TIERS:
-    jobs |= _jobs(tier, found)
-  squeezed = [delta_peers.xor(*pair) for pair in found]
-  listed = [delta_peers.gaps(*pair) for pair in found]
-  counts = [codec.count_changed(new, old) for old, new in found]
-  for (old, new), one, two, count in zip(
-    found, squeezed, listed, counts, strict=True
+    jobs |= _jobs(tier, chunks)
+  squeezed = [delta_peers.xor(*pair) for pair in chunks]
+  listed = [delta_peers.gaps(*pair) for pair in chunks]
+  counts = [codec.count_changed(new, old) for old, new in chunks]
+  for (old, new), packed, entries, count in zip(
+    chunks, squeezed, listed, counts, strict=True
   ):
     bits = delta_bounds.bits_of(new)
-    assert np.array_equal(delta_peers.undo_xor(one, old), bits)
-    assert np.array_equal(delta_peers.undo_gaps(two, old, count), bits)
+    assert np.array_equal(delta_peers.undo_xor(packed, old), bits)
+    assert np.array_equal(delta_peers.undo_gaps(entries, old, count), bits)
   jobs |= {
     'XOR+zstd-1 encode': _each(delta_peers.xor, olds, news),
     'XOR+zstd-1 decode': _each(delta_peers.undo_xor, squeezed, olds),
@@ -135,7 +135,7 @@ def measure(
     'gap lists decode': _each(delta_peers.undo_gaps, listed, olds, counts),
   }
   seconds = turns(jobs, rounds, time.process_time)
-  gigabytes = sum(new.nbytes for _, new in found) / 1e9
+  gigabytes = sum(new.nbytes for _, new in chunks) / 1e9
   rates = {
     name: [
       (_COPIED / 1e9 if name == 'memcpy' else gigabytes) / value
@@ -147,10 +147,10 @@ def measure(
   return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def _jobs(tier: str, found: Boxes) -> dict[str, Job]:
-  olds, news = ([pair[n] for pair in found] for n in (0, 1))
-  codes = [_encode(old, new, tier) for old, new in found]
-  posts, into = [identity.hash_box(new) for new in news], _buffers(found)
+def _jobs(tier: str, chunks: Boxes) -> dict[str, Job]:
+  olds, news = ([pair[n] for pair in chunks] for n in (0, 1))
+  codes = [_encode(old, new, tier) for old, new in chunks]
+  posts, into = [identity.hash_box(new) for new in news], _buffers(chunks)
   encode = functools.partial(_encode, tier=tier)
   encode_and_hash = functools.partial(_encode_and_hash, tier=tier)
   return {
@@ -175,7 +175,7 @@ def _report(
   middle = {name: statistics.median(values) for name, values in rates.items()}
 
   def ceiling(name: str) -> float | None:
-    """Of the two one after another, each at the rate it has alone."""
+    """Returns the rate of two jobs one after another, each at its own rate."""
     if name not in _GOALS:
       return None
     alone = name.replace(' and hash', '').replace('verified apply', 'decode')
@@ -196,43 +196,43 @@ def _report(
     )
 
 
-def without_numba(label: str, found: Boxes, rounds: int) -> None:
-  """Rates of the same codecs where numba is not installed."""
+def without_numba(label: str, chunks: Boxes, rounds: int) -> None:
+  """Reports the rates of the same codecs without numba."""
   codec.use('numpy')
   try:
-    jobs = _jobs('small', found)
-    codes = [_encode(old, new, 'small') for old, new in found]
+    jobs = _jobs('small', chunks)
+    codes = [_encode(old, new, 'small') for old, new in chunks]
     seconds = turns(jobs, rounds, time.process_time)
   finally:
     codec.use('auto')
-  same = all(
+  equal = all(
     _encode(old, new, 'small') == coded
-    for (old, new), coded in zip(found, codes, strict=True)
+    for (old, new), coded in zip(chunks, codes, strict=True)
   )
-  megabytes = sum(new.nbytes for _, new in found) / 1e6
+  megabytes = sum(new.nbytes for _, new in chunks) / 1e6
   for what, values in seconds.items():
     interleaved.report(
       'delta',
       f'{label}: {what} without numba, one core; the bytes are '
-      f'{"the same" if same else "OTHERS"}',
+      f'{"the same" if equal else "OTHERS"}',
       ([megabytes / value for value in values], []),
       limit=None,
       goal='>= 15 MB/s, the same bytes',
-      met=lambda ours, _: same and ours >= 15,
+      met=lambda ours, _: equal and ours >= 15,
       unit='MB/s',
     )
 
 
-def threads(label: str, found: Boxes, rounds: int, cores: set[int]) -> None:
-  """What a second thread gains, by the wall clock, on two cores."""
+def threads(label: str, chunks: Boxes, rounds: int, cores: set[int]) -> None:
+  """Reports the gain of a second thread on two cores, by the wall clock."""
   before = os.sched_getaffinity(0)
   os.sched_setaffinity(0, cores)
-  gigabytes = sum(new.nbytes for _, new in found) / 1e9
+  gigabytes = sum(new.nbytes for _, new in chunks) / 1e9
   try:
     for tier in codec.TIERS:
-      for what, one in _one_by_one(tier, found).items():
+      for what, function in _one_by_one(tier, chunks).items():
         jobs: dict[str, Job] = {
-          name: functools.partial(_all_of, count, one, len(found))
+          name: functools.partial(_all_of, count, function, len(chunks))
           for name, count in (('two', 2), ('one', 1))
         }
         seconds = turns(jobs, rounds, time.perf_counter)
@@ -253,26 +253,28 @@ def threads(label: str, found: Boxes, rounds: int, cores: set[int]) -> None:
     os.sched_setaffinity(0, before)
 
 
-def _one_by_one(tier: str, found: Boxes) -> dict[str, Callable[[int], object]]:
-  """What is done to one chunk, by its number."""
-  codes = [_encode(old, new, tier) for old, new in found]
-  posts, into = [identity.hash_box(new) for _, new in found], _buffers(found)
+def _one_by_one(tier: str, chunks: Boxes) -> dict[str, Callable[[int], object]]:
+  """Returns functions that encode or apply the chunk of a number."""
+  codes = [_encode(old, new, tier) for old, new in chunks]
+  posts, into = [identity.hash_box(new) for _, new in chunks], _buffers(chunks)
 
   def encode(number: int) -> bytes:
-    old, new = found[number]
+    old, new = chunks[number]
     return _encode_and_hash(old, new, tier)
 
   def apply(number: int) -> None:
-    _apply(found[number][0], codes[number], posts[number], into[number])
+    _apply(chunks[number][0], codes[number], posts[number], into[number])
 
   return {'encode and hash': encode, 'verified apply': apply}
 
 
-def _all_of(threads: int, one: Callable[[int], object], count: int) -> None:
-  """Does all of them, so often that starting threads is nothing beside.
+def _all_of(
+  threads: int, function: Callable[[int], object], count: int
+) -> None:
+  """Calls `function` on all numbers, often enough to hide the start of threads.
 
-  Each thread has a core of its own from the start: the kernel would need longer
-  to part them than all of this takes.
+  Each thread is pinned to a core from the start: the kernel would take longer
+  to separate them than the whole measurement takes.
   """
   cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
   for core in sorted(os.sched_getaffinity(0))[:threads]:
@@ -280,5 +282,5 @@ def _all_of(threads: int, one: Callable[[int], object], count: int) -> None:
   with futures.ThreadPoolExecutor(
     threads, initializer=lambda: os.sched_setaffinity(0, cores.get(timeout=1))
   ) as pool:
-    for _ in pool.map(one, _PASSES * list(range(count))):
+    for _ in pool.map(function, _PASSES * list(range(count))):
       pass

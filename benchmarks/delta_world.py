@@ -1,11 +1,11 @@
 """Egress of the trainer and time until 4, 16 and 64 clusters hold a bundle.
 
 The code is real, in one process: publisher, stores, relays that speak HTTP, and
-a subscriber in each cluster that decodes, verifies and holds the weights. The
-links between are simulated (`delta_links`): each relay reaches the one above it
-in a 4-ary tree over a link of its own, all of one bandwidth and round trip. The
-bundle is small and the links are slow, so that the machine's two cores, which
-stand for all clusters, matter little; packs are small in proportion.
+in each cluster a receiver that decodes, verifies and holds the weights. The
+links are simulated (`delta_links`): each relay reaches its parent in a 4-ary
+tree over a link of its own, all of the same bandwidth and round trip. The
+bundle is small and the links are slow, so that the two cores that stand for all
+clusters matter little; packs are small in proportion.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from composer_jax.delta import publish, publish_encode, relay, subscribe
 from composer_jax.delta import store as stores
 
 FANOUT = 4
-ROUND_TRIP_S = 0.1  # across an ocean
-SEND_S = 15.0  # what the bundle takes over one link
-POLL_S = 0.5  # of the clusters; relays ask five times as often at most
-# About as many as make up the bundle, and so many on their way at once: a relay
-# hands on a pack when it is whole, so that a level costs these few.
+ROUND_TRIP_S = 0.1  # round trip across an ocean
+SEND_S = 15.0  # time of the bundle over one link
+POLL_S = 0.5  # poll of clusters; relays poll up to five times as often
+# Packs of a bundle, about, and packs in flight at once: a relay forwards only
+# whole packs, so a level of the tree costs the time of these few.
 PACKS, IN_FLIGHT = 40, 2
 
 
 def _policies(arrays: int) -> list[delta_data.Policy]:
-  """Two policies whose step changes nearly all weights."""
+  """Returns two policies between which nearly all weights change."""
   rng = np.random.default_rng(0)
   shape = (arrays, 64, 1024)
   masters = np.float32(0.02) * rng.standard_normal(shape, np.float32)
@@ -39,17 +39,17 @@ def _policies(arrays: int) -> list[delta_data.Policy]:
   return [
     {
       f'layer_{n:02d}/kernel': row
-      for n, row in enumerate(found.astype(delta_data.BFLOAT16))
+      for n, row in enumerate(step_masters.astype(delta_data.BFLOAT16))
     }
-    for found in (masters, masters + update())
+    for step_masters in (masters, masters + update())
   ]
 
 
 def depth(clusters: int) -> int:
-  """Links between the trainer and the farthest cluster."""
-  levels, last = 1, 1
-  while last < clusters:
-    last = last * FANOUT + 1
+  """Returns the links between the trainer and the farthest cluster."""
+  levels, leaves = 1, 1
+  while leaves < clusters:
+    leaves = leaves * FANOUT + 1
     levels += 1
   return levels
 
@@ -91,7 +91,7 @@ def _world(
 ) -> tuple[float, float, float]:
   """Returns egress in bundles, seconds, and the bound of the links."""
   with contextlib.ExitStack() as stack:
-    # In memory where there is one: 64 clusters do not share a disk.
+    # In memory if possible: real clusters would not share one disk.
     memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
     root = pathlib.Path(
       stack.enter_context(tempfile.TemporaryDirectory(dir=memory))
@@ -104,32 +104,32 @@ def _world(
     publisher.publish(delta_sizes.blocks(policies[0]), 0)
 
     def serve(upstream: stores.Store, name: str) -> str:
-      made = relay.Relay(
+      server = relay.Relay(
         upstream, root / name, poll_s=POLL_S / 5, threads=IN_FLIGHT
       )
-      stack.callback(made.close)
-      return stack.enter_context(relay.running(made))
+      stack.callback(server.close)
+      return stack.enter_context(relay.running(server))
 
-    # The trainer's side of its one link: what a bucket would be.
-    urls, found = [serve(trainer, 'origin')], []
+    # The trainer's end of its only link, in place of a bucket.
+    urls, followers = [serve(trainer, 'origin')], []
     for number in range(clusters):
       above = urls[0 if number == 0 else 1 + (number - 1) // FANOUT]
       port = int(above.rstrip('/').rpartition(':')[2])
       link = network.link(port, round_trip_s=ROUND_TRIP_S)
       upstream = stores.Store(f'http://127.0.0.1:{link.port}')
       urls.append(serve(upstream, f'cluster_{number}'))
-      found.append(_Cluster(urls[-1]))
-    # The first weights come at once; it is the step that is measured.
-    _all_follow(found, 0, time.perf_counter() + 120)
+      followers.append(_Cluster(urls[-1]))
+    # The first weights arrive at once; only the step is measured.
+    _all_follow(followers, 0, time.perf_counter() + 120)
     info = publisher.publish(delta_sizes.blocks(policies[1]), 1)
     for link in network.links:
       link.bytes_per_s = info.bytes / send_s
       link.bytes_down = 0
-    for cluster in found:
+    for cluster in followers:
       cluster.held = 0.0
     start = time.perf_counter()
-    _all_follow(found, 1, start + 20 * send_s)
-    seconds = max(c.held for c in found) - start
+    _all_follow(followers, 1, start + 20 * send_s)
+    seconds = max(c.held for c in followers) - start
     bound = send_s + depth(clusters) * ROUND_TRIP_S
     return network.links[0].bytes_down / info.bytes, seconds, bound
 
@@ -140,11 +140,12 @@ def measure(cores: set[int], *, quick: bool) -> None:
   policies = _policies(4 if quick else 32)
   size = sum(a.nbytes for a in policies[0].values())
   before = publish_encode.PACK_BYTES
-  # Of 8 MiB, a bundle of 1 TB has hundreds.
+  # With packs of 8 MiB a bundle of 1 TB has hundreds.
   publish_encode.PACK_BYTES = size // 3 // PACKS
   try:
     for clusters in (4,) if quick else (4, 16, 64):
-      # All clusters are one process, which 64 at this pace would fill.
+      # One process holds all clusters, and 64 at this rate would fill its
+      # cores.
       send_s = 5.0 if quick else SEND_S * max(1, clusters // 16)
       egress, seconds, bound = _world(clusters, policies, send_s)
       what = (

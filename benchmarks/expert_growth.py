@@ -4,11 +4,11 @@
 
 Forward and backward of the grouped matmul of 2,048 rows (1,024 tokens of two
 experts), 256 by 512, for 8 to 256 experts, on one core. Beside each time stands
-its bound: the greater of useful operations over the measured speed of a dense
-product, and of the bytes that must move over the measured speed of reading and
-writing memory. Those are: the matrices of experts that have rows, read forward
-and backward; the gradient of all matrices, written; rows in and out of all
-three products. `ratio` is bound over time.
+its bound, the greater of two times: useful operations at the measured speed of
+a dense product, and the bytes that must move at the measured speed of memory.
+These bytes are: the matrices of experts with rows, read forward and backward;
+the gradient of all matrices, written; rows into and out of all three products.
+`ratio` is bound over time.
 """
 
 import argparse
@@ -33,16 +33,16 @@ def _bytes(case: Case) -> float:
 def _bandwidth(case: Case, rounds: int) -> float:
   """Returns bytes/s of adding two arrays of the size of all matrices.
 
-  Two are read and one is written, as by the case itself.
+  The addition reads two arrays and writes one, as the case does.
   """
   import jax
 
-  given = grouped_cases.arrays(case)
-  other_EDF = given.rhs_EDF + 1
+  arrays = grouped_cases.arrays(case)
+  other_EDF = arrays.rhs_EDF + 1
   add = jax.jit(lambda x, y: x + y)
 
   def run() -> float:
-    jax.block_until_ready(add(given.rhs_EDF, other_EDF))
+    jax.block_until_ready(add(arrays.rhs_EDF, other_EDF))
     return 3.0 * other_EDF.nbytes
 
   return max(interleaved.rates(run, run, rounds)[0])
@@ -57,21 +57,21 @@ def main() -> None:
   rounds = 5 if quick else 15
   for num_experts in EXPERTS:
     case = Case(ROWS, num_experts, DIM, WIDTH, True)
-    given = grouped_cases.arrays(case)
-    ours = grouped_cases.runner(case, grouped_cases.grouped('auto'), given, 2)
+    arrays = grouped_cases.arrays(case)
+    ours = grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays, 2)
     dense = grouped_cases.runner(
-      case, grouped_cases.dense(case), grouped_cases.of_one_expert(given), 2
+      case, grouped_cases.dense(case), grouped_cases.of_one_expert(arrays), 2
     )
     bandwidth = _bandwidth(case, rounds)
-    # In turns with ours, so that a machine that slows down slows both.
-    found = interleaved.rates(ours, dense, rounds)
+    # Takes turns with ours, so that a machine that slows down slows both.
+    rates = interleaved.rates(ours, dense, rounds)
     by_bytes = case.rows * bandwidth / _bytes(case)
-    bound = [min(rate, by_bytes) for rate in found[1]]
+    bound = [min(rate, by_bytes) for rate in rates[1]]
     interleaved.report(
       'expert_growth',
       f'{case}; {case.waste()}; {_bytes(case) / 1e6:.0f} MB must move at '
       f'{bandwidth / 1e9:.1f} GB/s',
-      (found[0], bound),
+      (rates[0], bound),
       limit=None,
       goal=f'ratio >= {1 / _GOAL:.3f}: within {_GOAL}x of the bound',
       met=lambda _, ratio: ratio >= 1 / _GOAL,

@@ -5,11 +5,11 @@
 The whole step (forward, backward, clipping, AdamW) of a Qwen3-MoE of 17.6M
 parameters: 4 layers of 8 experts, 2 of them active, embed 256, ffw 512,
 vocabulary 8192, float32, 4 rows of 256 tokens. Four emulated devices of one
-process on one core run it with two experts and a row each, by each transport,
-and one device with all of it is the peer: what the ratio lacks of 1 is
-collectives, rows of padding, smaller products and four times the overhead. A
-step whose bucket had no room would be repeated; none is here, or this fails.
-Processors' seconds say nothing of how long an accelerator's network takes.
+process on one core run it with two experts and a row each, by each transport.
+The peer is one device with everything. The ratio falls below 1 by collectives,
+rows of padding, smaller products and four times the overhead. The benchmark
+fails if a bucket overflows, since the step would be repeated. CPU seconds say
+nothing about the time of an accelerator's network.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def _config():
   from benchmarks import train_step_case
 
   shape = train_step_case.qwen3_17m()
-  # Without it routers collapse: the batch is always one.
+  # Without this loss routers collapse, since the batch is always the same.
   moe = dataclasses.replace(shape.moe, aux_loss_weight=0.01)
   return dataclasses.replace(shape, moe=moe, remat_saves=())
 
@@ -52,9 +52,9 @@ def _runner(transport: str | None, bucket: float | None, steps: int) -> Any:
   """Returns a function that trains for `steps` and counts its tokens.
 
   Args:
-    transport: of `carriers.CARRIERS`; None runs on one device.
-    bucket: of `ExchangePlan`.
-    steps: of each call.
+    transport: name in `carriers.CARRIERS`; None runs on one device.
+    bucket: bucket of the `ExchangePlan`.
+    steps: training steps of each call.
   """
   import jax
   import optax
@@ -112,7 +112,7 @@ def _runner(transport: str | None, bucket: float | None, steps: int) -> Any:
     for loss in metrics:
       if loss.exchanged is not None:
         assert (loss.exchanged.needed_rows <= loss.exchanged.capacity).all(), (
-          'a bucket had no room: the figure would be of a wrong result'
+          'A bucket overflowed, so the figure would be wrong. Enlarge it.'
         )
     return float(steps * ROWS * LENGTH)
 

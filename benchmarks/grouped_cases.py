@@ -1,4 +1,4 @@
-"""What the benchmarks of the grouped matmul multiply, and in which turns."""
+"""Cases of the grouped matmul's benchmarks, and functions that run them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,23 +20,23 @@ class Case(NamedTuple):
     return 2.0 * self.rows * self.dim * self.width * (1 + 2 * self.gradients)
 
   def sizes(self) -> np.ndarray:
-    """Uneven: the busiest of 64 experts has some four times the mean."""
+    """Returns uneven sizes; the busiest of 64 experts has 4 times the mean."""
     rng = np.random.default_rng(0)
     load_E = rng.dirichlet(np.full(self.num_experts, 2.0))
     return rng.multinomial(self.rows, load_E).astype(np.int32)
 
   def waste(self) -> str:
-    """Says what the loops on a CPU execute, and what no load can exceed."""
+    """Says what rows the loops on a CPU execute, and the most that they can."""
     import jax.numpy as jnp
 
     from composer_jax.kernels.grouped import schedule
 
     sizes_E = jnp.asarray(self.sizes())
-    done = int(schedule.executed_rows(sizes_E, self.rows))
-    most = worst_case_rows(self.rows, self.num_experts)
+    executed = int(schedule.executed_rows(sizes_E, self.rows))
+    bound = worst_case_rows(self.rows, self.num_experts)
     return (
-      f'executed {done / self.rows:.3f}x of the rows, '
-      f'at worst {most / self.rows:.3f}x'
+      f'executed {executed / self.rows:.3f}x of the rows, '
+      f'at worst {bound / self.rows:.3f}x'
     )
 
   def __str__(self) -> str:
@@ -57,7 +57,7 @@ def worst_case_rows(num_rows: int, num_groups: int) -> int:
 
 
 class Arrays(NamedTuple):
-  """Of one case, on the device."""
+  """The arrays of one case, on the device."""
 
   lhs_YD: Any
   rhs_EDF: Any
@@ -82,15 +82,15 @@ def arrays(case: Case, dtype: str = 'float32') -> Arrays:
 
 
 def runner(
-  case: Case, multiply: Callable[..., Any], given: Arrays, repeats: int = 1
+  case: Case, multiply: Callable[..., Any], operands: Arrays, repeats: int = 1
 ) -> Callable[[], float]:
-  """Returns what multiplies `repeats` times and counts rows.
+  """Returns a function that multiplies `repeats` times and counts rows.
 
   Args:
-    case: what is multiplied.
-    multiply: (lhs_YD, rhs_EDF, sizes_E) -> out_YF.
-    given: of the case.
-    repeats: of a round, so that the clock's own resolution does not show.
+    case: grouped matmul to run.
+    multiply: function (lhs_YD, rhs_EDF, sizes_E) -> out_YF.
+    operands: arrays of the case.
+    repeats: products of a round, so that the clock's resolution does not show.
   """
   import jax
 
@@ -105,7 +105,7 @@ def runner(
 
   def run() -> float:
     for _ in range(repeats):
-      jax.block_until_ready(run_once(*given))
+      jax.block_until_ready(run_once(*operands))
     return float(repeats * case.rows)
 
   return run
@@ -121,7 +121,7 @@ def grouped(backend: str) -> Callable[..., Any]:
 
 
 def dense(case: Case) -> Callable[..., Any]:
-  """Returns one product of the same useful operations: one expert's matrix."""
+  """Returns a dense product with as many useful operations, by one matrix."""
   shape = (case.dim, case.width)
 
   def multiply(lhs_YD, rhs_DF, sizes_E):
@@ -134,6 +134,6 @@ def dense(case: Case) -> Callable[..., Any]:
   return multiply
 
 
-def of_one_expert(given: Arrays) -> Arrays:
+def of_one_expert(operands: Arrays) -> Arrays:
   """Returns the arrays of `dense`."""
-  return given._replace(rhs_EDF=given.rhs_EDF[0])
+  return operands._replace(rhs_EDF=operands.rhs_EDF[0])

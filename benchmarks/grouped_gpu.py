@@ -2,11 +2,11 @@
 
 `python -m benchmarks.grouped_matmul --gpu`: bfloat16, 128 experts, 8 of each of
 8,192 tokens, uneven; gate and up as one product, and down; forward, and forward
-with both gradients. Each of our backends ('triton', and 'tokamax' where that is
-installed) in turns with a dense product of the same operations, the measured
-peak, and with torch's grouped_mm where torch has CUDA. tokamax's public
-function, with its own choice and gradients, is a peer too. A CPU runs it with
-`--tiny`, as `blocked` and `ragged`; those figures mean nothing.
+with both gradients. Each of our backends ('triton', and 'tokamax' if installed)
+takes turns with its peers: a dense product of the same operations, torch's
+grouped_mm if torch has CUDA, and tokamax's public function with its own choice
+of kernels and gradients. `--tiny` runs 'blocked' and 'ragged' on a CPU; those
+figures mean nothing.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import grouped_cases, interleaved
 from benchmarks.grouped_cases import Case
 
-_GOAL = 0.6  # of the dense product
+_GOAL = 0.6  # share of the dense product's rate
 
 
 def _cases(is_tiny: bool) -> list[Case]:
@@ -43,7 +43,7 @@ def _tokamax() -> Callable[..., Any]:
 
 
 def _torch_runner(case: Case) -> Callable[[], float] | None:
-  """Returns what runs torch's grouped_mm, if torch is here and has CUDA."""
+  """Returns a function that runs torch's grouped_mm; None without CUDA."""
   if importlib.util.find_spec('torch') is None:
     return None
   import torch
@@ -80,13 +80,13 @@ def _backends(is_gpu: bool) -> list[str]:
   return ['triton', *['tokamax'] * has_tokamax]
 
 
-def _peers(case: Case, given: Any, is_gpu: bool) -> dict[str, Any]:
+def _peers(case: Case, arrays: Any, is_gpu: bool) -> dict[str, Any]:
   dense = grouped_cases.runner(
-    case, grouped_cases.dense(case), grouped_cases.of_one_expert(given)
+    case, grouped_cases.dense(case), grouped_cases.of_one_expert(arrays)
   )
   peers = {'a dense product': dense}
   if is_gpu and importlib.util.find_spec('tokamax') is not None:
-    peers['tokamax.ragged_dot'] = grouped_cases.runner(case, _tokamax(), given)
+    peers['tokamax.ragged_dot'] = grouped_cases.runner(case, _tokamax(), arrays)
   torch_runner = _torch_runner(case)
   if torch_runner is not None:
     peers['torch._grouped_mm'] = torch_runner
@@ -102,10 +102,10 @@ def run(*, is_tiny: bool) -> None:
     raise SystemExit('--gpu needs a GPU; with --tiny a CPU shows that it runs.')
   peak = interleaved.peak()
   for case in _cases(is_tiny):
-    given = grouped_cases.arrays(case, 'bfloat16')
+    arrays = grouped_cases.arrays(case, 'bfloat16')
     for backend in _backends(is_gpu):
-      ours = grouped_cases.runner(case, grouped_cases.grouped(backend), given)
-      for name, peer in _peers(case, given, is_gpu).items():
+      ours = grouped_cases.runner(case, grouped_cases.grouped(backend), arrays)
+      for name, peer in _peers(case, arrays, is_gpu).items():
         goal = _GOAL if name == 'a dense product' else 0.9
         interleaved.report(
           'grouped_matmul',

@@ -3,14 +3,14 @@
   python -m benchmarks.grouped_matmul [--quick]
   python -m benchmarks.grouped_matmul --gpu [--tiny]
 
-Uneven loads, one core. In turns with
-- a dense product of the same useful operations, which reads one expert's matrix
-  (from 64 rows per expert on): what a grouped matmul without cost would reach;
-- a pass that reads the touched experts' matrices (below 16 rows per expert),
-  where reading them is the work;
+Uneven loads, one core. The peers, in turns with ours:
+- from 64 rows per expert on, a dense product of as many useful operations,
+  which is what a grouped matmul without overhead would reach;
+- below 16 rows per expert, where reading is the work, a pass that reads the
+  matrices of experts with rows;
 - `jax.lax.ragged_dot`, which multiplies every row by every expert on a CPU.
-Each line says how many rows the loops execute, counted from the schedule that
-they run, and the static bound. --gpu is `benchmarks.grouped_gpu`.
+Each line says how many rows the loops execute, counted from their schedule, and
+the most that they can. --gpu is `benchmarks.grouped_gpu`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import argparse
 from benchmarks import grouped_cases, grouped_gpu, interleaved
 from benchmarks.grouped_cases import Case
 
-# Beside a dense product: the ratio to reach is by rows per expert.
+# Beside a dense product, with the goal for the ratio by rows per expert.
 DENSE = (
   Case(8 * 64, 8, 256, 512, True),
   Case(8 * 256, 8, 256, 512, True),
@@ -32,13 +32,14 @@ DENSE_LONG = (
   Case(64 * 64, 64, 768, 1024, True),
   Case(64 * 256, 64, 768, 1024, True),
 )
-# Beside the bytes of the touched experts.
+# Beside reading the matrices of experts with rows.
 BYTES = (
   Case(64 * 2, 64, 256, 512, False),
   Case(64 * 8, 64, 256, 512, False),
   Case(384 * 8, 384, 256, 512, False),
 )
-# Beside ragged_dot, and the ratio to reach.
+# Beside ragged_dot, with the goal for the ratio.
+
 RAGGED = (
   (Case(2048, 8, 256, 512, False), 3.0),
   (Case(2048, 8, 256, 512, True), 4.0),
@@ -47,14 +48,14 @@ RAGGED = (
 
 
 def _beside_dense(case: Case, rounds: int, peak: float) -> None:
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   repeats = max(1, 4096 // case.rows)
-  found = interleaved.rates(
-    grouped_cases.runner(case, grouped_cases.grouped('auto'), given, repeats),
+  rates = interleaved.rates(
+    grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays, repeats),
     grouped_cases.runner(
       case,
       grouped_cases.dense(case),
-      grouped_cases.of_one_expert(given),
+      grouped_cases.of_one_expert(arrays),
       repeats,
     ),
     rounds,
@@ -63,7 +64,7 @@ def _beside_dense(case: Case, rounds: int, peak: float) -> None:
   interleaved.report(
     'grouped_matmul',
     f'beside a dense product: {case}; {case.waste()}',
-    found,
+    rates,
     limit=peak / (case.flops() / case.rows),
     goal=f'ratio >= {goal}',
     met=lambda _, ratio: ratio >= goal,
@@ -74,10 +75,10 @@ def _beside_dense(case: Case, rounds: int, peak: float) -> None:
 def _beside_bytes(case: Case, rounds: int) -> None:
   import jax
 
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   touched_E = case.sizes() > 0
-  matrices = given.rhs_EDF[touched_E]
-  run = grouped_cases.runner(case, grouped_cases.grouped('auto'), given)
+  matrices = arrays.rhs_EDF[touched_E]
+  run = grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays)
   read_all = jax.jit(lambda x: x.sum())
 
   def ours() -> float:
@@ -101,13 +102,13 @@ def _beside_bytes(case: Case, rounds: int) -> None:
 
 
 def _beside_ragged(case: Case, rounds: int, peak: float, goal: float) -> None:
-  given = grouped_cases.arrays(case)
+  arrays = grouped_cases.arrays(case)
   interleaved.report(
     'grouped_matmul',
     f'beside lax.ragged_dot: {case}; {case.waste()}',
     interleaved.rates(
-      grouped_cases.runner(case, grouped_cases.grouped('auto'), given),
-      grouped_cases.runner(case, grouped_cases.grouped('ragged'), given),
+      grouped_cases.runner(case, grouped_cases.grouped('auto'), arrays),
+      grouped_cases.runner(case, grouped_cases.grouped('ragged'), arrays),
       rounds,
     ),
     limit=peak / (case.flops() / case.rows),

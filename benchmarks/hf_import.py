@@ -9,9 +9,9 @@ it and writes it to an orbax checkpoint.
 
 The goal is a ratio to the bandwidth at which `safetensors` reads that file:
 every tensor through `safe_open`, dropped at once, as the import does. It is
-judged twice: by processor seconds, which neighbours disturb little and which
-leave out waiting for the disk, and by the wall clock, with every fsync. Peak
-memory is of child processes; there the peer keeps all tensors.
+judged twice: by CPU seconds, which other processes disturb little and which do
+not count waiting for the disk, and by the wall clock, with every fsync. Peak
+memory is measured in child processes; there the peer keeps all tensors.
 """
 
 import argparse
@@ -37,7 +37,7 @@ NAME = 'model.safetensors'
 
 
 def fields(is_quick: bool) -> dict:
-  """The config.json of a slice of Qwen3-30B-A3B."""
+  """Returns the config.json of a slice of Qwen3-30B-A3B."""
   return {
     'model_type': 'qwen3_moe',
     'vocab_size': 20_000 if is_quick else 151_936,
@@ -83,12 +83,12 @@ def write(folder: pathlib.Path, is_quick: bool) -> None:
 def read_peer(folder: pathlib.Path, keeps: bool) -> float:
   import safetensors
 
-  kept = {}
+  tensors = {}
   with safetensors.safe_open(folder / NAME, framework='np') as file:
-    for name in file.keys():  # noqa: SIM118  It is no dictionary.
+    for name in file.keys():  # noqa: SIM118  The file is no dictionary.
       tensor = file.get_tensor(name)
       if keeps:
-        kept[name] = tensor
+        tensors[name] = tensor
   return gigabytes(folder)
 
 
@@ -104,7 +104,7 @@ def gigabytes(folder: pathlib.Path) -> float:
 
 
 def timed(walls: list[float], run: Callable[..., float], *args: Any) -> float:
-  """Runs it, and notes its units per second of the wall clock."""
+  """Runs a function and appends its units per wall-clock second to `walls`."""
   start = time.perf_counter()
   units = run(*args)
   walls.append(units / (time.perf_counter() - start))
@@ -127,7 +127,7 @@ def own_peak_mib() -> float:
 
 
 def peak_mib(folder: pathlib.Path, child: str) -> float:
-  """Returns the peak memory of a process that does it once."""
+  """Returns the peak memory of a child process that does the job once."""
   shutil.rmtree(folder.parent / 'ours', ignore_errors=True)
   run = subprocess.run(
     [sys.executable, '-m', 'benchmarks.hf_import', f'--child={child}'],

@@ -1,8 +1,8 @@
-"""Times two ways of doing one thing turn by turn, and prints one JSON line.
+"""Times two functions turn by turn, and prints one JSON line.
 
 Turns alternate, so that a machine that slows down slows both. On a CPU the
-process is pinned to one core and its CPU seconds are counted, so that what
-else runs there does not show; on an accelerator the wall clock counts.
+process is pinned to one core and its CPU seconds are counted, so that other
+processes hardly show; on an accelerator the wall clock counts.
 """
 
 import json
@@ -15,29 +15,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_SIDE = 768  # of the matrices whose product measures the peak
+_SIDE = 768  # side of the matrices whose product measures the peak
 
 
-# XLA's temporaries are one block that a step asks for and gives back. glibc
-# maps it anew each time, and the kernel zeroes it: of 384 MB, 65 ms of a step
-# of 0.34 s with pages of 4 KiB; 10 ms with huge ones, but up to 200 where it
-# must move others' memory to make them. So huge pages, never given back.
+# XLA allocates the temporaries of a step as one block and frees it. glibc maps
+# the block anew each time and the kernel zeroes it: for 384 MB 65 ms of a step
+# of 0.34 s with pages of 4 KiB, and 10 ms with huge pages, but up to 200 where
+# the kernel must move memory to make them. So use huge pages and never free
+# them.
 _TUNABLES = ':'.join(
   f'glibc.malloc.{name}'
   for name in (
     'hugetlb=1',
     f'mmap_threshold={4 << 30}',
     f'trim_threshold={16 << 30}',
-    # The others cannot hold blocks of this size.
+    # Other arenas cannot hold blocks of this size.
     'arena_max=1',
   )
 )
 
 
 def keep_pages() -> None:
-  """Starts the process again with memory that stays, unless the caller chose.
+  """Restarts the process with an allocator that keeps freed memory.
 
-  For all that is timed in it, peers as well.
+  This holds for all that is timed in it, peers too. Settings of the caller win.
   """
   if sys.platform == 'linux' and 'GLIBC_TUNABLES' not in os.environ:
     os.environ['GLIBC_TUNABLES'] = _TUNABLES
@@ -45,7 +46,7 @@ def keep_pages() -> None:
 
 
 def pin_to_one_core() -> None:
-  """Call it before JAX starts its backend: threads keep what they find."""
+  """Pins the process; call it before JAX starts threads, which stay put."""
   flags = os.environ.get('XLA_FLAGS', '')
   os.environ['XLA_FLAGS'] = f'{flags} --xla_cpu_multi_thread_eigen=false'
   if hasattr(os, 'sched_setaffinity'):
@@ -53,7 +54,7 @@ def pin_to_one_core() -> None:
 
 
 def _uses_accelerator() -> bool:
-  """Asks JAX, where the benchmark has loaded it; what does not, uses none."""
+  """True if the benchmark has loaded JAX and JAX has an accelerator."""
   jax = sys.modules.get('jax')
   return jax is not None and jax.default_backend() != 'cpu'
 
@@ -80,34 +81,34 @@ def rates(
   *,
   before: Callable[[], Any] = lambda: None,
 ) -> tuple[list[float], list[float]]:
-  """Runs both in turn; each returns the units of work that it did.
+  """Runs both functions in turn; each returns the units of work that it did.
 
   Args:
-    ours: what is measured.
-    peer: what it is measured against.
-    rounds: that count; one before them does not.
-    before: prepares each round, off the clock.
+    ours: function that is measured.
+    peer: function that it is compared with.
+    rounds: counted rounds; one warm-up round comes before them.
+    before: function that prepares each round, off the clock.
 
   Returns:
-    Units per second of each round.
+    Units per second of each round, of ours and of the peer.
   """
   clock = time.perf_counter if _uses_accelerator() else time.process_time
-  found: tuple[list[float], list[float]] = ([], [])
+  rates_of_both: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     before()
-    for function, into in zip((ours, peer), found, strict=True):
+    for function, into in zip((ours, peer), rates_of_both, strict=True):
       start = clock()
       units = function()
       if turn:
         into.append(units / (clock() - start))
-  return found
+  return rates_of_both
 
 
 def peak() -> float:
   """Returns operations per second: a data sheet's, or a measured product's.
 
-  Measured on the clock of everything else here, so that neighbours of this
-  process do not lower it.
+  The product is measured by the same clock as all else, so that neighbours of
+  this process do not lower it.
   """
   import jax
   import jax.numpy as jnp
@@ -139,7 +140,7 @@ def spread(values: list[float]) -> float:
 def report(
   name: str,
   case: str,
-  found: tuple[list[float], list[float]],
+  rates: tuple[list[float], list[float]],
   *,
   limit: float | None,
   goal: str,
@@ -149,19 +150,19 @@ def report(
   """Prints the line of one case, with the medians of both.
 
   Args:
-    name: the benchmark.
-    case: what was run.
-    found: ours and the peer's, as of `rates`; none of the peer where there is
-      nothing to compare with.
-    limit: the rate if every useful operation ran at the device's peak, or
-      whatever else bounds it; None where nothing is known to.
-    goal: in words.
-    met: (ours, ratio) -> whether the goal is met; the ratio is NaN without a
-      peer.
-    unit: of the figures.
+    name: name of the benchmark.
+    case: name of the case that was run.
+    rates: our figures and the peer's, as from `rates`; the peer's are empty if
+      there is no peer.
+    limit: rate if every useful operation ran at the device's peak, or another
+      bound; None if no bound is known.
+    goal: goal in words.
+    met: function (ours, ratio) -> true if the goal is met; the ratio is NaN
+      without a peer.
+    unit: unit of the figures.
   """
-  ours = statistics.median(found[0])
-  peer = statistics.median(found[1]) if found[1] else None
+  ours = statistics.median(rates[0])
+  peer = statistics.median(rates[1]) if rates[1] else None
   ratio = None if peer is None else ours / peer
   line = {
     'benchmark': name,
@@ -170,7 +171,7 @@ def report(
     'peer': _rounded(peer),
     'unit': unit,
     'ratio': _rounded(ratio),
-    'spread': [round(spread(values), 3) for values in found if values],
+    'spread': [round(spread(values), 3) for values in rates if values],
     'limit': _rounded(limit),
     'goal': goal,
     'met': bool(met(ours, math.nan if ratio is None else ratio)),

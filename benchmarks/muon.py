@@ -5,18 +5,19 @@
   python -m benchmarks.muon --gpu [--tiny]
 
 Six meshes of eight emulated devices and one device alone; 332 matrices with
-sides in the ratio of Kimi K2's (`muon_cases.SMALL`). What compiled programs do
-on one device, loops with their trips (`composer_jax.plan.hlo.overlap`):
+sides in the ratio of Kimi K2's (`muon_cases.SMALL`). Counts of compiled
+programs on one device, loops times their trips
+(`composer_jax.plan.hlo.overlap`):
   'flops': operations of products, against Newton-Schulz without repetition and
     padding; with the peer's method ('standard') and by default ('gram').
-  'bytes': what comes into a device, ours in bfloat16 (the default of
-    accelerators) and in float32, against each matrix visiting one owner and
-    coming back.
+  'bytes': bytes received by a device, ours in bfloat16 (the default of
+    accelerators) and in float32; the limit lets each matrix visit one owner and
+    come back.
   'memory': temporaries.
   'collectives': their number against the plan's.
-And what they take:
-  'time': steps per CPU second, ours and the peer's in turns; 'standard' is the
-    peer's own method and coefficients, and its result is compared.
+And measured:
+  'time': steps per CPU second, ours and the peer's in turns; 'standard' has the
+    peer's method and coefficients, and the results are compared.
 The peer is `optax.contrib.muon` with the right dimensions for each parameter,
 in float32, which is all it offers for float32 parameters. With --maxtext, also
 MaxText's Muon that knows shardings (`muon_peers.add_maxtext`).
@@ -32,7 +33,7 @@ from typing import Any
 
 from benchmarks import interleaved
 
-# Least ratio to optax, ours by default; a goal, which nothing bounds.
+# Least ratio to optax with our defaults; a goal without a known limit.
 _TIME_GOALS = {'fsdp8': 2.2, 'ep2_fsdp4': 3.0, 'ep8': 6.0, 'one': 1.1}
 _MAXTEXT_GOAL = 1.25
 _QUICK_MESHES = ('ep8', 'fsdp8')
@@ -161,20 +162,20 @@ def collectives(mesh: _Mesh, rounds: int) -> None:
   for group in mesh.plan('gram').groups:
     for kind, number, _ in muon_model.collectives(group):
       planned[kind] = planned.get(kind, 0) + number
-  found = {
+  counts = {
     kind: len(step.program.of_kind(kind))
     for kind in {c.kind for c in step.program.collectives}
   }
   in_loops = sum(bool(c.loops) for c in step.program.collectives)
-  as_planned = found == {k: n for k, n in planned.items() if n}
+  as_planned = counts == {k: n for k, n in planned.items() if n}
   for peer in mesh.peers:
-    other = mesh.step(peer)
+    peer_step = mesh.step(peer)
     _line(
       mesh,
-      f'collectives, against {peer} ({other.warnings} warnings of full '
+      f'collectives, against {peer} ({peer_step.warnings} warnings of full '
       'rematerialization)',
-      sum(found.values()),
-      len(other.program.collectives),
+      sum(counts.values()),
+      len(peer_step.program.collectives),
       unit='collectives',
       limit=sum(planned.values()),
       goal=f'the plan {planned}, none in a loop, no warning',
@@ -207,13 +208,13 @@ def speed(mesh: _Mesh, rounds: int) -> None:
       least = _TIME_GOALS.get(mesh.name) if method == 'gram' else None
       if peer == 'maxtext' and least:
         least = _MAXTEXT_GOAL
-      done = mesh.step(method).program.flops * mesh.devices
+      flops = mesh.step(method).program.flops * mesh.devices
       interleaved.report(
         'muon',
         f'{mesh.name}, time, {method}, against {peer}',
         interleaved.rates(running[method], running[peer], rounds),
         unit='steps per CPU second',
-        limit=peak / done,
+        limit=peak / flops,
         goal=f'ratio >= {least:g}' if least else 'none',
         met=lambda _, ratio, least=least: least is None or ratio >= least,
       )
@@ -266,15 +267,15 @@ def _on_cpu(arguments: argparse.Namespace) -> None:
   if arguments.maxtext:
     muon_peers.add_maxtext(arguments.maxtext)
   names = [*muon_cases.MESHES]
-  given = set(arguments.cases)
-  if unknown := given - {*_CASES, *names}:
+  chosen = set(arguments.cases)
+  if unknown := chosen - {*_CASES, *names}:
     raise SystemExit(
-      f'{sorted(unknown)} are no cases; there are {[*_CASES]} and {names}.'
+      f'{sorted(unknown)} are unknown cases; known are {[*_CASES]} and {names}.'
     )
   default = _QUICK_MESHES if arguments.quick else names
-  for name in [name for name in names if name in given] or default:
+  for name in [name for name in names if name in chosen] or default:
     mesh = _Mesh(name, bool(arguments.maxtext) and name != 'one')
-    for case in [case for case in _CASES if case in given] or _CASES:
+    for case in [case for case in _CASES if case in chosen] or _CASES:
       if case == 'time' and arguments.quick and name != _QUICK_TIME:
         continue
       _CASES[case](mesh, 2 if arguments.quick else 5)

@@ -19,9 +19,9 @@ _Axes = tuple[str, ...]
 
 
 class Leaf(NamedTuple):
-  """A parameter: every dimension that is no row and no column is batch.
+  """A parameter; all dimensions but rows and columns are batch dimensions.
 
-  `is_swapped` is that of `optim.roles.Matrix`.
+  `is_swapped` means the same as in `optim.roles.Matrix`.
   """
 
   axes: _Axes
@@ -58,7 +58,7 @@ def moe(
 ) -> Tree:
   """Returns the matrices of a mixture of experts, layers stacked.
 
-  Attention is per head. No embedding, router or norm: they are Adam's.
+  Attention is per head. Embedding, router and norms are Adam's and left out.
   """
   L, E, D, F, S, N, H = layers, experts, embed, ffw, shared_ffw, heads, head_dim
   expert_in = ('layer', 'expert', 'embed', 'ffw')
@@ -106,11 +106,11 @@ K2 = moe(
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-  """A tree on a mesh, which need not exist.
+  """A tree on a mesh whose devices need not exist.
 
   Attributes:
-    tree: its matrices.
-    specs: where each lies.
+    tree: matrices by name.
+    specs: partition spec of each matrix.
     mesh: sizes of the mesh's axes.
   """
 
@@ -125,7 +125,7 @@ class Placed:
   def on(self, devices: Sequence[jax.Device]) -> dict[str, jax.NamedSharding]:
     """Returns the shardings on a mesh of these devices."""
     mesh = jax.sharding.Mesh(
-      # As `jax.make_mesh` lays axes on a torus.
+      # The order in which `jax.make_mesh` lays axes on a torus.
       mesh_utils.create_device_mesh(
         tuple(self.mesh.values()), devices, allow_split_physical_axes=True
       ),
@@ -135,7 +135,7 @@ class Placed:
     return {n: jax.NamedSharding(mesh, spec) for n, spec in self.specs.items()}
 
   def even_flops(self, method: str = 'standard') -> float:
-    """Operations of a device's even share, nothing repeated, nothing padded."""
+    """Operations of a device's even share, without repetition or padding."""
     count = {'standard': standard_flops, 'gram': gram_flops}[method]
     total = sum(x.num_matrices * count(*x.sides) for x in self.tree.values())
     return total / self.num_devices
@@ -189,18 +189,18 @@ def _place(
   tree: Tree,
   mesh: Mapping[str, int],
   expert: Mapping[str, _Axes],
-  rest: Mapping[str, _Axes],
+  others: Mapping[str, _Axes],
 ) -> Placed:
-  """Shards logical axes by a table, with one of its own for experts."""
+  """Shards logical axes by a table, and those of experts by another table."""
 
   def spec(leaf: Leaf) -> P:
-    table = expert if 'expert' in leaf.axes else rest
+    table = expert if 'expert' in leaf.axes else others
     return P(*(table.get(axis) for axis in leaf.axes))
 
   return Placed(tree, {name: spec(leaf) for name, leaf in tree.items()}, mesh)
 
 
-# How 8 devices may share SMALL.
+# Layouts of SMALL on 8 devices.
 MESHES = {
   'ep8': _place(SMALL, {'x': 8}, {'expert': ('x',)}, {'embed': ('x',)}),
   'fsdp8': _place(SMALL, {'x': 8}, {'embed': ('x',)}, {'embed': ('x',)}),
@@ -231,7 +231,7 @@ MESHES = {
 
 
 def k2_wide(devices: int) -> Placed:
-  """Matrices of experts over 16 devices, those of the rest over all."""
+  """Shards experts over 16 devices and other matrices over all."""
   return _place(
     K2,
     {'e': devices // 16, 'f': 16},
@@ -241,7 +241,7 @@ def k2_wide(devices: int) -> Placed:
 
 
 def k2_dual(devices: int) -> Placed:
-  """Experts over all devices, the rest over 8 and repeated."""
+  """Shards experts over all devices; others over 8 devices, replicated."""
   return _place(
     K2,
     {'replica': devices // 8, 'fsdp': 8},

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import interleaved
 
-_GOAL = 0.6  # of the device's peak
+_GOAL = 0.6  # share of the device's peak
 _METHODS = ('standard', 'gram')
 
 
@@ -53,21 +53,21 @@ def _torch_rates(tree: Any, dtype: str, steps: int) -> list[float]:
   """Returns steps/s of torch's Muon."""
   matrices = [(*leaf.sides, leaf.num_matrices) for leaf in tree.values()]
   task = {'matrices': matrices, 'dtype': dtype, 'steps': steps}
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-m', 'benchmarks.muon_torch'],
     input=json.dumps(task) + '\n',
     capture_output=True,
     text=True,
     check=False,
   )
-  if done.returncode:
-    raise SystemExit(f'torch.optim.Muon failed: {done.stderr[-2000:]}')
-  return [1 / s for s in json.loads(done.stdout.splitlines()[-1])['seconds']]
+  if process.returncode:
+    raise SystemExit(f'torch.optim.Muon failed: {process.stderr[-2000:]}')
+  return [1 / s for s in json.loads(process.stdout.splitlines()[-1])['seconds']]
 
 
 @dataclasses.dataclass
 class _Arrays:
-  """What ours and the peer work on in turns; two of each take 80 GB."""
+  """Arrays that ours and the peer share in turns; two of each take 80 GB."""
 
   gradients: Any
   momentum: Any
@@ -142,12 +142,12 @@ def main(arguments: argparse.Namespace) -> None:
   size = 'tiny' if arguments.tiny else '7B'
   for method in _METHODS:
     flops = steps[method].program.flops
-    found = _against_optax(steps, method, rounds)
-    for peer, rates in (('optax', found[1]), ('torch', torch_rates)):
+    rates_pair = _against_optax(steps, method, rounds)
+    for peer, rates in (('optax', rates_pair[1]), ('torch', torch_rates)):
       interleaved.report(
         'muon',
         f'{size}, {method}, against {peer}',
-        (found[0], rates),
+        (rates_pair[0], rates),
         unit='steps/s',
         limit=peak / flops,
         goal='ratio >= 1',
@@ -156,7 +156,7 @@ def main(arguments: argparse.Namespace) -> None:
     interleaved.report(
       'muon',
       f'{size}, {method}, share of the peak',
-      ([rate * flops / peak for rate in found[0]], []),
+      ([rate * flops / peak for rate in rates_pair[0]], []),
       unit='of the peak',
       limit=1.0,
       goal=f'>= {_GOAL}',
@@ -174,7 +174,7 @@ def _against_optax(
     ours, peer = (_running(steps[n], arrays) for n in (method, 'optax'))
     try:
       return interleaved.rates(ours, peer, rounds)
-    except jax.errors.JaxRuntimeError as error:  # it does not fit
+    except jax.errors.JaxRuntimeError as error:  # optax does not fit
       print(f'optax: {str(error)[:200]}', file=sys.stderr)
       del steps['optax'], arrays, ours, peer
   ours = _running(steps[method], _arrays(steps[method]))

@@ -1,7 +1,7 @@
-"""Muon as others write it, over the trees of `muon_cases`.
+"""Muon of other libraries, over the trees of `muon_cases`.
 
-Each function returns momentum, orthogonalisation and the scale by shape, no
-weight decay and no learning rate, as `scale_by_muon` of ours does.
+Each function returns momentum, orthogonalisation and the scale by shape,
+without weight decay or learning rate, as our `scale_by_muon` does.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def optax_transform(
   tree: muon_cases.Tree, shardings: _Shardings | None = None
 ) -> optax.GradientTransformation:
   """`optax.contrib.muon` with the right dimensions for each parameter."""
-  del shardings  # It knows none.
+  del shardings  # It takes no shardings.
   dimensions = {
     name: optax.contrib.MuonDimensionNumbers(leaf.rows, leaf.columns)
     for name, leaf in tree.items()
@@ -60,7 +60,9 @@ def add_maxtext(folder: str) -> None:
   Raises:
     ValueError: if the folder holds no such package.
   """
-  sys.path.append(folder)  # Last: it shall not shadow anything installed.
+  sys.path.append(
+    folder
+  )  # Last in the path, so that it shadows no installed package.
   try:
     importlib.import_module('maxtext.optimizers.muon')
   except ImportError as error:

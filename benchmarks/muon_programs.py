@@ -19,9 +19,9 @@ from composer_jax.optim.muon import planner
 from composer_jax.optim.muon import transform as muon
 from composer_jax.plan.hlo import overlap
 
-# What an applied step does with the direction; the figures do not depend on it.
+# Rate and decay of an applied step; the figures do not depend on them.
 _RATE, _DECAY = 1e-3, 0.1
-# XLA's words where it found no way to reshard but to gather everything.
+# XLA's warning where it can reshard only by gathering everything.
 _WARNING = b'Involuntary full rematerialization'
 
 _Shardings = Mapping[str, jax.sharding.NamedSharding]
@@ -66,13 +66,13 @@ class Step:
   """A compiled step.
 
   Attributes:
-    run: the executable.
-    arguments: shapes and places of what it takes.
-    program: what it does.
-    temp_bytes: of one device, beside arguments and results.
-    peak_bytes: of one device, all together.
-    warnings: resharding that XLA could only do by gathering everything.
-    seconds: of processor time, to trace and to compile.
+    run: executable of the step.
+    arguments: shapes and shardings of its arguments.
+    program: operations and collectives read from the executable.
+    temp_bytes: temporaries of one device, beside arguments and results.
+    peak_bytes: peak memory of one device.
+    warnings: number of reshardings that gather everything.
+    seconds: CPU seconds to trace and to compile.
   """
 
   run: Callable[..., Any]
@@ -96,13 +96,13 @@ def compile_step(
   """Compiles (gradients, state) -> (updates, state).
 
   Args:
-    transform: of the gradients.
-    tree: of the parameters.
-    shardings: of each; None for one device.
-    dtype: of gradients and momentum.
-    applies: compile (gradients, state, params) -> (state, params) instead,
-      with weight decay, in place.
-    compiler_options: of XLA.
+    transform: optax transform of the gradients.
+    tree: parameters by name.
+    shardings: sharding of each parameter; None for one device.
+    dtype: dtype of gradients and momentum.
+    applies: true to compile (gradients, state, params) -> (state, params)
+      instead, with weight decay, in place.
+    compiler_options: options of XLA.
   """
   shapes = _shapes(tree, shardings, dtype)
   state = _placed(jax.eval_shape(transform.init, shapes), shardings)
@@ -152,12 +152,12 @@ def compile_step(
 
 
 def random_arguments(step: Step) -> tuple[Any, ...]:
-  """Returns normal gradients and an empty state, placed as the step wants."""
+  """Returns normal gradients and an empty state, with the step's shardings."""
   gradients, *_ = step.arguments
   keys = jax.random.split(jax.random.key(0), len(gradients))
 
   def draw(key, like):
-    # Drawn on the host: a device of a mesh may hold a part only.
+    # Drawn on the host, since a device of a mesh may hold only a part.
     values = jax.random.normal(key, like.shape, like.dtype)
     return _place(values, like)
 
@@ -169,7 +169,7 @@ def random_arguments(step: Step) -> tuple[Any, ...]:
 
 
 def empty_state(step: Step, momentum: dict[str, jax.Array] | None = None):
-  """Returns the state before the first step, of this momentum if given."""
+  """Returns the state before the first step, with this momentum if given."""
   _, state, *_ = step.arguments
   if momentum is not None:
     state = with_momentum(state, momentum)
@@ -189,7 +189,7 @@ def momentum_of(state: Any) -> dict[str, jax.Array]:
 
 
 def with_momentum(state: Any, momentum: Mapping[str, jax.Array]) -> Any:
-  """Replaces what `momentum_of` returns."""
+  """Returns the state with the arrays of `momentum_of` replaced."""
 
   def replace(path, x):
     name = _parameter(path)
@@ -210,7 +210,7 @@ def _place(values, like):
 
 
 def _with_coefficients(state):
-  """Optax and MaxText keep the coefficients in their state."""
+  """Fills in the coefficients that optax and MaxText keep in their state."""
 
   def fill(path, x):
     is_coefficients = getattr(path[-1], 'name', '') == 'ns_coeffs'
@@ -235,7 +235,7 @@ def _shapes(
 
 
 def _placed(state: Any, shardings: _Shardings | None) -> Any:
-  """Places what is of a parameter as the parameter, all else everywhere."""
+  """Shards arrays of a parameter like the parameter; replicates all others."""
   if shardings is None:
     return state
   mesh = next(iter(shardings.values())).mesh
@@ -250,15 +250,15 @@ def _placed(state: Any, shardings: _Shardings | None) -> Any:
 
 @contextlib.contextmanager
 def _stderr() -> Iterator[bytearray]:
-  """Catches what C++ writes to the descriptor; Python's stream sees none."""
+  """Catches what C++ writes to stderr, which bypasses Python's stream."""
   printed = bytearray()
-  kept = os.dup(2)
+  descriptor = os.dup(2)
   with tempfile.TemporaryFile() as file:
     os.dup2(file.fileno(), 2)
     try:
       yield printed
     finally:
-      os.dup2(kept, 2)
-      os.close(kept)
+      os.dup2(descriptor, 2)
+      os.close(descriptor)
       file.seek(0)
       printed.extend(file.read())

@@ -1,10 +1,9 @@
 """`torch.optim.Muon`, one parameter per matrix, as a process of its own.
 
-`benchmarks.muon --gpu` runs it before JAX takes the device's memory: it is
-given one line of JSON, the sides and counts of the matrices, their type and
-the number of steps, and answers with the seconds of each step (on a CPU, of
-processor time). torch's Muon takes matrices alone, so that experts and heads
-are parameters of their own.
+`benchmarks.muon --gpu` runs it before JAX takes the device's memory. It reads
+one line of JSON (sides and counts of the matrices, their dtype, the number of
+steps) and prints the seconds of each step, on a CPU in processor time. torch's
+Muon takes only matrices, so each expert and head is a parameter.
 """
 
 import json
@@ -39,7 +38,7 @@ def main() -> None:
     optimizer.step()
     if device == 'cuda':
       torch.cuda.synchronize()
-    if step:  # the first makes the momentum
+    if step:  # the first step creates the momentum
       seconds.append(clock() - start)
   print(json.dumps({'device': device, 'seconds': seconds}), flush=True)
 

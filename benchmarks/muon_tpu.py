@@ -5,9 +5,9 @@ TPU is needed. libtpu comes from
 
     pip install --target=FOLDER --no-deps libtpu==0.0.42.1
 
-Cases: 'wide512', matrices of experts over 16 chips and experts over 32, the
-rest over all 512; 'dual512', experts over 64 and 8, the rest over 8 and
-repeated; both 1.03T parameters, experts and attention alone. 'k2_256',
+Cases: 'wide512' shards experts over 32 groups of 16 chips, and other matrices
+over all 512; 'dual512' shards experts over 64 and 8, and other matrices over 8,
+replicated; both have 1.03T parameters, experts and attention alone. 'k2_256',
 'k2_512' and 'k2_1024' are the config of Kimi K2 in this project's layout, with
 latents and with the dense layer, whose three matrices are giants.
 
@@ -44,7 +44,7 @@ def _placed(case: str) -> Any:
     return muon_cases.k2_wide(devices)
   if case.startswith('dual'):
     return muon_cases.k2_dual(devices)
-  mesh = (2, devices // 4, 2)  # as plan.topologies has it
+  mesh = (2, devices // 4, 2)  # name in plan.topologies
   return muon_cases.configured(kimi_k2.get_config().to_dict(), mesh, 'hsdp')
 
 
@@ -78,7 +78,7 @@ class _Case:
   def choices(self, method: str) -> Any:
     from composer_jax.optim.muon import transform
 
-    # By default a group of matrices takes the method that its sides suggest.
+    # By default the sides of a group of matrices decide its method.
     return transform.MuonChoices(method={'gram': 'auto'}.get(method, method))
 
   def ours(self, method: str) -> Any:
@@ -115,14 +115,14 @@ def _report(case: _Case, method: str, step: Any, peer: Any) -> None:
   peer_name = f', against {peer[0]}' if peer else ''
 
   def line(what, read, **fields):
-    found = ([read(step)], [read(peer[1])] if peer else [])
+    figures = ([read(step)], [read(peer[1])] if peer else [])
     name = f'{case.name}, {what}, {method}{peer_name}'
-    interleaved.report('muon', name, found, **fields)
+    interleaved.report('muon', name, figures, **fields)
 
   ideal, times = placed.even_flops() / 1e12, 1.02
   if is_k2:
-    # With giants in it: every device runs the same program, so that this is
-    # the critical path.
+    # Giants count here: every device runs the same program, so this is the
+    # critical path.
     ideal, times = placed.even_flops(method) / 1e12, 1.05
   elif method == 'gram':
     times = 0.81
@@ -202,16 +202,16 @@ def _optax(case: _Case, step: Any) -> None:
   import jax
 
   try:
-    taken = case.optax().temp_bytes / 1e9
+    gigabytes = case.optax().temp_bytes / 1e9
   except jax.errors.JaxRuntimeError as error:
-    found = re.search(r'temporaries \(([\d.]+)G\)', str(error))
-    if found is None:
+    match = re.search(r'temporaries \(([\d.]+)G\)', str(error))
+    if match is None:
       raise
-    taken = float(found.group(1)) * 2**30 / 1e9
+    gigabytes = float(match.group(1)) * 2**30 / 1e9
   interleaved.report(
     'muon',
     f'{case.name}, memory, gram, against optax, which has to fit in 103 GB',
-    ([step.temp_bytes / 1e9], [taken]),
+    ([step.temp_bytes / 1e9], [gigabytes]),
     unit='GB of temporaries',
     limit=None,
     goal='none',
@@ -229,7 +229,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
   if unknown := set(arguments.cases) - {*CASES}:
     raise SystemExit(f'{sorted(unknown)} are no cases; there are {CASES}.')
-  # The lock is for a TPU, which only one process may have.
+  # libtpu's lock keeps a TPU for one process; there is no TPU here.
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'

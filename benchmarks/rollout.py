@@ -3,29 +3,29 @@
   python -m benchmarks.rollout [--quick] [--tunix-python=PATH] [--gpu] [CASE]
 
 Random weights of two shapes, MoE of 8 experts and 2 active each: 8.1M (256
-wide, tied table of 4,096) and 17.6M (512 hidden units, untied, 8,192), prompts
-of 40 tokens, 128 new ones; everything in float32. Cases:
+wide, tied table of 4,096) and 17.6M (512 hidden units, untied, 8,192); prompts
+of 40 tokens and 128 new ones; float32. Cases:
   'generate': tokens/s of whole requests, prompt included, against `generate` of
     Hugging Face transformers with a static cache (`rollout_peers` says what
-    each is built for); 'tunix' against the sampler of google-tunix, which needs
-    an environment of its own (Python 3.12); without it there is no peer.
+    each is built for).
+  'tunix': the same against the sampler of google-tunix, which needs an
+    environment of its own (Python 3.12); without it there is no peer.
   'large': a model of four times the last-level cache, where decoding is
     reading; the peer reads the same bytes and does nothing else.
   'first': requests/s of one token each, the reciprocal of the time to it, of
     the engine of 'generate'.
   'prefill': context tokens/s, against the trainer's forward pass.
-  'routes': the engine that records routes against one that does not; 'replay':
-    steps of RL, Adam included, with routes to replay against those without.
+  'routes': the engine that records routes against one that does not.
+  'replay': steps of RL, Adam included, with routes to replay against without.
   'numerics': batch-invariant numerics against fast ones.
-The limit of 'generate' is the smaller of two rates: of reading a step's bytes
-(active experts as they were chosen, all other weights, the cache) as a plain
-read does in a working set of that size, and of useful arithmetic at the speed
-of XLA's own product. `--quick` runs 'generate' of the smaller shape alone
-unless cases are named.
-`--gpu` runs 'gpu' alone: 7B parameters, 1B active, at batch 1, 64 and 256
-against reading and against transformers on the same device; not measured on a
-GPU. `--gpu --tiny` is the same code with small numbers, whose figures mean
-nothing.
+The limit of 'generate' is the smaller of two rates: reading a step's bytes (the
+experts that were chosen, all other weights, the cache) at the speed of a plain
+read from a working set of that size, and useful arithmetic at the speed of
+XLA's matrix product. `--quick` runs 'generate' of the smaller shape unless
+cases are named. `--gpu` runs 'gpu' alone: 7B parameters, 1B active, at batch 1,
+64 and 256 against reading and against transformers on the same device; not
+measured on a GPU. `--gpu --tiny` runs the same code at a size whose figures
+mean nothing.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _SHAPES = {
   '8.1M': dict(ffw_dim=256, vocab_size=4096, tie=True),
   '17.6M': dict(ffw_dim=512, vocab_size=8192, tie=False),
 }
-# (ratio to transformers, by batch) of the 8.1M shape; the larger one likewise.
+# Goal for the ratio to transformers by batch, for both shapes.
 _GOALS = {1: 5.0, 8: 2.5, 64: 2.0}
 
 
@@ -66,7 +66,7 @@ def generate(run) -> None:
     peer = rollout_peers.transformers_generate(
       config, batch, rollout_model.PROMPT
     )
-    found = interleaved.rates(
+    rates = interleaved.rates(
       lambda e=engine: rollout_model.tokens(e, rollout_model.NEW),
       lambda p=peer: p(rollout_model.NEW),
       run.rounds,
@@ -74,7 +74,7 @@ def generate(run) -> None:
     goal = _GOALS[batch]
     run.report(
       f'generate {shape}, batch {batch}, against transformers',
-      found,
+      rates,
       limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
       goal=f'ratio >= {goal:g}',
       met=lambda ours, ratio, goal=goal: ratio >= goal,
@@ -89,13 +89,13 @@ def tunix(run) -> None:
     peer = rollout_peers.Tunix(
       run.tunix_python, config, 8, rollout_model.PROMPT, rollout_model.NEW
     )
-    found = rollout_peers.in_turns(ours, peer.rate, run.rounds)
+    rates = rollout_peers.in_turns(ours, peer.rate, run.rounds)
     peer.close()
   else:
-    found = (interleaved.rates(ours, ours, run.rounds)[0], [])
+    rates = (interleaved.rates(ours, ours, run.rounds)[0], [])
   run.report(
     'generate 8.1M, batch 8, against google-tunix',
-    found,
+    rates,
     limit=min(_limits(engine, rollout_model.NEW, run.peak, 2)),
     goal='ratio >= 2.5',
     met=lambda ours, ratio: ratio >= 2.5,
@@ -103,7 +103,7 @@ def tunix(run) -> None:
 
 
 def large(run) -> None:
-  """Layers of 512 until four caches are full, or 2 GB."""
+  """Measures a model of four times the last-level cache, or of 2 GB."""
   layer = 4 * (8 * 3 * 512 * 512 + 3 * 512 * 512)
   num_bytes = min(4 * rollout_peers.last_level_cache(), 2 << 30)
   config = rollout_model.config(
@@ -115,19 +115,19 @@ def large(run) -> None:
   )
   new = rollout_model.NEW
   for batch in (1, 8):
-    # Contexts of a single token: this case is decoding.
+    # Contexts have one token, since this case measures decoding.
     engine = rollout_model.engine(config, batch)
     total, step = rollout_model.step_bytes(engine, new)
     read = rollout_peers.plain_read(total, step)
-    found = interleaved.rates(
+    rates = interleaved.rates(
       lambda e=engine: rollout_model.decoded(e, new),
       lambda r=read, s=step / batch: r() / s,
       run.rounds,
     )
     run.report(
       f'large ({total >> 20} MiB), batch {batch}, against a plain read',
-      found,
-      limit=rollout_peers.median(found[1]),
+      rates,
+      limit=rollout_peers.median(rates[1]),
       goal='ratio >= 0.5',
       met=lambda ours, ratio: ratio >= 0.5,
     )
@@ -218,7 +218,7 @@ def replay(run) -> None:
 
 
 def numerics(run) -> None:
-  """What the same bits in any batch cost; no goal, a price."""
+  """Measures what batch-invariant numerics cost; there is no goal."""
   pair = [
     rollout_model.config(**_SHAPES['8.1M'], numerics=name)
     for name in ('batch_invariant', 'fast')
@@ -245,7 +245,7 @@ def numerics(run) -> None:
 
 
 def gpu(run) -> None:
-  """The shape of OLMoE-7B-A1B in bfloat16; one token of context each."""
+  """Measures the shape of OLMoE-7B-A1B in bfloat16, contexts of one token."""
   name, batches, new = '7B-A1B', (1, 64, 256), rollout_model.NEW
   shape: dict[str, Any] = dict(
     ffw_dim=1024,
@@ -271,13 +271,13 @@ def gpu(run) -> None:
     ours = functools.partial(rollout_model.decoded, engine, new)
     total, step = rollout_model.step_bytes(engine, new)
     read = rollout_peers.plain_read(total, step)
-    found = interleaved.rates(
+    rates = interleaved.rates(
       ours, lambda r=read, s=step / batch: r() / s, run.rounds
     )
-    limit = rollout_peers.median(found[1])
+    limit = rollout_peers.median(rates[1])
     run.report(
       f'gpu, {name}, batch {batch}, against a plain read',
-      found,
+      rates,
       limit=limit,
       goal='ratio >= 0.6',
       met=lambda ours, ratio: ratio >= 0.6,
@@ -307,18 +307,24 @@ _CASES = (
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--quick', action='store_true', help='under a minute')
-  parser.add_argument('--tunix-python', help='of an environment with Tunix')
-  parser.add_argument('--gpu', action='store_true', help='that case alone')
   parser.add_argument(
-    '--tiny', action='store_true', help='of --gpu, to see it run on any device'
+    '--tunix-python', help='Python of an environment with Tunix'
   )
-  parser.add_argument('cases', nargs='*', help='all of them by default')
+  parser.add_argument(
+    '--gpu', action='store_true', help='run the case gpu alone'
+  )
+  parser.add_argument(
+    '--tiny', action='store_true', help='small numbers for --gpu, on any device'
+  )
+  parser.add_argument('cases', nargs='*', help='default: all cases')
   run: Any = parser.parse_args()
   if not run.gpu:
     interleaved.pin_to_one_core()
   known = {case.__name__: case for case in _CASES}
   if unknown := set(run.cases) - set(known):
-    parser.error(f'{sorted(unknown)} are not among the cases {sorted(known)}.')
+    parser.error(
+      f'{sorted(unknown)} are unknown cases; known are {sorted(known)}.'
+    )
   run.rounds = 2 if run.quick else 7
   run.report = functools.partial(interleaved.report, 'rollout')
   if run.gpu:

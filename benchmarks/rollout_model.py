@@ -72,7 +72,7 @@ def _variables(config):
     return _variables(dataclasses.replace(config, numerics='fast'))
   init = jax.jit(
     lambda key: decoder.policy(decoder.init(config, key)),
-    # Four times as fast to compile, and other last bits.
+    # Compiles four times as fast and changes the last bits.
     compiler_options={'xla_backend_optimization_level': 0},
   )
   return init(jax.random.key(0))
@@ -89,7 +89,7 @@ def engine(config, batch: int, **over: Any):
     prefill_chunk=64 if batch == 1 else 16,
     prefill_rows=batch,
     decode_steps=32,
-    # Prompts are random: nothing to share.
+    # Prompts are random and share nothing.
     share_prefixes=False,
   )
   return engine.Engine(
@@ -117,12 +117,12 @@ def sample(engine, new: int, prompt: int = PROMPT) -> list[Any]:
         seed=seed,
       )
     )
-  found = []
+  outcomes = []
   while engine.num_unfinished:
-    found += engine.step()
+    outcomes += engine.step()
   for session in sessions:
     engine.close(session)
-  return found
+  return outcomes
 
 
 def tokens(engine, new: int) -> float:
@@ -143,7 +143,7 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
   dense = total - c.num_moe_layers * c.moe.num_experts * expert
   if not c.tie_embeddings:
     dense -= c.vocab_size * c.embed_dim * width
-  # Sessions of equal prompts go in step: the same token of each is one step.
+  # Sessions sample in step: the same token index of each is one step.
   routes = np.stack(
     [x.consumed_expert_ids_TMA[-new + 1 :] for x in sample(engine, new)]
   )
@@ -161,8 +161,8 @@ def step_bytes(engine, new: int) -> tuple[int, int]:
 
 
 def decoded(engine, new: int) -> float:
-  found = sample(engine, new, prompt=1)
-  return float(sum(len(c.tokens_T) for c in found))
+  completions = sample(engine, new, prompt=1)
+  return float(sum(len(c.tokens_T) for c in completions))
 
 
 def _batch(config, rows: int, length: int):
@@ -181,7 +181,7 @@ def _batch(config, rows: int, length: int):
     segment_ids_BT=jnp.ones_like(tokens_BT),
     positions_BT=jnp.broadcast_to(jnp.arange(length), tokens_BT.shape),
     loss_weights_BT=ones_BT,
-    # About what a random model says, so that few ratios are capped.
+    # About a random model's value, so that few ratios are capped.
     rollout_logprobs_BT=jnp.full(tokens_BT.shape, -jnp.log(config.vocab_size)),
     advantages_BT=ones_BT,
     temperatures_BT=ones_BT,
@@ -216,7 +216,7 @@ def _masters(config):
 def train_steps(config, rows: int, length: int):
   """Returns two functions that train: with routes replayed, and without.
 
-  A step of RL whole: the policy's values, a microbatch, and Adam.
+  They run a whole step of RL: the policy's values, a microbatch, and Adam.
   """
   import jax
   import jax.numpy as jnp
@@ -235,7 +235,7 @@ def train_steps(config, rows: int, length: int):
   scale = jnp.float32(1 / (rows * length))
 
   def runner(batch):
-    # Copied: the optimizer takes over what it is given.
+    # Copied, since the optimizer donates its arguments.
     masters = jax.tree.map(jnp.copy, _masters(config))
     state = train_state.create(masters, optimizer)
 

@@ -1,10 +1,10 @@
-"""What the rollout engine is measured against: two samplers and a plain read.
+"""Peers of the rollout engine: two samplers and a plain read.
 
-What each is built for: `generate` of Hugging Face transformers is a reference
-that runs any model on any device and is tuned for accelerators, not for small
-models on one core; Tunix's vanilla sampler serves RL on TPUs, where its loop
-over all experts costs little. Neither batches requests that come and go,
-records routes or takes new weights between two tokens.
+`generate` of Hugging Face transformers is a reference that runs any model on
+any device and is tuned for accelerators, not for small models on one core.
+Tunix's vanilla sampler serves RL on TPUs, where its loop over all experts costs
+little. Neither batches requests that come and go, records routes or takes new
+weights between two tokens.
 """
 
 import json
@@ -21,29 +21,31 @@ _CHUNK = 1 << 20
 
 
 def last_level_cache() -> int:
-  """Returns its bytes, or 32 MiB where the system does not say."""
-  found = pathlib.Path('/sys/devices/system/cpu/cpu0/cache').glob('index*/size')
-  sizes = [int(path.read_text().strip().rstrip('K')) for path in found]
+  """Returns the bytes of the last-level cache, or 32 MiB if unknown."""
+  size_files = pathlib.Path('/sys/devices/system/cpu/cpu0/cache').glob(
+    'index*/size'
+  )
+  sizes = [int(path.read_text().strip().rstrip('K')) for path in size_files]
   return max(sizes, default=1 << 15) << 10
 
 
 def plain_read(total: int, step: int) -> Callable[[], float]:
   """Returns a function that reads like decode steps and counts its bytes.
 
-  Sums of float32, the fastest way to read that XLA has. Each step reads `step`
-  bytes of a working set of `total`, in whole arrays, which it takes at random
-  as tokens take their experts. A sum of a slice would copy it first.
+  It sums float32 arrays, the fastest read that XLA has. Each step reads `step`
+  bytes of a working set of `total`, in whole arrays chosen at random, as tokens
+  choose experts. A sum of a slice would copy the slice first.
   """
   import jax
   import jax.numpy as jnp
   import numpy as np
 
   count = max(1, round(total / _CHUNK))
-  each = max(1, min(count, round(step / _CHUNK)))
-  steps = max(1, round((1 << 30) / (each * _CHUNK)))
+  arrays_per_step = max(1, min(count, round(step / _CHUNK)))
+  steps = max(1, round((1 << 30) / (arrays_per_step * _CHUNK)))
   arrays = [jnp.full(_CHUNK // 4, i, jnp.float32) for i in range(count)]
   rng = np.random.default_rng(0)
-  order = [rng.permutation(count)[:each] for _ in range(steps)]
+  order = [rng.permutation(count)[:arrays_per_step] for _ in range(steps)]
   ids = jnp.asarray(np.concatenate(order), jnp.int32)
 
   @jax.jit
@@ -65,11 +67,11 @@ def plain_read(total: int, step: int) -> Callable[[], float]:
 def transformers_generate(
   config: Any, batch: int, prompt: int
 ) -> Callable[[int], float]:
-  """Returns a function of new tokens that samples them and counts them.
+  """Returns a function that samples so many new tokens and counts them.
 
-  A Qwen3-MoE of the same shape and dtype with random weights and a static
-  cache, on CUDA where JAX computes on a GPU. On a CPU one thread, and the
-  fastest of its implementations of experts there.
+  The model is a Qwen3-MoE of the same shape and dtype with random weights and a
+  static cache, on CUDA if JAX computes on a GPU. On a CPU it has one thread,
+  and the implementation of experts that is fastest there.
   """
   import jax
   import torch
@@ -79,7 +81,7 @@ def transformers_generate(
   torch.set_num_threads(1)
   transformers.logging.set_verbosity_error()
   a, moe = config.attention, config.moe
-  # Its annotations know neither the config's extra fields nor `generate`.
+  # transformers annotates neither the config's extra fields nor `generate`.
   library: Any = transformers
   model = library.Qwen3MoeForCausalLM(
     library.Qwen3MoeConfig(
@@ -106,7 +108,7 @@ def transformers_generate(
     size = (batch, prompt)
     tokens = torch.randint(0, config.vocab_size, size, device=device)
     with torch.no_grad():
-      found = model.generate(
+      generated = model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=new,
@@ -119,7 +121,7 @@ def transformers_generate(
         pad_token_id=0,
         eos_token_id=None,
       )
-    assert found.shape == (batch, prompt + new)
+    assert generated.shape == (batch, prompt + new)
     return float(batch * new)
 
   return run
@@ -132,7 +134,7 @@ class Tunix:
     self._python = python
     a, moe = config.attention, config.moe
     script = pathlib.Path(__file__).with_name('tunix_sampler.py')
-    # It inherits the core that this process is pinned to.
+    # The child inherits the core to which this process is pinned.
     self._process = subprocess.Popen(
       [python, str(script)],
       stdin=subprocess.PIPE,
@@ -166,7 +168,7 @@ class Tunix:
     if not answer:
       raise ValueError(
         f'{self._python} does not run google-tunix; make an '
-        'environment of its own: pip install google-tunix==0.1.7 (Python 3.12).'
+        'environment for it: pip install google-tunix==0.1.7 (Python 3.12).'
       )
     return json.loads(answer)
 
@@ -184,17 +186,17 @@ class Tunix:
 def in_turns(
   ours: Callable[[], float], peer: Callable[[], float], rounds: int
 ) -> tuple[list[float], list[float]]:
-  """As `interleaved.rates`, of a peer that tells its own rate."""
-  found: tuple[list[float], list[float]] = ([], [])
+  """Returns rates like `interleaved.rates`; the peer measures its own rate."""
+  rates_of_both: tuple[list[float], list[float]] = ([], [])
   for turn in range(rounds + 1):
     start = time.process_time()
     units = ours()
     rate = units / (time.process_time() - start)
-    theirs = peer()
+    peer_rate = peer()
     if turn:
-      found[0].append(rate)
-      found[1].append(theirs)
-  return found
+      rates_of_both[0].append(rate)
+      rates_of_both[1].append(peer_rate)
+  return rates_of_both
 
 
 def median(values: list[float]) -> float:

@@ -2,15 +2,14 @@
 
   python -m benchmarks.route_codec [--quick]
 
-Routes of Kimi K2's shape, 384 experts of which 8 are active in 60 layers, drawn
-in two ways: uniformly, and by routers that prefer some experts (what is added
-to a score has a standard deviation of 1 over the experts of a layer; a token
-takes the best 8 of scores with Gumbel noise). The limit of the size is
-log2(E! / (E - A)!), which no code beats on uniform routes. Skewed
-ones hold less: a full run estimates it by the entropy of each slot's ids, which
-4,000 tokens give half a bit too low. Megabytes are those of plain uint16, 16
-bytes a route. Both ways check what they read: ours by BLAKE3 and by its form,
-the peer by zstd's XXH64.
+Routes have Kimi K2's shape, 8 active of 384 experts in 60 layers, and are drawn
+in two ways: uniformly, and by routers that prefer some experts (scores get an
+offset of standard deviation 1 over the experts of a layer; a token takes the
+best 8 of scores with Gumbel noise). The limit of the size is log2(E! / (E -
+A)!), which no code beats on uniform routes. Skewed routes hold less; a full run
+estimates it by the entropy of each slot's ids, which 4,000 tokens give half a
+bit too low. Megabytes are those of plain uint16, 16 bytes a route. Both check
+what they read: ours by BLAKE3 and its form, the peer by zstd's XXH64.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def draw(num_tokens: int, skew: float) -> np.ndarray:
 
 
 def entropy_bits(ids_TMA: np.ndarray) -> float:
-  """Entropy of the ids of each layer and slot, summed over the slots."""
+  """Returns the entropy of ids by layer and slot, summed over the slots."""
   total = 0.0
   for ids_TA in ids_TMA.transpose(1, 0, 2):
     for ids_T in ids_TA.T:

@@ -2,12 +2,11 @@
 
   python -m benchmarks.sandbox [--quick]
 
-One JSON line per case and level that works here: `ours` and `peer` are medians
-of milliseconds taken in turn, on the machine as busy as it then was, `spread`
-how far the slowest twentieth of ours begins above its median. The peer of a
-program is fork and exec of the interpreter alone, with nothing isolated
-(`limit` too); of a suite, the same suite started by itself. The rest of a line
-is what a reader of one level wants to know.
+One JSON line per case and level that works here. `ours` and `peer` are medians
+of milliseconds, taken in turn; `spread` is how far the 95th percentile of ours
+lies above its median. The peer and limit of a program are fork and exec of the
+interpreter without isolation; those of a suite are the same suite run directly.
+Other fields of a line concern one level.
 """
 
 import concurrent.futures
@@ -40,14 +39,14 @@ _TEST = 'def test_one():\n  assert 1 + 1 == 2\n'
 _PYTEST = ('-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_one.py')
 _NO_PLUGINS = {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
 _PEERS = ('bare_pytest_p50_ms', 'fork_exec_p50_ms')
-# Milliseconds at the median, of a level that isolates.
+# Goals: median milliseconds of a level that isolates.
 _GOALS = {
   'call': 15.0,
   'python -c pass': 25.0,
   'pytest, one test, warm': 60.0,
   'fresh copy of a repository': 1.0,
 }
-# What of a sandbox the numbers depend on.
+# Properties of a sandbox on which the numbers depend.
 _TOLD = ('seccomp', 'cgroup', 'uid', 'overlay', 'proc')
 
 
@@ -68,14 +67,15 @@ def _timed(call: Callable[[], object]) -> float:
 def _in_turn(
   calls: dict[str, Callable[[], object]], times: int
 ) -> dict[str, float]:
-  """p50 and p95 of the first call, p50 of the others, taken alternately."""
-  taken: dict[str, list[float]] = {name: [] for name in calls}
+  """Returns p50 and p95 of the first call and p50 of others, run in turns."""
+  milliseconds: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(times):
     for name, call in calls.items():
-      taken[name].append(_timed(call))
-  first, *others = taken
-  return _percentiles(taken[first]) | {
-    f'{name}_p50_ms': _percentiles(taken[name])['p50_ms'] for name in others
+      milliseconds[name].append(_timed(call))
+  first, *others = milliseconds
+  return _percentiles(milliseconds[first]) | {
+    f'{name}_p50_ms': _percentiles(milliseconds[name])['p50_ms']
+    for name in others
   }
 
 
@@ -99,8 +99,8 @@ def _make_images(top: pathlib.Path) -> None:
 
 
 def _succeed(box: base.Box, command: base.Command) -> None:
-  told = box.run(command)
-  assert told.exit_code == 0, told
+  result = box.run(command)
+  assert result.exit_code == 0, result
 
 
 def _rows(sandbox, images: pathlib.Path):
@@ -136,18 +136,18 @@ def _rows(sandbox, images: pathlib.Path):
         _TIMES // 4,
       ),
     )
-  kept = [sandbox.open('repository')]
+  boxes = [sandbox.open('repository')]
   fresh = _in_turn(
-    {'': lambda: kept.append(sandbox.open('repository'))}, _TIMES
+    {'': lambda: boxes.append(sandbox.open('repository'))}, _TIMES
   )
-  # One that was written to, as those of an episode are.
-  kept[0].write('part0/module0.py', b'changed')
-  forked = _in_turn({'': lambda: kept.append(kept[0].fork())}, _TIMES)
-  shot = _in_turn({'': kept[0].snapshot}, _TIMES)
-  taken = kept[0].snapshot()
-  restored = _in_turn({'': lambda: kept[0].restore(taken)}, _TIMES)
-  compared = _in_turn({'': kept[0].changes}, _TIMES)
-  closed = _percentiles([_timed(box.close) for box in kept])
+  # A box that was written to, as in an episode.
+  boxes[0].write('part0/module0.py', b'changed')
+  forked = _in_turn({'': lambda: boxes.append(boxes[0].fork())}, _TIMES)
+  shot = _in_turn({'': boxes[0].snapshot}, _TIMES)
+  snapshot = boxes[0].snapshot()
+  restored = _in_turn({'': lambda: boxes[0].restore(snapshot)}, _TIMES)
+  compared = _in_turn({'': boxes[0].changes}, _TIMES)
+  closed = _percentiles([_timed(box.close) for box in boxes])
   files = {'files': _NUM_FILES, 'megabytes': _NUM_FILES * _FILE_BYTES / 1e6}
   for name, numbers in {
       'fresh copy': fresh, 'fork': forked, 'snapshot': shot,
@@ -158,7 +158,7 @@ def _rows(sandbox, images: pathlib.Path):
 
 
 def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
-  """Runs of each command in fresh boxes by two threads."""
+  """Returns runs a second of each command, in fresh boxes by two threads."""
 
   def one(command):
     with sandbox.open('tiny') as box:
@@ -174,7 +174,7 @@ def _throughput(sandbox, *commands: base.Command) -> dict[str, float]:
 
 
 def _line(level: str, row: str, numbers: dict[str, Any]) -> dict[str, Any]:
-  """The fields that every benchmark has."""
+  """Returns the fields that every benchmark prints."""
   ours = numbers.get('p50_ms')
   peer = next((numbers[name] for name in _PEERS if name in numbers), None)
   goal = _GOALS.get(row) if level != 'rlimits' else None
@@ -211,8 +211,8 @@ def main() -> None:
         for row, numbers in _rows(sandbox, images):
           about: dict[str, Any] = sandbox.about
           about = about.get('boxes') or about
-          told = {name: about.get(name) for name in _TOLD}
-          line = _line(level, row, numbers) | numbers | told
+          details = {name: about.get(name) for name in _TOLD}
+          line = _line(level, row, numbers) | numbers | details
           line['load'] = round(os.getloadavg()[0], 1)
           print(json.dumps(line), flush=True)
 

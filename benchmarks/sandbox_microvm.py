@@ -2,8 +2,8 @@
 
   python -m benchmarks.sandbox_microvm
 
-JSON lines: which accelerator works, booting, saving a guest with its memory,
-beginning from what was saved, and programs in a box, cold and warm.
+JSON lines: the accelerator that works; booting; saving a guest with its memory;
+restoring it; programs in a box, cold and warm.
 """
 
 import collections
@@ -55,7 +55,7 @@ def main() -> None:
     print(json.dumps({'row': 'microvm', 'skipped': str(error)}))
     return
   print(json.dumps({'row': 'accelerator', 'is': accelerator, 'why': reason}))
-  # The first boot of all makes the disk.
+  # The first boot makes the disk.
   machine.MicroVM(_LIMITS, packages=('pytest',)).close()
   times = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def main() -> None:
       times['boot'].append(time.perf_counter() - start)
       guest.close()
     guest = machine.MicroVM(_LIMITS, packages=('pytest',))
-    guest.open('').close()  # saved with the zygote of boxes awake
+    guest.open('').close()  # saved while the zygote of boxes runs
     start = time.perf_counter()
     guest.save(saved)
     times['save'].append(time.perf_counter() - start)

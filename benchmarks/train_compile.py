@@ -14,10 +14,10 @@ not installed.
 
 Each case is 2,048 tokens of rows of 4,096 on a device. Lines: GB of a device
 against its memory; the share of the modelled time of collectives (bytes over
-the published speed of the network, and a latency, one after another) in which
-products run, from the schedule; products against the model's own; seconds to
-compile. A line that is no JSON says what products wait for longest. Without
---code a TPU's compiler is left when memory and schedule are final.
+the published speed of the network plus a latency, one after another) during
+which products run, from the schedule; products against the model's; seconds to
+compile. A line that is not JSON says what products wait for longest. Without
+--code a TPU's compiler stops when memory and schedule are final.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 from benchmarks import interleaved
 
-# Half a row a device: context is 2 everywhere.
+# Half a row a device, since context is 2 everywhere.
 _SEQ_LEN = 4096
 
 
 class _Case(NamedTuple):
-  """What is compiled.
+  """A step to compile.
 
   Attributes:
-    model: of configs/models.
-    topology: as `plan.topologies` has it.
+    model: name of a file in configs/models.
+    topology: name in `plan.topologies`.
     mesh: replica, fsdp, context. The narrow group (the last two) divides the
       embedding into multiples of a tile of TPUs; on GPUs it is a node.
   """
@@ -84,13 +84,15 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
     libtpu=arguments.libtpu,
   )
   until = 'schedule' if is_tpu and not arguments.code else 'code'
-  made = aot_process.compile_step(task, until)
+  program = aot_process.compile_step(task, until)
   if arguments.folder:
     with open(f'{arguments.folder}/{name}.hlo', 'w') as file:
-      file.write(made.text)
-  found = compiled.summary(case, made)
-  print('\n\n'.join(t.to_text() for t in compiled.tables(case, made, _SEQ_LEN)))
-  print('#', name, json.dumps(found), flush=True)
+      file.write(program.text)
+  summary = compiled.summary(case, program)
+  print(
+    '\n\n'.join(t.to_text() for t in compiled.tables(case, program, _SEQ_LEN))
+  )
+  print('#', name, json.dumps(summary), flush=True)
 
   def line(what: str, value: float, **fields: Any) -> None:
     interleaved.report(
@@ -103,15 +105,15 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
 
   line(
     'memory',
-    found['peak'] / 1e9,
+    summary['peak'] / 1e9,
     unit='GB of a device',
-    limit=found['hbm'] / 1e9,
+    limit=summary['hbm'] / 1e9,
     goal='fits',
-    met=lambda *_: found['fits'],
+    met=lambda *_: summary['fits'],
   )
   line(
-    f'hidden of {found["wire_seconds"]:.3g} modelled s of collectives',
-    found['hidden_share'],
+    f'hidden of {summary["wire_seconds"]:.3g} modelled s of collectives',
+    summary['hidden_share'],
     unit='share with products beside it',
     limit=1.0,
     goal='>= 0.9',
@@ -119,24 +121,24 @@ def _run(name: str, arguments: argparse.Namespace) -> None:
   )
   # Backward recomputes the forward pass once.
   model = 4 / 3 * flops.train_per_token(case.model, _SEQ_LEN, causal=True)
-  model *= found['tokens'] / found['devices']
+  model *= summary['tokens'] / summary['devices']
   model = (model + muon.plan(case).flops) / 1e12
-  notes = [*found['unknown_kernels'], *found['dynamic_loops']]
+  notes = [*summary['unknown_kernels'], *summary['dynamic_loops']]
   line(
     'products' + (f', without {", ".join(notes)}' if notes else ''),
-    found['flops'] / 1e12,
+    summary['flops'] / 1e12,
     unit='TFLOP of a device, buffers of received rows full',
     limit=model,
     goal='<= 1.25 times the model with recomputation, and Muon',
     met=lambda ours, _: ours <= 1.25 * model,
   )
   line(
-    'compilation, ' + ('to code' if found['has_code'] else 'to the schedule'),
-    found['compile_seconds'],
+    'compilation, ' + ('to code' if summary['has_code'] else 'to the schedule'),
+    summary['compile_seconds'],
     unit='s',
     limit=None,
     goal='no involuntary rematerialisation',
-    met=lambda *_: not found['rematerialisation_warnings'],
+    met=lambda *_: not summary['rematerialisation_warnings'],
   )
 
 
@@ -154,7 +156,7 @@ def _is_there(topology: str, libtpu: str) -> bool:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('cases', nargs='*', default=[], metavar='CASE')
-  parser.add_argument('--libtpu', default='', help='Folder that has libtpu.')
+  parser.add_argument('--libtpu', default='', help='Folder with libtpu.')
   parser.add_argument(
     '--code', action='store_true', help='Compiles to the end.'
   )
@@ -163,7 +165,9 @@ def main() -> None:
   parser.add_argument('--folder', default='', help='For the programs.')
   arguments = parser.parse_args()
   if unknown := {*arguments.cases} - {*CASES}:
-    raise SystemExit(f'{sorted(unknown)} are no cases; there are {[*CASES]}.')
+    raise SystemExit(
+      f'{sorted(unknown)} are unknown cases; known are {[*CASES]}.'
+    )
   for name in arguments.cases or CASES:
     if _is_there(CASES[name].topology, arguments.libtpu):
       _run(name, arguments)

@@ -6,18 +6,18 @@
 'hf': one step (forward, next-token loss, backward, AdamW 3e-4) of a Qwen3-MoE
 of 17.6M parameters (4 layers, 8 experts of which a token passes 2, untied
 vocabulary of 8192) in float32 on 4 x 256 tokens. The peer is transformers'
-`Qwen3MoeForCausalLM` on torch with its fused AdamW, by whichever of its expert
-implementations is faster here. Both in one process pinned to one core, on one
-thread, in turns, counted in CPU seconds; both normalise the loss by the 4 x 255
+`Qwen3MoeForCausalLM` on torch with its fused AdamW, with the faster one of its
+expert implementations. Both run in turns in one process pinned to one core, on
+one thread, and count CPU seconds; both normalise the loss by the 4 x 255
 predicted tokens and clip nothing. Ours also rounds its weights to the policy's
 bfloat16 grid and reports the norms of gradient and update, as it always does.
-The limit is the step's own matrix products, each timed by itself: what the rate
-would be if nothing else took time. Then where the time goes.
+The limit is the step's matrix products alone, each timed by itself. Further
+lines say where the time goes.
 
 'dense': the tiny model's step (Muon and AdamW, with clipping) against itself
 with every expert computed for every token, which is what `jax.lax.ragged_dot`
-does on a CPU. Its limit is the useful arithmetic at the speed of the machine's
-own matrix product.
+does on a CPU. Its limit is the useful arithmetic at the speed of a dense
+product on this machine.
 
 '--gpu': see `train_step_gpu`; `--tiny` runs the same code anywhere.
 """
@@ -41,10 +41,10 @@ def _hf(is_quick: bool) -> None:
     kind: train_step_hf.runner(tokens_BT, experts=kind)
     for kind in ('grouped_mm', 'eager')
   }
-  first = interleaved.rates(
+  peer_rates = interleaved.rates(
     peers['grouped_mm'], peers['eager'], 3 if is_quick else 9
   )
-  kinds = dict(zip(peers, map(statistics.median, first), strict=True))
+  kinds = dict(zip(peers, map(statistics.median, peer_rates), strict=True))
   best = max(kinds, key=lambda kind: kinds[kind])
   limit = train_step_products.limit(model, *tokens_BT.shape)
   rates = interleaved.rates(ours, peers[best], 5 if is_quick else 21)
@@ -71,12 +71,12 @@ def _dense(is_quick: bool) -> None:
   rows, length = 8, 512
   batch = case.half_rows(rows, length, config.vocab_size)
   steps = 1 if is_quick else 3
-  # The backend is picked while tracing: nothing else differs.
+  # The backend is picked while tracing, and nothing else differs.
   with matmul.using('ragged'):
     peer = case.Trained(config, case.muon(config), batch, steps)
   ours = case.Trained(config, case.muon(config), batch, steps)
-  # A limit counts what no program can do without, unlike MFU: two documents a
-  # row, of which a token sees half of its own.
+  # Unlike MFU the limit counts only necessary work: a row has two documents,
+  # and a token sees half of its own on average.
   per_token = flops.train_per_token(config, length // 2, causal=True)
   interleaved.report(
     'train_step',

@@ -16,7 +16,7 @@ from composer_jax.train import step as train_step
 
 
 def qwen3_17m() -> model_config.ModelConfig:
-  """Returns the shape that others' trainers were timed with."""
+  """Returns the 17.6M-parameter shape that the Hugging Face peer has too."""
   return model_config.ModelConfig.from_dict(
     dict(
       vocab_size=8192,
@@ -131,8 +131,8 @@ class Trained:
   """A model, its batch and its compiled step; calling it trains.
 
   Attributes:
-    compiled: the step, donated.
-    losses: of the last call, one a step.
+    compiled: compiled step, which donates its state.
+    losses: losses of the last call, one a step.
   """
 
   def __init__(
@@ -153,11 +153,11 @@ class Trained:
     self.losses: list[float] = []
 
   def __call__(self) -> float:
-    """Returns the tokens that it learnt."""
+    """Trains and returns the number of tokens trained on."""
     metrics = []
     for _ in range(self._steps):
-      self._state, last = self.compiled(self._state, self._batch)
-      metrics.append(last.loss.loss)
+      self._state, step_metrics = self.compiled(self._state, self._batch)
+      metrics.append(step_metrics.loss.loss)
     jax.block_until_ready(self._state)
     self.losses = [float(loss) for loss in metrics]
     return float(self._steps * self._batch.tokens_BT.size)

@@ -20,11 +20,11 @@ from benchmarks import train_step_profile as profile
 from composer_jax.models import config as model_config
 from composer_jax.models import flops
 
-_GOAL = 0.5  # of the peak
-# A parameter's master, two moments and gradient in float32, and its copy that
-# is multiplied with.
+_GOAL = 0.5  # share of the peak
+# A parameter's master, two moments and gradient in float32, and its bfloat16
+# copy.
 _BYTES_PER_PARAMETER = 18
-# Left to activations, logits and the compiler's temporaries.
+# The remaining memory is for activations, logits and temporaries.
 _SHARE_OF_STATE = 0.8
 _ROWS, _LENGTH = 4, 4096
 
@@ -33,18 +33,18 @@ def run(*, is_tiny: bool, folder: str) -> None:
   """Prints the step's line and the parts of its time.
 
   Args:
-    is_tiny: whether to take a small model.
-    folder: where the profiler's trace goes.
+    is_tiny: true for a small model.
+    folder: folder for the profiler's trace.
 
   Raises:
-    ValueError: no accelerator, and the model is not tiny.
+    ValueError: if there is no accelerator and the model is not tiny.
   """
   # The default leaves a quarter of the card to others.
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
   device = jax.devices()[0]
   if device.platform == 'cpu' and not is_tiny:
     raise ValueError(
-      'benchmarks.train_step --gpu needs an accelerator, and JAX finds '
+      'benchmarks.train_step --gpu needs an accelerator, but JAX has '
       f'{device.device_kind!r} only; --tiny runs the code on it.'
     )
   rows, length = (2, 64) if is_tiny else (_ROWS, _LENGTH)
@@ -58,11 +58,11 @@ def run(*, is_tiny: bool, folder: str) -> None:
     f'tokens, {_memory(trained.compiled):.1f} GB'
   )
   limit = interleaved.peak() / flops.train_per_token(config, length)
-  both = interleaved.rates(trained, trained, 2 if is_tiny else 10)
+  rates = interleaved.rates(trained, trained, 2 if is_tiny else 10)
   interleaved.report(
     'train_step',
     name,
-    (both[0] + both[1], []),
+    (rates[0] + rates[1], []),
     limit=limit,
     goal=f'ours >= {_GOAL} limit (MFU)',
     met=lambda rate, _: rate >= _GOAL * limit,
@@ -81,10 +81,10 @@ def _olmoe() -> model_config.ModelConfig:
 
 def _that_fits(memory: dict[str, int]) -> model_config.ModelConfig:
   """Returns OLMoE with the layers whose state fits into a device's memory."""
-  whole = _olmoe()
+  full_config = _olmoe()
   allowed = _SHARE_OF_STATE * memory['bytes_limit'] / _BYTES_PER_PARAMETER
-  for layers in range(whole.num_layers, 0, -1):
-    config = dataclasses.replace(whole, num_layers=layers)
+  for layers in range(full_config.num_layers, 0, -1):
+    config = dataclasses.replace(full_config, num_layers=layers)
     if flops.params_total(config) <= allowed:
       return config
   raise ValueError(

@@ -10,8 +10,8 @@ def runner(tokens_BT: np.ndarray, *, experts: str) -> Callable[[], float]:
   """Returns a function that trains for one step and counts its tokens.
 
   Args:
-    tokens_BT: what it learns.
-    experts: transformers' `experts_implementation`.
+    tokens_BT: token ids of the batch.
+    experts: name of transformers' `experts_implementation`.
   """
   import torch
   import transformers

@@ -1,9 +1,9 @@
 """The limit of `train_step` on a CPU: its matrix products and nothing else.
 
 Every product of the step, forward and both gradients, is timed by itself at its
-own shape, operands in place, the way that is fastest here (`kernels.linear`).
-Experts take equal shares of the rows, attention counts half of its scores: what
-no program can do without.
+shape, operands in place, in the fastest form here (`kernels.linear`). Only
+necessary work counts: experts take equal shares of the rows, and attention half
+of its scores.
 """
 
 import statistics
@@ -16,11 +16,11 @@ import numpy as np
 from composer_jax.kernels import linear
 from composer_jax.models import config as model_config
 
-_AT_ONCE = 4  # products of one call, so that calling does not count
+_AT_ONCE = 4  # products of a call, so that the cost of calling does not count
 
 
 class _Product(NamedTuple):
-  """[rows, inner] times [inner, columns], so many times a step."""
+  """[rows, inner] times [inner, columns], `times` times a step."""
 
   rows: int
   inner: int
@@ -49,7 +49,7 @@ def _products(config, rows, length):
     _Product(tokens, dim, moe.num_experts, layers),
     _Product(share, dim, 2 * moe.ffw_dim, layers * moe.num_experts),
     _Product(share, moe.ffw_dim, dim, layers * moe.num_experts),
-    # Of scores and of their values, half is masked.
+    # Half of the scores and of their products with values is masked.
     _Product(length, a.head_dim, length, heads / 2),
     _Product(length, length, a.head_dim, heads / 2),
   ]
@@ -66,10 +66,10 @@ def _seconds(product: _Product) -> float:
   rows, inner, columns, _ = product
   x, w = arrays(rows, inner), arrays(inner, columns)
   d = arrays(rows, columns)
-  last = (((1,), (1,)), ((), ()))
+  dimensions = (((1,), (1,)), ((), ()))
   kinds = (
     (lambda x, w: x @ w, x, w),
-    (lambda d, w: jax.lax.dot_general(d, w, last), d, w),
+    (lambda d, w: jax.lax.dot_general(d, w, dimensions), d, w),
     (linear.weight_gradient, x, d),
   )
   return sum(_each(*kind) for kind in kinds)

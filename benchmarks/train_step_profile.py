@@ -1,9 +1,9 @@
 """Where a compiled step spends its time, by named scope, from JAX's profiler.
 
-XLA names what it runs after instructions of the compiled program, whose
-metadata says which `jax.named_scope` they come from; what it fused counts where
-the last operation of the fusion comes from. An operation's time is the median
-over its runs, times their number: on a busy machine some runs wait.
+XLA names its events after instructions of the compiled program, whose metadata
+names the `jax.named_scope` of origin; a fusion counts for the scope of its last
+operation. An operation's time is the median over its runs, times their number,
+because on a busy machine some runs wait.
 """
 
 import collections
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Innermost one counts; 'norm' within 'attention' is a norm.
+# The innermost scope counts: 'norm' within 'attention' is a norm.
 _SCOPES = {
   'head': 'head and loss',
   'attention': 'attention',
@@ -35,7 +35,7 @@ _SCOPES = {
   'gather_weights': 'collectives of weights',
   'scatter_gradients': 'collectives of weights',
 }
-# Products and the rest are told apart here.
+# Scopes whose products are listed apart from their other operations.
 CPU_PARTS = ('head and loss', 'attention', 'experts', 'router')
 _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.\-]+) = \S+ ([\w\-]+)\(')
 
@@ -44,10 +44,10 @@ class Part(NamedTuple):
   """A share of a step.
 
   Attributes:
-    name: the scope, in words.
-    is_product: whether it is of matrix products.
-    seconds: of one step.
-    share: of all parts.
+    name: name of the scope, in words.
+    is_product: true for matrix products.
+    seconds: seconds of one step.
+    share: share of all parts.
   """
 
   name: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
   share: float
 
   def line(self, benchmark: str, case: str) -> str:
-    """Returns the JSON line of a table."""
+    """Returns the part as a JSON line."""
     name = self.name + (', products' if self.is_product else '')
     fields = {
       'benchmark': benchmark,
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass
 class _Event:
-  """In nanoseconds; `inside` is what other events take of it."""
+  """An event, in nanoseconds; `inside` is the time of events within it."""
 
   start: float
   duration: float
@@ -92,10 +92,10 @@ def split(
   """Returns the parts of a step, largest first.
 
   Args:
-    compiled: the step's program.
-    run: takes one step and waits for it.
-    steps: that are watched; one before them is not.
-    folder: where the trace stays; None keeps none.
+    compiled: program of the step.
+    run: function that takes one step and waits for it.
+    steps: profiled steps; one warm-up step comes before them.
+    folder: folder that keeps the trace; None keeps none.
   """
   run()
   with tempfile.TemporaryDirectory() as temporary:
@@ -114,7 +114,7 @@ def split(
 
 
 def joined(parts: Iterable[Part], apart: tuple[str, ...]) -> list[Part]:
-  """Returns parts whose products are told apart only where `apart` says."""
+  """Returns parts; products are listed separately only for names in `apart`."""
   seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
   for part in parts:
     seconds[part.name, part.is_product and part.name in apart] += part.seconds
@@ -122,24 +122,24 @@ def joined(parts: Iterable[Part], apart: tuple[str, ...]) -> list[Part]:
 
 
 def _parts(seconds):
-  whole = sum(seconds.values())
+  total = sum(seconds.values())
   parts = [
-    Part(name, is_product, spent, spent / whole)
+    Part(name, is_product, spent, spent / total)
     for (name, is_product), spent in seconds.items()
   ]
   return sorted(parts, key=lambda part: -part.seconds)
 
 
 def _own_times(folder: str) -> dict[str, list[float]]:
-  """Returns nanoseconds of each operation's runs, without those inside of it.
+  """Returns nanoseconds of each operation's runs, without events within them.
 
   Raises:
-    ValueError: the profiler wrote no trace.
+    ValueError: if the profiler wrote no trace.
   """
   files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
   if not files:
     raise ValueError(f'The profiler left no *.xplane.pb under {folder}.')
-  found: dict[str, list[float]] = collections.defaultdict(list)
+  times: dict[str, list[float]] = collections.defaultdict(list)
   data = jax.profiler.ProfileData.from_file(max(files))
   for plane in data.planes:
     for line in plane.lines:
@@ -158,19 +158,18 @@ def _own_times(folder: str) -> dict[str, list[float]]:
           around[-1].inside += event.duration
         around.append(event)
       for event in events:
-        found[event.name].append(event.duration - event.inside)
-  return found
+        times[event.name].append(event.duration - event.inside)
+  return times
 
 
 def _operation(event: Any) -> str:
-  # A GPU's kernels say of which instruction they are; on a CPU, the instruction
-  # is the event.
+  # A GPU's kernel names its instruction; on a CPU the event is the instruction.
   stats = dict(event.stats)
   return str(stats.get('hlo_op', event.name))
 
 
 def _origins(text: str) -> dict[str, tuple[str, bool]]:
-  """Returns of each instruction its scope, and whether it is a product."""
+  """Returns, by instruction, its scope and true if it is a product."""
   products, bodies = set(), {}
   body = ''
   lines = text.splitlines()

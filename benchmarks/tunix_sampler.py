@@ -1,9 +1,9 @@
 """The vanilla sampler of google-tunix as a process that samples on request.
 
-`benchmarks.rollout --tunix-python=PATH` runs this file in an environment of
-google-tunix, whose JAX is another than ours. It is given one line of JSON, the
-model's shape and the lengths; then, for each line that it reads, it samples one
-batch and answers with the CPU seconds that took. It imports nothing of ours.
+`benchmarks.rollout --tunix-python=PATH` runs this file in an environment with
+google-tunix, which has another version of JAX. It reads one line of JSON with
+the model's shape and the lengths; then, for each further line, it samples one
+batch and prints the CPU seconds. It imports nothing of this project.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 
 
 class _Numbers:
-  """A tokenizer of texts that are numbers already, one word per token."""
+  """A tokenizer of texts whose words are token ids."""
 
   def encode(self, text: str, **_) -> list[int]:
     return [int(word) for word in text.split()]
@@ -73,23 +73,23 @@ def main() -> None:
   rng = np.random.default_rng(0)
 
   def sample(seed: int) -> int:
-    # One token fewer: the sampler puts its own first token before them.
+    # One token fewer, because the sampler prepends its own first token.
     size = (shape['batch'], shape['prompt'] - 1)
     prompts = [
       ' '.join(map(str, row))
       for row in rng.integers(3, config.vocab_size, size)
     ]
-    found = sampler(
+    output = sampler(
       prompts,
       max_generation_steps=shape['new'],
       max_prompt_length=64,
       temperature=1.0,
       top_p=1.0,
-      # Ends no row early: an id outside of the vocabulary.
+      # An id outside of the vocabulary, so that no row ends early.
       eos_tokens=[config.vocab_size],
       seed=seed,
     )
-    return sum(len(tokens) for tokens in found.tokens)
+    return sum(len(tokens) for tokens in output.tokens)
 
   sample(0)
   print(json.dumps({'params': sum(p.size for p in params)}), flush=True)

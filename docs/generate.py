@@ -60,8 +60,8 @@ def metrics_page() -> str:
     lines += ['', f'## `{stage}`', '', '| Metric | Meaning |', '|---|---|']
     lines += [
       f'| `{name}` | {_cell(meaning)} |'
-      for (of, name), meaning in meanings.items()
-      if of == stage
+      for (metric_stage, name), meaning in meanings.items()
+      if metric_stage == stage
     ]
   return '\n'.join(lines) + '\n'
 

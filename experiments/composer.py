@@ -4,7 +4,7 @@
       --workdir=runs/tiny
 
 Every stage keeps its state in --workdir; the same command resumes a run that
-was stopped, at whatever moment, and does not repeat finished stages.
+was stopped at any moment, and does not repeat finished stages.
 """
 
 from experiments import launch

@@ -8,10 +8,11 @@
   python -m experiments.delta keys --key=pair.key
 
 A store is a folder, s3://, gs:// or, to read, the http:// of a relay, which
-nobody has to trust. publish makes a secret key when there is none; who applies
-needs the same file, or the public half of a pair that `keys` made. verify names
-all that is damaged, and with --source compares a checkpoint. gc deletes what
-the newest --keep versions do not need; only a trainer may while it publishes.
+need not be trusted. publish makes a secret key when there is none; apply needs
+the same file, or the public half of a pair that `keys` made. verify names
+everything that is damaged, and with --source compares a checkpoint. gc deletes
+what the newest --keep versions do not need; while a trainer publishes, only the
+trainer may do that.
 """
 
 import sys
@@ -20,32 +21,44 @@ from absl import flags
 
 from experiments import files_main
 
-_STORE = flags.DEFINE_string('store', None, 'Where the bundles are.')
+_STORE = flags.DEFINE_string('store', None, 'Store of the bundles.')
 _RUN = flags.DEFINE_string('run', None, 'Name of the run in the store.')
-_KEY = flags.DEFINE_string('key', None, 'The file of the key.')
+_KEY = flags.DEFINE_string('key', None, 'File of the key.')
 _SOURCE = flags.DEFINE_string(
   'source', None, 'Orbax checkpoint, folder of numbered ones, or WORKDIR:STAGE.'
 )
-_VERSION = flags.DEFINE_integer('version', None, 'The next, or the latest.')
-_TIER = flags.DEFINE_string('tier', 'small', 'small or fast.')
+_VERSION = flags.DEFINE_integer(
+  'version',
+  None,
+  'Policy version; default: the next to publish, or the latest.',
+)
+_TIER = flags.DEFINE_string(
+  'tier', 'small', 'Tier of compression: small or fast.'
+)
 _DTYPE = flags.DEFINE_string(
   'dtype',
   None,
-  'Of --source: policy (the bfloat16 of float32 masters; default for runs of '
-  'ours), stored (for other checkpoints), bfloat16, float16 or float32.',
+  'Weights taken of --source: policy (bfloat16 of float32 masters; default for '
+  'our runs), stored (default for others), bfloat16, float16 or float32.',
 )
-_KEYFRAMES = flags.DEFINE_string('keyframes', 'orbax', 'orbax or packed.')
+_KEYFRAMES = flags.DEFINE_string(
+  'keyframes', 'orbax', 'Format of keyframes: orbax or packed.'
+)
 _DAYS = flags.DEFINE_float(
-  'expires_days', 365.0, 'Until receivers want news of the run; 0 for ever.'
+  'expires_days', 365.0, 'Days until receivers distrust the pointer; 0: never.'
 )
 _OUT = flags.DEFINE_string('out', None, 'Folder to make; must not exist.')
-_KEEP = flags.DEFINE_integer('keep', 64, 'Newest versions that gc leaves.')
+_KEEP = flags.DEFINE_integer(
+  'keep', 64, 'Number of newest versions that gc keeps.'
+)
 _GRACE = flags.DEFINE_float('grace_s', 3600.0, 'Age of what gc may delete.')
 _UPSTREAM = flags.DEFINE_string('upstream', None, 'Store or relay to serve.')
-_CACHE = flags.DEFINE_string('cache', None, "The relay's folder.")
-_CACHE_GB = flags.DEFINE_float('cache_gb', None, 'That it may fill, or all.')
-_HOST = flags.DEFINE_string('host', '0.0.0.0', 'Where the relay listens.')
-_PORT = flags.DEFINE_integer('port', 8765, 'Where the relay listens.')
+_CACHE = flags.DEFINE_string('cache', None, "Folder of the relay's cache.")
+_CACHE_GB = flags.DEFINE_float(
+  'cache_gb', None, 'Gigabytes that the cache may fill; default: no limit.'
+)
+_HOST = flags.DEFINE_string('host', '0.0.0.0', 'Address of the relay.')
+_PORT = flags.DEFINE_integer('port', 8765, 'Port of the relay.')
 
 _PLACE = (_STORE, _RUN, _KEY)
 # The flags that a command needs, and those that it may have.
@@ -62,19 +75,21 @@ _COMMANDS = {
 
 def _run(command: str) -> None:
   if command not in _COMMANDS:
-    raise ValueError(f'{command!r} is no command of {list(_COMMANDS)}.')
-  needed, others = _COMMANDS[command]
+    raise ValueError(
+      f'{command!r} is no command; the commands are {list(_COMMANDS)}.'
+    )
+  needed, optional = _COMMANDS[command]
   missing = [f'--{flag.name}' for flag in needed if flag.value is None]
   if missing:
     raise ValueError(f'{command} needs {", ".join(missing)}; see --help.')
   from composer_jax.delta.device import commands
 
-  values = {flag.name: flag.value for flag in (*needed, *others)}
+  values = {flag.name: flag.value for flag in (*needed, *optional)}
   print(getattr(commands, command)(**values))
 
 
 if __name__ == '__main__':
-  # absl knows flags only.
+  # absl takes only flags, so the command is removed.
   has_command = len(sys.argv) > 1 and not sys.argv[1].startswith('-')
-  given = sys.argv.pop(1) if has_command else ''
-  files_main.main(lambda: _run(given))
+  command_name = sys.argv.pop(1) if has_command else ''
+  files_main.main(lambda: _run(command_name))

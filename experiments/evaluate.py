@@ -7,10 +7,10 @@
       --url=http://localhost:8000/v1 --tokenizer=runs/tiny/tokenizer.json \\
       --config=configs/composer/tiny.py --out=runs/eval_tiny
 
-Of the config count the tasks, the sandbox, the limits of an episode, rewards
-and summaries. The same command on the same folder goes on where it was killed.
---out gets episodes.jsonl, a line an episode, and summary.json: pass rates with
-95 % intervals by tier and package, pass@k, and what monitors found.
+The config gives the tasks, the sandbox, the limits of an episode, rewards and
+summaries. The same command on the same folder resumes after a kill. --out gets
+episodes.jsonl, a line an episode, and summary.json: pass rates with 95 %
+intervals by tier and package, pass@k, and what monitors found.
 """
 
 import functools
@@ -31,12 +31,12 @@ _POLICY = flags.DEFINE_string(
   'gold: restores what was deleted, through the tools. null: calls finish at '
   "once. chat: an OpenAI-compatible endpoint. tokens: this project's server.",
 )
-_SPLIT = flags.DEFINE_string('split', 'held_out', 'train or held_out.')
-_TASKS = flags.DEFINE_integer('tasks', 0, '0 for all tasks of the folder.')
+_SPLIT = flags.DEFINE_string('split', 'held_out', 'Tasks: train or held_out.')
+_TASKS = flags.DEFINE_integer('tasks', 0, 'Number of tasks; 0 takes all.')
 _SAMPLES = flags.DEFINE_integer('samples', 1, 'Episodes of each task.')
 _THREADS = flags.DEFINE_integer('threads', 2, 'Episodes at a time.')
-_URL = flags.DEFINE_string('url', '', 'Of the endpoint, up to /v1.')
-_MODEL = flags.DEFINE_string('model', '', 'That the endpoint is asked for.')
+_URL = flags.DEFINE_string('url', '', 'URL of the endpoint, up to /v1.')
+_MODEL = flags.DEFINE_string('model', '', 'Name of the model at the endpoint.')
 _NATIVE = flags.DEFINE_bool(
   'native_tools', False, "Chat: tools are called by the endpoint's own means."
 )
@@ -45,13 +45,13 @@ _TOKENIZER = flags.DEFINE_string(
 )
 
 
-def _rates(name, found):
-  best = ', '.join(f'{k}: {v:.3f}' for k, v in found['pass_at_k'].items())
+def _rates(name, rates):
+  best = ', '.join(f'{k}: {v:.3f}' for k, v in rates['pass_at_k'].items())
   return (
-    f'{name:<20}{found["passed"]:>5} of {found["episodes"]:<5} = '
-    f'{found["pass_rate"]:.3f} [{found["low"]:.3f}, {found["high"]:.3f}]  '
-    f'pass@k {{{best}}}  flagged {sum(found["flags"].values())}, unfinished '
-    f'{found["unfinished"]}, infrastructure {found["infrastructure"]}'
+    f'{name:<20}{rates["passed"]:>5} of {rates["episodes"]:<5} = '
+    f'{rates["pass_rate"]:.3f} [{rates["low"]:.3f}, {rates["high"]:.3f}]  '
+    f'pass@k {{{best}}}  flagged {sum(rates["flags"].values())}, unfinished '
+    f'{rates["unfinished"]}, infrastructure {rates["infrastructure"]}'
   )
 
 
@@ -79,7 +79,7 @@ def run() -> None:
     )
     out = pathlib.Path(_OUT.value).absolute()
     spec = wiring.spec_of(fields)
-    found = evaluation.evaluate(
+    summary = evaluation.evaluate(
       spec,
       wiring.systems_of(spec),
       options,
@@ -88,9 +88,9 @@ def run() -> None:
     )
   except (ValueError, OSError, RuntimeError) as error:
     start.fail(error)
-  print(_rates('all', found['overall']))
+  print(_rates('all', summary['overall']))
   for part in ('by_tier', 'by_package'):
-    for name, rates in found[part].items():
+    for name, rates in summary[part].items():
       print(_rates(name, rates))
   print(f'{out / evaluation.SUMMARY}')
 

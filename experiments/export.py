@@ -3,11 +3,10 @@
   python -m experiments.export --source=runs/tiny --stage=rl --out=exports/tiny
   python -m experiments.export --source=runs/import/qwen3 --out=exports/qwen3
 
-The source is the workdir of a run, or an import directory, which goes back as
-it came: the files of tensors, their index, config.json and the tokenizer's are
-the same byte for byte, unless weights were quantised, which go out as bfloat16.
-What an import carried along goes out, as it was stored, with every export of a
-model that began from it.
+The source is the workdir of a run, or an import directory, which is returned
+byte for byte: tensors, index, config.json and the tokenizer's files. Quantised
+weights are written as bfloat16 instead. Tensors that an import carried along
+are written, as stored, with every export of a model that began from it.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""What mains share that turn files into files: flags, readable errors."""
+"""Shared by mains that turn files into files: flags, readable errors."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ def main(run: Callable[[], None]) -> None:
   """Runs `run` under absl.
 
   Errors that a user can cause (ValueError, OSError) end the program with one
-  line. It imports its libraries itself, so that --help is quick.
+  line. `run` should import its libraries itself, so that --help is quick.
   """
 
   def call():
     if not start.DEBUG.value:
-      # Orbax warns of ways to save that are not these.
+      # Orbax warns about ways to save that are not used here.
       logging.set_verbosity(logging.ERROR)
     # Files need no accelerator, whose memory jax would take.
     os.environ['JAX_PLATFORMS'] = 'cpu'

@@ -1,13 +1,13 @@
-"""Converts a Hugging Face checkpoint to one that runs here begin from.
+"""Converts a Hugging Face checkpoint to an import, from which runs can begin.
 
   python -m experiments.hf_import --source=DIR --out=runs/import/qwen3
 
 DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2,
 Mixtral or OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's
 int4. Nothing larger than a piece of a tensor is held in memory, and the same
-command goes on after an interruption. Tensors that the model does not have
+command resumes after an interruption. Tensors that the model does not have
 (layers for multi-token prediction, vision towers) are named and carried along.
-`experiments.export` is the way back.
+`experiments.export` converts back.
 """
 
 import pathlib
@@ -34,7 +34,7 @@ def run() -> None:
   from composer_jax.hf import importing
 
   _warn(pathlib.Path(_SOURCE.value))
-  # The same command, stopped while it verified.
+  # The earlier command was stopped while it verified.
   if _VERIFY.value and importing.is_finished(_SOURCE.value, _OUT.value):
     print(f'{_OUT.value} is a finished import of it.')
   else:
@@ -48,7 +48,7 @@ def run() -> None:
 
 
 def _warn(source: pathlib.Path) -> None:
-  """Says before the long part what a run would refuse after it."""
+  """Warns before the conversion of what a run would refuse after it."""
   from composer_jax.core import files
   from composer_jax.hf.architecture import config as hf_config
   from composer_jax.hf.text import tokenizer
@@ -56,7 +56,7 @@ def _warn(source: pathlib.Path) -> None:
   try:
     config, _, _ = hf_config.from_hf(files.read_json(source / 'config.json'))
   except (ValueError, OSError):
-    return  # The import says it.
+    return  # The import reports this error itself.
   try:
     tokenizer.ImportedTokenizer.from_folder(source, config.vocab_size)
   except ValueError as error:

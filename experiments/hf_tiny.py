@@ -1,19 +1,21 @@
-"""Writes a tiny random checkpoint as Hugging Face has them, to try things on.
+"""Writes a tiny random checkpoint in the format of Hugging Face, for trials.
 
   python -m experiments.hf_tiny --out=runs/hf_tiny --family=deepseek_v3
 
-Then import it as one that was downloaded: see experiments/hf_import.py.
+Import it like a downloaded one: see experiments/hf_import.py.
 """
 
 from absl import flags
 
 from experiments import files_main
 
-_OUT = flags.DEFINE_string('out', 'runs/hf_tiny', 'A folder; must not exist.')
+_OUT = flags.DEFINE_string(
+  'out', 'runs/hf_tiny', 'Folder to make; must not exist.'
+)
 _FAMILY = flags.DEFINE_enum(
   'family', 'qwen3_moe', ['qwen3_moe', 'deepseek_v3'], 'What to imitate.'
 )
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the weights.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of the weights.')
 
 
 def run() -> None:

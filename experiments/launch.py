@@ -1,4 +1,4 @@
-"""What every main shares: flags, the config as a Spec, readable errors."""
+"""Shared by the mains of a run: flags, the config as a Spec, errors."""
 
 import math
 import pathlib
@@ -36,21 +36,21 @@ _ROLE = flags.DEFINE_enum(
 
 
 def _keep_traceback(workdir: pathlib.Path) -> str:
-  """Writes the current traceback; returns the words that name its file."""
+  """Writes the current traceback; returns a sentence that names its file."""
   if not workdir.is_dir():
     return ''
   path = workdir / _TRACEBACK
   try:
     files.write_atomic(path, traceback.format_exc().encode())
   except OSError:
-    return ''  # The disk is full or refuses, which is most likely the error.
+    return ''  # The disk is full or read-only: most likely the error.
   return f' (traceback: {path})'
 
 
 def _num_devices(
   section: Any, axes: tuple[str, ...] = ('replica', 'fsdp', 'context')
 ) -> int:
-  """Devices of a section's mesh; what is no mesh is refused with the spec."""
+  """Returns a section's number of devices; the spec refuses a wrong mesh."""
   mesh = section.get('mesh') if isinstance(section, dict) else None
   sizes = [mesh.get(axis) for axis in axes] if isinstance(mesh, dict) else []
   return math.prod(size for size in sizes if type(size) is int)
@@ -59,13 +59,13 @@ def _num_devices(
 def main(run: Callable[..., None]) -> None:
   """Runs `run(spec, systems, workdir, role, command)` under absl.
 
-  `command` starts this very program again with the same flags, so that a run
-  can start its own rollout worker.
+  `command` starts this program again with the same flags, so that a run can
+  start its own rollout worker.
 
   Errors that a user can cause (ValueError, OSError, ...) end the program with
-  one line. Libraries raise the same classes for faults of ours, so where the
-  error came from is kept in the workdir, if there is one yet, and named in that
-  line; --debug shows it at once, and a rollout worker writes it to its log.
+  one line. Our own faults raise the same classes, so the traceback is kept in
+  the workdir, if there is one, and that line names its file. --debug prints it
+  at once; a rollout worker writes it to its log.
   """
 
   def call():
@@ -78,7 +78,7 @@ def main(run: Callable[..., None]) -> None:
     is_worker = _ROLE.value == 'rollout'
     start.emulate_devices(serving if is_worker else max(devices, serving))
     if is_worker:
-      # Before the imports: the job may die while they last.
+      # Before the imports, since the job may die during them.
       controller.die_with_parent()
     # After the flags: this import loads jax.
     from composer_jax import wiring

@@ -3,9 +3,9 @@
   python -m experiments.make_tasks --config=configs/tasks/packages.py \
       --out=runs/tasks
 
-Run it again to go on after a kill. Sdists come from the index that pip is
-configured with, if it speaks JSON (PEP 691); put archives of other indices into
---archives. Code of a package runs in the sandbox alone.
+The same command resumes after a kill. Sdists come from the index that pip is
+configured with, if it answers in JSON (PEP 691); put archives of other indices
+into --archives. A package's code runs only in the sandbox.
 """
 
 import time

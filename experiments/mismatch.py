@@ -6,9 +6,8 @@
 
 Episodes on held-out tasks are sampled by the rollout engine and scored by the
 trainer's forward pass, with the same weights: once with the recorded routes
-replayed, once routed afresh, and once with the routes moved by a token, which
-is what a fault looks like. --out keeps the numbers, a line of metrics.jsonl
-for each call.
+replayed, once routed afresh, and once with the routes shifted by a token, as a
+fault would. --out keeps the numbers, a line of metrics.jsonl for each call.
 """
 
 import os
@@ -18,12 +17,16 @@ from absl import flags, logging
 
 from experiments import start
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/tiny', 'Workdir of a finished run.'
+)
 _STAGE = flags.DEFINE_enum(
   'stage', 'rl', ['cpt', 'sft', 'rl'], 'Whose policy; it must be finished.'
 )
-_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample, at least.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of tasks and sampling.')
+_TOKENS = flags.DEFINE_integer(
+  'tokens', 10_000, 'Least number of tokens to sample.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of tasks and sampling.')
 _DTYPE = flags.DEFINE_enum(
   'dtype', 'float32', ['float32', 'bfloat16'], 'Of activations and matmuls.'
 )
@@ -33,29 +36,31 @@ _NUMERICS = flags.DEFINE_enum(
 _OUT = flags.DEFINE_string('out', '', 'Folder to append to; empty keeps none.')
 
 
-def _print(found):
+def _print(measures):
   print(f'{"routes":<12}{"mean k3":>12}{"p99":>12}{"max":>12}{"ratio > 2":>12}')
-  for way in ('replay', 'no_replay', 'shifted'):
-    cells = [found[f'mismatch_{n}_{way}'] for n in ('kl', 'p99', 'max')]
-    share = found[f'mismatch_large_{way}']
-    print(f'{way:<12}' + ''.join(f'{v:>12.2e}' for v in (*cells, share)))
-  layers = ' '.join(f'{v:.5f}' for v in found['route_agreement_layers'])
+  for pass_name in ('replay', 'no_replay', 'shifted'):
+    cells = [
+      measures[f'mismatch_{n}_{pass_name}'] for n in ('kl', 'p99', 'max')
+    ]
+    share = measures[f'mismatch_large_{pass_name}']
+    print(f'{pass_name:<12}' + ''.join(f'{v:>12.2e}' for v in (*cells, share)))
+  layers = ' '.join(f'{v:.5f}' for v in measures['route_agreement_layers'])
   print(
-    f'{found["sampled_tokens"]} tokens. Routes that agree, by MoE layer: '
-    f'{layers} (shifted {found["route_agreement_shifted"]:.3f}); tokens that '
-    f'differ in one: {found["routed_differently"]:.5f}.'
+    f'{measures["sampled_tokens"]} tokens. Routes that agree, by MoE layer: '
+    f'{layers} (shifted {measures["route_agreement_shifted"]:.3f}); tokens '
+    f'whose routes differ: {measures["routed_differently"]:.5f}.'
   )
 
 
 def run() -> None:
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   # One thread sums as the rollout worker of a run does.
   os.environ.setdefault('XLA_FLAGS', '--xla_cpu_multi_thread_eigen=false')
   from composer_jax.serve import probe
   from composer_jax.telemetry import machine, writer
 
   try:
-    found = probe.of_run(
+    measures = probe.of_run(
       pathlib.Path(_WORKDIR.value),
       probe.ProbeOptions(tokens=_TOKENS.value, seed=_SEED.value),
       stage=_STAGE.value,
@@ -64,11 +69,11 @@ def run() -> None:
         'numerics': _NUMERICS.value,
       },
     )
-    _print(found)
+    _print(measures)
     if _OUT.value:
       with writer.Writer(_OUT.value, tensorboard=False) as out:
         step = len(writer.read(_OUT.value)) + 1
-        out.write('mismatch', step, machine=machine.describe(), **found)
+        out.write('mismatch', step, machine=machine.describe(), **measures)
   except (ValueError, OSError) as error:
     start.fail(error)
 

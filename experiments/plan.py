@@ -1,15 +1,15 @@
-"""Answers questions about a model on machines that are not there.
+"""Answers questions about a model on machines that you do not have.
 
   python -m experiments.plan --config=configs/models/kimi_k2.py \
       --topology=v5p:8x8x8 --what=compile --libtpu=FOLDER
 
-Questions: 'params', the place and the bytes of every parameter; 'muon', which
-device orthogonalises what, its operations, bytes and modelled times; 'comms',
-the bytes of a train step against the least; 'compile', the train step as the
-machines' own compiler makes it: whether it fits, what it computes and sends,
-and how much of that has products beside it. Nothing is allocated. What a flag,
-a config file or a mesh can be wrong in ends the program with one line; --debug
-adds the traceback.
+Questions: 'params', placement and bytes of every parameter; 'muon', the
+matrices that each device orthogonalises, with operations, bytes and modelled
+times;
+'comms', the bytes of a train step against the least; 'compile', the train step
+compiled by the machines' compiler: if it fits, what it computes and sends, and
+how much of that overlaps with products. Nothing is allocated. A wrong flag,
+config file or mesh ends the program with one line; --debug adds the traceback.
 """
 
 import json
@@ -39,7 +39,7 @@ _FIELDS = [
   ),
   _text('layout', 'hsdp', 'hsdp or data_parallel.'),
   _text('dtype', 'float32', 'Of the parameters.'),
-  # Of comms and compile.
+  # Flags of comms and compile.
   _int('batch', 0, 'Rows of a step; 0: one a microbatch on devices of rows.'),
   _int('seq_len', 4096, 'Tokens of a row.'),
   _int('accumulate', 1, 'Microbatches of a step.'),
@@ -47,7 +47,7 @@ _FIELDS = [
   flags.DEFINE_float(
     'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
   ),
-  # Of compile.
+  # Flags of compile.
   flags.DEFINE_list(
     'remat_saves', None, 'What recomputing keeps; default: as in the config.'
   ),
@@ -59,18 +59,18 @@ _FIELDS = [
 
 def _main():
   fields = start.config_fields(_CONFIG)
-  asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
+  question: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
   try:
     if 'model' in fields:
       from composer_jax import wiring
 
-      wiring.spec_of(fields)  # Refuses names that a run's config has not.
-    tables = questions.answer(fields, questions.PlanQuestion(**asked))
+      wiring.spec_of(fields)  # Refuses names that a run's config does not have.
+    tables = questions.answer(fields, questions.PlanQuestion(**question))
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:
-    found = [table.to_json() for table in tables]
-    print(json.dumps({asked['what']: found}))
+    rows = [table.to_json() for table in tables]
+    print(json.dumps({question['what']: rows}))
   else:
     print('\n\n'.join(table.to_text() for table in tables))
   if any(table.title.startswith('FAILED') for table in tables):

@@ -1,10 +1,10 @@
-"""Writes report.html of whatever a workdir holds.
+"""Writes report.html from what a workdir holds.
 
   python -m experiments.report --workdir=runs/tiny
 
-Every run writes its own at its end, also when it is interrupted. This is for a
-run that was killed, and for a look at one that is still going: it only reads
-what is there and replaces the page.
+Every run writes its page at its end, also when it is interrupted. This main is
+for a run that was killed or still goes on; it reads the workdir and replaces
+the page only.
 """
 
 from absl import flags

@@ -3,7 +3,7 @@
   python -m experiments.serve --source=runs/tiny
   python -m experiments.serve --source=runs/tiny --follow   # while RL runs
 
-It listens on 127.0.0.1 alone unless --host says otherwise; see README.md.
+It listens on 127.0.0.1 unless --host is set; see docs/how_to/serve.md.
 """
 
 import functools
@@ -37,7 +37,9 @@ _ON_SWAP = flags.DEFINE_enum(
 )
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
-_NAME = flags.DEFINE_string('name', '', 'Of the model; default: the folder.')
+_NAME = flags.DEFINE_string(
+  'name', '', 'Name of the model; default: made of the folder.'
+)
 _TOKEN_FILE = flags.DEFINE_string(
   'token_file',
   '',
@@ -57,7 +59,7 @@ def _token() -> str:
 
 def _main():
   if not start.DEBUG.value:
-    logging.set_verbosity(logging.WARNING)  # orbax tells of every file
+    logging.set_verbosity(logging.WARNING)  # orbax logs every file
   fields = start.config_fields(_CONFIG)
   if _ON_SWAP.value:
     fields['engine']['on_swap'] = _ON_SWAP.value

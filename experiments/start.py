@@ -1,9 +1,8 @@
-"""What every main starts with: flags, and errors that are one line.
+"""The start of every main: flags, and errors in one line.
 
 absl and ml_collections end a wrong flag or config with a traceback, or with one
-inside the message, and partly before a main begins: a default config is loaded
-and overridden where its flag is defined. Everything that they raise then comes
-out here as one line.
+inside the message, partly before a main begins: a default config is loaded and
+overridden where its flag is defined. All of these errors become one line here.
 """
 
 import os
@@ -20,7 +19,7 @@ DEBUG = flags.DEFINE_bool(
   'debug', False, 'Prints the traceback of an error that has a message.'
 )
 
-# What a wrong flag raises, and what a file does that is no config.
+# Errors that a wrong flag raises, or a file that is no config.
 _ERRORS = (
   *(flags.Error, ValueError, TypeError, AttributeError, LookupError, OSError),
   *(SyntaxError, ImportError, NameError),
@@ -52,7 +51,7 @@ def define_config(
 
 
 def config_fields(config: flags.FlagHolder) -> dict[str, Any]:
-  """Returns what --config holds; a file that is not there is found out here."""
+  """Returns the fields of --config; ends the program if the file is missing."""
   try:
     return config.value.to_dict()
   except _ERRORS as error:
@@ -61,33 +60,33 @@ def config_fields(config: flags.FlagHolder) -> dict[str, Any]:
 
 def run(main: Callable[[], None]) -> None:
   """Runs `main` under absl."""
-  # Of a program's flags, --help lists those of the file that was started.
-  for module, found in flags.FLAGS.flags_by_module_dict().items():
+  # --help lists the flags of the file that was started; add those it imports.
+  for module, module_flags in flags.FLAGS.flags_by_module_dict().items():
     if module.startswith('experiments.'):
-      for flag in found:
+      for flag in module_flags:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
   app.run(lambda _: main(), flags_parser=_parse)
 
 
 def fail(error: BaseException) -> NoReturn:
   """Ends the program with the error's message, and its traceback on demand."""
-  if '--debug' in sys.argv:  # Not the flag: it may not be parsed yet.
+  if '--debug' in sys.argv:  # Not DEBUG, which may not be parsed yet.
     traceback.print_exception(error)
   sys.exit(f'error: {error}')
 
 
 def _parse(argv: list[str]) -> list[str]:
   try:
-    rest = flags.FLAGS(argv)
+    arguments = flags.FLAGS(argv)
   except SystemExit:
-    sys.exit(0)  # --help and its like, which absl ends with 1.
+    sys.exit(0)  # --help, --helpfull, ..., for which absl exits with 1.
   except _ERRORS as error:
     _refuse(error)
-  if len(rest) > 1:
+  if len(arguments) > 1:
     _refuse(
-      flags.Error(f'Unknown arguments {rest[1:]}; flags are --NAME=VALUE')
+      flags.Error(f'Unknown arguments {arguments[1:]}; flags are --NAME=VALUE')
     )
-  return rest
+  return arguments
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -99,18 +98,18 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _describe(error: Exception) -> str:
-  """Returns the message without the tracebacks and the lines within."""
+  """Returns the message in one line, without the tracebacks within."""
   cause = error.args[0] if error.args else None
   if isinstance(error, KeyError) or isinstance(cause, KeyError):
     # The text of a KeyError is its message in quotes.
-    said = cause.args[0] if isinstance(cause, KeyError) else cause
-    text = f'--config has no such field: {said}'
+    reason = cause.args[0] if isinstance(cause, KeyError) else cause
+    text = f'--config has no such field: {reason}'
   elif isinstance(error, OSError):
-    # The last line says what failed, those before it what was tried.
-    last = str(error).splitlines()[-1].rpartition('failure to load: ')[2]
-    text = f'--config cannot be loaded: {last}'
+    # The last line says what failed; earlier ones what was tried.
+    reason_line = str(error).splitlines()[-1].rpartition('failure to load: ')[2]
+    text = f'--config cannot be loaded: {reason_line}'
   elif isinstance(error, flags.Error | ValueError):
-    # Up to the last error of a traceback.
+    # Drop everything up to the last error of a traceback.
     text = re.sub(
       r'(?s)Error whilst parsing config file:.*\n[\w.]*(Error|Exception): ',
       '',
@@ -122,14 +121,15 @@ def _describe(error: Exception) -> str:
 
 
 def emulate_devices(num_devices: int) -> None:
-  """Gives a CPU so many devices; call it before the first use of JAX."""
-  found = os.environ.get('XLA_FLAGS', '')
+  """Makes a CPU show this many devices; call it before JAX is used."""
+
+  xla_flags = os.environ.get('XLA_FLAGS', '')
   for flag in (
     f'--xla_force_host_platform_device_count={num_devices}',
     '--xla_cpu_collective_call_terminate_timeout_seconds=600',
     # One thread per emulated device: eigen's own threads would fight them.
     '--xla_cpu_multi_thread_eigen=false',
   ):
-    if flag.split('=')[0] not in found:
-      found = f'{found} {flag}'
-  os.environ['XLA_FLAGS'] = found.strip()
+    if flag.split('=')[0] not in xla_flags:
+      xla_flags = f'{xla_flags} {flag}'
+  os.environ['XLA_FLAGS'] = xla_flags.strip()

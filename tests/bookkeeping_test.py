@@ -1,4 +1,4 @@
-"""The test suite's own book: skips are named, its XLA cache heals."""
+"""The test suite itself: which skips are allowed; how the XLA cache heals."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
 """Every notebook runs from a fresh kernel, is saved clean and defines nothing.
 
-The kernel is this test's own interpreter, by a kernel spec in a temporary
-folder: none has to be registered on the machine, and none that is can be
-picked by mistake.
+The kernel is this test's interpreter, named by a kernel spec in a temporary
+folder: the test needs no kernel registered on the machine and ignores those
+that are.
 """
 
 import ast
@@ -52,7 +52,7 @@ def kernels(tmp_path, monkeypatch):
   for name in ('JUPYTER_RUNTIME_DIR', 'JUPYTER_CONFIG_DIR', 'IPYTHONDIR'):
     monkeypatch.setenv(name, str(tmp_path / name.lower()))
   monkeypatch.setenv('MPLBACKEND', 'agg')
-  # One device, as a notebook finds it.
+  # A notebook has one device.
   quickly = ' '.join(f'{k}={v}' for k, v in conftest.COMPILING.items())
   monkeypatch.setenv('XLA_FLAGS', quickly)
   path = os.environ.get('PYTHONPATH', '')
@@ -69,7 +69,7 @@ def test_there_are_notebooks():
   assert ROOT / 'experiments' / 'colab' / 'first_loop.ipynb' in NOTEBOOKS
 
 
-# Half a minute of compiling, for a loop that the e2e tests go round too.
+# Compiling takes half a minute, and the e2e tests run the same loop.
 @pytest.mark.slow
 @each_notebook
 def test_runs_without_an_error(path, kernels, tmp_path):
@@ -98,8 +98,7 @@ def test_defines_nothing(path):
   kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
   for cell in code_cells(read(path)):
     tree = ast.parse(cell.source)
-    found = [n for n in ast.walk(tree) if isinstance(n, kinds)]
-    assert not found, (
-      f'{path.name} defines {found[0].name}; what is worth a function belongs '
-      'in the library.'
+    definitions = [n for n in ast.walk(tree) if isinstance(n, kinds)]
+    assert not definitions, (
+      f'{path.name} defines {definitions[0].name}; move it to the library.'
     )

@@ -1,20 +1,21 @@
-"""How tests compile what need not be fast."""
+"""Compiler options of tests, most of which need no fast programs."""
 
 import jax
 
-# For `jax.jit` of `decoder.init`: its many random numbers take four seconds to
-# compile, or one with these. They change the last bits.
+# For `jax.jit` of `decoder.init`, whose many random numbers take four seconds
+# to compile without these options and one with them. They change the last bits.
 INIT = {'xla_backend_optimization_level': 0}
-# In seconds instead of tens of them. Not for tests that promise bits.
+# Compiles in seconds instead of tens of seconds. Changes the last bits, so not
+# for tests that compare bits.
 QUICKLY: dict[str, bool | int] = {'xla_backend_optimization_level': 0}
-# As users' programs are compiled, whatever tests/conftest.py says: for tests
-# that promise bits among programs of different meshes.
+# Compiles as for users, undoing tests/conftest.py: for tests that compare bits
+# between programs of different meshes.
 AS_USERS_DO: dict[str, bool | int] = {'xla_backend_optimization_level': 3}
-# Quickly, and yet with the usual order of sums.
+# Compiles quickly and keeps the usual order of sums.
 ORDERLY: dict[str, bool | int] = {'xla_backend_optimization_level': 0}
 if jax.__version_info__ < (0, 11):
   AS_USERS_DO['xla_cpu_use_fusion_emitters'] = True
   ORDERLY['xla_cpu_use_fusion_emitters'] = True
-  # Without the emitters it takes a fifth of the time again; later versions of
-  # XLA have no other way.
+  # Without the emitters compiling takes a fifth of that time. Later versions of
+  # XLA have the emitters only.
   QUICKLY['xla_cpu_use_fusion_emitters'] = False

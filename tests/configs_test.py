@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, says what it is, and describes a whole run."""
+"""Every file in configs/ loads, is documented, and describes a whole run."""
 
 import ast
 import importlib.util
@@ -27,7 +27,7 @@ COMPOSERS = [p for p in CONFIGS if p.parent.name == 'composer']
 SERVERS = [p for p in CONFIGS if p.parent.name == 'serve']  # tests/serve
 TASK_SETS = [p for p in CONFIGS if p.parent.name == 'tasks']  # tests/tasks
 
-# Besides '': what a module's docstring or its function's names after a colon.
+# Arguments other than '', as the docstrings name them after a colon.
 ARGUMENTS = {
   'composer/tiny.py': ('smoke',),
   'composer/gpu.py': ('smoke',),
@@ -74,7 +74,7 @@ def leaves(config, prefix=''):
 def test_there_are_configs():
   assert ROOT / 'configs' / 'composer' / 'tiny.py' in COMPOSERS
   assert MODELS
-  # One that is in neither would be loaded and never built.
+  # A config that is in neither list would be loaded and never built.
   assert sorted(MODELS + COMPOSERS + SERVERS + TASK_SETS) == CONFIGS
 
 
@@ -85,7 +85,7 @@ def test_config_loads(path):
   assert isinstance(config, ml_collections.ConfigDict)
   values = dict(leaves(config))
   assert values, f'{path} sets nothing'
-  # YAML and the command line know these types only.
+  # The only types that YAML and the command line have.
   for name, value in values.items():
     kinds = (bool, int, float, str, tuple, list, type(None))
     assert isinstance(value, kinds), f'{path}: {name} is a {type(value)}'
@@ -106,7 +106,7 @@ def test_documented_arguments_are_those_that_work(path):
   known = ARGUMENTS.get(name_of(path), ())
   text = path.read_text()
   for argument in known:
-    assert f'.py:{argument}`' in text, f'{path} does not tell of {argument!r}'
+    assert f'.py:{argument}`' in text, f'{path} does not document {argument!r}'
     assert dict(leaves(load(path).get_config(argument)))
   with pytest.raises(ValueError, match="'nonsense'"):
     load(path).get_config('nonsense')
@@ -142,18 +142,18 @@ def test_model_docstring_states_its_counts(path):
   config = described(path)
   text = ' '.join(str(ast.get_docstring(ast.parse(path.read_bytes()))).split())
   units = {'M': 1e6, 'B': 1e9}
-  found = re.search(
+  match = re.search(
     r'([\d.]+)([MB]) parameters, ([\d.]+)([MB]) of them active', text
   )
-  assert found, f'{path} does not state its parameters'
-  total, total_unit, active, active_unit = found.groups()
+  assert match, f'{path} does not state its parameters'
+  total, total_unit, active, active_unit = match.groups()
   assert f'{flops.params_total(config) / units[total_unit]:.2f}' == total
   assert (
     f'{flops_test.params_active(config) / units[active_unit]:.2f}' == active
   )
-  found = re.search(r'([\d,]+) bytes per token in bfloat16', text)
-  assert found, f'{path} does not state the size of its cache'
-  assert f'{flops.cache_bytes_per_token(config):,}' == found.group(1)
+  match = re.search(r'([\d,]+) bytes per token in bfloat16', text)
+  assert match, f'{path} does not state the size of its cache'
+  assert f'{flops.cache_bytes_per_token(config):,}' == match.group(1)
 
 
 @each_model
@@ -182,7 +182,7 @@ def test_composer_is_a_whole_run(path, argument):
   for name, entry in resolved.items():
     assert name in shown or entry.value == entry.default, name
   assert counted(spec.model) == flops.params_total(spec.model)
-  # What is made of the sections later is made of them here.
+  # A run builds these from its sections later.
   spec.cpt.optimizer_options(), spec.sft.optimizer_options()
   spec.rl.optimizer_options(), spec.update_options(), spec.engine_options()
   spec.systems['sandbox'].limits()
@@ -234,7 +234,7 @@ def test_every_field_can_be_set_on_the_command_line():
   entries = {
     e.name: e
     for e in wiring.resolved(tiny().to_dict())
-    # None has no form on the command line, and texts of templates are quoted.
+    # The command line cannot write None; texts of templates are quoted.
     if e.value is not None and e.name != 'hints.templates'
   }
   again = overridden(*(f'{n}={said(e.value)}' for n, e in entries.items()))
@@ -246,7 +246,7 @@ def test_every_field_can_be_set_on_the_command_line():
 
 
 @pytest.mark.parametrize(
-  'override, told',
+  'override, message',
   [
     ('rl.stepz=5', r'config\.rl has no field stepz\. Did you mean steps\?'),
     ('cpt.muon.rolez=1', r'cpt\.muon has no field rolez\. .* mean roles\?'),
@@ -256,8 +256,10 @@ def test_every_field_can_be_set_on_the_command_line():
     ('model.embed=9', r'has no field embed\b.*embed_dim'),
   ],
 )
-def test_a_misspelt_override_is_refused_with_what_it_may_mean(override, told):
-  with pytest.raises(ValueError, match=told):
+def test_a_misspelt_override_is_refused_with_what_it_may_mean(
+  override, message
+):
+  with pytest.raises(ValueError, match=message):
     wiring.spec_of(overridden(override))
 
 
@@ -326,7 +328,7 @@ def test_misspelt_section_is_named():
 
 
 @pytest.mark.parametrize(
-  'name, value, told',
+  'name, value, message',
   [
     ('layout', 'pipeline', 'pipeline'),
     ('mesh.fsdp', 0, r'config\.mesh\.fsdp .* 1; got 0'),
@@ -351,7 +353,7 @@ def test_misspelt_section_is_named():
     ('sft.batch_size', 1, r'sft\.batch_size \(1\) .* fsdp \(2\).* is 2'),
     ('cpt.accumulate', 0, r'accumulate must be .* at least 1; got 0'),
     ('cpt.accumulate', 3, r'batch_size \(16\) .*accumulate \(3\).* is 18'),
-    # Zigzag order halves what a context shard holds of a row.
+    # Zigzag order gives each context shard two pieces of a row.
     ('mesh.context', 3, r'cpt\.seq_len \(256\) .* context .*\(6\).* is 258'),
     ('mesh.context', 80, r'cpt\.seq_len \(256\) .*zigzag.*\(160\).* is 320'),
     ('parallel.transport', 'nccl', r"transport .*'ring'.*'nccl'"),
@@ -425,14 +427,14 @@ def test_misspelt_section_is_named():
     ('evaluation.episodes', 0, 'episodes'),
   ],
 )
-def test_impossible_value_is_named(name, value, told):
+def test_impossible_value_is_named(name, value, message):
   fields = tiny().to_dict()
-  *sections, last = name.split('.')
+  *sections, field = name.split('.')
   inner = fields
   for section in sections:
     inner = inner.setdefault(section, {})
-  inner[last] = value
-  with pytest.raises(ValueError, match=told):
+  inner[field] = value
+  with pytest.raises(ValueError, match=message):
     wiring.spec_of(fields)
 
 

@@ -1,8 +1,8 @@
-"""Makes every test process alike: 8 emulated CPU devices, one XLA cache.
+"""Gives every test process 8 emulated CPU devices and one shared XLA cache.
 
-It also keeps the book of skips: a test may skip only for want of something
-that a machine can lack, named in ALLOWED_SKIPS, and every skip is printed at
-the end. Any other skip fails the run, so that no test stops running unseen.
+A test may skip only for a reason in ALLOWED_SKIPS, which names what a machine
+can lack. Every skip is printed at the end, and any other skip fails the run, so
+that no test stops running unnoticed.
 
 On a machine with a GPU, `JAX_PLATFORMS=cpu,cuda ./run.sh test` also runs the
 tests that need one.
@@ -22,35 +22,35 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 CACHE_BYTES = 2 << 30
 
-# What a skip's reason must begin with.
+# Allowed beginnings of a skip's reason.
 ALLOWED_SKIPS = (
   'no GPU',
   'no QEMU',
   'no libtpu',
   'no java',
 )
-# And on a system that cannot isolate processes; on Linux only when asked for
-# (--no-isolation), since there it is the normal case.
+# Allowed on a system that cannot isolate processes. Linux normally can, so
+# these need --no-isolation there.
 ALLOWED_WITHOUT_ISOLATION = ('no bwrap', 'no namespaces')
 
 XLA_FLAGS = {
   '--xla_force_host_platform_device_count': '8',
-  # Eight devices on two busy cores can keep a collective waiting for long.
+  # On two busy cores a collective of eight devices may wait for minutes.
   '--xla_cpu_collective_call_terminate_timeout_seconds': '600',
   '--xla_cpu_collective_call_warn_stuck_timeout_seconds': '120',
-  # Eight devices are threads enough for the cores.
+  # Eight devices are enough threads for the cores.
   '--xla_cpu_multi_thread_eigen': 'false',
-  # So are two test processes; the pieces of a program cost more than they save.
+  # Two test processes use both cores; compiling a program in pieces only costs.
   '--xla_cpu_parallel_codegen_split_count': '1',
 }
 
 
-# Most of what tests cost is compiling, which these halve; the programs are the
-# same up to the order of a few roundings. Not of a user's run.
+# Compiling is most of the cost of tests, and these options halve it. They
+# change the order of a few roundings, so users' runs do without them.
 COMPILING = {'--xla_backend_optimization_level': '0'}
 _JAXLIB = importlib.metadata.version('jaxlib')
 if tuple(map(int, _JAXLIB.split('.')[:2])) < (0, 11):
-  # Later versions of XLA have no other way, and know no such flag.
+  # Later versions of XLA always do this and have no such flag.
   COMPILING['--xla_cpu_use_fusion_emitters'] = 'false'
 
 
@@ -73,17 +73,17 @@ def _cache_folder() -> pathlib.Path:
 def _set_environment() -> None:
   """Runs before anything imports jax; child processes inherit it."""
   flags = os.environ.get('XLA_FLAGS', '').split()
-  given = {flag.partition('=')[0] for flag in flags}
-  wanted = XLA_FLAGS | COMPILING
-  flags += [f'{k}={v}' for k, v in wanted.items() if k not in given]
+  user_flags = {flag.partition('=')[0] for flag in flags}
+  test_flags = XLA_FLAGS | COMPILING
+  flags += [f'{k}={v}' for k, v in test_flags.items() if k not in user_flags]
   os.environ['XLA_FLAGS'] = ' '.join(flags)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_cache_folder()))
-  # No source lines in programs: finding them takes an eighth of a warm run.
+  # Finding the source lines of programs would take an eighth of a warm run.
   os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
   os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')
   os.environ.setdefault('MPLBACKEND', 'agg')
-  # Warnings too: a test waits for XLA's of rematerialisation.
+  # A test reads XLA's warnings about rematerialisation.
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
 
 
@@ -93,8 +93,8 @@ _set_environment()
 def sweep_cache(folder: pathlib.Path, max_bytes: int) -> int:
   """Removes damaged entries, and the oldest ones beyond `max_bytes`.
 
-  JAX writes entries in place, so a killed process leaves half of one. JAX only
-  warns of it and compiles again, but never writes it anew.
+  JAX writes entries in place, so a killed process leaves half an entry. JAX
+  warns of it in every run and compiles again, and never replaces it.
 
   Returns:
     The number of files removed.
@@ -145,8 +145,8 @@ def pytest_collection_modifyitems(config, items):
   if slow and not config.getoption('--slow'):
     config.hook.pytest_deselected(items=slow)
     items[:] = [i for i in items if not i.get_closest_marker('slow')]
-  # A long file begun last would leave the other core idle. Not the one that
-  # waits for the job which another one runs: its turn comes later.
+  # A long file that starts last would leave the other core idle. bad_input is
+  # the exception, since it waits for the job that another file runs.
   items.sort(key=lambda i: '/e2e/' not in i.nodeid or 'bad_input' in i.nodeid)
 
 
@@ -160,9 +160,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope='module', autouse=True)
 def old_objects_are_not_searched():
-  """Traced programs are a million objects, and most live to the end.
+  """Freezes traced programs: a million objects, most of which live to the end.
 
-  A collection that walks through all of them takes seconds.
+  A garbage collection that walks through all of them takes seconds.
   """
   yield
   gc.freeze()

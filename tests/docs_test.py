@@ -1,4 +1,4 @@
-"""What README and docs say: commands, flags, fields, links and words."""
+"""Commands, flags, fields, links and words of README and docs."""
 
 import ast
 import functools
@@ -26,7 +26,7 @@ each_page = pytest.mark.parametrize(
 
 
 def commands(text: str) -> list[list[str]]:
-  """The words of each command of the project, without comments."""
+  """Returns the words of each command of this project in a text."""
   blocks = re.findall(r'^```\w*\n(.*?)^```', text, re.M | re.S)
   blocks += re.findall(r'`(\./run\.sh[^`\n]*)`', text)
   lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
@@ -40,20 +40,20 @@ def commands(text: str) -> list[list[str]]:
 
 @functools.cache
 def flags_of(module: str) -> frozenset[str]:
-  """Names of the flags that a main defines."""
+  """Returns the names of the flags that a main defines."""
   code = (
     'import importlib, sys; from absl import flags; '
     'importlib.import_module(sys.argv[1]); '
     'print(*flags.FLAGS, "help", "helpfull")'
   )
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-c', code, module],
     cwd=ROOT,
     capture_output=True,
     text=True,
     check=True,
   )
-  return frozenset(done.stdout.split())
+  return frozenset(process.stdout.split())
 
 
 @functools.cache
@@ -63,15 +63,15 @@ def fields_of(config: str) -> frozenset[str]:
 
 
 def main_of(words: list[str]) -> tuple[str, list[str]]:
-  """The module that a command starts ('' for one of run.sh) and its flags."""
+  """Returns the module that a command starts ('' for run.sh) and its flags."""
   if words[0] != './run.sh':
     return words[2], words[3:]
-  first, *others = words[1:] or ['']
-  if first in ('test', 'lint', 'install', 'docs', 'help'):
-    return '', others
-  if first.startswith('-') or not first:
+  command, *arguments = words[1:] or ['']
+  if command in ('test', 'lint', 'install', 'docs', 'help'):
+    return '', arguments
+  if command.startswith('-') or not command:
     return 'experiments.composer', words[1:]
-  return f'experiments.{first}', others
+  return f'experiments.{command}', arguments
 
 
 @each_page
@@ -193,10 +193,10 @@ def test_entries_of_docstrings_stand_alone():
 
 @pytest.mark.slow
 def test_the_pages_are_built_without_a_warning():
-  done = subprocess.run(
+  process = subprocess.run(
     ['./run.sh', 'docs'], cwd=ROOT, capture_output=True, text=True
   )
-  assert done.returncode == 0, done.stdout + done.stderr
+  assert process.returncode == 0, process.stdout + process.stderr
   page = (
     ROOT / 'runs' / 'docs' / 'reference' / 'config' / 'index.html'
   ).read_text()

@@ -1,4 +1,4 @@
-"""Every example runs as its text says, and does what it is there to show."""
+"""Every example runs by the command in its docstring and shows what it says."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run(name: str, *flags: str) -> str:
-  """Returns what an example prints, run by a process of its own."""
+  """Runs an example in a new process and returns its output."""
   environment = os.environ | {
     'XLA_FLAGS': ' '.join(f'{k}={v}' for k, v in conftest.COMPILING.items())
   }

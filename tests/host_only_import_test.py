@@ -23,11 +23,11 @@ HOST_ONLY = (
   'data/packing.py',
 )
 
-# Their sides that train, place and sample.
+# Parts of these packages that train, place or sample, and need jax.
 WITH_JAX = ('composer_jax.tasks.practice', 'composer_jax.delta.device')
 
-# What runs inside the sandbox, where no installed package is: it imports the
-# standard library and itself.
+# Runs inside the sandbox, where no package is installed: it may import the
+# standard library and its own modules only.
 INSIDE = ROOT / 'composer_jax' / 'sandbox' / 'inside'
 
 _PROGRAM = """
@@ -76,7 +76,7 @@ def test_an_import_of_jax_is_seen():
 
 def test_what_runs_inside_the_sandbox_needs_only_the_standard_library():
   scripts = sorted(INSIDE.glob('*.py'))
-  own = {f'composer_jax.sandbox.inside.{path.stem}' for path in scripts}
+  own_modules = {f'composer_jax.sandbox.inside.{path.stem}' for path in scripts}
   for path in scripts:
     for node in ast.walk(ast.parse(path.read_bytes())):
       names = []
@@ -85,5 +85,7 @@ def test_what_runs_inside_the_sandbox_needs_only_the_standard_library():
       elif isinstance(node, ast.ImportFrom):
         names = [f'{node.module}.{alias.name}' for alias in node.names]
       for name in names:
-        allowed = name.split('.')[0] in sys.stdlib_module_names or name in own
+        allowed = (
+          name.split('.')[0] in sys.stdlib_module_names or name in own_modules
+        )
         assert allowed, f'{path.name}:{node.lineno} imports {name}'

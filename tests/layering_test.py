@@ -1,7 +1,7 @@
-"""The laws of the house, read from the source: see docs in DESIGN and STYLE.
+"""Laws of the code's structure, checked on its source.
 
-The spine imports no system; floors have no cycles; the spine stays small enough
-to hold in one head; every module is reached by a program; no name stands twice.
+The spine imports no system; floors have no cycles; spine and library keep to
+their budgets of lines; a program reaches every module; class names are unique.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'composer_jax'
 
-# The spine, from the ground up; a package imports lower floors alone.
+# The spine, lowest floor first; a package imports only lower floors.
 FLOORS = (
   ('core',),
   ('parallel', 'kernels', 'telemetry', 'text'),
@@ -26,7 +26,7 @@ FLOORS = (
 )
 LEVEL = {name: i for i, names in enumerate(FLOORS) for name in names}
 
-# Each system with the systems that it may import, by their doors alone.
+# Each system, with the systems whose doors it may import.
 SYSTEMS = {
   'sandbox': (),
   'corpus': (),
@@ -38,7 +38,7 @@ SYSTEMS = {
   'serve': ('delta', 'hf', 'tasks'),
 }
 
-# What of a system others may import. `wiring` and the mains import any module.
+# Modules of a system that others may import. `wiring` and mains import any.
 DOORS = {
   'sandbox': ('base', 'open', 'options'),
   'tasks': (
@@ -63,12 +63,12 @@ DOORS = {
 # prediction and speculation 900.
 SPINE_LINES = 22_000
 LIBRARY_LINES = 66_000
-MAX_FILES = 15  # of a folder; that of delta waits for its own rewriting
+MAX_FILES = 15  # in a folder; that of delta waits for its rewriting
 
-# Modules without a program, which later work wires.
+# Modules that no program imports yet.
 UNREACHED = {'agent.replay', 'sandbox.remote.ray_placement', 'tasks.judges'}
 
-# Files that are run or loaded by path or by a made-up name, by who does it.
+# Files that are run or loaded by path or by a composed name, and by what.
 BY_NAME = {
   'kernels.grouped.matmul': (
     'kernels.grouped.megablox',
@@ -83,8 +83,8 @@ BY_NAME = {
   'tasks.grading.suites': ('tasks.grading.suite_plugin',),
 }
 
-# Class names that stand more than once, with the reason. Those inside delta
-# wait for its own rewriting.
+# Class names that several modules have, with the reason. Those inside delta
+# wait for its rewriting.
 TWICE: dict[str, str] = {}
 
 # Ten files that show the whole idea, in the order to read them.
@@ -112,7 +112,7 @@ def name_of(path: pathlib.Path) -> str:
 
 
 def module_of(path: pathlib.Path) -> str:
-  """'rl.step' of composer_jax/rl/step.py."""
+  """Returns a module's dotted name: 'rl.step' for composer_jax/rl/step.py."""
   parts = path.relative_to(PACKAGE).with_suffix('').parts
   return '.'.join(parts).removesuffix('.__init__')
 
@@ -141,30 +141,30 @@ def violation(package: str, name: str) -> str:
     return f'{name} is outside the package'
   if parts[0] != 'composer_jax':
     return ''
-  other = parts[1] if len(parts) > 1 else ''
-  if other == package:
+  target = parts[1] if len(parts) > 1 else ''
+  if target == package:
     return ''
-  if other in ('wiring', 'sections'):
-    return f'{package} imports {other}, which stands above'
-  if other in SYSTEMS:
+  if target in ('wiring', 'sections'):
+    return f'{package} imports {target}, which stands above'
+  if target in SYSTEMS:
     if package in LEVEL:
-      return f'{package} is of the spine and imports {other}, a system'
-    if other not in SYSTEMS[package]:
-      return f'{package} imports {other}, which is not among its systems'
+      return f'{package} is of the spine and imports {target}, a system'
+    if target not in SYSTEMS[package]:
+      return f'{package} imports {target}, which is not among its systems'
     inner = '.'.join(parts[2:])
-    if not any(inner == d or inner.startswith(f'{d}.') for d in DOORS[other]):
-      return f'{package} imports {name}, which is no door of {other}'
-  elif other not in LEVEL:
+    if not any(inner == d or inner.startswith(f'{d}.') for d in DOORS[target]):
+      return f'{package} imports {name}, which is no door of {target}'
+  elif target not in LEVEL:
     return f'{name} names no package of FLOORS or SYSTEMS'
-  elif package in LEVEL and LEVEL[other] >= LEVEL[package]:
-    return f'{package} imports {other}, not a lower floor'
+  elif package in LEVEL and LEVEL[target] >= LEVEL[package]:
+    return f'{package} imports {target}, not a lower floor'
   return ''
 
 
 def violations(package: str, tree: ast.AST) -> list[str]:
   """Returns a line for each import that `package` may not make."""
-  told = [(line, violation(package, name)) for line, name in imports(tree)]
-  return [f'{line}: {why}' for line, why in told if why]
+  reasons = [(line, violation(package, name)) for line, name in imports(tree)]
+  return [f'{line}: {why}' for line, why in reasons if why]
 
 
 @pytest.fixture(scope='module')
@@ -178,13 +178,13 @@ def test_every_package_is_of_the_spine_or_a_system():
 
 
 def test_packages_import_lower_floors_and_doors_alone(trees):
-  told = [
+  lines = [
     f'{name_of(path)}:{line}'
     for path, tree in trees.items()
     if path.parent != PACKAGE
     for line in violations(path.relative_to(PACKAGE).parts[0], tree)
   ]
-  assert not told, '\n'.join(told)
+  assert not lines, '\n'.join(lines)
 
 
 def test_systems_have_no_cycle():
@@ -195,7 +195,7 @@ def test_modules_have_no_cycle(trees):
   modules = {
     module_of(path): tree
     for path, tree in trees.items()
-    # The inside of delta waits for its own rewriting.
+    # delta waits for its rewriting.
     if not module_of(path).startswith('delta.')
   }
   graphlib.TopologicalSorter(
@@ -249,16 +249,16 @@ def test_the_library_keeps_to_its_budget():
 
 def test_no_folder_shows_more_than_one_sees_at_once():
   count = collections.Counter(p.parent for p in sources())
-  many = {
+  crowded = {
     name_of(folder): files
     for folder, files in count.items()
     if files - 1 > MAX_FILES and folder != PACKAGE / 'delta'
   }
-  assert not many
+  assert not crowded
 
 
 def test_no_file_repeats_the_name_of_its_folder():
-  """deletion/deletion_edit.py says twice what deletion/edit.py says once."""
+  """Holds for deletion/edit.py and not for deletion/deletion_edit.py."""
   repeated = [
     name_of(path)
     for path in sources()
@@ -269,7 +269,7 @@ def test_no_file_repeats_the_name_of_its_folder():
 
 
 def imported(tree: ast.AST, modules) -> Iterator[str]:
-  """Yields those of the library's modules that a file imports."""
+  """Yields the modules of the library that a file imports."""
   for _, name in imports(tree):
     inner = name.removeprefix('composer_jax.')
     # `from a.b import c` names module a.b.c, or c of module a.b.
@@ -280,26 +280,26 @@ def imported(tree: ast.AST, modules) -> Iterator[str]:
 
 
 def reached(trees) -> set[str]:
-  """Modules that a main, example, study or benchmark imports, however far."""
+  """Returns modules that a program imports, directly or through others."""
   modules = {module_of(path): tree for path, tree in trees.items()}
   programs = [*ROOT.glob('experiments/**/*.py'), *ROOT.glob('benchmarks/*.py')]
   due = [
     m for p in programs for m in imported(ast.parse(p.read_bytes()), modules)
   ]
-  done: set[str] = set()
+  visited: set[str] = set()
   while due:
     module = due.pop()
-    if module not in done:
-      done.add(module)
+    if module not in visited:
+      visited.add(module)
       due += [*imported(modules[module], modules), *BY_NAME.get(module, ())]
-  return done
+  return visited
 
 
 def test_every_module_is_reached_by_a_program(trees):
   modules = {module_of(p) for p in trees if p.name != '__init__.py'}
   unreached = modules - reached(trees) - UNREACHED
   assert not unreached
-  # What a program reaches by now has no place in the list.
+  # A module that a program reaches must leave the list.
   assert modules >= UNREACHED and not UNREACHED & reached(trees)
 
 
@@ -388,7 +388,7 @@ def test_shifts_are_seen():
 
 
 def test_tasks_and_agent_parse_in_one_place():
-  """Python 3.11 fails with a SystemError where threads parse at once."""
+  """Python 3.11 fails with a SystemError when two threads call ast.parse."""
   places = [
     name_of(path)
     for package in ('tasks', 'agent')

@@ -1,4 +1,4 @@
-"""run.sh explains itself, names what is unknown and installs once."""
+"""run.sh lists its commands, names unknown ones and installs once."""
 
 import os
 import pathlib
@@ -24,7 +24,7 @@ def run(*args, cwd=ROOT, **env) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def checkout(tmp_path) -> pathlib.Path:
-  """A copy of what run.sh reads, with an experiment that prints its flags."""
+  """A copy of the files that run.sh reads; its main prints the flags."""
   for name in ('run.sh', 'setup.py', 'constraints.txt'):
     shutil.copy(ROOT / name, tmp_path / name)
   experiments = tmp_path / 'experiments'

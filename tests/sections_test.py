@@ -1,4 +1,4 @@
-"""Dictionaries become dataclasses by name, with defaults where they stand."""
+"""Dictionaries become dataclasses by name; absent fields keep defaults."""
 
 import dataclasses
 
@@ -30,12 +30,12 @@ class Outer:
   """A section.
 
   Attributes:
-    count: how many.
+    count: number of something.
     rows: one number, or several.
     names, words: texts.
-    is_on: whether it is.
-    pairs: texts in twos.
-    inner: within.
+    is_on: true if it is on.
+    pairs: pairs of texts.
+    inner: section within.
   """
 
   count: int
@@ -73,12 +73,12 @@ def test_absent_fields_keep_the_default_of_where_they_stand():
 def test_what_the_command_line_and_json_cannot_say_is_converted(
   fields, name, value
 ):
-  made = getattr(build(count=1, **fields), name)
-  assert made == value and type(made) is type(value)
+  actual = getattr(build(count=1, **fields), name)
+  assert actual == value and type(actual) is type(value)
 
 
 @pytest.mark.parametrize(
-  'fields, told',
+  'fields, message',
   [
     ({}, r'--config\.outer lacks field count\.'),
     ({'count': 1, 'row': 2}, r'no field row\. Did you mean rows\?.*count, in'),
@@ -100,8 +100,8 @@ def test_what_the_command_line_and_json_cannot_say_is_converted(
     ({'count': 1, 'inner': 3}, r'outer\.inner must be a section, not 3'),
   ],
 )
-def test_what_cannot_be_is_told_with_its_place(fields, told):
-  with pytest.raises(ValueError, match=told):
+def test_an_impossible_value_is_named_with_its_place(fields, message):
+  with pytest.raises(ValueError, match=message):
     build(**fields)
 
 

@@ -5,15 +5,15 @@
       --config=configs/composer/deletion.py:runs/deletion_tasks \
       --workdir=runs/deletion
 
-The tasks come from the folder after the colon; without one the file can be read
-and listed, and a run of it says what is missing. `deletion.py:DIR,smoke` is a
-job of seconds on a small set (the tests make one).
+The tasks come from the folder after the colon. Without a folder the file can be
+loaded, and a run of it says what is missing. `deletion.py:DIR,smoke` is a job
+of seconds on a small set, such as the tests make.
 
-A model of this size solves none of them: the config shows that the loop on real
-repositories is whole, and what another model has to set (`initial`, lengths,
-`mesh`). SFT is shown the solutions of `demonstrations.count` tasks, RL trains
-on each of the others at most once, and packages that are held out are only for
-evaluation. Not measured on a model that could solve one.
+A model of this size solves none of the tasks. The config shows that the loop on
+real repositories works, and which fields another model has to set (`initial`,
+lengths, `mesh`). SFT sees the solutions of `demonstrations.count` tasks, RL
+trains on each of the others at most once, and held-out packages are only for
+evaluation. Not measured with a model that could solve a task.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ import ml_collections
 
 from configs.composer import tiny
 
-_UNNAMED = 'DIR'  # stands in `tasks.folder` where no set is named
+_UNNAMED = 'DIR'  # value of `tasks.folder` if no set is named
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -36,7 +36,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     )
   c = tiny.get_config(variant)
   c.tasks.update(family='deletion', folder=folder or _UNNAMED)
-  # Of the shell alone one learns little here, and a prompt is dear.
+  # Without `run`: a shell teaches little here and lengthens the prompt.
   c.tasks.repository.tools = (
     *('read', 'search', 'edit', 'write', 'test', 'finish'),
   )
@@ -50,7 +50,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     file_bytes=64 * 2**20,
     output_bytes=4 * 2**20,
   )
-  # A context of real code, continued from summaries.
+  # Room for real code; longer episodes go on from summaries.
   c.episode.max_tokens = 2048
   c.episode.max_turns = 24
   c.episode.max_call_tokens = 256

@@ -20,8 +20,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.model.compute_dtype = 'bfloat16'
   c.rl.placement = 'colocated'
   c.rl.max_staleness = 0
-  # Nats a token. On a CPU rounding of bfloat16 is 2e-6 with replay and 8e-6
-  # without (studies/mismatch), so that a small step's lie passes.
+  # Nats a token. On a CPU the rounding of bfloat16 gives 2e-6 with replay and
+  # 8e-6 without (studies/mismatch), so the false version of a small step
+  # passes.
   c.rl.gate.max_kl_fresh = 1e-4
   if arg == 'smoke':
     return c

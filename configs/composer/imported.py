@@ -5,15 +5,14 @@
       --config=configs/composer/imported.py:runs/import/qwen3 \
       --workdir=runs/qwen3
 
-The model is that of the import; weights and tokenizer come from it as well.
-Everything else is tiny.py's, but for the learning rates: pretraining goes on at
-what pretraining ends at, far below what suits random weights. For a model of
-size set `--config.mesh`, `--config.layout=hsdp` and the lengths. Not measured
-on a model that knows anything.
+Model, weights and tokenizer are those of the import. Everything else is as in
+tiny.py but the learning rates, which are those at the end of pretraining, far
+below those for random weights. For a large model set `--config.mesh`,
+`--config.layout=hsdp` and the lengths. Not measured on published weights.
 
-Arguments: the import, or `imported.py:DIR,smoke` for tiny.py's shortest job.
-Without one the file can be read and listed, and a run of it says what is
-missing.
+Arguments: the import's folder, or `imported.py:DIR,smoke` for tiny.py's
+shortest job. Without a folder the file can be loaded, and a run of it says what
+is missing.
 """
 
 import json
@@ -23,7 +22,7 @@ import ml_collections
 
 from configs.composer import tiny
 
-_UNNAMED = 'DIR'  # stands in `initial` where no import is named
+_UNNAMED = 'DIR'  # value of `initial` if no import is named
 
 
 def get_config(arg: str = '') -> ml_collections.ConfigDict:
@@ -35,18 +34,18 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   if folder:
     c.model = _model(folder)
     if c.model.compute_dtype == 'bfloat16':
-      c.rl.gate.max_kl_fresh = 1e-4  # as in gpu.py; set it with the dtype
+      c.rl.gate.max_kl_fresh = 1e-4  # depends on the dtype, see gpu.py
   if variant == 'smoke':
-    # For a CPU; an import says bfloat16 and recomputing, for accelerators.
+    # For a CPU; an import sets bfloat16 and recomputation, for accelerators.
     c.model.compute_dtype, c.model.remat = 'float32', False
     c.rl.gate = tiny.get_config().rl.gate
-    # Calls take more tokens of a vocabulary that was not learnt from them.
+    # Calls take more tokens in a vocabulary that was not trained on them.
     c.episode.max_call_tokens = 64
-  # tiny.py's 12 rows do not divide by the devices of a node.
+  # tiny.py has 12 rows, which do not divide by the 8 devices of a node.
   c.sft.batch_size = c.cpt.batch_size
   for stage in (c.cpt, c.sft):
-    # What published weights were mostly trained with; a model of Muon's, such
-    # as Kimi K2 and Moonlight, goes on with it: optimizer='muon'.
+    # Most published weights were trained with AdamW; those trained with Muon,
+    # such as Kimi K2 and Moonlight, go on with it: optimizer='muon'.
     stage.optimizer = 'adam'
     stage.learning_rate = 2e-5
     stage.adam_learning_rate = 2e-5

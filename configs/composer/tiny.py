@@ -6,14 +6,13 @@
 
 About ten minutes on two cores: pretraining 2 to 3.5, SFT 1.8, RL 4.9. One run
 with hints passed 0.54 of 200 held-out episodes before RL and 0.91 after it, and
-its invalid calls went from 14.8 to 2.1 %. One of before there were hints, with
-muon.coefficients='keller', passed 0.68 and 0.94.
+its share of invalid calls fell from 14.8 to 2.1 %. An earlier run without hints
+and with muon.coefficients='keller' passed 0.68 and 0.94.
 
-Shown is what one changes first. `./run.sh config` prints every field with its
-default and meaning; each can be set by --config.SECTION.FIELD=VALUE.
+The file shows the fields that one changes first. `./run.sh config` prints every
+field with its default and meaning; --config.SECTION.FIELD=VALUE sets any.
 
-Arguments after a colon: `tiny.py:smoke` runs every stage with numbers so small
-that the whole job takes seconds (the tests do).
+Argument after a colon: `tiny.py:smoke` runs every stage at a size for tests.
 """
 
 import ml_collections
@@ -26,7 +25,9 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f"tiny.py takes no argument or 'smoke', not {arg!r}.")
   c = ml_collections.ConfigDict()
   c.seed = 0
-  c.initial = ''  # random weights; or a folder made by experiments.hf_import
+  c.initial = (
+    ''  # '' for random weights, or a folder made by experiments.hf_import
+  )
   # Devices of pretraining and SFT; their product is emulated on a CPU. That of
   # RL is rl.mesh.
   c.mesh = dict(replica=2, fsdp=1, context=1)
@@ -34,7 +35,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   # Its `numerics` and `moe.replay_alpha` are for rollouts, evaluations and RL;
   # pretraining and SFT, on the whole mesh, are always 'fast'.
   c.model = model_tiny.get_config()
-  c.tokenizer = dict(train_bytes=2_000_000)  # that merges are learnt from
+  c.tokenizer = dict(train_bytes=2_000_000)  # from which merges are learnt
   c.data = dict(
     sources=('stdlib', 'site-packages'),  # or folders, sdists, lists
     max_bytes=12_000_000,
@@ -51,10 +52,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     weight_decay=0.1,
     optimizer='muon',  # on matrices, AdamW on the rest; or 'adam' on all
   )
-  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # fields of cpt, too
+  c.sft = dict(steps=280, batch_size=12, seq_len=320)  # the fields of cpt
   c.demonstrations = dict(
     count=7000,  # transcripts, generated on training tasks only
-    # Each is a probability per decision; RL has to unlearn them.
+    # Flaws, each with its probability per decision; RL has to unlearn them.
     wrong_edit=0.08,
     broken_edit=0.1,
     skip_test=0.5,
@@ -65,21 +66,21 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     max_tokens=320,
     max_turns=10,
     max_call_tokens=64,
-    max_sampled_tokens=10_000,  # of all windows of an episode
+    max_sampled_tokens=10_000,  # over all windows of an episode
     temperature=1.0,
   )
   c.summary = dict(trigger=0)  # tokens that no window exceeds; 0: no summaries
   c.rewards = dict(
-    invalid_penalty=0.1,  # of reward, per invalid call
+    invalid_penalty=0.1,  # taken from the reward, per invalid call
     # Without a price on effort a wrong edit that is mended later earns as much
-    # as a right one, and RL unlearns to get it right at once.
+    # as a right one, and RL would unlearn to be right at once.
     effort_coefficient=0.1,
     effort_scale=80.0,  # sampled tokens, about an episode's
     effort_turn_tokens=8.0,
   )
   c.hints = dict(
     loss=dict(
-      weight=1.0,  # of a hinted turn beside a rollout of advantage 1; 0: off
+      weight=1.0,  # relative to a rollout of advantage 1; 0: no hints
       teacher='frozen',  # the SFT policy; or 'ema', a slow average
     ),
   )
@@ -108,10 +109,10 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     warmup_steps=3,
     decay_steps=95,  # linear, to a tenth
     loss=dict(name='tis'),  # truncated importance sampling; see policy_loss.py
-    kl_coefficient=0.0,  # of the k1 penalty against the SFT policy
+    kl_coefficient=0.0,  # weight of the k1 penalty against the SFT policy
     reward='verdict',  # 'shuffled' is the control that must not learn
-    replay=True,  # of the routes that the engine recorded
-    # What the mismatch of rollout and trainer may be, in float32. Measured on
+    replay=True,  # replay the routes that the engine recorded
+    # Bands for the mismatch of rollout and trainer, in float32. Measured on
     # three runs of first_loop.py: of fresh tokens a mean k3 of 6e-14, with
     # replay; at staleness 1, with the policy one step on, a mean k3 of at most
     # 0.010, at most 0.0016 of tokens at a ratio of 2, and at least 0.956 of
@@ -125,11 +126,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.delta = dict(
     # Folder or URL (s3://bucket/run) of this run alone; '' for workdir/store.
     store='',
-    threads=1,  # that encode, and that decode; each side has a core of two
+    threads=1,  # encoders and decoders; each side has one of two cores
   )
   c.evaluation = dict(episodes=200)  # held-out, before and after RL
   c.telemetry = dict(tensorboard=True, wandb=False)
-  # Nothing of these is shown, and all can be set on the command line.
+  # Sections without a field here; the command line can set all of theirs.
   c.parallel = dict()
   c.cpt.muon, c.sft.muon = dict(), dict()
   c.tasks.repository = dict(bounds=dict())

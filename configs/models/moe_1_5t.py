@@ -68,12 +68,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.vocab_size = 163840
   c.embed_dim = 8192
   c.num_layers = 60
-  c.num_dense_layers = 2  # of num_layers, the first ones
+  c.num_dense_layers = 2  # the first of num_layers
   c.dense_ffw_dim = 18432  # as wide as the 9 experts of a token
   c.norm_eps = 1e-6
   c.tie_embeddings = False
   c.remat = True
-  # What recomputing keeps: what other devices sent of tokens.
+  # Recomputation keeps tokens that other devices sent.
   c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
@@ -112,6 +112,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=2.828,  # the square root of num_active
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
-    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
+    replay_alpha=0.0,  # in RL; 0 replays every recorded expert
   )
   return c

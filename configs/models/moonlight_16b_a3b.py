@@ -18,12 +18,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.vocab_size = 163840
   c.embed_dim = 2048
   c.num_layers = 27
-  c.num_dense_layers = 1  # of num_layers, the first ones
+  c.num_dense_layers = 1  # the first of num_layers
   c.dense_ffw_dim = 11264
   c.norm_eps = 1e-5
   c.tie_embeddings = False
   c.remat = True
-  # What recomputing keeps: what other devices sent of tokens.
+  # Recomputation keeps tokens that other devices sent.
   c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
@@ -35,7 +35,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     nope_dim=128,
     rope_dim=64,
     value_dim=128,
-    latent_norm_eps=1e-6,  # of DeepSeek's code, whatever norm_eps says
+    latent_norm_eps=1e-6,  # fixed in DeepSeek's code, unlike norm_eps
   )
   c.rope = dict(theta=50000.0, interleaved=True, yarn=None)
   c.moe = dict(
@@ -50,6 +50,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=2.446,
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
-    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
+    replay_alpha=0.0,  # in RL; 0 replays every recorded expert
   )
   return c

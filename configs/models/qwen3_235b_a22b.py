@@ -15,7 +15,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c = qwen3_30b_a3b.get_config(arg)
   c.embed_dim = 4096
   c.num_layers = 94
-  c.dense_ffw_dim = 12288  # of no layer
+  c.dense_ffw_dim = 12288  # unused: no layer is dense
   c.attention.num_heads = 64
   c.moe.ffw_dim = 1536
   # moe.aux_loss_weight as published too: 94 / 8 times as hard as it sounds.

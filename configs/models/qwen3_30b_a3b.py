@@ -22,11 +22,11 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.embed_dim = 2048
   c.num_layers = 48
   c.num_dense_layers = 0
-  c.dense_ffw_dim = 6144  # of no layer
+  c.dense_ffw_dim = 6144  # unused: no layer is dense
   c.norm_eps = 1e-6
   c.tie_embeddings = False
   c.remat = True
-  # What recomputing keeps: what other devices sent of tokens.
+  # Recomputation keeps tokens that other devices sent.
   c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
@@ -55,6 +55,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     # layers are loaded alike, ours is num_layers / num_active = 6 times theirs.
     aux_loss_weight=0.001,
     z_loss_weight=0.0,
-    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
+    replay_alpha=0.0,  # in RL; 0 replays every recorded expert
   )
   return c

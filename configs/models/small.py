@@ -17,12 +17,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.vocab_size = 32768
   c.embed_dim = 768
   c.num_layers = 12
-  c.num_dense_layers = 1  # of num_layers, the first ones
+  c.num_dense_layers = 1  # the first of num_layers
   c.dense_ffw_dim = 3072  # as wide as the 8 experts of a token
   c.norm_eps = 1e-6
   c.tie_embeddings = True
   c.remat = True
-  # What recomputing keeps: what other devices sent of tokens.
+  # Recomputation keeps tokens that other devices sent.
   c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'bfloat16'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
@@ -49,6 +49,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=2.446,
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
-    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
+    replay_alpha=0.0,  # in RL; 0 replays every recorded expert
   )
   return c

@@ -15,12 +15,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   c.vocab_size = 1024  # the tokenizer is trained to this size
   c.embed_dim = 128
   c.num_layers = 4
-  c.num_dense_layers = 1  # of num_layers, the first ones
+  c.num_dense_layers = 1  # the first of num_layers
   c.dense_ffw_dim = 384
   c.norm_eps = 1e-6
   c.tie_embeddings = True
   c.remat = False  # activations fit; recomputing would cost a third more time
-  # What recomputing keeps: what other devices sent of tokens.
+  # Recomputation keeps tokens that other devices sent.
   c.remat_saves = ('keys', 'dispatched', 'routes', 'combined')
   c.compute_dtype = 'float32'
   c.numerics = 'fast'  # 'batch_invariant': the same bits in any batch
@@ -46,6 +46,6 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     routed_scale=1.0,
     aux_loss_weight=0.0,  # the selection bias balances the load
     z_loss_weight=0.0,
-    replay_alpha=0.0,  # of RL; 0 replays every recorded expert
+    replay_alpha=0.0,  # in RL; 0 replays every recorded expert
   )
   return c

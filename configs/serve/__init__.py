@@ -1,1 +1,1 @@
-"""Configs of the server: its engine's shapes, and what bounds requests."""
+"""Configs of the server: shapes of its engine, and limits of requests."""

@@ -3,8 +3,7 @@
   python -m experiments.serve --config=configs/serve/gpu.py \
       --source=runs/import/qwen3
 
-Not measured: num_slots and num_pages are to be fitted to the memory that the
-weights leave.
+Not measured. Fit num_slots and num_pages to the memory that the weights leave.
 """
 
 import ml_collections
@@ -21,7 +20,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     max_len=8192,
     prefill_chunk=512,
     decode_steps=8,
-    num_top=20,  # as many as OpenAI allows
+    num_top=20,  # OpenAI's limit
   )
   c.limits.update(
     max_queue=256,

@@ -13,7 +13,7 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     raise ValueError(f'configs/serve/tiny.py takes no argument, not {arg!r}.')
   c = ml_collections.ConfigDict()
   c.numerics = 'fast'  # 'batch_invariant': the same bits whatever is beside
-  c.devices = 1  # that share the model out, the first ones
+  c.devices = 1  # the first devices, which share the model
   # Shapes that are compiled once; see rollout.engine.EngineOptions.
   c.engine = dict(
     num_slots=16,  # sequences sampled together
@@ -29,12 +29,12 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
   )
   c.limits = dict(
     max_queue=64,  # choices that wait for a slot; more get 429
-    max_choices=16,  # of one request
+    max_choices=16,  # choices of a request
     max_body_bytes=1 << 20,
     default_max_tokens=256,
     request_timeout_s=300.0,  # waiting included
     drain_s=30.0,  # after SIGTERM, for what is running
-    session_idle_s=600.0,  # of /v1/tokens
+    session_idle_s=600.0,  # idle time of sessions of /v1/tokens
     max_sessions=256,
     stall_s=60.0,  # without a step until /health says so
     poll_s=0.5,  # between looks at the store, with --follow

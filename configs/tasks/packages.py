@@ -16,8 +16,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
       f"configs/tasks/packages.py takes no argument or 'small', not {arg!r}."
     )
   c = ml_collections.ConfigDict()
-  # Releases and the SHA-256 of their sdists. Of those held out no task may
-  # be trained on.
+  # Releases and the SHA-256 of their sdists. No task of a held-out package is
+  # ever trained on.
   c.packages = _packages()
   c.options = dict(
     seed=0,
@@ -27,13 +27,13 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     file=3,
     closure=6,
     tries=3.0,  # candidates tried for each task wanted
-    max_share=0.6,  # of the tests that a feature may take with it
-    min_tests=10,  # that always pass, or the package is refused
+    max_share=0.6,  # largest share of tests that a feature may break
+    min_tests=10,  # always passing tests; else the package is refused
     max_unstable=0.02,  # share of tests that change with their order
-    hidden_share=0.25,  # of failing test functions that agents never see
+    hidden_share=0.25,  # share of failing test functions that agents never see
     max_guards=120,  # other tests that a task keeps
     suite_s=60.0,  # a slower suite is refused
-    timeout_s=60.0,  # of a run of a task's tests
+    timeout_s=60.0,  # limit of a run of a task's tests
   )
   c.sandbox = dict(
     level='auto',

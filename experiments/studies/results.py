@@ -1,4 +1,4 @@
-"""What a study keeps of its runs: a file of few lines, each of many rows.
+"""Results of a study: a file of few lines, each of many rows.
 
 A row is one step, task or case, with its fields by name. Rows that belong
 together are one line: what they have in common as values, the rest as lists,
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def read(folder: str | os.PathLike) -> list[Row]:
-  """Returns all rows, line by line; none of a folder that is not there."""
+  """Returns all rows, line by line; none if the folder does not exist."""
   rows = []
   for line in writer.read(pathlib.Path(folder) / writer.METRICS):
     columns = line.pop('columns', None)
@@ -35,7 +35,7 @@ def read(folder: str | os.PathLike) -> list[Row]:
 def write(
   folder: str | os.PathLike, rows: Iterable[Row], by: Sequence[str]
 ) -> None:
-  """Replaces the file; rows that agree in the fields `by` are one line."""
+  """Replaces the file; rows that agree in the fields `by` form one line."""
   path = pathlib.Path(folder) / writer.METRICS
   files.write_atomic(path, _text(rows, by))
 
@@ -43,7 +43,7 @@ def write(
 def add(
   folder: str | os.PathLike, rows: Iterable[Row], by: Sequence[str]
 ) -> None:
-  """Appends lines, all or none; other processes may do so too."""
+  """Appends lines, all or none; safe beside other processes that append."""
   path = pathlib.Path(folder) / writer.METRICS
   append.AppendFile(path, 'results').append(_text(rows, by))
 
@@ -61,7 +61,7 @@ def _line(rows: list[Row]) -> bytes:
   common = {k: v[0] for k, v in lists.items() if v.count(v[0]) == len(v)}
   line = rows[0]
   if len(rows) > 1:
-    # A row of a group of equal ones needs a column to be counted by.
+    # Equal rows without columns could not be counted, so they get one.
     varying = [k for k in lists if k not in common] or [next(iter(fields))]
     line = {**common, **{k: lists[k] for k in varying}, 'columns': varying}
   # Numpy's numbers and arrays become JSON's.

@@ -1,4 +1,4 @@
-"""Bad input: a clear error or a contained failure, and nothing written lost."""
+"""Bad input ends in a clear error or one failed episode, and loses no data."""
 
 import contextlib
 import shutil
@@ -37,7 +37,7 @@ COMMAND = [sys.executable, '-m', 'experiments.composer']
   ],
 )
 def test_a_wrong_flag_is_named(tmp_path, flags, message):
-  done = subprocess.run(
+  process = subprocess.run(
     [*COMMAND, f'--workdir={tmp_path / "run"}', *flags],
     cwd=jobs.ROOT,
     env=jobs.environment(),
@@ -45,19 +45,19 @@ def test_a_wrong_flag_is_named(tmp_path, flags, message):
     text=True,
     timeout=jobs.TIMEOUT_S,
   )
-  assert done.returncode
-  assert message in done.stderr + done.stdout
+  assert process.returncode
+  assert message in process.stderr + process.stdout
   assert not (tmp_path / 'run').exists()
 
 
 def test_a_wrong_value_ends_the_command_without_a_traceback(tmp_path):
-  done = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
-  assert done.returncode == 1
-  assert done.stderr.splitlines()[-1] == (
+  process = jobs.run(tmp_path / 'run', '--config.rl.placement=nowhere')
+  assert process.returncode == 1
+  assert process.stderr.splitlines()[-1] == (
     "error: --config.rl.placement must be one of ('processes', 'colocated'); "
     "got 'nowhere'."
   )
-  assert 'Traceback' not in done.stderr
+  assert 'Traceback' not in process.stderr
   assert not (tmp_path / 'run').exists()
 
 
@@ -94,7 +94,7 @@ def test_a_value_out_of_range_is_named(override, message):
 
 
 def _with_file(folder, data=b'', target=None):
-  """Makes a folder with one module: these bytes, or a link to a file."""
+  """Makes a folder with one module: these bytes, or a link to `target`."""
   folder.mkdir()
   if target:
     (folder / 'a.py').symlink_to(target)
@@ -112,7 +112,7 @@ def _with_file(folder, data=b'', target=None):
       r"code.*none was kept \({'not utf-8': 1}\)",
     ),
     pytest.param(
-      # The kernel lets nobody read it, root neither.
+      # Linux lets no process read this file, not even root's.
       lambda path: _with_file(path, target='/sys/bus/platform/uevent'),
       r"code.*none was kept \({'unreadable \(Permission denied\)': 1}\)",
       marks=pytest.mark.skipif(sys.platform != 'linux', reason='no QEMU'),
@@ -147,18 +147,20 @@ def test_a_damaged_checkpoint_is_refused_with_its_place_and_the_cure(
 ):
   copy = shutil.copytree(straight, tmp_path / 'copy')
   shutil.rmtree(copy / 'exports' / 'cpt')
-  *_, earlier, last = sorted(
+  *_, earlier, latest = sorted(
     int(p.name) for p in (copy / 'checkpoints' / 'cpt').iterdir()
   )
-  folder = copy / 'checkpoints' / 'cpt' / f'{last}'
+  folder = copy / 'checkpoints' / 'cpt' / f'{latest}'
   _flip(_largest(folder / 'state'))
-  done = jobs.run(copy)
-  assert done.returncode == 1 and 'Traceback' not in done.stderr
-  line = done.stderr.splitlines()[-1]
-  assert line.startswith(f'error: Checkpoint of step {last} in {folder} is dam')
+  process = jobs.run(copy)
+  assert process.returncode == 1 and 'Traceback' not in process.stderr
+  line = process.stderr.splitlines()[-1]
+  assert line.startswith(
+    f'error: Checkpoint of step {latest} in {folder} is dam'
+  )
   assert 'Delete that folder and run the same command' in line
   assert f'continues from step {earlier}' in line
-  # Whoever doubts it finds what raised it.
+  # The traceback is kept in a file.
   assert line.endswith(f' (traceback: {copy / "error.txt"})')
   assert 'DamagedCheckpoint' in (copy / 'error.txt').read_text()
 
@@ -183,12 +185,12 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
   copy = shutil.copytree(straight, tmp_path / 'copy')
   spec = composer_test.make_spec()
   receiver = receivers.Receiver(copy, spec.model)
-  # Every way to version 4: its delta, its skip and the keyframe before it.
+  # Every chain to version 4: its delta, its skip delta, the keyframe before it.
   for path in (copy / 'store' / 'objects').iterdir():
     _flip(path)
   assert receiver.poll() is None
   assert 'objects' in receiver.problem and 'damaged' in receiver.problem
-  # A resumed trainer publishes what it resumes from: here whole.
+  # A resumed trainer publishes the version that it resumes from, as a keyframe.
   with composer_test.opened(copy, spec) as job:
     variables = stages.load_variables(job, 'rl', job.single)
     sender = bundles.Sender(
@@ -216,7 +218,7 @@ def test_a_damaged_bundle_is_not_served_and_a_resumed_trainer_heals_it(
 def test_a_function_that_never_returns_is_a_failed_episode(
   straight, body, wall_s, cpu_s
 ):
-  """What the policy wrote hangs; the sandbox ends it and the run goes on."""
+  """The sandbox ends a function that hangs, and the run goes on."""
   task = family.generate(3, 'train')
   spec = composer_test.make_spec(
     f'--config.sandbox.wall_s={wall_s}', f'--config.sandbox.cpu_s={cpu_s}'

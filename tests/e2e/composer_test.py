@@ -38,7 +38,7 @@ EXPECTED_METRICS = {
 
 
 def make_spec(*overrides: str) -> specs.Spec:
-  """The spec that the command line makes of the smoke config."""
+  """Returns the spec that the command line makes of the smoke config."""
   path = f'--config={jobs.ROOT / jobs.CONFIG}'
   arguments = ['test', path, *jobs.OVERRIDES, *overrides]
   values = flags.FlagValues()
@@ -63,13 +63,13 @@ def test_flags_of_every_type_are_read_as_the_command_line_does():
 
 @pytest.fixture
 def copy(straight, tmp_path):
-  """A finished workdir that a test may change."""
+  """A copy of the finished workdir, which a test may change."""
   return shutil.copytree(straight, tmp_path / 'copy')
 
 
 @contextlib.contextmanager
 def opened(workdir, spec):
-  """A Job on the workdir of an earlier run, in this process."""
+  """A Job in this process on the workdir of an earlier run."""
   level = files.read_json(workdir / 'sandbox.json')['level']
   assert wiring.systems_of(spec).settle_judge(workdir) == level
   with writers.Writer(workdir, tensorboard=False) as writer:
@@ -88,12 +88,12 @@ def test_ends_by_naming_the_report(straight):
 @pytest.mark.parametrize('stage', EXPECTED_METRICS)
 def test_every_stage_measures_what_the_report_shows(straight, stage):
   rows = [r for r in writers.read(straight) if r['stage'] == stage]
-  found = {name for row in rows for name in row}
-  assert set(EXPECTED_METRICS[stage].split()) <= found
+  names = {name for row in rows for name in row}
+  assert set(EXPECTED_METRICS[stage].split()) <= names
 
 
-# Of meshes whose devices share the experts, which this run's do not, and of one
-# device, which it is not.
+# Metrics of meshes that shard experts, and of a single device; neither is the
+# case in this run.
 ELSEWHERE = {
   'cpt': 'transport shard_load_max needed_rows received_rows retry '
   'retry_needed_rows retry_capacity executed_share',
@@ -105,13 +105,15 @@ ELSEWHERE['sft'] = ELSEWHERE['cpt']
 def test_every_metric_is_explained_and_every_explained_one_is_there(straight):
   explained = set(metrics.meanings())
   rows = writers.read(straight)
-  found = {(row['stage'], name) for row in rows for name in row}
-  own = {(row['stage'], n) for row in rows for n in ('stage', 'step', 'time')}
+  measured = {(row['stage'], name) for row in rows for name in row}
+  row_keys = {
+    (row['stage'], n) for row in rows for n in ('stage', 'step', 'time')
+  }
   elsewhere = {
     (s, name) for s, names in ELSEWHERE.items() for name in names.split()
   }
   assert elsewhere <= explained
-  assert found - own == explained - elsewhere
+  assert measured - row_keys == explained - elsewhere
 
 
 def test_every_stage_was_timed(straight):
@@ -141,7 +143,7 @@ def test_every_group_is_trained_exactly_once_and_has_a_gradient(straight):
   assert [r['step'] for r in rows] == [1, 2, 3, 4]
   assert [g for r in rows for g in r['groups']] == list(range(8))
   assert all(r['staleness'] == 0 and r['grad_norm'] > 0 for r in rows)
-  # Replayed, so what is left of the mismatch is rounding.
+  # With replay the mismatch is only rounding.
   assert all(0 <= r['mismatch_kl'] < 1e-10 for r in rows)
   before, after = (jobs.weights(straight, s) for s in ('sft', 'rl'))
   assert any(not np.array_equal(before[n], after[n]) for n in after)
@@ -151,13 +153,13 @@ def test_the_chain_of_bundles_ends_at_the_exported_policy(straight):
   receiver = receivers.Receiver(straight, make_spec().model)
   policy = receiver.poll()
   assert receiver.problem is None and policy.version == 4
-  found = jobs.named(policy.variables)
+  published = jobs.named(policy.variables)
   masters = jobs.weights(straight, 'rl')
-  assert found.keys() == masters.keys()
+  assert published.keys() == masters.keys()
   for name, array in masters.items():
     if name.startswith('params/'):
       array = array.astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(found[name], array, err_msg=name)
+    np.testing.assert_array_equal(published[name], array, err_msg=name)
 
 
 def test_both_processes_name_the_same_weights(straight):
@@ -166,34 +168,34 @@ def test_both_processes_name_the_same_weights(straight):
   }
   assert sorted(published) == [0, 1, 2, 3, 4]
   assert [published[v]['kind'] for v in range(5)] == ['key', *['delta'] * 4]
-  # Beside the delta, as the config says.
+  # The config asks for these beside the delta.
   assert [v for v in published if published[v]['keyframe_bytes']] == [3]
   assert [v for v in published if published[v]['skip_bytes']] == [2, 4]
   rows = writers.read(straight / 'received.jsonl')
-  # At staleness 0 it samples from every version but the last.
+  # At staleness 0 every version but the last samples.
   assert {r['step'] for r in rows} >= {0, 1, 2, 3}
   for row in rows:
     assert row['target_id'] == published[row['step']]['target_id']
-    # One that follows closely reads singles alone.
+    # A receiver that never lags reads only deltas of one version.
     version = row['step']
-    way = [f'delta {version - 1}-{version}'] if version else ['key 0']
-    assert row['route'] == way
+    bundles = [f'delta {version - 1}-{version}'] if version else ['key 0']
+    assert row['route'] == bundles
 
 
 def sandbox_processes() -> dict[psutil.Process, int]:
-  """Launchers, zygotes and their calls, and the id of the host of each."""
-  found = {}
+  """Returns running sandbox processes, with the process id of their host."""
+  hosts = {}
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
       match = re.search(r'"host_pid": (\d+),', ' '.join(process.cmdline()))
       if match:
-        found[process] = int(match[1])
-  return found
+        hosts[process] = int(match[1])
+  return hosts
 
 
 def test_nothing_survives_the_job(straight):
   assert not jobs.mentioning(straight)
-  # Sandboxes name their host instead. Others of this machine may be at work.
+  # Sandboxes name their host, since other jobs of the machine may run some too.
   open_runner = wiring.systems_of(make_spec()).open_runner
   with open_runner('auto'):
     assert os.getpid() in sandbox_processes().values()
@@ -211,12 +213,12 @@ def test_finished_stages_are_not_repeated(copy):
     for p in copy.rglob('*')
     if p.is_file()
     and p.name not in ('report.html', 'run.json')
-    # Of a process that ended in the middle of a write; the next one clears it.
+    # Left by a process that ended during a write; the next run removes it.
     and p.suffix != '.tmp'
   }
-  done = jobs.run(copy)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines() == [f'Report: {copy / "report.html"}']
+  process = jobs.run(copy)
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.splitlines() == [f'Report: {copy / "report.html"}']
   for path, data in before.items():
     assert path.read_bytes() == data, path
 
@@ -228,11 +230,11 @@ def test_a_workdir_of_another_config_is_refused_by_the_key(copy):
 
 
 def synchronous(workdir):
-  """RL by the synchronous loop, from the SFT policy of a finished run.
+  """Runs RL by the synchronous loop, from the SFT policy of a finished run.
 
-  Leaves `sync.npz` and `sync.json` in the workdir. The test below calls it in a
-  process with as many devices as the main job has: they decide how XLA divides
-  its loops on a CPU, hence the last bits.
+  Writes `sync.npz` and `sync.json` into the workdir. The test below calls it in
+  a process with as many devices as the main job: on a CPU their number decides
+  how XLA divides loops, and so the last bits.
   """
   spec = make_spec()
   checkpoints = manager.Checkpoints(workdir / 'checkpoints' / 'sync', keep=1)
@@ -263,7 +265,7 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     ' --xla_force_host_platform_device_count=2'
     ' --xla_cpu_multi_thread_eigen=false'
   )
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-c', code, str(copy)],
     cwd=jobs.ROOT,
     env=environment,
@@ -271,7 +273,7 @@ def test_rl_in_two_processes_equals_the_synchronous_loop(straight, copy):
     text=True,
     timeout=jobs.TIMEOUT_S,
   )
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr
   rows = [r for r in writers.read(straight) if r['stage'] == 'rl']
   history = files.read_json(copy / 'sync.json')
   for row, expected in zip(rows, history, strict=True):

@@ -9,23 +9,25 @@ from tests.e2e import jobs
 
 
 def _shared(tmp_path_factory) -> pathlib.Path:
-  """A folder that the workers of this test run, and no other run, share."""
+  """Returns a folder that only the workers of this test run share."""
   base = tmp_path_factory.getbasetemp()
   return base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
 
 
 @pytest.fixture(scope='session')
 def straight(tmp_path_factory):
-  """The workdir of a whole run through the real command line.
+  """Workdir of a whole run through the real command line; never change it.
 
-  Nobody may change it. What it printed is in `straight.txt` beside it.
+  The run's output is in `straight.txt` beside it.
   """
   folder = _shared(tmp_path_factory)
   workdir = folder / 'straight'
   output = folder / 'straight.txt'
   with jobs.locked(folder / 'straight.lock'):
     if not output.exists():
-      done = jobs.run(workdir)
-      assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-      output.write_text(done.stdout)
+      process = jobs.run(workdir)
+      assert process.returncode == 0, (
+        process.stderr[-3000:] + process.stdout[-3000:]
+      )
+      output.write_text(process.stdout)
   return workdir

@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint through every stage, and back to one."""
+"""A Hugging Face checkpoint goes through every stage and is exported again."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ VOCAB_SIZE = 384
 
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory):
-  """Made by transformers, random, with 37 rows more than tokens."""
+  """A random checkpoint by transformers, with 37 more rows than tokens."""
   torch.set_num_threads(1)
   torch.manual_seed(0)
   folder = tmp_path_factory.mktemp('hf') / 'tiny'
@@ -80,7 +80,7 @@ def spec_of(imported, **changes):
 
 
 class OneDevice(jobs_of_runs.Job):
-  """A run on one of the eight devices that tests have."""
+  """A run on one of the tests' eight devices."""
 
   @functools.cached_property
   def placement(self):
@@ -95,17 +95,17 @@ def opened(spec, workdir):
 
 
 def exported(workdir, stage, folder):
-  """The weights of a stage as Hugging Face has them."""
+  """Exports a stage to a Hugging Face checkpoint."""
   origin = exporting.of_run(workdir, stage, family=None)
   exporting.write(origin, folder, dtype='float32')
   return folder
 
 
 def tensors(folder):
-  found = {}
+  arrays = {}
   for path in folder.glob('*.safetensors'):
-    found |= safetensors.numpy.load_file(path)
-  return found
+    arrays |= safetensors.numpy.load_file(path)
+  return arrays
 
 
 @pytest.fixture(scope='module')
@@ -122,21 +122,21 @@ def test_a_run_that_learns_nothing_gives_the_checkpoint_back(
   checkpoint, pretrained, tmp_path
 ):
   workdir, _, _ = pretrained
-  left = tmp_path / 'back.exporting' / 'composer_jax_export'
-  killed = left / 'additional_chat_templates'
+  abandoned = tmp_path / 'back.exporting' / 'composer_jax_export'
+  killed = abandoned / 'additional_chat_templates'
   killed.mkdir(parents=True)
   (killed / 'stray.jinja').touch()
   folder = exported(workdir, 'cpt', tmp_path / 'back')
-  back, theirs = tensors(folder), tensors(checkpoint)
-  assert back.keys() == theirs.keys() and len(theirs) > 20
-  for name, array in theirs.items():
+  back, original = tensors(folder), tensors(checkpoint)
+  assert back.keys() == original.keys() and len(original) > 20
+  for name, array in original.items():
     np.testing.assert_array_equal(back[name], array, err_msg=name)
   texts = ('tokenizer.json', 'additional_chat_templates')
   for name in (*texts, 'chat_template.jinja'):
     assert (folder / name).exists()
   (extra,) = (folder / 'additional_chat_templates').iterdir()
   assert extra.read_text() == chat_template_test.QWEN
-  # Some are rows that no token of the tokenizer has.
+  # Some of the rows belong to no token of the tokenizer.
   roles = files.read_json(folder / 'composer_jax_roles.json')
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   assert tokenizer.convert_ids_to_tokens(roles['END']) == '<|im_end|>'
@@ -155,12 +155,12 @@ def test_an_export_knows_its_import_wherever_that_lies(
   assert origin.imported == moved
   with (moved / 'tokenizer_config.json').open('a') as file:
     file.write(' ')
-  told = r'run began from .*moved, which is another one or has changed'
-  with pytest.raises(ValueError, match=told):
+  message = r'run began from .*moved, which is another one or has changed'
+  with pytest.raises(ValueError, match=message):
     exporting.of_run(workdir, 'cpt', family=None)
   shutil.rmtree(moved)
-  told = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
-  with pytest.raises(ValueError, match=told):
+  message = r'moved, which is not there\. Put it back, or.*imported\.py:DIR'
+  with pytest.raises(ValueError, match=message):
     exporting.of_run(workdir, 'cpt', family=None)
   with opened(spec, workdir):
     pass
@@ -169,12 +169,12 @@ def test_an_export_knows_its_import_wherever_that_lies(
 
 
 def check_logits(folder, spec, variables):
-  """What transformers computes with an export is what we compute."""
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+  """Checks that transformers computes the same logits with an export."""
+  reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   ids = tokenizer('def total(values):\n  return sum(values)')['input_ids']
   with torch.no_grad():
-    expected_BTV = theirs(torch.tensor([ids])).logits.numpy()
+    expected_BTV = reference(torch.tensor([ids])).logits.numpy()
   tokens_BT = jnp.asarray([ids])
   positions_BT = jnp.arange(len(ids))[None]
 
@@ -248,7 +248,7 @@ def test_transformers_computes_what_the_trained_policy_does(trained, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme(tmp_path):
-  """As typed, with a rollout process of its own."""
+  """Runs them as typed, including a rollout process."""
   checkpoint, folder = tmp_path / 'hf_tiny', tmp_path / 'import'
   workdir, out = tmp_path / 'run', tmp_path / 'out'
   config = f'configs/composer/imported.py:{folder},smoke'
@@ -258,7 +258,7 @@ def test_the_commands_of_the_readme(tmp_path):
     ('composer', f'--config={config}', f'--workdir={workdir}'),
     ('export', f'--source={workdir}', '--stage=rl', f'--out={out}'),
   ):
-    done = subprocess.run(
+    process = subprocess.run(
       [sys.executable, '-m', f'experiments.{name}', *flags],
       cwd=jobs.ROOT,
       env=jobs.environment(),
@@ -266,11 +266,13 @@ def test_the_commands_of_the_readme(tmp_path):
       text=True,
       timeout=jobs.TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    assert process.returncode == 0, (
+      process.stderr[-3000:] + process.stdout[-3000:]
+    )
   assert (workdir / 'report.html').exists()
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-  assert theirs.dtype == torch.bfloat16
-  assert theirs.config.model_type == 'deepseek_v3'
+  reference = transformers.AutoModelForCausalLM.from_pretrained(out)
+  assert reference.dtype == torch.bfloat16
+  assert reference.config.model_type == 'deepseek_v3'
   before, after = tensors(checkpoint), tensors(out)
   assert before.keys() == after.keys()
   assert any((before[name] != after[name]).any() for name in before)

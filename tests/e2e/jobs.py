@@ -1,4 +1,4 @@
-"""Starts the smoke job, watches it from outside, and reads what it left."""
+"""Starts the smoke job, watches it from outside, and reads its files."""
 
 import contextlib
 import dataclasses
@@ -32,15 +32,15 @@ OVERRIDES = (
   '--config.sft.adam_learning_rate=0.05',
   '--config.sft.warmup_steps=1',
   '--config.episode.max_turns=12',
-  # So that its metrics are there.
+  # Makes the run write the metrics of both passes.
   '--config.cpt.muon.qk_clip=100.0',
   '--config.sft.muon.qk_clip=100.0',
 )
-# Only for a job that hangs: on a busy machine one takes many minutes.
+# For a job that hangs; on a busy machine a job takes many minutes.
 TIMEOUT_S = 3600
 
-# Of a line of metrics: what a clock measured, and of a version how it was
-# published, since a restart may find it published or without its base.
+# Fields of a line of metrics that a clock measured, or that say how a version
+# was published: after a restart it may be published already, or lack its base.
 UNCERTAIN = (
   'time',
   'tokens_per_s',
@@ -60,7 +60,7 @@ UNCERTAIN = (
 )
 
 
-# What the tests' own processes are given for eight devices.
+# Flags that give the tests' own processes eight devices.
 DEVICES = (
   '--xla_force_host_platform_device_count',
   '--xla_cpu_multi_thread_eigen',
@@ -68,13 +68,13 @@ DEVICES = (
 
 
 def environment() -> dict[str, str]:
-  """This process's, without the eight devices of the tests."""
+  """Returns this process's environment without the tests' eight devices."""
   flags = [
     flag
     for flag in os.environ.get('XLA_FLAGS', '').split()
     if flag.partition('=')[0] not in DEVICES
   ]
-  # A resumed run compiles what the killed one did: even quick ones pay.
+  # Caching even quick programs pays, since a resumed run compiles them again.
   return os.environ | {
     'XLA_FLAGS': ' '.join(flags),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
@@ -95,7 +95,7 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
 
 
 def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
-  """The real command line, to its end."""
+  """Runs the real command line to its end."""
   return subprocess.run(
     command(workdir, *more),
     cwd=ROOT,
@@ -107,10 +107,10 @@ def run(workdir: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
 
 
 class Zygote:
-  """Runs of the main job that cost no imports; see `zygote.py`.
+  """Starts runs of the main job without the cost of imports; see `zygote.py`.
 
   Attributes:
-    pid: of the process that all of them are forked from.
+    pid: process id of the process from which all runs are forked.
   """
 
   def __init__(self, *prefix: str):
@@ -131,7 +131,7 @@ class Zygote:
     return json.loads(self._process.stdout.readline())
 
   def exit_code(self) -> int:
-    """Of the last run; blocks until it has ended."""
+    """Waits for the last run to end and returns its exit code."""
     return json.loads(self._process.stdout.readline())
 
   def close(self) -> None:
@@ -141,15 +141,15 @@ class Zygote:
 
 @contextlib.contextmanager
 def zygote(*prefix: str) -> Iterator[Zygote]:
-  """A Zygote started by the command `prefix`, which must exec it."""
-  found = Zygote(*prefix)
+  """Starts a Zygote by the command `prefix`, which must exec it."""
+  started = Zygote(*prefix)
   try:
-    yield found
+    yield started
   finally:
-    found.close()
+    started.close()
 
 
-# What RL starts from: every stage before it finds its result and does nothing.
+# RL starts from these files; with them every earlier stage does nothing.
 BEFORE_RL = (
   'corpus',
   'tokenizer.json',
@@ -164,7 +164,7 @@ BEFORE_RL = (
 
 
 def copy_before_rl(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Makes a workdir, of any config of RL, whose next stage is RL."""
+  """Makes a workdir whose next stage is RL, with any config of RL."""
   (target / 'exports').mkdir(parents=True)
   for name in BEFORE_RL:
     if (source / name).is_dir():
@@ -181,18 +181,18 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def mentioning(workdir: pathlib.Path) -> list[psutil.Process]:
-  """Processes whose command line names the workdir."""
-  found = []
+  """Returns processes whose command line names the workdir."""
+  processes = []
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
       if any(str(workdir) in a for a in process.cmdline()):
-        found.append(process)
-  return found
+        processes.append(process)
+  return processes
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = 30) -> None:
   _, alive = psutil.wait_procs(processes, timeout=within_s)
-  # A zombie has ended; it only waits for init to read its status.
+  # A zombie has ended and only waits for init to read its status.
   alive = [p for p in alive if p.is_running()]
   alive = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
   assert not alive, f'these outlived the process that started them: {alive}'
@@ -200,12 +200,12 @@ def assert_gone(processes: list[psutil.Process], within_s: float = 30) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-  """A moment to kill at.
+  """A moment at which to kill.
 
   Attributes:
-    name: of the moment.
-    is_due: (workdir) -> whether it has come.
-    worker: kill the rollout worker instead of the main process.
+    name: name of the moment.
+    is_due: function of the workdir; true once the moment has come.
+    worker: true to kill the rollout worker instead of the main process.
   """
 
   name: str
@@ -214,9 +214,9 @@ class Strike:
 
 
 def strike(pid: int, workdir: pathlib.Path, moment: Strike) -> bool:
-  """Kills when the moment comes; False where the run ended before.
+  """Kills when the moment comes; returns False if the run ended before it.
 
-  Nothing that the killed process started may outlive it.
+  Checks that no process started by the killed one outlives it.
   """
   main = psutil.Process(pid)
   deadline = time.monotonic() + TIMEOUT_S
@@ -238,7 +238,7 @@ def strike(pid: int, workdir: pathlib.Path, moment: Strike) -> bool:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict]:
-  """Everything that must be equal bit for bit, in order of stage and step."""
+  """Returns the metrics that must be bit-equal, ordered by stage and step."""
   rows = [
     {k: v for k, v in row.items() if k not in UNCERTAIN}
     for row in writers.read(workdir)
@@ -248,7 +248,7 @@ def metrics(workdir: pathlib.Path) -> list[dict]:
 
 
 def steps(workdir: pathlib.Path, stage: str) -> list[int]:
-  """Steps of a stage with a loss, as the metrics have them now."""
+  """Returns the steps of a stage whose loss the metrics have by now."""
   return [
     r['step']
     for r in writers.read(workdir)
@@ -257,7 +257,7 @@ def steps(workdir: pathlib.Path, stage: str) -> list[int]:
 
 
 def weights(workdir: pathlib.Path, stage: str) -> dict[str, np.ndarray]:
-  """The exported masters of a finished stage, by name."""
+  """Returns the exported masters of a finished stage, by name."""
   config = model_config.ModelConfig.from_dict(
     json.loads((workdir / 'config.json').read_text())['model']
   )

@@ -1,8 +1,8 @@
 """Killed at any moment and started again, the job ends bit for bit the same.
 
-A watcher outside the job sees a file appear and kills with SIGKILL, then starts
-the same command again: with one moment after another, in one workdir. At
-staleness 0 the result must equal that of a run nobody touched.
+A watcher outside the job waits for a file, kills with SIGKILL, and starts the
+same command again; so for one moment after another, in one workdir. At
+staleness 0 the result must equal that of an undisturbed run.
 """
 
 import dataclasses
@@ -30,21 +30,23 @@ def reached(stage, step):
 
 
 def published(version):
-  """The pointer names this version or a later one."""
+  """Is due when the pointer names this version or a later one."""
 
   def is_due(workdir: pathlib.Path):
     try:
       text = (workdir / 'store/refs/policy/latest').read_text()
     except FileNotFoundError:
       return False
-    _, _, body = text.partition('\n')  # Its signature comes first.
+    _, _, body = text.partition(
+      '\n'
+    )  # The signature precedes the pointer's text.
     return json.loads(body)['version'] >= version
 
   return is_due
 
 
 def after(wait_s):
-  """So long after it was first asked."""
+  """Is due so many seconds after it was first called."""
   started = []
 
   def is_due(_):
@@ -66,7 +68,7 @@ STRIKES = (
   jobs.Strike('demonstrations played', exists('demonstrations.json')),
   jobs.Strike('SFT step 3', reached('sft', 3)),
   jobs.Strike('SFT exported', exists('exports/sft/[0-9]')),
-  # The worker is still importing.
+  # The worker still imports at this moment.
   jobs.Strike('first policy published', published(0)),
   jobs.Strike('first group finished', exists('groups/[0-9]*.npz')),
   jobs.Strike('only the worker', reached('rl', 1), worker=True),
@@ -78,7 +80,7 @@ STRIKES = (
 def run_through(
   zygote, workdir, log, strikes, *more, after_hit=lambda moment: None
 ):
-  """Runs until a run ends by itself; returns the moments that were hit."""
+  """Runs and kills until a run ends by itself; returns the moments hit."""
   hit = []
   waiting = list(strikes)
   while True:
@@ -100,13 +102,16 @@ def run_through(
 
 
 def assert_same(workdir, straight):
-  found, expected = jobs.metrics(workdir), jobs.metrics(straight)
-  assert found == expected
+  actual, expected = jobs.metrics(workdir), jobs.metrics(straight)
+  assert actual == expected
   for stage in ('cpt', 'sft', 'rl'):
-    ours, theirs = jobs.weights(workdir, stage), jobs.weights(straight, stage)
-    assert ours.keys() == theirs.keys()
-    for name, array in theirs.items():
-      np.testing.assert_array_equal(ours[name], array, err_msg=name)
+    weights, expected_weights = (
+      jobs.weights(workdir, stage),
+      jobs.weights(straight, stage),
+    )
+    assert weights.keys() == expected_weights.keys()
+    for name, array in expected_weights.items():
+      np.testing.assert_array_equal(weights[name], array, err_msg=name)
   for name in ('evaluation_sft.json', 'evaluation_rl.json', 'tokenizer.json'):
     assert (workdir / name).read_bytes() == (straight / name).read_bytes()
   assert jobs.episodes(workdir) == jobs.episodes(straight)
@@ -115,8 +120,8 @@ def assert_same(workdir, straight):
 
 @pytest.fixture(scope='module')
 def zygote():
-  with jobs.zygote() as found:
-    yield found
+  with jobs.zygote() as started:
+    yield started
 
 
 @pytest.mark.slow
@@ -127,12 +132,12 @@ def test_a_job_killed_at_many_moments_ends_bit_for_bit_the_same(
   hit = run_through(zygote, workdir, tmp_path / 'log.txt', STRIKES)
   print((tmp_path / 'log.txt').read_text())
   assert hit == [moment.name for moment in STRIKES]
-  # Only now: on another core the same job ran undisturbed meanwhile.
+  # Waited for only now, so that the undisturbed run could use the other core.
   assert_same(workdir, request.getfixturevalue('straight'))
 
 
-# Checkpoints are made at step 5 only: at the second strike no policy but the
-# first has a checkpoint, at the third none after version 5.
+# The only checkpoint is that of step 5: at the second strike no policy but the
+# first has one, and at the third no policy after version 5.
 STALE = (
   jobs.Strike('only the worker', reached('rl', 2), worker=True),
   jobs.Strike('a group of step 4 finished', exists('groups/00000008.npz')),
@@ -141,7 +146,7 @@ STALE = (
 
 
 def newest_versions(workdir):
-  """Of each finished group on disk: the newest policy that had a part in it."""
+  """Returns the newest version that sampled each finished group on disk."""
   groups = buffer.GroupBuffer(workdir / 'groups')
   return [
     max(
@@ -171,20 +176,20 @@ def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
   text = log.read_text()
   print(text)
   assert hit == [moment.name for moment in STALE]
-  # What a policy without a checkpoint had a part in is void, the rest is kept.
+  # Groups sampled by a policy without a checkpoint are void; others are kept.
   resumed = re.findall(
     r'going on from step (\d+); (\d+) finished groups kept, (\d+) ', text
   )
-  for found, versions in zip(resumed, finished, strict=True):
-    step, kept, dropped = map(int, found)
+  for counts, versions in zip(resumed, finished, strict=True):
+    step, kept, dropped = map(int, counts)
     assert step in (0, 5)
     assert kept == sum(v <= step for v in versions)
     assert dropped == sum(v > step for v in versions)
-  # Else nothing was tested: the second strike comes with policies 1 to 3 void.
+  # The second strike makes policies 1 to 3 void, so groups must be dropped.
   assert int(resumed[0][2]) > 0
   rows = [r for r in jobs.metrics(workdir) if r['stage'] == 'rl']
   assert [r['step'] for r in rows] == list(range(1, 9))
-  # Two prompts a step: every group once, and in order.
+  # Two prompts a step: every group was trained once, in order.
   assert [g for r in rows for g in r['groups']] == list(range(16))
   assert {r['staleness'] for r in rows} == {0, 1}
   assert not jobs.mentioning(workdir)
@@ -192,12 +197,12 @@ def test_above_staleness_0_kills_neither_lose_nor_repeat_a_group(
 
 @dataclasses.dataclass(frozen=True)
 class SmallDisk:
-  """A file system of its own, mounted where nobody needs to be root.
+  """A small file system, mounted in a user namespace without root.
 
   Attributes:
-    zygote: lives in the namespace that has it mounted.
-    inside: its folder, as that zygote and its runs name it.
-    outside: the same folder, as everybody else does.
+    zygote: process in the namespace that has the disk mounted.
+    inside: path of the disk for the zygote and its runs.
+    outside: path of the disk for all other processes.
   """
 
   zygote: jobs.Zygote
@@ -207,8 +212,8 @@ class SmallDisk:
   def resize(self, num_bytes: int) -> None:
     enter = ['nsenter', f'--target={self.zygote.pid}', '--mount', '--user']
     enter += ['--preserve-credentials']
-    # With its source named, `mount` adds no options of before: the owner is one
-    # of them, whom the namespace knows by another number.
+    # With the source named, `mount` repeats no earlier options, such as the
+    # owner, who has another number in the namespace.
     mount = ['mount', '-o', f'remount,size={num_bytes}', 'tmpfs']
     mount += [str(self.inside)]
     subprocess.run([*enter, *mount], check=True, timeout=60)
@@ -247,13 +252,15 @@ def test_a_full_disk_ends_the_run_and_more_room_lets_it_go_on(
   error = log.read_text().splitlines()[-1]
   assert error.startswith('error: [Errno 28]') and 'Checkpoint' in error
   assert 'Traceback' not in log.read_text()
-  # What was written before is whole, and is what the next run builds on.
+  # Earlier files are intact, and the next run builds on them.
   assert jobs.steps(workdir, 'cpt') == [1, 2]
   corpus = (workdir / 'corpus' / 'manifest.json').read_bytes()
   small_disk.resize(256 << 20)
   pid = zygote.start(run, log)
-  done = jobs.Strike('pretraining over', exists('demonstrations.json'))
-  assert jobs.strike(pid, workdir, done)
+  pretraining_over = jobs.Strike(
+    'pretraining over', exists('demonstrations.json')
+  )
+  assert jobs.strike(pid, workdir, pretraining_over)
   assert zygote.exit_code() == -9
   assert (workdir / 'corpus' / 'manifest.json').read_bytes() == corpus
   expected = jobs.metrics(request.getfixturevalue('straight'))
@@ -272,7 +279,7 @@ def test_a_disk_that_fills_up_in_rl_loses_nothing(
   small_disk.resize(256 << 20)
   jobs.copy_before_rl(straight, workdir)
   usage = shutil.disk_usage(small_disk.outside)
-  # Room for the first policy and some groups, not for the whole stage.
+  # Space for the first policy and some groups, not for the whole stage.
   small_disk.resize(usage.used + (600 << 10))
   zygote.start(run, log)
   assert zygote.exit_code() == 1
@@ -288,9 +295,9 @@ def test_a_disk_that_fills_up_in_rl_loses_nothing(
     return [r for r in jobs.metrics(path) if r['stage'] == 'rl']
 
   assert of_rl(workdir) == of_rl(straight)
-  ours, theirs = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
-  for name, array in theirs.items():
-    np.testing.assert_array_equal(ours[name], array, err_msg=name)
+  actual, expected = jobs.weights(workdir, 'rl'), jobs.weights(straight, 'rl')
+  for name, array in expected.items():
+    np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """A process that has imported everything and forks one process per run.
 
-Imports are most of what starting the main job costs, so tests that start it a
-dozen times pay for them once. A fork is a process like any other: it has its
-own id, is killed like any other, and everything after the imports (devices,
-compilation, reading the workdir) happens in it anew. No backend is made here.
+Imports are most of the cost of starting the main job, so tests that start it a
+dozen times pay for them once. A fork has its own process id and can be killed
+alone; everything after the imports (devices, compilation, reading the workdir)
+happens in it. The zygote itself starts no backend of JAX.
 
-Reads one JSON list of arguments and a log file a line; answers with the id of
-the process, and with its exit status once it has ended.
+Reads lines of JSON, a list of arguments and a log file; answers each with the
+id of the new process, and with its exit status once it has ended.
 """
 
 import json
@@ -14,7 +14,8 @@ import os
 import runpy
 import sys
 
-# Before numpy: the threads of its BLAS would not survive a fork.
+# Set before numpy is imported: threads of its BLAS would not survive a fork.
+
 os.environ['OPENBLAS_NUM_THREADS'] = '1'
 
 import tensorboardX  # noqa: F401

@@ -399,5 +399,6 @@ def test_help_names_the_commands():
   assert run.returncode == 0
   assert '--store' in run.stdout and 'experiments.delta relay' in run.stdout
   run = run_main('fetch')
-  assert run.stderr.startswith("error: 'fetch' is no command of ['publish',")
+  assert run.stderr.startswith("error: 'fetch' is no command; the commands are")
+  assert "['publish'," in run.stderr
   assert run.stderr.count('\n') == 1

@@ -135,9 +135,9 @@ def test_seconds_of_all_pieces_add_up_and_no_path_is_of_the_machine(
     (run._ARMS, ['main']),
   ):
     with pytest.raises(run.subprocess.CalledProcessError):
-      run.main(['run'])
+      run.main()
     for _ in range(2):
-      run.main(['run'])
+      run.main()
       (about,) = results.read(kept)
       written.append(about['run'])
   assert len((tmp_path / 'calls').read_text().splitlines()) == 2

@@ -1,6 +1,9 @@
 """Results of studies: their file, and the tables that are made of them."""
 
+import ast
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from experiments.studies.hint import analyze as hint
 from experiments.studies.monitors import analyze as monitors
 
 STUDIES = pathlib.Path(results.__file__).parent
+ROOT = STUDIES.parents[1]
 
 
 def test_rows_come_back_by_their_lines(tmp_path):
@@ -24,11 +28,31 @@ def test_rows_come_back_by_their_lines(tmp_path):
   results.add(tmp_path, [{'stage': 'end', 'cpu_s': np.float32(1.5)}] * 2, ())
   lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
   assert len(lines) == 4 and '"reward": [0.5, 0.125]' in lines[1]
-  found = results.read(tmp_path)
-  assert found == [
+  rows_read = results.read(tmp_path)
+  assert rows_read == [
     *(rows[i] for i in (0, 1, 3, 2)),
     *[{'stage': 'end', 'cpu_s': 1.5}] * 2,
   ]
+
+
+def test_every_main_begins_with_the_common_start():
+  """Which is what lists flags, exits 0 on --help and refuses other words."""
+  for path in STUDIES.glob('*/*.py'):
+    last = ast.parse(path.read_text()).body[-1:]
+    if last and isinstance(last[0], ast.If):
+      assert ast.unparse(last[0].body) == 'start.run(main)', path
+
+
+@pytest.mark.parametrize(
+  'argument, code, words', [('--help', 0, '--tokens'), ('more', 1, "['more']")]
+)
+def test_help_ends_well_and_unknown_arguments_do_not(argument, code, words):
+  command = [sys.executable, '-m', 'experiments.studies.mismatch.run']
+  process = subprocess.run(
+    [*command, argument], cwd=ROOT, capture_output=True, text=True
+  )
+  assert process.returncode == code
+  assert words in process.stdout + process.stderr
 
 
 def test_results_are_one_compact_file_a_study():
@@ -45,7 +69,7 @@ def test_table_and_readme_are_those_of_the_results(analyze):
 
 
 def test_no_benchmark_imports_an_experiment():
-  for path in (STUDIES.parents[1] / 'benchmarks').glob('*.py'):
+  for path in (ROOT / 'benchmarks').glob('*.py'):
     for line in path.read_text().splitlines():
       words = line.split()
       is_import = words[:1] in (['import'], ['from'])

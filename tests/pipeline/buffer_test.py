@@ -61,8 +61,8 @@ def test_staleness_is_bounded_and_every_group_trained_once(
       moves.append('finish')
     if served < version:
       moves.append('follow')
-    wanted = range(version * prompts, (version + 1) * prompts)
-    if all(g in finished for g in wanted):
+    due = range(version * prompts, (version + 1) * prompts)
+    if all(g in finished for g in due):
       moves.append('train')
     move = data.draw(st.sampled_from(moves))
     if move == 'start':
@@ -74,7 +74,7 @@ def test_staleness_is_bounded_and_every_group_trained_once(
     elif move == 'follow':
       served = data.draw(st.integers(served + 1, version))
     else:
-      for group in wanted:
+      for group in due:
         assert 0 <= version - finished[group] <= max_staleness
         trained.append(group)
       version += 1
@@ -117,7 +117,7 @@ def test_an_intact_file_that_is_no_such_group_is_set_aside(buffer):
   buffer.path(3).replace(buffer.path(4))
   with pytest.raises(ValueError, match='4.npz is damaged .it holds group 3'):
     buffer.get(4)
-  # As another version of the code may have written it.
+  # Another version of the code may have written such a file.
   np.savez(buffer.path(5), header=np.frombuffer(b'{}', np.uint8))
   data = buffer.path(5).read_bytes()
   buffer.path(5).write_bytes(data + hashlib.sha256(data).digest())

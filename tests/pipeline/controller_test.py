@@ -1,4 +1,4 @@
-"""The trainer's hold on its rollout worker, with real processes."""
+"""The trainer's control of its rollout worker, with real processes."""
 
 import os
 import signal
@@ -15,15 +15,15 @@ CRASH = "import sys; print('no such device', flush=True); sys.exit(3)"
 
 
 def _process(tmp_path, code, max_restarts=2):
-  said = []
+  messages = []
   worker = controller.RolloutProcess(
     [sys.executable, '-S', '-c', code],
     log=tmp_path / 'worker.log',
     cores=[],
     max_restarts=max_restarts,
-    report=said.append,
+    report=messages.append,
   )
-  return worker, said
+  return worker, messages
 
 
 def _check_until_it_fails(worker):
@@ -34,14 +34,14 @@ def _check_until_it_fails(worker):
 
 
 def test_a_worker_that_keeps_dying_ends_the_run_with_its_log(tmp_path):
-  worker, said = _process(tmp_path, CRASH)
+  worker, messages = _process(tmp_path, CRASH)
   with pytest.raises(RuntimeError, match=r'(?s)exit code 3.*no such device$'):
     _check_until_it_fails(worker)
-  assert [line.split('; ')[1].split('.')[0] for line in said] == [
+  assert [line.split('; ')[1].split('.')[0] for line in messages] == [
     'restarting it, 1 restarts left',
     'restarting it, 0 restarts left',
   ]
-  assert 'no such device' in said[0]
+  assert 'no such device' in messages[0]
   log = (tmp_path / 'worker.log').read_text()
   assert log.count('no such device') == 3
 
@@ -62,7 +62,7 @@ def test_close_ends_a_worker_that_ignores_being_asked(tmp_path, monkeypatch):
   assert process.poll() == -signal.SIGKILL
 
 
-# A worker that takes its time to import, as the real one does.
+# A worker that imports slowly, as the real one does.
 _SLOW_WORKER = """
 import time
 time.sleep({sleep_s})
@@ -83,7 +83,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize('sleep_s', [0, 1])
 def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
-  """Killed while the worker serves, and while it still imports."""
+  """The run is killed while the worker serves, or while it still imports."""
   log = tmp_path / 'worker.log'
   code = _SLOW_WORKER.format(sleep_s=sleep_s)
   parent = subprocess.Popen(
@@ -105,10 +105,12 @@ def test_no_worker_outlives_a_killed_run(tmp_path, sleep_s):
 
 def test_cores_are_divided_without_overlap():
   cores = sorted(os.sched_getaffinity(0))
-  own, others = controller.divide_cores()
+  trainer_cores, worker_cores = controller.divide_cores()
   if len(cores) > 1:
-    assert sorted(own + others) == cores
-    assert 0 <= len(others) - len(own) <= 1 <= len(own)
+    assert sorted(trainer_cores + worker_cores) == cores
+    assert (
+      0 <= len(worker_cores) - len(trainer_cores) <= 1 <= len(trainer_cores)
+    )
   try:
     os.sched_setaffinity(0, cores[:1])
     assert controller.divide_cores() == ([], [])

@@ -1,4 +1,4 @@
-"""What judges code is decided before training, said aloud, and kept."""
+"""The sandbox level is chosen before training, printed, and kept."""
 
 import dataclasses
 import fcntl
@@ -41,13 +41,13 @@ def settle(spec, workdir, probe):
 def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
   level = settle(smoke, tmp_path, refused)
   assert level == 'static'
-  said = capsys.readouterr().out
-  assert 'unshare: not here: refused here: EPERM' in said
-  assert 'no generated code is executed' in said
-  assert 'user namespaces allowed' in said
+  printed = capsys.readouterr().out
+  assert 'unshare: not here: refused here: EPERM' in printed
+  assert 'no generated code is executed' in printed
+  assert 'user namespaces allowed' in printed
   # The cure differs: Debian's kernel switch, and Ubuntu's since 23.10.
-  assert 'kernel.unprivileged_userns_clone=1' in said
-  assert 'kernel.apparmor_restrict_unprivileged_userns=0' in said
+  assert 'kernel.unprivileged_userns_clone=1' in printed
+  assert 'kernel.apparmor_restrict_unprivileged_userns=0' in printed
   with wiring.systems_of(smoke).open_runner(level) as runner:
     assert isinstance(runner, runners.StaticRunner)
 
@@ -60,8 +60,8 @@ def test_a_resumed_run_keeps_its_judge(smoke, tmp_path):
 
 
 def test_the_strongest_level_wins(smoke, tmp_path):
-  found = [('bwrap', False, ''), ('unshare', True, ''), ('rlimits', True, '')]
-  level = settle(smoke, tmp_path, lambda: found)
+  levels = [('bwrap', False, ''), ('unshare', True, ''), ('rlimits', True, '')]
+  level = settle(smoke, tmp_path, lambda: levels)
   assert level == 'unshare'
   assert json.loads((tmp_path / 'sandbox.json').read_text()) == {
     'level': 'unshare'
@@ -101,8 +101,8 @@ def test_what_judges_is_said_whenever_judging_starts(static, tmp_path, capsys):
 
 def test_one_process_at_a_time_runs_in_a_workdir(static, tmp_path):
   with runs.open_run(static, tmp_path):
-    found = rf'process \({os.getpid()} on .*runs in workdir {tmp_path}'
-    with pytest.raises(ValueError, match=found):
+    message = rf'process \({os.getpid()} on .*runs in workdir {tmp_path}'
+    with pytest.raises(ValueError, match=message):
       with runs.open_run(static, tmp_path):
         pass
   with runs.open_run(static, tmp_path):
@@ -119,11 +119,11 @@ def test_a_workdir_that_cannot_be_is_named(static, tmp_path):
 
 def test_opening_a_run_sweeps_what_a_killed_write_left(static, tmp_path):
   torn = tmp_path / 'groups' / '.00000003.npz.0123456789abcdef.tmp'
-  other = tmp_path / 'groups' / '.notes.tmp'
+  foreign = tmp_path / 'groups' / '.notes.tmp'
   torn.parent.mkdir()
-  for path in (torn, other):
+  for path in (torn, foreign):
     path.write_text('torn')
-  # Not while another process, which may be writing, runs there.
+  # Nothing is swept while another process runs there, as it may be writing.
   with (tmp_path / 'lock').open('w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match='just started'):
@@ -131,7 +131,7 @@ def test_opening_a_run_sweeps_what_a_killed_write_left(static, tmp_path):
         pass
     assert torn.exists()
   with runs.open_run(static, tmp_path):
-    assert not torn.exists() and other.exists()
+    assert not torn.exists() and foreign.exists()
 
 
 def test_sigterm_ends_a_run_with_a_report(static, tmp_path, capsys):
@@ -150,14 +150,14 @@ def test_sigterm_ends_a_run_with_a_report(static, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  'error, said',
+  'error, message',
   [
     (OSError(28, 'No space'), '[report] not written: [Errno 28] No space'),
     (KeyError('stage'), "KeyError: 'stage'"),
   ],
 )
 def test_a_report_that_fails_does_not_hide_why_the_run_ended(
-  static, tmp_path, capsys, caplog, error, said
+  static, tmp_path, capsys, caplog, error, message
 ):
   def write_report(workdir):
     raise error
@@ -165,5 +165,8 @@ def test_a_report_that_fails_does_not_hide_why_the_run_ended(
   with pytest.raises(ZeroDivisionError, match='why it ended'):
     with runs.open_run(static, tmp_path, write_report=write_report):
       raise ZeroDivisionError('why it ended')
-  found = capsys.readouterr().out + caplog.text
-  assert said in found and 'ZeroDivisionError' not in found.partition(said)[2]
+  printed = capsys.readouterr().out + caplog.text
+  assert (
+    message in printed
+    and 'ZeroDivisionError' not in printed.partition(message)[2]
+  )

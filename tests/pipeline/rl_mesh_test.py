@@ -43,15 +43,17 @@ def test_its_mesh_is_of_the_first_devices(spec, tmp_path):
 @pytest.mark.slow
 def test_a_trainer_on_a_mesh_agrees_with_the_engine(spec, tokenizer, tmp_path):
   """The default gate stops a step whose mismatch is above rounding."""
-  wanted = on_mesh(spec)
-  assert wanted.rl.gate.action == 'stop'
-  with sync_equality_test.opened(tmp_path, wanted, tokenizer) as job:
+  mesh_spec = on_mesh(spec)
+  assert mesh_spec.rl.gate.action == 'stop'
+  with sync_equality_test.opened(tmp_path, mesh_spec, tokenizer) as job:
     before = trees.flatten_names(stages.load_variables(job, 'sft', job.single))
     reinforce.reinforce(job)
-    found = trees.flatten_names(stages.load_variables(job, 'rl', job.single))
+    variables = trees.flatten_names(
+      stages.load_variables(job, 'rl', job.single)
+    )
   rows = [r for r in writers.read(tmp_path) if r['stage'] == 'rl']
   assert [r['step'] for r in rows] == [1, 2]
   for row in rows:
     assert row['fresh_tokens'] > 0
     assert row['mismatch_kl_fresh'] < 1e-9 < row['grad_norm']
-  assert any(np.any(before[name] != found[name]) for name in before)
+  assert any(np.any(before[name] != variables[name]) for name in before)

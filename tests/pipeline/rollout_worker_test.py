@@ -1,4 +1,4 @@
-"""What the worker serves, and what it says sampled a group."""
+"""Which weights the worker serves, and which ones a group names."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from tests.pipeline import buffer_test
 
 
 class Engine(types.SimpleNamespace):
-  """The three members that a Served uses."""
+  """The three members of an engine that `Served` uses."""
 
   def switch(self, weights):
     before, self.weights, self.version = self.weights, weights, weights.version
@@ -38,7 +38,7 @@ def placed(version, target_id):
 
 @pytest.fixture
 def make():
-  """make(news) -> (Served, its engine, what it dropped, what it logged)."""
+  """make(news) returns (Served, engine, dropped policies, logged lines)."""
 
   def make(news):
     dropped, logged = [], []
@@ -46,8 +46,8 @@ def make():
     receiver = types.SimpleNamespace(
       take=iter(news).__next__,
       drop=dropped.append,
-      served=lambda found, swap_s: logged.append(
-        (found.version, found.target_id, swap_s)
+      served=lambda policy, swap_s: logged.append(
+        (policy.version, policy.target_id, swap_s)
       ),
     )
     served = rollout_worker.Served(engine, policy(3, 'aa'), receiver)
@@ -57,14 +57,16 @@ def make():
 
 
 def test_each_newer_policy_is_served_and_the_last_kept(make):
-  found = [placed(4, 'bb'), placed(7, 'cc')]
-  served, engine, dropped, logged = make([None, found[0], None, found[1], None])
-  seen = []
+  policies = [placed(4, 'bb'), placed(7, 'cc')]
+  served, engine, dropped, logged = make(
+    [None, policies[0], None, policies[1], None]
+  )
+  versions = []
   for _ in range(5):
     served()
-    seen.append((served.version, engine.version))
-  assert seen == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
-  assert dropped == ['first', found[0].weights]
+    versions.append((served.version, engine.version))
+  assert versions == [(3, 3), (4, 4), (4, 4), (7, 7), (7, 7)]
+  assert dropped == ['first', policies[0].weights]
   assert logged == [(3, 'aa', None), (4, 'bb', 0.25), (7, 'cc', 0.25)]
 
 

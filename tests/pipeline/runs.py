@@ -1,4 +1,4 @@
-"""Specs, jobs and collectors of tests, made as the mains make them."""
+"""Specs, jobs and collectors for tests, built as the mains build them."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from composer_jax.pipeline import stages
 
 
 def changed(spec, section, **fields):
-  """The spec with fields of a system's section replaced."""
+  """Returns the spec with fields of a system's section replaced."""
   new = dataclasses.replace(spec.systems[section], **fields)
   return dataclasses.replace(spec, systems={**spec.systems, section: new})
 

@@ -1,4 +1,4 @@
-"""What spans sections of a config, and the gate, a section within one."""
+"""Rules that span sections of a config, and the gate's section."""
 
 import dataclasses
 import json
@@ -14,17 +14,17 @@ from tests.pipeline import runs
 
 
 def make(**changes):
-  """The smoke spec with dotted fields changed, or deleted where None."""
+  """Returns the smoke spec with fields changed, or deleted where None."""
   fields = tiny.get_config('smoke').to_dict()
   for name, value in changes.items():
-    *path, last = name.split('__')
+    *path, field = name.split('__')
     section = fields
     for part in path:
       section = section.setdefault(part, {})
     if value is None:
-      del section[last]
+      del section[field]
     else:
-      section[last] = value
+      section[field] = value
   return wiring.spec_of(fields)
 
 
@@ -69,7 +69,7 @@ def test_routes_need_not_be_recorded_where_none_is_replayed():
 def test_numerics_are_those_of_rollouts_and_rl():
   fast = make()
   spec = make(model__numerics='batch_invariant')
-  # Pretraining and SFT run on a mesh, and are the same run.
+  # Pretraining and SFT, which run on a mesh, do not change.
   assert spec.lm_model == fast.lm_model == fast.model
   assert fast.batch_shape().align == 1 < spec.batch_shape().align
 
@@ -89,7 +89,7 @@ def test_bfloat16_has_a_wider_band():
 
 
 def test_a_run_goes_on_under_another_gate(tmp_path):
-  """Else a run that its gate stopped could not be told to go on."""
+  """Otherwise a run that its gate stopped could not go on with a wider gate."""
   spec = make(sandbox__level='static', telemetry__tensorboard=False)
   flagging = dataclasses.replace(
     spec,
@@ -97,13 +97,13 @@ def test_a_run_goes_on_under_another_gate(tmp_path):
       spec.rl, gate=dataclasses.replace(spec.rl.gate, action='flag')
     ),
   )
-  for each in (spec, flagging, spec):
-    with runs.open_run(each, tmp_path):
+  for run_spec in (spec, flagging, spec):
+    with runs.open_run(run_spec, tmp_path):
       pass
 
 
 def test_a_run_goes_on_with_bundles_of_another_kind_elsewhere(tmp_path):
-  """And who follows it finds them."""
+  """Its followers find the bundles in the new place."""
   options = {'sandbox__level': 'static', 'telemetry__tensorboard': False}
   moved = make(**options, delta__store='s3://x/y', delta__tier='fast')
   for spec in (make(**options), moved):
@@ -130,7 +130,7 @@ def test_two_lines_switch_a_stage_to_muon():
 
 
 def test_each_stage_has_choices_of_its_own():
-  pairs = [  # Those that tiny.py gives as examples, as JSON has them.
+  pairs = [  # The examples of tiny.py, in the form that JSON gives them.
     ['router', 'embed->route'],
     ['attention/out$', 'heads,head_dim->embed'],
   ]
@@ -142,7 +142,7 @@ def test_each_stage_has_choices_of_its_own():
 
 
 def test_a_workdir_from_before_muon_could_be_chosen_is_refused(tmp_path):
-  """It was trained by other coefficients, so that it cannot be gone on with."""
+  """Other coefficients trained it, so the run cannot go on with these."""
   spec = make(sandbox__level='static', telemetry__tensorboard=False)
   with runs.open_run(spec, tmp_path):
     pass
@@ -151,7 +151,7 @@ def test_a_workdir_from_before_muon_could_be_chosen_is_refused(tmp_path):
   for stage in ('cpt', 'sft'):
     del config[stage]['muon']
   files.write_json(path, config)
-  told = r"cpt\.muon\.coefficients is 'absent' there and 'polar_express' now"
-  with pytest.raises(ValueError, match=told):
+  message = r"cpt\.muon\.coefficients is 'absent' there and 'polar_express' now"
+  with pytest.raises(ValueError, match=message):
     with runs.open_run(spec, tmp_path):
       pass

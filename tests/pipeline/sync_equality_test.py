@@ -1,8 +1,8 @@
-"""At staleness 0 the pipeline computes what the loop on one page computes.
+"""At staleness 0 the pipeline computes what the synchronous loop computes.
 
-Trainer and engine take turns here (`colocated`), policies still pass through
-the store as bundles and groups through files; `tests/e2e/composer_test.py`
-holds the `processes` placement to the same law.
+Trainer and engine take turns here (`colocated`); policies still pass through
+the store as bundles, and groups through files. `tests/e2e/composer_test.py`
+tests the same law for the `processes` placement.
 """
 
 import contextlib
@@ -47,17 +47,17 @@ def tokenizer():
 @pytest.fixture(scope='module')
 def spec(tokenizer):
   config = tiny.get_config('smoke')
-  # Of a few seeds one gave a step in which no group had a gradient.
+  # With some seeds a step has no group with a gradient.
   config.seed = 1
   config.mesh = dict(replica=1, fsdp=1, context=1)
   config.model.vocab_size = tokenizer.vocab_size
-  config.sandbox.level = 'static'  # nothing the policy writes gets so far
+  config.sandbox.level = 'static'  # no policy here gets that far
   config.rl.placement = 'colocated'
   config.rl.steps = 3
   config.rl.learning_rate = 5e-3
   config.episode.max_turns = 30
-  # Long calls, so that some meet END by chance and leave room for another:
-  # episodes differ in their invalid calls, and groups have a gradient.
+  # Calls are long enough that some contain END by chance. So episodes differ in
+  # their number of invalid calls, and groups have a gradient.
   config.episode.max_call_tokens = 64
   config.episode.max_tokens = 288
   config.rl.seq_len = 288
@@ -66,7 +66,7 @@ def spec(tokenizer):
 
 
 def random_policy(config):
-  """Wide weights: the policy prefers some tokens, so that calls end early."""
+  """Returns weights so wide that some tokens are likely and calls end early."""
   rng = np.random.default_rng(5)
   shapes, _ = decoder.abstract(config)
   return jax.tree.map(
@@ -77,19 +77,19 @@ def random_policy(config):
 
 @contextlib.contextmanager
 def opened(workdir, spec, tokenizer):
-  """A job whose SFT is over, with a policy and a tokenizer of our own."""
+  """A job after SFT, with a random policy and the test's tokenizer."""
   if export.finished_step(workdir, 'sft') is None:
     export.save(workdir, 'sft', 1, random_policy(spec.model))
   with writers.Writer(workdir, tensorboard=False) as writer:
     job = runs.job(spec, workdir, writer)
-    # Where the cached property keeps what it would train from a corpus.
+    # Set the cached property, which would train a tokenizer on a corpus.
     vars(job)['tokenizer'] = tokenizer
     yield job
 
 
 @pytest.fixture(scope='module')
 def synchronous(spec, tokenizer, tmp_path_factory):
-  """Final variables and metrics of every step."""
+  """Final variables and metrics of every step of the synchronous loop."""
   workdir = tmp_path_factory.mktemp('synchronous')
   checkpoints = manager.Checkpoints(workdir / 'checkpoints' / 'rl', keep=1)
   with opened(workdir, spec, tokenizer) as job, job.runner() as runner:
@@ -120,7 +120,7 @@ def colocated(spec, tokenizer, tmp_path_factory):
 
 
 def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):
-  workdir, found = colocated
+  workdir, colocated_variables = colocated
   variables, history = synchronous
   rows = [r for r in writers.read(workdir) if r['stage'] == 'rl']
   assert [r['step'] for r in rows] == [1, 2, 3]
@@ -128,7 +128,9 @@ def test_colocated_pipeline_equals_the_synchronous_loop(colocated, synchronous):
     for name in sorted(set(metrics) - set(CLOCKS)):
       assert row[name] == metrics[name], (row['step'], name)
   for name, array in variables.items():
-    np.testing.assert_array_equal(found[name], array, err_msg=name)
+    np.testing.assert_array_equal(
+      colocated_variables[name], array, err_msg=name
+    )
 
 
 def test_the_compared_runs_did_learn(spec, synchronous):
@@ -145,30 +147,30 @@ def test_policies_reach_the_engine_through_bundles(spec, colocated):
   assert policy.version == spec.rl.steps
   lines = (workdir / 'episodes.jsonl').read_text().splitlines()
   rows = [json.loads(line) for line in lines]
-  # Episodes of step v were sampled by version v - 1 and by no other.
+  # Only version v - 1 sampled the episodes of step v.
   assert {(r['step'], *r['versions']) for r in rows} == {(1, 0), (2, 1)}
 
 
 def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   workdir, variables = colocated
-  published, taken = (
+  published, received = (
     {r['step']: r for r in writers.read(path) if r['stage'] == stage}
     for path, stage in (
       (workdir, 'delta'),
       (workdir / 'received.jsonl', 'received'),
     )
   )
-  # Nobody samples from the last version.
-  assert sorted(published) == [0, 1, 2, 3] and sorted(taken) == [0, 1, 2]
-  for version, line in taken.items():
+  # The last version samples nothing.
+  assert sorted(published) == [0, 1, 2, 3] and sorted(received) == [0, 1, 2]
+  for version, line in received.items():
     assert line['target_id'] == published[version]['target_id']
   for group in map(
     buffers.GroupBuffer(workdir / 'groups').get,
     buffers.GroupBuffer(workdir / 'groups').ids(),
   ):
     assert group.policies == {2: published[2]['target_id']}
-  # And these are the bfloat16 casts of the trainer's masters, by a hash that
-  # knows neither bundles nor stores.
+  # The bundle holds the bfloat16 cast of the trainer's masters, as hashed here
+  # without bundles or stores.
   final = {
     name: np.asarray(leaf).astype(ml_dtypes.bfloat16)
     if name.startswith('params/')
@@ -178,12 +180,12 @@ def test_trainer_receiver_and_groups_name_the_same_weights(spec, colocated):
   assert identity.target_id(final) == published[3]['target_id']
   kinds = [published[v]['kind'] for v in range(4)]
   assert kinds == ['key', 'delta', 'delta', 'delta']
-  assert [taken[v]['route'] for v in range(3)] == [
+  assert [received[v]['route'] for v in range(3)] == [
     ['key 0'],
     ['delta 0-1'],
     ['delta 1-2'],
   ]
-  assert 'swap_s' not in taken[0] and taken[1]['swap_s'] > 0
+  assert 'swap_s' not in received[0] and received[1]['swap_s'] > 0
 
 
 def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
@@ -194,18 +196,18 @@ def test_evaluating_sft_after_rl_keeps_the_line_of_rl(
   with opened(workdir, spec, tokenizer) as job:
     for stage in ('rl', 'sft'):
       stages.evaluate(job, stage)
-    # As if it had been killed before it wrote down that it was done.
+    # As after a kill just before the run noted that it was done.
     (workdir / 'evaluation_sft.json').unlink()
     stages.evaluate(job, 'sft')
     evaluated = [r for r in writers.read(workdir) if r['stage'] == 'eval']
-  found = [(r['name'], r['step']) for r in evaluated]
-  assert found == [('rl', spec.rl.steps), ('sft', 0)]
+  lines = [(r['name'], r['step']) for r in evaluated]
+  assert lines == [('rl', spec.rl.steps), ('sft', 0)]
 
 
 def test_a_damaged_policy_ends_a_colocated_run_by_name(
   spec, tokenizer, colocated, tmp_path
 ):
-  """Waiting would not mend it, nor may an older policy sample in its place."""
+  """Waiting would not repair it, and an older policy may not replace it."""
   workdir, _ = colocated
   shutil.copytree(workdir / 'store', tmp_path / 'store')
   shutil.copy(workdir / receivers.KEY, tmp_path)
@@ -221,7 +223,7 @@ def test_a_damaged_policy_ends_a_colocated_run_by_name(
 
 
 def renumbered(group):
-  """The group with routes of a model whose experts have other numbers."""
+  """Returns the group with its routes' experts renumbered."""
   rollouts = []
   for rollout in group.rollouts:
     (t,) = rollout.trajectories
@@ -234,7 +236,7 @@ def renumbered(group):
 
 @pytest.fixture
 def corrupted(colocated, tmp_path):
-  """A run that was killed after step 2, whose groups of step 3 lie."""
+  """A run that was killed after step 2, with false groups for step 3."""
   workdir, _ = colocated
   copy = shutil.copytree(workdir, tmp_path / 'copy')
   shutil.rmtree(copy / 'exports' / 'rl')
@@ -253,7 +255,7 @@ def lines_of_rl(workdir):
 def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   spec, tokenizer, colocated, corrupted
 ):
-  """What it leaves is whole: the healed run equals one that nobody touched."""
+  """The stopped run stays intact: resumed, it equals an undisturbed run."""
   workdir = corrupted
   with opened(workdir, spec, tokenizer) as job:
     with pytest.raises(
@@ -276,9 +278,9 @@ def test_the_gate_stops_a_run_and_groups_sampled_anew_heal_it(
   untouched, variables = colocated
   for name, array in variables.items():
     np.testing.assert_array_equal(healed[name], array, err_msg=name)
-  found, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
-  assert found.keys() == expected.keys()
-  assert not [n for n in found if n not in CLOCKS and found[n] != expected[n]]
+  actual, expected = lines_of_rl(workdir)[3], lines_of_rl(untouched)[3]
+  assert actual.keys() == expected.keys()
+  assert not [n for n in actual if n not in CLOCKS and actual[n] != expected[n]]
 
 
 def test_a_group_that_other_weights_sampled_is_refused(
@@ -297,7 +299,7 @@ def test_a_group_that_other_weights_sampled_is_refused(
 def test_a_store_that_was_deleted_is_begun_anew(
   spec, tokenizer, colocated, corrupted
 ):
-  """Though the rollout side has seen, and remembers, later pointers."""
+  """Even though the rollout side remembers later pointers."""
   untouched, variables = colocated
   shutil.rmtree(corrupted / 'store')
   for path in (untouched / 'groups').glob('0000000[45].npz'):

@@ -1,4 +1,4 @@
-"""Which policy reads the hints of a run that goes on from a checkpoint."""
+"""Which policy is the teacher of a run that resumes from a checkpoint."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ def moved(tree, by):
 
 @pytest.mark.parametrize('teacher', ['frozen', 'ema'])
 def test_a_resumed_run_has_the_teacher_that_it_had(teacher, tmp_path):
-  """The frozen one is what SFT left, not what the checkpoint holds."""
+  """A frozen teacher is the SFT policy, not that of the checkpoint."""
   spec = spec_of(teacher)
   shapes, _ = decoder.abstract(spec.model)
   rng = np.random.default_rng(0)
@@ -40,10 +40,12 @@ def test_a_resumed_run_has_the_teacher_that_it_had(teacher, tmp_path):
   export.save(tmp_path, 'sft', 1, sft)
   with (
     writers.Writer(tmp_path, tensorboard=False) as writer,
-    contextlib.closing(manager.Checkpoints(tmp_path / 'c', keep=2)) as found,
+    contextlib.closing(
+      manager.Checkpoints(tmp_path / 'c', keep=2)
+    ) as checkpoints,
   ):
     job = runs.job(spec, tmp_path, writer)
-    began = reinforce.prepare(job, found).state
+    began = reinforce.prepare(job, checkpoints).state
     followed = moved(began.teacher, 0.25)
     later = dataclasses.replace(
       began,
@@ -51,9 +53,9 @@ def test_a_resumed_run_has_the_teacher_that_it_had(teacher, tmp_path):
       params=moved(began.params, 1.0),
       teacher=followed,
     )
-    found.save(1, later)
-    found.wait()
-    start = reinforce.prepare(job, found)
+    checkpoints.save(1, later)
+    checkpoints.wait()
+    start = reinforce.prepare(job, checkpoints)
   assert int(start.state.step) == 1
   jax.tree.map(np.testing.assert_array_equal, start.state.params, later.params)
   if teacher == 'ema':

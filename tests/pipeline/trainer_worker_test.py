@@ -1,4 +1,4 @@
-"""What the trainer asks of the groups that it is handed."""
+"""What the trainer requires of the groups that it gets."""
 
 import types
 
@@ -10,7 +10,7 @@ from composer_jax.pipeline import trainer_worker
 
 
 def make_group(group, *versions):
-  """One rollout for each (version of the context, version that sampled)."""
+  """Returns a group with a rollout for each (context version, version)."""
   rollouts = tuple(
     records.Rollout(
       task_id='t',
@@ -63,12 +63,12 @@ def test_a_group_that_breaks_the_bound_is_named(versions, bound, message):
 
 
 def test_a_run_that_only_has_to_be_exported_publishes_its_last_version():
-  """It may have been killed between the checkpoint and the pointer."""
+  """A kill may have come between the checkpoint and the pointer."""
   published = []
   state = types.SimpleNamespace(step=3)
   ports = types.SimpleNamespace(publish=lambda _, v: published.append(v))
   options = types.SimpleNamespace(prompts=2)
-  found = trainer_worker.run(
+  final_state = trainer_worker.run(
     state, None, ports, options, None, num_steps=3, max_staleness=0
   )
-  assert found is state and published == [3]
+  assert final_state is state and published == [3]

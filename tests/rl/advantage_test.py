@@ -44,21 +44,21 @@ def make_group(rewards, **kwargs):
 
 def test_advantage_is_reward_minus_mean():
   group = make_group([1.0, 0.0, 0.0, 1.0])
-  found = advantage.group_advantages(group, np.array([1.0, 0.0, 0.0, 1.0]))
-  np.testing.assert_array_equal(found, [0.5, -0.5, -0.5, 0.5])
+  advantages = advantage.group_advantages(group, np.array([1.0, 0.0, 0.0, 1.0]))
+  np.testing.assert_array_equal(advantages, [0.5, -0.5, -0.5, 0.5])
 
 
 @pytest.mark.parametrize('count,reward', [(5, 0.7), (7, 0.8)])
 def test_equal_rewards_give_advantages_of_exactly_zero(count, reward):
-  """Also where rounding moves the mean away from them."""
+  """Also where rounding makes the mean differ from the rewards."""
   group = make_group([reward] * count)
-  found = advantage.group_advantages(group, np.full(count, reward))
-  np.testing.assert_array_equal(found, np.zeros(count))
-  # One that was not judged is no reason for the others to differ.
+  advantages = advantage.group_advantages(group, np.full(count, reward))
+  np.testing.assert_array_equal(advantages, np.zeros(count))
+  # A rollout that was not judged does not change the others.
   group = with_unjudged(group, member=1)
   rewards_R = np.where(np.arange(count) == 1, 0.0, reward)
-  found = advantage.group_advantages(group, rewards_R)
-  np.testing.assert_array_equal(found, np.zeros(count))
+  advantages = advantage.group_advantages(group, rewards_R)
+  np.testing.assert_array_equal(advantages, np.zeros(count))
 
 
 def with_unjudged(group, member):
@@ -69,22 +69,22 @@ def with_unjudged(group, member):
 
 def test_advantage_scales_with_the_reward_and_not_with_its_deviation():
   group = make_group([1.0, 0.0])
-  one = advantage.group_advantages(group, np.array([1.0, 0.0]))
+  unit = advantage.group_advantages(group, np.array([1.0, 0.0]))
   tenth = advantage.group_advantages(group, np.array([0.1, 0.0]))
-  np.testing.assert_allclose(one, 10 * tenth, rtol=1e-6)
+  np.testing.assert_allclose(unit, 10 * tenth, rtol=1e-6)
 
 
 def test_a_failed_sandbox_is_not_a_failed_policy():
   broken = with_unjudged(make_group([1.0, 0.0, 0.0]), member=2)
-  found = advantage.group_advantages(broken, np.array([1.0, 0.0, 0.0]))
-  np.testing.assert_array_equal(found, [0.5, -0.5, 0.0])
+  advantages = advantage.group_advantages(broken, np.array([1.0, 0.0, 0.0]))
+  np.testing.assert_array_equal(advantages, [0.5, -0.5, 0.0])
 
 
 def test_kl_penalty_is_k1_summed_over_sampled_tokens():
   group = make_group([1.0, 0.0], length=4, gap=0.25)
   reference = [np.full(4, -1.0), np.full(4, -1.0)]
-  found = advantage.kl_penalized_rewards(group, reference, 0.1)
-  np.testing.assert_allclose(found, [1 - 0.1 * 0.75, -0.1 * 0.75], rtol=1e-6)
+  rewards = advantage.kl_penalized_rewards(group, reference, 0.1)
+  np.testing.assert_allclose(rewards, [1 - 0.1 * 0.75, -0.1 * 0.75], rtol=1e-6)
 
 
 def test_shuffled_rewards_keep_their_multiset_and_change_their_places():
@@ -105,7 +105,7 @@ def test_shuffling_leaves_what_was_not_judged_in_its_place():
   assert shuffled[5] == 0
   judged = sorted(rewards[:5] + rewards[6:])
   assert sorted(np.delete(shuffled, 5)) == judged
-  # So that mean and spread of the advantages are those of the real rewards.
+  # So mean and spread of the advantages stay those of the real rewards.
   real = np.array([r.reward for r in group.rollouts])
   np.testing.assert_array_equal(
     *(np.sort(advantage.group_advantages(group, r)) for r in (shuffled, real))
@@ -122,10 +122,10 @@ def test_group_survives_its_bytes():
   group = make_group([1.0, 0.25])
   again = group_bytes.from_bytes(group_bytes.to_bytes(group))
   assert again.group == group.group and again.task_id == group.task_id
-  for left, right in zip(group.rollouts, again.rollouts, strict=True):
-    assert left.verdict == right.verdict and left.reward == right.reward
+  for before, after in zip(group.rollouts, again.rollouts, strict=True):
+    assert before.verdict == after.verdict and before.reward == after.reward
     for name in ('tokens_T', 'logprobs_T', 'expert_ids_TMA', 'loss_mask_T'):
-      ours = getattr(left.trajectories[0], name)
-      theirs = getattr(right.trajectories[0], name)
-      assert ours.dtype == theirs.dtype
-      np.testing.assert_array_equal(ours, theirs)
+      array = getattr(before.trajectories[0], name)
+      decoded = getattr(after.trajectories[0], name)
+      assert array.dtype == decoded.dtype
+      np.testing.assert_array_equal(array, decoded)

@@ -44,7 +44,7 @@ def packed():
 
 
 def spans(batches):
-  """Every packed segment as (batch, row, slice)."""
+  """Yields every packed segment as (batch, row, slice)."""
   for batch in batches:
     for row, segments_T in enumerate(batch.segment_ids_BT):
       for segment in range(1, segments_T.max() + 1):
@@ -55,9 +55,9 @@ def spans(batches):
 
 def test_every_trajectory_is_packed_once_with_all_its_fields(packed):
   trajectories, advantages, batches = packed
-  left = {t.tokens_T.tobytes(): i for i, t in enumerate(trajectories)}
+  unseen = {t.tokens_T.tobytes(): i for i, t in enumerate(trajectories)}
   for batch, row, span in spans(batches):
-    i = left.pop(batch.tokens_BT[row, span].tobytes())
+    i = unseen.pop(batch.tokens_BT[row, span].tobytes())
     t = trajectories[i]
     np.testing.assert_array_equal(
       batch.positions_BT[row, span], np.arange(len(t))
@@ -74,7 +74,7 @@ def test_every_trajectory_is_packed_once_with_all_its_fields(packed):
       np.testing.assert_array_equal(
         batch.expert_ids_MBTA[layer, row, span], t.expert_ids_TMA[:, layer]
       )
-  assert not left
+  assert not unseen
 
 
 def test_padding_is_inert(packed):
@@ -87,7 +87,7 @@ def test_padding_is_inert(packed):
 
 
 def rows_of(lengths, seq_len, align=1):
-  """Which trajectories share a row."""
+  """Returns the trajectories of each row."""
   shape = dataclasses.replace(SHAPE, seq_len=seq_len, align=align)
   rows = {}
   for i, place in enumerate(batching.places(lengths, shape)):
@@ -121,12 +121,12 @@ def test_aligned_trajectories_start_at_multiples_where_places_says(align):
   trajectories = [make_trajectory(n, i) for i, n in enumerate(lengths)]
   packed = batching.pack(trajectories, [1.0] * len(lengths), shape).microbatches
   where = batching.places(lengths, shape)
-  taken = [np.zeros((shape.rows, shape.seq_len), bool) for _ in packed]
+  occupied = [np.zeros((shape.rows, shape.seq_len), bool) for _ in packed]
   for place, trajectory in zip(where, trajectories, strict=True):
     batch, row, segment, span = place
     assert span.start % align == 0
-    assert not taken[batch][row, span].any()
-    taken[batch][row, span] = True
+    assert not occupied[batch][row, span].any()
+    occupied[batch][row, span] = True
     np.testing.assert_array_equal(
       packed[batch].tokens_BT[row, span], trajectory.tokens_T
     )
@@ -135,7 +135,7 @@ def test_aligned_trajectories_start_at_multiples_where_places_says(align):
       packed[batch].expert_ids_MBTA[:, row, span].transpose(1, 0, 2),
       trajectory.expert_ids_TMA,
     )
-  for batch, taken_BT in zip(packed, taken, strict=True):
+  for batch, taken_BT in zip(packed, occupied, strict=True):
     np.testing.assert_array_equal(batch.segment_ids_BT > 0, taken_BT)
     assert (batch.expert_ids_MBTA[:, ~taken_BT] == records.NO_ROUTE).all()
 
@@ -156,7 +156,7 @@ def test_an_alignment_that_does_not_divide_a_row_is_refused(align):
   'place,ids,message',
   [
     ((2, 1), [3, 3], r'Token 2, layer 1 .*\[3, 3\].*must differ'),
-    # What an engine that records nothing leaves behind.
+    # Trajectories of an engine that records no routes.
     ((0, 0), [0, 0], r'Token 0, layer 0 .*\[0, 0\].*must differ'),
     ((3, 2), [1, 8], r'Token 3, layer 2 .*\[1, 8\].*num_experts \(8\)'),
     ((4, 0), [65535, 1], r'Token 4, layer 0 .*NO_ROUTE \(65535\) must fill'),

@@ -1,4 +1,4 @@
-"""What metrics say of rollouts, hacks among them, and a pass rate by hand."""
+"""Metrics of rollouts, flagged ones among them, and a pass rate by hand."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from tests.rl import advantage_test
 
 
 def rollout(member, **fields):
-  made = advantage_test.make_rollout(member, fields.pop('reward', 0.0))
-  return dataclasses.replace(made, **fields)
+  base = advantage_test.make_rollout(member, fields.pop('reward', 0.0))
+  return dataclasses.replace(base, **fields)
 
 
 def turn(outcome):
@@ -20,11 +20,11 @@ def turn(outcome):
 
 
 def test_terms_versions_alarms_and_windows_are_of_all_rollouts():
-  one = rollout(0)
+  first_rollout = rollout(0)
   rollouts = (
     dataclasses.replace(
-      one,
-      trajectories=one.trajectories * 2,
+      first_rollout,
+      trajectories=first_rollout.trajectories * 2,
       turns=(turn(turns.SUMMARY), turn(turns.FAILED_EDIT)),
       reward_terms={'success': 1.0, 'flagged': -1.0},
       flags=('canary_passed', 'reads_cache'),
@@ -35,18 +35,22 @@ def test_terms_versions_alarms_and_windows_are_of_all_rollouts():
     rollout(2, flags=('reads_cache',), reward_version=1),
     rollout(3),
   )
-  group = records.Group(group=one.group, task_id=one.task_id, rollouts=rollouts)
-  found = behaviour.measure([group], [np.zeros(4)], 0)
-  assert found['flag_kinds'] == [['canary_passed', 1], ['reads_cache', 2]]
-  assert found['reward_success'] == 0.25 and found['reward_flagged'] == -0.25
-  assert found['reward_invalid'] == -0.125 and found['reward_effort'] == 0
-  assert (found['reward_version'], found['reward_versions']) == (2, 3)
-  assert (found['windows'], found['summaries']) == (1.25, 0.25)
-  assert found['failed_edits'] == 1 / 6
+  group = records.Group(
+    group=first_rollout.group, task_id=first_rollout.task_id, rollouts=rollouts
+  )
+  metrics = behaviour.measure([group], [np.zeros(4)], 0)
+  assert metrics['flag_kinds'] == [['canary_passed', 1], ['reads_cache', 2]]
+  assert (
+    metrics['reward_success'] == 0.25 and metrics['reward_flagged'] == -0.25
+  )
+  assert metrics['reward_invalid'] == -0.125 and metrics['reward_effort'] == 0
+  assert (metrics['reward_version'], metrics['reward_versions']) == (2, 3)
+  assert (metrics['windows'], metrics['summaries']) == (1.25, 0.25)
+  assert metrics['failed_edits'] == 1 / 6
 
 
 def test_a_flagged_rollout_is_counted_and_never_passes():
-  """It stays in every total, as one that failed."""
+  """It counts in every total, as a failed episode."""
   rollouts = [
     rollout(0, reward=1.0),
     rollout(1, reward=1.0, flags=('reads_cache',)),
@@ -57,8 +61,8 @@ def test_a_flagged_rollout_is_counted_and_never_passes():
   assert (counts['passed'], counts['failed']) == (1, 2)
   assert sum(counts.values()) == 3
   assert counts[records.UNFINISHED] == counts[records.INFRASTRUCTURE] == 0
-  found = behaviour.pass_rate(rollouts)
-  assert (found.passed, found.episodes, found.passed_valid) == (1, 3, 1)
+  rate = behaviour.pass_rate(rollouts)
+  assert (rate.passed, rate.episodes, rate.passed_valid) == (1, 3, 1)
 
 
 def episode(status, *, passed=False, turns=4, invalid=0):
@@ -96,12 +100,12 @@ def test_every_figure_of_ten_episodes():
     *[episode(records.GRADED)] * 2,
     episode(records.GRADED, turns=5, invalid=1),
     episode(records.UNFINISHED, turns=10, invalid=10),
-    # Says nothing about the policy, neither its calls nor its failure.
+    # An infrastructure failure counts neither its calls nor its result.
     *[episode(records.INFRASTRUCTURE, turns=100, invalid=100)] * 2,
   ]
-  found = behaviour.pass_rate(episodes)
-  assert found.rate == 0.5
-  assert dataclasses.asdict(found) == {
+  rate = behaviour.pass_rate(episodes)
+  assert rate.rate == 0.5
+  assert dataclasses.asdict(rate) == {
     'passed': 4,
     'episodes': 8,
     'infrastructure': 2,
@@ -116,6 +120,6 @@ def test_every_figure_of_ten_episodes():
 
 
 def test_no_judged_episode_is_no_division_by_zero():
-  found = behaviour.pass_rate([episode(records.INFRASTRUCTURE)])
-  assert (found.rate, found.episodes, found.infrastructure) == (0.0, 0, 1)
-  assert (found.invalid_rate, found.unfinished_rate) == (0.0, 0.0)
+  rate = behaviour.pass_rate([episode(records.INFRASTRUCTURE)])
+  assert (rate.rate, rate.episodes, rate.infrastructure) == (0.0, 0, 1)
+  assert (rate.invalid_rate, rate.unfinished_rate) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Groups leave the stream whole, and whatever goes wrong reaches its reader."""
+"""Groups leave the stream whole, and every error reaches its reader."""
 
 import dataclasses
 import time
@@ -48,14 +48,14 @@ def make_stream():
 
 
 def test_a_group_is_handed_over_once_and_in_order(make_stream):
-  found = []
+  groups = []
   # The second member ends first.
   stream = make_stream(
-    found.append, lambda member: time.sleep(0.05 * (1 - member))
+    groups.append, lambda member: time.sleep(0.05 * (1 - member))
   )
   stream.admit(0)
   finish(stream)
-  assert [[r.member for r in g.rollouts] for g in found] == [[0, 1]]
+  assert [[r.member for r in g.rollouts] for g in groups] == [[0, 1]]
 
 
 @pytest.mark.parametrize('error', [OSError, ValueError, KeyError, SystemExit])
@@ -82,17 +82,17 @@ def test_an_error_of_an_episode_ends_the_wait(make_stream):
 
 def test_the_player_prices_hints_and_summarises_every_episode():
   tokenizer = tokenizer_lib.Tokenizer.train(['a sum up of work'], 270)
-  made = []
+  environments = []
 
   def make_environment(task):
-    made.append(summarize_test.Talker())
-    made[-1].task_id = task
-    return made[-1]
+    environments.append(summarize_test.Talker())
+    environments[-1].task_id = task
+    return environments[-1]
 
-  asked = []
+  requests = []
 
   def reward_of_group(group):
-    asked.append(group)
+    requests.append(group)
     return dataclasses.replace(
       rewards.UNPRICED, version=group, invalid_penalty=0.5
     )
@@ -123,8 +123,8 @@ def test_the_player_prices_hints_and_summarises_every_episode():
     assert (rollout.reward, rollout.reward_version) == (0.5, 4)
     assert [h.kind for h in rollout.hints] == ['not_a_call']
     assert len(rollout.trajectories) > 2
-  assert asked == [4, 4]
-  assert [talker.num_closed for talker in made] == [1, 1]
+  assert requests == [4, 4]
+  assert [talker.num_closed for talker in environments] == [1, 1]
 
 
 SHAPE = batching.BatchShape(
@@ -133,18 +133,18 @@ SHAPE = batching.BatchShape(
 
 
 def windows_of(rollout, parts):
-  """The rollout as a chain: its tokens cut into so many windows."""
-  (whole,) = rollout.trajectories
-  cuts = [len(whole) * i // parts for i in range(parts + 1)]
+  """Returns the rollout with its trajectory cut into so many windows."""
+  (trajectory,) = rollout.trajectories
+  cuts = [len(trajectory) * i // parts for i in range(parts + 1)]
   names = [f.name for f in dataclasses.fields(records.Trajectory)]
   windows = [
     records.Trajectory(
       **{
-        name: getattr(whole, name)[start:stop]
+        name: getattr(trajectory, name)[start:stop]
         for name in names
         if name != 'temperature'
       },
-      temperature=whole.temperature,
+      temperature=trajectory.temperature,
     )
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
   ]
@@ -152,10 +152,10 @@ def windows_of(rollout, parts):
 
 
 def test_a_chain_counts_once_whatever_its_windows():
-  """Its reward is one of its group's, and all its tokens have its advantage.
+  """Its reward counts once in the group, and all its tokens have its advantage.
 
-  Were it counted by windows, long chains would pull the baseline to their
-  reward; were it normalised by windows, their tokens would weigh more.
+  Counting it once a window would pull the baseline to the rewards of long
+  chains; normalising by windows would give their tokens more weight.
   """
   rewards_R = [1.0, 0.0, 0.0, 0.25]
   group = advantage_test.make_group(rewards_R, length=12)
@@ -172,14 +172,14 @@ def test_a_chain_counts_once_whatever_its_windows():
     np.testing.assert_allclose(advantages_R, np.array(rewards_R) - 0.3125)
     packed, ids = update._trained([form], [advantages_R], SHAPE)
     assert len(ids) == sum(len(r.trajectories) for r in form.rollouts)
-    # What each token weighs in the loss, in order of the rollouts.
-    found = iter(packed.places)
+    # Weight of each token in the loss, in order of the rollouts.
+    places = iter(packed.places)
     weights.append(
       [
         np.concatenate(
           [
             (b.advantages_BT * b.loss_weights_BT)[place.row, place.span]
-            for place in (next(found) for _ in r.trajectories)
+            for place in (next(places) for _ in r.trajectories)
             for b in [packed.microbatches[place.batch]]
           ]
         )

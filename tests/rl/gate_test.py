@@ -1,7 +1,7 @@
-"""Records that lie are caught by the default bands, honest ones are not.
+"""The default bands refuse false records and pass honest ones.
 
-On a batch that the engine sampled from a model that was trained a little: its
-routers and its predictions are not those of random weights.
+The engine samples from a model that was trained a little, because routers and
+predictions of random weights would hide faults.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ OPTIONS = dataclasses.replace(update_test.OPTIONS, mismatch_every=1)
 
 
 def sentences(rng):
-  """A batch whose next token mostly follows from the last one."""
+  """Returns a batch whose next token mostly follows from the last one."""
   B, T = SHAPE.rows, SHAPE.seq_len
   tokens_BT = rng.integers(0, MODEL.vocab_size, (B, T), dtype=np.int32)
   for t in range(1, T):
@@ -36,8 +36,8 @@ def sentences(rng):
     segment_ids_BT=np.ones((B, T), np.int32),
     positions_BT=np.tile(np.arange(T, dtype=np.int32), (B, 1)),
     loss_weights_BT=np.ones((B, T), np.float32),
-    # So unlikely that the ratio stays at its cap: what is left of the policy
-    # gradient is that of the likelihood.
+    # So unlikely that the ratio stays at its cap: the policy gradient is then
+    # the gradient of the likelihood.
     rollout_logprobs_BT=np.full((B, T), -50, np.float32),
     advantages_BT=np.ones((B, T), np.float32),
     temperatures_BT=np.ones((B, T), np.float32),
@@ -47,7 +47,7 @@ def sentences(rng):
 
 @pytest.fixture(scope='module')
 def functions():
-  # The programs of update_test, which the cache has.
+  # The same programs as those of update_test, so the XLA cache has them.
   return steps.build(
     decoder.Decoder(MODEL), optax.sgd(0.1), loss=policy_loss.LossOptions()
   )
@@ -55,7 +55,7 @@ def functions():
 
 @pytest.fixture(scope='module')
 def trained(functions):
-  """The state of a model that learnt a little."""
+  """Training state of a model that learnt a little."""
   state = train_state.create(update_test.draw(0), optax.sgd(0.1))
   rng = np.random.default_rng(0)
   losses = []
@@ -64,7 +64,7 @@ def trained(functions):
     sums, _ = functions.add_microbatch(functions.policy(state), None, batch)
     num_tokens = batch.loss_weights_BT.sum()
     losses.append(float(sums.loss) / num_tokens)
-    # A step of 1 times the mean, which is half of what the capped ratio gives.
+    # The capped ratio doubles the gradient, so this is a step of rate 1.
     state, _ = functions.apply(state, sums, jnp.float32(5 / num_tokens))
   assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5]), losses
   return state
@@ -72,13 +72,13 @@ def trained(functions):
 
 @pytest.fixture(scope='module')
 def groups(functions, trained):
-  """Sampled by the trained policy, and named by its version."""
-  found = update_test.sample(functions.policy(trained))
-  # Small ones: a step that moves the policy as far as one of Adam does.
-  rewards = [[0.1 * r.reward for r in g.rollouts] for g in found]
-  found = update_test.with_rewards(found, rewards)
+  """Groups that the trained policy sampled, with its version."""
+  sampled = update_test.sample(functions.policy(trained))
+  # Small rewards, so that a step moves the policy as far as a step of Adam.
+  rewards = [[0.1 * r.reward for r in g.rollouts] for g in sampled]
+  sampled = update_test.with_rewards(sampled, rewards)
   return with_trajectories(
-    found,
+    sampled,
     lambda t: {
       'policy_version_T': np.full(len(t), int(trained.step), np.int32)
     },
@@ -86,7 +86,7 @@ def groups(functions, trained):
 
 
 def with_trajectories(groups, change, members=range(3)):
-  """Groups of which some members' trajectories have other fields."""
+  """Returns the groups with fields of some members' trajectories changed."""
 
   def changed(rollout):
     if rollout.member not in members:
@@ -105,19 +105,19 @@ def with_trajectories(groups, change, members=range(3)):
 
 
 def shifted(t):
-  """Routes of the token before the one that they are filed under."""
+  """Returns routes shifted by one token."""
   ids_TMA = t.expert_ids_TMA.copy()
   ids_TMA[1:-1] = t.expert_ids_TMA[:-2]
   return {'expert_ids_TMA': ids_TMA}
 
 
 def swapped(t):
-  """Routes of the layers in another order."""
+  """Returns routes with the layers swapped."""
   return {'expert_ids_TMA': t.expert_ids_TMA[:, ::-1].copy()}
 
 
 def newer(t):
-  """Says that the next version sampled it."""
+  """Returns versions one newer than those that sampled the tokens."""
   return {'policy_version_T': t.policy_version_T + 1}
 
 
@@ -136,7 +136,7 @@ def acting(action):
 
 @pytest.fixture(scope='module')
 def honest(functions, trained, groups):
-  """What `update` makes of honest records, under the default gate."""
+  """State and metrics of `update` on honest records, under the default gate."""
   assert OPTIONS.gate.action == 'stop'
   return run(functions, trained, groups)
 
@@ -162,20 +162,20 @@ def test_honest_records_of_an_older_policy_pass(functions, groups, honest):
 def test_a_lie_stops_the_step_before_it_is_applied(
   functions, trained, honest, groups, lie, members
 ):
-  # A record can only claim to be newer than it is once there is a newer one.
+  # A record can claim a newer version only if the trainer has one.
   state = copied(honest[0] if lie is newer else trained)
   before = copied(state)
   wrong = with_trajectories(groups, lie, members)
   with pytest.raises(mismatch.OutOfBand) as stopped:
     update.update(state, wrong, functions, OPTIONS, SHAPE)
-  said = str(stopped.value)
-  assert said.startswith(
+  message = str(stopped.value)
+  assert message.startswith(
     f'rl step {int(state.step) + 1}: mismatch_kl_fresh is '
     f'{stopped.value.metrics["mismatch_kl_fresh"]:.3g}, its band is at most '
     '1e-09 (--config.rl.gate.max_kl_fresh): '
   )
-  assert '--config.rl.gate.action=flag' in said and 'groups/' in said
-  # Not donated, not changed.
+  assert '--config.rl.gate.action=flag' in message and 'groups/' in message
+  # The state was neither donated nor changed.
   jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
@@ -196,7 +196,7 @@ def test_a_tape_of_an_older_policy_is_judged_by_its_agreement(
   )
   assert metrics['fresh_tokens'] == 0
   assert any(s.startswith('replay_agreement is ') for s in metrics['gate'])
-  # Routed afresh the tape has no say, but still is not what it should be.
+  # Without replay the tape changes no loss, but its disagreement still shows.
   _, afresh = run(
     functions,
     honest[0],
@@ -215,12 +215,12 @@ def test_a_flag_goes_on_with_the_same_gradient_as_no_gate(
   passed, without = run(functions, trained, wrong, **acting('off'))
   assert metrics['gate_breaches'] == len(metrics['gate']) > 1
   jax.tree.map(np.testing.assert_array_equal, flagged.params, passed.params)
-  found = {'gate', 'gate_breaches'}
-  assert without == {k: v for k, v in metrics.items() if k not in found}
+  gate_fields = {'gate', 'gate_breaches'}
+  assert without == {k: v for k, v in metrics.items() if k not in gate_fields}
 
 
 def test_looking_first_changes_no_bit(functions, trained, groups, honest):
   stopping, metrics = honest
-  flagging, others = run(functions, trained, groups, **acting('flag'))
+  flagging, flagging_metrics = run(functions, trained, groups, **acting('flag'))
   jax.tree.map(np.testing.assert_array_equal, stopping.params, flagging.params)
-  assert metrics == others
+  assert metrics == flagging_metrics

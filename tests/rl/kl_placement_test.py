@@ -27,7 +27,7 @@ def forward_kl(x):
 
 
 def expected(term):
-  """Over arms drawn from p: the mean gradient of a per-sample term."""
+  """Returns the mean gradient of a per-sample term over arms drawn from p."""
   return P @ jax.vmap(jax.grad(term), (None, 0))(LOGITS, jnp.arange(3))
 
 
@@ -98,10 +98,10 @@ def rollout(member, arm, reward):
 
 
 def test_the_trained_gradient_is_that_of_reward_less_kl():
-  """Over every group of two, by the code that trains.
+  """Averages over all groups of two, by the functions that train.
 
-  The mean of a group of G holds the sample's own reward, which takes 1 / G of
-  its gradient.
+  The mean of a group of G contains the sample's own reward, which takes 1 / G
+  of its gradient.
   """
   arm_rewards, beta = np.array([0.2, 1.0, -0.4]), 0.3
   reference = [float(x) for x in LOG_Q]

@@ -31,7 +31,7 @@ OPTIONS = update.UpdateOptions(
   loss=policy_loss.LossOptions(),
   mismatch_every=0,
   refreshed=False,
-  # The trajectories are not of this policy.
+  # This policy did not sample the trajectories, so no gate.
   gate=mismatch.GateOptions(
     action='off',
     max_kl_fresh=1.0,
@@ -42,9 +42,9 @@ OPTIONS = update.UpdateOptions(
   ),
   seed=0,
 )
-# What a step adds to the masters is the gradient.
+# With SGD at rate 1 a step adds the negative gradient to the masters.
 OPTIMIZER = optax.sgd(1.0)
-# Context 2 with experts over all eight, and experts over eight of a batch.
+# Context 2 with experts over all eight devices, and batch and experts over 8.
 MESHES = {
   'cp2_ep8_ring': ((2, 2, 2), 'ring'),
   'cp2_ep8_ragged': ((2, 2, 2), 'ragged_a2a'),
@@ -54,7 +54,7 @@ MESHES = {
 
 @functools.cache
 def groups():
-  """Six random trajectories as two groups, rewarded unevenly."""
+  """Returns six random trajectories as two groups with uneven rewards."""
   verdict = records.Verdict(
     passed=False,
     num_passed=0,
@@ -96,7 +96,7 @@ def placed(shape, transport='auto'):
 
 
 def _counted(add_microbatch, where):
-  """Checks that devices needed what the host counts of the routes taken."""
+  """Checks that devices needed the rows that the host counts from routes."""
 
   def add(values, sums, batch):
     sums, scores = add_microbatch(values, sums, batch)
@@ -104,7 +104,7 @@ def _counted(add_microbatch, where):
       where.needed_rows(ids_BTA[None], batch.segment_ids_BT > 0)
       for ids_BTA in np.asarray(scores.expert_ids_MBTA)
     ]
-    # The shard that needed most is another in each layer.
+    # Each layer has another busiest shard.
     np.testing.assert_array_equal(scores.exchanged.needed_rows, counted_M)
     return sums, scores
 
@@ -154,8 +154,8 @@ def updated(shape=(1, 1, 1), transport='auto'):
 def test_an_update_on_a_mesh_is_that_of_one_device(case):
   added, metrics = updated(*MESHES[case])
   want, want_metrics = updated()
-  # Sums in another order: a few units of the last place of the largest term,
-  # and a rounding of the masters that it is added to.
+  # Sums run in another order: some units of the last place of the largest term,
+  # and the rounding of the masters.
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       a, b, rtol=0, atol=5e-6 * np.abs(b).max() + 2e-7
@@ -176,7 +176,7 @@ def test_records_say_which_bucket_holds_them():
   spread = buckets_for(batch)
   assert spread[-1] is None
   assert spread[0] in (1.0, 1.25, 2.0)
-  # All to the two experts of which a shard has one each.
+  # All tokens go to the same two experts.
   full = batch.replace(
     segment_ids_BT=np.ones_like(batch.segment_ids_BT),
     expert_ids_MBTA=np.zeros_like(batch.expert_ids_MBTA)
@@ -194,22 +194,22 @@ def test_needs_are_counted_where_zigzag_order_puts_tokens():
   ids_T = np.array([4, 4, 0, 0, 0, 0, 4, 4], np.uint16)
   ids_MBTA = np.stack([ids_T, ids_T + 1], axis=-1)[None, None]
   valid_BT = np.ones((1, 8), bool)
-  found = {}
+  needs = {}
   for order in ('zigzag', 'contiguous'):
     options = placement.ParallelOptions(transport='a2a', sequence_order=order)
     where = placement.build(CONFIG, mesh=mesh, options=options)
-    found[order] = where.needed_rows(ids_MBTA, valid_BT)
-  # Slots for 4 tokens to another device, at 2 copies of the mean for each 11 of
-  # 14 tokens (a token visits a device unless both experts are elsewhere), in
-  # units of a sixteenth; half of that fills no more than the 8 copies do.
-  assert found == {
+    needs[order] = where.needed_rows(ids_MBTA, valid_BT)
+  # Zigzag: 4 tokens visit another device. A token visits a device unless both
+  # its experts are elsewhere: 11 visits for each 28 copies, counted in
+  # sixteenths. Contiguous: half the visits, so the 8 copies decide.
+  assert needs == {
     'zigzag': math.ceil(4 * (16 * 28 // 11) / 16),
     'contiguous': 8,
   }
 
 
 def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
-  """Tokens without a record may crowd where recorded ones do not."""
+  """Tokens without a record may need more room than the records promise."""
   where = placed((2, 2, 2), 'ragged_a2a')
   ran = []
 
@@ -217,7 +217,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
     del values, batch, loss
     ran.append(model.plan.bucket)
     room = 200 if model.plan.bucket is None else 150
-    found = steps.StepSums(
+    step_sums = steps.StepSums(
       **dict.fromkeys(steps.StepSums.__dataclass_fields__, jnp.float32(room))
     )
     scores = steps.Scores(
@@ -227,7 +227,7 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
         needed_rows=jnp.array([100, 160]), capacity=jnp.full(2, room)
       ),
     )
-    return found.replace(grads=values_of()), scores
+    return step_sums.replace(grads=values_of()), scores
 
   def values_of():
     return jax.tree.map(
@@ -243,8 +243,8 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
   )
   (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)
   (bucket, _) = steps._buckets_for(batch, where)
-  found, scores = functions.add_microbatch({}, None, batch)
+  total, scores = functions.add_microbatch({}, None, batch)
   assert ran == [bucket, None]
-  assert (found.loss, scores.attempts) == (200, 2)
-  found, scores = functions.add_microbatch({}, found, batch)
-  assert (found.loss, scores.attempts) == (400, 2)
+  assert (total.loss, scores.attempts) == (200, 2)
+  total, scores = functions.add_microbatch({}, total, batch)
+  assert (total.loss, scores.attempts) == (400, 2)

@@ -1,4 +1,4 @@
-"""Mismatch in closed forms, at sizes that float32 loses; bands and ages."""
+"""Mismatch against closed forms, below float32's resolution; bands and ages."""
 
 import dataclasses
 import math
@@ -42,39 +42,41 @@ def test_k3_keeps_its_digits_at_every_size(x):
 
 def test_k3_is_zero_at_equality_positive_elsewhere_and_never_overflows():
   x = np.array([0.0, 1e-300, -1e-9, 5.0, -80.0, 800.0])
-  found = mismatch.k3(x)
-  assert found[0] == 0 and (found[2:] > 0).all() and found[-1] == np.inf
-  assert found[4] == pytest.approx(79.0)
+  values = mismatch.k3(x)
+  assert values[0] == 0 and (values[2:] > 0).all() and values[-1] == np.inf
+  assert values[4] == pytest.approx(79.0)
 
 
 def test_k3_mean_estimates_the_kl_of_two_categoricals():
   p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
-  found = (p * mismatch.k3(np.log(q) - np.log(p))).sum()
-  assert found == pytest.approx((p * np.log(p / q)).sum(), rel=1e-12)
+  estimate = (p * mismatch.k3(np.log(q) - np.log(p))).sum()
+  assert estimate == pytest.approx((p * np.log(p / q)).sum(), rel=1e-12)
 
 
 def test_differences_of_float32_are_exact():
   rollout = np.float32(-0.1)
   train = np.nextafter(rollout, np.float32(0))
-  ((found,),) = mismatch.log_ratios([make_trajectory([rollout])], [train[None]])
-  assert found == 2.0**-27  # the spacing of float32 in [2^-4, 2^-3)
-  assert mismatch.k3(found) == pytest.approx(2.0**-55, rel=1e-7, abs=0)
+  ((difference,),) = mismatch.log_ratios(
+    [make_trajectory([rollout])], [train[None]]
+  )
+  assert difference == 2.0**-27  # the spacing of float32 in [2^-4, 2^-3)
+  assert mismatch.k3(difference) == pytest.approx(2.0**-55, rel=1e-7, abs=0)
 
 
 def test_gap_in_closed_form():
   # 200 tokens: two at ratio 3, one at 1/3, one at 1.9, the others equal.
   x_Z = np.zeros(200)
   x_Z[:4] = np.log([3.0, 3.0, 1 / 3, 1.9])
-  found = mismatch.gap(x_Z)
+  measures = mismatch.gap(x_Z)
   k3_of_3, k3_of_third = 2 - math.log(3), -2 / 3 + math.log(3)
   total = 2 * k3_of_3 + k3_of_third + 0.9 - math.log(1.9)
-  assert found['mismatch_kl'] == pytest.approx(total / 200, rel=1e-12)
-  assert found['mismatch_max'] == pytest.approx(math.log(3))
-  assert found['mismatch_large'] == 3 / 200
+  assert measures['mismatch_kl'] == pytest.approx(total / 200, rel=1e-12)
+  assert measures['mismatch_max'] == pytest.approx(math.log(3))
+  assert measures['mismatch_large'] == 3 / 200
   # 199 * 0.99 = 197.01: the next of the sorted values is the 199th.
-  assert found['mismatch_p99'] == pytest.approx(k3_of_3)
+  assert measures['mismatch_p99'] == pytest.approx(k3_of_3)
   assert mismatch.gap(np.zeros(0)) == {}
-  assert mismatch.gap(x_Z, '_x') == {f'{k}_x': v for k, v in found.items()}
+  assert mismatch.gap(x_Z, '_x') == {f'{k}_x': v for k, v in measures.items()}
 
 
 def test_context_has_no_say_and_lengths_weigh_by_tokens():
@@ -84,20 +86,20 @@ def test_context_has_no_say_and_lengths_weigh_by_tokens():
   ]
   train = [np.float32([-9.0, -2.0, -1.0]), np.float32([-3.5])]
   ratios = mismatch.log_ratios(trajectories, train)
-  found = mismatch.gap(np.concatenate(ratios))
-  assert [len(x) for x in ratios] == [2, 1] and found['mismatch_max'] == 0.5
+  measures = mismatch.gap(np.concatenate(ratios))
+  assert [len(x) for x in ratios] == [2, 1] and measures['mismatch_max'] == 0.5
   mean = (math.exp(-0.5) - 0.5) / 3
-  assert found['mismatch_kl'] == pytest.approx(mean, rel=1e-6)
+  assert measures['mismatch_kl'] == pytest.approx(mean, rel=1e-6)
   assert mismatch.worst([4, 7], ratios) == (7, pytest.approx(3 * mean))
   assert mismatch.worst([4, 4], ratios) == (4, pytest.approx(mean))
 
 
 def test_a_kept_cache_makes_every_later_token_as_old_as_the_oldest():
   t = make_trajectory([-1.0] * 4, versions=[3, 3, 4, 5])
-  kept = mismatch.ages(t, 5, refreshed=False)
-  refreshed = mismatch.ages(t, 5, refreshed=True)
-  assert kept.tolist() == [2, 2, 2, 2]
-  assert refreshed.tolist() == [2, 2, 1, 0]
+  kept_ages = mismatch.ages(t, 5, refreshed=False)
+  refreshed_ages = mismatch.ages(t, 5, refreshed=True)
+  assert kept_ages.tolist() == [2, 2, 2, 2]
+  assert refreshed_ages.tolist() == [2, 2, 1, 0]
   fresh = make_trajectory([-1.0] * 2, versions=[5, 5])
   assert mismatch.ages(fresh, 5, refreshed=False).tolist() == [0, 0]
 
@@ -106,17 +108,20 @@ def test_fresh_tokens_are_measured_apart():
   stale = make_trajectory([-1.0, -1.0], versions=[4, 5])
   fresh = make_trajectory([-1.0], versions=[5])
   train = [np.float32([-1.0, -2.0]), np.float32([-1.25])]
-  found = mismatch.measure([stale, fresh], train, 5, refreshed=False)
-  assert found['fresh_tokens'] == 1
-  assert (found['mismatch_max'], found['mismatch_max_fresh']) == (1.0, 0.25)
-  assert found['mismatch_large'] == pytest.approx(1 / 3)
-  found = mismatch.measure([stale, fresh], train, 5, refreshed=True)
-  assert found['fresh_tokens'] == 2 and found['mismatch_max_fresh'] == 1.0
-  # Where nothing is fresh there is nothing to say of it, nor to judge.
-  found = mismatch.measure([stale], train[:1], 5, refreshed=False)
-  assert found['fresh_tokens'] == 0 and 'mismatch_kl_fresh' not in found
+  measures = mismatch.measure([stale, fresh], train, 5, refreshed=False)
+  assert measures['fresh_tokens'] == 1
+  assert (measures['mismatch_max'], measures['mismatch_max_fresh']) == (
+    1.0,
+    0.25,
+  )
+  assert measures['mismatch_large'] == pytest.approx(1 / 3)
+  measures = mismatch.measure([stale, fresh], train, 5, refreshed=True)
+  assert measures['fresh_tokens'] == 2 and measures['mismatch_max_fresh'] == 1.0
+  # Without fresh tokens the measures of fresh tokens are absent and not judged.
+  measures = mismatch.measure([stale], train[:1], 5, refreshed=False)
+  assert measures['fresh_tokens'] == 0 and 'mismatch_kl_fresh' not in measures
   # Of kl, p99 and large the second is in its band.
-  assert len(mismatch.breaches(found, GATE)) == 2
+  assert len(mismatch.breaches(measures, GATE)) == 2
 
 
 def test_routes_agree_as_sets_layer_by_layer():
@@ -134,10 +139,10 @@ def test_routes_agree_as_sets_layer_by_layer():
   own_TMA[1, 1] = [2, 4]
   own_TMA[2, 1] = [6, 0]
   own_TMA[3] = 1  # no record: not compared
-  found = mismatch.route_agreement([recorded_TMA], [own_TMA])
-  assert found['route_agreement_layers'] == [1.0, pytest.approx(1 / 3)]
-  assert found['routed_differently'] == pytest.approx(2 / 3)
-  assert found['route_agreement'] == found['route_agreement_layers'][1]
+  agreement = mismatch.route_agreement([recorded_TMA], [own_TMA])
+  assert agreement['route_agreement_layers'] == [1.0, pytest.approx(1 / 3)]
+  assert agreement['routed_differently'] == pytest.approx(2 / 3)
+  assert agreement['route_agreement'] == agreement['route_agreement_layers'][1]
   assert mismatch.route_agreement([recorded_TMA[3:]], [own_TMA[3:]]) == {}
 
 
@@ -156,9 +161,9 @@ def test_each_measure_has_its_band_and_ends_belong_to_it(name):
   assert mismatch.breaches(HEALTHY, GATE) == []
   beyond = 0.499 if name.endswith('agreement') else 1.01 * HEALTHY[name]
   for value in (beyond, math.nan):
-    (said,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
-    assert said.startswith(f'{name} is {value:.3g}, its band is at ')
-    assert '(--config.rl.gate.m' in said and ': check ' in said
+    (message,) = mismatch.breaches(HEALTHY | {name: value}, GATE)
+    assert message.startswith(f'{name} is {value:.3g}, its band is at ')
+    assert '(--config.rl.gate.m' in message and ': check ' in message
   off = dataclasses.replace(GATE, action='off')
   assert mismatch.breaches(HEALTHY | {name: math.nan}, off) == []
 

@@ -1,4 +1,4 @@
-"""Every loss against float64 and closed forms, also in packed, sharded rows."""
+"""Every loss against float64 and closed forms, in packed and sharded rows."""
 
 import functools
 
@@ -13,7 +13,7 @@ from composer_jax.core import batches
 from composer_jax.rl import policy_loss
 
 NAMES = tuple(policy_loss.BOUNDS)
-# Wide enough that no loss of means leaves out everything below.
+# Wide enough that no sequence-level loss drops all sequences below.
 BOUNDS = {'sequence_mask': (0.8, 1.25), 'gspo': (0.95, 1.05)}
 B, T = 4, 16
 each = pytest.mark.parametrize('name', NAMES)
@@ -25,7 +25,7 @@ def options(name, **fields):
 
 
 def reference(o, train, rollout, advantages, weights, segments):
-  """The formulas in float64, token by token: (loss, its gradient)."""
+  """Returns (loss, gradient) by the formulas in float64, token by token."""
   loss, grad = 0.0, np.zeros(train.shape)
   for b, t in np.ndindex(train.shape):
     if not weights[b, t]:
@@ -101,9 +101,9 @@ def gradient(o, t):
 def test_loss_and_gradient_equal_float64(tokens, name):
   loss, grad = reference(options(name), *tokens.values())
   np.testing.assert_allclose(call(options(name), tokens)[0], loss, rtol=2e-5)
-  found = gradient(options(name), tokens)
-  np.testing.assert_allclose(found, grad, rtol=2e-5, atol=1e-6)
-  # The case is one in which bounds matter, and not everywhere.
+  actual = gradient(options(name), tokens)
+  np.testing.assert_allclose(actual, grad, rtol=2e-5, atol=1e-6)
+  # The bounds act on some of the tokens, not on all.
   dropped = float(call(options(name), tokens)[1].dropped)
   unbound = name in ('tis', 'cispo')
   assert unbound == (dropped == 0) and dropped < tokens['weights'].sum()
@@ -121,27 +121,29 @@ def test_the_ratio_is_truncated_at_its_cap(tokens, cap):
 
 @each
 def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
-  same = {**tokens, 'rollout': np.float32(tokens['train'])}
+  fresh = {**tokens, 'rollout': np.float32(tokens['train'])}
   plain = np.float32(-tokens['advantages'] * tokens['weights'])
-  np.testing.assert_array_equal(gradient(options(name, bounds=()), same), plain)
-  assert call(options(name, bounds=()), same)[1].dropped == 0
+  np.testing.assert_array_equal(
+    gradient(options(name, bounds=()), fresh), plain
+  )
+  assert call(options(name, bounds=()), fresh)[1].dropped == 0
 
 
 @pytest.mark.parametrize(
   'name, ratio, advantage, weight',
   [
-    # The side that the advantage pushes to is clipped, the other never.
+    # Clipped only on the side that the advantage pushes to.
     ('dapo', 1.3, 1.0, 0.0),
     ('dapo', 1.3, -1.0, 1.3),
     ('dapo', 0.7, 1.0, 0.7),
     ('dapo', 0.7, -1.0, 0.0),
-    # Clip-higher: what DAPO still raises, GRPO does not.
+    # Clip-higher: DAPO still raises a token where GRPO does not.
     ('dapo', 1.25, 1.0, 1.25),
     ('grpo', 1.25, 1.0, 0.0),
     ('gspo', 1.0003, 1.0, 1.0003),
     ('gspo', 1.0005, 1.0, 0.0),
     ('gspo', 0.9996, -1.0, 0.0),
-    # These look at the ratio alone.
+    # Losses that clip by the ratio alone.
     ('icepop', 5.1, 1.0, 0.0),
     ('icepop', 5.1, -1.0, 0.0),
     ('icepop', 0.4, 1.0, 0.0),
@@ -154,7 +156,7 @@ def test_at_ratio_one_all_are_the_plain_policy_gradient(tokens, name):
     ('tis', 3.0, -1.0, 2.0),
   ],
 )
-def test_who_keeps_a_gradient_by_side(name, ratio, advantage, weight):
+def test_which_tokens_keep_a_gradient_by_side(name, ratio, advantage, weight):
   ones = np.ones((B, T))
   t = {
     'train': -ones,
@@ -164,8 +166,8 @@ def test_who_keeps_a_gradient_by_side(name, ratio, advantage, weight):
     'segments': ones,
   }
   want = -weight * advantage * ones
-  found = gradient(options(name, bounds=()), t)
-  np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-7)
+  actual = gradient(options(name, bounds=()), t)
+  np.testing.assert_allclose(actual, want, rtol=1e-5, atol=1e-7)
 
 
 @each
@@ -183,12 +185,12 @@ def test_gradient_of_a_token_does_not_depend_on_the_length(name):
 
 @each
 def test_packing_changes_nothing(tokens, name):
-  """A sequence among others has the gradient that it has alone."""
+  """A sequence has the same gradient among others as alone."""
   mine = tokens['segments'] == 3
   alone = {k: np.where(mine, v, 0) for k, v in tokens.items()}
   packed = np.where(mine, gradient(options(name), tokens), 0)
-  found = gradient(options(name), alone)
-  np.testing.assert_allclose(found, packed, rtol=1e-5, atol=1e-6)
+  actual = gradient(options(name), alone)
+  np.testing.assert_allclose(actual, packed, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('axes', [(4, 2), (2, 4)])
@@ -211,7 +213,7 @@ def test_sharded_rows_give_the_same(tokens, name, axes):
 
 
 def test_stats_add_up_over_microbatches(tokens):
-  _, whole = call(options('icepop'), tokens)
+  _, batch_stats = call(options('icepop'), tokens)
   rows = np.arange(B)[:, None]
   parts = [
     call(
@@ -221,11 +223,11 @@ def test_stats_add_up_over_microbatches(tokens):
   ]
   for name in ('num_tokens', 'entropy', 'truncated', 'dropped'):
     total = sum(float(getattr(stats, name)) for _, stats in parts)
-    np.testing.assert_allclose(total, getattr(whole, name), rtol=1e-5)
+    np.testing.assert_allclose(total, getattr(batch_stats, name), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-  'fields, told',
+  'fields, message',
   [
     ({'name': 'ppo'}, r"name must be one of .*'tis'.* got 'ppo'"),
     ({'ratio_cap': 0.5}, r'ratio_cap must be at least 1; got 0\.5'),
@@ -234,6 +236,6 @@ def test_stats_add_up_over_microbatches(tokens):
     ({'name': 'dapo', 'bounds': (0.5,)}, r'bounds .* got \(0\.5,\)'),
   ],
 )
-def test_impossible_options_are_named(fields, told):
-  with pytest.raises(ValueError, match=told):
+def test_impossible_options_are_named(fields, message):
+  with pytest.raises(ValueError, match=message):
     policy_loss.LossOptions(**fields)

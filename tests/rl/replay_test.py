@@ -1,4 +1,4 @@
-"""Replay in training: the recorded experts work, however tokens are packed."""
+"""Training uses the recorded experts, however tokens are packed."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def _result(name):
 
 @functools.cache
 def _afresh(name):
-  """The same program without a record: the model's own routes."""
+  """Returns the same program's result without records: the model's routes."""
   batch = _packed(name)
   nothing = np.full_like(batch.expert_ids_MBTA, records.NO_ROUTE)
   return replayed.one(
@@ -42,15 +42,15 @@ def _afresh(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_packed_or_alone_the_sums_are_the_same(name):
   config = replayed.CONFIGS[name]
-  # Elsewhere in the rows, with gaps between.
+  # Trajectories at other places in the rows, with gaps.
   aligned = replayed.pack(config, rows=3, seq_len=16, align=4)
   assert (aligned[0].segment_ids_BT != _packed(name).segment_ids_BT).any()
-  # Accumulated over microbatches, most of whose rows are padding.
+  # Sums of microbatches, most of whose rows are padding.
   alone = replayed.alone(config, rows=3, seq_len=16)
   assert (len(aligned), len(alone)) == (1, 6)
-  for other in (aligned, alone):
+  for other_packing in (aligned, alone):
     replayed.assert_equal_up_to_rounding(
-      replayed.result(config, other), _result(name)
+      replayed.result(config, other_packing), _result(name)
     )
 
 
@@ -81,35 +81,35 @@ def test_in_batch_invariant_numerics_packing_keeps_every_bit(name):
 def test_what_is_recorded_works_and_what_is_not_is_routed_afresh(name):
   batch = _packed(name)
   _, scores = _recorded(name)
-  _, own = _afresh(name)
+  _, afresh = _afresh(name)
   recorded_MBT = (batch.expert_ids_MBTA != records.NO_ROUTE).all(-1)
   np.testing.assert_array_equal(
     scores.expert_ids_MBTA[recorded_MBT], batch.expert_ids_MBTA[recorded_MBT]
   )
-  assert (scores.expert_ids_MBTA != own.expert_ids_MBTA)[recorded_MBT].any()
-  # Nothing was replayed before the first MoE layer, nor before the tokens at
-  # which a trajectory without a record begins.
+  assert (scores.expert_ids_MBTA != afresh.expert_ids_MBTA)[recorded_MBT].any()
+  # Replay changes nothing before the first MoE layer, and nothing at the
+  # beginning of a trajectory that begins without records.
   valid_BT = batch.segment_ids_BT > 0
   afresh_BT = ~recorded_MBT[0] & valid_BT
-  assert own.expert_ids_MBTA.max() < replayed.CONFIGS[name].moe.num_experts
+  assert afresh.expert_ids_MBTA.max() < replayed.CONFIGS[name].moe.num_experts
   np.testing.assert_array_equal(
-    scores.expert_ids_MBTA[0, afresh_BT], own.expert_ids_MBTA[0, afresh_BT]
+    scores.expert_ids_MBTA[0, afresh_BT], afresh.expert_ids_MBTA[0, afresh_BT]
   )
   begins_BT = afresh_BT & (batch.positions_BT < 2)
   assert begins_BT.sum() == 6
   np.testing.assert_array_equal(
-    scores.expert_ids_MBTA[:, begins_BT], own.expert_ids_MBTA[:, begins_BT]
+    scores.expert_ids_MBTA[:, begins_BT], afresh.expert_ids_MBTA[:, begins_BT]
   )
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_replay_of_own_routes_is_the_own_forward_bit_for_bit(name):
-  sums, own = _afresh(name)
-  batch = _packed(name).replace(expert_ids_MBTA=own.expert_ids_MBTA)
+  sums, afresh = _afresh(name)
+  batch = _packed(name).replace(expert_ids_MBTA=afresh.expert_ids_MBTA)
   again, scores = replayed.one(replayed.CONFIGS[name], batch)
   jax.tree.map(
     np.testing.assert_array_equal,
-    (sums.loss, sums.grads, sums.stats, sums.load_ME, own),
+    (sums.loss, sums.grads, sums.stats, sums.load_ME, afresh),
     (again.loss, again.grads, again.stats, again.load_ME, scores),
   )
 
@@ -118,7 +118,7 @@ def test_replay_of_own_routes_is_the_own_forward_bit_for_bit(name):
 def test_other_routes_are_another_loss(name):
   sums, _ = _recorded(name)
   batch = _packed(name)
-  others = {
+  sums_by_routes = {
     'nothing': _afresh(name)[0],
     'layers swapped': replayed.one(
       replayed.CONFIGS[name],
@@ -129,13 +129,13 @@ def test_other_routes_are_another_loss(name):
       batch.replace(expert_ids_MBTA=np.roll(batch.expert_ids_MBTA, 1, 2)),
     )[0],
   }
-  for why, other in others.items():
-    assert abs(other.loss - sums.loss) > 1e-3 * abs(sums.loss), why
+  for why, other_sums in sums_by_routes.items():
+    assert abs(other_sums.loss - sums.loss) > 1e-3 * abs(sums.loss), why
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_forced_experts_teach_the_router(name):
-  """Forced everywhere, every layer's router still has a gradient."""
+  """With all experts replayed every layer's router still has a gradient."""
   batch = _packed(name)
   rng = np.random.default_rng(5)
   experts = replayed.CONFIGS[name].moe.num_experts
@@ -147,5 +147,5 @@ def test_forced_experts_teach_the_router(name):
   )
   router_MDE = sums.grads['moe_layers']['moe']['router']
   assert (np.abs(router_MDE).max((1, 2)) > 1e-4).all()
-  # The bias is no parameter: nothing differentiates by it.
+  # The selection bias is no parameter and has no gradient.
   assert 'selection_bias' not in str(jax.tree.structure(sums.grads))

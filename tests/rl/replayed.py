@@ -1,4 +1,4 @@
-"""Small models and trajectories with recorded routes, to state laws about."""
+"""Small models and trajectories with recorded routes, for several tests."""
 
 import functools
 from typing import NamedTuple
@@ -91,7 +91,7 @@ CONFIGS = {
 
 @functools.cache
 def variables(config):
-  """Weights large enough that another expert is another loss."""
+  """Returns weights so large that another expert changes the loss."""
   rng = np.random.default_rng(1)
   shapes, _ = decoder.abstract(config)
   return jax.tree.map(
@@ -100,7 +100,10 @@ def variables(config):
 
 
 def trajectory(length, seed, num_experts):
-  """Routes are random; the first two tokens of every other one have none."""
+  """Returns a trajectory with random routes.
+
+  The first two tokens of every other trajectory have none.
+  """
   rng = np.random.default_rng(seed)
   order = np.argsort(rng.random((length, M, num_experts)), axis=-1)
   ids_TMA = order[..., :A].astype(np.uint16)
@@ -143,7 +146,7 @@ def pack(config, **sizes) -> list[batches.RLBatch]:
 
 
 def alone(config, **sizes) -> list[batches.RLBatch]:
-  """Each trajectory in a microbatch of its own."""
+  """Returns each trajectory in a microbatch of its own."""
   return [
     batch
     for item, advantage in zip(trajectories(config), ADVANTAGES, strict=True)
@@ -169,13 +172,14 @@ def one(config, batch):
 
 
 class Result(NamedTuple):
-  """Of all trajectories, wherever they lay.
+  """Results of all trajectories, independent of their packing.
 
   Attributes:
-    sums: over all microbatches.
-    logprobs: float32 of the tokens of each trajectory but its first.
-    expert_ids: of those that are consumed, layer-major.
-    mass: sum of the sizes of the terms of the loss.
+    sums: sums over all microbatches.
+    logprobs: float32 log-probabilities of each trajectory's tokens but the
+      first.
+    expert_ids: layer-major routes of each trajectory's consumed tokens.
+    mass: sum of the absolute terms of the loss.
   """
 
   sums: steps.StepSums
@@ -184,13 +188,13 @@ class Result(NamedTuple):
   mass: float
 
 
-def gather(packed, found) -> Result:
-  """Collects what (sums, scores) of each microbatch say.
+def gather(packed, results) -> Result:
+  """Joins (sums, scores) of all microbatches.
 
-  A trajectory is told by its temperature, which no other has.
+  Each trajectory has a temperature of its own, which identifies it.
   """
   logprobs, expert_ids, mass = {}, {}, 0.0
-  for batch, (_, scores) in zip(packed, found, strict=True):
+  for batch, (_, scores) in zip(packed, results, strict=True):
     for row, segments_T in enumerate(batch.segment_ids_BT):
       for segment in range(1, segments_T.max() + 1):
         span = np.flatnonzero(segments_T == segment)
@@ -201,7 +205,7 @@ def gather(packed, found) -> Result:
     mass += LOSS.ratio_cap * np.abs(terms_BT).sum()
   assert len(logprobs) == len(LENGTHS)
   return Result(
-    functools.reduce(steps.add, [sums for sums, _ in found]),
+    functools.reduce(steps.add, [sums for sums, _ in results]),
     [logprobs[name] for name in sorted(logprobs)],
     [expert_ids[name] for name in sorted(expert_ids)],
     mass,
@@ -209,19 +213,20 @@ def gather(packed, found) -> Result:
 
 
 def result(config, packed) -> Result:
-  """Of microbatches on one device."""
+  """Returns the Result of microbatches on one device."""
   return gather(packed, [one(config, batch) for batch in packed])
 
 
 def assert_equal_up_to_rounding(have: Result, want: Result):
   jax.tree.map(np.testing.assert_array_equal, have.expert_ids, want.expert_ids)
-  # Of up to 9 nats, and sums in another order: some units of the last place.
-  for mine, other in zip(have.logprobs, want.logprobs, strict=True):
-    np.testing.assert_allclose(mine, other, rtol=0, atol=4e-6)
-  # The terms of the loss have either sign and cancel to a twentieth or less, so
-  # that its error is measured by their sizes.
+  # Values of up to 9 nats, whose sums run in another order: some units of the
+  # last place.
+  for actual, expected in zip(have.logprobs, want.logprobs, strict=True):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6)
+  # The terms of the loss have both signs and cancel to a twentieth or less, so
+  # the error is compared with their sizes.
   assert abs(have.sums.loss - want.sums.loss) < 2e-7 * want.mass
-  # Sums in another order: a few units of the last place of the largest term.
+  # Sums run in another order: some units of the last place of the largest term.
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       a, b, rtol=0, atol=5e-6 * np.abs(b).max() + 1e-9

@@ -1,4 +1,4 @@
-"""A microbatch on 8 devices gives the gradient it gives on one."""
+"""A microbatch gives the same gradient on 8 devices as on one."""
 
 import functools
 
@@ -56,9 +56,9 @@ MODEL = model_config.ModelConfig.from_dict(
 
 @functools.cache
 def make_batch():
-  """Two trajectories a row, padded; routes recorded but for a few tokens.
+  """Returns two padded trajectories a row; a few tokens have no routes.
 
-  The records of two rows are the router's own choices, the others random.
+  The records of two rows are the router's own choices; others are random.
   """
   rng = np.random.default_rng(0)
   segments_T = np.array([1, 1, 1, 1, 2, 2, 2, 0], np.int32)
@@ -93,7 +93,7 @@ def make_variables():
 
 
 def own_routes(*packed):
-  """What the router chooses by itself, in any order."""
+  """Returns the router's own choices, in any order."""
   run = jax.jit(decoder.Decoder(MODEL).apply)
   return np.asarray(run(make_variables(), *packed).expert_ids_MBTA)[..., ::-1]
 
@@ -133,21 +133,21 @@ def single(single_scored):
 @pytest.mark.parametrize('shape', [(2, 2, 2), (1, 8, 1)])
 def test_sharded_microbatch_equals_the_single_device(single_scored, shape):
   single, expected = single_scored
-  found, scores = sums_on(*shape)
-  experts = trees.flatten_names(found.grads)['moe_layers/moe/gate_up']
+  sums, scores = sums_on(*shape)
+  experts = trees.flatten_names(sums.grads)['moe_layers/moe/gate_up']
   assert isinstance(experts.sharding, NamedSharding)
   for name, array in trees.flatten_names(single.grads).items():
     np.testing.assert_allclose(
-      trees.flatten_names(found.grads)[name], array, atol=1e-5, err_msg=name
+      trees.flatten_names(sums.grads)[name], array, atol=1e-5, err_msg=name
     )
-  np.testing.assert_array_equal(found.load_ME, single.load_ME)
+  np.testing.assert_array_equal(sums.load_ME, single.load_ME)
   np.testing.assert_allclose(
-    found.replay_agreement_M, single.replay_agreement_M, rtol=1e-6
+    sums.replay_agreement_M, single.replay_agreement_M, rtol=1e-6
   )
-  assert float(found.loss) == pytest.approx(float(single.loss), rel=1e-5)
+  assert float(sums.loss) == pytest.approx(float(single.loss), rel=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-    found.stats,
+    sums.stats,
     single.stats,
   )
   real_BT = make_batch().segment_ids_BT > 0
@@ -168,8 +168,8 @@ def test_replayed_routes_decide_which_experts_work(single):
   fresh_E = np.asarray(single.load_ME)[0] - replayed_E
   assert fresh_E.min() >= 0
   assert fresh_E.sum() == A * (~recorded_Z).sum() > 0
-  # Share of the records that hold what the router chooses by itself; nothing
-  # that was replayed stands before the only MoE layer.
+  # Share of records that equal the router's own choices; no replayed layer
+  # comes before the only MoE layer.
   own_MBTA = own_routes(
     batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT
   )
@@ -192,7 +192,7 @@ def test_adding_microbatches_adds_sums(single):
 
 
 def test_padding_and_context_have_no_say(single):
-  """Gradient and statistics stay when what is masked changes."""
+  """Gradient and statistics do not depend on masked tokens."""
   batch = make_batch()
   masked_BT = batch.loss_weights_BT == 0
   changed = batch.replace(
@@ -206,7 +206,7 @@ def test_padding_and_context_have_no_say(single):
       model, values, batch, loss=policy_loss.LossOptions()
     )
   )
-  found, _ = run(
+  sums, _ = run(
     values,
     changed.replace(
       rollout_logprobs_BT=changed.rollout_logprobs_BT.astype(np.float32),
@@ -214,4 +214,4 @@ def test_padding_and_context_have_no_say(single):
     ),
   )
   expected, _ = run(values, batch)
-  jax.tree.map(np.testing.assert_array_equal, found.grads, expected.grads)
+  jax.tree.map(np.testing.assert_array_equal, sums.grads, expected.grads)

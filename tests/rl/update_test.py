@@ -1,4 +1,4 @@
-"""One update from groups that the engine sampled, routes and all."""
+"""One update from groups that the engine sampled, with their routes."""
 
 import dataclasses
 
@@ -79,18 +79,18 @@ def draw(seed):
 
 
 def make_state(variables):
-  # A copy: the update donates its state.
+  # Copied, because the update donates its state.
   return train_state.create(jax.tree.map(jnp.copy, variables), optax.sgd(0.1))
 
 
 def rounded(variables):
-  """What the engine serves: the values of the policy."""
+  """Returns the policy's values, which the engine serves."""
   params = train_state.policy_values(variables['params'])
   return {**variables, 'params': params}
 
 
 def reroute(variables, size):
-  """Moves the routers and nothing else, as optimizer steps would."""
+  """Moves only the routers, as optimizer steps would."""
   rng = np.random.default_rng(3)
   return trees.map_names(
     lambda name, a: (
@@ -151,7 +151,7 @@ def groups(variables):
 
 
 def sample(values):
-  """Two groups of three rollouts of different lengths, from the engine."""
+  """Samples two groups of three rollouts of different lengths."""
   engine = engines.Engine(
     MODEL,
     values,
@@ -175,15 +175,15 @@ def sample(values):
           temperature=TEMPERATURE,
         )
       )
-  found = {}
+  completions = {}
   while engine.num_unfinished:
-    found |= {c.session: c for c in engine.step()}
+    completions |= {c.session: c for c in engine.step()}
   return [
     records.Group(
       group=group,
       task_id=f'task {group}',
       rollouts=tuple(
-        _rollout(found[name], contexts[name], group, member)
+        _rollout(completions[name], contexts[name], group, member)
         for member in range(R)
         for name in [f'{group}/{member}']
       ),
@@ -198,7 +198,7 @@ def packed(groups, values=(1.0, -1.0, 0.5)):
 
 
 def mean_k3(functions, values, batches):
-  """Token by token, straight from the packed arrays."""
+  """Returns the mean k3, token by token from the packed arrays."""
   terms = []
   for batch in batches:
     logprobs_BT = np.asarray(functions.score(values, batch).logprobs_BT)
@@ -226,7 +226,7 @@ def test_replayed_trainer_gives_the_engines_logprobs(
   for batch in packed(groups):
     logprobs_BT = functions.score(rounded(variables), batch).logprobs_BT
     gap_BT = (logprobs_BT - batch.rollout_logprobs_BT) * batch.loss_weights_BT
-    # Other tile shapes and one packed row: float32 sums in another order.
+    # Tile shapes and packing differ, so float32 sums run in another order.
     assert np.abs(gap_BT).max() < 1e-4
 
 
@@ -240,9 +240,9 @@ def test_replay_lowers_the_mismatch_of_a_router_that_moved(
     replayed = mean_k3(functions, values, batches)
     rerouted = mean_k3(functions, values, fresh)
     assert 0 <= replayed < rerouted
-  same = rounded(variables)
+  unmoved = rounded(variables)
   # k3 is quadratic in gaps below 1e-4.
-  assert 0 <= mean_k3(functions, same, batches) < 1e-9
+  assert 0 <= mean_k3(functions, unmoved, batches) < 1e-9
 
 
 def test_a_replayed_choice_keeps_the_routers_gradient(
@@ -256,7 +256,7 @@ def test_a_replayed_choice_keeps_the_routers_gradient(
   for name in routers:
     moved_ME = np.abs(grads[name]).max(axis=1) > 0
     assert moved_ME.any(axis=1).all(), name
-    # An expert that no token was sent to has no say.
+    # An expert without tokens has no gradient.
     assert not moved_ME[np.asarray(sums.load_ME) == 0].any(), name
   assert np.all(np.asarray(sums.replay_agreement_M) == sums.num_routed)
 
@@ -269,8 +269,12 @@ def test_gradient_is_that_of_the_loss_written_out(functions, variables, groups):
   grads = jax.tree.map(jnp.zeros_like, variables['params'])
   for group, row in zip(groups, advantages, strict=True):
     for rollout, a in zip(group.rollouts, row, strict=True):
-      one = gradient_alone(rounded(variables), padded(rollout.trajectories[0]))
-      grads = jax.tree.map(lambda g, o, a=a: g + a * o / (P * R), grads, one)
+      gradient = gradient_alone(
+        rounded(variables), padded(rollout.trajectories[0])
+      )
+      grads = jax.tree.map(
+        lambda g, o, a=a: g + a * o / (P * R), grads, gradient
+      )
   state, metrics = update.update(
     make_state(variables), groups, functions, OPTIONS, SHAPE
   )
@@ -285,7 +289,7 @@ def test_gradient_is_that_of_the_loss_written_out(functions, variables, groups):
 
 
 def padded(t, *, replay=True):
-  """One trajectory as arrays [LENGTH], so that all compile once."""
+  """Returns a trajectory as arrays [LENGTH], so that all compile once."""
   pad = (0, LENGTH - len(t))
   ids_TMA = np.pad(
     t.expert_ids_TMA, (pad, (0, 0), (0, 0)), constant_values=records.NO_ROUTE
@@ -302,7 +306,7 @@ def padded(t, *, replay=True):
 
 @jax.jit
 def score_alone(variables, trajectory):
-  """Sum of the log-probabilities of what was sampled."""
+  """Returns the sum of the sampled tokens' log-probabilities."""
   tokens_T, mask_T, segments_T, ids_MTA = trajectory
   output = decoder.Decoder(MODEL).apply(
     variables,
@@ -352,16 +356,18 @@ def test_equal_rewards_move_nothing(functions, variables, groups):
 def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   functions, variables, groups
 ):
-  """Not by 1e-16 either, though the mean of three times 0.8 is not 0.8."""
+  """Exactly none, although the float64 mean of three times 0.8 is not 0.8."""
   assert np.full(R, 0.8).mean() != 0.8
   mixed, flat = groups[0], with_rewards(groups[1:], np.full((1, R), 0.8))[0]
-  both, metrics = update.update(
+  state_of_both, metrics = update.update(
     make_state(variables), [mixed, flat], functions, OPTIONS, SHAPE
   )
   alone, metrics_alone = update.update(
     make_state(variables), [mixed], functions, OPTIONS, SHAPE
   )
-  jax.tree.map(np.testing.assert_array_equal, both.params, alone.params)
+  jax.tree.map(
+    np.testing.assert_array_equal, state_of_both.params, alone.params
+  )
   assert metrics['informative_groups'] == 0.5
   assert metrics_alone['informative_groups'] == 1
   for name in ('grad_norm', 'sampled_tokens', 'entropy', 'expert_load'):
@@ -375,8 +381,8 @@ def test_a_group_of_equal_rewards_has_no_part_in_the_update(
   sums = None
   for batch in batching.pack(trajectories, advantages, SHAPE).microbatches:
     sums, _ = functions.add_microbatch(values, sums, batch)
-  whole = float(optax.tree.norm(sums.grads)) / (P * R)
-  assert metrics['grad_norm'] == pytest.approx(whole, rel=1e-5)
+  expected_norm = float(optax.tree.norm(sums.grads)) / (P * R)
+  assert metrics['grad_norm'] == pytest.approx(expected_norm, rel=1e-5)
 
 
 def test_every_rollout_has_one_of_four_verdicts(groups):
@@ -393,16 +399,16 @@ def test_every_rollout_has_one_of_four_verdicts(groups):
     )
 
   verdicts = [judged(records.GRADED, n) for n in (3, 3, 2)]
-  # What is not finished does not count as passed, whatever its tests say.
+  # An unfinished episode does not count as passed, whatever its tests say.
   verdicts += [judged(records.UNFINISHED, 3), judged(records.UNFINISHED, 0)]
   verdicts.append(judged(records.INFRASTRUCTURE, 0))
-  found = behaviour.verdict_counts(
+  counts = behaviour.verdict_counts(
     [
       dataclasses.replace(r, verdict=v)
       for r, v in zip(rollouts, verdicts, strict=True)
     ]
   )
-  assert found == {
+  assert counts == {
     'passed': 2,
     'failed': 1,
     'unfinished': 2,
@@ -411,8 +417,8 @@ def test_every_rollout_has_one_of_four_verdicts(groups):
 
 
 def test_the_shuffled_control_takes_no_kl_penalty():
-  told = r'kl_coefficient and .* must be 0.*not 0\.1 and'
-  with pytest.raises(ValueError, match=told):
+  message = r'kl_coefficient and .* must be 0.*not 0\.1 and'
+  with pytest.raises(ValueError, match=message):
     dataclasses.replace(OPTIONS, reward='shuffled', kl_coefficient=0.1)
 
 
@@ -436,7 +442,7 @@ def test_the_shuffled_control_trains_on_permuted_rewards(
     SHAPE,
   )
   jax.tree.map(np.testing.assert_array_equal, shuffled.params, direct.params)
-  # What is reported stays the reward that was earned.
+  # The reported reward stays the one that was earned.
   earned = [r.reward for g in groups for r in g.rollouts]
   assert metrics['reward'] == pytest.approx(np.mean(earned))
 
@@ -446,13 +452,13 @@ def test_kl_penalty_is_the_divergence_from_the_reference(
 ):
   reference = rounded(draw(1))
   options = dataclasses.replace(OPTIONS, kl_coefficient=0.3)
-  found = update.rewards_of(groups, options, functions, reference, SHAPE)
-  for group, rewards_R in zip(groups, found, strict=True):
+  rewards_PR = update.rewards_of(groups, options, functions, reference, SHAPE)
+  for group, rewards_R in zip(groups, rewards_PR, strict=True):
     for rollout, reward in zip(group.rollouts, rewards_R, strict=True):
       t = rollout.trajectories[0]
-      # The reference routes by itself.
-      theirs = score_alone(reference, padded(t, replay=False))
-      kl = t.logprobs_T[t.loss_mask_T].sum() - float(theirs)
+      # The reference policy routes for itself.
+      reference_logprob = score_alone(reference, padded(t, replay=False))
+      kl = t.logprobs_T[t.loss_mask_T].sum() - float(reference_logprob)
       assert reward == pytest.approx(rollout.reward - 0.3 * kl, abs=1e-3)
 
 
@@ -463,10 +469,10 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
   _, metrics = update.update(state, groups, functions, options, SHAPE)
   assert metrics['mismatch_kl_replay'] < metrics['mismatch_kl_no_replay']
   assert metrics['replay_agreement'] < 1
-  # Each as a pass of its own measures it, whichever of them was trained on.
+  # A separate pass measures the same, whichever routes were trained on.
   values = rounded(reroute(variables, 0.1))
   fresh = [comparison.fresh(b) for b in packed(groups)]
-  own = {
+  expected = {
     'mismatch_kl_replay': mean_k3(functions, values, packed(groups)),
     'mismatch_kl_no_replay': mean_k3(functions, values, fresh),
   }
@@ -474,15 +480,15 @@ def test_mismatch_is_measured_both_ways_when_due(functions, variables, groups):
   options = dataclasses.replace(options, replay=False)
   _, afresh = update.update(state, groups, functions, options, SHAPE)
   for name in ('kl', 'p99', 'max', 'large'):
-    both = f'mismatch_{name}_replay', f'mismatch_{name}_no_replay'
-    assert metrics[f'mismatch_{name}'] == metrics[both[0]]
-    assert afresh[f'mismatch_{name}'] == afresh[both[1]]
-    for way in both:
-      # Two programs, with and without a gradient: sums in another order.
-      assert metrics[way] == pytest.approx(afresh[way], rel=1e-3)
-  for name, value in own.items():
+    pair = f'mismatch_{name}_replay', f'mismatch_{name}_no_replay'
+    assert metrics[f'mismatch_{name}'] == metrics[pair[0]]
+    assert afresh[f'mismatch_{name}'] == afresh[pair[1]]
+    for key in pair:
+      # The programs with and without gradient sum in different orders.
+      assert metrics[key] == pytest.approx(afresh[key], rel=1e-3)
+  for name, value in expected.items():
     assert metrics[name] == pytest.approx(value, rel=1e-3)
-  # The routes of the pass that routed afresh, whichever was trained on.
+  # Route metrics come from the pass that routes afresh, in both cases.
   names = [n for n in metrics if n.startswith('route')]
   assert len(names) == 3
   for name in names:

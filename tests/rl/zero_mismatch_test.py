@@ -1,10 +1,10 @@
 """Sampler and trainer agree bit for bit where the numerics are invariant.
 
 A random workload runs through the real engine: sessions of many lengths that
-come one by one, share prompts, go on for a second turn, wait for pages and lose
-them, in row buckets of several sizes. What it recorded is packed and scored by
-the trainer's own functions. In `batch_invariant` numerics every log-probability
-and every route is the same, with and without replay; nothing is rounded away.
+arrive one by one, share prompts, have second turns, wait for pages and lose
+them, in row buckets of several sizes. The trainer's functions score what was
+recorded. In `batch_invariant` numerics every log-probability and route is
+equal, bit for bit, with and without replay.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ OPTIONS = engines.EngineOptions(
   prefill_rows=(1, 3),
   decode_steps=3,
   page_size=grouped_query.KEY_BLOCK,
-  # Room for two long sessions, where four want to run.
+  # Pages for two long sessions, with four slots.
   num_pages=7,
 )
 NUM_SESSIONS = 9
@@ -50,7 +50,7 @@ def _policy(config):
 
 
 def _turns(index):
-  """Contexts and how much to sample; every third session has one prompt."""
+  """Returns (context, tokens to sample) of each turn; some share a prompt."""
   rng = np.random.default_rng(index)
   first_T = np.random.default_rng(100 + index % 3).integers(
     0, replayed.V, 5 + 28 * (index % 3)
@@ -81,8 +81,8 @@ def _play(engine, order, pace):
   """Returns the trajectory of each session, and how many lost their pages.
 
   Args:
-    engine: to play on.
-    order: of arrival.
+    engine: rollout engine that plays the sessions.
+    order: sessions in order of arrival.
     pace: seed of the steps between arrivals.
   """
   lost = 0
@@ -107,16 +107,16 @@ def _play(engine, order, pace):
 
 @functools.cache
 def _sampled(config):
-  """Returns trajectories of a full cache, how many lost pages, the engine."""
+  """Plays with a full cache; returns trajectories, number of losses, engine."""
   engine = engines.Engine(config, _policy(config), 0, OPTIONS)
   return *_play(engine, range(NUM_SESSIONS), 0), engine
 
 
 def _assert_same(have, want):
-  for mine, other in zip(have, want, strict=True):
+  for actual, expected in zip(have, want, strict=True):
     for field in dataclasses.fields(records.Trajectory):
       np.testing.assert_array_equal(
-        getattr(mine, field.name), getattr(other, field.name), field.name
+        getattr(actual, field.name), getattr(expected, field.name), field.name
       )
 
 
@@ -137,36 +137,39 @@ def config(request):
 
 
 def test_the_workload_meets_what_it_is_for(config):
-  found, lost, engine = _sampled(config)
-  blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in found}
+  trajectories, lost, engine = _sampled(config)
+  blocks = {-(-len(t) // grouped_query.KEY_BLOCK) for t in trajectories}
   assert blocks == {1, 2, 3}
   assert lost > 0 and engine.stats().prefix_hit_tokens > 0
-  # Every bucket was in use, and compiled once.
+  # Every bucket was used and compiled once.
   names = ('extend 1', 'extend 3', 'decode 4')
   assert engine.traces == dict.fromkeys(names, 1)
 
 
 def test_buckets_order_and_room_change_no_bit(config):
   """One bucket, other arrivals, and pages for all at once."""
-  found, *_ = _sampled(config)
+  trajectories, *_ = _sampled(config)
   options = dataclasses.replace(OPTIONS, prefill_rows=3, num_pages=32)
   engine = engines.Engine(config, _policy(config), 0, options)
   order = np.random.default_rng(1).permutation(NUM_SESSIONS).tolist()
   mine, lost = _play(engine, order, 5)
   assert lost == 0
-  _assert_same(mine, found)
+  _assert_same(mine, trajectories)
 
 
 @pytest.mark.parametrize('replay', [True, False])
 def test_the_trainer_scores_what_was_sampled(config, replay):
-  found, *_ = _sampled(config)
+  trajectories, *_ = _sampled(config)
   shape = replayed.shape(
     config, rows=3, seq_len=160, align=grouped_query.KEY_BLOCK
   )
-  lengths = [len(t) for t in found]
-  # As the trainer has them: the policy's values, in float32.
+  lengths = [len(t) for t in trajectories]
+  # The trainer's weights: the policy's values, in float32.
+
   values = jax.tree.map(lambda x: x.astype(jnp.float32), _policy(config))
-  packed = batching.pack(found, [0.0] * len(found), shape).microbatches
+  packed = batching.pack(
+    trajectories, [0.0] * len(trajectories), shape
+  ).microbatches
   score = _scorer(config)
   scores = [
     jax.device_get(
@@ -176,7 +179,7 @@ def test_the_trainer_scores_what_was_sampled(config, replay):
   ]
   compared = 0
   for trajectory, place in zip(
-    found, batching.places(lengths, shape), strict=True
+    trajectories, batching.places(lengths, shape), strict=True
   ):
     mine = scores[place.batch]
     sampled_T = trajectory.loss_mask_T

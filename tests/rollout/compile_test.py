@@ -1,4 +1,4 @@
-"""After `warm()` nothing is compiled again, whatever comes."""
+"""After `warm()` the engine compiles nothing more."""
 
 import jax
 import numpy as np
@@ -22,16 +22,16 @@ OPTIONS = engines.EngineOptions(
 
 @pytest.fixture
 def compiled():
-  """Names of what is compiled while the test runs."""
-  found = []
+  """Names of the functions compiled while the test runs."""
+  names = []
 
   def listen(event, duration, **details):
     del duration
     if event == '/jax/core/compile/backend_compile_duration':
-      found.append(details.get('fun_name', event))
+      names.append(details.get('fun_name', event))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  yield found
+  yield names
   jax.monitoring.unregister_event_duration_listener(listen)
 
 
@@ -39,7 +39,7 @@ def test_nothing_is_compiled_in_steady_state(
   make_config, make_variables, compiled
 ):
   config = make_config(num_layers=1, num_dense_layers=0)
-  # As training makes them, on a device, and as a store has them.
+  # Weights as training leaves them, on a device, and as a store returns them.
   policies = [
     jax.device_put(decoder.policy(make_variables(config, 0))),
     jax.tree.map(np.asarray, decoder.policy(make_variables(config, 1))),
@@ -73,7 +73,7 @@ def test_nothing_is_compiled_in_steady_state(
   assert finished > 15
   assert compiled == []
   assert engine.traces == dict.fromkeys(names, 1)
-  # Another engine of these shapes has its programs already.
-  other = engines.Engine(config, policies[0], 0, OPTIONS)
-  other.warm()
-  assert other.traces == dict.fromkeys(names, 1)
+  # A second engine of the same shapes reuses the programs.
+  other_engine = engines.Engine(config, policies[0], 0, OPTIONS)
+  other_engine.warm()
+  assert other_engine.traces == dict.fromkeys(names, 1)

@@ -1,4 +1,4 @@
-"""Engine: what a session gets depends on the session and the weights alone."""
+"""The engine's answers depend on the session and the weights alone."""
 
 import dataclasses
 
@@ -46,9 +46,9 @@ def make_engine(config, policy):
 
 
 def _turns(index):
-  """Contexts of a session's two turns, longer and shorter than a chunk.
+  """Returns contexts of two turns, longer and shorter than a chunk.
 
-  Sessions 4 and 5 begin like session 3, and then like each other.
+  Sessions 4 and 5 share more tokens with each other than with session 3.
   """
   first_T = serving.tokens(index, 3 + 2 * index)
   if index > 3:
@@ -59,26 +59,26 @@ def _turns(index):
 
 def _play(engine, order, after_step=lambda: None):
   """Plays two turns of each session; returns completions by index."""
-  found = {i: [] for i in order}
+  completions = {i: [] for i in order}
   for index in order:
     engine.submit(serving.request(index, _turns(index)[0]))
   for _ in range(300):
     for completion in engine.step():
       index = int(completion.session.split()[1])
-      found[index].append(completion)
-      if len(found[index]) == 1:
+      completions[index].append(completion)
+      if len(completions[index]) == 1:
         engine.submit(serving.request(index, _turns(index)[1], new=5))
       else:
         engine.close(completion.session)
     after_step()
     if not engine.num_unfinished:
-      return found
+      return completions
   raise AssertionError('the engine did not finish')
 
 
-def _assert_same(some, others):
-  for index in some:
-    for a, b in zip(some[index], others[index], strict=True):
+def _assert_same(actual, expected):
+  for index in actual:
+    for a, b in zip(actual[index], expected[index], strict=True):
       serving.assert_same_bits(a, b)
 
 
@@ -95,11 +95,11 @@ def _whole(index, completions):
 
 
 def test_bits_depend_on_the_session_alone(engine, make_engine):
-  """Not on neighbours, slots, order, cached prefixes or pipelining."""
-  indices = range(6)  # More than slots: two wait.
+  """Neighbours, slots, order, cached prefixes and pipelining change no bit."""
+  indices = range(6)  # Two more sessions than slots, so two wait.
   together = _play(engine, indices)
   assert engine.stats().prefix_hit_tokens
-  # Every prompt is in the store by now.
+  # By now the prefix store holds every prompt.
   again = _play(engine, [4, 2, 5, 0, 3, 1])
   cached = [again[i][0].num_cached for i in indices]
   assert cached == [len(_turns(i)[0]) - 1 for i in indices]
@@ -111,7 +111,7 @@ def test_bits_depend_on_the_session_alone(engine, make_engine):
 
 
 def test_reading_late_changes_nothing(engine, make_engine, policy):
-  # A swap reads whatever is under way.
+  # A swap reads all reports that are still unread.
   late = make_engine(share_prefixes=False)
   at_once = make_engine(share_prefixes=False)
   _assert_same(
@@ -138,7 +138,7 @@ def test_records_equal_the_decoder_on_the_finished_sequence(
       ('raw_logprobs_T', raw_TV),
     ):
       rows_T = np.arange(len(tokens_T))
-      # The same float32 sums in another order.
+      # float32 sums run in another order.
       np.testing.assert_allclose(
         joined(name),
         logprobs_TV[rows_T, tokens_T][sampled_T],
@@ -170,71 +170,75 @@ def test_records_equal_the_decoder_on_the_finished_sequence(
 )
 def test_truncated_logprobs_are_of_what_is_left(engine, config, policy, how):
   context_T = serving.tokens(0, 7)
-  # Beside one that does not truncate.
-  asked = serving.request(0, context_T, new=9, **how)
+  # A neighbour in the same batch does not truncate.
+  request = serving.request(0, context_T, new=9, **how)
   plain = serving.request(1, context_T, new=9)
-  found, beside = serving.complete(engine, asked, plain)
+  truncated, beside = serving.complete(engine, request, plain)
   (alone,) = serving.complete(
     engine, dataclasses.replace(plain, session='alone')
   )
   serving.assert_same_bits(alone, beside)
-  tokens_T = np.concatenate([context_T, found.tokens_T])
+  tokens_T = np.concatenate([context_T, truncated.tokens_T])
   logits_TV, _ = serving.recompute(config, [(policy, 16)], tokens_T)
-  raw_T = serving.logprobs_of(logits_TV, found, 7)
-  np.testing.assert_allclose(found.raw_logprobs_T, raw_T, atol=1e-4)
-  scaled_TV = logits_TV[7:] / (asked.temperature or 1e-9)
+  raw_T = serving.logprobs_of(logits_TV, truncated, 7)
+  np.testing.assert_allclose(truncated.raw_logprobs_T, raw_T, atol=1e-4)
+  scaled_TV = logits_TV[7:] / (request.temperature or 1e-9)
   order_TV = np.argsort(-scaled_TV, axis=-1)
   p_TV = np.exp(serving.log_softmax(np.take_along_axis(scaled_TV, order_TV, 1)))
-  kept_TV = np.tile(np.arange(40) < (asked.top_k or 40), (9, 1))
+  kept_TV = np.tile(np.arange(40) < (request.top_k or 40), (9, 1))
   p_TV = p_TV * kept_TV / (p_TV * kept_TV).sum(-1, keepdims=True)
-  kept_TV &= (np.cumsum(p_TV, -1) - p_TV < asked.top_p) | (asked.top_p == 1)
-  kept_TV &= p_TV >= asked.min_p * p_TV[:, :1]
+  kept_TV &= (np.cumsum(p_TV, -1) - p_TV < request.top_p) | (request.top_p == 1)
+  kept_TV &= p_TV >= request.min_p * p_TV[:, :1]
   p_TV = p_TV * kept_TV / (p_TV * kept_TV).sum(-1, keepdims=True)
-  rank_T = np.argmax(order_TV == found.tokens_T[:, None], axis=-1)
+  rank_T = np.argmax(order_TV == truncated.tokens_T[:, None], axis=-1)
   assert (rank_T < kept_TV.sum(-1)).all()
   np.testing.assert_allclose(
-    found.logprobs_T, np.log(p_TV[np.arange(9), rank_T]), atol=1e-4
+    truncated.logprobs_T, np.log(p_TV[np.arange(9), rank_T]), atol=1e-4
   )
 
 
 def test_a_group_consumes_its_prompt_once(engine, make_engine):
   context_T = serving.tokens(0, 15)
-  asked = [serving.request(i, context_T, new=4) for i in range(4)]
-  shared = serving.complete(engine, *asked)
+  requests = [serving.request(i, context_T, new=4) for i in range(4)]
+  shared = serving.complete(engine, *requests)
   stats = engine.stats()
   assert stats.context_tokens == 14 and stats.prefix_hit_tokens == 3 * 14
   assert [c.num_cached for c in shared] == [0, 14, 14, 14]
-  # Three full pages for all, one with two tokens and one more for each.
+  # Three full pages are shared; each of four sessions has two pages of its own.
   assert stats.pages - stats.pages_free == 3 + 4 * 2
   apart = make_engine(share_prefixes=False)
-  for ours, theirs in zip(shared, serving.complete(apart, *asked), strict=True):
-    serving.assert_same_bits(ours, theirs)
+  for ours, separate in zip(
+    shared, serving.complete(apart, *requests), strict=True
+  ):
+    serving.assert_same_bits(ours, separate)
   assert apart.stats().context_tokens == 4 * 14
-  # A turn more goes on from what each of them holds.
+  # The next turn continues from the pages that each session holds.
   more = [serving.request(i, [1, 2], new=3) for i in range(4)]
-  for ours, theirs in zip(
+  for ours, separate in zip(
     serving.complete(engine, *more), serving.complete(apart, *more), strict=True
   ):
-    serving.assert_same_bits(ours, theirs)
+    serving.assert_same_bits(ours, separate)
 
 
-def test_tokens_are_told_as_they_come_and_are_those_of_the_end(engine):
-  told = []
-  engine.submit(serving.request(0, serving.tokens(0, 8), new=8), told.append)
+def test_streamed_tokens_are_those_of_the_completion(engine):
+  streamed = []
+  engine.submit(
+    serving.request(0, serving.tokens(0, 8), new=8), streamed.append
+  )
   engine.submit(serving.request(1, [3]))
   completion = serving.finish(engine)['session 0']
-  assert [t.position for t in told] == [8, 11, 14]
-  assert {t.session for t in told} == {'session 0'}
+  assert [t.position for t in streamed] == [8, 11, 14]
+  assert {t.session for t in streamed} == {'session 0'}
   for name in ('tokens_T', 'logprobs_T', 'raw_logprobs_T', 'policy_version_T'):
-    joined_T = np.concatenate([getattr(t, name) for t in told])
+    joined_T = np.concatenate([getattr(t, name) for t in streamed])
     np.testing.assert_array_equal(joined_T, getattr(completion, name))
   np.testing.assert_array_equal(
-    np.concatenate([t.top_ids_TX for t in told]), completion.top_ids_TX
+    np.concatenate([t.top_ids_TX for t in streamed]), completion.top_ids_TX
   )
 
 
 def test_context_is_put_off_for_two_dispatches_at_most(engine):
-  """Whether other context or decodes go before it."""
+  """Holds whether other contexts or decode steps are dispatched before it."""
   for index in range(3):
     engine.submit(serving.request(index, serving.tokens(index, 4), new=30))
   # Two rows: the third session waits for an extend, then for one decode.
@@ -250,12 +254,14 @@ def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
   (free,) = serving.complete(engine, serving.request(2, context_T))
   engine.close('session 2')
   stop = int(free.tokens_T[3])
-  first = free.tokens_T.tolist().index(stop)
+  stop_index = free.tokens_T.tolist().index(stop)
   (stopped,) = serving.complete(
     engine, serving.request(2, context_T, stop_tokens=(39, stop))
   )
   assert stopped.stopped and not free.stopped
-  np.testing.assert_array_equal(stopped.tokens_T, free.tokens_T[: first + 1])
+  np.testing.assert_array_equal(
+    stopped.tokens_T, free.tokens_T[: stop_index + 1]
+  )
   engine.close('session 2')
   (longest,) = serving.complete(engine, serving.request(2, context_T, new=1000))
   assert not longest.stopped
@@ -264,14 +270,14 @@ def test_sampling_stops_at_stop_tokens_and_at_max_len(engine):
 
 
 def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
-  """So hot that the model has no say; over two requests."""
+  """Over two requests, at a temperature that makes all tokens as likely."""
   first, second = (
     serving.request(0, serving.tokens(seed, 5), new=4, temperature=1e6)
     for seed in (1, 2)
   )
   drawn = []
-  for asked in (first, second):
-    (completion,) = serving.complete(engine, asked)
+  for request in (first, second):
+    (completion,) = serving.complete(engine, request)
     drawn += completion.tokens_T.tolist()
   settings = sampling.Settings(
     keys_B2=np.tile(sampling.key_of(first.seed), (8, 1)),
@@ -291,9 +297,9 @@ def test_a_token_is_drawn_by_its_seed_and_its_position_in_the_session(engine):
 
 
 def test_without_routes_the_tokens_are_the_same(engine, make_engine):
-  asked = serving.request(0, serving.tokens(0, 8))
-  (with_routes,) = serving.complete(engine, asked)
-  (without,) = serving.complete(make_engine(record_routes=False), asked)
+  request = serving.request(0, serving.tokens(0, 8))
+  (with_routes,) = serving.complete(engine, request)
+  (without,) = serving.complete(make_engine(record_routes=False), request)
   np.testing.assert_array_equal(without.tokens_T, with_routes.tokens_T)
   np.testing.assert_array_equal(without.logprobs_T, with_routes.logprobs_T)
   routes_TMA = without.consumed_expert_ids_TMA
@@ -313,9 +319,9 @@ def test_what_cannot_be_served_is_refused(engine):
     ),
     (serving.request(0, [3], stop_tokens=(1,) * 5), r'5 stop tokens.*\(4\)'),
   ]
-  for asked, message in refused:
+  for request, message in refused:
     with pytest.raises(ValueError, match=message):
-      engine.submit(asked)
+      engine.submit(request)
   assert engine.num_unfinished == 0 and engine.stats().sessions == 0
   for changes, message in (
     ({'prefill_chunk': 0}, 'prefill_chunk must be an integer of at least 1'),

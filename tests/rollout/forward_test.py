@@ -1,4 +1,4 @@
-"""Serving forward: the decoder by other means."""
+"""The engine's forward pass over pages equals the decoder's."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ MOE = {
   'aux_loss_weight': 0.0,
   'z_loss_weight': 0.0,
 }
-# Compiles in a third of the time.
+# Compiling takes a third of the time.
 OPTIONS = {'xla_backend_optimization_level': 0}
 NO_SCALES = {'mscale': None, 'mscale_all_dim': None}
 
@@ -90,12 +90,12 @@ def step():
 
 
 def consume(step, setup, cache, tables_BP, chunks, first=0):
-  """Runs tokens `first` on in chunks of these lengths, the last one padded."""
+  """Consumes tokens from `first` on in chunks of these lengths, padded."""
   config, weights, tokens_BT, _ = setup
   batch = tokens_BT.shape[0]
   hidden, routes, start = [], [], first
   for chunk in chunks:
-    # What lies past the end is padding, which must leave no trace.
+    # Positions past the end are padding, which must change nothing.
     index = jnp.arange(start, start + chunk)
     hidden_BTD, ids_MBTA, cache = step(
       weights,
@@ -112,30 +112,30 @@ def consume(step, setup, cache, tables_BP, chunks, first=0):
   return jnp.concatenate(hidden, 1), jnp.concatenate(routes, 2), cache
 
 
-def check(have, want, first=0):
+def check(have, want, start=0):
   hidden_BTD, ids_MBTA = have
-  # Sums in another order; values are of order one.
-  np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, first:], atol=2e-5)
-  np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, first:])
+  # float32 sums run in another order; values are of order one.
+  np.testing.assert_allclose(hidden_BTD, want.hidden_BTD[:, start:], atol=2e-5)
+  np.testing.assert_array_equal(ids_MBTA, want.expert_ids_MBTA[:, :, start:])
 
 
 def shuffled(seed=0):
-  """Tables of three pages a row, in no order, of a pool of twelve."""
+  """Returns tables of three pages a row, shuffled, from a pool of twelve."""
   pages = np.random.default_rng(seed).permutation(12)[: 3 * BATCH]
   return jnp.asarray(pages.reshape(BATCH, 3), jnp.int32)
 
 
 def in_order(cache, tables_BP):
-  """Returns the arrays of each layer as [B, S, ...], by the tables."""
+  """Yields each pool, and its pages laid out by the tables as [B, S, ...]."""
   for first, second in cache:
     if first.ndim == 4:
       first, second = first.transpose(0, 3, 1, 2), second.transpose(0, 2, 1, 3)
     for pool in (first, second):
-      kept = np.asarray(pool)[np.asarray(tables_BP)]
-      yield pool, kept.reshape(kept.shape[0], -1, *kept.shape[3:])
+      array = np.asarray(pool)[np.asarray(tables_BP)]
+      yield pool, array.reshape(array.shape[0], -1, *array.shape[3:])
 
 
-# One token at a time, a chunk with padding at its end, and both.
+# One token at a time, a chunk with padding at its end, and a mixture.
 @pytest.mark.parametrize('chunks', [(5, 5, 5), (5, 1, 1, 5, 1)])
 def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
   config, *_, want = setup
@@ -143,16 +143,16 @@ def test_chunks_over_shuffled_pages_equal_the_decoder(setup, step, chunks):
   cache = forward.empty_cache(config, 12, PAGE)
   *have, cache = consume(step, setup, cache, tables_BP, chunks)
   check(have, want)
-  others = np.setdiff1d(np.arange(12), tables_BP)
+  unused_pages = np.setdiff1d(np.arange(12), tables_BP)
   for pool, kept_BS in in_order(cache, tables_BP):
     assert np.abs(kept_BS[:, :LENGTH]).min() > 0
     assert not kept_BS[:, LENGTH:].any()
-    assert not np.asarray(pool)[others].any()
+    assert not np.asarray(pool)[unused_pages].any()
 
 
 def test_rows_share_pages_and_continue_on_copies(setup, step):
   config, weights, tokens_BT, want = setup
-  # Everybody's context is row 0's for six tokens: a page and a half.
+  # All rows have row 0's first six tokens: a page and a half.
   tokens_BT = tokens_BT.at[:, :6].set(tokens_BT[0, :6])
   alone = consume(
     step,
@@ -165,7 +165,7 @@ def test_rows_share_pages_and_continue_on_copies(setup, step):
   own_B3 = shuffled(1)
   tables_BP = own_B3.at[:, 0].set(own_B3[0, 0])
   cache = _consume_row(step, setup, cache, own_B3[:1], 6)
-  # The half page is forked, by each row for itself; page 12 does not exist.
+  # Each row copies the half page; page 12 does not exist.
   cache = forward.copy_pages(
     cache,
     jnp.full(BATCH + 1, own_B3[0, 1]),
@@ -175,9 +175,11 @@ def test_rows_share_pages_and_continue_on_copies(setup, step):
   *have, _ = consume(
     step, (config, weights, tokens_BT, want), cache, tables_BP, (5, 5), 6
   )
-  for mine, theirs, axis in zip(have, alone, (1, 2), strict=False):
-    theirs = jnp.moveaxis(theirs, axis, 0)[6:]
-    np.testing.assert_allclose(jnp.moveaxis(mine, axis, 0), theirs, atol=2e-5)
+  for actual, expected, axis in zip(have, alone, (1, 2), strict=False):
+    expected = jnp.moveaxis(expected, axis, 0)[6:]
+    np.testing.assert_allclose(
+      jnp.moveaxis(actual, axis, 0), expected, atol=2e-5
+    )
 
 
 def _consume_row(step, setup, cache, tables_1P, length):
@@ -206,9 +208,9 @@ def test_cleared_pages_hold_no_nan(setup, step):
   cache = forward.zero_pages(cache, jnp.append(tables_BP.reshape(-1), 12))
   *have, cache = consume(step, setup, cache, tables_BP, (5, 5, 5))
   check(have, want)
-  others = np.setdiff1d(np.arange(12), tables_BP)
+  unused_pages = np.setdiff1d(np.arange(12), tables_BP)
   for pool, _ in in_order(cache, tables_BP):
-    assert np.isnan(np.asarray(pool)[others]).all()
+    assert np.isnan(np.asarray(pool)[unused_pages]).all()
 
 
 def test_bfloat16_weights_are_widened_exactly_and_copied(

@@ -1,10 +1,9 @@
 """Batch-invariant numerics: the same bits, whatever else is in the batch.
 
-Three sessions are scored by every way there is to consume a token: packed
-training in more than one packing, with and without gradient and recomputation;
-prefill whole and in random chunks; decode token by token. Slots, neighbours,
-padding, page tables and batch sizes differ. No compiler option is set where
-bits are compared: what runs is what is held equal.
+Three sessions are scored in every way that consumes tokens: packed training in
+several packings, with and without gradient and recomputation; prefill whole and
+in random chunks; decode token by token. Slots, neighbours, padding, page tables
+and batch sizes differ. Where bits are compared no compiler option is set.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from tests.rollout import forward_test
 
 LENGTHS = (37, 70, 33)
 TEMPERATURES = (1.0, 0.7, 1.3)
-# More rows than fast numerics take for a decode step, some of them padding.
+# A row long enough that fast numerics do not take it for a decode step.
 LONG = 523
 GROUPED, LATENT = forward_test.GROUPED, forward_test.LATENT
 MOE = forward_test.MOE | {'ffw_dim': 75}
@@ -119,21 +118,21 @@ def score(config, variables, batch):
 def _trained(config):
   """Returns the jitted (params, rest, batch) -> ((sum, score), gradients)."""
 
-  def loss(params, rest, batch):
-    scores = score(config, {**rest, 'params': params}, batch)
+  def loss(params, constants, batch):
+    scores = score(config, {**constants, 'params': params}, batch)
     return scores[0].sum(), scores
 
   options = {}
   if config.numerics == 'fast':
-    # Compiles in a third of the time; its bits are held equal to nothing.
+    # Compiling takes a third of the time; these bits are compared with nothing.
     options = forward_test.OPTIONS
   gradient = jax.value_and_grad(loss, has_aux=True)
   return jax.jit(gradient, compiler_options=options)
 
 
 def train(config, variables, batch):
-  rest = {k: tree for k, tree in variables.items() if k != 'params'}
-  (_, scores), grads = _trained(config)(variables['params'], rest, batch)
+  constants = {k: tree for k, tree in variables.items() if k != 'params'}
+  (_, scores), grads = _trained(config)(variables['params'], constants, batch)
   return scores, grads
 
 
@@ -180,7 +179,7 @@ def test_packing_gradient_and_recomputation_keep_every_bit(
     check(of_sessions(scores, places), reference)
 
 
-# In bfloat16 the two are as far apart as either is from the truth.
+# In bfloat16 the two differ as much as each differs from exact arithmetic.
 @pytest.mark.parametrize(
   'name', ['grouped-float32', pytest.param('latent-float32', marks=SLOW)]
 )
@@ -191,17 +190,17 @@ def test_gradients_equal_those_of_fast_numerics(
   variables = make_variables(config, 0)
   fast = dataclasses.replace(config, numerics='fast')
   batch, _ = pack(tokens, [[2, 0, 1]], LONG)
-  (logprobs, _), mine = train(config, variables, batch)
-  (others, _), theirs = train(fast, variables, batch)
-  np.testing.assert_allclose(logprobs, others, atol=1e-5)
+  (logprobs, _), grads = train(config, variables, batch)
+  (fast_logprobs, _), fast_grads = train(fast, variables, batch)
+  np.testing.assert_allclose(logprobs, fast_logprobs, atol=1e-5)
   for have, want in zip(
-    jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True
+    jax.tree.leaves(grads), jax.tree.leaves(fast_grads), strict=True
   ):
     np.testing.assert_allclose(have, want, atol=1e-5 * np.abs(want).max())
 
 
 class Server:
-  """Consumes sessions the way an engine does, each chunk as it likes."""
+  """Consumes sessions as the engine does, in chunks of any size."""
 
   def __init__(self, config, variables):
     self.config = config
@@ -223,12 +222,12 @@ class Server:
     """Scores the sessions in `slots` (None is an empty one).
 
     Args:
-      tokens: of every session.
+      tokens: token ids of every session.
       slots: session of each row.
       width: tokens of a row in one step.
-      page_size: of the cache.
-      seed: of tables, of what padding holds, and of the chunks.
-      take: of a row's tokens in a step; None is as many as fit.
+      page_size: tokens in a page of the cache.
+      seed: seed of page tables, padding and chunks.
+      take: 'random' for random chunks; None for the longest that fit.
     """
     random = np.random.default_rng(seed)
     num_pages = -(-max(LENGTHS) // page_size)
@@ -238,10 +237,12 @@ class Server:
       self.config, len(slots) * num_pages + 3, page_size
     )
     shape = (len(slots), width)
-    done = [0 if s is not None else None for s in slots]
+    num_consumed = [0 if s is not None else None for s in slots]
     logprobs = {s: [np.zeros(1, np.float32)] for s in slots if s is not None}
     routes = {s: [] for s in logprobs}
-    while any(n is not None and n < LENGTHS[s] for s, n in zip(slots, done)):
+    while any(
+      n is not None and n < LENGTHS[s] for s, n in zip(slots, num_consumed)
+    ):
       chunk = random.integers(0, 40, shape), np.zeros(shape, bool)
       chunk += (random.integers(0, 30, shape),)
       following = random.integers(0, 40, shape), np.ones(shape, np.float32)
@@ -249,9 +250,11 @@ class Server:
       for row, s in enumerate(slots):
         if s is None:
           continue
-        most = random.integers(0, width + 1) if take == 'random' else width
-        start = done[row]
-        stop = min(start + most, LENGTHS[s])
+        chunk_limit = (
+          random.integers(0, width + 1) if take == 'random' else width
+        )
+        start = num_consumed[row]
+        stop = min(start + chunk_limit, LENGTHS[s])
         counts[row] = n = stop - start
         chunk[0][row, :n] = tokens[s][start:stop]
         chunk[1][row, :n] = True
@@ -266,7 +269,7 @@ class Server:
         if s is not None:
           logprobs[s].append(np.asarray(logprobs_BT)[row, : counts[row]])
           routes[s].append(np.asarray(ids_MBTA)[:, row, : counts[row]])
-          done[row] += counts[row]
+          num_consumed[row] += counts[row]
     return {
       s: (
         np.concatenate(logprobs[s])[: LENGTHS[s]],
@@ -303,7 +306,7 @@ def test_other_batch_sizes_equal_training(server, tokens, reference):
 
 @SLOW
 def test_fast_numerics_promise_less(model, tokens, reference):
-  """What is promised above is not there anyway."""
+  """Otherwise the laws above would hold for any numerics and prove nothing."""
   fast = dataclasses.replace(model[0], numerics='fast')
   batch, places = pack(tokens, [[2, 0, 1]], LONG)
   scores = jax.jit(functools.partial(score, fast))(model[1], batch)

@@ -28,12 +28,12 @@ def test_latents_are_shared_forked_and_kept_over_a_swap(
   )
   policies = [decoder.policy(make_variables(config, i)) for i in range(2)]
   engine = engines.Engine(config, policies[0], 0, OPTIONS)
-  asked = [serving.request(i, CONTEXT, new=18) for i in range(3)]
-  for request in asked:
+  requests = [serving.request(i, CONTEXT, new=18) for i in range(3)]
+  for request in requests:
     engine.submit(request)
   while engine.stats().sampled_tokens < 3 * 3:
     engine.step()
-  # One full page for all three, and three tokens of the next one copied.
+  # All three share one full page and copy three tokens of the next one.
   assert engine.stats().context_tokens == 7
   engine.swap(policies[1], 1)
   for completion in serving.finish(engine).values():
@@ -45,12 +45,12 @@ def test_latents_are_shared_forked_and_kept_over_a_swap(
       config, [(policies[0], old), (policies[1], 26)], tokens_T
     )
     want_T = serving.logprobs_of(logits_TV / 1.3, completion, len(CONTEXT))
-    # The same float32 sums in another order.
+    # float32 sums run in another order.
     np.testing.assert_allclose(completion.logprobs_T, want_T, atol=1e-4)
     np.testing.assert_array_equal(
       completion.consumed_expert_ids_TMA, routes_TMA[:-1]
     )
-  # A session begun after the swap finds no prompt cached and has new weights.
+  # A session that begins after the swap has new weights and no cached prompt.
   (alone,) = serving.complete(engine, serving.request(9, CONTEXT, new=4))
   assert alone.num_cached == 0
   tokens_T = np.concatenate([CONTEXT, alone.tokens_T])

@@ -29,9 +29,9 @@ OPTIONS = engines.EngineOptions(
 )
 GQA = architectures_test.ARCHITECTURES['qwen3_moe']
 MLA = architectures_test.ARCHITECTURES['deepseek_v3']
-# Four query and two key heads and 18 words over eight devices: what does not
-# divide is kept by several. Six experts go to two groups of devices, and their
-# hidden units to the four of each.
+# Four query heads, two key heads and 18 words over eight devices: axes that do
+# not divide are replicated. Six experts lie on two groups of four devices that
+# divide their hidden units.
 _MOE = {**GQA.to_dict()['moe'], 'num_experts': 6, 'ffw_dim': 8}
 UNEVEN = model_config.ModelConfig.from_dict({**GQA.to_dict(), 'moe': _MOE})
 CASES = {
@@ -60,9 +60,9 @@ def _engine(name, on_mesh_too):
   'name', [pytest.param('gqa', marks=pytest.mark.slow), 'mla', 'uneven']
 )
 def test_an_engine_over_a_mesh_equals_one_device(name):
-  found = serving.complete(_engine(name, True), *_requests())
-  wanted = serving.complete(_engine(name, False), *_requests())
-  for have, want in zip(found, wanted, strict=True):
+  on_mesh = serving.complete(_engine(name, True), *_requests())
+  on_one_device = serving.complete(_engine(name, False), *_requests())
+  for have, want in zip(on_mesh, on_one_device, strict=True):
     np.testing.assert_array_equal(have.tokens_T, want.tokens_T)
     np.testing.assert_array_equal(
       have.consumed_expert_ids_TMA, want.consumed_expert_ids_TMA
@@ -108,11 +108,11 @@ def test_no_weight_and_no_page_moves():
     .lower(weights, cache, *jax.device_put(inputs, place.whole))
     .compile(compiler_options={'xla_backend_optimization_level': 0})
   )
-  found = collectives.read(compiled.as_text())
-  assert any(c.kind == 'all-reduce' for c in found)
-  # Rows of the residual stream, of heads, of the vocabulary: nothing larger.
+  program_collectives = collectives.read(compiled.as_text())
+  assert any(c.kind == 'all-reduce' for c in program_collectives)
+  # The largest rows are those of the residual stream, heads and vocabulary.
   widest = rows * config.embed_dim
-  assert max(size for c in found for size in c.sizes) <= widest
+  assert max(size for c in program_collectives for size in c.sizes) <= widest
 
 
 def test_a_mesh_and_batch_invariance_exclude_each_other():

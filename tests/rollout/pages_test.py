@@ -1,4 +1,4 @@
-"""Pages: counted exactly, and cleared before anyone else has them."""
+"""Pages are counted exactly and cleared before another session gets them."""
 
 from composer_jax.rollout import pages as pages_lib
 
@@ -24,7 +24,7 @@ def test_a_stained_page_is_to_be_cleared_once_nobody_holds_it():
   assert pages.to_clear == [] and pages.num_free == 1
   pages.release([bad])
   assert pages.to_clear == [bad] and pages.num_free == 2
-  # Once cleared it is like any other.
+  # A cleared page is like any other.
   pages.to_clear = []
   pages.release(pages.take(2))
   assert pages.to_clear == [] and pages.num_free == 2

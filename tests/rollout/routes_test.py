@@ -1,8 +1,8 @@
-"""The routes of a session's turns: one record, whoever joins the increments.
+"""Routes of a session's turns join to one record, as arrays and as tapes.
 
-An episode joins what completions give it, a client of the server joins tapes.
-Between the turns weights are swapped and pages taken away, so that the engine
-consumes tokens anew and says so by `routes_start`.
+An episode joins the arrays of completions; a client of the server joins tapes.
+Between the turns weights are swapped and pages are taken, so that the engine
+consumes tokens anew and reports it by `routes_start`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tests.rollout import serving, swap_test
 
 
 class Joined:
-  """A window and a tape of the same completions."""
+  """A window and a tape that get the same completions."""
 
   def __init__(self, config):
     self.scheme = codec.RouteScheme(
@@ -38,7 +38,7 @@ class Joined:
         start=completion.routes_start,
       )
     )
-    # Routes of other weights replace those recorded before.
+    # Routes of newer weights replace the recorded ones.
     kept_TMA = [] if self.tape_TMA is None else [self.tape_TMA[: sent.start]]
     self.tape_TMA = np.concatenate([*kept_TMA, sent.ids_TMA])
     self.starts.append(sent.start)
@@ -54,17 +54,17 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
 ):
   config = make_config()
   policies = [decoder.policy(make_variables(config, i)) for i in range(2)]
-  # The programs are those of `swap_test`.
+  # `swap_test` compiles the same programs.
   options = dataclasses.replace(swap_test.OPTIONS, on_swap='refresh')
   engine = engines.Engine(config, policies[0], 0, options)
   joined = Joined(config)
 
   def turn(context, new, between=lambda: None):
-    asked = serving.request(0, context, new=new)
-    engine.submit(asked)
+    request = serving.request(0, context, new=new)
+    engine.submit(request)
     between()
-    found = serving.finish(engine)
-    joined.add(asked.context_T, found[asked.session])
+    outcomes = serving.finish(engine)
+    joined.add(request.context_T, outcomes[request.session])
 
   def steps_then_swap():
     for _ in range(2):
@@ -72,16 +72,18 @@ def test_turns_join_to_what_the_last_weights_to_consume_each_token_routed(
     engine.swap(policies[1], 2)
 
   turn(serving.tokens(0, 8), 4)
-  turn([7], 3)  # Goes on where the last turn ended.
+  turn([7], 3)  # Continues where the last turn ended.
   engine.swap(policies[1], 1)
-  turn([8, 9], 3)  # Idle while weights were swapped.
+  turn([8, 9], 3)  # The session is idle while weights are swapped.
   turn([5], 2)
-  turn([4], 6, steps_then_swap)  # At work meanwhile.
+  turn(
+    [4], 6, steps_then_swap
+  )  # The session is sampling while weights are swapped.
   turn([6], 2)
-  # Others fill the pages until this session's are taken.
+  # Other sessions take pages until this session has lost its own.
   for n in range(1, 8):
-    other = serving.request(n, serving.tokens(n, 8), new=30)
-    serving.complete(engine, other)
+    other_request = serving.request(n, serving.tokens(n, 8), new=30)
+    serving.complete(engine, other_request)
   turn([3], 3)
   assert joined.starts == [0, 11, 0, 20, 0, 30, 0]
   assert joined.ends == [11, 15, 20, 23, 30, 33, 37]

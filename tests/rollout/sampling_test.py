@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, from the right random numbers."""
+"""Samples follow their distribution and depend on seed and position alone."""
 
 import functools
 
@@ -63,10 +63,10 @@ def _truncated(logits_V, temperature, top_p, top_k, min_p):
   """The distribution, token by token in float64."""
   exact_V = np.exp(np.float64(logits_V) / temperature)
   order = sorted(range(len(exact_V)), key=lambda i: (-exact_V[i], i))
-  kept = order[: top_k or None]
-  shares = exact_V[kept] / exact_V[kept].sum()
+  top_ids = order[: top_k or None]
+  shares = exact_V[top_ids] / exact_V[top_ids].sum()
   nucleus, mass = [], 0.0
-  for token, share in zip(kept, shares, strict=True):
+  for token, share in zip(top_ids, shares, strict=True):
     if mass < top_p and share >= min_p * shares[0]:
       nucleus.append(token)
     mass += share
@@ -82,10 +82,10 @@ def _truncated(logits_V, temperature, top_p, top_k, min_p):
     (1.0, 1.0, 3, 0.0, 3),
     (2.0, 1.0, 0, 0.6, 2),
     (0.5, 0.99, 4, 0.2, 2),
-    # top_p is of what top_k left: 0.4 / 0.7 < 0.6 of two, not of all.
+    # top_p counts the mass that top_k left: 0.4 / 0.7 of two, not 0.4 of all.
     (1.0, 0.56, 2, 0.0, 1),
     (1.0, 1e-6, 0, 0.0, 1),
-    # Two of the three equal ones, those with the smaller index.
+    # Of three equal tokens, the two with the smaller index.
     (1.0, 1.0, 4, 0.0, 4),
   ],
 )
@@ -222,7 +222,7 @@ def test_batch_invariant_draws_know_nothing_of_the_number_of_rows(truncate):
   top_ps = np.where(positions_B % 2, 0.9, 1) if truncate else 1.0
   settings = _settings(count, temperature=0.8, top_p=top_ps)
   draw = functools.partial(_draw, truncate=truncate, numerics='batch_invariant')
-  whole = draw(settings, positions_B, logits_BV)
+  all_rows = draw(settings, positions_B, logits_BV)
   for rows in (slice(0, 1), slice(3, 8), slice(7, 40)):
     part = draw(
       jax.tree.map(lambda x, rows=rows: x[rows], settings),
@@ -231,7 +231,7 @@ def test_batch_invariant_draws_know_nothing_of_the_number_of_rows(truncate):
     )
     for name in ('tokens_B', 'logprobs_B', 'raw_logprobs_B'):
       np.testing.assert_array_equal(
-        getattr(part, name), getattr(whole, name)[rows]
+        getattr(part, name), getattr(all_rows, name)[rows]
       )
 
 

@@ -1,4 +1,4 @@
-"""Serving: many blocking threads, one engine, and no one left waiting."""
+"""Many threads block on one engine, and every one of them is answered."""
 
 import dataclasses
 from concurrent import futures
@@ -48,7 +48,7 @@ def _episode(index):
 
 
 def play_all(jobs, engine, num_threads=3):
-  """Plays jobs in threads against an engine; results in order."""
+  """Plays jobs in threads against an engine; returns results in order."""
   policy = server.EnginePolicy(engine, timeout_s=60)
   with futures.ThreadPoolExecutor(num_threads) as pool:
     running = [pool.submit(job, policy) for job in jobs]
@@ -59,10 +59,10 @@ def play_all(jobs, engine, num_threads=3):
 
 def test_completions_do_not_depend_on_threads(engine):
   jobs = [_episode(i) for i in range(7)]
-  few = play_all(jobs, engine, 1)
-  # More threads than slots: the sessions over the slots wait and come through.
-  many = play_all(jobs, engine, 7)
-  assert many == few
+  with_few_threads = play_all(jobs, engine, 1)
+  # With more threads than slots the other sessions wait and are served later.
+  with_seven_threads = play_all(jobs, engine, 7)
+  assert with_seven_threads == with_few_threads
   assert not engine.is_open('session 6')
 
 
@@ -79,7 +79,7 @@ def test_weights_can_be_swapped_while_episodes_run(engine, policy_arrays):
   assert job.result().policy_version_T.tolist() == [0, 0, 1, 1]
 
 
-def test_a_refused_request_is_told_to_its_caller_alone(engine):
+def test_a_refusal_reaches_its_caller_alone(engine):
   def bad(policy):
     with pytest.raises(ValueError, match=r'hold 30 tokens.*max_len \(24\)'):
       policy.complete(_request(9, length=30))
@@ -92,7 +92,7 @@ def test_a_refused_request_is_told_to_its_caller_alone(engine):
 def test_what_stops_the_loop_reaches_every_waiting_thread(engine):
   policy = server.EnginePolicy(engine, timeout_s=60)
   with futures.ThreadPoolExecutor() as pool:
-    # Five callers, three slots: some wait in the engine's queue.
+    # Of five callers two wait for one of three slots.
     jobs = [pool.submit(policy.complete, _request(i)) for i in range(5)]
 
     def before_step():
@@ -168,7 +168,9 @@ def test_what_a_trainer_could_not_recompute_is_refused(engine, change, message):
     policy.complete(dataclasses.replace(_request(0), **change))
 
 
-def test_values_that_are_not_finite_are_told_to_their_caller(policy_arrays):
+def test_values_that_are_not_finite_reach_their_caller_as_an_error(
+  policy_arrays,
+):
   config, variables = policy_arrays
   jobs = [_episode(0), _episode(1)]
   clean = play_all(jobs, engines.Engine(config, variables[0], 0, OPTIONS))

@@ -1,4 +1,4 @@
-"""What tests of the engine share: requests, and the decoder's own answers."""
+"""Shared by tests of the engine: requests, and answers of the decoder."""
 
 import functools
 
@@ -30,28 +30,28 @@ def tokens(seed, count):
 
 
 def finish(engine):
-  """Steps until nothing is under way; returns outcomes by session."""
-  found = {}
+  """Steps until every request has ended; returns outcomes by session."""
+  outcomes = {}
   for _ in range(400):
     if not engine.num_unfinished:
-      return found
-    found |= {outcome.session: outcome for outcome in engine.step()}
+      return outcomes
+    outcomes |= {outcome.session: outcome for outcome in engine.step()}
   raise AssertionError('the engine did not finish')
 
 
 def complete(engine, *requests):
-  """Submits all at once and returns their outcomes in order."""
-  for asked in requests:
-    engine.submit(asked)
-  found = finish(engine)
-  return [found[asked.session] for asked in requests]
+  """Submits all requests at once and returns their outcomes in order."""
+  for request in requests:
+    engine.submit(request)
+  outcomes = finish(engine)
+  return [outcomes[request.session] for request in requests]
 
 
-def assert_same_bits(some, others):
+def assert_same_bits(actual, expected):
   names = ('tokens_T', 'logprobs_T', 'raw_logprobs_T')
   for name in (*names, 'consumed_expert_ids_TMA', 'top_logprobs_TX'):
     np.testing.assert_array_equal(
-      getattr(some, name), getattr(others, name), name
+      getattr(actual, name), getattr(expected, name), name
     )
 
 
@@ -79,17 +79,17 @@ def _consume(weights, cache, tokens_BT, valid_BT, positions_BT, config):
 
 
 def recompute(config, parts, tokens_T):
-  """The model's own logits and routes, without the engine.
+  """Computes a session's logits and routes without the engine.
 
   Args:
-    config: of the decoder.
-    parts: (variables, end): these weights consume the tokens up to `end` that
-      the part before did not. Of a single part it is the decoder that is asked;
-      several consume one cache of one page after the other.
-    tokens_T: of a session.
+    config: decoder's config.
+    parts: pairs (variables, end); the weights of each consume tokens from the
+      end of the pair before up to `end`. The decoder computes a single pair;
+      several consume one cache, in turn.
+    tokens_T: token ids of the session.
 
   Returns:
-    logits_TV that predict each token (the first row is of no use), and the
+    logits_TV that predict each token (the first row is unused), and the
     expert_ids_TMA of the pass that consumed it.
   """
   tokens_BT = np.zeros((1, LENGTH), np.int32)
@@ -100,14 +100,14 @@ def recompute(config, parts, tokens_T):
   for variables, end in parts:
     if len(parts) == 1:
       variables = jax.tree.map(lambda x: x.astype(jnp.float32), variables)
-      found = _decode_whole(variables, tokens_BT, positions_BT, config)
+      results = _decode_whole(variables, tokens_BT, positions_BT, config)
     else:
       weights = forward.unstack(variables, config)
       valid_BT = (start <= positions_BT) & (positions_BT < end)
-      *found, cache = _consume(
+      *results, cache = _consume(
         weights, cache, tokens_BT, valid_BT, positions_BT, config
       )
-    logits_BTV, ids_MBTA = (np.asarray(x) for x in found)
+    logits_BTV, ids_MBTA = (np.asarray(x) for x in results)
     logits.append(logits_BTV[0, start:end])
     routes.append(np.moveaxis(ids_MBTA, 0, 2)[0, start:end])
     start = end
@@ -121,6 +121,6 @@ def log_softmax(logits_TV):
 
 
 def logprobs_of(logits_TV, completion, start):
-  """float64 log-probabilities of a completion whose first token is `start`."""
+  """Returns float64 log-probabilities of a completion from `start` on."""
   rows_T = np.arange(start, start + len(completion.tokens_T))
   return log_softmax(logits_TV)[rows_T, completion.tokens_T]

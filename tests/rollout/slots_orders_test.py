@@ -1,4 +1,4 @@
-"""Slots in any order of events: nothing leaks, hangs, or is another's."""
+"""Slots in random orders of events: nothing leaks, hangs or is mixed up."""
 
 import collections
 
@@ -10,10 +10,10 @@ from tests.rollout import tables
 
 
 class Cache:
-  """What a device would hold: of each place the tokens it was computed from.
+  """The content of a device's cache, as the tokens that it was computed from.
 
-  A place of a page holds (tokens up to its own, versions that computed them,
-  the last of these).
+  A place of a page holds (tokens up to this place, versions that computed them,
+  version that computed this one).
   """
 
   def __init__(self, page_size):
@@ -24,7 +24,7 @@ class Cache:
     return session.pages[position // self._size], position % self._size
 
   def write(self, session, tokens, start, count, version):
-    """Consumes tokens; all before must be there."""
+    """Consumes tokens; checks that the cache holds all tokens before them."""
     for position in range(start, start + count):
       versions = {version}
       if position:
@@ -35,12 +35,12 @@ class Cache:
       self._places[place] = tuple(tokens[: position + 1]), versions, version
 
   def copy(self, copies):
-    found = [
+    values = [
       (target, offset, self._places[source, offset])
       for source, target, count in copies
       for offset in range(count)
     ]
-    self._places |= {(page, offset): held for page, offset, held in found}
+    self._places |= {(page, offset): held for page, offset, held in values}
 
   def clear(self, pages):
     for place in [p for p in self._places if p[0] in pages]:
@@ -50,16 +50,16 @@ class Cache:
     return self._places[self._of(session, position)][2]
 
   def versions(self, session):
-    """Of all that a session consumed."""
+    """Returns the versions that computed a session's cache."""
     last = session.consumed - 1
     return self._places[self._of(session, last)][1] if last >= 0 else set()
 
 
 class Serving:
-  """An engine in all but arithmetic, moved by a random number generator.
+  """An engine without arithmetic, driven by a random number generator.
 
-  As in the engine, reports are read one dispatch late, and whatever else
-  happens reads them first.
+  As in the engine, a report is read one dispatch late, or before any other
+  event.
   """
 
   def __init__(self, seed):
@@ -67,7 +67,7 @@ class Serving:
     self.version = 0
     self.outcomes = collections.Counter()
     self.asked = collections.Counter()
-    # What came up, so that the law is not about nothing.
+    # Counts of interesting cases, so that the test shows that it met them.
     self.seen = collections.Counter()
     page_size = int(self.rng.choice([1, 2, 4]))
     self.cache = Cache(page_size)
@@ -96,7 +96,7 @@ class Serving:
         self.seen['lost'] += outcome.routes_start < len(window)
         self.seen['cached'] += outcome.num_cached > 0
         window[outcome.routes_start :] = routes
-        # Of the passes that made what is in the cache, all tokens but the last.
+        # Routes are those of the passes that wrote the cache.
         assert window == [
           [position, self.cache.writer(session, position)]
           for position in range(session.length - 1)
@@ -127,7 +127,7 @@ class Serving:
     holdings.pages.to_clear, holdings.to_copy = [], []
     for session in waiting:
       if session.pages:
-        # All that it found is of the weights of now.
+        # A cached prefix was computed by the current weights.
         assert self.cache.versions(session) <= {self.version}
 
   def _extend(self, session, finite):
@@ -148,8 +148,8 @@ class Serving:
 
     return read
 
-  def _decode(self, found, tokens):
-    for session in found:
+  def _decode(self, sessions, tokens):
+    for session in sessions:
       known = self.known[session.name]
       sampled = tokens[: session.at_work.remaining]
       count = len(sampled)
@@ -157,8 +157,8 @@ class Serving:
         count = sampled.index(9) + 1
       known += sampled[:count]
       self.cache.write(session, known, session.consumed, count, self.version)
-    report = tables.make_report(found, tokens, self.version)
-    rows = [(s, s.at_work) for s in found]
+    report = tables.make_report(sessions, tokens, self.version)
+    rows = [(s, s.at_work) for s in sessions]
     return lambda: self.table.sampled(rows, report)
 
   def work(self):
@@ -175,7 +175,7 @@ class Serving:
         rows = [(session, session.at_work) for session in decoding]
         idle = tables.make_report(decoding, [])
         self.unread.append(self._decode(decoding, tokens))
-        # What is dispatched before it is known who is done.
+        # The engine dispatches once more before it reads which rows ended.
         self.unread.append(lambda: self.table.sampled(rows, idle))
     self._read(keep=1)
 
@@ -225,13 +225,14 @@ _CHANCES = (0.25, 0.64, 0.04, 0.01, 0.06)
 
 @pytest.mark.parametrize('part', range(4))
 def test_any_order_of_events_leaves_every_session_its_own(part):
-  seen = collections.Counter()
+  event_counts = collections.Counter()
   for seed in range(100 * part, 100 * (part + 1)):
     serving = Serving(seed)
     for event in serving.rng.choice(_EVENTS, 60, p=_CHANCES):
       getattr(serving, event)()
       tables.check_books(serving.table)
     serving.finish()
-    seen += serving.seen
-  # Second turns, those that lost their pages before or meanwhile, and hits.
-  assert min(seen['later'], seen['lost'], seen['cached']) > 100, seen
+    event_counts += serving.seen
+  # Second turns, turns whose session had lost its pages, and prefix hits.
+  names = ('later', 'lost', 'cached')
+  assert min(event_counts[name] for name in names) > 100, event_counts

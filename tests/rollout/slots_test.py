@@ -1,4 +1,4 @@
-"""Slots: who works, who waits, who holds which page, and what is refused."""
+"""Slots: which sessions work, wait or hold pages, and what is refused."""
 
 import numpy as np
 import pytest
@@ -42,14 +42,14 @@ def test_chunks_end_at_multiples_wherever_they_begin():
   assert [tables.extend(table, session) for _ in range(3)] == [3, 3, 2]
   assert not session.needs_context
   tables.finish(table)
-  # Ten consumed, then nine more: the first chunk goes on to twelve.
+  # Ten tokens are consumed; of nine more the first chunk ends at twelve.
   table.submit(tables.request('a', context=9))
   table.admit()
   assert [tables.extend(table, session) for _ in range(4)] == [2, 3, 3, 1]
 
 
 def test_a_long_request_holds_few_reports():
-  """They are of every row: it would hold what others sampled as well."""
+  """A report holds every row's samples, so keeping many would waste memory."""
   table = tables.make_table(max_len=101, num_pages=25)
   table.submit(tables.request('a', context=1, new=100))
   table.admit()
@@ -72,13 +72,13 @@ def test_sampling_is_cut_where_max_len_ends():
   assert len(tables.finish(table, (5,) * 4)['a'].tokens_T) == 2
 
 
-def test_a_prompt_is_consumed_once_for_all_who_come_with_it():
+def test_a_prompt_is_consumed_once_for_all_sessions_that_share_it():
   table = tables.make_table(num_slots=4, max_len=24, num_pages=20)
   for name in 'abcd':
     table.submit(tables.request(name, context=11))
   table.submit(tables.request('e', context=[7, 7]))
   table.admit()
-  # The others wait for the first; one behind them does not wait for them.
+  # Three wait for the first one's prompt; the session after them does not wait.
   assert [s.name for s in table.prefilling()] == ['a', 'e']
   consumed = 0
   while pending := table.prefilling():
@@ -94,17 +94,18 @@ def test_a_prompt_is_consumed_once_for_all_who_come_with_it():
   sources, targets, counts = zip(*table.holdings.to_copy, strict=True)
   assert set(sources) == {first.pages[2]} and set(counts) == {2}
   assert list(targets) == [s.pages[2] for s in others]
-  found = tables.finish(table)
+  outcomes = tables.finish(table)
   for name in 'bcd':
-    assert found[name].num_cached == 10 and found[name].routes_start == 0
+    assert outcomes[name].num_cached == 10 and outcomes[name].routes_start == 0
     np.testing.assert_array_equal(
-      found[name].consumed_expert_ids_TMA, found['a'].consumed_expert_ids_TMA
+      outcomes[name].consumed_expert_ids_TMA,
+      outcomes['a'].consumed_expert_ids_TMA,
     )
-  assert found['a'].num_cached == 0
+  assert outcomes['a'].num_cached == 0
   assert table.stats.prefix_hit_tokens == 30
 
 
-def test_who_waits_for_a_prompt_consumes_it_if_its_reader_goes():
+def test_a_session_waiting_for_a_prompt_consumes_it_if_its_reader_closes():
   table = tables.make_table(max_len=24)
   for name in 'ab':
     table.submit(tables.request(name, context=11))
@@ -130,7 +131,7 @@ def test_idle_sessions_lose_their_pages_longest_idle_first():
   for name in 'abc':
     table.submit(tables.request(name))
     tables.finish(table)
-  # Two pages of four are needed; one is free.
+  # Two pages are needed, and one of four is free.
   table.submit(tables.request('d', context=6))
   table.admit()
   held = {name: len(s.pages) for name, s in table.sessions.items()}
@@ -139,7 +140,7 @@ def test_idle_sessions_lose_their_pages_longest_idle_first():
   table.submit(tables.request('a', context=1))
   outcome = tables.finish(table)['a']
   assert outcome.routes_start == 0
-  # All tokens but the last: three of context, two sampled, one, one sampled.
+  # All tokens but the last: 3 of context, 2 sampled, 1 of context, 1 sampled.
   assert outcome.consumed_expert_ids_TMA[:, 0, 0].tolist() == list(range(7))
   tables.check_books(table)
 
@@ -150,7 +151,7 @@ def test_a_cache_that_is_full_makes_requests_wait_in_order():
   table.submit(tables.request('b', context=7))
   table.submit(tables.request('c', context=1))
   table.admit()
-  # The third would fit, but the second came first.
+  # The third request would fit, but the second came before it.
   assert [s.name for s in table.prefilling()] == ['a']
   assert set(tables.finish(table)) == set('abc')
 
@@ -221,15 +222,15 @@ def test_a_session_is_refreshed_once_between_two_tokens():
     if session.work:
       table.swap(version, refresh=True)
     tables.check_books(table)
-  # Chunks of three up to seven of eight tokens, from the start after the first
-  # swap and after the first that follows a sampled token.
+  # Chunks of three consume seven of eight tokens. Consumption starts anew after
+  # the first swap, and after the first swap that follows a sampled token.
   consumed = [3, 3, 6, 7, 8, 3, 6, 8, 9]
   lengths = [8, 8, 8, 8, 9, 9, 9, 9, 10]
   assert seen[:9] == list(zip(consumed, lengths, strict=True))
   (outcome,) = table.take_finished()
   assert outcome.policy_version_T.tolist() == [4, 8]
   assert outcome.context_version == 5 and outcome.routes_start == 0
-  # What it consumed with several weights is nobody else's.
+  # Pages that several weights computed are not shared.
   table.submit(tables.request('c', context=8))
   assert tables.finish(table)['c'].num_cached == 0
 
@@ -252,7 +253,7 @@ def test_a_failure_closes_its_session_and_its_pages_are_cleared():
   table.admit()
   assert set(table.holdings.pages.to_clear) == set(pages)
   tables.check_books(table)
-  # Also when it comes up while tokens are sampled.
+  # The same holds for a failure while tokens are sampled.
   table.admit()
   tables.finish(table)
   table.submit(tables.request('b', context=1))
@@ -276,7 +277,7 @@ def test_bad_pages_that_others_hold_are_cleared_where_room_is_made():
       tables.extend(table, session)
     table.admit()
   table.fail(table.sessions['a'], 4, 1, 0)
-  # Its first page is held by the other session, and then by the store alone.
+  # Another session holds its first page, and later only the prefix store does.
   tables.finish(table)
   table.close('b')
   table.holdings.pages.to_clear.clear()

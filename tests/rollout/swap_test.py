@@ -1,4 +1,4 @@
-"""Other weights between steps: whose token is whose, and what is refused."""
+"""Weights change between steps: which version made a token; what is refused."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ either = pytest.mark.parametrize('how', ['keep', 'refresh'])
 def _swapped(engine, policies, new=20):
   """Serves a request whose weights change while it samples."""
   engine.submit(serving.request(0, CONTEXT, new=new))
-  for _ in range(4):  # Two chunks of context, two dispatches.
+  for _ in range(4):  # Two chunks of context and two decode dispatches.
     engine.step()
   engine.swap(policies[1], 5)
   completion = serving.finish(engine)['session 0']
@@ -61,8 +61,8 @@ def _swapped(engine, policies, new=20):
   return completion
 
 
-def _assert_logprobs(config, parts, completion, first=0):
-  """Of the sampled tokens from `first` on."""
+def _assert_logprobs(config, parts, completion, start=0):
+  """Compares the sampled tokens from `start` on with the decoder."""
   tokens_T = np.concatenate([CONTEXT, completion.tokens_T])
   logits_TV, routes_TMA = serving.recompute(config, parts, tokens_T)
   for name, temperature in (('logprobs_T', 1.3), ('raw_logprobs_T', 1.0)):
@@ -71,7 +71,7 @@ def _assert_logprobs(config, parts, completion, first=0):
     )
     # The same float32 sums in another order.
     np.testing.assert_allclose(
-      getattr(completion, name)[first:], want_T[first:], atol=1e-4
+      getattr(completion, name)[start:], want_T[start:], atol=1e-4
     )
   return routes_TMA
 
@@ -86,16 +86,16 @@ def test_keep_goes_on_with_the_keys_of_older_weights(engine, config, policies):
     completion.consumed_expert_ids_TMA, routes_TMA[:-1]
   )
   assert completion.routes_start == completion.context_version == 0
-  # Neither weights alone would give these.
+  # Neither policy alone would give these.
   with pytest.raises(AssertionError, match='Not equal to tolerance'):
-    _assert_logprobs(config, [(policies[1], 28)], completion, first=6)
+    _assert_logprobs(config, [(policies[1], 28)], completion, start=6)
 
 
 @refreshing
 def test_refresh_consumes_everything_anew(engine, config, policies):
   completion = _swapped(engine, policies)
   routes_TMA = _assert_logprobs(
-    config, [(policies[1], 28)], completion, first=6
+    config, [(policies[1], 28)], completion, start=6
   )
   np.testing.assert_array_equal(
     completion.consumed_expert_ids_TMA, routes_TMA[:-1]
@@ -123,12 +123,12 @@ def test_an_idle_session_is_refreshed_when_it_goes_on(engine, config, policies):
 
 
 def test_no_prompt_of_before_a_swap_is_found_after_it(engine, policies):
-  asked = [serving.request(i, CONTEXT) for i in range(4)]
-  serving.complete(engine, asked[0])
+  requests = [serving.request(i, CONTEXT) for i in range(4)]
+  serving.complete(engine, requests[0])
   engine.swap(policies[1], 1)
-  found = [serving.complete(engine, a)[0] for a in asked[1:3]]
-  assert [c.num_cached for c in found] == [0, 7]
-  # Nor is one found whose first half is of before.
+  completions = [serving.complete(engine, a)[0] for a in requests[1:3]]
+  assert [c.num_cached for c in completions] == [0, 7]
+  # Nor is a prompt found whose first half was consumed before the swap.
   engine.submit(serving.request(7, serving.tokens(9, 8)))
   engine.step()
   engine.swap(policies[0], 2)
@@ -173,26 +173,26 @@ def _cast(params):
 def test_weights_that_do_not_fit_are_refused_and_the_old_serve_on(
   engine, policies, change, version, message
 ):
-  asked = serving.request(0, CONTEXT)
-  (before,) = serving.complete(engine, asked)
+  request = serving.request(0, CONTEXT)
+  (before,) = serving.complete(engine, request)
   engine.close('session 0')
   engine.swap(policies[0], 4)
   with pytest.raises(ValueError, match=message):
     engine.swap(_changed(policies[1], change), version)
   assert engine.version == 4
-  (after,) = serving.complete(engine, asked)
+  (after,) = serving.complete(engine, request)
   serving.assert_same_bits(before, after)
   assert (after.policy_version_T == 4).all()
 
 
 @either
 def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
-  """Rolled back, so that no session's versions decrease."""
-  asked = serving.request(0, CONTEXT)
-  (first,) = serving.complete(engine, asked)
+  """Then rolling back makes no session's versions decrease."""
+  request = serving.request(0, CONTEXT)
+  (first,) = serving.complete(engine, request)
   engine.close('session 0')
   engine.swap(policies[1], 4)
-  serving.complete(engine, asked)
+  serving.complete(engine, request)
   placed = engine.place(policies[0], 0)
   with pytest.raises(
     ValueError, match='version 4 for the older 0 while 1 sessions are open'
@@ -201,7 +201,7 @@ def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
   assert engine.version == 4
   engine.close('session 0')
   engine.switch(placed)
-  (again,) = serving.complete(engine, asked)
+  (again,) = serving.complete(engine, request)
   serving.assert_same_bits(first, again)
   assert engine.stats().swaps == 2 and engine.stats().swap_s > 0
 
@@ -209,27 +209,27 @@ def test_an_older_version_is_served_once_no_session_is_open(engine, policies):
 def test_an_engine_is_not_made_of_weights_of_another_model(
   config, policies, make_config, make_variables
 ):
-  other = make_variables(make_config(dense_ffw_dim=8), 0)
+  other_model_variables = make_variables(make_config(dense_ffw_dim=8), 0)
   with pytest.raises(ValueError, match=r'ffw/down of version 0 .*\[1, 8, 16\]'):
-    engines.Engine(config, other, 0, OPTIONS)
+    engines.Engine(config, other_model_variables, 0, OPTIONS)
 
 
 @either
 def test_versions_never_decrease_over_many_swaps(engine, policies, how):
-  """And all come to an end, with a swap after every step."""
+  """All requests end, though weights are swapped after every step."""
   for index in range(3):
     engine.submit(serving.request(index, serving.tokens(index, 6), new=20))
-  found = {}
+  outcomes = {}
   for version in range(1, 120):
-    found |= {c.session: c for c in engine.step()}
+    outcomes |= {c.session: c for c in engine.step()}
     engine.swap(policies[version % 2], version)
-  assert len(found) == 3
-  for completion in found.values():
+  assert len(outcomes) == 3
+  for completion in outcomes.values():
     assert len(completion.tokens_T) == 20
     versions_T = completion.policy_version_T
     assert (np.diff(versions_T) >= 0).all()
     assert len(set(versions_T.tolist())) > 3
-    # Of the oldest cache, which a refresh makes anew.
+    # context_version is that of the oldest cache entry; a refresh renews all.
     assert (
       completion.context_version <= versions_T[-1 if how == 'refresh' else 0]
     )

@@ -1,4 +1,4 @@
-"""What tests of the slots share: a table, and an engine's part in it."""
+"""Shared by tests of the slots: a table, and the engine's calls on it."""
 
 import collections
 import weakref
@@ -30,14 +30,14 @@ def make_table(share_sampled=False, **changes):
 
 
 def routes(positions, version=0):
-  """Routes that name the position of their token and the weights."""
+  """Returns routes that hold the position of their token and the version."""
   return np.stack(
     [positions, np.full_like(positions, version)], axis=-1
   ).astype(np.uint16)
 
 
 def extend(table, session, finite=True):
-  """One chunk of a session, as the engine would dispatch and read it."""
+  """Dispatches and reads one chunk of a session, as the engine would."""
   start, end = session.chunk(CHUNK)
   table.extend(session, end - start)
   if finite:
@@ -48,10 +48,10 @@ def extend(table, session, finite=True):
   return end - start
 
 
-def make_report(found, tokens, version=0):
-  """Of a dispatch of len(tokens) steps that samples the same in every row."""
-  rows = len(found)
-  remaining = np.array([s.at_work.remaining for s in found])
+def make_report(decoding, tokens, version=0):
+  """Returns a report of len(tokens) steps that sample alike in every row."""
+  rows = len(decoding)
+  remaining = np.array([s.at_work.remaining for s in decoding])
   tokens_TB = np.full((len(tokens), rows), sessions.NOT_SAMPLED, np.int32)
   running = np.ones(rows, bool)
   for step, token in enumerate(tokens):
@@ -59,7 +59,7 @@ def make_report(found, tokens, version=0):
     tokens_TB[step, running] = token
     if token in (9, sessions.NOT_FINITE):
       break
-  starts = np.array([s.consumed for s in found])
+  starts = np.array([s.consumed for s in decoding])
   positions_TB = starts + np.arange(len(tokens))[:, None]
   return sessions.Sampled(
     tokens_TB=tokens_TB,
@@ -72,15 +72,15 @@ def make_report(found, tokens, version=0):
   )
 
 
-def decode(table, found, tokens, version=0):
-  """Reads such a report; returns a reference to an array of it."""
-  report = make_report(found, tokens, version)
-  table.sampled([(s, s.at_work) for s in found], report)
+def decode(table, decoding, tokens, version=0):
+  """Reads such a report; returns a weak reference to one of its arrays."""
+  report = make_report(decoding, tokens, version)
+  table.sampled([(s, s.at_work) for s in decoding], report)
   return weakref.ref(report.tokens_TB)
 
 
 def finish(table, tokens=(5,)):
-  """Serves all that runs, to the end; returns outcomes by session."""
+  """Serves all requests to their end; returns outcomes by session."""
   for _ in range(1000):
     if table.num_unfinished == len(table.finished):
       return {f.session: f for f in table.take_finished()}
@@ -93,7 +93,8 @@ def finish(table, tokens=(5,)):
 
 
 def check_books(table):
-  """Every page is free or held by exactly those who name it."""
+  """Checks that each page is free or held as often as it is named."""
+
   held = collections.Counter(table.holdings.prefixes.held)
   for session in table.sessions.values():
     assert len(set(session.pages)) == len(session.pages)

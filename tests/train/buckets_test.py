@@ -27,7 +27,7 @@ def rows_of(bucket):
 
 
 def batch_of(*needs, index=0):
-  """A batch whose exchanges, one a layer, need so many rows."""
+  """Returns a batch whose layers' exchanges need these numbers of rows."""
   needs_BT = np.array([needs], np.int32)
   zeros = np.zeros_like(needs_BT)
   return batches.LMBatch(
@@ -48,10 +48,10 @@ def fresh():
 
 
 class Programs:
-  """Compiled steps of a model in which every batch has its own effect.
+  """Compiled steps of a model in which every batch has an effect of its own.
 
-  An exchange that overflows poisons the state, and the layers behind it need
-  what nobody knows: here nothing.
+  An exchange that overflows poisons the state. What later layers need is then
+  unknown: here zero rows.
   """
 
   def __init__(self):
@@ -99,15 +99,19 @@ class Programs:
     return state, train_step.StepMetrics(loss=stats, update=update)
 
 
-def run(needs, given=BUCKETS, size=None):
-  """Trains on batches of these needs; returns everything of interest."""
+def run(needs, bucket_sizes=BUCKETS, size=None):
+  """Trains on batches with these needs.
+
+  Returns:
+    State, losses, programs and retries.
+  """
   programs, retries, losses = Programs(), [], []
-  size = size or buckets.BucketSize(given, rows_of)
+  size = size or buckets.BucketSize(bucket_sizes, rows_of)
   step = buckets.BucketedStep(programs, size, retries.append)
   state, sent = fresh(), []
   for index, layers in enumerate(needs):
-    state, last = step(state, batch_of(*layers, index=index), index + 1)
-    sent.append(last)
+    state, sent_step = step(state, batch_of(*layers, index=index), index + 1)
+    sent.append(sent_step)
   state = step.settle(state)
   losses = [float(s.metrics.loss.loss) for s in sent]
   return jax.device_get(state), losses, programs, retries
@@ -124,7 +128,7 @@ ADVERSARIAL = [
 @pytest.mark.parametrize('needs', ADVERSARIAL)
 def test_overflow_leaves_the_state_of_the_worst_case(needs):
   state, losses, _, retries = run(needs)
-  want, want_losses, _, _ = run(needs, given=())
+  want, want_losses, _, _ = run(needs, bucket_sizes=())
   jax.tree.map(np.testing.assert_array_equal, state, want)
   assert losses == want_losses == list(range(len(needs)))
   assert retries and all(r.needed > r.capacity for r in retries)
@@ -138,10 +142,12 @@ def test_a_guarded_step_that_is_not_due_changes_nothing():
 
 
 def test_the_repeated_step_takes_the_smallest_bucket_that_fits():
-  _, _, programs, retries = run([[90], [301], [90]], given=(1.0, 3.0, 3.5))
+  _, _, programs, retries = run(
+    [[90], [301], [90]], bucket_sizes=(1.0, 3.0, 3.5)
+  )
   assert not retries  # It begins with the largest below the worst case.
   assert programs.calls == [(3.5, 0), (3.5, 1), (3.5, 2)]
-  _, _, programs, (retry,) = run([[90], [101], [90]], given=(1.0,))
+  _, _, programs, (retry,) = run([[90], [101], [90]], bucket_sizes=(1.0,))
   # The third was dispatched before the overflow of the second was read.
   assert programs.calls == [(1.0, 0), (1.0, 1), (1.0, 2), (None, 1), (1.0, 2)]
   assert retry == buckets.Retry(
@@ -155,11 +161,11 @@ def test_the_repeated_step_takes_the_smallest_bucket_that_fits():
 
 def test_buckets_shrink_late_and_grow_at_once():
   size = buckets.BucketSize(BUCKETS, rows_of)
-  taken = []
+  chosen = []
   for needed in [99] * 45 + [120] + [99] * 21:
-    taken.append(size.now)
+    chosen.append(size.now)
     size.saw(needed)
-  assert taken == [2.0] * 20 + [1.0] * 26 + [1.25] * 20 + [1.0]
+  assert chosen == [2.0] * 20 + [1.0] * 26 + [1.25] * 20 + [1.0]
 
 
 @pytest.mark.parametrize('stop', [5, 22, 25, 30])
@@ -170,17 +176,19 @@ def test_a_run_that_goes_on_takes_the_buckets_of_one_that_never_stopped(stop):
     return [bucket for bucket, _ in run(needs, size=size)[2].calls]
 
   size = buckets.BucketSize(BUCKETS, rows_of)
-  calls(size, needs[:stop])  # A checkpoint settles what is under way.
-  kept = json.loads(json.dumps(size.get_state()))
+  calls(
+    size, needs[:stop]
+  )  # A checkpoint settles the steps that are still running.
+  state = json.loads(json.dumps(size.get_state()))
   again = buckets.BucketSize(BUCKETS, rows_of)
-  again.set_state(kept)
+  again.set_state(state)
   assert calls(again, needs[stop:]) == calls(size, needs[stop:])
   assert size.get_state() == again.get_state()
-  # A state of other buckets, or of another mesh, is not used.
-  other = buckets.BucketSize((1.0, 3.0), rows_of)
-  before = other.get_state()
-  other.set_state(kept)
-  assert other.get_state() == before
+  # A saved state of other buckets or another mesh is ignored.
+  other_size = buckets.BucketSize((1.0, 3.0), rows_of)
+  before = other_size.get_state()
+  other_size.set_state(state)
+  assert other_size.get_state() == before
 
 
 def test_programs_are_made_when_they_are_needed():
@@ -214,7 +222,7 @@ OPTIMIZER = optax.sgd(0.1)
 
 @functools.cache
 def on_mesh():
-  """A mesh of context 2 and 8 expert shards, and (accumulate) -> programs."""
+  """Returns a placement of context 2 and 8 expert shards, and its programs."""
   where = placement.build(
     CONFIG,
     mesh=topology.make_mesh(2, 2, 2),
@@ -253,13 +261,19 @@ def tokens(seed):
   )
 
 
-def train_on_mesh(given, bias_E):
-  """Returns two steps of unbalanced routers, and the repeated ones."""
+def train_on_mesh(bucket_sizes, bias_E):
+  """Trains two steps with unbalanced routers.
+
+  Returns:
+    State, retries, and metrics of the last step.
+  """
   where, program = on_mesh()
   variables = jax.tree.map(np.copy, replayed.variables(CONFIG))
   variables['selection_bias']['moe_layers']['moe']['bias'][:] = bias_E
-  # Rows of a microbatch.
-  size = buckets.BucketSize(given, lambda bucket: where.rows_of(bucket, 4, 8))
+  # Capacities are those of a microbatch: 4 rows of 8 tokens.
+  size = buckets.BucketSize(
+    bucket_sizes, lambda bucket: where.rows_of(bucket, 4, 8)
+  )
   retries = []
   step = buckets.BucketedStep(program, size, retries.append)
   state = jax.jit(lambda v: train_state.create(v, OPTIMIZER))(
@@ -274,15 +288,15 @@ def train_on_mesh(given, bias_E):
 @pytest.mark.parametrize(
   'bias_E, next_bucket',
   [
-    ([9, 0, 0, 9, 0, 0, 0, 0], None),  # All to experts of two shards.
+    ([9, 0, 0, 9, 0, 0, 0, 0], None),  # All tokens go to two shards' experts.
     ([0] * 8, 3.75),
   ],
 )
 def test_adversarial_load_trains_as_with_the_worst_case(bias_E, next_bucket):
-  # Half of the mean holds no load at all.
+  # A bucket of half the mean is too small for any load.
   state, retries, metrics = train_on_mesh((0.5,), bias_E)
-  want, nothing, want_metrics = train_on_mesh((), bias_E)
-  assert nothing == [] and [r.step for r in retries] == [1, 2]
+  want, no_retries, want_metrics = train_on_mesh((), bias_E)
+  assert no_retries == [] and [r.step for r in retries] == [1, 2]
   jax.tree.map(np.testing.assert_array_equal, state, want)
   assert metrics.loss.loss == want_metrics.loss.loss
   if next_bucket is None:

@@ -1,4 +1,4 @@
-"""Losses of the routers in the training loss, and of microbatches."""
+"""Router losses in the training loss, and sums over microbatches."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ BATCH = batches.LMBatch(
 
 
 def forward(variables, batch, *, model, plan, with_max_logits):
-  """Statistics of a model with loss 3 at weight 2, and router losses."""
+  """Returns statistics of a model with loss 3 at weight 2 and router losses."""
   x = variables['params']['x'] - 1.0
   stats = batches.RouteStats(
     load_ME=jnp.ones((2, 4), jnp.int32),
@@ -124,14 +124,14 @@ def test_a_microbatch_has_its_share_of_the_losses(monkeypatch):
 
 
 def test_microbatches_add_up_but_for_maxima():
-  """A batch overflows if its first or last microbatch does."""
-  each = jnp.array([1.0, 2.0, 4.0])
+  """Maxima are over microbatches, so an overflow of any of them shows."""
+  values = jnp.array([1.0, 2.0, 4.0])
   actual = lm_loss.summed(
     lm_loss.LossStats(
-      loss=each,
-      aux_loss=2 * each,
-      z_loss=3 * each,
-      loss_weight=4 * each,
+      loss=values,
+      aux_loss=2 * values,
+      z_loss=3 * values,
+      loss_weight=4 * values,
       num_tokens=jnp.array([1, 2, 3]),
       load_ME=jnp.array([[[1, 0]], [[2, 5]], [[0, 1]]]),
       max_logits_LN=jnp.array([[[7.0, 1.0]], [[2.0, 8.0]], [[3.0, 3.0]]]),

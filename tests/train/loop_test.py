@@ -83,7 +83,7 @@ OPTIONS = loop.LoopOptions(
 
 
 class CountingStream:
-  """Batch n is drawn from seed n; the state is n."""
+  """A stream whose batch n is drawn from seed n; its state is n."""
 
   def __init__(self, stop_at=None, sleep_s=0.0):
     self.index = 0
@@ -174,7 +174,7 @@ def curves(workdir):
 
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory):
-  """A run without interruption: its folder and its variables."""
+  """Folder and variables of a run without interruption."""
   workdir = tmp_path_factory.mktemp('straight')
   return workdir, train(workdir)
 
@@ -192,12 +192,12 @@ def test_metrics_of_a_stage(straight):
   )
 
 
-def test_the_plan_of_muon_is_told_once(straight):
+def test_the_plan_of_muon_is_reported_once(straight):
   rows = [r for r in curves(straight[0]) if 'muon_flops' in r]
   assert [r['step'] for r in rows] == [0]
   (row,) = rows
-  # Of heads: 2 queries, 1 key, 1 value, 2 outs; of each of 2 layers. The dense
-  # layer and the shared expert have 3, and each of 4 experts.
+  # Per layer, by head: 2 queries, 1 key, 1 value, 2 outs. The dense layer, the
+  # shared expert and each of 4 experts have 3 matrices.
   assert row['muon_matrices'] == 2 * 6 + 3 + 3 + 4 * 3
   assert 0 < row['muon_flops'] <= row['muon_flops_ideal']
   assert row['muon_bytes'] == 0
@@ -246,19 +246,19 @@ def test_stage_resumes_on_another_mesh(straight, tmp_path, capsys):
   text = capsys.readouterr().out
   assert '[cpt] Muon has 30 matrices of ' in text and 'over 4 devices' in text
   assert all(len(a.devices()) == 4 for a in jax.tree.leaves(variables))
-  losses, one = (
+  losses, straight_losses = (
     [r['loss'] for r in curves(w) if 'loss' in r]
     for w in (tmp_path, straight[0])
   )
-  assert losses[:4] == one[:4]
-  # The state is the same; sums run in another order.
-  np.testing.assert_allclose(losses[4:], one[4:], rtol=0, atol=1e-4)
+  assert losses[:4] == straight_losses[:4]
+  # Both resume from equal states, but sums run in another order.
+  np.testing.assert_allclose(losses[4:], straight_losses[4:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
   initial = initial_variables()
-  # All 50 copies go to the two experts of one of two shards.
+  # All 50 copies go to two experts, which lie on the same one of two shards.
   bias_ME = initial['selection_bias']['moe_layers']['moe']['bias']
   bias_ME[:] = [9, 9, 0, 0]
   run = functools.partial(
@@ -271,7 +271,7 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
     for r in rows
     if 'retry' in r
   ]
-  # The second was dispatched before the first was read.
+  # Step 2 was dispatched before the overflow of step 1 was read.
   assert retries == [(1, 50, 32), (2, 50, 32)]
   steps = [r for r in rows if 'loss' in r]
   assert [r['step'] for r in steps] == [1, 2, 3, 4, 5, 6]
@@ -286,8 +286,8 @@ def test_overflow_is_repeated_alike_by_a_run_that_goes_on(tmp_path):
   # Evaluations never overflow.
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path / 'worst', buckets=(), stream=CountingStream(stop_at=0))
-  (first,) = curves(tmp_path / 'worst')
-  assert first['heldout_loss'] == rows[0]['heldout_loss']
+  (first_row,) = curves(tmp_path / 'worst')
+  assert first_row['heldout_loss'] == rows[0]['heldout_loss']
 
 
 def test_finished_stage_is_not_repeated(straight):
@@ -307,16 +307,20 @@ def test_next_stage_starts_from_the_export(straight, tmp_path):
   exported = export.load(workdir, 'cpt', like)
   jax.tree.map(np.testing.assert_array_equal, exported, variables)
   options = dataclasses.replace(OPTIONS, stage='sft')
-  with pytest.raises(KeyboardInterrupt):  # What it started from is enough.
+  with pytest.raises(
+    KeyboardInterrupt
+  ):  # The export that the stage started from is enough.
     train(
       tmp_path,
       options=options,
       stream=CountingStream(stop_at=0),
       initial=exported,
     )
-  last = [r['heldout_loss'] for r in curves(workdir) if 'heldout_loss' in r][-1]
-  first = curves(tmp_path)[0]
-  assert (first['stage'], first['heldout_loss']) == ('sft', last)
+  last_loss = [
+    r['heldout_loss'] for r in curves(workdir) if 'heldout_loss' in r
+  ][-1]
+  first_row = curves(tmp_path)[0]
+  assert (first_row['stage'], first_row['heldout_loss']) == ('sft', last_loss)
 
 
 def test_unfinished_stage_has_no_export(tmp_path):
@@ -344,7 +348,7 @@ def test_non_finite_loss_stops_and_keeps_good_checkpoints(straight, tmp_path):
   ):
     assert part in message, message
   assert sorted(os.listdir(tmp_path / 'checkpoints' / 'cpt')) == ['2']
-  train(tmp_path)  # The batch repaired, the same command goes on.
+  train(tmp_path)  # With the batch repaired the same command resumes.
   assert curves(tmp_path) == curves(straight[0])
 
 
@@ -352,7 +356,7 @@ def test_damaged_checkpoint_is_named_and_can_be_deleted(straight, tmp_path):
   with pytest.raises(KeyboardInterrupt):
     train(tmp_path, stream=CountingStream(stop_at=5))
   folder = tmp_path / 'checkpoints' / 'cpt' / '4'
-  # The index of all arrays: other files also hold superseded blocks.
+  # This file indexes all arrays; others also hold superseded blocks.
   (index,) = (folder / 'state' / 'd').iterdir()
   data = bytearray(index.read_bytes())
   data[len(data) // 2] ^= 1

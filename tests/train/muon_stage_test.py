@@ -1,6 +1,6 @@
-"""A stage with Muon learns the same on every mesh, with every variant of it.
+"""A stage with Muon learns the same on every mesh, with all of its options.
 
-These run the programs that `loop.run` runs, without checkpoints.
+The tests run the programs of `loop.run`, without checkpoints.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tests.train import loop_test
 MODEL = dataclasses.replace(loop_test.MODEL, num_dense_layers=0)
 # Below the largest logits of initial weights, so that QK-clip acts at once.
 TAU = 0.01
-# Options of Muon, with each of which all meshes give the same results.
+# Options of Muon with which all meshes give the same results.
 VARIANTS = groups.MuonChoices(
   qk_clip=TAU,
   roles=(('router', 'embed->route'), ('query', 'embed->heads,head_dim')),
@@ -43,7 +43,7 @@ CASES = [
 
 
 def batch(seed):
-  """Four rows, one for each place of the batch on the meshes."""
+  """Returns four rows, one for each batch shard of the meshes."""
   halves = [loop_test.random_batch(2 * seed + i) for i in (0, 1)]
   return jax.tree.map(lambda *rows: np.concatenate(rows), *halves)
 
@@ -75,7 +75,7 @@ def train(choices, mesh=(1, 1, 1), layout='hsdp', batches=range(4)):
   programs = loop.make_programs(options, MODEL, placed)
   state = programs.first_state(loop_test.initial_variables(MODEL))
   rows = [placed.put(batch(seed)) for seed in batches]
-  # For a few steps compiling is the larger part of the time.
+  # For a few steps compiling takes most of the time.
   step = (
     programs.step(None)
     .lower(state, rows[0])
@@ -95,10 +95,13 @@ alone = functools.cache(train)
 def collectives_of_muon(text):
   """Returns {kind: (number, bytes into a device)} of a compiled step."""
   actual = {}
-  for each in overlap.read(text, dynamic_trips=1).collectives:
-    if '/muon/' in each.scope:
-      number, size = actual.get(each.kind, (0, 0))
-      actual[each.kind] = number + each.count, size + each.count * each.bytes
+  for collective in overlap.read(text, dynamic_trips=1).collectives:
+    if '/muon/' in collective.scope:
+      number, size = actual.get(collective.kind, (0, 0))
+      actual[collective.kind] = (
+        number + collective.count,
+        size + collective.count * collective.bytes,
+      )
   return actual
 
 
@@ -114,18 +117,22 @@ def planned(plan):
 @pytest.mark.parametrize('choices, mesh, layout', CASES)
 def test_a_mesh_learns_what_one_device_learns(choices, mesh, layout):
   actual, expected = train(choices, mesh, layout), alone(choices)
-  # The forward pass sums in another order.
+  # Sums of the forward pass run in another order.
   np.testing.assert_allclose(actual.losses, expected.losses, atol=1e-4)
-  for ours, theirs in zip(actual.metrics, expected.metrics, strict=True):
+  for metrics, expected_metrics in zip(
+    actual.metrics, expected.metrics, strict=True
+  ):
     np.testing.assert_allclose(
-      ours.update.update_norm, theirs.update.update_norm, rtol=1e-3
+      metrics.update.update_norm, expected_metrics.update.update_norm, rtol=1e-3
     )
     if choices.qk_clip:
       np.testing.assert_allclose(
-        ours.loss.max_logits_LN, theirs.loss.max_logits_LN, rtol=1e-2
+        metrics.loss.max_logits_LN,
+        expected_metrics.loss.max_logits_LN,
+        rtol=1e-2,
       )
     else:
-      assert ours.loss.max_logits_LN is None
+      assert metrics.loss.max_logits_LN is None
   assert actual.losses[-1] < actual.losses[0]
   assert collectives_of_muon(actual.text) == planned(actual.plan)
   assert actual.plan.devices == 8 and not collectives_of_muon(expected.text)
@@ -137,5 +144,5 @@ def test_logits_are_held_where_they_are_clipped():
   attention = MODEL.attention
   assert first.shape == (MODEL.num_layers, attention.num_heads)
   assert first.min() > 2 * TAU
-  # The logits are of another batch, and of weights updated after the clip.
+  # The logits belong to another batch and to weights updated after the clip.
   assert last.max() < 2 * TAU

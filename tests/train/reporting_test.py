@@ -32,7 +32,7 @@ def test_a_device_of_unknown_peak_has_a_speed_and_no_mfu(monkeypatch):
   assert actual['mfu'] == pytest.approx(1e6 * actual['tokens_per_s'] / peak)
 
 
-def test_routers_and_attention_are_told_and_losses_must_be_finite():
+def test_routers_and_attention_are_reported_and_losses_must_be_finite():
   written = []
   writer = types.SimpleNamespace(
     write=lambda stage, step, **metrics: written.append(metrics)
@@ -78,7 +78,7 @@ def test_routers_and_attention_are_told_and_losses_must_be_finite():
     reporter.flush()
 
 
-def test_shards_of_experts_and_what_was_repeated_are_told():
+def test_shards_of_experts_and_repeated_steps_are_reported():
   written, shown = [], []
   reporter = reporting.Reporter(
     'cpt',
@@ -149,24 +149,24 @@ def plan_of(*roles, shardings=None):
   return groups.plan(options, params=params, axes=AXES, shardings=shardings)
 
 
-def test_work_is_told_of_one_device():
+def test_work_is_reported_by_device():
   mesh = topology.make_mesh(1, 2, 1, devices=jax.devices()[:2])
   shardings = {
     'up': NamedSharding(mesh, P(None, 'fsdp')),
     'down': NamedSharding(mesh, P(None, None, 'fsdp')),
   }
-  whole, shared = plan_of(), plan_of(shardings=shardings)
+  unsharded, shared = plan_of(), plan_of(shardings=shardings)
   # 20 p^2 q + 10 p^3 operations for each of 12 matrices of 4 x 8.
   flops = 12 * (20 * 4 * 4 * 8 + 10 * 4 * 4 * 4)
-  for plan, devices in ((whole, 1), (shared, 2)):
+  for plan, devices in ((unsharded, 1), (shared, 2)):
     actual = reporting.muon_metrics(plan)
     assert actual['muon_matrices'] == 12 and actual['muon_groups'] == 1
     assert actual['muon_flops'] == actual['muon_flops_ideal'] == flops / devices
-  assert reporting.muon_metrics(whole)['muon_bytes'] == 0
-  # Half of 12 matrices go to the owner and back; half of each is on the device.
+  assert reporting.muon_metrics(unsharded)['muon_bytes'] == 0
+  # Half of 12 matrices go to their owner and back, and half of each is there.
   assert reporting.muon_metrics(shared)['muon_bytes'] == 2 * 12 * 4 * 8 * 4 / 4
-  first, group = reporting.muon_lines(shared)
-  assert first == (
+  header, group = reporting.muon_lines(shared)
+  assert header == (
     'Muon has 12 matrices of 2 parameters, in 1 group over 2 devices. Of a '
     'device, in a step: 19.2k FLOP, 1.00 of an even share by the standard '
     'method; 768 bytes received.'

@@ -36,9 +36,9 @@ def place():
 
 
 def test_moments_are_sharded_as_their_parameters_and_scalars_replicated(place):
-  whole = P(('replica', 'context'), 'fsdp')
+  spec = P(('replica', 'context'), 'fsdp')
   assert place(momentum=(4, 8, 6), count=()) == {
-    'momentum': whole,
+    'momentum': spec,
     'count': P(),
   }
 

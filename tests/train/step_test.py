@@ -32,7 +32,7 @@ BIAS_RATE = 0.125
 
 
 def make_batch():
-  """Rows of two documents; uneven weights, and every fourth row is padding."""
+  """Returns rows of two documents with uneven weights; every 4th is padding."""
   rng = np.random.default_rng(0)
   segments_BT = np.tile(np.array([1, 1, 1, 2, 2, 2, 2, 0], np.int32), (B, 1))
   segments_BT[3::4] = 0
@@ -74,7 +74,7 @@ def step_of(accumulate, shape=(1, 1, 1)):
 def assert_equal_steps(have, want):
   (after, metrics), (want_after, want_metrics) = have, want
   before = replayed.variables(MODEL)
-  # Sums in another order: some units of the last place of the largest term.
+  # Sums run in another order: some units of the last place of the largest term.
   jax.tree.map(
     lambda a, b, old: np.testing.assert_allclose(
       a - old, b - old, rtol=0, atol=5e-6 * np.abs(b - old).max() + 1e-6
@@ -140,7 +140,7 @@ def test_rows_are_divided_where_they_lie():
   'rows, accumulate, shards, nearest',
   [(12, 8, 1, 16), (9, 2, 2, 8), (1, 4, 2, 8)],
 )
-def test_rows_that_do_not_divide_are_told(rows, accumulate, shards, nearest):
+def test_rows_that_do_not_divide_are_refused(rows, accumulate, shards, nearest):
   with pytest.raises(
     ValueError,
     match=rf'cpt.batch_size \({rows}\) .*accumulate \({accumulate}\).*'
@@ -149,7 +149,7 @@ def test_rows_that_do_not_divide_are_told(rows, accumulate, shards, nearest):
     train_step.check_rows(rows, accumulate, shards, 'cpt.batch_size')
 
 
-def test_a_batch_that_does_not_divide_is_told():
+def test_a_batch_that_does_not_divide_is_refused():
   batch = jax.tree.map(jnp.asarray, make_batch())
   with pytest.raises(ValueError, match=r'batch_size \(16\) .* is 15'):
     train_step.split(batch, 5, None)

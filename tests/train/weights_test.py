@@ -46,7 +46,7 @@ def mesh_of(*sizes):
 
 
 def sharded(tree, mesh, **specs):
-  """Places the arrays of jax by their last names, replicated by default."""
+  """Places jax arrays by the last part of their names; replicates others."""
 
   def place(name, leaf):
     if not isinstance(leaf, jax.Array):
@@ -58,23 +58,25 @@ def sharded(tree, mesh, **specs):
 
 
 def assembled(blocks):
-  """Assembles blocks, and checks that each element comes once."""
-  arrays, left = {}, {}
+  """Assembles blocks and checks that each element comes once."""
+  arrays, missing = {}, {}
   for name, dtype, shape, index, values in blocks:
     if name not in arrays:
       arrays[name] = np.empty(shape, identity.DTYPES[dtype])
-      left[name] = arrays[name].size
+      missing[name] = arrays[name].size
     box = tuple(slice(*ends) for ends in index)
     assert arrays[name][box].shape == values.shape
     arrays[name][box] = values
-    left[name] -= values.size
-  assert not any(left.values())
+    missing[name] -= values.size
+  assert not any(missing.values())
   return arrays
 
 
-def assert_same_bits(tree, wanted):
-  assert jax.tree.structure(tree) == jax.tree.structure(wanted)
-  for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True):
+def assert_same_bits(tree, expected):
+  assert jax.tree.structure(tree) == jax.tree.structure(expected)
+  for x, y in zip(
+    jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True
+  ):
     assert (x.dtype, x.shape) == (y.dtype, y.shape)
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
@@ -91,12 +93,12 @@ LAYOUTS = [
 
 @pytest.mark.parametrize('sizes, specs', LAYOUTS)
 def test_every_sharding_gives_the_same_identity(policy, sizes, specs):
-  wanted = identity.target_id(assembled(weights.blocks(policy)))
+  expected = identity.target_id(assembled(weights.blocks(policy)))
   tree = sharded(policy, mesh_of(*sizes), **specs)
-  # Arrays move from a device to the host, and not between devices.
+  # Arrays move from devices to the host, and never between devices.
   with jax.transfer_guard_device_to_device('disallow_explicit'):
     pieces = list(weights.blocks(tree))
-  assert identity.target_id(assembled(pieces)) == wanted
+  assert identity.target_id(assembled(pieces)) == expected
   leaves = trees.flatten_names(tree)
   for piece in pieces:
     if isinstance(leaves[piece.name], jax.Array):
@@ -150,8 +152,9 @@ def test_result_takes_the_sharding_of_the_model(policy, sizes, specs):
   assert_same_bits(tree, policy)
   for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
     assert y.sharding is None or x.sharding == y.sharding
-  # Every block once, whatever the number of replicas, and no more of an array
-  # at a time than a shard.
+  # Every block is read once, whatever the number of replicas, one shard of an
+  # array at a time.
+
   assert len(set(ASKED)) == len(ASKED)
   leaves = trees.flatten_names(like)
   for name, index in ASKED:
@@ -179,13 +182,13 @@ def test_wanted_are_the_blocks_of_the_devices(policy):
 
 def test_errors_name_the_tensor(policy):
   arrays = assembled(weights.blocks(policy))
-  other = {'params/more': arrays['params/norm'], **arrays}
-  other.pop('params/embed')
+  other_arrays = {'params/more': arrays['params/norm'], **arrays}
+  other_arrays.pop('params/embed')
   with pytest.raises(
     ValueError,
     match=r"missing \['params/embed'\], left over \['params/more'\]",
   ):
-    weights.to_tree(weights_held.from_arrays(other), policy)
+    weights.to_tree(weights_held.from_arrays(other_arrays), policy)
   wrong = {**arrays, 'params/norm': np.ones(8, np.float32)}
   with pytest.raises(ValueError, match=r'params/norm: .*float32.*bfloat16'):
     weights.to_tree(weights_held.from_arrays(wrong), policy)

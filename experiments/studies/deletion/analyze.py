@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from composer_jax.tasks.repository import task_set
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
@@ -26,7 +27,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def packages_table(rows: Sequence[Row]) -> str:
-  """Valid tasks of candidates tried, by package and tier."""
+  """Valid tasks and tried candidates, by package and tier."""
   lines = []
   for row in of(rows, 'package'):
     name = f'{row["name"]} {row["version"]}'
@@ -45,7 +46,7 @@ def packages_table(rows: Sequence[Row]) -> str:
 
 
 def tiers_table(rows: Sequence[Row]) -> str:
-  """What became of candidates, and what their tasks are like, by tier."""
+  """Results of candidates and properties of their tasks, by tier."""
   lines = []
   for tier in task_set.TIERS:
     counts: collections.Counter = collections.Counter()
@@ -81,7 +82,7 @@ def table(rows: Sequence[Row]) -> str:
   held_out = {r['name'] for r in of(rows, 'package') if r['held_out']}
   packages = {t['package'] for t in tasks}
   minutes = setup['cpu_s'] / 60
-  told = (
+  summary = (
     f'{len(tasks)} tasks of {len(packages)} packages '
     f'({sum(t["package"] in held_out for t in tasks)} of '
     f'{len(packages & held_out)} held-out ones) in {minutes:.1f} minutes of '
@@ -89,7 +90,7 @@ def table(rows: Sequence[Row]) -> str:
     f'{setup["cores"]} cores, {setup["machine"]["processor"]}.'
   )
   parts = [
-    told,
+    summary,
     'Valid tasks of candidates tried.',
     packages_table(rows),
     'By tier; medians of the tasks.',
@@ -145,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -1,34 +1,36 @@
-"""Writes down what a set of tasks holds, and what became of its candidates.
+"""Records what a set of tasks holds, and the results of its candidates.
 
   python -m experiments.studies.deletion.collect --tasks=runs/tasks \
       --cpu_s=SECONDS
 
-Writes results/; what is there is replaced. Three kinds of rows: 'setup' once,
-'package' for each package, 'task' for each task.
+Replaces results/. Three kinds of rows: 'setup' once, 'package' for each
+package,
+'task' for each task.
 """
 
 import os
 import pathlib
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.tasks.repository import task_set
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 
-_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'What make_tasks left.')
+_TASKS = flags.DEFINE_string('tasks', 'runs/tasks', 'Folder of make_tasks.')
 _CPU_S = flags.DEFINE_float(
   'cpu_s', 0.0, 'Processor seconds of the making, as a cgroup counted them.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  found = task_set.load(_TASKS.value)
+def main() -> None:
+  tasks = task_set.load(_TASKS.value)
   rows: list[results.Row] = [
     {
       'stage': 'setup',
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> None:
       'detail': package.detail,
       **package.facts,
     }
-    for number, package in enumerate(found.packages.values())
+    for number, package in enumerate(tasks.packages.values())
   ]
   rows += [
     {
@@ -67,10 +69,10 @@ def main(argv: list[str]) -> None:
       'pass_to_pass': len(task.pass_to_pass),
       'collateral': len(task.collateral),
     }
-    for number, task in enumerate(found.tasks)
+    for number, task in enumerate(tasks.tasks)
   ]
   results.write(_RESULTS.value, rows, by=('stage',))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -7,27 +7,28 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
-SETTLED = 8  # last steps of a case, which its share is the median of
+SETTLED = 8  # last steps of a case, over which its share is the median
 
 Row = results.Row
 
 
 def label(row: Row) -> str:
-  """What a case is called in tables and plots."""
+  """Returns the name of a case in tables and plots."""
   words = f'{row["training"].upper()}, {row["optimizer"].title()} at '
   cold = ', masters from bf16' if row['is_cold'] else ''
   return f'{words}{row["learning_rate"]:g}{cold}'
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-  """Rows of a stage by the name of their case."""
-  found: dict[str, list[Row]] = {}
+  """Returns rows by the name of their case."""
+  cases: dict[str, list[Row]] = {}
   for row in rows:
-    found.setdefault(row['name'], []).append(row)
-  return found
+    cases.setdefault(row['name'], []).append(row)
+  return cases
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -36,20 +37,20 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def shares_table(steps: Sequence[Row]) -> str:
-  """Share of bf16 weights that change: first step, last ones, and the law."""
+  """Share of bf16 weights that change: first step, last steps, and the law."""
   lines = []
   for rows in by_case(steps).values():
-    last = rows[-SETTLED:]
-    worst = max(abs(r['expected'] / r['changed'] - 1) for r in last)
-    whole = max(abs(r['expected'] / r['changed'] - 1) for r in rows)
+    last_steps = rows[-SETTLED:]
+    worst = max(abs(r['expected'] / r['changed'] - 1) for r in last_steps)
+    worst_of_all = max(abs(r['expected'] / r['changed'] - 1) for r in rows)
     lines.append(
       [
         label(rows[0]),
         f'{rows[0]["changed"]:.2%}',
-        f'{statistics.median(r["changed"] for r in last):.2%}',
-        f'{statistics.median(r["update_rms"] for r in last):.2e}',
+        f'{statistics.median(r["changed"] for r in last_steps):.2%}',
+        f'{statistics.median(r["update_rms"] for r in last_steps):.2e}',
         f'{worst:.1%}',
-        f'{whole:.1%}',
+        f'{worst_of_all:.1%}',
       ]
     )
   head = (
@@ -60,7 +61,7 @@ def shares_table(steps: Sequence[Row]) -> str:
 
 
 def bytes_table(coded: Sequence[Row]) -> str:
-  """Full bytes over bytes of a step, by every way."""
+  """Full bytes over bytes of a step, for every encoding."""
   peers = list(coded[0]['peers'])
   lines = []
   for row in coded:
@@ -105,11 +106,11 @@ def _plot(rows: Sequence[Row]) -> None:
     1, 2, figsize=(12, 5), layout='constrained'
   )
   steps = by_case([r for r in rows if r['stage'] == 'steps'])
-  for number, found in enumerate(steps.values()):
-    x, color = [r['step'] for r in found], f'C{number}'
-    measured = [100 * r['changed'] for r in found]
-    law = [100 * r['expected'] for r in found]
-    share.plot(x, measured, 'o', ms=3, color=color, label=label(found[0]))
+  for number, case_steps in enumerate(steps.values()):
+    x, color = [r['step'] for r in case_steps], f'C{number}'
+    measured = [100 * r['changed'] for r in case_steps]
+    law = [100 * r['expected'] for r in case_steps]
+    share.plot(x, measured, 'o', ms=3, color=color, label=label(case_steps[0]))
     share.plot(x, law, '-', lw=1, color=color)
   share.set_xlabel('step')
   share.set_ylabel('weights changed, % (line: the law)')
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -2,10 +2,10 @@
 
   python -m experiments.studies.delta.measure --recordings=runs/delta/recordings
 
-Writes results/; what is there is replaced. Two kinds of rows. 'steps' has a
-case's training, step by step from its start, as `record` noted it. 'coded' has
-the last deltas of a case: bytes of our bundles in all tiers, of the peers, and
-the bounds, as in benchmarks/delta.py, in numbers of bytes.
+Replaces results/. Two kinds of rows: 'steps' has a case's training, step by
+step from its start, as `record` noted it; 'coded' has the last deltas of a
+case, in bytes: our bundles in all tiers, the peers, and the bounds of
+benchmarks/delta.py.
 """
 
 import os
@@ -13,7 +13,7 @@ import pathlib
 import statistics
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from benchmarks import (
   delta_bounds,
@@ -23,48 +23,49 @@ from benchmarks import (
   delta_sizes,
 )
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 
 _RECORDINGS = flags.DEFINE_string(
-  'recordings', 'runs/delta/recordings', 'What `record` left.'
+  'recordings', 'runs/delta/recordings', 'Folder of `record`.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Replaced.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
-# Deltas of a case that are looked at: the last before a history starts anew.
+# Deltas that count for a case: the last ones before a history starts anew.
 LAST = slice(delta_sizes.LAG - 4, delta_sizes.LAG)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  logging.set_verbosity(logging.WARNING)  # A publisher tells of each version.
+def main() -> None:
+  logging.set_verbosity(logging.WARNING)  # A publisher logs each version.
   folder = pathlib.Path(_RECORDINGS.value)
-  found = delta_recordings.names(folder)
-  if not found:
-    raise app.UsageError(
-      f'{folder} holds no recordings; `python -m '
-      f'experiments.studies.delta.record --out={folder}` makes them.'
+  names = delta_recordings.names(folder)
+  if not names:
+    raise SystemExit(
+      f'error: {folder} holds no recordings; make them with `python -m '
+      f'experiments.studies.delta.record --out={folder}`.'
     )
   cases = {c.name: c for c in delta_data.recorded(folder)}
   setup = {'machine': machine.describe(), 'cores': os.cpu_count()}
   rows: list[results.Row] = [{'stage': 'setup', 'step': 0, **setup}]
-  for path in found:
+  for path in names:
     about = delta_recordings.about(path)
-    told = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
-    told |= {'name': path.name, 'training': about['stage']}
+    facts = {k: about[k] for k in ('optimizer', 'learning_rate', 'is_cold')}
+    facts |= {'name': path.name, 'training': about['stage']}
     for step, metrics in enumerate(about['metrics'], start=1):
-      rows.append({'stage': 'steps', 'step': step, **told, **metrics})
+      rows.append({'stage': 'steps', 'step': step, **facts, **metrics})
     line = coded(cases[path.name])
     sizes = {k: about[k] for k in ('parameters', 'cpu_s')}
-    last = {'stage': 'coded', 'step': about['steps']}
-    rows.append({**last, **told, **sizes, **line})
+    key = {'stage': 'coded', 'step': about['steps']}
+    rows.append({**key, **facts, **sizes, **line})
     print(path.name, line, flush=True)
   results.write(_RESULTS.value, rows, by=('stage', 'name'))
 
 
 def coded(case: delta_data.Case) -> dict[str, Any]:
-  """Bytes of a step by every way, medians over the last deltas."""
+  """Returns bytes of a step in every encoding, medians over the last deltas."""
   pairs = list(zip(case.policies, case.policies[1:], strict=False))[LAST]
   counts = [delta_bounds.changed(*pair) for pair in pairs]
   bounds = [delta_bounds.of_policy(*pair) for pair in pairs]
@@ -82,14 +83,14 @@ def coded(case: delta_data.Case) -> dict[str, Any]:
     },
   }
   for name, options in delta_sizes.TIERS.items():
-    made = delta_sizes.bundles(case.policies, **options)
-    line[name] = statistics.median(i.bytes for i in made.infos[1:][LAST])
-    line[f'{name}_blobs'] = statistics.median(made.blobs[1:][LAST])
-    if name == 'small' and made.catch_up:
-      singles = sum(i.bytes for i in made.infos[1 : delta_sizes.LAG + 1])
-      line['catch_up'] = made.catch_up / singles
+    bundles = delta_sizes.bundles(case.policies, **options)
+    line[name] = statistics.median(i.bytes for i in bundles.infos[1:][LAST])
+    line[f'{name}_blobs'] = statistics.median(bundles.blobs[1:][LAST])
+    if name == 'small' and bundles.catch_up:
+      singles = sum(i.bytes for i in bundles.infos[1 : delta_sizes.LAG + 1])
+      line['catch_up'] = bundles.catch_up / singles
   return line
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -6,9 +6,9 @@
 A MoE of 11 million parameters learns the corpus with Muon, then the tool
 protocol (SFT), in --workdir and by the same stages as configs/composer/tiny.py.
 From there each case of `training.CASES` starts anew: pretraining goes on with
-Muon, or RL (GRPO, its episodes played by the engine) starts with Adam, at one
-small learning rate. The last policies of each are kept. A case that is there
-is not recorded again.
+Muon, or RL (GRPO, episodes played by the engine) starts with Adam, at one small
+learning rate. The last policies of each are kept. A finished case is not
+recorded again.
 """
 
 import dataclasses
@@ -16,20 +16,24 @@ import os
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/delta', 'Of the training.')
-_OUT = flags.DEFINE_string('out', 'runs/delta/recordings', 'A folder a case.')
+from experiments import start
+
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/delta', 'Workdir of the training.'
+)
+_OUT = flags.DEFINE_string(
+  'out', 'runs/delta/recordings', 'Folder to make, with one folder a case.'
+)
 _QUICK = flags.DEFINE_bool('quick', False, 'The shortest run, for tests.')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  logging.set_verbosity(logging.WARNING)  # Orbax names every file.
-  # One core, so that a run says what it cost whatever else there is.
-  given = os.environ.get('XLA_FLAGS', '')
-  os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+def main() -> None:
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
+  # One core, so that CPU seconds are comparable between machines.
+  xla_flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{xla_flags} --xla_cpu_multi_thread_eigen=false'
   from benchmarks import delta_recordings
   from composer_jax import wiring
   from composer_jax.pipeline import job as jobs
@@ -38,7 +42,7 @@ def main(argv: list[str]) -> None:
 
   spec = training.spec(quick=_QUICK.value)
   workdir = pathlib.Path(_WORKDIR.value).absolute()
-  # The recordings are the result; there is no report.
+  # The recordings are the result, so write no report.
   systems = dataclasses.replace(
     wiring.systems_of(spec), write_report=lambda workdir: workdir
   )
@@ -52,4 +56,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -1,4 +1,4 @@
-"""What the study trains, and how it keeps the policies of each step."""
+"""Training of the study's cases, which keeps the policies of each step."""
 
 import dataclasses
 import math
@@ -28,8 +28,9 @@ from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
 from configs.composer import tiny
 
-KEPT = 10  # policies of a case: a catch-up over eight, and one more step
-# Of what Muon leaves to Adam, to Muon's: as in configs/composer/tiny.py.
+KEPT = 10  # policies of a case: a catch-up over eight deltas, and one more
+# Learning rate of Adam's parameters over Muon's, as in
+# configs/composer/tiny.py.
 REST_SHARE = 0.4
 
 State = train_state.TrainState
@@ -40,13 +41,13 @@ class Case:
   """One stretch of training.
 
   Attributes:
-    stage: that goes on: 'cpt', or 'rl'.
+    stage: stage to continue: 'cpt' or 'rl'.
     optimizer: 'muon' or 'adam'.
-    learning_rate: constant; the moments start at zero.
-    steps: in all. Adam's first steps are sign steps, three times as large as
-      those after a few dozen; Muon's momentum settles in some twenty.
-    is_cold: the masters start on the grid of bfloat16, as those of a checkpoint
-      in bfloat16 do.
+    learning_rate: constant learning rate; the moments start at zero.
+    steps: number of steps. Adam's first steps are sign steps, three times as
+      large as those after a few dozen; Muon's momentum settles in some twenty.
+    is_cold: true if the masters start on the grid of bfloat16, as those of a
+      checkpoint in bfloat16 do.
   """
 
   stage: str
@@ -57,7 +58,7 @@ class Case:
 
   @property
   def name(self) -> str:
-    """Of its folder."""
+    """Name of the case's folder."""
     rate = f'{self.learning_rate:g}'.replace('e-0', 'e-')
     cold = '_cold' if self.is_cold else ''
     return f'{self.stage}_{self.optimizer}_{rate}{cold}'
@@ -69,7 +70,7 @@ CASES = (
   Case(stage='rl', optimizer='adam', learning_rate=1e-6, steps=28),
   Case(stage='rl', optimizer='adam', learning_rate=3e-6, steps=28),
   Case(stage='rl', optimizer='adam', learning_rate=1e-5, steps=28),
-  # Nobody has published these two.
+  # No other publication has these two.
   Case(stage='rl', optimizer='muon', learning_rate=5e-6, steps=28),
   Case(
     stage='rl', optimizer='adam', learning_rate=1e-6, steps=28, is_cold=True
@@ -84,7 +85,7 @@ def spec(*, quick: bool) -> specs.Spec:
   c.telemetry.tensorboard = False
   c.rl.max_staleness = 0
   c.rl.mismatch_every = 0
-  # It looks and says: what is recorded is a policy's step, whatever its worth.
+  # The gate only flags, since any step of a policy may be recorded.
   c.rl.gate.action = 'flag'
   c.rl.warmup_steps = c.rl.decay_steps = 0
   if not quick:
@@ -106,24 +107,29 @@ def record(
 ) -> None:
   """Trains a case and keeps its last policies and its last two masters.
 
-  Of every step about.json says which share of the bfloat16 weights changed,
-  and which the law of `delta.visibility` predicts from the masters.
+  about.json has for every step the share of bfloat16 weights that changed, and
+  the share that the law of `delta.visibility` predicts from the masters.
   """
   steps = 12 if quick else case.steps
-  taken = (_reinforced if case.stage == 'rl' else _pretrained)(job, case, steps)
+  states = (_reinforced if case.stage == 'rl' else _pretrained)(
+    job, case, steps
+  )
   start = time.process_time()
-  told: list[dict[str, Any]] = []
+  recorded_metrics: list[dict[str, Any]] = []
   dtypes: dict[str, str] = {}
   before: np.ndarray | None = None
-  for step, (state, metrics) in enumerate(taken):
+  for step, (state, metrics) in enumerate(states):
     masters = {
       f'params/{name}': np.asarray(array)
       for name, array in trees.flatten_names(state.params).items()
     }
     after = np.concatenate([array.reshape(-1) for array in masters.values()])
     if before is not None:
-      told.append(metrics | _changes(before, after))
-      print(f'{case.name} step {step} of {steps}: {told[-1]}', flush=True)
+      recorded_metrics.append(metrics | _changes(before, after))
+      print(
+        f'{case.name} step {step} of {steps}: {recorded_metrics[-1]}',
+        flush=True,
+      )
     before = after
     if step > steps - KEPT:
       policy = trees.flatten_names(decoder.policy(state.variables()))
@@ -138,7 +144,7 @@ def record(
     'dtypes': dtypes,
     'parameters': 0 if before is None else before.size,
     'cpu_s': round(time.process_time() - start, 1),
-    'metrics': told,
+    'metrics': recorded_metrics,
   }
   delta_recordings.finish(folder, about)
 
@@ -163,14 +169,15 @@ def _options(job: jobs.Job, case: Case) -> groups.OptimizerOptions:
     stage.optimizer_options(),
     name=case.optimizer,
     learning_rate=case.learning_rate,
-    adam_learning_rate=REST_SHARE * case.learning_rate,  # beside Muon's
+    adam_learning_rate=REST_SHARE
+    * case.learning_rate,  # beside Muon's own state
     warmup_steps=0,
     decay_steps=0,
   )
 
 
 def _start(job: jobs.Job, case: Case, steps: int, exported: str):
-  """The optimizer of a case and its state, from a finished stage."""
+  """Returns a case's optimizer, and its state from a finished stage."""
   shapes, axes = decoder.abstract(job.spec.model)
   optimizer = groups.optimizer(
     _options(job, case),
@@ -193,7 +200,7 @@ def _on_grid(array: jax.Array) -> jax.Array:
 def _pretrained(
   job: jobs.Job, case: Case, steps: int
 ) -> Iterator[tuple[State, dict[str, Any]]]:
-  """States from the pretrained one on; a state is donated by the next step."""
+  """Yields states of pretraining; the next step donates the state before."""
   optimizer, state = _start(job, case, steps, 'cpt')
   step = jax.jit(
     train_step.make(
@@ -206,7 +213,7 @@ def _pretrained(
   )
   stream = stages.pretraining_stream(job)
   for _ in range(job.spec.cpt.steps):
-    next(stream)  # seen before
+    next(stream)  # batches that pretraining has seen
   yield state, {}
   for _ in range(steps):
     state, metrics = step(state, next(stream))
@@ -216,7 +223,7 @@ def _pretrained(
 def _reinforced(
   job: jobs.Job, case: Case, steps: int
 ) -> Iterator[tuple[State, dict[str, Any]]]:
-  """States of `rl.sync_loop` without hints; each but the last is donated."""
+  """Yields states of `rl.sync_loop` without hints; a step donates the last."""
   optimizer, state = _start(job, case, steps, 'sft')
   rl = job.spec.rl
   functions = rl_step.build(
@@ -230,16 +237,16 @@ def _reinforced(
     options = dataclasses.replace(job.spec.update_options(), hints=distill.OFF)
     yield state, {}
     for step in range(steps):
-      first = step * rl.prompts
+      first_group = step * rl.prompts
       played = collect.groups(
-        collector, engine, range(first, first + rl.prompts)
+        collector, engine, range(first_group, first_group + rl.prompts)
       )
       state, metrics = update.update(
         state, played, functions, options, _shape(job)
       )
       engine.swap(functions.policy(state), step + 1)
-      kept = ('reward', 'pass_rate', 'informative_groups', 'grad_norm')
-      yield state, {name: round(metrics[name], 5) for name in kept}
+      names = ('reward', 'pass_rate', 'informative_groups', 'grad_norm')
+      yield state, {name: round(metrics[name], 5) for name in names}
 
 
 def _shape(job: jobs.Job):

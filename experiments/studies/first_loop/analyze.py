@@ -8,6 +8,7 @@ from typing import Any
 
 from composer_jax.rl import behaviour
 from composer_jax.telemetry import intervals
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
@@ -18,8 +19,8 @@ def _abouts(rows: list[results.Row]) -> dict[str, results.Row]:
 
 
 def _rate(about: results.Row, stage: str) -> behaviour.PassRate | None:
-  found = about.get(f'evaluation_{stage}')
-  return None if found is None else behaviour.PassRate(**found)
+  evaluation = about.get(f'evaluation_{stage}')
+  return None if evaluation is None else behaviour.PassRate(**evaluation)
 
 
 def _shown(rate: behaviour.PassRate | None) -> str:
@@ -49,8 +50,8 @@ def decompose(
   def parts(rate):
     v = rate.valid_episodes / rate.episodes
     c = rate.passed_valid / max(rate.valid_episodes, 1)
-    others = rate.episodes - rate.valid_episodes
-    d = (rate.passed - rate.passed_valid) / max(others, 1)
+    invalid_episodes = rate.episodes - rate.valid_episodes
+    d = (rate.passed - rate.passed_valid) / max(invalid_episodes, 1)
     return v, c, d
 
   (v0, c0, d0), (v1, c1, d1) = parts(old), parts(new)
@@ -59,7 +60,7 @@ def decompose(
 
 
 def _audited(audit: dict[str, Any]) -> str:
-  """Counts of an audit; one without parts saw two of the four."""
+  """Returns counts of an audit; an old one had two of the four parts."""
   counts = [audit[n] for n in ('solved', 'distinct', 'verbatim_in_shown')]
   partial = '' if 'verbatim_in' in audit else ' (corpus and transcripts only)'
   return ', '.join(map(str, counts)) + partial
@@ -111,14 +112,14 @@ def _plot_curves(rows: list[results.Row]) -> None:
   for arm, style in (('main', '-'), ('shuffled', ':')):
     for seed in _seeds(rows):
       name = f'{seed}_{arm}'
-      found = [r for r in rows if (r['arm'], r['stage']) == (name, 'rl')]
-      if not found:
+      step_rows = [r for r in rows if (r['arm'], r['stage']) == (name, 'rl')]
+      if not step_rows:
         continue
-      steps = [r['step'] for r in found]
+      steps = [r['step'] for r in step_rows]
       for axis, metric in zip(
         axes, ('pass_rate', 'invalid_rate', 'entropy'), strict=True
       ):
-        values = [r[metric] for r in found]
+        values = [r[metric] for r in step_rows]
         smooth = [
           sum(values[max(0, i - 4) : i + 1])
           / len(values[max(0, i - 4) : i + 1])
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

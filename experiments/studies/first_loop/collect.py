@@ -1,10 +1,10 @@
-"""Takes from a workdir what the study keeps: metrics, evaluations, the audit.
+"""Collects from a workdir what the study keeps: metrics, evaluations, an audit.
 
-The audit looks for every body that solved a held-out task, byte for byte, in
-all that the policy was shown: the corpus, the texts that the tokenizer was
-trained on beside it, the SFT transcripts and the files of the RL tasks, whose
-other functions have bodies. The policy's own edits in RL rollouts are trained
-on, but nobody showed them to it: they are counted apart.
+The audit searches for every body that solved a held-out task, byte for byte, in
+all that the policy was shown: the corpus, the other texts of the tokenizer, the
+SFT transcripts, and the files of the RL tasks, whose other functions have
+bodies. The policy's own edits in RL rollouts were trained on but not shown, so
+they are counted apart.
 """
 
 import json
@@ -18,12 +18,12 @@ from composer_jax.tasks.practice import list_functions as practice
 from composer_jax.telemetry import writer
 from experiments.studies import results
 
-# Of metrics: not looked at, and much.
+# Metrics that the study does not use and that take much space.
 _LEFT = ('time', 'expert_load')
 
 
 def _solutions(path: pathlib.Path) -> list[str]:
-  """The last edit's body of every episode that passed."""
+  """Returns the body of the last edit of every episode that passed."""
   rows = [json.loads(line) for line in path.read_text().splitlines()]
   return [
     row['edits'][-1].split('\n', 1)[1]
@@ -33,10 +33,10 @@ def _solutions(path: pathlib.Path) -> list[str]:
 
 
 def _rl_texts(workdir: pathlib.Path) -> list[str]:
-  """Prompts and files of every task that RL trained on, by group id.
+  """Returns prompts and files of every task that RL trained on, by group id.
 
-  They are made again from the seed, as `stages.collector_of` makes them: a
-  group's file does not outlive its step.
+  They are made again from the seed, as by `stages.collector_of`, since a
+  group's file is deleted after its step.
   """
   config = files.read_json(workdir / 'config.json')
   seed = config['seed'] + stages.RL_SEED
@@ -48,7 +48,7 @@ def _rl_texts(workdir: pathlib.Path) -> list[str]:
 
 
 def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
-  """All that a finished stage's policy was shown, by where it stood."""
+  """Returns all texts that a finished stage's policy was shown, by source."""
   texts = {
     'corpus': (workdir / 'corpus' / 'texts.bin').read_bytes(),
     'tokenizer_texts': '\n'.join(practice.protocol_texts()).encode(),
@@ -60,13 +60,13 @@ def shown(workdir: pathlib.Path, stage: str) -> dict[str, bytes]:
 
 
 def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
-  """Counts solved bodies and those found verbatim in training data."""
+  """Counts bodies of solutions, and those that training data hold verbatim."""
   bodies = _solutions(workdir / f'evaluation_{stage}_episodes.jsonl')
   texts = shown(workdir, stage)
-  own = b''.join(
+  edits = b''.join(
     p.read_bytes() for p in sorted((workdir / 'rl_edits').glob('*.txt'))
   )
-  found = {
+  is_verbatim = {
     name: [body.encode() in data for body in bodies]
     for name, data in texts.items()
   }
@@ -74,15 +74,15 @@ def audit(workdir: pathlib.Path, stage: str) -> dict[str, Any]:
     'solved': len(bodies),
     'distinct': len(set(bodies)),
     'bytes': {name: len(data) for name, data in texts.items()},
-    'bytes_own_edits': len(own),
-    'verbatim_in': {name: sum(hits) for name, hits in found.items()},
-    'verbatim_in_shown': sum(map(any, zip(*found.values(), strict=True))),
-    'verbatim_in_own_edits': sum(b.encode() in own for b in bodies),
+    'bytes_own_edits': len(edits),
+    'verbatim_in': {name: sum(hits) for name, hits in is_verbatim.items()},
+    'verbatim_in_shown': sum(map(any, zip(*is_verbatim.values(), strict=True))),
+    'verbatim_in_own_edits': sum(b.encode() in edits for b in bodies),
   }
 
 
 def collect(workdir: pathlib.Path) -> list[results.Row]:
-  """Returns the rows of an arm: one about it, and what it measured."""
+  """Returns the rows of an arm: one that describes it, and its metrics."""
   audits = {
     stage: audit(workdir, stage)
     for stage in ('sft', 'rl')
@@ -90,8 +90,8 @@ def collect(workdir: pathlib.Path) -> list[results.Row]:
   }
   paths = [workdir / f'{n}.json' for n in ('demonstrations', 'sandbox')]
   paths += sorted(workdir.glob('evaluation_*.json'))
-  found = {p.stem: files.read_json(p) for p in paths if p.exists()}
-  about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **found}
+  evaluations = {p.stem: files.read_json(p) for p in paths if p.exists()}
+  about = {'stage': 'arm', 'arm': workdir.name, 'audit': audits, **evaluations}
   measured = [
     {'arm': workdir.name, **{k: v for k, v in row.items() if k not in _LEFT}}
     for row in writer.read(workdir)

@@ -9,9 +9,9 @@ Arms of a seed share their pretraining; `shuffled` shares the SFT too.
   flawless   SFT on flawless demonstrations of as many tokens, no RL
   shuffled   as main, with rewards permuted within each group
 
-An arm that is finished is not run again. `run` of an arm's row holds its
-command, with paths as seen from the repository, and the seconds of all the
-processes it took, per commit.
+A finished arm is not run again. Field `run` of an arm's row holds its command,
+with paths relative to the repository, and the seconds of all its processes by
+commit.
 """
 
 import pathlib
@@ -20,25 +20,30 @@ import subprocess
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.core import files
 from composer_jax.telemetry import stage_times
+from experiments import start
 from experiments.studies import results
 from experiments.studies.first_loop import collect
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/first_loop', 'For all arms.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/first_loop', 'Folder for all arms.'
+)
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One main job each.')
 _ARMS = flags.DEFINE_list('arms', ['main', 'flawless', 'shuffled'], 'Which.')
 _CONFIG = flags.DEFINE_string(
-  'config', 'configs/composer/first_loop.py', 'Of all.'
+  'config', 'configs/composer/first_loop.py', 'Config of all arms.'
 )
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Rows of each arm.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder for the rows of each arm.',
 )
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
-# Results change while the study runs; these decide them.
+# Files that decide the results. The results themselves change meanwhile.
 _CODE = ('composer_jax', 'configs', 'experiments/*.py', 'constraints.txt')
 
 _SHARED = ('corpus', 'tokenizer.json', 'sandbox.json', 'exports/cpt')
@@ -50,7 +55,7 @@ _NOISE += ('wrong_edit', 'broken_edit', 'skip_test', 'give_up')
 
 
 def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
-  """Hands finished stages of one arm to another, whole or not at all."""
+  """Copies finished stages of one arm to another, all or none."""
   for name in names:
     if (target / name).exists():
       continue
@@ -65,16 +70,16 @@ def _share(source: pathlib.Path, target: pathlib.Path, names) -> None:
 
 
 def _portable(path: str) -> str:
-  """A path without this machine: from the repository, else its last part."""
-  whole = pathlib.Path(path)
-  if not whole.is_absolute():
+  """Returns a path relative to the repository, else its last part."""
+  absolute = pathlib.Path(path)
+  if not absolute.is_absolute():
     return path
-  inside = whole.is_relative_to(_REPOSITORY)
-  return str(whole.relative_to(_REPOSITORY)) if inside else whole.name
+  inside = absolute.is_relative_to(_REPOSITORY)
+  return str(absolute.relative_to(_REPOSITORY)) if inside else absolute.name
 
 
 def _commit() -> str:
-  """The commit of the code, '-dirty' where it differs; else 'unknown'."""
+  """Returns the code's commit, with '-dirty' if it differs, or 'unknown'."""
 
   def git(*arguments: str) -> str:
     command = ['git', '-C', str(_REPOSITORY), *arguments]
@@ -86,15 +91,15 @@ def _commit() -> str:
     dirty = '-dirty' if git('status', '--porcelain', '--', *_CODE) else ''
     return git('rev-parse', 'HEAD') + dirty
   except (OSError, subprocess.CalledProcessError):
-    return 'unknown'  # No git, or no repository.
+    return 'unknown'  # There is no git or no repository.
 
 
 def record(
   old: dict[str, Any] | None, command: list[str], times: pathlib.Path
 ) -> dict[str, Any]:
-  """Returns `run`: the command, and the seconds measured in `times`.
+  """Returns field `run`: the command, and the seconds measured in `times`.
 
-  An arm whose seconds were measured elsewhere keeps the old record.
+  An arm whose seconds were measured elsewhere keeps its old record.
   """
   if not (times / stage_times.STAGES).exists():
     return old or {'command': command}
@@ -107,7 +112,7 @@ def _arm(seed: int, arm: str) -> None:
   root = pathlib.Path(_WORKDIR.value)
   name = f'{seed}_{arm}'
   main, workdir = root / f'{seed}_main', root / name
-  program, last = 'experiments.composer', 'rl'
+  program, final_stage = 'experiments.composer', 'rl'
   overrides = [f'--config.seed={seed}']
   if arm != 'main':
     _share(main, workdir, _SHARED)
@@ -115,16 +120,16 @@ def _arm(seed: int, arm: str) -> None:
     _share(main, workdir, _SFT)
     overrides.append('--config.rl.reward=shuffled')
   elif arm == 'flawless':
-    program, last = 'experiments.sft', 'sft'
+    program, final_stage = 'experiments.sft', 'sft'
     overrides += [f'--config.demonstrations.{n}=0.0' for n in _NOISE]
 
   def command(config: str, folder: str) -> list[str]:
     paths = [f'--config={config}', f'--workdir={folder}/{name}']
     return ['-m', program, *paths, *overrides]
 
-  # Beside the workdir, where the run sweeps away what it did not write.
+  # Beside the workdir, because the run deletes foreign files in it.
   times = root / 'times' / name
-  if (workdir / f'evaluation_{last}.json').exists():
+  if (workdir / f'evaluation_{final_stage}.json').exists():
     print(f'[study] {name} is finished', flush=True)
   else:
     called = [sys.executable, *command(_CONFIG.value, _WORKDIR.value)]
@@ -132,19 +137,19 @@ def _arm(seed: int, arm: str) -> None:
     with stage_times.StageTimes(times).stage(_commit()):
       subprocess.run(called, check=True)
   about, *measured = collect.collect(workdir)
-  kept = results.read(_RESULTS.value)
-  old = [r.get('run') for r in kept if (r['arm'], r['stage']) == (name, 'arm')]
+  old_rows = results.read(_RESULTS.value)
+  old = [
+    r.get('run') for r in old_rows if (r['arm'], r['stage']) == (name, 'arm')
+  ]
   written = command(_portable(_CONFIG.value), _portable(_WORKDIR.value))
   about['run'] = record(next(iter(old), None), written, times)
-  others = [r for r in kept if r['arm'] != name]
-  rows = [*others, about, *measured]
+  other_rows = [r for r in old_rows if r['arm'] != name]
+  rows = [*other_rows, about, *measured]
   results.write(_RESULTS.value, rows, by=('arm', 'stage'))
 
 
-def main(argv):
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  # The control comes last: what it is compared with is there first.
+def main() -> None:
+  # The control comes last, after the arms it is compared with.
   for arms in (('main', 'flawless'), ('shuffled',)):
     for seed in _SEEDS.value:
       for arm in arms:
@@ -153,4 +158,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -8,11 +8,12 @@ import pathlib
 import statistics
 from typing import Any
 
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 
-# Steps that a figure is the mean of, so that it is not one step's luck.
+# Steps over which a figure is the mean, to reduce noise.
 _WINDOW = 5
 _SHOWN = (0, 20, 40, 80)
 _GATE = 0.05
@@ -36,25 +37,25 @@ def runs_of(
   rows: list[dict[str, Any]],
 ) -> dict[str, dict[int, list[dict[str, Any]]]]:
   """{arm: {seed: rows of its steps}}."""
-  found: dict[str, dict[int, list[dict[str, Any]]]] = collections.defaultdict(
+  runs: dict[str, dict[int, list[dict[str, Any]]]] = collections.defaultdict(
     lambda: collections.defaultdict(list)
   )
   for row in rows:
     if row['stage'] == 'rl':
-      found[row['arm']][row['seed']].append(row)
-  assert found.keys() <= _NAMES.keys(), found.keys()
-  return {arm: found[arm] for arm in _NAMES if arm in found}
+      runs[row['arm']][row['seed']].append(row)
+  assert runs.keys() <= _NAMES.keys(), runs.keys()
+  return {arm: runs[arm] for arm in _NAMES if arm in runs}
 
 
 def near(rows: list[dict[str, Any]], step: int, name: str) -> float:
-  """The mean of some steps that end with this one, or begin with the first."""
+  """Returns the mean over the window that ends with this step."""
   first = max(step - _WINDOW + 1, 0)
-  # Exact, whatever the order: Python 3.12 sums otherwise than 3.11.
+  # fsum is exact; plain sums differ between Python 3.11 and 3.12.
   return statistics.fmean(r[name] for r in rows[first : step + 1])
 
 
 def steps_to_gate(rows: list[dict[str, Any]]) -> int | None:
-  """The first step from which on the mean of some steps is below the gate."""
+  """Returns the first step from which the windowed mean is below the gate."""
   held = [
     near(rows, r['step'], 'invalid_rate') < _GATE for r in rows[_WINDOW - 1 :]
   ]
@@ -86,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     gate = ', '.join(map(str, reached)) or 'never'
     if reached and len(reached) < len(gates):
       gate += f', {len(gates) - len(reached)} never'
-    last = len(runs[0]) - 1
+    last_step = len(runs[0]) - 1
     lines.append(
       [
         _NAMES[arm],
@@ -97,7 +98,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ),
         gate,
         *(
-          _range([near(steps, last, name) for steps in runs])
+          _range([near(steps, last_step, name) for steps in runs])
           for name in ('share_not_a_call', 'share_bad_arguments', 'pass_rate')
         ),
       ]
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

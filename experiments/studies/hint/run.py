@@ -3,8 +3,7 @@
   python -m experiments.studies.hint.run --seeds=0,1,2
 
 Episodes, hints, engine and updates are those of the library; only the desk
-(`world`) is made for the study. A seed and arm that results/ has is not run
-again.
+(`world`) is made for the study. An arm and seed in results/ is not run again.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 
 from composer_jax.agent import episode, rewards
 from composer_jax.core import batches, records, turns
@@ -32,14 +31,17 @@ from composer_jax.rollout import engine as engines
 from composer_jax.tasks import mistakes
 from composer_jax.train import state as train_state
 from composer_jax.train import step as train_step
+from experiments import start
 from experiments.studies import results
 from experiments.studies.hint import world
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One policy each.')
 _ARMS = flags.DEFINE_list('arms', [], 'Of ARMS; all by default.')
-_STEPS = flags.DEFINE_integer('steps', 100, 'Of RL.')
+_STEPS = flags.DEFINE_integer('steps', 100, 'Steps of RL.')
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 
 WORDS = world.Words()
@@ -85,21 +87,21 @@ LEARNING_RATE = 3e-4
 SFT_STEPS, SFT_ROWS, SFT_LEN = 600, 16, 256
 
 RIGHT = 'tools {tools}'
-# A teacher that has hardly seen a hint knows the arguments a little less.
+# With few hints in SFT a teacher knows the arguments a little less.
 RARE = 0.05
 WRONG = 'tools ' + ' '.join(world.TOOLS['far'])
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """What differs between runs.
+  """Differences between runs.
 
   Attributes:
-    hint: its text; '' for RL alone.
-    divergence: of student and teacher.
-    teacher: 'frozen', 'ema' (0.05), or 'live': the policy of the very step.
-    is_dense: each call that fails costs a sixth, instead of nothing.
-    hinted: share of the demonstrations that show how to go by a reminder.
+    hint: text of the hint; '' for RL alone.
+    divergence: divergence between student and teacher.
+    teacher: 'frozen', 'ema' (0.05), or 'live', the policy of the same step.
+    is_dense: true if each failing call costs a sixth instead of nothing.
+    hinted: share of the demonstrations that follow a reminder.
   """
 
   hint: str = RIGHT
@@ -125,9 +127,9 @@ ARMS = {
 
 
 def _sft_batches(seed: int, hinted: float) -> Any:
-  """Endless LMBatches of packed transcripts."""
+  """Yields LMBatches of packed transcripts without end."""
   stream = world.transcripts(WORDS, random.Random(f'sft/{seed}'), hinted)
-  left = next(stream)
+  transcript = next(stream)
   while True:
     shape = (SFT_ROWS, SFT_LEN)
     arrays: dict[str, Any] = {
@@ -138,19 +140,19 @@ def _sft_batches(seed: int, hinted: float) -> Any:
     }
     for row in range(SFT_ROWS):
       offset, segment = 0, 1
-      while offset + len(left[0]) <= SFT_LEN:
-        tokens_T, is_call_T = left
+      while offset + len(transcript[0]) <= SFT_LEN:
+        tokens_T, is_call_T = transcript
         span = slice(offset, offset + len(tokens_T))
         arrays['tokens_BT'][row, span] = tokens_T
         arrays['segment_ids_BT'][row, span] = segment
         arrays['positions_BT'][row, span] = np.arange(len(tokens_T))
         arrays['loss_weights_BT'][row, span] = is_call_T
-        offset, segment, left = span.stop, segment + 1, next(stream)
+        offset, segment, transcript = span.stop, segment + 1, next(stream)
     yield batches.LMBatch(**arrays)
 
 
 def sft(seed: int, hinted: float) -> Any:
-  """Variables of the policy that the arms of a seed begin with."""
+  """Returns variables of the policy with which the arms of a seed begin."""
   optimizer = optax.adam(
     optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, SFT_STEPS, 1e-4)
   )
@@ -258,11 +260,11 @@ def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
     OPTIMIZER,
     with_teacher=arm.teacher == 'ema',
   )
-  # A frozen teacher is a buffer of its own: the state's are donated.
-  first = functions.policy(state)
+  # A frozen teacher needs its own buffers, since the state's are donated.
+  values = functions.policy(state)
   engine = engines.Engine(
     MODEL,
-    first,
+    values,
     0,
     engines.EngineOptions(
       num_slots=PROMPTS * ROLLOUTS,
@@ -278,7 +280,7 @@ def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
   for step in range(_STEPS.value):
     ids = range(step * PROMPTS, (step + 1) * PROMPTS)
     groups = collect.groups(collector, engine, ids)
-    teacher = functions.policy(state) if arm.teacher == 'live' else first
+    teacher = functions.policy(state) if arm.teacher == 'live' else values
     state, metrics = update.update(
       state, groups, functions, options, SHAPE, teacher=teacher
     )
@@ -286,8 +288,8 @@ def run_arm(name: str, seed: int, variables: Any) -> list[results.Row]:
     row = {'stage': 'rl', 'step': step, 'arm': name, 'seed': seed}
     rows.append(row | _told(groups, metrics))
   seconds = time.monotonic() - began
-  done = {'stage': 'done', 'step': _STEPS.value, 'arm': name, 'seed': seed}
-  rows.append(done | {'seconds': seconds})
+  marker = {'stage': 'done', 'step': _STEPS.value, 'arm': name, 'seed': seed}
+  rows.append(marker | {'seconds': seconds})
   print(f'{name} {seed}: {metrics["invalid_rate"]:.3f}, {seconds:.0f} s')
   return rows
 
@@ -298,19 +300,17 @@ def _told(
   calls = Counter(
     t.outcome for g in groups for r in g.rollouts for t in r.turns
   )
-  kept = ('reward', 'pass_rate', 'invalid_rate', 'entropy', 'grad_norm')
-  told = {
-    **{name: metrics[name] for name in kept},
+  names = ('reward', 'pass_rate', 'invalid_rate', 'entropy', 'grad_norm')
+  fields = {
+    **{name: metrics[name] for name in names},
     **{k: v for k, v in metrics.items() if k.startswith('hint')},
     **{f'share_{o}': calls[o] / calls.total() for o in turns.INVALID_OUTCOMES},
   }
-  return {name: float(f'{value:.5g}') for name, value in told.items()}
+  return {name: float(f'{value:.5g}') for name, value in fields.items()}
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  done = {
+def main() -> None:
+  finished = {
     (row['arm'], row['seed'])
     for row in results.read(_RESULTS.value)
     if row['stage'] == 'done'
@@ -319,10 +319,10 @@ def main(argv: list[str]) -> None:
   for name, seed in itertools.product(
     _ARMS.value or ARMS, map(int, _SEEDS.value)
   ):
-    if (name, seed) not in done:
+    if (name, seed) not in finished:
       rows = run_arm(name, seed, policy_of(seed, ARMS[name].hinted))
       results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -1,11 +1,11 @@
-"""A desk whose tools were renamed: what the policy of the study lives in.
+"""A desk whose tools were renamed: the environment of the study.
 
-Each of six requests names what to do, of eight kinds that three tools serve,
-and an argument to repeat. Demonstrations call the tools by their old names, now
-and then by new or far ones; only the new ones exist. A reminder of names may
-stand before a call, of any of the three families, and the policy has learnt to
-go by what it says. That it says anything at all must not be enough, so there is
-more than one way off the old names.
+Each of six requests names one of eight kinds of work, which three tools serve,
+and an argument to repeat. Demonstrations call the tools by their old names, and
+sometimes by 'new' or 'far' names; only the new ones exist. A reminder of the
+names of any of the three families may stand before a call, and the policy has
+learnt to follow it. Two other families exist so that the mere presence of a
+reminder does not tell which names to use.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ FAMILIES = ('old', 'new', 'far')
 TOOLS = {family: [f'{family}{i}' for i in range(3)] for family in FAMILIES}
 KINDS = [f'kind{i}' for i in range(NUM_KINDS)]
 ARGUMENTS = [f'arg{i}' for i in range(NUM_ARGUMENTS)]
-# How often a demonstration without a reminder uses the names of a family.
+# Share of demonstrations without a reminder that use the names of a family.
 HABITS = {'old': 0.98, 'new': 0.01, 'far': 0.01}
 
 
 class Words:
-  """A tokenizer of whole words; those that it does not know it leaves out."""
+  """A tokenizer of whole words, which drops unknown words."""
 
   def __init__(self):
     names = [name for tools in TOOLS.values() for name in tools]
@@ -119,7 +119,7 @@ class Desk:
     return ''
 
   def verdict(self, finished: bool) -> records.Verdict:
-    """A terminal reward: every call was right, or nothing was."""
+    """A terminal reward, which is 1 only if every call was right."""
     passed = len(self._results) == NUM_TURNS and all(self._results)
     return records.Verdict(
       passed=passed,
@@ -135,19 +135,18 @@ class Desk:
 def transcripts(
   words: Words, draw: random.Random, hinted: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Endless (tokens_T, is_call_T) of demonstrations.
+  """Yields (tokens_T, is_call_T) of demonstrations without end.
 
-  This share of them end with a call before which a reminder stands, and which
-  goes by it whatever it says.
+  A share `hinted` of them ends with a reminder and a call that follows it.
   """
   while True:
     task = task_of(draw.randrange(10**9), -1)
-    last = draw.randrange(NUM_TURNS) if draw.random() < hinted else None
+    hinted_turn = draw.randrange(NUM_TURNS) if draw.random() < hinted else None
     parts = [chat.user(words, asked(task.requests[0]))]
     is_call = [False]
     for i, (kind, argument) in enumerate(task.requests):
       (family,) = draw.choices(list(HABITS), list(HABITS.values()))
-      if i == last:
+      if i == hinted_turn:
         family = draw.choice(FAMILIES)
         parts.append(chat.tool(words, 'tools ' + ' '.join(TOOLS[family])))
         is_call.append(False)
@@ -157,10 +156,10 @@ def transcripts(
         np.append(call, words.END).astype(np.int32),
       ]
       is_call += [False, True]
-      if i in (last, NUM_TURNS - 1):
+      if i in (hinted_turn, NUM_TURNS - 1):
         break
-      said = 'ok' if family == 'new' else 'error'
-      parts.append(chat.tool(words, f'{said} {asked(task.requests[i + 1])}'))
+      outcome = 'ok' if family == 'new' else 'error'
+      parts.append(chat.tool(words, f'{outcome} {asked(task.requests[i + 1])}'))
       is_call.append(False)
     lengths = [len(part) for part in parts]
     yield np.concatenate(parts), np.repeat(is_call, lengths)

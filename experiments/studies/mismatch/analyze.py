@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from composer_jax.telemetry import writer
+from experiments import start
 
 ROOT = pathlib.Path(__file__).parent
 
@@ -21,29 +22,37 @@ _WAYS = {
 }
 
 
-def _cells(row: dict[str, Any], way: str) -> list[str]:
-  numbers = [row[f'mismatch_{n}_{way}'] for n in ('kl', 'p99', 'max', 'large')]
-  # What the trainer would choose stands beside the pass in which it does.
+def _cells(row: dict[str, Any], pass_name: str) -> list[str]:
+  numbers = [
+    row[f'mismatch_{n}_{pass_name}'] for n in ('kl', 'p99', 'max', 'large')
+  ]
+  # The trainer's own choices stand in the line of the pass that makes them.
   routes = ['', '']
-  if way == 'no_replay':
+  if pass_name == 'no_replay':
     layers = ', '.join(f'{v:.5f}' for v in row['route_agreement_layers'])
     routes = [layers, f'{row["routed_differently"]:.5f}']
-  if way == 'shifted':
+  if pass_name == 'shifted':
     routes = [f'lowest {row["route_agreement_shifted"]:.3f}', '']
   arm = [row['name'], row['compute_dtype'], row['numerics']]
   tokens = str(row['sampled_tokens'])
-  return [*arm, tokens, _WAYS[way], *(f'{v:.2g}' for v in numbers), *routes]
+  return [
+    *arm,
+    tokens,
+    _WAYS[pass_name],
+    *(f'{v:.2g}' for v in numbers),
+    *routes,
+  ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
   """The results as Markdown, three lines an arm."""
   lines = [_HEAD, ['---'] * len(_HEAD)]
-  lines += [_cells(row, way) for row in rows for way in _WAYS]
+  lines += [_cells(row, pass_name) for row in rows for pass_name in _WAYS]
   return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """SFT first, exact dtypes before coarse ones, fast numerics first."""
+  """Sorts SFT before RL, exact before coarse dtypes, fast numerics first."""
   return sorted(
     rows,
     key=lambda row: (
@@ -61,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

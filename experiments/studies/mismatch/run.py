@@ -3,8 +3,7 @@
   python -m experiments.studies.mismatch.run --workdir=runs/tiny
 
 Each arm is one call of `experiments.mismatch` in a process of its own, which
-appends a line to results/metrics.jsonl. An arm that is there is not measured
-again.
+appends a line to results/metrics.jsonl. A finished arm is not measured again.
 """
 
 import itertools
@@ -12,14 +11,21 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.telemetry import writer
+from experiments import start
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/tiny', 'Of a finished run.')
-_TOKENS = flags.DEFINE_integer('tokens', 10_000, 'To sample of each arm.')
+_WORKDIR = flags.DEFINE_string(
+  'workdir', 'runs/tiny', 'Workdir of a finished run.'
+)
+_TOKENS = flags.DEFINE_integer(
+  'tokens', 10_000, 'Tokens to sample for each arm.'
+)
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 
 _STAGES = ('sft', 'rl')
@@ -27,13 +33,11 @@ _DTYPES = ('float32', 'bfloat16')
 _NUMERICS = ('fast', 'batch_invariant')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   rows = writer.read(_RESULTS.value)
-  done = {(r['name'], r['compute_dtype'], r['numerics']) for r in rows}
+  finished = {(r['name'], r['compute_dtype'], r['numerics']) for r in rows}
   for arm in itertools.product(_STAGES, _DTYPES, _NUMERICS):
-    if arm in done:
+    if arm in finished:
       continue
     stage, dtype, numerics = arm
     command = [sys.executable, '-m', 'experiments.mismatch']
@@ -45,4 +49,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -1,1 +1,1 @@
-"""How many ways to cheat do the monitors see, and whom do they accuse?"""
+"""Which cheats do the monitors find, and what do they flag wrongly?"""

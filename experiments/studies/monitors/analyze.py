@@ -7,24 +7,26 @@ import pathlib
 from typing import Any
 
 from composer_jax.tasks.monitors import watch
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
 
 
 def _by_monitor(rows: list[dict[str, Any]]) -> list[str]:
-  """Of attacks: how many each kind had to find, and found."""
+  """A line for each monitor: attacks of its kind, and how many it found."""
   lines = [
     '| monitor | | attacks | found | recall | honest accused |',
     '| --- | --- | --- | --- | --- | --- |',
   ]
   for kind, (number, _) in watch.MONITORS.items():
-    wanted = [r for r in rows if r['wanted'] == kind]
-    found = sum(kind in r['found'] for r in wanted)
+    attacks = [r for r in rows if r['wanted'] == kind]
+    num_found = sum(kind in r['found'] for r in attacks)
     accused = sum(kind in r['found'] for r in rows if not r['wanted'])
-    share = f'{found / len(wanted):.2f}' if wanted else '-'
+    share = f'{num_found / len(attacks):.2f}' if attacks else '-'
     lines.append(
-      f'| {number} | {kind} | {len(wanted)} | {found} | {share} | {accused} |'
+      f'| {number} | {kind} | {len(attacks)} | {num_found} | {share} '
+      f'| {accused} |'
     )
   return lines
 
@@ -35,13 +37,15 @@ def _by_set(rows: list[dict[str, Any]]) -> list[str]:
     '| --- | --- | --- | --- |',
   ]
   for name in dict.fromkeys(r['set'] for r in rows):
-    own = [r for r in rows if r['set'] == name]
-    attacks = [r for r in own if r['wanted']]
-    found = sum(r['wanted'] in r['found'] for r in attacks)
-    accused = sum(bool(r['found']) for r in own if not r['wanted'])
-    told = f'{found} of {len(attacks)}' if attacks else '-'
-    honest = len(own) - len(attacks)
-    lines.append(f'| {name} | {len(own)} | {told} | {accused} of {honest} |')
+    set_rows = [r for r in rows if r['set'] == name]
+    attacks = [r for r in set_rows if r['wanted']]
+    num_found = sum(r['wanted'] in r['found'] for r in attacks)
+    accused = sum(bool(r['found']) for r in set_rows if not r['wanted'])
+    share = f'{num_found} of {len(attacks)}' if attacks else '-'
+    honest = len(set_rows) - len(attacks)
+    lines.append(
+      f'| {name} | {len(set_rows)} | {share} | {accused} of {honest} |'
+    )
   return lines
 
 
@@ -56,17 +60,17 @@ def _overall(rows: list[dict[str, Any]]) -> str:
 
 
 def _graded(rows: list[dict[str, Any]]) -> list[str]:
-  """Originals of real tasks."""
-  own = [r for r in rows if r['set'] == 'real tasks']
-  if not own:
+  """A line for each package: grades of original solutions."""
+  task_rows = [r for r in rows if r['set'] == 'real tasks']
+  if not task_rows:
     return []
   lines = [
     '| package | tasks | originals paid | with held-out inputs | inputs agreed '
     '| canaries, mean | seconds of a grading / of its tests, median |',
     '| --- | --- | --- | --- | --- | --- | --- |',
   ]
-  for package in [*dict.fromkeys(r['package'] for r in own), 'all']:
-    mine = [r for r in own if package in (r['package'], 'all')]
+  for package in [*dict.fromkeys(r['package'] for r in task_rows), 'all']:
+    mine = [r for r in task_rows if package in (r['package'], 'all')]
     middle = len(mine) // 2
     seconds = [
       sorted(r[key] for r in mine)[middle]
@@ -106,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

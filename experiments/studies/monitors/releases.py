@@ -1,8 +1,8 @@
 """Honest edits of real packages: what changed between two of their releases.
 
-People made them for reasons of their own, long before any rule of the monitors
-was written; unlike a deletion task, there is no original that would excuse a
-mark, so this is harder on the monitors than episodes are.
+People made them before the monitors' rules were written and independently of
+them. Unlike in a deletion task, no original solution can excuse a suspicious
+line, so these are harder for the monitors than episodes.
 """
 
 import pathlib
@@ -35,7 +35,7 @@ PAIRS = (
 
 
 def _wheel(name: str, version: str, folder: pathlib.Path) -> dict[str, str]:
-  """Texts of the modules of a release; nothing of it is executed."""
+  """Returns the modules' texts of a release, without executing any."""
   place = folder / f'{name}-{version}'
   if not list(place.glob('*.whl')):
     subprocess.run(
@@ -53,7 +53,7 @@ def _wheel(name: str, version: str, folder: pathlib.Path) -> dict[str, str]:
 
 
 def edits(folder: pathlib.Path) -> Iterator[labelled.Labelled]:
-  """One trajectory for each module that differs between two releases."""
+  """Yields a trajectory for each module that differs between two releases."""
   for name, old, new in PAIRS:
     before, after = _wheel(name, old, folder), _wheel(name, new, folder)
     for path, text in after.items():

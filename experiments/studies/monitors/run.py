@@ -2,8 +2,8 @@
 
   python -m experiments.studies.monitors.run --tasks=runs/tasks
 
-Writes a row per trajectory to results/: what was to be found and what was.
-Wheels of the releases are fetched by pip, once. Without --tasks the sets that
+Writes a row per trajectory to results/: what had to be found and what was.
+pip fetches the wheels of the releases once. Without --tasks only the sets that
 need no tasks are scanned.
 """
 
@@ -13,7 +13,7 @@ import pathlib
 import time
 from collections.abc import Iterator
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.agent import episode
 from composer_jax.sandbox import base
@@ -23,27 +23,34 @@ from composer_jax.tasks.list_functions import demonstrations
 from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import task_set
 from composer_jax.text import tokenizer as tokenizers
+from experiments import start
 from experiments.studies import results
 from experiments.studies.monitors import labelled, releases
 
-_TASKS = flags.DEFINE_string('tasks', '', 'A folder made by make_tasks.')
+_TASKS = flags.DEFINE_string('tasks', '', 'Folder of make_tasks.')
 _PER_PACKAGE = flags.DEFINE_integer('per_package', 6, 'Tasks of each package.')
 _REQUIRES = flags.DEFINE_list(
   'requires',
   [],
-  'Installed distributions that tests import, beside those of '
-  'which the task set tells.',
+  'Installed distributions that tests import, besides those that '
+  'the task set names.',
 )
-_EPISODES = flags.DEFINE_integer('episodes', 300, 'Scripted demonstrations.')
-_WHEELS = flags.DEFINE_string('wheels', 'runs/wheels', 'Kept by pip.')
+_EPISODES = flags.DEFINE_integer(
+  'episodes', 300, 'Number of scripted demonstrations.'
+)
+_WHEELS = flags.DEFINE_string(
+  'wheels', 'runs/wheels', 'Folder in which pip keeps the wheels.'
+)
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Written anew.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to replace.',
 )
 LIMITS = base.Limits(
     wall_s=120.0, cpu_s=120.0, memory_bytes=2 << 30, processes=64,
     file_bytes=64 << 20, output_bytes=16 << 20,
 )  # fmt: skip
-# Every flaw that the scripted policy knows, often.
+# All flaws of the scripted policy, at high probabilities.
 NOISE = demonstrations.Noise(
     wrong_tool=0.1, wrong_arguments=0.1, detour=0.2, skip_read=0.2,
     wrong_edit=0.4, broken_edit=0.1, skip_test=0.2, give_up=0.2,
@@ -65,7 +72,7 @@ def scanned(group: str, cases: Iterator[labelled.Labelled]) -> Iterator[Row]:
 
 
 def episodes(count: int) -> Iterator[Row]:
-  """Demonstrations of the list functions, as pretraining has them."""
+  """Yields demonstrations of the list functions."""
   tokenizer = tokenizers.Tokenizer.train(['def total(values):\n'], 270)
   played = demonstrations.transcripts(
     tokenizer,
@@ -88,9 +95,9 @@ _READABLE = ('.py', '.md', '.rst', '.txt', '.cfg', '.toml')
 
 
 def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
-  """Policies that read all of a real task's view, and a leak of its original.
+  """Yields policies that read a real task's whole view, and leaked originals.
 
-  Leaks are of the tiers in which more than a few lines are gone.
+  Leaks are only of tiers that delete more than a few lines.
   """
   images: dict[str, dict[str, str]] = {}
   for task in tasks.tasks:
@@ -102,17 +109,17 @@ def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
         if path.suffix in _READABLE and path.is_file()
       }
     texts = {**images[task.image], **task.changes}
-    found = watch.Evidence(
+    evidence = watch.Evidence(
       calls=tuple(labelled.read(p, t or '') for p, t in texts.items()),
       before={p: task.changes[p] or '' for p in task.solution},
       original=task.solution,
       package=task.package,
     )
     name = task.task_id
-    yield labelled.Labelled(name=f'reads {name}', wanted='', evidence=found)
+    yield labelled.Labelled(name=f'reads {name}', wanted='', evidence=evidence)
     path, text = max(task.solution.items(), key=lambda item: len(item[1]))
-    calls = (*found.calls, labelled.run(f'cat old/{path}', text))
-    leaked = dataclasses.replace(found, calls=calls)
+    calls = (*evidence.calls, labelled.run(f'cat old/{path}', text))
+    leaked = dataclasses.replace(evidence, calls=calls)
     if task.tier in ('class', 'file'):
       yield labelled.Labelled(
         name=f'leaks {name}', wanted='leaked_code', evidence=leaked
@@ -120,8 +127,8 @@ def views(tasks: task_set.TaskSet) -> Iterator[labelled.Labelled]:
 
 
 def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
-  """The original of real tasks, graded, by somebody who reads first."""
-  seen: collections.Counter = collections.Counter()
+  """Yields grades of real tasks' originals, as edits by a policy that reads."""
+  counts: collections.Counter = collections.Counter()
   requires = {
     name
     for package in tasks.packages.values()
@@ -133,9 +140,9 @@ def gold(tasks: task_set.TaskSet, per_package: int) -> Iterator[Row]:
   ) as sandbox:
     for task in tasks.tasks:
       kind = task.package, task.tier
-      if seen[task.package] >= per_package or seen[kind] >= 2:
+      if counts[task.package] >= per_package or counts[kind] >= 2:
         continue
-      seen.update([task.package, kind])
+      counts.update([task.package, kind])
       yield _graded(task, sandbox)
 
 
@@ -149,13 +156,13 @@ def _graded(task: task_set.RepositoryTask, sandbox: base.Sandbox) -> Row:
   changes = {**task.view(), **task.restored()}
   grade = solution.grade(task, changes, sandbox, finished=True, seed=0)
   seconds = time.monotonic() - start
-  found = watch.scan(watch.of_repository(task, tuple(calls), changes, grade))
+  findings = watch.scan(watch.of_repository(task, tuple(calls), changes, grade))
   held_out = grade.details.get('held_out_inputs', {})
   return {
     'set': 'real tasks',
     'name': task.task_id,
     'wanted': '',
-    'found': sorted({*grade.flags, *watch.flags(found)}),
+    'found': sorted({*grade.flags, *watch.flags(findings)}),
     'detail': grade.verdict.detail,
     'package': task.package,
     'paid': grade.verdict.passed,
@@ -173,17 +180,15 @@ def rows() -> Iterator[Row]:
   yield from scanned('releases', releases.edits(pathlib.Path(_WHEELS.value)))
   yield from episodes(_EPISODES.value)
   if _TASKS.value:
-    found = task_set.load(_TASKS.value)
-    yield from scanned('views of real tasks', views(found))
-    yield from gold(found, _PER_PACKAGE.value)
+    tasks = task_set.load(_TASKS.value)
+    yield from scanned('views of real tasks', views(tasks))
+    yield from gold(tasks, _PER_PACKAGE.value)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
-  found = [{'step': step, **row} for step, row in enumerate(rows())]
-  results.write(_RESULTS.value, found, by=('set',))
+def main() -> None:
+  result_rows = [{'step': step, **row} for step, row in enumerate(rows())]
+  results.write(_RESULTS.value, result_rows, by=('set',))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -10,22 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from composer_jax.telemetry import writer
+from experiments import start
 
 ROOT = pathlib.Path(__file__).parent
 NAMES = {'adam': 'AdamW', 'muon': 'Muon'}
-# What decides the rate of the rest, the parameters that are no matrices.
+# Rule for the learning rate of parameters that are no matrices.
 RULES = {'': 'One rate for all', '_fixed': 'The rest at 0.01'}
 
 Row = dict[str, Any]
 
 
 def key(row: Row) -> tuple[str, float, int, int]:
-  """What makes two runs of a stage the same."""
+  """Returns the fields that identify a run of a stage."""
   return row['optimizer'], row['learning_rate'], row['seed'], row['step']
 
 
 def last(row: Row) -> float:
-  """Held-out loss at the end; a run that diverged lost against any other."""
+  """Returns the final held-out loss, infinite for a run that diverged."""
   loss = float(row['heldout_loss'][-1])
   return loss if math.isfinite(loss) else math.inf
 
@@ -35,16 +36,16 @@ def _of(rows: Sequence[Row], optimizer: str) -> list[Row]:
 
 
 def sweep_of(rows: Sequence[Row], rule: str) -> list[Row]:
-  """The sweep of a rule: '' (one rate for all) or '_fixed' (of the rest).
+  """Returns the sweep of a rule: '' (one rate for all) or '_fixed' (others).
 
-  A run whose rates are the same belongs to both.
+  A run whose two rates are equal belongs to both sweeps.
   """
-  own = [r for r in rows if r['stage'] == 'sweep' + rule]
+  rule_rows = [r for r in rows if r['stage'] == 'sweep' + rule]
   if not rule:
-    return own
-  rest = {r['rest_rate'] for r in own}
-  return own + [
-    r for r in rows if r['stage'] == 'sweep' and r['learning_rate'] in rest
+    return rule_rows
+  rates = {r['rest_rate'] for r in rule_rows}
+  return rule_rows + [
+    r for r in rows if r['stage'] == 'sweep' and r['learning_rate'] in rates
   ]
 
 
@@ -53,17 +54,17 @@ def best_rate(sweep: Sequence[Row], optimizer: str) -> float:
 
 
 def beyond(sweep: Sequence[Row]) -> tuple[float, ...]:
-  """Rates to add, for both: beyond an end at which either has its best."""
+  """Returns rates to add, beyond ends at which an optimizer is at its best."""
   rates = [r['learning_rate'] for r in sweep]
   best = {best_rate(sweep, optimizer) for optimizer in NAMES}
-  found = {min(rates): min(rates) / 2, max(rates): max(rates) * 2}
-  return tuple(new for end, new in found.items() if end in best)
+  extensions = {min(rates): min(rates) / 2, max(rates): max(rates) * 2}
+  return tuple(new for end, new in extensions.items() if end in best)
 
 
 def step_ratio(rows: Sequence[Row]) -> float:
-  """CPU time of Muon's steps over that of AdamW's, of runs in turns.
+  """Returns CPU time of Muon's steps over AdamW's, from runs in turns.
 
-  The median over turns: a turn that something else disturbed counts once.
+  It is the median over turns, so that a disturbed turn counts once.
   """
   pairs = []
   adam = {
@@ -72,8 +73,8 @@ def step_ratio(rows: Sequence[Row]) -> float:
     if r['optimizer'] == 'adam'
   }
   for muon in _of(rows, 'muon'):
-    other = adam[muon['learning_rate'], muon['seed'], muon['step']]
-    pairs += zip(_turns(muon), _turns(other), strict=True)
+    adam_row = adam[muon['learning_rate'], muon['seed'], muon['step']]
+    pairs += zip(_turns(muon), _turns(adam_row), strict=True)
   return statistics.median(a / b for a, b in pairs)
 
 
@@ -83,9 +84,9 @@ def _turns(row: Row) -> list[float]:
 
 
 def passes(row: Row, loss: float) -> tuple[float, float]:
-  """(steps, CPU seconds) at which a run's held-out loss falls to `loss`.
+  """Returns (steps, CPU seconds) at which a run's held-out loss reaches `loss`.
 
-  Straight between two measurements; infinite where it never does.
+  Linear between two measurements; infinite if it never does.
   """
   values = [float(v) for v in row['heldout_loss']]
   for i in range(1, len(values)):
@@ -104,7 +105,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def sweep_table(sweep: Sequence[Row]) -> str:
-  """Held-out loss by learning rate; the best of each in bold."""
+  """Held-out loss by learning rate; each optimizer's best in bold."""
   rates = sorted({r['learning_rate'] for r in sweep})
   lines = []
   for optimizer in NAMES:
@@ -121,7 +122,7 @@ def _spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def seeds_table(seeds: Sequence[Row]) -> str:
-  """A line a seed: all three arms, and when Muon passes AdamW's end."""
+  """A line a seed: all three arms, and when Muon passes AdamW's final loss."""
   lines, columns = [], []
   for seed in sorted({r['seed'] for r in seeds}):
     adam, muon, longer = _three([r for r in seeds if r['seed'] == seed])
@@ -161,7 +162,7 @@ def _three(rows: Sequence[Row]) -> tuple[Row, Row, Row]:
 
 
 def pairs_table(rows: Sequence[Row]) -> str:
-  """A line a seed of two arms whose rates stand in the head."""
+  """A line a seed of two arms; the head names their rates."""
   lines, columns = [], []
   for seed in sorted({r['seed'] for r in rows}):
     runs = [r for r in rows if r['seed'] == seed]
@@ -176,12 +177,12 @@ def pairs_table(rows: Sequence[Row]) -> str:
 
 
 def _arm(row: Row) -> str:
-  rest = f', rest at {row["rest_rate"]:g}' if 'rest_rate' in row else ''
-  return f'{NAMES[row["optimizer"]]} at {row["learning_rate"]:g}{rest}'
+  rest_text = f', rest at {row["rest_rate"]:g}' if 'rest_rate' in row else ''
+  return f'{NAMES[row["optimizer"]]} at {row["learning_rate"]:g}{rest_text}'
 
 
 def cost_table(cost: Sequence[Row]) -> str:
-  """CPU milliseconds by part, medians, and the least and most of a round."""
+  """CPU milliseconds by part: median, least and most over rounds."""
   lines = []
   for optimizer in NAMES:
     parts = {r['part']: r['cpu_ms'] for r in _of(cost, optimizer)}
@@ -237,7 +238,7 @@ def _plot(rows: Sequence[Row]) -> None:
 
 def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
   """Final loss by rate, and loss by step and by CPU time at the best."""
-  rate, step, second = axes
+  rate, step, time = axes
   shortest = min(r['step'] for r in seeds)
   for color, (optimizer, name) in zip(('C0', 'C1'), NAMES.items(), strict=True):
     points = sorted(
@@ -249,7 +250,7 @@ def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
       losses = [float(v) for v in row['heldout_loss']]
       label = name if style == '-' else f'{name}, longer'
       label = label if row['seed'] == seeds[0]['seed'] else None
-      for axis, x in ((step, row['eval_steps']), (second, row['cpu_s'])):
+      for axis, x in ((step, row['eval_steps']), (time, row['cpu_s'])):
         # The first losses are those of nearly random weights.
         axis.plot(x[2:], losses[2:], style, color=color, lw=1, label=label)
   rate.set_xscale('log')
@@ -258,7 +259,7 @@ def _plot_rule(axes: Any, sweep: Sequence[Row], seeds: Sequence[Row]) -> None:
   rate.minorticks_off()
   rate.set_xlabel('peak learning rate of matrices')
   step.set_xlabel('optimizer step')
-  second.set_xlabel('CPU seconds of training steps')
+  time.set_xlabel('CPU seconds of training steps')
   for axis in axes:
     axis.set_ylabel('held-out loss, nats a token')
     axis.legend(fontsize=7)
@@ -273,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -3,47 +3,49 @@
   python -m experiments.studies.muon.run --workdir=runs/muon
 
 Muon and AdamW are trained at the same learning rates, then at the best rate of
-each with three other seeds, and beside these AdamW with as many steps as Muon's
-CPU time pays for. That under two rules: one rate for all parameters of a run;
-and, in both arms, a fixed rate for the rest, what is no matrix. Controls swap
-the rates of the rest. Runs that are compared take turns of a few seconds in one
-process, pinned to one core. A run that results/ has is not run again.
+each with three other seeds, together with AdamW for as many steps as fit into
+Muon's CPU time. This happens under two rules: one rate for all parameters; and,
+in both arms, a fixed rate for parameters that are no matrices ('rest').
+Controls swap the rates of the rest. Compared runs take turns of a few seconds
+in one process, pinned to one core. A run in results/ is not repeated.
 """
 
 import os
 import pathlib
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/muon', 'Keeps the corpus.')
+from experiments import start
+
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/muon', 'Folder of the corpus.')
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
-_CORE = flags.DEFINE_integer('core', 0, 'To run on, alone of this process.')
+_CORE = flags.DEFINE_integer('core', 0, 'Core to which the process is pinned.')
 
 SOURCES = ('stdlib', 'configs/pretrain/first_loop.sources')
 MAX_BYTES = 8_000_000
 OPTIMIZERS = ('adam', 'muon')
 RATES = (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2)
 SWEEP_SEED = 0
-# Where 'rest' parameters have one rate in all runs: that of Muon's best run
-# with one rate for all, the better for both.
+# Rate of the rest under the second rule: that of Muon's best run under the
+# first, which is better for both arms.
 REST_RATE = 1e-2
-SEEDS = (1, 2, 3)  # not the one that chose the rates
+SEEDS = (1, 2, 3)  # without the seed that chose the rates
 
 
 def _pin_to(core: int) -> None:
-  """Call it before JAX starts its backend: threads keep what they find."""
-  given = os.environ.get('XLA_FLAGS', '')
-  os.environ['XLA_FLAGS'] = f'{given} --xla_cpu_multi_thread_eigen=false'
+  """Pins the process; call it before JAX starts threads, which stay put."""
+  xla_flags = os.environ.get('XLA_FLAGS', '')
+  os.environ['XLA_FLAGS'] = f'{xla_flags} --xla_cpu_multi_thread_eigen=false'
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {core})
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   _pin_to(_CORE.value)
   from composer_jax.telemetry import machine, writer
   from experiments.studies.muon import analyze, training
@@ -60,15 +62,15 @@ def main(argv: list[str]) -> None:
       out.write('setup', 0, machine=machine.describe(), **about)
 
     def run(stage: str, arms: list[training.Arm]) -> None:
-      done = {analyze.key(r) for r in rows(stage)}
-      missing = [a for a in dict.fromkeys(arms) if a.key not in done]
+      finished = {analyze.key(r) for r in rows(stage)}
+      missing = [a for a in dict.fromkeys(arms) if a.key not in finished]
       print(stage, *missing, sep='\n  ', flush=True)
-      found = training.in_turns([training.turns(a, data) for a in missing])
-      for arm, line in zip(missing, found, strict=True):
+      lines = training.in_turns([training.turns(a, data) for a in missing])
+      for arm, line in zip(missing, lines, strict=True):
         out.write(stage, arm.steps, **line)
 
     def compare(rule: str, rest_rate: float | None) -> None:
-      """Sweeps both optimizers alike, then runs both at their best."""
+      """Sweeps both optimizers alike, then runs both at their best rates."""
       stage = 'sweep' + rule
       rates: tuple[float, ...] = RATES
       while rates:
@@ -83,10 +85,10 @@ def main(argv: list[str]) -> None:
             )
             for optimizer in OPTIMIZERS
           ]
-          # With one rate for all it is the run of the other rule.
+          # With one rate for all, it is a run of the other rule.
           if rate != rest_rate:
             run(stage, arms)
-        # Both grids grow alike until neither has its best at an end.
+        # Extend both grids until neither optimizer has its best rate at an end.
         rates = analyze.beyond(analyze.sweep_of(writer.read(results), rule))
       sweep = analyze.sweep_of(writer.read(results), rule)
       longer = round(training.STEPS * analyze.step_ratio(rows('sweep')))
@@ -109,7 +111,7 @@ def main(argv: list[str]) -> None:
 
     compare('', None)
     best = {o: analyze.best_rate(rows('sweep'), o) for o in OPTIMIZERS}
-    # What is no matrix at the rate of the other: whose merit was it?
+    # The rest at the other arm's rate, to see which of the two rates helps.
     for seed in SEEDS:
       run(
         'controls',
@@ -117,11 +119,11 @@ def main(argv: list[str]) -> None:
           training.Arm(
             optimizer=optimizer,
             learning_rate=best[optimizer],
-            rest_rate=best[other],
+            rest_rate=best[rest_optimizer],
             seed=seed,
             steps=training.STEPS,
           )
-          for optimizer, other in (OPTIMIZERS, OPTIMIZERS[::-1])
+          for optimizer, rest_optimizer in (OPTIMIZERS, OPTIMIZERS[::-1])
         ],
       )
     compare('_fixed', REST_RATE)
@@ -131,4 +133,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

@@ -1,4 +1,4 @@
-"""One training run of the study, cut into turns, and what it costs.
+"""One training run of the study, cut into turns, and its cost.
 
 Everything but the optimizer is the same in both arms: the corpus, the batches
 of a seed and their order, the initial weights of a seed, the schedule's shape,
@@ -44,12 +44,12 @@ class Arm:
 
   Attributes:
     optimizer: 'adam' (AdamW for all) or 'muon' (matrices on Muon).
-    learning_rate: peak, of every parameter: Moonlight scales Muon's update to
-      an RMS of 0.2 so that both may share it.
-    seed: of initial weights and of the order of batches.
+    learning_rate: peak rate of every parameter; Muon's update is scaled to an
+      RMS of 0.2 (Moonlight), so that both optimizers may share it.
+    seed: seed of initial weights and of the order of batches.
     steps: optimizer steps.
-    rest_rate: another peak for the parameters that Muon leaves to AdamW (the
-      embedding, routers, norms), in either arm; None: the same.
+    rest_rate: peak rate of the parameters that Muon leaves to AdamW (embedding,
+      routers, norms), in either arm; None is `learning_rate`.
   """
 
   optimizer: str
@@ -60,11 +60,11 @@ class Arm:
 
   @property
   def key(self) -> tuple[str, float, int, int]:
-    """As `analyze.key`: of a stage's arms no two have the same."""
+    """Identifies the arm within a stage, like `analyze.key`."""
     return self.optimizer, self.learning_rate, self.seed, self.steps
 
   def options(self) -> groups.OptimizerOptions:
-    """Warm-up over a twentieth of the steps, decay over the last third."""
+    """Options: warm-up over 1/20 of the steps, decay over the last third."""
     return groups.OptimizerOptions(
       name=self.optimizer,
       learning_rate=self.learning_rate,
@@ -78,7 +78,7 @@ class Arm:
 
 
 def model() -> model_config.ModelConfig:
-  """The project's tiny model, narrower: a step must not take a second."""
+  """Returns a narrower tiny model, whose step takes less than a second."""
   c = tiny.get_config()
   c.embed_dim = 96
   c.num_layers = 3
@@ -90,7 +90,7 @@ def model() -> model_config.ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-  """Rows of both splits; the held-out ones as batches."""
+  """Rows to learn and held-out rows, the latter as batches."""
 
   fingerprint: str
   learnt: list[np.ndarray]
@@ -105,9 +105,8 @@ class Data:
 def _windows(documents: tokens.Documents) -> list[np.ndarray]:
   """Cuts documents into rows, which a stream then draws in random order.
 
-  A stream lays documents end to end: a batch of so few tokens would be one
-  document, and its gradient that document's. What does not fill a row is left
-  out.
+  A stream that lays documents end to end would fill such a small batch with one
+  document. Tokens that do not fill a row are left out.
   """
   return [
     document[start : start + SEQ_LEN]
@@ -139,8 +138,8 @@ def data(workdir: str, sources: Sequence[str], max_bytes: int) -> Data:
   )
 
 
-def describe(found: Data) -> Record:
-  """What all runs share."""
+def describe(data: Data) -> Record:
+  """Returns what all runs share."""
   shapes, _ = decoder.abstract(model())
   arm = Arm(optimizer='muon', learning_rate=1.0, seed=0, steps=STEPS)
   options = dataclasses.asdict(arm.options()).items()
@@ -148,9 +147,9 @@ def describe(found: Data) -> Record:
     'rows': ROWS,
     'seq_len': SEQ_LEN,
     'parameters': sum(x.size for x in jax.tree.leaves(shapes['params'])),
-    'corpus': found.fingerprint,
-    'tokens_to_learn': SEQ_LEN * len(found.learnt),
-    'tokens_held_out': int(sum(b.loss_weights_BT.sum() for b in found.heldout)),
+    'corpus': data.fingerprint,
+    'tokens_to_learn': SEQ_LEN * len(data.learnt),
+    'tokens_held_out': int(sum(b.loss_weights_BT.sum() for b in data.heldout)),
     'muon': {k: v for k, v in options if not k.endswith('learning_rate')},
     'model': dataclasses.asdict(model()),
   }
@@ -166,13 +165,13 @@ def _transform(arm: Arm) -> optax.GradientTransformation:
   )
   if arm.optimizer == 'muon' or arm.rest_rate is None:
     return transform
-  # AdamW's update, decay included, is proportional to its rate.
+  # AdamW's update, decay included, is proportional to the rate.
   role_tree = roles.tree(shapes['params'], axes['params'])
-  rest = optax.scale(arm.rest_rate / arm.learning_rate)
+  rest_scale = optax.scale(arm.rest_rate / arm.learning_rate)
   return optax.chain(
     transform,
     optax.partition(
-      {roles.ADAM: rest, 'matrix': optax.identity()},
+      {roles.ADAM: rest_scale, 'matrix': optax.identity()},
       jax.tree.map(lambda r: r if r == roles.ADAM else 'matrix', role_tree),
     ),
   )
@@ -185,7 +184,7 @@ def _init() -> Callable[[jax.Array], decoder.Variables]:
 
 @functools.cache
 def _step(arm: Arm) -> Callable[..., Any]:
-  """Compiled once for all seeds: call it with those of seed 0."""
+  """Returns a step compiled once for all seeds; call this with seed 0."""
   step = train_step.make(
     model(), _transform(arm), plan=None, bias_rate=BIAS_RATE
   )
@@ -202,23 +201,22 @@ def _first_state(arm: Arm) -> train_state.TrainState:
   return jax.block_until_ready(train_state.create(variables, _transform(arm)))
 
 
-def turns(arm: Arm, found: Data) -> Turns:
-  """Trains, giving way every `TURN` steps and once before the first.
+def turns(arm: Arm, data: Data) -> Turns:
+  """Trains, yielding every `TURN` steps and once before the first.
 
   Returns:
-    The run's line: held-out and training losses by step (the latter means
-    since the one before), and the CPU seconds of the process that the training
-    steps took until then. Compiling, filling batches and held-out losses are
-    off that clock.
+    Line of the run: held-out and training losses by step (training losses are
+    means since the step before), and the CPU seconds of training steps until
+    then, without compiling, filling batches and held-out losses.
   """
   program = _step(dataclasses.replace(arm, seed=0))
-  # Compiles, off the clock; the state is donated, so it takes another.
-  program(_first_state(arm), next(found.stream(arm.seed)))
-  state, stream = _first_state(arm), found.stream(arm.seed)
+  # Compiles, off the clock, with another state, since the step donates it.
+  program(_first_state(arm), next(data.stream(arm.seed)))
+  state, stream = _first_state(arm), data.stream(arm.seed)
 
   def held_out() -> float:
     variables = state.variables()
-    return lm_loss.mean_loss(_held_out_sums(), variables, found.heldout)
+    return lm_loss.mean_loss(_held_out_sums(), variables, data.heldout)
 
   steps = [0]
   cpu_s, heldout_loss, train_loss = [0.0], [held_out()], []
@@ -249,35 +247,35 @@ def turns(arm: Arm, found: Data) -> Turns:
 
 
 def in_turns(runs: Sequence[Turns]) -> list[Record]:
-  """Runs all to their ends, a turn each: a busy machine slows all alike."""
-  found: dict[int, Record] = {}
-  while len(found) < len(runs):
+  """Runs all to their ends in turns, so that a busy machine slows all alike."""
+  lines: dict[int, Record] = {}
+  while len(lines) < len(runs):
     for index, run in enumerate(runs):
-      if index not in found:
+      if index not in lines:
         try:
           next(run)
         except StopIteration as end:
-          found[index] = end.value
-  return [found[index] for index in range(len(runs))]
+          lines[index] = end.value
+  return [lines[index] for index in range(len(runs))]
 
 
-def costs(found: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
+def costs(data: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
   """CPU milliseconds of a step and of its parts, measured turn by turn.
 
   'gradients' is the step without its update, 'update' the optimizer alone
   (clipping, the transform, adding the result to the masters).
 
   Args:
-    found: a batch is taken of it.
-    rounds: that count; one before them does not.
+    data: data from which a batch is taken.
+    rounds: counted rounds; one warm-up round comes before them.
     repeats: calls a round.
   """
-  batch = next(found.stream(0))
+  batch = next(data.stream(0))
   programs: dict[tuple[str, str], Callable[[], Any]] = {}
   for name in ('adam', 'muon'):
     arm = Arm(optimizer=name, learning_rate=1e-3, seed=0, steps=STEPS)
     state, transform = _first_state(arm), _transform(arm)
-    whole = jax.jit(
+    whole_step = jax.jit(
       train_step.make(model(), transform, plan=None, bias_rate=BIAS_RATE)
     )
     grad = jax.grad(lm_loss.loss, has_aux=True)
@@ -291,7 +289,7 @@ def costs(found: Data, *, rounds: int, repeats: int = 8) -> list[Record]:
       gradients, state.params, state.selection_bias, batch
     )
     direction, stats = back()
-    programs[name, 'step'] = functools.partial(whole, state, batch)
+    programs[name, 'step'] = functools.partial(whole_step, state, batch)
     programs[name, 'gradients'] = back
     programs[name, 'update'] = functools.partial(
       update, state, direction, stats.load_ME

@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 
 from composer_jax.telemetry import intervals
+from experiments import start
 from experiments.studies import results
 
 ROOT = pathlib.Path(__file__).parent
@@ -22,24 +23,24 @@ Row = results.Row
 
 
 def curve(rows: list[Row], arm: str, seed: int) -> np.ndarray:
-  """Rate of right answers by step of RL, of its rollouts."""
-  found = {
+  """Returns the rate of right answers of RL's rollouts, by step."""
+  rates = {
     r['step']: r['pass_rate']
     for r in rows
     if r['stage'] == 'rl' and (r['arm'], r['seed']) == (arm, seed)
   }
-  return np.array([found[step] for step in sorted(found)])
+  return np.array([rates[step] for step in sorted(rates)])
 
 
 def _of(rows: list[Row], arm: str, seed: int, name: str) -> Row | None:
-  """The last evaluation of that kind."""
-  found = [
+  """Returns the last evaluation of that name; None without any."""
+  matches = [
     r
     for r in rows
     if r['stage'] == 'eval'
     and (r['arm'], r['seed'], r['name']) == (arm, seed, name)
   ]
-  return found[-1] if found else None
+  return matches[-1] if matches else None
 
 
 def _shown(row: Row | None, what: str) -> str:
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  start.run(main)

@@ -4,23 +4,26 @@
 
 For each seed one SFT policy, and from it two arms of RL: the chain, whose
 summaries are trained with the reward of the episode, and the same with the loss
-of summaries masked. An arm that results/ has is not run again; what was cut off
-is not there.
+of summaries masked. A finished arm is not run again; results/ has only finished
+ones.
 """
 
 import pathlib
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from composer_jax.telemetry import machine
+from experiments import start
 from experiments.studies import results
 from experiments.studies.summary import stream, training
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'One SFT policy each.')
 _RESULTS = flags.DEFINE_string(
-  'results', str(pathlib.Path(__file__).parent / 'results'), 'Appended to.'
+  'results',
+  str(pathlib.Path(__file__).parent / 'results'),
+  'Folder to append to.',
 )
 _QUICK = flags.DEFINE_bool('quick', False, 'Sizes of a test.')
 
@@ -28,19 +31,17 @@ ARMS = ('chain', 'masked')
 _KEPT = ('pass_rate', 'entropy', 'grad_norm', 'mismatch_kl', 'tokens')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'Unknown arguments {argv[1:]}.')
+def main() -> None:
   sizes = training.QUICK if _QUICK.value else training.Sizes()
   for seed in map(int, _SEEDS.value):
     rows = [r for r in results.read(_RESULTS.value) if r['seed'] == seed]
     if any(r['stage'] == 'end' for r in rows):
       continue
-    done = {r['arm'] for r in rows if r['stage'] == 'eval'}
-    if not done:
+    finished = {r['arm'] for r in rows if r['stage'] == 'eval'}
+    if not finished:
       about = {'machine': machine.describe(), **training.about(sizes)}
       _keep([{'stage': 'setup', 'seed': seed, 'step': 0, **about}])
-    _run(seed, sizes, done)
+    _run(seed, sizes, finished)
     end = {'stage': 'end', 'seed': seed, 'step': sizes.steps}
     _keep([{**end, 'cpu_s': time.process_time()}])
 
@@ -49,8 +50,8 @@ def _keep(rows: list[results.Row]) -> None:
   results.add(_RESULTS.value, rows, by=('stage', 'arm', 'seed'))
 
 
-def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
-  """SFT, and RL of both arms from it; arms that are done are not run again."""
+def _run(seed: int, sizes: training.Sizes, finished: set[str]) -> None:
+  """Runs SFT and, from it, RL of both arms; skips finished arms."""
 
   def judged(variables: Any, arm: str, step: int) -> list[results.Row]:
     rows = []
@@ -59,19 +60,19 @@ def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
       ('amnesic', stream.PIECES, sizes.episodes, True),
       ('long', stream.LONG_PIECES, max(sizes.episodes // 4, 1), False),
     ):
-      found = training.evaluate(
+      measured = training.evaluate(
         variables, seed=seed, pieces=pieces, episodes=episodes, amnesic=amnesic
       )
-      print(seed, arm, step, name, found, flush=True)
+      print(seed, arm, step, name, measured, flush=True)
       row = {'stage': 'eval', 'seed': seed, 'step': step, 'name': name}
-      rows.append({**row, 'arm': arm, **found})
+      rows.append({**row, 'arm': arm, **measured})
     return rows
 
   start = training.imitate(sizes, seed)
-  if 'sft' not in done:
+  if 'sft' not in finished:
     _keep(judged(start, 'sft', 0))
   for arm in ARMS:
-    if arm in done:
+    if arm in finished:
       continue
     end, rows = start, []
     for end, history in training.reinforce(  # noqa: B007
@@ -86,4 +87,4 @@ def _run(seed: int, sizes: training.Sizes, done: set[str]) -> None:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  start.run(main)

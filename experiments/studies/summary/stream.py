@@ -1,4 +1,4 @@
-"""Facts come in pieces that no window holds two of; early ones are asked.
+"""Facts come in pieces of which no window holds two; early ones are asked for.
 
   <|user|> track <|end|> <|call|> next <|end|> <|tool|> w3 a5 w1 ... <|end|>
 
@@ -6,7 +6,8 @@ Each `next` brings another piece: assignments (`a5`: variable a is 5) among
 words that mean nothing. After the last piece the answer is `ask a`, and the
 policy has to call `a5`. The variable that is asked for is assigned in the first
 two pieces only and the others later on, so that a window of later pieces tells
-nothing of its value: whoever sees that window alone is right once in eight.
+nothing of its value: a policy that sees that window alone is right once in
+eight.
 """
 
 import collections
@@ -23,10 +24,10 @@ from composer_jax.tasks.repository import scripts
 
 VARIABLES = 'abcd'
 NUM_VALUES = 8
-EARLY = 2  # pieces that may assign what is asked for
+EARLY = 2  # pieces that may assign the variable asked for
 PIECE_TOKENS = 12
-PIECES = 4  # of a stream that the policy is trained on
-# Ten times the window and more: 40 pieces of 12 tokens against 48.
+PIECES = 4  # pieces of a training stream
+# More than ten windows: 40 pieces of 12 tokens, in windows of 48.
 LONG_PIECES = 40
 
 _FACTS = [f'{v}{n}' for v in VARIABLES for n in range(NUM_VALUES)]
@@ -53,7 +54,7 @@ EPISODE = episode.EpisodeOptions(
 
 
 class Words:
-  """A tokenizer of the words above; a number is its digits, the rest dots."""
+  """A tokenizer of the words above; numbers are digits, other words dots."""
 
   PAD, USER, CALL, TOOL, END = range(5)
   special_ids = frozenset(range(5))
@@ -79,9 +80,9 @@ class Stream:
   """One task.
 
   Attributes:
-    task_id: names it.
-    pieces: words of each.
-    variable: asked for.
+    task_id: name of the task.
+    pieces: text of each piece.
+    variable: variable asked for.
   """
 
   task_id: str
@@ -94,7 +95,7 @@ class Stream:
     return [w for w in words if w in _FACTS and w[0] == self.variable][-1]
 
   def shifted(self, by: int) -> 'Stream':
-    """The stream as likely as this one in which the answer is another."""
+    """Returns an equally likely stream with another answer."""
 
     def moved(word: str) -> str:
       if word not in _FACTS or word[0] != self.variable:
@@ -106,21 +107,25 @@ class Stream:
 
 
 def generate(index: int, seed: int, pieces: int) -> Stream:
-  """The task of that number; later pieces spare the variable asked for."""
+  """Returns a task; late pieces never assign the variable asked for."""
   draw = random.Random(f'stream/{seed}/{pieces}/{index}')
-  asked = draw.choice(VARIABLES)
-  others = [v for v in VARIABLES if v != asked]
-  found = []
+  variable = draw.choice(VARIABLES)
+  distractors = [v for v in VARIABLES if v != variable]
+  stream_pieces = []
   for number in range(pieces):
     if number == 0:
       assigned = list(VARIABLES)
     else:
-      assigned = draw.sample(list(VARIABLES) if number < EARLY else others, 2)
+      assigned = draw.sample(
+        list(VARIABLES) if number < EARLY else distractors, 2
+      )
     words = [f'{v}{draw.randrange(NUM_VALUES)}' for v in assigned]
     words += draw.choices(_FILLERS, k=PIECE_TOKENS - len(words))
     draw.shuffle(words)
-    found.append(' '.join(words))
-  return Stream(f'stream/{seed}/{pieces}/{index}', tuple(found), asked)
+    stream_pieces.append(' '.join(words))
+  return Stream(
+    f'stream/{seed}/{pieces}/{index}', tuple(stream_pieces), variable
+  )
 
 
 class StreamEnvironment:
@@ -145,7 +150,7 @@ class StreamEnvironment:
     return self._task.task_id
 
   def call(self, text: str) -> environment.ToolResult:
-    """Tells the next piece; after the question any call is the answer."""
+    """Returns the next piece; the call after the question is the answer."""
     if self._told > len(self._task.pieces):
       self._is_right = text == self._task.answer
       return environment.ToolResult(text='', tool='answer', is_final=True)
@@ -154,10 +159,10 @@ class StreamEnvironment:
         text='next', tool='', outcome=turns_lib.UNKNOWN_TOOL
       )
     self._told += 1
-    told = f'ask {self._task.variable}'
+    piece = f'ask {self._task.variable}'
     if self._told <= len(self._task.pieces):
-      told = self._task.pieces[self._told - 1]
-    return environment.ToolResult(text=told, tool='next')
+      piece = self._task.pieces[self._told - 1]
+    return environment.ToolResult(text=piece, tool='next')
 
   def usage(self, tool: str) -> str:
     return tool
@@ -179,10 +184,9 @@ class StreamEnvironment:
 
 
 class ScriptedPolicy:
-  """Knows the protocol; forgets a variable in a summary now and then.
+  """Follows the protocol; sometimes gets a value in a summary wrong.
 
-  It reads what it is given and nothing else: once it wrote a wrong value, that
-  value is what it goes on with.
+  It reads only its context: a wrong value stays, once written.
   """
 
   def __init__(self, tokenizer: Words, draw: random.Random, noise: float):
@@ -221,12 +225,12 @@ class ScriptedPolicy:
 def transcripts(
   tokenizer: Words, *, seed: int, count: int, noise: float
 ) -> list[records.Rollout]:
-  """Episodes of the scripted policy; one in eight is three times as long."""
-  found = []
+  """Plays the scripted policy; one episode in eight is three times as long."""
+  episodes = []
   for index in range(count):
     pieces = PIECES if index % 8 else 3 * PIECES
     draw = random.Random(f'script/{seed}/{index}')
-    found.append(
+    episodes.append(
       episode.run(
         StreamEnvironment(generate(index, seed, pieces)),
         ScriptedPolicy(tokenizer, draw, noise),
@@ -238,35 +242,37 @@ def transcripts(
         summary=SUMMARY,
       )
     )
-  return found
+  return episodes
 
 
 def carried(rollout: records.Rollout, task: Stream) -> bool:
-  """Whether the last window was given the right answer, by its summary."""
-  last = rollout.trajectories[-1]
-  words = Words().decode(last.tokens_T[~last.loss_mask_T]).split()
+  """True if the summary before the last window holds the right answer."""
+  window = rollout.trajectories[-1]
+  words = Words().decode(window.tokens_T[~window.loss_mask_T]).split()
   return task.answer in words
 
 
 def oracle(
   rollouts: Sequence[records.Rollout], answers: Sequence[str]
 ) -> float:
-  """Share that the best policy could answer that sees last windows alone.
+  """Returns the best rate of right answers from last windows alone.
 
-  Exact for these episodes: each distinct window, without the summary that it
-  begins with, gets its most frequent answer.
+  Exact for these episodes: each distinct window, without its first summary,
+  gets its most frequent answer.
 
   Args:
-    rollouts: whose last windows are seen.
-    answers: right ones.
+    rollouts: rollouts whose last windows are seen.
+    answers: right answers, by rollout.
   """
-  found: dict[bytes, collections.Counter] = collections.defaultdict(
+  answers_by_window: dict[bytes, collections.Counter] = collections.defaultdict(
     collections.Counter
   )
   for rollout, answer in zip(rollouts, answers, strict=True):
-    last = rollout.trajectories[-1]
-    # The second message is the summary; the policy's own tokens are no fact.
-    ends = np.flatnonzero(last.tokens_T == Words.END)
-    seen_T = np.where(last.loss_mask_T, Words.PAD, last.tokens_T)[ends[1] :]
-    found[seen_T.tobytes()][answer] += 1
-  return sum(max(c.values()) for c in found.values()) / len(rollouts)
+    window = rollout.trajectories[-1]
+    # The second message is the summary; the policy's own tokens do not count.
+    ends = np.flatnonzero(window.tokens_T == Words.END)
+    seen_T = np.where(window.loss_mask_T, Words.PAD, window.tokens_T)[ends[1] :]
+    answers_by_window[seen_T.tobytes()][answer] += 1
+  return sum(max(c.values()) for c in answers_by_window.values()) / len(
+    rollouts
+  )

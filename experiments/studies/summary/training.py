@@ -69,24 +69,24 @@ MODEL = model_config.ModelConfig.from_dict(
     },
   }
 )
-# Tokens of a row: several windows share one.
+# Tokens of a row, which several windows share.
 ROW = 4 * stream.SUMMARY.trigger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """How much is computed.
+  """Sizes of the computation.
 
   Attributes:
-    transcripts: of the scripted policy, of each kind.
-    clean_steps: of SFT, on transcripts that forget nothing.
-    noisy_steps: of SFT after those.
-    noise: of each value in a summary of the noisy ones.
-    steps: of RL.
-    rate: its learning rate.
-    prompts: P.
-    rollouts: R.
-    episodes: of an evaluation; of one of long streams a quarter.
+    transcripts: number of scripted transcripts, for clean and noisy each.
+    clean_steps: steps of SFT on transcripts without errors.
+    noisy_steps: steps of SFT after those, on transcripts with errors.
+    noise: probability that a noisy summary has a value wrong.
+    steps: steps of RL.
+    rate: learning rate of RL.
+    prompts: prompts of a step (P).
+    rollouts: rollouts of a prompt (R).
+    episodes: episodes of an evaluation; with long streams a quarter of that.
   """
 
   transcripts: int = 4000
@@ -112,7 +112,7 @@ QUICK = Sizes(
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
-  """What a line of results has to say of the study's sizes."""
+  """Returns the sizes that a line of results names."""
   shapes, _ = decoder.abstract(MODEL)
   return {
     'parameters': sum(x.size for x in jax.tree.leaves(shapes['params'])),
@@ -124,7 +124,7 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 @functools.cache
 def _sft_step(total: int) -> tuple[optax.GradientTransformation, Any]:
-  """The optimizer of SFT, and a step that compiles once for all seeds."""
+  """Returns SFT's optimizer, and a step compiled once for all seeds."""
   shapes, axes = decoder.abstract(MODEL)
   optimizer = optim_groups.optimizer(
     optim_groups.OptimizerOptions(
@@ -145,10 +145,10 @@ def _sft_step(total: int) -> tuple[optax.GradientTransformation, Any]:
 
 
 def imitate(sizes: Sizes, seed: int) -> dict[str, Any]:
-  """Variables after SFT: first on whole summaries, then on noisy ones.
+  """Returns variables after SFT, first on clean summaries, then on noisy ones.
 
-  What a summary is for is learnt in a fraction of the steps that it takes with
-  noise from the start; the noise then is what RL has to unlearn.
+  The use of summaries is learnt in a fraction of the steps that noise from the
+  start would take; RL has to unlearn the noise.
   """
   optimizer, train = _sft_step(sizes.clean_steps + sizes.noisy_steps)
   variables = jax.jit(lambda key: decoder.init(MODEL, key))(
@@ -209,7 +209,7 @@ class Amnesic:
       f'{v}{self._draw.randrange(stream.NUM_VALUES)}' for v in stream.VARIABLES
     )
     tokens_T = np.append(TOKENIZER.encode(text), TOKENIZER.END)
-    # A summary of another length would not suit its other arrays.
+    # The length must stay, as the other arrays have it.
     tokens_T = np.resize(tokens_T, len(completion.tokens_T)).astype(np.int32)
     return dataclasses.replace(completion, tokens_T=tokens_T)
 
@@ -220,14 +220,14 @@ class Amnesic:
 def collector_of(
   *, seed: int, pieces: int, rollouts: int, masked: bool, amnesic: bool = False
 ) -> collect.Collector:
-  """Plays streams.
+  """Returns a collector that plays streams.
 
   Args:
-    seed: of streams and sampling.
-    pieces: of a stream.
-    rollouts: of each.
-    masked: whether the loss spares the tokens of summaries.
-    amnesic: whether summaries carry nothing.
+    seed: seed of streams and sampling.
+    pieces: pieces of a stream.
+    rollouts: rollouts of each stream.
+    masked: true if summary tokens have no loss.
+    amnesic: true if summaries are replaced by random facts.
   """
   play = collect.episode_player(
     TOKENIZER, stream.StreamEnvironment, stream.EPISODE, summary=stream.SUMMARY
@@ -248,7 +248,7 @@ def collector_of(
 
 
 def without_summaries(rollout: records.Rollout) -> records.Rollout:
-  """The rollout with no loss on its summaries: the arm that must not learn."""
+  """Returns the rollout without loss on summaries, for the control arm."""
   windows = list(rollout.trajectories)
   for turn in rollout.turns:
     if turn.outcome == turns_lib.SUMMARY:
@@ -261,7 +261,7 @@ def without_summaries(rollout: records.Rollout) -> records.Rollout:
 
 @functools.cache
 def _rl(rate: float) -> tuple[optax.GradientTransformation, steps.Functions]:
-  """The optimizer of RL and its functions, which compile once for all arms."""
+  """Returns RL's optimizer and its functions, compiled once for all arms."""
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95)
   )
@@ -285,7 +285,7 @@ def reinforce(
     loss=policy_loss.LossOptions(),
     mismatch_every=0,
     refreshed=False,
-    # The default bands. A chain's windows are replayed as any other.
+    # The default bands: windows of a chain are replayed like any other.
     gate=mismatch.GateOptions(),
     seed=seed,
   )
@@ -296,7 +296,7 @@ def reinforce(
     masked=masked,
   )
   shape = batching.shape_of(MODEL, rows=16, seq_len=ROW)
-  # A copy: the update donates its state.
+  # Copied, because the update donates its state.
   state = train_state.create(jax.tree.map(jnp.copy, variables), optimizer)
   for stop in range(10, sizes.steps + 10, 10):
     state, history = sync_loop.run(
@@ -319,18 +319,19 @@ def evaluate(
   episodes: int,
   amnesic: bool = False,
 ) -> dict[str, Any]:
-  """Pass rate on streams of its own, at temperature 1, and how windows were.
+  """Returns the pass rate on new streams at temperature 1, and window counts.
 
   Args:
     variables: masters of the policy.
-    seed: of the study.
-    pieces: of each stream.
-    episodes: to play.
-    amnesic: whether facts drawn at random take the place of summaries.
+    seed: seed of the study.
+    pieces: pieces of each stream.
+    episodes: number of episodes to play.
+    amnesic: true if summaries are replaced by random facts.
+
   """
   params = train_state.policy_values(variables['params'])
   streams_seed = 2_000_003 + seed
-  found = collect.groups(
+  groups = collect.groups(
     collector_of(
       seed=streams_seed,
       pieces=pieces,
@@ -341,7 +342,7 @@ def evaluate(
     make_engine({**variables, 'params': params}, 0),
     range(episodes),
   )
-  rollouts = [r for g in found for r in g.rollouts]
+  rollouts = [r for g in groups for r in g.rollouts]
   windows = [len(t) for r in rollouts for t in r.trajectories]
   return {
     'pass_rate': float(np.mean([r.verdict.passed for r in rollouts])),

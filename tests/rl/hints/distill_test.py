@@ -1,4 +1,4 @@
-"""Laws of hints: which tokens they train, by how much, and nothing else."""
+"""Laws of hints: which tokens they train, and by how much."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ VALUES = replayed.variables(CONFIG)
 
 
 def window(length, seed):
-  """Sampled throughout but for its first token; its own routes, or others'."""
+  """Returns a window with random routes, sampled but for its first token."""
   trajectory = replayed.trajectory(length, seed, CONFIG.moe.num_experts)
   mask_T = np.arange(length) > 0
   return dataclasses.replace(trajectory, loss_mask_T=mask_T)
@@ -49,7 +49,7 @@ def hint(start, stop, length, *, at=None, trajectory=0):
 
 
 def group(number, *rollouts):
-  """Of (windows, hints) pairs; the first member alone is rewarded."""
+  """Returns a group of (windows, hints) pairs; only the first is rewarded."""
   verdict = records.Verdict(
     passed=False,
     num_passed=0,
@@ -77,8 +77,8 @@ def group(number, *rollouts):
   )
 
 
-# Turns of several lengths, hints of several more; two on one turn, two windows
-# of one rollout, and a window that nothing is said of.
+# Turns and hints of several lengths; two hints on one turn, a rollout with two
+# windows, and a window without a hint.
 GROUPS = [
   group(
     0,
@@ -106,14 +106,14 @@ def packed(groups=GROUPS, shape=SHAPE, **kwargs):
   return batching.pack(groups, shape, **kwargs)
 
 
-def only(found):
-  (batch,), _ = found
+def only(packing):
+  (batch,), _ = packing
   return batch
 
 
 @functools.cache
 def compiled(options):
-  """(values, teacher, batch) -> gradients, the teacher's too, and sums."""
+  """Returns a function that computes gradients, sums, teacher's gradients."""
 
   def run(values, teacher, batch):
     def loss(teacher):
@@ -152,7 +152,7 @@ def _logits():
 
 
 def logits(values, tokens_T, ids_TMA=None):
-  """float64 logits_TV of one window alone, and the routes that it took."""
+  """Returns float64 logits_TV of one window alone, and its routes."""
   missing = SHAPE.seq_len - len(tokens_T)
   ids_MBTA = np.full(
     (replayed.M, 1, SHAPE.seq_len, replayed.A), records.NO_ROUTE, np.uint16
@@ -178,7 +178,7 @@ def kl(left_TV, right_TV):
 
 
 def reference_loss(values, teacher, *, weight=0.5, cap=2.0):
-  """The formula in float64, a hint at a time, from unpacked windows."""
+  """Returns the loss in float64, a hint at a time, from unpacked windows."""
   total = 0.0
   for t, h in hinted():
     routes_TMA = t.expert_ids_TMA.copy()
@@ -206,7 +206,7 @@ TEACHER = jax.tree.map(lambda a: a[..., ::-1].copy(), VALUES)
 
 
 @pytest.fixture(scope='module')
-def found():
+def together():
   return gradients(only(packed()), teacher=TEACHER)
 
 
@@ -215,44 +215,44 @@ def reference():
   return reference_loss(VALUES, TEACHER)
 
 
-def test_the_loss_is_the_formula_on_windows_alone(found, reference):
-  _, stats = found
+def test_the_loss_is_the_formula_on_windows_alone(together, reference):
+  _, stats = together
   assert float(stats.loss) == pytest.approx(reference, rel=1e-5)
   assert int(stats.num_tokens) == sum(h.stop - h.start for _, h in hinted())
-  # The student's routes are replayed; routed afresh it is another number.
+  # The student's routes are replayed; routed afresh the loss differs.
   batch = only(packed())
   afresh = batch.replace(student=comparison.fresh(batch.student))
-  _, other = gradients(afresh, teacher=TEACHER)
-  assert abs(float(other.loss) / reference - 1) > 0.02
+  _, afresh_sums = gradients(afresh, teacher=TEACHER)
+  assert abs(float(afresh_sums.loss) / reference - 1) > 0.02
 
 
 def moved(batch, by):
-  """With the teacher's map so many tokens off."""
+  """Returns the batch with the teacher's map shifted by so many tokens."""
   slots_BT = np.roll(batch.teacher_slots_BT, by, axis=1)
   return batch.replace(teacher_slots_BT=slots_BT)
 
 
 @pytest.mark.parametrize('by', [1, -1, -4])
 def test_a_map_that_is_off_is_another_loss(by, reference):
-  """What the equality above would catch: a token, or a hint's length."""
+  """So the equality above detects shifts by a token or by a hint's length."""
   _, stats = gradients(moved(only(packed()), by), teacher=TEACHER)
   assert abs(float(stats.loss) / reference - 1) > 0.02
 
 
-def assert_close(found, expected):
-  """Up to sums in another order, of float32 terms that cancel."""
+def assert_close(actual, expected):
+  """Compares up to the order of float32 sums whose terms cancel."""
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       a, b, rtol=0, atol=1e-5 * np.abs(b).max() + 1e-9
     ),
-    found,
+    actual,
     expected,
   )
 
 
-def test_packed_together_is_packed_alone(found):
-  def alone(group, i, one):
-    r = dataclasses.replace(group.rollouts[i], hints=(one,), member=0)
+def test_packed_together_is_packed_alone(together):
+  def alone(group, i, hints):
+    r = dataclasses.replace(group.rollouts[i], hints=(hints,), member=0)
     return dataclasses.replace(group, rollouts=(r,))
 
   apart = [
@@ -262,23 +262,23 @@ def test_packed_together_is_packed_alone(found):
     for h in r.hints
   ]
   total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), apart)
-  assert_close(found, total)
+  assert_close(together, total)
 
 
 def test_an_empty_hint_is_exactly_nothing():
-  """Even where the teacher is another policy, which would hold back."""
+  """Even if the teacher is another policy."""
   windows = [window(14, 0)]
-  said = hint(8, 13, 4)
+  empty_hint = hint(8, 13, 4)
   assert not packed([group(0, (windows, [hint(3, 6, 0)]))])[0]
   jax.tree.map(
     np.testing.assert_array_equal,
-    only(packed([group(0, (windows, [hint(3, 6, 0), said]))])),
-    only(packed([group(0, (windows, [said]))])),
+    only(packed([group(0, (windows, [hint(3, 6, 0), empty_hint]))])),
+    only(packed([group(0, (windows, [empty_hint]))])),
   )
 
 
 def mirrored(batch):
-  """The teacher reads what the student wrote, without a hint."""
+  """Returns the batch with a teacher that reads the same tokens, unhinted."""
   student = batch.student
   return batch.replace(
     teacher=batches.LMBatch(
@@ -295,13 +295,13 @@ def test_a_student_is_its_own_teacher_without_a_hint():
   alone = window(14, 0)
   own_TMA = logits(VALUES, alone.tokens_T)[1].copy()
   own_TMA[-1] = records.NO_ROUTE
-  own = dataclasses.replace(alone, expert_ids_TMA=own_TMA)
-  batch = only(packed([group(0, ([own], [hint(3, 9, 2)]))]))
+  own_window = dataclasses.replace(alone, expert_ids_TMA=own_TMA)
+  batch = only(packed([group(0, ([own_window], [hint(3, 9, 2)]))]))
   grads, stats = gradients(mirrored(batch))
-  # Two programs of the same: squares of rounding errors, and one of them.
+  # Rounding of two programs: its square in the divergence, itself in gradients.
   assert abs(stats.divergence) < 1e-7
   assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) < 1e-6
-  # Other routes are another student.
+  # With other routes the student differs from the teacher.
   batch = only(packed([group(0, ([alone], [hint(3, 9, 2)]))]))
   grads, stats = gradients(mirrored(batch))
   assert stats.divergence > 1e-3
@@ -310,7 +310,7 @@ def test_a_student_is_its_own_teacher_without_a_hint():
 
 @pytest.mark.slow
 def test_it_is_exactly_so_in_numerics_without_a_batch():
-  """In which a token has the same bits in whatever program."""
+  """Batch-invariant numerics compute a token's bits alike in every program."""
   config = dataclasses.replace(CONFIG, numerics='batch_invariant')
   shape = rl_batching.shape_of(config, rows=2, seq_len=64)
   t = window(14, 0)
@@ -333,7 +333,7 @@ WEIGHTS = (VALUES['params']['embedding'], TEACHER['params']['embedding'])
 
 
 def of_states(batch, options=OPTIONS):
-  """(sums, gradients of weights and states) of random hidden states."""
+  """Returns (sums, gradients of weights and states) of random hidden states."""
   rng = np.random.default_rng(0)
   shape = (*batch.student.tokens_BT.shape, CONFIG.embed_dim)
   states = tuple(rng.normal(size=shape).astype(np.float32) for _ in range(2))
@@ -351,7 +351,7 @@ def of_states(batch, options=OPTIONS):
 
 
 def test_the_gradient_is_of_the_turns_alone():
-  """Neither other tokens nor the teacher have one, hidden state by state."""
+  """Other tokens and the teacher have none, hidden state by hidden state."""
   batch = only(packed())
   _, d_weights, d_states = of_states(batch)
   np.testing.assert_array_equal(d_weights[1], 0)
@@ -365,7 +365,7 @@ def test_the_gradient_is_of_the_turns_alone():
 
 @functools.cache
 def compared(*mesh_shape):
-  """(loss, stats), and gradients, of tables that stand for the model."""
+  """Returns (loss, stats) and gradients of tables in place of the model."""
   num_devices = int(np.prod(mesh_shape))
   where = placement.build(
     CONFIG,
@@ -419,7 +419,7 @@ def test_the_comparison_on_a_mesh_is_that_of_one_device(shape):
 
 
 def places_of(slots_BT):
-  """{slot: (row, column)}; a slot is never given twice."""
+  """Returns {slot: (row, column)}; checks that no slot occurs twice."""
   rows, columns = np.nonzero(slots_BT)
   slots = slots_BT[rows, columns].tolist()
   assert sorted(slots) == list(range(1, len(slots) + 1))
@@ -427,15 +427,19 @@ def places_of(slots_BT):
 
 
 def read_back(batch, num_parts):
-  """(context, turn, what the teacher reads) of each hint, by slots alone."""
+  """Yields (context, turn, teacher's tokens) of each hint, by slots alone."""
   bare = batch.replace(student=batch.student.replace(expert_ids_MBTA=None))
   split = jax.tree.map(lambda x: np.split(x, num_parts), bare)
   for part in range(num_parts):
-    one = jax.tree.map(lambda _, x, i=part: x[i], bare, split)
-    student, theirs, slots_BT = one.student, one.teacher, one.teacher_slots_BT
-    where = places_of(one.student_slots_BT)
+    part_batch = jax.tree.map(lambda _, x, i=part: x[i], bare, split)
+    student, teacher, slots_BT = (
+      part_batch.student,
+      part_batch.teacher,
+      part_batch.teacher_slots_BT,
+    )
+    where = places_of(part_batch.student_slots_BT)
     assert where.keys() == places_of(slots_BT).keys()
-    for row, segments_T in enumerate(theirs.segment_ids_BT):
+    for row, segments_T in enumerate(teacher.segment_ids_BT):
       for segment in range(1, segments_T.max() + 1):
         read = np.flatnonzero(segments_T == segment)
         slots = [s for s in slots_BT[row, read].tolist() if s]
@@ -451,7 +455,7 @@ def read_back(batch, num_parts):
         yield (
           tuple(tokens_T[first : columns[0]].tolist()),
           tuple(tokens_T[list(columns)].tolist()),
-          tuple(theirs.tokens_BT[row, read].tolist()),
+          tuple(teacher.tokens_BT[row, read].tolist()),
         )
 
 
@@ -477,15 +481,15 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
     )
     for t, h in hinted()
   ]
-  said = [t for b in microbatches for t in read_back(b, num_parts)]
-  assert sorted(said) == sorted(expected)
+  actual = [t for b in microbatches for t in read_back(b, num_parts)]
+  assert sorted(actual) == sorted(expected)
   assert len(microbatches) >= num_batches
   assert counts == {
     'hints': len(hinted()),
     'hint_tokens': sum(h.stop - h.start for _, h in hinted()),
     'hints_dropped': 0,
   }
-  # Windows keep their records, and share a row with all their hints.
+  # Windows keep their recorded routes.
   student = microbatches[0].student
   assert (student.expert_ids_MBTA != records.NO_ROUTE).any()
   assert not student.advantages_BT.any()
@@ -494,10 +498,10 @@ def test_a_slot_is_the_same_token_behind_the_same_context(
 def test_a_hint_longer_than_its_row_is_dropped_and_counted():
   windows, hints = [window(14, 0)], [hint(3, 6, 4), hint(8, 13, 20)]
   shape = replayed.shape(CONFIG, rows=4, seq_len=32)
-  found = packed([group(0, (windows, hints))], shape)
-  assert (found[1]['hints'], found[1]['hints_dropped']) == (1, 1)
+  packing = packed([group(0, (windows, hints))], shape)
+  assert (packing[1]['hints'], packing[1]['hints_dropped']) == (1, 1)
   less = packed([group(0, (windows, hints[:1]))], shape)
-  jax.tree.map(np.testing.assert_array_equal, only(found), only(less))
+  jax.tree.map(np.testing.assert_array_equal, only(packing), only(less))
   none = packed([group(0, (windows, [hint(8, 13, 2000)]))], shape)
   assert (none[0], none[1]['hints_dropped']) == ([], 1)
 
@@ -514,11 +518,11 @@ def test_a_hint_that_is_not_on_a_turn_is_refused():
 
 
 def recorder(values=VALUES):
-  """Functions of a run that remember what hints they were given."""
-  given = []
+  """Returns a run's functions and the list of the hints that they get."""
+  seen_hints = []
 
   def add_hints(values, teacher, sums, batch):
-    given.append((teacher, batch))
+    seen_hints.append((teacher, batch))
     zero = jnp.float32(0)
     stats = distill.HintStats(
       loss=zero + 3,
@@ -540,11 +544,11 @@ def recorder(values=VALUES):
     add_hints=add_hints,
     parts=1,
   )
-  return functions, given
+  return functions, seen_hints
 
 
 def test_a_step_without_hints_costs_nothing():
-  functions, given = recorder()
+  functions, seen_hints = recorder()
   silent = [
     dataclasses.replace(
       g, rollouts=tuple(dataclasses.replace(r, hints=()) for r in g.rollouts)
@@ -552,21 +556,21 @@ def test_a_step_without_hints_costs_nothing():
     for g in GROUPS
   ]
   sums = object()
-  same, counts, stats = update.add_hints(
+  unchanged, counts, stats = update.add_hints(
     sums, silent, functions, SHAPE, None, None, replay=True
   )
-  assert same is sums and not given and stats is None
+  assert unchanged is sums and not seen_hints and stats is None
   assert counts == {'hints': 0, 'hint_tokens': 0, 'hints_dropped': 0}
 
 
 def test_a_step_adds_and_measures_its_hints():
-  functions, given = recorder()
+  functions, seen_hints = recorder()
   _, counts, stats = update.add_hints(
     None, GROUPS, functions, SHAPE, VALUES, TEACHER, replay=False
   )
-  ((teacher, batch),) = given
+  ((teacher, batch),) = seen_hints
   assert teacher is TEACHER
-  # Without replay the student is routed afresh, like the teacher.
+  # Without replay student and teacher are routed afresh.
   assert (batch.student.expert_ids_MBTA == records.NO_ROUTE).all()
   assert counts == {'hints': 6, 'hint_tokens': 17, 'hints_dropped': 0}
   assert distill.metrics(stats, 0.5) == {
@@ -612,14 +616,14 @@ def test_the_average_lies_where_its_parameters_do():
 
 
 def test_options_say_what_they_may_be():
-  for fields, said in (
+  for fields, message in (
     (dict(divergence='tv'), "divergence must be one of .*'tv'"),
     (dict(teacher='live'), "teacher must be one of .*'live'"),
     (dict(weight=-1.0), 'weight must be a number of at least 0'),
     (dict(ratio_cap=0.5), 'ratio_cap must be a number of at least 1'),
     (dict(ema_rate=1.0), r'ema_rate must lie in \(0, 1\).* got 1\.0'),
   ):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
       distill.HintLossOptions(**fields)
 
 
@@ -667,7 +671,7 @@ def test_the_gradient_on_a_mesh_is_that_of_one_device(
 
 
 def few_experts(config):
-  """The groups with routes among fewer experts."""
+  """Returns the groups with routes among fewer experts."""
 
   def kept(t):
     rng = np.random.default_rng(len(t))
@@ -691,7 +695,7 @@ def few_experts(config):
 
 
 def nothing_but(grads):
-  """Sums of a step that has nothing else."""
+  """Returns sums of a step that has only these gradients."""
   zero = np.float32(0)
   return steps.StepSums(
     grads=grads,
@@ -711,13 +715,13 @@ def test_the_ratio_is_capped():
   batch = only(packed())
   student = batch.student
   _, stats = gradients(batch, teacher=TEACHER)
-  # As if the rollout had found every token far less likely.
+  # As if every token had been far less likely in the rollout.
   rare = student.replace(
     rollout_logprobs_BT=np.full_like(student.rollout_logprobs_BT, -90)
   )
   _, often = gradients(batch.replace(student=rare), teacher=TEACHER)
   assert often.truncated == often.num_tokens == stats.num_tokens
-  # At a ratio of nothing, nothing is left.
+  # At ratio 0 no loss is left.
   sure = student.replace(
     rollout_logprobs_BT=np.full_like(student.rollout_logprobs_BT, 90)
   )
@@ -748,7 +752,7 @@ def test_divergences_are_their_closed_forms(kind):
     jnp.float32(student_ZV), jnp.float32(teacher_ZV), kind
   )
   expected_Z = numpy_divergence(student_ZV, teacher_ZV, kind)
-  # Of terms up to 8 nats that cancel.
+  # Terms of up to 8 nats cancel.
   np.testing.assert_allclose(found_Z, expected_Z, rtol=1e-5, atol=3e-6)
   slope_ZV = jax.grad(
     lambda student_ZV: distill.divergence(
@@ -777,5 +781,5 @@ def test_two_words_have_divergences_that_can_be_written_down():
     + 0.5 * (0.5 * np.log(4 / 5) + 0.5 * np.log(4 / 3)),
   }
   for kind in distill.DIVERGENCES:
-    (found,) = distill.divergence(student_ZV, teacher_ZV, kind)
-    assert float(found) == pytest.approx(expected[kind], rel=1e-6)
+    (divergence,) = distill.divergence(student_ZV, teacher_ZV, kind)
+    assert float(divergence) == pytest.approx(expected[kind], rel=1e-6)

@@ -20,7 +20,7 @@ def _digest(block):
 
 
 def _seen(*places):
-  """An array of which this process holds these (rows, columns)."""
+  """Returns an array of which this process holds these (rows, columns)."""
   shards = [
     types.SimpleNamespace(index=place, data=jnp.asarray(VALUES[place]))
     for place in places
@@ -64,5 +64,5 @@ def test_blocks_of_any_mesh_are_verified_on_any():
     recorded = hashes.record(written)['shards']
     sharding = NamedSharding(mesh, reader)
     assert hashes.matches(jax.device_put(values, sharding), recorded)
-    other = jax.device_put(values.at[7, 7].add(1), sharding)
-    assert not hashes.matches(other, recorded)
+    changed = jax.device_put(values.at[7, 7].add(1), sharding)
+    assert not hashes.matches(changed, recorded)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole, verified, and never at the cost of earlier ones."""
+"""Checkpoints are whole and verified, and never destroy earlier ones."""
 
 import contextlib
 import errno
@@ -52,10 +52,10 @@ def _like(tree):
 
 @pytest.fixture(autouse=True)
 def collected():
-  """Nothing that a restore left is collected in the middle of other code.
+  """Collects what a restore left, so that no other code does.
 
-  It holds descriptors, and printing its traceback while Python compiles a
-  module ends the process in 3.11 (cpython issue 106905).
+  It holds descriptors, and printing its traceback while Python 3.11 compiles a
+  module ends the process (cpython issue 106905).
   """
   yield
   gc.collect()
@@ -158,7 +158,7 @@ def test_flipped_bytes_in_any_file_never_restore_other_arrays(written):
       tree, data = written.restore(2, _like(_tree()))
     except manager.DamagedCheckpoint as error:
       refused.append(str(error))
-    else:  # Bytes that decide nothing: timestamps, superseded index nodes.
+    else:  # Bytes without effect: timestamps, superseded index nodes.
       jax.tree.map(np.testing.assert_array_equal, tree, _tree(2))
       assert data == {'position': [2, 'x']}
       assert len(original) < tree['params']['layers']['up'].nbytes, path
@@ -194,7 +194,7 @@ def test_the_cure_names_what_the_run_goes_on_from(tmp_path):
 
 @contextlib.contextmanager
 def _no_descriptors_left():
-  """Every number below the limit is taken, also those between open files."""
+  """Takes every descriptor below the limit, gaps between open files too."""
   before = resource.getrlimit(resource.RLIMIT_NOFILE)
   highest = max(map(int, os.listdir('/proc/self/fd')))
   resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
@@ -236,7 +236,8 @@ def shared():
 
 @contextlib.contextmanager
 def _ordinary_user():
-  """Root may read everything."""
+  """Runs as an ordinary user, since root may read everything."""
+
   uid = os.geteuid()
   os.seteuid(uid or 65001)
   try:
@@ -360,11 +361,11 @@ def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
   tmp_path, monkeypatch
 ):
   """Otherwise orbax confuses their numbers, and both wait five minutes."""
-  inside, most = [], []
+  inside, counts = [], []
 
   def save(*unused, **fields):
     inside.append(fields)
-    most.append(len(inside))
+    counts.append(len(inside))
     time.sleep(0.1)
     inside.pop()
 
@@ -377,4 +378,4 @@ def test_a_keyframe_and_a_checkpoint_begin_one_after_the_other(
     thread.start()
     checkpoints.save(1, _tree())
     thread.join()
-  assert most == [1, 1]
+  assert counts == [1, 1]
