@@ -118,11 +118,6 @@ class Command:
       the sandbox has one) instead of starting an interpreter.
     stdin: standard input of the program.
     environment: variables added to the sandbox's own few.
-    given: name -> content of files that are read-only under /given during this
-      run alone. At level 'rlimits' there is no /given: the text '/given' in
-      `argv` and `environment` is replaced by a folder, and a program with the
-      rights of its user can write there.
-    folder: working directory, relative to the workspace.
     wall_s: wall limit if below that of the sandbox; None for the sandbox's.
   """
 
@@ -130,8 +125,6 @@ class Command:
   warm: bool = False
   stdin: bytes = b''
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  given: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-  folder: str = '.'
   wall_s: float | None = None
 
 

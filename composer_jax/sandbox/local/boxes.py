@@ -105,18 +105,16 @@ class BoxZygote:
     wall_s = min(command.wall_s or self.limits.wall_s, self.limits.wall_s)
     request = {
         'box': box, 'argv': list(command.argv), 'warm': command.warm,
-        'environment': dict(command.environment), 'folder': command.folder,
-        'given': list(command.given), 'wall_s': wall_s,
+        'environment': dict(command.environment), 'wall_s': wall_s,
     }  # fmt: skip
-    blobs = [command.stdin, *command.given.values()]
-    if not command.argv or sum(map(len, blobs)) > wire.MAX_FRAME:
+    if not command.argv or len(command.stdin) > wire.MAX_FRAME:
       raise ValueError(
         f'a command must have a program in argv {command.argv} and at most '
-        f'{wire.MAX_FRAME} bytes of stdin and given files.'
+        f'{wire.MAX_FRAME} bytes of stdin.'
       )
     group = self._group_of(box)
     ending = self.process.run(
-        request, blobs, entrances=group.entrances() if group else (),
+        request, [command.stdin], entrances=group.entrances() if group else (),
         wall_s=wall_s, ends_result=False,
     )  # fmt: skip
     return base.CommandResult(

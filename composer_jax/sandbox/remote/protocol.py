@@ -83,9 +83,7 @@ class SandboxServer:
       case 'run':
         command = base.Command(
             argv=tuple(header['argv']), warm=header['warm'], stdin=parts[0],
-            environment=header['environment'], folder=header['folder'],
-            given=dict(zip(header['given'], parts[1:], strict=True)),
-            wall_s=header['wall_s'],
+            environment=header['environment'], wall_s=header['wall_s'],
         )  # fmt: skip
         result = box.run(command)
         fields = _fields(
@@ -290,13 +288,11 @@ class RemoteBox(base.Closing):
     header = {
         'do': 'run', 'box': self._serial, 'argv': list(command.argv),
         'warm': command.warm, 'environment': dict(command.environment),
-        'given': list(command.given), 'folder': command.folder,
         'wall_s': command.wall_s,
     }  # fmt: skip
-    parts = (command.stdin, *command.given.values())
     wall_s = min(self._limits.wall_s, command.wall_s or math.inf)
     try:
-      reply, out = self._sandbox.timed(header, parts, wall_s)
+      reply, out = self._sandbox.timed(header, (command.stdin,), wall_s)
       return self._result(reply, out)
     except base.SandboxLost as error:
       return base.CommandResult(
