@@ -41,8 +41,7 @@ def connected(serve, *, grace_s=10.0, limits=LIMITS):
 @pytest.fixture(scope='module')
 def far(near):
   def serve(end):
-    stream = messages.MessageStream.of_socket(end)
-    protocol.serve(stream, near, size=2)
+    protocol.serve(end.makefile('rb').read, end.sendall, near, size=2)
 
   with connected(serve) as sandbox:
     yield sandbox
@@ -112,7 +111,7 @@ def answering(*replies):
   def serve(end):
     about = {'level': 'unshare', 'about': {}}
     prepared = [(about, ()), *replies]
-    stream = messages.MessageStream.of_socket(end)
+    stream = end.makefile('rb')
     with contextlib.suppress(EOFError, OSError):
       while True:
         header, _ = messages.decode(stream.read)
@@ -120,10 +119,10 @@ def answering(*replies):
           continue
         reply = prepared.pop(0)
         if isinstance(reply, bytes):
-          stream.write(reply)
+          end.sendall(reply)
         else:
           fields = {'id': header['id'], **reply[0]}
-          stream.write(messages.encode(fields, reply[1]))
+          end.sendall(messages.encode(fields, reply[1]))
 
   return serve
 
@@ -211,10 +210,10 @@ def test_silence_ends_every_wait():
 
 def test_an_end_that_reads_nothing_blocks_nobody():
   def serve(end):
-    stream = messages.MessageStream.of_socket(end)
+    stream = end.makefile('rb')
     header, _ = messages.decode(stream.read)
     about = {'id': header['id'], 'level': 'unshare', 'about': {}}
-    stream.write(messages.encode(about))
+    end.sendall(messages.encode(about))
     waits.append(gone.wait(300))
 
   gone, waits = threading.Event(), []

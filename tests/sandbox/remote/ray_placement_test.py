@@ -30,11 +30,11 @@ def test_a_seat_answers_like_the_sandbox_in_it():
       {'do': 'open', 'image': '', 'written': ['a'], 'removed': []}, (b'a',)
     )
     reply, parts = seat.answer(
-      {'do': 'read', 'box': opened['box'], 'path': 'a', 'max_bytes': 9}, ()
+      {'do': 'read', 'box': opened['box'], 'arguments': ['a', 9]}, ()
     )
     assert (reply, parts) == ({}, (b'a',))
     reply, _ = seat.answer(
-      {'do': 'read', 'box': opened['box'], 'path': '../a', 'max_bytes': 9}, ()
+      {'do': 'read', 'box': opened['box'], 'arguments': ['../a', 9]}, ()
     )
     assert reply['error'] == 'refused'
     reply, _ = seat.answer({'do': 'files', 'box': 77, 'folder': '.'}, ())
