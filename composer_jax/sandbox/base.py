@@ -104,6 +104,10 @@ class SandboxLost(RuntimeError):
   """The sandbox that kept a box is gone, and the box's files with it."""
 
 
+class NoSandbox(ValueError):
+  """No level of isolation that was asked for works on this machine."""
+
+
 class FileRefused(ValueError):
   """A path that leaves the workspace, or no regular file of bounded size."""
 

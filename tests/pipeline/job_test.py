@@ -1,14 +1,17 @@
 """What judges code is decided before training, said aloud, and kept."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import signal
+import types
 
 import pytest
 
 from composer_jax import wiring
+from composer_jax.sandbox import base
 from composer_jax.tasks import judging
 from composer_jax.tasks.list_functions import runners
 from configs.composer import tiny
@@ -20,31 +23,35 @@ def smoke():
   return wiring.spec_of(tiny.get_config('smoke').to_dict())
 
 
-def refused():
-  return [
-    ('bwrap', False, 'no program `bwrap` on PATH'),
-    ('unshare', False, 'refused here: EPERM'),
-    ('rlimits', True, 'NO namespaces: trusted code only'),
-  ]
-
-
-def settle(spec, workdir, probe):
+def settle(spec, workdir, open_level, needs_execution=False):
   return judging.settle(
     workdir,
     spec.systems['sandbox'],
-    wiring.systems_of(spec).open_runner,
-    needs_execution=False,
-    probe=probe,
+    open_level,
+    needs_execution=needs_execution,
   )
+
+
+@contextlib.contextmanager
+def refused(level):
+  assert level == 'auto'
+  raise base.NoSandbox('no sandbox works here (unshare: refused here: EPERM).')
+  yield
+
+
+@contextlib.contextmanager
+def allowed(level):
+  assert level == 'auto'
+  yield types.SimpleNamespace(level='unshare')
 
 
 def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
   level = settle(smoke, tmp_path, refused)
   assert level == 'static'
   said = capsys.readouterr().out
-  assert 'unshare: not here: refused here: EPERM' in said
+  assert 'unshare: refused here: EPERM' in said
   assert 'no generated code is executed' in said
-  assert 'user namespaces allowed' in said
+  assert 'user namespaces' in said
   # The cure differs: Debian's kernel switch, and Ubuntu's since 23.10.
   assert 'kernel.unprivileged_userns_clone=1' in said
   assert 'kernel.apparmor_restrict_unprivileged_userns=0' in said
@@ -54,18 +61,20 @@ def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
 
 def test_a_resumed_run_keeps_its_judge(smoke, tmp_path):
   settle(smoke, tmp_path, refused)
-  now_allowed = [('bwrap', True, ''), ('unshare', True, '')]
-  level = settle(smoke, tmp_path, lambda: now_allowed)
-  assert level == 'static'
+  assert settle(smoke, tmp_path, allowed) == 'static'
 
 
-def test_the_strongest_level_wins(smoke, tmp_path):
-  found = [('bwrap', False, ''), ('unshare', True, ''), ('rlimits', True, '')]
-  level = settle(smoke, tmp_path, lambda: found)
-  assert level == 'unshare'
+def test_the_level_that_works_is_kept(smoke, tmp_path):
+  assert settle(smoke, tmp_path, allowed) == 'unshare'
   assert json.loads((tmp_path / 'sandbox.json').read_text()) == {
     'level': 'unshare'
   }
+
+
+def test_tasks_that_need_execution_do_not_go_without(smoke, tmp_path):
+  with pytest.raises(ValueError, match=r'execute code.*unshare: refused here'):
+    settle(smoke, tmp_path, refused, needs_execution=True)
+  assert not (tmp_path / 'sandbox.json').exists()
 
 
 def test_rlimits_is_refused_unless_it_is_forced(smoke):
