@@ -50,7 +50,7 @@ def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
   assert level == 'static'
   said = capsys.readouterr().out
   assert 'unshare: refused here: EPERM' in said
-  assert 'no generated code is executed' in said
+  assert 'No generated code is executed' in said
   assert 'user namespaces' in said
   # The cure differs: Debian's kernel switch, and Ubuntu's since 23.10.
   assert 'kernel.unprivileged_userns_clone=1' in said
