@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from composer_jax.sandbox import base, results
+from composer_jax.sandbox import base
 from composer_jax.sandbox.inside import wire
 from composer_jax.sandbox.local import cgroups, process
 
@@ -113,14 +113,9 @@ class BoxZygote:
         f'{wire.MAX_FRAME} bytes of stdin.'
       )
     group = self._group_of(box)
-    ending = self.process.run(
-        request, [command.stdin], entrances=group.entrances() if group else (),
-        wall_s=wall_s, ends_result=False,
-    )  # fmt: skip
-    return base.CommandResult(
-        level=self.level, status=ending.status, exit_code=ending.exit_code,
-        error=ending.error, output=results.clean(ending.output),
-        truncated=ending.truncated, report=ending.result, wall_s=ending.wall_s,
+    return self.process.run(
+        request, [command.stdin], wall_s=wall_s,
+        entrances=group.entrances() if group else (),
     )  # fmt: skip
 
   def close(self) -> None:

@@ -87,16 +87,18 @@ class ZygotePool(base.Closing):
   def _run(
     self, zygote: process.Process, request: dict, num_calls: int
   ) -> base.Result:
-    ending = zygote.run(request, wall_s=self._limits.wall_s, ends_result=True)
+    ending = zygote.run(request, wall_s=self._limits.wall_s)
     status, value, error = ending.status, None, ending.error
     if status == 'ok':
       try:
-        value = results.parse(ending.result, num_calls)
+        if len(ending.report) == self._limits.output_bytes:
+          raise ValueError(f'the result fills {len(ending.report)} bytes')
+        value = results.parse(ending.report, num_calls)
       except ValueError as reason:
         status, error = 'exit', f'exit code {ending.exit_code}: {reason}'
     return base.Result(
         level=self.level, status=status, value=value, error=error,
-        stdout=ending.output.decode('utf-8', 'replace'), wall_s=ending.wall_s,
+        stdout=ending.output, wall_s=ending.wall_s,
     )  # fmt: skip
 
   def open(
