@@ -154,14 +154,6 @@ class Keeper:
         snapshot = trees.parse(blobs[0])  # before anything is lost
         self.close(box)
         trees.unpack(self.open(box, self._image_of[box]), snapshot)
-      case 'fork':
-        snapshot = trees.parse(trees.pack(tree))
-        other = self.open(request['to'], self._image_of[box])
-        try:
-          trees.unpack(other, snapshot)
-        except (OSError, beneath.RefusedError):
-          self.close(request['to'])  # the host does not know of it yet
-          raise
       case unknown:
         raise AssertionError(unknown)
     return {}, b''
