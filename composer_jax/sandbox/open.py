@@ -81,7 +81,7 @@ def open_sandbox(
   if preference == 'microvm':
     try:
       return machine.MicroVM(
-        limits, size=size, images=images, packages=site_packages or ()
+        limits, size=size, images=images, packages=site_packages
       )
     except base.SandboxLost as error:
       raise ValueError(f'no sandbox of a micro VM works here: {error}') from (

@@ -241,21 +241,6 @@ def _libraries(programs: list[pathlib.Path]) -> set[str]:
   return {x for x in words if x.startswith('/') and os.path.isfile(x)}
 
 
-def folder_disk(folder: pathlib.Path) -> pathlib.Path:
-  """Makes a disk of a folder, or finds it by the files' sizes and times."""
-  entries = []
-  for parent, names, files in os.walk(folder):
-    names.sort()
-    for file in sorted(files):
-      path = os.path.join(parent, file)
-      status = os.lstat(path)
-      inner = os.path.relpath(path, folder)
-      entries.append([inner, status.st_size, status.st_mtime_ns])
-  name = f'folder-{_digest([str(folder), entries])}.ext4'
-  disk = cache() / name
-  return disk if disk.exists() else pack(folder, disk)
-
-
 def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
   """Makes a disk with a folder's content, under its name when it is whole."""
   blocks = inodes = 0
