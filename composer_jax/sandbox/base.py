@@ -77,15 +77,6 @@ class Result:
   error: str = ''
   wall_s: float = 0.0
 
-  def __post_init__(self):
-    if (
-      self.level not in (*LEVELS, *OUTER_LEVELS) or self.status not in STATUSES
-    ):
-      raise ValueError(
-        f'level ({self.level}) must be one of {LEVELS + OUTER_LEVELS} and '
-        f'status ({self.status}) one of {STATUSES}.'
-      )
-
 
 class Closing:
   """A context manager that calls `close` at its end."""
@@ -118,8 +109,8 @@ class Command:
 
   Attributes:
     argv: program and arguments; with `warm` the arguments after `python -I`.
-    warm: run in a copy of an interpreter that waits with pytest imported (if
-      the sandbox has one) instead of starting an interpreter.
+    warm: run `-c CODE` or `-m MODULE` in a copy of an interpreter that waits
+      with pytest imported, if the sandbox has one, instead of starting one.
     stdin: standard input of the program.
     environment: variables added to the sandbox's own few.
     wall_s: wall limit if below that of the sandbox; None for the sandbox's.

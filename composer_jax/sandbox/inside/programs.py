@@ -95,20 +95,12 @@ def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
       **request['environment'],
   }  # fmt: skip
   argv = request['argv']
-  warm = request['warm'] and config['warm'] and _is_plain(argv)
+  is_plain = argv[0] in ('-m', '-c') and len(argv) > 1
+  warm = request['warm'] and config['warm'] and is_plain
   if request['warm'] and not warm:
     # Like -I, but with the hash seed of the environment.
     argv = [config['python'], '-s', '-P', *argv]
   return BoxProgram(argv, warm, environment, config['python'])
-
-
-def _is_plain(argv: list[str]) -> bool:
-  """Returns true for a module, code or a script, which `_go_on` can run."""
-  if not argv:
-    return False
-  return not argv[0].startswith('-') or (
-    argv[0] in ('-m', '-c') and len(argv) > 1
-  )
 
 
 def take_stdin(data: bytes) -> None:
@@ -160,12 +152,9 @@ def _go_on(program: BoxProgram) -> None:
     if kind == '-m':
       sys.argv[:] = ['-m', *arguments[1:]]
       runpy.run_module(arguments[0], run_name='__main__', alter_sys=True)
-    elif kind == '-c':
+    else:
       sys.argv[:] = ['-c', *arguments[1:]]
       exec(compile(arguments[0], '<string>', 'exec'), main.__dict__)
-    else:
-      sys.argv[:] = program.argv
-      runpy.run_path(kind, run_name='__main__')
     code = 0
   except SystemExit as error:
     code = _exit_code(error)
