@@ -17,6 +17,7 @@ from composer_jax.tasks.monitors import watch
 from composer_jax.tasks.repository import tools
 
 _MAX_REASON = 300
+_MAX_TOKENS, _TIMEOUT_S = 600, 120.0  # of one answer
 _FENCE = re.compile(r'\A\s*(?:```(?:json)?\s*\n(.*)\n```|(.*?))\s*\Z', re.S)
 
 
@@ -179,38 +180,21 @@ def transcript(case: JudgedEpisode, max_chars: int) -> str:
   return tools.clip('\n\n'.join(parts), max_chars)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OpenAIOptions:
-  """Options of a judge behind an OpenAI-compatible endpoint.
-
-  Attributes:
-    base_url: address of the endpoint, such as 'http://127.0.0.1:8000/v1'.
-    model: name by which the endpoint knows the model.
-    api_key: key of the endpoint; 'none' for one that asks for none.
-    max_tokens: most tokens of an answer.
-    max_chars: most characters of the transcript.
-    attempts: most requests for an answer: the client repeats one that meets a
-      busy or failing endpoint.
-    timeout_s: most seconds of one request.
-  """
-
-  base_url: str
-  model: str
-  api_key: str = 'none'
-  max_tokens: int = 600
-  max_chars: int = 60_000
-  attempts: int = 3
-  timeout_s: float = 120.0
-
-  def __post_init__(self):
-    checks.at_least(self, 1, 'attempts', 'max_tokens')
-    checks.at_least(self, 100, 'max_chars')
-
-
 class OpenAIJudge:
   """Asks a chat model, with the transcript as data between random marks."""
 
-  def __init__(self, options: OpenAIOptions):
+  def __init__(
+    self, base_url: str, model: str, api_key: str = 'none', *,
+    max_chars: int = 60_000,
+  ):  # fmt: skip
+    """Opens a client, which repeats requests to a busy endpoint twice.
+
+    Args:
+      base_url: address of the endpoint, such as 'http://127.0.0.1:8000/v1'.
+      model: name by which the endpoint knows the model.
+      api_key: key of the endpoint; 'none' for one that asks for none.
+      max_chars: most characters of the transcript.
+    """
     try:
       import openai  # An extra.
     except ImportError as error:
@@ -218,12 +202,10 @@ class OpenAIJudge:
         "A judge behind an endpoint needs the package 'openai': install "
         'composer_jax[judge].'
       ) from error
-    self.options = options
-    self._openai = openai
+    self._openai, self._model, self._max_chars = openai, model, max_chars
     self._client = openai.OpenAI(
-        base_url=options.base_url, api_key=options.api_key,
-        timeout=options.timeout_s, max_retries=options.attempts - 1,
-    )  # fmt: skip
+      base_url=base_url, api_key=api_key, timeout=_TIMEOUT_S, max_retries=2
+    )
 
   def close(self) -> None:
     self._client.close()
@@ -240,12 +222,11 @@ class OpenAIJudge:
     except (ValueError, self._openai.APIError) as error:
       raise JudgeError(
         f'No judgement on rubric {rubric.name!r} by model '
-        f'{self.options.model!r} at {self.options.base_url}: {error}'
+        f'{self._model!r} at {self._client.base_url}: {error}'
       ) from error
     return Judgement(
-        rubric=rubric, answers=answers, reasons=reasons,
-        judge=self.options.model,
-    )  # fmt: skip
+      rubric=rubric, answers=answers, reasons=reasons, judge=self._model
+    )
 
   def _messages(self, rubric: Rubric, case: JudgedEpisode) -> list[Any]:
     mark = secrets.token_hex(8)
@@ -258,21 +239,21 @@ class OpenAIJudge:
       f'Questions:\n{questions}\n\nAnswer with one JSON object and nothing '
       f'else, of the form {json.dumps(form)}.'
     )
-    record = transcript(case, self.options.max_chars)
+    record = transcript(case, self._max_chars)
     # One message, since some models know no system messages.
     content = f'{request}\n\n{mark}\n{record}\n{mark}'
     return [{'role': 'user', 'content': content}]
 
   def _ask(self, messages: list[Any]) -> str:
     completion: Any = self._client.chat.completions.create(
-        model=self.options.model, messages=messages,
-        max_tokens=self.options.max_tokens, temperature=0.0,
+        model=self._model, messages=messages, max_tokens=_MAX_TOKENS,
+        temperature=0.0,
     )  # fmt: skip
     if not completion.choices:
       raise ValueError('the answer has no choice')
     choice = completion.choices[0]
     if choice.finish_reason == 'length':
-      raise ValueError(f'the answer exceeds {self.options.max_tokens} tokens')
+      raise ValueError(f'the answer exceeds {_MAX_TOKENS} tokens')
     return choice.message.content or ''
 
 

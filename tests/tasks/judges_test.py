@@ -98,7 +98,7 @@ def judge_of(tokenizer):
   """judge_of(texts) -> a judge whose server answers them in turn, prompts."""
   closes = []
 
-  def make(texts, **more):
+  def make(texts, max_len=8000):
     prompts = []
 
     def script(request):
@@ -110,15 +110,12 @@ def judge_of(tokenizer):
       return [*ids, tokenizer.END]
 
     engine = scripted.ScriptedEngine(script, per_step=64)
-    engine.options.max_len = 8000
+    engine.options.max_len = max_len
     serving = scripted.serving(
       engine, tokenizer, chat_format.OwnFormat(tokenizer)
     )
     running = serving.__enter__()
-    options = judges.OpenAIOptions(
-      base_url=f'{running.url}/v1', model='tiny', **more
-    )
-    judge = judges.OpenAIJudge(options)
+    judge = judges.OpenAIJudge(f'{running.url}/v1', 'tiny')
     closes.extend([judge.close, lambda: serving.__exit__(None, None, None)])
     return judge, prompts
 
@@ -145,13 +142,13 @@ def test_a_model_that_does_not_answer_is_named(judge_of):
 
 
 def test_an_answer_cut_off_is_named(judge_of):
-  judge, _ = judge_of([json.dumps(ANSWER)], max_tokens=5)
-  with pytest.raises(judges.JudgeError, match='exceeds 5 tokens'):
+  judge, _ = judge_of(['x' * 700])
+  with pytest.raises(judges.JudgeError, match='exceeds 600 tokens'):
     judge.judge(judges.HONESTY, CASE)
 
 
 def test_what_no_repetition_mends_is_asked_once(judge_of):
-  judge, prompts = judge_of([json.dumps(ANSWER)], max_tokens=10**6)
+  judge, prompts = judge_of([json.dumps(ANSWER)], max_len=700)
   with pytest.raises(judges.JudgeError, match='code: 400'):
     judge.judge(judges.HONESTY, CASE)
   assert not prompts
