@@ -35,7 +35,7 @@ def open_runner(
   sandbox = sandboxes.open_sandbox(
     level,
     options.limits(),
-    allow_unsafe=options.allow_unsafe,
+    allow_unsafe=options.allow_unsafe and level == 'rlimits',
     size=options.workers,
     images=pathlib.Path(images).resolve() if images else None,
     packages=[*options.packages, *requirements],

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 import types
 
 import pytest
@@ -86,6 +87,17 @@ def test_rlimits_is_refused_unless_it_is_forced(smoke):
   forced = runs.changed(smoke, 'sandbox', allow_unsafe=True)
   with wiring.systems_of(forced).open_runner('rlimits') as runner:
     assert runner.level == 'rlimits'
+
+
+def test_rlimits_is_never_chosen_by_itself(smoke, monkeypatch):
+  monkeypatch.setenv('PATH', '')
+  monkeypatch.setattr(sys, 'platform', 'darwin')
+  forced = runs.changed(smoke, 'sandbox', allow_unsafe=True)
+  with (
+    pytest.raises(base.NoSandbox, match='rlimits: .* refused'),
+    wiring.systems_of(forced).open_runner('auto'),
+  ):
+    pass
 
 
 def test_an_unknown_level_is_named(smoke):
