@@ -229,16 +229,13 @@ def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
       copied.append(pathlib.Path(path))
     elif name != 'busybox':
       (root / 'usr/bin' / name).symlink_to('busybox')
-  for path in [python, *_libraries(copied)]:
+  words = _run('ldd', *map(str, copied)).stdout.replace('=>', ' ').split()
+  # By the paths at which the loader finds them.
+  libraries = {x for x in words if x.startswith('/') and os.path.isfile(x)}
+  for path in [python, *libraries]:
     inner = root / str(path).lstrip('/')
     inner.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(path, inner)
-
-
-def _libraries(programs: list[pathlib.Path]) -> set[str]:
-  """Returns shared libraries, by the paths at which the loader finds them."""
-  words = _run('ldd', *map(str, programs)).stdout.replace('=>', ' ').split()
-  return {x for x in words if x.startswith('/') and os.path.isfile(x)}
 
 
 def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
