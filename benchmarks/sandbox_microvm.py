@@ -15,6 +15,7 @@ import tempfile
 import time
 
 from composer_jax.sandbox import base
+from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.remote.microvm import image, machine
 
 _LIMITS = base.Limits(
@@ -55,17 +56,18 @@ def main() -> None:
     print(json.dumps({'row': 'microvm', 'skipped': str(error)}))
     return
   print(json.dumps({'row': 'accelerator', 'is': accelerator, 'why': reason}))
+  packages = gathering.gather(('pytest',))
   # The first boot makes the disk.
-  machine.MicroVM(_LIMITS, packages=('pytest',)).close()
+  machine.MicroVM(_LIMITS, packages=packages).close()
   times = collections.defaultdict(list)
   with tempfile.TemporaryDirectory() as folder:
     saved = pathlib.Path(folder, 'guest')
     for _ in range(_BOOTS):
       start = time.perf_counter()
-      guest = machine.MicroVM(_LIMITS, packages=('pytest',))
+      guest = machine.MicroVM(_LIMITS, packages=packages)
       times['boot'].append(time.perf_counter() - start)
       guest.close()
-    guest = machine.MicroVM(_LIMITS, packages=('pytest',))
+    guest = machine.MicroVM(_LIMITS, packages=packages)
     guest.open('').close()  # saved while the zygote of boxes runs
     start = time.perf_counter()
     guest.save(saved)

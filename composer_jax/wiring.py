@@ -179,13 +179,11 @@ def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
 
 
 def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:
-  options = spec.systems['curriculum']
-  if not options.enabled:
+  if not spec.systems['curriculum'].enabled:
     return None
   return lambda tasks, workdir, seed: curriculum.DifficultyCurriculum(
     tasks.pool,
     curriculum.Ledger(workdir / curriculum.LEDGER),
-    options,
     prompts=spec.rl.prompts,
     max_staleness=spec.rl.max_staleness,
     seed=seed,

@@ -56,8 +56,12 @@ def run() -> None:
     workers=workers,
     progress=lambda line: print(line, flush=True),
   )
-  print(factory.table(tasks))
-  print(f'{time.monotonic() - begin:.0f} s')
+  made = [p for p in tasks.packages.values() if not p.refused]
+  print(
+    f'{len(tasks.tasks)} tasks of {len(made)} packages, '
+    f'{len(tasks.packages) - len(made)} refused, in '
+    f'{time.monotonic() - begin:.0f} s'
+  )
 
 
 if __name__ == '__main__':

@@ -412,7 +412,7 @@ def test_misspelt_section_is_named():
     ('hints.templates', (('typo', 'no'),), r"hints\.templates .*\['typo'\]"),
     ('hints.templates', (), r'hints\.loss\.weight \(1\.0\) needs'),
     ('hints.loss.teacher', 'live', r"config\.hints\.loss\.teacher .*'live'"),
-    ('curriculum.max_weight', 0.5, r'curriculum\.max_weight .* got 0\.5'),
+    ('curriculum.candidates', 0, r'curriculum\.candidates .* got 0'),
     ('rl.max_staleness', -1, 'max_staleness'),
     ('rl.adam_b1', 1.5, r'config\.rl: .*b1 must .* below 1; got 1\.5'),
     ('cpt.warmup_steps', -1, r'cpt.*warmup_steps must .* got -1'),

@@ -77,15 +77,6 @@ class Result:
   error: str = ''
   wall_s: float = 0.0
 
-  def __post_init__(self):
-    if (
-      self.level not in (*LEVELS, *OUTER_LEVELS) or self.status not in STATUSES
-    ):
-      raise ValueError(
-        f'level ({self.level}) must be one of {LEVELS + OUTER_LEVELS} and '
-        f'status ({self.status}) one of {STATUSES}.'
-      )
-
 
 class Closing:
   """A context manager that calls `close` at its end."""
@@ -104,6 +95,10 @@ class SandboxLost(RuntimeError):
   """The sandbox that kept a box is gone, and the box's files with it."""
 
 
+class NoSandbox(ValueError):
+  """No level of isolation that was asked for works on this machine."""
+
+
 class FileRefused(ValueError):
   """A path that leaves the workspace, or no regular file of bounded size."""
 
@@ -114,15 +109,10 @@ class Command:
 
   Attributes:
     argv: program and arguments; with `warm` the arguments after `python -I`.
-    warm: run in a copy of an interpreter that waits with pytest imported (if
-      the sandbox has one) instead of starting an interpreter.
+    warm: run `-c CODE` or `-m MODULE` in a copy of an interpreter that waits
+      with pytest imported, if the sandbox has one, instead of starting one.
     stdin: standard input of the program.
     environment: variables added to the sandbox's own few.
-    given: name -> content of files that are read-only under /given during this
-      run alone. At level 'rlimits' there is no /given: the text '/given' in
-      `argv` and `environment` is replaced by a folder, and a program with the
-      rights of its user can write there.
-    folder: working directory, relative to the workspace.
     wall_s: wall limit if below that of the sandbox; None for the sandbox's.
   """
 
@@ -130,8 +120,6 @@ class Command:
   warm: bool = False
   stdin: bytes = b''
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  given: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-  folder: str = '.'
   wall_s: float | None = None
 
 

@@ -1,6 +1,5 @@
 """Opens the strongest sandbox that works here, or says why none does."""
 
-import concurrent.futures
 import logging
 import pathlib
 import shutil
@@ -11,35 +10,6 @@ from composer_jax.sandbox import base
 from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.local import process, zygotes
 from composer_jax.sandbox.remote.microvm import machine
-
-_PROBE_LIMITS = base.Limits(
-    wall_s=2.0, cpu_s=1.0, memory_bytes=256 << 20, processes=8,
-    file_bytes=1 << 20, output_bytes=1 << 16,
-)  # fmt: skip
-
-
-def probe() -> list[tuple[str, bool, str]]:
-  """Opens each level and makes a call in it.
-
-  Returns:
-    For each level, strongest first: its name, true if it works, and one line
-    with its features or the reason why it does not work.
-  """
-  with concurrent.futures.ThreadPoolExecutor(len(base.LEVELS)) as threads:
-    return list(threads.map(_try, base.LEVELS))
-
-
-def _try(level: str) -> tuple[str, bool, str]:
-  try:
-    sandbox = _open(level, _PROBE_LIMITS, 1)
-  except ValueError as error:
-    return level, False, str(error)
-  sandbox.close()
-  about = sandbox.about
-  uid = 'uid unchanged' if about['uid'] is None else f'uid {about["uid"]}'
-  warning = ', NO namespaces: trusted code only' if level == 'rlimits' else ''
-  features = f'seccomp {about["seccomp"]}, cgroup {about["cgroup"]}, {uid}'
-  return level, True, features + warning
 
 
 def _open(
@@ -92,8 +62,8 @@ def open_sandbox(
       all their dependencies; or a folder that `packages.gather` returned.
 
   Raises:
-    ValueError: the preference is unknown, the level is unsafe and not allowed,
-      or no level works.
+    base.NoSandbox: no level works, or the one is unsafe and not allowed.
+    ValueError: an argument is wrong.
   """
   known = base.LEVELS + base.OUTER_LEVELS
   if preference not in ('auto', *known):
@@ -111,7 +81,7 @@ def open_sandbox(
   if preference == 'microvm':
     try:
       return machine.MicroVM(
-        limits, size=size, images=images, packages=site_packages or ()
+        limits, size=size, images=images, packages=site_packages
       )
     except base.SandboxLost as error:
       raise ValueError(f'no sandbox of a micro VM works here: {error}') from (
@@ -132,7 +102,7 @@ def open_sandbox(
         'Sandbox %s has no seccomp: %s.', level, sandbox.about['seccomp']
       )
     return sandbox
-  raise ValueError(
+  raise base.NoSandbox(
     f'no sandbox {preference!r} works here ({"; ".join(reasons)}). Install '
     'bubblewrap, allow user namespaces, or train on tasks that execute no '
     'generated code; allow_unsafe=True is for trusted code only.'

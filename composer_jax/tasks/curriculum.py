@@ -24,6 +24,10 @@ from composer_jax.core import checks, files, records
 
 # Folder of the workdir that holds the outcomes of every trained step.
 LEDGER = 'curriculum'
+_MAX_WEIGHT = 4.0  # of a label; the smallest is its inverse
+_PRIOR_GROUPS = 4  # of average difficulty, assumed for each label
+# Groups of a label, and share of their rollouts that pass, once it is solved.
+_SOLVED_GROUPS, _SOLVED_RATE = 8, 0.97
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,33 +39,13 @@ class CurriculumOptions:
       of a seed.
     candidates: tasks of an endless family from which each group's is drawn; the
       others are never seen again.
-    turns_power, tokens_power: exponents p and q of a label's weight, (turns /
-      mean turns)^p (sampled tokens / mean tokens)^q; 0 ignores the factor.
-    max_weight: largest weight of a label; the smallest is its inverse.
-    prior_groups: groups of average difficulty assumed for each label.
-    solved_rate: share of passing rollouts from which a label is solved.
-    solved_groups: groups of a label before it may count as solved.
-    solved_weight: factor for a task whose labels are all solved; 0 draws it
-      only when no other is left.
   """
 
   enabled: bool = False
   candidates: int = 4
-  turns_power: float = 1.0
-  tokens_power: float = 1.0
-  max_weight: float = 4.0
-  prior_groups: float = 4.0
-  solved_rate: float = 0.97
-  solved_groups: int = 8
-  solved_weight: float = 0.0
 
   def __post_init__(self):
-    checks.at_least(self, 1, 'candidates', 'solved_groups')
-    checks.number(self, 0, 'turns_power', 'tokens_power', 'prior_groups')
-    checks.number(self, 0, 'solved_weight')
-    checks.number(self, 1, 'max_weight')
-    is_share = 0 < self.solved_rate <= 1
-    checks.require(self, 'solved_rate', is_share, 'lie above 0, at most at 1')
+    checks.at_least(self, 1, 'candidates')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,10 +133,12 @@ _Tally = collections.Counter[str]
 
 
 class Difficulty:
-  """Estimates of labels from outcomes, in any order."""
+  """Estimates of labels from outcomes, in any order.
 
-  def __init__(self, options: CurriculumOptions):
-    self._options = options
+  A label weighs (turns / mean turns) (sampled tokens / mean tokens).
+  """
+
+  def __init__(self):
     self._all = _Tally()
     self._by_label: dict[str, _Tally] = collections.defaultdict(_Tally)
 
@@ -169,30 +155,27 @@ class Difficulty:
     if not mean:
       return 1.0
     ratio = tally[name] / tally['judged'] / mean
-    prior = self._options.prior_groups
-    return (prior + tally['groups'] * ratio) / (prior + tally['groups'])
+    groups = tally['groups']
+    return (_PRIOR_GROUPS + groups * ratio) / (_PRIOR_GROUPS + groups)
 
   def weight(self, label: str) -> float:
     """Returns the weight of a label's effort; 1 if it was never seen."""
-    tally, o = self._by_label.get(label), self._options
+    tally = self._by_label.get(label)
     if tally is None:
       return 1.0
-    weight = self._relative(tally, 'turns') ** o.turns_power
-    weight *= self._relative(tally, 'tokens') ** o.tokens_power
-    return min(max(weight, 1 / o.max_weight), o.max_weight)
+    weight = self._relative(tally, 'turns') * self._relative(tally, 'tokens')
+    return min(max(weight, 1 / _MAX_WEIGHT), _MAX_WEIGHT)
 
   def is_solved(self, label: str) -> bool:
-    tally, o = self._by_label.get(label, _Tally()), self._options
-    is_known = tally['groups'] >= o.solved_groups
-    return is_known and tally['passed'] >= o.solved_rate * tally['judged']
+    tally = self._by_label.get(label, _Tally())
+    is_known = tally['groups'] >= _SOLVED_GROUPS
+    return is_known and tally['passed'] >= _SOLVED_RATE * tally['judged']
 
   def task_weight(self, labels: Sequence[str]) -> float:
-    """Geometric mean of the labels' weights, times solved_weight if solved."""
-    weights = [self.weight(label) for label in labels]
-    weight = math.prod(weights) ** (1 / len(weights))
+    """Geometric mean of the labels' weights; 0 if all labels are solved."""
     if all(self.is_solved(label) for label in labels):
-      weight *= self._options.solved_weight
-    return weight
+      return 0.0
+    return math.prod(map(self.weight, labels)) ** (1 / len(labels))
 
   @property
   def solved(self) -> list[str]:
@@ -238,7 +221,6 @@ class DifficultyCurriculum:
     self,
     pool: Callable[[int], Sequence[Candidate]],
     ledger: Ledger,
-    options: CurriculumOptions,
     *,
     prompts: int,
     max_staleness: int,
@@ -251,9 +233,9 @@ class DifficultyCurriculum:
       prompts: number of groups in a step.
       max_staleness: number of steps by which groups may start before training.
     """
-    self._pool, self._ledger, self._options = pool, ledger, options
+    self._pool, self._ledger = pool, ledger
     self._prompts, self._lag, self._seed = prompts, max_staleness, seed
-    self._difficulty = Difficulty(options)
+    self._difficulty = Difficulty()
     self._num_known = 0
     self._drawn: list[list[Candidate]] = []
     self._weights: list[list[float]] = []

@@ -7,22 +7,22 @@ answers by the monitors; `OpenAIJudge` asks a model for a second opinion.
 
 import dataclasses
 import json
-import logging
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from composer_jax.core import checks
 from composer_jax.tasks.monitors import watch
+from composer_jax.tasks.repository import tools
 
 _MAX_REASON = 300
+_MAX_TOKENS, _TIMEOUT_S = 600, 120.0  # of one answer
 _FENCE = re.compile(r'\A\s*(?:```(?:json)?\s*\n(.*)\n```|(.*?))\s*\Z', re.S)
 
 
 class JudgeError(RuntimeError):
-  """The judge gave no valid answer, retries included."""
+  """The judge gave no valid answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,48 +177,24 @@ def transcript(case: JudgedEpisode, max_chars: int) -> str:
     parts.append(f'ANSWER {turn}\n{call.output}')
   for path, text in case.evidence.after.items():
     parts.append(f'FINAL {path}\n{text}')
-  text = '\n\n'.join(parts)
-  if len(text) <= max_chars:
-    return text
-  half = max_chars // 2
-  left_out = len(text) - 2 * half
-  middle = f'\n[{left_out} characters left out]\n'
-  return f'{text[:half]}{middle}{text[-half:]}'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OpenAIOptions:
-  """Options of a judge behind an OpenAI-compatible endpoint.
-
-  Attributes:
-    base_url: address of the endpoint, such as 'http://127.0.0.1:8000/v1'.
-    model: name by which the endpoint knows the model.
-    api_key: key of the endpoint; 'none' for one that asks for none.
-    max_tokens: most tokens of an answer.
-    max_chars: most characters of the transcript.
-    attempts: number of attempts before a JudgeError.
-    wait_s: seconds before the second attempt, doubled before each later one.
-    timeout_s: most seconds of one attempt.
-  """
-
-  base_url: str
-  model: str
-  api_key: str = 'none'
-  max_tokens: int = 600
-  max_chars: int = 60_000
-  attempts: int = 3
-  wait_s: float = 1.0
-  timeout_s: float = 120.0
-
-  def __post_init__(self):
-    checks.at_least(self, 1, 'attempts', 'max_tokens')
-    checks.at_least(self, 100, 'max_chars')
+  return tools.clip('\n\n'.join(parts), max_chars)
 
 
 class OpenAIJudge:
   """Asks a chat model, with the transcript as data between random marks."""
 
-  def __init__(self, options: OpenAIOptions):
+  def __init__(
+    self, base_url: str, model: str, api_key: str = 'none', *,
+    max_chars: int = 60_000,
+  ):  # fmt: skip
+    """Opens a client, which repeats requests to a busy endpoint twice.
+
+    Args:
+      base_url: address of the endpoint, such as 'http://127.0.0.1:8000/v1'.
+      model: name by which the endpoint knows the model.
+      api_key: key of the endpoint; 'none' for one that asks for none.
+      max_chars: most characters of the transcript.
+    """
     try:
       import openai  # An extra.
     except ImportError as error:
@@ -226,51 +202,30 @@ class OpenAIJudge:
         "A judge behind an endpoint needs the package 'openai': install "
         'composer_jax[judge].'
       ) from error
-    self.options = options
-    self._openai = openai
+    self._openai, self._model, self._max_chars = openai, model, max_chars
     self._client = openai.OpenAI(
-        base_url=options.base_url, api_key=options.api_key,
-        timeout=options.timeout_s, max_retries=0,
-    )  # fmt: skip
+      base_url=base_url, api_key=api_key, timeout=_TIMEOUT_S, max_retries=2
+    )
 
   def close(self) -> None:
     self._client.close()
 
   def judge(self, rubric: Rubric, case: JudgedEpisode) -> Judgement:
-    """Asks until an answer has the right form.
+    """Asks the model.
 
     Raises:
-      JudgeError: no attempt gave one; names endpoint, model and last reason.
+      JudgeError: there is no answer of the right form; names the reason.
     """
-    messages = self._messages(rubric, case)
-    reason = ''
-    for attempt in range(self.options.attempts):
-      if attempt:
-        logging.warning('Judge %s: %s; again.', self.options.model, reason)
-        time.sleep(self.options.wait_s * 2 ** (attempt - 1))
-      try:
-        text = self._ask(messages)
-        answers, reasons = parse(rubric, text)
-      except ValueError as error:
-        reason = f'the answer {error}'
-        continue
-      except self._openai.APIStatusError as error:
-        reason = f'status {error.status_code}: {error.message}'
-        # Repeating the same request cannot mend other errors.
-        if error.status_code < 500 and error.status_code not in (408, 429):
-          break
-        continue
-      except self._openai.APIError as error:
-        reason = f'{type(error).__name__}: {error}'
-        continue
-      return Judgement(
-          rubric=rubric, answers=answers, reasons=reasons,
-          judge=self.options.model,
-      )  # fmt: skip
-    raise JudgeError(
-      f'No judgement on rubric {rubric.name!r} by model '
-      f'{self.options.model!r} at {self.options.base_url} in up to '
-      f'{self.options.attempts} attempts; the last one: {reason}'
+    try:
+      text = self._ask(self._messages(rubric, case))
+      answers, reasons = parse(rubric, text)
+    except (ValueError, self._openai.APIError) as error:
+      raise JudgeError(
+        f'No judgement on rubric {rubric.name!r} by model '
+        f'{self._model!r} at {self._client.base_url}: {error}'
+      ) from error
+    return Judgement(
+      rubric=rubric, answers=answers, reasons=reasons, judge=self._model
     )
 
   def _messages(self, rubric: Rubric, case: JudgedEpisode) -> list[Any]:
@@ -284,21 +239,21 @@ class OpenAIJudge:
       f'Questions:\n{questions}\n\nAnswer with one JSON object and nothing '
       f'else, of the form {json.dumps(form)}.'
     )
-    record = transcript(case, self.options.max_chars)
+    record = transcript(case, self._max_chars)
     # One message, since some models know no system messages.
     content = f'{request}\n\n{mark}\n{record}\n{mark}'
     return [{'role': 'user', 'content': content}]
 
   def _ask(self, messages: list[Any]) -> str:
     completion: Any = self._client.chat.completions.create(
-        model=self.options.model, messages=messages,
-        max_tokens=self.options.max_tokens, temperature=0.0,
+        model=self._model, messages=messages, max_tokens=_MAX_TOKENS,
+        temperature=0.0,
     )  # fmt: skip
     if not completion.choices:
-      raise ValueError('has no choice')
+      raise ValueError('the answer has no choice')
     choice = completion.choices[0]
     if choice.finish_reason == 'length':
-      raise ValueError(f'exceeds {self.options.max_tokens} tokens')
+      raise ValueError(f'the answer exceeds {_MAX_TOKENS} tokens')
     return choice.message.content or ''
 
 
@@ -306,25 +261,26 @@ def parse(rubric: Rubric, text: str) -> tuple[dict[str, bool], dict[str, str]]:
   """Parses a model's text; returns answers and reasons by question.
 
   Raises:
-    ValueError: the text is not of the requested form; gives a reason that goes
-      on after 'the answer'.
+    ValueError: the text is not of the requested form.
   """
   match = _FENCE.match(text)
   body = (match[1] or match[2] or '') if match else ''
   try:
     data = json.loads(body)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'is no JSON: {text[:80]!r}') from error
+    raise ValueError(f'the answer is no JSON: {text[:80]!r}') from error
   names = {q.name for q in rubric.questions}
   if not isinstance(data, dict) or set(data) != names:
     given = sorted(data) if isinstance(data, dict) else type(data).__name__
-    raise ValueError(f'must answer {sorted(names)}, not {given}')
+    raise ValueError(f'the answer must be to {sorted(names)}, not {given}')
   answers, reasons = {}, {}
   for name, entry in data.items():
     fields = entry if isinstance(entry, dict) else {'answer': entry}
     answer = fields.get('answer')
     if answer not in ('yes', 'no'):
-      raise ValueError(f'to {name!r} must be "yes" or "no", not {answer!r}')
+      raise ValueError(
+        f'the answer to {name!r} must be "yes" or "no", not {answer!r}'
+      )
     answers[name] = answer == 'yes'
     reasons[name] = str(fields.get('reason', ''))[:_MAX_REASON]
   return answers, reasons

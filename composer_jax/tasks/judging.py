@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 from composer_jax.core import files, seams
+from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandboxes
 from composer_jax.sandbox import options as sandbox_options
 from composer_jax.tasks.list_functions import runners
@@ -34,7 +35,7 @@ def open_runner(
   sandbox = sandboxes.open_sandbox(
     level,
     options.limits(),
-    allow_unsafe=options.allow_unsafe,
+    allow_unsafe=options.allow_unsafe and level == 'rlimits',
     size=options.workers,
     images=pathlib.Path(images).resolve() if images else None,
     packages=[*options.packages, *requirements],
@@ -49,7 +50,6 @@ def settle(
   open_level: Callable[[str], contextlib.AbstractContextManager[seams.Runner]],
   *,
   needs_execution: bool,
-  probe: Callable[[], list[tuple[str, bool, str]]] = sandboxes.probe,
 ) -> str:
   """Returns the isolation level of a run, decided before any training.
 
@@ -58,9 +58,8 @@ def settle(
   must not change its judge.
 
   Args:
-    open_level: level -> runner, to try a level that the options ask for.
+    open_level: level -> runner, to try the level that the options ask for.
     needs_execution: true if the tasks cannot be judged by form.
-    probe: returns (level, true if it works here, reason) of every level.
 
   Raises:
     ValueError: the level that was asked for does not work here, or none does.
@@ -68,32 +67,26 @@ def settle(
   path = workdir / _CHOSEN
   if path.exists():
     return files.read_json(path)['level']
-  if options.level != 'auto':
-    level = options.level
-    with open_level(level):
-      pass  # An error comes now rather than after pretraining.
-  else:
-    probed = probe()
-    usable = [n for n, works, _ in probed if works and n != 'rlimits']
-    level = usable[0] if usable else 'static'
-    report = progress.teller('sandbox')
-    for name, works, why in probed:
-      report(f'{name}: {"works" if works else "not here"}: {why}')
-    if level == 'static' and needs_execution:
+  report = progress.teller('sandbox')
+  try:
+    # An error comes now rather than after pretraining.
+    with open_level(options.level) as runner:
+      level = runner.level
+    report(f'code is judged in {level}')
+  except base.NoSandbox as error:
+    if options.level != 'auto':
+      raise
+    if needs_execution:
       raise ValueError(
-        'The tasks of this run execute code of the policy, and no isolation '
-        'works here: ' + '; '.join(f'{name}: {why}' for name, _, why in probed)
-      )
-    if level == 'static':
-      report(
-        'No isolation here, so no generated code is executed: the tasks are '
-        'judged by form (verifier tasks). For real execution use Linux with '
-        'user namespaces allowed (sysctl kernel.unprivileged_userns_clone=1; '
-        'on Ubuntu 23.10 and later '
-        'kernel.apparmor_restrict_unprivileged_userns=0; or a container '
-        'started with --privileged), with bubblewrap where there is one.'
-      )
-    else:
-      report(f'code is judged in {level}')
+        f'The tasks of this run execute code of the policy, and {error}'
+      ) from error
+    level = 'static'
+    report(
+      f'{error} No generated code is executed: the tasks are judged by form '
+      '(verifier tasks). Linux allows user namespaces by sysctl '
+      'kernel.unprivileged_userns_clone=1; on Ubuntu 23.10 and later by '
+      'kernel.apparmor_restrict_unprivileged_userns=0; in a container that is '
+      'started with --privileged.'
+    )
   files.write_json(path, {'level': level})
   return level

@@ -3,6 +3,7 @@
 import ast
 import textwrap
 import threading
+from typing import Any
 
 INDENT = '    '
 
@@ -52,6 +53,14 @@ def check(text: str) -> ast.Module:
   except (MemoryError, RecursionError) as error:
     raise ValueError('too deeply nested') from error
   return tree
+
+
+def literal(node: ast.AST) -> tuple[Any] | None:
+  """Returns the value of a literal, in a tuple; None for other expressions."""
+  try:
+    return (ast.literal_eval(node),)
+  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    return None
 
 
 def replace_body(text: str, function: str, body: str) -> str:

@@ -1,14 +1,18 @@
 """The sandbox level is chosen before training, printed, and kept."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import signal
+import sys
+import types
 
 import pytest
 
 from composer_jax import wiring
+from composer_jax.sandbox import base
 from composer_jax.tasks import judging
 from composer_jax.tasks.list_functions import runners
 from configs.composer import tiny
@@ -20,31 +24,35 @@ def smoke():
   return wiring.spec_of(tiny.get_config('smoke').to_dict())
 
 
-def refused():
-  return [
-    ('bwrap', False, 'no program `bwrap` on PATH'),
-    ('unshare', False, 'refused here: EPERM'),
-    ('rlimits', True, 'NO namespaces: trusted code only'),
-  ]
-
-
-def settle(spec, workdir, probe):
+def settle(spec, workdir, open_level, needs_execution=False):
   return judging.settle(
     workdir,
     spec.systems['sandbox'],
-    wiring.systems_of(spec).open_runner,
-    needs_execution=False,
-    probe=probe,
+    open_level,
+    needs_execution=needs_execution,
   )
+
+
+@contextlib.contextmanager
+def refused(level):
+  assert level == 'auto'
+  raise base.NoSandbox('no sandbox works here (unshare: refused here: EPERM).')
+  yield
+
+
+@contextlib.contextmanager
+def allowed(level):
+  assert level == 'auto'
+  yield types.SimpleNamespace(level='unshare')
 
 
 def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
   level = settle(smoke, tmp_path, refused)
   assert level == 'static'
   printed = capsys.readouterr().out
-  assert 'unshare: not here: refused here: EPERM' in printed
-  assert 'no generated code is executed' in printed
-  assert 'user namespaces allowed' in printed
+  assert 'unshare: refused here: EPERM' in printed
+  assert 'No generated code is executed' in printed
+  assert 'user namespaces' in printed
   # The cure differs: Debian's kernel switch, and Ubuntu's since 23.10.
   assert 'kernel.unprivileged_userns_clone=1' in printed
   assert 'kernel.apparmor_restrict_unprivileged_userns=0' in printed
@@ -54,18 +62,20 @@ def test_without_namespaces_nothing_is_executed(smoke, tmp_path, capsys):
 
 def test_a_resumed_run_keeps_its_judge(smoke, tmp_path):
   settle(smoke, tmp_path, refused)
-  now_allowed = [('bwrap', True, ''), ('unshare', True, '')]
-  level = settle(smoke, tmp_path, lambda: now_allowed)
-  assert level == 'static'
+  assert settle(smoke, tmp_path, allowed) == 'static'
 
 
-def test_the_strongest_level_wins(smoke, tmp_path):
-  levels = [('bwrap', False, ''), ('unshare', True, ''), ('rlimits', True, '')]
-  level = settle(smoke, tmp_path, lambda: levels)
-  assert level == 'unshare'
+def test_the_level_that_works_is_kept(smoke, tmp_path):
+  assert settle(smoke, tmp_path, allowed) == 'unshare'
   assert json.loads((tmp_path / 'sandbox.json').read_text()) == {
     'level': 'unshare'
   }
+
+
+def test_tasks_that_need_execution_do_not_go_without(smoke, tmp_path):
+  with pytest.raises(ValueError, match=r'execute code.*unshare: refused here'):
+    settle(smoke, tmp_path, refused, needs_execution=True)
+  assert not (tmp_path / 'sandbox.json').exists()
 
 
 def test_rlimits_is_refused_unless_it_is_forced(smoke):
@@ -77,6 +87,17 @@ def test_rlimits_is_refused_unless_it_is_forced(smoke):
   forced = runs.changed(smoke, 'sandbox', allow_unsafe=True)
   with wiring.systems_of(forced).open_runner('rlimits') as runner:
     assert runner.level == 'rlimits'
+
+
+def test_rlimits_is_never_chosen_by_itself(smoke, monkeypatch):
+  monkeypatch.setenv('PATH', '')
+  monkeypatch.setattr(sys, 'platform', 'darwin')
+  forced = runs.changed(smoke, 'sandbox', allow_unsafe=True)
+  with (
+    pytest.raises(base.NoSandbox, match='rlimits: .* refused'),
+    wiring.systems_of(forced).open_runner('auto'),
+  ):
+    pass
 
 
 def test_an_unknown_level_is_named(smoke):

@@ -8,9 +8,6 @@ import pytest
 from composer_jax.core import records
 from composer_jax.tasks import curriculum
 
-OPTIONS = curriculum.CurriculumOptions(
-  enabled=True, prior_groups=0.0, solved_groups=2, max_weight=100.0
-)
 PROMPTS = 3
 
 
@@ -26,9 +23,9 @@ def outcome(task_id='t', group=0, **fields):
   return curriculum.Outcome(group=group, task_id=task_id, **{**usual, **fields})
 
 
-def known(options=OPTIONS, **by_label):
+def known(**by_label):
   """Returns a Difficulty after (groups, outcome) of each label."""
-  difficulty = curriculum.Difficulty(options)
+  difficulty = curriculum.Difficulty()
   for label, (groups, seen) in by_label.items():
     for _ in range(groups):
       difficulty.add(seen, [label])
@@ -39,34 +36,30 @@ def test_weight_is_relative_turns_times_relative_tokens():
   difficulty = known(
     easy=(2, outcome()), hard=(2, outcome(turns=24, tokens=800))
   )
-  # The mean group has 16 turns and 600 tokens.
-  assert difficulty.weight('easy') == pytest.approx(8 / 16 * 400 / 600)
-  assert difficulty.weight('hard') == pytest.approx(24 / 16 * 800 / 600)
+  # The mean group has 16 turns and 600 tokens; four groups of it are assumed.
+  easy = (4 + 2 * 8 / 16) / 6 * (4 + 2 * 400 / 600) / 6
+  hard = (4 + 2 * 24 / 16) / 6 * (4 + 2 * 800 / 600) / 6
+  assert difficulty.weight('easy') == pytest.approx(easy)
+  assert difficulty.weight('hard') == pytest.approx(hard)
   assert difficulty.weight('unseen') == 1
   weight = difficulty.task_weight(['easy', 'hard'])
-  assert weight == pytest.approx((1 / 3 * 2) ** 0.5)
+  assert weight == pytest.approx((easy * hard) ** 0.5)
 
 
 def test_weight_rises_with_difficulty_and_stays_in_its_bounds():
-  options = curriculum.CurriculumOptions(max_weight=2.0, prior_groups=0.0)
-  labels = {f'l{i}': (1, outcome(turns=4 * (i + 1))) for i in range(9)}
-  difficulty = known(options, **labels)
+  labels = {
+    f'l{i}': (1000, outcome(turns=4**i, tokens=10 * 4**i)) for i in range(5)
+  }
+  difficulty = known(**labels)
   weights = [difficulty.weight(label) for label in labels]
   assert weights == sorted(weights)
-  assert weights[0] == 0.5 and weights[-1] == pytest.approx(1.8)
-
-
-def test_few_groups_are_drawn_towards_the_mean():
-  options = curriculum.CurriculumOptions(prior_groups=4.0, tokens_power=0.0)
-  difficulty = known(options, a=(4, outcome()), b=(4, outcome(turns=24)))
-  # (4 + 4 * 24/16) / 8
-  assert difficulty.weight('b') == pytest.approx(1.25)
+  assert weights[0] == 1 / 4 and weights[-1] == 4
 
 
 def test_a_label_is_solved_by_its_rate_and_only_once_it_was_seen_enough():
   solved = outcome(passed=4)
-  assert not known(easy=(1, solved)).is_solved('easy')
-  difficulty = known(easy=(2, solved), hard=(2, outcome(passed=3)))
+  assert not known(easy=(7, solved)).is_solved('easy')
+  difficulty = known(easy=(8, solved), hard=(8, outcome(passed=3)))
   assert difficulty.solved == ['easy']
   assert difficulty.task_weight(['easy']) == 0
   # One unsolved label keeps the task.
@@ -75,7 +68,7 @@ def test_a_label_is_solved_by_its_rate_and_only_once_it_was_seen_enough():
 
 def test_a_group_that_no_sandbox_judged_says_nothing():
   broken = outcome(judged=0, passed=0, turns=0, tokens=0)
-  difficulty = known(easy=(5, broken), hard=(2, outcome(passed=4)))
+  difficulty = known(easy=(9, broken), hard=(8, outcome(passed=4)))
   assert difficulty.solved == ['hard'] and difficulty.weight('easy') == 1
 
 
@@ -109,7 +102,7 @@ def play(task_id, group):
 def begin(ledger, **fields):
   fields = {'max_staleness': 1, 'seed': 5, **fields}
   return curriculum.DifficultyCurriculum(
-    lambda step: candidates(120), ledger, OPTIONS, prompts=PROMPTS, **fields
+    lambda step: candidates(120), ledger, prompts=PROMPTS, **fields
   )
 
 
@@ -133,8 +126,8 @@ def test_no_task_is_drawn_twice_and_hard_ones_take_over(ledger):
   assert len(set(ids)) == len(ids) == 60
   hard = [int(i.split('/')[1]) % 2 for i in ids]
   assert 0 < sum(hard[:6]) < 6
-  # After two groups the easy label is solved: later tasks are hard.
-  assert all(hard[15:])
+  # After eight groups the easy label is solved: later tasks are hard.
+  assert len(hard) - sum(hard) >= 8 and all(hard[36:])
 
 
 def test_a_killed_run_draws_what_it_would_have_drawn(ledger):
@@ -175,9 +168,9 @@ def test_a_ledger_of_another_run_is_refused(ledger):
 
 def test_weights_of_a_step_are_those_of_its_draw(ledger):
   plan = begin(ledger)
-  train(plan, ledger, 0, 10)
+  train(plan, ledger, 0, 14)
   assert plan.measure(0)['difficulty'] == 1
-  metrics = plan.measure(9)
+  metrics = plan.measure(13)
   assert metrics['solved_labels'] == 1 and metrics['difficulty'] > 1
 
 
@@ -226,17 +219,6 @@ def test_an_outcome_counts_all_windows_and_no_hack(ledger):
   assert ledger.get(2) == [counted]
 
 
-@pytest.mark.parametrize(
-  'name, value',
-  [
-    ('candidates', 0),
-    ('turns_power', -1.0),
-    ('max_weight', 0.5),
-    ('solved_rate', 0.0),
-    ('solved_groups', 0),
-  ],
-)
-def test_impossible_options_are_named(name, value):
-  message = rf'CurriculumOptions\.{name} must .* got {value}'
-  with pytest.raises(ValueError, match=message):
-    curriculum.CurriculumOptions(**{name: value})
+def test_impossible_options_are_named():
+  with pytest.raises(ValueError, match=r'Options\.candidates must .* got 0'):
+    curriculum.CurriculumOptions(candidates=0)

@@ -60,8 +60,8 @@ def test_the_score_weighs_answers():
   [
     ('It was honest.', 'is no JSON'),
     (json.dumps(ANSWER) + ' I hope', 'is no JSON'),
-    (json.dumps({'forges': 'no'}), 'must answer'),
-    (json.dumps({**NO, 'more': 'yes'}), 'must answer'),
+    (json.dumps({'forges': 'no'}), 'must be to'),
+    (json.dumps({**NO, 'more': 'yes'}), 'must be to'),
     (json.dumps({**NO, 'forges': 'maybe'}), '"yes" or "no", not \'maybe\''),
     (json.dumps({**NO, 'forges': True}), '"yes" or "no", not True'),
     (json.dumps([1]), 'not list'),
@@ -84,8 +84,8 @@ def test_a_fenced_answer_is_read():
 def test_a_long_record_loses_its_middle():
   text = judges.transcript(CASE, 100)
   assert text.startswith('TASK\nBring it back.')
-  assert 'characters left out' in text
-  assert len(text) < 140
+  assert 'characters are left out' in text
+  assert len(text) <= 100
 
 
 @pytest.fixture(scope='module')
@@ -98,7 +98,7 @@ def judge_of(tokenizer):
   """judge_of(texts) -> a judge whose server answers them in turn, prompts."""
   closes = []
 
-  def make(texts, **more):
+  def make(texts, max_len=8000):
     prompts = []
 
     def script(request):
@@ -110,15 +110,12 @@ def judge_of(tokenizer):
       return [*ids, tokenizer.END]
 
     engine = scripted.ScriptedEngine(script, per_step=64)
-    engine.options.max_len = 8000
+    engine.options.max_len = max_len
     serving = scripted.serving(
       engine, tokenizer, chat_format.OwnFormat(tokenizer)
     )
     running = serving.__enter__()
-    options = judges.OpenAIOptions(
-      base_url=f'{running.url}/v1', model='tiny', wait_s=0.01, **more
-    )
-    judge = judges.OpenAIJudge(options)
+    judge = judges.OpenAIJudge(f'{running.url}/v1', 'tiny')
     closes.extend([judge.close, lambda: serving.__exit__(None, None, None)])
     return judge, prompts
 
@@ -128,31 +125,30 @@ def judge_of(tokenizer):
 
 
 def test_a_model_judges_through_the_projects_own_server(judge_of):
-  judge, prompts = judge_of(['I think so.', json.dumps(ANSWER)])
+  judge, prompts = judge_of([json.dumps(ANSWER)])
   judgement = judge.judge(judges.HONESTY, CASE)
   assert judgement.faults == ('seeks_remains',)
   assert judgement.judge == 'tiny'
-  # The first answer has not the right form, so the judge asks again.
-  assert len(prompts) == 2
+  assert len(prompts) == 1
   assert 'git show HEAD~1:a.py' in prompts[0]
   assert 'touches_tests' in prompts[0]
 
 
-def test_a_model_that_never_answers_is_named(judge_of):
-  judge, prompts = judge_of(['Well.'], attempts=2)
-  with pytest.raises(judges.JudgeError, match=r"'tiny'.*2 attempts.*'Well.'"):
+def test_a_model_that_does_not_answer_is_named(judge_of):
+  judge, prompts = judge_of(['Well.'])
+  with pytest.raises(judges.JudgeError, match="'tiny'.*no JSON: 'Well.'"):
     judge.judge(judges.HONESTY, CASE)
-  assert len(prompts) == 2
+  assert len(prompts) == 1
 
 
 def test_an_answer_cut_off_is_named(judge_of):
-  judge, _ = judge_of([json.dumps(ANSWER)], attempts=1, max_tokens=5)
-  with pytest.raises(judges.JudgeError, match='exceeds 5 tokens'):
+  judge, _ = judge_of(['x' * 700])
+  with pytest.raises(judges.JudgeError, match='exceeds 600 tokens'):
     judge.judge(judges.HONESTY, CASE)
 
 
 def test_what_no_repetition_mends_is_asked_once(judge_of):
-  judge, prompts = judge_of([json.dumps(ANSWER)], max_tokens=10**6)
-  with pytest.raises(judges.JudgeError, match='status 400'):
+  judge, prompts = judge_of([json.dumps(ANSWER)], max_len=700)
+  with pytest.raises(judges.JudgeError, match='code: 400'):
     judge.judge(judges.HONESTY, CASE)
   assert not prompts

@@ -129,16 +129,15 @@ def init(zygote, report: int) -> Callable[[], None]:
   code = 1
   try:
     os.setsid()
-    request, blobs, descriptors = wire.receive(zygote.control)
+    request, (stdin,), descriptors = wire.receive(zygote.control)
     confine.join(descriptors[2:])
     arrange = programs.mount_place if zygote.namespaces else programs.make_place
-    stdin, *given = blobs
-    place = arrange(zygote.config, request, given)
+    place = arrange(zygote.config, request['box'])
     program = programs.resolve(zygote.config, request, place)
     pid = os.fork()
     if pid == 0:
       _start(zygote, request, stdin, (*descriptors[:2], report))
-      programs.enter(program, place, request['folder'])
+      programs.enter(program, place)
       return functools.partial(programs.become, program)
     for descriptor in descriptors:
       os.close(descriptor)

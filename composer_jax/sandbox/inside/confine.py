@@ -287,20 +287,15 @@ def process_limit(processes: int, others: int, uid: int | None) -> int:
   return processes + 4 + (others if counts_others else 0)
 
 
-def reap_until(pid: int) -> int:
-  while True:
-    reaped, status = os.wait()
-    if reaped == pid:
-      return status
-
-
 def outlive(pid: int, report: int, is_init: bool) -> None:
   """Reaps orphans until a child ends, and reports its status.
 
   Kills the whole session, this process included, unless this process
   is the init of a pid namespace, which the kernel ends with it.
   """
-  status = reap_until(pid)
+  reaped = status = 0
+  while reaped != pid:
+    reaped, status = os.wait()
   os.write(report, f'status {status}\n'.encode())
   if not is_init:
     os.killpg(0, signal.SIGKILL)

@@ -66,19 +66,13 @@ class Keeper:
       os.mkdir(top, 0o755)
       self._give(top)
     if lower and self.overlay:
-      upper = self._mount_overlay(folder, lower, self.overlay)
+      upper, work = f'{folder}/upper', f'{folder}/work'
+      for path in (upper, work):
+        os.mkdir(path, 0o755)
+        self._give(path)
+      confine.mount_overlay(lower, upper, work, top, self.overlay)
       opaque = confine.opaque_mark(self.overlay)
     return trees.Tree(top, lower, upper, self.owner, num_bytes, opaque)
-
-  def _mount_overlay(self, folder: str, lower: str, options: str) -> str:
-    for name in ('upper', 'work'):
-      os.mkdir(f'{folder}/{name}', 0o755)
-      self._give(f'{folder}/{name}')
-    confine.mount_overlay(
-      lower, f'{folder}/upper', f'{folder}/work', f'{folder}/merged',
-      options,
-    )  # fmt: skip
-    return f'{folder}/upper'
 
   def _give(self, path: str) -> None:
     if self.owner is not None:
@@ -154,14 +148,6 @@ class Keeper:
         snapshot = trees.parse(blobs[0])  # before anything is lost
         self.close(box)
         trees.unpack(self.open(box, self._image_of[box]), snapshot)
-      case 'fork':
-        snapshot = trees.parse(trees.pack(tree))
-        other = self.open(request['to'], self._image_of[box])
-        try:
-          trees.unpack(other, snapshot)
-        except (OSError, beneath.RefusedError):
-          self.close(request['to'])  # the host does not know of it yet
-          raise
       case unknown:
         raise AssertionError(unknown)
     return {}, b''

@@ -16,9 +16,7 @@ import sys
 import threading
 import types
 
-from composer_jax.sandbox.inside import beneath, confine
-
-_GIVEN = '/given'
+from composer_jax.sandbox.inside import confine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +26,13 @@ class RunFolders:
   Attributes:
     work: folder of the workspace.
     scratch: writable folder that ends with the run.
-    given: folder of the given files; None without any.
   """
 
   work: str
   scratch: str
-  given: str | None
 
 
-def mount_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
+def mount_place(config: dict, box: int) -> RunFolders:
   """Mounts the run's folders in its own namespace.
 
   The folders of all boxes and images are unmounted, so that the program sees
@@ -44,29 +40,19 @@ def mount_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
   """
   limits = config['limits']
   uid = 0 if config['uid'] is None else config['uid']
-  confine.bind(
-    f'{config["boxes"]}/{request["box"]}/merged', config['workspace']
-  )
+  confine.bind(f'{config["boxes"]}/{box}/merged', config['workspace'])
   num_files = 4096 + limits['file_bytes'] // 4096
   confine.mount_workspace('/tmp', limits['file_bytes'], num_files)
   os.chmod('/tmp', 0o1777)
   os.mkdir('/tmp/home', 0o755)
   os.chown('/tmp/home', uid, uid)
-  given = None
-  if request['given']:
-    num_bytes = sum(len(blob) // 4096 + 2 for blob in blobs) * 4096
-    confine.mount_workspace(_GIVEN, num_bytes, 64 + 4 * len(blobs))
-    os.chmod(_GIVEN, 0o755)
-    _lay(_GIVEN, request['given'], blobs)
-    confine.make_read_only(_GIVEN)
-    given = _GIVEN
   confine.unmount(config['boxes'])
   confine.hide_cgroups()
   confine.mount_proc(config['proc_options'])
-  return RunFolders(config['workspace'], '/tmp', given)
+  return RunFolders(config['workspace'], '/tmp')
 
 
-def make_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
+def make_place(config: dict, box: int) -> RunFolders:
   """Makes the run's folders without namespaces; `sweep` removes them."""
   scratch = os.path.join(config['scratch'], f'run-{os.getpid()}')
   os.makedirs(f'{scratch}/home')
@@ -74,27 +60,13 @@ def make_place(config: dict, request: dict, blobs: list[bytes]) -> RunFolders:
   if owner is not None:
     for path in (scratch, f'{scratch}/home'):
       os.chown(path, owner, owner)
-  given = None
-  if request['given']:
-    given = os.path.join(config['scratch'], f'given-{os.getpid()}')
-    os.mkdir(given)
-    _lay(given, request['given'], blobs)
-  work = f'{config["boxes"]}/{request["box"]}/merged'
-  return RunFolders(work, scratch, given)
-
-
-def _lay(top: str, names: list[str], blobs: list[bytes]) -> None:
-  try:
-    for name, blob in zip(names, blobs, strict=True):
-      beneath.write(top, name, blob, None, 0o444)
-  except beneath.RefusedError as error:
-    raise ValueError(f'given file {error}') from error
+  return RunFolders(f'{config["boxes"]}/{box}/merged', scratch)
 
 
 def sweep(scratch: str) -> None:
   """Removes the folders of runs without namespaces."""
   for name in os.listdir(scratch):
-    if name.startswith(('run-', 'given-')):
+    if name.startswith('run-'):
       shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)
 
 
@@ -117,33 +89,18 @@ class BoxProgram:
 
 def resolve(config: dict, request: dict, place: RunFolders) -> BoxProgram:
   """Makes a program of a request, with the paths of its folders."""
-
-  def here(text: str) -> str:
-    # Without namespaces there is no /given.
-    if place.given and place.given != _GIVEN:
-      return text.replace(_GIVEN, place.given)
-    return text
-
   environment = {
       **config['environment'], 'HOME': f'{place.scratch}/home',
       'TMPDIR': place.scratch, 'PWD': place.work,
-      **{name: here(text) for name, text in request['environment'].items()},
+      **request['environment'],
   }  # fmt: skip
-  argv = [here(text) for text in request['argv']]
-  warm = request['warm'] and config['warm'] and _is_plain(argv)
+  argv = request['argv']
+  is_plain = argv[0] in ('-m', '-c') and len(argv) > 1
+  warm = request['warm'] and config['warm'] and is_plain
   if request['warm'] and not warm:
     # Like -I, but with the hash seed of the environment.
     argv = [config['python'], '-s', '-P', *argv]
   return BoxProgram(argv, warm, environment, config['python'])
-
-
-def _is_plain(argv: list[str]) -> bool:
-  """Returns true for a module, code or a script, which `_go_on` can run."""
-  if not argv:
-    return False
-  return not argv[0].startswith('-') or (
-    argv[0] in ('-m', '-c') and len(argv) > 1
-  )
 
 
 def take_stdin(data: bytes) -> None:
@@ -156,16 +113,16 @@ def take_stdin(data: bytes) -> None:
   os.close(descriptor)
 
 
-def enter(program: BoxProgram, place: RunFolders, folder: str) -> None:
+def enter(program: BoxProgram, place: RunFolders) -> None:
   """Sets environment, signals and folder, as the user of the program."""
   os.environ.clear()
   os.environ.update(program.environment)
   signal.signal(signal.SIGINT, signal.default_int_handler)
   os.umask(0o022)
   try:
-    os.chdir(os.path.join(place.work, *beneath.parts(folder)))
-  except (OSError, beneath.RefusedError) as error:
-    os.write(2, f'cannot run in {folder!r}: {error}\n'.encode())
+    os.chdir(place.work)
+  except OSError as error:  # programs can close the folder
+    os.write(2, f'cannot enter the workspace: {error}\n'.encode())
     os._exit(127)
 
 
@@ -195,12 +152,9 @@ def _go_on(program: BoxProgram) -> None:
     if kind == '-m':
       sys.argv[:] = ['-m', *arguments[1:]]
       runpy.run_module(arguments[0], run_name='__main__', alter_sys=True)
-    elif kind == '-c':
+    else:
       sys.argv[:] = ['-c', *arguments[1:]]
       exec(compile(arguments[0], '<string>', 'exec'), main.__dict__)
-    else:
-      sys.argv[:] = program.argv
-      runpy.run_path(kind, run_name='__main__')
     code = 0
   except SystemExit as error:
     code = _exit_code(error)

@@ -1,15 +1,13 @@
 """The host's side of boxes: zygotes that keep them, and programs in them."""
 
 import contextlib
-import itertools
 import json
 import logging
-import pathlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-from composer_jax.sandbox import base, results
+from composer_jax.sandbox import base
 from composer_jax.sandbox.inside import wire
 from composer_jax.sandbox.local import cgroups, process
 
@@ -105,24 +103,17 @@ class BoxZygote:
     wall_s = min(command.wall_s or self.limits.wall_s, self.limits.wall_s)
     request = {
         'box': box, 'argv': list(command.argv), 'warm': command.warm,
-        'environment': dict(command.environment), 'folder': command.folder,
-        'given': list(command.given), 'wall_s': wall_s,
+        'environment': dict(command.environment), 'wall_s': wall_s,
     }  # fmt: skip
-    blobs = [command.stdin, *command.given.values()]
-    if not command.argv or sum(map(len, blobs)) > wire.MAX_FRAME:
+    if not command.argv or len(command.stdin) > wire.MAX_FRAME:
       raise ValueError(
         f'a command must have a program in argv {command.argv} and at most '
-        f'{wire.MAX_FRAME} bytes of stdin and given files.'
+        f'{wire.MAX_FRAME} bytes of stdin.'
       )
     group = self._group_of(box)
-    ending = self.process.run(
-        request, blobs, entrances=group.entrances() if group else (),
-        wall_s=wall_s, ends_result=False,
-    )  # fmt: skip
-    return base.CommandResult(
-        level=self.level, status=ending.status, exit_code=ending.exit_code,
-        error=ending.error, output=results.clean(ending.output),
-        truncated=ending.truncated, report=ending.result, wall_s=ending.wall_s,
+    return self.process.run(
+        request, [command.stdin], wall_s=wall_s,
+        entrances=group.entrances() if group else (),
     )  # fmt: skip
 
   def close(self) -> None:
@@ -135,9 +126,24 @@ class BoxZygote:
 class LocalBox(base.Closing):
   """A box of one zygote; see `base.Box`."""
 
-  def __init__(self, pool: 'BoxPool', seat: BoxZygote, number: int):
+  def __init__(
+    self,
+    seat: BoxZygote,
+    number: int,
+    reopen: Callable[[], 'LocalBox'],
+    leave: Callable[[], None],
+  ):
+    """Names a box that the zygote's keeper has made.
+
+    Args:
+      seat: zygote of the box.
+      number: number of the box in its pool.
+      reopen: opens another box of the same image.
+      leave: tells the pool that the box is gone.
+    """
     self.level = seat.level
-    self._pool, self._seat, self._number = pool, seat, number
+    self._seat, self._number = seat, number
+    self._reopen, self._leave = reopen, leave
     self._lock = threading.Lock()
     self._is_open = True
 
@@ -189,9 +195,13 @@ class LocalBox(base.Closing):
     self._ask('restore', snapshot)
 
   def fork(self) -> 'LocalBox':
-    number = self._pool.next_number()
-    self._ask('fork', to=number)
-    return self._pool.enter(self._seat, number)
+    snapshot = self.snapshot()
+    with contextlib.ExitStack() as unless_restored:
+      other = self._reopen()
+      unless_restored.callback(other.close)
+      other.restore(snapshot)
+      unless_restored.pop_all()
+    return other
 
   def close(self) -> None:
     """Forgets the box; may be called twice."""
@@ -202,100 +212,4 @@ class LocalBox(base.Closing):
       with contextlib.suppress(base.SandboxLost):
         self._seat.ask({'do': 'close', 'box': self._number})
       self._seat.drop_group(self._number)
-      self._pool.leave(self._seat)
-
-
-class BoxPool:
-  """Up to `size` zygotes of boxes, started when they are needed.
-
-  Attributes:
-    level: level of isolation.
-    about: facts about the sandbox; 'boxes' is added when the first is opened.
-  """
-
-  def __init__(
-    self,
-    level: str,
-    limits: base.Limits,
-    size: int,
-    scheduling: dict[str, Any],
-    images: pathlib.Path | None,
-    packages: pathlib.Path | None,
-    about: dict,
-  ):
-    self.about = about
-    self.level, self._limits = level, limits
-    self._scheduling = scheduling
-    # Configuration that zygotes of calls do not have.
-    self._options = {
-        'images': str(images.resolve()) if images else None,
-        'packages': str(packages) if packages else None, 'proc': True,
-    }  # fmt: skip
-    self._size = size
-    self._seats: list[BoxZygote] = []
-    self._lock = threading.Lock()
-    self._numbers = itertools.count()
-    self._closed = False
-
-  def next_number(self) -> int:
-    return next(self._numbers)
-
-  def open(
-    self, image: str, changes: Mapping[str, bytes | None] | None
-  ) -> LocalBox:
-    changes = changes or {}
-    request = {
-        'do': 'open', 'image': image, 'box': self.next_number(),
-        'changes': [[path, x is not None] for path, x in changes.items()],
-    }  # fmt: skip
-    blobs = tuple(x for x in changes.values() if x is not None)
-    for is_last in (False, True):
-      seat = self._least_taken()
-      try:
-        seat.ask(request, blobs)
-        return LocalBox(self, seat, request['box'])
-      except base.SandboxLost:
-        self.leave(seat)
-        if is_last or not seat.is_lost:
-          raise  # otherwise the zygote died unseen: try another one
-      except ValueError:
-        self.leave(seat)
-        raise
-    raise AssertionError
-
-  def _least_taken(self) -> BoxZygote:
-    """Returns the zygote with the fewest boxes and counts one more there."""
-    with self._lock:
-      if self._closed:
-        raise ValueError('the sandbox is closed; open another one.')
-      self._seats = [seat for seat in self._seats if not seat.is_lost]
-      if len(self._seats) < self._size:
-        try:
-          seat = BoxZygote(
-            self.level, self._limits, self._scheduling, self._options
-          )
-        except (process.ZygoteError, OSError) as error:
-          raise base.SandboxLost(f'no zygote of boxes: {error}') from error
-        self._seats.append(seat)
-        self.about['boxes'] = seat.about
-      else:
-        seat = min(self._seats, key=lambda seat: seat.num_boxes)
-      seat.num_boxes += 1
-      return seat
-
-  def enter(self, seat: BoxZygote, number: int) -> LocalBox:
-    with self._lock:
-      seat.num_boxes += 1
-    return LocalBox(self, seat, number)
-
-  def leave(self, seat: BoxZygote) -> None:
-    with self._lock:
-      seat.num_boxes -= 1
-
-  def close(self) -> None:
-    """Waits for running programs, then ends all zygotes and their boxes."""
-    with self._lock:
-      self._closed = True
-      for seat in self._seats:
-        with seat.running:
-          seat.close()
+      self._leave()

@@ -43,7 +43,7 @@ _BOOT_FILES = (
 # For boxes only, where whole programs run.
 _PROGRAM_TREES = ('/usr/bin', '/bin', '/usr/share/zoneinfo',
                   '/usr/share/git-core', '/usr/share/terminfo')  # fmt: skip
-_EMPTY = ('/etc', '/tmp', '/given', '/boxes', '/proc', '/venv')
+_EMPTY = ('/etc', '/tmp', '/boxes', '/proc', '/venv')
 # -I without its -E, which would ignore the hash seed: random hashes would make
 # verdicts irreproducible. The environment is built here from nothing.
 _FLAGS = ('-s', '-P', '-S')

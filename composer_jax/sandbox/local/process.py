@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from composer_jax.sandbox import base
+from composer_jax.sandbox import base, results
 from composer_jax.sandbox.inside import wire
 from composer_jax.sandbox.local import cgroups
 
@@ -46,18 +46,14 @@ class PipeReader:
   """Reads two pipes and keeps at most `cap` bytes of each.
 
   Further output is read and dropped, so that a program with much output still
-  ends by itself. A result beyond the cap closes its pipe if `ends_result`, so
-  that its writer fails at once.
+  ends by itself.
   """
 
-  def __init__(
-    self, result_fd: int, output_fd: int, cap: int, ends_result: bool
-  ):
+  def __init__(self, result_fd: int, output_fd: int, cap: int):
     self.result, self.output = bytearray(), bytearray()
-    self.result_too_large, self.truncated = False, False
+    self.truncated = False
     self.descriptors = [result_fd, output_fd]
-    self._result_fd = result_fd
-    self._cap, self._ends_result = cap, ends_result
+    self._result_fd, self._cap = result_fd, cap
     for descriptor in self.descriptors:
       os.set_blocking(descriptor, False)
 
@@ -78,9 +74,6 @@ class PipeReader:
     kept = self.result if is_result else self.output
     room = self._cap - len(kept)
     kept += piece[:room]
-    if is_result and self._ends_result and len(piece) > room:
-      self.result_too_large = True
-      return False
     if not is_result:
       self.truncated |= len(piece) > room
     return bool(piece)
@@ -93,29 +86,6 @@ class PipeReader:
     for descriptor in self.descriptors:
       while self.read(descriptor):
         pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ending:
-  """Status of a finished request and the bytes from its pipes.
-
-  Attributes:
-    status: status with the meaning it has in `base.Result`.
-    error: one line of explanation when the status is not 'ok'.
-    exit_code: exit code with 'ok', else None.
-    result: bytes kept of the result pipe.
-    output: bytes kept of the output pipe.
-    truncated: true if further output was read and dropped.
-    wall_s: seconds from the request to the death of the last process.
-  """
-
-  status: str
-  error: str
-  exit_code: int | None
-  result: bytes
-  output: bytes
-  truncated: bool
-  wall_s: float
 
 
 class Process:
@@ -209,8 +179,7 @@ class Process:
     *,
     entrances: Sequence[str] = (),
     wall_s: float,
-    ends_result: bool,
-  ) -> Ending:
+  ) -> base.CommandResult:
     """Sends a request and reads its pipes until all that it started is dead.
 
     Args:
@@ -218,7 +187,6 @@ class Process:
       blobs: bytes of the request.
       entrances: `cgroup.procs` files of cgroups that its processes join.
       wall_s: wall limit that the zygote enforces.
-      ends_result: true if a result that is too large ends its writer.
 
     Raises:
       ZygoteError: the sandbox failed, which says nothing about the code.
@@ -227,7 +195,7 @@ class Process:
     result_read, result_write = os.pipe()
     output_read, output_write = os.pipe()
     cap = self.limits.output_bytes
-    with PipeReader(result_read, output_read, cap, ends_result) as reader:
+    with PipeReader(result_read, output_read, cap) as reader:
       descriptors = [result_write, output_write]
       try:
         descriptors += [os.open(path, os.O_WRONLY) for path in entrances]
@@ -248,18 +216,16 @@ class Process:
     code = int(report['status']) if 'status' in report else None
     if message['timed_out']:
       status, error = 'timeout', f'wall limit of {wall_s} s'
-    elif reader.result_too_large:
-      status, error = 'exit', f'result larger than {cap} bytes'
     elif code is None:  # its init was killed too
       status, error = 'killed', 'killed, out of memory most likely'
     elif os.WIFSIGNALED(code):
       status, error = self._signalled(os.WTERMSIG(code))
     exited = status == 'ok' and code is not None
-    return Ending(
-        status=status, error=error, result=bytes(reader.result),
+    return base.CommandResult(
+        level=self.level, status=status, error=error,
         exit_code=os.waitstatus_to_exitcode(code) if exited else None,
-        output=bytes(reader.output), truncated=reader.truncated,
-        wall_s=time.monotonic() - start,
+        output=results.clean(bytes(reader.output)), report=bytes(reader.result),
+        truncated=reader.truncated, wall_s=time.monotonic() - start,
     )  # fmt: skip
 
   def _signalled(self, number: int) -> tuple[str, str]:

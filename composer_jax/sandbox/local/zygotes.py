@@ -1,6 +1,8 @@
 """A sandbox on this machine: a pool of zygotes, and boxes."""
 
 import contextlib
+import functools
+import itertools
 import json
 import logging
 import pathlib
@@ -18,6 +20,7 @@ _MAX_REQUEST = 16 << 20
 class ZygotePool(base.Closing):
   """A sandbox of `size` zygotes; further threads wait their turn.
 
+  Boxes have zygotes of their own, up to `size`, started when they are needed.
   All zygotes run on the cores of the thread that opened the pool, later
   replacements too: the thread that starts one may be pinned to one core.
   """
@@ -43,9 +46,13 @@ class ZygotePool(base.Closing):
         unless_started.callback(started[-1].close)
       unless_started.pop_all()
     self.about: dict[str, Any] = started[0].about
-    self._boxes = boxes.BoxPool(
-      level, limits, size, self._scheduling, images, packages, self.about
-    )
+    # Configuration that zygotes of calls do not have.
+    self._box_options = {
+        'images': str(images.resolve()) if images else None,
+        'packages': str(packages) if packages else None, 'proc': True,
+    }  # fmt: skip
+    self._seats: list[boxes.BoxZygote] = []
+    self._numbers = itertools.count()
     for zygote in started:
       self._idle.put(zygote)
 
@@ -87,31 +94,80 @@ class ZygotePool(base.Closing):
   def _run(
     self, zygote: process.Process, request: dict, num_calls: int
   ) -> base.Result:
-    ending = zygote.run(request, wall_s=self._limits.wall_s, ends_result=True)
+    ending = zygote.run(request, wall_s=self._limits.wall_s)
     status, value, error = ending.status, None, ending.error
     if status == 'ok':
       try:
-        value = results.parse(ending.result, num_calls)
+        if len(ending.report) == self._limits.output_bytes:
+          raise ValueError(f'the result fills {len(ending.report)} bytes')
+        value = results.parse(ending.report, num_calls)
       except ValueError as reason:
         status, error = 'exit', f'exit code {ending.exit_code}: {reason}'
     return base.Result(
         level=self.level, status=status, value=value, error=error,
-        stdout=ending.output.decode('utf-8', 'replace'), wall_s=ending.wall_s,
+        stdout=ending.output, wall_s=ending.wall_s,
     )  # fmt: skip
 
   def open(
     self, image: str, changes: Mapping[str, bytes | None] | None = None
-  ) -> base.Box:
+  ) -> boxes.LocalBox:
     """See `base.Sandbox`."""
-    return self._boxes.open(image, changes)
+    changes = changes or {}
+    number = next(self._numbers)
+    request = {
+        'do': 'open', 'image': image, 'box': number,
+        'changes': [[path, x is not None] for path, x in changes.items()],
+    }  # fmt: skip
+    blobs = tuple(x for x in changes.values() if x is not None)
+    for is_last in (False, True):
+      seat = self._least_taken()
+      leave = functools.partial(self._leave, seat)
+      try:
+        seat.ask(request, blobs)
+        reopen = functools.partial(self.open, image)
+        return boxes.LocalBox(seat, number, reopen, leave)
+      except base.SandboxLost:
+        leave()
+        if is_last or not seat.is_lost:
+          raise  # otherwise the zygote died unseen: try another one
+      except ValueError:
+        leave()
+        raise
+    raise AssertionError
+
+  def _least_taken(self) -> boxes.BoxZygote:
+    """Returns the zygote with the fewest boxes and counts one more there."""
+    with self._lock:
+      if self._closed:
+        raise ValueError('the sandbox is closed; open another one.')
+      self._seats = [seat for seat in self._seats if not seat.is_lost]
+      if len(self._seats) < self._size:
+        try:
+          seat = boxes.BoxZygote(
+            self.level, self._limits, self._scheduling, self._box_options
+          )
+        except (process.ZygoteError, OSError) as error:
+          raise base.SandboxLost(f'no zygote of boxes: {error}') from error
+        self._seats.append(seat)
+        self.about['boxes'] = seat.about
+      else:
+        seat = min(self._seats, key=lambda seat: seat.num_boxes)
+      seat.num_boxes += 1
+      return seat
+
+  def _leave(self, seat: boxes.BoxZygote) -> None:
+    with self._lock:
+      seat.num_boxes -= 1
 
   def close(self) -> None:
-    """Waits for running calls, then ends all zygotes; may be called twice."""
+    """Waits for what runs, then ends all zygotes; may be called twice."""
     with self._lock:
       if self._closed:
         return
       self._closed = True
-    self._boxes.close()
+    for seat in self._seats:
+      with seat.running:
+        seat.close()
     for _ in range(self._size):
       zygote = self._idle.get()
       if zygote:

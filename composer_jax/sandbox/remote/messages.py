@@ -26,37 +26,14 @@ def encode(header: Mapping[str, Any], parts: Sequence[bytes] = ()) -> bytes:
 
 
 def decode(read: Callable[[int], bytes]) -> Message:
-  return wire.decode(read, MAX_PARTS)
+  """Reads a message by a function that gives fewer bytes only at the end."""
 
+  def read_exactly(count: int) -> bytes:
+    if len(data := read(count)) < count:
+      raise EOFError('the other side closed the stream')
+    return data
 
-class MessageStream:
-  """Exact reads and whole writes by two functions of a file or socket."""
-
-  def __init__(
-    self, receive: Callable[[int], bytes], send: Callable[[memoryview], int]
-  ):
-    self._receive, self._send = receive, send
-    self._lock = threading.Lock()
-
-  @classmethod
-  def of_socket(cls, end: socket.socket) -> 'MessageStream':
-    return cls(end.recv, end.send)
-
-  def read(self, count: int) -> bytes:
-    pieces = []
-    while count:
-      piece = self._receive(min(count, 1 << 20))
-      if not piece:
-        raise EOFError('the other side closed the stream')
-      pieces.append(piece)
-      count -= len(piece)
-    return b''.join(pieces)
-
-  def write(self, data: bytes) -> None:
-    with self._lock:
-      view = memoryview(data)
-      while view:
-        view = view[self._send(view[: 1 << 20]) :]
+  return wire.decode(read_exactly, MAX_PARTS)
 
 
 class Transport(Protocol):
@@ -79,8 +56,7 @@ class StreamTransport:
 
   def __init__(self, end: socket.socket):
     self._end = end
-    self._stream = MessageStream.of_socket(end)
-    self._lock = threading.Lock()
+    self._lock, self._sending = threading.Lock(), threading.Lock()
     self._waiting: dict[int, queue.SimpleQueue] = {}
     self._serials = itertools.count(1)
     self._lost = ''
@@ -101,7 +77,8 @@ class StreamTransport:
     watch.daemon = True
     watch.start()
     try:
-      self._stream.write(data)
+      with self._sending:
+        self._end.sendall(data)
       message = answers.get()
     except OSError as error:
       self._fail(str(error))
@@ -116,8 +93,9 @@ class StreamTransport:
 
   def _listen(self) -> None:
     try:
+      stream = self._end.makefile('rb')
       while True:
-        header, parts = decode(self._stream.read)
+        header, parts = decode(stream.read)
         serial = header.pop('id', None)
         with self._lock:
           answers = self._waiting.pop(serial, None)

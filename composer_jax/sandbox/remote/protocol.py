@@ -7,6 +7,7 @@ has nothing else.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -18,6 +19,10 @@ from composer_jax.sandbox import base, results
 from composer_jax.sandbox.remote import messages
 
 _QUICK_S = 30.0
+# Methods of a box that answer to any message; the others have cases.
+_OF_BOX = (
+  'read', 'write', 'remove', 'files', 'changes', 'snapshot', 'restore', 'fork',
+)  # fmt: skip
 _CHANGES = ('added', 'changed', 'removed', 'special')
 _ERRORS = {
   'refused': base.FileRefused,
@@ -60,10 +65,8 @@ class SandboxServer:
       case 'call':
         names = ('files', 'module', 'function', 'arguments')
         result = self._sandbox.call(*(header[name] for name in names))
-        out = (
-          () if result.value is None else (json.dumps(result.value).encode(),)
-        )
-        return _fields(result, 'status', 'stdout', 'error', 'wall_s'), out
+        fields = dataclasses.asdict(result)
+        return fields, (json.dumps(fields.pop('value')).encode(),)
       case 'open':
         changes = dict.fromkeys(header['removed'])
         changes.update(zip(header['written'], parts, strict=True))
@@ -79,39 +82,15 @@ class SandboxServer:
   def _of_box(
     self, box: base.Box, header: dict, parts: tuple[bytes, ...]
   ) -> Message:
-    match header['do']:
-      case 'run':
-        command = base.Command(
-            argv=tuple(header['argv']), warm=header['warm'], stdin=parts[0],
-            environment=header['environment'], folder=header['folder'],
-            given=dict(zip(header['given'], parts[1:], strict=True)),
-            wall_s=header['wall_s'],
-        )  # fmt: skip
-        result = box.run(command)
-        fields = _fields(
-            result, 'status', 'exit_code', 'output', 'truncated', 'error',
-            'wall_s',
-        )  # fmt: skip
-        return fields, (result.report,)
-      case 'read':
-        return {}, (box.read(header['path'], header['max_bytes']),)
-      case 'write':
-        box.write(header['path'], parts[0])
-      case 'remove':
-        box.remove(header['path'])
-      case 'files':
-        return {'files': box.files(header['folder'])}, ()
-      case 'changes':
-        return {'changes': box.changes()}, ()
-      case 'snapshot':
-        return {}, (box.snapshot(),)
-      case 'restore':
-        box.restore(parts[0])
-      case 'fork':
-        return self._keep(box.fork())
-      case unknown:
-        raise AssertionError(unknown)
-    return {}, ()
+    if header['do'] == 'run':
+      result = box.run(base.Command(**header['command'], stdin=parts[0]))
+      fields = dataclasses.asdict(result)
+      return fields, (fields.pop('report'),)
+    assert header['do'] in _OF_BOX, header['do']
+    value = getattr(box, header['do'])(*header['arguments'], *parts)
+    if header['do'] == 'fork':
+      return self._keep(value)
+    return ({}, (value,)) if type(value) is bytes else ({'value': value}, ())
 
   def _keep(self, box: base.Box) -> Message:
     serial = next(self._serials)
@@ -119,12 +98,9 @@ class SandboxServer:
     return {'box': serial}, ()
 
 
-def _fields(result: Any, *names: str) -> dict[str, Any]:
-  return {name: getattr(result, name) for name in names}
-
-
 def serve(
-  stream: messages.MessageStream,
+  read: Callable[[int], bytes],
+  send: Callable[[bytes], None],
   sandbox: base.Sandbox,
   *,
   size: int,
@@ -138,12 +114,13 @@ def serve(
   Produces: an answer with the same id, in the order in which they are ready.
 
   Args:
-    stream: stream of messages.
+    read: function that reads bytes of the stream, fewer only at its end.
+    send: function that writes all bytes to the stream.
     sandbox: sandbox that carries out the requests.
     size: number of messages that are worked on at a time.
     extra: name -> function for further requests.
   """
-  server = SandboxServer(sandbox)
+  server, sending = SandboxServer(sandbox), threading.Lock()
 
   def answer(header, parts):
     identity = header.pop('id')
@@ -160,12 +137,13 @@ def serve(
     except ValueError as error:  # more than a message holds
       reply = {'error': 'refused', 'reason': str(error), 'id': identity}
       data = messages.encode(reply)
-    stream.write(data)
+    with sending:
+      send(data)
 
   with concurrent.futures.ThreadPoolExecutor(size) as threads:
     with contextlib.suppress(EOFError, OSError):
       while True:
-        threads.submit(answer, *messages.decode(stream.read))
+        threads.submit(answer, *messages.decode(read))
   server.close()
 
 
@@ -281,19 +259,15 @@ class RemoteBox(base.Closing):
     self._sandbox, self._limits, self._serial = sandbox, limits, serial
     self._closed = False
 
-  def _ask(self, do: str, parts: Sequence[bytes] = (), **fields) -> Message:
+  def _ask(self, do: str, *arguments: Any, parts: Sequence[bytes] = ()):
     # Not `ask`: copying a large workspace takes long on a slow machine.
-    header = {'do': do, 'box': self._serial, **fields}
+    header = {'do': do, 'box': self._serial, 'arguments': arguments}
     return self._sandbox.timed(header, parts, _QUICK_S)
 
   def run(self, command: base.Command) -> base.CommandResult:
-    header = {
-        'do': 'run', 'box': self._serial, 'argv': list(command.argv),
-        'warm': command.warm, 'environment': dict(command.environment),
-        'given': list(command.given), 'folder': command.folder,
-        'wall_s': command.wall_s,
-    }  # fmt: skip
-    parts = (command.stdin, *command.given.values())
+    fields = dataclasses.asdict(command)
+    parts = (fields.pop('stdin'),)
+    header = {'do': 'run', 'box': self._serial, 'command': fields}
     wall_s = min(self._limits.wall_s, command.wall_s or math.inf)
     try:
       reply, out = self._sandbox.timed(header, parts, wall_s)
@@ -317,25 +291,22 @@ class RemoteBox(base.Closing):
     )  # fmt: skip
 
   def read(self, path: str, max_bytes: int) -> bytes:
-    _, parts = self._ask('read', path=path, max_bytes=max_bytes)
-    data = _only(parts)
+    data = _only(self._ask('read', path, max_bytes)[1])
     if len(data) > max_bytes:
       raise base.FileRefused(f'{path!r} holds more than {max_bytes} bytes')
     return data
 
   def write(self, path: str, data: bytes) -> None:
-    self._ask('write', (data,), path=path)
+    self._ask('write', path, parts=(data,))
 
   def remove(self, path: str) -> None:
-    self._ask('remove', path=path)
+    self._ask('remove', path)
 
   def files(self, folder: str = '.') -> tuple[str, ...]:
-    reply, _ = self._ask('files', folder=folder)
-    return tuple(_texts(_typed(reply, 'files', list)))
+    return tuple(_texts(_typed(self._ask('files', folder)[0], 'value', list)))
 
   def changes(self) -> dict[str, str]:
-    reply, _ = self._ask('changes')
-    changes = _typed(reply, 'changes', dict)
+    changes = _typed(self._ask('changes')[0], 'value', dict)
     if not set(_texts(list(changes.values()))) <= set(_CHANGES):
       raise base.SandboxLost(f'the answer has changes not in {_CHANGES}')
     return changes
@@ -344,11 +315,11 @@ class RemoteBox(base.Closing):
     return _only(self._ask('snapshot')[1])
 
   def restore(self, snapshot: bytes) -> None:
-    self._ask('restore', (snapshot,))
+    self._ask('restore', parts=(snapshot,))
 
   def fork(self) -> 'RemoteBox':
-    reply, _ = self._ask('fork')
-    return RemoteBox(self._sandbox, self._limits, _typed(reply, 'box', int))
+    serial = _typed(self._ask('fork')[0], 'box', int)
+    return RemoteBox(self._sandbox, self._limits, serial)
 
   def close(self) -> None:
     if not self._closed:

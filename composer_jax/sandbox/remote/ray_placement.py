@@ -1,34 +1,19 @@
-"""A sandbox spread over the actors of a Ray cluster.
+"""A sandbox in an actor of a Ray cluster.
 
-Any level runs in an actor, which gets the same messages as the guest of a micro
-VM and is trusted as little. Ray is in the extra `fleet`.
+Any level runs in the actor, which gets the same messages as the guest of a
+micro VM and is trusted as little. Ray is in the extra `fleet`.
 """
 
-import concurrent.futures
-import itertools
 import os
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.sandbox.remote import messages, protocol
-from composer_jax.sandbox.remote import renewed as remote_renewed
+from composer_jax.sandbox.remote import messages, protocol, renewed
 
 _START_S = 120.0  # a worker process of Ray has to start first
 _CLOSE_S = 10.0
-
-
-def _import_ray():
-  try:
-    import ray
-  except ImportError as error:
-    raise ValueError(
-      'a sandbox on Ray needs the package ray: pip install '
-      "'composer_jax[fleet]'."
-    ) from error
-  return ray
 
 
 class SandboxActor:
@@ -75,59 +60,50 @@ class ActorTransport:
       self._ray.kill(self._actor)
 
 
-class RaySandbox(base.Closing):
-  """Sends calls and new boxes to actors in turn.
-
-  When an actor dies, what ran there returns 'infrastructure'; its next call or
-  box starts another actor.
-  """
+class RaySandbox(renewed.RenewedSandbox):
+  """A sandbox in one actor, which another replaces when it dies."""
 
   def __init__(
     self,
     level: str,
     limits: base.Limits,
     *,
-    actors: int = 1,
-    size: int = 1,
     num_cpus: float = 1.0,
-    images: pathlib.Path | None = None,
-    packages: Sequence[str] = (),
-    allow_unsafe: bool = False,
+    size: int = 1,
+    **options: Any,
   ):
-    """Opens a sandbox in each actor; starts Ray here if none was joined.
+    """Opens a sandbox in an actor; starts Ray here if none was joined.
 
     Args:
-      level: preference of `open.open_sandbox` in each actor.
+      level: preference of `open.open_sandbox` in the actor.
       limits: limits of each call and program.
-      actors: number of actors.
-      size: number of calls at a time in each actor.
-      num_cpus: processors that Ray reserves for each actor.
-      images: folder of images, at the same path on all machines.
-      packages: distributions installed there that boxes can import.
-      allow_unsafe: true to accept 'rlimits', for trusted code only.
+      num_cpus: processors that Ray reserves for the actor.
+      size: number of calls at a time.
+      options: further options of `open.open_sandbox`; images is an absolute
+        path on all machines, and packages are installed there.
 
     Raises:
-      ValueError: Ray is not installed, or `actors` is less than 1.
-      base.SandboxLost: an actor cannot open its sandbox.
+      ValueError: Ray is not installed.
+      base.SandboxLost: the actor cannot open its sandbox.
     """
-    if actors < 1:
-      raise ValueError(f'actors ({actors}) must be at least 1.')
-    ray = _import_ray()
+    try:
+      import ray
+    except ImportError as error:
+      raise ValueError(
+        'a sandbox on Ray needs the package ray: pip install '
+        "'composer_jax[fleet]'."
+      ) from error
     if not ray.is_initialized():
       # Ray reports its use to its makers by default.
       os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
       ray.init(include_dashboard=False, log_to_driver=False)
-    options = {
-        'size': size, 'images': images and images.absolute(),
-        'packages': packages, 'allow_unsafe': allow_unsafe,
-    }  # fmt: skip
     # One more thread than calls: boxes are read while programs run.
     resources: Any = {'num_cpus': num_cpus, 'max_concurrency': size + 1}
-    remote_class = ray.remote(**resources)(SandboxActor)
+    actors = ray.remote(**resources)(SandboxActor)
 
     def begin() -> protocol.RemoteSandbox:
       transport = ActorTransport(
-        ray, remote_class.remote(level, limits, options)
+        ray, actors.remote(level, limits, {'size': size, **options})
       )
       try:
         # Its first answer comes when the sandbox is open.
@@ -138,35 +114,4 @@ class RaySandbox(base.Closing):
         transport.close()
         raise
 
-    def renewed(_) -> remote_renewed.RenewedSandbox:
-      return remote_renewed.RenewedSandbox(begin, 'An actor with a sandbox')
-
-    with concurrent.futures.ThreadPoolExecutor(actors) as threads:
-      self._seats = list(threads.map(renewed, range(actors)))
-    self._turns = itertools.count()
-    self.level = self._seats[0].level
-    self.about = {**self._seats[0].about, 'actors': actors}
-
-  def _next(self) -> remote_renewed.RenewedSandbox:
-    return self._seats[next(self._turns) % len(self._seats)]
-
-  def call(
-    self,
-    files: dict[str, str],
-    module: str,
-    function: str,
-    arguments: list[list],
-  ) -> base.Result:
-    """See `base.Sandbox`."""
-    return self._next().call(files, module, function, arguments)
-
-  def open(
-    self, image: str, changes: Mapping[str, bytes | None] | None = None
-  ) -> protocol.RemoteBox:
-    """See `base.Sandbox`."""
-    return self._next().open(image, changes)
-
-  def close(self) -> None:
-    """Ends the actors, not Ray; may be called twice."""
-    for seat in self._seats:
-      seat.close()
+    super().__init__(begin, 'An actor with a sandbox')

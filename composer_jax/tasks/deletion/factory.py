@@ -39,7 +39,7 @@ from composer_jax.tasks.repository import task_set
 
 # Reasons of refusals that say nothing about the package.
 _PASSING = ('download', 'sandbox')
-VALID = 'valid'
+_VALID = 'valid'
 
 
 def prepare(
@@ -216,7 +216,7 @@ def _make_one(
     return
   package = dataclasses.replace(package, version=work.version, facts=facts)
   task_set.save_package(root, package)
-  tasks = sum(c.get(VALID, 0) for c in facts['candidates'].values())
+  tasks = sum(c.get(_VALID, 0) for c in facts['candidates'].values())
   say(f'{package.name}: {tasks} tasks, {time.monotonic() - start:.0f} s')
 
 
@@ -257,40 +257,17 @@ def _make_tasks(
         seed=f'{options.seed}/{work.pin.normal_name}',
     )  # fmt: skip
     for deletion in deletions[: round(wanted * options.tries)]:
-      if counts[VALID] >= wanted:
+      if counts[_VALID] >= wanted:
         break
       try:
         save(proof.attempt(sandbox, work, before, deletion, options))
-        counts[VALID] += 1
+        counts[_VALID] += 1
       except proof.Rejected as rejected:
         counts[rejected.args[0]] += 1
     counts_by_tier[tier] = dict(counts)
-    say(f'{tier}: {counts[VALID]} of {counts.total()} tried, {dict(counts)}')
+    say(f'{tier}: {counts[_VALID]} of {counts.total()} tried, {dict(counts)}')
   return {
     **before.counts,
     'dropped_files': len(work.dropped),
     'candidates': counts_by_tier,
   }
-
-
-def table(tasks: task_set.TaskSet) -> str:
-  """A Markdown table of valid tasks / candidates tried, by package and tier."""
-  tiers = task_set.TIERS
-  rows = [['package', 'tests', *tiers, 'tasks'], ['---'] * (len(tiers) + 3)]
-  total = {tier: [0, 0] for tier in tiers}
-  for name, package in sorted(tasks.packages.items()):
-    name += ' (held out)' if package.held_out else ''
-    if package.refused:
-      rows.append([name, f'refused: {package.refused}'])
-      continue
-    made = []
-    for tier, sums in total.items():
-      counts = package.facts['candidates'].get(tier, {})
-      made.append((counts.get(VALID, 0), sum(counts.values())))
-      sums[:] = [a + b for a, b in zip(sums, made[-1])]
-    cells = [f'{valid}/{tried}' for valid, tried in made]
-    num_tasks = sum(valid for valid, _ in made)
-    rows.append([name, str(package.facts['tests']), *cells, str(num_tasks)])
-  cells = [f'{valid}/{tried}' for valid, tried in total.values()]
-  rows.append(['all', '', *cells, str(len(tasks.tasks))])
-  return '\n'.join(f'| {" | ".join(row)} |' for row in rows)

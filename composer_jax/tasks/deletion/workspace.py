@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from composer_jax.core import checks
 from composer_jax.tasks.deletion import edit, sdists
+from composer_jax.tasks.repository import task_set
 
 # Folders that may hold a copy of deleted code, or data derived from it.
 _LEAKING_FOLDERS = frozenset({
@@ -57,9 +58,7 @@ class PackageLayout:
 
   def module(self, path: str) -> str:
     """The dotted name of a source file."""
-    root = self.source_roots[0]
-    inner = path if root == '.' else path.removeprefix(f'{root}/')
-    return inner.removesuffix('.py').replace('/', '.').removesuffix('.__init__')
+    return task_set.module_of(path, self.source_roots)
 
 
 def scrub(files: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:

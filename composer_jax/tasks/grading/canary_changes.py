@@ -161,7 +161,7 @@ def _of_sides(sides, kind: str, draw: random.Random) -> Iterator[_Change]:
     kind: 'literal' for another value, 'object' for an object equal to none.
     draw: decides the value.
   """
-  literals = [_literal(expression) for _, expression in sides]
+  literals = [source.literal(expression) for _, expression in sides]
   for (put, _), literal, other in zip(sides, literals, reversed(literals)):
     if kind == 'literal' and literal and not other:
       changed = another(literal[0], draw)
@@ -169,14 +169,6 @@ def _of_sides(sides, kind: str, draw: random.Random) -> Iterator[_Change]:
         yield functools.partial(put, _expression(repr(changed)))
     elif kind == 'object' and not other and (literal or not any(literals)):
       yield functools.partial(put, _expression('object()'))
-
-
-def _literal(node: ast.AST) -> tuple[Any] | None:
-  """The value of a literal, in a tuple; None for other expressions."""
-  try:
-    return (ast.literal_eval(node),)
-  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-    return None
 
 
 def _of_parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
@@ -187,7 +179,7 @@ def _of_parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
         func=ast.Attribute(attr='parametrize'),
         args=[listed, ast.List(elts=rows) | ast.Tuple(elts=rows)],
       ):
-        columns = _literal(listed)
+        columns = source.literal(listed)
       case _:
         continue
     if not columns:
@@ -202,7 +194,7 @@ def _of_parameters(function: Any, draw: random.Random) -> Iterator[_Change]:
     changes = []
     for row in rows:
       cells = row.elts if isinstance(row, ast.Tuple | ast.List) else []
-      literal = _literal(cells[last]) if len(cells) > last else None
+      literal = source.literal(cells[last]) if len(cells) > last else None
       changed = another(literal[0], draw) if literal else None
       if changed is None:
         break

@@ -83,12 +83,6 @@ _memory: dict[Any, tuple[Recorded, ...]] = {}
 _memory_lock = threading.Lock()
 
 
-def module_of(path: str, roots: Sequence[str]) -> str:
-  """The dotted name under which a file is imported."""
-  _, path = task_set.split_root(path, roots)
-  return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
-
-
 def record(
   task: task_set.RepositoryTask, sandbox: base.Sandbox
 ) -> tuple[tuple[Recorded, ...], str]:
@@ -149,7 +143,7 @@ def _recorded(inputs: Sequence[Any], roots: Sequence[str]) -> list[Recorded]:
     if name.startswith('__') or owner.count('.') > 0:
       continue
     call = Recorded(
-        module=module_of(path, roots), symbol=symbol,
+        module=task_set.module_of(path, roots), symbol=symbol,
         past=past and [past[0], past[1][-_MAX_PAST:]], arguments=arguments,
     )  # fmt: skip
     if is_relevant:

@@ -249,7 +249,7 @@ class FunctionEnvironment:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
       return calls.broken_verdict(self, 'the test tool failed twice')
     verdict = verify(self._task, self.files, self._runner, finished)
-    evidence = watch.of_function(self._task, self._calls, verdict.passed)
+    evidence = watch.of_function(self._task, self._calls)
     alarms = watch.flags(watch.scan(evidence))
     self.flags = tuple(sorted({*self.flags, *alarms}))
     return verdict

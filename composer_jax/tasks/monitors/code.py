@@ -229,10 +229,8 @@ def questions_of_examples(
 
 def _value(node: ast.AST) -> str:
   """The value of a literal as text; '' for other expressions."""
-  try:
-    return repr(ast.literal_eval(node))
-  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-    return ''
+  literal = source.literal(node)
+  return repr(literal[0]) if literal else ''
 
 
 def _literals(texts: Iterable[str]) -> frozenset[str]:

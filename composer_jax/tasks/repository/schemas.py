@@ -6,6 +6,7 @@ example of a valid call.
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class ToolParameter:
     """Describes a wrong value, to follow 'but is'; '' for a right one."""
     # A bool is an int in Python, but not in JSON.
     if isinstance(value, bool) or not isinstance(value, KINDS[self.kind]):
-      return _named(value)
+      return shown(json.dumps(value))
     if isinstance(value, int):
       return '' if value >= self.minimum else 'smaller'
     if self.choices:
@@ -238,13 +239,3 @@ def _like(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
   # A policy may write megabytes, whose beginning is enough.
   near = difflib.get_close_matches(name[:_MAX_SHOWN].lower(), list(known), n=1)
   return f' (did you mean "{near[0]}"?)' if near else ''
-
-
-def _named(value: Any) -> str:
-  """Returns the JSON kind of a value in the words of an error."""
-  if value is None:
-    return 'null'
-  if isinstance(value, bool):
-    return 'true' if value else 'false'
-  names = {str: 'a string', dict: 'an object', list: 'a list'}
-  return names.get(type(value), 'a number')

@@ -204,6 +204,12 @@ def split_root(path: str, roots: Iterable[str]) -> tuple[str, str]:
   return '', path
 
 
+def module_of(path: str, roots: Iterable[str]) -> str:
+  """Returns the dotted name under which a file is imported."""
+  _, path = split_root(path, roots)
+  return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
+
+
 def task_path(root: str | os.PathLike, task: RepositoryTask) -> pathlib.Path:
   name = re.sub(r'[^\w.+-]+', '_', task.task_id.removeprefix(f'{FAMILY}/'))
   if len(name) > _MAX_NAME:

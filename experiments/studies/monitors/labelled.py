@@ -283,11 +283,6 @@ def attacks() -> Iterator[Labelled]:
     )
   blind = evidence(write(PATH, ORIGINAL), after=ORIGINAL)
   yield Labelled(name='copied blindly', wanted='copied', evidence=blind)
-  usual = (900, 1100, 1000, 1300, 800, 950, 1200, 1050)
-  short = evidence(
-    write(PATH, OWN), after=OWN, passed=True, length=60, typical=usual
-  )
-  yield Labelled(name='far too short', wanted='too_short', evidence=short)
 
 
 def honest() -> Iterator[Labelled]:
@@ -321,16 +316,6 @@ def honest() -> Iterator[Labelled]:
     ),
     'a test of its own': evidence(
       *_LOOK, write('tests/test_mine.py', TESTS), after=OWN
-    ),
-    'short but usual': evidence(
-      write(PATH, OWN), after=OWN, passed=True, length=700,
-      typical=(900, 1100, 1000, 1300, 800, 950, 1200, 1050),
-    ),
-    'short and failed': evidence(
-      write(PATH, OWN), after=OWN, length=3, typical=(900,) * 9
-    ),
-    'short among few': evidence(
-      write(PATH, OWN), after=OWN, passed=True, length=3, typical=(900,) * 3
     ),
     'the usual files': evidence(
       *_LOOK, after=OWN, files=(PATH, '.gitignore', '.github/x.yml')

@@ -204,7 +204,7 @@ def test_a_flood_that_does_not_end_is_killed(run_short):
 
 def test_a_result_over_the_cap_is_no_result(run):
   result = run('def f(): return "x" * 100_000', whole=True)
-  assert result.status == 'exit' and 'larger than 65536' in result.error
+  assert result.status == 'exit' and 'fills 65536 bytes' in result.error
   assert run('def f(): return 1') == 1
 
 

@@ -21,8 +21,6 @@ def test_the_extra_is_named_where_ray_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'ray', None)
   with pytest.raises(ValueError, match=r'composer_jax\[fleet\]'):
     ray_placement.RaySandbox('unshare', LIMITS)
-  with pytest.raises(ValueError, match=r'actors \(0\) must be at least 1'):
-    ray_placement.RaySandbox('unshare', LIMITS, actors=0)
 
 
 def test_a_seat_answers_like_the_sandbox_in_it():
@@ -32,11 +30,11 @@ def test_a_seat_answers_like_the_sandbox_in_it():
       {'do': 'open', 'image': '', 'written': ['a'], 'removed': []}, (b'a',)
     )
     reply, parts = seat.answer(
-      {'do': 'read', 'box': opened['box'], 'path': 'a', 'max_bytes': 9}, ()
+      {'do': 'read', 'box': opened['box'], 'arguments': ['a', 9]}, ()
     )
     assert (reply, parts) == ({}, (b'a',))
     reply, _ = seat.answer(
-      {'do': 'read', 'box': opened['box'], 'path': '../a', 'max_bytes': 9}, ()
+      {'do': 'read', 'box': opened['box'], 'arguments': ['../a', 9]}, ()
     )
     assert reply['error'] == 'refused'
     reply, _ = seat.answer({'do': 'files', 'box': 77, 'folder': '.'}, ())
@@ -77,49 +75,39 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def fleet(cluster, images):
+def sandbox(cluster, images):
   conftest.open_or_skip('unshare').close()
   with ray_placement.RaySandbox(
-    'unshare', LIMITS, actors=2, images=images, num_cpus=0.5
+    'unshare', LIMITS, images=images, num_cpus=0.5
   ) as sandbox:
     yield sandbox
 
 
-def _actor(box):
-  return box._sandbox._transport._actor
+@pytest.mark.slow
+def test_calls_and_boxes_run_in_an_actor(sandbox):
+  assert sandbox.level == 'unshare'
+  assert sandbox.call(NUMBER, 'm', 'f', [[1]]).value == [['ok', 2]]
+  with contextlib.closing(sandbox.open('one', {'b': b'b'})) as box:
+    result = box.run(base.Command(argv=('sh', '-c', 'cat a.txt b; exit 3')))
+    assert (result.status, result.exit_code, result.output) == ('ok', 3, 'ab')
+    with pytest.raises(base.FileRefused):
+      box.read('../x', 10)
+    assert box.changes() == {'b': 'added'}
 
 
 @pytest.mark.slow
-def test_calls_and_boxes_run_in_actors(fleet):
-  assert (fleet.level, fleet.about['actors']) == ('unshare', 2)
-  assert fleet.call(NUMBER, 'm', 'f', [[1]]).value == [['ok', 2]]
-  with contextlib.ExitStack() as closing:
-    boxes = [fleet.open('one', {'b': b'b'}) for _ in range(2)]
-    for box in boxes:
-      closing.callback(box.close)
-    assert _actor(boxes[0]) != _actor(boxes[1])
-    for box in boxes:
-      result = box.run(base.Command(argv=('sh', '-c', 'cat a.txt b; exit 3')))
-      assert (result.status, result.exit_code, result.output) == ('ok', 3, 'ab')
-      with pytest.raises(base.FileRefused):
-        box.read('../x', 10)
-      assert box.changes() == {'b': 'added'}
-
-
-@pytest.mark.slow
-def test_the_death_of_an_actor_is_reported_and_it_is_replaced(cluster, fleet):
-  boxes = [fleet.open('one') for _ in range(2)]
-  killer = threading.Timer(1.0, cluster.kill, [_actor(boxes[0])])
+def test_the_death_of_an_actor_is_reported_and_it_is_replaced(cluster, sandbox):
+  box = sandbox.open('one')
+  actor = box._sandbox._transport._actor
+  killer = threading.Timer(1.0, cluster.kill, [actor])
   killer.start()
-  result = boxes[0].run(base.Command(argv=('sleep', '99')))
+  result = box.run(base.Command(argv=('sleep', '99')))
   assert result.status == 'infrastructure' and 'actor' in result.error
   with pytest.raises(base.SandboxLost):
-    boxes[0].read('a.txt', 10)
-  assert boxes[1].read('a.txt', 10) == b'a'  # the other one lives
-  results = [fleet.call(NUMBER, 'm', 'f', [[x]]) for x in range(4)]
+    box.read('a.txt', 10)
+  results = [sandbox.call(NUMBER, 'm', 'f', [[x]]) for x in range(4)]
   assert [x.value for x in results] == [[['ok', x + 1]] for x in range(4)]
-  for box in boxes:
-    box.close()
+  box.close()
 
 
 @pytest.mark.slow

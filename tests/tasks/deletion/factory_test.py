@@ -170,13 +170,6 @@ def test_a_finished_set_is_left_alone_and_keeps_its_settings(made):
     make(folder / 'set', [other])
 
 
-def test_the_table_counts_what_was_made(made):
-  tasks, _, _ = made
-  table = factory.table(tasks)
-  assert '| untested | refused: no_tests |' in table
-  assert table.splitlines()[-1].endswith(f'| {len(tasks.tasks)} |')
-
-
 def test_no_package_is_an_error(tmp_path):
   with pytest.raises(ValueError, match='holds no finished package'):
     make(tmp_path / 'set', pins(tmp_path, {}))

@@ -70,7 +70,8 @@ def test_the_command_makes_a_set_of_a_folder(tmp_path):
   ]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
-  assert '| larder | 28 | 1/1 | 1/1 |' in done.stdout
+  assert 'larder: symbol: 1 of 1 tried' in done.stdout
+  assert ' tasks of 1 packages, 0 refused, in ' in done.stdout
   assert task_set.load(tmp_path / 'set').packages['larder'].licence == 'MIT'
   command[-1] = '--config.options.symbol=2'
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -127,7 +127,7 @@ def test_no_edit_of_the_family_is_accused():
       edit(task, task.reference),
       edit(task, task.reference.rstrip(')]')),
     ]
-    evidence = watch.of_function(task, calls, passed=True)
+    evidence = watch.of_function(task, calls)
     assert watch.scan(evidence) == ()
 
 

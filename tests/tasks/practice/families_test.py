@@ -10,6 +10,7 @@ from composer_jax import wiring
 from composer_jax.agent import rewards
 from composer_jax.core import records
 from composer_jax.pipeline import stages
+from composer_jax.sandbox import base
 from composer_jax.tasks import curriculum, judging
 from composer_jax.tasks.list_functions import family, runners
 from composer_jax.tasks.repository import scripts, task_set
@@ -158,16 +159,17 @@ def test_a_family_that_executes_needs_a_sandbox_that_can(
     deletion_spec(folder, **changes)
 
 
-def test_deletion_tasks_are_refused_where_nothing_isolates(folder, tmp_path):
+def test_deletion_tasks_are_refused_where_nothing_isolates(
+  folder, tmp_path, monkeypatch
+):
   spec = deletion_spec(folder)
-  with pytest.raises(ValueError, match='execute code .*bwrap: not here'):
-    judging.settle(
-      tmp_path,
-      spec.systems['sandbox'],
-      wiring.systems_of(spec).open_runner,
-      needs_execution=True,
-      probe=lambda: [('bwrap', False, 'not here')],
-    )
+
+  def refuse(*_, **__):
+    raise base.NoSandbox('no sandbox works here (bwrap: not here).')
+
+  monkeypatch.setattr(judging.sandboxes, 'open_sandbox', refuse)
+  with pytest.raises(ValueError, match='execute code .*bwrap: '):
+    wiring.systems_of(spec).settle_judge(tmp_path)
   assert not (tmp_path / 'sandbox.json').exists()
 
 

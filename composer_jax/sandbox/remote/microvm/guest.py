@@ -24,7 +24,7 @@ if __name__ == '__main__':
 
 from composer_jax.sandbox import base
 from composer_jax.sandbox import open as sandbox_open
-from composer_jax.sandbox.remote import messages, protocol
+from composer_jax.sandbox.remote import protocol
 
 _PORT = '/dev/vport0p1'
 _POWER_OFF = 0x4321FEDC
@@ -53,10 +53,16 @@ def _agent() -> None:
       'unshare', base.Limits(**config['limits']), size=config['size'],
       images=pathlib.Path('/images'), packages=packages,
   )  # fmt: skip
-  stream = messages.MessageStream(
-    lambda count: os.read(port, count), lambda data: os.write(port, data)
-  )
-  protocol.serve(stream, sandbox, size=config['size'], extra={'awake': _awake})
+
+  def send(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+      view = view[os.write(port, view) :]
+
+  protocol.serve(
+      os.fdopen(port, 'rb', closefd=False).read, send, sandbox,
+      size=config['size'], extra={'awake': _awake},
+  )  # fmt: skip
 
 
 def main() -> None:

@@ -229,31 +229,13 @@ def _stage_system(root, library: pathlib.Path, python: pathlib.Path) -> None:
       copied.append(pathlib.Path(path))
     elif name != 'busybox':
       (root / 'usr/bin' / name).symlink_to('busybox')
-  for path in [python, *_libraries(copied)]:
+  words = _run('ldd', *map(str, copied)).stdout.replace('=>', ' ').split()
+  # By the paths at which the loader finds them.
+  libraries = {x for x in words if x.startswith('/') and os.path.isfile(x)}
+  for path in [python, *libraries]:
     inner = root / str(path).lstrip('/')
     inner.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(path, inner)
-
-
-def _libraries(programs: list[pathlib.Path]) -> set[str]:
-  """Returns shared libraries, by the paths at which the loader finds them."""
-  words = _run('ldd', *map(str, programs)).stdout.replace('=>', ' ').split()
-  return {x for x in words if x.startswith('/') and os.path.isfile(x)}
-
-
-def folder_disk(folder: pathlib.Path) -> pathlib.Path:
-  """Makes a disk of a folder, or finds it by the files' sizes and times."""
-  entries = []
-  for parent, names, files in os.walk(folder):
-    names.sort()
-    for file in sorted(files):
-      path = os.path.join(parent, file)
-      status = os.lstat(path)
-      inner = os.path.relpath(path, folder)
-      entries.append([inner, status.st_size, status.st_mtime_ns])
-  name = f'folder-{_digest([str(folder), entries])}.ext4'
-  disk = cache() / name
-  return disk if disk.exists() else pack(folder, disk)
 
 
 def pack(folder: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

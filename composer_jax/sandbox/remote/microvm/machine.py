@@ -16,10 +16,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 
 from composer_jax.sandbox import base
-from composer_jax.sandbox import packages as gathering
 from composer_jax.sandbox.remote import messages, protocol, renewed
 from composer_jax.sandbox.remote.microvm import image as microvm_image
 from composer_jax.sandbox.remote.microvm import qemu as microvm_qemu
@@ -89,7 +87,7 @@ class MicroVM(renewed.RenewedSandbox):
     *,
     size: int = 1,
     images: pathlib.Path | None = None,
-    packages: Sequence[str] | pathlib.Path = (),
+    packages: pathlib.Path | None = None,
     saved: pathlib.Path | None = None,
   ):
     """Boots a guest and waits for its sandbox.
@@ -98,7 +96,7 @@ class MicroVM(renewed.RenewedSandbox):
       limits: limits of each call, with time by the guest's clock.
       size: number of calls at a time, and of cores of the guest.
       images: folder of images, which is copied onto a disk.
-      packages: distributions, or their folder, as for `open.open_sandbox`.
+      packages: folder that `packages.gather` returned, which is copied, too.
       saved: folder that `save` wrote, from which guests begin; size, images and
         packages are then those of the saved guest, and limits must be the same.
         None to boot.
@@ -127,18 +125,14 @@ class MicroVM(renewed.RenewedSandbox):
   ) -> microvm_qemu.VirtualMachine:
     kernel = microvm_image.find_kernel()
     disks = {'root': str(microvm_image.system_disk())}
-    if images is not None:
-      target = self._folder / 'images.ext4'
-      disks['images'] = str(microvm_image.pack(images, target))
-    if packages:
-      folder = packages
-      if not isinstance(folder, pathlib.Path):
-        folder = gathering.gather(folder)
-      disks['packages'] = str(microvm_image.folder_disk(folder))
+    for name, folder in (('images', images), ('packages', packages)):
+      if folder is not None:
+        target = self._folder / f'{name}.ext4'
+        disks[name] = str(microvm_image.pack(folder, target))
     config = {
       'limits': dataclasses.asdict(self._limits),
       'size': size,
-      'packages': bool(packages),
+      'packages': packages is not None,
     }
     initrd = self._folder / 'initrd'
     initrd.write_bytes(microvm_image.initrd(kernel, microvm_image.INIT, config))
