@@ -135,8 +135,8 @@ def number(pattern: str, text: str) -> float:
 
 def check_first_loop(text: str) -> None:
   assert number(r'largest difference (\S+) nats', text) < 1e-3
-  replayed = number(r'trainer\), replayed +: (\S+) nats', text)
-  assert replayed < number(r'trainer\), routed afresh +: (\S+) nats', text)
+  replayed = number(r'trainer\), replayed *: (\S+) nats', text)
+  assert replayed < number(r'trainer\), routed afresh *: (\S+) nats', text)
   assert 'version 4: delta' in text and 'still serves version 4' in text
 
 
