@@ -122,6 +122,11 @@ def pytest_addoption(parser):
     '--slow', action='store_true', help='also run the tests marked slow'
   )
   parser.addoption(
+    '--save-outputs',
+    action='store_true',
+    help='write the outputs of notebooks that run into their files',
+  )
+  parser.addoption(
     '--no-isolation',
     action='store_true',
     help='let tests skip that need namespaces or bubblewrap',

@@ -2,10 +2,19 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from composer_jax.optim.muon import cost
+from composer_jax.core import trees
+from composer_jax.optim import roles
+from composer_jax.optim.muon import cost, exchange, planner
+from composer_jax.optim.muon import plan as muon_plan
 from composer_jax.plan import muon, muon_model, report
+from tests.optim.muon import plans
 from tests.plan import params_test
 
 
@@ -156,3 +165,73 @@ def test_command_prints_the_plan(subject):
   assert code == 0
   expected = [table.to_json() for table in muon.tables(subject)]
   assert json.loads(text) == json.loads(json.dumps({'muon': expected}))
+
+
+@pytest.mark.parametrize(
+  'told, mode',
+  [
+    (dict(repeats=False, split=1), 'owner'),
+    (dict(repeats=False, split=1, chunks=9), 'owner'),
+    (dict(repeats=True, split=1), 'redundant'),
+    (dict(repeats=False, split=2), 'gram_sharded'),
+  ],
+)
+def test_owners_are_the_devices_to_which_matrices_travel(told, mode):
+  mesh = jax.make_mesh((2, 4), ('r', 'f'))
+  # Numbers of layers that no owners divide, and three places of experts.
+  shapes_and_specs = {
+    'there': ((3, 8, 16), P(None, 'f')),
+    'back': ((2, 16, 8), P(None, None, 'f')),
+    'experts': ((3, 4, 8, 12), P(None, 'r', 'f')),
+    'local': ((2, 8, 8, 12), P(None, ('r', 'f'))),
+    'two': ((2, 12, 24), P(None, None, 'f')),
+  }
+  places = {n: NamedSharding(mesh, s) for n, (_, s) in shapes_and_specs.items()}
+  # Every entry of a matrix is its number; padding is 0.
+  arrays, numbers, first = {}, {}, 1
+  for name, (shape, _) in shapes_and_specs.items():
+    batch = shape[:-2]
+    ids = np.arange(first, first + np.prod(batch)).reshape(batch)
+    numbers |= {int(ids[i]): (name, i) for i in np.ndindex(batch)}
+    first += ids.size
+    whole = np.broadcast_to(ids[..., None, None], shape).astype(np.float32)
+    arrays[name] = jax.device_put(whole, places[name])
+  made = planner.make(
+    arrays,
+    {
+      n: roles.Matrix(rows=(x.ndim - 2,), columns=(x.ndim - 1,))
+      for n, x in arrays.items()
+    },
+    shardings=places,
+    newton_schulz=plans.STANDARD,
+    told=planner.PlanOptions(rates=plans.CPU, **told),
+  )
+  assert mode in {group.mode for group in made.groups}
+
+  def received(arrays):
+    slots = []
+    for group in made.groups:
+      for chunk in group.chunks:
+        boxes = exchange._boxes_of(group, chunk, arrays)
+        x = exchange._read(boxes, lambda a: a, (arrays,), group)
+        if group.mode != muon_plan.LOCAL:
+          x = exchange._gather(x, group, chunk.owned)
+        # A part of a shared matrix has padded columns.
+        slots.append(x.max((1, 2)))
+    return jnp.concatenate(slots)[None]
+
+  slots = jax.shard_map(
+    received,
+    mesh=mesh,
+    in_specs=({name: place.spec for name, place in places.items()},),
+    out_specs=P(('r', 'f')),
+    check_vma=False,
+  )(arrays)
+  expected: dict = {}
+  for device, ids in enumerate(np.asarray(slots).astype(int).tolist()):
+    for number in filter(None, ids):
+      expected.setdefault(numbers[number], []).append(device)
+  assert len(expected) == len(numbers)
+  assert muon.owners(made, trees.map_names(lambda n, x: places[n], arrays)) == (
+    expected
+  )
