@@ -1,6 +1,6 @@
 """Trains with a policy loss of your own, in the real training step.
 
-  python -m experiments.examples.own_policy_loss --steps=60
+  python -m experiments.examples.own_policy_loss --steps=20
 
 A loss is a function of three arguments, which `rl.step.build` takes. This one
 is a squared error, as that of Kimi k1.5 (arXiv 2501.12599, section 2.3.2), here
@@ -19,7 +19,6 @@ from absl import app, flags
 
 from experiments.examples import own_environment
 
-_STEPS = flags.DEFINE_integer('steps', 60, 'Optimizer steps.', lower_bound=1)
 _STRENGTH = flags.DEFINE_float(
   'strength', 0.1, 'Weight of staying near the policy that sampled.'
 )
@@ -46,7 +45,9 @@ def main(argv):
   if len(argv) > 1:
     raise app.UsageError(f'Unknown arguments: {argv[1:]}')
   loss = functools.partial(squared_error, strength=_STRENGTH.value)
-  own_environment.report(own_environment.train(_STEPS.value, loss))
+  own_environment.report(
+    own_environment.train(own_environment.STEPS.value, loss)
+  )
 
 
 if __name__ == '__main__':
