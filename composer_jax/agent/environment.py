@@ -91,6 +91,7 @@ class Environment(Protocol):
 
   def close(self) -> None:
     """Frees the workspace; may be called twice."""
+    return
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +177,9 @@ class TaskFamily(Protocol):
 
   def check(self) -> None:
     """Raises a ValueError for an impossible config; reads no file."""
+
+  def check_files(self) -> None:
+    """Raises a ValueError if the tasks on disk are too few for the run."""
 
   def identity(self) -> str:
     """Hashes tasks that are read from disk; '' where they are generated."""
