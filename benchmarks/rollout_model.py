@@ -223,13 +223,11 @@ def train_steps(config, rows: int, length: int):
   import optax
 
   from composer_jax.models import decoder
-  from composer_jax.rl import policy_loss, step
+  from composer_jax.rl import step
   from composer_jax.train import state as train_state
 
   optimizer = optax.adam(1e-6)
-  functions = step.build(
-    decoder.Decoder(config), optimizer, loss=policy_loss.LossOptions()
-  )
+  functions = step.build(decoder.Decoder(config), optimizer)
   batch = _batch(config, rows, length)
   routes = functions.score(_masters(config), batch).expert_ids_MBTA
   scale = jnp.float32(1 / (rows * length))

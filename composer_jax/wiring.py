@@ -111,10 +111,12 @@ def systems_of(spec: specs.Spec) -> seams.Systems:
   """Binds a run's systems to its spec; opens and reads nothing yet."""
   family = FAMILIES[spec.systems['tasks'].family](spec)
   open_runner = functools.partial(_open_runner, spec, family)
+  initial = _initial(spec)
   return seams.Systems(
     family=family,
     corpus=functools.partial(corpus_of, spec, family),
-    initial=_initial(spec),
+    initial=initial,
+    begin=functools.partial(_begin, spec, family, initial),
     load_tokenizer=hf_tokenizer.load_any,
     settle_judge=lambda workdir: judging.settle(
       workdir,
@@ -176,6 +178,20 @@ def _initial(spec: specs.Spec) -> imported.ImportedModel | None:
     conversations_file=spec.systems['demonstrations'].conversations,
     seq_len=spec.sft.seq_len,
   )
+
+
+def _begin(
+  spec: specs.Spec,
+  family: environment.TaskFamily,
+  initial: imported.ImportedModel | None,
+  workdir: pathlib.Path,
+) -> None:
+  """Checks the files of a new run, and copies what it begins with."""
+  family.check_files()
+  if spec.cpt.steps or initial is None:
+    spec.systems['data'].check_files()
+  if initial is not None:
+    initial.take(workdir)
 
 
 def _curriculum(spec: specs.Spec) -> Callable[..., Any] | None:

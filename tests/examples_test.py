@@ -1,11 +1,19 @@
 """Every example runs by the command in its docstring and shows what it says."""
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from composer_jax.core import batches
+from composer_jax.rl import policy_loss
+from experiments.examples import own_policy_loss
 from tests import conftest
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -36,3 +44,46 @@ def test_muon_in_optax():
   )
   losses = [float(x) for x in re.findall(r'loss (\S+)', text)]
   assert len(losses) == 3 and losses[-1] < losses[0] / 2
+
+
+def rewards(text: str) -> list[float]:
+  return [float(x) for x in re.findall(r'reward +(\S+)', text)]
+
+
+def test_own_environment_learns_from_its_reward():
+  text = run('own_environment', '--steps=11')
+  first, last = rewards(text)
+  assert last > first + 0.1
+
+
+def test_own_policy_loss_learns_in_the_real_step():
+  text = run('own_policy_loss', '--steps=11')
+  first, last = rewards(text)
+  assert last > first + 0.1
+
+
+def test_own_policy_loss_begins_as_reinforce_does():
+  """At ratio 1 its gradient is that of every loss of the library."""
+  train_BT = jnp.array([[-1.0, -2.0, -0.5]])
+  batch = batches.RLBatch(
+    tokens_BT=jnp.zeros((1, 3), int),
+    segment_ids_BT=jnp.ones((1, 3), int),
+    positions_BT=jnp.arange(3)[None],
+    loss_weights_BT=jnp.array([[0.0, 1.0, 1.0]]),
+    rollout_logprobs_BT=train_BT,
+    advantages_BT=jnp.array([[3.0, 0.5, -2.0]]),
+    temperatures_BT=jnp.ones((1, 3)),
+    expert_ids_MBTA=None,
+  )
+  own = functools.partial(own_policy_loss.squared_error, strength=0.1)
+  for loss in (own, policy_loss.loss):
+    gradient_BT = jax.grad(loss, has_aux=True)(train_BT, -train_BT, batch)[0]
+    np.testing.assert_allclose(gradient_BT, [[0.0, -0.5, 2.0]], rtol=1e-6)
+
+
+def test_routes_of_the_server_give_its_logprobs_and_others_do_not():
+  text = run('serve_and_sample', '--tokens=12')
+  same, other = re.findall(r'replayed with .*: (\S+)', text)
+  # Bit for bit: the numerics are invariant, and the routes are part of them.
+  assert float(same) == 0.0
+  assert float(other) > 0.01

@@ -5,6 +5,7 @@ malformed text included; only failures of the host raise. A policy may be
 shared: it continues the sessions of many episodes at once.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -52,6 +53,8 @@ class ToolResult:
 class Environment(Protocol):
   """Tools and the workspace that they act on, for one episode.
 
+  A class that inherits it gets the defaults, and defines everything else.
+
   Attributes:
     task_id: name of the task.
     prompt: first message of the user.
@@ -59,44 +62,36 @@ class Environment(Protocol):
     is_broken: true once the sandbox failed twice in a row, which ends episodes.
     flags: alarms of monitors so far, sorted.
     sandbox_seconds: wall time inside the sandbox so far.
-    sandbox_level: isolation of the code that runs here.
-    num_tests: number of hidden tests that decide the verdict.
     open_todos: number of to-dos in the policy's plan that are not done.
   """
 
-  @property
-  def task_id(self) -> str: ...
-  @property
-  def prompt(self) -> str: ...
-  @property
-  def tools(self) -> tuple[str, ...]: ...
-  @property
-  def is_broken(self) -> bool: ...
-  @property
-  def flags(self) -> tuple[str, ...]: ...
-  @property
-  def sandbox_seconds(self) -> float: ...
-  @property
-  def sandbox_level(self) -> str: ...
-  @property
-  def num_tests(self) -> int: ...
-  @property
-  def open_todos(self) -> int: ...
+  task_id: str
+  prompt: str
+  tools: tuple[str, ...]
+  is_broken: bool = False
+  flags: tuple[str, ...] = ()
+  sandbox_seconds: float = 0.0
+  open_todos: int = 0
 
+  @abc.abstractmethod
   def call(self, text: str) -> ToolResult:
     """Carries out one tool call; never raises for a policy's text."""
 
-  def usage(self, tool: str) -> str:
-    """Returns one line on how to call one of `tools`."""
-
-  def state(self) -> str:
-    """Returns the to-do list, for a new window; '' if there is none."""
-
+  @abc.abstractmethod
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; status INFRASTRUCTURE if broken."""
 
+  def usage(self, tool: str) -> str:
+    """Returns one line on how to call one of `tools`."""
+    return tool
+
+  def state(self) -> str:
+    """Returns the to-do list, for a new window; '' if there is none."""
+    return ''
+
   def close(self) -> None:
     """Frees the workspace; may be called twice."""
+    return
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +177,9 @@ class TaskFamily(Protocol):
 
   def check(self) -> None:
     """Raises a ValueError for an impossible config; reads no file."""
+
+  def check_files(self) -> None:
+    """Raises a ValueError if the tasks on disk are too few for the run."""
 
   def identity(self) -> str:
     """Hashes tasks that are read from disk; '' where they are generated."""

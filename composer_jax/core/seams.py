@@ -67,14 +67,8 @@ class CodeCorpus(Protocol):
 class StartingPoint(Protocol):
   """A model that a run starts from: weights, tokenizer and chat template."""
 
-  def check(self) -> None:
-    """Raises a ValueError if the config describes another model."""
-
   def claim(self) -> dict[str, Any]:
-    """Returns identities of the weights and other files, for the workdir."""
-
-  def take(self, workdir: pathlib.Path) -> None:
-    """Checks tokenizer and conversations, and saves them in a workdir."""
+    """Returns identities of the files that it takes; refuses another model."""
 
   def tokenizer(self, workdir: pathlib.Path) -> Any: ...
 
@@ -206,6 +200,8 @@ class Systems:
     family: task family of the run, an `agent.environment.TaskFamily`.
     corpus: function from a workdir to the text of pretraining.
     initial: model that the run starts from; None for random weights.
+    begin: function that refuses what a new run could not use, with a
+      ValueError, and else copies to the workdir what it begins with.
     load_tokenizer: function from a file to its tokenizer.
     settle_judge: function from a workdir to the isolation level that judges its
       code, which is chosen once.
@@ -220,6 +216,7 @@ class Systems:
   family: Any
   corpus: Callable[[pathlib.Path], CodeCorpus]
   initial: StartingPoint | None
+  begin: Callable[[pathlib.Path], None]
   load_tokenizer: Callable[[pathlib.Path], Any]
   settle_judge: Callable[[pathlib.Path], str]
   open_runner: Callable[[str], contextlib.AbstractContextManager[Runner]]

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 
 from composer_jax.corpus import build, tokens
+from composer_jax.corpus import sources as sources_lib
 from composer_jax.text import tokenizer as tokenizers
 
 
@@ -43,6 +44,21 @@ class DataOptions:
         f'--config.data.max_bytes must be at least 10000, not {self.max_bytes}.'
       )
     self.options(seed=0)
+
+  @property
+  def source_names(self) -> list[str]:
+    # The flag `--config.data.sources=a,b` arrives as one string.
+    return [name for names in self.sources for name in names.split(',')]
+
+  def check_files(self) -> None:
+    """Raises a ValueError for a source that is missing, or without a weight."""
+    names = sources_lib.read_pins(self.source_names)
+    if self.weights:
+      build.allocate([1] * len(names), self.weights, self.max_bytes)
+    for name in names:
+      # What this Python has installed takes long to list, and is always there.
+      if name not in ('stdlib', 'site-packages'):
+        sources_lib.find(name, self.archives)
 
   def options(self, seed: int) -> build.CorpusOptions:
     """Options of a corpus; ValueError for a field that it refuses."""
@@ -112,8 +128,7 @@ def build_corpus(
 ) -> build.Corpus:
   """Builds or opens the corpus in the folder `corpus` of a run's workdir."""
   return build.build(
-    # The flag `--config.data.sources=a,b` arrives as one string.
-    [name for names in data.sources for name in names.split(',')],
+    data.source_names,
     workdir=workdir / 'corpus',
     holdout=holdout,
     options=data.options(seed),

@@ -114,12 +114,13 @@ class ImportedModel:
   conversations_file: str
   seq_len: int
 
-  def check(self) -> None:
-    """Raises a ValueError if the run's model is not that of the import."""
-    check_model(self.folder, self.model)
-
   def claim(self) -> dict[str, Any]:
-    """Returns the identities of the import and of the conversations."""
+    """Returns the identities of the import and of the conversations.
+
+    Raises:
+      ValueError: the run's model is not that of the import.
+    """
+    check_model(self.folder, self.model)
     file = self.conversations_file
     return {
       'imported': identity(self.folder),

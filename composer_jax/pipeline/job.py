@@ -183,16 +183,14 @@ def open_run(
 
   Raises:
     ValueError: the workdir belongs to another config (the message names the
-      differences), another process runs in it, or an imported file is unusable
-      (the workdir then stays unbound).
+      differences), another process runs in it, or a file that the config names
+      is unusable (the workdir then stays unbound).
     OSError: the workdir cannot be made.
   """
-  if systems.initial is not None:
-    systems.initial.check()
   identity = _identity(spec, systems)
   with _ended_by_sigterm(), files.alone(workdir):
-    if systems.initial and not (workdir / workdirs.CONFIG).exists():
-      systems.initial.take(workdir)
+    if not (workdir / workdirs.CONFIG).exists():
+      systems.begin(workdir)
     _claim(identity, workdir)
     files.sweep(workdir)
     level = systems.settle_judge(workdir)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -22,6 +23,7 @@ from composer_jax.pipeline import (
 )
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
+from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
 from composer_jax.telemetry import progress
 from composer_jax.train import compiler_options
@@ -68,7 +70,7 @@ def prepare(job: jobs.Job, checkpoints: manager.Checkpoints) -> StartOfRL:
   functions = steps.build(
     model,
     optimizer,
-    loss=spec.rl.loss,
+    loss=functools.partial(policy_loss.loss, options=spec.rl.loss),
     hints=spec.hints,
     placement=placement,
     compiler_options=compiler_options.of(device.platform, device.device_kind),

@@ -192,7 +192,7 @@ class EvaluationSection:
   """The evaluations before and after RL.
 
   Attributes:
-    episodes: held-out episodes of each evaluation.
+    episodes: held-out episodes of each evaluation; no task of a folder twice.
   """
 
   episodes: int = 200

@@ -20,6 +20,7 @@ divides the sum by constants only, never by a length (Dr. GRPO).
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -84,20 +85,21 @@ class PolicyStats(flax.struct.PyTreeNode, kw_only=True):
 
   num_tokens: jax.Array
   entropy: jax.Array
-  truncated: jax.Array
-  dropped: jax.Array
+  truncated: jax.Array | float = 0.0
+  dropped: jax.Array | float = 0.0
+
+
+# (train_logprobs_BT, entropy_BT, batch) -> loss of a microbatch, statistics.
+Loss = Callable[..., tuple[jax.Array, PolicyStats]]
 
 
 def loss(
-  options: LossOptions,
   train_logprobs_BT: jax.Array,
   entropy_BT: jax.Array,
   batch: batches.RLBatch,
+  options: LossOptions = LossOptions(),
 ) -> tuple[jax.Array, PolicyStats]:
-  """Returns the loss of a microbatch, and its statistics without a gradient.
-
-  Log-probabilities and entropy are the trained policy's at the batch's tokens.
-  """
+  """Returns the loss of the trained policy on a microbatch, and statistics."""
   weights_BT = batch.loss_weights_BT
   fixed_BT = jax.lax.stop_gradient(train_logprobs_BT)
   log_ratio_BT = fixed_BT - batch.rollout_logprobs_BT

@@ -132,14 +132,14 @@ def microbatch_sums(
   values: Any,
   batch: batches.RLBatch,
   *,
-  loss: policy_loss.LossOptions,
+  loss: policy_loss.Loss = policy_loss.loss,
 ) -> tuple[StepSums, Scores]:
   """Gradient and scores of one microbatch at the policy's values."""
 
   def loss_function(params):
     variables = {**values, 'params': params}
     scores, entropy_BT, routes = forward(model, variables, batch)
-    total, stats = policy_loss.loss(loss, scores.logprobs_BT, entropy_BT, batch)
+    total, stats = loss(scores.logprobs_BT, entropy_BT, batch)
     return total, (stats, routes, scores)
 
   (total, (stats, routes, scores)), grads = jax.value_and_grad(
@@ -181,7 +181,7 @@ def build(
   model: decoder.Decoder,
   optimizer: optax.GradientTransformation,
   *,
-  loss: policy_loss.LossOptions,
+  loss: policy_loss.Loss = policy_loss.loss,
   hints: distill.HintLossOptions = distill.OFF,
   placement: train_placement.Placement | None = None,
   compiler_options: dict[str, Any] | None = None,

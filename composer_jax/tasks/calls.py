@@ -1,6 +1,5 @@
 """Parts that environments share: invalid calls, short quotes, verdicts."""
 
-from composer_jax.agent import environment as environment_lib
 from composer_jax.core import records
 from composer_jax.text import tokenizer
 
@@ -22,15 +21,13 @@ def quoted(text: str, most: int) -> str:
   return text if len(text) <= most else f'{text[: most - 3]}...'
 
 
-def broken_verdict(
-  environment: environment_lib.Environment, detail: str
-) -> records.Verdict:
-  """Returns the verdict of an episode whose sandbox failed."""
+def broken_verdict(num_tests: int, level: str, detail: str) -> records.Verdict:
+  """Returns the verdict of an episode whose sandbox of this level failed."""
   return records.Verdict(
     passed=False,
     num_passed=0,
-    num_tests=environment.num_tests,
+    num_tests=num_tests,
     status=records.INFRASTRUCTURE,
-    sandbox_level=environment.sandbox_level,
+    sandbox_level=level,
     detail=detail,
   )

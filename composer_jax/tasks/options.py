@@ -39,7 +39,8 @@ class DemonstrationOptions(demonstrations.Noise):
   """SFT transcripts: their number, and the noise that RL has to unlearn.
 
   Attributes:
-    count: number of transcripts, all on training tasks.
+    count: number of transcripts, all on training tasks; those of a folder are
+      then no tasks of RL, which needs rl.steps x rl.prompts others.
     conversations: file of the user's own conversations to learn beside them,
       for an imported model; '' for none.
   """

@@ -26,18 +26,12 @@ def tokenizer():
   return tokenizer_lib.Tokenizer.train(['a sum up of work to go on'], 270)
 
 
-class Talker:
+class Talker(environment.Environment):
   """Answers the n-th call with `sizes[n]` words; the call 'end' ends."""
 
   task_id = 'talk'
   prompt = 'talk'
   tools = ('say', 'end')
-  is_broken = False
-  flags = ()
-  sandbox_seconds = 0.0
-  sandbox_level = 'none'
-  num_tests = 1
-  open_todos = 0
 
   def __init__(self, sizes=(3,), plan='go on'):
     self.sizes = sizes
@@ -53,9 +47,6 @@ class Talker:
     words = ' '.join(f'{len(self.calls)}.{i}' for i in range(size))
     return environment.ToolResult(text=words, tool='say')
 
-  def usage(self, tool):
-    return tool
-
   def state(self):
     return self.plan
 
@@ -65,7 +56,7 @@ class Talker:
       num_passed=int(finished),
       num_tests=1,
       status=records.GRADED if finished else records.UNFINISHED,
-      sandbox_level=self.sandbox_level,
+      sandbox_level='none',
     )
 
   def close(self):

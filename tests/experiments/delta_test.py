@@ -202,7 +202,15 @@ def test_verify_names_all_that_is_damaged(place, tmp_path):
     flip(name)
   # Indices of earlier pointers are no part of the run any more.
   assert live >= len(names) - 2
-  assert 'sound' in commands.verify(**place)
+  said = commands.verify(**place)
+  assert 'sound' in said
+  unnoticed = len(names) - live
+  assert f'{unnoticed} of the {len(names)} objects of' in said
+
+
+def test_verify_says_what_a_relay_cannot_list(place, monkeypatch):
+  monkeypatch.setattr(stores.Store, 'is_writable', False)
+  assert 'cannot list them' in commands.verify(**place)
 
 
 @pytest.mark.parametrize('where', ['index', 'pointer'])

@@ -15,7 +15,6 @@ import pytest
 from composer_jax.core import records
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, shardings, topology
-from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
 from tests.models import routing
 from tests.rl import replayed
@@ -54,9 +53,7 @@ def _on_mesh(case):
   )
   tokens = shardings.tokens(layout, where['mesh'])
   run = jax.jit(
-    functools.partial(
-      steps.microbatch_sums, model, loss=policy_loss.LossOptions()
-    ),
+    functools.partial(steps.microbatch_sums, model),
     compiler_options=replayed.OPTIONS,
   )
 

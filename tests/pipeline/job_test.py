@@ -138,6 +138,35 @@ def test_a_workdir_that_cannot_be_is_named(static, tmp_path):
       pass
 
 
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'sources': ('stdlib', 'nowhere')}, "'nowhere' does not exist"),
+    ({'sources': ('stdlib,nowhere.sources',)}, "'nowhere.sources' does not"),
+    ({'sources': ('pypi:nowhere==1',)}, 'is not on this machine'),
+    ({'weights': (1.0, 2.0)}, '2 mixture weights for 1 sources'),
+  ],
+)
+def test_a_mistyped_source_does_not_bind_the_workdir(
+  static, tmp_path, fields, message
+):
+  mistyped = runs.changed(static, 'data', **fields)
+  with pytest.raises(ValueError, match=message):
+    with runs.open_run(mistyped, tmp_path):
+      pass
+  with runs.open_run(static, tmp_path):
+    pass
+
+
+def test_a_bound_workdir_opens_without_its_sources(static, tmp_path):
+  source = tmp_path / 'code.py'
+  source.write_text('x = 1\n')
+  spec = runs.changed(static, 'data', sources=(str(source),))
+  for _ in range(2):
+    with runs.open_run(spec, tmp_path / 'run'):
+      source.unlink(missing_ok=True)
+
+
 def test_opening_a_run_sweeps_what_a_killed_write_left(static, tmp_path):
   torn = tmp_path / 'groups' / '.00000003.npz.0123456789abcdef.tmp'
   foreign = tmp_path / 'groups' / '.notes.tmp'

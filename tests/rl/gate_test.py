@@ -14,7 +14,7 @@ import pytest
 
 from composer_jax.core import batches, records
 from composer_jax.models import decoder
-from composer_jax.rl import mismatch, policy_loss, update
+from composer_jax.rl import mismatch, update
 from composer_jax.rl import step as steps
 from composer_jax.train import state as train_state
 from tests.rl import update_test
@@ -48,9 +48,7 @@ def sentences(rng):
 @pytest.fixture(scope='module')
 def functions():
   # The same programs as those of update_test, so the XLA cache has them.
-  return steps.build(
-    decoder.Decoder(MODEL), optax.sgd(0.1), loss=policy_loss.LossOptions()
-  )
+  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1))
 
 
 @pytest.fixture(scope='module')

@@ -122,8 +122,7 @@ def test_the_trained_gradient_is_that_of_reward_less_kl():
         advantages_BT=advantages_BT,
         temperatures_BT=wide + 1,
       )
-      options = policy_loss.LossOptions()
-      return policy_loss.loss(options, train_BT, wide, batch)[0]
+      return policy_loss.loss(train_BT, wide, batch)[0]
 
     return jax.grad(loss)(LOGITS)
 

@@ -118,7 +118,6 @@ def updated(shape=(1, 1, 1), transport='auto'):
   functions = steps.build(
     decoder.Decoder(CONFIG, where.plan),
     OPTIMIZER,
-    loss=OPTIONS.loss,
     placement=where,
     compiler_options=replayed.OPTIONS,
   )
@@ -238,7 +237,6 @@ def test_a_microbatch_that_overflows_is_repeated(monkeypatch):
   functions = steps.build(
     decoder.Decoder(CONFIG, where.plan),
     OPTIMIZER,
-    loss=OPTIONS.loss,
     placement=where,
   )
   (batch,) = replayed.pack(CONFIG, rows=8, seq_len=16)

@@ -85,7 +85,7 @@ def batch_of(t):
 @functools.partial(jax.jit, static_argnums=0)
 def run(o, train_BT, batch):
   return jax.value_and_grad(
-    lambda x: policy_loss.loss(o, x, -x, batch), has_aux=True
+    lambda x: policy_loss.loss(x, -x, batch, o), has_aux=True
   )(train_BT)
 
 

@@ -159,9 +159,7 @@ def alone(config, **sizes) -> list[batches.RLBatch]:
 @functools.cache
 def _run(config):
   return jax.jit(
-    functools.partial(
-      steps.microbatch_sums, decoder.Decoder(config), loss=LOSS
-    ),
+    functools.partial(steps.microbatch_sums, decoder.Decoder(config)),
     compiler_options=OPTIONS,
   )
 

@@ -12,7 +12,6 @@ from composer_jax.core import batches, records, trees
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, placement
 from composer_jax.parallel import layouts, shardings, topology
-from composer_jax.rl import policy_loss
 from composer_jax.rl import step as steps
 
 B, T, M, E, A = 8, 8, 1, 8, 2
@@ -111,9 +110,7 @@ def sums_on(replica, fsdp, context):
     expert_ids_MBTA=shardings.routes(layouts.TRAIN, mesh)
   )
   run = jax.jit(
-    lambda values, batch: steps.microbatch_sums(
-      model, values, batch, loss=policy_loss.LossOptions()
-    )
+    lambda values, batch: steps.microbatch_sums(model, values, batch)
   )
   return run(
     jax.device_put(make_variables(), places), jax.device_put(batch, by_field)
@@ -202,9 +199,7 @@ def test_padding_and_context_have_no_say(single):
   model = decoder.Decoder(MODEL)
   values = jax.tree.map(jnp.asarray, make_variables())
   run = jax.jit(
-    lambda values, batch: steps.microbatch_sums(
-      model, values, batch, loss=policy_loss.LossOptions()
-    )
+    lambda values, batch: steps.microbatch_sums(model, values, batch)
   )
   sums, _ = run(
     values,

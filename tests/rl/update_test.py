@@ -109,7 +109,7 @@ def variables():
 
 @pytest.fixture(scope='module')
 def functions():
-  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1), loss=OPTIONS.loss)
+  return steps.build(decoder.Decoder(MODEL), optax.sgd(0.1))
 
 
 def _rollout(completion, context_T, group, member):

@@ -16,13 +16,14 @@ _LISTED = 8
 
 
 def check_run(store: stores.Store, pointer: manifests.Pointer) -> str:
-  """Follows every listed bundle of a run; says what was found.
+  """Follows every listed bundle of a run; says what it read and what not.
 
   Raises:
     ValueError: names what is damaged.
   """
   index = restore.read_index(store, pointer.index, pointer.run_id)
   problems, num_bytes = [], 0
+  read = {pointer.index}
   found: dict[int, weights_held.Held] = {}
   # Of those that lead to a version the single delta comes first: its history
   # is the context of the versions after it.
@@ -30,8 +31,11 @@ def check_run(store: stores.Store, pointer: manifests.Pointer) -> str:
   left = collections.Counter(e.base_version for e in edges)
   with progress.Progress('verify', len(edges)) as bar:
     for done, edge in enumerate(edges, start=1):
+      read.add(edge.manifest)
       try:
         manifest = restore.read_manifest(store, edge.manifest)
+        read.update(name for name, _ in manifest.packs)
+        read.update(name for _, name, _ in manifest.files)
         damaged = [*_wrong(edge, manifest, pointer), *_damaged(store, manifest)]
         problems += [f'{_name(edge)}: {text}' for text in damaged]
         if not damaged:
@@ -58,7 +62,27 @@ def check_run(store: stores.Store, pointer: manifests.Pointer) -> str:
     )
   return (
     f'Run {pointer.run_id!r} is sound up to version {pointer.version}, target '
-    f'{pointer.target_id}: {len(edges)} bundles of {num_bytes} bytes.'
+    f'{pointer.target_id}: {len(edges)} bundles of {num_bytes} bytes. '
+    + _unread(store, read)
+  )
+
+
+def _unread(store: stores.Store, read: set[str]) -> str:
+  """Says which objects of a store were not looked at."""
+  if not store.is_writable:
+    return (
+      f'Objects that the list of bundles does not name were not read, and '
+      f'{store.url} cannot list them: verify the store behind it.'
+    )
+  sizes = store.sizes()
+  if not (unread := sizes.keys() - read):
+    return f'All {len(sizes)} objects of {store.url} were read.'
+  num_bytes = sum(sizes[name] for name in unread)
+  return (
+    f'{len(unread)} of the {len(sizes)} objects of {store.url} '
+    f'({num_bytes} bytes) were not read, since no listed bundle of this run '
+    'names them; they are of other runs, or older, and `gc` deletes those that '
+    'no run needs.'
   )
 
 

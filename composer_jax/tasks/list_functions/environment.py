@@ -110,49 +110,35 @@ def verify(
 
 
 class _TimedRunner:
-  """Adds up the time of a runner's calls, without waits for a free sandbox."""
+  """Adds the time of a runner's calls, without waits, to an environment's."""
 
-  def __init__(self, runner: seams.Runner):
-    self.level, self.seconds, self._runner = runner.level, 0.0, runner
+  def __init__(self, runner: seams.Runner, timed: environment.Environment):
+    self.level, self._runner, self._timed = runner.level, runner, timed
 
   def call(self, *args: Any, **kwargs: Any) -> seams.RunResult:
     result = self._runner.call(*args, **kwargs)
-    self.seconds += result.wall_s
+    self._timed.sandbox_seconds += result.wall_s
     return result
 
 
-class FunctionEnvironment:
-  """An `environment.Environment` around the files of one task.
+class FunctionEnvironment(environment.Environment):
+  """An environment around the files of one task.
 
   Attributes:
     files: current text of every file, keyed as in the task.
   """
 
   tools = tuple(TOOLS)
-  open_todos = 0
 
   def __init__(self, task: family.FunctionTask, runner: seams.Runner):
     self.task_id, self.prompt = task.task_id, task.prompt
-    self.num_tests, self.sandbox_level = len(task.hidden), runner.level
     self.files = dict(task.files)
-    self.is_broken = False
-    self.flags: tuple[str, ...] = ()
     self._calls: list[watch.WatchedCall] = []
     self._task = task
-    self._runner = _TimedRunner(runner)
-
-  @property
-  def sandbox_seconds(self) -> float:
-    return self._runner.seconds
+    self._runner = _TimedRunner(runner, self)
 
   def usage(self, tool: str) -> str:
     return TOOLS[tool][2]
-
-  def state(self) -> str:
-    return ''
-
-  def close(self) -> None:
-    pass
 
   def call(self, text: str) -> environment.ToolResult:
     """Carries out one tool call; never raises for a policy's text."""
@@ -247,7 +233,9 @@ class FunctionEnvironment:
     """Grades the files as they are; sets `flags` to alarms of monitors."""
     if self.is_broken:
       logging.warning('Episode of %s: tests could not run.', self.task_id)
-      return calls.broken_verdict(self, 'the test tool failed twice')
+      return calls.broken_verdict(
+        len(self._task.hidden), self._runner.level, 'the test tool failed twice'
+      )
     verdict = verify(self._task, self.files, self._runner, finished)
     evidence = watch.of_function(self._task, self._calls)
     alarms = watch.flags(watch.scan(evidence))

@@ -12,6 +12,7 @@ from composer_jax.agent import episode, summarize
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.tasks import curriculum
+from composer_jax.tasks.list_functions import family as generated
 from composer_jax.tasks.practice import transcripts
 from composer_jax.tasks.repository import (
   environment,
@@ -53,6 +54,19 @@ class RepositoryTasks:
   @functools.cached_property
   def _set(self) -> task_set.TaskSet:
     return task_set.load(self._options.folder)
+
+  def check_files(self) -> None:
+    for split in generated.SPLITS:
+      chosen, needed, field = self._chosen(split)
+      if len(chosen) < needed:
+        shown = self._spec.systems['demonstrations'].count
+        beside = f' beside the {shown} of --config.demonstrations.count'
+        raise ValueError(
+          f'{self._options.folder} has {len(chosen)} {split} tasks'
+          f'{beside if split == "train" else ""}, and {field} needs {needed}: '
+          'no task is played twice. Lower it, or make more tasks with '
+          '`python -m experiments.make_tasks`.'
+        )
 
   def identity(self) -> str:
     digest = hashlib.sha256()
@@ -101,16 +115,19 @@ class RepositoryTasks:
       )
     return tasks[count:], tasks[:count]
 
+  def _chosen(self, split: str) -> tuple[list, int, str]:
+    """Returns a split's tasks, how many a run needs, and the field of that."""
+    spec = self._spec
+    if split == 'train':
+      needed = spec.rl.steps * spec.rl.prompts
+      return self._divided()[0], needed, '--config.rl.steps x prompts'
+    needed = spec.evaluation.episodes
+    return self.of_split(split), needed, '--config.evaluation.episodes'
+
   def tasks(
     self, tokenizer: Any, *, split: str, seed: int
   ) -> environments.TaskSource:
-    spec = self._spec
-    if split == 'train':
-      chosen, field = self._divided()[0], '--config.rl.steps x prompts'
-      needed = spec.rl.steps * spec.rl.prompts
-    else:
-      chosen, field = self.of_split(split), '--config.evaluation.episodes'
-      needed = spec.evaluation.episodes
+    chosen, needed, field = self._chosen(split)
     fitting = [t for t in chosen if self._fits(tokenizer, t)]
     if len(fitting) < len(chosen):
       logging.warning(

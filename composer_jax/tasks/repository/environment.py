@@ -107,8 +107,8 @@ def _bad_todo(fault: str) -> calls.InvalidCall:
   return tool_schemas.bad_arguments(tool_schemas.TOOLS['todo'], fault)
 
 
-class RepositoryEnvironment:
-  """An `environment.Environment` around a box with the task's repository."""
+class RepositoryEnvironment(environment.Environment):
+  """An environment around a box with the task's repository."""
 
   def __init__(
     self,
@@ -125,11 +125,7 @@ class RepositoryEnvironment:
       seed: seed of the grader's draws.
     """
     self.task_id, self.prompt = task.task_id, prompt_of(task, options)
-    self.num_tests, self.sandbox_level = len(task.fail_to_pass), sandbox.level
     self.tools = options.tools
-    self.flags: tuple[str, ...] = ()
-    self.is_broken = False
-    self.sandbox_seconds = 0.0
     self._task, self._sandbox, self._seed = task, sandbox, seed
     self._options, self._schemas = options, options.schemas
     self._plan = Plan(options.max_todos)
@@ -142,10 +138,6 @@ class RepositoryEnvironment:
     except base.SandboxLost as error:
       logging.warning('No box for %s: %s', task.task_id, error)
       self.is_broken = True
-
-  @property
-  def open_todos(self) -> int:
-    return self._plan.num_open
 
   def usage(self, tool: str) -> str:
     return self._schemas[tool].usage
@@ -186,7 +178,9 @@ class RepositoryEnvironment:
     self, name: str, arguments: Mapping[str, Any]
   ) -> box_tools.Answer:
     if name == 'todo':
-      return self._plan.change(arguments)
+      answer = self._plan.change(arguments)
+      self.open_todos = self._plan.num_open
+      return answer
     if name == 'finish':
       return 'finished', turns_lib.OK
     try:
@@ -224,7 +218,7 @@ class RepositoryEnvironment:
   def verdict(self, finished: bool) -> records.Verdict:
     """Grades the workspace as it is; sets `flags` to the alarms of that."""
     if self.is_broken or self._box is None:
-      return calls.broken_verdict(self, 'the sandbox failed twice')
+      return self._broken('the sandbox failed twice')
     try:
       changes, special = solution.changes_of(self._task, self._box)
       grade = solution.grade(
@@ -237,7 +231,7 @@ class RepositoryEnvironment:
       )
     except base.SandboxLost as error:
       self.is_broken = True
-      return calls.broken_verdict(self, str(error))
+      return self._broken(str(error))
     evidence = watch.of_repository(
       self._task, self._calls, changes, grade, files=self._files
     )
@@ -246,6 +240,10 @@ class RepositoryEnvironment:
       logging.info('%s: %s', self.task_id, finding)
     self.flags = tuple(sorted({*grade.flags, *watch.flags(findings)}))
     return grade.verdict
+
+  def _broken(self, detail: str) -> records.Verdict:
+    num_tests = len(self._task.fail_to_pass)
+    return calls.broken_verdict(num_tests, self._sandbox.level, detail)
 
 
 def tested(

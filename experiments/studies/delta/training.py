@@ -1,6 +1,7 @@
 """Training of the study's cases, which keeps the policies of each step."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 import time
@@ -21,7 +22,7 @@ from composer_jax.optim import groups
 from composer_jax.pipeline import job as jobs
 from composer_jax.pipeline import spec as specs
 from composer_jax.pipeline import stages
-from composer_jax.rl import collect, update
+from composer_jax.rl import collect, policy_loss, update
 from composer_jax.rl import step as rl_step
 from composer_jax.rl.hints import distill
 from composer_jax.train import state as train_state
@@ -227,7 +228,9 @@ def _reinforced(
   optimizer, state = _start(job, case, steps, 'sft')
   rl = job.spec.rl
   functions = rl_step.build(
-    decoder.Decoder(job.spec.model), optimizer, loss=rl.loss
+    decoder.Decoder(job.spec.model),
+    optimizer,
+    loss=functools.partial(policy_loss.loss, options=rl.loss),
   )
   with job.runner() as runner:
     collector = stages.collector_of(

@@ -204,7 +204,6 @@ def functions_of(hints: distill.HintLossOptions) -> steps.Functions:
   return steps.build(
     decoder.Decoder(MODEL),
     OPTIMIZER,
-    loss=policy_loss.LossOptions(),
     hints=hints,
   )
 

@@ -75,15 +75,8 @@ def tool_of(kind: int, family: str) -> str:
   return TOOLS[family][kind % 3]
 
 
-class Desk:
-  """Implements `agent.environment.Environment`; every call is the next turn."""
-
-  is_broken = False
-  flags = ()
-  sandbox_seconds = 0.0
-  sandbox_level = 'none'
-  num_tests = 1
-  open_todos = 0
+class Desk(environment.Environment):
+  """An environment of which every call is the next turn."""
 
   def __init__(self, task: Task):
     self.task_id = task.task_id
@@ -112,12 +105,6 @@ class Desk:
       return '', turns_lib.BAD_ARGUMENTS
     return words[0], turns_lib.OK
 
-  def usage(self, tool: str) -> str:
-    return tool
-
-  def state(self) -> str:
-    return ''
-
   def verdict(self, finished: bool) -> records.Verdict:
     """A terminal reward, which is 1 only if every call was right."""
     passed = len(self._results) == NUM_TURNS and all(self._results)
@@ -126,7 +113,7 @@ class Desk:
       num_passed=int(passed),
       num_tests=1,
       status=records.GRADED,
-      sandbox_level=self.sandbox_level,
+      sandbox_level='none',
     )
 
   def close(self) -> None: ...

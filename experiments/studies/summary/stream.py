@@ -128,26 +128,17 @@ def generate(index: int, seed: int, pieces: int) -> Stream:
   )
 
 
-class StreamEnvironment:
-  """An `environment.Environment` that tells a stream and asks."""
+class StreamEnvironment(environment.Environment):
+  """An environment that tells a stream and asks."""
 
   prompt = 'track'
   tools = ('next', 'answer')
-  is_broken = False
-  flags = ()
-  sandbox_seconds = 0.0
-  sandbox_level = 'none'
-  num_tests = 1
-  open_todos = 0
 
   def __init__(self, task: Stream):
+    self.task_id = task.task_id
     self._task = task
     self._told = 0
     self._is_right = False
-
-  @property
-  def task_id(self) -> str:
-    return self._task.task_id
 
   def call(self, text: str) -> environment.ToolResult:
     """Returns the next piece; the call after the question is the answer."""
@@ -164,19 +155,13 @@ class StreamEnvironment:
       piece = self._task.pieces[self._told - 1]
     return environment.ToolResult(text=piece, tool='next')
 
-  def usage(self, tool: str) -> str:
-    return tool
-
-  def state(self) -> str:
-    return ''
-
   def verdict(self, finished: bool) -> records.Verdict:
     return records.Verdict(
       passed=finished and self._is_right,
       num_passed=int(finished and self._is_right),
       num_tests=1,
       status=records.GRADED if finished else records.UNFINISHED,
-      sandbox_level=self.sandbox_level,
+      sandbox_level='none',
     )
 
   def close(self) -> None:

@@ -266,9 +266,7 @@ def _rl(rate: float) -> tuple[optax.GradientTransformation, steps.Functions]:
     optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95)
   )
   model = decoder.Decoder(MODEL)
-  return optimizer, steps.build(
-    model, optimizer, loss=policy_loss.LossOptions()
-  )
+  return optimizer, steps.build(model, optimizer)
 
 
 def reinforce(

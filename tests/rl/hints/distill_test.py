@@ -586,9 +586,7 @@ def test_the_average_teacher_follows_and_the_frozen_does_not():
   variables = {'params': {'w': jnp.array([1.0, -2.0])}}
   for kind, expected in (('frozen', {}), ('ema', {'w': [1.0, -1.6]})):
     options = dataclasses.replace(OPTIONS, teacher=kind, ema_rate=0.2)
-    functions = steps.build(
-      MODEL, optimizer, loss=policy_loss.LossOptions(), hints=options
-    )
+    functions = steps.build(MODEL, optimizer, hints=options)
     state = train_state.create(variables, optimizer, with_teacher=kind == 'ema')
     grads = {'w': jnp.array([0.0, -4.0])}
     state, _ = functions.apply(state, nothing_but(grads), jnp.float32(0.5))
@@ -651,7 +649,6 @@ def test_the_gradient_on_a_mesh_is_that_of_one_device(
     functions = steps.build(
       decoder.Decoder(config, placed and placed.plan),
       optax.sgd(1.0),
-      loss=policy_loss.LossOptions(),
       hints=OPTIONS,
       placement=placed,
       compiler_options=compiling.QUICKLY,

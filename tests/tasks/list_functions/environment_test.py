@@ -232,8 +232,8 @@ def test_a_sandbox_that_fails_twice_breaks_the_episode_and_not_the_policy():
   assert workspace.is_broken and runner.calls == 2
   verdict = workspace.verdict(True)
   assert (verdict.status, runner.calls) == (records.INFRASTRUCTURE, 2)
-  assert verdict.num_tests == workspace.num_tests == len(TASK.hidden)
-  assert verdict.sandbox_level == workspace.sandbox_level == 'bwrap'
+  assert verdict.num_tests == len(TASK.hidden)
+  assert verdict.sandbox_level == 'bwrap'
 
 
 def test_tools_tell_how_they_are_called(workspace):

@@ -107,6 +107,24 @@ def test_too_few_tasks_are_told_with_what_to_lower(
     runs.tasks(deletion_spec(folder, **changes), tokenizer, split=split, seed=1)
 
 
+@pytest.mark.parametrize(
+  'changes, message',
+  [
+    ({'rl.steps': 4}, r'3 train tasks beside the 2 of .*count, .* needs 4'),
+    ({'evaluation.episodes': 3}, r'2 held_out tasks, .*episodes needs 3'),
+    ({'demonstrations.count': 5}, r'count \(5\) of the 5 tasks'),
+  ],
+)
+def test_too_few_tasks_are_told_before_a_workdir_is_bound(
+  folder, tmp_path, changes, message
+):
+  with pytest.raises(ValueError, match=message):
+    with runs.open_run(deletion_spec(folder, **changes), tmp_path):
+      pass
+  assert not (tmp_path / 'config.json').exists()
+  family_of(deletion_spec(folder)).check_files()
+
+
 def test_prompts_without_room_are_left_out_and_counted(
   folder, tokenizer, caplog
 ):
