@@ -4,12 +4,11 @@
       --topology=v5p:8x8x8 --what=compile --libtpu=FOLDER
 
 Questions: 'params', the place and the bytes of every parameter; 'muon', which
-device orthogonalises what, its operations, bytes and modelled times; 'comms',
-the bytes of a train step against the least; 'compile', the train step as the
-machines' own compiler makes it: whether it fits, what it computes and sends,
-and how much of that has products beside it. Nothing is allocated. What a flag,
-a config file or a mesh can be wrong in ends the program with one line; --debug
-adds the traceback.
+device orthogonalises what, its operations, bytes and modelled times;
+'compile', the train step as the machines' own compiler makes it: whether it
+fits, what it computes and sends, and how much of that has products beside it.
+Nothing is allocated. What a flag, a config file or a mesh can be wrong in ends
+the program with one line; --debug adds the traceback.
 """
 
 import json
@@ -39,7 +38,7 @@ _FIELDS = [
   ),
   _text('layout', 'hsdp', 'hsdp or data_parallel.'),
   _text('dtype', 'float32', 'Of the parameters.'),
-  # Of comms and compile.
+  # Of compile.
   _int('batch', 0, 'Rows of a step; 0: one a microbatch on devices of rows.'),
   _int('seq_len', 4096, 'Tokens of a row.'),
   _int('accumulate', 1, 'Microbatches of a step.'),
@@ -47,7 +46,6 @@ _FIELDS = [
   flags.DEFINE_float(
     'bucket', 1.25, 'Room for received rows in means; 0 for the worst case.'
   ),
-  # Of compile.
   flags.DEFINE_list(
     'remat_saves', None, 'What recomputing keeps; default: as in the config.'
   ),

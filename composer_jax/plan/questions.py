@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_jax.plan import topologies
 
-QUESTIONS = ('params', 'muon', 'comms', 'compile')
+QUESTIONS = ('params', 'muon', 'compile')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def answer(fields: dict[str, Any], q: PlanQuestion) -> list[Any]:
   """
   topologies.prepare()
   from composer_jax.plan import case as cases
-  from composer_jax.plan import comms, muon, params
+  from composer_jax.plan import muon, params
 
   if q.what not in QUESTIONS:
     raise ValueError(f'--what {q.what!r} is not one of {sorted(QUESTIONS)}.')
@@ -61,15 +61,6 @@ def answer(fields: dict[str, Any], q: PlanQuestion) -> list[Any]:
     return params.tables(case)
   if q.what == 'muon':
     return muon.tables(case)
-  if q.what == 'comms':
-    return comms.tables(
-      case,
-      batch_size=q.batch // q.accumulate,
-      seq_len=q.seq_len,
-      transport=q.transport,
-      bucket=q.bucket or None,
-      microbatches=q.accumulate,
-    )
   from composer_jax.plan import aot, aot_process, compiled
   from composer_jax.train import placement
 
