@@ -105,11 +105,6 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
     version, (variables, _) = followed._look()
     _equal(variables, _variables(model, 5))
     assert version == 5
-    variables, version = followed.previous(5)
-    _equal(variables, _variables(model, 4))
-    assert version == 4
-    with pytest.raises(ValueError, match='rolled back from'):
-      followed._look()
   # A mirror of the store, as a relay is.
   mirror = shutil.copytree(store, tmp_path / 'mirror')
   assert lifetime.load(folder, follow=True, store=str(mirror)).version == 5

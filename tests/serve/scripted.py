@@ -90,8 +90,6 @@ class ScriptedEngine:
     return types.SimpleNamespace(version=version)
 
   def switch(self, placed):
-    if placed.version < self.version and self.held:
-      raise ValueError(f'{len(self.held)} sessions are open.')
     self.version = placed.version
     self.swaps.append(placed.version)
 
@@ -146,23 +144,19 @@ class ScriptedEngine:
 
 
 class ScriptedReceiver:
-  """Receives what `poll()` and `roll_back(version)` say: version, variables."""
+  """Receives what `poll()` says: version and variables."""
 
   problem = None
 
-  def __init__(self, poll, roll_back):
-    self._poll, self._roll_back = poll, roll_back
+  def __init__(self, poll):
+    self._poll = poll
 
   def poll(self):
     update = self._poll()
-    return update and _policy(*update)
-
-  def roll_back(self, version):
-    return _policy(*self._roll_back(version))
-
-
-def _policy(version, variables):
-  return types.SimpleNamespace(version=version, variables=variables)
+    if update is None:
+      return None
+    version, variables = update
+    return types.SimpleNamespace(version=version, variables=variables)
 
 
 def _arrays(tokens, version):
