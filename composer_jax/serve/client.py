@@ -1,12 +1,11 @@
 """Policies behind HTTP: this project's own server, or any chat endpoint.
 
 `TokenPolicy` speaks to `/v1/tokens` (`serve.api.tokens`): tokens stay tokens,
-log-probabilities and routes come along, and the server keeps the cache of a
-window between its turns. `ChatPolicy` speaks to an endpoint of OpenAI's form,
-which passes only text: its rollouts can be judged and not trained on.
+and log-probabilities and routes come along. `ChatPolicy` speaks to an endpoint
+of OpenAI's form, which passes only text: its rollouts can be judged and not
+trained on.
 
-A request is sent again if the server is busy or cannot be reached, and with the
-whole window if the server has dropped its session.
+A request is sent again if the server is busy or cannot be reached.
 """
 
 import base64
@@ -16,8 +15,6 @@ import hashlib
 import http.client
 import json
 import logging
-import secrets
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -36,11 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class EndpointError(RuntimeError):
-  """An endpoint cannot be used; names it, the reason and the error's code."""
-
-  def __init__(self, message: str, code: str = ''):
-    super().__init__(message)
-    self.code = code
+  """An endpoint cannot be used; names it and the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +67,16 @@ class Endpoint:
     checks.at_least(self, 1, 'attempts')
     checks.number(self, 0, 'wait_s')
 
-  def send(
-    self, path: str, body: Mapping[str, Any] | None, method: str = 'POST'
-  ) -> Any:
+  def send(self, path: str, body: Mapping[str, Any]) -> Any:
     """Returns the JSON that the endpoint answers.
 
     Raises:
-      EndpointError: it refused (with its own `code`), or every attempt failed.
+      EndpointError: it refused, or every attempt failed.
     """
     request = urllib.request.Request(
       self.url + path,
-      data=None if body is None else json.dumps(body).encode(),
+      data=json.dumps(body).encode(),
       headers={'content-type': 'application/json'},
-      method=method,
     )
     if self.api_key:
       # Unredirected: the key must not go to another host.
@@ -113,13 +103,10 @@ class Endpoint:
 def _refusal(place: str, refusal: urllib.error.HTTPError) -> EndpointError:
   """Reads the error object of OpenAI's form, where there is one."""
   text = refusal.read(100_000).decode('utf-8', 'replace')
-  code, message = '', text[:500]
-  try:
-    error = json.loads(text)['error']
-    code, message = str(error.get('code') or ''), str(error['message'])
-  except (ValueError, TypeError, KeyError, AttributeError):
-    pass  # A proxy's page: shown as it is.
-  return EndpointError(f'{place}: {refusal.code}: {message}', code)
+  message = text[:500]  # A proxy's page is shown as it is.
+  with contextlib.suppress(ValueError, TypeError, KeyError):
+    message = str(json.loads(text)['error']['message'])
+  return EndpointError(f'{place}: {refusal.code}: {message}')
 
 
 def seed_of(request: records.SampleRequest) -> int:
@@ -128,46 +115,31 @@ def seed_of(request: records.SampleRequest) -> int:
   return int.from_bytes(digest.digest()[:7], 'big')
 
 
-def _session_name() -> str:
-  # Not the episode's: two evaluations may share a server.
-  return f'http-{secrets.token_hex(16)}'
-
-
-@dataclasses.dataclass
-class _Session:
-  """A window: its tokens, and how many of them the server holds as `name`."""
-
-  name: str = dataclasses.field(default_factory=_session_name)
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  held: int = 0
-
-
 class TokenPolicy:
   """Implements `agent.environment.Policy` over this project's `/v1/tokens`."""
 
   def __init__(self, endpoint: Endpoint):
     self._endpoint = endpoint
-    self._sessions: dict[str, _Session] = {}
-    self._lock = threading.Lock()
+    # Tokens of each window so far.
+    self._windows: dict[str, list[int]] = {}
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Goes on with `request.session`; blocks until sampling ended."""
-    with self._lock:
-      session = self._sessions.setdefault(request.session, _Session())
-    context = request.context_T.tolist()
-    try:
-      answer = self._ask(session, context, request)
-    except EndpointError as error:
-      if error.code not in ('session_mismatch', 'session_busy'):
-        raise
-      # It was idle for too long, or an earlier attempt was cut off midway.
-      _log.warning('The server lost a window of %d.', len(session.tokens))
-      self._forget(session)
-      session.name, session.held = _session_name(), 0
-      answer = self._ask(session, session.tokens + context, request)
-    (choice,) = answer['choices']
-    session.tokens += context + choice['tokens']
-    session.held = answer['session_length']
+    window = self._windows.setdefault(request.session, [])
+    prompt = window + request.context_T.tolist()
+    body = {
+      'prompt': prompt,
+      'max_tokens': request.max_new_tokens,
+      'stop_token_ids': list(request.stop_tokens),
+      'seed': seed_of(request),
+      'temperature': request.temperature,
+      'top_p': request.top_p,
+      'top_k': request.top_k,
+      'min_p': request.min_p,
+      'model': self._endpoint.model or None,
+    }
+    (choice,) = self._endpoint.send('/tokens', body)['choices']
+    window[:] = prompt + choice['tokens']
     tape = codec.decode(base64.b64decode(choice['routes']['data']))
     return records.Completion(
       session=request.session,
@@ -182,38 +154,7 @@ class TokenPolicy:
     )
 
   def close(self, session: str) -> None:
-    with self._lock:
-      known = self._sessions.pop(session, None)
-    if known is not None and known.held:
-      self._forget(known)
-
-  def _ask(
-    self,
-    session: _Session,
-    prompt: Sequence[int],
-    request: records.SampleRequest,
-  ) -> Any:
-    body = {
-      'prompt': list(prompt),
-      'max_tokens': request.max_new_tokens,
-      'stop_token_ids': list(request.stop_tokens),
-      'seed': seed_of(request),
-      'temperature': request.temperature,
-      'top_p': request.top_p,
-      'top_k': request.top_k,
-      'min_p': request.min_p,
-      'session': session.name,
-      'session_length': session.held,
-      'model': self._endpoint.model or None,
-    }
-    return self._endpoint.send('/tokens', body)
-
-  def _forget(self, session: _Session) -> None:
-    try:
-      self._endpoint.send(f'/tokens/sessions/{session.name}', None, 'DELETE')
-    except EndpointError as error:
-      # The server closes it by itself once it is idle.
-      _log.debug('Session %s stays open: %s', session.name, error)
+    self._windows.pop(session, None)
 
 
 class ChatPolicy:
