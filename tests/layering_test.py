@@ -41,12 +41,7 @@ SYSTEMS = {
 # What of a system others may import. `wiring` and the mains import any module.
 DOORS = {
   'sandbox': ('base', 'open', 'options'),
-  'tasks': (
-    'list_functions.environment',
-    'list_functions.family',
-    'list_functions.runners',
-    'repository.scripts',
-  ),
+  'tasks': ('repository.scripts',),
   'hf': (
     'imported',
     'importing',
