@@ -91,7 +91,6 @@ def build(run: run_data.RunData) -> str:
     + [_result(name, row) for name, row in evaluations.items()],
     change=_change(run),
     chart=functools.partial(figures.chart, run),
-    layers=functools.partial(figures.layers, run),
     latest=functools.partial(_latest, run),
     rl_summary=reinforcement.summary(run),
     breaches=reinforcement.breaches(run),
