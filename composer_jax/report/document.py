@@ -21,7 +21,6 @@ from composer_jax.report import (
   episodes,
   figures,
   metrics,
-  policies,
   reinforcement,
   run_data,
 )
@@ -78,7 +77,6 @@ def build(run: run_data.RunData) -> str:
   environment.filters['shown'] = _shown
   environment.filters['base64'] = _base64
   evaluations, machine = run.evaluations(), run.run.get('machine')
-  num_equal, differing = policies.identities(run)
   return environment.get_template('page.html').render(
     run=run,
     written=time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime()),
@@ -94,9 +92,6 @@ def build(run: run_data.RunData) -> str:
     latest=functools.partial(_latest, run),
     rl_summary=reinforcement.summary(run),
     breaches=reinforcement.breaches(run),
-    bundle_summary=policies.summary(run),
-    num_equal=num_equal,
-    differing=differing,
     expert_loads=_expert_loads(run),
     outcomes=list(episodes.OUTCOMES),
     verdicts=episodes.verdicts(run),
