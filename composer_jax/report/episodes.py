@@ -4,7 +4,6 @@ The demonstrations that SFT trained on are written by a script. The report shows
 them apart and counts none of them.
 """
 
-import collections
 import math
 from typing import Any
 
@@ -14,13 +13,7 @@ from composer_jax.report import run_data
 _SHOWN = 6
 _MAX_TEXT = 20_000  # characters of one turn
 
-# Meaning of each outcome of an episode.
-OUTCOMES = {
-  'passed': 'finished, and every hidden test passed',
-  'failed': 'finished, and a hidden test failed or a monitor raised an alarm',
-  'unfinished': 'the policy never called finish',
-  'infrastructure': 'the sandbox failed; says nothing about the policy',
-}
+OUTCOMES = ('passed', 'failed', 'unfinished', 'infrastructure')
 
 
 def _verdict(row: dict[str, Any]) -> dict[str, Any]:
@@ -70,29 +63,6 @@ def verdicts(run: run_data.RunData) -> list[list[Any]]:
       counts = (passed, episodes - passed - unfinished, unfinished, broken)
       rows.append([f'Evaluation of {name}', *map(int, counts)])
   return rows
-
-
-def recorded(run: run_data.RunData) -> list[tuple[str, str, int, str, str]]:
-  """Counts the recorded episodes by isolation level and outcome.
-
-  Returns:
-    Level, outcome, count, share and meaning of the outcome.
-  """
-  played = _played(run)
-  counts = collections.Counter(
-    (str(_verdict(row).get('sandbox_level', '')), _outcome(row))
-    for row in played
-  )
-  return [
-    (
-      level,
-      outcome,
-      count,
-      f'{100 * count / len(played):.1f} %',
-      OUTCOMES.get(outcome, ''),
-    )
-    for (level, outcome), count in sorted(counts.items())
-  ]
 
 
 def shown(run: run_data.RunData) -> dict[str, list[dict[str, Any]]]:

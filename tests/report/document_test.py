@@ -15,7 +15,6 @@ from composer_jax.core import files
 from composer_jax.report import document, figures, run_data
 from composer_jax.telemetry import intervals, machine, writer
 
-EPISODES_READ = 'Episodes recorded to be read'
 INJECTION = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
@@ -233,8 +232,6 @@ def test_an_episode_that_a_monitor_flagged_did_not_pass(tmp_path):
   row = episode(1, passed=True, stage='rl', flags=['reads_cache'])
   (tmp_path / 'episodes.jsonl').write_text(json.dumps(row) + '\n')
   page = document.write_report(tmp_path).read_text()
-  (cells,) = rows_of(page, EPISODES_READ)
-  assert 'failed' in cells[1] and 'passed' not in cells[1]
   text = Tags(page).text
   assert 'reads_cache' in text and 'Passed None recorded.' in text
 
@@ -311,8 +308,6 @@ def test_every_verdict_counts_and_no_demonstration(whole):
     ['Evaluation of sft', '80', '300', '20', '2'],
     ['Evaluation of rl', '240', '140', '20', '2'],
   ]
-  recorded = rows_of(whole, EPISODES_READ)
-  assert [(row[0], row[2]) for row in recorded] == [('unshare', '1')] * 4
   assert 'trusted' not in whole
   assert 'Sandbox: unshare<' in whole
   scripted = whole[whole.index('>Scripted, for SFT to imitate<') :]
