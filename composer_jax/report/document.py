@@ -90,7 +90,7 @@ def build(run: run_data.RunData) -> str:
     change=_change(run),
     chart=functools.partial(figures.chart, run),
     latest=functools.partial(_latest, run),
-    rl_summary=reinforcement.summary(run),
+    alarms=reinforcement.alarms(run),
     breaches=reinforcement.breaches(run),
     expert_loads=_expert_loads(run),
     outcomes=[*episodes.OUTCOMES],

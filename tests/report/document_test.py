@@ -199,7 +199,6 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
     '60.0 %',
     '95 % interval 16.4 to 24.2 %',
     '+40.0 points',
-    'Median mismatch KL: 1e-07 with routes replayed, 0.0001',
     'Sandbox: unshare',
     'near duplicate',
     'rl.steps',
