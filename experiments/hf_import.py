@@ -2,11 +2,11 @@
 
   python -m experiments.hf_import --source=DIR --out=runs/import/qwen3
 
-DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2,
-Mixtral or OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's
-int4. Nothing larger than a piece of a tensor is held in memory, and the same
-command goes on after an interruption. Tensors that the model does not have
-(layers for multi-token prediction, vision towers) are named and carried along.
+DIR holds config.json and safetensors files: Qwen3-MoE, DeepSeek-V3, Kimi K2 or
+OLMoE, in bfloat16, float16 or float32, DeepSeek's fp8 or Kimi's int4. Nothing
+larger than a piece of a tensor is held in memory, and the same command goes on
+after an interruption. Tensors that the model does not have (layers for
+multi-token prediction, vision towers) are named and carried along.
 `experiments.export` is the way back.
 """
 

@@ -40,7 +40,7 @@ def imported(tmp_path_factory):
   [
     ('qwen3_moe', hf_checkpoints.FLOAT16),
     ('qwen3_moe_dense', hf_checkpoints.FLOAT32),
-    ('mixtral', hf_checkpoints.BFLOAT16),
+    ('olmoe', hf_checkpoints.BFLOAT16),
   ],
 )
 def test_arrays_are_the_blocks_of_the_table(tmp_path, model, dtype):

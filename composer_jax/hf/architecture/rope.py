@@ -17,9 +17,7 @@ from typing import Any
 from composer_jax.hf.architecture import keys
 from composer_jax.models import config as model_config
 
-# transformers' value for an absent key: of some families, and of all others.
-_DEFAULT_THETA = {'mixtral': 1e6}
-_OTHER_DEFAULT_THETA = 1e4
+_DEFAULT_THETA = 1e4  # transformers' value for an absent key
 _KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
 # Keys of YaRN in the file, and their fields in YarnConfig.
 _YARN_FIELDS = {
@@ -39,13 +37,12 @@ _OUTSIDE = {
 
 
 def from_fields(
-  fields: dict[str, Any], family: str, *, interleaved: bool, is_mla: bool
+  fields: dict[str, Any], *, interleaved: bool, is_mla: bool
 ) -> model_config.RopeConfig:
   """Reads the rotary positions of a parsed `config.json`.
 
   Args:
     fields: parsed file.
-    family: one of `hf.tensors.names.FAMILIES`.
     interleaved: true if neighbouring dimensions rotate as a pair.
     is_mla: true if transformers scales the softmax by `mscale_all_dim`.
   """
@@ -74,9 +71,8 @@ def from_fields(
         'remove one.'
       )
   keys.check_only(given, {'partial_rotary_factor': 1})
-  default = _DEFAULT_THETA.get(family, _OTHER_DEFAULT_THETA)
   return model_config.RopeConfig(
-    theta=keys.take(given, 'rope_theta', float, default),
+    theta=keys.take(given, 'rope_theta', float, _DEFAULT_THETA),
     interleaved=interleaved,
     yarn=_yarn(fields, given, is_mla) if kind == 'yarn' else None,
   )
