@@ -16,6 +16,7 @@ from typing import Any
 
 from composer_jax.hf.architecture import keys
 from composer_jax.models import config as model_config
+from composer_jax.models import rope as model_rope
 
 _DEFAULT_THETA = 1e4  # transformers' value for an absent key
 _KEYS = {'rope_type', 'type', 'rope_theta', 'partial_rotary_factor'}
@@ -116,7 +117,7 @@ def _yarn(
       f'mscale_all_dim ({yarn.mscale_all_dim}) of YaRN needs multi-head latent '
       'attention: transformers scales the softmax by it there alone.'
     )
-  implied = _rotation_scale(yarn)
+  implied = model_rope.rotation_scale(yarn)
   stated = keys.take(given, 'attention_factor', float, implied)
   if not math.isclose(stated, implied, rel_tol=1e-6):
     raise ValueError(
@@ -124,17 +125,6 @@ def _yarn(
       f"'mscale_all_dim' imply ({implied}); another one is not implemented."
     )
   return yarn
-
-
-def _rotation_scale(yarn: model_config.YarnConfig) -> float:
-  """Returns transformers' `attention_factor`, which scales cos and sin."""
-
-  def scale(m: float) -> float:
-    return 0.1 * m * math.log(yarn.factor) + 1.0
-
-  if yarn.mscale and yarn.mscale_all_dim:
-    return scale(yarn.mscale) / scale(yarn.mscale_all_dim)
-  return scale(1.0)
 
 
 def to_fields(rope: model_config.RopeConfig) -> dict[str, Any]:
