@@ -22,25 +22,13 @@ _SOURCE = flags.DEFINE_string(
 _OUT = flags.DEFINE_string(
   'out', None, 'Import directory to make; must not exist.', required=True
 )
-_VERIFY = flags.DEFINE_bool(
-  'verify',
-  False,
-  'Afterwards reads both again and compares every value; of an import that is '
-  'there, only that. Hashes are checked at every load without it.',
-)
 
 
 def run() -> None:
   from composer_jax.hf import importing
 
   _warn(pathlib.Path(_SOURCE.value))
-  # The same command, stopped while it verified.
-  if _VERIFY.value and importing.is_finished(_SOURCE.value, _OUT.value):
-    print(f'{_OUT.value} is a finished import of it.')
-  else:
-    importing.convert(_SOURCE.value, _OUT.value)
-  if _VERIFY.value:
-    importing.verify(_SOURCE.value, _OUT.value)
+  importing.convert(_SOURCE.value, _OUT.value)
   print(
     f'Import: {_OUT.value}. Train it with '
     f'--config=configs/composer/imported.py:{_OUT.value}'
