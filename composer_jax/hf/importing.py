@@ -143,7 +143,7 @@ def _write_weights(
         continue
       staging.begin(name)
       for piece, block in _blocks(source, name, tensor, arrays):
-        staging.write(name, piece.array, [a for a, _ in piece.box], block)
+        staging.write(piece.array, [a for a, _ in piece.box], block)
         done_bytes += block.nbytes
       staging.finish()
       start += 1
