@@ -16,7 +16,6 @@ Times are bounds from published speeds. Columns of a group of matrices:
 """
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from composer_jax.core import trees
@@ -153,12 +152,9 @@ def _chunks(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
 
 def _totals(made: muon_plan.MuonPlan) -> report.Table:
   even = sum(group.even_flops for group in made.groups)
-  update = sum(group.count * group.shard_bytes for group in made.groups)
   split = sum(group.split_bytes for group in made.groups)
-  dtype = jnp.dtype(made.groups[0].newton_schulz.dtype).name
   padded = muon_model.padding(made) * made.flops
   bound = muon_model.bound_bytes(made)
-  temporaries = muon_model.temporary_bytes(made)
   rows = [
     (
       name,
@@ -173,11 +169,10 @@ def _totals(made: muon_plan.MuonPlan) -> report.Table:
       ('wire_bytes', made.wire_bytes, 'whole matrices', bound),
       ('of_them_to_share', split, 'all wire bytes', made.wire_bytes),
       ('padded_flops', padded, 'all flops', made.flops),
-      ('temporary_bytes', temporaries, f'update in {dtype}', update),
     )
   ]
   return report.Table(
-    title='Totals of one device; temporary bytes are an estimate',
+    title='Totals of one device',
     columns=('total', 'value', 'against', 'least', 'ratio'),
     rows=rows,
   )
