@@ -16,7 +16,6 @@ from composer_jax.core import files
 from composer_jax.delta.device import receiver as receivers
 from composer_jax.delta.device import sender as bundles
 from composer_jax.hf import importing
-from composer_jax.hf import tiny as hf_tiny
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.serve import http_server, lifetime, policies
@@ -25,6 +24,7 @@ from composer_jax.train.checkpoints import export
 from configs.composer import tiny
 from configs.serve import gpu as serve_gpu
 from configs.serve import tiny as serve_tiny
+from experiments import tiny_checkpoint
 
 
 def _variables(config, seed):
@@ -114,7 +114,7 @@ def test_what_is_published_is_followed(workdir, model, tmp_path):
 
 
 def test_an_import_is_served_by_its_template(tmp_path):
-  hf_tiny.write(tmp_path / 'hf', 'qwen3_moe', 0)
+  tiny_checkpoint.write(tmp_path / 'hf', 'qwen3_moe', 0)
   files.write_json(
     tmp_path / 'hf' / 'generation_config.json', {'eos_token_id': [7, 1001]}
   )
