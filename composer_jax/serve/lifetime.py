@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -116,9 +117,12 @@ def run(
     engine.warm()
     served = service.Service(engine, limits, policy.receiver)
     hosts = http_server.hosts_of(host, token)
-    server = http_server.HttpServer(
-      app.build(served, model, token, hosts), served
+    server = http_server.server_of(
+      app.build(served, model, token, hosts), limits.drain_s
     )
+    # uvicorn raises its signals again once it has drained.
+    for number in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(number, signal.SIG_IGN)
     sock.listen()
     served.start()
     print(

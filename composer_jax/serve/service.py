@@ -31,7 +31,7 @@ _IDLE_S = 0.2
 # Between two copies of the engine's figures, which cost a few microseconds.
 _STATS_S = 0.1
 
-SERVING, DRAINING, FAILED, STOPPED = 'serving', 'draining', 'failed', 'stopped'
+SERVING, FAILED, STOPPED = 'serving', 'failed', 'stopped'
 
 
 class Service:
@@ -41,7 +41,7 @@ class Service:
     options: limits of the server.
     engine_options: options of the engine.
     config: the model's config.
-    state: SERVING, DRAINING, FAILED or STOPPED.
+    state: SERVING, FAILED or STOPPED.
     num_open: number of choices running or waiting.
   """
 
@@ -152,24 +152,15 @@ class Service:
   def _leave(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
     self._inbox.put(lambda: self._cancel(job, indices))
 
-  def begin_drain(self) -> None:
-    """Takes no new requests from now on; running ones go on."""
-    with self._lock:
-      if self.state == SERVING:
-        self.state = DRAINING
-
-  def abort(self) -> None:
-    """Cancels every open request with an error that the server ends."""
-    self.begin_drain()
-    self._inbox.put(lambda: self._cancel_all(errors.draining()))
-
   def stop(self, timeout_s: float = 30.0) -> bool:
     """Ends the threads, and with them every open request.
 
     Returns:
       True if they ended in time; a step that hangs cannot be interrupted.
     """
-    self.abort()
+    with self._lock:
+      if self.state == SERVING:
+        self.state = STOPPED
     self._stopping.set()
     self._policies.stop()
     self._inbox.put(lambda: None)
@@ -216,10 +207,6 @@ class Service:
         return
       command()
       wait = False
-
-  def _cancel_all(self, reason: errors.ApiError) -> None:
-    for job in list(self._jobs):
-      self._refuse(job, reason)
 
   def _refuse(self, job: jobs.SampleJob, reason: errors.ApiError) -> None:
     job.put(0, reason)

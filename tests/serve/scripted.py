@@ -7,6 +7,7 @@ import time
 import types
 
 import numpy as np
+import uvicorn
 
 from composer_jax.core import records
 from composer_jax.rollout import sessions
@@ -176,7 +177,7 @@ class Running:
 
   url: str
   served: service.Service
-  server: http_server.HttpServer
+  server: uvicorn.Server
   thread: threading.Thread
 
   @property
@@ -205,8 +206,8 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     form=form,
   )
   hosts = http_server.hosts_of('127.0.0.1', token)
-  server = http_server.HttpServer(
-    app.build(served, model, token, hosts), served
+  server = http_server.server_of(
+    app.build(served, model, token, hosts), limits.drain_s
   )
   with http_server.bind('127.0.0.1', 0, token) as sock:
     served.start()
@@ -216,7 +217,6 @@ def serving(engine, tokenizer, form, limits=LIMITS, receiver=None, token=''):
     try:
       yield Running(http_server.url_of(sock), served, server, thread)
     finally:
-      server.drain()
       server.should_exit = True
       thread.join(10)
       ended = served.stop(10)
