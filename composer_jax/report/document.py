@@ -93,8 +93,6 @@ def build(run: run_data.RunData) -> str:
     alarms=reinforcement.alarms(run),
     breaches=reinforcement.breaches(run),
     expert_loads=_expert_loads(run),
-    outcomes=[*episodes.OUTCOMES],
-    verdicts=episodes.verdicts(run),
     episodes=episodes.shown(run),
     corpus=_corpus(run.manifest) if run.manifest else None,
     times=_times(run) if run.seconds else [],

@@ -1,10 +1,9 @@
-"""What the report says of episodes: outcomes counted, and some to read.
+"""What the report shows of episodes: some to read, and where they were judged.
 
 The demonstrations that SFT trained on are written by a script. The report shows
-them apart and counts none of them.
+them apart.
 """
 
-import math
 from typing import Any
 
 from composer_jax.report import run_data
@@ -12,8 +11,6 @@ from composer_jax.report import run_data
 # Episodes shown of each kind.
 _SHOWN = 6
 _MAX_TEXT = 20_000  # characters of one turn
-
-OUTCOMES = ('passed', 'failed', 'unfinished', 'infrastructure')
 
 
 def _verdict(row: dict[str, Any]) -> dict[str, Any]:
@@ -43,26 +40,6 @@ def levels(run: run_data.RunData) -> list[str]:
   """Returns the isolation levels of the sandboxes that gave the verdicts."""
   names = {_verdict(row).get('sandbox_level') for row in _played(run)}
   return sorted(map(str, (names | {run.run.get('sandbox_level')}) - {None, ''}))
-
-
-def verdicts(run: run_data.RunData) -> list[list[Any]]:
-  """Counts every episode of RL and of the evaluations by outcome."""
-  rows: list[list[Any]] = []
-  num_steps = len(run.series('rl', 'passed')[0])
-  if num_steps:
-    values = [run.series('rl', name)[1] for name in OUTCOMES]
-    counts = [int(sum(filter(math.isfinite, v))) for v in values]
-    rows.append([f'RL, {num_steps} steps', *counts])
-  for name, row in run.evaluations().items():
-    fields = ('episodes', 'passed', 'unfinished_rate', 'infrastructure')
-    numbers = [run_data.number(row.get(field)) for field in fields]
-    known = [n for n in numbers if n is not None and math.isfinite(n)]
-    if len(known) == len(fields):
-      episodes, passed, rate, broken = known
-      unfinished = round(rate * episodes)
-      counts = (passed, episodes - passed - unfinished, unfinished, broken)
-      rows.append([f'Evaluation of {name}', *map(int, counts)])
-  return rows
 
 
 def shown(run: run_data.RunData) -> dict[str, list[dict[str, Any]]]:

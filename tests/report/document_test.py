@@ -301,12 +301,7 @@ def test_muon_is_shown_where_it_was_used(tmp_path, whole):
   assert 'Largest attention logit' in titles
 
 
-def test_every_verdict_counts_and_no_demonstration(whole):
-  assert rows_of(whole, 'Sandbox verdicts')[:3] == [
-    ['RL, 11 steps', '66', '55', '44', '6'],
-    ['Evaluation of sft', '80', '300', '20', '2'],
-    ['Evaluation of rl', '240', '140', '20', '2'],
-  ]
+def test_demonstrations_are_shown_apart(whole):
   assert 'trusted' not in whole
   assert 'Sandbox: unshare<' in whole
   scripted = whole[whole.index('>Scripted, for SFT to imitate<') :]
