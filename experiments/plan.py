@@ -13,23 +13,24 @@ the program with one line; --debug adds the traceback.
 
 import json
 import sys
+import types
 from typing import Any
 
 from absl import flags
 
-from composer_jax.plan import questions, topologies
+from composer_jax.plan import topologies
 from experiments import start
 
 _CONFIG = start.define_config(
   'configs/models/tiny.py',
   'A model config, or a config of a run, whose model is taken.',
 )
+_QUESTIONS = ('params', 'muon', 'compile')
 _JSON = flags.DEFINE_bool('json', False, 'Prints one JSON object.')
 _text, _int = flags.DEFINE_string, flags.DEFINE_integer
-# The fields of `questions.PlanQuestion`.
 _FIELDS = [
   _text('topology', 'cpu:8', f'Machines: {", ".join(topologies.FORMS)}.'),
-  _text('what', 'params', f'The question: {", ".join(questions.QUESTIONS)}.'),
+  _text('what', 'params', f'The question: {", ".join(_QUESTIONS)}.'),
   _text(
     'mesh',
     '',
@@ -55,20 +56,58 @@ _FIELDS = [
 ]
 
 
+def _answer(fields: dict[str, Any], q: types.SimpleNamespace) -> list[Any]:
+  # Before jax is imported, so that it takes no accelerator.
+  topologies.prepare()
+  from composer_jax.plan import case as cases
+  from composer_jax.plan import muon, params
+
+  if q.what not in _QUESTIONS:
+    raise ValueError(f'--what {q.what!r} is not one of {sorted(_QUESTIONS)}.')
+  case = cases.make(
+    fields,
+    topology_name=q.topology,
+    mesh=q.mesh,
+    layout=q.layout,
+    dtype=q.dtype,
+  )
+  if q.what == 'params':
+    return params.tables(case)
+  if q.what == 'muon':
+    return muon.tables(case)
+  from composer_jax.plan import aot, aot_process, compiled
+  from composer_jax.train import placement
+
+  options = aot.StepOptions(
+    batch_size=q.batch,
+    seq_len=q.seq_len,
+    accumulate=q.accumulate,
+    optimizer=q.optimizer,
+    bucket=q.bucket,
+    remat_saves=None if q.remat_saves is None else tuple(q.remat_saves),
+    parallel=placement.ParallelOptions(transport=q.transport),
+  )
+  task = aot_process.CompileTask(
+    case=case, options=options, topology_name=q.topology, libtpu=q.libtpu
+  )
+  made = aot_process.compile_step(task, q.until)
+  return compiled.tables(case, made, q.seq_len)
+
+
 def _main():
   fields = start.config_fields(_CONFIG)
-  asked: dict[str, Any] = {flag.name: flag.value for flag in _FIELDS}
+  asked = types.SimpleNamespace(**{flag.name: flag.value for flag in _FIELDS})
   try:
     if 'model' in fields:
       from composer_jax import wiring
 
       wiring.spec_of(fields)  # Refuses names that a run's config has not.
-    tables = questions.answer(fields, questions.PlanQuestion(**asked))
+    tables = _answer(fields, asked)
   except (ValueError, RuntimeError) as error:
     start.fail(error)
   if _JSON.value:
     found = [table.to_json() for table in tables]
-    print(json.dumps({asked['what']: found}))
+    print(json.dumps({asked.what: found}))
   else:
     print('\n\n'.join(table.to_text() for table in tables))
   if any(table.title.startswith('FAILED') for table in tables):
