@@ -19,6 +19,7 @@ from composer_jax.hf.tensors import names
 from composer_jax.models import config as model_config
 from composer_jax.models import decoder, head
 from tests import compiling
+from tests.hf import views
 
 torch.set_num_threads(1)
 
@@ -127,7 +128,7 @@ def to_ours(
   flat = trees.flatten_names(arrays)
   for tensor in table.values():
     for part in tensor.parts:
-      flat[part.array][part.index] = names.block(part, state[tensor.name])
+      flat[part.array][part.index] = views.block(part, state[tensor.name])
   return arrays, table
 
 
@@ -142,7 +143,7 @@ def to_theirs(
       tensors[tensor.name] = np.full(tensor.shape, np.nan, np.float32)
       for part in tensor.parts:
         values = np.asarray(flat[part.array])[part.index]
-        names.put(part, values, tensors[tensor.name])
+        views.put(part, values, tensors[tensor.name])
   return tensors
 
 

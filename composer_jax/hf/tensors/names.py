@@ -14,8 +14,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-import numpy as np
-
 from composer_jax.models import config as model_config
 
 FAMILIES = ('qwen3_moe', 'deepseek_v3', 'kimi_k2', 'olmoe')
@@ -130,17 +128,6 @@ def contradicting(
     and name.startswith((f'{prefix}model.', f'{prefix}lm_head.'))
     and not name.startswith(harmless)
   ]
-
-
-def block(part: TensorPart, tensor: np.ndarray) -> np.ndarray:
-  """Returns the block that a part of a tensor fills, as a view."""
-  return tensor.reshape(part.view)[part.select].transpose(part.order)
-
-
-def put(part: TensorPart, values: np.ndarray, tensor: np.ndarray) -> None:
-  """Writes a block of an array into a contiguous tensor."""
-  view = tensor.reshape(part.view, copy=False)
-  view[part.select] = values.transpose(np.argsort(part.order))
 
 
 # (name, shape, parts) of a tensor, relative to its layer.
