@@ -17,16 +17,14 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from composer_jax.core import files, trees
 from composer_jax.hf import making
 from composer_jax.hf import staging as hf_staging
-from composer_jax.hf.tensors import blocks, carried, quantized
+from composer_jax.hf.tensors import blocks, carried
 from composer_jax.hf.tensors import files as hf_io
 from composer_jax.hf.tensors import source as hf_source
 from composer_jax.telemetry import progress
@@ -142,28 +140,18 @@ def _write_weights(
       if name in staging.done:
         continue
       staging.begin(name)
-      for piece, block in _blocks(source, name, tensor, arrays):
-        staging.write(piece.array, [a for a, _ in piece.box], block)
-        done_bytes += block.nbytes
+      for part in source.table[name].parts:
+        array = arrays[part.array]
+        for piece in blocks.pieces(part, array.chunk):
+          values = piece.of(tensor.read(piece.start, piece.stop))
+          block = blocks.contiguous(values).astype(array.dtype, copy=False)
+          staging.write(piece.array, [a for a, _ in piece.box], block)
+          done_bytes += block.nbytes
       staging.finish()
       start += 1
       bar.update(start, GB=done_bytes / 1e9)
   staging.save(partial / WEIGHTS)
   staging.remove()
-
-
-def _blocks(
-  source: hf_source.SourceCheckpoint,
-  name: str,
-  tensor: quantized.ReadableTensor,
-  arrays: _Arrays,
-) -> Iterator[tuple[blocks.ArrayPiece, np.ndarray]]:
-  for part in source.table[name].parts:
-    array = arrays[part.array]
-    for piece in blocks.pieces(part, array.chunk):
-      values = piece.of(tensor.read(piece.start, piece.stop))
-      block = blocks.contiguous(values)
-      yield piece, block.astype(array.dtype, copy=False)
 
 
 def copied(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -198,19 +198,15 @@ def _times(made: muon_plan.MuonPlan, rates: cost.Rates) -> report.Table:
       ('chunks in order, transfers beside products', pipelined),
     )
   ]
+  wire_speed = f'{rates.within / 1e9:g} GB/s'
+  if made.devices > rates.node:
+    wire_speed += f' in a node of {rates.node}, {rates.across / 1e9:g} beyond'
   return report.Table(
     title=(
       f'Modelled, on published speeds of {rates.name}: '
       f'{rates.flops / 1e12:g} TFLOP/s, memory {rates.memory / 1e9:g} GB/s, '
-      f'wire {_wire(rates, made.devices)}'
+      f'wire {wire_speed}'
     ),
     columns=('time', 'ms', 'of_roofline'),
     rows=rows,
   )
-
-
-def _wire(rates: cost.Rates, devices: int) -> str:
-  text = f'{rates.within / 1e9:g} GB/s'
-  if devices <= rates.node:
-    return text
-  return f'{text} in a node of {rates.node}, {rates.across / 1e9:g} beyond'

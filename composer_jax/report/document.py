@@ -75,7 +75,9 @@ def build(run: run_data.RunData) -> str:
     lstrip_blocks=True,
   )
   environment.filters['shown'] = _shown
-  environment.filters['base64'] = _base64
+  environment.filters['base64'] = lambda text: base64.b64encode(
+    str(text).encode()
+  ).decode()
   evaluations, machine = run.evaluations(), run.run.get('machine')
   return environment.get_template('page.html').render(
     run=run,
@@ -100,10 +102,6 @@ def build(run: run_data.RunData) -> str:
     config=files.flatten(run.config) if run.config else {},
     meanings=_meanings(run),
   )
-
-
-def _base64(text: str) -> str:
-  return base64.b64encode(text.encode()).decode()
 
 
 def _shown(value: Any) -> Any:

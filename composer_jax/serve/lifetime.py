@@ -22,7 +22,6 @@ from composer_jax.train import placement as placements
 from composer_jax.train import workdir as workdirs
 from composer_jax.train.checkpoints import export
 
-_GENERATION = 'generation_config.json'
 STAGES = ('rl', 'sft', 'cpt')
 
 
@@ -248,7 +247,7 @@ def _imported(
     print(f'No chat: {error}', flush=True)
     template = None
   masters = importing.load_variables(folder, _like(model, mesh))
-  path = folder / _GENERATION
+  path = folder / 'generation_config.json'
   ends = files.read_json(path).get('eos_token_id') if path.exists() else []
   return ServedPolicy(
     name=folder.name,

@@ -43,6 +43,7 @@ class Service:
     config: the model's config.
     state: SERVING, FAILED or STOPPED.
     num_open: number of choices running or waiting.
+    stats: figures of the engine, at most a fraction of a second old.
   """
 
   def __init__(
@@ -68,7 +69,7 @@ class Service:
     self._jobs: set[jobs.SampleJob] = set()
     self._stopping = threading.Event()
     self._alive = time.monotonic()
-    self._stats: dict[str, float] = dataclasses.asdict(engine.stats())
+    self.stats: dict[str, float] = dataclasses.asdict(engine.stats())
     self._stats_at = 0.0
     # Only the engine's thread touches it.
     self._places: dict[str, tuple[jobs.SampleJob, int]] = {}
@@ -98,11 +99,6 @@ class Service:
   def problem(self) -> str:
     """Reason why newer weights are not served; '' where none are known."""
     return self._policies.problem
-
-  @property
-  def stats(self) -> dict[str, float]:
-    """Figures of the engine, at most a fraction of a second old."""
-    return self._stats
 
   def unhealthy(self) -> str:
     """Returns why the engine does not serve; '' if it does."""
@@ -180,10 +176,10 @@ class Service:
           self._finish(outcome)
         self._alive = time.monotonic()
         if self._alive - self._stats_at > _STATS_S or not self._places:
-          self._stats = dataclasses.asdict(self._engine.stats())
+          self.stats = dataclasses.asdict(self._engine.stats())
           self._stats_at = self._alive
       self._take_commands(wait=False)
-      self._stats = dataclasses.asdict(self._engine.stats())
+      self.stats = dataclasses.asdict(self._engine.stats())
       self._end(STOPPED, errors.draining())
     except BaseException as error:
       # Passed on, not handled: without it every client would wait for ever.
