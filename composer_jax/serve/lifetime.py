@@ -190,11 +190,6 @@ def load(
   model = _model(config['model'], overrides or {})
   receiver = None
   if follow:
-    if 'delta' not in config:
-      raise ValueError(
-        f'{path} has no section delta: the run is older than signed bundles, '
-        'and cannot be followed.'
-      )
     stage = 'rl'
     receiver = receivers.Receiver(
       folder, model, store or config['delta']['store']
@@ -269,9 +264,7 @@ def _ends(tokenizer: hf_tokenizer.AnyTokenizer, *more: Any) -> tuple[int, ...]:
 def _model(
   fields: dict[str, Any], overrides: dict[str, Any]
 ) -> model_config.ModelConfig:
-  # Older imports and runs lack the field.
-  fields = {'numerics': 'fast', **fields, **overrides}
-  return model_config.ModelConfig.from_dict(fields)
+  return model_config.ModelConfig.from_dict({**fields, **overrides})
 
 
 def _like(
