@@ -184,6 +184,7 @@ class GrowingAnswer:
     tokenizer: Any,
     stop_tokens: Sequence[int],
     stops: Sequence[str] = (),
+    form: chat_format.AnyFormat | None = None,
     tools: Sequence[requests.ToolSpec] = (),
   ):
     self.index, self.num_tokens, self.finish = index, 0, ''
@@ -191,10 +192,11 @@ class GrowingAnswer:
     self.calls: list[chat_format.ParsedCall] = []
     self._tokenizer, self._stop_tokens = tokenizer, frozenset(stop_tokens)
     self._text = texts.Text(stops)
-    self._tools = tools
+    self._form, self._tools = form, tools
     # From the first mark of a call on, text is held back: it may be calls.
-    self._scanner = texts.Scanner(chat_format.marks(tools))
-    self._in_call, self._held = False, ''
+    marks = form.mark(tools) if form else ()
+    self._scanner = texts.Scanner(marks or ())
+    self._in_call, self._held = marks is None, ''
 
   def add(self, event: sessions.SampledTokens) -> AnswerDelta:
     """Takes tokens; sets `finish` at a stop string."""
@@ -226,8 +228,8 @@ class GrowingAnswer:
     pieces = (*pieces, self._text.finish())
     text = ''.join(self._content(piece.text) for piece in pieces)
     text += self._scanner.finish()
-    if self._in_call and self.finish == 'stop':
-      self.calls = chat_format.calls(self._held, self._tools) or []
+    if self._in_call and self.finish == 'stop' and self._form:
+      self.calls = self._form.calls(self._held, self._tools) or []
     if self.calls:
       self.finish = 'tool_calls'
     else:

@@ -306,6 +306,9 @@ def test_a_text_becomes_tokens_beside_the_streams(serve, post, tokenizer):
       assert go.wait(10)
       return np.array([40], np.int32)
 
+    def mark(self, tools):
+      return ()
+
   server = serve(lambda _: ENDLESS, form=Slow(), limits={'max_queue': 0})
   responses = []
   waits = threading.Thread(

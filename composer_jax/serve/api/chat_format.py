@@ -2,8 +2,14 @@
 
 A checkpoint with a chat template gets its conversations by that template, and
 its calls are found by the marks of its family. A model of our own knows one
-protocol (`text.chat`): after the user and every tool it writes a call as text,
-which stays content, and it is not told of the request's tools.
+protocol (`text.chat`): after the user and every tool it writes a call, and
+nothing else.
+
+  edit stats.py total        the words are the first properties of the tool's
+  return sum(values)         parameters, in order; lines below are the last one
+
+A model of our own is not told of the request's tools: it knows those that it
+was trained with. A text that is no call of a listed tool becomes content.
 """
 
 import dataclasses
@@ -17,7 +23,7 @@ import numpy as np
 
 from composer_jax.hf.text import chat_template
 from composer_jax.serve.api import errors, requests
-from composer_jax.text import chat
+from composer_jax.text import chat, tool_calls
 
 # Begin of calls: Qwen and others that follow Hermes, DeepSeek, Kimi.
 _MARKS = (
@@ -60,31 +66,53 @@ class OwnFormat:
   def encode(
     self, messages: Sequence[Any], tools: Sequence[requests.ToolSpec]
   ) -> np.ndarray:
-    del tools
-    parts, t = [], self._tokenizer
+    parts = []
     for place, message in enumerate(messages):
       role, param = message.get('role'), f'messages.{place}'
       text = _text(message.get('content'), param)
-      if message.get('tool_calls'):
-        raise errors.invalid(
-          f'{param}.tool_calls is given; this model takes earlier calls as the '
-          'text that it wrote, in content.',
-          f'{param}.tool_calls',
-        )
       if role == 'user':
-        parts.append(chat.user(t, text))
+        parts.append(chat.user(self._tokenizer, text))
       elif role == 'tool':
-        parts.append(chat.tool(t, text))
+        parts.append(chat.tool(self._tokenizer, text))
       elif role == 'assistant':
-        call = (chat.call_prefix(t), t.encode(text), [t.END])
-        parts += [np.concatenate(call).astype(np.int32)] if text else []
+        parts += self._calls(message, text, tools, param)
       else:
         raise errors.invalid(
           f'{param}.role is {role!r}; this model knows user, assistant and '
           'tool.',
           f'{param}.role',
         )
-    return np.concatenate([*parts, chat.call_prefix(t)])
+    return np.concatenate([*parts, chat.call_prefix(self._tokenizer)])
+
+  def _calls(self, message, text, tools, param) -> list[np.ndarray]:
+    param, texts = f'{param}.tool_calls', [text] if text else []
+    calls = message.get('tool_calls') or []
+    if not isinstance(calls, list):
+      raise errors.invalid(f'{param} must be a list.', param)
+    texts += [_as_text(call, tools, param) for call in calls]
+    end = np.asarray([self._tokenizer.END], np.int32)
+    prefix = chat.call_prefix(self._tokenizer)
+    return [
+      np.concatenate([prefix, self._tokenizer.encode(t), end]) for t in texts
+    ]
+
+  def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
+    """Returns the marks that begin calls; None if the whole text may be one."""
+    return None if tools else ()
+
+  def calls(
+    self, text: str, tools: Sequence[requests.ToolSpec]
+  ) -> list[ParsedCall] | None:
+    """Returns the calls of a text; None if it is no call."""
+    try:
+      call = tool_calls.parse(text)
+    except tool_calls.ToolCallError:
+      return None
+    for tool in tools:
+      arguments = _arguments(call, tool.function.parameters)
+      if tool.function.name == call.name and arguments is not None:
+        return [_call(call.name, arguments)]
+    return None
 
 
 class TemplateFormat:
@@ -146,35 +174,40 @@ class TemplateFormat:
     except ValueError:
       return True  # An error of the template: it looked at them.
 
+  def mark(self, tools: Sequence[requests.ToolSpec]) -> tuple[str, ...] | None:
+    """Returns the marks that begin calls; () if no call is looked for."""
+    return _MARKS if tools else ()
+
+  def calls(
+    self, text: str, tools: Sequence[requests.ToolSpec]
+  ) -> list[ParsedCall] | None:
+    """Returns the calls of a text; None if one of them is damaged."""
+    names = {t.function.name for t in tools}
+    matches = [
+      m.group('name', 'json') for p in _NAMED for m in p.finditer(text)
+    ]
+    matches += [(None, m[1]) for m in _HERMES.finditer(text)]
+    calls = []
+    for name, data in matches:
+      try:
+        arguments = json.loads(data)
+      except ValueError:
+        return None
+      if name is None and isinstance(arguments, dict):
+        name, arguments = arguments.get('name'), arguments.get('arguments', {})
+      if name not in names or not isinstance(arguments, dict):
+        return None
+      calls.append(_call(name, arguments))
+    return calls or None
+
 
 AnyFormat = OwnFormat | TemplateFormat
 
 
-def marks(tools: Sequence[requests.ToolSpec]) -> tuple[str, ...]:
-  """Returns the marks that begin calls; () if no call is looked for."""
-  return _MARKS if tools else ()
-
-
-def calls(
-  text: str, tools: Sequence[requests.ToolSpec]
-) -> list[ParsedCall] | None:
-  """Returns the calls of a text; None if one of them is damaged."""
-  names = {t.function.name for t in tools}
-  matches = [m.group('name', 'json') for p in _NAMED for m in p.finditer(text)]
-  matches += [(None, m[1]) for m in _HERMES.finditer(text)]
-  found = []
-  for name, data in matches:
-    try:
-      arguments = json.loads(data)
-    except ValueError:
-      return None
-    if name is None and isinstance(arguments, dict):
-      name, arguments = arguments.get('name'), arguments.get('arguments', {})
-    if name not in names or not isinstance(arguments, dict):
-      return None
-    written = json.dumps(arguments, ensure_ascii=False)
-    found.append(ParsedCall(name=name, arguments=written))
-  return found or None
+def _call(name: str, arguments: Mapping[str, Any]) -> ParsedCall:
+  return ParsedCall(
+    name=name, arguments=json.dumps(arguments, ensure_ascii=False)
+  )
 
 
 def _text(content: Any, param: str) -> str:
@@ -222,3 +255,64 @@ def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     function = {'name': name, 'arguments': arguments}
     parsed.append({**call, 'function': function})
   return {**message, 'tool_calls': parsed}
+
+
+def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
+  properties = parameters.get('properties')
+  return properties if isinstance(properties, dict) else {}
+
+
+def _arguments(
+  call: tool_calls.Call, parameters: Mapping[str, Any]
+) -> dict[str, Any] | None:
+  """Returns values by property; None if the call does not fit them."""
+  properties = _properties(parameters)
+  names = list(properties)
+  values = list(call.arguments)
+  if call.payload:
+    # Properties between the last word and the lines below were left out.
+    values += [None] * (len(names) - 1 - len(values)) + [call.payload]
+  if len(values) > len(names):
+    return None
+  given = {
+    name: _typed(value, properties[name])
+    for name, value in zip(names, values, strict=False)
+    if value is not None
+  }
+  required = parameters.get('required')
+  if isinstance(required, list) and any(name not in given for name in required):
+    return None
+  return given
+
+
+def _typed(value: str, schema: Any) -> Any:
+  kind = schema.get('type') if isinstance(schema, dict) else None
+  if kind in ('integer', 'number', 'boolean', 'array', 'object'):
+    try:
+      return json.loads(value)
+    except ValueError:
+      return value
+  return value
+
+
+def _as_text(call: Any, tools: Sequence[requests.ToolSpec], param: str) -> str:
+  """Returns a call of an earlier turn as the policy wrote it."""
+  name, arguments = _parsed(call, param)
+  known = {t.function.name: t.function.parameters for t in tools}
+  order = [*_properties(known.get(name, {})), *arguments]
+  values = [
+    v if isinstance(v, str) else json.dumps(v)
+    for v in (arguments[k] for k in dict.fromkeys(order) if k in arguments)
+  ]
+  payload = ''
+  if values and values[-1].split() != [values[-1]]:
+    payload = values.pop()
+  try:
+    return tool_calls.render(
+      tool_calls.Call(name=name, arguments=tuple(values), payload=payload)
+    )
+  except tool_calls.ToolCallError as error:
+    raise errors.invalid(
+      f'{param}: {error} Only the last argument may be of several words.',
+      param,
+    ) from error

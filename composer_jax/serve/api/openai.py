@@ -96,7 +96,7 @@ class OpenAI:
       asked,
       await self._encoded(form.encode, asked.messages, tools),
       answers.ChatAnswer(self._model.name, self._service.version),
-      param='messages',
+      form=form,
       tools=tools,
       max_tokens=asked.max_completion_tokens or asked.max_tokens,
       top=(asked.top_logprobs or 0) if asked.logprobs else None,
@@ -135,7 +135,7 @@ class OpenAI:
     *,
     max_tokens: int | None,
     top: int | None,
-    param: str = 'prompt',
+    form: chat_format.AnyFormat | None = None,
     tools: Sequence[requests.ToolSpec] = (),
   ) -> None:
     """Samples and answers; `top` is None where no log-probabilities go out."""
@@ -153,11 +153,11 @@ class OpenAI:
       self._service,
       stop_tokens=self._model.stop_tokens,
       max_tokens=max_tokens,
-      param=param,
+      param='messages' if form else 'prompt',
     )
     ends, tokenizer = sampled[0].stop_tokens, self._model.tokenizer
     choices = [
-      generation.GrowingAnswer(i, tokenizer, ends, asked.stops, tools)
+      generation.GrowingAnswer(i, tokenizer, ends, asked.stops, form, tools)
       for i in range(len(sampled))
     ]
 

@@ -62,27 +62,28 @@ def _written(family):
 @pytest.mark.parametrize(
   'family', ['hermes', 'deepseek', 'deepseek 3.1', 'kimi']
 )
-def test_calls_of_each_family_are_found(family):
-  calls = chat_format.calls(_written(family), TOOLS)
+def test_calls_of_each_family_are_found(qwen, family):
+  form = chat_format.TemplateFormat(*qwen)
+  calls = form.calls(_written(family), TOOLS)
   assert [(c.name, json.loads(c.arguments)) for c in calls] == CALLS
-  assert any(mark in _written(family) for mark in chat_format.marks(TOOLS))
+  assert any(mark in _written(family) for mark in form.mark(TOOLS))
   # One that is not listed, or damaged, and none of them is a call.
-  assert chat_format.calls(_written(family), TOOLS[:1]) is None
-  assert (
-    chat_format.calls(_written(family).replace('"n": 1', '"n": '), TOOLS)
-    is None
-  )
-  assert chat_format.marks([]) == ()
+  assert form.calls(_written(family), TOOLS[:1]) is None
+  assert form.calls(_written(family).replace('"n": 1', '"n": '), TOOLS) is None
+  assert form.mark([]) == ()
 
 
 @pytest.mark.parametrize('size', [1, 7, 1000])
 @pytest.mark.parametrize('family', ['hermes', 'deepseek', 'kimi'])
-def test_text_streams_up_to_the_first_call(tokenizer, family, size):
+def test_text_streams_up_to_the_first_call(qwen, tokenizer, family, size):
+  form = chat_format.TemplateFormat(*qwen)
   text = 'a < b <tool' + _written(family)
   ids = [tokenizer._bytes.index(bytes([b])) for b in text.encode()] + [
     tokenizer.END
   ]
-  choice = generation.GrowingAnswer(0, tokenizer, (tokenizer.END,), tools=TOOLS)
+  choice = generation.GrowingAnswer(
+    0, tokenizer, (tokenizer.END,), form=form, tools=TOOLS
+  )
   parts = []
   for start in range(0, len(ids), size):
     event = _tokens(ids[start : start + size])

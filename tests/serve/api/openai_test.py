@@ -182,51 +182,55 @@ def test_choices_are_told_apart(say, tokenizer):
   assert [joined[i][0] for i in range(3)] == texts
 
 
-# It fills the context of the scripted engine.
-CALL = '<tool_call>{"name":"edit","arguments":{"n":1}}</tool_call>'
-
-
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize(
-  'written, is_call',
+  'written, arguments',
   [
-    (CALL, True),
-    (CALL.replace('edit', 'drop'), False),
-    (CALL.replace('}}', '}'), False),
-    ('edit a.py 3', False),
-    ('', False),
+    (
+      'edit a.py 3\nreturn 1\n',
+      {'path': 'a.py', 'line': 3, 'body': 'return 1\n'},
+    ),
+    ('edit a.py 3', {'path': 'a.py', 'line': 3}),
+    ('edit a.py three', {'path': 'a.py', 'line': 'three'}),
+    ('edit a.py', None),
+    ('edit a.py 3 4 5', None),
+    ('edit a.py 3 4\nreturn 1', None),
+    ('list', None),
+    ('', None),
   ],
 )
-def test_calls_of_listed_tools_are_told_apart(say, written, is_call, stream):
-  answer = _chat(say(written), tools=TOOLS, stream=stream, max_tokens=59)
+def test_calls_of_our_protocol(say, written, arguments, stream):
+  made = say(written)
+  answer = _chat(made, tools=TOOLS, stream=stream)
   if stream:
     text, finish, calls, _ = _joined(answer)[0]
   else:
     (choice,) = answer.choices
     text, finish = choice.message.content, choice.finish_reason
     calls = choice.message.tool_calls or []
-  if not is_call:
+  if arguments is None:
     assert (text, finish, calls) == (written, 'stop', [])
     return
   assert (text, finish) == ('' if stream else None, 'tool_calls')
   assert calls[0].function.name == 'edit' and calls[0].id
-  assert json.loads(calls[0].function.arguments) == {'n': 1}
+  assert json.loads(calls[0].function.arguments) == arguments
 
 
 def test_a_call_that_a_limit_cut_off_is_none(say):
-  (choice,) = _chat(say(CALL), tools=TOOLS, max_tokens=11).choices
-  assert choice.message.content == CALL[:11]
+  (choice,) = _chat(
+    say('edit a.py 3\nreturn 1'), tools=TOOLS, max_tokens=11
+  ).choices
+  assert choice.message.content == 'edit a.py 3'
   assert (choice.finish_reason, choice.message.tool_calls) == ('length', None)
 
 
 def test_without_tools_nothing_is_a_call(say):
-  made = say(CALL)
+  made = say('edit a.py 3')
   for more in ({}, {'tools': TOOLS, 'tool_choice': 'none'}):
-    answer = _chat(made, max_tokens=59, **more)
-    assert answer.choices[0].message.content == CALL
+    assert _chat(made, **more).choices[0].message.content == 'edit a.py 3'
 
 
-def test_earlier_calls_go_in_as_the_policy_wrote_them(say, tokenizer):
+def test_earlier_calls_are_written_as_the_policy_wrote_them(say, tokenizer):
   asked = []
 
   def script(request):
@@ -234,13 +238,20 @@ def test_earlier_calls_go_in_as_the_policy_wrote_them(say, tokenizer):
     return [*tokenizer.encode('ok'), tokenizer.END]
 
   written = 'edit a.py 3\nreturn 1'
+  made = say(written)
+  call = _chat(made, tools=TOOLS).choices[0].message
   _chat(
     say(script),
+    tools=TOOLS,
     max_tokens=4,
     messages=[
       {'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]},
-      {'role': 'assistant', 'content': written},
-      {'role': 'tool', 'tool_call_id': 'x', 'content': 'edited'},
+      call.model_dump(exclude_none=True),
+      {
+        'role': 'tool',
+        'tool_call_id': call.tool_calls[0].id,
+        'content': 'edited',
+      },
     ],
   )
   t = tokenizer
