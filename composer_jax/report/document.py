@@ -6,6 +6,7 @@ and a run that was interrupted or is still going has a report like any other.
 """
 
 import base64
+import collections
 import functools
 import os
 import pathlib
@@ -95,6 +96,7 @@ def build(run: run_data.RunData) -> str:
     breaches=reinforcement.breaches(run),
     expert_loads=_expert_loads(run),
     episodes=episodes.shown(run),
+    corpus=_corpus(run.manifest) if run.manifest else None,
     times=_times(run) if run.seconds else [],
     machine=machine if isinstance(machine, dict) else {},
     config=files.flatten(run.config) if run.config else {},
@@ -180,6 +182,30 @@ def _expert_loads(run: run_data.RunData) -> list[figures.Figure]:
     if load_ME.ndim == 2 and load_ME.size and np.isfinite(load_ME).all():
       maps.append(figures.heat_map(f'{STAGES[stage]}: last step', load_ME))
   return maps
+
+
+def _corpus(manifest: dict[str, Any]) -> dict[str, Any]:
+  """Sums up what the corpus kept of which package, and what it dropped."""
+  documents = [d for d in manifest['documents'] if isinstance(d, dict)]
+  dropped = [d for d in manifest['dropped'] if isinstance(d, dict)]
+  sizes: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+  for document in documents:
+    key = str(document.get('package', '?')), str(document.get('split', ''))
+    sizes[key].append(int(run_data.number(document.get('num_bytes')) or 0))
+  licences = collections.Counter(
+    str(document.get('licence') or 'unknown') for document in documents
+  )
+  reasons = collections.Counter(str(d.get('reason', '?')) for d in dropped)
+  rows = [(*key, len(each), sum(each)) for key, each in sizes.items()]
+  return {
+    'num_documents': len(documents),
+    'num_dropped': len(dropped),
+    'num_packages': len({package for package, _ in sizes}),
+    'megabytes': sum(row[-1] for row in rows) / 1e6,
+    'licences': licences.most_common(12),
+    'reasons': reasons.most_common(),
+    'packages': sorted(rows, key=lambda row: -row[-1]),
+  }
 
 
 def _times(run: run_data.RunData) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@
 | received.jsonl   | policies received (`delta.device.received`)             |
 | episodes.jsonl   | {step, task_id, reward, verdict, turns}, each turn a    |
 |                  | {role, text}; 'stage' if not of RL's training           |
+| */manifest.json  | the corpus: documents kept and dropped                  |
 
 Any of them may be missing. A damaged one becomes a problem that the report
 shows, never an exception: the report matters most when a run failed.
@@ -38,6 +39,7 @@ class RunData:
     metrics: lines of metrics.jsonl in order, then the latest line of each
       received policy version.
     episodes: lines of episodes.jsonl, in order.
+    manifest: manifest of the corpus.
     problems: one sentence for each damaged file.
   """
 
@@ -47,6 +49,7 @@ class RunData:
   seconds: dict[str, float]
   metrics: list[dict[str, Any]]
   episodes: list[dict[str, Any]]
+  manifest: dict[str, Any]
   problems: tuple[str, ...]
 
   def rows(self, stage: str) -> list[dict[str, Any]]:
@@ -119,6 +122,7 @@ def load(workdir: str | pathlib.Path) -> RunData:
       *(received[version] for version in sorted(received)),
     ],
     episodes=_lines(workdir / 'episodes.jsonl', problems),
+    manifest=_manifest(workdir, problems),
     problems=tuple(problems),
   )
 
@@ -152,3 +156,13 @@ def _lines(path: pathlib.Path, problems: list[str]) -> list[dict[str, Any]]:
     problems.append(str(error))
     return []
   return [row for row in rows if isinstance(row, dict)]
+
+
+def _manifest(workdir: pathlib.Path, problems: list[str]) -> dict[str, Any]:
+  for pattern in ('manifest.json', '*/manifest.json', '*/*/manifest.json'):
+    for path in sorted(workdir.glob(pattern)):
+      value = _object(path, problems)
+      # Bundles and checkpoints have manifests of another form.
+      if {'documents', 'dropped'} <= value.keys():
+        return value
+  return {}

@@ -80,7 +80,7 @@ def test_ends_by_naming_the_report(straight):
   lines = (straight.parent / 'straight.txt').read_text().splitlines()
   assert lines[-1] == f'Report: {straight / "report.html"}'
   page = (straight / 'report.html').read_text()
-  for title in ('Pass rate on held-out tasks', 'Episodes'):
+  for title in ('Pass rate on held-out tasks', 'Episodes', 'Corpus'):
     assert title in page
   assert 'data:image/svg+xml' in page and 'src="http' not in page
 

@@ -136,6 +136,20 @@ def workdir(tmp_path_factory):
   text = ''.join(json.dumps(row) + '\n' for row in rows)
   (folder / 'episodes.jsonl').write_text(text + '{"torn')
   files.write_json(
+    folder / 'corpus' / 'manifest.json',
+    {
+      'documents': [
+        {
+          'package': INJECTION,
+          'split': 'train',
+          'licence': 'MIT',
+          'num_bytes': 1234,
+        }
+      ],
+      'dropped': [{'reason': 'near duplicate'}, {'reason': 'minified'}],
+    },
+  )
+  files.write_json(
     folder / 'config.json', {'rl': {'steps': 11, 'x': INJECTION}}
   )
   files.write_json(
@@ -162,7 +176,7 @@ def test_nothing_written_by_a_policy_becomes_markup(whole):
   assert 'script' not in {tag for tag, _ in tags.tags}
   for _, attributes in tags.tags:
     assert not [name for name in attributes if name.startswith('on')]
-  # It is there to be read: as a turn, a verdict, a config value.
+  # It is there to be read: as a turn, a verdict, a config value, a package.
   assert tags.text.count(INJECTION) >= 6
 
 
@@ -186,6 +200,7 @@ def test_the_page_shows_every_part_of_a_whole_run(whole):
     '95 % interval 16.4 to 24.2 %',
     '+40.0 points',
     'Sandbox: unshare',
+    'near duplicate',
     'rl.steps',
     'task-1',
     'numpy',
@@ -208,7 +223,7 @@ def test_figures_are_valid_svg(whole):
 
 def test_an_empty_workdir_has_a_report(tmp_path):
   text = Tags(document.write_report(tmp_path).read_text()).text
-  for part in ('Reward', 'Episodes', 'Wall time', 'Configuration'):
+  for part in ('Reward', 'Episodes', 'Manifest', 'Wall time', 'Configuration'):
     assert f'{part}: not yet.' in text
 
 
