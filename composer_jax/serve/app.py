@@ -74,6 +74,7 @@ def build(
       route('GET', '/v1/models', text_api.models),
       route('GET', '/v1/models/{name:path}', text_api.model),
       route('POST', '/v1/tokens', tokens_api.sample),
+      route('DELETE', '/v1/tokens/sessions/{name:path}', tokens_api.close),
       route('GET', '/metrics', scrape),
       route('GET', '/health', health, is_open=True),
       route('GET', '/ready', ready, is_open=True),

@@ -1,11 +1,12 @@
 """Policies behind HTTP: this project's own server, or any chat endpoint.
 
 `TokenPolicy` speaks to `/v1/tokens` (`serve.api.tokens`): tokens stay tokens,
-and log-probabilities and routes come along. `ChatPolicy` speaks to an endpoint
-of OpenAI's form, which passes only text: its rollouts can be judged and not
-trained on.
+log-probabilities and routes come along, and the server keeps the cache of a
+window between its turns. `ChatPolicy` speaks to an endpoint of OpenAI's form,
+which passes only text: its rollouts can be judged and not trained on.
 
-A request is sent again if the server is busy or cannot be reached.
+A request is sent again if the server is busy or cannot be reached, and with the
+whole window if the server has dropped its session.
 """
 
 import base64
@@ -14,6 +15,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
+import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +28,15 @@ from composer_jax.core.routes import codec
 from composer_jax.tasks.repository import scripts
 from composer_jax.text import chat, tool_calls
 
+_log = logging.getLogger(__name__)
+
 
 class EndpointError(RuntimeError):
-  """An endpoint cannot be used; names it and the reason."""
+  """An endpoint cannot be used; names it, the reason and the error's code."""
+
+  def __init__(self, message: str, code: str = ''):
+    super().__init__(message)
+    self.code = code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,20 +85,25 @@ class Endpoint:
       max_retries=self.attempts - 1,
     )
 
-  def send(self, path: str, body: Mapping[str, Any]) -> Any:
+  def send(
+    self, path: str, body: Mapping[str, Any] | None, method: str = 'POST'
+  ) -> Any:
     """Returns the JSON that the endpoint answers.
 
     Raises:
-      EndpointError: it refused, or every attempt failed.
+      EndpointError: it refused (with its own `code`), or every attempt failed.
     """
     client = self._client
     import openai
 
     try:
-      return client.post(path, body=dict(body), cast_to=object)
+      if method == 'DELETE':
+        return client.delete(path, cast_to=object)
+      return client.post(path, body=body, cast_to=object)
     except (openai.OpenAIError, ValueError) as error:
       raise EndpointError(
-        f'{self.url}{path}: {error} (at most {self.attempts} attempts)'
+        f'{self.url}{path}: {error} (at most {self.attempts} attempts)',
+        str(getattr(error, 'code', None) or ''),
       ) from error
 
 
@@ -98,31 +113,46 @@ def seed_of(request: records.SampleRequest) -> int:
   return int.from_bytes(digest.digest()[:7], 'big')
 
 
+def _session_name() -> str:
+  # Not the episode's: two evaluations may share a server.
+  return f'http-{secrets.token_hex(16)}'
+
+
+@dataclasses.dataclass
+class _Session:
+  """A window: its tokens, and how many of them the server holds as `name`."""
+
+  name: str = dataclasses.field(default_factory=_session_name)
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  held: int = 0
+
+
 class TokenPolicy:
   """Implements `agent.environment.Policy` over this project's `/v1/tokens`."""
 
   def __init__(self, endpoint: Endpoint):
     self._endpoint = endpoint
-    # Tokens of each window so far.
-    self._windows: dict[str, list[int]] = {}
+    self._sessions: dict[str, _Session] = {}
+    self._lock = threading.Lock()
 
   def complete(self, request: records.SampleRequest) -> records.Completion:
     """Goes on with `request.session`; blocks until sampling ended."""
-    window = self._windows.setdefault(request.session, [])
-    prompt = window + request.context_T.tolist()
-    body = {
-      'prompt': prompt,
-      'max_tokens': request.max_new_tokens,
-      'stop_token_ids': list(request.stop_tokens),
-      'seed': seed_of(request),
-      'temperature': request.temperature,
-      'top_p': request.top_p,
-      'top_k': request.top_k,
-      'min_p': request.min_p,
-      'model': self._endpoint.model or None,
-    }
-    (choice,) = self._endpoint.send('/tokens', body)['choices']
-    window[:] = prompt + choice['tokens']
+    with self._lock:
+      session = self._sessions.setdefault(request.session, _Session())
+    context = request.context_T.tolist()
+    try:
+      answer = self._ask(session, context, request)
+    except EndpointError as error:
+      if error.code not in ('session_mismatch', 'session_busy'):
+        raise
+      # It was idle for too long, or an earlier attempt was cut off midway.
+      _log.warning('The server lost a window of %d.', len(session.tokens))
+      self._forget(session)
+      session.name, session.held = _session_name(), 0
+      answer = self._ask(session, session.tokens + context, request)
+    (choice,) = answer['choices']
+    session.tokens += context + choice['tokens']
+    session.held = answer['session_length']
     tape = codec.decode(base64.b64decode(choice['routes']['data']))
     return records.Completion(
       session=request.session,
@@ -137,7 +167,38 @@ class TokenPolicy:
     )
 
   def close(self, session: str) -> None:
-    self._windows.pop(session, None)
+    with self._lock:
+      known = self._sessions.pop(session, None)
+    if known is not None and known.held:
+      self._forget(known)
+
+  def _ask(
+    self,
+    session: _Session,
+    prompt: Sequence[int],
+    request: records.SampleRequest,
+  ) -> Any:
+    body = {
+      'prompt': list(prompt),
+      'max_tokens': request.max_new_tokens,
+      'stop_token_ids': list(request.stop_tokens),
+      'seed': seed_of(request),
+      'temperature': request.temperature,
+      'top_p': request.top_p,
+      'top_k': request.top_k,
+      'min_p': request.min_p,
+      'session': session.name,
+      'session_length': session.held,
+      'model': self._endpoint.model or None,
+    }
+    return self._endpoint.send('/tokens', body)
+
+  def _forget(self, session: _Session) -> None:
+    try:
+      self._endpoint.send(f'/tokens/sessions/{session.name}', None, 'DELETE')
+    except EndpointError as error:
+      # The server closes it by itself once it is idle.
+      _log.debug('Session %s stays open: %s', session.name, error)
 
 
 class ChatPolicy:

@@ -56,6 +56,8 @@ def sample_requests(
   *,
   stop_tokens: Sequence[int] = (),
   max_tokens: int | None = None,
+  session: str = '',
+  held: int = 0,
   param: str = 'prompt',
 ) -> list[records.SampleRequest]:
   """Returns one request of the engine for each choice.
@@ -66,6 +68,8 @@ def sample_requests(
     served: service whose limits hold.
     stop_tokens: ids that end an answer beside those of the body.
     max_tokens: tokens to sample for each choice; None for the server's default.
+    session: session to go on with; '' makes one for each choice.
+    held: tokens that the session holds.
     param: name of the parameter that the prompt comes from.
 
   Raises:
@@ -91,12 +95,12 @@ def sample_requests(
       f'exceed {most}; name fewer.',
       'stop_token_ids',
     )
-  room = _room(prompt_T, served, max_tokens, param)
+  room = _room(prompt_T, held, served, max_tokens, param)
   seed = secrets.randbits(62) if body.seed is None else body.seed
   try:
     return [
       records.SampleRequest(
-        session=f'request/{secrets.token_hex(16)}',
+        session=session or f'request/{secrets.token_hex(16)}',
         context_T=prompt_T,
         max_new_tokens=room,
         stop_tokens=stop_tokens,
@@ -114,12 +118,13 @@ def sample_requests(
 
 def _room(
   prompt_T: np.ndarray,
+  held: int,
   served: service.Service,
   max_tokens: int | None,
   param: str,
 ) -> int:
   """Returns the most tokens to sample; checks that the prompt fits."""
-  max_len, length = served.engine_options.max_len, len(prompt_T)
+  max_len, length = served.engine_options.max_len, held + len(prompt_T)
   if not length:
     raise errors.invalid(
       'The prompt is empty; give at least one token.', param, 'empty_prompt'
@@ -134,7 +139,7 @@ def _room(
       'context_length_exceeded',
     )
   last = served.config.vocab_size - 1
-  if prompt_T.min() < 0 or prompt_T.max() > last:
+  if len(prompt_T) and (prompt_T.min() < 0 or prompt_T.max() > last):
     raise errors.invalid(
       f'The prompt holds tokens from {prompt_T.min()} to {prompt_T.max()}; the '
       f'vocabulary is 0..{last}.',

@@ -24,15 +24,22 @@ class SampleJob:
     self,
     requests: Sequence[records.SampleRequest],
     leave: Callable[['SampleJob', Sequence[int]], None],
+    *,
+    keep: bool = False,
+    session_length: int | None = None,
   ):
     """Makes a SampleJob in the event loop that will read it.
 
     Args:
-      requests: requests, each of a session of its own.
+      requests: requests, each of a session of its own unless that is kept.
       leave: (job, indices) -> None, frees what these requests still hold; it
         may be called again.
+      keep: true leaves the session open for a later request.
+      session_length: tokens that the client expects in its session; None
+        without one.
     """
     self.requests = tuple(requests)
+    self.keep, self.session_length = keep, session_length
     self.opened = time.monotonic()
     self.unfinished = set(range(len(requests)))
     self._leave = leave

@@ -17,6 +17,9 @@ class ServeOptions:
     default_max_tokens: tokens to sample where a request does not say how many.
     request_timeout_s: time of one request, from its first byte to its last.
     drain_s: time after SIGTERM until running requests are cancelled.
+    session_idle_s: time after which an idle session is closed.
+    max_sessions: sessions kept between requests of /v1/tokens; beyond it the
+      one that has been idle longest is closed.
     stall_s: time without a step of a working engine until /health says so.
     poll_s: time between two looks at a bundle store.
   """
@@ -27,13 +30,17 @@ class ServeOptions:
   default_max_tokens: int
   request_timeout_s: float
   drain_s: float
+  session_idle_s: float
+  max_sessions: int
   stall_s: float
   poll_s: float
 
   def __post_init__(self):
-    checks.at_least(self, 0, 'max_queue')
+    checks.at_least(self, 0, 'max_queue', 'max_sessions')
     checks.at_least(
       self, 1, 'max_choices', 'max_body_bytes', 'default_max_tokens'
     )
     checks.number(self, 0, 'drain_s')
-    checks.positive(self, 'request_timeout_s', 'stall_s', 'poll_s')
+    checks.positive(
+      self, 'request_timeout_s', 'session_idle_s', 'stall_s', 'poll_s'
+    )

@@ -26,12 +26,20 @@ from composer_jax.serve import jobs, policies
 from composer_jax.serve import options as options_lib
 from composer_jax.serve.api import errors
 
-# Longest wait of the idle thread.
+# Longest wait of the idle thread; sessions expire at this grain.
 _IDLE_S = 0.2
 # Between two copies of the engine's figures, which cost a few microseconds.
 _STATS_S = 0.1
 
 SERVING, FAILED, STOPPED = 'serving', 'failed', 'stopped'
+
+
+@dataclasses.dataclass
+class _Kept:
+  """A session between two requests: its length and when it was last used."""
+
+  length: int
+  used: float
 
 
 class Service:
@@ -69,10 +77,11 @@ class Service:
     self._jobs: set[jobs.SampleJob] = set()
     self._stopping = threading.Event()
     self._alive = time.monotonic()
-    self.stats: dict[str, float] = dataclasses.asdict(engine.stats())
+    self._stats: dict[str, float] = dataclasses.asdict(engine.stats())
     self._stats_at = 0.0
-    # Only the engine's thread touches it.
+    # Only the engine's thread touches these two.
     self._places: dict[str, tuple[jobs.SampleJob, int]] = {}
+    self._kept: dict[str, _Kept] = {}
     # A device that hangs must not keep the process from ending.
     thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._policies = policies.Policies(
@@ -100,6 +109,11 @@ class Service:
     """Reason why newer weights are not served; '' where none are known."""
     return self._policies.problem
 
+  @property
+  def stats(self) -> dict[str, float]:
+    """Figures of the engine, at most a fraction of a second old."""
+    return {**self._stats, 'kept_sessions': len(self._kept)}
+
   def unhealthy(self) -> str:
     """Returns why the engine does not serve; '' if it does."""
     if self._failure is not None:
@@ -115,19 +129,32 @@ class Service:
     for thread in self._threads:
       thread.start()
 
-  def open(self, requests: Sequence[records.SampleRequest]) -> jobs.SampleJob:
+  def open(
+    self,
+    requests: Sequence[records.SampleRequest],
+    *,
+    keep: bool = False,
+    session_length: int | None = None,
+  ) -> jobs.SampleJob:
     """Queues requests; entering the SampleJob waits until they are accepted.
+
+    The arguments are those of a SampleJob.
 
     Raises:
       errors.ApiError: 429, 503 or 500; nothing was queued.
     """
-    job = jobs.SampleJob(requests, self._leave)
-    with self._lock:
-      self.check_room(len(requests))
-      self.num_open += len(requests)
-      self._jobs.add(job)
-      self._inbox.put(lambda: self._submit(job))
+    job = jobs.SampleJob(
+      requests, self._leave, keep=keep, session_length=session_length
+    )
+    self._queue(job, lambda: self._submit(job))
     return job
+
+  def _queue(self, job: jobs.SampleJob, command: Callable[[], None]) -> None:
+    with self._lock:
+      self.check_room(len(job.requests))
+      self.num_open += len(job.requests)
+      self._jobs.add(job)
+      self._inbox.put(command)
 
   def check_room(self, num: int) -> None:
     """Raises what `open` of `num` requests would, before they are made."""
@@ -147,6 +174,32 @@ class Service:
 
   def _leave(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
     self._inbox.put(lambda: self._cancel(job, indices))
+
+  async def close_session(self, name: str, missing: errors.ApiError) -> None:
+    """Closes a kept session.
+
+    Args:
+      name: name of the session.
+      missing: error to raise if the session is not kept, or is in use.
+
+    Raises:
+      errors.ApiError: `missing`, 503 or 500.
+    """
+    await self._ask(lambda: self._close(name, missing))
+
+  async def _ask(self, command: Callable[[], errors.ApiError | None]) -> None:
+    """Waits until the engine's thread has run a command; raises its error."""
+    # A job without requests, so that the engine's end reaches this wait, too.
+    job = jobs.SampleJob((), self._leave)
+
+    def run() -> None:
+      error = command()
+      with self._lock:
+        self._jobs.discard(job)
+      job.put(0, error)
+
+    self._queue(job, run)
+    await job.next()
 
   def stop(self, timeout_s: float = 30.0) -> bool:
     """Ends the threads, and with them every open request.
@@ -175,11 +228,13 @@ class Service:
         for outcome in self._engine.step():
           self._finish(outcome)
         self._alive = time.monotonic()
+        self._expire()
         if self._alive - self._stats_at > _STATS_S or not self._places:
-          self.stats = dataclasses.asdict(self._engine.stats())
+          self._stats = dataclasses.asdict(self._engine.stats())
           self._stats_at = self._alive
       self._take_commands(wait=False)
-      self.stats = dataclasses.asdict(self._engine.stats())
+      self._drop(*self._kept)
+      self._stats = dataclasses.asdict(self._engine.stats())
       self._end(STOPPED, errors.draining())
     except BaseException as error:
       # Passed on, not handled: without it every client would wait for ever.
@@ -204,6 +259,14 @@ class Service:
       command()
       wait = False
 
+  def _close(
+    self, name: str, missing: errors.ApiError
+  ) -> errors.ApiError | None:
+    if name not in self._kept or name in self._places:
+      return missing
+    self._drop(name)
+    return None
+
   def _refuse(self, job: jobs.SampleJob, reason: errors.ApiError) -> None:
     job.put(0, reason)
     self._cancel(job, range(len(job.requests)))
@@ -213,17 +276,47 @@ class Service:
       return  # Left before its turn came.
     try:
       for index, request in enumerate(job.requests):
+        self._check_session(job, request.session)
         self._engine.submit(request, functools.partial(job.put, index))
         self._places[request.session] = (job, index)
     except ValueError as error:
       self._refuse(job, errors.invalid(str(error), None))
+    except errors.ApiError as error:
+      self._refuse(job, error)
     else:
       job.put(0, None)
+
+  def _check_session(self, job: jobs.SampleJob, name: str) -> None:
+    if job.session_length is None:
+      return
+    if name in self._places:
+      raise errors.ApiError(
+        409,
+        'The session has a request under way; wait for its answer.',
+        code='session_busy',
+        param='session',
+      )
+    held = self._kept[name].length if name in self._kept else 0
+    if held != job.session_length:
+      raise errors.ApiError(
+        409,
+        f'The session holds {held} tokens here and session_length says '
+        f'{job.session_length}; it may have been closed (idle sessions are). '
+        'Send the whole context with session_length 0 under another name.',
+        code='session_mismatch',
+        param='session_length',
+        details={'session_length': held},
+      )
 
   def _finish(self, outcome: records.Completion | records.Failure) -> None:
     name = outcome.session
     job, index = self._places.pop(name, (None, 0))
-    self._engine.close(name)
+    if job and job.keep and isinstance(outcome, records.Completion):
+      kept = self._kept.setdefault(name, _Kept(0, 0.0))
+      kept.length += len(job.requests[index].context_T) + len(outcome.tokens_T)
+      kept.used = time.monotonic()
+    else:
+      self._drop(name)
     if job is None:
       return
     if isinstance(outcome, records.Completion):
@@ -242,8 +335,9 @@ class Service:
   def _cancel(self, job: jobs.SampleJob, indices: Sequence[int]) -> None:
     for index in sorted(job.unfinished.intersection(indices)):
       name = job.requests[index].session
-      if self._places.pop(name, None):
-        self._engine.close(name)
+      if self._places.get(name, (None,))[0] is job:
+        del self._places[name]
+        self._drop(name)
       self._release(job, index)
 
   def _release(self, job: jobs.SampleJob, index: int) -> None:
@@ -254,3 +348,20 @@ class Service:
       self.num_open -= 1
       if not job.unfinished:
         self._jobs.discard(job)
+
+  def _drop(self, *names: str) -> None:
+    for name in names:
+      self._kept.pop(name, None)
+      self._engine.close(name)
+
+  def _expire(self) -> None:
+    now, limit = time.monotonic(), self.options.session_idle_s
+    idle = sorted(
+      (kept.used, name)
+      for name, kept in self._kept.items()
+      if name not in self._places
+    )
+    excess = len(self._kept) - self.options.max_sessions
+    for i, (used, name) in enumerate(idle):
+      if i < excess or now - used > limit:
+        self._drop(name)

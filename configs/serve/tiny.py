@@ -34,6 +34,8 @@ def get_config(arg: str = '') -> ml_collections.ConfigDict:
     default_max_tokens=256,
     request_timeout_s=300.0,  # waiting included
     drain_s=30.0,  # after SIGTERM, for what is running
+    session_idle_s=600.0,  # of /v1/tokens
+    max_sessions=256,
     stall_s=60.0,  # without a step until /health says so
     poll_s=0.5,  # between looks at the store, with --follow
   )

@@ -101,6 +101,36 @@ def test_an_episode_over_tokens_has_everything_a_trainer_needs(
   serving.wait_for(lambda: not served.engine.held)
 
 
+def test_a_window_that_the_server_forgot_is_sent_again(served, tokenizer):
+  policy = client.TokenPolicy(_endpoint(served.url))
+
+  class Forgetful(environment.FunctionEnvironment):
+    def call(self, text):
+      # As if the server were restarted between two turns.
+      for name in list(policy._sessions.values()):
+        policy._forget(name)
+      return super().call(text)
+
+  whole = {}
+  for kind in (environment.FunctionEnvironment, Forgetful):
+    served.engine.calls = list(HONEST)
+    whole[kind] = episode.run(
+      kind(TASK, runners.TrustedRunner()),
+      policy,
+      tokenizer,
+      OPTIONS,
+      group=5,
+      member=2,
+      seed=7,
+    )
+  kept, lost = (r.trajectories[0] for r in whole.values())
+  for field in dataclasses.fields(records.Trajectory):
+    np.testing.assert_array_equal(
+      getattr(kept, field.name), getattr(lost, field.name)
+    )
+  assert served.engine.calls == []
+
+
 def test_sampling_is_asked_for_as_the_request_says(served, tokenizer):
   seen = []
   served.engine.script = lambda request: seen.append(request) or [20, 21, 22]
@@ -274,14 +304,14 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(tokenizer):
     policy = client.ChatPolicy(_endpoint(url), tokenizer)
     assert policy.complete(_request(tokenizer)).stopped
     assert len(seen) == 3
-  refused = (400, {'error': {'message': 'too long'}})
+  refused = (400, {'error': {'message': 'too long', 'code': 'no_room'}})
   with _answering([refused, busy, busy]) as (url, seen):
     policy = client.ChatPolicy(_endpoint(url, attempts=2), tokenizer)
     with pytest.raises(
       client.EndpointError, match='completions: .*400.*too long'
-    ):
+    ) as caught:
       policy.complete(_request(tokenizer))
-    assert len(seen) == 1
+    assert caught.value.code == 'no_room' and len(seen) == 1
     with pytest.raises(client.EndpointError, match='503.*at most 2 attempts'):
       policy.complete(_request(tokenizer))
   with pytest.raises(client.EndpointError, match='Connection error'):

@@ -22,6 +22,8 @@ LIMITS = options_lib.ServeOptions(
   default_max_tokens=16,
   request_timeout_s=20.0,
   drain_s=5.0,
+  session_idle_s=60.0,
+  max_sessions=4,
   stall_s=30.0,
   poll_s=0.01,
 )

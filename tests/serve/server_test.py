@@ -1,6 +1,7 @@
 """Clients of a server read exactly what its real engine sampled."""
 
 import asyncio
+import base64
 import dataclasses
 import re
 import threading
@@ -12,11 +13,13 @@ import openai
 import pytest
 
 from composer_jax.core import records
+from composer_jax.core.routes import codec
 from composer_jax.models import config as config_lib
 from composer_jax.models import decoder
 from composer_jax.rollout import engine as engines
 from composer_jax.serve import client as http_policy
 from composer_jax.serve.api import chat_format, texts
+from composer_jax.serve.api import tokens as tokens_api
 from tests.serve import scripted
 
 OPTIONS = engines.EngineOptions(
@@ -247,6 +250,43 @@ def test_choices_share_their_prompt(client, server):
   assert again.usage.prompt_tokens_details.cached_tokens >= 32
 
 
+def test_a_session_equals_one_window(server, post, config, policies, tokenizer):
+  prompt, more = [30, 31, 32, 33, 34], [40, 41]
+  fields = {'max_tokens': 6, 'temperature': 0.0, 'session': 'one'}
+  first = post(server, '/v1/tokens', {'prompt': prompt, **fields}).json()
+  held = first['session_length']
+  body = {'prompt': more, 'session_length': held, **fields}
+  second = post(server, '/v1/tokens', body).json()
+  parts = [first['choices'][0], second['choices'][0]]
+  sampled = [np.array(p['tokens'], np.int32) for p in parts]
+  whole = np.concatenate([prompt, sampled[0], more]).astype(np.int32)
+  (end,) = _direct(
+    OPTIONS,
+    config,
+    policies[0],
+    3,
+    [
+      _request(
+        tokenizer,
+        0,
+        context_T=whole,
+        max_new_tokens=6,
+        stop_tokens=(),
+        temperature=0.0,
+      )
+    ],
+  )
+  assert sampled[1].tolist() == end.tokens_T.tolist()
+  # The tapes of both turns, put together, are the tape of the window.
+  tapes = [codec.decode(base64.b64decode(p['routes']['data'])) for p in parts]
+  assert tapes[0].scheme == tapes[1].scheme == tokens_api.scheme_of(config)
+  assert tapes[0].start == 0 and tapes[1].start == held - 1
+  ids_TMA = np.concatenate([tape.ids_TMA for tape in tapes])
+  np.testing.assert_array_equal(ids_TMA, end.consumed_expert_ids_TMA)
+  gone = post(server, '/v1/tokens/sessions/one', method='DELETE')
+  assert gone.status_code == 200
+
+
 def test_an_agents_policy_over_http_is_the_engine_itself(
   server, config, policies
 ):
@@ -254,7 +294,6 @@ def test_an_agents_policy_over_http_is_the_engine_itself(
   policy = http_policy.TokenPolicy(
     http_policy.Endpoint(url=f'{server.url}/v1', model='tiny')
   )
-  window = []
   for context in ([30, 31, 32], [40, 41]):
     request = records.SampleRequest(
       session='one',
@@ -266,13 +305,7 @@ def test_an_agents_policy_over_http_is_the_engine_itself(
     sampled = policy.complete(request)
     # The server draws by the one number that the policy made of three.
     seed = (http_policy.seed_of(request), 0)
-    window += context
-    whole_T = np.array(window, np.int32)
-    made.submit(
-      dataclasses.replace(
-        request, session=f'{len(window)}', context_T=whole_T, seed=seed
-      )
-    )
+    made.submit(dataclasses.replace(request, seed=seed))
     ends = []
     while made.num_unfinished:
       ends += made.step()
@@ -286,7 +319,6 @@ def test_an_agents_policy_over_http_is_the_engine_itself(
       )
     assert sampled.routes_start == ends[0].routes_start
     assert sampled.stopped == ends[0].stopped
-    window += sampled.tokens_T.tolist()
   policy.close('one')
 
 

@@ -154,6 +154,8 @@ def test_a_dead_engine_fails_everyone(serve, post, client, caplog):
   with pytest.raises(openai.InternalServerError) as caught:
     client(server).chat.completions.create(**CHAT)
   assert caught.value.code == 'engine_failed'
+  answer = post(server, '/v1/tokens/sessions/a', method='DELETE')
+  assert answer.status_code == 500
   assert 'The engine failed' in caplog.text
 
 
@@ -341,6 +343,34 @@ def test_more_choices_than_places_are_never_promised(serve, post):
   answer = post(server, '/v1/completions', {'prompt': 'x', 'n': 3})
   assert answer.status_code == 400
   assert 'n (3) exceeds the 2 choices' in answer.json()['error']['message']
+
+
+def test_who_closes_a_session_is_told_of_the_end(caplog):
+  engine = scripted.ScriptedEngine(lambda _: [])
+  stepping, go = threading.Event(), threading.Event()
+
+  def step():
+    stepping.set()
+    assert go.wait(10)
+    raise RuntimeError('out of memory')
+
+  engine.step = step
+  served = service.Service(engine, scripted.LIMITS)
+  served.start()
+
+  async def close():
+    assert await asyncio.to_thread(stepping.wait, 10)
+    missing = errors.invalid('missing', None)
+    closing = asyncio.ensure_future(served.close_session('a', missing))
+    await asyncio.sleep(0)
+    # With the command still before it.
+    go.set()
+    await asyncio.wait_for(closing, 5)
+
+  for _ in range(2):
+    with pytest.raises(errors.ApiError, match='failed .out of memory'):
+      asyncio.run(close())
+  assert served.stop(5)
 
 
 def test_following_that_breaks_off_is_told(serve, post, monkeypatch):

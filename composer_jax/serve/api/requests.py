@@ -131,6 +131,10 @@ class TokensRequest(Sampling):
   """POST /v1/tokens; see `serve.api.tokens`."""
 
   prompt: list[int]
+  session: str | None = pydantic.Field(
+    default=None, min_length=1, max_length=128
+  )
+  session_length: int = pydantic.Field(default=0, ge=0)
   min_policy_version: int | None = None
   routes: Literal['packed', 'plain', 'none'] = 'packed'
   top_logprobs: int = pydantic.Field(default=0, ge=0)

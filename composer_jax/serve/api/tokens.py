@@ -2,18 +2,23 @@
 
 Request, a JSON object; everything but `prompt` may be left out:
 
-  prompt              list of token ids, the whole context
+  prompt              list of token ids; in a session only those it has not seen
   max_tokens, temperature, top_p, top_k, min_p, seed, n, model
                       as in /v1/completions
   stop_token_ids      ids that end an answer and are part of it; no others do
   min_policy_version  409 (code `policy_too_old`, with `policy_version`) while
                       older weights are served
+  session             name under which the context window and its KV cache are
+                      kept afterwards; a later request of that name goes on
+  session_length      tokens the session holds so far, 0 to open it; 409 (code
+                      `session_mismatch`, with `session_length`) if it does not
   routes              'packed' (default), 'plain' or 'none'
   top_logprobs        number of likeliest tokens to report at each place
 
 Answer:
 
   {"id", "object": "tokens", "model", "policy_version",
+   "session_length": length to send next time; null without a session,
    "choices": [{
      "index",
      "tokens":          sampled ids, the stop token included,
@@ -27,8 +32,12 @@ Answer:
    }], "usage"}
 
 `routes.data` is base64 of a tape of `core.routes.codec`: the experts of every
-token of the window from position `start` on, up to the last but one. A later
-turn's tape replaces that of the turns before: their tokens were consumed anew.
+token from position `start` of the window on, up to the last but one. If `start`
+lies before the end of the tape that a client has, the new part replaces the old
+one: the tokens were consumed anew, with other weights.
+
+DELETE /v1/tokens/sessions/NAME closes a session; 404 if there is none. The
+server closes one that stays idle, and one whose request is cut off.
 """
 
 import asyncio
@@ -43,6 +52,9 @@ from composer_jax.core.routes import codec
 from composer_jax.models import config as model_config
 from composer_jax.serve import exchange, generation, metrics, service
 from composer_jax.serve.api import answers, errors, openai, requests
+
+# Keeps names of clients apart from those that the server makes.
+_KEPT = 'kept/'
 
 
 def scheme_of(config: model_config.ModelConfig) -> codec.RouteScheme:
@@ -68,12 +80,23 @@ class TokensApi:
     generation.check_model(asked.model, self._name)
     self._check(asked)
     generation.admit(asked, self._service, asked.top_logprobs, 'top_logprobs')
+    session = f'{_KEPT}{asked.session}' if asked.session else ''
     prompt_T = openai.token_ids(asked.prompt)
     sampled = generation.sample_requests(
-      asked, prompt_T, self._service, max_tokens=asked.max_tokens
+      asked,
+      prompt_T,
+      self._service,
+      max_tokens=asked.max_tokens,
+      session=session,
+      held=asked.session_length,
+    )
+    opened = self._service.open(
+      sampled,
+      keep=bool(session),
+      session_length=asked.session_length if session else None,
     )
     ends: dict[int, records.Completion] = {}
-    async with self._service.open(sampled) as job:
+    async with opened as job:
       self._figures.prompt_tokens.inc(len(prompt_T))
       unfinished = set(range(len(sampled)))
       events = generation.timed(job, self._figures, unfinished)
@@ -81,6 +104,9 @@ class TokensApi:
         if isinstance(event, records.Completion):
           ends[index] = event
           unfinished.discard(index)
+    length = None
+    if session:
+      length = asked.session_length + len(prompt_T) + len(ends[0].tokens_T)
     # In a thread: encoding the tapes of long windows would stall streams.
     choices = await asyncio.to_thread(
       lambda: [self._choice(i, ends[i], asked) for i in sorted(ends)]
@@ -91,6 +117,7 @@ class TokensApi:
         'object': 'tokens',
         'model': self._name,
         'policy_version': self._service.version,
+        'session_length': length,
         'choices': choices,
         'usage': answers.usage(
           len(prompt_T),
@@ -100,7 +127,24 @@ class TokensApi:
       }
     )
 
+  async def close(self, to: exchange.Exchange, _: Any) -> None:
+    name = to.path_params['name']
+    missing = errors.ApiError(
+      404,
+      f'No session {name!r} is kept here, or it has a request under way.',
+      code='session_not_found',
+      param='session',
+    )
+    await self._service.close_session(f'{_KEPT}{name}', missing)
+    await to.answer({'id': name, 'object': 'session.deleted', 'deleted': True})
+
   def _check(self, asked: requests.TokensRequest) -> None:
+    if asked.session and (asked.n or 1) > 1:
+      raise errors.invalid('A session has one choice: n must be 1.', 'n')
+    if asked.session_length and not asked.session:
+      raise errors.invalid(
+        'session_length needs a session; name it.', 'session_length'
+      )
     oldest, version = asked.min_policy_version, self._service.version
     if oldest is not None and version < oldest:
       raise errors.ApiError(

@@ -1,12 +1,14 @@
-"""/v1/tokens gives all that a trainer needs."""
+"""/v1/tokens: what a trainer needs, and sessions that go on."""
 
 import base64
+import threading
 
 import numpy as np
 import pytest
 
 from composer_jax.core.routes import codec
 from composer_jax.serve.api import tokens
+from tests.serve import scripted
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def ask(shared, post):
 def test_all_that_was_sampled_is_told(ask, shared):
   status, answer = ask(max_tokens=3, top_logprobs=2, stop_token_ids=[22])
   assert status == 200
-  assert answer['policy_version'] == 7
+  assert answer['policy_version'] == 7 and answer['session_length'] is None
   (choice,) = answer['choices']
   tape = codec.decode(base64.b64decode(choice['routes']['data']))
   assert tape.scheme == tokens.scheme_of(shared.served.config)
@@ -73,6 +75,64 @@ def test_older_weights_than_asked_for_are_a_conflict(ask):
   assert error['param'] == 'min_policy_version'
 
 
+def test_a_session_goes_on_and_ends(ask, shared, post):
+  _, first = ask(session='a', max_tokens=2)
+  assert first['session_length'] == 4
+  status, second = ask(session='a', max_tokens=2, session_length=4, prompt=[9])
+  assert (status, second['session_length']) == (200, 7)
+  # From the last token of the first answer on.
+  assert second['choices'][0]['routes']['start'] == 4
+  status, answer = ask(session='a', session_length=4)
+  assert status == 409
+  assert answer['error']['code'] == 'session_mismatch'
+  assert answer['error']['session_length'] == 7
+  # The session is as it was: a request that is refused changes nothing.
+  assert ask(session='a', session_length=7, max_tokens=1)[0] == 200
+  gone = post(shared, '/v1/tokens/sessions/a', method='DELETE')
+  assert gone.json() == {
+    'id': 'a',
+    'object': 'session.deleted',
+    'deleted': True,
+  }
+  assert (
+    post(shared, '/v1/tokens/sessions/a', method='DELETE').status_code == 404
+  )
+  assert shared.engine.stats().sessions == 0
+
+
+def test_a_session_has_one_request_at_a_time(serve, post):
+  server = serve(lambda _: [20] * 50)
+  server.engine.go.clear()
+
+  body = {'prompt': [40], 'session': 'a', 'max_tokens': 3}
+  responses = []
+  first = threading.Thread(
+    target=lambda: responses.append(post(server, '/v1/tokens', body))
+  )
+  first.start()
+  scripted.wait_for(lambda: server.engine.works)
+  answer = post(server, '/v1/tokens', body)
+  assert answer.status_code == 409
+  assert answer.json()['error']['code'] == 'session_busy'
+  server.engine.go.set()
+  first.join(10)
+  assert responses[0].json()['session_length'] == 4
+
+
+def test_sessions_are_bounded_in_number_and_age(serve, post):
+  server = serve(lambda _: [20] * 50, limits={'max_sessions': 2})
+  for name in 'abc':
+    body = {'prompt': [40], 'session': name, 'max_tokens': 3}
+    assert post(server, '/v1/tokens', body).status_code == 200
+  scripted.wait_for(lambda: len(server.engine.held) == 2)
+  assert sorted(server.engine.held) == ['kept/b', 'kept/c']
+  server = serve(lambda _: [20] * 50, limits={'session_idle_s': 0.2})
+  body = {'prompt': [40], 'session': 'a', 'max_tokens': 3}
+  assert post(server, '/v1/tokens', body).status_code == 200
+  assert server.engine.held
+  scripted.wait_for(lambda: not server.engine.held)
+
+
 @pytest.mark.parametrize(
   'fields, param, code',
   [
@@ -81,6 +141,8 @@ def test_older_weights_than_asked_for_are_a_conflict(ask):
     ({'prompt': [1.5]}, 'prompt.0', 'invalid_value'),
     ({'prompt': [400]}, 'prompt', 'invalid_value'),
     ({'prompt': [1] * 64}, 'prompt', 'context_length_exceeded'),
+    ({'session': 'a', 'n': 2}, 'n', 'invalid_value'),
+    ({'session_length': 4}, 'session_length', 'invalid_value'),
     ({'routes': 'zip'}, 'routes', 'invalid_value'),
     ({'stream': True}, 'stream', 'unknown_parameter'),
     ({'top_logprobs': 3}, 'top_logprobs', 'invalid_value'),
